@@ -1,0 +1,42 @@
+"""ssmgen: specialised CUDA decode kernels for state-space and linear-attention models, generated, compiled at run time, cached.
+
+Importing this package touches neither CUDA nor the file system; names are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "selective_state_update": "ops.selective_state_update",
+    "warm": "api",
+    "is_warm": "api",
+    "bind": "api",
+    "BoundCall": "api",
+    "supported": "registry",
+    "explain": "registry",
+    "stats": "registry",
+}
+
+if TYPE_CHECKING:
+    from .api import BoundCall, bind, is_warm, warm
+    from .ops.selective_state_update import selective_state_update
+    from .registry import explain, stats, supported
+
+__all__ = ["BoundCall", "bind", "explain", "is_warm", "selective_state_update", "stats", "supported", "warm"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        from importlib import import_module
+
+        # Bound here as well, so that the module of the same name does not hide the function from the second use on.
+        value = globals()[name] = getattr(import_module(f".{_HOME[name]}", __name__), name)
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

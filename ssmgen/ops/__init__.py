@@ -1,0 +1,1 @@
+"""The public functions on torch tensors: check, dispatch, launch."""

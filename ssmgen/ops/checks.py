@@ -1,0 +1,79 @@
+"""What every operator checks of its tensors. Each check adds sentences to a list, so that one error can show them all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..spec import DType
+
+DTYPES = {torch.float32: DType.F32, torch.float16: DType.F16, torch.bfloat16: DType.BF16}
+
+
+def describe(t: Tensor) -> str:
+    return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}"
+
+
+def check_tensors(tensors: Mapping[str, object], problems: list[str]) -> bool:
+    """Are they tensors at all? Without that nothing else can be said."""
+    problems += [f"{name} is a {type(t).__name__}, not a tensor" for name, t in tensors.items() if not isinstance(t, Tensor)]
+    return not problems
+
+
+def check_common(tensors: Mapping[str, Tensor], anchor: str, problems: list[str]) -> None:
+    """Devices, dtypes and gradients."""
+    device = tensors[anchor].device
+    for name, t in tensors.items():
+        if t.device != device:
+            problems.append(f"{name} is on {t.device}, {anchor} is on {device}")
+        if name.endswith("indices"):
+            if t.dtype not in (torch.int32, torch.int64):
+                problems.append(f"{name} is {t.dtype}, not int32 or int64")
+        elif t.dtype not in DTYPES:
+            problems.append(f"{name} is {t.dtype}, not float32, float16 or bfloat16")
+        if t.requires_grad and torch.is_grad_enabled():
+            problems.append(f"{name} requires grad, and a decode step has no backward: call it under torch.no_grad()")
+
+
+def check_shape(name: str, t: Tensor, allowed: Mapping[str, tuple[int, ...]], problems: list[str]) -> bool:
+    """`allowed` maps a shape in words to its sizes; one of them must be the tensor's."""
+    if tuple(t.shape) in allowed.values():
+        return True
+    shapes = " or ".join(f"{words} = {list(sizes)}" for words, sizes in allowed.items())
+    problems.append(f"{name} is {list(t.shape)}, not {shapes}")
+    return False
+
+
+def extent(t: Tensor) -> int:
+    """Bytes from the first to past the last element."""
+    if t.numel() == 0:
+        return 0
+    return (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) * t.element_size()
+
+
+def overlaps_itself(t: Tensor) -> bool:
+    """Whether two indices may reach one element. Exact for the strides that views and slices have."""
+    reach = 1
+    for stride, size in sorted((s, n) for n, s in zip(t.shape, t.stride(), strict=True) if n > 1):
+        if stride < reach:
+            return True
+        reach = stride * (size - 1) + reach
+    return False
+
+
+def check_overlap(written: Mapping[str, tuple[int, int]], read: Mapping[str, tuple[int, int]], problems: list[str]) -> None:
+    """No written range [start, end) may meet another one."""
+    names = list(written)
+    for i, name in enumerate(names):
+        start, end = written[name]
+        others = {n: written[n] for n in names[i + 1 :]} | dict(read)
+        problems += [f"{name} overlaps {other} in memory" for other, (a, b) in others.items() if start < b and a < end]
+
+
+def check_strides_fit(name: str, t: Tensor, first: int, problems: list[str]) -> None:
+    """Offsets past axis `first` are 32-bit in the kernels."""
+    reach = sum((n - 1) * s for n, s in zip(t.shape[first:], t.stride()[first:], strict=True))
+    if reach >= 2**31:
+        problems.append(f"{name} spans {reach} elements inside one batch row; 2^31 is the limit")

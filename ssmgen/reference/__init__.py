@@ -1,0 +1,1 @@
+"""Plain PyTorch: the executable specification of every operator."""

@@ -1,0 +1,121 @@
+"""Problem -> spec. Says which variant serves a problem, by which rule, and why the others do not."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import UnsupportedError
+from .kernels import OPERATORS
+from .spec import Arch, KernelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One rule's answer for a problem."""
+
+    rule: str
+    spec: KernelSpec | None
+    reason: str  # why it was not chosen; empty for the chosen one
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What the registry considered, in order of preference."""
+
+    operator: str
+    problem: Any
+    batch: int
+    arch: Arch
+    verdicts: tuple[Verdict, ...]
+    faults: tuple[str, ...]  # what no variant could serve
+
+    @property
+    def chosen(self) -> Verdict | None:
+        return next((v for v in self.verdicts if not v.reason), None)
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why nothing serves the problem; empty when something does."""
+        if self.chosen:
+            return []
+        return list(self.faults) or [f"{v.rule}: {v.reason}" for v in self.verdicts]
+
+    def __str__(self) -> str:
+        lines = [f"{self.operator}, batch {self.batch}, {self.arch}: {_describe(self.problem)}"]
+        lines += [f"  never: {f}" for f in self.faults]
+        for v in self.verdicts:
+            lines.append(f"  {'->' if not v.reason else '  '} {v.rule}: {v.reason or v.spec}")
+        return "\n".join(lines)
+
+
+def _describe(problem: Any) -> str:
+    return " ".join(f"{name}={getattr(value, 'value', value)}" for name in problem.__dataclass_fields__ if (value := getattr(problem, name)) is not None)
+
+
+@functools.lru_cache(maxsize=4096)
+def explain(operator: str, problem: Any, batch: int, arch: Arch, pdl: bool) -> Explanation:
+    """Everything that was considered. `pdl` asks for a variant that may overlap the end of the kernel ahead of it."""
+    faults = tuple(problem.faults())
+    verdicts: list[Verdict] = []
+    chosen = None
+    if not faults:
+        for rule, spec, reason in OPERATORS[operator].candidates(problem, batch, arch, pdl):
+            if spec is not None:
+                reason = "; ".join(spec.violations(arch))
+                if not reason and chosen:
+                    reason = f"{chosen} comes first"
+                chosen = chosen or (None if reason else rule)
+            verdicts.append(Verdict(rule, spec, reason))
+    return Explanation(operator, problem, batch, arch, tuple(verdicts), faults)
+
+
+def supported(operator: str, problem: Any, arch: Arch) -> tuple[bool, list[str]]:
+    """(whether some variant serves the problem, why not)."""
+    reasons = explain(operator, problem, 1, arch, False).reasons
+    return not reasons, reasons
+
+
+def select(operator: str, problem: Any, batch: int, arch: Arch, pdl: bool) -> KernelSpec:
+    """The variant for a problem. Raises UnsupportedError with every reason."""
+    found = explain(operator, problem, batch, arch, pdl)
+    if found.chosen is None:
+        raise UnsupportedError(f"{operator} ({_describe(problem)}) on {arch}", found.reasons)
+    return found.chosen.spec
+
+
+@functools.lru_cache(maxsize=1024)
+def variants(operator: str, problem: Any, arch: Arch, pdl: bool, max_batch: int = 1024) -> tuple[KernelSpec, ...]:
+    """Every variant that `select` can return for batches 1 … max_batch: what to build ahead of time."""
+    # Rules only look at the size of the batch through thresholds, so the powers of two and their neighbours see every one of them
+    # that lies between two powers; thresholds in between are found by bisection.
+    found: dict[KernelSpec, None] = {}
+
+    def visit(low: int, high: int) -> None:
+        a, b = (select(operator, problem, n, arch, pdl) for n in (low, high))
+        found.setdefault(a)
+        if a != b and high - low > 1:
+            middle = (low + high) // 2
+            visit(low, middle)
+            visit(middle, high)
+        found.setdefault(b)
+
+    edges = [1 << i for i in range(max_batch.bit_length()) if 1 << i < max_batch] + [max_batch]
+    for low, high in zip(edges, edges[1:] or edges, strict=False):
+        visit(low, high)
+    return tuple(found)
+
+
+# Plans made, by variant: what this process has been served. Counted when a plan is made, not on the hot path.
+_served: Counter[str] = Counter()
+
+
+def count_plan(spec: KernelSpec) -> None:
+    _served[str(spec)] += 1
+
+
+def stats() -> dict[str, int]:
+    """{spec: number of call signatures that were given it in this process}"""
+    return dict(_served)

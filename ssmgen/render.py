@@ -1,0 +1,69 @@
+"""Spec -> CUDA source. Deterministic: no clock, no environment variable and no version number reaches a template."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import jinja2
+
+from .spec import Arch, DType, KernelSpec, Loads, Pdl, _text
+
+PDL_WAIT = "griddepcontrol.wait"
+
+
+@functools.cache
+def templates_dir() -> Path:
+    """`ssmgen/_templates` in a wheel, `templates/` in a checkout."""
+    packaged = Path(__file__).parent / "_templates"
+    return packaged if packaged.is_dir() else Path(__file__).parent.parent / "templates"
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(templates_dir()),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+
+
+def render(spec: KernelSpec, arch: Arch) -> str:
+    """The kernel's source text. Raises SpecError if the spec is not legal for the architecture."""
+    spec.check(arch)
+    pdl = getattr(spec, "pdl", Pdl.OFF)
+    loads = [getattr(spec, f.name) for f in fields(spec) if isinstance(getattr(spec, f.name), Loads)]
+    text = _environment().get_template(spec.template).render(
+        s=spec,
+        arch=arch,
+        facts=_facts(spec),
+        dtypes={v.value for f in fields(spec) if isinstance(v := getattr(spec, f.name), DType)},
+        element_loads=Loads.ELEMENT in loads,
+        pdl=pdl,
+        waits=pdl is not Pdl.OFF,
+        parameters=spec.parameters(),
+        **spec.constants(),
+    )
+    lines = (line.rstrip() for line in text.splitlines())
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip() + "\n"
+
+
+def uses_pdl(source: str) -> bool:
+    """Whether to launch with the programmatic attribute: if and only if the kernel waits for its upstream."""
+    return PDL_WAIT in source
+
+
+def _facts(spec: KernelSpec, width: int = 110) -> list[str]:
+    """The spec's fields as comment lines."""
+    lines = [""]
+    for f in fields(spec):
+        item = f"{f.name}={_text(getattr(spec, f.name))}"
+        if len(lines[-1]) + len(item) > width:
+            lines.append("")
+        lines[-1] += ("  " if lines[-1] else "") + item
+    return lines

@@ -1,0 +1,208 @@
+"""Kernel specs: small frozen dataclasses that hold everything the generated code depends on, and nothing else.
+
+A spec has one canonical text, ``family:field=value,...``, which parses back to it. Batch size, pool size, strides and slot ids
+are run-time arguments and never appear here, so a change of batch size compiles nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import MISSING, dataclass, fields
+from enum import Enum
+from typing import Any, ClassVar, NamedTuple, get_type_hints
+
+from .errors import SpecError
+
+
+class DType(Enum):
+    """Element types; the value is the name used in specs and in generated code."""
+
+    F32 = "f32"
+    F16 = "f16"
+    BF16 = "bf16"
+
+    @property
+    def size(self) -> int:
+        """Bytes per element."""
+        return 4 if self is DType.F32 else 2
+
+
+class Index(Enum):
+    """Type of a slot index tensor; NONE means slot = position in the batch."""
+
+    NONE = "none"
+    I32 = "i32"
+    I64 = "i64"
+
+
+class Loads(Enum):
+    """How an operand is read: whole 16-byte (or narrower, if the row is) vectors, or element by element at any stride."""
+
+    VECTOR = "vector"
+    ELEMENT = "element"
+
+
+class PoolMode(Enum):
+    """SINGLE: the state is written where it was read. SPLIT: to a slot of its own (`dst_state_indices`)."""
+
+    SINGLE = "single"
+    SPLIT = "split"
+
+
+class Pdl(Enum):
+    """Programmatic dependent launch: no wait at all, or a wait at the top and a choice of where dependents may start."""
+
+    OFF = "off"
+    WAIT = "wait"  # wait; dependents start when the last block ends
+    TRIGGER_TOP = "trigger_top"  # wait; dependents may start once every block has begun
+    TRIGGER_LOADED = "trigger_loaded"  # wait; dependents may start once every block has issued its first loads
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Arch:
+    """A compile target such as sm_90a. Ordered by compute capability."""
+
+    number: int
+    suffix: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Arch:
+        match = re.fullmatch(r"sm_(\d{2,3})([af]?)", text)
+        if not match:
+            raise SpecError(text, ["an architecture reads sm_80, sm_90a, sm_100a, sm_120, …"])
+        return cls(int(match[1]), match[2])
+
+    @classmethod
+    def of_capability(cls, major: int, minor: int) -> Arch:
+        """The target for a device. 9.x and 10.x have architecture-specific instructions behind the `a` suffix."""
+        return cls(major * 10 + minor, "a" if major in (9, 10) else "")
+
+    def __str__(self) -> str:
+        return f"sm_{self.number}{self.suffix}"
+
+
+SM90 = Arch(90)
+
+
+class Param(NamedTuple):
+    """One kernel argument: name, C type, and `struct` code. The rendered signature and the packed buffer come from it."""
+
+    name: str
+    ctype: str
+    code: str
+
+    @classmethod
+    def pointer(cls, name: str, element: str, const: bool = True) -> Param:
+        return cls(name, f"{'const ' if const else ''}{element}*", "Q")
+
+    @classmethod
+    def i64(cls, name: str) -> Param:
+        return cls(name, "i64", "q")
+
+    @classmethod
+    def i32(cls, name: str) -> Param:
+        return cls(name, "int", "i")
+
+    @classmethod
+    def f32(cls, name: str) -> Param:
+        return cls(name, "float", "f")
+
+
+def must(holds: bool, otherwise: str) -> list[str]:
+    """[] when the constraint holds, else its violation in words."""
+    return [] if holds else [otherwise]
+
+
+def is_pow2(n: int) -> bool:
+    return n > 0 and n & (n - 1) == 0
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """Base of every family's spec."""
+
+    family: ClassVar[str]
+    template: ClassVar[str]
+
+    def violations(self, arch: Arch) -> list[str]:
+        """Every broken constraint in words; the only place that knows what is legal."""
+        raise NotImplementedError
+
+    def check(self, arch: Arch) -> None:
+        """Raises SpecError with every violation."""
+        if problems := self.violations(arch):
+            raise SpecError(f"{self} for {arch}", problems)
+
+    @property
+    def stem(self) -> str:
+        """Readable part of the name, without a digest."""
+        raise NotImplementedError
+
+    @property
+    def threads_per_block(self) -> int:
+        raise NotImplementedError
+
+    def parameters(self) -> list[Param]:
+        """Kernel arguments in order."""
+        raise NotImplementedError
+
+    def constants(self) -> dict[str, Any]:
+        """Derived values that the template names."""
+        return {}
+
+    def __str__(self) -> str:
+        return f"{self.family}:" + ",".join(f"{f.name}={_text(getattr(self, f.name))}" for f in fields(self))
+
+    @property
+    def name(self) -> str:
+        """Readable and unique: file name in generated/, and the kernel's symbol."""
+        return f"{self.stem}_{hashlib.sha256(str(self).encode()).hexdigest()[:8]}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value is None else str(value)
+
+
+def _value(kind: Any, text: str) -> Any:
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind(text)
+    if kind is bool:
+        if text not in ("yes", "no"):
+            raise ValueError(text)
+        return text == "yes"
+    if kind is int:
+        return int(text)
+    # DType | None
+    return None if text == "none" else DType(text)
+
+
+def parse_spec(text: str, families: dict[str, type[KernelSpec]]) -> KernelSpec:
+    """Reads a canonical text back. Fields with a default may be left out. Raises SpecError naming every unreadable part."""
+    family, _, rest = text.partition(":")
+    if family not in families:
+        raise SpecError(text, [f"unknown family {family!r}; known: {', '.join(sorted(families))}"])
+    cls = families[family]
+    hints = get_type_hints(cls)
+    known = {f.name: f for f in fields(cls)}
+    values: dict[str, Any] = {}
+    problems = []
+    for item in filter(None, rest.split(",")):
+        key, _, value = item.partition("=")
+        if key not in known:
+            problems.append(f"unknown field {key!r}; known: {', '.join(known)}")
+            continue
+        try:
+            values[key] = _value(hints[key], value)
+        except ValueError:
+            problems.append(f"{key}={value!r} is not a {getattr(hints[key], '__name__', hints[key])}")
+    missing = [n for n, f in known.items() if n not in values and f.default is MISSING]
+    if missing:
+        problems.append(f"missing: {', '.join(missing)}")
+    if problems:
+        raise SpecError(text, problems)
+    return cls(**values)
