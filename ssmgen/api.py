@@ -47,26 +47,20 @@ def is_warm(operator: Callable[..., Any], *args: Any, batches: Iterable[int] = (
 class BoundCall:
     """A call with its tensors: `bound()` launches it again on the current stream and returns `out`.
 
-    Holds the tensors, and reads where they lie only once: do not resize them or change their storage. One thread at a time.
+    Holds the tensors, and reads where they lie only once: do not resize them or change their storage.
     """
 
-    __slots__ = ("_keep", "_launch", "out")
+    __slots__ = ("_keep", "_plan", "out")
 
-    def __init__(self, plan: Any, pointers: tuple[int, ...], out: Tensor, keep: Any):
-        self.out, self._keep = out, keep
-        if isinstance(plan, runtime.Plan):
-            own = runtime.Plan(plan.kernel, plan.device, plan.grid, plan.values)  # a buffer that no other call writes
-            own.set_pointers(pointers)
-            self._launch = own.relaunch
-        else:
-            self._launch = (lambda: None) if plan is None else (lambda: plan.launch(pointers))
+    def __init__(self, plan: Callable[[], None], out: Tensor, keep: Any):
+        self._plan, self.out, self._keep = plan, out, keep
 
     def __call__(self) -> Tensor:
-        self._launch()
+        self._plan()
         return self.out
 
 
 def bind(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> BoundCall:
     """Checks, selects and loads once, for callers that decode into the same tensors again and again. Raises what the call would."""
-    plan, pointers, out = _module(operator).plan_call(*args, **kwargs)
-    return BoundCall(plan, pointers, out, (args, kwargs))
+    plan, out = _module(operator).plan_call(*args, **kwargs)
+    return BoundCall(plan, out, (args, kwargs))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from .errors import UnsupportedError
@@ -52,7 +52,8 @@ class Explanation:
 
 
 def _describe(problem: Any) -> str:
-    return " ".join(f"{name}={getattr(value, 'value', value)}" for name in problem.__dataclass_fields__ if (value := getattr(problem, name)) is not None)
+    given = {f.name: getattr(problem, f.name) for f in fields(problem)}
+    return " ".join(f"{name}={getattr(value, 'value', value)}" for name, value in given.items() if value is not None)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .. import registry, runtime
 from ..errors import ArgumentError
@@ -18,7 +19,7 @@ from .checks import DTYPES
 
 _OPTIONAL = ("D", "z", "dt_bias")
 _NAMES = ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "out", "state_indices", "dst_state_indices")
-_signatures = runtime.SignatureTable()
+_signatures = runtime.Signatures()
 
 
 def selective_state_update(
@@ -62,51 +63,36 @@ def selective_state_update(
     Source: Gu & Dao 2023 (arXiv 2312.00752), Dao & Gu 2024 (arXiv 2405.21060).
     """
     if out is None:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if torch.compiler.is_compiling():
+        out = torch.empty_like(x, memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x  # the checks object to x
+    if is_compiling():
         limit = None if dt_limit is None else list(dt_limit)
         torch.ops.ssmgen.selective_state_update(
             state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices, dt_softplus, limit, pad_slot_id, pdl
         )
         return out
-    _run(state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices, dt_softplus, dt_limit, pad_slot_id, pdl)
+    given = (state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices)
+    _plan(given, dt_softplus, dt_limit, pad_slot_id, pdl)()
     return out
 
 
-def _run(
-    state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices, dt_softplus, dt_limit, pad_slot_id, pdl
-) -> None:
-    plan, pointers = _plan(
-        state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices, dt_softplus, dt_limit, pad_slot_id, pdl
-    )
-    if plan is not None:
-        plan.launch(pointers)
-
-
-def _plan(
-    state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices, dt_softplus, dt_limit, pad_slot_id, pdl
-) -> tuple[Any, tuple[int, ...]]:
-    """(plan or None when there is nothing to launch, pointers). The hot path: everything it does is per call."""
-    given = (state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices)
-    tensors = [t for t in given if t is not None]
+def _plan(given: tuple[Any, ...], dt_softplus: bool, dt_limit: Any, pad_slot_id: int, pdl: bool | None) -> Callable[[], None]:
+    """What runs a call. Everything before `find` has answered is paid at every call."""
+    _, x, _, _, _, _, D, z, dt_bias, _, source, target = given
     try:
-        key = (
-            (x.shape, D is None, z is None, dt_bias is None, state_indices is None, dst_state_indices is None)
-            + (dt_softplus, dt_limit, pad_slot_id, pdl, torch.is_grad_enabled())
-        )  # fmt: skip
-        signature = _signatures.find(key, tensors)
-    except (AttributeError, TypeError):  # not tensors, or a limit that is a list: the checks below say which
-        signature = None
-    if signature is None:
-        named = {name: t for name, t in zip(_NAMES, given, strict=True) if t is not None}
-        views = _checked_views(named, dt_limit, pdl)
-        if state.device.type != "cuda":
-            run = _ReferenceRun(views, named, dt_softplus, dt_limit, pad_slot_id)
-            return run, tuple([t.data_ptr() for t in tensors])
-        signature = _new_signature(views, named, dt_softplus, dt_limit, pad_slot_id, pdl)
-        _signatures.add(key, signature)
-    pointers = tuple([t.data_ptr() for t in tensors])
-    return signature.plan(pointers), pointers
+        key = (x.shape, D is None, z is None, dt_bias is None, source is None, target is None, dt_softplus, dt_limit, pad_slot_id, pdl)
+        plan = _signatures.find(key, given)
+    except (AttributeError, TypeError):  # not tensors, or a limit that cannot be hashed: the checks below say which
+        plan = key = None
+    if plan is not None:
+        return plan
+    named = {name: t for name, t in zip(_NAMES, given, strict=True) if t is not None}
+    views = _checked_views(named, dt_limit, pdl)
+    if not views["state"].is_cuda:
+        return _reference_plan(views, named, dt_softplus, dt_limit, pad_slot_id)
+    signature = _new_signature(views, given, named, dt_softplus, dt_limit, pad_slot_id, pdl)
+    plan = signature.plan(list(named.values()))
+    _signatures.add(key, signature)
+    return plan
 
 
 def _checked_views(named: dict[str, Tensor], dt_limit: Any, pdl: bool | None) -> dict[str, Tensor]:
@@ -125,43 +111,45 @@ def _checked_views(named: dict[str, Tensor], dt_limit: Any, pdl: bool | None) ->
 
 
 def _new_signature(
-    views: dict[str, Tensor], named: dict[str, Tensor], dt_softplus: bool, dt_limit: Any, pad_slot_id: int, pdl: bool | None
-) -> runtime.Signature:
+    views: dict[str, Tensor], given: tuple[Any, ...], named: dict[str, Tensor], dt_softplus: bool, dt_limit: Any, pad_slot_id: int,
+    pdl: bool | None,
+) -> runtime.Signature:  # fmt: skip
     device = views["state"].device.index
     arch = runtime.device_arch(device)
     want_pdl = arch >= SM90 if pdl is None else pdl
     batch = views["x"].shape[0]
     layout = {name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for name, t in views.items()}
     names = tuple(named)
-    plans: dict[SsuProblem, Any] = {}
+    launches: dict[SsuProblem, runtime.Launch] = {}  # alignment is part of the problem
 
-    def resolve(pointers: tuple[int, ...]) -> Any:
+    def resolve(pointers: tuple[int, ...]) -> runtime.Launch | None:
         where = dict(zip(names, pointers, strict=True))
         _check_overlap(layout, where)
         if batch == 0:
             return None
         problem = problem_of(layout, where, dt_softplus, dt_limit is not None)
-        if problem not in plans:
+        if problem not in launches:
             spec = registry.select(OPERATOR, problem, batch, arch, want_pdl)
             kernel = runtime.load(spec, device, OPERATOR)
-            plans[problem] = runtime.Plan(kernel, device, batch * spec.nheads * spec.tiles, plan_values(spec, layout, pad_slot_id, dt_limit))
+            values = kernel_values(spec, layout, pad_slot_id, dt_limit)
+            launches[problem] = runtime.Launch(kernel, device, batch * spec.nheads * spec.tiles, values)
             registry.count_plan(spec)
-        return plans[problem]
+        return launches[problem]
 
-    return runtime.Signature(list(named.values()), resolve)
+    return runtime.Signature(given, resolve)
 
 
-class _ReferenceRun:
-    """Stands where a plan does, for CPU tensors; made for each call."""
+def _reference_plan(
+    views: dict[str, Tensor], named: dict[str, Tensor], dt_softplus: bool, dt_limit: Any, pad_slot_id: int
+) -> Callable[[], None]:
+    """For CPU tensors; made for each call, since it holds them."""
+    _check_overlap(views, {name: t.data_ptr() for name, t in named.items()})
 
-    def __init__(self, views: dict[str, Tensor], named: dict[str, Tensor], dt_softplus: bool, dt_limit: Any, pad_slot_id: int):
-        _check_overlap(views, {name: t.data_ptr() for name, t in named.items()})
-        self.views = views
-        self.options = {"dt_softplus": dt_softplus, "dt_limit": dt_limit, "pad_slot_id": pad_slot_id}
-
-    def launch(self, pointers: tuple[int, ...]) -> None:
+    def run() -> None:
         with torch.no_grad():
-            reference(**self.views, **self.options)
+            reference(**views, dt_softplus=dt_softplus, dt_limit=dt_limit, pad_slot_id=pad_slot_id)
+
+    return run
 
 
 def headed_views(named: dict[str, Tensor], problems: list[str]) -> dict[str, Tensor]:
@@ -297,7 +285,7 @@ def problem_of(views: dict[str, Tensor], pointers: dict[str, int], dt_softplus: 
     )
 
 
-def plan_values(spec: SsuSpec, views: dict[str, Tensor], pad_slot_id: int, dt_limit: Sequence[float] | None) -> dict[str, int | float]:
+def kernel_values(spec: SsuSpec, views: dict[str, Tensor], pad_slot_id: int, dt_limit: Sequence[float] | None) -> dict[str, int | float]:
     """Every kernel argument that is not a pointer."""
     axis_number = {"slot": 0, "batch": 0}
     values: dict[str, int | float] = {"pad_slot_id": pad_slot_id}
@@ -313,40 +301,33 @@ def plan_values(spec: SsuSpec, views: dict[str, Tensor], pad_slot_id: int, dt_li
 # Hooks for warm(), is_warm() and bind(): the arguments of the public function -> its plan.
 
 
-def plan_call(*args: Any, **kwargs: Any) -> tuple[Any, tuple[int, ...], Tensor]:
-    """(plan, pointers, out) of a call, without launching it."""
-    return _with_defaults(_plan_out, *args, **kwargs)
-
-
-def _plan_out(*operands: Any) -> tuple[Any, tuple[int, ...], Tensor]:
-    return (*_plan(*operands), operands[9])
+def plan_call(*args: Any, **kwargs: Any) -> tuple[Callable[[], None], Tensor]:
+    """(plan, out) of a call, without running it."""
+    given, options = _operands(*args, **kwargs)
+    return _plan(given, *options), given[9]
 
 
 def specs_for_call(batches: Sequence[int], *args: Any, **kwargs: Any) -> tuple[list[SsuSpec], torch.device]:
     """The variants that this call, and the same call at other batch sizes, are served by."""
 
-    def specs(state, x, dt, A, B, C, D, z, dt_bias, out, idx, dst, dt_softplus, dt_limit, pad_slot_id, pdl):
-        given = (state, x, dt, A, B, C, D, z, dt_bias, out, idx, dst)
-        named = {name: t for name, t in zip(_NAMES, given, strict=True) if t is not None}
-        problems: list[str] = []
-        views = headed_views(named, problems)
-        if problems:
-            raise ArgumentError(OPERATOR, problems)
-        problem = problem_of(views, {n: t.data_ptr() for n, t in named.items()}, dt_softplus, dt_limit is not None)
-        arch = runtime.device_arch(state.device.index)
-        want_pdl = arch >= SM90 if pdl is None else pdl
-        sizes = [n for n in (x.shape[0], *batches) if n > 0]
-        return list(dict.fromkeys(registry.select(OPERATOR, problem, n, arch, want_pdl) for n in sizes)), state.device
-
-    return _with_defaults(specs, *args, **kwargs)
+    given, (dt_softplus, dt_limit, _, pdl) = _operands(*args, **kwargs)
+    named = {name: t for name, t in zip(_NAMES, given, strict=True) if t is not None}
+    views = _checked_views(named, dt_limit, pdl)
+    device = views["state"].device
+    problem = problem_of(views, {n: t.data_ptr() for n, t in named.items()}, dt_softplus, dt_limit is not None)
+    arch = runtime.device_arch(device.index)
+    want_pdl = arch >= SM90 if pdl is None else pdl
+    sizes = [n for n in (views["x"].shape[0], *batches) if n > 0]
+    return list(dict.fromkeys(registry.select(OPERATOR, problem, n, arch, want_pdl) for n in sizes)), device
 
 
-def _with_defaults(
-    then: Callable[..., Any], state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, *, dt_limit=None,
-    state_indices=None, dst_state_indices=None, pad_slot_id=-1, out=None, pdl=None,
-) -> Any:  # fmt: skip
+def _operands(
+    state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, *, dt_limit=None, state_indices=None,
+    dst_state_indices=None, pad_slot_id=-1, out=None, pdl=None,
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
+    """(tensors in the order of _NAMES, options) of the public function's arguments."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-    return then(state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices, dt_softplus, dt_limit, pad_slot_id, pdl)
+    return (state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices), (dt_softplus, dt_limit, pad_slot_id, pdl)
 
 
 # torch.library: what torch.compile and opcheck see. define + impl costs 2.5 us a call where custom_op costs 33.
@@ -362,8 +343,8 @@ _library.define(
 @torch.library.impl(_library, "selective_state_update", "CUDA")
 @torch.library.impl(_library, "selective_state_update", "CPU")
 def _op(*args: Any) -> None:
-    *operands, dt_softplus, dt_limit, pad_slot_id, pdl = args
-    _run(*operands, dt_softplus, None if dt_limit is None else tuple(dt_limit), pad_slot_id, pdl)
+    *given, dt_softplus, dt_limit, pad_slot_id, pdl = args
+    _plan(tuple(given), dt_softplus, None if dt_limit is None else tuple(dt_limit), pad_slot_id, pdl)()
 
 
 @torch.library.register_fake("ssmgen::selective_state_update", lib=_library)

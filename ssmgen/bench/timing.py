@@ -1,0 +1,92 @@
+"""How times are taken.
+
+Device time: one CUDA graph holds a launch per input set; the sets rotate over several times the L2 cache, so the state is cold. A
+replay is queued ahead of the timed one, so that no launch gap of the host is in the time. Contenders are replayed in turn, and each
+gets the median of its rounds, divided by the launches in its graph. Gaps between launches inside the graph are included for all.
+
+Host time: the eager Python call, wall clock, with a synchronisation every 100 calls.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+Launch = Callable[[int], object]  # of the i-th input set
+
+
+def capture(launch: Launch, sets: int, least: int = 24) -> tuple[torch.cuda.CUDAGraph, int]:
+    """(graph, launches in it): every set once, and all of them again until there are `least` launches."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for i in range(min(sets, 3)):
+            launch(i)
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    repeats = -(-least // sets)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(repeats):
+            for i in range(sets):
+                launch(i)
+    return graph, repeats * sets
+
+
+def device_us(contenders: Mapping[str, Launch], sets: int, rounds: int = 7, captures: int = 2) -> dict[str, float]:
+    """Microseconds per launch of each contender: the least, over `captures` graphs, of the median of `rounds` replays."""
+    best: dict[str, float] = {}
+    for _ in range(captures):
+        graphs = {name: capture(launch, sets) for name, launch in contenders.items()}
+        times: dict[str, list[float]] = {name: [] for name in graphs}
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(rounds):
+            for name, (graph, launches) in graphs.items():
+                graph.replay()
+                start.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                times[name].append(start.elapsed_time(end) * 1e3 / launches)
+        for name, samples in times.items():
+            best[name] = min(best.get(name, float("inf")), statistics.median(samples))
+        del graphs
+    return best
+
+
+def host_us(call: Callable[[], object], blocks: int = 40, calls: int = 100) -> float:
+    """Median wall-clock microseconds of one eager call."""
+    for _ in range(20):
+        call()
+    samples = []
+    for _ in range(blocks):
+        torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        for _ in range(calls):
+            call()
+        samples.append((time.perf_counter_ns() - start) / 1e3 / calls)
+    torch.cuda.synchronize()
+    return statistics.median(samples)
+
+
+def ceilings_tbs(gib: float = 2.0) -> dict[str, float]:
+    """TB/s, read plus written, of torch's copy and in-place multiplication on buffers far larger than the cache."""
+    n = int(gib * 2**30)
+    a, b = torch.randn(n // 4, device="cuda"), torch.empty(n // 4, device="cuda")
+    us = device_us({"copy": lambda i: b.copy_(a), "in_place": lambda i: a.mul_(1.0)}, 1, captures=1)
+    return {name: 2 * n / t / 1e6 for name, t in us.items()}
+
+
+def error(result: torch.Tensor, reference: torch.Tensor) -> float:
+    """Norm of the difference over the norm of the reference; infinite when a value is not finite."""
+    result, reference = result.double(), reference.double()
+    if not torch.isfinite(result).all():
+        return float("inf")
+    return float((result - reference).norm() / reference.norm().clamp(min=1e-30))
+
+
+def ratio(value: float, others: Sequence[float]) -> float:
+    return value / min(others) if others else float("nan")
