@@ -12,6 +12,7 @@ from .spec import Arch
 
 # fmad=false: a contraction that the compiler finds in one variant and not in another would change bits. Sources say fmaf.
 OPTIONS = ("--std=c++17", "--fmad=false", "--ptxas-options=-v", "--ptxas-options=-warn-spills")
+# --no-cache (from 12.9 on): NVRTC's own cache answers a repeated compilation without ptxas' report, and this package has a better one.
 PROGRAM_NAME = "ssmgen.cu"  # fixed: part of what the compiler sees
 
 
@@ -80,7 +81,7 @@ def build_id() -> str:
 
 
 def options_for(arch: Arch) -> tuple[str, ...]:
-    return (f"--gpu-architecture={arch}", *OPTIONS)
+    return (f"--gpu-architecture={arch}", *OPTIONS, *(("--no-cache",) if version() >= (12, 9) else ()))
 
 
 def compile_cubin(source: str, arch: Arch, spec: str) -> Compiled:

@@ -44,14 +44,14 @@ class Explanation:
         return list(self.faults) or [f"{v.rule}: {v.reason}" for v in self.verdicts]
 
     def __str__(self) -> str:
-        lines = [f"{self.operator}, batch {self.batch}, {self.arch}: {_describe(self.problem)}"]
+        lines = [f"{self.operator}, batch {self.batch}, {self.arch}: {describe(self.problem)}"]
         lines += [f"  never: {f}" for f in self.faults]
         for v in self.verdicts:
             lines.append(f"  {'->' if not v.reason else '  '} {v.rule}: {v.reason or v.spec}")
         return "\n".join(lines)
 
 
-def _describe(problem: Any) -> str:
+def describe(problem: Any) -> str:
     given = {f.name: getattr(problem, f.name) for f in fields(problem)}
     return " ".join(f"{name}={getattr(value, 'value', value)}" for name, value in given.items() if value is not None)
 
@@ -83,7 +83,7 @@ def select(operator: str, problem: Any, batch: int, arch: Arch, pdl: bool) -> Ke
     """The variant for a problem. Raises UnsupportedError with every reason."""
     found = explain(operator, problem, batch, arch, pdl)
     if found.chosen is None:
-        raise UnsupportedError(f"{operator} ({_describe(problem)}) on {arch}", found.reasons)
+        raise UnsupportedError(f"{operator} ({describe(problem)}) on {arch}", found.reasons)
     return found.chosen.spec
 
 

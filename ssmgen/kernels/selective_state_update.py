@@ -10,7 +10,8 @@ Mamba-1 is one head of `dim` rows; its A and dt differ per row ("untied"). Mamba
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from itertools import product
 from typing import Any, ClassVar
 
 from ..spec import SM90, Arch, DType, Index, KernelSpec, Loads, Param, Pdl, PoolMode, is_pow2, must
@@ -170,81 +171,88 @@ class SsuSpec(SsuProblem, KernelSpec):
         }
 
 
+def space(problem: SsuProblem, arch: Arch) -> Iterator[SsuSpec]:
+    """Every legal variant of a problem within the axes worth trying: what a tuner searches, and what the tests hold to be bit-equal."""
+    given = {f.name: getattr(problem, f.name) for f in fields(SsuProblem)}
+    axes = {
+        "lanes": (1, 2, 4, 8, 16, 32),
+        "vec": (2, 4, 8),
+        "ilp": (1, 2, 4, 8),
+        "tile": (8, 16, 32, 64, 128, 256),
+        "threads": (32, 64, 128, 256),
+        "prefetch": (0, 264),
+        "pdl": (Pdl.OFF, Pdl.WAIT, Pdl.TRIGGER_TOP, Pdl.TRIGGER_LOADED),
+    }
+    for values in product(*axes.values()):
+        spec = SsuSpec(**given, **dict(zip(axes, values, strict=True)))
+        if not spec.violations(arch):
+            yield spec
+
+
 # ---------------------------------------------------------------------------------------------------------------------------------
 # Choosing a variant. Measured on an H200 (132 SMs); docs/performance.md holds what was tried.
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`how` serves problems whose state traffic of one call is at most `max_mib` (both ways), in the first table that matches."""
+    """Serves calls whose state traffic, both ways, is at most `max_mib`; the first rule of a table that does is taken."""
 
     name: str
     max_mib: float
-    how: dict[str, Any]
+    tile_kib: float  # state per block; every thread of it then holds `ilp` rows' shares at once, and that is all it does
+    ilp: int = 4
+    prefetch: int = 0
+    pdl: Pdl = Pdl.TRIGGER_LOADED
 
 
-def _wide(**how: Any) -> dict[str, Any]:
-    return {"threads": 128, "ilp": 4, "pdl": Pdl.TRIGGER_LOADED, **how}
-
-
-# 16-bit state, a row of 256 bytes over 16 lanes; f32 over 32 or 16; narrow rows (Mamba-1) over 4.
-WIDE_16BIT = [
-    Rule("latency", 24, _wide(tile=64)),
-    Rule("bandwidth", float("inf"), _wide(tile=64, prefetch=396)),
+WIDE = [  # d_state > 32
+    Rule("latency", 48, tile_kib=16),
+    Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),
 ]
-WIDE_32BIT = [
-    Rule("latency", 24, _wide(tile=32)),
-    Rule("bandwidth", float("inf"), _wide(tile=32, prefetch=264)),
-]
-NARROW = [
-    Rule("latency", 2, _wide(tile=32, ilp=1)),
-    Rule("bandwidth", float("inf"), _wide(tile=128, prefetch=528)),
+NARROW = [  # d_state <= 32
+    Rule("latency", 0.5, tile_kib=2, ilp=1, pdl=Pdl.TRIGGER_TOP),
+    Rule("middle", 16, tile_kib=8),
+    Rule("bandwidth", float("inf"), tile_kib=8, prefetch=528),
 ]
 
 
 def _layout(problem: SsuProblem, ilp: int) -> dict[str, int]:
-    """The lane map: 16-byte vectors, and as few lanes per row as keep every lane's share of a row in one or two of them."""
-    odd = problem.d_state // (problem.d_state & -problem.d_state)  # 3 for 96: those elements are passes, not lanes
-    vec = min(16 // problem.state.size, problem.d_state // odd)
-    vectors = problem.d_state // odd // vec
-    lanes = min(32, vectors)
-    return {"vec": vec, "lanes": lanes, "ilp": min(ilp, lanes)}
+    """The lane map: 16 bytes of a row per lane, or 32 of a row longer than 256 bytes. An odd factor of d_state goes into passes."""
+    odd = problem.d_state // (problem.d_state & -problem.d_state)  # 3 for 96
+    even = problem.d_state // odd
+    vec = min(16 // problem.state.size, even)
+    share = 16 if even * problem.state.size <= 256 else 32
+    lanes = max(1, min(32, even * problem.state.size // share))
+    passes = problem.d_state // (vec * lanes)
+    return {"vec": vec, "lanes": lanes, "ilp": max(1, min(ilp, lanes, 8 // passes))}
 
 
-def _fit(problem: SsuProblem, how: dict[str, Any]) -> dict[str, Any]:
-    """Adapts a rule to this shape: the tile becomes a whole number of steps that does not reach past headdim."""
-    how = how | _layout(problem, how["ilp"])
-    per_warp = 32 // how["lanes"] * how["ilp"]
-    rows = min(how["tile"], problem.headdim)
-    warps = max(1, min(how["threads"] // 32, rows // per_warp))
-    if problem.headdim % how["tile"] and problem.headdim <= 2 * how["tile"]:
-        # A headdim such as 80 or 96: one block per head, and as many warps as divide it.
-        whole = [w for w in range(warps, 0, -1) if problem.headdim % (w * per_warp) == 0]
-        if whole:
-            return how | {"threads": 32 * whole[0], "tile": problem.headdim}
-    return how | {"threads": 32 * warps, "tile": max(per_warp * warps, rows // (per_warp * warps) * per_warp * warps)}
+def _fit(problem: SsuProblem, rule: Rule) -> dict[str, Any]:
+    """Lanes, rows and threads for this shape: about tile_kib per block, in a number of warps that divides headdim if one near does."""
+    layout = _layout(problem, rule.ilp)
+    per_warp = 32 // layout["lanes"] * layout["ilp"]
+    row_bytes = problem.d_state * problem.state.size
+    most = max(1, min(8, int(rule.tile_kib * 1024) // (row_bytes * per_warp), -(-problem.headdim // per_warp)))
+    fitting = [w for w in range(most * 3 // 2, most // 2, -1) if problem.headdim % (w * per_warp) == 0]
+    warps = most if most in fitting or not fitting else fitting[0]
+    return layout | {"threads": 32 * warps, "tile": warps * per_warp}
 
 
 def candidates(problem: SsuProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, SsuSpec | None, str]]:
-    """(rule, spec or None, why it does not apply), best first. The last one is generic and always applies to a legal problem."""
-    table = NARROW if problem.d_state <= 32 else WIDE_16BIT if problem.state.size == 2 else WIDE_32BIT
-    mib = 2 * batch * problem.nheads * problem.headdim * problem.d_state * problem.state.size / 2**20
+    """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
     given = {f.name: getattr(problem, f.name) for f in fields(SsuProblem)}
-    floor = 0.0
-    for rule in table:
-        if not floor < mib <= rule.max_mib and not (floor == 0.0 and mib == 0.0):
-            yield rule.name, None, f"{mib:.1f} MiB of state traffic is not in ({floor:g}, {rule.max_mib:g}]"
-        else:
-            spec = SsuSpec(**given, **_fit(problem, rule.how))
-            usable = replace(spec, pdl=spec.pdl if pdl else Pdl.OFF)
-            if usable.headdim % usable.tile or usable.state_loads is Loads.ELEMENT or arch < SM90:
-                usable = replace(usable, prefetch=0)
-            yield rule.name, usable, ""
-        floor = rule.max_mib
+    mib = 2 * batch * problem.nheads * problem.headdim * problem.d_state * problem.state.size / 2**20
+    taken = False
+    for rule in NARROW if problem.d_state <= 32 else WIDE:
+        if taken or mib > rule.max_mib:
+            reason = "an earlier rule applies" if taken else f"{mib:.1f} MiB of state traffic is above {rule.max_mib:g}"
+            yield rule.name, None, reason
+            continue
+        taken = True
+        how = _fit(problem, rule)
+        whole_tiles = problem.headdim % how["tile"] == 0
+        prefetch = rule.prefetch if whole_tiles and arch >= SM90 and problem.state_loads is Loads.VECTOR else 0
+        yield rule.name, SsuSpec(**given, **how, prefetch=prefetch, pdl=rule.pdl if pdl else Pdl.OFF), ""
     layout = _layout(problem, 1)
-    rows = 4 * 32 // layout["lanes"]
-    threads = 128 if problem.headdim >= rows else 32
-    yield (
-        "generic",
-        SsuSpec(**given, **layout, threads=threads, tile=threads // layout["lanes"], pdl=Pdl.WAIT if pdl else Pdl.OFF),
-        "",
-    )
+    warps = max(1, min(4, problem.headdim * layout["lanes"] // 32))
+    how = layout | {"threads": 32 * warps, "tile": 32 * warps // layout["lanes"]}
+    yield "generic", SsuSpec(**given, **how, pdl=Pdl.WAIT if pdl else Pdl.OFF), ""

@@ -20,6 +20,7 @@ from .checks import DTYPES
 _OPTIONAL = ("D", "z", "dt_bias")
 _NAMES = ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "out", "state_indices", "dst_state_indices")
 _signatures = runtime.Signatures()
+_find = _signatures.find
 
 
 def selective_state_update(
@@ -71,27 +72,28 @@ def selective_state_update(
         )
         return out
     given = (state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices)
-    _plan(given, dt_softplus, dt_limit, pad_slot_id, pdl)()
+    try:
+        key = (x.shape, D is None, z is None, dt_bias is None, state_indices is None, dst_state_indices is None)
+        plan = _find((*key, dt_softplus, dt_limit, pad_slot_id, pdl), given)
+    except (AttributeError, TypeError):  # not tensors, or a limit that cannot be hashed: the checks say which
+        plan = None
+    if plan is None:
+        plan = _prepare(given, dt_softplus, dt_limit, pad_slot_id, pdl)
+    plan()
     return out
 
 
-def _plan(given: tuple[Any, ...], dt_softplus: bool, dt_limit: Any, pad_slot_id: int, pdl: bool | None) -> Callable[[], None]:
-    """What runs a call. Everything before `find` has answered is paid at every call."""
-    _, x, _, _, _, _, D, z, dt_bias, _, source, target = given
-    try:
-        key = (x.shape, D is None, z is None, dt_bias is None, source is None, target is None, dt_softplus, dt_limit, pad_slot_id, pdl)
-        plan = _signatures.find(key, given)
-    except (AttributeError, TypeError):  # not tensors, or a limit that cannot be hashed: the checks below say which
-        plan = key = None
-    if plan is not None:
-        return plan
+def _prepare(given: tuple[Any, ...], dt_softplus: bool, dt_limit: Any, pad_slot_id: int, pdl: bool | None) -> Callable[[], None]:
+    """What runs a call of a kind not seen before: checks, selects, compiles, loads; the next such call finds the plan."""
     named = {name: t for name, t in zip(_NAMES, given, strict=True) if t is not None}
     views = _checked_views(named, dt_limit, pdl)
     if not views["state"].is_cuda:
         return _reference_plan(views, named, dt_softplus, dt_limit, pad_slot_id)
     signature = _new_signature(views, given, named, dt_softplus, dt_limit, pad_slot_id, pdl)
     plan = signature.plan(list(named.values()))
-    _signatures.add(key, signature)
+    _, x, _, _, _, _, D, z, dt_bias, _, source, target = given
+    key = (x.shape, D is None, z is None, dt_bias is None, source is None, target is None)
+    _signatures.add((*key, dt_softplus, dt_limit, pad_slot_id, pdl), signature)
     return plan
 
 
@@ -304,7 +306,7 @@ def kernel_values(spec: SsuSpec, views: dict[str, Tensor], pad_slot_id: int, dt_
 def plan_call(*args: Any, **kwargs: Any) -> tuple[Callable[[], None], Tensor]:
     """(plan, out) of a call, without running it."""
     given, options = _operands(*args, **kwargs)
-    return _plan(given, *options), given[9]
+    return _prepare(given, *options), given[9]
 
 
 def specs_for_call(batches: Sequence[int], *args: Any, **kwargs: Any) -> tuple[list[SsuSpec], torch.device]:
@@ -344,7 +346,11 @@ _library.define(
 @torch.library.impl(_library, "selective_state_update", "CPU")
 def _op(*args: Any) -> None:
     *given, dt_softplus, dt_limit, pad_slot_id, pdl = args
-    _plan(tuple(given), dt_softplus, None if dt_limit is None else tuple(dt_limit), pad_slot_id, pdl)()
+    state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices = given
+    selective_state_update(
+        state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit=None if dt_limit is None else tuple(dt_limit), out=out,
+        state_indices=state_indices, dst_state_indices=dst_state_indices, pad_slot_id=pad_slot_id, pdl=pdl,
+    )  # fmt: skip
 
 
 @torch.library.register_fake("ssmgen::selective_state_update", lib=_library)

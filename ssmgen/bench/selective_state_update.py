@@ -1,0 +1,260 @@
+"""Cases and contenders for selective_state_update."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ssmgen
+
+from .. import compile as compiler
+from .. import registry, runtime
+from ..errors import SsmgenError
+from ..kernels.slot_copy import SlotCopySpec
+from ..models import Model, find_model
+from ..ops import selective_state_update as op
+from ..ops.checks import DTYPES
+from ..reference.selective_state_update import selective_state_update as reference
+from ..render import render
+from ..spec import DType, Pdl
+from . import timing
+
+DEFAULT_CASES = [
+    ("nemotron-h-8b", DType.BF16),
+    ("nemotron-h-8b", DType.F32),
+    ("mamba-130m", DType.F32),
+    ("falcon-mamba-7b", DType.F32),
+]
+DEFAULT_BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+POOL_GIB = 4.0  # slots are drawn at random from a pool of this size, as a serving engine's are
+MAX_SETS = 512
+GATE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}  # norm error of the state: its rounding
+
+
+@dataclass
+class Case:
+    """Rotating inputs of one model at one batch size, in the layout in which models call: A, dt, D and dt_bias as stride-0 views."""
+
+    model: Model
+    state: Tensor  # [slots, H, P, N]; Mamba-1: [slots, dim, N]
+    batch: int
+    sets: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        slots, device = self.state.shape[0], self.state.device
+        mamba1 = self.model.kind == "mamba1"
+        B, H, P, N, G = self.batch, self.model.nheads, self.model.headdim, self.model.d_state, self.model.ngroups
+        self.sets = max(1, min(MAX_SETS, slots // B))
+        self.slots = torch.randperm(slots, device=device)[: self.sets * B].to(torch.int32).view(self.sets, B)
+
+        def rand(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+            return torch.randn(*shape, device=device, dtype=dtype)
+
+        row = (P,) if mamba1 else (H, P)
+        group = (N,) if mamba1 else (G, N)
+        self.x, self.out = rand(self.sets, B, *row), torch.empty(self.sets, B, *row, device=device, dtype=torch.bfloat16)
+        self.B, self.C = rand(self.sets, B, *group), rand(self.sets, B, *group)
+        self.z = rand(self.sets, B, *row) if self.model.gate else None
+        if mamba1:
+            self.dt = rand(self.sets, B, P)
+            self.A = -torch.rand(P, N, device=device) - 0.1
+            self.D, self.dt_bias = rand(P), torch.rand(P, device=device) - 4
+        else:
+            self.dt = rand(self.sets, B, H, 1).expand(-1, -1, -1, P)
+            self.A = (-torch.rand(H, device=device) - 0.1)[:, None, None].expand(H, P, N)
+            self.D = rand(H)[:, None].expand(H, P)
+            self.dt_bias = (torch.rand(H, device=device) - 4).bfloat16()[:, None].expand(H, P)
+
+    def arguments(self, i: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        z = None if self.z is None else self.z[i]
+        args = (self.state, self.x[i], self.dt[i], self.A, self.B[i], self.C[i], self.D, z, self.dt_bias, True)
+        return args, {"state_indices": self.slots[i], "out": self.out[i]}
+
+    @property
+    def state_bytes(self) -> int:
+        """Read and written by one call."""
+        return 2 * self.batch * self.state[0].numel() * self.state.element_size()
+
+    def bound(self, pdl: bool) -> timing.Launch:
+        """Our kernel, with the host's part of every call done beforehand."""
+        calls = []
+        for i in range(self.sets):
+            args, kwargs = self.arguments(i)
+            calls.append(ssmgen.bind(ssmgen.selective_state_update, *args, **kwargs, pdl=pdl))
+        return lambda i: calls[i]()
+
+    def slot_copy(self, pdl: bool) -> timing.Launch:
+        """A generated kernel that reads and writes back the same slots: the ceiling."""
+        spec = SlotCopySpec(slot_bytes=self.state[0].numel() * self.state.element_size(), pdl=Pdl.TRIGGER_LOADED if pdl else Pdl.OFF)
+        device = self.state.device.index
+        kernel = runtime.load(spec, device, "slot_copy")
+        words = self.state.stride(0) * self.state.element_size() // 4
+        launch = runtime.Launch(kernel, device, self.batch * spec.blocks_per_slot, {"state_slot": words})
+        plans = [launch.at((self.state.data_ptr(), self.slots[i].data_ptr())) for i in range(self.sets)]
+        return lambda i: plans[i]()
+
+    def gate(self) -> float:
+        """Norm error of the state after one call, against float64, on a few rows. Raises SsmgenError when it is more than rounding."""
+        rows = torch.arange(min(self.batch, 4), device=self.state.device)
+        args, kwargs = self.arguments(0)
+        names = ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias")
+        named = {n: t for n, t in zip(names, args, strict=False) if t is not None} | kwargs
+        touched = named["state_indices"][rows].long()
+        small = named | {n: named[n][rows] for n in ("x", "dt", "B", "C", "z", "out") if n in named}
+        before = named["state"][touched].double()
+        small |= {"state": before, "state_indices": rows, "out": torch.zeros_like(small["out"])}
+        views = op.headed_views(small | {"state": before.float()}, [])
+        views["state"] = before if before.dim() == 4 else before.unsqueeze(1)
+        reference(**views, dt_softplus=True, dtype=torch.float64)
+        self.out.fill_(float("nan"))
+        ssmgen.selective_state_update(*args, **kwargs)
+        error = timing.error(self.state[touched], before)
+        out_error = timing.error(self.out[0][rows], small["out"])
+        if not (error < GATE[self.state.dtype] and out_error < 1e-2):
+            raise SsmgenError(f"{self.model.name} batch {self.batch}: state error {error:.1e}, output error {out_error:.1e}; not timed")
+        return error
+
+
+def flashinfer(case: Case) -> Callable[[int], object] | None:
+    """FlashInfer serves Mamba-2 only."""
+    if case.model.kind == "mamba1":
+        return None
+    try:
+        function = importlib.import_module("flashinfer.mamba").selective_state_update
+    except ImportError:
+        return None
+
+    def call(i: int) -> object:
+        (state, x, dt, A, B, C, D, z, dt_bias, softplus), given = case.arguments(i)
+        return function(state, x, dt, A, B, C, D, z=z, dt_bias=dt_bias, dt_softplus=softplus, state_batch_indices=given["state_indices"], out=given["out"])
+
+    return call
+
+
+def mamba_ssm(case: Case) -> Callable[[int], object] | None:
+    try:
+        function = importlib.import_module("mamba_ssm.ops.triton.selective_state_update").selective_state_update
+    except ImportError:
+        return None
+
+    def call(i: int) -> object:
+        args, given = case.arguments(i)
+        return function(*args, state_batch_indices=given["state_indices"])
+
+    return call
+
+
+PEERS = {"flashinfer": flashinfer, "mamba_ssm": mamba_ssm}
+
+
+def run(
+    names: Sequence[str], states: Sequence[DType], batches: Sequence[int], rounds: int, peers: bool, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """The whole report, as JSON would hold it. Raises SsmgenError without a GPU and for a variant that fails the gate."""
+    if not torch.cuda.is_available():
+        raise SsmgenError("bench needs a CUDA device, and torch sees none")
+    torch.manual_seed(0)
+    device = torch.device("cuda", torch.cuda.current_device())
+    cases = [(n, s) for n in names for s in (states or [find_model(n).state])] or [c for c in DEFAULT_CASES if not states or c[1] in states]
+    report: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(device),
+        "torch": torch.__version__,
+        "compiler": compiler.build_id(),
+        "ceilings_tbs": timing.ceilings_tbs(),
+        "method": timing.__doc__,
+        "rows": [],
+    }
+    for name, state_type in cases:
+        model = find_model(name)
+        dtype = next(t for t, d in DTYPES.items() if d is state_type)
+        shape = (model.headdim, model.d_state) if model.kind == "mamba1" else (model.nheads, model.headdim, model.d_state)
+        slot = torch.Size(shape).numel() * dtype.itemsize
+        state = torch.empty(int(POOL_GIB * 2**30) // slot, *shape, device=device, dtype=dtype)
+        for part in state.split(max(1, state.shape[0] // 16)):
+            part.normal_()
+        for batch in batches or DEFAULT_BATCHES:
+            report["rows"].append(_row(Case(model, state, batch), rounds, peers))
+            say(_line(report["rows"][-1]))
+        del state
+    return report
+
+
+def _row(case: Case, rounds: int, peers: bool) -> dict[str, Any]:
+    error = case.gate()
+    (args, kwargs), arch = case.arguments(0), runtime.device_arch(case.state.device.index)
+    (spec,), _ = op.specs_for_call([], *args, **kwargs)
+    contenders: dict[str, timing.Launch] = {
+        "ssmgen_pdl": case.bound(True),
+        "ssmgen": case.bound(False),
+        "copy_pdl": case.slot_copy(True),
+        "copy": case.slot_copy(False),
+    }
+    calls: dict[str, Callable[[int], object]] = {"ssmgen": lambda i: ssmgen.selective_state_update(*args, **kwargs)}
+    for name, make in PEERS.items() if peers else ():
+        call = make(case)
+        if call is not None:
+            call(0)
+            contenders[name] = calls[name] = call
+    us = timing.device_us(contenders, case.sets, rounds)
+    host = {name: timing.host_us(lambda call=call: call(0)) for name, call in calls.items()} if case.batch <= 8 else {}
+    if host:
+        bound = ssmgen.bind(ssmgen.selective_state_update, *args, **kwargs)
+        host["ssmgen_bound"] = timing.host_us(bound)
+    best, copy = min(us["ssmgen_pdl"], us["ssmgen"]), min(us["copy_pdl"], us["copy"])
+    served = us["ssmgen_pdl"] if spec.pdl is not Pdl.OFF else us["ssmgen"]
+    return {
+        "model": case.model.name,
+        "state": DTYPES[case.state.dtype].value,
+        "batch": case.batch,
+        "us": us,
+        "served_us": served,
+        "best_us": best,
+        "tbs": case.state_bytes / served / 1e6,
+        "copy_ratio": served / copy,
+        "peer_ratio": {name: served / us[name] for name in PEERS if name in us},
+        "host_us": host,
+        "state_error": error,
+        "spec": str(spec),
+        "rule": registry.explain(op.OPERATOR, _problem(args, kwargs), case.batch, arch, True).chosen.rule,
+        "compile_seconds": compiler.compile_cubin(render(spec, arch), arch, str(spec)).seconds,
+    }
+
+
+def _problem(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    named = {n: t for n, t in zip(("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias"), args, strict=False) if t is not None} | kwargs
+    views = op.headed_views(named, [])
+    return op.problem_of(views, {n: t.data_ptr() for n, t in named.items()}, True, False)
+
+
+def _line(row: dict[str, Any]) -> str:
+    return f"{row['model']} {row['state']} batch {row['batch']}: {row['served_us']:.2f} us, {row['copy_ratio']:.3f} x copy"
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report for a terminal."""
+    lines = [
+        f"{report['device']}, torch {report['torch']}, NVRTC {report['compiler']}",
+        "ceilings, TB/s: " + ", ".join(f"{name} {tbs:.2f}" for name, tbs in report["ceilings_tbs"].items()),
+        f"{'model':18}{'state':6}{'batch':>6}{'us':>9}{'TB/s':>7}{'no pdl':>9}{'copy':>9}{'x copy':>8}"
+        f"{'flashinfer':>12}{'ratio':>7}{'mamba_ssm':>11}{'ratio':>7}{'host us':>9}{'bound':>7}{'peers host':>14}  rule",
+    ]
+
+    def cell(value: float | None, width: int, digits: int = 2) -> str:
+        return f"{value:{width}.{digits}f}" if value is not None else " " * (width - 1) + "-"
+
+    for row in report["rows"]:
+        us, host = row["us"], row["host_us"]
+        others = "/".join(f"{host[p]:.1f}" for p in PEERS if p in host)
+        lines.append(
+            f"{row['model']:18}{row['state']:6}{row['batch']:6}"
+            + cell(row["served_us"], 9) + cell(row["tbs"], 7) + cell(us["ssmgen"], 9) + cell(min(us["copy"], us["copy_pdl"]), 9)
+            + cell(row["copy_ratio"], 8, 3) + cell(us.get("flashinfer"), 12) + cell(row["peer_ratio"].get("flashinfer"), 7)
+            + cell(us.get("mamba_ssm"), 11) + cell(row["peer_ratio"].get("mamba_ssm"), 7) + cell(host.get("ssmgen"), 9)
+            + cell(host.get("ssmgen_bound"), 7) + f"{others:>14}  {row['rule']}"
+        )  # fmt: skip
+    return "\n".join(lines)

@@ -1,0 +1,366 @@
+"""The `ssmgen` command. Thin: each command parses, calls one function, prints."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from . import __version__
+from .cache import Cache, Entry, collect_garbage, shared_cache, verify
+from .errors import DriftError, SsmgenError
+from .spec import Arch, DType, Index, PoolMode
+
+EXIT_FAILURE, EXIT_DRIFT = 1, 3  # click itself exits with 2 for a wrong command line
+
+
+class Group(click.Group):
+    """Turns the package's errors into a message and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except DriftError as e:
+            click.echo(str(e), err=True)
+            sys.exit(EXIT_DRIFT)
+        except SsmgenError as e:
+            click.echo(f"{type(e).__name__}: {e}", err=True)
+            sys.exit(EXIT_FAILURE)
+
+
+@click.group(cls=Group, epilog="Exit codes: 0 done, 1 failed, 2 wrong command line, 3 generated files have drifted.")
+@click.version_option(__version__)
+def main() -> None:
+    """Specialised CUDA decode kernels for state-space and linear-attention models."""
+
+
+class ArchType(click.ParamType):
+    name = "arch"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        try:
+            return [Arch.parse(text) for text in value.split(",")] if isinstance(value, str) else value
+        except SsmgenError as e:
+            self.fail(str(e), param, ctx)
+
+
+def _names(enum: type) -> click.Choice:
+    return click.Choice([member.value for member in enum])
+
+
+arch_option = click.option("--arch", "archs", type=ArchType(), default="sm_90a", show_default=True, help="Targets, separated by commas.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
+model_options = [
+    click.option("--model", help="A model of `ssmgen models`."),
+    click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks."),
+    click.option("--state", "states", type=_names(DType), multiple=True, help="State dtype; may repeat. Default: the model's."),
+    click.option("--io", type=_names(DType), default="bf16", show_default=True, help="Dtype of x, dt, B, C, z, D and out."),
+    click.option("--index", "indices", type=_names(Index), multiple=True, help="Slot index type; may repeat. Default: none and i32."),
+    click.option("--pool", "pools", type=_names(PoolMode), multiple=True, help="May repeat. Default: single."),
+    click.option("--pdl/--no-pdl", default=None, help="Programmatic dependent launch. Default: both."),
+]
+
+
+def with_model(command: Any) -> Any:
+    for option in reversed(model_options):
+        command = option(command)
+    return command
+
+
+def _problems(model: str, tp: int, states: Any, io: str, indices: Any, pools: Any) -> list[Any]:
+    from .models import find_model
+
+    return find_model(model).divided(tp).problems(
+        states=tuple(map(DType, states)),
+        io=DType(io),
+        indices=tuple(map(Index, indices)) or (Index.NONE, Index.I32),
+        pools=tuple(map(PoolMode, pools)) or (PoolMode.SINGLE,),
+    )
+
+
+@main.command()
+@with_model
+@click.option("--all", "everything", is_flag=True, help="Every model of `ssmgen models`, undivided.")
+@click.option("--op", type=click.Choice(["selective_state_update"]), help="Only this operator (with --all).")
+@click.option("--spec", "specs", multiple=True, help="A variant by its text or name; may repeat.")
+@arch_option
+@click.option("--max-batch", type=click.IntRange(1), default=1024, show_default=True, help="Build what batches up to this use.")
+@click.option("--max-spill", type=click.IntRange(0), default=0, show_default=True, help="Spilled bytes to accept per variant.")
+@click.option("--jobs", type=click.IntRange(1), help="Parallel compilations. Default: one per processor.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write a cache layer here instead of to the user's cache.")
+@json_option
+def build(model, tp, states, io, indices, pools, pdl, everything, op, specs, archs, max_batch, max_spill, jobs, out, as_json) -> None:
+    """Compile kernels ahead of time. Needs no GPU.
+
+    The directory written by --out can be shipped, and named in SSMGEN_CACHE_PATH.
+    """
+    from .build import build as run
+    from .build import specs_for
+    from .inspect import resolve
+    from .models import models
+
+    if sum(map(bool, (model, everything, specs))) != 1:
+        raise click.UsageError("give one of --model, --all and --spec")
+    cache = Cache(out.resolve()) if out else shared_cache()
+    if out:
+        out.mkdir(parents=True, exist_ok=True, mode=0o700)
+    names = list(models()) if everything else [model] if model else []
+    wanted = (True, False) if pdl is None else (pdl,)
+    work = [(resolve(text, cache), arch) for text in specs for arch in archs]
+    for name in names:
+        problems = _problems(name, tp, states, io, indices, pools)
+        work += [(spec, arch) for arch in archs for spec in specs_for(problems, arch, wanted, max_batch)]
+
+    start = time.perf_counter()
+    with click.progressbar(length=len(set(work)), label="building", file=sys.stderr, hidden=as_json) as bar:
+        results = run(work, cache, jobs, max_spill, lambda _: bar.update(1))
+    seconds = time.perf_counter() - start
+    failed = [b for b in results if b.error]
+    if as_json:
+        rows = [
+            {"spec": str(b.spec), "name": b.spec.name, "arch": str(b.arch), "hit": b.hit, "error": b.error and str(b.error)}
+            | ({"resources": asdict(b.entry.resources), "seconds": b.entry.seconds, "key": b.entry.key} if b.entry else {})
+            for b in results
+        ]
+        click.echo(json.dumps({"seconds": seconds, "variants": rows}, indent=1))
+    else:
+        for b in failed:
+            click.echo(f"{type(b.error).__name__}: {b.error}\n", err=True)
+        built = [b.entry for b in results if b.entry]
+        fresh = [b.entry.seconds for b in results if b.entry and not b.hit]
+        click.echo(
+            f"{len(results)} variants in {seconds:.2f} s: {len(fresh)} compiled"
+            + (f" ({sum(fresh) / len(fresh):.3f} s each, {max(fresh):.3f} at most)" if fresh else "")
+            + f", {len(results) - len(fresh) - len(failed)} found, {len(failed)} failed"
+        )
+        if built:
+            click.echo(f"registers {min(e.resources.registers for e in built)} … {max(e.resources.registers for e in built)}, "
+                       f"spilled bytes at most {max(e.resources.spills for e in built)}")  # fmt: skip
+    if failed:
+        sys.exit(EXIT_FAILURE)
+
+
+@main.command("list")
+@json_option
+def list_variants(as_json: bool) -> None:
+    """List the default variants and those in the cache."""
+    from .generate import default_variants
+
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for spec, arch in default_variants():
+        rows[spec.name, str(arch)] = {"name": spec.name, "arch": str(arch), "spec": str(spec), "default": True, "cached": None}
+    for layer, _, entry in _entries(shared_cache()):
+        row = rows.setdefault((entry.symbol, entry.arch), {"name": entry.symbol, "arch": entry.arch, "spec": entry.spec, "default": False})
+        row["cached"] = str(layer.root)
+    if as_json:
+        click.echo(json.dumps(list(rows.values()), indent=1))
+        return
+    for row in sorted(rows.values(), key=lambda r: (r["arch"], r["name"])):
+        click.echo(f"{row['arch']:8} {'default' if row['default'] else '':8}{'cached' if row['cached'] else '':7} {row['name']}")
+
+
+def _entries(cache: Cache) -> Any:
+    for layer in cache.layers:
+        for path in layer.files():
+            try:
+                yield layer, path, Entry.from_bytes(path.read_bytes())
+            except (OSError, ValueError, TypeError, KeyError):
+                continue
+
+
+@main.command()
+@click.argument("spec")
+@click.option("--cu", "form", flag_value="cu", default=True, help="CUDA source (the default).")
+@click.option("--ptx", "form", flag_value="ptx")
+@click.option("--sass", "form", flag_value="sass", help="Needs nvdisasm.")
+@click.option("--stats", "form", flag_value="stats", help="Registers, memory, spills; with nvdisasm, what the SASS does.")
+@arch_option
+@json_option
+def show(spec: str, form: str, archs: list[Arch], as_json: bool) -> None:
+    """Print a variant, given by its text, its name or a part of it."""
+    text = _shown(spec, form, archs[0], as_json)
+    click.echo_via_pager(text) if sys.stdout.isatty() and text.count("\n") > 60 else click.echo(text)
+
+
+def _shown(text: str, form: str, arch: Arch, as_json: bool = False) -> str:
+    from . import compile as compiler
+    from . import inspect
+    from .render import render
+
+    cache = shared_cache()
+    spec = inspect.resolve(text, cache)
+    if form in ("cu", "ptx"):
+        source = render(spec, arch)
+        return source.rstrip("\n") if form == "cu" else compiler.compile_ptx(source, arch, str(spec))
+    entry, _ = cache.get(spec, arch)
+    if form == "sass":
+        return inspect.sass(entry.cubin)
+    stats: dict[str, Any] = {"spec": str(spec), "arch": str(arch), "compiler": entry.compiler, "seconds": round(entry.seconds, 3)}
+    stats |= asdict(entry.resources) | {"cubin_bytes": len(entry.cubin)}
+    try:
+        stats |= inspect.sass_summary(inspect.sass(entry.cubin))
+    except inspect.DisassemblerMissingError as e:
+        stats["sass"] = str(e)
+    return json.dumps(stats, indent=1) if as_json else "\n".join(f"{k:22} {v}" for k, v in stats.items())
+
+
+@main.command()
+@click.argument("a")
+@click.argument("b")
+@click.option("--ptx", "form", flag_value="ptx")
+@click.option("--sass", "form", flag_value="sass")
+@click.option("--cu", "form", flag_value="cu", default=True)
+@arch_option
+def diff(a: str, b: str, form: str, archs: list[Arch]) -> None:
+    """Compare two variants. Exits with 1 when they differ."""
+    texts = [_shown(text, form, archs[0]).splitlines(keepends=True) for text in (a, b)]
+    texts = [[*lines[:-1], lines[-1].rstrip("\n") + "\n"] for lines in texts]
+    lines = list(difflib.unified_diff(*texts, fromfile=a, tofile=b))
+    click.echo("".join(lines), nl=False)
+    sys.exit(1 if lines else 0)
+
+
+@main.command()
+@click.argument("op", type=click.Choice(["selective_state_update"]))
+@with_model
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True)
+@arch_option
+@json_option
+def explain(op, model, tp, states, io, indices, pools, pdl, batch, archs, as_json) -> None:
+    """Say which variant serves a model at a batch size, by which rule, and why the others do not."""
+    from . import registry
+
+    if not model:
+        raise click.UsageError("give --model")
+    found = [registry.explain(op, p, batch, arch, pdl is not False) for arch in archs for p in _problems(model, tp, states, io, indices, pools)]
+    if as_json:
+        rows = [
+            {"operator": e.operator, "batch": e.batch, "arch": str(e.arch), "problem": registry.describe(e.problem), "faults": list(e.faults),
+             "verdicts": [{"rule": v.rule, "spec": v.spec and str(v.spec), "rejected": v.reason or None} for v in e.verdicts]}
+            for e in found
+        ]  # fmt: skip
+        click.echo(json.dumps(rows, indent=1))
+    else:
+        click.echo("\n\n".join(map(str, found)))
+
+
+@main.command()
+@json_option
+def models(as_json: bool) -> None:
+    """List the models whose shapes are known."""
+    from .models import models as known
+
+    if as_json:
+        rows = [{k: getattr(v, "value", v) for k, v in asdict(m).items()} for m in known().values()]
+        click.echo(json.dumps(rows, indent=1))
+        return
+    click.echo(f"{'model':28} {'kind':7} {'heads':>5} {'headdim':>7} {'d_state':>7} {'groups':>6}  state")
+    for m in known().values():
+        note = "" if m.verified else "  (unverified)"
+        click.echo(f"{m.name:28} {m.kind:7} {m.nheads:5} {m.headdim:7} {m.d_state:7} {m.ngroups:6}  {m.state.value}{note}")
+
+
+@main.group()
+def cache() -> None:
+    """Look after the compiled kernels."""
+
+
+@cache.command("path")
+def cache_path() -> None:
+    """Print the directories in the order in which they are searched."""
+    for layer in shared_cache().layers:
+        click.echo(layer.root)
+
+
+@cache.command("ls")
+@json_option
+def cache_ls(as_json: bool) -> None:
+    """List the entries."""
+    rows = [
+        {"path": str(path), "bytes": path.stat().st_size, "name": e.symbol, "arch": e.arch, "compiler": e.compiler, "spec": e.spec}
+        for _, path, e in _entries(shared_cache())
+    ]
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+        return
+    for row in rows:
+        click.echo(f"{row['arch']:8} {row['bytes']:8} {row['compiler'].split()[-1]:10} {row['name']}")
+
+
+@cache.command("verify")
+def cache_verify() -> None:
+    """Check every entry's digest and key. Exits with 1 when one is damaged; it will be replaced when it is needed."""
+    wrong = [item for layer in shared_cache().layers for item in verify(layer)]
+    for path, reason in wrong:
+        click.echo(f"{path}: {reason}")
+    click.echo(f"{len(wrong)} damaged", err=True)
+    sys.exit(EXIT_FAILURE if wrong else 0)
+
+
+@cache.command("gc")
+@click.option("--max-mib", type=click.FloatRange(0), default=256, show_default=True, help="Keep at most this much.")
+def cache_gc(max_mib: float) -> None:
+    """Remove damaged entries, leftovers of dead processes, and the oldest entries beyond --max-mib."""
+    _remove(int(max_mib * 2**20))
+
+
+@cache.command("clear")
+def cache_clear() -> None:
+    """Remove every entry of the writable cache."""
+    _remove(0)
+
+
+def _remove(max_bytes: int) -> None:
+    layer = shared_cache().writable
+    removed, freed = collect_garbage(layer, max_bytes) if layer else (0, 0)
+    click.echo(f"removed {removed} files, {freed / 2**20:.1f} MiB")
+
+
+@main.command()
+@json_option
+def env(as_json: bool) -> None:
+    """Print what matters for a bug report."""
+    from .environment import describe
+
+    facts = describe()
+    click.echo(json.dumps(facts, indent=1) if as_json else "\n".join(f"{k:18} {v}" for k, v in facts.items()))
+
+
+@main.command()
+@click.option("--check", is_flag=True, help="Change nothing; exit with 3 when a file would change.")
+@click.option("--dir", "root", type=click.Path(file_okay=False, path_type=Path), default="generated", show_default=True)
+def generate(check: bool, root: Path) -> None:
+    """Write generated/: the default variants as text, with ssmgen.lock. Run in a checkout."""
+    from . import generate as generated
+
+    if check:
+        count, note = generated.check(root)
+        click.echo(f"{count} variants are as generated" + (f"; {note}" if note else ""))
+    else:
+        click.echo(f"{generated.write(root)} variants written to {root}")
+
+
+@main.command()
+@click.argument("op", type=click.Choice(["selective_state_update"]))
+@click.option("--model", "names", multiple=True, help="May repeat. Default: nemotron-h-8b (bf16 and f32), mamba-130m, falcon-mamba-7b.")
+@click.option("--state", "states", type=_names(DType), multiple=True, help="State dtype; may repeat.")
+@click.option("--batch", "batches", type=click.IntRange(1), multiple=True, help="May repeat. Default: 1, 2, 4, … 256.")
+@click.option("--rounds", type=click.IntRange(1), default=7, show_default=True)
+@click.option("--no-peers", is_flag=True, help="Do not time other packages.")
+@json_option
+def bench(op, names, states, batches, rounds, no_peers, as_json) -> None:
+    """Time an operator against a copy of the same slots and against every peer that can be imported. Needs a GPU."""
+    from .bench import selective_state_update as ssu
+
+    report = ssu.run(names, [DType(s) for s in states], list(batches), rounds, not no_peers, lambda line: click.echo(line, err=True))
+    click.echo(json.dumps(report, indent=1) if as_json else ssu.table(report))
+
+
+if __name__ == "__main__":
+    main()

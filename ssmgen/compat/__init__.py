@@ -1,0 +1,1 @@
+"""Drop-in signatures of other packages. They rename arguments and hold no logic."""

@@ -1,0 +1,99 @@
+"""generated/: the default variants as text, and ssmgen.lock, so that a review shows how the CUDA and its resources changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from . import compile as compiler
+from .build import specs_for
+from .errors import DriftError
+from .kernels.slot_copy import SlotCopySpec
+from .models import find_model
+from .render import render
+from .spec import Arch, DType, Index, KernelSpec, Pdl, PoolMode
+
+LOCK = "ssmgen.lock"
+
+# (model, state dtype, index, pool, arch): enough to show every template branch that a served model takes.
+DEFAULTS = [
+    ("nemotron-h-8b", DType.BF16, Index.I32, PoolMode.SINGLE, "sm_90a"),
+    ("nemotron-h-8b", DType.F32, Index.I32, PoolMode.SINGLE, "sm_90a"),
+    ("nemotron-nano-9b-v2", DType.F16, Index.I64, PoolMode.SPLIT, "sm_90a"),
+    ("falcon-h1-7b", DType.F32, Index.NONE, PoolMode.SINGLE, "sm_90a"),
+    ("mamba-130m", DType.F32, Index.I32, PoolMode.SINGLE, "sm_90a"),
+    ("falcon-mamba-7b", DType.F32, Index.NONE, PoolMode.SINGLE, "sm_90a"),
+    ("mamba2-130m", DType.F32, Index.I32, PoolMode.SINGLE, "sm_80"),
+]
+
+
+def default_variants() -> list[tuple[KernelSpec, Arch]]:
+    """The variants whose source is committed."""
+    found: dict[tuple[KernelSpec, Arch], None] = {}
+    for model, state, index, pool, target in DEFAULTS:
+        arch = Arch.parse(target)
+        problems = find_model(model).problems(states=(state,), indices=(index,), pools=(pool,))
+        found.update(dict.fromkeys((spec, arch) for spec in specs_for(problems, arch, pdl=(True,))))
+    found[SlotCopySpec(slot_bytes=2 << 20, pdl=Pdl.TRIGGER_LOADED), Arch.parse("sm_90a")] = None
+    return list(found)
+
+
+def path_of(spec: KernelSpec, arch: Arch) -> str:
+    """Relative to generated/."""
+    return f"{arch}/{spec.name}.cu"
+
+
+def _row(spec: KernelSpec, arch: Arch) -> tuple[str, str, dict[str, Any]]:
+    source = render(spec, arch)
+    resources = compiler.compile_cubin(source, arch, str(spec)).resources
+    row = {"spec": str(spec), "arch": str(arch), "source_sha256": hashlib.sha256(source.encode()).hexdigest()}
+    return path_of(spec, arch), source, row | {"resources": asdict(resources)}
+
+
+def _rows() -> list[tuple[str, str, dict[str, Any]]]:
+    with ThreadPoolExecutor() as pool:
+        return sorted(pool.map(lambda pair: _row(*pair), default_variants()))
+
+
+def write(root: Path) -> int:
+    """Renders, compiles and writes everything; the number of variants."""
+    rows = _rows()
+    stale = set(root.glob("sm_*/*.cu")) - {root / path for path, *_ in rows}
+    for path in stale:
+        path.unlink()
+    for path, source, _ in rows:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(source)
+    lock = {"compiler": compiler.build_id(), "variants": {path: row for path, _, row in rows}}
+    (root / LOCK).write_text(json.dumps(lock, indent=1, sort_keys=True) + "\n")
+    return len(rows)
+
+
+def check(root: Path) -> tuple[int, str]:
+    """(variants, note). Raises DriftError naming every file whose text, or whose resources under the lock's compiler, differ."""
+    try:
+        lock = json.loads((root / LOCK).read_text())
+    except (OSError, ValueError) as e:
+        raise DriftError([f"{root / LOCK}: {e}"]) from e
+    rows = _rows()
+    same_compiler = lock["compiler"] == compiler.build_id()
+    problems = [f"{path} is no longer a default variant" for path in sorted(set(lock["variants"]) - {path for path, *_ in rows})]
+    for path, source, row in rows:
+        locked = lock["variants"].get(path)
+        if locked is None:
+            problems.append(f"{path} is missing from {LOCK}")
+            continue
+        if not (root / path).is_file() or (root / path).read_text() != source:
+            problems.append(f"{path} differs from what the template renders")
+        if locked["source_sha256"] != row["source_sha256"] or locked["spec"] != row["spec"]:
+            problems.append(f"{path}: {LOCK} records another source")
+        elif same_compiler and locked["resources"] != row["resources"]:
+            problems.append(f"{path}: resources were {locked['resources']}, are {row['resources']}")
+    if problems:
+        raise DriftError(problems)
+    note = "" if same_compiler else f"resources not compared: the lock is of {lock['compiler']}, this is {compiler.build_id()}"
+    return len(rows), note

@@ -1,0 +1,31 @@
+"""Tests marked `gpu` are skipped, with their reason, where torch sees no CUDA device. The cache of a test run is its own."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import pytest
+import torch
+
+# One cache for the whole run and all its workers, unless the caller names one.
+os.environ.setdefault("SSMGEN_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"ssmgen-tests-{os.getuid()}"))
+os.environ.pop("SSMGEN_CACHE_PATH", None)
+os.environ.pop("SSMGEN_COMPILE", None)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """An empty cache directory for one test."""
+    directory = tmp_path / "cache"
+    monkeypatch.setenv("SSMGEN_CACHE_DIR", str(directory))
+    return directory

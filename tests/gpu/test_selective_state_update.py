@@ -1,0 +1,255 @@
+"""selective_state_update on a card: the numerical contract."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from ssu_cases import BF16, F16, F32, Case, assert_matches, expected, make_call, matrix
+
+import ssmgen
+from ssmgen import compile as compiler
+from ssmgen import runtime
+from ssmgen.cache import Entry
+from ssmgen.compat.mamba_ssm import selective_state_update as mamba_signature
+from ssmgen.kernels import selective_state_update as family
+from ssmgen.ops import selective_state_update as op
+from ssmgen.spec import Pdl
+
+pytestmark = pytest.mark.gpu
+
+M2 = Case("m2", heads=16, groups=2, state=BF16, index=torch.int32, batch=4)
+M1 = Case("m1", headdim=256, d_state=16, tied=False, z=BF16, index=torch.int32, batch=4)
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    return t.contiguous().view({4: torch.int32, 2: torch.int16}[t.element_size()])
+
+
+@pytest.mark.parametrize("case", matrix(), ids=lambda c: c.id)
+def test_within_rounding_of_float64(case):
+    call = make_call(case, "cuda")
+    want = expected(call)
+    ssmgen.selective_state_update(*call.args, **call.kwargs)
+    torch.cuda.synchronize()
+    assert_matches(call, want)
+
+
+def test_out_is_allocated_like_x():
+    call = make_call(M2, "cuda")
+    given = call.kwargs.pop("out")
+    out = ssmgen.selective_state_update(*call.args, **call.kwargs)
+    assert out.shape == given.shape and out.dtype == call.args[1].dtype and out.is_contiguous()
+
+
+def launch(spec, call) -> None:
+    """Runs one variant, whatever the registry would choose."""
+    named = {n: call.named[n] for n in op._NAMES if n in call.named}
+    views = op.headed_views(named, problems := [])
+    assert not problems
+    device = views["state"].device.index
+    kernel = runtime.load(spec, device, "selective_state_update")
+    values = op.kernel_values(spec, views, call.case.pad_slot_id, call.case.limit)
+    grid = views["x"].shape[0] * spec.nheads * spec.tiles
+    runtime.Launch(kernel, device, grid, values).at([t.data_ptr() for t in named.values()])()
+    torch.cuda.synchronize()
+
+
+def problem_of(call) -> family.SsuProblem:
+    named = call.named
+    return op.problem_of(op.headed_views(named, []), {n: t.data_ptr() for n, t in named.items()}, call.case.softplus, call.case.limit is not None)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("m2-bf16", heads=4, groups=2, state=BF16, out=F32, index=torch.int32),
+        Case("m2-f32", heads=4, groups=2, state=F32, out=F32, index=torch.int32),
+        Case("m2-f16-d96", heads=3, headdim=80, d_state=96, state=F16, out=F32),
+        Case("m2-d256", heads=2, d_state=256, state=BF16, out=F32),
+        Case("m1-d16", headdim=256, d_state=16, tied=False, z=BF16, out=F32),
+        Case("m1-d16-bf16", headdim=256, d_state=16, tied=False, state=BF16, out=F32),
+        Case("m1-d128", headdim=128, d_state=128, tied=False, out=F32),
+    ],
+    ids=lambda c: c.id,
+)
+def test_variants_are_bit_equal(case):
+    arch = runtime.device_arch(torch.cuda.current_device())
+    specs = list(family.space(problem_of(make_call(case, "cuda")), arch))
+    chosen = random.Random(0).sample(specs, min(40, len(specs)))
+    layouts = {(s.lanes, s.vec) for s in specs}
+    chosen += [next(s for s in specs if (s.lanes, s.vec) == layout) for layout in sorted(layouts)]
+    first = None
+    for spec in chosen:
+        call = make_call(case, "cuda")
+        launch(spec, call)
+        result = bits(call.args[0]), bits(call.kwargs["out"])
+        first = first or result
+        assert all(torch.equal(a, b) for a, b in zip(result, first, strict=True)), f"{spec} differs from {chosen[0]}"
+    assert len(layouts) > 2
+
+
+def test_element_loads_equal_vector_loads():
+    """The same numbers at an aligned and at an odd place."""
+    aligned = make_call(Case("a", heads=16, groups=2, state=BF16, out=F32), "cuda")
+    odd = make_call(Case("b", heads=16, groups=2, state=BF16, out=F32, conv_slices=True, slot_gap=1), "cuda")
+    for name in ("x", "B", "C", "dt", "A", "D", "dt_bias", "state"):
+        target = odd.named[name]
+        (target[..., 0] if target.stride(-1) == 0 else target).copy_(aligned.named[name][..., 0] if target.stride(-1) == 0 else aligned.named[name]) \
+            if name not in ("A", "dt", "D", "dt_bias") else None  # fmt: skip
+    args = (odd.args[0], odd.args[1], aligned.args[2], aligned.args[3], odd.args[4], odd.args[5], *aligned.args[6:])
+    a = ssmgen.selective_state_update(*aligned.args, **aligned.kwargs)
+    b = ssmgen.selective_state_update(*args, **odd.kwargs)
+    assert torch.equal(bits(a), bits(b)) and torch.equal(bits(aligned.args[0]), bits(odd.args[0]))
+    assert any("operand_loads=element" in text and "state_loads=element" in text for text in ssmgen.stats())
+
+
+@pytest.mark.parametrize("case", [M2, M1], ids=lambda c: c.id)
+def test_batch_size_and_position_change_nothing(case):
+    """Row 0 alone, and the same row at the end of a batch of 70."""
+    from dataclasses import replace
+
+    small = make_call(replace(case, index=None, batch=1), "cuda")
+    large = make_call(replace(case, index=None, batch=70), "cuda", seed=1)
+    for name in ("state", "x", "B", "C", "z", "dt"):
+        if name in large.named:
+            source, target = small.named[name][0], large.named[name][69]
+            (target[..., 0] if target.stride(-1) == 0 else target).copy_(source[..., 0] if target.stride(-1) == 0 else source)
+    weights = small.args[3], small.args[6], small.args[8]
+    args = list(large.args)
+    args[3], args[6], args[8] = weights
+    a = ssmgen.selective_state_update(*small.args, **small.kwargs)
+    b = ssmgen.selective_state_update(*args, **large.kwargs)
+    assert torch.equal(bits(a[0]), bits(b[69])) and torch.equal(bits(small.args[0][0]), bits(large.args[0][69]))
+
+
+def test_tied_equals_the_same_values_spelt_out():
+    call = make_call(Case("m2", heads=4, groups=2, out=F32), "cuda")
+    other = make_call(Case("m2", heads=4, groups=2, out=F32), "cuda")
+    args = [t.contiguous() if isinstance(t, torch.Tensor) and 0 in t.stride() else t for t in other.args]
+    a = ssmgen.selective_state_update(*call.args, **call.kwargs)
+    b = ssmgen.selective_state_update(*args, **other.kwargs)
+    assert torch.equal(bits(a), bits(b)) and torch.equal(bits(call.args[0]), bits(other.args[0]))
+
+
+def test_all_rows_padded():
+    call = make_call(M2, "cuda")
+    call.kwargs["state_indices"].fill_(-1)
+    before = call.args[0].clone()
+    out = ssmgen.selective_state_update(*call.args, **call.kwargs)
+    assert (out == 0).all() and torch.equal(bits(call.args[0]), bits(before))
+
+
+def test_empty_batch_launches_nothing():
+    call = make_call(Case("m2", heads=4), "cuda")
+    args = [t[:0] if i in (1, 2, 4, 5, 7) and t is not None else t for i, t in enumerate(call.args)]
+    out = ssmgen.selective_state_update(*args)
+    assert out.shape == (0, 4, 64)
+
+
+def test_pool_above_2_31_elements():
+    """The last slot of a pool of more than 2^31 elements, in both directions of a split pool."""
+    H, P, N = 128, 64, 128
+    slots = 2**31 // (H * P * N) + 3
+    pool = torch.zeros(slots, H, P, N, dtype=BF16, device="cuda")
+    call = make_call(Case("small", heads=H, groups=8, state=BF16, batch=1), "cuda")
+    pool[slots - 1] = call.args[0][0]
+    index = torch.tensor([slots - 1], device="cuda")
+    target = torch.tensor([slots - 2], device="cuda")
+    split = ssmgen.selective_state_update(pool, *call.args[1:], state_indices=index, dst_state_indices=target)
+    single = ssmgen.selective_state_update(pool, *call.args[1:], state_indices=index)
+    want = ssmgen.selective_state_update(*call.args)
+    assert torch.equal(bits(split), bits(want)) and torch.equal(bits(single), bits(want))
+    assert torch.equal(bits(pool[slots - 1]), bits(call.args[0][0])) and torch.equal(bits(pool[slots - 2]), bits(call.args[0][0]))
+    assert not pool[: slots - 2].any()
+
+
+def test_mamba_ssm_signature():
+    call = make_call(M1, "cuda")
+    want = expected(call)
+    out = mamba_signature(*call.args, state_batch_indices=call.kwargs["state_indices"])
+    call.kwargs["out"].copy_(out)
+    assert_matches(call, want)
+
+
+# Programmatic dependent launch.
+
+
+def decode_chain(case: Case, pdl: bool, steps: int = 16) -> list[torch.Tensor]:
+    call = make_call(case, "cuda")
+    outs = []
+    for step in range(steps):
+        call.kwargs["out"] = torch.full_like(call.kwargs["out"], float("nan"))
+        outs.append(ssmgen.selective_state_update(*call.args, **call.kwargs, pdl=pdl))
+    torch.cuda.synchronize()
+    return [bits(t).clone() for t in (call.args[0], *outs)]
+
+
+@pytest.mark.parametrize("case", [M2, M1], ids=lambda c: c.id)
+def test_pdl_on_and_off_are_bit_equal_on_a_chain(case):
+    want = decode_chain(case, pdl=False)
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(decode_chain(case, pdl=True), want, strict=True))
+
+
+PRODUCER = r"""
+extern "C" __global__ void produce(const unsigned short* from, unsigned short* to, int n) {
+  asm volatile("griddepcontrol.launch_dependents;");  // the consumer may start now; what it reads comes much later
+  for (int i = 0; i < 40; ++i) __nanosleep(1000);
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) to[i] = from[i];
+}
+"""
+
+
+@pytest.mark.parametrize("case", [M2, M1], ids=lambda c: c.id)
+def test_pdl_waits_for_a_producer_that_triggers_early(case):
+    """x, B and C are slices of a tensor that the kernel ahead is still writing when this one starts."""
+    from dataclasses import replace
+
+    case = replace(case, conv_slices=True, index=None)
+    arch = runtime.device_arch(torch.cuda.current_device())
+    if arch.number < 90:
+        pytest.skip("needs sm_90")
+    done = compiler.compile_cubin(PRODUCER, arch, "the test's producer")
+
+    class Producer:
+        spec, pdl = None, False
+
+        def __str__(self):
+            return "producer"
+
+    entry = Entry("", "", "produce", str(arch), "", (), done.resources, 0.0, PRODUCER.replace("griddepcontrol.wait", ""), done.cubin)
+    kernel = runtime.Kernel(None, arch, entry)
+    driver = runtime.driver()
+    call = make_call(case, "cuda")
+    conv = call.memory.buffers["conv"][0]
+    kept = call.args[0].clone()
+    outcomes = {}
+    for pdl in (False, True):
+        for run in range(6):
+            torch.manual_seed(run)
+            fresh = torch.randn(conv.shape, device="cuda").to(conv.dtype)
+            conv.fill_(float("nan"))
+            call.args[0].copy_(kept)
+            torch.cuda.synchronize()
+            config = driver.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ, config.blockDimX, config.blockDimY, config.blockDimZ = 4, 1, 1, 256, 1, 1
+            config.hStream = runtime.current_raw_stream(torch.cuda.current_device())
+            import ctypes
+
+            values = ((fresh.data_ptr(), conv.data_ptr(), conv.numel()), (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int))
+            (code,) = driver.cuLaunchKernelEx(config, kernel.handle, values, 0)
+            assert not code
+            ssmgen.selective_state_update(*call.args, **call.kwargs, pdl=pdl)
+            torch.cuda.synchronize()
+            outcomes.setdefault(run, []).append((bits(call.kwargs["out"]).clone(), bits(call.args[0]).clone()))
+    for plain, overlapped in outcomes.values():
+        assert all(torch.equal(a, b) for a, b in zip(plain, overlapped, strict=True))
+        assert torch.isfinite(call.kwargs["out"]).all()
+
+
+def test_variants_of_every_pdl_mode_exist():
+    arch = runtime.device_arch(torch.cuda.current_device())
+    modes = {s.pdl for s in family.space(problem_of(make_call(M2, "cuda")), arch)}
+    assert modes == (set(Pdl) if arch.number >= 90 else {Pdl.OFF})
