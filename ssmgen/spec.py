@@ -101,8 +101,8 @@ class Param(NamedTuple):
         return cls(name, "i64", "q")
 
     @classmethod
-    def i32(cls, name: str) -> Param:
-        return cls(name, "int", "i")
+    def u32(cls, name: str) -> Param:
+        return cls(name, "u32", "I")
 
     @classmethod
     def f32(cls, name: str) -> Param:

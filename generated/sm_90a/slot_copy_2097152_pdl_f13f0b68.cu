@@ -4,6 +4,7 @@
 using u16 = unsigned short;
 using u32 = unsigned int;
 using i64 = long long;
+using u64 = unsigned long long;
 using f32 = float;
 
 #define DEVICE __device__ __forceinline__

@@ -7,6 +7,7 @@
 using u16 = unsigned short;
 using u32 = unsigned int;
 using i64 = long long;
+using u64 = unsigned long long;
 using f32 = float;
 struct bf16 { u16 bits; };
 
@@ -24,7 +25,7 @@ constexpr int kPasses = kDState / (kLanes * kVec);
 constexpr int kTeams = 32 / kLanes;  // rows that one warp instruction touches
 constexpr int kSteps = kTile / (kThreads / kLanes * kIlp);
 constexpr int kTiles = (kHeadDim + kTile - 1) / kTile;  // blocks per head
-constexpr unsigned kPrefetch = 264;  // blocks ahead
+constexpr u32 kPrefetch = 264;  // blocks ahead
 
 // Global memory. Every access is volatile assembly: the compiler keeps their order, cannot move a load above the wait for the
 // upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
@@ -137,8 +138,18 @@ DEVICE float exp2_approx(float v) {
   return r;
 }
 
+// log(1 + u) for 0 <= u <= 1, within 3 * 2^-24 of it: a minimax polynomial, half as long as log1pf and without its branch.
+DEVICE float log1p_unit(float u) {
+  constexpr float kCoefficients[] = {0.0052326913f, -0.0295052268f, 0.078225933f, -0.136632442f, 0.191060066f,
+                                     -0.24842982f,  0.333190978f,   -0.499994934f, 0.99999994f};
+  float p = kCoefficients[0];
+#pragma unroll
+  for (int i = 1; i < 9; ++i) p = fmaf(p, u, kCoefficients[i]);
+  return p * u;
+}
+
 // log(1 + e^v) without overflow, and accurate where v is very negative.
-DEVICE float softplus(float v) { return fmaxf(v, 0.f) + log1pf(exp2_approx(-fabsf(v) * kLog2E)); }
+DEVICE float softplus(float v) { return fmaxf(v, 0.f) + log1p_unit(exp2_approx(-fabsf(v) * kLog2E)); }
 
 // The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then pairs of neighbours, pairs of those,
 // and so on; what is left when the count turns odd is added from left to right. Lanes hold neighbouring vectors, passes follow.
@@ -174,7 +185,7 @@ DEVICE float sum_passes(float (&v)[N]) {
 // Sums v over the Lanes neighbouring lanes of a team. Row i of the result ends in the lanes with lane % Rows == i: while rows
 // remain, each exchange also halves them, which takes about Rows + log2(Lanes) shuffles instead of Rows * log2(Lanes).
 template <int Lanes, int Rows, int Passes>
-DEVICE float sum_over_team(float (&v)[Rows][Passes], int lane) {
+DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   int rows = Rows;
 #pragma unroll
   for (int mask = 1; mask < Lanes; mask *= 2) {
@@ -210,44 +221,46 @@ DEVICE void wait_for_upstream() { asm volatile("griddepcontrol.wait;" ::: "memor
 DEVICE void allow_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-ssu_h128p64n128g8_bf16_l16v8i4t64x256_pf264_pdl_d32d0813(bf16* state, const bf16* x, const bf16* dt, const f32* A, const bf16* B, const bf16* C, const bf16* D, const bf16* dt_bias, bf16* out, const int* state_indices, i64 pad_slot_id, i64 state_slot, i64 x_batch, i64 dt_batch, i64 B_batch, i64 C_batch, i64 out_batch, i64 state_indices_batch, int x_head, int x_row, int dt_head, int A_head, int B_group, int C_group, int D_head, int D_row, int dt_bias_head, int out_head, int out_row) {
+ssu_h128p64n128g8_bf16_l16v8i4t64x256_pf264_pdl_d32d0813(bf16* state, const bf16* x, const bf16* dt, const f32* A, const bf16* B, const bf16* C, const bf16* D, const bf16* dt_bias, bf16* out, const int* state_indices, i64 pad_slot_id, i64 state_slot, u32 x_batch, u32 x_head, u32 x_row, u32 dt_batch, u32 dt_head, u32 A_head, u32 B_batch, u32 B_group, u32 C_batch, u32 C_group, u32 D_head, u32 D_row, u32 dt_bias_head, u32 out_batch, u32 out_head, u32 out_row, u32 state_indices_batch) {
   // Blocks walk the tiles of a head, then the heads of a slot, then the batch: neighbours read neighbouring memory.
-  const int tile = blockIdx.x % kTiles;
-  const int head = blockIdx.x / kTiles % kHeads;
-  const i64 batch = blockIdx.x / (kTiles * kHeads);
-  const int group = head / kHeadsPerGroup;
-
-  const int lane = threadIdx.x % 32;
-  const int team = lane / kLanes;
-  const int offset = lane % kLanes * kVec;  // of the lane's first element in a row
-  const int first_row = tile * kTile + threadIdx.x / 32 * (kIlp * kTeams) + team;
-  constexpr int kStepRows = kTile / kSteps;
-  // In step `t`, rows first_row + t * kStepRows + i * kTeams, i < kIlp, are the team's; the lane itself owns the scalars of one.
-  const int owned_row = first_row + lane % kIlp * kTeams;
-
-  B += batch * B_batch + group * B_group + offset;
-  C += batch * C_batch + group * C_group + offset;
-  x += batch * x_batch + head * x_head;
-  dt += batch * dt_batch + head * dt_head;
-  out += batch * out_batch + head * out_head;
-  A += head * A_head;
-  D += head * D_head;
-  dt_bias += head * dt_bias_head;
-  state += head * (kHeadDim * kDState) + offset;
+  const u32 batch = blockIdx.x / (kTiles * kHeads);
 
   wait_for_upstream();  // above: arithmetic on arguments only; below: everything that touches memory
 
-  // All loads below are issued before any result is used: the kernel is bound by the latency and the rate of memory.
-  const i64 slot = load(state_indices + batch * state_indices_batch);
+  // The slot comes first: the state's address hangs on it. Then all other loads, before any result is used, because the kernel is
+  // bound by the latency and the rate of memory.
+  const i64 slot = load(state_indices + u64(batch) * state_indices_batch);
 
-  const unsigned ahead = min(blockIdx.x + kPrefetch, gridDim.x - 1);
-  const i64 ahead_slot = load(state_indices + i64(ahead / (kTiles * kHeads)) * state_indices_batch);
+  const u32 ahead = min(blockIdx.x + kPrefetch, gridDim.x - 1);
+  const i64 ahead_slot = load(state_indices + u64(ahead / (kTiles * kHeads)) * state_indices_batch);
+
+  const u32 tile = blockIdx.x % kTiles;
+  const u32 head = blockIdx.x / kTiles % kHeads;
+  const u32 group = head / kHeadsPerGroup;
+
+  const u32 lane = threadIdx.x % 32;
+  const u32 team = lane / kLanes;
+  const u32 offset = lane % kLanes * kVec;  // of the lane's first element in a row
+  const u32 first_row = tile * kTile + threadIdx.x / 32 * (kIlp * kTeams) + team;
+  constexpr int kStepRows = kTile / kSteps;
+  // In step `t`, rows first_row + t * kStepRows + i * kTeams, i < kIlp, are the team's; the lane itself owns the scalars of one.
+  const u32 owned_row = first_row + lane % kIlp * kTeams;
+
+  B += u64(batch) * B_batch + group * B_group + offset;
+  C += u64(batch) * C_batch + group * C_group + offset;
+  x += u64(batch) * x_batch + head * x_head;
+  dt += u64(batch) * dt_batch + head * dt_head;
+  out += u64(batch) * out_batch + head * out_head;
+  A += head * A_head;
+  D += head * D_head;
+  dt_bias += head * dt_bias_head;
+  state += (head * kHeadDim + first_row) * kDState + offset;
 
   Pack<bf16, kVec> raw_B[kPasses];
   Pack<bf16, kVec> raw_C[kPasses];
 #pragma unroll
   for (int p = 0; p < kPasses; ++p) {
-    const int n = p * (kLanes * kVec);
+    const u32 n = p * (kLanes * kVec);
     raw_B[p] = load_vector<bf16, kVec>(B + n);
     raw_C[p] = load_vector<bf16, kVec>(C + n);
   }
@@ -259,7 +272,7 @@ ssu_h128p64n128g8_bf16_l16v8i4t64x256_pf264_pdl_d32d0813(bf16* state, const bf16
   bf16 raw_D[kSteps];
 #pragma unroll
   for (int t = 0; t < kSteps; ++t) {
-    const int row = owned_row + t * kStepRows;
+    const u32 row = owned_row + t * kStepRows;
     raw_x[t] = load(x + row * x_row);
     raw_D[t] = load(D + row * D_row);
   }
@@ -268,6 +281,7 @@ ssu_h128p64n128g8_bf16_l16v8i4t64x256_pf264_pdl_d32d0813(bf16* state, const bf16
     Pack<State, kVec> state[kIlp][kPasses];
   };
   const auto row_of = [&](int t, int i) { return first_row + t * kStepRows + i * kTeams; };
+  const auto element_of = [&](int t, int i) { return (t * kStepRows + i * kTeams) * kDState; };  // from `state`
   Rows next;
 
   __syncwarp();  // no instruction; but without it ptxas moves all of the loads above to below the branch, and they wait for the slot
@@ -275,7 +289,7 @@ ssu_h128p64n128g8_bf16_l16v8i4t64x256_pf264_pdl_d32d0813(bf16* state, const bf16
     if (lane % kLanes < kIlp)
 #pragma unroll
       for (int t = 0; t < kSteps; ++t) {
-        const int row = owned_row + t * kStepRows;
+        const u32 row = owned_row + t * kStepRows;
         store(out + row * out_row, 0.f);
       }
     return;
@@ -286,17 +300,16 @@ ssu_h128p64n128g8_bf16_l16v8i4t64x256_pf264_pdl_d32d0813(bf16* state, const bf16
   // The tile of the block 264 blocks ahead goes to L2 now, so that its block finds it there: far enough ahead to hide the
   // latency of memory, near enough not to be evicted before its use.
   if (threadIdx.x == 0 && blockIdx.x + kPrefetch < gridDim.x && ahead_slot >= 0) {
-    const int ahead_tile = int(ahead % (kTiles * kHeads)) - head * kTiles;  // `state` already points into this head
-    prefetch_l2(state + ahead_slot * state_slot + ahead_tile * (kTile * kDState), kTile * kDState * int(sizeof(State)));
+    const int tiles_on = int(ahead % (kTiles * kHeads)) - int(blockIdx.x % (kTiles * kHeads));  // from where `state` points
+    prefetch_l2(state + ahead_slot * state_slot + tiles_on * (kTile * kDState), kTile * kDState * int(sizeof(State)));
   }
   const auto load_state = [&](Rows& rows, int t) {
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
-      const int row = row_of(t, i);
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) {
         const int n = p * (kLanes * kVec);
-        rows.state[i][p] = load_vector<State, kVec>(src + row * kDState + n);
+        rows.state[i][p] = load_vector<State, kVec>(src + element_of(t, i) + n);
       }
     }
   };
@@ -336,13 +349,13 @@ ssu_h128p64n128g8_bf16_l16v8i4t64x256_pf264_pdl_d32d0813(bf16* state, const bf16
         y[i][p] = dot(h, c[p]);  // of the new state before it is rounded
         Pack<State, kVec> packed;
         pack(h, packed);
-        store_vector(dst + row_of(t, i) * kDState + p * (kLanes * kVec), packed);
+        store_vector(dst + element_of(t, i) + p * (kLanes * kVec), packed);
       }
     }
 
     float result = sum_over_team<kLanes>(y, lane);
     result = fmaf(to_float(raw_D[t]), x_owned, result);
-    const int row = owned_row + t * kStepRows;
+    const u32 row = owned_row + t * kStepRows;
     if (lane % kLanes < kIlp) store(out + row * out_row, result);
   }
 }

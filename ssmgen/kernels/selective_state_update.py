@@ -126,7 +126,7 @@ class SsuSpec(SsuProblem, KernelSpec):
         return [name for name in ("D", "z", "dt_bias") if getattr(self, name) is not None]
 
     def strides(self) -> list[tuple[str, str, str]]:
-        """(operand, axis, width) of every stride the kernel takes. Width i64 across the batch, i32 inside one row of it."""
+        """(operand, axis, width) of every stride the kernel takes, in elements. Only the distance between slots is 64-bit."""
         rows = [] if self.tied else ["row"]
         state_axis = ["n"] if self.operand_loads is Loads.ELEMENT else []
         axes = {
@@ -143,7 +143,7 @@ class SsuSpec(SsuProblem, KernelSpec):
             "state_indices": ["batch"],
             "dst_state_indices": ["batch"],
         }
-        return [(op, axis, "i64" if axis in ("slot", "batch") else "i32") for op in self.operands() for axis in axes[op]]
+        return [(op, axis, "i64" if axis == "slot" else "u32") for op in self.operands() for axis in axes[op]]
 
     def operands(self) -> list[str]:
         """Tensor arguments in order."""
@@ -155,7 +155,7 @@ class SsuSpec(SsuProblem, KernelSpec):
         element = {f.name: getattr(self, f.name).value for f in fields(self) if isinstance(getattr(self, f.name), DType)}
         element |= dict.fromkeys(("state_indices", "dst_state_indices"), "int" if self.index is Index.I32 else "i64")
         pointers = [Param.pointer(op, element[op], const=op not in ("state", "out")) for op in self.operands()]
-        strides = [(Param.i64 if width == "i64" else Param.i32)(f"{op}_{axis}") for op, axis, width in self.strides()]
+        strides = [(Param.i64 if width == "i64" else Param.u32)(f"{op}_{axis}") for op, axis, width in self.strides()]
         strides.sort(key=lambda p: p.code != "q")  # 8-byte arguments first: no padding anywhere in the buffer
         pad = [] if self.index is Index.NONE else [Param.i64("pad_slot_id")]
         limit = [Param.f32("dt_min"), Param.f32("dt_max")] if self.dt_limit else []
