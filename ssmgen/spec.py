@@ -191,8 +191,10 @@ def parse_spec(text: str, families: dict[str, type[KernelSpec]]) -> KernelSpec:
     known = {f.name: f for f in fields(cls)}
     values: dict[str, Any] = {}
     problems = []
+    named = set()
     for item in filter(None, rest.split(",")):
         key, _, value = item.partition("=")
+        named.add(key)
         if key not in known:
             problems.append(f"unknown field {key!r}; known: {', '.join(known)}")
             continue
@@ -200,7 +202,7 @@ def parse_spec(text: str, families: dict[str, type[KernelSpec]]) -> KernelSpec:
             values[key] = _value(hints[key], value)
         except ValueError:
             problems.append(f"{key}={value!r} is not a {getattr(hints[key], '__name__', hints[key])}")
-    missing = [n for n, f in known.items() if n not in values and f.default is MISSING]
+    missing = [n for n, f in known.items() if n not in named and f.default is MISSING]
     if missing:
         problems.append(f"missing: {', '.join(missing)}")
     if problems:

@@ -209,9 +209,9 @@ WIDE = [  # d_state > 32
     Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),
 ]
 NARROW = [  # d_state <= 32
-    Rule("latency", 0.5, tile_kib=2, ilp=1, pdl=Pdl.TRIGGER_TOP),
-    Rule("middle", 16, tile_kib=8),
-    Rule("bandwidth", float("inf"), tile_kib=8, prefetch=528),
+    Rule("latency", 1, tile_kib=4, ilp=1, pdl=Pdl.TRIGGER_TOP),
+    Rule("middle", 20, tile_kib=16),
+    Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),
 ]
 
 

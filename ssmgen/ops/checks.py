@@ -18,8 +18,9 @@ def describe(t: Tensor) -> str:
 
 def check_tensors(tensors: Mapping[str, object], problems: list[str]) -> bool:
     """Are they tensors at all? Without that nothing else can be said."""
-    problems += [f"{name} is a {type(t).__name__}, not a tensor" for name, t in tensors.items() if not isinstance(t, Tensor)]
-    return not problems
+    others = [f"{name} is a {type(t).__name__}, not a tensor" for name, t in tensors.items() if not isinstance(t, Tensor)]
+    problems += others
+    return not others
 
 
 def check_common(tensors: Mapping[str, Tensor], anchor: str, problems: list[str]) -> None:

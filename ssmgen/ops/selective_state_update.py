@@ -19,6 +19,7 @@ from .checks import DTYPES
 
 _OPTIONAL = ("D", "z", "dt_bias")
 _NAMES = ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "out", "state_indices", "dst_state_indices")
+_MAY_BE_ABSENT = (*_OPTIONAL, "state_indices", "dst_state_indices")
 _signatures = runtime.Signatures()
 _find = _signatures.find
 
@@ -85,7 +86,7 @@ def selective_state_update(
 
 def _prepare(given: tuple[Any, ...], dt_softplus: bool, dt_limit: Any, pad_slot_id: int, pdl: bool | None) -> Callable[[], None]:
     """What runs a call of a kind not seen before: checks, selects, compiles, loads; the next such call finds the plan."""
-    named = {name: t for name, t in zip(_NAMES, given, strict=True) if t is not None}
+    named = _named(given)
     views = _checked_views(named, dt_limit, pdl)
     if not views["state"].is_cuda:
         return _reference_plan(views, named, dt_softplus, dt_limit, pad_slot_id)
@@ -95,6 +96,11 @@ def _prepare(given: tuple[Any, ...], dt_softplus: bool, dt_limit: Any, pad_slot_
     key = (x.shape, D is None, z is None, dt_bias is None, source is None, target is None)
     _signatures.add((*key, dt_softplus, dt_limit, pad_slot_id, pdl), signature)
     return plan
+
+
+def _named(given: tuple[Any, ...]) -> dict[str, Any]:
+    """The operands by name, without the optional ones that are absent."""
+    return {name: t for name, t in zip(_NAMES, given, strict=True) if t is not None or name not in _MAY_BE_ABSENT}
 
 
 def _checked_views(named: dict[str, Tensor], dt_limit: Any, pdl: bool | None) -> dict[str, Tensor]:
@@ -313,7 +319,7 @@ def specs_for_call(batches: Sequence[int], *args: Any, **kwargs: Any) -> tuple[l
     """The variants that this call, and the same call at other batch sizes, are served by."""
 
     given, (dt_softplus, dt_limit, _, pdl) = _operands(*args, **kwargs)
-    named = {name: t for name, t in zip(_NAMES, given, strict=True) if t is not None}
+    named = _named(given)
     views = _checked_views(named, dt_limit, pdl)
     device = views["state"].device
     problem = problem_of(views, {n: t.data_ptr() for n, t in named.items()}, dt_softplus, dt_limit is not None)

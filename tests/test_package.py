@@ -1,0 +1,191 @@
+"""The package as a whole: what importing it does, models, generated files, the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import ssmgen
+from ssmgen import generate, models
+from ssmgen.cli import main
+from ssmgen.errors import DriftError, ModelError
+from ssmgen.spec import DType
+
+ROOT = Path(ssmgen.__file__).parent.parent
+
+
+def ssmgen_command(*args: str, code: int = 0) -> str:
+    result = CliRunner().invoke(main, list(args))
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result.output
+
+
+# Importing.
+
+
+def test_import_touches_neither_cuda_nor_the_file_system(tmp_path):
+    program = (
+        "import sys\nbefore = set(sys.modules)\nimport ssmgen\n"
+        "loaded = {m.partition('.')[0] for m in set(sys.modules) - before}\nassert not loaded & {'torch', 'cuda', 'jinja2', 'click'}, loaded\n"
+        "import ssmgen.api, torch\nassert not torch.cuda.is_initialized()\n"
+        "from ssmgen import selective_state_update as f\nassert callable(f) and callable(ssmgen.selective_state_update)\n"
+    )
+    env = {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_public_names():
+    for name in ssmgen.__all__:
+        assert callable(getattr(ssmgen, name))
+    with pytest.raises(AttributeError):
+        ssmgen.no_such_name  # noqa: B018
+
+
+# Models.
+
+
+def test_models_table_is_sound():
+    table = models.models()
+    assert len(table) > 25 and table["nemotron-h-8b"].nheads == 128
+    for model in table.values():
+        assert model.nheads % model.ngroups == 0 and model.source
+        for problem in model.problems():
+            assert not problem.faults()
+
+
+def test_tensor_parallel_division():
+    rank = models.find_model("nemotron-h-8b").divided(8)
+    assert (rank.nheads, rank.ngroups, rank.headdim) == (16, 1, 64)
+    assert models.find_model("mamba2-2.7b").divided(4).ngroups == 1, "groups that cannot be divided are replicated"
+    assert models.find_model("falcon-mamba-7b").divided(2).headdim == 4096
+    with pytest.raises(ModelError, match="80 heads, which 3 ranks"):
+        models.find_model("mamba2-2.7b").divided(3)
+    with pytest.raises(ModelError, match="nemotron-h-8b"):
+        models.find_model("nemotron")
+
+
+# Generated files.
+
+
+def test_generated_files_are_what_the_templates_give():
+    count, _ = generate.check(ROOT / "generated")
+    assert count == len(generate.default_variants())
+
+
+def test_drift_is_found(tmp_path):
+    generate.write(tmp_path)
+    path = next(tmp_path.glob("sm_90a/ssu*.cu"))
+    path.write_text(path.read_text().replace("kIlp", "kILP"))
+    lock = json.loads((tmp_path / generate.LOCK).read_text())
+    other = next(p for p in lock["variants"] if p != str(path.relative_to(tmp_path)))
+    lock["variants"][other]["resources"]["registers"] += 1
+    (tmp_path / generate.LOCK).write_text(json.dumps(lock))
+    with pytest.raises(DriftError) as e:
+        generate.check(tmp_path)
+    assert "differs from what the template renders" in str(e.value) and "resources were" in str(e.value) and len(e.value.problems) == 2
+    lock["compiler"] = "CL-0 V0.0.0"
+    (tmp_path / generate.LOCK).write_text(json.dumps(lock))
+    generate_again = CliRunner().invoke(main, ["generate", "--check", "--dir", str(tmp_path)])
+    assert generate_again.exit_code == 3 and "resources were" not in generate_again.output
+
+
+# The command line.
+
+
+def test_build_then_hit(own_cache):
+    first = json.loads(ssmgen_command("build", "--model", "nemotron-h-8b", "--tp", "8", "--index", "i32", "--arch", "sm_80", "--json"))
+    again = json.loads(ssmgen_command("build", "--model", "nemotron-h-8b", "--tp", "8", "--index", "i32", "--arch", "sm_80", "--json"))
+    assert not any(v["hit"] for v in first["variants"]) and all(v["hit"] for v in again["variants"])
+    assert all(v["resources"]["spill_stores"] == 0 and v["error"] is None for v in first["variants"])
+    assert "found, 0 failed" in ssmgen_command("build", "--model", "nemotron-h-8b", "--tp", "8", "--index", "i32", "--arch", "sm_80")
+
+
+def test_built_layer_can_be_shipped(own_cache, tmp_path, monkeypatch):
+    layer = tmp_path / "layer"
+    built = json.loads(ssmgen_command("build", "--model", "mamba-130m", "--arch", "sm_90a", "--out", str(layer), "--json"))
+    assert not own_cache.exists()
+    monkeypatch.setenv("SSMGEN_CACHE_PATH", str(layer))
+    monkeypatch.setenv("SSMGEN_COMPILE", "deny")
+    again = json.loads(ssmgen_command("build", "--model", "mamba-130m", "--arch", "sm_90a", "--json"))
+    assert [v["key"] for v in again["variants"]] == [v["key"] for v in built["variants"]] and all(v["hit"] for v in again["variants"])
+    denied = CliRunner().invoke(main, ["build", "--model", "mamba-370m"])
+    assert denied.exit_code == 1 and "SSMGEN_COMPILE=deny" in denied.output
+
+
+def test_a_spill_fails_the_build_unless_allowed(own_cache):
+    spec = "selective_state_update:d_state=128,headdim=64,state=bf16,lanes=16,vec=8,min_blocks=16"
+    failed = CliRunner().invoke(main, ["build", "--spec", spec])
+    assert failed.exit_code == 1 and "spills" in failed.output and "--max-spill" in failed.output
+    assert "0 failed" in ssmgen_command("build", "--spec", spec, "--max-spill", "4096")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["build"], ["build", "--all", "--model", "x"], ["build", "--model", "mamba-130m", "--arch", "sm90"], ["show"], ["bench", "softmax"]],
+)
+def test_wrong_command_lines_exit_with_2(args):
+    assert CliRunner().invoke(main, args).exit_code == 2
+
+
+def test_unknown_model_exits_with_1():
+    assert "no model 'x'" in ssmgen_command("build", "--model", "x", code=1)
+
+
+def test_list_show_diff_and_stats(own_cache):
+    names = [row["name"] for row in json.loads(ssmgen_command("list", "--json"))]
+    wide = next(n for n in names if n.startswith("ssu_h128p64n128g8_bf16") and "pf" in n)
+    narrow = next(n for n in names if n.startswith("ssu_h1p1536"))
+    assert ssmgen_command("show", wide).startswith("// selective_state_update for sm_90a")
+    assert ".entry" in ssmgen_command("show", wide, "--ptx")
+    assert "LDG.E.128" in ssmgen_command("show", wide, "--sass")
+    stats = json.loads(ssmgen_command("show", wide, "--stats", "--json"))
+    assert stats["registers"] <= 64 and stats["local_memory"] == 0 and stats["global_stores_16_byte"] == 4
+    assert "kDState = 16" in ssmgen_command("diff", wide, narrow, code=1)
+    assert ssmgen_command("diff", wide, wide) == ""
+    assert "several variants match" in ssmgen_command("show", "ssu_", code=1)
+    assert "cached" in ssmgen_command("list")
+
+
+def test_explain_and_models():
+    text = ssmgen_command("explain", "selective_state_update", "--model", "nemotron-h-8b", "--batch", "256", "--index", "i32")
+    assert "-> bandwidth" in text and "MiB of state traffic is above" in text
+    rows = json.loads(ssmgen_command("explain", "selective_state_update", "--model", "mamba-130m", "--arch", "sm_80,sm_90a", "--json"))
+    assert {r["arch"] for r in rows} == {"sm_80", "sm_90a"}
+    assert any(m["name"] == "falcon-mamba-7b" for m in json.loads(ssmgen_command("models", "--json")))
+    assert "(unverified)" in ssmgen_command("models")
+
+
+def test_cache_commands(own_cache):
+    ssmgen_command("build", "--spec", "slot_copy:slot_bytes=4096")
+    assert ssmgen_command("cache", "path").strip() == str(own_cache)
+    (row,) = json.loads(ssmgen_command("cache", "ls", "--json"))
+    assert row["name"].startswith("slot_copy") and "slot_copy" in ssmgen_command("cache", "ls")
+    assert ssmgen_command("cache", "verify") == "0 damaged\n"
+    path = Path(row["path"])
+    path.write_bytes(path.read_bytes()[:-5])
+    assert "digest mismatch" in ssmgen_command("cache", "verify", code=1)
+    assert "removed 1 files" in ssmgen_command("cache", "gc")
+    ssmgen_command("build", "--spec", "slot_copy:slot_bytes=8192")
+    assert "removed 1 files" in ssmgen_command("cache", "clear")
+
+
+def test_env():
+    facts = json.loads(ssmgen_command("env", "--json"))
+    assert facts["ssmgen"] == ssmgen.__version__ and facts["nvrtc_build"].startswith("CL-") and facts["cache_layers"]
+    assert "nvrtc_build" in ssmgen_command("env")
+
+
+@pytest.mark.skipif("__import__('torch').cuda.is_available()")
+def test_bench_without_a_gpu_says_so():
+    assert "bench needs a CUDA device" in ssmgen_command("bench", "selective_state_update", code=1)
+
+
+def test_state_dtype_choice():
+    assert {p.state for p in models.find_model("mamba-130m").problems(states=(DType.BF16, DType.F32))} == {DType.BF16, DType.F32}

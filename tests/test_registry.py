@@ -1,0 +1,83 @@
+"""Which variant serves a problem, and why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ssmgen import registry
+from ssmgen.build import default_problems, specs_for
+from ssmgen.errors import UnsupportedError
+from ssmgen.kernels.selective_state_update import OPERATOR, SsuProblem
+from ssmgen.spec import Arch, DType, Index, Loads, Pdl, PoolMode
+
+SM90, SM80 = Arch.parse("sm_90a"), Arch.parse("sm_80")
+MAMBA2 = SsuProblem(d_state=128, headdim=64, nheads=128, ngroups=8, state=DType.BF16, index=Index.I32)
+MAMBA1 = SsuProblem(d_state=16, headdim=1536, tied=False, z=DType.BF16, index=Index.I32)
+
+
+@pytest.mark.parametrize("arch", [SM80, SM90, Arch.parse("sm_100a"), Arch.parse("sm_120")], ids=str)
+def test_every_model_has_a_variant_at_every_batch(arch):
+    for name, problem in default_problems():
+        for batch in (1, 8, 64, 1024):
+            spec = registry.select(OPERATOR, problem, batch, arch, arch >= SM90)
+            assert not spec.violations(arch), name
+            found = registry.explain(OPERATOR, problem, batch, arch, arch >= SM90)
+            assert found.chosen.rule != "generic", name
+
+
+@pytest.mark.parametrize("d_state", [2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("headdim", [1, 7, 32, 64, 80, 128, 200, 2064])
+@pytest.mark.parametrize("state", DType)
+def test_every_shape_is_served(d_state, headdim, state):
+    problem = SsuProblem(d_state=d_state, headdim=headdim, nheads=3, state=state, index=Index.I64, pool=PoolMode.SPLIT)
+    for batch in (1, 4096):
+        for loads in Loads:
+            spec = registry.select(OPERATOR, replace(problem, state_loads=loads, operand_loads=loads), batch, SM90, True)
+            assert spec.tile * spec.d_state * spec.state.size <= 40 * 1024
+
+
+def test_batch_changes_only_how():
+    small, large = (registry.select(OPERATOR, MAMBA2, b, SM90, True) for b in (1, 256))
+    assert small != large and small.prefetch == 0 and large.prefetch > 0
+    assert all(getattr(small, f) == getattr(large, f) for f in SsuProblem.__dataclass_fields__)
+
+
+def test_pdl_is_a_wish_that_the_caller_may_deny():
+    assert registry.select(OPERATOR, MAMBA1, 8, SM90, False).pdl is Pdl.OFF
+    assert registry.select(OPERATOR, MAMBA1, 8, SM90, True).pdl is not Pdl.OFF
+
+
+def test_explanation_says_which_rule_and_why_not_the_others():
+    found = registry.explain(OPERATOR, MAMBA2, 256, SM90, True)
+    assert found.chosen.rule == "bandwidth"
+    reasons = {v.rule: v.reason for v in found.verdicts}
+    assert reasons["latency"] == "1024.0 MiB of state traffic is above 48" and reasons["generic"] == "bandwidth comes first"
+    assert "-> bandwidth" in str(found)
+
+
+def test_unsupported_gives_every_reason():
+    odd = SsuProblem(d_state=130, headdim=64, nheads=10, ngroups=4)
+    yes, reasons = registry.supported(OPERATOR, odd, SM90)
+    assert not yes and len(reasons) == 2
+    with pytest.raises(UnsupportedError) as e:
+        registry.select(OPERATOR, odd, 1, SM90, True)
+    assert "d_state 130" in str(e.value) and "not a multiple of ngroups 4" in str(e.value)
+    assert registry.supported(OPERATOR, MAMBA1, SM80) == (True, [])
+
+
+def test_below_sm_80_is_refused():
+    yes, reasons = registry.supported(OPERATOR, MAMBA1, Arch(75))
+    assert not yes and any("sm_80" in r for r in reasons)
+
+
+@pytest.mark.parametrize("problem", [MAMBA1, MAMBA2], ids=["mamba1", "mamba2"])
+def test_variants_are_all_that_any_batch_is_given(problem):
+    found = set(registry.variants(OPERATOR, problem, SM90, True, max_batch=300))
+    assert found == {registry.select(OPERATOR, problem, b, SM90, True) for b in range(1, 301)}
+
+
+def test_specs_for_a_model_hold_both_pdl_choices_from_sm_90_on():
+    assert {s.pdl is Pdl.OFF for s in specs_for([MAMBA2], SM90)} == {True, False}
+    assert {s.pdl for s in specs_for([MAMBA2], SM80)} == {Pdl.OFF}

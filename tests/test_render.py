@@ -1,0 +1,83 @@
+"""Rendered source: deterministic, complete, and with its promises visible in the text."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import jinja2
+import pytest
+
+from ssmgen import render as rendering
+from ssmgen.errors import SpecError
+from ssmgen.kernels.selective_state_update import SsuSpec
+from ssmgen.kernels.slot_copy import SlotCopySpec
+from ssmgen.render import render, uses_pdl
+from ssmgen.spec import Arch, DType, Index, Loads, Pdl, PoolMode
+
+SM90 = Arch.parse("sm_90a")
+FULL = SsuSpec(
+    d_state=128, headdim=64, nheads=8, ngroups=2, state=DType.BF16, D=DType.F32, z=DType.F16, dt_bias=DType.F32, tied=False, dt_limit=True,
+    index=Index.I64, pool=PoolMode.SPLIT, lanes=16, vec=8, prefetch=132, pdl=Pdl.TRIGGER_LOADED,
+)  # fmt: skip
+BARE = SsuSpec(d_state=16, headdim=256, tied=False, dt_softplus=False, lanes=4, vec=4, tile=128)
+SPECS = [FULL, BARE, replace(FULL, headdim=72, prefetch=0), replace(FULL, operand_loads=Loads.ELEMENT, tied=True), SlotCopySpec(slot_bytes=8192, pdl=Pdl.TRIGGER_LOADED)]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+def test_header_names_the_spec_and_every_argument_is_in_the_signature(spec):
+    text = render(spec, SM90)
+    assert text.startswith(f"// {spec.family} for sm_90a")
+    signature = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
+    assert [p.split()[-1].lstrip("*") for p in signature.split(", ")] == [p.name for p in spec.parameters()]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+def test_layout_of_the_text(spec):
+    lines = render(spec, SM90).splitlines()
+    assert not any(line != line.rstrip() or "\t" in line or "{%" in line or "{{" in line for line in lines)
+    assert not any(a == b == "" for a, b in zip(lines, lines[1:], strict=False))
+
+
+def test_same_in_another_process_and_environment():
+    program = (
+        "from ssmgen.kernels import FAMILIES\nfrom ssmgen.spec import Arch, parse_spec\nfrom ssmgen.render import render\n"
+        f"import sys; sys.stdout.write(render(parse_spec({str(FULL)!r}, FAMILIES), Arch.parse('sm_90a')))"
+    )
+    root = str(rendering.templates_dir().parent)
+    env = {"PYTHONPATH": root, "PYTHONHASHSEED": "77", "TZ": "Asia/Tokyo", "HOME": "/nonexistent", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, cwd="/")
+    assert done.stdout == render(FULL, SM90), done.stderr
+
+
+def test_what_is_switched_off_is_not_in_the_text():
+    text = render(BARE, SM90)
+    for absent in ("softplus", "silu", "state_indices", "pad_slot_id", "prefetch", "griddepcontrol", "load_elements", "dt_bias", "dst_slot", "kHeadDim - 1"):
+        assert absent not in text.split("#define DEVICE")[1], absent
+    assert "struct f16" not in text and "(f16 " not in text
+
+
+@pytest.mark.parametrize("pdl", Pdl)
+def test_wait_precedes_every_access_and_the_launch_attribute_follows_the_text(pdl):
+    text = render(replace(FULL, pdl=pdl), SM90)
+    body = text[text.index('extern "C"') :]
+    assert uses_pdl(text) == (pdl is not Pdl.OFF)
+    if pdl is Pdl.OFF:
+        assert "wait_for_upstream" not in text
+        return
+    wait = body.index("wait_for_upstream();")
+    assert all(m.start() > wait for m in re.finditer(r"\b(load|store|prefetch)\w*[(<]", body))
+    assert ("allow_dependents();" in body) == (pdl in (Pdl.TRIGGER_TOP, Pdl.TRIGGER_LOADED))
+    assert "__restrict__" not in body and "__ldg" not in body
+
+
+def test_an_undefined_name_in_a_template_is_an_error():
+    with pytest.raises(jinja2.UndefinedError):
+        rendering._environment().from_string("{{ no_such_name }}").render()
+
+
+def test_illegal_specs_are_not_rendered():
+    with pytest.raises(SpecError):
+        render(replace(FULL, lanes=64), SM90)

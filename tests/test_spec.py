@@ -1,0 +1,129 @@
+"""Specs: one text, one statement of what is legal."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssmgen.errors import SpecError
+from ssmgen.kernels import FAMILIES
+from ssmgen.kernels.selective_state_update import SsuProblem, SsuSpec, space
+from ssmgen.kernels.slot_copy import SlotCopySpec
+from ssmgen.spec import Arch, DType, Index, Loads, Pdl, PoolMode, parse_spec
+
+SPEC = SsuSpec(d_state=128, headdim=64, nheads=8, ngroups=2, state=DType.BF16, lanes=16, vec=8)
+SM90 = Arch.parse("sm_90a")
+
+specs = st.builds(
+    SsuSpec,
+    d_state=st.integers(1, 512),
+    headdim=st.integers(1, 4096),
+    nheads=st.integers(1, 256),
+    ngroups=st.integers(1, 8),
+    state=st.sampled_from(DType),
+    D=st.none() | st.sampled_from(DType),
+    z=st.none() | st.sampled_from(DType),
+    tied=st.booleans(),
+    index=st.sampled_from(Index),
+    pool=st.sampled_from(PoolMode),
+    operand_loads=st.sampled_from(Loads),
+    lanes=st.integers(1, 64),
+    vec=st.integers(1, 16),
+    ilp=st.integers(1, 8),
+    pdl=st.sampled_from(Pdl),
+)
+
+
+@given(specs)
+def test_text_parses_back(spec):
+    assert parse_spec(str(spec), FAMILIES) == spec
+
+
+@given(specs, specs)
+def test_different_specs_have_different_names(a, b):
+    assert (a.name == b.name) == (a == b)
+
+
+@given(specs)
+@settings(max_examples=300)
+def test_legal_specs_have_consistent_geometry(spec):
+    if spec.violations(SM90):
+        return
+    assert spec.passes * spec.lanes * spec.vec == spec.d_state
+    assert spec.tile % spec.rows_per_step == 0 and spec.tiles * spec.tile >= spec.headdim
+
+
+def test_every_violation_is_listed_at_once():
+    broken = replace(SPEC, d_state=130, ngroups=3, vec=16, pdl=Pdl.WAIT)
+    with pytest.raises(SpecError) as e:
+        broken.check(Arch.parse("sm_80"))
+    text = str(e.value)
+    for part in ("d_state 130", "not a multiple of ngroups 3", "wider than 16 bytes", "needs sm_90, not sm_80"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"lanes": 3}, "lanes 3 is not a power of two"),
+        ({"vec": 2}, "below 4, the chain"),
+        ({"ilp": 32}, "ilp 32 exceeds lanes 16"),
+        ({"tile": 48}, "not a multiple of the 32 rows in flight"),
+        ({"tile": 128}, "tile 128 exceeds headdim 64"),
+        ({"threads": 100}, "threads 100"),
+        ({"headdim": 80, "tile": 64, "prefetch": 132}, "whole tiles"),
+        ({"state_loads": Loads.ELEMENT, "prefetch": 132}, "aligned state"),
+        ({"pool": PoolMode.SPLIT}, "needs slot indices"),
+    ],
+)
+def test_violation_in_words(change, words):
+    assert any(words in v for v in replace(SPEC, **change).violations(SM90))
+
+
+def test_old_architectures_have_no_pdl_and_no_bulk_prefetch():
+    sm80 = Arch.parse("sm_80")
+    assert replace(SPEC, pdl=Pdl.WAIT).violations(sm80) and replace(SPEC, prefetch=132).violations(sm80)
+    assert not SPEC.violations(sm80)
+
+
+def test_parse_names_every_unreadable_part():
+    with pytest.raises(SpecError) as e:
+        parse_spec("selective_state_update:d_state=x,colour=red,headdim=64", FAMILIES)
+    assert all(part in str(e.value) for part in ("d_state='x'", "unknown field 'colour'", "missing: lanes, vec"))
+    with pytest.raises(SpecError, match="unknown family"):
+        parse_spec("softmax:x=1", FAMILIES)
+
+
+def test_defaults_may_be_left_out():
+    assert parse_spec("slot_copy:slot_bytes=4096", FAMILIES) == SlotCopySpec(slot_bytes=4096)
+
+
+@pytest.mark.parametrize("text", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
+def test_arch_text(text):
+    assert str(Arch.parse(text)) == text
+
+
+def test_arch_order_and_capability():
+    assert Arch.parse("sm_80") < Arch.parse("sm_90a") < Arch.parse("sm_100a") < Arch.parse("sm_120")
+    assert str(Arch.of_capability(9, 0)) == "sm_90a" and str(Arch.of_capability(8, 6)) == "sm_86"
+    for wrong in ("90", "sm_9", "compute_90", "sm_90b"):
+        with pytest.raises(SpecError):
+            Arch.parse(wrong)
+
+
+def test_arguments_are_packed_without_padding():
+    """8-byte arguments first, so that every argument is aligned at the offset the packing gives it."""
+    for change in ({}, {"index": Index.I32, "dt_limit": True}, {"tied": False, "operand_loads": Loads.ELEMENT, "z": DType.F32}):
+        codes = [p.code for p in replace(SPEC, **change).parameters()]
+        assert codes == sorted(codes, key=lambda c: "QqIf".index(c))
+
+
+def test_space_is_legal_and_varied():
+    problem = SsuProblem(d_state=128, headdim=64, nheads=4)
+    found = list(space(problem, SM90))
+    assert found and not any(s.violations(SM90) for s in found)
+    assert {s.lanes for s in found} >= {4, 8, 16, 32} and {s.pdl for s in found} == set(Pdl)
+    assert all(getattr(s, f.name) == getattr(problem, f.name) for s in found[:5] for f in fields(SsuProblem))
