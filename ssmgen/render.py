@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jinja2
 
-from .spec import Arch, DType, KernelSpec, Loads, Pdl, _text
+from .spec import SM90, Arch, DType, KernelSpec, Loads, Pdl, _text
 
 PDL_WAIT = "griddepcontrol.wait"
 
@@ -46,6 +46,7 @@ def render(spec: KernelSpec, arch: Arch) -> str:
         element_loads=Loads.ELEMENT in loads,
         pdl=pdl,
         waits=pdl is not Pdl.OFF,
+        triggers=pdl is not Pdl.WAIT and arch >= SM90,
         parameters=spec.parameters(),
         **spec.constants(),
     )

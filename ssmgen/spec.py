@@ -51,7 +51,11 @@ class PoolMode(Enum):
 
 
 class Pdl(Enum):
-    """Programmatic dependent launch: no wait at all, or a wait at the top and a choice of where dependents may start."""
+    """Programmatic dependent launch: no wait at all, or a wait at the top and a choice of where dependents may start.
+
+    OFF also lets dependents start once the first loads are issued (from sm_90 on): it costs nothing, and it keeps ptxas from moving
+    those loads down.
+    """
 
     OFF = "off"
     WAIT = "wait"  # wait; dependents start when the last block ends

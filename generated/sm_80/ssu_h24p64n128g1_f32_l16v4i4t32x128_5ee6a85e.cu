@@ -127,10 +127,6 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {  // one rounding, to n
   for (int i = 0; i < N; i += 2) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v.word[i / 2]) : "f"(f[i + 1]), "f"(f[i]));
 }
 
-// ptxas moves nothing past a performance-monitor event (nobody counts this one). Without it, it moves loads down to save registers,
-// one behind the other, and their latencies add up.
-DEVICE void keep_loads_above() { asm volatile("pmevent 0;" ::: "memory"); }
-
 constexpr float kLog2E = 1.4426950408889634f;
 
 // 2^v to 2 ulp. Results below 2^-126 are zero.
@@ -220,7 +216,6 @@ ssu_h24p64n128g1_f32_l16v4i4t32x128_5ee6a85e(f32* state, const bf16* x, const bf
   // The slot comes first: the state's address hangs on it. Then all other loads, before any result is used, because the kernel is
   // bound by the latency and the rate of memory.
   const i64 slot = load(state_indices + u64(batch) * state_indices_batch);
-  keep_loads_above();
 
   const u32 tile = blockIdx.x % kTiles;
   const u32 head = blockIdx.x / kTiles % kHeads;
@@ -272,7 +267,7 @@ ssu_h24p64n128g1_f32_l16v4i4t32x128_5ee6a85e(f32* state, const bf16* x, const bf
   const auto element_of = [&](int t, int i) { return (t * kStepRows + i * kTeams) * kDState; };  // from `state`
   Rows next;
 
-  keep_loads_above();  // of the branch, which waits for the slot
+  __syncwarp();  // no instruction; but without it ptxas moves all of the loads above to below the branch, and they wait for the slot
   if (slot < 0 || slot == pad_slot_id) {  // a padded row: zero output, no state touched
     if (lane % kLanes < kIlp)
 #pragma unroll
@@ -296,7 +291,6 @@ ssu_h24p64n128g1_f32_l16v4i4t32x128_5ee6a85e(f32* state, const bf16* x, const bf
     }
   };
   load_state(next, 0);
-  keep_loads_above();
 
   float b[kPasses][kVec], c[kPasses][kVec];
 #pragma unroll

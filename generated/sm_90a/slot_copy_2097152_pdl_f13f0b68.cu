@@ -93,13 +93,10 @@ DEVICE void pack(const float (&f)[N], Pack<f32, N>& v) {
   for (int i = 0; i < N; ++i) v.word[i] = __float_as_uint(f[i]);
 }
 
-// ptxas moves nothing past a performance-monitor event (nobody counts this one). Without it, it moves loads down to save registers,
-// one behind the other, and their latencies add up.
-DEVICE void keep_loads_above() { asm volatile("pmevent 0;" ::: "memory"); }
-
 // Programmatic dependent launch: this kernel may start before the one ahead of it in the stream has ended. Nothing that kernel may
 // still be reading or writing is touched before the wait.
 DEVICE void wait_for_upstream() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The kernel behind this one may start (if it was launched to do so) and wait there. ptxas moves no memory access across this.
 DEVICE void allow_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 extern "C" __global__ void __launch_bounds__(kThreads)

@@ -129,10 +129,6 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {  // one rounding, to n
   for (int i = 0; i < N; i += 2) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v.word[i / 2]) : "f"(f[i + 1]), "f"(f[i]));
 }
 
-// ptxas moves nothing past a performance-monitor event (nobody counts this one). Without it, it moves loads down to save registers,
-// one behind the other, and their latencies add up.
-DEVICE void keep_loads_above() { asm volatile("pmevent 0;" ::: "memory"); }
-
 constexpr float kLog2E = 1.4426950408889634f;
 
 // 2^v to 2 ulp. Results below 2^-126 are zero.
@@ -222,6 +218,7 @@ DEVICE void prefetch_l2(const void* p, int bytes) {
 // Programmatic dependent launch: this kernel may start before the one ahead of it in the stream has ended. Nothing that kernel may
 // still be reading or writing is touched before the wait.
 DEVICE void wait_for_upstream() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The kernel behind this one may start (if it was launched to do so) and wait there. ptxas moves no memory access across this.
 DEVICE void allow_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -234,7 +231,6 @@ ssu_h128p64n128g8_bf16_l16v8i4t64x256_pf264_pdl_d32d0813(bf16* state, const bf16
   // The slot comes first: the state's address hangs on it. Then all other loads, before any result is used, because the kernel is
   // bound by the latency and the rate of memory.
   const i64 slot = load(state_indices + u64(batch) * state_indices_batch);
-  keep_loads_above();
 
   const u32 ahead = min(blockIdx.x + kPrefetch, gridDim.x - 1);
   const i64 ahead_slot = load(state_indices + u64(ahead / (kTiles * kHeads)) * state_indices_batch);
@@ -289,7 +285,7 @@ ssu_h128p64n128g8_bf16_l16v8i4t64x256_pf264_pdl_d32d0813(bf16* state, const bf16
   const auto element_of = [&](int t, int i) { return (t * kStepRows + i * kTeams) * kDState; };  // from `state`
   Rows next;
 
-  keep_loads_above();  // of the branch, which waits for the slot
+  __syncwarp();  // no instruction; but without it ptxas moves all of the loads above to below the branch, and they wait for the slot
   if (slot < 0 || slot == pad_slot_id) {  // a padded row: zero output, no state touched
     if (lane % kLanes < kIlp)
 #pragma unroll

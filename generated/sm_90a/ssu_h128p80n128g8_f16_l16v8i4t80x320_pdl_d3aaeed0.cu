@@ -154,10 +154,6 @@ DEVICE void pack(const float (&f)[N], Pack<f16, N>& v) {  // one rounding, to ne
   for (int i = 0; i < N; i += 2) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v.word[i / 2]) : "f"(f[i + 1]), "f"(f[i]));
 }
 
-// ptxas moves nothing past a performance-monitor event (nobody counts this one). Without it, it moves loads down to save registers,
-// one behind the other, and their latencies add up.
-DEVICE void keep_loads_above() { asm volatile("pmevent 0;" ::: "memory"); }
-
 constexpr float kLog2E = 1.4426950408889634f;
 
 // 2^v to 2 ulp. Results below 2^-126 are zero.
@@ -242,6 +238,7 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
 // Programmatic dependent launch: this kernel may start before the one ahead of it in the stream has ended. Nothing that kernel may
 // still be reading or writing is touched before the wait.
 DEVICE void wait_for_upstream() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The kernel behind this one may start (if it was launched to do so) and wait there. ptxas moves no memory access across this.
 DEVICE void allow_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -255,7 +252,6 @@ ssu_h128p80n128g8_f16_l16v8i4t80x320_pdl_d3aaeed0(f16* state, const bf16* x, con
   // bound by the latency and the rate of memory.
   const i64 slot = load(state_indices + u64(batch) * state_indices_batch);
   const i64 dst_slot = load(dst_state_indices + u64(batch) * dst_state_indices_batch);
-  keep_loads_above();
 
   const u32 tile = blockIdx.x % kTiles;
   const u32 head = blockIdx.x / kTiles % kHeads;
@@ -307,7 +303,7 @@ ssu_h128p80n128g8_f16_l16v8i4t80x320_pdl_d3aaeed0(f16* state, const bf16* x, con
   const auto element_of = [&](int t, int i) { return (t * kStepRows + i * kTeams) * kDState; };  // from `state`
   Rows next;
 
-  keep_loads_above();  // of the branch, which waits for the slot
+  __syncwarp();  // no instruction; but without it ptxas moves all of the loads above to below the branch, and they wait for the slot
   if (slot < 0 || slot == pad_slot_id) {  // a padded row: zero output, no state touched
     if (lane % kLanes < kIlp)
 #pragma unroll

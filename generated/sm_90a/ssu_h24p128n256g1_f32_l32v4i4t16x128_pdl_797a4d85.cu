@@ -128,10 +128,6 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {  // one rounding, to n
   for (int i = 0; i < N; i += 2) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v.word[i / 2]) : "f"(f[i + 1]), "f"(f[i]));
 }
 
-// ptxas moves nothing past a performance-monitor event (nobody counts this one). Without it, it moves loads down to save registers,
-// one behind the other, and their latencies add up.
-DEVICE void keep_loads_above() { asm volatile("pmevent 0;" ::: "memory"); }
-
 constexpr float kLog2E = 1.4426950408889634f;
 
 // 2^v to 2 ulp. Results below 2^-126 are zero.
@@ -222,6 +218,7 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
 // Programmatic dependent launch: this kernel may start before the one ahead of it in the stream has ended. Nothing that kernel may
 // still be reading or writing is touched before the wait.
 DEVICE void wait_for_upstream() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The kernel behind this one may start (if it was launched to do so) and wait there. ptxas moves no memory access across this.
 DEVICE void allow_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 extern "C" __global__ void __launch_bounds__(kThreads)

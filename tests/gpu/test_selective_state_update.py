@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,11 +12,12 @@ from ssu_cases import BF16, F16, F32, Case, assert_matches, expected, make_call,
 
 import ssmgen
 from ssmgen import compile as compiler
-from ssmgen import runtime
+from ssmgen import registry, runtime
 from ssmgen.cache import Entry
 from ssmgen.compat.mamba_ssm import selective_state_update as mamba_signature
 from ssmgen.kernels import selective_state_update as family
 from ssmgen.ops import selective_state_update as op
+from ssmgen.render import render
 from ssmgen.spec import Pdl
 
 pytestmark = pytest.mark.gpu
@@ -91,25 +94,22 @@ def test_variants_are_bit_equal(case):
 
 
 def test_element_loads_equal_vector_loads():
-    """The same numbers at an aligned and at an odd place."""
-    aligned = make_call(Case("a", heads=16, groups=2, state=BF16, out=F32), "cuda")
-    odd = make_call(Case("b", heads=16, groups=2, state=BF16, out=F32, conv_slices=True, slot_gap=1), "cuda")
-    for name in ("x", "B", "C", "dt", "A", "D", "dt_bias", "state"):
-        target = odd.named[name]
-        (target[..., 0] if target.stride(-1) == 0 else target).copy_(aligned.named[name][..., 0] if target.stride(-1) == 0 else aligned.named[name]) \
-            if name not in ("A", "dt", "D", "dt_bias") else None  # fmt: skip
-    args = (odd.args[0], odd.args[1], aligned.args[2], aligned.args[3], odd.args[4], odd.args[5], *aligned.args[6:])
+    """The same numbers at aligned and at odd places."""
+    case = Case("a", heads=16, groups=2, state=BF16, out=F32)
+    aligned, odd = make_call(case, "cuda"), make_call(replace(case, conv_slices=True, slot_gap=1), "cuda")
+    for name in ("state", "x", "B", "C"):
+        odd.named[name].copy_(aligned.named[name])
+    args = list(aligned.args)
+    args[0], args[1], args[4], args[5] = odd.args[0], odd.args[1], odd.args[4], odd.args[5]
     a = ssmgen.selective_state_update(*aligned.args, **aligned.kwargs)
     b = ssmgen.selective_state_update(*args, **odd.kwargs)
     assert torch.equal(bits(a), bits(b)) and torch.equal(bits(aligned.args[0]), bits(odd.args[0]))
-    assert any("operand_loads=element" in text and "state_loads=element" in text for text in ssmgen.stats())
+    assert any("state_loads=element,operand_loads=element" in text for text in ssmgen.stats())
 
 
 @pytest.mark.parametrize("case", [M2, M1], ids=lambda c: c.id)
 def test_batch_size_and_position_change_nothing(case):
     """Row 0 alone, and the same row at the end of a batch of 70."""
-    from dataclasses import replace
-
     small = make_call(replace(case, index=None, batch=1), "cuda")
     large = make_call(replace(case, index=None, batch=70), "cuda", seed=1)
     for name in ("state", "x", "B", "C", "z", "dt"):
@@ -202,51 +202,75 @@ extern "C" __global__ void produce(const unsigned short* from, unsigned short* t
 """
 
 
+def after_a_producer(call, kept, run) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(out, state) bits of `run()` launched right behind a kernel that triggers at once and writes x, B and C 40 us later.
+
+    kept: the state before each run.
+    """
+    arch = runtime.device_arch(torch.cuda.current_device())
+    done = compiler.compile_cubin(PRODUCER, arch, "the test's producer")
+    producer = runtime.Kernel(None, arch, Entry("", "", "produce", str(arch), "", (), done.resources, 0.0, PRODUCER, done.cubin))
+    assert not producer.pdl
+    driver = runtime.driver()
+    conv = call.memory.buffers["conv"][0]
+    results = []
+    for seed in range(6):
+        torch.manual_seed(seed)
+        fresh = torch.randn(conv.shape, device="cuda").to(conv.dtype)
+        conv.fill_(float("nan"))
+        call.args[0].copy_(kept)
+        torch.cuda.synchronize()
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ, config.blockDimX, config.blockDimY, config.blockDimZ = 4, 1, 1, 256, 1, 1
+        config.hStream = runtime.current_raw_stream(torch.cuda.current_device())
+        values = (fresh.data_ptr(), conv.data_ptr(), conv.numel()), (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
+        (code,) = driver.cuLaunchKernelEx(config, producer.handle, values, 0)
+        assert not code
+        run()
+        torch.cuda.synchronize()
+        results.append((bits(call.kwargs["out"]).clone(), bits(call.args[0]).clone()))
+    return results
+
+
+def equal(a, b) -> bool:
+    return all(torch.equal(x, y) for pair in zip(a, b, strict=True) for x, y in zip(*pair, strict=True))
+
+
+needs_pdl = pytest.mark.skipif("torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9", reason="needs sm_90")
+
+
+@needs_pdl
 @pytest.mark.parametrize("case", [M2, M1], ids=lambda c: c.id)
 def test_pdl_waits_for_a_producer_that_triggers_early(case):
     """x, B and C are slices of a tensor that the kernel ahead is still writing when this one starts."""
-    from dataclasses import replace
-
-    case = replace(case, conv_slices=True, index=None)
-    arch = runtime.device_arch(torch.cuda.current_device())
-    if arch.number < 90:
-        pytest.skip("needs sm_90")
-    done = compiler.compile_cubin(PRODUCER, arch, "the test's producer")
-
-    class Producer:
-        spec, pdl = None, False
-
-        def __str__(self):
-            return "producer"
-
-    entry = Entry("", "", "produce", str(arch), "", (), done.resources, 0.0, PRODUCER.replace("griddepcontrol.wait", ""), done.cubin)
-    kernel = runtime.Kernel(None, arch, entry)
-    driver = runtime.driver()
-    call = make_call(case, "cuda")
-    conv = call.memory.buffers["conv"][0]
+    call = make_call(replace(case, conv_slices=True, index=None), "cuda")
     kept = call.args[0].clone()
-    outcomes = {}
-    for pdl in (False, True):
-        for run in range(6):
-            torch.manual_seed(run)
-            fresh = torch.randn(conv.shape, device="cuda").to(conv.dtype)
-            conv.fill_(float("nan"))
-            call.args[0].copy_(kept)
-            torch.cuda.synchronize()
-            config = driver.CUlaunchConfig()
-            config.gridDimX, config.gridDimY, config.gridDimZ, config.blockDimX, config.blockDimY, config.blockDimZ = 4, 1, 1, 256, 1, 1
-            config.hStream = runtime.current_raw_stream(torch.cuda.current_device())
-            import ctypes
 
-            values = ((fresh.data_ptr(), conv.data_ptr(), conv.numel()), (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int))
-            (code,) = driver.cuLaunchKernelEx(config, kernel.handle, values, 0)
-            assert not code
-            ssmgen.selective_state_update(*call.args, **call.kwargs, pdl=pdl)
-            torch.cuda.synchronize()
-            outcomes.setdefault(run, []).append((bits(call.kwargs["out"]).clone(), bits(call.args[0]).clone()))
-    for plain, overlapped in outcomes.values():
-        assert all(torch.equal(a, b) for a, b in zip(plain, overlapped, strict=True))
-        assert torch.isfinite(call.kwargs["out"]).all()
+    def run(pdl: bool):
+        return after_a_producer(call, kept, lambda: ssmgen.selective_state_update(*call.args, **call.kwargs, pdl=pdl))
+
+    assert equal(run(False), run(True)) and torch.isfinite(call.kwargs["out"]).all()
+
+
+@needs_pdl
+def test_the_producer_test_notices_a_missing_wait():
+    """The same kernel without its wait, launched with the attribute, reads what is not there yet."""
+    call = make_call(replace(M2, conv_slices=True, index=None), "cuda")
+    kept = call.args[0].clone()
+    right = after_a_producer(call, kept, lambda: ssmgen.selective_state_update(*call.args, **call.kwargs, pdl=False))
+    named = {n: call.named[n] for n in op._NAMES if n in call.named}
+    views, arch = op.headed_views(named, []), runtime.device_arch(torch.cuda.current_device())
+    spec = registry.select("selective_state_update", problem_of(call), call.case.batch, arch, True)
+    source = render(spec, arch)
+    hasty = source.replace("  wait_for_upstream();", "  ", 1)
+    assert hasty != source
+    done = compiler.compile_cubin(hasty, arch, str(spec))
+    kernel = runtime.Kernel(spec, arch, Entry("", "", spec.name, str(arch), "", (), done.resources, 0.0, hasty, done.cubin))
+    assert kernel.pdl
+    device = torch.cuda.current_device()
+    grid = call.case.batch * spec.nheads * spec.tiles
+    plan = runtime.Launch(kernel, device, grid, op.kernel_values(spec, views, -1, None)).at([t.data_ptr() for t in named.values()])
+    assert not equal(right, after_a_producer(call, kept, plan))
 
 
 def test_variants_of_every_pdl_mode_exist():
