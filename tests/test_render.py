@@ -54,7 +54,7 @@ def test_same_in_another_process_and_environment():
 
 def test_what_is_switched_off_is_not_in_the_text():
     text = render(BARE, SM90)
-    for absent in ("softplus", "silu", "state_indices", "pad_slot_id", "prefetch", "griddepcontrol", "load_elements", "dt_bias", "dst_slot", "kHeadDim - 1"):
+    for absent in ("softplus", "silu", "state_indices", "pad_slot_id", "prefetch", "griddepcontrol.wait", "load_elements", "dt_bias", "dst_slot", "kHeadDim - 1"):
         assert absent not in text.split("#define DEVICE")[1], absent
     assert "struct f16" not in text and "(f16 " not in text
 
@@ -69,7 +69,7 @@ def test_wait_precedes_every_access_and_the_launch_attribute_follows_the_text(pd
         return
     wait = body.index("wait_for_upstream();")
     assert all(m.start() > wait for m in re.finditer(r"\b(load|store|prefetch)\w*[(<]", body))
-    assert ("allow_dependents();" in body) == (pdl in (Pdl.TRIGGER_TOP, Pdl.TRIGGER_LOADED))
+    assert ("allow_dependents();" in body) == (pdl is not Pdl.WAIT)
     assert "__restrict__" not in body and "__ldg" not in body
 
 
