@@ -60,6 +60,7 @@ class Pdl(Enum):
     OFF = "off"
     WAIT = "wait"  # wait; dependents start when the last block ends
     TRIGGER_TOP = "trigger_top"  # wait; dependents may start once every block has begun
+    TRIGGER_SLOT = "trigger_slot"  # wait; dependents may start once every block has asked for its slot
     TRIGGER_LOADED = "trigger_loaded"  # wait; dependents may start once every block has issued its first loads
 
 

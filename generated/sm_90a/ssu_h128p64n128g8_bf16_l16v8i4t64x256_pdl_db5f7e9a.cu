@@ -323,6 +323,7 @@ ssu_h128p64n128g8_bf16_l16v8i4t64x256_pdl_db5f7e9a(bf16* state, const bf16* x, c
     const float dt_x = step * x_owned;
 
     float y[kIlp][kPasses];
+    Pack<State, kVec> packed[kIlp][kPasses];
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
       const float dx = __shfl_sync(0xffffffffu, dt_x, i, kLanes);
@@ -333,9 +334,14 @@ ssu_h128p64n128g8_bf16_l16v8i4t64x256_pdl_db5f7e9a(bf16* state, const bf16* x, c
 #pragma unroll
         for (int j = 0; j < kVec; ++j) h[j] = fmaf(dx, b[p][j], h[j] * decay);
         y[i][p] = dot(h, c[p]);  // of the new state before it is rounded
-        Pack<State, kVec> packed;
-        pack(h, packed);
-        store_vector(dst + element_of(t, i) + p * (kLanes * kVec), packed);
+        pack(h, packed[i][p]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kIlp; ++i) {
+#pragma unroll
+      for (int p = 0; p < kPasses; ++p) {
+        store_vector(dst + element_of(t, i) + p * (kLanes * kVec), packed[i][p]);
       }
     }
 

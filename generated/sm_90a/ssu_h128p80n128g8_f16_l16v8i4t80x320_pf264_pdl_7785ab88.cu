@@ -366,6 +366,7 @@ ssu_h128p80n128g8_f16_l16v8i4t80x320_pf264_pdl_7785ab88(f16* state, const bf16* 
     const float dt_x = step * x_owned;
 
     float y[kIlp][kPasses];
+    Pack<State, kVec> packed[kIlp][kPasses];
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
       const float dx = __shfl_sync(0xffffffffu, dt_x, i, kLanes);
@@ -376,9 +377,14 @@ ssu_h128p80n128g8_f16_l16v8i4t80x320_pf264_pdl_7785ab88(f16* state, const bf16* 
 #pragma unroll
         for (int j = 0; j < kVec; ++j) h[j] = fmaf(dx, b[p][j], h[j] * decay);
         y[i][p] = dot(h, c[p]);  // of the new state before it is rounded
-        Pack<State, kVec> packed;
-        pack(h, packed);
-        if (write_state) store_vector(dst + element_of(t, i) + p * (kLanes * kVec), packed);
+        pack(h, packed[i][p]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kIlp; ++i) {
+#pragma unroll
+      for (int p = 0; p < kPasses; ++p) {
+        if (write_state) store_vector(dst + element_of(t, i) + p * (kLanes * kVec), packed[i][p]);
       }
     }
 

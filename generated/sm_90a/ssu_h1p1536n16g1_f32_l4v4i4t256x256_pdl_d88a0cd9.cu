@@ -345,6 +345,7 @@ ssu_h1p1536n16g1_f32_l4v4i4t256x256_pdl_d88a0cd9(f32* state, const bf16* x, cons
     const float dt_x = step * x_owned;
 
     float y[kIlp][kPasses];
+    Pack<State, kVec> packed[kIlp][kPasses];
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
       const float dx = __shfl_sync(0xffffffffu, dt_x, i, kLanes);
@@ -358,9 +359,14 @@ ssu_h1p1536n16g1_f32_l4v4i4t256x256_pdl_d88a0cd9(f32* state, const bf16* x, cons
 #pragma unroll
         for (int j = 0; j < kVec; ++j) h[j] = fmaf(dx, b[p][j], h[j] * exp2_approx(dl * a[j]));
         y[i][p] = dot(h, c[p]);  // of the new state before it is rounded
-        Pack<State, kVec> packed;
-        pack(h, packed);
-        store_vector(dst + element_of(t, i) + p * (kLanes * kVec), packed);
+        pack(h, packed[i][p]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kIlp; ++i) {
+#pragma unroll
+      for (int p = 0; p < kPasses; ++p) {
+        store_vector(dst + element_of(t, i) + p * (kLanes * kVec), packed[i][p]);
       }
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,8 +32,8 @@ DEFAULT_CASES = [
     ("falcon-mamba-7b", DType.F32),
 ]
 DEFAULT_BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
-POOL_GIB = 4.0  # slots are drawn at random from a pool of this size, as a serving engine's are
-MAX_SETS = 512
+POOL_BYTES = 640e6  # slots are drawn at random from a pool of ten times the L2 cache, or of MIN_SETS batches if that is more
+MIN_SETS, MAX_SETS = 4, 512
 GATE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}  # norm error of the state: its rounding
 
 
@@ -173,14 +174,16 @@ def run(
         model = find_model(name)
         dtype = next(t for t, d in DTYPES.items() if d is state_type)
         shape = (model.headdim, model.d_state) if model.kind == "mamba1" else (model.nheads, model.headdim, model.d_state)
-        slot = torch.Size(shape).numel() * dtype.itemsize
-        state = torch.empty(int(POOL_GIB * 2**30) // slot, *shape, device=device, dtype=dtype)
+        least = math.ceil(POOL_BYTES / (torch.Size(shape).numel() * dtype.itemsize))
+        sizes = list(batches or DEFAULT_BATCHES)
+        state = torch.empty(max(least, MIN_SETS * max(sizes)), *shape, device=device, dtype=dtype)
         for part in state.split(max(1, state.shape[0] // 16)):
             part.normal_()
-        for batch in batches or DEFAULT_BATCHES:
-            report["rows"].append(_row(Case(model, state, batch), rounds, peers))
+        for batch in sizes:
+            pool = state[: max(least, MIN_SETS * batch)]
+            report["rows"].append(_row(Case(model, pool, batch), rounds, peers))
             say(_line(report["rows"][-1]))
-        del state
+        del state, pool
     return report
 
 

@@ -181,7 +181,7 @@ def space(problem: SsuProblem, arch: Arch) -> Iterator[SsuSpec]:
         "tile": (8, 16, 32, 64, 128, 256),
         "threads": (32, 64, 128, 256),
         "prefetch": (0, 264),
-        "pdl": (Pdl.OFF, Pdl.WAIT, Pdl.TRIGGER_TOP, Pdl.TRIGGER_LOADED),
+        "pdl": tuple(Pdl),
     }
     for values in product(*axes.values()):
         spec = SsuSpec(**given, **dict(zip(axes, values, strict=True)))
@@ -198,8 +198,7 @@ class Rule:
 
     name: str
     max_mib: float
-    tile_kib: float  # state per block; every thread of it then holds `ilp` rows' shares at once, and that is all it does
-    ilp: int = 4
+    tile_kib: int  # state per block; each of its threads holds its shares of ILP rows at once, and that is all it does
     prefetch: int = 0
     pdl: Pdl = Pdl.TRIGGER_LOADED
 
@@ -209,13 +208,14 @@ WIDE = [  # d_state > 32
     Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),
 ]
 NARROW = [  # d_state <= 32
-    Rule("latency", 1, tile_kib=4, ilp=1, pdl=Pdl.TRIGGER_TOP),
+    Rule("latency", 4, tile_kib=8, pdl=Pdl.TRIGGER_SLOT),
     Rule("middle", 20, tile_kib=16),
     Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),
 ]
+ILP = 4  # 8 needs too many registers, 2 leaves too little in flight
 
 
-def _layout(problem: SsuProblem, ilp: int) -> dict[str, int]:
+def _layout(problem: SsuProblem) -> dict[str, int]:
     """The lane map: 16 bytes of a row per lane, or 32 of a row longer than 256 bytes. An odd factor of d_state goes into passes."""
     odd = problem.d_state // (problem.d_state & -problem.d_state)  # 3 for 96
     even = problem.d_state // odd
@@ -223,15 +223,15 @@ def _layout(problem: SsuProblem, ilp: int) -> dict[str, int]:
     share = 16 if even * problem.state.size <= 256 else 32
     lanes = max(1, min(32, even * problem.state.size // share))
     passes = problem.d_state // (vec * lanes)
-    return {"vec": vec, "lanes": lanes, "ilp": max(1, min(ilp, lanes, 8 // passes))}
+    return {"vec": vec, "lanes": lanes, "ilp": max(1, min(ILP, lanes, 8 // passes))}
 
 
 def _fit(problem: SsuProblem, rule: Rule) -> dict[str, Any]:
     """Lanes, rows and threads for this shape: about tile_kib per block, in a number of warps that divides headdim if one near does."""
-    layout = _layout(problem, rule.ilp)
+    layout = _layout(problem)
     per_warp = 32 // layout["lanes"] * layout["ilp"]
     row_bytes = problem.d_state * problem.state.size
-    most = max(1, min(8, int(rule.tile_kib * 1024) // (row_bytes * per_warp), -(-problem.headdim // per_warp)))
+    most = max(1, min(8, rule.tile_kib * 1024 // (row_bytes * per_warp), -(-problem.headdim // per_warp)))
     fitting = [w for w in range(most * 3 // 2, most // 2, -1) if problem.headdim % (w * per_warp) == 0]
     warps = most if most in fitting or not fitting else fitting[0]
     return layout | {"threads": 32 * warps, "tile": warps * per_warp}
@@ -252,7 +252,7 @@ def candidates(problem: SsuProblem, batch: int, arch: Arch, pdl: bool) -> Iterat
         whole_tiles = problem.headdim % how["tile"] == 0
         prefetch = rule.prefetch if whole_tiles and arch >= SM90 and problem.state_loads is Loads.VECTOR else 0
         yield rule.name, SsuSpec(**given, **how, prefetch=prefetch, pdl=rule.pdl if pdl else Pdl.OFF), ""
-    layout = _layout(problem, 1)
+    layout = _layout(problem) | {"ilp": 1}
     warps = max(1, min(4, problem.headdim * layout["lanes"] // 32))
     how = layout | {"threads": 32 * warps, "tile": 32 * warps // layout["lanes"]}
-    yield "generic", SsuSpec(**given, **how, pdl=Pdl.WAIT if pdl else Pdl.OFF), ""
+    yield "generic", SsuSpec(**given, **how, pdl=Pdl.TRIGGER_LOADED if pdl else Pdl.OFF), ""
