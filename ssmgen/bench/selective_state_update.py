@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,13 +123,24 @@ class Case:
         return error
 
 
+@functools.cache
+def _imported(module: str) -> Callable[..., Any] | None:
+    """A peer's function. One that is installed and does not import is left out with a warning."""
+    try:
+        return importlib.import_module(module).selective_state_update
+    except ModuleNotFoundError:
+        return None
+    except Exception as e:  # whatever a broken installation raises
+        warnings.warn(f"{module} is not timed: importing it raised {type(e).__name__}: {e}", stacklevel=2)
+        return None
+
+
 def flashinfer(case: Case) -> Callable[[int], object] | None:
     """FlashInfer serves Mamba-2 only."""
     if case.model.kind == "mamba1":
         return None
-    try:
-        function = importlib.import_module("flashinfer.mamba").selective_state_update
-    except ImportError:
+    function = _imported("flashinfer.mamba")
+    if function is None:
         return None
 
     def call(i: int) -> object:
@@ -138,9 +151,8 @@ def flashinfer(case: Case) -> Callable[[int], object] | None:
 
 
 def mamba_ssm(case: Case) -> Callable[[int], object] | None:
-    try:
-        function = importlib.import_module("mamba_ssm.ops.triton.selective_state_update").selective_state_update
-    except ImportError:
+    function = _imported("mamba_ssm.ops.triton.selective_state_update")
+    if function is None:
         return None
 
     def call(i: int) -> object:
