@@ -68,5 +68,3 @@ def specs_for(problems: Iterable[SsuProblem], arch: Arch, pdl: Sequence[bool] = 
 def default_problems() -> list[tuple[str, SsuProblem]]:
     """(model, problem) of every model, as `build --all` and the tests take them."""
     return [(model.name, problem) for model in models().values() for problem in model.problems()]
-
-

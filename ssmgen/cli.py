@@ -76,11 +76,15 @@ def with_model(command: Any) -> Any:
 def _problems(model: str, tp: int, states: Any, io: str, indices: Any, pools: Any) -> list[Any]:
     from .models import find_model
 
-    return find_model(model).divided(tp).problems(
-        states=tuple(map(DType, states)),
-        io=DType(io),
-        indices=tuple(map(Index, indices)) or (Index.NONE, Index.I32),
-        pools=tuple(map(PoolMode, pools)) or (PoolMode.SINGLE,),
+    return (
+        find_model(model)
+        .divided(tp)
+        .problems(
+            states=tuple(map(DType, states)),
+            io=DType(io),
+            indices=tuple(map(Index, indices)) or (Index.NONE, Index.I32),
+            pools=tuple(map(PoolMode, pools)) or (PoolMode.SINGLE,),
+        )
     )
 
 
@@ -238,14 +242,11 @@ def explain(op, model, tp, states, io, indices, pools, pdl, batch, archs, as_jso
 
     if not model:
         raise click.UsageError("give --model")
-    found = [registry.explain(op, p, batch, arch, pdl is not False) for arch in archs for p in _problems(model, tp, states, io, indices, pools)]
+    found = [
+        registry.explain(op, p, batch, arch, pdl is not False) for arch in archs for p in _problems(model, tp, states, io, indices, pools)
+    ]
     if as_json:
-        rows = [
-            {"operator": e.operator, "batch": e.batch, "arch": str(e.arch), "problem": registry.describe(e.problem), "faults": list(e.faults),
-             "verdicts": [{"rule": v.rule, "spec": v.spec and str(v.spec), "rejected": v.reason or None} for v in e.verdicts]}
-            for e in found
-        ]  # fmt: skip
-        click.echo(json.dumps(rows, indent=1))
+        click.echo(json.dumps([e.as_dict() for e in found], indent=1))
     else:
         click.echo("\n\n".join(map(str, found)))
 

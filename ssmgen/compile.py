@@ -140,9 +140,7 @@ def _run(source: str, options: tuple[str, ...], spec: str, want: str) -> _Output
         text = log.rstrip(b"\0").decode(errors="replace")
         if code != ok:
             raise CompileError(f"NVRTC rejected the source: {code.name}", spec, options, text, listing(source, text))
-        size, get = (
-            (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN) if want == "cubin" else (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
-        )
+        size, get = (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN) if want == "cubin" else (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
         output = bytearray(checked(size(program)))
         checked(get(program, output))
         return _Output(bytes(output), text)

@@ -30,7 +30,10 @@ def describe() -> dict[str, Any]:
         import torch
 
         facts["torch_cuda"] = torch.version.cuda
-        facts["devices"] = [f"{torch.cuda.get_device_name(i)} sm_{''.join(map(str, torch.cuda.get_device_capability(i)))}" for i in range(torch.cuda.device_count())]
+        facts["devices"] = [
+            f"{torch.cuda.get_device_name(i)} sm_{''.join(map(str, torch.cuda.get_device_capability(i)))}"
+            for i in range(torch.cuda.device_count())
+        ]
     except (ImportError, RuntimeError) as e:
         facts["devices"] = str(e)
     facts["cache_layers"] = [str(layer.root) for layer in shared_cache().layers]

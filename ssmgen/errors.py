@@ -103,9 +103,7 @@ class LoadError(SsmgenError):
     """The driver refused a cubin."""
 
     def __init__(self, spec: str, arch: str, detail: str):
-        super().__init__(
-            f"the driver refused the {arch} cubin of {spec}: {detail}\nCompare its architecture and compiler with: ssmgen env"
-        )
+        super().__init__(f"the driver refused the {arch} cubin of {spec}: {detail}\nCompare its architecture and compiler with: ssmgen env")
 
 
 class LaunchError(SsmgenError):

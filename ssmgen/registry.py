@@ -43,6 +43,18 @@ class Explanation:
             return []
         return list(self.faults) or [f"{v.rule}: {v.reason}" for v in self.verdicts]
 
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        verdicts = [{"rule": v.rule, "spec": v.spec and str(v.spec), "rejected": v.reason or None} for v in self.verdicts]
+        return {
+            "operator": self.operator,
+            "batch": self.batch,
+            "arch": str(self.arch),
+            "problem": describe(self.problem),
+            "faults": list(self.faults),
+            "verdicts": verdicts,
+        }
+
     def __str__(self) -> str:
         lines = [f"{self.operator}, batch {self.batch}, {self.arch}: {describe(self.problem)}"]
         lines += [f"  never: {f}" for f in self.faults]

@@ -38,17 +38,21 @@ def render(spec: KernelSpec, arch: Arch) -> str:
     spec.check(arch)
     pdl = getattr(spec, "pdl", Pdl.OFF)
     loads = [getattr(spec, f.name) for f in fields(spec) if isinstance(getattr(spec, f.name), Loads)]
-    text = _environment().get_template(spec.template).render(
-        s=spec,
-        arch=arch,
-        facts=_facts(spec),
-        dtypes={v.value for f in fields(spec) if isinstance(v := getattr(spec, f.name), DType)},
-        element_loads=Loads.ELEMENT in loads,
-        pdl=pdl,
-        waits=pdl is not Pdl.OFF,
-        triggers=pdl is not Pdl.WAIT and arch >= SM90,
-        parameters=spec.parameters(),
-        **spec.constants(),
+    text = (
+        _environment()
+        .get_template(spec.template)
+        .render(
+            s=spec,
+            arch=arch,
+            facts=_facts(spec),
+            dtypes={v.value for f in fields(spec) if isinstance(v := getattr(spec, f.name), DType)},
+            element_loads=Loads.ELEMENT in loads,
+            pdl=pdl,
+            waits=pdl is not Pdl.OFF,
+            triggers=pdl is not Pdl.WAIT and arch >= SM90,
+            parameters=spec.parameters(),
+            **spec.constants(),
+        )
     )
     lines = (line.rstrip() for line in text.splitlines())
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip() + "\n"

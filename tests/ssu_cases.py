@@ -51,11 +51,14 @@ def matrix() -> list[Case]:
     cases += [replace(m1, id=f"m1-{name}-pool", state=t, index=torch.int32) for name, t in (("f32", F32), ("f16", F16), ("bf16", BF16))]
     cases += [replace(m1, id=f"m1-d{n}", d_state=n) for n in (2, 4, 8, 16, 32, 64, 96, 128, 256)]
     cases += [replace(m1, id=f"m1-d{n}-bf16", d_state=n, state=BF16) for n in (2, 4, 8, 16, 32)]
-    cases += [replace(m2, id=f"m2-d{n}-{name}", d_state=n, state=t) for n in (16, 32, 64, 96, 256) for name, t in (("f32", F32), ("bf16", BF16))]
+    cases += [
+        replace(m2, id=f"m2-d{n}-{name}", d_state=n, state=t) for n in (16, 32, 64, 96, 256) for name, t in (("f32", F32), ("bf16", BF16))
+    ]
     cases += [replace(m2, id=f"m2-p{p}", headdim=p, heads=4, state=BF16) for p in (1, 32, 80, 96, 128, 200)]
     cases += [replace(m1, id=f"m1-dim{p}", headdim=p) for p in (7, 1536, 2064)]
     cases += [
-        replace(m2, id=f"m2-h{h}g{g}", heads=h, groups=g, state=BF16) for h, g in ((1, 1), (3, 1), (12, 3), (24, 3), (24, 8), (48, 1), (80, 1), (128, 8))
+        replace(m2, id=f"m2-h{h}g{g}", heads=h, groups=g, state=BF16)
+        for h, g in ((1, 1), (3, 1), (12, 3), (24, 3), (24, 8), (48, 1), (80, 1), (128, 8))
     ]
     cases += [
         replace(m2, id="m2-untied", tied=False, z=BF16),
@@ -263,7 +266,7 @@ def expected(call: Call) -> Expected:
             y_bound += 2.0**-23 * (views["D"].double() * xb).abs()
         if "z" in views:
             z = views["z"][b].double()
-            y_bound *= (z * torch.sigmoid(z)).abs() * (1 + eps * (1 + z.abs())) 
+            y_bound *= (z * torch.sigmoid(z)).abs() * (1 + eps * (1 + z.abs()))
             y_bound += eps * (1 + z.abs()) * out[b].abs()
         out_bound[b] = y_bound + ulp(out[b], views["out"].dtype)
         if dst >= 0 and not ("dst_state_indices" in views and dst == case.pad_slot_id):
@@ -279,6 +282,8 @@ def assert_matches(call: Call, want: Expected) -> None:
     wrong = call.memory.untouched({"state": slots.to(call.args[0].device), "out": None})
     assert not wrong, f"changed outside what the call may write: {wrong}"
     difference = (state[slots] - want.state[slots]).abs()
-    assert (difference <= want.state_bound[slots]).all(), f"state off by {float((difference / want.state_bound[slots]).max()):.2f} x its bound"
+    assert (difference <= want.state_bound[slots]).all(), (
+        f"state off by {float((difference / want.state_bound[slots]).max()):.2f} x its bound"
+    )
     difference = (out - want.out).abs()
     assert (difference <= want.out_bound).all(), f"out off by {float((difference / want.out_bound.clamp(min=1e-30)).max()):.2f} x its bound"

@@ -42,7 +42,7 @@ def run(program: str, directory: Path | None, *, wait: bool = True, **variables:
     if directory is not None:
         env["SSMGEN_CACHE_DIR"] = str(directory)
     process = subprocess.Popen([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return process.communicate(timeout=120) + (process.returncode,) if wait else process
+    return (*process.communicate(timeout=120), process.returncode) if wait else process
 
 
 GET = """
@@ -283,7 +283,10 @@ def test_full_disk(tmp_path, monkeypatch, sound):
 
 def test_full_disk_for_real(tmp_path, sound):
     """A file-size limit of 1 KiB: every write of an entry fails half way."""
-    program = "import resource, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nresource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))\n" + GET
+    program = (
+        "import resource, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nresource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))\n"
+        + GET
+    )
     out, err, code = run(program, tmp_path)
     assert code == 0 and out.split() == ["False", digest(sound)] and err.count("in memory only") == 1
     assert not list(tmp_path.rglob("*.ssmgen"))

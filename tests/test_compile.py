@@ -17,8 +17,12 @@ from ssmgen.kernels.selective_state_update import SsuSpec
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index, Pdl
 
-SPEC = SsuSpec(d_state=128, headdim=64, nheads=8, ngroups=2, state=DType.BF16, D=DType.BF16, dt_bias=DType.F32, index=Index.I32, lanes=16, vec=8)
-NARROW = SsuSpec(d_state=16, headdim=256, tied=False, z=DType.BF16, D=DType.F32, dt_bias=DType.F32, index=Index.I32, lanes=4, vec=4, tile=128)
+SPEC = SsuSpec(
+    d_state=128, headdim=64, nheads=8, ngroups=2, state=DType.BF16, D=DType.BF16, dt_bias=DType.F32, index=Index.I32, lanes=16, vec=8
+)
+NARROW = SsuSpec(
+    d_state=16, headdim=256, tied=False, z=DType.BF16, D=DType.F32, dt_bias=DType.F32, index=Index.I32, lanes=4, vec=4, tile=128
+)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
@@ -64,7 +68,10 @@ def test_listing_merges_neighbours():
 
 
 def test_resources_are_read_from_the_report():
-    log = "ptxas info : Function properties for k\n 8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\nptxas info : Used 72 registers, used 1 barriers, 128 bytes smem"
+    log = (
+        "ptxas info : Function properties for k\n 8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\n"
+        "ptxas info : Used 72 registers, used 1 barriers, 128 bytes smem"
+    )
     assert parse_resources(log) == Resources(registers=72, shared=128, spill_stores=4, spill_loads=12, stack=8)
     with pytest.raises(ValueError, match="registers"):
         parse_resources("")

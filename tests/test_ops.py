@@ -58,7 +58,6 @@ def bad(change: dict, **case) -> str:
     named |= {k: v(named) if callable(v) else v for k, v in change.items()}
     with pytest.raises(ArgumentError) as e:
         ssmgen.selective_state_update(**named)
-    call.memory.buffers = {k: v for k, v in call.memory.buffers.items()}
     assert not call.memory.untouched({}), "something was written"
     assert "Nothing was launched and the state is unchanged." in str(e.value)
     return str(e.value)
@@ -90,7 +89,10 @@ def bad(change: dict, **case) -> str:
         ({"state": lambda n: n["state"][0, 0]}, "not [slots, heads, headdim, d_state] or [slots, dim, d_state]"),
         ({"out": lambda n: n["out"][:1].expand(5, -1, -1)}, "two of its elements share memory"),
         ({"out": lambda n: n["x"]}, "out overlaps x in memory"),
-        ({"out": lambda n: n["state"][:, :, :, 0].to(n["state"].dtype) if False else n["state"][:, :, :, 0]}, "out overlaps state in memory"),
+        (
+            {"out": lambda n: n["state"][:, :, :, 0]},
+            "out overlaps state in memory",
+        ),
         ({"dt_limit": (1.0, 0.0)}, "dt_limit is (1.0, 0.0)"),
         ({"dt_limit": [0.0, 1.0]}, "not a tuple (low, high)"),
         ({"pdl": "yes"}, "pdl is 'yes'"),
@@ -157,7 +159,7 @@ def test_pad_mutation_is_seen_by_autograd_free_code_only():
 
 
 def test_mamba_ssm_signature_is_that_package_s():
-    names = "state x dt A B C D z dt_bias dt_softplus state_batch_indices".split()
+    names = ["state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "dt_softplus", "state_batch_indices"]
     parameters = pyinspect.signature(mamba_ssm.selective_state_update).parameters
     assert list(parameters) == names
     assert [p.default for p in parameters.values()][6:] == [None, None, None, False, None]

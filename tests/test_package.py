@@ -31,7 +31,8 @@ def ssmgen_command(*args: str, code: int = 0) -> str:
 def test_import_touches_neither_cuda_nor_the_file_system(tmp_path):
     program = (
         "import sys\nbefore = set(sys.modules)\nimport ssmgen\n"
-        "loaded = {m.partition('.')[0] for m in set(sys.modules) - before}\nassert not loaded & {'torch', 'cuda', 'jinja2', 'click'}, loaded\n"
+        "loaded = {m.partition('.')[0] for m in set(sys.modules) - before}\n"
+        "assert not loaded & {'torch', 'cuda', 'jinja2', 'click'}, loaded\n"
         "import ssmgen.api, torch\nassert not torch.cuda.is_initialized()\n"
         "from ssmgen import selective_state_update as f\nassert callable(f) and callable(ssmgen.selective_state_update)\n"
     )

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import jinja2
 import pytest
@@ -23,7 +24,13 @@ FULL = SsuSpec(
     index=Index.I64, pool=PoolMode.SPLIT, lanes=16, vec=8, prefetch=132, pdl=Pdl.TRIGGER_LOADED,
 )  # fmt: skip
 BARE = SsuSpec(d_state=16, headdim=256, tied=False, dt_softplus=False, lanes=4, vec=4, tile=128)
-SPECS = [FULL, BARE, replace(FULL, headdim=72, prefetch=0), replace(FULL, operand_loads=Loads.ELEMENT, tied=True), SlotCopySpec(slot_bytes=8192, pdl=Pdl.TRIGGER_LOADED)]
+SPECS = [
+    FULL,
+    BARE,
+    replace(FULL, headdim=72, prefetch=0),
+    replace(FULL, operand_loads=Loads.ELEMENT, tied=True),
+    SlotCopySpec(slot_bytes=8192, pdl=Pdl.TRIGGER_LOADED),
+]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
@@ -38,7 +45,7 @@ def test_header_names_the_spec_and_every_argument_is_in_the_signature(spec):
 def test_layout_of_the_text(spec):
     lines = render(spec, SM90).splitlines()
     assert not any(line != line.rstrip() or "\t" in line or "{%" in line or "{{" in line for line in lines)
-    assert not any(a == b == "" for a, b in zip(lines, lines[1:], strict=False))
+    assert not any(a == b == "" for a, b in pairwise(lines))
 
 
 def test_same_in_another_process_and_environment():
@@ -54,7 +61,18 @@ def test_same_in_another_process_and_environment():
 
 def test_what_is_switched_off_is_not_in_the_text():
     text = render(BARE, SM90)
-    for absent in ("softplus", "silu", "state_indices", "pad_slot_id", "prefetch", "griddepcontrol.wait", "load_elements", "dt_bias", "dst_slot", "kHeadDim - 1"):
+    for absent in (
+        "softplus",
+        "silu",
+        "state_indices",
+        "pad_slot_id",
+        "prefetch",
+        "griddepcontrol.wait",
+        "load_elements",
+        "dt_bias",
+        "dst_slot",
+        "kHeadDim - 1",
+    ):
         assert absent not in text.split("#define DEVICE")[1], absent
     assert "struct f16" not in text and "(f16 " not in text
 

@@ -145,7 +145,20 @@ def flashinfer(case: Case) -> Callable[[int], object] | None:
 
     def call(i: int) -> object:
         (state, x, dt, A, B, C, D, z, dt_bias, softplus), given = case.arguments(i)
-        return function(state, x, dt, A, B, C, D, z=z, dt_bias=dt_bias, dt_softplus=softplus, state_batch_indices=given["state_indices"], out=given["out"])
+        return function(
+            state,
+            x,
+            dt,
+            A,
+            B,
+            C,
+            D,
+            z=z,
+            dt_bias=dt_bias,
+            dt_softplus=softplus,
+            state_batch_indices=given["state_indices"],
+            out=given["out"],
+        )
 
     return call
 

@@ -9,6 +9,4 @@ from . import selective_state_update, slot_copy
 OPERATORS = {selective_state_update.OPERATOR: selective_state_update}
 
 # Every spec class, by family name: what `parse_spec` and the command line know.
-FAMILIES: dict[str, type[KernelSpec]] = {
-    cls.family: cls for cls in (selective_state_update.SsuSpec, slot_copy.SlotCopySpec)
-}
+FAMILIES: dict[str, type[KernelSpec]] = {cls.family: cls for cls in (selective_state_update.SsuSpec, slot_copy.SlotCopySpec)}

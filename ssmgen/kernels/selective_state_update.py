@@ -105,7 +105,10 @@ class SsuSpec(SsuProblem, KernelSpec):
             *self.faults(),
             *must(self.vec * self.state.size <= 16, f"vec {self.vec} of {self.state.value} is wider than 16 bytes"),
             *must(self.vec >= min(4, self.d_state), f"vec {self.vec} is below 4, the chain that every variant sums alike"),
-            *must(self.passes * self.lanes * self.vec == self.d_state, f"d_state {self.d_state} is not a multiple of lanes {self.lanes} x vec {self.vec}"),
+            *must(
+                self.passes * self.lanes * self.vec == self.d_state,
+                f"d_state {self.d_state} is not a multiple of lanes {self.lanes} x vec {self.vec}",
+            ),
             *must(self.ilp <= self.lanes, f"ilp {self.ilp} exceeds lanes {self.lanes}: a lane owns the scalars of one row"),
             *must(self.tile % self.rows_per_step == 0, f"tile {self.tile} is not a multiple of the {self.rows_per_step} rows in flight"),
             *must(self.tile < self.headdim + self.rows_per_step, f"tile {self.tile} exceeds headdim {self.headdim}"),
@@ -113,7 +116,10 @@ class SsuSpec(SsuProblem, KernelSpec):
             *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
             *must(arch >= SM90 or not self.prefetch, f"the bulk L2 prefetch needs sm_90, not {arch}"),
             *must(not self.prefetch or self.state_loads is Loads.VECTOR, "the bulk L2 prefetch needs an aligned state"),
-            *must(not self.prefetch or self.headdim % self.tile == 0, f"the bulk L2 prefetch needs headdim {self.headdim} to be whole tiles of {self.tile}"),
+            *must(
+                not self.prefetch or self.headdim % self.tile == 0,
+                f"the bulk L2 prefetch needs headdim {self.headdim} to be whole tiles of {self.tile}",
+            ),
         ]
 
     @property
@@ -191,6 +197,7 @@ def space(problem: SsuProblem, arch: Arch) -> Iterator[SsuSpec]:
 
 # ---------------------------------------------------------------------------------------------------------------------------------
 # Choosing a variant. Measured on an H200 (132 SMs); docs/performance.md holds what was tried.
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:

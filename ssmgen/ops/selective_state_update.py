@@ -91,7 +91,7 @@ def _prepare(given: tuple[Any, ...], dt_softplus: bool, dt_limit: Any, pad_slot_
     if not views["state"].is_cuda:
         return _reference_plan(views, named, dt_softplus, dt_limit, pad_slot_id)
     signature = _new_signature(views, given, named, dt_softplus, dt_limit, pad_slot_id, pdl)
-    plan = signature.plan(list(named.values()))
+    plan = signature.add(tuple(t.data_ptr() for t in named.values()))
     _, x, _, _, _, _, D, z, dt_bias, _, source, target = given
     key = (x.shape, D is None, z is None, dt_bias is None, source is None, target is None)
     _signatures.add((*key, dt_softplus, dt_limit, pad_slot_id, pdl), signature)
@@ -178,7 +178,8 @@ def headed_views(named: dict[str, Tensor], problems: list[str]) -> dict[str, Ten
         views["state"] = state = state.unsqueeze(1)
     _, H, P, N = state.shape
     if x.dim() != (3 if heads else 2):
-        problems.append(f"x is {list(x.shape)}, not {'[batch, heads, headdim]' if heads else '[batch, dim]'} as state {list(named['state'].shape)} asks for")
+        wanted = "[batch, heads, headdim]" if heads else "[batch, dim]"
+        problems.append(f"x is {list(x.shape)}, not {wanted} as state {list(named['state'].shape)} asks for")
         return {}
     batch = x.shape[0]
     if heads:

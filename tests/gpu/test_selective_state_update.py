@@ -61,7 +61,9 @@ def launch(spec, call) -> None:
 
 def problem_of(call) -> family.SsuProblem:
     named = call.named
-    return op.problem_of(op.headed_views(named, []), {n: t.data_ptr() for n, t in named.items()}, call.case.softplus, call.case.limit is not None)
+    return op.problem_of(
+        op.headed_views(named, []), {n: t.data_ptr() for n, t in named.items()}, call.case.softplus, call.case.limit is not None
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,7 +181,7 @@ def test_mamba_ssm_signature():
 def decode_chain(case: Case, pdl: bool, steps: int = 16) -> list[torch.Tensor]:
     call = make_call(case, "cuda")
     outs = []
-    for step in range(steps):
+    for _ in range(steps):
         call.kwargs["out"] = torch.full_like(call.kwargs["out"], float("nan"))
         outs.append(ssmgen.selective_state_update(*call.args, **call.kwargs, pdl=pdl))
     torch.cuda.synchronize()
