@@ -192,7 +192,7 @@ def run(
         "torch": torch.__version__,
         "compiler": compiler.build_id(),
         "ceilings_tbs": timing.ceilings_tbs(),
-        "method": timing.__doc__,
+        "method": " ".join(timing.__doc__.split()),
         "rows": [],
     }
     for name, state_type in cases:

@@ -72,7 +72,7 @@ def host_us(call: Callable[[], object], blocks: int = 40, calls: int = 100) -> f
     return statistics.median(samples)
 
 
-def ceilings_tbs(gib: float = 2.0) -> dict[str, float]:
+def ceilings_tbs(gib: float = 4.0) -> dict[str, float]:
     """TB/s, read plus written, of torch's copy and in-place multiplication on buffers far larger than the cache."""
     n = int(gib * 2**30)
     a, b = torch.randn(n // 4, device="cuda"), torch.empty(n // 4, device="cuda")
