@@ -15,15 +15,15 @@ _HOME = {
     "is_warm": "api",
     "bind": "api",
     "BoundCall": "api",
-    "supported": "registry",
-    "explain": "registry",
+    "supported": "api",
+    "explain": "api",
     "stats": "registry",
 }
 
 if TYPE_CHECKING:
-    from .api import BoundCall, bind, is_warm, warm
+    from .api import BoundCall, bind, explain, is_warm, supported, warm
     from .ops.selective_state_update import selective_state_update
-    from .registry import explain, stats, supported
+    from .registry import stats
 
 __all__ = ["BoundCall", "bind", "explain", "is_warm", "selective_state_update", "stats", "supported", "warm"]
 

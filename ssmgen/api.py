@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from . import runtime
+from . import registry, runtime
 from .errors import ArgumentError
 from .ops import selective_state_update as _ssu
+from .registry import Explanation
+from .spec import SM90, Arch, KernelSpec
 
 _MODULES = {_ssu.selective_state_update: _ssu}
 
@@ -23,6 +26,43 @@ def _module(operator: Callable[..., Any]) -> Any:
         raise ArgumentError("ssmgen", [f"{operator!r} is not an operator of ssmgen; known: {known}"]) from None
 
 
+def explain(operator: Callable[..., Any], *args: Any, arch: str | None = None, **kwargs: Any) -> Explanation:
+    """Which variant serves a call, by which rule, and why each other does not; str() of it is readable.
+
+    args, kwargs: those of the call; only the tensors' shapes, strides and addresses are looked at. arch: such as "sm_90a", for tensors
+    that are not on a GPU, or to ask about another one. Raises ArgumentError for a call that no kernel could be asked to serve.
+    """
+    problem, batch, device, pdl = _module(operator).problem_of_call(*args, **kwargs)
+    return registry.explain(operator.__name__, problem, batch, *_target(device, arch, pdl))
+
+
+def supported(operator: Callable[..., Any], *args: Any, arch: str | None = None, **kwargs: Any) -> tuple[bool, list[str]]:
+    """(whether a call is served, why not): what is wrong with its arguments, or what no kernel can do. Never raises for the call."""
+    try:
+        reasons = explain(operator, *args, arch=arch, **kwargs).reasons
+    except ArgumentError as e:
+        reasons = e.problems
+    return not reasons, reasons
+
+
+def _target(device: torch.device, arch: str | None, pdl: bool | None) -> tuple[Arch, bool]:
+    """(architecture, whether to use programmatic dependent launch)"""
+    if arch is None and device.type != "cuda":
+        raise ArgumentError("ssmgen", [f"the tensors are on {device}: name an architecture, for example arch='sm_90a'"])
+    target = Arch.parse(arch) if arch else runtime.device_arch(device.index)
+    return target, target >= SM90 if pdl is None else pdl
+
+
+def _specs(operator: Callable[..., Any], batches: Iterable[int], args: Any, kwargs: Any) -> tuple[list[KernelSpec], int]:
+    """(the variants that a call, and the same at further batch sizes, are served by; device)"""
+    problem, batch, device, pdl = _module(operator).problem_of_call(*args, **kwargs)
+    if device.type != "cuda":
+        raise ArgumentError("ssmgen", [f"the tensors are on {device}, and kernels are loaded on CUDA devices"])
+    sizes = [n for n in (batch, *batches) if n > 0]
+    specs = (registry.select(operator.__name__, problem, n, *_target(device, None, pdl)) for n in sizes)
+    return list(dict.fromkeys(specs)), device.index
+
+
 def warm(operator: Callable[..., Any], *args: Any, batches: Iterable[int] = (), **kwargs: Any) -> int:
     """Compiles (in parallel) and loads what a call needs, without launching it, so that it can be captured in a CUDA graph.
 
@@ -30,18 +70,17 @@ def warm(operator: Callable[..., Any], *args: Any, batches: Iterable[int] = (), 
     will be made with. Returns the number of kernels that were not loaded before.
     Raises what the call would raise.
     """
-    specs, device = _module(operator).specs_for_call(list(batches), *args, **kwargs)
-    arch = runtime.device_arch(device.index)
-    todo = [s for s in specs if not runtime.is_loaded(s, arch)]
+    specs, device = _specs(operator, batches, args, kwargs)
+    todo = [s for s in specs if not runtime.is_loaded(s, runtime.device_arch(device))]
     with ThreadPoolExecutor(max_workers=8) as pool:  # NVRTC releases the GIL
-        list(pool.map(lambda s: runtime.load(s, device.index, operator.__name__), todo))
+        list(pool.map(lambda s: runtime.load(s, device, operator.__name__), todo))
     return len(todo)
 
 
 def is_warm(operator: Callable[..., Any], *args: Any, batches: Iterable[int] = (), **kwargs: Any) -> bool:
     """Whether the call, at this and the further batch sizes, would compile and load nothing."""
-    specs, device = _module(operator).specs_for_call(list(batches), *args, **kwargs)
-    return all(runtime.is_loaded(s, runtime.device_arch(device.index)) for s in specs)
+    specs, device = _specs(operator, batches, args, kwargs)
+    return all(runtime.is_loaded(s, runtime.device_arch(device)) for s in specs)
 
 
 class BoundCall:

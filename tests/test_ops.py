@@ -197,3 +197,21 @@ def test_bind_on_cpu():
 def test_warm_names_the_operators_there_are():
     with pytest.raises(ArgumentError, match=r"ssmgen\.selective_state_update"):
         ssmgen.warm(torch.add, F32)
+
+
+def test_warm_is_for_cuda_tensors():
+    call = make_call(M2, "cpu")
+    with pytest.raises(ArgumentError, match="loaded on CUDA devices"):
+        ssmgen.warm(ssmgen.selective_state_update, *call.args, **call.kwargs)
+
+
+def test_explain_and_supported_of_a_call_without_a_gpu():
+    call = make_call(M2, "cpu")
+    found = ssmgen.explain(ssmgen.selective_state_update, *call.args, **call.kwargs, arch="sm_90a")
+    assert found.chosen.rule == "latency" and found.chosen.spec.d_state == 128 and "-> latency" in str(found)
+    assert ssmgen.supported(ssmgen.selective_state_update, *call.args, **call.kwargs, arch="sm_80") == (True, [])
+    wrong = {**call.kwargs, "state_indices": torch.zeros(3)}
+    yes, reasons = ssmgen.supported(ssmgen.selective_state_update, *call.args, **wrong, arch="sm_80")
+    assert not yes and len(reasons) == 2
+    yes, reasons = ssmgen.supported(ssmgen.selective_state_update, *call.args, **call.kwargs)
+    assert not yes and "name an architecture" in reasons[0]

@@ -16,7 +16,7 @@ from torch import Tensor
 import ssmgen
 
 from .. import compile as compiler
-from .. import registry, runtime
+from .. import runtime
 from ..errors import SsmgenError
 from ..kernels.slot_copy import SlotCopySpec
 from ..models import Model, find_model
@@ -215,7 +215,8 @@ def run(
 def _row(case: Case, rounds: int, peers: bool) -> dict[str, Any]:
     error = case.gate()
     (args, kwargs), arch = case.arguments(0), runtime.device_arch(case.state.device.index)
-    (spec,), _ = op.specs_for_call([], *args, **kwargs)
+    chosen = ssmgen.explain(ssmgen.selective_state_update, *args, **kwargs).chosen
+    spec = chosen.spec
     contenders: dict[str, timing.Launch] = {
         "ssmgen_pdl": case.bound(True),
         "ssmgen": case.bound(False),
@@ -248,15 +249,9 @@ def _row(case: Case, rounds: int, peers: bool) -> dict[str, Any]:
         "host_us": host,
         "state_error": error,
         "spec": str(spec),
-        "rule": registry.explain(op.OPERATOR, _problem(args, kwargs), case.batch, arch, True).chosen.rule,
+        "rule": chosen.rule,
         "compile_seconds": compiler.compile_cubin(render(spec, arch), arch, str(spec)).seconds,
     }
-
-
-def _problem(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    named = {n: t for n, t in zip(("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias"), args, strict=False) if t is not None} | kwargs
-    views = op.headed_views(named, [])
-    return op.problem_of(views, {n: t.data_ptr() for n, t in named.items()}, True, False)
 
 
 def _line(row: dict[str, Any]) -> str:

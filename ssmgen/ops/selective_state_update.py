@@ -316,18 +316,13 @@ def plan_call(*args: Any, **kwargs: Any) -> tuple[Callable[[], None], Tensor]:
     return _prepare(given, *options), given[9]
 
 
-def specs_for_call(batches: Sequence[int], *args: Any, **kwargs: Any) -> tuple[list[SsuSpec], torch.device]:
-    """The variants that this call, and the same call at other batch sizes, are served by."""
-
+def problem_of_call(*args: Any, **kwargs: Any) -> tuple[SsuProblem, int, torch.device, bool | None]:
+    """(problem, batch, device, pdl as asked for) of a call. Raises ArgumentError."""
     given, (dt_softplus, dt_limit, _, pdl) = _operands(*args, **kwargs)
     named = _named(given)
     views = _checked_views(named, dt_limit, pdl)
-    device = views["state"].device
     problem = problem_of(views, {n: t.data_ptr() for n, t in named.items()}, dt_softplus, dt_limit is not None)
-    arch = runtime.device_arch(device.index)
-    want_pdl = arch >= SM90 if pdl is None else pdl
-    sizes = [n for n in (views["x"].shape[0], *batches) if n > 0]
-    return list(dict.fromkeys(registry.select(OPERATOR, problem, n, arch, want_pdl) for n in sizes)), device
+    return problem, views["x"].shape[0], views["state"].device, pdl
 
 
 def _operands(
