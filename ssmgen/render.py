@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import textwrap
 from dataclasses import fields
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def render(spec: KernelSpec, arch: Arch) -> str:
             pdl=pdl,
             waits=pdl is not Pdl.OFF,
             triggers=pdl is not Pdl.WAIT and arch >= SM90,
-            parameters=spec.parameters(),
+            signature=_signature(spec),
             **spec.constants(),
         )
     )
@@ -61,6 +62,12 @@ def render(spec: KernelSpec, arch: Arch) -> str:
 def uses_pdl(source: str) -> bool:
     """Whether to launch with the programmatic attribute: if and only if the kernel waits for its upstream."""
     return PDL_WAIT in source
+
+
+def _signature(spec: KernelSpec, width: int = 120) -> str:
+    """The parameter list, broken between parameters only."""
+    glued = ", ".join(f"{p.ctype} {p.name}".replace(" ", "~") for p in spec.parameters())
+    return textwrap.fill(glued, width, initial_indent=" " * 4, subsequent_indent=" " * 4, break_on_hyphens=False).replace("~", " ")
 
 
 def _facts(spec: KernelSpec, width: int = 110) -> list[str]:

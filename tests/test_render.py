@@ -38,7 +38,7 @@ def test_header_names_the_spec_and_every_argument_is_in_the_signature(spec):
     text = render(spec, SM90)
     assert text.startswith(f"// {spec.family} for sm_90a")
     signature = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
-    assert [p.split()[-1].lstrip("*") for p in signature.split(", ")] == [p.name for p in spec.parameters()]
+    assert [p.split()[-1].lstrip("*") for p in signature.split(",")] == [p.name for p in spec.parameters()]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)

@@ -209,7 +209,11 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-ssu_h24p64n128g1_f32_l16v4i4t32x128_5ee6a85e(f32* state, const bf16* x, const bf16* dt, const f32* A, const bf16* B, const bf16* C, const bf16* D, const bf16* dt_bias, bf16* out, const int* state_indices, i64 pad_slot_id, i64 state_slot, u32 x_batch, u32 x_head, u32 x_row, u32 dt_batch, u32 dt_head, u32 A_head, u32 B_batch, u32 B_group, u32 C_batch, u32 C_group, u32 D_head, u32 D_row, u32 dt_bias_head, u32 out_batch, u32 out_head, u32 out_row, u32 state_indices_batch) {
+ssu_h24p64n128g1_f32_l16v4i4t32x128_5ee6a85e(
+    f32* state, const bf16* x, const bf16* dt, const f32* A, const bf16* B, const bf16* C, const bf16* D,
+    const bf16* dt_bias, bf16* out, const int* state_indices, i64 pad_slot_id, i64 state_slot, u32 x_batch, u32 x_head,
+    u32 x_row, u32 dt_batch, u32 dt_head, u32 A_head, u32 B_batch, u32 B_group, u32 C_batch, u32 C_group, u32 D_head,
+    u32 D_row, u32 dt_bias_head, u32 out_batch, u32 out_head, u32 out_row, u32 state_indices_batch) {
   // Blocks walk the tiles of a head, then the heads of a slot, then the batch: neighbours read neighbouring memory.
   const u32 batch = blockIdx.x / (kTiles * kHeads);
 

@@ -100,7 +100,8 @@ DEVICE void wait_for_upstream() { asm volatile("griddepcontrol.wait;" ::: "memor
 DEVICE void allow_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-slot_copy_2097152_pdl_f13f0b68(u32* state, const int* state_indices, i64 state_slot) {
+slot_copy_2097152_pdl_f13f0b68(
+    u32* state, const int* state_indices, i64 state_slot) {
 
   wait_for_upstream();  // above: arithmetic on arguments only; below: everything that touches memory
 
