@@ -47,6 +47,8 @@ def render(spec: KernelSpec, arch: Arch) -> str:
             arch=arch,
             facts=_facts(spec),
             dtypes={v.value for f in fields(spec) if isinstance(v := getattr(spec, f.name), DType)},
+            prefetch=bool(getattr(spec, "prefetch", 0)),
+            uses_math=spec.uses_math,
             element_loads=Loads.ELEMENT in loads,
             pdl=pdl,
             waits=pdl is not Pdl.OFF,

@@ -129,6 +129,7 @@ class KernelSpec:
 
     family: ClassVar[str]
     template: ClassVar[str]
+    uses_math: ClassVar[bool] = True  # whether the template needs exponentials and reciprocals
 
     def violations(self, arch: Arch) -> list[str]:
         """Every broken constraint in words; the only place that knows what is legal."""

@@ -25,42 +25,83 @@ constexpr int kTeams = 32 / kLanes;  // rows that one warp instruction touches
 constexpr int kSteps = kTile / (kThreads / kLanes * kIlp);
 constexpr int kTiles = (kHeadDim + kTile - 1) / kTile;  // blocks per head
 
-// Global memory. Every access is volatile assembly: the compiler keeps their order, cannot move a load above the wait for the
+// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
 // upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
 
-DEVICE u32 load_word(const void* p) {
-  u32 r;
-  asm volatile("ld.global.u32 %0, [%1];" : "=r"(r) : "l"(p));
-  return r;
-}
-
-DEVICE u16 load_half_word(const void* p) {
+DEVICE u16 load_u16(const void* p) {
   u16 r;
   asm volatile("ld.global.u16 %0, [%1];" : "=h"(r) : "l"(p));
   return r;
 }
+DEVICE u32 load_u32(const void* p) {
+  u32 r;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(r) : "l"(p));
+  return r;
+}
+DEVICE u64 load_u64(const void* p) {
+  u64 r;
+  asm volatile("ld.global.u64 %0, [%1];" : "=l"(r) : "l"(p));
+  return r;
+}
+DEVICE void load_2xu32(const void* p, u32* r) {
+  asm volatile("ld.global.v2.u32 { %0, %1 }, [%2];" : "=r"(r[0]), "=r"(r[1]) : "l"(p));
+}
+DEVICE void load_4xu32(const void* p, u32* r) {
+  asm volatile("ld.global.v4.u32 { %0, %1, %2, %3 }, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(p));
+}
 
-DEVICE void store_half_word(void* p, u16 v) { asm volatile("st.global.u16 [%0], %1;" ::"l"(p), "h"(v) : "memory"); }
-DEVICE void store_word(void* p, u32 v) { asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+DEVICE void store_u16(void* p, u16 v) { asm volatile("st.global.u16 [%0], %1;" ::"l"(p), "h"(v) : "memory"); }
+DEVICE void store_u32(void* p, u32 v) { asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+DEVICE void store_2xu32(void* p, const u32* v) {
+  asm volatile("st.global.v2.u32 [%0], { %1, %2 };" ::"l"(p), "r"(v[0]), "r"(v[1]) : "memory");
+}
+DEVICE void store_4xu32(void* p, const u32* v) {
+  asm volatile("st.global.v4.u32 [%0], { %1, %2, %3, %4 };" ::"l"(p), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
 
-DEVICE int load(const int* p) { return int(load_word(p)); }
-DEVICE i64 load(const i64* p) {
-  i64 r;
-  asm volatile("ld.global.s64 %0, [%1];" : "=l"(r) : "l"(p));
+// One rounding, to nearest even.
+DEVICE u16 round_bf16(float v) {
+  u16 r;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(v));
+  return r;
+}
+DEVICE u32 round_2xbf16(float low, float high) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
 
-DEVICE f32 load(const f32* p) { return __uint_as_float(load_word(p)); }
-DEVICE void store(f32* p, float v) { store_word(p, __float_as_uint(v)); }
-
-DEVICE bf16 load(const bf16* p) { return bf16{load_half_word(p)}; }
-DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
-DEVICE void store(bf16* p, float v) {
-  u16 r;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(v));
-  store_half_word(p, r);
+// 2^v to 2 ulp. Results below 2^-126 are zero.
+DEVICE float exp2_approx(float v) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
 }
+// 1 / v to 1 ulp. Results below 2^-126 are zero.
+DEVICE float rcp_approx(float v) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+
+// Programmatic dependent launch: this kernel may start before the one ahead of it in the stream has ended. Nothing that kernel may
+// still be reading or writing is touched before the wait.
+DEVICE void wait_for_upstream() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// The kernel behind this one may start (if it was launched to do so) and wait there. ptxas moves no memory access across this.
+DEVICE void allow_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+#endif
+
+DEVICE int load(const int* p) { return int(load_u32(p)); }
+DEVICE i64 load(const i64* p) { return i64(load_u64(p)); }
+DEVICE f32 load(const f32* p) { return __uint_as_float(load_u32(p)); }
 DEVICE float to_float(f32 v) { return v; }
+DEVICE void store(f32* p, float v) { store_u32(p, __float_as_uint(v)); }
+DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
+DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
+DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
 // N neighbours of type T, in the 32-bit words they travel in.
 template <class T, int N>
@@ -74,15 +115,12 @@ DEVICE Pack<T, N> load_vector(const T* p) {
   Pack<T, N> r;
   constexpr int W = Pack<T, N>::kWords;
   if constexpr (W == 1) {
-    r.word[0] = load_word(p);
+    r.word[0] = load_u32(p);
   } else if constexpr (W == 2) {
-    asm volatile("ld.global.v2.u32 { %0, %1 }, [%2];" : "=r"(r.word[0]), "=r"(r.word[1]) : "l"(p));
+    load_2xu32(p, r.word);
   } else {
 #pragma unroll
-    for (int w = 0; w < W; w += 4)
-      asm volatile("ld.global.v4.u32 { %0, %1, %2, %3 }, [%4];"
-                   : "=r"(r.word[w]), "=r"(r.word[w + 1]), "=r"(r.word[w + 2]), "=r"(r.word[w + 3])
-                   : "l"(reinterpret_cast<const u32*>(p) + w));
+    for (int w = 0; w < W; w += 4) load_4xu32(reinterpret_cast<const u32*>(p) + w, r.word + w);
   }
   return r;
 }
@@ -91,15 +129,12 @@ template <class T, int N>
 DEVICE void store_vector(T* p, const Pack<T, N>& v) {
   constexpr int W = Pack<T, N>::kWords;
   if constexpr (W == 1) {
-    store_word(p, v.word[0]);
+    store_u32(p, v.word[0]);
   } else if constexpr (W == 2) {
-    asm volatile("st.global.v2.u32 [%0], { %1, %2 };" ::"l"(p), "r"(v.word[0]), "r"(v.word[1]) : "memory");
+    store_2xu32(p, v.word);
   } else {
 #pragma unroll
-    for (int w = 0; w < W; w += 4)
-      asm volatile("st.global.v4.u32 [%0], { %1, %2, %3, %4 };" ::"l"(reinterpret_cast<u32*>(p) + w), "r"(v.word[w]),
-                   "r"(v.word[w + 1]), "r"(v.word[w + 2]), "r"(v.word[w + 3])
-                   : "memory");
+    for (int w = 0; w < W; w += 4) store_4xu32(reinterpret_cast<u32*>(p) + w, v.word + w);
   }
 }
 
@@ -122,19 +157,12 @@ DEVICE void unpack(const Pack<bf16, N>& v, float (&f)[N]) {
   }
 }
 template <int N>
-DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {  // one rounding, to nearest even
+DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 #pragma unroll
-  for (int i = 0; i < N; i += 2) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v.word[i / 2]) : "f"(f[i + 1]), "f"(f[i]));
+  for (int i = 0; i < N; i += 2) v.word[i / 2] = round_2xbf16(f[i], f[i + 1]);
 }
 
 constexpr float kLog2E = 1.4426950408889634f;
-
-// 2^v to 2 ulp. Results below 2^-126 are zero.
-DEVICE float exp2_approx(float v) {
-  float r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
-  return r;
-}
 
 // log(1 + u) for 0 <= u <= 1, within 3 * 2^-24 of it: a minimax polynomial, half as long as log1pf and without its branch.
 DEVICE float log1p_unit(float u) {
@@ -149,11 +177,7 @@ DEVICE float log1p_unit(float u) {
 // log(1 + e^v) without overflow, and accurate where v is very negative.
 DEVICE float softplus(float v) { return fmaxf(v, 0.f) + log1p_unit(exp2_approx(-fabsf(v) * kLog2E)); }
 
-DEVICE float silu(float v) {
-  float r;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.f + exp2_approx(-v * kLog2E)));
-  return v * r;
-}
+DEVICE float silu(float v) { return v * rcp_approx(1.f + exp2_approx(-v * kLog2E)); }
 
 // The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then pairs of neighbours, pairs of those,
 // and so on; what is left when the count turns odd is added from left to right. Lanes hold neighbouring vectors, passes follow.
@@ -213,12 +237,6 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   }
   return sum_passes(v[0]);
 }
-
-// Programmatic dependent launch: this kernel may start before the one ahead of it in the stream has ended. Nothing that kernel may
-// still be reading or writing is touched before the wait.
-DEVICE void wait_for_upstream() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// The kernel behind this one may start (if it was launched to do so) and wait there. ptxas moves no memory access across this.
-DEVICE void allow_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 ssu_h1p1536n16g1_f32_l4v4i4t128x128_pdl_1ffb2950(

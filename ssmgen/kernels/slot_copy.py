@@ -12,6 +12,7 @@ from ..spec import SM90, Arch, KernelSpec, Param, Pdl, must
 class SlotCopySpec(KernelSpec):
     family: ClassVar[str] = "slot_copy"
     template: ClassVar[str] = "slot_copy.cu.j2"
+    uses_math: ClassVar[bool] = False
 
     slot_bytes: int
     threads: int = 128
