@@ -231,6 +231,26 @@ def diff(a: str, b: str, form: str, archs: list[Arch]) -> None:
 
 
 @main.command()
+@click.argument("specs", nargs=-1, required=True)
+@click.option("--batch", type=click.IntRange(1), default=3, show_default=True)
+@arch_option
+def check(specs: tuple[str, ...], batch: int, archs: list[Arch]) -> None:
+    """Run variants on this CPU, in the emulator, against the float64 reference. Needs g++ and no GPU."""
+    from .emulator.check import check as run
+    from .inspect import resolve
+
+    failed = 0
+    for spec in [resolve(text, shared_cache()) for text in specs]:  # all names first: a wrong one should not cost the others' time
+        outcome = run(spec, archs[0], batch)
+        failed += not outcome.passed
+        word = "ok    " if outcome.passed else "WRONG "
+        click.echo(
+            f"{word} {spec.name}: {outcome.blocks} blocks, state error {outcome.state_error:.1e}, output error {outcome.out_error:.1e}"
+        )
+    sys.exit(EXIT_FAILURE if failed else 0)
+
+
+@main.command()
 @click.argument("op", type=click.Choice(["selective_state_update"]))
 @with_model
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True)

@@ -11,34 +11,36 @@ from typing import Any
 
 from . import compile as compiler
 from .build import specs_for
-from .errors import DriftError
+from .errors import DriftError, SpillError
 from .kernels.slot_copy import SlotCopySpec
 from .models import find_model
 from .render import render
-from .spec import Arch, DType, Index, KernelSpec, Pdl, PoolMode
+from .spec import SM90, Arch, DType, Index, KernelSpec, Pdl, PoolMode
 
 LOCK = "ssmgen.lock"
 
-# (model, state dtype, index, pool, arch): enough to show every template branch that a served model takes.
+ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120")  # in the lock
+TEXT_ARCHS = ("sm_80", "sm_90a")  # whose text is committed: without and with programmatic dependent launch
+
+# (model, state dtype, index, pool): enough to show every template branch that a served model takes.
 DEFAULTS = [
-    ("nemotron-h-8b", DType.BF16, Index.I32, PoolMode.SINGLE, "sm_90a"),
-    ("nemotron-h-8b", DType.F32, Index.I32, PoolMode.SINGLE, "sm_90a"),
-    ("nemotron-nano-9b-v2", DType.F16, Index.I64, PoolMode.SPLIT, "sm_90a"),
-    ("falcon-h1-7b", DType.F32, Index.NONE, PoolMode.SINGLE, "sm_90a"),
-    ("mamba-130m", DType.F32, Index.I32, PoolMode.SINGLE, "sm_90a"),
-    ("falcon-mamba-7b", DType.F32, Index.NONE, PoolMode.SINGLE, "sm_90a"),
-    ("mamba2-130m", DType.F32, Index.I32, PoolMode.SINGLE, "sm_80"),
+    ("nemotron-h-8b", DType.BF16, Index.I32, PoolMode.SINGLE),
+    ("nemotron-h-8b", DType.F32, Index.I32, PoolMode.SINGLE),
+    ("nemotron-nano-9b-v2", DType.F16, Index.I64, PoolMode.SPLIT),
+    ("falcon-h1-7b", DType.F32, Index.NONE, PoolMode.SINGLE),
+    ("mamba-130m", DType.F32, Index.I32, PoolMode.SINGLE),
+    ("falcon-mamba-7b", DType.F32, Index.NONE, PoolMode.SINGLE),
 ]
 
 
 def default_variants() -> list[tuple[KernelSpec, Arch]]:
-    """The variants whose source is committed."""
+    """The variants in the lock."""
     found: dict[tuple[KernelSpec, Arch], None] = {}
-    for model, state, index, pool, target in DEFAULTS:
-        arch = Arch.parse(target)
-        problems = find_model(model).problems(states=(state,), indices=(index,), pools=(pool,))
-        found.update(dict.fromkeys((spec, arch) for spec in specs_for(problems, arch, pdl=(True,))))
-    found[SlotCopySpec(slot_bytes=2 << 20, pdl=Pdl.TRIGGER_LOADED), Arch.parse("sm_90a")] = None
+    for arch in map(Arch.parse, ARCHS):
+        for model, state, index, pool in DEFAULTS:
+            problems = find_model(model).problems(states=(state,), indices=(index,), pools=(pool,))
+            found.update(dict.fromkeys((spec, arch) for spec in specs_for(problems, arch, pdl=(True,))))
+        found[SlotCopySpec(slot_bytes=2 << 20, pdl=Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF), arch] = None
     return list(found)
 
 
@@ -50,6 +52,8 @@ def path_of(spec: KernelSpec, arch: Arch) -> str:
 def _row(spec: KernelSpec, arch: Arch) -> tuple[str, str, dict[str, Any]]:
     source = render(spec, arch)
     resources = compiler.compile_cubin(source, arch, str(spec)).resources
+    if resources.spills:
+        raise SpillError(str(spec), str(arch), resources.spills, resources.registers)
     row = {"spec": str(spec), "arch": str(arch), "source_sha256": hashlib.sha256(source.encode()).hexdigest()}
     return path_of(spec, arch), source, row | {"resources": asdict(resources)}
 
@@ -60,12 +64,12 @@ def _rows() -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def write(root: Path) -> int:
-    """Renders, compiles and writes everything; the number of variants."""
+    """Renders, compiles and writes everything; the number of variants. Raises SpillError."""
     rows = _rows()
-    stale = set(root.glob("sm_*/*.cu")) - {root / path for path, *_ in rows}
-    for path in stale:
+    texts = [(path, source) for path, source, row in rows if row["arch"] in TEXT_ARCHS]
+    for path in set(root.glob("sm_*/*.cu")) - {root / path for path, _ in texts}:
         path.unlink()
-    for path, source, _ in rows:
+    for path, source in texts:
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(source)
     lock = {"compiler": compiler.build_id(), "variants": {path: row for path, _, row in rows}}
@@ -74,7 +78,8 @@ def write(root: Path) -> int:
 
 
 def check(root: Path) -> tuple[int, str]:
-    """(variants, note). Raises DriftError naming every file whose text, or whose resources under the lock's compiler, differ."""
+    """(variants, note). Raises DriftError naming every file whose text, or whose resources under the lock's compiler, differ;
+    SpillError for a variant that spills."""
     try:
         lock = json.loads((root / LOCK).read_text())
     except (OSError, ValueError) as e:
@@ -87,7 +92,7 @@ def check(root: Path) -> tuple[int, str]:
         if locked is None:
             problems.append(f"{path} is missing from {LOCK}")
             continue
-        if not (root / path).is_file() or (root / path).read_text() != source:
+        if row["arch"] in TEXT_ARCHS and (not (root / path).is_file() or (root / path).read_text() != source):
             problems.append(f"{path} differs from what the template renders")
         if locked["source_sha256"] != row["source_sha256"] or locked["spec"] != row["spec"]:
             problems.append(f"{path}: {LOCK} records another source")

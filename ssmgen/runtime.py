@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import functools
 import os
-import struct
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from ctypes import addressof, c_char, c_void_p
 from operator import itemgetter
 from typing import Any
 
 import torch
 
+from .arguments import Arguments, Packed
 from .cache import Entry, shared_cache
 from .errors import CaptureError, CompilerMissingError, LaunchError, LoadError
 from .render import uses_pdl
@@ -108,21 +107,15 @@ def ensure_context(device: int) -> None:
 
 
 class Launch:
-    """A kernel with everything but its pointers: device, grid and the other arguments, packed."""
+    """A kernel with everything but its pointers: device, grid and the other arguments."""
 
-    __slots__ = ("_counted", "_layout", "_packed", "configs", "device", "enqueue", "grid", "handle", "kernel", "values", "watch_device")
+    __slots__ = ("arguments", "configs", "device", "enqueue", "grid", "handle", "kernel", "watch_device")
 
     def __init__(self, kernel: Kernel, device: int, grid: int, values: dict[str, int | float]):
         """`values` holds every kernel argument that is not a pointer, by name."""
-        params = kernel.spec.parameters()
-        pointers = sum(p.code == "Q" for p in params)
-        assert all(p.code == "Q" for p in params[:pointers]), "pointers come first"
-        self.kernel, self.device, self.grid, self.values = kernel, device, grid, values
+        self.kernel, self.device, self.grid = kernel, device, grid
+        self.arguments = Arguments(kernel.spec, values)
         self.handle, self.enqueue = kernel.handle, driver().cuLaunchKernelEx
-        self._counted = pointers
-        self._layout = struct.Struct("=" + "".join(p.code for p in params))
-        self._packed = bytearray(self._layout.size)
-        self._layout.pack_into(self._packed, 0, *([0] * pointers), *(values[p.name] for p in params[pointers:]))
         self.configs: dict[int, Any] = {}  # by stream: launching changes nothing, so threads share a plan without a lock
         self.watch_device = torch.cuda.device_count() > 1
 
@@ -146,25 +139,16 @@ class Launch:
 
     def at(self, pointers: Sequence[int]) -> Plan:
         """The plan for one set of pointers."""
-        packed = bytearray(self._packed)
-        struct.pack_into(f"={self._counted}Q", packed, 0, *pointers)
-        return Plan(self, packed, [struct.calcsize("=" + p.code) for p in self.kernel.spec.parameters()])
+        return Plan(self, self.arguments.at(pointers))
 
 
 class Plan:
     """A launch ready to go: `plan()` enqueues it on the current stream of its device. Never changes, so threads may share it."""
 
-    __slots__ = ("_buffer", "_slots", "address", "launch")
+    __slots__ = ("_packed", "address", "launch")
 
-    def __init__(self, launch: Launch, packed: bytearray, sizes: Sequence[int]):
-        self.launch = launch
-        self._buffer = (c_char * len(packed)).from_buffer(packed)
-        self._slots = (c_void_p * len(sizes))()
-        where = addressof(self._buffer)
-        for i, size in enumerate(sizes):
-            self._slots[i] = where
-            where += size
-        self.address = addressof(self._slots)
+    def __init__(self, launch: Launch, packed: Packed):
+        self.launch, self._packed, self.address = launch, packed, packed.address
 
     def __call__(self) -> None:
         """Raises LaunchError."""
@@ -187,7 +171,7 @@ class Plan:
             (code,) = launch.enqueue(config, launch.handle, self.address, 0)
         if code:
             spec = launch.kernel.spec
-            raise LaunchError(str(spec), code.name, launch.grid, spec.threads_per_block, str(launch.values))
+            raise LaunchError(str(spec), code.name, launch.grid, spec.threads_per_block, str(launch.arguments.values))
 
 
 def _nothing() -> None:

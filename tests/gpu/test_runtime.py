@@ -254,6 +254,6 @@ def test_the_tensors_decide_the_device(current, own_stream):
 def test_error_of_the_driver_names_the_launch():
     call = make_call(M2, "cuda")
     plan, _ = op.plan_call(*call.args, **call.kwargs)
-    broken = runtime.Launch(plan.launch.kernel, plan.launch.device, 0, plan.launch.values).at([0] * 10)
+    broken = runtime.Launch(plan.launch.kernel, plan.launch.device, 0, plan.launch.arguments.values).at([0] * 10)
     with pytest.raises(LaunchError, match="grid 0"):
         broken()

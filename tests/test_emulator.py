@@ -1,0 +1,297 @@
+"""The emulator: generated kernels on a CPU against float64, and the mistakes it must catch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from click.testing import CliRunner
+from ssu_cases import BF16, F32, Case, assert_matches, expected, make_call, matrix
+
+from ssmgen import emulator, registry
+from ssmgen.arguments import Arguments
+from ssmgen.cli import main
+from ssmgen.emulator import EmulatorError, run_source
+from ssmgen.emulator.check import check
+from ssmgen.kernels.selective_state_update import SsuSpec, space
+from ssmgen.ops import selective_state_update as op
+from ssmgen.render import render
+from ssmgen.spec import Arch, KernelSpec, Param
+
+pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs g++")
+
+SM90, SM80 = Arch.parse("sm_90a"), Arch.parse("sm_80")
+
+
+def problem_of(call):
+    named = call.named
+    return op.problem_of(
+        op.headed_views(named, []), {n: t.data_ptr() for n, t in named.items()}, call.case.softplus, call.case.limit is not None
+    )
+
+
+def emulate(call, spec, arch=SM90, change=lambda source: source) -> None:
+    """One launch of a variant, through the same argument packing as on a card; `change` edits the text."""
+    named = {n: call.named[n] for n in op._NAMES if n in call.named}
+    values = op.kernel_values(spec, op.headed_views(named, []), call.case.pad_slot_id, call.case.limit)
+    packed = Arguments(spec, values).at([t.data_ptr() for t in named.values()])
+    grid = call.case.batch * spec.nheads * spec.tiles
+    run_source(change(render(spec, arch)), spec.name, grid, spec.threads, packed, named, ("state", "out"))
+
+
+def select(call, arch=SM90):
+    return registry.select("selective_state_update", problem_of(call), call.case.batch, arch, arch is SM90)
+
+
+# The whole matrix of the GPU tests, with fewer heads and rows where those add nothing.
+
+
+def smaller(case: Case) -> Case:
+    heads = case.heads if case.heads * case.headdim * case.d_state < 100_000 else 2 * case.groups
+    return replace(case, heads=heads, batch=min(case.batch, 9))
+
+
+@pytest.mark.parametrize("case", [smaller(c) for c in matrix()], ids=lambda c: c.id)
+def test_within_rounding_of_float64(case):
+    call = make_call(case, "cpu")
+    want = expected(call)
+    emulate(call, select(call))
+    assert_matches(call, want)
+
+
+@pytest.mark.parametrize("name", ["m2-bf16-pool", "m1-f32-pool", "m2-d96-f32"])
+def test_without_pdl_for_an_old_architecture(name):
+    call = make_call(smaller(next(c for c in matrix() if c.id == name)), "cpu")
+    want = expected(call)
+    emulate(call, select(call, SM80), SM80)
+    assert_matches(call, want)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("m2-bf16", heads=2, groups=2, state=BF16, out=F32, batch=2),
+        Case("m1-d16", headdim=256, d_state=16, tied=False, z=BF16, out=F32, batch=2),
+    ],
+    ids=lambda c: c.id,
+)
+def test_variants_are_bit_equal(case):
+    specs = {}
+    for spec in space(problem_of(make_call(case, "cpu")), SM90):
+        specs.setdefault((spec.lanes, spec.vec, spec.ilp > 1, spec.prefetch > 0), spec)
+    results = set()
+    for spec in specs.values():
+        call = make_call(case, "cpu")
+        emulate(call, spec)
+        results.add(
+            (
+                call.args[0].contiguous().numpy(force=True).tobytes() if case.state is F32 else call.args[0].float().numpy().tobytes(),
+                call.kwargs["out"].numpy().tobytes(),
+            )
+        )
+    assert len(results) == 1 and len(specs) > 8
+
+
+# What it catches, in kernels written to be wrong.
+
+PRELUDE = "#define DEVICE inline\nusing u32 = unsigned;\nusing u16 = unsigned short;\n"
+
+
+class Broken(KernelSpec):
+    """Only a parameter list: float* data, const float* weight, int n."""
+
+    def parameters(self) -> list[Param]:
+        return [Param.pointer("data", "f32", const=False), Param.pointer("weight", "f32"), Param("n", "int", "i")]
+
+
+def run_broken(body: str, *, grid: int = 1, block: int = 64, declarations: str = "", shared_bytes: int = 0) -> torch.Tensor:
+    data, weight = torch.zeros(4, 64), torch.arange(64, dtype=F32)
+    packed = Arguments(Broken(), {"n": 64}).at([data.data_ptr(), weight.data_ptr()])
+    source = f'{PRELUDE}{declarations}\nextern "C" __global__ void broken(float* data, const float* weight, int n) {{\n{body}\n}}\n'
+    run_source(source, "broken", grid, block, packed, {"data": data, "weight": weight}, ("data",), shared_bytes)
+    return data
+
+
+GOOD = "store_u32(data + blockIdx.x * 64 + threadIdx.x, load_u32(weight + threadIdx.x));"
+
+
+def test_a_sound_kernel_passes():
+    assert torch.equal(run_broken(GOOD, grid=4), torch.arange(64, dtype=F32).expand(4, 64))
+    body = """
+      SHARED(float, tile, 64);
+      const unsigned t = threadIdx.x;
+      tile[t] = __uint_as_float(load_u32(weight + t));
+      __syncthreads();
+      float v = tile[63 - t];
+      v += __shfl_xor_sync(0xffffffffu, v, 1);
+      if (__ballot_sync(0xffffffffu, t < 32) == 0) v = -v;
+      __syncthreads();
+      tile[t] = v;
+      __syncwarp();
+      store_u32(data + t, __float_as_uint(tile[t ^ 1]));
+    """
+    t = torch.arange(64)
+    pair = ((63 - t) + (63 - (t ^ 1))).float()
+    assert torch.equal(run_broken(body)[0], torch.where(t < 32, pair, -pair))
+
+
+BUGS = {
+    "load past the end": (
+        "load_u32(weight + threadIdx.x + 1);",
+        "4-byte load outside of every operand; nearest: element 64 of weight [64] float32",
+    ),
+    "load before the start": ("load_u32(data - 1);", "nearest: element -1 of data [4, 64] float32"),
+    "store past the end": (
+        "store_u32(data + 256 + threadIdx.x, 0);",
+        "4-byte store outside of every operand; nearest: element 256 of data",
+    ),
+    "store to an input": ("store_u32(const_cast<float*>(weight), 0);", "store to weight [64] float32, which is read only"),
+    "misaligned vector": (
+        "u32 r[4]; load_4xu32(weight + 1, r);",
+        "16-byte load at an address that is not a multiple of 16; nearest: element 1 of weight",
+    ),
+    "misaligned half": ("load_u16(reinterpret_cast<const char*>(weight) + 1);", "2-byte load at an address that is not a multiple of 2"),
+    "two lanes, one address": ("store_u32(data + threadIdx.x / 2, 0);", "also writes, with no barrier between; nearest: element 0 of data"),
+    "two blocks, one address": ("store_u32(data + threadIdx.x, 0);", "thread 0 of block 0 also writes"),
+    "shuffle of half a warp": (
+        "if (threadIdx.x % 32 < 16) __shfl_sync(0xffffffffu, 1, 0); else __syncwarp(0xffff0000u);",
+        "divergent shuffle: lane 16 of its mask is elsewhere",
+    ),
+    "shuffle after lanes have ended": (
+        "if (threadIdx.x % 32 >= 16) return; __shfl_xor_sync(0xffffffffu, 1, 1);",
+        "shuffle with lane 16, which has ended",
+    ),
+    "two shuffles at once": (
+        "if (threadIdx.x % 2) __shfl_sync(0xffffffffu, 1, 0); else __shfl_sync(0xffffffffu, 2, 0);",
+        "divergent shuffle: lane 1 of its mask is elsewhere",
+    ),
+    "shuffle from outside the mask": (
+        "if (threadIdx.x % 32 < 16) __shfl_sync(0xffffu, 1, 20);",
+        "shuffle from lane 20, which is not in the mask",
+    ),
+    "mask without the lane": ("__shfl_sync(0xfffffffeu, 1, 1);", "mask leaves out the lane itself"),
+    "barrier in a branch": ("if (threadIdx.x < 32) __syncthreads();", "has ended while others wait at __syncthreads"),
+    "two barriers at once": (
+        "if (threadIdx.x < 32) __syncthreads(); else __syncthreads();",
+        "divergent __syncthreads: others wait at another one",
+    ),
+    "shared, never written": (
+        "SHARED(float, tile, 64); float v = tile[threadIdx.x]; (void)v;",
+        "load of tile[0] in shared memory, which nothing has written",
+    ),
+    "shared, past the end": ("SHARED(float, tile, 32); tile[threadIdx.x] = 1.f;", "store of tile[32] in shared memory; it has 32 elements"),
+    "shared, no barrier": (
+        "SHARED(float, tile, 64); tile[threadIdx.x] = 1.f; __syncwarp(); float v = tile[63 - threadIdx.x]; (void)v;",
+        "in shared memory, which",
+    ),
+    "shared, two writers": (
+        "SHARED(float, tile, 64); tile[threadIdx.x / 2] = 1.f;",
+        "store to tile[0] in shared memory, which thread 0 also writes",
+    ),
+    "dynamic shared, past the end": (
+        "DYNAMIC_SHARED(float, tile); tile[threadIdx.x] = 1.f;",
+        "store of tile[16] in shared memory; it has 16 elements",
+    ),
+    "load before the wait": (
+        "load_u32(weight); wait_for_upstream();  // griddepcontrol.wait",
+        "4-byte load before the wait for the upstream kernel",
+    ),
+    "prefetch before the wait": ("prefetch_l2(weight, 64); wait_for_upstream();  // griddepcontrol.wait", "prefetch before the wait"),
+    "prefetch past the end": ("prefetch_l2(weight, 512);", "prefetch outside of every operand"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bug(bug):
+    body, words = BUGS[bug]
+    with pytest.raises(EmulatorError) as e:
+        run_broken(body + "\n", grid=2, shared_bytes=64)
+    assert words in str(e.value) and "block " in str(e.value)
+
+
+def test_text_that_is_no_cpp_is_an_error_with_the_compiler_s_words():
+    with pytest.raises(EmulatorError, match="was not declared"):
+        run_broken("no_such_function();")
+
+
+# What it catches in the real kernel, broken by one edit each.
+
+SPLIT_TAIL = Case("split-tail", heads=2, headdim=70, state=BF16, index=torch.int32, split=True, conv_slices=True)
+POOL = Case("pool", heads=4, groups=2, state=BF16, index=torch.int32)
+CHANNELS = Case("channels", headdim=256, d_state=16, tied=False, z=BF16, index=torch.int64)
+
+EDITS = {
+    "no wait": (POOL, "  wait_for_upstream();", "  ", "before the wait for the upstream kernel"),
+    "no padding": (POOL, "if (slot < 0 || slot == pad_slot_id)", "if (false)", "outside of every operand"),
+    "state past the tail": (SPLIT_TAIL, "min(row_of(t, i), u32(kHeadDim - 1))", "row_of(t, i) + 100000", "load outside of every operand"),
+    "stores past the tail": (SPLIT_TAIL, "row_of(t, i) < kHeadDim", "true", "no barrier between"),
+    "output past the tail": (SPLIT_TAIL, "lane % kLanes < kIlp && row < kHeadDim", "lane % kLanes < kIlp", "store"),
+    "every lane stores the output": (POOL, "if (lane % kLanes < kIlp) store", "store", "no barrier between"),
+    "padded destination written": (SPLIT_TAIL, "dst_slot >= 0 && dst_slot != pad_slot_id", "true", "outside of every operand"),
+    "wrong team offset": (POOL, "lane % kLanes * kVec;", "lane % kLanes * kVec + 1;", "not a multiple of 16"),
+    "a lane skips the sum": (
+        POOL,
+        "sum_over_team<kLanes>(y, lane)",
+        "(lane ? sum_over_team<kLanes>(y, lane) : 0.f)",
+        "shuffle with lane 0, which has ended",
+    ),
+    "unrounded decay": (POOL, "h[j] * decay", "h[j]", "off by"),
+    "wrong group": (POOL, "group = head / kHeadsPerGroup", "group = head % 2", "off by"),
+    "x of another row": (CHANNELS, "dt_x, i, kLanes)", "dt_x, 0, kLanes)", "off by"),
+    "output from the rounded state": (
+        Case("r", heads=4, state=BF16, out=F32),
+        "y[i][p] = dot(h, c[p]);",
+        "pack(h, packed[i][p]); unpack(packed[i][p], h); y[i][p] = dot(h, c[p]);",
+        "off by",
+    ),
+    "no softplus": (CHANNELS, "step = softplus(step);", "", "off by"),
+    "source slot written": (SPLIT_TAIL, "State* dst = state + dst_slot", "State* dst = state + slot", "changed outside"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_broken_template(edit):
+    case, old, new, words = EDITS[edit]
+    call = make_call(case, "cpu")
+    want = expected(call)
+    spec = select(call)
+
+    def change(source: str) -> str:
+        assert old in source, "the edit no longer applies"
+        return source.replace(old, new, 1)
+
+    with pytest.raises((EmulatorError, AssertionError)) as e:
+        emulate(call, spec, change=change)
+        assert_matches(call, want)
+    assert words in str(e.value)
+
+
+# The command.
+
+
+def test_check_command(tmp_path, monkeypatch):
+    spec = "selective_state_update:d_state=16,headdim=64,nheads=2,lanes=4,vec=4,tile=64,threads=64,index=i32,tied=no"
+    result = CliRunner().invoke(main, ["check", spec])
+    assert result.exit_code == 0 and result.output.startswith("ok ")
+    monkeypatch.setattr("ssmgen.emulator.render", lambda s, a: render(s, a).replace("h[j] *", "0.9f * h[j] *"))
+    result = CliRunner().invoke(main, ["check", spec])
+    assert result.exit_code == 1 and result.output.startswith("WRONG ")
+    assert CliRunner().invoke(main, ["check", "slot_copy:slot_bytes=4096"]).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"operand_loads": "element", "state_loads": "element"}, {"index": "i64", "pool": "split", "tied": False}]
+)
+def test_check_makes_operands_for_any_spec(change):
+    from ssmgen.spec import Index, Loads, PoolMode
+
+    kinds = {"operand_loads": Loads, "state_loads": Loads, "index": Index, "pool": PoolMode}
+    fields = {k: kinds[k](v) if k in kinds else v for k, v in change.items()}
+    assert check(SsuSpec(d_state=32, headdim=32, nheads=4, ngroups=2, lanes=8, vec=4, tile=32, threads=64, **fields), SM90).passed
+
+
+def test_no_compiler_is_an_error_that_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(emulator, "available", lambda: False)
+    with pytest.raises(emulator.EmulatorMissingError, match="install g"):
+        emulator.compile_source("// text not seen before", "f")
