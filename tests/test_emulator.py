@@ -131,9 +131,17 @@ def test_a_sound_kernel_passes():
       __syncwarp();
       store_u32(data + t, __float_as_uint(tile[t ^ 1]));
     """
+    dynamic = "DYNAMIC_SHARED(float, tile); tile[threadIdx.x] = 2.f; store_u32(data + threadIdx.x, __float_as_uint(tile[threadIdx.x]));"
+    assert (run_broken(dynamic, shared_bytes=256)[0] == 2).all() and (run_broken(dynamic, shared_bytes=512)[0] == 2).all()
     t = torch.arange(64)
     pair = ((63 - t) + (63 - (t ^ 1))).float()
     assert torch.equal(run_broken(body)[0], torch.where(t < 32, pair, -pair))
+
+
+def test_atomics_collide_with_nothing():
+    body = "atomicAdd(data, 1.f); atomicMax(reinterpret_cast<int*>(data) + 1, int(threadIdx.x));"
+    data = run_broken(body, grid=3)
+    assert data[0, 0] == 192 and data.view(torch.int32)[0, 1] == 63
 
 
 BUGS = {
@@ -147,6 +155,7 @@ BUGS = {
         "4-byte store outside of every operand; nearest: element 256 of data",
     ),
     "store to an input": ("store_u32(const_cast<float*>(weight), 0);", "store to weight [64] float32, which is read only"),
+    "atomic on an input": ("atomicAdd(const_cast<float*>(weight), 1.f);", "atomic to weight [64] float32, which is read only"),
     "misaligned vector": (
         "u32 r[4]; load_4xu32(weight + 1, r);",
         "16-byte load at an address that is not a multiple of 16; nearest: element 1 of weight",

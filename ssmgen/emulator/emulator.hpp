@@ -87,7 +87,7 @@ class Machine {
   std::function<void()> kernel;
   ucontext_t scheduler;
   std::vector<struct SharedBase*> shared;
-  std::vector<unsigned char> dynamic;
+  u32 dynamic_bytes = 0;  // of shared memory
 
   Thread& me() { return threads[current]; }
   Moment now() { return Moment{block_index.x, current, epoch, me().warp_epoch}; }
@@ -104,8 +104,11 @@ class Machine {
     throw Failure(where + what);
   }
 
-  void access(const void* address, u32 bytes, bool write) {
-    const char* what = write ? "store" : "load";
+  enum Access { kLoad, kStore, kAtomic };
+
+  void access(const void* address, u32 bytes, Access kind) {
+    const bool write = kind != kLoad;
+    const char* what = kind == kLoad ? "load" : kind == kStore ? "store" : "atomic";
     const char* p = static_cast<const char*>(address);
     if (pdl && !me().waited) fail(std::to_string(bytes) + "-byte " + what + " before the wait for the upstream kernel");
     if (reinterpret_cast<std::uintptr_t>(p) % bytes)
@@ -118,7 +121,8 @@ class Machine {
       }
     if (!in) fail(std::to_string(bytes) + "-byte " + what + " outside of every operand" + nearest(p));
     if (!write) return;
-    if (!in->writable) fail(std::string("store to ") + in->name + ", which is read only");
+    if (!in->writable) fail(std::string(what) + " to " + in->name + ", which is read only");
+    if (kind == kAtomic) return;
     for (u32 i = 0; i < bytes; i += 2) {
       const u64 cell = reinterpret_cast<std::uintptr_t>(p + i) / 2;
       const auto found = writers.find(cell);
@@ -309,8 +313,13 @@ class Shared : SharedBase {
   };
 
   Shared(const char* name, std::size_t count) : name_(name), cells_(count) { machine->shared.push_back(this); }
+  explicit Shared(const char* name) : name_(name), dynamic_(true) {
+    machine->shared.push_back(this);
+    forget();
+  }
   Reference operator[](long long i) { return Reference(*this, i); }
   void forget() override {
+    if (dynamic_) cells_.resize(machine->dynamic_bytes / sizeof(T));
     for (Cell& c : cells_) c.written = false;
   }
 
@@ -338,6 +347,7 @@ class Shared : SharedBase {
   }
 
   std::string name_;
+  bool dynamic_ = false;  // its size is the launch's
   std::vector<Cell> cells_;
 };
 
@@ -354,7 +364,7 @@ int launch(void (*kernel)(A...), u32 grid, u32 block, u32 shared_bytes, bool pdl
   machine = &one;
   one.operands.assign(operands, operands + count);
   one.grid = Dim{grid, 1, 1}, one.block = Dim{block, 1, 1}, one.pdl = pdl;
-  one.dynamic.assign(shared_bytes, 0);
+  one.dynamic_bytes = shared_bytes;
   one.writers.clear();
   one.failure.clear();
   one.kernel = [=] { call(kernel, arguments, std::index_sequence_for<A...>{}); };
@@ -404,7 +414,7 @@ inline float flush(float v) { return std::fabs(v) < 1.17549435e-38f ? std::copys
 #define gridDim (emulator::machine->grid)
 
 #define SHARED(type, name, count) static emulator::Shared<type> name(#name, count)
-#define DYNAMIC_SHARED(type, name) static emulator::Shared<type> name(#name, emulator::machine->dynamic.size() / sizeof(type))
+#define DYNAMIC_SHARED(type, name) static emulator::Shared<type> name(#name)
 
 // CUDA's own functions.
 
@@ -457,14 +467,14 @@ template <class T>
 
 template <class T>
 T atomicAdd(T* p, T v) {
-  emulator::machine->access(p, sizeof(T), false);
+  emulator::machine->access(p, sizeof(T), emulator::Machine::kAtomic);
   const T old = *p;
   *p = old + v;
   return old;
 }
 template <class T>
 T atomicMax(T* p, T v) {
-  emulator::machine->access(p, sizeof(T), false);
+  emulator::machine->access(p, sizeof(T), emulator::Machine::kAtomic);
   const T old = *p;
   *p = old < v ? v : old;
   return old;
@@ -474,22 +484,22 @@ T atomicMax(T* p, T v) {
 
 template <class T>
 inline T emulated_load(const void* p) {
-  emulator::machine->access(p, sizeof(T), false);
+  emulator::machine->access(p, sizeof(T), emulator::Machine::kLoad);
   T r;
   std::memcpy(&r, p, sizeof(T));
   return r;
 }
 template <class T>
 inline void emulated_store(void* p, T v) {
-  emulator::machine->access(p, sizeof(T), true);
+  emulator::machine->access(p, sizeof(T), emulator::Machine::kStore);
   std::memcpy(p, &v, sizeof(T));
 }
 inline void emulated_load(const void* p, unsigned* r, unsigned words) {
-  emulator::machine->access(p, 4 * words, false);
+  emulator::machine->access(p, 4 * words, emulator::Machine::kLoad);
   std::memcpy(r, p, 4 * words);
 }
 inline void emulated_store(void* p, const unsigned* v, unsigned words) {
-  emulator::machine->access(p, 4 * words, true);
+  emulator::machine->access(p, 4 * words, emulator::Machine::kStore);
   std::memcpy(p, v, 4 * words);
 }
 
