@@ -1,0 +1,188 @@
+"""The launch path without a GPU: the real bindings' types, with a driver call that looks at what it is given."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ssu_cases import BF16, Case, assert_matches, expected, make_call
+
+from ssmgen import emulator, runtime
+from ssmgen.arguments import Arguments
+from ssmgen.errors import LaunchError
+from ssmgen.kernels.selective_state_update import SsuSpec
+from ssmgen.ops import selective_state_update as op
+from ssmgen.registry import select
+from ssmgen.spec import Arch, DType, Index
+
+SM90 = Arch.parse("sm_90a")
+SPEC = SsuSpec(d_state=16, headdim=64, tied=False, dt_limit=True, index=Index.I32, D=DType.F32, lanes=4, vec=4, tile=64, threads=64)
+
+
+def read_arguments(address: int, spec: SsuSpec) -> dict[str, int | float]:
+    """What a kernel would find behind the array of argument pointers."""
+    pointers = ctypes.cast(address, ctypes.POINTER(ctypes.c_void_p))
+    sizes = {p.name: struct.calcsize("=" + p.code) for p in spec.parameters()}
+    raw = {p.name: (p.code, ctypes.string_at(pointers[i], sizes[p.name])) for i, p in enumerate(spec.parameters())}
+    return {name: struct.unpack("=" + code, data)[0] for name, (code, data) in raw.items()}
+
+
+def values_of(spec: SsuSpec) -> dict[str, int | float]:
+    """A different value for every argument that is not a pointer."""
+    rest = [p for p in spec.parameters() if p.code != "Q"]
+    return {p.name: i + 0.5 if p.code == "f" else -7 if p.code == "q" and p.name == "pad_slot_id" else 1000 + i for i, p in enumerate(rest)}
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """A driver whose launches are recorded, on a stream of the test's choice."""
+    state = SimpleNamespace(stream=0, calls=[], results=[])
+
+    def enqueue(config, handle, address, extra):
+        state.calls.append((config, handle, address, extra))
+        return (state.results.pop(0) if state.results else runtime.driver().CUresult.CUDA_SUCCESS,)
+
+    monkeypatch.setattr(runtime.driver(), "cuLaunchKernelEx", enqueue)
+    monkeypatch.setattr(runtime, "current_raw_stream", lambda device: state.stream)
+    return state
+
+
+def launch_of(spec=SPEC, pdl=False, values=None, grid=12) -> runtime.Launch:
+    return runtime.Launch(SimpleNamespace(spec=spec, handle=4711, pdl=pdl), 0, grid, values or values_of(spec))
+
+
+def test_every_argument_arrives_where_the_signature_has_it(fake):
+    pointers = [0x1000 * (i + 1) for i, p in enumerate(SPEC.parameters()) if p.code == "Q"]
+    plan = launch_of().at(pointers)  # which owns what the address points to
+    plan()
+    ((config, handle, address, extra),) = fake.calls
+    found = read_arguments(address, SPEC)
+    names = [p.name for p in SPEC.parameters()]
+    assert [found[n] for n in names[: len(pointers)]] == pointers
+    assert {n: found[n] for n in names[len(pointers) :]} == values_of(SPEC)
+    assert handle == 4711 and extra == 0
+    assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (12, 1, 1) and (config.blockDimX, config.blockDimY) == (64, 1)
+
+
+def test_plans_of_one_launch_do_not_share_their_pointers(fake):
+    launch, count = launch_of(), sum(p.code == "Q" for p in SPEC.parameters())
+    plans = [launch.at([base + i for i in range(count)]) for base in (100, 200, 300)]
+    for plan in plans:
+        plan()
+    assert [read_arguments(address, SPEC)["state"] for _, _, address, _ in fake.calls] == [100, 200, 300]
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_the_programmatic_attribute_is_the_kernel_s(fake, pdl):
+    launch_of(pdl=pdl).at([0] * 9)()
+    config = fake.calls[0][0]
+    assert config.numAttrs == int(pdl)
+    if pdl:
+        cu = runtime.driver()
+        assert config.attrs[0].id == cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        assert config.attrs[0].value.programmaticStreamSerializationAllowed == 1
+
+
+def test_each_stream_has_a_configuration_made_once(fake):
+    plan = launch_of().at([0] * 9)
+    for fake.stream in (5, 7, 5, 7, 0):
+        plan()
+    streams = [int(config.hStream) for config, *_ in fake.calls]
+    assert streams == [5, 7, 5, 7, 0] and fake.calls[0][0] is fake.calls[2][0]
+
+
+def test_a_failed_launch_says_what_was_launched(fake):
+    fake.results = [runtime.driver().CUresult.CUDA_ERROR_INVALID_VALUE]
+    with pytest.raises(LaunchError, match=r"CUDA_ERROR_INVALID_VALUE\n  grid 12, block 64\n  .*'pad_slot_id': -7"):
+        launch_of().at([0] * 9)()
+
+
+def test_a_thread_without_a_context_gets_one_and_launches_again(fake, monkeypatch):
+    made = []
+    monkeypatch.setattr(runtime, "ensure_context", made.append)
+    fake.results = [runtime.driver().CUresult.CUDA_ERROR_INVALID_CONTEXT]
+    launch_of().at([0] * 9)()
+    assert made == [0] and len(fake.calls) == 2
+
+
+@pytest.mark.skipif(not emulator.available(), reason="needs g++")
+def test_a_plan_run_by_the_emulator(fake, monkeypatch):
+    """From checked operands over problem, spec, values and plan to a result, as on a card but for the driver."""
+    call = make_call(Case("m2", heads=2, groups=2, state=BF16, index=torch.int32, split=True), "cpu")
+    want = expected(call)
+    named = {n: call.named[n] for n in op._NAMES if n in call.named}
+    views = op.headed_views(named, [])
+    problem = op.problem_of(views, {n: t.data_ptr() for n, t in named.items()}, True, False)
+    spec = select("selective_state_update", problem, 5, SM90, True)
+    grid = 5 * spec.nheads * spec.tiles
+
+    def enqueue(config, handle, address, extra):
+        emulator.run(spec, SM90, config.gridDimX, SimpleNamespace(address=address), named)
+        return (runtime.driver().CUresult.CUDA_SUCCESS,)
+
+    monkeypatch.setattr(runtime.driver(), "cuLaunchKernelEx", enqueue)
+    launch_of(spec, True, op.kernel_values(spec, views, -1, None), grid).at([t.data_ptr() for t in named.values()])()
+    assert_matches(call, want)
+
+
+# Signatures: a call is matched to one before its plan is looked up.
+
+
+def signature_of(given, resolve=lambda pointers: None) -> runtime.Signature:
+    return runtime.Signature(given, resolve)
+
+
+def test_guard_sees_every_property():
+    base = torch.zeros(4, 6)
+    guard = runtime.tensor_guard([base, torch.zeros(3)])
+    assert guard(torch.ones(4, 6), torch.ones(3))
+    for other in (torch.zeros(4, 5), torch.zeros(6, 4).t(), torch.zeros(4, 6, dtype=torch.bfloat16), torch.zeros(4, 6, device="meta")):
+        assert not guard(other, torch.zeros(3))
+    assert not guard(torch.zeros(4, 6, requires_grad=True), torch.zeros(3))
+
+
+def test_guard_of_one_tensor_given_twice():
+    t = torch.zeros(4)
+    guard = runtime.tensor_guard([t, t])
+    assert guard(t, t) and guard(torch.ones(4), torch.ones(4)) and not guard(t, torch.zeros(5))
+
+
+def test_resize_of_the_same_object_is_noticed():
+    t, other = torch.zeros(4, 4), torch.zeros(2)
+    guard = runtime.tensor_guard([t, other])
+    t.resize_(2, 4)
+    assert not guard(t, other)
+
+
+def test_pointers_are_resolved_once_and_the_table_is_bounded(monkeypatch):
+    seen = []
+    fixed = torch.zeros(1)
+    signature = signature_of((torch.zeros(2), fixed, None), seen.append)
+    table = runtime.Signatures()
+    table.add("key", signature)
+    a, b = torch.zeros(2), torch.zeros(2)
+    for t in (a, b, a, b):
+        assert table.find("key", (t, fixed, None)) is runtime._nothing
+    assert len(seen) == 2 and table.find("other", (a, fixed, None)) is None and table.find("key", (torch.zeros(3), fixed, None)) is None
+    monkeypatch.setattr(runtime.Signature, "limit", 3)
+    kept = [torch.zeros(2) for _ in range(20)]
+    for t in kept:
+        table.find("key", (t, fixed, None))
+    assert len(signature.plans) <= 3
+
+
+def test_weights_that_require_grad_match_only_without_grad_mode():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    given = weight, torch.zeros(1)
+    signature = signature_of(given)
+    with torch.no_grad():
+        assert signature.matches(*given)
+    assert not signature.matches(*given)
+
+
+def test_arguments_outlive_what_they_were_made_from():
+    packed = [Arguments(SPEC, values_of(SPEC)).at(range(9)) for _ in range(50)]
+    assert all(read_arguments(p.address, SPEC)["dt_max"] == values_of(SPEC)["dt_max"] for p in packed)
