@@ -145,7 +145,17 @@ def test_torch_compile_fullgraph():
     assert torch.equal(compiled, want) and torch.equal(call.args[0][call.written], eager.args[0][eager.written])
 
 
-def test_pad_mutation_is_seen_by_autograd_free_code_only():
+def test_fake_tensors_go_through_the_dispatcher():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    call = make_call(M2, "cpu")
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in call.args]
+        out = ssmgen.selective_state_update(*fakes, state_indices=mode.from_tensor(call.kwargs["state_indices"]))
+    assert out.shape == call.kwargs["out"].shape and type(out) is not torch.Tensor
+
+
+def test_parameters_are_taken_without_grad_mode():
     call = make_call(M2, "cpu")
     weight = torch.nn.Parameter(torch.randn(4))
     args = (*call.args[:6], weight, *call.args[7:])

@@ -38,6 +38,13 @@ def test_every_shape_is_served(d_state, headdim, state):
             assert spec.tile * spec.d_state * spec.state.size <= 40 * 1024
 
 
+@pytest.mark.parametrize(("d_state", "state"), [(2, DType.F32), (2, DType.BF16), (4, DType.BF16), (12, DType.F16)])
+def test_rows_below_16_bytes_are_not_prefetched(d_state, state):
+    """Their slots need not lie at multiples of 16 bytes, which the bulk prefetch demands."""
+    problem = SsuProblem(d_state=d_state, headdim=4096, state=state, tied=False, index=Index.I32)
+    assert all(registry.select(OPERATOR, problem, b, SM90, True).prefetch == 0 for b in (1, 64, 4096))
+
+
 def test_batch_changes_only_how():
     small, large = (registry.select(OPERATOR, MAMBA2, b, SM90, True) for b in (1, 256))
     assert small != large and small.prefetch == 0 and large.prefetch > 0

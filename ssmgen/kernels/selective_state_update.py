@@ -115,7 +115,10 @@ class SsuSpec(SsuProblem, KernelSpec):
             *must(arch >= Arch(80), f"bf16 arithmetic needs sm_80, not {arch}"),
             *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
             *must(arch >= SM90 or not self.prefetch, f"the bulk L2 prefetch needs sm_90, not {arch}"),
-            *must(not self.prefetch or self.state_loads is Loads.VECTOR, "the bulk L2 prefetch needs an aligned state"),
+            *must(
+                not self.prefetch or (self.state_loads is Loads.VECTOR and self.vec * self.state.size == 16),
+                "the bulk L2 prefetch needs an aligned state in 16-byte vectors",
+            ),
             *must(
                 not self.prefetch or self.headdim % self.tile == 0,
                 f"the bulk L2 prefetch needs headdim {self.headdim} to be whole tiles of {self.tile}",
@@ -256,8 +259,8 @@ def candidates(problem: SsuProblem, batch: int, arch: Arch, pdl: bool) -> Iterat
             continue
         taken = True
         how = _fit(problem, rule)
-        whole_tiles = problem.headdim % how["tile"] == 0
-        prefetch = rule.prefetch if whole_tiles and arch >= SM90 and problem.state_loads is Loads.VECTOR else 0
+        aligned = problem.state_loads is Loads.VECTOR and how["vec"] * problem.state.size == 16
+        prefetch = rule.prefetch if aligned and problem.headdim % how["tile"] == 0 and arch >= SM90 else 0
         yield rule.name, SsuSpec(**given, **how, prefetch=prefetch, pdl=rule.pdl if pdl else Pdl.OFF), ""
     layout = _layout(problem) | {"ilp": 1}
     warps = max(1, min(4, problem.headdim * layout["lanes"] // 32))

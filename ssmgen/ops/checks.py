@@ -73,7 +73,8 @@ def check_overlap(written: Mapping[str, tuple[int, int]], read: Mapping[str, tup
         problems += [f"{name} overlaps {other} in memory" for other, (a, b) in others.items() if start < b and a < end]
 
 
-def check_strides_fit(name: str, t: Tensor, problems: list[str]) -> None:
-    """Strides are 32-bit in the kernels, and so are offsets within a row of the batch."""
-    if any(s >= 2**31 for s in t.stride()) or sum((n - 1) * s for n, s in zip(t.shape[1:], t.stride()[1:], strict=True)) >= 2**31:
-        problems.append(f"{name} has strides {list(t.stride())}; kernels take strides and offsets within a row below 2^31 elements")
+def check_strides_fit(name: str, t: Tensor, first: int, problems: list[str]) -> None:
+    """Strides are 32-bit in the kernels, and so are offsets over the axes from `first` on."""
+    reach = sum((n - 1) * s for n, s in zip(t.shape[first:], t.stride()[first:], strict=True))
+    if reach >= 2**31 or any(s >= 2**31 for s in t.stride()):
+        problems.append(f"{name} has strides {list(t.stride())}; kernels take strides, and offsets within a row, below 2^31 elements")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.nn import Parameter
 
 from .. import registry, runtime
 from ..errors import ArgumentError
@@ -66,22 +67,28 @@ def selective_state_update(
     """
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x  # the checks object to x
-    if is_compiling():
-        limit = None if dt_limit is None else list(dt_limit)
-        torch.ops.ssmgen.selective_state_update(
-            state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices, dt_softplus, limit, pad_slot_id, pdl
-        )
-        return out
     given = (state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices)
+    if is_compiling():
+        _dispatch(given, dt_softplus, dt_limit, pad_slot_id, pdl)
+        return out
     try:
         key = (x.shape, D is None, z is None, dt_bias is None, state_indices is None, dst_state_indices is None)
         plan = _find((*key, dt_softplus, dt_limit, pad_slot_id, pdl), given)
     except (AttributeError, TypeError):  # not tensors, or a limit that cannot be hashed: the checks say which
         plan = None
     if plan is None:
+        if any(isinstance(t, Tensor) and type(t) not in (Tensor, Parameter) for t in given):  # fake, distributed, wrapped: theirs to say
+            _dispatch(given, dt_softplus, dt_limit, pad_slot_id, pdl)
+            return out
         plan = _prepare(given, dt_softplus, dt_limit, pad_slot_id, pdl)
     plan()
     return out
+
+
+def _dispatch(given: tuple[Any, ...], dt_softplus: bool, dt_limit: tuple[float, float] | None, pad_slot_id: int, pdl: bool | None) -> None:
+    """The call through torch's dispatcher, which comes back here with plain tensors, or traces it."""
+    limit = None if dt_limit is None else list(dt_limit)
+    torch.ops.ssmgen.selective_state_update(*given, dt_softplus, limit, pad_slot_id, pdl)
 
 
 def _prepare(given: tuple[Any, ...], dt_softplus: bool, dt_limit: Any, pad_slot_id: int, pdl: bool | None) -> Callable[[], None]:
@@ -140,7 +147,10 @@ def _new_signature(
             spec = registry.select(OPERATOR, problem, batch, arch, want_pdl)
             kernel = runtime.load(spec, device, OPERATOR)
             values = kernel_values(spec, layout, pad_slot_id, dt_limit)
-            launches[problem] = runtime.Launch(kernel, device, batch * spec.nheads * spec.tiles, values)
+            grid = batch * spec.nheads * spec.tiles
+            if grid >= 2**31:
+                raise ArgumentError(OPERATOR, [f"batch {batch} needs {grid} blocks; a launch has fewer than 2^31"])
+            launches[problem] = runtime.Launch(kernel, device, grid, values)
             registry.count_plan(spec)
         return launches[problem]
 
@@ -244,7 +254,7 @@ def _check_layout(views: dict[str, Tensor], problems: list[str]) -> None:
             problems.append(f"state_indices is {source.dtype} and dst_state_indices is {target.dtype}")
     for name, t in views.items():
         if name != "state":
-            checks.check_strides_fit(name, t, problems)
+            checks.check_strides_fit(name, t, 0 if name in ("A", "D", "dt_bias") else 1, problems)
 
 
 def _check_overlap(layout: dict[str, Tensor], where: dict[str, int]) -> None:
