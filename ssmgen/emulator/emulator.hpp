@@ -4,7 +4,8 @@
 // It is a checker first: every access to global memory must lie in an operand, be aligned, not collide with another thread's write,
 // and come after the wait in a kernel that has one; lanes must meet at the same shuffle; shared memory must be written before it is
 // read. The first violation ends the launch with a sentence about it.
-#pragma once
+#ifndef SSMGEN_EMULATOR_HPP
+#define SSMGEN_EMULATOR_HPP
 #define SSMGEN_EMULATOR 1
 
 #include <ucontext.h>
@@ -17,7 +18,6 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -65,6 +65,7 @@ struct Thread {
 // A moment in a thread's life: how many barriers of its block and of its warp it has passed.
 struct Moment {
   u32 block, thread, epoch, warp_epoch;
+  bool real;  // false: there was none
 };
 
 constexpr u32 kWarp = 32;
@@ -83,14 +84,14 @@ class Machine {
   u32 epoch = 0;    // barriers passed in this block
   bool pdl = false;
   std::string failure;
-  std::unordered_map<u64, Moment> writers;  // of global memory, by 2-byte cell, in this launch
+  std::vector<std::vector<Moment>> writers;  // of each operand, by 2-byte cell, in this launch
   std::function<void()> kernel;
   ucontext_t scheduler;
   std::vector<struct SharedBase*> shared;
   u32 dynamic_bytes = 0;  // of shared memory
 
   Thread& me() { return threads[current]; }
-  Moment now() { return Moment{block_index.x, current, epoch, me().warp_epoch}; }
+  Moment now() { return Moment{block_index.x, current, epoch, me().warp_epoch, true}; }
   // Whether a barrier, or the program's order, lies between that moment and now.
   bool ordered(const Moment& then) {
     if (then.block != block_index.x) return false;
@@ -123,16 +124,14 @@ class Machine {
     if (!write) return;
     if (!in->writable) fail(std::string(what) + " to " + in->name + ", which is read only");
     if (kind == kAtomic) return;
+    std::vector<Moment>& cells = writers[in - operands.data()];
+    if (cells.empty()) cells.resize(in->bytes / 2 + 1);
     for (u32 i = 0; i < bytes; i += 2) {
-      const u64 cell = reinterpret_cast<std::uintptr_t>(p + i) / 2;
-      const auto found = writers.find(cell);
-      if (found != writers.end()) {
-        const Moment& w = found->second;
-        if (!ordered(w))
-          fail("store to an address that thread " + std::to_string(w.thread) + " of block " + std::to_string(w.block) +
-               " also writes, with no barrier between" + nearest(p));
-      }
-      writers[cell] = now();
+      Moment& w = cells[(p + i - in->begin) / 2];
+      if (w.real && !ordered(w))
+        fail("store to an address that thread " + std::to_string(w.thread) + " of block " + std::to_string(w.block) +
+             " also writes, with no barrier between" + nearest(p));
+      w = now();
     }
   }
 
@@ -183,7 +182,6 @@ inline void fiber() {
 inline void Machine::run_block() {
   const u32 count = block.x;
   threads.resize(count);
-  writers.reserve(1 << 16);
   epoch = 0;
   for (SharedBase* s : shared) s->forget();
   for (u32 i = 0; i < count; ++i) {
@@ -365,7 +363,7 @@ int launch(void (*kernel)(A...), u32 grid, u32 block, u32 shared_bytes, bool pdl
   one.operands.assign(operands, operands + count);
   one.grid = Dim{grid, 1, 1}, one.block = Dim{block, 1, 1}, one.pdl = pdl;
   one.dynamic_bytes = shared_bytes;
-  one.writers.clear();
+  one.writers.assign(count, {});
   one.failure.clear();
   one.kernel = [=] { call(kernel, arguments, std::index_sequence_for<A...>{}); };
   for (u32 b = 0; b < grid && one.failure.empty(); ++b) {
@@ -531,3 +529,5 @@ inline void prefetch_l2(const void* p, int bytes) {
 }
 inline void wait_for_upstream() { emulator::machine->me().waited = true; }
 inline void allow_dependents() {}
+
+#endif
