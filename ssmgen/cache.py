@@ -142,6 +142,12 @@ class Layer:
     def files(self) -> Iterator[Path]:
         yield from sorted(self.version_dir.glob(f"*/*/*{SUFFIX}"))
 
+    def entries(self) -> Iterator[tuple[Path, Entry]]:
+        """(file, entry) of every one that can be used."""
+        for path in self.files():
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+                yield path, Entry.from_bytes(path.read_bytes())
+
     def sweep(self) -> int:
         """Removes temporary files of processes that died; the number removed."""
         removed = 0
@@ -189,11 +195,7 @@ class Cache:
     def layers(self) -> list[Layer]:
         return [*self.read_only, *([self.writable] if self.writable else [])]
 
-    def find(self, spec: KernelSpec, arch: Arch) -> Entry | None:
-        """The entry for a spec if it is in memory or in a layer; compiles nothing."""
-        return self._look_up(*self._key(spec, arch), arch)
-
-    def get(self, spec: KernelSpec, arch: Arch, *, persist: bool = True) -> tuple[Entry, bool]:
+    def get(self, spec: KernelSpec, arch: Arch) -> tuple[Entry, bool]:
         """(entry, whether it was there already); compiles on a miss.
 
         Raises SpecError, CompileError, CompilerMissingError; NotBuiltError under SSMGEN_COMPILE=deny.
@@ -224,7 +226,7 @@ class Cache:
                     cubin=done.cubin,
                 )
                 self._memory[key] = entry
-                if persist and self.writable:
+                if self.writable:
                     try:
                         self.writable.write(entry)
                     except OSError as e:

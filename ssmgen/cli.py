@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from . import __version__
-from .cache import Cache, Entry, collect_garbage, shared_cache, verify
+from .cache import Cache, collect_garbage, shared_cache, verify
 from .errors import DriftError, SsmgenError
 from .spec import Arch, DType, Index, PoolMode
 
@@ -159,23 +159,15 @@ def list_variants(as_json: bool) -> None:
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for spec, arch in default_variants():
         rows[spec.name, str(arch)] = {"name": spec.name, "arch": str(arch), "spec": str(spec), "default": True, "cached": None}
-    for layer, _, entry in _entries(shared_cache()):
-        row = rows.setdefault((entry.symbol, entry.arch), {"name": entry.symbol, "arch": entry.arch, "spec": entry.spec, "default": False})
-        row["cached"] = str(layer.root)
+    for layer in shared_cache().layers:
+        for _, e in layer.entries():
+            row = rows.setdefault((e.symbol, e.arch), {"name": e.symbol, "arch": e.arch, "spec": e.spec, "default": False})
+            row["cached"] = str(layer.root)
     if as_json:
         click.echo(json.dumps(list(rows.values()), indent=1))
         return
     for row in sorted(rows.values(), key=lambda r: (r["arch"], r["name"])):
         click.echo(f"{row['arch']:8} {'default' if row['default'] else '':8}{'cached' if row['cached'] else '':7} {row['name']}")
-
-
-def _entries(cache: Cache) -> Any:
-    for layer in cache.layers:
-        for path in layer.files():
-            try:
-                yield layer, path, Entry.from_bytes(path.read_bytes())
-            except (OSError, ValueError, TypeError, KeyError):
-                continue
 
 
 @main.command()
@@ -305,7 +297,8 @@ def cache_ls(as_json: bool) -> None:
     """List the entries."""
     rows = [
         {"path": str(path), "bytes": path.stat().st_size, "name": e.symbol, "arch": e.arch, "compiler": e.compiler, "spec": e.spec}
-        for _, path, e in _entries(shared_cache())
+        for layer in shared_cache().layers
+        for path, e in layer.entries()
     ]
     if as_json:
         click.echo(json.dumps(rows, indent=1))

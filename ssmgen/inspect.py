@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
-from .cache import Cache, Entry
+from .cache import Cache
 from .errors import SpecError, SsmgenError
 from .generate import default_variants
 from .kernels import FAMILIES
@@ -26,12 +27,10 @@ def known_specs(cache: Cache | None) -> dict[str, KernelSpec]:
     """{name: spec} of the default variants and of what is in the cache."""
     found = {spec.name: spec for spec, _ in default_variants()}
     for layer in cache.layers if cache else []:
-        for path in layer.files():
-            try:
-                spec = parse_spec(Entry.from_bytes(path.read_bytes()).spec, FAMILIES)
-            except (OSError, ValueError, SpecError):
-                continue
-            found[spec.name] = spec
+        for _, entry in layer.entries():
+            with contextlib.suppress(SpecError):  # of a release whose specs had other fields
+                spec = parse_spec(entry.spec, FAMILIES)
+                found[spec.name] = spec
     return found
 
 

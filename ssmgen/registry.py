@@ -85,12 +85,6 @@ def explain(operator: str, problem: Any, batch: int, arch: Arch, pdl: bool) -> E
     return Explanation(operator, problem, batch, arch, tuple(verdicts), faults)
 
 
-def supported(operator: str, problem: Any, arch: Arch) -> tuple[bool, list[str]]:
-    """(whether some variant serves the problem, why not)."""
-    reasons = explain(operator, problem, 1, arch, False).reasons
-    return not reasons, reasons
-
-
 def select(operator: str, problem: Any, batch: int, arch: Arch, pdl: bool) -> KernelSpec:
     """The variant for a problem. Raises UnsupportedError with every reason."""
     found = explain(operator, problem, batch, arch, pdl)

@@ -66,17 +66,15 @@ def test_explanation_says_which_rule_and_why_not_the_others():
 
 def test_unsupported_gives_every_reason():
     odd = SsuProblem(d_state=130, headdim=64, nheads=10, ngroups=4)
-    yes, reasons = registry.supported(OPERATOR, odd, SM90)
-    assert not yes and len(reasons) == 2
+    assert len(registry.explain(OPERATOR, odd, 1, SM90, True).reasons) == 2
     with pytest.raises(UnsupportedError) as e:
         registry.select(OPERATOR, odd, 1, SM90, True)
     assert "d_state 130" in str(e.value) and "not a multiple of ngroups 4" in str(e.value)
-    assert registry.supported(OPERATOR, MAMBA1, SM80) == (True, [])
+    assert registry.explain(OPERATOR, MAMBA1, 1, SM80, False).reasons == []
 
 
 def test_below_sm_80_is_refused():
-    yes, reasons = registry.supported(OPERATOR, MAMBA1, Arch(75))
-    assert not yes and any("sm_80" in r for r in reasons)
+    assert any("sm_80" in r for r in registry.explain(OPERATOR, MAMBA1, 1, Arch(75), False).reasons)
 
 
 @pytest.mark.parametrize("problem", [MAMBA1, MAMBA2], ids=["mamba1", "mamba2"])

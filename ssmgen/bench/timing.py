@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -81,15 +81,3 @@ def ceilings_tbs(gib: float = 4.0) -> dict[str, float]:
     a, b = torch.randn(n // 4, device="cuda"), torch.empty(n // 4, device="cuda")
     us = device_us({"out_of_place": lambda i: torch.mul(a, 1.0, out=b), "in_place": lambda i: a.mul_(1.0)}, 1, captures=1)
     return {name: 2 * n / t / 1e6 for name, t in us.items()}
-
-
-def error(result: torch.Tensor, reference: torch.Tensor) -> float:
-    """Norm of the difference over the norm of the reference; infinite when a value is not finite."""
-    result, reference = result.double(), reference.double()
-    if not torch.isfinite(result).all():
-        return float("inf")
-    return float((result - reference).norm() / reference.norm().clamp(min=1e-30))
-
-
-def ratio(value: float, others: Sequence[float]) -> float:
-    return value / min(others) if others else float("nan")

@@ -59,7 +59,10 @@ def _workplace() -> tempfile.TemporaryDirectory:
 
 @functools.cache
 def _header() -> Path:
-    """The header, compiled ahead once per process: half of a kernel's time in g++ was reading the standard library."""
+    """The header, compiled ahead once per process: half of a kernel's time in g++ was reading the standard library.
+
+    Where g++ cannot do that, the text beside it is read each time, with the same result.
+    """
     copy = Path(_workplace().name) / HEADER.name
     copy.write_text(HEADER.read_text())
     subprocess.run(["g++", *FLAGS, "-x", "c++-header", str(copy), "-o", f"{copy}.gch"], capture_output=True, check=False)

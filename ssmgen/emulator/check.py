@@ -11,12 +11,12 @@ from ..arguments import Arguments
 from ..errors import SsmgenError
 from ..kernels.selective_state_update import SsuSpec
 from ..ops import selective_state_update as op
-from ..ops.checks import DTYPES
+from ..ops.checks import TORCH_DTYPES
+from ..reference import norm_error
 from ..reference.selective_state_update import selective_state_update as reference
 from ..spec import Arch, DType, Index, KernelSpec, Loads, PoolMode
 from . import run
 
-TORCH = {ours: theirs for theirs, ours in DTYPES.items()}
 LIMIT = (0.01, 0.1)
 # Norm error that one rounding to the dtype, and f32 arithmetic, leave.
 TOLERANCE = {DType.F32: 2e-6, DType.F16: 6e-4, DType.BF16: 5e-3}
@@ -51,20 +51,13 @@ def check(spec: KernelSpec, arch: Arch, batch: int = 3, seed: int = 0) -> Outcom
     packed = Arguments(spec, op.kernel_values(spec, views, -1, limit)).at([t.data_ptr() for t in named.values()])
     run(spec, arch, grid, packed, named)
     used = sorted({int(s) for s in named.get("state_indices", torch.arange(batch)) if s >= 0} | set(_destinations(named, batch)))
-    errors = [_error(views["state"][used], expected["state"][used]), _error(views["out"], expected["out"])]
+    errors = [norm_error(views["state"][used], expected["state"][used]), norm_error(views["out"], expected["out"])]
     bounds = [TOLERANCE[spec.state], max(TOLERANCE[spec.out], 1e-5)]
     return Outcome(*errors, grid, all(e <= b for e, b in zip(errors, bounds, strict=True)))
 
 
 def _destinations(named: dict[str, Tensor], batch: int) -> list[int]:
     return [int(s) for s in named.get("dst_state_indices", []) if s >= 0]
-
-
-def _error(result: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over that of the expectation; infinite where a value is not finite."""
-    if not torch.isfinite(result).all():
-        return float("inf")
-    return float((result.double() - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
 def operands(spec: SsuSpec, batch: int, seed: int) -> dict[str, Tensor]:
@@ -74,7 +67,7 @@ def operands(spec: SsuSpec, batch: int, seed: int) -> dict[str, Tensor]:
     slots = batch if spec.index is Index.NONE else 3 * batch
 
     def randn(dtype: DType, *shape: int, odd: bool = False) -> Tensor:
-        values = torch.randn(*shape, generator=g).to(TORCH[dtype])
+        values = torch.randn(*shape, generator=g).to(TORCH_DTYPES[dtype])
         if not odd:
             return values
         wide = torch.empty(*shape[:-1], shape[-1] + 1, dtype=values.dtype)  # rows that start at odd places
@@ -83,14 +76,10 @@ def operands(spec: SsuSpec, batch: int, seed: int) -> dict[str, Tensor]:
 
     odd = spec.operand_loads is Loads.ELEMENT
     shape, gap = (slots, H, P, N), 1 if spec.state_loads is Loads.ELEMENT else 0
-    state = torch.empty_strided(shape, (H * P * N + gap, P * N, N, 1), dtype=TORCH[spec.state])
+    state = torch.empty_strided(shape, (H * P * N + gap, P * N, N, 1), dtype=TORCH_DTYPES[spec.state])
     state.copy_(randn(spec.state, *shape))
 
-    def per_row(dtype: DType, scale: float = 1.0, shift: float = 0.0) -> Tensor:
-        values = randn(dtype, H, 1 if spec.tied else P) * scale + shift
-        return values.expand(H, P) if spec.tied else values
-
-    decay = -(torch.rand(H, 1 if spec.tied else P, 1 if spec.tied else N, generator=g) + 0.1).to(TORCH[spec.A])
+    decay = -(torch.rand(H, 1 if spec.tied else P, 1 if spec.tied else N, generator=g) + 0.1).to(TORCH_DTYPES[spec.A])
     if odd and not spec.tied:
         decay = torch.nn.functional.pad(decay, (1, 0))[..., 1:]
     step = randn(spec.dt, B, H, 1 if spec.tied else P)
@@ -103,8 +92,8 @@ def operands(spec: SsuSpec, batch: int, seed: int) -> dict[str, Tensor]:
         "C": randn(spec.C, B, G, N, odd=odd),
         "D": spec.D and randn(spec.D, H, P),
         "z": spec.z and randn(spec.z, B, H, P),
-        "dt_bias": spec.dt_bias and per_row(spec.dt_bias),
-        "out": torch.full((B, H, P), float("nan"), dtype=TORCH[spec.out]),
+        "dt_bias": spec.dt_bias and randn(spec.dt_bias, H, 1 if spec.tied else P).expand(H, P),
+        "out": torch.full((B, H, P), float("nan"), dtype=TORCH_DTYPES[spec.out]),
     }
     if spec.index is not Index.NONE:
         order = torch.randperm(slots, generator=g).to(torch.int32 if spec.index is Index.I32 else torch.int64)

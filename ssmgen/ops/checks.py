@@ -10,6 +10,7 @@ from torch import Tensor
 from ..spec import DType
 
 DTYPES = {torch.float32: DType.F32, torch.float16: DType.F16, torch.bfloat16: DType.BF16}
+TORCH_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
 
 
 def describe(t: Tensor) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,18 +72,23 @@ def selective_state_update(
     if is_compiling():
         _dispatch(given, dt_softplus, dt_limit, pad_slot_id, pdl)
         return out
-    try:
-        key = (x.shape, D is None, z is None, dt_bias is None, state_indices is None, dst_state_indices is None)
-        plan = _find((*key, dt_softplus, dt_limit, pad_slot_id, pdl), given)
-    except (AttributeError, TypeError):  # not tensors, or a limit that cannot be hashed: the checks say which
-        plan = None
-    if plan is None:
-        if any(isinstance(t, Tensor) and type(t) not in (Tensor, Parameter) for t in given):  # fake, distributed, wrapped: theirs to say
-            _dispatch(given, dt_softplus, dt_limit, pad_slot_id, pdl)
-            return out
-        plan = _prepare(given, dt_softplus, dt_limit, pad_slot_id, pdl)
-    plan()
+    _plan(given, dt_softplus, dt_limit, pad_slot_id, pdl)()
     return out
+
+
+def _plan(given: tuple[Any, ...], dt_softplus: bool, dt_limit: Any, pad_slot_id: int, pdl: bool | None) -> Callable[[], None]:
+    """What runs a call. Everything up to `find` is paid at every call."""
+    _, x, _, _, _, _, D, z, dt_bias, _, source, target = given
+    try:
+        key = (x.shape, D is None, z is None, dt_bias is None, source is None, target is None, dt_softplus, dt_limit, pad_slot_id, pdl)
+        plan = _find(key, given)
+    except (AttributeError, TypeError):  # not tensors, or a limit that cannot be hashed: the checks say which
+        key = plan = None
+    if plan is not None:
+        return plan
+    if any(isinstance(t, Tensor) and type(t) not in (Tensor, Parameter) for t in given):  # fake, distributed, wrapped: theirs to say
+        return partial(_dispatch, given, dt_softplus, dt_limit, pad_slot_id, pdl)
+    return _prepare(key, given, dt_softplus, dt_limit, pad_slot_id, pdl)
 
 
 def _dispatch(given: tuple[Any, ...], dt_softplus: bool, dt_limit: tuple[float, float] | None, pad_slot_id: int, pdl: bool | None) -> None:
@@ -91,7 +97,7 @@ def _dispatch(given: tuple[Any, ...], dt_softplus: bool, dt_limit: tuple[float, 
     torch.ops.ssmgen.selective_state_update(*given, dt_softplus, limit, pad_slot_id, pdl)
 
 
-def _prepare(given: tuple[Any, ...], dt_softplus: bool, dt_limit: Any, pad_slot_id: int, pdl: bool | None) -> Callable[[], None]:
+def _prepare(key: Any, given: tuple[Any, ...], dt_softplus: bool, dt_limit: Any, pad_slot_id: int, pdl: bool | None) -> Callable[[], None]:
     """What runs a call of a kind not seen before: checks, selects, compiles, loads; the next such call finds the plan."""
     named = _named(given)
     views = _checked_views(named, dt_limit, pdl)
@@ -99,9 +105,7 @@ def _prepare(given: tuple[Any, ...], dt_softplus: bool, dt_limit: Any, pad_slot_
         return _reference_plan(views, named, dt_softplus, dt_limit, pad_slot_id)
     signature = _new_signature(views, given, named, dt_softplus, dt_limit, pad_slot_id, pdl)
     plan = signature.add(tuple(t.data_ptr() for t in named.values()))
-    _, x, _, _, _, _, D, z, dt_bias, _, source, target = given
-    key = (x.shape, D is None, z is None, dt_bias is None, source is None, target is None)
-    _signatures.add((*key, dt_softplus, dt_limit, pad_slot_id, pdl), signature)
+    _signatures.add(key, signature)
     return plan
 
 
@@ -323,7 +327,7 @@ def kernel_values(spec: SsuSpec, views: dict[str, Tensor], pad_slot_id: int, dt_
 def plan_call(*args: Any, **kwargs: Any) -> tuple[Callable[[], None], Tensor]:
     """(plan, out) of a call, without running it."""
     given, options = _operands(*args, **kwargs)
-    return _prepare(given, *options), given[9]
+    return _plan(given, *options), given[9]
 
 
 def problem_of_call(*args: Any, **kwargs: Any) -> tuple[SsuProblem, int, torch.device, bool | None]:
