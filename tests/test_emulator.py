@@ -229,8 +229,13 @@ CHANNELS = Case("channels", headdim=256, d_state=16, tied=False, z=BF16, index=t
 EDITS = {
     "no wait": (POOL, "  wait_for_upstream();", "  ", "before the wait for the upstream kernel"),
     "no padding": (POOL, "if (slot < 0 || slot == pad_slot_id)", "if (false)", "outside of every operand"),
-    "state past the tail": (SPLIT_TAIL, "min(row_of(t, i), u32(kHeadDim - 1))", "row_of(t, i) + 100000", "load outside of every operand"),
-    "stores past the tail": (SPLIT_TAIL, "row_of(t, i) < kHeadDim", "true", "no barrier between"),
+    "state past the tail": (
+        SPLIT_TAIL,
+        "min(row_of(step, i), u32(kHeadDim - 1))",
+        "row_of(step, i) + 100000",
+        "load outside of every operand",
+    ),
+    "stores past the tail": (SPLIT_TAIL, "row_of(step, i) < kHeadDim", "true", "no barrier between"),
     "output past the tail": (SPLIT_TAIL, "lane % kLanes < kIlp && row < kHeadDim", "lane % kLanes < kIlp", "store"),
     "every lane stores the output": (POOL, "if (lane % kLanes < kIlp) store", "store", "no barrier between"),
     "padded destination written": (SPLIT_TAIL, "dst_slot >= 0 && dst_slot != pad_slot_id", "true", "outside of every operand"),
@@ -250,7 +255,7 @@ EDITS = {
         "pack(h, packed[i][p]); unpack(packed[i][p], h); y[i][p] = dot(h, c[p]);",
         "off by",
     ),
-    "no softplus": (CHANNELS, "step = softplus(step);", "", "off by"),
+    "no softplus": (CHANNELS, "delta = softplus(delta);", "", "off by"),
     "source slot written": (SPLIT_TAIL, "State* dst = state + dst_slot", "State* dst = state + slot", "changed outside"),
 }
 

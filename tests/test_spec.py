@@ -72,7 +72,7 @@ def test_every_violation_is_listed_at_once():
         ({"vec": 2}, "below 4, the chain"),
         ({"ilp": 32}, "ilp 32 exceeds lanes 16"),
         ({"tile": 48}, "not a multiple of the 32 rows in flight"),
-        ({"tile": 128}, "tile 128 exceeds headdim 64"),
+        ({"tile": 128}, "tile 128 exceeds the 64 rows of a head"),
         ({"threads": 100}, "threads 100"),
         ({"headdim": 80, "tile": 64, "prefetch": 132}, "whole tiles"),
         ({"state_loads": Loads.ELEMENT, "prefetch": 132}, "aligned state"),

@@ -261,7 +261,7 @@ ssu_h24p128n256g1_f32_l32v4i4t16x128_pdl_797a4d85(
   const u32 offset = lane % kLanes * kVec;  // of the lane's first element in a row
   const u32 first_row = tile * kTile + threadIdx.x / 32 * (kIlp * kTeams) + team;
   constexpr int kStepRows = kTile / kSteps;
-  // In step `t`, rows first_row + t * kStepRows + i * kTeams, i < kIlp, are the team's; the lane itself owns the scalars of one.
+  // In a step, rows first_row + step * kStepRows + i * kTeams, i < kIlp, are the team's; the lane itself owns the scalars of one.
   const u32 owned_row = first_row + lane % kIlp * kTeams;
 
   B += u64(batch) * B_batch + group * B_group + offset;
@@ -291,30 +291,30 @@ ssu_h24p128n256g1_f32_l32v4i4t16x128_pdl_797a4d85(
   bf16 raw_D[kSteps];
   bf16 raw_z[kSteps];
 #pragma unroll
-  for (int t = 0; t < kSteps; ++t) {
-    const u32 row = owned_row + t * kStepRows;
-    raw_x[t] = load(x + row * x_row);
-    raw_D[t] = load(D + row * D_row);
-    raw_z[t] = load(z + row * z_row);
+  for (int step = 0; step < kSteps; ++step) {
+    const u32 row = owned_row + step * kStepRows;
+    raw_x[step] = load(x + row * x_row);
+    raw_D[step] = load(D + row * D_row);
+    raw_z[step] = load(z + row * z_row);
   }
 
   struct Rows {  // what one step reads, as it comes from memory
     Pack<State, kVec> state[kIlp][kPasses];
   };
-  const auto row_of = [&](int t, int i) { return first_row + t * kStepRows + i * kTeams; };
-  const auto element_of = [&](int t, int i) { return (t * kStepRows + i * kTeams) * kDState; };  // from `state`
+  const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kTeams; };
+  const auto element_of = [&](int step, int i) { return (step * kStepRows + i * kTeams) * kDState; };  // from `state`
   Rows next;
 
   const State* src = state + slot * state_slot;
   State* dst = state + slot * state_slot;
 
-  const auto load_state = [&](Rows& rows, int t) {
+  const auto load_state = [&](Rows& rows, int step) {
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) {
         const int n = p * (kLanes * kVec);
-        rows.state[i][p] = load_vector<State, kVec>(src + element_of(t, i) + n);
+        rows.state[i][p] = load_vector<State, kVec>(src + element_of(step, i) + n);
       }
     }
   };
@@ -327,19 +327,19 @@ ssu_h24p128n256g1_f32_l32v4i4t16x128_pdl_797a4d85(
     unpack(raw_B[p], b[p]);
     unpack(raw_C[p], c[p]);
   }
-  float step = to_float(raw_dt) + to_float(raw_bias);
-  step = softplus(step);
-  const float decay = exp2_approx(step * kLog2E * to_float(raw_A));  // exp(dt A)
+  float delta = to_float(raw_dt) + to_float(raw_bias);
+  delta = softplus(delta);
+  const float decay = exp2_approx(delta * kLog2E * to_float(raw_A));  // exp(dt A)
 
 #pragma unroll
-  for (int t = 0; t < kSteps; ++t) {
+  for (int step = 0; step < kSteps; ++step) {
     const Rows rows = next;
-    if (t + 1 < kSteps) {
-      load_state(next, t + 1);
+    if (step + 1 < kSteps) {
+      load_state(next, step + 1);
     }
 
-    const float x_owned = to_float(raw_x[t]);
-    const float dt_x = step * x_owned;
+    const float x_owned = to_float(raw_x[step]);
+    const float dt_x = delta * x_owned;
 
     float y[kIlp][kPasses];
     Pack<State, kVec> packed[kIlp][kPasses];
@@ -360,14 +360,14 @@ ssu_h24p128n256g1_f32_l32v4i4t16x128_pdl_797a4d85(
     for (int i = 0; i < kIlp; ++i) {
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) {
-        store_vector(dst + element_of(t, i) + p * (kLanes * kVec), packed[i][p]);
+        store_vector(dst + element_of(step, i) + p * (kLanes * kVec), packed[i][p]);
       }
     }
 
     float result = sum_over_team<kLanes>(y, lane);
-    result = fmaf(to_float(raw_D[t]), x_owned, result);
-    result = result * silu(to_float(raw_z[t]));
-    const u32 row = owned_row + t * kStepRows;
+    result = fmaf(to_float(raw_D[step]), x_owned, result);
+    result = result * silu(to_float(raw_z[step]));
+    const u32 row = owned_row + step * kStepRows;
     if (lane % kLanes < kIlp) store(out + row * out_row, result);
   }
 }

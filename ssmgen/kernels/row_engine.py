@@ -1,0 +1,198 @@
+"""The row engine: what selective_state_update and the linear-attention family share.
+
+A recurrent state is a table of rows that never meet: row v of head h holds the elements that one read-out sums. `lanes` lanes own
+one row, `vec` contiguous elements per lane and pass, and keep `ilp` rows in flight; long rows take half a warp or all of it, and of
+narrow ones a warp holds many. The traffic is twice the state, all else a few per cent: the floor is the speed of copying it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from ..spec import SM90, Arch, DType, KernelSpec, Loads, Pdl, is_pow2, must
+
+
+class RowProblem:
+    """What the engine must know of a family's problem."""
+
+    __slots__ = ()
+
+    @property
+    def heads(self) -> int:
+        """Heads of the state."""
+        raise NotImplementedError
+
+    @property
+    def rows(self) -> int:
+        """Rows per head."""
+        raise NotImplementedError
+
+    @property
+    def row_elements(self) -> int:
+        """Length of a row."""
+        raise NotImplementedError
+
+    @property
+    def row_dtype(self) -> DType:
+        raise NotImplementedError
+
+    @property
+    def row_loads(self) -> Loads:
+        raise NotImplementedError
+
+    def faults(self) -> list[str]:
+        """What no variant could serve."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSpec(KernelSpec):
+    """How one variant walks the rows of the problem that the family's spec also inherits. No choice here changes a bit of the result."""
+
+    lanes: int  # lanes per row; 32 = warp per row, fewer = several rows per warp
+    vec: int  # contiguous elements per lane and pass; 16 bytes of state when aligned
+    ilp: int = 4  # rows in flight per lane team; each lane then owns the scalars of one of them
+    tile: int = 64  # rows per block
+    threads: int = 128
+    min_blocks: int = 0  # blocks per SM that ptxas must leave registers for; 0 = its own choice
+    prefetch: int = 0  # ask L2 for the tile of the block this many blocks ahead; 0 = off
+    pdl: Pdl = Pdl.OFF
+
+    @property
+    def passes(self) -> int:
+        return self.row_elements // (self.lanes * self.vec)
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows that a block holds in flight at a time."""
+        return self.threads // self.lanes * self.ilp
+
+    @property
+    def tiles(self) -> int:
+        """Blocks per head."""
+        return -(-self.rows // self.tile)
+
+    @property
+    def threads_per_block(self) -> int:
+        return self.threads
+
+    def violations(self, arch: Arch) -> list[str]:
+        shape = [
+            *must(is_pow2(self.lanes) and self.lanes <= 32, f"lanes {self.lanes} is not a power of two up to 32"),
+            *must(is_pow2(self.ilp), f"ilp {self.ilp} is not a power of two"),
+            *must(is_pow2(self.vec), f"vec {self.vec} is not a power of two"),
+            *must(self.threads % 32 == 0 and 32 <= self.threads <= 1024, f"threads {self.threads} is not 32 … 1024 in steps of 32"),
+            *must(self.min_blocks >= 0 and self.prefetch >= 0, "min_blocks and prefetch are not negative"),
+        ]
+        if shape:
+            return self.faults() + shape
+        n, rows = self.row_elements, self.rows
+        return [
+            *self.faults(),
+            *must(self.vec * self.row_dtype.size <= 16, f"vec {self.vec} of {self.row_dtype.value} is wider than 16 bytes"),
+            *must(self.vec >= min(4, n), f"vec {self.vec} is below 4, the chain that every variant sums alike"),
+            *must(self.passes * self.lanes * self.vec == n, f"a row of {n} is not a multiple of lanes {self.lanes} x vec {self.vec}"),
+            *must(self.ilp <= self.lanes, f"ilp {self.ilp} exceeds lanes {self.lanes}: a lane owns the scalars of one row"),
+            *must(self.tile % self.rows_per_step == 0, f"tile {self.tile} is not a multiple of the {self.rows_per_step} rows in flight"),
+            *must(self.tile < rows + self.rows_per_step, f"tile {self.tile} exceeds the {rows} rows of a head"),
+            *must(arch >= Arch(80), f"bf16 arithmetic needs sm_80, not {arch}"),
+            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
+            *must(arch >= SM90 or not self.prefetch, f"the bulk L2 prefetch needs sm_90, not {arch}"),
+            *must(
+                not self.prefetch or (self.row_loads is Loads.VECTOR and self.vec * self.row_dtype.size == 16),
+                "the bulk L2 prefetch needs an aligned state in 16-byte vectors",
+            ),
+            *must(not self.prefetch or rows % self.tile == 0, f"the bulk L2 prefetch needs {rows} rows to be whole tiles of {self.tile}"),
+        ]
+
+    def how(self) -> str:
+        """The tuning choices, for a name."""
+        text = f"l{self.lanes}v{self.vec}i{self.ilp}t{self.tile}x{self.threads}"
+        return "_".join([text, *([f"pf{self.prefetch}"] if self.prefetch else []), *([] if self.pdl is Pdl.OFF else ["pdl"])])
+
+
+def axes() -> Iterator[dict[str, Any]]:
+    """The choices worth trying, legal or not: what a tuner searches, and what the tests hold to be bit-equal."""
+    tried = {
+        "lanes": (1, 2, 4, 8, 16, 32),
+        "vec": (2, 4, 8),
+        "ilp": (1, 2, 4, 8),
+        "tile": (8, 16, 32, 64, 128, 256),
+        "threads": (32, 64, 128, 256),
+        "prefetch": (0, 264),
+        "pdl": tuple(Pdl),
+    }
+    for values in product(*tried.values()):
+        yield dict(zip(tried, values, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# Choosing a variant. Measured on an H200 (132 SMs); docs/performance.md holds what was tried.
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Serves calls whose state traffic, both ways, is at most `max_mib`; the first rule of a table that does is taken."""
+
+    name: str
+    max_mib: float
+    tile_kib: int  # state per block; each of its threads holds its shares of ILP rows at once, and that is all it does
+    prefetch: int = 0
+    pdl: Pdl = Pdl.TRIGGER_LOADED
+
+
+WIDE = [  # rows of more than 32 elements
+    Rule("latency", 48, tile_kib=16),
+    Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),
+]
+NARROW = [
+    Rule("latency", 4, tile_kib=8, pdl=Pdl.TRIGGER_SLOT),
+    Rule("middle", 20, tile_kib=16),
+    Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),
+]
+ILP = 4  # 8 needs too many registers, 2 leaves too little in flight
+
+
+def layout(problem: RowProblem) -> dict[str, int]:
+    """The lane map: 16 bytes of a row per lane, or 32 of a row longer than 256 bytes. An odd factor of its length goes into passes."""
+    odd = problem.row_elements // (problem.row_elements & -problem.row_elements)  # 3 for 96
+    even = problem.row_elements // odd
+    vec = min(16 // problem.row_dtype.size, even)
+    share = 16 if even * problem.row_dtype.size <= 256 else 32
+    lanes = max(1, min(32, even * problem.row_dtype.size // share))
+    passes = problem.row_elements // (vec * lanes)
+    return {"vec": vec, "lanes": lanes, "ilp": max(1, min(ILP, lanes, 8 // passes))}
+
+
+def fit(problem: RowProblem, rule: Rule) -> dict[str, int]:
+    """Lanes, rows and threads for a problem: about tile_kib per block, in a number of warps that divides the rows if one near does."""
+    chosen = layout(problem)
+    per_warp = 32 // chosen["lanes"] * chosen["ilp"]
+    row_bytes = problem.row_elements * problem.row_dtype.size
+    most = max(1, min(8, rule.tile_kib * 1024 // (row_bytes * per_warp), -(-problem.rows // per_warp)))
+    fitting = [w for w in range(most * 3 // 2, most // 2, -1) if problem.rows % (w * per_warp) == 0]
+    warps = most if most in fitting or not fitting else fitting[0]
+    return chosen | {"threads": 32 * warps, "tile": warps * per_warp}
+
+
+def choices(problem: RowProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, dict[str, Any] | None, str]]:
+    """(rule, how or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
+    mib = 2 * batch * problem.heads * problem.rows * problem.row_elements * problem.row_dtype.size / 2**20
+    taken = False
+    for rule in NARROW if problem.row_elements <= 32 else WIDE:
+        if taken or mib > rule.max_mib:
+            reason = "an earlier rule applies" if taken else f"{mib:.1f} MiB of state traffic is above {rule.max_mib:g}"
+            yield rule.name, None, reason
+            continue
+        taken = True
+        how = fit(problem, rule)
+        aligned = problem.row_loads is Loads.VECTOR and how["vec"] * problem.row_dtype.size == 16
+        prefetch = rule.prefetch if aligned and problem.rows % how["tile"] == 0 and arch >= SM90 else 0
+        yield rule.name, how | {"prefetch": prefetch, "pdl": rule.pdl if pdl else Pdl.OFF}, ""
+    how = layout(problem) | {"ilp": 1}
+    warps = max(1, min(4, problem.rows * how["lanes"] // 32))
+    how |= {"threads": 32 * warps, "tile": 32 * warps // how["lanes"]}
+    yield "generic", how | {"pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}, ""
