@@ -9,8 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+_LINEAR = (
+    "comba",
+    "delta_rule",
+    "dplr_delta_rule",
+    "gated_delta_rule",
+    "gdn2",
+    "gla",
+    "kda",
+    "lightning_attn",
+    "rwkv7",
+    "simple_gla",
+)
 _HOME = {
     "selective_state_update": "ops.selective_state_update",
+    **dict.fromkeys(_LINEAR, "ops.linear_attention"),
     "warm": "api",
     "is_warm": "api",
     "bind": "api",
@@ -22,10 +35,41 @@ _HOME = {
 
 if TYPE_CHECKING:
     from .api import BoundCall, bind, explain, is_warm, supported, warm
+    from .ops.linear_attention import (
+        comba,
+        delta_rule,
+        dplr_delta_rule,
+        gated_delta_rule,
+        gdn2,
+        gla,
+        kda,
+        lightning_attn,
+        rwkv7,
+        simple_gla,
+    )
     from .ops.selective_state_update import selective_state_update
     from .registry import stats
 
-__all__ = ["BoundCall", "bind", "explain", "is_warm", "selective_state_update", "stats", "supported", "warm"]
+__all__ = [
+    "BoundCall",
+    "bind",
+    "comba",
+    "delta_rule",
+    "dplr_delta_rule",
+    "explain",
+    "gated_delta_rule",
+    "gdn2",
+    "gla",
+    "is_warm",
+    "kda",
+    "lightning_attn",
+    "rwkv7",
+    "selective_state_update",
+    "simple_gla",
+    "stats",
+    "supported",
+    "warm",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,25 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import registry, runtime
 from .errors import ArgumentError
+from .ops import linear_attention as _linear
+from .ops import linear_attention_call as _linear_call
 from .ops import selective_state_update as _ssu
 from .registry import Explanation
 from .spec import SM90, Arch, KernelSpec
 
-_MODULES = {_ssu.selective_state_update: _ssu}
+
+class Operator(NamedTuple):
+    """A public function's hooks, each of which takes the function's arguments."""
+
+    family: str
+    problem_of_call: Callable[..., Any]
+    plan_call: Callable[..., Any]
 
 
-def _module(operator: Callable[..., Any]) -> Any:
+def _linear_hooks(function: Any) -> Operator:
+    build = function.build
+    return Operator(
+        _linear_call.OPERATOR,
+        lambda *args, **kwargs: _linear_call.problem_of_call(build(*args, **kwargs)),
+        lambda *args, **kwargs: _linear_call.plan_call(build(*args, **kwargs)),
+    )
+
+
+_OPERATORS = {
+    _ssu.selective_state_update: Operator(_ssu.OPERATOR, _ssu.problem_of_call, _ssu.plan_call),
+    **{function: _linear_hooks(function) for function in _linear.FUNCTIONS},
+}
+
+
+def _hooks(operator: Callable[..., Any]) -> Operator:
     try:
-        return _MODULES[operator]
+        return _OPERATORS[operator]
     except (KeyError, TypeError):
-        known = ", ".join(f"ssmgen.{f.__name__}" for f in _MODULES)
+        known = ", ".join(f"ssmgen.{f.__name__}" for f in _OPERATORS)
         raise ArgumentError("ssmgen", [f"{operator!r} is not an operator of ssmgen; known: {known}"]) from None
 
 
@@ -32,8 +55,9 @@ def explain(operator: Callable[..., Any], *args: Any, arch: str | None = None, *
     args, kwargs: those of the call; only the tensors' shapes, strides and addresses are looked at. arch: such as "sm_90a", for tensors
     that are not on a GPU, or to ask about another one. Raises ArgumentError for a call that no kernel could be asked to serve.
     """
-    problem, batch, device, pdl = _module(operator).problem_of_call(*args, **kwargs)
-    return registry.explain(operator.__name__, problem, batch, *_target(device, arch, pdl))
+    hooks = _hooks(operator)
+    problem, batch, device, pdl = hooks.problem_of_call(*args, **kwargs)
+    return registry.explain(hooks.family, problem, batch, *_target(device, arch, pdl))
 
 
 def supported(operator: Callable[..., Any], *args: Any, arch: str | None = None, **kwargs: Any) -> tuple[bool, list[str]]:
@@ -55,11 +79,12 @@ def _target(device: torch.device, arch: str | None, pdl: bool | None) -> tuple[A
 
 def _specs(operator: Callable[..., Any], batches: Iterable[int], args: Any, kwargs: Any) -> tuple[list[KernelSpec], int]:
     """(the variants that a call, and the same at further batch sizes, are served by; device)"""
-    problem, batch, device, pdl = _module(operator).problem_of_call(*args, **kwargs)
+    hooks = _hooks(operator)
+    problem, batch, device, pdl = hooks.problem_of_call(*args, **kwargs)
     if device.type != "cuda":
         raise ArgumentError("ssmgen", [f"the tensors are on {device}, and kernels are loaded on CUDA devices"])
     sizes = [n for n in (batch, *batches) if n > 0]
-    specs = (registry.select(operator.__name__, problem, n, *_target(device, None, pdl)) for n in sizes)
+    specs = (registry.select(hooks.family, problem, n, *_target(device, None, pdl)) for n in sizes)
     return list(dict.fromkeys(specs)), device.index
 
 
@@ -101,5 +126,5 @@ class BoundCall:
 
 def bind(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> BoundCall:
     """Checks, selects and loads once, for callers that decode into the same tensors again and again. Raises what the call would."""
-    plan, out = _module(operator).plan_call(*args, **kwargs)
+    plan, out = _hooks(operator).plan_call(*args, **kwargs)
     return BoundCall(plan, out, (args, kwargs))

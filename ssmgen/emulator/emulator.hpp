@@ -518,6 +518,7 @@ inline unsigned round_2xf16(float low, float high) { return round_f16(low) | uns
 inline float widen_f16(unsigned short v) { return emulator::from_f16(v); }
 
 inline float exp2_approx(float v) { return emulator::flush(std::exp2(emulator::flush(v))); }
+inline float rsqrt_approx(float v) { return emulator::flush(1.f / std::sqrt(emulator::flush(v))); }
 inline float rcp_approx(float v) { return emulator::flush(1.f / emulator::flush(v)); }
 
 inline void prefetch_l2(const void* p, int bytes) {

@@ -30,7 +30,7 @@ def check_common(tensors: Mapping[str, Tensor], anchor: str, problems: list[str]
     for name, t in tensors.items():
         if t.device != device:
             problems.append(f"{name} is on {t.device}, {anchor} is on {device}")
-        if name.endswith("indices"):
+        if name.endswith("indices") or name in ("num_accepted_tokens", "cu_seqlens"):
             if t.dtype not in (torch.int32, torch.int64):
                 problems.append(f"{name} is {t.dtype}, not int32 or int64")
         elif t.dtype not in DTYPES:

@@ -1,0 +1,347 @@
+"""linear_attention: decode steps of gated delta rules and their relatives, one or several tokens per call.
+
+A row of the engine is one value channel v of a head: the K elements S[v, :] of the state. Per token, row by row,
+
+    p = <S or D∘S, read>          what the state holds for this key; of the state before or after its decay
+    e = beta (w v - p)            its error
+    S = D∘S + e write             (low rank: S = D∘S + p write + v k)
+    o = <S, q> scale
+
+and every model is a choice of what is there: DeltaNet has no decay D, gated DeltaNet one per head, KDA one per key channel; GLA and its
+simpler forms have no read; Comba reads before the decay with a key of its own; RWKV-7 is the low-rank form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any, ClassVar
+
+from ..spec import Arch, DType, Index, Loads, Param, PoolMode, must
+from . import row_engine
+from .row_engine import RowProblem, RowSpec
+
+OPERATOR = "linear_attention"
+
+
+class Delta(Enum):
+    """What the update first reads from the state: nothing, the decayed state, or the state before its decay."""
+
+    NONE = "none"
+    DECAYED = "decayed"
+    OLD = "old"
+
+
+class Gate(Enum):
+    """How the operand g or gk becomes a log decay."""
+
+    LOG = "log"  # it is one
+    SLOPE = "slope"  # -g
+    SOFTPLUS = "softplus"  # -exp(A_log) softplus(g + dt_bias)
+    BOUNDED = "bounded"  # lower_bound sigmoid(exp(A_log) (g + dt_bias))
+
+
+class Beta(Enum):
+    """How the operand beta becomes the step size."""
+
+    PLAIN = "plain"
+    SIGMOID = "sigmoid"
+    TWICE_SIGMOID = "twice_sigmoid"
+
+
+class Tokens(Enum):
+    """ONE per sequence, MANY (their number is an argument), or RAGGED: sequence n has cu_seqlens[n + 1] - cu_seqlens[n]."""
+
+    ONE = "one"
+    MANY = "many"
+    RAGGED = "ragged"
+
+
+class Layout(Enum):
+    """Order of the state's last two axes. VK: key channels are contiguous. KV: value channels are."""
+
+    VK = "vk"
+    KV = "kv"
+
+
+class Update(Enum):
+    """What is written to the pool: nothing, the state after the last token, or the state after each token, to a slot of its own."""
+
+    NONE = "none"
+    FINAL = "final"
+    EACH = "each"
+
+
+# Operands with an element per key channel: one of k's heads, or of v's.
+KEY_VECTORS = ("q", "k", "read", "write", "alpha", "gk", "erase")
+OF_KEY_HEADS = ("q", "k", "read", "write", "alpha")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearAttentionProblem(RowProblem):
+    """What a call fixes. An operand's dtype is None when there is no such operand. Batch, tokens, strides and scale are not here."""
+
+    dim_k: int
+    dim_v: int
+    nheads: int  # of v and the state
+    key_heads: int  # of q and k
+    delta: Delta = Delta.DECAYED
+    layout: Layout = Layout.VK
+    tokens: Tokens = Tokens.ONE
+    state: DType = DType.F32
+    q: DType = DType.BF16
+    k: DType = DType.BF16
+    v: DType = DType.BF16
+    out: DType = DType.BF16
+    g: DType | None = None  # decay per head
+    gk: DType | None = None  # decay per key channel
+    gv: DType | None = None  # decay per value channel
+    gate: Gate = Gate.LOG
+    A_log: DType | None = None
+    dt_bias: DType | None = None  # per head, or per key channel where gk is
+    beta: DType | None = None
+    beta_form: Beta = Beta.PLAIN
+    beta_rows: bool = False  # one per value channel
+    read: DType | None = None  # the key that is read with, if not k
+    erase: DType | None = None  # factor per key channel of what is read
+    w: DType | None = None  # factor per value channel of what is written
+    write: DType | None = None  # low rank: the vector written, p times
+    alpha: DType | None = None  # low rank: the vector written is -(read∘alpha)
+    l2norm: bool = False  # q, k and read are divided by their norms
+    index: Index = Index.NONE
+    accepted: Index = Index.NONE  # type of num_accepted_tokens, which picks the column of state_indices to start from
+    cu_seqlens: Index = Index.NONE
+    update: Update = Update.FINAL
+    pool: PoolMode = PoolMode.SINGLE
+    intermediates: bool = False  # the state after each token also goes to a buffer [batch, tokens, …]
+    state_loads: Loads = Loads.VECTOR
+    operand_loads: Loads = Loads.VECTOR  # of the operands with an element per key channel
+
+    @property
+    def heads(self) -> int:
+        return self.nheads
+
+    @property
+    def rows(self) -> int:
+        return self.dim_v
+
+    @property
+    def row_elements(self) -> int:
+        return self.dim_k
+
+    @property
+    def row_dtype(self) -> DType:
+        return self.state
+
+    @property
+    def row_loads(self) -> Loads:
+        return self.state_loads
+
+    @property
+    def low_rank(self) -> bool:
+        return self.write is not None or self.alpha is not None
+
+    @property
+    def several(self) -> bool:
+        """Whether a kernel loops over tokens, staged in shared memory."""
+        return self.tokens is not Tokens.ONE
+
+    def faults(self) -> list[str]:
+        """What no variant could serve."""
+        read = self.delta is not Delta.NONE
+        return [
+            *must(self.dim_k >= 4 and self.dim_k % 4 == 0, f"dim_k {self.dim_k} is not a multiple of 4"),
+            *must(self.dim_k <= 1024, f"dim_k {self.dim_k} is above 1024"),
+            *must(self.dim_v >= 1, f"dim_v {self.dim_v} is not positive"),
+            *must(
+                self.key_heads >= 1 and self.nheads % self.key_heads == 0,
+                f"nheads {self.nheads} is not a multiple of key_heads {self.key_heads}",
+            ),
+            *must(self.dim_k * self.dim_v * self.nheads < 2**31, "one slot of the state has 2^31 elements or more"),
+            *must(self.pool is PoolMode.SINGLE or self.index is not Index.NONE, "a split pool needs slot indices"),
+            *must(self.pool is PoolMode.SINGLE or self.update is not Update.NONE, "a split pool that is not written"),
+            *must(self.update is not Update.EACH or self.pool is PoolMode.SPLIT, "a state per token needs a slot for each"),
+            *must(self.accepted is Index.NONE or self.index is not Index.NONE, "num_accepted_tokens needs slot indices"),
+            *must((self.tokens is Tokens.RAGGED) == (self.cu_seqlens is not Index.NONE), "ragged tokens and cu_seqlens go together"),
+            *must(read or not (self.beta or self.read or self.erase or self.w), "beta, read, erase and w belong to a delta rule"),
+            *must(
+                not self.low_rank or (self.delta is Delta.OLD and self.read is not None),
+                "the low-rank form reads the old state, with `read`",
+            ),
+            *must(not (self.write and self.alpha), "write and alpha exclude each other"),
+            *must(not self.low_rank or not (self.beta or self.w or self.erase), "the low-rank form has no beta, w or erase"),
+            *must(self.gate is Gate.LOG or self.g or self.gk, "a gate needs g or gk"),
+            *must(self.gate is Gate.LOG or not (self.g and self.gk), "a gate computes g or gk, not both"),
+            *must(self.gate not in (Gate.LOG, Gate.SLOPE) or not (self.A_log or self.dt_bias), "A_log and dt_bias belong to a gate"),
+            *must(self.gate is not Gate.SOFTPLUS or self.A_log is not None, "the softplus gate needs A_log"),
+            *must(not (self.low_rank and self.l2norm), "the low-rank form takes normalised keys"),
+            *must(self.several or not (self.intermediates or self.update is Update.EACH), "a state per token needs tokens=many or ragged"),
+            *must(not self.beta_rows or self.beta is not None, "beta_rows needs beta"),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
+    """A problem, and how one variant computes it."""
+
+    family: ClassVar[str] = OPERATOR
+    template: ClassVar[str] = "linear_attention.cu.j2"
+
+    chunk: int = 8  # tokens staged at a time, where a call has several
+
+    def violations(self, arch: Arch) -> list[str]:
+        found = RowSpec.violations(self, arch)
+        if found:
+            return found
+        return [
+            *must(not self.several or self.tile == self.rows_per_step, "several tokens need all rows of a tile in flight at once"),
+            *must(not self.several or self.shared_bytes <= 48 * 1024, f"{self.shared_bytes} bytes of shared memory exceed 48 KiB"),
+            *must(self.vec >= 4, f"vec {self.vec} is below 4"),
+        ]
+
+    @property
+    def shared_bytes(self) -> int:
+        """Staged tokens."""
+        return self.chunk * 4 * (len(self.token_vectors()) * self.dim_k + 8 + len(self.row_scalars()) * self.tile) if self.several else 0
+
+    @property
+    def stem(self) -> str:
+        kind = {Delta.NONE: "la", Delta.DECAYED: "delta", Delta.OLD: "lowrank" if self.low_rank else "olddelta"}[self.delta]
+        decay = "".join(name for name in ("g", "gk", "gv") if getattr(self, name))
+        tokens = [] if self.tokens is Tokens.ONE else [self.tokens.value]
+        shape = f"h{self.nheads}v{self.dim_v}k{self.dim_k}g{self.key_heads}_{self.state.value}"
+        return "_".join([kind, *([decay] if decay else []), shape, *tokens, self.how()])
+
+    def key_vectors(self) -> list[str]:
+        """Operands with an element per key channel and token."""
+        return [name for name in KEY_VECTORS if getattr(self, name) is not None]
+
+    def row_scalars(self) -> list[str]:
+        """Operands with an element per value channel and token."""
+        return ["v", *[n for n in ("gv", "w") if getattr(self, n) is not None], *(["beta"] if self.beta_rows else [])]
+
+    def head_scalars(self) -> list[str]:
+        """Operands with an element per head and token."""
+        return [*(["g"] if self.g else []), *(["beta"] if self.beta and not self.beta_rows else [])]
+
+    def weights(self) -> list[str]:
+        return [n for n in ("A_log", "dt_bias") if getattr(self, n) is not None]
+
+    def token_vectors(self) -> list[str]:
+        """What of a token the rows need, in f32, with an element per key channel. `key` serves as read and write where it is both."""
+        if self.delta is Delta.NONE:
+            names = ["query", "write"]
+        elif self.low_rank:
+            names = ["query", "read", "write", "key"]
+        elif self.reads_key:
+            names = ["query", "write"]
+        else:
+            names = ["query", "read", "write"]
+        return names + (["decay"] if self.gk else [])
+
+    def token_scalars(self) -> list[str]:
+        """The factors of a token that all rows of a head share."""
+        read = self.delta is not Delta.NONE
+        decayed = self.g is not None and self.gk is None
+        return [
+            *(["forget"] if decayed else []),
+            *(["read_scale"] if read and (self.l2norm or (decayed and self.delta is Delta.DECAYED)) else []),
+            "query_scale",
+            *(["write_scale"] if self.l2norm else []),
+            *(["mix"] if read else []),
+            *(["mix_key"] if self.low_rank else []),
+            *(["step"] if self.beta is not None and not self.beta_rows else []),
+        ]
+
+    @property
+    def reads_key(self) -> bool:
+        """Whether what is read with is k itself, up to a factor."""
+        own = self.read is not None or self.erase is not None
+        return self.delta is not Delta.NONE and not own and not (self.gk is not None and self.delta is Delta.DECAYED)
+
+    def operands(self) -> list[str]:
+        """Tensor arguments in order."""
+        optional = ("g", "gk", "gv", "beta", "A_log", "dt_bias", "read", "erase", "w", "write", "alpha")
+        given = [name for name in optional if getattr(self, name) is not None]
+        control = [
+            *(["state_indices"] if self.index is not Index.NONE else []),
+            *(["dst_state_indices"] if self.pool is PoolMode.SPLIT else []),
+            *(["num_accepted_tokens"] if self.accepted is not Index.NONE else []),
+            *(["cu_seqlens"] if self.cu_seqlens is not Index.NONE else []),
+            *(["intermediate_states"] if self.intermediates else []),
+        ]
+        return ["state", "q", "k", "v", *given, "out", *control]
+
+    def strides(self) -> list[tuple[str, str, str]]:
+        """(operand, axis, width) of every stride the kernel takes, in elements. Those between states are 64-bit."""
+        batch = [] if self.tokens is Tokens.RAGGED else ["batch"]
+        token = ["token"] if self.several else []
+        element = ["n"] if self.operand_loads is Loads.ELEMENT else []
+        head_only = self.gk is None  # dt_bias
+        axes = {
+            "state": ["slot"],
+            **{name: [*batch, *token, "head", *element] for name in KEY_VECTORS},
+            **{name: [*batch, *token, "head", "row"] for name in ("v", "gv", "w", "out")},
+            "g": [*batch, *token, "head"],
+            "beta": [*batch, *token, "head", *(["row"] if self.beta_rows else [])],
+            "A_log": ["head"],
+            "dt_bias": ["head", *([] if head_only else element)],
+            "state_indices": ["batch", *(["column"] if self.accepted is not Index.NONE else [])],
+            "dst_state_indices": ["batch", *(["token"] if self.update is Update.EACH else [])],
+            "num_accepted_tokens": ["batch"],
+            "cu_seqlens": [],
+            "intermediate_states": ["batch", "token"],
+        }
+        wide = ("state", "intermediate_states")
+        return [(op, axis, "i64" if op in wide else "u32") for op in self.operands() for axis in axes[op]]
+
+    def parameters(self) -> list[Param]:
+        element = {f.name: getattr(self, f.name).value for f in fields(self) if isinstance(getattr(self, f.name), DType)}
+        integer = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
+        element |= dict.fromkeys(("state_indices", "dst_state_indices"), integer[self.index])
+        element |= {"num_accepted_tokens": integer[self.accepted], "cu_seqlens": integer[self.cu_seqlens]}
+        element["intermediate_states"] = self.state.value
+        written = ("state", "out", "intermediate_states")
+        pointers = [Param.pointer(op, element[op], const=op not in written) for op in self.operands()]
+        strides = [(Param.i64 if width == "i64" else Param.u32)(f"{op}_{axis}") for op, axis, width in self.strides()]
+        strides.sort(key=lambda p: p.code != "q")  # 8-byte arguments first: no padding anywhere in the buffer
+        slots = [] if self.index is Index.NONE else [Param.i64("slots"), Param.i64("pad_slot_id")]
+        counts = [
+            *([Param.u32("tokens")] if self.tokens is Tokens.MANY else []),
+            *([Param.u32("total_tokens")] if self.tokens is Tokens.RAGGED else []),
+            *([Param.u32("columns")] if self.accepted is not Index.NONE else []),
+            *([Param.u32("dst_columns")] if self.update is Update.EACH and self.tokens is Tokens.RAGGED else []),
+            *([Param.u32("rows_kept")] if self.intermediates and self.tokens is Tokens.RAGGED else []),
+        ]
+        factors = [Param.f32("scale"), *([Param.f32("lower_bound")] if self.gate is Gate.BOUNDED else [])]
+        return [*pointers, *slots, *strides, *counts, *factors]
+
+    def constants(self) -> dict[str, Any]:
+        return {
+            "pooled": self.index is not Index.NONE,
+            "split": self.pool is PoolMode.SPLIT,
+            "final_state": self.update is Update.FINAL,
+            "ragged": self.tokens is Tokens.RAGGED,
+            "accepted": self.accepted is not Index.NONE,
+            "each": self.update is Update.EACH,
+            "of_key_heads": OF_KEY_HEADS,
+            "scalars": self.token_scalars(),
+            "tail": self.dim_v % self.tile != 0,
+            "vector_state": self.state_loads is Loads.VECTOR,
+            "vector_operands": self.operand_loads is Loads.VECTOR,
+        }
+
+
+def space(problem: LinearAttentionProblem, arch: Arch) -> Iterator[LinearAttentionSpec]:
+    """Every legal variant of a problem within the axes worth trying."""
+    given = {f.name: getattr(problem, f.name) for f in fields(LinearAttentionProblem)}
+    specs = (LinearAttentionSpec(**given, **how) for how in row_engine.axes())
+    return (spec for spec in specs if not spec.violations(arch))
+
+
+def candidates(problem: LinearAttentionProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, LinearAttentionSpec | None, str]]:
+    """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
+    given = {f.name: getattr(problem, f.name) for f in fields(LinearAttentionProblem)}
+    for rule, how, reason in row_engine.choices(problem, batch, arch, pdl):
+        yield rule, None if how is None else LinearAttentionSpec(**given, **how), reason
