@@ -228,7 +228,7 @@ CHANNELS = Case("channels", headdim=256, d_state=16, tied=False, z=BF16, index=t
 
 EDITS = {
     "no wait": (POOL, "  wait_for_upstream();", "  ", "before the wait for the upstream kernel"),
-    "no padding": (POOL, "if (slot < 0 || slot == pad_slot_id)", "if (false)", "outside of every operand"),
+    "no padding": (POOL, "if (u64(slot) >= u64(slots) || slot == pad_slot_id)", "if (false)", "outside of every operand"),
     "state past the tail": (
         SPLIT_TAIL,
         "min(row_of(step, i), u32(kHeadDim - 1))",
@@ -238,7 +238,7 @@ EDITS = {
     "stores past the tail": (SPLIT_TAIL, "row_of(step, i) < kHeadDim", "true", "no barrier between"),
     "output past the tail": (SPLIT_TAIL, "lane % kLanes < kIlp && row < kHeadDim", "lane % kLanes < kIlp", "store"),
     "every lane stores the output": (POOL, "if (lane % kLanes < kIlp) store", "store", "no barrier between"),
-    "padded destination written": (SPLIT_TAIL, "dst_slot >= 0 && dst_slot != pad_slot_id", "true", "outside of every operand"),
+    "padded destination written": (SPLIT_TAIL, "u64(dst_slot) < u64(slots) && dst_slot != pad_slot_id", "true", "outside of every operand"),
     "wrong team offset": (POOL, "lane % kLanes * kVec;", "lane % kLanes * kVec + 1;", "not a multiple of 16"),
     "a lane skips the sum": (
         POOL,

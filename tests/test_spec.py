@@ -61,7 +61,7 @@ def test_every_violation_is_listed_at_once():
     with pytest.raises(SpecError) as e:
         broken.check(Arch.parse("sm_80"))
     text = str(e.value)
-    for part in ("d_state 130", "not a multiple of ngroups 3", "wider than 16 bytes", "needs sm_90, not sm_80"):
+    for part in ("d_state 130", "not a multiple of ngroups 3", "not 4 to 16 bytes wide", "needs sm_90, not sm_80"):
         assert part in text
 
 

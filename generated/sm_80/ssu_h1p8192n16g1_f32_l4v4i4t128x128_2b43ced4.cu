@@ -21,7 +21,7 @@ constexpr int kTile = 128;   // rows per block
 constexpr int kThreads = 128;
 
 constexpr int kPasses = kDState / (kLanes * kVec);
-constexpr int kTeams = 32 / kLanes;  // rows that one warp instruction touches
+constexpr int kTeams = 32 / kLanes;  // of a warp
 constexpr int kSteps = kTile / (kThreads / kLanes * kIlp);
 constexpr int kTiles = (kHeadDim + kTile - 1) / kTile;  // blocks per head
 
@@ -76,6 +76,12 @@ DEVICE u32 round_2xbf16(float low, float high) {
 DEVICE float exp2_approx(float v) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+// 1 / sqrt(v) to 2 ulp.
+DEVICE float rsqrt_approx(float v) {
+  float r;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
   return r;
 }
 // 1 / v to 1 ulp. Results below 2^-126 are zero.
@@ -250,9 +256,10 @@ ssu_h1p8192n16g1_f32_l4v4i4t128x128_2b43ced4(
   const u32 team = lane / kLanes;
   const u32 offset = lane % kLanes * kVec;  // of the lane's first element in a row
   const u32 first_row = tile * kTile + threadIdx.x / 32 * (kIlp * kTeams) + team;
+  constexpr int kRowStep = kTeams;  // between the rows of a team: a warp reads neighbouring ones at once
   constexpr int kStepRows = kTile / kSteps;
-  // In a step, rows first_row + step * kStepRows + i * kTeams, i < kIlp, are the team's; the lane itself owns the scalars of one.
-  const u32 owned_row = first_row + lane % kIlp * kTeams;
+  // In a step, rows first_row + step * kStepRows + i * kRowStep, i < kIlp, are the team's; the lane itself owns the scalars of one.
+  const u32 owned_row = first_row + lane % kIlp * kRowStep;
 
   B += u64(batch) * B_batch + group * B_group + offset;
   C += u64(batch) * C_batch + group * C_group + offset;
@@ -293,8 +300,8 @@ ssu_h1p8192n16g1_f32_l4v4i4t128x128_2b43ced4(
     Pack<State, kVec> state[kIlp][kPasses];
     Pack<f32, kVec> A[kIlp][kPasses];
   };
-  const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kTeams; };
-  const auto element_of = [&](int step, int i) { return (step * kStepRows + i * kTeams) * kDState; };  // from `state`
+  const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kRowStep; };
+  const auto element_of = [&](int step, int i) { return (step * kStepRows + i * kRowStep) * kDState; };  // from `state`
   const auto load_A = [&](Rows& rows, int step) {
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {

@@ -23,7 +23,7 @@ constexpr int kTile = 80;   // rows per block
 constexpr int kThreads = 320;
 
 constexpr int kPasses = kDState / (kLanes * kVec);
-constexpr int kTeams = 32 / kLanes;  // rows that one warp instruction touches
+constexpr int kTeams = 32 / kLanes;  // of a warp
 constexpr int kSteps = kTile / (kThreads / kLanes * kIlp);
 constexpr int kTiles = (kHeadDim + kTile - 1) / kTile;  // blocks per head
 constexpr u32 kPrefetch = 264;  // blocks ahead
@@ -96,6 +96,12 @@ DEVICE float widen_f16(u16 v) {
 DEVICE float exp2_approx(float v) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+// 1 / sqrt(v) to 2 ulp.
+DEVICE float rsqrt_approx(float v) {
+  float r;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
   return r;
 }
 // 1 / v to 1 ulp. Results below 2^-126 are zero.
@@ -280,7 +286,7 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
 extern "C" __global__ void __launch_bounds__(kThreads)
 ssu_h128p80n128g8_f16_l16v8i4t80x320_pf264_pdl_7785ab88(
     f16* state, const bf16* x, const bf16* dt, const f32* A, const bf16* B, const bf16* C, const bf16* D,
-    const bf16* dt_bias, bf16* out, const i64* state_indices, const i64* dst_state_indices, i64 pad_slot_id,
+    const bf16* dt_bias, bf16* out, const i64* state_indices, const i64* dst_state_indices, i64 slots, i64 pad_slot_id,
     i64 state_slot, u32 x_batch, u32 x_head, u32 x_row, u32 dt_batch, u32 dt_head, u32 A_head, u32 B_batch, u32 B_group,
     u32 C_batch, u32 C_group, u32 D_head, u32 D_row, u32 dt_bias_head, u32 out_batch, u32 out_head, u32 out_row,
     u32 state_indices_batch, u32 dst_state_indices_batch) {
@@ -305,9 +311,10 @@ ssu_h128p80n128g8_f16_l16v8i4t80x320_pf264_pdl_7785ab88(
   const u32 team = lane / kLanes;
   const u32 offset = lane % kLanes * kVec;  // of the lane's first element in a row
   const u32 first_row = tile * kTile + threadIdx.x / 32 * (kIlp * kTeams) + team;
+  constexpr int kRowStep = kTeams;  // between the rows of a team: a warp reads neighbouring ones at once
   constexpr int kStepRows = kTile / kSteps;
-  // In a step, rows first_row + step * kStepRows + i * kTeams, i < kIlp, are the team's; the lane itself owns the scalars of one.
-  const u32 owned_row = first_row + lane % kIlp * kTeams;
+  // In a step, rows first_row + step * kStepRows + i * kRowStep, i < kIlp, are the team's; the lane itself owns the scalars of one.
+  const u32 owned_row = first_row + lane % kIlp * kRowStep;
 
   B += u64(batch) * B_batch + group * B_group + offset;
   C += u64(batch) * C_batch + group * C_group + offset;
@@ -343,12 +350,12 @@ ssu_h128p80n128g8_f16_l16v8i4t80x320_pf264_pdl_7785ab88(
   struct Rows {  // what one step reads, as it comes from memory
     Pack<State, kVec> state[kIlp][kPasses];
   };
-  const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kTeams; };
-  const auto element_of = [&](int step, int i) { return (step * kStepRows + i * kTeams) * kDState; };  // from `state`
+  const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kRowStep; };
+  const auto element_of = [&](int step, int i) { return (step * kStepRows + i * kRowStep) * kDState; };  // from `state`
   Rows next;
 
   __syncwarp();  // no instruction; but without it ptxas moves all of the loads above to below the branch, and they wait for the slot
-  if (slot < 0 || slot == pad_slot_id) {  // a padded row: zero output, no state touched
+  if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // a padded row: zero output, no state touched
     if (lane % kLanes < kIlp)
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
@@ -357,13 +364,13 @@ ssu_h128p80n128g8_f16_l16v8i4t80x320_pf264_pdl_7785ab88(
       }
     return;
   }
-  const bool write_state = dst_slot >= 0 && dst_slot != pad_slot_id;
+  const bool write_state = u64(dst_slot) < u64(slots) && dst_slot != pad_slot_id;
   const State* src = state + slot * state_slot;
   State* dst = state + dst_slot * state_slot;
 
   // The tile of the block 264 blocks ahead goes to L2 now, so that its block finds it there: far enough ahead to hide the
   // latency of memory, near enough not to be evicted before its use.
-  if (threadIdx.x == 0 && blockIdx.x + kPrefetch < gridDim.x && ahead_slot >= 0) {
+  if (threadIdx.x == 0 && blockIdx.x + kPrefetch < gridDim.x && u64(ahead_slot) < u64(slots)) {
     const int tiles_on = int(ahead % (kTiles * kHeads)) - int(blockIdx.x % (kTiles * kHeads));  // from where `state` points
     prefetch_l2(state + ahead_slot * state_slot + tiles_on * (kTile * kDState), kTile * kDState * int(sizeof(State)));
   }

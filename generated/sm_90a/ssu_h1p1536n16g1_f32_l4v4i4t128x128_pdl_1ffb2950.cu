@@ -21,7 +21,7 @@ constexpr int kTile = 128;   // rows per block
 constexpr int kThreads = 128;
 
 constexpr int kPasses = kDState / (kLanes * kVec);
-constexpr int kTeams = 32 / kLanes;  // rows that one warp instruction touches
+constexpr int kTeams = 32 / kLanes;  // of a warp
 constexpr int kSteps = kTile / (kThreads / kLanes * kIlp);
 constexpr int kTiles = (kHeadDim + kTile - 1) / kTile;  // blocks per head
 
@@ -76,6 +76,12 @@ DEVICE u32 round_2xbf16(float low, float high) {
 DEVICE float exp2_approx(float v) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+// 1 / sqrt(v) to 2 ulp.
+DEVICE float rsqrt_approx(float v) {
+  float r;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
   return r;
 }
 // 1 / v to 1 ulp. Results below 2^-126 are zero.
@@ -241,10 +247,10 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
 extern "C" __global__ void __launch_bounds__(kThreads)
 ssu_h1p1536n16g1_f32_l4v4i4t128x128_pdl_1ffb2950(
     f32* state, const bf16* x, const bf16* dt, const f32* A, const bf16* B, const bf16* C, const bf16* D, const bf16* z,
-    const f32* dt_bias, bf16* out, const int* state_indices, i64 pad_slot_id, i64 state_slot, u32 x_batch, u32 x_head,
-    u32 x_row, u32 dt_batch, u32 dt_head, u32 dt_row, u32 A_head, u32 A_row, u32 B_batch, u32 B_group, u32 C_batch,
-    u32 C_group, u32 D_head, u32 D_row, u32 z_batch, u32 z_head, u32 z_row, u32 dt_bias_head, u32 dt_bias_row,
-    u32 out_batch, u32 out_head, u32 out_row, u32 state_indices_batch) {
+    const f32* dt_bias, bf16* out, const int* state_indices, i64 slots, i64 pad_slot_id, i64 state_slot, u32 x_batch,
+    u32 x_head, u32 x_row, u32 dt_batch, u32 dt_head, u32 dt_row, u32 A_head, u32 A_row, u32 B_batch, u32 B_group,
+    u32 C_batch, u32 C_group, u32 D_head, u32 D_row, u32 z_batch, u32 z_head, u32 z_row, u32 dt_bias_head,
+    u32 dt_bias_row, u32 out_batch, u32 out_head, u32 out_row, u32 state_indices_batch) {
   // Blocks walk the tiles of a head, then the heads of a slot, then the batch: neighbours read neighbouring memory.
   const u32 batch = blockIdx.x / (kTiles * kHeads);
 
@@ -263,9 +269,10 @@ ssu_h1p1536n16g1_f32_l4v4i4t128x128_pdl_1ffb2950(
   const u32 team = lane / kLanes;
   const u32 offset = lane % kLanes * kVec;  // of the lane's first element in a row
   const u32 first_row = tile * kTile + threadIdx.x / 32 * (kIlp * kTeams) + team;
+  constexpr int kRowStep = kTeams;  // between the rows of a team: a warp reads neighbouring ones at once
   constexpr int kStepRows = kTile / kSteps;
-  // In a step, rows first_row + step * kStepRows + i * kTeams, i < kIlp, are the team's; the lane itself owns the scalars of one.
-  const u32 owned_row = first_row + lane % kIlp * kTeams;
+  // In a step, rows first_row + step * kStepRows + i * kRowStep, i < kIlp, are the team's; the lane itself owns the scalars of one.
+  const u32 owned_row = first_row + lane % kIlp * kRowStep;
 
   B += u64(batch) * B_batch + group * B_group + offset;
   C += u64(batch) * C_batch + group * C_group + offset;
@@ -306,8 +313,8 @@ ssu_h1p1536n16g1_f32_l4v4i4t128x128_pdl_1ffb2950(
     Pack<State, kVec> state[kIlp][kPasses];
     Pack<f32, kVec> A[kIlp][kPasses];
   };
-  const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kTeams; };
-  const auto element_of = [&](int step, int i) { return (step * kStepRows + i * kTeams) * kDState; };  // from `state`
+  const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kRowStep; };
+  const auto element_of = [&](int step, int i) { return (step * kStepRows + i * kRowStep) * kDState; };  // from `state`
   const auto load_A = [&](Rows& rows, int step) {
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
@@ -322,7 +329,7 @@ ssu_h1p1536n16g1_f32_l4v4i4t128x128_pdl_1ffb2950(
   load_A(next, 0);
 
   __syncwarp();  // no instruction; but without it ptxas moves all of the loads above to below the branch, and they wait for the slot
-  if (slot < 0 || slot == pad_slot_id) {  // a padded row: zero output, no state touched
+  if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // a padded row: zero output, no state touched
     if (lane % kLanes < kIlp)
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {

@@ -22,7 +22,7 @@ constexpr int kTile = 256;   // rows per block
 constexpr int kThreads = 256;
 
 constexpr int kPasses = kDState / (kLanes * kVec);
-constexpr int kTeams = 32 / kLanes;  // rows that one warp instruction touches
+constexpr int kTeams = 32 / kLanes;  // of a warp
 constexpr int kSteps = kTile / (kThreads / kLanes * kIlp);
 constexpr int kTiles = (kHeadDim + kTile - 1) / kTile;  // blocks per head
 constexpr u32 kPrefetch = 264;  // blocks ahead
@@ -78,6 +78,12 @@ DEVICE u32 round_2xbf16(float low, float high) {
 DEVICE float exp2_approx(float v) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+// 1 / sqrt(v) to 2 ulp.
+DEVICE float rsqrt_approx(float v) {
+  float r;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
   return r;
 }
 // 1 / v to 1 ulp. Results below 2^-126 are zero.
@@ -269,9 +275,10 @@ ssu_h1p8192n16g1_f32_l4v4i4t256x256_pf264_pdl_00450b93(
   const u32 team = lane / kLanes;
   const u32 offset = lane % kLanes * kVec;  // of the lane's first element in a row
   const u32 first_row = tile * kTile + threadIdx.x / 32 * (kIlp * kTeams) + team;
+  constexpr int kRowStep = kTeams;  // between the rows of a team: a warp reads neighbouring ones at once
   constexpr int kStepRows = kTile / kSteps;
-  // In a step, rows first_row + step * kStepRows + i * kTeams, i < kIlp, are the team's; the lane itself owns the scalars of one.
-  const u32 owned_row = first_row + lane % kIlp * kTeams;
+  // In a step, rows first_row + step * kStepRows + i * kRowStep, i < kIlp, are the team's; the lane itself owns the scalars of one.
+  const u32 owned_row = first_row + lane % kIlp * kRowStep;
 
   B += u64(batch) * B_batch + group * B_group + offset;
   C += u64(batch) * C_batch + group * C_group + offset;
@@ -312,8 +319,8 @@ ssu_h1p8192n16g1_f32_l4v4i4t256x256_pf264_pdl_00450b93(
     Pack<State, kVec> state[kIlp][kPasses];
     Pack<f32, kVec> A[kIlp][kPasses];
   };
-  const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kTeams; };
-  const auto element_of = [&](int step, int i) { return (step * kStepRows + i * kTeams) * kDState; };  // from `state`
+  const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kRowStep; };
+  const auto element_of = [&](int step, int i) { return (step * kStepRows + i * kRowStep) * kDState; };  // from `state`
   const auto load_A = [&](Rows& rows, int step) {
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
@@ -332,7 +339,7 @@ ssu_h1p8192n16g1_f32_l4v4i4t256x256_pf264_pdl_00450b93(
 
   // The tile of the block 264 blocks ahead goes to L2 now, so that its block finds it there: far enough ahead to hide the
   // latency of memory, near enough not to be evicted before its use.
-  if (threadIdx.x == 0 && blockIdx.x + kPrefetch < gridDim.x && ahead_slot >= 0) {
+  if (threadIdx.x == 0 && blockIdx.x + kPrefetch < gridDim.x) {
     const int tiles_on = int(ahead % (kTiles * kHeads)) - int(blockIdx.x % (kTiles * kHeads));  // from where `state` points
     prefetch_l2(state + ahead_slot * state_slot + tiles_on * (kTile * kDState), kTile * kDState * int(sizeof(State)));
   }

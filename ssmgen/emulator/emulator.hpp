@@ -510,6 +510,7 @@ inline void store_u16(void* p, unsigned short v) { emulated_store(p, v); }
 inline void store_u32(void* p, unsigned v) { emulated_store(p, v); }
 inline void store_2xu32(void* p, const unsigned* v) { emulated_store(p, v, 2); }
 inline void store_4xu32(void* p, const unsigned* v) { emulated_store(p, v, 4); }
+inline void store_4xu32_streaming(void* p, const unsigned* v) { emulated_store(p, v, 4); }
 
 inline unsigned short round_bf16(float v) { return emulator::to_bf16(v); }
 inline unsigned round_2xbf16(float low, float high) { return round_bf16(low) | unsigned(round_bf16(high)) << 16; }

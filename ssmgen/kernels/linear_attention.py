@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from ..spec import Arch, DType, Index, Loads, Param, PoolMode, must
 from . import row_engine
-from .row_engine import RowProblem, RowSpec
+from .row_engine import RowProblem, RowSpec, Rule
 
 OPERATOR = "linear_attention"
 
@@ -139,6 +139,10 @@ class LinearAttentionProblem(RowProblem):
         return self.state_loads
 
     @property
+    def interleaved(self) -> bool:
+        return self.layout is Layout.KV
+
+    @property
     def low_rank(self) -> bool:
         return self.write is not None or self.alpha is not None
 
@@ -154,6 +158,10 @@ class LinearAttentionProblem(RowProblem):
             *must(self.dim_k >= 4 and self.dim_k % 4 == 0, f"dim_k {self.dim_k} is not a multiple of 4"),
             *must(self.dim_k <= 1024, f"dim_k {self.dim_k} is above 1024"),
             *must(self.dim_v >= 1, f"dim_v {self.dim_v} is not positive"),
+            *must(
+                not self.interleaved or self.dim_v * self.state.size % 4 == 0,
+                f"layout kv needs an even dim_v, not {self.dim_v}, with {self.state.value} states",
+            ),
             *must(
                 self.key_heads >= 1 and self.nheads % self.key_heads == 0,
                 f"nheads {self.nheads} is not a multiple of key_heads {self.key_heads}",
@@ -197,6 +205,7 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
         return [
             *must(not self.several or self.tile == self.rows_per_step, "several tokens need all rows of a tile in flight at once"),
             *must(not self.several or self.shared_bytes <= 48 * 1024, f"{self.shared_bytes} bytes of shared memory exceed 48 KiB"),
+            *must(not self.prefetch or self.accepted is Index.NONE, "the bulk L2 prefetch does not know the column that is started from"),
             *must(self.vec >= 4, f"vec {self.vec} is below 4"),
         ]
 
@@ -340,8 +349,21 @@ def space(problem: LinearAttentionProblem, arch: Arch) -> Iterator[LinearAttenti
     return (spec for spec in specs if not spec.violations(arch))
 
 
+ONE_TOKEN = [
+    Rule("smallest", 8, tile_kib=8, ilp=2),
+    Rule("latency", 48, tile_kib=16),
+    Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),
+]
+SEVERAL_TOKENS = [
+    Rule("latency", 48, tile_kib=8),
+    Rule("bandwidth", float("inf"), tile_kib=8, prefetch=132),
+]
+
+
 def candidates(problem: LinearAttentionProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, LinearAttentionSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
     given = {f.name: getattr(problem, f.name) for f in fields(LinearAttentionProblem)}
-    for rule, how, reason in row_engine.choices(problem, batch, arch, pdl):
+    for rule, how, reason in row_engine.choices(problem, SEVERAL_TOKENS if problem.several else ONE_TOKEN, batch, arch, pdl):
+        if how is not None and problem.accepted is not Index.NONE:
+            how["prefetch"] = 0
         yield rule, None if how is None else LinearAttentionSpec(**given, **how), reason

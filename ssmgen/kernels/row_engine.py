@@ -7,7 +7,7 @@ narrow ones a warp holds many. The traffic is twice the state, all else a few pe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -42,6 +42,11 @@ class RowProblem:
     @property
     def row_loads(self) -> Loads:
         raise NotImplementedError
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether neighbouring rows, and not the elements of a row, are contiguous. Then 16-byte vectors hold an element of `ilp` rows."""
+        return False
 
     def faults(self) -> list[str]:
         """What no variant could serve."""
@@ -90,9 +95,18 @@ class RowSpec(KernelSpec):
         if shape:
             return self.faults() + shape
         n, rows = self.row_elements, self.rows
+        vector = self.ilp if self.interleaved else self.vec
         return [
             *self.faults(),
-            *must(self.vec * self.row_dtype.size <= 16, f"vec {self.vec} of {self.row_dtype.value} is wider than 16 bytes"),
+            *must(
+                4 <= vector * self.row_dtype.size <= 16,
+                f"{'ilp' if self.interleaved else 'vec'} {vector} of {self.row_dtype.value} is not 4 to 16 bytes wide",
+            ),
+            *must(
+                not self.interleaved or self.vec == 4,
+                f"vec {self.vec} of interleaved rows is not 4, the chain that every variant sums alike",
+            ),
+            *must(not self.interleaved or rows % self.ilp == 0, f"{rows} interleaved rows are not a multiple of ilp {self.ilp}"),
             *must(self.vec >= min(4, n), f"vec {self.vec} is below 4, the chain that every variant sums alike"),
             *must(self.passes * self.lanes * self.vec == n, f"a row of {n} is not a multiple of lanes {self.lanes} x vec {self.vec}"),
             *must(self.ilp <= self.lanes, f"ilp {self.ilp} exceeds lanes {self.lanes}: a lane owns the scalars of one row"),
@@ -105,6 +119,7 @@ class RowSpec(KernelSpec):
                 not self.prefetch or (self.row_loads is Loads.VECTOR and self.vec * self.row_dtype.size == 16),
                 "the bulk L2 prefetch needs an aligned state in 16-byte vectors",
             ),
+            *must(not self.prefetch or not self.interleaved, "the bulk L2 prefetch needs tiles that are contiguous"),
             *must(not self.prefetch or rows % self.tile == 0, f"the bulk L2 prefetch needs {rows} rows to be whole tiles of {self.tile}"),
         ]
 
@@ -142,34 +157,34 @@ class Rule:
     tile_kib: int  # state per block; each of its threads holds its shares of ILP rows at once, and that is all it does
     prefetch: int = 0
     pdl: Pdl = Pdl.TRIGGER_LOADED
+    ilp: int = 4  # 8 needs too many registers, 2 leaves too little in flight once the card is full
 
 
-WIDE = [  # rows of more than 32 elements
-    Rule("latency", 48, tile_kib=16),
-    Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),
-]
-NARROW = [
-    Rule("latency", 4, tile_kib=8, pdl=Pdl.TRIGGER_SLOT),
-    Rule("middle", 20, tile_kib=16),
-    Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),
-]
-ILP = 4  # 8 needs too many registers, 2 leaves too little in flight
+def layout(problem: RowProblem, ilp: int = 4) -> dict[str, int]:
+    """The lane map: 16 bytes of a row per lane, or 32 of a row longer than 256 bytes. An odd factor of its length goes into passes.
 
-
-def layout(problem: RowProblem) -> dict[str, int]:
-    """The lane map: 16 bytes of a row per lane, or 32 of a row longer than 256 bytes. An odd factor of its length goes into passes."""
-    odd = problem.row_elements // (problem.row_elements & -problem.row_elements)  # 3 for 96
-    even = problem.row_elements // odd
-    vec = min(16 // problem.row_dtype.size, even)
-    share = 16 if even * problem.row_dtype.size <= 256 else 32
-    lanes = max(1, min(32, even * problem.row_dtype.size // share))
-    passes = problem.row_elements // (vec * lanes)
-    return {"vec": vec, "lanes": lanes, "ilp": max(1, min(ILP, lanes, 8 // passes))}
+    Of interleaved rows a lane holds 4 neighbours, in 16-byte vectors over rows; few lanes to a row, for whole sectors, but not so few that
+    it holds more than 64 elements.
+    """
+    n, size = problem.row_elements, problem.row_dtype.size
+    odd = n // (n & -n)  # 3 for 96
+    even = n // odd
+    if problem.interleaved:
+        together = min(16 // size, problem.rows & -problem.rows)
+        lanes = min(32, even // 4)
+        while lanes > max(together, 8) and together * n // (lanes // 2) <= 64:
+            lanes //= 2
+        return {"vec": 4, "lanes": lanes, "ilp": min(together, lanes)}
+    vec = min(16 // size, even)
+    share = 16 if even * size <= 256 else 32
+    lanes = max(1, min(32, even * size // share))
+    passes = n // (vec * lanes)
+    return {"vec": vec, "lanes": lanes, "ilp": max(1, min(ilp, lanes, 8 // passes))}
 
 
 def fit(problem: RowProblem, rule: Rule) -> dict[str, int]:
     """Lanes, rows and threads for a problem: about tile_kib per block, in a number of warps that divides the rows if one near does."""
-    chosen = layout(problem)
+    chosen = layout(problem, rule.ilp)
     per_warp = 32 // chosen["lanes"] * chosen["ilp"]
     row_bytes = problem.row_elements * problem.row_dtype.size
     most = max(1, min(8, rule.tile_kib * 1024 // (row_bytes * per_warp), -(-problem.rows // per_warp)))
@@ -178,11 +193,13 @@ def fit(problem: RowProblem, rule: Rule) -> dict[str, int]:
     return chosen | {"threads": 32 * warps, "tile": warps * per_warp}
 
 
-def choices(problem: RowProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, dict[str, Any] | None, str]]:
+def choices(
+    problem: RowProblem, rules: Sequence[Rule], batch: int, arch: Arch, pdl: bool
+) -> Iterator[tuple[str, dict[str, Any] | None, str]]:
     """(rule, how or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
     mib = 2 * batch * problem.heads * problem.rows * problem.row_elements * problem.row_dtype.size / 2**20
     taken = False
-    for rule in NARROW if problem.row_elements <= 32 else WIDE:
+    for rule in rules:
         if taken or mib > rule.max_mib:
             reason = "an earlier rule applies" if taken else f"{mib:.1f} MiB of state traffic is above {rule.max_mib:g}"
             yield rule.name, None, reason
@@ -190,9 +207,11 @@ def choices(problem: RowProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[
         taken = True
         how = fit(problem, rule)
         aligned = problem.row_loads is Loads.VECTOR and how["vec"] * problem.row_dtype.size == 16
-        prefetch = rule.prefetch if aligned and problem.rows % how["tile"] == 0 and arch >= SM90 else 0
+        whole = problem.rows % how["tile"] == 0 and not problem.interleaved
+        prefetch = rule.prefetch if aligned and whole and arch >= SM90 else 0
         yield rule.name, how | {"prefetch": prefetch, "pdl": rule.pdl if pdl else Pdl.OFF}, ""
-    how = layout(problem) | {"ilp": 1}
-    warps = max(1, min(4, problem.rows * how["lanes"] // 32))
-    how |= {"threads": 32 * warps, "tile": 32 * warps // how["lanes"]}
+    how = layout(problem)
+    how |= {} if problem.interleaved else {"ilp": 1}
+    warps = max(1, min(4, problem.rows * how["lanes"] // (32 * how["ilp"])))
+    how |= {"threads": 32 * warps, "tile": 32 * warps // how["lanes"] * how["ilp"]}
     yield "generic", how | {"pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}, ""

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from ..spec import Arch, DType, Index, Loads, Param, PoolMode, must
+from ..spec import Arch, DType, Index, Loads, Param, Pdl, PoolMode, must
 from . import row_engine
-from .row_engine import RowProblem, RowSpec
+from .row_engine import RowProblem, RowSpec, Rule
 
 OPERATOR = "selective_state_update"
 
@@ -121,7 +121,7 @@ class SsuSpec(RowSpec, SsuProblem):
         pointers = [Param.pointer(op, element[op], const=op not in ("state", "out")) for op in self.operands()]
         strides = [(Param.i64 if width == "i64" else Param.u32)(f"{op}_{axis}") for op, axis, width in self.strides()]
         strides.sort(key=lambda p: p.code != "q")  # 8-byte arguments first: no padding anywhere in the buffer
-        pad = [] if self.index is Index.NONE else [Param.i64("pad_slot_id")]
+        pad = [] if self.index is Index.NONE else [Param.i64("slots"), Param.i64("pad_slot_id")]
         limit = [Param.f32("dt_min"), Param.f32("dt_max")] if self.dt_limit else []
         return [*pointers, *pad, *strides, *limit]
 
@@ -143,8 +143,19 @@ def space(problem: SsuProblem, arch: Arch) -> Iterator[SsuSpec]:
     return (spec for spec in specs if not spec.violations(arch))
 
 
+WIDE = [  # d_state above 32
+    Rule("latency", 48, tile_kib=16),
+    Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),
+]
+NARROW = [
+    Rule("latency", 4, tile_kib=8, pdl=Pdl.TRIGGER_SLOT),
+    Rule("middle", 20, tile_kib=16),
+    Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),
+]
+
+
 def candidates(problem: SsuProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, SsuSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
     given = {f.name: getattr(problem, f.name) for f in fields(SsuProblem)}
-    for rule, how, reason in row_engine.choices(problem, batch, arch, pdl):
+    for rule, how, reason in row_engine.choices(problem, NARROW if problem.d_state <= 32 else WIDE, batch, arch, pdl):
         yield rule, None if how is None else SsuSpec(**given, **how), reason

@@ -8,9 +8,9 @@ lengths, packed, with cu_seqlens. Floating tensors may be f32, f16 or bf16, each
 Per token: S <- the recurrence of the function, in which S is [HV, V, K]; out = scale S q, from the new state before it is rounded. Within
 a call the state stays in f32; it is rounded where it is stored.
 
-Every function returns out (new, of v's shape and dtype, if not given). CPU tensors run the reference implementation. All raise ArgumentError
-listing every violated requirement, before anything is launched; UnsupportedError; CaptureError when a kernel would have to be built during
-a CUDA graph capture; NotBuiltError, CompileError, LoadError, LaunchError.
+Every function returns out (new, of v's shape and dtype, if not given). CPU tensors run the reference implementation. All raise
+ArgumentError listing every violated requirement, before anything is launched; UnsupportedError; CaptureError when a kernel would have to be
+built during a CUDA graph capture; NotBuiltError, CompileError, LoadError, LaunchError.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def kda(
     allow_neg_eigval: bool = False,
     **options: Unpack[PoolOptions],
 ) -> Tensor:
-    """Kimi delta attention (Kimi-Linear): the gated delta rule with a decay per key channel, S <- S D + beta (v - S D k) k^T, D = diag(e^g).
+    """Kimi delta attention (Kimi-Linear): gated delta rule with a decay per key channel: S <- S D + beta (v - S D k) k^T, D = diag(e^g).
 
     g: […, HV, K], log decay; with A_log [HV] the raw gate, of which the log decay is -e^A_log softplus(g + dt_bias), or with lower_bound
         lower_bound sigmoid(e^A_log (g + dt_bias)), in which A_log may be missing; dt_bias [HV, K], [HV K] or None

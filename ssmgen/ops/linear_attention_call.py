@@ -274,7 +274,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
 
     along = -1 if options.layout == "vk" else -2
     states = [("state", state), *([("intermediate_states", kept)] if kept is not None else [])]
-    wide = 16 // state.element_size() if options.layout == "kv" else lane
+    wide = lane if options.layout == "vk" else min(16 // state.element_size(), V & -V)
     vectors = [n for n in KEY_VECTORS if n in views] + (["dt_bias"] if "gk" in views and "dt_bias" in views else [])
     present = {n: DTYPES[t.dtype] for n, t in views.items() if n not in (*_CONTROL, "intermediate_states")}
 

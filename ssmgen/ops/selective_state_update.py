@@ -57,7 +57,8 @@ def selective_state_update(
     dt_softplus: dt <- log(1 + e^(dt + dt_bias)); dt_limit: then clamped to (low, high)
     state_indices: [batch] int32 or int64, slot of each row; None for slot = row
     dst_state_indices: likewise, where the new state goes; None for in place. Slots must be distinct, else rows race
-    pad_slot_id: a row whose slot is negative or equals it gets a zero output and touches no state; such a destination is not written
+    pad_slot_id: a row whose slot is negative, equals it or is no slot of the pool gets a zero output and touches no state; such a
+        destination is not written
     pdl: whether the kernel may start while the one ahead of it in the stream ends (it waits before it reads anything); None =
         where the device can (sm_90 and later)
 
@@ -311,7 +312,7 @@ def problem_of(views: dict[str, Tensor], pointers: dict[str, int], dt_softplus: 
 def kernel_values(spec: SsuSpec, views: dict[str, Tensor], pad_slot_id: int, dt_limit: Sequence[float] | None) -> dict[str, int | float]:
     """Every kernel argument that is not a pointer."""
     axis_number = {"slot": 0, "batch": 0}
-    values: dict[str, int | float] = {"pad_slot_id": pad_slot_id}
+    values: dict[str, int | float] = {"slots": views["state"].shape[0], "pad_slot_id": pad_slot_id}
     for operand, axis, _ in spec.strides():
         names = {"A": ("head", "row", "n"), "D": ("head", "row"), "dt_bias": ("head", "row")}.get(operand, ("batch", "head", "row"))
         names = ("batch", "group", "n") if operand in ("B", "C") else names

@@ -37,7 +37,7 @@ def selective_state_update(
     for b in range(x.shape[0]):
         src = b if state_indices is None else int(state_indices[b])
         dst = src if dst_state_indices is None else int(dst_state_indices[b])
-        if src < 0 or (state_indices is not None and src == pad_slot_id):
+        if not 0 <= src < state.shape[0] or (state_indices is not None and src == pad_slot_id):
             out[b] = 0
             continue
         step = dt[b].to(dtype)
@@ -56,6 +56,6 @@ def selective_state_update(
         if z is not None:
             z_b = z[b].to(dtype)
             y = y * z_b * torch.sigmoid(z_b)
-        if dst >= 0 and not (dst_state_indices is not None and dst == pad_slot_id):
+        if 0 <= dst < state.shape[0] and not (dst_state_indices is not None and dst == pad_slot_id):
             state[dst] = new.to(state.dtype)
         out[b] = y.to(out.dtype)
