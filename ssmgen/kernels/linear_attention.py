@@ -114,6 +114,7 @@ class LinearAttentionProblem(RowProblem):
     cu_seqlens: Index = Index.NONE
     update: Update = Update.FINAL
     pool: PoolMode = PoolMode.SINGLE
+    frozen: int = 0  # the most tokens of a call that writes no state and carries what tokens add instead; 0: the state is carried
     intermediates: bool = False  # the state after each token also goes to a buffer [batch, tokens, …]
     state_loads: Loads = Loads.VECTOR
     operand_loads: Loads = Loads.VECTOR  # of the operands with an element per key channel
@@ -145,6 +146,12 @@ class LinearAttentionProblem(RowProblem):
     @property
     def low_rank(self) -> bool:
         return self.write is not None or self.alpha is not None
+
+    @property
+    def may_freeze(self) -> bool:
+        """Whether the outputs can be had from the state as it is, and a small correction per pair of tokens."""
+        plain = self.delta is Delta.DECAYED and not (self.gk or self.gv or self.read or self.erase)
+        return plain and self.tokens is Tokens.MANY and self.update is Update.NONE and not self.intermediates
 
     @property
     def several(self) -> bool:
@@ -185,6 +192,9 @@ class LinearAttentionProblem(RowProblem):
             *must(self.gate is not Gate.SOFTPLUS or self.A_log is not None, "the softplus gate needs A_log"),
             *must(not (self.low_rank and self.l2norm), "the low-rank form takes normalised keys"),
             *must(self.several or not (self.intermediates or self.update is Update.EACH), "a state per token needs tokens=many or ragged"),
+            *must(
+                not self.frozen or self.may_freeze, "only a delta rule that reads with k, decays by head and writes no state can freeze it"
+            ),
             *must(not self.beta_rows or self.beta is not None, "beta_rows needs beta"),
         ]
 
@@ -206,19 +216,23 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
             *must(not self.several or self.tile == self.rows_per_step, "several tokens need all rows of a tile in flight at once"),
             *must(not self.several or self.shared_bytes <= 48 * 1024, f"{self.shared_bytes} bytes of shared memory exceed 48 KiB"),
             *must(not self.prefetch or self.accepted is Index.NONE, "the bulk L2 prefetch does not know the column that is started from"),
+            *must(not self.frozen or self.chunk == self.frozen, f"chunk {self.chunk} does not stage all {self.frozen} tokens"),
             *must(self.vec >= 4, f"vec {self.vec} is below 4"),
         ]
 
     @property
     def shared_bytes(self) -> int:
         """Staged tokens."""
-        return self.chunk * 4 * (len(self.token_vectors()) * self.dim_k + 8 + len(self.row_scalars()) * self.tile) if self.several else 0
+        if not self.several:
+            return 0
+        token = len(self.token_vectors()) * self.dim_k + 8 + len(self.row_scalars()) * self.tile
+        return 4 * self.chunk * (token + (2 * self.chunk + self.threads if self.frozen else 0))
 
     @property
     def stem(self) -> str:
         kind = {Delta.NONE: "la", Delta.DECAYED: "delta", Delta.OLD: "lowrank" if self.low_rank else "olddelta"}[self.delta]
         decay = "".join(name for name in ("g", "gk", "gv") if getattr(self, name))
-        tokens = [] if self.tokens is Tokens.ONE else [self.tokens.value]
+        tokens = [] if self.tokens is Tokens.ONE else [f"frozen{self.frozen}" if self.frozen else self.tokens.value]
         shape = f"h{self.nheads}v{self.dim_v}k{self.dim_k}g{self.key_heads}_{self.state.value}"
         return "_".join([kind, *([decay] if decay else []), shape, *tokens, self.how()])
 
@@ -345,7 +359,8 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
 def space(problem: LinearAttentionProblem, arch: Arch) -> Iterator[LinearAttentionSpec]:
     """Every legal variant of a problem within the axes worth trying."""
     given = {f.name: getattr(problem, f.name) for f in fields(LinearAttentionProblem)}
-    specs = (LinearAttentionSpec(**given, **how) for how in row_engine.axes())
+    chunk = {"chunk": problem.frozen} if problem.frozen else {}
+    specs = (LinearAttentionSpec(**given, **how, **chunk) for how in row_engine.axes())
     return (spec for spec in specs if not spec.violations(arch))
 
 
@@ -353,6 +368,10 @@ ONE_TOKEN = [
     Rule("smallest", 8, tile_kib=8, ilp=2),
     Rule("latency", 48, tile_kib=16),
     Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),
+]
+FROZEN = [
+    Rule("latency", 48, tile_kib=16, lane_bytes=32),
+    Rule("bandwidth", float("inf"), tile_kib=16, prefetch=132, lane_bytes=32),
 ]
 SEVERAL_TOKENS = [
     Rule("latency", 48, tile_kib=8),
@@ -363,7 +382,10 @@ SEVERAL_TOKENS = [
 def candidates(problem: LinearAttentionProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, LinearAttentionSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
     given = {f.name: getattr(problem, f.name) for f in fields(LinearAttentionProblem)}
-    for rule, how, reason in row_engine.choices(problem, SEVERAL_TOKENS if problem.several else ONE_TOKEN, batch, arch, pdl):
+    rules = FROZEN if problem.frozen else SEVERAL_TOKENS if problem.several else ONE_TOKEN
+    for rule, how, reason in row_engine.choices(problem, rules, batch, arch, pdl):
+        if how is not None and problem.frozen:
+            how["chunk"] = problem.frozen
         if how is not None and problem.accepted is not Index.NONE:
             how["prefetch"] = 0
         yield rule, None if how is None else LinearAttentionSpec(**given, **how), reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from ..kernels.linear_attention import (
     Update,
 )
 from ..reference.linear_attention import linear_attention as reference
-from ..spec import SM90, Index, Loads, PoolMode
+from ..spec import SM90, DType, Index, Loads, PoolMode
 from . import checks
 from .checks import DTYPES
 
@@ -38,6 +39,7 @@ NAMES = (
 )  # fmt: skip
 _REQUIRED = ("state", "q", "k", "v", "out")
 _CONTROL = NAMES[16:20]
+FROZEN_TOKENS = (8, 16)  # sizes of kernels that carry what tokens add instead of the state
 _INDEX = {None: Index.NONE, torch.int32: Index.I32, torch.int64: Index.I64}
 
 
@@ -281,7 +283,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     def index(name: str) -> Index:
         return _INDEX[views[name].dtype if name in views else None]
 
-    return LinearAttentionProblem(
+    problem = LinearAttentionProblem(
         dim_k=K,
         dim_v=V,
         nheads=HV,
@@ -303,6 +305,11 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         state_loads=Loads.VECTOR if all(aligned(n, t, along, wide) for n, t in states) else Loads.ELEMENT,
         operand_loads=Loads.VECTOR if all(aligned(n, views[n]) for n in vectors) else Loads.ELEMENT,
     )
+    # With an f32 state a call computes, bit for bit, what single tokens would; with a shorter one they round at every step anyway.
+    T = views["q"].shape[1]
+    if problem.may_freeze and max(FROZEN_TOKENS) >= T and problem.state is not DType.F32:
+        problem = replace(problem, frozen=min(n for n in FROZEN_TOKENS if n >= T))
+    return problem
 
 
 _AXES = {
