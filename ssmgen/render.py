@@ -48,6 +48,7 @@ def render(spec: KernelSpec, arch: Arch) -> str:
             facts=_facts(spec),
             dtypes={v.value for f in fields(spec) if isinstance(v := getattr(spec, f.name), DType)},
             prefetch=bool(getattr(spec, "prefetch", 0)),
+            mma=spec.mma,
             streams=getattr(spec, "intermediates", False),
             uses_math=spec.uses_math,
             element_loads=Loads.ELEMENT in loads,

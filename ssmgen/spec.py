@@ -131,6 +131,11 @@ class KernelSpec:
     template: ClassVar[str]
     uses_math: ClassVar[bool] = True  # whether the template needs exponentials and reciprocals
 
+    @property
+    def mma(self) -> str:
+        """Element type that the tensor cores multiply, as PTX names it; empty if they do not."""
+        return ""
+
     def violations(self, arch: Arch) -> list[str]:
         """Every broken constraint in words; the only place that knows what is legal."""
         raise NotImplementedError

@@ -522,6 +522,31 @@ inline float exp2_approx(float v) { return emulator::flush(std::exp2(emulator::f
 inline float rsqrt_approx(float v) { return emulator::flush(1.f / std::sqrt(emulator::flush(v))); }
 inline float rcp_approx(float v) { return emulator::flush(1.f / emulator::flush(v)); }
 
+// Sums in double, rounded once per call: the tensor cores' own order and rounding are not documented.
+template <class Widen>
+void emulated_mma(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], Widen widen) {
+  const unsigned lane = threadIdx.x % 32, group = lane / 4, part = lane % 4;
+  double sum[4] = {d[0], d[1], d[2], d[3]};
+  for (unsigned t = 0; t < 4; ++t) {  // lanes that hold a quarter of the columns of a and of the rows of b
+    unsigned mine[4], theirs[2][2];
+    for (int w = 0; w < 4; ++w) mine[w] = __shfl_sync(0xffffffffu, a[w], int(group * 4 + t));
+    for (int w = 0; w < 2; ++w)
+      for (unsigned n = 0; n < 2; ++n) theirs[n][w] = __shfl_sync(0xffffffffu, b[w], int((2 * part + n) * 4 + t));
+    for (int row = 0; row < 2; ++row)
+      for (int n = 0; n < 2; ++n)
+        for (int w = 0; w < 2; ++w)
+          for (int half = 0; half < 2; ++half)
+            sum[2 * row + n] += double(widen((unsigned short)(mine[row + 2 * w] >> 16 * half))) * widen((unsigned short)(theirs[n][w] >> 16 * half));
+  }
+  for (int i = 0; i < 4; ++i) d[i] = float(sum[i]);
+}
+inline void mma_bf16(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  emulated_mma(d, {a0, a1, a2, a3}, {b0, b1}, [](unsigned short v) { return __uint_as_float(unsigned(v) << 16); });
+}
+inline void mma_f16(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  emulated_mma(d, {a0, a1, a2, a3}, {b0, b1}, [](unsigned short v) { return emulator::from_f16(v); });
+}
+
 inline void prefetch_l2(const void* p, int bytes) {
   if (emulator::machine->pdl && !emulator::machine->me().waited) emulator::machine->fail("prefetch before the wait for the upstream kernel");
   if (reinterpret_cast<std::uintptr_t>(p) % 16 || bytes % 16) emulator::machine->fail("prefetch of an address or a size that is not a multiple of 16");

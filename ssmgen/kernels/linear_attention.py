@@ -73,6 +73,8 @@ class Update(Enum):
     EACH = "each"
 
 
+FROZEN_TOKENS = 8
+
 # Operands with an element per key channel: one of k's heads, or of v's.
 KEY_VECTORS = ("q", "k", "read", "write", "alpha", "gk", "erase")
 OF_KEY_HEADS = ("q", "k", "read", "write", "alpha")
@@ -114,7 +116,7 @@ class LinearAttentionProblem(RowProblem):
     cu_seqlens: Index = Index.NONE
     update: Update = Update.FINAL
     pool: PoolMode = PoolMode.SINGLE
-    frozen: int = 0  # the most tokens of a call that writes no state and carries what tokens add instead; 0: the state is carried
+    frozen: bool = False  # a call of up to FROZEN_TOKENS that writes no state, and leaves it as it is: tensor cores do the products
     intermediates: bool = False  # the state after each token also goes to a buffer [batch, tokens, …]
     state_loads: Loads = Loads.VECTOR
     operand_loads: Loads = Loads.VECTOR  # of the operands with an element per key channel
@@ -140,6 +142,10 @@ class LinearAttentionProblem(RowProblem):
         return self.state_loads
 
     @property
+    def lanes_per_row(self) -> int | None:
+        return 4 if self.frozen else None
+
+    @property
     def interleaved(self) -> bool:
         return self.layout is Layout.KV
 
@@ -149,14 +155,25 @@ class LinearAttentionProblem(RowProblem):
 
     @property
     def may_freeze(self) -> bool:
-        """Whether the outputs can be had from the state as it is, and a small correction per pair of tokens."""
-        plain = self.delta is Delta.DECAYED and not (self.gk or self.gv or self.read or self.erase)
-        return plain and self.tokens is Tokens.MANY and self.update is Update.NONE and not self.intermediates
+        """Whether the outputs can be had from the state as it is, and few products of 16-bit numbers.
+
+        Not with an f32 state, where a call computes, bit for bit, what single tokens would; a shorter one is rounded at every step.
+        """
+        plain = self.delta is Delta.DECAYED and not (self.gk or self.gv or self.read or self.erase or self.w or self.beta_rows)
+        output_only = self.tokens is Tokens.MANY and self.update is Update.NONE and not self.intermediates
+        short = self.state is not DType.F32 and self.q is self.k is self.state and self.dim_k % 32 == 0 and self.dim_k <= 256
+        vectors = self.layout is Layout.VK and self.state_loads is self.operand_loads is Loads.VECTOR
+        return plain and output_only and short and vectors
 
     @property
     def several(self) -> bool:
-        """Whether a kernel loops over tokens, staged in shared memory."""
+        """Whether operands have a token axis."""
         return self.tokens is not Tokens.ONE
+
+    @property
+    def staged(self) -> bool:
+        """Whether a kernel loops over tokens, staged in shared memory."""
+        return self.several and not self.frozen
 
     def faults(self) -> list[str]:
         """What no variant could serve."""
@@ -192,9 +209,7 @@ class LinearAttentionProblem(RowProblem):
             *must(self.gate is not Gate.SOFTPLUS or self.A_log is not None, "the softplus gate needs A_log"),
             *must(not (self.low_rank and self.l2norm), "the low-rank form takes normalised keys"),
             *must(self.several or not (self.intermediates or self.update is Update.EACH), "a state per token needs tokens=many or ragged"),
-            *must(
-                not self.frozen or self.may_freeze, "only a delta rule that reads with k, decays by head and writes no state can freeze it"
-            ),
+            *must(not self.frozen or self.may_freeze, "the state can be frozen only where `may_freeze` says so"),
             *must(not self.beta_rows or self.beta is not None, "beta_rows needs beta"),
         ]
 
@@ -214,25 +229,28 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
             return found
         return [
             *must(not self.several or self.tile == self.rows_per_step, "several tokens need all rows of a tile in flight at once"),
-            *must(not self.several or self.shared_bytes <= 48 * 1024, f"{self.shared_bytes} bytes of shared memory exceed 48 KiB"),
+            *must(self.shared_bytes <= 48 * 1024, f"{self.shared_bytes} bytes of shared memory exceed 48 KiB"),
             *must(not self.prefetch or self.accepted is Index.NONE, "the bulk L2 prefetch does not know the column that is started from"),
-            *must(not self.frozen or self.chunk == self.frozen, f"chunk {self.chunk} does not stage all {self.frozen} tokens"),
+            *must(not self.frozen or (self.lanes, self.vec) == (4, 8), "tensor cores take 4 lanes of 8 elements to a row"),
+            *must(not self.frozen or self.ilp in (2, 4), f"tensor cores take 2 or 4 rows to a team, not {self.ilp}"),
             *must(self.vec >= 4, f"vec {self.vec} is below 4"),
         ]
 
     @property
     def shared_bytes(self) -> int:
         """Staged tokens."""
-        if not self.several:
-            return 0
         token = len(self.token_vectors()) * self.dim_k + 8 + len(self.row_scalars()) * self.tile
-        return 4 * self.chunk * (token + (2 * self.chunk + self.threads if self.frozen else 0))
+        return 4 * self.chunk * token if self.staged else 0
+
+    @property
+    def mma(self) -> str:
+        return self.state.value if self.frozen else ""
 
     @property
     def stem(self) -> str:
         kind = {Delta.NONE: "la", Delta.DECAYED: "delta", Delta.OLD: "lowrank" if self.low_rank else "olddelta"}[self.delta]
         decay = "".join(name for name in ("g", "gk", "gv") if getattr(self, name))
-        tokens = [] if self.tokens is Tokens.ONE else [f"frozen{self.frozen}" if self.frozen else self.tokens.value]
+        tokens = [] if self.tokens is Tokens.ONE else ["frozen" if self.frozen else self.tokens.value]
         shape = f"h{self.nheads}v{self.dim_v}k{self.dim_k}g{self.key_heads}_{self.state.value}"
         return "_".join([kind, *([decay] if decay else []), shape, *tokens, self.how()])
 
@@ -359,8 +377,7 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
 def space(problem: LinearAttentionProblem, arch: Arch) -> Iterator[LinearAttentionSpec]:
     """Every legal variant of a problem within the axes worth trying."""
     given = {f.name: getattr(problem, f.name) for f in fields(LinearAttentionProblem)}
-    chunk = {"chunk": problem.frozen} if problem.frozen else {}
-    specs = (LinearAttentionSpec(**given, **how, **chunk) for how in row_engine.axes())
+    specs = (LinearAttentionSpec(**given, **how) for how in row_engine.axes())
     return (spec for spec in specs if not spec.violations(arch))
 
 
@@ -370,8 +387,8 @@ ONE_TOKEN = [
     Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),
 ]
 FROZEN = [
-    Rule("latency", 48, tile_kib=16, lane_bytes=32),
-    Rule("bandwidth", float("inf"), tile_kib=16, prefetch=132, lane_bytes=32),
+    Rule("latency", 32, tile_kib=8, ilp=2),
+    Rule("bandwidth", float("inf"), tile_kib=16),
 ]
 SEVERAL_TOKENS = [
     Rule("latency", 48, tile_kib=8),
@@ -384,8 +401,6 @@ def candidates(problem: LinearAttentionProblem, batch: int, arch: Arch, pdl: boo
     given = {f.name: getattr(problem, f.name) for f in fields(LinearAttentionProblem)}
     rules = FROZEN if problem.frozen else SEVERAL_TOKENS if problem.several else ONE_TOKEN
     for rule, how, reason in row_engine.choices(problem, rules, batch, arch, pdl):
-        if how is not None and problem.frozen:
-            how["chunk"] = problem.frozen
         if how is not None and problem.accepted is not Index.NONE:
             how["prefetch"] = 0
         yield rule, None if how is None else LinearAttentionSpec(**given, **how), reason

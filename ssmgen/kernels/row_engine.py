@@ -44,6 +44,11 @@ class RowProblem:
         raise NotImplementedError
 
     @property
+    def lanes_per_row(self) -> int | None:
+        """Where the kernel prescribes them."""
+        return None
+
+    @property
     def interleaved(self) -> bool:
         """Whether neighbouring rows, and not the elements of a row, are contiguous. Then 16-byte vectors hold an element of `ilp` rows."""
         return False
@@ -157,11 +162,10 @@ class Rule:
     tile_kib: int  # state per block; each of its threads holds its shares of ILP rows at once, and that is all it does
     prefetch: int = 0
     pdl: Pdl = Pdl.TRIGGER_LOADED
-    lane_bytes: int = 16  # of a row up to 256 bytes, per lane
     ilp: int = 4  # 8 needs too many registers, 2 leaves too little in flight once the card is full
 
 
-def layout(problem: RowProblem, ilp: int = 4, lane_bytes: int = 16) -> dict[str, int]:
+def layout(problem: RowProblem, ilp: int = 4) -> dict[str, int]:
     """The lane map: 16 bytes of a row per lane, or 32 of a row longer than 256 bytes. An odd factor of its length goes into passes.
 
     Of interleaved rows a lane holds 4 neighbours, in 16-byte vectors over rows; few lanes to a row, for whole sectors, but not so few that
@@ -177,15 +181,15 @@ def layout(problem: RowProblem, ilp: int = 4, lane_bytes: int = 16) -> dict[str,
             lanes //= 2
         return {"vec": 4, "lanes": lanes, "ilp": min(together, lanes)}
     vec = min(16 // size, even)
-    share = lane_bytes if even * size <= 256 else 32
-    lanes = max(1, min(32, even * size // share))
+    share = 16 if even * size <= 256 else 32
+    lanes = problem.lanes_per_row or max(1, min(32, even * size // share))
     passes = n // (vec * lanes)
-    return {"vec": vec, "lanes": lanes, "ilp": max(1, min(ilp, lanes, 8 // passes))}
+    return {"vec": vec, "lanes": lanes, "ilp": min(ilp, lanes) if problem.lanes_per_row else max(1, min(ilp, lanes, 8 // passes))}
 
 
 def fit(problem: RowProblem, rule: Rule) -> dict[str, int]:
     """Lanes, rows and threads for a problem: about tile_kib per block, in a number of warps that divides the rows if one near does."""
-    chosen = layout(problem, rule.ilp, rule.lane_bytes)
+    chosen = layout(problem, rule.ilp)
     per_warp = 32 // chosen["lanes"] * chosen["ilp"]
     row_bytes = problem.row_elements * problem.row_dtype.size
     most = max(1, min(8, rule.tile_kib * 1024 // (row_bytes * per_warp), -(-problem.rows // per_warp)))

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from .. import registry, runtime
 from ..errors import ArgumentError
 from ..kernels.linear_attention import (
+    FROZEN_TOKENS,
     KEY_VECTORS,
     OF_KEY_HEADS,
     OPERATOR,
@@ -28,7 +29,7 @@ from ..kernels.linear_attention import (
     Update,
 )
 from ..reference.linear_attention import linear_attention as reference
-from ..spec import SM90, DType, Index, Loads, PoolMode
+from ..spec import SM90, Index, Loads, PoolMode
 from . import checks
 from .checks import DTYPES
 
@@ -39,7 +40,6 @@ NAMES = (
 )  # fmt: skip
 _REQUIRED = ("state", "q", "k", "v", "out")
 _CONTROL = NAMES[16:20]
-FROZEN_TOKENS = (8, 16)  # sizes of kernels that carry what tokens add instead of the state
 _INDEX = {None: Index.NONE, torch.int32: Index.I32, torch.int64: Index.I64}
 
 
@@ -305,10 +305,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         state_loads=Loads.VECTOR if all(aligned(n, t, along, wide) for n, t in states) else Loads.ELEMENT,
         operand_loads=Loads.VECTOR if all(aligned(n, views[n]) for n in vectors) else Loads.ELEMENT,
     )
-    # With an f32 state a call computes, bit for bit, what single tokens would; with a shorter one they round at every step anyway.
-    T = views["q"].shape[1]
-    if problem.may_freeze and max(FROZEN_TOKENS) >= T and problem.state is not DType.F32:
-        problem = replace(problem, frozen=min(n for n in FROZEN_TOKENS if n >= T))
+    if problem.may_freeze and views["q"].shape[1] <= FROZEN_TOKENS:
+        problem = replace(problem, frozen=True)
     return problem
 
 
