@@ -14,12 +14,15 @@ _LINEAR = (
     "delta_rule",
     "dplr_delta_rule",
     "gated_delta_rule",
+    "gated_delta_rule_commit",
     "gdn2",
     "gla",
     "kda",
+    "kda_commit",
     "lightning_attn",
     "rwkv7",
     "simple_gla",
+    "Ring",
 )
 _HOME = {
     "selective_state_update": "ops.selective_state_update",
@@ -36,13 +39,16 @@ _HOME = {
 if TYPE_CHECKING:
     from .api import BoundCall, bind, explain, is_warm, supported, warm
     from .ops.linear_attention import (
+        Ring,
         comba,
         delta_rule,
         dplr_delta_rule,
         gated_delta_rule,
+        gated_delta_rule_commit,
         gdn2,
         gla,
         kda,
+        kda_commit,
         lightning_attn,
         rwkv7,
         simple_gla,
@@ -52,16 +58,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BoundCall",
+    "Ring",
     "bind",
     "comba",
     "delta_rule",
     "dplr_delta_rule",
     "explain",
     "gated_delta_rule",
+    "gated_delta_rule_commit",
     "gdn2",
     "gla",
     "is_warm",
     "kda",
+    "kda_commit",
     "lightning_attn",
     "rwkv7",
     "selective_state_update",

@@ -49,6 +49,7 @@ def render(spec: KernelSpec, arch: Arch) -> str:
             dtypes={v.value for f in fields(spec) if isinstance(v := getattr(spec, f.name), DType)},
             prefetch=bool(getattr(spec, "prefetch", 0)),
             mma=spec.mma,
+            rings=bool(getattr(spec, "ringed", list)()),
             streams=getattr(spec, "intermediates", False),
             uses_math=spec.uses_math,
             element_loads=Loads.ELEMENT in loads,

@@ -65,6 +65,14 @@ class Layout(Enum):
     KV = "kv"
 
 
+class Ring(Enum):
+    """A buffer, by slot, of the raw k, v, g and beta of a call's tokens: not there, written, or what a commit replays."""
+
+    NONE = "none"
+    STORE = "store"
+    COMMIT = "commit"
+
+
 class Update(Enum):
     """What is written to the pool: nothing, the state after the last token, or the state after each token, to a slot of its own."""
 
@@ -116,6 +124,8 @@ class LinearAttentionProblem(RowProblem):
     cu_seqlens: Index = Index.NONE
     update: Update = Update.FINAL
     pool: PoolMode = PoolMode.SINGLE
+    ring: Ring = Ring.NONE  # COMMIT: k, v, g and beta are the ring's, accepted counts the tokens to replay, and there is no output
+    layers: bool = False  # a commit of several layers: pools, rings and weights have a layer axis in front
     frozen: bool = False  # a call of up to FROZEN_TOKENS that writes no state, and leaves it as it is: tensor cores do the products
     intermediates: bool = False  # the state after each token also goes to a buffer [batch, tokens, …]
     state_loads: Loads = Loads.VECTOR
@@ -146,8 +156,16 @@ class LinearAttentionProblem(RowProblem):
         return 4 if self.frozen else None
 
     @property
+    def layered(self) -> bool:
+        return self.layers
+
+    @property
     def interleaved(self) -> bool:
         return self.layout is Layout.KV
+
+    @property
+    def commit(self) -> bool:
+        return self.ring is Ring.COMMIT
 
     @property
     def low_rank(self) -> bool:
@@ -194,7 +212,7 @@ class LinearAttentionProblem(RowProblem):
             *must(self.pool is PoolMode.SINGLE or self.index is not Index.NONE, "a split pool needs slot indices"),
             *must(self.pool is PoolMode.SINGLE or self.update is not Update.NONE, "a split pool that is not written"),
             *must(self.update is not Update.EACH or self.pool is PoolMode.SPLIT, "a state per token needs a slot for each"),
-            *must(self.accepted is Index.NONE or self.index is not Index.NONE, "num_accepted_tokens needs slot indices"),
+            *must(self.commit or self.accepted is Index.NONE or self.index is not Index.NONE, "num_accepted_tokens needs slot indices"),
             *must((self.tokens is Tokens.RAGGED) == (self.cu_seqlens is not Index.NONE), "ragged tokens and cu_seqlens go together"),
             *must(read or not (self.beta or self.read or self.erase or self.w), "beta, read, erase and w belong to a delta rule"),
             *must(
@@ -207,6 +225,22 @@ class LinearAttentionProblem(RowProblem):
             *must(self.gate is Gate.LOG or not (self.g and self.gk), "a gate computes g or gk, not both"),
             *must(self.gate not in (Gate.LOG, Gate.SLOPE) or not (self.A_log or self.dt_bias), "A_log and dt_bias belong to a gate"),
             *must(self.gate is not Gate.SOFTPLUS or self.A_log is not None, "the softplus gate needs A_log"),
+            *must(
+                self.ring is Ring.NONE or (self.delta is Delta.DECAYED and not (self.gv or self.read or self.erase or self.w)),
+                "a ring holds k, v, one of g and gk, and beta: of delta rules without other operands",
+            ),
+            *must(self.ring is not Ring.STORE or self.index is not Index.NONE, "a ring goes by slots"),
+            *must(
+                not self.commit
+                or (
+                    self.accepted is not Index.NONE
+                    and self.tokens is Tokens.MANY
+                    and self.update is Update.FINAL
+                    and not self.intermediates
+                ),
+                "a commit replays num_accepted_tokens of the ring into the state",
+            ),
+            *must(not self.layers or self.commit, "only a commit takes all layers at once"),
             *must(not (self.low_rank and self.l2norm), "the low-rank form takes normalised keys"),
             *must(self.several or not (self.intermediates or self.update is Update.EACH), "a state per token needs tokens=many or ragged"),
             *must(not self.frozen or self.may_freeze, "the state can be frozen only where `may_freeze` says so"),
@@ -248,15 +282,16 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
 
     @property
     def stem(self) -> str:
+        tokens_kept = {Ring.NONE: [], Ring.STORE: ["ring"], Ring.COMMIT: ["commit"]}[self.ring]
         kind = {Delta.NONE: "la", Delta.DECAYED: "delta", Delta.OLD: "lowrank" if self.low_rank else "olddelta"}[self.delta]
         decay = "".join(name for name in ("g", "gk", "gv") if getattr(self, name))
         tokens = [] if self.tokens is Tokens.ONE else ["frozen" if self.frozen else self.tokens.value]
         shape = f"h{self.nheads}v{self.dim_v}k{self.dim_k}g{self.key_heads}_{self.state.value}"
-        return "_".join([kind, *([decay] if decay else []), shape, *tokens, self.how()])
+        return "_".join([kind, *([decay] if decay else []), shape, *tokens, *tokens_kept, self.how()])
 
     def key_vectors(self) -> list[str]:
         """Operands with an element per key channel and token."""
-        return [name for name in KEY_VECTORS if getattr(self, name) is not None]
+        return [name for name in KEY_VECTORS if getattr(self, name) is not None and not (self.commit and name == "q")]
 
     def row_scalars(self) -> list[str]:
         """Operands with an element per value channel and token."""
@@ -279,7 +314,7 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
             names = ["query", "write"]
         else:
             names = ["query", "read", "write"]
-        return names + (["decay"] if self.gk else [])
+        return names[self.commit :] + (["decay"] if self.gk else [])
 
     def token_scalars(self) -> list[str]:
         """The factors of a token that all rows of a head share."""
@@ -288,9 +323,9 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
         return [
             *(["forget"] if decayed else []),
             *(["read_scale"] if read and (self.l2norm or (decayed and self.delta is Delta.DECAYED)) else []),
-            "query_scale",
+            *(["query_scale"] if not self.commit else []),
             *(["write_scale"] if self.l2norm else []),
-            *(["mix"] if read else []),
+            *(["mix"] if read and not self.commit else []),
             *(["mix_key"] if self.low_rank else []),
             *(["step"] if self.beta is not None and not self.beta_rows else []),
         ]
@@ -312,30 +347,41 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
             *(["cu_seqlens"] if self.cu_seqlens is not Index.NONE else []),
             *(["intermediate_states"] if self.intermediates else []),
         ]
-        return ["state", "q", "k", "v", *given, "out", *control]
+        if self.commit:
+            return ["state", "k", "v", *given, *control]
+        return ["state", "q", "k", "v", *given, "out", *control, *(f"ring_{name}" for name in self.ringed())]
+
+    def ringed(self) -> list[str]:
+        """Operands that the ring keeps."""
+        return [n for n in ("k", "v", "g", "gk", "beta") if getattr(self, n) is not None] if self.ring is Ring.STORE else []
 
     def strides(self) -> list[tuple[str, str, str]]:
         """(operand, axis, width) of every stride the kernel takes, in elements. Those between states are 64-bit."""
-        batch = [] if self.tokens is Tokens.RAGGED else ["batch"]
+        batch = ["slot"] if self.commit else [] if self.tokens is Tokens.RAGGED else ["batch"]
+        layer = ["layer"] if self.layers else []
         token = ["token"] if self.several else []
         element = ["n"] if self.operand_loads is Loads.ELEMENT else []
         head_only = self.gk is None  # dt_bias
         axes = {
-            "state": ["slot"],
-            **{name: [*batch, *token, "head", *element] for name in KEY_VECTORS},
-            **{name: [*batch, *token, "head", "row"] for name in ("v", "gv", "w", "out")},
-            "g": [*batch, *token, "head"],
-            "beta": [*batch, *token, "head", *(["row"] if self.beta_rows else [])],
-            "A_log": ["head"],
-            "dt_bias": ["head", *([] if head_only else element)],
-            "state_indices": ["batch", *(["column"] if self.accepted is not Index.NONE else [])],
+            "state": [*layer, "slot"],
+            **{name: [*layer, *batch, *token, "head", *element] for name in KEY_VECTORS},
+            **{name: [*layer, *batch, *token, "head", "row"] for name in ("v", "gv", "w", "out")},
+            "g": [*layer, *batch, *token, "head"],
+            "beta": [*layer, *batch, *token, "head", *(["row"] if self.beta_rows else [])],
+            "A_log": [*layer, "head"],
+            "dt_bias": [*layer, "head", *([] if head_only else element)],
+            **{f"ring_{name}": ["slot", "token", "head"] for name in self.ringed()},
+            "state_indices": ["batch", *(["column"] if self.accepted is not Index.NONE and not self.commit else [])],
             "dst_state_indices": ["batch", *(["token"] if self.update is Update.EACH else [])],
             "num_accepted_tokens": ["batch"],
             "cu_seqlens": [],
             "intermediate_states": ["batch", "token"],
         }
-        wide = ("state", "intermediate_states")
-        return [(op, axis, "i64" if op in wide else "u32") for op in self.operands() for axis in axes[op]]
+        return [
+            (op, axis, "i64" if op == "intermediate_states" or axis in ("slot", "layer") else "u32")
+            for op in self.operands()
+            for axis in axes[op]
+        ]
 
     def parameters(self) -> list[Param]:
         element = {f.name: getattr(self, f.name).value for f in fields(self) if isinstance(getattr(self, f.name), DType)}
@@ -343,28 +389,31 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
         element |= dict.fromkeys(("state_indices", "dst_state_indices"), integer[self.index])
         element |= {"num_accepted_tokens": integer[self.accepted], "cu_seqlens": integer[self.cu_seqlens]}
         element["intermediate_states"] = self.state.value
-        written = ("state", "out", "intermediate_states")
+        element |= {f"ring_{name}": element[name] for name in self.ringed()}
+        written = ("state", "out", "intermediate_states", *(f"ring_{name}" for name in self.ringed()))
         pointers = [Param.pointer(op, element[op], const=op not in written) for op in self.operands()]
         strides = [(Param.i64 if width == "i64" else Param.u32)(f"{op}_{axis}") for op, axis, width in self.strides()]
         strides.sort(key=lambda p: p.code != "q")  # 8-byte arguments first: no padding anywhere in the buffer
-        slots = [] if self.index is Index.NONE else [Param.i64("slots"), Param.i64("pad_slot_id")]
+        slots = [] if self.index is Index.NONE and not self.commit else [Param.i64("slots"), Param.i64("pad_slot_id")]
         counts = [
-            *([Param.u32("tokens")] if self.tokens is Tokens.MANY else []),
+            *([Param.u32("most_tokens")] if self.commit else [Param.u32("tokens")] if self.tokens is Tokens.MANY else []),
+            *([Param.u32("sequences")] if self.layers else []),
             *([Param.u32("total_tokens")] if self.tokens is Tokens.RAGGED else []),
-            *([Param.u32("columns")] if self.accepted is not Index.NONE else []),
+            *([Param.u32("columns")] if self.accepted is not Index.NONE and not self.commit else []),
             *([Param.u32("dst_columns")] if self.update is Update.EACH and self.tokens is Tokens.RAGGED else []),
             *([Param.u32("rows_kept")] if self.intermediates and self.tokens is Tokens.RAGGED else []),
         ]
-        factors = [Param.f32("scale"), *([Param.f32("lower_bound")] if self.gate is Gate.BOUNDED else [])]
+        factors = [*([] if self.commit else [Param.f32("scale")]), *([Param.f32("lower_bound")] if self.gate is Gate.BOUNDED else [])]
         return [*pointers, *slots, *strides, *counts, *factors]
 
     def constants(self) -> dict[str, Any]:
         return {
             "pooled": self.index is not Index.NONE,
+            "commit": self.commit,
             "split": self.pool is PoolMode.SPLIT,
             "final_state": self.update is Update.FINAL,
             "ragged": self.tokens is Tokens.RAGGED,
-            "accepted": self.accepted is not Index.NONE,
+            "accepted": self.accepted is not Index.NONE and not self.commit,
             "each": self.update is Update.EACH,
             "of_key_heads": OF_KEY_HEADS,
             "scalars": self.token_scalars(),

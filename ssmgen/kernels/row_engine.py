@@ -49,6 +49,11 @@ class RowProblem:
         return None
 
     @property
+    def layered(self) -> bool:
+        """Whether a launch takes several layers' states."""
+        return False
+
+    @property
     def interleaved(self) -> bool:
         """Whether neighbouring rows, and not the elements of a row, are contiguous. Then 16-byte vectors hold an element of `ilp` rows."""
         return False

@@ -15,13 +15,26 @@ built during a CUDA graph capture; NotBuiltError, CompileError, LoadError, Launc
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from .linear_attention_call import Call, Form, Options, operator
+
+
+class Ring(NamedTuple):
+    """The raw inputs of a call's tokens, by slot: what a speculative step keeps instead of states, for a commit to replay.
+
+    k: [slots, T, HK, K]; v: [slots, T, HV, V]; g: [slots, T, HV], for kda [slots, T, HV, K]; beta: [slots, T, HV], or [slots, T, HV, V] if
+    the call's is; each of its operand's dtype. Commits of several layers at once take them with a layers axis in front.
+    """
+
+    k: Tensor
+    v: Tensor
+    g: Tensor | None = None
+    beta: Tensor | None = None
 
 
 class PoolOptions(TypedDict, total=False):
@@ -38,6 +51,7 @@ class PoolOptions(TypedDict, total=False):
     cu_seqlens: [batch + 1] int32 or int64, where each sequence's tokens start; ends with their number. A sequence may have none
     intermediate_states: [batch, T or more, HV, V, K] (or K, V) of the state's dtype: receives the state after each token
     update_state: False leaves the pool as it is
+    ring: of gated_delta_rule, delta_rule and kda: receives the tokens' raw k, v, g and beta in the sequence's slot
     out: of v's shape; None for a new one
     pdl: whether the kernel may start while the one ahead of it in the stream ends (it waits before it reads anything); None = where the
         device can (sm_90 and later)
@@ -52,6 +66,7 @@ class PoolOptions(TypedDict, total=False):
     cu_seqlens: Tensor | None
     intermediate_states: Tensor | None
     update_state: bool
+    ring: Ring | None
     out: Tensor | None
     pdl: bool | None
 
@@ -66,7 +81,8 @@ def _call(
     alpha: Tensor | None = None, lower_bound: float | None = None, *, scale: float | None = None, state_layout: str = "vk",
     state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None, num_accepted_tokens: Tensor | None = None,
     pad_slot_id: int = -1, cu_seqlens: Tensor | None = None, intermediate_states: Tensor | None = None, update_state: bool = True,
-    out: Tensor | None = None, pdl: bool | None = None,
+    ring: Ring | None = None, out: Tensor | None = None, pdl: bool | None = None, required: tuple[str, ...] = (),
+    objections: tuple[str, ...] = (),
 ) -> Call:  # fmt: skip
     if out is None:
         out = torch.empty_like(v, memory_format=_CONTIGUOUS) if isinstance(v, Tensor) else v  # the checks object to v
@@ -74,9 +90,29 @@ def _call(
         scale = q.shape[-1] ** -0.5 if isinstance(q, Tensor) and q.dim() else 1.0
     given = (
         state, q, k, v, g, gk, gv, beta, A_log, dt_bias, read, erase, w, write, alpha, out,
-        state_indices, dst_state_indices, num_accepted_tokens, cu_seqlens, intermediate_states,
+        state_indices, dst_state_indices, num_accepted_tokens, cu_seqlens, intermediate_states, *_by_operand(ring, gk is not None),
     )  # fmt: skip
-    return Call(name, given, Options(form, scale, lower_bound or 0.0, state_layout, pad_slot_id, update_state, pdl))
+    return Call(name, given, Options(form, scale, lower_bound or 0.0, state_layout, pad_slot_id, update_state, pdl), required, objections)
+
+
+def _by_operand(ring: Ring | None, per_channel: bool) -> tuple[Tensor | None, ...]:
+    if ring is None:
+        return _NO_RING
+    k, v, g, beta = ring
+    return (k, v, None, g, beta) if per_channel else (k, v, g, None, beta)
+
+
+_NO_RING = (None,) * 5
+
+
+def _gate_objections(g: str, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None = None) -> tuple[str, ...]:
+    if dt_bias is None or A_log is not None or lower_bound is not None:
+        return ()
+    return (f"dt_bias is given without A_log: it belongs to a raw gate, and {g} is a log decay",)
+
+
+def _beta_objections(beta_sigmoid: bool, allow_neg_eigval: bool) -> tuple[str, ...]:
+    return ("allow_neg_eigval doubles the sigmoid of beta: give beta_sigmoid too",) if allow_neg_eigval and not beta_sigmoid else ()
 
 
 def _gate(A_log: Tensor | None, lower_bound: float | None) -> str:
@@ -113,7 +149,11 @@ def gated_delta_rule(
     Source: Yang et al. 2024 (arXiv 2412.06464).
     """
     form = Form("decayed", _gate(A_log, None), _beta(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
-    return _call("gated_delta_rule", form, state, q, k, v, g, None, None, beta, A_log, dt_bias, **options)
+    objections = _gate_objections("g", A_log, dt_bias) + _beta_objections(beta_sigmoid, allow_neg_eigval)
+    return _call(
+        "gated_delta_rule", form, state, q, k, v, g, None, None, beta, A_log, dt_bias, required=("g", "beta"), objections=objections,
+        **options,
+    )  # fmt: skip
 
 
 @operator
@@ -140,7 +180,11 @@ def kda(
     Otherwise as gated_delta_rule. Source: Kimi Team 2025 (arXiv 2510.26692).
     """
     form = Form("decayed", _gate(A_log, lower_bound), _beta(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
-    return _call("kda", form, state, q, k, v, None, g, None, beta, A_log, dt_bias, lower_bound=lower_bound, **options)
+    objections = _gate_objections("g", A_log, dt_bias, lower_bound) + _beta_objections(beta_sigmoid, allow_neg_eigval)
+    return _call(
+        "kda", form, state, q, k, v, None, g, None, beta, A_log, dt_bias, lower_bound=lower_bound, required=("gk", "beta"),
+        objections=objections, **options,
+    )  # fmt: skip
 
 
 @operator
@@ -165,7 +209,10 @@ def gdn2(
     Otherwise as gated_delta_rule. Source: flash-linear-attention, fla.ops.gdn2.
     """
     form = Form("decayed", _gate(A_log, lower_bound), "plain", use_qk_l2norm)
-    return _call("gdn2", form, state, q, k, v, None, g, None, None, A_log, dt_bias, None, b, w, lower_bound=lower_bound, **options)
+    return _call(
+        "gdn2", form, state, q, k, v, None, g, None, None, A_log, dt_bias, None, b, w, lower_bound=lower_bound,
+        required=("gk", "erase", "w"), objections=_gate_objections("g", A_log, dt_bias, lower_bound), **options,
+    )  # fmt: skip
 
 
 @operator
@@ -183,7 +230,8 @@ def delta_rule(
 ) -> Tensor:
     """DeltaNet: S <- S + beta (v - S k) k^T. Operands as in gated_delta_rule. Source: Yang et al. 2024 (arXiv 2406.06484)."""
     form = Form("decayed", "log", _beta(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
-    return _call("delta_rule", form, state, q, k, v, None, None, None, beta, **options)
+    objections = _beta_objections(beta_sigmoid, allow_neg_eigval)
+    return _call("delta_rule", form, state, q, k, v, None, None, None, beta, required=("beta",), objections=objections, **options)
 
 
 @operator
@@ -207,7 +255,10 @@ def comba(
     use_qk_l2norm normalises p too. Otherwise as gated_delta_rule. Source: Hu et al. 2025 (arXiv 2506.02475), as fla's fused kernel does.
     """
     form = Form("old", _gate(A_log, None), _beta(beta_sigmoid, False), use_qk_l2norm)
-    return _call("comba", form, state, q, k, v, g, None, None, beta, A_log, dt_bias, p, **options)
+    required, objections = ("g", "beta", "read"), _gate_objections("g", A_log, dt_bias)
+    return _call(
+        "comba", form, state, q, k, v, g, None, None, beta, A_log, dt_bias, p, required=required, objections=objections, **options
+    )  # fmt: skip
 
 
 @operator
@@ -219,7 +270,7 @@ def rwkv7(
     r, w, k, kk, a: […, H, K]; w: log decay; v: […, H, V]. Otherwise as gated_delta_rule. Source: Peng et al. 2025 (arXiv 2503.14456).
     """
     options.setdefault("scale", 1.0)
-    return _call("rwkv7", _LOW_RANK, state, r, k, v, None, w, read=kk, alpha=a, **options)
+    return _call("rwkv7", _LOW_RANK, state, r, k, v, None, w, read=kk, alpha=a, required=("gk", "read", "alpha"), **options)
 
 
 @operator
@@ -231,7 +282,7 @@ def dplr_delta_rule(
     q, k, a, b: […, HK, K]; gk: […, HV, K], log decay; v: […, HV, V]. Otherwise as gated_delta_rule.
     Source: flash-linear-attention, fla.ops.generalized_delta_rule.
     """
-    return _call("dplr_delta_rule", _LOW_RANK, state, q, k, v, None, gk, read=a, write=b, **options)
+    return _call("dplr_delta_rule", _LOW_RANK, state, q, k, v, None, gk, read=a, write=b, required=("read", "write"), **options)
 
 
 @operator
@@ -260,11 +311,62 @@ def lightning_attn(state: Tensor, q: Tensor, k: Tensor, v: Tensor, slope: Tensor
 
     Otherwise as gated_delta_rule; some models want scale=1. Source: Qin et al. 2024 (arXiv 2401.04658).
     """
-    return _call("lightning_attn", _SLOPE, state, q, k, v, slope, **options)
+    return _call("lightning_attn", _SLOPE, state, q, k, v, slope, required=("g",), **options)
+
+
+def _commit(
+    name: str, form: Form, state: Tensor, ring: Ring, num_accepted_tokens: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
+    lower_bound: float | None, per_channel: bool, required: tuple[str, ...], objections: tuple[str, ...], *, state_layout: str = "vk",
+    state_indices: Tensor | None = None, pad_slot_id: int = -1, pdl: bool | None = None,
+) -> Call:  # fmt: skip
+    k, v, g, gk, beta = _by_operand(ring, per_channel)
+    none = (None,) * 5
+    given = (
+        state, None, k, v, g, gk, None, beta, A_log, dt_bias, *none, None, state_indices, None, num_accepted_tokens, None, None, *none
+    )  # fmt: skip
+    options = Options(form, 1.0, lower_bound or 0.0, state_layout, pad_slot_id, True, pdl, True)
+    return Call(name, given, options, required, objections)
+
+
+@operator
+def gated_delta_rule_commit(
+    state: Tensor, ring: Ring, num_accepted_tokens: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, *,
+    use_qk_l2norm: bool = False, beta_sigmoid: bool = False, allow_neg_eigval: bool = False, state_layout: str = "vk",
+    state_indices: Tensor | None = None, pad_slot_id: int = -1, pdl: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """Takes the accepted tokens of a speculative step over into the state, from the ring that the step has filled.
+
+    state: [slots, HV, V, K], updated in place and returned; [layers, slots, …] with ring, A_log and dt_bias likewise, in one launch
+    ring: what gated_delta_rule(…, update_state=False, ring=ring) was given
+    num_accepted_tokens: [batch] int32 or int64: how many of the sequence's tokens to replay; 0, or a number out of range, changes nothing
+    Other arguments as in gated_delta_rule and PoolOptions; the result is that of gated_delta_rule on those tokens, bit for bit.
+    """
+    form = Form("decayed", _gate(A_log, None), _beta(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
+    objections = _gate_objections("g", A_log, dt_bias) + _beta_objections(beta_sigmoid, allow_neg_eigval)
+    return _commit(
+        "gated_delta_rule_commit", form, state, ring, num_accepted_tokens, A_log, dt_bias, None, False, ("beta",), objections,
+        state_layout=state_layout, state_indices=state_indices, pad_slot_id=pad_slot_id, pdl=pdl,
+    )  # fmt: skip
+
+
+@operator
+def kda_commit(
+    state: Tensor, ring: Ring, num_accepted_tokens: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, *,
+    lower_bound: float | None = None, use_qk_l2norm: bool = False, beta_sigmoid: bool = False, allow_neg_eigval: bool = False,
+    state_layout: str = "vk", state_indices: Tensor | None = None, pad_slot_id: int = -1, pdl: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """As gated_delta_rule_commit, for kda: ring.g is [slots, T, HV, K]."""
+    form = Form("decayed", _gate(A_log, lower_bound), _beta(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
+    objections = _gate_objections("g", A_log, dt_bias, lower_bound) + _beta_objections(beta_sigmoid, allow_neg_eigval)
+    return _commit(
+        "kda_commit", form, state, ring, num_accepted_tokens, A_log, dt_bias, lower_bound, True, ("gk", "beta"), objections,
+        state_layout=state_layout, state_indices=state_indices, pad_slot_id=pad_slot_id, pdl=pdl,
+    )  # fmt: skip
 
 
 _PLAIN, _SLOPE, _LOW_RANK = Form("none"), Form("none", "slope"), Form("old")
 
 FUNCTIONS: tuple[Any, ...] = (
     gated_delta_rule, kda, gdn2, delta_rule, comba, rwkv7, dplr_delta_rule, gla, simple_gla, lightning_attn,
+    gated_delta_rule_commit, kda_commit,
 )  # fmt: skip

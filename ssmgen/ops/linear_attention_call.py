@@ -25,20 +25,23 @@ from ..kernels.linear_attention import (
     Layout,
     LinearAttentionProblem,
     LinearAttentionSpec,
+    Ring,
     Tokens,
     Update,
 )
 from ..reference.linear_attention import linear_attention as reference
 from ..spec import SM90, Index, Loads, PoolMode
 from . import checks
+from . import linear_attention_commit as commit
 from .checks import DTYPES
 
 # A call's tensors, in the order of the kernels' arguments. The first four and `out` are always there.
 NAMES = (
     "state", "q", "k", "v", "g", "gk", "gv", "beta", "A_log", "dt_bias", "read", "erase", "w", "write", "alpha", "out",
     "state_indices", "dst_state_indices", "num_accepted_tokens", "cu_seqlens", "intermediate_states",
+    "ring_k", "ring_v", "ring_g", "ring_gk", "ring_beta",
 )  # fmt: skip
-_REQUIRED = ("state", "q", "k", "v", "out")
+_RINGS = NAMES[21:]
 _CONTROL = NAMES[16:20]
 _INDEX = {None: Index.NONE, torch.int32: Index.I32, torch.int64: Index.I64}
 
@@ -62,6 +65,7 @@ class Options(NamedTuple):
     pad_slot_id: int = -1
     update_state: bool = True
     pdl: bool | None = None
+    commit: bool = False  # k, v, g and beta are a ring's, and there is no q and no output
 
 
 class Call(NamedTuple):
@@ -70,6 +74,8 @@ class Call(NamedTuple):
     name: str
     given: tuple[Tensor | None, ...]  # by NAMES
     options: Options
+    required: tuple[str, ...] = ()  # operands that this function cannot do without
+    objections: tuple[str, ...] = ()  # to what is not a tensor
 
 
 _signatures = runtime.Signatures()
@@ -86,17 +92,21 @@ def operator(build: Callable[..., Call]) -> Callable[..., Tensor]:
             _dispatch(call)
         else:
             plan(call)()
-        return call.given[15]
+        return output_of(call)
 
     run.build = build  # for warm(), bind() and explain()
     return run
 
 
+def output_of(call: Call) -> Any:
+    return call.given[0] if call.options.commit else call.given[15]
+
+
 def plan(call: Call) -> Callable[[], None]:
     """What runs a call. Everything up to `find` is paid at every call."""
-    name, given, options = call
+    given, options = call.given, call.options
     try:
-        key = (given[1].shape, tuple([t is None for t in given]), options)
+        key = (given[2].shape, tuple([t is None for t in given]), options)
         found = _find(key, given)
     except (AttributeError, TypeError):  # not tensors, or options that cannot be hashed: the checks say which
         key = found = None
@@ -104,7 +114,7 @@ def plan(call: Call) -> Callable[[], None]:
         return found
     if any(isinstance(t, Tensor) and type(t) not in (Tensor, Parameter) for t in given):  # fake, distributed, wrapped: theirs to say
         return partial(_dispatch, call)
-    named = _named(given)
+    named = named_operands(call)
     views = checked_views(call, named)
     if not views["state"].is_cuda:
         return _reference_plan(call, views)
@@ -116,22 +126,26 @@ def plan(call: Call) -> Callable[[], None]:
 
 def plan_call(call: Call) -> tuple[Callable[[], None], Tensor]:
     """(plan, out) of a call, without running it."""
-    return plan(call), call.given[15]
+    return plan(call), output_of(call)
 
 
 def problem_of_call(call: Call) -> tuple[LinearAttentionProblem, int, torch.device, bool | None]:
     """(problem, batch, device, pdl as asked for) of a call. Raises ArgumentError."""
-    named = _named(call.given)
+    named = named_operands(call)
     views = checked_views(call, named)
     problem = problem_of(views, {n: t.data_ptr() for n, t in named.items()}, call.options)
     return problem, batch_of(views), views["state"].device, call.options.pdl
 
 
-def _named(given: tuple[Any, ...]) -> dict[str, Any]:
-    return {name: t for name, t in zip(NAMES, given, strict=True) if t is not None or name in _REQUIRED}
+def named_operands(call: Call) -> dict[str, Any]:
+    """The operands by name, without those that are absent and may be."""
+    required = ("state", "k", "v", "num_accepted_tokens") if call.options.commit else ("state", "q", "k", "v", "out")
+    return {name: t for name, t in zip(NAMES, call.given, strict=True) if t is not None or name in (*required, *call.required)}
 
 
 def batch_of(views: Mapping[str, Tensor]) -> int:
+    if "out" not in views:
+        return views["num_accepted_tokens"].shape[0]
     return views["out"].shape[0] if "cu_seqlens" not in views else views["cu_seqlens"].shape[0] - 1
 
 
@@ -145,7 +159,13 @@ def checked_views(call: Call, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         problems.append(f"pdl is {options.pdl!r}, not True, False or None")
     if not isinstance(options.scale, (int, float)):
         problems.append(f"scale is {options.scale!r}, not a number")
-    views = token_views(named, options, problems) if not problems else {}
+    problems += call.objections
+    if problems:
+        views = {}
+    elif options.commit:
+        views = commit.views_of(named, options.layout, problems)
+    else:
+        views = token_views(named, options, problems)
     if options.pdl and not problems and views["state"].is_cuda and (arch := runtime.device_arch(views["state"].device.index)) < SM90:
         problems.append(f"pdl needs sm_90 or later; {views['state'].device} is {arch}")
     if problems:
@@ -209,7 +229,9 @@ def token_views(named: Mapping[str, Tensor], options: Options, problems: list[st
         kept = views["intermediate_states"]
         at_least = kept.shape[1] if kept.dim() == 5 and (ragged or kept.shape[1] >= T) else T
         allowed["intermediate_states"] = {"[batch, tokens or more, heads, V, K]": (batch, at_least, HV, V, K)}
-    fits = [checks.check_shape(n, t, allowed[n], problems) for n, t in views.items() if n != "state"]
+    if any(n in views for n in _RINGS):
+        allowed |= _ring_shapes(views, T, ragged, problems)
+    fits = [checks.check_shape(n, t, allowed[n], problems) for n, t in views.items() if n in allowed]
     if problems or not all(fits):
         return {}
     if "dt_bias" in views and "gk" in views and views["dt_bias"].dim() == 1:
@@ -218,6 +240,34 @@ def token_views(named: Mapping[str, Tensor], options: Options, problems: list[st
         views["g"] = views["g"].expand(*lead, HV)
     _check_layout(views, options, batch, problems)
     return views
+
+
+def _ring_shapes(views: Mapping[str, Tensor], T: int, ragged: bool, problems: list[str]) -> dict[str, dict[str, tuple[int, ...]]]:
+    """What the tensors of a ring must be: [slots, tokens or more, …] of what they keep."""
+    if ragged:
+        problems.append("a ring takes the same number of tokens of every sequence: not with cu_seqlens")
+    if "state_indices" not in views:
+        problems.append("a ring goes by slots: give state_indices")
+    kept = [n for n in ("k", "v", "g", "gk", "beta") if n in views]
+    if missing := [n for n in kept if f"ring_{n}" not in views]:
+        problems.append(f"the ring does not keep {', '.join(missing)}")
+    shapes = {}
+    for name in kept:
+        ring = views.get(f"ring_{name}")
+        if ring is None:
+            continue
+        tokens = ring.shape[1] if ring.dim() > 1 and ring.shape[1] >= T else T
+        shapes[f"ring_{name}"] = {"[slots, tokens or more, …]": (views["state"].shape[0], tokens, *views[name].shape[2:])}
+        if ring.dtype != views[name].dtype:
+            problems.append(f"ring.{name} is {ring.dtype}, and {name} is {views[name].dtype}")
+        if ring.dim() == views[name].dim() > 3 and ring.stride(-1) != 1:
+            problems.append(f"ring.{name} has strides {list(ring.stride())}; its last axis must be dense")
+        if checks.overlaps_itself(ring):
+            problems.append(f"ring.{name} has strides {list(ring.stride())}: two of its elements share memory")
+    problems += [
+        f"the ring keeps {n}, which the call does not have" for n in ("g", "gk", "beta") if f"ring_{n}" in views and n not in views
+    ]
+    return shapes
 
 
 def _check_layout(views: Mapping[str, Tensor], options: Options, batch: int, problems: list[str]) -> None:
@@ -252,7 +302,7 @@ def _check_layout(views: Mapping[str, Tensor], options: Options, batch: int, pro
     if "cu_seqlens" in views and views["cu_seqlens"].stride(0) != 1:
         problems.append("cu_seqlens is not contiguous")
     for name, t in views.items():
-        if name not in ("state", "intermediate_states", "cu_seqlens"):
+        if name not in ("state", "intermediate_states", "cu_seqlens", *_RINGS):
             # Offsets over batch and token are 64-bit products of 32-bit strides.
             first = 0 if name in ("A_log", "dt_bias", *_CONTROL) else 2
             checks.check_strides_fit(name, t, first, problems)
@@ -260,12 +310,15 @@ def _check_layout(views: Mapping[str, Tensor], options: Options, batch: int, pro
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> LinearAttentionProblem:
     """The problem that checked operands pose, given where they lie."""
+    if options.commit:
+        return commit.problem_of(views, pointers, options)
     state, form = views["state"], options.form
     _, HV, V, K = state.shape
     ragged = "cu_seqlens" in views
     kept, target = views.get("intermediate_states"), views.get("dst_state_indices")
     each = target is not None and target.dim() == 2
-    several = ragged or each or kept is not None or views["q"].shape[1] != 1
+    ring = "ring_k" in views
+    several = ragged or each or ring or kept is not None or views["q"].shape[1] != 1
     lane = min(16 // state.element_size(), K & -K)  # elements of a vector that a lane owns
 
     def aligned(name: str, t: Tensor, along: int = -1, count: int = lane) -> bool:
@@ -277,8 +330,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     along = -1 if options.layout == "vk" else -2
     states = [("state", state), *([("intermediate_states", kept)] if kept is not None else [])]
     wide = lane if options.layout == "vk" else min(16 // state.element_size(), V & -V)
-    vectors = [n for n in KEY_VECTORS if n in views] + (["dt_bias"] if "gk" in views and "dt_bias" in views else [])
-    present = {n: DTYPES[t.dtype] for n, t in views.items() if n not in (*_CONTROL, "intermediate_states")}
+    vectors = [n for n in (*KEY_VECTORS, "ring_k", "ring_gk") if n in views] + (["dt_bias"] if "gk" in views and "dt_bias" in views else [])
+    present = {n: DTYPES[t.dtype] for n, t in views.items() if n not in (*_CONTROL, "intermediate_states", *_RINGS)}
 
     def index(name: str) -> Index:
         return _INDEX[views[name].dtype if name in views else None]
@@ -301,6 +354,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         cu_seqlens=index("cu_seqlens"),
         update=Update.NONE if not options.update_state else Update.EACH if each else Update.FINAL,
         pool=PoolMode.SPLIT if target is not None else PoolMode.SINGLE,
+        ring=Ring.STORE if ring else Ring.NONE,
         intermediates=kept is not None,
         state_loads=Loads.VECTOR if all(aligned(n, t, along, wide) for n, t in states) else Loads.ELEMENT,
         operand_loads=Loads.VECTOR if all(aligned(n, views[n]) for n in vectors) else Loads.ELEMENT,
@@ -318,38 +372,40 @@ _AXES = {
     "dst_state_indices": {"batch": 0, "token": 1},
     "num_accepted_tokens": {"batch": 0},
     "intermediate_states": {"batch": 0, "token": 1},
+    **dict.fromkeys(_RINGS, {"slot": 0, "token": 1, "head": 2}),
 }
 
 
 def kernel_values(spec: LinearAttentionSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, int | float]:
     """Every kernel argument that is not a pointer."""
     values: dict[str, int | float] = {
-        "slots": views["state"].shape[0],
+        "slots": views["state"].shape[1 if options.commit else 0],
         "pad_slot_id": options.pad_slot_id,
-        "tokens": views["out"].shape[1],
-        "total_tokens": views["out"].shape[1],
         "scale": float(options.scale),
         "lower_bound": float(options.lower_bound),
     }
-    if "num_accepted_tokens" in views:
-        values["columns"] = views["state_indices"].shape[1]
-    if "dst_state_indices" in views and views["dst_state_indices"].dim() == 2:
-        values["dst_columns"] = views["dst_state_indices"].shape[1]
-    if "intermediate_states" in views:
-        values["rows_kept"] = views["intermediate_states"].shape[1]
-    token_axes = {"batch": 0, "token": 1, "head": 2, "row": 3, "n": 3}
-    for operand, axis, _ in spec.strides():
-        values[f"{operand}_{axis}"] = views[operand].stride(_AXES.get(operand, token_axes)[axis])
+    if options.commit:
+        values |= {"most_tokens": views["k"].shape[2], "sequences": batch_of(views)}
+        values |= {f"{operand}_{axis}": commit.stride(views, operand, axis) for operand, axis, _ in spec.strides()}
+    else:
+        values |= dict.fromkeys(("tokens", "total_tokens"), views["out"].shape[1])
+        for name, operand in (("columns", "state_indices"), ("dst_columns", "dst_state_indices"), ("rows_kept", "intermediate_states")):
+            if operand in views and views[operand].dim() > 1:
+                values[name] = views[operand].shape[1]
+        token_axes = {"batch": 0, "token": 1, "head": 2, "row": 3, "n": 3}
+        for operand, axis, _ in spec.strides():
+            values[f"{operand}_{axis}"] = views[operand].stride(_AXES.get(operand, token_axes)[axis])
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
 
 
-def grid_of(spec: LinearAttentionSpec, batch: int) -> int:
-    return batch * spec.nheads * spec.tiles
+def grid_of(spec: LinearAttentionSpec, views: Mapping[str, Tensor]) -> int:
+    layers = views["state"].shape[0] if spec.commit else 1
+    return layers * batch_of(views) * spec.nheads * spec.tiles
 
 
 def _check_overlap(name: str, layout: Mapping[str, Tensor], where: Mapping[str, int]) -> None:
     ranges = {n: (p, p + checks.extent(layout[n])) for n, p in where.items()}
-    written = [n for n in ("out", "state", "intermediate_states") if n in ranges]
+    written = [n for n in ("out", "state", "intermediate_states", *_RINGS) if n in ranges]
     problems: list[str] = []
     checks.check_overlap({n: ranges[n] for n in written}, {n: r for n, r in ranges.items() if n not in written}, problems)
     if problems:
@@ -369,13 +425,13 @@ def _new_signature(call: Call, views: Mapping[str, Tensor], named: Mapping[str, 
     def resolve(pointers: tuple[int, ...]) -> runtime.Launch | None:
         where = dict(zip(names, pointers, strict=True))
         _check_overlap(call.name, layout, where)
-        if batch == 0 or layout["out"].numel() == 0:
+        if batch == 0 or layout["v"].numel() == 0:
             return None
         problem = problem_of(layout, where, options)
         if problem not in launches:
             spec = registry.select(OPERATOR, problem, batch, arch, pdl)
             kernel = runtime.load(spec, device, call.name)
-            grid = grid_of(spec, batch)
+            grid = grid_of(spec, layout)
             if grid >= 2**31:
                 raise ArgumentError(call.name, [f"batch {batch} needs {grid} blocks; a launch has fewer than 2^31"])
             launches[problem] = runtime.Launch(kernel, device, grid, kernel_values(spec, layout, options))
@@ -388,18 +444,21 @@ def _new_signature(call: Call, views: Mapping[str, Tensor], named: Mapping[str, 
 def _reference_plan(call: Call, views: Mapping[str, Tensor]) -> Callable[[], None]:
     """For CPU tensors; made for each call, since it holds them."""
     _check_overlap(call.name, views, {name: t.data_ptr() for name, t in views.items()})
-    form, scale, lower_bound, _, pad_slot_id, update_state, _ = call.options
+    form, scale, lower_bound, _, pad_slot_id, update_state, *_ = call.options
+    if call.options.commit:
+        return partial(commit.reference, views, form, pad_slot_id, lower_bound)
     return partial(reference, views, form, scale=scale, lower_bound=lower_bound, pad_slot_id=pad_slot_id, update_state=update_state)
 
 
 # torch.library: what torch.compile and opcheck see.
 _library = torch.library.Library("ssmgen", "FRAGMENT")
 _library.define(
-    "linear_attention(str name, Tensor(a!) state, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gk, Tensor? gv, Tensor? beta, "
-    "Tensor? A_log, Tensor? dt_bias, Tensor? read, Tensor? erase, Tensor? w, Tensor? write, Tensor? alpha, Tensor(b!) out, "
+    "linear_attention(str name, Tensor(a!) state, Tensor? q, Tensor k, Tensor v, Tensor? g, Tensor? gk, Tensor? gv, Tensor? beta, "
+    "Tensor? A_log, Tensor? dt_bias, Tensor? read, Tensor? erase, Tensor? w, Tensor? write, Tensor? alpha, Tensor(b!)? out, "
     "Tensor? state_indices, Tensor? dst_state_indices, Tensor? num_accepted_tokens, Tensor? cu_seqlens, "
-    "Tensor(c!)? intermediate_states, str delta, str gate, str beta_form, bool l2norm, float scale, float lower_bound, str layout, "
-    "int pad_slot_id, bool update_state, bool? pdl) -> ()",
+    "Tensor(c!)? intermediate_states, Tensor(d!)? ring_k, Tensor(e!)? ring_v, Tensor(f!)? ring_g, Tensor(g!)? ring_gk, "
+    "Tensor(h!)? ring_beta, str delta, str gate, str beta_form, bool l2norm, float scale, float lower_bound, str layout, "
+    "int pad_slot_id, bool update_state, bool? pdl, bool commit) -> ()",
     tags=torch.Tag.needs_fixed_stride_order,
 )
 

@@ -73,7 +73,8 @@ def linear_attention(
 ) -> None:
     """Operands in token form: state [slots, HV, V, K]; q, k, read, write, alpha [B, T, HK, K]; gk, erase [B, T, HV, K]; v, gv, w, out
     [B, T, HV, V]; g [B, T, HV]; beta [B, T, HV] or [B, T, HV, V]; A_log [HV]; dt_bias [HV] or [HV, K]; intermediate_states
-    [batch, T, HV, V, K]. With cu_seqlens, B is 1 and T counts the tokens of all sequences.
+    [batch, T, HV, V, K]; ring_k and others [slots, T, …], which receive k and others. With cu_seqlens, B is 1 and T counts the tokens of
+    all sequences.
 
     Computes in `dtype`; carries the state through a call's tokens unrounded; writes state, intermediates and out, each rounded once.
     """
@@ -101,6 +102,9 @@ def linear_attention(
             x |= {n: x[n].repeat_interleave(heads // x[n].shape[0], 0) for n in ("q", "k", "read", "write", "alpha") if n in x}
             S, y = one_token(S, x | weights, form, scale, lower_bound)
             results.append(y)
+            for n in ("k", "v", "g", "gk", "beta"):
+                if f"ring_{n}" in views:
+                    views[f"ring_{n}"][slot, i] = views[n][row, t]
             if "intermediate_states" in views and i < views["intermediate_states"].shape[1]:
                 views["intermediate_states"][b, i] = S.to(state.dtype)
             if update_state and "dst_state_indices" in views and views["dst_state_indices"].dim() == 2:
@@ -112,7 +116,8 @@ def linear_attention(
             target = int(views["dst_state_indices"][b]) if "dst_state_indices" in views else slot
             if valid(target):
                 state[target] = S.to(state.dtype)
-        out[row, span.start : span.stop] = torch.stack(results).to(out.dtype)
+        if results:
+            out[row, span.start : span.stop] = torch.stack(results).to(out.dtype)
 
 
 def _slot(views: Mapping[str, Tensor], b: int) -> int:
