@@ -12,11 +12,14 @@ from typing import Any
 
 import click
 
-from . import __version__
+from . import _LINEAR, __version__
 from .cache import Cache, collect_garbage, shared_cache, verify
-from .errors import DriftError, SsmgenError
+from .errors import DriftError, ModelError, SsmgenError
+from .kernels import OPERATORS
+from .kernels.linear_attention import Layout
 from .spec import Arch, DType, Index, PoolMode
 
+LINEAR_ATTENTION = ("gated_delta_rule", "kda", "gla", "simple_gla", "lightning_attn", "delta_rule", "rwkv7", "gdn2", "comba")
 EXIT_FAILURE, EXIT_DRIFT = 1, 3  # click itself exits with 2 for a wrong command line
 
 
@@ -60,10 +63,14 @@ model_options = [
     click.option("--model", help="A model of `ssmgen models`."),
     click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks."),
     click.option("--state", "states", type=_names(DType), multiple=True, help="State dtype; may repeat. Default: the model's."),
-    click.option("--io", type=_names(DType), default="bf16", show_default=True, help="Dtype of x, dt, B, C, z, D and out."),
+    click.option("--io", type=_names(DType), default="bf16", show_default=True, help="Dtype of activations: not of state and f32 weights."),
     click.option("--index", "indices", type=_names(Index), multiple=True, help="Slot index type; may repeat. Default: none and i32."),
     click.option("--pool", "pools", type=_names(PoolMode), multiple=True, help="May repeat. Default: single."),
     click.option("--pdl/--no-pdl", default=None, help="Programmatic dependent launch. Default: both."),
+    click.option("--tokens", type=click.IntRange(1), help="Per sequence and call. Default: 1. This to --layout: of linear_attention only."),
+    click.option("--intermediates", is_flag=True, help="Keep the state after each token."),
+    click.option("--no-update", is_flag=True, help="Leave the pool's state as it is."),
+    click.option("--layout", type=_names(Layout), help="Order of the state's last two axes. Default: vk."),
 ]
 
 
@@ -73,25 +80,32 @@ def with_model(command: Any) -> Any:
     return command
 
 
-def _problems(model: str, tp: int, states: Any, io: str, indices: Any, pools: Any) -> list[Any]:
-    from .models import find_model
+def _problems(name: str, tp: int, states: Any, io: str, indices: Any, pools: Any, **linear: Any) -> list[Any]:
+    """What decoding a model asks for, under the options of `with_model`."""
+    from .models import LinearAttention, find_model
 
-    return (
-        find_model(model)
-        .divided(tp)
-        .problems(
-            states=tuple(map(DType, states)),
-            io=DType(io),
-            indices=tuple(map(Index, indices)) or (Index.NONE, Index.I32),
-            pools=tuple(map(PoolMode, pools)) or (PoolMode.SINGLE,),
-        )
+    model = find_model(name).divided(tp)
+    call = {option: value for option, value in linear.items() if value}
+    if call and not isinstance(model, LinearAttention):
+        options = ", ".join(f"--{option.replace('_', '-')}" for option in call)
+        raise click.UsageError(f"{name} is decoded by {model.function}, which does not take {options}")
+    if call.pop("no_update", False):
+        call["update_state"] = False
+    if "layout" in call:
+        call["layout"] = Layout(call["layout"])
+    return model.problems(
+        states=tuple(map(DType, states)),
+        indices=tuple(map(Index, indices)) or (Index.NONE, Index.I32),
+        pools=tuple(map(PoolMode, pools)) or (PoolMode.SINGLE,),
+        io=DType(io),
+        **call,
     )
 
 
 @main.command()
 @with_model
 @click.option("--all", "everything", is_flag=True, help="Every model of `ssmgen models`, undivided.")
-@click.option("--op", type=click.Choice(["selective_state_update"]), help="Only this operator (with --all).")
+@click.option("--op", type=click.Choice(list(OPERATORS)), help="Only this operator's models (with --all).")
 @click.option("--spec", "specs", multiple=True, help="A variant by its text or name; may repeat.")
 @arch_option
 @click.option("--max-batch", type=click.IntRange(1), default=1024, show_default=True, help="Build what batches up to this use.")
@@ -99,7 +113,7 @@ def _problems(model: str, tp: int, states: Any, io: str, indices: Any, pools: An
 @click.option("--jobs", type=click.IntRange(1), help="Parallel compilations. Default: one per processor.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write a cache layer here instead of to the user's cache.")
 @json_option
-def build(model, tp, states, io, indices, pools, pdl, everything, op, specs, archs, max_batch, max_spill, jobs, out, as_json) -> None:
+def build(model, pdl, everything, op, specs, archs, max_batch, max_spill, jobs, out, as_json, **call) -> None:
     """Compile kernels ahead of time. Needs no GPU.
 
     The directory written by --out can be shipped, and named in SSMGEN_CACHE_PATH.
@@ -111,14 +125,16 @@ def build(model, tp, states, io, indices, pools, pdl, everything, op, specs, arc
 
     if sum(map(bool, (model, everything, specs))) != 1:
         raise click.UsageError("give one of --model, --all and --spec")
+    if op and not everything:
+        raise click.UsageError("--op goes with --all")
     cache = Cache(out.resolve()) if out else shared_cache()
     if out:
         out.mkdir(parents=True, exist_ok=True, mode=0o700)
-    names = list(models()) if everything else [model] if model else []
+    names = [m.name for m in models().values() if op in (None, m.operator)] if everything else [model] if model else []
     wanted = (True, False) if pdl is None else (pdl,)
     work = [(resolve(text, cache), arch) for text in specs for arch in archs]
     for name in names:
-        problems = _problems(name, tp, states, io, indices, pools)
+        problems = _problems(name, **call)
         work += [(spec, arch) for arch in archs for spec in specs_for(problems, arch, wanted, max_batch)]
 
     start = time.perf_counter()
@@ -243,20 +259,22 @@ def check(specs: tuple[str, ...], batch: int, archs: list[Arch]) -> None:
 
 
 @main.command()
-@click.argument("op", type=click.Choice(["selective_state_update"]))
+@click.argument("op", type=click.Choice(["selective_state_update", *_LINEAR]))
 @with_model
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True)
 @arch_option
 @json_option
-def explain(op, model, tp, states, io, indices, pools, pdl, batch, archs, as_json) -> None:
+def explain(op, model, pdl, batch, archs, as_json, **call) -> None:
     """Say which variant serves a model at a batch size, by which rule, and why the others do not."""
     from . import registry
+    from .models import find_model
 
     if not model:
         raise click.UsageError("give --model")
-    found = [
-        registry.explain(op, p, batch, arch, pdl is not False) for arch in archs for p in _problems(model, tp, states, io, indices, pools)
-    ]
+    known = find_model(model)
+    if known.function != op:
+        raise ModelError(f"{model} is decoded by {known.function}, not by {op}")
+    found = [registry.explain(known.operator, p, batch, arch, pdl is not False) for arch in archs for p in _problems(model, **call)]
     if as_json:
         click.echo(json.dumps([e.as_dict() for e in found], indent=1))
     else:
@@ -270,13 +288,14 @@ def models(as_json: bool) -> None:
     from .models import models as known
 
     if as_json:
-        rows = [{k: getattr(v, "value", v) for k, v in asdict(m).items()} for m in known().values()]
+        rows = [{k: getattr(v, "value", v) for k, v in asdict(m).items()} | {"function": m.function} for m in known().values()]
         click.echo(json.dumps(rows, indent=1))
         return
-    click.echo(f"{'model':28} {'kind':7} {'heads':>5} {'headdim':>7} {'d_state':>7} {'groups':>6}  state")
+    click.echo(f"{'model':28} {'kind':16} {'heads':>5} {'headdim, V':>11} {'d_state, K':>11} {'groups, key heads':>18}  state")
     for m in known().values():
         note = "" if m.verified else "  (unverified)"
-        click.echo(f"{m.name:28} {m.kind:7} {m.nheads:5} {m.headdim:7} {m.d_state:7} {m.ngroups:6}  {m.state.value}{note}")
+        rows, elements, groups = m.shape
+        click.echo(f"{m.name:28} {m.kind:16} {m.nheads:5} {rows:11} {elements:11} {groups:18}  {m.state.value}{note}")
 
 
 @main.group()
@@ -361,19 +380,38 @@ def generate(check: bool, root: Path) -> None:
 
 
 @main.command()
-@click.argument("op", type=click.Choice(["selective_state_update"]))
-@click.option("--model", "names", multiple=True, help="May repeat. Default: nemotron-h-8b (bf16 and f32), mamba-130m, falcon-mamba-7b.")
-@click.option("--state", "states", type=_names(DType), multiple=True, help="State dtype; may repeat.")
-@click.option("--batch", "batches", type=click.IntRange(1), multiple=True, help="May repeat. Default: 1, 2, 4, … 256.")
+@click.argument("op", type=click.Choice(["selective_state_update", *LINEAR_ATTENTION]))
+@click.option("--model", "names", multiple=True, help="Of selective_state_update; may repeat. Default: those of docs/performance.md.")
+@click.option("--state", "states", type=_names(DType), multiple=True, help="State dtype; may repeat. Default: the model's or operator's.")
+@click.option("--batch", "batches", type=click.IntRange(1), multiple=True, help="May repeat. Default: 1 … 256, or 1, 8, 32, 128.")
+@click.option(
+    "--tokens", type=click.IntRange(1), multiple=True, help="Per sequence; may repeat. Default: 1. This to --dim: of the other operators."
+)
+@click.option("--intermediates/--no-intermediates", default=None, help="Keep every token's state. Default: if there are several tokens.")
+@click.option("--pool-mode", type=_names(PoolMode), multiple=True, help="May repeat. Default: single.")
+@click.option("--heads", type=click.IntRange(1), help="Default: 64 for gated_delta_rule, else 32.")
+@click.option("--key-heads", type=click.IntRange(1), help="Default: 16 for gated_delta_rule, else as many as heads.")
+@click.option("--dim", type=click.IntRange(4, 1024), help="Key and value channels per head. Default: 128.")
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True)
 @click.option("--no-peers", is_flag=True, help="Do not time other packages.")
 @json_option
-def bench(op, names, states, batches, rounds, no_peers, as_json) -> None:
+def bench(op, names, states, batches, rounds, no_peers, as_json, **linear) -> None:
     """Time an operator against a copy of the same slots and against every peer that can be imported. Needs a GPU."""
-    from .bench import selective_state_update as ssu
+    from .bench import linear_attention, selective_state_update
 
-    report = ssu.run(names, [DType(s) for s in states], list(batches), rounds, not no_peers, lambda line: click.echo(line, err=True))
-    click.echo(json.dumps(report, indent=1) if as_json else ssu.table(report))
+    given = [name.replace("_", "-") for name, value in linear.items() if value not in (None, ())]
+    linear["pools"] = [PoolMode(p) for p in linear.pop("pool_mode")]
+    if op == "selective_state_update":
+        module, chosen = selective_state_update, {"names": names}
+        wrong = [f"{op} does not take --{name}" for name in given]
+    else:
+        module, chosen = linear_attention, {"op": op, **linear}
+        wrong = [f"{op} does not take --model"] * bool(names) + linear_attention.mistakes(**chosen)
+    if wrong:
+        raise click.UsageError("; ".join(wrong))
+    chosen |= {"states": [DType(s) for s in states], "batches": batches, "rounds": rounds, "peers": not no_peers}
+    report = module.run(**chosen, say=lambda line: click.echo(line, err=True))
+    click.echo(json.dumps(report, indent=1) if as_json else module.table(report))
 
 
 if __name__ == "__main__":

@@ -207,18 +207,20 @@ _data_ptr = torch.Tensor.data_ptr
 class Signature:
     """The calls that differ in nothing but where their tensors lie.
 
-    `given` is all of a call's operands, absent ones as None. Alignment and overlap are functions of the pointers: `resolve` checks
-    them and makes the plan, once per set of pointers.
+    `given` is all that a call was given; its tensors lie at `places`, in the order of the kernel's operands. Alignment and overlap are
+    functions of the pointers: `resolve` checks them and makes the plan, once per set of pointers.
     """
 
     __slots__ = ("_resolve", "matches", "pick", "plans")
 
     limit = 1024  # pointer sets remembered; caching allocators hand out the same few again and again
 
-    def __init__(self, given: Sequence[torch.Tensor | None], resolve: Callable[[tuple[int, ...]], Launch | None]):
-        present = [i for i, t in enumerate(given) if t is not None]
-        tensors = [given[i] for i in present]
-        self.pick = itemgetter(*present)
+    def __init__(
+        self, given: Sequence[Any], resolve: Callable[[tuple[int, ...]], Launch | None], places: Sequence[int] | None = None
+    ):  # fmt: skip
+        places = [i for i, t in enumerate(given) if t is not None] if places is None else places
+        tensors = [given[i] for i in places]
+        self.pick = itemgetter(*places)
         guard = tensor_guard(tensors)
         # Weights may require grad where no graph is recorded. Elsewhere such a call is not one like this, and the checks refuse it.
         needs_grad = any(t.requires_grad for t in tensors)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,18 +12,17 @@ from torch import Tensor
 
 import ssmgen
 
-from .. import compile as compiler
 from .. import runtime
 from ..errors import SsmgenError
-from ..kernels.slot_copy import SlotCopySpec
 from ..models import Model, find_model
 from ..ops import selective_state_update as op
 from ..ops.checks import DTYPES, TORCH_DTYPES
 from ..reference import norm_error
 from ..reference.selective_state_update import selective_state_update as reference
-from ..render import render
-from ..spec import DType, Pdl
+from ..spec import DType
+from . import report as reports
 from . import timing
+from .report import GATE, HOST_BATCH, MAX_SETS, MIN_SETS, cell
 
 DEFAULT_CASES = [
     ("nemotron-h-8b", DType.BF16),
@@ -36,8 +32,6 @@ DEFAULT_CASES = [
 ]
 DEFAULT_BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 POOL_BYTES = 640e6  # slots are drawn at random from a pool of ten times the L2 cache, or of MIN_SETS batches if that is more
-MIN_SETS, MAX_SETS = 4, 512
-GATE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}  # norm error of the state: its rounding
 
 
 @dataclass
@@ -94,13 +88,7 @@ class Case:
 
     def slot_copy(self, pdl: bool) -> timing.Launch:
         """A generated kernel that reads and writes back the same slots: the ceiling."""
-        spec = SlotCopySpec(slot_bytes=self.state[0].numel() * self.state.element_size(), pdl=Pdl.TRIGGER_LOADED if pdl else Pdl.OFF)
-        device = self.state.device.index
-        kernel = runtime.load(spec, device, "slot_copy")
-        words = self.state.stride(0) * self.state.element_size() // 4
-        launch = runtime.Launch(kernel, device, self.batch * spec.blocks_per_slot, {"state_slot": words})
-        plans = [launch.at((self.state.data_ptr(), self.slots[i].data_ptr())) for i in range(self.sets)]
-        return lambda i: plans[i]()
+        return reports.slot_copy(self.state, self.slots, pdl)
 
     def gate(self) -> float:
         """Norm error of the state after one call, against float64, on a few rows. Raises SsmgenError when it is more than rounding."""
@@ -124,56 +112,25 @@ class Case:
         return error
 
 
-@functools.cache
-def _imported(module: str) -> Callable[..., Any] | None:
-    """A peer's function. One that is installed and does not import is left out with a warning."""
-    try:
-        return importlib.import_module(module).selective_state_update
-    except ModuleNotFoundError:
-        return None
-    except Exception as e:  # whatever a broken installation raises
-        warnings.warn(f"{module} is not timed: importing it raised {type(e).__name__}: {e}", stacklevel=2)
-        return None
-
-
-def flashinfer(case: Case) -> Callable[[int], object] | None:
+def flashinfer(case: Case) -> reports.Peer | None:
     """FlashInfer serves Mamba-2 only."""
-    if case.model.kind == "mamba1":
-        return None
-    function = _imported("flashinfer.mamba")
+    function = None if case.model.kind == "mamba1" else reports.imported("flashinfer.mamba", "selective_state_update")
     if function is None:
         return None
-
-    def call(i: int) -> object:
+    calls = []
+    for i in range(case.sets):
         (state, x, dt, A, B, C, D, z, dt_bias, softplus), given = case.arguments(i)
-        return function(
-            state,
-            x,
-            dt,
-            A,
-            B,
-            C,
-            D,
-            z=z,
-            dt_bias=dt_bias,
-            dt_softplus=softplus,
-            state_batch_indices=given["state_indices"],
-            out=given["out"],
-        )
-
-    return call
+        options = {"z": z, "dt_bias": dt_bias, "dt_softplus": softplus, "state_batch_indices": given["state_indices"], "out": given["out"]}
+        calls.append(((state, x, dt, A, B, C, D), options))
+    return lambda i: function(*calls[i][0], **calls[i][1])
 
 
-def mamba_ssm(case: Case) -> Callable[[int], object] | None:
-    function = _imported("mamba_ssm.ops.triton.selective_state_update")
+def mamba_ssm(case: Case) -> reports.Peer | None:
+    function = reports.imported("mamba_ssm.ops.triton.selective_state_update", "selective_state_update")
     if function is None:
         return None
-
-    def call(i: int) -> object:
-        args, given = case.arguments(i)
-        return function(*args, state_batch_indices=given["state_indices"])
-
-    return call
+    calls = [case.arguments(i) for i in range(case.sets)]
+    return lambda i: function(*calls[i][0], state_batch_indices=calls[i][1]["state_indices"])
 
 
 PEERS = {"flashinfer": flashinfer, "mamba_ssm": mamba_ssm}
@@ -183,28 +140,15 @@ def run(
     names: Sequence[str], states: Sequence[DType], batches: Sequence[int], rounds: int, peers: bool, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """The whole report, as JSON would hold it. Raises SsmgenError without a GPU and for a variant that fails the gate."""
-    if not torch.cuda.is_available():
-        raise SsmgenError("bench needs a CUDA device, and torch sees none")
-    torch.manual_seed(0)
-    device = torch.device("cuda", torch.cuda.current_device())
+    report = reports.begin()
     cases = [(n, s) for n in names for s in (states or [find_model(n).state])] or [c for c in DEFAULT_CASES if not states or c[1] in states]
-    report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(device),
-        "torch": torch.__version__,
-        "compiler": compiler.build_id(),
-        "ceilings_tbs": timing.ceilings_tbs(),
-        "method": " ".join(timing.__doc__.split()),
-        "rows": [],
-    }
     for name, state_type in cases:
         model = find_model(name)
         dtype = TORCH_DTYPES[state_type]
         shape = (model.headdim, model.d_state) if model.kind == "mamba1" else (model.nheads, model.headdim, model.d_state)
         least = math.ceil(POOL_BYTES / (torch.Size(shape).numel() * dtype.itemsize))
         sizes = list(batches or DEFAULT_BATCHES)
-        state = torch.empty(max(least, MIN_SETS * max(sizes)), *shape, device=device, dtype=dtype)
-        for part in state.split(max(1, state.shape[0] // 16)):
-            part.normal_()
+        state = reports.normal_pool(max(least, MIN_SETS * max(sizes)), shape, dtype, "cuda")
         for batch in sizes:
             pool = state[: max(least, MIN_SETS * batch)]
             report["rows"].append(_row(Case(model, pool, batch), rounds, peers))
@@ -216,27 +160,15 @@ def run(
 def _row(case: Case, rounds: int, peers: bool) -> dict[str, Any]:
     error = case.gate()
     (args, kwargs), arch = case.arguments(0), runtime.device_arch(case.state.device.index)
-    chosen = ssmgen.explain(ssmgen.selective_state_update, *args, **kwargs).chosen
-    spec = chosen.spec
     contenders: dict[str, timing.Launch] = {
         "ssmgen_pdl": case.bound(True),
         "ssmgen": case.bound(False),
         "copy_pdl": case.slot_copy(True),
         "copy": case.slot_copy(False),
     }
-    calls: dict[str, Callable[[int], object]] = {"ssmgen": lambda i: ssmgen.selective_state_update(*args, **kwargs)}
-    for name, make in PEERS.items() if peers else ():
-        call = make(case)
-        if call is not None:
-            call(0)
-            contenders[name] = calls[name] = call
-    us = timing.device_us(contenders, case.sets, rounds)
-    host = {name: timing.host_us(lambda call=call: call(0)) for name, call in calls.items()} if case.batch <= 8 else {}
-    if host:
-        bound = ssmgen.bind(ssmgen.selective_state_update, *args, **kwargs)
-        host["ssmgen_bound"] = timing.host_us(bound)
-    copy = min(us["copy_pdl"], us["copy"])
-    served = us["ssmgen_pdl"] if spec.pdl is not Pdl.OFF else us["ssmgen"]
+    others = reports.usable({name: make(case) for name, make in PEERS.items()} if peers else {})
+    us = timing.device_us(contenders | others, case.sets, rounds)
+    copy, served = min(us["copy_pdl"], us["copy"]), us["ssmgen_pdl"]  # what pdl=None asks for
     return {
         "model": case.model.name,
         "state": DTYPES[case.state.dtype].value,
@@ -246,11 +178,9 @@ def _row(case: Case, rounds: int, peers: bool) -> dict[str, Any]:
         "tbs": case.state_bytes / served / 1e6,
         "copy_ratio": served / copy,
         "peer_ratio": {name: served / us[name] for name in PEERS if name in us},
-        "host_us": host,
+        "host_us": reports.host_us(ssmgen.selective_state_update, args, kwargs, others) if case.batch <= HOST_BATCH else {},
         "state_error": error,
-        "spec": str(spec),
-        "rule": chosen.rule,
-        "compile_seconds": compiler.compile_cubin(render(spec, arch), arch, str(spec)).seconds,
+        **reports.served(ssmgen.selective_state_update, args, kwargs, arch),
     }
 
 
@@ -261,15 +191,10 @@ def _line(row: dict[str, Any]) -> str:
 def table(report: dict[str, Any]) -> str:
     """The report for a terminal."""
     lines = [
-        f"{report['device']}, torch {report['torch']}, NVRTC {report['compiler']}",
-        "ceilings, TB/s: " + ", ".join(f"{name} {tbs:.2f}" for name, tbs in report["ceilings_tbs"].items()),
+        *reports.head(report),
         f"{'model':18}{'state':6}{'batch':>6}{'us':>9}{'TB/s':>7}{'no pdl':>9}{'copy':>9}{'x copy':>8}"
         f"{'flashinfer':>12}{'ratio':>7}{'mamba_ssm':>11}{'ratio':>7}{'host us':>9}{'bound':>7}{'peers host':>14}  rule",
     ]
-
-    def cell(value: float | None, width: int, digits: int = 2) -> str:
-        return f"{value:{width}.{digits}f}" if value is not None else " " * (width - 1) + "-"
-
     for row in report["rows"]:
         us, host = row["us"], row["host_us"]
         others = "/".join(f"{host[p]:.1f}" for p in PEERS if p in host)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -80,22 +81,56 @@ class Call(NamedTuple):
 
 _signatures = runtime.Signatures()
 _find = _signatures.find
+_TENSOR = object()  # stands for one in a key
+_TENSOR_TYPES = frozenset((Tensor, Parameter))
+_PLAIN_TYPES = frozenset((type(None), bool, int, float, str))
 
 
 def operator(build: Callable[..., Call]) -> Callable[..., Tensor]:
-    """The public function of a builder: makes the call and returns its output."""
+    """The public function of a builder: makes the call and returns its output.
+
+    A call like one seen before never reaches the builder: its arguments as they came, with tensors left out, are the key to its plan.
+    """
+    parameters = list(signature(build).parameters)
+    v = parameters.index("v") if "v" in parameters else None  # the output is like v; a commit has none
 
     @wraps(build)
     def run(*args: Any, **kwargs: Any) -> Tensor:
-        call = build(*args, **kwargs)
         if is_compiling():
+            call = build(*args, **kwargs)
             _dispatch(call)
-        else:
-            plan(call)()
-        return output_of(call)
+            return output_of(call)
+        out = kwargs.get("out")
+        try:
+            if out is None and v is not None:
+                out = kwargs["out"] = torch.empty_like(args[v] if len(args) > v else kwargs["v"], memory_format=torch.contiguous_format)
+            values = (*args, *kwargs.values())
+            key = build, values[1].shape, tuple(kwargs), tuple([_TENSOR if type(x) in _TENSOR_TYPES else x for x in values])
+            found = _find(key, values)
+        except (AttributeError, IndexError, KeyError, TypeError):  # something is missing or wrong: the checks say what
+            values, key, found = (), None, None
+        if found is None:
+            call = build(*args, **kwargs)
+            _plan_as_given(call, key, values)()
+            return output_of(call)
+        found()
+        return values[0] if v is None else out
 
     run.build = build  # for warm(), bind() and explain()
     return run
+
+
+def _plan_as_given(call: Call, key: Any, values: tuple[Any, ...]) -> Callable[[], None]:
+    """The plan of a call that is not known yet. The next one with arguments like these finds it, if the key says all about them."""
+    places = {id(x): i for i, x in enumerate(values) if type(x) in _TENSOR_TYPES}
+    others = [x for x in values if type(x) not in _TENSOR_TYPES]
+    if len(places) + len(others) < len(values) or any(type(x) not in _PLAIN_TYPES for x in others) or not call.given[0].is_cuda:
+        return plan(call)
+    named = named_operands(call)
+    found = _new_signature(call, checked_views(call, named), named, values, [places[id(t)] for t in named.values()])
+    made = found.add(tuple(t.data_ptr() for t in named.values()))
+    _signatures.add(key, found)
+    return made
 
 
 def output_of(call: Call) -> Any:
@@ -103,7 +138,7 @@ def output_of(call: Call) -> Any:
 
 
 def plan(call: Call) -> Callable[[], None]:
-    """What runs a call. Everything up to `find` is paid at every call."""
+    """What runs a call."""
     given, options = call.given, call.options
     try:
         key = (given[2].shape, tuple([t is None for t in given]), options)
@@ -118,9 +153,9 @@ def plan(call: Call) -> Callable[[], None]:
     views = checked_views(call, named)
     if not views["state"].is_cuda:
         return _reference_plan(call, views)
-    signature = _new_signature(call, views, named)
-    made = signature.add(tuple(t.data_ptr() for t in named.values()))
-    _signatures.add(key, signature)
+    found = _new_signature(call, views, named, given, [i for i, name in enumerate(NAMES) if name in named])
+    made = found.add(tuple(t.data_ptr() for t in named.values()))
+    _signatures.add(key, found)
     return made
 
 
@@ -412,7 +447,10 @@ def _check_overlap(name: str, layout: Mapping[str, Tensor], where: Mapping[str, 
         raise ArgumentError(name, problems)
 
 
-def _new_signature(call: Call, views: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> runtime.Signature:
+def _new_signature(
+    call: Call, views: Mapping[str, Tensor], named: Mapping[str, Tensor], given: tuple[Any, ...], places: Sequence[int]
+) -> runtime.Signature:
+    """Of the calls like this one, whose operands are `given` at these places."""
     options = call.options
     device = views["state"].device.index
     arch = runtime.device_arch(device)
@@ -438,7 +476,7 @@ def _new_signature(call: Call, views: Mapping[str, Tensor], named: Mapping[str, 
             registry.count_plan(spec)
         return launches[problem]
 
-    return runtime.Signature(call.given, resolve)
+    return runtime.Signature(given, resolve, places)
 
 
 def _reference_plan(call: Call, views: Mapping[str, Tensor]) -> Callable[[], None]:

@@ -1,0 +1,125 @@
+"""What the benchmarks of all operators share: tolerances, state pools, the slot copy, peers that may be missing, the report's head."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import api, runtime
+from .. import compile as compiler
+from ..errors import SsmgenError
+from ..kernels.slot_copy import SlotCopySpec
+from ..render import render
+from ..spec import Arch, Pdl
+from . import timing
+
+MIN_SETS, MAX_SETS = 4, 512
+GATE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}  # norm error of what is stored: its rounding
+
+HOST_BATCH = 8  # host times are of batches up to this
+
+Peer = Callable[[int], object]  # calls another package on the i-th input set
+
+
+def begin(method: str = "") -> dict[str, Any]:
+    """What every report starts with. Raises SsmgenError without a GPU."""
+    if not torch.cuda.is_available():
+        raise SsmgenError("bench needs a CUDA device, and torch sees none")
+    torch.manual_seed(0)
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "compiler": compiler.build_id(),
+        "ceilings_tbs": timing.ceilings_tbs(),
+        "method": " ".join(f"{timing.__doc__} {method}".split()),
+        "rows": [],
+    }
+
+
+def normal_pool(slots: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """[slots, *shape], normally distributed; filled in parts, which need less memory."""
+    pool = torch.empty(slots, *shape, dtype=dtype, device=device)
+    for part in pool.split(max(1, slots // 16)):
+        part.normal_()
+    return pool
+
+
+def slot_copy(state: Tensor, slots: Tensor, pdl: bool) -> timing.Launch:
+    """A generated kernel that reads and writes back the slots of a set, a row of `slots` [sets, batch]: the ceiling of an update."""
+    spec = SlotCopySpec(slot_bytes=state[0].numel() * state.element_size(), pdl=Pdl.TRIGGER_LOADED if pdl else Pdl.OFF)
+    device = state.device.index
+    kernel = runtime.load(spec, device, "slot_copy")
+    words = state.stride(0) * state.element_size() // 4
+    launch = runtime.Launch(kernel, device, slots.shape[1] * spec.blocks_per_slot, {"state_slot": words})
+    plans = [launch.at((state.data_ptr(), row.data_ptr())) for row in slots]
+    return lambda i: plans[i]()
+
+
+def slot_copies(state: Tensor, slots: Tensor, pdls: Sequence[bool]) -> dict[str, timing.Launch]:
+    """Contenders; none for slots that a copy cannot divide among its blocks."""
+    if SlotCopySpec(slot_bytes=state[0].numel() * state.element_size()).violations(runtime.device_arch(state.device.index)):
+        return {}
+    return {"copy_pdl" if pdl else "copy": slot_copy(state, slots, pdl) for pdl in pdls}
+
+
+def left_out(peer: str, doing: str, error: Exception) -> None:
+    warnings.warn(f"{peer} is not timed: {doing} it raised {type(error).__name__}: {error}", stacklevel=3)
+
+
+@functools.cache
+def imported(module: str, name: str) -> Callable[..., Any] | None:
+    """A peer's function; None if its package is not installed, and with a warning if that does not import."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as e:  # whatever a broken installation raises
+        if not (isinstance(e, ModuleNotFoundError) and e.name == module.partition(".")[0]):
+            left_out(module, "importing", e)
+        return None
+
+
+def usable(peers: Mapping[str, Peer | None]) -> dict[str, Peer]:
+    """The peers that run, called alone and in a graph; others are left out with a warning. First calls compile and tune: not timed."""
+    found = {}
+    for name, call in peers.items():
+        if call is None:
+            continue
+        try:
+            call(0)
+            torch.cuda.synchronize()
+            timing.capture(call, 1, least=1)
+            found[name] = call
+        except Exception as e:  # whatever it does not support
+            left_out(name, "running", e)
+    return found
+
+
+def host_us(operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], peers: Mapping[str, Peer]) -> dict[str, float]:
+    """Of eager calls, every argument at hand: ours, ours bound, and the peers'."""
+    ours = {"ssmgen": functools.partial(operator, *args, **kwargs), "ssmgen_bound": api.bind(operator, *args, **kwargs)}
+    calls = ours | {name: functools.partial(peer, 0) for name, peer in peers.items()}
+    return {name: timing.host_us(call) for name, call in calls.items()}
+
+
+def served(operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], arch: Arch) -> dict[str, Any]:
+    """The variant that serves a call, by which rule, and what compiling it takes."""
+    chosen = api.explain(operator, *args, arch=str(arch), **kwargs).chosen
+    compiled = compiler.compile_cubin(render(chosen.spec, arch), arch, str(chosen.spec))
+    return {"spec": str(chosen.spec), "rule": chosen.rule, "compile_seconds": compiled.seconds}
+
+
+def head(report: Mapping[str, Any]) -> list[str]:
+    """The first lines of a table."""
+    return [
+        f"{report['device']}, torch {report['torch']}, NVRTC {report['compiler']}",
+        "ceilings, TB/s: " + ", ".join(f"{name} {tbs:.2f}" for name, tbs in report["ceilings_tbs"].items()),
+    ]
+
+
+def cell(value: float | None, width: int, digits: int = 2) -> str:
+    return f"{value:{width}.{digits}f}" if value is not None else " " * (width - 1) + "-"
