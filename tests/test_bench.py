@@ -54,6 +54,18 @@ def test_rounded_states_pass_the_gate(dtype, how):
     assert 1e-5 < state_error < report.GATE[dtype] + 1e-5
 
 
+@pytest.mark.parametrize("op", ["gated_delta_rule", "kda"])
+def test_ring_cases_pass_the_gate_and_their_commit_is_the_update(op):
+    case, plain = case_of(op, tokens=3, ring=True), case_of(op, tokens=3)
+    case.gate()
+    assert case.passes == 1 and torch.equal(case.state, plain.state)
+    call = plain.arguments(0) | {n: case.operands[n][0] for n in case.operands} | case.weights | {"state_indices": case.slots[0]}
+    plain.function(**call)
+    case.function(**case.arguments(0))
+    case.commit()(0)
+    assert torch.equal(case.state, plain.state)
+
+
 @pytest.mark.parametrize("broken", ["state", "out", "intermediate_states"])
 def test_the_gate_stops_what_is_wrong(broken, monkeypatch):
     case = case_of(tokens=2, intermediates=broken == "intermediate_states")
@@ -213,6 +225,7 @@ def test_a_peer_that_does_not_run_is_left_out(monkeypatch):
         (["rwkv7", "--key-heads", "4"], "rwkv7 does not take --key-heads"),
         (["gla", "--heads", "6", "--key-heads", "4"], "6 heads are not a multiple of 4 key heads"),
         (["gated_delta_rule", "--intermediates"], "--intermediates needs --tokens"),
+        (["gla", "--ring"], "gla has no ring"),
         (["gated_delta_rule", "--intermediates", "--tokens", "2", "--pool-mode", "split"], "not with --pool-mode split"),
         (["gated_delta_rule", "--state", "f8"], "'f8' is not one of"),
         (["dplr_delta_rule"], "is not one of"),
@@ -249,7 +262,8 @@ def test_options_reach_the_benchmark(op, monkeypatch):
 def row_of(**changes):
     us = {"ssmgen_pdl": 10.0, "ssmgen": 11.0, "copy_pdl": 9.5, "copy": 9.9, "flashinfer": 12.5, "fla": 50.0}
     row = {
-        "op": "gated_delta_rule", "state": "bf16", "pool": "single", "tokens": 1, "intermediates": False, "batch": 8, "us": us,
+        "op": "gated_delta_rule", "state": "bf16", "pool": "single", "tokens": 1, "intermediates": False,
+        "ring": False, "batch": 8, "us": us,
         "served_us": 10.0, "tbs": 3.5, "copy_ratio": 10 / 9.5, "ceiling_fraction": 0.83, "peer_ratio": {"flashinfer": 0.8, "fla": 0.2},
         "host_us": {"ssmgen": 7.25, "ssmgen_bound": 3.5, "flashinfer": 17.5, "fla": 55.75}, "rule": "latency",
     }  # fmt: skip
@@ -271,9 +285,9 @@ def test_table():
         "gated_delta_rule: 64 heads, 16 key heads, K = V = 128",
     ]
     heading, first, second = lines[3:]
-    expected = "bf16 single 1 no 8 10.00 3.50 0.83 11.00 9.50 1.053 12.50 0.80 50.00 0.20 7.25 3.50 17.5/55.8 latency"
+    expected = "bf16 single 1 no 8 10.00 3.50 0.83 11.00 9.50 1.053 12.50 0.80 50.00 0.20 7.25 3.50 17.5/55.8 - latency"
     assert " ".join(first.split()) == expected
-    assert " ".join(second.split()) == "bf16 single 4 yes 128 10.00 3.50 0.83 99.00 - - - - - - - - latency"
+    assert " ".join(second.split()) == "bf16 single 4 yes 128 10.00 3.50 0.83 99.00 - - - - - - - - - latency"
     assert heading.index("  rule") == first.index("  latency") == second.index("  latency")
 
 

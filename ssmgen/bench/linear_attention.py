@@ -2,10 +2,12 @@
 
 State: slots drawn at random from a pool of 4 GiB, or of four batches if that is more; every input set has slots and inputs of its own.
 Split pool: the new state goes to other random slots. Intermediates: the state after each token goes to a buffer and the pool is only
-read, 1 + tokens passes over the state; otherwise it is read and written, 2 passes, as the slot copy does in place. TB/s counts the state.
+read, 1 + tokens passes over the state; ring: only the tokens' inputs are kept and the state is read, 1 pass, and the commit of all tokens
+is timed by itself; otherwise the state is read and written, 2 passes, as the slot copy does in place. TB/s counts the state.
 
-Peers: FlashInfer gets the same call. flash-linear-attention has no pool: it gets f32 states, contiguous, out of the pool's memory; it
-returns new ones, and keeps none per token, so that with intermediates it does less. Host times are eager calls, arguments at hand.
+Peers: FlashInfer gets the same call, but no ring. flash-linear-attention has no pool: it gets f32 states, contiguous, out of the pool's
+memory; it returns new ones, and keeps none per token, so that with intermediates it does less. Host times are eager calls, arguments at
+hand.
 """
 
 from __future__ import annotations
@@ -125,6 +127,7 @@ class Case:
     tokens: int = 1
     intermediates: bool = False
     pool: PoolMode = PoolMode.SINGLE
+    ring: bool = False
     sets: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -146,7 +149,11 @@ class Case:
         self.operands = {name: rand(o, self.sets, B, T, dtype=torch.bfloat16) for name, o in operands(recurrence.operands).items()}
         self.weights = {name: rand(o, dtype=torch.float32) for name, o in operands(recurrence.weights).items()}
         self.out = torch.empty_like(self.operands["v"])
-        self.kept = None
+        self.kept = self.raw = None
+        if self.ring:
+            kept = {n: self.operands[n] for n in ("k", "v", "g", "beta")}
+            self.raw = ssmgen.Ring(*(torch.zeros(slots, T, *t.shape[3:], device=device, dtype=t.dtype) for t in kept.values()))
+            self.accepted = torch.full((B,), T, device=device, dtype=torch.int32)
         if self.intermediates:
             count = max(1, min(self.sets, POOL_BYTES // (B * T * self.slot_bytes)))
             self.kept = torch.empty(count, B, T, heads, V, K, device=device, dtype=self.state.dtype)
@@ -162,7 +169,7 @@ class Case:
     @property
     def passes(self) -> int:
         """Times that one call reads or writes a whole state."""
-        return 1 + self.tokens if self.intermediates else 2
+        return 1 if self.ring else 1 + self.tokens if self.intermediates else 2
 
     @property
     def state_bytes(self) -> int:
@@ -182,7 +189,16 @@ class Case:
             call["dst_state_indices"] = self.targets[i]
         if self.kept is not None:
             call |= {"intermediate_states": self.kept[i % len(self.kept)], "update_state": False}
+        if self.raw is not None:
+            call |= {"ring": self.raw, "update_state": False}
         return call
+
+    def commit(self) -> timing.Launch:
+        """The replay of all tokens in the ring."""
+        function, options = getattr(ssmgen, f"{self.op}_commit"), OPS[self.op].options
+        shared = (self.state, self.raw, self.accepted)
+        calls = [ssmgen.bind(function, *shared, **self.weights, **options, state_indices=self.slots[i]) for i in range(self.sets)]
+        return lambda i: calls[i]()
 
     def bound(self, pdl: bool) -> timing.Launch:
         """Our kernel, with the host's part of every call done beforehand."""
@@ -216,9 +232,9 @@ class Case:
         indices = [name for name in ("state_indices", "dst_state_indices") if name in call]
         touched = torch.cat([call[name][rows] for name in indices]).long()
         own = torch.arange(len(touched), device=rows.device).split(len(rows))
-        small = dict(call) | {"state": self.state[touched]} | dict(zip(indices, own, strict=True))
+        small = {n: v for n, v in call.items() if n != "ring"} | {"state": self.state[touched]} | dict(zip(indices, own, strict=True))
         small |= {n: call[n][rows] for n in (*self.operands, "out", "intermediate_states") if n in call}
-        _, given, options = self.function.build(**small)
+        given, options = self.function.build(**small)[1:3]
         views = token_views({name: t for name, t in zip(NAMES, given, strict=True) if t is not None}, options, [])
         views |= {name: views[name].double() for name in ("state", "out", "intermediate_states") if name in views}
         form, scale, lower_bound, *_ = options
@@ -238,7 +254,7 @@ def flashinfer(case: Case) -> reports.Peer | None:
         "g": "a", "beta": "b", "out": "output", "state": "initial_state_source", "state_indices": "initial_state_indices",
         "dst_state_indices": "output_state_indices", "intermediate_states": "intermediate_states_buffer",
     }  # fmt: skip
-    options = {"use_qk_l2norm_in_kernel": True} | ({"disable_state_update": True} if case.intermediates else {})
+    options = {"use_qk_l2norm_in_kernel": True} | ({"disable_state_update": True} if case.intermediates or case.ring else {})
     calls = [{theirs.get(n, n): t for n, t in case.arguments(i).items() if isinstance(t, Tensor)} | options for i in range(case.sets)]
     return lambda i: function(**calls[i])
 
@@ -278,6 +294,7 @@ def run(
     heads: int | None = None,
     key_heads: int | None = None,
     dim: int | None = None,
+    ring: bool = False,
     rounds: int = 7,
     peers: bool = True,
     say: Callable[[str], None] = print,
@@ -297,7 +314,7 @@ def run(
         count = partial(pool_slots, heads * dim * dim * dtype.itemsize)
         state = reports.normal_pool(max(count(B, pool) for pool, _, B in points), (heads, dim, dim), dtype, "cuda")
         for pool, T, B in points:
-            case = Case(op, state[: count(B, pool)], key_heads, B, T, keeps(intermediates, T, pool), pool)
+            case = Case(op, state[: count(B, pool)], key_heads, B, T, not ring and keeps(intermediates, T, pool), pool, ring)
             report["rows"].append(_row(case, report["ceilings_tbs"]["in_place"], rounds, peers))
             say(_line(report["rows"][-1]))
             del case  # its buffers, before the next one's
@@ -313,7 +330,7 @@ def shape(op: str, heads: int | None, key_heads: int | None, dim: int | None) ->
 
 def mistakes(
     op: str, tokens: Sequence[int], pools: Sequence[PoolMode], intermediates: bool | None,
-    heads: int | None, key_heads: int | None, dim: int | None,
+    heads: int | None, key_heads: int | None, dim: int | None, ring: bool = False,
 ) -> list[str]:  # fmt: skip
     """What options of the command line do not go together, in words."""
     HV, HK, _ = shape(op, heads, key_heads, dim)
@@ -321,6 +338,9 @@ def mistakes(
         *must(HV % HK == 0, f"{HV} heads are not a multiple of {HK} key heads"),
         *must(key_heads is None or OPS[op].groups, f"{op} does not take --key-heads: every head has a key of its own"),
         *must(not intermediates or max(tokens, default=1) > 1, "--intermediates needs --tokens of more than 1"),
+        *must(not ring or op in ("gated_delta_rule", "kda"), f"{op} has no ring"),
+        *must(not (ring and intermediates), "--ring is instead of --intermediates"),
+        *must(not ring or PoolMode.SPLIT not in pools, "--ring leaves the pool as it is: not with --pool-mode split"),
         *must(not intermediates or PoolMode.SPLIT not in pools, "--intermediates leaves the pool as it is: not with --pool-mode split"),
     ]
 
@@ -340,6 +360,7 @@ def _row(case: Case, ceiling: float, rounds: int, peers: bool) -> dict[str, Any]
     state_errors, out_errors = zip(*[case.gate(pdl) for pdl in pdls], strict=True)
     others = reports.usable({name: make(case) for name, make in PEERS.items()} if peers else {})
     ours = {"ssmgen_pdl" if pdl else "ssmgen": case.bound(pdl) for pdl in pdls}
+    ours |= {"commit": case.commit()} if case.ring else {}
     us = timing.device_us(ours | reports.slot_copies(case.state, case.slots, pdls) | others, case.sets, rounds)
     served = us.get("ssmgen_pdl", us["ssmgen"])  # pdl=None is pdl=True where the device can
     copy = min((us[name] for name in ("copy_pdl", "copy") if name in us), default=None)
@@ -350,6 +371,7 @@ def _row(case: Case, ceiling: float, rounds: int, peers: bool) -> dict[str, Any]
         "pool": case.pool.value,
         "tokens": case.tokens,
         "intermediates": case.intermediates,
+        "ring": case.ring,
         "batch": case.batch,
         "us": us,
         "served_us": served,
@@ -368,7 +390,8 @@ def _row(case: Case, ceiling: float, rounds: int, peers: bool) -> dict[str, Any]
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    what = f"{row['op']} {row['state']} {row['pool']} T {row['tokens']}{' kept' if row['intermediates'] else ''} batch {row['batch']}"
+    kept = " kept" if row["intermediates"] else f" ring, commit {row['us']['commit']:.2f} us," if row["ring"] else ""
+    what = f"{row['op']} {row['state']} {row['pool']} T {row['tokens']}{kept} batch {row['batch']}"
     copy = "" if row["copy_ratio"] is None else f", {row['copy_ratio']:.3f} x copy"
     return f"{what}: {row['served_us']:.2f} us, {row['tbs']:.2f} TB/s{copy}"
 
@@ -379,17 +402,18 @@ def table(report: Mapping[str, Any]) -> str:
         *reports.head(report),
         f"{report['op']}: {report['heads']} heads, {report['key_heads']} key heads, K = V = {report['dim']}",
         f"{'state':6}{'pool':>6}{'T':>3}{'kept':>5}{'batch':>6}{'us':>9}{'TB/s':>7}{'ceiling':>8}{'no pdl':>9}{'copy':>9}{'x copy':>8}"
-        f"{'flashinfer':>12}{'ratio':>7}{'fla':>9}{'ratio':>7}{'host us':>9}{'bound':>7}{'peers host':>12}  rule",
+        f"{'flashinfer':>12}{'ratio':>7}{'fla':>9}{'ratio':>7}{'host us':>9}{'bound':>7}{'peers host':>12}{'commit':>9}  rule",
     ]
     for row in report["rows"]:
+        kept = "yes" if row["intermediates"] else "ring" if row["ring"] else "no"
         us, host, ratio = row["us"], row["host_us"], row["peer_ratio"]
         copy = min((us[name] for name in ("copy", "copy_pdl") if name in us), default=None)
         others = "/".join(f"{host[p]:.1f}" for p in PEERS if p in host)
         lines.append(
-            f"{row['state']:6}{row['pool']:>6}{row['tokens']:3}{'yes' if row['intermediates'] else 'no':>5}{row['batch']:6}"
+            f"{row['state']:6}{row['pool']:>6}{row['tokens']:3}{kept:>5}{row['batch']:6}"
             + cell(row["served_us"], 9) + cell(row["tbs"], 7) + cell(row["ceiling_fraction"], 8) + cell(us["ssmgen"], 9) + cell(copy, 9)
             + cell(row["copy_ratio"], 8, 3) + cell(us.get("flashinfer"), 12) + cell(ratio.get("flashinfer"), 7)
             + cell(us.get("fla"), 9) + cell(ratio.get("fla"), 7) + cell(host.get("ssmgen"), 9)
-            + cell(host.get("ssmgen_bound"), 7) + f"{others:>12}  {row['rule']}"
+            + cell(host.get("ssmgen_bound"), 7) + f"{others:>12}" + cell(us.get("commit"), 9) + f"  {row['rule']}"
         )  # fmt: skip
     return "\n".join(lines)
