@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from . import registry
 from .cache import Cache, Entry
 from .errors import SpillError, SsmgenError
-from .kernels.selective_state_update import OPERATOR, SsuProblem
+from .kernels import OPERATOR_OF
+from .kernels.row_engine import RowProblem
 from .models import models
 from .spec import SM90, Arch, KernelSpec
 
@@ -56,15 +57,15 @@ def build(
     return sorted(results, key=lambda b: order[b.spec, b.arch])
 
 
-def specs_for(problems: Iterable[SsuProblem], arch: Arch, pdl: Sequence[bool] = (True, False), max_batch: int = 1024) -> list[KernelSpec]:
+def specs_for(problems: Iterable[RowProblem], arch: Arch, pdl: Sequence[bool] = (True, False), max_batch: int = 1024) -> list[KernelSpec]:
     """Every variant that calls with these problems can be served by on an architecture. Raises UnsupportedError."""
     found: dict[KernelSpec, None] = {}
     for problem in problems:
         for wanted in pdl if arch >= SM90 else (False,):
-            found.update(dict.fromkeys(registry.variants(OPERATOR, problem, arch, wanted, max_batch)))
+            found.update(dict.fromkeys(registry.variants(OPERATOR_OF[type(problem)], problem, arch, wanted, max_batch)))
     return list(found)
 
 
-def default_problems() -> list[tuple[str, SsuProblem]]:
+def default_problems() -> list[tuple[str, RowProblem]]:
     """(model, problem) of every model, as `build --all` and the tests take them."""
     return [(model.name, problem) for model in models().values() for problem in model.problems()]

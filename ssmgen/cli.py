@@ -12,11 +12,11 @@ from typing import Any
 
 import click
 
-from . import _LINEAR, __version__
+from . import __version__
 from .cache import Cache, collect_garbage, shared_cache, verify
 from .errors import DriftError, ModelError, SsmgenError
 from .kernels import OPERATORS
-from .kernels.linear_attention import Layout
+from .kernels.linear_attention import Layout, Ring
 from .spec import Arch, DType, Index, PoolMode
 
 LINEAR_ATTENTION = ("gated_delta_rule", "kda", "gla", "simple_gla", "lightning_attn", "delta_rule", "rwkv7", "gdn2", "comba")
@@ -67,10 +67,12 @@ model_options = [
     click.option("--index", "indices", type=_names(Index), multiple=True, help="Slot index type; may repeat. Default: none and i32."),
     click.option("--pool", "pools", type=_names(PoolMode), multiple=True, help="May repeat. Default: single."),
     click.option("--pdl/--no-pdl", default=None, help="Programmatic dependent launch. Default: both."),
-    click.option("--tokens", type=click.IntRange(1), help="Per sequence and call. Default: 1. This to --layout: of linear_attention only."),
+    click.option("--tokens", type=click.IntRange(1), help="Per sequence and call. Default: 1. This to --layers: of linear_attention only."),
     click.option("--intermediates", is_flag=True, help="Keep the state after each token."),
     click.option("--no-update", is_flag=True, help="Leave the pool's state as it is."),
     click.option("--layout", type=_names(Layout), help="Order of the state's last two axes. Default: vk."),
+    click.option("--ring", type=_names(Ring), help="store: keep the tokens' inputs; commit: replay them. Default: none."),
+    click.option("--layers", is_flag=True, help="A commit of several layers at once."),
 ]
 
 
@@ -89,10 +91,9 @@ def _problems(name: str, tp: int, states: Any, io: str, indices: Any, pools: Any
     if call and not isinstance(model, LinearAttention):
         options = ", ".join(f"--{option.replace('_', '-')}" for option in call)
         raise click.UsageError(f"{name} is decoded by {model.function}, which does not take {options}")
+    call |= {option: enum(call[option]) for option, enum in (("layout", Layout), ("ring", Ring)) if option in call}
     if call.pop("no_update", False):
         call["update_state"] = False
-    if "layout" in call:
-        call["layout"] = Layout(call["layout"])
     return model.problems(
         states=tuple(map(DType, states)),
         indices=tuple(map(Index, indices)) or (Index.NONE, Index.I32),
@@ -259,7 +260,7 @@ def check(specs: tuple[str, ...], batch: int, archs: list[Arch]) -> None:
 
 
 @main.command()
-@click.argument("op", type=click.Choice(["selective_state_update", *_LINEAR]))
+@click.argument("op", type=click.Choice(["selective_state_update", *LINEAR_ATTENTION]))
 @with_model
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True)
 @arch_option
@@ -388,6 +389,7 @@ def generate(check: bool, root: Path) -> None:
     "--tokens", type=click.IntRange(1), multiple=True, help="Per sequence; may repeat. Default: 1. This to --dim: of the other operators."
 )
 @click.option("--intermediates/--no-intermediates", default=None, help="Keep every token's state. Default: if there are several tokens.")
+@click.option("--ring", is_flag=True, help="Keep the tokens' inputs instead, and time the commit of all of them too.")
 @click.option("--pool-mode", type=_names(PoolMode), multiple=True, help="May repeat. Default: single.")
 @click.option("--heads", type=click.IntRange(1), help="Default: 64 for gated_delta_rule, else 32.")
 @click.option("--key-heads", type=click.IntRange(1), help="Default: 16 for gated_delta_rule, else as many as heads.")
@@ -399,7 +401,7 @@ def bench(op, names, states, batches, rounds, no_peers, as_json, **linear) -> No
     """Time an operator against a copy of the same slots and against every peer that can be imported. Needs a GPU."""
     from .bench import linear_attention, selective_state_update
 
-    given = [name.replace("_", "-") for name, value in linear.items() if value not in (None, ())]
+    given = [name.replace("_", "-") for name, value in linear.items() if value not in (None, (), False)]
     linear["pools"] = [PoolMode(p) for p in linear.pop("pool_mode")]
     if op == "selective_state_update":
         module, chosen = selective_state_update, {"names": names}

@@ -12,6 +12,7 @@ from typing import Any
 from . import compile as compiler
 from .build import specs_for
 from .errors import DriftError, SpillError
+from .kernels.linear_attention import Layout, Ring
 from .kernels.slot_copy import SlotCopySpec
 from .models import find_model
 from .render import render
@@ -30,6 +31,19 @@ DEFAULTS = [
     ("falcon-h1-7b", DType.F32, Index.NONE, PoolMode.SINGLE),
     ("mamba-130m", DType.F32, Index.I32, PoolMode.SINGLE),
     ("falcon-mamba-7b", DType.F32, Index.NONE, PoolMode.SINGLE),
+    ("qwen3.5-397b-a17b", DType.BF16, Index.I32, PoolMode.SINGLE),
+]
+
+# The same and more of the call, in the variant that serves batch 1 only: its branches are those of all batches.
+FORMS: list[tuple[str, DType, Index, PoolMode, dict[str, Any]]] = [
+    ("qwen3.5-397b-a17b", DType.F32, Index.I64, PoolMode.SPLIT, {"layout": Layout.KV}),
+    ("qwen3.5-397b-a17b", DType.BF16, Index.I32, PoolMode.SINGLE, {"tokens": 4, "intermediates": True}),
+    ("qwen3.5-397b-a17b", DType.BF16, Index.I32, PoolMode.SINGLE, {"tokens": 4, "update_state": False}),
+    ("qwen3.5-397b-a17b", DType.BF16, Index.I32, PoolMode.SINGLE, {"tokens": 4, "update_state": False, "ring": Ring.STORE}),
+    ("qwen3.5-397b-a17b", DType.BF16, Index.I32, PoolMode.SINGLE, {"ring": Ring.COMMIT, "layers": True}),
+    ("kimi-linear-48b-a3b", DType.F32, Index.I32, PoolMode.SINGLE, {}),
+    ("minimax-text-01", DType.F32, Index.I32, PoolMode.SINGLE, {}),
+    ("rwkv7-1.5b", DType.F32, Index.I32, PoolMode.SINGLE, {}),
 ]
 
 
@@ -38,8 +52,11 @@ def default_variants() -> list[tuple[KernelSpec, Arch]]:
     found: dict[tuple[KernelSpec, Arch], None] = {}
     for arch in map(Arch.parse, ARCHS):
         for model, state, index, pool in DEFAULTS:
-            problems = find_model(model).problems(states=(state,), indices=(index,), pools=(pool,))
-            found.update(dict.fromkeys((spec, arch) for spec in specs_for(problems, arch, pdl=(True,))))
+            problem = find_model(model).problem(state, index, pool)
+            found.update(dict.fromkeys((spec, arch) for spec in specs_for([problem], arch, pdl=(True,))))
+        for model, state, index, pool, call in FORMS:
+            problem = find_model(model).problem(state, index, pool, **call)
+            found.update(dict.fromkeys((spec, arch) for spec in specs_for([problem], arch, pdl=(True,), max_batch=1)))
         found[SlotCopySpec(slot_bytes=2 << 20, pdl=Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF), arch] = None
     return list(found)
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 from .errors import ModelError
+from .kernels import linear_attention, selective_state_update
+from .kernels.linear_attention import Beta, Delta, Gate, Layout, LinearAttentionProblem, Ring, Tokens, Update
+from .kernels.row_engine import RowProblem
 from .kernels.selective_state_update import SsuProblem
 from .spec import DType, Index, PoolMode
 
@@ -17,91 +21,193 @@ else:
     import tomli as tomllib
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """One row of models.toml."""
+    """What all rows of models.toml have."""
+
+    operator: ClassVar[str]  # whose kernels decode it
 
     name: str
-    kind: str  # mamba1 | mamba2
-    nheads: int
-    headdim: int
-    d_state: int
-    ngroups: int
-    state: DType  # as its reference implementation keeps it
-    gate: bool  # z goes through the kernel
+    kind: str
+    nheads: int  # of the state
+    state: DType = DType.F32  # as its reference implementation keeps it
     verified: bool
     source: str
 
-    def divided(self, tp: int) -> Model:
-        """One tensor-parallel rank's share. Groups that cannot be divided are replicated, as serving engines do.
+    @property
+    def function(self) -> str:
+        """The public function that decodes it."""
+        raise NotImplementedError
 
-        Raises ModelError when the heads (Mamba-1: channels) do not divide.
-        """
-        part = "headdim" if self.kind == "mamba1" else "nheads"
-        whole = getattr(self, part)
-        if tp < 1 or whole % tp:
-            raise ModelError(f"{self.name} has {whole} {'channels' if part == 'headdim' else 'heads'}, which {tp} ranks cannot share")
-        groups = self.ngroups // tp if self.ngroups % tp == 0 else max(1, self.ngroups // tp)
-        values = {f: getattr(self, f) for f in self.__dataclass_fields__}
-        return Model(**values | {part: whole // tp, "ngroups": groups})
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(rows per head, elements per row, groups of heads that share operands) of the state"""
+        raise NotImplementedError
+
+    def divided(self, tp: int) -> Model:
+        """One tensor-parallel rank's share. Raises ModelError when the heads (Mamba-1: channels) do not divide."""
+        raise NotImplementedError
 
     def problems(
         self,
         states: tuple[DType, ...] = (),
-        io: DType = DType.BF16,
         indices: tuple[Index, ...] = (Index.NONE, Index.I32),
         pools: tuple[PoolMode, ...] = (PoolMode.SINGLE,),
-    ) -> list[SsuProblem]:
-        """What decoding the model asks for, in the dtypes of transformers and the serving engines."""
+        **call: Any,
+    ) -> list[RowProblem]:
+        """What decoding the model asks for; nothing without slot indices where they are needed. call: further keywords of `problem`."""
+        by_slot = call.get("ring") is Ring.STORE
+        kinds = [(i, pool) for i in indices for pool in pools if i is not Index.NONE or not (by_slot or pool is PoolMode.SPLIT)]
+        return [self.problem(state, index, pool, **call) for state in states or (self.state,) for index, pool in kinds]
+
+    def problem(self, state: DType, index: Index, pool: PoolMode) -> RowProblem:
+        """What one kind of call asks for, in the dtypes of transformers and the serving engines."""
+        raise NotImplementedError
+
+    def _share(self, whole: int, of: str, tp: int) -> int:
+        if tp < 1 or whole % tp:
+            raise ModelError(f"{self.name} has {whole} {of}, which {tp} ranks cannot share")
+        return whole // tp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba(Model):
+    """kind: mamba1 (one head of `headdim` channels) or mamba2."""
+
+    operator: ClassVar[str] = selective_state_update.OPERATOR
+
+    headdim: int
+    d_state: int
+    ngroups: int = 1
+    gate: bool = False  # z goes through the kernel
+
+    @property
+    def function(self) -> str:
+        return "selective_state_update"
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.headdim, self.d_state, self.ngroups
+
+    def divided(self, tp: int) -> Mamba:
+        """Groups that cannot be divided are replicated, as serving engines do."""
+        if self.kind == "mamba1":
+            return replace(self, headdim=self._share(self.headdim, "channels", tp))
+        groups = self.ngroups // tp if self.ngroups % tp == 0 else max(1, self.ngroups // tp)
+        return replace(self, nheads=self._share(self.nheads, "heads", tp), ngroups=groups)
+
+    def problem(self, state: DType, index: Index, pool: PoolMode, io: DType = DType.BF16) -> SsuProblem:
         mamba1 = self.kind == "mamba1"
-        return [
-            SsuProblem(
-                d_state=self.d_state,
-                headdim=self.headdim,
-                nheads=self.nheads,
-                ngroups=self.ngroups,
-                state=state,
-                x=io,
-                dt=io,
-                B=io,
-                C=io,
-                out=io,
-                A=DType.F32,
-                D=io,
-                z=io if self.gate else None,
-                dt_bias=DType.F32 if mamba1 else io,
-                tied=not mamba1,
-                dt_softplus=True,
-                index=index,
-                pool=pool,
-            )
-            for state in states or (self.state,)
-            for index in indices
-            for pool in pools
-            if index is not Index.NONE or pool is PoolMode.SINGLE
-        ]
+        return SsuProblem(
+            d_state=self.d_state,
+            headdim=self.headdim,
+            nheads=self.nheads,
+            ngroups=self.ngroups,
+            state=state,
+            x=io,
+            dt=io,
+            B=io,
+            C=io,
+            out=io,
+            A=DType.F32,
+            D=io,
+            z=io if self.gate else None,
+            dt_bias=DType.F32 if mamba1 else io,
+            tied=not mamba1,
+            dt_softplus=True,
+            index=index,
+            pool=pool,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearAttention(Model):
+    """kind: the public function of `ops/linear_attention.py` that decodes it."""
+
+    operator: ClassVar[str] = linear_attention.OPERATOR
+
+    key_heads: int
+    dim_k: int
+    dim_v: int
+    gate: Gate = Gate.SOFTPLUS  # of gated_delta_rule and kda
+    allow_neg_eigval: bool = False  # beta is twice a sigmoid
+
+    @property
+    def function(self) -> str:
+        return self.kind
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.dim_v, self.dim_k, self.key_heads
+
+    def divided(self, tp: int) -> LinearAttention:
+        heads, key_heads = self._share(self.nheads, "heads", tp), self._share(self.key_heads, "key heads", tp)
+        return replace(self, nheads=heads, key_heads=key_heads)
+
+    def problem(
+        self,
+        state: DType,
+        index: Index,
+        pool: PoolMode,
+        io: DType = DType.BF16,
+        tokens: int = 1,
+        intermediates: bool = False,
+        update_state: bool = True,
+        layout: Layout = Layout.VK,
+        ring: Ring = Ring.NONE,
+        layers: bool = False,
+    ) -> LinearAttentionProblem:
+        """intermediates, update_state, layout, ring: as in PoolOptions; or a commit of a ring, of one layer or of several."""
+        commit = ring is Ring.COMMIT
+        found = LinearAttentionProblem(
+            dim_k=self.dim_k,
+            dim_v=self.dim_v,
+            nheads=self.nheads,
+            key_heads=self.key_heads,
+            layout=layout,
+            tokens=Tokens.MANY if tokens > 1 or intermediates or ring is not Ring.NONE else Tokens.ONE,
+            state=state,
+            index=index,
+            accepted=Index.I32 if commit else Index.NONE,
+            update=Update.FINAL if update_state else Update.NONE,
+            pool=pool,
+            ring=ring,
+            layers=layers,
+            intermediates=intermediates,
+            **dict.fromkeys(("k", "v") if commit else ("q", "k", "v", "out"), io),
+            **self._recurrence(io),
+        )
+        return found.for_tokens(tokens)
+
+    def _recurrence(self, io: DType) -> dict[str, Any]:
+        """What else there is: gates and betas as the projections give them, for the kernel to finish; log decays where models do that."""
+        if self.kind == "lightning_attn":
+            return {"delta": Delta.NONE, "gate": Gate.SLOPE, "g": DType.F32}
+        if self.kind == "rwkv7":
+            return {"delta": Delta.OLD, "gk": io, "read": io, "alpha": io}
+        beta = {"beta": io, "beta_form": Beta.TWICE_SIGMOID if self.allow_neg_eigval else Beta.SIGMOID, "l2norm": True}
+        decay = {"g": io, "dt_bias": io} if self.kind == "gated_delta_rule" else {"gk": io, "dt_bias": DType.F32}
+        return beta | decay | {"gate": self.gate, "A_log": DType.F32}
+
+
+_KINDS: dict[str, type[Model]] = {"mamba1": Mamba, "mamba2": Mamba} | dict.fromkeys(
+    ("gated_delta_rule", "kda", "lightning_attn", "rwkv7"), LinearAttention
+)
+
+
+def _model(name: str, row: dict[str, Any]) -> Model:
+    """One row of models.toml."""
+    if row["kind"] == "mamba1":
+        row = {"nheads": 1, "headdim": row["dim"], "gate": True} | {field: value for field, value in row.items() if field != "dim"}
+    parsed = {field: convert(row[field]) for field, convert in (("state", DType), ("gate", Gate)) if isinstance(row.get(field), str)}
+    return _KINDS[row["kind"]](name=name, **row | parsed)
 
 
 @functools.cache
 def models() -> dict[str, Model]:
     """All models, by name."""
     table = tomllib.loads((Path(__file__).parent / "models.toml").read_text())
-    found = {}
-    for name, row in table.items():
-        mamba1 = row["kind"] == "mamba1"
-        found[name] = Model(
-            name=name,
-            kind=row["kind"],
-            nheads=1 if mamba1 else row["nheads"],
-            headdim=row["dim"] if mamba1 else row["headdim"],
-            d_state=row["d_state"],
-            ngroups=row.get("ngroups", 1),
-            state=DType(row.get("state", "f32")),
-            gate=row.get("gate", mamba1),
-            verified=row["verified"],
-            source=row["source"],
-        )
-    return found
+    return {name: _model(name, row) for name, row in table.items()}
 
 
 def find_model(name: str) -> Model:

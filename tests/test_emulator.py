@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -12,12 +12,14 @@ from ssu_cases import BF16, F32, Case, assert_matches, expected, make_call, matr
 from ssmgen import emulator, registry
 from ssmgen.arguments import Arguments
 from ssmgen.cli import main
-from ssmgen.emulator import EmulatorError, run_source
+from ssmgen.emulator import EmulatorError, operands, run_source
 from ssmgen.emulator.check import check
+from ssmgen.kernels import FAMILIES
 from ssmgen.kernels.selective_state_update import SsuSpec, space
+from ssmgen.ops import linear_attention_call as linear
 from ssmgen.ops import selective_state_update as op
 from ssmgen.render import render
-from ssmgen.spec import Arch, KernelSpec, Param
+from ssmgen.spec import Arch, KernelSpec, Param, parse_spec
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 
@@ -288,6 +290,73 @@ def test_check_command(tmp_path, monkeypatch):
     result = CliRunner().invoke(main, ["check", spec])
     assert result.exit_code == 1 and result.output.startswith("WRONG ")
     assert CliRunner().invoke(main, ["check", "slot_copy:slot_bytes=4096"]).exit_code == 1
+
+
+TILE = "linear_attention:lanes=16,vec=4,ilp=2,tile=8,threads=64"
+GDN = f"{TILE},dim_k=64,dim_v=32,nheads=4,key_heads=2,g=f32,beta=bf16"
+RAW = "gate=softplus,A_log=f32,dt_bias=bf16,beta_form=sigmoid,l2norm=yes"
+KDA = f"{GDN},{RAW},g=none,gk=f16"
+PLAIN = f"{TILE},dim_k=64,dim_v=32,nheads=2,key_heads=1,delta=none"
+RAGGED, ODD = "tokens=ragged,cu_seqlens=i64,index=i32", "state_loads=element,operand_loads=element"
+FROZEN = f"{GDN},{RAW},tokens=many,update=none,frozen=yes,state=bf16,q=bf16,k=bf16,index=i64,lanes=4,vec=8,ilp=4,tile=32,threads=32"
+LINEAR = {  # a later field counts
+    "gdn": f"{GDN},{RAW},index=i32,state=bf16",
+    "gdn-split-odd": f"{GDN},{ODD},index=i64,pool=split",
+    "gdn-kv-odd": f"{GDN},{RAW},{ODD},layout=kv,index=i32,ilp=4,tile=16",
+    "gdn-kept-rows": f"{GDN},beta_rows=yes,beta_form=twice_sigmoid,tokens=many,intermediates=yes",
+    "gdn-ragged-each": f"{GDN},{RAW},{RAGGED},pool=split,update=each,accepted=i32,intermediates=yes",
+    "gdn-accepted": f"{GDN},index=i32,accepted=i64",
+    "gdn-frozen": FROZEN,
+    "gdn-frozen-ring": f"{FROZEN},ring=store",
+    "gdn-commit": f"{GDN},{RAW},tokens=many,ring=commit,accepted=i64,index=i32,layers=yes",
+    "kda": f"{KDA},index=i32",
+    "kda-ragged-odd": f"{KDA},{RAGGED},{ODD},gate=bounded,A_log=none",
+    "kda-ring-odd": f"{KDA},{ODD},tokens=many,ring=store,index=i32,update=none",
+    "rwkv7-tail": f"{TILE},dim_k=64,dim_v=36,nheads=2,key_heads=2,delta=old,gk=bf16,read=bf16,alpha=f32,tokens=many,index=i32",
+    "gla": f"{PLAIN},gk=f32,gv=bf16,out=f32",
+    "lightning": f"{PLAIN},g=f32,gate=slope",
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_check_of_linear_attention(name):
+    spec = parse_spec(LINEAR[name], FAMILIES)
+    for batch in (1, 4):
+        assert check(spec, SM90, batch).passed
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_its_operands_pose_the_problem_that_the_spec_is_for(name):
+    spec = parse_spec(LINEAR[name], FAMILIES)
+    named = operands.linear_attention(spec, 4, 0)
+    form = linear.Form(spec.delta.value, spec.gate.value, spec.beta_form.value, spec.l2norm)
+    options = linear.Options(form, 1.0, layout=spec.layout.value, update_state=spec.update.value != "none", commit=spec.commit)
+    views = linear.checked_views(linear.Call("check", tuple(named.get(n) for n in linear.NAMES), options), named)
+    posed = linear.problem_of(views, {n: t.data_ptr() for n, t in named.items()}, options)
+    assert {f.name: getattr(spec, f.name) for f in fields(posed)} == {f.name: getattr(posed, f.name) for f in fields(posed)}
+
+
+WRONG = {
+    "gdn": ("token.step = ", "token.step = 0.9f * "),
+    "gdn-split-odd": ("State* dst = state + dst_slot", "State* dst = state + (dst_slot ^ 1)"),
+    "gdn-ragged-each": ("t < rows_kept", "t + 1 < rows_kept"),
+    "gdn-commit": ("accepted <= most_tokens", "accepted < most_tokens"),
+    "kda-ring-odd": ("u64(t) * ring_k_token", "u64(t ^ 1) * ring_k_token"),
+    "rwkv7-tail": ("token.query_scale = ", "token.query_scale = 1.01f * "),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_check_finds_what_is_wrong(name, monkeypatch):
+    old, new = WRONG[name]
+
+    def changed(spec: KernelSpec, arch: Arch) -> str:
+        source = render(spec, arch)
+        assert old in source, "the edit no longer applies"
+        return source.replace(old, new)
+
+    monkeypatch.setattr("ssmgen.emulator.render", changed)
+    assert not check(parse_spec(LINEAR[name], FAMILIES), SM90).passed
 
 
 @pytest.mark.parametrize(

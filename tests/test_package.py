@@ -1,4 +1,4 @@
-"""The package as a whole: what importing it does, models, generated files, the command line."""
+"""The package as a whole: what importing it does, generated files, the command line."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 import ssmgen
-from ssmgen import generate, models
+from ssmgen import generate
 from ssmgen.cli import main
-from ssmgen.errors import DriftError, ModelError
-from ssmgen.spec import DType
+from ssmgen.errors import DriftError
 
 ROOT = Path(ssmgen.__file__).parent.parent
 
@@ -49,29 +48,6 @@ def test_public_names():
         ssmgen.no_such_name  # noqa: B018
 
 
-# Models.
-
-
-def test_models_table_is_sound():
-    table = models.models()
-    assert len(table) > 25 and table["nemotron-h-8b"].nheads == 128
-    for model in table.values():
-        assert model.nheads % model.ngroups == 0 and model.source
-        for problem in model.problems():
-            assert not problem.faults()
-
-
-def test_tensor_parallel_division():
-    rank = models.find_model("nemotron-h-8b").divided(8)
-    assert (rank.nheads, rank.ngroups, rank.headdim) == (16, 1, 64)
-    assert models.find_model("mamba2-2.7b").divided(4).ngroups == 1, "groups that cannot be divided are replicated"
-    assert models.find_model("falcon-mamba-7b").divided(2).headdim == 4096
-    with pytest.raises(ModelError, match="80 heads, which 3 ranks"):
-        models.find_model("mamba2-2.7b").divided(3)
-    with pytest.raises(ModelError, match="nemotron-h-8b"):
-        models.find_model("nemotron")
-
-
 # Generated files.
 
 
@@ -80,7 +56,20 @@ def test_generated_files_are_what_the_templates_give():
     assert count == len(generate.default_variants())
 
 
-def test_drift_is_found(tmp_path):
+def test_default_variants_show_every_form_of_both_operators():
+    """By what their names say first: fewer would leave a branch of a template unseen, and many would hide it."""
+    found = [spec for spec, arch in generate.default_variants() if str(arch) == "sm_90a"]
+    stems = {spec.stem.rpartition("_h")[0] for spec in found}
+    assert {"delta_g", "delta_gk", "la_g", "lowrank_gk", "ssu"} <= stems and len(found) < 30
+    linear = [spec for spec in found if spec.family == "linear_attention"]
+    for holds in ("frozen", "intermediates", "interleaved", "prefetch", "commit", "low_rank", "l2norm"):
+        assert {bool(getattr(spec, holds)) for spec in linear} == {True, False}, holds
+    assert any(spec.ringed() for spec in linear)
+
+
+def test_drift_is_found(tmp_path, monkeypatch):
+    few = [(spec, arch) for spec, arch in generate.default_variants() if str(arch) == "sm_90a" and spec.stem.startswith("ssu")][:4]
+    monkeypatch.setattr(generate, "default_variants", lambda: few)
     generate.write(tmp_path)
     path = next(tmp_path.glob("sm_90a/ssu*.cu"))
     path.write_text(path.read_text().replace("kIlp", "kILP"))
@@ -108,6 +97,26 @@ def test_build_then_hit(own_cache):
     assert "found, 0 failed" in ssmgen_command("build", "--model", "nemotron-h-8b", "--tp", "8", "--index", "i32", "--arch", "sm_80")
 
 
+def test_build_of_linear_attention(own_cache):
+    def built(*args: str) -> set[str]:
+        rows = json.loads(ssmgen_command("build", "--model", "qwen3.5-397b-a17b", "--state", "bf16", "--index", "i32", "--json", *args))
+        assert all(v["resources"]["spill_stores"] == 0 and v["error"] is None for v in rows["variants"])
+        return {v["name"].partition("_l")[0] for v in rows["variants"]}
+
+    assert built("--tp", "8") == {"delta_g_h8v128k128g2_bf16"}
+    assert built("--tokens", "4", "--intermediates") == {"delta_g_h64v128k128g16_bf16_many"}
+    assert built("--tokens", "4", "--no-update") == {"delta_g_h64v128k128g16_bf16_frozen"}
+    assert built("--tokens", "4", "--no-update", "--ring", "store") == {"delta_g_h64v128k128g16_bf16_frozen_ring"}
+    assert built("--ring", "commit", "--layers") == {"delta_g_h64v128k128g16_bf16_many_commit"}
+    assert built("--layout", "kv", "--no-pdl") == {"delta_g_h64v128k128g16_bf16"}
+
+
+def test_build_of_all_models_of_an_operator(own_cache):
+    args = ["build", "--all", "--op", "linear_attention", "--index", "i32", "--max-batch", "1", "--no-pdl", "--json"]
+    rows = json.loads(ssmgen_command(*args))
+    assert {v["spec"].partition(":")[0] for v in rows["variants"]} == {"linear_attention"} and len(rows["variants"]) > 8
+
+
 def test_built_layer_can_be_shipped(own_cache, tmp_path, monkeypatch):
     layer = tmp_path / "layer"
     built = json.loads(ssmgen_command("build", "--model", "mamba-130m", "--arch", "sm_90a", "--out", str(layer), "--json"))
@@ -129,7 +138,17 @@ def test_a_spill_fails_the_build_unless_allowed(own_cache):
 
 @pytest.mark.parametrize(
     "args",
-    [["build"], ["build", "--all", "--model", "x"], ["build", "--model", "mamba-130m", "--arch", "sm90"], ["show"], ["bench", "softmax"]],
+    [
+        ["build"],
+        ["build", "--all", "--model", "x"],
+        ["build", "--model", "mamba-130m", "--arch", "sm90"],
+        ["build", "--model", "mamba-130m", "--op", "selective_state_update"],
+        ["build", "--model", "mamba-130m", "--tokens", "4"],
+        ["explain", "kda"],
+        ["explain", "Ring", "--model", "kimi-k3"],
+        ["show"],
+        ["bench", "softmax"],
+    ],
 )
 def test_wrong_command_lines_exit_with_2(args):
     assert CliRunner().invoke(main, args).exit_code == 2
@@ -151,6 +170,10 @@ def test_list_show_diff_and_stats(own_cache):
     assert "kDState = 16" in ssmgen_command("diff", wide, narrow, code=1)
     assert ssmgen_command("diff", wide, wide) == ""
     assert "several variants match" in ssmgen_command("show", "ssu_", code=1)
+    verify = next(n for n in names if "_frozen_" in n and "ring" not in n)
+    assert ssmgen_command("show", verify).startswith("// linear_attention for sm_90a") and "HMMA" in ssmgen_command(
+        "show", verify, "--sass"
+    )
     assert "cached" in ssmgen_command("list")
 
 
@@ -159,8 +182,28 @@ def test_explain_and_models():
     assert "-> bandwidth" in text and "MiB of state traffic is above" in text
     rows = json.loads(ssmgen_command("explain", "selective_state_update", "--model", "mamba-130m", "--arch", "sm_80,sm_90a", "--json"))
     assert {r["arch"] for r in rows} == {"sm_80", "sm_90a"}
-    assert any(m["name"] == "falcon-mamba-7b" for m in json.loads(ssmgen_command("models", "--json")))
+    listed = {m["name"]: m for m in json.loads(ssmgen_command("models", "--json"))}
+    assert listed["falcon-mamba-7b"]["function"] == "selective_state_update" and listed["kimi-k3"]["gate"] == "bounded"
     assert "(unverified)" in ssmgen_command("models")
+
+
+def test_explain_of_linear_attention():
+    text = ssmgen_command("explain", "gated_delta_rule", "--model", "qwen3-next-80b-a3b", "--batch", "8", "--index", "i32")
+    assert text.startswith("linear_attention, batch 8") and "-> latency: linear_attention:dim_k=128" in text
+    (row,) = json.loads(ssmgen_command("explain", "kda", "--model", "kimi-k3", "--index", "i64", "--tokens", "4", "--json"))
+    assert row["operator"] == "linear_attention" and "tokens=many" in row["problem"]
+
+
+@pytest.mark.parametrize(
+    ("op", "model", "function"),
+    [
+        ("gla", "minimax-text-01", "lightning_attn"),
+        ("selective_state_update", "kimi-k3", "kda"),
+        ("kda", "mamba-130m", "selective_state_update"),
+    ],
+)
+def test_a_model_of_another_operator_is_named(op, model, function):
+    assert f"{model} is decoded by {function}, not by {op}" in ssmgen_command("explain", op, "--model", model, code=1)
 
 
 def test_cache_commands(own_cache):
@@ -186,7 +229,3 @@ def test_env():
 @pytest.mark.skipif("__import__('torch').cuda.is_available()")
 def test_bench_without_a_gpu_says_so():
     assert "bench needs a CUDA device" in ssmgen_command("bench", "selective_state_update", code=1)
-
-
-def test_state_dtype_choice():
-    assert {p.state for p in models.find_model("mamba-130m").problems(states=(DType.BF16, DType.F32))} == {DType.BF16, DType.F32}

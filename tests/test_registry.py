@@ -9,22 +9,51 @@ import pytest
 from ssmgen import registry
 from ssmgen.build import default_problems, specs_for
 from ssmgen.errors import UnsupportedError
+from ssmgen.kernels import OPERATOR_OF
+from ssmgen.kernels.linear_attention import Layout, Ring
 from ssmgen.kernels.selective_state_update import OPERATOR, SsuProblem
+from ssmgen.models import find_model, models
 from ssmgen.spec import Arch, DType, Index, Loads, Pdl, PoolMode
 
 SM90, SM80 = Arch.parse("sm_90a"), Arch.parse("sm_80")
 MAMBA2 = SsuProblem(d_state=128, headdim=64, nheads=128, ngroups=8, state=DType.BF16, index=Index.I32)
 MAMBA1 = SsuProblem(d_state=16, headdim=1536, tied=False, z=DType.BF16, index=Index.I32)
+QWEN = find_model("qwen3.5-397b-a17b").problem(DType.BF16, Index.I32, PoolMode.SINGLE)
+WITHOUT_A_RING = ("lightning_attn", "rwkv7")
 
 
 @pytest.mark.parametrize("arch", [SM80, SM90, Arch.parse("sm_100a"), Arch.parse("sm_120")], ids=str)
 def test_every_model_has_a_variant_at_every_batch(arch):
-    for name, problem in default_problems():
+    problems = default_problems()
+    assert {type(problem) for _, problem in problems} == set(OPERATOR_OF)
+    for name, problem in problems:
         for batch in (1, 8, 64, 1024):
-            spec = registry.select(OPERATOR, problem, batch, arch, arch >= SM90)
+            spec = registry.select(OPERATOR_OF[type(problem)], problem, batch, arch, arch >= SM90)
             assert not spec.violations(arch), name
-            found = registry.explain(OPERATOR, problem, batch, arch, arch >= SM90)
+            found = registry.explain(OPERATOR_OF[type(problem)], problem, batch, arch, arch >= SM90)
             assert found.chosen.rule != "generic", name
+
+
+@pytest.mark.parametrize("arch", [SM80, SM90], ids=str)
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"tokens": 4},
+        {"tokens": 9, "intermediates": True},
+        {"tokens": 4, "update_state": False},
+        {"layout": Layout.KV},
+        {"tokens": 4, "update_state": False, "ring": Ring.STORE},
+        {"ring": Ring.COMMIT, "layers": True},
+    ],
+    ids=lambda call: "-".join(call),
+)
+def test_every_linear_attention_model_has_a_variant_of_every_form(call, arch):
+    for model in models().values():
+        for tp in (1, 2) if model.operator == "linear_attention" and not ("ring" in call and model.function in WITHOUT_A_RING) else ():
+            for problem in model.divided(tp).problems(states=tuple(DType), **call):
+                for batch in (1, 1024):
+                    found = registry.explain("linear_attention", problem, batch, arch, arch >= SM90)
+                    assert found.chosen and found.chosen.rule != "generic", (model.name, found)
 
 
 @pytest.mark.parametrize("d_state", [2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256])
@@ -77,12 +106,15 @@ def test_below_sm_80_is_refused():
     assert any("sm_80" in r for r in registry.explain(OPERATOR, MAMBA1, 1, Arch(75), False).reasons)
 
 
-@pytest.mark.parametrize("problem", [MAMBA1, MAMBA2], ids=["mamba1", "mamba2"])
+@pytest.mark.parametrize("problem", [MAMBA1, MAMBA2, QWEN], ids=["mamba1", "mamba2", "qwen3.5"])
 def test_variants_are_all_that_any_batch_is_given(problem):
-    found = set(registry.variants(OPERATOR, problem, SM90, True, max_batch=300))
-    assert found == {registry.select(OPERATOR, problem, b, SM90, True) for b in range(1, 301)}
+    operator = OPERATOR_OF[type(problem)]
+    found = set(registry.variants(operator, problem, SM90, True, max_batch=300))
+    assert found == {registry.select(operator, problem, b, SM90, True) for b in range(1, 301)}
 
 
 def test_specs_for_a_model_hold_both_pdl_choices_from_sm_90_on():
-    assert {s.pdl is Pdl.OFF for s in specs_for([MAMBA2], SM90)} == {True, False}
+    for problem in (MAMBA2, QWEN):
+        assert {s.pdl is Pdl.OFF for s in specs_for([problem], SM90)} == {True, False}
+    assert {s.family for s in specs_for([MAMBA2, QWEN], SM90)} == {"selective_state_update", "linear_attention"}
     assert {s.pdl for s in specs_for([MAMBA2], SM80)} == {Pdl.OFF}

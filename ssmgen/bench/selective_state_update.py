@@ -141,6 +141,8 @@ def run(
 ) -> dict[str, Any]:
     """The whole report, as JSON would hold it. Raises SsmgenError without a GPU and for a variant that fails the gate."""
     report = reports.begin()
+    if others := [n for n in names if find_model(n).function != "selective_state_update"]:
+        raise SsmgenError(f"not decoded by selective_state_update: {', '.join(others)}")
     cases = [(n, s) for n in names for s in (states or [find_model(n).state])] or [c for c in DEFAULT_CASES if not states or c[1] in states]
     for name, state_type in cases:
         model = find_model(name)

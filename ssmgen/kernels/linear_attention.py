@@ -14,7 +14,7 @@ simpler forms have no read; Comba reads before the decay with a key of its own; 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -182,6 +182,10 @@ class LinearAttentionProblem(RowProblem):
         short = self.state is not DType.F32 and self.q is self.k is self.state and self.dim_k % 32 == 0 and self.dim_k <= 256
         vectors = self.layout is Layout.VK and self.state_loads is self.operand_loads is Loads.VECTOR
         return plain and output_only and short and vectors
+
+    def for_tokens(self, tokens: int) -> LinearAttentionProblem:
+        """The same, frozen if it may be and there are few enough tokens."""
+        return replace(self, frozen=self.may_freeze and tokens <= FROZEN_TOKENS)
 
     @property
     def several(self) -> bool:

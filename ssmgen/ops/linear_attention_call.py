@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial, wraps
 from inspect import signature
 from typing import Any, NamedTuple
@@ -16,7 +15,6 @@ from torch.nn import Parameter
 from .. import registry, runtime
 from ..errors import ArgumentError
 from ..kernels.linear_attention import (
-    FROZEN_TOKENS,
     KEY_VECTORS,
     OF_KEY_HEADS,
     OPERATOR,
@@ -371,7 +369,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     def index(name: str) -> Index:
         return _INDEX[views[name].dtype if name in views else None]
 
-    problem = LinearAttentionProblem(
+    return LinearAttentionProblem(
         dim_k=K,
         dim_v=V,
         nheads=HV,
@@ -393,10 +391,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         intermediates=kept is not None,
         state_loads=Loads.VECTOR if all(aligned(n, t, along, wide) for n, t in states) else Loads.ELEMENT,
         operand_loads=Loads.VECTOR if all(aligned(n, views[n]) for n in vectors) else Loads.ELEMENT,
-    )
-    if problem.may_freeze and views["q"].shape[1] <= FROZEN_TOKENS:
-        problem = replace(problem, frozen=True)
-    return problem
+    ).for_tokens(views["q"].shape[1])
 
 
 _AXES = {
