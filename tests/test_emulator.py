@@ -192,6 +192,10 @@ BUGS = {
         "SHARED(float, tile, 64); tile[threadIdx.x] = 1.f; __syncwarp(); float v = tile[63 - threadIdx.x]; (void)v;",
         "in shared memory, which",
     ),
+    "shared, written while others read": (
+        "SHARED(float, tile, 64); tile[threadIdx.x] = 1.f; __syncthreads(); float v = tile[63 - threadIdx.x]; tile[threadIdx.x] = v;",
+        "in shared memory, which thread",
+    ),
     "shared, two writers": (
         "SHARED(float, tile, 64); tile[threadIdx.x / 2] = 1.f;",
         "store to tile[0] in shared memory, which thread 0 also writes",

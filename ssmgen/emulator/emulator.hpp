@@ -296,6 +296,7 @@ class Shared : SharedBase {
     T value{};
     bool written = false;
     Moment when{};
+    Moment readers[2] = {};  // since then, the last of two threads: whoever writes next, one of them is another thread
   };
   class Reference {
    public:
@@ -318,7 +319,7 @@ class Shared : SharedBase {
   Reference operator[](long long i) { return Reference(*this, i); }
   void forget() override {
     if (dynamic_) cells_.resize(machine->dynamic_bytes / sizeof(T));
-    for (Cell& c : cells_) c.written = false;
+    for (Cell& c : cells_) c.written = c.readers[0].real = c.readers[1].real = false;
   }
 
  private:
@@ -333,6 +334,9 @@ class Shared : SharedBase {
     if (!machine->ordered(c.when))
       machine->fail(std::string("load of ") + name_ + "[" + std::to_string(i) + "] in shared memory, which thread " + std::to_string(c.when.thread) +
                     " has written, with no barrier between");
+    const Moment now = machine->now();
+    if (c.readers[0].real && c.readers[0].thread != now.thread) c.readers[1] = c.readers[0];
+    c.readers[0] = now;
     return c.value;
   }
   T write(long long i, T v) {
@@ -340,6 +344,12 @@ class Shared : SharedBase {
     if (c.written && !machine->ordered(c.when))
       machine->fail(std::string("store to ") + name_ + "[" + std::to_string(i) + "] in shared memory, which thread " + std::to_string(c.when.thread) +
                     " also writes, with no barrier between");
+    for (Moment& reader : c.readers) {
+      if (reader.real && !machine->ordered(reader))
+        machine->fail(std::string("store to ") + name_ + "[" + std::to_string(i) + "] in shared memory, which thread " + std::to_string(reader.thread) +
+                      " has read, with no barrier between");
+      reader.real = false;
+    }
     c.value = v, c.written = true, c.when = machine->now();
     return v;
   }

@@ -22,9 +22,10 @@ def log_decay(g: Tensor, form: Any, A_log: Tensor | None, dt_bias: Tensor | None
     if form.gate in ("log", "slope"):
         return g if form.gate == "log" else -g
     biased = g if dt_bias is None else g + dt_bias
+    rate = None if A_log is None else torch.exp(A_log).clamp(max=3e38)  # finite, so that rate * 0 is 0
     if form.gate == "softplus":
-        return -torch.exp(A_log) * softplus(biased)
-    return lower_bound * torch.sigmoid(biased if A_log is None else torch.exp(A_log) * biased)
+        return -rate * softplus(biased)
+    return lower_bound * torch.sigmoid(biased if rate is None else rate * biased)
 
 
 def one_token(S: Tensor, x: Mapping[str, Tensor], form: Any, scale: float, lower_bound: float) -> tuple[Tensor, Tensor]:
