@@ -193,7 +193,7 @@ def checked_views(call: Call, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not isinstance(options.scale, (int, float)):
         problems.append(f"scale is {options.scale!r}, not a number")
     problems += call.objections
-    if problems:
+    if options.layout not in ("vk", "kv"):
         views = {}
     elif options.commit:
         views = commit.views_of(named, options.layout, problems)
@@ -211,6 +211,7 @@ def token_views(named: Mapping[str, Tensor], options: Options, problems: list[st
     if not checks.check_tensors(named, problems):
         return {}
     checks.check_common(named, "state", problems)
+    before = len(problems)
     state, q, v = named["state"], named["q"], named["v"]
     ragged = "cu_seqlens" in named
     if state.dim() != 4:
@@ -219,7 +220,7 @@ def token_views(named: Mapping[str, Tensor], options: Options, problems: list[st
         problems.append(f"q is {list(q.shape)}, not [batch, heads, K] or [batch, tokens, heads, K]")
     if v.dim() != q.dim():
         problems.append(f"v is {list(v.shape)} and q is {list(q.shape)}: both with a tokens axis, or neither")
-    if problems:
+    if len(problems) > before:
         return {}
     views = dict(named)
     if options.layout == "kv":
@@ -265,7 +266,7 @@ def token_views(named: Mapping[str, Tensor], options: Options, problems: list[st
     if any(n in views for n in _RINGS):
         allowed |= _ring_shapes(views, T, ragged, problems)
     fits = [checks.check_shape(n, t, allowed[n], problems) for n, t in views.items() if n in allowed]
-    if problems or not all(fits):
+    if len(problems) > before or not all(fits):
         return {}
     if "dt_bias" in views and "gk" in views and views["dt_bias"].dim() == 1:
         views["dt_bias"] = views["dt_bias"].unflatten(0, (HV, K))

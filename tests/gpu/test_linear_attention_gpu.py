@@ -1,0 +1,346 @@
+"""linear_attention on a card: the numerical contract, graphs, dependent launches, and the emulator's agreement."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from la_cases import BF16, F16, F32, GDN, I32, I64, RAW, RULES, Call, Case, assert_matches, expected, kv_matrix, make_call, matrix
+from test_selective_state_update import after_a_producer, needs_pdl
+
+import ssmgen
+from ssmgen import compile as compiler
+from ssmgen import emulator, registry, runtime
+from ssmgen.arguments import Arguments
+from ssmgen.cache import Entry
+from ssmgen.errors import ArgumentError, CaptureError
+from ssmgen.kernels.linear_attention import space
+from ssmgen.ops import linear_attention_call as op
+from ssmgen.render import render
+from ssmgen.spec import Arch
+
+pytestmark = pytest.mark.gpu
+
+POOL = replace(GDN, state=BF16, heads=8, batch=6)
+STEPS = replace(POOL, id="gdn-t4-each", tokens=4, dst="token", kept=0)
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    return t.contiguous().view({4: torch.int32, 2: torch.int16}[t.element_size()])
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(bits(a), bits(b))
+
+
+def arch() -> Arch:
+    return runtime.device_arch(torch.cuda.current_device())
+
+
+@pytest.mark.parametrize("case", matrix() + kv_matrix(), ids=lambda c: c.id)
+def test_within_rounding_of_float64(case):
+    call = make_call(case, "cuda")
+    want = expected(call)
+    assert call.run() is call.kwargs["out"]
+    torch.cuda.synchronize()
+    assert_matches(call, want)
+
+
+@pytest.mark.parametrize("tokens", [None, 3])
+def test_arguments_by_position_and_without_out(tokens):
+    """Found by its arguments as they came, or not: the same call."""
+    case = replace(GDN, tokens=tokens, update=False)
+    call = make_call(case, "cuda")
+    want = call.run().clone()
+    first = [call.kwargs[n] for n in ("state", "q", "k", "v", "g", "beta", "A_log", "dt_bias")]
+    rest = {n: v for n, v in call.kwargs.items() if n not in ("state", "out", "A_log", "dt_bias", *RULES[case.rule])}
+    for _ in range(3):
+        out = call.function(*first, **rest)
+        assert equal(out, want) and out.is_contiguous() and out.dtype == call.kwargs["v"].dtype
+        assert equal(call.function(*first[:4], g=first[4], beta=first[5], A_log=first[6], dt_bias=first[7], **rest), want)
+
+
+def launch(spec, call: Call) -> runtime.Plan:
+    """One variant, whatever the registry would choose, ready to run."""
+    device = torch.cuda.current_device()
+    kernel = runtime.load(spec, device, call.case.rule)
+    made = runtime.Launch(kernel, device, op.grid_of(spec, call.views), op.kernel_values(spec, call.views, call.built.options))
+    return made.at([t.data_ptr() for t in call.operands.values()])
+
+
+SMALL = {"heads": 4, "index": None, "batch": 3, "out": F32}
+VARIED = [
+    Case("gdn-f32", **RAW, **SMALL),
+    Case("gdn-bf16-v72", **RAW, **SMALL, state=BF16, V=72),
+    Case("gdn-f16-k96", **RAW, **SMALL, state=F16, K=96),
+    Case("gdn-k256-t3", **RAW, **SMALL, K=256, tokens=3),
+    Case("gdn-bf16-t9", **RAW, **SMALL, state=BF16, tokens=9),
+    Case("gdn-kv-bf16", **RAW, **SMALL, state=BF16, layout="kv"),
+    Case("gdn-kv-t3", **RAW, **SMALL, tokens=3, layout="kv"),
+    Case("gdn-frozen", **RAW, **SMALL, state=BF16, update=False, tokens=6),
+    Case("kda-t3", rule="kda", **RAW | {"gate": "bounded"}, **SMALL, tokens=3),
+    Case("gdn2", rule="gdn2", **SMALL),
+    Case("comba-bf16", rule="comba", **RAW, **SMALL, state=BF16),
+    Case("rwkv7-k64-t3", rule="rwkv7", **SMALL, K=64, tokens=3),
+    Case("gla", rule="gla", **SMALL),
+]
+
+
+@pytest.mark.parametrize("case", VARIED, ids=lambda c: c.id)
+def test_variants_are_bit_equal(case):
+    specs = list(space(make_call(case, "cuda").problem, arch()))
+    random.Random(0).shuffle(specs)
+    chosen = [*{(s.lanes, s.vec): s for s in specs}.values(), *specs[:8]]
+    first = None
+    for spec in chosen:
+        call = make_call(case, "cuda")
+        launch(spec, call)()
+        torch.cuda.synchronize()
+        result = call.kwargs["state"], call.kwargs["out"]
+        first = first or result
+        assert all(equal(a, b) for a, b in zip(result, first, strict=True)), f"{spec} differs from {chosen[0]}"
+
+
+def tokens_of(call: Call, which: int | slice) -> Call:
+    """The call that does some of the tokens of another one, on the same state."""
+    several = isinstance(which, slice)
+    of_tokens = [n for n in (*RULES[call.case.rule], "out") if call.kwargs[n].shape[:2] == (call.case.batch, call.case.tokens)]
+    kwargs = {n: v[:, which] if n in of_tokens else v for n, v in call.kwargs.items() if several or n != "intermediate_states"}
+    return Call(replace(call.case, tokens=which.stop if several else None), call.memory, kwargs, call.sequences)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+def test_token_t_equals_single_steps(rule, layout):
+    """Bit for bit, in calls of 1 to 16 tokens; so do the states in between, and the outputs of a call that writes none."""
+    raw = RAW if rule in ("gated_delta_rule", "kda", "comba") else {}
+    case = Case(rule, rule=rule, **raw, heads=2, index=None, batch=3, out=F32, tokens=16, kept=0, layout=layout)
+    single, states = make_call(case, "cuda"), []
+    for t in range(16):
+        tokens_of(single, t).run()
+        states.append(single.kwargs["state"].clone())
+    for tokens in range(1, 17):
+        many, fixed = make_call(case, "cuda"), make_call(replace(case, update=False, kept=None), "cuda")
+        for call in (many, fixed):
+            tokens_of(call, slice(0, tokens)).run()
+            assert equal(call.kwargs["out"][:, :tokens], single.kwargs["out"][:, :tokens])
+        assert equal(many.kwargs["state"], states[tokens - 1])
+        assert equal(fixed.kwargs["state"], make_call(case, "cuda").kwargs["state"])
+        kept = many.kwargs["intermediate_states"]
+        assert all(equal(kept[:, t], states[t][: case.batch]) for t in range(tokens)), f"states of {tokens} tokens"
+
+
+@pytest.mark.parametrize("tokens", [None, 5])
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+def test_batch_size_and_position_change_nothing(tokens, layout):
+    """The last of a batch of 70, and the same sequence alone."""
+    case = Case("c", **RAW, index=None, state=BF16, tokens=tokens, layout=layout)
+    large, small = make_call(replace(case, batch=70), "cuda"), make_call(replace(case, batch=1), "cuda", seed=1)
+    for name in ("state", *RULES[case.rule]):
+        small.kwargs[name][0].copy_(large.kwargs[name][69])
+    for name in ("A_log", "dt_bias"):
+        small.kwargs[name].copy_(large.kwargs[name])
+    assert equal(large.run()[69], small.run()[0]) and equal(large.kwargs["state"][69], small.kwargs["state"][0])
+
+
+def test_a_sequence_in_company_equals_it_alone():
+    case = Case("c", **RAW, index=None, lengths=(3, 0, 17, 1), out=F32)
+    packed, apart = make_call(case, "cuda"), make_call(case, "cuda")
+    packed.run()
+    for b, s in enumerate(apart.sequences):
+        span = {n: apart.kwargs[n][None, s.start : s.start + s.tokens] for n in (*RULES[case.rule], "out")}
+        others = {n: v for n, v in apart.kwargs.items() if n != "cu_seqlens"}
+        apart.function(**others | span | {"state": apart.kwargs["state"][b : b + 1]})
+    assert equal(packed.kwargs["out"], apart.kwargs["out"]) and equal(packed.kwargs["state"], apart.kwargs["state"])
+
+
+@pytest.mark.parametrize("case", [POOL, STEPS], ids=lambda c: c.id)
+def test_all_rows_padded(case):
+    call = make_call(case, "cuda")
+    call.kwargs["state_indices"].fill_(-1)
+    before = [bits(call.kwargs[n]).clone() for n in ("state", "intermediate_states") if n in call.kwargs]
+    assert not call.run().any()
+    assert all(torch.equal(bits(call.kwargs[n]), b) for n, b in zip(("state", "intermediate_states"), before, strict=False))
+
+
+@pytest.mark.parametrize(("shape", "edges"), [((0,), None), ((3, 0), None), ((0,), 1), ((0,), 3)])
+def test_no_sequences_and_no_tokens(shape, edges):
+    state, nothing = torch.ones(3, 2, 64, 64, device="cuda"), torch.zeros(*shape, 2, 64, device="cuda")
+    edges = None if edges is None else torch.zeros(edges, dtype=I32, device="cuda")
+    out = ssmgen.delta_rule(state, nothing, nothing, nothing, nothing[..., 0], cu_seqlens=edges)
+    assert out.shape == nothing.shape and (state == 1).all()
+
+
+def test_pool_above_2_32_elements():
+    """The last slots of a pool, in place, split and with a slot per token."""
+    case = Case("small", **RAW, heads=32, V=128, state=BF16, index=None, batch=1, tokens=2)
+    per_slot = 32 * 128 * 128
+    slots = 2**32 // per_slot + 4
+    pool = torch.zeros(slots, 32, 128, 128, dtype=BF16, device="cuda")
+    call, want = make_call(case, "cuda"), make_call(replace(case, kept=0), "cuda")
+    start = call.kwargs["state"][0].clone()
+    want.run()
+    states = want.kwargs["intermediate_states"][0]
+    others = {n: v for n, v in call.kwargs.items() if n != "state"}
+    last, before = (torch.tensor([slots - n], device="cuda") for n in (1, 2))
+    zero = torch.zeros_like(start)
+    for dst, left in (
+        (None, (zero, zero, states[1])),
+        (before, (zero, states[1], start)),
+        (torch.stack([before - 1, before], 1), (states[0], states[1], start)),
+    ):
+        pool[-3:] = 0
+        pool[-1] = start
+        out = call.function(pool, **others, state_indices=last, dst_state_indices=dst)
+        assert equal(out, want.kwargs["out"])
+        assert all(equal(slot, expect) for slot, expect in zip(pool[-3:], left, strict=True))
+    assert not any(part.any() for part in pool[:-3].split(512))
+
+
+# Launches.
+
+
+def test_same_signature_elsewhere_in_memory():
+    """A call like one before is launched with its own tensors, and alignment is looked at again."""
+    for seed in (1, 2):
+        call = make_call(POOL, "cuda", seed=seed)
+        want = expected(call)
+        call.run()
+        torch.cuda.synchronize()
+        assert_matches(call, want)
+    third = make_call(POOL, "cuda", seed=3)
+    want = expected(third)
+    k = third.kwargs["k"]
+    shifted = torch.empty(k.numel() + 1, dtype=k.dtype, device="cuda")[1:].view(k.shape)
+    shifted.copy_(k)
+    third.function(**third.kwargs | {"k": shifted})
+    torch.cuda.synchronize()
+    assert_matches(third, want)
+    with pytest.raises(ArgumentError, match="out overlaps v"):
+        third.function(**third.kwargs | {"out": third.kwargs["v"]})
+
+
+def test_changed_metadata_of_the_same_object_is_noticed():
+    call = make_call(POOL, "cuda")
+    call.run()
+    call.kwargs["beta"].resize_(2, POOL.heads)
+    with pytest.raises(ArgumentError, match="beta is"):
+        call.run()
+
+
+@pytest.mark.parametrize("case", [replace(POOL, V=88), replace(STEPS, V=88)], ids=lambda c: c.id)
+def test_first_launch_ever_may_be_inside_a_capture_once_warm(case):
+    """A shape of its own, so that its kernel is not loaded yet."""
+    call, eager = make_call(case, "cuda"), make_call(case, "cuda")
+    with pytest.raises(CaptureError, match=r"ssmgen.warm\(ssmgen.gated_delta_rule"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        call.run()
+    assert not ssmgen.is_warm(call.function, **call.kwargs)
+    assert ssmgen.warm(call.function, **call.kwargs) == 1 and ssmgen.is_warm(call.function, **call.kwargs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call.run()
+    for _ in range(4):
+        graph.replay()
+        eager.run()
+    torch.cuda.synchronize()
+    assert all(equal(call.kwargs[n], eager.kwargs[n]) for n in ("state", "out"))
+
+
+@pytest.mark.parametrize("case", [replace(POOL, dst="row", batch=70), replace(STEPS, batch=70)], ids=lambda c: c.id)
+def test_1000_launches_write_the_same_bits(case):
+    call = make_call(case, "cuda")
+    call.run()
+    want = [bits(call.kwargs[n]).clone() for n in ("state", "out")]
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        call.run()
+        different += sum((bits(call.kwargs[n]) != w).sum() for n, w in zip(("state", "out"), want, strict=True))
+    assert int(different) == 0
+
+
+# Programmatic dependent launch.
+
+
+def decode_chain(case: Case, pdl: bool, steps: int = 16) -> list[torch.Tensor]:
+    call = make_call(case, "cuda")
+    outs = []
+    for _ in range(steps):
+        call.kwargs["out"] = torch.full_like(call.kwargs["out"], float("nan"))
+        outs.append(call.function(**call.kwargs, pdl=pdl))
+    torch.cuda.synchronize()
+    return [bits(t).clone() for t in (call.kwargs["state"], *outs)]
+
+
+CHAINS = [POOL, replace(POOL, id="t3", tokens=3), replace(POOL, id="kv", layout="kv"), replace(POOL, id="ragged", lengths=(3, 1, 9, 2))]
+
+
+@needs_pdl
+@pytest.mark.parametrize("case", CHAINS, ids=lambda c: c.id)
+def test_pdl_on_and_off_are_bit_equal_on_a_chain(case):
+    want = decode_chain(case, pdl=False)
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(decode_chain(case, pdl=True), want, strict=True))
+
+
+def produced(call: Call, run) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(out, state) bits of `run()` behind a kernel that triggers at once and writes q, k and v 40 us later."""
+    state = call.kwargs["state"]
+    as_one = SimpleNamespace(args=(state,), kwargs=call.kwargs, memory=SimpleNamespace(buffers={"conv": call.memory.buffers["q+k+v"]}))
+    return after_a_producer(as_one, make_call(call.case, "cuda").kwargs["state"], run)
+
+
+def pairs_equal(a, b) -> bool:
+    return all(torch.equal(x, y) for pair in zip(a, b, strict=True) for x, y in zip(*pair, strict=True))
+
+
+@needs_pdl
+@pytest.mark.parametrize("tokens", [None, 5])
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+def test_pdl_waits_for_a_producer_that_triggers_early(tokens, layout):
+    """q, k and v are slices of a tensor that the kernel ahead still writes when this one starts; without its wait it reads too early."""
+    call = make_call(replace(POOL, packed=8, index=None, tokens=tokens, layout=layout), "cuda")
+    right = produced(call, lambda: call.function(**call.kwargs, pdl=False))
+    assert pairs_equal(right, produced(call, lambda: call.function(**call.kwargs, pdl=True))) and torch.isfinite(call.kwargs["out"]).all()
+    spec = registry.select("linear_attention", call.problem, call.case.batch, arch(), True)
+    hasty = render(spec, arch()).replace("  wait_for_upstream();", "  ", 1)
+    done = compiler.compile_cubin(hasty, arch(), str(spec))
+    kernel = runtime.Kernel(spec, arch(), Entry("", "", spec.name, str(arch()), "", (), done.resources, 0.0, hasty, done.cubin))
+    assert kernel.pdl
+    values, grid = op.kernel_values(spec, call.views, call.built.options), op.grid_of(spec, call.views)
+    plan = runtime.Launch(kernel, torch.cuda.current_device(), grid, values).at([t.data_ptr() for t in call.operands.values()])
+    assert not pairs_equal(right, produced(call, plan))
+
+
+# The emulator.
+
+EXACT = {"out": F32, "index": I64}
+AGREE = [
+    *[Case(rule, rule=rule, **EXACT, state=s) for rule, s in zip(RULES, 4 * (F32, BF16, F16), strict=False)],
+    *[Case(f"{rule}-t3", rule=rule, **EXACT, state=s, tokens=3, kept=0) for rule, s in zip(RULES, 4 * (BF16, F32, F32), strict=False)],
+    *[Case(f"{rule}-kv", rule=rule, **EXACT, layout="kv", state=BF16, K=96, V=72) for rule in ("gated_delta_rule", "rwkv7", "simple_gla")],
+    Case("delta-packed-odd", rule="delta_rule", **EXACT, packed=1, dst="row", batch=11),
+    Case("delta-ragged", rule="delta_rule", **EXACT, lengths=(9, 2, 1, 0, 3, 4)),
+]
+
+
+@pytest.mark.skipif(not emulator.available(), reason="needs g++")
+@pytest.mark.parametrize("case", AGREE, ids=lambda c: c.id)
+def test_emulator_agrees_bit_for_bit_without_exponentials(case):
+    """Gates of 0: the decay is 2^0 on both sides, and everything else is sums, products, fused multiply-adds and roundings."""
+    card, host = make_call(case, "cuda"), make_call(case, "cpu")
+    for call in (card, host):
+        for n, kind in RULES[case.rule].items():
+            if kind.endswith("gate") or kind == "slope":
+                call.kwargs[n].zero_()
+    card.run()
+    spec = ssmgen.explain(card.function, **card.kwargs).chosen.spec
+    packed = Arguments(spec, op.kernel_values(spec, host.views, host.built.options)).at([t.data_ptr() for t in host.operands.values()])
+    written = ("state", "out", "intermediate_states")
+    emulator.run(spec, arch(), op.grid_of(spec, host.views), packed, host.operands, written)
+    torch.cuda.synchronize()
+    slots = sorted({slot for s in host.sequences for slot in s.targets.values()})
+    assert equal(card.kwargs["state"][slots].cpu(), host.kwargs["state"][slots])
+    assert all(equal(card.kwargs[n].cpu(), host.kwargs[n]) for n in written[1:] if n in host.kwargs)

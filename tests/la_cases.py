@@ -1,0 +1,400 @@
+"""Operands for the linear-attention functions: strided, poisoned, guarded; and the bounds their results must keep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import cycle, product
+from typing import Any
+
+import torch
+from ssu_cases import BF16, F16, F32, Memory, ulp
+from torch import Tensor
+
+import ssmgen
+from ssmgen.ops import linear_attention_call as op
+
+I32, I64 = torch.int32, torch.int64
+# The operands of each function. What they are decides their shapes and values.
+QKV = {"q": "query", "k": "key", "v": "value"}
+RULES: dict[str, dict[str, str]] = {
+    "gated_delta_rule": QKV | {"g": "gate", "beta": "beta"},
+    "kda": QKV | {"g": "channel_gate", "beta": "beta"},
+    "gdn2": QKV | {"g": "channel_gate", "b": "channel_factor", "w": "row_factor"},
+    "delta_rule": QKV | {"beta": "beta"},
+    "comba": QKV | {"p": "key", "g": "gate", "beta": "beta"},
+    "rwkv7": {"r": "query", "k": "key", "v": "value", "w": "channel_gate", "kk": "key", "a": "key_factor"},
+    "dplr_delta_rule": QKV | {"a": "key", "b": "key", "gk": "channel_gate"},
+    "gla": QKV | {"gk": "channel_gate", "gv": "row_gate"},
+    "simple_gla": QKV | {"g": "gate"},
+    "lightning_attn": QKV | {"slope": "slope"},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the matrix; `id` is readable."""
+
+    id: str
+    rule: str = "gated_delta_rule"
+    heads: int = 4  # of v and the state
+    group: int = 2  # of them per head of q and k
+    K: int = 128
+    V: int = 64
+    tokens: int | None = None  # None: no tokens axis
+    lengths: tuple[int, ...] = ()  # ragged: packed as [tokens, …], or as [1, tokens, …] if `tokens` is 1
+    batch: int = 5
+    state: torch.dtype = F32
+    x: torch.dtype | None = BF16  # of all operands but the state, the weights and out; None: each of another type
+    weights: torch.dtype = F32
+    out: torch.dtype | None = None  # None: that of v
+    omit: tuple[str, ...] = ()  # operands left out
+    gate: str = "log"  # softplus, bounded, bounded_plain (without A_log)
+    bias: str = "full"  # flat: [HV K]; or none
+    extreme: bool = False  # gates that overflow what is not written with care
+    shared_gate: bool = False  # g [HV]
+    beta: str = "plain"  # sigmoid, twice
+    beta_rows: bool = False
+    l2norm: bool = False
+    scale: float | None = None
+    index: torch.dtype | None = I32
+    pad_slot_id: int = -1
+    dst: str = ""  # row: one slot per sequence; token: one per token; own: those that the sequence may start from
+    accepted: torch.dtype | None = None
+    kept: int | None = None  # columns of intermediate_states, beyond the most tokens; if negative, dst_state_indices has as few
+    update: bool = True
+    packed: int | None = None  # q, k, v are slices of one tensor, from this element on; g and beta of another
+    slot_gap: int = 0  # elements between slots
+    out_gap: bool = False  # out has strides of its own
+    layout: str = "vk"
+
+    @property
+    def counts(self) -> tuple[int, ...]:  # of tokens, by sequence
+        return self.lengths or (self.tokens or 1,) * self.batch
+
+
+def vary(base: Case, **cases: dict[str, Any]) -> list[Case]:
+    return [replace(base, **({"id": f"{base.id}-{name}".replace("_", "-")} | changes)) for name, changes in cases.items()]
+
+
+RAW: dict[str, Any] = {"gate": "softplus", "beta": "sigmoid", "l2norm": True}
+WILD = RAW | {"extreme": True, "heads": 10, "out": F32}
+GDN = Case("gdn", **RAW)
+
+
+def _rules() -> list[Case]:
+    """Each function as its models call it, and with what else it takes."""
+    kda, gdn2, comba, gla = (Case(rule, rule=rule) for rule in ("kda", "gdn2", "comba", "gla"))
+    rwkv7, delta = Case("rwkv7", rule="rwkv7", group=1, K=64), Case("delta", rule="delta_rule")
+    dplr, simple, lightning = Case("dplr", rule="dplr_delta_rule"), Case("simple", rule="simple_gla"), Case("la", rule="lightning_attn")
+    return [
+        *vary(Case("gdn"), log={"out": F32}, extreme=WILD, beta_rows={"beta": "sigmoid", "beta_rows": True, "x": F16}),
+        *vary(GDN, qwen3={"state": BF16}, twice={"bias": "none", "beta": "twice", "x": F32}),
+        *vary(kda, log={"l2norm": True, "state": BF16}, flat_bias={**RAW, "bias": "flat", "x": F32}, extreme=WILD),
+        *vary(kda, bounded={**RAW, "gate": "bounded", "out": F32}, bounded_extreme={**WILD, "gate": "bounded", "weights": BF16}),
+        *vary(kda, bounded_plain={"gate": "bounded_plain", "bias": "none", "beta_rows": True, "state": F16}),
+        *vary(gdn2, log={"l2norm": True}, softplus={"gate": "softplus", "state": BF16, "x": F16, "weights": F16}),
+        *vary(delta, sigmoid={"beta": "sigmoid", "l2norm": True, "x": F32}, rows={"beta": "twice", "beta_rows": True, "state": BF16}),
+        *vary(comba, raw={**RAW, "out": F32}, log={"state": F16}),
+        *vary(rwkv7, f32={"x": F32}, scaled={"V": 96, "scale": 0.125, "state": BF16}),
+        *vary(dplr, gk={"out": F32}, bare={"omit": ("gk",), "state": BF16}),
+        *vary(gla, gk={"omit": ("gv",), "out": F32}, gv={"omit": ("gk",), "state": BF16}, both={"x": F32}),
+        *vary(simple, g={"state": F16}, shared={"shared_gate": True, "x": F32}, bare={"omit": ("g",), "out": F32}),
+        *vary(lightning, unscaled={"scale": 1.0}),
+    ]
+
+
+def matrix() -> list[Case]:
+    kda, rwkv7 = replace(GDN, id="kda", rule="kda"), Case("rwkv7", rule="rwkv7", group=1, K=64)
+    many = replace(GDN, id="gdn-t4", tokens=4, batch=6, heads=2)
+    ragged = replace(GDN, id="gdn-ragged", lengths=(9, 2, 1, 0, 3, 4), heads=2)
+    dims = (64, 96), (64, 256), (96, 64), (96, 192), (128, 256), (192, 64), (192, 128), (256, 96), (256, 64)
+    groups, types = ((1, 1), (3, 3), (6, 3), (8, 8), (16, 4), (5, 1)), product((BF16, F32, F16), repeat=2)
+    steps = {1: F32, 2: BF16, 8: F32, 9: BF16, 16: F32}
+    cases = [
+        *_rules(),
+        *[replace(c, id=f"{c.id}-t3", tokens=3, batch=4) for c in _rules()],
+        *[replace(GDN, id=f"gdn-k{k}v{v}", K=k, V=v, heads=2, state=s, x=x) for (k, v), (s, x) in zip(dims, types, strict=True)],
+        *[replace(GDN, id=f"gdn-{h}heads-{h // n}keys", heads=h, group=n, state=BF16) for h, n in groups],
+        *[replace(GDN, id=f"gdn-t{t}", tokens=t, state=s, batch=4, heads=2) for t, s in steps.items()],
+        *vary(kda, k96v128_t2={"K": 96, "V": 128, "tokens": 2, "heads": 2}, k192v256_t2={"K": 192, "V": 256, "tokens": 2, "heads": 2}),
+        *vary(
+            kda, mixed_t3={"x": None, "tokens": 3}, packed_odd_t3={"packed": 1, "tokens": 3}, each={"tokens": 3, "kept": 1, "dst": "token"}
+        ),
+        *vary(rwkv7, packed={"packed": 8, "index": None}, ragged={"lengths": ragged.lengths}),
+        *vary(GDN, no_pool={"index": None, "batch": 3}, mixed={"x": None}, packed={"packed": 8}, packed_odd={"packed": 1, "state": BF16}),
+        *vary(GDN, i64_pad7={"index": I64, "pad_slot_id": 7}, dst={"dst": "row", "batch": 11}, out_gap={"out_gap": True, "V": 96}),
+        *vary(GDN, dst_i64_pad3={"dst": "row", "batch": 11, "index": I64, "pad_slot_id": 3, "state": BF16}, no_update={"update": False}),
+        *vary(GDN, slot_gap={"slot_gap": 4096}, slot_gap_odd={"slot_gap": 3}, slot_gap_dst={"slot_gap": 1, "state": F16, "dst": "row"}),
+        *vary(GDN, tail={"V": 72, "state": BF16, "out_gap": True}, dst_accepted={"dst": "row", "accepted": I32, "batch": 11}),
+        *vary(many, tail={"V": 72, "dst": "token", "kept": 0}, dst={"dst": "row", "batch": 11, "state": BF16}, each={"dst": "token"}),
+        *vary(many, each_i64_pad5={"dst": "token", "index": I64, "pad_slot_id": 5, "state": BF16, "slot_gap": 1}),
+        *vary(many, accepted={"dst": "row", "accepted": I64, "index": I64}, accepted_own={"dst": "own", "accepted": I32, "state": BF16}),
+        *vary(many, accepted_no_update={"accepted": I32, "update": False, "kept": 0}, kept={"kept": 0, "state": BF16}),
+        *vary(many, kept_wide_no_update={"kept": 3, "update": False, "packed": 1}, no_update={"update": False, "state": BF16}),
+        *vary(GDN, t8_no_update={"tokens": 8, "batch": 4, "update": False, "state": F16, "x": F16, "V": 72, "accepted": I32, "out": F32}),
+        *vary(GDN, t9_no_pool={"tokens": 9, "batch": 2, "heads": 2, "index": None, "kept": 0, "packed": 8}),
+        *vary(ragged, pool={}, one_axis={"tokens": 1, "index": I64, "pad_slot_id": 2, "state": BF16, "out_gap": True}),
+        *vary(ragged, no_pool={"index": None, "packed": 1}, dst={"dst": "row", "kept": 0}, accepted={"dst": "own", "accepted": I32}),
+        *vary(ragged, each={"dst": "token", "state": BF16, "kept": 2}, few_columns={"dst": "token", "kept": -6}),
+    ]
+    assert len({c.id for c in cases}) == len(cases)
+    return cases
+
+
+def kv_matrix() -> list[Case]:
+    """The same with a state [slots, heads, K, V]."""
+    return [replace(c, id=f"{c.id}-kv", layout="kv") for c in matrix()]
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """What becomes of one sequence: its tokens are [row, start + i] of the operands."""
+
+    row: int
+    start: int
+    tokens: int
+    slot: int  # where it starts from; -1: it is padding
+    targets: Mapping[int, int]  # {token: slot that receives the state after it}
+
+
+@dataclass
+class Call:
+    """A call's arguments, and what surrounds them in memory."""
+
+    case: Case
+    memory: Memory
+    kwargs: dict[str, Any]
+    sequences: list[Sequence]
+
+    def __post_init__(self) -> None:
+        self.function = getattr(ssmgen, self.case.rule)
+        self.built = self.function.build(**self.kwargs)
+        self.operands = op.named_operands(self.built)  # by the kernels' names and in their order
+        self.views = op.checked_views(self.built, self.operands)  # in token form
+        self.problem = op.problem_of(self.views, {n: t.data_ptr() for n, t in self.operands.items()}, self.built.options)
+
+    def run(self) -> Tensor:
+        return self.function(**self.kwargs)
+
+
+def _slots(case: Case, g: torch.Generator) -> tuple[int, dict[str, Any], list[Sequence]]:
+    """(size of the pool, index operands, sequences), of which 1, 2 and 4 of every five are padding; some destinations are none."""
+    B, longest = len(case.counts), max(case.counts)
+    columns = longest if case.dst == "own" else 4
+    slots = B + 1 if case.index is None else 2 * B * max(columns, longest) + 9
+    invalid = (case.pad_slot_id, slots + 2, -5)
+    order = iter([s for s in torch.randperm(slots, generator=g).tolist() if s != case.pad_slot_id])
+    starts = [invalid[(1, 2, 4).index(b % 5)] if b % 5 in (1, 2, 4) else next(order) for b in range(B)]
+    starts = list(range(B)) if case.index is None else starts
+    indices: dict[str, Any] = {} if case.index is None else {"state_indices": starts}
+    if case.accepted:  # the column that counts differs, and two of the padded sequences have a count out of range
+        accepted = [{1: 0, 2: columns + 1}.get(b, 1 + b % columns) for b in range(B)]
+        rows = [[starts[b] if c + 1 == accepted[b] else next(order) for c in range(columns)] for b in range(B)]
+        indices = {"state_indices": rows, "num_accepted_tokens": accepted}
+    if case.dst == "row":
+        indices["dst_state_indices"] = [invalid[(3, 5, 8).index(b)] if b in (3, 5, 8) else next(order) for b in range(B)]
+    elif case.dst:
+        width = range(longest + min(case.kept or 0, 0))
+        fresh = [[invalid[(b + t) % 3] if (b + t) % 4 == 1 else next(order) for t in width] for b in range(B)]
+        indices["dst_state_indices"] = rows if case.dst == "own" else fresh
+    sequences, edges = [], [sum(case.lengths[:b]) for b in range(B + 1)]
+    for b, (n, to) in enumerate(zip(case.counts, indices.get("dst_state_indices", starts), strict=True)):
+        slot = -1 if starts[b] in invalid else starts[b]
+        targets = dict(enumerate(to[:n])) if isinstance(to, list) else {n - 1: to}
+        targets = {t: s for t, s in targets.items() if case.update and n and slot >= 0 and s not in invalid}
+        sequences.append(Sequence(0 if case.lengths else b, edges[b], n, slot, targets))
+    indices |= {"cu_seqlens": edges} if case.lengths else {}
+    return slots, indices, sequences
+
+
+def _values(kind: str, case: Case, shape: tuple[int, ...], g: torch.Generator) -> Tensor:
+    """Keys have norms below 1, so that no delta rule diverges; log decays are negative."""
+    normal, uniform = torch.randn(*shape, generator=g), torch.rand(*shape, generator=g)
+    if kind.endswith("gate"):
+        return normal * 2 if case.gate != "log" else -0.6 * uniform
+    plain = kind == "slope" or kind.endswith("factor") or (kind == "beta" and case.beta == "plain")
+    return uniform if plain else normal * 0.8 * case.K**-0.5 if kind == "key" else normal
+
+
+def make_call(case: Case, device: str, seed: int = 0) -> Call:
+    """Random operands. Unused slots hold NaN; buffers are padded with poison."""
+    g, memory = torch.Generator().manual_seed(seed), Memory(device)
+    B, HV, HK, K, V = len(case.counts), case.heads, case.heads // case.group, case.K, case.V
+    slots, indices, sequences = _slots(case, g)
+    other = {"cu_seqlens": I32 if case.index is I64 else I64, "num_accepted_tokens": case.accepted}
+    kwargs = {n: memory.fill(n, torch.tensor(t, dtype=other.get(n, case.index))) for n, t in indices.items()}
+    lead = (sum(case.lengths) or B,) if case.tokens is None else (1, sum(case.lengths)) if case.lengths else (B, case.tokens)
+    per_head = (HV, V, K) if case.layout == "vk" else (HV, K, V)
+    kwargs["state"] = state = memory.view("state", (slots, *per_head), (HV * V * K + case.slot_gap, V * K, per_head[2], 1), case.state)
+    state.fill_(float("nan"))
+    for slot in {s.slot for s in sequences} - {-1}:
+        state[slot] = torch.randn(per_head, generator=g)
+
+    last = {"beta": (HV, V) if case.beta_rows else (HV,), "gate": (HV,), "query": (HK, K), "key": (HK, K), "key_factor": (HK, K)}
+    last |= dict.fromkeys(("channel_gate", "channel_factor"), (HV, K)) | dict.fromkeys(("value", "row_gate", "row_factor"), (HV, V))
+    given = {n: kind for n, kind in RULES[case.rule].items() if n not in case.omit}
+    shapes = {n: (HV,) if kind == "slope" or (n == "g" and case.shared_gate) else lead + last[kind] for n, kind in given.items()}
+    types = cycle((case.x,) if case.x else (BF16, F32, F16))
+    values = {n: _values(given[n], case, shape, g).to(t) for (n, shape), t in zip(shapes.items(), types, strict=False)}
+    for names in [] if case.packed is None else [list(values)[:3], [n for n in ("g", "beta") if n in values]]:
+        ends = [torch.zeros(*lead, width, dtype=case.x) for width in (case.packed, 8 + case.packed)]
+        parts = [ends[0], *(values[n].flatten(len(lead)) for n in names), ends[1]]
+        pieces = memory.fill("+".join(names), torch.cat(parts, -1)).split([t.shape[-1] for t in parts], -1)
+        kwargs |= {n: t.unflatten(-1, last[given[n]]) for n, t in zip(names, pieces[1:], strict=False)}
+    kwargs |= {n: memory.fill(n, t) for n, t in values.items() if n not in kwargs}
+    if case.gate != "log":
+        A_log, bias = torch.randn(HV, generator=g), torch.randn(HV, K, generator=g)
+        if case.extreme:
+            A_log = torch.tensor([-6.0, 60.0, -90.0, 20.0, 3.0]).repeat(HV)[:HV]
+            bias = torch.tensor([95.0, -100.0, 3.0, -15.0, -90.0, 20.0, 1.0]).repeat(HV * K)[: HV * K].view(K, HV).T
+        bias = bias[:, 0] if given["g"] == "gate" else bias.flatten() if case.bias == "flat" else bias
+        weights = {"A_log": A_log if case.gate != "bounded_plain" else None, "dt_bias": bias if case.bias != "none" else None}
+        kwargs |= {n: memory.fill(n, t.contiguous().to(case.weights)) for n, t in weights.items() if t is not None}
+    strides = torch.empty(values["v"].shape, device="meta").stride()
+    strides = (2 * strides[0] + 6, *[2 * s for s in strides[1:]]) if case.out_gap else strides
+    kwargs["out"] = memory.view("out", values["v"].shape, strides, case.out or values["v"].dtype)
+    if case.kept is not None:
+        kept = (B, max(case.counts) + case.kept, *per_head)
+        kwargs["intermediate_states"] = memory.fill("intermediate_states", torch.full(kept, 7.0, dtype=case.state))
+    options = {
+        "use_qk_l2norm": case.l2norm, "beta_sigmoid": case.beta != "plain", "allow_neg_eigval": case.beta == "twice", "scale": case.scale,
+        "lower_bound": -5.0 if case.gate.startswith("bounded") else None, "pad_slot_id": case.pad_slot_id, "state_layout": case.layout,
+    }  # fmt: skip
+    kwargs |= {n: v for n, v in options.items() if v} | {"update_state": case.update}
+    memory.seal()
+    return Call(case, memory, kwargs, sequences)
+
+
+U, TINY = 2.0**-24, 2.0**-126  # one rounding of an f32, relative; below what the approximate functions give zero
+
+
+@dataclass(frozen=True, eq=False)
+class Approx:
+    """A float64 value, and how far off an f32 computation of it may be: every operation adds its own rounding to what its operands'
+    errors do to its result. Powers and roots take 4 U (2 ulp); one of e is one of 2, of an argument with two more roundings.
+    """
+
+    value: Tensor
+    error: Tensor
+
+    @property
+    def size(self) -> Tensor:
+        return self.value.abs() + self.error
+
+    def __getitem__(self, at: Any) -> Approx:
+        return Approx(self.value[at], self.error[at])
+
+    def __neg__(self) -> Approx:
+        return Approx(-self.value, self.error)
+
+    def __add__(self, other: Approx) -> Approx:
+        value, error = self.value + other.value, self.error + other.error
+        return Approx(value, error + U * (value.abs() + error))
+
+    def __mul__(self, other: Approx) -> Approx:
+        value, size = self.value * other.value, self.size * other.size
+        return Approx(value, size - value.abs() + U * size)
+
+    def moved(self, f: Any, more: Tensor | float, rounding: float) -> Approx:
+        """A monotonic function, whose argument is off by `more` besides, and which is rounded by so much itself."""
+        value, ends = f(self.value), [f(self.value + sign * (self.error + more)) for sign in (-1, 1)]
+        return Approx(value, torch.maximum(*((end - value).abs() + rounding * end.abs() for end in ends)) + TINY)
+
+    def exp(self) -> Approx:
+        return self.moved(torch.exp, 2 * U * self.size, 4 * U)
+
+    def sigmoid(self) -> Approx:
+        return self.moved(torch.sigmoid, 2 * U * self.size + 4 * U, 3 * U)  # as much in v as e^-v is off; a sum and a reciprocal
+
+    def softplus(self) -> Approx:
+        """max(v, 0) + log(1 + e^-|v|): the logarithm is off by what the power is, relatively, and by 6 U more."""
+        log = torch.log1p(torch.exp(-self.value.abs()))
+        result = self.moved(lambda v: torch.logaddexp(v, torch.zeros_like(v)), 0.0, U)
+        return Approx(result.value, result.error + (2 * U * self.size + 10 * U) * log)
+
+
+def exact(values: Tensor) -> Approx:
+    return Approx(values.double(), torch.zeros_like(values, dtype=torch.float64))
+
+
+def dot(a: Approx, b: Approx, roundings: int, reach: Tensor | None = None) -> Approx:
+    """Sum of products over the last axis, each of which goes through that many roundings; `reach`: of the terms that `a` is a sum of."""
+    value, size = a.value * b.value, a.size * b.size
+    rounded = roundings * U * (size if reach is None else reach * b.size)
+    return Approx(value.sum(-1), (size - value.abs() + rounded).sum(-1))
+
+
+def step(S: Approx, reach: Tensor, x: Mapping[str, Approx], options: op.Options, roundings: int) -> tuple[Approx, Tensor, Approx]:
+    """(new state [HV, V, K], its reach, output [HV, V]) of one token. The state's errors go through the recurrence as its values do.
+    `reach`: absolute values of all terms that the state is a sum of; a product with it may be a sum of theirs, <D S, q> + e <k, q>.
+    Scale, decay and norms may be applied to sums instead of their terms: as many roundings.
+    """
+    form, across, down = options.form, (lambda t: t[:, None, :]), (lambda t: t[:, :, None])
+    q, k, v, read = x["q"], x["k"], x["v"], x.get("read", x["k"])
+    if form.l2norm:
+        q, k, read = (t * dot(t, t, roundings + 1)[..., None].moved(lambda n: torch.rsqrt(n + 1e-6), 0.0, 4 * U) for t in (q, k, read))
+    read = read * x["erase"] if "erase" in x else read
+    decays = [down(x["gv"].exp())] if "gv" in x else []
+    if g := x.get("gk", x.get("g")):
+        biased = g + x["dt_bias"] if "dt_bias" in x else g
+        if form.gate == "softplus":
+            g = -(x["A_log"].exp() * biased.softplus())
+        elif form.gate == "bounded":
+            g = exact(torch.tensor(options.lower_bound)) * (x["A_log"].exp() * biased if "A_log" in x else biased).sigmoid()
+        decays.append(across((-g if form.gate == "slope" else g).exp()))
+    held = dot(S, across(read), roundings + 4, reach) if form.delta == "old" else None
+    for decay in decays:
+        S, reach = S * decay, reach * decay.size
+    held = held or dot(S, across(read), roundings + 4, reach)
+    if "write" in x or "alpha" in x:
+        terms = [down(held) * across(x["write"] if "write" in x else -(read * x["alpha"])), down(v) * across(k)]
+    else:
+        e = v * x["w"] if "w" in x else v
+        e = e + -held if form.delta != "none" else e
+        if "beta" in x:
+            beta = x["beta"] if form.beta == "plain" else x["beta"].sigmoid()
+            beta = beta + beta if form.beta == "twice_sigmoid" else beta
+            e = e * beta
+        terms = [down(e) * across(k)]
+    new, reach = sum(terms, S), sum((t.size for t in terms), reach)
+    y = dot(new, across(q), roundings + 6, reach)
+    return new, reach, Approx(y.value * options.scale, y.error * options.scale)
+
+
+def expected(call: Call, any_order: bool = False) -> dict[str, dict[Any, Approx]]:
+    """What a call writes, in float64, with bounds: {"state": {slot: …}, "intermediate_states": {(sequence, token): …},
+    "out": {(row, token): …}}; other output is zero. Sums over K are the kernels' tree, or in any order; tensor cores also truncate.
+    """
+    K, options = call.case.K, call.built.options
+    views = {n: t.detach().cpu() for n, t in call.views.items()}
+    roundings = 2 * K if call.problem.frozen else K if any_order else 4 + (K // 4 - 1).bit_length()
+    want: dict[str, dict[Any, Approx]] = {"state": {}, "intermediate_states": {}, "out": {}}
+    weights = {n: views[n] for n in ("A_log", "dt_bias") if n in views}
+    kept = views["intermediate_states"].shape[1] if "intermediate_states" in views else 0
+    for b, s in enumerate(call.sequences):
+        S, reach = exact(views["state"][s.slot]), views["state"][s.slot].double().abs()
+        for i in range(s.tokens if s.slot >= 0 else 0):
+            at = s.row, s.start + i
+            x = {n: t[at] for n, t in views.items() if n in op.NAMES[1:15] and n not in weights}
+            x |= {n: x[n].repeat_interleave(call.case.group, 0) for n in op.OF_KEY_HEADS if n in x}
+            x = {n: exact(t if t.dim() == 2 else t[:, None]) for n, t in (x | weights).items()}
+            S, reach, want["out"][at] = step(S, reach, x, options, roundings)
+            want["intermediate_states"] |= {(b, i): S} if i < kept else {}
+            want["state"] |= {s.targets[i]: S} if i in s.targets else {}
+    return want
+
+
+def assert_matches(call: Call, want: dict[str, dict[Any, Approx]]) -> None:
+    """Everything written is within its bounds, padded rows are zero, and nothing else in memory has changed."""
+    views = {n: t.detach().cpu() for n, t in call.views.items()}
+    index = {n: torch.tensor(list(results), dtype=I64, device=call.memory.device) for n, results in want.items()}
+    wrong = call.memory.untouched(index | {"intermediate_states": tuple(index["intermediate_states"].view(-1, 2).T), "out": None})
+    assert not wrong, f"changed outside what the call may write: {wrong}"
+    for name, results in want.items():
+        for at, w in results.items():
+            got = views[name][at]
+            off = (got.double() - w.value).abs() / (w.error + (0 if got.dtype is F32 else ulp(w.size, got.dtype) / 2))
+            assert off.max() <= 1, f"{name}[{at}] off by {float(off.max()):.2f} x its bound"
+    padding = [views["out"][s.row, s.start : s.start + s.tokens] for s in call.sequences if s.slot < 0]
+    assert not any(map(Tensor.any, padding)), "a padded row's output is not zero"
