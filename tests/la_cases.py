@@ -12,6 +12,7 @@ from ssu_cases import BF16, F16, F32, Memory, ulp
 from torch import Tensor
 
 import ssmgen
+from ssmgen.kernels.linear_attention import OF_KEY_HEADS
 from ssmgen.ops import linear_attention_call as op
 
 I32, I64 = torch.int32, torch.int64
@@ -377,7 +378,7 @@ def expected(call: Call, any_order: bool = False) -> dict[str, dict[Any, Approx]
         for i in range(s.tokens if s.slot >= 0 else 0):
             at = s.row, s.start + i
             x = {n: t[at] for n, t in views.items() if n in op.NAMES[1:15] and n not in weights}
-            x |= {n: x[n].repeat_interleave(call.case.group, 0) for n in op.OF_KEY_HEADS if n in x}
+            x |= {n: x[n].repeat_interleave(call.case.group, 0) for n in OF_KEY_HEADS if n in x}
             x = {n: exact(t if t.dim() == 2 else t[:, None]) for n, t in (x | weights).items()}
             S, reach, want["out"][at] = step(S, reach, x, options, roundings)
             want["intermediate_states"] |= {(b, i): S} if i < kept else {}

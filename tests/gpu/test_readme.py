@@ -1,4 +1,4 @@
-"""The README's example does what it says."""
+"""The README's examples do what they say."""
 
 from __future__ import annotations
 
@@ -10,18 +10,28 @@ import pytest
 
 README = Path(__file__).parent.parent.parent / "README.md"
 
-CHECK = """
+CHECKS = [
+    """
 torch.cuda.synchronize()
 assert y.shape == (batch, H, P) and torch.isfinite(y).all() and len(ssmgen.stats()) == 1
 used = state[slot.long()]
 assert used.abs().sum() > 0 and int((state.flatten(1).abs().sum(1) > 0).sum()) == batch
-"""
+""",
+    """
+torch.cuda.synchronize()
+assert y.shape == (batch, 8, HV, V) and torch.isfinite(y).all() and len(ssmgen.stats()) == 3
+used = state[slot.long()]
+assert used.abs().sum() > 0 and int((state.flatten(1).abs().sum(1) > 0).sum()) == batch
+""",
+]
 
 
 @pytest.mark.gpu
-def test_example(tmp_path):
-    program = README.read_text().split("```python\n")[1].split("```")[0]
+@pytest.mark.parametrize("number", range(len(CHECKS)))
+def test_example(tmp_path, number):
+    programs = [text.split("```")[0] for text in README.read_text().split("```python\n")[1:]]
+    assert len(programs) == len(CHECKS)
     path = tmp_path / "example.py"
-    path.write_text(program + CHECK)
+    path.write_text(programs[number] + CHECKS[number])
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
