@@ -207,20 +207,24 @@ _data_ptr = torch.Tensor.data_ptr
 class Signature:
     """The calls that differ in nothing but where their tensors lie.
 
-    `given` is all that a call was given; its tensors lie at `places`, in the order of the kernel's operands. Alignment and overlap are
+    `given` is all that a call was given; its tensors lie at `places`, in the order of the kernel's operands, and what else must be equal at
+    `constants`, if the key that the signature is found by does not hold it. Alignment and overlap are
     functions of the pointers: `resolve` checks them and makes the plan, once per set of pointers.
     """
 
-    __slots__ = ("_resolve", "matches", "pick", "plans")
+    __slots__ = ("_resolve", "constants", "matches", "pick", "pick_constants", "plans")
 
     limit = 1024  # pointer sets remembered; caching allocators hand out the same few again and again
 
     def __init__(
-        self, given: Sequence[Any], resolve: Callable[[tuple[int, ...]], Launch | None], places: Sequence[int] | None = None
+        self, given: Sequence[Any], resolve: Callable[[tuple[int, ...]], Launch | None], places: Sequence[int] | None = None,
+        constants: Sequence[int] = (),
     ):  # fmt: skip
         places = [i for i, t in enumerate(given) if t is not None] if places is None else places
         tensors = [given[i] for i in places]
         self.pick = itemgetter(*places)
+        self.pick_constants = itemgetter(*constants) if constants else None
+        self.constants = self.pick_constants(given) if constants else None
         guard = tensor_guard(tensors)
         # Weights may require grad where no graph is recorded. Elsewhere such a call is not one like this, and the checks refuse it.
         needs_grad = any(t.requires_grad for t in tensors)
@@ -249,6 +253,8 @@ class Signatures:
     def find(self, key: Any, given: tuple[torch.Tensor | None, ...]) -> Callable[[], None] | None:
         """The plan for a call like one seen before, else None. The hot path: 2.7 us for 11 tensors, 2.3 of it in torch."""
         for signature in self._rows.get(key, ()):
+            if signature.pick_constants and signature.pick_constants(given) != signature.constants:
+                continue
             tensors = signature.pick(given)
             if signature.matches(*tensors):
                 pointers = tuple(map(_data_ptr, tensors))

@@ -147,6 +147,8 @@ class Case:
             return VALUES[operand.values](torch.randn(*lead, *axes[operand.axes], device=device, dtype=dtype))
 
         self.operands = {name: rand(o, self.sets, B, T, dtype=torch.bfloat16) for name, o in operands(recurrence.operands).items()}
+        if "p" in self.operands:
+            self.operands["p"] = self.operands["k"].clone()  # as in the models; with another one the state grows without bound
         self.weights = {name: rand(o, dtype=torch.float32) for name, o in operands(recurrence.weights).items()}
         self.out = torch.empty_like(self.operands["v"])
         self.kept = self.raw = None

@@ -15,26 +15,14 @@ built during a CUDA graph capture; NotBuiltError, CompileError, LoadError, Launc
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from .linear_attention_call import Call, Form, Options, operator
-
-
-class Ring(NamedTuple):
-    """The raw inputs of a call's tokens, by slot: what a speculative step keeps instead of states, for a commit to replay.
-
-    k: [slots, T, HK, K]; v: [slots, T, HV, V]; g: [slots, T, HV], for kda [slots, T, HV, K]; beta: [slots, T, HV], or [slots, T, HV, V] if
-    the call's is; each of its operand's dtype. Commits of several layers at once take them with a layers axis in front.
-    """
-
-    k: Tensor
-    v: Tensor
-    g: Tensor | None = None
-    beta: Tensor | None = None
+from .linear_attention_views import RawInputs as Ring
 
 
 class PoolOptions(TypedDict, total=False):

@@ -32,7 +32,7 @@ from ..spec import SM90, Index, Loads, PoolMode
 from . import checks
 from . import linear_attention_commit as commit
 from .checks import DTYPES
-from .linear_attention_views import CONTROL, NAMES, RINGS, Form, Options, token_views
+from .linear_attention_views import CONTROL, NAMES, RINGS, Form, Options, RawInputs, token_views
 
 _INDEX = {None: Index.NONE, torch.int32: Index.I32, torch.int64: Index.I64}
 
@@ -49,7 +49,6 @@ class Call(NamedTuple):
 
 _signatures = runtime.Signatures()
 _find = _signatures.find
-_TENSOR = object()  # stands for one in a key
 _TENSOR_TYPES = frozenset((Tensor, Parameter))
 _PLAIN_TYPES = frozenset((type(None), bool, int, float, str))
 
@@ -57,10 +56,10 @@ _PLAIN_TYPES = frozenset((type(None), bool, int, float, str))
 def operator(build: Callable[..., Call]) -> Callable[..., Tensor]:
     """The public function of a builder: makes the call and returns its output.
 
-    A call like one seen before never reaches the builder: its arguments as they came, with tensors left out, are the key to its plan.
+    A call like one seen before never reaches the builder: its arguments as they came say which plan is its.
     """
     parameters = list(signature(build).parameters)
-    v = parameters.index("v") if "v" in parameters else None  # the output is like v; a commit has none
+    v = parameters.index("v") if "v" in parameters else None  # the output is like v; a commit has none, and a ring for its second
 
     @wraps(build)
     def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -70,10 +69,16 @@ def operator(build: Callable[..., Call]) -> Callable[..., Tensor]:
             return output_of(call)
         out = kwargs.get("out")
         try:
-            if out is None and v is not None:
-                out = kwargs["out"] = torch.empty_like(args[v] if len(args) > v else kwargs["v"], memory_format=torch.contiguous_format)
-            values = (*args, *kwargs.values())
-            key = build, values[1].shape, tuple(kwargs), tuple([_TENSOR if type(x) in _TENSOR_TYPES else x for x in values])
+            if v is None:
+                values = (*args, *kwargs.values(), *(args[1] if len(args) > 1 else kwargs["ring"]))
+                shape = None
+            else:
+                if out is None:
+                    out = kwargs["out"] = torch.empty_like(args[v] if len(args) > v else kwargs["v"], memory_format=torch.contiguous_format)
+                ring = kwargs.get("ring")
+                values = (*args, *kwargs.values()) if ring is None else (*args, *kwargs.values(), *ring)
+                shape = values[1].shape
+            key = build, shape, tuple(kwargs), tuple(map(type, values))
             found = _find(key, values)
         except (AttributeError, IndexError, KeyError, TypeError):  # something is missing or wrong: the checks say what
             values, key, found = (), None, None
@@ -89,16 +94,23 @@ def operator(build: Callable[..., Call]) -> Callable[..., Tensor]:
 
 
 def _plan_as_given(call: Call, key: Any, values: tuple[Any, ...]) -> Callable[[], None]:
-    """The plan of a call that is not known yet. The next one with arguments like these finds it, if the key says all about them."""
-    places = {id(x): i for i, x in enumerate(values) if type(x) in _TENSOR_TYPES}
-    others = [x for x in values if type(x) not in _TENSOR_TYPES]
-    if len(places) + len(others) < len(values) or any(type(x) not in _PLAIN_TYPES for x in others) or not call.given[0].is_cuda:
+    """The plan of a call that is not known yet. The next one with arguments like these finds it, if nothing else is among them."""
+    kinds = [type(x) for x in values]
+    tensors = [i for i, kind in enumerate(kinds) if kind in _TENSOR_TYPES]
+    plain = [i for i, kind in enumerate(kinds) if kind in _PLAIN_TYPES]
+    places = {id(values[i]): i for i in tensors}
+    known = len(places) + len(plain) + kinds.count(RawInputs) == len(values)  # each tensor once, and what is compared below
+    if key is None or not known or not _on_card(call):
         return plan(call)
     named = named_operands(call)
-    found = _new_signature(call, checked_views(call, named), named, values, [places[id(t)] for t in named.values()])
+    found = _new_signature(call, checked_views(call, named), named, values, [places[id(t)] for t in named.values()], plain)
     made = found.add(tuple(t.data_ptr() for t in named.values()))
     _signatures.add(key, found)
     return made
+
+
+def _on_card(call: Call) -> bool:
+    return isinstance(call.given[0], Tensor) and call.given[0].is_cuda
 
 
 def output_of(call: Call) -> Any:
@@ -278,9 +290,10 @@ def _check_overlap(name: str, layout: Mapping[str, Tensor], where: Mapping[str, 
 
 
 def _new_signature(
-    call: Call, views: Mapping[str, Tensor], named: Mapping[str, Tensor], given: tuple[Any, ...], places: Sequence[int]
-) -> runtime.Signature:
-    """Of the calls like this one, whose operands are `given` at these places."""
+    call: Call, views: Mapping[str, Tensor], named: Mapping[str, Tensor], given: tuple[Any, ...], places: Sequence[int],
+    constants: Sequence[int] = (),
+) -> runtime.Signature:  # fmt: skip
+    """Of the calls like this one, whose operands are `given` at these places, and whose other arguments at those."""
     options = call.options
     device = views["state"].device.index
     arch = runtime.device_arch(device)
@@ -306,7 +319,7 @@ def _new_signature(
             registry.count_plan(spec)
         return launches[problem]
 
-    return runtime.Signature(given, resolve, places)
+    return runtime.Signature(given, resolve, places, constants)
 
 
 def _reference_plan(call: Call, views: Mapping[str, Tensor]) -> Callable[[], None]:

@@ -20,6 +20,19 @@ RINGS = NAMES[21:]
 CONTROL = NAMES[16:20]
 
 
+class RawInputs(NamedTuple):
+    """The raw inputs of a call's tokens, by slot: what a speculative step keeps instead of states, for a commit to replay.
+
+    k: [slots, T, HK, K]; v: [slots, T, HV, V]; g: [slots, T, HV], for kda [slots, T, HV, K]; beta: [slots, T, HV], or [slots, T, HV, V] if
+    the call's is; each of its operand's dtype. Commits of several layers at once take them with a layers axis in front.
+    """
+
+    k: Tensor
+    v: Tensor
+    g: Tensor | None = None
+    beta: Tensor | None = None
+
+
 class Form(NamedTuple):
     """Which recurrence, in the words of kernels/linear_attention.py."""
 
