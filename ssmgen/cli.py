@@ -16,7 +16,7 @@ from . import __version__
 from .cache import Cache, collect_garbage, shared_cache, verify
 from .errors import DriftError, ModelError, SsmgenError
 from .kernels import OPERATORS
-from .kernels.linear_attention import Layout, Ring
+from .kernels.linear_attention_problem import Layout, Ring
 from .spec import Arch, DType, Index, PoolMode
 
 LINEAR_ATTENTION = ("gated_delta_rule", "kda", "gla", "simple_gla", "lightning_attn", "delta_rule", "rwkv7", "gdn2", "comba")

@@ -12,7 +12,7 @@ from typing import Any
 from . import compile as compiler
 from .build import specs_for
 from .errors import DriftError, SpillError
-from .kernels.linear_attention import Layout, Ring
+from .kernels.linear_attention_problem import Layout, Ring
 from .kernels.slot_copy import SlotCopySpec
 from .models import find_model
 from .render import render

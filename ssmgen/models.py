@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from .errors import ModelError
 from .kernels import linear_attention, selective_state_update
-from .kernels.linear_attention import Beta, Delta, Gate, Layout, LinearAttentionProblem, Ring, Tokens, Update
+from .kernels.linear_attention_problem import Beta, Delta, Gate, Layout, LinearAttentionProblem, Ring, Tokens, Update
 from .kernels.row_engine import RowProblem
 from .kernels.selective_state_update import SsuProblem
 from .spec import DType, Index, PoolMode

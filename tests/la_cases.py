@@ -12,7 +12,7 @@ from ssu_cases import BF16, F16, F32, Memory, ulp
 from torch import Tensor
 
 import ssmgen
-from ssmgen.kernels.linear_attention import OF_KEY_HEADS
+from ssmgen.kernels.linear_attention_problem import OF_KEY_HEADS
 from ssmgen.ops import linear_attention_call as op
 
 I32, I64 = torch.int32, torch.int64

@@ -8,6 +8,7 @@ from test_ring import BF16, Step
 
 import ssmgen
 from ssmgen import runtime
+from ssmgen.errors import ArgumentError
 from ssmgen.ops import linear_attention_call as op
 
 
@@ -89,10 +90,23 @@ def test_what_is_no_tensor_tells_calls_apart(launched, change):
 
 
 def test_a_tensor_given_twice_is_not_taken_for_two(launched):
-    """Which of the two places it came from cannot be told, so such calls are looked at each time, and run apart from the others."""
+    """Which of the two places it came from cannot be told, so such calls are found by their operands, apart from the others."""
     step = Step("delta_rule", BF16)
     twice = step.inputs | {"k": step.inputs["q"]}
     for inputs in (twice, step.inputs, twice, {n: t[:, :2] for n, t in step.inputs.items()}):
         step.function(step.state, **inputs, **step.options)
-    assert launched.made == len(launched) == 2
-    assert launched[0]["k"] == step.inputs["k"].data_ptr() != launched[0]["q"]
+    assert [call["k"] == call["q"] for call in launched] == [True, False, True, False] and launched.made == 3
+    assert launched[1]["k"] == step.inputs["k"].data_ptr()
+    assert launched[0] | {"out": 0} == launched[2] | {"out": 0}
+
+
+def test_a_wrong_call_is_not_taken_for_a_right_one_bound_before(launched):
+    """Without its gate a gated delta rule has the operands of a plain one; and an option that is objected to may change nothing else."""
+    step = Step("delta_rule", BF16)
+    options = {"state_indices": step.options["state_indices"], "use_qk_l2norm": True}
+    ssmgen.bind(ssmgen.delta_rule, step.state, **step.inputs, **options)
+    with pytest.raises(ArgumentError, match="g is a NoneType"):
+        ssmgen.bind(ssmgen.gated_delta_rule, step.state, **step.inputs, g=None, **options)
+    with pytest.raises(ArgumentError, match="allow_neg_eigval doubles"):
+        ssmgen.bind(ssmgen.delta_rule, step.state, **step.inputs, **options, allow_neg_eigval=True)
+    assert launched.made == 1

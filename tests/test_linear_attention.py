@@ -16,7 +16,8 @@ from ssmgen import emulator, registry
 from ssmgen.arguments import Arguments
 from ssmgen.emulator import EmulatorError, run_source
 from ssmgen.errors import ArgumentError, UnsupportedError
-from ssmgen.kernels.linear_attention import Beta, Delta, Gate, LinearAttentionProblem, Tokens, Update, space
+from ssmgen.kernels.linear_attention import space
+from ssmgen.kernels.linear_attention_problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens, Update
 from ssmgen.ops import linear_attention_call as op
 from ssmgen.reference.linear_attention import linear_attention as reference
 from ssmgen.render import render

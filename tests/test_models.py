@@ -10,7 +10,7 @@ import torch
 import ssmgen
 from ssmgen.errors import ModelError
 from ssmgen.kernels import OPERATOR_OF
-from ssmgen.kernels.linear_attention import Layout, Ring
+from ssmgen.kernels.linear_attention_problem import Layout, Ring
 from ssmgen.models import LinearAttention, Mamba, find_model, models
 from ssmgen.spec import DType, Index, PoolMode
 

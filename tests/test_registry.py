@@ -10,7 +10,7 @@ from ssmgen import registry
 from ssmgen.build import default_problems, specs_for
 from ssmgen.errors import UnsupportedError
 from ssmgen.kernels import OPERATOR_OF
-from ssmgen.kernels.linear_attention import Layout, Ring
+from ssmgen.kernels.linear_attention_problem import Layout, Ring
 from ssmgen.kernels.selective_state_update import OPERATOR, SsuProblem
 from ssmgen.models import find_model, models
 from ssmgen.spec import Arch, DType, Index, Loads, Pdl, PoolMode

@@ -136,7 +136,9 @@ def gated_delta_rule_mtp(
     intermediate_states_buffer: [B or more, T or more, HV, V, K]
     """
     if cache_replayssm or any(t is not None for t in (replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta)):
-        raise NotImplementedError("cache_replayssm and replayssm_*: ssmgen keeps states, not the inputs to replay them from")
+        raise NotImplementedError(
+            "cache_replayssm and replayssm_*: ssmgen's ring keeps other tensors; see gated_delta_rule(ring=…) and its commit"
+        )
     if disable_state_update is None:
         message = "gated_delta_rule_mtp does not update the state unless disable_state_update=False; say which, the default will change"
         warnings.warn(message, FutureWarning, stacklevel=2)

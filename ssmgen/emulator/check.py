@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..arguments import Arguments
 from ..errors import SsmgenError
-from ..kernels.linear_attention import LinearAttentionSpec, Update
+from ..kernels.linear_attention import LinearAttentionSpec
+from ..kernels.linear_attention_problem import Update
 from ..kernels.selective_state_update import SsuSpec
 from ..ops import linear_attention_call as linear_op
 from ..ops import linear_attention_commit as linear_commit

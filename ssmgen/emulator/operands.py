@@ -10,7 +10,8 @@ from itertools import cycle, islice
 import torch
 from torch import Generator, Tensor
 
-from ..kernels.linear_attention import FROZEN_TOKENS, KEY_VECTORS, OF_KEY_HEADS, Beta, Gate, LinearAttentionSpec, Tokens, Update
+from ..kernels.linear_attention import LinearAttentionSpec
+from ..kernels.linear_attention_problem import FROZEN_TOKENS, KEY_VECTORS, OF_KEY_HEADS, Beta, Gate, Tokens, Update
 from ..kernels.selective_state_update import SsuSpec
 from ..ops.checks import TORCH_DTYPES
 from ..spec import DType, Index, Loads, PoolMode

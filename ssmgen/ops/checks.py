@@ -55,6 +55,13 @@ def extent(t: Tensor) -> int:
     return (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) * t.element_size()
 
 
+def aligned(t: Tensor, pointer: int, elements: int, along: int = -1) -> bool:
+    """Whether vectors of so many elements along an axis, 16 bytes at most, are dense and lie at multiples of their size."""
+    width = min(16, elements * t.element_size())
+    steps = [s * t.element_size() for a, (n, s) in enumerate(zip(t.shape, t.stride(), strict=True)) if n > 1 and a != along % t.dim()]
+    return (t.stride(along) == 1 or t.shape[along] == 1) and all(x % width == 0 for x in (pointer, *steps))
+
+
 def overlaps_itself(t: Tensor) -> bool:
     """Whether two indices may reach one element. Exact for the strides that views and slices have."""
     reach = 1

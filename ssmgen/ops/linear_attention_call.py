@@ -14,19 +14,8 @@ from torch.nn import Parameter
 
 from .. import registry, runtime
 from ..errors import ArgumentError
-from ..kernels.linear_attention import (
-    KEY_VECTORS,
-    OPERATOR,
-    Beta,
-    Delta,
-    Gate,
-    Layout,
-    LinearAttentionProblem,
-    LinearAttentionSpec,
-    Ring,
-    Tokens,
-    Update,
-)
+from ..kernels.linear_attention import OPERATOR, LinearAttentionSpec
+from ..kernels.linear_attention_problem import KEY_VECTORS, Beta, Delta, Gate, Layout, LinearAttentionProblem, Ring, Tokens, Update
 from ..reference.linear_attention import linear_attention as reference
 from ..spec import SM90, Index, Loads, PoolMode
 from . import checks
@@ -121,8 +110,8 @@ def plan(call: Call) -> Callable[[], None]:
     """What runs a call."""
     given, options = call.given, call.options
     try:
-        key = (given[2].shape, tuple([t is None for t in given]), options)
-        found = _find(key, given)
+        key = (call.name, given[2].shape, tuple([t is None for t in given]), options)
+        found = None if call.objections else _find(key, given)  # what is objected to need not show in the key
     except (AttributeError, TypeError):  # not tensors, or options that cannot be hashed: the checks say which
         key = found = None
     if found is not None:
@@ -131,7 +120,7 @@ def plan(call: Call) -> Callable[[], None]:
         return partial(_dispatch, call)
     named = named_operands(call)
     views = checked_views(call, named)
-    if not views["state"].is_cuda:
+    if not _on_card(call):
         return _reference_plan(call, views)
     found = _new_signature(call, views, named, given, [i for i, name in enumerate(NAMES) if name in named])
     made = found.add(tuple(t.data_ptr() for t in named.values()))
@@ -201,12 +190,6 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     several = ragged or each or ring or kept is not None or views["q"].shape[1] != 1
     lane = min(16 // state.element_size(), K & -K)  # elements of a vector that a lane owns
 
-    def aligned(name: str, t: Tensor, along: int = -1, count: int = lane) -> bool:
-        size = t.element_size()
-        width = min(16, count * size)
-        strides = [s * size for a, (n, s) in enumerate(zip(t.shape, t.stride(), strict=True)) if n > 1 and a != along % t.dim()]
-        return (t.stride(along) == 1 or t.shape[along] == 1) and all(x % width == 0 for x in (pointers[name], *strides))
-
     along = -1 if options.layout == "vk" else -2
     states = [("state", state), *([("intermediate_states", kept)] if kept is not None else [])]
     wide = lane if options.layout == "vk" else min(16 // state.element_size(), V & -V)
@@ -236,8 +219,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         pool=PoolMode.SPLIT if target is not None else PoolMode.SINGLE,
         ring=Ring.STORE if ring else Ring.NONE,
         intermediates=kept is not None,
-        state_loads=Loads.VECTOR if all(aligned(n, t, along, wide) for n, t in states) else Loads.ELEMENT,
-        operand_loads=Loads.VECTOR if all(aligned(n, views[n]) for n in vectors) else Loads.ELEMENT,
+        state_loads=Loads.VECTOR if all(checks.aligned(t, pointers[n], wide, along) for n, t in states) else Loads.ELEMENT,
+        operand_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], lane) for n in vectors) else Loads.ELEMENT,
     ).for_tokens(views["q"].shape[1])
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.linear_attention import Beta, Delta, Gate, Layout, LinearAttentionProblem, Ring, Tokens
+from ..kernels.linear_attention_problem import Beta, Delta, Gate, Layout, LinearAttentionProblem, Ring, Tokens
 from ..reference.linear_attention import one_token
 from ..spec import Index, Loads, PoolMode
 from . import checks
@@ -80,12 +80,6 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     L, _, HV, V, K = state.shape
     lane = min(16 // state.element_size(), K & -K)  # elements of a vector that a lane owns
 
-    def aligned(name: str, along: int, count: int) -> bool:
-        t = views[name]
-        width = min(16, count * t.element_size())
-        strides = [s * t.element_size() for a, (n, s) in enumerate(zip(t.shape, t.stride(), strict=True)) if n > 1 and a != along % t.dim()]
-        return t.stride(along) == 1 and all(x % width == 0 for x in (pointers[name], *strides))
-
     along, wide = (-1, lane) if options.layout == "vk" else (-2, min(16 // state.element_size(), V & -V))
     vectors = [n for n in ("k", "gk") if n in views] + (["dt_bias"] if "gk" in views and "dt_bias" in views else [])
     present = {n: DTYPES[t.dtype] for n, t in views.items() if n not in ("state_indices", "num_accepted_tokens")}
@@ -107,8 +101,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         pool=PoolMode.SINGLE,
         ring=Ring.COMMIT,
         layers=L > 1,
-        state_loads=Loads.VECTOR if aligned("state", along, wide) else Loads.ELEMENT,
-        operand_loads=Loads.VECTOR if all(aligned(n, -1, lane) for n in vectors) else Loads.ELEMENT,
+        state_loads=Loads.VECTOR if checks.aligned(state, pointers["state"], wide, along) else Loads.ELEMENT,
+        operand_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], lane) for n in vectors) else Loads.ELEMENT,
     )
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..kernels.linear_attention import OF_KEY_HEADS
+from ..kernels.linear_attention_problem import OF_KEY_HEADS
 from . import checks
 
 # A call's tensors, in the order of the kernels' arguments. The first four and `out` are always there.
