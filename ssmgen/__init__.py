@@ -25,6 +25,8 @@ _LINEAR = (
     "Ring",
 )
 _HOME = {
+    "causal_conv1d": "ops.causal_conv1d",
+    "causal_conv1d_update": "ops.causal_conv1d_update",
     "selective_state_update": "ops.selective_state_update",
     **dict.fromkeys(_LINEAR, "ops.linear_attention"),
     "warm": "api",
@@ -38,6 +40,8 @@ _HOME = {
 
 if TYPE_CHECKING:
     from .api import BoundCall, bind, explain, is_warm, supported, warm
+    from .ops.causal_conv1d import causal_conv1d
+    from .ops.causal_conv1d_update import causal_conv1d_update
     from .ops.linear_attention import (
         Ring,
         comba,
@@ -60,6 +64,8 @@ __all__ = [
     "BoundCall",
     "Ring",
     "bind",
+    "causal_conv1d",
+    "causal_conv1d_update",
     "comba",
     "delta_rule",
     "dplr_delta_rule",

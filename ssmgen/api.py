@@ -11,6 +11,8 @@ from torch import Tensor
 
 from . import registry, runtime
 from .errors import ArgumentError
+from .ops import causal_conv1d as _conv
+from .ops import causal_conv1d_update as _conv_update
 from .ops import linear_attention as _linear
 from .ops import linear_attention_call as _linear_call
 from .ops import selective_state_update as _ssu
@@ -37,6 +39,8 @@ def _linear_hooks(function: Any) -> Operator:
 
 _OPERATORS = {
     _ssu.selective_state_update: Operator(_ssu.OPERATOR, _ssu.problem_of_call, _ssu.plan_call),
+    _conv.causal_conv1d: Operator(_conv.OPERATOR, _conv.problem_of_call, _conv.plan_call),
+    _conv_update.causal_conv1d_update: Operator(_conv_update.OPERATOR, _conv_update.problem_of_call, _conv_update.plan_call),
     **{function: _linear_hooks(function) for function in _linear.FUNCTIONS},
 }
 

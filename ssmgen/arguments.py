@@ -9,6 +9,12 @@ from ctypes import addressof, c_char, c_void_p
 from .spec import KernelSpec
 
 
+def divisor(name: str, value: int) -> dict[str, int]:
+    """The arguments of a kernel that divides numbers below 2^31 by one, 1 … 2^31, of them (templates/lib/divide.cuh.j2)."""
+    shift = (value - 1).bit_length()
+    return {name: value, f"{name}_magic": -(-(1 << 32 + shift) // value) - (1 << 32), f"{name}_shift": shift}
+
+
 class Packed:
     """One launch's arguments. `address` is that of the pointer array; it lives as long as this object."""
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from . import registry
 from .cache import Cache, Entry
 from .errors import SpillError, SsmgenError
-from .kernels import OPERATOR_OF
-from .kernels.row_engine import RowProblem
+from .kernels import OPERATOR_OF, OPERATORS
 from .models import models
-from .spec import SM90, Arch, KernelSpec
+from .spec import SM90, Arch, KernelSpec, Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +56,21 @@ def build(
     return sorted(results, key=lambda b: order[b.spec, b.arch])
 
 
-def specs_for(problems: Iterable[RowProblem], arch: Arch, pdl: Sequence[bool] = (True, False), max_batch: int = 1024) -> list[KernelSpec]:
+def specs_for(problems: Iterable[Problem], arch: Arch, pdl: Sequence[bool] = (True, False), max_batch: int = 1024) -> list[KernelSpec]:
     """Every variant that calls with these problems can be served by on an architecture. Raises UnsupportedError."""
     found: dict[KernelSpec, None] = {}
     for problem in problems:
         for wanted in pdl if arch >= SM90 else (False,):
-            found.update(dict.fromkeys(registry.variants(OPERATOR_OF[type(problem)], problem, arch, wanted, max_batch)))
+            operator = OPERATOR_OF[type(problem)]
+            largest = getattr(OPERATORS[operator], "MAX_SIZE", max_batch)
+            found.update(dict.fromkeys(registry.variants(operator, problem, arch, wanted, largest)))
     return list(found)
 
 
-def default_problems() -> list[tuple[str, RowProblem]]:
-    """(model, problem) of every model, as `build --all` and the tests take them."""
-    return [(model.name, problem) for model in models().values() for problem in model.problems()]
+def default_problems() -> list[tuple[str, Problem]]:
+    """(model, problem) of every model, as `build --all` and the tests take them; of those with the same problem, the first."""
+    found: dict[Problem, str] = {}
+    for model in models().values():
+        for problem in (*model.problems(), *model.convolutions()):
+            found.setdefault(problem, model.name)
+    return [(name, problem) for problem, name in found.items()]

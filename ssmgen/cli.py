@@ -13,13 +13,15 @@ from typing import Any
 import click
 
 from . import __version__
+from .bench.command import LINEAR_ATTENTION, bench
 from .cache import Cache, collect_garbage, shared_cache, verify
 from .errors import DriftError, ModelError, SsmgenError
-from .kernels import OPERATORS
+from .kernels import OPERATOR_OF, OPERATORS, causal_conv1d, causal_conv1d_update
 from .kernels.linear_attention_problem import Layout, Ring
 from .spec import Arch, DType, Index, PoolMode
 
-LINEAR_ATTENTION = ("gated_delta_rule", "kda", "gla", "simple_gla", "lightning_attn", "delta_rule", "rwkv7", "gdn2", "comba")
+CONVOLUTIONS = (causal_conv1d.OPERATOR, causal_conv1d_update.OPERATOR)
+PROMPT = 2048  # tokens of a sequence, where nothing is said
 EXIT_FAILURE, EXIT_DRIFT = 1, 3  # click itself exits with 2 for a wrong command line
 
 
@@ -67,8 +69,8 @@ model_options = [
     click.option("--index", "indices", type=_names(Index), multiple=True, help="Slot index type; may repeat. Default: none and i32."),
     click.option("--pool", "pools", type=_names(PoolMode), multiple=True, help="May repeat. Default: single."),
     click.option("--pdl/--no-pdl", default=None, help="Programmatic dependent launch. Default: both."),
-    click.option("--tokens", type=click.IntRange(1), help="Per sequence and call. Default: 1. This to --layers: of linear_attention only."),
-    click.option("--intermediates", is_flag=True, help="Keep the state after each token."),
+    click.option("--tokens", type=click.IntRange(1), help="Per sequence and call; not of selective_state_update. Default: 1."),
+    click.option("--intermediates", is_flag=True, help="Keep the state after each token. This to --layers: of linear_attention only."),
     click.option("--no-update", is_flag=True, help="Leave the pool's state as it is."),
     click.option("--layout", type=_names(Layout), help="Order of the state's last two axes. Default: vk."),
     click.option("--ring", type=_names(Ring), help="store: keep the tokens' inputs; commit: replay them. Default: none."),
@@ -82,31 +84,34 @@ def with_model(command: Any) -> Any:
     return command
 
 
-def _problems(name: str, tp: int, states: Any, io: str, indices: Any, pools: Any, **linear: Any) -> list[Any]:
-    """What decoding a model asks for, under the options of `with_model`."""
+def _problems(name: str, operator: str | None, tp: int, states: Any, io: str, indices: Any, pools: Any, **more: Any) -> list[Any]:
+    """What a model asks of an operator, or of all that it uses, under the options of `with_model`."""
     from .models import LinearAttention, find_model
 
     model = find_model(name).divided(tp)
-    call = {option: value for option, value in linear.items() if value}
-    if call and not isinstance(model, LinearAttention):
-        options = ", ".join(f"--{option.replace('_', '-')}" for option in call)
-        raise click.UsageError(f"{name} is decoded by {model.function}, which does not take {options}")
+    if operator not in (None, model.operator, *CONVOLUTIONS):
+        return []
+    call = {option: value for option, value in more.items() if value}
+    linear = isinstance(model, LinearAttention) and operator not in CONVOLUTIONS
+    if refused := call.keys() - (more.keys() if linear else ("tokens",) if operator in CONVOLUTIONS else ()):
+        options = ", ".join(f"--{option.replace('_', '-')}" for option in sorted(refused))
+        raise click.UsageError(f"{operator or model.function} of {name} does not take {options}")
+    slots, activations = tuple(map(Index, indices)) or (Index.NONE, Index.I32), DType(io)
+    convolutions = model.convolutions(slots, activations, call.get("tokens", 1))
+    found = [p for p in convolutions if operator in (None, OPERATOR_OF[type(p)])]
+    if operator not in (None, model.operator):
+        return found
     call |= {option: enum(call[option]) for option, enum in (("layout", Layout), ("ring", Ring)) if option in call}
     if call.pop("no_update", False):
         call["update_state"] = False
-    return model.problems(
-        states=tuple(map(DType, states)),
-        indices=tuple(map(Index, indices)) or (Index.NONE, Index.I32),
-        pools=tuple(map(PoolMode, pools)) or (PoolMode.SINGLE,),
-        io=DType(io),
-        **call,
-    )
+    pooled = tuple(map(PoolMode, pools)) or (PoolMode.SINGLE,)
+    return model.problems(states=tuple(map(DType, states)), indices=slots, pools=pooled, io=activations, **call) + found
 
 
 @main.command()
 @with_model
 @click.option("--all", "everything", is_flag=True, help="Every model of `ssmgen models`, undivided.")
-@click.option("--op", type=click.Choice(list(OPERATORS)), help="Only this operator's models (with --all).")
+@click.option("--op", type=click.Choice(list(OPERATORS)), help="Only this operator's variants. Default: all that the model uses.")
 @click.option("--spec", "specs", multiple=True, help="A variant by its text or name; may repeat.")
 @arch_option
 @click.option("--max-batch", type=click.IntRange(1), default=1024, show_default=True, help="Build what batches up to this use.")
@@ -126,17 +131,20 @@ def build(model, pdl, everything, op, specs, archs, max_batch, max_spill, jobs, 
 
     if sum(map(bool, (model, everything, specs))) != 1:
         raise click.UsageError("give one of --model, --all and --spec")
-    if op and not everything:
-        raise click.UsageError("--op goes with --all")
+    if op and specs:
+        raise click.UsageError("--op goes with --model and --all")
     cache = Cache(out.resolve()) if out else shared_cache()
     if out:
         out.mkdir(parents=True, exist_ok=True, mode=0o700)
-    names = [m.name for m in models().values() if op in (None, m.operator)] if everything else [model] if model else []
+    names = list(models()) if everything else [model] if model else []
     wanted = (True, False) if pdl is None else (pdl,)
     work = [(resolve(text, cache), arch) for text in specs for arch in archs]
     for name in names:
-        problems = _problems(name, **call)
+        problems = _problems(name, op, **call)
         work += [(spec, arch) for arch in archs for spec in specs_for(problems, arch, wanted, max_batch)]
+
+    if not work:
+        raise ModelError(f"{model} does not use {op}")
 
     start = time.perf_counter()
     with click.progressbar(length=len(set(work)), label="building", file=sys.stderr, hidden=as_json) as bar:
@@ -260,22 +268,31 @@ def check(specs: tuple[str, ...], batch: int, archs: list[Arch]) -> None:
 
 
 @main.command()
-@click.argument("op", type=click.Choice(["selective_state_update", *LINEAR_ATTENTION]))
+@click.argument("op", type=click.Choice(["selective_state_update", *LINEAR_ATTENTION, *CONVOLUTIONS]))
 @with_model
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True)
 @arch_option
 @json_option
-def explain(op, model, pdl, batch, archs, as_json, **call) -> None:
-    """Say which variant serves a model at a batch size, by which rule, and why the others do not."""
+def explain(op, model, tp, pdl, batch, archs, as_json, **call) -> None:
+    """Say which variant serves a model at a batch size, by which rule, and why the others do not.
+
+    causal_conv1d: for prompts of --tokens, 2048 if that is not given.
+    """
     from . import registry
     from .models import find_model
 
     if not model:
         raise click.UsageError("give --model")
-    known = find_model(model)
-    if known.function != op:
+    known = find_model(model).divided(tp)
+    if op not in (known.function, *CONVOLUTIONS):
         raise ModelError(f"{model} is decoded by {known.function}, not by {op}")
-    found = [registry.explain(known.operator, p, batch, arch, pdl is not False) for arch in archs for p in _problems(model, **call)]
+    if op in CONVOLUTIONS and not known.conv_channels:
+        raise ModelError(f"{model} has no short convolution")
+    operator, size = (op if op in CONVOLUTIONS else known.operator), batch
+    if op == causal_conv1d.OPERATOR:
+        size = -(-batch * (call["tokens"] or PROMPT) * known.conv_channels * DType(call["io"]).size // 1024)
+    problems = _problems(model, operator, tp, **call)
+    found = [registry.explain(operator, p, size, arch, pdl is not False) for arch in archs for p in problems]
     if as_json:
         click.echo(json.dumps([e.as_dict() for e in found], indent=1))
     else:
@@ -289,7 +306,10 @@ def models(as_json: bool) -> None:
     from .models import models as known
 
     if as_json:
-        rows = [{k: getattr(v, "value", v) for k, v in asdict(m).items()} | {"function": m.function} for m in known().values()]
+        rows = [
+            {k: getattr(v, "value", v) for k, v in asdict(m).items()} | {"function": m.function, "conv_channels": m.conv_channels}
+            for m in known().values()
+        ]
         click.echo(json.dumps(rows, indent=1))
         return
     click.echo(f"{'model':28} {'kind':16} {'heads':>5} {'headdim, V':>11} {'d_state, K':>11} {'groups, key heads':>18}  state")
@@ -380,40 +400,7 @@ def generate(check: bool, root: Path) -> None:
         click.echo(f"{generated.write(root)} variants written to {root}")
 
 
-@main.command()
-@click.argument("op", type=click.Choice(["selective_state_update", *LINEAR_ATTENTION]))
-@click.option("--model", "names", multiple=True, help="Of selective_state_update; may repeat. Default: those of docs/performance.md.")
-@click.option("--state", "states", type=_names(DType), multiple=True, help="State dtype; may repeat. Default: the model's or operator's.")
-@click.option("--batch", "batches", type=click.IntRange(1), multiple=True, help="May repeat. Default: 1 … 256, or 1, 8, 32, 128.")
-@click.option(
-    "--tokens", type=click.IntRange(1), multiple=True, help="Per sequence; may repeat. Default: 1. This to --dim: of the other operators."
-)
-@click.option("--intermediates/--no-intermediates", default=None, help="Keep every token's state. Default: if there are several tokens.")
-@click.option("--ring", is_flag=True, help="Keep the tokens' inputs instead, and time the commit of all of them too.")
-@click.option("--pool-mode", type=_names(PoolMode), multiple=True, help="May repeat. Default: single.")
-@click.option("--heads", type=click.IntRange(1), help="Default: 64 for gated_delta_rule, else 32.")
-@click.option("--key-heads", type=click.IntRange(1), help="Default: 16 for gated_delta_rule, else as many as heads.")
-@click.option("--dim", type=click.IntRange(4, 1024), help="Key and value channels per head. Default: 128.")
-@click.option("--rounds", type=click.IntRange(1), default=7, show_default=True)
-@click.option("--no-peers", is_flag=True, help="Do not time other packages.")
-@json_option
-def bench(op, names, states, batches, rounds, no_peers, as_json, **linear) -> None:
-    """Time an operator against a copy of the same slots and against every peer that can be imported. Needs a GPU."""
-    from .bench import linear_attention, selective_state_update
-
-    given = [name.replace("_", "-") for name, value in linear.items() if value not in (None, (), False)]
-    linear["pools"] = [PoolMode(p) for p in linear.pop("pool_mode")]
-    if op == "selective_state_update":
-        module, chosen = selective_state_update, {"names": names}
-        wrong = [f"{op} does not take --{name}" for name in given]
-    else:
-        module, chosen = linear_attention, {"op": op, **linear}
-        wrong = [f"{op} does not take --model"] * bool(names) + linear_attention.mistakes(**chosen)
-    if wrong:
-        raise click.UsageError("; ".join(wrong))
-    chosen |= {"states": [DType(s) for s in states], "batches": batches, "rounds": rounds, "peers": not no_peers}
-    report = module.run(**chosen, say=lambda line: click.echo(line, err=True))
-    click.echo(json.dumps(report, indent=1) if as_json else module.table(report))
+main.add_command(bench)
 
 
 if __name__ == "__main__":

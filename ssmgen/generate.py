@@ -10,13 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from . import compile as compiler
+from . import registry
 from .build import specs_for
 from .errors import DriftError, SpillError
+from .kernels import OPERATOR_OF
+from .kernels.causal_conv1d import ConvLayout, ConvProblem
+from .kernels.causal_conv1d_update import Advance, Saved, StateLayout, UpdateProblem
+from .kernels.causal_conv1d_update import Tokens as Counted
 from .kernels.linear_attention_problem import Layout, Ring
 from .kernels.slot_copy import SlotCopySpec
 from .models import find_model
 from .render import render
-from .spec import SM90, Arch, DType, Index, KernelSpec, Pdl, PoolMode
+from .spec import SM90, Arch, DType, Index, KernelSpec, Loads, Pdl, PoolMode, Problem
 
 LOCK = "ssmgen.lock"
 
@@ -46,6 +51,18 @@ FORMS: list[tuple[str, DType, Index, PoolMode, dict[str, Any]]] = [
     ("rwkv7-1.5b", DType.F32, Index.I32, PoolMode.SINGLE, {}),
 ]
 
+# Beside what the convolution of a model asks for: the other branches, in the variant that serves the smallest size only.
+STATES = {"seq_idx": True, "initial": True, "final": True}
+ROLL = {"advance": Advance.ROLL, "position": Index.I32, "index": Index.I32}
+PACKED = {"count": Counted.RAGGED, "query_start_loc": Index.I32, "tokens": 4}
+CONVOLUTIONS: list[Problem] = [
+    *(ConvProblem(layout=layout, width=4, bias=DType.BF16, **STATES) for layout in ConvLayout),
+    *(ConvProblem(layout=layout, width=3, loads=Loads.ELEMENT, taps=Loads.ELEMENT, silu=False) for layout in ConvLayout),
+    UpdateProblem(width=4, tokens=4, state_len=6, **ROLL),
+    UpdateProblem(width=4, layout=StateLayout.CHANNELS, saved=Saved.RUNS, saved_index=Index.I32, **ROLL, **PACKED),
+    UpdateProblem(width=4, layout=StateLayout.ANY, advance=Advance.RING, position=Index.I32, loads=Loads.ELEMENT, taps=Loads.ELEMENT),
+]
+
 
 def default_variants() -> list[tuple[KernelSpec, Arch]]:
     """The variants in the lock."""
@@ -57,6 +74,9 @@ def default_variants() -> list[tuple[KernelSpec, Arch]]:
         for model, state, index, pool, call in FORMS:
             problem = find_model(model).problem(state, index, pool, **call)
             found.update(dict.fromkeys((spec, arch) for spec in specs_for([problem], arch, pdl=(True,), max_batch=1)))
+        found.update(dict.fromkeys((s, arch) for s in specs_for(find_model(DEFAULTS[0][0]).convolutions((Index.I32,)), arch, pdl=(True,))))
+        for problem in CONVOLUTIONS:
+            found[registry.select(OPERATOR_OF[type(problem)], problem, 1, arch, arch >= SM90), arch] = None
         found[SlotCopySpec(slot_bytes=2 << 20, pdl=Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF), arch] = None
     return list(found)
 

@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 
 from .errors import ModelError
 from .kernels import linear_attention, selective_state_update
+from .kernels.causal_conv1d import ConvLayout, ConvProblem
+from .kernels.causal_conv1d_update import Advance, StateLayout, UpdateProblem
 from .kernels.linear_attention_problem import Beta, Delta, Gate, Layout, LinearAttentionProblem, Ring, Tokens, Update
-from .kernels.row_engine import RowProblem
 from .kernels.selective_state_update import SsuProblem
-from .spec import DType, Index, PoolMode
+from .spec import DType, Index, PoolMode, Problem
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -26,11 +27,13 @@ class Model:
     """What all rows of models.toml have."""
 
     operator: ClassVar[str]  # whose kernels decode it
+    conv_bias: ClassVar[bool]  # of its short convolution
 
     name: str
     kind: str
     nheads: int  # of the state
     state: DType = DType.F32  # as its reference implementation keeps it
+    conv_width: int = 4  # taps of its short convolution, if it has one
     verified: bool
     source: str
 
@@ -44,6 +47,11 @@ class Model:
         """(rows per head, elements per row, groups of heads that share operands) of the state"""
         raise NotImplementedError
 
+    @property
+    def conv_channels(self) -> int:
+        """Of its short convolution, 0 if it has none."""
+        raise NotImplementedError
+
     def divided(self, tp: int) -> Model:
         """One tensor-parallel rank's share. Raises ModelError when the heads (Mamba-1: channels) do not divide."""
         raise NotImplementedError
@@ -54,15 +62,35 @@ class Model:
         indices: tuple[Index, ...] = (Index.NONE, Index.I32),
         pools: tuple[PoolMode, ...] = (PoolMode.SINGLE,),
         **call: Any,
-    ) -> list[RowProblem]:
+    ) -> list[Problem]:
         """What decoding the model asks for; nothing without slot indices where they are needed. call: further keywords of `problem`."""
         by_slot = call.get("ring") is Ring.STORE
         kinds = [(i, pool) for i in indices for pool in pools if i is not Index.NONE or not (by_slot or pool is PoolMode.SPLIT)]
         return [self.problem(state, index, pool, **call) for state in states or (self.state,) for index, pool in kinds]
 
-    def problem(self, state: DType, index: Index, pool: PoolMode) -> RowProblem:
+    def problem(self, state: DType, index: Index, pool: PoolMode) -> Problem:
         """What one kind of call asks for, in the dtypes of transformers and the serving engines."""
         raise NotImplementedError
+
+    def convolutions(
+        self, indices: tuple[Index, ...] = (Index.NONE, Index.I32), io: DType = DType.BF16, tokens: int = 1
+    ) -> list[ConvProblem | UpdateProblem]:
+        """What its short convolution asks for, over prompts and in decoding, in every layout; of several tokens, the window rolls.
+
+        Prompts: rows of any length, and packed sequences with a pool of states. The number of channels is not among it.
+        """
+        if not self.conv_channels:
+            return []
+        same: dict[str, Any] = {"width": self.conv_width, "x": io, "weight": io, "bias": io if self.conv_bias else None}
+        first, last = {"layout": ConvLayout.FIRST}, {"layout": ConvLayout.LAST}
+        unaligned = first | {"shifted": True}  # rows begin anywhere
+        pool = {"query_start_loc": Index.I32, "pool": True, "started": True}
+        prompts = [ConvProblem(**same, **layout) for layout in (first, unaligned, last)]
+        prompts += [ConvProblem(**same, **layout, **pool, index=index) for layout in (unaligned, last) for index in indices]
+        step = same | {"tokens": tokens} | ({"advance": Advance.ROLL, "position": Index.I32} if tokens > 1 else {})
+        runs = {"layout": StateLayout.RUNS, "state_len": self.conv_width + tokens - 2}
+        layouts = (runs, {"layout": StateLayout.CHANNELS})
+        return prompts + [UpdateProblem(**step, **layout, index=index) for layout in layouts for index in indices]
 
     def _share(self, whole: int, of: str, tp: int) -> int:
         if tp < 1 or whole % tp:
@@ -75,6 +103,7 @@ class Mamba(Model):
     """kind: mamba1 (one head of `headdim` channels) or mamba2."""
 
     operator: ClassVar[str] = selective_state_update.OPERATOR
+    conv_bias: ClassVar[bool] = True
 
     headdim: int
     d_state: int
@@ -88,6 +117,11 @@ class Mamba(Model):
     @property
     def shape(self) -> tuple[int, int, int]:
         return self.headdim, self.d_state, self.ngroups
+
+    @property
+    def conv_channels(self) -> int:
+        """Mamba-1: of x; Mamba-2: of x, B and C."""
+        return self.headdim if self.kind == "mamba1" else self.nheads * self.headdim + 2 * self.ngroups * self.d_state
 
     def divided(self, tp: int) -> Mamba:
         """Groups that cannot be divided are replicated, as serving engines do."""
@@ -125,6 +159,7 @@ class LinearAttention(Model):
     """kind: the public function of `ops/linear_attention.py` that decodes it."""
 
     operator: ClassVar[str] = linear_attention.OPERATOR
+    conv_bias: ClassVar[bool] = False
 
     key_heads: int
     dim_k: int
@@ -139,6 +174,13 @@ class LinearAttention(Model):
     @property
     def shape(self) -> tuple[int, int, int]:
         return self.dim_v, self.dim_k, self.key_heads
+
+    @property
+    def conv_channels(self) -> int:
+        """gated_delta_rule: of q, k and v; kda: of each of them by itself."""
+        if self.kind == "gated_delta_rule":
+            return 2 * self.key_heads * self.dim_k + self.nheads * self.dim_v
+        return self.nheads * self.dim_k if self.kind == "kda" else 0
 
     def divided(self, tp: int) -> LinearAttention:
         heads, key_heads = self._share(self.nheads, "heads", tp), self._share(self.key_heads, "key heads", tp)

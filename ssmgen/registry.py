@@ -27,7 +27,7 @@ class Explanation:
 
     operator: str
     problem: Any
-    batch: int
+    size: int  # what the rules look at
     arch: Arch
     verdicts: tuple[Verdict, ...]
     faults: tuple[str, ...]  # what no variant could serve
@@ -48,7 +48,7 @@ class Explanation:
         verdicts = [{"rule": v.rule, "spec": v.spec and str(v.spec), "rejected": v.reason or None} for v in self.verdicts]
         return {
             "operator": self.operator,
-            "batch": self.batch,
+            unit(self.operator): self.size,
             "arch": str(self.arch),
             "problem": describe(self.problem),
             "faults": list(self.faults),
@@ -56,11 +56,16 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        lines = [f"{self.operator}, batch {self.batch}, {self.arch}: {describe(self.problem)}"]
+        lines = [f"{self.operator}, {unit(self.operator)} {self.size}, {self.arch}: {describe(self.problem)}"]
         lines += [f"  never: {f}" for f in self.faults]
         for v in self.verdicts:
             lines.append(f"  {'->' if not v.reason else '  '} {v.rule}: {v.reason or v.spec}")
         return "\n".join(lines)
+
+
+def unit(operator: str) -> str:
+    """What the size of an operator's call counts: sequences, where nothing else is said."""
+    return getattr(OPERATORS[operator], "SIZE", "batch")
 
 
 def describe(problem: Any) -> str:
@@ -69,34 +74,34 @@ def describe(problem: Any) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def explain(operator: str, problem: Any, batch: int, arch: Arch, pdl: bool) -> Explanation:
+def explain(operator: str, problem: Any, size: int, arch: Arch, pdl: bool) -> Explanation:
     """Everything that was considered. `pdl` asks for a variant that may overlap the end of the kernel ahead of it."""
     faults = tuple(problem.faults())
     verdicts: list[Verdict] = []
     chosen = None
     if not faults:
-        for rule, spec, reason in OPERATORS[operator].candidates(problem, batch, arch, pdl):
+        for rule, spec, reason in OPERATORS[operator].candidates(problem, size, arch, pdl):
             if spec is not None:
                 reason = "; ".join(spec.violations(arch))
                 if not reason and chosen:
                     reason = f"{chosen} comes first"
                 chosen = chosen or (None if reason else rule)
             verdicts.append(Verdict(rule, spec, reason))
-    return Explanation(operator, problem, batch, arch, tuple(verdicts), faults)
+    return Explanation(operator, problem, size, arch, tuple(verdicts), faults)
 
 
-def select(operator: str, problem: Any, batch: int, arch: Arch, pdl: bool) -> KernelSpec:
-    """The variant for a problem. Raises UnsupportedError with every reason."""
-    found = explain(operator, problem, batch, arch, pdl)
+def select(operator: str, problem: Any, size: int, arch: Arch, pdl: bool) -> KernelSpec:
+    """The variant for a problem at a size (see `unit`). Raises UnsupportedError with every reason."""
+    found = explain(operator, problem, size, arch, pdl)
     if found.chosen is None:
         raise UnsupportedError(f"{operator} ({describe(problem)}) on {arch}", found.reasons)
     return found.chosen.spec
 
 
 @functools.lru_cache(maxsize=1024)
-def variants(operator: str, problem: Any, arch: Arch, pdl: bool, max_batch: int = 1024) -> tuple[KernelSpec, ...]:
-    """Every variant that `select` can return for batches 1 … max_batch: what to build ahead of time."""
-    # Rules only look at the size of the batch through thresholds, so the powers of two and their neighbours see every one of them
+def variants(operator: str, problem: Any, arch: Arch, pdl: bool, max_size: int = 1024) -> tuple[KernelSpec, ...]:
+    """Every variant that `select` can return for sizes 1 … max_size: what to build ahead of time."""
+    # Rules only look at the size through thresholds, so the powers of two and their neighbours see every one of them
     # that lies between two powers; thresholds in between are found by bisection.
     found: dict[KernelSpec, None] = {}
 
@@ -109,7 +114,7 @@ def variants(operator: str, problem: Any, arch: Arch, pdl: bool, max_batch: int 
             visit(middle, high)
         found.setdefault(b)
 
-    edges = [1 << i for i in range(max_batch.bit_length()) if 1 << i < max_batch] + [max_batch]
+    edges = [1 << i for i in range(max_size.bit_length()) if 1 << i < max_size] + [max_size]
     for low, high in zip(edges, edges[1:] or edges, strict=False):
         visit(low, high)
     return tuple(found)

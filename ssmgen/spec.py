@@ -110,6 +110,11 @@ class Param(NamedTuple):
         return cls(name, "u32", "I")
 
     @classmethod
+    def divisor(cls, name: str) -> list[Param]:
+        """Something that the kernel divides by (see arguments.divisor)."""
+        return [cls.u32(name), cls.u32(f"{name}_magic"), cls.u32(f"{name}_shift")]
+
+    @classmethod
     def f32(cls, name: str) -> Param:
         return cls(name, "float", "f")
 
@@ -123,6 +128,16 @@ def is_pow2(n: int) -> bool:
     return n > 0 and n & (n - 1) == 0
 
 
+class Problem:
+    """Base of every family's problem: what a call fixes of the kernel that serves it."""
+
+    __slots__ = ()
+
+    def faults(self) -> list[str]:
+        """What no variant could serve."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
     """Base of every family's spec."""
@@ -130,6 +145,7 @@ class KernelSpec:
     family: ClassVar[str]
     template: ClassVar[str]
     uses_math: ClassVar[bool] = True  # whether the template needs exponentials and reciprocals
+    gathers: ClassVar[bool] = True  # whether Loads.ELEMENT means to gather vectors from elements
 
     @property
     def mma(self) -> str:

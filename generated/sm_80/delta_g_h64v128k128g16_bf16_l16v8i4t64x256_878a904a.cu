@@ -105,7 +105,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in.
+// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -116,13 +116,16 @@ template <class T, int N>
 DEVICE Pack<T, N> load_vector(const T* p) {
   Pack<T, N> r;
   constexpr int W = Pack<T, N>::kWords;
-  if constexpr (W == 1) {
-    r.word[0] = load_u32(p);
-  } else if constexpr (W == 2) {
-    load_2xu32(p, r.word);
-  } else {
+  constexpr int kAtOnce = W % 4 == 0 ? 4 : W % 2 == 0 ? 2 : 1;
 #pragma unroll
-    for (int w = 0; w < W; w += 4) load_4xu32(reinterpret_cast<const u32*>(p) + w, r.word + w);
+  for (int w = 0; w < W; w += kAtOnce) {
+    const u32* from = reinterpret_cast<const u32*>(p) + w;
+    if constexpr (kAtOnce == 4)
+      load_4xu32(from, r.word + w);
+    else if constexpr (kAtOnce == 2)
+      load_2xu32(from, r.word + w);
+    else
+      r.word[w] = load_u32(from);
   }
   return r;
 }
@@ -130,13 +133,16 @@ DEVICE Pack<T, N> load_vector(const T* p) {
 template <class T, int N>
 DEVICE void store_vector(T* p, const Pack<T, N>& v) {
   constexpr int W = Pack<T, N>::kWords;
-  if constexpr (W == 1) {
-    store_u32(p, v.word[0]);
-  } else if constexpr (W == 2) {
-    store_2xu32(p, v.word);
-  } else {
+  constexpr int kAtOnce = W % 4 == 0 ? 4 : W % 2 == 0 ? 2 : 1;
 #pragma unroll
-    for (int w = 0; w < W; w += 4) store_4xu32(reinterpret_cast<u32*>(p) + w, v.word + w);
+  for (int w = 0; w < W; w += kAtOnce) {
+    u32* to = reinterpret_cast<u32*>(p) + w;
+    if constexpr (kAtOnce == 4)
+      store_4xu32(to, v.word + w);
+    else if constexpr (kAtOnce == 2)
+      store_2xu32(to, v.word + w);
+    else
+      store_u32(to, v.word[w]);
   }
 }
 

@@ -332,7 +332,7 @@ def shape(op: str, heads: int | None, key_heads: int | None, dim: int | None) ->
 
 def mistakes(
     op: str, tokens: Sequence[int], pools: Sequence[PoolMode], intermediates: bool | None,
-    heads: int | None, key_heads: int | None, dim: int | None, ring: bool = False,
+    heads: int | None, key_heads: int | None, dim: int | None, ring: bool = False, **others: Any,
 ) -> list[str]:  # fmt: skip
     """What options of the command line do not go together, in words."""
     HV, HK, _ = shape(op, heads, key_heads, dim)

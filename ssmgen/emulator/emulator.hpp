@@ -431,6 +431,9 @@ inline float __uint_as_float(unsigned v) { return emulator::from_bits<float>(v);
 inline int __float_as_int(float v) { return int(__float_as_uint(v)); }
 inline float __int_as_float(int v) { return __uint_as_float(unsigned(v)); }
 
+inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned((unsigned long long)a * b >> 32); }
+inline int __clz(int v) { return v ? __builtin_clz(unsigned(v)) : 32; }
+
 template <class T>
 constexpr T min(T a, T b) {
   return b < a ? b : a;
@@ -511,6 +514,7 @@ inline void emulated_store(void* p, const unsigned* v, unsigned words) {
   std::memcpy(p, v, 4 * words);
 }
 
+inline unsigned char load_u8(const void* p) { return emulated_load<unsigned char>(p); }
 inline unsigned short load_u16(const void* p) { return emulated_load<unsigned short>(p); }
 inline unsigned load_u32(const void* p) { return emulated_load<unsigned>(p); }
 inline unsigned long long load_u64(const void* p) { return emulated_load<unsigned long long>(p); }

@@ -10,6 +10,9 @@ from itertools import cycle, islice
 import torch
 from torch import Generator, Tensor
 
+from ..kernels.causal_conv1d import ConvLayout, ConvSpec
+from ..kernels.causal_conv1d_update import MAX_TOKENS, Advance, Saved, StateLayout, UpdateSpec
+from ..kernels.causal_conv1d_update import Tokens as Counted
 from ..kernels.linear_attention import LinearAttentionSpec
 from ..kernels.linear_attention_problem import FROZEN_TOKENS, KEY_VECTORS, OF_KEY_HEADS, Beta, Gate, Tokens, Update
 from ..kernels.selective_state_update import SsuSpec
@@ -159,3 +162,119 @@ def _placed(spec: LinearAttentionSpec, name: str, values: Tensor, dense: bool = 
     start, step = (7 if odd else 8), (2 if odd and not dense else 1)
     wide = torch.full((*values.shape[:-1], start + step * values.shape[-1]), float("nan"), dtype=TORCH_DTYPES[getattr(spec, name)])
     return wide[..., start::step].copy_(values)
+
+
+def _wide(values: Tensor, dtype: DType, odd: bool, step: int = 1) -> Tensor:
+    """A slice of a wider tensor of NaN along the last axis: its rows are aligned, or begin at odd places, `step` elements apart."""
+    start = 7 if odd else 8
+    wide = torch.full((*values.shape[:-1], -(-(start + step * values.shape[-1]) // 8) * 8 + odd), float("nan"), dtype=TORCH_DTYPES[dtype])
+    return wide[..., start : start + step * values.shape[-1] : step].copy_(values)
+
+
+def _runs(values: Tensor, dtype: DType) -> Tensor:
+    """The last two axes dense, and gaps between what the others count, which leave everything aligned."""
+    apart, strides = values[(0,) * (values.dim() - 2)].numel(), [1, values.shape[-1]]
+    for size in reversed(values.shape[:-2]):
+        apart = -(-(apart + 1) // 8) * 8
+        strides.append(apart)
+        apart *= size
+    return torch.empty_strided(values.shape, strides[::-1], dtype=TORCH_DTYPES[dtype]).copy_(values)
+
+
+def _taps(spec: ConvSpec | UpdateSpec, dim: int, g: Generator) -> dict[str, Tensor]:
+    weight, bias = torch.randn(dim, spec.width, generator=g), torch.randn(dim, generator=g)
+    if spec.taps is Loads.VECTOR:
+        made = {"weight": weight.to(TORCH_DTYPES[spec.weight]), "bias": spec.bias and bias.to(TORCH_DTYPES[spec.bias])}
+    else:
+        made = {"weight": _wide(weight, spec.weight, True), "bias": spec.bias and _wide(bias, spec.bias, True, 2)}
+    return {name: t for name, t in made.items() if t is not None}
+
+
+def _slot_indices(index: Index, batch: int, slots: int, g: Generator) -> Tensor:
+    order = torch.randperm(slots, generator=g)[:batch]
+    order[1:2] = -1
+    return order.to(INTEGERS[index])
+
+
+def causal_conv1d(spec: ConvSpec, batch: int, seed: int) -> dict[str, Tensor]:
+    """Of causal_conv1d: rows of more than a warp's piece; packed sequences of that, of fewer tokens than taps, and of none."""
+    g = torch.Generator().manual_seed(seed)
+    first, vector = spec.layout is ConvLayout.FIRST, spec.loads is Loads.VECTOR
+    counts = list(islice(cycle((spec.piece + 5, 2, 0, 3, spec.piece)), batch))
+    rows, length = (1, sum(counts)) if spec.ragged else (batch, 2 * spec.piece + 5)
+    dim = 3 if first else 33 * spec.vec + (0 if vector else 1)
+    slots = batch if spec.index is Index.NONE else 3 * batch
+
+    def along(values: Tensor) -> Tensor:
+        """Like x, [rows, dim, length]."""
+        if first:
+            return _wide(values, spec.x, spec.shifted or not vector, 1 if vector else 2)
+        return _wide(values.transpose(1, 2), spec.x, not vector).transpose(1, 2)
+
+    def states(count: int) -> Tensor:
+        return _wide(torch.randn(count, dim, spec.width - 1, generator=g), spec.x, True)
+
+    made = _taps(spec, dim, g)
+    made["x"] = along(torch.randn(rows, dim, length, generator=g))
+    made["out"] = along(torch.full((rows, dim, length), float("nan")))
+    if spec.seq_idx:  # the last sequence ends with padding
+        ids = torch.arange(length) // (spec.piece // 2 + 1)
+        ids[-2:] = -1
+        made["seq_idx"] = ids.int().repeat(rows, 1).repeat_interleave(2, 1)[:, ::2]
+    if spec.ragged:
+        made["query_start_loc"] = torch.tensor([0, *counts]).cumsum(0).to(INTEGERS[spec.query_start_loc])
+    if spec.initial:
+        made["initial_states"] = states(batch)
+    if spec.final:
+        made["final_states"] = states(batch)
+    if spec.pool:
+        made["conv_states"] = states(slots)
+    if spec.index is not Index.NONE:
+        made["conv_state_indices"] = _slot_indices(spec.index, batch, slots, g)
+    if spec.started:
+        made["has_initial_state"] = torch.arange(batch) % 2 == 0
+    return {name: made[name] for name in spec.operands()}
+
+
+def causal_conv1d_update(spec: UpdateSpec, batch: int, seed: int) -> dict[str, Tensor]:
+    """Of causal_conv1d_update: more channels than a block takes, windows longer than they need to be where they may be."""
+    g = torch.Generator().manual_seed(seed)
+    vector, ragged = spec.loads is Loads.VECTOR, spec.count is Counted.RAGGED
+    most = {Counted.FIXED: spec.tokens, Counted.COUNTED: MAX_TOKENS + 1, Counted.RAGGED: spec.tokens + 2}[spec.count]
+    counts = list(islice(cycle((most, 2, 0, 1)), batch))
+    dim = spec.vec * (spec.threads + 3) + (0 if spec.constants()["whole"] else 1)
+    slots = batch if spec.index is Index.NONE else 3 * batch
+    extra = {Advance.SHIFT: 2, Advance.ROLL: most, Advance.RING: 2}[spec.advance]
+    entries = spec.state_len if spec.layout is StateLayout.RUNS else spec.width - 1 + extra
+
+    def tokens(values: Tensor) -> Tensor:
+        """Like x, of [rows, tokens, dim] or, packed, [tokens, dim]."""
+        t = _wide(values, spec.x, not vector, 1 if vector else 2)
+        return t if ragged else t.transpose(1, 2)
+
+    lead = (sum(counts),) if ragged else (batch, most)
+    made = _taps(spec, dim, g)
+    made["x"] = tokens(torch.randn(*lead, dim, generator=g))
+    made["out"] = tokens(torch.full((*lead, dim), float("nan")))
+    state = torch.randn(slots, dim, entries, generator=g)
+    made["conv_state"] = {
+        StateLayout.RUNS: lambda: _runs(state, spec.x),
+        StateLayout.CHANNELS: lambda: _wide(state.transpose(1, 2), spec.x, False).transpose(1, 2),
+        StateLayout.ANY: lambda: _wide(state, spec.x, True),
+    }[spec.layout]()
+    if spec.advance is Advance.RING:
+        made["cache_seqlens"] = (torch.arange(batch) * 5).to(INTEGERS[spec.position])
+    if spec.advance is Advance.ROLL:  # the third is none that can be
+        accepted = 1 + torch.arange(batch - 1, -1, -1) % most
+        accepted[2:3] = entries - spec.width + 3
+        made["num_accepted_tokens"] = accepted.to(INTEGERS[spec.position])
+    if spec.index is not Index.NONE:
+        made["conv_state_indices"] = _slot_indices(spec.index, batch, slots, g)
+    if ragged:
+        made["query_start_loc"] = torch.tensor([0, *counts]).cumsum(0).to(INTEGERS[spec.query_start_loc])
+    if spec.saved is not Saved.NO:  # one token too many; or one too few, where sequences are packed
+        windows = torch.full((batch, most + (-1 if ragged else 1), dim, spec.width - 1), 7.0)
+        made["intermediate_conv_window"] = _runs(windows, spec.x) if spec.saved is Saved.RUNS else _wide(windows, spec.x, True)
+    if spec.saved_index is not Index.NONE:
+        made["intermediate_state_indices"] = _slot_indices(spec.saved_index, batch, batch, g)
+    return {name: made[name] for name in spec.operands()}

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from ..spec import SM90, Arch, DType, KernelSpec, Loads, Pdl, is_pow2, must
+from ..spec import SM90, Arch, DType, KernelSpec, Loads, Pdl, Problem, is_pow2, must
 
 
-class RowProblem:
+class RowProblem(Problem):
     """What the engine must know of a family's problem."""
 
     __slots__ = ()
@@ -57,10 +57,6 @@ class RowProblem:
     def interleaved(self) -> bool:
         """Whether neighbouring rows, and not the elements of a row, are contiguous. Then 16-byte vectors hold an element of `ilp` rows."""
         return False
-
-    def faults(self) -> list[str]:
-        """What no variant could serve."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..spec import DType
+from .. import runtime
+from ..spec import SM90, DType, Index
 
 DTYPES = {torch.float32: DType.F32, torch.float16: DType.F16, torch.bfloat16: DType.BF16}
+INDEX = {None: Index.NONE, torch.int32: Index.I32, torch.int64: Index.I64}
+COUNTS = ("num_accepted_tokens", "cu_seqlens", "query_start_loc", "cache_seqlens")  # integers, like the indices
+EXACT = {"seq_idx": torch.int32, "has_initial_state": torch.bool}
 TORCH_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
 
 
@@ -30,7 +34,10 @@ def check_common(tensors: Mapping[str, Tensor], anchor: str, problems: list[str]
     for name, t in tensors.items():
         if t.device != device:
             problems.append(f"{name} is on {t.device}, {anchor} is on {device}")
-        if name.endswith("indices") or name in ("num_accepted_tokens", "cu_seqlens"):
+        if name in EXACT:
+            if t.dtype != EXACT[name]:
+                problems.append(f"{name} is {t.dtype}, not {EXACT[name]}".replace("torch.", "", 2))
+        elif name.endswith("indices") or name in COUNTS:
             if t.dtype not in (torch.int32, torch.int64):
                 problems.append(f"{name} is {t.dtype}, not int32 or int64")
         elif t.dtype not in DTYPES:
@@ -60,6 +67,16 @@ def aligned(t: Tensor, pointer: int, elements: int, along: int = -1) -> bool:
     width = min(16, elements * t.element_size())
     steps = [s * t.element_size() for a, (n, s) in enumerate(zip(t.shape, t.stride(), strict=True)) if n > 1 and a != along % t.dim()]
     return (t.stride(along) == 1 or t.shape[along] == 1) and all(x % width == 0 for x in (pointer, *steps))
+
+
+def check_pdl(pdl: object, views: Mapping[str, Tensor], problems: list[str]) -> None:
+    """Whether programmatic dependent launch can be had, if it is asked for."""
+    if pdl not in (None, True, False):
+        problems.append(f"pdl is {pdl!r}, not True, False or None")
+    elif pdl and views and (device := next(iter(views.values())).device).type == "cuda":
+        arch = runtime.device_arch(device.index)
+        if arch < SM90:
+            problems.append(f"pdl needs sm_90 or later; {device} is {arch}")
 
 
 def overlaps_itself(t: Tensor) -> bool:

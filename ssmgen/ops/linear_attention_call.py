@@ -12,18 +12,17 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from .. import registry, runtime
+from .. import runtime
 from ..errors import ArgumentError
 from ..kernels.linear_attention import OPERATOR, LinearAttentionSpec
 from ..kernels.linear_attention_problem import KEY_VECTORS, Beta, Delta, Gate, Layout, LinearAttentionProblem, Ring, Tokens, Update
 from ..reference.linear_attention import linear_attention as reference
-from ..spec import SM90, Index, Loads, PoolMode
+from ..spec import Index, Loads, PoolMode
 from . import checks
 from . import linear_attention_commit as commit
-from .checks import DTYPES
+from .checks import DTYPES, INDEX
 from .linear_attention_views import CONTROL, NAMES, RINGS, Form, Options, RawInputs, token_views
-
-_INDEX = {None: Index.NONE, torch.int32: Index.I32, torch.int64: Index.I64}
+from .planning import Family, check_overlap, new_signature
 
 
 class Call(NamedTuple):
@@ -159,8 +158,6 @@ def checked_views(call: Call, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     options = call.options
     if options.layout not in ("vk", "kv"):
         problems.append(f"state_layout is {options.layout!r}, not 'vk' or 'kv'")
-    if options.pdl not in (None, True, False):
-        problems.append(f"pdl is {options.pdl!r}, not True, False or None")
     if not isinstance(options.scale, (int, float)):
         problems.append(f"scale is {options.scale!r}, not a number")
     problems += call.objections
@@ -170,8 +167,7 @@ def checked_views(call: Call, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         views = commit.views_of(named, options.layout, problems)
     else:
         views = token_views(named, options, problems)
-    if options.pdl and not problems and views["state"].is_cuda and (arch := runtime.device_arch(views["state"].device.index)) < SM90:
-        problems.append(f"pdl needs sm_90 or later; {views['state'].device} is {arch}")
+    checks.check_pdl(options.pdl, views, problems)
     if problems:
         raise ArgumentError(call.name, problems)
     return views
@@ -197,7 +193,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     present = {n: DTYPES[t.dtype] for n, t in views.items() if n not in (*CONTROL, "intermediate_states", *RINGS)}
 
     def index(name: str) -> Index:
-        return _INDEX[views[name].dtype if name in views else None]
+        return INDEX[views[name].dtype if name in views else None]
 
     return LinearAttentionProblem(
         dim_k=K,
@@ -263,13 +259,14 @@ def grid_of(spec: LinearAttentionSpec, views: Mapping[str, Tensor]) -> int:
     return layers * batch_of(views) * spec.nheads * spec.tiles
 
 
-def _check_overlap(name: str, layout: Mapping[str, Tensor], where: Mapping[str, int]) -> None:
-    ranges = {n: (p, p + checks.extent(layout[n])) for n, p in where.items()}
-    written = [n for n in ("out", "state", "intermediate_states", *RINGS) if n in ranges]
-    problems: list[str] = []
-    checks.check_overlap({n: ranges[n] for n in written}, {n: r for n, r in ranges.items() if n not in written}, problems)
-    if problems:
-        raise ArgumentError(name, problems)
+FAMILY = Family(
+    OPERATOR,
+    written=("out", "state", "intermediate_states", *RINGS),
+    problem_of=lambda views, pointers, options: problem_of(views, pointers, options),
+    size_of=lambda views: batch_of(views) if views["v"].numel() else 0,
+    grid_of=lambda spec, views: grid_of(spec, views),
+    values_of=lambda spec, views, options: kernel_values(spec, views, options),
+)
 
 
 def _new_signature(
@@ -277,37 +274,12 @@ def _new_signature(
     constants: Sequence[int] = (),
 ) -> runtime.Signature:  # fmt: skip
     """Of the calls like this one, whose operands are `given` at these places, and whose other arguments at those."""
-    options = call.options
-    device = views["state"].device.index
-    arch = runtime.device_arch(device)
-    pdl = arch >= SM90 if options.pdl is None else options.pdl
-    batch = batch_of(views)
-    layout = {name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for name, t in views.items()}
-    names = tuple(named)
-    launches: dict[LinearAttentionProblem, runtime.Launch] = {}  # alignment is part of the problem
-
-    def resolve(pointers: tuple[int, ...]) -> runtime.Launch | None:
-        where = dict(zip(names, pointers, strict=True))
-        _check_overlap(call.name, layout, where)
-        if batch == 0 or layout["v"].numel() == 0:
-            return None
-        problem = problem_of(layout, where, options)
-        if problem not in launches:
-            spec = registry.select(OPERATOR, problem, batch, arch, pdl)
-            kernel = runtime.load(spec, device, call.name)
-            grid = grid_of(spec, layout)
-            if grid >= 2**31:
-                raise ArgumentError(call.name, [f"batch {batch} needs {grid} blocks; a launch has fewer than 2^31"])
-            launches[problem] = runtime.Launch(kernel, device, grid, kernel_values(spec, layout, options))
-            registry.count_plan(spec)
-        return launches[problem]
-
-    return runtime.Signature(given, resolve, places, constants)
+    return new_signature(FAMILY, call.name, views, named, call.options, call.options.pdl, given, places, constants)
 
 
 def _reference_plan(call: Call, views: Mapping[str, Tensor]) -> Callable[[], None]:
     """For CPU tensors; made for each call, since it holds them."""
-    _check_overlap(call.name, views, {name: t.data_ptr() for name, t in views.items()})
+    check_overlap(FAMILY, call.name, views, {name: t.data_ptr() for name, t in views.items()})
     form, scale, lower_bound, _, pad_slot_id, update_state, *_ = call.options
     if call.options.commit:
         return partial(commit.reference, views, form, pad_slot_id, lower_bound)

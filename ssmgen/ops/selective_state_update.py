@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from .. import registry, runtime
+from .. import runtime
 from ..errors import ArgumentError
 from ..kernels.selective_state_update import OPERATOR, SsuProblem, SsuSpec
 from ..reference.selective_state_update import selective_state_update as reference
-from ..spec import SM90, Index, Loads, PoolMode
+from ..spec import Index, Loads, PoolMode
 from . import checks
 from .checks import DTYPES
+from .planning import Family, check_overlap, new_signature
 
 _OPTIONAL = ("D", "z", "dt_bias")
 _NAMES = ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "out", "state_indices", "dst_state_indices")
@@ -104,7 +105,7 @@ def _prepare(key: Any, given: tuple[Any, ...], dt_softplus: bool, dt_limit: Any,
     views = _checked_views(named, dt_limit, pdl)
     if not views["state"].is_cuda:
         return _reference_plan(views, named, dt_softplus, dt_limit, pad_slot_id)
-    signature = _new_signature(views, given, named, dt_softplus, dt_limit, pad_slot_id, pdl)
+    signature = new_signature(FAMILY, OPERATOR, views, named, (dt_softplus, dt_limit, pad_slot_id), pdl, given)
     plan = signature.add(tuple(t.data_ptr() for t in named.values()))
     _signatures.add(key, signature)
     return plan
@@ -120,53 +121,18 @@ def _checked_views(named: dict[str, Tensor], dt_limit: Any, pdl: bool | None) ->
     problems: list[str] = []
     if dt_limit is not None and not (isinstance(dt_limit, tuple) and len(dt_limit) == 2 and dt_limit[0] <= dt_limit[1]):
         problems.append(f"dt_limit is {dt_limit!r}, not a tuple (low, high)")
-    if pdl not in (None, True, False):
-        problems.append(f"pdl is {pdl!r}, not True, False or None")
     views = headed_views(named, problems)
-    if pdl and not problems and views["state"].is_cuda and (arch := runtime.device_arch(views["state"].device.index)) < SM90:
-        problems.append(f"pdl needs sm_90 or later; {views['state'].device} is {arch}")
+    checks.check_pdl(pdl, views, problems)
     if problems:
         raise ArgumentError(OPERATOR, problems)
     return views
-
-
-def _new_signature(
-    views: dict[str, Tensor], given: tuple[Any, ...], named: dict[str, Tensor], dt_softplus: bool, dt_limit: Any, pad_slot_id: int,
-    pdl: bool | None,
-) -> runtime.Signature:  # fmt: skip
-    device = views["state"].device.index
-    arch = runtime.device_arch(device)
-    want_pdl = arch >= SM90 if pdl is None else pdl
-    batch = views["x"].shape[0]
-    layout = {name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for name, t in views.items()}
-    names = tuple(named)
-    launches: dict[SsuProblem, runtime.Launch] = {}  # alignment is part of the problem
-
-    def resolve(pointers: tuple[int, ...]) -> runtime.Launch | None:
-        where = dict(zip(names, pointers, strict=True))
-        _check_overlap(layout, where)
-        if batch == 0:
-            return None
-        problem = problem_of(layout, where, dt_softplus, dt_limit is not None)
-        if problem not in launches:
-            spec = registry.select(OPERATOR, problem, batch, arch, want_pdl)
-            kernel = runtime.load(spec, device, OPERATOR)
-            values = kernel_values(spec, layout, pad_slot_id, dt_limit)
-            grid = batch * spec.nheads * spec.tiles
-            if grid >= 2**31:
-                raise ArgumentError(OPERATOR, [f"batch {batch} needs {grid} blocks; a launch has fewer than 2^31"])
-            launches[problem] = runtime.Launch(kernel, device, grid, values)
-            registry.count_plan(spec)
-        return launches[problem]
-
-    return runtime.Signature(given, resolve)
 
 
 def _reference_plan(
     views: dict[str, Tensor], named: dict[str, Tensor], dt_softplus: bool, dt_limit: Any, pad_slot_id: int
 ) -> Callable[[], None]:
     """For CPU tensors; made for each call, since it holds them."""
-    _check_overlap(views, {name: t.data_ptr() for name, t in named.items()})
+    check_overlap(FAMILY, OPERATOR, views, {name: t.data_ptr() for name, t in named.items()})
 
     def run() -> None:
         with torch.no_grad():
@@ -262,15 +228,6 @@ def _check_layout(views: dict[str, Tensor], problems: list[str]) -> None:
             checks.check_strides_fit(name, t, 0 if name in ("A", "D", "dt_bias") else 1, problems)
 
 
-def _check_overlap(layout: dict[str, Tensor], where: dict[str, int]) -> None:
-    ranges = {name: (p, p + checks.extent(layout[name])) for name, p in where.items()}
-    read = {n: r for n, r in ranges.items() if n not in ("state", "out")}
-    problems: list[str] = []
-    checks.check_overlap({n: ranges[n] for n in ("out", "state")}, read, problems)
-    if problems:
-        raise ArgumentError(OPERATOR, problems)
-
-
 def problem_of(views: dict[str, Tensor], pointers: dict[str, int], dt_softplus: bool, dt_limit: bool) -> SsuProblem:
     """The problem that checked operands pose, given where they lie."""
     state = views["state"]
@@ -283,11 +240,8 @@ def problem_of(views: dict[str, Tensor], pointers: dict[str, int], dt_softplus: 
     tied = shared("A", 1, 2) and shared("dt", 2) and shared("dt_bias", 1)
     vector = min(16 // state.element_size(), N & -N)  # elements that a lane owns
 
-    def aligned(name: str, t: Tensor) -> bool:
-        size = t.element_size()
-        width = min(16, vector * size)
-        strides = [s * size for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1]
-        return (t.stride(-1) == 1 or N == 1) and all(v % width == 0 for v in (pointers[name], *strides))
+    def aligned(name: str) -> bool:
+        return checks.aligned(views[name], pointers[name], vector)
 
     operands = ("B", "C") if tied else ("A", "B", "C")
     index = views.get("state_indices")
@@ -304,8 +258,8 @@ def problem_of(views: dict[str, Tensor], pointers: dict[str, int], dt_softplus: 
         dt_limit=dt_limit,
         index=Index.NONE if index is None else Index.I32 if index.dtype == torch.int32 else Index.I64,
         pool=PoolMode.SPLIT if "dst_state_indices" in views else PoolMode.SINGLE,
-        state_loads=Loads.VECTOR if aligned("state", state) else Loads.ELEMENT,
-        operand_loads=Loads.VECTOR if all(aligned(n, views[n]) for n in operands) else Loads.ELEMENT,
+        state_loads=Loads.VECTOR if aligned("state") else Loads.ELEMENT,
+        operand_loads=Loads.VECTOR if all(map(aligned, operands)) else Loads.ELEMENT,
     )
 
 
@@ -320,6 +274,16 @@ def kernel_values(spec: SsuSpec, views: dict[str, Tensor], pad_slot_id: int, dt_
     if dt_limit is not None:
         values["dt_min"], values["dt_max"] = map(float, dt_limit)
     return values
+
+
+FAMILY = Family(
+    OPERATOR,
+    written=("out", "state"),
+    problem_of=lambda views, pointers, options: problem_of(views, pointers, options[0], options[1] is not None),
+    size_of=lambda views: views["x"].shape[0],
+    grid_of=lambda spec, views: views["x"].shape[0] * spec.nheads * spec.tiles,
+    values_of=lambda spec, views, options: kernel_values(spec, views, options[2], options[1]),
+)
 
 
 # Hooks for warm(), is_warm() and bind(): the arguments of the public function -> its plan.

@@ -1,0 +1,131 @@
+"""`ssmgen bench`: a command per operator, whose options are the arguments of its benchmark's `run`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import click
+
+from ..kernels.causal_conv1d import MAX_WIDTH, ConvLayout
+from ..spec import DType, PoolMode
+
+LINEAR_ATTENTION = ("gated_delta_rule", "kda", "gla", "simple_gla", "lightning_attn", "delta_rule", "rwkv7", "gdn2", "comba")
+
+Option = Callable[[Any], Any]
+
+
+@click.group()
+def bench() -> None:
+    """Time an operator against a copy of as many bytes and against every peer that can be imported. Needs a GPU.
+
+    `ssmgen bench OPERATOR --help` shows what can be varied.
+    """
+
+
+class Choice(click.Choice):
+    """Of an enum's values; gives its members."""
+
+    def __init__(self, enum: type[Enum]):
+        super().__init__([member.value for member in enum])
+        self.enum = enum
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        return value if isinstance(value, self.enum) else self.enum(super().convert(value, param, ctx))
+
+
+class Shape(click.ParamType):
+    """Sizes of at least 1, written B,D,L."""
+
+    name = "B,D,L"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        try:
+            sizes = tuple(map(int, value.split(","))) if isinstance(value, str) else value
+        except ValueError:
+            sizes = ()
+        if len(sizes) != 3 or min(sizes) < 1:
+            self.fail(f"{value!r} is not three positive numbers such as 1,1536,2048", param, ctx)
+        return sizes
+
+
+def add(name: str, home: str, *options: Option, **fixed: Any) -> None:
+    """The command that calls `run` of a module here with what the options say, and prints its table."""
+
+    def command(rounds: int, no_peers: bool, as_json: bool, **chosen: Any) -> None:
+        module = importlib.import_module(f".{home}", __package__)
+        chosen |= fixed
+        if wrong := getattr(module, "mistakes", lambda **_: [])(**chosen):
+            raise click.UsageError("; ".join(wrong))
+        report = module.run(**chosen, rounds=rounds, peers=not no_peers, say=lambda line: click.echo(line, err=True))
+        click.echo(json.dumps(report, indent=1) if as_json else module.table(report))
+
+    shared = (
+        click.option("--rounds", type=click.IntRange(1), default=7, show_default=True),
+        click.option("--no-peers", is_flag=True, help="Do not time other packages."),
+        click.option("--json", "as_json", is_flag=True, help="Machine-readable output."),
+    )
+    for option in reversed((*options, *shared)):
+        command = option(command)
+    bench.command(name, help=f"Time {name}.")(command)
+
+
+def several(flag: str, name: str, kind: Any, **how: Any) -> Option:
+    """An option that may repeat."""
+    return click.option(flag, name, type=kind, multiple=True, **how)
+
+
+batches = several("--batch", "batches", click.IntRange(1), help="May repeat. Default: 1 … 256, or 1, 8, 32, 128.")
+states = several("--state", "states", Choice(DType), help="State dtype; may repeat. Default: the model's or operator's.")
+tokens = several("--tokens", "tokens", click.IntRange(1), help="Per sequence; may repeat. Default: 1.")
+
+add(
+    "selective_state_update",
+    "selective_state_update",
+    several("--model", "names", str, help="May repeat. Default: those of docs/performance.md."),
+    states,
+    batches,
+)
+
+for op in LINEAR_ATTENTION:
+    add(
+        op,
+        "linear_attention",
+        states,
+        batches,
+        tokens,
+        click.option("--intermediates/--no-intermediates", default=None, help="Keep every token's state. Default: if there are several."),
+        click.option("--ring", is_flag=True, help="Keep the tokens' inputs instead, and time the commit of all of them too."),
+        several("--pool-mode", "pools", Choice(PoolMode), help="May repeat. Default: single."),
+        click.option("--heads", type=click.IntRange(1), help="Default: 64 for gated_delta_rule, else 32."),
+        click.option("--key-heads", type=click.IntRange(1), help="Default: 16 for gated_delta_rule, else as many as heads."),
+        click.option("--dim", type=click.IntRange(4, 1024), help="Key and value channels per head. Default: 128."),
+        op=op,
+    )
+
+convolution = (
+    click.option("--width", type=click.IntRange(2, MAX_WIDTH), default=4, show_default=True),
+    click.option("--dtype", type=Choice(DType), default=DType.BF16.value, show_default=True, help="Of x, and of all else."),
+)
+
+add(
+    "causal_conv1d",
+    "causal_conv1d",
+    several("--shape", "shapes", Shape(), help="Batch, channels, tokens; may repeat. Default: six, from 6 to 800 MB of x."),
+    several("--layout", "layouts", Choice(ConvLayout), help="Which axis of x is contiguous; may repeat. Default: both."),
+    several("--form", "forms", click.Choice(["plain", "odd", "varlen", "seq_idx", "states"]), help="May repeat. Default: plain."),
+    *convolution,
+)
+
+add(
+    "causal_conv1d_update",
+    "causal_conv1d_update",
+    batches,
+    several("--tokens", "tokens", click.IntRange(1), help="Per sequence; may repeat. Several: the window rolls. Default: 1."),
+    several("--state-layout", "layouts", click.Choice(["window", "channels"]), help="What is contiguous; may repeat. Default: both."),
+    click.option("--dim", type=click.IntRange(1), default=12288, show_default=True),
+    *convolution,
+)

@@ -1,0 +1,137 @@
+"""From checked operands to a launch: what all operators do alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .. import registry, runtime
+from ..errors import ArgumentError
+from ..spec import SM90, KernelSpec
+from . import checks
+
+Views = Mapping[str, Tensor]
+
+
+class Family(NamedTuple):
+    """An operator family's part in it. `options` is what its calls say beside their tensors; only the family looks into it."""
+
+    operator: str
+    written: tuple[str, ...]  # operands that a kernel may write
+    problem_of: Callable[[Views, Mapping[str, int], Any], Any]  # of views and the addresses of operands
+    size_of: Callable[[Views], int]  # what the rules look at; 0 if there is nothing to do
+    grid_of: Callable[[Any, Views], int]  # blocks of a spec's launch
+    values_of: Callable[[Any, Views, Any], dict[str, int | float]]  # every kernel argument that is not a pointer
+    in_place: tuple[tuple[str, str], ...] = ()  # (written, read) that may be the same memory, element by element
+
+
+def check_overlap(family: Family, name: str, layout: Views, where: Mapping[str, int]) -> None:
+    """Raises ArgumentError when something that is written shares memory with anything else."""
+    ranges = {n: (p, p + checks.extent(layout[n])) for n, p in where.items()}
+    written = {n: ranges[n] for n in family.written if n in ranges}
+    read = {n: r for n, r in ranges.items() if n not in written}
+    for target, source in family.in_place:
+        if target in written and source in read:
+            a, b = layout[target], layout[source]
+            if where[target] == where[source] and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype:
+                del read[source]
+    problems: list[str] = []
+    checks.check_overlap(written, read, problems)
+    if problems:
+        raise ArgumentError(name, problems)
+
+
+def new_signature(
+    family: Family, name: str, views: Views, named: Views, options: Any, pdl: bool | None, given: Sequence[Any],
+    places: Sequence[int] | None = None, constants: Sequence[int] = (),
+) -> runtime.Signature:  # fmt: skip
+    """Of the calls of the public function `name` like this one, whose operands are `given` at these places, and whose other arguments at
+    those (see runtime.Signature)."""
+    device = views[next(iter(named))].device.index
+    arch = runtime.device_arch(device)
+    wanted = arch >= SM90 if pdl is None else pdl
+    size = family.size_of(views)
+    layout = {n: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for n, t in views.items()}
+    names = tuple(named)
+    launches: dict[Any, runtime.Launch] = {}  # alignment is part of the problem
+
+    def resolve(pointers: tuple[int, ...]) -> runtime.Launch | None:
+        where = dict(zip(names, pointers, strict=True))
+        check_overlap(family, name, layout, where)
+        if size == 0:
+            return None
+        problem = family.problem_of(layout, where, options)
+        if problem not in launches:
+            spec: KernelSpec = registry.select(family.operator, problem, size, arch, wanted)
+            kernel = runtime.load(spec, device, name)
+            grid = family.grid_of(spec, layout)
+            if grid >= 2**31:
+                raise ArgumentError(name, [f"this call needs {grid} blocks; a launch has fewer than 2^31"])
+            launches[problem] = runtime.Launch(kernel, device, grid, family.values_of(spec, layout, options))
+            registry.count_plan(spec)
+        return launches[problem]
+
+    return runtime.Signature(given, resolve, places, constants)
+
+
+class Caller(NamedTuple):
+    """How the calls of one public function get their plans. `names` are its operands, in the order of the kernels' arguments."""
+
+    family: Family
+    name: str
+    names: tuple[str, ...]
+    required: frozenset[str]
+    views_of: Callable[[Views, Any, list[str]], dict[str, Tensor]]  # of operands by name and options; adds to the problems
+    reference: Callable[[Views, Any], None]
+    dispatch: Callable[[Sequence[Any], Any, bool | None], None]  # the call through torch's dispatcher, which comes back with plain tensors
+    signatures: runtime.Signatures
+
+    def plan(self, key: Any, given: tuple[Any, ...], options: Any, pdl: bool | None) -> Callable[[], None]:
+        """What runs a call. `key` holds all that is not a tensor, which operands there are, and a shape; None if that failed."""
+        try:
+            found = self.signatures.find(key, given)
+        except (AttributeError, TypeError):  # not tensors, or options that cannot be hashed: the checks say which
+            found = key = None
+        if found is not None:
+            return found
+        if any(isinstance(t, Tensor) and type(t) not in (Tensor, Parameter) for t in given):  # fake, distributed, wrapped: theirs to say
+            return partial(self.dispatch, given, options, pdl)
+        named = self.named(given)
+        views = self.checked(named, options, pdl)
+        if not next(iter(views.values())).is_cuda:
+            check_overlap(self.family, self.name, views, {n: t.data_ptr() for n, t in named.items()})
+            return partial(self._refer, views, options)
+        signature = new_signature(self.family, self.name, views, named, options, pdl, given)
+        plan = signature.add(tuple(t.data_ptr() for t in named.values()))
+        if key is not None:
+            self.signatures.add(key, signature)
+        return plan
+
+    def _refer(self, views: Views, options: Any) -> None:
+        with torch.no_grad():
+            self.reference(views, options)
+
+    def named(self, given: tuple[Any, ...]) -> dict[str, Any]:
+        """The operands by name, without those that are absent and may be."""
+        return {n: t for n, t in zip(self.names, given, strict=True) if t is not None or n in self.required}
+
+    def checked(self, named: dict[str, Any], options: Any, pdl: bool | None) -> dict[str, Tensor]:
+        """Views of the operands. Raises ArgumentError for everything that is wrong but where they lie."""
+        problems: list[str] = []
+        views = self.views_of(named, options, problems)
+        checks.check_pdl(pdl, views, problems)
+        if problems:
+            raise ArgumentError(self.name, problems)
+        return views
+
+    def problem_of(self, given: tuple[Any, ...], options: Any, pdl: bool | None) -> tuple[Any, int, torch.device, bool | None]:
+        """(problem, size, device, pdl as asked for) of a call. Raises ArgumentError."""
+        named = self.named(given)
+        views = self.checked(named, options, pdl)
+        problem = self.family.problem_of(views, {n: t.data_ptr() for n, t in named.items()}, options)
+        return problem, self.family.size_of(views), next(iter(views.values())).device, pdl
