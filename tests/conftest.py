@@ -13,6 +13,9 @@ os.environ.setdefault("SSMGEN_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"
 os.environ.pop("SSMGEN_CACHE_PATH", None)
 os.environ.pop("SSMGEN_COMPILE", None)
 
+# Workers share the processors: each with a thread per processor, they wait for each other.
+torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():

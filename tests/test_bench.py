@@ -218,17 +218,16 @@ def test_a_peer_that_does_not_run_is_left_out(monkeypatch):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["selective_state_update", "--tokens", "2"], "does not take --tokens"),
-        (["selective_state_update", "--pool-mode", "split", "--no-intermediates"], "does not take --pool-mode"),
-        (["selective_state_update", "--key-heads", "2"], "does not take --key-heads"),
-        (["kda", "--model", "mamba-130m"], "kda does not take --model"),
+        (["selective_state_update", "--tokens", "2"], "No such option"),
+        (["selective_state_update", "--pool-mode", "split", "--no-intermediates"], "No such option"),
+        (["kda", "--model", "mamba-130m"], "No such option"),
         (["rwkv7", "--key-heads", "4"], "rwkv7 does not take --key-heads"),
         (["gla", "--heads", "6", "--key-heads", "4"], "6 heads are not a multiple of 4 key heads"),
         (["gated_delta_rule", "--intermediates"], "--intermediates needs --tokens"),
         (["gla", "--ring"], "gla has no ring"),
         (["gated_delta_rule", "--intermediates", "--tokens", "2", "--pool-mode", "split"], "not with --pool-mode split"),
         (["gated_delta_rule", "--state", "f8"], "'f8' is not one of"),
-        (["dplr_delta_rule"], "is not one of"),
+        (["dplr_delta_rule"], "No such command"),
     ],
 )
 def test_options_that_do_not_apply_are_usage_errors(args, message):
@@ -251,8 +250,8 @@ def test_options_reach_the_benchmark(op, monkeypatch):
     )
     result = CliRunner().invoke(cli.main, ["bench", op, "--batch", "2", "--batch", "4", "--state", "f32", "--no-peers", "--json", *own])
     assert result.exit_code == 0, result.output
-    assert (seen["batches"], seen["states"], seen["peers"], seen["rounds"]) == ((2, 4), [DType.F32], False, 7)
-    assert seen.get("names", ("mamba-130m",)) == ("mamba-130m",) and seen.get("pools", list(PoolMode)) == list(PoolMode)
+    assert (seen["batches"], seen["states"], seen["peers"], seen["rounds"]) == ((2, 4), (DType.F32,), False, 7)
+    assert seen.get("names", ("mamba-130m",)) == ("mamba-130m",) and seen.get("pools", tuple(PoolMode)) == tuple(PoolMode)
     assert seen.get("tokens", (4,)) == (4,)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,10 @@ from ssmgen.cli import main
 from ssmgen.emulator import EmulatorError, operands, run_source
 from ssmgen.emulator.check import check
 from ssmgen.kernels import FAMILIES
+from ssmgen.kernels.causal_conv1d import ConvSpec
 from ssmgen.kernels.selective_state_update import SsuSpec, space
+from ssmgen.ops import causal_conv1d as conv
+from ssmgen.ops import causal_conv1d_update as update
 from ssmgen.ops import linear_attention_call as linear
 from ssmgen.ops import selective_state_update as op
 from ssmgen.render import render
@@ -350,17 +355,85 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_check_finds_what_is_wrong(name, monkeypatch):
-    old, new = WRONG[name]
+def edited(old: str, new: str) -> Callable[[KernelSpec, Arch], str]:
+    """render, and one edit."""
 
     def changed(spec: KernelSpec, arch: Arch) -> str:
         source = render(spec, arch)
         assert old in source, "the edit no longer applies"
         return source.replace(old, new)
 
-    monkeypatch.setattr("ssmgen.emulator.render", changed)
+    return changed
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_check_finds_what_is_wrong(name, monkeypatch):
+    monkeypatch.setattr("ssmgen.emulator.render", edited(*WRONG[name]))
     assert not check(parse_spec(LINEAR[name], FAMILIES), SM90).passed
+
+
+FIRST, LAST = "causal_conv1d:layout=channel_first,vec=8", "causal_conv1d:layout=channel_last,vec=4,vectors=4"
+WIDE, SPARSE = "width=4,bias=bf16", "loads=element,taps=element"
+VARLEN = "query_start_loc=i32,pool=yes,started=yes,index=i32"
+UPDATE = f"causal_conv1d_update:vec=4,threads=32,{WIDE}"
+ROLLED, PACKED = "advance=roll,position=i32", "count=ragged,tokens=4,query_start_loc=i64"
+CONVOLUTIONS = {
+    "first": f"{FIRST},{WIDE}",
+    "first-shifted-f32": "causal_conv1d:layout=channel_first,vec=4,vectors=1,width=8,shifted=yes,x=f32,weight=f32,silu=no",
+    "first-sparse-states": f"{FIRST},width=3,{SPARSE},seq_idx=yes,initial=yes,final=yes",
+    "first-varlen": f"{FIRST},{WIDE},shifted=yes,{VARLEN}",
+    "first-varlen-states": f"{FIRST},{WIDE},shifted=yes,query_start_loc=i64,initial=yes,final=yes",
+    "last": f"{LAST},{WIDE}",
+    "last-sparse-states": f"{LAST},width=5,{SPARSE},seq_idx=yes,initial=yes,final=yes",
+    "last-varlen": f"{LAST},{WIDE},{VARLEN}",
+    "last-pool-f16": f"{LAST},width=2,x=f16,weight=f32,pool=yes,taps=element",
+    "update": f"{UPDATE},state_len=3,index=i32",
+    "update-channels": f"{UPDATE},layout=channels,index=i64",
+    "update-any-sparse": f"{UPDATE},layout=any,{SPARSE},tokens=5,saved=any",
+    "update-rolls": f"{UPDATE},tokens=4,state_len=6,{ROLLED},index=i32,saved=runs,saved_index=i32",
+    "update-rolls-packed": f"{UPDATE},layout=channels,{ROLLED},{PACKED},index=i32",
+    "update-ring-counted": f"{UPDATE},layout=any,advance=ring,position=i64,count=counted,tokens=4",
+    "update-packed": f"{UPDATE},state_len=3,{PACKED},saved=any",
+}
+
+
+def convolution(spec: KernelSpec, batch: int) -> tuple[Any, dict[str, torch.Tensor], Any]:
+    """(the operator's module, operands, options)"""
+    if isinstance(spec, ConvSpec):
+        return conv, operands.causal_conv1d(spec, batch, 0), conv.Options(spec.silu)
+    return update, operands.causal_conv1d_update(spec, batch, 0), (spec.silu, -1)
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_check_of_convolutions(name):
+    spec = parse_spec(CONVOLUTIONS[name], FAMILIES)
+    for batch in (1, 4):
+        outcome = check(spec, SM90, batch)
+        assert outcome.passed and outcome.state_error == 0
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_their_operands_pose_the_problem_that_the_spec_is_for(name):
+    spec = parse_spec(CONVOLUTIONS[name], FAMILIES)
+    op, named, options = convolution(spec, 4)
+    posed = op.problem_of(op.views_of(named, options, []), {n: t.data_ptr() for n, t in named.items()}, options)
+    assert {f.name: getattr(spec, f.name) for f in fields(posed)} == {f.name: getattr(posed, f.name) for f in fields(posed)}
+
+
+WRONG_CONVOLUTIONS = {  # the last two: states are off by a bit
+    "first": ("fmaf(taps[j], ", "fmaf(1.01f * taps[j], "),
+    "last": ("fmaf(taps[j * kWidth + k], ", "fmaf(1.01f * taps[j * kWidth + k], "),
+    "update-channels": ("fmaf(taps[c * kWidth + k], ", "fmaf(1.01f * taps[c * kWidth + k], "),
+    "update-rolls": ("window_tokens)", "window_tokens - 2)"),
+    "update": ("window[kWidth - 2] = token[t];", "window[kWidth - 2] = token[t]; window[kWidth - 2].word[0] ^= 1u;"),
+    "first-varlen": ("conv_states_tap, kept_bits);", "conv_states_tap, kept_bits ^ 1u);"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CONVOLUTIONS)
+def test_check_finds_what_is_wrong_in_convolutions(name, monkeypatch):
+    monkeypatch.setattr("ssmgen.emulator.render", edited(*WRONG_CONVOLUTIONS[name]))
+    assert not check(parse_spec(CONVOLUTIONS[name], FAMILIES), SM90).passed
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import ssmgen
+from ssmgen.cli import main
 from ssmgen.errors import ModelError
 from ssmgen.kernels import OPERATOR_OF
+from ssmgen.kernels.causal_conv1d import ConvLayout, ConvProblem
 from ssmgen.kernels.linear_attention_problem import Layout, Ring
 from ssmgen.models import LinearAttention, Mamba, find_model, models
+from ssmgen.ops.checks import DTYPES
 from ssmgen.spec import DType, Index, PoolMode
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -27,6 +32,7 @@ def test_the_table_is_sound():
         assert model.function in ssmgen.__all__
         for problem in model.problems():
             assert not problem.faults() and OPERATOR_OF[type(problem)] == model.operator
+        assert not any(problem.faults() for problem in model.convolutions())
 
 
 def test_every_kind_has_models():
@@ -152,3 +158,81 @@ def test_mamba(name):
     call |= {"z": x if model.gate else None, "dt_bias": bias, "dt_softplus": True}
     want = [posed(ssmgen.selective_state_update, call | more) for more in ({}, SLOTS)]
     assert model.problems() == want
+
+
+# Convolutions.
+
+
+def test_channels_of_the_convolutions():
+    channels = {"mamba-130m": 1536, "nemotron-h-8b": 10240, "qwen3.5-397b-a17b": 12288, "kimi-linear-48b-a3b": 4096, "rwkv7-0.1b": 0}
+    assert {name: find_model(name).conv_channels for name in channels} == channels
+    assert find_model("nemotron-h-8b").divided(8).conv_channels == 10240 // 8
+    assert find_model("minimax-text-01").convolutions() == []
+    assert all(m.conv_channels % 8 == 0 for m in models().values()), "vectors suffice"
+
+
+@pytest.mark.parametrize("io", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["mamba-130m", "qwen3-next-80b-a3b"])
+def test_prompts(name, io):
+    model = find_model(name)
+    D, W = 64, model.conv_width
+    taps = {"weight": torch.empty(D, W, dtype=io), "bias": torch.empty(D, dtype=io) if model.conv_bias else None, "activation": "silu"}
+    starts = torch.tensor([0, 5, 9], dtype=torch.int32)
+    pool = {"query_start_loc": starts, "conv_states": torch.empty(2, D, W - 1, dtype=io), "has_initial_state": torch.ones(2).bool()}
+    slots = {"conv_state_indices": torch.zeros(2, dtype=torch.int32)}
+    aligned, odd = torch.empty(2, D, 16, dtype=io), torch.empty(2, D, 9, dtype=io)
+    last, packed = torch.empty(2, 9, D, dtype=io).transpose(1, 2), torch.empty(9, D, dtype=io).t()
+    calls = [{"x": x} for x in (aligned, odd, last)] + [{"x": x, **pool, **more} for x in (odd[0], packed) for more in ({}, slots)]
+    wanted = [posed(ssmgen.causal_conv1d, taps | call) for call in calls]
+    found = [p for p in model.convolutions(io=DTYPES[io]) if isinstance(p, ConvProblem)]
+    assert found == wanted and {p.layout for p in found} == set(ConvLayout)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("name", ["mamba-130m", "kimi-k3"])
+def test_decoding_steps(name, tokens):
+    model = find_model(name)
+    D, W, io = 64, model.conv_width, BF16
+    x = torch.empty(2, D, dtype=io) if tokens == 1 else torch.empty(2, tokens, D, dtype=io).transpose(1, 2)
+    call = {"x": x, "weight": torch.empty(D, W, dtype=io), "bias": torch.empty(D, dtype=io) if model.conv_bias else None}
+    call |= {"activation": "silu"} | ({"num_accepted_tokens": torch.ones(2).int()} if tokens > 1 else {})
+    entries = W + tokens - 2
+    states = torch.empty(2, D, entries, dtype=io), torch.empty(2, entries, D, dtype=io).transpose(1, 2)
+    slots = {"conv_state_indices": torch.zeros(2, dtype=torch.int32)}
+    wanted = [posed(ssmgen.causal_conv1d_update, call | {"conv_state": s} | more) for s in states for more in ({}, slots)]
+    assert [p for p in model.convolutions(tokens=tokens) if not isinstance(p, ConvProblem)] == wanted
+
+
+def test_widths_may_differ():
+    assert {p.width for p in replace(find_model("mamba-130m"), conv_width=3).convolutions()} == {3}
+
+
+# The command line.
+
+
+def ran(*args: str, code: int = 0) -> str:
+    result = CliRunner().invoke(main, list(args))
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result.output
+
+
+def test_build_chooses_by_operator(own_cache):
+    def families(*args: str) -> set[str]:
+        rows = json.loads(ran("build", "--model", "mamba-130m", "--index", "i32", "--no-pdl", "--json", *args))["variants"]
+        assert all(v["resources"]["spill_stores"] == 0 and v["error"] is None for v in rows)
+        return {v["spec"].partition(":")[0] for v in rows}
+
+    assert families() == {"selective_state_update", "causal_conv1d", "causal_conv1d_update"}
+    assert families("--op", "selective_state_update") == {"selective_state_update"}
+    assert families("--op", "causal_conv1d_update", "--tokens", "4") == {"causal_conv1d_update"}
+    assert "does not use linear_attention" in ran("build", "--model", "mamba-130m", "--op", "linear_attention", code=1)
+    assert "does not use causal_conv1d" in ran("build", "--model", "rwkv7-0.1b", "--op", "causal_conv1d", code=1)
+    assert "does not take --ring" in ran("build", "--model", "kimi-k3", "--op", "causal_conv1d", "--ring", "store", code=2)
+
+
+def test_explain_of_convolutions():
+    text = ran("explain", "causal_conv1d_update", "--model", "nemotron-h-8b", "--batch", "8", "--index", "i32")
+    assert text.startswith("causal_conv1d_update, batch 8") and "layout=runs" in text and "layout=channels" in text
+    for more, kib in ([], 20 * 2048), (["--tokens", "100", "--batch", "2"], 20 * 200), (["--tp", "8", "--io", "f32"], 5 * 2048):
+        assert f"causal_conv1d, KiB of x {kib}, sm_90a" in ran("explain", "causal_conv1d", "--model", "nemotron-h-8b", *more)
+    assert "rwkv7-0.1b has no short convolution" in ran("explain", "causal_conv1d", "--model", "rwkv7-0.1b", code=1)

@@ -56,15 +56,21 @@ def test_generated_files_are_what_the_templates_give():
     assert count == len(generate.default_variants())
 
 
-def test_default_variants_show_every_form_of_both_operators():
+def test_default_variants_show_every_form_of_all_operators():
     """By what their names say first: fewer would leave a branch of a template unseen, and many would hide it."""
     found = [spec for spec, arch in generate.default_variants() if str(arch) == "sm_90a"]
     stems = {spec.stem.rpartition("_h")[0] for spec in found}
-    assert {"delta_g", "delta_gk", "la_g", "lowrank_gk", "ssu"} <= stems and len(found) < 30
+    assert {"delta_g", "delta_gk", "la_g", "lowrank_gk", "ssu"} <= stems and len(found) < 45
     linear = [spec for spec in found if spec.family == "linear_attention"]
     for holds in ("frozen", "intermediates", "interleaved", "prefetch", "commit", "low_rank", "l2norm"):
         assert {bool(getattr(spec, holds)) for spec in linear} == {True, False}, holds
     assert any(spec.ringed() for spec in linear)
+    conv = [spec for spec in found if spec.family == "causal_conv1d"]
+    for holds in ("layout", "loads", "shifted", "ragged", "seq_idx", "pool", "final", "silu"):
+        assert len({getattr(spec, holds) for spec in conv}) == 2, holds
+    update = [spec for spec in found if spec.family == "causal_conv1d_update"]
+    for holds, kinds in ("layout", 3), ("advance", 3), ("count", 2), ("tokens", 2), ("loads", 2), ("saved", 2):
+        assert len({getattr(spec, holds) for spec in update}) == kinds, holds
 
 
 def test_drift_is_found(tmp_path, monkeypatch):
@@ -99,7 +105,8 @@ def test_build_then_hit(own_cache):
 
 def test_build_of_linear_attention(own_cache):
     def built(*args: str) -> set[str]:
-        rows = json.loads(ssmgen_command("build", "--model", "qwen3.5-397b-a17b", "--state", "bf16", "--index", "i32", "--json", *args))
+        call = ["--model", "qwen3.5-397b-a17b", "--op", "linear_attention", "--state", "bf16", "--index", "i32"]
+        rows = json.loads(ssmgen_command("build", *call, "--json", *args))
         assert all(v["resources"]["spill_stores"] == 0 and v["error"] is None for v in rows["variants"])
         return {v["name"].partition("_l")[0] for v in rows["variants"]}
 
@@ -142,7 +149,7 @@ def test_a_spill_fails_the_build_unless_allowed(own_cache):
         ["build"],
         ["build", "--all", "--model", "x"],
         ["build", "--model", "mamba-130m", "--arch", "sm90"],
-        ["build", "--model", "mamba-130m", "--op", "selective_state_update"],
+        ["build", "--spec", "slot_copy:slot_bytes=4096", "--op", "selective_state_update"],
         ["build", "--model", "mamba-130m", "--tokens", "4"],
         ["explain", "kda"],
         ["explain", "Ring", "--model", "kimi-k3"],

@@ -109,7 +109,7 @@ def test_below_sm_80_is_refused():
 @pytest.mark.parametrize("problem", [MAMBA1, MAMBA2, QWEN], ids=["mamba1", "mamba2", "qwen3.5"])
 def test_variants_are_all_that_any_batch_is_given(problem):
     operator = OPERATOR_OF[type(problem)]
-    found = set(registry.variants(operator, problem, SM90, True, max_batch=300))
+    found = set(registry.variants(operator, problem, SM90, True, max_size=300))
     assert found == {registry.select(operator, problem, b, SM90, True) for b in range(1, 301)}
 
 

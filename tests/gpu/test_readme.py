@@ -23,6 +23,11 @@ assert y.shape == (batch, 8, HV, V) and torch.isfinite(y).all() and len(ssmgen.s
 used = state[slot.long()]
 assert used.abs().sum() > 0 and int((state.flatten(1).abs().sum(1) > 0).sum()) == batch
 """,
+    """
+torch.cuda.synchronize()
+assert y.shape == (batch, dim) and torch.isfinite(y).all() and len(ssmgen.stats()) == 2
+assert torch.equal(pool[slot.long(), :, -1], x[:, :, 0]) and int((pool.flatten(1).abs().sum(1) > 0).sum()) == batch
+""",
 ]
 
 

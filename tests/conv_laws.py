@@ -1,0 +1,257 @@
+"""What holds of causal_conv1d and causal_conv1d_update: bounds of their results, laws; and their kernels on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from conv_cases import I32, I64, Call
+from ssu_cases import ulp
+from torch import Tensor
+
+from ssmgen import emulator, registry
+from ssmgen.arguments import Arguments
+from ssmgen.emulator import run_source
+from ssmgen.ops.causal_conv1d import ACTIVATIONS
+from ssmgen.render import render
+from ssmgen.spec import Arch, KernelSpec
+
+SM90 = Arch.parse("sm_90a")
+LAST_AXIS = pytest.mark.parametrize("last", [False, True], ids=["first", "last"])  # whether channels are the contiguous axis
+needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
+
+
+@dataclass
+class Expected:
+    out: Tensor  # float64
+    bound: Tensor
+    kept: dict[str, Tensor]  # states, bit for bit
+
+
+def activated(total: Tensor, size: Tensor, width: int, silu: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(output, how far a computation in f32 with one rounding at the store may be from it) of a float64 sum and its absolute sum.
+
+    A chain of `width` multiply-adds rounds as often, each time by 2^-24 of the absolute sum at most. silu's slope is below 1.1; its
+    ex2.approx (2^-22), rcp.approx (2^-23) and two roundings stay below 2^-21, and the argument's roundings cost |v| 2^-23 more; what
+    it flushes to zero is below 2^-118. A result rounded past a power of two is off by the error twice.
+    """
+    error = (width + 1) * 2.0**-24 * size
+    if silu:
+        out = total * torch.sigmoid(total)
+        error = 1.1 * error + 2.0**-21 * (1 + total.abs()) * out.abs() + torch.where(size > 0, 2.0**-118, 0.0)
+    else:
+        out = total
+    return out, 2 * error + torch.where(out == 0, 0, 0.5 * ulp(out, dtype))
+
+
+def expected(call: Call) -> Expected:
+    """What a call must do, before it is made."""
+    views = {n: t.detach().cpu() for n, t in call.views.items()}
+    states = [n for n in call.op.FAMILY.written if n in views and n != "out"]
+
+    def run(change: Callable[[Tensor], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        operands = {n: change(t) if t.is_floating_point() else t for n, t in views.items()}
+        kept = {n: operands[n].clone() for n in states}
+        out = torch.zeros(views["out"].shape, dtype=torch.float64)
+        pad = call.options[1]
+        call.op.reference(**operands | kept | {"out": out}, silu=False, pad_slot_id=pad, dtype=torch.float64)
+        return out, kept
+
+    (total, kept), (size, _) = run(lambda t: t), run(torch.abs)
+    silu = ACTIVATIONS[call.options[0]]
+    return Expected(*activated(total, size, views["weight"].shape[1], silu, views["out"].dtype), kept)
+
+
+def bits(t: Tensor) -> Tensor:
+    return t.detach().contiguous().view({4: torch.int32, 2: torch.int16}[t.element_size()])
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit: NaN equals itself, and 0 is not -0."""
+    return torch.equal(bits(a), bits(b))
+
+
+def assert_matches(call: Call, want: Expected) -> None:
+    """The output within its bound, states bit for bit, and nothing else in memory changed."""
+    wrong = call.memory.untouched(dict.fromkeys(call.written.values()))
+    assert not wrong, f"changed outside what the call may write: {wrong}"
+    for name, state in want.kept.items():
+        different = (bits(call.views[name].cpu()) != bits(state)).nonzero()
+        assert not len(different), f"{name} differs in {len(different)} elements, the first of them {different[0].tolist()}"
+    out = call.views["out"].detach().cpu().double()
+    difference = torch.where(want.bound > 0, (out - want.out).abs() / want.bound, torch.where(out == want.out, 0.0, torch.inf))
+    assert (difference <= 1).all(), f"out off by {float(difference.nan_to_num(nan=torch.inf).max()):.2f} x its bound"
+
+
+# The emulator: kernels on a CPU. It stops at what is out of bounds, misaligned, or written by two threads.
+
+
+def emulate(op: ModuleType, given: tuple[Any, ...], options: Any, spec: KernelSpec | None = None, arch: Arch = SM90, change=str) -> None:
+    """One launch, or none, of a variant or of the one that the registry chooses; `change` edits the text."""
+    operands = op._caller.named(given)
+    views = op._caller.checked(operands, options, None)
+    size = op.FAMILY.size_of(views)
+    if size == 0:
+        return
+    problem = op.problem_of(views, {n: t.data_ptr() for n, t in operands.items()}, options)
+    spec = spec or registry.select(op.OPERATOR, problem, size, arch, arch >= SM90)
+    assert spec.operands() == list(operands)
+    packed = Arguments(spec, op.kernel_values(spec, views, options)).at([t.data_ptr() for t in operands.values()])
+    places = {operands[n].data_ptr() for n in op.FAMILY.written if n in operands and operands[n].numel()}
+    writable = tuple(n for n, t in operands.items() if t.data_ptr() in places)
+    source = change(render(spec, arch))
+    run_source(source, spec.name, op.grid_of(spec, views), spec.threads_per_block, packed, operands, writable)
+
+
+def emulated(op: ModuleType):
+    """What stands for the public function."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        given, options, _, *result = op._call(*args, **kwargs)
+        emulate(op, given, options)
+        return result[0] if result else given[10]
+
+    return function
+
+
+# Laws, of the public functions or of what stands for them: they take both, and a device.
+
+
+class Draw:
+    """Random operands of one dtype; tokens are contiguous where `last` is not set, channels where it is."""
+
+    def __init__(self, device: str, dtype: torch.dtype, last: bool, dim: int = 24, width: int = 4, seed: int = 0):
+        self.g, self.device, self.dtype, self.last, self.dim, self.width = (
+            torch.Generator().manual_seed(seed),
+            device,
+            dtype,
+            last,
+            dim,
+            width,
+        )
+        self.weights = self(dim, width) * 0.5, self(dim)
+
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.g).to(self.device, self.dtype)
+
+    def tokens(self, *lead: int, length: int) -> Tensor:
+        return self(*lead, length, self.dim).transpose(-1, -2) if self.last else self(*lead, self.dim, length)
+
+    def states(self, count: int, length: int | None = None) -> Tensor:
+        return self.tokens(count, length=self.width - 1 if length is None else length)
+
+    def ints(self, values: list[int], dtype: torch.dtype = I32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+
+def forward_equals_updates(forward: Any, update: Any, draw: Draw, batch: int = 3, length: int = 23) -> None:
+    x, past = draw.tokens(batch, length=length), draw.states(batch)
+    state = past.clone()
+    outs = torch.stack([update(x[..., t], state, *draw.weights, "silu") for t in range(length)], -1)
+    out, final = forward(x, *draw.weights, activation="silu", initial_states=past, return_final_states=True)
+    assert equal(out, outs) and equal(final, state)
+
+
+def several_tokens_equal_single_ones(update: Any, draw: Draw, state_len: int, counts: tuple[int, ...], ring: bool = False) -> None:
+    batch, most = 3, max(counts)
+    x, past = draw.tokens(batch, length=most), draw.states(batch, state_len)
+    seen = [0, 7, 1000]
+
+    def position(t: int) -> dict[str, Tensor]:
+        return {"cache_seqlens": draw.ints([n + t for n in seen])} if ring else {}
+
+    single, outs, states = past.clone(), [], []
+    for t in range(most):
+        outs.append(update(x[..., t], single, *draw.weights, **position(t)))
+        states.append(single.clone())
+    for T in counts:
+        state = past.clone()
+        out = update(x[..., :T], state, *draw.weights, **position(0))
+        assert equal(out, torch.stack(outs[:T], -1)) and equal(state, states[T - 1]), f"{T} tokens"
+
+
+def ring_equals_shift(update: Any, draw: Draw, state_len: int, tokens: int) -> None:
+    batch, steps = 3, 2 * state_len // tokens + 2
+    seen = draw.ints([0, draw.width, 101])
+    shift, ring = draw.states(batch, state_len), draw.states(batch, state_len)
+    for b, n in enumerate(seen.tolist()):  # input i is entry i modulo state_len
+        for k in range(state_len):
+            ring[b, :, (n - state_len + k) % state_len] = shift[b, :, k]
+    for _ in range(steps):
+        x = draw.tokens(batch, length=tokens)
+        a = update(x, shift, *draw.weights, "silu")
+        b = update(x, ring, *draw.weights, "silu", cache_seqlens=seen)
+        seen = seen + tokens
+        assert equal(a, b)
+    for b, n in enumerate(seen.tolist()):
+        assert equal(torch.stack([ring[b, :, (n - state_len + k) % state_len] for k in range(state_len)], -1), shift[b])
+
+
+def speculation_equals_the_accepted_history(forward: Any, update: Any, draw: Draw, tokens: int, steps: int = 8) -> None:
+    """Each step's outputs are those of a convolution over all that was accepted before it, and its own tokens."""
+    batch, width = 3, draw.width
+    state = draw.states(batch, width - 2 + tokens)
+    history = [state[b, :, : width - 1].clone() for b in range(batch)]
+    accepted = [1] * batch
+    for _ in range(steps):
+        x = draw.tokens(batch, length=tokens)
+        out = update(x, state, *draw.weights, "silu", num_accepted_tokens=draw.ints(accepted))
+        accepted = torch.randint(1, tokens + 1, (batch,), generator=draw.g).tolist()
+        for b in range(batch):
+            full = torch.cat([history[b], x[b]], 1)
+            assert equal(forward(full[None], *draw.weights, activation="silu")[0, :, -tokens:], out[b])
+            history[b] = full[:, : full.shape[1] - tokens + accepted[b]]
+
+
+def packed_equals_each_sequence(forward: Any, draw: Draw, lengths: tuple[int, ...] = (5, 0, 300, 1, 2, 33)) -> None:
+    x, starts = draw.tokens(length=sum(lengths)), draw.ints([0, *accumulate(lengths)])
+    pool, has = draw.states(len(lengths) + 3), torch.tensor([True, True, False, True, False, True], device=draw.device)
+    slots = draw.ints([4, 0, 2, 7, 1, 3], I64)
+    before = pool.clone()
+    out = forward(x, *draw.weights, query_start_loc=starts, conv_states=pool, conv_state_indices=slots, has_initial_state=has)
+    states = torch.where(has[:, None, None], before[slots], 0)
+    again, final = forward(x, *draw.weights, query_start_loc=starts, initial_states=states, return_final_states=True)
+    assert equal(out, again)
+    for s, (n, slot) in enumerate(zip(lengths, slots.tolist(), strict=True)):
+        at = int(starts[s])
+        if n == 0:
+            assert equal(final[s], states[s]) and equal(pool[slot], before[slot])
+            continue
+        one, last = forward(x[None, :, at : at + n], *draw.weights, initial_states=states[s : s + 1], return_final_states=True)
+        assert equal(one[0], out[:, at : at + n]) and equal(last[0], pool[slot]) and equal(last[0], final[s]), f"sequence {s}"
+    others = [s for s in range(len(pool)) if s not in slots.tolist()]
+    assert equal(pool[others], before[others])
+
+
+def segments_equal_sequences(forward: Any, draw: Draw, lengths: tuple[int, ...] = (3, 1, 40, 2, 260, 7)) -> None:
+    """seq_idx: the first segment follows the initial state, the others nothing; the final state is the last one's."""
+    total, past = sum(lengths), draw.states(1)
+    x = draw.tokens(1, length=total + 5)
+    ids = [i for i, n in enumerate(lengths) for _ in range(n)]
+    padded = torch.tensor([[*ids, *[-1] * 5]], dtype=I32, device=draw.device)
+    out = forward(x, *draw.weights, activation="silu", seq_idx=padded, initial_states=past)
+    assert not out[..., total:].any()
+    last = forward(x[..., :total], *draw.weights, seq_idx=padded[:, :total], return_final_states=True)[1]
+    at = 0
+    for i, n in enumerate(lengths):
+        first = past if i == 0 else torch.zeros_like(past)
+        one, final = forward(x[..., at : at + n], *draw.weights, activation="silu", initial_states=first, return_final_states=True)
+        assert equal(one, out[..., at : at + n]), f"segment {i}"
+        at += n
+    assert equal(last, final)
+
+
+def split_equals_whole(forward: Any, draw: Draw, points: tuple[int, ...], length: int) -> None:
+    """At any point, with the first part's final states as the second's initial ones, which they may replace in memory."""
+    x, past = draw.tokens(2, length=length), draw.states(2)
+    want, final = forward(x, *draw.weights, initial_states=past, return_final_states=True)
+    for point in points:
+        state = past.clone()
+        parts = [x[..., :point], x[..., point:]]
+        outs = [forward(p, *draw.weights, initial_states=state, final_states_out=state, return_final_states=True)[0] for p in parts]
+        assert equal(torch.cat(outs, -1), want) and equal(state, final), f"split at {point}"

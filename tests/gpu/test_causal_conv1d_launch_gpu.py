@@ -1,0 +1,295 @@
+"""How causal_conv1d and causal_conv1d_update are launched on a card: far offsets, repetition, graphs, plans, dependent launches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conv_cases import BF16, F16, F32, FIRST, I64, LAST, POOL, ROLL, SHORT, STATEFUL, Call, Case, UpdateCase, make, make_call, named
+from conv_laws import LAST_AXIS, Draw, assert_matches, bits, equal, expected
+from test_selective_state_update import after_a_producer, needs_pdl
+
+import ssmgen
+from ssmgen import compile as compiler
+from ssmgen import registry, runtime
+from ssmgen.cache import Entry
+from ssmgen.errors import ArgumentError, CaptureError
+from ssmgen.render import render
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+forward, update = ssmgen.causal_conv1d, ssmgen.causal_conv1d_update
+
+
+# Offsets above 2^31 elements.
+
+
+def far(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype = BF16) -> torch.Tensor:
+    """Zeros, a long way apart."""
+    extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    assert extent > 2**31
+    return torch.zeros(extent, dtype=dtype, device=DEVICE).as_strided(shape, strides)
+
+
+@pytest.fixture
+def room():
+    """The memory of other tests is given back before and after."""
+    torch.cuda.empty_cache()
+    yield
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("gap", [2**30 + 64, 2**30 + 3], ids=["aligned", "odd"])
+@LAST_AXIS
+def test_pool_above_2_31_elements(last, gap, room):
+    draw = Draw(DEVICE, BF16, last)
+    inner = (1, draw.dim) if last else (3, 1)
+    pool, near = far((3, draw.dim, 3), (gap, *inner)), draw.states(3)
+    slots, has = draw.ints([2, 0], I64), torch.tensor([True, True], device=DEVICE)
+    pool.copy_(near)
+    starts = draw.ints([0, 2, 40])
+    x = draw.tokens(length=40)
+    options = {"query_start_loc": starts, "conv_state_indices": slots, "has_initial_state": has}
+    assert equal(forward(x, *draw.weights, conv_states=pool, **options), forward(x, *draw.weights, conv_states=near, **options))
+    assert equal(pool, near)
+    for tokens in (1, 3):
+        x = draw.tokens(2, length=tokens)
+        got, want = (update(x, state, *draw.weights, "silu", conv_state_indices=slots) for state in (pool, near))
+        assert equal(got, want) and equal(pool, near)
+    got, want = (
+        update(x[..., 0], state, *draw.weights, conv_state_indices=slots, cache_seqlens=draw.ints([5, 7])) for state in (pool, near)
+    )
+    assert equal(got, want) and equal(pool, near)
+
+
+@LAST_AXIS
+def test_batches_above_2_31_elements_apart(last, room):
+    draw = Draw(DEVICE, BF16, last)
+    inner = (1, draw.dim) if last else (40, 1)
+    x, out = (far((2, draw.dim, 40), (2**31 + 64, *inner)) for _ in range(2))
+    x.copy_(draw.tokens(2, length=40))
+    near = x.contiguous() if not last else x.transpose(1, 2).contiguous().transpose(1, 2)
+    assert equal(forward(x, *draw.weights, out=out), forward(near, *draw.weights))
+    state = draw.states(2)
+    kept = state.clone()
+    assert equal(update(x[..., :3], state, *draw.weights, out=out[..., :3]), update(near[..., :3], kept, *draw.weights))
+    assert equal(state, kept)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "channels", "elements"])
+def test_tokens_above_2_31_elements_apart(kind, room):
+    """Far tokens of neighbouring channels, far channels of neighbouring tokens, and both apart."""
+    draw = Draw(DEVICE, BF16, kind != "channels")
+    length = 600
+    strides = {"tokens": (1, 2**22), "channels": (2**31 // 20, 1), "elements": (3, 2**22 + 1)}[kind]
+    x, starts = far((draw.dim, length), strides), draw.ints([0, 530, 530, length])
+    x.copy_(draw.tokens(length=length))
+    near = draw.tokens(length=length).copy_(x)
+    out = far((draw.dim, length), strides)
+    packed = {"query_start_loc": starts, "initial_states": draw.states(3), "return_final_states": True}
+    for options in ({}, packed):
+        lead = (lambda t: t) if options else (lambda t: t[None])
+        got, want = forward(lead(x), *draw.weights, **options, out=lead(out)), forward(lead(near), *draw.weights, **options)
+        assert all(equal(a, b) for a, b in zip(got, want, strict=True))
+    if kind != "channels":
+        state = draw.states(3)
+        kept = state.clone()
+        got = update(x.t(), state, *draw.weights, query_start_loc=starts, out=out.t())
+        assert equal(got, update(near.t(), kept, *draw.weights, query_start_loc=starts)) and equal(state, kept)
+
+
+# Repetition, graphs, streams.
+
+
+def test_ten_thousand_launches_are_equal():
+    """A graph that restores the states, makes both calls, and counts the bits that are not those of the first time."""
+    calls = [make(c, DEVICE) for c in (replace(LAST, id="l", lengths=SHORT, **POOL), replace(FIRST, id="f", **STATEFUL), UpdateCase("u"))]
+    kept = [[t.clone() for t in call.results()] for call in calls]
+    wrong = torch.zeros((), dtype=I64, device=DEVICE)
+
+    def once(want: list[list[torch.Tensor]] | None) -> list[list[torch.Tensor]]:
+        for call, before in zip(calls, kept, strict=True):
+            for t, b in zip(call.results(), before, strict=True):
+                t.copy_(b)
+            call.run()
+        if want is None:
+            return [[bits(t).clone() for t in call.results()] for call in calls]
+        for call, results in zip(calls, want, strict=True):
+            for t, w in zip(call.results(), results, strict=True):
+                wrong.add_((bits(t) != w).sum())
+        return want
+
+    want = once(None)
+    once(want)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        once(want)
+    for _ in range(10_000):
+        graph.replay()
+    assert wrong.item() == 0
+
+
+def fresh(i: int) -> list[Case | UpdateCase]:
+    """Of dtypes that no other test has, so that the kernels are not loaded yet."""
+    types = {"x": F32, "weight": F16, "bias": F16, "width": 5 + i}
+    return [replace(LAST, id="last", **types, **STATEFUL), replace(FIRST, id="first", **types), UpdateCase("update", **types)]
+
+
+def test_first_launch_ever_may_be_inside_a_capture_once_warm():
+    for case in fresh(0):
+        call = make(case, DEVICE)
+        want = expected(call)
+        assert not ssmgen.is_warm(call.function, **call.kwargs)
+        assert ssmgen.warm(call.function, **call.kwargs) == 1 and ssmgen.warm(call.function, **call.kwargs) == 0
+        assert ssmgen.is_warm(call.function, **call.kwargs)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call.run()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_matches(call, want)
+
+
+def test_capture_of_an_unloaded_kernel_names_the_remedy():
+    for case in fresh(1):
+        call = make(case, DEVICE)
+        want = expected(call)
+        words = rf"ssmgen.warm\(ssmgen.{call.op.OPERATOR}"
+        with pytest.raises(CaptureError, match=words), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            call.run()
+        call.run()  # and outside of it all is well
+        torch.cuda.synchronize()
+        assert_matches(call, want)
+
+
+@named(replace(LAST, id="last", lengths=SHORT, **POOL), UpdateCase("update", tokens=2), UpdateCase("roll", ROLL, tokens=4))
+def test_graph_replay_equals_eager(case):
+    eager, captured = make(case, DEVICE), make(case, DEVICE)
+    ssmgen.warm(captured.function, **captured.kwargs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured.run()
+    for _ in range(4):
+        eager.run()
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(equal(a, b) for a, b in zip(eager.results(), captured.results(), strict=True))
+
+
+def test_bound_calls_relaunch():
+    for case in (replace(FIRST, id="f", **STATEFUL), UpdateCase("u", tokens=2)):
+        bound_call, eager = make(case, DEVICE), make(case, DEVICE)
+        bound = ssmgen.bind(bound_call.function, **bound_call.kwargs)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+            for _ in range(3):
+                result = bound()
+        torch.cuda.synchronize()
+        assert (result[0] if isinstance(result, tuple) else result) is bound_call.kwargs["out"]
+        for _ in range(3):
+            eager.run()
+        assert all(equal(a, b) for a, b in zip(bound_call.results(), eager.results(), strict=True))
+
+
+def test_same_signature_elsewhere_in_memory():
+    """A plan found by its signature is used with the new tensors' pointers, and alignment and overlap are looked at again."""
+    for seed in (1, 2):
+        for case in (FIRST, UpdateCase("u", tokens=2)):
+            call = make(case, DEVICE, seed)
+            want = expected(call)
+            call.run()
+            assert_matches(call, want)
+    call = make_call(FIRST, DEVICE)
+    want = expected(call)
+    x = call.kwargs["x"]
+    shifted = torch.empty(x.numel() + 3, dtype=x.dtype, device=DEVICE)[3:].as_strided(x.shape, x.stride()).copy_(x)
+    forward(**call.kwargs | {"x": shifted})
+    assert_matches(call, want)
+    with pytest.raises(ArgumentError, match="out overlaps x"):
+        forward(**call.kwargs | {"out": call.kwargs["x"]})
+
+
+@LAST_AXIS
+def test_torch_compile_fullgraph(last):
+    def two(x, past, state, weight, bias):
+        out, final = forward(x, weight, bias, activation="silu", initial_states=past, return_final_states=True)
+        return update(out[..., -1] * 2, state, weight, bias, "silu").float() + 1, final
+
+    def operands():
+        draw = Draw(DEVICE, BF16, last)
+        return draw.tokens(2, length=9), draw.states(2), draw.states(2), *draw.weights
+
+    eager, compiled = operands(), operands()
+    want = two(*eager)
+    got = torch.compile(two, fullgraph=True, backend="aot_eager")(*compiled)
+    assert all(torch.equal(a, b) for a, b in zip((*got, *compiled), (*want, *eager), strict=True))
+
+
+# Programmatic dependent launch.
+
+
+def chain(pdl: bool, last: bool) -> list[torch.Tensor]:
+    """A forward whose final states the updates go on from, each of which reads what the one ahead of it wrote."""
+    draw = Draw(DEVICE, BF16, last, dim=512)
+    out, state = forward(draw.tokens(4, length=100), *draw.weights, activation="silu", return_final_states=True, pdl=pdl)
+    x, outs = out[..., -1].clone(), [out]
+    for _ in range(12):
+        x = update(x, state, *draw.weights, "silu", pdl=pdl)
+        outs.append(x)
+        out, state = forward(x[..., None], *draw.weights, initial_states=state, return_final_states=True, pdl=pdl)
+        outs.append(out)
+    torch.cuda.synchronize()
+    return [*outs, state]
+
+
+@needs_pdl
+@LAST_AXIS
+def test_pdl_on_and_off_are_bit_equal_on_a_chain(last):
+    want = chain(False, last)
+    for _ in range(5):
+        assert all(equal(a, b) for a, b in zip(chain(True, last), want, strict=True))
+
+
+def produced(call: Call, run: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(out, state) bits of `run()` behind a kernel that triggers at once and writes x 40 us later."""
+    name = next(n for n in ("conv_states", "conv_state", "final_states") if n in call.views)
+    before = make(call.case, DEVICE).views[name]
+    memory = SimpleNamespace(buffers={"conv": call.memory.buffers["x"]})
+    return after_a_producer(SimpleNamespace(args=(call.views[name],), kwargs=call.kwargs, memory=memory), before, run)
+
+
+def pairs_equal(a, b) -> bool:
+    return all(torch.equal(x, y) for pair in zip(a, b, strict=True) for x, y in zip(*pair, strict=True))
+
+
+@needs_pdl
+@named(
+    replace(FIRST, id="first", **STATEFUL),
+    replace(FIRST, id="first-packed", lengths=(3, 300, 9), pool=True),
+    replace(LAST, id="last", **STATEFUL),
+    replace(LAST, id="last-packed", lengths=(3, 50, 9), pool=True),
+    UpdateCase("update", index=None),
+    UpdateCase("update-channels", index=None, state="channels", tokens=3, extra=2),
+)
+def test_pdl_waits_for_a_producer_that_triggers_early(case):
+    """x is what the kernel ahead still writes when this one starts; without its wait it reads too early."""
+    call = make(case, DEVICE)
+    right = produced(call, lambda: call.run(pdl=False))
+    assert pairs_equal(right, produced(call, lambda: call.run(pdl=True))) and torch.isfinite(call.kwargs["out"]).all()
+    arch = runtime.device_arch(torch.cuda.current_device())
+    spec = registry.select(call.op.OPERATOR, call.problem, call.op.FAMILY.size_of(call.views), arch, True)
+    source = render(spec, arch)
+    hasty = source.replace("  wait_for_upstream();", "  ", 1)
+    assert hasty != source
+    done = compiler.compile_cubin(hasty, arch, str(spec))
+    kernel = runtime.Kernel(spec, arch, Entry("", "", spec.name, str(arch), "", (), done.resources, 0.0, hasty, done.cubin))
+    assert kernel.pdl
+    values, grid = call.op.kernel_values(spec, call.views, call.options), call.op.grid_of(spec, call.views)
+    plan = runtime.Launch(kernel, torch.cuda.current_device(), grid, values).at([t.data_ptr() for t in call.operands.values()])
+    assert not pairs_equal(right, produced(call, plan))

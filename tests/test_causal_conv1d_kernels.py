@@ -1,0 +1,240 @@
+"""causal_conv1d and causal_conv1d_update: specs, the text and machine code of kernels, and that wrong ones are found."""
+
+from __future__ import annotations
+
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import cycle, product
+
+import pytest
+from conv_cases import FIRST, LAST, POOL, RING, ROLL, SHORT, STATEFUL, UpdateCase, make
+from conv_laws import SM90, assert_matches, emulate, expected, needs_emulator
+
+from ssmgen import registry
+from ssmgen.compile import compile_cubin
+from ssmgen.emulator import EmulatorError
+from ssmgen.kernels import causal_conv1d as conv
+from ssmgen.kernels import causal_conv1d_update as step
+from ssmgen.kernels.causal_conv1d import ConvLayout, ConvProblem, ConvSpec
+from ssmgen.kernels.causal_conv1d_update import Advance, Saved, StateLayout, Tokens, UpdateProblem, UpdateSpec
+from ssmgen.render import render, uses_pdl
+from ssmgen.spec import Arch, DType, Index, KernelSpec, Loads, Pdl
+
+SM80 = Arch.parse("sm_80")
+
+# Specs and text.
+
+WHOLE_SPEC = ConvSpec(layout=ConvLayout.FIRST, width=4, vec=8)
+CHANNELS_SPEC = ConvSpec(layout=ConvLayout.LAST, width=4, vec=4, vectors=8)
+STEP_SPEC = UpdateSpec(width=4, state_len=3, vec=4)
+
+
+@pytest.mark.parametrize(
+    ("spec", "change", "words"),
+    [
+        (WHOLE_SPEC, {"width": 9}, "width 9 is not 1 … 8"),
+        (WHOLE_SPEC, {"width": 1, "final": True}, "a convolution of width 1 has no state"),
+        (WHOLE_SPEC, {"pool": True, "initial": True}, "conv_states take the place of initial_states and final_states"),
+        (WHOLE_SPEC, {"started": True}, "slots and has_initial_state are of conv_states"),
+        (WHOLE_SPEC, {"seq_idx": True, "query_start_loc": Index.I32}, "seq_idx and query_start_loc both divide the length"),
+        (CHANNELS_SPEC, {"shifted": True}, "only channel-first vectors are shifted"),
+        (WHOLE_SPEC, {"threads": 48}, "threads 48 is not 32 … 1024 in steps of 32"),
+        (WHOLE_SPEC, {"vectors": 0}, "vectors is not positive"),
+        (WHOLE_SPEC, {"vec": 4}, "vec 4 of bf16 is not 16 bytes"),
+        (CHANNELS_SPEC, {"vec": 8}, "vec 8 of bf16 is not 4 or 8 bytes"),
+        (CHANNELS_SPEC, {"vectors": 2}, "pieces of 2 tokens are shorter than the history of 3"),
+        (WHOLE_SPEC, {"width": 3}, "taps of 6 bytes are not whole words"),
+        (WHOLE_SPEC, {"width": 6}, "taps of 12 bytes do not keep their alignment"),
+        (CHANNELS_SPEC, {"loads": Loads.ELEMENT}, "taps of channels that a lane holds apart are not one run"),
+        (STEP_SPEC, {"width": 1}, "width 1 is not 2 … 8"),
+        (STEP_SPEC, {"tokens": 17}, "tokens 17 is not 1 … 16"),
+        (STEP_SPEC, {"advance": Advance.ROLL}, "a ring or a rolling window needs a position"),
+        (STEP_SPEC, {"count": Tokens.RAGGED}, "packed sequences need query_start_loc"),
+        (STEP_SPEC, {"layout": StateLayout.ANY}, "state_len is of runs only"),
+        (STEP_SPEC, {"state_len": 4}, "runs of 4 are not 3"),
+        (STEP_SPEC, {"advance": Advance.RING, "position": Index.I32}, "a ring is not rewritten whole"),
+        (
+            STEP_SPEC,
+            {"advance": Advance.ROLL, "position": Index.I32, "count": Tokens.COUNTED},
+            "runs that roll need a fixed number of tokens",
+        ),
+        (STEP_SPEC, {"saved_index": Index.I32}, "slots of windows that are not saved"),
+        (STEP_SPEC, {"threads": 2048}, "threads 2048 is not 32 … 1024"),
+        (STEP_SPEC, {"vec": 8}, "vec 8 of bf16 is not 4 or 8 bytes"),
+    ],
+)
+def test_violations_in_words(spec, change, words):
+    assert not spec.violations(SM90)
+    assert any(words in problem for problem in replace(spec, **change).violations(SM90))
+
+
+@pytest.mark.parametrize("spec", [WHOLE_SPEC, CHANNELS_SPEC, STEP_SPEC], ids=lambda s: s.stem)
+def test_violations_of_architectures(spec):
+    assert "programmatic dependent launch needs sm_90, not sm_80" in replace(spec, pdl=Pdl.WAIT).violations(SM80)
+    assert not spec.violations(SM80) and "bf16 arithmetic needs sm_80, not sm_75" in spec.violations(Arch.parse("sm_75"))
+
+
+FULL = {"pool": True, "started": True, "index": Index.I64, "query_start_loc": Index.I32}
+TEXTS = [
+    WHOLE_SPEC,
+    replace(WHOLE_SPEC, **FULL, shifted=True, bias=DType.F32),
+    replace(WHOLE_SPEC, seq_idx=True, initial=True, final=True, loads=Loads.ELEMENT, taps=Loads.ELEMENT),
+    CHANNELS_SPEC,
+    replace(CHANNELS_SPEC, **FULL, bias=DType.BF16),
+    replace(CHANNELS_SPEC, seq_idx=True, initial=True, final=True, loads=Loads.ELEMENT, taps=Loads.ELEMENT),
+    STEP_SPEC,
+    replace(STEP_SPEC, advance=Advance.ROLL, position=Index.I64, tokens=4, state_len=6, index=Index.I32, bias=DType.F32),
+    replace(
+        STEP_SPEC, advance=Advance.RING, position=Index.I32, count=Tokens.RAGGED, query_start_loc=Index.I64, layout=StateLayout.ANY,
+        state_len=0, saved=Saved.ANY, saved_index=Index.I32, loads=Loads.ELEMENT, taps=Loads.ELEMENT, tokens=4,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pdl", Pdl)
+@pytest.mark.parametrize("spec", TEXTS, ids=lambda s: s.name)
+def test_wait_precedes_every_access_and_the_launch_attribute_follows_the_text(spec, pdl):
+    text = render(replace(spec, pdl=pdl), SM90)
+    body = text[text.index('extern "C"') :]
+    assert uses_pdl(text) == (pdl is not Pdl.OFF)
+    assert "__restrict__" not in body and "__ldg" not in body
+    if pdl is Pdl.OFF:
+        assert "wait_for_upstream" not in text
+        return
+    wait = body.index("wait_for_upstream();")
+    assert all(m.start() > wait for m in re.finditer(r"\b(load|store|find)\w*[(<]", body))
+    assert ("allow_dependents();" in body) == (pdl is not Pdl.WAIT)
+
+
+@pytest.mark.parametrize("spec", TEXTS, ids=lambda s: s.name)
+def test_layout_of_the_text(spec):
+    text = render(spec, SM90)
+    assert text.startswith(f"// {spec.family} for sm_90a")
+    signature = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
+    assert [p.split()[-1].lstrip("*") for p in signature.split(",")] == [p.name for p in spec.parameters()]
+    assert not any(line != line.rstrip() or "\t" in line or "{%" in line or "{{" in line for line in text.splitlines())
+
+
+def test_what_is_switched_off_is_not_in_the_text():
+    for spec in (WHOLE_SPEC, CHANNELS_SPEC, STEP_SPEC):
+        text = render(replace(spec, silu=False), SM90)
+        absent = (
+            "silu",
+            "exp2",
+            "bias",
+            "seq_idx",
+            "query_start_loc",
+            "pad_slot_id",
+            "initial_states",
+            "find_sequence",
+            "griddepcontrol.wait",
+        )
+        for word in (*absent, "intermediate", "cache_seqlens", "accepted", "struct f16"):
+            assert word not in text.split("#define DEVICE")[1], word
+
+
+# What the emulator finds in kernels that are wrong.
+
+ODD = replace(LAST, layout="last_odd", dim=37)
+SPECULATED = UpdateCase("u", ROLL, tokens=4, state="channels")
+EDITS = {
+    "no wait": (FIRST, "  wait_for_upstream();", "  ", "before the wait for the upstream kernel"),
+    "halo of another lane": (FIRST, "(lane + 32 - h) % 32", "(lane + 31 - h) % 32", "off by"),
+    "before the row": (
+        replace(FIRST, layout="first_slice", length=541),
+        "if (t >= 0 && t < tokens) store",
+        "if (t < tokens) store",
+        "store",
+    ),
+    "no padding": (replace(LAST, lengths=SHORT, **POOL), "if (u64(slot) >= u64(slots) || slot == pad_slot_id)", "if (false)", "outside"),
+    "past kept by all pieces": (replace(LAST, **STATEFUL), "if (first == 0) {\n    Pack", "if (true) {\n    Pack", "no barrier between"),
+    "other segments": (replace(LAST, seq_idx=True), "id[t + k] == id[t + kWidth - 1]", "true", "off by"),
+    "channels past the last": (ODD, "if (channel + j * kApart < dim) store", "store", "no barrier between"),
+    "window in the wrong order": (UpdateCase("u", tokens=2), "window[i] = window[i + 1]", "window[i] = window[i]", "differs"),
+    "padded sequence written": (UpdateCase("u"), "u64(slot) < u64(slots) && slot != pad_slot_id", "true", "outside of every operand"),
+    "count out of range": (SPECULATED, "accepted >= 1 && accepted + kWidth - 2 <= i64(state_len)", "true", "outside"),
+    "ring one behind": (UpdateCase("u", RING, state="channels", extra=2), "u32(kWidth - 1 + first", "u32(kWidth + first", "differs"),
+}
+
+
+@needs_emulator
+@pytest.mark.parametrize("edit", EDITS)
+def test_broken_template(edit):
+    case, old, new, words = EDITS[edit]
+    call = make(case, "cpu")
+    want = expected(call)
+
+    def change(source: str) -> str:
+        assert old in source, "the edit no longer applies"
+        return source.replace(old, new)
+
+    with pytest.raises((EmulatorError, AssertionError)) as e:
+        emulate(call.op, call.given, call.options, change=change)
+        assert_matches(call, want)
+    assert words in str(e.value)
+
+
+# Machine code.
+
+LOADS = {
+    "first": {"layout": ConvLayout.FIRST},
+    "first-shifted": {"layout": ConvLayout.FIRST, "shifted": True},
+    "first-any": {"layout": ConvLayout.FIRST, "loads": Loads.ELEMENT, "taps": Loads.ELEMENT},
+    "last": {"layout": ConvLayout.LAST},
+    "last-any": {"layout": ConvLayout.LAST, "loads": Loads.ELEMENT, "taps": Loads.ELEMENT},
+}
+MODES = {"plain": {}, "ids": {"seq_idx": True}, "states": {"initial": True, "final": True}, "packed": FULL}
+
+
+def sampled(kind: str) -> list[KernelSpec]:
+    """Every width with every set of operands; dtypes take turns. Of the sizes, small ones and those that fill the card."""
+    types, weights = cycle(DType), cycle([DType.BF16, DType.F32, None, DType.F16, DType.BF16])
+    specs: dict[KernelSpec, None] = {}
+    for width, mode in product(range(1, 9), MODES):
+        if (width == 1 and mode in ("states", "packed")) or (kind == "first" and mode == "packed"):  # those are shifted
+            continue
+        weight = next(weights)
+        problem = ConvProblem(width=width, x=next(types), weight=weight or DType.F16, bias=weight, **LOADS[kind], **MODES[mode])
+        if kind.startswith("first") and width * problem.weight.size not in (4, 8, 16, 32):
+            problem = replace(problem, taps=Loads.ELEMENT)
+        specs |= {registry.select(conv.OPERATOR, problem, size, SM90, True): None for size in (1024, 2**20)}
+    return list(specs)
+
+
+def sampled_updates(advance: Advance) -> list[KernelSpec]:
+    """Every width of 2 to 6 in every layout of the state, for some numbers of tokens; dtypes take turns."""
+    types, counts = cycle((DType.BF16, DType.F32, DType.F16)), cycle((1, 4, None, 2, 20, 3, 8))
+    position = Index.NONE if advance is Advance.SHIFT else Index.I32
+    specs: dict[KernelSpec, None] = {}
+    for width, layout in product(range(2, 7), StateLayout):
+        starts = Index.I32 if (T := next(counts)) is None else Index.NONE
+        tokens, count = step.tokens_of(width, T or 1, starts)
+        runs = layout is StateLayout.RUNS
+        if runs and (advance is Advance.RING or (advance is Advance.ROLL and count is not Tokens.FIXED)):
+            continue
+        loads = Loads.ELEMENT if layout is StateLayout.ANY else Loads.VECTOR
+        problem = UpdateProblem(
+            width=width, x=next(types), weight=DType.F32, bias=DType.F32, advance=advance, position=position, tokens=tokens, count=count,
+            query_start_loc=starts, index=Index.I32, layout=layout, loads=loads, taps=loads,
+        )  # fmt: skip
+        problem = replace(problem, state_len=problem.runs_len) if runs else problem
+        specs[registry.select(step.OPERATOR, problem, 64, SM90, True)] = None
+    return list(specs)
+
+
+def spilled(specs: list[KernelSpec]) -> list[str]:
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # NVRTC releases the GIL
+        done = pool.map(lambda s: compile_cubin(render(s, SM90), SM90, str(s)).resources, specs)
+        return [f"{spec}: {resources}" for spec, resources in zip(specs, done, strict=True) if resources.spills]
+
+
+@pytest.mark.parametrize("kind", LOADS)
+def test_nothing_spills_over_whole_sequences(kind):
+    assert not spilled(sampled(kind))
+
+
+@pytest.mark.parametrize("advance", Advance, ids=lambda a: a.value)
+def test_nothing_spills_in_updates(advance):
+    assert not spilled(sampled_updates(advance))

@@ -1,0 +1,520 @@
+"""The drop-in signatures of causal-conv1d, and how vLLM and SGLang call, against torch.nn.functional.conv1d in float64."""
+
+from __future__ import annotations
+
+import inspect
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import conv1d, pad, silu
+
+import ssmgen
+from ssmgen.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_varlen_states
+from ssmgen.errors import ArgumentError
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+DIM = 12
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Threads that wait for one another make this ten times slower on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = F32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 31 * sum(shape))).to(dtype)
+
+
+def taps(width: int, dtype: torch.dtype = F32) -> tuple[Tensor, Tensor]:
+    """(weight, bias)."""
+    return randn(DIM, width, seed=1, dtype=dtype), randn(DIM, seed=2, dtype=dtype)
+
+
+def conv(history: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: object = None) -> tuple[Tensor, Tensor]:
+    """(outputs of [..., dim, tokens] after [..., dim, width - 1 or more], how far a sum in f32 may be from them), in float64."""
+    width, tokens = weight.shape[1], x.shape[-1]
+    inputs = torch.cat([history[..., history.shape[-1] - width + 1 :], x], -1).double()
+    weight, bias = weight.double()[:, None], None if bias is None else bias.double()
+    out = conv1d(inputs, weight, bias, groups=len(weight)) if tokens else x.double()
+    size = conv1d(inputs.abs(), weight.abs(), None if bias is None else bias.abs(), groups=len(weight)) if tokens else x.double()
+    return silu(out) if activation else out, 2 * (width + 4) * torch.finfo(F32).eps * size
+
+
+def close(got: Tensor, want: tuple[Tensor, Tensor]) -> bool:
+    """Within the roundings of the f32 sum and one to the dtype."""
+    exact, bound = want
+    kind = torch.finfo(got.dtype)
+    bound = bound + kind.eps / 2 * (exact.abs() + kind.smallest_normal)
+    return got.shape == exact.shape and bool(((got.double() - exact).abs() <= bound).all())
+
+
+def zeros_before(x: Tensor, width: int) -> Tensor:
+    return x.new_zeros(*x.shape[:-1], width - 1)
+
+
+def laid_out(t: Tensor, layout: str) -> Tensor:
+    """[batch, dim, length] with such strides; what lies between its elements is NaN."""
+    b, d, n = t.shape
+    if layout == "channel-first":
+        return t.clone(memory_format=torch.contiguous_format)
+    if layout == "channel-last":
+        return t.mT.clone(memory_format=torch.contiguous_format).mT
+    if layout == "channel-first-slice":
+        place = t.new_full((b, d + 9, n + 3), torch.nan)[:, 5 : 5 + d, 1 : 1 + n]
+    elif layout == "channel-last-slice":
+        place = t.new_full((b, n, d + 9), torch.nan)[..., 5 : 5 + d].mT
+    else:  # neither is contiguous
+        place = t.new_full((b, n, d, 2), torch.nan)[..., 1].mT
+    return place.copy_(t)
+
+
+LAYOUTS = ["channel-first", "channel-last", "channel-first-slice", "channel-last-slice", "strided"]
+
+# causal-conv1d: signatures.
+
+NEEDED = inspect.Parameter.empty
+SIGNATURES = {
+    causal_conv1d_fn: {
+        "x": NEEDED, "weight": NEEDED, "bias": None, "seq_idx": None, "initial_states": None, "return_final_states": False,
+        "final_states_out": None, "activation": None,
+    },
+    causal_conv1d_update: {
+        "x": NEEDED, "conv_state": NEEDED, "weight": NEEDED, "bias": None, "activation": None, "cache_seqlens": None,
+        "conv_state_indices": None,
+    },
+    causal_conv1d_varlen_states: {"x": NEEDED, "cu_seqlens": NEEDED, "state_len": NEEDED},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f.__name__)
+def test_signature(function):
+    parameters = inspect.signature(function).parameters
+    assert [(n, p.default) for n, p in parameters.items()] == list(SIGNATURES[function].items())
+    assert {p.kind for p in parameters.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+
+
+# causal_conv1d_fn.
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("activation", [None, "silu", "swish"])
+def test_fn(layout, width, activation):
+    weight, bias = taps(width)
+    for length in (1, 2, 7, 33):
+        x = laid_out(randn(2, DIM, length), layout)
+        before = x.clone()
+        for b in (None, bias):
+            out = causal_conv1d_fn(x, weight, b, None, None, False, None, activation)
+            assert out.dtype == F32 and close(out, conv(zeros_before(x, width), x, weight, b, activation))
+        assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("x_dtype", [F32, F16, BF16])
+@pytest.mark.parametrize("weight_dtype", [F32, F16, BF16])
+def test_fn_dtypes(x_dtype, weight_dtype):
+    """Also a bias of another dtype than the weight."""
+    x = laid_out(randn(2, DIM, 19, dtype=x_dtype), "channel-last")
+    weight, bias = taps(4, weight_dtype)
+    initial = randn(2, DIM, 3, dtype=x_dtype)
+    for b in (None, bias, bias.float()):
+        out, final = causal_conv1d_fn(x, weight, b, initial_states=initial, return_final_states=True, activation="silu")
+        assert out.dtype == final.dtype == x_dtype and close(out, conv(initial, x, weight, b, "silu")) and torch.equal(final, x[..., -3:])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("states_layout", LAYOUTS)
+@pytest.mark.parametrize("started", [False, True], ids=["fresh", "started"])
+def test_fn_states(layout, states_layout, started):
+    """Also of sequences that are shorter than the window, into a tensor that is given, and into a new one."""
+    for width in (2, 4, 8):
+        weight, bias = taps(width)
+        for length in (1, 2, 9):
+            x = laid_out(randn(2, DIM, length), layout)
+            initial = laid_out(randn(2, DIM, width - 1, seed=7), states_layout) if started else None
+            history = zeros_before(x, width) if initial is None else initial
+            given = laid_out(torch.full((2, DIM, width - 1), torch.nan), states_layout)
+            want, inputs = conv(history, x, weight, bias), torch.cat([history, x], -1)
+            out, final = causal_conv1d_fn(x, weight, bias, None, initial, True, given)
+            assert final is given and close(out, want) and torch.equal(given, inputs[..., length:])
+            again, final = causal_conv1d_fn(x, weight, bias, initial_states=initial, return_final_states=True)
+            assert torch.equal(again, out) and torch.equal(final, given)
+            assert initial is None or torch.equal(initial, laid_out(randn(2, DIM, width - 1, seed=7), "channel-first"))
+
+
+def test_fn_writes_final_states_only_if_they_are_returned():
+    x, (weight, bias) = randn(2, DIM, 9), taps(4)
+    given = torch.full((2, DIM, 3), 5.0)
+    out = causal_conv1d_fn(x, weight, bias, final_states_out=given)
+    assert isinstance(out, Tensor) and (given == 5).all()
+
+
+def test_fn_in_pieces_is_bit_equal():
+    x, (weight, bias) = randn(2, DIM, 40, dtype=BF16), taps(4)
+    whole, last = causal_conv1d_fn(x, weight, bias, return_final_states=True, activation="silu")
+    state, pieces = None, []
+    for piece in x.split([1, 2, 20, 3, 14], -1):
+        out, state = causal_conv1d_fn(piece, weight, bias, initial_states=state, return_final_states=True, activation="silu")
+        pieces.append(out)
+    assert torch.equal(torch.cat(pieces, -1), whole) and torch.equal(state, last)
+
+
+ROWS = [
+    [(0, 5), (1, 1), (2, 2), (3, 12)],
+    [(7, 11), (3, 9)],
+    [(4, 3), (-1, 2), (5, 1), (9, 9), (-1, 5)],
+    [(-1, 4), (0, 16)],
+]  # runs of seq_idx
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_fn_seq_idx(layout, width):
+    """Each run is a sequence of its own; runs of negative numbers are padding."""
+    weight, bias = taps(width)
+    seq_idx = torch.tensor([[i for i, n in row for _ in range(n)] for row in ROWS], dtype=torch.int32)
+    x = laid_out(randn(4, DIM, 20), layout)
+    for activation in (None, "silu"):
+        out = causal_conv1d_fn(x, weight, bias, seq_idx, activation=activation)
+        for row, runs in enumerate(ROWS):
+            start = 0
+            for i, n in runs:
+                piece, got = x[row, :, start : start + n], out[row, :, start : start + n]
+                want = conv(zeros_before(piece, width), piece, weight, bias, activation)
+                assert close(got, want) if i >= 0 else not got.any()
+                start += n
+
+
+def test_fn_seq_idx_with_states():
+    """The initial state is that of a row's first sequence, the final one that of its last."""
+    x, initial, (weight, bias) = randn(3, DIM, 9), randn(3, DIM, 3, seed=7), taps(4)
+    starts = [4, 8, 7]  # of the second sequence of each row
+    seq_idx = torch.stack([(torch.arange(9) >= n).int() for n in starts])
+    out, final = causal_conv1d_fn(x, weight, bias, seq_idx, initial, True)
+    for row, n in enumerate(starts):
+        first, second = x[row, :, :n], x[row, :, n:]
+        nothing = zeros_before(second, 4)
+        assert close(out[row, :, :n], conv(initial[row], first, weight, bias)) and close(
+            out[row, :, n:], conv(nothing, second, weight, bias)
+        )
+        assert torch.equal(final[row], torch.cat([nothing, second], -1)[:, -3:])
+
+
+# causal_conv1d_update.
+
+
+@pytest.mark.parametrize("width", [2, 3, 4, 8])
+@pytest.mark.parametrize("state_layout", ["channel-first", "channel-last", "strided"])
+@pytest.mark.parametrize("activation", [None, "silu", "swish"])
+def test_update(width, state_layout, activation):
+    """One and several tokens, more of them than the state is long, and states that are longer than the window."""
+    weight, bias = taps(width)
+    for tokens in (None, 1, 4, 5, 11):
+        x = randn(3, DIM, dtype=F32) if tokens is None else laid_out(randn(3, DIM, tokens), "channel-last")
+        for state_len in (width - 1, width, width + 9):
+            start = randn(3, DIM, state_len, seed=5)
+            state = laid_out(start, state_layout)
+            out = causal_conv1d_update(x, state, weight, bias, activation)
+            new = x[..., None] if tokens is None else x
+            assert out.shape == x.shape and close(out.reshape(new.shape), conv(start, new, weight, bias, activation))
+            assert torch.equal(state, torch.cat([start, new], -1)[..., -state_len:])
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("state_len", [3, 4, 7])
+def test_update_circular(state_len, index_dtype):
+    """Steps of a ring that started empty are the convolution of all inputs; entry i modulo its length holds input i."""
+    (weight, bias), width = taps(4), 4
+    x = randn(2, DIM, 30)
+    for steps in ([1] * 30, [1, 3, 2, 1, 1, 3, 3, 2, 3, 1, 3, 1, 3, 3], [8, 1, 13, 8]):
+        state, seen, out = torch.zeros(2, DIM, state_len), torch.zeros(2, dtype=index_dtype), []
+        for piece in x.split(steps, -1):
+            if piece.shape[-1] == 1:
+                piece = piece[..., 0]
+            out.append(causal_conv1d_update(piece, state, weight, bias, "silu", seen).reshape(2, DIM, -1))
+            seen += out[-1].shape[-1]
+        assert close(torch.cat(out, -1), conv(zeros_before(x, width), x, weight, bias, "silu"))
+        assert all(torch.equal(state[..., i % state_len], x[..., i]) for i in range(30 - state_len, 30))
+
+
+def test_update_circular_rows_are_at_different_places():
+    """Untouched entries stay. cache_seqlens may be large, and less than the window."""
+    width, state_len, tokens = 4, 9, 2
+    weight, bias = taps(width)
+    seen = [0, 1, 2, 8, 9, 1000, 2**31 - 3]
+    start, x = randn(len(seen), DIM, state_len), randn(len(seen), DIM, tokens)
+    state = laid_out(start, "channel-last")
+    out = causal_conv1d_update(x, state, weight, bias, cache_seqlens=torch.tensor(seen, dtype=torch.int32))
+    for row, n in enumerate(seen):
+        in_order = start[row].roll(-(n % state_len), -1)  # the oldest entry first
+        assert close(out[row], conv(in_order, x[row], weight, bias))
+        want = torch.cat([x[row], in_order[:, tokens:]], -1).roll(n % state_len, -1)
+        assert torch.equal(state[row], want)
+
+
+SLOTS = 9
+
+
+@pytest.mark.parametrize("circular", [False, True], ids=["shifted", "circular"])
+@pytest.mark.parametrize("tokens", [None, 1, 5])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_update_of_slots(circular, tokens, index_dtype):
+    """Rows of negative slots are zero, though x is not, and no other slot than those given is read or written."""
+    (weight, bias), state_len = taps(4), 6
+    slots = torch.tensor([7, -1, 2, -1, 0, -3], dtype=index_dtype)
+    rows, valid = slots >= 0, slots[slots >= 0].long()
+    x = randn(6, DIM, *([] if tokens is None else [tokens]))
+    x[~rows] = torch.nan
+    pool = torch.full((SLOTS, DIM, state_len), torch.nan)
+    pool[valid] = randn(3, DIM, state_len, seed=9)
+    before, alone = pool.clone(), pool[valid].clone()
+    seen = torch.tensor([4, 99, 1, -5, 17, 0], dtype=torch.int32) if circular else None
+    out = causal_conv1d_update(x, pool, weight, bias, "silu", seen, slots)
+    want = causal_conv1d_update(x[rows], alone, weight, bias, "silu", seen[rows] if circular else None)
+    assert torch.equal(out[rows], want) and (out[~rows] == 0).all(), "not what the same rows alone give"
+    if not circular:
+        new = x[rows].reshape(3, DIM, -1)
+        assert close(out[rows].reshape(new.shape), conv(before[valid], new, weight, bias, "silu"))
+        alone = torch.cat([before[valid], new], -1)[..., -state_len:]
+    assert torch.equal(pool[valid], alone)
+    pool[valid] = before[valid]
+    assert pool.equal(before) or torch.equal(pool.isnan(), before.isnan()), "another slot was written"
+
+
+def test_update_dtypes():
+    for x_dtype in (F32, F16, BF16):
+        for weight_dtype in (F32, F16, BF16):
+            x, start, (weight, bias) = randn(2, DIM, dtype=x_dtype), randn(2, DIM, 3, seed=3, dtype=x_dtype), taps(4, weight_dtype)
+            state = start.clone()
+            out = causal_conv1d_update(x, state, weight, bias, "silu")
+            assert out.dtype == x_dtype and close(out[..., None], conv(start, x[..., None], weight, bias, "silu"))
+            assert torch.equal(state, torch.cat([start[..., 1:], x[..., None]], -1))
+
+
+# causal_conv1d_varlen_states.
+
+
+def last_tokens(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
+    states = x.new_zeros(len(cu_seqlens) - 1, x.shape[1], state_len)
+    for state, (start, end) in zip(states, pairwise(cu_seqlens.tolist()), strict=True):
+        kept = min(end - start, state_len)
+        state[:, state_len - kept :] = x[end - kept : end].t()
+    return states
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_varlen_states(dtype, index_dtype):
+    lengths = torch.randint(1, 32, (100,), generator=torch.Generator().manual_seed(0))
+    cu_seqlens = pad(lengths.cumsum(0), (1, 0)).to(index_dtype)
+    x = randn(int(lengths.sum()), DIM, dtype=dtype)
+    want = last_tokens(x, cu_seqlens, 20)
+    got = causal_conv1d_varlen_states(x, cu_seqlens, 20)
+    assert got.dtype == dtype and torch.equal(got, want) and got.stride(1) == 1
+    assert torch.equal(causal_conv1d_varlen_states(laid_out(x[None], "strided")[0], cu_seqlens, 20), want)
+    assert torch.equal(causal_conv1d_varlen_states(laid_out(x[None], "channel-last-slice")[0], cu_seqlens, 20), want)
+
+
+def test_varlen_states_are_of_their_sequence_alone():
+    """Also of sequences without tokens. Zeros are zeros, whatever the tokens beside are."""
+    cu_seqlens = torch.tensor([0, 0, 2, 2, 7, 8, 8])
+    x = randn(8, DIM)
+    x[2:7] = torch.nan
+    got = causal_conv1d_varlen_states(x, cu_seqlens, 3)
+    assert not got[[0, 2, 5]].any() and got[3].isnan().all()
+    assert torch.equal(got[1], pad(x[:2].t(), (1, 0))) and torch.equal(got[4], pad(x[7:].t(), (2, 0)))
+    nothing = causal_conv1d_varlen_states(x[:0], torch.zeros(4, dtype=torch.int32), 3)
+    assert nothing.shape == (3, DIM, 3) and not nothing.any()
+    assert causal_conv1d_varlen_states(x, cu_seqlens, 0).shape == (6, DIM, 0)
+
+
+def test_varlen_states_never_asks_for_values():
+    with FakeTensorMode():  # whose tensors have none
+        got = causal_conv1d_varlen_states(torch.empty(50, DIM), torch.empty(5, dtype=torch.int32), 3)
+    assert got.shape == (4, DIM, 3)
+
+
+def test_varlen_states_start_a_decode():
+    cu_seqlens, (weight, bias) = torch.tensor([0, 1, 9, 11], dtype=torch.int32), taps(4)
+    x, more = randn(11, DIM), randn(3, DIM, seed=4)
+    state = causal_conv1d_varlen_states(x, cu_seqlens, 3)
+    out = causal_conv1d_update(more, state, weight, bias)
+    for s, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        history = torch.cat([torch.zeros(DIM, 3), x[start:end].t()], -1)
+        assert close(out[s, :, None], conv(history, more[s, :, None], weight, bias))
+
+
+# What cannot be served.
+
+X, (W, BIAS) = randn(2, DIM, 5), taps(4)
+
+
+@pytest.mark.parametrize(
+    ("error", "call", "words"),
+    [
+        *((NotImplementedError, lambda a=a: causal_conv1d_fn(X, W, activation=a), repr(a)) for a in ("gelu", True, "SiLU")),
+        (NotImplementedError, lambda: causal_conv1d_update(X, X.clone(), W, activation="relu"), "'relu'"),
+        (ArgumentError, lambda: causal_conv1d_fn(X.clone().requires_grad_(), W), "x requires grad"),
+        (ArgumentError, lambda: causal_conv1d_fn(X, W.clone().requires_grad_(), BIAS.clone().requires_grad_()), "weight requires grad"),
+        (ArgumentError, lambda: causal_conv1d_fn(X, W, initial_states=torch.zeros(2, DIM, 4)), "initial_states is"),
+        (ArgumentError, lambda: causal_conv1d_fn(X, W, None, None, None, True, torch.zeros(1, DIM, 3)), "final_states is"),
+        (ArgumentError, lambda: causal_conv1d_fn(X[0], W), "not .batch, dim, length."),
+        (ArgumentError, lambda: causal_conv1d_fn(X, W, seq_idx=torch.zeros(2, 5, dtype=torch.int64)), "seq_idx is int64"),
+        (ArgumentError, lambda: causal_conv1d_update(X, torch.zeros(2, DIM, 2), W), "state_len 2 is below width - 1"),
+        (ArgumentError, lambda: causal_conv1d_update(X, torch.zeros(1, DIM, 3), W), "1 slots for a batch of 2"),
+        (ArgumentError, lambda: causal_conv1d_update(X, torch.zeros(2, DIM, 3, dtype=BF16), W), "conv_state is bfloat16"),
+        (ArgumentError, lambda: causal_conv1d_varlen_states(X, torch.tensor([0, 5]), 3), "not .total, dim."),
+    ],
+)  # fmt: skip
+def test_says_why_not(error, call, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_parameters_are_welcome_without_grad():
+    weight, bias = torch.nn.Parameter(W), torch.nn.Parameter(BIAS)
+    with torch.no_grad():
+        out = causal_conv1d_fn(X, weight, bias)
+        assert not out.requires_grad and close(out, conv(zeros_before(X, 4), X, W, BIAS))
+        assert not causal_conv1d_update(X, torch.zeros(2, DIM, 3), weight, bias).requires_grad
+
+
+# vLLM and SGLang: pools of states stored [slots, width - 1 or more, dim] and passed transposed, by the native functions' arguments.
+
+
+def stored(slots: int, entries: int, dtype: torch.dtype = F32) -> tuple[Tensor, Tensor]:
+    """(the pool, transposed; a copy). Slot 0 is NaN: nothing may read it."""
+    pool = randn(slots, entries, DIM, seed=11, dtype=dtype)
+    pool[0] = torch.nan
+    return pool.transpose(1, 2), pool.transpose(1, 2).clone()
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def starts_of(lengths: list[int]) -> Tensor:
+    return pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
+
+
+@pytest.mark.parametrize("pad_slot_id", [-1, 0])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("layout", ["token-major", "channel-major"])
+@pytest.mark.parametrize("width", [2, 4])
+def test_prefill(pad_slot_id, dtype, layout, width):
+    """x (dim, total). Unlike in vLLM, the outputs of padding are zeros."""
+    weight, bias = taps(width)
+    lengths, slots = [5, 1, 4, 0, 2, 30, 3], [3, 8, pad_slot_id, 5, 1, 6, pad_slot_id]
+    started = [True, True, True, True, False, False, False]
+    x = randn(sum(lengths), DIM, dtype=dtype).t()
+    x = x if layout == "token-major" else x.contiguous()
+    pool, before = stored(SLOTS, width - 1, dtype)
+    out = ssmgen.causal_conv1d(
+        x, weight, bias, activation="silu", query_start_loc=starts_of(lengths), conv_states=pool,
+        conv_state_indices=torch.tensor(slots, dtype=torch.int32), has_initial_state=torch.tensor(started), pad_slot_id=pad_slot_id,
+    )  # fmt: skip
+    assert out.shape == x.shape and out.dtype == dtype
+    want = before.clone()
+    for piece, got, slot, go_on in zip(x.split(lengths, 1), out.split(lengths, 1), slots, started, strict=True):
+        if slot == pad_slot_id:
+            assert not got.any()
+            continue
+        history = before[slot] if go_on else torch.zeros_like(before[slot])
+        assert close(got, conv(history, piece, weight, bias, "silu"))
+        if piece.shape[1]:
+            want[slot] = torch.cat([history, piece], 1)[:, piece.shape[1] :]
+    assert same(pool, want)
+
+
+@pytest.mark.parametrize("pad_slot_id", [-1, 0])
+@pytest.mark.parametrize("activation", ["silu", True, None])
+@pytest.mark.parametrize("form", ["batch-dim", "batch-dim-T", "packed"])
+@pytest.mark.parametrize("in_place", [False, True], ids=["new", "in_place"])
+def test_decode(pad_slot_id, activation, form, in_place):
+    """x (batch, dim), (batch, dim, T) or packed (total, dim), with the pool's slots and padding."""
+    weight, bias = taps(4)
+    slots, lengths = [4, pad_slot_id, 7, 2, pad_slot_id], [1] * 5 if form == "batch-dim" else [3] * 5
+    if form == "packed":
+        lengths = [2, 3, 1, 0, 2]
+    tokens = randn(sum(lengths), DIM, seed=6)
+    x = tokens.reshape(5, 3, DIM).mT.clone() if form == "batch-dim-T" else tokens.clone()
+    pieces = tokens.split(lengths)
+    pool, before = stored(SLOTS, 3)
+    out = ssmgen.causal_conv1d_update(
+        x, pool, weight, bias, activation, conv_state_indices=torch.tensor(slots, dtype=torch.int32),
+        query_start_loc=starts_of(lengths) if form == "packed" else None, pad_slot_id=pad_slot_id, out=x if in_place else None,
+    )  # fmt: skip
+    assert out.shape == x.shape and (out is x) == in_place
+    each, want = out.mT.flatten(0, 1) if form == "batch-dim-T" else out, before.clone()
+    for piece, got, slot in zip(pieces, each.split(lengths), slots, strict=True):
+        if slot == pad_slot_id:
+            assert not got.any()
+        else:
+            assert close(got.t(), conv(before[slot], piece.t(), weight, bias, activation))
+            want[slot] = torch.cat([before[slot], piece.t()], 1)[:, len(piece) :]
+    assert same(pool, want)
+
+
+@pytest.mark.parametrize("form", ["batch-dim-T", "packed"])
+@pytest.mark.parametrize("pad_slot_id", [-1, 0])
+@pytest.mark.parametrize("spare", [0, 2])
+def test_speculative_decoding_is_the_convolution_of_what_was_accepted(form, pad_slot_id, spare):
+    """Prefill into the first entries of longer states, then steps of drafts, of which random numbers are accepted in the next step."""
+    made, width, T = torch.Generator().manual_seed(spare), 4, 4
+    weight, bias = taps(width)
+    slots = torch.tensor([3, pad_slot_id, 5, 1], dtype=torch.int32)
+    real = [0, 2, 3]
+    pool, _ = stored(SLOTS, width - 1 + T - 1 + spare)
+    lengths = [6, 2, 1, 9]
+    prompt = randn(sum(lengths), DIM, seed=8).t()
+    ssmgen.causal_conv1d(
+        prompt, weight, bias, query_start_loc=starts_of(lengths), conv_states=pool[..., : width - 1], conv_state_indices=slots,
+        pad_slot_id=pad_slot_id,
+    )  # fmt: skip
+    accepted = {s: [t] for s, t in enumerate(prompt.split(lengths, 1))}  # all inputs that were
+    counts = torch.ones(4, dtype=torch.int32)
+    for step in range(12):
+        drafts = torch.randint(0, T + 1, (4,), generator=made).tolist() if form == "packed" else [T] * 4
+        x = randn(sum(drafts), DIM, seed=100 + step)
+        pieces = x.split(drafts)
+        others = pool[[0, 2, 4, 6, 7, 8]].clone()
+        call = {"num_accepted_tokens": counts, "conv_state_indices": slots, "pad_slot_id": pad_slot_id, "activation": "silu"}
+        if form == "packed":
+            out = ssmgen.causal_conv1d_update(x, pool, weight, bias, query_start_loc=starts_of(drafts), **call).split(drafts)
+        else:
+            out = ssmgen.causal_conv1d_update(x.reshape(4, T, DIM).mT, pool, weight, bias, **call).mT
+        assert not out[1].any()
+        for s in real:
+            history = torch.cat([torch.zeros(DIM, width - 1), *accepted[s]], 1)
+            assert close(out[s].t(), conv(history, pieces[s].t(), weight, bias, "silu"))
+            if drafts[s]:  # a sequence without tokens is left alone
+                counts[s] = torch.randint(1, drafts[s] + 1, (), generator=made)
+                accepted[s].append(pieces[s][: counts[s]].t())
+        assert same(pool[[0, 2, 4, 6, 7, 8]], others), "another slot was written"
+
+
+@pytest.mark.parametrize("chosen", [False, True], ids=["by_sequence", "by_index"])
+def test_windows_after_each_token(chosen):
+    """SGLang's intermediate_conv_window [rows, T or more, dim, width - 1]: the history after each of the drafts."""
+    weight, bias = taps(4)
+    slots, rows = torch.tensor([4, -1, 7], dtype=torch.int32), torch.tensor([5, 1, 0], dtype=torch.int32)
+    x, windows = randn(3, DIM, 3), torch.full((6, 4, DIM, 3), 5.0)
+    pool, before = stored(SLOTS, 3)
+    out = ssmgen.causal_conv1d_update(
+        x, pool, weight, bias, "silu", conv_state_indices=slots, intermediate_conv_window=windows,
+        intermediate_state_indices=rows if chosen else None, pad_slot_id=-1,
+    )  # fmt: skip
+    want = torch.full_like(windows, 5.0)
+    for s in (0, 2):
+        inputs = torch.cat([before[slots[s]], x[s]], 1)
+        assert close(out[s], conv(before[slots[s]], x[s], weight, bias, "silu"))
+        want[rows[s] if chosen else s, :3] = inputs.unfold(1, 3, 1)[:, 1:].transpose(0, 1)
+        assert torch.equal(pool[slots[s]], inputs[:, 3:])
+    assert torch.equal(windows, want)
