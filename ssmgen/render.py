@@ -53,6 +53,7 @@ def render(spec: KernelSpec, arch: Arch) -> str:
             streams=getattr(spec, "intermediates", False),
             uses_math=spec.uses_math,
             bytes=getattr(spec, "started", False),
+            touches=spec.touches,
             element_loads=spec.gathers and Loads.ELEMENT in loads,
             pdl=pdl,
             waits=pdl is not Pdl.OFF,

@@ -148,6 +148,11 @@ class KernelSpec:
     gathers: ClassVar[bool] = True  # whether Loads.ELEMENT means to gather vectors from elements
 
     @property
+    def touches(self) -> bool:
+        """Whether the template asks L2 for single lines."""
+        return False
+
+    @property
     def mma(self) -> str:
         """Element type that the tensor cores multiply, as PTX names it; empty if they do not."""
         return ""

@@ -568,6 +568,12 @@ inline void prefetch_l2(const void* p, int bytes) {
     if (static_cast<const char*>(p) >= o.begin && static_cast<const char*>(p) + bytes <= o.begin + o.bytes) return;
   emulator::machine->fail("prefetch outside of every operand" + emulator::machine->nearest(static_cast<const char*>(p)));
 }
+inline void touch_l2(const void* p) {
+  if (emulator::machine->pdl && !emulator::machine->me().waited) emulator::machine->fail("prefetch before the wait for the upstream kernel");
+  for (const emulator::Operand& o : emulator::machine->operands)
+    if (static_cast<const char*>(p) >= o.begin && static_cast<const char*>(p) < o.begin + o.bytes) return;
+  emulator::machine->fail("prefetch outside of every operand" + emulator::machine->nearest(static_cast<const char*>(p)));
+}
 inline void wait_for_upstream() { emulator::machine->me().waited = true; }
 inline void allow_dependents() {}
 

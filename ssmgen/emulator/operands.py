@@ -209,7 +209,7 @@ def causal_conv1d(spec: ConvSpec, batch: int, seed: int) -> dict[str, Tensor]:
         """Like x, [rows, dim, length]."""
         if first:
             return _wide(values, spec.x, spec.shifted or not vector, 1 if vector else 2)
-        return _wide(values.transpose(1, 2), spec.x, not vector).transpose(1, 2)
+        return _wide(values.transpose(1, 2), spec.x, not vector, 1 if vector or spec.unit else 2).transpose(1, 2)
 
     def states(count: int) -> Tensor:
         return _wide(torch.randn(count, dim, spec.width - 1, generator=g), spec.x, True)

@@ -47,6 +47,7 @@ class ConvProblem(Problem):
     # Channel-first: VECTOR for unit strides along the length. Channel-last: for unit strides along the channels, and all else aligned.
     loads: Loads = Loads.VECTOR
     shifted: bool = False  # channel-first vectors: rows may begin off the 16-byte grid, and each block looks at where its own does
+    unit: bool = False  # channel-last elements: contiguous along the channels after all, only not aligned
     taps: Loads = Loads.VECTOR  # weight and bias: a lane's channels as one run
 
     @property
@@ -64,6 +65,10 @@ class ConvProblem(Problem):
             *must(
                 not self.shifted or (self.layout is ConvLayout.FIRST and self.loads is Loads.VECTOR),
                 "only channel-first vectors are shifted",
+            ),
+            *must(
+                not self.unit or (self.layout is ConvLayout.LAST and self.loads is Loads.ELEMENT),
+                "only channel-last elements are of unit stride",
             ),
             *must(
                 self.shifted or not (self.ragged and self.layout is ConvLayout.FIRST and self.loads is Loads.VECTOR),
@@ -93,6 +98,10 @@ class ConvSpec(KernelSpec, ConvProblem):
     @property
     def uses_math(self) -> bool:
         return self.silu
+
+    @property
+    def touches(self) -> bool:
+        return self.ragged
 
     @property
     def threads_per_block(self) -> int:
@@ -151,7 +160,7 @@ class ConvSpec(KernelSpec, ConvProblem):
     def strides(self) -> list[tuple[str, str]]:
         """(operand, axis) of every stride the kernel takes, in elements."""
         along = ["length"] if self.layout is ConvLayout.LAST or self.loads is Loads.ELEMENT else []
-        across = ["dim"] if self.layout is ConvLayout.FIRST or self.loads is Loads.ELEMENT else []
+        across = ["dim"] if self.layout is ConvLayout.FIRST or (self.loads is Loads.ELEMENT and not self.unit) else []
         tokens = [*([] if self.ragged else ["batch"]), *across, *along]
         axes = {
             "x": tokens,
@@ -212,12 +221,16 @@ def space(problem: ConvProblem, arch: Arch) -> Iterator[ConvSpec]:
 SMALL_KIB = 16 * 1024
 
 
-def _resident(problem: ConvProblem) -> int:
-    """Blocks of 128 threads per SM, channel-last, that registers suffice for without spilling, on every architecture."""
-    extra = problem.seq_idx + (problem.initial or problem.started) + (problem.width == 5)
+def _resident(problem: ConvProblem, arch: Arch) -> int:
+    """Blocks of 128 threads per SM, channel-last, that registers suffice for without spilling."""
+    if problem.width > 6:
+        return 1
+    extra = problem.seq_idx + (problem.initial or problem.started) + max(0, problem.width - 4)
     if problem.loads is Loads.ELEMENT:
-        return 1 if extra or problem.width > 5 else 5
-    return 1 if problem.width > 5 else (7, 5, 4, 1)[extra]
+        return 1 if extra else 5
+    if problem.ragged and extra == 1 and arch.number // 10 == 10:  # where 6 cost 8 bytes of spills
+        return 5
+    return (7, 6, 5, 1, 1)[extra]
 
 
 def candidates(problem: ConvProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ConvSpec | None, str]]:
@@ -227,8 +240,9 @@ def candidates(problem: ConvProblem, size: int, arch: Arch, pdl: bool) -> Iterat
         how = {"min_blocks": 4} if problem.ragged else {}  # or ptxas spills a few bytes, to stay below 40 registers
         yield "rows", _spec(problem, **how, vec=16 // problem.x.size, vectors=2, pdl=wait), ""
         return
-    how = {"vec": 8 // problem.x.size, "pdl": wait}
-    resident = _resident(problem)
+    # Of wide convolutions, lanes hold half as many channels, or their taps would leave room for few threads.
+    how = {"vec": 2 if problem.width > 6 else 8 // problem.x.size, "pdl": wait}
+    resident = _resident(problem, arch)
     if size <= SMALL_KIB:
         yield "small", _spec(problem, **how, vectors=6 if resident > 1 else 8, min_blocks=0 if resident == 7 else min(4, resident)), ""
     else:

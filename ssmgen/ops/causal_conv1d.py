@@ -243,6 +243,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         index=INDEX[views["conv_state_indices"].dtype if "conv_state_indices" in views else None],
         loads=Loads.VECTOR if vector else Loads.ELEMENT,
         shifted=shifted,
+        unit=not first and not vector and across and (out.stride(1) == 1 or dim == 1),
         taps=Loads.VECTOR if (first or vector) and taps_are_runs(views, pointers, 1 if first else lane) else Loads.ELEMENT,
     )
 
