@@ -13,6 +13,7 @@ from . import registry, runtime
 from .errors import ArgumentError
 from .ops import causal_conv1d as _conv
 from .ops import causal_conv1d_update as _conv_update
+from .ops import combine_splits as _combine
 from .ops import linear_attention as _linear
 from .ops import linear_attention_call as _linear_call
 from .ops import selective_state_update as _ssu
@@ -41,6 +42,7 @@ _OPERATORS = {
     _ssu.selective_state_update: Operator(_ssu.OPERATOR, _ssu.problem_of_call, _ssu.plan_call),
     _conv.causal_conv1d: Operator(_conv.OPERATOR, _conv.problem_of_call, _conv.plan_call),
     _conv_update.causal_conv1d_update: Operator(_conv_update.OPERATOR, _conv_update.problem_of_call, _conv_update.plan_call),
+    _combine.combine_splits: Operator(_combine.OPERATOR, _combine.problem_of_call, _combine.plan_call),
     **{function: _linear_hooks(function) for function in _linear.FUNCTIONS},
 }
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from ..spec import KernelSpec, Problem
-from . import causal_conv1d, causal_conv1d_update, linear_attention, selective_state_update, slot_copy
+from . import causal_conv1d, causal_conv1d_update, combine_splits, linear_attention, selective_state_update, slot_copy
 
 # Modules whose problems the registry can select variants for, by operator name.
-OPERATORS = {module.OPERATOR: module for module in (selective_state_update, linear_attention, causal_conv1d, causal_conv1d_update)}
+_MODULES = (selective_state_update, linear_attention, causal_conv1d, causal_conv1d_update, combine_splits)
+OPERATORS = {module.OPERATOR: module for module in _MODULES}
 
 # The operator that poses such a problem.
 OPERATOR_OF: dict[type[Problem], str] = {
@@ -14,6 +15,7 @@ OPERATOR_OF: dict[type[Problem], str] = {
     linear_attention.LinearAttentionProblem: linear_attention.OPERATOR,
     causal_conv1d.ConvProblem: causal_conv1d.OPERATOR,
     causal_conv1d_update.UpdateProblem: causal_conv1d_update.OPERATOR,
+    combine_splits.CombineProblem: combine_splits.OPERATOR,
 }
 
 # Every spec class, by family name: what `parse_spec` and the command line know.
@@ -24,6 +26,7 @@ FAMILIES: dict[str, type[KernelSpec]] = {
         linear_attention.LinearAttentionSpec,
         causal_conv1d.ConvSpec,
         causal_conv1d_update.UpdateSpec,
+        combine_splits.CombineSpec,
         slot_copy.SlotCopySpec,
     )
 }
