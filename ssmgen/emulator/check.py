@@ -14,11 +14,13 @@ from ..arguments import Arguments
 from ..errors import SsmgenError
 from ..kernels.causal_conv1d import ConvSpec
 from ..kernels.causal_conv1d_update import UpdateSpec
+from ..kernels.combine_splits import CombineSpec
 from ..kernels.linear_attention import LinearAttentionSpec
 from ..kernels.linear_attention_problem import Update
 from ..kernels.selective_state_update import SsuSpec
 from ..ops import causal_conv1d as conv_op
 from ..ops import causal_conv1d_update as update_op
+from ..ops import combine_splits as combine_op
 from ..ops import linear_attention_call as linear_op
 from ..ops import linear_attention_commit as linear_commit
 from ..ops import selective_state_update as ssu_op
@@ -86,7 +88,10 @@ def _limit(trial: Trial, name: str) -> float:
 
 def _error(result: Tensor, before: Tensor, expected: Tensor) -> float:
     """Of what the reference changes, by the first two axes: slot and head, sequence and token, …. The rest must be as it was."""
-    changed = (expected != before).flatten(2).any(-1)
+    result, before, expected = (t[(...,) + (None,) * max(0, 3 - t.dim())] for t in (result, before, expected))
+    infinite = expected.isinf() & (result == expected)
+    result, expected = result.masked_fill(infinite, 0), expected.masked_fill(infinite, 0)
+    changed = infinite.flatten(2).any(-1) | (expected != before).flatten(2).any(-1)
     unharmed = torch.equal(result[~changed], before[~changed])
     return norm_error(result[changed], expected[changed]) if unharmed else float("inf")
 
@@ -137,9 +142,20 @@ def _update(spec: UpdateSpec, batch: int, seed: int) -> Trial:
     return _convolution(update_op, (spec.silu, -1), ("conv_state", "intermediate_conv_window"), named, spec)
 
 
+def _combine(spec: CombineSpec, batch: int, seed: int) -> Trial:
+    named = operands.combine_splits(spec, batch, seed)
+    options = combine_op.Options(2, "e", skip_single=spec.skip_single)
+    views = combine_op.views_of(named, options, problems := [])
+    assert not problems, problems
+    values, grid = combine_op.kernel_values(spec, views, options), combine_op.grid_of(spec, views)
+    written = tuple(name for name in ("out", "lse_out") if name in named)
+    return Trial(named, views, values, written, lambda v: combine_op.run_reference(v, options, torch.float64), grid)
+
+
 _TRIALS: dict[type[KernelSpec], Callable[[Any, int, int], Trial]] = {
     SsuSpec: _ssu,
     LinearAttentionSpec: _linear,
     ConvSpec: _conv,
     UpdateSpec: _update,
+    CombineSpec: _combine,
 }

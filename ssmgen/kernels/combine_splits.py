@@ -1,8 +1,8 @@
 """combine_splits: merges partial attention outputs by their log-sum-exps, as split-KV decoding leaves them.
 
-A unit of threads owns some neighbouring columns of one row of the output: `lanes` lanes hold `vec` columns each, and `parts` such teams share
-the splits. Its warps look at the row's LSEs together, lanes over splits, while their first vectors are on the way. Bytes per row:
-splits * (d_v * sizeof(o) + 4) read, d_v * sizeof(out) written.
+A unit of threads owns some neighbouring columns of one row of the output: `lanes` lanes hold `vec` columns each, and `parts` such teams
+share the splits. Each of its warps looks at all of the row's LSEs, lanes over splits, while its first vectors are on the way. Bytes per
+row: splits * (d_v * sizeof(o) + 4) read, d_v * sizeof(out) + 4 written.
 
 The sum has one order. Split s belongs to chain s % CHAINS; a chain is a run of fused multiply-adds in ascending order, and chains are added
 in pairs that lie apart by 4, 2 and 1. The weights' sum is one of 32 such chains, over s % 32, in pairs 16, 8, 4, 2 and 1 apart.
@@ -61,7 +61,7 @@ class CombineProblem(Problem):
             *must(not self.pair or self.max_splits == 2, "a pair has two splits"),
             *must(not (self.pair and self.indexed), "a pair has no num_splits"),
             *must(not self.skip_single or self.indexed, "only where num_splits says so has a row a single split"),
-            *must(not self.in_place or self.lse_out, "nothing is written in place"),
+            *must(not self.in_place or (self.pair and self.lse_out), "only the LSEs of a pair are written in place"),
         ]
 
 
@@ -154,7 +154,7 @@ class CombineSpec(KernelSpec, CombineProblem):
         """(operand, axis) of every stride the kernel takes, in elements."""
         rows = self.row_axes()
         partial = [*([] if self.pair else ["split"]), *(rows[1:] if self.indexed else rows)]
-        axes = {name: partial for name in ("o", "lse", "o_other", "lse_other")} | {"num_splits": rows[:1]}
+        axes = dict.fromkeys(("o", "lse", "o_other", "lse_other"), partial) | {"num_splits": rows[:1]}
         return [(operand, axis) for operand in self.operands() for axis in axes.get(operand, rows)]
 
     def parameters(self) -> list[Param]:
@@ -249,7 +249,7 @@ def candidates(problem: CombineProblem, rows: int, arch: Arch, pdl: bool) -> Ite
     yield "generic", _shape(problem, 1, **how), ""
 
 
-# (vectors of the output, at most) -> teams that share a row's splits: enough of them to keep every SM asking for memory; and the splits that a
-# team should have. Both are estimates from bytes in flight, to be measured on an H200.
+# (vectors of the output, at most) -> teams that share a row's splits, enough of them to keep every SM asking for memory; and the splits
+# that a team should have. Both are estimates from bytes in flight, to be measured on an H200.
 FILL = ((2**13, 8), (2**15, 4), (2**16, 2))
 LEAST = 4

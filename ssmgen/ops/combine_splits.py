@@ -74,8 +74,9 @@ def combine_splits(
         -inf for none
     mask: bool, expandable likewise: where it is false, out and lse_out stay as they are
     skip_single: leave the rows of an entry with a single split as they are, too: the attention kernel has written them
-    out: [*rows, d_v] f32, f16 or bf16, or [batch, *rows, d_v]; may be o, or one of a pair; None for a new one of o's dtype
-    return_lse: also return lse_out. lse_out: f32, out's shape without d_v; may be lse, or one of a pair; None for a new one if it is asked for
+    out: [*rows, d_v] f32, f16 or bf16, or [batch, *rows, d_v]; may be one of a pair of o; None for a new one of o's dtype
+    return_lse: also return lse_out, a new one if none is given
+    lse_out: f32, out's shape without d_v; may be one of a pair of lse
     pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
 
     Returns out, or (out, lse_out). CPU tensors run the reference implementation.
@@ -117,7 +118,7 @@ def _key(given: tuple[Any, ...], options: Options, pdl: bool | None) -> Any:
 
 def _check_options(named: Mapping[str, Any], options: Options, problems: list[str]) -> None:
     for name, base in ("lse_base", options.lse_base), ("lse_base_out", options.lse_base_out):
-        if not (isinstance(base, (int, str)) and base in NATURAL or (base is None and name == "lse_base_out")):
+        if not ((isinstance(base, (int, str)) and base in NATURAL) or (base is None and name == "lse_base_out")):
             problems.append(f"{name} is {base!r}, not 2 or 'e'")
     if options.empty_lse not in (math.inf, -math.inf):
         problems.append(f"empty_lse is {options.empty_lse!r}, not inf or -inf")

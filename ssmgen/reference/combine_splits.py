@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ def _entries(o: Tensor, lse: Tensor, out: Tensor, num_splits: Tensor | None) -> 
         yield slice(None), ()
         return
     bounds = [min(max(n, 0), o.shape[0]) for n in num_splits.tolist()]
-    for b, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for b, (begin, end) in enumerate(pairwise(bounds)):
         yield slice(begin, max(begin, end)), (b,)
 
 
