@@ -87,7 +87,9 @@ def matrix() -> list[Case]:
         *vary(PREFIX, i64={"index": I64}, skip={"skip_single": True}, rows2={"rows": (2, 3)}, base2={"base": 2, "base_out": "e"}),
         *vary(PREFIX, sink={"sink": F16, "rows": (2, 3), "d_v": 64}, mask={"mask": True, "d_v": 128}, gaps={"out_layout": "gaps"}),
         *vary(PREFIX, many={"counts": (2,) * 90, "d_v": 64}, long={"counts": (170, 3, 0, 1), "d_v": 128}, odd={"layout": "odd"}),
-        *vary(PREFIX, none={"counts": (0, 0)}, one={"counts": (9,)}, no_rows={"rows": ()}, short={"counts": (1, 0, 2), "o": BF16, "d_v": 64}),
+        *vary(
+            PREFIX, none={"counts": (0, 0)}, one={"counts": (9,)}, no_rows={"rows": ()}, short={"counts": (1, 0, 2), "o": BF16, "d_v": 64}
+        ),
         *vary(PREFIX, short_skip={"counts": (1, 0, 2, 1, 3), "o": BF16, "d_v": 64, "skip_single": True, "mask": True}),
         *[replace(PAIR, id=f"pair-{NAMES[o]}-d{d}", o=o, out=o, d_v=d) for o in NAMES for d in (64, 128, 256, 512)],
         *vary(PAIR, heads_first={"layout": "swapped"}, mask={"mask": True}, odd={"layout": "odd", "d_v": 68}, base2={"base": 2}),
@@ -212,7 +214,7 @@ def _groups(views: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor, tuple[in
 def expected(call: Call) -> Expected:
     """What a call must do, before it is made.
 
-    A weight 2^x is off by the roundings of x (three of 2^-24 of it, times ln 2) and of ex2.approx (2 ulp); sums of S terms in chains of S / 8
+    A weight 2^x is off by the roundings of x (three of 2^-24 of it, times ln 2) and of ex2.approx (2 ulp); sums of S terms, chains of S / 8
     or S / 32 by 2^-24 for each step; rcp.approx by 1 ulp, log2f by 1. Numbers below 2^-118 may have been flushed. A result rounded past a
     power of two is off by the error twice.
     """
@@ -234,7 +236,9 @@ def expected(call: Call) -> Expected:
         off = torch.where(live, weight * (3 * eps * math.log(2) * x.abs().nan_to_num(posinf=0) + 4 * eps), 0).sum(0)
         weights = weight.sum(0).clamp(min=1)
         sums_off = off / weights + (len(lse) / 32 + 7) * eps
-        size = (weight[..., None] * o.abs().where(weight[..., None] > 0, torch.tensor(0.0, dtype=torch.float64))).sum(0) / weights[..., None]
+        size = (weight[..., None] * o.abs().where(weight[..., None] > 0, torch.tensor(0.0, dtype=torch.float64))).sum(0) / weights[
+            ..., None
+        ]
         share = torch.ones_like(weights)
         if "attn_sink" in views:
             sink = views["attn_sink"][where].double() / math.log(2)

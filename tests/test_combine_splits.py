@@ -8,8 +8,28 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from combine_cases import BF16, DENSE, F16, F32, I32, INF, NAN, PAIR, PREFIX, SM90, Call, Case, assert_matches, emulate, equal, expected
-from combine_cases import make, matrix, named, needs_emulator
+from combine_cases import (
+    BF16,
+    DENSE,
+    F16,
+    F32,
+    I32,
+    INF,
+    NAN,
+    PAIR,
+    PREFIX,
+    SM90,
+    Call,
+    Case,
+    assert_matches,
+    emulate,
+    equal,
+    expected,
+    make,
+    matrix,
+    named,
+    needs_emulator,
+)
 
 import ssmgen
 from ssmgen import registry
@@ -186,7 +206,9 @@ def test_extreme_sinks(sink):
     o, lse = torch.ones(2, 1, 64), torch.zeros(2, 1)
     out, lse_out = torch.full((1, 64), NAN), torch.full((1,), NAN)
     emulate(Call(DENSE, None, {"o": o, "lse": lse, "attn_sink": torch.tensor([sink]), "out": out, "lse_out": lse_out}))
-    assert out[0, 0] == pytest.approx(2 / (2 + math.exp(sink)) if sink < 100 else 0.0, rel=1e-6) and lse_out[0] == pytest.approx(math.log(2))
+    assert out[0, 0] == pytest.approx(2 / (2 + math.exp(sink)) if sink < 100 else 0.0, rel=1e-6) and lse_out[0] == pytest.approx(
+        math.log(2)
+    )
 
 
 @needs_emulator
