@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -290,3 +290,29 @@ def bits(t: Tensor) -> Tensor:
 def equal(a: Tensor, b: Tensor) -> bool:
     """Bit for bit: NaN equals itself, and 0 is not -0."""
     return torch.equal(bits(a), bits(b))
+
+
+LSES = {  # of two splits: the second's share of the output, and the sum's logarithm; None: nothing is there
+    "both": ((0.0, 0.0), 0.5, math.log(2)),
+    "second-empty": ((1.5, -INF), 0.0, 1.5),
+    "first-inf": ((INF, -2.0), 1.0, -2.0),
+    "nan": ((NAN, 3.0), 1.0, 3.0),
+    "nan-inf": ((NAN, INF), None, None),
+    "minus-inf": ((-INF, -INF), None, None),
+    "lost": ((0.0, -200.0), 0.0, 0.0),
+    "largest": ((3e38, -3e38), 0.0, 3e38),
+}
+
+
+def check_special(kind: str, empty_lse: float, device: str, run: Callable[[Call], Any]) -> None:
+    """Splits of zeros and of ones; one without a weight holds NaN."""
+    lses, share, total = LSES[kind]
+    o = torch.tensor([0.0, 1.0])[:, None, None].repeat(1, 3, 64)
+    o[0] = NAN if share in (1.0, None) else 0.0
+    o[1] = NAN if share in (0.0, None) else 1.0
+    lse = torch.tensor(lses)[:, None].repeat(1, 3)
+    kwargs: dict[str, Any] = {"o": o, "lse": lse, "out": torch.full((3, 64), NAN), "lse_out": torch.full((3,), NAN)}
+    kwargs = {n: t.to(device) for n, t in kwargs.items()}
+    run(Call(DENSE, Memory(device), kwargs | {"empty_lse": empty_lse}))
+    assert (kwargs["out"] == (share or 0.0)).all()
+    assert kwargs["lse_out"].tolist() == pytest.approx([empty_lse if total is None else total] * 3, rel=1e-6)

@@ -38,17 +38,20 @@ class Choice(click.Choice):
 
 
 class Shape(click.ParamType):
-    """Sizes of at least 1, written B,D,L."""
+    """Sizes of at least 1, written like `example`."""
 
-    name = "B,D,L"
+    def __init__(self, name: str = "B,D,L", example: str = "1,1536,2048"):
+        self.name, self.example = name, example
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         try:
             sizes = tuple(map(int, value.split(","))) if isinstance(value, str) else value
         except ValueError:
             sizes = ()
-        if len(sizes) != 3 or min(sizes) < 1:
-            self.fail(f"{value!r} is not three positive numbers such as 1,1536,2048", param, ctx)
+        count = self.example.count(",") + 1
+        if len(sizes) != count or min(sizes) < 1:
+            words = {2: "two", 3: "three"}[count]
+            self.fail(f"{value!r} is not {words} positive numbers such as {self.example}", param, ctx)
         return sizes
 
 
@@ -128,4 +131,14 @@ add(
     several("--state-layout", "layouts", click.Choice(["window", "channels"]), help="What is contiguous; may repeat. Default: both."),
     click.option("--dim", type=click.IntRange(1), default=12288, show_default=True),
     *convolution,
+)
+
+add(
+    "combine_splits",
+    "combine_splits",
+    several("--shape", "shapes", Shape("R,S", "128,16"), help="Rows, splits; may repeat. Default: ten, from 16,2 to 16384,32."),
+    several("--d-v", "widths", click.IntRange(4, 1024), help="May repeat. Default: 128, 512."),
+    several("--form", "forms", click.Choice(["dense", "prefix", "pair"]), help="May repeat. Default: dense, prefix."),
+    several("--dtype", "dtypes", Choice(DType), help="Of partial results; may repeat. Default: f32, bf16, of which peers have the second."),
+    click.option("--hot/--cold", "hot", default=None, help="Whether what is read is in the L2 cache. Default: both, where it fits."),
 )
