@@ -173,8 +173,9 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 // kernel of short threads would spend before its first load.
 DEVICE u32 divide(u32 n, u32 magic, u32 shift) { return (__umulhi(n, magic) + n) >> shift; }
 
-// The weight's logarithm as it is summed: a split without a finite LSE is empty.
-DEVICE float finite_or_least(float lse) { return fabsf(lse) < __uint_as_float(0x7f800000u) ? lse : __uint_as_float(0xff800000u); }
+// The logarithm of no weight. A split without a finite LSE is empty.
+DEVICE float none() { return __uint_as_float(0xff800000u); }
+DEVICE float finite_or_none(float lse) { return fabsf(lse) < __uint_as_float(0x7f800000u) ? lse : none(); }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 combine_prefix_d128_bf16_bf16_v8l16p2i2x128_55c8c5bb(
@@ -214,7 +215,7 @@ combine_prefix_d128_bf16_bf16_v8l16p2i2x128_55c8c5bb(
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
     const u32 split = k * kScan + scan_lane;
-    weight[k] = split < count ? load(lse + u64(split) * lse_split) : __uint_as_float(0xff800000u);
+    weight[k] = split < count ? load(lse + u64(split) * lse_split) : none();
   }
   const f32 raw_sink = load(attn_sink);
   // A team's splits come in ascending order, so that one addition leads from each to the next.
@@ -233,16 +234,16 @@ combine_prefix_d128_bf16_bf16_v8l16p2i2x128_55c8c5bb(
   }
 
   // Weights, relative to the largest; their sum is of 32 chains, over split % 32, in pairs 16, 8, 4, 2 and 1 apart.
-  float most = __uint_as_float(0xff800000u);
+  float most = none();
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
-    weight[k] = finite_or_least(weight[k]);
+    weight[k] = finite_or_none(weight[k]);
     most = fmaxf(most, weight[k]);
   }
-  for (u32 split = kHeld * 32 + scan_lane; split < count; split += 32) most = fmaxf(most, finite_or_least(load(lse + u64(split) * lse_split)));
+  for (u32 split = kHeld * 32 + scan_lane; split < count; split += 32) most = fmaxf(most, finite_or_none(load(lse + u64(split) * lse_split)));
 #pragma unroll
-  for (int mask = kScan / 2; mask >= 1; mask /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, mask));
-  const bool empty = most == __uint_as_float(0xff800000u);
+  for (int apart = kScan / 2; apart >= 1; apart /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
+  const bool empty = most == none();
   const float origin = empty ? 0.f : most;
   constexpr int kSums = kHeld < 32 / kScan ? kHeld : 32 / kScan;  // chains of a lane
   float sums[kSums];
@@ -252,7 +253,7 @@ combine_prefix_d128_bf16_bf16_v8l16p2i2x128_55c8c5bb(
     sums[k % kSums] = k < kSums ? weight[k] : sums[k % kSums] + weight[k];
   }
   for (u32 split = kHeld * 32 + scan_lane; split < count; split += 32)
-    sums[0] = sums[0] + exp2_approx((finite_or_least(load(lse + u64(split) * lse_split)) - origin) * to_log2);
+    sums[0] = sums[0] + exp2_approx((finite_or_none(load(lse + u64(split) * lse_split)) - origin) * to_log2);
 #pragma unroll
   for (int half = 16 / kScan; half >= 1; half /= 2) {
 #pragma unroll
@@ -262,7 +263,7 @@ combine_prefix_d128_bf16_bf16_v8l16p2i2x128_55c8c5bb(
   }
   float sum = sums[0];
 #pragma unroll
-  for (int mask = kScan / 2; mask >= 1; mask /= 2) sum = sum + __shfl_xor_sync(0xffffffffu, sum, mask);
+  for (int apart = kScan / 2; apart >= 1; apart /= 2) sum = sum + __shfl_xor_sync(0xffffffffu, sum, apart);
 
   float total[kOwn][kVec];
 #pragma unroll
@@ -287,7 +288,7 @@ combine_prefix_d128_bf16_bf16_v8l16p2i2x128_55c8c5bb(
     for (int k = 1; k < kHeld; ++k) held = group == k ? weight[k] : held;
     if (group >= kHeld) {
       const u32 split = group * 32 + scan_lane;
-      held = split < count ? exp2_approx((finite_or_least(load(lse + u64(split) * lse_split)) - origin) * to_log2) : 0.f;
+      held = split < count ? exp2_approx((finite_or_none(load(lse + u64(split) * lse_split)) - origin) * to_log2) : 0.f;
     }
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {

@@ -187,8 +187,9 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 // kernel of short threads would spend before its first load.
 DEVICE u32 divide(u32 n, u32 magic, u32 shift) { return (__umulhi(n, magic) + n) >> shift; }
 
-// The weight's logarithm as it is summed: a split without a finite LSE is empty.
-DEVICE float finite_or_least(float lse) { return fabsf(lse) < __uint_as_float(0x7f800000u) ? lse : __uint_as_float(0xff800000u); }
+// The logarithm of no weight. A split without a finite LSE is empty.
+DEVICE float none() { return __uint_as_float(0xff800000u); }
+DEVICE float finite_or_none(float lse) { return fabsf(lse) < __uint_as_float(0x7f800000u) ? lse : none(); }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 combine_pair_d512_bf16_bf16_v8l32p1i1x64_pdl_a3b7e9f2(
@@ -224,7 +225,7 @@ combine_pair_d512_bf16_bf16_v8l32p1i1x64_pdl_a3b7e9f2(
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
     const u32 split = k * kScan + scan_lane;
-    weight[k] = split < count ? load((split == 0 ? lse : lse_other)) : __uint_as_float(0xff800000u);
+    weight[k] = split < count ? load((split == 0 ? lse : lse_other)) : none();
   }
   // A team's splits come in ascending order, so that one addition leads from each to the next.
   const auto load_split = [&](bool there, u32 split, Pack<Value, kVec>& v) {
@@ -241,15 +242,15 @@ combine_pair_d512_bf16_bf16_v8l32p1i1x64_pdl_a3b7e9f2(
   __syncwarp();  // no instruction; but without it ptxas moves shuffles, which wait for the LSEs, to above the line before
 
   // Weights, relative to the largest; their sum is of 32 chains, over split % 32, in pairs 16, 8, 4, 2 and 1 apart.
-  float most = __uint_as_float(0xff800000u);
+  float most = none();
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
-    weight[k] = finite_or_least(weight[k]);
+    weight[k] = finite_or_none(weight[k]);
     most = fmaxf(most, weight[k]);
   }
 #pragma unroll
-  for (int mask = kScan / 2; mask >= 1; mask /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, mask));
-  const bool empty = most == __uint_as_float(0xff800000u);
+  for (int apart = kScan / 2; apart >= 1; apart /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
+  const bool empty = most == none();
   const float origin = empty ? 0.f : most;
   constexpr int kSums = kHeld < 32 / kScan ? kHeld : 32 / kScan;  // chains of a lane
   float sums[kSums];
@@ -267,7 +268,7 @@ combine_pair_d512_bf16_bf16_v8l32p1i1x64_pdl_a3b7e9f2(
   }
   float sum = sums[0];
 #pragma unroll
-  for (int mask = kScan / 2; mask >= 1; mask /= 2) sum = sum + __shfl_xor_sync(0xffffffffu, sum, mask);
+  for (int apart = kScan / 2; apart >= 1; apart /= 2) sum = sum + __shfl_xor_sync(0xffffffffu, sum, apart);
 
   float total[kOwn][kVec];
 #pragma unroll

@@ -181,8 +181,9 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 // kernel of short threads would spend before its first load.
 DEVICE u32 divide(u32 n, u32 magic, u32 shift) { return (__umulhi(n, magic) + n) >> shift; }
 
-// The weight's logarithm as it is summed: a split without a finite LSE is empty.
-DEVICE float finite_or_least(float lse) { return fabsf(lse) < __uint_as_float(0x7f800000u) ? lse : __uint_as_float(0xff800000u); }
+// The logarithm of no weight. A split without a finite LSE is empty.
+DEVICE float none() { return __uint_as_float(0xff800000u); }
+DEVICE float finite_or_none(float lse) { return fabsf(lse) < __uint_as_float(0x7f800000u) ? lse : none(); }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 combine_prefix160_d512_f32_bf16_v4l32p1i1x128_pdl_98d1b458(
@@ -219,7 +220,7 @@ combine_prefix160_d512_f32_bf16_v4l32p1i1x128_pdl_98d1b458(
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
     const u32 split = k * kScan + scan_lane;
-    weight[k] = split < count ? load(lse + u64(split) * lse_split) : __uint_as_float(0xff800000u);
+    weight[k] = split < count ? load(lse + u64(split) * lse_split) : none();
   }
   // A team's splits come in ascending order, so that one addition leads from each to the next.
   const u64 step = u64(o_split) * kParts;
@@ -239,15 +240,15 @@ combine_prefix160_d512_f32_bf16_v4l32p1i1x128_pdl_98d1b458(
   __syncwarp();  // no instruction; but without it ptxas moves shuffles, which wait for the LSEs, to above the line before
 
   // Weights, relative to the largest; their sum is of 32 chains, over split % 32, in pairs 16, 8, 4, 2 and 1 apart.
-  float most = __uint_as_float(0xff800000u);
+  float most = none();
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
-    weight[k] = finite_or_least(weight[k]);
+    weight[k] = finite_or_none(weight[k]);
     most = fmaxf(most, weight[k]);
   }
 #pragma unroll
-  for (int mask = kScan / 2; mask >= 1; mask /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, mask));
-  const bool empty = most == __uint_as_float(0xff800000u);
+  for (int apart = kScan / 2; apart >= 1; apart /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
+  const bool empty = most == none();
   const float origin = empty ? 0.f : most;
   constexpr int kSums = kHeld < 32 / kScan ? kHeld : 32 / kScan;  // chains of a lane
   float sums[kSums];
@@ -265,7 +266,7 @@ combine_prefix160_d512_f32_bf16_v4l32p1i1x128_pdl_98d1b458(
   }
   float sum = sums[0];
 #pragma unroll
-  for (int mask = kScan / 2; mask >= 1; mask /= 2) sum = sum + __shfl_xor_sync(0xffffffffu, sum, mask);
+  for (int apart = kScan / 2; apart >= 1; apart /= 2) sum = sum + __shfl_xor_sync(0xffffffffu, sum, apart);
 
   float total[kOwn][kVec];
 #pragma unroll
