@@ -27,7 +27,7 @@ constexpr int kTiles = (kDim + kLanes * kVec - 1) / (kLanes * kVec);  // units o
 constexpr int kChains = 8;                                   // that the splits of a row are summed in: s is of chain s % kChains
 constexpr int kOwn = 2;                                      // of a team: every kParts-th
 constexpr int kSpan = kChains * kIlp;                              // splits of a row in flight
-constexpr int kScan = 32;                                    // lanes that share a row's LSEs
+constexpr int kScan = 2;                                    // lanes that share a row's LSEs
 constexpr int kHeld = 1;                                     // LSEs that each of them holds
 
 // PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the

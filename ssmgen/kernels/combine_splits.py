@@ -179,7 +179,7 @@ class CombineSpec(KernelSpec, CombineProblem):
         return {operand: " + ".join(sums) for operand, sums in terms.items() if sums}
 
     def constants(self) -> dict[str, Any]:
-        scan = min(32, self.unit)
+        scan = min(32, self.unit, max(self.parts, _pow2(self.max_splits or 32)))  # with few splits, each is in several lanes
         return {
             "chains": CHAINS,
             "scan": scan,
