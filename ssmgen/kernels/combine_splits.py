@@ -238,7 +238,7 @@ def space(problem: CombineProblem, arch: Arch) -> Iterator[CombineSpec]:
 
 
 def candidates(problem: CombineProblem, rows: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, CombineSpec | None, str]]:
-    """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
+    """(rule, spec or None, why it does not apply), best first. The last one applies to every legal problem."""
     how = {"pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
     vectors = rows * -(-problem.d_v // problem.widest)
     for limit, parts in FILL:
@@ -246,7 +246,7 @@ def candidates(problem: CombineProblem, rows: int, arch: Arch, pdl: bool) -> Ite
             yield f"parts-{parts}", None, f"{rows} rows of {vectors // rows} vectors are above {limit}"
         else:  # two splits of a thread take as long as one
             yield f"parts-{parts}", _shape(problem, min(parts, max(1, (problem.max_splits or 2**31) // LEAST)), **how), ""
-    yield "generic", _shape(problem, 1, **how), ""
+    yield "parts-1", _shape(problem, 1, **how), ""
 
 
 # (vectors of the output, at most) -> teams that share a row's splits, enough of them to keep every SM asking for memory; and the splits
