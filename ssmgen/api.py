@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,8 @@ from .ops import causal_conv1d as _conv
 from .ops import causal_conv1d_update as _conv_update
 from .ops import linear_attention as _linear
 from .ops import linear_attention_call as _linear_call
+from .ops import replay_call as _replay_call
+from .ops import replay_selective_state_update as _replay
 from .ops import selective_state_update as _ssu
 from .registry import Explanation
 from .spec import SM90, Arch, KernelSpec
@@ -37,11 +40,17 @@ def _linear_hooks(function: Any) -> Operator:
     )
 
 
+def _replay_hooks(function: Any) -> Operator:
+    build = function.build
+    return Operator(_replay_call.OPERATOR, partial(_replay_call.problem_of_call, build), partial(_replay_call.plan_call, build))
+
+
 _OPERATORS = {
     _ssu.selective_state_update: Operator(_ssu.OPERATOR, _ssu.problem_of_call, _ssu.plan_call),
     _conv.causal_conv1d: Operator(_conv.OPERATOR, _conv.problem_of_call, _conv.plan_call),
     _conv_update.causal_conv1d_update: Operator(_conv_update.OPERATOR, _conv_update.problem_of_call, _conv_update.plan_call),
     **{function: _linear_hooks(function) for function in _linear.FUNCTIONS},
+    **{function: _replay_hooks(function) for function in _replay.FUNCTIONS},
 }
 
 

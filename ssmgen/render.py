@@ -46,7 +46,7 @@ def render(spec: KernelSpec, arch: Arch) -> str:
             s=spec,
             arch=arch,
             facts=_facts(spec),
-            dtypes={v.value for f in fields(spec) if isinstance(v := getattr(spec, f.name), DType)},
+            dtypes={v.value for f in fields(spec) if isinstance(v := getattr(spec, f.name), DType)} | {spec.mma},
             prefetch=bool(getattr(spec, "prefetch", 0)),
             mma=spec.mma,
             rings=bool(getattr(spec, "ringed", list)()),

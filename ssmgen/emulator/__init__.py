@@ -23,7 +23,7 @@ from ..spec import Arch, KernelSpec
 
 HEADER = Path(__file__).parent / "emulator.hpp"
 # No contraction, as under NVRTC with --fmad=false: the same arithmetic gives the same bits.
-FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-Wno-unknown-pragmas")
+FLAGS = ("-fno-thread-jumps", "-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-Wno-unknown-pragmas")
 
 
 class EmulatorMissingError(SsmgenError):

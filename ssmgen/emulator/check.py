@@ -16,11 +16,13 @@ from ..kernels.causal_conv1d import ConvSpec
 from ..kernels.causal_conv1d_update import UpdateSpec
 from ..kernels.linear_attention import LinearAttentionSpec
 from ..kernels.linear_attention_problem import Update
+from ..kernels.replay_selective_state_update import ReplaySpec
 from ..kernels.selective_state_update import SsuSpec
 from ..ops import causal_conv1d as conv_op
 from ..ops import causal_conv1d_update as update_op
 from ..ops import linear_attention_call as linear_op
 from ..ops import linear_attention_commit as linear_commit
+from ..ops import replay_call as replay_op
 from ..ops import selective_state_update as ssu_op
 from ..ops.checks import DTYPES
 from ..reference import norm_error
@@ -85,10 +87,13 @@ def _limit(trial: Trial, name: str) -> float:
 
 
 def _error(result: Tensor, before: Tensor, expected: Tensor) -> float:
-    """Of what the reference changes, by the first two axes: slot and head, sequence and token, …. The rest must be as it was."""
-    changed = (expected != before).flatten(2).any(-1)
-    unharmed = torch.equal(result[~changed], before[~changed])
-    return norm_error(result[changed], expected[changed]) if unharmed else float("inf")
+    """Of what the reference changes, by the first two axes: slot and head, sequence and token, …. The rest must be as it was, NaN too."""
+    changed = (expected != before) & ~(expected.isnan() & before.isnan())
+    changed = changed.flatten(2).any(-1) if changed.dim() > 2 else changed
+    result, before, expected = result.double(), before.double(), expected.double()
+    nothing = expected.isnan()
+    unharmed = torch.equal(result[~changed].nan_to_num(), before[~changed].nan_to_num()) and torch.equal(result.isnan(), nothing)
+    return norm_error(result[changed].nan_to_num(), expected[changed].nan_to_num()) if unharmed else float("inf")
 
 
 def _ssu(spec: SsuSpec, batch: int, seed: int) -> Trial:
@@ -137,8 +142,23 @@ def _update(spec: UpdateSpec, batch: int, seed: int) -> Trial:
     return _convolution(update_op, (spec.silu, -1), ("conv_state", "intermediate_conv_window"), named, spec)
 
 
+def _replay(spec: ReplaySpec, batch: int, seed: int) -> Trial:
+    named = operands.replay(spec, batch, seed)
+    precision = {terms: name for name, terms in replay_op.PRECISIONS.items()}[spec.terms]
+    room = named["old_x"].shape[1] - spec.window
+    options = replay_op.Options(spec.dt_softplus, -1, spec.philox_rounds, precision, spec.after_conv, room)
+    views = replay_op.views_of(named, options, problems := [])
+    assert not problems, problems
+    written = tuple(spec.written())
+    exact = tuple(n for n in written if n not in ("state", "out", "old_dt", "old_dA_cumsum"))
+    values, grid = replay_op.kernel_values(spec, views, options), batch * spec.blocks
+    tokens = spec.window + spec.tokens
+    return Trial(named, views, values, written, lambda v: replay_op.run_reference(v, options, torch.float64), grid, tokens, exact)
+
+
 _TRIALS: dict[type[KernelSpec], Callable[[Any, int, int], Trial]] = {
     SsuSpec: _ssu,
+    ReplaySpec: _replay,
     LinearAttentionSpec: _linear,
     ConvSpec: _conv,
     UpdateSpec: _update,

@@ -432,6 +432,12 @@ inline int __float_as_int(float v) { return int(__float_as_uint(v)); }
 inline float __int_as_float(int v) { return __uint_as_float(unsigned(v)); }
 
 inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned((unsigned long long)a * b >> 32); }
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const unsigned long long bytes = (unsigned long long)high << 32 | low;
+  unsigned r = 0;
+  for (int i = 0; i < 4; ++i) r |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  return r;
+}
 inline int __clz(int v) { return v ? __builtin_clz(unsigned(v)) : 32; }
 
 template <class T>
