@@ -96,6 +96,7 @@ class ReplaySpec(KernelSpec, ReplayProblem):
 
     part: Part = Part.FUSED
     warps: int = 4  # of 16 rows each
+    helpers: int = 0  # warps that do all but the rows, which then have that much less to do; 0 = each does its part of everything
     group_heads: int = 1  # PRECOMPUTE: heads of a group per block
     min_blocks: int = 0  # blocks per SM that ptxas must leave registers for; 0 = its own choice
     prefetch: int = 0  # ask L2 for the tile of the block this many blocks ahead; 0 = off
@@ -122,7 +123,7 @@ class ReplaySpec(KernelSpec, ReplayProblem):
 
     @property
     def threads_per_block(self) -> int:
-        return 32 * self.warps
+        return 32 * (self.warps + self.helpers)
 
     @property
     def entries(self) -> int:
@@ -141,7 +142,7 @@ class ReplaySpec(KernelSpec, ReplayProblem):
         extras = [*(["early"] if self.early else []), *([f"pf{self.prefetch}"] if self.prefetch else [])]
         pdl = [] if self.pdl is Pdl.OFF else ["pdl"]
         part = [] if self.part is Part.FUSED else [self.part.value]
-        return "_".join(["replay", *part, shape, f"{self.history.value}{self.window}", kind, f"w{self.warps}", *extras, *pdl])
+        return "_".join(["replay", *part, shape, f"{self.history.value}{self.window}", kind, f"w{self.warps}" + (f"h{self.helpers}" if self.helpers else ""), *extras, *pdl])
 
     @property
     def early(self) -> bool:
@@ -159,6 +160,8 @@ class ReplaySpec(KernelSpec, ReplayProblem):
                 self.group_heads == 1 or (self.part is Part.PRECOMPUTE and self.nheads // self.ngroups % self.group_heads == 0),
                 f"group_heads {self.group_heads} is for precompute, and divides the heads of a group",
             ),
+            *must(0 <= self.helpers <= 8, f"helpers {self.helpers} are not 0 … 8"),
+            *must(not self.helpers or self.part is not Part.PRECOMPUTE, "helpers are for kernels that go through the states"),
             *must(self.shared_bytes <= 48 * 1024, f"{self.shared_bytes} bytes of shared memory exceed 48 KiB"),
             *must(arch >= Arch(80), f"bf16 arithmetic needs sm_80, not {arch}"),
             *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
@@ -198,6 +201,11 @@ class ReplaySpec(KernelSpec, ReplayProblem):
     @property
     def state_terms(self) -> int:
         return min(self.terms, {DType.BF16: 1, DType.F16: 2, DType.F32: 3}[self.state])
+
+    @property
+    def write_terms(self) -> int:
+        """The same of what is added to the state: 2^-17 is far below the rounding of a 16-bit one."""
+        return min(self.terms, 3 if self.state is DType.F32 else 2)
 
     @property
     def shared_bytes(self) -> int:
@@ -240,7 +248,7 @@ class ReplaySpec(KernelSpec, ReplayProblem):
             "rand_seed": applies and bool(self.philox_rounds),
             "arrivals": applies and self.advance,
             "mix": split,
-            "decay": split,
+            "sums": split,
         }
         return [name for name, given in there.items() if given]
 
@@ -248,7 +256,7 @@ class ReplaySpec(KernelSpec, ReplayProblem):
         """Those that the kernel may write."""
         names = {
             Part.FUSED: ["state", "old_x", "old_B", "old_dt", "old_dA_cumsum", "out"],
-            Part.PRECOMPUTE: ["old_B", "old_dt", "old_dA_cumsum", "mix", "decay"],
+            Part.PRECOMPUTE: ["old_B", "old_dt", "old_dA_cumsum", "mix", "sums"],
             Part.MAIN: ["state", "old_x", "out"],
         }[self.part]
         if self.materialize:
@@ -283,7 +291,7 @@ class ReplaySpec(KernelSpec, ReplayProblem):
     def parameters(self) -> list[Param]:
         element = {f.name: getattr(self, f.name).value for f in fields(self) if isinstance(getattr(self, f.name), DType)}
         element |= dict.fromkeys(("B", "C", "old_x", "old_B"), self.x.value)
-        element |= dict.fromkeys(("old_dt", "old_dA_cumsum", "mix", "decay"), "f32")
+        element |= dict.fromkeys(("old_dt", "old_dA_cumsum", "mix", "sums"), "f32")
         element |= dict.fromkeys(("cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "arrivals"), "int")
         element |= {"state_indices": _INTEGER.get(self.index, ""), "cu_seqlens": _INTEGER.get(self.cu_seqlens, ""), "rand_seed": "i64"}
         if self.materialize:
@@ -310,11 +318,14 @@ class ReplaySpec(KernelSpec, ReplayProblem):
             "vector": self.operand_loads is Loads.VECTOR,
             "makes": self.part is not Part.MAIN and not self.materialize,
             "applies": self.part is not Part.PRECOMPUTE,
+            "several": self.part is Part.PRECOMPUTE,
+            "there": not self.materialize,  # the tokens
+            "x_fits": " && tile * kTile + column < kHeadDim" if self.headdim % self.tile else "",
             "rounded": {self.state.value} if self.philox_rounds else set(),
             # Pairs of terms of the two factors of a product; what is left out is below 2^-24 of it.
             "state_C": [(a, b) for a, b in products if a < self.state_terms and b < self.x_terms],
             "C_B": [(a, b) for a, b in products if a < self.x_terms and b < self.x_terms],
-            "x_B": self._paired(self.window // 8, [(a, b) for a, b in products if b < self.x_terms]),
+            "x_B": self._paired(self.window // 8, [(a, b) for a, b in products if a < self.write_terms and b < self.x_terms]),
             "x_mix": self._paired(self.entries // 8, [(a, b) for a, b in products if a < self.x_terms]),
         }
 
