@@ -97,8 +97,8 @@ def _specs(operator: Callable[..., Any], batches: Iterable[int], args: Any, kwar
     if device.type != "cuda":
         raise ArgumentError("ssmgen", [f"the tensors are on {device}, and kernels are loaded on CUDA devices"])
     sizes = [n for n in (batch, *batches) if n > 0]
-    specs = (registry.select(hooks.family, problem, n, *_target(device, None, pdl)) for n in sizes)
-    return list(dict.fromkeys(specs)), device.index
+    specs = [registry.select(hooks.family, problem, n, *_target(device, None, pdl)) for n in sizes]
+    return list(dict.fromkeys(part for spec in specs for part in (*spec.ahead, spec))), device.index
 
 
 def warm(operator: Callable[..., Any], *args: Any, batches: Iterable[int] = (), **kwargs: Any) -> int:

@@ -63,7 +63,8 @@ def specs_for(problems: Iterable[Problem], arch: Arch, pdl: Sequence[bool] = (Tr
         for wanted in pdl if arch >= SM90 else (False,):
             operator = OPERATOR_OF[type(problem)]
             largest = getattr(OPERATORS[operator], "MAX_SIZE", max_batch)
-            found.update(dict.fromkeys(registry.variants(operator, problem, arch, wanted, largest)))
+            specs = registry.variants(operator, problem, arch, wanted, largest)
+            found.update(dict.fromkeys(part for spec in specs for part in (*spec.ahead, spec)))
     return list(found)
 
 

@@ -153,6 +153,15 @@ class KernelSpec:
         return False
 
     @property
+    def ahead(self) -> tuple[KernelSpec, ...]:
+        """The kernels of a call that are launched ahead of this one."""
+        return ()
+
+    def early_operands(self) -> list[str]:
+        """Those that may be touched before the wait for the upstream kernel, for a reason that the kernel states."""
+        return []
+
+    @property
     def mma(self) -> str:
         """Element type that the tensor cores multiply, as PTX names it; empty if they do not."""
         return ""

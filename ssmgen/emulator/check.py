@@ -33,6 +33,7 @@ from . import operands, run
 
 LIMIT = (0.01, 0.1)
 LOWER_BOUND = -5.0
+BETWEEN = ("mix", "sums")  # what one kernel of a call leaves for the next
 # Norm error that one rounding to the dtype, and f32 arithmetic, leave.
 TOLERANCE = {DType.F32: 2e-6, DType.F16: 6e-4, DType.BF16: 5e-3}
 
@@ -57,6 +58,7 @@ class Trial(NamedTuple):
     reference: Callable[[dict[str, Tensor]], None]
     grid: int
     tokens: int = 1
+    launch_of: Callable[[Any], tuple[Mapping[str, int | float], int]] | None = None  # (values, grid), where the call is several kernels
     exact: tuple[str, ...] = ()  # of what is written: copies of inputs
 
 
@@ -72,9 +74,12 @@ def check(spec: KernelSpec, arch: Arch, batch: int = 3, seed: int = 0) -> Outcom
     before = {name: trial.views[name].clone() for name in trial.written}
     expected = {name: t.double() for name, t in before.items()}
     trial.reference(trial.views | expected)
-    packed = Arguments(spec, trial.values).at([t.data_ptr() for t in trial.named.values()])
-    run(spec, arch, trial.grid, packed, trial.named, trial.written)
-    errors = {name: _error(trial.views[name], before[name], expected[name]) for name in trial.written}
+    for part in (*spec.ahead, spec):
+        values, grid = trial.launch_of(part) if trial.launch_of else (trial.values, trial.grid)
+        named = {name: trial.named[name] for name in part.operands()} if trial.launch_of else trial.named
+        packed = Arguments(part, values).at([t.data_ptr() for t in named.values()])
+        run(part, arch, grid, packed, named, trial.written)
+    errors = {name: _error(trial.views[name], before[name], expected[name]) for name in trial.written if name not in BETWEEN}
     passed = all(error <= _limit(trial, name) for name, error in errors.items())
     return Outcome(max((e for name, e in errors.items() if name != "out"), default=0.0), errors.get("out", 0.0), trial.grid, passed)
 
@@ -146,14 +151,21 @@ def _replay(spec: ReplaySpec, batch: int, seed: int) -> Trial:
     named = operands.replay(spec, batch, seed)
     precision = {terms: name for name, terms in replay_op.PRECISIONS.items()}[spec.terms]
     room = named["old_x"].shape[1] - spec.window
-    options = replay_op.Options(spec.dt_softplus, -1, spec.philox_rounds, precision, spec.after_conv, room)
+    options = replay_op.Options(spec.dt_softplus, -1, spec.philox_rounds, precision, spec.after_conv, room, spec.two_kernels)
     views = replay_op.views_of(named, options, problems := [])
     assert not problems, problems
-    written = tuple(spec.written())
-    exact = tuple(n for n in written if n not in ("state", "out", "old_dt", "old_dA_cumsum"))
-    values, grid = replay_op.kernel_values(spec, views, options), batch * spec.blocks
+    written = tuple(dict.fromkeys(name for part in (*spec.ahead, spec) for name in part.written()))
+    exact = tuple(n for n in written if n not in ("state", "out", "old_dt", "old_dA_cumsum", *BETWEEN))
+
+    def launch_of(part: ReplaySpec) -> tuple[Mapping[str, int | float], int]:
+        return replay_op.kernel_values(part, views, options), batch * part.blocks
+
+    def reference(v: dict[str, Tensor]) -> None:
+        replay_op.run_reference({n: t for n, t in v.items() if n not in BETWEEN}, options, torch.float64)
+
+    values, grid = launch_of(spec)
     tokens = spec.window + spec.tokens
-    return Trial(named, views, values, written, lambda v: replay_op.run_reference(v, options, torch.float64), grid, tokens, exact)
+    return Trial(named, views, values, written, reference, grid, tokens, launch_of, exact)
 
 
 _TRIALS: dict[type[KernelSpec], Callable[[Any, int, int], Trial]] = {

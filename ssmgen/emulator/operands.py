@@ -322,6 +322,8 @@ def replay(spec: ReplaySpec, batch: int, seed: int) -> dict[str, Tensor]:
         "out": torch.full((*lead, H, P), float("nan"), dtype=TORCH_DTYPES[spec.out]),
         "arrivals": torch.zeros(slots, dtype=torch.int32),
         "rand_seed": torch.randint(0, 2**62, (slots,), generator=g),
+        "mix": torch.full((batch, H, spec.tokens, spec.entries), float("nan")),
+        "sums": torch.full((batch, H, spec.tokens), float("nan")),
     }
     if spec.materialize:
         made["out"] = torch.full((batch, H, P, N), float("nan"), dtype=state.dtype)
@@ -332,7 +334,8 @@ def replay(spec: ReplaySpec, batch: int, seed: int) -> dict[str, Tensor]:
         made["cu_seqlens"] = torch.tensor([0, *counts]).cumsum(0).to(INTEGERS[spec.cu_seqlens])
     for slot in range(slots):
         _poison(made, slot, step)
-    return {name: made[name] for name in spec.operands()}
+    used = {name for part in (*spec.ahead, spec) for name in part.operands()}
+    return {name: t for name, t in made.items() if name in used}
 
 
 def _poison(made: dict[str, Tensor], slot: int, step: bool) -> None:

@@ -13,7 +13,7 @@ from the tensor cores, where numbers travel as sums of bf16 terms: exact ones, o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from itertools import product
 from typing import Any, ClassVar
@@ -66,6 +66,8 @@ class ReplayProblem(Problem):
     cu_seqlens: Index = Index.NONE
     index: Index = Index.NONE
     advance: bool = False  # the kernel does the bookkeeping of its slots
+    two_kernels: bool = False
+    internal_pdl: bool = True  # of two kernels, whether the second may start before the first has ended
     after_conv: bool = False  # the kernel ahead in the stream wrote x, B and C, and nothing else that is read here
     philox_rounds: int = 0  # of stochastic rounding; 0 = to nearest
     terms: int = 3  # bf16 terms of an f32 in a product
@@ -83,7 +85,10 @@ class ReplayProblem(Problem):
             *must(self.tokens in room and self.window in room, f"{self.tokens} tokens on {self.window} are not 8 … {MAX_TOKENS} each"),
             *must(not self.philox_rounds or self.state is not DType.F32, "an f32 state is not rounded"),
             *must(1 <= self.terms <= 3, f"terms {self.terms} is not 1 … 3"),
-            *must(not (self.materialize and (self.advance or self.after_conv)), "materialize reads the history and leaves it"),
+            *must(
+                not (self.materialize and (self.advance or self.after_conv or self.two_kernels)),
+                "materialize reads the history and leaves it",
+            ),
         ]
 
 
@@ -101,6 +106,7 @@ class ReplaySpec(KernelSpec, ReplayProblem):
     min_blocks: int = 0  # blocks per SM that ptxas must leave registers for; 0 = its own choice
     prefetch: int = 0  # ask L2 for the tile of the block this many blocks ahead; 0 = off
     pdl: Pdl = Pdl.OFF
+    ahead_pdl: Pdl = Pdl.OFF  # MAIN: of the kernel ahead of it
 
     @property
     def mma(self) -> str:
@@ -142,7 +148,41 @@ class ReplaySpec(KernelSpec, ReplayProblem):
         extras = [*(["early"] if self.early else []), *([f"pf{self.prefetch}"] if self.prefetch else [])]
         pdl = [] if self.pdl is Pdl.OFF else ["pdl"]
         part = [] if self.part is Part.FUSED else [self.part.value]
-        return "_".join(["replay", *part, shape, f"{self.history.value}{self.window}", kind, f"w{self.warps}" + (f"h{self.helpers}" if self.helpers else ""), *extras, *pdl])
+        return "_".join(
+            [
+                "replay",
+                *part,
+                shape,
+                f"{self.history.value}{self.window}",
+                kind,
+                f"w{self.warps}" + (f"h{self.helpers}" if self.helpers else ""),
+                *extras,
+                *pdl,
+            ]
+        )
+
+    @property
+    def ahead(self) -> tuple[ReplaySpec, ...]:
+        if self.part is not Part.MAIN:
+            return ()
+        heads = max(n for n in (1, 2, 4) if self.nheads // self.ngroups % n == 0)
+        return (
+            replace(
+                self,
+                part=Part.PRECOMPUTE,
+                warps=2,
+                helpers=0,
+                group_heads=heads,
+                min_blocks=0,
+                prefetch=0,
+                pdl=self.ahead_pdl,
+                ahead_pdl=Pdl.OFF,
+            ),
+        )
+
+    def early_operands(self) -> list[str]:
+        late = ("B", "C", "x", "out", "mix", "sums")
+        return [name for name in self.operands() if self.early and name not in late]
 
     @property
     def early(self) -> bool:
@@ -154,8 +194,11 @@ class ReplaySpec(KernelSpec, ReplayProblem):
         return [
             *self.faults(),
             *must(1 <= self.warps <= 16, f"warps {self.warps} are not 1 … 16"),
-            *must(self.tile < self.headdim + 16, f"{self.warps} warps of 16 rows exceed the {self.headdim} rows of a head"),
-            *must(self.part is Part.FUSED or not self.materialize, "materialize is one kernel"),
+            *must(
+                self.part is Part.PRECOMPUTE or self.tile < self.headdim + 16,
+                f"{self.warps} warps of 16 rows exceed the {self.headdim} rows of a head",
+            ),
+            *must((self.part is Part.FUSED) != self.two_kernels, f"{self.part.value} is of {'two kernels' if self.two_kernels else 'one'}"),
             *must(
                 self.group_heads == 1 or (self.part is Part.PRECOMPUTE and self.nheads // self.ngroups % self.group_heads == 0),
                 f"group_heads {self.group_heads} is for precompute, and divides the heads of a group",
@@ -164,7 +207,8 @@ class ReplaySpec(KernelSpec, ReplayProblem):
             *must(not self.helpers or self.part is not Part.PRECOMPUTE, "helpers are for kernels that go through the states"),
             *must(self.shared_bytes <= 48 * 1024, f"{self.shared_bytes} bytes of shared memory exceed 48 KiB"),
             *must(arch >= Arch(80), f"bf16 arithmetic needs sm_80, not {arch}"),
-            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
+            *must(self.part is Part.MAIN or self.ahead_pdl is Pdl.OFF, "ahead_pdl is of main"),
+            *must(arch >= SM90 or self.pdl is self.ahead_pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
             *must(arch >= SM90 or not self.prefetch, f"the bulk L2 prefetch needs sm_90, not {arch}"),
             *must(
                 not self.prefetch or (self.state_loads is Loads.VECTOR and whole and self.part is not Part.PRECOMPUTE),
@@ -352,5 +396,9 @@ def space(problem: ReplayProblem, arch: Arch) -> Iterator[ReplaySpec]:
 def candidates(problem: ReplayProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ReplaySpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first."""
     wait = Pdl.TRIGGER_LOADED if pdl else Pdl.OFF
-    fitting = [w for w in (1, 2, 3, 4, 5) if not _spec(problem, warps=w).violations(arch)]
-    yield "fused", _spec(problem, warps=max(fitting, default=1), pdl=wait), ""
+    how: dict[str, Any] = {"part": Part.FUSED, "pdl": wait}
+    if problem.two_kernels:
+        inner = Pdl.TRIGGER_LOADED if problem.internal_pdl and arch >= SM90 else Pdl.OFF
+        how = {"part": Part.MAIN, "pdl": inner, "ahead_pdl": wait}
+    fitting = [w for w in (1, 2, 3, 4, 5) if not _spec(problem, warps=w, **how).violations(arch)]
+    yield how["part"].value, _spec(problem, warps=max(fitting, default=1), **how), ""

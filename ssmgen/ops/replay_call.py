@@ -20,7 +20,7 @@ from .planning import Caller, Family
 
 NAMES = (
     "state", "old_x", "old_B", "old_dt", "old_dA_cumsum", "cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "x", "dt", "A", "B",
-    "C", "D", "z", "dt_bias", "out", "state_indices", "cu_seqlens", "rand_seed", "arrivals",
+    "C", "D", "z", "dt_bias", "out", "state_indices", "cu_seqlens", "rand_seed", "arrivals", "mix", "sums",
 )  # fmt: skip
 PRECISIONS = {"f32": 3, "bf16x2": 2, "bf16": 1}
 
@@ -38,6 +38,8 @@ class Options(NamedTuple):
     precision: str = "f32"
     after_conv: bool = False
     max_tokens: int | None = None
+    two_kernels: bool = False
+    internal_pdl: bool = True
 
 
 def operator(build: Callable[..., Call]) -> Callable[..., Tensor]:
@@ -59,11 +61,23 @@ def operator(build: Callable[..., Call]) -> Callable[..., Tensor]:
 def made(build: Callable[..., Call], *args: Any, **kwargs: Any) -> Call:
     """The call, with an output if none was given."""
     given, options, pdl = build(*args, **kwargs)
-    x = given[8]
-    if given[OUT] is None and isinstance(x, Tensor):
+    x, out, mix, sums = given[8], given[OUT], None, None
+    if out is None and isinstance(x, Tensor):
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        given = (*given[:OUT], out, *given[OUT + 1 :])
-    return given, options, pdl
+    if options.two_kernels:
+        mix, sums = _between(given, options)
+    return (*given[:OUT], out, *given[OUT + 1 :], mix, sums), options, pdl
+
+
+def _between(given: tuple[Any, ...], options: Options) -> tuple[Tensor | None, Tensor | None]:
+    """What the first of two kernels leaves for the second; None where the operands are wrong, which the checks say."""
+    named = {n: t for n, t in zip(NAMES, given, strict=False) if t is not None}
+    views = views_of(named, options._replace(two_kernels=False), problems := [])
+    if problems:
+        return None, None
+    problem = problem_of(views, {n: t.data_ptr() for n, t in named.items()}, options)
+    mix = views["x"].new_empty((batch_of(views), problem.nheads, problem.tokens, problem.window + problem.tokens), dtype=torch.float32)
+    return mix, mix.new_empty(mix.shape[:3])
 
 
 def plan_call(build: Callable[..., Call], *args: Any, **kwargs: Any) -> tuple[Callable[[], None], Tensor]:
@@ -285,6 +299,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         cu_seqlens=index("cu_seqlens"),
         index=index("state_indices"),
         advance="arrivals" in views,
+        two_kernels=options.two_kernels,
+        internal_pdl=options.internal_pdl,
         after_conv=options.after_conv,
         philox_rounds=options.philox_rounds if "rand_seed" in views else 0,
         terms=PRECISIONS[options.precision],
@@ -331,7 +347,7 @@ FAMILY = Family(
     OPERATOR,
     written=(
         "out", "state", "old_x", "old_B", "old_dt", "old_dA_cumsum", "cache_buf_idx", "ring_start", "prev_num_accepted_tokens",
-        "rand_seed", "arrivals",
+        "rand_seed", "arrivals", "mix", "sums",
     ),
     problem_of=problem_of,
     size_of=lambda views: batch_of(views) if views["out"].numel() else 0,
@@ -352,8 +368,8 @@ _library.define(
     "replay_selective_state_update(Tensor(a!) state, Tensor(b!) old_x, Tensor(c!) old_B, Tensor(d!) old_dt, Tensor(e!)? old_dA_cumsum, "
     "Tensor(f!)? cache_buf_idx, Tensor(g!)? ring_start, Tensor(h!) prev_num_accepted_tokens, Tensor? x, Tensor? dt, Tensor? A, Tensor? B, "
     "Tensor? C, Tensor? D, Tensor? z, Tensor? dt_bias, Tensor(i!) out, Tensor? state_indices, Tensor? cu_seqlens, Tensor(j!)? rand_seed, "
-    "Tensor(k!)? arrivals, bool dt_softplus, int pad_slot_id, int philox_rounds, str precision, bool after_conv, int? max_tokens, "
-    "bool? pdl) -> ()",
+    "Tensor(k!)? arrivals, Tensor(l!)? mix, Tensor(m!)? sums, bool dt_softplus, int pad_slot_id, int philox_rounds, str precision, "
+    "bool after_conv, int? max_tokens, bool two_kernels, bool internal_pdl, bool? pdl) -> ()",
     tags=torch.Tag.needs_fixed_stride_order,
 )
 

@@ -35,6 +35,8 @@ def replay_selective_state_update(
     pad_slot_id: int = -1,
     precision: str = "f32",
     after_conv: bool = False,
+    two_kernels: bool = False,
+    internal_pdl: bool = True,
     out: Tensor | None = None,
     pdl: bool | None = None,
 ) -> Tensor:
@@ -60,6 +62,9 @@ def replay_selective_state_update(
     pad_slot_id: a sequence whose slot is negative, equals it or is no slot of the pool gets a zero output and touches nothing
     precision: of products: "f32" (exact to 2^-24), "bf16x2" (2^-16) or "bf16" (2^-8, what other packages compute)
     after_conv: the kernel ahead in the stream is this package's causal_conv1d_update, of x, B and C: all else is then read before it ends
+    two_kernels: one that prepares, for several heads of a group at a time, what the tokens have to do with each other and with the
+        history, and one that goes through the states
+    internal_pdl: of two kernels, whether the second may start while the first one ends
     pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
 
     Returns out (new, of x's dtype, if not given). CPU tensors run the reference implementation.
@@ -71,7 +76,7 @@ def replay_selective_state_update(
         state, old_x, old_B, old_dt, old_dA_cumsum, cache_buf_idx, None, prev_num_accepted_tokens, x, dt, A, B, C, D, z, dt_bias, out,
         state_indices, cu_seqlens, rand_seed, arrivals,
     )  # fmt: skip
-    return given, Options(dt_softplus, pad_slot_id, philox_rounds, precision, after_conv), pdl
+    return given, Options(dt_softplus, pad_slot_id, philox_rounds, precision, after_conv, None, two_kernels, internal_pdl), pdl
 
 
 @operator
@@ -101,6 +106,8 @@ def checkpoint_selective_state_update(
     pad_slot_id: int = -1,
     precision: str = "f32",
     after_conv: bool = False,
+    two_kernels: bool = False,
+    internal_pdl: bool = True,
     out: Tensor | None = None,
     pdl: bool | None = None,
 ) -> Tensor:
@@ -121,7 +128,7 @@ def checkpoint_selective_state_update(
         state, old_x, old_B, old_dt, None, None, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, D, z, dt_bias, out,
         state_indices, cu_seqlens, rand_seed, arrivals,
     )  # fmt: skip
-    return given, Options(dt_softplus, pad_slot_id, philox_rounds, precision, after_conv, max_tokens), pdl
+    return given, Options(dt_softplus, pad_slot_id, philox_rounds, precision, after_conv, max_tokens, two_kernels, internal_pdl), pdl
 
 
 @operator
