@@ -69,9 +69,9 @@ def specs_for(problems: Iterable[Problem], arch: Arch, pdl: Sequence[bool] = (Tr
 
 
 def default_problems() -> list[tuple[str, Problem]]:
-    """(model, problem) of every model, as `build --all` and the tests take them; of those with the same problem, the first."""
+    """(model, problem) of every model, as `build --all --replay 6` and the tests take them; of those with the same problem, the first."""
     found: dict[Problem, str] = {}
     for model in models().values():
-        for problem in (*model.problems(), *model.convolutions()):
+        for problem in (*model.problems(), *model.convolutions(), *model.replays()):
             found.setdefault(problem, model.name)
     return [(name, problem) for problem, name in found.items()]

@@ -18,6 +18,7 @@ from .kernels.causal_conv1d import ConvLayout, ConvProblem
 from .kernels.causal_conv1d_update import Advance, Saved, StateLayout, UpdateProblem
 from .kernels.causal_conv1d_update import Tokens as Counted
 from .kernels.linear_attention_problem import Layout, Ring
+from .kernels.replay_selective_state_update import History, ReplayProblem
 from .kernels.slot_copy import SlotCopySpec
 from .models import find_model
 from .render import render
@@ -63,6 +64,23 @@ CONVOLUTIONS: list[Problem] = [
     UpdateProblem(width=4, layout=StateLayout.ANY, advance=Advance.RING, position=Index.I32, loads=Loads.ELEMENT, taps=Loads.ELEMENT),
 ]
 
+# Speculative decoding by replay of one shape, likewise: steps of up to 8 tokens, whose history is that of the last step or a ring.
+SHAPE: dict[str, Any] = {
+    "nheads": 16,
+    "headdim": 64,
+    "d_state": 128,
+    "ngroups": 1,
+    "D": DType.BF16,
+    "dt_bias": DType.BF16,
+    "index": Index.I32,
+}
+REPLAYS: list[Problem] = [
+    ReplayProblem(**SHAPE, state=DType.BF16),
+    ReplayProblem(**SHAPE, state=DType.BF16, history=History.RING, window=16),
+    ReplayProblem(**SHAPE, state=DType.F32),
+    ReplayProblem(**SHAPE, state=DType.BF16, two_kernels=True, after_conv=True),
+]
+
 
 def default_variants() -> list[tuple[KernelSpec, Arch]]:
     """The variants in the lock."""
@@ -77,6 +95,7 @@ def default_variants() -> list[tuple[KernelSpec, Arch]]:
         found.update(dict.fromkeys((s, arch) for s in specs_for(find_model(DEFAULTS[0][0]).convolutions((Index.I32,)), arch, pdl=(True,))))
         for problem in CONVOLUTIONS:
             found[registry.select(OPERATOR_OF[type(problem)], problem, 1, arch, arch >= SM90), arch] = None
+        found.update(dict.fromkeys((spec, arch) for spec in specs_for(REPLAYS, arch, pdl=(True,), max_batch=1)))
         found[SlotCopySpec(slot_bytes=2 << 20, pdl=Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF), arch] = None
     return list(found)
 

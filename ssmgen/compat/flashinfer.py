@@ -1,4 +1,4 @@
-"""flashinfer.gdn_decode's functions, as in FlashInfer 0.7.2.
+"""flashinfer.gdn_decode's functions, as in FlashInfer 0.7.2, and flashinfer.mamba.checkpointing_ssu, which says what it is itself.
 
 q, k: [B, T, H, K]; v: [B, T, HV, V]; a, b: [B, T, HV], the raw gate and the logit of beta; A_log, dt_bias: [HV]. States are updated in
 place. Each returns (output, state or pool), output of shape [B, T, HV, V] and of q's dtype if it is not given. scale None is K^-0.5.
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ..ops.linear_attention import gated_delta_rule as _native
+from .flashinfer_replay import checkpointing_ssu as checkpointing_ssu
 
 
 def _run(

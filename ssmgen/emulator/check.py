@@ -151,7 +151,9 @@ def _replay(spec: ReplaySpec, batch: int, seed: int) -> Trial:
     named = operands.replay(spec, batch, seed)
     precision = {terms: name for name, terms in replay_op.PRECISIONS.items()}[spec.terms]
     room = named["old_x"].shape[1] - spec.window
-    options = replay_op.Options(spec.dt_softplus, -1, spec.philox_rounds, precision, spec.after_conv, room, spec.two_kernels)
+    options = replay_op.Options(
+        spec.dt_softplus, -1, spec.philox_rounds, precision, spec.after_conv, room, spec.two_kernels, materialize=spec.materialize
+    )
     views = replay_op.views_of(named, options, problems := [])
     assert not problems, problems
     written = tuple(dict.fromkeys(name for part in (*spec.ahead, spec) for name in part.written()))

@@ -203,6 +203,10 @@ class ReplaySpec(KernelSpec, ReplayProblem):
                 self.group_heads == 1 or (self.part is Part.PRECOMPUTE and self.nheads // self.ngroups % self.group_heads == 0),
                 f"group_heads {self.group_heads} is for precompute, and divides the heads of a group",
             ),
+            *must(
+                self.part is not Part.MAIN or self.d_state * self.state.size <= 512,
+                f"of two kernels the second holds its rows twice, and {self.d_state * self.state.size} bytes of each do not fit",
+            ),
             *must(0 <= self.helpers <= 8, f"helpers {self.helpers} are not 0 … 8"),
             *must(not self.helpers or self.part is not Part.PRECOMPUTE, "helpers are for kernels that go through the states"),
             *must(self.shared_bytes <= 48 * 1024, f"{self.shared_bytes} bytes of shared memory exceed 48 KiB"),
@@ -387,18 +391,47 @@ def _spec(problem: ReplayProblem, **how: Any) -> ReplaySpec:
 
 def space(problem: ReplayProblem, arch: Arch) -> Iterator[ReplaySpec]:
     """Every legal variant of a problem within the axes worth trying."""
-    for warps, min_blocks, prefetch, pdl in product((1, 2, 4, 5, 8), (0, 3, 4, 5), (0, 264, 396), Pdl):
-        spec = _spec(problem, warps=warps, min_blocks=min_blocks, prefetch=prefetch, pdl=pdl)
+    part = Part.MAIN if problem.two_kernels else Part.FUSED
+    for warps, helpers, min_blocks, prefetch, pdl in product((1, 2, 4, 5), (0, 1, 2, 4), (0, 4, 5), (0, 264, 396), Pdl):
+        how = {"warps": warps, "helpers": helpers, "min_blocks": min_blocks, "prefetch": prefetch}
+        spec = _spec(problem, part=part, pdl=pdl, **how)
         if not spec.violations(arch):
             yield spec
 
 
+# ---------------------------------------------------------------------------------------------------------------------------------
+# Choosing a variant, by the heads of all sequences. Measured on an H200 (132 SMs); docs/performance.md holds what was tried.
+
+LATENCY, MIDDLE, BANDWIDTH = 64, 256, 768  # heads
+
+
+def _how(problem: ReplayProblem, heads: int, arch: Arch) -> tuple[str, dict[str, Any]]:
+    """(rule, choices) for so many heads. Warps are of 16 rows each."""
+    long = problem.tokens > 8
+    if max(problem.tokens, problem.window) > 16:  # what a thread brings of so many rows is too much beside its share of the state
+        return "long", {"warps": 2, "helpers": 4}
+    if heads <= LATENCY:  # few blocks: what a warp has to do one after the other is what counts
+        return "latency", {"warps": 2, "helpers": 4 if long else 1 if problem.state is DType.F32 else 2}
+    if heads <= MIDDLE and problem.d_state * problem.state.size <= 512:
+        return "middle", {"warps": 4, "helpers": 2}
+    many = {"warps": 5 if problem.headdim % 80 == 0 else 4}
+    whole = problem.headdim % (16 * many["warps"]) == 0 and problem.state_loads is Loads.VECTOR
+    # Four blocks per SM, where that costs no spills: ptxas leaves room for three.
+    if problem.window + problem.tokens > 16 and problem.state is DType.BF16 is problem.x and problem.d_state <= 128 and arch >= SM90:
+        many["min_blocks"] = 0 if problem.two_kernels or many["warps"] > 4 else 4
+    if heads < BANDWIDTH or not whole or arch < SM90:
+        return "many", many
+    return "bandwidth", many | {"prefetch": 264}
+
+
 def candidates(problem: ReplayProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ReplaySpec | None, str]]:
-    """(rule, spec or None, why it does not apply), best first."""
+    """(rule, spec or None, why it does not apply), best first. The last one is generic."""
     wait = Pdl.TRIGGER_LOADED if pdl else Pdl.OFF
-    how: dict[str, Any] = {"part": Part.FUSED, "pdl": wait}
+    edge: dict[str, Any] = {"part": Part.FUSED, "pdl": wait}
     if problem.two_kernels:
         inner = Pdl.TRIGGER_LOADED if problem.internal_pdl and arch >= SM90 else Pdl.OFF
-        how = {"part": Part.MAIN, "pdl": inner, "ahead_pdl": wait}
-    fitting = [w for w in (1, 2, 3, 4, 5) if not _spec(problem, warps=w, **how).violations(arch)]
-    yield how["part"].value, _spec(problem, warps=max(fitting, default=1), **how), ""
+        edge = {"part": Part.MAIN, "pdl": inner, "ahead_pdl": wait}
+    rule, how = _how(problem, batch * problem.nheads, arch)
+    yield rule, _spec(problem, **edge, **how), ""
+    for warps in (4, 2, 1):  # what a small head, or shared memory, has room for
+        yield f"{warps} warps", _spec(problem, **edge, warps=warps), ""

@@ -40,6 +40,7 @@ class Options(NamedTuple):
     max_tokens: int | None = None
     two_kernels: bool = False
     internal_pdl: bool = True
+    materialize: bool = False
 
 
 def operator(build: Callable[..., Call]) -> Callable[..., Tensor]:
@@ -82,8 +83,13 @@ def _between(given: tuple[Any, ...], options: Options) -> tuple[Tensor | None, T
 
 def plan_call(build: Callable[..., Call], *args: Any, **kwargs: Any) -> tuple[Callable[[], None], Tensor]:
     """(plan, out) of a call, without running it."""
-    call = made(build, *args, **kwargs)
-    return _plan(*call), call[0][OUT]
+    given, options, pdl = made(build, *args, **kwargs)
+    plan = _plan(given, options, pdl)
+
+    def run(between: tuple[Any, ...] = given[OUT + 1 :]) -> None:  # a plan knows only where it lies, and nobody else holds it
+        plan()
+
+    return run if options.two_kernels else plan, given[OUT]
 
 
 def problem_of_call(build: Callable[..., Call], *args: Any, **kwargs: Any) -> tuple[ReplayProblem, int, torch.device, bool | None]:
@@ -109,11 +115,13 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
         problems.append(f"precision is {options.precision!r}, not one of {', '.join(map(repr, PRECISIONS))}")
     if not 1 <= options.philox_rounds <= 10 and "rand_seed" in named:
         problems.append(f"philox_rounds is {options.philox_rounds}, not 1 … 10")
-    if not checks.check_tensors(named, problems):
+    needed = ("A",) if options.materialize and "cache_buf_idx" not in named else () if options.materialize else ("x", "dt", "A", "B", "C")
+    problems += [f"{name} is needed" for name in needed if named.get(name) is None]
+    if not checks.check_tensors(named, problems) or not all(name in named for name in needed):
         return {}
     checks.check_common(named, "state", problems)
     state, old_x, old_B = named["state"], named["old_x"], named["old_B"]
-    step, ragged, materialize = "cache_buf_idx" in named, "cu_seqlens" in named, "x" not in named
+    step, ragged, materialize = "cache_buf_idx" in named, "cu_seqlens" in named, options.materialize
     if state.dim() != 4:
         problems.append(f"state is {list(state.shape)}, not [slots, heads, headdim, d_state]")
         return {}
@@ -201,8 +209,6 @@ def _check_dtypes(named: Mapping[str, Tensor], problems: list[str]) -> None:
 
 
 def _check_sizes(named: Mapping[str, Tensor], W: int, T: int, step: bool, options: Options, problems: list[str]) -> None:
-    if "A" not in named and (not step or "x" in named):
-        problems.append("A is needed")
     if step:
         if "old_dA_cumsum" not in named:
             problems.append("old_dA_cumsum is needed beside cache_buf_idx")
@@ -359,6 +365,7 @@ FAMILY = Family(
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
     rounds = options.philox_rounds if "rand_seed" in views else 0
     settings = {"dt_softplus": options.dt_softplus, "pad_slot_id": options.pad_slot_id, "philox_rounds": rounds}
+    views = {name: t for name, t in views.items() if name not in ("mix", "sums")}
     reference(**views, window=window_of(views, options), **settings, dtype=dtype)
 
 
@@ -369,7 +376,7 @@ _library.define(
     "Tensor(f!)? cache_buf_idx, Tensor(g!)? ring_start, Tensor(h!) prev_num_accepted_tokens, Tensor? x, Tensor? dt, Tensor? A, Tensor? B, "
     "Tensor? C, Tensor? D, Tensor? z, Tensor? dt_bias, Tensor(i!) out, Tensor? state_indices, Tensor? cu_seqlens, Tensor(j!)? rand_seed, "
     "Tensor(k!)? arrivals, Tensor(l!)? mix, Tensor(m!)? sums, bool dt_softplus, int pad_slot_id, int philox_rounds, str precision, "
-    "bool after_conv, int? max_tokens, bool two_kernels, bool internal_pdl, bool? pdl) -> ()",
+    "bool after_conv, int? max_tokens, bool two_kernels, bool internal_pdl, bool materialize, bool? pdl) -> ()",
     tags=torch.Tag.needs_fixed_stride_order,
 )
 

@@ -167,7 +167,7 @@ def materialize_selective_state(
         state, old_x, old_B, old_dt, old_dA_cumsum, cache_buf_idx, ring_start, prev_num_accepted_tokens, None, None, rate, None,
         None, None, None, None, out, state_indices, None, None, None,
     )  # fmt: skip
-    return given, Options(False, pad_slot_id, 0, precision, False, max_tokens), pdl
+    return given, Options(False, pad_slot_id, 0, precision, False, max_tokens, materialize=True), pdl
 
 
 FUNCTIONS = (replay_selective_state_update, checkpoint_selective_state_update, materialize_selective_state)
