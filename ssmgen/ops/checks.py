@@ -12,8 +12,8 @@ from ..spec import SM90, DType, Index
 
 DTYPES = {torch.float32: DType.F32, torch.float16: DType.F16, torch.bfloat16: DType.BF16}
 INDEX = {None: Index.NONE, torch.int32: Index.I32, torch.int64: Index.I64}
-COUNTS = ("num_accepted_tokens", "cu_seqlens", "query_start_loc", "cache_seqlens")  # integers, like the indices
-EXACT = {"seq_idx": torch.int32, "has_initial_state": torch.bool}
+COUNTS = ("num_accepted_tokens", "cu_seqlens", "query_start_loc", "cache_seqlens", "parents")  # integers, like the indices
+EXACT = {"seq_idx": torch.int32, "has_initial_state": torch.bool, "rand_seed": torch.int64}
 TORCH_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
 
 
