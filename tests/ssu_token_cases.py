@@ -87,8 +87,9 @@ def matrix() -> list[Case]:
         *vary(ragged, accepted={"dst": "own", "accepted": I32, "kept": BF16, "columns": -4}, kept={"kept": F32, "rows": I32, "columns": 1}),
         *vary(ragged, tree={"kept": F32, "parents": I32}, tree_few={"kept": F32, "parents": I64, "columns": -2, "rows": I32}),
         *vary(noisy, bf16={}, f16={"state": F16, "seed": "one", "dst": "row", "batch": 11}, each={"dst": "token", "rounds": 4}),
-        *vary(noisy, kept={"kept": BF16, "rows": I32}, kept_only={"kept": F16, "state": F32, "update": False}, tree={"kept": F16, "parents": I32}),
-        *vary(noisy, odd={"slot_gap": 1, "index": I64, "rounds": 1}, ragged={"lengths": ragged.lengths, "kept": BF16}, no_pool={"index": None}),
+        *vary(noisy, kept={"kept": BF16, "rows": I32}, kept_only={"kept": F16, "state": F32, "update": False}, no_pool={"index": None}),
+        *vary(noisy, odd={"slot_gap": 1, "index": I64, "rounds": 1}, ragged={"lengths": ragged.lengths, "kept": BF16}),
+        *vary(noisy, tree={"kept": F16, "parents": I32}),
     ]  # fmt: skip
     assert len({c.id for c in cases}) == len(cases)
     return cases
@@ -229,8 +230,10 @@ def step(h: Approx, reach: Tensor, x: Mapping[str, Approx], case: Case) -> tuple
 
 
 def expected(call: Call, any_order: bool = False) -> dict[str, dict[Any, Approx]]:
-    """What a call writes, in float64, with bounds: {"state": {slot: …}, "intermediate_states": {(row, token): …}, "out": {(row, token): …}};
-    other output is zero. A state that a tree goes back to is off by its rounding. Sums over N are the kernels' tree, or in any order."""
+    """What a call writes, in float64, with bounds: {"state": {slot: …}, "intermediate_states": {(row, token): …},
+    "out": {(row, token): …}}; other output is zero. A state that a tree goes back to is off by its rounding. Sums over N are the kernels'
+    tree, or in any order.
+    """
     case = replace(call.case, d_state=4 << (call.case.d_state - 1)) if any_order and call.case.d_state < 12 else call.case
     views = {n: t.detach().cpu() for n, t in call.views.items()}
     T = {n: views[n] if views["x"].dim() == 4 else views[n].unsqueeze(1) for n in ("x", "dt", "B", "C", "z") if n in views}

@@ -1,7 +1,7 @@
 """selective_state_update of several tokens per sequence: Mamba-2, whose A, dt and dt_bias are tied per head.
 
-A row of the engine is one of headdim, d_state long. A block stages tokens in shared memory and walks them with its rows in registers: a state
-is read once, and written as often as the call asks for. Token by token the arithmetic is that of the single-token kernels.
+A row of the engine is one of headdim, d_state long. A block stages tokens in shared memory and walks them with its rows in registers: a
+state is read once, and written as often as the call asks for. Token by token the arithmetic is that of the single-token kernels.
 """
 
 from __future__ import annotations

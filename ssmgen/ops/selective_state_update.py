@@ -1,4 +1,4 @@
-"""selective_state_update: decode steps of Mamba-1 and Mamba-2 on torch tensors. One token per sequence here; several in the module beside."""
+"""selective_state_update: decode steps of Mamba-1 and Mamba-2 on torch tensors. The module beside plans those of several tokens."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _route(
     if rand_seed is None or philox_rounds == 0:
         rand_seed, philox_rounds = None, 0
     one = cu_seqlens is None and num_accepted_tokens is None and parents is None and intermediate_states is None
-    if one and update_state is True and intermediate_state_indices is None and not (isinstance(x, Tensor) and x.dim() == 4):
+    if one and update_state is True and intermediate_state_indices is None and not (isinstance(x, Tensor) and x.dim() > 3):
         given = (state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices, rand_seed)
         return _caller, given, (dt_softplus, dt_limit, pad_slot_id, philox_rounds)
     given = (

@@ -18,8 +18,8 @@ from .checks import DTYPES, INDEX
 from .planning import Caller, Family
 
 NAMES = (
-    "state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "out", "state_indices", "dst_state_indices", "num_accepted_tokens", "cu_seqlens",
-    "parents", "intermediate_states", "intermediate_state_indices", "rand_seed",
+    "state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "out", "state_indices", "dst_state_indices", "num_accepted_tokens",
+    "cu_seqlens", "parents", "intermediate_states", "intermediate_state_indices", "rand_seed",
 )  # fmt: skip
 _WEIGHTS = ("A", "D", "dt_bias")
 _CONTROL = NAMES[10:15] + NAMES[16:]
@@ -75,7 +75,8 @@ def token_views(named: Mapping[str, Tensor], options: Options, problems: list[st
     if G == 0 or H % G:
         problems.append(f"B is {list(B.shape)} but heads {H} is not a multiple of its groups {G}")
     allowed = _shapes(named, lead, batch, ragged)
-    if not all([checks.check_shape(name, t, allowed[name], problems) for name, t in named.items() if name != "state"]):
+    fits = [checks.check_shape(name, t, allowed[name], problems) for name, t in named.items() if name != "state"]
+    if not all(fits):
         return {}
     views = dict(named)
     if views["dt"].dim() == x.dim() - 1:
@@ -211,6 +212,12 @@ _AXES = {
     "intermediate_state_indices": {"batch": 0},
     "rand_seed": {"slot": 0},
 }
+_COLUMNS = {
+    "columns": "state_indices",
+    "dst_columns": "dst_state_indices",
+    "parent_columns": "parents",
+    "kept_columns": "intermediate_states",
+}
 _TOKEN_AXES = {"batch": 0, "token": 1, "head": 2, "group": 2, "row": 3, "n": 3}
 
 
@@ -223,8 +230,9 @@ def kernel_values(spec: SsuTokensSpec, views: Mapping[str, Tensor], options: Opt
     _, dt_limit, pad_slot_id, *_ = options
     values: dict[str, int | float] = {"slots": views["state"].shape[0], "pad_slot_id": pad_slot_id}
     values |= dict.fromkeys(("tokens", "total_tokens"), views["x"].shape[1])
-    counts = {"columns": "state_indices", "dst_columns": "dst_state_indices", "parent_columns": "parents", "kept_columns": "intermediate_states"}
-    values |= {count: views[n].shape[1] for count, n in counts.items() if n in views and views[n].dim() > 1}
+    for count, of in _COLUMNS.items():
+        if of in views and views[of].dim() > 1:
+            values[count] = views[of].shape[1]
     if "intermediate_states" in views:
         values["kept_rows"] = views["intermediate_states"].shape[0]
     if dt_limit is not None:
