@@ -309,6 +309,17 @@ def test_no_sequences_and_no_tokens(packed):
     assert out.shape == (0, 2, 8) and (state == 1).all()
 
 
+def test_bind_and_explain():
+    call, eager = make_call(Case("c", **SMALL, kept=BF16), "cpu"), make_call(Case("c", **SMALL, kept=BF16), "cpu")
+    assert ssmgen.bind(ssmgen.selective_state_update, **call.kwargs)() is call.kwargs["out"]
+    eager.run()
+    assert all(equal(call.kwargs[n], eager.kwargs[n]) for n in WRITTEN)
+    found = ssmgen.explain(ssmgen.selective_state_update, **call.kwargs, arch="sm_90a")
+    assert found.operator == op.OPERATOR and found.chosen.spec.intermediate_states.value == "bf16"
+    fresh = {n: v for n, v in call.kwargs.items() if n != "out"}
+    assert ssmgen.bind(ssmgen.selective_state_update, **fresh)().shape == call.kwargs["x"].shape
+
+
 # Registration with torch.
 
 

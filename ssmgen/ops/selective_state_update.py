@@ -92,6 +92,23 @@ def selective_state_update(
     kernel would have to be built during a CUDA graph capture; NotBuiltError, CompileError, LoadError, LaunchError.
     Source: Gu & Dao 2023 (arXiv 2312.00752), Dao & Gu 2024 (arXiv 2405.21060); draft trees: SGLang.
     """
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x  # the checks object to x
+    if rand_seed is None or philox_rounds == 0:
+        rand_seed, philox_rounds = None, 0
+    if (
+        parents is None and cu_seqlens is None and num_accepted_tokens is None and intermediate_states is None
+        and intermediate_state_indices is None and update_state is True and not is_compiling()
+    ):  # fmt: skip
+        given = (state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices, rand_seed)
+        try:
+            which = D is None, z is None, dt_bias is None, state_indices is None, dst_state_indices is None
+            plan = _find((x.shape, which, (dt_softplus, dt_limit, pad_slot_id, philox_rounds), pdl), given)
+        except (AttributeError, TypeError):
+            plan = None  # the checks say what is wrong
+        if plan is not None:
+            plan()
+            return out
     caller, given, options = _route(
         state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, state_indices, dst_state_indices, num_accepted_tokens, cu_seqlens,
         parents, intermediate_states, intermediate_state_indices, update_state, rand_seed, philox_rounds, pad_slot_id, out,
@@ -100,7 +117,7 @@ def selective_state_update(
         caller.dispatch(given, options, pdl)
     else:
         caller.plan(_key(given, options, pdl), given, options, pdl)()
-    return given[9]
+    return out
 
 
 def _route(
@@ -108,10 +125,6 @@ def _route(
     parents, intermediate_states, intermediate_state_indices, update_state, rand_seed, philox_rounds, pad_slot_id, out,
 ) -> tuple[Caller, tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
     """(who plans it, operands, options) of the public function's arguments."""
-    if out is None:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x  # the checks object to x
-    if rand_seed is None or philox_rounds == 0:
-        rand_seed, philox_rounds = None, 0
     one = cu_seqlens is None and num_accepted_tokens is None and parents is None and intermediate_states is None
     if one and update_state is True and intermediate_state_indices is None and not (isinstance(x, Tensor) and x.dim() > 3):
         given = (state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices, rand_seed)
@@ -125,9 +138,8 @@ def _route(
 
 def _key(given: tuple[Any, ...], options: tuple[Any, ...], pdl: bool | None) -> Any:
     """All that is not a tensor, which operands there are, and a shape. rand_seed is there if philox_rounds is not 0."""
-    _, x, _, _, _, _, D, z, dt_bias, _, source, target, *more = given
-    which = D is None, z is None, dt_bias is None, source is None, target is None
-    return getattr(x, "shape", None), which, len(more) > 1 and tuple([t is None for t in more]), options, pdl
+    which = tuple([t is None for t in (*given[6:9], *given[10:-1])])
+    return getattr(given[1], "shape", None), which, options, pdl
 
 
 def _views(named: Mapping[str, Tensor], options: tuple[Any, ...], problems: list[str]) -> dict[str, Tensor]:
@@ -292,7 +304,12 @@ def _refer(views: Mapping[str, Tensor], options: tuple[Any, ...]) -> None:
 def _call(*args: Any, **kwargs: Any) -> tuple[Caller, tuple[Any, ...], tuple[Any, ...], bool | None]:
     bound = signature(selective_state_update).bind(*args, **kwargs)
     bound.apply_defaults()
-    *rest, pdl = bound.arguments.values()
+    given = bound.arguments
+    if given["out"] is None and isinstance(given["x"], Tensor):
+        given["out"] = torch.empty_like(given["x"], memory_format=torch.contiguous_format)
+    if given["rand_seed"] is None or given["philox_rounds"] == 0:
+        given["rand_seed"], given["philox_rounds"] = None, 0
+    *rest, pdl = given.values()
     return *_route(*rest), pdl
 
 
@@ -339,3 +356,4 @@ def _fake(*args: Any) -> None:
 
 _required = frozenset(("state", "x", "dt", "A", "B", "C", "out"))
 _caller = Caller(FAMILY, OPERATOR, _NAMES, _required, _views, _refer, _dispatch, runtime.Signatures())
+_find = _caller.signatures.find
