@@ -198,7 +198,7 @@ def selective_state_update(
     num_accepted_tokens: (batch,), instead the column num_accepted_tokens - 1; 0 is like 1
     dst_state_batch_indices: (batch,), or (batch, T) for the state after each token
     intermediate_states_buffer: (rows, T or more, H, P, N), by sequence or by intermediate_state_indices (batch,)
-    retrieve_parent_token: (batch, T); FlashInfer has it under review, and SGLang has it
+    retrieve_parent_token: (batch, T), a draft tree: of SGLang's variant, not of FlashInfer's
     rand_seed: one int64, on the device, of the noise of f16 and bf16 states
 
     Deliberate differences:

@@ -71,7 +71,8 @@ def selective_state_update(
     intermediate_states: [rows, T or more, H, P, N], of f32, f16 or bf16: receives the state after each token, in row
         intermediate_state_indices[b], [batch] int32 or int64, or b
     parents: [batch, T] int32 or int64, a draft tree: token t goes on from the state after token parents[b, t], as intermediate_states
-        (which it needs) holds it, rounded; where that is no earlier token, from the state after token t - 1, unrounded
+        (which it needs) holds it, rounded; where that is no earlier token, or none whose state is kept, from the state after token
+        t - 1, unrounded. Of packed sequences, parents and dst_state_indices may have any number of columns
     rand_seed: [1] or [slots] int64, on the device: f16 and bf16 states are rounded stochastically, with Philox noise of so many rounds
         (philox_rounds 0: to nearest), without bias for subnormal numbers too; what is finite stays finite. The noise is that of Triton's
         randint4x(seed of the slot written, element): element number slot H P N + (h P + p) N + n takes word n % 4 of the counter of the
