@@ -16,12 +16,13 @@ from . import __version__
 from .bench.command import LINEAR_ATTENTION, bench
 from .cache import Cache, collect_garbage, shared_cache, verify
 from .errors import DriftError, ModelError, SsmgenError
-from .kernels import OPERATOR_OF, OPERATORS, causal_conv1d, causal_conv1d_update
+from .kernels import OPERATOR_OF, OPERATORS, causal_conv1d, causal_conv1d_update, selective_state_update_tokens
 from .kernels import replay_selective_state_update as replay_family
 from .kernels.linear_attention_problem import Layout, Ring
 from .spec import Arch, DType, Index, PoolMode
 
 CONVOLUTIONS = (causal_conv1d.OPERATOR, causal_conv1d_update.OPERATOR)
+BUILT = [name for name in OPERATORS if name != selective_state_update_tokens.OPERATOR]  # which goes with selective_state_update
 REPLAY, MAX_TOKENS = replay_family.OPERATOR, replay_family.MAX_TOKENS
 PROMPT = 2048  # tokens of a sequence, where nothing is said
 EXIT_FAILURE, EXIT_DRIFT = 1, 3  # click itself exits with 2 for a wrong command line
@@ -71,10 +72,10 @@ model_options = [
     click.option("--index", "indices", type=_names(Index), multiple=True, help="Slot index type; may repeat. Default: none and i32."),
     click.option("--pool", "pools", type=_names(PoolMode), multiple=True, help="May repeat. Default: single."),
     click.option("--pdl/--no-pdl", default=None, help="Programmatic dependent launch. Default: both."),
-    click.option("--tokens", type=click.IntRange(1), help="Per sequence and call; not of selective_state_update. Default: 1."),
-    click.option("--intermediates", is_flag=True, help="Keep the state after each token. This to --layers: of linear_attention only."),
+    click.option("--tokens", type=click.IntRange(1), help="Per sequence and call; not of Mamba-1. Default: 1."),
+    click.option("--intermediates", is_flag=True, help="Keep the state after each token."),
     click.option("--no-update", is_flag=True, help="Leave the pool's state as it is."),
-    click.option("--layout", type=_names(Layout), help="Order of the state's last two axes. Default: vk."),
+    click.option("--layout", type=_names(Layout), help="Order of the state's last two axes. This to --layers: not of Mamba. Default: vk."),
     click.option("--ring", type=_names(Ring), help="store: keep the tokens' inputs; commit: replay them. Default: none."),
     click.option("--layers", is_flag=True, help="A commit of several layers at once."),
     click.option("--replay", type=click.IntRange(1, MAX_TOKENS), help="Of Mamba-2, also steps of so many tokens that are replayed."),
@@ -104,8 +105,9 @@ def _problems(
     if operator not in (None, model.operator, *CONVOLUTIONS):
         return []
     call = {option: value for option, value in more.items() if value}
-    linear = isinstance(model, LinearAttention) and operator not in CONVOLUTIONS
-    if refused := call.keys() - (more.keys() if linear else ("tokens",) if operator in CONVOLUTIONS else ()):
+    several = () if model.kind == "mamba1" else ("tokens", "intermediates", "no_update")
+    taken = more.keys() if isinstance(model, LinearAttention) else several
+    if refused := call.keys() - (("tokens",) if operator in CONVOLUTIONS else taken):
         options = ", ".join(f"--{option.replace('_', '-')}" for option in sorted(refused))
         raise click.UsageError(f"{operator or model.function} of {name} does not take {options}")
     convolutions = model.convolutions(slots, activations, call.get("tokens", 1))
@@ -123,7 +125,7 @@ def _problems(
 @main.command()
 @with_model
 @click.option("--all", "everything", is_flag=True, help="Every model of `ssmgen models`, undivided.")
-@click.option("--op", type=click.Choice(list(OPERATORS)), help="Only this operator's variants. Default: all that the model uses.")
+@click.option("--op", type=click.Choice(BUILT), help="Only this operator's variants. Default: all that the model uses.")
 @click.option("--spec", "specs", multiple=True, help="A variant by its text or name; may repeat.")
 @arch_option
 @click.option("--max-batch", type=click.IntRange(1), default=1024, show_default=True, help="Build what batches up to this use.")
@@ -308,7 +310,7 @@ def explain(op, model, tp, pdl, batch, archs, as_json, **call) -> None:
     if op == causal_conv1d.OPERATOR:
         size = -(-batch * (call["tokens"] or PROMPT) * known.conv_channels * DType(call["io"]).size // 1024)
     problems = _problems(model, operator, tp, **call)
-    found = [registry.explain(operator, p, size, arch, pdl is not False) for arch in archs for p in problems]
+    found = [registry.explain(OPERATOR_OF[type(p)], p, size, arch, pdl is not False) for arch in archs for p in problems]
     if as_json:
         click.echo(json.dumps([e.as_dict() for e in found], indent=1))
     else:

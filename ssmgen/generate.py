@@ -40,6 +40,12 @@ DEFAULTS = [
     ("qwen3.5-397b-a17b", DType.BF16, Index.I32, PoolMode.SINGLE),
 ]
 
+# What else several tokens of Mamba-2 may come with.
+TREE = {
+    "intermediates": True, "intermediate_indices": Index.I32, "parents": Index.I32, "cu_seqlens": Index.I32, "accepted": Index.I32,
+    "philox_rounds": 10,
+}  # fmt: skip
+
 # The same and more of the call, in the variant that serves batch 1 only: its branches are those of all batches.
 FORMS: list[tuple[str, DType, Index, PoolMode, dict[str, Any]]] = [
     ("qwen3.5-397b-a17b", DType.F32, Index.I64, PoolMode.SPLIT, {"layout": Layout.KV}),
@@ -47,6 +53,8 @@ FORMS: list[tuple[str, DType, Index, PoolMode, dict[str, Any]]] = [
     ("qwen3.5-397b-a17b", DType.BF16, Index.I32, PoolMode.SINGLE, {"tokens": 4, "update_state": False}),
     ("qwen3.5-397b-a17b", DType.BF16, Index.I32, PoolMode.SINGLE, {"tokens": 4, "update_state": False, "ring": Ring.STORE}),
     ("qwen3.5-397b-a17b", DType.BF16, Index.I32, PoolMode.SINGLE, {"ring": Ring.COMMIT, "layers": True}),
+    ("nemotron-h-8b", DType.BF16, Index.I32, PoolMode.SINGLE, {"tokens": 4, "intermediates": True, "update_state": False}),
+    ("nemotron-h-8b", DType.F16, Index.I32, PoolMode.SPLIT, {"tokens": 4, **TREE}),
     ("kimi-linear-48b-a3b", DType.F32, Index.I32, PoolMode.SINGLE, {}),
     ("minimax-text-01", DType.F32, Index.I32, PoolMode.SINGLE, {}),
     ("rwkv7-1.5b", DType.F32, Index.I32, PoolMode.SINGLE, {}),

@@ -15,6 +15,7 @@ from .kernels.causal_conv1d_update import Advance, StateLayout, UpdateProblem
 from .kernels.linear_attention_problem import Beta, Delta, Gate, Layout, LinearAttentionProblem, Ring, Tokens, Update
 from .kernels.replay_selective_state_update import History, ReplayProblem
 from .kernels.selective_state_update import SsuProblem
+from .kernels.selective_state_update_tokens import SsuTokensProblem
 from .spec import DType, Index, PoolMode, Problem
 
 if sys.version_info >= (3, 11):
@@ -147,9 +148,25 @@ class Mamba(Model):
         groups = self.ngroups // tp if self.ngroups % tp == 0 else max(1, self.ngroups // tp)
         return replace(self, nheads=self._share(self.nheads, "heads", tp), ngroups=groups)
 
-    def problem(self, state: DType, index: Index, pool: PoolMode, io: DType = DType.BF16) -> SsuProblem:
+    def problem(
+        self,
+        state: DType,
+        index: Index,
+        pool: PoolMode,
+        io: DType = DType.BF16,
+        tokens: int = 1,
+        intermediates: bool = False,
+        update_state: bool = True,
+        **more: Any,
+    ) -> SsuProblem:
+        """intermediates: of the state's type; more: other fields of the problem. Raises ModelError for several tokens of Mamba-1."""
         mamba1 = self.kind == "mamba1"
-        return SsuProblem(
+        several = tokens > 1 or intermediates or not update_state
+        if several and mamba1:
+            raise ModelError(f"{self.name} is a Mamba-1 model, which takes one token at a time")
+        if several:
+            more |= {"update": Update.FINAL if update_state else Update.NONE, "intermediate_states": state if intermediates else None}
+        return (SsuTokensProblem if several else SsuProblem)(
             d_state=self.d_state,
             headdim=self.headdim,
             nheads=self.nheads,
@@ -168,6 +185,7 @@ class Mamba(Model):
             dt_softplus=True,
             index=index,
             pool=pool,
+            **more,
         )
 
     def replays(

@@ -91,6 +91,9 @@ add(
     several("--model", "names", str, help="May repeat. Default: those of docs/performance.md."),
     states,
     batches,
+    tokens,
+    click.option("--intermediates/--no-intermediates", default=None, help="Keep every token's state. Default: if there are several."),
+    click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks."),
 )
 
 for op in LINEAR_ATTENTION:

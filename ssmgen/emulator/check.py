@@ -18,12 +18,14 @@ from ..kernels.linear_attention import LinearAttentionSpec
 from ..kernels.linear_attention_problem import Update
 from ..kernels.replay_selective_state_update import ReplaySpec
 from ..kernels.selective_state_update import SsuSpec
+from ..kernels.selective_state_update_tokens import SsuTokensSpec
 from ..ops import causal_conv1d as conv_op
 from ..ops import causal_conv1d_update as update_op
 from ..ops import linear_attention_call as linear_op
 from ..ops import linear_attention_commit as linear_commit
 from ..ops import replay_call as replay_op
 from ..ops import selective_state_update as ssu_op
+from ..ops import selective_state_update_tokens as tokens_op
 from ..ops.checks import DTYPES
 from ..reference import norm_error
 from ..reference.linear_attention import linear_attention as linear_reference
@@ -106,9 +108,19 @@ def _ssu(spec: SsuSpec, batch: int, seed: int) -> Trial:
     views = ssu_op.headed_views(named, problems := [])
     assert not problems, problems
     limit = LIMIT if spec.dt_limit else None
-    options: dict[str, Any] = {"dt_softplus": spec.dt_softplus, "dt_limit": limit, "dtype": torch.float64}
+    options: dict[str, Any] = {"dt_softplus": spec.dt_softplus, "dt_limit": limit, "dtype": torch.float64}  # unrounded: without noise
     values = ssu_op.kernel_values(spec, views, -1, limit)
     return Trial(named, views, values, ("state", "out"), lambda v: ssu_reference(**v, **options), batch * spec.nheads * spec.tiles)
+
+
+def _ssu_tokens(spec: SsuTokensSpec, batch: int, seed: int) -> Trial:
+    named = operands.ssu_tokens(spec, batch, seed)
+    options = (spec.dt_softplus, LIMIT if spec.dt_limit else None, -1, spec.philox_rounds, spec.update is not Update.NONE)
+    views = tokens_op.token_views(named, options, problems := [])
+    assert not problems, problems
+    written = tuple(n for n in tokens_op.FAMILY.written if n in named and (options[4] or n != "state"))
+    values, grid = tokens_op.kernel_values(spec, views, options), tokens_op.grid_of(spec, views)
+    return Trial(named, views, values, written, lambda v: tokens_op.run_reference(v, options, torch.float64), grid, spec.chunk + 1)
 
 
 def _linear(spec: LinearAttentionSpec, batch: int, seed: int) -> Trial:
@@ -173,6 +185,7 @@ def _replay(spec: ReplaySpec, batch: int, seed: int) -> Trial:
 _TRIALS: dict[type[KernelSpec], Callable[[Any, int, int], Trial]] = {
     SsuSpec: _ssu,
     ReplaySpec: _replay,
+    SsuTokensSpec: _ssu_tokens,
     LinearAttentionSpec: _linear,
     ConvSpec: _conv,
     UpdateSpec: _update,

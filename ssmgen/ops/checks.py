@@ -12,7 +12,7 @@ from ..spec import SM90, DType, Index
 
 DTYPES = {torch.float32: DType.F32, torch.float16: DType.F16, torch.bfloat16: DType.BF16}
 INDEX = {None: Index.NONE, torch.int32: Index.I32, torch.int64: Index.I64}
-COUNTS = ("num_accepted_tokens", "cu_seqlens", "query_start_loc", "cache_seqlens")  # integers, like the indices
+COUNTS = ("num_accepted_tokens", "cu_seqlens", "query_start_loc", "cache_seqlens", "parents")  # integers, like the indices
 EXACT = {
     **dict.fromkeys(("seq_idx", "cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "arrivals"), torch.int32),
     "has_initial_state": torch.bool,

@@ -46,7 +46,7 @@ def rounded(values: Tensor, dtype: torch.dtype, random: Tensor) -> Tensor:
 
 
 def stored(state: Tensor, dtype: torch.dtype, seed: int, rounds: int, slot: int, stream: int = 0) -> Tensor:
-    """A slot's new state [heads, headdim, d_state] as it is stored: float16 and bfloat16 with the slot's noise, others rounded to nearest."""
+    """A slot's new state [heads, headdim, d_state] as it is stored: with the slot's noise in float16 and bfloat16, else to nearest."""
     if not rounds or dtype not in (torch.float16, torch.bfloat16):
         return state.to(dtype)
     first = torch.arange(slot * state.numel(), (slot + 1) * state.numel(), 4, device=state.device)
