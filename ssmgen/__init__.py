@@ -28,6 +28,7 @@ _REPLAY = ("replay_selective_state_update", "checkpoint_selective_state_update",
 _HOME = {
     "causal_conv1d": "ops.causal_conv1d",
     "causal_conv1d_update": "ops.causal_conv1d_update",
+    "combine_splits": "ops.combine_splits",
     "selective_state_update": "ops.selective_state_update",
     **dict.fromkeys(_LINEAR, "ops.linear_attention"),
     **dict.fromkeys(_REPLAY, "ops.replay_selective_state_update"),
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from .api import BoundCall, bind, explain, is_warm, supported, warm
     from .ops.causal_conv1d import causal_conv1d
     from .ops.causal_conv1d_update import causal_conv1d_update
+    from .ops.combine_splits import combine_splits
     from .ops.linear_attention import (
         Ring,
         comba,
@@ -75,6 +77,7 @@ __all__ = [
     "causal_conv1d_update",
     "checkpoint_selective_state_update",
     "comba",
+    "combine_splits",
     "delta_rule",
     "dplr_delta_rule",
     "explain",

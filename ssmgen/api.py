@@ -15,6 +15,7 @@ from .errors import ArgumentError
 from .kernels import OPERATOR_OF
 from .ops import causal_conv1d as _conv
 from .ops import causal_conv1d_update as _conv_update
+from .ops import combine_splits as _combine
 from .ops import linear_attention as _linear
 from .ops import linear_attention_call as _linear_call
 from .ops import replay_call as _replay_call
@@ -48,6 +49,7 @@ _OPERATORS = {
     _ssu.selective_state_update: Operator(_ssu.problem_of_call, _ssu.plan_call),
     _conv.causal_conv1d: Operator(_conv.problem_of_call, _conv.plan_call),
     _conv_update.causal_conv1d_update: Operator(_conv_update.problem_of_call, _conv_update.plan_call),
+    _combine.combine_splits: Operator(_combine.problem_of_call, _combine.plan_call),
     **{function: _linear_hooks(function) for function in _linear.FUNCTIONS},
     **{function: _replay_hooks(function) for function in _replay.FUNCTIONS},
 }

@@ -17,6 +17,8 @@ from .kernels import OPERATOR_OF
 from .kernels.causal_conv1d import ConvLayout, ConvProblem
 from .kernels.causal_conv1d_update import Advance, Saved, StateLayout, UpdateProblem
 from .kernels.causal_conv1d_update import Tokens as Counted
+from .kernels.combine_splits import MAX_SIZE as MANY_ROWS
+from .kernels.combine_splits import CombineProblem
 from .kernels.linear_attention_problem import Layout, Ring
 from .kernels.replay_selective_state_update import History, ReplayProblem
 from .kernels.slot_copy import SlotCopySpec
@@ -89,6 +91,17 @@ REPLAYS: list[Problem] = [
     ReplayProblem(**SHAPE, state=DType.BF16, two_kernels=True, after_conv=True),
 ]
 
+# Merged splits, as (problem, rows): an MLA and a GQA model's decode, with few rows and with many; a cascade's two; the other branches.
+PAIR = {"o": DType.BF16, "max_splits": 2, "pair": True}
+COMBINATIONS: list[tuple[CombineProblem, int]] = [
+    *((CombineProblem(d_v=512, max_splits=160, axes=2, num_splits=Index.I32), rows) for rows in (128, MANY_ROWS)),
+    *((CombineProblem(d_v=128, max_splits=32), rows) for rows in (128, MANY_ROWS)),
+    (CombineProblem(d_v=128, axes=2, **PAIR), MANY_ROWS),
+    (CombineProblem(d_v=512, axes=2, mask=True, in_place=True, **PAIR), 128),
+    (CombineProblem(d_v=128, o=DType.BF16, max_splits=0, axes=3, num_splits=Index.I64, sink=DType.F32, skip_single=True), MANY_ROWS),
+    (CombineProblem(d_v=68, o=DType.F16, out=DType.F32, max_splits=8, lse_out=False, loads=Loads.ELEMENT), 128),
+]
+
 
 def default_variants() -> list[tuple[KernelSpec, Arch]]:
     """The variants in the lock."""
@@ -104,6 +117,8 @@ def default_variants() -> list[tuple[KernelSpec, Arch]]:
         for problem in CONVOLUTIONS:
             found[registry.select(OPERATOR_OF[type(problem)], problem, 1, arch, arch >= SM90), arch] = None
         found.update(dict.fromkeys((spec, arch) for spec in specs_for(REPLAYS, arch, pdl=(True,), max_batch=1)))
+        for problem, rows in COMBINATIONS:
+            found[registry.select(OPERATOR_OF[type(problem)], problem, rows, arch, arch >= SM90), arch] = None
         found[SlotCopySpec(slot_bytes=2 << 20, pdl=Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF), arch] = None
     return list(found)
 

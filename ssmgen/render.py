@@ -52,7 +52,7 @@ def render(spec: KernelSpec, arch: Arch) -> str:
             rings=bool(getattr(spec, "ringed", list)()),
             streams=getattr(spec, "intermediates", False),
             uses_math=spec.uses_math,
-            bytes=getattr(spec, "started", False),
+            bytes=getattr(spec, "started", False) or getattr(spec, "mask", False),
             touches=spec.touches,
             element_loads=spec.gathers and Loads.ELEMENT in loads,
             pdl=pdl,

@@ -39,9 +39,9 @@ class Choice(click.Choice):
 
 
 class Shape(click.ParamType):
-    """Sizes of at least 1, separated by commas."""
+    """Sizes of at least 1, written like `example`."""
 
-    def __init__(self, name: str, example: str):
+    def __init__(self, name: str = "B,D,L", example: str = "1,1536,2048"):
         self.name, self.example = name, example
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
@@ -49,9 +49,9 @@ class Shape(click.ParamType):
             sizes = tuple(map(int, value.split(","))) if isinstance(value, str) else value
         except ValueError:
             sizes = ()
-        count = self.name.count(",") + 1
+        count = self.example.count(",") + 1
         if len(sizes) != count or min(sizes) < 1:
-            self.fail(f"{value!r} is not {('three', 'four')[count - 3]} positive numbers such as {self.example}", param, ctx)
+            self.fail(f"{value!r} is not {('two', 'three', 'four')[count - 2]} positive numbers such as {self.example}", param, ctx)
         return sizes
 
 
@@ -154,4 +154,14 @@ add(
     several("--state-layout", "layouts", click.Choice(["window", "channels"]), help="What is contiguous; may repeat. Default: both."),
     click.option("--dim", type=click.IntRange(1), default=12288, show_default=True),
     *convolution,
+)
+
+add(
+    "combine_splits",
+    "combine_splits",
+    several("--shape", "shapes", Shape("R,S", "128,16"), help="Rows, splits; may repeat. Default: ten, from 16,2 to 16384,32."),
+    several("--d-v", "widths", click.IntRange(4, 1024), help="May repeat. Default: 128, 512."),
+    several("--form", "forms", click.Choice(["dense", "prefix", "pair"]), help="May repeat. Default: dense, prefix."),
+    several("--dtype", "dtypes", Choice(DType), help="Of partial results; may repeat. Default: f32, bf16, of which peers have the second."),
+    click.option("--hot/--cold", "hot", default=None, help="Whether what is read is in the L2 cache. Default: both, where it fits."),
 )

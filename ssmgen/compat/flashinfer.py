@@ -22,6 +22,10 @@ from torch import Tensor
 from ..errors import ArgumentError, UnsupportedError
 from ..ops.linear_attention import gated_delta_rule as _native
 from ..ops.selective_state_update import selective_state_update as _native_ssu
+from .flashinfer_cascade import merge_state as merge_state
+from .flashinfer_cascade import merge_state_in_place as merge_state_in_place
+from .flashinfer_cascade import merge_states as merge_states
+from .flashinfer_cascade import variable_length_merge_states as variable_length_merge_states
 from .flashinfer_replay import checkpointing_ssu as checkpointing_ssu
 
 

@@ -14,6 +14,7 @@ from ..arguments import Arguments
 from ..errors import SsmgenError
 from ..kernels.causal_conv1d import ConvSpec
 from ..kernels.causal_conv1d_update import UpdateSpec
+from ..kernels.combine_splits import CombineSpec
 from ..kernels.linear_attention import LinearAttentionSpec
 from ..kernels.linear_attention_problem import Update
 from ..kernels.replay_selective_state_update import ReplaySpec
@@ -21,6 +22,7 @@ from ..kernels.selective_state_update import SsuSpec
 from ..kernels.selective_state_update_tokens import SsuTokensSpec
 from ..ops import causal_conv1d as conv_op
 from ..ops import causal_conv1d_update as update_op
+from ..ops import combine_splits as combine_op
 from ..ops import linear_attention_call as linear_op
 from ..ops import linear_attention_commit as linear_commit
 from ..ops import replay_call as replay_op
@@ -95,12 +97,12 @@ def _limit(trial: Trial, name: str) -> float:
 
 def _error(result: Tensor, before: Tensor, expected: Tensor) -> float:
     """Of what the reference changes, by the first two axes: slot and head, sequence and token, …. The rest must be as it was, NaN too."""
-    changed = (expected != before) & ~(expected.isnan() & before.isnan())
-    changed = changed.flatten(2).any(-1) if changed.dim() > 2 else changed
-    result, before, expected = result.double(), before.double(), expected.double()
-    nothing = expected.isnan()
+    result, before, expected = (t.double()[(...,) + (None,) * max(0, 3 - t.dim())] for t in (result, before, expected))
+    nothing, infinite = expected.isnan(), expected.isinf() & (result == expected)
+    changed = ((expected != before) & ~(nothing & before.isnan())).flatten(2).any(-1)
     unharmed = torch.equal(result[~changed].nan_to_num(), before[~changed].nan_to_num()) and torch.equal(result.isnan(), nothing)
-    return norm_error(result[changed].nan_to_num(), expected[changed].nan_to_num()) if unharmed else float("inf")
+    result, expected = result.masked_fill(infinite | nothing, 0), expected.masked_fill(infinite | nothing, 0)
+    return norm_error(result[changed], expected[changed]) if unharmed else float("inf")
 
 
 def _ssu(spec: SsuSpec, batch: int, seed: int) -> Trial:
@@ -182,6 +184,16 @@ def _replay(spec: ReplaySpec, batch: int, seed: int) -> Trial:
     return Trial(named, views, values, written, reference, grid, tokens, launch_of, exact)
 
 
+def _combine(spec: CombineSpec, batch: int, seed: int) -> Trial:
+    named = operands.combine_splits(spec, batch, seed)
+    options = combine_op.Options(2, "e", skip_single=spec.skip_single)
+    views = combine_op.views_of(named, options, problems := [])
+    assert not problems, problems
+    values, grid = combine_op.kernel_values(spec, views, options), combine_op.grid_of(spec, views)
+    written = tuple(name for name in ("out", "lse_out") if name in named)
+    return Trial(named, views, values, written, lambda v: combine_op.run_reference(v, options, torch.float64), grid)
+
+
 _TRIALS: dict[type[KernelSpec], Callable[[Any, int, int], Trial]] = {
     SsuSpec: _ssu,
     ReplaySpec: _replay,
@@ -189,4 +201,5 @@ _TRIALS: dict[type[KernelSpec], Callable[[Any, int, int], Trial]] = {
     LinearAttentionSpec: _linear,
     ConvSpec: _conv,
     UpdateSpec: _update,
+    CombineSpec: _combine,
 }

@@ -13,6 +13,7 @@ from torch import Generator, Tensor
 from ..kernels.causal_conv1d import ConvLayout, ConvSpec
 from ..kernels.causal_conv1d_update import MAX_TOKENS, Advance, Saved, StateLayout, UpdateSpec
 from ..kernels.causal_conv1d_update import Tokens as Counted
+from ..kernels.combine_splits import CombineSpec
 from ..kernels.linear_attention import LinearAttentionSpec
 from ..kernels.linear_attention_problem import FROZEN_TOKENS, KEY_VECTORS, OF_KEY_HEADS, Beta, Gate, Tokens, Update
 from ..kernels.replay_selective_state_update import History, ReplaySpec
@@ -401,3 +402,40 @@ def _poison(made: dict[str, Tensor], slot: int, step: bool) -> None:
     if step:
         for name in ("old_B", "old_dt", "old_dA_cumsum"):
             made[name][slot][1 - buffer[0]] = float("nan")
+
+
+def combine_splits(spec: CombineSpec, batch: int, seed: int) -> dict[str, Tensor]:
+    """Of combine_splits: as many splits as the spec is for, some of them empty and NaN; entry after entry has one more, if they say so."""
+    g = torch.Generator().manual_seed(seed)
+    splits = spec.max_splits or 165
+    rows = ((batch if spec.indexed else batch + 1), 2, 3)[: spec.axes]
+    shape = (*([] if spec.pair else [splits]), *(rows[1:] if spec.indexed else rows))
+    odd = spec.loads is Loads.ELEMENT
+
+    def apart(values: Tensor, dtype: DType, columns: bool = True) -> Tensor:
+        """With gaps along every axis, that keep columns aligned."""
+        gaps = [1 if i < values.dim() - columns else 8 + odd for i in range(values.dim())]
+        wide = torch.full([n + gap for n, gap in zip(values.shape, gaps, strict=True)], float("nan"), dtype=TORCH_DTYPES[dtype])
+        wide = wide[..., odd:] if columns else wide
+        return wide[tuple(slice(n) for n in values.shape)].copy_(values)
+
+    def partial() -> tuple[Tensor, Tensor]:
+        o, lse = torch.randn(*shape, spec.d_v, generator=g), 3 * torch.randn(shape, generator=g)
+        empty = torch.rand(shape, generator=g) < 0.2
+        return apart(o.masked_fill(empty[..., None], float("nan")), spec.o), apart(lse.masked_fill(empty, float("-inf")), DType.F32, False)
+
+    made = dict(zip(("o", "lse"), partial(), strict=True))
+    if spec.pair:
+        made |= zip(("o_other", "lse_other"), partial(), strict=True)
+    if spec.indexed:
+        counts = torch.arange(batch) % splits
+        counts[-1] = max(0, splits - int(counts[:-1].sum()))
+        made["num_splits"] = torch.tensor([0, *counts.cumsum(0).clamp(max=splits).tolist()], dtype=INTEGERS[spec.num_splits])
+    if spec.sink:
+        made["attn_sink"] = torch.randn(rows[-1], generator=g).to(TORCH_DTYPES[spec.sink])
+    if spec.mask:
+        made["mask"] = torch.arange(rows[-1]) % 3 != 1
+    made["out"] = apart(torch.full((*rows, spec.d_v), 7.0), spec.out)
+    if spec.lse_out:
+        made["lse_out"] = made["lse"] if spec.in_place else apart(torch.full(rows, 7.0), DType.F32, False)
+    return {name: made[name] for name in spec.operands()}

@@ -6,6 +6,7 @@ from ..spec import KernelSpec, Problem
 from . import (
     causal_conv1d,
     causal_conv1d_update,
+    combine_splits,
     linear_attention,
     replay_selective_state_update,
     selective_state_update,
@@ -23,6 +24,7 @@ OPERATORS = {
         linear_attention,
         causal_conv1d,
         causal_conv1d_update,
+        combine_splits,
     )
 }
 
@@ -34,6 +36,7 @@ OPERATOR_OF: dict[type[Problem], str] = {
     linear_attention.LinearAttentionProblem: linear_attention.OPERATOR,
     causal_conv1d.ConvProblem: causal_conv1d.OPERATOR,
     causal_conv1d_update.UpdateProblem: causal_conv1d_update.OPERATOR,
+    combine_splits.CombineProblem: combine_splits.OPERATOR,
 }
 
 # Every spec class, by family name: what `parse_spec` and the command line know.
@@ -46,6 +49,7 @@ FAMILIES: dict[str, type[KernelSpec]] = {
         linear_attention.LinearAttentionSpec,
         causal_conv1d.ConvSpec,
         causal_conv1d_update.UpdateSpec,
+        combine_splits.CombineSpec,
         slot_copy.SlotCopySpec,
     )
 }

@@ -35,6 +35,11 @@ torch.cuda.synchronize()
 assert y.shape == (batch, dim) and torch.isfinite(y).all() and len(ssmgen.stats()) == 2
 assert torch.equal(pool[slot.long(), :, -1], x[:, :, 0]) and int((pool.flatten(1).abs().sum(1) > 0).sum()) == batch
 """,
+    """
+torch.cuda.synchronize()
+assert out.shape == (batch, heads, d_v) and torch.isfinite(out).all() and len(ssmgen.stats()) == 1
+assert torch.equal(out[1], o[16].bfloat16()) and torch.allclose(lse_out[3], lse[39] * torch.log(torch.tensor(2.0)))
+""",
 ]
 
 

@@ -1,0 +1,350 @@
+"""combine_splits on a card: the numerical contract, variants, the emulator, far offsets, graphs, dependent launches."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from combine_cases import (
+    BF16,
+    DENSE,
+    F16,
+    F32,
+    I32,
+    I64,
+    INF,
+    LSES,
+    PAIR,
+    PREFIX,
+    Call,
+    assert_matches,
+    bits,
+    check_special,
+    emulate,
+    equal,
+    expected,
+    make,
+    matrix,
+    named,
+    needs_emulator,
+)
+from test_selective_state_update import after_a_producer, needs_pdl
+
+import ssmgen
+from ssmgen import compile as compiler
+from ssmgen import registry, runtime
+from ssmgen.bench.timing import host_us
+from ssmgen.cache import Entry
+from ssmgen.compat import flashinfer, vllm
+from ssmgen.errors import ArgumentError, CaptureError
+from ssmgen.kernels import combine_splits as kernels
+from ssmgen.ops import combine_splits as op
+from ssmgen.render import render
+from ssmgen.spec import Arch, KernelSpec, Pdl
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+
+
+def arch() -> Arch:
+    return runtime.device_arch(torch.cuda.current_device())
+
+
+def chosen(call: Call, pdl: bool | None = None) -> KernelSpec:
+    return registry.select(op.OPERATOR, call.problem, op.size_of(call.views), arch(), arch().number >= 90 if pdl is None else pdl)
+
+
+def prepare(specs: Iterable[KernelSpec]) -> None:
+    """Compiles and loads kernels in parallel. What goes wrong is left to the calls that need them."""
+    device = torch.cuda.current_device()
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        wait([pool.submit(runtime.load, spec, device, op.OPERATOR) for spec in dict.fromkeys(specs)])
+
+
+def launch(spec: KernelSpec, call: Call, kernel: runtime.Kernel | None = None) -> runtime.Plan:
+    """One variant, whatever the registry would choose, ready to run."""
+    device = torch.cuda.current_device()
+    values = op.kernel_values(spec, call.views, call.options)
+    launched = runtime.Launch(kernel or runtime.load(spec, device, op.OPERATOR), device, op.grid_of(spec, call.views), values)
+    return launched.at([t.data_ptr() for t in call.named.values()])
+
+
+LARGE = [
+    *[replace(PREFIX, id=f"mla-{s}", counts=(s,), rows=(128,), base=2, base_out="e", empty_lse=INF) for s in (2, 16, 64, 130)],
+    replace(PREFIX, id="mla-batch", counts=tuple(1 + i % 5 for i in range(64)), rows=(128,), base=2, skip_single=True),
+    *[replace(DENSE, id=f"gqa-{n}", splits=8, rows=(n, 32), o=BF16, base=2, layout="swapped") for n in (1, 16, 500)],
+    replace(DENSE, id="wide-sink", splits=33, rows=(77, 16), d_v=1024, o=F16, out=F16, sink=BF16),
+    replace(PAIR, id="cascade", rows=(700, 32), mask=True),
+    replace(PAIR, id="cascade-in-place", rows=(700, 32), d_v=512, in_place=True, mask=True),
+]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> None:
+    """Those of the matrix."""
+    calls = [make(case, DEVICE) for case in (*matrix(), *LARGE)]
+    prepare([chosen(call) for call in calls if op.size_of(call.views)])
+
+
+@named(*matrix(), *LARGE)
+def test_within_rounding_of_float64(case, loaded):
+    call = make(case, DEVICE)
+    want = expected(call)
+    call.run()
+    torch.cuda.synchronize()
+    assert_matches(call, want)
+
+
+@pytest.mark.parametrize("empty_lse", [INF, -INF])
+@pytest.mark.parametrize("kind", LSES)
+def test_special_values_of_lse(kind, empty_lse):
+    check_special(kind, empty_lse, DEVICE, lambda call: call.run())
+
+
+VARIED = [
+    replace(DENSE, id="dense-s40", splits=40, rows=(50, 3)),
+    replace(DENSE, id="dense-s300-sink", splits=300, sink=F32, rows=(9,), d_v=260),
+    replace(DENSE, id="dense-bf16-s7-d64", splits=7, d_v=64, o=BF16, layout="gaps", rows=(30, 5)),
+    replace(DENSE, id="dense-f16-odd", splits=21, d_v=68, o=F16, layout="odd", rows=(30, 5)),
+    replace(PREFIX, id="prefix", counts=(3, 0, 1, 30, 64), rows=(16,)),
+    replace(PAIR, id="pair-bf16", rows=(70, 32)),
+    replace(PAIR, id="pair-in-place", rows=(70, 32), d_v=512, in_place=True, mask=True),
+]
+
+
+@named(*VARIED)
+def test_variants_are_bit_equal(case):
+    call = make(case, DEVICE)
+    want = expected(call)
+    specs = list(kernels.space(call.problem, arch()))
+    specs = random.Random(0).sample(specs, min(20, len(specs)))
+    prepare(specs)
+    first = None
+    for spec in specs:
+        call = make(case, DEVICE)
+        launch(spec, call)()
+        torch.cuda.synchronize()
+        first = first or call.results()
+        assert all(equal(a, b) for a, b in zip(call.results(), first, strict=True)), f"{spec} differs from {specs[0]}"
+    assert_matches(call, want)
+
+
+@pytest.mark.parametrize("splits", [2, 7, 40, 200])
+def test_batch_size_and_position_change_nothing(splits):
+    """The last of 3000 rows alone: another rule serves it."""
+    o, lse = torch.randn(splits, 3000, 128, device=DEVICE), 3 * torch.randn(splits, 3000, device=DEVICE)
+    whole = ssmgen.combine_splits(o, lse, return_lse=True)
+    alone = ssmgen.combine_splits(o[:, 2999:], lse[:, 2999:], return_lse=True)
+    assert all(equal(a[2999:], b) for a, b in zip(whole, alone, strict=True))
+
+
+@needs_emulator
+@named(
+    replace(DENSE, id="dense-s32", splits=32, spread=0.0, empty=0.0),
+    replace(DENSE, id="dense-s256-bf16", splits=256, spread=0.0, empty=0.0, o=BF16, rows=(3,)),
+    replace(PREFIX, id="prefix", counts=(1, 2, 0, 64), spread=0.0, empty=0.0, d_v=128),
+    replace(PAIR, id="pair", spread=0.0, empty=0.0),
+)
+def test_emulator_agrees_bit_for_bit_where_weights_are_exact(case):
+    """Equal LSEs, powers of two of them: nothing depends on how exponentials and reciprocals are approximated."""
+    card, host = make(case, DEVICE), make(case, "cpu")
+    spec = chosen(card)
+    card.run()
+    emulate(host, spec, arch())
+    assert all(equal(a.cpu(), b) for a, b in zip(card.results(), host.results(), strict=True))
+
+
+# Offsets above 2^31 elements.
+
+
+@pytest.fixture
+def room():
+    """The memory of other tests is given back before and after."""
+    torch.cuda.empty_cache()
+    yield
+    torch.cuda.empty_cache()
+
+
+def far(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype = BF16) -> torch.Tensor:
+    """Zeros, a long way apart."""
+    extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    assert extent > 2**31
+    return torch.zeros(extent, dtype=dtype, device=DEVICE).as_strided(shape, strides)
+
+
+@pytest.mark.parametrize("odd", [0, 1], ids=["aligned", "odd"])
+@pytest.mark.parametrize("axis", ["splits", "rows", "out"])
+def test_tensors_above_2_31_elements(axis, odd, room):
+    gap = 2**30 + 64 + odd
+    shape = (3, 2, 3, 64)
+    near, lse = torch.randn(shape, device=DEVICE).bfloat16(), torch.randn(3, 2, 3, device=DEVICE)
+    want, want_lse = ssmgen.combine_splits(near, lse, return_lse=True)
+    if axis == "out":
+        out = far((2, 3, 64), (192, gap, 1))
+        ssmgen.combine_splits(near, lse, out=out)
+        assert equal(out, want)
+        return
+    strides = {"splits": (gap, 192, 64, 1), "rows": (128, 64, gap, 1)}[axis]
+    o = far(shape, strides).copy_(near)
+    got, got_lse = ssmgen.combine_splits(o, lse, return_lse=True)
+    assert equal(got, want) and equal(got_lse, want_lse)
+    starts = torch.tensor([0, 3], device=DEVICE)
+    assert equal(ssmgen.combine_splits(o, lse, starts)[0], want)
+
+
+# Repetition, graphs.
+
+
+def test_many_launches_are_equal_in_place_too():
+    """In place, a row's LSE is written while other warps of its block may still be reading it, if nothing keeps them together."""
+    case = replace(PAIR, rows=(700, 32), d_v=512, in_place=True, empty=0.0)
+    call = make(case, DEVICE)
+    before = [t.clone() for t in call.results()]
+    want = None
+    for _ in range(300):
+        for t, b in zip(call.results(), before, strict=True):
+            t.copy_(b)
+        call.run()
+        got = [bits(t).clone() for t in call.results()]
+        want = want or got
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_capture_graph_and_bound_calls():
+    for case in (replace(PREFIX, d_v=1020, o=F16), replace(PAIR, d_v=1012)):  # that no other test has, so that they are not loaded yet
+        call, again = make(case, DEVICE), make(case, DEVICE)
+        want = expected(call)
+        assert not ssmgen.is_warm(ssmgen.combine_splits, **call.kwargs)
+        with pytest.raises(CaptureError, match=r"ssmgen.warm\(ssmgen.combine_splits"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            call.run()
+        assert ssmgen.warm(ssmgen.combine_splits, **call.kwargs) == 1 and ssmgen.is_warm(ssmgen.combine_splits, **call.kwargs)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call.run()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_matches(call, want)
+        bound = ssmgen.bind(ssmgen.combine_splits, **again.kwargs)
+        bound()
+        assert all(equal(a, b) for a, b in zip(call.results(), again.results(), strict=True))
+
+
+def test_a_graph_follows_num_splits():
+    """What is captured reads the counts that are there when it is replayed."""
+    o, lse = torch.randn(12, 4, 64, device=DEVICE), torch.randn(12, 4, device=DEVICE)
+    starts, out = torch.tensor([0, 3, 4, 12], dtype=I32, device=DEVICE), torch.empty(3, 4, 64, device=DEVICE)
+    ssmgen.combine_splits(o, lse, starts, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ssmgen.combine_splits(o, lse, starts, out=out)
+    starts.copy_(torch.tensor([0, 0, 11, 12]))
+    graph.replay()
+    assert equal(out, ssmgen.combine_splits(o, lse, starts)) and not out[0].any()
+
+
+def test_same_signature_elsewhere_in_memory():
+    for seed in (1, 2):
+        call = make(DENSE, DEVICE, seed)
+        want = expected(call)
+        call.run()
+        assert_matches(call, want)
+    with pytest.raises(ArgumentError, match="out overlaps o in memory"):
+        ssmgen.combine_splits(call.kwargs["o"], call.kwargs["lse"], out=call.kwargs["o"][0])
+
+
+def test_host_time_is_microseconds():
+    """A guard against checks on the hot path, not a measurement."""
+    call = make(PREFIX, DEVICE)
+    assert host_us(call.run, blocks=5) < 60
+
+
+def test_engines_signatures():
+    va, vb = torch.randn(2, 70, 32, 128, device=DEVICE).half()
+    sa, sb = torch.randn(2, 70, 32, device=DEVICE)
+    want = ssmgen.combine_splits((va, vb), (sa, sb), lse_base=2, return_lse=True)
+    stacked = torch.stack([va, vb], 1), torch.stack([sa, sb], 1)
+    starts = torch.arange(0, 141, 2, dtype=I64, device=DEVICE)
+    results = [flashinfer.merge_state(va, sa, vb, sb), flashinfer.merge_states(*stacked)]
+    results.append(flashinfer.variable_length_merge_states(*(t.flatten(0, 1) for t in stacked), starts))
+    v, s = va.clone(), sa.clone()
+    flashinfer.merge_state_in_place(v, s, vb, sb, torch.ones(70, dtype=torch.bool, device=DEVICE))
+    assert all(equal(a, b) for got in (*results, (v, s)) for a, b in zip(got, want, strict=True))
+    out = torch.empty_like(va)
+    vllm.merge_attn_states(out, va, sa.t().contiguous(), vb, sb.t())
+    assert equal(out, ssmgen.combine_splits((va, vb), (sa, sb)))
+
+
+# Programmatic dependent launch.
+
+
+def chain(pdl: bool) -> list[torch.Tensor]:
+    """Each merges what the one ahead of it wrote."""
+    g = torch.Generator(DEVICE).manual_seed(0)
+    o, lse = (torch.randn(2, 64, *rest, generator=g, device=DEVICE) for rest in ((512,), ()))
+    outs = []
+    for i in range(16):
+        out, total = ssmgen.combine_splits(o, lse, return_lse=True, pdl=pdl)
+        o[i % 2], lse[i % 2] = out, total - i
+        ssmgen.combine_splits((o[0], o[1]), (lse[0], lse[1]), out=o[1], lse_out=lse[1], pdl=pdl)
+        outs += [out, total]
+    torch.cuda.synchronize()
+    return [*outs, o, lse]
+
+
+@needs_pdl
+def test_pdl_on_and_off_are_bit_equal_on_a_chain():
+    want = chain(False)
+    for _ in range(5):
+        assert all(equal(a, b) for a, b in zip(chain(True), want, strict=True))
+
+
+def produced(call: Call, run: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(out, lse_out) bits of `run()` behind a kernel that triggers at once and writes o 40 us later."""
+    lse_out = call.named["lse_out"]
+    memory = SimpleNamespace(buffers={"conv": call.memory.buffers["o"]})
+    return after_a_producer(SimpleNamespace(args=(lse_out,), kwargs=call.kwargs, memory=memory), lse_out.clone(), run)
+
+
+def pairs_equal(a, b) -> bool:
+    return all(torch.equal(x, y) for pair in zip(a, b, strict=True) for x, y in zip(*pair, strict=True))
+
+
+@needs_pdl
+@named(
+    replace(DENSE, id="dense", o=BF16, empty=0.0, splits=40),
+    replace(PREFIX, id="prefix", o=BF16, empty=0.0),
+    replace(PAIR, id="pair", empty=0.0),
+)
+def test_pdl_waits_for_a_producer_that_triggers_early(case):
+    """o is what the kernel ahead still writes when this one starts; without its wait it reads too early."""
+    call = make(case, DEVICE)
+    right = produced(call, lambda: call.run(pdl=False))
+    assert pairs_equal(right, produced(call, lambda: call.run(pdl=True))) and torch.isfinite(call.kwargs["out"]).all()
+    spec = chosen(call, pdl=True)
+    assert spec.pdl is Pdl.TRIGGER_LOADED
+    source = render(spec, arch())
+    hasty = source.replace("  wait_for_upstream();", "  ", 1)
+    assert hasty != source
+    done = compiler.compile_cubin(hasty, arch(), str(spec))
+    kernel = runtime.Kernel(spec, arch(), Entry("", "", spec.name, str(arch()), "", (), done.resources, 0.0, hasty, done.cubin))
+    assert kernel.pdl
+    assert not pairs_equal(right, produced(call, launch(spec, call, kernel)))
+
+
+def test_torch_compile_fullgraph():
+    def merged(o, lse, starts):
+        out, total = ssmgen.combine_splits(o, lse, starts, lse_base=2, return_lse=True)
+        return out.float() * 2, total + 1
+
+    call = torch.randn(5, 4, 64, device=DEVICE), torch.randn(5, 4, device=DEVICE), torch.tensor([0, 2, 5], device=DEVICE)
+    want = merged(*call)
+    got = torch.compile(merged, fullgraph=True, backend="aot_eager")(*call)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)) and got[0].dtype is F32
