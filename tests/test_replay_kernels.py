@@ -146,7 +146,12 @@ EDITS = {
     "entries that do not count": (SMALL, "if (row < valid", "if (row < window", "out"),
     "a size that does not count": (SMALL, "lane < valid ? load(old_dt_here", "lane < window ? load(old_dt_here", "state"),
     "a later token seen": (SMALL, "j <= t", "j <= t + 1", "out"),
-    "mix read too early": (replace(SMALL, headdim=32, warps=2), "  __syncthreads();  // `mix` is there", "", "in shared memory, which nothing has written"),
+    "mix read too early": (
+        replace(SMALL, headdim=32, warps=2),
+        "  __syncthreads();  // `mix` is there",
+        "",
+        "in shared memory, which nothing has written",
+    ),
     "padding served": (SMALL, "if (u64(slot) >= u64(slots) || slot == pad_slot_id)", "if (false)", "outside"),
     "the buffer that is read": (SMALL, "(read_buffer ^ 1)", "read_buffer", "state"),
     "past the ring": (MOVED, "ring_first + k < ring ?", "true ?", "state"),
