@@ -115,8 +115,8 @@ class Call:
     def __post_init__(self) -> None:
         self.function = ssmgen.checkpoint_selective_state_update if self.case.ring else ssmgen.replay_selective_state_update
         self.given, self.options, _ = op.made(self.function.build, **self.kwargs)
-        self.operands = op._caller.named(self.given)
-        self.views = op._caller.checked(self.operands, self.options, None)
+        self.operands = op._caller_of(self.given, self.options).named(self.given)
+        self.views = op._caller_of(self.given, self.options).checked(self.operands, self.options, None)
         self.problem = op.problem_of(self.views, {n: t.data_ptr() for n, t in self.operands.items()}, self.options)
 
     def run(self, **more: Any) -> Tensor:
@@ -152,7 +152,11 @@ def make(case: Case, device: str, seed: int = 0) -> Call:
     def place(name: str, shape: tuple[int, ...], dtype: torch.dtype, gap: int = 0, values: Tensor | None = None) -> Tensor:
         """In its buffer, with a gap behind the last axis; NaN if there are no values."""
         strides = torch.empty((*shape[:-1], shape[-1] + gap), device="meta").stride()
-        t = memory.view(name, shape, tuple(strides), dtype, 65 if odd else 64) if 0 not in shape else torch.empty(shape, dtype=dtype)
+        t = (
+            memory.view(name, shape, tuple(strides), dtype, 65 if odd else 64)
+            if 0 not in shape
+            else torch.empty(shape, dtype=dtype, device=device)
+        )
         return t.fill_(float("nan")) if values is None else t.copy_(values)
 
     gap = 1 if odd else 8

@@ -190,10 +190,11 @@ class ReplaySpec(KernelSpec, ReplayProblem):
         return self.pdl is not Pdl.OFF and (self.after_conv or self.part is Part.MAIN)
 
     def violations(self, arch: Arch) -> list[str]:
+        if not 1 <= self.warps <= 16:
+            return [*self.faults(), f"warps {self.warps} are not 1 … 16"]
         whole = self.headdim % self.tile == 0
         return [
             *self.faults(),
-            *must(1 <= self.warps <= 16, f"warps {self.warps} are not 1 … 16"),
             *must(
                 self.part is Part.PRECOMPUTE or self.tile < self.headdim + 16,
                 f"{self.warps} warps of 16 rows exceed the {self.headdim} rows of a head",
@@ -410,6 +411,8 @@ def _how(problem: ReplayProblem, heads: int, arch: Arch) -> tuple[str, dict[str,
     long = problem.tokens > 8
     if max(problem.tokens, problem.window) > 16:  # what a thread brings of so many rows is too much beside its share of the state
         return "long", {"warps": 2, "helpers": 4}
+    if problem.materialize:
+        return "all", {"warps": 4}
     if heads <= LATENCY:  # few blocks: what a warp has to do one after the other is what counts
         return "latency", {"warps": 2, "helpers": 4 if long else 1 if problem.state is DType.F32 else 2}
     if heads <= MIDDLE and problem.d_state * problem.state.size <= 512:

@@ -73,11 +73,11 @@ def made(build: Callable[..., Call], *args: Any, **kwargs: Any) -> Call:
 def _between(given: tuple[Any, ...], options: Options) -> tuple[Tensor | None, Tensor | None]:
     """What the first of two kernels leaves for the second; None where the operands are wrong, which the checks say."""
     named = {n: t for n, t in zip(NAMES, given, strict=False) if t is not None}
-    views = views_of(named, options._replace(two_kernels=False), problems := [])
+    views = views_of(named, options, problems := [])
     if problems:
         return None, None
-    problem = problem_of(views, {n: t.data_ptr() for n, t in named.items()}, options)
-    mix = views["x"].new_empty((batch_of(views), problem.nheads, problem.tokens, problem.window + problem.tokens), dtype=torch.float32)
+    tokens, window = room_of(views, options)
+    mix = views["x"].new_empty((batch_of(views), views["state"].shape[1], tokens, window + tokens), dtype=torch.float32)
     return mix, mix.new_empty(mix.shape[:3])
 
 
@@ -94,7 +94,8 @@ def plan_call(build: Callable[..., Call], *args: Any, **kwargs: Any) -> tuple[Ca
 
 def problem_of_call(build: Callable[..., Call], *args: Any, **kwargs: Any) -> tuple[ReplayProblem, int, torch.device, bool | None]:
     """(problem, batch, device, pdl as asked for) of a call. Raises ArgumentError."""
-    return _caller.problem_of(*made(build, *args, **kwargs))
+    call = made(build, *args, **kwargs)
+    return _caller_of(*call[:2]).problem_of(*call)
 
 
 def _plan(given: tuple[Any, ...], options: Options, pdl: bool | None) -> Callable[[], None]:
@@ -103,7 +104,14 @@ def _plan(given: tuple[Any, ...], options: Options, pdl: bool | None) -> Callabl
         key = (None if x is None else x.shape, tuple([t is None for t in given]), options, pdl)
     except AttributeError:  # not a tensor: the checks say so
         key = None
-    return _caller.plan(key, given, options, pdl)
+    return _caller_of(given, options).plan(key, given, options, pdl)
+
+
+def _caller_of(given: tuple[Any, ...], options: Options) -> Caller:
+    """With the name of the public function, for errors."""
+    if options.materialize:
+        return _CALLERS["materialize_selective_state"]
+    return _CALLERS[OPERATOR if given[6] is None else "checkpoint_selective_state_update"]
 
 
 # --- checks
@@ -269,14 +277,22 @@ def window_of(views: Mapping[str, Tensor], options: Options) -> int:
     return W - (views["x"].shape[1] if options.max_tokens is None else options.max_tokens)
 
 
+def room_of(views: Mapping[str, Tensor], options: Options) -> tuple[int, int]:
+    """(tokens, entries of the history) that a kernel makes room for."""
+    window = window_of(views, options)
+    if options.materialize:
+        return eights(1), eights(window)
+    if "cu_seqlens" not in views:
+        return eights(views["x"].shape[1]), eights(window)
+    return eights(window if options.max_tokens is None else options.max_tokens), eights(window)
+
+
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> ReplayProblem:
     """The problem that checked operands pose, given where they lie."""
     state = views["state"]
     _, H, P, N = state.shape
     materialize = "x" not in views
-    window = window_of(views, options)
-    tokens = window if "cache_buf_idx" in views else options.max_tokens
-    tokens = tokens if "cu_seqlens" in views or materialize else views["x"].shape[1]
+    tokens, window = room_of(views, options)
     vectors = [n for n in ("x", "B", "C", "z", "out", "old_x", "old_B") if n in views and not (materialize and n == "out")]
     states = ["state", *(["out"] if materialize else [])]
 
@@ -299,8 +315,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         **given,
         dt_softplus=options.dt_softplus,
         history=History.STEP if "cache_buf_idx" in views else History.RING,
-        tokens=8 if materialize else eights(tokens),
-        window=eights(window),
+        tokens=tokens,
+        window=window,
         materialize=materialize,
         cu_seqlens=index("cu_seqlens"),
         index=index("state_indices"),
@@ -397,7 +413,9 @@ def _fake(*args: Any) -> None:
     return None
 
 
-_caller = Caller(
-    FAMILY, OPERATOR, NAMES, frozenset(("state", "old_x", "old_B", "old_dt", "prev_num_accepted_tokens", "out")), views_of, run_reference,
-    _dispatch, runtime.Signatures(),
-)  # fmt: skip
+_REQUIRED = frozenset(("state", "old_x", "old_B", "old_dt", "prev_num_accepted_tokens", "out"))
+_signatures = runtime.Signatures()
+_CALLERS = {
+    name: Caller(FAMILY, name, NAMES, _REQUIRED, views_of, run_reference, _dispatch, _signatures)
+    for name in (OPERATOR, "checkpoint_selective_state_update", "materialize_selective_state")
+}

@@ -45,7 +45,8 @@ def replay_selective_state_update(
     First the state catches up with the tokens of the last step that were accepted, of which the history holds the inputs, and is written.
     Then the outputs of the new tokens are computed, none of whose states is made, and their inputs become the history.
     H heads of P rows (headdim), N = d_state, G groups of heads that share B and C; T and W up to 32. x, B, C and their history are of one
-    dtype, f32, f16 or bf16; each other floating tensor may have its own. Arithmetic is f32, in `precision`.
+    dtype, f32, f16 or bf16; each other floating tensor may have its own. Arithmetic is f32, in `precision`. A block keeps a step in 48 KiB
+    of shared memory: with f16 or f32 operands, or N = 256, T and W end at 16 or 24 (an UnsupportedError says so).
 
     state: [slots, H, P, N], updated in place                      old_x: [slots, W, H, P], W >= T
     old_B: [slots, 2, W, G, N]                                     old_dt, old_dA_cumsum: [slots, 2, H, W] f32

@@ -113,7 +113,7 @@ def replay_selective_state_update(
                 prev_num_accepted_tokens[slot] = 0
                 if ring_start is not None:
                     ring_start[slot] = (first + valid) % old_x.shape[1]
-                if rand_seed is not None and rand_seed.numel() > 1:
+                if emptied and rand_seed is not None and rand_seed.numel() > 1:
                     rand_seed[slot] += 1
 
 
