@@ -24,12 +24,14 @@ _LINEAR = (
     "simple_gla",
     "Ring",
 )
+_REPLAY = ("replay_selective_state_update", "checkpoint_selective_state_update", "materialize_selective_state")
 _HOME = {
     "causal_conv1d": "ops.causal_conv1d",
     "causal_conv1d_update": "ops.causal_conv1d_update",
     "combine_splits": "ops.combine_splits",
     "selective_state_update": "ops.selective_state_update",
     **dict.fromkeys(_LINEAR, "ops.linear_attention"),
+    **dict.fromkeys(_REPLAY, "ops.replay_selective_state_update"),
     "warm": "api",
     "is_warm": "api",
     "bind": "api",
@@ -59,6 +61,11 @@ if TYPE_CHECKING:
         rwkv7,
         simple_gla,
     )
+    from .ops.replay_selective_state_update import (
+        checkpoint_selective_state_update,
+        materialize_selective_state,
+        replay_selective_state_update,
+    )
     from .ops.selective_state_update import selective_state_update
     from .registry import stats
 
@@ -68,6 +75,7 @@ __all__ = [
     "bind",
     "causal_conv1d",
     "causal_conv1d_update",
+    "checkpoint_selective_state_update",
     "comba",
     "combine_splits",
     "delta_rule",
@@ -81,6 +89,8 @@ __all__ = [
     "kda",
     "kda_commit",
     "lightning_attn",
+    "materialize_selective_state",
+    "replay_selective_state_update",
     "rwkv7",
     "selective_state_update",
     "simple_gla",

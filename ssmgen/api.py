@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,11 +12,14 @@ from torch import Tensor
 
 from . import registry, runtime
 from .errors import ArgumentError
+from .kernels import OPERATOR_OF
 from .ops import causal_conv1d as _conv
 from .ops import causal_conv1d_update as _conv_update
 from .ops import combine_splits as _combine
 from .ops import linear_attention as _linear
 from .ops import linear_attention_call as _linear_call
+from .ops import replay_call as _replay_call
+from .ops import replay_selective_state_update as _replay
 from .ops import selective_state_update as _ssu
 from .registry import Explanation
 from .spec import SM90, Arch, KernelSpec
@@ -24,7 +28,6 @@ from .spec import SM90, Arch, KernelSpec
 class Operator(NamedTuple):
     """A public function's hooks, each of which takes the function's arguments."""
 
-    family: str
     problem_of_call: Callable[..., Any]
     plan_call: Callable[..., Any]
 
@@ -32,18 +35,23 @@ class Operator(NamedTuple):
 def _linear_hooks(function: Any) -> Operator:
     build = function.build
     return Operator(
-        _linear_call.OPERATOR,
         lambda *args, **kwargs: _linear_call.problem_of_call(build(*args, **kwargs)),
         lambda *args, **kwargs: _linear_call.plan_call(build(*args, **kwargs)),
     )
 
 
+def _replay_hooks(function: Any) -> Operator:
+    build = function.build
+    return Operator(partial(_replay_call.problem_of_call, build), partial(_replay_call.plan_call, build))
+
+
 _OPERATORS = {
-    _ssu.selective_state_update: Operator(_ssu.OPERATOR, _ssu.problem_of_call, _ssu.plan_call),
-    _conv.causal_conv1d: Operator(_conv.OPERATOR, _conv.problem_of_call, _conv.plan_call),
-    _conv_update.causal_conv1d_update: Operator(_conv_update.OPERATOR, _conv_update.problem_of_call, _conv_update.plan_call),
-    _combine.combine_splits: Operator(_combine.OPERATOR, _combine.problem_of_call, _combine.plan_call),
+    _ssu.selective_state_update: Operator(_ssu.problem_of_call, _ssu.plan_call),
+    _conv.causal_conv1d: Operator(_conv.problem_of_call, _conv.plan_call),
+    _conv_update.causal_conv1d_update: Operator(_conv_update.problem_of_call, _conv_update.plan_call),
+    _combine.combine_splits: Operator(_combine.problem_of_call, _combine.plan_call),
     **{function: _linear_hooks(function) for function in _linear.FUNCTIONS},
+    **{function: _replay_hooks(function) for function in _replay.FUNCTIONS},
 }
 
 
@@ -63,7 +71,7 @@ def explain(operator: Callable[..., Any], *args: Any, arch: str | None = None, *
     """
     hooks = _hooks(operator)
     problem, batch, device, pdl = hooks.problem_of_call(*args, **kwargs)
-    return registry.explain(hooks.family, problem, batch, *_target(device, arch, pdl))
+    return registry.explain(OPERATOR_OF[type(problem)], problem, batch, *_target(device, arch, pdl))
 
 
 def supported(operator: Callable[..., Any], *args: Any, arch: str | None = None, **kwargs: Any) -> tuple[bool, list[str]]:
@@ -90,8 +98,8 @@ def _specs(operator: Callable[..., Any], batches: Iterable[int], args: Any, kwar
     if device.type != "cuda":
         raise ArgumentError("ssmgen", [f"the tensors are on {device}, and kernels are loaded on CUDA devices"])
     sizes = [n for n in (batch, *batches) if n > 0]
-    specs = (registry.select(hooks.family, problem, n, *_target(device, None, pdl)) for n in sizes)
-    return list(dict.fromkeys(specs)), device.index
+    specs = [registry.select(OPERATOR_OF[type(problem)], problem, n, *_target(device, None, pdl)) for n in sizes]
+    return list(dict.fromkeys(part for spec in specs for part in (*spec.ahead, spec))), device.index
 
 
 def warm(operator: Callable[..., Any], *args: Any, batches: Iterable[int] = (), **kwargs: Any) -> int:

@@ -63,14 +63,15 @@ def specs_for(problems: Iterable[Problem], arch: Arch, pdl: Sequence[bool] = (Tr
         for wanted in pdl if arch >= SM90 else (False,):
             operator = OPERATOR_OF[type(problem)]
             largest = getattr(OPERATORS[operator], "MAX_SIZE", max_batch)
-            found.update(dict.fromkeys(registry.variants(operator, problem, arch, wanted, largest)))
+            specs = registry.variants(operator, problem, arch, wanted, largest)
+            found.update(dict.fromkeys(part for spec in specs for part in (*spec.ahead, spec)))
     return list(found)
 
 
 def default_problems() -> list[tuple[str, Problem]]:
-    """(model, problem) of every model, as `build --all` and the tests take them; of those with the same problem, the first."""
+    """(model, problem) of every model, as `build --all --replay 6` and the tests take them; of those with the same problem, the first."""
     found: dict[Problem, str] = {}
     for model in models().values():
-        for problem in (*model.problems(), *model.convolutions()):
+        for problem in (*model.problems(), *model.convolutions(), *model.replays()):
             found.setdefault(problem, model.name)
     return [(name, problem) for problem, name in found.items()]

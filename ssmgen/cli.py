@@ -16,11 +16,14 @@ from . import __version__
 from .bench.command import LINEAR_ATTENTION, bench
 from .cache import Cache, collect_garbage, shared_cache, verify
 from .errors import DriftError, ModelError, SsmgenError
-from .kernels import OPERATOR_OF, OPERATORS, causal_conv1d, causal_conv1d_update
+from .kernels import OPERATOR_OF, OPERATORS, causal_conv1d, causal_conv1d_update, selective_state_update_tokens
+from .kernels import replay_selective_state_update as replay_family
 from .kernels.linear_attention_problem import Layout, Ring
 from .spec import Arch, DType, Index, PoolMode
 
 CONVOLUTIONS = (causal_conv1d.OPERATOR, causal_conv1d_update.OPERATOR)
+BUILT = [name for name in OPERATORS if name != selective_state_update_tokens.OPERATOR]  # which goes with selective_state_update
+REPLAY, MAX_TOKENS = replay_family.OPERATOR, replay_family.MAX_TOKENS
 PROMPT = 2048  # tokens of a sequence, where nothing is said
 EXIT_FAILURE, EXIT_DRIFT = 1, 3  # click itself exits with 2 for a wrong command line
 
@@ -69,12 +72,14 @@ model_options = [
     click.option("--index", "indices", type=_names(Index), multiple=True, help="Slot index type; may repeat. Default: none and i32."),
     click.option("--pool", "pools", type=_names(PoolMode), multiple=True, help="May repeat. Default: single."),
     click.option("--pdl/--no-pdl", default=None, help="Programmatic dependent launch. Default: both."),
-    click.option("--tokens", type=click.IntRange(1), help="Per sequence and call; not of selective_state_update. Default: 1."),
-    click.option("--intermediates", is_flag=True, help="Keep the state after each token. This to --layers: of linear_attention only."),
+    click.option("--tokens", type=click.IntRange(1), help="Per sequence and call; not of Mamba-1. Default: 1."),
+    click.option("--intermediates", is_flag=True, help="Keep the state after each token."),
     click.option("--no-update", is_flag=True, help="Leave the pool's state as it is."),
-    click.option("--layout", type=_names(Layout), help="Order of the state's last two axes. Default: vk."),
+    click.option("--layout", type=_names(Layout), help="Order of the state's last two axes. This to --layers: not of Mamba. Default: vk."),
     click.option("--ring", type=_names(Ring), help="store: keep the tokens' inputs; commit: replay them. Default: none."),
     click.option("--layers", is_flag=True, help="A commit of several layers at once."),
+    click.option("--replay", type=click.IntRange(1, MAX_TOKENS), help="Of Mamba-2, also steps of so many tokens that are replayed."),
+    click.option("--window", type=click.IntRange(1, MAX_TOKENS), help="With --replay: a ring for so many tokens. Default: of one step."),
 ]
 
 
@@ -84,19 +89,27 @@ def with_model(command: Any) -> Any:
     return command
 
 
-def _problems(name: str, operator: str | None, tp: int, states: Any, io: str, indices: Any, pools: Any, **more: Any) -> list[Any]:
+def _problems(
+    name: str, operator: str | None, tp: int, states: Any, io: str, indices: Any, pools: Any, replay: Any, window: Any, **more: Any
+) -> list[Any]:
     """What a model asks of an operator, or of all that it uses, under the options of `with_model`."""
     from .models import LinearAttention, find_model
 
     model = find_model(name).divided(tp)
+    slots, activations = tuple(map(Index, indices)) or (Index.NONE, Index.I32), DType(io)
+    if replay is None and (window or operator == REPLAY):
+        raise click.UsageError("--window goes with --replay" if window else f"--replay says how many tokens a step of {REPLAY} has")
+    replays = model.replays(tuple(map(DType, states)), slots, activations, replay, window) if replay else []
+    if operator == REPLAY:
+        return replays
     if operator not in (None, model.operator, *CONVOLUTIONS):
         return []
     call = {option: value for option, value in more.items() if value}
-    linear = isinstance(model, LinearAttention) and operator not in CONVOLUTIONS
-    if refused := call.keys() - (more.keys() if linear else ("tokens",) if operator in CONVOLUTIONS else ()):
+    several = () if model.kind == "mamba1" else ("tokens", "intermediates", "no_update")
+    taken = more.keys() if isinstance(model, LinearAttention) else several
+    if refused := call.keys() - (("tokens",) if operator in CONVOLUTIONS else taken):
         options = ", ".join(f"--{option.replace('_', '-')}" for option in sorted(refused))
         raise click.UsageError(f"{operator or model.function} of {name} does not take {options}")
-    slots, activations = tuple(map(Index, indices)) or (Index.NONE, Index.I32), DType(io)
     convolutions = model.convolutions(slots, activations, call.get("tokens", 1))
     found = [p for p in convolutions if operator in (None, OPERATOR_OF[type(p)])]
     if operator not in (None, model.operator):
@@ -105,13 +118,14 @@ def _problems(name: str, operator: str | None, tp: int, states: Any, io: str, in
     if call.pop("no_update", False):
         call["update_state"] = False
     pooled = tuple(map(PoolMode, pools)) or (PoolMode.SINGLE,)
+    found += [] if operator else replays
     return model.problems(states=tuple(map(DType, states)), indices=slots, pools=pooled, io=activations, **call) + found
 
 
 @main.command()
 @with_model
 @click.option("--all", "everything", is_flag=True, help="Every model of `ssmgen models`, undivided.")
-@click.option("--op", type=click.Choice(list(OPERATORS)), help="Only this operator's variants. Default: all that the model uses.")
+@click.option("--op", type=click.Choice(BUILT), help="Only this operator's variants. Default: all that the model uses.")
 @click.option("--spec", "specs", multiple=True, help="A variant by its text or name; may repeat.")
 @arch_option
 @click.option("--max-batch", type=click.IntRange(1), default=1024, show_default=True, help="Build what batches up to this use.")
@@ -127,12 +141,14 @@ def build(model, pdl, everything, op, specs, archs, max_batch, max_spill, jobs, 
     from .build import build as run
     from .build import specs_for
     from .inspect import resolve
-    from .models import models
+    from .models import find_model, models
 
     if sum(map(bool, (model, everything, specs))) != 1:
         raise click.UsageError("give one of --model, --all and --spec")
     if op and specs:
         raise click.UsageError("--op goes with --model and --all")
+    if model and call["replay"] and find_model(model).kind != "mamba2":
+        raise click.UsageError(f"{model} is no Mamba-2, and --replay is for that")
     cache = Cache(out.resolve()) if out else shared_cache()
     if out:
         out.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -268,7 +284,7 @@ def check(specs: tuple[str, ...], batch: int, archs: list[Arch]) -> None:
 
 
 @main.command()
-@click.argument("op", type=click.Choice(["selective_state_update", *LINEAR_ATTENTION, *CONVOLUTIONS]))
+@click.argument("op", type=click.Choice(["selective_state_update", *LINEAR_ATTENTION, *CONVOLUTIONS, REPLAY]))
 @with_model
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True)
 @arch_option
@@ -284,15 +300,17 @@ def explain(op, model, tp, pdl, batch, archs, as_json, **call) -> None:
     if not model:
         raise click.UsageError("give --model")
     known = find_model(model).divided(tp)
-    if op not in (known.function, *CONVOLUTIONS):
+    if op not in (known.function, *CONVOLUTIONS, REPLAY):
         raise ModelError(f"{model} is decoded by {known.function}, not by {op}")
     if op in CONVOLUTIONS and not known.conv_channels:
         raise ModelError(f"{model} has no short convolution")
-    operator, size = (op if op in CONVOLUTIONS else known.operator), batch
+    if op == REPLAY and known.kind != "mamba2":
+        raise ModelError(f"{model} is no Mamba-2, and {op} is for that")
+    operator, size = (op if op in (*CONVOLUTIONS, REPLAY) else known.operator), batch
     if op == causal_conv1d.OPERATOR:
         size = -(-batch * (call["tokens"] or PROMPT) * known.conv_channels * DType(call["io"]).size // 1024)
     problems = _problems(model, operator, tp, **call)
-    found = [registry.explain(operator, p, size, arch, pdl is not False) for arch in archs for p in problems]
+    found = [registry.explain(OPERATOR_OF[type(p)], p, size, arch, pdl is not False) for arch in archs for p in problems]
     if as_json:
         click.echo(json.dumps([e.as_dict() for e in found], indent=1))
     else:

@@ -41,7 +41,7 @@ class SpecError(SsmgenError, ValueError):
         self.problems = list(problems)
 
 
-class UnsupportedError(SsmgenError):
+class UnsupportedError(SsmgenError, NotImplementedError):
     """No kernel serves this problem on this architecture."""
 
     def __init__(self, problem: str, reasons: Sequence[str]):

@@ -20,6 +20,7 @@ from .kernels.causal_conv1d_update import Tokens as Counted
 from .kernels.combine_splits import MAX_SIZE as MANY_ROWS
 from .kernels.combine_splits import CombineProblem
 from .kernels.linear_attention_problem import Layout, Ring
+from .kernels.replay_selective_state_update import History, ReplayProblem
 from .kernels.slot_copy import SlotCopySpec
 from .models import find_model
 from .render import render
@@ -41,6 +42,12 @@ DEFAULTS = [
     ("qwen3.5-397b-a17b", DType.BF16, Index.I32, PoolMode.SINGLE),
 ]
 
+# What else several tokens of Mamba-2 may come with.
+TREE = {
+    "intermediates": True, "intermediate_indices": Index.I32, "parents": Index.I32, "cu_seqlens": Index.I32, "accepted": Index.I32,
+    "philox_rounds": 10,
+}  # fmt: skip
+
 # The same and more of the call, in the variant that serves batch 1 only: its branches are those of all batches.
 FORMS: list[tuple[str, DType, Index, PoolMode, dict[str, Any]]] = [
     ("qwen3.5-397b-a17b", DType.F32, Index.I64, PoolMode.SPLIT, {"layout": Layout.KV}),
@@ -48,6 +55,8 @@ FORMS: list[tuple[str, DType, Index, PoolMode, dict[str, Any]]] = [
     ("qwen3.5-397b-a17b", DType.BF16, Index.I32, PoolMode.SINGLE, {"tokens": 4, "update_state": False}),
     ("qwen3.5-397b-a17b", DType.BF16, Index.I32, PoolMode.SINGLE, {"tokens": 4, "update_state": False, "ring": Ring.STORE}),
     ("qwen3.5-397b-a17b", DType.BF16, Index.I32, PoolMode.SINGLE, {"ring": Ring.COMMIT, "layers": True}),
+    ("nemotron-h-8b", DType.BF16, Index.I32, PoolMode.SINGLE, {"tokens": 4, "intermediates": True, "update_state": False}),
+    ("nemotron-h-8b", DType.F16, Index.I32, PoolMode.SPLIT, {"tokens": 4, **TREE}),
     ("kimi-linear-48b-a3b", DType.F32, Index.I32, PoolMode.SINGLE, {}),
     ("minimax-text-01", DType.F32, Index.I32, PoolMode.SINGLE, {}),
     ("rwkv7-1.5b", DType.F32, Index.I32, PoolMode.SINGLE, {}),
@@ -63,6 +72,23 @@ CONVOLUTIONS: list[Problem] = [
     UpdateProblem(width=4, tokens=4, state_len=6, **ROLL),
     UpdateProblem(width=4, layout=StateLayout.CHANNELS, saved=Saved.RUNS, saved_index=Index.I32, **ROLL, **PACKED),
     UpdateProblem(width=4, layout=StateLayout.ANY, advance=Advance.RING, position=Index.I32, loads=Loads.ELEMENT, taps=Loads.ELEMENT),
+]
+
+# Speculative decoding by replay of one shape, likewise: steps of up to 8 tokens, whose history is that of the last step or a ring.
+SHAPE: dict[str, Any] = {
+    "nheads": 16,
+    "headdim": 64,
+    "d_state": 128,
+    "ngroups": 1,
+    "D": DType.BF16,
+    "dt_bias": DType.BF16,
+    "index": Index.I32,
+}
+REPLAYS: list[Problem] = [
+    ReplayProblem(**SHAPE, state=DType.BF16),
+    ReplayProblem(**SHAPE, state=DType.BF16, history=History.RING, window=16),
+    ReplayProblem(**SHAPE, state=DType.F32),
+    ReplayProblem(**SHAPE, state=DType.BF16, two_kernels=True, after_conv=True),
 ]
 
 # Merged splits, as (problem, rows): an MLA and a GQA model's decode, with few rows and with many; a cascade's two; the other branches.
@@ -90,6 +116,7 @@ def default_variants() -> list[tuple[KernelSpec, Arch]]:
         found.update(dict.fromkeys((s, arch) for s in specs_for(find_model(DEFAULTS[0][0]).convolutions((Index.I32,)), arch, pdl=(True,))))
         for problem in CONVOLUTIONS:
             found[registry.select(OPERATOR_OF[type(problem)], problem, 1, arch, arch >= SM90), arch] = None
+        found.update(dict.fromkeys((spec, arch) for spec in specs_for(REPLAYS, arch, pdl=(True,), max_batch=1)))
         for problem, rows in COMBINATIONS:
             found[registry.select(OPERATOR_OF[type(problem)], problem, rows, arch, arch >= SM90), arch] = None
         found[SlotCopySpec(slot_bytes=2 << 20, pdl=Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF), arch] = None

@@ -13,13 +13,20 @@ from .kernels import linear_attention, selective_state_update
 from .kernels.causal_conv1d import ConvLayout, ConvProblem
 from .kernels.causal_conv1d_update import Advance, StateLayout, UpdateProblem
 from .kernels.linear_attention_problem import Beta, Delta, Gate, Layout, LinearAttentionProblem, Ring, Tokens, Update
+from .kernels.replay_selective_state_update import History, ReplayProblem
 from .kernels.selective_state_update import SsuProblem
+from .kernels.selective_state_update_tokens import SsuTokensProblem
 from .spec import DType, Index, PoolMode, Problem
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+
+def room(tokens: int) -> int:
+    """What a replay kernel makes room for: eights."""
+    return max(8, -(-tokens // 8) * 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +99,17 @@ class Model:
         layouts = (runs, {"layout": StateLayout.CHANNELS})
         return prompts + [UpdateProblem(**step, **layout, index=index) for layout in layouts for index in indices]
 
+    def replays(
+        self,
+        states: tuple[DType, ...] = (),
+        indices: tuple[Index, ...] = (Index.NONE, Index.I32),
+        io: DType = DType.BF16,
+        tokens: int = 6,
+        window: int | None = None,
+    ) -> list[ReplayProblem]:
+        """What speculative decoding by replay asks for, of steps of so many tokens; nothing where there is none. window: of a ring."""
+        return []
+
     def _share(self, whole: int, of: str, tp: int) -> int:
         if tp < 1 or whole % tp:
             raise ModelError(f"{self.name} has {whole} {of}, which {tp} ranks cannot share")
@@ -130,9 +148,25 @@ class Mamba(Model):
         groups = self.ngroups // tp if self.ngroups % tp == 0 else max(1, self.ngroups // tp)
         return replace(self, nheads=self._share(self.nheads, "heads", tp), ngroups=groups)
 
-    def problem(self, state: DType, index: Index, pool: PoolMode, io: DType = DType.BF16) -> SsuProblem:
+    def problem(
+        self,
+        state: DType,
+        index: Index,
+        pool: PoolMode,
+        io: DType = DType.BF16,
+        tokens: int = 1,
+        intermediates: bool = False,
+        update_state: bool = True,
+        **more: Any,
+    ) -> SsuProblem:
+        """intermediates: of the state's type; more: other fields of the problem. Raises ModelError for several tokens of Mamba-1."""
         mamba1 = self.kind == "mamba1"
-        return SsuProblem(
+        several = tokens > 1 or intermediates or not update_state
+        if several and mamba1:
+            raise ModelError(f"{self.name} is a Mamba-1 model, which takes one token at a time")
+        if several:
+            more |= {"update": Update.FINAL if update_state else Update.NONE, "intermediate_states": state if intermediates else None}
+        return (SsuTokensProblem if several else SsuProblem)(
             d_state=self.d_state,
             headdim=self.headdim,
             nheads=self.nheads,
@@ -151,7 +185,38 @@ class Mamba(Model):
             dt_softplus=True,
             index=index,
             pool=pool,
+            **more,
         )
+
+    def replays(
+        self,
+        states: tuple[DType, ...] = (),
+        indices: tuple[Index, ...] = (Index.NONE, Index.I32),
+        io: DType = DType.BF16,
+        tokens: int = 6,
+        window: int | None = None,
+    ) -> list[ReplayProblem]:
+        """Of Mamba-2, for calls by themselves and for those behind its convolution."""
+        if self.kind == "mamba1":
+            return []
+        first = ReplayProblem(
+            d_state=self.d_state,
+            headdim=self.headdim,
+            nheads=self.nheads,
+            ngroups=self.ngroups,
+            x=io,
+            dt=io,
+            A=DType.F32,
+            D=io,
+            z=io if self.gate else None,
+            dt_bias=io,
+            out=io,
+            history=History.STEP if window is None else History.RING,
+            tokens=room(tokens),
+            window=room(tokens if window is None else window),
+        )
+        kinds = [(state, index, behind) for state in states or (self.state,) for index in indices for behind in (False, True)]
+        return [replace(first, state=state, index=index, after_conv=behind) for state, index, behind in kinds]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jinja2
 
-from .spec import SM90, Arch, DType, KernelSpec, Loads, Pdl, _text
+from .spec import SM90, Arch, DType, KernelSpec, Loads, Pdl
 
 PDL_WAIT = "griddepcontrol.wait"
 
@@ -46,7 +46,7 @@ def render(spec: KernelSpec, arch: Arch) -> str:
             s=spec,
             arch=arch,
             facts=_facts(spec),
-            dtypes={v.value for f in fields(spec) if isinstance(v := getattr(spec, f.name), DType)},
+            dtypes={v.value for f in fields(spec) if isinstance(v := getattr(spec, f.name), DType)} | {spec.mma},
             prefetch=bool(getattr(spec, "prefetch", 0)),
             mma=spec.mma,
             rings=bool(getattr(spec, "ringed", list)()),
@@ -80,8 +80,7 @@ def _signature(spec: KernelSpec, width: int = 120) -> str:
 def _facts(spec: KernelSpec, width: int = 110) -> list[str]:
     """The spec's fields as comment lines."""
     lines = [""]
-    for f in fields(spec):
-        item = f"{f.name}={_text(getattr(spec, f.name))}"
+    for item in spec.said():
         if len(lines[-1]) + len(item) > width:
             lines.append("")
         lines[-1] += ("  " if lines[-1] else "") + item

@@ -142,6 +142,25 @@ class Launch:
         return Plan(self, self.arguments.at(pointers))
 
 
+class Chain:
+    """Launches in a row; each takes, of a call's pointers, those at its places."""
+
+    __slots__ = ("launches", "places")
+
+    def __init__(self, launches: Sequence[Launch], places: Sequence[Sequence[int]]):
+        self.launches, self.places = launches, places
+
+    def at(self, pointers: Sequence[int]) -> Callable[[], None]:
+        """The plan for one set of pointers."""
+        plans = [launch.at([pointers[i] for i in places]) for launch, places in zip(self.launches, self.places, strict=True)]
+
+        def run() -> None:
+            for plan in plans:
+                plan()
+
+        return run
+
+
 class Plan:
     """A launch ready to go: `plan()` enqueues it on the current stream of its device. Never changes, so threads may share it."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple, get_type_hints
@@ -128,6 +129,10 @@ def is_pow2(n: int) -> bool:
     return n > 0 and n & (n - 1) == 0
 
 
+# Of a field that its family got later: said only where it is not its default, so that variants without it keep their names and texts.
+LATER = {"later": True}
+
+
 class Problem:
     """Base of every family's problem: what a call fixes of the kernel that serves it."""
 
@@ -151,6 +156,15 @@ class KernelSpec:
     def touches(self) -> bool:
         """Whether the template asks L2 for single lines."""
         return False
+
+    @property
+    def ahead(self) -> tuple[KernelSpec, ...]:
+        """The kernels of a call that are launched ahead of this one."""
+        return ()
+
+    def early_operands(self) -> list[str]:
+        """Those that may be touched before the wait for the upstream kernel, for a reason that the kernel states."""
+        return []
 
     @property
     def mma(self) -> str:
@@ -183,8 +197,13 @@ class KernelSpec:
         """Derived values that the template names."""
         return {}
 
+    def said(self) -> Iterator[str]:
+        """The fields of its text."""
+        values = ((f, getattr(self, f.name)) for f in fields(self))
+        return (f"{f.name}={_text(value)}" for f, value in values if value != f.default or "later" not in f.metadata)
+
     def __str__(self) -> str:
-        return f"{self.family}:" + ",".join(f"{f.name}={_text(getattr(self, f.name))}" for f in fields(self))
+        return f"{self.family}:" + ",".join(self.said())
 
     @property
     def name(self) -> str:

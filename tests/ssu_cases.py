@@ -240,7 +240,7 @@ def expected(call: Call) -> Expected:
     new, out = state.double(), torch.zeros(views["out"].shape, dtype=torch.float64)
     operands = {k: v for k, v in views.items() if k not in ("state", "out")}
     options = {"dt_softplus": case.softplus, "dt_limit": case.limit, "pad_slot_id": case.pad_slot_id}
-    reference(new, **operands, **options, out=out, dtype=torch.float64)
+    reference(state=new, **operands, **options, out=out, dtype=torch.float64)
 
     batch, H, P = views["x"].shape
     out_bound = torch.zeros_like(out)

@@ -218,7 +218,8 @@ def test_a_peer_that_does_not_run_is_left_out(monkeypatch):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["selective_state_update", "--tokens", "2"], "No such option"),
+        (["selective_state_update", "--tokens", "2", "--model", "mamba-130m"], "several tokens are for Mamba-2, not mamba-130m"),
+        (["selective_state_update", "--intermediates"], "--intermediates needs --tokens"),
         (["selective_state_update", "--pool-mode", "split", "--no-intermediates"], "No such option"),
         (["kda", "--model", "mamba-130m"], "No such option"),
         (["rwkv7", "--key-heads", "4"], "rwkv7 does not take --key-heads"),
@@ -243,15 +244,12 @@ def test_every_operator_can_be_asked_for():
 def test_options_reach_the_benchmark(op, monkeypatch):
     module, seen = (selective_state_update if op == "selective_state_update" else bench), {}
     monkeypatch.setattr(module, "run", lambda **options: seen.update(options) or {"rows": []})
-    own = (
-        ["--model", "mamba-130m"]
-        if module is selective_state_update
-        else ["--tokens", "4", "--pool-mode", "single", "--pool-mode", "split"]
-    )
+    own = ["--tokens", "4"]
+    own += ["--model", "mamba2-130m"] if module is selective_state_update else ["--pool-mode", "single", "--pool-mode", "split"]
     result = CliRunner().invoke(cli.main, ["bench", op, "--batch", "2", "--batch", "4", "--state", "f32", "--no-peers", "--json", *own])
     assert result.exit_code == 0, result.output
     assert (seen["batches"], seen["states"], seen["peers"], seen["rounds"]) == ((2, 4), (DType.F32,), False, 7)
-    assert seen.get("names", ("mamba-130m",)) == ("mamba-130m",) and seen.get("pools", tuple(PoolMode)) == tuple(PoolMode)
+    assert seen.get("names", ("mamba2-130m",)) == ("mamba2-130m",) and seen.get("pools", tuple(PoolMode)) == tuple(PoolMode)
     assert seen.get("tokens", (4,)) == (4,)
 
 
@@ -349,6 +347,20 @@ def test_run_of_selective_state_update(without_a_gpu, called, monkeypatch):
     assert set(found["rows"][1]["host_us"]) == {"ssmgen", "ssmgen_bound", "flashinfer", "mamba_ssm"}
     assert found["rows"][0]["copy_ratio"] == 2 / 3 and found["rows"][0]["spec"].startswith("selective_state_update:")
     assert len(selective_state_update.table(REPORT | found).splitlines()) == 3 + 2
+
+
+def test_run_of_selective_state_update_with_several_tokens(without_a_gpu, called, monkeypatch):
+    monkeypatch.setattr(selective_state_update, "POOL_BYTES", 2**20)
+    run = partial(selective_state_update.run, ["mamba2-130m"], [DType.F32, DType.BF16], [2], 1, True, lambda line: None)
+    found = run(tokens=[1, 3], tp=4)
+    assert [(row["tokens"], row["passes"], row["intermediates"], row["heads"]) for row in found["rows"]] == [
+        (1, 2, False, 6), (3, 4, True, 6)] * 2  # fmt: skip
+    assert [sorted(row["peer_ratio"]) for row in found["rows"]] == [["flashinfer", "mamba_ssm"], ["flashinfer"]] * 2
+    for row in found["rows"][1::2]:
+        assert row["spec"].startswith("selective_state_update_tokens:") and row["copy_ratio"] is None
+    (row,) = run(tokens=[2], intermediates=False)["rows"][:1]
+    assert row["passes"] == 2 and row["copy_ratio"] == 2 / 3
+    assert len(selective_state_update.table(REPORT | found).splitlines()) == 3 + 4
 
 
 @pytest.mark.skipif("__import__('torch').cuda.is_available()")

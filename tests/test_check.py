@@ -21,7 +21,7 @@ from ssmgen.ops import causal_conv1d as conv
 from ssmgen.ops import causal_conv1d_update as update
 from ssmgen.ops import linear_attention_call as linear
 from ssmgen.render import render
-from ssmgen.spec import Arch, KernelSpec, parse_spec
+from ssmgen.spec import Arch, DType, KernelSpec, parse_spec
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 
@@ -157,6 +157,28 @@ def test_their_operands_pose_the_problem_that_the_spec_is_for(name):
     assert {f.name: getattr(spec, f.name) for f in fields(posed)} == {f.name: getattr(posed, f.name) for f in fields(posed)}
 
 
+TOKENS = "selective_state_update_tokens:d_state=64,headdim=32,nheads=4,ngroups=2,lanes=16,vec=4,ilp=2,tile=8,threads=64,dt_bias=f32"
+SSU_TOKENS = {
+    "plain": f"{TOKENS},index=i32,D=f32,z=bf16",
+    "limit-odd": f"{TOKENS},index=i64,pool=split,dt_limit=yes,{ODD},state=bf16",
+    "kept-by-index": f"{TOKENS},intermediate_states=f16,intermediate_indices=i64,update=none",
+    "ragged-each": f"{TOKENS},cu_seqlens=i32,index=i32,pool=split,update=each,accepted=i32,intermediate_states=f32",
+    "tree": f"{TOKENS},parents=i64,intermediate_states=f32,{ODD}",
+    "noisy": f"{TOKENS},state=f16,intermediate_states=bf16,philox_rounds=4,index=i32",
+}
+
+
+@pytest.mark.parametrize("name", SSU_TOKENS)
+def test_check_of_several_tokens_of_mamba(name):
+    for batch in (1, 4):
+        assert check(parse_spec(SSU_TOKENS[name], FAMILIES), SM90, batch).passed
+
+
+def test_check_finds_what_is_wrong_in_them(monkeypatch):
+    monkeypatch.setattr("ssmgen.emulator.render", edited("h[i][p][j] * decay", "0.99f * h[i][p][j] * decay"))
+    assert not check(parse_spec(SSU_TOKENS["plain"], FAMILIES), SM90).passed
+
+
 WRONG_CONVOLUTIONS = {  # the last two: states are off by a bit
     "first": ("fmaf(taps[j], ", "fmaf(1.01f * taps[j], "),
     "last": ("fmaf(taps[j * kWidth + k], ", "fmaf(1.01f * taps[j * kWidth + k], "),
@@ -174,7 +196,13 @@ def test_check_finds_what_is_wrong_in_convolutions(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "change", [{}, {"operand_loads": "element", "state_loads": "element"}, {"index": "i64", "pool": "split", "tied": False}]
+    "change",
+    [
+        {},
+        {"operand_loads": "element", "state_loads": "element"},
+        {"index": "i64", "pool": "split", "tied": False},
+        {"philox_rounds": 10, "state": DType.F16},
+    ],
 )
 def test_check_makes_operands_for_any_spec(change):
     from ssmgen.spec import Index, Loads, PoolMode

@@ -158,6 +158,15 @@ def test_mamba(name):
     call |= {"z": x if model.gate else None, "dt_bias": bias, "dt_softplus": True}
     want = [posed(ssmgen.selective_state_update, call | more) for more in ({}, SLOTS)]
     assert model.problems() == want
+    if not tied:
+        with pytest.raises(ModelError, match="one token at a time"):
+            model.problems(tokens=4)
+        return
+    several = {n: None if call[n] is None else call[n][:, None].expand(B, 4, *call[n].shape[1:]) for n in ("x", "dt", "B", "C", "z")}
+    kept = {"intermediate_states": torch.empty(B, 4, H, P, N), "update_state": False}
+    want = [posed(ssmgen.selective_state_update, call | several | more) for more in (SLOTS, SLOTS | kept)]
+    found = model.problem(DType.F32, Index.I32, PoolMode.SINGLE, tokens=4)
+    assert [found, model.problem(DType.F32, Index.I32, PoolMode.SINGLE, tokens=4, intermediates=True, update_state=False)] == want
 
 
 # Convolutions.
@@ -224,6 +233,9 @@ def test_build_chooses_by_operator(own_cache):
 
     assert families() == {"selective_state_update", "causal_conv1d", "causal_conv1d_update"}
     assert families("--op", "selective_state_update") == {"selective_state_update"}
+    tokens = json.loads(ran("build", "--model", "falcon-h1-7b", "--op", "selective_state_update", "--tokens", "4", "--json"))["variants"]
+    assert {v["spec"].partition(":")[0] for v in tokens} == {"selective_state_update_tokens"}
+    assert "does not take --tokens" in ran("build", "--model", "mamba-130m", "--tokens", "4", code=2)
     assert families("--op", "causal_conv1d_update", "--tokens", "4") == {"causal_conv1d_update"}
     assert "does not use linear_attention" in ran("build", "--model", "mamba-130m", "--op", "linear_attention", code=1)
     assert "does not use causal_conv1d" in ran("build", "--model", "rwkv7-0.1b", "--op", "causal_conv1d", code=1)

@@ -25,7 +25,9 @@ WITHOUT_A_RING = ("lightning_attn", "rwkv7")
 
 @pytest.mark.parametrize("arch", [SM80, SM90, Arch.parse("sm_100a"), Arch.parse("sm_120")], ids=str)
 def test_every_model_has_a_variant_at_every_batch(arch):
-    problems = default_problems()
+    several = {"tokens": 4, "intermediates": True}
+    mamba2 = [m for m in models().values() if m.kind == "mamba2"]
+    problems = default_problems() + [(m.name, m.problem(m.state, Index.I32, PoolMode.SINGLE, **several)) for m in mamba2]
     assert {type(problem) for _, problem in problems} == set(OPERATOR_OF) - {CombineProblem}  # attention is not among the shapes
     for name, problem in problems:
         for batch in (1, 8, 64, 1024):

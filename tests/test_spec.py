@@ -12,6 +12,7 @@ from ssmgen.errors import SpecError
 from ssmgen.kernels import FAMILIES
 from ssmgen.kernels.selective_state_update import SsuProblem, SsuSpec, space
 from ssmgen.kernels.slot_copy import SlotCopySpec
+from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index, Loads, Pdl, PoolMode, parse_spec
 
 SPEC = SsuSpec(d_state=128, headdim=64, nheads=8, ngroups=2, state=DType.BF16, lanes=16, vec=8)
@@ -127,3 +128,10 @@ def test_space_is_legal_and_varied():
     assert found and not any(s.violations(SM90) for s in found)
     assert {s.lanes for s in found} >= {4, 8, 16, 32} and {s.pdl for s in found} == set(Pdl)
     assert all(getattr(s, f.name) == getattr(problem, f.name) for s in found[:5] for f in fields(SsuProblem))
+
+
+def test_a_field_that_came_later_is_said_where_it_is_not_its_default():
+    plain = replace(SPEC, tile=64, threads=256)
+    noisy = replace(plain, philox_rounds=4)
+    assert "philox" not in str(plain) + render(plain, Arch(80)) and ",philox_rounds=4," in str(noisy)
+    assert all(parse_spec(str(s), FAMILIES) == s for s in (plain, noisy)) and plain.name != noisy.name

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from ..kernels.causal_conv1d import MAX_WIDTH, ConvLayout
+from ..kernels.replay_selective_state_update import MAX_TOKENS
 from ..spec import DType, PoolMode
 
 LINEAR_ATTENTION = ("gated_delta_rule", "kda", "gla", "simple_gla", "lightning_attn", "delta_rule", "rwkv7", "gdn2", "comba")
@@ -50,8 +51,7 @@ class Shape(click.ParamType):
             sizes = ()
         count = self.example.count(",") + 1
         if len(sizes) != count or min(sizes) < 1:
-            words = {2: "two", 3: "three"}[count]
-            self.fail(f"{value!r} is not {words} positive numbers such as {self.example}", param, ctx)
+            self.fail(f"{value!r} is not {('two', 'three', 'four')[count - 2]} positive numbers such as {self.example}", param, ctx)
         return sizes
 
 
@@ -91,6 +91,9 @@ add(
     several("--model", "names", str, help="May repeat. Default: those of docs/performance.md."),
     states,
     batches,
+    tokens,
+    click.option("--intermediates/--no-intermediates", default=None, help="Keep every token's state. Default: if there are several."),
+    click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks."),
 )
 
 for op in LINEAR_ATTENTION:
@@ -109,6 +112,24 @@ for op in LINEAR_ATTENTION:
         op=op,
     )
 
+add(
+    "replay_selective_state_update",
+    "replay_selective_state_update",
+    several("--state", "states", Choice(DType), help="State dtype; may repeat. Default: bf16."),
+    several("--batch", "batches", click.IntRange(1), help="May repeat. Default: 1, 8, 64, 256."),
+    several("--tokens", "tokens", click.IntRange(1, MAX_TOKENS), help="Per sequence; may repeat. Default: 6."),
+    several("--accepted", "accepted", click.IntRange(0, MAX_TOKENS), help="Tokens of the history that count; may repeat. Default: 3."),
+    several("--window", "windows", click.IntRange(0, MAX_TOKENS), help="Of a ring; 0: one step's history. May repeat. Default: 0, 16."),
+    several("--writing", "writing", click.FloatRange(0, 1), help="Share of steps on a ring that write; may repeat. Default: 0."),
+    click.option("--shape", type=Shape("H,P,N,G", "16,64,128,1"), default="16,64,128,1", show_default=True),
+    click.option("--rounding", is_flag=True, help="Round the state stochastically."),
+    click.option("--precision", type=click.Choice(["f32", "bf16x2", "bf16"]), default="f32", show_default=True, help="Of our products."),
+    click.option("--with-conv1d", is_flag=True, help="Behind the update of the convolution of x, B and C, in one graph."),
+    click.option("--two-kernels/--one-kernel", default=None, help="Default: both."),
+    click.option("--external-pdl/--no-external-pdl", default=None, help="Of the first kernel, and the convolution. Default: both."),
+    click.option("--internal-pdl/--no-internal-pdl", default=None, help="Of the second of two kernels. Default: both."),
+)
+
 convolution = (
     click.option("--width", type=click.IntRange(2, MAX_WIDTH), default=4, show_default=True),
     click.option("--dtype", type=Choice(DType), default=DType.BF16.value, show_default=True, help="Of x, and of all else."),
@@ -117,7 +138,9 @@ convolution = (
 add(
     "causal_conv1d",
     "causal_conv1d",
-    several("--shape", "shapes", Shape(), help="Batch, channels, tokens; may repeat. Default: six, from 6 to 800 MB of x."),
+    several(
+        "--shape", "shapes", Shape("B,D,L", "1,1536,2048"), help="Batch, channels, tokens; may repeat. Default: six, from 6 to 800 MB of x."
+    ),
     several("--layout", "layouts", Choice(ConvLayout), help="Which axis of x is contiguous; may repeat. Default: both."),
     several("--form", "forms", click.Choice(["plain", "odd", "varlen", "seq_idx", "states"]), help="May repeat. Default: plain."),
     *convolution,

@@ -1,4 +1,8 @@
-"""Cases and contenders for selective_state_update."""
+"""Cases and contenders for selective_state_update.
+
+Intermediates: the state after each token goes to a buffer and the pool is only read, 1 + tokens passes over the state; otherwise it is read
+and written, 2 passes, as the slot copy does in place. TB/s counts the state. FlashInfer gets the same call; mamba-ssm has one token only.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,11 @@ from .. import runtime
 from ..errors import SsmgenError
 from ..models import Model, find_model
 from ..ops import selective_state_update as op
+from ..ops import selective_state_update_tokens as tokens_op
 from ..ops.checks import DTYPES, TORCH_DTYPES
 from ..reference import norm_error
 from ..reference.selective_state_update import selective_state_update as reference
-from ..spec import DType
+from ..spec import DType, must
 from . import report as reports
 from . import timing
 from .report import GATE, HOST_BATCH, MAX_SETS, MIN_SETS, cell
@@ -41,12 +46,15 @@ class Case:
     model: Model
     state: Tensor  # [slots, H, P, N]; Mamba-1: [slots, dim, N]
     batch: int
+    tokens: int = 1
+    intermediates: bool = False
     sets: int = field(init=False)
 
     def __post_init__(self) -> None:
         slots, device = self.state.shape[0], self.state.device
         mamba1 = self.model.kind == "mamba1"
         B, H, P, N, G = self.batch, self.model.nheads, self.model.headdim, self.model.d_state, self.model.ngroups
+        lead = (B,) if self.tokens == 1 else (B, self.tokens)
         self.sets = max(1, min(MAX_SETS, slots // B))
         self.slots = torch.randperm(slots, device=device)[: self.sets * B].to(torch.int32).view(self.sets, B)
 
@@ -55,28 +63,42 @@ class Case:
 
         row = (P,) if mamba1 else (H, P)
         group = (N,) if mamba1 else (G, N)
-        self.x, self.out = rand(self.sets, B, *row), torch.empty(self.sets, B, *row, device=device, dtype=torch.bfloat16)
-        self.B, self.C = rand(self.sets, B, *group), rand(self.sets, B, *group)
-        self.z = rand(self.sets, B, *row) if self.model.gate else None
+        self.x, self.out = rand(self.sets, *lead, *row), torch.empty(self.sets, *lead, *row, device=device, dtype=torch.bfloat16)
+        self.B, self.C = rand(self.sets, *lead, *group), rand(self.sets, *lead, *group)
+        self.z = rand(self.sets, *lead, *row) if self.model.gate else None
         if mamba1:
             self.dt = rand(self.sets, B, P)
             self.A = -torch.rand(P, N, device=device) - 0.1
             self.D, self.dt_bias = rand(P), torch.rand(P, device=device) - 4
         else:
-            self.dt = rand(self.sets, B, H, 1).expand(-1, -1, -1, P)
+            self.dt = rand(self.sets, *lead, H, 1).expand(self.sets, *lead, H, P)
             self.A = (-torch.rand(H, device=device) - 0.1)[:, None, None].expand(H, P, N)
             self.D = rand(H)[:, None].expand(H, P)
             self.dt_bias = (torch.rand(H, device=device) - 4).bfloat16()[:, None].expand(H, P)
+        self.kept = None
+        if self.intermediates:
+            count = max(1, min(self.sets, int(POOL_BYTES) // (B * self.tokens * self.slot_bytes)))
+            self.kept = torch.empty(count, B, self.tokens, H, P, N, device=device, dtype=self.state.dtype)
 
     def arguments(self, i: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         z = None if self.z is None else self.z[i]
         args = (self.state, self.x[i], self.dt[i], self.A, self.B[i], self.C[i], self.D, z, self.dt_bias, True)
-        return args, {"state_indices": self.slots[i], "out": self.out[i]}
+        kept = {} if self.kept is None else {"intermediate_states": self.kept[i % len(self.kept)], "update_state": False}
+        return args, {"state_indices": self.slots[i], "out": self.out[i]} | kept
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.state[0].numel() * self.state.element_size()
+
+    @property
+    def passes(self) -> int:
+        """Times that one call reads or writes a whole state."""
+        return 1 + self.tokens if self.intermediates else 2
 
     @property
     def state_bytes(self) -> int:
         """Read and written by one call."""
-        return 2 * self.batch * self.state[0].numel() * self.state.element_size()
+        return self.passes * self.batch * self.slot_bytes
 
     def bound(self, pdl: bool) -> timing.Launch:
         """Our kernel, with the host's part of every call done beforehand."""
@@ -91,23 +113,28 @@ class Case:
         return reports.slot_copy(self.state, self.slots, pdl)
 
     def gate(self) -> float:
-        """Norm error of the state after one call, against float64, on a few rows. Raises SsmgenError when it is more than rounding."""
+        """Norm error of the states that one call leaves, against float64, on a few rows. Raises SsmgenError when it is more than rounding:
+        once where it is stored, and in f32 once per token.
+        """
         rows = torch.arange(min(self.batch, 4), device=self.state.device)
         args, kwargs = self.arguments(0)
         names = ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias")
-        named = {n: t for n, t in zip(names, args, strict=False) if t is not None} | kwargs
+        named = {n: t for n, t in zip(names, args, strict=False) if t is not None}
+        named |= {n: t for n, t in kwargs.items() if isinstance(t, Tensor)}
         touched = named["state_indices"][rows].long()
-        small = named | {n: named[n][rows] for n in ("x", "dt", "B", "C", "z", "out") if n in named}
-        before = named["state"][touched].double()
-        small |= {"state": before, "state_indices": rows, "out": torch.zeros_like(small["out"])}
-        views = op.headed_views(small | {"state": before.float()}, [])
-        views["state"] = before if before.dim() == 4 else before.unsqueeze(1)
-        reference(**views, dt_softplus=True, dtype=torch.float64)
+        small = named | {n: named[n][rows] for n in ("x", "dt", "B", "C", "z", "out", "intermediate_states") if n in named}
+        small |= {"state": self.state[touched], "state_indices": rows}
+        options = {"dt_softplus": True, "update_state": self.kept is None}
+        views = op.headed_views(small, []) if self.tokens == 1 else tokens_op.token_views(small, (True, None, -1, 0, self.kept is None), [])
+        written = {n: views[n].double() for n in ("state", "out", "intermediate_states") if n in views}
+        reference(**views | written, **options, dtype=torch.float64)
         self.out.fill_(float("nan"))
         ssmgen.selective_state_update(*args, **kwargs)
-        error = norm_error(self.state[touched], before)
-        out_error = norm_error(self.out[0][rows], small["out"])
-        if not (error < GATE[self.state.dtype] and out_error < 1e-2):
+        results = {"state": self.state[touched], "out": self.out[0][rows]}
+        results |= {} if self.kept is None else {"intermediate_states": self.kept[0][rows]}
+        errors = {n: norm_error(t, written[n].view(t.shape)) for n, t in results.items()}
+        out_error, error = errors.pop("out"), max(errors.values())
+        if not (error < GATE[self.state.dtype] + (self.tokens - 1) * GATE[torch.float32] and out_error < 1e-2):
             raise SsmgenError(f"{self.model.name} batch {self.batch}: state error {error:.1e}, output error {out_error:.1e}; not timed")
         return error
 
@@ -121,13 +148,16 @@ def flashinfer(case: Case) -> reports.Peer | None:
     for i in range(case.sets):
         (state, x, dt, A, B, C, D, z, dt_bias, softplus), given = case.arguments(i)
         options = {"z": z, "dt_bias": dt_bias, "dt_softplus": softplus, "state_batch_indices": given["state_indices"], "out": given["out"]}
+        if case.tokens > 1:
+            options |= {"cache_steps": case.tokens, "disable_state_update": case.intermediates}
+            options |= {"intermediate_states_buffer": given["intermediate_states"]} if case.intermediates else {}
         calls.append(((state, x, dt, A, B, C, D), options))
     return lambda i: function(*calls[i][0], **calls[i][1])
 
 
 def mamba_ssm(case: Case) -> reports.Peer | None:
     function = reports.imported("mamba_ssm.ops.triton.selective_state_update", "selective_state_update")
-    if function is None:
+    if function is None or case.tokens > 1:
         return None
     calls = [case.arguments(i) for i in range(case.sets)]
     return lambda i: function(*calls[i][0], state_batch_indices=calls[i][1]["state_indices"])
@@ -136,30 +166,58 @@ def mamba_ssm(case: Case) -> reports.Peer | None:
 PEERS = {"flashinfer": flashinfer, "mamba_ssm": mamba_ssm}
 
 
+def mistakes(
+    names: Sequence[str], tokens: Sequence[int] = (), intermediates: bool | None = None, **others: Any
+) -> list[str]:  # fmt: skip
+    """What options of the command line do not go together, in words."""
+    several = max(tokens, default=1) > 1
+    mamba1 = [n for n in names if find_model(n).kind == "mamba1"]
+    return [
+        *must(not intermediates or several, "--intermediates needs --tokens of more than 1"),
+        *must(not (several and mamba1), f"several tokens are for Mamba-2, not {', '.join(mamba1)}"),
+    ]
+
+
 def run(
-    names: Sequence[str], states: Sequence[DType], batches: Sequence[int], rounds: int, peers: bool, say: Callable[[str], None]
+    names: Sequence[str],
+    states: Sequence[DType],
+    batches: Sequence[int],
+    rounds: int = 7,
+    peers: bool = True,
+    say: Callable[[str], None] = print,
+    *,
+    tokens: Sequence[int] = (),
+    intermediates: bool | None = None,
+    tp: int = 1,
 ) -> dict[str, Any]:
-    """The whole report, as JSON would hold it. Raises SsmgenError without a GPU and for a variant that fails the gate."""
-    report = reports.begin()
+    """The whole report, as JSON would hold it; whatever is empty or None is the default. intermediates: of calls with several tokens.
+
+    Raises SsmgenError without a GPU and for a variant that fails the gate.
+    """
+    report = reports.begin(__doc__)
     if others := [n for n in names if find_model(n).function != "selective_state_update"]:
         raise SsmgenError(f"not decoded by selective_state_update: {', '.join(others)}")
     cases = [(n, s) for n in names for s in (states or [find_model(n).state])] or [c for c in DEFAULT_CASES if not states or c[1] in states]
     for name, state_type in cases:
-        model = find_model(name)
+        model = find_model(name).divided(tp)
         dtype = TORCH_DTYPES[state_type]
         shape = (model.headdim, model.d_state) if model.kind == "mamba1" else (model.nheads, model.headdim, model.d_state)
         least = math.ceil(POOL_BYTES / (torch.Size(shape).numel() * dtype.itemsize))
         sizes = list(batches or DEFAULT_BATCHES)
         state = reports.normal_pool(max(least, MIN_SETS * max(sizes)), shape, dtype, "cuda")
-        for batch in sizes:
-            pool = state[: max(least, MIN_SETS * batch)]
-            report["rows"].append(_row(Case(model, pool, batch), rounds, peers))
-            say(_line(report["rows"][-1]))
-        del state, pool
+        for T in tokens or [1]:
+            if T > 1 and model.kind == "mamba1":
+                continue
+            for batch in sizes:
+                case = Case(model, state[: max(least, MIN_SETS * batch)], batch, T, T > 1 and intermediates is not False)
+                report["rows"].append(_row(case, report["ceilings_tbs"]["in_place"], rounds, peers))
+                say(_line(report["rows"][-1]))
+                del case  # its buffers, before the next one's
+        del state
     return report
 
 
-def _row(case: Case, rounds: int, peers: bool) -> dict[str, Any]:
+def _row(case: Case, ceiling: float, rounds: int, peers: bool) -> dict[str, Any]:
     error = case.gate()
     (args, kwargs), arch = case.arguments(0), runtime.device_arch(case.state.device.index)
     contenders: dict[str, timing.Launch] = {
@@ -174,11 +232,16 @@ def _row(case: Case, rounds: int, peers: bool) -> dict[str, Any]:
     return {
         "model": case.model.name,
         "state": DTYPES[case.state.dtype].value,
+        "heads": case.model.nheads,
+        "tokens": case.tokens,
+        "intermediates": case.intermediates,
         "batch": case.batch,
         "us": us,
         "served_us": served,
+        "passes": case.passes,
         "tbs": case.state_bytes / served / 1e6,
-        "copy_ratio": served / copy,
+        "ceiling_fraction": case.state_bytes / served / 1e6 / ceiling,
+        "copy_ratio": None if case.intermediates else served / copy,
         "peer_ratio": {name: served / us[name] for name in PEERS if name in us},
         "host_us": reports.host_us(ssmgen.selective_state_update, args, kwargs, others) if case.batch <= HOST_BATCH else {},
         "state_error": error,
@@ -187,23 +250,26 @@ def _row(case: Case, rounds: int, peers: bool) -> dict[str, Any]:
 
 
 def _line(row: dict[str, Any]) -> str:
-    return f"{row['model']} {row['state']} batch {row['batch']}: {row['served_us']:.2f} us, {row['copy_ratio']:.3f} x copy"
+    several = f" T {row['tokens']}{' kept' if row['intermediates'] else ''}" if row["tokens"] > 1 else ""
+    against = f"{row['tbs']:.2f} TB/s" if row["copy_ratio"] is None else f"{row['copy_ratio']:.3f} x copy"
+    return f"{row['model']} {row['state']}{several} batch {row['batch']}: {row['served_us']:.2f} us, {against}"
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report for a terminal."""
+    """The report for a terminal. `kept`: with intermediates; `ceiling`: TB/s over that of torch's multiplication in place."""
     lines = [
         *reports.head(report),
-        f"{'model':18}{'state':6}{'batch':>6}{'us':>9}{'TB/s':>7}{'no pdl':>9}{'copy':>9}{'x copy':>8}"
-        f"{'flashinfer':>12}{'ratio':>7}{'mamba_ssm':>11}{'ratio':>7}{'host us':>9}{'bound':>7}{'peers host':>14}  rule",
+        f"{'model':18}{'heads':>6} {'state':6}{'T':>3}{'kept':>5}{'batch':>6}{'us':>9}{'TB/s':>7}{'ceiling':>8}{'no pdl':>9}{'copy':>9}"
+        f"{'x copy':>8}{'flashinfer':>12}{'ratio':>7}{'mamba_ssm':>11}{'ratio':>7}{'host us':>9}{'bound':>7}{'peers host':>14}  rule",
     ]
     for row in report["rows"]:
-        us, host = row["us"], row["host_us"]
+        us, host, kept = row["us"], row["host_us"], "yes" if row["intermediates"] else "no"
         others = "/".join(f"{host[p]:.1f}" for p in PEERS if p in host)
         lines.append(
-            f"{row['model']:18}{row['state']:6}{row['batch']:6}"
-            + cell(row["served_us"], 9) + cell(row["tbs"], 7) + cell(us["ssmgen"], 9) + cell(min(us["copy"], us["copy_pdl"]), 9)
-            + cell(row["copy_ratio"], 8, 3) + cell(us.get("flashinfer"), 12) + cell(row["peer_ratio"].get("flashinfer"), 7)
+            f"{row['model']:18}{row['heads']:6} {row['state']:6}{row['tokens']:3}{kept:>5}{row['batch']:6}"
+            + cell(row["served_us"], 9) + cell(row["tbs"], 7) + cell(row["ceiling_fraction"], 8) + cell(us["ssmgen"], 9)
+            + cell(min(us["copy"], us["copy_pdl"]), 9) + cell(row["copy_ratio"], 8, 3)
+            + cell(us.get("flashinfer"), 12) + cell(row["peer_ratio"].get("flashinfer"), 7)
             + cell(us.get("mamba_ssm"), 11) + cell(row["peer_ratio"].get("mamba_ssm"), 7) + cell(host.get("ssmgen"), 9)
             + cell(host.get("ssmgen_bound"), 7) + f"{others:>14}  {row['rule']}"
         )  # fmt: skip

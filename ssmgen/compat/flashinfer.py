@@ -1,6 +1,4 @@
-"""flashinfer.gdn_decode's and flashinfer.cascade's functions, as in FlashInfer 0.7.2.
-
-gdn_decode:
+"""flashinfer.gdn_decode's functions, as in FlashInfer 0.7.2, and those of flashinfer.mamba, which say their own differences.
 
 q, k: [B, T, H, K]; v: [B, T, HV, V]; a, b: [B, T, HV], the raw gate and the logit of beta; A_log, dt_bias: [HV]. States are updated in
 place. Each returns (output, state or pool), output of shape [B, T, HV, V] and of q's dtype if it is not given. scale None is K^-0.5.
@@ -13,23 +11,22 @@ Deliberate differences:
 - A state whose last three axes are not dense is refused, not copied there and back.
 
 Raises NotImplementedError for what only FlashInfer's other kernels do, and what ssmgen.gated_delta_rule raises.
-
-cascade: LSEs are of base 2, and -inf where there is nothing; v f32, f16 or bf16, head_dim a multiple of 4 up to 1024, any number of heads,
-splits and rows. Each raises what ssmgen.combine_splits raises. Deliberate differences:
-- What has no weight may hold anything, NaN too; an LSE that is +inf or NaN is that of nothing.
-- merge_state_in_place takes s of f32 only. FlashInfer converts others, and loses the result.
 """
 
 from __future__ import annotations
 
 import warnings
 
-import torch
 from torch import Tensor
 
-from ..errors import ArgumentError
-from ..ops.combine_splits import combine_splits
+from ..errors import ArgumentError, UnsupportedError
 from ..ops.linear_attention import gated_delta_rule as _native
+from ..ops.selective_state_update import selective_state_update as _native_ssu
+from .flashinfer_cascade import merge_state as merge_state
+from .flashinfer_cascade import merge_state_in_place as merge_state_in_place
+from .flashinfer_cascade import merge_states as merge_states
+from .flashinfer_cascade import variable_length_merge_states as variable_length_merge_states
+from .flashinfer_replay import checkpointing_ssu as checkpointing_ssu
 
 
 def _run(
@@ -168,23 +165,87 @@ def gated_delta_rule_mtp(
     )  # fmt: skip
 
 
-def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
-    """v_a, v_b: [n, heads, head_dim]; s_a, s_b: [n, heads]. Returns (v, s)."""
-    return combine_splits((v_a, v_b), (s_a.to(torch.float32), s_b.to(torch.float32)), lse_base=2, return_lse=True)
+_ALGORITHMS = ("auto", "simple", "vertical", "horizontal", "async_horizontal")
 
 
-def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
-    """v, v_other: [n, heads, head_dim]; s, s_other: [n, heads]; mask: [n] bool or uint8, rows to merge. Writes v and s."""
-    if mask is not None:
-        mask = (mask.view(torch.bool) if mask.dtype is torch.uint8 else mask).unsqueeze(-1)
-    combine_splits((v, v_other), (s, s_other.to(torch.float32)), lse_base=2, mask=mask, out=v, lse_out=s)
+def selective_state_update(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    state_batch_indices: Tensor | None = None,
+    pad_slot_id: int = -1,
+    state_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    disable_state_update: bool = False,
+    intermediate_states_buffer: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    intermediate_state_scales: Tensor | None = None,
+    rand_seed: Tensor | None = None,
+    philox_rounds: int = 10,
+    cache_steps: int = 0,
+    algorithm: str = "auto",
+    dst_state_batch_indices: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    backend: str = "auto",
+    retrieve_parent_token: Tensor | None = None,
+) -> Tensor:
+    """One token per sequence, x (batch, H, P) or (batch, dim); several, (batch, T, H, P); or packed, (tokens, H, P) with cu_seqlens.
 
+    state: (slots, H, P, N) or (slots, dim, N)              state_batch_indices: (batch,), or (batch, columns), of which the first is read
+    num_accepted_tokens: (batch,), instead the column num_accepted_tokens - 1; 0 is like 1
+    dst_state_batch_indices: (batch,), or (batch, T) for the state after each token
+    intermediate_states_buffer: (rows, T or more, H, P, N), by sequence or by intermediate_state_indices (batch,)
+    retrieve_parent_token: (batch, T), a draft tree: of SGLang's variant, not of FlashInfer's
+    rand_seed: one int64, on the device, of the noise of f16 and bf16 states
 
-def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """v: [n, states, heads, head_dim]; s: [n, states, heads]. Returns ([n, heads, head_dim], [n, heads])."""
-    return combine_splits(v.transpose(0, 1), s.to(torch.float32).transpose(0, 1), lse_base=2, return_lse=True)
+    Deliberate differences:
+    - A sequence that reads from pad_slot_id, a negative slot or none of the pool's gets a zero output. A state that would go to such a slot
+      is not written.
+    - All arguments go together and mean the same, whatever the algorithm: the final state is written unless disable_state_update, with
+      intermediate states too; a destination and disable_state_update contradict each other; num_accepted_tokens without destinations
+      wants disable_state_update.
+    - Noise is that of Triton's randint4x for four neighbours, in the order of memory, and rounding is exact for subnormal numbers;
+      FlashInfer's noise depends on its kernel.
+    - D may be missing, and A, dt and dt_bias need not be tied where there is one token. The output is of x's shape, also without heads.
 
-
-def variable_length_merge_states(v: Tensor, s: Tensor, indptr: Tensor) -> tuple[Tensor, Tensor]:
-    """v: [states of all, heads, head_dim]; s: [states of all, heads]; indptr: [n + 1]. Returns ([n, heads, head_dim], [n, heads])."""
-    return combine_splits(v, s.to(torch.float32), indptr, lse_base=2, return_lse=True)
+    Raises UnsupportedError for scaled (int16) states and other packages' kernels, and what ssmgen.selective_state_update raises.
+    """
+    scales = {"state_scale": state_scale, "intermediate_state_scales": intermediate_state_scales}
+    reasons = [f"{name}: states are f32, f16 or bf16, without scales" for name, t in scales.items() if t is not None]
+    if backend not in ("auto", "flashinfer"):
+        reasons.append(f"backend={backend!r} names kernels that ssmgen does not have; it takes 'auto' and 'flashinfer'")
+    if reasons:
+        raise UnsupportedError("FlashInfer's selective_state_update", reasons)
+    problems = []
+    if algorithm not in _ALGORITHMS:
+        problems.append(f"algorithm is {algorithm!r}, not one of {', '.join(_ALGORITHMS)}")
+    if x.dim() == 4 and cache_steps not in (0, x.shape[1]):
+        problems.append(f"cache_steps is {cache_steps}, and x has {x.shape[1]} tokens")
+    if rand_seed is not None and (rand_seed.numel() != 1 or philox_rounds <= 0):
+        problems.append(f"rand_seed has {rand_seed.numel()} elements and philox_rounds is {philox_rounds}: one seed, and some rounds")
+    if problems:
+        raise ArgumentError("selective_state_update", problems)
+    read, write = state_batch_indices, dst_state_batch_indices
+    if num_accepted_tokens is not None:
+        num_accepted_tokens = num_accepted_tokens.clamp(min=1)
+    elif read is not None and read.dim() == 2:
+        read = read[:, 0]
+    if write is not None and write.dim() == 2 and x.dim() == 3 and cu_seqlens is None:
+        write = write[:, 0]
+    if read is not None and write is not None and read.dtype != write.dtype:
+        read, write = read.long(), write.long()  # a kernel has one type of index; the wider, so that no slot wraps around into the pool
+    return _native_ssu(
+        state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_indices=read, dst_state_indices=write,
+        num_accepted_tokens=num_accepted_tokens, cu_seqlens=cu_seqlens, parents=retrieve_parent_token,
+        intermediate_states=intermediate_states_buffer, intermediate_state_indices=intermediate_state_indices,
+        update_state=not disable_state_update, rand_seed=None if rand_seed is None else rand_seed.reshape(1), philox_rounds=philox_rounds,
+        pad_slot_id=pad_slot_id, out=out,
+    )  # fmt: skip

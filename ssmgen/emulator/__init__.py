@@ -11,7 +11,7 @@ import hashlib
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -23,7 +23,7 @@ from ..spec import Arch, KernelSpec
 
 HEADER = Path(__file__).parent / "emulator.hpp"
 # No contraction, as under NVRTC with --fmad=false: the same arithmetic gives the same bits.
-FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-Wno-unknown-pragmas")
+FLAGS = ("-fno-thread-jumps", "-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-Wno-unknown-pragmas")
 
 
 class EmulatorMissingError(SsmgenError):
@@ -48,6 +48,7 @@ class _Operand(ctypes.Structure):
         ("bytes", ctypes.c_ulonglong),
         ("element", ctypes.c_uint),
         ("writable", ctypes.c_uint),
+        ("early", ctypes.c_uint),
     )
 
 
@@ -102,11 +103,13 @@ def run_source(
     operands: Mapping[str, Tensor],
     writable: tuple[str, ...],
     shared_bytes: int = 0,
+    early: Sequence[str] = (),
 ) -> None:
     """Runs one launch of a kernel's text.
 
     operands: {name: CPU tensor}: the only memory that the kernel may touch, from each one's first to its last element; those named
-    in `writable` may be written. Raises EmulatorError with a sentence about the first thing the kernel did that it must not.
+    in `writable` may be written, those in `early` touched before the wait for the
+    upstream kernel. Raises EmulatorError with a sentence about the first thing the kernel did that it must not.
     """
     library = compile_source(source, symbol)
     table = (_Operand * len(operands))()
@@ -114,6 +117,7 @@ def run_source(
         extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
         row.name, row.begin = describe(name, tensor).encode(), tensor.data_ptr()
         row.bytes, row.element, row.writable = extent * tensor.element_size(), tensor.element_size(), name in writable
+        row.early = name in early
     message = ctypes.create_string_buffer(1024)
     arguments = ctypes.c_void_p(packed.address)
     if library.emulate(grid, block, shared_bytes, uses_pdl(source), arguments, table, len(table), message, len(message)):
@@ -124,4 +128,4 @@ def run(
     spec: KernelSpec, arch: Arch, grid: int, packed: Packed, operands: Mapping[str, Tensor], writable: tuple[str, ...] = ("state", "out")
 ) -> None:
     """Renders a spec and runs it; otherwise as `run_source`."""
-    run_source(render(spec, arch), spec.name, grid, spec.threads_per_block, packed, operands, writable)
+    run_source(render(spec, arch), spec.name, grid, spec.threads_per_block, packed, operands, writable, early=spec.early_operands())

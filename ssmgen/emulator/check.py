@@ -17,22 +17,27 @@ from ..kernels.causal_conv1d_update import UpdateSpec
 from ..kernels.combine_splits import CombineSpec
 from ..kernels.linear_attention import LinearAttentionSpec
 from ..kernels.linear_attention_problem import Update
+from ..kernels.replay_selective_state_update import ReplaySpec
 from ..kernels.selective_state_update import SsuSpec
+from ..kernels.selective_state_update_tokens import SsuTokensSpec
 from ..ops import causal_conv1d as conv_op
 from ..ops import causal_conv1d_update as update_op
 from ..ops import combine_splits as combine_op
 from ..ops import linear_attention_call as linear_op
 from ..ops import linear_attention_commit as linear_commit
+from ..ops import replay_call as replay_op
 from ..ops import selective_state_update as ssu_op
+from ..ops import selective_state_update_tokens as tokens_op
 from ..ops.checks import DTYPES
 from ..reference import norm_error
 from ..reference.linear_attention import linear_attention as linear_reference
 from ..reference.selective_state_update import selective_state_update as ssu_reference
 from ..spec import Arch, DType, KernelSpec
-from . import operands, run
+from . import operands, replay_operands, run
 
 LIMIT = (0.01, 0.1)
 LOWER_BOUND = -5.0
+BETWEEN = ("mix", "sums")  # what one kernel of a call leaves for the next
 # Norm error that one rounding to the dtype, and f32 arithmetic, leave.
 TOLERANCE = {DType.F32: 2e-6, DType.F16: 6e-4, DType.BF16: 5e-3}
 
@@ -57,6 +62,7 @@ class Trial(NamedTuple):
     reference: Callable[[dict[str, Tensor]], None]
     grid: int
     tokens: int = 1
+    launch_of: Callable[[Any], tuple[Mapping[str, int | float], int]] | None = None  # (values, grid), where the call is several kernels
     exact: tuple[str, ...] = ()  # of what is written: copies of inputs
 
 
@@ -70,11 +76,14 @@ def check(spec: KernelSpec, arch: Arch, batch: int = 3, seed: int = 0) -> Outcom
     spec.check(arch)
     trial = _TRIALS[type(spec)](spec, batch, seed)
     before = {name: trial.views[name].clone() for name in trial.written}
-    expected = {name: t.double() for name, t in before.items()}
+    expected = {name: t.double() if t.is_floating_point() else t.clone() for name, t in before.items()}
     trial.reference(trial.views | expected)
-    packed = Arguments(spec, trial.values).at([t.data_ptr() for t in trial.named.values()])
-    run(spec, arch, trial.grid, packed, trial.named, trial.written)
-    errors = {name: _error(trial.views[name], before[name], expected[name]) for name in trial.written}
+    for part in (*spec.ahead, spec):
+        values, grid = trial.launch_of(part) if trial.launch_of else (trial.values, trial.grid)
+        named = {name: trial.named[name] for name in part.operands()} if trial.launch_of else trial.named
+        packed = Arguments(part, values).at([t.data_ptr() for t in named.values()])
+        run(part, arch, grid, packed, named, trial.written)
+    errors = {name: _error(trial.views[name], before[name], expected[name]) for name in trial.written if name not in BETWEEN}
     passed = all(error <= _limit(trial, name) for name, error in errors.items())
     return Outcome(max((e for name, e in errors.items() if name != "out"), default=0.0), errors.get("out", 0.0), trial.grid, passed)
 
@@ -87,12 +96,14 @@ def _limit(trial: Trial, name: str) -> float:
 
 
 def _error(result: Tensor, before: Tensor, expected: Tensor) -> float:
-    """Of what the reference changes, by the first two axes: slot and head, sequence and token, …. The rest must be as it was."""
-    result, before, expected = (t[(...,) + (None,) * max(0, 3 - t.dim())] for t in (result, before, expected))
-    infinite = expected.isinf() & (result == expected)
-    result, expected = result.masked_fill(infinite, 0), expected.masked_fill(infinite, 0)
-    changed = infinite.flatten(2).any(-1) | (expected != before).flatten(2).any(-1)
-    unharmed = torch.equal(result[~changed], before[~changed])
+    """Of what the reference changes, by the first two axes: slot and head, sequence and token, …. The rest must be as it was, NaN too."""
+    if not result.is_floating_point():
+        return 0.0 if torch.equal(result, expected) else float("inf")
+    result, before, expected = (t.double()[(...,) + (None,) * max(0, 3 - t.dim())] for t in (result, before, expected))
+    nothing, infinite = expected.isnan(), expected.isinf() & (result == expected)
+    changed = ((expected != before) & ~(nothing & before.isnan())).flatten(2).any(-1)
+    unharmed = torch.equal(result[~changed].nan_to_num(), before[~changed].nan_to_num()) and torch.equal(result.isnan(), nothing)
+    result, expected = result.masked_fill(infinite | nothing, 0), expected.masked_fill(infinite | nothing, 0)
     return norm_error(result[changed], expected[changed]) if unharmed else float("inf")
 
 
@@ -101,9 +112,19 @@ def _ssu(spec: SsuSpec, batch: int, seed: int) -> Trial:
     views = ssu_op.headed_views(named, problems := [])
     assert not problems, problems
     limit = LIMIT if spec.dt_limit else None
-    options: dict[str, Any] = {"dt_softplus": spec.dt_softplus, "dt_limit": limit, "dtype": torch.float64}
+    options: dict[str, Any] = {"dt_softplus": spec.dt_softplus, "dt_limit": limit, "dtype": torch.float64}  # unrounded: without noise
     values = ssu_op.kernel_values(spec, views, -1, limit)
     return Trial(named, views, values, ("state", "out"), lambda v: ssu_reference(**v, **options), batch * spec.nheads * spec.tiles)
+
+
+def _ssu_tokens(spec: SsuTokensSpec, batch: int, seed: int) -> Trial:
+    named = operands.ssu_tokens(spec, batch, seed)
+    options = (spec.dt_softplus, LIMIT if spec.dt_limit else None, -1, spec.philox_rounds, spec.update is not Update.NONE)
+    views = tokens_op.token_views(named, options, problems := [])
+    assert not problems, problems
+    written = tuple(n for n in tokens_op.FAMILY.written if n in named and (options[4] or n != "state"))
+    values, grid = tokens_op.kernel_values(spec, views, options), tokens_op.grid_of(spec, views)
+    return Trial(named, views, values, written, lambda v: tokens_op.run_reference(v, options, torch.float64), grid, spec.chunk + 1)
 
 
 def _linear(spec: LinearAttentionSpec, batch: int, seed: int) -> Trial:
@@ -142,6 +163,29 @@ def _update(spec: UpdateSpec, batch: int, seed: int) -> Trial:
     return _convolution(update_op, (spec.silu, -1), ("conv_state", "intermediate_conv_window"), named, spec)
 
 
+def _replay(spec: ReplaySpec, batch: int, seed: int) -> Trial:
+    named = replay_operands.replay(spec, batch, seed)
+    precision = {terms: name for name, terms in replay_op.PRECISIONS.items()}[spec.terms]
+    room = named["old_x"].shape[1] - spec.window
+    options = replay_op.Options(
+        spec.dt_softplus, -1, spec.philox_rounds, precision, spec.after_conv, room, spec.two_kernels, materialize=spec.materialize
+    )
+    views = replay_op.views_of(named, options, problems := [])
+    assert not problems, problems
+    written = tuple(dict.fromkeys(name for part in (*spec.ahead, spec) for name in part.written()))
+    exact = tuple(n for n in written if n not in ("state", "out", "old_dt", "old_dA_cumsum", *BETWEEN))
+
+    def launch_of(part: ReplaySpec) -> tuple[Mapping[str, int | float], int]:
+        return replay_op.kernel_values(part, views, options), batch * part.blocks
+
+    def reference(v: dict[str, Tensor]) -> None:
+        replay_op.run_reference({n: t for n, t in v.items() if n not in BETWEEN}, options, torch.float64)
+
+    values, grid = launch_of(spec)
+    tokens = spec.window + spec.tokens
+    return Trial(named, views, values, written, reference, grid, tokens, launch_of, exact)
+
+
 def _combine(spec: CombineSpec, batch: int, seed: int) -> Trial:
     named = operands.combine_splits(spec, batch, seed)
     options = combine_op.Options(2, "e", skip_single=spec.skip_single)
@@ -154,6 +198,8 @@ def _combine(spec: CombineSpec, batch: int, seed: int) -> Trial:
 
 _TRIALS: dict[type[KernelSpec], Callable[[Any, int, int], Trial]] = {
     SsuSpec: _ssu,
+    ReplaySpec: _replay,
+    SsuTokensSpec: _ssu_tokens,
     LinearAttentionSpec: _linear,
     ConvSpec: _conv,
     UpdateSpec: _update,

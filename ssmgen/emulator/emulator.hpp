@@ -43,6 +43,7 @@ struct Operand {
   u64 bytes;
   u32 element;
   u32 writable;
+  u32 early;  // may be touched before the wait
 };
 
 enum class Kind { kShuffle, kBallot, kWarpBarrier, kBlockBarrier };
@@ -111,7 +112,6 @@ class Machine {
     const bool write = kind != kLoad;
     const char* what = kind == kLoad ? "load" : kind == kStore ? "store" : "atomic";
     const char* p = static_cast<const char*>(address);
-    if (pdl && !me().waited) fail(std::to_string(bytes) + "-byte " + what + " before the wait for the upstream kernel");
     if (reinterpret_cast<std::uintptr_t>(p) % bytes)
       fail(std::to_string(bytes) + "-byte " + what + " at an address that is not a multiple of " + std::to_string(bytes) + nearest(p));
     const Operand* in = nullptr;
@@ -121,6 +121,7 @@ class Machine {
         if (!write || o.writable) break;
       }
     if (!in) fail(std::to_string(bytes) + "-byte " + what + " outside of every operand" + nearest(p));
+    if (pdl && !me().waited && !in->early) fail(std::to_string(bytes) + "-byte " + what + " before the wait for the upstream kernel");
     if (!write) return;
     if (!in->writable) fail(std::string(what) + " to " + in->name + ", which is read only");
     if (kind == kAtomic) return;
@@ -432,6 +433,12 @@ inline int __float_as_int(float v) { return int(__float_as_uint(v)); }
 inline float __int_as_float(int v) { return __uint_as_float(unsigned(v)); }
 
 inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned((unsigned long long)a * b >> 32); }
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const unsigned long long bytes = (unsigned long long)high << 32 | low;
+  unsigned r = 0;
+  for (int i = 0; i < 4; ++i) r |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  return r;
+}
 inline int __clz(int v) { return v ? __builtin_clz(unsigned(v)) : 32; }
 
 template <class T>

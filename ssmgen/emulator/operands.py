@@ -17,6 +17,7 @@ from ..kernels.combine_splits import CombineSpec
 from ..kernels.linear_attention import LinearAttentionSpec
 from ..kernels.linear_attention_problem import FROZEN_TOKENS, KEY_VECTORS, OF_KEY_HEADS, Beta, Gate, Tokens, Update
 from ..kernels.selective_state_update import SsuSpec
+from ..kernels.selective_state_update_tokens import SsuTokensSpec
 from ..ops.checks import TORCH_DTYPES
 from ..spec import DType, Index, Loads, PoolMode
 
@@ -66,7 +67,46 @@ def ssu(spec: SsuSpec, batch: int, seed: int) -> dict[str, Tensor]:
         made["state_indices"] = source
         if spec.pool is PoolMode.SPLIT:
             made["dst_state_indices"] = torch.where(source < 0, source, order[B : 2 * B])
+    if spec.philox_rounds:
+        made["rand_seed"] = torch.randint(-(2**62), 2**62, (slots,), generator=g)
     return {name: t for name, t in made.items() if t is not None}
+
+
+def ssu_tokens(spec: SsuTokensSpec, batch: int, seed: int) -> dict[str, Tensor]:
+    """Of selective_state_update of several tokens: more than are staged at a time."""
+    g = torch.Generator().manual_seed(seed)
+    H, P, N, G, most = spec.nheads, spec.headdim, spec.d_state, spec.ngroups, spec.chunk + 1
+    counts = list(islice(cycle((3, 2, most, 0)), batch)) if spec.ragged else [most] * batch
+    lead = (sum(counts),) if spec.ragged else (batch, most)
+    slots, made = _slots_of(spec.index, spec.accepted, spec.update, spec.pool, spec.ragged, counts, g)
+    if spec.ragged:
+        made["cu_seqlens"] = torch.tensor([0, *counts]).cumsum(0).to(INTEGERS[spec.cu_seqlens])
+
+    def states(dtype: DType, *lead: int) -> Tensor:
+        apart = H * P * N + (1 if spec.state_loads is Loads.ELEMENT else 16)
+        strides = [apart * lead[-1], apart][-len(lead) :]
+        return torch.empty_strided((*lead, H, P, N), (*strides, P * N, N, 1), dtype=TORCH_DTYPES[dtype])
+
+    shapes = {**dict.fromkeys(("x", "z", "out"), (H, P)), **dict.fromkeys(("B", "C"), (G, N)), "dt": (H,)}
+    for name in ("x", "z", "out", "B", "C", "dt"):
+        if name in spec.operands():
+            values = torch.randn(*lead, *shapes[name], generator=g)
+            odd = name in ("B", "C") and spec.operand_loads is Loads.ELEMENT
+            made[name] = _wide(values, getattr(spec, name), odd, 2 if odd else 1)
+    made["out"].fill_(float("nan"))
+    made |= {n: torch.randn(H, generator=g).to(TORCH_DTYPES[getattr(spec, n)]) for n in ("D", "dt_bias") if n in spec.operands()}
+    made["A"] = -(torch.rand(H, generator=g) + 0.1).to(TORCH_DTYPES[spec.A])
+    made["state"] = state = states(spec.state, slots)
+    state.copy_(torch.randn(state.shape, generator=g))
+    if spec.intermediate_states:  # one column too many; or one too few, where calls may keep fewer than they have tokens
+        made["intermediate_states"] = states(spec.intermediate_states, 2 * batch, most + (-1 if spec.ragged else 1)).fill_(7.0)
+    if spec.intermediate_indices is not Index.NONE:
+        made["intermediate_state_indices"] = _slot_indices(spec.intermediate_indices, batch, 2 * batch, g)
+    if spec.parents is not Index.NONE:
+        made["parents"] = torch.randint(-1, most, (batch, most), generator=g).to(INTEGERS[spec.parents])
+    if spec.philox_rounds:
+        made["rand_seed"] = torch.randint(-(2**62), 2**62, (slots,), generator=g)
+    return {name: made[name] for name in spec.operands()}
 
 
 def tokens_of(spec: LinearAttentionSpec, batch: int) -> list[int]:
@@ -99,30 +139,40 @@ def linear_attention(spec: LinearAttentionSpec, batch: int, seed: int) -> dict[s
 
 def _slots(spec: LinearAttentionSpec, counts: list[int], g: Generator) -> tuple[int, dict[str, Tensor]]:
     """(size of the pool, what is int)"""
-    batch, most, made = len(counts), max(counts), {}
+    most, made = max(counts), {}
     if spec.cu_seqlens is not Index.NONE:
         made["cu_seqlens"] = torch.tensor([0, *counts]).cumsum(0).to(INTEGERS[spec.cu_seqlens])
+    picks = Index.NONE if spec.commit else spec.accepted
+    slots, indices = _slots_of(spec.index, picks, spec.update, spec.pool, spec.tokens is Tokens.RAGGED, counts, g)
     if spec.commit:
-        made["num_accepted_tokens"] = torch.tensor(list(islice(cycle((most, most + 1, 2, 0)), batch))).to(INTEGERS[spec.accepted])
-    if spec.index is Index.NONE:
+        indices["num_accepted_tokens"] = torch.tensor(list(islice(cycle((most, most + 1, 2, 0)), len(counts)))).to(INTEGERS[spec.accepted])
+    return slots, made | indices
+
+
+def _slots_of(
+    index: Index, accepted: Index, update: Update, pool: PoolMode, ragged: bool, counts: list[int], g: Generator
+) -> tuple[int, dict[str, Tensor]]:
+    """(size of the pool, the slots of sequences of so many tokens, and the columns that count)"""
+    batch, most, made = len(counts), max(counts), {}
+    if index is Index.NONE:
         return batch, made
-    picks = spec.accepted is not Index.NONE and not spec.commit
-    in_place = spec.update is Update.FINAL and spec.pool is PoolMode.SINGLE
+    picks = accepted is not Index.NONE
+    in_place = update is Update.FINAL and pool is PoolMode.SINGLE
     columns = 3 if picks and not in_place else 1
-    targets = most - (spec.tokens is Tokens.RAGGED) if spec.update is Update.EACH else 1
+    targets = most - ragged if update is Update.EACH else 1
     slots = batch * (columns + targets)
-    source, target = torch.randperm(slots, generator=g).to(INTEGERS[spec.index]).split([batch * columns, batch * targets])
+    source, target = torch.randperm(slots, generator=g).to(INTEGERS[index]).split([batch * columns, batch * targets])
     source, target = source.view(batch, columns), target.view(batch, targets)
     target[2:3] = -1
     if picks:
-        accepted = 1 + torch.arange(batch) % columns
-        accepted[1:2] = columns + 1
-        made |= {"state_indices": source, "num_accepted_tokens": accepted.to(INTEGERS[spec.accepted])}
+        column = 1 + torch.arange(batch) % columns
+        column[1:2] = columns + 1
+        made |= {"state_indices": source, "num_accepted_tokens": column.to(INTEGERS[accepted])}
     else:
         source[1:2] = -1
         made["state_indices"] = source[:, 0]
-    if spec.pool is PoolMode.SPLIT:
-        made["dst_state_indices"] = target if spec.update is Update.EACH else target[:, 0]
+    if pool is PoolMode.SPLIT:
+        made["dst_state_indices"] = target if update is Update.EACH else target[:, 0]
     return slots, made
 
 

@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 from ..spec import KernelSpec, Problem
-from . import causal_conv1d, causal_conv1d_update, combine_splits, linear_attention, selective_state_update, slot_copy
+from . import (
+    causal_conv1d,
+    causal_conv1d_update,
+    combine_splits,
+    linear_attention,
+    replay_selective_state_update,
+    selective_state_update,
+    selective_state_update_tokens,
+    slot_copy,
+)
 
 # Modules whose problems the registry can select variants for, by operator name.
-_MODULES = (selective_state_update, linear_attention, causal_conv1d, causal_conv1d_update, combine_splits)
-OPERATORS = {module.OPERATOR: module for module in _MODULES}
+OPERATORS = {
+    module.OPERATOR: module
+    for module in (
+        selective_state_update,
+        selective_state_update_tokens,
+        replay_selective_state_update,
+        linear_attention,
+        causal_conv1d,
+        causal_conv1d_update,
+        combine_splits,
+    )
+}
 
 # The operator that poses such a problem.
 OPERATOR_OF: dict[type[Problem], str] = {
     selective_state_update.SsuProblem: selective_state_update.OPERATOR,
+    replay_selective_state_update.ReplayProblem: replay_selective_state_update.OPERATOR,
+    selective_state_update_tokens.SsuTokensProblem: selective_state_update_tokens.OPERATOR,
     linear_attention.LinearAttentionProblem: linear_attention.OPERATOR,
     causal_conv1d.ConvProblem: causal_conv1d.OPERATOR,
     causal_conv1d_update.UpdateProblem: causal_conv1d_update.OPERATOR,
@@ -23,6 +44,8 @@ FAMILIES: dict[str, type[KernelSpec]] = {
     cls.family: cls
     for cls in (
         selective_state_update.SsuSpec,
+        replay_selective_state_update.ReplaySpec,
+        selective_state_update_tokens.SsuTokensSpec,
         linear_attention.LinearAttentionSpec,
         causal_conv1d.ConvSpec,
         causal_conv1d_update.UpdateSpec,

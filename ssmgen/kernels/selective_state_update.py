@@ -7,10 +7,10 @@ Mamba-1 is one head of `dim` rows; its A and dt differ per row ("untied"). Mamba
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from ..spec import Arch, DType, Index, Loads, Param, Pdl, PoolMode, must
+from ..spec import LATER, Arch, DType, Index, Loads, Param, Pdl, PoolMode, must
 from . import row_engine
 from .row_engine import RowProblem, RowSpec, Rule
 
@@ -42,6 +42,7 @@ class SsuProblem(RowProblem):
     pool: PoolMode = PoolMode.SINGLE
     state_loads: Loads = Loads.VECTOR
     operand_loads: Loads = Loads.VECTOR  # of A, B and C; the other operands are one scalar per row
+    philox_rounds: int = field(default=0, metadata=LATER)  # of the noise that f16 and bf16 states are rounded with; 0 = to nearest
 
     @property
     def heads(self) -> int:
@@ -63,6 +64,11 @@ class SsuProblem(RowProblem):
     def row_loads(self) -> Loads:
         return self.state_loads
 
+    @property
+    def rounded(self) -> set[str]:
+        """Types that noise is rounded to."""
+        return {self.state.value} if self.philox_rounds else set()
+
     def faults(self) -> list[str]:
         """What no variant could serve."""
         return [
@@ -72,6 +78,8 @@ class SsuProblem(RowProblem):
             *must(self.nheads % self.ngroups == 0, f"nheads {self.nheads} is not a multiple of ngroups {self.ngroups}"),
             *must(self.headdim * self.d_state * self.nheads < 2**31, "one slot of the state has 2^31 elements or more"),
             *must(self.pool is PoolMode.SINGLE or self.index is not Index.NONE, "a split pool needs slot indices"),
+            *must(not self.philox_rounds or self.d_state % 4 == 0, f"noise comes for 4 elements of a row, and d_state is {self.d_state}"),
+            *must(self.rounded <= {"f16", "bf16"}, "noise is for f16 and bf16 states"),
         ]
 
 
@@ -106,6 +114,7 @@ class SsuSpec(RowSpec, SsuProblem):
             "out": ["batch", "head", "row"],
             "state_indices": ["batch"],
             "dst_state_indices": ["batch"],
+            "rand_seed": ["slot"],
         }
         return [(op, axis, "i64" if axis == "slot" else "u32") for op in self.operands() for axis in axes[op]]
 
@@ -113,11 +122,12 @@ class SsuSpec(RowSpec, SsuProblem):
         """Tensor arguments in order."""
         pooled = [] if self.index is Index.NONE else ["state_indices"]
         split = ["dst_state_indices"] if self.pool is PoolMode.SPLIT else []
-        return ["state", "x", "dt", "A", "B", "C", *self.optional(), "out", *pooled, *split]
+        seed = ["rand_seed"] if self.philox_rounds else []
+        return ["state", "x", "dt", "A", "B", "C", *self.optional(), "out", *pooled, *split, *seed]
 
     def parameters(self) -> list[Param]:
         element = {f.name: getattr(self, f.name).value for f in fields(self) if isinstance(getattr(self, f.name), DType)}
-        element |= dict.fromkeys(("state_indices", "dst_state_indices"), "int" if self.index is Index.I32 else "i64")
+        element |= dict.fromkeys(("state_indices", "dst_state_indices"), "int" if self.index is Index.I32 else "i64") | {"rand_seed": "i64"}
         pointers = [Param.pointer(op, element[op], const=op not in ("state", "out")) for op in self.operands()]
         strides = [(Param.i64 if width == "i64" else Param.u32)(f"{op}_{axis}") for op, axis, width in self.strides()]
         strides.sort(key=lambda p: p.code != "q")  # 8-byte arguments first: no padding anywhere in the buffer
@@ -130,6 +140,7 @@ class SsuSpec(RowSpec, SsuProblem):
             "pooled": self.index is not Index.NONE,
             "split": self.pool is PoolMode.SPLIT,
             "final_state": True,
+            "rounded": self.rounded,
             "tail": self.headdim % self.tile != 0,
             "vector_state": self.state_loads is Loads.VECTOR,
             "vector_operands": self.operand_loads is Loads.VECTOR,

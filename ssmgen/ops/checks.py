@@ -12,9 +12,13 @@ from ..spec import SM90, DType, Index
 
 DTYPES = {torch.float32: DType.F32, torch.float16: DType.F16, torch.bfloat16: DType.BF16}
 INDEX = {None: Index.NONE, torch.int32: Index.I32, torch.int64: Index.I64}
-COUNTS = ("num_accepted_tokens", "cu_seqlens", "query_start_loc", "cache_seqlens", "num_splits")  # integers, like the indices
-EXACT = {"seq_idx": torch.int32, "has_initial_state": torch.bool, "mask": torch.bool}
-EXACT |= dict.fromkeys(("lse", "lse_other", "lse_out"), torch.float32)
+COUNTS = ("num_accepted_tokens", "cu_seqlens", "query_start_loc", "cache_seqlens", "parents", "num_splits")  # integers, like the indices
+EXACT = {
+    **dict.fromkeys(("seq_idx", "cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "arrivals"), torch.int32),
+    **dict.fromkeys(("lse", "lse_other", "lse_out"), torch.float32),
+    **dict.fromkeys(("has_initial_state", "mask"), torch.bool),
+    "rand_seed": torch.int64,
+}
 TORCH_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
 
 

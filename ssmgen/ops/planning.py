@@ -58,9 +58,16 @@ def new_signature(
     size = family.size_of(views)
     layout = {n: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for n, t in views.items()}
     names = tuple(named)
-    launches: dict[Any, runtime.Launch] = {}  # alignment is part of the problem
+    launches: dict[Any, runtime.Launch | runtime.Chain] = {}  # alignment is part of the problem
 
-    def resolve(pointers: tuple[int, ...]) -> runtime.Launch | None:
+    def launch_of(spec: KernelSpec) -> runtime.Launch:
+        kernel = runtime.load(spec, device, name)
+        grid = family.grid_of(spec, layout)
+        if grid >= 2**31:
+            raise ArgumentError(name, [f"this call needs {grid} blocks; a launch has fewer than 2^31"])
+        return runtime.Launch(kernel, device, grid, family.values_of(spec, layout, options))
+
+    def resolve(pointers: tuple[int, ...]) -> runtime.Launch | runtime.Chain | None:
         where = dict(zip(names, pointers, strict=True))
         check_overlap(family, name, layout, where)
         if size == 0:
@@ -68,11 +75,10 @@ def new_signature(
         problem = family.problem_of(layout, where, options)
         if problem not in launches:
             spec: KernelSpec = registry.select(family.operator, problem, size, arch, wanted)
-            kernel = runtime.load(spec, device, name)
-            grid = family.grid_of(spec, layout)
-            if grid >= 2**31:
-                raise ArgumentError(name, [f"this call needs {grid} blocks; a launch has fewer than 2^31"])
-            launches[problem] = runtime.Launch(kernel, device, grid, family.values_of(spec, layout, options))
+            parts = (*spec.ahead, spec)
+            chain = [launch_of(part) for part in parts]
+            places = [[names.index(n) for n in part.operands()] for part in parts]
+            launches[problem] = runtime.Chain(chain, places) if spec.ahead else chain[0]
             registry.count_plan(spec)
         return launches[problem]
 

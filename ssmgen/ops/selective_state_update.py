@@ -1,30 +1,26 @@
-"""selective_state_update: one decode step of Mamba-1 and Mamba-2 on torch tensors."""
+"""selective_state_update: decode steps of Mamba-1 and Mamba-2 on torch tensors. The module beside plans those of several tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.nn import Parameter
 
 from .. import runtime
-from ..errors import ArgumentError
 from ..kernels.selective_state_update import OPERATOR, SsuProblem, SsuSpec
 from ..reference.selective_state_update import selective_state_update as reference
-from ..spec import Index, Loads, PoolMode
+from ..spec import Loads, PoolMode
 from . import checks
-from .checks import DTYPES
-from .planning import Family, check_overlap, new_signature
+from . import selective_state_update_tokens as several
+from .checks import DTYPES, INDEX
+from .planning import Caller, Family
 
 _OPTIONAL = ("D", "z", "dt_bias")
-_NAMES = ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "out", "state_indices", "dst_state_indices")
-_MAY_BE_ABSENT = (*_OPTIONAL, "state_indices", "dst_state_indices")
-_signatures = runtime.Signatures()
-_find = _signatures.find
+_NAMES = ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "out", "state_indices", "dst_state_indices", "rand_seed")
 
 
 def selective_state_update(
@@ -42,103 +38,114 @@ def selective_state_update(
     dt_limit: tuple[float, float] | None = None,
     state_indices: Tensor | None = None,
     dst_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    parents: Tensor | None = None,
+    intermediate_states: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    update_state: bool = True,
+    rand_seed: Tensor | None = None,
+    philox_rounds: int = 10,
     pad_slot_id: int = -1,
     out: Tensor | None = None,
     pdl: bool | None = None,
 ) -> Tensor:
-    """One decode step: state <- exp(dt A) state + dt x B;  out = C state + D x, times silu(z).
+    """Decode steps, per token: state <- exp(dt A) state + dt x B;  out = C state + D x, times silu(z).
 
     H heads of P rows (headdim), N = d_state, G groups of heads that share B and C. Without heads (Mamba-1) drop the H and G axes.
-    Every floating tensor may be f32, f16 or bf16, each its own; arithmetic is f32, and the output comes from the new state before
-    that is rounded. All tensors may be strided views; only the last three axes of `state` must be dense.
+    […] is [batch] for one token per sequence, [batch, T] for several, or [tokens] (also [1, tokens]) for packed sequences with cu_seqlens.
+    Several tokens, and all arguments that belong to them, need heads, with A, dt and dt_bias tied: [H], or views with stride 0.
+    Every floating tensor may be f32, f16 or bf16, each its own; arithmetic is f32, the state is carried from token to token in f32, and
+    the output comes from the new state before that is rounded. All tensors may be strided views; only the last three axes of states must
+    be dense.
 
-    state: [slots, H, P, N], updated in place          x, dt, z, out: [batch, H, P]; dt also [batch, H]
-    A: [H, P, N] or [H], negative                      B, C: [batch, G, N]
+    state: [slots, H, P, N], updated in place          x, dt, z, out: […, H, P]; dt also […, H]
+    A: [H, P, N] or [H], negative                      B, C: […, G, N]
     D, dt_bias: [H, P] or [H], or None                 z: None for no gate
     dt_softplus: dt <- log(1 + e^(dt + dt_bias)); dt_limit: then clamped to (low, high)
-    state_indices: [batch] int32 or int64, slot of each row; None for slot = row
-    dst_state_indices: likewise, where the new state goes; None for in place. Slots must be distinct, else rows race
-    pad_slot_id: a row whose slot is negative, equals it or is no slot of the pool gets a zero output and touches no state; such a
-        destination is not written
+    state_indices: [batch] int32 or int64, slot of each row; None for slot = row. With num_accepted_tokens: [batch, columns]
+    dst_state_indices: [batch], where the new state goes, None for in place; or [batch, T], a slot for the state after each token.
+        Slots must be distinct, else rows race
+    num_accepted_tokens: [batch] int32 or int64, from 1: the sequence starts from the slot in that column of state_indices
+    cu_seqlens: [batch + 1] int32 or int64, where each packed sequence starts; ends with the number of tokens. A sequence may have none
+    intermediate_states: [rows, T or more, H, P, N], of f32, f16 or bf16: receives the state after each token, in row
+        intermediate_state_indices[b], [batch] int32 or int64, or b
+    parents: [batch, T] int32 or int64, a draft tree: token t goes on from the state after token parents[b, t], as intermediate_states
+        (which it needs) holds it, rounded; where that is no earlier token, or none whose state is kept, from the state after token
+        t - 1, unrounded. Of packed sequences, parents and dst_state_indices may have any number of columns
+    rand_seed: [1] or [slots] int64, on the device: f16 and bf16 states are rounded stochastically, with Philox noise of so many rounds
+        (philox_rounds 0: to nearest), without bias for subnormal numbers too; what is finite stays finite. The noise is that of Triton's
+        randint4x(seed of the slot written, element): element number slot H P N + (h P + p) N + n takes word n % 4 of the counter of the
+        first of its four neighbours. Intermediate states take the seed and the elements of the slot read, in streams of their own per
+        token. The same seed draws the same noise: change it between calls
+    pad_slot_id: a row whose slot is negative, equals it or is no slot of the pool, or whose count of accepted tokens is out of range, gets
+        a zero output and touches no state; nor does, with parents, one whose row of intermediate_states is not there
     pdl: whether the kernel may start while the one ahead of it in the stream ends (it waits before it reads anything); None =
         where the device can (sm_90 and later)
+
+    Which states are written: after each token, the slot in its column of a dst_state_indices [batch, T]. After the last token, the slot
+    dst_state_indices [batch], or without any dst_state_indices the slot read. update_state=False: neither of these. After each token, its
+    column of intermediate_states, if given, whatever becomes of the pool. A slot or a row of intermediate_states that is not there (or, of
+    slots, is pad_slot_id) is not written, nor is a column past the last one; a sequence that is padding, or has no tokens, writes nothing.
 
     Returns out (new, of x's dtype, if not given). CPU tensors run the reference implementation.
     Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError; CaptureError when a
     kernel would have to be built during a CUDA graph capture; NotBuiltError, CompileError, LoadError, LaunchError.
-    Source: Gu & Dao 2023 (arXiv 2312.00752), Dao & Gu 2024 (arXiv 2405.21060).
+    Source: Gu & Dao 2023 (arXiv 2312.00752), Dao & Gu 2024 (arXiv 2405.21060); draft trees: SGLang.
     """
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x  # the checks object to x
-    given = (state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices)
+    if rand_seed is None or philox_rounds == 0:
+        rand_seed, philox_rounds = None, 0
+    if (
+        parents is None and cu_seqlens is None and num_accepted_tokens is None and intermediate_states is None
+        and intermediate_state_indices is None and update_state is True and not is_compiling()
+    ):  # fmt: skip
+        given = (state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices, rand_seed)
+        try:
+            which = D is None, z is None, dt_bias is None, state_indices is None, dst_state_indices is None
+            plan = _find((x.shape, which, (dt_softplus, dt_limit, pad_slot_id, philox_rounds), pdl), given)
+        except (AttributeError, TypeError):
+            plan = None  # the checks say what is wrong
+        if plan is not None:
+            plan()
+            return out
+    caller, given, options = _route(
+        state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, state_indices, dst_state_indices, num_accepted_tokens, cu_seqlens,
+        parents, intermediate_states, intermediate_state_indices, update_state, rand_seed, philox_rounds, pad_slot_id, out,
+    )  # fmt: skip
     if is_compiling():
-        _dispatch(given, dt_softplus, dt_limit, pad_slot_id, pdl)
-        return out
-    _plan(given, dt_softplus, dt_limit, pad_slot_id, pdl)()
+        caller.dispatch(given, options, pdl)
+    else:
+        caller.plan(_key(given, options, pdl), given, options, pdl)()
     return out
 
 
-def _plan(given: tuple[Any, ...], dt_softplus: bool, dt_limit: Any, pad_slot_id: int, pdl: bool | None) -> Callable[[], None]:
-    """What runs a call. Everything up to `find` is paid at every call."""
-    _, x, _, _, _, _, D, z, dt_bias, _, source, target = given
-    try:
-        key = (x.shape, D is None, z is None, dt_bias is None, source is None, target is None, dt_softplus, dt_limit, pad_slot_id, pdl)
-        plan = _find(key, given)
-    except (AttributeError, TypeError):  # not tensors, or a limit that cannot be hashed: the checks say which
-        key = plan = None
-    if plan is not None:
-        return plan
-    if any(isinstance(t, Tensor) and type(t) not in (Tensor, Parameter) for t in given):  # fake, distributed, wrapped: theirs to say
-        return partial(_dispatch, given, dt_softplus, dt_limit, pad_slot_id, pdl)
-    return _prepare(key, given, dt_softplus, dt_limit, pad_slot_id, pdl)
+def _route(
+    state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, state_indices, dst_state_indices, num_accepted_tokens, cu_seqlens,
+    parents, intermediate_states, intermediate_state_indices, update_state, rand_seed, philox_rounds, pad_slot_id, out,
+) -> tuple[Caller, tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
+    """(who plans it, operands, options) of the public function's arguments."""
+    one = cu_seqlens is None and num_accepted_tokens is None and parents is None and intermediate_states is None
+    if one and update_state is True and intermediate_state_indices is None and not (isinstance(x, Tensor) and x.dim() > 3):
+        given = (state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices, rand_seed)
+        return _caller, given, (dt_softplus, dt_limit, pad_slot_id, philox_rounds)
+    given = (
+        state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices, num_accepted_tokens, cu_seqlens, parents,
+        intermediate_states, intermediate_state_indices, rand_seed,
+    )  # fmt: skip
+    return several.CALLER, given, (dt_softplus, dt_limit, pad_slot_id, philox_rounds, update_state)
 
 
-def _dispatch(given: tuple[Any, ...], dt_softplus: bool, dt_limit: tuple[float, float] | None, pad_slot_id: int, pdl: bool | None) -> None:
-    """The call through torch's dispatcher, which comes back here with plain tensors, or traces it."""
-    limit = None if dt_limit is None else list(dt_limit)
-    torch.ops.ssmgen.selective_state_update(*given, dt_softplus, limit, pad_slot_id, pdl)
+def _key(given: tuple[Any, ...], options: tuple[Any, ...], pdl: bool | None) -> Any:
+    """All that is not a tensor, which operands there are, and a shape. rand_seed is there if philox_rounds is not 0."""
+    which = tuple([t is None for t in (*given[6:9], *given[10:-1])])
+    return getattr(given[1], "shape", None), which, options, pdl
 
 
-def _prepare(key: Any, given: tuple[Any, ...], dt_softplus: bool, dt_limit: Any, pad_slot_id: int, pdl: bool | None) -> Callable[[], None]:
-    """What runs a call of a kind not seen before: checks, selects, compiles, loads; the next such call finds the plan."""
-    named = _named(given)
-    views = _checked_views(named, dt_limit, pdl)
-    if not views["state"].is_cuda:
-        return _reference_plan(views, named, dt_softplus, dt_limit, pad_slot_id)
-    signature = new_signature(FAMILY, OPERATOR, views, named, (dt_softplus, dt_limit, pad_slot_id), pdl, given)
-    plan = signature.add(tuple(t.data_ptr() for t in named.values()))
-    _signatures.add(key, signature)
-    return plan
-
-
-def _named(given: tuple[Any, ...]) -> dict[str, Any]:
-    """The operands by name, without the optional ones that are absent."""
-    return {name: t for name, t in zip(_NAMES, given, strict=True) if t is not None or name not in _MAY_BE_ABSENT}
-
-
-def _checked_views(named: dict[str, Tensor], dt_limit: Any, pdl: bool | None) -> dict[str, Tensor]:
-    """The operands in headed form. Raises ArgumentError for everything that is wrong but where they lie."""
-    problems: list[str] = []
-    if dt_limit is not None and not (isinstance(dt_limit, tuple) and len(dt_limit) == 2 and dt_limit[0] <= dt_limit[1]):
-        problems.append(f"dt_limit is {dt_limit!r}, not a tuple (low, high)")
-    views = headed_views(named, problems)
-    checks.check_pdl(pdl, views, problems)
-    if problems:
-        raise ArgumentError(OPERATOR, problems)
-    return views
-
-
-def _reference_plan(
-    views: dict[str, Tensor], named: dict[str, Tensor], dt_softplus: bool, dt_limit: Any, pad_slot_id: int
-) -> Callable[[], None]:
-    """For CPU tensors; made for each call, since it holds them."""
-    check_overlap(FAMILY, OPERATOR, views, {name: t.data_ptr() for name, t in named.items()})
-
-    def run() -> None:
-        with torch.no_grad():
-            reference(**views, dt_softplus=dt_softplus, dt_limit=dt_limit, pad_slot_id=pad_slot_id)
-
-    return run
+def _views(named: Mapping[str, Tensor], options: tuple[Any, ...], problems: list[str]) -> dict[str, Tensor]:
+    several.check_options(named, options, problems)
+    return headed_views(dict(named), problems)
 
 
 def headed_views(named: dict[str, Tensor], problems: list[str]) -> dict[str, Tensor]:
@@ -160,7 +167,8 @@ def headed_views(named: dict[str, Tensor], problems: list[str]) -> dict[str, Ten
     _, H, P, N = state.shape
     if x.dim() != (3 if heads else 2):
         wanted = "[batch, heads, headdim]" if heads else "[batch, dim]"
-        problems.append(f"x is {list(x.shape)}, not {wanted} as state {list(named['state'].shape)} asks for")
+        tokens = "; several tokens need heads" if x.dim() == 3 and not heads else ""
+        problems.append(f"x is {list(x.shape)}, not {wanted} as state {list(named['state'].shape)} asks for{tokens}")
         return {}
     batch = x.shape[0]
     if heads:
@@ -188,6 +196,7 @@ def headed_views(named: dict[str, Tensor], problems: list[str]) -> dict[str, Ten
             **dict.fromkeys(("D", "dt_bias"), {"[dim]": (P,)}),
         }
     allowed |= dict.fromkeys(("state_indices", "dst_state_indices"), {"[batch]": (batch,)})
+    allowed["rand_seed"] = {"[1]": (1,), "[slots]": (state.shape[0],)}
     fits = [checks.check_shape(name, t, allowed[name], problems) for name, t in named.items() if name != "state"]
     if not all(fits):
         return {}
@@ -199,8 +208,10 @@ def headed_views(named: dict[str, Tensor], problems: list[str]) -> dict[str, Ten
                 views[name] = t[:, None, None].expand(H, P, N)
         elif name in ("A", "D", "dt_bias"):
             views[name] = t.unsqueeze(0)
-        elif name not in ("state", "state_indices", "dst_state_indices"):
+        elif name not in ("state", "state_indices", "dst_state_indices", "rand_seed"):
             views[name] = t.unsqueeze(1)
+    if "rand_seed" in views:
+        views["rand_seed"] = views["rand_seed"].expand(state.shape[0])
     _check_layout(views, problems)
     return views
 
@@ -228,23 +239,19 @@ def _check_layout(views: dict[str, Tensor], problems: list[str]) -> None:
             checks.check_strides_fit(name, t, 0 if name in ("A", "D", "dt_bias") else 1, problems)
 
 
-def problem_of(views: dict[str, Tensor], pointers: dict[str, int], dt_softplus: bool, dt_limit: bool) -> SsuProblem:
+def problem_of(
+    views: Mapping[str, Tensor], pointers: Mapping[str, int], dt_softplus: bool, dt_limit: bool, philox_rounds: int = 0
+) -> SsuProblem:
     """The problem that checked operands pose, given where they lie."""
     state = views["state"]
     _, H, P, N = state.shape
-
-    def shared(name: str, *axes: int) -> bool:
-        t = views.get(name)
-        return t is None or all(t.stride(a) == 0 or t.shape[a] == 1 for a in axes)
-
-    tied = shared("A", 1, 2) and shared("dt", 2) and shared("dt_bias", 1)
+    tied = several.is_tied(views)
     vector = min(16 // state.element_size(), N & -N)  # elements that a lane owns
 
     def aligned(name: str) -> bool:
         return checks.aligned(views[name], pointers[name], vector)
 
     operands = ("B", "C") if tied else ("A", "B", "C")
-    index = views.get("state_indices")
     dtype = {name: DTYPES[views[name].dtype] for name in ("state", "x", "dt", "A", "B", "C", "out")}
     dtype |= {name: DTYPES[views[name].dtype] if name in views else None for name in _OPTIONAL}
     return SsuProblem(
@@ -256,14 +263,15 @@ def problem_of(views: dict[str, Tensor], pointers: dict[str, int], dt_softplus: 
         tied=tied,
         dt_softplus=dt_softplus,
         dt_limit=dt_limit,
-        index=Index.NONE if index is None else Index.I32 if index.dtype == torch.int32 else Index.I64,
+        index=INDEX[views["state_indices"].dtype if "state_indices" in views else None],
         pool=PoolMode.SPLIT if "dst_state_indices" in views else PoolMode.SINGLE,
         state_loads=Loads.VECTOR if aligned("state") else Loads.ELEMENT,
         operand_loads=Loads.VECTOR if all(map(aligned, operands)) else Loads.ELEMENT,
+        philox_rounds=philox_rounds,
     )
 
 
-def kernel_values(spec: SsuSpec, views: dict[str, Tensor], pad_slot_id: int, dt_limit: Sequence[float] | None) -> dict[str, int | float]:
+def kernel_values(spec: SsuSpec, views: Mapping[str, Tensor], pad_slot_id: int, dt_limit: Sequence[float] | None) -> dict[str, int | float]:
     """Every kernel argument that is not a pointer."""
     axis_number = {"slot": 0, "batch": 0}
     values: dict[str, int | float] = {"slots": views["state"].shape[0], "pad_slot_id": pad_slot_id}
@@ -279,61 +287,74 @@ def kernel_values(spec: SsuSpec, views: dict[str, Tensor], pad_slot_id: int, dt_
 FAMILY = Family(
     OPERATOR,
     written=("out", "state"),
-    problem_of=lambda views, pointers, options: problem_of(views, pointers, options[0], options[1] is not None),
+    problem_of=lambda views, pointers, options: problem_of(views, pointers, options[0], options[1] is not None, options[3]),
     size_of=lambda views: views["x"].shape[0],
     grid_of=lambda spec, views: views["x"].shape[0] * spec.nheads * spec.tiles,
     values_of=lambda spec, views, options: kernel_values(spec, views, options[2], options[1]),
 )
 
 
+def _refer(views: Mapping[str, Tensor], options: tuple[Any, ...]) -> None:
+    dt_softplus, dt_limit, pad_slot_id, philox_rounds = options
+    reference(**views, dt_softplus=dt_softplus, dt_limit=dt_limit, pad_slot_id=pad_slot_id, philox_rounds=philox_rounds)
+
+
 # Hooks for warm(), is_warm() and bind(): the arguments of the public function -> its plan.
+
+
+def _call(*args: Any, **kwargs: Any) -> tuple[Caller, tuple[Any, ...], tuple[Any, ...], bool | None]:
+    bound = signature(selective_state_update).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    if given["out"] is None and isinstance(given["x"], Tensor):
+        given["out"] = torch.empty_like(given["x"], memory_format=torch.contiguous_format)
+    if given["rand_seed"] is None or given["philox_rounds"] == 0:
+        given["rand_seed"], given["philox_rounds"] = None, 0
+    *rest, pdl = given.values()
+    return *_route(*rest), pdl
 
 
 def plan_call(*args: Any, **kwargs: Any) -> tuple[Callable[[], None], Tensor]:
     """(plan, out) of a call, without running it."""
-    given, options = _operands(*args, **kwargs)
-    return _plan(given, *options), given[9]
+    caller, given, options, pdl = _call(*args, **kwargs)
+    return caller.plan(_key(given, options, pdl), given, options, pdl), given[9]
 
 
-def problem_of_call(*args: Any, **kwargs: Any) -> tuple[SsuProblem, int, torch.device, bool | None]:
+def problem_of_call(*args: Any, **kwargs: Any) -> tuple[Any, int, torch.device, bool | None]:
     """(problem, batch, device, pdl as asked for) of a call. Raises ArgumentError."""
-    given, (dt_softplus, dt_limit, _, pdl) = _operands(*args, **kwargs)
-    named = _named(given)
-    views = _checked_views(named, dt_limit, pdl)
-    problem = problem_of(views, {n: t.data_ptr() for n, t in named.items()}, dt_softplus, dt_limit is not None)
-    return problem, views["x"].shape[0], views["state"].device, pdl
-
-
-def _operands(
-    state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, *, dt_limit=None, state_indices=None,
-    dst_state_indices=None, pad_slot_id=-1, out=None, pdl=None,
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
-    """(tensors in the order of _NAMES, options) of the public function's arguments."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-    return (state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices), (dt_softplus, dt_limit, pad_slot_id, pdl)
+    caller, *rest = _call(*args, **kwargs)
+    return caller.problem_of(*rest)
 
 
 # torch.library: what torch.compile and opcheck see. define + impl costs 2.5 us a call where custom_op costs 33.
 _library = torch.library.Library("ssmgen", "FRAGMENT")
 _library.define(
     "selective_state_update(Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, "
-    "Tensor? dt_bias, Tensor(b!) out, Tensor? state_indices, Tensor? dst_state_indices, bool dt_softplus, float[]? dt_limit, "
-    "int pad_slot_id, bool? pdl) -> ()",
+    "Tensor? dt_bias, Tensor(b!) out, Tensor? state_indices, Tensor? dst_state_indices, Tensor? rand_seed, bool dt_softplus, "
+    "float[]? dt_limit, int pad_slot_id, int philox_rounds, bool? pdl) -> ()",
     tags=torch.Tag.needs_fixed_stride_order,
 )
+
+
+def _dispatch(given: Sequence[Any], options: tuple[Any, ...], pdl: bool | None) -> None:
+    """The call through torch's dispatcher, which comes back below with plain tensors, or traces it."""
+    dt_softplus, dt_limit, *rest = options
+    torch.ops.ssmgen.selective_state_update(*given, dt_softplus, None if dt_limit is None else list(dt_limit), *rest, pdl)
 
 
 @torch.library.impl(_library, "selective_state_update", "CUDA")
 @torch.library.impl(_library, "selective_state_update", "CPU")
 def _op(*args: Any) -> None:
-    *given, dt_softplus, dt_limit, pad_slot_id, pdl = args
-    state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices = given
-    selective_state_update(
-        state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit=None if dt_limit is None else tuple(dt_limit), out=out,
-        state_indices=state_indices, dst_state_indices=dst_state_indices, pad_slot_id=pad_slot_id, pdl=pdl,
-    )  # fmt: skip
+    given, (dt_softplus, dt_limit, *rest, pdl) = args[: len(_NAMES)], args[len(_NAMES) :]
+    options = (dt_softplus, None if dt_limit is None else tuple(dt_limit), *rest)
+    _caller.plan(_key(given, options, pdl), given, options, pdl)()
 
 
 @torch.library.register_fake("ssmgen::selective_state_update", lib=_library)
 def _fake(*args: Any) -> None:
     return None
+
+
+_required = frozenset(("state", "x", "dt", "A", "B", "C", "out"))
+_caller = Caller(FAMILY, OPERATOR, _NAMES, _required, _views, _refer, _dispatch, runtime.Signatures())
+_find = _caller.signatures.find

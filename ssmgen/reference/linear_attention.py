@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .selective_state_update import softplus
+from .selective_state_update import softplus, start_slot
 
 NORM_EPSILON = 1e-6
 
@@ -92,7 +92,7 @@ def linear_attention(
         row, span = (b, range(out.shape[1])) if starts is None else (0, range(starts[b], starts[b + 1]))
         if starts is not None and not (0 <= starts[b] < starts[b + 1] <= out.shape[1]):
             continue
-        slot = _slot(views, b)
+        slot = start_slot(views, b)
         if not valid(slot):
             out[row, span.start : span.stop] = 0
             continue
@@ -119,14 +119,3 @@ def linear_attention(
                 state[target] = S.to(state.dtype)
         if results:
             out[row, span.start : span.stop] = torch.stack(results).to(out.dtype)
-
-
-def _slot(views: Mapping[str, Tensor], b: int) -> int:
-    """Where sequence b starts from; -1 if its count of accepted tokens is out of range."""
-    if "state_indices" not in views:
-        return b
-    indices = views["state_indices"][b]
-    if "num_accepted_tokens" not in views:
-        return int(indices)
-    accepted = int(views["num_accepted_tokens"][b])
-    return int(indices[accepted - 1]) if 1 <= accepted <= indices.shape[0] else -1

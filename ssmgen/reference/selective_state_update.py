@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from .stochastic import stored
 
 
 def softplus(v: Tensor) -> Tensor:
@@ -11,51 +16,94 @@ def softplus(v: Tensor) -> Tensor:
     return v.clamp(min=0) + torch.log1p(torch.exp(-v.abs()))
 
 
+def one_token(
+    h: Tensor, token: Mapping[str, Tensor], weights: Mapping[str, Tensor], dt_softplus: bool, dt_limit: Any
+) -> tuple[Tensor, Tensor]:
+    """(new state [H, P, N], output [H, P]) of one sequence's token: x, dt, z [H, P], B, C [G, N], all in the state's dtype."""
+    step, x = token["dt"], token["x"]
+    if "dt_bias" in weights:
+        step = step + weights["dt_bias"]
+    if dt_softplus:
+        step = softplus(step)
+    if dt_limit is not None:
+        step = step.clamp(*dt_limit)
+    B, C = (token[n].repeat_interleave(x.shape[0] // token[n].shape[0], 0)[:, None] for n in ("B", "C"))  # [H, 1, N]
+    new = h * torch.exp(step[..., None] * weights["A"]) + (step * x)[..., None] * B
+    y = (new * C).sum(-1)
+    if "D" in weights:
+        y = y + weights["D"] * x
+    if "z" in token:
+        y = y * token["z"] * torch.sigmoid(token["z"])
+    return new, y
+
+
+def start_slot(views: Mapping[str, Tensor], b: int) -> int:
+    """Where sequence b starts from; -1 if its count of accepted tokens is out of range."""
+    if "state_indices" not in views:
+        return b
+    indices = views["state_indices"][b]
+    if "num_accepted_tokens" not in views:
+        return int(indices)
+    accepted = int(views["num_accepted_tokens"][b])
+    return int(indices[accepted - 1]) if 1 <= accepted <= indices.shape[0] else -1
+
+
 def selective_state_update(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
     *,
+    dt_softplus: bool = False,
     dt_limit: tuple[float, float] | None = None,
-    state_indices: Tensor | None = None,
-    dst_state_indices: Tensor | None = None,
     pad_slot_id: int = -1,
-    out: Tensor,
+    philox_rounds: int = 0,
+    update_state: bool = True,
     dtype: torch.dtype = torch.float32,
+    **views: Tensor,
 ) -> None:
     """Operands in the headed form: state [slots, H, P, N]; x, dt, z, out [batch, H, P]; A [H, P, N]; B, C [batch, G, N];
-    D, dt_bias [H, P]. Computes in `dtype`; writes `state` and `out`, each rounded once.
+    D, dt_bias [H, P]; rand_seed [slots].
+
+    Several tokens: x, dt, z, out [batch, T, H, P]; B, C [batch, T, G, N]; intermediate_states [rows, T, H, P, N]; parents [batch, T]; with
+    cu_seqlens, batch is 1 and T counts the tokens of all sequences. Computes in `dtype`; carries the state through a call's tokens
+    unrounded; writes states and out, each rounded once, states stochastically if there is a seed.
     """
-    heads_per_group = x.shape[1] // B.shape[1]
-    for b in range(x.shape[0]):
-        src = b if state_indices is None else int(state_indices[b])
-        dst = src if dst_state_indices is None else int(dst_state_indices[b])
-        if not 0 <= src < state.shape[0] or (state_indices is not None and src == pad_slot_id):
-            out[b] = 0
+    if views["x"].dim() == 3:
+        views |= {n: views[n].unsqueeze(1) for n in ("x", "dt", "z", "out", "B", "C") if n in views}
+    state, out, target = views["state"], views["out"], views.get("dst_state_indices")
+    kept, parents = views.get("intermediate_states"), views.get("parents")
+    starts = views["cu_seqlens"].tolist() if "cu_seqlens" in views else None
+    weights = {n: views[n].to(dtype) for n in ("A", "D", "dt_bias") if n in views}
+
+    def valid(slot: int) -> bool:
+        return 0 <= slot < state.shape[0] and ("state_indices" not in views or slot != pad_slot_id)
+
+    def keep(where: Tensor, slot: int, h: Tensor, of: int, stream: int = 0) -> None:
+        """In a slot, or in a column of a row, with the noise of slot `of`."""
+        seed = int(views["rand_seed"][of]) if philox_rounds else 0
+        where[slot] = stored(h, where.dtype, seed, philox_rounds, of, stream)
+
+    for b in range(out.shape[0] if starts is None else len(starts) - 1):
+        row, span = (b, range(out.shape[1])) if starts is None else (0, range(starts[b], starts[b + 1]))
+        if starts is not None and not (0 <= starts[b] < starts[b + 1] <= out.shape[1]):
             continue
-        step = dt[b].to(dtype)
-        if dt_bias is not None:
-            step = step + dt_bias.to(dtype)
-        if dt_softplus:
-            step = softplus(step)
-        if dt_limit is not None:
-            step = step.clamp(*dt_limit)
-        x_b = x[b].to(dtype)
-        B_b, C_b = (t[b].to(dtype).repeat_interleave(heads_per_group, 0) for t in (B, C))  # [H, N]
-        new = state[src].to(dtype) * torch.exp(step[..., None] * A.to(dtype)) + (step * x_b)[..., None] * B_b[:, None]
-        y = (new * C_b[:, None]).sum(-1)  # of the new state before it is rounded
-        if D is not None:
-            y = y + D.to(dtype) * x_b
-        if z is not None:
-            z_b = z[b].to(dtype)
-            y = y * z_b * torch.sigmoid(z_b)
-        if 0 <= dst < state.shape[0] and not (dst_state_indices is not None and dst == pad_slot_id):
-            state[dst] = new.to(state.dtype)
-        out[b] = y.to(out.dtype)
+        slot, row_kept = start_slot(views, b), int(views["intermediate_state_indices"][b]) if "intermediate_state_indices" in views else b
+        keeps = kept is not None and 0 <= row_kept < kept.shape[0]
+        if not valid(slot) or (parents is not None and not keeps):
+            out[row, span.start : span.stop] = 0
+            continue
+        h = state[slot].to(dtype)
+        results = []
+        for i, t in enumerate(span):
+            parent = int(parents[b, i]) if parents is not None and i < parents.shape[1] else -1
+            if 0 <= parent < min(i, kept.shape[1] if keeps else 0):
+                h = kept[row_kept, parent].to(dtype)
+            token = {n: views[n][row, t].to(dtype) for n in ("x", "dt", "z", "B", "C") if n in views}
+            h, y = one_token(h, token, weights, dt_softplus, dt_limit)
+            results.append(y)
+            if keeps and i < kept.shape[1]:
+                keep(kept[row_kept], i, h, slot, 1 + i)
+            if update_state and target is not None and target.dim() == 2 and i < target.shape[1] and valid(int(target[b, i])):
+                keep(state, int(target[b, i]), h, int(target[b, i]))
+        last = slot if target is None else int(target[b]) if target.dim() == 1 else -1
+        if update_state and valid(last):
+            keep(state, last, h, last)
+        if results:
+            out[row, span.start : span.stop] = torch.stack(results).to(out.dtype)

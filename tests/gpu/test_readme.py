@@ -25,6 +25,13 @@ assert used.abs().sum() > 0 and int((state.flatten(1).abs().sum(1) > 0).sum()) =
 """,
     """
 torch.cuda.synchronize()
+assert y.shape == (batch, T, H, P) and torch.isfinite(y).all() and len(ssmgen.stats()) == 1
+used = state[slot.long()]
+assert used.abs().sum() > 0 and int((state.flatten(1).abs().sum(1) > 0).sum()) == batch
+assert (buffer[slot.long()] == 1).all() and (accepted[slot.long()] >= 1).all() and arrivals.sum() == 0
+""",
+    """
+torch.cuda.synchronize()
 assert y.shape == (batch, dim) and torch.isfinite(y).all() and len(ssmgen.stats()) == 2
 assert torch.equal(pool[slot.long(), :, -1], x[:, :, 0]) and int((pool.flatten(1).abs().sum(1) > 0).sum()) == batch
 """,

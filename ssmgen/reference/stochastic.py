@@ -1,0 +1,54 @@
+"""Stochastic rounding in plain PyTorch: away from zero with the probability of the part that is cut off."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_WORD = 0xFFFFFFFF
+
+
+def philox(seed: Tensor | int, counter: Tensor, rounds: int, stream: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The 4 random 32-bit words of Philox-4x32 for a seed and each int64 counter, as int64. Stream 0 is Triton's randint4x(seed, counter).
+
+    Source: Salmon et al. 2011.
+    """
+    k0, k1 = seed & _WORD, seed >> 32 & _WORD
+    c0, c1, c2, c3 = counter & _WORD, counter >> 32 & _WORD, torch.full_like(counter, stream), torch.zeros_like(counter)
+    for _ in range(rounds):
+        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # modulo 2^64: the words are right, whatever the sign
+        c0, c1, c2, c3 = b >> 32 & _WORD ^ c1 ^ k0, b & _WORD, a >> 32 & _WORD ^ c3 ^ k1, a & _WORD
+        k0, k1 = k0 + 0x9E3779B9 & _WORD, k1 + 0xBB67AE85 & _WORD
+    return c0, c1, c2, c3
+
+
+def rounded(values: Tensor, dtype: torch.dtype, random: Tensor) -> Tensor:
+    """values, rounded to f32 and then stochastically to float16 or bfloat16 with a random 32-bit word each.
+
+    As many random bits as are cut off (at most 31) are added below the last place that stays: unbiased for subnormal results too. What is
+    finite stays finite: beyond the largest number it becomes that.
+    """
+    bits = values.float().view(torch.int32).long() & _WORD
+    sign, size = bits >> 31, bits & 0x7FFFFFFF
+    if dtype == torch.bfloat16:
+        finite = (size + (random & 0xFFFF)).clamp(max=0x7F7FFFFF) >> 16
+        special = size >> 16 | (size > 0x7F800000).long() << 6  # NaN stays one
+    else:
+        cut = 126 - (size >> 23).clamp(max=112)
+        used = cut.clamp(max=31)
+        digits = (size & 0x7FFFFF | 0x800000) >> cut - used
+        small = digits + (random & (1 << used) - 1) >> used
+        normal = (size + (random & 0x1FFF) - (112 << 23) >> 13).clamp(max=0x7BFF)
+        finite = torch.where(size < 113 << 23, small, normal)
+        special = torch.where(size > 0x7F800000, 0x7E00, 0x7C00)
+    result = torch.where(size < 0x7F800000, finite, special) | sign << 15
+    return result.to(torch.int32).to(torch.int16).view(dtype)
+
+
+def stored(state: Tensor, dtype: torch.dtype, seed: int, rounds: int, slot: int, stream: int = 0) -> Tensor:
+    """A slot's new state [heads, headdim, d_state] as it is stored: with the slot's noise in float16 and bfloat16, else to nearest."""
+    if not rounds or dtype not in (torch.float16, torch.bfloat16):
+        return state.to(dtype)
+    first = torch.arange(slot * state.numel(), (slot + 1) * state.numel(), 4, device=state.device)
+    random = torch.stack(philox(seed, first, rounds, stream), -1)
+    return rounded(state.reshape(-1), dtype, random.view(-1)).view(state.shape)

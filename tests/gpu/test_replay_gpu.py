@@ -1,0 +1,457 @@
+"""The replay functions on a card: against float64 at models' shapes, many steps, variants, far offsets, rounding, graphs."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from replay_cases import (
+    BF16,
+    F16,
+    F32,
+    HISTORY,
+    I32,
+    I64,
+    RAGGED,
+    RING,
+    STEP,
+    Call,
+    Case,
+    Run,
+    assert_matches,
+    expected,
+    make,
+    matrix,
+    named,
+    vary,
+)
+
+import ssmgen
+from ssmgen import registry, runtime
+from ssmgen.errors import CaptureError
+from ssmgen.kernels import replay_selective_state_update as family
+from ssmgen.ops import replay_call as op
+from ssmgen.reference.stochastic import stored
+from ssmgen.spec import Arch, KernelSpec
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+BOTH = pytest.mark.parametrize("base", [STEP, RING], ids=lambda c: c.id)
+
+
+def arch() -> Arch:
+    return runtime.device_arch(torch.cuda.current_device())
+
+
+def chosen(call: Call) -> KernelSpec:
+    return registry.select(op.OPERATOR, call.problem, op.FAMILY.size_of(call.views), arch(), arch().number >= 90)
+
+
+def prepare(specs: Iterable[KernelSpec]) -> None:
+    """Compiles and loads kernels in parallel. What goes wrong is left to the calls that need them."""
+    device, parts = torch.cuda.current_device(), [part for spec in specs for part in (*spec.ahead, spec)]
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        wait([pool.submit(runtime.load, spec, device, op.OPERATOR) for spec in dict.fromkeys(parts)])
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit."""
+    width = {8: torch.int64, 4: torch.int32, 2: torch.int16}[a.element_size()]
+    return torch.equal(a.contiguous().view(width), b.contiguous().view(width))
+
+
+def equal(a: Call, b: Call) -> list[str]:
+    """Names of results that differ."""
+    return [n for n, t in a.results().items() if not same(t, b.results()[n])]
+
+
+# Against float64. Outputs are f32, so that what the tensor cores leave out would show.
+
+SHAPES = {"h16": (16, 64, 128, 1), "h32g2": (32, 64, 128, 2), "h24p80": (24, 80, 128, 1)}
+STATES = {"f32": F32, "f16": F16, "bf16": BF16}
+
+
+def shaped(name: str) -> dict[str, int]:
+    return dict(zip(("heads", "headdim", "d_state", "groups"), SHAPES[name], strict=True))
+
+
+def at_shapes() -> list[Case]:
+    cases = []
+    for base in (STEP, RING):
+        for shape in SHAPES:
+            wide = replace(base, id=f"{base.id}-{shape}", tokens=6, **shaped(shape))
+            cases += vary(wide, **{f"state_{n}": {"state": t} for n, t in STATES.items()})
+            cases += vary(wide, x_f16={"x": F16, "z": F16}, x_f32={"x": F32, "dt": F32}, two={"two_kernels": True}, z={"z": BF16})
+            cases += vary(wide, t1={"tokens": 1}, t8={"tokens": 8}, t16={"tokens": 16, "window": 16}, t27={"tokens": 27, "window": 32})
+            cases += vary(wide, t32_bf16={"tokens": 32, "window": 32, "state": BF16}, two_t16={"two_kernels": True, "tokens": 16})
+    cases = [replace(c, window=16) if not c.ring and c.tokens > c.window else c for c in cases]
+    large = replace(STEP, heads=16, headdim=64, d_state=128, groups=1, tokens=6, state=BF16)
+    return [*cases, *[replace(large, id=f"step-h16-b{n}", batch=n) for n in (1, 4, 32, 100)]]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> None:
+    """Those of the matrices."""
+    calls = [make(case, DEVICE) for case in (*matrix(), *at_shapes())]
+    prepare([chosen(call) for call in calls if op.FAMILY.size_of(call.views)])
+
+
+@named(*matrix(), *at_shapes())
+def test_within_rounding_of_float64(case, kernels):
+    call = make(case, DEVICE)
+    want = expected(call)
+    call.run()
+    torch.cuda.synchronize()
+    assert_matches(call, want)
+
+
+@pytest.mark.parametrize(("precision", "scale"), [("bf16x2", 2.0**4), ("bf16", 2.0**12)])
+@BOTH
+def test_fewer_terms_are_as_exact_as_they_say(base, precision, scale):
+    """Of f16 operands, a product is off by 2^-16 or 2^-8 at most, which is 2^3 or 2^11 of the bound; and it is off by more than f32 is."""
+    case = replace(base, tokens=6, x=F16, **shaped("h16"))
+    call, exact = make(replace(case, precision=precision), DEVICE), make(case, DEVICE)
+    want = expected(call)
+    call.run()
+    exact.run()
+    assert_matches(call, want, scale)
+    assert_matches(exact, want)
+    with pytest.raises(AssertionError, match="is off by"):
+        assert_matches(call, want)
+
+
+@BOTH
+def test_every_count(base):
+    counts = (*range(base.window + 1), base.window + 1, 2**31 - 1, -1, -(2**31))
+    case = replace(base, index=None, batch=len(counts), accepted=counts, tokens=4, state=BF16, **shaped("h16"))
+    call, before = make(case, DEVICE), make(case, DEVICE).kwargs["state"]
+    want = expected(call)
+    call.run()
+    assert_matches(call, want)
+    for s, count in enumerate(counts):
+        live = count if 0 < count <= base.window else 0
+        written = live + case.tokens > base.window if base.ring else live > 0
+        assert same(call.kwargs["state"][s], before[s]) == (not written), f"count {count}"
+
+
+RUNS = [
+    *vary(STEP, run={}, run_ragged=RAGGED, run_advance={"arrivals": True, "z": F32}, run_t8={"tokens": 8, "x": F32}, run_t1={"tokens": 1}),
+    *vary(STEP, run_t16={"tokens": 16, "window": 16, **RAGGED}, run_t32={"tokens": 32, "window": 32}, run_two={"two_kernels": True}),
+    *vary(RING, run={}, run_ragged=RAGGED, run_advance={"arrivals": True, "z": F32}, run_w16={"window": 16, "tokens": 3, **RAGGED}),
+    *vary(RING, run_t8={"tokens": 8}, run_advance_ragged={"arrivals": True, **RAGGED}, run_w32={"window": 32, "tokens": 6, **RAGGED}),
+    *vary(RING, run_two={"two_kernels": True, "window": 16, "arrivals": True}),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@named(*RUNS)
+def test_twenty_steps_of_random_acceptance_equal_the_sequential_recurrence(case, shape):
+    """Measured: 2e-7 ... 6e-7 of the outputs, 1.1e-7 of the states."""
+    run = Run(replace(case, batch=6, **shaped(shape)), DEVICE)
+    for _ in range(20):
+        run.step()
+        for name, host in run.host.items():
+            assert torch.equal(run.kwargs[name], host), f"{name} is not what a caller's bookkeeping gives"
+    run.materialized()
+    assert run.out_error <= 1e-5 and run.state_error <= 1e-5, (run.out_error, run.state_error)
+
+
+@named(*vary(STEP, seeds={"state": F16}), *vary(RING, seeds={"state": BF16}))
+def test_seeds_count_the_states_that_were_written(case):
+    run = Run(replace(case, batch=5, seeds="slots", arrivals=True, **shaped("h16")), DEVICE)
+    for _ in range(12):
+        before, seeds = run.kwargs["state"].clone(), run.kwargs["rand_seed"].clone()
+        run.step()
+        assert torch.equal(run.kwargs["rand_seed"], run.host["rand_seed"])
+        written = [not same(a, b) for a, b in zip(before, run.kwargs["state"], strict=True)]
+        assert (run.kwargs["rand_seed"] != seeds).tolist() == written
+
+
+@named(*vary(STEP, f32={}, bf16={"state": BF16}), *vary(RING, f32={}, f16={"state": F16}))
+def test_materialize_equals_what_the_next_step_writes(case):
+    """Bit for bit: both catch up with the same entries."""
+    run = Run(replace(case, batch=5, window=8, tokens=8, **shaped("h16")), DEVICE)
+    run.step()
+    before = {n: t.clone() for n, t in run.kwargs.items() if isinstance(t, torch.Tensor)}
+    states = run.materialized()
+    assert all(same(run.kwargs[n], t) for n, t in before.items())
+    counts = run.kwargs["prev_num_accepted_tokens"].tolist()
+    x, dt, B, C = (torch.zeros(5, 8, *s, dtype=t, device=DEVICE) for s, t in (((16, 64), BF16), ((16,), BF16), *[((1, 128), BF16)] * 2))
+    index = torch.tensor(run.slots, dtype=I32, device=DEVICE)[:5]
+    given = {n: t[: len(index)] for n, t in {"x": x, "dt": dt, "B": B, "C": C}.items()}
+    run.function(**run.kwargs | given | {"state_indices": index, "out": None})
+    for i, slot in enumerate(index.tolist()):
+        want = states[i] if counts[slot] else before["state"][slot]
+        assert same(run.kwargs["state"][slot], want)
+
+
+# Variants.
+
+VARIED = [
+    replace(STEP, id="step-bf16", state=BF16, tokens=6, z=BF16, **shaped("h16")),
+    replace(STEP, id="step-f32-ragged", **RAGGED, **shaped("h24p80")),
+    replace(STEP, id="step-t16-philox", state=F16, tokens=16, window=16, seeds="slots", arrivals=True, **shaped("h32g2")),
+    replace(STEP, id="step-t32", state=BF16, tokens=32, window=32, **shaped("h16")),
+    replace(RING, id="ring-advance", state=BF16, window=16, arrivals=True, seeds="one", **shaped("h16")),
+    replace(RING, id="ring-odd-f32", layout="odd", state_gap=3, **RAGGED, **shaped("h24p80")),
+]
+
+
+@named(*VARIED)
+def test_variants_are_bit_equal(case):
+    """One kernel and two, of all warps, helpers, bounds, prefetches and edges, ahead of which the convolution is or is not."""
+    kinds = [{}, {"after_conv": True}, {"two_kernels": True}, {"two_kernels": True, "after_conv": True}]
+    variants = []
+    for i, kind in enumerate(kinds):
+        specs = list(family.space(make(replace(case, **kind), DEVICE).problem, arch()))
+        assert specs, f"no variant of {kind}"
+        picked = random.Random(i).sample(specs, min(8, len(specs)))
+        variants += [(kind, spec) for spec in (*picked, chosen(make(replace(case, **kind), DEVICE)))]
+    prepare([spec for _, spec in variants])
+    want, first = expected(make(case, DEVICE)), None
+    for kind, spec in variants:
+        call = make(replace(case, **kind), DEVICE)
+        launch(spec, call)()
+        torch.cuda.synchronize()
+        first = first or call
+        assert not equal(first, call), f"{spec} differs from {variants[0][1]} in {equal(first, call)}"
+    assert_matches(first, want)
+
+
+def launch(spec: KernelSpec, call: Call) -> Any:
+    """One variant, whatever the registry would choose, ready to run."""
+    device, launches, places = torch.cuda.current_device(), [], []
+    for part in (*spec.ahead, spec):
+        kernel, values = runtime.load(part, device, op.OPERATOR), op.kernel_values(part, call.views, call.options)
+        launches.append(runtime.Launch(kernel, device, op.FAMILY.grid_of(part, call.views), values))
+        places.append([list(call.operands).index(n) for n in part.operands()])
+    return runtime.Chain(launches, places).at([t.data_ptr() for t in call.operands.values()])
+
+
+@BOTH
+def test_batch_size_and_position_change_nothing(base):
+    """The last sequence of 70, and the same one alone, for which other rules hold."""
+    case = replace(base, batch=70, index=None, accepted=(3,), state=BF16, window=6, **shaped("h16"))
+    call, alone = make(case, DEVICE), make(case, DEVICE)
+    call.run()
+    per_token = {n: alone.kwargs[n][69:] for n in ("x", "B", "C", "dt", "out")}
+    index = torch.tensor([69], dtype=I32, device=DEVICE)
+    alone.function(**alone.kwargs | per_token | {"state_indices": index})
+    for name in ("out", "state", *(n for n in HISTORY if n in call.kwargs)):
+        assert same(call.kwargs[name][69], alone.kwargs[name][69]), name
+
+
+# Offsets above 2^31 elements.
+
+
+@pytest.mark.parametrize("gap", [2**30 + 64, 2**30 + 3], ids=["aligned", "odd"])
+@pytest.mark.parametrize("name", ["state", "old_x", "old_B", "old_dt", "x", "B", "out"])
+def test_far_apart(name, gap):
+    """Slots or sequences; the last one of three is beyond 2^31 elements, and the results are those of dense tensors."""
+    torch.cuda.empty_cache()
+    case = replace(STEP, batch=3, index=None, accepted=(3, 0, 5), state=BF16, layout="odd" if gap % 2 else "slices", **shaped("h16"))
+    near, call = make(case, DEVICE), make(case, DEVICE)
+    dense = call.kwargs[name]
+    strides = (gap, *(dense.stride()[1:] if name == "state" else torch.empty(dense.shape[1:], device="meta").stride()))
+    extent = 1 + sum((n - 1) * s for n, s in zip(dense.shape, strides, strict=True))
+    assert extent > 2**31
+    far = torch.zeros(extent, dtype=dense.dtype, device=DEVICE).as_strided(dense.shape, strides)
+    far.copy_(dense)
+    near.run()
+    call.function(**call.kwargs | {name: far})
+    found = call.results() | ({name: far} if name in call.results() else {})
+    assert not [n for n, t in near.results().items() if not same(t, found[n])]
+    del far, found
+    torch.cuda.empty_cache()
+
+
+# Stochastic rounding.
+
+SLOTS, HEADS, ROWS, COLUMNS = 17, 16, 64, 128  # 2.2 M elements
+
+
+def exact_sums(dtype: torch.dtype, subnormal: bool) -> tuple[dict[str, Any], torch.Tensor]:
+    """(a call, the states that it should round, in float64) where states and what is added to them make sums that f32 holds exactly.
+
+    One token counts, dt is 1 and A 0, so each element gets x B more: an eighth to seven eighths of the last place that is kept.
+    """
+    g = torch.Generator(DEVICE).manual_seed(3)
+    sign = 1 - 2 * torch.randint(0, 2, (SLOTS, HEADS, ROWS, COLUMNS), generator=g, device=DEVICE)
+    if subnormal:  # of f16: multiples of 2^-24 below 2^-14
+        size, last = torch.randint(8, 1000, sign.shape, generator=g, device=DEVICE).double() * 2.0**-24, 2.0**-24
+    else:  # of one binade, where the last place is the same for all
+        steps = {F16: 2**10, BF16: 2**7}[dtype]
+        last = 1 / steps
+        size = 1 + torch.randint(1, steps - 1, sign.shape, generator=g, device=DEVICE).double() * last
+    state = (sign * size).to(dtype)
+    assert torch.equal(state.double(), sign * size)
+    eighths = torch.randint(1, 8, (SLOTS, HEADS, ROWS), generator=g, device=DEVICE)
+    column = (1 - 2 * torch.randint(0, 2, (SLOTS, COLUMNS), generator=g, device=DEVICE)) * (last / 8)
+    exact = state.double() + eighths[..., None] * column[:, None, None]
+
+    def filled(*shape: int, dtype: torch.dtype = F32, value: float = float("nan")) -> torch.Tensor:
+        return torch.full(shape, value, dtype=dtype, device=DEVICE)
+
+    kwargs: dict[str, Any] = {
+        "state": state,
+        "old_x": filled(SLOTS, 8, HEADS, ROWS, dtype=F32),
+        "old_B": filled(SLOTS, 2, 8, 1, COLUMNS, dtype=F32),
+        "old_dt": filled(SLOTS, 2, HEADS, 8),
+        "old_dA_cumsum": filled(SLOTS, 2, HEADS, 8),
+        "cache_buf_idx": filled(SLOTS, dtype=I32, value=0),
+        "prev_num_accepted_tokens": filled(SLOTS, dtype=I32, value=1),
+        "x": filled(SLOTS, 1, HEADS, ROWS, value=1),
+        "dt": filled(SLOTS, 1, HEADS, value=1),
+        "A": filled(HEADS, value=0),
+        "B": filled(SLOTS, 1, 1, COLUMNS, value=1),
+        "C": filled(SLOTS, 1, 1, COLUMNS, value=1),
+    }
+    kwargs["old_x"][:, 0], kwargs["old_B"][:, 0, 0, 0] = eighths.float(), column.float()
+    kwargs["old_dt"][:, 0, :, 0], kwargs["old_dA_cumsum"][:, 0, :, 0] = 1, 0
+    return kwargs, exact
+
+
+ROUNDED = pytest.mark.parametrize(("dtype", "subnormal"), [(F16, False), (F16, True), (BF16, False)], ids=["f16", "f16-subnormal", "bf16"])
+
+
+@ROUNDED
+@pytest.mark.parametrize("per_slot", [False, True], ids=["one-seed", "seed-per-slot"])
+def test_stochastic_rounding_is_unbiased_and_has_the_reference_s_bits(dtype, subnormal, per_slot):
+    kwargs, exact = exact_sums(dtype, subnormal)
+    last = 2.0**-24 if subnormal else {F16: 2.0**-10, BF16: 2.0**-7}[dtype]
+    nearest = {n: t.clone() for n, t in kwargs.items()}
+    ssmgen.replay_selective_state_update(**nearest)
+    assert torch.equal(nearest["state"], exact.float().to(dtype)), "the sums are exact"
+    seeds = torch.arange(SLOTS if per_slot else 1, device=DEVICE) * 2**40 + 11
+    ssmgen.replay_selective_state_update(**kwargs, rand_seed=seeds)
+    state = kwargs["state"]
+    for slot in range(SLOTS):
+        seed = int(seeds[slot if per_slot else 0])
+        assert same(state[slot], stored(exact[slot].float(), dtype, seed, 10, slot)), f"slot {slot}"
+    error = (state.double() - exact) / last
+    n = error.numel()
+    assert n >= 2_000_000 and (error.abs() < 1).all()
+    # Away from zero or towards it, with a standard deviation below half a place: five of the mean's. To nearest would be far off for
+    # each number of eighths.
+    assert error.mean().abs() <= 2.5 / n**0.5 and (error * exact.sign()).mean().abs() <= 2.5 / n**0.5
+    eighths = ((exact - nearest["state"].double()) / last * 8).round()
+    for number in eighths.unique().tolist():
+        some = error[eighths == number]
+        assert some.mean().abs() <= 2.5 / len(some) ** 0.5, f"{number} eighths"
+    assert abs((nearest["state"].double() - exact)[eighths == 1].mean() / last) > 0.1
+
+
+def test_each_replay_of_a_graph_draws_fresh_numbers():
+    """The kernel counts its slots' seeds, so the host has nothing to do between replays."""
+    kwargs, exact = exact_sums(F16, False)
+    first, seeds = kwargs["state"].clone(), torch.arange(SLOTS, device=DEVICE) * 1000
+    more = {"rand_seed": seeds, "arrivals": torch.zeros(SLOTS, dtype=I32, device=DEVICE), "out": torch.empty_like(kwargs["x"])}
+    old = {n: kwargs[n].clone() for n in HISTORY}
+    ssmgen.warm(ssmgen.replay_selective_state_update, **kwargs, **more)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for name, t in (*old.items(), ("state", first)):
+            kwargs[name].copy_(t)
+        kwargs["cache_buf_idx"].fill_(0)
+        kwargs["prev_num_accepted_tokens"].add_(1)
+        ssmgen.replay_selective_state_update(**kwargs, **more)
+    kwargs["prev_num_accepted_tokens"].zero_()
+    seen = []
+    for i in range(4):
+        graph.replay()
+        torch.cuda.synchronize()
+        for slot in (0, 5, SLOTS - 1):
+            assert same(kwargs["state"][slot], stored(exact[slot].float(), F16, slot * 1000 + i, 10, slot))
+        assert (seeds == torch.arange(SLOTS, device=DEVICE) * 1000 + i + 1).all() and not more["arrivals"].any()
+        assert (kwargs["cache_buf_idx"] == 1).all() and not kwargs["prev_num_accepted_tokens"].any()
+        seen.append(kwargs["state"].clone())
+    assert all((a != b).float().mean() > 0.1 for a, b in pairwise(seen))
+
+
+# Repetition, graphs, plans.
+
+
+def test_ten_thousand_launches_are_equal():
+    """A graph that restores what was written, makes the calls, and counts the bits that are not those of the first time."""
+    case = replace(STEP, state=BF16, seeds="slots", arrivals=True, batch=32, **shaped("h16"))
+    calls = [make(c, DEVICE) for c in (case, replace(case, ring=True), replace(case, two_kernels=True), replace(case, **RAGGED))]
+    kept = [{n: t.clone() for n, t in call.results().items()} for call in calls]
+    wrong = torch.zeros((), dtype=I64, device=DEVICE)
+
+    def bits(t: torch.Tensor) -> torch.Tensor:
+        return t.contiguous().view({8: torch.int64, 4: torch.int32, 2: torch.int16}[t.element_size()])
+
+    def once(want: list[dict[str, torch.Tensor]] | None) -> list[dict[str, torch.Tensor]]:
+        for call, before in zip(calls, kept, strict=True):
+            for name, t in call.results().items():
+                t.copy_(before[name])
+            call.run()
+        if want is None:
+            return [{n: bits(t).clone() for n, t in call.results().items()} for call in calls]
+        for call, results in zip(calls, want, strict=True):
+            for name, t in call.results().items():
+                wrong.add_((bits(t) != results[name]).sum())
+        return want
+
+    want = once(None)
+    once(want)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        once(want)
+    for _ in range(2500):
+        graph.replay()
+    assert wrong.item() == 0
+    want[0]["state"].view(-1)[7] += 1  # and it counts what is wrong
+    graph.replay()
+    assert wrong.item() == 1
+
+
+@BOTH
+@pytest.mark.parametrize("two", [False, True], ids=["one", "two"])
+def test_first_launch_ever_may_be_inside_a_capture_once_warm(base, two):
+    """Of dtypes that no other test has, so that the kernels are not loaded yet."""
+    case = replace(base, x=F16, z=F32, D=F16, A=BF16, dt=F32, heads=12, groups=3, two_kernels=two)
+    call = make(case, DEVICE)
+    want = expected(call)
+    assert not ssmgen.is_warm(call.function, **call.kwargs)
+    with pytest.raises(CaptureError, match=rf"ssmgen.warm\(ssmgen.{call.function.__name__}"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        call.run()
+    assert ssmgen.warm(call.function, **call.kwargs) >= 1 and ssmgen.warm(call.function, **call.kwargs) == 0
+    assert ssmgen.is_warm(call.function, **call.kwargs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call.run()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_matches(call, want)
+
+
+def test_bound_calls_relaunch():
+    for case in (replace(STEP, arrivals=True), replace(RING, two_kernels=True)):
+        bound_call, eager = make(case, DEVICE), make(case, DEVICE)
+        bound = ssmgen.bind(bound_call.function, **bound_call.kwargs)
+        for _ in range(3):
+            assert bound() is bound_call.kwargs["out"]
+            eager.run()
+        torch.cuda.synchronize()
+        assert not equal(bound_call, eager)
+
+
+@BOTH
+def test_torch_compile_fullgraph(base):
+    def step(kwargs):
+        function = ssmgen.checkpoint_selective_state_update if base.ring else ssmgen.replay_selective_state_update
+        return function(**kwargs | {"x": kwargs["x"] * 2, "out": None}).float() + 1
+
+    eager, compiled = (make(replace(base, arrivals=True), DEVICE) for _ in range(2))
+    want, got = step(eager.kwargs), torch.compile(step, fullgraph=True, backend="aot_eager")(compiled.kwargs)
+    assert same(got, want) and equal(eager, compiled) == []

@@ -1,0 +1,408 @@
+"""Operands for the replay functions: strided, poisoned, guarded; what must come of them; and runs of many steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, cycle, islice
+from typing import Any
+
+import pytest
+import torch
+from ssu_cases import BF16, F16, F32, Memory
+from torch import Tensor
+from torch.nn.functional import silu, softplus
+
+import ssmgen
+from ssmgen.ops import replay_call as op
+from ssmgen.reference import norm_error
+
+I32, I64 = torch.int32, torch.int64
+HISTORY = ("old_x", "old_B", "old_dt", "old_dA_cumsum")
+KEPT = ("cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "rand_seed", "arrivals")
+# Norm errors against float64. Measured on an H200: f32 1.1e-7 (states) and 2e-7 ... 6e-7 (outputs), f16 2.1e-4, bf16 1.66e-3. One rounding
+# to nearest is off by 2^-11 or 2^-8 at most, and by half as much in the mean square. A stochastic one by twice that at most.
+BOUND = {F32: 2e-6, F16: 2.0**-12, BF16: 2.0**-9}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the matrix; `id` is readable."""
+
+    id: str
+    ring: bool = False  # checkpoint_selective_state_update
+    heads: int = 4
+    headdim: int = 16
+    d_state: int = 32
+    groups: int = 2
+    batch: int = 7
+    tokens: int = 5  # of a step, at most
+    lengths: tuple[int, ...] = ()  # packed sequences
+    window: int = 8
+    accepted: tuple[int, ...] = ()  # in turn, by sequence; empty: of all kinds
+    state: torch.dtype = F32
+    x: torch.dtype = BF16
+    dt: torch.dtype = BF16
+    A: torch.dtype = F32
+    D: torch.dtype | None = F32
+    z: torch.dtype | None = None
+    dt_bias: torch.dtype | None = F32
+    out: torch.dtype = F32
+    softplus: bool = True
+    expanded: bool = False  # dt, A, dt_bias and D have all of their axes
+    index: torch.dtype | None = I32
+    starts: torch.dtype = I32
+    pad_slot_id: int = -1
+    layout: str = "slices"  # of x, B and C: of one tensor; or: odd
+    state_gap: int = 0  # elements between slots
+    seeds: str = ""  # one, slots
+    arrivals: bool = False
+    precision: str = "f32"
+    two_kernels: bool = False
+    after_conv: bool = False
+
+    @property
+    def sequences(self) -> int:
+        return len(self.lengths) or self.batch
+
+
+def named(*several: Any) -> pytest.MarkDecorator:
+    """One test for each case, under its id."""
+    return pytest.mark.parametrize("case", several, ids=lambda c: c.id)
+
+
+def vary(base: Case, **cases: dict[str, Any]) -> list[Case]:
+    return [replace(base, **({"id": f"{base.id}-{name}".replace("_", "-")} | changes)) for name, changes in cases.items()]
+
+
+STEP, RING = Case("step"), Case("ring", ring=True)
+RAGGED = {"lengths": (3, 5, 0, 1, 4, 2, 5, 0)}
+ALL_F32 = {"x": F32, "dt": F32, "dt_bias": F32, "z": F32}
+
+
+def matrix() -> list[Case]:
+    plain = {"D": None, "dt_bias": None, "softplus": False, "dt": F32}
+    types = {"state": F16, "x": F16, "dt": F16, "A": BF16, "D": F16, "z": F16, "dt_bias": BF16, "out": F16}
+    cases = [
+        c
+        for base in (STEP, RING)
+        for c in (
+            base,
+            *vary(base, f16={"state": F16}, bf16={"state": BF16}, all_f32={**ALL_F32}, mixed=types, bare=plain, z={"z": BF16}),
+            *vary(base, no_pool={"index": None}, i64_pad5={"index": I64, "pad_slot_id": 5}, odd={"layout": "odd", "state_gap": 3}),
+            *vary(base, expanded={"expanded": True}, gap={"state_gap": 64}, p40={"headdim": 40}, h1={"heads": 1, "groups": 1}),
+            *vary(base, ragged=RAGGED, ragged_i64={**RAGGED, "starts": I64, "z": F32}, ragged_no_pool={**RAGGED, "index": None}),
+            *vary(base, t1={"tokens": 1}, t8={"tokens": 8}, w24={"window": 24, "tokens": 16}, w32={"window": 32, "tokens": 32}),
+            *vary(base, w5={"window": 5}, none={"batch": 0}, one={"batch": 1}, philox={"state": BF16, "seeds": "one"}),
+            *vary(base, philox_slots={"state": F16, "seeds": "slots"}, advance={"arrivals": True}),
+            *vary(base, advance_ragged={"arrivals": True, **RAGGED, "state": BF16, "seeds": "one"}),
+        )
+    ]
+    assert len({c.id for c in cases}) == len(cases)
+    return cases
+
+
+@dataclass
+class Call:
+    """A call's arguments, and what surrounds them in memory."""
+
+    case: Case
+    memory: Memory
+    kwargs: dict[str, Any]
+    slot_of: list[int]  # of each sequence; -1 for padding
+    written: set[str] = field(default_factory=set)  # names of buffers
+
+    def __post_init__(self) -> None:
+        self.function = ssmgen.checkpoint_selective_state_update if self.case.ring else ssmgen.replay_selective_state_update
+        self.given, self.options, _ = op.made(self.function.build, **self.kwargs)
+        self.operands = op._caller_of(self.given, self.options).named(self.given)
+        self.views = op._caller_of(self.given, self.options).checked(self.operands, self.options, None)
+        self.problem = op.problem_of(self.views, {n: t.data_ptr() for n, t in self.operands.items()}, self.options)
+
+    def run(self, **more: Any) -> Tensor:
+        return self.function(**self.kwargs, **more)
+
+    def results(self) -> dict[str, Tensor]:
+        return {n: self.kwargs[n] for n in ("out", "state", *HISTORY, *KEPT) if n in self.kwargs}
+
+    def lengths(self) -> list[int]:
+        return list(self.case.lengths) or [self.case.tokens] * self.case.batch
+
+
+def _accepted(case: Case) -> list[int]:
+    """None, all, one, too many, fewer than none, some: the sequences' counts."""
+    kinds = case.accepted or (case.window, 3, 0, 1, 2, case.window + 1, -3, case.window // 2)
+    return list(islice(cycle(kinds), case.sequences))
+
+
+def make(case: Case, device: str, seed: int = 0) -> Call:
+    """Random operands. NaN in slots, entries, buffers, tokens and sequences that must not be read; sequences 1 and 4 are padding."""
+    g, memory = torch.Generator().manual_seed(seed), Memory(device)
+    H, P, N, G, count = case.heads, case.headdim, case.d_state, case.groups, case.sequences
+    room = case.window + (case.tokens if case.ring else 0)
+    both = () if case.ring else (2,)
+    slots, odd = (count + 1 if case.index is None else 2 * count + 3), case.layout == "odd"
+    order = [s for s in torch.randperm(slots, generator=g).tolist() if s != case.pad_slot_id]
+    invalid = {} if case.index is None else {1: case.pad_slot_id, 4: slots + 1, 9: -7}
+    slot_of = [-1 if i in invalid else (i if case.index is None else order[i]) for i in range(count)]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g)
+
+    def place(name: str, shape: tuple[int, ...], dtype: torch.dtype, gap: int = 0, values: Tensor | None = None) -> Tensor:
+        """In its buffer, with a gap behind the last axis; NaN if there are no values."""
+        strides = torch.empty((*shape[:-1], shape[-1] + gap), device="meta").stride()
+        t = (
+            memory.view(name, shape, tuple(strides), dtype, 65 if odd else 64)
+            if 0 not in shape
+            else torch.empty(shape, dtype=dtype, device=device)
+        )
+        return t.fill_(float("nan")) if values is None else t.copy_(values)
+
+    gap = 1 if odd else 8
+    state = memory.view("state", (slots, H, P, N), (H * P * N + case.state_gap, P * N, N, 1), case.state, 65 if odd else 64)
+    state.fill_(float("nan"))
+    rate = -(torch.rand(H, generator=g) + 0.1).to(case.A)
+    kwargs: dict[str, Any] = {
+        "state": state,
+        "old_x": place("old_x", (slots, room, H, P), case.x, gap),
+        "old_B": place("old_B", (slots, *both, room, G, N), case.x, gap),
+        "old_dt": place("old_dt", (slots, *both, H, room), F32, 3),
+    }
+    counts, first = torch.full((slots,), 2**30, dtype=I32), torch.randint(0, room, (slots,), generator=g, dtype=I32)
+    buffer = torch.randint(0, 2, (slots,), generator=g, dtype=I32)
+    if not case.ring:
+        kwargs["old_dA_cumsum"] = place("old_dA_cumsum", (slots, 2, H, room), F32, 3)
+    for slot, accepted in zip(slot_of, _accepted(case), strict=True):
+        if slot < 0:
+            continue
+        counts[slot] = accepted
+        state[slot] = normal(H, P, N).to(case.state)
+        live = accepted if 0 < accepted <= case.window else 0
+        at = [(int(first[slot]) + k) % room for k in range(live)] if case.ring else list(range(live))
+        here = () if case.ring else (int(buffer[slot]),)
+        kwargs["old_x"][slot, at] = normal(live, H, P).to(device, case.x)
+        kwargs["old_B"][slot][here][at] = normal(live, G, N).to(device, case.x)
+        steps = torch.rand(H, live, generator=g)
+        kwargs["old_dt"][slot][here][:, at] = steps.to(device)
+        if not case.ring:
+            sums = (rate.double()[:, None] * steps.double()).cumsum(-1)
+            kwargs["old_dA_cumsum"][slot][here][:, at] = sums.float().to(device)
+
+    lead = (sum(case.lengths) + 2,) if case.lengths else (count, case.tokens)  # packed ones are followed by room for more
+    conv = place("conv", (*lead, H * P + 2 * G * N), case.x, gap, normal(*lead, H * P + 2 * G * N).to(case.x))
+    x, B, C = conv.split([H * P, G * N, G * N], -1)
+    kwargs |= {"x": x.unflatten(-1, (H, P)), "B": B.unflatten(-1, (G, N)), "C": C.unflatten(-1, (G, N))}
+    kwargs["dt"] = place("dt", (*lead, H), case.dt, 3, normal(*lead, H).to(case.dt))
+    if case.z:
+        kwargs["z"] = place("z", (*lead, H, P), case.z, gap, normal(*lead, H, P).to(case.z))
+    for s, slot in enumerate(slot_of):
+        if slot < 0:
+            at = slice(sum(case.lengths[:s]), sum(case.lengths[: s + 1])) if case.lengths else s
+            for t in (conv, kwargs["dt"], kwargs.get("z", conv)):
+                t[at] = float("nan")
+    if case.lengths:
+        for t in (conv, kwargs["dt"], kwargs.get("z", conv)):
+            t[sum(case.lengths) :] = float("nan")
+        kwargs["cu_seqlens"] = memory.fill("cu_seqlens", torch.tensor([0, *accumulate(case.lengths)], dtype=case.starts))
+    kwargs["A"] = memory.fill("A", rate)
+    if case.dt_bias:
+        kwargs["dt_bias"] = memory.fill("dt_bias", normal(H).to(case.dt_bias))
+    if case.D:
+        kwargs["D"] = memory.fill("D", normal(H, P).to(case.D) if case.expanded else normal(H).to(case.D))
+    if case.expanded:
+        kwargs["dt"] = kwargs["dt"][..., None].expand(*lead, H, P)
+        kwargs["A"] = kwargs["A"][:, None, None].expand(H, P, N)
+        if case.dt_bias:
+            kwargs["dt_bias"] = kwargs["dt_bias"][:, None].expand(H, P)
+    kwargs["out"] = place("out", (*lead, H, P), case.out, gap)
+    kwargs["prev_num_accepted_tokens"] = memory.fill("prev_num_accepted_tokens", counts)
+    name, values = ("ring_start", first) if case.ring else ("cache_buf_idx", buffer)
+    kwargs[name] = memory.fill(name, values)
+    if case.index:
+        chosen = torch.tensor([invalid.get(s, slot) for s, slot in enumerate(slot_of)], dtype=case.index)
+        kwargs["state_indices"] = place("state_indices", (count, 1), case.index, 1, chosen[:, None])[:, 0]
+    if case.seeds:
+        seeds = torch.randint(-(2**62), 2**62, (1 if case.seeds == "one" else slots,), generator=g)
+        kwargs["rand_seed"] = memory.fill("rand_seed", seeds)
+    if case.arrivals:
+        kwargs["arrivals"] = memory.fill("arrivals", torch.zeros(slots, dtype=I32))
+    kwargs |= {"dt_softplus": case.softplus, "pad_slot_id": case.pad_slot_id, "precision": case.precision}
+    kwargs |= {"two_kernels": case.two_kernels, "after_conv": case.after_conv}
+    if case.ring:
+        kwargs["max_tokens"] = case.tokens
+    memory.seal()
+    written = {"out", "state", *HISTORY} & set(memory.buffers)
+    return Call(case, memory, kwargs, slot_of, written | (set(KEPT) & set(memory.buffers) if case.arrivals else set()))
+
+
+def recurrence(S: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(C S [T, H, P], the last S [H, P, N]) token by token: S <- exp(dt A) S + dt x B, of x [T, H, P], dt [T, H], B, C [T, G, N]."""
+    outs, per_group = [], S.shape[0] // B.shape[-2]
+    for t in range(len(x)):
+        S = torch.exp(dt[t] * A)[:, None, None] * S + torch.einsum("h,hp,hn->hpn", dt[t], x[t], B[t].repeat_interleave(per_group, 0))
+        if C is not None:
+            outs.append(torch.einsum("hpn,hn->hp", S, C[t].repeat_interleave(per_group, 0)))
+    return torch.stack(outs) if outs else x.new_zeros(0, *S.shape[:2]), S
+
+
+def sized(kwargs: dict[str, Any], dt: Tensor) -> Tensor:
+    """dt as the recurrence takes it, in float64."""
+    dt = dt.double() + (kwargs["dt_bias"].double() if "dt_bias" in kwargs else 0)
+    return softplus(dt, threshold=700) if kwargs["dt_softplus"] else dt
+
+
+def dressed(kwargs: dict[str, Any], out: Tensor, x: Tensor, z: Tensor | None) -> Tensor:
+    out = out + (kwargs["D"].double().reshape(out.shape[-2], -1) * x if "D" in kwargs else 0)
+    return out if z is None else out * silu(z.double())
+
+
+def expected(call: Call) -> dict[str, Tensor]:
+    """What a call must leave, in float64 where it is floating; computed from its operands before it is made."""
+    case, k = call.case, {n: t.detach().cpu().clone() if isinstance(t, Tensor) else t for n, t in call.kwargs.items()}
+    if case.expanded:
+        k |= {"dt": k["dt"][..., 0], "A": k["A"][:, 0, 0]} | ({"dt_bias": k["dt_bias"][:, 0]} if "dt_bias" in k else {})
+    for name in ("out", "state", "old_dt", "old_dA_cumsum"):
+        k |= {name: k[name].double()} if name in k else {}
+    room, at = k["old_x"].shape[1], 0
+    for s, (slot, T) in enumerate(zip(call.slot_of, call.lengths(), strict=True)):
+        pick = slice(at, at + T) if case.lengths else s
+        at += T
+        if slot < 0:
+            k["out"][pick] = 0
+            continue
+        if T == 0:
+            continue
+        live = int(k["prev_num_accepted_tokens"][slot])
+        live = live if 0 < live <= case.window else 0
+        first = int(k["ring_start"][slot]) if case.ring else 0
+        here = () if case.ring else (int(k["cache_buf_idx"][slot]),)
+        there = () if case.ring else (1 - here[0],)
+        old = [(first + i) % room for i in range(live)]
+        history = k["old_x"][slot, old].double(), k["old_dt"][slot][here][:, old].t()
+        A = k["A"].double()
+        S = recurrence(k["state"][slot], *history, A, k["old_B"][slot][here][old].double())[1]
+        x, step = k["x"][pick], sized(k, k["dt"][pick])
+        out = recurrence(S, x.double(), step, A, k["B"][pick].double(), k["C"][pick].double())[0]
+        k["out"][pick] = dressed(k, out, x.double(), k["z"][pick] if "z" in k else None)
+        empties = live > 0 if not case.ring else live + T > case.window
+        if empties:
+            k["state"][slot] = S
+        new = [(first + live + t) % room if case.ring else t for t in range(T)]
+        k["old_x"][slot, new], k["old_B"][slot][there][new] = x, k["B"][pick]
+        k["old_dt"][slot][there][:, new] = step.t()
+        if not case.ring:
+            k["old_dA_cumsum"][slot][there][:, new] = (step * A).cumsum(0).t()
+        if case.arrivals:
+            if not case.ring:
+                k["cache_buf_idx"][slot] = there[0]
+            elif empties:
+                k["ring_start"][slot] = (first + live) % room
+            if empties or not case.ring:
+                k["prev_num_accepted_tokens"][slot] = 0
+            if case.seeds == "slots" and empties:
+                k["rand_seed"][slot] += 1
+    return {n: k[n] for n in call.results()}
+
+
+def assert_matches(call: Call, want: dict[str, Tensor], scale: float = 1.0) -> None:
+    """What is computed within its bound in every sequence and slot, copies bit for bit, and nothing else in memory changed."""
+    wrong = call.memory.untouched(dict.fromkeys(call.written))
+    assert not wrong, f"changed outside what the call may write: {wrong}"
+    before = {n: b.as_strided(*w).cpu() for n, (_, b, w) in call.memory.buffers.items()}
+    for name, exact in want.items():
+        got = call.kwargs[name].detach().cpu()
+        if name in ("old_x", "old_B", *KEPT):
+            assert torch.equal(got.nan_to_num(7.0), exact.nan_to_num(7.0)) and torch.equal(got != got, exact != exact), f"{name} differs"
+            continue
+        assert torch.equal(got.isnan(), exact.isnan()), f"{name}: NaN in other places than expected"
+        bound = scale * BOUND[got.dtype] * (2 if name == "state" and call.case.seeds else 1) + BOUND[F32]
+        for i in range(len(got)):  # slots, or sequences
+            same = name in before and torch.equal(exact[i].nan_to_num(7.0), before[name][i].double().nan_to_num(7.0))
+            error = norm_error(got[i].nan_to_num(), exact[i].nan_to_num())
+            assert error <= (0 if same else bound), f"{name}[{i}] is off by {error:.2e}, the bound is {bound:.2e}"
+
+
+class Run:
+    """Steps of speculative decoding on a pool, beside the sequential recurrence of all that was accepted, in float64.
+
+    In each step some of the sequences take part, with their own numbers of tokens if they are packed; any prefix is accepted.
+    """
+
+    def __init__(self, case: Case, device: str, seed: int = 0, **options: Any):
+        self.case, self.device, self.options, self.g = case, device, options, torch.Generator().manual_seed(seed)
+        call = make(replace(case, lengths=(), accepted=(0,), pad_slot_id=-1), device, seed)
+        self.kwargs, self.function, self.slots = call.kwargs, call.function, [s for s in call.slot_of if s >= 0]
+        self.truth = {s: call.kwargs["state"][s].double() for s in self.slots}
+        self.host = {n: call.kwargs[n].clone() for n in KEPT if n in call.kwargs}
+        self.out_error = self.state_error = 0.0
+
+    def step(self) -> Tensor:
+        case, k, room = self.case, self.kwargs, self.kwargs["old_x"].shape[1]
+        order = [self.slots[i] for i in torch.randperm(len(self.slots), generator=self.g)]
+        order = [*order[: int(torch.randint(1, len(order) + 1, (), generator=self.g))], -1]
+        counts = torch.randint(0 if case.lengths else case.tokens, case.tokens + 1, (len(order),), generator=self.g).tolist()
+        total = sum(counts)
+
+        def normal(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.randn(total, *shape, generator=self.g).to(self.device, dtype)
+
+        H, P, N, G = case.heads, case.headdim, case.d_state, case.groups
+        new = {"x": normal(case.x, H, P), "B": normal(case.x, G, N), "C": normal(case.x, G, N), "dt": normal(case.dt, H)}
+        new |= {"z": normal(case.z, H, P)} if case.z else {}
+        flat = dict(new)
+        if case.lengths:
+            new["cu_seqlens"] = torch.tensor([0, *accumulate(counts)], dtype=I32, device=self.device)
+        else:
+            new = {n: t.unflatten(0, (len(order), case.tokens)) for n, t in new.items()}
+        new |= {"out": torch.full_like(new["x"], float("nan"), dtype=F32)}
+        new["state_indices"] = torch.tensor(order, dtype=I32, device=self.device)
+        out = self.function(**{**k, "z": None} | new | self.options).reshape(total, H, P)
+        at, want, A = 0, [], k["A"].double()
+        accepted = torch.zeros_like(self.host["prev_num_accepted_tokens"])
+        for slot, T in zip(order, counts, strict=True):
+            x, B, C, dt = (flat[n][at : at + T] for n in ("x", "B", "C", "dt"))
+            z = flat["z"][at : at + T] if case.z else None
+            at += T
+            if slot < 0:
+                want.append(torch.zeros(T, H, P, dtype=torch.float64, device=self.device))
+                continue
+            S, step, x = self.truth[slot], sized(k, dt), x.double()
+            want.append(dressed(k, recurrence(S, x, step, A, B.double(), C.double())[0], x, z))
+            keep = int(torch.randint(0, T + 1, (), generator=self.g))
+            self.truth[slot] = recurrence(S, x[:keep], step, A, B.double())[1]
+            accepted[slot] = keep
+            self._note(slot, T, room)
+        self.out_error = max(self.out_error, norm_error(out, torch.cat(want)) if total else 0.0)
+        self.host["prev_num_accepted_tokens"] += accepted
+        if case.arrivals:
+            k["prev_num_accepted_tokens"] += accepted
+        else:
+            for name, t in self.host.items():
+                k[name].copy_(t)
+        return out
+
+    def _note(self, slot: int, T: int, room: int) -> None:
+        """The bookkeeping of one slot, as a caller would do it."""
+        if T == 0:
+            return
+        host, valid = self.host, int(self.host["prev_num_accepted_tokens"][slot])
+        written = valid + T > self.case.window if self.case.ring else valid > 0
+        if not self.case.ring:
+            host["cache_buf_idx"][slot] ^= 1
+        elif written:
+            host["ring_start"][slot] = (host["ring_start"][slot] + valid) % room
+        if written:
+            host["prev_num_accepted_tokens"][slot] = 0
+            if "rand_seed" in host:
+                host["rand_seed"][slot] += 1
+
+    def materialized(self, function: Callable[..., Tensor] = ssmgen.materialize_selective_state, **more: Any) -> Tensor:
+        """The states of all sequences; compared with the truth."""
+        names = ("state", *HISTORY[:3], "prev_num_accepted_tokens", "old_dA_cumsum", "cache_buf_idx", "ring_start")
+        given = {n: self.kwargs[n] for n in names if n in self.kwargs}
+        given |= {"A": self.kwargs["A"], "max_tokens": self.case.tokens} if self.case.ring else {}
+        index = torch.tensor(self.slots, dtype=I64, device=self.device)
+        out = function(**given, state_indices=index, **more)
+        self.state_error = max(self.state_error, norm_error(out, torch.stack([self.truth[s] for s in self.slots])))
+        return out

@@ -1,0 +1,437 @@
+"""The replay functions without a GPU: the reference, runs of many steps, bookkeeping, errors, registration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from replay_cases import (
+    BF16,
+    BOUND,
+    F16,
+    F32,
+    HISTORY,
+    I32,
+    I64,
+    KEPT,
+    RAGGED,
+    RING,
+    STEP,
+    Call,
+    Case,
+    Run,
+    assert_matches,
+    expected,
+    make,
+    matrix,
+    named,
+    vary,
+)
+
+import ssmgen
+from ssmgen import registry
+from ssmgen.errors import ArgumentError, UnsupportedError
+from ssmgen.kernels.replay_selective_state_update import ReplayProblem
+from ssmgen.ops import replay_call as op
+from ssmgen.reference.stochastic import stored
+from ssmgen.spec import Arch, DType
+
+BOTH = pytest.mark.parametrize("base", [STEP, RING], ids=lambda c: c.id)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit."""
+    width = {8: torch.int64, 4: torch.int32, 2: torch.int16}[a.element_size()]
+    return torch.equal(a.contiguous().view(width), b.contiguous().view(width))
+
+
+def checked(case: Case, seed: int = 0) -> Call:
+    call = make(case, "cpu", seed)
+    want = expected(call)
+    call.run()
+    assert_matches(call, want)
+    return call
+
+
+# One step.
+
+
+@named(*matrix())
+def test_reference_is_within_rounding_of_float64(case):
+    checked(case)
+
+
+@BOTH
+def test_every_count(base):
+    """0 ... window entries count; any other number is none. Without entries the state keeps its bits."""
+    counts = (*range(base.window + 1), base.window + 1, 2**31 - 1, -1, -(2**31))
+    case = replace(base, index=None, batch=len(counts), accepted=counts, tokens=4, state=F16)
+    before = make(case, "cpu").kwargs["state"].clone()
+    call = checked(case)
+    for s, count in enumerate(counts):
+        live = count if 0 < count <= base.window else 0
+        written = live + case.tokens > base.window if base.ring else live > 0
+        assert same(call.kwargs["state"][s], before[s]) == (not written), f"count {count}"
+
+
+def test_counts_out_of_range_are_none():
+    """The outputs of one sequence on one state, at all counts that say nothing."""
+    outs = []
+    for count in (0, -1, 9, 2**31 - 1, -(2**31)):
+        call = make(replace(STEP, batch=1, accepted=(count,)), "cpu")
+        call.run()
+        outs.append(call.kwargs["out"])
+    assert all(same(outs[0], other) for other in outs[1:]) and outs[0].isfinite().all()
+
+
+@BOTH
+def test_a_sequence_without_tokens_touches_nothing(base):
+    case = replace(base, lengths=(0, 0, 0, 0), arrivals=True, accepted=(5, 2))
+    call = make(case, "cpu")
+    call.run()
+    assert not call.memory.untouched({}), "something was written"
+
+
+@BOTH
+def test_a_padded_sequence_gets_zeros_and_touches_nothing(base):
+    case = replace(base, batch=3, arrivals=True)
+    call = make(case, "cpu")
+    call.kwargs["state_indices"].copy_(torch.tensor([-1, call.kwargs["state"].shape[0], 2**31 - 1]))
+    call.run()
+    assert not call.memory.untouched({"out": None, "state_indices": None}) and not call.kwargs["out"].any()
+
+
+@pytest.mark.parametrize("seeds", ["one", "slots"])
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=["f16", "bf16"])
+def test_the_noise_is_of_the_seed_and_the_place_in_the_pool(dtype, seeds):
+    """The state is the one that f32 would have, rounded by its slot's noise: not by that of its sequence."""
+    call, wide = (make(replace(STEP, state=dtype, seeds=s, accepted=(3, 8)), "cpu") for s in (seeds, ""))
+    exact = wide.kwargs["state"].float()
+    call.run()
+    wide.function(**wide.kwargs | {"state": exact})
+    seed = call.kwargs["rand_seed"].tolist()
+    for slot in (s for s in call.slot_of if s >= 0):
+        want = stored(exact[slot], dtype, seed[slot if seeds == "slots" else 0], 10, slot)
+        assert same(call.kwargs["state"][slot], want), f"slot {slot}"
+        assert not same(want, stored(exact[slot], dtype, seed[slot if seeds == "slots" else 0] + 1, 10, slot))
+
+
+# Many steps: outputs and states of what was accepted, whatever the history was. Measured: 1.3e-7 and 0.9e-7.
+
+RUNS = [
+    *vary(STEP, run={}, run_ragged=RAGGED, run_advance={"arrivals": True, "z": F32}, run_t8={"tokens": 8, "x": F32}, run_t1={"tokens": 1}),
+    *vary(RING, run={}, run_ragged=RAGGED, run_advance={"arrivals": True, "z": F32}, run_w16={"window": 16, "tokens": 3, **RAGGED}),
+    *vary(RING, run_t1={"tokens": 1, "arrivals": True}, run_t8={"tokens": 8}, run_advance_ragged={"arrivals": True, **RAGGED}),
+]
+
+
+@named(*RUNS)
+def test_twenty_steps_of_random_acceptance_equal_the_sequential_recurrence(case):
+    run = Run(replace(case, batch=5), "cpu")
+    for _ in range(20):
+        run.step()
+        for name, host in run.host.items():
+            assert torch.equal(run.kwargs[name], host), f"{name} is not what a caller's bookkeeping gives"
+    run.materialized()
+    assert run.out_error <= 1e-5 and run.state_error <= 1e-5, (run.out_error, run.state_error)
+
+
+def test_the_run_notices_one_token_too_many():
+    """The comparison is worth something: the same run where one count is off by one."""
+    run = Run(replace(STEP, batch=5), "cpu")
+    run.step()
+    assert run.out_error <= 1e-5
+    changed = run.host["prev_num_accepted_tokens"]
+    changed[changed > 0] -= 1
+    run.kwargs["prev_num_accepted_tokens"].copy_(changed)
+    run.materialized()
+    assert run.state_error > 1e-3
+
+
+@named(
+    *vary(RING, seeds={"state": BF16}),
+    pytest.param(
+        replace(STEP, id="step-seeds", state=F16),
+        id="step-seeds",
+    ),
+)
+def test_seeds_count_the_states_that_were_written(case):
+    run = Run(replace(case, batch=5, seeds="slots", arrivals=True), "cpu")
+    first = run.host["rand_seed"].clone()
+    for _ in range(12):
+        before = run.kwargs["state"].clone()
+        seeds = run.kwargs["rand_seed"].clone()
+        run.step()
+        assert torch.equal(run.kwargs["rand_seed"], run.host["rand_seed"])
+        written = torch.tensor([not same(a, b) for a, b in zip(before, run.kwargs["state"], strict=True)])
+        assert torch.equal(run.kwargs["rand_seed"] != seeds, written)
+    assert (run.kwargs["rand_seed"] - first).max() >= 2
+
+
+@named(*vary(STEP, bf16={"state": BF16}), *vary(RING, f16={"state": F16}))
+def test_materialize_gives_the_state_of_what_was_accepted_and_changes_nothing(case):
+    run = Run(replace(case, batch=5), "cpu")
+    run.step()  # which writes no state, so that the result is rounded once
+    before = {n: t.clone() for n, t in run.kwargs.items() if isinstance(t, torch.Tensor)}
+    states = run.materialized()
+    assert run.state_error <= BOUND[case.state] + BOUND[F32] and states.dtype == case.state
+    assert all(same(run.kwargs[n], t) for n, t in before.items())
+    out = torch.full((len(run.slots), 2, *states.shape[1:]), float("nan"), dtype=states.dtype)
+    assert run.materialized(out=out[:, 1]).data_ptr() == out[:, 1].data_ptr()
+    assert same(out[:, 1], states) and out[:, 0].isnan().all()
+
+
+def test_materialize_of_no_slot_is_zero():
+    run = Run(replace(STEP, batch=5, tokens=3), "cpu")
+    run.step()
+    index = torch.tensor([-1, run.slots[0], 99, run.slots[1]], dtype=I32)
+    names = ("state", *HISTORY, "prev_num_accepted_tokens", "cache_buf_idx")
+    given = {n: run.kwargs[n] for n in names}
+    some = ssmgen.materialize_selective_state(**given, state_indices=index, pad_slot_id=run.slots[1])
+    every = ssmgen.materialize_selective_state(**given)
+    assert not some[[0, 2, 3]].any() and same(some[1], every[run.slots[0]]) and some[1].any()
+
+
+# Errors.
+
+MATERIALIZE = ("state", *HISTORY, "prev_num_accepted_tokens", "cache_buf_idx", "ring_start", "state_indices", "pad_slot_id", "precision")
+
+
+def bad(case: Case, change: dict[str, Any], function: Any = None) -> str:
+    call = make(case, "cpu")
+    kwargs = call.kwargs | {k: v(call.kwargs) if callable(v) else v for k, v in change.items()}
+    if function is ssmgen.materialize_selective_state:
+        kwargs = {n: v for n, v in kwargs.items() if n in (*MATERIALIZE, "A", "out", "max_tokens") and (n != "out" or "out" in change)}
+    with pytest.raises(ArgumentError) as e:
+        (function or call.function)(**kwargs)
+    assert not call.memory.untouched({}), "something was written"
+    assert "Nothing was launched and the state is unchanged." in str(e.value)
+    return str(e.value)
+
+
+SMALL = replace(STEP, id="small", batch=3)
+PACKED = replace(STEP, id="packed", lengths=(3, 0, 4))
+LONG = replace(RING, id="long", batch=3)
+POOLED = ("state", *HISTORY, "cache_buf_idx", "prev_num_accepted_tokens")
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "words"),
+    [
+        (SMALL, {"state": None}, "state is a NoneType, not a tensor"),
+        (SMALL, {"state": lambda k: k["state"][0]}, "state is [4, 16, 32], not [slots, heads, headdim, d_state]"),
+        (replace(SMALL, headdim=32), {"state": lambda k: k["state"].transpose(2, 3)}, "its last three axes must be dense"),
+        (SMALL, {"state": lambda k: k["state"].double()}, "state is torch.float64, not float32, float16 or bfloat16"),
+        (SMALL, {"state": lambda k: k["state"][:1].expand(9, -1, -1, -1)}, "which overlap"),
+        (SMALL, {"old_x": lambda k: k["old_x"][0]}, "old_x is [8, 4, 16]"),
+        (SMALL, {"old_x": lambda k: k["old_x"][:, :4]}, "x has 5 tokens, and the history has room for W = 4"),
+        (SMALL, {"old_x": lambda k: k["old_x"].float()}, "old_x is torch.float32, x is torch.bfloat16"),
+        (SMALL, {"old_x": lambda k: k["old_x"][:1].expand(9, -1, -1, -1)}, "two of its elements share memory"),
+        (SMALL, {"old_B": lambda k: k["old_B"][:, :1]}, "old_B is [9, 1, 8, 2, 32]"),
+        (SMALL, {"old_dt": lambda k: k["old_dt"].half()}, "old_dt is torch.float16, not float32"),
+        (SMALL, {"old_dA_cumsum": None}, "old_dA_cumsum is needed beside cache_buf_idx"),
+        (SMALL, {"cache_buf_idx": lambda k: k["cache_buf_idx"].long()}, "cache_buf_idx is int64, not int32"),
+        (SMALL, {"cache_buf_idx": lambda k: k["cache_buf_idx"][::2]}, "cache_buf_idx is [5]"),
+        (SMALL, {"prev_num_accepted_tokens": lambda k: torch.zeros(18, dtype=I32)[::2]}, "prev_num_accepted_tokens has stride 2, not 1"),
+        (SMALL, {"x": lambda k: k["x"][0]}, "x is [5, 4, 16], not [batch, T, heads, headdim]"),
+        (SMALL, {"x": lambda k: k["x"].float()}, "B is torch.bfloat16, x is torch.float32"),
+        (SMALL, {"B": lambda k: k["B"][:, :, :1]}, "B is [3, 5, 1, 32], not [batch, T, groups, d_state]"),
+        (SMALL, {"dt": lambda k: torch.zeros(3, 5, 4, 16)}, "its last axis must be expanded"),
+        (SMALL, {"A": lambda k: torch.zeros(4, 16, 32)}, "it must be one value per head, expanded"),
+        (SMALL, {"A": None}, "A is needed"),
+        (SMALL, {"D": lambda k: torch.zeros(4, 3)}, "D is [4, 3], not [heads, headdim] = [4, 16]"),
+        (SMALL, {"z": lambda k: torch.zeros(3, 5, 4)}, "z is [3, 5, 4], not [batch, T, heads, headdim]"),
+        (SMALL, {"out": lambda k: k["out"][:2]}, "out is [2, 5, 4, 16]"),
+        (SMALL, {"out": lambda k: k["x"]}, "out overlaps x in memory"),
+        (SMALL, {"out": lambda k: k["out"][:1].expand(3, -1, -1, -1)}, "out has strides"),
+        (SMALL, {"state_indices": None, **{n: lambda k, n=n: k[n][:2] for n in POOLED}}, "state has 2 slots for a batch of 3"),
+        (SMALL, {"state_indices": torch.zeros(4, dtype=I32)}, "state_indices is [4], not [batch] = [3]"),
+        (SMALL, {"state_indices": torch.zeros(3)}, "state_indices is torch.float32, not int32 or int64"),
+        (SMALL, {"rand_seed": torch.zeros(9, dtype=I64)}, "rand_seed is given, and a float32 state is not rounded"),
+        (replace(SMALL, state=F16), {"rand_seed": torch.zeros(3, dtype=I64)}, "rand_seed is [3], not [1] or [slots] = [9]"),
+        (replace(SMALL, state=F16), {"rand_seed": torch.zeros(9, dtype=I32)}, "rand_seed is int32, not int64"),
+        (replace(SMALL, state=F16, seeds="one"), {"philox_rounds": 11}, "philox_rounds is 11, not 1 … 10"),
+        (SMALL, {"arrivals": torch.zeros(3, dtype=I32)}, "arrivals is [3], not [slots] = [9]"),
+        (SMALL, {"precision": "tf32"}, "precision is 'tf32', not one of 'f32', 'bf16x2', 'bf16'"),
+        (SMALL, {"pdl": "yes"}, "pdl is 'yes'"),
+        (SMALL, {"dt_bias": lambda k: k["dt_bias"].requires_grad_()}, "dt_bias requires grad"),
+        (SMALL, {"z": torch.zeros(3, 5, 4, 16, device="meta")}, "z is on meta, state is on cpu"),
+        (PACKED, {"x": lambda k: k["x"][None]}, "x is [1, 9, 4, 16], not [tokens, heads, headdim]"),
+        (PACKED, {"cu_seqlens": torch.zeros(3, dtype=I32)}, "state_indices is [3], not [batch] = [2]"),
+        (PACKED, {"cu_seqlens": torch.zeros(4)}, "cu_seqlens is torch.float32, not int32 or int64"),
+        (LONG, {"ring_start": None}, "neither cache_buf_idx nor ring_start is given"),
+        (LONG, {"ring_start": torch.zeros(2, dtype=I32)}, "ring_start is [2], not [slots] = [9]"),
+        (LONG, {"max_tokens": 4}, "x has 5 tokens, more than max_tokens 4"),
+        (LONG, {"max_tokens": 13}, "a ring of 13 leaves no window for steps of 13 tokens"),
+        (LONG, {"old_B": lambda k: k["old_B"][:, :5]}, "old_B is [9, 5, 2, 32]"),
+        (replace(LONG, lengths=(2, 3)), {"max_tokens": None}, "max_tokens is needed with cu_seqlens"),
+        (replace(LONG, window=33), {}, "the window is 33 entries, more than 32"),
+        (replace(SMALL, window=33), {}, "the window is 33 entries, more than 32"),
+        (replace(LONG, tokens=33), {}, "x has 33 tokens, more than 32"),
+    ],
+)  # fmt: skip
+def test_bad_input(case, change, words, monkeypatch):
+    if not change:  # what is wrong is the case itself, which is made all the same
+        monkeypatch.setattr(Call, "__post_init__", lambda call: setattr(call, "function", FUNCTIONS[call.case.ring]))
+    assert words in bad(case, change)
+
+
+FUNCTIONS = (ssmgen.replay_selective_state_update, ssmgen.checkpoint_selective_state_update)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "words"),
+    [
+        (SMALL, {"out": torch.zeros(3, 4, 16, 32, dtype=F16)}, "out is torch.float16, state is torch.float32"),
+        (SMALL, {"out": torch.zeros(3, 4, 16, 31)}, "out is [3, 4, 16, 31], not [batch, heads, headdim, d_state]"),
+        (SMALL, {"out": torch.zeros(3, 4, 32, 16).transpose(2, 3)}, "its last three axes must be dense"),
+        (SMALL, {"out": lambda k: k["state"][:3]}, "out overlaps state in memory"),
+        (SMALL, {"state_indices": torch.zeros(3)}, "state_indices is torch.float32"),
+        (LONG, {"A": None}, "A is needed"),
+    ],
+)
+def test_bad_input_of_materialize(case, change, words):
+    assert words in bad(case, change, ssmgen.materialize_selective_state)
+
+
+def test_everything_wrong_in_one_message():
+    wrong = {
+        "precision": "f64", "pdl": 3, "old_dt": lambda k: k["old_dt"].half(), "state_indices": torch.zeros(5), "D": torch.zeros(3, 3),
+        "arrivals": torch.zeros(2), "rand_seed": torch.zeros(2), "C": lambda k: k["C"].float(), "old_dA_cumsum": None,
+    }  # fmt: skip
+    assert bad(SMALL, wrong).count("\n  - ") >= 9
+
+
+def test_a_long_stride_is_refused():
+    x = torch.empty_strided((3, 5, 4, 16), (2**33, 2**32, 16, 1), device="meta", dtype=BF16)
+    assert "below 2^31" in bad(SMALL, {"x": x})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"d_state": 48}, "d_state 48 is not 32 … 256 in steps of 32"),
+        ({"d_state": 288}, "d_state 288 is not"),
+        ({"headdim": 12}, "headdim 12 is not a multiple of 8"),
+        ({"ngroups": 3}, "nheads 4 is not a multiple of ngroups 3"),
+        ({"tokens": 40}, "40 tokens on 8 are not 8 … 32 each"),
+        ({"window": 12}, "8 tokens on 12 are not"),
+        ({"philox_rounds": 10}, "an f32 state is not rounded"),
+        ({"terms": 4}, "terms 4 is not 1 … 3"),
+        ({"materialize": True, "advance": True}, "materialize reads the history and leaves it"),
+        ({"headdim": 2**16, "d_state": 256, "nheads": 128}, "one slot of the state has 2^31 elements or more"),
+    ],
+)
+def test_what_no_variant_serves(change, words):
+    problem = ReplayProblem(d_state=32, headdim=16, nheads=4, ngroups=2)
+    assert not problem.faults()
+    assert any(words in fault for fault in replace(problem, **change).faults())
+
+
+# Registration with torch.
+
+TINY = {"heads": 2, "batch": 1, "tokens": 1, "accepted": (1,)}  # opcheck looks at each operation of the reference
+REGISTERED = [
+    replace(SMALL, **TINY),
+    replace(PACKED, **TINY | {"lengths": (1, 0)}, state=BF16, seeds="slots", arrivals=True),
+    replace(LONG, **TINY, z=F32, arrivals=True),
+]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@named(*[replace(c, id=f"{i}-{c.id}") for i, c in enumerate(REGISTERED)])
+def test_opcheck(case):
+    call = make(case, "cpu")
+    assert not torch.isnan(call.kwargs["A"]).any()
+    for t in call.operands.values():  # opcheck compares results, and NaN is not equal to itself
+        if t.is_floating_point():
+            t.nan_to_num_(nan=0.5)
+    torch.library.opcheck(torch.ops.ssmgen.replay_selective_state_update.default, (*call.given, *call.options, None))
+
+
+@BOTH
+def test_torch_compile_fullgraph(base):
+    case = replace(base, arrivals=True)
+
+    def step(kwargs):
+        function = FUNCTIONS[case.ring]
+        return function(**kwargs | {"x": kwargs["x"] * 2, "out": None}).float() + 1
+
+    eager, compiled = make(case, "cpu"), make(case, "cpu")
+    want = step(eager.kwargs)
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(compiled.kwargs)
+    assert same(got, want) and got.dtype == F32
+    written = [n for n in eager.results() if n != "out"]
+    assert all(same(eager.kwargs[n], compiled.kwargs[n]) for n in written)
+    assert any(not same(make(case, "cpu").kwargs[n], compiled.kwargs[n]) for n in ("state", "prev_num_accepted_tokens"))
+
+
+def test_two_kernels_on_a_cpu_are_the_reference():
+    one, two = make(SMALL, "cpu"), make(replace(SMALL, two_kernels=True), "cpu")
+    one.run()
+    two.run()
+    assert all(same(a, b) for a, b in zip(one.results().values(), two.results().values(), strict=True))
+
+
+def test_out_is_allocated_like_x():
+    call = make(replace(SMALL, out=BF16), "cpu")
+    out = call.function(**call.kwargs | {"out": None})
+    assert out.shape == call.kwargs["x"].shape and out.dtype == BF16 and out.is_contiguous()
+    again = make(replace(SMALL, out=BF16), "cpu")
+    assert again.run() is again.kwargs["out"] and same(again.kwargs["out"], out)
+
+
+def test_fake_tensors_go_through_the_dispatcher():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    call = make(SMALL, "cpu")
+    with FakeTensorMode() as mode:
+        kwargs = {n: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for n, t in call.kwargs.items()}
+        out = call.function(**kwargs | {"out": None})
+    assert out.shape == call.kwargs["x"].shape and type(out) is not torch.Tensor
+    assert not call.memory.untouched({})
+
+
+def test_bind_on_cpu():
+    bound_call, eager = make(replace(RING, arrivals=True), "cpu"), make(replace(RING, arrivals=True), "cpu")
+    bound = ssmgen.bind(bound_call.function, **bound_call.kwargs)
+    for _ in range(3):
+        assert bound() is bound_call.kwargs["out"]
+        eager.run()
+    assert all(same(a, b) for a, b in zip(bound_call.results().values(), eager.results().values(), strict=True))
+
+
+# What serves a call.
+
+
+def test_explain_of_a_call_without_a_gpu():
+    call = make(replace(SMALL, state=BF16, z=F16), "cpu")
+    spec = ssmgen.explain(call.function, **call.kwargs, arch="sm_90a").chosen.spec
+    assert (spec.d_state, spec.headdim, spec.nheads, spec.ngroups, spec.tokens, spec.window) == (32, 16, 4, 2, 8, 8)
+    assert (spec.state, spec.x, spec.z, spec.out) == (DType.BF16, DType.BF16, DType.F16, DType.F32)
+    assert spec.history.value == "step" and not spec.materialize and spec.terms == 3
+    run = Run(LONG, "cpu")
+    given = {n: run.kwargs[n] for n in ("state", *HISTORY[:3], "prev_num_accepted_tokens", "ring_start", "A")}
+    spec = ssmgen.explain(ssmgen.materialize_selective_state, **given, max_tokens=5, arch="sm_80").chosen.spec
+    assert spec.materialize and spec.history.value == "ring" and spec.window == 8
+
+
+def test_supported():
+    call = make(SMALL, "cpu")
+    assert ssmgen.supported(call.function, **call.kwargs, arch="sm_80") == (True, [])
+    yes, reasons = ssmgen.supported(call.function, **call.kwargs, arch="sm_75")
+    assert not yes and any("bf16 arithmetic needs sm_80, not sm_75" in reason for reason in reasons)
+    yes, reasons = ssmgen.supported(call.function, **call.kwargs | {"precision": "f8", "pdl": 7}, arch="sm_90a")
+    assert not yes and len(reasons) == 2
+    odd = make(replace(SMALL, d_state=48), "cpu")
+    yes, reasons = ssmgen.supported(odd.function, **odd.kwargs, arch="sm_90a")
+    assert not yes and any("d_state 48 is not 32" in reason for reason in reasons)
+    with pytest.raises(UnsupportedError):
+        registry.select(op.OPERATOR, odd.problem, 3, Arch.parse("sm_90a"), True)
+
+
+def test_results_name_all_that_may_be_written():
+    call = make(replace(STEP, state=BF16, seeds="slots", arrivals=True), "cpu")
+    assert set(call.results()) == {n for n in op.FAMILY.written if n in call.views} and set(KEPT) - {"ring_start"} < set(call.results())
