@@ -115,10 +115,10 @@ def meta(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
 
 
 def test_rules():
-    few, spec = chosen(meta(64, 128, 512), meta(64, 128))
+    few, spec = chosen(meta(64, 32, 512), meta(64, 32))
     assert few == "parts-4" and (spec.parts, spec.lanes, spec.tiles, spec.threads) == (4, 32, 4, 128)
     many, spec = chosen(meta(2, 8192, 128), meta(2, 8192))
-    assert many == "parts-1" and (spec.parts, spec.max_splits) == (1, 2)
+    assert many == "whole-warps" and (spec.parts, spec.max_splits) == (1, 2)
     single, spec = chosen(meta(200, 1, 64), meta(200, 1))
     assert single == "parts-8" and spec.parts == 8 and spec.max_splits == 0
     text = str(ssmgen.explain(ssmgen.combine_splits, meta(2, 8192, 128), meta(2, 8192), arch="sm_90a"))

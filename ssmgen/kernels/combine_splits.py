@@ -220,7 +220,7 @@ def _shape(problem: CombineProblem, parts: int, vec: int = 0, ilp: int = 0, **ho
     tiles = -(-problem.d_v // (lanes * vec))
     if problem.in_place and tiles > 1:
         parts = min(parts, 1024 // (tiles * lanes))
-    ilp = ilp or min(4, parts, _pow2(-(-most // CHAINS)))
+    ilp = ilp or min(4, max(2, parts), _pow2(-(-most // CHAINS)))
     unit = lanes * parts
     meets = unit * (tiles if problem.in_place else 1) if unit > 32 or (problem.in_place and tiles > 1) else 0
     return _spec(problem, vec=vec, lanes=lanes, parts=parts, ilp=ilp, threads=meets or 128, **how)
@@ -246,10 +246,11 @@ def candidates(problem: CombineProblem, rows: int, arch: Arch, pdl: bool) -> Ite
             yield f"parts-{parts}", None, f"{rows} rows of {vectors // rows} vectors are above {limit}"
         else:  # two splits of a thread take as long as one
             yield f"parts-{parts}", _shape(problem, min(parts, max(1, (problem.max_splits or 2**31) // LEAST)), **how), ""
-    yield "parts-1", _shape(problem, 1, **how), ""
+    fewest = 32 // min(32, _pow2(-(-problem.d_v // problem.widest)))  # whole warps to a row
+    yield "whole-warps", _shape(problem, min(fewest, max(1, (problem.max_splits or 2**31) // LEAST)), **how), ""
 
 
 # (vectors of the output, at most) -> teams that share a row's splits, enough of them to keep every SM asking for memory; and the splits
-# that a team should have. Both are estimates from bytes in flight, to be measured on an H200.
-FILL = ((2**13, 8), (2**15, 4), (2**16, 2))
+# that a team should have. Measured on an H200; docs/performance.md.
+FILL = ((2**11, 8), (2**13, 4))
 LEAST = 4

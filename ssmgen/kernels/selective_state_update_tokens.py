@@ -190,8 +190,9 @@ def space(problem: SsuTokensProblem, arch: Arch) -> Iterator[SsuTokensSpec]:
     return (spec for spec in specs if not spec.violations(arch))
 
 
-# Those of the linear-attention engine's calls of several tokens, whose traffic is the same.
+# Measured on an H200 with every token's state kept; docs/performance.md.
 RULES = [
+    Rule("few", 1, tile_kib=4, ilp=2),
     Rule("latency", 48, tile_kib=8),
     Rule("bandwidth", float("inf"), tile_kib=8, prefetch=132),
 ]
