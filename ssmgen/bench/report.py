@@ -96,7 +96,16 @@ def usable(peers: Mapping[str, Peer | None]) -> dict[str, Peer]:
             found[name] = call
         except Exception as e:  # whatever it does not support
             left_out(name, "running", e)
+            _forget_error()
     return found
+
+
+def _forget_error() -> None:
+    """A launch that was refused leaves its error for whoever asks next: here, instead of in the first capture."""
+    try:
+        torch.zeros(1, device="cuda")
+    except RuntimeError:
+        pass
 
 
 def host_us(operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], peers: Mapping[str, Peer]) -> dict[str, float]:

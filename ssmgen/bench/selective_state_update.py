@@ -150,7 +150,9 @@ def flashinfer(case: Case) -> reports.Peer | None:
         options = {"z": z, "dt_bias": dt_bias, "dt_softplus": softplus, "state_batch_indices": given["state_indices"], "out": given["out"]}
         if case.tokens > 1:
             options |= {"cache_steps": case.tokens, "disable_state_update": case.intermediates}
-            options |= {"intermediate_states_buffer": given["intermediate_states"]} if case.intermediates else {}
+            if case.intermediates:  # without rows, FlashInfer takes the slots for them
+                rows = torch.arange(case.batch, device=x.device, dtype=given["state_indices"].dtype)
+                options |= {"intermediate_states_buffer": given["intermediate_states"], "intermediate_state_indices": rows}
         calls.append(((state, x, dt, A, B, C, D), options))
     return lambda i: function(*calls[i][0], **calls[i][1])
 

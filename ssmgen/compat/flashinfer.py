@@ -202,7 +202,7 @@ def selective_state_update(
     state: (slots, H, P, N) or (slots, dim, N)              state_batch_indices: (batch,), or (batch, columns), of which the first is read
     num_accepted_tokens: (batch,), instead the column num_accepted_tokens - 1; 0 is like 1
     dst_state_batch_indices: (batch,), or (batch, T) for the state after each token
-    intermediate_states_buffer: (rows, T or more, H, P, N), by sequence or by intermediate_state_indices (batch,)
+    intermediate_states_buffer: (rows, T or more, H, P, N), by intermediate_state_indices (batch,), or else by the slot that is read
     retrieve_parent_token: (batch, T), a draft tree: of SGLang's variant, not of FlashInfer's
     rand_seed: one int64, on the device, of the noise of f16 and bf16 states
 
@@ -238,6 +238,8 @@ def selective_state_update(
         num_accepted_tokens = num_accepted_tokens.clamp(min=1)
     elif read is not None and read.dim() == 2:
         read = read[:, 0]
+    if intermediate_states_buffer is not None and intermediate_state_indices is None and read is not None and read.dim() == 1:
+        intermediate_state_indices = read
     if write is not None and write.dim() == 2 and x.dim() == 3 and cu_seqlens is None:
         write = write[:, 0]
     if read is not None and write is not None and read.dtype != write.dtype:
