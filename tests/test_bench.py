@@ -204,12 +204,15 @@ def test_a_missing_peer_is_silent_and_a_broken_one_is_named(tmp_path, monkeypatc
 def test_a_peer_that_does_not_run_is_left_out(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(timing, "capture", lambda call, sets, least: call(0))
+    forgotten = []
+    monkeypatch.setattr(report, "_forget_error", lambda: forgotten.append(1))
 
     def fails(i):
         raise NotImplementedError("only on Tuesdays")
 
     with pytest.warns(UserWarning, match="a is not timed: running it raised NotImplementedError: only on Tuesdays"):
         assert list(report.usable({"a": fails, "b": abs, "c": None})) == ["b"]
+    assert len(forgotten) == 1
 
 
 # Options.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import warnings
@@ -102,10 +103,8 @@ def usable(peers: Mapping[str, Peer | None]) -> dict[str, Peer]:
 
 def _forget_error() -> None:
     """A launch that was refused leaves its error for whoever asks next: here, instead of in the first capture."""
-    try:
+    with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")
-    except RuntimeError:
-        pass
 
 
 def host_us(operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], peers: Mapping[str, Peer]) -> dict[str, float]:
