@@ -355,7 +355,7 @@ EDITS = {
     "rounded between tokens": (replace(NINE, state=BF16), "const u32 t = first + c;", f"const u32 t = first + c;{ROUND}", "off by"),
     "first column": (BY_NAME["t4-accepted"], "column * state_indices_column", "0 * state_indices_column", "off by"),
     "states kept past the last": (BY_NAME["ragged-accepted"], "if (t < kept_columns)", "if (true)", "changed outside"),
-    "row that is not there": (BY_NAME["t4-kept-wide"], "u64(kept_row) < u64(kept_rows)", "true", "outside of every operand"),
+    "row that is not there": (BY_NAME["t4-kept-wide"], "u64(kept_row) < u64(kept_rows)", "true", "outside"),
     "later parents": (BY_NAME["tree-f32"], "u64(chunk.parent) < earlier", "u64(chunk.parent) < 99", "off by"),
     "no parents": (BY_NAME["tree-f32"], "parent >= 0) {", "parent >= 99) {", "off by"),
     "destinations past the last": (BY_NAME["ragged-each"], "t < dst_columns ? ", "true ? ", "changed outside"),
