@@ -219,7 +219,7 @@ def test_the_rules_are_legal_and_agree_about_thresholds():
     for spec, arch in every_rule():
         assert not spec.violations(arch)
     problem = CombineProblem(d_v=128)
-    assert len(registry.variants(kernels.OPERATOR, problem, SM90, True, MAX_SIZE)) == 4
+    assert len(registry.variants(kernels.OPERATOR, problem, SM90, True, MAX_SIZE)) == 3
     assert len(list(kernels.space(problem, SM90))) >= 30
 
 
