@@ -27,6 +27,7 @@ from replay_cases import (
     make,
     matrix,
     named,
+    same,
     vary,
 )
 
@@ -39,12 +40,6 @@ from ssmgen.reference.stochastic import stored
 from ssmgen.spec import Arch, DType
 
 BOTH = pytest.mark.parametrize("base", [STEP, RING], ids=lambda c: c.id)
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit."""
-    width = {8: torch.int64, 4: torch.int32, 2: torch.int16}[a.element_size()]
-    return torch.equal(a.contiguous().view(width), b.contiguous().view(width))
 
 
 def checked(case: Case, seed: int = 0) -> Call:
@@ -373,6 +368,17 @@ def test_two_kernels_on_a_cpu_are_the_reference():
     one.run()
     two.run()
     assert all(same(a, b) for a, b in zip(one.results().values(), two.results().values(), strict=True))
+
+
+def test_two_kernels_allocate_what_is_between_them():
+    call = make(replace(SMALL, out=SMALL.x, two_kernels=True), "cpu")
+    given, _, _ = op.made(call.function.build, **call.kwargs | {"out": None})
+    x, mix, sums = call.kwargs["x"], *given[-2:]
+    assert given[op.OUT].shape == x.shape and mix.dtype == sums.dtype == F32
+    assert mix.shape == (x.shape[0], x.shape[2], call.problem.tokens, call.problem.tokens + call.problem.window)
+    assert sums.shape == mix.shape[:3]
+    with pytest.raises(ArgumentError, match="x is needed"):
+        call.function(**call.kwargs | {"x": None})
 
 
 def test_out_is_allocated_like_x():

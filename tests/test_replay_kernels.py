@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from replay_cases import BF16, F16, RAGGED, RING, STEP, Call, assert_matches, expected, make
+from replay_cases import BF16, F16, RAGGED, RING, STEP, Call, assert_matches, expected, make, same
 
 from ssmgen import emulator, registry
 from ssmgen.arguments import Arguments
@@ -84,12 +84,6 @@ def emulate(call: Call, spec: ReplaySpec) -> dict[str, torch.Tensor]:
         early = part.early_operands()
         run_source(source, part.name, grid, part.threads_per_block, packed, operands, tuple(part.written()), early=early)
     return call.results()
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit."""
-    width = {8: torch.int64, 4: torch.int32, 2: torch.int16}[a.element_size()]
-    return torch.equal(a.contiguous().view(width), b.contiguous().view(width))
 
 
 VARIED = {

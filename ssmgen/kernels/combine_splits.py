@@ -220,8 +220,8 @@ def _shape(problem: CombineProblem, parts: int, vec: int = 0, ilp: int = 0, **ho
     tiles = -(-problem.d_v // (lanes * vec))
     if problem.in_place and tiles > 1:
         parts = min(parts, 1024 // (tiles * lanes))
-    least = 4 // vec + 1 if problem.max_splits else 1  # two of 16 bytes of f32; more would spill with 16-bit ones, or in the loop
-    ilp = ilp or min(4, max(least, parts), _pow2(-(-most // CHAINS)))
+    deep = 2 if vec == 4 and problem.max_splits else 1  # of wider vectors, and in the loop, two per thread would spill
+    ilp = ilp or min(4, max(deep, parts), _pow2(-(-most // CHAINS)))
     unit = lanes * parts
     meets = unit * (tiles if problem.in_place else 1) if unit > 32 or (problem.in_place and tiles > 1) else 0
     return _spec(problem, vec=vec, lanes=lanes, parts=parts, ilp=ilp, threads=meets or 128, **how)

@@ -26,7 +26,7 @@ PRECISIONS = {"f32": 3, "bf16x2": 2, "bf16": 1}
 
 
 Call = tuple[tuple[Any, ...], "Options", bool | None]  # operands by NAMES, options, pdl
-OUT = NAMES.index("out")
+X, OUT, RING_START = map(NAMES.index, ("x", "out", "ring_start"))
 
 
 class Options(NamedTuple):
@@ -62,7 +62,7 @@ def operator(build: Callable[..., Call]) -> Callable[..., Tensor]:
 def made(build: Callable[..., Call], *args: Any, **kwargs: Any) -> Call:
     """The call, with an output if none was given."""
     given, options, pdl = build(*args, **kwargs)
-    x, out, mix, sums = given[8], given[OUT], None, None
+    x, out, mix, sums = given[X], given[OUT], None, None
     if out is None and isinstance(x, Tensor):
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if options.two_kernels:
@@ -71,13 +71,17 @@ def made(build: Callable[..., Call], *args: Any, **kwargs: Any) -> Call:
 
 
 def _between(given: tuple[Any, ...], options: Options) -> tuple[Tensor | None, Tensor | None]:
-    """What the first of two kernels leaves for the second; None where the operands are wrong, which the checks say."""
+    """What the first of two kernels leaves for the second: mix [batch, H, tokens, window + tokens] and sums [batch, H, tokens], f32.
+
+    None where the operands are wrong, which the checks say.
+    """
     named = {n: t for n, t in zip(NAMES, given, strict=False) if t is not None}
-    views = views_of(named, options, problems := [])
-    if problems:
+    try:
+        batch = named["cu_seqlens"].numel() - 1 if "cu_seqlens" in named else named["x"].shape[0]
+        tokens, window = room_of(named, options)
+        mix = named["x"].new_empty((batch, named["state"].shape[1], tokens, window + tokens), dtype=torch.float32)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError):
         return None, None
-    tokens, window = room_of(views, options)
-    mix = views["x"].new_empty((batch_of(views), views["state"].shape[1], tokens, window + tokens), dtype=torch.float32)
     return mix, mix.new_empty(mix.shape[:3])
 
 
@@ -100,7 +104,7 @@ def problem_of_call(build: Callable[..., Call], *args: Any, **kwargs: Any) -> tu
 
 def _plan(given: tuple[Any, ...], options: Options, pdl: bool | None) -> Callable[[], None]:
     try:
-        x = given[8]
+        x = given[X]
         key = (None if x is None else x.shape, tuple([t is None for t in given]), options, pdl)
     except AttributeError:  # not a tensor: the checks say so
         key = None
@@ -111,7 +115,7 @@ def _caller_of(given: tuple[Any, ...], options: Options) -> Caller:
     """With the name of the public function, for errors."""
     if options.materialize:
         return _CALLERS["materialize_selective_state"]
-    return _CALLERS[OPERATOR if given[6] is None else "checkpoint_selective_state_update"]
+    return _CALLERS[OPERATOR if given[RING_START] is None else "checkpoint_selective_state_update"]
 
 
 # --- checks
@@ -291,7 +295,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     """The problem that checked operands pose, given where they lie."""
     state = views["state"]
     _, H, P, N = state.shape
-    materialize = "x" not in views
+    materialize = options.materialize
     tokens, window = room_of(views, options)
     vectors = [n for n in ("x", "B", "C", "z", "out", "old_x", "old_B") if n in views and not (materialize and n == "out")]
     states = ["state", *(["out"] if materialize else [])]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from replay_cases import BF16, F32, I32, RING, STEP, make
+from replay_cases import BF16, F32, I32, RING, STEP, make, same
 from test_selective_state_update import after_a_producer, needs_pdl
 from torch import Tensor
 
@@ -193,12 +193,6 @@ def run(form: Form, batch: int, how: How, steps: Callable[[Chain, How], None]) -
         digests.append(chain.digest())
     torch.cuda.synchronize()
     return chain.results() | {"digests": torch.stack(digests)}
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit."""
-    width = {8: torch.int64, 4: torch.int32, 2: torch.int16}[a.element_size()]
-    return torch.equal(a.contiguous().view(width), b.contiguous().view(width))
 
 
 def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
