@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,50 +16,23 @@ from .ops import causal_conv1d as _conv
 from .ops import causal_conv1d_update as _conv_update
 from .ops import combine_splits as _combine
 from .ops import linear_attention as _linear
-from .ops import linear_attention_call as _linear_call
-from .ops import replay_call as _replay_call
 from .ops import replay_selective_state_update as _replay
 from .ops import selective_state_update as _ssu
+from .ops.calls import Call
 from .registry import Explanation
 from .spec import SM90, Arch, KernelSpec
 
-
-class Operator(NamedTuple):
-    """A public function's hooks, each of which takes the function's arguments."""
-
-    problem_of_call: Callable[..., Any]
-    plan_call: Callable[..., Any]
+FUNCTIONS = (
+    _ssu.selective_state_update, _conv.causal_conv1d, _conv_update.causal_conv1d_update, _combine.combine_splits, *_linear.FUNCTIONS,
+    *_replay.FUNCTIONS,
+)  # fmt: skip
 
 
-def _linear_hooks(function: Any) -> Operator:
-    build = function.build
-    return Operator(
-        lambda *args, **kwargs: _linear_call.problem_of_call(build(*args, **kwargs)),
-        lambda *args, **kwargs: _linear_call.plan_call(build(*args, **kwargs)),
-    )
-
-
-def _replay_hooks(function: Any) -> Operator:
-    build = function.build
-    return Operator(partial(_replay_call.problem_of_call, build), partial(_replay_call.plan_call, build))
-
-
-_OPERATORS = {
-    _ssu.selective_state_update: Operator(_ssu.problem_of_call, _ssu.plan_call),
-    _conv.causal_conv1d: Operator(_conv.problem_of_call, _conv.plan_call),
-    _conv_update.causal_conv1d_update: Operator(_conv_update.problem_of_call, _conv_update.plan_call),
-    _combine.combine_splits: Operator(_combine.problem_of_call, _combine.plan_call),
-    **{function: _linear_hooks(function) for function in _linear.FUNCTIONS},
-    **{function: _replay_hooks(function) for function in _replay.FUNCTIONS},
-}
-
-
-def _hooks(operator: Callable[..., Any]) -> Operator:
-    try:
-        return _OPERATORS[operator]
-    except (KeyError, TypeError):
-        known = ", ".join(f"ssmgen.{f.__name__}" for f in _OPERATORS)
-        raise ArgumentError("ssmgen", [f"{operator!r} is not an operator of ssmgen; known: {known}"]) from None
+def _call(operator: Callable[..., Any], args: Any, kwargs: Any) -> Call:
+    if operator not in FUNCTIONS:
+        known = ", ".join(f"ssmgen.{f.__name__}" for f in FUNCTIONS)
+        raise ArgumentError("ssmgen", [f"{operator!r} is not an operator of ssmgen; known: {known}"])
+    return operator.build(*args, **kwargs)
 
 
 def explain(operator: Callable[..., Any], *args: Any, arch: str | None = None, **kwargs: Any) -> Explanation:
@@ -69,8 +41,7 @@ def explain(operator: Callable[..., Any], *args: Any, arch: str | None = None, *
     args, kwargs: those of the call; only the tensors' shapes, strides and addresses are looked at. arch: such as "sm_90a", for tensors
     that are not on a GPU, or to ask about another one. Raises ArgumentError for a call that no kernel could be asked to serve.
     """
-    hooks = _hooks(operator)
-    problem, batch, device, pdl = hooks.problem_of_call(*args, **kwargs)
+    problem, batch, device, pdl = _call(operator, args, kwargs).problem()
     return registry.explain(OPERATOR_OF[type(problem)], problem, batch, *_target(device, arch, pdl))
 
 
@@ -93,8 +64,7 @@ def _target(device: torch.device, arch: str | None, pdl: bool | None) -> tuple[A
 
 def _specs(operator: Callable[..., Any], batches: Iterable[int], args: Any, kwargs: Any) -> tuple[list[KernelSpec], int]:
     """(the variants that a call, and the same at further batch sizes, are served by; device)"""
-    hooks = _hooks(operator)
-    problem, batch, device, pdl = hooks.problem_of_call(*args, **kwargs)
+    problem, batch, device, pdl = _call(operator, args, kwargs).problem()
     if device.type != "cuda":
         raise ArgumentError("ssmgen", [f"the tensors are on {device}, and kernels are loaded on CUDA devices"])
     sizes = [n for n in (batch, *batches) if n > 0]
@@ -140,5 +110,5 @@ class BoundCall:
 
 def bind(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> BoundCall:
     """Checks, selects and loads once, for callers that decode into the same tensors again and again. Raises what the call would."""
-    plan, out = _hooks(operator).plan_call(*args, **kwargs)
-    return BoundCall(plan, out, (args, kwargs))
+    call = _call(operator, args, kwargs)
+    return BoundCall(call.plan(), call.result, call)

@@ -158,7 +158,7 @@ class Chain:
             for plan in plans:
                 plan()
 
-        return run
+        return run if len(plans) > 1 else plans[0]
 
 
 class Plan:
@@ -226,24 +226,17 @@ _data_ptr = torch.Tensor.data_ptr
 class Signature:
     """The calls that differ in nothing but where their tensors lie.
 
-    `given` is all that a call was given; its tensors lie at `places`, in the order of the kernel's operands, and what else must be equal at
-    `constants`, if the key that the signature is found by does not hold it. Alignment and overlap are
-    functions of the pointers: `resolve` checks them and makes the plan, once per set of pointers.
+    `given` is all that a call was given; its tensors lie at `places`, and their pointers go to `resolve` in that order. Alignment and
+    overlap are functions of the pointers: `resolve` checks them and makes the plan, once per set of pointers.
     """
 
-    __slots__ = ("_resolve", "constants", "matches", "pick", "pick_constants", "plans")
+    __slots__ = ("_resolve", "matches", "pick", "plans")
 
     limit = 1024  # pointer sets remembered; caching allocators hand out the same few again and again
 
-    def __init__(
-        self, given: Sequence[Any], resolve: Callable[[tuple[int, ...]], Launch | None], places: Sequence[int] | None = None,
-        constants: Sequence[int] = (),
-    ):  # fmt: skip
-        places = [i for i, t in enumerate(given) if t is not None] if places is None else places
+    def __init__(self, given: Sequence[Any], resolve: Callable[[tuple[int, ...]], Launch | Chain | None], places: Sequence[int]):
         tensors = [given[i] for i in places]
         self.pick = itemgetter(*places)
-        self.pick_constants = itemgetter(*constants) if constants else None
-        self.constants = self.pick_constants(given) if constants else None
         guard = tensor_guard(tensors)
         # Weights may require grad where no graph is recorded. Elsewhere such a call is not one like this, and the checks refuse it.
         needs_grad = any(t.requires_grad for t in tensors)
@@ -259,37 +252,43 @@ class Signature:
         plan = self.plans[pointers] = _nothing if launch is None else launch.at(pointers)
         return plan
 
+    def plan(self, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """The plan for operands that match. Raises what `resolve` raises."""
+        pointers = tuple(map(_data_ptr, tensors))
+        return self.plans.get(pointers) or self.add(pointers)
 
-class Signatures:
-    """An operator's signatures, by what is cheap to hash. Cleared when a caller with ever new shapes has filled it."""
+
+class Table:
+    """Rows of what is alike in what is cheap to hash. Cleared when a caller with ever new shapes has filled it, and in a child process."""
 
     limit = 4096
 
     def __init__(self) -> None:
-        self._rows: dict[Any, tuple[Signature, ...]] = {}
+        self.rows: dict[Any, tuple[Any, ...]] = {}
         _tables.add(self)
 
-    def find(self, key: Any, given: tuple[torch.Tensor | None, ...]) -> Callable[[], None] | None:
-        """The plan for a call like one seen before, else None. The hot path: 2.7 us for 11 tensors, 2.3 of it in torch."""
-        for signature in self._rows.get(key, ()):
-            if signature.pick_constants and signature.pick_constants(given) != signature.constants:
-                continue
-            tensors = signature.pick(given)
-            if signature.matches(*tensors):
-                pointers = tuple(map(_data_ptr, tensors))
-                return signature.plans.get(pointers) or signature.add(pointers)
-        return None
-
-    def add(self, key: Any, signature: Signature) -> None:
-        if len(self._rows) >= self.limit:
-            self._rows.clear()
-        self._rows[key] = (signature, *self._rows.get(key, ()))[:64]
+    def add(self, key: Any, entry: Any) -> None:
+        if len(self.rows) >= self.limit:
+            self.rows.clear()
+        self.rows[key] = (entry, *self.rows.get(key, ()))[:64]
 
     def clear(self) -> None:
-        self._rows.clear()
+        self.rows.clear()
 
 
-_tables: weakref.WeakSet[Signatures] = weakref.WeakSet()
+class Signatures(Table):
+    """An operator's signatures, by what its operands and options are."""
+
+    def find(self, key: Any, given: tuple[torch.Tensor | None, ...]) -> Callable[[], None] | None:
+        """The plan for a call like one seen before, else None."""
+        for signature in self.rows.get(key, ()):
+            tensors = signature.pick(given)
+            if signature.matches(*tensors):
+                return signature.plan(tensors)
+        return None
+
+
+_tables: weakref.WeakSet[Table] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:

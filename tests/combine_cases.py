@@ -136,9 +136,9 @@ class Call:
     kwargs: dict[str, Any]
 
     def __post_init__(self) -> None:
-        self.given, self.options, *_ = op._call(**self.kwargs)
-        self.named = op._caller.named(self.given)
-        self.views = op._caller.checked(self.named, self.options, None)
+        built = ssmgen.combine_splits.build(**self.kwargs)
+        self.given, self.options, self.named = built.given, built.options, built.operands
+        self.views = op.CALLER.checked(self.named, self.options, None)
         self.problem = op.problem_of(self.views, {n: t.data_ptr() for n, t in self.named.items()}, self.options)
 
     def run(self, **more: Any) -> Any:

@@ -14,6 +14,7 @@ from conv_cases import I32, I64, Call
 from ssu_cases import ulp
 from torch import Tensor
 
+import ssmgen
 from ssmgen import emulator, registry
 from ssmgen.arguments import Arguments
 from ssmgen.emulator import run_source
@@ -93,8 +94,8 @@ def assert_matches(call: Call, want: Expected) -> None:
 
 def emulate(op: ModuleType, given: tuple[Any, ...], options: Any, spec: KernelSpec | None = None, arch: Arch = SM90, change=str) -> None:
     """One launch, or none, of a variant or of the one that the registry chooses; `change` edits the text."""
-    operands = op._caller.named(given)
-    views = op._caller.checked(operands, options, None)
+    operands = op.CALLER.named(given)
+    views = op.CALLER.checked(operands, options, None)
     size = op.FAMILY.size_of(views)
     if size == 0:
         return
@@ -112,9 +113,9 @@ def emulated(op: ModuleType):
     """What stands for the public function."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        given, options, _, *result = op._call(*args, **kwargs)
-        emulate(op, given, options)
-        return result[0] if result else given[10]
+        call = getattr(ssmgen, op.OPERATOR).build(*args, **kwargs)
+        emulate(op, call.given, call.options)
+        return call.result
 
     return function
 

@@ -171,8 +171,8 @@ class Call:
     def __post_init__(self) -> None:
         self.function = getattr(ssmgen, self.case.rule)
         self.built = self.function.build(**self.kwargs)
-        self.operands = op.named_operands(self.built)  # by the kernels' names and in their order
-        self.views = op.checked_views(self.built, self.operands)  # in token form
+        self.operands = self.built.operands  # by the kernels' names and in their order
+        self.views = self.built.caller.checked(self.operands, self.built.options, None)  # in token form
         self.problem = op.problem_of(self.views, {n: t.data_ptr() for n, t in self.operands.items()}, self.built.options)
 
     def run(self) -> Tensor:

@@ -114,9 +114,9 @@ class Call:
 
     def __post_init__(self) -> None:
         self.function = ssmgen.checkpoint_selective_state_update if self.case.ring else ssmgen.replay_selective_state_update
-        self.given, self.options, _ = op.made(self.function.build, **self.kwargs)
-        self.operands = op._caller_of(self.given, self.options).named(self.given)
-        self.views = op._caller_of(self.given, self.options).checked(self.operands, self.options, None)
+        built = self.function.build(**self.kwargs)
+        self.given, self.options, self.operands = built.given, built.options, built.operands
+        self.views = built.caller.checked(self.operands, self.options, None)
         self.problem = op.problem_of(self.views, {n: t.data_ptr() for n, t in self.operands.items()}, self.options)
 
     def run(self, **more: Any) -> Tensor:

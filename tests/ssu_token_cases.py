@@ -12,7 +12,6 @@ from ssu_cases import BF16, F16, F32, Memory, ulp
 from torch import Tensor
 
 import ssmgen
-from ssmgen.ops import selective_state_update as single
 from ssmgen.ops import selective_state_update_tokens as op
 
 
@@ -118,10 +117,10 @@ class Call:
     sequences: list[Sequence]
 
     def __post_init__(self) -> None:
-        self.caller, self.given, self.options, _ = single._call(**self.kwargs)
-        self.operands = self.caller.named(self.given)
+        built = ssmgen.selective_state_update.build(**self.kwargs)
+        self.caller, self.given, self.options, self.operands = built.caller, built.given, built.options, built.operands
         self.views = self.caller.checked(self.operands, self.options, None)
-        self.problem, self.size, _, _ = self.caller.problem_of(self.given, self.options, None)
+        self.problem, self.size, _, _ = built.problem()
 
     def run(self) -> Tensor:
         return ssmgen.selective_state_update(**self.kwargs)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import fields, replace
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import conv_laws as laws
@@ -38,14 +36,12 @@ from conv_cases import (
 from conv_laws import LAST_AXIS, SM90, Draw, assert_matches, emulate, emulated, equal, expected, needs_emulator
 
 import ssmgen
-from ssmgen import runtime
 from ssmgen.errors import ArgumentError
 from ssmgen.kernels import causal_conv1d as conv
 from ssmgen.kernels import causal_conv1d_update as step
 from ssmgen.kernels.causal_conv1d import ConvProblem
 from ssmgen.ops import causal_conv1d as forward_op
 from ssmgen.ops import causal_conv1d_update as update_op
-from ssmgen.ops import planning
 from ssmgen.spec import Arch, KernelSpec, Pdl
 
 # The reference.
@@ -371,34 +367,6 @@ def test_bind_on_cpu():
     whole = make_call(replace(WHOLE, **STATEFUL), "cpu")
     out, final = ssmgen.bind(ssmgen.causal_conv1d, **whole.kwargs)()
     assert out is whole.kwargs["out"] and final is whole.kwargs["final_states_out"]
-
-
-def test_an_update_like_one_before_is_not_checked_again(monkeypatch):
-    """As on a card, but that launches are recorded."""
-    call = make_update(UpdateCase("u"), "cpu")
-    checked, launched = [], []
-
-    def checked_on_card(caller, named, options, pdl):
-        checked.append(options)
-        return {"x": SimpleNamespace(is_cuda=True)}
-
-    def new_signature(family, name, views, named, options, pdl, given):
-        return runtime.Signature(given, lambda pointers: SimpleNamespace(at=lambda where: partial(launched.append, where)))
-
-    monkeypatch.setattr(update_op, "_caller", update_op._caller._replace(signatures=runtime.Signatures()))
-    monkeypatch.setattr(update_op, "_find", update_op._caller.signatures.find)
-    monkeypatch.setattr(planning.Caller, "checked", checked_on_card)
-    monkeypatch.setattr(planning, "new_signature", new_signature)
-    allocating = call.kwargs | {"out": None}
-    outs = [call.run(), call.function(**allocating)]
-    with pytest.MonkeyPatch.context() as without:
-        without.setattr(planning.Caller, "plan", None)
-        outs += [call.run(), call.function(**allocating)]
-    assert [where[-1] for where in launched] == [t.data_ptr() for t in outs] and len({where[:-1] for where in launched}) == 1
-    before = len(checked)
-    for change in ({"activation": None}, {"pdl": False}, {"bias": None}, {"weight": torch.zeros(40, 5)}):
-        call.function(**call.kwargs | change)
-    assert len(checked) == before + 4
 
 
 def test_explain_and_supported_of_a_call_without_a_gpu():

@@ -20,6 +20,7 @@ from ssmgen.kernels.selective_state_update import SsuSpec
 from ssmgen.ops import causal_conv1d as conv
 from ssmgen.ops import causal_conv1d_update as update
 from ssmgen.ops import linear_attention_call as linear
+from ssmgen.ops.linear_attention_views import Form, Options
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, KernelSpec, parse_spec
 
@@ -75,9 +76,9 @@ def test_check_of_linear_attention(name):
 def test_its_operands_pose_the_problem_that_the_spec_is_for(name):
     spec = parse_spec(LINEAR[name], FAMILIES)
     named = operands.linear_attention(spec, 4, 0)
-    form = linear.Form(spec.delta.value, spec.gate.value, spec.beta_form.value, spec.l2norm)
-    options = linear.Options(form, 1.0, layout=spec.layout.value, update_state=spec.update.value != "none", commit=spec.commit)
-    views = linear.checked_views(linear.Call("check", tuple(named.get(n) for n in linear.NAMES), options), named)
+    form = Form(spec.delta.value, spec.gate.value, spec.beta_form.value, spec.l2norm)
+    options = Options(form, 1.0, layout=spec.layout.value, update_state=spec.update.value != "none", commit=spec.commit)
+    views = linear.views_of(named, options, [])
     posed = linear.problem_of(views, {n: t.data_ptr() for n, t in named.items()}, options)
     assert {f.name: getattr(spec, f.name) for f in fields(posed)} == {f.name: getattr(posed, f.name) for f in fields(posed)}
 

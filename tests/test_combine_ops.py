@@ -11,7 +11,6 @@ from combine_cases import BF16, F16, F32, I32, INF
 import ssmgen
 from ssmgen.compat import flashinfer, vllm
 from ssmgen.errors import ArgumentError
-from ssmgen.ops import combine_splits as op
 
 
 def operands(splits: int = 3, *rows: int, d_v: int = 64) -> dict[str, torch.Tensor]:
@@ -174,7 +173,7 @@ def test_hooks_of_the_package():
     bound = ssmgen.bind(ssmgen.combine_splits, **call, out=torch.empty(2, 4, 64), lse_out=torch.empty(2, 4), return_lse=True)
     want = ssmgen.combine_splits(**call, return_lse=True)
     assert all(torch.equal(a, b) for a, b in zip(bound(), want, strict=True))
-    assert op.problem_of_call(**call)[1:3] == (8, torch.device("cpu"))
+    assert ssmgen.combine_splits.build(**call).problem()[1:3] == (8, torch.device("cpu"))
 
 
 # Engines' signatures.

@@ -1,4 +1,4 @@
-"""How a linear-attention call finds the plan of one like it, without a GPU: what is launched is recorded."""
+"""How a call finds the plan of one like it, without a GPU: what is launched is recorded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from test_ring import BF16, Step
 import ssmgen
 from ssmgen import runtime
 from ssmgen.errors import ArgumentError
-from ssmgen.ops import linear_attention_call as op
+from ssmgen.ops import calls, planning
 
 
 class Launched(list):
@@ -20,24 +20,28 @@ class Launched(list):
 
 @pytest.fixture
 def launched(monkeypatch) -> Launched:
-    calls = Launched()
+    record = Launched()
 
     class Fake:
         def __init__(self, names):
             self.names = names
 
         def at(self, pointers):
-            return lambda: calls.append(dict(zip(self.names, pointers, strict=True)))
+            return lambda: record.append(dict(zip(self.names, pointers, strict=True)))
 
-    def new_signature(call, views, named, given, places, constants=()):
-        calls.made += 1
-        return runtime.Signature(given, lambda pointers: Fake(tuple(named)), places, constants)
+    def new_signature(family, name, views, names, options, pdl, given, places):
+        record.made += 1
+        return runtime.Signature(given, lambda pointers: Fake(names), places)
 
-    op._signatures.clear()
-    monkeypatch.setattr(op, "_on_card", lambda call: True)
-    monkeypatch.setattr(op, "_new_signature", new_signature)
-    yield calls
-    op._signatures.clear()
+    def forget():
+        for table in list(runtime._tables):
+            table.clear()
+
+    forget()
+    monkeypatch.setattr(calls, "on_card", lambda call: True)
+    monkeypatch.setattr(planning, "new_signature", new_signature)
+    yield record
+    forget()
 
 
 def pointers(step: Step, **more: torch.Tensor) -> dict[str, int]:
@@ -90,12 +94,11 @@ def test_what_is_no_tensor_tells_calls_apart(launched, change):
 
 
 def test_a_tensor_given_twice_is_not_taken_for_two(launched):
-    """Which of the two places it came from cannot be told, so such calls are found by their operands, apart from the others."""
     step = Step("delta_rule", BF16)
     twice = step.inputs | {"k": step.inputs["q"]}
     for inputs in (twice, step.inputs, twice, {n: t[:, :2] for n, t in step.inputs.items()}):
         step.function(step.state, **inputs, **step.options)
-    assert [call["k"] == call["q"] for call in launched] == [True, False, True, False] and launched.made == 3
+    assert [call["k"] == call["q"] for call in launched] == [True, False, True, False]
     assert launched[1]["k"] == step.inputs["k"].data_ptr()
     assert launched[0] | {"out": 0} == launched[2] | {"out": 0}
 
@@ -104,9 +107,72 @@ def test_a_wrong_call_is_not_taken_for_a_right_one_bound_before(launched):
     """Without its gate a gated delta rule has the operands of a plain one; and an option that is objected to may change nothing else."""
     step = Step("delta_rule", BF16)
     options = {"state_indices": step.options["state_indices"], "use_qk_l2norm": True}
+    ssmgen.delta_rule(step.state, **step.inputs, **options)
     ssmgen.bind(ssmgen.delta_rule, step.state, **step.inputs, **options)
-    with pytest.raises(ArgumentError, match="g is a NoneType"):
-        ssmgen.bind(ssmgen.gated_delta_rule, step.state, **step.inputs, g=None, **options)
-    with pytest.raises(ArgumentError, match="allow_neg_eigval doubles"):
-        ssmgen.bind(ssmgen.delta_rule, step.state, **step.inputs, **options, allow_neg_eigval=True)
+    for run in (lambda f, *args, **kwargs: f(*args, **kwargs), ssmgen.bind):
+        with pytest.raises(ArgumentError, match="g is a NoneType"):
+            run(ssmgen.gated_delta_rule, step.state, **step.inputs, g=None, **options)
+        with pytest.raises(ArgumentError, match="allow_neg_eigval doubles"):
+            run(ssmgen.delta_rule, step.state, **step.inputs, **options, allow_neg_eigval=True)
     assert launched.made == 1
+
+
+def named(**tensors: torch.Tensor | None) -> dict[str, int]:
+    return {n: t.data_ptr() for n, t in tensors.items() if t is not None}
+
+
+def test_a_convolution_in_place(launched):
+    x, other = torch.zeros(3, 24), torch.zeros(3, 24)
+    state, weight = torch.zeros(3, 24, 3), torch.zeros(24, 4)
+    for out in (x, None, x, other, None):
+        got = ssmgen.causal_conv1d_update(x, state, weight, activation="silu", out=out)
+        assert launched[-1] == named(x=x, conv_state=state, weight=weight, out=got) and (out is None or got is out)
+    assert launched.made == 2  # with an output and without
+
+
+def test_pairs_and_two_results(launched):
+    o, lse = [torch.zeros(5, 2, 64) for _ in range(2)], [torch.zeros(5, 2) for _ in range(2)]
+    for _ in range(3):
+        out, lse_out = ssmgen.combine_splits(o, lse, return_lse=True)
+        assert out.shape == (5, 2, 64) and lse_out.shape == (5, 2)
+        assert launched[-1] == named(o=o[0], o_other=o[1], lse=lse[0], lse_other=lse[1], out=out, lse_out=lse_out)
+    assert launched.made == 1
+    turned = ssmgen.combine_splits((o[1], o[0]), (lse[1], lse[0]))
+    assert launched[-1] == named(o=o[1], o_other=o[0], lse=lse[1], lse_other=lse[0], out=turned) and launched.made == 2
+    dense = ssmgen.combine_splits(torch.stack(o), torch.stack(lse))
+    assert dense.shape == (5, 2, 64) and set(launched[-1]) == {"o", "lse", "out"} and launched.made == 3
+
+
+@pytest.mark.parametrize("tokens", [None, 2])
+def test_steps_of_one_token_and_of_several(launched, tokens):
+    lead = (3,) if tokens is None else (3, tokens)
+    x, bc, dt = torch.zeros(*lead, 4, 8), torch.zeros(*lead, 1, 16), torch.zeros(*lead, 4)
+    state, A = torch.zeros(3, 4, 8, 16), -torch.ones(4)
+    for _ in range(2):
+        out = ssmgen.selective_state_update(state, x, dt, A, bc, bc.clone(), dt_softplus=True)
+    assert launched[-1]["out"] == out.data_ptr() and launched[-1]["x"] == x.data_ptr() and launched.made == 1
+    with pytest.raises(ArgumentError, match="dt is"):
+        ssmgen.selective_state_update(state, x, dt[:1], A, bc, bc.clone(), dt_softplus=True)
+
+
+def test_what_lies_between_two_kernels_is_made_each_time(launched):
+    B, T, H, P, N = 2, 3, 2, 16, 32
+    state, x, bc = torch.zeros(B, H, P, N), torch.zeros(B, T, H, P, dtype=BF16), torch.zeros(B, T, 1, N, dtype=BF16)
+    old = torch.zeros(B, T, H, P, dtype=BF16), torch.zeros(B, 2, T, 1, N, dtype=BF16), *[torch.zeros(B, 2, H, T) for _ in range(2)]
+    counts = [torch.zeros(B, dtype=torch.int32) for _ in range(2)]
+    args = (state, *old, *counts, x, torch.zeros(B, T, H), -torch.ones(H), bc, bc.clone())
+    for two in (True, False, True, False):
+        out = ssmgen.replay_selective_state_update(*args, dt_softplus=True, two_kernels=two)
+        assert launched[-1]["out"] == out.data_ptr() and ({"mix", "sums"} <= set(launched[-1])) is two
+        assert launched[-1]["x"] == x.data_ptr()
+    assert launched.made == 2
+
+
+def test_an_argument_that_nothing_compares_is_not_taken_on_trust(launched):
+    """A seed without rounds is no operand: such a call is found by its operands, and not by its arguments."""
+    x, bc, state, A = torch.zeros(3, 4, 8), torch.zeros(3, 1, 16), torch.zeros(3, 4, 8, 16), -torch.ones(4)
+    for _ in range(2):
+        out = ssmgen.selective_state_update(
+            state, x, torch.zeros(3, 4), A, bc, bc.clone(), rand_seed=torch.zeros(1, dtype=torch.int64), philox_rounds=0
+        )
+    assert out.shape == x.shape and not launched.made

@@ -233,7 +233,7 @@ def test_faults_of_a_problem(change, words):
 def test_opcheck(name):
     call = make_call(next(c for c in matrix() if c.id == name), "cpu")
     form, *rest = call.built.options
-    torch.library.opcheck(torch.ops.ssmgen.linear_attention.default, (call.case.rule, *call.built.given, *form, *rest))
+    torch.library.opcheck(torch.ops.ssmgen.linear_attention.default, (call.case.rule, *call.built.given, *form, *rest, None))
 
 
 @pytest.mark.parametrize("rule", RULES)

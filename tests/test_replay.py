@@ -343,7 +343,8 @@ def test_opcheck(case):
     for t in call.operands.values():  # opcheck compares results, and NaN is not equal to itself
         if t.is_floating_point():
             t.nan_to_num_(nan=0.5)
-    torch.library.opcheck(torch.ops.ssmgen.replay_selective_state_update.default, (*call.given, *call.options, None))
+    args = call.function.__name__, *call.given, *call.options, None
+    torch.library.opcheck(torch.ops.ssmgen.replay_selective_state_update.default, args)
 
 
 @BOTH
@@ -372,9 +373,9 @@ def test_two_kernels_on_a_cpu_are_the_reference():
 
 def test_two_kernels_allocate_what_is_between_them():
     call = make(replace(SMALL, out=SMALL.x, two_kernels=True), "cpu")
-    given, _, _ = op.made(call.function.build, **call.kwargs | {"out": None})
-    x, mix, sums = call.kwargs["x"], *given[-2:]
-    assert given[op.OUT].shape == x.shape and mix.dtype == sums.dtype == F32
+    made = call.function.build(**call.kwargs | {"out": None})
+    x, (mix, sums) = call.kwargs["x"], made.given[-2:]
+    assert made.result.shape == x.shape and mix.dtype == sums.dtype == F32
     assert mix.shape == (x.shape[0], x.shape[2], call.problem.tokens, call.problem.tokens + call.problem.window)
     assert sums.shape == mix.shape[:3]
     with pytest.raises(ArgumentError, match="x is needed"):

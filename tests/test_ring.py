@@ -23,15 +23,15 @@ NORM = {"use_qk_l2norm": True, "beta_sigmoid": True}
 def emulate(function, *args, **kwargs) -> Tensor:
     """The function's result, from its kernel's text."""
     call = function.build(*args, **kwargs)
-    named = op.named_operands(call)
-    views = op.checked_views(call, named)
+    named = call.operands
+    views = call.caller.checked(named, call.options, None)
     problem = op.problem_of(views, {n: t.data_ptr() for n, t in named.items()}, call.options)
     spec = registry.select(op.OPERATOR, problem, op.batch_of(views), SM90, True)
     operands = {name: named[name] for name in spec.operands()}
     packed = Arguments(spec, op.kernel_values(spec, views, call.options)).at([t.data_ptr() for t in operands.values()])
     written = tuple(n for n in operands if n in ("state", "out") or n.startswith("ring_"))
     emulator.run(spec, SM90, op.grid_of(spec, views), packed, operands, written)
-    return op.output_of(call)
+    return call.result
 
 
 RUN = {

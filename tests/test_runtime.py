@@ -132,7 +132,7 @@ def test_a_plan_run_by_the_emulator(fake, monkeypatch):
 
 
 def signature_of(given, resolve=lambda pointers: None) -> runtime.Signature:
-    return runtime.Signature(given, resolve)
+    return runtime.Signature(given, resolve, [i for i, t in enumerate(given) if t is not None])
 
 
 def test_guard_sees_every_property():

@@ -115,8 +115,8 @@ class Case:
             call |= {n: tuple(t[some] for t in call[n]) if self.form is Form.PAIR else call[n][:, some] for n in ("o", "lse")}
         shape = self.out[0][some].shape
         call |= {"out": torch.empty(shape, device=self.device), "lse_out": torch.empty(shape[:-1], device=self.device)}
-        given, options, *_ = op._call(**call, lse_base=2)
-        views = op.views_of(op._caller.named(given), options, problems := [])
+        built = op.combine_splits.build(**call, lse_base=2)
+        views = op.views_of(built.operands, options := built.options, problems := [])
         assert not problems, problems
         results = {n: torch.empty(views[n].shape, dtype=torch.float64, device=self.device) for n in ("out", "lse_out")}
         op.run_reference(views | results, options, torch.float64)

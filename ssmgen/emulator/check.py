@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,13 +23,12 @@ from ..ops import causal_conv1d as conv_op
 from ..ops import causal_conv1d_update as update_op
 from ..ops import combine_splits as combine_op
 from ..ops import linear_attention_call as linear_op
-from ..ops import linear_attention_commit as linear_commit
 from ..ops import replay_call as replay_op
 from ..ops import selective_state_update as ssu_op
 from ..ops import selective_state_update_tokens as tokens_op
 from ..ops.checks import DTYPES
+from ..ops.linear_attention_views import Form, Options
 from ..reference import norm_error
-from ..reference.linear_attention import linear_attention as linear_reference
 from ..reference.selective_state_update import selective_state_update as ssu_reference
 from ..spec import Arch, DType, KernelSpec
 from . import operands, replay_operands, run
@@ -129,19 +127,16 @@ def _ssu_tokens(spec: SsuTokensSpec, batch: int, seed: int) -> Trial:
 
 def _linear(spec: LinearAttentionSpec, batch: int, seed: int) -> Trial:
     named = operands.linear_attention(spec, batch, seed)
-    form = linear_op.Form(spec.delta.value, spec.gate.value, spec.beta_form.value, spec.l2norm)
+    form = Form(spec.delta.value, spec.gate.value, spec.beta_form.value, spec.l2norm)
     update, scale = spec.update is not Update.NONE, spec.dim_k**-0.5
-    options = linear_op.Options(form, scale, LOWER_BOUND, spec.layout.value, update_state=update, commit=spec.commit)
-    call = linear_op.Call("check", tuple(named.get(name) for name in linear_op.NAMES), options)
-    views = linear_op.checked_views(call, named)
-    numbers: dict[str, Any] = {"pad_slot_id": options.pad_slot_id, "lower_bound": LOWER_BOUND, "dtype": torch.float64}
-    reference = partial(linear_reference, form=form, scale=scale, update_state=update, **numbers)
-    if spec.commit:
-        reference = partial(linear_commit.reference, form=form, **numbers)
+    options = Options(form, scale, LOWER_BOUND, spec.layout.value, update_state=update, commit=spec.commit)
+    views = linear_op.views_of(named, options, problems := [])
+    assert not problems, problems
     written = [n for n in ("state", "out", "intermediate_states", *map("ring_{}".format, spec.ringed())) if n in named]
     written = tuple(n for n in written if update or n != "state")
     values, grid = linear_op.kernel_values(spec, views, options), linear_op.grid_of(spec, views)
-    return Trial(named, views, values, written, reference, grid, max(operands.tokens_of(spec, batch)))
+    longest = max(operands.tokens_of(spec, batch))
+    return Trial(named, views, values, written, lambda v: linear_op.run_reference(v, options, torch.float64), grid, longest)
 
 
 def _convolution(op: Any, options: Any, exact: tuple[str, ...], named: dict[str, Tensor], spec: Any) -> Trial:

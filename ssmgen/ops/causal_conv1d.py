@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from .. import runtime
 from ..arguments import divisor
@@ -15,6 +14,7 @@ from ..kernels.causal_conv1d import MAX_WIDTH, OPERATOR, ConvLayout, ConvProblem
 from ..reference.causal_conv1d import causal_conv1d as reference
 from ..spec import Loads
 from . import checks
+from .calls import Call, operator
 from .checks import DTYPES, INDEX
 from .planning import Caller, Family
 
@@ -32,6 +32,7 @@ class Options(NamedTuple):
     pad_slot_id: int = -1
 
 
+@operator(like="x")
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -77,22 +78,6 @@ def causal_conv1d(
     kernel would have to be built during a CUDA graph capture; NotBuiltError, CompileError, LoadError, LaunchError.
     Source: Gu & Dao 2023 (arXiv 2312.00752); the arguments are those of causal-conv1d and vLLM.
     """
-    given, options, final = _operands(
-        x, weight, bias, activation, seq_idx, initial_states, return_final_states, final_states_out, query_start_loc, conv_states,
-        conv_state_indices, has_initial_state, pad_slot_id, out,
-    )  # fmt: skip
-    if is_compiling():
-        _dispatch(given, options, pdl)
-    else:
-        _caller.plan(_key(given, options, pdl), given, options, pdl)()
-    return given[10] if final is None else (given[10], final)
-
-
-def _operands(
-    x, weight, bias, activation, seq_idx, initial_states, return_final_states, final_states_out, query_start_loc, conv_states,
-    conv_state_indices, has_initial_state, pad_slot_id, out,
-) -> tuple[tuple[Any, ...], Options, Any]:  # fmt: skip
-    """(tensors in the order of NAMES, options, final states if they are asked for) of the public function's arguments."""
     final = None
     if isinstance(x, Tensor) and isinstance(weight, Tensor):
         out = new_like(x) if out is None else out
@@ -103,7 +88,8 @@ def _operands(
                 shape = (count, x.shape[-2], weight.shape[1] - 1)
                 final = new_like(x, shape) if x.dim() == 3 or query_start_loc is not None else None
     given = (x, weight, bias, seq_idx, query_start_loc, initial_states, final, conv_states, conv_state_indices, has_initial_state, out)
-    return given, Options(activation, pad_slot_id), final if return_final_states else None
+    returns = ("out", "final_states") if return_final_states and final is not None else ("out",)
+    return Call(CALLER, given, Options(activation, pad_slot_id), pdl, returns)
 
 
 def new_like(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
@@ -112,10 +98,6 @@ def new_like(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     if len(shape) < 2 or x.stride(-1) == 1 or x.stride(-1) <= x.stride(-2):
         return x.new_empty(shape)
     return x.new_empty((*shape[:-2], shape[-1], shape[-2])).transpose(-1, -2)
-
-
-def _key(given: tuple[Any, ...], options: Options, pdl: bool | None) -> Any:
-    return getattr(given[0], "shape", None), tuple([t is None for t in given]), options, pdl
 
 
 def check_convolution(named: Mapping[str, Any], options: Options, problems: list[str]) -> bool:
@@ -324,32 +306,6 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
     reference(**views, silu=ACTIVATIONS[options.activation], pad_slot_id=options.pad_slot_id, dtype=dtype)
 
 
-# Hooks for warm(), is_warm() and bind(): the arguments of the public function -> its plan.
-
-
-def _call(
-    x, weight, bias=None, *, activation=None, seq_idx=None, initial_states=None, return_final_states=False, final_states_out=None,
-    query_start_loc=None, conv_states=None, conv_state_indices=None, has_initial_state=None, pad_slot_id=-1, out=None, pdl=None,
-) -> tuple[tuple[Any, ...], Options, bool | None, Any]:  # fmt: skip
-    given, options, final = _operands(
-        x, weight, bias, activation, seq_idx, initial_states, return_final_states, final_states_out, query_start_loc, conv_states,
-        conv_state_indices, has_initial_state, pad_slot_id, out,
-    )  # fmt: skip
-    return given, options, pdl, given[10] if final is None else (given[10], final)
-
-
-def plan_call(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """(plan, what the call returns), without running it."""
-    given, options, pdl, result = _call(*args, **kwargs)
-    return _caller.plan(_key(given, options, pdl), given, options, pdl), result
-
-
-def problem_of_call(*args: Any, **kwargs: Any) -> tuple[ConvProblem, int, torch.device, bool | None]:
-    """(problem, KiB of x, device, pdl as asked for) of a call. Raises ArgumentError."""
-    given, options, pdl, _ = _call(*args, **kwargs)
-    return _caller.problem_of(given, options, pdl)
-
-
 # torch.library: what torch.compile and opcheck see.
 _library = torch.library.Library("ssmgen", "FRAGMENT")
 _library.define(
@@ -368,8 +324,7 @@ def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
 @torch.library.impl(_library, "causal_conv1d", "CPU")
 def _op(*args: Any) -> None:
     *given, silu, pad_slot_id, pdl = args
-    options = Options(silu, pad_slot_id)
-    _caller.plan(_key(tuple(given), options, pdl), tuple(given), options, pdl)()
+    CALLER.plan(tuple(given), Options(silu, pad_slot_id), pdl)()
 
 
 @torch.library.register_fake("ssmgen::causal_conv1d", lib=_library)
@@ -377,6 +332,6 @@ def _fake(*args: Any) -> None:
     return None
 
 
-_caller = Caller(
+CALLER = Caller(
     FAMILY, OPERATOR, NAMES, frozenset(("x", "weight", "out")), views_of, run_reference, _dispatch, runtime.Signatures()
 )  # fmt: skip

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from .. import runtime
 from ..arguments import divisor
@@ -16,6 +15,7 @@ from ..kernels.causal_conv1d_update import OPERATOR, Advance, Saved, StateLayout
 from ..reference.causal_conv1d import causal_conv1d_update as reference
 from ..spec import Index, Loads
 from . import checks
+from .calls import Call, operator
 from .causal_conv1d import ACTIVATIONS, Options, check_convolution, check_strides, new_like, taps_are_runs
 from .checks import DTYPES, INDEX
 from .planning import Caller, Family
@@ -26,6 +26,7 @@ NAMES = (
 )  # fmt: skip
 
 
+@operator(like="x")
 def causal_conv1d_update(
     x: Tensor,
     conv_state: Tensor,
@@ -73,24 +74,7 @@ def causal_conv1d_update(
         x, conv_state, weight, bias, cache_seqlens, conv_state_indices, num_accepted_tokens, query_start_loc, intermediate_conv_window,
         intermediate_state_indices, out,
     )  # fmt: skip
-    options = (activation, pad_slot_id)
-    if is_compiling():
-        _dispatch(given, options, pdl)
-        return out
-    try:
-        plan = _find(_key(given, options, pdl), given)
-    except (AttributeError, TypeError):
-        plan = None  # the checks say what is wrong
-    (plan or _caller.plan(_key(given, options, pdl), given, options, pdl))()
-    return out
-
-
-def _key(given: tuple[Any, ...], options: tuple[Any, int], pdl: bool | None) -> Any:
-    x, _, _, bias, seen, index, accepted, starts, window, row, _ = given
-    return (
-        getattr(x, "shape", None), bias is None, seen is None, index is None, accepted is None, starts is None, window is None, row is None,
-        options, pdl,
-    )  # fmt: skip
+    return Call(CALLER, given, (activation, pad_slot_id), pdl)
 
 
 def views_of(named: Mapping[str, Any], options: tuple[Any, int], problems: list[str]) -> dict[str, Tensor]:
@@ -272,32 +256,6 @@ def run_reference(views: Mapping[str, Tensor], options: tuple[Any, int], dtype: 
     reference(**views, silu=ACTIVATIONS[options[0]], pad_slot_id=options[1], dtype=dtype)
 
 
-# Hooks for warm(), is_warm() and bind(): the arguments of the public function -> its plan.
-
-
-def _call(
-    x, conv_state, weight, bias=None, activation=None, *, cache_seqlens=None, conv_state_indices=None, num_accepted_tokens=None,
-    query_start_loc=None, intermediate_conv_window=None, intermediate_state_indices=None, pad_slot_id=-1, out=None, pdl=None,
-) -> tuple[tuple[Any, ...], tuple[Any, int], bool | None]:  # fmt: skip
-    out = (x.new_empty(x.shape) if x.dim() == 2 else new_like(x)) if out is None and isinstance(x, Tensor) else out
-    given = (
-        x, conv_state, weight, bias, cache_seqlens, conv_state_indices, num_accepted_tokens, query_start_loc, intermediate_conv_window,
-        intermediate_state_indices, out,
-    )  # fmt: skip
-    return given, (activation, pad_slot_id), pdl
-
-
-def plan_call(*args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
-    """(plan, out) of a call, without running it."""
-    given, options, pdl = _call(*args, **kwargs)
-    return _caller.plan(_key(given, options, pdl), given, options, pdl), given[10]
-
-
-def problem_of_call(*args: Any, **kwargs: Any) -> tuple[UpdateProblem, int, torch.device, bool | None]:
-    """(problem, batch, device, pdl as asked for) of a call. Raises ArgumentError."""
-    return _caller.problem_of(*_call(*args, **kwargs))
-
-
 # torch.library: what torch.compile and opcheck see.
 _library = torch.library.Library("ssmgen", "FRAGMENT")
 _library.define(
@@ -316,8 +274,7 @@ def _dispatch(given: Sequence[Any], options: tuple[Any, int], pdl: bool | None) 
 @torch.library.impl(_library, "causal_conv1d_update", "CPU")
 def _op(*args: Any) -> None:
     *given, silu, pad_slot_id, pdl = args
-    options = (silu, pad_slot_id)
-    _caller.plan(_key(tuple(given), options, pdl), tuple(given), options, pdl)()
+    CALLER.plan(tuple(given), (silu, pad_slot_id), pdl)()
 
 
 @torch.library.register_fake("ssmgen::causal_conv1d_update", lib=_library)
@@ -325,7 +282,6 @@ def _fake(*args: Any) -> None:
     return None
 
 
-_caller = Caller(
+CALLER = Caller(
     FAMILY, OPERATOR, NAMES, frozenset(("x", "conv_state", "weight", "out")), views_of, run_reference, _dispatch, runtime.Signatures()
 )  # fmt: skip
-_find = _caller.signatures.find

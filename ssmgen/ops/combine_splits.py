@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from .. import runtime
 from ..arguments import divisor
@@ -16,6 +15,7 @@ from ..kernels.combine_splits import AXES, OPERATOR, CombineProblem, CombineSpec
 from ..reference.combine_splits import combine_splits as reference
 from ..spec import Loads
 from . import checks
+from .calls import Call, operator
 from .checks import DTYPES, INDEX
 from .planning import Caller, Family
 
@@ -40,6 +40,7 @@ class Options(NamedTuple):
         return NATURAL[self.lse_base if self.lse_base_out is None else self.lse_base_out]
 
 
+@operator(like="o")
 def combine_splits(
     o: Tensor | Sequence[Tensor],
     lse: Tensor | Sequence[Tensor],
@@ -84,20 +85,6 @@ def combine_splits(
     kernel would have to be built during a CUDA graph capture; NotBuiltError, CompileError, LoadError, LaunchError.
     Source: Milakov & Gimelshein 2018 (arXiv 1805.02867); the forms are those of FlashMLA, FlashInfer and vLLM.
     """
-    given, options = _operands(
-        o, lse, num_splits, lse_base, lse_base_out, empty_lse, attn_sink, mask, skip_single, out, return_lse, lse_out
-    )  # fmt: skip
-    if is_compiling():
-        _dispatch(given, options, pdl)
-    else:
-        _caller.plan(_key(given, options, pdl), given, options, pdl)()
-    return given[7:] if return_lse else given[7]
-
-
-def _operands(
-    o, lse, num_splits, lse_base, lse_base_out, empty_lse, attn_sink, mask, skip_single, out, return_lse, lse_out
-) -> tuple[tuple[Any, ...], Options]:  # fmt: skip
-    """(tensors in the order of NAMES, options) of the public function's arguments."""
     o_other = lse_other = None
     if isinstance(o, (tuple, list)) and len(o) == 2:
         o, o_other = o
@@ -109,11 +96,8 @@ def _operands(
     if return_lse and lse_out is None and isinstance(out, Tensor):
         lse_out = out.new_empty(out.shape[:-1], dtype=torch.float32)
     given = (o, lse, o_other, lse_other, num_splits, attn_sink, mask, out, lse_out)
-    return given, Options(lse_base, lse_base_out, empty_lse, skip_single)
-
-
-def _key(given: tuple[Any, ...], options: Options, pdl: bool | None) -> Any:
-    return getattr(given[0], "shape", None), tuple([t is None for t in given]), options, pdl
+    options = Options(lse_base, lse_base_out, empty_lse, skip_single)
+    return Call(CALLER, given, options, pdl, ("out", "lse_out") if return_lse else ("out",))
 
 
 def _check_options(named: Mapping[str, Any], options: Options, problems: list[str]) -> None:
@@ -291,31 +275,6 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
     reference(**views, **how, skip_single=options.skip_single, dtype=dtype)
 
 
-# Hooks for warm(), is_warm() and bind(): the arguments of the public function -> its plan.
-
-
-def _call(
-    o, lse, num_splits=None, *, lse_base="e", lse_base_out=None, empty_lse=-math.inf, attn_sink=None, mask=None, skip_single=False,
-    out=None, return_lse=False, lse_out=None, pdl=None,
-) -> tuple[tuple[Any, ...], Options, bool | None, Any]:  # fmt: skip
-    given, options = _operands(
-        o, lse, num_splits, lse_base, lse_base_out, empty_lse, attn_sink, mask, skip_single, out, return_lse, lse_out
-    )  # fmt: skip
-    return given, options, pdl, given[7:] if return_lse else given[7]
-
-
-def plan_call(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """(plan, what the call returns), without running it."""
-    given, options, pdl, result = _call(*args, **kwargs)
-    return _caller.plan(_key(given, options, pdl), given, options, pdl), result
-
-
-def problem_of_call(*args: Any, **kwargs: Any) -> tuple[CombineProblem, int, torch.device, bool | None]:
-    """(problem, rows, device, pdl as asked for) of a call. Raises ArgumentError."""
-    given, options, pdl, _ = _call(*args, **kwargs)
-    return _caller.problem_of(given, options, pdl)
-
-
 # torch.library: what torch.compile and opcheck see.
 _library = torch.library.Library("ssmgen", "FRAGMENT")
 _library.define(
@@ -335,7 +294,7 @@ def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
 @torch.library.impl(_library, "combine_splits", "CPU")
 def _op(*args: Any) -> None:
     given, options, pdl = args[: len(NAMES)], Options(*args[len(NAMES) : -1]), args[-1]
-    _caller.plan(_key(given, options, pdl), given, options, pdl)()
+    CALLER.plan(given, options, pdl)()
 
 
 @torch.library.register_fake("ssmgen::combine_splits", lib=_library)
@@ -343,6 +302,6 @@ def _fake(*args: Any) -> None:
     return None
 
 
-_caller = Caller(
+CALLER = Caller(
     FAMILY, OPERATOR, NAMES, frozenset(("o", "lse", "out")), views_of, run_reference, _dispatch, runtime.Signatures()
 )  # fmt: skip

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .linear_attention_call import Call, Form, Options, operator
+from .calls import Call, operator
+from .linear_attention_call import CALLERS
+from .linear_attention_views import Form, Options
 from .linear_attention_views import RawInputs as Ring
 
 
@@ -69,8 +71,7 @@ def _call(
     alpha: Tensor | None = None, lower_bound: float | None = None, *, scale: float | None = None, state_layout: str = "vk",
     state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None, num_accepted_tokens: Tensor | None = None,
     pad_slot_id: int = -1, cu_seqlens: Tensor | None = None, intermediate_states: Tensor | None = None, update_state: bool = True,
-    ring: Ring | None = None, out: Tensor | None = None, pdl: bool | None = None, required: tuple[str, ...] = (),
-    objections: tuple[str, ...] = (),
+    ring: Ring | None = None, out: Tensor | None = None, pdl: bool | None = None, objections: tuple[str, ...] = (),
 ) -> Call:  # fmt: skip
     if out is None:
         out = torch.empty_like(v, memory_format=_CONTIGUOUS) if isinstance(v, Tensor) else v  # the checks object to v
@@ -80,7 +81,8 @@ def _call(
         state, q, k, v, g, gk, gv, beta, A_log, dt_bias, read, erase, w, write, alpha, out,
         state_indices, dst_state_indices, num_accepted_tokens, cu_seqlens, intermediate_states, *_by_operand(ring, gk is not None),
     )  # fmt: skip
-    return Call(name, given, Options(form, scale, lower_bound or 0.0, state_layout, pad_slot_id, update_state, pdl), required, objections)
+    how = Options(form, scale, lower_bound or 0.0, state_layout, pad_slot_id, update_state)
+    return Call(CALLERS[name], given, how, pdl, objections=objections)
 
 
 def _by_operand(ring: Ring | None, per_channel: bool) -> tuple[Tensor | None, ...]:
@@ -111,7 +113,7 @@ def _beta(beta_sigmoid: bool, allow_neg_eigval: bool) -> str:
     return "plain" if not beta_sigmoid else "twice_sigmoid" if allow_neg_eigval else "sigmoid"
 
 
-@operator
+@operator(like="v")
 def gated_delta_rule(
     state: Tensor,
     q: Tensor,
@@ -139,12 +141,12 @@ def gated_delta_rule(
     form = Form("decayed", _gate(A_log, None), _beta(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
     objections = _gate_objections("g", A_log, dt_bias) + _beta_objections(beta_sigmoid, allow_neg_eigval)
     return _call(
-        "gated_delta_rule", form, state, q, k, v, g, None, None, beta, A_log, dt_bias, required=("g", "beta"), objections=objections,
+        "gated_delta_rule", form, state, q, k, v, g, None, None, beta, A_log, dt_bias, objections=objections,
         **options,
     )  # fmt: skip
 
 
-@operator
+@operator(like="v")
 def kda(
     state: Tensor,
     q: Tensor,
@@ -170,12 +172,12 @@ def kda(
     form = Form("decayed", _gate(A_log, lower_bound), _beta(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
     objections = _gate_objections("g", A_log, dt_bias, lower_bound) + _beta_objections(beta_sigmoid, allow_neg_eigval)
     return _call(
-        "kda", form, state, q, k, v, None, g, None, beta, A_log, dt_bias, lower_bound=lower_bound, required=("gk", "beta"),
+        "kda", form, state, q, k, v, None, g, None, beta, A_log, dt_bias, lower_bound=lower_bound,
         objections=objections, **options,
     )  # fmt: skip
 
 
-@operator
+@operator(like="v")
 def gdn2(
     state: Tensor,
     q: Tensor,
@@ -199,11 +201,11 @@ def gdn2(
     form = Form("decayed", _gate(A_log, lower_bound), "plain", use_qk_l2norm)
     return _call(
         "gdn2", form, state, q, k, v, None, g, None, None, A_log, dt_bias, None, b, w, lower_bound=lower_bound,
-        required=("gk", "erase", "w"), objections=_gate_objections("g", A_log, dt_bias, lower_bound), **options,
+        objections=_gate_objections("g", A_log, dt_bias, lower_bound), **options,
     )  # fmt: skip
 
 
-@operator
+@operator(like="v")
 def delta_rule(
     state: Tensor,
     q: Tensor,
@@ -219,10 +221,10 @@ def delta_rule(
     """DeltaNet: S <- S + beta (v - S k) k^T. Operands as in gated_delta_rule. Source: Yang et al. 2024 (arXiv 2406.06484)."""
     form = Form("decayed", "log", _beta(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
     objections = _beta_objections(beta_sigmoid, allow_neg_eigval)
-    return _call("delta_rule", form, state, q, k, v, None, None, None, beta, required=("beta",), objections=objections, **options)
+    return _call("delta_rule", form, state, q, k, v, None, None, None, beta, objections=objections, **options)
 
 
-@operator
+@operator(like="v")
 def comba(
     state: Tensor,
     q: Tensor,
@@ -243,13 +245,13 @@ def comba(
     use_qk_l2norm normalises p too. Otherwise as gated_delta_rule. Source: Hu et al. 2025 (arXiv 2506.02475), as fla's fused kernel does.
     """
     form = Form("old", _gate(A_log, None), _beta(beta_sigmoid, False), use_qk_l2norm)
-    required, objections = ("g", "beta", "read"), _gate_objections("g", A_log, dt_bias)
+    objections = _gate_objections("g", A_log, dt_bias)
     return _call(
-        "comba", form, state, q, k, v, g, None, None, beta, A_log, dt_bias, p, required=required, objections=objections, **options
+        "comba", form, state, q, k, v, g, None, None, beta, A_log, dt_bias, p, objections=objections, **options
     )  # fmt: skip
 
 
-@operator
+@operator(like="v")
 def rwkv7(
     state: Tensor, r: Tensor, w: Tensor, k: Tensor, v: Tensor, kk: Tensor, a: Tensor, **options: Unpack[PoolOptions]
 ) -> Tensor:  # fmt: skip
@@ -258,10 +260,10 @@ def rwkv7(
     r, w, k, kk, a: […, H, K]; w: log decay; v: […, H, V]. Otherwise as gated_delta_rule. Source: Peng et al. 2025 (arXiv 2503.14456).
     """
     options.setdefault("scale", 1.0)
-    return _call("rwkv7", _LOW_RANK, state, r, k, v, None, w, read=kk, alpha=a, required=("gk", "read", "alpha"), **options)
+    return _call("rwkv7", _LOW_RANK, state, r, k, v, None, w, read=kk, alpha=a, **options)
 
 
-@operator
+@operator(like="v")
 def dplr_delta_rule(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor | None = None, **options: Unpack[PoolOptions]
 ) -> Tensor:
@@ -270,10 +272,10 @@ def dplr_delta_rule(
     q, k, a, b: […, HK, K]; gk: […, HV, K], log decay; v: […, HV, V]. Otherwise as gated_delta_rule.
     Source: flash-linear-attention, fla.ops.generalized_delta_rule.
     """
-    return _call("dplr_delta_rule", _LOW_RANK, state, q, k, v, None, gk, read=a, write=b, required=("read", "write"), **options)
+    return _call("dplr_delta_rule", _LOW_RANK, state, q, k, v, None, gk, read=a, write=b, **options)
 
 
-@operator
+@operator(like="v")
 def gla(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, gk: Tensor | None = None, gv: Tensor | None = None, **options: Unpack[PoolOptions]
 ) -> Tensor:
@@ -284,7 +286,7 @@ def gla(
     return _call("gla", _PLAIN, state, q, k, v, None, gk, gv, **options)
 
 
-@operator
+@operator(like="v")
 def simple_gla(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, **options: Unpack[PoolOptions]) -> Tensor:
     """Linear attention with a log decay g […, HV] or [HV] per head, or none: S <- e^g S + v k^T.
 
@@ -293,18 +295,18 @@ def simple_gla(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None 
     return _call("simple_gla", _PLAIN, state, q, k, v, g, **options)
 
 
-@operator
+@operator(like="v")
 def lightning_attn(state: Tensor, q: Tensor, k: Tensor, v: Tensor, slope: Tensor, **options: Unpack[PoolOptions]) -> Tensor:
     """Lightning attention (MiniMax): S <- e^-slope S + v k^T, with a slope [HV] per head that no token changes.
 
     Otherwise as gated_delta_rule; some models want scale=1. Source: Qin et al. 2024 (arXiv 2401.04658).
     """
-    return _call("lightning_attn", _SLOPE, state, q, k, v, slope, required=("g",), **options)
+    return _call("lightning_attn", _SLOPE, state, q, k, v, slope, **options)
 
 
 def _commit(
     name: str, form: Form, state: Tensor, ring: Ring, num_accepted_tokens: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    lower_bound: float | None, per_channel: bool, required: tuple[str, ...], objections: tuple[str, ...], *, state_layout: str = "vk",
+    lower_bound: float | None, per_channel: bool, objections: tuple[str, ...], *, state_layout: str = "vk",
     state_indices: Tensor | None = None, pad_slot_id: int = -1, pdl: bool | None = None,
 ) -> Call:  # fmt: skip
     k, v, g, gk, beta = _by_operand(ring, per_channel)
@@ -312,11 +314,11 @@ def _commit(
     given = (
         state, None, k, v, g, gk, None, beta, A_log, dt_bias, *none, None, state_indices, None, num_accepted_tokens, None, None, *none
     )  # fmt: skip
-    options = Options(form, 1.0, lower_bound or 0.0, state_layout, pad_slot_id, True, pdl, True)
-    return Call(name, given, options, required, objections)
+    how = Options(form, 1.0, lower_bound or 0.0, state_layout, pad_slot_id, True, commit=True)
+    return Call(CALLERS[name], given, how, pdl, ("state",), objections)
 
 
-@operator
+@operator(like="num_accepted_tokens")
 def gated_delta_rule_commit(
     state: Tensor, ring: Ring, num_accepted_tokens: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, *,
     use_qk_l2norm: bool = False, beta_sigmoid: bool = False, allow_neg_eigval: bool = False, state_layout: str = "vk",
@@ -332,12 +334,12 @@ def gated_delta_rule_commit(
     form = Form("decayed", _gate(A_log, None), _beta(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
     objections = _gate_objections("g", A_log, dt_bias) + _beta_objections(beta_sigmoid, allow_neg_eigval)
     return _commit(
-        "gated_delta_rule_commit", form, state, ring, num_accepted_tokens, A_log, dt_bias, None, False, ("beta",), objections,
+        "gated_delta_rule_commit", form, state, ring, num_accepted_tokens, A_log, dt_bias, None, False, objections,
         state_layout=state_layout, state_indices=state_indices, pad_slot_id=pad_slot_id, pdl=pdl,
     )  # fmt: skip
 
 
-@operator
+@operator(like="num_accepted_tokens")
 def kda_commit(
     state: Tensor, ring: Ring, num_accepted_tokens: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, *,
     lower_bound: float | None = None, use_qk_l2norm: bool = False, beta_sigmoid: bool = False, allow_neg_eigval: bool = False,
@@ -347,7 +349,7 @@ def kda_commit(
     form = Form("decayed", _gate(A_log, lower_bound), _beta(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
     objections = _gate_objections("g", A_log, dt_bias, lower_bound) + _beta_objections(beta_sigmoid, allow_neg_eigval)
     return _commit(
-        "kda_commit", form, state, ring, num_accepted_tokens, A_log, dt_bias, lower_bound, True, ("gk", "beta"), objections,
+        "kda_commit", form, state, ring, num_accepted_tokens, A_log, dt_bias, lower_bound, True, objections,
         state_layout=state_layout, state_indices=state_indices, pad_slot_id=pad_slot_id, pdl=pdl,
     )  # fmt: skip
 

@@ -51,7 +51,6 @@ class Options(NamedTuple):
     layout: str = "vk"
     pad_slot_id: int = -1
     update_state: bool = True
-    pdl: bool | None = None
     commit: bool = False  # k, v, g and beta are a ring's, and there is no q and no output
 
 

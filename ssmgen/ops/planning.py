@@ -47,17 +47,16 @@ def check_overlap(family: Family, name: str, layout: Views, where: Mapping[str, 
 
 
 def new_signature(
-    family: Family, name: str, views: Views, named: Views, options: Any, pdl: bool | None, given: Sequence[Any],
-    places: Sequence[int] | None = None, constants: Sequence[int] = (),
+    family: Family, name: str, views: Views, names: Sequence[str], options: Any, pdl: bool | None, given: Sequence[Any],
+    places: Sequence[int],
 ) -> runtime.Signature:  # fmt: skip
-    """Of the calls of the public function `name` like this one, whose operands are `given` at these places, and whose other arguments at
-    those (see runtime.Signature)."""
-    device = views[next(iter(named))].device.index
+    """Of the calls of the public function `name` like this one, whose tensors are `given` at these places. Plans take the pointers of
+    those and of what comes behind them in `names`."""
+    device = next(iter(views.values())).device.index
     arch = runtime.device_arch(device)
     wanted = arch >= SM90 if pdl is None else pdl
     size = family.size_of(views)
     layout = {n: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for n, t in views.items()}
-    names = tuple(named)
     launches: dict[Any, runtime.Launch | runtime.Chain] = {}  # alignment is part of the problem
 
     def launch_of(spec: KernelSpec) -> runtime.Launch:
@@ -76,13 +75,13 @@ def new_signature(
         if problem not in launches:
             spec: KernelSpec = registry.select(family.operator, problem, size, arch, wanted)
             parts = (*spec.ahead, spec)
-            chain = [launch_of(part) for part in parts]
-            places = [[names.index(n) for n in part.operands()] for part in parts]
-            launches[problem] = runtime.Chain(chain, places) if spec.ahead else chain[0]
+            takes = [[names.index(n) for n in part.operands()] for part in parts]
+            chain = runtime.Chain([launch_of(part) for part in parts], takes)
+            launches[problem] = chain if takes != [[*range(len(names))]] else chain.launches[0]
             registry.count_plan(spec)
         return launches[problem]
 
-    return runtime.Signature(given, resolve, places, constants)
+    return runtime.Signature(given, resolve, places)
 
 
 class Caller(NamedTuple):
@@ -96,11 +95,14 @@ class Caller(NamedTuple):
     reference: Callable[[Views, Any], None]
     dispatch: Callable[[Sequence[Any], Any, bool | None], None]  # the call through torch's dispatcher, which comes back with plain tensors
     signatures: runtime.Signatures
+    # In these, `given` are the operands by `names`, and `objections` what is wrong with arguments that are no tensors.
 
-    def plan(self, key: Any, given: tuple[Any, ...], options: Any, pdl: bool | None) -> Callable[[], None]:
-        """What runs a call. `key` holds all that is not a tensor, which operands there are, and a shape; None if that failed."""
+    def plan(self, given: tuple[Any, ...], options: Any, pdl: bool | None, objections: Sequence[str] = ()) -> Callable[[], None]:
+        """What runs a call. Raises ArgumentError and what making a plan raises."""
+        out = given[self.names.index("out")]
+        key = self.name, options, pdl, tuple([t is None for t in given]), getattr(out, "shape", None)
         try:
-            found = self.signatures.find(key, given)
+            found = None if objections else self.signatures.find(key, given)
         except (AttributeError, TypeError):  # not tensors, or options that cannot be hashed: the checks say which
             found = key = None
         if found is not None:
@@ -108,15 +110,24 @@ class Caller(NamedTuple):
         if any(isinstance(t, Tensor) and type(t) not in (Tensor, Parameter) for t in given):  # fake, distributed, wrapped: theirs to say
             return partial(self.dispatch, given, options, pdl)
         named = self.named(given)
-        views = self.checked(named, options, pdl)
+        views = self.checked(named, options, pdl, objections)
         if not next(iter(views.values())).is_cuda:
             check_overlap(self.family, self.name, views, {n: t.data_ptr() for n, t in named.items()})
             return partial(self._refer, views, options)
-        signature = new_signature(self.family, self.name, views, named, options, pdl, given)
-        plan = signature.add(tuple(t.data_ptr() for t in named.values()))
+        places = [i for i, t in enumerate(given) if t is not None]
+        signature = new_signature(self.family, self.name, views, tuple(named), options, pdl, given, places)
+        plan = signature.plan(tuple(named.values()))
         if key is not None:
             self.signatures.add(key, signature)
         return plan
+
+    def signature(
+        self, named: Mapping[str, Tensor], options: Any, pdl: bool | None, objections: Sequence[str], given: Sequence[Any],
+        places: Sequence[int],
+    ) -> runtime.Signature:  # fmt: skip
+        """Of the calls like this one on the device, whose first operands are `given` at these places. Raises ArgumentError."""
+        views = self.checked(named, options, pdl, objections)
+        return new_signature(self.family, self.name, views, tuple(named), options, pdl, given, places)
 
     def _refer(self, views: Views, options: Any) -> None:
         with torch.no_grad():
@@ -126,18 +137,20 @@ class Caller(NamedTuple):
         """The operands by name, without those that are absent and may be."""
         return {n: t for n, t in zip(self.names, given, strict=True) if t is not None or n in self.required}
 
-    def checked(self, named: dict[str, Any], options: Any, pdl: bool | None) -> dict[str, Tensor]:
+    def checked(self, named: Mapping[str, Any], options: Any, pdl: bool | None, objections: Sequence[str] = ()) -> dict[str, Tensor]:
         """Views of the operands. Raises ArgumentError for everything that is wrong but where they lie."""
-        problems: list[str] = []
+        problems = list(objections)
         views = self.views_of(named, options, problems)
         checks.check_pdl(pdl, views, problems)
         if problems:
             raise ArgumentError(self.name, problems)
         return views
 
-    def problem_of(self, given: tuple[Any, ...], options: Any, pdl: bool | None) -> tuple[Any, int, torch.device, bool | None]:
+    def problem_of(
+        self, given: tuple[Any, ...], options: Any, pdl: bool | None, objections: Sequence[str] = ()
+    ) -> tuple[Any, int, torch.device, bool | None]:
         """(problem, size, device, pdl as asked for) of a call. Raises ArgumentError."""
         named = self.named(given)
-        views = self.checked(named, options, pdl)
+        views = self.checked(named, options, pdl, objections)
         problem = self.family.problem_of(views, {n: t.data_ptr() for n, t in named.items()}, options)
         return problem, self.family.size_of(views), next(iter(views.values())).device, pdl

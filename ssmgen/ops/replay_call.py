@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from .. import runtime
 from ..kernels.replay_selective_state_update import MAX_TOKENS, OPERATOR, History, ReplayProblem, ReplaySpec
 from ..reference.replay_selective_state_update import replay_selective_state_update as reference
 from ..spec import Index, Loads
 from . import checks
+from .calls import Call
 from .checks import DTYPES, INDEX
 from .planning import Caller, Family
 
@@ -23,10 +23,6 @@ NAMES = (
     "C", "D", "z", "dt_bias", "out", "state_indices", "cu_seqlens", "rand_seed", "arrivals", "mix", "sums",
 )  # fmt: skip
 PRECISIONS = {"f32": 3, "bf16x2": 2, "bf16": 1}
-
-
-Call = tuple[tuple[Any, ...], "Options", bool | None]  # operands by NAMES, options, pdl
-X, OUT, RING_START = map(NAMES.index, ("x", "out", "ring_start"))
 
 
 class Options(NamedTuple):
@@ -43,79 +39,29 @@ class Options(NamedTuple):
     materialize: bool = False
 
 
-def operator(build: Callable[..., Call]) -> Callable[..., Tensor]:
-    """The public function of a builder: makes the call and returns its output."""
-
-    @wraps(build)
-    def run(*args: Any, **kwargs: Any) -> Tensor:
-        given, options, pdl = made(build, *args, **kwargs)
-        if is_compiling():
-            _dispatch(given, options, pdl)
-        else:
-            _plan(given, options, pdl)()
-        return given[OUT]
-
-    run.build = build  # for warm(), bind() and explain()
-    return run
-
-
-def made(build: Callable[..., Call], *args: Any, **kwargs: Any) -> Call:
-    """The call, with an output if none was given."""
-    given, options, pdl = build(*args, **kwargs)
-    x, out, mix, sums = given[X], given[OUT], None, None
-    if out is None and isinstance(x, Tensor):
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+def call(name: str, given: tuple[Any, ...], options: Options, pdl: bool | None) -> Call:
+    """The call of the public function `name`; `given` by NAMES without mix and sums. Makes these and an output, where there is none."""
+    named = dict(zip(NAMES, (*given, None, None), strict=True))
+    if named["out"] is None and isinstance(named["x"], Tensor):
+        named["out"] = torch.empty_like(named["x"], memory_format=torch.contiguous_format)
     if options.two_kernels:
-        mix, sums = _between(given, options)
-    return (*given[:OUT], out, *given[OUT + 1 :], mix, sums), options, pdl
+        named |= _between(named, options)
+    return Call(_CALLERS[name], tuple(named.values()), options, pdl)
 
 
-def _between(given: tuple[Any, ...], options: Options) -> tuple[Tensor | None, Tensor | None]:
+def _between(given: Mapping[str, Any], options: Options) -> dict[str, Tensor]:
     """What the first of two kernels leaves for the second: mix [batch, H, tokens, window + tokens] and sums [batch, H, tokens], f32.
 
-    None where the operands are wrong, which the checks say.
+    Nothing where the operands are wrong, which the checks say.
     """
-    named = {n: t for n, t in zip(NAMES, given, strict=False) if t is not None}
+    named = {n: t for n, t in given.items() if t is not None}
     try:
         batch = named["cu_seqlens"].numel() - 1 if "cu_seqlens" in named else named["x"].shape[0]
         tokens, window = room_of(named, options)
         mix = named["x"].new_empty((batch, named["state"].shape[1], tokens, window + tokens), dtype=torch.float32)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError):
-        return None, None
-    return mix, mix.new_empty(mix.shape[:3])
-
-
-def plan_call(build: Callable[..., Call], *args: Any, **kwargs: Any) -> tuple[Callable[[], None], Tensor]:
-    """(plan, out) of a call, without running it."""
-    given, options, pdl = made(build, *args, **kwargs)
-    plan = _plan(given, options, pdl)
-
-    def run(between: tuple[Any, ...] = given[OUT + 1 :]) -> None:  # a plan knows only where it lies, and nobody else holds it
-        plan()
-
-    return run if options.two_kernels else plan, given[OUT]
-
-
-def problem_of_call(build: Callable[..., Call], *args: Any, **kwargs: Any) -> tuple[ReplayProblem, int, torch.device, bool | None]:
-    """(problem, batch, device, pdl as asked for) of a call. Raises ArgumentError."""
-    call = made(build, *args, **kwargs)
-    return _caller_of(*call[:2]).problem_of(*call)
-
-
-def _plan(given: tuple[Any, ...], options: Options, pdl: bool | None) -> Callable[[], None]:
-    try:
-        x = given[X]
-        key = (None if x is None else x.shape, tuple([t is None for t in given]), options, pdl)
-    except AttributeError:  # not a tensor: the checks say so
-        key = None
-    return _caller_of(given, options).plan(key, given, options, pdl)
-
-
-def _caller_of(given: tuple[Any, ...], options: Options) -> Caller:
-    """With the name of the public function, for errors."""
-    if options.materialize:
-        return _CALLERS["materialize_selective_state"]
-    return _CALLERS[OPERATOR if given[RING_START] is None else "checkpoint_selective_state_update"]
+        return {}
+    return {"mix": mix, "sums": mix.new_empty(mix.shape[:3])}
 
 
 # --- checks
@@ -392,24 +338,25 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
 # torch.library: what torch.compile and opcheck see.
 _library = torch.library.Library("ssmgen", "FRAGMENT")
 _library.define(
-    "replay_selective_state_update(Tensor(a!) state, Tensor(b!) old_x, Tensor(c!) old_B, Tensor(d!) old_dt, Tensor(e!)? old_dA_cumsum, "
-    "Tensor(f!)? cache_buf_idx, Tensor(g!)? ring_start, Tensor(h!) prev_num_accepted_tokens, Tensor? x, Tensor? dt, Tensor? A, Tensor? B, "
-    "Tensor? C, Tensor? D, Tensor? z, Tensor? dt_bias, Tensor(i!) out, Tensor? state_indices, Tensor? cu_seqlens, Tensor(j!)? rand_seed, "
-    "Tensor(k!)? arrivals, Tensor(l!)? mix, Tensor(m!)? sums, bool dt_softplus, int pad_slot_id, int philox_rounds, str precision, "
-    "bool after_conv, int? max_tokens, bool two_kernels, bool internal_pdl, bool materialize, bool? pdl) -> ()",
+    "replay_selective_state_update(str name, Tensor(a!) state, Tensor(b!) old_x, Tensor(c!) old_B, Tensor(d!) old_dt, "
+    "Tensor(e!)? old_dA_cumsum, Tensor(f!)? cache_buf_idx, Tensor(g!)? ring_start, Tensor(h!) prev_num_accepted_tokens, Tensor? x, "
+    "Tensor? dt, Tensor? A, Tensor? B, Tensor? C, Tensor? D, Tensor? z, Tensor? dt_bias, Tensor(i!) out, Tensor? state_indices, "
+    "Tensor? cu_seqlens, Tensor(j!)? rand_seed, Tensor(k!)? arrivals, Tensor(l!)? mix, Tensor(m!)? sums, bool dt_softplus, "
+    "int pad_slot_id, int philox_rounds, str precision, bool after_conv, int? max_tokens, bool two_kernels, bool internal_pdl, "
+    "bool materialize, bool? pdl) -> ()",
     tags=torch.Tag.needs_fixed_stride_order,
 )
 
 
-def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    torch.ops.ssmgen.replay_selective_state_update(*given, *options, pdl)
+def _dispatch(name: str, given: Sequence[Any], options: Options, pdl: bool | None) -> None:
+    torch.ops.ssmgen.replay_selective_state_update(name, *given, *options, pdl)
 
 
 @torch.library.impl(_library, "replay_selective_state_update", "CUDA")
 @torch.library.impl(_library, "replay_selective_state_update", "CPU")
-def _op(*args: Any) -> None:
+def _op(name: str, *args: Any) -> None:
     given, (*options, pdl) = args[: len(NAMES)], args[len(NAMES) :]
-    _plan(tuple(given), Options(*options), pdl)()
+    _CALLERS[name].plan(tuple(given), Options(*options), pdl)()
 
 
 @torch.library.register_fake("ssmgen::replay_selective_state_update", lib=_library)
@@ -420,6 +367,6 @@ def _fake(*args: Any) -> None:
 _REQUIRED = frozenset(("state", "old_x", "old_B", "old_dt", "prev_num_accepted_tokens", "out"))
 _signatures = runtime.Signatures()
 _CALLERS = {
-    name: Caller(FAMILY, name, NAMES, _REQUIRED, views_of, run_reference, _dispatch, _signatures)
+    name: Caller(FAMILY, name, NAMES, _REQUIRED, views_of, run_reference, partial(_dispatch, name), _signatures)
     for name in (OPERATOR, "checkpoint_selective_state_update", "materialize_selective_state")
 }

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .replay_call import Options, operator
+from .calls import operator
+from .replay_call import Options, call
 
 
-@operator
+@operator(like="x")
 def replay_selective_state_update(
     state: Tensor,
     old_x: Tensor,
@@ -77,10 +78,11 @@ def replay_selective_state_update(
         state, old_x, old_B, old_dt, old_dA_cumsum, cache_buf_idx, None, prev_num_accepted_tokens, x, dt, A, B, C, D, z, dt_bias, out,
         state_indices, cu_seqlens, rand_seed, arrivals,
     )  # fmt: skip
-    return given, Options(dt_softplus, pad_slot_id, philox_rounds, precision, after_conv, None, two_kernels, internal_pdl), pdl
+    options = Options(dt_softplus, pad_slot_id, philox_rounds, precision, after_conv, None, two_kernels, internal_pdl)
+    return call("replay_selective_state_update", given, options, pdl)
 
 
-@operator
+@operator(like="x")
 def checkpoint_selective_state_update(
     state: Tensor,
     old_x: Tensor,
@@ -129,10 +131,11 @@ def checkpoint_selective_state_update(
         state, old_x, old_B, old_dt, None, None, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, D, z, dt_bias, out,
         state_indices, cu_seqlens, rand_seed, arrivals,
     )  # fmt: skip
-    return given, Options(dt_softplus, pad_slot_id, philox_rounds, precision, after_conv, max_tokens, two_kernels, internal_pdl), pdl
+    options = Options(dt_softplus, pad_slot_id, philox_rounds, precision, after_conv, max_tokens, two_kernels, internal_pdl)
+    return call("checkpoint_selective_state_update", given, options, pdl)
 
 
-@operator
+@operator(like="state")
 def materialize_selective_state(
     state: Tensor,
     old_x: Tensor,
@@ -168,7 +171,8 @@ def materialize_selective_state(
         state, old_x, old_B, old_dt, old_dA_cumsum, cache_buf_idx, ring_start, prev_num_accepted_tokens, None, None, rate, None,
         None, None, None, None, out, state_indices, None, None, None,
     )  # fmt: skip
-    return given, Options(False, pad_slot_id, 0, precision, False, max_tokens, materialize=True), pdl
+    options = Options(False, pad_slot_id, 0, precision, False, max_tokens, materialize=True)
+    return call("materialize_selective_state", given, options, pdl)
 
 
 FUNCTIONS = (replay_selective_state_update, checkpoint_selective_state_update, materialize_selective_state)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from inspect import signature
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from .. import runtime
 from ..kernels.selective_state_update import OPERATOR, SsuProblem, SsuSpec
@@ -16,6 +14,7 @@ from ..reference.selective_state_update import selective_state_update as referen
 from ..spec import Loads, PoolMode
 from . import checks
 from . import selective_state_update_tokens as several
+from .calls import Call, operator
 from .checks import DTYPES, INDEX
 from .planning import Caller, Family
 
@@ -23,6 +22,7 @@ _OPTIONAL = ("D", "z", "dt_bias")
 _NAMES = ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "out", "state_indices", "dst_state_indices", "rand_seed")
 
 
+@operator(like="x")
 def selective_state_update(
     state: Tensor,
     x: Tensor,
@@ -97,50 +97,15 @@ def selective_state_update(
         out = torch.empty_like(x, memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x  # the checks object to x
     if rand_seed is None or philox_rounds == 0:
         rand_seed, philox_rounds = None, 0
-    if (
-        parents is None and cu_seqlens is None and num_accepted_tokens is None and intermediate_states is None
-        and intermediate_state_indices is None and update_state is True and not is_compiling()
-    ):  # fmt: skip
-        given = (state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices, rand_seed)
-        try:
-            which = D is None, z is None, dt_bias is None, state_indices is None, dst_state_indices is None
-            plan = _find((x.shape, which, (dt_softplus, dt_limit, pad_slot_id, philox_rounds), pdl), given)
-        except (AttributeError, TypeError):
-            plan = None  # the checks say what is wrong
-        if plan is not None:
-            plan()
-            return out
-    caller, given, options = _route(
-        state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, state_indices, dst_state_indices, num_accepted_tokens, cu_seqlens,
-        parents, intermediate_states, intermediate_state_indices, update_state, rand_seed, philox_rounds, pad_slot_id, out,
-    )  # fmt: skip
-    if is_compiling():
-        caller.dispatch(given, options, pdl)
-    else:
-        caller.plan(_key(given, options, pdl), given, options, pdl)()
-    return out
-
-
-def _route(
-    state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, state_indices, dst_state_indices, num_accepted_tokens, cu_seqlens,
-    parents, intermediate_states, intermediate_state_indices, update_state, rand_seed, philox_rounds, pad_slot_id, out,
-) -> tuple[Caller, tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
-    """(who plans it, operands, options) of the public function's arguments."""
     one = cu_seqlens is None and num_accepted_tokens is None and parents is None and intermediate_states is None
     if one and update_state is True and intermediate_state_indices is None and not (isinstance(x, Tensor) and x.dim() > 3):
         given = (state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices, rand_seed)
-        return _caller, given, (dt_softplus, dt_limit, pad_slot_id, philox_rounds)
+        return Call(CALLER, given, (dt_softplus, dt_limit, pad_slot_id, philox_rounds), pdl)
     given = (
         state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices, num_accepted_tokens, cu_seqlens, parents,
         intermediate_states, intermediate_state_indices, rand_seed,
     )  # fmt: skip
-    return several.CALLER, given, (dt_softplus, dt_limit, pad_slot_id, philox_rounds, update_state)
-
-
-def _key(given: tuple[Any, ...], options: tuple[Any, ...], pdl: bool | None) -> Any:
-    """All that is not a tensor, which operands there are, and a shape. rand_seed is there if philox_rounds is not 0."""
-    which = tuple([t is None for t in (*given[6:9], *given[10:-1])])
-    return getattr(given[1], "shape", None), which, options, pdl
+    return Call(several.CALLER, given, (dt_softplus, dt_limit, pad_slot_id, philox_rounds, update_state), pdl)
 
 
 def _views(named: Mapping[str, Tensor], options: tuple[Any, ...], problems: list[str]) -> dict[str, Tensor]:
@@ -299,33 +264,6 @@ def _refer(views: Mapping[str, Tensor], options: tuple[Any, ...]) -> None:
     reference(**views, dt_softplus=dt_softplus, dt_limit=dt_limit, pad_slot_id=pad_slot_id, philox_rounds=philox_rounds)
 
 
-# Hooks for warm(), is_warm() and bind(): the arguments of the public function -> its plan.
-
-
-def _call(*args: Any, **kwargs: Any) -> tuple[Caller, tuple[Any, ...], tuple[Any, ...], bool | None]:
-    bound = signature(selective_state_update).bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
-    if given["out"] is None and isinstance(given["x"], Tensor):
-        given["out"] = torch.empty_like(given["x"], memory_format=torch.contiguous_format)
-    if given["rand_seed"] is None or given["philox_rounds"] == 0:
-        given["rand_seed"], given["philox_rounds"] = None, 0
-    *rest, pdl = given.values()
-    return *_route(*rest), pdl
-
-
-def plan_call(*args: Any, **kwargs: Any) -> tuple[Callable[[], None], Tensor]:
-    """(plan, out) of a call, without running it."""
-    caller, given, options, pdl = _call(*args, **kwargs)
-    return caller.plan(_key(given, options, pdl), given, options, pdl), given[9]
-
-
-def problem_of_call(*args: Any, **kwargs: Any) -> tuple[Any, int, torch.device, bool | None]:
-    """(problem, batch, device, pdl as asked for) of a call. Raises ArgumentError."""
-    caller, *rest = _call(*args, **kwargs)
-    return caller.problem_of(*rest)
-
-
 # torch.library: what torch.compile and opcheck see. define + impl costs 2.5 us a call where custom_op costs 33.
 _library = torch.library.Library("ssmgen", "FRAGMENT")
 _library.define(
@@ -347,7 +285,7 @@ def _dispatch(given: Sequence[Any], options: tuple[Any, ...], pdl: bool | None) 
 def _op(*args: Any) -> None:
     given, (dt_softplus, dt_limit, *rest, pdl) = args[: len(_NAMES)], args[len(_NAMES) :]
     options = (dt_softplus, None if dt_limit is None else tuple(dt_limit), *rest)
-    _caller.plan(_key(given, options, pdl), given, options, pdl)()
+    CALLER.plan(given, options, pdl)()
 
 
 @torch.library.register_fake("ssmgen::selective_state_update", lib=_library)
@@ -356,5 +294,4 @@ def _fake(*args: Any) -> None:
 
 
 _required = frozenset(("state", "x", "dt", "A", "B", "C", "out"))
-_caller = Caller(FAMILY, OPERATOR, _NAMES, _required, _views, _refer, _dispatch, runtime.Signatures())
-_find = _caller.signatures.find
+CALLER = Caller(FAMILY, OPERATOR, _NAMES, _required, _views, _refer, _dispatch, runtime.Signatures())

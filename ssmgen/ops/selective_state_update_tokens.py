@@ -285,7 +285,7 @@ def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
 def _op(*args: Any) -> None:
     given, (dt_softplus, dt_limit, *rest, pdl) = args[: len(NAMES)], args[len(NAMES) :]
     options = (dt_softplus, None if dt_limit is None else tuple(dt_limit), *rest)
-    CALLER.plan((given[1].shape, tuple([t is None for t in given]), options, pdl), given, options, pdl)()
+    CALLER.plan(given, options, pdl)()
 
 
 @torch.library.register_fake("ssmgen::selective_state_update_tokens", lib=_library)

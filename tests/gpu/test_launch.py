@@ -14,7 +14,6 @@ from ssu_cases import BF16, Case, assert_matches, expected, make_call
 import ssmgen
 from ssmgen import runtime
 from ssmgen.errors import ArgumentError, CaptureError, LaunchError
-from ssmgen.ops import selective_state_update as op
 
 pytestmark = pytest.mark.gpu
 
@@ -253,7 +252,7 @@ def test_the_tensors_decide_the_device(current, own_stream):
 
 def test_error_of_the_driver_names_the_launch():
     call = make_call(M2, "cuda")
-    plan, _ = op.plan_call(*call.args, **call.kwargs)
+    plan = ssmgen.selective_state_update.build(*call.args, **call.kwargs).plan()
     broken = runtime.Launch(plan.launch.kernel, plan.launch.device, 0, plan.launch.arguments.values).at([0] * 10)
     with pytest.raises(LaunchError, match="grid 0"):
         broken()

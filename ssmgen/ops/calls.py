@@ -1,0 +1,169 @@
+"""Public functions and their calls: one like one seen before reaches neither what sorts its arguments nor the checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, wraps
+from inspect import signature
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.nn import Parameter
+
+from .. import runtime
+from ..errors import ArgumentError
+from .planning import Caller
+
+
+class Call(NamedTuple):
+    """What a public function makes of its arguments."""
+
+    caller: Caller
+    given: tuple[Any, ...]  # by caller.names; None for what is absent. Each is an argument as it came, or a new tensor
+    options: Any
+    pdl: bool | None = None
+    returns: tuple[str, ...] = ("out",)  # names of the operands that the function returns
+    objections: tuple[str, ...] = ()  # to what is no tensor
+
+    @property
+    def result(self) -> Any:
+        """What the function returns: one tensor, or several."""
+        found = tuple(t for name in self.returns for n, t in zip(self.caller.names, self.given, strict=True) if n == name)
+        return found[0] if len(found) == 1 else found
+
+    @property
+    def operands(self) -> dict[str, Any]:
+        """The tensors by name."""
+        return self.caller.named(self.given)
+
+    def dispatch(self) -> None:
+        """Runs the call through torch's dispatcher, which comes back to `plan` with plain tensors, or traces it."""
+        if self.objections:
+            raise ArgumentError(self.caller.name, self.objections)
+        self.caller.dispatch(self.given, self.options, self.pdl)
+
+    def plan(self) -> Callable[[], None]:
+        """What runs the call. Raises what the public function does."""
+        return self.caller.plan(self.given, self.options, self.pdl, self.objections)
+
+    def problem(self) -> tuple[Any, int, torch.device, bool | None]:
+        """(problem, size, device, pdl as asked for). Raises ArgumentError."""
+        return self.caller.problem_of(self.given, self.options, self.pdl, self.objections)
+
+
+def operator(like: str) -> Callable[[Callable[..., Call]], Callable[..., Any]]:
+    """The public function of a builder: makes the call and returns its result.
+
+    like: a parameter, a tensor (or several) with whose shape all other sizes change. `build` of the function is the builder.
+    """
+
+    def public(build: Callable[..., Call]) -> Callable[..., Any]:
+        place = list(signature(build).parameters).index(like)
+        recall = _Memory()
+        known = recall.rows
+
+        @wraps(build)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                call = build(*args, **kwargs)
+                call.dispatch()
+                return call.result
+            size = args[place] if len(args) > place else kwargs.get(like)
+            values = (*args, *kwargs.values())
+            key = (*map(type, values), *kwargs, getattr(size, "shape", None))
+            rows = known.get(key)
+            if rows is None and not _PLAIN.issuperset(map(type, values)):
+                values, key = _flat(values, size, kwargs)
+                rows = known.get(key)
+            for scalars, scalars_of, alike, new, result in rows or ():
+                tensors = alike.pick(values)
+                if alike.matches(*tensors) and scalars_of(values) == scalars:
+                    if new:
+                        tensors += tuple([make() for make in new])
+                    alike.plan(tensors)()
+                    return result(tensors)
+            call = build(*args, **kwargs)
+            (recall.learn(key, values, call, build, args, kwargs) if on_card(call) else call.plan())()
+            return call.result
+
+        run.build = build  # for warm(), bind() and explain()
+        return run
+
+    return public
+
+
+_TENSORS = frozenset((Tensor, Parameter))
+_SCALARS = frozenset((type(None), bool, int, float, str))
+_PLAIN = _TENSORS | _SCALARS
+
+
+def on_card(call: Call) -> bool:
+    return isinstance(call.given[0], Tensor) and call.given[0].is_cuda
+
+
+def _flat(values: tuple[Any, ...], size: Any, names: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """(values with those in tuples and lists in their places, the key of such a call)"""
+    flat: list[Any] = []
+    for v in values:
+        flat += v if isinstance(v, (tuple, list)) else (v,)
+    lengths = [len(v) if isinstance(v, (tuple, list)) else -1 for v in values]
+    first = size[0] if isinstance(size, (tuple, list)) and size else size
+    return tuple(flat), (*map(type, flat), *lengths, *names, getattr(first, "shape", None))
+
+
+class _Known(NamedTuple):
+    """Calls that differ in nothing but where their tensors lie."""
+
+    scalars: Any
+    scalars_of: Callable[[tuple[Any, ...]], Any]  # of the arguments
+    signature: runtime.Signature
+    new: tuple[Callable[[], Tensor], ...]  # of the tensors that the function makes
+    result: Callable[[tuple[Tensor, ...]], Any]  # of the given and the new ones
+
+
+class _Memory(runtime.Table):
+    """The calls of one public function by their arguments as they came."""
+
+    def learn(
+        self, key: Any, values: tuple[Any, ...], call: Call, build: Callable[..., Call], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[], None]:
+        """The plan of a call that is not known yet. The next one like it is found, if the arguments say all there is to say of it."""
+        tensors = [i for i, v in enumerate(values) if type(v) in _TENSORS]
+        scalars = [i for i, v in enumerate(values) if type(v) in _SCALARS]
+        given = {id(values[i]): i for i in tensors}
+        operands = call.operands
+        if len(given) < len(tensors):  # one comes twice: which is which can be seen of a call with aliases
+            alias = [v.detach() if i in tensors else v for i, v in enumerate(values)]
+            given = {id(alias[i]): i for i in tensors}
+            seen = build(*_like(args, it := iter(alias)), **dict(zip(kwargs, _like(kwargs.values(), it), strict=True))).operands
+        else:
+            seen = operands
+        places = {name: given[id(t)] for name, t in seen.items() if id(t) in given}
+        if len(tensors) + len(scalars) < len(values) or len(places) < len(tensors):  # what is compared nowhere may matter
+            return call.plan()
+        new = {name: t for name, t in operands.items() if name not in places}
+        named = {name: operands[name] for name in (*places, *new)}
+        made = call.caller.signature(named, call.options, call.pdl, call.objections, values, list(places.values()))
+        makers = tuple(partial(torch.empty_strided, t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in new.values())
+        names = list(named)
+        result = itemgetter(*[names.index(name) for name in call.returns])
+        scalars_of = itemgetter(*scalars) if scalars else _no_scalars
+        plan = made.plan(tuple(named.values()))
+        self.add(key, _Known(scalars_of(values), scalars_of, made, makers, result))
+        return plan
+
+
+def _no_scalars(values: tuple[Any, ...]) -> None:
+    return None
+
+
+def _like(values: Any, flat: Any) -> list[Any]:
+    """The next of the flat values, in tuples and lists as `values` are."""
+    return [_again(v, [next(flat) for _ in v]) if isinstance(v, (tuple, list)) else next(flat) for v in values]
+
+
+def _again(v: Any, items: list[Any]) -> Any:
+    return type(v)(*items) if hasattr(v, "_fields") else type(v)(items)
