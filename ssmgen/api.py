@@ -54,12 +54,13 @@ def supported(operator: Callable[..., Any], *args: Any, arch: str | None = None,
     return not reasons, reasons
 
 
-def _target(device: torch.device, arch: str | None, pdl: bool | None) -> tuple[Arch, bool]:
-    """(architecture, whether to use programmatic dependent launch)"""
+def _target(device: torch.device, arch: str | None, pdl: bool | None) -> tuple[Arch, bool, str | None]:
+    """(architecture, whether to use programmatic dependent launch, the GPU if it is of that architecture)"""
     if arch is None and device.type != "cuda":
         raise ArgumentError("ssmgen", [f"the tensors are on {device}: name an architecture, for example arch='sm_90a'"])
     target = Arch.parse(arch) if arch else runtime.device_arch(device.index)
-    return target, target >= SM90 if pdl is None else pdl
+    here = device.type == "cuda" and target == runtime.device_arch(device.index)
+    return target, target >= SM90 if pdl is None else pdl, runtime.device_name(device.index) if here else None
 
 
 def _specs(operator: Callable[..., Any], batches: Iterable[int], args: Any, kwargs: Any) -> tuple[list[KernelSpec], int]:

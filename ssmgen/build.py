@@ -56,14 +56,23 @@ def build(
     return sorted(results, key=lambda b: order[b.spec, b.arch])
 
 
-def specs_for(problems: Iterable[Problem], arch: Arch, pdl: Sequence[bool] = (True, False), max_batch: int = 1024) -> list[KernelSpec]:
-    """Every variant that calls with these problems can be served by on an architecture. Raises UnsupportedError."""
+def specs_for(
+    problems: Iterable[Problem],
+    arch: Arch,
+    pdl: Sequence[bool] = (True, False),
+    max_batch: int = 1024,
+    gpus: Sequence[str | None] = (None,),
+) -> list[KernelSpec]:
+    """Every variant that calls with these problems can be served by on an architecture. Raises UnsupportedError.
+
+    gpus: names of those whose tuned rows are to be served, too; None for the rules alone.
+    """
     found: dict[KernelSpec, None] = {}
     for problem in problems:
         for wanted in pdl if arch >= SM90 else (False,):
             operator = OPERATOR_OF[type(problem)]
             largest = getattr(OPERATORS[operator], "MAX_SIZE", max_batch)
-            specs = registry.variants(operator, problem, arch, wanted, largest)
+            specs = [s for gpu in gpus for s in registry.variants(operator, problem, arch, wanted, largest, gpu)]
             found.update(dict.fromkeys(part for spec in specs for part in (*spec.ahead, spec)))
     return list(found)
 

@@ -20,6 +20,8 @@ from .kernels import OPERATOR_OF, OPERATORS, causal_conv1d, causal_conv1d_update
 from .kernels import replay_selective_state_update as replay_family
 from .kernels.linear_attention_problem import Layout, Ring
 from .spec import Arch, DType, Index, PoolMode
+from .tune import table
+from .tune.command import tune, tuned
 
 CONVOLUTIONS = (causal_conv1d.OPERATOR, causal_conv1d_update.OPERATOR)
 BUILT = [name for name in OPERATORS if name != selective_state_update_tokens.OPERATOR]  # which goes with selective_state_update
@@ -157,7 +159,7 @@ def build(model, pdl, everything, op, specs, archs, max_batch, max_spill, jobs, 
     work = [(resolve(text, cache), arch) for text in specs for arch in archs]
     for name in names:
         problems = _problems(name, op, **call)
-        work += [(spec, arch) for arch in archs for spec in specs_for(problems, arch, wanted, max_batch)]
+        work += [(s, arch) for arch in archs for s in specs_for(problems, arch, wanted, max_batch, (None, *table.gpus(arch)))]
 
     if not work:
         raise ModelError(f"{model} does not use {op}")
@@ -287,14 +289,15 @@ def check(specs: tuple[str, ...], batch: int, archs: list[Arch]) -> None:
 @click.argument("op", type=click.Choice(["selective_state_update", *LINEAR_ATTENTION, *CONVOLUTIONS, REPLAY]))
 @with_model
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--gpu", help="Whose measured choices to look at, such as 'NVIDIA H200'. Default: this machine's, if it is of --arch.")
 @arch_option
 @json_option
-def explain(op, model, tp, pdl, batch, archs, as_json, **call) -> None:
+def explain(op, model, tp, pdl, batch, gpu, archs, as_json, **call) -> None:
     """Say which variant serves a model at a batch size, by which rule, and why the others do not.
 
     causal_conv1d: for prompts of --tokens, 2048 if that is not given.
     """
-    from . import registry
+    from . import registry, runtime
     from .models import find_model
 
     if not model:
@@ -310,7 +313,8 @@ def explain(op, model, tp, pdl, batch, archs, as_json, **call) -> None:
     if op == causal_conv1d.OPERATOR:
         size = -(-batch * (call["tokens"] or PROMPT) * known.conv_channels * DType(call["io"]).size // 1024)
     problems = _problems(model, operator, tp, **call)
-    found = [registry.explain(OPERATOR_OF[type(p)], p, size, arch, pdl is not False) for arch in archs for p in problems]
+    here = dict.fromkeys(archs, gpu) if gpu else {arch: runtime.name_of_gpu(arch) for arch in archs}
+    found = [registry.explain(OPERATOR_OF[type(p)], p, size, arch, pdl is not False, here[arch]) for arch in archs for p in problems]
     if as_json:
         click.echo(json.dumps([e.as_dict() for e in found], indent=1))
     else:
@@ -419,6 +423,8 @@ def generate(check: bool, root: Path) -> None:
 
 
 main.add_command(bench)
+main.add_command(tune)
+main.add_command(tuned)
 
 
 if __name__ == "__main__":

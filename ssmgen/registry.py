@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
 from .errors import UnsupportedError
 from .kernels import OPERATORS
 from .spec import Arch, KernelSpec
+from .tune import table
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class Explanation:
     problem: Any
     size: int  # what the rules look at
     arch: Arch
+    gpu: str | None  # whose tuned rows were looked at
     verdicts: tuple[Verdict, ...]
     faults: tuple[str, ...]  # what no variant could serve
 
@@ -50,13 +53,14 @@ class Explanation:
             "operator": self.operator,
             unit(self.operator): self.size,
             "arch": str(self.arch),
+            "gpu": self.gpu,
             "problem": describe(self.problem),
             "faults": list(self.faults),
             "verdicts": verdicts,
         }
 
     def __str__(self) -> str:
-        lines = [f"{self.operator}, {unit(self.operator)} {self.size}, {self.arch}: {describe(self.problem)}"]
+        lines = [f"{self.operator}, {unit(self.operator)} {self.size}, {self.gpu or self.arch}: {describe(self.problem)}"]
         lines += [f"  never: {f}" for f in self.faults]
         for v in self.verdicts:
             lines.append(f"  {'->' if not v.reason else '  '} {v.rule}: {v.reason or v.spec}")
@@ -73,40 +77,57 @@ def describe(problem: Any) -> str:
     return " ".join(f"{name}={getattr(value, 'value', value)}" for name, value in given.items() if value is not None)
 
 
+def _tuned(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: str) -> Iterator[tuple[str, KernelSpec | None, str]]:
+    """(rule, spec or None, why it does not apply) of the measured rows."""
+    for found in table.find(operator, problem, size, arch, pdl, gpu):
+        yield "tuned" if found.exact else f"tuned at {unit(operator)} {found.row.size}", found.spec, found.stale
+
+
 @functools.lru_cache(maxsize=4096)
-def explain(operator: str, problem: Any, size: int, arch: Arch, pdl: bool) -> Explanation:
-    """Everything that was considered. `pdl` asks for a variant that may overlap the end of the kernel ahead of it."""
+def explain(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: str | None = None) -> Explanation:
+    """Everything that was considered, in this order: a row measured at this size, rows of sizes near it, the rules, the generic variant.
+
+    `pdl` asks for a variant that may overlap the end of the kernel ahead of it. gpu: its name, as torch has it; None to go by rules alone.
+    """
     faults = tuple(problem.faults())
     verdicts: list[Verdict] = []
     chosen = None
     if not faults:
-        for rule, spec, reason in OPERATORS[operator].candidates(problem, size, arch, pdl):
+        rows = () if gpu is None else _tuned(operator, problem, size, arch, pdl, gpu)
+        for rule, spec, reason in (*rows, *OPERATORS[operator].candidates(problem, size, arch, pdl)):
             if spec is not None:
                 reason = "; ".join(spec.violations(arch))
                 if not reason and chosen:
                     reason = f"{chosen} comes first"
                 chosen = chosen or (None if reason else rule)
             verdicts.append(Verdict(rule, spec, reason))
-    return Explanation(operator, problem, size, arch, tuple(verdicts), faults)
+    return Explanation(operator, problem, size, arch, gpu, tuple(verdicts), faults)
 
 
-def select(operator: str, problem: Any, size: int, arch: Arch, pdl: bool) -> KernelSpec:
+def select(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: str | None = None) -> KernelSpec:
     """The variant for a problem at a size (see `unit`). Raises UnsupportedError with every reason."""
-    found = explain(operator, problem, size, arch, pdl)
+    found = explain(operator, problem, size, arch, pdl, gpu)
     if found.chosen is None:
         raise UnsupportedError(f"{operator} ({describe(problem)}) on {arch}", found.reasons)
     return found.chosen.spec
 
 
+def forget() -> None:
+    """Reads the tuned tables again. What a process has made plans for stays."""
+    table.forget()
+    explain.cache_clear()
+    variants.cache_clear()
+
+
 @functools.lru_cache(maxsize=1024)
-def variants(operator: str, problem: Any, arch: Arch, pdl: bool, max_size: int = 1024) -> tuple[KernelSpec, ...]:
+def variants(operator: str, problem: Any, arch: Arch, pdl: bool, max_size: int = 1024, gpu: str | None = None) -> tuple[KernelSpec, ...]:
     """Every variant that `select` can return for sizes 1 … max_size: what to build ahead of time."""
     # Rules only look at the size through thresholds, so the powers of two and their neighbours see every one of them
     # that lies between two powers; thresholds in between are found by bisection.
     found: dict[KernelSpec, None] = {}
 
     def visit(low: int, high: int) -> None:
-        a, b = (select(operator, problem, n, arch, pdl) for n in (low, high))
+        a, b = (select(operator, problem, n, arch, pdl, gpu) for n in (low, high))
         found.setdefault(a)
         if a != b and high - low > 1:
             middle = (low + high) // 2

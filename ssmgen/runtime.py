@@ -53,6 +53,17 @@ def device_arch(index: int) -> Arch:
     return Arch.of_capability(*torch.cuda.get_device_capability(index))
 
 
+@functools.cache
+def device_name(index: int) -> str:
+    return torch.cuda.get_device_name(index)
+
+
+def name_of_gpu(arch: Arch) -> str | None:
+    """Of this process's first GPU, if it is of that architecture."""
+    here = torch.cuda.is_available() and device_arch(0) == arch
+    return device_name(0) if here else None
+
+
 class Kernel:
     """A loaded kernel. Never unloaded: a captured graph may hold it."""
 

@@ -167,6 +167,11 @@ class KernelSpec:
         return []
 
     @property
+    def traffic(self) -> tuple[int, int] | None:
+        """(bytes of state that a block reads, those of them that it waits for at once); None where that says little about the time."""
+        return None
+
+    @property
     def mma(self) -> str:
         """Element type that the tensor cores multiply, as PTX names it; empty if they do not."""
         return ""
@@ -200,7 +205,7 @@ class KernelSpec:
     def said(self) -> Iterator[str]:
         """The fields of its text."""
         values = ((f, getattr(self, f.name)) for f in fields(self))
-        return (f"{f.name}={_text(value)}" for f, value in values if value != f.default or "later" not in f.metadata)
+        return (f"{f.name}={text_of(value)}" for f, value in values if value != f.default or "later" not in f.metadata)
 
     def __str__(self) -> str:
         return f"{self.family}:" + ",".join(self.said())
@@ -211,7 +216,8 @@ class KernelSpec:
         return f"{self.stem}_{hashlib.sha256(str(self).encode()).hexdigest()[:8]}"
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """A field's value as it stands in a spec's text."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, bool):

@@ -132,6 +132,11 @@ class ReplaySpec(KernelSpec, ReplayProblem):
         return 32 * (self.warps + self.helpers)
 
     @property
+    def traffic(self) -> tuple[int, int]:
+        tile = min(self.tile, self.headdim) * self.d_state * self.state.size
+        return tile, tile
+
+    @property
     def entries(self) -> int:
         """Rows of x that the outputs are made of: the history, then the tokens."""
         return self.window + (0 if self.materialize else self.tokens)

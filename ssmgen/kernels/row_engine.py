@@ -90,6 +90,11 @@ class RowSpec(KernelSpec):
     def threads_per_block(self) -> int:
         return self.threads
 
+    @property
+    def traffic(self) -> tuple[int, int]:
+        row = self.row_elements * self.row_dtype.size
+        return min(self.tile, self.rows) * row, self.rows_per_step * row
+
     def violations(self, arch: Arch) -> list[str]:
         shape = [
             *must(is_pow2(self.lanes) and self.lanes <= 32, f"lanes {self.lanes} is not a power of two up to 32"),

@@ -15,7 +15,8 @@ from torch.nn import Parameter
 
 from .. import runtime
 from ..errors import ArgumentError
-from .planning import Caller
+from ..spec import KernelSpec
+from .planning import Caller, launch_of
 
 
 class Call(NamedTuple):
@@ -48,6 +49,17 @@ class Call(NamedTuple):
     def plan(self) -> Callable[[], None]:
         """What runs the call. Raises what the public function does."""
         return self.caller.plan(self.given, self.options, self.pdl, self.objections)
+
+    def launch_with(self, spec: KernelSpec) -> runtime.Launch | runtime.Chain:
+        """The launch of a variant of the call's problem; `at(pointers)` of it is a plan. Raises ArgumentError; LoadError."""
+        operands, caller = self.operands, self.caller
+        views = caller.checked(operands, self.options, self.pdl, self.objections)
+        device = next(iter(views.values())).device.index
+        return launch_of(caller.family, caller.name, spec, views, tuple(operands), self.options, device)
+
+    @property
+    def pointers(self) -> tuple[int, ...]:
+        return tuple(t.data_ptr() for t in self.operands.values())
 
     def problem(self) -> tuple[Any, int, torch.device, bool | None]:
         """(problem, size, device, pdl as asked for). Raises ArgumentError."""

@@ -46,6 +46,24 @@ def check_overlap(family: Family, name: str, layout: Views, where: Mapping[str, 
         raise ArgumentError(name, problems)
 
 
+def launch_of(
+    family: Family, name: str, spec: KernelSpec, views: Views, names: Sequence[str], options: Any, device: int
+) -> runtime.Launch | runtime.Chain:
+    """The launch of a variant, or of its kernels one after the other, which takes pointers in the order of `names`."""
+
+    def one(part: KernelSpec) -> runtime.Launch:
+        kernel = runtime.load(part, device, name)
+        grid = family.grid_of(part, views)
+        if grid >= 2**31:
+            raise ArgumentError(name, [f"this call needs {grid} blocks; a launch has fewer than 2^31"])
+        return runtime.Launch(kernel, device, grid, family.values_of(part, views, options))
+
+    parts = (*spec.ahead, spec)
+    takes = [[names.index(n) for n in part.operands()] for part in parts]
+    launches = [one(part) for part in parts]
+    return launches[0] if takes == [[*range(len(names))]] else runtime.Chain(launches, takes)
+
+
 def new_signature(
     family: Family, name: str, views: Views, names: Sequence[str], options: Any, pdl: bool | None, given: Sequence[Any],
     places: Sequence[int],
@@ -59,13 +77,6 @@ def new_signature(
     layout = {n: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for n, t in views.items()}
     launches: dict[Any, runtime.Launch | runtime.Chain] = {}  # alignment is part of the problem
 
-    def launch_of(spec: KernelSpec) -> runtime.Launch:
-        kernel = runtime.load(spec, device, name)
-        grid = family.grid_of(spec, layout)
-        if grid >= 2**31:
-            raise ArgumentError(name, [f"this call needs {grid} blocks; a launch has fewer than 2^31"])
-        return runtime.Launch(kernel, device, grid, family.values_of(spec, layout, options))
-
     def resolve(pointers: tuple[int, ...]) -> runtime.Launch | runtime.Chain | None:
         where = dict(zip(names, pointers, strict=True))
         check_overlap(family, name, layout, where)
@@ -73,11 +84,8 @@ def new_signature(
             return None
         problem = family.problem_of(layout, where, options)
         if problem not in launches:
-            spec: KernelSpec = registry.select(family.operator, problem, size, arch, wanted)
-            parts = (*spec.ahead, spec)
-            takes = [[names.index(n) for n in part.operands()] for part in parts]
-            chain = runtime.Chain([launch_of(part) for part in parts], takes)
-            launches[problem] = chain if takes != [[*range(len(names))]] else chain.launches[0]
+            spec: KernelSpec = registry.select(family.operator, problem, size, arch, wanted, runtime.device_name(device))
+            launches[problem] = launch_of(family, name, spec, layout, names, options, device)
             registry.count_plan(spec)
         return launches[problem]
 

@@ -1,0 +1,163 @@
+"""What is tuned: the calls of each operator's benchmark, on rotating cold inputs, for the models that use it or for its own shapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import ssmgen
+
+from ..bench import causal_conv1d as conv
+from ..bench import causal_conv1d_update as conv_update
+from ..bench import combine_splits as combine
+from ..bench import linear_attention as linear
+from ..bench import replay_selective_state_update as replay
+from ..bench import report as reports
+from ..bench import selective_state_update as ssu
+from ..errors import SsmgenError
+from ..kernels.causal_conv1d import ConvLayout
+from ..models import LinearAttention, Mamba, Model, find_model, models
+from ..ops.calls import Call
+from ..ops.checks import TORCH_DTYPES
+from ..spec import DType
+
+BATCHES = (1, 8, 64, 256)
+
+
+class Case(NamedTuple):
+    """A call at one size, as `sets` calls that differ in where their operands lie."""
+
+    label: str
+    sets: int
+    call: Callable[[int], Call]
+    gate: Callable[[], Any]  # of what is served now, against float64; raises SsmgenError
+
+
+def cases(
+    operator: str,
+    names: Sequence[str] = (),
+    batches: Sequence[int] = (),
+    tokens: Sequence[int] = (),
+    tp: int = 1,
+    device: str = "cuda",
+) -> Iterator[Case]:
+    """Each made when it is asked for: its buffers are gone before the next one's. names: models; none for all that use the operator, or
+    for the benchmark's shapes; tp: of how many ranks one is. Raises SsmgenError for a model that does not use it."""
+    if operator not in CASES and operator not in linear.OPS:
+        raise SsmgenError(f"{operator} is not tuned; known: {', '.join((*CASES, *linear.OPS))}")
+    given = [find_model(name).divided(tp) for name in names]
+    if operator in CASES:
+        yield from CASES[operator](given, batches or BATCHES, tokens or (1,), device)
+    else:
+        yield from _linear(operator, given, batches or BATCHES, tokens or (1,), device)
+
+
+def used(operator: str, names: Sequence[str]) -> bool:
+    """Whether each of these models, or of none, uses the operator. Raises ModelError."""
+    given = [find_model(name) for name in names]
+    uses = {
+        "causal_conv1d": lambda m: True,  # of any number of channels
+        "causal_conv1d_update": lambda m: bool(m.conv_channels),
+        "replay_selective_state_update": lambda m: m.kind == "mamba2",
+        "combine_splits": lambda m: False,  # attention's
+    }
+    return all(map(uses.get(operator, lambda m: m.function == operator), given))
+
+
+def _fitting(kind: Callable[[Model], bool], given: Sequence[Model], operator: str) -> list[Model]:
+    if wrong := [m.name for m in given if not kind(m)]:
+        raise SsmgenError(f"{', '.join(wrong)}: not decoded by {operator}")
+    return list(given) or [m for m in models().values() if kind(m)]
+
+
+def _states(model: Model) -> list[DType]:
+    """The model's own, and what serving engines make of it."""
+    return list(dict.fromkeys((model.state, DType.BF16)))
+
+
+def _slots(pool: Any, least_bytes: float, batch: int) -> int:
+    return max(math.ceil(least_bytes / pool[0].nbytes), reports.MIN_SETS * batch)
+
+
+def _pool(shape: Sequence[int], state: DType, batches: Sequence[int], least_bytes: float, device: str) -> Any:
+    """Slots enough for cold inputs of every batch."""
+    slot = math.prod(shape) * state.size
+    return reports.normal_pool(max(math.ceil(least_bytes / slot), reports.MIN_SETS * max(batches)), shape, TORCH_DTYPES[state], device)
+
+
+def _ssu(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
+    for model in _fitting(lambda m: isinstance(m, Mamba), given, "selective_state_update"):
+        mamba1 = model.kind == "mamba1"
+        shape = (model.headdim, model.d_state) if mamba1 else (model.nheads, model.headdim, model.d_state)
+        for state in [model.state] if mamba1 else _states(model):
+            pool = _pool(shape, state, batches, ssu.POOL_BYTES, device)
+            for T, batch in product([1] if mamba1 else tokens, batches):
+                bench = ssu.Case(model, pool[: _slots(pool, ssu.POOL_BYTES, batch)], batch, T, T > 1)
+                yield Case(f"{model.name} {state.value} T {T} batch {batch}", bench.sets, partial(_ssu_call, bench), bench.gate)
+
+
+def _ssu_call(bench: ssu.Case, i: int) -> Call:
+    args, kwargs = bench.arguments(i)
+    return ssmgen.selective_state_update.build(*args, **kwargs, pdl=True)
+
+
+def _linear(operator: str, given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
+    used = _fitting(lambda m: isinstance(m, LinearAttention) and m.function == operator, given, operator)
+    shapes = [(m.name, m.nheads, m.key_heads, m.dim_v, m.dim_k, _states(m)) for m in used]
+    if not shapes:
+        recurrence = linear.OPS[operator]
+        heads, key_heads, dim = linear.shape(operator, None, None, None)
+        shapes = [(f"{heads} heads of {dim} x {dim}", heads, key_heads, dim, dim, [recurrence.state])]
+    for name, heads, key_heads, V, K, states in shapes:
+        for state in states:
+            pool = _pool((heads, V, K), state, batches, linear.POOL_BYTES, device)
+            for T, batch in product(tokens, batches):
+                bench = linear.Case(operator, pool[: _slots(pool, linear.POOL_BYTES, batch)], key_heads, batch, T, T > 1)
+                yield _case(f"{name} {state.value} T {T} batch {batch}", bench)
+
+
+def _conv(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
+    """The benchmark's shapes; batches and tokens are those."""
+    for layout, shape in product(ConvLayout, conv.SHAPES):
+        yield _case(f"{layout.value} {shape}", conv.Case(shape, layout, device=device))
+
+
+def _conv_update(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
+    dims = dict.fromkeys(m.conv_channels for m in given if m.conv_channels) or {12288: None}
+    for dim, innermost, T in product(dims, conv_update.Innermost, tokens):
+        inner = (dim, 2 + T) if innermost is conv_update.Innermost.WINDOW else (2 + T, dim)
+        pool = _pool(inner, DType.BF16, batches, conv_update.POOL_BYTES, device)
+        for batch in batches:
+            bench = conv_update.Case(pool[: _slots(pool, conv_update.POOL_BYTES, batch)], innermost, batch, T)
+            yield _case(f"{dim} channels, {innermost.value} T {T} batch {batch}", bench)
+
+
+def _replay(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
+    fitting = _fitting(lambda m: m.kind == "mamba2", given, replay.__name__) if given else []
+    shapes = [(m.nheads, m.headdim, m.d_state, m.ngroups) for m in fitting] or [replay.SHAPE]
+    for shape, state, window, batch in product(shapes, (DType.BF16, DType.F32), replay.WINDOWS, batches):
+        bench = replay.Case(batch, window=window, shape=shape, dtype=TORCH_DTYPES[state], device=device)
+        label = f"{'x'.join(map(str, shape))} {state.value} window {window} batch {batch}"
+        yield _case(label, bench, partial(bench.gate, replay.PLAIN))
+
+
+def _combine(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
+    for form, state, d_v in product((combine.Form.DENSE, combine.Form.PREFIX), (DType.F32, DType.BF16), (128, 512)):
+        for shape in combine.SHAPES:
+            yield _case(f"{form.value} {shape} d_v {d_v} {state.value}", combine.Case(shape, d_v, form, TORCH_DTYPES[state], device=device))
+
+
+CASES = {
+    "selective_state_update": _ssu,
+    "causal_conv1d": _conv,
+    "causal_conv1d_update": _conv_update,
+    "replay_selective_state_update": _replay,
+    "combine_splits": _combine,
+}
+
+
+def _case(label: str, bench: Any, gate: Callable[[], Any] | None = None) -> Case:
+    return Case(label, bench.sets, lambda i: bench.function.build(**bench.arguments(i), pdl=True), gate or bench.gate)

@@ -1,0 +1,117 @@
+"""`ssmgen tune` and `ssmgen tuned`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import statistics
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..bench.command import LINEAR_ATTENTION
+from ..errors import SsmgenError
+from ..kernels import FAMILIES
+from ..spec import parse_spec
+from . import table
+
+TUNED = (
+    "selective_state_update", *LINEAR_ATTENTION, "causal_conv1d", "causal_conv1d_update", "replay_selective_state_update", "combine_splits",
+)  # fmt: skip
+UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
+
+
+class Duration(click.ParamType):
+    name = "time"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        if isinstance(value, (int, float)):
+            return float(value)
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", value)
+        if not match:
+            self.fail(f"{value!r} is not a time such as 60s, 10m or 1h", param, ctx)
+        return float(match[1]) * UNITS[match[2]]
+
+
+@click.command()
+@click.argument("op", type=click.Choice([*TUNED, "all"]))
+@click.option("--model", "models", multiple=True, help="A model of `ssmgen models`; may repeat. Default: all that use the operator.")
+@click.option("--batch", "batches", type=click.IntRange(1), multiple=True, help="May repeat. Default: 1, 8, 64, 256.")
+@click.option("--tokens", type=click.IntRange(1), multiple=True, help="Per sequence; may repeat. Default: 1.")
+@click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks that share a --model.")
+@click.option("--budget", type=Duration(), default="60s", show_default=True, help="Stop after so long, between two cases.")
+@click.option("--again", is_flag=True, help="Measure what is known already, too.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The table to write. Default: yours of this GPU.")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
+def tune(op, models, batches, tokens, tp, budget, again, out, as_json) -> None:
+    """Measure which variant is the fastest on this GPU, and serve it from now on.
+
+    Every legal variant of a call is considered; those that may win are compiled, checked bit for bit against the one that the rules would
+    serve, and timed in turn with it. The table grows with each case: stop it whenever you like, and go on with the same command.
+    """
+    from .cases import cases, used
+    from .search import Bench, Outcome
+    from .search import tune as run
+
+    bench = Bench.here()
+    path = out or table.overlay_path(bench.gpu)
+    if path is None:
+        raise SsmgenError("there is no cache directory to keep a table in: give --out, or set SSMGEN_CACHE_DIR")
+    start, bar = time.monotonic(), click.progressbar(length=int(budget), label="tuning", file=sys.stderr, hidden=not sys.stderr.isatty())
+
+    def done(outcome: Outcome) -> None:
+        bar.update(max(0, min(int(time.monotonic() - start), int(budget)) - bar.pos))
+        click.echo(f"{'' if bar.hidden else chr(13)}{describe(outcome)}", err=True)
+
+    names = [name for name in TUNED if used(name, models)] if op == "all" else (op,)
+    work = itertools.chain.from_iterable(cases(name, models, batches, tokens, tp) for name in names)
+    with bar:
+        outcomes = run(bench, work, path, budget, again, done)
+    rows = [o.row for o in outcomes if o.row is not None]
+    failed = [o for o in outcomes if o.row is None]
+    if as_json:
+        failures = [{"label": o.label, "why": o.why} for o in failed]
+        click.echo(json.dumps({"gpu": bench.gpu, "table": str(path), "rows": [asdict(row) for row in rows], "failed": failures}, indent=1))
+    else:
+        click.echo(f"{len(rows)} cases in {path}" + (f"; {gain(rows)}" if rows else ""))
+    if failed:
+        click.echo("".join(f"{o.label}: {o.why}\n" for o in failed), err=True, nl=False)
+        sys.exit(1)
+
+
+def describe(outcome: Any) -> str:
+    row = outcome.row
+    if row is None:
+        return f"{outcome.label}: FAILED: {outcome.why.splitlines()[0]}"
+    known = " (known)" if outcome.why else ""
+    return f"{outcome.label}: {row.us:.2f} us, rules {row.rule_us:.2f}, {row.rule_us / row.us:.3f} x{known}"
+
+
+def gain(rows: list[table.Row]) -> str:
+    """What a table gains over the rules, in words."""
+    ratios = [row.rule_us / row.us for row in rows]
+    better = sum(r > 1 for r in ratios)
+    return (
+        f"{better} of {len(rows)} better than the rules, {statistics.geometric_mean(ratios):.3f} x in the mean, {max(ratios):.3f} x at most"
+    )
+
+
+@click.command()
+@click.option("--gpu", help="Its name, as torch has it. Default: all that there are tables for.")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
+def tuned(gpu, as_json) -> None:
+    """List the measured choices, and those that are no longer believed."""
+    found = [(name, row, table.staleness(row)) for name in ([gpu] if gpu else table.gpus()) for row in table.rows_of(name).values()]
+    if as_json:
+        click.echo(json.dumps([{"gpu": name, "stale": stale or None} | asdict(row) for name, row, stale in found], indent=1))
+        return
+    for name, row, stale in found:
+        spec = row.spec if stale else parse_spec(row.spec, FAMILIES).name
+        click.echo(f"{name}  {row.label:60} {row.us:9.2f} us {row.rule_us / row.us:7.3f} x  {'STALE: ' + stale if stale else spec}")
+    fresh = [row for _, row, stale in found if not stale]
+    click.echo(f"{len(found)} rows, {len(found) - len(fresh)} stale" + (f"; {gain(fresh)}" if fresh else ""), err=True)

@@ -1,0 +1,170 @@
+"""Finding the fastest variant of a call on this card: of the legal ones, those that a cost model thinks may win, timed in turn."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import compile as compiler
+from .. import registry, runtime
+from ..bench import timing
+from ..build import build
+from ..cache import shared_cache
+from ..errors import SsmgenError
+from ..kernels import OPERATOR_OF, OPERATORS
+from ..ops.calls import Call
+from ..render import template_digest
+from ..spec import KernelSpec, Pdl
+from . import model, table
+from .cases import Case
+
+COMPILED, TIMED, FINAL = 48, 16, 5  # variants that are compiled, that are timed, and that are timed again
+GAIN = 0.985  # of the rules' time: what is not better than that is noise, and the rules' choice is kept
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a case. row is None if nothing was measured, and why says the reason."""
+
+    label: str
+    row: table.Row | None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A card, and what its times depend on."""
+
+    gpu: str
+    card: model.Card
+    driver: str
+    compiler: str
+
+    @classmethod
+    def here(cls) -> Bench:
+        """Raises SsmgenError without a GPU."""
+        if not torch.cuda.is_available():
+            raise SsmgenError("tune needs a CUDA device, and torch sees none")
+        device = torch.cuda.current_device()
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        card = model.Card(runtime.device_arch(device), sms, timing.ceilings_tbs()["in_place"])
+        version = runtime.check(runtime.driver().cuDriverGetVersion(), SsmgenError)
+        return cls(runtime.device_name(device), card, f"CUDA {version // 1000}.{version % 1000 // 10}", compiler.build_id())
+
+
+def tune(
+    bench: Bench,
+    work: Iterable[Case],
+    path: Path,
+    budget: float | None = None,
+    again: bool = False,
+    done: Callable[[Outcome], None] = lambda outcome: None,
+) -> list[Outcome]:
+    """Measures cases until there are no more or `budget` seconds have passed, and puts each row into the table at `path` as it comes:
+    whoever interrupts it loses the case at hand. Cases whose row is there and is believed are skipped, unless `again`.
+
+    Raises TableError.
+    """
+    start, outcomes = time.monotonic(), []
+    rows = table.read(path)
+    for case in work:
+        if budget is not None and time.monotonic() - start > budget:
+            break
+        known = rows.get(_key(case.call(0)))
+        if known is not None and not again and not table.staleness(known, bench.card.arch):
+            outcome = Outcome(case.label, known, "known")
+        else:
+            outcome = _tuned(case, bench)
+            if outcome.row is not None:
+                rows[outcome.row.key] = outcome.row
+                table.write(path, bench.gpu, rows.values())
+        outcomes.append(outcome)
+        done(outcome)
+    registry.forget()
+    return outcomes
+
+
+def _key(call: Call) -> tuple[str, str, bool, int]:
+    problem, size, _, pdl = call.problem()
+    return OPERATOR_OF[type(problem)], table.bucket(problem), bool(pdl), size
+
+
+def _tuned(case: Case, bench: Bench) -> Outcome:
+    call = case.call(0)
+    operator, text, pdl, size = _key(call)
+    problem = call.problem()[0]
+    rule = registry.select(operator, problem, size, bench.card.arch, pdl)
+    try:
+        case.gate()  # of what the rules serve, against float64; the others must give its bits
+        specs = _equal_bits(call, rule, _promising(call, rule, bench, pdl))
+    except SsmgenError as e:
+        return Outcome(case.label, None, str(e))
+    calls = [case.call(i) for i in range(case.sets)]
+    us = _times(calls, case.sets, [rule, *specs], rounds=2, captures=1)
+    finalists = sorted(us, key=us.__getitem__)[:FINAL]
+    us = _times(calls, case.sets, list(dict.fromkeys([rule, *finalists])), rounds=7, captures=2)
+    ranked = sorted(us, key=us.__getitem__)
+    best = ranked[0] if us[ranked[0]] < GAIN * us[rule] else rule
+    second = next((spec for spec in ranked if spec != best), best)
+    row = table.Row(
+        operator=operator, problem=text, size=size, pdl=pdl, spec=str(best), us=round(us[best], 3), rule_us=round(us[rule], 3),
+        runner_up=str(second), runner_up_us=round(us[second], 3), label=case.label, templates=template_digest(best.template),
+        arch=str(bench.card.arch), driver=bench.driver, compiler=bench.compiler, date=datetime.date.today().isoformat(),
+    )  # fmt: skip
+    return Outcome(case.label, row)
+
+
+def _promising(call: Call, rule: KernelSpec, bench: Bench, pdl: bool) -> list[KernelSpec]:
+    """The legal variants but the rules' that may win; compiled, and none that spills."""
+    problem, arch = call.problem()[0], bench.card.arch
+    views = call.caller.checked(call.operands, call.options, call.pdl)
+    legal = [s for s in OPERATORS[OPERATOR_OF[type(problem)]].space(problem, arch) if (s.pdl is not Pdl.OFF) == pdl and s != rule]
+    grid = {spec: call.caller.family.grid_of(spec, views) for spec in legal}
+    likely = model.promising([model.Candidate(spec, grid[spec]) for spec in legal], bench.card, COMPILED, rule)
+    built = build([(part, arch) for c in likely for part in (*c.spec.ahead, c.spec)], shared_cache())
+    used = {b.spec: b.entry.resources for b in built if b.error is None}
+    compiled = [
+        model.Candidate(c.spec, c.grid, used[c.spec].registers, used[c.spec].shared)
+        for c in likely
+        if all(part in used for part in (*c.spec.ahead, c.spec))
+    ]
+    return [c.spec for c in model.promising(compiled, bench.card, TIMED, rule)]
+
+
+def _equal_bits(call: Call, rule: KernelSpec, specs: list[KernelSpec]) -> list[KernelSpec]:
+    """Those that leave, in all that a call writes, the bits that the rules' variant leaves. Raises SsmgenError if one does not: all
+    variants of a problem must."""
+    written = {n: t for n, t in call.operands.items() if n in call.caller.family.written}
+    before = {n: t.clone() for n, t in written.items()}
+
+    def results(spec: KernelSpec) -> dict[str, Tensor]:
+        for n, t in written.items():
+            t.copy_(before[n])
+        call.launch_with(spec).at(call.pointers)()
+        return {n: t.clone() for n, t in written.items()}
+
+    want = results(rule)
+    for spec in specs:
+        if different := [n for n, t in results(spec).items() if not _same(t, want[n])]:
+            raise SsmgenError(f"{', '.join(different)} of {spec} differ from those of {rule}. This is a bug in ssmgen: please report it.")
+    for n, t in written.items():
+        t.copy_(before[n])
+    return specs
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def _times(calls: list[Call], sets: int, specs: list[KernelSpec], rounds: int, captures: int) -> dict[KernelSpec, float]:
+    launches, pointers = {spec: calls[0].launch_with(spec) for spec in specs}, [call.pointers for call in calls]
+    plans = {spec: [launch.at(at) for at in pointers] for spec, launch in launches.items()}
+    contenders: dict[Any, timing.Launch] = {spec: lambda i, plan=plan: plan[i]() for spec, plan in plans.items()}
+    return timing.device_us(contenders, sets, rounds, captures)

@@ -1,0 +1,78 @@
+"""Tuning on a card."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ssmgen
+from ssmgen import registry, runtime
+from ssmgen.bench import combine_splits
+from ssmgen.build import build
+from ssmgen.cache import Cache
+from ssmgen.errors import SsmgenError
+from ssmgen.kernels import FAMILIES
+from ssmgen.spec import Arch, parse_spec
+from ssmgen.tune import cases, search, table
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def work(monkeypatch, tmp_path):
+    """The smallest cases of one operator, and no tables yet."""
+    monkeypatch.setenv("SSMGEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(table, "SHIPPED", tmp_path / "none")
+    monkeypatch.setattr(combine_splits, "SHAPES", [(16, 2), (1024, 8)])
+    monkeypatch.setattr(combine_splits, "SET_BYTES", 64e6)
+    registry.forget()
+    yield lambda count: [case for case, _ in zip(cases.cases("combine_splits"), range(count), strict=False)]
+    registry.forget()
+
+
+def test_what_is_measured_is_served(work):
+    bench, path = search.Bench.here(), table.overlay_path(torch.cuda.get_device_name())
+    outcomes = search.tune(bench, work(2), path)
+    assert [o.why for o in outcomes] == ["", ""] and all(0.3 < o.row.us <= o.row.rule_us for o in outcomes)
+    assert all(o.row.spec != o.row.runner_up for o in outcomes)
+    n, splits, heads, d_v = 1, 2, 16, 128
+    o, lse = torch.randn(splits, n, heads, d_v, device="cuda"), torch.randn(splits, n, heads, device="cuda")
+    call = {"o": o, "lse": lse, "lse_base": 2, "out": torch.empty(n, heads, d_v, device="cuda", dtype=torch.bfloat16), "return_lse": True}
+    found = ssmgen.explain(ssmgen.combine_splits, **call).chosen
+    assert found.rule == "tuned" and str(found.spec) == outcomes[0].row.spec
+    tuned = [t.clone() for t in ssmgen.combine_splits(**call, pdl=True)]
+    ruled = ssmgen.combine_splits(**call, pdl=False)  # whose rows were not measured
+    assert all(torch.equal(a, b) for a, b in zip(tuned, ruled, strict=True))
+    assert [o.why for o in search.tune(bench, work(2), path)] == ["known", "known"]
+
+
+def test_variants_whose_bits_differ_are_found(work, monkeypatch):
+    (case,) = work(1)
+    call = case.call(0)
+    problem, size, _, pdl = call.problem()
+    arch = runtime.device_arch(0)
+    rule = registry.select("combine_splits", problem, size, arch, pdl)
+    specs = search._promising(call, rule, search.Bench.here(), pdl)
+    assert specs and search._equal_bits(call, rule, specs) == specs
+    launch_with = type(call).launch_with
+
+    def wrong(self, spec):
+        launch = launch_with(self, spec)
+        if spec == specs[-1]:
+            launch.arguments.values["to_log2"] *= 1.0001
+            launch = runtime.Launch(launch.kernel, launch.device, launch.grid, launch.arguments.values)
+        return launch
+
+    monkeypatch.setattr(type(call), "launch_with", wrong)
+    with pytest.raises(SsmgenError, match="This is a bug in ssmgen"):
+        search._equal_bits(call, rule, specs)
+
+
+def test_the_tables_of_this_gpu_can_be_served(tmp_path):
+    gpu = torch.cuda.get_device_name()
+    rows = [row for row in table.rows_of(gpu).values() if not table.staleness(row)]
+    if not rows:
+        pytest.skip(f"there is no table of the {gpu}, or it is stale")
+    todo = {(part, Arch.parse(row.arch)) for row in rows for spec in [parse_spec(row.spec, FAMILIES)] for part in (*spec.ahead, spec)}
+    failed = [b for b in build(list(todo), Cache(tmp_path)) if b.error]
+    assert not failed, failed[0].error

@@ -1,0 +1,353 @@
+"""Tuning without a GPU: the table, what the registry makes of it, the cost model, the cases, and the search around what is measured."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from ssmgen import registry, runtime
+from ssmgen.build import default_problems, specs_for
+from ssmgen.cli import main
+from ssmgen.errors import SsmgenError
+from ssmgen.kernels import OPERATOR_OF, OPERATORS
+from ssmgen.kernels.selective_state_update import SsuProblem
+from ssmgen.models import find_model
+from ssmgen.spec import SM90, Arch, DType, Index, Loads, Pdl, PoolMode
+from ssmgen.tune import cases, model, search, table
+from ssmgen.tune.command import TUNED
+
+GPU, OP = "Test GPU 7", "selective_state_update"
+PROBLEM = find_model("nemotron-h-8b").problem(DType.BF16, Index.I32, PoolMode.SINGLE)
+RULE = registry.select(OP, PROBLEM, 8, SM90, True)
+OTHER = next(s for s in OPERATORS[OP].space(PROBLEM, SM90) if s.pdl is Pdl.WAIT and s.tile != RULE.tile)
+
+
+def row(spec=OTHER, size=8, problem=PROBLEM, **changes) -> table.Row:
+    given = {
+        "operator": OP, "problem": table.bucket(problem), "size": size, "pdl": True, "spec": str(spec), "us": 2.0, "rule_us": 2.5,
+        "runner_up": str(RULE), "runner_up_us": 2.5, "label": "a case", "templates": table.template_digest(spec.template), "arch": "sm_90a",
+        "driver": "CUDA 13.0", "compiler": "a build", "date": "2026-01-02",
+    }  # fmt: skip
+    return table.Row(**given | changes)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    """No tables but those that a test writes."""
+    monkeypatch.setenv("SSMGEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(table, "SHIPPED", tmp_path / "shipped")
+    registry.forget()
+    yield tmp_path
+    registry.forget()
+
+
+def ship(*rows: table.Row) -> None:
+    table.write(table.SHIPPED / table.file_name(GPU), GPU, rows)
+    registry.forget()
+
+
+def overlay(*rows: table.Row) -> None:
+    table.write(table.overlay_path(GPU), GPU, rows)
+    registry.forget()
+
+
+# The table.
+
+
+def test_a_table_is_read_as_it_was_written():
+    rows = [row(size=n, us=1 / 3 * n) for n in (64, 1, 8)]
+    ship(*rows)
+    assert table.rows_of(GPU) == {r.key: r for r in rows} and table.gpus() == (GPU,) and table.gpus(Arch.parse("sm_80")) == ()
+    lines = (table.SHIPPED / "Test_GPU_7.json").read_text().splitlines()
+    assert [json.loads(line.rstrip(","))["size"] for line in lines[1:-1]] == [1, 8, 64]  # a row to a line
+    assert not list(table.SHIPPED.glob(".tuned-*"))
+
+
+def test_a_bucket_is_what_choices_depend_on():
+    same = [replace(PROBLEM, index=Index.NONE), replace(PROBLEM, index=Index.I64), replace(PROBLEM, A=DType.BF16, D=DType.F32)]
+    assert {table.bucket(p) for p in same} == {table.bucket(PROBLEM)}
+    others = [{"nheads": 64}, {"state": DType.F32}, {"x": DType.F32}, {"z": DType.BF16}, {"D": None}, {"state_loads": Loads.ELEMENT}]
+    assert len({table.bucket(replace(PROBLEM, **o)) for o in others} | {table.bucket(PROBLEM)}) == len(others) + 1
+
+
+def test_the_users_rows_lie_over_the_packages():
+    ship(row(), row(size=64))
+    overlay(row(spec=RULE, us=1.0))
+    assert {size: r.us for (*_, size), r in table.rows_of(GPU).items()} == {8: 1.0, 64: 2.0}
+
+
+@pytest.mark.parametrize("text", ["{", '{"schema": 0, "rows": []}', '{"schema": 1, "rows": [{"operator": "x"}]}', "[]"])
+def test_a_damaged_table_of_the_user_is_left_out_with_a_warning(text):
+    ship(row())
+    path = table.overlay_path(GPU)
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    with pytest.warns(UserWarning, match="is not a table of tuned variants"):
+        assert len(table.rows_of(GPU)) == 1
+    with pytest.raises(table.TableError, match="Remove it, or tune again"):
+        table.read(path)
+
+
+def test_a_table_that_everyone_may_write_is_left_out():
+    overlay(row())
+    table.overlay_path(GPU).parent.chmod(0o777)
+    with pytest.warns(UserWarning, match="writable by everyone"):
+        assert table.rows_of(GPU) == {}
+
+
+def test_the_tables_of_the_package_are_sound(monkeypatch):
+    monkeypatch.undo()
+    registry.forget()
+    for gpu in table.gpus():
+        for r in table.read(table.SHIPPED / table.file_name(gpu)).values():
+            stale = table.staleness(r)
+            if not stale:
+                spec = table.parse_spec(r.spec, table.FAMILIES)
+                assert not spec.violations(Arch.parse(r.arch)) and r.us <= r.rule_us and (spec.pdl is not Pdl.OFF) == r.pdl, r.label
+            assert not stale or "templates" in stale or "no more" in stale
+
+
+# What the registry makes of it.
+
+
+def chosen(size: int, gpu: str | None = GPU, pdl: bool = True, problem=PROBLEM):
+    return registry.explain(OP, problem, size, SM90, pdl, gpu).chosen
+
+
+def test_an_exact_row_then_the_nearest_then_the_rules():
+    near = replace(OTHER, pdl=Pdl.TRIGGER_TOP)
+    ship(row(), row(spec=near, size=64))
+    assert (chosen(8).rule, chosen(8).spec) == ("tuned", OTHER)
+    assert (chosen(16).rule, chosen(16).spec) == ("tuned at batch 8", OTHER)
+    assert (chosen(48).rule, chosen(48).spec) == ("tuned at batch 64", near)
+    for size, gpu, pdl in ((1, GPU, True), (512, GPU, True), (8, None, True), (8, "another", True), (8, GPU, False)):
+        assert chosen(size, gpu, pdl).spec == registry.select(OP, PROBLEM, size, SM90, pdl), (size, gpu, pdl)
+
+
+def test_a_row_serves_every_problem_of_its_bucket():
+    ship(row())
+    for problem in (replace(PROBLEM, index=Index.I64), replace(PROBLEM, index=Index.NONE, dt_bias=DType.F32)):
+        spec = chosen(8, problem=problem).spec
+        assert spec == replace(OTHER, index=problem.index, dt_bias=problem.dt_bias)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"templates": "another"}, "the templates have changed since 2026-01-02"),
+        ({"arch": "sm_80"}, "it is of sm_80"),
+        ({"spec": str(OTHER).replace("tile=", "tilt=")}, "its variant is no more"),
+        ({"spec": str(replace(OTHER, tile=OTHER.tile * 64))}, "exceeds"),
+    ],
+)
+def test_a_row_that_is_not_believed_is_said_and_passed_over(changes, words):
+    ship(replace(row(), **changes), row(size=16))
+    found = registry.explain(OP, PROBLEM, 8, SM90, True, GPU)
+    assert found.verdicts[0].rule == "tuned" and words in found.verdicts[0].reason and words in str(found)
+    assert found.chosen.rule == "tuned at batch 16"
+
+
+def test_stale_rows_are_listed_as_such():
+    ship(row(templates="another"), row(size=16))
+    result = CliRunner().invoke(main, ["tuned"])
+    assert (
+        result.exit_code == 0
+        and "STALE: the templates have changed since 2026-01-02" in result.output
+        and "2 rows, 1 stale" in result.output
+    )
+
+
+def test_what_is_tuned_is_built():
+    ship(row())
+    without, both = (specs_for([PROBLEM], SM90, (True,), gpus=gpus) for gpus in ((None,), (None, GPU)))
+    assert OTHER not in without and set(both) == {*without, OTHER}
+    result = CliRunner().invoke(main, ["explain", OP, "--model", "nemotron-h-8b", "--state", "bf16", "--batch", "8", "--gpu", GPU])
+    assert "-> tuned" in result.output and GPU in result.output
+
+
+# The model.
+
+
+CARD = model.Card(SM90, 132, 4.2)
+
+
+def test_expected_times():
+    def us(grid, **more):
+        return model.Candidate(RULE, grid, **more).expected_us(CARD)
+
+    block, at_once = RULE.traffic
+    assert (block, at_once) == (RULE.tile * 128 * 2, RULE.rows_per_step * 128 * 2)
+    assert us(1) == pytest.approx(model.LATENCY_US * -(-block // at_once))  # nothing but waiting
+    many = 100_000
+    assert us(many) == pytest.approx(2 * many * block / CARD.tbs / 1e6, rel=0.05)  # nothing but memory
+    assert us(many, registers=255) >= us(many) and us(1, registers=300) == float("inf")
+
+
+def test_the_nearest_of_what_may_win_are_tried():
+    specs = [s for s in OPERATORS[OP].space(PROBLEM, SM90) if s.pdl is Pdl.TRIGGER_LOADED and s != RULE]
+    every = [model.Candidate(s, 32 * s.nheads * s.tiles) for s in specs]
+    few = model.promising(every, CARD, 10, RULE)
+    best = min(c.expected_us(CARD) for c in every)
+    assert len(few) == 10 and all(c.expected_us(CARD) <= model.SLACK * best for c in few)
+    apart = [sum(getattr(c.spec, n) != getattr(RULE, n) for n in ("lanes", "vec", "ilp", "tile", "threads", "prefetch")) for c in few]
+    assert apart == sorted(apart) and apart[0] == 1
+    assert model.promising([], CARD, 10, RULE) == []
+
+
+# The cases.
+
+
+@pytest.mark.parametrize("operator", TUNED)
+def test_cases_pose_what_the_operator_tunes(operator, monkeypatch):
+    for module in (cases.ssu, cases.linear, cases.conv_update):
+        monkeypatch.setattr(module, "POOL_BYTES", 1)
+    for module in (cases.replay, cases.combine, cases.conv):
+        monkeypatch.setattr(module, "STATE_BYTES" if module is cases.replay else "SET_BYTES", 1)
+    monkeypatch.setattr(cases.conv, "SHAPES", [(1, 64, 32)])
+    monkeypatch.setattr(cases.combine, "SHAPES", [(16, 2)])
+    names = [m for m in ("mamba-130m", "rwkv7-1.5b") if cases.used(operator, [m])][:1]
+    found = []
+    for case in itertools.islice(cases.cases(operator, names, batches=(2,), device="cpu"), 3):
+        problem, size, _, pdl = case.call(case.sets - 1).problem()
+        assert pdl is True and size >= 1 and case.sets >= 1 and OPERATOR_OF[type(problem)] in OPERATORS
+        assert registry.select(OPERATOR_OF[type(problem)], problem, size, SM90, True)
+        assert case.call(0).pointers != case.call(case.sets - 1).pointers or case.sets == 1
+        found.append((table.bucket(problem), size))
+    assert found
+
+
+def test_models_that_do_not_use_an_operator():
+    with pytest.raises(SsmgenError, match=r"rwkv7-1\.5b: not decoded by selective_state_update"):
+        next(cases.cases(OP, ["rwkv7-1.5b"]))
+    with pytest.raises(SsmgenError, match="is not tuned; known: selective_state_update"):
+        next(cases.cases("softmax"))
+
+
+# The search, around what is measured on a card.
+
+
+class FakeCall:
+    def __init__(self, size: int):
+        self.size = size
+
+    def problem(self):
+        return PROBLEM, self.size, None, True
+
+
+class Card:
+    """What stands for a GPU: times by tile."""
+
+    def __init__(self, monkeypatch):
+        self.timed, self.wrong = [], set()
+        monkeypatch.setattr(search, "_promising", lambda call, rule, bench, pdl: [OTHER])
+        monkeypatch.setattr(search, "_equal_bits", self.equal)
+        monkeypatch.setattr(search, "_times", self.times)
+        self.us = {OTHER: 2.0, RULE: 3.0}
+        self.bench = search.Bench(GPU, CARD, "CUDA 13.0", "a build")
+
+    def equal(self, call, rule, specs):
+        if call.size in self.wrong:
+            raise SsmgenError("out of them differ\nmore")
+        return specs
+
+    def times(self, calls, sets, specs, rounds, captures):
+        self.timed.append(calls[0].size)
+        return {spec: self.us.get(spec, self.us[RULE]) for spec in specs}
+
+    def tune(self, *sizes, gate=lambda: None, **how):
+        work = (cases.Case(f"size {n}", 2, lambda i, n=n: FakeCall(n), gate) for n in sizes)
+        return search.tune(self.bench, work, table.overlay_path(GPU), **how)
+
+
+@pytest.fixture
+def card(monkeypatch) -> Card:
+    return Card(monkeypatch)
+
+
+def test_the_fastest_is_kept_and_served(card):
+    (outcome,) = card.tune(8)
+    r = outcome.row
+    assert (r.spec, r.us, r.rule_us, r.runner_up, r.runner_up_us) == (str(OTHER), 2.0, 3.0, str(RULE), 3.0)
+    assert chosen(8).rule == "tuned" and chosen(8).spec == OTHER
+
+
+def test_what_is_hardly_faster_is_noise(card):
+    card.us[OTHER] = 0.99 * card.us[RULE]
+    (outcome,) = card.tune(8)
+    assert outcome.row.spec == str(RULE) and outcome.row.runner_up == str(OTHER)
+
+
+def test_known_cases_are_skipped_unless_asked_for_or_stale(card):
+    card.tune(8)
+    assert [o.why for o in card.tune(8, 64)] == ["known", ""] and card.timed == [8, 8, 64, 64]
+    card.tune(8, again=True)
+    rows = table.read(table.overlay_path(GPU))
+    overlay(*(replace(r, templates="old") for r in rows.values()))
+    assert [o.why for o in card.tune(8)] == [""]
+
+
+def test_an_interrupt_loses_the_case_at_hand(card):
+    def gate():
+        if len(card.timed) >= 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        card.tune(1, 8, 64, gate=gate)
+    assert sorted(size for *_, size in table.read(table.overlay_path(GPU))) == [1, 8]
+    assert [o.why for o in card.tune(1, 8, 64)] == ["known", "known", ""]
+
+
+def test_a_budget_ends_it_between_cases(card):
+    assert card.tune(1, 8, budget=-1.0) == [] and len(card.tune(1, 8, budget=60.0)) == 2
+
+
+def test_a_variant_that_is_wrong_leaves_no_row(card):
+    card.wrong = {8}
+    outcomes = card.tune(1, 8, 64)
+    assert [o.row is None for o in outcomes] == [False, True, False] and outcomes[1].why.startswith("out of them differ")
+    assert sorted(size for *_, size in table.read(table.overlay_path(GPU))) == [1, 64]
+
+
+def test_the_command(card, monkeypatch):
+    monkeypatch.setattr(search.Bench, "here", classmethod(lambda cls: card.bench))
+    monkeypatch.setattr(
+        cases, "cases", lambda *args: (cases.Case(f"size {n}", 1, lambda i, n=n: FakeCall(n), lambda: None) for n in (1, 8))
+    )
+    result = CliRunner().invoke(main, ["tune", OP, "--budget", "2m", "--json"])
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    assert [r["size"] for r in said["rows"]] == [1, 8] and said["failed"] == [] and said["gpu"] == GPU
+    assert "2 of 2 better than the rules, 1.500 x" in CliRunner().invoke(main, ["tune", OP]).output
+    card.wrong = {8}
+    failed = CliRunner().invoke(main, ["tune", OP, "--again"])
+    assert failed.exit_code == 1 and "size 8: out of them differ" in failed.output
+    listed = CliRunner().invoke(main, ["tuned", "--json"])
+    assert [r["label"] for r in json.loads(listed.stdout)] == ["size 1", "size 8"]
+    assert CliRunner().invoke(main, ["tune", OP, "--budget", "soon"]).exit_code == 2
+
+
+def test_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(search.torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(main, ["tune", OP])
+    assert result.exit_code == 1 and "tune needs a CUDA device" in result.output
+    assert runtime.name_of_gpu(SM90) is None
+
+
+def test_models_pose_problems_that_some_row_could_serve():
+    """A bucket must not forget what a variant's legality depends on: what is legal for one problem of it is legal for all."""
+    buckets: dict[str, list] = {}
+    for _, problem in default_problems():
+        buckets.setdefault(f"{type(problem).__name__} {table.bucket(problem)}", []).append(problem)
+    several = [group for group in buckets.values() if len(group) > 1]
+    assert several
+    for group in several:
+        operator = OPERATOR_OF[type(group[0])]
+        first = registry.select(operator, group[0], 64, SM90, True)
+        for problem in group[1:]:
+            moved = replace(first, **{f: getattr(problem, f) for f in problem.__dataclass_fields__})
+            assert not moved.violations(SM90)
+    assert isinstance(PROBLEM, SsuProblem)
