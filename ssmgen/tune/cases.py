@@ -110,19 +110,19 @@ def _linear(operator: str, given: Sequence[Model], batches: Sequence[int], token
     if not shapes:
         recurrence = linear.OPS[operator]
         heads, key_heads, dim = linear.shape(operator, None, None, None)
-        shapes = [(f"{heads} heads of {dim} x {dim}", heads, key_heads, dim, dim, [recurrence.state])]
+        shapes = [(f"{heads} x {dim} x {dim}", heads, key_heads, dim, dim, [recurrence.state])]
     for name, heads, key_heads, V, K, states in shapes:
         for state in states:
             pool = _pool((heads, V, K), state, batches, linear.POOL_BYTES, device)
             for T, batch in product(tokens, batches):
                 bench = linear.Case(operator, pool[: _slots(pool, linear.POOL_BYTES, batch)], key_heads, batch, T, T > 1)
-                yield _case(f"{name} {state.value} T {T} batch {batch}", bench)
+                yield _case(f"{operator} {name} {state.value} T {T} batch {batch}", bench)
 
 
 def _conv(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
     """The benchmark's shapes; batches and tokens are those."""
     for layout, shape in product(ConvLayout, conv.SHAPES):
-        yield _case(f"{layout.value} {shape}", conv.Case(shape, layout, device=device))
+        yield _case(f"convolution, {layout.value} {shape}", conv.Case(shape, layout, device=device))
 
 
 def _conv_update(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
@@ -132,7 +132,7 @@ def _conv_update(given: Sequence[Model], batches: Sequence[int], tokens: Sequenc
         pool = _pool(inner, DType.BF16, batches, conv_update.POOL_BYTES, device)
         for batch in batches:
             bench = conv_update.Case(pool[: _slots(pool, conv_update.POOL_BYTES, batch)], innermost, batch, T)
-            yield _case(f"{dim} channels, {innermost.value} T {T} batch {batch}", bench)
+            yield _case(f"convolution of {dim} channels, {innermost.value} T {T} batch {batch}", bench)
 
 
 def _replay(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
@@ -140,14 +140,16 @@ def _replay(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int
     shapes = [(m.nheads, m.headdim, m.d_state, m.ngroups) for m in fitting] or [replay.SHAPE]
     for shape, state, window, batch in product(shapes, (DType.BF16, DType.F32), replay.WINDOWS, batches):
         bench = replay.Case(batch, window=window, shape=shape, dtype=TORCH_DTYPES[state], device=device)
-        label = f"{'x'.join(map(str, shape))} {state.value} window {window} batch {batch}"
+        label = f"replay {' x '.join(map(str, shape))} {state.value} window {window} batch {batch}"
         yield _case(label, bench, partial(bench.gate, replay.PLAIN))
 
 
 def _combine(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
     for form, state, d_v in product((combine.Form.DENSE, combine.Form.PREFIX), (DType.F32, DType.BF16), (128, 512)):
         for shape in combine.SHAPES:
-            yield _case(f"{form.value} {shape} d_v {d_v} {state.value}", combine.Case(shape, d_v, form, TORCH_DTYPES[state], device=device))
+            yield _case(
+                f"combine, {form.value} {shape} d_v {d_v} {state.value}", combine.Case(shape, d_v, form, TORCH_DTYPES[state], device=device)
+            )
 
 
 CASES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..errors import SsmgenError
 from ..kernels import OPERATOR_OF, OPERATORS
 from ..ops.calls import Call
 from ..render import template_digest
-from ..spec import KernelSpec, Pdl
+from ..spec import KernelSpec, Pdl, text_of
 from . import model, table
 from .cases import Case
 
@@ -115,7 +115,7 @@ def _tuned(case: Case, bench: Bench) -> Outcome:
     second = next((spec for spec in ranked if spec != best), best)
     row = table.Row(
         operator=operator, problem=text, size=size, pdl=pdl, spec=str(best), us=round(us[best], 3), rule_us=round(us[rule], 3),
-        runner_up=str(second), runner_up_us=round(us[second], 3), label=case.label, templates=template_digest(best.template),
+        runner_up=difference(best, second), runner_up_us=round(us[second], 3), label=case.label, templates=template_digest(best.template),
         arch=str(bench.card.arch), driver=bench.driver, compiler=bench.compiler, date=datetime.date.today().isoformat(),
     )  # fmt: skip
     return Outcome(case.label, row)
@@ -168,3 +168,8 @@ def _times(calls: list[Call], sets: int, specs: list[KernelSpec], rounds: int, c
     plans = {spec: [launch.at(at) for at in pointers] for spec, launch in launches.items()}
     contenders: dict[Any, timing.Launch] = {spec: lambda i, plan=plan: plan[i]() for spec, plan in plans.items()}
     return timing.device_us(contenders, sets, rounds, captures)
+
+
+def difference(spec: KernelSpec, other: KernelSpec) -> str:
+    """What another variant of a problem has otherwise."""
+    return ",".join(f"{f.name}={text_of(v)}" for f in fields(other) if (v := getattr(other, f.name)) != getattr(spec, f.name))

@@ -45,7 +45,7 @@ class Row:
     spec: str
     us: float
     rule_us: float  # of what the rules would have served, in the same run
-    runner_up: str
+    runner_up: str  # what the second best has otherwise
     runner_up_us: float
     label: str  # what was measured, for people
     templates: str  # digest of what the variant is rendered from
