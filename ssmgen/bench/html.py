@@ -1,0 +1,141 @@
+"""The page of a suite: one file without scripts, fonts or anything else from elsewhere."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from . import charts
+from .charts import Curve
+from .rows import Failure, Row, by_case, op_of, peers_of, rows_of
+from .suite import Suite
+
+TEMPLATE = "page.html.j2"
+OURS = ("ours", "circle")
+THEIRS = [("peer0", "square"), ("peer1", "triangle"), ("peer2", "diamond"), ("peer3", "circle")]  # by appearance; a fifth begins anew
+
+
+@dataclass(frozen=True)
+class Panel:
+    caption: str
+    svg: Markup
+
+
+@dataclass(frozen=True)
+class Case:
+    words: str
+    rows: Sequence[Row]
+    panels: Sequence[Panel]
+
+
+@dataclass(frozen=True)
+class Section:
+    """An operator's part of the page. Several reports of one operator share it."""
+
+    op: str
+    methods: Sequence[str]
+    rows: Sequence[Row]
+    cases: Sequence[Case]
+    peers: Sequence[str]
+    overview: Sequence[Panel]
+    failures: Sequence[Failure]
+
+    def span(self, name: str, peer: str | None = None) -> tuple[float, float] | None:
+        """The least and the most of a number of the rows, or of those of a peer."""
+        of = [row.peers.get(peer) if peer else row for row in self.rows]
+        values = [v for v in (getattr(found, name) for found in of if found is not None) if v is not None]
+        return (min(values), max(values)) if values else None
+
+
+def as_html(suite: Suite) -> str:
+    from .formats import rows_and_failures
+
+    rows, failures = rows_and_failures(suite)
+    marks = {peer: THEIRS[i % len(THEIRS)] for i, peer in enumerate(peers_of(rows))}
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.globals |= {"MARKS": charts.MARKS, "OURS": OURS}
+    sections = [_section(op, suite, failures, marks) for op in dict.fromkeys([row.op for row in rows] + [f.op for f in failures])]
+    page = environment.get_template(TEMPLATE)
+    return page.render(heads=_heads(suite.reports), sections=sections, marks=marks, peers=list(marks), any_failed=bool(failures))
+
+
+def _heads(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Where and when: once for all reports that agree on it."""
+    found: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for report in reports:
+        found.setdefault((report["device"], report["torch"], report["compiler"], report.get("ssmgen", "")), []).append(report)
+    heads = []
+    for (device, torch, compiler, version), group in found.items():
+        dates = sorted(r["date"] for r in group if "date" in r)
+        facts = {"device": device, "torch": torch, "NVRTC": compiler, "ssmgen": version}
+        facts["measured"] = " … ".join(dict.fromkeys([dates[0], dates[-1]])) if dates else ""
+        for name in group[0]["ceilings_tbs"]:
+            values = [r["ceilings_tbs"][name] for r in group]
+            words = " … ".join(dict.fromkeys(f"{v:.2f}" for v in (min(values), max(values))))
+            facts[f"ceiling, {name.replace('_', ' ')}"] = f"{words} TB/s"
+        heads.append({name: value for name, value in facts.items() if value})
+    return heads
+
+
+def _section(op: str, suite: Suite, failures: Sequence[Failure], marks: Mapping[str, tuple[str, str]]) -> Section:
+    reports = [report for report in suite.reports if op_of(report) == op]
+    rows = [row for report in reports for row in rows_of(report)]
+    return Section(
+        op=op,
+        methods=list(dict.fromkeys(report["method"] for report in reports if "method" in report)),
+        rows=rows,
+        cases=[Case(words, group, _panels(group, marks)) for words, group in by_case(rows).items()],
+        peers=peers_of(rows),
+        overview=_overview(rows, marks) if rows else [],
+        failures=[failure for failure in failures if failure.op == op],
+    )
+
+
+def _panels(rows: Sequence[Row], marks: Mapping[str, tuple[str, str]]) -> list[Panel]:
+    """Share of the ceiling, where there is one, and time; over the sizes of one case."""
+    labels, over = [row.size for row in rows], rows[0].size_of
+    peers = peers_of(rows)
+    panels = []
+    if all(row.share is not None for row in rows):
+        lines = [Curve(peer, *marks[peer], [_share(row, peer) for row in rows]) for peer in peers]
+        lines.append(Curve("ssmgen", *OURS, [row.share for row in rows]))
+        axis = charts.share_axis([v for line in lines for v in line.values if v is not None])
+        caption = f"share of the ceiling, over {over}"
+        panels.append(Panel(caption, charts.curves(f"{rows[0].case}: {caption}", labels, lines, axis, percent=True)))
+    lines = [Curve(row.copy, "copy", None, [r.copy_us for r in rows]) for row in rows[:1] if row.copy]
+    lines += [Curve(peer, *marks[peer], [row.peers[peer].us if peer in row.peers else None for row in rows]) for peer in peers]
+    lines.append(Curve("ssmgen", *OURS, [row.us for row in rows]))
+    axis = charts.log_axis([v for line in lines for v in line.values if v is not None])
+    caption = f"us per call, over {over}"
+    return [*panels, Panel(caption, charts.curves(f"{rows[0].case}: {caption}", labels, lines, axis))]
+
+
+def _share(row: Row, peer: str) -> float | None:
+    """A peer moves the same bytes, in its time."""
+    assert row.share is not None
+    return row.share * row.peers[peer].ratio if peer in row.peers else None
+
+
+def _overview(rows: Sequence[Row], marks: Mapping[str, tuple[str, str]]) -> list[Panel]:
+    """What a call costs the host, and what compiling costs."""
+    panels = []
+    timed = [row for row in rows if row.host_us is not None and row.host_bound_us is not None]
+    if timed:
+        calls = {"ssmgen": [row.host_us for row in timed], "ssmgen, bound": [row.host_bound_us for row in timed]}
+        styles = {"ssmgen": "ours", "ssmgen, bound": "ours"}
+        for peer in peers_of(timed):
+            if values := [row.peers[peer].host_us for row in timed if peer in row.peers and row.peers[peer].host_us is not None]:
+                calls[peer], styles[peer] = values, marks[peer][0]
+        caption = "host us per eager call: median and range of the cases"
+        panels.append(Panel(caption, charts.bars(caption, list(calls), list(styles.values()), list(calls.values()))))
+    seconds = list({row.spec: row.compile_s for row in rows}.values())
+    caption = f"compiling, s: {len(seconds)} variants, median {statistics.median(seconds):.2f}, at most {max(seconds):.2f}"
+    return [*panels, Panel(caption, charts.strip(caption, seconds, "s"))]
