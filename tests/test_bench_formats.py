@@ -65,6 +65,7 @@ def test_every_wrong_file_is_named(tmp_path):
         "list.json": b"[1]",
         "other.json": b'{"rows": [], "device": ""}',
         "cut.json.gz": gzip.compress(b"{}" * 999)[:20],
+        "row.json": json.dumps(json.loads(MEASURED.read_text())["reports"][0] | {"rows": [{"model": "m"}]}).encode(),
         "op.json": json.dumps(dict.fromkeys(formats.NEEDED, []) | {"op": "softmax"}).encode(),
     }
     for name, data in wrong.items():
@@ -72,8 +73,9 @@ def test_every_wrong_file_is_named(tmp_path):
     with pytest.raises(ReportError) as e:
         load([MEASURED, *(tmp_path / name for name in wrong), tmp_path / "absent.json"])
     lines = str(e.value).splitlines()[1:]
-    assert [line.partition(".json")[0].rpartition("/")[2] for line in lines] == ["empty", "list", "other", "cut", "op", "absent"]
-    assert "torch, compiler, ceilings_tbs missing" in lines[2] and "a report of 'softmax'" in lines[4] and "No such file" in lines[5]
+    assert [line.partition(".json")[0].rpartition("/")[2] for line in lines] == ["empty", "list", "other", "cut", "row", "op", "absent"]
+    assert "torch, compiler, ceilings_tbs missing" in lines[2] and "a report of selective_state_update without 'heads'" in lines[4]
+    assert "a report of 'softmax'" in lines[5] and "No such file" in lines[6]
     assert "ReportError: not what" in render(tmp_path / "empty.json", code=1).stderr
 
 
@@ -176,7 +178,7 @@ def test_progress_on_a_terminal():
             display.ends("batch 1: 2.00 us")
             display.progress.refresh()
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
-    assert "kda: 4 heads [odd], batch 1: checking" in text and "gla: 4 heads [odd], batch 1: timing 5 contenders" in text
+    assert "kda: checking: 4 heads [odd], batch 1" in text and "gla: timing 5 contenders: 4 heads [odd], batch 1" in text
     assert "0/2" in text and "1/2" in text and "0:00:0" in text and text.count("batch 1: 2.00 us\n") == 2
     assert len(display.progress.tasks) == 1, "an operator's line makes room for the next one's"
 
@@ -213,6 +215,21 @@ def test_the_page_says_where_and_how_and_what_failed(measured):
     assert "measured" not in page.partition("<section")[0].partition("<dl>")[2].partition("</dl>")[0], "these reports have no date"
     measured.reports[0]["date"] = measured.reports[1]["date"] = "2031-05-06T07:08:09+00:00"
     assert page.count("2031-05-06") == 0 and as_html(measured).count("2031-05-06T07:08:09+00:00") == 1
+
+
+def test_a_report_that_repeats_cases_has_a_section_of_its_own(measured):
+    names = re.findall(r'<section id="([^"]*)"', as_html(measured))
+    assert names == ["selective_state_update", "replay_selective_state_update", "combine_splits", "kda"], (
+        "the second of a kind adds to the first"
+    )
+    again = [dict(measured.reports[0], device="another", date="2031-05-06"), dict(measured.reports[4])]
+    measured.reports += again
+    page = as_html(measured)
+    assert re.findall(r'<section id="([^"]*)"', page) == [
+        *names[:3], "selective_state_update-2", "combine_splits-2", "kda"]  # fmt: skip
+    assert "another, 2031-05-06</span></h2>" in page and page.count("<dt>device</dt>") == 2
+    labels = [re.findall(r'text-anchor="middle">([^<]*)<', svg) for svg in re.findall(r'<svg viewBox="0 0 280.*?</svg>', page, re.DOTALL)]
+    assert len(labels) > 10 and all(len(set(of_one)) == len(of_one) for of_one in labels)
 
 
 def test_pictures_are_well_formed_and_stay_inside(every, measured):

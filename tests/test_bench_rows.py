@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
 import torch
 from bench_cases import HEAD, MEASURED, SILENT, SMALL, small_run, without_a_gpu
 from click.testing import CliRunner
+from rich.console import Console
 
 from ssmgen import cli
 from ssmgen.bench import HOMES, home, rows, suite
 from ssmgen.bench.formats import load
-from ssmgen.bench.progress import Watch
+from ssmgen.bench.progress import Display, Watch
 from ssmgen.errors import ModelError, SsmgenError
 
 
@@ -220,6 +222,15 @@ def test_all_goes_on_where_one_fails(bench):
     assert [r["op"] for r in found.reports] == ["selective_state_update", "causal_conv1d"]
     assert found.failed == [{"op": "kda", "error": "RuntimeError: it fell over"}]
     assert ("ends", "kda: FAILED: RuntimeError: it fell over") in watch.heard
+
+
+def test_a_display_hears_of_operators_that_fail_before_their_first_case(bench):
+    out = io.StringIO()
+    display = Display(Console(file=out, force_terminal=True, width=120))
+    bench.setattr(home("kda"), "run", lambda **options: {}["nothing"])
+    with display.progress:
+        found = suite.run({"kda": {}, "causal_conv1d": SMALL["causal_conv1d"]}, watch=display)
+    assert len(found.reports) == len(found.failed) == 1 and "kda: FAILED: KeyError: 'nothing'" in out.getvalue()
 
 
 def test_all_keeps_what_there_is_when_interrupted(bench):

@@ -35,7 +35,7 @@ def load(paths: Sequence[Path]) -> Suite:
         try:
             found.append(_read(path))
         except (OSError, EOFError, ValueError) as e:  # ValueError: no JSON, no text, or no report
-            wrong.append(f"{path}: {e}")
+            wrong.append(f"{path}: {getattr(e, 'strerror', None) or e}")
     if wrong:
         raise ReportError(f"not what `ssmgen bench … --json` writes:\n{bullets(wrong)}")
     return stitched(found)
@@ -53,6 +53,10 @@ def _read(path: Path) -> Suite:
             raise ValueError(f"no report: {', '.join(missing)} missing" if isinstance(report, dict) else "no report")
         if op_of(report) not in HOMES:
             raise ValueError(f"a report of {op_of(report)!r}, which is none of {', '.join(HOMES)}")
+        try:
+            rows_of(report), failures_of(report)
+        except KeyError as e:
+            raise ValueError(f"a report of {op_of(report)} without {e}") from e
     return suite
 
 

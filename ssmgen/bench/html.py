@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from markupsafe import Markup
 
 from . import charts
 from .charts import Curve
-from .rows import Failure, Row, by_case, op_of, peers_of, rows_of
+from .rows import Failure, Row, by_case, failures_of, op_of, peers_of, rows_of
 from .suite import Suite
 
 TEMPLATE = "page.html.j2"
@@ -36,9 +37,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Section:
-    """An operator's part of the page. Several reports of one operator share it."""
+    """An operator's part of the page. Several reports of one operator share it, if they are of one machine and of different cases."""
 
+    name: str  # of the operator, with a number if that has several sections
     op: str
+    where: str  # device and date, if the page is of several machines or has several sections of the operator
     methods: Sequence[str]
     rows: Sequence[Row]
     cases: Sequence[Case]
@@ -54,24 +57,25 @@ class Section:
 
 
 def as_html(suite: Suite) -> str:
-    from .formats import rows_and_failures
-
-    rows, failures = rows_and_failures(suite)
-    marks = {peer: THEIRS[i % len(THEIRS)] for i, peer in enumerate(peers_of(rows))}
+    marks = {peer: THEIRS[i % len(THEIRS)] for i, peer in enumerate(peers_of(row for r in suite.reports for row in rows_of(r)))}
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.globals |= {"MARKS": charts.MARKS, "OURS": OURS}
-    sections = [_section(op, suite, failures, marks) for op in dict.fromkeys([row.op for row in rows] + [f.op for f in failures])]
-    page = environment.get_template(TEMPLATE)
-    return page.render(heads=_heads(suite.reports), sections=sections, marks=marks, peers=list(marks), any_failed=bool(failures))
+    heads, sections = _heads(suite.reports), _sections(suite, marks)
+    failed = any(section.failures for section in sections)
+    return environment.get_template(TEMPLATE).render(heads=heads, sections=sections, marks=marks, peers=list(marks), any_failed=failed)
+
+
+def _machine(report: Mapping[str, Any]) -> tuple[str, ...]:
+    return report["device"], report["torch"], report["compiler"], report.get("ssmgen", "")
 
 
 def _heads(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """Where and when: once for all reports that agree on it."""
     found: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for report in reports:
-        found.setdefault((report["device"], report["torch"], report["compiler"], report.get("ssmgen", "")), []).append(report)
+        found.setdefault(_machine(report), []).append(report)
     heads = []
     for (device, torch, compiler, version), group in found.items():
         dates = sorted(r["date"] for r in group if "date" in r)
@@ -85,17 +89,52 @@ def _heads(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     return heads
 
 
-def _section(op: str, suite: Suite, failures: Sequence[Failure], marks: Mapping[str, tuple[str, str]]) -> Section:
-    reports = [report for report in suite.reports if op_of(report) == op]
+def _groups(reports: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Reports that share a section. A curve has one point per size: a report that repeats a case, or is of another machine, begins anew."""
+    groups: list[list[Mapping[str, Any]]] = []
+    for report in reports:
+        alike = [g for g in groups if (op_of(g[0]), _machine(g[0])) == (op_of(report), _machine(report))]
+        fitting = [g for g in alike if _points(report).isdisjoint(*map(_points, g))]
+        if fitting:
+            fitting[-1].append(report)
+        else:
+            groups.append([report])
+    return groups
+
+
+def _sections(suite: Suite, marks: Mapping[str, tuple[str, str]]) -> list[Section]:
+    """In the order of the reports; then operators that made none."""
+    groups = [(op_of(group[0]), group) for group in _groups(suite.reports)]
+    groups += [(op, []) for op in dict.fromkeys(entry["op"] for entry in suite.failed) if op not in dict(groups)]
+    ops, machines, count = [op for op, _ in groups], set(map(_machine, suite.reports)), Counter()
+    sections = []
+    for op, group in groups:
+        count[op] += 1
+        failures = [failure for report in group for failure in failures_of(report)]
+        if count[op] == 1:
+            failures += [Failure(op, "", "", "", entry["error"]) for entry in suite.failed if entry["op"] == op]
+        several = group and (len(machines) > 1 or ops.count(op) > 1)
+        where = ", ".join(filter(None, (group[0]["device"], group[0].get("date")))) if several else ""
+        sections.append(_section(op if count[op] == 1 else f"{op}-{count[op]}", op, where, group, failures, marks))
+    return sections
+
+
+def _points(report: Mapping[str, Any]) -> set[tuple[str, str]]:
+    return {(row.case, row.size) for row in rows_of(report)}
+
+
+def _section(name: str, op: str, where: str, reports: Sequence[Any], failures: Sequence[Failure], marks: Mapping[str, Any]) -> Section:
     rows = [row for report in reports for row in rows_of(report)]
     return Section(
+        name=name,
         op=op,
+        where=where,
         methods=list(dict.fromkeys(report["method"] for report in reports if "method" in report)),
         rows=rows,
         cases=[Case(words, group, _panels(group, marks)) for words, group in by_case(rows).items()],
         peers=peers_of(rows),
         overview=_overview(rows, marks) if rows else [],
-        failures=[failure for failure in failures if failure.op == op],
+        failures=failures,
     )
 
 

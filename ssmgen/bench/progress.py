@@ -10,6 +10,7 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 
 class Watch:
@@ -39,8 +40,9 @@ class Display(Watch):
     """Keeps one line at the bottom of a terminal: operator, case, what is done with it, cases so far, elapsed time."""
 
     def __init__(self, console: Console):
-        columns = [TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn()]
-        self.progress = Progress(*columns, console=console, transient=True)
+        words = TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+        columns = (words, BarColumn(bar_width=16), MofNCompleteColumn(), TimeElapsedColumn())
+        self.progress = Progress(*columns, console=console, transient=True, expand=True)
         self.task: Any = None
         self.op = self.words = ""
         super().__init__(lambda line: self.progress.console.print(line, highlight=False, markup=False, soft_wrap=True))
@@ -63,7 +65,7 @@ class Display(Watch):
         self.progress.advance(self.task)
 
     def _show(self, doing: str) -> None:
-        self.progress.update(self.task, description=f"{self.op}: {self.words}: {doing}")
+        self.progress.update(self.task, description=f"{self.op}: {doing}: {self.words}")
 
 
 @contextlib.contextmanager

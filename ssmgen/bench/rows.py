@@ -52,6 +52,8 @@ class Row:
     out_error: float | None = None
     spec: str
     rule: str
+    device: str
+    date: str | None = None
     peers: Mapping[str, Peer] = field(default_factory=dict)  # by package
 
 
@@ -113,6 +115,8 @@ def _row(report: Mapping[str, Any], row: Mapping[str, Any]) -> Row:
         out_error=row.get("out_error"),
         spec="; ".join(row["specs"]) if "specs" in row else row["spec"],
         rule=row["rule"],
+        device=report["device"],
+        date=report.get("date"),
         peers={name.partition(".")[0]: Peer(us[name], ratio, host.get(name)) for name, ratio in row["peer_ratio"].items()},
     )
 
@@ -133,11 +137,12 @@ def peers_of(rows: Iterable[Row]) -> list[str]:
 def flat(rows: Iterable[Row], failures: Iterable[Failure] = ()) -> Iterator[dict[str, Any]]:
     """Rows as dictionaries of plain values with the same keys each: those of Row, three of every peer, and why a case failed."""
     rows, failures = list(rows), list(failures)
-    own = [f.name for f in fields(Row) if f.name not in ("spec", "rule", "peers")]
+    last = ("spec", "rule", "device", "date")
+    own = [f.name for f in fields(Row) if f.name not in (*last, "peers")]
     theirs = [f"{peer}_{name}" for peer in peers_of(rows) for name in ("us", "ratio", "host_us")]
-    empty: dict[str, Any] = dict.fromkeys([*own, *theirs, "spec", "rule", "failed"])
+    empty: dict[str, Any] = dict.fromkeys([*own, *theirs, *last, "failed"])
     for row in rows:
-        values = {name: getattr(row, name) for name in (*own, "spec", "rule")}
+        values = {name: getattr(row, name) for name in (*own, *last)}
         values |= {f"{peer}_{f.name}": getattr(found, f.name) for peer, found in row.peers.items() for f in fields(Peer)}
         yield empty | values
     for failure in failures:

@@ -86,7 +86,7 @@ def run(work: Mapping[str, Mapping[str, Any]], rounds: int = 7, peers: bool = Tr
             break
         except Exception as e:  # whatever it is, a lost device included: the others' results are worth having
             suite.failed.append({"op": op, "error": f"{type(e).__name__}: {e}"})
-            watch.ends(f"{op}: FAILED: {suite.failed[-1]['error']}")
+            watch.say(f"{op}: FAILED: {suite.failed[-1]['error']}")
         torch.cuda.empty_cache()
     return suite
 
