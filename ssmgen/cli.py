@@ -13,7 +13,8 @@ from typing import Any
 import click
 
 from . import __version__
-from .bench.command import LINEAR_ATTENTION, bench
+from .bench import LINEAR_ATTENTION
+from .bench.command import bench
 from .cache import Cache, collect_garbage, shared_cache, verify
 from .errors import DriftError, ModelError, SsmgenError
 from .kernels import OPERATOR_OF, OPERATORS, causal_conv1d, causal_conv1d_update, selective_state_update_tokens

@@ -6,12 +6,14 @@ from functools import partial
 
 import pytest
 import torch
+from bench_cases import SILENT
 from click.testing import CliRunner
 
 import ssmgen
 from ssmgen import cli, runtime
 from ssmgen.bench import linear_attention as bench
 from ssmgen.bench import report, selective_state_update, timing
+from ssmgen.bench.progress import Watch
 from ssmgen.errors import SsmgenError
 from ssmgen.spec import Arch, DType, PoolMode
 
@@ -246,7 +248,7 @@ def test_every_operator_can_be_asked_for():
 @pytest.mark.parametrize("op", ["gated_delta_rule", "selective_state_update"])
 def test_options_reach_the_benchmark(op, monkeypatch):
     module, seen = (selective_state_update if op == "selective_state_update" else bench), {}
-    monkeypatch.setattr(module, "run", lambda **options: seen.update(options) or {"rows": []})
+    monkeypatch.setattr(module, "run", lambda **options: seen.update(options) or {"rows": [], "failed": []})
     own = ["--tokens", "4"]
     own += ["--model", "mamba2-130m"] if module is selective_state_update else ["--pool-mode", "single", "--pool-mode", "split"]
     result = CliRunner().invoke(cli.main, ["bench", op, "--batch", "2", "--batch", "4", "--state", "f32", "--no-peers", "--json", *own])
@@ -299,7 +301,7 @@ def test_lines_of_progress():
 @pytest.fixture
 def without_a_gpu(monkeypatch):
     """Everything but the device and the clock."""
-    monkeypatch.setattr(report, "begin", lambda method="": {"ceilings_tbs": {"in_place": 4.0}, "rows": []})
+    monkeypatch.setattr(report, "begin", lambda method="": {"ceilings_tbs": {"in_place": 4.0}, "rows": [], "failed": []})
     monkeypatch.setattr(report, "normal_pool", lambda *args, make=report.normal_pool: make(*args[:-1], torch.device("cpu")))
     monkeypatch.setattr(report, "slot_copy", lambda state, slots, pdl: lambda i: slots[i])
     monkeypatch.setattr(report, "usable", lambda peers: {name: call for name, call in peers.items() if call})
@@ -319,7 +321,7 @@ def without_a_gpu(monkeypatch):
 def test_run(without_a_gpu, monkeypatch):
     monkeypatch.setattr(bench, "PEERS", {"fla": lambda case: lambda i: case.out[i], "flashinfer": lambda case: None})
     said = []
-    run = partial(bench.run, "gated_delta_rule", [DType.BF16, DType.F32], [1, 9], heads=4, key_heads=2, dim=16, say=said.append)
+    run = partial(bench.run, "gated_delta_rule", [DType.BF16, DType.F32], [1, 9], heads=4, key_heads=2, dim=16, watch=Watch(said.append))
     found = run([1, 2], list(PoolMode))
     rows = found["rows"]
     assert len(rows) == len(said) == 16 and (found["heads"], found["key_heads"], found["dim"]) == (4, 2, 16)
@@ -336,13 +338,13 @@ def test_run(without_a_gpu, monkeypatch):
 
 @pytest.mark.parametrize("op", [op for op in bench.OPS if op != "gated_delta_rule"])
 def test_run_of_the_others(op, without_a_gpu):
-    (row,) = bench.run(op, batches=[3], heads=4, dim=16, peers=False, say=lambda line: None)["rows"]
+    (row,) = bench.run(op, batches=[3], heads=4, dim=16, peers=False, watch=SILENT)["rows"]
     assert (row["op"], row["state"], row["batch"]) == (op, "f32", 3)
 
 
 def test_run_of_selective_state_update(without_a_gpu, called, monkeypatch):
     monkeypatch.setattr(selective_state_update, "POOL_BYTES", 2**20)
-    found = selective_state_update.run(["mamba-130m", "mamba2-130m"], [], [2], 1, True, lambda line: None)
+    found = selective_state_update.run(["mamba-130m", "mamba2-130m"], [], [2], 1, True, SILENT)
     assert [sorted(row["us"]) for row in found["rows"]] == [
         ["copy", "copy_pdl", "mamba_ssm", "ssmgen", "ssmgen_pdl"],
         ["copy", "copy_pdl", "flashinfer", "mamba_ssm", "ssmgen", "ssmgen_pdl"],
@@ -354,7 +356,7 @@ def test_run_of_selective_state_update(without_a_gpu, called, monkeypatch):
 
 def test_run_of_selective_state_update_with_several_tokens(without_a_gpu, called, monkeypatch):
     monkeypatch.setattr(selective_state_update, "POOL_BYTES", 2**20)
-    run = partial(selective_state_update.run, ["mamba2-130m"], [DType.F32, DType.BF16], [2], 1, True, lambda line: None)
+    run = partial(selective_state_update.run, ["mamba2-130m"], [DType.F32, DType.BF16], [2], 1, True, SILENT)
     found = run(tokens=[1, 3], tp=4)
     assert [(row["tokens"], row["passes"], row["intermediates"], row["heads"]) for row in found["rows"]] == [
         (1, 2, False, 6), (3, 4, True, 6)] * 2  # fmt: skip

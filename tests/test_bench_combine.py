@@ -11,6 +11,7 @@ from ssmgen import cli, runtime
 from ssmgen.bench import combine_splits as bench
 from ssmgen.bench import report, timing
 from ssmgen.bench.combine_splits import Case, Form
+from ssmgen.bench.progress import Watch
 from ssmgen.errors import SsmgenError
 from ssmgen.reference.combine_splits import combine_splits as reference
 from ssmgen.spec import Arch, DType
@@ -136,17 +137,17 @@ def test_options_that_do_not_apply_are_usage_errors(args, message):
 
 def test_options_reach_the_benchmark(monkeypatch):
     seen = {}
-    monkeypatch.setattr(bench, "run", lambda **options: seen.update(options) or {"rows": []})
+    monkeypatch.setattr(bench, "run", lambda **options: seen.update(options) or {"rows": [], "failed": []})
     args = ["--shape", "1,2", "--d-v", "64", "--form", "pair", "--dtype", "f16", "--hot", "--json", "--no-peers"]
     result = CliRunner().invoke(cli.main, ["bench", "combine_splits", *args])
     assert result.exit_code == 0, result.output
     wanted = {"shapes": ((1, 2),), "widths": (64,), "forms": ("pair",), "dtypes": (DType.F16,), "hot": True, "peers": False, "rounds": 7}
-    assert seen.pop("say") and seen == wanted
+    assert seen.pop("watch") and seen == wanted
 
 
 def test_run(flashinfer, monkeypatch):
     head = {"device": "a GPU", "torch": "2", "compiler": "CL-1", "ceilings_tbs": {"in_place": 4.2}}
-    monkeypatch.setattr(report, "begin", lambda method="": head | {"rows": []})
+    monkeypatch.setattr(report, "begin", lambda method="": head | {"rows": [], "failed": []})
     monkeypatch.setattr(runtime, "device_arch", lambda index: Arch.parse("sm_90a"))
     monkeypatch.setattr(timing, "host_us", lambda call: call() is None or 1.0)
 
@@ -158,7 +159,7 @@ def test_run(flashinfer, monkeypatch):
     monkeypatch.setattr(timing, "device_us", device_us)
     monkeypatch.setattr(bench, "HOT_BYTES", 20e3)
     said = []
-    found = bench.run([(12, 2), (12, 5)], [64, 128], list(Form), device="cpu", say=said.append)
+    found = bench.run([(12, 2), (12, 5)], [64, 128], list(Form), device="cpu", watch=Watch(said.append))
     rows = found["rows"]
     assert len(said) == len(rows) and {r["form"] for r in rows} == {f.value for f in Form}
     assert all(r["shape"] == [12, 2] for r in rows if r["form"] == "pair")

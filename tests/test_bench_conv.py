@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from bench_cases import SILENT
 from click.testing import CliRunner
 
 import ssmgen
@@ -15,6 +16,7 @@ from ssmgen.bench import causal_conv1d_update as update
 from ssmgen.bench import report, timing
 from ssmgen.bench.causal_conv1d import Form
 from ssmgen.bench.causal_conv1d_update import Innermost
+from ssmgen.bench.progress import Watch
 from ssmgen.errors import SsmgenError
 from ssmgen.kernels.causal_conv1d import ConvLayout
 from ssmgen.spec import Arch, DType, Loads
@@ -185,10 +187,10 @@ def test_options_that_do_not_apply_are_usage_errors(args, message):
 
 def options_of(monkeypatch, module, *args):
     seen = {}
-    monkeypatch.setattr(module, "run", lambda **options: seen.update(options) or {"rows": []})
+    monkeypatch.setattr(module, "run", lambda **options: seen.update(options) or {"rows": [], "failed": []})
     result = CliRunner().invoke(cli.main, ["bench", *args, "--json", "--no-peers", "--rounds", "3"])
     assert result.exit_code == 0, result.output
-    assert seen.pop("say") and (seen.pop("peers"), seen.pop("rounds")) == (False, 3)
+    assert seen.pop("watch") and (seen.pop("peers"), seen.pop("rounds")) == (False, 3)
     return seen
 
 
@@ -214,7 +216,7 @@ def test_the_command_names_every_form_and_layout():
 @pytest.fixture
 def without_a_gpu(monkeypatch):
     """Everything but the device and the clock."""
-    monkeypatch.setattr(report, "begin", lambda method="": REPORT | {"rows": []})
+    monkeypatch.setattr(report, "begin", lambda method="": REPORT | {"rows": [], "failed": []})
     monkeypatch.setattr(report, "usable", lambda peers: {name: call for name, call in peers.items() if call})
     monkeypatch.setattr(runtime, "device_arch", lambda index: Arch.parse("sm_90a"))
 
@@ -234,7 +236,7 @@ US = ["causal_conv1d", "mul", "ssmgen", "ssmgen_pdl"]
 
 def test_run_of_prompts(without_a_gpu, called):
     said = []
-    found = forward.run([SHAPE], forms=["plain", "varlen"], device="cpu", say=said.append)
+    found = forward.run([SHAPE], forms=["plain", "varlen"], device="cpu", watch=Watch(said.append))
     rows = found["rows"]
     assert [(r["form"], r["layout"]) for r in rows] == [(f, layout.value) for f in ("plain", "varlen") for layout in ConvLayout]
     assert [sorted(r["us"]) for r in rows] == [US, US, US[1:], US[1:]] and len(said) == 4
@@ -250,7 +252,7 @@ def test_run_of_prompts(without_a_gpu, called):
 
 
 def test_run_of_steps(without_a_gpu, called):
-    found = update.run([1, 9], [1, 2], dim=DIM, device="cpu", say=lambda line: None)
+    found = update.run([1, 9], [1, 2], dim=DIM, device="cpu", watch=SILENT)
     rows = found["rows"]
     assert [(r["layout"], r["tokens"], r["batch"]) for r in rows] == [(i.value, t, b) for i in Innermost for t in (1, 2) for b in (1, 9)]
     assert [sorted(r["us"]) for r in rows] == 2 * [US, US, US[1:], US[1:]]
@@ -258,7 +260,7 @@ def test_run_of_steps(without_a_gpu, called):
     lines = update.table(found).splitlines()
     assert len(lines) == 4 + 8 and lines[4].split()[:3] == ["window", "1", "1"]
     assert lines[3].index("  rule") == lines[4].index(f"  {rows[0]['rule']}")
-    assert len(update.run([1], dim=DIM, peers=False, device="cpu", say=lambda line: None)["rows"][0]["us"]) == 3
+    assert len(update.run([1], dim=DIM, peers=False, device="cpu", watch=SILENT)["rows"][0]["us"]) == 3
 
 
 @pytest.mark.skipif("__import__('torch').cuda.is_available()")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bench_cases import SILENT
 from click.testing import CliRunner
 
 import ssmgen
 from ssmgen import cli, runtime
 from ssmgen.bench import replay_selective_state_update as bench
 from ssmgen.bench import report, timing
+from ssmgen.bench.progress import Watch
 from ssmgen.bench.replay_selective_state_update import PLAIN, Case, Form
 from ssmgen.errors import SsmgenError
 from ssmgen.kernels.replay_selective_state_update import History
@@ -219,10 +221,10 @@ def test_options_that_do_not_apply_are_usage_errors(args, message):
 
 def options_of(monkeypatch, *args):
     seen = {}
-    monkeypatch.setattr(bench, "run", lambda **options: seen.update(options) or {"rows": []})
+    monkeypatch.setattr(bench, "run", lambda **options: seen.update(options) or {"rows": [], "failed": []})
     result = CliRunner().invoke(cli.main, ["bench", "replay_selective_state_update", *args, "--json", "--no-peers", "--rounds", "3"])
     assert result.exit_code == 0, result.output
-    assert seen.pop("say") and (seen.pop("peers"), seen.pop("rounds")) == (False, 3)
+    assert seen.pop("watch") and (seen.pop("peers"), seen.pop("rounds")) == (False, 3)
     return seen
 
 
@@ -246,7 +248,7 @@ def test_options_reach_the_benchmark(monkeypatch):
 @pytest.fixture
 def without_a_gpu(monkeypatch):
     """Everything but the device and the clock."""
-    monkeypatch.setattr(report, "begin", lambda method="": REPORT | {"rows": []})
+    monkeypatch.setattr(report, "begin", lambda method="": REPORT | {"rows": [], "failed": []})
     monkeypatch.setattr(report, "usable", lambda peers: {name: call for name, call in peers.items() if call})
     monkeypatch.setattr(report, "slot_copies", lambda state, slots, pdls: {"copy": lambda i: state[slots[i].long()]})
     monkeypatch.setattr(runtime, "device_arch", lambda index: SM90)
@@ -267,7 +269,7 @@ WHERE = {"shape": SHAPE, "device": "cpu", "two_kernels": False}
 
 def test_run(without_a_gpu, called):
     said = []
-    found = bench.run(batches=[1, 9], accepted=[3, 0], **WHERE, say=said.append)
+    found = bench.run(batches=[1, 9], accepted=[3, 0], **WHERE, watch=Watch(said.append))
     rows = found["rows"]
     assert [(r["window"], r["accepted"], r["batch"]) for r in rows] == [(w, k, b) for w in (0, 16) for k in (3, 0) for b in (1, 9)]
     assert [r["written"] for r in rows] == [1, 1, 0, 0, 0, 0, 0, 0] and len(said) == len(rows)
@@ -286,13 +288,13 @@ def test_run(without_a_gpu, called):
 
 
 def test_run_on_a_ring_whose_steps_write(without_a_gpu):
-    rows = bench.run(batches=[4], windows=[0, 16], writing=[0.25, 1.0], **WHERE, peers=False, say=lambda line: None)["rows"]
+    rows = bench.run(batches=[4], windows=[0, 16], writing=[0.25, 1.0], **WHERE, peers=False, watch=SILENT)["rows"]
     assert [(r["window"], r["written"]) for r in rows] == [(0, 1.0), (16, 0.25), (16, 1.0)]
     assert rows[0]["peer_ratio"] == {} and set(rows[0]["us"]) == {"ssmgen_pdl", "ssmgen", "copy"}
 
 
 def test_run_behind_the_convolution(without_a_gpu, called):
-    found = bench.run(batches=[2], windows=[0], with_conv1d=True, **WHERE, say=lambda line: None)
+    found = bench.run(batches=[2], windows=[0], with_conv1d=True, **WHERE, watch=SILENT)
     (row,) = found["rows"]
     assert set(row["us"]) == {"ssmgen_pdl", "ssmgen", "conv1d_pdl", "conv1d", "copy"} and "behind conv1d" in bench.table(found)
 

@@ -25,7 +25,7 @@ def test_wheel_holds_the_templates_and_builds_kernels_from_another_directory(tmp
         names = set(archive.namelist())
         archive.extractall(site)
     templates = {f"ssmgen/_templates/{p.relative_to(ROOT / 'templates')}" for p in (ROOT / "templates").rglob("*.j2")}
-    assert templates and templates <= names and {"ssmgen/models.toml", "ssmgen/emulator/emulator.hpp"} <= names
+    assert templates and templates <= names and {"ssmgen/models.toml", "ssmgen/emulator/emulator.hpp", "ssmgen/bench/page.html.j2"} <= names
     assert not any(n.startswith(("tests/", "generated/", "tools/")) for n in names)
     program = (
         "import sys, ssmgen, ssmgen.render\n"

@@ -1,1 +1,23 @@
 """Measurement: what `ssmgen bench` runs. A number comes with its peers and its ceiling, taken in the same run, or not at all."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+LINEAR_ATTENTION = ("gated_delta_rule", "kda", "gla", "simple_gla", "lightning_attn", "delta_rule", "rwkv7", "gdn2", "comba")
+
+# operator -> the module here that times it. A module has `run`, which makes a report; `table`, the report as text; and `point`, which says
+# in words what a row of the report is about.
+HOMES = {
+    "selective_state_update": "selective_state_update",
+    **dict.fromkeys(LINEAR_ATTENTION, "linear_attention"),
+    "replay_selective_state_update": "replay_selective_state_update",
+    "causal_conv1d": "causal_conv1d",
+    "causal_conv1d_update": "causal_conv1d_update",
+    "combine_splits": "combine_splits",
+}
+
+
+def home(op: str) -> ModuleType:
+    return importlib.import_module(f".{HOMES[op]}", __package__)

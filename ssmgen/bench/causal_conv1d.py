@@ -28,13 +28,15 @@ import ssmgen
 from .. import runtime
 from ..errors import SsmgenError
 from ..kernels.causal_conv1d import ConvLayout
-from ..ops.checks import DTYPES, TORCH_DTYPES
+from ..ops.checks import TORCH_DTYPES
 from ..reference import norm_error
 from ..reference.causal_conv1d import causal_conv1d as reference
 from ..spec import SM90, DType
 from . import report as reports
 from . import timing
+from .progress import PRINTING, Watch
 from .report import GATE, cell
+from .rows import Point
 
 SHAPES = [(1, 1536, 2048), (16, 1536, 2048), (4, 4096, 4096), (1, 8192, 8192), (1, 2048, 131072), (2, 12288, 16384)]
 SET_BYTES, MIN_SETS = 640e6, 2
@@ -180,14 +182,15 @@ def bound(case: Any, pdl: bool) -> timing.Launch:
     return lambda i: calls[i]()
 
 
-def measure(case: Any, peers: Mapping[str, reports.Peer | None], rounds: int, host: bool) -> dict[str, Any]:
+def measure(case: Any, peers: Mapping[str, Callable[[Any], reports.Peer | None]], rounds: int, host: bool, watch: Watch) -> dict[str, Any]:
     """What a row says beside its case, which is of either convolution."""
     arch = runtime.device_arch(case.out[0].device.index)
     pdls = (True, False) if arch >= SM90 else (False,)
-    error = max(case.gate(pdl) for pdl in pdls)
-    others = reports.usable(peers)
-    ours = {"ssmgen_pdl" if pdl else "ssmgen": bound(case, pdl) for pdl in pdls}
-    us = timing.device_us(ours | {"mul": case.ceiling} | others, case.sets, rounds)
+    error = max(reports.gates(case.gate, pdls))
+    others = reports.usable({name: make(case) for name, make in peers.items()})
+    contenders = {"ssmgen_pdl" if pdl else "ssmgen": bound(case, pdl) for pdl in pdls} | {"mul": case.ceiling} | others
+    watch.timing(len(contenders))
+    us = timing.device_us(contenders, case.sets, rounds)
     served = us.get("ssmgen_pdl", us["ssmgen"])  # pdl=None is pdl=True where the device can
     return {
         "us": us,
@@ -211,20 +214,25 @@ def run(
     dtype: DType = DType.BF16,
     rounds: int = 7,
     peers: bool = True,
-    say: Callable[[str], None] = print,
+    watch: Watch = PRINTING,
     device: torch.device | str = "cuda",
 ) -> dict[str, Any]:
-    """The whole report, as JSON would hold it. Raises SsmgenError without a GPU and for a variant that fails the gate."""
+    """The whole report, as JSON would hold it. Raises SsmgenError without a GPU."""
     report = reports.begin(__doc__)
     report |= {"op": "causal_conv1d", "width": width, "dtype": dtype.value}
-    for form, layout, shape in itertools.product(map(Form, forms or [Form.PLAIN]), layouts or list(ConvLayout), shapes or SHAPES):
-        case = Case(shape, layout, form, width, TORCH_DTYPES[dtype], device)
-        named = {"shape": list(shape), "layout": layout.value, "form": form.value, "width": width, "dtype": DTYPES[case.dtype].value}
-        others = {name: make(case) for name, make in PEERS.items()} if peers else {}
-        report["rows"].append(named | measure(case, others, rounds, case.bytes_moved <= HOST_BYTES))
-        say(_line(report["rows"][-1]))
-        del case, others  # its buffers, before the next one's
+    points = list(itertools.product(map(Form, forms or [Form.PLAIN]), layouts or list(ConvLayout), shapes or SHAPES))
+    watch.begins(report["op"], len(points))
+    for form, layout, shape in points:
+        named = {"shape": list(shape), "layout": layout.value, "form": form.value, "width": width, "dtype": dtype.value}
+        with reports.case(report, named, watch, _line) as row:
+            host = 2 * math.prod(shape) * dtype.size <= HOST_BYTES
+            row |= measure(Case(shape, layout, form, width, TORCH_DTYPES[dtype], device), PEERS if peers else {}, rounds, host, watch)
     return report
+
+
+def point(report: Mapping[str, Any], row: Mapping[str, Any]) -> Point:
+    what = f"{row['layout'].replace('_', ' ')}, {row['form']}, width {row['width']}, {row['dtype']}"
+    return Point(what, "batch x channels x tokens", " x ".join(map(str, row["shape"])), "out_of_place")
 
 
 def _line(row: Mapping[str, Any]) -> str:

@@ -28,7 +28,9 @@ from ..reference.causal_conv1d import causal_conv1d_update as reference
 from ..spec import DType
 from . import report as reports
 from .causal_conv1d import HEADING, checked, columns, keeping, measure
+from .progress import PRINTING, Watch
 from .report import HOST_BATCH, MIN_SETS
+from .rows import Point
 
 BATCHES = (1, 4, 8, 16, 32, 64, 128, 256)
 POOL_BYTES = 640e6
@@ -128,27 +130,33 @@ def run(
     dtype: DType = DType.BF16,
     rounds: int = 7,
     peers: bool = True,
-    say: Callable[[str], None] = print,
+    watch: Watch = PRINTING,
     device: torch.device | str = "cuda",
 ) -> dict[str, Any]:
-    """The whole report, as JSON would hold it. Raises SsmgenError without a GPU and for a variant that fails the gate."""
+    """The whole report, as JSON would hold it. Raises SsmgenError without a GPU."""
     report = reports.begin(__doc__)
     sizes = list(batches or BATCHES)
     report |= {"op": "causal_conv1d_update", "dim": dim, "width": width, "dtype": dtype.value}
-    for layout, T in itertools.product(map(Innermost, layouts or Innermost), tokens or [1]):
+    pools = list(itertools.product(map(Innermost, layouts or Innermost), tokens or [1]))
+    watch.begins(report["op"], len(pools) * len(sizes))
+    for layout, T in pools:
         inner = (dim, width + T - 2)
         least = math.ceil(POOL_BYTES / (math.prod(inner) * TORCH_DTYPES[dtype].itemsize))
         inner = inner if layout is Innermost.WINDOW else inner[::-1]
         pool = reports.normal_pool(max(least, MIN_SETS * max(sizes)), inner, TORCH_DTYPES[dtype], device)
         for batch in sizes:
-            case = Case(pool[: max(least, MIN_SETS * batch)], layout, batch, T, width)
             named = {"layout": layout.value, "tokens": T, "batch": batch, "dim": dim, "width": width, "dtype": dtype.value}
-            others = {name: make(case) for name, make in PEERS.items()} if peers else {}
-            report["rows"].append(named | measure(case, others, rounds, batch <= HOST_BATCH))
-            say(_line(report["rows"][-1]))
-            del case, others
+            with reports.case(report, named, watch, _line) as row:
+                own = pool[: max(least, MIN_SETS * batch)]
+                row |= measure(Case(own, layout, batch, T, width), PEERS if peers else {}, rounds, batch <= HOST_BATCH, watch)
         del pool
     return report
+
+
+def point(report: Mapping[str, Any], row: Mapping[str, Any]) -> Point:
+    several = [f"{row['tokens']} tokens, rolling"] if row["tokens"] > 1 else []
+    what = [f"{row['dim']} channels, width {row['width']}, {row['dtype']}", f"{row['layout']} contiguous", *several]
+    return Point(", ".join(what), "batch", str(row["batch"]), "in_place")
 
 
 def _line(row: Mapping[str, Any]) -> str:

@@ -34,7 +34,9 @@ from ..spec import SM90, DType
 from . import report as reports
 from . import timing
 from .causal_conv1d import bound
+from .progress import PRINTING, Watch
 from .report import GATE, cell
+from .rows import Point
 
 SHAPES = [(16, 2), (16, 64), (128, 2), (128, 16), (128, 64), (1024, 8), (1024, 32), (16384, 2), (16384, 8), (16384, 32)]
 HEADS = 128
@@ -172,14 +174,16 @@ def peers_of(case: Case) -> dict[str, reports.Peer]:
     return usable
 
 
-def measure(case: Case, peers: bool, rounds: int) -> dict[str, Any]:
+def measure(case: Case, peers: bool, rounds: int, watch: Watch) -> dict[str, Any]:
     """What a row says beside its case."""
     arch = runtime.device_arch(case.out[0].device.index)
     pdls = (True, False) if arch >= SM90 else (False,)
-    error = max(case.gate(pdl) for pdl in pdls)
+    error = max(reports.gates(case.gate, pdls))
     others = peers_of(case) if peers else {}
-    ours = {"ssmgen_pdl" if pdl else "ssmgen": bound(case, pdl) for pdl in pdls}
-    us = timing.device_us(ours | {"mul": case.multiplication, "sum": case.reading} | others, case.sets, rounds)
+    contenders = {"ssmgen_pdl" if pdl else "ssmgen": bound(case, pdl) for pdl in pdls}
+    contenders |= {"mul": case.multiplication, "sum": case.reading} | others
+    watch.timing(len(contenders))
+    us = timing.device_us(contenders, case.sets, rounds)
     served = us.get("ssmgen_pdl", us["ssmgen"])  # pdl=None is pdl=True where the device can
     return {
         "us": us,
@@ -204,29 +208,35 @@ def run(
     hot: bool | None = None,
     rounds: int = 7,
     peers: bool = True,
-    say: Callable[[str], None] = print,
+    watch: Watch = PRINTING,
     device: torch.device | str = "cuda",
 ) -> dict[str, Any]:
     """The whole report, as JSON would hold it. hot: None for both, where the cache holds a set.
 
-    Raises SsmgenError without a GPU and for a variant that fails the gate.
+    Raises SsmgenError without a GPU.
     """
     report = reports.begin(__doc__) | {"op": "combine_splits"}
     forms = [Form(f) for f in forms or (Form.DENSE, Form.PREFIX)]
     wheres = (True, False) if hot is None else (hot,)
     dtypes, widths, shapes = dtypes or (DType.F32, DType.BF16), widths or (128, 512), shapes or SHAPES
-    for form, dtype, d_v, shape, warm in itertools.product(forms, dtypes, widths, shapes, wheres):
-        if form is Form.PAIR and shape[1] != 2:
-            continue
-        rows, splits = shape
-        if warm and rows * splits * d_v * dtype.size > HOT_BYTES:
-            continue
-        case = Case(shape, d_v, form, TORCH_DTYPES[dtype], warm, device)
+    points = [p for p in itertools.product(forms, dtypes, widths, shapes, wheres) if _fits(*p)]
+    watch.begins(report["op"], len(points))
+    for form, dtype, d_v, shape, warm in points:
         named = {"shape": list(shape), "d_v": d_v, "form": form.value, "dtype": dtype.value, "hot": warm}
-        report["rows"].append(named | measure(case, peers, rounds))
-        say(_line(report["rows"][-1]))
-        del case  # its buffers, before the next one's
+        with reports.case(report, named, watch, _line) as row:
+            row |= measure(Case(shape, d_v, form, TORCH_DTYPES[dtype], warm, device), peers, rounds, watch)
     return report
+
+
+def _fits(form: Form, dtype: DType, d_v: int, shape: tuple[int, int], hot: bool) -> bool:
+    """Whether there is such a case: a pair is two splits, and what is hot has room in the cache."""
+    rows, splits = shape
+    return (form is not Form.PAIR or splits == 2) and not (hot and rows * splits * d_v * dtype.size > HOT_BYTES)
+
+
+def point(report: Mapping[str, Any], row: Mapping[str, Any]) -> Point:
+    what = f"{row['form']}, d_v {row['d_v']}, {row['dtype']}, {'hot: in the L2 cache' if row['hot'] else 'cold'}"
+    return Point(what, "rows x splits", " x ".join(map(str, row["shape"])), None if row["hot"] else "out_of_place")
 
 
 def _line(row: Mapping[str, Any]) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 from collections.abc import Callable
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import click
@@ -13,8 +12,7 @@ import click
 from ..kernels.causal_conv1d import MAX_WIDTH, ConvLayout
 from ..kernels.replay_selective_state_update import MAX_TOKENS
 from ..spec import DType, PoolMode
-
-LINEAR_ATTENTION = ("gated_delta_rule", "kda", "gla", "simple_gla", "lightning_attn", "delta_rule", "rwkv7", "gdn2", "comba")
+from . import LINEAR_ATTENTION, home
 
 Option = Callable[[Any], Any]
 
@@ -23,7 +21,8 @@ Option = Callable[[Any], Any]
 def bench() -> None:
     """Time an operator against a copy of as many bytes and against every peer that can be imported. Needs a GPU.
 
-    `ssmgen bench OPERATOR --help` shows what can be varied.
+    `ssmgen bench OPERATOR --help` shows what can be varied; `all` times all of them; `render` makes tables and pages of saved results,
+    without a GPU. A case whose result is wrong is not timed: the others are, it is named at the end, and the exit code is 1.
     """
 
 
@@ -55,25 +54,91 @@ class Shape(click.ParamType):
         return sizes
 
 
-def add(name: str, home: str, *options: Option, **fixed: Any) -> None:
-    """The command that calls `run` of a module here with what the options say, and prints its table."""
+def together(command: Any, *options: Option) -> Any:
+    """The command with these options, shown in this order."""
+    for option in reversed(options):
+        command = option(command)
+    return command
 
-    def command(rounds: int, no_peers: bool, as_json: bool, **chosen: Any) -> None:
-        module = importlib.import_module(f".{home}", __package__)
+
+NO_PEERS = click.option("--no-peers", is_flag=True, help="Do not time other packages.")
+OUTPUTS = (
+    click.option("--json", "as_json", is_flag=True, help="Print all that was measured, for `ssmgen bench render` and for scripts."),
+    click.option("--csv", "as_csv", is_flag=True, help="Print a flat row per case."),
+    click.option("--html", "page", type=click.Path(dir_okay=False, path_type=Path), help="Write a page of tables and plots here."),
+)
+
+
+def with_outputs(command: Any) -> Any:
+    return together(command, *OUTPUTS)
+
+
+def _form(as_json: bool, as_csv: bool, page: Path | None) -> str:
+    """The form of output that is asked for."""
+    chosen = [name for name, given in (("json", as_json), ("csv", as_csv), ("html", page)) if given]
+    if len(chosen) > 1:
+        raise click.UsageError(f"give one of {', '.join(f'--{name}' for name in chosen)}")
+    if page and not page.parent.is_dir():
+        raise click.UsageError(f"--html: there is no directory {page.parent}")
+    return chosen[0] if chosen else "table"
+
+
+def add(name: str, *options: Option, **fixed: Any) -> None:
+    """The command that calls `run` of an operator's module with what the options say, and prints its results."""
+
+    def command(rounds: int, no_peers: bool, as_json: bool, as_csv: bool, page: Path | None, **chosen: Any) -> None:
+        from .formats import check, show
+        from .progress import watching
+        from .suite import Suite
+
+        module, form = home(name), _form(as_json, as_csv, page)
         chosen |= fixed
         if wrong := getattr(module, "mistakes", lambda **_: [])(**chosen):
             raise click.UsageError("; ".join(wrong))
-        report = module.run(**chosen, rounds=rounds, peers=not no_peers, say=lambda line: click.echo(line, err=True))
-        click.echo(json.dumps(report, indent=1) if as_json else module.table(report))
+        with watching() as watch:
+            suite = Suite([module.run(**chosen, rounds=rounds, peers=not no_peers, watch=watch)])
+        show(suite, form, alone=True, page=page)
+        check(suite)
 
-    shared = (
-        click.option("--rounds", type=click.IntRange(1), default=7, show_default=True),
-        click.option("--no-peers", is_flag=True, help="Do not time other packages."),
-        click.option("--json", "as_json", is_flag=True, help="Machine-readable output."),
-    )
-    for option in reversed((*options, *shared)):
-        command = option(command)
-    bench.command(name, help=f"Time {name}.")(command)
+    rounds = click.option("--rounds", type=click.IntRange(1), default=7, show_default=True)
+    bench.command(name, help=f"Time {name}.")(together(command, *options, rounds, NO_PEERS, with_outputs))
+
+
+@bench.command("all")
+@click.option("--quick", is_flag=True, help="Few batches and shapes, and three rounds.")
+@click.option("--model", help="Only what a model of `ssmgen models` uses, in its shapes.")
+@click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks, with --model.")
+@click.option("--rounds", type=click.IntRange(1), help="Default: 7, or 3 with --quick.")
+@NO_PEERS
+@with_outputs
+def every(quick, model, tp, rounds, no_peers, as_json, as_csv, page) -> None:
+    """Time every operator, in its benchmark's default cases.
+
+    An operator whose benchmark fails does not stop the others. It is named at the end, and the exit code is 1.
+    """
+    from . import suite as suites
+    from .formats import check, show
+    from .progress import watching
+
+    form = _form(as_json, as_csv, page)
+    if tp > 1 and not model:
+        raise click.UsageError("--tp goes with --model")
+    work = suites.tasks(quick, model, tp)
+    with watching() as watch:
+        suite = suites.run(work, rounds or (suites.QUICK_ROUNDS if quick else 7), not no_peers, watch)
+    show(suite, form, page=page)
+    check(suite)
+
+
+@bench.command("render")
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@with_outputs
+def render(files, as_json, as_csv, page) -> None:
+    """Show results that --json printed into FILES, plain or .json.gz: as a table, or as the options say. Needs no GPU."""
+    from .formats import load, show
+
+    form = _form(as_json, as_csv, page)
+    show(load(files), form, page=page)
 
 
 def several(flag: str, name: str, kind: Any, **how: Any) -> Option:
@@ -87,7 +152,6 @@ tokens = several("--tokens", "tokens", click.IntRange(1), help="Per sequence; ma
 
 add(
     "selective_state_update",
-    "selective_state_update",
     several("--model", "names", str, help="May repeat. Default: those of docs/performance.md."),
     states,
     batches,
@@ -99,7 +163,6 @@ add(
 for op in LINEAR_ATTENTION:
     add(
         op,
-        "linear_attention",
         states,
         batches,
         tokens,
@@ -108,12 +171,12 @@ for op in LINEAR_ATTENTION:
         several("--pool-mode", "pools", Choice(PoolMode), help="May repeat. Default: single."),
         click.option("--heads", type=click.IntRange(1), help="Default: 64 for gated_delta_rule, else 32."),
         click.option("--key-heads", type=click.IntRange(1), help="Default: 16 for gated_delta_rule, else as many as heads."),
-        click.option("--dim", type=click.IntRange(4, 1024), help="Key and value channels per head. Default: 128."),
+        click.option("--dim", type=click.IntRange(4, 1024), help="Key channels per head. Default: 128."),
+        click.option("--value-dim", type=click.IntRange(1, 1024), help="Value channels per head. Default: as many."),
         op=op,
     )
 
 add(
-    "replay_selective_state_update",
     "replay_selective_state_update",
     several("--state", "states", Choice(DType), help="State dtype; may repeat. Default: bf16."),
     several("--batch", "batches", click.IntRange(1), help="May repeat. Default: 1, 8, 64, 256."),
@@ -137,7 +200,6 @@ convolution = (
 
 add(
     "causal_conv1d",
-    "causal_conv1d",
     several(
         "--shape", "shapes", Shape("B,D,L", "1,1536,2048"), help="Batch, channels, tokens; may repeat. Default: six, from 6 to 800 MB of x."
     ),
@@ -148,7 +210,6 @@ add(
 
 add(
     "causal_conv1d_update",
-    "causal_conv1d_update",
     batches,
     several("--tokens", "tokens", click.IntRange(1), help="Per sequence; may repeat. Several: the window rolls. Default: 1."),
     several("--state-layout", "layouts", click.Choice(["window", "channels"]), help="What is contiguous; may repeat. Default: both."),
@@ -157,7 +218,6 @@ add(
 )
 
 add(
-    "combine_splits",
     "combine_splits",
     several("--shape", "shapes", Shape("R,S", "128,16"), help="Rows, splits; may repeat. Default: ten, from 16,2 to 16384,32."),
     several("--d-v", "widths", click.IntRange(4, 1024), help="May repeat. Default: 128, 512."),

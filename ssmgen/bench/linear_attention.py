@@ -17,103 +17,29 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid, normalize, pad
+from torch.nn.functional import pad
 
 import ssmgen
 
 from .. import runtime
 from ..errors import SsmgenError
-from ..ops.checks import DTYPES, TORCH_DTYPES
+from ..ops.checks import TORCH_DTYPES
 from ..ops.linear_attention_call import NAMES, token_views
 from ..reference import norm_error
 from ..reference.linear_attention import linear_attention as reference
 from ..spec import SM90, DType, PoolMode, must
 from . import report as reports
 from . import timing
+from .progress import PRINTING, Watch
+from .recurrences import OPS, VALUES, Operand, operands
 from .report import GATE, HOST_BATCH, MAX_SETS, MIN_SETS, cell
+from .rows import Point
 
 POOL_BYTES = 4 * 2**30  # of the state; and at most, of the buffers of intermediate states, if that is more than one
-
-# What an operand looks like: values that models have, under which the state stays bounded.
-VALUES: dict[str, Callable[[Tensor], Tensor]] = {
-    "normal": lambda x: x,
-    "unit": lambda x: normalize(x, dim=-1),
-    "sigmoid": torch.sigmoid,
-    "decay": lambda x: logsigmoid(x) / 16,
-    "uniform": torch.rand_like,
-    "bias": lambda x: torch.rand_like(x) - 4,
-    "slope": lambda x: torch.arange(x.numel(), device=x.device) * (8 / x.numel()),
-}
-
-
-class Operand(NamedTuple):
-    """`axes` after batch and tokens: of the key heads (key), or of the heads: one number, one per key channel, one per value channel."""
-
-    axes: str
-    values: str = "normal"
-
-
-def operands(text: str) -> dict[str, Operand]:
-    """Written "name=axes" or "name=axes/values"."""
-    return {name: Operand(*how.split("/")) for name, how in (item.split("=") for item in text.split())}
-
-
-@dataclass(frozen=True, slots=True)
-class Recurrence:
-    """An operator as its models call it. Operands are bf16, weights f32; both have the same names in flash-linear-attention."""
-
-    operands: str
-    fla: str  # module and function
-    weights: str = ""
-    options: Mapping[str, bool] = field(default_factory=dict)
-    fla_options: Mapping[str, Any] = field(default_factory=dict)
-    fla_groups: bool = False  # it takes fewer key heads than heads
-    heads: int = 32
-    key_heads: int | None = None  # as many as heads
-    state: DType = DType.F32
-    batches: tuple[int, ...] = (1, 8, 32, 128)
-    groups: bool = True  # it can have fewer key heads than heads
-
-
-HEAD_GATE, CHANNEL_GATE = "A_log=head/uniform dt_bias=head/bias", "A_log=head/uniform dt_bias=channel/bias"
-NORM, NORM_BETA = {"use_qk_l2norm": True}, {"use_qk_l2norm": True, "beta_sigmoid": True}
-FLA_NORM = {"use_qk_l2norm_in_kernel": True}
-FLA_GATE = FLA_NORM | {"use_gate_in_kernel": True}
-FLA_BETA = FLA_GATE | {"use_beta_sigmoid_in_kernel": True}
-
-OPS = {
-    "gated_delta_rule": Recurrence(
-        "q=key k=key v=value g=head beta=head", "fla.ops.gated_delta_rule.fused_recurrent_gated_delta_rule",
-        HEAD_GATE, NORM_BETA, FLA_BETA, True, 64, 16, DType.BF16, (1, 2, 4, 8, 16, 32, 64, 128, 256),
-    ),
-    "kda": Recurrence(
-        "q=key k=key v=value g=channel beta=head", "fla.ops.kda.fused_recurrent_kda",
-        CHANNEL_GATE, NORM_BETA, FLA_BETA, True,
-    ),
-    "gdn2": Recurrence(
-        "q=key k=key v=value g=channel b=channel/sigmoid w=value/sigmoid", "fla.ops.gdn2.fused_recurrent_gdn2",
-        CHANNEL_GATE, NORM, FLA_GATE, True,
-    ),
-    "comba": Recurrence(
-        "q=key k=key v=value p=key g=head/decay beta=head/sigmoid", "fla.ops.comba.fused_recurrent_comba",
-        "", NORM, FLA_NORM, True,
-    ),
-    "delta_rule": Recurrence("q=key k=key/unit v=value beta=head/sigmoid", "fla.ops.delta_rule.fused_recurrent_delta_rule"),
-    "gla": Recurrence("q=key k=key/unit v=value gk=channel/decay", "fla.ops.gla.fused_recurrent_gla"),
-    "simple_gla": Recurrence("q=key k=key/unit v=value g=head/decay", "fla.ops.simple_gla.fused_recurrent_simple_gla"),
-    "lightning_attn": Recurrence(
-        "q=key k=key/unit v=value", "fla.ops.lightning_attn.fused_recurrent_lightning_attn",
-        "slope=head/slope", fla_options={"slope": None, "layer_idx": 0, "num_layers": 1},  # of which it makes the same slopes
-    ),
-    "rwkv7": Recurrence(
-        "r=key w=channel/decay k=key/unit v=value kk=key/unit a=key/sigmoid", "fla.ops.rwkv7.fused_mul_recurrent_rwkv7",
-        groups=False,
-    ),
-}  # fmt: skip
 
 
 @dataclass
@@ -296,30 +222,35 @@ def run(
     heads: int | None = None,
     key_heads: int | None = None,
     dim: int | None = None,
+    value_dim: int | None = None,
     ring: bool = False,
     rounds: int = 7,
     peers: bool = True,
-    say: Callable[[str], None] = print,
+    watch: Watch = PRINTING,
 ) -> dict[str, Any]:
     """The whole report, as JSON would hold it; whatever is empty or None is the operator's default.
 
-    intermediates: of calls with several tokens; None for where the pool is single.
-    Raises SsmgenError without a GPU and for a variant that fails the gate; ArgumentError for what the operator does not take.
+    intermediates: of calls with several tokens; None for where the pool is single. value_dim: value channels, if not as many as dim.
+    Raises SsmgenError without a GPU.
     """
     report = reports.begin(__doc__)
     recurrence = OPS[op]
     heads, key_heads, dim = shape(op, heads, key_heads, dim)
-    report |= {"op": op, "heads": heads, "key_heads": key_heads, "dim": dim}
+    values = value_dim or dim
+    report |= {"op": op, "heads": heads, "key_heads": key_heads, "dim": dim, "value_dim": values}
+    state_types = states or [recurrence.state]
     points = list(itertools.product(pools or [PoolMode.SINGLE], tokens or [1], batches or recurrence.batches))
-    for state_type in states or [recurrence.state]:
+    watch.begins(op, len(state_types) * len(points))
+    for state_type in state_types:
         dtype = TORCH_DTYPES[state_type]
-        count = partial(pool_slots, heads * dim * dim * dtype.itemsize)
-        state = reports.normal_pool(max(count(B, pool) for pool, _, B in points), (heads, dim, dim), dtype, "cuda")
+        count = partial(pool_slots, heads * values * dim * dtype.itemsize)
+        state = reports.normal_pool(max(count(B, pool) for pool, _, B in points), (heads, values, dim), dtype, "cuda")
         for pool, T, B in points:
-            case = Case(op, state[: count(B, pool)], key_heads, B, T, not ring and keeps(intermediates, T, pool), pool, ring)
-            report["rows"].append(_row(case, report["ceilings_tbs"]["in_place"], rounds, peers))
-            say(_line(report["rows"][-1]))
-            del case  # its buffers, before the next one's
+            kept = not ring and keeps(intermediates, T, pool)
+            named = {"op": op, "state": state_type.value, "pool": pool.value, "tokens": T, "intermediates": kept, "ring": ring, "batch": B}
+            with reports.case(report, named, watch, _line) as row:
+                own = state[: count(B, pool)]
+                row |= _measured(Case(op, own, key_heads, B, T, kept, pool, ring), report["ceilings_tbs"]["in_place"], rounds, peers, watch)
         del state
     return report
 
@@ -356,25 +287,21 @@ def keeps(intermediates: bool | None, tokens: int, pool: PoolMode) -> bool:
     return tokens > 1 and (pool is PoolMode.SINGLE if intermediates is None else intermediates)
 
 
-def _row(case: Case, ceiling: float, rounds: int, peers: bool) -> dict[str, Any]:
+def _measured(case: Case, ceiling: float, rounds: int, peers: bool, watch: Watch) -> dict[str, Any]:
+    """What a row says beside its case."""
     arch = runtime.device_arch(case.state.device.index)
     pdls = (True, False) if arch >= SM90 else (False,)
-    state_errors, out_errors = zip(*[case.gate(pdl) for pdl in pdls], strict=True)
+    state_errors, out_errors = zip(*reports.gates(case.gate, pdls), strict=True)
     others = reports.usable({name: make(case) for name, make in PEERS.items()} if peers else {})
-    ours = {"ssmgen_pdl" if pdl else "ssmgen": case.bound(pdl) for pdl in pdls}
-    ours |= {"commit": case.commit()} if case.ring else {}
-    us = timing.device_us(ours | reports.slot_copies(case.state, case.slots, pdls) | others, case.sets, rounds)
+    contenders = {"ssmgen_pdl" if pdl else "ssmgen": case.bound(pdl) for pdl in pdls}
+    contenders |= {"commit": case.commit()} if case.ring else {}
+    contenders |= reports.slot_copies(case.state, case.slots, pdls) | others
+    watch.timing(len(contenders))
+    us = timing.device_us(contenders, case.sets, rounds)
     served = us.get("ssmgen_pdl", us["ssmgen"])  # pdl=None is pdl=True where the device can
     copy = min((us[name] for name in ("copy_pdl", "copy") if name in us), default=None)
     tbs = case.state_bytes / served / 1e6
     return {
-        "op": case.op,
-        "state": DTYPES[case.state.dtype].value,
-        "pool": case.pool.value,
-        "tokens": case.tokens,
-        "intermediates": case.intermediates,
-        "ring": case.ring,
-        "batch": case.batch,
         "us": us,
         "served_us": served,
         "passes": case.passes,
@@ -391,6 +318,15 @@ def _row(case: Case, ceiling: float, rounds: int, peers: bool) -> dict[str, Any]
     }
 
 
+def point(report: Mapping[str, Any], row: Mapping[str, Any]) -> Point:
+    dim, values = report["dim"], report.get("value_dim", report["dim"])
+    several = [f"{row['tokens']} tokens"] if row["tokens"] > 1 else []
+    kept = ["every state kept"] if row["intermediates"] else ["inputs kept in a ring"] if row["ring"] else []
+    split = ["split pool"] if row["pool"] == PoolMode.SPLIT.value else []
+    what = [f"{report['heads']} heads of {values} x {dim}", f"{report['key_heads']} key heads", f"{row['state']} state"]
+    return Point(", ".join([*what, *several, *kept, *split]), "batch", str(row["batch"]), "in_place")
+
+
 def _line(row: Mapping[str, Any]) -> str:
     kept = " kept" if row["intermediates"] else f" ring, commit {row['us']['commit']:.2f} us," if row["ring"] else ""
     what = f"{row['op']} {row['state']} {row['pool']} T {row['tokens']}{kept} batch {row['batch']}"
@@ -400,9 +336,11 @@ def _line(row: Mapping[str, Any]) -> str:
 
 def table(report: Mapping[str, Any]) -> str:
     """The report for a terminal. `kept`: with intermediates; `ceiling`: TB/s over that of torch's multiplication in place."""
+    dim, values = report["dim"], report.get("value_dim", report["dim"])
+    channels = f"K = V = {dim}" if values == dim else f"K = {dim}, V = {values}"
     lines = [
         *reports.head(report),
-        f"{report['op']}: {report['heads']} heads, {report['key_heads']} key heads, K = V = {report['dim']}",
+        f"{report['op']}: {report['heads']} heads, {report['key_heads']} key heads, {channels}",
         f"{'state':6}{'pool':>6}{'T':>3}{'kept':>5}{'batch':>6}{'us':>9}{'TB/s':>7}{'ceiling':>8}{'no pdl':>9}{'copy':>9}{'x copy':>8}"
         f"{'flashinfer':>12}{'ratio':>7}{'fla':>9}{'ratio':>7}{'host us':>9}{'bound':>7}{'peers host':>12}{'commit':>9}  rule",
     ]

@@ -13,11 +13,11 @@ TensorRT-LLM's replay_selective_state_update; not behind our convolution. Both r
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +35,9 @@ from ..render import render
 from ..spec import SM90, Arch, DType, KernelSpec
 from . import report as reports
 from . import timing
+from .progress import PRINTING, Watch
 from .report import GATE, HOST_BATCH, MIN_SETS, cell
+from .rows import Point
 
 SHAPE = (16, 64, 128, 1)  # heads, headdim, d_state, groups
 BATCHES = (1, 8, 64, 256)
@@ -246,24 +248,29 @@ def served(case: Case, form: Form, arch: Arch) -> dict[str, Any]:
     return {"specs": [str(spec) for spec in parts], "rule": chosen.rule, "compile_seconds": sum(_compile_seconds(s, arch) for s in parts)}
 
 
-@functools.cache
+@cache
 def _compile_seconds(spec: KernelSpec, arch: Arch) -> float:
     return compiler.compile_cubin(render(spec, arch), arch, str(spec)).seconds
 
 
-def measure(case: Case, wanted: Sequence[Form], peers: bool, rounds: int, arch: Arch) -> dict[str, Any]:
-    """What a row says beside its case."""
-    errors = [case.gate(form) for form in wanted]
+def measure(case: Case, kernels: Sequence[bool | None], peers: bool, rounds: int, watch: Watch) -> dict[str, Any]:
+    """What a row says beside its case. kernels: what `forms` takes."""
+    arch = runtime.device_arch(case.state.device.index)
+    wanted = forms(*kernels, arch)
+    errors = reports.gates(case.gate, wanted)
     others = reports.usable({name: make(case) for name, make in PEERS.items()} if peers else {})
-    ours = {form.name: case.bound(form) for form in wanted}
+    contenders = {form.name: case.bound(form) for form in wanted}
     pdls = sorted({form.external for form in wanted}, reverse=True)
     if case.conv:
-        ours |= {"conv1d_pdl" if pdl else "conv1d": case.bound_conv(pdl) for pdl in pdls}
-    us = timing.device_us(ours | reports.slot_copies(case.state, case.slots, pdls) | others, case.sets, rounds)
+        contenders |= {"conv1d_pdl" if pdl else "conv1d": case.bound_conv(pdl) for pdl in pdls}
+    contenders |= reports.slot_copies(case.state, case.slots, pdls) | others
+    watch.timing(len(contenders))
+    us = timing.device_us(contenders, case.sets, rounds)
     first = wanted[0]
     time, copies = us[first.name], [t for name, t in us.items() if name.startswith("copy")]
     best = min(us[form.name] for form in wanted)
     return {
+        "written": case.written,
         "sets": case.sets,
         "us": us,
         "served": first.name,
@@ -325,29 +332,37 @@ def run(
     internal_pdl: bool | None = None,
     rounds: int = 7,
     peers: bool = True,
-    say: Callable[[str], None] = print,
+    watch: Watch = PRINTING,
     device: torch.device | str = "cuda",
 ) -> dict[str, Any]:
-    """The whole report, as JSON would hold it. Raises SsmgenError without a GPU and for a variant that fails the gate."""
+    """The whole report, as JSON would hold it. Raises SsmgenError without a GPU."""
     report = reports.begin(__doc__)
     same = {"shape": list(shape), "rounding": rounding, "precision": precision, "with_conv1d": with_conv1d}
     report |= {"op": "replay_selective_state_update", **same}
     choices = itertools.product(
         states or [DType.BF16], windows or WINDOWS, writing or [0.0], tokens or [TOKENS], accepted or [ACCEPTED], batches or BATCHES
     )
-    seen = set()
-    for state, window, share, T, K, batch in choices:
-        share = share if window else 0.0
-        if fits(T, K, window, share) or (key := (state, window, share, T, K, batch)) in seen:
-            continue
-        seen.add(key)
-        case = Case(batch, T, K, window, share, shape, TORCH_DTYPES[state], rounding, precision, with_conv1d, device)
-        arch = runtime.device_arch(case.state.device.index)
-        named = {"state": state.value, "window": window, "tokens": T, "accepted": K, "written": case.written, "batch": batch}
-        report["rows"].append(named | measure(case, forms(two_kernels, external_pdl, internal_pdl, arch), peers, rounds, arch))
-        say(_line(report["rows"][-1]))
-        del case
+    points = [(state, w, share if w else 0.0, T, K, batch) for state, w, share, T, K, batch in choices]
+    points = [p for p in dict.fromkeys(points) if not fits(p[3], p[4], p[1], p[2])]
+    watch.begins(report["op"], len(points))
+    for state, window, share, T, K, batch in points:
+        named = {"state": state.value, "window": window, "writing": share, "tokens": T, "accepted": K, "batch": batch}
+        with reports.case(report, named, watch, _line) as row:
+            case = partial(Case, batch, T, K, window, share, shape, TORCH_DTYPES[state], rounding, precision, with_conv1d, device)
+            row |= measure(case(), (two_kernels, external_pdl, internal_pdl), peers, rounds, watch)
     return report
+
+
+def point(report: Mapping[str, Any], row: Mapping[str, Any]) -> Point:
+    H, P, N, G = report["shape"]
+    share = row.get("writing", row.get("written"))  # what was asked for; at first, reports only had what that is at a batch size
+    history = f"ring of {row['window']}, {f'{share:.0%} write' if share else 'none write'}" if row["window"] else "history of one step"
+    what = [f"{H} heads of {P} x {N}", f"{G} group{'s' if G > 1 else ''}", f"{row['state']} state", history]
+    what += [f"{row['tokens']} token{'s' if row['tokens'] > 1 else ''}, {row['accepted']} accepted"]
+    what += [f"products in {report['precision']}"] if report["precision"] != "f32" else []
+    what += ["stochastic rounding"] if report["rounding"] else []
+    what += ["behind conv1d"] if report["with_conv1d"] else []
+    return Point(", ".join(what), "batch", str(row["batch"]), "in_place")
 
 
 def _line(row: Mapping[str, Any]) -> str:

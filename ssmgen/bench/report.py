@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import importlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from .. import api, runtime
+from .. import __version__, api, runtime
 from .. import compile as compiler
 from ..errors import SsmgenError
 from ..kernels.slot_copy import SlotCopySpec
 from ..render import render
 from ..spec import Arch, Pdl
 from . import timing
+from .progress import Watch
+from .rows import point_of
+
+Outcome = TypeVar("Outcome")
 
 MIN_SETS, MAX_SETS = 4, 512
 GATE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}  # norm error of what is stored: its rounding
@@ -28,19 +33,59 @@ HOST_BATCH = 8  # host times are of batches up to this
 Peer = Callable[[int], object]  # calls another package on the i-th input set
 
 
-def begin(method: str = "") -> dict[str, Any]:
-    """What every report starts with. Raises SsmgenError without a GPU."""
+def need_device() -> None:
+    """Raises SsmgenError without a GPU."""
     if not torch.cuda.is_available():
         raise SsmgenError("bench needs a CUDA device, and torch sees none")
+
+
+def begin(method: str = "") -> dict[str, Any]:
+    """What every report starts with. Raises SsmgenError without a GPU."""
+    need_device()
     torch.manual_seed(0)
     return {
+        "ssmgen": __version__,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "compiler": compiler.build_id(),
         "ceilings_tbs": timing.ceilings_tbs(),
         "method": " ".join(f"{timing.__doc__} {method}".split()),
         "rows": [],
+        "failed": [],
     }
+
+
+@contextlib.contextmanager
+def case(report: dict[str, Any], named: Mapping[str, Any], watch: Watch, line: Callable[[Mapping[str, Any]], str]) -> Iterator[dict]:
+    """Gives a row that says which case it is, for what is measured to be added to it, and takes it into the report.
+
+    A case that raises (a result that is wrong, a kernel that cannot be had, too little memory) is one of the report's failed ones, with the
+    reason, and the next goes on. line: says what a finished row says.
+    """
+    words, row = point_of(report, named).words, dict(named)
+    watch.case(words)
+    try:
+        yield row
+    except (SsmgenError, torch.OutOfMemoryError) as e:
+        report["failed"].append({**named, "error": str(e)})
+        watch.ends(f"{words}: FAILED: {e}")
+    else:
+        report["rows"].append(row)
+        watch.ends(line(row))
+
+
+def gates(gate: Callable[[Any], Outcome], variants: Sequence[Any]) -> list[Outcome]:
+    """What a case's gate says of each variant: with and without PDL, or what else it takes. Raises SsmgenError that names all that fail."""
+    passed, wrong = [], []
+    for variant in variants:
+        try:
+            passed.append(gate(variant))
+        except SsmgenError as e:
+            wrong.append(f"with{'' if variant else 'out'} PDL: {e}" if isinstance(variant, bool) else str(e))
+    if wrong:
+        raise SsmgenError("; ".join(wrong))
+    return passed
 
 
 def normal_pool(slots: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -123,8 +168,9 @@ def served(operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 def head(report: Mapping[str, Any]) -> list[str]:
     """The first lines of a table."""
+    date = f", {report['date']}" if "date" in report else ""
     return [
-        f"{report['device']}, torch {report['torch']}, NVRTC {report['compiler']}",
+        f"{report['device']}, torch {report['torch']}, NVRTC {report['compiler']}{date}",
         "ceilings, TB/s: " + ", ".join(f"{name} {tbs:.2f}" for name, tbs in report["ceilings_tbs"].items()),
     ]
 

@@ -6,8 +6,9 @@ and written, 2 passes, as the slot copy does in place. TB/s counts the state. Fl
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,13 +22,15 @@ from ..errors import SsmgenError
 from ..models import Model, find_model
 from ..ops import selective_state_update as op
 from ..ops import selective_state_update_tokens as tokens_op
-from ..ops.checks import DTYPES, TORCH_DTYPES
+from ..ops.checks import TORCH_DTYPES
 from ..reference import norm_error
 from ..reference.selective_state_update import selective_state_update as reference
-from ..spec import DType, must
+from ..spec import SM90, DType, must
 from . import report as reports
 from . import timing
+from .progress import PRINTING, Watch
 from .report import GATE, HOST_BATCH, MAX_SETS, MIN_SETS, cell
+from .rows import Point
 
 DEFAULT_CASES = [
     ("nemotron-h-8b", DType.BF16),
@@ -108,13 +111,10 @@ class Case:
             calls.append(ssmgen.bind(ssmgen.selective_state_update, *args, **kwargs, pdl=pdl))
         return lambda i: calls[i]()
 
-    def slot_copy(self, pdl: bool) -> timing.Launch:
-        """A generated kernel that reads and writes back the same slots: the ceiling."""
-        return reports.slot_copy(self.state, self.slots, pdl)
+    def gate(self, pdl: bool | None = None) -> tuple[float, float]:
+        """Norm errors of the states that one call leaves and of its output, against float64, on a few rows.
 
-    def gate(self) -> float:
-        """Norm error of the states that one call leaves, against float64, on a few rows. Raises SsmgenError when it is more than rounding:
-        once where it is stored, and in f32 once per token.
+        Raises SsmgenError when one is more than rounding: once where it is stored, and in f32 once per token.
         """
         rows = torch.arange(min(self.batch, 4), device=self.state.device)
         args, kwargs = self.arguments(0)
@@ -129,14 +129,14 @@ class Case:
         written = {n: views[n].double() for n in ("state", "out", "intermediate_states") if n in views}
         reference(**views | written, **options, dtype=torch.float64)
         self.out.fill_(float("nan"))
-        ssmgen.selective_state_update(*args, **kwargs)
+        ssmgen.selective_state_update(*args, **kwargs, pdl=pdl)
         results = {"state": self.state[touched], "out": self.out[0][rows]}
         results |= {} if self.kept is None else {"intermediate_states": self.kept[0][rows]}
         errors = {n: norm_error(t, written[n].view(t.shape)) for n, t in results.items()}
         out_error, error = errors.pop("out"), max(errors.values())
         if not (error < GATE[self.state.dtype] + (self.tokens - 1) * GATE[torch.float32] and out_error < 1e-2):
             raise SsmgenError(f"{self.model.name} batch {self.batch}: state error {error:.1e}, output error {out_error:.1e}; not timed")
-        return error
+        return error, out_error
 
 
 def flashinfer(case: Case) -> reports.Peer | None:
@@ -181,12 +181,12 @@ def mistakes(
 
 
 def run(
-    names: Sequence[str],
-    states: Sequence[DType],
-    batches: Sequence[int],
+    names: Sequence[str] = (),
+    states: Sequence[DType] = (),
+    batches: Sequence[int] = (),
     rounds: int = 7,
     peers: bool = True,
-    say: Callable[[str], None] = print,
+    watch: Watch = PRINTING,
     *,
     tokens: Sequence[int] = (),
     intermediates: bool | None = None,
@@ -194,64 +194,66 @@ def run(
 ) -> dict[str, Any]:
     """The whole report, as JSON would hold it; whatever is empty or None is the default. intermediates: of calls with several tokens.
 
-    Raises SsmgenError without a GPU and for a variant that fails the gate.
+    Raises SsmgenError without a GPU and for models that other functions decode.
     """
-    report = reports.begin(__doc__)
+    report = reports.begin(__doc__) | {"op": "selective_state_update"}
     if others := [n for n in names if find_model(n).function != "selective_state_update"]:
         raise SsmgenError(f"not decoded by selective_state_update: {', '.join(others)}")
     cases = [(n, s) for n in names for s in (states or [find_model(n).state])] or [c for c in DEFAULT_CASES if not states or c[1] in states]
-    for name, state_type in cases:
-        model = find_model(name).divided(tp)
+    models = [(find_model(name).divided(tp), state_type) for name, state_type in cases]
+    sizes = list(batches or DEFAULT_BATCHES)
+    steps = {model.name: [T for T in tokens or [1] if T == 1 or model.kind != "mamba1"] for model, _ in models}
+    watch.begins(report["op"], sum(len(steps[model.name]) for model, _ in models) * len(sizes))
+    for model, state_type in models:
         dtype = TORCH_DTYPES[state_type]
         shape = (model.headdim, model.d_state) if model.kind == "mamba1" else (model.nheads, model.headdim, model.d_state)
         least = math.ceil(POOL_BYTES / (torch.Size(shape).numel() * dtype.itemsize))
-        sizes = list(batches or DEFAULT_BATCHES)
         state = reports.normal_pool(max(least, MIN_SETS * max(sizes)), shape, dtype, "cuda")
-        for T in tokens or [1]:
-            if T > 1 and model.kind == "mamba1":
-                continue
-            for batch in sizes:
-                case = Case(model, state[: max(least, MIN_SETS * batch)], batch, T, T > 1 and intermediates is not False)
-                report["rows"].append(_row(case, report["ceilings_tbs"]["in_place"], rounds, peers))
-                say(_line(report["rows"][-1]))
-                del case  # its buffers, before the next one's
+        for T, batch in itertools.product(steps[model.name], sizes):
+            kept = T > 1 and intermediates is not False
+            named = {"model": model.name, "state": state_type.value, "heads": model.nheads, "tokens": T, "intermediates": kept}
+            with reports.case(report, named | {"batch": batch}, watch, _line) as row:
+                pool = state[: max(least, MIN_SETS * batch)]
+                row |= _measured(Case(model, pool, batch, T, kept), report["ceilings_tbs"]["in_place"], rounds, peers, watch)
         del state
     return report
 
 
-def _row(case: Case, ceiling: float, rounds: int, peers: bool) -> dict[str, Any]:
-    error = case.gate()
+def _measured(case: Case, ceiling: float, rounds: int, peers: bool, watch: Watch) -> dict[str, Any]:
+    """What a row says beside its case."""
     (args, kwargs), arch = case.arguments(0), runtime.device_arch(case.state.device.index)
-    contenders: dict[str, timing.Launch] = {
-        "ssmgen_pdl": case.bound(True),
-        "ssmgen": case.bound(False),
-        "copy_pdl": case.slot_copy(True),
-        "copy": case.slot_copy(False),
-    }
+    pdls = (True, False) if arch >= SM90 else (False,)
+    state_errors, out_errors = zip(*reports.gates(case.gate, pdls), strict=True)
+    contenders = {"ssmgen_pdl" if pdl else "ssmgen": case.bound(pdl) for pdl in pdls}
+    contenders |= reports.slot_copies(case.state, case.slots, pdls)
     others = reports.usable({name: make(case) for name, make in PEERS.items()} if peers else {})
+    watch.timing(len(contenders | others))
     us = timing.device_us(contenders | others, case.sets, rounds)
-    copy, served = min(us["copy_pdl"], us["copy"]), us["ssmgen_pdl"]  # what pdl=None asks for
+    served = us.get("ssmgen_pdl", us["ssmgen"])  # pdl=None is pdl=True where the device can
+    copy = min((us[name] for name in ("copy_pdl", "copy") if name in us), default=None)
     return {
-        "model": case.model.name,
-        "state": DTYPES[case.state.dtype].value,
-        "heads": case.model.nheads,
-        "tokens": case.tokens,
-        "intermediates": case.intermediates,
-        "batch": case.batch,
         "us": us,
         "served_us": served,
         "passes": case.passes,
         "tbs": case.state_bytes / served / 1e6,
         "ceiling_fraction": case.state_bytes / served / 1e6 / ceiling,
-        "copy_ratio": None if case.intermediates else served / copy,
-        "peer_ratio": {name: served / us[name] for name in PEERS if name in us},
+        "copy_ratio": served / copy if copy and not case.intermediates else None,
+        "peer_ratio": {name: served / us[name] for name in others},
         "host_us": reports.host_us(ssmgen.selective_state_update, args, kwargs, others) if case.batch <= HOST_BATCH else {},
-        "state_error": error,
+        "state_error": max(state_errors),
+        "out_error": max(out_errors),
         **reports.served(ssmgen.selective_state_update, args, kwargs, arch),
     }
 
 
-def _line(row: dict[str, Any]) -> str:
+def point(report: Mapping[str, Any], row: Mapping[str, Any]) -> Point:
+    heads = [f"{row['heads']} heads"] if row["heads"] > 1 else []  # Mamba-1 has one
+    several = [f"{row['tokens']} tokens"] if row["tokens"] > 1 else []
+    kept = ["every state kept"] if row["intermediates"] else []
+    return Point(", ".join([row["model"], *heads, f"{row['state']} state", *several, *kept]), "batch", str(row["batch"]), "in_place")
+
+
+def _line(row: Mapping[str, Any]) -> str:
     several = f" T {row['tokens']}{' kept' if row['intermediates'] else ''}" if row["tokens"] > 1 else ""
     against = f"{row['tbs']:.2f} TB/s" if row["copy_ratio"] is None else f"{row['copy_ratio']:.3f} x copy"
     return f"{row['model']} {row['state']}{several} batch {row['batch']}: {row['served_us']:.2f} us, {against}"
@@ -270,7 +272,7 @@ def table(report: dict[str, Any]) -> str:
         lines.append(
             f"{row['model']:18}{row['heads']:6} {row['state']:6}{row['tokens']:3}{kept:>5}{row['batch']:6}"
             + cell(row["served_us"], 9) + cell(row["tbs"], 7) + cell(row["ceiling_fraction"], 8) + cell(us["ssmgen"], 9)
-            + cell(min(us["copy"], us["copy_pdl"]), 9) + cell(row["copy_ratio"], 8, 3)
+            + cell(min((us[name] for name in ("copy", "copy_pdl") if name in us), default=None), 9) + cell(row["copy_ratio"], 8, 3)
             + cell(us.get("flashinfer"), 12) + cell(row["peer_ratio"].get("flashinfer"), 7)
             + cell(us.get("mamba_ssm"), 11) + cell(row["peer_ratio"].get("mamba_ssm"), 7) + cell(host.get("ssmgen"), 9)
             + cell(host.get("ssmgen_bound"), 7) + f"{others:>14}  {row['rule']}"

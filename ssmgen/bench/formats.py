@@ -1,0 +1,117 @@
+"""What a benchmark's results are written as: text, rich tables, JSON, CSV, a page; and how they are read back from files."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import SsmgenError, bullets
+from . import HOMES, home
+from .rows import Failure, Row, failures_of, flat, op_of, rows_of
+from .suite import Suite, stitched
+
+NEEDED = ("device", "torch", "compiler", "ceilings_tbs", "rows")  # of a report, as the first ones had it
+GZIP = b"\x1f\x8b"
+
+
+class ReportError(SsmgenError):
+    """Files that hold no reports of `ssmgen bench`."""
+
+
+class CasesFailedError(SsmgenError):
+    """Some cases, or some operators' whole benchmarks, were not timed."""
+
+
+def load(paths: Sequence[Path]) -> Suite:
+    """What `--json` wrote, of one operator or of several, plain or compressed by gzip. Raises ReportError that names every wrong file."""
+    found, wrong = [], []
+    for path in paths:
+        try:
+            found.append(_read(path))
+        except (OSError, EOFError, ValueError) as e:  # ValueError: no JSON, no text, or no report
+            wrong.append(f"{path}: {getattr(e, 'strerror', None) or e}")
+    if wrong:
+        raise ReportError(f"not what `ssmgen bench … --json` writes:\n{bullets(wrong)}")
+    return stitched(found)
+
+
+def _read(path: Path) -> Suite:
+    data = path.read_bytes()
+    value = json.loads(gzip.decompress(data) if data.startswith(GZIP) else data)
+    if isinstance(value, dict) and {"reports", "failed"} <= value.keys():
+        suite = Suite(value["reports"], value["failed"])
+    else:
+        suite = Suite([value])
+    for report in suite.reports:
+        if not isinstance(report, dict) or (missing := [key for key in NEEDED if key not in report]):
+            raise ValueError(f"no report: {', '.join(missing)} missing" if isinstance(report, dict) else "no report")
+        if op_of(report) not in HOMES:
+            raise ValueError(f"a report of {op_of(report)!r}, which is none of {', '.join(HOMES)}")
+        try:
+            rows_of(report), failures_of(report)
+        except KeyError as e:
+            raise ValueError(f"a report of {op_of(report)} without {e}") from e
+    return suite
+
+
+def rows_and_failures(suite: Suite) -> tuple[list[Row], list[Failure]]:
+    failures = [failure for report in suite.reports for failure in failures_of(report)]
+    failures += [Failure(entry["op"], "", "", "", entry["error"]) for entry in suite.failed]
+    return [row for report in suite.reports for row in rows_of(report)], failures
+
+
+def check(suite: Suite) -> None:
+    """Raises CasesFailedError that names all that failed, if anything did."""
+    if failures := rows_and_failures(suite)[1]:
+        what = f"{len(failures)} not timed:"
+        raise CasesFailedError(f"{what}\n{bullets([f'{failure.words}: {failure.error}' for failure in failures])}")
+
+
+def as_csv(suite: Suite) -> str:
+    """The flat rows of all reports, a header first; what is unknown is empty."""
+    rows = list(flat(*rows_and_failures(suite)))
+    if not rows:
+        return ""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({name: f"{value:.6g}" if isinstance(value, float) else value for name, value in row.items()})
+    return text.getvalue().rstrip("\n")
+
+
+def as_text(suite: Suite) -> str:
+    """Each operator's own table, and what failed."""
+    return "\n\n".join([home(op_of(report)).table(report) for report in suite.reports] + _failed_lines(suite))
+
+
+def _failed_lines(suite: Suite) -> list[str]:
+    failures = rows_and_failures(suite)[1]
+    return ["\n".join(f"not timed: {failure.words}: {failure.error}" for failure in failures)] if failures else []
+
+
+def as_json(suite: Suite, alone: bool) -> str:
+    """alone: the one report by itself, as a benchmark of one operator prints it."""
+    value: Mapping[str, Any] = suite.reports[0] if alone else suite.as_dict()
+    return json.dumps(value, indent=1)
+
+
+def show(suite: Suite, form: str, alone: bool = False, page: Path | None = None) -> None:
+    """Prints the suite as "table", "json" or "csv", or writes the page. A table is rich on a terminal and plain text elsewhere."""
+    if form == "html":
+        from .html import as_html
+
+        assert page is not None
+        page.write_text(as_html(suite), encoding="utf-8")
+    elif form == "table" and sys.stdout.isatty():
+        from .terminal import print_tables
+
+        print_tables(suite)
+    else:
+        print({"table": as_text, "csv": as_csv, "json": lambda s: as_json(s, alone)}[form](suite))

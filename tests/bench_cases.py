@@ -1,0 +1,57 @@
+"""What the benchmarks' tests share: small cases of every operator on CPU tensors, without a device and without a clock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ssmgen import runtime
+from ssmgen.bench import HOMES, LINEAR_ATTENTION, combine_splits, home, report, timing
+from ssmgen.bench.progress import Watch
+from ssmgen.spec import Arch, DType
+
+SILENT = Watch(lambda line: None)
+MEASURED = Path(__file__).parent / "data" / "bench.json"  # on an H200, some rows of five reports
+
+# Two cases or more of each.
+SMALL: dict[str, dict[str, Any]] = {
+    "selective_state_update": {"names": ("mamba-130m", "mamba2-130m"), "batches": (2,)},
+    **dict.fromkeys(LINEAR_ATTENTION, {"heads": 4, "dim": 16, "batches": (1, 9)}),
+    "gated_delta_rule": {"heads": 4, "key_heads": 2, "dim": 16, "batches": (1, 9)},  # by default it has more key heads than that
+    "replay_selective_state_update": {"shape": (4, 16, 32, 2), "batches": (1,), "two_kernels": False, "device": "cpu"},
+    "causal_conv1d": {"shapes": ((2, 24, 40),), "device": "cpu"},
+    "causal_conv1d_update": {"dim": 16, "batches": (1, 9), "device": "cpu"},
+    "combine_splits": {"shapes": ((12, 2), (12, 5)), "widths": (64,), "dtypes": (DType.BF16,), "hot": False, "device": "cpu"},
+}
+assert SMALL.keys() == HOMES.keys()
+
+HEAD = {"device": "a GPU", "torch": "2", "compiler": "CL-1", "ceilings_tbs": {"in_place": 4.0, "out_of_place": 4.5}, "method": "Patience."}
+BYTES = {"selective_state_update": "POOL_BYTES", "linear_attention": "POOL_BYTES", "replay_selective_state_update": "STATE_BYTES"}
+BYTES |= {"causal_conv1d": "SET_BYTES", "causal_conv1d_update": "POOL_BYTES", "combine_splits": "SET_BYTES"}
+
+
+def small_run(op: str, watch: Watch = SILENT, **options: Any) -> dict[str, Any]:
+    fixed = {"op": op} if op in LINEAR_ATTENTION else {}
+    return home(op).run(**fixed, **SMALL[op] | options, watch=watch)
+
+
+def without_a_gpu(monkeypatch) -> None:
+    """Everything but the device, the clock and the peers, of which each takes 4 us where we take 2."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(report, "need_device", lambda: None)
+    monkeypatch.setattr(report, "begin", lambda method="": HEAD | {"rows": [], "failed": []})
+    monkeypatch.setattr(report, "normal_pool", lambda *args, make=report.normal_pool: make(*args[:-1], torch.device("cpu")))
+    monkeypatch.setattr(report, "slot_copies", lambda state, slots, pdls: {"copy": lambda i: slots[i]})
+    monkeypatch.setattr(report, "usable", lambda peers: {name: lambda i: None for name in peers})
+    monkeypatch.setattr(combine_splits, "peers_of", lambda case: {"flashinfer.merge_states": lambda i: None})
+    monkeypatch.setattr(runtime, "device_arch", lambda index: Arch.parse("sm_90a"))
+    monkeypatch.setattr(timing, "device_us", lambda contenders, sets, rounds: {n: 2.0 if "ssmgen" in n else 4.0 for n in contenders})
+    monkeypatch.setattr(timing, "host_us", lambda call: 1.0)
+    for name, budget in BYTES.items():
+        monkeypatch.setattr(home_of(name), budget, 2**17)
+
+
+def home_of(module: str) -> Any:
+    return home(next(op for op, name in HOMES.items() if name == module))

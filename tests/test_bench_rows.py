@@ -1,0 +1,264 @@
+"""Every operator's report in one schema of rows, cases that fail, and `bench all`."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+import torch
+from bench_cases import HEAD, MEASURED, SILENT, SMALL, small_run, without_a_gpu
+from click.testing import CliRunner
+from rich.console import Console
+
+from ssmgen import cli
+from ssmgen.bench import HOMES, home, rows, suite
+from ssmgen.bench.formats import load
+from ssmgen.bench.progress import Display, Watch
+from ssmgen.errors import ModelError, SsmgenError
+
+
+class Recording(Watch):
+    """Keeps what it hears."""
+
+    def __init__(self):
+        self.heard: list[tuple] = []
+        super().__init__(lambda line: self.heard.append(("ends", line)))
+
+    def begins(self, op, cases):
+        self.heard.append(("begins", op, cases))
+
+    def case(self, words):
+        self.heard.append(("case", words))
+
+    def timing(self, contenders):
+        self.heard.append(("timing", contenders))
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    without_a_gpu(monkeypatch)
+    return monkeypatch
+
+
+# Rows.
+
+
+@pytest.mark.parametrize("op", HOMES)
+def test_every_operators_report_is_rows_of_one_schema(op, bench):
+    report = small_run(op)
+    assert rows.op_of(report) == report["op"] == op and not report["failed"] and len(report["rows"]) >= 2
+    found = rows.rows_of(report)
+    assert len(found) == len(report["rows"]) == len({(row.case, row.size_of, row.size) for row in found})
+    for row, raw in zip(found, report["rows"], strict=True):
+        assert (row.op, row.us, row.copy_us, row.copy_ratio) == (op, 2.0, 4.0, 0.5)
+        assert row.copy == ("multiplication" if "mul" in raw["us"] else "slot copy")
+        assert (
+            row.share == row.tbs / HEAD["ceilings_tbs"]["in_place" if row.copy == "slot copy" or row.size_of == "batch" else "out_of_place"]
+        )
+        assert row.compile_s > 0 and row.rule and row.spec.startswith(tuple(f"{name}:" for name in (op, HOMES[op])))
+        assert 0 < row.out_error < 1e-2 and row.peers and all((p.us, p.ratio) == (4.0, 0.5) for p in row.peers.values())
+        if raw["host_us"]:
+            assert row.host_us == row.host_bound_us == 1.0 and all(p.host_us == 1.0 for p in row.peers.values())
+    assert any(row.host_us for row in found)
+    assert json.loads(json.dumps(report)) == report, "nothing is lost where it is saved"
+
+
+def test_rows_of_what_was_measured():
+    single, several, replay, chain, combine = load([MEASURED]).reports
+    first, second = rows.rows_of(single)
+    assert (first.case, first.size_of, first.size) == ("nemotron-h-8b, 16 heads, bf16 state", "batch", "1")
+    assert first.case == second.case and second.size == "8" and first.op == "selective_state_update"
+    assert first.share == pytest.approx(single["rows"][0]["ceiling_fraction"]) and first.out_error is None
+    assert first.peers["flashinfer"].ratio == first.us / first.peers["flashinfer"].us
+    assert rows.rows_of(several)[0].case == "nemotron-h-8b, 16 heads, bf16 state, 6 tokens, every state kept"
+    assert rows.rows_of(several)[0].copy_ratio is rows.rows_of(several)[0].copy_us is rows.rows_of(several)[0].copy is None
+    cases = rows.by_case(rows.rows_of(replay))
+    assert [case.split(", ", 3)[3] for case in cases] == [
+        "history of one step, 6 tokens, 3 accepted", "ring of 16, none write, 6 tokens, 3 accepted"]  # fmt: skip
+    assert [[row.size for row in group] for group in cases.values()] == [["1", "256"]] * 2
+    assert rows.rows_of(chain)[0].case.endswith("behind conv1d") and "part=fused" in rows.rows_of(chain)[0].spec
+    hot, *_, cold = rows.rows_of(combine)
+    assert (hot.case, hot.size_of, hot.size, hot.share) == ("dense, d_v 512, bf16, hot: in the L2 cache", "rows x splits", "16 x 64", None)
+    assert (cold.case, cold.size) == ("dense, d_v 512, bf16, cold", "16384 x 32") and cold.share == pytest.approx(1.0, abs=0.02)
+    assert list(hot.peers) == ["flashinfer"] and hot.copy == "multiplication"
+
+
+def test_a_ring_that_writes_is_one_curve(bench):
+    report = small_run("replay_selective_state_update", batches=(1, 4), windows=(16,), writing=(0.25,))
+    assert [row["written"] for row in report["rows"]] == [0, 0.25]
+    assert [row.case.split(", ")[3:5] for row in rows.rows_of(report)] == [["ring of 16", "25% write"]] * 2
+
+
+def test_flat_rows_have_the_same_keys():
+    suite = load([MEASURED])
+    found = [row for report in suite.reports for row in rows.rows_of(report)]
+    failure = rows.Failure("kda", "small", "batch", "3", "too late")
+    flat = list(rows.flat(found, [failure]))
+    assert len({tuple(row) for row in flat}) == 1 and len(flat) == len(found) + 1
+    assert {"op", "case", "size", "us", "tbs", "share", "copy_ratio", "host_bound_us", "compile_s", "spec", "flashinfer_ratio"} <= flat[
+        0
+    ].keys()
+    assert {k: v for k, v in flat[-1].items() if v is not None} == {
+        "op": "kda", "case": "small", "size_of": "batch", "size": "3", "failed": "too late"}  # fmt: skip
+
+
+# Cases that fail.
+
+
+@pytest.mark.parametrize(
+    "op", ["selective_state_update", "kda", "replay_selective_state_update", "causal_conv1d", "causal_conv1d_update", "combine_splits"]
+)
+def test_a_case_that_is_wrong_is_not_timed_and_the_others_are(op, bench):
+    module, calls = home(op), []
+    gate = module.Case.gate
+
+    def wrong_at_first(case, *variant):
+        calls.append(variant)
+        if case is first_of(case):
+            raise SsmgenError(f"{variant}: output error 0.5; not timed")
+        return gate(case, *variant)
+
+    firsts: list = []
+
+    def first_of(case):
+        firsts.append(case)
+        return firsts[0]
+
+    expected = len(small_run(op)["rows"])
+    bench.setattr(module.Case, "gate", wrong_at_first)
+    watch = Recording()
+    report = small_run(op, watch)
+    assert len(report["rows"]) == expected - 1 and len(report["failed"]) == 1
+    (failure,) = rows.failures_of(report)
+    assert failure.op == op and "output error 0.5" in failure.error and failure.case and failure.size
+    assert failure.error.count("not timed") == 2, "both variants were tried"
+    heard = [event[0] for event in watch.heard]
+    assert watch.heard[0] == ("begins", op, expected) and heard == ["begins", "case", "ends"] + ["case", "timing", "ends"] * (expected - 1)
+    assert watch.heard[2][1].startswith(watch.heard[1][1]) and "FAILED" in watch.heard[2][1]
+    assert failure.words == f"{op} {watch.heard[1][1]}"
+    module.table(report)
+
+
+def test_too_little_memory_fails_the_case(bench):
+    def full(case):
+        raise torch.OutOfMemoryError("no room")
+
+    bench.setattr(home("kda").Case, "__post_init__", full)
+    report = small_run("kda")
+    assert not report["rows"] and [f["error"] for f in report["failed"]] == ["no room"] * 2
+    assert home("kda").table(report | HEAD)
+
+
+def test_other_errors_are_not_hidden(bench):
+    def broken(case, pdl):
+        raise ZeroDivisionError
+
+    bench.setattr(home("kda").Case, "gate", broken)
+    with pytest.raises(ZeroDivisionError):
+        small_run("kda")
+
+
+def test_the_command_names_what_failed_and_exits_with_1(bench):
+    def wrong(case, pdl):
+        raise SsmgenError("output error 0.5")
+
+    bench.setattr(home("kda").Case, "gate", wrong)
+    run = home("kda").run
+    bench.setattr(home("kda"), "run", lambda **options: run(**options | SMALL["kda"]))
+    result = CliRunner().invoke(cli.main, ["bench", "kda"])
+    assert result.exit_code == 1 and "2 not timed:" in result.stderr
+    assert (
+        "kda 4 heads of 16 x 16, 4 key heads, f32 state, batch 9: with PDL: output error 0.5; without PDL: output error 0.5"
+        in result.stderr
+    )
+    assert "not timed: kda 4 heads" in result.stdout
+
+
+# All operators.
+
+
+def test_tasks():
+    assert suite.tasks() == {op: {} for op in HOMES} and suite.tasks(quick=True) == suite.QUICK
+    mamba1, mamba2 = suite.tasks(model="mamba-130m"), suite.tasks(model="nemotron-h-8b", tp=8, quick=True)
+    conv = ["causal_conv1d", "causal_conv1d_update"]
+    assert list(mamba1) == ["selective_state_update", *conv] and mamba1["causal_conv1d_update"]["dim"] == 1536
+    assert list(mamba2) == ["selective_state_update", "replay_selective_state_update", *conv]
+    assert mamba2["selective_state_update"] == {"names": ("nemotron-h-8b",), "tp": 8, "batches": (1, 16, 128)}
+    assert mamba2["replay_selective_state_update"]["shape"] == (16, 64, 128, 1)
+    wide = suite.tasks(model="olmo-hybrid-7b")["gated_delta_rule"]
+    assert (wide["heads"], wide["key_heads"], wide["dim"], wide["value_dim"]) == (30, 30, 96, 192)
+    assert list(suite.tasks(model="rwkv7-0.1b")) == ["rwkv7"] and "key_heads" not in suite.tasks(model="rwkv7-0.1b")["rwkv7"]
+    with pytest.raises(ModelError):
+        suite.tasks(model="mamba-131m")
+
+
+@pytest.mark.parametrize(
+    "work", [suite.tasks(quick=True), *(suite.tasks(model=m) for m in ("nemotron-h-8b", "olmo-hybrid-7b", "rwkv7-0.1b"))]
+)
+def test_tasks_are_what_benchmarks_take(work):
+    import inspect
+
+    for op, options in work.items():
+        fixed = {"op": op} if "op" in inspect.signature(home(op).run).parameters else {}
+        inspect.signature(home(op).run).bind(**fixed, **options, rounds=3, peers=True, watch=SILENT)
+
+
+def test_value_channels_of_their_own(bench):
+    report = small_run("gated_delta_rule", value_dim=32, batches=(2,))
+    (row,) = rows.rows_of(report)
+    assert ",dim_k=16,dim_v=32," in row.spec.replace(":", ",") and row.case == "4 heads of 32 x 16, 2 key heads, bf16 state"
+    assert "gated_delta_rule: 4 heads, 2 key heads, K = 16, V = 32" in home("kda").table(report)
+
+
+def test_all_goes_on_where_one_fails(bench):
+    def broken(**options):
+        raise RuntimeError("it fell over")
+
+    work = {op: SMALL[op] for op in ("selective_state_update", "kda", "causal_conv1d")}
+    bench.setattr(home("kda"), "run", broken)
+    watch = Recording()
+    found = suite.run(work, watch=watch)
+    assert [r["op"] for r in found.reports] == ["selective_state_update", "causal_conv1d"]
+    assert found.failed == [{"op": "kda", "error": "RuntimeError: it fell over"}]
+    assert ("ends", "kda: FAILED: RuntimeError: it fell over") in watch.heard
+
+
+def test_a_display_hears_of_operators_that_fail_before_their_first_case(bench):
+    out = io.StringIO()
+    display = Display(Console(file=out, force_terminal=True, width=120))
+    bench.setattr(home("kda"), "run", lambda **options: {}["nothing"])
+    with display.progress:
+        found = suite.run({"kda": {}, "causal_conv1d": SMALL["causal_conv1d"]}, watch=display)
+    assert len(found.reports) == len(found.failed) == 1 and "kda: FAILED: KeyError: 'nothing'" in out.getvalue()
+
+
+def test_all_keeps_what_there_is_when_interrupted(bench):
+    def interrupted(**options):
+        raise KeyboardInterrupt
+
+    bench.setattr(home("kda"), "run", interrupted)
+    found = suite.run({op: SMALL[op] for op in ("selective_state_update", "kda", "causal_conv1d")}, watch=SILENT)
+    assert [r["op"] for r in found.reports] == ["selective_state_update"]
+    assert found.failed == [{"op": op, "error": "interrupted"} for op in ("kda", "causal_conv1d")]
+
+
+def test_the_command_for_all(bench, tmp_path):
+    def broken(**options):
+        raise RuntimeError("it fell over")
+
+    bench.setattr(suite, "tasks", lambda quick, model, tp: {op: SMALL[op] for op in ("causal_conv1d", "kda")})
+    saved = CliRunner().invoke(cli.main, ["bench", "all", "--quick", "--json"])
+    assert saved.exit_code == 0 and [r["op"] for r in json.loads(saved.stdout)["reports"]] == ["causal_conv1d", "kda"]
+    bench.setattr(home("kda"), "run", broken)
+    result = CliRunner().invoke(cli.main, ["bench", "all"])
+    assert result.exit_code == 1 and "1 not timed:\n  - kda: RuntimeError: it fell over" in result.stderr
+    assert "not timed: kda: RuntimeError" in result.stdout and "causal_conv1d: width 4" in result.stdout
+
+
+@pytest.mark.skipif("__import__('torch').cuda.is_available()")
+def test_all_without_a_gpu_says_so():
+    result = CliRunner().invoke(cli.main, ["bench", "all", "--quick"])
+    assert result.exit_code == 1 and result.stderr == "SsmgenError: bench needs a CUDA device, and torch sees none\n"
+    result = CliRunner().invoke(cli.main, ["bench", "all", "--tp", "2"])
+    assert result.exit_code == 2 and "--tp goes with --model" in result.output
