@@ -29,8 +29,8 @@ OTHER = next(s for s in OPERATORS[OP].space(PROBLEM, SM90) if s.pdl is Pdl.WAIT 
 def row(spec=OTHER, size=8, problem=PROBLEM, **changes) -> table.Row:
     given = {
         "operator": OP, "problem": table.bucket(problem), "size": size, "pdl": True, "spec": str(spec), "us": 2.0, "rule_us": 2.5,
-        "runner_up": search.difference(spec, RULE), "runner_up_us": 2.5, "label": "a case", "templates": table.template_digest(spec.template), "arch": "sm_90a",
-        "driver": "CUDA 13.0", "compiler": "a build", "date": "2026-01-02",
+        "runner_up": search.difference(spec, RULE), "runner_up_us": 2.5, "label": "a case", "arch": "sm_90a", "driver": "CUDA 13.0",
+        "templates": table.template_digest(spec.template), "compiler": "a build", "date": "2026-01-02",
     }  # fmt: skip
     return table.Row(**given | changes)
 

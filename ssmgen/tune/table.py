@@ -119,6 +119,7 @@ def write(path: Path, gpu: str, rows: Iterable[Row]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tuned-")
         with os.fdopen(fd, "w") as file:
+            os.fchmod(fd, 0o644)  # data: that it may be read is for its directory to say
             file.write(text)
         os.replace(temporary, path)
     except OSError as e:
