@@ -10,7 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from ssmgen import registry, runtime
-from ssmgen.build import default_problems, specs_for
+from ssmgen.build import build, default_problems, specs_for
+from ssmgen.cache import Cache
 from ssmgen.cli import main
 from ssmgen.errors import SsmgenError
 from ssmgen.kernels import OPERATOR_OF, OPERATORS
@@ -109,6 +110,20 @@ def test_the_tables_of_the_package_are_sound(monkeypatch):
                 spec = table.parse_spec(r.spec, table.FAMILIES)
                 assert not spec.violations(Arch.parse(r.arch)) and r.us <= r.rule_us and (spec.pdl is not Pdl.OFF) == r.pdl, r.label
             assert not stale or "templates" in stale or "no more" in stale
+
+
+def test_no_variant_of_the_packages_tables_spills(monkeypatch, tmp_path):
+    """Under this compiler, for no problem that its row may serve; a row that does is taken out."""
+    monkeypatch.undo()
+    registry.forget()
+    rows = [r for gpu in table.gpus() for r in table.read(table.SHIPPED / table.file_name(gpu)).values() if not table.staleness(r)]
+    work = {}
+    for r in rows:
+        arch = Arch.parse(r.arch)
+        specs = [s for s in table.alike(table.parse_spec(r.spec, table.FAMILIES)) if not s.violations(arch)]
+        work |= {(part, arch): r.label for s in specs for part in (*s.ahead, s)}
+    failed = [f"{work[b.spec, b.arch]}: {b.error}" for b in build(list(work), Cache(tmp_path)) if b.error]
+    assert not failed, "\n".join(failed)
 
 
 # What the registry makes of it.
@@ -242,9 +257,10 @@ class Card:
     """What stands for a GPU: times by tile."""
 
     def __init__(self, monkeypatch):
-        self.timed, self.wrong = [], set()
+        self.timed, self.wrong, self.spilling = [], set(), set()
         monkeypatch.setattr(search, "_promising", lambda call, rule, bench, pdl: [OTHER])
         monkeypatch.setattr(search, "_equal_bits", self.equal)
+        monkeypatch.setattr(search, "_never_spills", lambda spec, bench: spec not in self.spilling)
         monkeypatch.setattr(search, "_times", self.times)
         self.us = {OTHER: 2.0, RULE: 3.0}
         self.bench = search.Bench(GPU, CARD, "CUDA 13.0", "a build")
@@ -280,6 +296,12 @@ def test_what_is_hardly_faster_is_noise(card):
     card.us[OTHER] = 0.99 * card.us[RULE]
     (outcome,) = card.tune(8)
     assert outcome.row.spec == str(RULE) and outcome.row.runner_up == search.difference(RULE, OTHER)
+
+
+def test_what_spills_elsewhere_is_not_kept(card):
+    card.spilling = {OTHER}
+    (outcome,) = card.tune(8)
+    assert outcome.row.spec == str(RULE)
 
 
 def test_known_cases_are_skipped_unless_asked_for_or_stale(card):

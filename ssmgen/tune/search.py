@@ -111,7 +111,7 @@ def _tuned(case: Case, bench: Bench) -> Outcome:
     finalists = sorted(us, key=us.__getitem__)[:FINAL]
     us = _times(calls, case.sets, list(dict.fromkeys([rule, *finalists])), rounds=7, captures=2)
     ranked = sorted(us, key=us.__getitem__)
-    best = ranked[0] if us[ranked[0]] < GAIN * us[rule] else rule
+    best = next((spec for spec in ranked if us[spec] < GAIN * us[rule] and _never_spills(spec, bench)), rule)
     second = next((spec for spec in ranked if spec != best), best)
     row = table.Row(
         operator=operator, problem=text, size=size, pdl=pdl, spec=str(best), us=round(us[best], 3), rule_us=round(us[rule], 3),
@@ -136,6 +136,12 @@ def _promising(call: Call, rule: KernelSpec, bench: Bench, pdl: bool) -> list[Ke
         if all(part in used for part in (*c.spec.ahead, c.spec))
     ]
     return [c.spec for c in model.promising(compiled, bench.card, TIMED, rule)]
+
+
+def _never_spills(spec: KernelSpec, bench: Bench) -> bool:
+    """Whether the variant spills for no problem that its row may serve."""
+    parts = [(part, bench.card.arch) for s in table.alike(spec) if not s.violations(bench.card.arch) for part in (*s.ahead, s)]
+    return all(b.error is None for b in build(parts, shared_cache()))
 
 
 def _equal_bits(call: Call, rule: KernelSpec, specs: list[KernelSpec]) -> list[KernelSpec]:

@@ -187,6 +187,12 @@ def staleness(row: Row, arch: Arch | None = None) -> str:
     return ""
 
 
+def alike(spec: KernelSpec) -> list[KernelSpec]:
+    """The variant for each problem of its bucket that differs in its slot index: what a row of it may serve."""
+    kinds = [field.name for field in fields(spec) if field.name == "index"]
+    return [replace(spec, **dict.fromkeys(kinds, index)) for index in Index] if kinds else [spec]
+
+
 def _spec_for(row: Row, problem: Any) -> KernelSpec:
     spec = parse_spec(row.spec, FAMILIES)
     return replace(spec, **{f.name: getattr(problem, f.name) for f in fields(problem)})
