@@ -49,6 +49,13 @@ class UnsupportedError(SsmgenError, NotImplementedError):
         self.reasons = list(reasons)
 
 
+class UnknownArchError(SsmgenError, ValueError):
+    """The limits of an architecture's multiprocessors are not in the table of `occupancy`."""
+
+    def __init__(self, arch: str, known: Sequence[str]):
+        super().__init__(f"what a multiprocessor of {arch} holds is not known, so its occupancy is not; known are {', '.join(known)}")
+
+
 class CompilerMissingError(SsmgenError):
     """NVRTC or the CUDA Python bindings are not installed."""
 
