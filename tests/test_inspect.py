@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import select
 import shutil
 import subprocess
 import sys
@@ -106,26 +107,26 @@ def test_html_is_escaped():
 
 
 def in_terminal(*args: str, **env: str) -> str:
-    """What a command writes to a terminal of 24 lines. A pager is told to quit."""
+    """What a command writes to a terminal of 24 lines. A pager, which waits for a key, is told to quit."""
     ours, theirs = pty.openpty()
-    told = (
-        {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "LESS", "PAGER")} | {"PYTHONPATH": str(ROOT), "TERM": "xterm"} | env
-    )
-    done = subprocess.Popen([sys.executable, "-m", "ssmgen", *args], stdin=theirs, stdout=theirs, stderr=theirs, env=told)
+    told = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "LESS", "PAGER")}
+    told |= {"PYTHONPATH": str(ROOT), "TERM": "xterm"} | env
+    command = [sys.executable, "-m", "ssmgen", *args]
+    # In a session of its own, or the pager would ask the terminal that the tests run in.
+    done = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=told, start_new_session=True)
     os.close(theirs)
     written = b""
     while True:
+        if not select.select([ours], [], [], 1.0)[0]:
+            os.write(ours, b"q")
+            continue
         try:
             read = os.read(ours, 65536)
         except OSError:  # Linux' way to say that the other side is closed
             break
-        if not read:
-            break
         written += read
-        if written.endswith((b":\x1b[K", b"(END)\x1b[m\x1b[K", b"(END)")):
-            os.write(ours, b"q")
     os.close(ours)
-    done.wait()
+    assert done.wait(60) in (0, 1), written.decode()
     return written.decode()
 
 
