@@ -111,7 +111,7 @@ class Family:
     @property
     def sentence(self) -> str:
         """What it computes, in short."""
-        return self.paragraphs[0][1].partition(": ")[2] or self.paragraphs[0][1]
+        return self.paragraphs[0][1].removeprefix(f"{self.name}: ")
 
 
 def gather(
