@@ -136,9 +136,9 @@ def sass_summary(listing: str) -> dict[str, int]:
     return {
         "instructions": len(ops),
         "global_loads": count(r"LDG(\.|$)"),
-        "global_loads_16_byte": count(r"LDG\.\S*128"),
+        "global_loads_16_byte": count(r"LDG\.(\S*\.)?128(\.|$)"),
         "global_stores": count(r"STG"),
-        "global_stores_16_byte": count(r"STG\.\S*128"),
+        "global_stores_16_byte": count(r"STG\.(\S*\.)?128(\.|$)"),
         "local_memory": count(r"(LDL|STL)"),
         "shared_loads": count(r"LDS"),
         "shared_stores": count(r"STS"),

@@ -30,6 +30,7 @@ LISTING = """
         /*0000*/                   LDC R1, c[0x0][0x28] ;
         /*0010*/              @!P0 LDG.E.128 R4, desc[UR4][R2.64] ;
         /*0020*/             @!UP0 LDG.E.U16 R8, desc[UR4][R2.64+0x10] ;
+        /*0028*/                   LDG.E.LTC128B R9, desc[UR4][R2.64] ;
         /*0030*/                   LDGSTS.E.BYPASS.128 [R9], [R2.64] ;
         /*0040*/                   LDGDEPBAR ;
         /*0050*/              @P1  STG.E.EF.128 desc[UR4][R2.64], R4 ;
@@ -49,8 +50,8 @@ LISTING = """
 
 def test_summary_counts_what_a_listing_holds():
     assert inspect.sass_summary(LISTING) == {
-        "instructions": 15,
-        "global_loads": 2,
+        "instructions": 16,
+        "global_loads": 3,
         "global_loads_16_byte": 1,
         "global_stores": 1,
         "global_stores_16_byte": 1,

@@ -73,7 +73,7 @@ function compare() {
 
 function choose() {
   const asked = new URLSearchParams(location.hash.slice(1));
-  if (!asked.has("b") && $("b").options.length > 1) $("b").selectedIndex = 1;
+  if (!asked.get("b") && $("b").options.length > 1) $("b").selectedIndex = 1;
   for (const id of ["a", "b", "form"])
     if ([...$(id).options].some(option => option.value === asked.get(id))) $(id).value = asked.get(id);
   compare();
