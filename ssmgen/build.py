@@ -12,7 +12,7 @@ from .cache import Cache, Entry
 from .errors import SpillError, SsmgenError
 from .kernels import OPERATOR_OF, OPERATORS
 from .models import models
-from .spec import SM90, Arch, KernelSpec, Problem
+from .spec import SM90, Arch, DType, KernelSpec, Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,18 @@ def specs_for(
     return list(found)
 
 
-def default_problems() -> list[tuple[str, Problem]]:
-    """(model, problem) of every model, as `build --all --replay 6` and the tests take them; of those with the same problem, the first."""
-    found: dict[Problem, str] = {}
+def problems_by_models(states: tuple[DType, ...] = ()) -> dict[Problem, list[str]]:
+    """Every model's problems, as `build --all --replay 6` and the tests take them, with the names of the models that pose them.
+
+    states: of recurrent states; each model's own if none is given.
+    """
+    found: dict[Problem, list[str]] = {}
     for model in models().values():
-        for problem in (*model.problems(), *model.convolutions(), *model.replays()):
-            found.setdefault(problem, model.name)
-    return [(name, problem) for problem, name in found.items()]
+        for problem in (*model.problems(states), *model.convolutions(), *model.replays(states)):
+            found.setdefault(problem, []).append(model.name)
+    return found
+
+
+def default_problems() -> list[tuple[str, Problem]]:
+    """(model, problem) of every model; of those with the same problem, the first."""
+    return [(names[0], problem) for problem, names in problems_by_models().items()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import shutil
 import sys
 import time
 from dataclasses import asdict
@@ -219,35 +220,34 @@ def list_variants(as_json: bool) -> None:
 @click.option("--cu", "form", flag_value="cu", default=True, help="CUDA source (the default).")
 @click.option("--ptx", "form", flag_value="ptx")
 @click.option("--sass", "form", flag_value="sass", help="Needs nvdisasm.")
-@click.option("--stats", "form", flag_value="stats", help="Registers, memory, spills; with nvdisasm, what the SASS does.")
+@click.option("--stats", "form", flag_value="stats", help="Registers, memory, spills, occupancy; with nvdisasm, what the SASS does.")
 @arch_option
 @json_option
 def show(spec: str, form: str, archs: list[Arch], as_json: bool) -> None:
     """Print a variant, given by its text, its name or a part of it."""
-    text = _shown(spec, form, archs[0], as_json)
-    click.echo_via_pager(text) if sys.stdout.isatty() and text.count("\n") > 60 else click.echo(text)
-
-
-def _shown(text: str, form: str, arch: Arch, as_json: bool = False) -> str:
-    from . import compile as compiler
     from . import inspect
-    from .render import render
 
     cache = shared_cache()
-    spec = inspect.resolve(text, cache)
-    if form in ("cu", "ptx"):
-        source = render(spec, arch)
-        return source.rstrip("\n") if form == "cu" else compiler.compile_ptx(source, arch, str(spec))
-    entry, _ = cache.get(spec, arch)
-    if form == "sass":
-        return inspect.sass(entry.cubin)
-    stats: dict[str, Any] = {"spec": str(spec), "arch": str(arch), "compiler": entry.compiler, "seconds": round(entry.seconds, 3)}
-    stats |= asdict(entry.resources) | {"cubin_bytes": len(entry.cubin)}
-    try:
-        stats |= inspect.sass_summary(inspect.sass(entry.cubin))
-    except inspect.DisassemblerMissingError as e:
-        stats["sass"] = str(e)
-    return json.dumps(stats, indent=1) if as_json else "\n".join(f"{k:22} {v}" for k, v in stats.items())
+    found = inspect.resolve(spec, cache)
+    if form != "stats":
+        _print_code(inspect.text_of(found, form, archs[0], cache), form)
+        return
+    stats = inspect.stats(found, archs[0], cache)
+    click.echo(json.dumps(stats, indent=1) if as_json else "\n".join(f"{k:22} {v}" for k, v in stats.items()))
+
+
+def _print_code(text: str, form: str) -> None:
+    """Coloured in a terminal, and page by page if it is longer than that."""
+    if not sys.stdout.isatty():
+        click.echo(text)
+        return
+    from . import highlight
+
+    shown = highlight.for_terminal(text, form) if highlight.wanted() else text
+    if text.count("\n") < shutil.get_terminal_size().lines:
+        click.echo(shown)
+    else:
+        click.echo_via_pager(shown)
 
 
 @main.command()
@@ -259,11 +259,43 @@ def _shown(text: str, form: str, arch: Arch, as_json: bool = False) -> str:
 @arch_option
 def diff(a: str, b: str, form: str, archs: list[Arch]) -> None:
     """Compare two variants. Exits with 1 when they differ."""
-    texts = [_shown(text, form, archs[0]).splitlines(keepends=True) for text in (a, b)]
-    texts = [[*lines[:-1], lines[-1].rstrip("\n") + "\n"] for lines in texts]
-    lines = list(difflib.unified_diff(*texts, fromfile=a, tofile=b))
-    click.echo("".join(lines), nl=False)
+    from . import inspect
+
+    cache = shared_cache()
+    specs = [inspect.resolve(text, cache) for text in (a, b)]
+    texts = [inspect.comparable(inspect.text_of(spec, form, archs[0], cache), form, spec).splitlines() for spec in specs]
+    lines = list(difflib.unified_diff(*texts, fromfile=a, tofile=b, lineterm=""))
+    if lines:
+        _print_code("\n".join(lines), "diff")
     sys.exit(1 if lines else 0)
+
+
+@main.command()
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.option(
+    "--bench",
+    "timings",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    multiple=True,
+    help="Output of `ssmgen bench … --json`; may repeat.",
+)
+@arch_option
+@click.option("--jobs", type=click.IntRange(1), help="Parallel compilations. Default: one per processor.")
+def report(folder: Path, timings: tuple[Path, ...], archs: list[Arch], jobs: int | None) -> None:
+    """Write kernels as a folder of web pages: open its index.html. Needs no GPU, no server and no network.
+
+    The default variants and those that --bench timed: sources, PTX, SASS, occupancy, which calls are given them, any two side by side.
+    """
+    from .site.write import write
+
+    with click.progressbar(length=1, label="compiling", file=sys.stderr) as bar:
+
+        def done(total: int) -> None:
+            bar.length = total
+            bar.update(1)
+
+        count = write(folder, archs, timings, shared_cache(), jobs, done)
+    click.echo(f"{count} variants in {folder / 'index.html'}")
 
 
 @main.command()

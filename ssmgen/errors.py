@@ -124,6 +124,14 @@ class ModelError(SsmgenError, ValueError):
     """A model name is not in models.toml, or cannot be divided as asked."""
 
 
+class ReportError(SsmgenError):
+    """A report cannot be made of what was given."""
+
+    def __init__(self, problems: Sequence[str]):
+        super().__init__(f"no report was written:\n{bullets(problems)}")
+        self.problems = list(problems)
+
+
 class DriftError(SsmgenError):
     """The committed generated sources or their lock file differ from what the templates give."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -103,10 +104,10 @@ COMBINATIONS: list[tuple[CombineProblem, int]] = [
 ]
 
 
-def default_variants() -> list[tuple[KernelSpec, Arch]]:
-    """The variants in the lock."""
+def default_variants(archs: Sequence[Arch] = tuple(map(Arch.parse, ARCHS))) -> list[tuple[KernelSpec, Arch]]:
+    """The variants in the lock, or the like for other architectures."""
     found: dict[tuple[KernelSpec, Arch], None] = {}
-    for arch in map(Arch.parse, ARCHS):
+    for arch in archs:
         for model, state, index, pool in DEFAULTS:
             problem = find_model(model).problem(state, index, pool)
             found.update(dict.fromkeys((spec, arch) for spec in specs_for([problem], arch, pdl=(True,))))

@@ -7,20 +7,25 @@ import re
 import shutil
 import subprocess
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from .cache import Cache
-from .errors import SpecError, SsmgenError
+from . import compile as compiler
+from .cache import Cache, Entry
+from .errors import SpecError, SsmgenError, UnknownArchError
 from .generate import default_variants
 from .kernels import FAMILIES
-from .spec import KernelSpec, parse_spec
+from .occupancy import occupancy, sm_limits
+from .render import render
+from .spec import Arch, KernelSpec, parse_spec
 
 
 class DisassemblerMissingError(SsmgenError):
     """nvdisasm is not installed."""
 
     def __init__(self) -> None:
-        super().__init__("nvdisasm was not found. Install it with: pip install nvidia-cuda-nvdisasm")
+        super().__init__("nvdisasm was not found. Install it with: pip install 'ssmgen[sass]'")
 
 
 def known_specs(cache: Cache | None) -> dict[str, KernelSpec]:
@@ -45,6 +50,48 @@ def resolve(text: str, cache: Cache | None) -> KernelSpec:
         problem = f"several variants match: {', '.join(sorted(matches))}" if matches else "no variant of that name; see: ssmgen list"
         raise SpecError(text, [problem])
     return next(iter(matches.values()))
+
+
+def text_of(spec: KernelSpec, form: str, arch: Arch, cache: Cache) -> str:
+    """The variant's source (cu), PTX or SASS. Raises SpecError, CompileError, DisassemblerMissingError."""
+    if form == "sass":
+        return sass(cache.get(spec, arch)[0].cubin)
+    source = render(spec, arch)
+    return source.rstrip("\n") if form == "cu" else compiler.compile_ptx(source, arch, str(spec))
+
+
+def comparable(text: str, form: str, spec: KernelSpec) -> str:
+    """PTX or SASS without what differs between any two variants: the kernel's name, and the addresses of instructions."""
+    if form == "sass":
+        return re.sub(r"/\*[0-9a-f]{4,}\*/", "", text)
+    return text.replace(spec.name, "kernel") if form == "ptx" else text
+
+
+def stats(spec: KernelSpec, arch: Arch, cache: Cache) -> dict[str, Any]:
+    """What a variant takes of an SM, and what its SASS does. What cannot be told is a sentence that says why."""
+    entry, _ = cache.get(spec, arch)
+    found: dict[str, Any] = {"spec": str(spec), "arch": str(arch), "compiler": entry.compiler, "seconds": round(entry.seconds, 3)}
+    found |= asdict(entry.resources) | {"cubin_bytes": len(entry.cubin), "threads": spec.threads_per_block}
+    try:
+        found |= residency(spec, arch, entry)
+    except UnknownArchError as e:
+        found["occupancy"] = str(e)
+    try:
+        found |= sass_summary(sass(entry.cubin))
+    except DisassemblerMissingError as e:
+        found["sass"] = str(e)
+    return found
+
+
+def residency(spec: KernelSpec, arch: Arch, entry: Entry) -> dict[str, Any]:
+    """Theoretical occupancy of a compiled variant. Raises UnknownArchError."""
+    found = occupancy(arch, spec.threads_per_block, entry.resources.registers, entry.resources.shared)
+    return {
+        "blocks_per_sm": found.blocks_per_sm,
+        "warps_per_sm": found.warps_per_sm,
+        "max_warps_per_sm": sm_limits(arch).warps,
+        "occupancy_limit": found.limit,
+    }
 
 
 def sass(cubin: bytes) -> str:
@@ -80,7 +127,7 @@ def opcodes(listing: str) -> list[str]:
 
 
 def sass_summary(listing: str) -> dict[str, int]:
-    """Counts that decide speed: memory instructions by width, local memory, shuffles."""
+    """Counts that decide speed: memory instructions by width, local memory, what waits for other threads."""
     ops = opcodes(listing)
 
     def count(pattern: str) -> int:
@@ -88,10 +135,14 @@ def sass_summary(listing: str) -> dict[str, int]:
 
     return {
         "instructions": len(ops),
-        "global_loads": count(r"LDG"),
-        "global_loads_16_byte": count(r"LDG\S*\.128"),
+        "global_loads": count(r"LDG(\.|$)"),
+        "global_loads_16_byte": count(r"LDG\.(\S*\.)?128(\.|$)"),
         "global_stores": count(r"STG"),
-        "global_stores_16_byte": count(r"STG\S*\.128"),
+        "global_stores_16_byte": count(r"STG\.(\S*\.)?128(\.|$)"),
         "local_memory": count(r"(LDL|STL)"),
+        "shared_loads": count(r"LDS"),
+        "shared_stores": count(r"STS"),
         "shuffles": count(r"SHFL"),
+        "barriers": count(r"BAR"),
+        "tensor_core": count(r"[A-Z]*MMA(\.|$)"),
     }

@@ -106,39 +106,53 @@ def explain(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: 
 
 def select(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: str | None = None) -> KernelSpec:
     """The variant for a problem at a size (see `unit`). Raises UnsupportedError with every reason."""
+    return _chosen(operator, problem, size, arch, pdl, gpu).spec
+
+
+def _chosen(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: str | None) -> Verdict:
     found = explain(operator, problem, size, arch, pdl, gpu)
     if found.chosen is None:
         raise UnsupportedError(f"{operator} ({describe(problem)}) on {arch}", found.reasons)
-    return found.chosen.spec
+    return found.chosen
 
 
 def forget() -> None:
     """Reads the tuned tables again. What a process has made plans for stays."""
     table.forget()
     explain.cache_clear()
-    variants.cache_clear()
+    ranges.cache_clear()
 
 
 @functools.lru_cache(maxsize=1024)
-def variants(operator: str, problem: Any, arch: Arch, pdl: bool, max_size: int = 1024, gpu: str | None = None) -> tuple[KernelSpec, ...]:
-    """Every variant that `select` can return for sizes 1 … max_size: what to build ahead of time."""
+def ranges(
+    operator: str, problem: Any, arch: Arch, pdl: bool, max_size: int = 1024, gpu: str | None = None
+) -> tuple[tuple[int, int, Verdict], ...]:
+    """(first size, last size, what is chosen there) over sizes 1 … max_size, in ascending order. Raises UnsupportedError."""
     # Rules only look at the size through thresholds, so the powers of two and their neighbours see every one of them
     # that lies between two powers; thresholds in between are found by bisection.
-    found: dict[KernelSpec, None] = {}
+    seen: dict[int, Verdict] = {}
+
+    def at(size: int) -> Verdict:
+        if size not in seen:
+            seen[size] = _chosen(operator, problem, size, arch, pdl, gpu)
+        return seen[size]
 
     def visit(low: int, high: int) -> None:
-        a, b = (select(operator, problem, n, arch, pdl, gpu) for n in (low, high))
-        found.setdefault(a)
-        if a != b and high - low > 1:
+        if at(low) != at(high) and high - low > 1:
             middle = (low + high) // 2
             visit(low, middle)
             visit(middle, high)
-        found.setdefault(b)
 
     edges = [1 << i for i in range(max_size.bit_length()) if 1 << i < max_size] + [max_size]
     for low, high in zip(edges, edges[1:] or edges, strict=False):
         visit(low, high)
-    return tuple(found)
+    starts = [size for before, size in zip([0, *sorted(seen)], sorted(seen), strict=False) if not before or seen[before] != seen[size]]
+    return tuple((first, after - 1, seen[first]) for first, after in zip(starts, [*starts[1:], max_size + 1], strict=True))
+
+
+def variants(operator: str, problem: Any, arch: Arch, pdl: bool, max_size: int = 1024, gpu: str | None = None) -> tuple[KernelSpec, ...]:
+    """Every variant that `select` can return for sizes 1 … max_size: what to build ahead of time."""
+    return tuple(dict.fromkeys(verdict.spec for _, _, verdict in ranges(operator, problem, arch, pdl, max_size, gpu)))
 
 
 # Plans made, by variant: what this process has been served. Counted when a plan is made, not on the hot path.

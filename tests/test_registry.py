@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -114,6 +115,17 @@ def test_variants_are_all_that_any_batch_is_given(problem):
     operator = OPERATOR_OF[type(problem)]
     found = set(registry.variants(operator, problem, SM90, True, max_size=300))
     assert found == {registry.select(operator, problem, b, SM90, True) for b in range(1, 301)}
+
+
+@pytest.mark.parametrize("problem", [MAMBA1, MAMBA2, QWEN], ids=["mamba1", "mamba2", "qwen3.5"])
+def test_ranges_are_what_each_batch_is_given(problem):
+    operator = OPERATOR_OF[type(problem)]
+    found = registry.ranges(operator, problem, SM90, True, max_size=300)
+    assert [first for first, _, _ in found] == [1, *(last + 1 for _, last, _ in found[:-1])] and found[-1][1] == 300
+    for first, last, verdict in found:
+        for batch in range(first, last + 1):
+            assert registry.explain(operator, problem, batch, SM90, True).chosen == verdict
+    assert all(a[2] != b[2] for a, b in pairwise(found)) and len(found) > 1
 
 
 def test_specs_for_a_model_hold_both_pdl_choices_from_sm_90_on():

@@ -1,0 +1,115 @@
+"""Colours for what `show`, `diff` and `report` print: CUDA, PTX, SASS and differences, by pygments."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from pygments import highlight
+from pygments.filter import Filter
+from pygments.formatter import Formatter
+from pygments.formatters import HtmlFormatter, TerminalFormatter
+from pygments.lexer import Lexer, RegexLexer
+from pygments.lexers import CudaLexer, DiffLexer, PtxLexer
+from pygments.token import Comment, Error, Generic, Keyword, Name, Number, Operator, Punctuation, String, Text, Token, Whitespace
+
+# Of a terminal's own sixteen, those that can be read on a light and on a dark background.
+_TERMINAL = {
+    Token: "",
+    Comment: "brightblack",
+    Comment.Preproc: "cyan",
+    Generic.Deleted: "red",
+    Generic.Heading: "**",
+    Generic.Inserted: "green",
+    Generic.Subheading: "magenta",
+    Keyword: "magenta",
+    Keyword.Type: "cyan",
+    Name.Attribute: "cyan",
+    Name.Builtin: "cyan",
+    Name.Decorator: "cyan",
+    Name.Label: "**",
+    Number: "green",
+    Operator.Word: "magenta",
+    String: "green",
+}
+
+
+class SassLexer(RegexLexer):
+    """What nvdisasm prints: address, predicate, opcode with modifiers, operands; labels on lines of their own."""
+
+    name = "SASS of nvdisasm"
+    tokens: ClassVar = {
+        "root": [
+            (r"\s+", Whitespace),
+            (r"/\*[0-9a-f]+\*/", Comment),
+            (r"\.L_\w+:?", Name.Label),
+            (r"@!?U?P\w+", Name.Decorator),
+            (r"[A-Z][A-Z0-9_]*(\.[A-Z0-9_]+)*", Keyword, "operands"),
+        ],
+        "operands": [
+            (r";.*\n?|\n", Punctuation, "#pop"),
+            (r"[ \t]+", Whitespace),
+            (r"\.L_\w+", Name.Label),
+            (r"U?(R|P)(\d+|Z|T)\b|(SR|SRZ|B|SB|UB)_?[A-Z0-9_.]*\b", Name.Variable),
+            (r"-?0x[0-9a-f]+|-?\d+(\.\d+(e[+-]?\d+)?)?|[+-]?(INF|QNAN)", Number),
+            (r"\b(c|cx|desc|gdesc)(?=\[)", Name.Builtin),
+            (r"\.\w+", Name.Attribute),
+            (r"[\[\],()`|!~+\-@*]", Punctuation),
+            (r"\w+", Text),
+        ],
+    }
+
+
+class Plain(Filter):
+    """Leaves what has no colour as plain text: a third of the HTML. So are errors: the PTX lexer does not know predicates."""
+
+    KINDS = (Whitespace, Punctuation, Error, Name, Name.Variable, Operator)
+
+    def filter(self, lexer: Lexer, stream: Iterator[tuple[Any, str]]) -> Iterator[tuple[Any, str]]:
+        plain = ""
+        for kind, text in stream:
+            if kind in self.KINDS or kind in Text:
+                plain += text
+                continue
+            if plain:
+                yield Text, plain
+                plain = ""
+            yield kind, text
+        if plain:
+            yield Text, plain
+
+
+LEXERS: dict[str, type[Lexer]] = {"cu": CudaLexer, "ptx": PtxLexer, "sass": SassLexer, "diff": DiffLexer}
+
+
+def wanted() -> bool:
+    """Whether a terminal should get colours: it can, and its user did not say no (https://no-color.org)."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def for_terminal(text: str, form: str) -> str:
+    """A text in one of the forms of LEXERS, with a terminal's colours."""
+    return _coloured(text, form, TerminalFormatter(colorscheme={token: (name, name) for token, name in _TERMINAL.items()}))
+
+
+def as_html(text: str, form: str) -> str:
+    """<span>s to put into a <pre class="code">, everything escaped; `stylesheet` has their colours."""
+    return _coloured(text, form, HtmlFormatter(nowrap=True))
+
+
+def stylesheet() -> str:
+    """Colours of `as_html`, for light pages and, where the reader prefers that, for dark ones."""
+    light, dark = (HtmlFormatter(style=style).get_style_defs(".code") for style in ("default", "github-dark"))
+    return f"{_tokens(light)}\n@media (prefers-color-scheme: dark) {{\n{_tokens(dark)}\n}}\n"
+
+
+def _tokens(css: str) -> str:
+    """The rules of the tokens, without those of line numbers and of the page itself."""
+    return "\n".join(line for line in css.splitlines() if line.startswith(".code .") and "background" not in line)
+
+
+def _coloured(text: str, form: str, formatter: Formatter) -> str:
+    lexer = LEXERS[form](stripnl=False, ensurenl=False)
+    lexer.add_filter(Plain())
+    return highlight(text, lexer, formatter)

@@ -1,0 +1,230 @@
+"""What the pages say: variants, compiled and disassembled, the calls that they serve, and what was measured of them."""
+
+from __future__ import annotations
+
+import functools
+import inspect as introspection
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from .. import compile as compiler
+from .. import inspect, registry
+from ..build import Built, build, problems_by_models
+from ..cache import Cache, Entry
+from ..errors import ReportError, SpecError, UnknownArchError
+from ..generate import default_variants
+from ..kernels import FAMILIES, OPERATOR_OF, OPERATORS
+from ..spec import SM90, Arch, DType, KernelSpec, Problem, parse_spec
+from .benchmarks import Timing, in_words
+
+NEIGHBOURS = 4  # that a page proposes to compare a variant with
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Calls that are given a variant: those of some models, of sizes from `first` to `last`."""
+
+    models: tuple[str, ...]
+    problem: str
+    pdl: bool  # whether the caller lets it overlap the end of the kernel ahead
+    unit: str  # what a size counts
+    first: int
+    last: int | None  # None: nothing changes beyond
+    rule: str
+
+    @property
+    def sizes(self) -> str:
+        if self.last is None:
+            return f"{self.first:,} and more" if self.first > 1 else "any"
+        return f"{self.first:,}" if self.first == self.last else f"{self.first:,} to {self.last:,}"
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """One kind of call of some models, and what serves it at which size."""
+
+    models: tuple[str, ...]
+    arch: Arch
+    problem: str  # what it says beside the defaults of its family
+    served: tuple[tuple[Choice, KernelSpec], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """All that its page says."""
+
+    spec: KernelSpec
+    arch: Arch
+    entry: Entry
+    ptx: str
+    sass: str | None
+    no_sass: str  # why there is none
+    no_occupancy: str
+    numbers: Mapping[str, Any]  # of its residency and its SASS
+    choices: Sequence[Choice] = ()
+    timings: Sequence[Timing] = ()
+
+    @property
+    def key(self) -> str:
+        return f"{self.arch}/{self.spec.name}"
+
+    @property
+    def models(self) -> list[str]:
+        """That are given it at some size."""
+        return sorted({name for choice in self.choices for name in choice.models})
+
+    @property
+    def said(self) -> dict[str, str]:
+        """{field: value}, as its text has them."""
+        return dict(item.split("=", 1) for item in self.spec.said())
+
+    def rows(self, of_problem: bool) -> list[tuple[str, str, str]]:
+        """(field, value, meaning) of what the call fixes, or else of what this variant chooses."""
+        fixed, meaning = _problem_fields(type(self.spec)), meanings(type(self.spec))
+        return [(name, value, meaning.get(name, "")) for name, value in self.said.items() if (name in fixed) is of_problem]
+
+    def changes(self, other: Variant) -> list[tuple[str, str, str]]:
+        """(field, value here, value there)"""
+        here, there = self.said, other.said
+        names = dict.fromkeys([*here, *there])
+        return [(n, here.get(n, "-"), there.get(n, "-")) for n in names if here.get(n) != there.get(n)]
+
+    def neighbours(self, others: Sequence[Variant]) -> list[Variant]:
+        """Of the same family and architecture, those that differ in the fewest fields."""
+        like = [o for o in others if o.spec.family == self.spec.family and o.arch == self.arch and o is not self]
+        return sorted(like, key=lambda o: (len(self.changes(o)), o.spec.name))[:NEIGHBOURS]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """An operator family with its variants in the report."""
+
+    name: str
+    paragraphs: list[tuple[str, str]]  # ("p" or "pre", text)
+    calls: list[Calls]
+    variants: list[Variant] = field(default_factory=list)
+
+    @property
+    def sentence(self) -> str:
+        """What it computes, in short."""
+        return self.paragraphs[0][1].removeprefix(f"{self.name}: ")
+
+
+def gather(
+    archs: Sequence[Arch], timings: Mapping[str, Sequence[Timing]], cache: Cache, jobs: int | None, done: Callable[[int], None]
+) -> list[Variant]:
+    """The default variants and those that were timed; `done` hears, as each is compiled, how many there are.
+
+    Raises ReportError that names every variant that does not compile.
+    """
+    work = dict.fromkeys([*default_variants(archs), *_timed(timings, archs)])
+    built = build(list(work), cache, jobs, max_spill=sys.maxsize, done=lambda _: done(len(work)))
+    if failed := [f"{b.spec}: {b.error}" for b in built if b.error]:
+        raise ReportError(failed)
+    served = {arch: choices(arch) for arch in archs}
+
+    def one(b: Built) -> Variant:
+        told = {"choices": served[b.arch].get(b.spec, ()), "timings": timings.get(str(b.spec), ())}
+        return _variant(b.spec, b.arch, b.entry, told)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return sorted(pool.map(one, built), key=lambda v: (v.spec.family, v.arch, v.spec.name))
+
+
+def _timed(timings: Mapping[str, Sequence[Timing]], archs: Sequence[Arch]) -> list[tuple[KernelSpec, Arch]]:
+    specs, problems = [], []
+    for text in timings:
+        try:
+            specs.append(parse_spec(text, FAMILIES))
+        except SpecError as e:
+            problems.append(f"{timings[text][0].run.file} is of another release: {e}")
+    if problems:
+        raise ReportError(problems)
+    return [(spec, arch) for spec in specs for arch in archs if not spec.violations(arch)]
+
+
+def _variant(spec: KernelSpec, arch: Arch, entry: Entry, told: Mapping[str, Any]) -> Variant:
+    numbers: dict[str, Any] = {}
+    listing, no_sass, no_occupancy = None, "", ""
+    try:
+        numbers |= inspect.residency(spec, arch, entry)
+    except UnknownArchError as e:
+        no_occupancy = str(e)
+    try:
+        listing = inspect.sass(entry.cubin)
+        numbers |= inspect.sass_summary(listing)
+    except inspect.DisassemblerMissingError as e:
+        no_sass = str(e)
+    ptx = compiler.compile_ptx(entry.source, arch, str(spec))
+    return Variant(spec, arch, entry, ptx, listing, no_sass, no_occupancy, numbers, **told)
+
+
+def choices(arch: Arch) -> dict[KernelSpec, list[Choice]]:
+    """What `ssmgen build --all --replay 6` would build, with states of every type, by variant: for whom, and at which sizes."""
+    found: dict[KernelSpec, list[Choice]] = {}
+    for problem, names in problems_by_models(tuple(DType)).items():
+        for pdl in (True, False) if arch >= SM90 else (False,):
+            for choice, spec in _served(problem, names, arch, pdl):
+                for part in (*spec.ahead, spec):
+                    found.setdefault(part, []).append(choice)
+    return found
+
+
+def calls(arch: Arch) -> dict[str, list[Calls]]:
+    """{operator: calls of the models, with states of their own type, that may overlap the kernel ahead where there is such a thing}"""
+    found: dict[str, list[Calls]] = {}
+    for problem, names in problems_by_models().items():
+        said = {f.name: getattr(problem, f.name) for f in fields(problem) if getattr(problem, f.name) != f.default}
+        text = " ".join(f"{name}={in_words(value)}" for name, value in said.items())
+        served = tuple(_served(problem, names, arch, arch >= SM90))
+        found.setdefault(OPERATOR_OF[type(problem)], []).append(Calls(served[0][0].models, arch, text, served))
+    return found
+
+
+def _served(problem: Problem, names: Sequence[str], arch: Arch, pdl: bool) -> Iterator[tuple[Choice, KernelSpec]]:
+    operator = OPERATOR_OF[type(problem)]
+    largest = getattr(OPERATORS[operator], "MAX_SIZE", 1024)
+    told = tuple(dict.fromkeys(names)), registry.describe(problem), pdl, registry.unit(operator)
+    for first, last, verdict in registry.ranges(operator, problem, arch, pdl, largest):
+        yield Choice(*told, first, None if last == largest else last, verdict.rule), verdict.spec
+
+
+def families(variants: Sequence[Variant], archs: Sequence[Arch]) -> list[Family]:
+    """Those that have variants, in the order of FAMILIES."""
+    by_arch = [calls(arch) for arch in archs]
+    found = {}
+    for name, cls in FAMILIES.items():
+        text = sys.modules[cls.__module__].__doc__ or name
+        found[name] = Family(name, paragraphs(text), [call for told in by_arch for call in told.get(name, ())])
+    for variant in variants:
+        found[variant.spec.family].variants.append(variant)
+    return [family for family in found.values() if family.variants]
+
+
+def paragraphs(text: str) -> list[tuple[str, str]]:
+    """A docstring's, as ("p", text) or, where indented, as ("pre", text)."""
+    found = []
+    for part in re.split(r"\n\s*\n", introspection.cleandoc(text)):
+        indented = all(line.startswith("    ") for line in part.splitlines())
+        found.append(("pre", part) if indented else ("p", " ".join(part.split())))
+    return found
+
+
+@functools.cache
+def _problem_fields(cls: type[KernelSpec]) -> frozenset[str]:
+    posed = [problem for problem in OPERATOR_OF if issubclass(cls, problem)]
+    return frozenset(f.name for problem in posed for f in fields(problem) if issubclass(problem, Problem))
+
+
+@functools.cache
+def meanings(cls: type[KernelSpec]) -> dict[str, str]:
+    """{field: the comment beside it}, of fields that have one."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if base.__module__ != object.__module__:
+            found |= re.findall(r"^    (\w+): [^\n#]*  # ([^\n]+)$", introspection.getsource(base), re.MULTILINE)
+    return found

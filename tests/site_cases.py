@@ -1,0 +1,47 @@
+"""A small report: what the tests of its files and those in a browser share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from ssmgen import generate
+from ssmgen.site import content
+from ssmgen.spec import Arch, KernelSpec
+
+ARCHS = [Arch.parse("sm_80"), Arch.parse("sm_90a")]
+TIMED = (
+    "selective_state_update:d_state=16,headdim=1536,nheads=1,ngroups=1,state=f32,x=bf16,dt=bf16,A=f32,B=bf16,C=bf16,D=bf16,z=bf16,"
+    "dt_bias=f32,out=bf16,tied=no,dt_softplus=yes,dt_limit=no,index=i32,pool=single,state_loads=vector,operand_loads=vector,lanes=4,vec=4,"
+    "ilp=4,tile=128,threads=128,min_blocks=0,prefetch=0,pdl=trigger_slot"
+)
+
+
+@contextmanager
+def few_variants() -> Iterator[None]:
+    """Of the default variants, those of Nemotron's update and the slot copy."""
+    every = generate.default_variants
+
+    def some(archs: Sequence[Arch]) -> list[tuple[KernelSpec, Arch]]:
+        return [(spec, arch) for spec, arch in every(archs) if spec.stem.startswith(("ssu_h128p64", "slot_copy"))]
+
+    with mock.patch.object(content, "default_variants", some):
+        yield
+
+
+def benchmark() -> dict[str, Any]:
+    """As `ssmgen bench … --json` prints it, with one row."""
+    row = {
+        "model": "mamba-130m",
+        "batch": 8,
+        "intermediates": False,
+        "us": {"ssmgen_pdl": 2.5, "ssmgen": 3.25, "two_kernels": 4.0, "flashinfer": 5.0},
+        "served_us": 2.5,
+        "tbs": 1.5,
+        "spec": TIMED,
+        "rule": "latency",
+        "variants": {"two_kernels": {"specs": ["slot_copy:slot_bytes=4096,threads=128,min_blocks=0,pdl=off"], "rule": "none"}},
+    }
+    return {"device": "a card", "torch": "2", "compiler": "CL-1 V13", "method": "as it is", "rows": [row]}
