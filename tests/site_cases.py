@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from bench_cases import HEAD
+
 from ssmgen import generate
 from ssmgen.site import content
 from ssmgen.spec import Arch, KernelSpec
@@ -35,13 +37,20 @@ def benchmark() -> dict[str, Any]:
     """As `ssmgen bench … --json` prints it, with one row."""
     row = {
         "model": "mamba-130m",
-        "batch": 8,
+        "state": "f32",
+        "heads": 1,
+        "tokens": 1,
         "intermediates": False,
-        "us": {"ssmgen_pdl": 2.5, "ssmgen": 3.25, "two_kernels": 4.0, "flashinfer": 5.0},
+        "batch": 8,
+        "us": {"ssmgen_pdl": 2.5, "ssmgen": 3.25, "copy": 2.0, "two_kernels": 4.0, "flashinfer": 5.0},
         "served_us": 2.5,
         "tbs": 1.5,
+        "copy_ratio": 1.25,
+        "peer_ratio": {"flashinfer": 0.5},
+        "host_us": {"ssmgen": 9.0},
         "spec": TIMED,
         "rule": "latency",
+        "compile_seconds": 0.1,
         "variants": {"two_kernels": {"specs": ["slot_copy:slot_bytes=4096,threads=128,min_blocks=0,pdl=off"], "rule": "none"}},
     }
-    return {"device": "a card", "torch": "2", "compiler": "CL-1 V13", "method": "as it is", "rows": [row]}
+    return HEAD | {"rows": [row]}

@@ -23,6 +23,7 @@ from ssmgen.kernels.selective_state_update import SsuProblem, SsuSpec
 from ssmgen.registry import select
 from ssmgen.site import benchmarks, content, write
 from ssmgen.spec import Arch, DType, Index, parse_spec
+from ssmgen.tune import table
 
 SM90 = Arch.parse("sm_90a")
 
@@ -121,7 +122,7 @@ def test_everything_is_escaped(tmp_path):
 def test_choices_are_those_of_the_registry():
     found = content.choices(SM90)
     spec = next(s for s in found if isinstance(s, SsuSpec) and s.nheads == 128 and s.headdim == 64 and s.prefetch and s.index is Index.I32)
-    (choice,) = (c for c in found[spec] if "nemotron-h-8b" in c.models)
+    (choice,) = (c for c in found[spec] if "nemotron-h-8b" in c.models and not c.gpu)
     assert choice.rule == "bandwidth" and choice.pdl and choice.last is None
     problem = SsuProblem(**{f.name: getattr(spec, f.name) for f in fields(SsuProblem)})
     assert {select(SsuSpec.family, problem, batch, SM90, True) for batch in (choice.first, 300, 4096)} == {spec}
@@ -182,17 +183,25 @@ def test_benchmarks_belong_to_the_variants_that_they_name(tmp_path):
     found = benchmarks.read([tmp_path / "bench.json"])
     (timing,) = found[told["rows"][0]["spec"]]
     assert timing.ours == {"ssmgen_pdl"} and timing.us["flashinfer"] == 5.0 and timing.tbs == 1.5
-    assert timing.case == (("model", "mamba-130m"), ("batch", "8"), ("intermediates", "no"))
+    assert timing.case == "mamba-130m, f32 state, batch 8"
     parts = {spec: timing.ours for spec, (timing,) in found.items() if spec.startswith("slot_copy")}
     assert parts == {"slot_copy:slot_bytes=4096,threads=128,min_blocks=0,pdl=off": {"two_kernels"}}
 
 
-def test_every_file_that_is_no_benchmark_is_named(tmp_path):
-    for name, text in (("empty.json", ""), ("list.json", "[]"), ("other.json", '{"rows": []}')):
-        (tmp_path / name).write_text(text)
-    with pytest.raises(ReportError) as e:
-        benchmarks.read(sorted(tmp_path.iterdir()))
-    assert len(e.value.problems) == 3 and all("ssmgen bench" in problem for problem in e.value.problems)
+def test_files_that_are_no_benchmarks_are_named_and_nothing_is_written(tmp_path):
+    (tmp_path / "other.json").write_text("[]")
+    result = CliRunner().invoke(main, ["report", str(tmp_path / "site"), "--bench", str(tmp_path / "other.json")])
+    assert result.exit_code == 1 and "other.json" in result.output and not (tmp_path / "site").exists()
+
+
+def test_choices_that_were_measured_name_their_gpu(monkeypatch):
+    """They stand beside those of the rules, which serve every other GPU."""
+    found = content.choices(SM90)
+    tuned = [choice for served in found.values() for choice in served if choice.gpu]
+    assert {choice.gpu for choice in tuned} == set(table.gpus(SM90)) and all(choice.rule.startswith("tuned") for choice in tuned)
+    assert not any(choice.rule.startswith("tuned") for served in found.values() for choice in served if not choice.gpu)
+    monkeypatch.setattr(table, "gpus", lambda arch: ())
+    assert not any(choice.gpu for served in content.choices(SM90).values() for choice in served)
 
 
 def test_specs_of_another_release_are_named(tmp_path):

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from ..errors import ReportError
+from ..bench.formats import load
+from ..bench.rows import op_of, point_of
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Run:
-    """Where and how a file's rows were measured."""
+    """Where and how an operator's rows were measured."""
 
-    file: str
+    op: str
     device: str
     torch: str
     compiler: str
@@ -28,39 +27,25 @@ class Timing:
     """One case that a variant took part in."""
 
     run: Run
-    case: tuple[tuple[str, str], ...]  # what was run
+    case: str
     us: dict[str, float]  # microseconds of a call, by contender
-    ours: frozenset[str]  # the contenders that are this variant; none if the file does not tell
+    ours: frozenset[str]  # the contenders that are this variant
     tbs: float | None  # terabytes per second of what is served
 
 
 def read(paths: Sequence[Path]) -> dict[str, list[Timing]]:
-    """{spec: timings}. Raises ReportError that names every file that cannot be read."""
+    """{spec: timings}. Raises bench.formats.ReportError that names every file that cannot be read."""
     found: dict[str, list[Timing]] = {}
-    problems = []
-    for path in paths:
-        try:
-            timings = list(_timings(path))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-            problems.append(f"{path} is not what `ssmgen bench … --json` prints ({type(e).__name__}: {e})")
-            continue
-        for spec, timing in timings:
-            found.setdefault(spec, []).append(timing)
-    if problems:
-        raise ReportError(problems)
+    for report in load(paths).reports if paths else ():
+        run = Run(op_of(report), report["device"], report["torch"], report["compiler"], report.get("method", ""))
+        for row in report["rows"]:
+            for spec, ours in _contenders(row).items():
+                timing = Timing(run, point_of(report, row).words, dict(row["us"]), frozenset(ours), row["tbs"])
+                found.setdefault(spec, []).append(timing)
     return found
 
 
-def _timings(path: Path) -> Iterator[tuple[str, Timing]]:
-    report = json.loads(path.read_text())
-    run = Run(path.name, report["device"], report["torch"], report["compiler"], report["method"])
-    for row in report["rows"]:
-        case = tuple((key, in_words(row[key])) for key in takewhile(lambda key: key != "us", row))
-        for spec, ours in _contenders(row).items():
-            yield spec, Timing(run, case, dict(row["us"]), frozenset(ours), row.get("tbs"))
-
-
-def _contenders(row: dict[str, Any]) -> dict[str, set[str]]:
+def _contenders(row: Mapping[str, Any]) -> dict[str, set[str]]:
     """{spec: names under which a row has its time}. A call of two kernels has the time of both."""
     served = row["specs"] if "specs" in row else [row["spec"]]
     found = {spec: {name for name, us in row["us"].items() if us == row["served_us"]} for spec in served}
@@ -68,13 +53,3 @@ def _contenders(row: dict[str, Any]) -> dict[str, set[str]]:
         for spec in variant["specs"]:
             found.setdefault(spec, set()).add(name)
     return found
-
-
-def in_words(value: Any) -> str:
-    """A field's value, as specs and pages have it."""
-    value = getattr(value, "value", value)  # of an enum
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, list):
-        return " x ".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)

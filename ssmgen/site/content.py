@@ -18,8 +18,9 @@ from ..cache import Cache, Entry
 from ..errors import ReportError, SpecError, UnknownArchError
 from ..generate import default_variants
 from ..kernels import FAMILIES, OPERATOR_OF, OPERATORS
-from ..spec import SM90, Arch, DType, KernelSpec, Problem, parse_spec
-from .benchmarks import Timing, in_words
+from ..spec import SM90, Arch, DType, KernelSpec, Problem, parse_spec, text_of
+from ..tune import table
+from .benchmarks import Timing
 
 NEIGHBOURS = 4  # that a page proposes to compare a variant with
 
@@ -35,6 +36,7 @@ class Choice:
     first: int
     last: int | None  # None: nothing changes beyond
     rule: str
+    gpu: str | None  # the one that it was measured to be the best on; None: by rules, where nothing was measured
 
     @property
     def sizes(self) -> str:
@@ -141,7 +143,7 @@ def _timed(timings: Mapping[str, Sequence[Timing]], archs: Sequence[Arch]) -> li
         try:
             specs.append(parse_spec(text, FAMILIES))
         except SpecError as e:
-            problems.append(f"{timings[text][0].run.file} is of another release: {e}")
+            problems.append(f"{timings[text][0].run.op}'s benchmark is of another release: {e}")
     if problems:
         raise ReportError(problems)
     return [(spec, arch) for spec in specs for arch in archs if not spec.violations(arch)]
@@ -178,19 +180,22 @@ def calls(arch: Arch) -> dict[str, list[Calls]]:
     """{operator: calls of the models, with states of their own type, that may overlap the kernel ahead where there is such a thing}"""
     found: dict[str, list[Calls]] = {}
     for problem, names in problems_by_models().items():
-        said = {f.name: getattr(problem, f.name) for f in fields(problem) if getattr(problem, f.name) != f.default}
-        text = " ".join(f"{name}={in_words(value)}" for name, value in said.items())
+        said = (f.name for f in fields(problem) if getattr(problem, f.name) != f.default)
+        text = " ".join(f"{name}={text_of(getattr(problem, name))}" for name in said)
         served = tuple(_served(problem, names, arch, arch >= SM90))
         found.setdefault(OPERATOR_OF[type(problem)], []).append(Calls(served[0][0].models, arch, text, served))
     return found
 
 
 def _served(problem: Problem, names: Sequence[str], arch: Arch, pdl: bool) -> Iterator[tuple[Choice, KernelSpec]]:
+    """By the rules, then by what was measured on each GPU: there, that comes first."""
     operator = OPERATOR_OF[type(problem)]
     largest = getattr(OPERATORS[operator], "MAX_SIZE", 1024)
     told = tuple(dict.fromkeys(names)), registry.describe(problem), pdl, registry.unit(operator)
-    for first, last, verdict in registry.ranges(operator, problem, arch, pdl, largest):
-        yield Choice(*told, first, None if last == largest else last, verdict.rule), verdict.spec
+    for gpu in (None, *table.gpus(arch)):
+        for first, last, verdict in registry.ranges(operator, problem, arch, pdl, largest, gpu):
+            if gpu is None or verdict.rule.startswith("tuned"):
+                yield Choice(*told, first, None if last == largest else last, verdict.rule, gpu), verdict.spec
 
 
 def families(variants: Sequence[Variant], archs: Sequence[Arch]) -> list[Family]:
