@@ -198,8 +198,8 @@ def test_choices_that_were_measured_name_their_gpu(monkeypatch):
     """They stand beside those of the rules, which serve every other GPU."""
     found = content.choices(SM90)
     tuned = [choice for served in found.values() for choice in served if choice.gpu]
-    assert {choice.gpu for choice in tuned} == set(table.gpus(SM90)) and all(choice.rule.startswith("tuned") for choice in tuned)
-    assert not any(choice.rule.startswith("tuned") for served in found.values() for choice in served if not choice.gpu)
+    assert {choice.gpu for choice in tuned} == set(table.gpus(SM90)) and {choice.rule for choice in tuned} == {"tuned"}
+    assert not any(choice.rule == "tuned" for served in found.values() for choice in served if not choice.gpu)
     monkeypatch.setattr(table, "gpus", lambda arch: ())
     assert not any(choice.gpu for served in content.choices(SM90).values() for choice in served)
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
+from itertools import groupby
 from typing import Any
 
 from .. import compile as compiler
@@ -22,6 +23,7 @@ from ..spec import SM90, Arch, DType, KernelSpec, Problem, parse_spec, text_of
 from ..tune import table
 from .benchmarks import Timing
 
+TUNED = "tuned"  # what the registry calls a measured choice, with the size it is of if that is another
 NEIGHBOURS = 4  # that a page proposes to compare a variant with
 
 
@@ -188,14 +190,22 @@ def calls(arch: Arch) -> dict[str, list[Calls]]:
 
 
 def _served(problem: Problem, names: Sequence[str], arch: Arch, pdl: bool) -> Iterator[tuple[Choice, KernelSpec]]:
-    """By the rules, then by what was measured on each GPU: there, that comes first."""
+    """By the rules, then by what was measured on each GPU, which comes first there."""
     operator = OPERATOR_OF[type(problem)]
     largest = getattr(OPERATORS[operator], "MAX_SIZE", 1024)
     told = tuple(dict.fromkeys(names)), registry.describe(problem), pdl, registry.unit(operator)
     for gpu in (None, *table.gpus(arch)):
-        for first, last, verdict in registry.ranges(operator, problem, arch, pdl, largest, gpu):
-            if gpu is None or verdict.rule.startswith("tuned"):
-                yield Choice(*told, first, None if last == largest else last, verdict.rule, gpu), verdict.spec
+        ranges = registry.ranges(operator, problem, arch, pdl, largest, gpu)
+        for (rule, spec), group in groupby(ranges, lambda found: (_word(found[2].rule), found[2].spec)):
+            (first, last, _), *more = group
+            last = more[-1][1] if more else last
+            if gpu is None or rule == TUNED:
+                yield Choice(*told, first, None if last == largest else last, rule, gpu), spec
+
+
+def _word(rule: str) -> str:
+    """A row measured at this size or near it: that much is said by the table itself."""
+    return TUNED if rule.startswith(TUNED) else rule
 
 
 def families(variants: Sequence[Variant], archs: Sequence[Arch]) -> list[Family]:
