@@ -35,10 +35,7 @@ def name_of(page: Path) -> str:
 def blocks(page: Path, language: str) -> list[Block]:
     """The fenced blocks of a language, in order."""
     text = page.read_text()
-    found = [
-        Block(m["language"], m["info"] or "", m["text"], text.count("\n", 0, m.start("text")) + 1)
-        for m in _FENCE.finditer(text)
-    ]
+    found = [Block(m["language"], m["info"] or "", m["text"], text.count("\n", 0, m.start("text")) + 1) for m in _FENCE.finditer(text)]
     return [b for b in found if b.language == language]
 
 

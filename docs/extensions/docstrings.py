@@ -13,7 +13,7 @@ OPENERS = ("Returns ", "Raises ", "Source: ", "Notation: ")  # that begin a para
 
 
 def markdown(docstring: str) -> str:
-    """Reads entries (`name, name: …`, continued on indented lines; two on a line stand three spaces apart), items (`- …`) and paragraphs."""
+    """Reads entries (`name, name: …`, continued on indented lines; two on one stand three spaces apart), items (`- …`) and paragraphs."""
     blocks: list[list[str]] = []  # [kind, text]
     for line in docstring.splitlines():
         if not line.strip():
