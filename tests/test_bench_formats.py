@@ -17,7 +17,7 @@ from rich.console import Console
 
 from ssmgen import cli
 from ssmgen.bench import charts, formats, home, progress, terminal
-from ssmgen.bench.formats import ReportError, load
+from ssmgen.bench.formats import BenchFileError, load
 from ssmgen.bench.html import as_html
 from ssmgen.bench.suite import Suite
 
@@ -70,13 +70,13 @@ def test_every_wrong_file_is_named(tmp_path):
     }
     for name, data in wrong.items():
         (tmp_path / name).write_bytes(data)
-    with pytest.raises(ReportError) as e:
+    with pytest.raises(BenchFileError) as e:
         load([MEASURED, *(tmp_path / name for name in wrong), tmp_path / "absent.json"])
     lines = str(e.value).splitlines()[1:]
     assert [line.partition(".json")[0].rpartition("/")[2] for line in lines] == ["empty", "list", "other", "cut", "row", "op", "absent"]
     assert "torch, compiler, ceilings_tbs missing" in lines[2] and "a report of selective_state_update without 'heads'" in lines[4]
     assert "a report of 'softmax'" in lines[5] and "No such file" in lines[6]
-    assert "ReportError: not what" in render(tmp_path / "empty.json", code=1).stderr
+    assert "BenchFileError: not what" in render(tmp_path / "empty.json", code=1).stderr
 
 
 def test_rendering_json_gives_what_was_read():

@@ -20,7 +20,7 @@ NEEDED = ("device", "torch", "compiler", "ceilings_tbs", "rows")  # of a report,
 GZIP = b"\x1f\x8b"
 
 
-class ReportError(SsmgenError):
+class BenchFileError(SsmgenError):
     """Files that hold no reports of `ssmgen bench`."""
 
 
@@ -29,7 +29,7 @@ class CasesFailedError(SsmgenError):
 
 
 def load(paths: Sequence[Path]) -> Suite:
-    """What `--json` wrote, of one operator or of several, plain or compressed by gzip. Raises ReportError that names every wrong file."""
+    """What `--json` wrote, of one operator or of several, plain or gzipped. Raises BenchFileError that names every wrong file."""
     found, wrong = [], []
     for path in paths:
         try:
@@ -37,7 +37,7 @@ def load(paths: Sequence[Path]) -> Suite:
         except (OSError, EOFError, ValueError) as e:  # ValueError: no JSON, no text, or no report
             wrong.append(f"{path}: {getattr(e, 'strerror', None) or e}")
     if wrong:
-        raise ReportError(f"not what `ssmgen bench … --json` writes:\n{bullets(wrong)}")
+        raise BenchFileError(f"not what `ssmgen bench … --json` writes:\n{bullets(wrong)}")
     return stitched(found)
 
 

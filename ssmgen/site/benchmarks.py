@@ -34,7 +34,7 @@ class Timing:
 
 
 def read(paths: Sequence[Path]) -> dict[str, list[Timing]]:
-    """{spec: timings}. Raises bench.formats.ReportError that names every file that cannot be read."""
+    """{spec: timings}. Raises bench.formats.BenchFileError that names every file that cannot be read."""
     found: dict[str, list[Timing]] = {}
     for report in load(paths).reports if paths else ():
         run = Run(op_of(report), report["device"], report["torch"], report["compiler"], report.get("method", ""))

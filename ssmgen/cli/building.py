@@ -1,0 +1,129 @@
+"""Compiling ahead of time: build, generate; and what there is to build for: models, env."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from ..cache import Cache, shared_cache
+from ..errors import ModelError
+from ..tune import table
+from .options import BUILT, EXIT_FAILURE, arch_option, json_option, problems_of, with_model
+
+
+@click.command()
+@with_model
+@click.option("--all", "everything", is_flag=True, help="Every model of `ssmgen models`, undivided.")
+@click.option("--op", type=click.Choice(BUILT), help="Only this operator's variants. Default: all that the model uses.")
+@click.option("--spec", "specs", multiple=True, help="A variant by its text or name; may repeat.")
+@arch_option
+@click.option("--max-batch", type=click.IntRange(1), default=1024, show_default=True, help="Build what batches up to this use.")
+@click.option("--max-spill", type=click.IntRange(0), default=0, show_default=True, help="Spilled bytes to accept per variant.")
+@click.option("--jobs", type=click.IntRange(1), help="Parallel compilations. Default: one per processor.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write a cache layer here instead of to the user's cache.")
+@json_option
+def build(model, pdl, everything, op, specs, archs, max_batch, max_spill, jobs, out, as_json, **call) -> None:
+    """Compile kernels ahead of time. Needs no GPU.
+
+    The directory written by --out can be shipped, and named in SSMGEN_CACHE_PATH.
+    """
+    from ..build import build as run
+    from ..build import specs_for
+    from ..inspect import resolve
+    from ..models import find_model, models
+
+    if sum(map(bool, (model, everything, specs))) != 1:
+        raise click.UsageError("give one of --model, --all and --spec")
+    if op and specs:
+        raise click.UsageError("--op goes with --model and --all")
+    if model and call["replay"] and find_model(model).kind != "mamba2":
+        raise click.UsageError(f"{model} is no Mamba-2, and --replay is for that")
+    cache = Cache(out.resolve()) if out else shared_cache()
+    if out:
+        out.mkdir(parents=True, exist_ok=True, mode=0o700)
+    names = list(models()) if everything else [model] if model else []
+    wanted = (True, False) if pdl is None else (pdl,)
+    work = [(resolve(text, cache), arch) for text in specs for arch in archs]
+    for name in names:
+        problems = problems_of(name, op, **call)
+        work += [(s, arch) for arch in archs for s in specs_for(problems, arch, wanted, max_batch, (None, *table.gpus(arch)))]
+
+    if not work:
+        raise ModelError(f"{model} does not use {op}")
+
+    start = time.perf_counter()
+    with click.progressbar(length=len(set(work)), label="building", file=sys.stderr, hidden=as_json) as bar:
+        results = run(work, cache, jobs, max_spill, lambda _: bar.update(1))
+    seconds = time.perf_counter() - start
+    failed = [b for b in results if b.error]
+    if as_json:
+        rows = [
+            {"spec": str(b.spec), "name": b.spec.name, "arch": str(b.arch), "hit": b.hit, "error": b.error and str(b.error)}
+            | ({"resources": asdict(b.entry.resources), "seconds": b.entry.seconds, "key": b.entry.key} if b.entry else {})
+            for b in results
+        ]
+        click.echo(json.dumps({"seconds": seconds, "variants": rows}, indent=1))
+    else:
+        for b in failed:
+            click.echo(f"{type(b.error).__name__}: {b.error}\n", err=True)
+        built = [b.entry for b in results if b.entry]
+        fresh = [b.entry.seconds for b in results if b.entry and not b.hit]
+        click.echo(
+            f"{len(results)} variants in {seconds:.2f} s: {len(fresh)} compiled"
+            + (f" ({sum(fresh) / len(fresh):.3f} s each, {max(fresh):.3f} at most)" if fresh else "")
+            + f", {len(results) - len(fresh) - len(failed)} found, {len(failed)} failed"
+        )
+        if built:
+            click.echo(f"registers {min(e.resources.registers for e in built)} … {max(e.resources.registers for e in built)}, "
+                       f"spilled bytes at most {max(e.resources.spills for e in built)}")  # fmt: skip
+    if failed:
+        sys.exit(EXIT_FAILURE)
+
+
+@click.command()
+@json_option
+def models(as_json: bool) -> None:
+    """List the models whose shapes are known."""
+    from ..models import models as known
+
+    if as_json:
+        rows = [
+            {k: getattr(v, "value", v) for k, v in asdict(m).items()} | {"function": m.function, "conv_channels": m.conv_channels}
+            for m in known().values()
+        ]
+        click.echo(json.dumps(rows, indent=1))
+        return
+    click.echo(f"{'model':28} {'kind':16} {'heads':>5} {'headdim, V':>11} {'d_state, K':>11} {'groups, key heads':>18}  state")
+    for m in known().values():
+        note = "" if m.verified else "  (unverified)"
+        rows, elements, groups = m.shape
+        click.echo(f"{m.name:28} {m.kind:16} {m.nheads:5} {rows:11} {elements:11} {groups:18}  {m.state.value}{note}")
+
+
+@click.command()
+@json_option
+def env(as_json: bool) -> None:
+    """Print what matters for a bug report."""
+    from ..environment import describe
+
+    facts = describe()
+    click.echo(json.dumps(facts, indent=1) if as_json else "\n".join(f"{k:18} {v}" for k, v in facts.items()))
+
+
+@click.command()
+@click.option("--check", is_flag=True, help="Change nothing; exit with 3 when a file would change.")
+@click.option("--dir", "root", type=click.Path(file_okay=False, path_type=Path), default="generated", show_default=True)
+def generate(check: bool, root: Path) -> None:
+    """Write generated/: the default variants as text, with ssmgen.lock. Run in a checkout."""
+    from .. import generate as generated
+
+    if check:
+        count, note = generated.check(root)
+        click.echo(f"{count} variants are as generated" + (f"; {note}" if note else ""))
+    else:
+        click.echo(f"{generated.write(root)} variants written to {root}")

@@ -1,0 +1,180 @@
+"""Looking at variants: list, show, diff, report, check, explain."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..bench import LINEAR_ATTENTION
+from ..cache import shared_cache
+from ..errors import ModelError
+from ..kernels import OPERATOR_OF, causal_conv1d
+from ..spec import Arch, DType
+from .options import CONVOLUTIONS, EXIT_FAILURE, REPLAY, arch_option, json_option, problems_of, with_model
+
+PROMPT = 2048  # tokens of a sequence, where nothing is said
+
+
+@click.command("list")
+@json_option
+def list_variants(as_json: bool) -> None:
+    """List the default variants and those in the cache."""
+    from ..generate import default_variants
+
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for spec, arch in default_variants():
+        rows[spec.name, str(arch)] = {"name": spec.name, "arch": str(arch), "spec": str(spec), "default": True, "cached": None}
+    for layer in shared_cache().layers:
+        for _, e in layer.entries():
+            row = rows.setdefault((e.symbol, e.arch), {"name": e.symbol, "arch": e.arch, "spec": e.spec, "default": False})
+            row["cached"] = str(layer.root)
+    if as_json:
+        click.echo(json.dumps(list(rows.values()), indent=1))
+        return
+    for row in sorted(rows.values(), key=lambda r: (r["arch"], r["name"])):
+        click.echo(f"{row['arch']:8} {'default' if row['default'] else '':8}{'cached' if row['cached'] else '':7} {row['name']}")
+
+
+@click.command()
+@click.argument("spec")
+@click.option("--cu", "form", flag_value="cu", default=True, help="CUDA source (the default).")
+@click.option("--ptx", "form", flag_value="ptx")
+@click.option("--sass", "form", flag_value="sass", help="Needs nvdisasm.")
+@click.option("--stats", "form", flag_value="stats", help="Registers, memory, spills, occupancy; with nvdisasm, what the SASS does.")
+@arch_option
+@json_option
+def show(spec: str, form: str, archs: list[Arch], as_json: bool) -> None:
+    """Print a variant, given by its text, its name or a part of it."""
+    from .. import inspect
+
+    cache = shared_cache()
+    found = inspect.resolve(spec, cache)
+    if form != "stats":
+        _print_code(inspect.text_of(found, form, archs[0], cache), form)
+        return
+    stats = inspect.stats(found, archs[0], cache)
+    click.echo(json.dumps(stats, indent=1) if as_json else "\n".join(f"{k:22} {v}" for k, v in stats.items()))
+
+
+def _print_code(text: str, form: str) -> None:
+    """Coloured in a terminal, and page by page if it is longer than that."""
+    if not sys.stdout.isatty():
+        click.echo(text)
+        return
+    from .. import highlight
+
+    shown = highlight.for_terminal(text, form) if highlight.wanted() else text
+    if text.count("\n") < shutil.get_terminal_size().lines:
+        click.echo(shown)
+    else:
+        click.echo_via_pager(shown)
+
+
+@click.command()
+@click.argument("a")
+@click.argument("b")
+@click.option("--ptx", "form", flag_value="ptx")
+@click.option("--sass", "form", flag_value="sass")
+@click.option("--cu", "form", flag_value="cu", default=True)
+@arch_option
+def diff(a: str, b: str, form: str, archs: list[Arch]) -> None:
+    """Compare two variants. Exits with 1 when they differ."""
+    from .. import inspect
+
+    cache = shared_cache()
+    specs = [inspect.resolve(text, cache) for text in (a, b)]
+    texts = [inspect.comparable(inspect.text_of(spec, form, archs[0], cache), form, spec).splitlines() for spec in specs]
+    lines = list(difflib.unified_diff(*texts, fromfile=a, tofile=b, lineterm=""))
+    if lines:
+        _print_code("\n".join(lines), "diff")
+    sys.exit(1 if lines else 0)
+
+
+@click.command()
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.option(
+    "--bench",
+    "timings",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    multiple=True,
+    help="Output of `ssmgen bench … --json`; may repeat.",
+)
+@arch_option
+@click.option("--jobs", type=click.IntRange(1), help="Parallel compilations. Default: one per processor.")
+def report(folder: Path, timings: tuple[Path, ...], archs: list[Arch], jobs: int | None) -> None:
+    """Write kernels as a folder of web pages: open its index.html. Needs no GPU, no server and no network.
+
+    The default variants and those that --bench timed: sources, PTX, SASS, occupancy, which calls are given them, any two side by side.
+    """
+    from ..site.write import write
+
+    with click.progressbar(length=1, label="compiling", file=sys.stderr) as bar:
+
+        def done(total: int) -> None:
+            bar.length = total
+            bar.update(1)
+
+        count = write(folder, archs, timings, shared_cache(), jobs, done)
+    click.echo(f"{count} variants in {folder / 'index.html'}")
+
+
+@click.command()
+@click.argument("specs", nargs=-1, required=True)
+@click.option("--batch", type=click.IntRange(1), default=3, show_default=True)
+@arch_option
+def check(specs: tuple[str, ...], batch: int, archs: list[Arch]) -> None:
+    """Run variants on this CPU, in the emulator, against the float64 reference. Needs g++ and no GPU."""
+    from ..emulator.check import check as run
+    from ..inspect import resolve
+
+    failed = 0
+    for spec in [resolve(text, shared_cache()) for text in specs]:  # all names first: a wrong one should not cost the others' time
+        outcome = run(spec, archs[0], batch)
+        failed += not outcome.passed
+        word = "ok    " if outcome.passed else "WRONG "
+        click.echo(
+            f"{word} {spec.name}: {outcome.blocks} blocks, state error {outcome.state_error:.1e}, output error {outcome.out_error:.1e}"
+        )
+    sys.exit(EXIT_FAILURE if failed else 0)
+
+
+@click.command()
+@click.argument("op", type=click.Choice(["selective_state_update", *LINEAR_ATTENTION, *CONVOLUTIONS, REPLAY]))
+@with_model
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--gpu", help="Whose measured choices to look at, such as 'NVIDIA H200'. Default: this machine's, if it is of --arch.")
+@arch_option
+@json_option
+def explain(op, model, tp, pdl, batch, gpu, archs, as_json, **call) -> None:
+    """Say which variant serves a model at a batch size, by which rule, and why the others do not.
+
+    causal_conv1d: for prompts of --tokens, 2048 if that is not given.
+    """
+    from .. import registry, runtime
+    from ..models import find_model
+
+    if not model:
+        raise click.UsageError("give --model")
+    known = find_model(model).divided(tp)
+    if op not in (known.function, *CONVOLUTIONS, REPLAY):
+        raise ModelError(f"{model} is decoded by {known.function}, not by {op}")
+    if op in CONVOLUTIONS and not known.conv_channels:
+        raise ModelError(f"{model} has no short convolution")
+    if op == REPLAY and known.kind != "mamba2":
+        raise ModelError(f"{model} is no Mamba-2, and {op} is for that")
+    operator, size = (op if op in (*CONVOLUTIONS, REPLAY) else known.operator), batch
+    if op == causal_conv1d.OPERATOR:
+        size = -(-batch * (call["tokens"] or PROMPT) * known.conv_channels * DType(call["io"]).size // 1024)
+    problems = problems_of(model, operator, tp, **call)
+    here = dict.fromkeys(archs, gpu) if gpu else {arch: runtime.name_of_gpu(arch) for arch in archs}
+    found = [registry.explain(OPERATOR_OF[type(p)], p, size, arch, pdl is not False, here[arch]) for arch in archs for p in problems]
+    if as_json:
+        click.echo(json.dumps([e.as_dict() for e in found], indent=1))
+    else:
+        click.echo("\n\n".join(map(str, found)))
