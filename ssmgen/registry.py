@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
+from . import tuned
 from .errors import UnsupportedError
 from .kernels import OPERATORS
 from .spec import Arch, KernelSpec
-from .tune import table
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def describe(problem: Any) -> str:
 
 def _tuned(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: str) -> Iterator[tuple[str, KernelSpec | None, str]]:
     """(rule, spec or None, why it does not apply) of the measured rows."""
-    for found in table.find(operator, problem, size, arch, pdl, gpu):
+    for found in tuned.find(operator, problem, size, arch, pdl, gpu):
         yield "tuned" if found.exact else f"tuned at {unit(operator)} {found.row.size}", found.spec, found.stale
 
 
@@ -118,7 +118,7 @@ def _chosen(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: 
 
 def forget() -> None:
     """Reads the tuned tables again. What a process has made plans for stays."""
-    table.forget()
+    tuned.forget()
     explain.cache_clear()
     ranges.cache_clear()
 

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from site_cases import ARCHS, benchmark, few_variants
 
 from ssmgen import inspect
+from ssmgen import tuned as table
 from ssmgen.cache import shared_cache
 from ssmgen.cli import main
 from ssmgen.errors import ReportError
@@ -23,7 +24,6 @@ from ssmgen.kernels.selective_state_update import SsuProblem, SsuSpec
 from ssmgen.registry import select
 from ssmgen.site import benchmarks, content, write
 from ssmgen.spec import Arch, DType, Index, parse_spec
-from ssmgen.tune import table
 
 SM90 = Arch.parse("sm_90a")
 

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from ssmgen import registry, runtime
+from ssmgen import tuned as table
 from ssmgen.build import build, default_problems, specs_for
 from ssmgen.cache import Cache
 from ssmgen.cli import main
@@ -18,7 +19,7 @@ from ssmgen.kernels import OPERATOR_OF, OPERATORS
 from ssmgen.kernels.selective_state_update import SsuProblem
 from ssmgen.models import find_model
 from ssmgen.spec import SM90, Arch, DType, Index, Loads, Pdl, PoolMode
-from ssmgen.tune import cases, model, search, table
+from ssmgen.tune import cases, model, search
 from ssmgen.tune.command import TUNED
 
 GPU, OP = "Test GPU 7", "selective_state_update"

@@ -13,8 +13,8 @@ from typing import Any
 
 from ..errors import SsmgenError, bullets
 from . import HOMES, home
-from .rows import Failure, Row, failures_of, flat, op_of, rows_of
-from .suite import Suite, stitched
+from .rows import failures_of, flat, op_of, rows_of
+from .suite import Suite, rows_and_failures, stitched
 
 NEEDED = ("device", "torch", "compiler", "ceilings_tbs", "rows")  # of a report, as the first ones had it
 GZIP = b"\x1f\x8b"
@@ -58,12 +58,6 @@ def _read(path: Path) -> Suite:
         except KeyError as e:
             raise ValueError(f"a report of {op_of(report)} without {e}") from e
     return suite
-
-
-def rows_and_failures(suite: Suite) -> tuple[list[Row], list[Failure]]:
-    failures = [failure for report in suite.reports for failure in failures_of(report)]
-    failures += [Failure(entry["op"], "", "", "", entry["error"]) for entry in suite.failed]
-    return [row for report in suite.reports for row in rows_of(report)], failures
 
 
 def check(suite: Suite) -> None:

@@ -14,6 +14,7 @@ from . import HOMES, LINEAR_ATTENTION, home
 from . import report as reports
 from .progress import PRINTING, Watch
 from .recurrences import OPS
+from .rows import Failure, Row, failures_of, rows_of
 
 QUICK_ROUNDS = 3
 FEW = {"batches": (1, 16, 128)}
@@ -94,3 +95,9 @@ def run(work: Mapping[str, Mapping[str, Any]], rounds: int = 7, peers: bool = Tr
 def stitched(suites: Sequence[Suite]) -> Suite:
     """Several in one."""
     return Suite([r for s in suites for r in s.reports], [f for s in suites for f in s.failed])
+
+
+def rows_and_failures(suite: Suite) -> tuple[list[Row], list[Failure]]:
+    failures = [failure for report in suite.reports for failure in failures_of(report)]
+    failures += [Failure(entry["op"], "", "", "", entry["error"]) for entry in suite.failed]
+    return [row for report in suite.reports for row in rows_of(report)], failures

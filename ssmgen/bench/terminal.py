@@ -9,10 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .formats import rows_and_failures
 from .report import head
 from .rows import Row, by_case, op_of, peers_of, rows_of
-from .suite import Suite
+from .suite import Suite, rows_and_failures
 
 SAME = 0.01  # ratios as near to 1 as this are neither faster nor slower
 

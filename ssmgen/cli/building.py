@@ -10,9 +10,9 @@ from pathlib import Path
 
 import click
 
+from .. import tuned as table
 from ..cache import Cache, shared_cache
 from ..errors import ModelError
-from ..tune import table
 from .options import BUILT, EXIT_FAILURE, arch_option, json_option, problems_of, with_model
 
 

@@ -14,13 +14,13 @@ from typing import Any
 
 from .. import compile as compiler
 from .. import inspect, registry
+from .. import tuned as table
 from ..build import Built, build, problems_by_models
 from ..cache import Cache, Entry
 from ..errors import ReportError, SpecError, UnknownArchError
 from ..generate import default_variants
 from ..kernels import FAMILIES, OPERATOR_OF, OPERATORS
 from ..spec import SM90, Arch, DType, KernelSpec, Problem, parse_spec, text_of
-from ..tune import table
 from .benchmarks import Timing
 
 TUNED = "tuned"  # what the registry calls a measured choice, with the size it is of if that is another

@@ -1,1 +1,1 @@
-"""Tuning: measured choices of variants (`table`), and how they are found (`search`, on each operator's `cases`, with a cost `model`)."""
+"""Tuning: each operator's `cases`, a cost `model`, and the `search` for the fastest variant; its results are tables of `ssmgen.tuned`."""

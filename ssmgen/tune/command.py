@@ -14,11 +14,11 @@ from typing import Any
 
 import click
 
+from .. import tuned as table
 from ..bench.command import LINEAR_ATTENTION
 from ..errors import SsmgenError
 from ..kernels import FAMILIES
 from ..spec import parse_spec
-from . import table
 
 TUNED = (
     "selective_state_update", *LINEAR_ATTENTION, "causal_conv1d", "causal_conv1d_update", "replay_selective_state_update", "combine_splits",

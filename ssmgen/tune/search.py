@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import compile as compiler
 from .. import registry, runtime
+from .. import tuned as table
 from ..bench import timing
 from ..build import build
 from ..cache import shared_cache
@@ -22,7 +23,7 @@ from ..kernels import OPERATOR_OF, OPERATORS
 from ..ops.calls import Call
 from ..render import template_digest
 from ..spec import KernelSpec, Pdl, text_of
-from . import model, table
+from . import model
 from .cases import Case
 
 COMPILED, TIMED, FINAL = 48, 16, 5  # variants that are compiled, that are timed, and that are timed again

@@ -7,13 +7,14 @@ import torch
 
 import ssmgen
 from ssmgen import registry, runtime
+from ssmgen import tuned as table
 from ssmgen.bench import combine_splits
 from ssmgen.build import build
 from ssmgen.cache import Cache
 from ssmgen.errors import SsmgenError
 from ssmgen.kernels import FAMILIES
 from ssmgen.spec import Arch, parse_spec
-from ssmgen.tune import cases, search, table
+from ssmgen.tune import cases, search
 
 pytestmark = pytest.mark.gpu
 

@@ -27,7 +27,7 @@ from ..spec import Arch, DType, Index, KernelSpec, parse_spec, text_of
 
 SCHEMA = 1
 REACH = 4.0  # a row serves sizes up to this factor away, if none is nearer
-SHIPPED = Path(__file__).parent / "tables"
+SHIPPED = Path(__file__).parent
 
 
 class TableError(SsmgenError):
