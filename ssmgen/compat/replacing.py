@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from functools import wraps
 from importlib import metadata
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, all_suffixes
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -70,7 +71,7 @@ class Engine:
 
     def register(self) -> dict[str, str]:
         """{place: what became of it}. A second call changes nothing; without the engine, and without CUDA, there is nothing to do."""
-        if self.package not in sys.modules and find_spec(self.package) is None:
+        if not _locations(self.package):
             return {}
         if torch.version.cuda is None:
             self.log.info("ssmgen replaces nothing: this torch is not built for CUDA")
@@ -84,8 +85,10 @@ class Engine:
                     self.outcome[r.place] = "kept: SSMGEN_ENGINE_KEEP names it"
                 elif r.module in sys.modules:
                     self.replace(r, sys.modules[r.module])
-                else:
+                elif self._has_module(r.module):
                     self.outcome[r.place] = WAITING
+                else:
+                    self._keep(r, f"there is no such module; ssmgen was written against {self.package} {self.version}")
             sys.meta_path.insert(0, self.finder)
             for place, what in self.outcome.items():
                 self.log.info("ssmgen: %s: %s", place, what)
@@ -120,6 +123,15 @@ class Engine:
                 if self.outcome[r.place] == REPLACED:
                     self.log.info("ssmgen: %s: %s", r.place, REPLACED)
 
+    def _has_module(self, name: str) -> bool:
+        """Whether there is a file for it. find_spec would import the packages around it."""
+        inner = name.split(".")[1:]
+        for location in _locations(self.package):
+            folder, stem = Path(location, *inner[:-1]), inner[-1]
+            if (folder / stem).is_dir() or any((folder / (stem + suffix)).is_file() for suffix in all_suffixes()):
+                return True
+        return False
+
     def _keep(self, r: Replacement, why: str) -> None:
         self.outcome[r.place] = f"kept: {why}"
         self.log.warning("ssmgen leaves %s as it is: %s", r.place, why)
@@ -147,6 +159,14 @@ class Engine:
         if found != self.version:
             message = "ssmgen was written against %s %s, and this is %s: functions whose parameters differ are left as they are"
             self.log.warning(message, self.package, self.version, found)
+
+
+def _locations(package: str) -> list[str]:
+    """The directories of a package that is installed; a directory of that name alone is none."""
+    if package in sys.modules:
+        return list(getattr(sys.modules[package], "__path__", []))
+    spec = find_spec(package)
+    return list(spec.submodule_search_locations or []) if spec and spec.origin else []
 
 
 def differences(ours: Callable[..., Any], theirs: Callable[..., Any]) -> list[str]:

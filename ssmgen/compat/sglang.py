@@ -80,7 +80,7 @@ def causal_conv1d_update(
 ) -> Tensor:
     """Overwrites x [batch, dim] or [batch, dim, T], and returns it. The function of sglang.srt.layers.attention.mamba.causal_conv1d.
 
-    conv_state: [slots, dim, width - 1 or more] of x's dtype; the last width - 1 entries are the history, or with cache_seqlens, it is a ring
+    conv_state: [slots, dim, width - 1 or more] of x's dtype, whose last width - 1 entries are the history; a ring with cache_seqlens
     """
     return _conv_update(
         x, conv_state, weight, bias, activation, cache_seqlens=cache_seqlens, conv_state_indices=conv_state_indices,
