@@ -73,6 +73,7 @@ SIGNATURES = {
 _CONV = f"from {_OPS}.causal_conv1d import causal_conv1d_fn, causal_conv1d_update"
 _MERGE = "from vllm.v1.attention.ops.merge_attn_states import merge_attn_states"
 _PACKED_AND_SIGMOID = "fused_recurrent_gated_delta_rule_packed_decode, fused_sigmoid_gating_delta_rule_update"
+_TRITON = f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_update as causal_conv1d_update_triton"
 _WRAPPED = f"from {_LAYERS}.mamba.causal_conv1d import causal_conv1d_fn, causal_conv1d_update"
 
 IMPORTS = {
@@ -97,12 +98,14 @@ IMPORTS = {
         f"    from {_OPS}.mamba_ssm import selective_state_update as kernel\n"
         "    return kernel(*args, **kwargs)"
     ),
-    f"{_LAYERS}.linear.gdn_backend": _WRAPPED
-    + f"\nfrom {_MAMBA}.causal_conv1d_triton import causal_conv1d_update as causal_conv1d_update_triton",
-    f"{_LAYERS}.linear.kda_backend": _WRAPPED,
-    f"{_LAYERS}.mamba.mamba": (
-        f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_update as causal_conv1d_update_triton\n{_WRAPPED}"
+    f"{_LAYERS}.linear.gdn_backend": (
+        f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_update\n"
+        f"from {_LAYERS}.mamba.causal_conv1d import causal_conv1d_fn as causal_conv1d_fn_cuda\n"
+        "causal_conv1d_fn = causal_conv1d_fn_cuda"
     ),
+    f"{_LAYERS}.linear.kda_backend": f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_update",
+    f"{_LAYERS}.mamba.mamba": f"{_TRITON}\n{_WRAPPED}",
+    f"{_LAYERS}.mamba.mamba1": (f"from {_LAYERS}.mamba.mamba import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_update_triton"),
     f"{_LAYERS}.linear.kernels.gdn_triton": (
         f"from {_ATTENTION}.fla.fused_recurrent import fused_recurrent_gated_delta_rule_packed_decode\n"
         f"from {_ATTENTION}.linear.fused_sigmoid_gating_recurrent import fused_sigmoid_gating_delta_rule_update"
@@ -110,7 +113,8 @@ IMPORTS = {
     f"{_LAYERS}.linear.kernels.kda_triton": (
         f"from {_ATTENTION}.linear.fused_sigmoid_gating_recurrent import fused_sigmoid_gating_delta_rule_update"
     ),
-    "sglang.srt.models.lfm2": _WRAPPED + f"\nfrom {_MAMBA}.causal_conv1d_triton import causal_conv1d_update as causal_conv1d_update_triton",
+    "sglang.srt.models.lfm2": f"{_TRITON}\n{_WRAPPED}",
+    "sglang.srt.models.lfm2_moe": _WRAPPED,
     f"{_MAMBA}.triton_ops.ssu_dispatch": (
         "def selective_state_update(*args, **kwargs):\n"
         f"    from {_MAMBA}.triton_ops.mamba_ssm import selective_state_update as kernel\n"
