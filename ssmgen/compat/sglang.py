@@ -143,10 +143,10 @@ def causal_conv1d_fn(
 ) -> Tensor:
     """x [dim, tokens] with query_start_loc, or [batch, dim, length] -> a new tensor laid out like it; conv_states in place.
 
-    kwargs: seq_lens_cpu, which divides SGLang's work among programs, is ignored; UnsupportedError for any other
+    kwargs: seq_lens_cpu, which divides SGLang's work among programs, is ignored; UnsupportedError for any other that is not None
     Unlike there, x itself is never overwritten.
     """
-    if others := sorted(set(kwargs) - {"seq_lens_cpu"}):
+    if others := sorted(name for name, value in kwargs.items() if name != "seq_lens_cpu" and value is not None):
         raise UnsupportedError("sglang's causal_conv1d_fn", [f"{name}: not known to ssmgen, which ignores nothing" for name in others])
     if conv_states is not None:
         conv_states = conv_states[..., : weight.shape[1] - 1]
