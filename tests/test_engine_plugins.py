@@ -240,13 +240,19 @@ def test_a_module_that_is_gone_is_said_at_once(engine, tmp_path, caplog):
     assert set(outcome.values()) == {replacing.WAITING}
 
 
-def test_what_was_done_is_logged_below_the_engine_s_logger(engine, caplog):
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_was_done_is_logged_once_below_the_engine_s_logger(engine, when, caplog, monkeypatch):
+    (module, kept), *others = of(engine)
+    monkeypatch.setenv("SSMGEN_ENGINE_KEEP", kept)
+    if when == "after":
+        modules_of(engine)
     with caplog.at_level("INFO", logger=engine):
         PLUGINS[engine].register()
         modules_of(engine)
-    said = [r.getMessage() for r in caplog.records if r.name == f"{engine}.ssmgen"]
-    for place in of(engine):
-        assert f"ssmgen: {'.'.join(place)}: {replacing.REPLACED}" in said
+    said = sorted(r.getMessage() for r in caplog.records if r.name == f"{engine}.ssmgen")
+    assert said == sorted(
+        [f"ssmgen leaves {module}.{kept} as it is: SSMGEN_ENGINE_KEEP names it", *(f"ssmgen replaces {'.'.join(p)}" for p in others)]
+    )
 
 
 # Calls.

@@ -83,6 +83,7 @@ class Engine:
             for r in self.replacements:
                 if r.name in kept or "all" in kept:
                     self.outcome[r.place] = "kept: SSMGEN_ENGINE_KEEP names it"
+                    self.log.info("ssmgen leaves %s as it is: SSMGEN_ENGINE_KEEP names it", r.place)
                 elif r.module in sys.modules:
                     self.replace(r, sys.modules[r.module])
                 elif self._has_module(r.module):
@@ -90,8 +91,6 @@ class Engine:
                 else:
                     self._keep(r, f"there is no such module; ssmgen was written against {self.package} {self.version}")
             sys.meta_path.insert(0, self.finder)
-            for place, what in self.outcome.items():
-                self.log.info("ssmgen: %s: %s", place, what)
         return dict(self.outcome)
 
     def unregister(self) -> None:
@@ -114,14 +113,13 @@ class Engine:
             self._rebind(original, ours)
             self.swaps[r.place] = _Swap(original, ours)
             self.outcome[r.place] = REPLACED
+            self.log.info("ssmgen replaces %s", r.place)
 
     def executed(self, module: ModuleType) -> None:
         """Called when one of the modules has been imported."""
         for r in self.replacements:
             if r.module == module.__name__ and self.outcome.get(r.place) in (WAITING, REPLACED):
                 self.replace(r, module)
-                if self.outcome[r.place] == REPLACED:
-                    self.log.info("ssmgen: %s: %s", r.place, REPLACED)
 
     def _has_module(self, name: str) -> bool:
         """Whether there is a file for it. find_spec would import the packages around it."""
