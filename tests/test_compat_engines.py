@@ -177,7 +177,7 @@ def test_sglang_verifies_drafts(sglang, tree, rows):
     sglang.selective_state_update(
         state, x["x"], x["dt"], x["A"], x["B"], x["C"], x["D"], z=x["z"], dt_bias=x["dt_bias"], dt_softplus=True,
         state_batch_indices=slots, out=out, disable_state_update=True, intermediate_states_buffer=kept, cache_steps=T,
-        retrieve_parent_token=parents, intermediate_state_indices=torch.arange(5) if rows else None,
+        retrieve_parent_token=parents, intermediate_state_indices=torch.tensor([7, 1, 0, 5]) if rows else None,
     )  # fmt: skip
     want = torch.zeros_like(kept, dtype=torch.float64)
     for b in (0, 2):
@@ -186,7 +186,7 @@ def test_sglang_verifies_drafts(sglang, tree, rows):
             S, y = token(each[int(parents[b, t])] if tree and t else S, x, b, t)
             each.append(S)
             assert ssu_close(out[b, t], y)
-        want[b if rows else int(slots[b])] = torch.stack(each)
+        want[[7, 1, 0][b] if rows else int(slots[b])] = torch.stack(each)
     assert torch.equal(state, before) and ssu_close(kept, want) and not out[1].any()
 
 
@@ -293,13 +293,13 @@ def test_sglang_convolution_keeps_windows_of_drafts(sglang):
         "silu",
         conv_state_indices=slots,
         intermediate_conv_window=windows,
-        intermediate_state_indices=torch.arange(5),
+        intermediate_state_indices=torch.tensor([3, 0, 1]),
     )
     for b in range(2):
         inputs = torch.cat([before[slots[b]], x[b]], 1)
         assert close(out[b], conv(before[slots[b]], x[b], weight, bias, "silu"))
-        assert torch.equal(windows[b], inputs.unfold(1, 3, 1)[:, 1:].transpose(0, 1)) and torch.equal(pool[slots[b]], inputs[:, 3:])
-    assert not windows[2:].any()
+        assert torch.equal(windows[[3, 0][b]], inputs.unfold(1, 3, 1)[:, 1:].transpose(0, 1)) and torch.equal(pool[slots[b]], inputs[:, 3:])
+    assert not windows[[1, 2, 4]].any()
 
 
 # Gated delta rules
