@@ -71,6 +71,8 @@ class Engine:
 
     def register(self) -> dict[str, str]:
         """{place: what became of it}. A second call changes nothing; without the engine, and without CUDA, there is nothing to do."""
+        if self.finder in sys.meta_path:
+            return dict(self.outcome)
         if not _locations(self.package):
             return {}
         if torch.version.cuda is None:
@@ -78,19 +80,16 @@ class Engine:
             return {}
         kept = self._kept()
         self._compare_versions()
-        if self.finder not in sys.meta_path:
-            self.outcome = {}
-            for r in self.replacements:
-                if r.name in kept or "all" in kept:
-                    self.outcome[r.place] = "kept: SSMGEN_ENGINE_KEEP names it"
-                    self.log.info("ssmgen leaves %s as it is: SSMGEN_ENGINE_KEEP names it", r.place)
-                elif r.module in sys.modules:
-                    self.replace(r, sys.modules[r.module])
-                elif self._has_module(r.module):
-                    self.outcome[r.place] = WAITING
-                else:
-                    self._keep(r, f"there is no such module; ssmgen was written against {self.package} {self.version}")
-            sys.meta_path.insert(0, self.finder)
+        for r in self.replacements:
+            if r.name in kept or "all" in kept:
+                self._keep(r, "SSMGEN_ENGINE_KEEP names it", logging.INFO)
+            elif r.module in sys.modules:
+                self.replace(r, sys.modules[r.module])
+            elif self._has_module(r.module):
+                self.outcome[r.place] = WAITING
+            else:
+                self._keep(r, f"there is no such module; ssmgen was written against {self.package} {self.version}")
+        sys.meta_path.insert(0, self.finder)
         return dict(self.outcome)
 
     def unregister(self) -> None:
@@ -130,9 +129,9 @@ class Engine:
                 return True
         return False
 
-    def _keep(self, r: Replacement, why: str) -> None:
+    def _keep(self, r: Replacement, why: str, level: int = logging.WARNING) -> None:
         self.outcome[r.place] = f"kept: {why}"
-        self.log.warning("ssmgen leaves %s as it is: %s", r.place, why)
+        self.log.log(level, "ssmgen leaves %s as it is: %s", r.place, why)
 
     def _rebind(self, old: Callable[..., Any], new: Callable[..., Any]) -> None:
         for name, module in list(sys.modules.items()):
