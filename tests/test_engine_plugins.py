@@ -136,11 +136,16 @@ def test_what_was_imported_between_is_given_back_too(engine):
 
 
 def test_a_reloaded_module_is_replaced_again(engine):
-    plugin, (module, name) = PLUGINS[engine], of(engine)[0]
+    """And both replacements are taken back, that of the first time from where it was imported to."""
+    plugin, (module, name) = PLUGINS[engine], of(engine)[-1]
     plugin.register()
     first = getattr(importlib.import_module(module), name)
+    modules_of(engine)
     again = getattr(importlib.reload(sys.modules[module]), name)
     assert ours(again) and again is not first
+    assert any(f is first for f in held(engine).values())
+    plugin.unregister()
+    assert not any(map(ours, held(engine).values()))
 
 
 def test_modules_keep_their_loader(engine):
@@ -230,6 +235,16 @@ def test_a_function_that_has_drifted_is_left_and_said(package, changed, words, t
     assert all(ours(f) for p, f in found.items() if p != place)
     assert words.format(package, VERSIONS[package]) in outcome[".".join(place)] and ".".join(place) in caplog.text
     assert f"written against {package} {VERSIONS[package]}, and this is 99.1" in caplog.text
+
+
+@pytest.mark.parametrize(("version", "said"), [("{}", False), ("{}+cu130", False), ("{}.post1", True)])
+def test_other_versions_are_said(version, said, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    write(tmp_path, "vllm", version.format(VERSIONS["vllm"]))
+    with importable(tmp_path, "vllm"):
+        vllm.register()
+        vllm.unregister()
+    assert ("written against vllm" in caplog.text) == said
 
 
 def test_a_module_that_is_gone_is_said_at_once(engine, tmp_path, caplog):

@@ -66,7 +66,7 @@ class Engine:
         self.package, self.version, self.replacements = package, version, tuple(replacements)
         self.log = logging.getLogger(f"{package}.ssmgen")  # below the engine's logger, so that its settings apply
         self.finder = _Finder(self)
-        self.swaps: dict[str, _Swap] = {}
+        self.swaps: list[_Swap] = []  # of a module that was executed twice, both
         self.outcome: dict[str, str] = {}
 
     def register(self) -> dict[str, str]:
@@ -96,9 +96,9 @@ class Engine:
         """Every name that holds one of ours gets the engine's function back; nothing is replaced from here on."""
         if self.finder in sys.meta_path:
             sys.meta_path.remove(self.finder)
-        for swap in self.swaps.values():
+        for swap in self.swaps:
             self._rebind(swap.ours, swap.original)
-        self.swaps, self.outcome = {}, {}
+        self.swaps, self.outcome = [], {}
 
     def replace(self, r: Replacement, module: ModuleType) -> None:
         """Replaces r in its module, which has been executed, and wherever the engine has imported it to."""
@@ -110,7 +110,7 @@ class Engine:
         else:
             ours = _with_the_original_behind(r, original, self.log)
             self._rebind(original, ours)
-            self.swaps[r.place] = _Swap(original, ours)
+            self.swaps.append(_Swap(original, ours))
             self.outcome[r.place] = REPLACED
             self.log.info("ssmgen replaces %s", r.place)
 
@@ -135,8 +135,8 @@ class Engine:
 
     def _rebind(self, old: Callable[..., Any], new: Callable[..., Any]) -> None:
         for name, module in list(sys.modules.items()):
-            if module is not None and (name == self.package or name.startswith(f"{self.package}.")):
-                for attribute in [a for a, value in vars(module).items() if value is old]:
+            if name == self.package or name.startswith(f"{self.package}."):
+                for attribute in [a for a, value in getattr(module, "__dict__", {}).items() if value is old]:
                     setattr(module, attribute, new)
 
     def _kept(self) -> frozenset[str]:
@@ -153,7 +153,7 @@ class Engine:
             found = metadata.version(self.package)
         except metadata.PackageNotFoundError:
             found = "of unknown version"
-        if found != self.version:
+        if found.partition("+")[0] != self.version:  # behind the + is the CUDA that a wheel was built for
             message = "ssmgen was written against %s %s, and this is %s: functions whose parameters differ are left as they are"
             self.log.warning(message, self.package, self.version, found)
 
