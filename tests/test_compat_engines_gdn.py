@@ -1,4 +1,4 @@
-"""Their gated delta rules and merges."""
+"""vLLM's and SGLang's gated delta rules and merges as these call them, through their replaced names, in float64."""
 
 from __future__ import annotations
 
