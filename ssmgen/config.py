@@ -9,6 +9,7 @@ VARIABLES = {
     "SSMGEN_CACHE_DIR": "directory that compiled kernels are read from and written to (default: $XDG_CACHE_HOME/ssmgen or ~/.cache/ssmgen)",
     "SSMGEN_CACHE_PATH": "read-only cache directories that are searched first, separated by ':'",
     "SSMGEN_COMPILE": "allow (default) or deny: with deny, a kernel that is in no cache is an error",
+    "SSMGEN_ENGINE_KEEP": "functions of vLLM and SGLang that the plugins leave as they are, separated by ',', or all (default: none)",
 }
 
 
@@ -34,3 +35,8 @@ def may_compile() -> bool:
     if value not in ("allow", "deny"):
         raise ValueError(f"SSMGEN_COMPILE={value!r} is neither allow nor deny")
     return value == "allow"
+
+
+def kept_functions() -> frozenset[str]:
+    """The functions that plugins leave to an engine; "all" for every one."""
+    return frozenset(name for word in os.environ.get("SSMGEN_ENGINE_KEEP", "").split(",") if (name := word.strip()))

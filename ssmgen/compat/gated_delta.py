@@ -1,0 +1,55 @@
+"""What the engines' gated delta rules have in common: operands of several layouts, on a pool of states [slots, HV, V, K]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import ArgumentError
+from ..ops.linear_attention import gated_delta_rule, kda
+
+
+def first(t: Tensor | None, n: int) -> Tensor | None:
+    """The first n rows: engines pass buffers that are made for more sequences than there are."""
+    return t if t is None or t.shape[0] == n else t[:n]
+
+
+def packed_decode(
+    mixed_qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, scale: float, initial_state: Tensor, out: Tensor,
+    ssm_state_indices: Tensor, use_qk_l2norm_in_kernel: bool, pad_slot_id: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One token per sequence, of which q, k and v lie behind each other in a row of mixed_qkv [B, 2 HK K + HV V]."""
+    name = "fused_recurrent_gated_delta_rule_packed_decode"
+    if mixed_qkv.dim() != 2 or initial_state.dim() != 4 or out.dim() != 4 or out.shape[1] != 1:
+        shapes = f"{list(mixed_qkv.shape)}, {list(initial_state.shape)} and {list(out.shape)}"
+        raise ArgumentError(name, [f"mixed_qkv, initial_state and out are {shapes}, not [B, channels], [slots, HV, V, K], [B, 1, HV, V]"])
+    _, HV, V, K = initial_state.shape
+    keys, rest = divmod(mixed_qkv.shape[1] - HV * V, 2 * K)
+    if keys <= 0 or rest:
+        problem = f"mixed_qkv has {mixed_qkv.shape[1]} channels, which is not 2 HK K + HV V with K = {K}, HV = {HV}, V = {V}"
+        raise ArgumentError(name, [problem])
+    q, k, v = mixed_qkv.split((keys * K, keys * K, HV * V), 1)
+    gated_delta_rule(
+        initial_state, q.unflatten(1, (keys, K)), k.unflatten(1, (keys, K)), v.unflatten(1, (HV, V)), a, b, A_log, dt_bias,
+        use_qk_l2norm=use_qk_l2norm_in_kernel, beta_sigmoid=True, scale=scale, state_indices=ssm_state_indices, pad_slot_id=pad_slot_id,
+        out=out[:, 0],
+    )  # fmt: skip
+    return out, initial_state
+
+
+def from_logits(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, is_kda: bool,
+    lower_bound: float | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
+    """The gated delta rule of a raw gate a and a logit b of beta, or KDA, whose gate is per key channel -> a new tensor [B, T, HV, V].
+
+    q, k: [B, T, HK, K]   v: [B, T, HV, V]   a: as many elements as [B, T, HV], of KDA [B, T, HV, K], in any split of axes; b as [B, T, HV]
+    """
+    lead, K = tuple(v.shape[:3]), k.shape[-1]
+    function, how = (kda, {"lower_bound": lower_bound}) if is_kda else (gated_delta_rule, {})
+    gate = a.reshape(*lead, K) if is_kda else a.reshape(lead)
+    return function(
+        state, q, k, v, gate, b.reshape(lead), A_log.reshape(-1), dt_bias.reshape(-1), beta_sigmoid=True, out=q.new_empty(v.shape), **how,
+        **options,
+    )  # fmt: skip

@@ -1,0 +1,124 @@
+"""The engines' functions that the plugins replace, as published, and who imports them there.
+
+SIGNATURES: {(module, name): parameters}, of vLLM 0.33.0 (source distribution) and SGLang 0.5.23 (wheel), without annotations. null_block_id
+and pad_slot_id have a module's constant for a default there, NULL_BLOCK_ID = 0 and PAD_SLOT_ID = -1.
+IMPORTS: {module: import statements}, those of the same releases that bind one of these functions by name.
+"""
+
+from __future__ import annotations
+
+VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23"}
+
+_OPS, _FLA, _GDN = (
+    "vllm.model_executor.layers.mamba.ops",
+    "vllm.third_party.flash_linear_attention.ops",
+    "vllm.model_executor.layers.mamba.gdn",
+)
+_MAMBA, _ATTENTION, _LAYERS = "sglang.kernels.ops.mamba", "sglang.kernels.ops.attention", "sglang.srt.layers.attention"
+_PACKED = "mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, use_qk_l2norm_in_kernel=False"
+
+SIGNATURES = {
+    (f"{_OPS}.mamba_ssm", "selective_state_update"): (
+        "state, x, dt, A, B, C, D, dt_bias, z=None, dt_softplus=False, state_batch_indices=None, dst_state_batch_indices=None, "
+        "null_block_id=0, out=None, num_accepted_tokens=None, cu_seqlens=None, is_blackwell=False, enable_stochastic_rounding=False, "
+        "cache_philox_rounds=0"
+    ),
+    (f"{_OPS}.causal_conv1d", "causal_conv1d_fn"): (
+        "x, weight, bias, conv_states, query_start_loc, cache_indices=None, has_initial_state=None, activation='silu', pad_slot_id=-1, "
+        "null_block_id=0, metadata=None, validate_data=False"
+    ),
+    (f"{_OPS}.causal_conv1d", "causal_conv1d_update"): (
+        "x, conv_state, weight, bias=None, activation=None, conv_state_indices=None, num_accepted_tokens=None, query_start_loc=None, "
+        "max_query_len=-1, null_block_id=0, validate_data=False, out=None"
+    ),
+    (f"{_FLA}.fused_recurrent", "fused_recurrent_gated_delta_rule_packed_decode"): _PACKED,
+    (f"{_FLA}.fused_recurrent", "fused_recurrent_gated_delta_rule"): (
+        "q, k, v, g, beta=None, scale=None, initial_state=None, inplace_final_state=True, cu_seqlens=None, ssm_state_indices=None, "
+        "num_accepted_tokens=None, use_qk_l2norm_in_kernel=False"
+    ),
+    (f"{_FLA}.fused_sigmoid_gating", "fused_sigmoid_gating_delta_rule_update"): (
+        "A_log, a, b, dt_bias, q, k, v, beta=1.0, threshold=20.0, scale=None, initial_state=None, inplace_final_state=True, "
+        "cu_seqlens=None, ssm_state_indices=None, num_accepted_tokens=None, use_qk_l2norm_in_kernel=False, is_kda=False"
+    ),
+    ("vllm.v1.attention.ops.merge_attn_states", "merge_attn_states"): (
+        "output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None, prefill_tokens_with_context=None, output_scale=None"
+    ),
+    (f"{_MAMBA}.triton_ops.mamba_ssm", "selective_state_update"): (
+        "state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, state_batch_indices=None, pad_slot_id=-1, out=None, "
+        "disable_state_update=False, intermediate_states_buffer=None, cache_steps=None, retrieve_parent_token=None, "
+        "intermediate_state_indices=None, enable_stochastic_rounding=False, cache_philox_rounds=0"
+    ),
+    (f"{_MAMBA}.causal_conv1d_triton", "causal_conv1d_update"): (
+        "x, conv_state, weight, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None, num_accept_tokens=None, "
+        "intermediate_conv_window=None, intermediate_state_indices=None, retrieve_next_token=None, retrieve_next_sibling=None, "
+        "retrieve_parent_token=None, pad_slot_id=-1, metadata=None, validate_data=False"
+    ),
+    (f"{_LAYERS}.mamba.causal_conv1d", "causal_conv1d_update"): (
+        "x, conv_state, weight, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None, pad_slot_id=-1"
+    ),
+    (f"{_LAYERS}.mamba.causal_conv1d", "causal_conv1d_fn"): (
+        "x, weight, bias=None, query_start_loc=None, cache_indices=None, has_initial_state=None, conv_states=None, activation='silu', "
+        "pad_slot_id=-1, **kwargs"
+    ),
+    (f"{_ATTENTION}.fla.fused_recurrent", "fused_recurrent_gated_delta_rule_packed_decode"): _PACKED,
+    (f"{_ATTENTION}.linear.fused_sigmoid_gating_recurrent", "fused_sigmoid_gating_delta_rule_update"): (
+        "A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source, initial_state_indices, scale=None, "
+        "use_qk_l2norm_in_kernel=False, cu_seqlens=None, is_kda=False, lower_bound=None, disable_state_update=False, "
+        "intermediate_states_buffer=None, intermediate_state_indices=None, cache_steps=None, retrieve_parent_token=None, "
+        "cache_ring=False, replayssm_rawv=None, replayssm_rawk=None, replayssm_g=None, replayssm_beta=None, match_cutedsl_decode=False"
+    ),
+    (f"{_LAYERS}.merge_state", "merge_state"): "prefix_output, prefix_lse, suffix_output, suffix_lse, output=None, output_lse=None",
+}
+
+_CONV = f"from {_OPS}.causal_conv1d import causal_conv1d_fn, causal_conv1d_update"
+_MERGE = "from vllm.v1.attention.ops.merge_attn_states import merge_attn_states"
+_PACKED_AND_SIGMOID = "fused_recurrent_gated_delta_rule_packed_decode, fused_sigmoid_gating_delta_rule_update"
+_TRITON = f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_update as causal_conv1d_update_triton"
+_WRAPPED = f"from {_LAYERS}.mamba.causal_conv1d import causal_conv1d_fn, causal_conv1d_update"
+
+IMPORTS = {
+    _FLA: (
+        "from .fused_recurrent import fused_recurrent_gated_delta_rule, fused_recurrent_gated_delta_rule_packed_decode\n"
+        "from .fused_sigmoid_gating import fused_sigmoid_gating_delta_rule_update"
+    ),
+    "vllm.model_executor.layers.mamba.mamba_mixer": _CONV,
+    "vllm.model_executor.layers.mamba.mamba_mixer2": _CONV,
+    "vllm.model_executor.layers.mamba.short_conv": _CONV,
+    f"{_GDN}.qwen_gdn_linear_attn": f"{_CONV}\nfrom {_FLA} import {_PACKED_AND_SIGMOID}",
+    f"{_GDN}.olmo_gdn_linear_attn": f"{_CONV}\nfrom {_FLA} import fused_recurrent_gated_delta_rule",
+    f"{_GDN}.kimi_gdn_linear_attn": "from ..ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update",
+    "vllm.model_executor.models.bailing_moe_v3": _CONV,
+    "vllm.v1.attention.backends.flash_attn": _MERGE,
+    "vllm.v1.attention.backends.flashinfer": _MERGE,
+    "vllm.model_executor.layers.attention.mla_attention": _MERGE,
+    "vllm.model_executor.layers.attention.sparse_mla_attention": _MERGE,
+    # The dispatcher's own function of this name is another one, and must stay.
+    f"{_OPS}.ssu_dispatch": (
+        "def selective_state_update(*args, **kwargs):\n"
+        f"    from {_OPS}.mamba_ssm import selective_state_update as kernel\n"
+        "    return kernel(*args, **kwargs)"
+    ),
+    f"{_LAYERS}.linear.gdn_backend": (
+        f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_update\n"
+        f"from {_LAYERS}.mamba.causal_conv1d import causal_conv1d_fn as causal_conv1d_fn_cuda\n"
+        "causal_conv1d_fn = causal_conv1d_fn_cuda"
+    ),
+    f"{_LAYERS}.linear.kda_backend": f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_update",
+    f"{_LAYERS}.mamba.mamba": f"{_TRITON}\n{_WRAPPED}",
+    f"{_LAYERS}.mamba.mamba1": (f"from {_LAYERS}.mamba.mamba import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_update_triton"),
+    f"{_LAYERS}.linear.kernels.gdn_triton": (
+        f"from {_ATTENTION}.fla.fused_recurrent import fused_recurrent_gated_delta_rule_packed_decode\n"
+        f"from {_ATTENTION}.linear.fused_sigmoid_gating_recurrent import fused_sigmoid_gating_delta_rule_update"
+    ),
+    f"{_LAYERS}.linear.kernels.kda_triton": (
+        f"from {_ATTENTION}.linear.fused_sigmoid_gating_recurrent import fused_sigmoid_gating_delta_rule_update"
+    ),
+    "sglang.srt.models.lfm2": f"{_TRITON}\n{_WRAPPED}",
+    "sglang.srt.models.lfm2_moe": _WRAPPED,
+    f"{_MAMBA}.triton_ops.ssu_dispatch": (
+        "def selective_state_update(*args, **kwargs):\n"
+        f"    from {_MAMBA}.triton_ops.mamba_ssm import selective_state_update as kernel\n"
+        "    return kernel(*args, **kwargs)"
+    ),
+    "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha": f"from {_LAYERS}.merge_state import merge_state",
+}

@@ -1,0 +1,67 @@
+"""Packages that stand in for the engines: the published functions, which only say that they ran, and the published imports of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module, invalidate_caches
+from pathlib import Path
+from types import ModuleType
+
+from engine_signatures import IMPORTS, SIGNATURES, VERSIONS
+
+DEFINED = "def {name}({parameters}):\n    return {answer!r}\n"
+
+
+def answer(module: str, name: str) -> str:
+    """What a stand-in returns."""
+    return f"the engine's {module}.{name}"
+
+
+def write(root: Path, package: str, version: str | None = None, signatures: dict[tuple[str, str], str] | None = None) -> None:
+    """The package below root, with its metadata. signatures: other parameters than the published ones, None for no such function."""
+    text: dict[str, str] = {}
+    for (module, name), published in (SIGNATURES | (signatures or {})).items():
+        text.setdefault(module, "")
+        if published is not None:
+            text[module] += DEFINED.format(name=name, parameters=published, answer=answer(module, name))
+    for module, statements in IMPORTS.items():
+        text[module] = text.get(module, "") + statements + "\n"
+    for module, source in text.items():
+        if module.partition(".")[0] == package:
+            folder = root.joinpath(*module.split(".")[:-1])
+            inner = folder / module.rpartition(".")[2]
+            is_package = any(other.startswith(f"{module}.") for other in text)
+            file = inner / "__init__.py" if is_package else inner.with_suffix(".py")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(source)
+    for folder in [d for d in (root / package).rglob("*") if d.is_dir()] + [root / package]:
+        (folder / "__init__.py").touch()
+    info = root / f"{package}-{version or VERSIONS[package]}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version or VERSIONS[package]}\n")
+
+
+def modules_of(package: str) -> list[ModuleType]:
+    """Imports every module that defines or imports one of the functions."""
+    names = [*dict.fromkeys([module for module, _ in SIGNATURES] + list(IMPORTS))]
+    return [import_module(name) for name in names if name.partition(".")[0] == package]
+
+
+@contextmanager
+def importable(root: Path, package: str) -> Iterator[None]:
+    """The package below root is the one that is imported; afterwards, all is as before."""
+
+    def take() -> dict[str, ModuleType]:
+        return {n: sys.modules.pop(n) for n in list(sys.modules) if n == package or n.startswith(f"{package}.")}
+
+    before = take()
+    sys.path.insert(0, str(root))
+    invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(str(root))
+        take()
+        sys.modules.update(before)

@@ -1,0 +1,67 @@
+"""What ssmgen has no kernel for goes to the engine's own function, which finds all as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from engine_calls import HV, K, V, gdn_operands, no_call_goes_to_the_engine, sglang_functions, vllm_functions  # noqa: F401
+from test_compat_ssu import operands, states
+from test_engine_forms import starts_of
+from torch import Tensor
+from torch_conv import DIM, randn, taps
+
+X, STATE = operands(2), states()
+SSU = {n: X[n] for n in ("x", "dt", "A", "B", "C", "D", "dt_bias")} | {"state": STATE, "out": torch.empty(2, 4, 8)}
+G = gdn_operands(1, 2)
+GDN = {n: G[n] for n in ("q", "k", "v", "a", "b", "A_log", "dt_bias")}
+SLOTS, POOL = torch.tensor([1, 2], dtype=torch.int32), randn(4, HV, V, K)
+VLLM_GDN = GDN | {"initial_state": POOL, "ssm_state_indices": SLOTS, "cu_seqlens": starts_of([1, 1])}
+SGLANG_GDN = GDN | {"initial_state_source": POOL, "initial_state_indices": SLOTS, "cu_seqlens": starts_of([1, 1])}
+SGLANG_GDN |= {"softplus_beta": 1.0, "softplus_threshold": 20.0}
+WEIGHT, BIAS = taps(4)
+CONV = {"x": randn(2, DIM), "conv_state": randn(4, DIM, 3), "weight": WEIGHT, "bias": BIAS}
+PACKED = {"x": randn(DIM, 4), "weight": WEIGHT, "bias": BIAS, "conv_states": randn(4, DIM, 3), "query_start_loc": starts_of([2, 2])}
+MERGE = {"prefix_output": randn(5, 3, 16), "suffix_output": randn(5, 3, 16), "prefix_lse": randn(3, 5), "suffix_lse": randn(3, 5)}
+SIGMOID = "fused_sigmoid_gating_delta_rule_update"
+
+
+@pytest.mark.refused
+@pytest.mark.parametrize(
+    ("engine", "name", "call", "words"),
+    [
+        ("vllm", "selective_state_update", SSU | {"out": None}, "out is None"),
+        ("vllm", "selective_state_update", SSU | {"enable_stochastic_rounding": True}, "no state is written in float16 or bfloat16"),
+        ("vllm", "selective_state_update", SSU | {"state": STATE[..., ::2]}, "d_state"),
+        ("vllm", "causal_conv1d_update", CONV | {"x": CONV["x"].half()}, "conv_state is float32, x is float16"),
+        ("vllm", "causal_conv1d_fn", PACKED | {"x": PACKED["x"].half()}, "conv_states is float32, x is float16"),
+        ("vllm", "fused_recurrent_gated_delta_rule_packed_decode",
+         {"mixed_qkv": randn(2, 99), "a": G["a"][0], "b": G["b"][0], "A_log": G["A_log"], "dt_bias": G["dt_bias"], "scale": 1.0,
+          "initial_state": POOL, "out": torch.empty(2, 1, HV, V), "ssm_state_indices": SLOTS}, "mixed_qkv has 99 channels"),
+        ("vllm", SIGMOID, VLLM_GDN | {"threshold": 10.0}, "beta 1.0 and threshold 10.0"),
+        ("vllm", SIGMOID, VLLM_GDN | {"inplace_final_state": False}, "inplace_final_state=False"),
+        ("vllm", SIGMOID, VLLM_GDN | {"ssm_state_indices": None}, "ssm_state_indices is None"),
+        ("vllm", SIGMOID, VLLM_GDN | {"num_accepted_tokens": SLOTS}, "no column per token"),
+        ("vllm", "merge_attn_states", MERGE | {"output": torch.empty(5, 3, 16), "output_scale": torch.ones(1)}, "output_scale"),
+        ("sglang", "selective_state_update", SSU | {"enable_stochastic_rounding": True}, "goes with a float16 state"),
+        ("sglang", "selective_state_update", SSU | {"intermediate_states_buffer": torch.zeros(2, 3, 4, 8, 16), "cache_steps": 2},
+         "cache_steps is 2"),
+        ("sglang", "causal_conv1d_update_triton", CONV | {"retrieve_parent_token": torch.zeros(2, 1)}, "a draft tree"),
+        ("sglang", "causal_conv1d_update_triton", CONV | {"cache_seqlens": SLOTS}, "cache_seqlens"),
+        ("sglang", "causal_conv1d_fn", PACKED | {"block_table": SLOTS}, "block_table"),
+        ("sglang", SIGMOID, SGLANG_GDN | {"intermediate_states_buffer": POOL[None]}, "intermediate_states_buffer"),
+        ("sglang", SIGMOID, SGLANG_GDN | {"retrieve_parent_token": SLOTS[None]}, "retrieve_parent_token"),
+        ("sglang", SIGMOID, SGLANG_GDN | {"cache_ring": True}, "cache_ring"),
+        ("sglang", SIGMOID, SGLANG_GDN | {"match_cutedsl_decode": True}, "match_cutedsl_decode"),
+        ("sglang", SIGMOID, SGLANG_GDN | {"lower_bound": -5.0}, "of KDA's gate only"),
+        ("sglang", SIGMOID, SGLANG_GDN | {"softplus_beta": 2.0}, "beta 2.0"),
+        ("sglang", SIGMOID, SGLANG_GDN | {"initial_state_source": None}, "initial_state_source is None"),
+    ],
+)  # fmt: skip
+def test_the_engine_does_what_ssmgen_refuses(request, caplog, engine, name, call, words):
+    tensors = [t for t in call.values() if isinstance(t, Tensor) and t is not call.get("out") and t is not call.get("output")]
+    before = [t.clone() for t in tensors]
+    function: Callable = getattr(request.getfixturevalue(engine), name)
+    assert function(**call) == function.__wrapped__(**call), "what the stand-in returns"
+    assert words in caplog.text and all(map(torch.equal, tensors, before))
