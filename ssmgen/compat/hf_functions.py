@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..errors import ArgumentError, SsmgenError
+from ..errors import ArgumentError, SsmgenError, UnsupportedError, bullets
+from ..ops import causal_conv1d as native_conv
+from ..ops import causal_conv1d_update as native_update
 from ..ops import linear_attention, selective_state_update
-from . import causal_conv1d as conv
 
 _recording = threading.local()  # .calls: a list while this thread records
 
@@ -54,8 +55,7 @@ def causal_conv1d_update(
     hidden_states: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
 ) -> Tensor:
     """hidden_states [batch, dim, T] -> a new tensor like it; conv_state [batch, dim, state_len] in place; weight [dim, width]."""
-    conv._check_activation(activation)
-    return _call(conv._native_update, hidden_states, conv_state, weight, bias, activation)
+    return _call(native_update.causal_conv1d_update, hidden_states, conv_state, weight, bias, activation)
 
 
 def causal_conv1d_fn(
@@ -63,8 +63,7 @@ def causal_conv1d_fn(
     **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """hidden_states [batch, dim, length] -> a new tensor like it. seq_idx [batch, length] int32 keeps packed sequences apart."""
-    conv._check_activation(activation)
-    return _call(conv._native, hidden_states, weight, bias, activation=activation, seq_idx=seq_idx)
+    return _call(native_conv.causal_conv1d, hidden_states, weight, bias, activation=activation, seq_idx=seq_idx)
 
 
 def mamba_selective_state_update(
@@ -171,12 +170,14 @@ def _run_of(replacement: Replacement, ours: Callable[..., Any], original: Callab
     def run(*args: Any, **kwargs: Any) -> Any:
         traced = is_compiling()
         if torch.is_grad_enabled() and _needs_grad(args, kwargs):
-            reason = "an operand requires grad, and a decode step has no backward"
+            reason = "  - an operand requires grad, and a decode step has no backward"
         else:
             try:
                 result = ours(*args, **kwargs)
-            except (ArgumentError, NotImplementedError) as e:  # raised before anything is launched or written
-                reason = "\n".join(f"  - {p}" for p in getattr(e, "problems", None) or getattr(e, "reasons", None) or [e])
+            except ArgumentError as e:  # this and the next are raised before anything is launched or written
+                reason = bullets(e.problems)
+            except UnsupportedError as e:
+                reason = bullets(e.reasons)
             except SsmgenError as e:
                 e.args = (f"{label}, in {calling_layer()}: {e.args[0]}", *e.args[1:])
                 raise
