@@ -201,10 +201,10 @@ def warm(model: torch.nn.Module, batches: Iterable[int] = (1,), prompt_length: i
         raise PatchError(f"batches are {sizes}: name one or more, of 1 or more sequences each")
     loaded = runtime.loaded_count()
     device = next(model.parameters()).device
-    with patch(model) as handle:
+    with patch(model) as handle, torch.no_grad():
         for batch in sorted({min(size, 2) for size in sizes}):  # two rows show the strides between rows, which one does not
             prompt = torch.zeros(batch, prompt_length, dtype=torch.long, device=device)
-            with torch.no_grad(), recording() as calls:
+            with recording() as calls:
                 model.generate(
                     prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=2, min_new_tokens=2, do_sample=False, num_beams=1
                 )
