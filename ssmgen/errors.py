@@ -124,6 +124,10 @@ class ModelError(SsmgenError, ValueError):
     """A model name is not in models.toml, or cannot be divided as asked."""
 
 
+class PatchError(SsmgenError, ValueError):
+    """Models of transformers cannot be patched or warmed as asked, or a patch cannot be undone."""
+
+
 class DriftError(SsmgenError):
     """The committed generated sources or their lock file differ from what the templates give."""
 

@@ -18,7 +18,7 @@ import ssmgen
 from ssmgen import api
 from ssmgen.compat import hf
 from ssmgen.compat.hf_functions import FUNCTIONS, recording, torch_recurrent_gated_delta_rule, unknown_parameters
-from ssmgen.errors import ArgumentError, CaptureError
+from ssmgen.errors import ArgumentError, CaptureError, PatchError
 
 SCANS = {name: next((f for f in functions if "conv" not in f), None) for name, functions in hf.MODELS.items()}
 ONE_OF_EACH = ("mamba", "mamba2", "qwen3_5", "kimi_linear", "lfm2")
@@ -79,9 +79,10 @@ def test_greedy_generation_is_unchanged_and_ours(name):
 
 
 @every_model
-def test_kernels_serve_every_call_in_bf16(name):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_kernels_serve_every_call(name, dtype):
     """On the CPU the reference computes; that there are kernels for these calls is asked of the registry."""
-    model = built(name).bfloat16()
+    model = built(name).to(dtype)
     with hf.patch(model) as patch, recording() as calls:
         generate(model, 2)
     assert not any(c.original for c in patch.calls().values())
@@ -301,14 +302,14 @@ def test_what_others_put_in_our_place_stays(monkeypatch):
     original = modeling("mamba2").causal_conv1d_update
     patch = hf.patch("mamba2")
     modeling("mamba2").causal_conv1d_fn = print
-    with pytest.raises(hf.PatchError, match=r"mamba2\.causal_conv1d_fn is now <built-in function print>"):
+    with pytest.raises(PatchError, match=r"mamba2\.causal_conv1d_fn is now <built-in function print>"):
         patch.undo()
     assert modeling("mamba2").causal_conv1d_fn is print and modeling("mamba2").causal_conv1d_update is original
 
 
 def test_what_is_not_known_is_refused_in_one_message():
     before = snapshot()
-    with pytest.raises(hf.PatchError) as refused:
+    with pytest.raises(PatchError) as refused:
         hf.patch(["mamba2", "llama", torch.nn.Linear(2, 2), "mamba3"])
     assert all(words in str(refused.value) for words in ("'llama'", "Linear", "'mamba3'", "Known are: mamba,"))
     assert_same(snapshot(), before)
@@ -316,7 +317,7 @@ def test_what_is_not_known_is_refused_in_one_message():
 
 def test_a_name_that_this_transformers_lacks(monkeypatch):
     monkeypatch.setitem(hf.MODELS, "mamba9", ("causal_conv1d_fn",))
-    with pytest.raises(hf.PatchError, match="mamba9 is not in transformers"):
+    with pytest.raises(PatchError, match="mamba9 is not in transformers"):
         hf.patch("mamba9")
     with hf.patch() as patch:
         assert not any("mamba9" in label for label in patch.replaced)
@@ -351,7 +352,7 @@ def test_warm_needs_a_device_and_sizes():
     model = built("mamba2")
     with pytest.raises(ArgumentError, match="kernels are loaded on CUDA devices"):
         hf.warm(model)
-    with pytest.raises(hf.PatchError, match="batches"):
+    with pytest.raises(PatchError, match="batches"):
         hf.warm(model, batches=[])
-    with pytest.raises(hf.PatchError, match="Linear has no layer"):
+    with pytest.raises(PatchError, match="Linear has no layer"):
         hf.warm(torch.nn.Linear(2, 2))

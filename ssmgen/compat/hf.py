@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import api, runtime
-from ..errors import SsmgenError, bullets
-from .hf_functions import FUNCTIONS, Replacement, recording, unknown_parameters
+from ..errors import PatchError, bullets
+from . import hf_functions as functions
+from .hf_functions import FUNCTIONS, Replacement
 
 _CONV = ("causal_conv1d_update", "causal_conv1d_fn")
 _SCANS = {
@@ -35,10 +36,6 @@ MODELS = {m: (*_CONV, scan) for scan, models in _SCANS.items() for m in models} 
 
 _lock = threading.Lock()
 _active: dict[tuple[str, str], Replacement] = {}  # by model and function; what `patch` put in place and no `undo` has taken out
-
-
-class PatchError(SsmgenError, ValueError):
-    """Models cannot be patched as asked, or a patch cannot be undone."""
 
 
 class Calls(NamedTuple):
@@ -109,7 +106,7 @@ def patch(models: str | torch.nn.Module | Iterable[str | torch.nn.Module] = "aut
         whose kinds are patched: a function is a modeling file's, and so another model of the same kind has it too
     Patches may overlap: a function goes back to the original when the last patch that has it is undone.
     Warns of a function that this transformers does not have as expected, and leaves it alone.
-    Raises PatchError for what is not known, listing all of it, before anything is replaced; ImportError without transformers.
+    Raises PatchError for what is not known, listing all of it, before anything is replaced.
     """
     names = _names(models)
     with _lock:
@@ -150,7 +147,7 @@ def _transformers_version() -> str:
     try:
         import transformers
     except ImportError as e:
-        raise ImportError("ssmgen.compat.hf needs transformers: pip install 'ssmgen[hf]'") from e
+        raise PatchError("transformers is not installed: pip install 'ssmgen[hf]'") from e
     return transformers.__version__
 
 
@@ -181,7 +178,7 @@ def _replacements(model: str, missing: list[str]) -> Iterable[Replacement]:
             yield known
         elif original is None:
             missing.append(f"{label}: this transformers has no such function")
-        elif differences := unknown_parameters(FUNCTIONS[name], original):
+        elif differences := functions.unknown_parameters(FUNCTIONS[name], original):
             missing.append(f"{label}: its parameters are others than expected: {', '.join(differences)}")
         else:
             replacement = _active[model, name] = Replacement(label, module, name)
@@ -194,7 +191,8 @@ def warm(model: torch.nn.Module, batches: Iterable[int] = (1,), prompt_length: i
     model: on a CUDA device, with `generate`. It reads a prompt of so many tokens and generates two, as one sequence and, for larger batch
         sizes, as two; what its layers call is then prepared for all sizes. The model need not be patched, and is not afterwards.
     A prompt of another length may need another kernel of the convolution, which its first call compiles.
-    Returns the number of kernels that were not loaded before. Raises PatchError, and what ssmgen.warm does.
+    Returns the number of kernels that were not loaded before. Raises PatchError, and what ssmgen.warm does: ArgumentError
+    for a model that is not on a CUDA device.
     """
     sizes = sorted(set(batches))
     if not sizes or sizes[0] < 1:
@@ -204,7 +202,7 @@ def warm(model: torch.nn.Module, batches: Iterable[int] = (1,), prompt_length: i
     with patch(model) as handle, torch.no_grad():
         for batch in sorted({min(size, 2) for size in sizes}):  # two rows show the strides between rows, which one does not
             prompt = torch.zeros(batch, prompt_length, dtype=torch.long, device=device)
-            with recording() as calls:
+            with functions.recording() as calls:
                 model.generate(
                     prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=2, min_new_tokens=2, do_sample=False, num_beams=1
                 )

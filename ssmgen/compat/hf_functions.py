@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..errors import ArgumentError, SsmgenError, UnsupportedError, bullets
+from ..errors import ArgumentError, CaptureError, SsmgenError, UnsupportedError, bullets
 from ..ops import causal_conv1d as native_conv
 from ..ops import causal_conv1d_update as native_update
 from ..ops import linear_attention, selective_state_update
@@ -179,7 +179,8 @@ def _run_of(replacement: Replacement, ours: Callable[..., Any], original: Callab
             except UnsupportedError as e:
                 reason = bullets(e.reasons)
             except SsmgenError as e:
-                e.args = (f"{label}, in {calling_layer()}: {e.args[0]}", *e.args[1:])
+                all_of_it = "\nFor all that a model needs: ssmgen.compat.hf.warm(model, batches=…)." if isinstance(e, CaptureError) else ""
+                e.args = (f"{label}, in {calling_layer()}: {e.args[0]}{all_of_it}", *e.args[1:])
                 raise
             else:
                 if not traced:
