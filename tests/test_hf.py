@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
 
 from hf_cases import TINY, convolutions, decode_step, generate, known, states_of, tiny
+from transformers import CompileConfig
 
 import ssmgen
 from ssmgen import api
@@ -135,6 +136,32 @@ def test_a_decode_step_compiles_into_one_graph(name):
     close(got, want, of=want)
     ours = sum(n for target, n in targets.items() if target.startswith("ssmgen."))
     assert ours == convolutions(model) * (2 if SCANS[name] else 1), targets
+
+
+@pytest.mark.parametrize("refused", ["activation", "dtype"])
+def test_what_we_refuse_is_the_originals_in_a_compiled_step_too(refused):
+    model = built("mamba2", hidden_act="gelu") if refused == "activation" else built("mamba2").double()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        step = decode_step(model)
+        want = step(copy.deepcopy(step.cache))
+        with hf.patch(model):
+            got = torch.compile(step, backend="eager", fullgraph=True)(copy.deepcopy(step.cache))
+    close(got, want, of=want)
+
+
+def test_a_static_cache_which_transformers_compiles():
+    compile_config = CompileConfig(backend="aot_eager", mode=None)
+    compile_config._compile_all_devices = True
+    model = built("mamba2")
+    want = generate(model, TOKENS)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with hf.patch(model) as patch:
+        got = generate(model, TOKENS, cache_implementation="static", compile_config=compile_config)
+    assert torch.equal(got.sequences, want.sequences)
+    assert patch.calls() == {"mamba2.causal_conv1d_fn": hf.Calls(3, 0)}, "the steps were compiled: those calls are not counted"
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 # The state.

@@ -22,6 +22,7 @@ from ..errors import ArgumentError, CaptureError, SsmgenError, UnsupportedError,
 from ..ops import causal_conv1d as native_conv
 from ..ops import causal_conv1d_update as native_update
 from ..ops import linear_attention, selective_state_update
+from ..ops.checks import DTYPES
 
 _recording = threading.local()  # .calls: a list while this thread records
 
@@ -169,8 +170,10 @@ def _run_of(replacement: Replacement, ours: Callable[..., Any], original: Callab
 
     def run(*args: Any, **kwargs: Any) -> Any:
         traced = is_compiling()
-        if torch.is_grad_enabled() and _needs_grad(args, kwargs):
+        if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(args, kwargs)):
             reason = "  - an operand requires grad, and a decode step has no backward"
+        elif traced and _ends_a_trace(args, kwargs):
+            reason = ""  # is not said: code that is compiled warns of nothing
         else:
             try:
                 result = ours(*args, **kwargs)
@@ -195,8 +198,15 @@ def _run_of(replacement: Replacement, ours: Callable[..., Any], original: Callab
     return run
 
 
-def _needs_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values()))
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    return [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+
+
+def _ends_a_trace(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the operators would refuse a dtype or an activation: of their errors torch.compile knows no way back."""
+    named = [a for a in (*args, kwargs.get("activation")) if isinstance(a, str)]  # nothing else is a text
+    dtypes = [t.dtype for t in _tensors(args, kwargs) if t.is_floating_point()]
+    return any(a not in native_conv.ACTIVATIONS for a in named) or any(d not in DTYPES for d in dtypes)
 
 
 def calling_layer() -> str:
