@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import importlib
+import os
+import subprocess
+import sys
 import warnings
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +25,7 @@ from ssmgen.compat import hf
 from ssmgen.compat.hf_functions import FUNCTIONS, recording, torch_recurrent_gated_delta_rule, unknown_parameters
 from ssmgen.errors import ArgumentError, CaptureError, PatchError
 
+ROOT = Path(__file__).parent.parent
 SCANS = {name: next((f for f in functions if "conv" not in f), None) for name, functions in hf.MODELS.items()}
 ONE_OF_EACH = ("mamba", "mamba2", "qwen3_5", "kimi_linear", "lfm2")
 TOKENS = 6
@@ -383,3 +388,43 @@ def test_warm_needs_a_device_and_sizes():
         hf.warm(model, batches=[])
     with pytest.raises(PatchError, match="Linear has no layer"):
         hf.warm(torch.nn.Linear(2, 2))
+
+
+# Installed packages.
+
+PROGRAM = """
+import sys, torch
+sys.path.insert(0, {tests!r})
+from hf_cases import generate, tiny
+from ssmgen.compat import hf
+
+for name in ("mamba2", "mamba", "qwen3_5", "kimi_linear"):
+    model = tiny(name)
+    try:
+        generate(model, 3)
+        raise SystemExit(f"{{name}} did not take the packages")
+    except NotImplementedError as e:
+        assert str(e) == "a package's", e
+    with hf.patch(model) as patch:
+        generate(model, 3)
+    assert len(patch.calls()) == 3 and not any(c.original for c in patch.calls().values()), str(patch)
+"""
+
+
+def test_installed_packages_are_replaced_too(tmp_path):
+    """Packages of these names stand in for the real ones, with what a decode step and a convolution call, and no more."""
+    there = {
+        "causal_conv1d": ["causal_conv1d_fn", "causal_conv1d_update"],
+        "mamba_ssm/ops/triton/selective_state_update": ["selective_state_update"],
+        "fla/ops/gated_delta_rule": ["fused_recurrent_gated_delta_rule"],
+        "fla/ops/kda": ["fused_recurrent_kda"],
+    }
+    body = 'def {}(*args, **kwargs):\n    raise NotImplementedError("a package\'s")\n'
+    for path, functions in there.items():
+        file = tmp_path / f"{path}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(body.format(f) for f in functions))
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    program = PROGRAM.format(tests=str(ROOT / "tests"))
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
