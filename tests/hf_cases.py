@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from typing import Any
 
+import pytest
 import torch
 
 _COMMON = {"vocab_size": 64, "hidden_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2}
@@ -162,6 +164,29 @@ def known(name: str) -> bool:
     return importlib.util.find_spec(f"transformers.models.{name}") is not None
 
 
+def built(name: str, **changes: Any) -> torch.nn.Module:
+    """The model, or a skip where this transformers does not have it."""
+    if not known(name):
+        pytest.skip(f"this transformers has no {name}")
+    return tiny(name, **changes)
+
+
+def modeling(name: str) -> Any:
+    return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+
+
+def snapshot() -> dict[str, dict[str, Any]]:
+    """What all modeling files hold."""
+    return {name: dict(vars(modeling(name))) for name in TINY if known(name)}
+
+
+def assert_same(now: dict[str, dict[str, Any]], before: dict[str, dict[str, Any]]) -> None:
+    """The same objects under the same names."""
+    for name, attributes in before.items():
+        assert now[name].keys() == attributes.keys()
+        assert all(now[name][a] is attributes[a] for a in attributes), name
+
+
 def convolutions(model: torch.nn.Module) -> int:
     """Layers of the model with a short convolution."""
     return sum(isinstance(layer, torch.nn.Conv1d) for layer in model.modules())
@@ -186,7 +211,7 @@ def _listed(states: Any) -> list[Any]:
     return list(states.values()) if isinstance(states, dict) else states if isinstance(states, list) else [states]
 
 
-class decode_step:  # noqa: N801 (called like a function)
+class DecodeStep:
     """The model's next step behind two prompts of five, as a function of the cache, of which `cache` is one."""
 
     def __init__(self, model: torch.nn.Module):

@@ -78,7 +78,9 @@ class Patch:
                 r.owners.remove(self)
                 if r.owners:
                     continue
-                _active.pop(tuple(label.split(".")), None)
+                key = tuple(label.split("."))
+                if _active.get(key) is r:  # else another one of ours is on top of what came between
+                    del _active[key]
                 if r.in_place:
                     r.restore()
                 else:
@@ -108,15 +110,15 @@ def patch(models: str | torch.nn.Module | Iterable[str | torch.nn.Module] = "aut
     Warns of a function that this transformers does not have as expected, and leaves it alone.
     Raises PatchError for what is not known, listing all of it, before anything is replaced.
     """
-    names = _names(models)
+    wanted = [(name, function) for name in _names(models) for function in MODELS[name]]
     with _lock:
-        missing: list[str] = []
-        found = [r for name in names for r in _replacements(name, missing)]
-        if missing:
-            warnings.warn(f"these functions are not replaced:\n{bullets(missing)}", RuntimeWarning, stacklevel=2)
-        if not found:
+        objections = {pair: words for pair in wanted if (words := _objection(*pair))}
+        if objections:
+            lines = bullets([f"{name}.{function}: {words}" for (name, function), words in objections.items()])
+            warnings.warn(f"these functions are not replaced:\n{lines}", RuntimeWarning, stacklevel=2)
+        if len(objections) == len(wanted):
             raise PatchError("none of these models has a function to replace; ssmgen knows transformers 5.17 and later")
-        return Patch(found)
+        return Patch([_replacement(*pair) for pair in wanted if pair not in objections])
 
 
 def _names(models: str | torch.nn.Module | Iterable[str | torch.nn.Module]) -> list[str]:
@@ -168,21 +170,24 @@ def _kinds(model: torch.nn.Module) -> list[str]:
     return [name for name in MODELS if f"transformers.models.{name}.modeling_{name}" in modules]
 
 
-def _replacements(model: str, missing: list[str]) -> Iterable[Replacement]:
-    """Those of a model, put in place where they are not yet. Adds to `missing`."""
-    module = _modeling(model)
-    for name in MODELS[model]:
-        label, known = f"{model}.{name}", _active.get((model, name))
-        original = getattr(module, name, None)
-        if known is not None and known.in_place:
-            yield known
-        elif original is None:
-            missing.append(f"{label}: this transformers has no such function")
-        elif differences := functions.unknown_parameters(FUNCTIONS[name], original):
-            missing.append(f"{label}: its parameters are others than expected: {', '.join(differences)}")
-        else:
-            replacement = _active[model, name] = Replacement(label, module, name)
-            yield replacement
+def _objection(model: str, function: str) -> str:
+    """What keeps a function of a modeling file from being replaced, or nothing."""
+    known = _active.get((model, function))
+    if known is not None and known.in_place:
+        return ""
+    original = getattr(_modeling(model), function, None)
+    if original is None:
+        return "this transformers has no such function"
+    differences = functions.unknown_parameters(FUNCTIONS[function], original)
+    return f"its parameters are others than expected: {', '.join(differences)}" if differences else ""
+
+
+def _replacement(model: str, function: str) -> Replacement:
+    """What stands in place of a function to which there is no objection, put there if need be."""
+    known = _active.get((model, function))
+    if known is None or not known.in_place:
+        known = _active[model, function] = Replacement(f"{model}.{function}", _modeling(model), function)
+    return known
 
 
 def warm(model: torch.nn.Module, batches: Iterable[int] = (1,), prompt_length: int = 8) -> int:

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
 
-from hf_cases import TINY, convolutions, decode_step, generate, known, tiny
+from hf_cases import TINY, DecodeStep, built, convolutions, generate
 
 from ssmgen import runtime
 from ssmgen.compat import hf
@@ -47,19 +47,13 @@ def launched(monkeypatch):
     return launches
 
 
-def built(name, **changes):
-    if not known(name):
-        pytest.skip(f"this transformers has no {name}")
-    return tiny(name, **changes).cuda()
-
-
 def close(got, want):
     assert (got - want).abs().max() <= 1e-3 * want.abs().max(), (got - want).abs().max()
 
 
 @pytest.mark.parametrize(("name", "sizes"), CASES, ids=[name + ("-real" if sizes else "") for name, sizes in CASES])
 def test_greedy_generation_is_unchanged(name, sizes, launched):
-    model = built(name, **sizes)
+    model = built(name, **sizes).cuda()
     want = generate(model, TOKENS)
     assert not launched
     with hf.patch(model) as patch:
@@ -74,7 +68,7 @@ def test_greedy_generation_is_unchanged(name, sizes, launched):
 
 @pytest.mark.parametrize("name", TINY)
 def test_no_call_of_a_bf16_model_is_left_to_the_original(name):
-    model = built(name).bfloat16()
+    model = built(name).bfloat16().cuda()
     with hf.patch(model) as patch:
         got = generate(model, TOKENS)
     assert all(torch.isfinite(logits).all() for logits in got.logits)
@@ -84,7 +78,7 @@ def test_no_call_of_a_bf16_model_is_left_to_the_original(name):
 
 @pytest.mark.parametrize("name", REAL)
 def test_a_warm_model_loads_nothing(name):
-    model = built(name, **REAL[name])
+    model = built(name, **REAL[name]).cuda()
     hf.warm(model, batches=[1, 2], prompt_length=5)  # as `generate` has it
     loaded = runtime.loaded_count()
     with hf.patch(model) as patch:
@@ -96,10 +90,10 @@ def test_a_warm_model_loads_nothing(name):
 @pytest.mark.parametrize("name", ["mamba", "mamba2"])
 def test_a_decode_step_in_a_cuda_graph(name, launched):
     """Replayed, it does what as many steps do: the cache's states lie where they lay. Models without attention, whose cache grows."""
-    model = built(name, **REAL[name])
+    model = built(name, **REAL[name]).cuda()
     hf.warm(model, batches=[2])
     with hf.patch(model), torch.no_grad():
-        step = decode_step(model)
+        step = DecodeStep(model)
         cache = copy.deepcopy(step.cache)
         want = [step(cache) for _ in range(3)]
         stream = torch.cuda.Stream()
@@ -119,10 +113,10 @@ def test_a_decode_step_in_a_cuda_graph(name, launched):
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "qwen3_5", "kimi_linear", "lfm2"])
 def test_a_compiled_decode_step(name, launched):
-    model = built(name, **REAL.get(name, {}))
+    model = built(name, **REAL.get(name, {})).cuda()
     torch._dynamo.reset()
     with hf.patch(model), torch.no_grad():
-        step = decode_step(model)
+        step = DecodeStep(model)
         want = step(copy.deepcopy(step.cache))
         before = len(launched)
         got = torch.compile(step, fullgraph=True)(copy.deepcopy(step.cache))
@@ -133,7 +127,7 @@ def test_a_compiled_decode_step(name, launched):
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_5"])
 def test_generation_with_a_static_cache(name):
     """Which transformers compiles, into CUDA graphs."""
-    model = built(name, **REAL[name])
+    model = built(name, **REAL[name]).cuda()
     want = generate(model, TOKENS)
     torch._dynamo.reset()
     hf.warm(model, batches=[2])
