@@ -191,10 +191,10 @@ def _replacement(model: str, function: str) -> Replacement:
 
 
 def warm(model: torch.nn.Module, batches: Iterable[int] = (1,), prompt_length: int = 8) -> int:
-    """Compiles and loads the kernels that `model` needs to generate at these batch sizes, in parallel, so that decoding can be captured.
+    """Compiles and loads the kernels that `model` needs to generate at these batch sizes, so that decoding can be captured.
 
     model: on a CUDA device, with `generate`. It reads a prompt of so many tokens and generates two, as one sequence and, for larger batch
-        sizes, as two; what its layers call is then prepared for all sizes. The model need not be patched, and is not afterwards.
+        sizes, as two; what its layers call is then prepared for all sizes. The model need not be patched, and stays as it was.
     A prompt of another length may need another kernel of the convolution, which its first call compiles.
     Returns the number of kernels that were not loaded before. Raises PatchError, and what ssmgen.warm does: ArgumentError
     for a model that is not on a CUDA device.
