@@ -132,6 +132,10 @@ class ReportError(SsmgenError):
         self.problems = list(problems)
 
 
+class PatchError(SsmgenError, ValueError):
+    """Models of transformers cannot be patched or warmed as asked, or a patch cannot be undone."""
+
+
 class DriftError(SsmgenError):
     """The committed generated sources or their lock file differ from what the templates give."""
 

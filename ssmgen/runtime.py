@@ -89,6 +89,11 @@ def is_loaded(spec: KernelSpec, arch: Arch) -> bool:
     return (spec, arch) in _kernels
 
 
+def loaded_count() -> int:
+    """Kernels loaded by this process, of all architectures."""
+    return len(_kernels)
+
+
 def load(spec: KernelSpec, device: int, operator: str) -> Kernel:
     """The kernel for a device, compiled and loaded if need be. Raises CaptureError if that would happen during a graph capture."""
     arch = device_arch(device)

@@ -101,7 +101,7 @@ def public_functions(module_name: str) -> list[str]:
     ("module", "page"),
     [
         ("mamba_ssm", "mamba_ssm"), ("causal_conv1d", "causal_conv1d"), ("flashinfer", "flashinfer"), ("fla", "fla"),
-        ("trtllm", "trtllm_vllm"), ("vllm", "engines"), ("sglang", "engines"),
+        ("trtllm", "trtllm_vllm"), ("vllm", "engines"), ("sglang", "engines"), ("hf", "transformers"),
     ],
 )  # fmt: skip
 def test_every_function_of_another_package_is_on_its_page(module, page):

@@ -1,0 +1,221 @@
+"""Functions that transformers' modeling files call, in the order of their arguments there, and what stands in a modeling file for one.
+
+Each takes what transformers' own function of that name takes and gives what it gives: the state is updated in place. Names are those of
+transformers; `**kwargs` are what models pass along with them, which its own functions do not look at either.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from ..errors import ArgumentError, CaptureError, SsmgenError, UnsupportedError, bullets
+from ..ops import causal_conv1d as native_conv
+from ..ops import causal_conv1d_update as native_update
+from ..ops import linear_attention, selective_state_update
+from ..ops.checks import DTYPES
+
+_recording = threading.local()  # .calls: a list while this thread records
+
+
+class Recorded(NamedTuple):
+    """A call of a function of ssmgen."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@contextmanager
+def recording() -> Iterator[list[Recorded]]:
+    """The calls that the functions here make of ssmgen's, in this thread. Holds their tensors."""
+    calls: list[Recorded] = []
+    before, _recording.calls = getattr(_recording, "calls", None), calls
+    try:
+        yield calls
+    finally:
+        _recording.calls = before
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not is_compiling() and (calls := getattr(_recording, "calls", None)) is not None:
+        calls.append(Recorded(function, args, kwargs))
+    return function(*args, **kwargs)
+
+
+def causal_conv1d_update(
+    hidden_states: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+) -> Tensor:
+    """hidden_states [batch, dim, T] -> a new tensor like it; conv_state [batch, dim, state_len] in place; weight [dim, width]."""
+    return _call(native_update.causal_conv1d_update, hidden_states, conv_state, weight, bias, activation)
+
+
+def causal_conv1d_fn(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, seq_idx: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    """hidden_states [batch, dim, length] -> a new tensor like it. seq_idx [batch, length] int32 keeps packed sequences apart."""
+    return _call(native_conv.causal_conv1d, hidden_states, weight, bias, activation=activation, seq_idx=seq_idx)
+
+
+def mamba_selective_state_update(
+    state: Tensor, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    dt_bias: Tensor | None = None, dt_softplus: bool = False, z: Tensor | None = None, **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    """state [batch, dim, N] or [batch, heads, headdim, N] in place; the others as in ssmgen.selective_state_update."""
+    return _call(selective_state_update.selective_state_update, state, hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus)
+
+
+def torch_recurrent_gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None, **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """query, key [batch, T, HK, K]; value [batch, T, HV, V]; g, beta [batch, T, HV]; initial_state [batch, HV, K, V].
+
+    With output_final_state the state is updated in place and returned itself; without, it is only read.
+    """
+    operands = (query, key, value, g, beta)
+    return _recurrent(linear_attention.gated_delta_rule, operands, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
+
+
+def recurrent_kimi_delta_attention(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None, **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """As torch_recurrent_gated_delta_rule, with g [batch, T, HV, K]."""
+    operands = (query, key, value, g, beta)
+    return _recurrent(linear_attention.kda, operands, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
+
+
+def _recurrent(
+    function: Callable[..., Tensor], operands: tuple[Tensor, ...], state: Tensor | None, keep: bool, l2norm: bool, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    if state is None:
+        raise ArgumentError(function.__name__, ["initial_state is None: a first state is the prefill's to make"])
+    query, _, value, *_ = operands
+    if query.dtype != value.dtype:
+        raise ArgumentError(function.__name__, [f"value is {value.dtype}, query is {query.dtype}".replace("torch.", "")])
+    o = _call(
+        function, state, *operands, use_qk_l2norm=l2norm, state_layout="kv", cu_seqlens=cu_seqlens, update_state=bool(keep),
+    )  # fmt: skip
+    return o, state if keep else None
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_update": causal_conv1d_update,
+    "causal_conv1d_fn": causal_conv1d_fn,
+    "mamba_selective_state_update": mamba_selective_state_update,
+    "mamba2_selective_state_update": mamba_selective_state_update,
+    "torch_recurrent_gated_delta_rule": torch_recurrent_gated_delta_rule,
+    "recurrent_kimi_delta_attention": recurrent_kimi_delta_attention,
+}
+
+
+def unknown_parameters(ours: Callable[..., Any], theirs: Callable[..., Any]) -> list[str]:
+    """Parameters by which transformers' function differs from the one that ours was written for: names, and where they stand."""
+
+    def parameters(f: Callable[..., Any]) -> list[str]:
+        found = inspect.signature(getattr(f, "forward", f)).parameters  # with `kernels` installed a function is a module
+        return [p.name for p in found.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name not in ("self", *_KEYWORDS)]
+
+    expected, found = parameters(ours), parameters(theirs)
+    return [] if found == expected else sorted(set(found) ^ set(expected)) or ["their order"]
+
+
+_KEYWORDS = ("seq_idx", "cu_seqlens")  # which models only pass by name
+
+
+class Replacement:
+    """What stands in a modeling file for one of its functions: ours, and the original where ours does not serve the call."""
+
+    def __init__(self, label: str, module: Any, name: str):
+        """label: such as "mamba2.causal_conv1d_update". Puts itself into the module."""
+        self.label, self.module, self.name = label, module, name
+        self.original = getattr(module, name)
+        self.served = self.kept = 0  # calls that ours computed, and that the original did; not those in code made by torch.compile
+        self.owners: set[object] = set()
+        self.run = _run_of(self, FUNCTIONS[name], self.original)
+        setattr(module, name, self.run)
+        self._said: set[str] = set()
+
+    @property
+    def in_place(self) -> bool:
+        return getattr(self.module, self.name, None) is self.run
+
+    def restore(self) -> None:
+        setattr(self.module, self.name, self.original)
+
+    def keep(self, reason: str) -> None:
+        """Counts a call that goes to the original, and says why, once for each reason."""
+        self.kept += 1
+        if reason not in self._said:
+            self._said.add(reason)
+            warnings.warn(
+                f"{self.label}: transformers' own function computes this call, first in {calling_layer()}:\n{reason}",
+                RuntimeWarning, stacklevel=4,
+            )  # fmt: skip
+
+
+def _run_of(replacement: Replacement, ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    label = replacement.label
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        traced = is_compiling()
+        if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(args, kwargs)):
+            reason = "  - an operand requires grad, and a decode step has no backward"
+        elif traced and _ends_a_trace(args, kwargs):
+            reason = ""  # is not said: code that is compiled warns of nothing
+        else:
+            try:
+                result = ours(*args, **kwargs)
+            except ArgumentError as e:  # this and the next are raised before anything is launched or written
+                reason = bullets(e.problems)
+            except UnsupportedError as e:
+                reason = bullets(e.reasons)
+            except SsmgenError as e:
+                all_of_it = "\nFor all that a model needs: ssmgen.compat.hf.warm(model, batches=…)." if isinstance(e, CaptureError) else ""
+                e.args = (f"{label}, in {calling_layer()}: {e.args[0]}{all_of_it}", *e.args[1:])
+                raise
+            else:
+                if not traced:
+                    replacement.served += 1
+                return result
+        if not traced:
+            replacement.keep(reason)
+        return original(*args, **kwargs)
+
+    run.__name__, run.__doc__ = replacement.name, ours.__doc__
+    run.__wrapped__ = original
+    return run
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    return [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+
+
+def _ends_a_trace(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the operators would refuse a dtype or an activation: of their errors torch.compile knows no way back."""
+    named = [a for a in (*args, kwargs.get("activation")) if isinstance(a, str)]  # nothing else is a text
+    dtypes = [t.dtype for t in _tensors(args, kwargs) if t.is_floating_point()]
+    return any(a not in native_conv.ACTIVATIONS for a in named) or any(d not in DTYPES for d in dtypes)
+
+
+def calling_layer() -> str:
+    """The layer of a model that the call comes from, in words: the nearest caller that is a method of a module."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.nn.Module):
+            index = getattr(owner, "layer_idx", None)
+            return type(owner).__name__ + ("" if index is None else f" of layer {index}")
+        frame = frame.f_back
+    return "a call from outside of any layer"

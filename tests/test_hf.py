@@ -1,0 +1,257 @@
+"""transformers' models, tiny and with random weights, generate with ssmgen's functions what they generate with their own."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
+
+from hf_cases import TINY, DecodeStep, assert_same, built, convolutions, generate, known, modeling, snapshot, states_of
+from transformers import CompileConfig
+
+import ssmgen
+from ssmgen import api
+from ssmgen.compat import hf
+from ssmgen.compat.hf_functions import recording, torch_recurrent_gated_delta_rule
+from ssmgen.errors import ArgumentError, CaptureError, PatchError
+
+SCANS = {name: next((f for f in functions if "conv" not in f), None) for name, functions in hf.MODELS.items()}
+ONE_OF_EACH = ("mamba", "mamba2", "qwen3_5", "kimi_linear", "lfm2")
+TOKENS = 6
+every_model = pytest.mark.parametrize("name", TINY)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_patched():
+    yield
+    assert not hf._active
+
+
+def close(got, want, of):
+    """Equal to rounding: within 1e-4 of the largest, where models of so many layers keep some 1e-6."""
+    assert (got - want).abs().max() <= 1e-4 * of.abs().max(), (got - want).abs().max()
+
+
+def test_every_kind_has_a_model():
+    assert set(TINY) == set(hf.MODELS)
+    assert sum(map(known, TINY)) >= 18
+
+
+# What they generate.
+
+
+@every_model
+def test_greedy_generation_is_unchanged_and_ours(name):
+    model = built(name)
+    want = generate(model, TOKENS)
+    with hf.patch(model) as patch:
+        got = generate(model, TOKENS)
+    assert torch.equal(got.sequences, want.sequences)
+    for a, b in zip(got.logits, want.logits, strict=True):
+        close(a, b, of=b)
+    ours, theirs = states_of(got), states_of(want)
+    assert len(ours) == len(theirs) > 0
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        close(a, b, of=b)
+
+    layers, steps, heads = convolutions(model), TOKENS - 1, 2 if name == "zamba" else 1  # zamba calls once per head
+    expected = {"causal_conv1d_fn": layers, "causal_conv1d_update": layers * steps}
+    if SCANS[name]:
+        expected[SCANS[name]] = layers * steps * heads
+    assert patch.calls() == {f"{name}.{f}": hf.Calls(n, 0) for f, n in expected.items()}
+
+
+@every_model
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_kernels_serve_every_call(name, dtype):
+    """On the CPU the reference computes; that there are kernels for these calls is asked of the registry."""
+    model = built(name).to(dtype)
+    with hf.patch(model) as patch, recording() as calls:
+        generate(model, 2)
+    assert not any(c.original for c in patch.calls().values())
+    assert len(calls) == sum(c.ssmgen for c in patch.calls().values())
+    with torch.no_grad():
+        for call in calls:
+            assert ssmgen.supported(call.function, *call.args, arch="sm_90a", **call.kwargs) == (True, [])
+
+
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_5"])
+def test_left_padding_and_beams(name):
+    model = built(name)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
+    want = generate(model, TOKENS, attention_mask=mask, num_beams=3)
+    with hf.patch(model) as patch:
+        got = generate(model, TOKENS, attention_mask=mask, num_beams=3)
+    assert torch.equal(got.sequences, want.sequences)
+    assert patch.calls() and not any(c.original for c in patch.calls().values())
+
+
+def test_a_model_made_while_patched_is_served_too():
+    with hf.patch("mamba2") as patch:
+        generate(built("mamba2"), 2)
+    assert patch.calls()["mamba2.mamba2_selective_state_update"].ssmgen > 0
+
+
+def test_two_models_in_one_process():
+    first, second = built("mamba2"), built("qwen3_5")
+    want = generate(first, TOKENS), generate(second, TOKENS)
+    with hf.patch([first]) as one, hf.patch("qwen3_5") as other:
+        got = generate(first, TOKENS), generate(second, TOKENS)
+    assert all(torch.equal(a.sequences, b.sequences) for a, b in zip(got, want, strict=True))
+    assert {label.partition(".")[0] for label in one.calls()} == {"mamba2"}
+    assert {label.partition(".")[0] for label in other.calls()} == {"qwen3_5"}
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_a_decode_step_compiles_into_one_graph(name):
+    model, targets = built(name), Counter()
+
+    def backend(graph, inputs):
+        targets.update(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    torch._dynamo.reset()
+    with hf.patch(model), torch.no_grad():
+        step = DecodeStep(model)
+        want = step(copy.deepcopy(step.cache))
+        got = torch.compile(step, backend=backend, fullgraph=True)(copy.deepcopy(step.cache))
+    close(got, want, of=want)
+    ours = sum(n for target, n in targets.items() if target.startswith("ssmgen."))
+    assert ours == convolutions(model) * (2 if SCANS[name] else 1), targets
+
+
+@pytest.mark.parametrize("refused", ["activation", "dtype"])
+def test_what_we_refuse_is_the_originals_in_a_compiled_step_too(refused):
+    model = built("mamba2", hidden_act="gelu") if refused == "activation" else built("mamba2").double()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        step = DecodeStep(model)
+        want = step(copy.deepcopy(step.cache))
+        with hf.patch(model):
+            got = torch.compile(step, backend="eager", fullgraph=True)(copy.deepcopy(step.cache))
+    close(got, want, of=want)
+
+
+def test_a_static_cache_which_transformers_compiles():
+    compile_config = CompileConfig(backend="aot_eager", mode=None)
+    compile_config._compile_all_devices = True
+    model = built("mamba2")
+    want = generate(model, TOKENS)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with hf.patch(model) as patch:
+        got = generate(model, TOKENS, cache_implementation="static", compile_config=compile_config)
+    assert torch.equal(got.sequences, want.sequences)
+    assert patch.calls() == {"mamba2.causal_conv1d_fn": hf.Calls(3, 0)}, "the steps were compiled: those calls are not counted"
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+# The state.
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_delta_rules_state_is_updated_in_place_and_returned_itself(keep):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 1, 4, 16) for _ in range(3))
+    g, beta = -torch.rand(2, 1, 4), torch.rand(2, 1, 4)
+    state = torch.randn(2, 4, 16, 16)
+    before = state.clone()
+    original = modeling("qwen3_5").torch_recurrent_gated_delta_rule
+    want, new = original(q, k, v, g=g, beta=beta, initial_state=before, output_final_state=True, use_qk_l2norm_in_kernel=True)
+    got, returned = torch_recurrent_gated_delta_rule(
+        q, k, v, g=g, beta=beta, initial_state=state, output_final_state=keep, use_qk_l2norm_in_kernel=True, use_cache=True
+    )
+    assert returned is (state if keep else None)
+    close(got, want, of=want)
+    close(state, new if keep else before, of=before)
+
+
+# What is not served stays with the original.
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_training_keeps_the_original(name):
+    model = built(name).train()
+    ids = torch.arange(10).view(2, 5) + 3
+
+    def gradients():
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    want = gradients()
+    with hf.patch(model) as patch, pytest.warns(RuntimeWarning, match="requires grad") as said:
+        got = gradients()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert patch.calls() == {f"{name}.causal_conv1d_fn": hf.Calls(0, convolutions(model))}
+    assert len([w for w in said if "requires grad" in str(w.message)]) == 1, "once per reason"
+
+
+def test_an_activation_that_we_do_not_have():
+    model = built("mamba2", hidden_act="gelu")
+    want = generate(model, TOKENS)
+    with hf.patch(model) as patch, pytest.warns(RuntimeWarning) as said:
+        got = generate(model, TOKENS)
+    assert torch.equal(got.sequences, want.sequences)
+    calls = patch.calls()
+    assert calls["mamba2.causal_conv1d_update"].ssmgen == calls["mamba2.causal_conv1d_fn"].ssmgen == 0
+    assert calls["mamba2.mamba2_selective_state_update"] == hf.Calls(3 * (TOKENS - 1), 0), "each function is replaced on its own"
+    messages = [str(w.message) for w in said if w.category is RuntimeWarning]
+    assert len(messages) == 2 and all("'gelu'" in m and "Mamba2Mixer of layer 0" in m for m in messages), messages
+
+
+def test_a_dtype_that_we_do_not_have():
+    model = built("qwen3_5").double()
+    want = generate(model, TOKENS)
+    with hf.patch(model) as patch, pytest.warns(RuntimeWarning, match="float64, not float32"):
+        got = generate(model, TOKENS)
+    assert torch.equal(got.sequences, want.sequences)
+    assert patch.calls()["qwen3_5.causal_conv1d_fn"].ssmgen == 0
+
+
+def test_an_error_names_the_layer(monkeypatch):
+    model = built("mamba2")
+
+    def no_kernel(*args, **kwargs):
+        raise CaptureError("spec", "sm_90a", "selective_state_update")
+
+    monkeypatch.setattr("ssmgen.ops.selective_state_update.selective_state_update", no_kernel)
+    with (
+        hf.patch(model),
+        pytest.raises(CaptureError, match=r"mamba2\.mamba2_selective_state_update, in Mamba2Mixer of layer 0: sm_90a kernel spec"),
+    ):
+        generate(model, 2)
+
+
+# Warming.
+
+
+def test_warm_asks_for_the_kernels_of_every_call_at_every_batch_size(monkeypatch):
+    model, asked = built("qwen3_5"), []
+
+    def warm(function, *args, batches=(), **kwargs):
+        asked.append((function.__name__, args[0].shape[0], tuple(batches)))
+        return 0
+
+    before = snapshot()
+    monkeypatch.setattr(api, "warm", warm)
+    assert hf.warm(model, batches=[1, 64, 8]) == 0
+    functions = ("causal_conv1d", "causal_conv1d_update", "gated_delta_rule")
+    layers = convolutions(model)
+    assert Counter(asked) == {(f, n, sizes): layers for f in functions for n, sizes in ((1, (1, 8, 64)), (2, (8, 64)))}
+    assert_same(snapshot(), before)
+
+
+def test_warm_needs_a_device_and_sizes():
+    model = built("mamba2")
+    with pytest.raises(ArgumentError, match="kernels are loaded on CUDA devices"):
+        hf.warm(model)
+    with pytest.raises(PatchError, match="batches"):
+        hf.warm(model, batches=[])
+    with pytest.raises(PatchError, match="Linear has no layer"):
+        hf.warm(torch.nn.Linear(2, 2))
