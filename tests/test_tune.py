@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from ssmgen import registry, runtime
@@ -90,6 +92,8 @@ def test_a_damaged_table_of_the_user_is_left_out_with_a_warning(text):
     path.write_text(text)
     with pytest.warns(UserWarning, match="is not a table of tuned variants"):
         assert len(table.rows_of(GPU)) == 1
+    with pytest.warns(UserWarning, match="is not a table of tuned variants"):
+        assert table.gpus() == (GPU,) and table.gpus(SM90) == (GPU,)
     with pytest.raises(table.TableError, match="Remove it, or tune again"):
         table.read(path)
 
@@ -239,6 +243,10 @@ def test_cases_pose_what_the_operator_tunes(operator, monkeypatch):
 def test_models_that_do_not_use_an_operator():
     with pytest.raises(SsmgenError, match=r"rwkv7-1\.5b: not decoded by selective_state_update"):
         next(cases.cases(OP, ["rwkv7-1.5b"]))
+    for operator in ("causal_conv1d", "causal_conv1d_update", "replay_selective_state_update", "combine_splits"):
+        with pytest.raises(SsmgenError, match=rf"rwkv7-1\.5b: not decoded by {operator}"):
+            next(cases.cases(operator, ["rwkv7-1.5b"]))
+        assert not cases.used(operator, ["mamba-130m", "rwkv7-1.5b"])
     with pytest.raises(SsmgenError, match="is not tuned; known: selective_state_update"):
         next(cases.cases("softmax"))
 
@@ -258,18 +266,18 @@ class Card:
     """What stands for a GPU: times by tile."""
 
     def __init__(self, monkeypatch):
-        self.timed, self.wrong, self.spilling = [], set(), set()
+        self.timed, self.checked, self.wrong, self.spilling = [], [], set(), set()
         monkeypatch.setattr(search, "_promising", lambda call, rule, bench, pdl: [OTHER])
-        monkeypatch.setattr(search, "_equal_bits", self.equal)
+        monkeypatch.setattr(search, "check_bits", self.equal)
         monkeypatch.setattr(search, "_never_spills", lambda spec, bench: spec not in self.spilling)
         monkeypatch.setattr(search, "_times", self.times)
         self.us = {OTHER: 2.0, RULE: 3.0}
         self.bench = search.Bench(GPU, CARD, "CUDA 13.0", "a build")
 
     def equal(self, call, rule, specs):
+        self.checked.append(list(specs))
         if call.size in self.wrong:
             raise SsmgenError("out of them differ\nmore")
-        return specs
 
     def times(self, calls, sets, specs, rounds, captures):
         self.timed.append(calls[0].size)
@@ -291,6 +299,42 @@ def test_the_fastest_is_kept_and_served(card):
     assert (r.spec, r.us, r.rule_us, r.runner_up, r.runner_up_us) == (str(OTHER), 2.0, 3.0, search.difference(OTHER, RULE), 3.0)
     assert f"tile={RULE.tile}," in r.runner_up and "headdim" not in r.runner_up
     assert chosen(8).rule == "tuned" and chosen(8).spec == OTHER
+
+
+def test_what_the_gate_saw_is_among_what_is_compared(card):
+    """With a row in the table that is served and gated, and not what the rules would."""
+    card.tune(8)
+    card.tune(8, again=True)
+    assert card.checked == [[OTHER, RULE], [OTHER, OTHER]]
+
+
+class Wrote:
+    """A call on a CPU, and variants that leave such values in its output and add such to its state."""
+
+    def __init__(self, **variants: tuple[float | None, float]):
+        self.out, self.state, self.variants = torch.full((4,), 3.0), torch.full((4,), 10.0), variants
+        self.operands = {"state": self.state, "x": torch.zeros(4), "out": self.out}
+        self.caller = SimpleNamespace(family=SimpleNamespace(written=("out", "state")))
+        self.pointers = ()
+
+    def launch_with(self, spec):
+        out, more = self.variants[spec]
+
+        def run():
+            self.state.add_(more)
+            if out is not None:
+                self.out.fill_(out)
+
+        return SimpleNamespace(at=lambda pointers: run)
+
+
+def test_bits_are_compared_of_all_that_is_written():
+    call = Wrote(rule=(3.0, 1.0), same=(3.0, 1.0), silent=(None, 1.0), state=(3.0, 2.0), out=(3.0000002, 1.0))
+    search.check_bits(call, "rule", ["same", "rule", "same"])
+    for wrong, what in (("silent", "out"), ("state", "state"), ("out", "out")):  # the right output is there already
+        with pytest.raises(SsmgenError, match=f"^{what} of {wrong} differ from those of rule"):
+            search.check_bits(Wrote(**call.variants), "rule", ["same", wrong])
+    assert call.out.tolist() == [3.0] * 4 and call.state.tolist() == [10.0] * 4  # as it was
 
 
 def test_what_is_hardly_faster_is_noise(card):

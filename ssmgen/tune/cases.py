@@ -19,12 +19,13 @@ from ..bench import report as reports
 from ..bench import selective_state_update as ssu
 from ..errors import SsmgenError
 from ..kernels.causal_conv1d import ConvLayout
-from ..models import LinearAttention, Mamba, Model, find_model, models
+from ..models import Model, find_model, models
 from ..ops.calls import Call
 from ..ops.checks import TORCH_DTYPES
 from ..spec import DType
 
 BATCHES = (1, 8, 64, 256)
+PROMPT = 2048  # tokens of a model's prompts
 
 
 class Case(NamedTuple):
@@ -49,6 +50,8 @@ def cases(
     if operator not in CASES and operator not in linear.OPS:
         raise SsmgenError(f"{operator} is not tuned; known: {', '.join((*CASES, *linear.OPS))}")
     given = [find_model(name).divided(tp) for name in names]
+    if wrong := [m.name for m in given if not _uses(operator, m)]:
+        raise SsmgenError(f"{', '.join(wrong)}: not decoded by {operator}")
     if operator in CASES:
         yield from CASES[operator](given, batches or BATCHES, tokens or (1,), device)
     else:
@@ -57,20 +60,19 @@ def cases(
 
 def used(operator: str, names: Sequence[str]) -> bool:
     """Whether each of these models, or of none, uses the operator. Raises ModelError."""
-    given = [find_model(name) for name in names]
-    uses = {
-        "causal_conv1d": lambda m: True,  # of any number of channels
-        "causal_conv1d_update": lambda m: bool(m.conv_channels),
-        "replay_selective_state_update": lambda m: m.kind == "mamba2",
-        "combine_splits": lambda m: False,  # attention's
-    }
-    return all(map(uses.get(operator, lambda m: m.function == operator), given))
+    return all(_uses(operator, find_model(name)) for name in names)
 
 
-def _fitting(kind: Callable[[Model], bool], given: Sequence[Model], operator: str) -> list[Model]:
-    if wrong := [m.name for m in given if not kind(m)]:
-        raise SsmgenError(f"{', '.join(wrong)}: not decoded by {operator}")
-    return list(given) or [m for m in models().values() if kind(m)]
+def _uses(operator: str, model: Model) -> bool:
+    if operator.startswith("causal_conv1d"):
+        return bool(model.conv_channels)
+    if operator == "replay_selective_state_update":
+        return model.kind == "mamba2"
+    return model.function == operator  # no model's is combine_splits: models.toml does not know of attention
+
+
+def _users(operator: str) -> list[Model]:
+    return [model for model in models().values() if _uses(operator, model)]
 
 
 def _states(model: Model) -> list[DType]:
@@ -89,7 +91,7 @@ def _pool(shape: Sequence[int], state: DType, batches: Sequence[int], least_byte
 
 
 def _ssu(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
-    for model in _fitting(lambda m: isinstance(m, Mamba), given, "selective_state_update"):
+    for model in given or _users("selective_state_update"):
         mamba1 = model.kind == "mamba1"
         shape = (model.headdim, model.d_state) if mamba1 else (model.nheads, model.headdim, model.d_state)
         for state in [model.state] if mamba1 else _states(model):
@@ -105,8 +107,7 @@ def _ssu_call(bench: ssu.Case, i: int) -> Call:
 
 
 def _linear(operator: str, given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
-    used = _fitting(lambda m: isinstance(m, LinearAttention) and m.function == operator, given, operator)
-    shapes = [(m.name, m.nheads, m.key_heads, m.dim_v, m.dim_k, _states(m)) for m in used]
+    shapes = [(m.name, m.nheads, m.key_heads, m.dim_v, m.dim_k, _states(m)) for m in given or _users(operator)]
     if not shapes:
         recurrence = linear.OPS[operator]
         heads, key_heads, dim = linear.shape(operator, None, None, None)
@@ -120,13 +121,14 @@ def _linear(operator: str, given: Sequence[Model], batches: Sequence[int], token
 
 
 def _conv(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
-    """The benchmark's shapes; batches and tokens are those."""
-    for layout, shape in product(ConvLayout, conv.SHAPES):
+    """Models' prompts, or the benchmark's shapes, whose batches and lengths are their own."""
+    shapes = [(batch, m.conv_channels, PROMPT) for m in given for batch in batches] or conv.SHAPES
+    for layout, shape in product(ConvLayout, shapes):
         yield _case(f"convolution, {layout.value} {shape}", conv.Case(shape, layout, device=device))
 
 
 def _conv_update(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
-    dims = dict.fromkeys(m.conv_channels for m in given if m.conv_channels) or {12288: None}
+    dims = dict.fromkeys(m.conv_channels for m in given) or {12288: None}
     for dim, innermost, T in product(dims, conv_update.Innermost, tokens):
         inner = (dim, 2 + T) if innermost is conv_update.Innermost.WINDOW else (2 + T, dim)
         pool = _pool(inner, DType.BF16, batches, conv_update.POOL_BYTES, device)
@@ -136,8 +138,7 @@ def _conv_update(given: Sequence[Model], batches: Sequence[int], tokens: Sequenc
 
 
 def _replay(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
-    fitting = _fitting(lambda m: m.kind == "mamba2", given, replay.__name__) if given else []
-    shapes = [(m.nheads, m.headdim, m.d_state, m.ngroups) for m in fitting] or [replay.SHAPE]
+    shapes = [(m.nheads, m.headdim, m.d_state, m.ngroups) for m in given] or [replay.SHAPE]
     for shape, state, window, batch in product(shapes, (DType.BF16, DType.F32), replay.WINDOWS, batches):
         bench = replay.Case(batch, window=window, shape=shape, dtype=TORCH_DTYPES[state], device=device)
         label = f"replay {' x '.join(map(str, shape))} {state.value} window {window} batch {batch}"

@@ -140,12 +140,21 @@ def rows_of(gpu: str) -> dict[tuple[str, str, bool, int], Row]:
     return found
 
 
+def _gpu_of(path: Path) -> str | None:
+    """Whose table a file is; None, with a warning, if that cannot be read."""
+    try:
+        return str(json.loads(path.read_text())["gpu"])
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        warnings.warn(f"ssmgen ignores {path}, which is not a table of tuned variants ({type(e).__name__}: {e})", stacklevel=2)
+        return None
+
+
 @functools.cache
 def gpus(arch: Arch | None = None) -> tuple[str, ...]:
     """Names of the GPUs, of an architecture, that there are tables for."""
     own = config.cache_dir()
     places = [place for place in (SHIPPED, own and own / "tuned") if place and place.is_dir()]
-    found = dict.fromkeys(json.loads(file.read_text())["gpu"] for place in places for file in sorted(place.glob("*.json")))
+    found = dict.fromkeys(gpu for place in places for file in sorted(place.glob("*.json")) if (gpu := _gpu_of(file)))
     return tuple(gpu for gpu in found if arch is None or any(Arch.parse(row.arch).number == arch.number for row in rows_of(gpu).values()))
 
 

@@ -54,7 +54,8 @@ def test_variants_whose_bits_differ_are_found(work, monkeypatch):
     arch = runtime.device_arch(0)
     rule = registry.select("combine_splits", problem, size, arch, pdl)
     specs = search._promising(call, rule, search.Bench.here(), pdl)
-    assert specs and search._equal_bits(call, rule, specs) == specs
+    assert specs
+    search.check_bits(call, rule, specs)
     launch_with = type(call).launch_with
 
     def wrong(self, spec):
@@ -66,7 +67,7 @@ def test_variants_whose_bits_differ_are_found(work, monkeypatch):
 
     monkeypatch.setattr(type(call), "launch_with", wrong)
     with pytest.raises(SsmgenError, match="This is a bug in ssmgen"):
-        search._equal_bits(call, rule, specs)
+        search.check_bits(call, rule, specs)
 
 
 def test_the_tables_of_this_gpu_can_be_served(tmp_path):
