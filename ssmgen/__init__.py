@@ -29,6 +29,7 @@ _HOME = {
     "causal_conv1d": "ops.causal_conv1d",
     "causal_conv1d_update": "ops.causal_conv1d_update",
     "combine_splits": "ops.combine_splits",
+    "mamba2_layer": "ops.mamba2_layer",
     "selective_state_update": "ops.selective_state_update",
     **dict.fromkeys(_LINEAR, "ops.linear_attention"),
     **dict.fromkeys(_REPLAY, "ops.replay_selective_state_update"),
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
         rwkv7,
         simple_gla,
     )
+    from .ops.mamba2_layer import mamba2_layer
     from .ops.replay_selective_state_update import (
         checkpoint_selective_state_update,
         materialize_selective_state,
@@ -89,6 +91,7 @@ __all__ = [
     "kda",
     "kda_commit",
     "lightning_attn",
+    "mamba2_layer",
     "materialize_selective_state",
     "replay_selective_state_update",
     "rwkv7",

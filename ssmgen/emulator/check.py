@@ -16,6 +16,7 @@ from ..kernels.causal_conv1d_update import UpdateSpec
 from ..kernels.combine_splits import CombineSpec
 from ..kernels.linear_attention import LinearAttentionSpec
 from ..kernels.linear_attention_problem import Update
+from ..kernels.mamba2_layer import Mamba2LayerSpec
 from ..kernels.replay_selective_state_update import ReplaySpec
 from ..kernels.selective_state_update import SsuSpec
 from ..kernels.selective_state_update_tokens import SsuTokensSpec
@@ -23,6 +24,7 @@ from ..ops import causal_conv1d as conv_op
 from ..ops import causal_conv1d_update as update_op
 from ..ops import combine_splits as combine_op
 from ..ops import linear_attention_call as linear_op
+from ..ops import mamba2_layer as mamba2_op
 from ..ops import replay_call as replay_op
 from ..ops import selective_state_update as ssu_op
 from ..ops import selective_state_update_tokens as tokens_op
@@ -31,7 +33,7 @@ from ..ops.linear_attention_views import Form, Options
 from ..reference import norm_error
 from ..reference.selective_state_update import selective_state_update as ssu_reference
 from ..spec import Arch, DType, KernelSpec
-from . import operands, replay_operands, run
+from . import layer_operands, operands, replay_operands, run
 
 LIMIT = (0.01, 0.1)
 LOWER_BOUND = -5.0
@@ -76,7 +78,7 @@ def check(spec: KernelSpec, arch: Arch, batch: int = 3, seed: int = 0) -> Outcom
     before = {name: trial.views[name].clone() for name in trial.written}
     expected = {name: t.double() if t.is_floating_point() else t.clone() for name, t in before.items()}
     trial.reference(trial.views | expected)
-    for part in (*spec.ahead, spec):
+    for part in spec.kernels:
         values, grid = trial.launch_of(part) if trial.launch_of else (trial.values, trial.grid)
         named = {name: trial.named[name] for name in part.operands()} if trial.launch_of else trial.named
         packed = Arguments(part, values).at([t.data_ptr() for t in named.values()])
@@ -167,7 +169,7 @@ def _replay(spec: ReplaySpec, batch: int, seed: int) -> Trial:
     )
     views = replay_op.views_of(named, options, problems := [])
     assert not problems, problems
-    written = tuple(dict.fromkeys(name for part in (*spec.ahead, spec) for name in part.written()))
+    written = tuple(dict.fromkeys(name for part in spec.kernels for name in part.written()))
     exact = tuple(n for n in written if n not in ("state", "out", "old_dt", "old_dA_cumsum", *BETWEEN))
 
     def launch_of(part: ReplaySpec) -> tuple[Mapping[str, int | float], int]:
@@ -179,6 +181,24 @@ def _replay(spec: ReplaySpec, batch: int, seed: int) -> Trial:
     values, grid = launch_of(spec)
     tokens = spec.window + spec.tokens
     return Trial(named, views, values, written, reference, grid, tokens, launch_of, exact)
+
+
+def _mamba2_layer(spec: Mamba2LayerSpec, batch: int, seed: int) -> Trial:
+    named = layer_operands.mamba2_layer(spec, batch, seed)
+    limit = LIMIT if spec.dt_limit else None
+    options = mamba2_op.Options(1e-5, spec.norm_size or None, spec.norm_first, spec.dt_softplus, limit, -1, spec.philox_rounds)
+    views = mamba2_op.views_of(named, options, problems := [])
+    assert not problems, problems
+    exact = options._replace(philox_rounds=0)  # unrounded: without noise
+
+    def launch_of(part: KernelSpec) -> tuple[Mapping[str, int | float], int]:
+        return mamba2_op.kernel_values(part, views, options), mamba2_op.grid_of(part, views)
+
+    values, grid = launch_of(spec)
+    return Trial(
+        named, views, values, mamba2_op.FAMILY.written, lambda v: mamba2_op.run_reference(v, exact, torch.float64), grid,
+        launch_of=launch_of, exact=("conv_state", "arrivals"),
+    )  # fmt: skip
 
 
 def _combine(spec: CombineSpec, batch: int, seed: int) -> Trial:
@@ -199,4 +219,5 @@ _TRIALS: dict[type[KernelSpec], Callable[[Any, int, int], Trial]] = {
     ConvSpec: _conv,
     UpdateSpec: _update,
     CombineSpec: _combine,
+    Mamba2LayerSpec: _mamba2_layer,
 }
