@@ -202,7 +202,7 @@ def candidates(problem: NormProblem, groups: int, arch: Arch, pdl: bool) -> Iter
         yield "few-groups", None, f"{groups} groups are above {FEW}"
     else:
         yield "few-groups", _shape(problem, problem.widest, 32, **how), ""
-    yield "generic", _shape(problem, 8, 128, **how), ""
+    yield "many-groups", _shape(problem, 8, 128, **how), ""
 
 
 # Groups, for which small blocks reach more SMs: two of one warp for each of the H200's 132 SMs and its schedulers.
