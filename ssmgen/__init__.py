@@ -29,6 +29,7 @@ _HOME = {
     "causal_conv1d": "ops.causal_conv1d",
     "causal_conv1d_update": "ops.causal_conv1d_update",
     "combine_splits": "ops.combine_splits",
+    "gated_rms_norm": "ops.gated_rms_norm",
     "mamba2_layer": "ops.mamba2_layer",
     "selective_state_update": "ops.selective_state_update",
     **dict.fromkeys(_LINEAR, "ops.linear_attention"),
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from .ops.causal_conv1d import causal_conv1d
     from .ops.causal_conv1d_update import causal_conv1d_update
     from .ops.combine_splits import combine_splits
+    from .ops.gated_rms_norm import gated_rms_norm
     from .ops.linear_attention import (
         Ring,
         comba,
@@ -85,6 +87,7 @@ __all__ = [
     "explain",
     "gated_delta_rule",
     "gated_delta_rule_commit",
+    "gated_rms_norm",
     "gdn2",
     "gla",
     "is_warm",

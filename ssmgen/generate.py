@@ -20,6 +20,8 @@ from .kernels.causal_conv1d_update import Advance, Saved, StateLayout, UpdatePro
 from .kernels.causal_conv1d_update import Tokens as Counted
 from .kernels.combine_splits import MAX_SIZE as MANY_ROWS
 from .kernels.combine_splits import CombineProblem
+from .kernels.gated_rms_norm import MAX_SIZE as MANY_GROUPS
+from .kernels.gated_rms_norm import NormProblem
 from .kernels.linear_attention_problem import Layout, Ring
 from .kernels.replay_selective_state_update import History, ReplayProblem
 from .kernels.slot_copy import SlotCopySpec
@@ -103,6 +105,14 @@ COMBINATIONS: list[tuple[CombineProblem, int]] = [
     (CombineProblem(d_v=68, o=DType.F16, out=DType.F32, max_splits=8, lse_out=False, loads=Loads.ELEMENT), 128),
 ]
 
+# Gated norms, as (problem, groups): those of a delta rule with few groups and with many, of a Mamba-2; the other branches.
+NORMS: list[tuple[NormProblem, int]] = [
+    *((find_model("qwen3.5-397b-a17b").norms()[0], groups) for groups in (64, MANY_GROUPS)),
+    (find_model("nemotron-h-8b").norms()[0], 8),
+    (NormProblem(size=10240, x=DType.F32, weight=DType.F32), 1),
+    (NormProblem(size=100, gate=None, weight=None, out=DType.F16, loads=Loads.ELEMENT), MANY_GROUPS),
+]
+
 
 def default_variants(archs: Sequence[Arch] = tuple(map(Arch.parse, ARCHS))) -> list[tuple[KernelSpec, Arch]]:
     """The variants in the lock, or the like for other architectures."""
@@ -118,7 +128,7 @@ def default_variants(archs: Sequence[Arch] = tuple(map(Arch.parse, ARCHS))) -> l
         for problem in CONVOLUTIONS:
             found[registry.select(OPERATOR_OF[type(problem)], problem, 1, arch, arch >= SM90), arch] = None
         found.update(dict.fromkeys((spec, arch) for spec in specs_for(REPLAYS, arch, pdl=(True,), max_batch=1)))
-        for problem, rows in COMBINATIONS:
+        for problem, rows in (*COMBINATIONS, *NORMS):
             found[registry.select(OPERATOR_OF[type(problem)], problem, rows, arch, arch >= SM90), arch] = None
         found[SlotCopySpec(slot_bytes=2 << 20, pdl=Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF), arch] = None
     return list(found)

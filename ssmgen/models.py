@@ -12,6 +12,7 @@ from .errors import ModelError
 from .kernels import linear_attention, selective_state_update
 from .kernels.causal_conv1d import ConvLayout, ConvProblem
 from .kernels.causal_conv1d_update import Advance, StateLayout, UpdateProblem
+from .kernels.gated_rms_norm import Activation, NormProblem
 from .kernels.linear_attention_problem import Beta, Delta, Gate, Layout, LinearAttentionProblem, Ring, Tokens, Update
 from .kernels.replay_selective_state_update import History, ReplayProblem
 from .kernels.selective_state_update import SsuProblem
@@ -110,6 +111,10 @@ class Model:
         """What speculative decoding by replay asks for, of steps of so many tokens; nothing where there is none. window: of a ring."""
         return []
 
+    def norms(self, io: DType = DType.BF16) -> list[NormProblem]:
+        """What the gated norm behind its state asks for; nothing where there is none, or where a group of it is several ranks'."""
+        return []
+
     def _share(self, whole: int, of: str, tp: int) -> int:
         if tp < 1 or whole % tp:
             raise ModelError(f"{self.name} has {whole} {of}, which {tp} ranks cannot share")
@@ -127,6 +132,7 @@ class Mamba(Model):
     d_state: int
     ngroups: int = 1
     gate: bool = False  # z goes through the kernel
+    whole_groups: bool = True  # each is one rank's
 
     @property
     def function(self) -> str:
@@ -146,7 +152,7 @@ class Mamba(Model):
         if self.kind == "mamba1":
             return replace(self, headdim=self._share(self.headdim, "channels", tp))
         groups = self.ngroups // tp if self.ngroups % tp == 0 else max(1, self.ngroups // tp)
-        return replace(self, nheads=self._share(self.nheads, "heads", tp), ngroups=groups)
+        return replace(self, nheads=self._share(self.nheads, "heads", tp), ngroups=groups, whole_groups=self.ngroups % tp == 0)
 
     def problem(
         self,
@@ -218,6 +224,13 @@ class Mamba(Model):
         kinds = [(state, index, behind) for state in states or (self.state,) for index in indices for behind in (False, True)]
         return [replace(first, state=state, index=index, after_conv=behind) for state, index, behind in kinds]
 
+    def norms(self, io: DType = DType.BF16) -> list[NormProblem]:
+        """Of Mamba-2: its groups are those of B and C."""
+        if self.kind == "mamba1" or self.gate or not self.whole_groups:
+            return []
+        size = self.nheads * self.headdim // self.ngroups
+        return [NormProblem(size=size, x=io, gate=io, weight=io, out=io, grouped=self.ngroups > 1)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearAttention(Model):
@@ -285,6 +298,14 @@ class LinearAttention(Model):
             **self._recurrence(io),
         )
         return found.for_tokens(tokens)
+
+    def norms(self, io: DType = DType.BF16) -> list[NormProblem]:
+        """Of gated_delta_rule and kda: its groups are the heads of v."""
+        if self.kind not in ("gated_delta_rule", "kda"):
+            return []
+        activation = Activation.SIGMOID if self.kind == "kda" else Activation.SILU
+        same = {"x": io, "gate": io, "weight": io, "out": io, "norm_first": True, "activation": activation}
+        return [NormProblem(size=self.dim_v, grouped=self.nheads > 1, **same)]
 
     def _recurrence(self, io: DType) -> dict[str, Any]:
         """What else there is: gates and betas as the projections give them, for the kernel to finish; log decays where models do that."""

@@ -32,7 +32,7 @@ def test_the_table_is_sound():
         assert model.function in ssmgen.__all__
         for problem in model.problems():
             assert not problem.faults() and OPERATOR_OF[type(problem)] == model.operator
-        assert not any(problem.faults() for problem in model.convolutions())
+        assert not any(problem.faults() for problem in (*model.convolutions(), *model.norms()))
 
 
 def test_every_kind_has_models():
@@ -216,6 +216,17 @@ def test_widths_may_differ():
     assert {p.width for p in replace(find_model("mamba-130m"), conv_width=3).convolutions()} == {3}
 
 
+def test_norms():
+    def norms(name: str, tp: int = 1) -> list[tuple]:
+        return [(p.size, p.grouped, p.norm_first, p.activation.value) for p in find_model(name).divided(tp).norms()]
+
+    assert norms("nemotron-h-8b") == norms("nemotron-h-8b", 4) == [(1024, True, False, "silu")]
+    assert norms("nemotron-h-8b", 8) == [(1024, False, False, "silu")]
+    assert norms("mamba2-2.7b") == [(5120, False, False, "silu")] and norms("mamba2-2.7b", 2) == [], "a group of two ranks"
+    assert norms("qwen3.5-397b-a17b") == [(128, True, True, "silu")] and norms("kimi-linear-48b-a3b") == [(128, True, True, "sigmoid")]
+    assert norms("falcon-h1-7b") == norms("mamba-130m") == norms("rwkv7-1.5b") == norms("minimax-text-01") == []
+
+
 # The command line.
 
 
@@ -232,6 +243,9 @@ def test_build_chooses_by_operator(own_cache):
         return {v["spec"].partition(":")[0] for v in rows}
 
     assert families() == {"selective_state_update", "causal_conv1d", "causal_conv1d_update"}
+    norms = json.loads(ran("build", "--model", "kimi-linear-48b-a3b", "--op", "gated_rms_norm", "--no-pdl", "--json"))["variants"]
+    assert norms and {v["spec"].partition(":")[0] for v in norms} == {"gated_rms_norm"}
+    assert "does not use gated_rms_norm" in ran("build", "--model", "mamba-130m", "--op", "gated_rms_norm", code=1)
     assert families("--op", "selective_state_update") == {"selective_state_update"}
     tokens = json.loads(ran("build", "--model", "falcon-h1-7b", "--op", "selective_state_update", "--tokens", "4", "--json"))["variants"]
     assert {v["spec"].partition(":")[0] for v in tokens} == {"selective_state_update_tokens"}

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ..errors import SsmgenError
-from ..kernels import OPERATOR_OF, OPERATORS, causal_conv1d, causal_conv1d_update, selective_state_update_tokens
+from ..kernels import OPERATOR_OF, OPERATORS, causal_conv1d, causal_conv1d_update, gated_rms_norm, selective_state_update_tokens
 from ..kernels import replay_selective_state_update as replay_family
 from ..kernels.linear_attention_problem import Layout, Ring
 from ..spec import Arch, DType, Index, PoolMode
@@ -72,6 +72,9 @@ def problems_of(
     replays = model.replays(tuple(map(DType, states)), slots, activations, replay, window) if replay else []
     if operator == REPLAY:
         return replays
+    norms = model.norms(activations)
+    if operator == gated_rms_norm.OPERATOR:
+        return norms
     if operator not in (None, model.operator, *CONVOLUTIONS):
         return []
     call = {option: value for option, value in more.items() if value}
@@ -88,5 +91,5 @@ def problems_of(
     if call.pop("no_update", False):
         call["update_state"] = False
     pooled = tuple(map(PoolMode, pools)) or (PoolMode.SINGLE,)
-    found += [] if operator else replays
+    found += [] if operator else [*replays, *norms]
     return model.problems(states=tuple(map(DType, states)), indices=slots, pools=pooled, io=activations, **call) + found

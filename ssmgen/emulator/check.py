@@ -14,6 +14,7 @@ from ..errors import SsmgenError
 from ..kernels.causal_conv1d import ConvSpec
 from ..kernels.causal_conv1d_update import UpdateSpec
 from ..kernels.combine_splits import CombineSpec
+from ..kernels.gated_rms_norm import NormSpec
 from ..kernels.linear_attention import LinearAttentionSpec
 from ..kernels.linear_attention_problem import Update
 from ..kernels.mamba2_layer import Mamba2LayerSpec
@@ -23,6 +24,7 @@ from ..kernels.selective_state_update_tokens import SsuTokensSpec
 from ..ops import causal_conv1d as conv_op
 from ..ops import causal_conv1d_update as update_op
 from ..ops import combine_splits as combine_op
+from ..ops import gated_rms_norm as norm_op
 from ..ops import linear_attention_call as linear_op
 from ..ops import mamba2_layer as mamba2_op
 from ..ops import replay_call as replay_op
@@ -211,6 +213,15 @@ def _combine(spec: CombineSpec, batch: int, seed: int) -> Trial:
     return Trial(named, views, values, written, lambda v: combine_op.run_reference(v, options, torch.float64), grid)
 
 
+def _norm(spec: NormSpec, batch: int, seed: int) -> Trial:
+    named = operands.gated_rms_norm(spec, batch, seed)
+    options = norm_op.Options(1e-5, spec.norm_first, spec.activation.value)
+    views = norm_op.views_of(named, options, problems := [])
+    assert not problems, problems
+    values, grid = norm_op.kernel_values(spec, views, options), norm_op.grid_of(spec, views)
+    return Trial(named, views, values, ("out",), lambda v: norm_op.run_reference(v, options, torch.float64), grid)
+
+
 _TRIALS: dict[type[KernelSpec], Callable[[Any, int, int], Trial]] = {
     SsuSpec: _ssu,
     ReplaySpec: _replay,
@@ -220,4 +231,5 @@ _TRIALS: dict[type[KernelSpec], Callable[[Any, int, int], Trial]] = {
     UpdateSpec: _update,
     CombineSpec: _combine,
     Mamba2LayerSpec: _mamba2_layer,
+    NormSpec: _norm,
 }

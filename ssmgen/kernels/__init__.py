@@ -7,6 +7,7 @@ from . import (
     causal_conv1d,
     causal_conv1d_update,
     combine_splits,
+    gated_rms_norm,
     layer_norm,
     linear_attention,
     mamba2_layer,
@@ -28,6 +29,7 @@ OPERATORS = {
         causal_conv1d,
         causal_conv1d_update,
         combine_splits,
+        gated_rms_norm,
     )
 }
 
@@ -41,6 +43,7 @@ OPERATOR_OF: dict[type[Problem], str] = {
     causal_conv1d.ConvProblem: causal_conv1d.OPERATOR,
     causal_conv1d_update.UpdateProblem: causal_conv1d_update.OPERATOR,
     combine_splits.CombineProblem: combine_splits.OPERATOR,
+    gated_rms_norm.NormProblem: gated_rms_norm.OPERATOR,
 }
 
 # Every spec class, by family name: what `parse_spec` and the command line know.
@@ -56,6 +59,7 @@ FAMILIES: dict[str, type[KernelSpec]] = {
         causal_conv1d.ConvSpec,
         causal_conv1d_update.UpdateSpec,
         combine_splits.CombineSpec,
+        gated_rms_norm.NormSpec,
         slot_copy.SlotCopySpec,
     )
 }

@@ -116,9 +116,7 @@ def space(problem: Mamba2LayerProblem, arch: Arch) -> Iterator[Mamba2LayerSpec]:
     return (spec for spec in specs if not spec.violations(arch))
 
 
-def candidates(
-    problem: Mamba2LayerProblem, batch: int, arch: Arch, pdl: bool
-) -> Iterator[tuple[str, Mamba2LayerSpec | None, str]]:
+def candidates(problem: Mamba2LayerProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, Mamba2LayerSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
     given = {f.name: getattr(problem, f.name) for f in fields(Mamba2LayerProblem)}
     for rule, how, reason in row_engine.choices(problem, NARROW if problem.d_state <= 32 else WIDE, batch, arch, pdl):

@@ -21,7 +21,7 @@ WRITTEN = ("out", "state", "conv_state", "arrivals")
 
 
 def check_channels(named: Mapping[str, Tensor], inputs: str, groups: int, problems: list[str]) -> bool:
-    """Whether the operands around the recurrence fit: named[inputs] is [batch, channels], and of its state [slots, …] there are `groups`."""
+    """Whether the operands around the recurrence fit. named[inputs] is [batch, channels]; `groups` of heads share convolved channels."""
     (batch, channels), slots = named[inputs].shape, named["state"].shape[0]
     weight, window = named["conv_weight"], named["conv_state"]
     width = weight.shape[1] if weight.dim() == 2 else 0
@@ -34,7 +34,8 @@ def check_channels(named: Mapping[str, Tensor], inputs: str, groups: int, proble
         "state_indices": {"[batch]": (batch,)},
         "rand_seed": {"[1]": (1,), "[slots]": (slots,)},
     }
-    return all([checks.check_shape(n, named[n], shapes, problems) for n, shapes in allowed.items() if n in named])
+    fits = [checks.check_shape(n, named[n], shapes, problems) for n, shapes in allowed.items() if n in named]
+    return all(fits)
 
 
 def check_memory(named: Mapping[str, Tensor], batch: int, problems: list[str]) -> None:

@@ -105,13 +105,17 @@ def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str])
     checks.check_common(named, "state", problems)
     state, xBC, window = named["state"], named["xBC"], named["conv_state"]
     if state.dim() != 4 or xBC.dim() != 2:
-        problems.append(f"state is {list(state.shape)} and xBC {list(xBC.shape)}, not [slots, heads, headdim, d_state] and [batch, channels]")
+        problems.append(
+            f"state is {list(state.shape)} and xBC {list(xBC.shape)}, not [slots, heads, headdim, d_state] and [batch, channels]"
+        )
         return {}
     (_, H, P, N), (batch, channels) = state.shape, xBC.shape
     inner = H * P
     groups, rest = divmod(channels - inner, 2 * N) if N else (0, 1)
     if groups < 1 or rest or H % groups:
-        problems.append(f"xBC is {list(xBC.shape)}: its channels are not {inner} of x and twice groups x {N}, in groups that divide {H} heads")
+        problems.append(
+            f"xBC is {list(xBC.shape)}: its channels are not {inner} of x and twice groups x {N}, in groups that divide {H} heads"
+        )
         return {}
     if window.dtype != xBC.dtype:
         problems.append(f"conv_state is {window.dtype} and xBC {xBC.dtype}: the window holds what comes in")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,7 +53,12 @@ def mamba2_layer(
     x, B, C = xBC.split([H * P, *[(xBC.shape[1] - H * P) // 2] * 2], 1)
     normed = "norm_weight" in views
     update = {n: views[n] for n in ("state", "A", "D", "dt_bias", "rand_seed") if n in views}
-    update |= {"x": x.unflatten(1, (H, P)), "dt": views["dt"].unsqueeze(2).expand(-1, H, P), "B": B.unflatten(1, (-1, N)), "C": C.unflatten(1, (-1, N))}
+    update |= {
+        "x": x.unflatten(1, (H, P)),
+        "dt": views["dt"].unsqueeze(2).expand(-1, H, P),
+        "B": B.unflatten(1, (-1, N)),
+        "C": C.unflatten(1, (-1, N)),
+    }
     update |= {"z": views["z"]} if "z" in views and not normed else {}
     update["A"] = views["A"][:, :, None].expand(H, P, N)
     how = {"dt_softplus": dt_softplus, "dt_limit": dt_limit, "philox_rounds": philox_rounds, "dtype": dtype}
