@@ -81,7 +81,7 @@ def mamba2_layer(
     norm_group_size: channels that are normed together, None for all of a row; norm_before_gate: z gates what is normed already
     dt_softplus, dt_limit, state_indices, rand_seed, philox_rounds, pad_slot_id: as in selective_state_update, of both states. A padded row
         gets a zero output
-    pdl: whether the first kernel may start while the one ahead of it in the stream ends; the second one starts like that where the first does
+    pdl: whether the kernels may start while the ones ahead of them in the stream end; None = where the device can (sm_90 and later)
 
     Returns out (new, of xBC's dtype, if not given). CPU tensors run the reference implementation.
     Raises ArgumentError, UnsupportedError, CaptureError, NotBuiltError, CompileError, LoadError, LaunchError as selective_state_update.
@@ -105,17 +105,14 @@ def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str])
     checks.check_common(named, "state", problems)
     state, xBC, window = named["state"], named["xBC"], named["conv_state"]
     if state.dim() != 4 or xBC.dim() != 2:
-        problems.append(
-            f"state is {list(state.shape)} and xBC {list(xBC.shape)}, not [slots, heads, headdim, d_state] and [batch, channels]"
-        )
+        wanted = "[slots, heads, headdim, d_state] and [batch, channels]"
+        problems.append(f"state is {list(state.shape)} and xBC {list(xBC.shape)}, not {wanted}")
         return {}
     (_, H, P, N), (batch, channels) = state.shape, xBC.shape
     inner = H * P
     groups, rest = divmod(channels - inner, 2 * N) if N else (0, 1)
     if groups < 1 or rest or H % groups:
-        problems.append(
-            f"xBC is {list(xBC.shape)}: its channels are not {inner} of x and twice groups x {N}, in groups that divide {H} heads"
-        )
+        problems.append(f"xBC is {list(xBC.shape)}: not {inner} channels of x, and {N} of B and of C for each group of the {H} heads")
         return {}
     if window.dtype != xBC.dtype:
         problems.append(f"conv_state is {window.dtype} and xBC {xBC.dtype}: the window holds what comes in")
@@ -182,8 +179,8 @@ def _size(views: Mapping[str, Tensor], options: Options) -> int:
 
 
 _AXES = {
-    "state": ("slot",), "dt": ("batch", "head"), "A": ("head", "row"), "D": ("head", "row"), "dt_bias": ("head", "row"), "rand_seed": ("slot",),
-    "z": ("batch", "head", "row"), "out": ("batch", "head", "row"), "state_indices": ("batch",),
+    "state": ("slot",), "dt": ("batch", "head"), "A": ("head", "row"), "D": ("head", "row"), "dt_bias": ("head", "row"),
+    "rand_seed": ("slot",), "z": ("batch", "head", "row"), "out": ("batch", "head", "row"), "state_indices": ("batch",),
 }  # fmt: skip
 
 
@@ -226,8 +223,8 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
 # torch.library: what torch.compile and opcheck see.
 _library = torch.library.Library("ssmgen", "FRAGMENT")
 _library.define(
-    "mamba2_layer(Tensor xBC, Tensor(a!) state, Tensor(b!) conv_state, Tensor conv_weight, Tensor? conv_bias, Tensor dt, Tensor A, Tensor? D, "
-    "Tensor? z, Tensor? dt_bias, Tensor? norm_weight, Tensor(c!) out, Tensor? state_indices, Tensor? rand_seed, Tensor(d!) arrivals, "
+    "mamba2_layer(Tensor xBC, Tensor(a!) state, Tensor(b!) conv_state, Tensor conv_weight, Tensor? conv_bias, Tensor dt, Tensor A, "
+    "Tensor? D, Tensor? z, Tensor? dt_bias, Tensor? norm_weight, Tensor(c!) out, Tensor? state_indices, Tensor? rand_seed, Tensor(d!) arrivals, "
     "float eps, int? group_size, bool norm_before_gate, bool dt_softplus, float[]? dt_limit, int pad_slot_id, int philox_rounds, "
     "bool? pdl) -> ()",
     tags=torch.Tag.needs_fixed_stride_order,
