@@ -32,8 +32,8 @@ def packed_decode(
     q, k, v = mixed_qkv.split((keys * K, keys * K, HV * V), 1)
     gated_delta_rule(
         initial_state, q.unflatten(1, (keys, K)), k.unflatten(1, (keys, K)), v.unflatten(1, (HV, V)), a, b, A_log, dt_bias,
-        use_qk_l2norm=use_qk_l2norm_in_kernel, beta_sigmoid=True, scale=scale, state_indices=ssm_state_indices, pad_slot_id=pad_slot_id,
-        out=out[:, 0],
+        use_qk_l2norm=use_qk_l2norm_in_kernel, beta_sigmoid=True, scale=scale,
+        state_indices=first(ssm_state_indices, mixed_qkv.shape[0]), pad_slot_id=pad_slot_id, out=out[:, 0],
     )  # fmt: skip
     return out, initial_state
 

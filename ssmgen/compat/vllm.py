@@ -63,7 +63,7 @@ def selective_state_update(
         read, write = (t if t is None or t.dim() == 2 else t[:, None] for t in (read, write))
         write = read if write is None else write
         write = write[:, :1] if cu_seqlens is None else write
-        num_accepted_tokens = num_accepted_tokens.clamp(min=1)
+        num_accepted_tokens = _first(num_accepted_tokens, sequences).clamp(min=1)
     else:
         read, write = (t if t is None or t.dim() == 1 else t[:, 0] for t in (read, write))
         if enable_stochastic_rounding:

@@ -1,0 +1,48 @@
+"""The engines' functions on the cases of the families behind them, on CPU tensors: the same forms run on a card in tests/gpu."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_calls import no_call_goes_to_the_engine, sglang_functions, vllm_functions  # noqa: F401
+from engine_cases import FORMS, SHARED, load, operands, padded_with
+
+named = pytest.mark.parametrize("form", FORMS, ids=lambda f: f.id)
+
+
+@named
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_results_are_within_the_families_bounds(request, form, mode):
+    function = getattr(request.getfixturevalue(form.engine), form.name)
+    with mode():
+        call = form.make("cpu")
+        want = form.expected(call)
+        form.prepared(function, call)()
+        form.check(call, want)
+
+
+@named
+def test_a_call_on_other_operands_in_the_same_memory(request, form):
+    """What a CUDA graph does: the same tensors, and other numbers in them."""
+    function = getattr(request.getfixturevalue(form.engine), form.name)
+    first, second = form.make("cpu"), form.make("cpu", seed=1)
+    run, want = form.prepared(function, first), form.expected(second)
+    run()
+    load(first, second)
+    run()
+    load(second, first)
+    form.check(second, want)
+
+
+@pytest.mark.parametrize("form", SHARED, ids=lambda f: f.id)
+def test_padded_rows_that_share_slot_0_change_nothing_of_others(request, form):
+    function = getattr(request.getfixturevalue(form.engine), form.name)
+    results = []
+    for slot in (-1, 0):
+        call, padded, pool = padded_with(form, "cpu", slot)
+        assert padded.sum() > 1
+        form.prepared(function, call)()
+        out = operands(call)["out"]
+        results.append((out.flatten(0, 1) if out.shape[0] == 1 else out)[~padded].clone())
+        results.append(pool[1:].nan_to_num(7.0))
+    assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
