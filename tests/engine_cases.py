@@ -17,7 +17,6 @@ import conv_laws
 import la_cases
 import ssu_cases
 import ssu_token_cases
-import torch
 from conv_cases import I32, ROLL
 from la_cases import RAW
 from ssu_cases import BF16, F16, F32
@@ -155,7 +154,7 @@ def _sglang_verify(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(given: dict[str, Any], **names: str) -> dict[str, Any]:
-    """The operands that are there, under other names; without the padding's slot and what is named "". """
+    """The operands that are there, under other names; without the padding's slot and what is named nothing."""
     names = {"pad_slot_id": ""} | names
     return {names.get(n, n): t for n, t in given.items() if names.get(n, n)}
 
@@ -256,10 +255,9 @@ _STATES = {"f32": F32, "f16": F16, "bf16": BF16}
 
 
 def _vllm() -> list[Form]:
-    null = {"pad_slot_id": 0}
-
     def form(id: str, name: str, laws: ModuleType, case: Any, arguments: Any, relay: Any = Form.relay, **changes: Any) -> Form:
-        return Form(f"vllm-{id}", "vllm", name, laws, replace(case, **(null if laws is not combine_cases else {}), **changes), arguments, relay)
+        changes |= {"pad_slot_id": 0} if hasattr(case, "pad_slot_id") else {}
+        return Form(f"vllm-{id}", "vllm", name, laws, replace(case, **changes), arguments, relay)
 
     return [
         *[form(f"m2-{n}", "ssu_backend", ssu_cases, _M2, _vllm_step, state=t) for n, t in _STATES.items()],

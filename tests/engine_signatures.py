@@ -84,7 +84,7 @@ class TritonSSUBackend:
         self.config, self.kernel = config, selective_state_update
 
     def __call__(self, state, x, dt, A, B, C, **options):
-        config = self.config
+        c = self.config
         self.kernel(state, x, dt, A, B, C, **options{noise})
 
 def selective_state_update(*args, **kwargs):
@@ -111,7 +111,7 @@ IMPORTS = {
     # The dispatcher's own function of this name is another one, and must stay.
     f"{_OPS}.ssu_dispatch": _DISPATCH.format(
         ops=f"{_OPS}.mamba_ssm",
-        noise=", enable_stochastic_rounding=config.enable_stochastic_rounding, cache_philox_rounds=config.stochastic_rounding_philox_rounds",
+        noise=", enable_stochastic_rounding=c.enable_stochastic_rounding, cache_philox_rounds=c.stochastic_rounding_philox_rounds",
     ),
     f"{_LAYERS}.linear.gdn_backend": (
         f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_update\n"

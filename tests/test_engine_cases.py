@@ -6,6 +6,7 @@ import pytest
 import torch
 from engine_calls import no_call_goes_to_the_engine, sglang_functions, vllm_functions  # noqa: F401
 from engine_cases import FORMS, SHARED, load, operands, padded_with
+from test_fast_path import launched  # noqa: F401
 
 named = pytest.mark.parametrize("form", FORMS, ids=lambda f: f.id)
 
@@ -46,3 +47,14 @@ def test_padded_rows_that_share_slot_0_change_nothing_of_others(request, form):
         results.append((out.flatten(0, 1) if out.shape[0] == 1 else out)[~padded].clone())
         results.append(pool[1:].nan_to_num(7.0))
     assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
+
+
+@named
+def test_the_second_call_finds_what_the_first_has_made(request, form, launched):  # noqa: F811
+    """Views that are made anew in each call are no new kind of call."""
+    function, call = getattr(request.getfixturevalue(form.engine), form.name), form.make("cpu")
+    for _ in range(3):
+        function(**form.arguments(operands(call)))
+    assert launched.made == 1 and len(launched) == 3
+    given = [n for n in launched[0] if n not in ("out", "rand_seed", "num_accepted_tokens")]  # these may be made anew
+    assert all(step.keys() == launched[0].keys() and all(step[n] == launched[0][n] for n in given) for step in launched)
