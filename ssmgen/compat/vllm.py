@@ -185,7 +185,7 @@ def fused_recurrent_gated_delta_rule(
     options = _pool(name, v, initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, num_accepted_tokens)
     beta = v.new_ones(()).expand(v.shape[:-1]) if beta is None else beta
     out = _gated_delta_rule(
-        initial_state, q, k, v, g, beta, use_qk_l2norm=use_qk_l2norm_in_kernel, scale=scale, out=q.new_empty(v.shape), **options
+        initial_state, q, k, v, g, beta, use_qk_l2norm=use_qk_l2norm_in_kernel, scale=scale, out=gated_delta.new_output(q, v), **options
     )
     return out, initial_state
 
