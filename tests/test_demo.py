@@ -185,6 +185,7 @@ def test_kernels_are_what_runs_on_the_device_without_copies():
     assert measure.kernel_names([SimpleNamespace(name=name, device_type=device) for name, device in events]) == ["ssu", "gemm"]
 
 
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_no_kernel_in_a_profile_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     with pytest.raises(DemoError, match="CUPTI"):
