@@ -42,13 +42,13 @@ COLUMNS = (
     Column("as wide as", lambda row: row.like),
     Column("layers", lambda row: str(row.layers) if row.served == row.layers else f"{row.served} of {row.layers}"),
     Column("batch", lambda row: str(row.batch)),
-    Column("transformers", _ms(PLAIN)),
-    Column("patched", _ms(PATCHED)),
+    Column("transformers ms", _ms(PLAIN)),
+    Column("patched ms", _ms(PATCHED)),
     Column("", _speedup(PATCHED)),
-    Column("in a graph", _ms(GRAPH), f"{GRAPH} ms"),
+    Column("graph ms", _ms(GRAPH), f"{GRAPH} ms"),
     Column("", _speedup(GRAPH), f"{GRAPH} ms"),
     Column("kernels", _kernels(PLAIN), f"{PLAIN} kernels"),
-    Column("patched", _kernels(PATCHED), f"{PATCHED} kernels"),
+    Column("patched kernels", _kernels(PATCHED), f"{PATCHED} kernels"),
     Column("same tokens", lambda row: f"{row.same}/{row.tokens}"),
 )
 
