@@ -76,6 +76,22 @@ _PACKED_AND_SIGMOID = "fused_recurrent_gated_delta_rule_packed_decode, fused_sig
 _TRITON = f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_update as causal_conv1d_update_triton"
 _WRAPPED = f"from {_LAYERS}.mamba.causal_conv1d import causal_conv1d_fn, causal_conv1d_update"
 
+# The backend takes the function when it is made, and passes what is optional by name.
+_DISPATCH = """\
+class TritonSSUBackend:
+    def __init__(self, config=None):
+        from {ops} import selective_state_update
+        self.config, self.kernel = config, selective_state_update
+
+    def __call__(self, state, x, dt, A, B, C, **options):
+        c = self.config
+        self.kernel(state, x, dt, A, B, C, **options{noise})
+
+def selective_state_update(*args, **kwargs):
+    from {ops} import selective_state_update as kernel
+    return kernel(*args, **kwargs)
+"""
+
 IMPORTS = {
     _FLA: (
         "from .fused_recurrent import fused_recurrent_gated_delta_rule, fused_recurrent_gated_delta_rule_packed_decode\n"
@@ -93,10 +109,9 @@ IMPORTS = {
     "vllm.model_executor.layers.attention.mla_attention": _MERGE,
     "vllm.model_executor.layers.attention.sparse_mla_attention": _MERGE,
     # The dispatcher's own function of this name is another one, and must stay.
-    f"{_OPS}.ssu_dispatch": (
-        "def selective_state_update(*args, **kwargs):\n"
-        f"    from {_OPS}.mamba_ssm import selective_state_update as kernel\n"
-        "    return kernel(*args, **kwargs)"
+    f"{_OPS}.ssu_dispatch": _DISPATCH.format(
+        ops=f"{_OPS}.mamba_ssm",
+        noise=", enable_stochastic_rounding=c.enable_stochastic_rounding, cache_philox_rounds=c.stochastic_rounding_philox_rounds",
     ),
     f"{_LAYERS}.linear.gdn_backend": (
         f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_update\n"
@@ -115,10 +130,6 @@ IMPORTS = {
     ),
     "sglang.srt.models.lfm2": f"{_TRITON}\n{_WRAPPED}",
     "sglang.srt.models.lfm2_moe": _WRAPPED,
-    f"{_MAMBA}.triton_ops.ssu_dispatch": (
-        "def selective_state_update(*args, **kwargs):\n"
-        f"    from {_MAMBA}.triton_ops.mamba_ssm import selective_state_update as kernel\n"
-        "    return kernel(*args, **kwargs)"
-    ),
+    f"{_MAMBA}.triton_ops.ssu_dispatch": _DISPATCH.format(ops=f"{_MAMBA}.triton_ops.mamba_ssm", noise=""),
     "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha": f"from {_LAYERS}.merge_state import merge_state",
 }

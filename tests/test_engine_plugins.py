@@ -303,6 +303,7 @@ def test_refused_calls_go_to_the_engine_and_are_said_once(engine, error, monkeyp
     assert [function(*arguments), function(*arguments)] == [engine_s, engine_s]
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert len(warnings) == 1 and str(error) in warnings[0] and f"{engine}'s own" in warnings[0]
+    assert ("a step of the same batch size ahead of the capture" in warnings[0]) == isinstance(error, CaptureError)
 
 
 def test_other_errors_are_raised(engine, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_ops import Loaded
 from test_ring import BF16, Step
 
 import ssmgen
@@ -176,3 +177,12 @@ def test_an_argument_that_nothing_compares_is_not_taken_on_trust(launched):
             state, x, torch.zeros(3, 4), A, bc, bc.clone(), rand_seed=torch.zeros(1, dtype=torch.int64), philox_rounds=0
         )
     assert out.shape == x.shape and not launched.made
+
+
+def test_a_subclass_of_ordinary_memory_is_found_again(launched):
+    x, state, weight, bias = (torch.randn(s) for s in ((2, 8), (3, 8, 3), (8, 4), (8,)))
+    bias = Loaded(bias, requires_grad=False)
+    for _ in range(2):
+        ssmgen.causal_conv1d_update(x, state, weight, bias, "silu", out=x)
+    ssmgen.causal_conv1d_update(x, state, weight, bias.detach(), "silu", out=x)
+    assert launched[0] == launched[1] == launched[2] and launched[0]["bias"] == bias.data_ptr() and launched.made == 2

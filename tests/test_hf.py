@@ -247,6 +247,13 @@ def test_warm_asks_for_the_kernels_of_every_call_at_every_batch_size(monkeypatch
     assert_same(snapshot(), before)
 
 
+def test_a_model_is_warmed_by_ssmgens_own_warm_too(monkeypatch):
+    model, asked = built("mamba2"), []
+    monkeypatch.setattr(hf, "warm", lambda *args, **kwargs: asked.append((args, kwargs)) or 7)
+    assert ssmgen.warm(model, batches=[1, 8]) == ssmgen.warm(model, prompt_length=5) == 7
+    assert asked == [((model,), {"batches": [1, 8]}), ((model,), {"prompt_length": 5})]
+
+
 def test_warm_needs_a_device_and_sizes():
     model = built("mamba2")
     with pytest.raises(ArgumentError, match="kernels are loaded on CUDA devices"):
@@ -255,3 +262,5 @@ def test_warm_needs_a_device_and_sizes():
         hf.warm(model, batches=[])
     with pytest.raises(PatchError, match="Linear has no layer"):
         hf.warm(torch.nn.Linear(2, 2))
+    with pytest.raises(PatchError, match="Linear has no layer"):
+        ssmgen.warm(torch.nn.Linear(2, 2), batches=[4])

@@ -168,6 +168,22 @@ def test_parameters_are_taken_without_grad_mode():
 # The other signatures.
 
 
+class Loaded(torch.nn.Parameter):
+    """As vLLM's parameters are: a subclass that sees functions, of ordinary memory."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_subclasses_of_ordinary_memory_are_taken():
+    x, state, weight, bias = (torch.randn(s) for s in ((2, 8), (3, 8, 3), (8, 4), (8,)))
+    want = ssmgen.causal_conv1d_update(x, state.clone(), weight, bias, "silu")
+    with torch.no_grad():
+        got = ssmgen.causal_conv1d_update(x, state, weight, Loaded(bias, requires_grad=False), "silu")
+    assert torch.equal(got, want)
+
+
 def test_mamba_ssm_signature_is_that_package_s():
     names = ["state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "dt_softplus", "state_batch_indices"]
     parameters = pyinspect.signature(mamba_ssm.selective_state_update).parameters

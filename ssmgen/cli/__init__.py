@@ -9,6 +9,7 @@ import click
 
 from .. import __version__
 from ..bench.command import bench
+from ..demo.command import demo
 from ..errors import DriftError, SsmgenError
 from ..tune.command import tune, tuned
 from . import building, inspecting
@@ -39,7 +40,7 @@ def main() -> None:
 COMMANDS = (
     building.build, building.generate, building.models, building.env,
     inspecting.list_variants, inspecting.show, inspecting.diff, inspecting.report, inspecting.check, inspecting.explain,
-    bench, tune, tuned, cache,
+    bench, tune, tuned, demo, cache,
 )  # fmt: skip
 for command in COMMANDS:
     main.add_command(command)

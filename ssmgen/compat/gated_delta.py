@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
@@ -13,6 +14,16 @@ from ..ops.linear_attention import gated_delta_rule, kda
 def first(t: Tensor | None, n: int) -> Tensor | None:
     """The first n rows: engines pass buffers that are made for more sequences than there are."""
     return t if t is None or t.shape[0] == n else t[:n]
+
+
+def new_output(q: Tensor, v: Tensor) -> Tensor:
+    """Dense, of q's dtype and v's shape."""
+    return torch.empty_like(v, dtype=q.dtype, memory_format=torch.contiguous_format)
+
+
+def shaped(t: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The tensor in this shape; where it has it, itself: a view costs the host a microsecond."""
+    return t if t.shape == shape else t.reshape(shape)
 
 
 def packed_decode(
@@ -29,11 +40,12 @@ def packed_decode(
     if keys <= 0 or rest:
         problem = f"mixed_qkv has {mixed_qkv.shape[1]} channels, which is not 2 HK K + HV V with K = {K}, HV = {HV}, V = {V}"
         raise ArgumentError(name, [problem])
+    B = mixed_qkv.shape[0]
     q, k, v = mixed_qkv.split((keys * K, keys * K, HV * V), 1)
     gated_delta_rule(
-        initial_state, q.unflatten(1, (keys, K)), k.unflatten(1, (keys, K)), v.unflatten(1, (HV, V)), a, b, A_log, dt_bias,
-        use_qk_l2norm=use_qk_l2norm_in_kernel, beta_sigmoid=True, scale=scale, state_indices=ssm_state_indices, pad_slot_id=pad_slot_id,
-        out=out[:, 0],
+        initial_state, q.view(B, keys, K), k.view(B, keys, K), v.view(B, HV, V), a, b, A_log, dt_bias,
+        use_qk_l2norm=use_qk_l2norm_in_kernel, beta_sigmoid=True, scale=scale, state_indices=first(ssm_state_indices, B),
+        pad_slot_id=pad_slot_id, out=out[:, 0],
     )  # fmt: skip
     return out, initial_state
 
@@ -48,8 +60,8 @@ def from_logits(
     """
     lead, K = tuple(v.shape[:3]), k.shape[-1]
     function, how = (kda, {"lower_bound": lower_bound}) if is_kda else (gated_delta_rule, {})
-    gate = a.reshape(*lead, K) if is_kda else a.reshape(lead)
+    gate = shaped(a, (*lead, K) if is_kda else lead)
     return function(
-        state, q, k, v, gate, b.reshape(lead), A_log.reshape(-1), dt_bias.reshape(-1), beta_sigmoid=True, out=q.new_empty(v.shape), **how,
-        **options,
+        state, q, k, v, gate, shaped(b, lead), shaped(A_log, (A_log.numel(),)), shaped(dt_bias, (dt_bias.numel(),)), beta_sigmoid=True,
+        out=new_output(q, v), **how, **options,
     )  # fmt: skip

@@ -35,6 +35,9 @@ NAMES = (
     "fused_sigmoid_gating_delta_rule_update", "merge_attn_states", "merge_state", "selective_state_update",
 )  # fmt: skip
 
+# What warm() is to those who do not make the calls themselves.
+IN_AN_ENGINE = "\nIn an engine, a step of the same batch size ahead of the capture does that."
+
 REPLACED, WAITING = "replaced", "replaced when it is imported"
 
 
@@ -196,7 +199,8 @@ def _with_the_original_behind(r: Replacement, original: Callable[..., Any], log:
         except REFUSALS as e:
             if type(e) not in told:
                 told.add(type(e))
-                log.warning("%s's own %s runs, not ssmgen's (said once for calls like this): %s", r.module.partition(".")[0], r.name, e)
+                engine, advice = r.module.partition(".")[0], IN_AN_ENGINE if isinstance(e, CaptureError) else ""
+                log.warning("%s's own %s runs, not ssmgen's (said once for calls like this): %s%s", engine, r.name, e, advice)
         return original(*args, **kwargs)
 
     return call

@@ -1,7 +1,8 @@
 """SGLang's functions for Mamba, convolutions, gated delta rules and merged attention, as in SGLang 0.5.23; and its plugin, `register`.
 
 Slots: pad_slot_id (-1) is padding. A padded sequence, which is also one whose slot is negative or none of the pool's, gets a zero output
-and touches no state; SGLang leaves some of these outputs as they were, or computes them from a state of zeros.
+and touches no state; SGLang leaves some of these outputs as they were, or computes them from a state of zeros. Index tensors may have more
+rows than there are sequences.
 
 Raise UnsupportedError for arguments that ssmgen has no kernel for, and what ssmgen's functions raise.
 """
@@ -19,6 +20,7 @@ from ..ops.causal_conv1d_update import causal_conv1d_update as _conv_update
 from ..ops.combine_splits import combine_splits
 from ..ops.selective_state_update import selective_state_update as _ssu
 from . import gated_delta, replacing
+from .gated_delta import first as _first
 
 
 def selective_state_update(
@@ -58,11 +60,12 @@ def selective_state_update(
         problems.append(f"enable_stochastic_rounding goes with a float16 state, not {state.dtype}".replace("torch.", ""))
     if problems:
         raise ArgumentError(name, problems)
-    rows = intermediate_state_indices if intermediate_state_indices is not None else state_batch_indices
-    rows = None if kept is None else gated_delta.first(rows, x.shape[0])
+    batch = x.shape[0]
+    slots = _first(state_batch_indices, batch)
+    rows = None if kept is None else slots if intermediate_state_indices is None else _first(intermediate_state_indices, batch)
     seed = torch.randint(0, 2**32, (1,), device=state.device) if enable_stochastic_rounding and not disable_state_update else None
     _ssu(
-        state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_indices=state_batch_indices, parents=retrieve_parent_token,
+        state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_indices=slots, parents=_first(retrieve_parent_token, batch),
         intermediate_states=kept, intermediate_state_indices=rows, update_state=not disable_state_update, rand_seed=seed,
         philox_rounds=cache_philox_rounds or 10, pad_slot_id=pad_slot_id, out=out,
     )  # fmt: skip
@@ -82,9 +85,10 @@ def causal_conv1d_update(
 
     conv_state: [slots, dim, width - 1 or more] of x's dtype, whose last width - 1 entries are the history; a ring with cache_seqlens
     """
+    batch = x.shape[0]
     return _conv_update(
-        x, conv_state, weight, bias, activation, cache_seqlens=cache_seqlens, conv_state_indices=conv_state_indices,
-        pad_slot_id=pad_slot_id, out=x,
+        x, conv_state, weight, bias, activation, cache_seqlens=_first(cache_seqlens, batch),
+        conv_state_indices=_first(conv_state_indices, batch), pad_slot_id=pad_slot_id, out=x,
     )  # fmt: skip
 
 
@@ -122,10 +126,12 @@ def causal_conv1d_update_triton(
         raise UnsupportedError("sglang's causal_conv1d_update", reasons)
     if num_accept_tokens is None:
         conv_state = conv_state[..., : weight.shape[1] - 1]
-    rows = None if intermediate_conv_window is None else gated_delta.first(intermediate_state_indices, x.shape[0])
+    batch = x.shape[0]
+    rows = None if intermediate_conv_window is None else _first(intermediate_state_indices, batch)
     return _conv_update(
-        x, conv_state, weight, bias, activation, conv_state_indices=conv_state_indices, num_accepted_tokens=num_accept_tokens,
-        intermediate_conv_window=intermediate_conv_window, intermediate_state_indices=rows, pad_slot_id=pad_slot_id,
+        x, conv_state, weight, bias, activation, conv_state_indices=_first(conv_state_indices, batch),
+        num_accepted_tokens=_first(num_accept_tokens, batch), intermediate_conv_window=intermediate_conv_window,
+        intermediate_state_indices=rows, pad_slot_id=pad_slot_id,
     )  # fmt: skip
 
 
@@ -153,7 +159,7 @@ def causal_conv1d_fn(
     sequences = x.shape[0] if query_start_loc is None else query_start_loc.shape[0] - 1
     return _conv(
         x, weight, bias, activation=activation, query_start_loc=query_start_loc, conv_states=conv_states,
-        conv_state_indices=gated_delta.first(cache_indices, sequences), has_initial_state=gated_delta.first(has_initial_state, sequences),
+        conv_state_indices=_first(cache_indices, sequences), has_initial_state=_first(has_initial_state, sequences),
         pad_slot_id=pad_slot_id,
     )  # fmt: skip
 
@@ -231,7 +237,7 @@ def fused_sigmoid_gating_delta_rule_update(
     sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return gated_delta.from_logits(
         initial_state_source, q, k, v, a, b, A_log, dt_bias, is_kda, lower_bound, use_qk_l2norm=use_qk_l2norm_in_kernel, scale=scale,
-        state_indices=gated_delta.first(initial_state_indices, sequences), cu_seqlens=cu_seqlens, update_state=not disable_state_update,
+        state_indices=_first(initial_state_indices, sequences), cu_seqlens=cu_seqlens, update_state=not disable_state_update,
     )  # fmt: skip
 
 

@@ -63,7 +63,7 @@ def selective_state_update(
         read, write = (t if t is None or t.dim() == 2 else t[:, None] for t in (read, write))
         write = read if write is None else write
         write = write[:, :1] if cu_seqlens is None else write
-        num_accepted_tokens = num_accepted_tokens.clamp(min=1)
+        num_accepted_tokens = _first(num_accepted_tokens, sequences).clamp(min=1)
     else:
         read, write = (t if t is None or t.dim() == 1 else t[:, 0] for t in (read, write))
         if enable_stochastic_rounding:
@@ -185,7 +185,7 @@ def fused_recurrent_gated_delta_rule(
     options = _pool(name, v, initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, num_accepted_tokens)
     beta = v.new_ones(()).expand(v.shape[:-1]) if beta is None else beta
     out = _gated_delta_rule(
-        initial_state, q, k, v, g, beta, use_qk_l2norm=use_qk_l2norm_in_kernel, scale=scale, out=q.new_empty(v.shape), **options
+        initial_state, q, k, v, g, beta, use_qk_l2norm=use_qk_l2norm_in_kernel, scale=scale, out=gated_delta.new_output(q, v), **options
     )
     return out, initial_state
 

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from .. import runtime
 from ..errors import ArgumentError
 from ..spec import KernelSpec
-from .planning import Caller, launch_of
+from .planning import Caller, is_memory, launch_of
 
 
 class Call(NamedTuple):
@@ -143,7 +143,7 @@ class _Memory(runtime.Table):
         self, key: Any, values: tuple[Any, ...], call: Call, build: Callable[..., Call], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[], None]:
         """The plan of a call that is not known yet. The next one like it is found, if the arguments say all there is to say of it."""
-        tensors = [i for i, v in enumerate(values) if type(v) in _TENSORS]
+        tensors = [i for i, v in enumerate(values) if is_memory(type(v))]
         scalars = [i for i, v in enumerate(values) if type(v) in _SCALARS]
         given = {id(values[i]): i for i in tensors}
         operands = call.operands

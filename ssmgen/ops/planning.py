@@ -18,6 +18,11 @@ from . import checks
 Views = Mapping[str, Tensor]
 
 
+def is_memory(kind: type) -> bool:
+    """Whether tensors of this type are what their addresses say: also those of subclasses that see functions, but no operators."""
+    return kind in (Tensor, Parameter) or (issubclass(kind, Tensor) and kind.__torch_dispatch__ == Tensor.__torch_dispatch__)
+
+
 class Family(NamedTuple):
     """An operator family's part in it. `options` is what its calls say beside their tensors; only the family looks into it."""
 
@@ -115,7 +120,7 @@ class Caller(NamedTuple):
             found = key = None
         if found is not None:
             return found
-        if any(isinstance(t, Tensor) and type(t) not in (Tensor, Parameter) for t in given):  # fake, distributed, wrapped: theirs to say
+        if any(isinstance(t, Tensor) and not is_memory(type(t)) for t in given):  # fake, distributed, wrapped: theirs to say
             return partial(self.dispatch, given, options, pdl)
         named = self.named(given)
         views = self.checked(named, options, pdl, objections)

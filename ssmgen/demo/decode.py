@@ -1,0 +1,94 @@
+"""Greedy decoding of a model of transformers behind a prompt, a step at a time, also in a CUDA graph."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PROMPT = 8  # tokens
+
+
+def prompt(batch: int, vocabulary: int, device: torch.device | str) -> Tensor:
+    """[batch, PROMPT]: the same at every call, and without the special tokens 0 … 2."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, vocabulary, (batch, PROMPT), generator=generator).to(device)
+
+
+class Greedy:
+    """A decode step of a model: reads `token` [batch, 1] and puts the likeliest next one in its place, all of it on the device.
+
+    Made with the prompt's tokens [batch, length], which it reads. steps: the cache is transformers' StaticCache, whose attention layers
+    have room for so many steps and stay where they lie, so that a step can be captured. Without, it is what `generate` makes, and grows.
+    """
+
+    def __init__(self, model: torch.nn.Module, ids: Tensor, steps: int | None = None):
+        self.model = model
+        parameters = inspect.signature(model.forward).parameters
+        self.takes = "cache_params" if "cache_params" in parameters else "past_key_values"
+        cache = None if steps is None else _static(model, ids.shape[1] + steps)
+        with torch.no_grad():
+            out = model(input_ids=ids, use_cache=True, **{self.takes: cache})
+            self.cache = out[self.takes]
+            self.token = _likeliest(out.logits)
+        # As generate() passes it: not every family counts what is in its cache
+        self.position = torch.full_like(self.token, ids.shape[1]) if "position_ids" in parameters else None
+
+    def __call__(self) -> Tensor:
+        with torch.no_grad():
+            inputs = {"input_ids": self.token, "use_cache": True, self.takes: self.cache}
+            if self.position is None:
+                logits = self.model(**inputs).logits
+            else:
+                logits = self.model(**inputs, position_ids=self.position).logits
+                self.position.add_(1)
+            self.token.copy_(_likeliest(logits))
+        return logits
+
+    def tokens(self, count: int) -> Tensor:
+        """[batch, count]: those that the next steps give."""
+        return torch.cat([self._next() for _ in range(count)], dim=1)
+
+    def _next(self) -> Tensor:
+        self()
+        return self.token.clone()
+
+
+class Captured:
+    """A decode step in a CUDA graph: a call replays it. The step's cache moves on with it, and must have room."""
+
+    def __init__(self, step: Greedy):
+        self.step = step
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # what libraries and the allocator do at first
+            step()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        here = torch.cuda.stream(torch.cuda.current_stream())  # a capture that fails may leave its own stream current
+        with here, torch.cuda.graph(self.graph):
+            step()
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+    def tokens(self, count: int) -> Tensor:
+        """As those of a step: [batch, count]."""
+        found = []
+        for _ in range(count):
+            self()
+            found.append(self.step.token.clone())
+        return torch.cat(found, dim=1)
+
+
+def _likeliest(logits: Tensor) -> Tensor:
+    """[batch, tokens, vocabulary] -> [batch, 1], of the last."""
+    return logits[:, -1:].argmax(-1)
+
+
+def _static(model: torch.nn.Module, length: int) -> Any:
+    from transformers import StaticCache
+
+    return StaticCache(config=model.config, max_cache_len=length)

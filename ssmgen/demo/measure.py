@@ -1,0 +1,209 @@
+"""What `ssmgen demo hf` measures of a model.
+
+Milliseconds per token: a loop of greedy decode steps behind a short prompt, on the wall clock, synchronised ahead of the loop and behind
+it but not in it. The ways of decoding take turns, in the opposite order every other round; each gets the median of its rounds.
+transformers and patched run the same eager step on the cache that generate() makes, which grows. The graph replays one captured step of the
+patched model on transformers' StaticCache; its first tokens are those of eager steps on such a cache. generate() itself adds host time of
+its own to each token.
+
+Kernels: those that torch.profiler sees in one step, without copies and fills by the driver.
+
+Same tokens: of generate() in f32 without TF32, patched and not, as one sequence and as two, on as few layers as have one of each kind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from ..compat import hf
+from . import DemoError
+from .decode import PROMPT, Captured, Greedy, prompt
+from .presets import Preset
+
+PLAIN, PATCHED, GRAPH = "transformers", "patched", "graph"
+WARM_STEPS, CHECKED = 3, 4
+SPARE = 16  # steps of a static cache for all that is not timed
+FEWEST = 2  # layers of the model in f32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    layers: int = 8
+    tokens: int = 16
+    rounds: int = 5
+
+
+class Way(NamedTuple):
+    """A way to take the next step, and what it is taken within."""
+
+    step: Callable[[], Any]
+    within: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A family at a batch size: milliseconds and kernels per token, by way of decoding.
+
+    notes: why a number is missing, by way and unit, such as "graph ms".
+    """
+
+    family: str
+    like: str
+    served: int  # layers with something of ours
+    layers: int
+    batch: int
+    ms: Mapping[str, float]
+    kernels: Mapping[str, int]
+    same: int
+    tokens: int  # that `same` is of
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    def speedup(self, way: str) -> float | None:
+        return self.ms[PLAIN] / self.ms[way] if way in self.ms else None
+
+
+@contextlib.contextmanager
+def served(model: torch.nn.Module) -> Iterator[None]:
+    """The model patched. Raises DemoError at the end if a call was left to transformers' own function, or none was ours."""
+    with hf.patch(model) as patch:
+        yield
+    calls = patch.calls()
+    if kept := [f"{label} ({count.original} calls)" for label, count in calls.items() if count.original]:
+        raise DemoError(f"transformers' own functions computed {', '.join(kept)}; the warnings say why")
+    if not calls:
+        raise DemoError("no layer called a function of ssmgen's")
+
+
+def interleaved_ms(ways: Mapping[str, Way], tokens: int, rounds: int, synchronize: Callable[[], None]) -> dict[str, float]:
+    """Median milliseconds per step of each."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for i in range(rounds):
+        for name in list(ways)[:: 1 if i % 2 == 0 else -1]:
+            step, within = ways[name]
+            with within():
+                synchronize()
+                start = time.perf_counter()
+                for _ in range(tokens):
+                    step()
+                synchronize()
+                times[name].append((time.perf_counter() - start) * 1e3 / tokens)
+    return {name: statistics.median(samples) for name, samples in times.items()}
+
+
+def kernels(step: Callable[[], Any]) -> int:
+    """Kernels that a call launches, or that the graph has which it replays. Raises DemoError where the profiler sees none."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+        torch.cuda.synchronize()
+    found = kernel_names(profile.events())
+    if not found:
+        raise DemoError("torch.profiler saw no kernel: CUPTI is missing, or another profiler has it")
+    return len(found)
+
+
+def kernel_names(events: Any) -> list[str]:
+    """Of a profile's events: what ran on the device, without copies and fills."""
+    on_device = [event.name for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [name for name in on_device if not name.startswith(("Memcpy", "Memset"))]
+
+
+def captured(model: torch.nn.Module, ids: torch.Tensor, room: int) -> Captured:
+    """A decode step of the patched model in a CUDA graph, with room for so many steps.
+
+    Raises DemoError if it gives other tokens than eager steps, and whatever a model's step does that cannot be captured.
+    """
+    with served(model):
+        want = Greedy(model, ids, room).tokens(CHECKED)
+        graph = Captured(Greedy(model, ids, room))
+    got = graph.tokens(CHECKED - 1)  # the first is taken ahead of the capture
+    if not torch.equal(got, want[:, 1:]):
+        raise DemoError(f"{(got != want[:, 1:]).sum().item()} of {got.numel()} tokens differ from those of eager steps")
+    return graph
+
+
+def decoded(model: torch.nn.Module, batch: int, options: Options) -> dict[str, Any]:
+    """ms, kernels and notes of a Row, of a model on a CUDA device. What cannot be captured or counted has a note."""
+    device = next(model.parameters()).device
+    ids = prompt(batch, model.config.vocab_size, device)
+    ways = {PLAIN: Way(Greedy(model, ids))}
+    with served(model):
+        ways[PATCHED] = Way(Greedy(model, ids), lambda: served(model))
+        ways[PATCHED].step()
+    notes: dict[str, str] = {}
+    try:
+        ways[GRAPH] = Way(captured(model, ids, options.rounds * options.tokens + SPARE))
+    except Exception as e:  # whatever a model's step does that cannot be captured
+        notes[f"{GRAPH} ms"] = first_line(e) + (f"; behind {first_line(e.__context__)}" if e.__context__ else "")
+    counts: dict[str, int] = {}
+    for name, way in ways.items():
+        with way.within():
+            for _ in range(WARM_STEPS):
+                way.step()
+            try:
+                counts[name] = kernels(way.step)
+            except DemoError as e:
+                notes[f"{name} kernels"] = first_line(e)
+    ms = interleaved_ms(ways, options.tokens, options.rounds, torch.cuda.synchronize)
+    return {"ms": ms, "kernels": counts, "notes": notes}
+
+
+def same_tokens(preset: Preset, count: int, device: torch.device | str) -> tuple[int, int]:
+    """(tokens that are the same patched and not, tokens) of greedy generation in f32."""
+    model = preset.build(FEWEST, torch.float32, device)
+    same = total = 0
+    with exact_f32():
+        for batch in (1, 2):
+            want = generated(model, batch, count)
+            with served(model):
+                got = generated(model, batch, count)
+            same, total = same + int((got == want).sum()), total + want.numel()
+    return same, total
+
+
+def generated(model: torch.nn.Module, batch: int, count: int) -> torch.Tensor:
+    """[batch, count]: tokens behind the prompt."""
+    ids = prompt(batch, model.config.vocab_size, next(model.parameters()).device)
+    how = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "num_beams": 1}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **how)[:, ids.shape[1] :]
+
+
+@contextlib.contextmanager
+def exact_f32() -> Iterator[None]:
+    """Without TF32."""
+    backends = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [backend.allow_tf32 for backend in backends]
+    try:
+        for backend in backends:
+            backend.allow_tf32 = False
+        yield
+    finally:
+        for backend, value in zip(backends, before, strict=True):
+            backend.allow_tf32 = value
+
+
+def prepared(preset: Preset, batches: tuple[int, ...], options: Options, device: torch.device | str) -> torch.nn.Module:
+    """The family's model in bf16, its kernels loaded."""
+    model = preset.build(options.layers, torch.bfloat16, device)
+    hf.warm(model, batches, PROMPT)
+    return model
+
+
+def release() -> None:
+    """Gives back what deleted models held. Of a device that an error has left unusable the next family's measurement tells."""
+    gc.collect()
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.empty_cache()
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(": ")

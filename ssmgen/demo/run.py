@@ -1,0 +1,135 @@
+"""`ssmgen demo hf`: every family in turn; a report."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from .. import __version__
+from .. import compile as compiler
+from ..bench.progress import PRINTING, Watch
+from ..errors import bullets
+from . import DemoError
+from . import measure as measuring
+from .measure import GRAPH, PATCHED, PLAIN, Options, Row
+from .presets import Preset
+
+PACKAGES = ("mamba_ssm", "causal_conv1d", "fla", "kernels")  # which transformers would call in place of PyTorch operations
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A family that was not measured, at one batch size or at any."""
+
+    family: str
+    batch: int | None
+    error: str
+
+    @property
+    def words(self) -> str:
+        return self.family if self.batch is None else f"{self.family}, batch {self.batch}"
+
+
+@dataclass
+class Report:
+    """What a run leaves. facts: device, versions and the method."""
+
+    facts: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    failed: list[Failure] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**self.facts, "rows": [asdict(row) for row in self.rows], "failed": [asdict(failure) for failure in self.failed]}
+
+    def check(self) -> None:
+        """Raises DemoError that names the families that failed, and those whose tokens differ."""
+        wrong = [f"{failure.words}: {failure.error}" for failure in self.failed]
+        differing = {row.family: row for row in self.rows if row.same < row.tokens}
+        wrong += [f"{name}: {row.same} of {row.tokens} tokens are the same" for name, row in differing.items()]
+        if wrong:
+            raise DemoError(f"{len(wrong)} failed:\n{bullets(wrong)}")
+
+
+def need_transformers() -> None:
+    if importlib.util.find_spec("transformers") is None:
+        raise DemoError("transformers is not installed: pip install 'ssmgen[hf]'")
+
+
+def need_device() -> None:
+    if not torch.cuda.is_available():
+        raise DemoError("demo hf needs a CUDA device, and torch sees none")
+
+
+def quiet() -> None:
+    """Without transformers' advice to install packages, once per function and family."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+
+
+def facts(options: Options) -> dict[str, Any]:
+    """What a report starts with."""
+    import transformers
+
+    return {
+        "ssmgen": __version__,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "kernel_packages": [name for name in PACKAGES if importlib.util.find_spec(name) is not None],
+        "compiler": compiler.build_id(),
+        "options": asdict(options),
+        "method": " ".join((measuring.__doc__ or "").split()),
+    }
+
+
+def run(presets: Sequence[Preset], batches: tuple[int, ...], options: Options, watch: Watch = PRINTING) -> Report:
+    """A family that raises is one of the failed, with the reason, and the next goes on. Raises DemoError without a GPU."""
+    need_device()
+    report = Report(facts(options))
+    watch.begins("demo hf", len(presets))
+    for preset in presets:
+        watch.case(f"{preset.name}, like {preset.like}")
+        rows, failed = family(preset, batches, options)
+        report.rows += rows
+        report.failed += failed
+        watch.ends("\n".join([line(row) for row in rows] + [f"{failure.words}: FAILED: {failure.error}" for failure in failed]))
+    return report
+
+
+def family(preset: Preset, batches: tuple[int, ...], options: Options, device: str = "cuda") -> tuple[list[Row], list[Failure]]:
+    """Rows of a family, and what failed of it."""
+    try:
+        rows, failed = _measured(preset, batches, options, device)
+    except Exception as e:  # the other families are still worth measuring
+        rows, failed = [], [Failure(preset.name, None, measuring.first_line(e))]
+    measuring.release()
+    return rows, failed
+
+
+def _measured(preset: Preset, batches: tuple[int, ...], options: Options, device: str) -> tuple[list[Row], list[Failure]]:
+    same, tokens = measuring.same_tokens(preset, options.tokens, device)
+    measuring.release()
+    model = measuring.prepared(preset, batches, options, device)
+    served, layers = preset.served(options.layers)
+    named = {"family": preset.name, "like": preset.like, "served": served, "layers": layers, "same": same, "tokens": tokens}
+    rows, failed = [], []
+    for batch in batches:
+        try:
+            rows.append(Row(**named, batch=batch, **measuring.decoded(model, batch, options)))
+        except Exception as e:  # too little memory, say: a smaller batch may do
+            failed.append(Failure(preset.name, batch, measuring.first_line(e)))
+        measuring.release()
+    return rows, failed
+
+
+def line(row: Row) -> str:
+    """What a row says while others are measured."""
+    ms = ", ".join(f"{way} {row.ms[way]:.2f}" for way in (PLAIN, PATCHED, GRAPH) if way in row.ms)
+    return f"{row.family}, batch {row.batch}: ms per token {ms}; {row.same} of {row.tokens} tokens the same"

@@ -1,0 +1,116 @@
+"""A report of `ssmgen demo hf` as a table: on a terminal, and in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .measure import GRAPH, PATCHED, PLAIN, Row
+from .presets import SHARED
+from .run import Report
+
+
+class Column(NamedTuple):
+    title: str
+    cell: Callable[[Row], str | None]  # None: not measured
+    note: str = ""  # the key of a row's notes that says why
+
+    @property
+    def is_words(self) -> bool:
+        return self.title in ("family", "as wide as")
+
+
+def _ms(way: str) -> Callable[[Row], str | None]:
+    return lambda row: f"{row.ms[way]:.2f}" if way in row.ms else None
+
+
+def _speedup(way: str) -> Callable[[Row], str | None]:
+    return lambda row: None if (value := row.speedup(way)) is None else f"{value:.1f} ×"
+
+
+def _kernels(way: str) -> Callable[[Row], str | None]:
+    return lambda row: str(row.kernels[way]) if way in row.kernels else None
+
+
+COLUMNS = (
+    Column("family", lambda row: row.family),
+    Column("as wide as", lambda row: row.like),
+    Column("layers", lambda row: str(row.layers) if row.served == row.layers else f"{row.served} of {row.layers}"),
+    Column("batch", lambda row: str(row.batch)),
+    Column("transformers ms", _ms(PLAIN)),
+    Column("patched ms", _ms(PATCHED)),
+    Column("", _speedup(PATCHED)),
+    Column("graph ms", _ms(GRAPH), f"{GRAPH} ms"),
+    Column("", _speedup(GRAPH), f"{GRAPH} ms"),
+    Column("kernels", _kernels(PLAIN), f"{PLAIN} kernels"),
+    Column("patched kernels", _kernels(PATCHED), f"{PATCHED} kernels"),
+    Column("same tokens", lambda row: f"{row.same}/{row.tokens}"),
+)
+
+
+def caption(report: Report) -> str:
+    facts = report.facts
+    installed = ", ".join(facts["kernel_packages"])
+    peers = f"transformers may use {installed}" if installed else "No package of kernels for transformers is installed"
+    return (
+        f"{facts['device']}, torch {facts['torch']}, transformers {facts['transformers']}, {facts['date'][:10]}. "
+        "Milliseconds and kernels per token of greedy decoding; bf16, random weights. Layers are as wide as the named model's and fewer; "
+        "where it says so, only some of them have a function of ssmgen's. Experts are few, and the vocabulary is of "
+        f"{SHARED['vocab_size']} tokens, so that the head does not count. {peers}."
+    )
+
+
+def as_markdown(report: Report) -> str:
+    """The caption, the table, footnotes and what failed."""
+    cells = _Cells()
+    lines = ["| " + " | ".join(column.title for column in COLUMNS) + " |"]
+    lines += ["|" + "|".join("---" if column.is_words else "---:" for column in COLUMNS) + "|"]
+    lines += ["| " + " | ".join(cells.of(row)) + " |" for row in report.rows]
+    parts = [caption(report), "\n".join(lines) if report.rows else "", "\n".join(cells.footnotes()), "\n".join(failures(report))]
+    return "\n\n".join(filter(None, parts))
+
+
+def print_table(report: Report, console: Console | None = None) -> None:
+    console = console or Console(highlight=False)
+    cells = _Cells()
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for column in COLUMNS:
+        table.add_column(column.title, justify="left" if column.is_words else "right", no_wrap=True)
+    for row in report.rows:
+        table.add_row(*(Text(text, style="green" if text.endswith("×") else "") for text in cells.of(row)))
+    console.print(Text(caption(report), style="dim"))
+    if report.rows:
+        console.print(table)
+    for text in cells.footnotes():
+        console.print(Text(text, style="dim"))
+    for text in failures(report):
+        console.print(Text(text, style="red"))
+
+
+def failures(report: Report) -> list[str]:
+    return [f"not measured: {failure.words}: {failure.error}" for failure in report.failed]
+
+
+class _Cells:
+    """The texts of rows, with a number for each reason why one is missing."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[str, int] = {}
+
+    def of(self, row: Row) -> list[str]:
+        return [self._text(column, row) for column in COLUMNS]
+
+    def _text(self, column: Column, row: Row) -> str:
+        text = column.cell(row)
+        if text is not None:
+            return text
+        reason = row.notes[column.note]
+        return f"- ({self.reasons.setdefault(reason, len(self.reasons) + 1)})"
+
+    def footnotes(self) -> Iterator[str]:
+        return (f"({number}) {reason}" for reason, number in self.reasons.items())

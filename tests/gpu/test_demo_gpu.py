@@ -1,0 +1,65 @@
+"""`ssmgen demo hf` on a card, with narrow models: everything is measured, and a captured step goes on as eager ones do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
+
+from ssmgen import cli
+from ssmgen.demo import measure, run
+from ssmgen.demo import presets as known
+from ssmgen.demo.decode import Greedy, prompt
+from ssmgen.demo.measure import GRAPH, PATCHED, PLAIN, Options
+from ssmgen.demo.presets import Preset
+from ssmgen.demo.run import Report
+
+pytestmark = pytest.mark.gpu
+
+NARROW = {
+    "mamba2": {"hidden_size": 256, "num_heads": 8, "head_dim": 64, "state_size": 128, "n_groups": 2, "chunk_size": 16},
+    "qwen3_5": {"hidden_size": 256, "intermediate_size": 256, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    "qwen3_next": {"hidden_size": 256, "num_experts": 4, "num_experts_per_tok": 2},
+}
+KINDS = {"qwen3_5": "qwen3_5_text"}
+
+
+def narrow(name: str) -> Preset:
+    attention = {} if name == "mamba2" else {"pattern": ("linear_attention", "full_attention"), "pattern_as": "layer_types"}
+    return Preset(name=name, like="none", kind=KINDS.get(name, name), source="these tests", sizes=NARROW[name], **attention)
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_a_family_is_measured_in_every_way(name):
+    rows, failed = run.family(narrow(name), (1, 3), Options(layers=2, tokens=4, rounds=2))
+    Report({}, rows, failed).check()
+    for row in rows:
+        assert not row.notes and row.ms.keys() == row.kernels.keys() == {PLAIN, PATCHED, GRAPH}
+        assert row.kernels[PATCHED] < row.kernels[PLAIN] and row.kernels[GRAPH] > 0 and row.same == row.tokens == 12
+        assert row.ms[GRAPH] < row.ms[PLAIN]
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_a_captured_step_gives_the_tokens_of_eager_steps(name):
+    model = measure.prepared(narrow(name), (2,), Options(layers=2), "cuda")
+    ids = prompt(2, model.config.vocab_size, "cuda")
+    graph = measure.captured(model, ids, 12)
+    got = graph.tokens(6)  # behind those that `captured` compared
+    with measure.served(model):
+        want = Greedy(model, ids, 12).tokens(10)
+    assert torch.equal(got, want[:, 4:])
+
+
+def test_the_command_prints_and_saves(monkeypatch, tmp_path):
+    monkeypatch.setattr(known, "presets", lambda: {"mamba2": narrow("mamba2")})
+    file = tmp_path / "demo.json"
+    sizes = ["--batch", "2", "--layers", "2", "--tokens", "2", "--rounds", "1"]
+    result = CliRunner().invoke(cli.main, ["demo", "hf", "--model", "mamba2", *sizes, "--json", str(file)])
+    assert result.exit_code == 0, result.stderr
+    assert "| mamba2 | none | 2 | 2 |" in result.stdout
+    saved = json.loads(file.read_text())
+    assert saved["device"] == torch.cuda.get_device_name() and saved["rows"][0]["ms"].keys() == {PLAIN, PATCHED, GRAPH}

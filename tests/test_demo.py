@@ -1,0 +1,332 @@
+"""`ssmgen demo hf`: its models, its step, its table and its command line, on CPU tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from click.testing import CliRunner
+from rich.console import Console
+
+pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
+
+from hf_cases import tiny
+from transformers import AutoModelForCausalLM
+
+from ssmgen import cli
+from ssmgen.bench.progress import Watch
+from ssmgen.compat import hf
+from ssmgen.demo import DemoError, measure, run
+from ssmgen.demo.decode import PROMPT, Greedy, prompt
+from ssmgen.demo.measure import GRAPH, PATCHED, PLAIN, Options, Row, Way
+from ssmgen.demo.presets import OTHERS, SHARED, Preset, chosen, presets
+from ssmgen.demo.run import Failure, Report
+from ssmgen.demo.table import COLUMNS, as_markdown, print_table
+
+HERE = [preset.name for preset in chosen(())]
+NARROW = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "chunk_size": 4}
+
+
+def narrow(**changes) -> Preset:
+    """mamba2, as the presets have it but for its width."""
+    return Preset(name="mamba2", like="none", kind="mamba2", source="these tests", sizes={**NARROW, **changes})
+
+
+# The models.
+
+
+def meta(preset: Preset, layers: int) -> torch.nn.Module:
+    config = preset.config(layers)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_preset_makes_a_model_with_every_kind_of_layer_it_names(name):
+    preset = presets()[name]
+    for layers in (8, 2):
+        model = meta(preset, layers)
+        served, total = preset.served(layers)
+        assert model.config.num_hidden_layers == total == max(layers, len(preset.pattern))
+        convolutions = sum(isinstance(layer, torch.nn.Conv1d) for layer in model.modules())
+        assert convolutions == served > 0 and (total > served) == any(kind in OTHERS for kind in preset.pattern)
+        assert model.config.vocab_size == SHARED["vocab_size"] and model.get_output_embeddings().weight.shape[0] == SHARED["vocab_size"]
+        assert name in hf._kinds(model)
+
+
+def test_presets_are_of_families_that_can_be_patched():
+    assert presets().keys() <= hf.MODELS.keys() and len(HERE) >= 15
+    assert all(preset.source and preset.like for preset in presets().values())
+
+
+# state [heads, headdim, d_state] or [channels, d_state], channels of the convolution
+SHAPES = {
+    "mamba": ((5120, 16), 5120),
+    "falcon_mamba": ((8192, 16), 8192),
+    "jamba": ((8192, 16), 8192),
+    "mamba2": ((128, 64, 128), 10240),
+    "bamba": ((128, 64, 128), 8448),
+    "nemotron_h": ((128, 64, 128), 10240),
+    "zamba2": ((80, 64, 64), 5248),
+    "granitemoehybrid": ((48, 64, 128), 3328),
+    "falcon_h1": ((24, 128, 256), 3584),
+    "qwen3_next": ((32, 128, 128), 8192),
+    "qwen3_5": ((32, 128, 128), 8192),
+    "qwen3_5_moe": ((32, 128, 128), 8192),
+    "olmo_hybrid": ((30, 96, 192), None),  # three convolutions
+    "kimi_linear": ((32, 128, 128), 12288),
+    "lfm2": (None, 2048),
+    "lfm2_moe": (None, 2048),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES.keys() & set(HERE))
+def test_a_presets_state_is_as_wide_as_its_model(name):
+    """Seen in the cache behind a prompt, which needs no memory on the meta device."""
+    state, channels = SHAPES[name]
+    layer = Greedy(meta(presets()[name], 2), prompt(2, SHARED["vocab_size"], "meta")).cache.layers[0]
+    if state is not None:
+        assert tuple(layer.recurrent_states[0].shape) == (2, *state)
+    if channels is not None:
+        assert layer.conv_states[0].shape[:2] == (2, channels)
+
+
+def test_a_family_that_is_not_there_is_refused():
+    with pytest.raises(DemoError, match=r"no family is named zebra; known are mamba, .*lfm2"):
+        chosen(("mamba2", "zebra"))
+    assert [preset.name for preset in chosen(("mamba2", "mamba", "mamba2"))] == ["mamba2", "mamba"]
+    unknown = Preset(name="zebra", like="none", kind="zebra", source="these tests", sizes={})
+    with pytest.raises(DemoError, match="this transformers has no zebra"):
+        unknown.config(2)
+
+
+# The step.
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_step_gives_what_generate_does_with_either_cache_patched_or_not(name):
+    model = tiny(name)
+    model.generation_config.eos_token_id = None  # which generate() would keep from being chosen
+    want = measure.generated(model, 2, 6)
+    ids = prompt(2, model.config.vocab_size, "cpu")
+    assert torch.equal(want[:, :1], Greedy(model, ids).token)
+    assert torch.equal(want[:, 1:], Greedy(model, ids).tokens(5))
+    with measure.served(model):
+        assert torch.equal(want[:, 1:], Greedy(model, ids).tokens(5))
+        assert torch.equal(want[:, 1:], Greedy(model, ids, steps=5).tokens(5))
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_step_on_a_static_cache_can_be_captured(name):
+    """On the meta device: nothing is asked of a tensor's contents, and nothing comes from the host."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Stays(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            devices = {t.device.type for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)}
+            assert devices <= {"meta"}, function
+            return out
+
+    step = Greedy(tiny(name).bfloat16().to("meta"), prompt(2, 64, "meta"), steps=4)
+    with Stays():
+        step()
+
+
+def test_a_static_cache_has_room_for_the_steps_and_no_more():
+    model = tiny("qwen3_5")
+    step = Greedy(model, prompt(1, 64, "cpu"), steps=2)
+    assert step.cache.get_max_length() == PROMPT + 2
+    step.tokens(2)
+    with pytest.raises(IndexError):
+        step()
+
+
+def test_what_is_left_to_transformers_is_an_error():
+    model = tiny("mamba2", hidden_act="gelu")
+    ids = prompt(1, 64, "cpu")
+    with pytest.warns(RuntimeWarning), pytest.raises(DemoError, match=r"mamba2\.causal_conv1d_fn \(3 calls\)"), measure.served(model):
+        Greedy(model, ids)
+    with pytest.raises(DemoError, match="no layer called"), measure.served(model):
+        pass
+
+
+def test_tokens_are_compared_one_by_one(monkeypatch):
+    assert measure.same_tokens(narrow(), 4, "cpu") == (12, 12)
+    answers = iter([torch.zeros(1, 4), torch.zeros(1, 4), torch.zeros(2, 4), torch.tensor([[0, 0, 0, 1], [0, 1, 0, 0]])])
+    monkeypatch.setattr(measure, "generated", lambda *_: next(answers))
+    monkeypatch.setattr(measure, "served", lambda _: contextlib.nullcontext())
+    assert measure.same_tokens(narrow(), 4, "cpu") == (10, 12)
+
+
+def test_ways_take_turns_and_are_synchronised_around_each_loop(monkeypatch):
+    log, clock = [], iter(range(1000))
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock))
+
+    @contextlib.contextmanager
+    def within():
+        log.append("(")
+        yield
+        log.append(")")
+
+    ways = {"a": Way(lambda: log.append("a")), "b": Way(lambda: log.append("b"), within)}
+    assert measure.interleaved_ms(ways, 2, 2, lambda: log.append("|")) == {"a": 500.0, "b": 500.0}
+    assert "".join(log) == "|aa|(|bb|)(|bb|)|aa|"
+
+
+def test_kernels_are_what_runs_on_the_device_without_copies():
+    cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    events = [("ssu", cuda), ("aten::mm", cpu), ("Memcpy HtoD (Pageable -> Device)", cuda), ("Memset (Device)", cuda), ("gemm", cuda)]
+    assert measure.kernel_names([SimpleNamespace(name=name, device_type=device) for name, device in events]) == ["ssu", "gemm"]
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_no_kernel_in_a_profile_is_an_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    with pytest.raises(DemoError, match="CUPTI"):
+        measure.kernels(lambda: torch.ones(2).sum())
+
+
+# A run, with what needs a device replaced.
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """decoded() and what is around it run on CPU tensors: five kernels a step, and no capture."""
+
+    def refuse(model, ids, room):
+        raise RuntimeError("no stream to capture\nwith more below") from None
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(measure, "kernels", lambda step: step() is None or 5)
+    monkeypatch.setattr(measure, "captured", refuse)
+    monkeypatch.setattr(hf, "warm", lambda model, batches, prompt_length: 0)
+
+
+FEW = Options(layers=2, tokens=2, rounds=2)
+
+
+def test_a_family_is_measured_at_each_batch_size(on_cpu):
+    rows, failed = run.family(narrow(), (1, 2), FEW, "cpu")
+    assert not failed and [row.batch for row in rows] == [1, 2]
+    for row in rows:
+        assert row.ms.keys() == {PLAIN, PATCHED} and min(row.ms.values()) > 0 and row.kernels == {PLAIN: 5, PATCHED: 5}
+        assert (row.same, row.tokens, row.served, row.layers) == (6, 6, 2, 2)
+        assert row.notes == {"graph ms": "RuntimeError: no stream to capture"} and row.speedup(GRAPH) is None
+        assert row.speedup(PATCHED) == row.ms[PLAIN] / row.ms[PATCHED]
+
+
+def test_what_fails_is_named_and_the_others_go_on(on_cpu, monkeypatch):
+    def decoded(model, batch, options):
+        if batch == 2:
+            raise torch.OutOfMemoryError("too much\nof it")
+        return {"ms": {PLAIN: 2.0, PATCHED: 1.0, GRAPH: 0.5}, "kernels": {PLAIN: 4, PATCHED: 2, GRAPH: 2}, "notes": {}}
+
+    monkeypatch.setattr(measure, "decoded", decoded)
+    monkeypatch.setattr(run, "need_device", lambda: None)
+    monkeypatch.setattr(run, "facts", lambda options: FACTS)
+    family = run.family
+    monkeypatch.setattr(run, "family", lambda *args: family(*args, "cpu"))
+    said: list[str] = []
+    report = run.run([narrow(head_dim=7), narrow()], (1, 2), FEW, Watch(said.append))
+    assert [row.batch for row in report.rows] == [1]
+    assert [(failure.family, failure.batch) for failure in report.failed] == [("mamba2", None), ("mamba2", 2)]
+    assert "FAILED" in said[0] and "2.00, patched 1.00, graph 0.50" in said[1]
+    with pytest.raises(DemoError, match=r"2 failed:\n  - mamba2: .*\n  - mamba2, batch 2: OutOfMemoryError: too much$"):
+        report.check()
+
+
+# The table.
+
+FACTS = {"device": "GPU", "torch": "2.11", "transformers": "5.17", "date": "2026-01-02T03:04:05", "kernel_packages": []}
+
+
+def row(**changes) -> Row:
+    values = {
+        "family": "mamba2", "like": "Codestral", "served": 8, "layers": 8, "batch": 1, "same": 48, "tokens": 48,
+        "ms": {PLAIN: 6.0, PATCHED: 3.0, GRAPH: 0.5}, "kernels": {PLAIN: 400, PATCHED: 200, GRAPH: 200},
+    }  # fmt: skip
+    return Row(**{**values, **changes})
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_markdown_has_a_line_per_row_and_a_footnote_per_reason():
+    eager = {"ms": {PLAIN: 6.0, PATCHED: 3.0}, "notes": {"graph ms": "RuntimeError: no capture"}}
+    uncounted = {"kernels": {}, "notes": {f"{way} kernels": "DemoError: no CUPTI" for way in (PLAIN, PATCHED)}}
+    rows = [row(), row(family="jamba", served=7, **eager), row(family="bamba", **eager), row(family="zamba", **uncounted)]
+    text = as_markdown(Report(FACTS, rows, [Failure("lfm2", 64, "it broke")]))
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(table) == 6 and {len(cells(line)) for line in table} == {len(COLUMNS)}
+    assert cells(table[2]) == ["mamba2", "Codestral", "8", "1", "6.00", "3.00", "2.0 ×", "0.50", "12.0 ×", "400", "200", "48/48"]
+    assert cells(table[3])[2] == "7 of 8" and cells(table[3])[7:9] == cells(table[4])[7:9] == ["- (1)"] * 2
+    assert cells(table[5])[9:11] == ["- (2)"] * 2
+    assert "(1) RuntimeError: no capture\n(2) DemoError: no CUPTI" in text and "not measured: lfm2, batch 64: it broke" in text
+    assert "vocabulary is of 1024 tokens" in text and "No package of kernels" in text
+    assert "transformers may use fla" in as_markdown(Report({**FACTS, "kernel_packages": ["fla"]}, rows))
+
+
+def test_a_terminal_gets_the_same_cells():
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_table(
+        Report(FACTS, [row(), row(ms={PLAIN: 1.0, PATCHED: 1.0}, notes={"graph ms": "why"})], [Failure("lfm2", None, "it broke")]), console
+    )
+    text = console.export_text()
+    assert "12.0 ×" in text and "48/48" in text and "(1) why" in text and "not measured: lfm2: it broke" in text
+
+
+def test_different_tokens_fail_a_report():
+    with pytest.raises(DemoError, match=r"1 failed:\n  - mamba2: 47 of 48 tokens are the same$"):
+        Report(FACTS, [row(same=47), row(same=47, batch=64)]).check()
+    Report(FACTS, [row()]).check()
+
+
+# The command.
+
+
+def invoke(*args: str):
+    return CliRunner().invoke(cli.main, ["demo", "hf", *args])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so():
+    result = invoke()
+    assert result.exit_code == 1 and result.stderr == "DemoError: demo hf needs a CUDA device, and torch sees none\n"
+
+
+def test_wrong_command_lines(tmp_path):
+    assert "no family is named zebra" in invoke("--model", "zebra").stderr
+    assert invoke("--batch", "0").exit_code == 2
+    result = invoke("--json", str(tmp_path / "none" / "a.json"))
+    assert result.exit_code == 2 and "there is no directory" in result.stderr
+
+
+def test_without_transformers_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'ssmgen[hf]'" in invoke().stderr
+
+
+def test_a_run_is_printed_and_saved(monkeypatch, tmp_path):
+    asked = []
+
+    def ran(presets, batches, options, watch):
+        asked.append(([preset.name for preset in presets], batches, options))
+        return Report(FACTS, [row()], [Failure("mamba", 64, "it broke")])
+
+    for name, value in {"run": ran, "need_device": lambda: None, "quiet": lambda: None}.items():
+        monkeypatch.setattr(run, name, value)
+    file = tmp_path / "a.json"
+    result = invoke("--model", "mamba2", "--model", "mamba", "--batch", "4", "--batch", "4", "--tokens", "9", "--json", str(file))
+    assert asked == [(["mamba2", "mamba"], (4,), Options(layers=8, tokens=9, rounds=5))]
+    assert result.exit_code == 1 and "1 failed:\n  - mamba, batch 64: it broke" in result.stderr
+    assert "| 12.0 × |" in result.stdout
+    saved = json.loads(file.read_text())
+    assert saved["device"] == "GPU" and saved["rows"][0]["ms"] == {PLAIN: 6.0, PATCHED: 3.0, GRAPH: 0.5}
+    assert saved["failed"] == [{"family": "mamba", "batch": 64, "error": "it broke"}]
