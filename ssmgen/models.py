@@ -60,6 +60,11 @@ class Model:
         """Of its short convolution, 0 if it has none."""
         raise NotImplementedError
 
+    @property
+    def norm_shape(self) -> tuple[int, int] | None:
+        """(groups, elements of each) of the gated norm behind its state; None where there is none, or where a group is several ranks'."""
+        return None
+
     def divided(self, tp: int) -> Model:
         """One tensor-parallel rank's share. Raises ModelError when the heads (Mamba-1: channels) do not divide."""
         raise NotImplementedError
@@ -112,8 +117,13 @@ class Model:
         return []
 
     def norms(self, io: DType = DType.BF16) -> list[NormProblem]:
-        """What the gated norm behind its state asks for; nothing where there is none, or where a group of it is several ranks'."""
-        return []
+        """What that norm asks for."""
+        if self.norm_shape is None:
+            return []
+        groups, size = self.norm_shape
+        activation = Activation.SIGMOID if self.kind == "kda" else Activation.SILU
+        same = {"x": io, "gate": io, "weight": io, "out": io, "norm_first": self.kind != "mamba2", "activation": activation}
+        return [NormProblem(size=size, grouped=groups > 1, **same)]
 
     def _share(self, whole: int, of: str, tp: int) -> int:
         if tp < 1 or whole % tp:
@@ -146,6 +156,13 @@ class Mamba(Model):
     def conv_channels(self) -> int:
         """Mamba-1: of x; Mamba-2: of x, B and C."""
         return self.headdim if self.kind == "mamba1" else self.nheads * self.headdim + 2 * self.ngroups * self.d_state
+
+    @property
+    def norm_shape(self) -> tuple[int, int] | None:
+        """Of Mamba-2: its groups are those of B and C."""
+        if self.kind == "mamba1" or self.gate or not self.whole_groups:
+            return None
+        return self.ngroups, self.nheads * self.headdim // self.ngroups
 
     def divided(self, tp: int) -> Mamba:
         """Groups that cannot be divided are replicated, as serving engines do."""
@@ -224,13 +241,6 @@ class Mamba(Model):
         kinds = [(state, index, behind) for state in states or (self.state,) for index in indices for behind in (False, True)]
         return [replace(first, state=state, index=index, after_conv=behind) for state, index, behind in kinds]
 
-    def norms(self, io: DType = DType.BF16) -> list[NormProblem]:
-        """Of Mamba-2: its groups are those of B and C."""
-        if self.kind == "mamba1" or self.gate or not self.whole_groups:
-            return []
-        size = self.nheads * self.headdim // self.ngroups
-        return [NormProblem(size=size, x=io, gate=io, weight=io, out=io, grouped=self.ngroups > 1)]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearAttention(Model):
@@ -259,6 +269,11 @@ class LinearAttention(Model):
         if self.kind == "gated_delta_rule":
             return 2 * self.key_heads * self.dim_k + self.nheads * self.dim_v
         return self.nheads * self.dim_k if self.kind == "kda" else 0
+
+    @property
+    def norm_shape(self) -> tuple[int, int] | None:
+        """Of gated_delta_rule and kda: its groups are the heads of v."""
+        return (self.nheads, self.dim_v) if self.kind in ("gated_delta_rule", "kda") else None
 
     def divided(self, tp: int) -> LinearAttention:
         heads, key_heads = self._share(self.nheads, "heads", tp), self._share(self.key_heads, "key heads", tp)
@@ -298,14 +313,6 @@ class LinearAttention(Model):
             **self._recurrence(io),
         )
         return found.for_tokens(tokens)
-
-    def norms(self, io: DType = DType.BF16) -> list[NormProblem]:
-        """Of gated_delta_rule and kda: its groups are the heads of v."""
-        if self.kind not in ("gated_delta_rule", "kda"):
-            return []
-        activation = Activation.SIGMOID if self.kind == "kda" else Activation.SILU
-        same = {"x": io, "gate": io, "weight": io, "out": io, "norm_first": True, "activation": activation}
-        return [NormProblem(size=self.dim_v, grouped=self.nheads > 1, **same)]
 
     def _recurrence(self, io: DType) -> dict[str, Any]:
         """What else there is: gates and betas as the projections give them, for the kernel to finish; log decays where models do that."""

@@ -256,6 +256,13 @@ def test_build_chooses_by_operator(own_cache):
     assert "does not take --ring" in ran("build", "--model", "kimi-k3", "--op", "causal_conv1d", "--ring", "store", code=2)
 
 
+def test_explain_of_norms():
+    text = ran("explain", "gated_rms_norm", "--model", "qwen3.5-397b-a17b", "--batch", "8")
+    assert text.startswith("gated_rms_norm, groups 512, sm_90a") and "norm_first=True" in text
+    words = ran("explain", "gated_rms_norm", "--model", "mamba2-2.7b", "--tp", "2", code=1)
+    assert "mamba2-2.7b has no gated norm that a rank could compute by itself" in words
+
+
 def test_explain_of_convolutions():
     text = ran("explain", "causal_conv1d_update", "--model", "nemotron-h-8b", "--batch", "8", "--index", "i32")
     assert text.startswith("causal_conv1d_update, batch 8") and "layout=runs" in text and "layout=channels" in text

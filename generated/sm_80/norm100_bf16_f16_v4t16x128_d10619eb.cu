@@ -271,7 +271,9 @@ norm100_bf16_f16_v4t16x128_d10619eb(
   // Everything is asked for before anything is used: what a group waits for is latency. What is not there counts as 0.
   Pack<X, kVec> raw_x[kPasses] = {};
 #pragma unroll
-  for (int p = 0; p < kPasses; ++p) if (there && inside(p)) raw_x[p] = load_elements<X, kVec>(x + p * kStep, 1);
+  for (int p = 0; p < kPasses; ++p) {
+    if (there && inside(p)) raw_x[p] = load_elements<X, kVec>(x + p * kStep, 1);
+  }
 
   float value[kPasses][kVec];
 #pragma unroll

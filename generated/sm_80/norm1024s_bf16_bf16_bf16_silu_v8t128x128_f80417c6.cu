@@ -242,11 +242,17 @@ norm1024s_bf16_bf16_bf16_silu_v8t128x128_f80417c6(
   Pack<Gate, kVec> raw_gate[kPasses];
   Pack<Weight, kVec> raw_weight[kPasses];
 #pragma unroll
-  for (int p = 0; p < kPasses; ++p) raw_x[p] = load_vector<X, kVec>(x + p * kStep);
+  for (int p = 0; p < kPasses; ++p) {
+    raw_x[p] = load_vector<X, kVec>(x + p * kStep);
+  }
 #pragma unroll
-  for (int p = 0; p < kPasses; ++p) raw_gate[p] = load_vector<Gate, kVec>(gate + p * kStep);
+  for (int p = 0; p < kPasses; ++p) {
+    raw_gate[p] = load_vector<Gate, kVec>(gate + p * kStep);
+  }
 #pragma unroll
-  for (int p = 0; p < kPasses; ++p) raw_weight[p] = load_vector<Weight, kVec>(weight + p * kStep);
+  for (int p = 0; p < kPasses; ++p) {
+    raw_weight[p] = load_vector<Weight, kVec>(weight + p * kStep);
+  }
 
   float value[kPasses][kVec];
 #pragma unroll

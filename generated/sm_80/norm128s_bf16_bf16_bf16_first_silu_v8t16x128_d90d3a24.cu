@@ -224,11 +224,17 @@ norm128s_bf16_bf16_bf16_first_silu_v8t16x128_d90d3a24(
   Pack<Gate, kVec> raw_gate[kPasses] = {};
   Pack<Weight, kVec> raw_weight[kPasses] = {};
 #pragma unroll
-  for (int p = 0; p < kPasses; ++p) if (there) raw_x[p] = load_vector<X, kVec>(x + p * kStep);
+  for (int p = 0; p < kPasses; ++p) {
+    if (there) raw_x[p] = load_vector<X, kVec>(x + p * kStep);
+  }
 #pragma unroll
-  for (int p = 0; p < kPasses; ++p) if (there) raw_gate[p] = load_vector<Gate, kVec>(gate + p * kStep);
+  for (int p = 0; p < kPasses; ++p) {
+    if (there) raw_gate[p] = load_vector<Gate, kVec>(gate + p * kStep);
+  }
 #pragma unroll
-  for (int p = 0; p < kPasses; ++p) if (there) raw_weight[p] = load_vector<Weight, kVec>(weight + p * kStep);
+  for (int p = 0; p < kPasses; ++p) {
+    if (there) raw_weight[p] = load_vector<Weight, kVec>(weight + p * kStep);
+  }
 
   float value[kPasses][kVec];
 #pragma unroll

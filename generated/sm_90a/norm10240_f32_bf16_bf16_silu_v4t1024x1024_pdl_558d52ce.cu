@@ -248,9 +248,13 @@ norm10240_f32_bf16_bf16_silu_v4t1024x1024_pdl_558d52ce(
   Pack<Gate, kVec> raw_gate[kPasses] = {};
   Pack<Weight, kVec> raw_weight[kPasses] = {};
 #pragma unroll
-  for (int p = 0; p < kPasses; ++p) if (inside(p)) raw_x[p] = load_vector<X, kVec>(x + p * kStep);
+  for (int p = 0; p < kPasses; ++p) {
+    if (inside(p)) raw_x[p] = load_vector<X, kVec>(x + p * kStep);
+  }
 #pragma unroll
-  for (int p = 0; p < kPasses; ++p) if (inside(p)) raw_gate[p] = load_vector<Gate, kVec>(gate + p * kStep);
+  for (int p = 0; p < kPasses; ++p) {
+    if (inside(p)) raw_gate[p] = load_vector<Gate, kVec>(gate + p * kStep);
+  }
   allow_dependents();
 
   float value[kPasses][kVec];
@@ -263,7 +267,9 @@ norm10240_f32_bf16_bf16_silu_v4t1024x1024_pdl_558d52ce(
     for (int i = 0; i < kVec; ++i) value[p][i] = value[p][i] * silu(factor[i]);
   }
 #pragma unroll
-  for (int p = 0; p < kPasses; ++p) if (inside(p)) raw_weight[p] = load_vector<Weight, kVec>(weight + p * kStep);
+  for (int p = 0; p < kPasses; ++p) {
+    if (inside(p)) raw_weight[p] = load_vector<Weight, kVec>(weight + p * kStep);
+  }
 
   // The sum of squares: of each pass over the team, then over passes.
   float sums[kPasses];

@@ -16,6 +16,7 @@ HOMES = {
     "causal_conv1d": "causal_conv1d",
     "causal_conv1d_update": "causal_conv1d_update",
     "combine_splits": "combine_splits",
+    "gated_rms_norm": "gated_rms_norm",
 }
 
 

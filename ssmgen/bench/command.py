@@ -225,3 +225,14 @@ add(
     several("--dtype", "dtypes", Choice(DType), help="Of partial results; may repeat. Default: f32, bf16, of which peers have the second."),
     click.option("--hot/--cold", "hot", default=None, help="Whether what is read is in the L2 cache. Default: both, where it fits."),
 )
+
+add(
+    "gated_rms_norm",
+    several("--form", "forms", click.Choice(["mamba2", "gdn", "kda"]), help="Of which layer; may repeat. Default: all."),
+    several(
+        "--shape", "shapes", Shape("G,N", "32,128"), help="Groups in a row, and their size; may repeat. Default: one or two of each form."
+    ),
+    several("--rows", "rows", click.IntRange(1), help="May repeat. Default: 1 … 4096."),
+    several("--dtype", "dtypes", Choice(DType), help="May repeat. Default: bf16."),
+    click.option("--hot/--cold", "hot", default=None, help="Whether what is read is in the L2 cache. Default: both, where it fits."),
+)

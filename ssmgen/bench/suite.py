@@ -12,6 +12,7 @@ from ..models import LinearAttention, Mamba, find_model
 from ..spec import DType
 from . import HOMES, LINEAR_ATTENTION, home
 from . import report as reports
+from .gated_rms_norm import FORMS
 from .progress import PRINTING, Watch
 from .recurrences import OPS
 from .rows import Failure, Row, failures_of, rows_of
@@ -28,6 +29,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "causal_conv1d": {"shapes": ((1, 1536, 2048), (4, 4096, 4096))},
     "causal_conv1d_update": FEW,
     "combine_splits": {"shapes": ((128, 16), (1024, 8)), "widths": (512,), "dtypes": (DType.BF16,)},
+    "gated_rms_norm": {"rows": (1, 128), "hot": False},
 }
 assert QUICK.keys() == HOMES.keys()
 
@@ -67,6 +69,8 @@ def _of_model(name: str, tp: int, quick: bool) -> dict[str, dict[str, Any]]:
         sizes = (1, 4) if quick else (1, 4, 16, 64)
         found["causal_conv1d"] = {"shapes": tuple((n, channels, PROMPT) for n in sizes), "width": model.conv_width}
         found["causal_conv1d_update"] = {"dim": channels, "width": model.conv_width}
+    if model.norm_shape:
+        found["gated_rms_norm"] = {"forms": (FORMS[model.kind],), "shapes": (model.norm_shape,)}
     return found
 
 

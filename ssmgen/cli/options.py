@@ -15,6 +15,7 @@ from ..spec import Arch, DType, Index, PoolMode
 CONVOLUTIONS = (causal_conv1d.OPERATOR, causal_conv1d_update.OPERATOR)
 BUILT = [name for name in OPERATORS if name != selective_state_update_tokens.OPERATOR]  # which goes with selective_state_update
 REPLAY, MAX_TOKENS = replay_family.OPERATOR, replay_family.MAX_TOKENS
+NORM = gated_rms_norm.OPERATOR
 EXIT_FAILURE, EXIT_DRIFT = 1, 3  # click itself exits with 2 for a wrong command line
 
 
@@ -73,7 +74,7 @@ def problems_of(
     if operator == REPLAY:
         return replays
     norms = model.norms(activations)
-    if operator == gated_rms_norm.OPERATOR:
+    if operator == NORM:
         return norms
     if operator not in (None, model.operator, *CONVOLUTIONS):
         return []

@@ -13,6 +13,7 @@ import ssmgen
 from ..bench import causal_conv1d as conv
 from ..bench import causal_conv1d_update as conv_update
 from ..bench import combine_splits as combine
+from ..bench import gated_rms_norm as norm
 from ..bench import linear_attention as linear
 from ..bench import replay_selective_state_update as replay
 from ..bench import report as reports
@@ -68,6 +69,8 @@ def _uses(operator: str, model: Model) -> bool:
         return bool(model.conv_channels)
     if operator == "replay_selective_state_update":
         return model.kind == "mamba2"
+    if operator == "gated_rms_norm":
+        return model.norm_shape is not None
     return model.function == operator  # no model's is combine_splits: models.toml does not know of attention
 
 
@@ -153,12 +156,20 @@ def _combine(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[in
             )
 
 
+def _norm(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
+    """Models' norms, or the benchmark's shapes."""
+    shapes = [(norm.FORMS[m.kind], m.norm_shape) for m in given] or [(form, shape) for form in norm.Form for shape in norm.SHAPES[form]]
+    for (form, shape), rows in product(dict.fromkeys(shapes), batches):
+        yield _case(f"norm, {form.value} {rows} x {shape}", norm.Case(rows, shape, form, device=device))
+
+
 CASES = {
     "selective_state_update": _ssu,
     "causal_conv1d": _conv,
     "causal_conv1d_update": _conv_update,
     "replay_selective_state_update": _replay,
     "combine_splits": _combine,
+    "gated_rms_norm": _norm,
 }
 
 
