@@ -20,7 +20,7 @@ import torch.distributed as dist
 import ssmgen
 from ssmgen.ops.sharding_rules import RULES
 
-BATCH, H, P, N, STEPS = 4, 4, 8, 16, 3
+BATCH, H, P, N, STEPS = 4, 4, 16, 32, 3
 BF16, F32 = torch.bfloat16, torch.float32
 Tensors = dict[str, Any]
 
@@ -266,11 +266,11 @@ def layer(mesh: Any, device: str, kind: str) -> None:
             want, projected = one.step(x)
             y, summed = spread.step(on_mesh)
             same(y, want)
-            torch.testing.assert_close(whole(summed), projected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(whole(summed), projected, rtol=1e-4, atol=1e-4)
             local, part = mine.step(on_mesh.to_local())
             assert torch.equal(local, y.to_local())
             dist.all_reduce(part)
-            torch.testing.assert_close(part, projected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(part, projected, rtol=1e-4, atol=1e-4)
     for got, want in zip(spread.states, one.states, strict=True):
         same(got, want)
     for got, want in zip(mine.states, spread.states, strict=True):
@@ -367,6 +367,48 @@ def cases(device: str) -> dict[str, Callable[[Any], None]]:
     }
 
 
+def in_a_graph(mesh: Any, device: str, kind: str, plain: bool) -> None:
+    """A captured step, replayed, does what steps of whole tensors do. Nothing of it is communicated."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    one = Layer(device, kind)
+    mine = one.on(mesh).local() if plain else one.on(mesh)
+    x = distribute_tensor(torch.zeros(BATCH, H * P, dtype=BF16, device=device), mesh, [Shard(1)])
+    given, states = x.to_local() if plain else x, [on_rank(t) for t in mine.states]
+    before = [t.clone() for t in states]
+    with torch.no_grad():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # builds and loads what the step needs
+            mine.step(given)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own threads may call what a capture forbids
+            y, _ = mine.step(given)
+        for state, first in zip(states, before, strict=True):
+            state.copy_(first)
+        for _ in range(5):
+            token = normal(device, BATCH, H * P, dtype=BF16)
+            on_rank(x).copy_(token.chunk(mesh.size(), 1)[mesh.get_local_rank()])
+            graph.replay()
+            want, _ = one.step(token)
+            assert torch.equal(on_rank(y), want.chunk(mesh.size(), 1)[mesh.get_local_rank()])
+    for state, want in zip(states, one.states, strict=True):
+        assert torch.equal(state, want.chunk(mesh.size(), 1)[mesh.get_local_rank()])
+
+
+def on_rank(t: torch.Tensor) -> torch.Tensor:
+    return t.to_local() if hasattr(t, "to_local") else t
+
+
+def cases_on_cards(device: str) -> dict[str, Callable[[Any], None]]:
+    return cases(device) | {
+        f"graph-{kind}-{'shards' if plain else 'dtensors'}": lambda mesh, k=kind, p=plain: in_a_graph(mesh, device, k, p)
+        for kind in ("mamba2", "gdn")
+        for plain in (False, True)
+    }
+
+
 # Processes.
 
 
@@ -386,7 +428,8 @@ def rank_main(rank: int, ranks: int, port: int, device_type: str, directory: str
     device = f"cuda:{rank}" if device_type == "cuda" else "cpu"
     if device_type == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", rank=rank, world_size=ranks)
+    how = {"backend": "nccl", "device_id": torch.device(device)} if device_type == "cuda" else {"backend": "gloo"}
+    dist.init_process_group(**how, rank=rank, world_size=ranks)
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh, outcomes = init_device_mesh(device_type, (ranks,)), {}
@@ -401,8 +444,10 @@ def rank_main(rank: int, ranks: int, port: int, device_type: str, directory: str
     dist.destroy_process_group()
 
 
-def outcomes_of(ranks: int, device_type: str, directory: Path, all_cases: Cases) -> list[dict[str, str]]:
-    """What went wrong, by case, on each rank."""
+def failures(ranks: int, device_type: str, directory: Path, all_cases: Cases) -> str:
+    """What went wrong on so many processes, by case and rank, as text. All cases share the processes, which take seconds to start."""
     arguments = (ranks, free_port(), device_type, str(directory), all_cases)
     torch.multiprocessing.spawn(rank_main, arguments, ranks)
-    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(ranks)]
+    found = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(ranks)]
+    assert all(len(of_rank) >= 90 for of_rank in found)
+    return "\n".join(f"{case}, rank {rank}:\n{of_rank[case]}" for rank, of_rank in enumerate(found) for case in of_rank if of_rank[case])

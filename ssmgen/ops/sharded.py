@@ -88,36 +88,38 @@ class Sharding:
 
         self.rule: Rule = RULES[function]
         tensors: dict[str, Tensor] = {n: t for n, t in given.items() if isinstance(t, Tensor)}
-        mesh = [t.device_mesh for t in tensors.values() if isinstance(t, DTensor)][0]  # noqa: RUF015 (torch.compile knows no next())
-        everywhere = (Replicate(),) * mesh.ndim
-        problems: list[str] = []
-        for name, t in tensors.items():
-            if isinstance(t, DTensor):
-                if t.device_mesh != mesh:
-                    problems.append(f"{name} is on {t.device_mesh}, and others are on {mesh}")
-            elif t.is_floating_point():
-                problems.append(
-                    f"{name} is no DTensor, and others are: make it one (distribute_tensor, DTensor.from_local), or give this rank's tensors of all"
-                )
-        anchors = [n for n in self.rule.anchors if n in tensors]
-        if not anchors:
-            problems.append(f"{self.rule.anchors[-1]} is no tensor")
-        if problems:
-            raise ArgumentError(function, problems)
-        self.dims = {n: t.dim() for n, t in tensors.items()}
-        self.axes = {n: self.rule.axes_of(n, self.dims, dim) for n, dim in self.dims.items()}
-        # Integers that are no DTensors are the same on all ranks.
-        self.placements = {n: tuple(t.placements) if isinstance(t, DTensor) else everywhere for n, t in tensors.items()}
         self.distributed = [n for n, t in tensors.items() if isinstance(t, DTensor)]
+        mesh = tensors[self.distributed[0]].device_mesh
         self.sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
+        self._check_mesh(function, tensors, mesh)
+        self.anchor: str = next(n for n in self.rule.anchors if n in tensors)
+        self.dims = {n: t.dim() for n, t in tensors.items()}
         self.shapes = {n: t.shape for n, t in tensors.items()}
-        self.anchor = anchors[0]
+        self.axes = {n: self.rule.axes_of(n, self.dims, dim) for n, dim in self.dims.items()}
+        everywhere = (Replicate(),) * mesh.ndim
+        self.placements = {n: tuple(t.placements) if isinstance(t, DTensor) else everywhere for n, t in tensors.items()}
+        problems: list[str] = []
         self.kinds = [self._kind(axis, problems) for axis in range(mesh.ndim)]  # what the mesh's axes divide: "head", "batch" or nothing
         self.heads = 1  # parts that the heads are in
         for axis, kind in enumerate(self.kinds):
             self.heads *= self.sizes[axis] if kind == "head" else 1
         self._check(given.get("philox_rounds") != 0, problems)
         self.wanted = {n: self._wanted(n, problems) for n in tensors}
+        if problems:
+            raise ArgumentError(function, problems)
+
+    def _check_mesh(self, function: str, tensors: Mapping[str, Tensor], mesh: Any) -> None:
+        """Raises ArgumentError where operands are not of one mesh. Integers may be plain tensors, taken to be the same on all ranks."""
+        problems: list[str] = []
+        for name, t in tensors.items():
+            if name in self.distributed:
+                if t.device_mesh != mesh:
+                    problems.append(f"{name} is on {t.device_mesh}, and others are on {mesh}")
+            elif t.is_floating_point():
+                how = "make it one (distribute_tensor, DTensor.from_local), or give shards of all of them"
+                problems.append(f"{name} is no DTensor, and others are: {how}")
+        if not any(n in tensors for n in self.rule.anchors):
+            problems.append(f"{self.rule.anchors[-1]} is no tensor")
         if problems:
             raise ArgumentError(function, problems)
 
@@ -131,10 +133,9 @@ class Sharding:
         if word == "head" or word == "batch":
             return word
         if self.anchor in self.rule.written:  # else it is gathered
-            places = [f"Shard({words.index(w)}) ({w})" for w in ("head", "batch") if w in words]
-            problems.append(
-                f"{self.anchor} is {placement} on axis {axis} of the mesh and is updated in place: it must be {', '.join(places)} or Replicate()"
-            )
+            legal = ", ".join([f"Shard({words.index(w)}) ({w})" for w in ("head", "batch") if w in words])
+            where = f"{self.anchor} is {placement} on axis {axis} of the mesh"
+            problems.append(f"{where} and is updated in place: it must be {legal} or Replicate()")
         return None
 
     def _size(self, name: str, word: str) -> int:
@@ -165,22 +166,16 @@ class Sharding:
 
         words, groups = self.axes[name], self._size(name, "group")
         shared = groups % self.heads != 0
-        if shared and self.heads % groups:
-            problems.append(
-                f"{name} has {groups} groups (or key heads), which {self.heads} parts of the heads can neither divide nor share"
-            )
         along = {"head": "head" if "head" in words else "group" if "group" in words and not shared else "", "batch": "batch"}
         placements = [Shard(words.index(along[kind])) if kind and along[kind] in words else Replicate() for kind in self.kinds]
+        if shared and self.heads % groups:
+            problems.append(f"{name} has {groups} groups (or key heads), which {self.heads} parts of the heads neither divide nor share")
         if name in self.rule.written and name != self.anchor:
-            have = [(type(p), str(p)) for p in self.placements[name]]
-            if have != [(type(p), str(p)) for p in placements]:
-                problems.append(
-                    f"{name} is {_words(self.placements[name])} and is written: it must be {_words(placements)}, as {self.anchor} is"
-                )
+            have, want = _words(self.placements[name]), _words(placements)
+            if have != want:
+                problems.append(f"{name} is {have} and is written: it must be {want}, as {self.anchor} is")
             elif shared and groups > 1:
-                problems.append(
-                    f"{name} is written, and its {groups} groups are shared by {self.heads} parts of the heads: there must be as many"
-                )
+                problems.append(f"{name} is written, and {self.heads} parts of the heads share its {groups} groups: give each its own")
         return tuple(placements)
 
     def local(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,7 +188,7 @@ class Sharding:
 
     def _local(self, name: str, t: Any, here: Sequence[int]) -> Tensor:
         words, have, wanted = self.axes[name], self.placements[name], self.wanted[name]
-        everywhere = not any(p.is_shard() or p.is_partial() for p in have)
+        everywhere = all(p.is_replicate() for p in have)
         if have != wanted and not everywhere:
             t = t.redistribute(placements=wanted)
         if name in self.distributed:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 class Rule(NamedTuple):
     """The axes of a function's tensors, and what may be done with them.
 
-    axes: by parameter (of a ring "ring.k"), one word per axis. "head" (of the state; a channel, where there are no heads), "group" (of heads that share it) and
-        "batch" (also: slot) are looked at. `*` stands for the axes ahead of the heads, of which the first is the batch; `|` separates forms, of which the
-        number of axes picks one
+    axes: by parameter (of a ring "ring.k"), one word per axis. Three of the words mean something: "head" (of the state; a channel, where
+        there are no heads), "group" (of heads that share it) and "batch" (also: slot). `*` stands for the axes ahead of the heads, of
+        which the first is the batch; `|` separates forms, of which the number of axes picks one
     """
 
     axes: Mapping[str, str]
