@@ -183,6 +183,19 @@ def test_several_meshes_are_refused():
     assert any("x is on" in p for p in refusal(change))
 
 
+def test_a_process_that_is_no_rank_of_the_mesh_is_told_so():
+    torch.distributed.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
+    try:
+        mesh = torch.distributed.device_mesh.DeviceMesh("cpu", [0, 1])
+        call = mamba("cpu", 2)
+        with pytest.raises(ArgumentError, match="this process is no rank of DeviceMesh"):
+            ssmgen.selective_state_update(
+                **{n: DTensor.from_local(t, mesh, [Replicate()]) if isinstance(t, torch.Tensor) else t for n, t in call.items()}
+            )
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_a_history_whose_groups_are_shared_is_refused():
     """Each rank would write its group alone, and no rank would have all of them."""
     call = linear("cpu", "gated_delta_rule", 2, (2,))

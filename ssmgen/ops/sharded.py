@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..errors import ArgumentError
-from .sharding_rules import RING, RULES, Rule
+from .sharding_rules import RING, RULES
 
 
 def is_sharded(values: Iterable[Any]) -> bool:
@@ -86,12 +86,12 @@ class Sharding:
         """Raises ArgumentError for everything that cannot be."""
         from torch.distributed.tensor import DTensor, Replicate
 
-        self.rule: Rule = RULES[function]
+        self.function, self.rule = function, RULES[function]
         tensors: dict[str, Tensor] = {n: t for n, t in given.items() if isinstance(t, Tensor)}
         self.distributed = [n for n, t in tensors.items() if isinstance(t, DTensor)]
         mesh = tensors[self.distributed[0]].device_mesh
         self.sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
-        self._check_mesh(function, tensors, mesh)
+        self._check_mesh(tensors, mesh)
         self.anchor: str = next(n for n in self.rule.anchors if n in tensors)
         self.dims = {n: t.dim() for n, t in tensors.items()}
         self.shapes = {n: t.shape for n, t in tensors.items()}
@@ -108,7 +108,7 @@ class Sharding:
         if problems:
             raise ArgumentError(function, problems)
 
-    def _check_mesh(self, function: str, tensors: Mapping[str, Tensor], mesh: Any) -> None:
+    def _check_mesh(self, tensors: Mapping[str, Tensor], mesh: Any) -> None:
         """Raises ArgumentError where operands are not of one mesh. Integers may be plain tensors, taken to be the same on all ranks."""
         problems: list[str] = []
         for name, t in tensors.items():
@@ -121,7 +121,7 @@ class Sharding:
         if not any(n in tensors for n in self.rule.anchors):
             problems.append(f"{self.rule.anchors[-1]} is no tensor")
         if problems:
-            raise ArgumentError(function, problems)
+            raise ArgumentError(self.function, problems)
 
     def _kind(self, axis: int, problems: list[str]) -> str | None:
         from torch.distributed.tensor import Replicate, Shard
@@ -180,7 +180,10 @@ class Sharding:
 
     def local(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's arguments by parameter: shards, views of what is on all ranks, and what had to be redistributed."""
-        here = self._mesh(given).get_coordinate()
+        mesh = self._mesh(given)
+        here = mesh.get_coordinate()
+        if here is None:
+            raise ArgumentError(self.function, [f"this process is no rank of {mesh}: do not call it here"])
         local = {n: self._local(n, v, here) if n in self.wanted else v for n, v in given.items()}
         if "ring.k" in local:
             local["ring"] = tuple([local.pop(f"ring.{field}") for field in RING])
