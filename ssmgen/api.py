@@ -20,6 +20,7 @@ from .ops import linear_attention as _linear
 from .ops import mamba2_layer as _mamba2
 from .ops import replay_selective_state_update as _replay
 from .ops import selective_state_update as _ssu
+from .ops import sharded
 from .ops.calls import Call
 from .registry import Explanation
 from .spec import SM90, Arch, KernelSpec
@@ -34,6 +35,8 @@ def _call(operator: Callable[..., Any], args: Any, kwargs: Any) -> Call:
     if operator not in FUNCTIONS:
         known = ", ".join(f"ssmgen.{f.__name__}" for f in FUNCTIONS)
         raise ArgumentError("ssmgen", [f"{operator!r} is not an operator of ssmgen; known: {known}"])
+    if sharded.is_sharded((*args, *kwargs.values())):
+        args, kwargs = (), sharded.local_arguments(operator, operator.names, args, kwargs)
     return operator.build(*args, **kwargs)
 
 
@@ -119,6 +122,11 @@ class BoundCall:
 
 
 def bind(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> BoundCall:
-    """Checks, selects and loads once, for callers that decode into the same tensors again and again. Raises what the call would."""
+    """Checks, selects and loads once, for callers that decode into the same tensors again and again. Raises what the call would.
+
+    Of DTensors, bind what DTensor.to_local() gives: a bound call communicates nothing, and its result is this rank's.
+    """
+    if sharded.is_sharded((*args, *kwargs.values())):
+        raise ArgumentError(operator.__name__, ["bind takes no DTensors: give it this rank's tensors, DTensor.to_local()"])
     call = _call(operator, args, kwargs)
     return BoundCall(call.plan(), call.result, call)

@@ -222,3 +222,18 @@ class DecodeStep:
 
     def __call__(self, cache: Any) -> torch.Tensor:
         return self.model(input_ids=self.token, use_cache=True, **{self.name: cache}).logits
+
+
+def forget(cache: Any, tokens: int = 5) -> None:
+    """Attention layers keep so many tokens, so that the cache of an endless generation does not grow."""
+    for layer in cache.layers:
+        if getattr(layer, "keys", None) is not None:
+            layer.keys, layer.values = layer.keys[..., -tokens:, :].clone(), layer.values[..., -tokens:, :].clone()
+
+
+def last_logits(step: DecodeStep, cache: Any, steps: int) -> torch.Tensor:
+    """Of the last of so many steps, without what tests of one step keep."""
+    for _ in range(steps):
+        logits = step(cache)
+        forget(cache)
+    return logits

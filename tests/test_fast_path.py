@@ -186,3 +186,17 @@ def test_a_subclass_of_ordinary_memory_is_found_again(launched):
         ssmgen.causal_conv1d_update(x, state, weight, bias, "silu", out=x)
     ssmgen.causal_conv1d_update(x, state, weight, bias.detach(), "silu", out=x)
     assert launched[0] == launched[1] == launched[2] and launched[0]["bias"] == bias.data_ptr() and launched.made == 2
+
+
+def test_what_is_remembered_is_bounded(launched, monkeypatch):
+    """Ever new shapes, ever new options: neither fills the memory of a process that runs for months."""
+    monkeypatch.setattr(runtime.Table, "limit", 8)
+    window, weight = torch.zeros(40, 24, 3), torch.zeros(24, 4)
+    for batch in range(1, 40):
+        ssmgen.causal_conv1d_update(torch.zeros(batch, 24), window, weight)
+    for pad_slot_id in range(-200, -1):
+        ssmgen.causal_conv1d_update(torch.zeros(3, 24), window, weight, pad_slot_id=pad_slot_id)
+    assert len(launched) == 39 + 199
+    tables = [table.rows for table in runtime._tables if table.rows]
+    assert tables and all(len(rows) <= 8 for rows in tables)
+    assert max(len(entries) for rows in tables for entries in rows.values()) == 64

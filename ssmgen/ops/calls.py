@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from .. import runtime
 from ..errors import ArgumentError
 from ..spec import KernelSpec
+from . import sharded
 from .planning import Caller, is_memory, launch_of
 
 
@@ -73,13 +74,16 @@ def operator(like: str) -> Callable[[Callable[..., Call]], Callable[..., Any]]:
     """
 
     def public(build: Callable[..., Call]) -> Callable[..., Any]:
-        place = list(signature(build).parameters).index(like)
+        names = tuple(signature(build).parameters)
+        place = names.index(like)
         recall = _Memory()
         known = recall.rows
 
         @wraps(build)
         def run(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():
+                if sharded.is_sharded((*args, *kwargs.values())):
+                    return sharded.run(run, names, args, kwargs)
                 call = build(*args, **kwargs)
                 call.dispatch()
                 return call.result
@@ -90,6 +94,8 @@ def operator(like: str) -> Callable[[Callable[..., Call]], Callable[..., Any]]:
             if rows is None and not _PLAIN.issuperset(map(type, values)):
                 values, key = _flat(values, size, kwargs)
                 rows = known.get(key)
+                if rows is None and sharded.is_sharded(values):
+                    return sharded.run(run, names, args, kwargs)
             for scalars, scalars_of, alike, new, result in rows or ():
                 tensors = alike.pick(values)
                 if alike.matches(*tensors) and scalars_of(values) == scalars:
@@ -101,7 +107,7 @@ def operator(like: str) -> Callable[[Callable[..., Call]], Callable[..., Any]]:
             (recall.learn(key, values, call, build, args, kwargs) if on_card(call) else call.plan())()
             return call.result
 
-        run.build = build  # for warm(), bind() and explain()
+        run.build, run.names = build, names  # for warm(), bind() and explain()
         return run
 
     return public

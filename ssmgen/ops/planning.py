@@ -120,7 +120,7 @@ class Caller(NamedTuple):
             found = key = None
         if found is not None:
             return found
-        if any(isinstance(t, Tensor) and not is_memory(type(t)) for t in given):  # fake, distributed, wrapped: theirs to say
+        if any(isinstance(t, Tensor) and not is_memory(type(t)) for t in given):  # fake, wrapped: theirs to say
             return partial(self.dispatch, given, options, pdl)
         named = self.named(given)
         views = self.checked(named, options, pdl, objections)

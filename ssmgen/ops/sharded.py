@@ -1,0 +1,251 @@
+"""Public functions on DTensors: each rank runs the same function on its shards, and the result is a DTensor again.
+
+What is updated in place decides, one axis of the mesh at a time: a state sharded over its heads (or channels) makes a call over heads, one
+sharded over its slots a call over sequences. Other operands are redistributed to that. What is written must lie so already: an update of
+a copy would be lost. For this reason it is no sharding strategy of DTensor's own, which may redistribute every argument of an operator.
+
+Heads have nothing to do with each other, nor have sequences: a call communicates only what is redistributed, and the mesh changes no bit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from ..errors import ArgumentError
+from .sharding_rules import RING, RULES
+
+
+def is_sharded(values: Iterable[Any]) -> bool:
+    """Whether a DTensor is among the arguments of a call, in tuples and lists too."""
+    module = sys.modules.get("torch.distributed.tensor")  # without which nobody has one; importing it takes 0.4 s
+    if module is None:
+        return False
+    for v in values:
+        for t in v if isinstance(v, (tuple, list)) else (v,):
+            if isinstance(t, module.DTensor):
+                return True
+    return False
+
+
+def run(function: Callable[..., Any], names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of a call with DTensors. Raises ArgumentError on all ranks alike, before anything is communicated."""
+    given = _by_name(names, args, kwargs)
+    sharding = _sharding_of(function.__name__, given)
+    return sharding.result(given, function(**sharding.local(given)))
+
+
+def local_arguments(function: Callable[..., Any], names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's arguments, by name, of a call with DTensors. Raises as `run`."""
+    given = _by_name(names, args, kwargs)
+    return _sharding_of(function.__name__, given).local(given)
+
+
+def _by_name(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by the names of their parameters; what is in a ring each on its own, as "ring.k"."""
+    given: dict[str, Any] = dict(zip(names, args, strict=False))
+    given.update(kwargs)
+    if isinstance(given.get("ring"), (tuple, list)):
+        given.update({f"ring.{field}": t for field, t in zip(RING, given.pop("ring"), strict=True)})
+    return given
+
+
+_known: dict[Any, Sharding] = {}
+
+
+def _sharding_of(function: str, given: Mapping[str, Any]) -> Sharding:
+    """Of calls like this one, which differ in nothing that it looks at."""
+    if function not in RULES:
+        raise ArgumentError(function, ["it takes no DTensors: give it this rank's tensors, DTensor.to_local()"])
+    if is_compiling():
+        return Sharding(function, given)
+    parts = [
+        (n, t.shape, getattr(t, "placements", None), getattr(t, "device_mesh", t.is_floating_point()))
+        for n, t in given.items()
+        if isinstance(t, Tensor)
+    ]
+    key = (function, given.get("philox_rounds"), *parts)
+    found = _known.get(key)
+    if found is None:
+        found = Sharding(function, given)
+        if len(_known) >= 1024:
+            _known.clear()
+        _known[key] = found
+    return found
+
+
+class Sharding:
+    """Where the operands of a call should lie, by parameter. Holds no tensors."""
+
+    def __init__(self, function: str, given: Mapping[str, Any]):
+        """Raises ArgumentError for everything that cannot be."""
+        from torch.distributed.tensor import DTensor, Replicate
+
+        self.function, self.rule = function, RULES[function]
+        tensors: dict[str, Tensor] = {n: t for n, t in given.items() if isinstance(t, Tensor)}
+        self.distributed = [n for n, t in tensors.items() if isinstance(t, DTensor)]
+        mesh = tensors[self.distributed[0]].device_mesh
+        self.sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
+        self._check_mesh(tensors, mesh)
+        self.anchor: str = next(n for n in self.rule.anchors if n in tensors)
+        self.dims = {n: t.dim() for n, t in tensors.items()}
+        self.shapes = {n: t.shape for n, t in tensors.items()}
+        self.axes = {n: self.rule.axes_of(n, self.dims, dim) for n, dim in self.dims.items()}
+        everywhere = (Replicate(),) * mesh.ndim
+        self.placements = {n: tuple(t.placements) if isinstance(t, DTensor) else everywhere for n, t in tensors.items()}
+        problems: list[str] = []
+        self.kinds = [self._kind(axis, problems) for axis in range(mesh.ndim)]  # what the mesh's axes divide: "head", "batch" or nothing
+        self.heads = 1  # parts that the heads are in
+        for axis, kind in enumerate(self.kinds):
+            self.heads *= self.sizes[axis] if kind == "head" else 1
+        self._check(given.get("philox_rounds") != 0, problems)
+        self.wanted = {n: self._wanted(n, problems) for n in tensors}
+        if problems:
+            raise ArgumentError(function, problems)
+
+    def _check_mesh(self, tensors: Mapping[str, Tensor], mesh: Any) -> None:
+        """Raises ArgumentError where operands are not of one mesh. Integers may be plain tensors, taken to be the same on all ranks."""
+        problems: list[str] = []
+        for name, t in tensors.items():
+            if name in self.distributed:
+                if t.device_mesh != mesh:
+                    problems.append(f"{name} is on {t.device_mesh}, and others are on {mesh}")
+            elif t.is_floating_point():
+                how = "make it one (distribute_tensor, DTensor.from_local), or give shards of all of them"
+                problems.append(f"{name} is no DTensor, and others are: {how}")
+        if not any(n in tensors for n in self.rule.anchors):
+            problems.append(f"{self.rule.anchors[-1]} is no tensor")
+        if problems:
+            raise ArgumentError(self.function, problems)
+
+    def _kind(self, axis: int, problems: list[str]) -> str | None:
+        from torch.distributed.tensor import Replicate, Shard
+
+        placement, words = self.placements[self.anchor][axis], self.axes[self.anchor]
+        if isinstance(placement, Replicate):
+            return None
+        word = words[placement.dim] if type(placement) is Shard and placement.dim < len(words) else None
+        if word == "head" or word == "batch":
+            return word
+        if self.anchor in self.rule.written:  # else it is gathered
+            legal = ", ".join([f"Shard({words.index(w)}) ({w})" for w in ("head", "batch") if w in words])
+            where = f"{self.anchor} is {placement} on axis {axis} of the mesh"
+            problems.append(f"{where} and is updated in place: it must be {legal} or Replicate()")
+        return None
+
+    def _size(self, name: str, word: str) -> int:
+        """Of the operand's axis of that word; 1 where it has none."""
+        return self.shapes[name][self.axes[name].index(word)] if word in self.axes[name] else 1
+
+    def _check(self, noise: bool, problems: list[str]) -> None:
+        """What must hold of all operands together."""
+        count = self._size(self.anchor, "head")
+        if count % self.heads:
+            problems.append(f"{self.anchor} has {count} heads (or channels), which do not divide into {self.heads} equal parts")
+        if noise and "rand_seed" in self.axes and ("head" in self.kinds or "batch" in self.kinds):
+            problems.append("rand_seed is given: its noise goes by an element's place in the pool, which a shard does not know")
+        if "batch" not in self.kinds:
+            return
+        if not self.rule.by_sequence:
+            problems.append(f"{self.anchor} is sharded over its first axis; it may be over its heads")
+        for name in self.axes:
+            if name.endswith("indices") or name in ("cu_seqlens", "query_start_loc"):
+                problems.append(f"{self.anchor} is sharded over its first axis, all of which {name} numbers: shard the heads")
+        counts = {n: self._size(n, "batch") for n in self.axes if "batch" in self.axes[n]}
+        if len(set(counts.values())) > 1:
+            problems.append(f"{self.anchor} is sharded over its first axis, so there must be as many slots as sequences, not {counts}")
+
+    def _wanted(self, name: str, problems: list[str]) -> tuple[Any, ...]:
+        """The placements that an operand must have; Replicate() where groups are shared by parts of the heads."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        words, groups = self.axes[name], self._size(name, "group")
+        shared = groups % self.heads != 0
+        along = {"head": "head" if "head" in words else "group" if "group" in words and not shared else "", "batch": "batch"}
+        placements = [Shard(words.index(along[kind])) if kind and along[kind] in words else Replicate() for kind in self.kinds]
+        if shared and self.heads % groups:
+            problems.append(f"{name} has {groups} groups (or key heads), which {self.heads} parts of the heads neither divide nor share")
+        if name in self.rule.written and name != self.anchor:
+            have, want = _words(self.placements[name]), _words(placements)
+            if have != want:
+                problems.append(f"{name} is {have} and is written: it must be {want}, as {self.anchor} is")
+            elif shared and groups > 1:
+                problems.append(f"{name} is written, and {self.heads} parts of the heads share its {groups} groups: give each its own")
+        return tuple(placements)
+
+    def local(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's arguments by parameter: shards, views of what is on all ranks, and what had to be redistributed."""
+        mesh = self._mesh(given)
+        here = mesh.get_coordinate()
+        if here is None:
+            raise ArgumentError(self.function, [f"this process is no rank of {mesh}: do not call it here"])
+        local = {n: self._local(n, v, here) if n in self.wanted else v for n, v in given.items()}
+        if "ring.k" in local:
+            local["ring"] = tuple([local.pop(f"ring.{field}") for field in RING])
+        return local
+
+    def _local(self, name: str, t: Any, here: Sequence[int]) -> Tensor:
+        words, have, wanted = self.axes[name], self.placements[name], self.wanted[name]
+        everywhere = all(p.is_replicate() for p in have)
+        if have != wanted and not everywhere:
+            t = t.redistribute(placements=wanted)
+        if name in self.distributed:
+            t = t.to_local()
+        if have != wanted and everywhere:
+            for axis, p in enumerate(wanted):
+                if p.is_shard():
+                    start, length = _part(t.shape[p.dim], self.sizes[axis], here[axis])
+                    t = t.narrow(p.dim, start, length)
+        groups = self._size(name, "group")
+        if groups > 1 and groups % self.heads:
+            part = 0  # this rank's, of the heads
+            for axis, kind in enumerate(self.kinds):
+                if kind == "head":
+                    part = part * self.sizes[axis] + here[axis]
+            t = t.narrow(words.index("group"), part * groups // self.heads, 1)
+        return t
+
+    def _mesh(self, given: Mapping[str, Any]) -> Any:
+        """Of this call: another one like it may be on an equal mesh of other process groups."""
+        return given[self.distributed[0]].device_mesh
+
+    def result(self, given: Mapping[str, Any], local: Any) -> Any:
+        """What the function returned on this rank, as DTensors: the given ones where it returned theirs."""
+        mesh = self._mesh(given)
+        returned = local if isinstance(local, tuple) else (local,)
+        found = tuple([self._distributed(given.get(n), n, t, mesh) for n, t in zip(self.rule.returns, returned, strict=False)])
+        return found if isinstance(local, tuple) else found[0]
+
+    def _distributed(self, given: Tensor | None, name: str, local: Tensor, mesh: Any) -> Tensor:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        if given is not None:
+            return given
+        words = self.rule.axes_of(name, self.dims, local.dim())
+        placements = [Shard(words.index(kind)) if kind in words else Replicate() for kind in self.kinds]
+        shape, stride = list(local.shape), list(local.stride())
+        sizes = {"head": local.shape[words.index("head")] * self.heads if "head" in words else 1, "batch": self._size(self.anchor, "batch")}
+        for word in ("head", "batch"):  # sequences may be in unequal parts
+            if word in words and word in self.kinds:
+                axis = words.index(word)
+                for i, s in enumerate(stride):
+                    if s > stride[axis] or (s == stride[axis] and i < axis):  # the axis lies within this one
+                        stride[i] = s // max(shape[axis], 1) * sizes[word]
+                shape[axis] = sizes[word]
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+
+
+def _part(size: int, parts: int, part: int) -> tuple[int, int]:
+    """(start, length) of one of the parts of an axis, as torch.chunk makes them; those at the end may be empty."""
+    most = -(-size // parts)
+    start = min(size, most * part)
+    return start, min(most, size - start)
+
+
+def _words(placements: Iterable[Any]) -> str:
+    return ", ".join([str(p) for p in placements])

@@ -1,0 +1,22 @@
+"""Two GPUs of one host, a process on each: DTensors and shards give, bit for bit, what one GPU gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+if not torch.distributed.is_available():
+    pytest.skip("this torch has no torch.distributed", allow_module_level=True)
+
+from sharded_cases import cases_on_cards, failures
+
+RANKS = 2
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason=f"needs {RANKS} CUDA devices, and torch sees {torch.cuda.device_count()}"),
+]
+
+
+def test_two_gpus_agree_with_one(tmp_path):
+    wrong = failures(RANKS, "cuda", tmp_path, cases_on_cards)
+    assert not wrong, wrong

@@ -1,0 +1,453 @@
+"""Calls of the operators on tensors that lie on several ranks, compared with the same calls on whole ones, bit for bit.
+
+Every case is a function of a mesh of all ranks and runs on each of them; which device that is makes no difference to it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ssmgen
+from ssmgen.ops.sharding_rules import RULES
+
+BATCH, H, P, N, STEPS = 4, 4, 16, 32, 3
+BF16, F32 = torch.bfloat16, torch.float32
+Tensors = dict[str, Any]
+
+
+def normal(device: str, *shape: int, dtype: torch.dtype = F32, positive: bool = False) -> torch.Tensor:
+    t = torch.randn(shape)  # on the CPU, so that all ranks draw the same
+    return (t.abs() if positive else t).to(device, dtype)
+
+
+def mamba(device: str, groups: int, tokens: tuple[int, ...] = ()) -> Tensors:
+    lead = (BATCH, *tokens)
+    return {
+        "state": normal(device, BATCH, H, P, N, dtype=BF16),
+        "x": normal(device, *lead, H, P, dtype=BF16),
+        "dt": normal(device, *lead, H, dtype=BF16),
+        "A": -normal(device, H, positive=True),
+        "B": normal(device, *lead, groups, N, dtype=BF16),
+        "C": normal(device, *lead, groups, N, dtype=BF16),
+        "D": normal(device, H),
+        "z": normal(device, *lead, H, P, dtype=BF16),
+        "dt_bias": normal(device, H),
+        "dt_softplus": True,
+    }
+
+
+def mamba1(device: str) -> Tensors:
+    return {
+        "state": normal(device, BATCH, H * P, N),
+        "x": normal(device, BATCH, H * P, dtype=BF16),
+        "dt": normal(device, BATCH, H * P, dtype=BF16),
+        "A": -normal(device, H * P, N, positive=True),
+        "B": normal(device, BATCH, N, dtype=BF16),
+        "C": normal(device, BATCH, N, dtype=BF16),
+        "D": normal(device, H * P),
+        "dt_bias": normal(device, H * P),
+        "dt_limit": (0.0, 8.0),
+    }
+
+
+def linear(device: str, name: str, key_heads: int = H, tokens: tuple[int, ...] = ()) -> Tensors:
+    lead = (BATCH, *tokens)
+
+    def heads(*last: int, positive: bool = False) -> torch.Tensor:
+        return normal(device, *lead, H, *last, dtype=BF16, positive=positive)
+
+    def keys() -> torch.Tensor:
+        return normal(device, *lead, key_heads, N, dtype=BF16) / 4
+
+    call: Tensors = {"state": normal(device, BATCH, H, P, N), "k": keys(), "v": heads(P)}
+    call |= {"r": keys(), "kk": keys(), "a": keys(), "w": -heads(N, positive=True)} if name == "rwkv7" else {"q": keys()}
+    if name in ("gated_delta_rule", "comba", "simple_gla"):
+        call["g"] = -heads(positive=True)
+    if name in ("kda", "gdn2"):
+        call["g"] = -heads(N, positive=True)
+    if name in ("gated_delta_rule", "kda", "delta_rule", "comba"):
+        call |= {"beta": heads(positive=True), "use_qk_l2norm": True}
+    if name == "gated_delta_rule":
+        call |= {"A_log": normal(device, H), "dt_bias": normal(device, H)}
+    if name == "kda":
+        call |= {"A_log": normal(device, H), "dt_bias": normal(device, H * N)}
+    more = {
+        "comba": lambda: {"p": keys()},
+        "gdn2": lambda: {"b": heads(N), "w": heads(P)},
+        "dplr_delta_rule": lambda: {"a": keys(), "b": keys(), "gk": -heads(N, positive=True)},
+        "gla": lambda: {"gk": -heads(N, positive=True), "gv": -heads(P, positive=True)},
+        "lightning_attn": lambda: {"slope": normal(device, H, positive=True)},
+    }
+    return call | more.get(name, dict)()
+
+
+def convolution(device: str, tokens: tuple[int, ...] = ()) -> Tensors:
+    return {
+        "x": normal(device, BATCH, H * P, *tokens, dtype=BF16),
+        "weight": normal(device, H * P, 4, dtype=BF16),
+        "bias": normal(device, H * P),
+        "activation": "silu",
+    }
+
+
+def pool(device: str, call: Tensors, state: str, indices: str) -> Tensors:
+    """The call on slots of a larger pool."""
+    t = call[state]
+    return call | {state: normal(device, BATCH + 2, *t.shape[1:], dtype=t.dtype), indices: torch.tensor([3, 0, 5, -1], device=device).int()}
+
+
+def replay(device: str) -> Tensors:
+    T, W = 2, 3
+    call = mamba(device, 2, (T,))
+    return call | {
+        "old_x": normal(device, BATCH, W, H, P, dtype=BF16),
+        "old_B": normal(device, BATCH, 2, W, 2, N, dtype=BF16),
+        "old_dt": normal(device, BATCH, 2, H, W, positive=True),
+        "old_dA_cumsum": -normal(device, BATCH, 2, H, W, positive=True),
+        "cache_buf_idx": torch.tensor([0, 1, 0, 1], device=device).int(),
+        "prev_num_accepted_tokens": torch.tensor([1, 0, 2, 3], device=device).int(),
+    }
+
+
+def calls(device: str) -> dict[str, tuple[str, Tensors]]:
+    """(function, its arguments by name) of each case; a rank's own tensors are drawn the same on all."""
+    torch.manual_seed(0)
+    window = {"conv_state": normal(device, BATCH, H * P, 3, dtype=BF16)}
+    found = {
+        "mamba2-groups2": ("selective_state_update", mamba(device, 2)),
+        "mamba2-one-group": ("selective_state_update", mamba(device, 1)),
+        "mamba2-pool": ("selective_state_update", pool(device, mamba(device, 4), "state", "state_indices")),
+        "mamba2-tokens": (
+            "selective_state_update",
+            mamba(device, 2, (3,)) | {"intermediate_states": torch.zeros(BATCH, 3, H, P, N, device=device, dtype=BF16)},
+        ),
+        "mamba1": ("selective_state_update", mamba1(device)),
+        "conv-update": ("causal_conv1d_update", convolution(device) | window),
+        "conv-update-pool": ("causal_conv1d_update", pool(device, convolution(device, (2,)) | window, "conv_state", "conv_state_indices")),
+        "conv": ("causal_conv1d", convolution(device, (9,)) | {"return_final_states": True}),
+        "conv-states": ("causal_conv1d", convolution(device, (9,)) | {"conv_states": normal(device, BATCH, H * P, 3, dtype=BF16)}),
+        "replay": ("replay_selective_state_update", replay(device)),
+        "gdn-shared-keys": ("gated_delta_rule", linear(device, "gated_delta_rule", 1)),
+        "gdn-tokens": ("gated_delta_rule", linear(device, "gated_delta_rule", 2, (3,))),
+        "kda-pool": ("kda", pool(device, linear(device, "kda"), "state", "state_indices")),
+    }
+    forms = [n for n in RULES if "state" in RULES[n].axes and "ring.k" in RULES[n].axes and not n.endswith("commit")]
+    return found | {name: (name, linear(device, name)) for name in forms}
+
+
+def distribute(mesh: Any, function: str, call: Tensors, over: str | None, placed: str) -> Tensors:
+    """The call's tensors on the mesh: all that is written sharded `over` "head" or "batch", the others too ("sharded") or "replicated"."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    rule = RULES[function]
+    dims = {n: t.dim() for n, t in call.items() if isinstance(t, torch.Tensor)}
+    anchor = next(n for n in rule.anchors if n in dims)
+
+    def placement(name: str) -> Any:
+        words = rule.axes_of(name, dims, dims[name])
+        ours = placed == "sharded" or name in rule.written or name == anchor
+        word = "group" if over == "head" and "group" in words and call[name].shape[words.index("group")] % mesh.size() == 0 else over
+        return Shard(words.index(word)) if ours and word in words else Replicate()
+
+    def one(name: str, t: Any) -> Any:
+        if not isinstance(t, torch.Tensor) or not (t.is_floating_point() or name in rule.written):
+            return t
+        return distribute_tensor(t.clone(), mesh, [placement(name)])
+
+    return {name: one(name, t) for name, t in call.items()}
+
+
+def whole(t: torch.Tensor) -> torch.Tensor:
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
+def same(got: Any, want: Any) -> None:
+    for a, b in zip(got if isinstance(got, tuple) else (got,), want if isinstance(want, tuple) else (want,), strict=True):
+        a = whole(a)
+        assert a.shape == b.shape and a.dtype == b.dtype, (a.shape, b.shape)
+        assert torch.equal(a, b), (a.float() - b.float()).abs().max()
+
+
+def agrees(mesh: Any, function: str, call: Tensors, over: str, placed: str) -> None:
+    """Several steps: their results and all that they write."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    run, mine = getattr(ssmgen, function), copy.deepcopy(call)
+    theirs = distribute(mesh, function, call, over, placed)
+    for _ in range(STEPS):
+        want, got = run(**mine), run(**theirs)
+        first = got[0] if isinstance(got, tuple) else got
+        assert isinstance(first, DTensor) and isinstance(first.placements[0], Shard)
+        assert first.stride() == whole(first).stride()
+        same(got, want)
+    for name in RULES[function].written:
+        if name in call:
+            same(theirs[name], mine[name])
+
+
+def local_shards_agree(mesh: Any, function: str, call: Tensors) -> None:
+    """Each rank's tensors, as plain ones, give its part of what DTensors give."""
+    run = getattr(ssmgen, function)
+    theirs, mine = (distribute(mesh, function, call, "head", "sharded") for _ in range(2))
+    local = {n: t.to_local() if hasattr(t, "to_local") else t for n, t in mine.items()}
+    for _ in range(STEPS):
+        want, got = run(**theirs), run(**local)
+        for a, b in zip(*[r if isinstance(r, tuple) else (r,) for r in (got, want)], strict=True):
+            assert torch.equal(a, b.to_local())
+    for name in RULES[function].written:
+        if name in call:
+            assert torch.equal(mine[name].to_local(), theirs[name].to_local())
+
+
+class Layer:
+    """A decode step of Mamba-2 or of a gated delta rule from the convolution to the output projection, on whole or distributed tensors."""
+
+    def __init__(self, device: str, kind: str):
+        torch.manual_seed(1)
+        self.kind = kind
+        self.conv_state, self.weight = normal(device, BATCH, H * P, 3, dtype=BF16), normal(device, H * P, 4, dtype=BF16)
+        self.call = mamba(device, 2) if kind == "mamba2" else linear(device, "gated_delta_rule", 2)
+        self.project = normal(device, H * P, 24)
+
+    @property
+    def function(self) -> str:
+        return "selective_state_update" if self.kind == "mamba2" else "gated_delta_rule"
+
+    @property
+    def states(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.conv_state, self.call["state"]
+
+    def on(self, mesh: Any) -> Layer:
+        """Its heads and channels over the mesh."""
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        other = copy.copy(self)
+        other.conv_state, other.weight = (
+            distribute_tensor(t.clone(), mesh, [Shard(d)]) for t, d in ((self.conv_state, 1), (self.weight, 0))
+        )
+        other.project = distribute_tensor(self.project, mesh, [Shard(0)])
+        other.call = distribute(mesh, self.function, self.call, "head", "sharded")
+        return other
+
+    def local(self) -> Layer:
+        """This rank's part of one that is on a mesh."""
+        other = copy.copy(self)
+        other.conv_state, other.weight, other.project = (t.to_local() for t in (self.conv_state, self.weight, self.project))
+        other.call = {n: t.to_local() if isinstance(t, torch.Tensor) else t for n, t in self.call.items()}
+        return other
+
+    def step(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(heads' outputs [batch, H, P], what is projected from them [batch, 24])"""
+        x = ssmgen.causal_conv1d_update(x, self.conv_state, self.weight, activation="silu")
+        heads = x.unflatten(1, (-1, P))
+        y = getattr(ssmgen, self.function)(**self.call | {"x" if self.kind == "mamba2" else "v": heads})
+        return y, y.flatten(1).float() @ self.project
+
+
+def layer(mesh: Any, device: str, kind: str) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    one = Layer(device, kind)
+    spread, mine = one.on(mesh), one.on(mesh).local()
+    with torch.no_grad():
+        for _ in range(5):
+            x = normal(device, BATCH, H * P, dtype=BF16)
+            on_mesh = distribute_tensor(x, mesh, [Shard(1)])
+            want, projected = one.step(x)
+            y, summed = spread.step(on_mesh)
+            same(y, want)
+            torch.testing.assert_close(whole(summed), projected, rtol=1e-4, atol=1e-4)
+            local, part = mine.step(on_mesh.to_local())
+            assert torch.equal(local, y.to_local())
+            dist.all_reduce(part)
+            torch.testing.assert_close(part, projected, rtol=1e-4, atol=1e-4)
+    for got, want in zip(spread.states, one.states, strict=True):
+        same(got, want)
+    for got, want in zip(mine.states, spread.states, strict=True):
+        assert torch.equal(got, want.to_local())
+
+
+def other_placements_are_redistributed(mesh: Any, device: str) -> None:
+    """A sum that is still in parts, a shard along the wrong axis, a rank's slice of what all have."""
+    from torch.distributed.tensor import DTensor, Partial, Shard
+
+    torch.manual_seed(0)
+    call = mamba(device, 2)
+    part = call["x"] * (mesh.get_local_rank() == 0)  # the others add zeros
+    theirs = distribute(mesh, "selective_state_update", call, "head", "replicated")
+    theirs |= {"x": DTensor.from_local(part, mesh, [Partial()]), "B": theirs["B"].redistribute(placements=[Shard(2)])}
+    theirs |= {"z": theirs["z"].redistribute(placements=[Shard(0)])}
+    want = ssmgen.selective_state_update(**call)
+    same(ssmgen.selective_state_update(**theirs), want)
+    same(theirs["state"], call["state"])
+
+
+def sequences_in_unequal_parts(mesh: Any, device: str) -> None:
+    torch.manual_seed(0)
+    for batch in (3, 1):
+        call = {n: t[:batch] if isinstance(t, torch.Tensor) and t.shape[0] == BATCH and n not in ("A", "D", "dt_bias") else t
+                for n, t in mamba(device, 2).items()}  # fmt: skip
+        agrees(mesh, "selective_state_update", call, "batch", "sharded")
+
+
+def a_ring_and_its_commit(mesh: Any, device: str) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.manual_seed(0)
+    call = pool(device, linear(device, "gated_delta_rule", 2, (3,)), "state", "state_indices")
+    gate = {n: call[n] for n in ("A_log", "dt_bias", "use_qk_l2norm")}
+    ring = [torch.zeros(BATCH + 2, 3, *call[n].shape[2:], dtype=call[n].dtype, device=device) for n in ("k", "v", "g", "beta")]
+    theirs = distribute(mesh, "gated_delta_rule", call, "head", "sharded")
+    their_ring = ssmgen.Ring(*[distribute_tensor(t.clone(), mesh, [Shard(2)]) for t in ring])
+    accepted = torch.tensor([2, 3, 0, 1], device=device)
+    indices = call["state_indices"]
+    for _ in range(2):
+        want = ssmgen.gated_delta_rule(**call, update_state=False, ring=ring)
+        same(ssmgen.gated_delta_rule(**theirs, update_state=False, ring=their_ring), want)
+        ssmgen.gated_delta_rule_commit(call["state"], ring, accepted, **gate, state_indices=indices)
+        kept = ssmgen.gated_delta_rule_commit(
+            theirs["state"], their_ring, accepted, **{n: theirs[n] for n in gate}, state_indices=indices
+        )  # fmt: skip
+        assert kept is theirs["state"]
+        same(kept, call["state"])
+    same(tuple(their_ring), tuple(ring))
+
+
+def an_output_that_is_given(mesh: Any, device: str) -> None:
+    torch.manual_seed(0)
+    call = mamba(device, 2)
+    call["out"] = torch.zeros_like(call["x"])
+    theirs = distribute(mesh, "selective_state_update", call, "head", "sharded")
+    want = ssmgen.selective_state_update(**call)
+    assert ssmgen.selective_state_update(**theirs) is theirs["out"]
+    same(theirs["out"], want)
+
+
+def compiled(mesh: Any, device: str) -> None:
+    """Into one graph, a convolution and what comes behind it."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    one = Layer(device, "gdn")
+    spread = one.on(mesh)
+    step = torch.compile(lambda x: spread.step(x)[0], backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        for _ in range(2):
+            x = normal(device, BATCH, H * P, dtype=BF16)
+            same(step(distribute_tensor(x, mesh, [Shard(1)])), one.step(x)[0])
+    for got, want in zip(spread.states, one.states, strict=True):
+        same(got, want)
+
+
+def cases(device: str) -> dict[str, Callable[[Any], None]]:
+    found: dict[str, Callable[[Any], None]] = {}
+    for name, (function, call) in calls(device).items():
+        for placed in ("sharded", "replicated"):
+            found[f"{name}-over-heads-{placed}"] = lambda mesh, f=function, c=call, p=placed: agrees(mesh, f, c, "head", p)
+        found[f"{name}-local"] = lambda mesh, f=function, c=call: local_shards_agree(mesh, f, c)
+        if not any("indices" in n for n in call) and function != "causal_conv1d":
+            found[f"{name}-over-sequences"] = lambda mesh, f=function, c=call: agrees(mesh, f, c, "batch", "replicated")
+    return found | {
+        "layer-mamba2": lambda mesh: layer(mesh, device, "mamba2"),
+        "layer-gdn": lambda mesh: layer(mesh, device, "gdn"),
+        "redistributed": lambda mesh: other_placements_are_redistributed(mesh, device),
+        "unequal": lambda mesh: sequences_in_unequal_parts(mesh, device),
+        "ring": lambda mesh: a_ring_and_its_commit(mesh, device),
+        "out": lambda mesh: an_output_that_is_given(mesh, device),
+        "compiled": lambda mesh: compiled(mesh, device),
+    }
+
+
+def in_a_graph(mesh: Any, device: str, kind: str, plain: bool) -> None:
+    """A captured step, replayed, does what steps of whole tensors do. Nothing of it is communicated."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    one = Layer(device, kind)
+    mine = one.on(mesh).local() if plain else one.on(mesh)
+    x = distribute_tensor(torch.zeros(BATCH, H * P, dtype=BF16, device=device), mesh, [Shard(1)])
+    given, states = x.to_local() if plain else x, [on_rank(t) for t in mine.states]
+    before = [t.clone() for t in states]
+    with torch.no_grad():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # builds and loads what the step needs
+            mine.step(given)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own threads may call what a capture forbids
+            y, _ = mine.step(given)
+        for state, first in zip(states, before, strict=True):
+            state.copy_(first)
+        for _ in range(5):
+            token = normal(device, BATCH, H * P, dtype=BF16)
+            on_rank(x).copy_(token.chunk(mesh.size(), 1)[mesh.get_local_rank()])
+            graph.replay()
+            want, _ = one.step(token)
+            assert torch.equal(on_rank(y), want.chunk(mesh.size(), 1)[mesh.get_local_rank()])
+    for state, want in zip(states, one.states, strict=True):
+        assert torch.equal(state, want.chunk(mesh.size(), 1)[mesh.get_local_rank()])
+
+
+def on_rank(t: torch.Tensor) -> torch.Tensor:
+    return t.to_local() if hasattr(t, "to_local") else t
+
+
+def cases_on_cards(device: str) -> dict[str, Callable[[Any], None]]:
+    return cases(device) | {
+        f"graph-{kind}-{'shards' if plain else 'dtensors'}": lambda mesh, k=kind, p=plain: in_a_graph(mesh, device, k, p)
+        for kind in ("mamba2", "gdn")
+        for plain in (False, True)
+    }
+
+
+# Processes.
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+Cases = Callable[[str], dict[str, Callable[[Any], None]]]  # of a device
+
+
+def rank_main(rank: int, ranks: int, port: int, device_type: str, directory: str, all_cases: Cases) -> None:
+    """One rank: runs all cases, and writes what went wrong, by case."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NCCL_NVLS_ENABLE": "0"}
+    torch.set_num_threads(1)
+    device = f"cuda:{rank}" if device_type == "cuda" else "cpu"
+    if device_type == "cuda":
+        torch.cuda.set_device(rank)
+    how = {"backend": "nccl", "device_id": torch.device(device)} if device_type == "cuda" else {"backend": "gloo"}
+    dist.init_process_group(**how, rank=rank, world_size=ranks)
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh, outcomes = init_device_mesh(device_type, (ranks,)), {}
+    for name, case in all_cases(device).items():
+        try:
+            case(mesh)
+            outcomes[name] = ""
+        except Exception:
+            outcomes[name] = traceback.format_exc()
+    Path(directory, f"{rank}.json").write_text(json.dumps(outcomes))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def failures(ranks: int, device_type: str, directory: Path, all_cases: Cases) -> str:
+    """What went wrong on so many processes, by case and rank, as text. All cases share the processes, which take seconds to start."""
+    arguments = (ranks, free_port(), device_type, str(directory), all_cases)
+    torch.multiprocessing.spawn(rank_main, arguments, ranks)
+    found = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(ranks)]
+    assert all(len(of_rank) >= 90 for of_rank in found)
+    return "\n".join(f"{case}, rank {rank}:\n{of_rank[case]}" for rank, of_rank in enumerate(found) for case in of_rank if of_rank[case])
