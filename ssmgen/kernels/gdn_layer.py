@@ -127,9 +127,8 @@ class GdnLayerSpec(LinearAttentionSpec, GdnLayerProblem):
         return [(role, axis, "i64" if axis == "slot" else "u32") for role in self._roles() for axis in axes[role]]
 
     def parameters(self) -> list[Param]:
-        element: dict[str, Any] = {
-            n: getattr(self, n) and getattr(self, n).value for n in ("state", "g", "beta", "A_log", "dt_bias", "out")
-        }
+        given = {n: getattr(self, n) for n in ("state", "g", "beta", "A_log", "dt_bias", "out")}
+        element: dict[str, Any] = {n: dtype.value for n, dtype in given.items() if dtype}
         element |= self.conv_elements() | {"state_indices": "int" if self.index is Index.I32 else "i64"}
         element |= {"z": self.norm_gate.value, "norm_weight": self.norm and self.norm.value}
         strides = [(Param.i64 if width == "i64" else Param.u32)(f"{role}_{axis}") for role, axis, width in self.strides()]

@@ -129,7 +129,10 @@ def _check_options(options: Options, problems: list[str]) -> None:
 
 
 def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
-    """The operands with heads: state [slots, HV, V, K]; z, out [batch, HV, V]; norm_weight [HV, V]. Adds to `problems` all that is wrong."""
+    """The operands with heads: state [slots, HV, V, K]; z, out [batch, HV, V]; norm_weight [HV, V].
+
+    Adds to `problems` all that is wrong.
+    """
     _check_options(options, problems)
     if not checks.check_tensors(named, problems):
         return {}
