@@ -30,6 +30,7 @@ _HOME = {
     "causal_conv1d_update": "ops.causal_conv1d_update",
     "combine_splits": "ops.combine_splits",
     "gated_rms_norm": "ops.gated_rms_norm",
+    "gdn_layer": "ops.gdn_layer",
     "mamba2_layer": "ops.mamba2_layer",
     "selective_state_update": "ops.selective_state_update",
     **dict.fromkeys(_LINEAR, "ops.linear_attention"),
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from .ops.causal_conv1d_update import causal_conv1d_update
     from .ops.combine_splits import combine_splits
     from .ops.gated_rms_norm import gated_rms_norm
+    from .ops.gdn_layer import gdn_layer
     from .ops.linear_attention import (
         Ring,
         comba,
@@ -89,6 +91,7 @@ __all__ = [
     "gated_delta_rule_commit",
     "gated_rms_norm",
     "gdn2",
+    "gdn_layer",
     "gla",
     "is_warm",
     "kda",

@@ -15,8 +15,9 @@ from ..kernels.causal_conv1d import ConvSpec
 from ..kernels.causal_conv1d_update import UpdateSpec
 from ..kernels.combine_splits import CombineSpec
 from ..kernels.gated_rms_norm import NormSpec
+from ..kernels.gdn_layer import GdnLayerSpec
 from ..kernels.linear_attention import LinearAttentionSpec
-from ..kernels.linear_attention_problem import Update
+from ..kernels.linear_attention_problem import Beta, Update
 from ..kernels.mamba2_layer import Mamba2LayerSpec
 from ..kernels.replay_selective_state_update import ReplaySpec
 from ..kernels.selective_state_update import SsuSpec
@@ -25,6 +26,7 @@ from ..ops import causal_conv1d as conv_op
 from ..ops import causal_conv1d_update as update_op
 from ..ops import combine_splits as combine_op
 from ..ops import gated_rms_norm as norm_op
+from ..ops import gdn_layer as gdn_op
 from ..ops import linear_attention_call as linear_op
 from ..ops import mamba2_layer as mamba2_op
 from ..ops import replay_call as replay_op
@@ -185,22 +187,33 @@ def _replay(spec: ReplaySpec, batch: int, seed: int) -> Trial:
     return Trial(named, views, values, written, reference, grid, tokens, launch_of, exact)
 
 
-def _mamba2_layer(spec: Mamba2LayerSpec, batch: int, seed: int) -> Trial:
-    named = layer_operands.mamba2_layer(spec, batch, seed)
-    limit = LIMIT if spec.dt_limit else None
-    options = mamba2_op.Options(1e-5, spec.norm_size or None, spec.norm_first, spec.dt_softplus, limit, -1, spec.philox_rounds)
-    views = mamba2_op.views_of(named, options, problems := [])
+def _layer(op: Any, options: Any, exact: Any, named: dict[str, Tensor], spec: KernelSpec) -> Trial:
+    """Of a decode layer, by its operator's module; `exact`: options of the reference."""
+    views = op.views_of(named, options, problems := [])
     assert not problems, problems
-    exact = options._replace(philox_rounds=0)  # unrounded: without noise
 
     def launch_of(part: KernelSpec) -> tuple[Mapping[str, int | float], int]:
-        return mamba2_op.kernel_values(part, views, options), mamba2_op.grid_of(part, views)
+        return op.kernel_values(part, views, options), op.grid_of(part, views)
 
     values, grid = launch_of(spec)
     return Trial(
-        named, views, values, mamba2_op.FAMILY.written, lambda v: mamba2_op.run_reference(v, exact, torch.float64), grid,
+        named, views, values, op.FAMILY.written, lambda v: op.run_reference(v, exact, torch.float64), grid,
         launch_of=launch_of, exact=("conv_state", "arrivals"),
     )  # fmt: skip
+
+
+def _mamba2_layer(spec: Mamba2LayerSpec, batch: int, seed: int) -> Trial:
+    limit = LIMIT if spec.dt_limit else None
+    options = mamba2_op.Options(1e-5, spec.norm_size or None, spec.norm_first, spec.dt_softplus, limit, -1, spec.philox_rounds)
+    exact = options._replace(philox_rounds=0)  # unrounded: without noise
+    return _layer(mamba2_op, options, exact, layer_operands.mamba2_layer(spec, batch, seed), spec)
+
+
+def _gdn_layer(spec: GdnLayerSpec, batch: int, seed: int) -> Trial:
+    twice, scale = spec.beta_form is Beta.TWICE_SIGMOID, spec.dim_k**-0.5
+    norm = (1e-6, spec.norm_first, spec.norm_activation.value)
+    options = gdn_op.Options(*norm, twice, spec.l2norm, scale, spec.layout.value, -1)
+    return _layer(gdn_op, options, options, layer_operands.gdn_layer(spec, batch, seed), spec)
 
 
 def _combine(spec: CombineSpec, batch: int, seed: int) -> Trial:
@@ -231,5 +244,6 @@ _TRIALS: dict[type[KernelSpec], Callable[[Any, int, int], Trial]] = {
     UpdateSpec: _update,
     CombineSpec: _combine,
     Mamba2LayerSpec: _mamba2_layer,
+    GdnLayerSpec: _gdn_layer,
     NormSpec: _norm,
 }

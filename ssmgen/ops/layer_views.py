@@ -101,8 +101,8 @@ def norm_fields(views: Mapping[str, Tensor], pointers: Mapping[str, int], size: 
 
 
 def groups_of(t: Tensor, size: int) -> Tensor:
-    """[batch, groups, size] of [batch, heads, channels], whose channels are dense."""
-    return t.flatten(1).unflatten(1, (-1, size))
+    """[batch, groups, size] of [batch, heads, channels]: its channels are dense, and its heads too, unless they are the groups."""
+    return t if t.shape[-1] == size else t.flatten(1).unflatten(1, (-1, size))
 
 
 def conv_value(views: Mapping[str, Tensor], operand: str, axis: str) -> int:
