@@ -22,7 +22,7 @@ from ssmgen.bench.progress import Watch
 from ssmgen.compat import hf
 from ssmgen.demo import DemoError, measure, run
 from ssmgen.demo.decode import PROMPT, Greedy, prompt
-from ssmgen.demo.measure import GRAPH, PATCHED, PLAIN, Options, Row, Way
+from ssmgen.demo.measure import FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Options, Row, Way
 from ssmgen.demo.presets import OTHERS, SHARED, Preset, chosen, presets
 from ssmgen.demo.run import Failure, Report
 from ssmgen.demo.table import COLUMNS, as_markdown, print_table
@@ -157,7 +157,7 @@ def test_what_is_left_to_transformers_is_an_error():
 
 
 def test_tokens_are_compared_one_by_one(monkeypatch):
-    assert measure.same_tokens(narrow(), 4, "cpu") == (12, 12)
+    assert measure.same_tokens(narrow(), 4, "cpu") == (24, 24)
     answers = iter([torch.zeros(1, 4), torch.zeros(1, 4), torch.zeros(2, 4), torch.tensor([[0, 0, 0, 1], [0, 1, 0, 0]])])
     monkeypatch.setattr(measure, "generated", lambda *_: next(answers))
     monkeypatch.setattr(measure, "served", lambda _: contextlib.nullcontext())
@@ -215,9 +215,12 @@ def test_a_family_is_measured_at_each_batch_size(on_cpu):
     rows, failed = run.family(narrow(), (1, 2), FEW, "cpu")
     assert not failed and [row.batch for row in rows] == [1, 2]
     for row in rows:
-        assert row.ms.keys() == {PLAIN, PATCHED} and min(row.ms.values()) > 0 and row.kernels == {PLAIN: 5, PATCHED: 5}
+        assert row.ms.keys() == {PLAIN, PATCHED, FUSED} and min(row.ms.values()) > 0 and row.kernels == dict.fromkeys(row.ms, 5)
         assert (row.same, row.tokens, row.served, row.layers) == (6, 6, 2, 2)
-        assert row.notes == {"graph ms": "RuntimeError: no stream to capture"} and row.speedup(GRAPH) is None
+        assert (
+            row.notes == dict.fromkeys((f"{GRAPH} ms", f"{FUSED_GRAPH} ms"), "RuntimeError: no stream to capture")
+            and row.speedup(GRAPH) is None
+        )
         assert row.speedup(PATCHED) == row.ms[PLAIN] / row.ms[PATCHED]
 
 

@@ -105,8 +105,8 @@ class Patch:
 def patch(models: str | torch.nn.Module | Iterable[str | torch.nn.Module] = "auto", *, fuse: bool = False) -> Patch:
     """Puts ssmgen's functions into modeling files of transformers.
 
-    fuse: also whole decode layers, where ssmgen has them (LAYERS in compat/hf_layers.py): a step's convolution, state update, gates and norm
-        in one call, between the layer's projections
+    fuse: also whole decode layers, of the models that ssmgen has them for: convolution, state update, gates and norm, in one call between
+        the layer's projections
     models: "auto" for all that ssmgen knows and the installed transformers has; names of its model folders, such as "mamba2"; or models,
         whose kinds are patched: a function is a modeling file's, and so another model of the same kind has it too
     Patches may overlap: a function goes back to the original when the last patch that has it is undone.
@@ -124,6 +124,11 @@ def patch(models: str | torch.nn.Module | Iterable[str | torch.nn.Module] = "aut
         if len(objections) == len(wanted):
             raise PatchError("none of these models has a function to replace; ssmgen knows transformers 5.17 and later")
         return Patch([_replacement(*pair) for pair in wanted if pair not in objections])
+
+
+def fusible(model: torch.nn.Module) -> bool:
+    """Whether `patch(model, fuse=True)` replaces whole layers of it."""
+    return any(name in layers.LAYERS for name in _kinds(model))
 
 
 def _names(models: str | torch.nn.Module | Iterable[str | torch.nn.Module]) -> list[str]:

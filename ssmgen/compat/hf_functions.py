@@ -136,7 +136,7 @@ _KEYWORDS = ("seq_idx", "cu_seqlens")  # which models only pass by name
 
 
 class Replacement:
-    """What stands for a function of a modeling file, or a method of its classes: ours, and the original where ours does not serve the call."""
+    """What stands for a function of a modeling file, or a class's method: ours, and the original where ours does not serve the call."""
 
     def __init__(self, label: str, module: Any, name: str, run_of: Callable[[Replacement, Callable[..., Any]], Callable[..., Any]]):
         """label: such as "mamba2.causal_conv1d_update"; run_of: what makes our function of this and the original. Puts that into the

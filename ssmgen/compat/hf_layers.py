@@ -158,9 +158,7 @@ def run_layer(replacement: Replacement, original: Callable[..., Any]) -> Callabl
     step = next(fused.step for fused in LAYERS.values() if fused.name == replacement.module.__name__)
     refused: WeakSet[torch.nn.Module] = WeakSet()  # mixers that are not asked again: their projections would be computed twice
 
-    def run(
-        self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
-    ) -> Any:
+    def run(self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         if is_step(self, hidden_states, cache_params, attention_mask) and (is_compiling() or self not in refused):
             result, reason = attempt(replacement, step, self, hidden_states, cache_params)
             if reason is None:

@@ -224,9 +224,9 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
 _library = torch.library.Library("ssmgen", "FRAGMENT")
 _library.define(
     "mamba2_layer(Tensor xBC, Tensor(a!) state, Tensor(b!) conv_state, Tensor conv_weight, Tensor? conv_bias, Tensor dt, Tensor A, "
-    "Tensor? D, Tensor? z, Tensor? dt_bias, Tensor? norm_weight, Tensor(c!) out, Tensor? state_indices, Tensor? rand_seed, Tensor(d!) arrivals, "
-    "float eps, int? group_size, bool norm_before_gate, bool dt_softplus, float[]? dt_limit, int pad_slot_id, int philox_rounds, "
-    "bool? pdl) -> ()",
+    "Tensor? D, Tensor? z, Tensor? dt_bias, Tensor? norm_weight, Tensor(c!) out, Tensor? state_indices, Tensor? rand_seed, "
+    "Tensor(d!) arrivals, float eps, int? group_size, bool norm_before_gate, bool dt_softplus, float[]? dt_limit, int pad_slot_id, "
+    "int philox_rounds, bool? pdl) -> ()",
     tags=torch.Tag.needs_fixed_stride_order,
 )
 
