@@ -13,8 +13,8 @@ from ..spec import Arch, DType, Index, KernelSpec, Param, PoolMode, must
 from . import row_engine
 from .gated_rms_norm import FEW
 from .layer_norm import LayerNorm
-from .row_engine import RowSpec
-from .selective_state_update import NARROW, WIDE, SsuProblem, SsuSpec
+from .row_engine import RowSpec, Rule
+from .selective_state_update import SsuProblem, SsuSpec
 from .short_conv import ShortConv, pointers
 
 OPERATOR = "mamba2_layer"
@@ -116,9 +116,16 @@ def space(problem: Mamba2LayerProblem, arch: Arch) -> Iterator[Mamba2LayerSpec]:
     return (spec for spec in specs if not spec.violations(arch))
 
 
+TWO_BYTES = [Rule("all", float("inf"), tile_kib=16)]  # the L2 prefetch needs registers that the convolution has
+FOUR_BYTES = [
+    Rule("latency", 48, tile_kib=16),
+    Rule("bandwidth", float("inf"), tile_kib=32, prefetch=132),
+]
+
+
 def candidates(problem: Mamba2LayerProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, Mamba2LayerSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
     given = {f.name: getattr(problem, f.name) for f in fields(Mamba2LayerProblem)}
-    for rule, how, reason in row_engine.choices(problem, NARROW if problem.d_state <= 32 else WIDE, batch, arch, pdl):
+    for rule, how, reason in row_engine.choices(problem, FOUR_BYTES if problem.state is DType.F32 else TWO_BYTES, batch, arch, pdl):
         norm = {"norm_threads": 32 if batch * problem.norm_groups <= FEW else 128}
         yield rule, None if how is None else Mamba2LayerSpec(**given, **how, **norm), reason
