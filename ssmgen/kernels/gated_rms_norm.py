@@ -153,6 +153,7 @@ class NormSpec(KernelSpec, NormProblem):
             "warps": max(1, self.team // 32),
             "warp_sums": _pow2(max(1, self.team // 32)),
             "offsets": self._offsets(),
+            "pooled": False,  # rows have slots, and those without one are not written
             # Of many elements, those of the weight wait until the gate's, or what x came in, need no registers any more.
             "late_weight": self.weight is not None and self.passes * self.vec > 8,
         }
