@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from ..spec import Arch, DType, Index, KernelSpec, Loads, Param, PoolMode, must
+from ..spec import Arch, DType, Index, KernelSpec, Loads, Param, Pdl, PoolMode, must
 from . import row_engine
 from .gated_rms_norm import FEW
 from .layer_norm import LayerNorm
@@ -157,24 +157,41 @@ def space(problem: GdnLayerProblem, arch: Arch) -> Iterator[GdnLayerSpec]:
     return (spec for spec in specs if not spec.violations(arch))
 
 
-# Heads of a batch from which whole ones keep the card busy: two for each of the H200's 132 SMs.
-MANY = 264
+# Whole heads to a block, which then norms them itself: (heads of a batch, at most; threads of a block with 4- and with 2-byte states). Measured
+# on an H200 (132 SMs): fewer heads than these leave too many SMs idle.
+FEW_HEADS = 48
+WHOLE = ((1024, 512, 256), (float("inf"), 256, 128))
 
 
 def candidates(problem: GdnLayerProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, GdnLayerSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
     given = {f.name: getattr(problem, f.name) for f in fields(GdnLayerProblem)}
+    heads = batch * problem.nheads
     norm = {"norm_threads": 32 if batch * problem.norm_groups <= FEW else 128}
+    if (reason := _not_whole(problem, heads)) == "":
+        threads = next(row for row in WHOLE if heads <= row[0])[1 if problem.state is DType.F32 else 2]
+        yield "whole heads", whole_heads(problem, threads, pdl), ""
+    else:
+        yield "whole heads", None, reason
     for rule, how, reason in row_engine.choices(problem, ONE_TOKEN, batch, arch, pdl):
-        spec = None if how is None else GdnLayerSpec(**given, **how, **norm)
-        if spec is not None and rule != "generic" and batch * problem.nheads >= MANY:
-            spec = whole_heads(spec, arch) or spec
-        yield rule, spec, reason
+        yield rule, None if how is None else GdnLayerSpec(**given, **how, **norm), reason
 
 
-def whole_heads(spec: GdnLayerSpec, arch: Arch) -> GdnLayerSpec | None:
-    """The same with a head per block, and its norm; None where that is not to be had."""
-    given = {f.name: getattr(spec, f.name) for f in fields(GdnLayerSpec)}
-    tile = -(-spec.dim_v // spec.rows_per_step) * spec.rows_per_step
-    found = GdnLayerSpec(**given | {"tile": tile, "norm_inside": True})
-    return None if found.violations(arch) else found
+def _not_whole(problem: GdnLayerProblem, heads: int) -> str:
+    """Why whole heads to a block are no good, or nothing."""
+    if problem.norm is None:
+        return "there is no norm that a block with a whole head could do"
+    if problem.interleaved:
+        return "interleaved rows: a whole head takes more registers than a block has"
+    return f"{heads} heads are below {FEW_HEADS}" if heads < FEW_HEADS else ""
+
+
+def whole_heads(problem: GdnLayerProblem, threads: int, pdl: bool) -> GdnLayerSpec:
+    """A variant with a head to a block of at most so many threads, and its norm in it."""
+    given = {f.name: getattr(problem, f.name) for f in fields(GdnLayerProblem)}
+    how = row_engine.layout(problem)
+    step = threads // how["lanes"] * how["ilp"]  # rows in flight
+    while step >= 2 * problem.dim_v and threads > 32:
+        threads, step = threads // 2, step // 2
+    how |= {"threads": threads, "tile": -(-problem.dim_v // step) * step, "pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
+    return GdnLayerSpec(**given, **how, norm_inside=True)
