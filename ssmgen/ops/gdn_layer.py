@@ -86,7 +86,7 @@ def gdn_layer(
     conv_state: [slots, channels, width - 1 or width], updated in place, the newest input last; any strides
     state: [slots, HV, V, K], updated in place; its last three axes must be dense
     arrivals: [slots, HK] int32 of zeros, kept by the caller with the states: counts, within a launch, the blocks that have read a window
-    conv_weight: [channels, width], width 2 … 4; conv_bias: [channels] or None
+    conv_weight: [channels, width], width 2 … 8; conv_bias: [channels] or None
     A_log, dt_bias: [HV]; the log decay is -e^A_log softplus(a + dt_bias), without dt_bias where that is None
     norm_weight: [V], for all heads; None: no norm, and no z
     norm_before_gate: z gates what is normed already; norm_activation: "silu" or its other name "swish"; "sigmoid"
