@@ -72,9 +72,9 @@ def test_kernels_equal_those_of_the_separate_operators(case):
     chain = emulated_chain(case)
     problem, size, _, _ = make(case).built().problem()
     spec = registry.select(op.OPERATOR, problem, size, SM90, False)
-    inside = kernels.whole_heads(spec, SM90)
-    assert (inside is not None) == (case.norm is not None)
-    for variant in (spec, inside) if inside else (spec,):
+    whole = [kernels.whole_heads(problem, threads, False) for threads in (64, 128) if case.norm]
+    assert not any(variant.violations(SM90) for variant in whole)
+    for variant in (spec, *whole):
         call = make(case)
         emulate(call.built(), variant)
         call.assert_unharmed()
@@ -89,7 +89,7 @@ def test_the_next_step_finds_what_this_one_left(inside):
     call = make(GDN)
     spec = registry.select(op.OPERATOR, call.built().problem()[0], GDN.batch, SM90, False)
     for _ in range(2):
-        emulate(call.built(), kernels.whole_heads(spec, SM90) if inside else spec)
+        emulate(call.built(), kernels.whole_heads(spec, 64, False) if inside else spec)
     call.assert_unharmed()
     assert not differing(call, chain)
 
@@ -369,5 +369,5 @@ def test_rules_choose_legal_variants(arch, state, layout):
     problem = replace(QWEN, state=state, layout=layout)
     for batch in (1, 3, 8, 9, 64, 300, 3000):
         spec = registry.select(kernels.OPERATOR, problem, batch, arch, arch.number >= 90)
-        assert not spec.violations(arch) and spec.norm_inside == (batch * problem.nheads >= kernels.MANY)
+        assert not spec.violations(arch) and spec.norm_inside == (layout is Layout.VK and batch * problem.nheads >= kernels.FEW_HEADS)
         assert spec.norm_inside or spec.kernels[1].pdl is (Pdl.OFF if spec.pdl is Pdl.OFF else Pdl.TRIGGER_LOADED)

@@ -204,7 +204,8 @@ class UpdateSpec(KernelSpec, UpdateProblem):
             # Whether lanes have all of their channels, or none: vectors are used for numbers of channels that they divide.
             "whole": Loads.VECTOR in (self.loads, self.taps) or self.layout is not StateLayout.ANY or self.saved is Saved.RUNS,
             "runs": self.layout is StateLayout.RUNS,
-            "ahead": max(0, self.state_len - self.width + 1) if self.advance is Advance.SHIFT else 0,  # entries of a run ahead of the history
+            # Entries of a run ahead of the history.
+            "ahead": max(0, self.state_len - self.width + 1) if self.advance is Advance.SHIFT else 0,
             "advance": self.advance.value,
             "saves": self.saved is not Saved.NO,
         }

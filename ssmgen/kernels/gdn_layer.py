@@ -157,8 +157,8 @@ def space(problem: GdnLayerProblem, arch: Arch) -> Iterator[GdnLayerSpec]:
     return (spec for spec in specs if not spec.violations(arch))
 
 
-# Whole heads to a block, which then norms them itself: (heads of a batch, at most; threads of a block with 4- and with 2-byte states). Measured
-# on an H200 (132 SMs): fewer heads than these leave too many SMs idle.
+# Whole heads to a block, which then norms them itself: (heads of a batch, at most; threads of a block with 4- and with 2-byte states).
+# Measured on an H200 (132 SMs): fewer heads than these leave too many SMs idle.
 FEW_HEADS = 48
 WHOLE = ((1024, 512, 256), (float("inf"), 256, 128))
 
