@@ -24,6 +24,8 @@ OPERATOR = "mamba2_layer"
 class Mamba2LayerProblem(ShortConv, LayerNorm, SsuProblem):
     """What a call fixes. x, B and C are channels of xBC, whose dtype is x's. `z` is of a gate without a norm."""
 
+    log_A: bool = False  # A is the logarithm of its absolute value
+
     @property
     def conv_dtype(self) -> DType:
         return self.x
@@ -106,7 +108,7 @@ class Mamba2LayerSpec(RowSpec, Mamba2LayerProblem):
         return [*pointers(self.operands(), element, ("state", "conv_state", "out", "arrivals")), *pad, *strides, *limit]
 
     def constants(self) -> dict[str, Any]:
-        return SsuSpec.constants(self) | self.conv_constants() | {"convolved": ("x", "B", "C")}
+        return SsuSpec.constants(self) | self.conv_constants() | {"convolved": ("x", "B", "C"), "log_A": self.log_A}
 
 
 def space(problem: Mamba2LayerProblem, arch: Arch) -> Iterator[Mamba2LayerSpec]:
