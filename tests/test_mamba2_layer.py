@@ -102,7 +102,7 @@ HOW = {
     "odd": "state=f16,state_loads=element,norm_loads=element,lanes=4,vec=8,ilp=2,tile=16,threads=32,out=f32,norm=f32",
     "gated": "state=f32,norm=none,norm_size=0,z=bf16,lanes=8,vec=4,ilp=2,tile=8,threads=32,index=none",
     "bare": "state=bf16,norm=none,norm_size=0,D=none,dt_bias=none,lanes=2,vec=8,ilp=1,tile=16,threads=32,conv_width=2,conv_len=1",
-    "log": "state=f32,lanes=8,vec=4,ilp=2,tile=8,threads=32,log_A=yes",
+    "log": "state=f32,lanes=8,vec=4,ilp=2,tile=8,threads=32,A_is_log=yes",
     "limit": "state=bf16,lanes=4,vec=8,ilp=1,tile=8,threads=32,dt_limit=yes,norm_first=yes,norm_activation=silu",
 }
 

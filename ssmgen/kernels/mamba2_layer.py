@@ -24,7 +24,7 @@ OPERATOR = "mamba2_layer"
 class Mamba2LayerProblem(ShortConv, LayerNorm, SsuProblem):
     """What a call fixes. x, B and C are channels of xBC, whose dtype is x's. `z` is of a gate without a norm."""
 
-    log_A: bool = False  # A is the logarithm of its absolute value
+    A_is_log: bool = False  # A is the logarithm of its absolute value
 
     @property
     def conv_dtype(self) -> DType:
@@ -108,7 +108,7 @@ class Mamba2LayerSpec(RowSpec, Mamba2LayerProblem):
         return [*pointers(self.operands(), element, ("state", "conv_state", "out", "arrivals")), *pad, *strides, *limit]
 
     def constants(self) -> dict[str, Any]:
-        return SsuSpec.constants(self) | self.conv_constants() | {"convolved": ("x", "B", "C"), "log_A": self.log_A}
+        return SsuSpec.constants(self) | self.conv_constants() | {"convolved": ("x", "B", "C"), "A_is_log": self.A_is_log}
 
 
 def space(problem: Mamba2LayerProblem, arch: Arch) -> Iterator[Mamba2LayerSpec]:

@@ -141,7 +141,7 @@ class SsuSpec(RowSpec, SsuProblem):
             "split": self.pool is PoolMode.SPLIT,
             "final_state": True,
             "convolved": (),  # operands that the kernel makes itself
-            "log_A": False,
+            "A_is_log": False,
             "rounded": self.rounded,
             "tail": self.headdim % self.tile != 0,
             "vector_state": self.state_loads is Loads.VECTOR,

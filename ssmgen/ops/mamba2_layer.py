@@ -32,7 +32,7 @@ class Options(NamedTuple):
     norm_before_gate: bool
     dt_softplus: bool
     dt_limit: tuple[float, float] | None
-    log_A: bool
+    A_is_log: bool
     pad_slot_id: int
     philox_rounds: int
 
@@ -57,7 +57,7 @@ def mamba2_layer(
     norm_before_gate: bool = False,
     dt_softplus: bool = True,
     dt_limit: tuple[float, float] | None = None,
-    log_A: bool = False,
+    A_is_log: bool = False,
     state_indices: Tensor | None = None,
     rand_seed: Tensor | None = None,
     philox_rounds: int = 10,
@@ -78,7 +78,7 @@ def mamba2_layer(
     state: [slots, H, P, N], updated in place; its last three axes must be dense
     arrivals: [slots, G] int32 of zeros, kept by the caller with the states: counts, within a launch, the blocks that have read a window
     conv_weight: [channels, width], width 2 … 8; conv_bias: [channels] or None
-    A: [H], negative, or with log_A what checkpoints hold, log(-A); D: [H] or [H, P]; dt_bias: [H]
+    A: [H], negative, or with A_is_log what checkpoints hold, log(-A); D: [H] or [H, P]; dt_bias: [H]
     norm_weight: [H P], or [norm_group_size] for all groups; None: no norm, and y is multiplied by silu(z), where there is a z
     norm_group_size: channels that are normed together, None for all of a row; norm_before_gate: z gates what is normed already
     dt_softplus, dt_limit, state_indices, rand_seed, philox_rounds, pad_slot_id: as in selective_state_update, of both states. A padded row
@@ -96,7 +96,7 @@ def mamba2_layer(
     given = (
         xBC, state, conv_state, conv_weight, conv_bias, dt, A, D, z, dt_bias, norm_weight, out, state_indices, rand_seed, arrivals,
     )  # fmt: skip
-    options = Options(norm_eps, norm_group_size, norm_before_gate, dt_softplus, dt_limit, log_A, pad_slot_id, philox_rounds)
+    options = Options(norm_eps, norm_group_size, norm_before_gate, dt_softplus, dt_limit, A_is_log, pad_slot_id, philox_rounds)
     return Call(CALLER, given, options, pdl)
 
 
@@ -167,7 +167,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         z=DTYPES[views["z"].dtype] if "z" in views and not normed else None,
         dt_softplus=options.dt_softplus,
         dt_limit=options.dt_limit is not None,
-        log_A=options.log_A,
+        A_is_log=options.A_is_log,
         index=INDEX[views["state_indices"].dtype if "state_indices" in views else None],
         state_loads=Loads.VECTOR if checks.aligned(state, pointers["state"], vector) else Loads.ELEMENT,
         philox_rounds=options.philox_rounds,
@@ -228,7 +228,7 @@ _library = torch.library.Library("ssmgen", "FRAGMENT")
 _library.define(
     "mamba2_layer(Tensor xBC, Tensor(a!) state, Tensor(b!) conv_state, Tensor conv_weight, Tensor? conv_bias, Tensor dt, Tensor A, "
     "Tensor? D, Tensor? z, Tensor? dt_bias, Tensor? norm_weight, Tensor(c!) out, Tensor? state_indices, Tensor? rand_seed, "
-    "Tensor(d!) arrivals, float eps, int? group_size, bool norm_before_gate, bool dt_softplus, float[]? dt_limit, bool log_A, "
+    "Tensor(d!) arrivals, float eps, int? group_size, bool norm_before_gate, bool dt_softplus, float[]? dt_limit, bool A_is_log, "
     "int pad_slot_id, int philox_rounds, bool? pdl) -> ()",
     tags=torch.Tag.needs_fixed_stride_order,
 )

@@ -17,7 +17,7 @@ def mamba2_layer(
     norm_before_gate: bool,
     dt_softplus: bool,
     dt_limit: tuple[float, float] | None,
-    log_A: bool = False,
+    A_is_log: bool = False,
     pad_slot_id: int = -1,
     philox_rounds: int = 0,
     dtype: torch.dtype = torch.float32,
@@ -40,7 +40,7 @@ def mamba2_layer(
         "C": C.unflatten(1, (-1, N)),
     }
     update |= {"z": views["z"]} if "z" in views and not gated else {}
-    rate = -torch.exp(views["A"].to(dtype)).clamp(max=3e38) if log_A else views["A"]  # finite, so that rate * 0 is 0
+    rate = -torch.exp(views["A"].to(dtype)).clamp(max=3e38) if A_is_log else views["A"]  # finite, so that rate * 0 is 0
     update["A"] = rate[:, :, None].expand(H, P, N)
     how = {"dt_softplus": dt_softplus, "dt_limit": dt_limit, "philox_rounds": philox_rounds, "dtype": dtype}
     selective_state_update(**update, out=out, state_indices=slots, **how)
