@@ -74,7 +74,7 @@ def is_step(mixer: Any, hidden_states: Tensor, cache_params: Any, attention_mask
     """Whether a forward is a decode step that may be fused."""
     if cache_params is None or attention_mask is not None or hidden_states.shape[1] != 1 or torch.is_grad_enabled():
         return False
-    if hasattr(mixer.conv1d, "_hf_hook") or mixer.activation not in ("silu", "swish"):  # accelerate brings the weight when conv1d is called
+    if mixer.activation not in ("silu", "swish") or "_hf_hook" in mixer.conv1d.__dict__:  # accelerate brings weights when a layer is called
         return False
     if is_compiling() and hidden_states.dtype not in DTYPES:
         return False
