@@ -223,24 +223,33 @@ def test_what_is_made_of_weights_goes_with_the_model():
     assert len(hf_layers._rates) == before
 
 
-def test_weights_that_accelerate_brings_are_the_originals():
-    """It brings a layer's weights when the layer is called, and a fused step does not call the convolution."""
-    model, hooked = built("mamba2"), []
+class Hook:
+    """As accelerate puts one on every layer of a model that is spread over devices."""
 
-    class Hook:
-        def pre_forward(self, module):
-            hooked.append(module)
+    def __init__(self, **attributes):
+        self.calls = 0
+        vars(self).update(attributes)
 
-        def post_forward(self, module, output):
-            pass
+    def pre_forward(self, module):
+        self.calls += 1
 
-    mixers(model)[0].conv1d._hf_hook = Hook()
-    want, there = generate(model, TOKENS), len(hooked)
+    def post_forward(self, module, output):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("attributes", "ours"), [({"offload": False}, 3), ({"offload": True}, 2), ({}, 2)], ids=["in-place", "offloaded", "of-another-kind"]
+)
+def test_a_layer_whose_weights_accelerate_brings_is_the_originals(attributes, ours):
+    """It brings them when the layer is called, and a fused step does not call the convolution."""
+    model, hook = built("mamba2"), Hook(**attributes)
+    mixers(model)[0].conv1d._hf_hook = hook
+    want, before = generate(model, TOKENS), hook.calls
     with hf.patch(model, fuse=True) as patch:
         got = generate(model, TOKENS)
     assert_same_generation(got, want)
-    assert len(hooked) == 2 * there
-    assert patch.calls()[fused_label("mamba2")] == hf.Calls(2 * (TOKENS - 1), 0), "of the two layers without a hook"
+    assert patch.calls()[fused_label("mamba2")] == hf.Calls(ours * (TOKENS - 1), 0)
+    assert hook.calls - before == (before if ours == 2 else 1), "once per step, or for the prompt alone"
 
 
 # Weights that change.

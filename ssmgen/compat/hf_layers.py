@@ -74,12 +74,18 @@ def is_step(mixer: Any, hidden_states: Tensor, cache_params: Any, attention_mask
     """Whether a forward is a decode step that may be fused."""
     if cache_params is None or attention_mask is not None or hidden_states.shape[1] != 1 or torch.is_grad_enabled():
         return False
-    if mixer.activation not in ("silu", "swish") or "_hf_hook" in mixer.conv1d.__dict__:  # accelerate brings weights when a layer is called
+    if mixer.activation not in ("silu", "swish") or _is_elsewhere(mixer.conv1d):
         return False
     if is_compiling() and hidden_states.dtype not in DTYPES:
         return False
     layer = cache_params.layers[mixer.layer_idx]
     return cache_params.has_previous_state(mixer.layer_idx, state_idx=0) and not getattr(layer, "record_past", False)
+
+
+def _is_elsewhere(layer: torch.nn.Module) -> bool:
+    """Whether accelerate brings the layer's weights when it is called: a fused step does not call it."""
+    hook = layer.__dict__.get("_hf_hook")
+    return hook is not None and getattr(hook, "offload", True)
 
 
 def _in_proj(mixer: Any, hidden_states: Tensor) -> Tensor:
