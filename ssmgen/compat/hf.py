@@ -1,9 +1,9 @@
 """transformers' models decode with ssmgen: `patch()` puts its functions into their modeling files, `warm(model)` prepares its kernels.
 
 Of a modeling file the state update of a decode step, the convolution's update and the convolution over a prompt are replaced, each on its
-own; scans over a prompt stay as they are. The modeling files look these functions up at every call, so models made before and after
-patching use them, and all models of one kind do. A call that ssmgen does not serve goes to transformers' own function, with a warning once
-per reason: where an operand requires grad, for one.
+own; with `fuse=True` also whole decode layers, between their projections. Scans over a prompt stay as they are. The modeling files look
+these functions up at every call, so models made before and after patching use them, and all models of one kind do. A call that ssmgen does
+not serve goes to transformers' own function, with a warning once per reason: where an operand requires grad, for one.
 
 Written for transformers 5.17 to 5.23.
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -23,39 +24,49 @@ from .hf_functions import Replacement, attempt, call
 _ATTRIBUTE = "_ssmgen_arrivals"  # of a layer of transformers' cache, beside the states that it belongs to
 
 
-class Prepared(NamedTuple):
-    """What is made of a mixer's weights, once for each of their versions."""
+class Rates(NamedTuple):
+    """A of a mixer, and what it was made of: of this weight, at this address, in this version."""
 
-    version: tuple[int, int]
+    weight: Tensor
+    address: int
+    version: int
     A: Tensor
 
 
-_prepared: WeakKeyDictionary[torch.nn.Module, Prepared] = WeakKeyDictionary()
+_rates: WeakKeyDictionary[torch.nn.Module, Rates] = WeakKeyDictionary()
 
 
-def _rates(mixer: Any) -> Tensor:
-    """A [heads] of a Mamba-2 mixer, in f32."""
+def rates(mixer: Any) -> Tensor:
+    """A [heads] of a Mamba-2 mixer, in f32: made anew when A_log changes, and in every step where that is compiled or captured.
+
+    A change that PyTorch does not count, by way of `A_log.data`, is not seen.
+    """
     weight = mixer.A_log
-    if is_compiling():
+    if is_compiling() or is_captured(weight) or weight.is_inference():  # a graph follows its weights; an inference tensor has no version
         return -torch.exp(weight.float())
-    version = (weight.data_ptr(), weight._version)
-    known = _prepared.get(mixer)
-    if known is None or known.version != version:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return -torch.exp(weight.float())  # a graph's own memory, which nothing else may keep
-        with torch.no_grad():
-            known = _prepared[mixer] = Prepared(version, -torch.exp(weight.float()))
+    known = _rates.get(mixer)
+    address, version = weight.data_ptr(), weight._version
+    if known is None or known.weight is not weight or known.address != address or known.version != version:
+        known = _rates[mixer] = Rates(weight, address, version, -torch.exp(weight.float()))
     return known.A
 
 
-def _arrivals(layer: Any, slots: int, groups: int, like: Tensor) -> Tensor:
-    """[slots, groups] zeros that stay with a layer of the cache; in compiled and captured code new ones in each step."""
-    if is_compiling() or (like.is_cuda and torch.cuda.is_current_stream_capturing() and not hasattr(layer, _ATTRIBUTE)):
-        return like.new_zeros(slots, groups, dtype=torch.int32)
+def is_captured(tensor: Tensor) -> bool:
+    """Whether work on the tensor goes into a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def arrivals(layer: Any, groups: int, state: Tensor) -> Tensor:
+    """[slots, groups] zeros that stay with a layer of the cache, beside its state; in compiled code, and in captured code that finds none
+    of this shape, new ones in each step."""
+    shape = (state.shape[0], groups)
+    if is_compiling():
+        return state.new_zeros(shape, dtype=torch.int32)
     found = getattr(layer, _ATTRIBUTE, None)
-    if found is None or found.shape != (slots, groups) or found.device != like.device:
-        found = like.new_zeros(slots, groups, dtype=torch.int32)
-        setattr(layer, _ATTRIBUTE, found)
+    if found is None or found.shape != shape or found.device != state.device:
+        found = state.new_zeros(shape, dtype=torch.int32)
+        if not is_captured(state):  # else they are zeros only when the graph is replayed
+            setattr(layer, _ATTRIBUTE, found)
     return found
 
 
@@ -63,7 +74,7 @@ def is_step(mixer: Any, hidden_states: Tensor, cache_params: Any, attention_mask
     """Whether a forward is a decode step that may be fused."""
     if cache_params is None or attention_mask is not None or hidden_states.shape[1] != 1 or torch.is_grad_enabled():
         return False
-    if hasattr(mixer.conv1d, "_hf_hook") or mixer.activation not in ("silu", "swish"):  # accelerate brings the weight when conv1d is called
+    if mixer.activation not in ("silu", "swish") or _is_elsewhere(mixer.conv1d):
         return False
     if is_compiling() and hidden_states.dtype not in DTYPES:
         return False
@@ -71,28 +82,45 @@ def is_step(mixer: Any, hidden_states: Tensor, cache_params: Any, attention_mask
     return cache_params.has_previous_state(mixer.layer_idx, state_idx=0) and not getattr(layer, "record_past", False)
 
 
-def mamba2(mixer: Any, hidden_states: Tensor, cache_params: Any) -> Tensor:
-    """hidden_states [batch, 1, hidden] of Mamba2Mixer and its kin."""
+def _is_elsewhere(layer: torch.nn.Module) -> bool:
+    """Whether accelerate brings the layer's weights when it is called: a fused step does not call it."""
+    hook = layer.__dict__.get("_hf_hook")
+    return hook is not None and getattr(hook, "offload", True)
+
+
+def _in_proj(mixer: Any, hidden_states: Tensor) -> Tensor:
+    return mixer.in_proj(hidden_states)
+
+
+def _falcon_h1(mixer: Any, hidden_states: Tensor) -> Tensor:
+    return mixer.in_proj(hidden_states * mixer.ssm_in_multiplier) * mixer.mup_vector
+
+
+def mamba2(project: Callable[[Any, Tensor], Tensor], mixer: Any, hidden_states: Tensor, cache_params: Any) -> Tensor:
+    """hidden_states [batch, 1, hidden] of Mamba2Mixer and its kin; project: the in-projection."""
     layer = cache_params.layers[mixer.layer_idx]
     window, state = layer.conv_states[0], layer.recurrent_states[0]
-    scale, multipliers = getattr(mixer, "ssm_in_multiplier", None), getattr(mixer, "mup_vector", None)  # of Falcon-H1
-    projected = mixer.in_proj(hidden_states if scale is None else hidden_states * scale)
-    projected = (projected if multipliers is None else projected * multipliers).squeeze(1)
-    inner, heads = mixer.num_heads * mixer.head_dim, mixer.num_heads
-    z, xBC, dt = projected.split([inner, projected.shape[1] - inner - heads, heads], dim=1)
-    norm = mixer.norm if getattr(mixer, "mamba_rms_norm", True) else None
+    heads, inner, conv = mixer.num_heads, mixer.num_heads * mixer.head_dim, mixer.conv1d
+    z, xBC, dt = project(mixer, hidden_states).squeeze(1).split([inner, window.shape[1], heads], dim=1)
     y = call(
-        native_mamba2.mamba2_layer, xBC, dt, z, window, state, _arrivals(layer, state.shape[0], mixer.n_groups, state),
-        mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, _rates(mixer), mixer.D, mixer.dt_bias, None if norm is None else norm.weight,
-        norm_eps=0.0 if norm is None else norm.variance_epsilon, norm_group_size=None if norm is None else _group_size(norm, inner),
-        norm_before_gate=bool(getattr(norm, "norm_before_gate", False)),
+        native_mamba2.mamba2_layer, xBC, dt, z, window, state, arrivals(layer, mixer.n_groups, state), conv.weight.squeeze(1), conv.bias,
+        rates(mixer), mixer.D, mixer.dt_bias, **_norm(mixer, inner),
     )  # fmt: skip
-    return mixer.out_proj(y.unsqueeze(1))
+    return mixer.out_proj(y.unsqueeze(1).to(hidden_states.dtype))  # Falcon-H1's multipliers may be f32 where its weights are not
 
 
-def _group_size(norm: Any, channels: int) -> int:
-    """Channels that a gated norm takes together."""
-    return getattr(norm, "group_size", None) or channels // getattr(norm, "n_groups", 1)
+def _norm(mixer: Any, channels: int) -> dict[str, Any]:
+    """What mamba2_layer is told of the gated norm; nothing where the gate is by itself, which Falcon-H1 may have."""
+    if not mixer.__dict__.get("mamba_rms_norm", True):
+        return {}
+    norm = mixer.norm
+    told = norm.__dict__
+    return {
+        "norm_weight": norm.weight,
+        "norm_eps": norm.variance_epsilon,
+        "norm_group_size": told.get("group_size") or channels // told.get("n_groups", 1),
+        "norm_before_gate": told.get("norm_before_gate", False),
+    }
 
 
 def _qwen3_next(mixer: Any, hidden_states: Tensor) -> tuple[Tensor, ...]:
@@ -113,10 +141,10 @@ def gated_delta_net(project: Callable[[Any, Tensor], tuple[Tensor, ...]], mixer:
     layer = cache_params.layers[mixer.layer_idx]
     window, state = layer.conv_states[0], layer.recurrent_states[0]
     mixed, z, b, a = project(mixer, hidden_states)
+    conv, norm = mixer.conv1d, mixer.norm
     y = call(
-        native_gdn.gdn_layer, mixed, a, b, z, window, state, _arrivals(layer, state.shape[0], mixer.num_k_heads, state),
-        mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, mixer.A_log, mixer.dt_bias, mixer.norm.weight,
-        norm_eps=mixer.norm.variance_epsilon, state_layout="kv",
+        native_gdn.gdn_layer, mixed, a, b, z, window, state, arrivals(layer, mixer.num_k_heads, state), conv.weight.squeeze(1), conv.bias,
+        mixer.A_log, mixer.dt_bias, norm.weight, norm_eps=norm.variance_epsilon, state_layout="kv",
     )  # fmt: skip
     return mixer.out_proj(y.unsqueeze(1))
 
@@ -128,20 +156,16 @@ class Fused(NamedTuple):
     step: Callable[[Any, Tensor, Any], Tensor]
 
 
-def _gdn(name: str, project: Callable[[Any, Tensor], tuple[Tensor, ...]]) -> Fused:
-    return Fused(name, lambda mixer, hidden_states, cache_params: gated_delta_net(project, mixer, hidden_states, cache_params))
-
-
 LAYERS: dict[str, Fused] = {
-    "mamba2": Fused("Mamba2Mixer", mamba2),
-    "bamba": Fused("BambaMixer", mamba2),
-    "falcon_h1": Fused("FalconH1Mixer", mamba2),
-    "granitemoehybrid": Fused("GraniteMoeHybridMambaLayer", mamba2),
-    "nemotron_h": Fused("NemotronHMamba2Mixer", mamba2),
-    "zamba2": Fused("Zamba2MambaMixer", mamba2),
-    "qwen3_next": _gdn("Qwen3NextGatedDeltaNet", _qwen3_next),
-    "qwen3_5": _gdn("Qwen3_5GatedDeltaNet", _qwen3_5),
-    "qwen3_5_moe": _gdn("Qwen3_5MoeGatedDeltaNet", _qwen3_5),
+    "mamba2": Fused("Mamba2Mixer", partial(mamba2, _in_proj)),
+    "bamba": Fused("BambaMixer", partial(mamba2, _in_proj)),
+    "falcon_h1": Fused("FalconH1Mixer", partial(mamba2, _falcon_h1)),
+    "granitemoehybrid": Fused("GraniteMoeHybridMambaLayer", partial(mamba2, _in_proj)),
+    "nemotron_h": Fused("NemotronHMamba2Mixer", partial(mamba2, _in_proj)),
+    "zamba2": Fused("Zamba2MambaMixer", partial(mamba2, _in_proj)),
+    "qwen3_next": Fused("Qwen3NextGatedDeltaNet", partial(gated_delta_net, _qwen3_next)),
+    "qwen3_5": Fused("Qwen3_5GatedDeltaNet", partial(gated_delta_net, _qwen3_5)),
+    "qwen3_5_moe": Fused("Qwen3_5MoeGatedDeltaNet", partial(gated_delta_net, _qwen3_5)),
 }
 """Mixers by the name of transformers' model folder."""
 
@@ -159,12 +183,15 @@ def run_layer(replacement: Replacement, original: Callable[..., Any]) -> Callabl
     refused: WeakSet[torch.nn.Module] = WeakSet()  # mixers that are not asked again: their projections would be computed twice
 
     def run(self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        if is_step(self, hidden_states, cache_params, attention_mask) and (is_compiling() or self not in refused):
-            result, reason = attempt(replacement, step, self, hidden_states, cache_params)
-            if reason is None:
-                return result
-            refused.add(self)
-            replacement.keep(reason)
+        if is_step(self, hidden_states, cache_params, attention_mask):
+            if not is_compiling() and self in refused:
+                replacement.kept += 1
+            else:
+                result, reason = attempt(replacement, step, self, hidden_states, cache_params)
+                if reason is None:
+                    return result
+                refused.add(self)
+                replacement.keep(reason)
         return original(self, hidden_states, cache_params, attention_mask, **kwargs)
 
     return run
