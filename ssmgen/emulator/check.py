@@ -211,7 +211,8 @@ def _layer(op: Any, options: Any, exact: Any, named: dict[str, Tensor], spec: An
 
 def _mamba2_layer(spec: Mamba2LayerSpec, batch: int, seed: int) -> Trial:
     limit = LIMIT if spec.dt_limit else None
-    options = mamba2_op.Options(1e-5, spec.norm_size or None, spec.norm_first, spec.dt_softplus, limit, spec.A_is_log, -1, spec.philox_rounds)
+    how = (spec.norm_size or None, spec.norm_first, spec.dt_softplus, limit, spec.A_is_log)
+    options = mamba2_op.Options(1e-5, *how, -1, spec.philox_rounds)
     exact = options._replace(philox_rounds=0)  # unrounded: without noise
     return _layer(mamba2_op, options, exact, layer_operands.mamba2_layer(spec, batch, seed), spec)
 
