@@ -107,6 +107,30 @@ def test_counts_of_readers_belong_to_a_layer_of_the_cache(name):
         }
 
 
+@one_of_each
+def test_steps_in_inference_mode_and_out_of_it(name):
+    """What is kept of a step in that mode serves a step out of it, and the other way round."""
+    model = built(name)
+
+    def logits():
+        with torch.no_grad():
+            step = DecodeStep(model)
+        found = []
+        for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+            with mode():
+                found.append(step(step.cache))
+        return found
+
+    with torch.no_grad():
+        other = DecodeStep(model)
+        want = [other(other.cache) for _ in range(3)]
+    with hf.patch(model, fuse=True) as patch:
+        got = logits()
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b)
+    assert patch.calls()[fused_label(name)] == hf.Calls(3 * convolutions(model), 0)
+
+
 def test_counts_that_a_capture_makes_are_not_kept(monkeypatch):
     """They are zeros only when the graph is replayed."""
     layer, state = type("Layer", (), {})(), torch.zeros(2, 4, 8, 8)

@@ -43,13 +43,14 @@ def test_a_family_is_measured_in_every_way(name):
         assert row.ms[GRAPH] < row.ms[PLAIN]
 
 
+@pytest.mark.parametrize("fuse", [False, True], ids=["patched", "fused"])
 @pytest.mark.parametrize("name", NARROW)
-def test_a_captured_step_gives_the_tokens_of_eager_steps(name):
+def test_a_captured_step_gives_the_tokens_of_eager_steps(name, fuse):
     model = measure.prepared(narrow(name), (2,), Options(layers=2), "cuda")
     ids = prompt(2, model.config.vocab_size, "cuda")
-    graph = measure.captured(model, ids, 12)
+    graph = measure.captured(model, ids, 12, fuse)
     got = graph.tokens(6)  # behind those that `captured` compared
-    with measure.served(model):
+    with measure.served(model, fuse):
         want = Greedy(model, ids, 12).tokens(10)
     assert torch.equal(got, want[:, 4:])
 
