@@ -16,7 +16,7 @@ from .gated_rms_norm import FEW
 from .layer_norm import LayerNorm
 from .linear_attention import ONE_TOKEN, LinearAttentionSpec
 from .linear_attention_problem import Beta, Delta, Gate, LinearAttentionProblem, Ring, Tokens, Update
-from .short_conv import ShortConv, pointers
+from .short_conv import ShortConv, pointers, with_registers
 
 OPERATOR = "gdn_layer"
 
@@ -166,7 +166,7 @@ def candidates(problem: GdnLayerProblem, batch: int, arch: Arch, pdl: bool) -> I
     given = {f.name: getattr(problem, f.name) for f in fields(GdnLayerProblem)}
     norm = {"norm_threads": 32 if batch * problem.norm_groups <= FEW else 128}
     for rule, how, reason in row_engine.choices(problem, ONE_TOKEN, batch, arch, pdl):
-        spec = None if how is None else GdnLayerSpec(**given, **how, **norm)
+        spec = None if how is None else GdnLayerSpec(**given, **with_registers(how, arch), **norm)
         if spec is not None and rule != "generic" and batch * problem.nheads >= MANY:
             spec = whole_heads(spec, arch) or spec
         yield rule, spec, reason
