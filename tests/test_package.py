@@ -199,6 +199,7 @@ def test_explain_and_models():
     assert {r["arch"] for r in rows} == {"sm_80", "sm_90a"}
     listed = {m["name"]: m for m in json.loads(ssmgen_command("models", "--json"))}
     assert listed["falcon-mamba-7b"]["function"] == "selective_state_update" and listed["kimi-k3"]["gate"] == "bounded"
+    assert [listed[name]["layer_function"] for name in ("nemotron-h-8b", "qwen3.5-9b", "kimi-k3")] == ["mamba2_layer", "gdn_layer", None]
     assert "(unverified)" in ssmgen_command("models")
 
 
