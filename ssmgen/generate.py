@@ -123,7 +123,8 @@ GDN_LAYERS = find_model("qwen3.5-397b-a17b").layers(STATES_OF_LAYERS, (Index.I32
 ANYWHERE: dict[str, Any] = {"conv_layout": StateLayout.ANY} | dict.fromkeys(("conv_loads", "conv_taps", "norm_loads"), Loads.ELEMENT)
 LAYERS: list[tuple[Mamba2LayerProblem | GdnLayerProblem, int]] = [
     *((problem, 1) for problem in (*MAMBA2_LAYERS[:4], find_model("falcon-h1-7b").layers((), (Index.NONE,))[1])),
-    *((problem, batch) for problem in (GDN_LAYERS[0], GDN_LAYERS[-1]) for batch in (1, 64)),
+    *((problem, 1) for problem in find_model("qwen3.5-397b-a17b").divided(4).layers(STATES_OF_LAYERS, (Index.I32,))[::5]),
+    *((problem, 64) for problem in GDN_LAYERS[::5]),
     (replace(GDN_LAYERS[0], **ANYWHERE), 64),
 ]
 
