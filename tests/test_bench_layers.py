@@ -11,9 +11,10 @@ import ssmgen
 from ssmgen import cli, runtime
 from ssmgen.bench import layers as bench
 from ssmgen.bench import report, timing
-from ssmgen.bench.layer_case import Case
+from ssmgen.bench.layer_case import COPIED, Case, copied_bytes
 from ssmgen.bench.progress import Watch
 from ssmgen.errors import SsmgenError
+from ssmgen.kernels.slot_copy import SlotCopySpec
 from ssmgen.models import find_model
 from ssmgen.spec import Arch, DType
 
@@ -38,7 +39,7 @@ def case_of(name: str, dtype: torch.dtype = BF16, batch: int = BATCH) -> Case:
     model = find_model(model).divided(tp)
     rows, elements, _ = model.shape
     state_bytes = model.nheads * rows * elements * dtype.itemsize
-    slots = bench.pool_slots(state_bytes + Case.window_bytes_of(model), state_bytes, batch)
+    slots = bench.pool_slots(copied_bytes(model, state_bytes), state_bytes, batch)
     return Case(op, model, report.normal_pool(slots, (model.nheads, rows, elements), dtype, "cpu"), batch)
 
 
@@ -107,7 +108,11 @@ def test_bytes(monkeypatch):
     seen = {}
     monkeypatch.setattr(report, "slot_copies", lambda pieces, slots, pdls: seen.update(pieces=pieces, slots=slots) or {})
     case.copies((True, False))
-    assert seen["pieces"][0].nbytes == state + window and seen["pieces"].data_ptr() == case.state.data_ptr()
+    assert 0 <= seen["pieces"][0].nbytes - case.piece_bytes < COPIED and seen["pieces"][0].nbytes % COPIED == 0
+    assert (
+        not SlotCopySpec(slot_bytes=seen["pieces"][0].nbytes).violations(Arch.parse("sm_90a"))
+        and seen["pieces"].data_ptr() == case.state.data_ptr()
+    )
     assert seen["slots"].shape == (case.sets, BATCH) and seen["slots"].flatten().unique().numel() == case.sets * BATCH
     assert seen["slots"].max() < len(seen["pieces"])
 

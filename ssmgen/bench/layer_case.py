@@ -24,8 +24,19 @@ from . import timing
 from .report import GATE, MAX_SETS
 
 CHECKED = 4  # rows that the gate looks at
+COPIED = 2048  # bytes that a block of the slot copy moves
 EPS = 1e-6
 BETWEEN = 1e-3  # norm error of a state, of convolved inputs that fall on another side when they are rounded
+
+
+def window_bytes(model: Mamba | LinearAttention) -> int:
+    """Of one sequence."""
+    return model.conv_channels * (model.conv_width - 1) * torch.bfloat16.itemsize
+
+
+def copied_bytes(model: Mamba | LinearAttention, state_bytes: int) -> int:
+    """Of a state and its window, up to what the slot copy can divide among its blocks."""
+    return -(-(state_bytes + window_bytes(model)) // COPIED) * COPIED
 
 
 class Step(NamedTuple):
@@ -48,7 +59,7 @@ class Case:
     def __post_init__(self) -> None:
         slots, device, B = len(self.state), self.state.device, self.batch
         channels, width, H = self.model.conv_channels, self.model.conv_width, self.model.nheads
-        pieces = self.state.nbytes // self.piece_bytes
+        pieces = self.state.nbytes // copied_bytes(self.model, self.state[0].nbytes)
         self.sets = max(1, min(MAX_SETS, pieces // B))
         drawn = torch.randperm(slots, device=device)[: self.sets * B].to(torch.int32).view(self.sets, B)
         self.slots = pad(drawn, (0, -B % 8))[:, :B]  # every row starts at a multiple of 32 bytes, as FlashInfer assumes
@@ -92,11 +103,7 @@ class Case:
     @property
     def piece_bytes(self) -> int:
         """Of a sequence's state and window."""
-        return self.state[0].nbytes + self.window_bytes_of(self.model)
-
-    @staticmethod
-    def window_bytes_of(model: Mamba | LinearAttention) -> int:
-        return model.conv_channels * (model.conv_width - 1) * torch.bfloat16.itemsize
+        return self.state[0].nbytes + window_bytes(self.model)
 
     @property
     def bytes_moved(self) -> int:
@@ -170,7 +177,7 @@ class Case:
 
     def copies(self, pdls: Sequence[bool]) -> dict[str, timing.Launch]:
         """The ceiling: of a state and its window in one piece each, in the states' memory."""
-        words = self.piece_bytes // 4
+        words = copied_bytes(self.model, self.state[0].nbytes) // 4
         flat = self.state.view(-1).view(torch.int32)
         pieces = flat[: flat.numel() // words * words].view(-1, words)
         drawn = torch.randperm(len(pieces), device=flat.device)[: self.sets * self.batch]

@@ -2,7 +2,7 @@
 
 Slots are drawn at random from a pool of 640 MB of states, or of four batches if that is more. Every input set has slots, inputs, outputs
 and weights of its own: in a model they are another layer's. Windows hold width - 1 inputs per channel, contiguous. TB/s counts states and
-windows, read and written. The ceiling is the slot copy in place of as many bytes, of one piece per sequence.
+windows, read and written. The ceiling is the slot copy in place of as many bytes (up to whole 2 KiB), of one piece per sequence.
 
 chain: causal_conv1d_update, then selective_state_update or gated_delta_rule, then gated_rms_norm, of ssmgen; its results must have the same
 bits. Peers are such chains too. flashinfer: FlashInfer's state update instead of ours, for a delta rule with a bf16 state of 128 x 128.
@@ -34,7 +34,7 @@ from ..render import render
 from ..spec import SM90, Arch, DType
 from . import report as reports
 from . import timing
-from .layer_case import EPS, Case
+from .layer_case import EPS, Case, copied_bytes
 from .progress import PRINTING, Watch
 from .recurrences import OPS
 from .report import HOST_BATCH, MIN_SETS, cell
@@ -249,7 +249,7 @@ def run(
         rows, elements, _ = model.shape
         shape, dtype = (model.nheads, rows, elements), TORCH_DTYPES[state_type]
         state_bytes = math.prod(shape) * dtype.itemsize
-        slots = functools.partial(pool_slots, state_bytes + Case.window_bytes_of(model), state_bytes)
+        slots = functools.partial(pool_slots, copied_bytes(model, state_bytes), state_bytes)
         state = reports.normal_pool(slots(max(sizes)), shape, dtype, device)
         for batch in sizes:
             named = {"model": model.name, "heads": model.nheads, "state": state_type.value, "batch": batch}
