@@ -84,7 +84,7 @@ def problems_by_models(states: tuple[DType, ...] = ()) -> dict[Problem, list[str
     """
     found: dict[Problem, list[str]] = {}
     for model in models().values():
-        for problem in (*model.problems(states), *model.convolutions(), *model.replays(states), *model.norms()):
+        for problem in (*model.problems(states), *model.convolutions(), *model.replays(states), *model.norms(), *model.layers(states)):
             found.setdefault(problem, []).append(model.name)
     return found
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from .errors import ModelError
-from .kernels import linear_attention, selective_state_update
+from .kernels import gdn_layer, linear_attention, mamba2_layer, selective_state_update
 from .kernels.causal_conv1d import ConvLayout, ConvProblem
 from .kernels.causal_conv1d_update import Advance, StateLayout, UpdateProblem
 from .kernels.gated_rms_norm import Activation, NormProblem
+from .kernels.gdn_layer import GdnLayerProblem
 from .kernels.linear_attention_problem import Beta, Delta, Gate, Layout, LinearAttentionProblem, Ring, Tokens, Update
+from .kernels.mamba2_layer import Mamba2LayerProblem
 from .kernels.replay_selective_state_update import History, ReplayProblem
 from .kernels.selective_state_update import SsuProblem
 from .kernels.selective_state_update_tokens import SsuTokensProblem
@@ -81,7 +83,7 @@ class Model:
         kinds = [(i, pool) for i in indices for pool in pools if i is not Index.NONE or not (by_slot or pool is PoolMode.SPLIT)]
         return [self.problem(state, index, pool, **call) for state in states or (self.state,) for index, pool in kinds]
 
-    def problem(self, state: DType, index: Index, pool: PoolMode) -> Problem:
+    def problem(self, state: DType, index: Index, pool: PoolMode, **call: Any) -> Problem:
         """What one kind of call asks for, in the dtypes of transformers and the serving engines."""
         raise NotImplementedError
 
@@ -124,6 +126,38 @@ class Model:
         activation = Activation.SIGMOID if self.kind == "kda" else Activation.SILU
         same = {"x": io, "gate": io, "weight": io, "out": io, "norm_first": self.kind != "mamba2", "activation": activation}
         return [NormProblem(size=size, grouped=groups > 1, **same)]
+
+    @property
+    def layer_function(self) -> str | None:
+        """The public function that does the decode step of a whole layer, between its projections; None where there is none."""
+        return {"mamba2": mamba2_layer.OPERATOR, "gated_delta_rule": gdn_layer.OPERATOR}.get(self.kind)
+
+    def layers(
+        self,
+        states: tuple[DType, ...] = (),
+        indices: tuple[Index, ...] = (Index.NONE, Index.I32),
+        io: DType = DType.BF16,
+        **call: Any,
+    ) -> list[Mamba2LayerProblem | GdnLayerProblem]:
+        """What that step asks for, in every layout of its window that is in use: windows as runs, with and without the input that has left
+        the convolution, and inputs as rows of channels. A norm whose groups are several ranks' is not of it. call: as of `problems`."""
+        if self.layer_function is None:
+            return []
+        windows = [
+            (StateLayout.RUNS, self.conv_width - 1),
+            (StateLayout.RUNS, self.conv_width),
+            (StateLayout.CHANNELS, self.conv_width - 1),
+        ]
+        norm: dict[str, Any] = {}
+        for found in self.norms(io):
+            norm = {name: getattr(found, name) for name in ("size", "grouped", "activation")}
+            norm = {f"norm_{name}": value for name, value in norm.items()}
+            norm |= {"norm": found.weight, "norm_gate": found.gate, "norm_first": found.norm_first}
+        layer = Mamba2LayerProblem if self.kind == "mamba2" else GdnLayerProblem
+        same = {"conv_width": self.conv_width, "conv_weight": io, "conv_bias": io if self.conv_bias else None, **norm}
+        recurrences = [self.problem(state, index, PoolMode.SINGLE, io=io, **call) for state in states or (self.state,) for index in indices]
+        given = [{f.name: getattr(problem, f.name) for f in fields(problem)} for problem in recurrences]
+        return [layer(**problem, **same, conv_layout=layout, conv_len=length) for problem in given for layout, length in windows]
 
     def _share(self, whole: int, of: str, tp: int) -> int:
         if tp < 1 or whole % tp:

@@ -72,7 +72,7 @@ def test_kernels_equal_those_of_the_separate_operators(case):
     chain = emulated_chain(case)
     problem, size, _, _ = make(case).built().problem()
     spec = registry.select(op.OPERATOR, problem, size, SM90, False)
-    whole = [kernels.whole_heads(problem, threads, False) for threads in (64, 128) if case.norm]
+    whole = [kernels.whole_heads(problem, threads, SM90, False) for threads in (64, 128) if case.norm]
     assert not any(variant.violations(SM90) for variant in whole)
     for variant in (spec, *whole):
         call = make(case)
@@ -89,7 +89,7 @@ def test_the_next_step_finds_what_this_one_left(inside):
     call = make(GDN)
     spec = registry.select(op.OPERATOR, call.built().problem()[0], GDN.batch, SM90, False)
     for _ in range(2):
-        emulate(call.built(), kernels.whole_heads(spec, 64, False) if inside else spec)
+        emulate(call.built(), kernels.whole_heads(spec, 64, SM90, False) if inside else spec)
     call.assert_unharmed()
     assert not differing(call, chain)
 

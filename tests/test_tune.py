@@ -223,7 +223,7 @@ def test_the_nearest_of_what_may_win_are_tried():
 
 @pytest.mark.parametrize("operator", TUNED)
 def test_cases_pose_what_the_operator_tunes(operator, monkeypatch):
-    for module in (cases.ssu, cases.linear, cases.conv_update):
+    for module in (cases.ssu, cases.linear, cases.conv_update, cases.layers):
         monkeypatch.setattr(module, "POOL_BYTES", 1)
     for module in (cases.replay, cases.combine, cases.conv, cases.norm):
         monkeypatch.setattr(module, "STATE_BYTES" if module is cases.replay else "SET_BYTES", 1)
@@ -243,7 +243,14 @@ def test_cases_pose_what_the_operator_tunes(operator, monkeypatch):
 def test_models_that_do_not_use_an_operator():
     with pytest.raises(SsmgenError, match=r"rwkv7-1\.5b: not decoded by selective_state_update"):
         next(cases.cases(OP, ["rwkv7-1.5b"]))
-    for operator in ("causal_conv1d", "causal_conv1d_update", "replay_selective_state_update", "combine_splits", "gated_rms_norm"):
+    for operator in (
+        "causal_conv1d",
+        "causal_conv1d_update",
+        "replay_selective_state_update",
+        "combine_splits",
+        "gated_rms_norm",
+        "gdn_layer",
+    ):
         with pytest.raises(SsmgenError, match=rf"rwkv7-1\.5b: not decoded by {operator}"):
             next(cases.cases(operator, ["rwkv7-1.5b"]))
         assert not cases.used(operator, ["mamba-130m", "rwkv7-1.5b"])

@@ -12,7 +12,7 @@ import click
 from ..kernels.causal_conv1d import MAX_WIDTH, ConvLayout
 from ..kernels.replay_selective_state_update import MAX_TOKENS
 from ..spec import DType, PoolMode
-from . import LINEAR_ATTENTION, home
+from . import LAYERS, LINEAR_ATTENTION, home
 
 Option = Callable[[Any], Any]
 
@@ -236,3 +236,13 @@ add(
     several("--dtype", "dtypes", Choice(DType), help="May repeat. Default: bf16."),
     click.option("--hot/--cold", "hot", default=None, help="Whether what is read is in the L2 cache. Default: both, where it fits."),
 )
+
+for op in LAYERS:
+    add(
+        op,
+        several("--model", "names", str, help="May repeat. Default: two of those that have such layers."),
+        several("--state", "states", Choice(DType), help="State dtype; may repeat. Default: bf16, f32."),
+        several("--batch", "batches", click.IntRange(1), help="May repeat. Default: 1 … 64, 256."),
+        click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks."),
+        op=op,
+    )

@@ -16,7 +16,7 @@ from .gated_rms_norm import FEW
 from .layer_norm import LayerNorm
 from .linear_attention import ONE_TOKEN, LinearAttentionSpec
 from .linear_attention_problem import Beta, Delta, Gate, LinearAttentionProblem, Ring, Tokens, Update
-from .short_conv import ShortConv, pointers
+from .short_conv import ShortConv, pointers, with_registers
 
 OPERATOR = "gdn_layer"
 
@@ -170,11 +170,11 @@ def candidates(problem: GdnLayerProblem, batch: int, arch: Arch, pdl: bool) -> I
     norm = {"norm_threads": 32 if batch * problem.norm_groups <= FEW else 128}
     if (reason := _not_whole(problem, heads)) == "":
         threads = next(row for row in WHOLE if heads <= row[0])[1 if problem.state is DType.F32 else 2]
-        yield "whole heads", whole_heads(problem, threads, pdl), ""
+        yield "whole heads", whole_heads(problem, threads, arch, pdl), ""
     else:
         yield "whole heads", None, reason
     for rule, how, reason in row_engine.choices(problem, ONE_TOKEN, batch, arch, pdl):
-        yield rule, None if how is None else GdnLayerSpec(**given, **how, **norm), reason
+        yield rule, None if how is None else GdnLayerSpec(**given, **with_registers(how, arch), **norm), reason
 
 
 def _not_whole(problem: GdnLayerProblem, heads: int) -> str:
@@ -186,7 +186,7 @@ def _not_whole(problem: GdnLayerProblem, heads: int) -> str:
     return f"{heads} heads are below {FEW_HEADS}" if heads < FEW_HEADS else ""
 
 
-def whole_heads(problem: GdnLayerProblem, threads: int, pdl: bool) -> GdnLayerSpec:
+def whole_heads(problem: GdnLayerProblem, threads: int, arch: Arch, pdl: bool) -> GdnLayerSpec:
     """A variant with a head to a block of at most so many threads, and its norm in it."""
     given = {f.name: getattr(problem, f.name) for f in fields(GdnLayerProblem)}
     how = row_engine.layout(problem)
@@ -194,4 +194,4 @@ def whole_heads(problem: GdnLayerProblem, threads: int, pdl: bool) -> GdnLayerSp
     while step >= 2 * problem.dim_v and threads > 32:
         threads, step = threads // 2, step // 2
     how |= {"threads": threads, "tile": -(-problem.dim_v // step) * step, "pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
-    return GdnLayerSpec(**given, **how, norm_inside=True)
+    return GdnLayerSpec(**given, **with_registers(how, arch), norm_inside=True)

@@ -15,7 +15,7 @@ from .gated_rms_norm import FEW
 from .layer_norm import LayerNorm
 from .row_engine import RowSpec, Rule
 from .selective_state_update import SsuProblem, SsuSpec
-from .short_conv import ShortConv, pointers
+from .short_conv import ShortConv, pointers, with_registers
 
 OPERATOR = "mamba2_layer"
 
@@ -130,4 +130,4 @@ def candidates(problem: Mamba2LayerProblem, batch: int, arch: Arch, pdl: bool) -
     given = {f.name: getattr(problem, f.name) for f in fields(Mamba2LayerProblem)}
     for rule, how, reason in row_engine.choices(problem, FOUR_BYTES if problem.state is DType.F32 else TWO_BYTES, batch, arch, pdl):
         norm = {"norm_threads": 32 if batch * problem.norm_groups <= FEW else 128}
-        yield rule, None if how is None else Mamba2LayerSpec(**given, **how, **norm), reason
+        yield rule, None if how is None else Mamba2LayerSpec(**given, **with_registers(how, arch), **norm), reason

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..spec import DType, Loads, Param, must
+from ..spec import SM90, Arch, DType, Loads, Param, must
 from .causal_conv1d import MAX_WIDTH
 from .causal_conv1d_update import StateLayout
 
@@ -94,3 +94,11 @@ class ShortConv:
 
 def pointers(names: list[str], element: dict[str, Any], written: tuple[str, ...]) -> list[Param]:
     return [Param.pointer(name, element[name], const=name not in written) for name in names]
+
+
+def with_registers(how: dict[str, Any], arch: Arch) -> dict[str, Any]:
+    """How a variant walks its rows, with all the registers that it needs; on sm_90 ptxas chooses, as measured there.
+
+    Elsewhere that spills a few bytes, to stay below 80, 96 or 128 registers.
+    """
+    return how if arch.number == SM90.number else how | {"min_blocks": 1}
