@@ -157,7 +157,9 @@ class Model:
         same = {"conv_width": self.conv_width, "conv_weight": io, "conv_bias": io if self.conv_bias else None, **norm}
         recurrences = [self.problem(state, index, PoolMode.SINGLE, io=io, **call) for state in states or (self.state,) for index in indices]
         given = [{f.name: getattr(problem, f.name) for f in fields(problem)} for problem in recurrences]
-        return [layer(**problem, **same, conv_layout=layout, conv_len=length) for problem in given for layout, length in windows]
+        found = [layer(**problem, **same, conv_layout=layout, conv_len=length) for problem in given for layout, length in windows]
+        logarithms = [p for p in found if layer is Mamba2LayerProblem and p.index is Index.NONE]  # as transformers' modules hold A
+        return found + [replace(p, A=io, A_is_log=True) for p in logarithms]
 
     def _share(self, whole: int, of: str, tp: int) -> int:
         if tp < 1 or whole % tp:

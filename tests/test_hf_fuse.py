@@ -28,7 +28,7 @@ from hf_cases import (
 )
 
 import ssmgen
-from ssmgen.compat import hf, hf_layers
+from ssmgen.compat import hf
 from ssmgen.compat.hf_functions import recording
 from ssmgen.compat.hf_layers import LAYERS
 
@@ -234,18 +234,6 @@ def test_a_refused_mixer_is_forgotten_with_its_model(name):
         del model
         gc.collect()
         assert not any(ref() for ref in gone)
-
-
-def test_what_is_made_of_weights_goes_with_the_model():
-    gc.collect()
-    before = len(hf_layers._rates)
-    model = built("mamba2")
-    with hf.patch(model, fuse=True):
-        generate(model, 2)
-    assert len(hf_layers._rates) == before + len(mixers(model))
-    del model
-    gc.collect()
-    assert len(hf_layers._rates) == before
 
 
 class Hook:

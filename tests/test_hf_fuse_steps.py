@@ -143,16 +143,6 @@ def test_counts_that_a_capture_makes_are_not_kept(monkeypatch):
     assert hf_layers.arrivals(layer, 2, state[:1]).shape == (1, 2) and layer._ssmgen_arrivals is kept
 
 
-def test_rates_that_a_capture_makes_are_not_kept(monkeypatch):
-    """A graph computes them of the weights that it finds when it is replayed."""
-    mixer = mixers(built("mamba2"))[0]
-    monkeypatch.setattr(hf_layers, "is_captured", lambda tensor: True)
-    with torch.no_grad():
-        assert hf_layers.rates(mixer) is not hf_layers.rates(mixer) and mixer not in hf_layers._rates
-        monkeypatch.setattr(hf_layers, "is_captured", lambda tensor: False)
-        assert hf_layers.rates(mixer) is hf_layers.rates(mixer)
-
-
 def test_long_generations_keep_no_objects():
     model = built("mamba2")
     with hf.patch(model, fuse=True), torch.no_grad():

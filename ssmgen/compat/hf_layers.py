@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -22,33 +22,6 @@ from ..ops.checks import DTYPES
 from .hf_functions import Replacement, attempt, call
 
 _ATTRIBUTE = "_ssmgen_arrivals"  # of a layer of transformers' cache, beside the states that it belongs to
-
-
-class Rates(NamedTuple):
-    """A of a mixer, and what it was made of: of this weight, at this address, in this version."""
-
-    weight: Tensor
-    address: int
-    version: int
-    A: Tensor
-
-
-_rates: WeakKeyDictionary[torch.nn.Module, Rates] = WeakKeyDictionary()
-
-
-def rates(mixer: Any) -> Tensor:
-    """A [heads] of a Mamba-2 mixer, in f32: made anew when A_log changes, and in every step where that is compiled or captured.
-
-    A change that PyTorch does not count, by way of `A_log.data`, is not seen.
-    """
-    weight = mixer.A_log
-    if is_compiling() or is_captured(weight) or weight.is_inference():  # a graph follows its weights; an inference tensor has no version
-        return -torch.exp(weight.float())
-    known = _rates.get(mixer)
-    address, version = weight.data_ptr(), weight._version
-    if known is None or known.weight is not weight or known.address != address or known.version != version:
-        known = _rates[mixer] = Rates(weight, address, version, -torch.exp(weight.float()))
-    return known.A
 
 
 def is_captured(tensor: Tensor) -> bool:
@@ -104,7 +77,7 @@ def mamba2(project: Callable[[Any, Tensor], Tensor], mixer: Any, hidden_states: 
     z, xBC, dt = project(mixer, hidden_states).squeeze(1).split([inner, window.shape[1], heads], dim=1)
     y = call(
         native_mamba2.mamba2_layer, xBC, dt, z, window, state, arrivals(layer, mixer.n_groups, state), conv.weight.squeeze(1), conv.bias,
-        rates(mixer), mixer.D, mixer.dt_bias, **_norm(mixer, inner),
+        mixer.A_log, mixer.D, mixer.dt_bias, A_is_log=True, **_norm(mixer, inner),
     )  # fmt: skip
     return mixer.out_proj(y.unsqueeze(1).to(hidden_states.dtype))  # Falcon-H1's multipliers may be f32 where its weights are not
 

@@ -194,4 +194,5 @@ def whole_heads(problem: GdnLayerProblem, threads: int, arch: Arch, pdl: bool) -
     while step >= 2 * problem.dim_v and threads > 32:
         threads, step = threads // 2, step // 2
     how |= {"threads": threads, "tile": -(-problem.dim_v // step) * step, "pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
+    how |= {"min_blocks": 4 if threads == 128 else 0}  # as many blocks as ptxas leaves room for, without the 8 bytes that it may spill
     return GdnLayerSpec(**given, **with_registers(how, arch), norm_inside=True)
