@@ -257,10 +257,7 @@ layer_norm1024s_bf16_bf16_bf16_silu_v8t128x128_68663e22(
     raw_x[p] = load_vector<X, kVec>(x + p * kStep);
   }
 
-  if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // a padded row, which is zero; its gate may be anything
-#pragma unroll
-    for (int p = 0; p < kPasses; ++p) raw_gate[p] = {};
-  }
+  const bool live = u64(slot) < u64(slots) && slot != pad_slot_id;  // a padded row stays zero; its gate may be anything
   float value[kPasses][kVec];
 #pragma unroll
   for (int p = 0; p < kPasses; ++p) {
@@ -299,6 +296,6 @@ layer_norm1024s_bf16_bf16_bf16_silu_v8t128x128_68663e22(
     for (int i = 0; i < kVec; ++i) value[p][i] = value[p][i] * of_weight[i];
     Pack<Out, kVec> packed;
     pack(value[p], packed);
-    store_vector(out + p * kStep, packed);
+    if (live) store_vector(out + p * kStep, packed);
   }
 }

@@ -238,10 +238,7 @@ layer_norm128s_bf16_bf16_bf16_first_silu_v8t16x32_6b667704(
     if (there) raw_x[p] = load_vector<X, kVec>(x + p * kStep);
   }
 
-  if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // a padded row, which is zero; its gate may be anything
-#pragma unroll
-    for (int p = 0; p < kPasses; ++p) raw_gate[p] = {};
-  }
+  const bool live = u64(slot) < u64(slots) && slot != pad_slot_id;  // a padded row stays zero; its gate may be anything
   float value[kPasses][kVec];
 #pragma unroll
   for (int p = 0; p < kPasses; ++p) {
@@ -268,6 +265,6 @@ layer_norm128s_bf16_bf16_bf16_first_silu_v8t16x32_6b667704(
     for (int i = 0; i < kVec; ++i) value[p][i] = value[p][i] * silu(factor[i]);
     Pack<Out, kVec> packed;
     pack(value[p], packed);
-    if (there) store_vector(out + p * kStep, packed);
+    if (live && there) store_vector(out + p * kStep, packed);
   }
 }

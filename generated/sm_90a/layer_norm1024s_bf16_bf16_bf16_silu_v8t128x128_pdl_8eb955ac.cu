@@ -269,10 +269,7 @@ layer_norm1024s_bf16_bf16_bf16_silu_v8t128x128_pdl_8eb955ac(
   }
   allow_dependents();
 
-  if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // a padded row, which is zero; its gate may be anything
-#pragma unroll
-    for (int p = 0; p < kPasses; ++p) raw_gate[p] = {};
-  }
+  const bool live = u64(slot) < u64(slots) && slot != pad_slot_id;  // a padded row stays zero; its gate may be anything
   float value[kPasses][kVec];
 #pragma unroll
   for (int p = 0; p < kPasses; ++p) {
@@ -311,6 +308,6 @@ layer_norm1024s_bf16_bf16_bf16_silu_v8t128x128_pdl_8eb955ac(
     for (int i = 0; i < kVec; ++i) value[p][i] = value[p][i] * of_weight[i];
     Pack<Out, kVec> packed;
     pack(value[p], packed);
-    store_vector(out + p * kStep, packed);
+    if (live) store_vector(out + p * kStep, packed);
   }
 }

@@ -250,10 +250,7 @@ layer_norm128s_bf16_bf16_bf16_first_silu_v8t16x32_pdl_d04fea6a(
   }
   allow_dependents();
 
-  if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // a padded row, which is zero; its gate may be anything
-#pragma unroll
-    for (int p = 0; p < kPasses; ++p) raw_gate[p] = {};
-  }
+  const bool live = u64(slot) < u64(slots) && slot != pad_slot_id;  // a padded row stays zero; its gate may be anything
   float value[kPasses][kVec];
 #pragma unroll
   for (int p = 0; p < kPasses; ++p) {
@@ -280,6 +277,6 @@ layer_norm128s_bf16_bf16_bf16_first_silu_v8t16x32_pdl_d04fea6a(
     for (int i = 0; i < kVec; ++i) value[p][i] = value[p][i] * silu(factor[i]);
     Pack<Out, kVec> packed;
     pack(value[p], packed);
-    if (there) store_vector(out + p * kStep, packed);
+    if (live && there) store_vector(out + p * kStep, packed);
   }
 }

@@ -194,5 +194,6 @@ def whole_heads(problem: GdnLayerProblem, threads: int, arch: Arch, pdl: bool) -
     while step >= 2 * problem.dim_v and threads > 32:
         threads, step = threads // 2, step // 2
     how |= {"threads": threads, "tile": -(-problem.dim_v // step) * step, "pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
-    how |= {"min_blocks": 4 if threads == 128 else 0}  # as many blocks as ptxas leaves room for, without the 8 bytes that it may spill
+    # As many blocks as ptxas leaves room for by itself, without the 8 bytes that it may spill; gathering takes more registers.
+    how |= {"min_blocks": 4 if threads == 128 and problem.conv_loads is problem.norm_loads is Loads.VECTOR else 0}
     return GdnLayerSpec(**given, **with_registers(how, arch), norm_inside=True)

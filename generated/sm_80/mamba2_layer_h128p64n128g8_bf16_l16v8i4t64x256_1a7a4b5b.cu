@@ -3,8 +3,8 @@
 //   z=none  dt_bias=bf16  out=bf16  tied=yes  dt_softplus=yes  dt_limit=no  index=i32  pool=single
 //   state_loads=vector  operand_loads=vector  norm=bf16  norm_gate=bf16  norm_size=1024  norm_grouped=yes
 //   norm_first=no  norm_activation=silu  norm_loads=vector  conv_width=4  conv_weight=bf16  conv_bias=bf16
-//   conv_len=4  conv_layout=runs  conv_loads=vector  conv_taps=vector  lanes=16  vec=8  ilp=4  tile=64  threads=256
-//   min_blocks=1  prefetch=0  pdl=off  norm_threads=32
+//   conv_len=4  conv_layout=runs  conv_loads=vector  conv_taps=vector  A_is_log=no  lanes=16  vec=8  ilp=4  tile=64
+//   threads=256  min_blocks=1  prefetch=0  pdl=off  norm_threads=32
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -312,7 +312,7 @@ DEVICE void to_array(const Quad& q, float* f) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-mamba2_layer_h128p64n128g8_bf16_l16v8i4t64x256_44d8e38b(
+mamba2_layer_h128p64n128g8_bf16_l16v8i4t64x256_1a7a4b5b(
     bf16* state, bf16* conv_state, const bf16* xBC, const bf16* conv_weight, const bf16* conv_bias, const bf16* dt,
     const f32* A, const bf16* D, const bf16* dt_bias, bf16* out, const int* state_indices, int* arrivals, i64 slots,
     i64 pad_slot_id, i64 state_slot, i64 conv_state_slot, i64 arrivals_slot, u32 xBC_batch, u32 dt_batch, u32 dt_head,
