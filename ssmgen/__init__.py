@@ -29,6 +29,9 @@ _HOME = {
     "causal_conv1d": "ops.causal_conv1d",
     "causal_conv1d_update": "ops.causal_conv1d_update",
     "combine_splits": "ops.combine_splits",
+    "gated_rms_norm": "ops.gated_rms_norm",
+    "gdn_layer": "ops.gdn_layer",
+    "mamba2_layer": "ops.mamba2_layer",
     "selective_state_update": "ops.selective_state_update",
     **dict.fromkeys(_LINEAR, "ops.linear_attention"),
     **dict.fromkeys(_REPLAY, "ops.replay_selective_state_update"),
@@ -46,6 +49,8 @@ if TYPE_CHECKING:
     from .ops.causal_conv1d import causal_conv1d
     from .ops.causal_conv1d_update import causal_conv1d_update
     from .ops.combine_splits import combine_splits
+    from .ops.gated_rms_norm import gated_rms_norm
+    from .ops.gdn_layer import gdn_layer
     from .ops.linear_attention import (
         Ring,
         comba,
@@ -61,6 +66,7 @@ if TYPE_CHECKING:
         rwkv7,
         simple_gla,
     )
+    from .ops.mamba2_layer import mamba2_layer
     from .ops.replay_selective_state_update import (
         checkpoint_selective_state_update,
         materialize_selective_state,
@@ -83,12 +89,15 @@ __all__ = [
     "explain",
     "gated_delta_rule",
     "gated_delta_rule_commit",
+    "gated_rms_norm",
     "gdn2",
+    "gdn_layer",
     "gla",
     "is_warm",
     "kda",
     "kda_commit",
     "lightning_attn",
+    "mamba2_layer",
     "materialize_selective_state",
     "replay_selective_state_update",
     "rwkv7",

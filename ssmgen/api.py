@@ -15,7 +15,10 @@ from .kernels import OPERATOR_OF
 from .ops import causal_conv1d as _conv
 from .ops import causal_conv1d_update as _conv_update
 from .ops import combine_splits as _combine
+from .ops import gated_rms_norm as _norm
+from .ops import gdn_layer as _gdn
 from .ops import linear_attention as _linear
+from .ops import mamba2_layer as _mamba2
 from .ops import replay_selective_state_update as _replay
 from .ops import selective_state_update as _ssu
 from .ops import sharded
@@ -25,7 +28,7 @@ from .spec import SM90, Arch, KernelSpec
 
 FUNCTIONS = (
     _ssu.selective_state_update, _conv.causal_conv1d, _conv_update.causal_conv1d_update, _combine.combine_splits, *_linear.FUNCTIONS,
-    *_replay.FUNCTIONS,
+    *_replay.FUNCTIONS, _norm.gated_rms_norm, _mamba2.mamba2_layer, _gdn.gdn_layer,
 )  # fmt: skip
 
 
@@ -73,7 +76,7 @@ def _specs(operator: Callable[..., Any], batches: Iterable[int], args: Any, kwar
         raise ArgumentError("ssmgen", [f"the tensors are on {device}, and kernels are loaded on CUDA devices"])
     sizes = [n for n in (batch, *batches) if n > 0]
     specs = [registry.select(OPERATOR_OF[type(problem)], problem, n, *_target(device, None, pdl)) for n in sizes]
-    return list(dict.fromkeys(part for spec in specs for part in (*spec.ahead, spec))), device.index
+    return list(dict.fromkeys(part for spec in specs for part in spec.kernels)), device.index
 
 
 def warm(operator: Callable[..., Any] | torch.nn.Module, *args: Any, batches: Iterable[int] = (), **kwargs: Any) -> int:

@@ -73,7 +73,7 @@ def specs_for(
             operator = OPERATOR_OF[type(problem)]
             largest = getattr(OPERATORS[operator], "MAX_SIZE", max_batch)
             specs = [s for gpu in gpus for s in registry.variants(operator, problem, arch, wanted, largest, gpu)]
-            found.update(dict.fromkeys(part for spec in specs for part in (*spec.ahead, spec)))
+            found.update(dict.fromkeys(part for spec in specs for part in spec.kernels))
     return list(found)
 
 
@@ -84,7 +84,7 @@ def problems_by_models(states: tuple[DType, ...] = ()) -> dict[Problem, list[str
     """
     found: dict[Problem, list[str]] = {}
     for model in models().values():
-        for problem in (*model.problems(states), *model.convolutions(), *model.replays(states)):
+        for problem in (*model.problems(states), *model.convolutions(), *model.replays(states), *model.norms(), *model.layers(states)):
             found.setdefault(problem, []).append(model.name)
     return found
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,11 @@ from .kernels.causal_conv1d_update import Advance, Saved, StateLayout, UpdatePro
 from .kernels.causal_conv1d_update import Tokens as Counted
 from .kernels.combine_splits import MAX_SIZE as MANY_ROWS
 from .kernels.combine_splits import CombineProblem
+from .kernels.gated_rms_norm import MAX_SIZE as MANY_GROUPS
+from .kernels.gated_rms_norm import NormProblem
+from .kernels.gdn_layer import GdnLayerProblem
 from .kernels.linear_attention_problem import Layout, Ring
+from .kernels.mamba2_layer import Mamba2LayerProblem
 from .kernels.replay_selective_state_update import History, ReplayProblem
 from .kernels.slot_copy import SlotCopySpec
 from .models import find_model
@@ -103,6 +107,27 @@ COMBINATIONS: list[tuple[CombineProblem, int]] = [
     (CombineProblem(d_v=68, o=DType.F16, out=DType.F32, max_splits=8, lse_out=False, loads=Loads.ELEMENT), 128),
 ]
 
+# Gated norms, as (problem, groups): those of a delta rule with few groups and with many, of a Mamba-2; the other branches.
+NORMS: list[tuple[NormProblem, int]] = [
+    *((find_model("qwen3.5-397b-a17b").norms()[0], groups) for groups in (64, MANY_GROUPS)),
+    (find_model("nemotron-h-8b").norms()[0], 8),
+    (NormProblem(size=10240, x=DType.F32, weight=DType.F32), 1),
+    (NormProblem(size=100, gate=None, weight=None, out=DType.F16, loads=Loads.ELEMENT), MANY_GROUPS),
+]
+
+# Decode layers, as (problem, batch): every layout of a window; a norm in a kernel of its own, in the layer's own (a delta rule's with many
+# heads) and none; operands that are not aligned.
+STATES_OF_LAYERS = (DType.BF16, DType.F32)
+MAMBA2_LAYERS = find_model("nemotron-h-8b").layers(STATES_OF_LAYERS, (Index.I32,))
+GDN_LAYERS = find_model("qwen3.5-397b-a17b").layers(STATES_OF_LAYERS, (Index.I32,))
+ANYWHERE: dict[str, Any] = {"conv_layout": StateLayout.ANY} | dict.fromkeys(("conv_loads", "conv_taps", "norm_loads"), Loads.ELEMENT)
+LAYERS: list[tuple[Mamba2LayerProblem | GdnLayerProblem, int]] = [
+    *((problem, 1) for problem in (*MAMBA2_LAYERS[:4], find_model("falcon-h1-7b").layers((), (Index.NONE,))[1])),
+    *((problem, 1) for problem in find_model("qwen3.5-397b-a17b").divided(4).layers(STATES_OF_LAYERS, (Index.I32,))[::5]),
+    *((problem, 64) for problem in GDN_LAYERS[::5]),
+    (replace(GDN_LAYERS[0], **ANYWHERE), 64),
+]
+
 
 def default_variants(archs: Sequence[Arch] = tuple(map(Arch.parse, ARCHS))) -> list[tuple[KernelSpec, Arch]]:
     """The variants in the lock, or the like for other architectures."""
@@ -118,8 +143,11 @@ def default_variants(archs: Sequence[Arch] = tuple(map(Arch.parse, ARCHS))) -> l
         for problem in CONVOLUTIONS:
             found[registry.select(OPERATOR_OF[type(problem)], problem, 1, arch, arch >= SM90), arch] = None
         found.update(dict.fromkeys((spec, arch) for spec in specs_for(REPLAYS, arch, pdl=(True,), max_batch=1)))
-        for problem, rows in COMBINATIONS:
+        for problem, rows in (*COMBINATIONS, *NORMS):
             found[registry.select(OPERATOR_OF[type(problem)], problem, rows, arch, arch >= SM90), arch] = None
+        for problem, batch in LAYERS:
+            chosen = registry.select(OPERATOR_OF[type(problem)], problem, batch, arch, arch >= SM90)
+            found.update(dict.fromkeys((part, arch) for part in chosen.kernels))
         found[SlotCopySpec(slot_bytes=2 << 20, pdl=Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF), arch] = None
     return list(found)
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from .errors import ModelError
-from .kernels import linear_attention, selective_state_update
+from .kernels import gdn_layer, linear_attention, mamba2_layer, selective_state_update
 from .kernels.causal_conv1d import ConvLayout, ConvProblem
 from .kernels.causal_conv1d_update import Advance, StateLayout, UpdateProblem
+from .kernels.gated_rms_norm import Activation, NormProblem
+from .kernels.gdn_layer import GdnLayerProblem
 from .kernels.linear_attention_problem import Beta, Delta, Gate, Layout, LinearAttentionProblem, Ring, Tokens, Update
+from .kernels.mamba2_layer import Mamba2LayerProblem
 from .kernels.replay_selective_state_update import History, ReplayProblem
 from .kernels.selective_state_update import SsuProblem
 from .kernels.selective_state_update_tokens import SsuTokensProblem
@@ -59,6 +62,11 @@ class Model:
         """Of its short convolution, 0 if it has none."""
         raise NotImplementedError
 
+    @property
+    def norm_shape(self) -> tuple[int, int] | None:
+        """(groups, elements of each) of the gated norm behind its state; None where there is none, or where a group is several ranks'."""
+        return None
+
     def divided(self, tp: int) -> Model:
         """One tensor-parallel rank's share. Raises ModelError when the heads (Mamba-1: channels) do not divide."""
         raise NotImplementedError
@@ -75,7 +83,7 @@ class Model:
         kinds = [(i, pool) for i in indices for pool in pools if i is not Index.NONE or not (by_slot or pool is PoolMode.SPLIT)]
         return [self.problem(state, index, pool, **call) for state in states or (self.state,) for index, pool in kinds]
 
-    def problem(self, state: DType, index: Index, pool: PoolMode) -> Problem:
+    def problem(self, state: DType, index: Index, pool: PoolMode, **call: Any) -> Problem:
         """What one kind of call asks for, in the dtypes of transformers and the serving engines."""
         raise NotImplementedError
 
@@ -110,6 +118,49 @@ class Model:
         """What speculative decoding by replay asks for, of steps of so many tokens; nothing where there is none. window: of a ring."""
         return []
 
+    def norms(self, io: DType = DType.BF16) -> list[NormProblem]:
+        """What that norm asks for."""
+        if self.norm_shape is None:
+            return []
+        groups, size = self.norm_shape
+        activation = Activation.SIGMOID if self.kind == "kda" else Activation.SILU
+        same = {"x": io, "gate": io, "weight": io, "out": io, "norm_first": self.kind != "mamba2", "activation": activation}
+        return [NormProblem(size=size, grouped=groups > 1, **same)]
+
+    @property
+    def layer_function(self) -> str | None:
+        """The public function that does the decode step of a whole layer, between its projections; None where there is none."""
+        return {"mamba2": mamba2_layer.OPERATOR, "gated_delta_rule": gdn_layer.OPERATOR}.get(self.kind)
+
+    def layers(
+        self,
+        states: tuple[DType, ...] = (),
+        indices: tuple[Index, ...] = (Index.NONE, Index.I32),
+        io: DType = DType.BF16,
+        **call: Any,
+    ) -> list[Mamba2LayerProblem | GdnLayerProblem]:
+        """What that step asks for, in every layout of its window that is in use: windows as runs, with and without the input that has left
+        the convolution, and inputs as rows of channels. A norm whose groups are several ranks' is not of it. call: as of `problems`."""
+        if self.layer_function is None:
+            return []
+        windows = [
+            (StateLayout.RUNS, self.conv_width - 1),
+            (StateLayout.RUNS, self.conv_width),
+            (StateLayout.CHANNELS, self.conv_width - 1),
+        ]
+        norm: dict[str, Any] = {}
+        for found in self.norms(io):
+            norm = {name: getattr(found, name) for name in ("size", "grouped", "activation")}
+            norm = {f"norm_{name}": value for name, value in norm.items()}
+            norm |= {"norm": found.weight, "norm_gate": found.gate, "norm_first": found.norm_first}
+        layer = Mamba2LayerProblem if self.kind == "mamba2" else GdnLayerProblem
+        same = {"conv_width": self.conv_width, "conv_weight": io, "conv_bias": io if self.conv_bias else None, **norm}
+        recurrences = [self.problem(state, index, PoolMode.SINGLE, io=io, **call) for state in states or (self.state,) for index in indices]
+        given = [{f.name: getattr(problem, f.name) for f in fields(problem)} for problem in recurrences]
+        found = [layer(**problem, **same, conv_layout=layout, conv_len=length) for problem in given for layout, length in windows]
+        logarithms = [p for p in found if layer is Mamba2LayerProblem and p.index is Index.NONE]  # as transformers' modules hold A
+        return found + [replace(p, A=io, A_is_log=True) for p in logarithms]
+
     def _share(self, whole: int, of: str, tp: int) -> int:
         if tp < 1 or whole % tp:
             raise ModelError(f"{self.name} has {whole} {of}, which {tp} ranks cannot share")
@@ -127,6 +178,7 @@ class Mamba(Model):
     d_state: int
     ngroups: int = 1
     gate: bool = False  # z goes through the kernel
+    whole_groups: bool = True  # each is one rank's
 
     @property
     def function(self) -> str:
@@ -141,12 +193,19 @@ class Mamba(Model):
         """Mamba-1: of x; Mamba-2: of x, B and C."""
         return self.headdim if self.kind == "mamba1" else self.nheads * self.headdim + 2 * self.ngroups * self.d_state
 
+    @property
+    def norm_shape(self) -> tuple[int, int] | None:
+        """Of Mamba-2: its groups are those of B and C."""
+        if self.kind == "mamba1" or self.gate or not self.whole_groups:
+            return None
+        return self.ngroups, self.nheads * self.headdim // self.ngroups
+
     def divided(self, tp: int) -> Mamba:
         """Groups that cannot be divided are replicated, as serving engines do."""
         if self.kind == "mamba1":
             return replace(self, headdim=self._share(self.headdim, "channels", tp))
         groups = self.ngroups // tp if self.ngroups % tp == 0 else max(1, self.ngroups // tp)
-        return replace(self, nheads=self._share(self.nheads, "heads", tp), ngroups=groups)
+        return replace(self, nheads=self._share(self.nheads, "heads", tp), ngroups=groups, whole_groups=self.ngroups % tp == 0)
 
     def problem(
         self,
@@ -246,6 +305,11 @@ class LinearAttention(Model):
         if self.kind == "gated_delta_rule":
             return 2 * self.key_heads * self.dim_k + self.nheads * self.dim_v
         return self.nheads * self.dim_k if self.kind == "kda" else 0
+
+    @property
+    def norm_shape(self) -> tuple[int, int] | None:
+        """Of gated_delta_rule and kda: its groups are the heads of v."""
+        return (self.nheads, self.dim_v) if self.kind in ("gated_delta_rule", "kda") else None
 
     def divided(self, tp: int) -> LinearAttention:
         heads, key_heads = self._share(self.nheads, "heads", tp), self._share(self.key_heads, "key heads", tp)

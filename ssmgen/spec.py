@@ -162,6 +162,11 @@ class KernelSpec:
         """The kernels of a call that are launched ahead of this one."""
         return ()
 
+    @property
+    def kernels(self) -> tuple[KernelSpec, ...]:
+        """All of a call's, in the order of their launch."""
+        return (*self.ahead, self)
+
     def early_operands(self) -> list[str]:
         """Those that may be touched before the wait for the upstream kernel, for a reason that the kernel states."""
         return []

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ssmgen import runtime
-from ssmgen.bench import HOMES, LINEAR_ATTENTION, combine_splits, home, report, timing
+from ssmgen.bench import HOMES, LAYERS, LINEAR_ATTENTION, TOLD, combine_splits, gated_rms_norm, home, layers, report, timing
 from ssmgen.bench.progress import Watch
 from ssmgen.spec import Arch, DType
 
@@ -16,6 +16,7 @@ SILENT = Watch(lambda line: None)
 MEASURED = Path(__file__).parent / "data" / "bench.json"  # on an H200, some rows of five reports
 
 # Two cases or more of each.
+LAYER: dict[str, Any] = {"states": (DType.BF16,), "batches": (1, 3), "tp": 8, "device": "cpu"}
 SMALL: dict[str, dict[str, Any]] = {
     "selective_state_update": {"names": ("mamba-130m", "mamba2-130m"), "batches": (2,)},
     **dict.fromkeys(LINEAR_ATTENTION, {"heads": 4, "dim": 16, "batches": (1, 9)}),
@@ -24,16 +25,24 @@ SMALL: dict[str, dict[str, Any]] = {
     "causal_conv1d": {"shapes": ((2, 24, 40),), "device": "cpu"},
     "causal_conv1d_update": {"dim": 16, "batches": (1, 9), "device": "cpu"},
     "combine_splits": {"shapes": ((12, 2), (12, 5)), "widths": (64,), "dtypes": (DType.BF16,), "hot": False, "device": "cpu"},
+    "gated_rms_norm": {"shapes": ((2, 64),), "rows": (3,), "hot": False, "device": "cpu"},
+    **{op: {"names": (name,), **LAYER} for op, name in zip(LAYERS, ("nemotron-h-8b", "qwen3.5-35b-a3b"), strict=True)},
 }
 assert SMALL.keys() == HOMES.keys()
 
 HEAD = {"device": "a GPU", "torch": "2", "compiler": "CL-1", "ceilings_tbs": {"in_place": 4.0, "out_of_place": 4.5}, "method": "Patience."}
 BYTES = {"selective_state_update": "POOL_BYTES", "linear_attention": "POOL_BYTES", "replay_selective_state_update": "STATE_BYTES"}
-BYTES |= {"causal_conv1d": "SET_BYTES", "causal_conv1d_update": "POOL_BYTES", "combine_splits": "SET_BYTES"}
+BYTES |= {
+    "causal_conv1d": "SET_BYTES",
+    "causal_conv1d_update": "POOL_BYTES",
+    "combine_splits": "SET_BYTES",
+    "gated_rms_norm": "SET_BYTES",
+    "layers": "POOL_BYTES",
+}
 
 
 def small_run(op: str, watch: Watch = SILENT, **options: Any) -> dict[str, Any]:
-    fixed = {"op": op} if op in LINEAR_ATTENTION else {}
+    fixed = {"op": op} if op in TOLD else {}
     return home(op).run(**fixed, **SMALL[op] | options, watch=watch)
 
 
@@ -46,6 +55,8 @@ def without_a_gpu(monkeypatch) -> None:
     monkeypatch.setattr(report, "slot_copies", lambda state, slots, pdls: {"copy": lambda i: slots[i]})
     monkeypatch.setattr(report, "usable", lambda peers: {name: lambda i: None for name in peers})
     monkeypatch.setattr(combine_splits, "peers_of", lambda case: {"flashinfer.merge_states": lambda i: None})
+    monkeypatch.setattr(layers, "peers_of", lambda case: {"flashinfer": lambda i: None})
+    monkeypatch.setattr(gated_rms_norm, "peers_of", lambda case: {"fla.rms_norm_gated": lambda i: None})
     monkeypatch.setattr(runtime, "device_arch", lambda index: Arch.parse("sm_90a"))
     monkeypatch.setattr(timing, "device_us", lambda contenders, sets, rounds: {n: 2.0 if "ssmgen" in n else 4.0 for n in contenders})
     monkeypatch.setattr(timing, "host_us", lambda call: 1.0)

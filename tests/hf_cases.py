@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from ssmgen.compat import hf, hf_layers
+from ssmgen.compat.hf_layers import LAYERS
+
 _COMMON = {"vocab_size": 64, "hidden_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2}
 _ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 128}
 _MAMBA2_HYBRID = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_expand": 2, "mamba_chunk_size": 4}
@@ -237,3 +240,69 @@ def last_logits(step: DecodeStep, cache: Any, steps: int) -> torch.Tensor:
         logits = step(cache)
         forget(cache)
     return logits
+
+
+# Of layers that are fused.
+
+
+def mixer_class(name: str) -> type[torch.nn.Module]:
+    """The class of a model's layers that `patch(fuse=True)` knows."""
+    return getattr(modeling(name), LAYERS[name].name)
+
+
+def mixers(model: torch.nn.Module) -> list[Any]:
+    """The model's layers that are fused."""
+    classes = tuple(mixer_class(name) for name in LAYERS)
+    return [layer for layer in model.modules() if isinstance(layer, classes)]
+
+
+def fused_label(name: str) -> str:
+    return f"{name}.{LAYERS[name].name}"
+
+
+def fused_operator(name: str) -> tuple[Any, str]:
+    """(module, name) of the operator that computes the layer, where the layer looks it up."""
+    return (hf_layers.native_gdn, "gdn_layer") if name.startswith("qwen") else (hf_layers.native_mamba2, "mamba2_layer")
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Equal to rounding: within 1e-4 of the largest."""
+    assert got.dtype == want.dtype and got.shape == want.shape
+    assert (got - want).abs().max() <= 1e-4 * want.abs().max(), (got - want).abs().max()
+
+
+def assert_same_generation(got: Any, want: Any) -> None:
+    """Tokens; logits, states and windows to rounding."""
+    assert torch.equal(got.sequences, want.sequences)
+    ours, theirs = states_of(got), states_of(want)
+    assert len(ours) == len(theirs) > 0
+    for a, b in zip((*got.logits, *ours), (*want.logits, *theirs), strict=True):
+        assert_close(a, b)
+
+
+def fused_calls(name: str, model: torch.nn.Module, steps: int) -> dict[str, hf.Calls]:
+    """The calls of a fused generation with so many decode steps."""
+    layers = convolutions(model)
+    return {f"{name}.causal_conv1d_fn": hf.Calls(layers, 0), fused_label(name): hf.Calls(layers * steps, 0)}
+
+
+def replaced() -> dict[str, Any]:
+    """What patches replace: functions of modeling files and forwards of layers."""
+    here = [name for name in TINY if known(name)]
+    functions = {f"{name}.{f}": getattr(modeling(name), f) for name in here for f in hf.MODELS[name] if hasattr(modeling(name), f)}
+    return functions | {fused_label(name): vars(mixer_class(name))["forward"] for name in LAYERS}
+
+
+def change_rates(model: torch.nn.Module, how: str) -> None:
+    """Adds 1 to A_log of the model's fused layers."""
+    with torch.no_grad():
+        for mixer in mixers(model):
+            new = mixer.A_log + 1.0
+            if how == "in place":
+                mixer.A_log.copy_(new)
+            elif how == "another parameter":
+                mixer.A_log = torch.nn.Parameter(new)
+            elif how == "other data":
+                mixer.A_log.data = new
+        if how == "a state dict":
+            model.load_state_dict({n: p + 1.0 if n.endswith("A_log") else p for n, p in model.state_dict().items()})

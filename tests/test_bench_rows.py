@@ -16,6 +16,7 @@ from ssmgen.bench import HOMES, home, rows, suite
 from ssmgen.bench.formats import load
 from ssmgen.bench.progress import Display, Watch
 from ssmgen.errors import ModelError, SsmgenError
+from ssmgen.spec import DType
 
 
 class Recording(Watch):
@@ -107,7 +108,18 @@ def test_flat_rows_have_the_same_keys():
 
 
 @pytest.mark.parametrize(
-    "op", ["selective_state_update", "kda", "replay_selective_state_update", "causal_conv1d", "causal_conv1d_update", "combine_splits"]
+    "op",
+    [
+        "selective_state_update",
+        "kda",
+        "replay_selective_state_update",
+        "causal_conv1d",
+        "causal_conv1d_update",
+        "combine_splits",
+        "gated_rms_norm",
+        "mamba2_layer",
+        "gdn_layer",
+    ],
 )
 def test_a_case_that_is_wrong_is_not_timed_and_the_others_are(op, bench):
     module, calls = home(op), []
@@ -183,7 +195,9 @@ def test_tasks():
     mamba1, mamba2 = suite.tasks(model="mamba-130m"), suite.tasks(model="nemotron-h-8b", tp=8, quick=True)
     conv = ["causal_conv1d", "causal_conv1d_update"]
     assert list(mamba1) == ["selective_state_update", *conv] and mamba1["causal_conv1d_update"]["dim"] == 1536
-    assert list(mamba2) == ["selective_state_update", "replay_selective_state_update", *conv]
+    assert list(mamba2) == ["selective_state_update", "replay_selective_state_update", *conv, "gated_rms_norm", "mamba2_layer"]
+    assert mamba2["mamba2_layer"] == {"names": ("nemotron-h-8b",), "tp": 8, "batches": (1, 64), "states": (DType.BF16,)}
+    assert mamba2["gated_rms_norm"]["shapes"] == ((1, 1024),) and mamba2["gated_rms_norm"]["rows"] == (1, 128)
     assert mamba2["selective_state_update"] == {"names": ("nemotron-h-8b",), "tp": 8, "batches": (1, 16, 128)}
     assert mamba2["replay_selective_state_update"]["shape"] == (16, 64, 128, 1)
     wide = suite.tasks(model="olmo-hybrid-7b")["gated_delta_rule"]

@@ -53,7 +53,7 @@ STEP_SPEC = UpdateSpec(width=4, state_len=3, vec=4)
         (STEP_SPEC, {"advance": Advance.ROLL}, "a ring or a rolling window needs a position"),
         (STEP_SPEC, {"count": Tokens.RAGGED}, "packed sequences need query_start_loc"),
         (STEP_SPEC, {"layout": StateLayout.ANY}, "state_len is of runs only"),
-        (STEP_SPEC, {"state_len": 4}, "runs of 4 are not 3"),
+        (STEP_SPEC, {"state_len": 5}, "runs of 5 are not 3 or 4"),
         (STEP_SPEC, {"advance": Advance.RING, "position": Index.I32}, "a ring is not rewritten whole"),
         (
             STEP_SPEC,
@@ -219,8 +219,8 @@ def sampled_updates(advance: Advance) -> list[KernelSpec]:
             width=width, x=next(types), weight=DType.F32, bias=DType.F32, advance=advance, position=position, tokens=tokens, count=count,
             query_start_loc=starts, index=Index.I32, layout=layout, loads=loads, taps=loads,
         )  # fmt: skip
-        problem = replace(problem, state_len=problem.runs_len) if runs else problem
-        specs[registry.select(step.OPERATOR, problem, 64, SM90, True)] = None
+        for length in problem.runs_lens if runs else (0,):
+            specs[registry.select(step.OPERATOR, replace(problem, state_len=length), 64, SM90, True)] = None
     return list(specs)
 
 

@@ -22,7 +22,7 @@ from ssmgen.bench.progress import Watch
 from ssmgen.compat import hf
 from ssmgen.demo import DemoError, measure, run
 from ssmgen.demo.decode import PROMPT, Greedy, prompt
-from ssmgen.demo.measure import GRAPH, PATCHED, PLAIN, Options, Row, Way
+from ssmgen.demo.measure import FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Options, Row, Way
 from ssmgen.demo.presets import OTHERS, SHARED, Preset, chosen, presets
 from ssmgen.demo.run import Failure, Report
 from ssmgen.demo.table import COLUMNS, as_markdown, print_table
@@ -157,11 +157,19 @@ def test_what_is_left_to_transformers_is_an_error():
 
 
 def test_tokens_are_compared_one_by_one(monkeypatch):
-    assert measure.same_tokens(narrow(), 4, "cpu") == (12, 12)
-    answers = iter([torch.zeros(1, 4), torch.zeros(1, 4), torch.zeros(2, 4), torch.tensor([[0, 0, 0, 1], [0, 1, 0, 0]])])
+    """Of one sequence and of two, patched and fused."""
+    assert measure.same_tokens(narrow(), 4, "cpu") == (24, 24)
+    zeros, others = torch.zeros(2, 4), torch.tensor([[0, 0, 0, 1], [0, 1, 0, 0]])
+    answers, asked = iter([zeros[:1], zeros[:1], zeros[:1], zeros, zeros, others]), []
     monkeypatch.setattr(measure, "generated", lambda *_: next(answers))
-    monkeypatch.setattr(measure, "served", lambda _: contextlib.nullcontext())
-    assert measure.same_tokens(narrow(), 4, "cpu") == (10, 12)
+    monkeypatch.setattr(measure, "served", lambda model, fuse: asked.append(fuse) or contextlib.nullcontext())
+    assert measure.same_tokens(narrow(), 4, "cpu") == (22, 24)
+    assert asked == [False, True] * 2
+
+
+def test_a_family_without_fused_layers_is_compared_patched_alone(monkeypatch):
+    monkeypatch.setattr(hf, "fusible", lambda model: False)
+    assert measure.same_tokens(narrow(), 4, "cpu") == (12, 12)
 
 
 def test_ways_take_turns_and_are_synchronised_around_each_loop(monkeypatch):
@@ -199,13 +207,13 @@ def test_no_kernel_in_a_profile_is_an_error(monkeypatch):
 def on_cpu(monkeypatch):
     """decoded() and what is around it run on CPU tensors: five kernels a step, and no capture."""
 
-    def refuse(model, ids, room):
+    def refuse(model, ids, room, fuse):
         raise RuntimeError("no stream to capture\nwith more below") from None
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(measure, "kernels", lambda step: step() is None or 5)
     monkeypatch.setattr(measure, "captured", refuse)
-    monkeypatch.setattr(hf, "warm", lambda model, batches, prompt_length: 0)
+    monkeypatch.setattr(hf, "warm", lambda model, batches, prompt_length, fuse=False: 0)
 
 
 FEW = Options(layers=2, tokens=2, rounds=2)
@@ -215,10 +223,17 @@ def test_a_family_is_measured_at_each_batch_size(on_cpu):
     rows, failed = run.family(narrow(), (1, 2), FEW, "cpu")
     assert not failed and [row.batch for row in rows] == [1, 2]
     for row in rows:
-        assert row.ms.keys() == {PLAIN, PATCHED} and min(row.ms.values()) > 0 and row.kernels == {PLAIN: 5, PATCHED: 5}
-        assert (row.same, row.tokens, row.served, row.layers) == (6, 6, 2, 2)
-        assert row.notes == {"graph ms": "RuntimeError: no stream to capture"} and row.speedup(GRAPH) is None
+        assert row.ms.keys() == {PLAIN, PATCHED, FUSED} and min(row.ms.values()) > 0 and row.kernels == dict.fromkeys(row.ms, 5)
+        assert (row.same, row.tokens, row.served, row.layers) == (12, 12, 2, 2)
+        assert row.notes == dict.fromkeys((f"{GRAPH} ms", f"{FUSED_GRAPH} ms"), "RuntimeError: no stream to capture")
+        assert row.speedup(GRAPH) is row.speedup(FUSED_GRAPH) is None
         assert row.speedup(PATCHED) == row.ms[PLAIN] / row.ms[PATCHED]
+
+
+def test_a_family_without_fused_layers_has_no_such_way(on_cpu, monkeypatch):
+    monkeypatch.setattr(hf, "fusible", lambda model: False)
+    rows, failed = run.family(narrow(), (1,), FEW, "cpu")
+    assert not failed and rows[0].ms.keys() == {PLAIN, PATCHED} and rows[0].notes.keys() == {f"{GRAPH} ms"}
 
 
 def test_what_fails_is_named_and_the_others_go_on(on_cpu, monkeypatch):
@@ -258,23 +273,46 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
+def table(text: str) -> list[dict[str, str]]:
+    """Rows of a table in Markdown, by title; a column without one is that of the title before it, with " ×"."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert {len(cells(line)) for line in lines} == {len(COLUMNS)}
+    titles = cells(lines[0])
+    named = [title or f"{titles[i - 1]} ×" for i, title in enumerate(titles)]
+    return [dict(zip(named, cells(line), strict=True)) for line in lines[2:]]
+
+
 def test_markdown_has_a_line_per_row_and_a_footnote_per_reason():
     eager = {"ms": {PLAIN: 6.0, PATCHED: 3.0}, "notes": {"graph ms": "RuntimeError: no capture"}}
     uncounted = {"kernels": {}, "notes": {f"{way} kernels": "DemoError: no CUPTI" for way in (PLAIN, PATCHED)}}
     rows = [row(), row(family="jamba", served=7, **eager), row(family="bamba", **eager), row(family="zamba", **uncounted)]
     text = as_markdown(Report(FACTS, rows, [Failure("lfm2", 64, "it broke")]))
-    table = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(table) == 6 and {len(cells(line)) for line in table} == {len(COLUMNS)}
-    assert cells(table[2]) == ["mamba2", "Codestral", "8", "1", "6.00", "3.00", "2.0 ×", "0.50", "12.0 ×", "400", "200", "48/48"]
-    assert cells(table[3])[2] == "7 of 8" and cells(table[3])[7:9] == cells(table[4])[7:9] == ["- (1)"] * 2
-    assert cells(table[5])[9:11] == ["- (2)"] * 2
+    first, jamba, bamba, zamba = table(text)
+    assert first == {
+        "family": "mamba2", "as wide as": "Codestral", "layers": "8", "batch": "1", "transformers ms": "6.00", "patched ms": "3.00",
+        "patched ms ×": "2.0 ×", "fused ms": "", "fused ms ×": "", "graph ms": "0.50", "graph ms ×": "12.0 ×", "fused graph ms": "",
+        "fused graph ms ×": "", "kernels": "400", "patched kernels": "200", "fused kernels": "", "same tokens": "48/48",
+    }  # fmt: skip
+    assert jamba["layers"] == "7 of 8"
+    assert all(line[title] == "- (1)" for line in (jamba, bamba) for title in ("graph ms", "graph ms ×"))
+    assert zamba["kernels"] == zamba["patched kernels"] == "- (2)"
     assert "(1) RuntimeError: no capture\n(2) DemoError: no CUPTI" in text and "not measured: lfm2, batch 64: it broke" in text
     assert "vocabulary is of 1024 tokens" in text and "No package of kernels" in text
     assert "transformers may use fla" in as_markdown(Report({**FACTS, "kernel_packages": ["fla"]}, rows))
 
 
+def test_a_fused_familys_ways_have_their_cells():
+    ms = {PLAIN: 6.0, PATCHED: 3.0, FUSED: 2.0, GRAPH: 0.5, FUSED_GRAPH: 0.25}
+    fused, eager = row(ms=ms, kernels=dict(zip(ms, (400, 200, 100, 200, 100), strict=True))), dict(ms)
+    del eager[FUSED_GRAPH]
+    first, second = table(as_markdown(Report(FACTS, [fused, row(ms=eager, notes={f"{FUSED_GRAPH} ms": "no capture"})])))
+    assert (first["fused ms"], first["fused ms ×"], first["fused kernels"]) == ("2.00", "3.0 ×", "100")
+    assert (first["fused graph ms"], first["fused graph ms ×"]) == ("0.25", "24.0 ×")
+    assert second["fused graph ms"] == second["fused graph ms ×"] == "- (1)"
+
+
 def test_a_terminal_gets_the_same_cells():
-    console = Console(width=200, record=True, file=io.StringIO())
+    console = Console(width=240, record=True, file=io.StringIO())
     print_table(
         Report(FACTS, [row(), row(ms={PLAIN: 1.0, PATCHED: 1.0}, notes={"graph ms": "why"})], [Failure("lfm2", None, "it broke")]), console
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from ssmgen.cli import main
 from ssmgen.errors import ModelError
 from ssmgen.kernels import OPERATOR_OF
 from ssmgen.kernels.causal_conv1d import ConvLayout, ConvProblem
+from ssmgen.kernels.causal_conv1d_update import StateLayout
 from ssmgen.kernels.linear_attention_problem import Layout, Ring
 from ssmgen.models import LinearAttention, Mamba, find_model, models
 from ssmgen.ops.checks import DTYPES
@@ -32,7 +34,7 @@ def test_the_table_is_sound():
         assert model.function in ssmgen.__all__
         for problem in model.problems():
             assert not problem.faults() and OPERATOR_OF[type(problem)] == model.operator
-        assert not any(problem.faults() for problem in model.convolutions())
+        assert not any(problem.faults() for problem in (*model.convolutions(), *model.norms(), *model.layers()))
 
 
 def test_every_kind_has_models():
@@ -216,6 +218,63 @@ def test_widths_may_differ():
     assert {p.width for p in replace(find_model("mamba-130m"), conv_width=3).convolutions()} == {3}
 
 
+def test_norms():
+    def norms(name: str, tp: int = 1) -> list[tuple]:
+        return [(p.size, p.grouped, p.norm_first, p.activation.value) for p in find_model(name).divided(tp).norms()]
+
+    assert norms("nemotron-h-8b") == norms("nemotron-h-8b", 4) == [(1024, True, False, "silu")]
+    assert norms("nemotron-h-8b", 8) == [(1024, False, False, "silu")]
+    assert norms("mamba2-2.7b") == [(5120, False, False, "silu")] and norms("mamba2-2.7b", 2) == [], "a group of two ranks"
+    assert norms("qwen3.5-397b-a17b") == [(128, True, True, "silu")] and norms("kimi-linear-48b-a3b") == [(128, True, True, "sigmoid")]
+    assert norms("falcon-h1-7b") == norms("mamba-130m") == norms("rwkv7-1.5b") == norms("minimax-text-01") == []
+
+
+def test_layers():
+    def layers(name: str, tp: int = 1, **call) -> set[tuple]:
+        found = find_model(name).divided(tp).layers(indices=(Index.I32,), **call)
+        return {(p.norm_size, p.norm_groups, p.norm_first, p.norm is not None) for p in found}
+
+    assert layers("nemotron-h-8b") == {(1024, 8, False, True)} and layers("nemotron-h-8b", 8) == {(1024, 1, False, True)}
+    assert layers("mamba2-2.7b", 2) == {(0, 0, False, False)}, "the norm's group is two ranks'"
+    assert layers("qwen3.5-397b-a17b") == {(128, 64, True, True)}
+    gated = find_model("falcon-h1-7b").layers()
+    assert all(p.z is DType.BF16 and p.norm is None for p in gated) and find_model("nemotron-h-8b").layers()[0].z is None
+    assert {(p.conv_layout, p.conv_len) for p in gated} == {(StateLayout.RUNS, 3), (StateLayout.RUNS, 4), (StateLayout.CHANNELS, 3)}
+    assert {(p.state, p.index) for p in find_model("qwen3.5-397b-a17b").layers(tuple(DType))} == set(
+        product(DType, (Index.NONE, Index.I32))
+    )
+    assert {p.layout for p in find_model("qwen3.5-397b-a17b").layers(layout=Layout.KV)} == {Layout.KV}
+    for name in ("mamba-130m", "kimi-k3", "rwkv7-1.5b", "minimax-text-01"):
+        assert find_model(name).layer_function is None and find_model(name).layers() == []
+
+
+@pytest.mark.parametrize("length", [3, 4], ids="window{}".format)
+@pytest.mark.parametrize("layout", [StateLayout.RUNS, StateLayout.CHANNELS], ids=lambda layout: layout.value)
+@pytest.mark.parametrize("name", ["nemotron-h-8b", "mamba2-2.7b", "falcon-h1-7b", "qwen3.5-397b-a17b"])
+def test_calls_of_layers_pose_their_problems(name, layout, length):
+    """Calls as models make them: views of one projection, a norm where the model has one."""
+    model = find_model(name).divided(8 if name == "nemotron-h-8b" else 1)
+    batch, channels, H = 2, model.conv_channels, model.nheads
+    rows, elements, groups = model.shape
+    inner = H * rows
+
+    def bf16(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=BF16)
+
+    taps = bf16(3, channels, length) if layout is StateLayout.RUNS else bf16(3, length, channels).transpose(1, 2)
+    shared = (taps, torch.zeros(3, H, rows, elements), torch.zeros(3, groups, dtype=torch.int32), bf16(channels, 4))
+    slots = torch.arange(batch, dtype=torch.int32)
+    if model.kind == "mamba2":
+        z, xBC, dt = bf16(batch, inner + channels + H).split([inner, channels, H], 1)
+        norm = {} if model.gate else {"norm_weight": bf16(inner), "norm_group_size": model.norm_shape[1]}
+        call = ssmgen.mamba2_layer.build(xBC, dt, z, *shared, bf16(channels), torch.zeros(H), bf16(H), bf16(H), **norm, state_indices=slots)
+    else:
+        heads, weights = (bf16(batch, H), bf16(batch, H), bf16(batch, inner)), (None, torch.zeros(H), bf16(H), bf16(rows))
+        call = ssmgen.gdn_layer.build(bf16(batch, channels), *heads, *shared, *weights, state_indices=slots)
+    expected = [p for p in model.layers(indices=(Index.I32,)) if (p.conv_layout, p.conv_len) == (layout, length)]
+    assert expected == ([] if (layout, length) == (StateLayout.CHANNELS, 4) else [call.problem()[0]])
+
+
 # The command line.
 
 
@@ -232,6 +291,9 @@ def test_build_chooses_by_operator(own_cache):
         return {v["spec"].partition(":")[0] for v in rows}
 
     assert families() == {"selective_state_update", "causal_conv1d", "causal_conv1d_update"}
+    norms = json.loads(ran("build", "--model", "kimi-linear-48b-a3b", "--op", "gated_rms_norm", "--no-pdl", "--json"))["variants"]
+    assert norms and {v["spec"].partition(":")[0] for v in norms} == {"gated_rms_norm"}
+    assert "does not use gated_rms_norm" in ran("build", "--model", "mamba-130m", "--op", "gated_rms_norm", code=1)
     assert families("--op", "selective_state_update") == {"selective_state_update"}
     tokens = json.loads(ran("build", "--model", "falcon-h1-7b", "--op", "selective_state_update", "--tokens", "4", "--json"))["variants"]
     assert {v["spec"].partition(":")[0] for v in tokens} == {"selective_state_update_tokens"}
@@ -240,6 +302,26 @@ def test_build_chooses_by_operator(own_cache):
     assert "does not use linear_attention" in ran("build", "--model", "mamba-130m", "--op", "linear_attention", code=1)
     assert "does not use causal_conv1d" in ran("build", "--model", "rwkv7-0.1b", "--op", "causal_conv1d", code=1)
     assert "does not take --ring" in ran("build", "--model", "kimi-k3", "--op", "causal_conv1d", "--ring", "store", code=2)
+
+
+def test_build_and_explain_of_layers(own_cache):
+    model = ("--model", "nemotron-h-8b", "--tp", "8")
+    rows = json.loads(ran("build", *model, "--op", "mamba2_layer", "--no-pdl", "--index", "i32", "--max-batch", "1", "--json"))["variants"]
+    assert {v["spec"].partition(":")[0] for v in rows} == {"mamba2_layer", "layer_norm"}
+    assert "does not use gdn_layer" in ran("build", *model, "--op", "gdn_layer", code=1)
+    assert "does not take --pool, --tokens" in ran("build", *model, "--op", "mamba2_layer", "--pool", "split", "--tokens", "2", code=2)
+    assert "does not take --layout" in ran("build", *model, "--op", "mamba2_layer", "--layout", "kv", code=2)
+    text = ran("explain", "mamba2_layer", *model, "--batch", "4", "--index", "i32")
+    assert text.startswith("mamba2_layer, batch 4, sm_90a") and "conv_layout=channels" in text and "conv_len=4" in text
+    assert "layout=kv" in ran("explain", "gdn_layer", "--model", "qwen3.5-397b-a17b", "--layout", "kv")
+    assert "nemotron-h-8b has no layers that gdn_layer is for" in ran("explain", "gdn_layer", *model, code=1)
+
+
+def test_explain_of_norms():
+    text = ran("explain", "gated_rms_norm", "--model", "qwen3.5-397b-a17b", "--batch", "8")
+    assert text.startswith("gated_rms_norm, groups 512, sm_90a") and "norm_first=True" in text
+    words = ran("explain", "gated_rms_norm", "--model", "mamba2-2.7b", "--tp", "2", code=1)
+    assert "mamba2-2.7b has no gated norm that a rank could compute by itself" in words
 
 
 def test_explain_of_convolutions():

@@ -76,7 +76,7 @@ def test_fewer_terms_are_as_exact_as_they_say(terms, bound):
 
 def emulate(call: Call, spec: ReplaySpec) -> dict[str, torch.Tensor]:
     """The results of a variant, be it of one kernel or two."""
-    for part in (*spec.ahead, spec):
+    for part in spec.kernels:
         operands = {n: call.operands[n] for n in part.operands()}
         values, grid = op.kernel_values(part, call.views, call.options), op.FAMILY.grid_of(part, call.views)
         packed = Arguments(part, values).at([t.data_ptr() for t in operands.values()])
@@ -216,7 +216,7 @@ def test_violations_of_architectures():
     assert "the bulk L2 prefetch needs sm_90, not sm_80" in replace(SMALL, prefetch=264).violations(SM80)
 
 
-TEXTS = [part for spec in MATRIX.values() for part in (*spec.ahead, spec)]
+TEXTS = [part for spec in MATRIX.values() for part in spec.kernels]
 
 
 @pytest.mark.parametrize("pdl", Pdl, ids=lambda p: p.value)
@@ -287,7 +287,7 @@ def chosen(shape: str, batch: int, more: dict[str, Any], arch: Arch) -> tuple[Re
     heads, headdim, d_state, groups = SHAPES[shape]
     problem = ReplayProblem(d_state=d_state, headdim=headdim, nheads=heads, ngroups=groups, index=Index.I32, **more)
     spec = registry.select(op.OPERATOR, problem, batch, arch, arch >= Arch(90))
-    return (*spec.ahead, spec)
+    return spec.kernels
 
 
 @pytest.mark.parametrize("target", CHOSEN)

@@ -126,7 +126,7 @@ def test_no_variant_of_the_packages_tables_spills(monkeypatch, tmp_path):
     for r in rows:
         arch = Arch.parse(r.arch)
         specs = [s for s in table.alike(table.parse_spec(r.spec, table.FAMILIES)) if not s.violations(arch)]
-        work |= {(part, arch): r.label for s in specs for part in (*s.ahead, s)}
+        work |= {(part, arch): r.label for s in specs for part in s.kernels}
     failed = [f"{work[b.spec, b.arch]}: {b.error}" for b in build(list(work), Cache(tmp_path)) if b.error]
     assert not failed, "\n".join(failed)
 
@@ -223,9 +223,9 @@ def test_the_nearest_of_what_may_win_are_tried():
 
 @pytest.mark.parametrize("operator", TUNED)
 def test_cases_pose_what_the_operator_tunes(operator, monkeypatch):
-    for module in (cases.ssu, cases.linear, cases.conv_update):
+    for module in (cases.ssu, cases.linear, cases.conv_update, cases.layers):
         monkeypatch.setattr(module, "POOL_BYTES", 1)
-    for module in (cases.replay, cases.combine, cases.conv):
+    for module in (cases.replay, cases.combine, cases.conv, cases.norm):
         monkeypatch.setattr(module, "STATE_BYTES" if module is cases.replay else "SET_BYTES", 1)
     monkeypatch.setattr(cases.conv, "SHAPES", [(1, 64, 32)])
     monkeypatch.setattr(cases.combine, "SHAPES", [(16, 2)])
@@ -243,7 +243,14 @@ def test_cases_pose_what_the_operator_tunes(operator, monkeypatch):
 def test_models_that_do_not_use_an_operator():
     with pytest.raises(SsmgenError, match=r"rwkv7-1\.5b: not decoded by selective_state_update"):
         next(cases.cases(OP, ["rwkv7-1.5b"]))
-    for operator in ("causal_conv1d", "causal_conv1d_update", "replay_selective_state_update", "combine_splits"):
+    for operator in (
+        "causal_conv1d",
+        "causal_conv1d_update",
+        "replay_selective_state_update",
+        "combine_splits",
+        "gated_rms_norm",
+        "gdn_layer",
+    ):
         with pytest.raises(SsmgenError, match=rf"rwkv7-1\.5b: not decoded by {operator}"):
             next(cases.cases(operator, ["rwkv7-1.5b"]))
         assert not cases.used(operator, ["mamba-130m", "rwkv7-1.5b"])

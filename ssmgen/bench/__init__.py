@@ -6,6 +6,8 @@ import importlib
 from types import ModuleType
 
 LINEAR_ATTENTION = ("gated_delta_rule", "kda", "gla", "simple_gla", "lightning_attn", "delta_rule", "rwkv7", "gdn2", "comba")
+LAYERS = ("mamba2_layer", "gdn_layer")
+TOLD = (*LINEAR_ATTENTION, *LAYERS)  # operators whose module times several, so that its `run` is told which
 
 # operator -> the module here that times it. A module has `run`, which makes a report; `table`, the report as text; and `point`, which says
 # in words what a row of the report is about.
@@ -16,6 +18,8 @@ HOMES = {
     "causal_conv1d": "causal_conv1d",
     "causal_conv1d_update": "causal_conv1d_update",
     "combine_splits": "combine_splits",
+    "gated_rms_norm": "gated_rms_norm",
+    **dict.fromkeys(LAYERS, "layers"),
 }
 
 

@@ -12,7 +12,7 @@ import click
 from ..kernels.causal_conv1d import MAX_WIDTH, ConvLayout
 from ..kernels.replay_selective_state_update import MAX_TOKENS
 from ..spec import DType, PoolMode
-from . import LINEAR_ATTENTION, home
+from . import LAYERS, LINEAR_ATTENTION, home
 
 Option = Callable[[Any], Any]
 
@@ -225,3 +225,24 @@ add(
     several("--dtype", "dtypes", Choice(DType), help="Of partial results; may repeat. Default: f32, bf16, of which peers have the second."),
     click.option("--hot/--cold", "hot", default=None, help="Whether what is read is in the L2 cache. Default: both, where it fits."),
 )
+
+add(
+    "gated_rms_norm",
+    several("--form", "forms", click.Choice(["mamba2", "gdn", "kda"]), help="Of which layer; may repeat. Default: all."),
+    several(
+        "--shape", "shapes", Shape("G,N", "32,128"), help="Groups in a row, and their size; may repeat. Default: one or two of each form."
+    ),
+    several("--rows", "rows", click.IntRange(1), help="May repeat. Default: 1 … 4096."),
+    several("--dtype", "dtypes", Choice(DType), help="May repeat. Default: bf16."),
+    click.option("--hot/--cold", "hot", default=None, help="Whether what is read is in the L2 cache. Default: both, where it fits."),
+)
+
+for op in LAYERS:
+    add(
+        op,
+        several("--model", "names", str, help="May repeat. Default: two of those that have such layers."),
+        several("--state", "states", Choice(DType), help="State dtype; may repeat. Default: bf16, f32."),
+        several("--batch", "batches", click.IntRange(1), help="May repeat. Default: 1 … 64, 256."),
+        click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks."),
+        op=op,
+    )

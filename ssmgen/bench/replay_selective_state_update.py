@@ -244,7 +244,7 @@ PEERS = {"flashinfer": flashinfer, "tensorrt_llm": tensorrt_llm}
 def served(case: Case, form: Form, arch: Arch) -> dict[str, Any]:
     """The variant of a form, by which rule, and what compiling it takes; of two kernels, both."""
     chosen = api.explain(case.function, **case.arguments(0, form), pdl=form.external, arch=str(arch)).chosen
-    parts = (*chosen.spec.ahead, chosen.spec)
+    parts = chosen.spec.kernels
     return {"specs": [str(spec) for spec in parts], "rule": chosen.rule, "compile_seconds": sum(_compile_seconds(s, arch) for s in parts)}
 
 

@@ -10,8 +10,9 @@ import torch
 
 from ..models import LinearAttention, Mamba, find_model
 from ..spec import DType
-from . import HOMES, LINEAR_ATTENTION, home
+from . import HOMES, LAYERS, LINEAR_ATTENTION, TOLD, home
 from . import report as reports
+from .gated_rms_norm import FORMS
 from .progress import PRINTING, Watch
 from .recurrences import OPS
 from .rows import Failure, Row, failures_of, rows_of
@@ -28,6 +29,8 @@ QUICK: dict[str, dict[str, Any]] = {
     "causal_conv1d": {"shapes": ((1, 1536, 2048), (4, 4096, 4096))},
     "causal_conv1d_update": FEW,
     "combine_splits": {"shapes": ((128, 16), (1024, 8)), "widths": (512,), "dtypes": (DType.BF16,)},
+    "gated_rms_norm": {"rows": (1, 128), "hot": False},
+    **dict.fromkeys(LAYERS, {"batches": (1, 64), "states": (DType.BF16,)}),
 }
 assert QUICK.keys() == HOMES.keys()
 
@@ -67,6 +70,10 @@ def _of_model(name: str, tp: int, quick: bool) -> dict[str, dict[str, Any]]:
         sizes = (1, 4) if quick else (1, 4, 16, 64)
         found["causal_conv1d"] = {"shapes": tuple((n, channels, PROMPT) for n in sizes), "width": model.conv_width}
         found["causal_conv1d_update"] = {"dim": channels, "width": model.conv_width}
+    if model.norm_shape:
+        found["gated_rms_norm"] = {"forms": (FORMS[model.kind],), "shapes": (model.norm_shape,)}
+    if model.layer_function:
+        found[model.layer_function] = {"names": (name,), "tp": tp}
     return found
 
 
@@ -79,7 +86,7 @@ def run(work: Mapping[str, Mapping[str, Any]], rounds: int = 7, peers: bool = Tr
     reports.need_device()
     suite, ops = Suite(), list(work)
     for i, op in enumerate(ops):
-        fixed = {"op": op} if op in LINEAR_ATTENTION else {}
+        fixed = {"op": op} if op in TOLD else {}
         try:
             suite.reports.append(home(op).run(**fixed, **work[op], rounds=rounds, peers=peers, watch=watch))
         except KeyboardInterrupt:

@@ -92,17 +92,19 @@ def models(as_json: bool) -> None:
     from ..models import models as known
 
     if as_json:
-        rows = [
-            {k: getattr(v, "value", v) for k, v in asdict(m).items()} | {"function": m.function, "conv_channels": m.conv_channels}
-            for m in known().values()
-        ]
+        told = ("function", "conv_channels", "layer_function")
+        rows = [{k: getattr(v, "value", v) for k, v in asdict(m).items()} | {k: getattr(m, k) for k in told} for m in known().values()]
         click.echo(json.dumps(rows, indent=1))
         return
-    click.echo(f"{'model':28} {'kind':16} {'heads':>5} {'headdim, V':>11} {'d_state, K':>11} {'groups, key heads':>18}  state")
+    click.echo(
+        f"{'model':28} {'kind':16} {'heads':>5} {'headdim, V':>11} {'d_state, K':>11} {'groups, key heads':>18}  {'state':6} whole layer"
+    )
     for m in known().values():
         note = "" if m.verified else "  (unverified)"
         rows, elements, groups = m.shape
-        click.echo(f"{m.name:28} {m.kind:16} {m.nheads:5} {rows:11} {elements:11} {groups:18}  {m.state.value}{note}")
+        click.echo(
+            f"{m.name:28} {m.kind:16} {m.nheads:5} {rows:11} {elements:11} {groups:18}  {m.state.value:6} {m.layer_function or '-'}{note}"
+        )
 
 
 @click.command()

@@ -16,7 +16,7 @@ from ..cache import shared_cache
 from ..errors import ModelError
 from ..kernels import OPERATOR_OF, causal_conv1d
 from ..spec import Arch, DType
-from .options import CONVOLUTIONS, EXIT_FAILURE, REPLAY, arch_option, json_option, problems_of, with_model
+from .options import CONVOLUTIONS, EXIT_FAILURE, LAYERS, NORM, REPLAY, arch_option, json_option, problems_of, with_model
 
 PROMPT = 2048  # tokens of a sequence, where nothing is said
 
@@ -145,7 +145,7 @@ def check(specs: tuple[str, ...], batch: int, archs: list[Arch]) -> None:
 
 
 @click.command()
-@click.argument("op", type=click.Choice(["selective_state_update", *LINEAR_ATTENTION, *CONVOLUTIONS, REPLAY]))
+@click.argument("op", type=click.Choice(["selective_state_update", *LINEAR_ATTENTION, *CONVOLUTIONS, REPLAY, NORM, *LAYERS]))
 @with_model
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--gpu", help="Whose measured choices to look at, such as 'NVIDIA H200'. Default: this machine's, if it is of --arch.")
@@ -162,13 +162,20 @@ def explain(op, model, tp, pdl, batch, gpu, archs, as_json, **call) -> None:
     if not model:
         raise click.UsageError("give --model")
     known = find_model(model).divided(tp)
-    if op not in (known.function, *CONVOLUTIONS, REPLAY):
+    beside = (*CONVOLUTIONS, REPLAY, NORM, *LAYERS)  # what else models use than the function that decodes them
+    if op not in (known.function, *beside):
         raise ModelError(f"{model} is decoded by {known.function}, not by {op}")
     if op in CONVOLUTIONS and not known.conv_channels:
         raise ModelError(f"{model} has no short convolution")
     if op == REPLAY and known.kind != "mamba2":
         raise ModelError(f"{model} is no Mamba-2, and {op} is for that")
-    operator, size = (op if op in (*CONVOLUTIONS, REPLAY) else known.operator), batch
+    if op == NORM and not known.norm_shape:
+        raise ModelError(f"{model} has no gated norm that a rank could compute by itself")
+    if op in LAYERS and op != known.layer_function:
+        raise ModelError(f"{model} has no layers that {op} is for")
+    operator, size = (op if op in beside else known.operator), batch
+    if op == NORM:
+        size = batch * known.norm_shape[0]
     if op == causal_conv1d.OPERATOR:
         size = -(-batch * (call["tokens"] or PROMPT) * known.conv_channels * DType(call["io"]).size // 1024)
     problems = problems_of(model, operator, tp, **call)

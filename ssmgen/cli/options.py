@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import click
 
 from ..errors import SsmgenError
-from ..kernels import OPERATOR_OF, OPERATORS, causal_conv1d, causal_conv1d_update, selective_state_update_tokens
+from ..kernels import (
+    OPERATOR_OF,
+    OPERATORS,
+    causal_conv1d,
+    causal_conv1d_update,
+    gated_rms_norm,
+    gdn_layer,
+    mamba2_layer,
+    selective_state_update_tokens,
+)
 from ..kernels import replay_selective_state_update as replay_family
 from ..kernels.linear_attention_problem import Layout, Ring
 from ..spec import Arch, DType, Index, PoolMode
@@ -15,6 +25,8 @@ from ..spec import Arch, DType, Index, PoolMode
 CONVOLUTIONS = (causal_conv1d.OPERATOR, causal_conv1d_update.OPERATOR)
 BUILT = [name for name in OPERATORS if name != selective_state_update_tokens.OPERATOR]  # which goes with selective_state_update
 REPLAY, MAX_TOKENS = replay_family.OPERATOR, replay_family.MAX_TOKENS
+NORM = gated_rms_norm.OPERATOR
+LAYERS = (mamba2_layer.OPERATOR, gdn_layer.OPERATOR)
 EXIT_FAILURE, EXIT_DRIFT = 1, 3  # click itself exits with 2 for a wrong command line
 
 
@@ -59,6 +71,13 @@ def with_model(command: Any) -> Any:
     return command
 
 
+def _refuse(given: Iterable[str], taken: Iterable[str], operator: str, model: str) -> None:
+    """Raises click.UsageError that names the options which an operator of a model does not take."""
+    if refused := set(given) - set(taken):
+        options = ", ".join(f"--{option.replace('_', '-')}" for option in sorted(refused))
+        raise click.UsageError(f"{operator} of {model} does not take {options}")
+
+
 def problems_of(
     name: str, operator: str | None, tp: int, states: Any, io: str, indices: Any, pools: Any, replay: Any, window: Any, **more: Any
 ) -> list[Any]:
@@ -72,14 +91,21 @@ def problems_of(
     replays = model.replays(tuple(map(DType, states)), slots, activations, replay, window) if replay else []
     if operator == REPLAY:
         return replays
+    norms = model.norms(activations)
+    if operator == NORM:
+        return norms
+    call = {option: value for option, value in more.items() if value}
+    layout = {"layout": Layout(call["layout"])} if "layout" in call and model.layer_function == gdn_layer.OPERATOR else {}
+    layers = model.layers(tuple(map(DType, states)), slots, activations, **layout)
+    if operator in LAYERS:
+        split = ["pool"] if set(pools) - {PoolMode.SINGLE.value} else []
+        _refuse([*call, *split], layout, operator, name)
+        return [p for p in layers if OPERATOR_OF[type(p)] == operator]
     if operator not in (None, model.operator, *CONVOLUTIONS):
         return []
-    call = {option: value for option, value in more.items() if value}
     several = () if model.kind == "mamba1" else ("tokens", "intermediates", "no_update")
     taken = more.keys() if isinstance(model, LinearAttention) else several
-    if refused := call.keys() - (("tokens",) if operator in CONVOLUTIONS else taken):
-        options = ", ".join(f"--{option.replace('_', '-')}" for option in sorted(refused))
-        raise click.UsageError(f"{operator or model.function} of {name} does not take {options}")
+    _refuse(call, ("tokens",) if operator in CONVOLUTIONS else taken, operator or model.function, name)
     convolutions = model.convolutions(slots, activations, call.get("tokens", 1))
     found = [p for p in convolutions if operator in (None, OPERATOR_OF[type(p)])]
     if operator not in (None, model.operator):
@@ -88,5 +114,5 @@ def problems_of(
     if call.pop("no_update", False):
         call["update_state"] = False
     pooled = tuple(map(PoolMode, pools)) or (PoolMode.SINGLE,)
-    found += [] if operator else replays
+    found += [] if operator else [*replays, *norms, *layers]
     return model.problems(states=tuple(map(DType, states)), indices=slots, pools=pooled, io=activations, **call) + found

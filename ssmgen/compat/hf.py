@@ -1,9 +1,9 @@
 """transformers' models decode with ssmgen: `patch()` puts its functions into their modeling files, `warm(model)` prepares its kernels.
 
 Of a modeling file the state update of a decode step, the convolution's update and the convolution over a prompt are replaced, each on its
-own; scans over a prompt stay as they are. The modeling files look these functions up at every call, so models made before and after
-patching use them, and all models of one kind do. A call that ssmgen does not serve goes to transformers' own function, with a warning once
-per reason: where an operand requires grad, for one.
+own; with `fuse=True` also whole decode layers, between their projections. Scans over a prompt stay as they are. The modeling files look
+these functions up at every call, so models made before and after patching use them, and all models of one kind do. A call that ssmgen does
+not serve goes to transformers' own function, with a warning once per reason: where an operand requires grad, for one.
 
 Written for transformers 5.17 to 5.23.
 """
@@ -21,6 +21,7 @@ import torch
 from .. import api, runtime
 from ..errors import PatchError, bullets
 from . import hf_functions as functions
+from . import hf_layers as layers
 from .hf_functions import FUNCTIONS, Replacement
 
 _CONV = ("causal_conv1d_update", "causal_conv1d_fn")
@@ -101,16 +102,20 @@ class Patch:
         return "\n".join([f"{'replaced and called':{width}} {'ssmgen':>8} {'original':>8}", *rows])
 
 
-def patch(models: str | torch.nn.Module | Iterable[str | torch.nn.Module] = "auto") -> Patch:
+def patch(models: str | torch.nn.Module | Iterable[str | torch.nn.Module] = "auto", *, fuse: bool = False) -> Patch:
     """Puts ssmgen's functions into modeling files of transformers.
 
+    fuse: also whole decode layers, of the models that ssmgen has them for: convolution, state update, gates and norm, in one call between
+        the layer's projections
     models: "auto" for all that ssmgen knows and the installed transformers has; names of its model folders, such as "mamba2"; or models,
         whose kinds are patched: a function is a modeling file's, and so another model of the same kind has it too
     Patches may overlap: a function goes back to the original when the last patch that has it is undone.
     Warns of a function that this transformers does not have as expected, and leaves it alone.
     Raises PatchError for what is not known, listing all of it, before anything is replaced.
     """
-    wanted = [(name, function) for name in _names(models) for function in MODELS[name]]
+    names = _names(models)
+    wanted = [(name, function) for name in names for function in MODELS[name]]
+    wanted += [(name, layers.LAYERS[name].name) for name in names if fuse and name in layers.LAYERS]
     with _lock:
         objections = {pair: words for pair in wanted if (words := _objection(*pair))}
         if objections:
@@ -119,6 +124,11 @@ def patch(models: str | torch.nn.Module | Iterable[str | torch.nn.Module] = "aut
         if len(objections) == len(wanted):
             raise PatchError("none of these models has a function to replace; ssmgen knows transformers 5.17 and later")
         return Patch([_replacement(*pair) for pair in wanted if pair not in objections])
+
+
+def fusible(model: torch.nn.Module) -> bool:
+    """Whether `patch(model, fuse=True)` replaces whole layers of it."""
+    return any(name in layers.LAYERS for name in _kinds(model))
 
 
 def _names(models: str | torch.nn.Module | Iterable[str | torch.nn.Module]) -> list[str]:
@@ -178,6 +188,8 @@ def _objection(model: str, function: str) -> str:
     original = getattr(_modeling(model), function, None)
     if original is None:
         return "this transformers has no such function"
+    if isinstance(original, type):
+        return layers.objection(original)
     differences = functions.unknown_parameters(FUNCTIONS[function], original)
     return f"its parameters are others than expected: {', '.join(differences)}" if differences else ""
 
@@ -186,15 +198,21 @@ def _replacement(model: str, function: str) -> Replacement:
     """What stands in place of a function to which there is no objection, put there if need be."""
     known = _active.get((model, function))
     if known is None or not known.in_place:
-        known = _active[model, function] = Replacement(f"{model}.{function}", _modeling(model), function)
+        label, module = f"{model}.{function}", _modeling(model)
+        if isinstance(mixer := getattr(module, function), type):
+            known = Replacement(label, mixer, "forward", layers.run_layer)
+        else:
+            known = Replacement(label, module, function, functions.run_function)
+        _active[model, function] = known
     return known
 
 
-def warm(model: torch.nn.Module, batches: Iterable[int] = (1,), prompt_length: int = 8) -> int:
+def warm(model: torch.nn.Module, batches: Iterable[int] = (1,), prompt_length: int = 8, *, fuse: bool = False) -> int:
     """Compiles and loads the kernels that `model` needs to generate at these batch sizes, so that decoding can be captured.
 
     model: on a CUDA device, with `generate`. It reads a prompt of so many tokens and generates two, as one sequence and, for larger batch
         sizes, as two; what its layers call is then prepared for all sizes. The model need not be patched, and stays as it was.
+    fuse: as `patch` is told; where it already is patched like that, this may be left out
     A prompt of another length may need another kernel of the convolution, which its first call compiles.
     Returns the number of kernels that were not loaded before. Raises PatchError, and what ssmgen.warm does: ArgumentError
     for a model that is not on a CUDA device.
@@ -204,7 +222,7 @@ def warm(model: torch.nn.Module, batches: Iterable[int] = (1,), prompt_length: i
         raise PatchError(f"batches are {sizes}: name one or more, of 1 or more sequences each")
     loaded = runtime.loaded_count()
     device = next(model.parameters()).device
-    with patch(model) as handle, torch.no_grad():
+    with patch(model, fuse=fuse) as handle, torch.no_grad():
         for batch in sorted({min(size, 2) for size in sizes}):  # two rows show the strides between rows, which one does not
             prompt = torch.zeros(batch, prompt_length, dtype=torch.long, device=device)
             with functions.recording() as calls:

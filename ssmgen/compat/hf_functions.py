@@ -46,7 +46,8 @@ def recording() -> Iterator[list[Recorded]]:
         _recording.calls = before
 
 
-def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """function(*args, **kwargs), which `recording` sees."""
     if not is_compiling() and (calls := getattr(_recording, "calls", None)) is not None:
         calls.append(Recorded(function, args, kwargs))
     return function(*args, **kwargs)
@@ -56,7 +57,7 @@ def causal_conv1d_update(
     hidden_states: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
 ) -> Tensor:
     """hidden_states [batch, dim, T] -> a new tensor like it; conv_state [batch, dim, state_len] in place; weight [dim, width]."""
-    return _call(native_update.causal_conv1d_update, hidden_states, conv_state, weight, bias, activation)
+    return call(native_update.causal_conv1d_update, hidden_states, conv_state, weight, bias, activation)
 
 
 def causal_conv1d_fn(
@@ -64,7 +65,7 @@ def causal_conv1d_fn(
     **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """hidden_states [batch, dim, length] -> a new tensor like it. seq_idx [batch, length] int32 keeps packed sequences apart."""
-    return _call(native_conv.causal_conv1d, hidden_states, weight, bias, activation=activation, seq_idx=seq_idx)
+    return call(native_conv.causal_conv1d, hidden_states, weight, bias, activation=activation, seq_idx=seq_idx)
 
 
 def mamba_selective_state_update(
@@ -72,7 +73,7 @@ def mamba_selective_state_update(
     dt_bias: Tensor | None = None, dt_softplus: bool = False, z: Tensor | None = None, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """state [batch, dim, N] or [batch, heads, headdim, N] in place; the others as in ssmgen.selective_state_update."""
-    return _call(selective_state_update.selective_state_update, state, hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus)
+    return call(selective_state_update.selective_state_update, state, hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus)
 
 
 def torch_recurrent_gated_delta_rule(
@@ -104,7 +105,7 @@ def _recurrent(
     query, _, value, *_ = operands
     if query.dtype != value.dtype:
         raise ArgumentError(function.__name__, [f"value is {value.dtype}, query is {query.dtype}".replace("torch.", "")])
-    o = _call(
+    o = call(
         function, state, *operands, use_qk_l2norm=l2norm, state_layout="kv", cu_seqlens=cu_seqlens, update_state=bool(keep),
     )  # fmt: skip
     return o, state if keep else None
@@ -135,15 +136,17 @@ _KEYWORDS = ("seq_idx", "cu_seqlens")  # which models only pass by name
 
 
 class Replacement:
-    """What stands in a modeling file for one of its functions: ours, and the original where ours does not serve the call."""
+    """What stands for a function of a modeling file, or a class's method: ours, and the original where ours does not serve the call."""
 
-    def __init__(self, label: str, module: Any, name: str):
-        """label: such as "mamba2.causal_conv1d_update". Puts itself into the module."""
+    def __init__(self, label: str, module: Any, name: str, run_of: Callable[[Replacement, Callable[..., Any]], Callable[..., Any]]):
+        """label: such as "mamba2.causal_conv1d_update"; run_of: what makes our function of this and the original. Puts that into the
+        module, or the class."""
         self.label, self.module, self.name = label, module, name
         self.original = getattr(module, name)
         self.served = self.kept = 0  # calls that ours computed, and that the original did; not those in code made by torch.compile
         self.owners: set[object] = set()
-        self.run = _run_of(self, FUNCTIONS[name], self.original)
+        self.run = run_of(self, self.original)
+        self.run.__name__, self.run.__doc__, self.run.__wrapped__ = name, self.run.__doc__ or self.original.__doc__, self.original
         setattr(module, name, self.run)
         self._said: set[str] = set()
 
@@ -165,36 +168,41 @@ class Replacement:
             )  # fmt: skip
 
 
-def _run_of(replacement: Replacement, ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    label = replacement.label
+def attempt(replacement: Replacement, ours: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, str | None]:
+    """(what ours returns, None), or (None, why ours does not serve the call). Raises what is not for the original to mend."""
+    try:
+        result = ours(*args, **kwargs)
+    except ArgumentError as e:  # this and the next are raised before anything is launched or written
+        return None, bullets(e.problems)
+    except UnsupportedError as e:
+        return None, bullets(e.reasons)
+    except SsmgenError as e:
+        all_of_it = "\nFor all that a model needs: ssmgen.compat.hf.warm(model, batches=…)." if isinstance(e, CaptureError) else ""
+        e.args = (f"{replacement.label}, in {calling_layer()}: {e.args[0]}{all_of_it}", *e.args[1:])
+        raise
+    if not is_compiling():
+        replacement.served += 1
+    return result, None
+
+
+def run_function(replacement: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for a function of a modeling file."""
+    ours = FUNCTIONS[replacement.name]
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        traced = is_compiling()
         if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(args, kwargs)):
             reason = "  - an operand requires grad, and a decode step has no backward"
-        elif traced and _ends_a_trace(args, kwargs):
+        elif is_compiling() and _ends_a_trace(args, kwargs):
             reason = ""  # is not said: code that is compiled warns of nothing
         else:
-            try:
-                result = ours(*args, **kwargs)
-            except ArgumentError as e:  # this and the next are raised before anything is launched or written
-                reason = bullets(e.problems)
-            except UnsupportedError as e:
-                reason = bullets(e.reasons)
-            except SsmgenError as e:
-                all_of_it = "\nFor all that a model needs: ssmgen.compat.hf.warm(model, batches=…)." if isinstance(e, CaptureError) else ""
-                e.args = (f"{label}, in {calling_layer()}: {e.args[0]}{all_of_it}", *e.args[1:])
-                raise
-            else:
-                if not traced:
-                    replacement.served += 1
+            result, reason = attempt(replacement, ours, *args, **kwargs)
+            if reason is None:
                 return result
-        if not traced:
+        if not is_compiling():
             replacement.keep(reason)
         return original(*args, **kwargs)
 
-    run.__name__, run.__doc__ = replacement.name, ours.__doc__
-    run.__wrapped__ = original
+    run.__doc__ = ours.__doc__
     return run
 
 

@@ -2,13 +2,15 @@
 
 Milliseconds per token: a loop of greedy decode steps behind a short prompt, on the wall clock, synchronised ahead of the loop and behind
 it but not in it. The ways of decoding take turns, in the opposite order every other round; each gets the median of its rounds.
-transformers and patched run the same eager step on the cache that generate() makes, which grows. The graph replays one captured step of the
-patched model on transformers' StaticCache; its first tokens are those of eager steps on such a cache. generate() itself adds host time of
-its own to each token.
+transformers, patched and fused (patch(fuse=True), of families that have such layers) run the same eager step on the cache that generate()
+makes, which grows. A graph replays one captured step on transformers' StaticCache; its first tokens are those of eager steps on such a
+cache. generate() itself adds host time of its own to each token. Attention is without cuDNN, which plans anew for each length of the
+cache, some 20 ms, and would charge that to whoever comes to a length first.
 
 Kernels: those that torch.profiler sees in one step, without copies and fills by the driver.
 
-Same tokens: of generate() in f32 without TF32, patched and not, as one sequence and as two, on as few layers as have one of each kind.
+Same tokens: of generate() in f32 without TF32, patched, fused and not, as one sequence and as two, on as few layers as have one of each
+kind.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +32,7 @@ from . import DemoError
 from .decode import PROMPT, Captured, Greedy, prompt
 from .presets import Preset
 
-PLAIN, PATCHED, GRAPH = "transformers", "patched", "graph"
+PLAIN, PATCHED, FUSED, GRAPH, FUSED_GRAPH = "transformers", "patched", "fused", "graph", "fused graph"
 WARM_STEPS, CHECKED = 3, 4
 SPARE = 16  # steps of a static cache for all that is not timed
 FEWEST = 2  # layers of the model in f32
@@ -72,9 +75,9 @@ class Row:
 
 
 @contextlib.contextmanager
-def served(model: torch.nn.Module) -> Iterator[None]:
+def served(model: torch.nn.Module, fuse: bool = False) -> Iterator[None]:
     """The model patched. Raises DemoError at the end if a call was left to transformers' own function, or none was ours."""
-    with hf.patch(model) as patch:
+    with hf.patch(model, fuse=fuse) as patch:
         yield
     calls = patch.calls()
     if kept := [f"{label} ({count.original} calls)" for label, count in calls.items() if count.original]:
@@ -117,12 +120,12 @@ def kernel_names(events: Any) -> list[str]:
     return [name for name in on_device if not name.startswith(("Memcpy", "Memset"))]
 
 
-def captured(model: torch.nn.Module, ids: torch.Tensor, room: int) -> Captured:
+def captured(model: torch.nn.Module, ids: torch.Tensor, room: int, fuse: bool) -> Captured:
     """A decode step of the patched model in a CUDA graph, with room for so many steps.
 
     Raises DemoError if it gives other tokens than eager steps, and whatever a model's step does that cannot be captured.
     """
-    with served(model):
+    with served(model, fuse):
         want = Greedy(model, ids, room).tokens(CHECKED)
         graph = Captured(Greedy(model, ids, room))
     got = graph.tokens(CHECKED - 1)  # the first is taken ahead of the capture
@@ -133,28 +136,48 @@ def captured(model: torch.nn.Module, ids: torch.Tensor, room: int) -> Captured:
 
 def decoded(model: torch.nn.Module, batch: int, options: Options) -> dict[str, Any]:
     """ms, kernels and notes of a Row, of a model on a CUDA device. What cannot be captured or counted has a note."""
-    device = next(model.parameters()).device
-    ids = prompt(batch, model.config.vocab_size, device)
-    ways = {PLAIN: Way(Greedy(model, ids))}
-    with served(model):
-        ways[PATCHED] = Way(Greedy(model, ids), lambda: served(model))
-        ways[PATCHED].step()
-    notes: dict[str, str] = {}
-    try:
-        ways[GRAPH] = Way(captured(model, ids, options.rounds * options.tokens + SPARE))
-    except Exception as e:  # whatever a model's step does that cannot be captured
-        notes[f"{GRAPH} ms"] = first_line(e) + (f"; behind {first_line(e.__context__)}" if e.__context__ else "")
-    counts: dict[str, int] = {}
-    for name, way in ways.items():
-        with way.within():
-            for _ in range(WARM_STEPS):
-                way.step()
-            try:
-                counts[name] = kernels(way.step)
-            except DemoError as e:
-                notes[f"{name} kernels"] = first_line(e)
-    ms = interleaved_ms(ways, options.tokens, options.rounds, torch.cuda.synchronize)
+    ids = prompt(batch, model.config.vocab_size, next(model.parameters()).device)
+    with plain_attention():
+        ways, notes = _ways(model, ids, options)
+        counts: dict[str, int] = {}
+        for name, way in ways.items():
+            with way.within():
+                for _ in range(WARM_STEPS):
+                    way.step()
+                try:
+                    counts[name] = kernels(way.step)
+                except DemoError as e:
+                    notes[f"{name} kernels"] = first_line(e)
+        ms = interleaved_ms(ways, options.tokens, options.rounds, torch.cuda.synchronize)
     return {"ms": ms, "kernels": counts, "notes": notes}
+
+
+def _ways(model: torch.nn.Module, ids: torch.Tensor, options: Options) -> tuple[dict[str, Way], dict[str, str]]:
+    """(ways of decoding, why others are not there)"""
+    ways = {PLAIN: Way(Greedy(model, ids))}
+    notes: dict[str, str] = {}
+    for eager, graph, fuse in ((PATCHED, GRAPH, False), (FUSED, FUSED_GRAPH, True)):
+        if fuse and not hf.fusible(model):
+            continue
+        with served(model, fuse):
+            ways[eager] = Way(Greedy(model, ids), partial(served, model, fuse))
+            ways[eager].step()
+        try:
+            ways[graph] = Way(captured(model, ids, options.rounds * options.tokens + SPARE, fuse))
+        except Exception as e:  # whatever a model's step does that cannot be captured
+            notes[f"{graph} ms"] = first_line(e) + (f"; behind {first_line(e.__context__)}" if e.__context__ else "")
+    return ways, notes
+
+
+@contextlib.contextmanager
+def plain_attention() -> Iterator[None]:
+    """Without cuDNN's attention."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def same_tokens(preset: Preset, count: int, device: torch.device | str) -> tuple[int, int]:
@@ -164,9 +187,10 @@ def same_tokens(preset: Preset, count: int, device: torch.device | str) -> tuple
     with exact_f32():
         for batch in (1, 2):
             want = generated(model, batch, count)
-            with served(model):
-                got = generated(model, batch, count)
-            same, total = same + int((got == want).sum()), total + want.numel()
+            for fuse in (False, True)[: 1 + hf.fusible(model)]:
+                with served(model, fuse):
+                    got = generated(model, batch, count)
+                same, total = same + int((got == want).sum()), total + want.numel()
     return same, total
 
 
@@ -195,6 +219,8 @@ def prepared(preset: Preset, batches: tuple[int, ...], options: Options, device:
     """The family's model in bf16, its kernels loaded."""
     model = preset.build(options.layers, torch.bfloat16, device)
     hf.warm(model, batches, PROMPT)
+    if hf.fusible(model):
+        hf.warm(model, batches, PROMPT, fuse=True)
     return model
 
 

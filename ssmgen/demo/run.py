@@ -16,7 +16,7 @@ from ..bench.progress import PRINTING, Watch
 from ..errors import bullets
 from . import DemoError
 from . import measure as measuring
-from .measure import GRAPH, PATCHED, PLAIN, Options, Row
+from .measure import FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Options, Row
 from .presets import Preset
 
 PACKAGES = ("mamba_ssm", "causal_conv1d", "fla", "kernels")  # which transformers would call in place of PyTorch operations
@@ -131,5 +131,5 @@ def _measured(preset: Preset, batches: tuple[int, ...], options: Options, device
 
 def line(row: Row) -> str:
     """What a row says while others are measured."""
-    ms = ", ".join(f"{way} {row.ms[way]:.2f}" for way in (PLAIN, PATCHED, GRAPH) if way in row.ms)
+    ms = ", ".join(f"{way} {row.ms[way]:.2f}" for way in (PLAIN, PATCHED, FUSED, GRAPH, FUSED_GRAPH) if way in row.ms)
     return f"{row.family}, batch {row.batch}: ms per token {ms}; {row.same} of {row.tokens} tokens the same"

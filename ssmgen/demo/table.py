@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .measure import GRAPH, PATCHED, PLAIN, Row
+from .measure import FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Row
 from .presets import SHARED
 from .run import Report
 
@@ -45,10 +45,15 @@ COLUMNS = (
     Column("transformers ms", _ms(PLAIN)),
     Column("patched ms", _ms(PATCHED)),
     Column("", _speedup(PATCHED)),
+    Column("fused ms", _ms(FUSED), f"{FUSED} ms"),
+    Column("", _speedup(FUSED), f"{FUSED} ms"),
     Column("graph ms", _ms(GRAPH), f"{GRAPH} ms"),
     Column("", _speedup(GRAPH), f"{GRAPH} ms"),
+    Column("fused graph ms", _ms(FUSED_GRAPH), f"{FUSED_GRAPH} ms"),
+    Column("", _speedup(FUSED_GRAPH), f"{FUSED_GRAPH} ms"),
     Column("kernels", _kernels(PLAIN), f"{PLAIN} kernels"),
     Column("patched kernels", _kernels(PATCHED), f"{PATCHED} kernels"),
+    Column("fused kernels", _kernels(FUSED), f"{FUSED} kernels"),
     Column("same tokens", lambda row: f"{row.same}/{row.tokens}"),
 )
 
@@ -61,7 +66,7 @@ def caption(report: Report) -> str:
         f"{facts['device']}, torch {facts['torch']}, transformers {facts['transformers']}, {facts['date'][:10]}. "
         "Milliseconds and kernels per token of greedy decoding; bf16, random weights. Layers are as wide as the named model's and fewer; "
         "where it says so, only some of them have a function of ssmgen's. Experts are few, and the vocabulary is of "
-        f"{SHARED['vocab_size']} tokens, so that the head does not count. {peers}."
+        f"{SHARED['vocab_size']} tokens, so that the head does not count. Fused: families whose layers are fused. {peers}."
     )
 
 
@@ -109,7 +114,9 @@ class _Cells:
         text = column.cell(row)
         if text is not None:
             return text
-        reason = row.notes[column.note]
+        reason = row.notes.get(column.note)
+        if reason is None:  # a way that the family does not have
+            return ""
         return f"- ({self.reasons.setdefault(reason, len(self.reasons) + 1)})"
 
     def footnotes(self) -> Iterator[str]:

@@ -14,6 +14,7 @@ from ..kernels.causal_conv1d import ConvLayout, ConvSpec
 from ..kernels.causal_conv1d_update import MAX_TOKENS, Advance, Saved, StateLayout, UpdateSpec
 from ..kernels.causal_conv1d_update import Tokens as Counted
 from ..kernels.combine_splits import CombineSpec
+from ..kernels.gated_rms_norm import NormSpec
 from ..kernels.linear_attention import LinearAttentionSpec
 from ..kernels.linear_attention_problem import FROZEN_TOKENS, KEY_VECTORS, OF_KEY_HEADS, Beta, Gate, Tokens, Update
 from ..kernels.selective_state_update import SsuSpec
@@ -366,3 +367,16 @@ def combine_splits(spec: CombineSpec, batch: int, seed: int) -> dict[str, Tensor
     if spec.lse_out:
         made["lse_out"] = made["lse"] if spec.in_place else apart(torch.full(rows, 7.0), DType.F32, False)
     return {name: made[name] for name in spec.operands()}
+
+
+def gated_rms_norm(spec: NormSpec, batch: int, seed: int) -> dict[str, Tensor]:
+    """Of gated_rms_norm: groups with gaps between them, three in a row if they may be several; each has a weight of its own then."""
+    g = torch.Generator().manual_seed(seed)
+    groups, odd = 3 if spec.grouped else 1, spec.loads is Loads.ELEMENT
+    shape = {"weight": (groups, spec.size)}
+    made = {}
+    for role in spec.roles():
+        values = torch.randn(shape.get(role, (batch, groups, spec.size)), generator=g)
+        made[role] = _wide(values, getattr(spec, role), odd)
+    made["out"].fill_(float("nan"))
+    return made

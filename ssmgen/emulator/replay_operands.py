@@ -66,7 +66,7 @@ def replay(spec: ReplaySpec, batch: int, seed: int) -> dict[str, Tensor]:
         made["cu_seqlens"] = torch.tensor([0, *counts]).cumsum(0).to(INTEGERS[spec.cu_seqlens])
     for slot in range(slots):
         _poison(made, slot, step)
-    used = {name for part in (*spec.ahead, spec) for name in part.operands()}
+    used = {name for part in spec.kernels for name in part.operands()}
     return {name: t for name, t in made.items() if name in used}
 
 

@@ -7,7 +7,11 @@ from . import (
     causal_conv1d,
     causal_conv1d_update,
     combine_splits,
+    gated_rms_norm,
+    gdn_layer,
+    layer_norm,
     linear_attention,
+    mamba2_layer,
     replay_selective_state_update,
     selective_state_update,
     selective_state_update_tokens,
@@ -22,9 +26,12 @@ OPERATORS = {
         selective_state_update_tokens,
         replay_selective_state_update,
         linear_attention,
+        mamba2_layer,
+        gdn_layer,
         causal_conv1d,
         causal_conv1d_update,
         combine_splits,
+        gated_rms_norm,
     )
 }
 
@@ -34,9 +41,12 @@ OPERATOR_OF: dict[type[Problem], str] = {
     replay_selective_state_update.ReplayProblem: replay_selective_state_update.OPERATOR,
     selective_state_update_tokens.SsuTokensProblem: selective_state_update_tokens.OPERATOR,
     linear_attention.LinearAttentionProblem: linear_attention.OPERATOR,
+    mamba2_layer.Mamba2LayerProblem: mamba2_layer.OPERATOR,
+    gdn_layer.GdnLayerProblem: gdn_layer.OPERATOR,
     causal_conv1d.ConvProblem: causal_conv1d.OPERATOR,
     causal_conv1d_update.UpdateProblem: causal_conv1d_update.OPERATOR,
     combine_splits.CombineProblem: combine_splits.OPERATOR,
+    gated_rms_norm.NormProblem: gated_rms_norm.OPERATOR,
 }
 
 # Every spec class, by family name: what `parse_spec` and the command line know.
@@ -47,9 +57,13 @@ FAMILIES: dict[str, type[KernelSpec]] = {
         replay_selective_state_update.ReplaySpec,
         selective_state_update_tokens.SsuTokensSpec,
         linear_attention.LinearAttentionSpec,
+        mamba2_layer.Mamba2LayerSpec,
+        gdn_layer.GdnLayerSpec,
+        layer_norm.LayerNormSpec,
         causal_conv1d.ConvSpec,
         causal_conv1d_update.UpdateSpec,
         combine_splits.CombineSpec,
+        gated_rms_norm.NormSpec,
         slot_copy.SlotCopySpec,
     )
 }

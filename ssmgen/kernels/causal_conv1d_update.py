@@ -78,9 +78,11 @@ class UpdateProblem(Problem):
     taps: Loads = Loads.VECTOR
 
     @property
-    def runs_len(self) -> int:
-        """Length of the state with which RUNS works: everything in it is rewritten."""
-        return self.width - 1 + (self.tokens - 1 if self.advance is Advance.ROLL else 0)
+    def runs_lens(self) -> tuple[int, ...]:
+        """Lengths of the state with which RUNS works: all of it, at most one entry more than the history, is rewritten."""
+        if self.advance is Advance.ROLL:
+            return (self.width + self.tokens - 2,)
+        return (self.width - 1, self.width)
 
     def faults(self) -> list[str]:
         """What no variant could serve."""
@@ -91,7 +93,8 @@ class UpdateProblem(Problem):
             *must((self.count is Tokens.RAGGED) == (self.query_start_loc is not Index.NONE), "packed sequences need query_start_loc"),
             *must(self.layout is StateLayout.RUNS or not self.state_len, "state_len is of runs only"),
             *must(
-                self.layout is not StateLayout.RUNS or self.state_len == self.runs_len, f"runs of {self.state_len} are not {self.runs_len}"
+                self.layout is not StateLayout.RUNS or self.state_len in self.runs_lens,
+                f"runs of {self.state_len} are not {' or '.join(map(str, self.runs_lens))}",
             ),
             *must(self.layout is not StateLayout.RUNS or self.advance is not Advance.RING, "a ring is not rewritten whole"),
             *must(
@@ -201,6 +204,8 @@ class UpdateSpec(KernelSpec, UpdateProblem):
             # Whether lanes have all of their channels, or none: vectors are used for numbers of channels that they divide.
             "whole": Loads.VECTOR in (self.loads, self.taps) or self.layout is not StateLayout.ANY or self.saved is Saved.RUNS,
             "runs": self.layout is StateLayout.RUNS,
+            # Entries of a run ahead of the history.
+            "ahead": max(0, self.state_len - self.width + 1) if self.advance is Advance.SHIFT else 0,
             "advance": self.advance.value,
             "saves": self.saved is not Saved.NO,
         }

@@ -192,6 +192,7 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
             "accepted": self.accepted is not Index.NONE and not self.commit,
             "each": self.update is Update.EACH,
             "of_key_heads": OF_KEY_HEADS,
+            "convolved": (),  # operands that the kernel makes itself
             "scalars": self.token_scalars(),
             "tail": self.dim_v % self.tile != 0,
             "vector_state": self.state_loads is Loads.VECTOR,

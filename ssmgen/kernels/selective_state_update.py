@@ -140,6 +140,8 @@ class SsuSpec(RowSpec, SsuProblem):
             "pooled": self.index is not Index.NONE,
             "split": self.pool is PoolMode.SPLIT,
             "final_state": True,
+            "convolved": (),  # operands that the kernel makes itself
+            "A_is_log": False,
             "rounded": self.rounded,
             "tail": self.headdim % self.tile != 0,
             "vector_state": self.state_loads is Loads.VECTOR,

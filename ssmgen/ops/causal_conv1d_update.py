@@ -174,9 +174,9 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
             dense and pointers[name] % 16 == 0 and all(s % step == 0 for n, s in zip(t.shape[:-2], t.stride()[:-2], strict=True) if n > 1)
         )
 
-    rewritten = width - 1 + (tokens - 1 if advance is Advance.ROLL else 0)  # entries, if the kernel knows how many
+    rewritten = (width + tokens - 2,) if advance is Advance.ROLL else (width - 1, width)  # entries, if the kernel knows how many
     known = advance is Advance.SHIFT or (advance is Advance.ROLL and count is Tokens.FIXED)
-    if whole and known and state_len == rewritten and runs("conv_state", state_len):
+    if whole and known and state_len in rewritten and runs("conv_state", state_len):
         layout = StateLayout.RUNS
     elif whole and checks.aligned(state, pointers["conv_state"], lane, 1):
         layout = StateLayout.CHANNELS

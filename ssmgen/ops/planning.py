@@ -63,7 +63,7 @@ def launch_of(
             raise ArgumentError(name, [f"this call needs {grid} blocks; a launch has fewer than 2^31"])
         return runtime.Launch(kernel, device, grid, family.values_of(part, views, options))
 
-    parts = (*spec.ahead, spec)
+    parts = spec.kernels
     takes = [[names.index(n) for n in part.operands()] for part in parts]
     launches = [one(part) for part in parts]
     return launches[0] if takes == [[*range(len(names))]] else runtime.Chain(launches, takes)

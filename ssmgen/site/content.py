@@ -173,7 +173,7 @@ def choices(arch: Arch) -> dict[KernelSpec, list[Choice]]:
     for problem, names in problems_by_models(tuple(DType)).items():
         for pdl in (True, False) if arch >= SM90 else (False,):
             for choice, spec in _served(problem, names, arch, pdl):
-                for part in (*spec.ahead, spec):
+                for part in spec.kernels:
                     found.setdefault(part, []).append(choice)
     return found
 

@@ -13,10 +13,13 @@ import ssmgen
 from ..bench import causal_conv1d as conv
 from ..bench import causal_conv1d_update as conv_update
 from ..bench import combine_splits as combine
+from ..bench import gated_rms_norm as norm
+from ..bench import layers
 from ..bench import linear_attention as linear
 from ..bench import replay_selective_state_update as replay
 from ..bench import report as reports
 from ..bench import selective_state_update as ssu
+from ..bench.layer_case import Case as Layer
 from ..errors import SsmgenError
 from ..kernels.causal_conv1d import ConvLayout
 from ..models import Model, find_model, models
@@ -68,6 +71,10 @@ def _uses(operator: str, model: Model) -> bool:
         return bool(model.conv_channels)
     if operator == "replay_selective_state_update":
         return model.kind == "mamba2"
+    if operator == "gated_rms_norm":
+        return model.norm_shape is not None
+    if operator in layers.MODELS:
+        return model.layer_function == operator
     return model.function == operator  # no model's is combine_splits: models.toml does not know of attention
 
 
@@ -153,12 +160,32 @@ def _combine(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[in
             )
 
 
+def _norm(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
+    """Models' norms, or the benchmark's shapes."""
+    shapes = [(norm.FORMS[m.kind], m.norm_shape) for m in given] or [(form, shape) for form in norm.Form for shape in norm.SHAPES[form]]
+    for (form, shape), rows in product(dict.fromkeys(shapes), batches):
+        yield _case(f"norm, {form.value} {rows} x {shape}", norm.Case(rows, shape, form, device=device))
+
+
+def _layer(operator: str, given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
+    """Models' layers."""
+    for model in given or _users(operator):
+        rows, elements, _ = model.shape
+        for state in _states(model):
+            pool = _pool((model.nheads, rows, elements), state, batches, layers.POOL_BYTES, device)
+            for batch in batches:
+                bench = Layer(operator, model, pool[: _slots(pool, layers.POOL_BYTES, batch)], batch)
+                yield _case(f"{operator} {model.name} {state.value} batch {batch}", bench)
+
+
 CASES = {
     "selective_state_update": _ssu,
     "causal_conv1d": _conv,
     "causal_conv1d_update": _conv_update,
     "replay_selective_state_update": _replay,
     "combine_splits": _combine,
+    "gated_rms_norm": _norm,
+    **{operator: partial(_layer, operator) for operator in layers.MODELS},
 }
 
 

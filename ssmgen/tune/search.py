@@ -132,19 +132,19 @@ def _promising(call: Call, rule: KernelSpec, bench: Bench, pdl: bool) -> list[Ke
     legal = [s for s in OPERATORS[OPERATOR_OF[type(problem)]].space(problem, arch) if (s.pdl is not Pdl.OFF) == pdl and s != rule]
     grid = {spec: call.caller.family.grid_of(spec, views) for spec in legal}
     likely = model.promising([model.Candidate(spec, grid[spec]) for spec in legal], bench.card, COMPILED, rule)
-    built = build([(part, arch) for c in likely for part in (*c.spec.ahead, c.spec)], shared_cache())
+    built = build([(part, arch) for c in likely for part in c.spec.kernels], shared_cache())
     used = {b.spec: b.entry.resources for b in built if b.error is None}
     compiled = [
         model.Candidate(c.spec, c.grid, used[c.spec].registers, used[c.spec].shared)
         for c in likely
-        if all(part in used for part in (*c.spec.ahead, c.spec))
+        if all(part in used for part in c.spec.kernels)
     ]
     return [c.spec for c in model.promising(compiled, bench.card, TIMED, rule)]
 
 
 def _never_spills(spec: KernelSpec, bench: Bench) -> bool:
     """Whether the variant spills for no problem that its row may serve."""
-    parts = [(part, bench.card.arch) for s in table.alike(spec) if not s.violations(bench.card.arch) for part in (*s.ahead, s)]
+    parts = [(part, bench.card.arch) for s in table.alike(spec) if not s.violations(bench.card.arch) for part in s.kernels]
     return all(b.error is None for b in build(parts, shared_cache()))
 
 

@@ -14,7 +14,7 @@ from ssmgen import cli
 from ssmgen.demo import measure, run
 from ssmgen.demo import presets as known
 from ssmgen.demo.decode import Greedy, prompt
-from ssmgen.demo.measure import GRAPH, PATCHED, PLAIN, Options
+from ssmgen.demo.measure import FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Options
 from ssmgen.demo.presets import Preset
 from ssmgen.demo.run import Report
 
@@ -38,18 +38,19 @@ def test_a_family_is_measured_in_every_way(name):
     rows, failed = run.family(narrow(name), (1, 3), Options(layers=2, tokens=4, rounds=2))
     Report({}, rows, failed).check()
     for row in rows:
-        assert not row.notes and row.ms.keys() == row.kernels.keys() == {PLAIN, PATCHED, GRAPH}
-        assert row.kernels[PATCHED] < row.kernels[PLAIN] and row.kernels[GRAPH] > 0 and row.same == row.tokens == 12
+        assert not row.notes and row.ms.keys() == row.kernels.keys() == {PLAIN, PATCHED, FUSED, GRAPH, FUSED_GRAPH}
+        assert row.kernels[FUSED] < row.kernels[PATCHED] < row.kernels[PLAIN] and row.kernels[GRAPH] > 0 and row.same == row.tokens == 24
         assert row.ms[GRAPH] < row.ms[PLAIN]
 
 
+@pytest.mark.parametrize("fuse", [False, True], ids=["patched", "fused"])
 @pytest.mark.parametrize("name", NARROW)
-def test_a_captured_step_gives_the_tokens_of_eager_steps(name):
+def test_a_captured_step_gives_the_tokens_of_eager_steps(name, fuse):
     model = measure.prepared(narrow(name), (2,), Options(layers=2), "cuda")
     ids = prompt(2, model.config.vocab_size, "cuda")
-    graph = measure.captured(model, ids, 12)
+    graph = measure.captured(model, ids, 12, fuse)
     got = graph.tokens(6)  # behind those that `captured` compared
-    with measure.served(model):
+    with measure.served(model, fuse):
         want = Greedy(model, ids, 12).tokens(10)
     assert torch.equal(got, want[:, 4:])
 
@@ -62,4 +63,4 @@ def test_the_command_prints_and_saves(monkeypatch, tmp_path):
     assert result.exit_code == 0, result.stderr
     assert "| mamba2 | none | 2 | 2 |" in result.stdout
     saved = json.loads(file.read_text())
-    assert saved["device"] == torch.cuda.get_device_name() and saved["rows"][0]["ms"].keys() == {PLAIN, PATCHED, GRAPH}
+    assert saved["device"] == torch.cuda.get_device_name() and saved["rows"][0]["ms"].keys() == {PLAIN, PATCHED, FUSED, GRAPH, FUSED_GRAPH}

@@ -9,10 +9,11 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
 
-from hf_cases import TINY, DecodeStep, built, convolutions, generate
+from hf_cases import TINY, DecodeStep, built, change_rates, convolutions, fused_calls, fused_label, generate, states_of
 
 from ssmgen import runtime
 from ssmgen.compat import hf
+from ssmgen.compat.hf_layers import LAYERS
 
 pytestmark = pytest.mark.gpu
 
@@ -24,6 +25,17 @@ REAL = {
     "qwen3_5": {"hidden_size": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
     "kimi_linear": {"hidden_size": 256, "linear_head_dim": 128},
 }
+# Of layers that are fused: sizes of Codestral, of Falcon-H1, and of Qwen3.5's and Qwen3-Next's
+REAL_FUSED = {
+    "mamba2": {"hidden_size": 256, "num_heads": 8, "head_dim": 64, "state_size": 128, "n_groups": 8},
+    "falcon_h1": {
+        "hidden_size": 256, "mamba_d_ssm": 512, "mamba_n_heads": 4, "mamba_d_head": 128, "mamba_n_groups": 1, "mamba_d_state": 256,
+        "mamba_rms_norm": False,
+    },
+    "qwen3_5": {"hidden_size": 256, "linear_num_value_heads": 8, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    "qwen3_next": {"hidden_size": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+}  # fmt: skip
+FUSED = [(name, {}) for name in LAYERS] + list(REAL_FUSED.items())
 CASES = [(name, {}) for name in TINY] + list(REAL.items())
 SCANS = {name: any("conv" not in f for f in functions) for name, functions in hf.MODELS.items()}
 
@@ -132,5 +144,128 @@ def test_generation_with_a_static_cache(name):
     torch._dynamo.reset()
     hf.warm(model, batches=[2])
     with hf.patch(model):
+        got = generate(model, TOKENS, cache_implementation="static")
+    assert torch.equal(got.sequences, want.sequences)
+
+
+# Whole layers.
+
+every_fused = pytest.mark.parametrize(("name", "sizes"), FUSED, ids=[name + ("-real" if sizes else "") for name, sizes in FUSED])
+
+
+@every_fused
+def test_fused_greedy_generation_is_unchanged(name, sizes, launched):
+    model = built(name, **sizes).cuda()
+    want = generate(model, TOKENS)
+    assert not launched
+    with hf.patch(model, fuse=True) as patch:
+        got = generate(model, TOKENS)
+    assert torch.equal(got.sequences, want.sequences)
+    for a, b in zip((*got.logits, *states_of(got)), (*want.logits, *states_of(want)), strict=True):
+        close(a, b)
+    assert patch.calls() == fused_calls(name, model, TOKENS - 1)
+    assert len(launched) >= convolutions(model) * TOKENS
+
+
+@every_fused
+def test_no_fused_call_of_a_bf16_model_is_left_to_the_original(name, sizes):
+    model = built(name, **sizes).bfloat16().cuda()
+    with hf.patch(model, fuse=True) as patch:
+        got = generate(model, TOKENS)
+    assert all(torch.isfinite(logits).all() for logits in got.logits)
+    assert patch.calls() == fused_calls(name, model, TOKENS - 1)
+
+
+@pytest.mark.parametrize("name", REAL_FUSED)
+def test_a_warm_fused_model_loads_nothing(name):
+    model = built(name, **REAL_FUSED[name]).cuda()
+    hf.warm(model, batches=[1, 2], prompt_length=5, fuse=True)  # as `generate` has it
+    loaded = runtime.loaded_count()
+    with hf.patch(model, fuse=True) as patch:
+        generate(model, TOKENS)
+    assert patch.calls() == fused_calls(name, model, TOKENS - 1) and runtime.loaded_count() == loaded
+    assert hf.warm(model, batches=[1, 2], prompt_length=5, fuse=True) == 0
+
+
+def test_a_layer_that_has_no_kernel_is_the_originals():
+    """With one warning. On the CPU the reference computes such heads."""
+    model = built("mamba2", num_heads=6, head_dim=6, hidden_size=18).cuda()
+    want = generate(model, TOKENS)
+    with hf.patch(model, fuse=True) as patch, pytest.warns(RuntimeWarning, match="Mamba2Mixer of layer 0"):
+        got = generate(model, TOKENS)
+    assert torch.equal(got.sequences, want.sequences)
+    assert patch.calls()[fused_label("mamba2")] == hf.Calls(0, convolutions(model) * (TOKENS - 1))
+
+
+def captured(step, cache):
+    """(graph of a step on the cache, its logits): nothing of it is computed yet."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # what cuBLAS and the allocator do at first
+        step(copy.deepcopy(cache))
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(cache)
+    return graph, out
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["cache-seen-before", "new-cache"])
+def test_a_fused_decode_step_in_a_cuda_graph(seen, launched):
+    """Replayed, it does what as many steps do. `seen`: a step on this cache has been taken ahead of the capture."""
+    model = built("mamba2", **REAL_FUSED["mamba2"]).cuda()
+    hf.warm(model, batches=[2], fuse=True)
+    with hf.patch(model, fuse=True), torch.no_grad():
+        step = DecodeStep(model)
+        if seen:
+            step(step.cache)
+        cache = copy.deepcopy(step.cache)
+        want = [step(cache) for _ in range(3)]
+        graph, out = captured(step, step.cache)
+        before = len(launched)
+        for expected in want:
+            graph.replay()
+            close(out, expected)
+        assert 0 < before == len(launched), "a replay goes through nobody's Python"
+        close(step(step.cache), step(cache))  # and eager steps go on from there
+
+
+def test_a_graph_of_a_fused_step_follows_its_weights():
+    """And keeps what it needs, whatever eager steps make anew meanwhile."""
+    model = built("mamba2", **REAL_FUSED["mamba2"]).cuda()
+    hf.warm(model, batches=[2], fuse=True)
+    with hf.patch(model, fuse=True), torch.no_grad():
+        step = DecodeStep(model)
+        cache = copy.deepcopy(step.cache)
+        before = step(copy.deepcopy(step.cache))
+        graph, out = captured(step, step.cache)
+        change_rates(model, "in place")
+        want = step(cache)
+        assert (want - before).abs().max() > 1e-2 * before.abs().max()
+        graph.replay()
+        close(out, want)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_compiled_fused_decode_step(name, launched):
+    model = built(name, **REAL_FUSED.get(name, {})).cuda()
+    torch._dynamo.reset()
+    with hf.patch(model, fuse=True), torch.no_grad():
+        step = DecodeStep(model)
+        want = step(copy.deepcopy(step.cache))
+        before = len(launched)
+        got = torch.compile(step, fullgraph=True)(copy.deepcopy(step.cache))
+    close(got, want)
+    assert len(launched) - before >= convolutions(model)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_5", "qwen3_next"])
+def test_fused_generation_with_a_static_cache(name):
+    """Which transformers compiles, into CUDA graphs."""
+    model = built(name, **REAL_FUSED[name]).cuda()
+    want = generate(model, TOKENS)
+    torch._dynamo.reset()
+    hf.warm(model, batches=[2], fuse=True)
+    with hf.patch(model, fuse=True):
         got = generate(model, TOKENS, cache_implementation="static")
     assert torch.equal(got.sequences, want.sequences)

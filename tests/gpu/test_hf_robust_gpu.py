@@ -29,10 +29,11 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.parametrize("fuse", [False, True], ids=["patched", "fused"])
 @pytest.mark.parametrize(("name", "sizes"), MODELS.items(), ids=MODELS)
-def test_long_generations_need_no_more_memory(name, sizes):
+def test_long_generations_need_no_more_memory(name, sizes, fuse):
     model = built(name, **sizes).cuda()
-    with hf.patch(model) as patch, torch.no_grad():
+    with hf.patch(model, fuse=fuse) as patch, torch.no_grad():
         step = DecodeStep(model)
         counts = []
         for steps in (100, STEPS - 100):

@@ -56,7 +56,7 @@ def chosen(call: Call) -> KernelSpec:
 
 def prepare(specs: Iterable[KernelSpec]) -> None:
     """Compiles and loads kernels in parallel. What goes wrong is left to the calls that need them."""
-    device, parts = torch.cuda.current_device(), [part for spec in specs for part in (*spec.ahead, spec)]
+    device, parts = torch.cuda.current_device(), [part for spec in specs for part in spec.kernels]
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         wait([pool.submit(runtime.load, spec, device, op.OPERATOR) for spec in dict.fromkeys(parts)])
 
@@ -222,7 +222,7 @@ def test_variants_are_bit_equal(case):
 def launch(spec: KernelSpec, call: Call) -> Any:
     """One variant, whatever the registry would choose, ready to run."""
     device, launches, places = torch.cuda.current_device(), [], []
-    for part in (*spec.ahead, spec):
+    for part in spec.kernels:
         kernel, values = runtime.load(part, device, op.OPERATOR), op.kernel_values(part, call.views, call.options)
         launches.append(runtime.Launch(kernel, device, op.FAMILY.grid_of(part, call.views), values))
         places.append([list(call.operands).index(n) for n in part.operands()])

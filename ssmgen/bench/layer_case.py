@@ -1,0 +1,238 @@
+"""Rotating inputs of decode layers, the chain of operators that a layer is, and what both are checked against."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+import ssmgen
+
+from ..errors import SsmgenError
+from ..models import LinearAttention, Mamba
+from ..ops import gdn_layer as gdn_op
+from ..ops import mamba2_layer as mamba2_op
+from ..reference import norm_error
+from . import report as reports
+from . import timing
+from .report import GATE, MAX_SETS
+
+CHECKED = 4  # rows that the gate looks at
+COPIED = 2048  # bytes that a block of the slot copy moves
+EPS = 1e-6
+BETWEEN = 1e-3  # norm error of a state, of convolved inputs that fall on another side when they are rounded
+
+
+def window_bytes(model: Mamba | LinearAttention) -> int:
+    """Of one sequence."""
+    return model.conv_channels * (model.conv_width - 1) * torch.bfloat16.itemsize
+
+
+def copied_bytes(model: Mamba | LinearAttention, state_bytes: int) -> int:
+    """Of a state and its window, up to what the slot copy can divide among its blocks."""
+    return -(-(state_bytes + window_bytes(model)) // COPIED) * COPIED
+
+
+class Step(NamedTuple):
+    """A call of one of the chain's operators."""
+
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+
+
+@dataclass
+class Case:
+    """Rotating inputs of one model's layers at one batch size, on the device of the state."""
+
+    op: str
+    model: Mamba | LinearAttention  # that uses it
+    state: Tensor  # the pool: [slots, heads, rows, elements]
+    batch: int
+    sets: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        slots, device, B = len(self.state), self.state.device, self.batch
+        channels, width, H = self.model.conv_channels, self.model.conv_width, self.model.nheads
+        pieces = self.state.nbytes // copied_bytes(self.model, self.state[0].nbytes)
+        self.sets = max(1, min(MAX_SETS, pieces // B))
+        drawn = torch.randperm(slots, device=device)[: self.sets * B].to(torch.int32).view(self.sets, B)
+        self.slots = pad(drawn, (0, -B % 8))[:, :B]  # every row starts at a multiple of 32 bytes, as FlashInfer assumes
+
+        def rand(*shape: int) -> Tensor:
+            return torch.randn(self.sets, *shape, device=device, dtype=torch.bfloat16)
+
+        self.conv_state = reports.normal_pool(slots, (channels, width - 1), torch.bfloat16, device)
+        self.arrivals = torch.zeros(slots, self.model.shape[2], device=device, dtype=torch.int32)
+        self.conv_weight = rand(channels, width) / width**0.5
+        self.conv_bias = rand(channels) if self.model.conv_bias else None
+        self.mixed, self.z = rand(B, channels), rand(B, self.inner)
+        self.out = torch.empty_like(self.z)
+        self.norm_weight = rand(*self.norm_shape) if self.norm_shape else None
+        self.by_head = {name: rand(B, H) for name in (("dt",) if self.mamba2 else ("a", "b"))}
+        if self.mamba2:
+            self.by_head |= {"A": -rand(H).float().abs() - 0.1, "D": rand(H), "dt_bias": rand(H) - 4}
+        else:
+            self.by_head |= {"A_log": rand(H).float(), "dt_bias": rand(H) - 4}
+
+    @property
+    def mamba2(self) -> bool:
+        return self.op == "mamba2_layer"
+
+    @property
+    def inner(self) -> int:
+        """Channels of a row of the output."""
+        return self.model.nheads * self.model.shape[0]
+
+    @property
+    def norm_shape(self) -> tuple[int, ...]:
+        """Of the norm's weight; empty where the layer has no norm that it could compute by itself."""
+        if self.model.norm_shape is None:
+            return ()
+        return (self.inner,) if self.mamba2 else (self.model.norm_shape[1],)
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        return ssmgen.mamba2_layer if self.mamba2 else ssmgen.gdn_layer
+
+    @property
+    def piece_bytes(self) -> int:
+        """Of a sequence's state and window."""
+        return self.state[0].nbytes + window_bytes(self.model)
+
+    @property
+    def bytes_moved(self) -> int:
+        return 2 * self.batch * self.piece_bytes
+
+    def arguments(self, i: int) -> dict[str, Any]:
+        """Keywords of the i-th call."""
+        pools = {"state": self.state, "conv_state": self.conv_state, "arrivals": self.arrivals, "state_indices": self.slots[i]}
+        call = pools | {name: t[i] for name, t in self.by_head.items()} | self._norm(i) | {"out": self.out[i]}
+        call |= {"conv_weight": self.conv_weight[i], "conv_bias": None if self.conv_bias is None else self.conv_bias[i]}
+        return call | {"xBC" if self.mamba2 else "mixed_qkv": self.mixed[i]}
+
+    def _norm(self, i: int) -> dict[str, Any]:
+        gate = self.z[i] if self.norm_weight is not None or (self.mamba2 and self.model.gate) else None
+        if self.norm_weight is None:
+            return {"z": gate}
+        groups = {"norm_group_size": self.model.norm_shape[1]} if self.mamba2 else {}
+        return {"z": gate, "norm_weight": self.norm_weight[i], "norm_eps": EPS, **groups}
+
+    @cached_property
+    def between(self) -> tuple[Tensor, Tensor]:
+        """Of the chain, by set: what the convolution leaves, and what the recurrence does where a norm follows."""
+        return torch.empty_like(self.mixed), torch.empty_like(self.out)
+
+    def chain(self, i: int) -> list[Step]:
+        """The layer's operators, one after the other."""
+        convolved, y = (t[i] for t in self.between)
+        conv = {"x": self.mixed[i], "conv_state": self.conv_state, "weight": self.conv_weight[i], "activation": "silu"}
+        conv |= {"bias": None if self.conv_bias is None else self.conv_bias[i], "conv_state_indices": self.slots[i], "out": convolved}
+        steps = [Step(ssmgen.causal_conv1d_update, conv)]
+        rows = self.out[i] if self.norm_weight is None else y
+        steps.append(self.update(i, convolved, rows.view(self.batch, self.model.nheads, -1)))
+        if self.norm_weight is not None:
+            groups, size = self.model.norm_shape
+            shape = (self.batch, groups, size)
+            norm = {"x": y.view(shape), "gate": self.z[i].view(shape), "out": self.out[i].view(shape), "eps": EPS}
+            weight = self.norm_weight[i].view(-1, size) if self.mamba2 else self.norm_weight[i]
+            steps.append(Step(ssmgen.gated_rms_norm, norm | {"weight": weight, "norm_before_gate": not self.mamba2}))
+        return steps
+
+    def update(self, i: int, convolved: Tensor, out: Tensor) -> Step:
+        """The recurrence, on what the convolution leaves; `out`: [batch, heads, rows]."""
+        H, (P, N, G), B = self.model.nheads, self.model.shape, self.batch
+        given = {name: t[i] for name, t in self.by_head.items()}
+        if self.mamba2:
+            x, *shared = convolved.split([self.inner, G * N, G * N], 1)
+            call = dict(zip(("x", "B", "C"), (x.view(B, H, P), *(t.view(B, G, N) for t in shared)), strict=True))
+            call |= {name: given[name][..., None].expand(*given[name].shape, P) for name in ("dt", "D", "dt_bias")}
+            call |= {"state": self.state, "A": given["A"][:, None, None].expand(H, P, N), "dt_softplus": True}
+            call |= {"z": self.z[i].view(B, H, P)} if self.model.gate else {}
+            return Step(ssmgen.selective_state_update, call | {"state_indices": self.slots[i], "out": out})
+        *shared, v = convolved.split([G * N, G * N, self.inner], 1)
+        call = dict(zip(("q", "k", "v"), (*(t.view(B, 1, G, N) for t in shared), v.view(B, 1, H, P)), strict=True))
+        call |= {"g": given["a"][:, None], "beta": given["b"][:, None], "A_log": given["A_log"], "dt_bias": given["dt_bias"]}
+        call |= {"state": self.state, "state_indices": self.slots[i], "out": out[:, None], "use_qk_l2norm": True, "beta_sigmoid": True}
+        return Step(ssmgen.gated_delta_rule, call)
+
+    def bound(self, pdl: bool) -> timing.Launch:
+        """Our kernels, with the host's part of every call done beforehand."""
+        calls = [ssmgen.bind(self.function, **self.arguments(i), pdl=pdl) for i in range(self.sets)]
+        return lambda i: calls[i]()
+
+    def bound_chain(self, pdl: bool) -> timing.Launch:
+        """The same of the chain."""
+        calls = [[ssmgen.bind(f, **call, pdl=pdl) for f, call in self.chain(i)] for i in range(self.sets)]
+        return lambda i: [call() for call in calls[i]]
+
+    def eager_chain(self, i: int) -> None:
+        for function, call in self.chain(i):
+            function(**call)
+
+    def copies(self, pdls: Sequence[bool]) -> dict[str, timing.Launch]:
+        """The ceiling: of a state and its window in one piece each, in the states' memory."""
+        words = copied_bytes(self.model, self.state[0].nbytes) // 4
+        flat = self.state.view(-1).view(torch.int32)
+        pieces = flat[: flat.numel() // words * words].view(-1, words)
+        drawn = torch.randperm(len(pieces), device=flat.device)[: self.sets * self.batch]
+        return reports.slot_copies(pieces, drawn.to(torch.int32).view(self.sets, self.batch), pdls)
+
+    def expected(self, rows: Tensor) -> dict[str, Tensor]:
+        """What the first call makes of these rows, in float64."""
+        call = self.arguments(0)
+        touched = call["state_indices"][rows].long()
+        small = call | {n: call[n][rows] for n in ("xBC", "mixed_qkv", "dt", "a", "b", "z", "out") if call.get(n) is not None}
+        small |= {n: call[n][touched] for n in ("state", "conv_state", "arrivals")} | {
+            "state_indices": torch.arange(len(rows), device=rows.device)
+        }
+        module = mamba2_op if self.mamba2 else gdn_op
+        given, options = self.function.build(**small)[1:3]
+        views = module.views_of({n: t for n, t in zip(module.NAMES, given, strict=True) if t is not None}, options, [])
+        views |= {n: views[n].double() for n in ("state", "conv_state", "out")}
+        module.run_reference(views, options, torch.float64)
+        return {n: views[n] for n in ("state", "conv_state", "out")}
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[Callable[[], tuple[Tensor, ...]]]:
+        """Gives what tells the first set's states, windows and outputs; afterwards, states and windows are as they were before."""
+        touched = self.slots[0].long()
+        before = self.state[touched], self.conv_state[touched]
+        self.out[0].fill_(float("nan"))
+        yield lambda: (self.state[touched], self.conv_state[touched], self.out[0].clone())
+        self.state[touched], self.conv_state[touched] = before
+
+    def rows(self) -> Tensor:
+        """Those that are checked."""
+        return torch.linspace(0, self.batch - 1, min(self.batch, CHECKED), device=self.state.device).long()
+
+    def gate(self, pdl: bool | None = None) -> tuple[float, float]:
+        """Norm errors of the states that one call leaves and of its output, against float64, on a few rows.
+
+        Raises SsmgenError when one is more than its rounding, when a window or a count of arrivals is not what it should be, or when the
+        chain has other bits.
+        """
+        rows = self.rows()
+        expected = self.expected(rows)
+        with self.restored() as results:
+            self.function(**self.arguments(0), pdl=pdl)
+            ours = results()
+        with self.restored() as results:
+            for function, call in self.chain(0):
+                function(**call, pdl=pdl)
+            same = all(torch.equal(a, b) for a, b in zip(ours, results(), strict=True))
+        found = {name: t[rows] for name, t in zip(("state", "conv_state", "out"), ours, strict=True)}
+        errors = {name: norm_error(found[name], expected[name].view_as(found[name])) for name in ("state", "out")}
+        moved = torch.equal(found["conv_state"].double(), expected["conv_state"]) and not self.arrivals.any()
+        limits = {"state": GATE[self.state.dtype] + BETWEEN, "out": 2 * GATE[torch.bfloat16]}  # out is rounded ahead of its norm, too
+        if not (all(errors[name] < limits[name] for name in errors) and moved and same):
+            said = [f"{name} error {error:.1e}" for name, error in errors.items()]
+            said += [] if moved else ["windows or arrivals are wrong"]
+            said += [] if same else ["the chain has other bits"]
+            raise SsmgenError(f"{self.op} of {self.model.name}, batch {self.batch}: {', '.join(said)}; not timed")
+        return errors["state"], errors["out"]

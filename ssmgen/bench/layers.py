@@ -1,0 +1,288 @@
+"""Cases and contenders for mamba2_layer and gdn_layer: decode steps of whole layers between their projections, in bf16.
+
+Slots are drawn at random from a pool of 640 MB of states, or of four batches if that is more. Every input set has slots, inputs, outputs
+and weights of its own: in a model they are another layer's. Windows hold width - 1 inputs per channel, contiguous. TB/s counts states and
+windows, read and written. The ceiling is the slot copy in place of as many bytes (up to whole 2 KiB), of one piece per sequence.
+
+chain: causal_conv1d_update, then selective_state_update or gated_delta_rule, then gated_rms_norm, of ssmgen; its results must have the same
+bits. Peers are such chains too. flashinfer: FlashInfer's state update instead of ours, for a delta rule with a bf16 state of 128 x 128.
+mamba_ssm, fla: their state update and their norm, behind Dao-AILab's convolution where that is installed, else ours; flash-linear-attention
+has no pool, gets f32 states out of the pool's memory, contiguous, and returns new ones. Host times are eager calls, arguments at hand; of
+chains, three of them, and where one package's output is the next one's input, its views too.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ssmgen
+
+from .. import api, runtime
+from .. import compile as compiler
+from ..errors import SsmgenError
+from ..models import find_model
+from ..ops.checks import TORCH_DTYPES
+from ..reference import norm_error
+from ..render import render
+from ..spec import SM90, Arch, DType
+from . import report as reports
+from . import timing
+from .layer_case import EPS, Case, copied_bytes
+from .progress import PRINTING, Watch
+from .recurrences import OPS
+from .report import HOST_BATCH, MIN_SETS, cell
+from .rows import Point
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 256)
+STATES = (DType.BF16, DType.F32)
+MODELS = {"mamba2_layer": ("nemotron-h-8b", "mamba2-2.7b"), "gdn_layer": ("qwen3.5-35b-a3b", "qwen3.5-397b-a17b")}
+POOL_BYTES = 640e6
+PEER_GATE = 2e-2  # norm error of a peer's output: what it rounds in between is its own
+
+Launch = Callable[[int], Tensor]  # on the i-th input set; the layer's output
+
+
+def _ours(case: Case, step: int) -> timing.Launch:
+    """One operator of our chain."""
+    calls = [ssmgen.bind(f, **call) for f, call in (case.chain(i)[step] for i in range(case.sets))]
+    return lambda i: calls[i]()
+
+
+def _convolution(case: Case) -> Callable[[int], Tensor]:
+    """Dao-AILab's, or ours; the i-th convolved inputs."""
+    theirs = reports.imported("causal_conv1d", "causal_conv1d_update")
+    ours = _ours(case, 0) if theirs is None else None
+
+    def run(i: int) -> Tensor:
+        call = case.chain(i)[0].arguments
+        if ours is not None:
+            ours(i)
+            return call["out"]
+        return theirs(**{name: value for name, value in call.items() if name != "out"})
+
+    return run
+
+
+def flashinfer(case: Case) -> Launch | None:
+    """FlashInfer's state update between our convolution and our norm."""
+    if case.mamba2:
+        function = reports.imported("flashinfer.mamba", "selective_state_update")
+        names = {"state_indices": "state_batch_indices"}
+        fixed: dict[str, Any] = {}
+    else:
+        served = case.state.dtype == torch.bfloat16 and case.state.shape[2:] == (128, 128)
+        function = reports.imported("flashinfer.gdn_kernels.gdn_decode_bf16_state", "gated_delta_rule") if served else None
+        names = {"g": "a", "beta": "b", "out": "output", "state": "initial_state_source", "state_indices": "initial_state_indices"}
+        fixed = {"use_qk_l2norm_in_kernel": True}
+    if function is None:
+        return None
+    ahead, behind = _ours(case, 0), _ours(case, 2) if case.norm_weight is not None else None
+    calls = []
+    for i in range(case.sets):
+        given = case.chain(i)[1].arguments
+        call = {names.get(n, n): t for n, t in given.items() if isinstance(t, Tensor) or (case.mamba2 and n == "dt_softplus")} | fixed
+        calls.append(call if case.mamba2 else call | {"dt_bias": call["dt_bias"].float()})
+
+    def run(i: int) -> Tensor:
+        ahead(i)
+        function(**calls[i])
+        if behind is not None:
+            behind(i)
+        return case.out[i]
+
+    return run
+
+
+def mamba_ssm(case: Case) -> Launch | None:
+    """Triton's state update and norm."""
+    update = reports.imported("mamba_ssm.ops.triton.selective_state_update", "selective_state_update") if case.mamba2 else None
+    norm = reports.imported("mamba_ssm.ops.triton.layernorm_gated", "rmsnorm_fn") if case.mamba2 else None
+    if update is None or norm is None:
+        return None
+    convolve = _convolution(case)
+    names = ("state", "x", "dt", "A", "B", "C", "D")
+
+    def run(i: int) -> Tensor:
+        given = case.update(i, convolve(i), case.out[i].view(case.batch, case.model.nheads, -1)).arguments
+        how = {"z": given.get("z"), "dt_bias": given["dt_bias"], "dt_softplus": True, "state_batch_indices": given["state_indices"]}
+        y = update(*(given[name] for name in names), **how).flatten(1)
+        if case.norm_weight is None:
+            return y
+        size = case.model.norm_shape[1]
+        return norm(y, case.norm_weight[i], None, z=case.z[i], eps=EPS, group_size=size, norm_before_gate=False)
+
+    return run
+
+
+def fla(case: Case, state: Tensor | None = None) -> Launch | None:
+    """Triton's recurrence and norm. state: [batch, heads, K, V] f32, to begin every set with; else out of the pool's memory."""
+    update = None if case.mamba2 else reports.imported("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule")
+    norm = None if case.mamba2 else reports.imported("fla.modules.fused_norm_gate", "rms_norm_gated")
+    if update is None or norm is None:
+        return None
+    convolve = _convolution(case)
+    _, H, V, K = case.state.shape
+    parts = case.state.flatten().view(torch.float32).split(case.batch * H * K * V)
+    states = [part.view(case.batch, H, K, V) for part in parts if len(part) == len(parts[0])] if state is None else [state]
+    biases = case.by_head["dt_bias"].float()
+    fixed = {**OPS["gated_delta_rule"].fla_options, "output_final_state": True}
+
+    def run(i: int) -> Tensor:
+        rows = case.out[i].view(case.batch, H, V)
+        given = case.update(i, convolve(i), rows).arguments
+        call = {name: given[name] for name in ("q", "k", "v", "g", "beta", "A_log")} | {"dt_bias": biases[i]}
+        y, _ = update(**call, **fixed, initial_state=states[i % len(states)])
+        gate = case.z[i].view(case.batch, 1, H, V)
+        return norm(y, gate, case.norm_weight[i], None, activation="swish", eps=EPS).view(case.batch, H * V)
+
+    return run
+
+
+PEERS: dict[str, Callable[[Case], Launch | None]] = {"flashinfer": flashinfer, "mamba_ssm": mamba_ssm, "fla": fla}
+
+
+def peers_of(case: Case) -> dict[str, reports.Peer]:
+    """Those that run, and whose output is right; they leave states as they were. Their results are kept until the set's next turn."""
+    kept: dict[int, Any] = {}
+
+    def keeping(call: Launch) -> reports.Peer:
+        def run(i: int) -> None:
+            kept[i] = call(i)
+
+        return run
+
+    made = {name: call for name, make in PEERS.items() if (call := make(case)) is not None}
+    usable = reports.usable({name: keeping(call) for name, call in made.items()})
+    for name in list(usable):
+        expected = case.expected(rows := case.rows())["out"]
+        call = made[name]
+        if name == "fla":
+            call = fla(case, case.state[case.slots[0].long()].float().transpose(2, 3).contiguous())
+        with case.restored():
+            error = norm_error(call(0)[rows], expected.view(len(rows), -1))
+        if not error < PEER_GATE:
+            reports.left_out(name, "checked,", SsmgenError(f"output error {error:.1e}"))
+            del usable[name]
+    return usable
+
+
+@functools.cache
+def _compile_seconds(text: str, arch: Arch, spec: Any) -> float:
+    return compiler.compile_cubin(text, arch, str(spec)).seconds
+
+
+def served(case: Case, arch: Arch) -> dict[str, Any]:
+    """The variant that serves a case, by which rule, and what compiling its kernels takes."""
+    chosen = api.explain(case.function, **case.arguments(0), arch=str(arch)).chosen
+    parts = chosen.spec.kernels
+    seconds = sum(_compile_seconds(render(spec, arch), arch, spec) for spec in parts)
+    return {"specs": [str(spec) for spec in parts], "rule": chosen.rule, "compile_seconds": seconds}
+
+
+def measure(case: Case, peers: bool, ceiling: float, rounds: int, watch: Watch) -> dict[str, Any]:
+    """What a row says beside its case. ceiling: TB/s."""
+    arch = runtime.device_arch(case.state.device.index)
+    pdls = (True, False) if arch >= SM90 else (False,)
+    state_errors, out_errors = zip(*reports.gates(case.gate, pdls), strict=True)
+    others = peers_of(case) if peers else {}
+    contenders = {"ssmgen_pdl" if pdl else "ssmgen": case.bound(pdl) for pdl in pdls} | {"chain": case.bound_chain(pdls[0])}
+    contenders |= case.copies(pdls) | others
+    watch.timing(len(contenders))
+    us = timing.device_us(contenders, case.sets, rounds)
+    time = us.get("ssmgen_pdl", us["ssmgen"])  # pdl=None is pdl=True where the device can
+    copy = min((us[name] for name in ("copy_pdl", "copy") if name in us), default=None)
+    host = {"chain": case.eager_chain, **others}
+    return {
+        "us": us,
+        "served_us": time,
+        "bytes": case.bytes_moved,
+        "tbs": case.bytes_moved / time / 1e6,
+        "ceiling_fraction": case.bytes_moved / time / 1e6 / ceiling,
+        "copy_ratio": time / copy if copy else None,
+        "peer_ratio": {name: time / us[name] for name in ("chain", *others)},
+        "host_us": reports.host_us(case.function, (), case.arguments(0), host) if case.batch <= HOST_BATCH else {},
+        "state_error": max(state_errors),
+        "out_error": max(out_errors),
+        **served(case, arch),
+    }
+
+
+def mistakes(op: str, names: Sequence[str] = (), **others: Any) -> list[str]:
+    """What options of the command line do not go together, in words."""
+    wrong = [name for name in names if find_model(name).layer_function != op]
+    return [f"{', '.join(wrong)}: without layers that {op} is for"] if wrong else []
+
+
+def pool_slots(piece_bytes: int, state_bytes: int, batch: int) -> int:
+    """Slots of states that hold POOL_BYTES, or MIN_SETS batches of pieces: a state with its window."""
+    return max(math.ceil(POOL_BYTES / state_bytes), math.ceil(MIN_SETS * batch * piece_bytes / state_bytes))
+
+
+@torch.no_grad()
+def run(
+    op: str,
+    names: Sequence[str] = (),
+    states: Sequence[DType] = (),
+    batches: Sequence[int] = (),
+    tp: int = 1,
+    rounds: int = 7,
+    peers: bool = True,
+    watch: Watch = PRINTING,
+    device: torch.device | str = "cuda",
+) -> dict[str, Any]:
+    """The whole report, as JSON would hold it; whatever is empty is the default. Raises SsmgenError without a GPU, and for models without
+    such layers."""
+    report = reports.begin(__doc__) | {"op": op}
+    if wrong := mistakes(op, names):
+        raise SsmgenError("; ".join(wrong))
+    kinds = list(product([find_model(name).divided(tp) for name in names or MODELS[op]], states or STATES))
+    sizes = list(batches or BATCHES)
+    watch.begins(op, len(kinds) * len(sizes))
+    for model, state_type in kinds:
+        rows, elements, _ = model.shape
+        shape, dtype = (model.nheads, rows, elements), TORCH_DTYPES[state_type]
+        state_bytes = math.prod(shape) * dtype.itemsize
+        slots = functools.partial(pool_slots, copied_bytes(model, state_bytes), state_bytes)
+        state = reports.normal_pool(slots(max(sizes)), shape, dtype, device)
+        for batch in sizes:
+            named = {"model": model.name, "heads": model.nheads, "state": state_type.value, "batch": batch}
+            with reports.case(report, named, watch, _line) as row:
+                case = Case(op, model, state[: slots(batch)], batch)
+                row |= measure(case, peers, report["ceilings_tbs"]["in_place"], rounds, watch)
+        del state
+    return report
+
+
+def point(report: Mapping[str, Any], row: Mapping[str, Any]) -> Point:
+    return Point(f"{row['model']}, {row['heads']} heads, {row['state']} state", "batch", str(row["batch"]), "in_place")
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    others = "".join(f", {ratio:.3f} x {name}" for name, ratio in row["peer_ratio"].items())
+    return f"{row['model']} {row['state']} batch {row['batch']}: {row['served_us']:.2f} us, {row['tbs']:.2f} TB/s{others}"
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """The report for a terminal. Behind the chain's and each peer's time, the ratio of ours to it; `x copy`: to the slot copy."""
+    peers = list(dict.fromkeys(name for row in report["rows"] for name in row["peer_ratio"]))
+    names = "".join(f"{name:>11}{'ratio':>7}" for name in peers)
+    heading = f"{'us':>9}{'TB/s':>7}{'ceiling':>8}{'no pdl':>9}{'copy':>9}{'x copy':>8}{names}{'host us':>9}{'bound':>7}{'chain':>7}"
+    lines = [*reports.head(report), f"{report['op']}: whole layers", f"{'model':20}{'state':6}{'batch':>6}{heading}{'compile s':>11}  rule"]
+    for row in report["rows"]:
+        us, host = row["us"], row["host_us"]
+        others = "".join(cell(us.get(name), 11) + cell(row["peer_ratio"].get(name), 7) for name in peers)
+        copy = min((us[name] for name in ("copy", "copy_pdl") if name in us), default=None)
+        lines.append(
+            f"{row['model']:20}{row['state']:6}{row['batch']:6}" + cell(row["served_us"], 9) + cell(row["tbs"], 7)
+            + cell(row["ceiling_fraction"], 8) + cell(us["ssmgen"], 9) + cell(copy, 9) + cell(row["copy_ratio"], 8, 3) + others
+            + cell(host.get("ssmgen"), 9) + cell(host.get("ssmgen_bound"), 7) + cell(host.get("chain"), 7)
+            + cell(row["compile_seconds"], 11, 3) + f"  {row['rule']}"
+        )  # fmt: skip
+    return "\n".join(lines)

@@ -1,0 +1,170 @@
+"""Whole decode layers of transformers' models: what `patch(fuse=True)` puts in the place of a mixer's forward.
+
+A decode step goes from the in-projection to the out-projection in one call of ssmgen's. All else, prompts and training among it, is the
+original forward's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from ..ops import gdn_layer as native_gdn
+from ..ops import mamba2_layer as native_mamba2
+from ..ops.checks import DTYPES
+from .hf_functions import Replacement, attempt, call
+
+_ATTRIBUTE = "_ssmgen_arrivals"  # of a layer of transformers' cache, beside the states that it belongs to
+
+
+def is_captured(tensor: Tensor) -> bool:
+    """Whether work on the tensor goes into a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def arrivals(layer: Any, groups: int, state: Tensor) -> Tensor:
+    """[slots, groups] zeros that stay with a layer of the cache, beside its state; in compiled code, and in captured code that finds none
+    of this shape, new ones in each step."""
+    shape = (state.shape[0], groups)
+    if is_compiling():
+        return state.new_zeros(shape, dtype=torch.int32)
+    found = getattr(layer, _ATTRIBUTE, None)
+    if found is None or found.shape != shape or found.device != state.device:
+        found = state.new_zeros(shape, dtype=torch.int32)
+        if not is_captured(state):  # else they are zeros only when the graph is replayed
+            setattr(layer, _ATTRIBUTE, found)
+    return found
+
+
+def is_step(mixer: Any, hidden_states: Tensor, cache_params: Any, attention_mask: Tensor | None) -> bool:
+    """Whether a forward is a decode step that may be fused."""
+    if cache_params is None or attention_mask is not None or hidden_states.shape[1] != 1 or torch.is_grad_enabled():
+        return False
+    if mixer.activation not in ("silu", "swish") or _is_elsewhere(mixer.conv1d):
+        return False
+    if is_compiling() and hidden_states.dtype not in DTYPES:
+        return False
+    layer = cache_params.layers[mixer.layer_idx]
+    return cache_params.has_previous_state(mixer.layer_idx, state_idx=0) and not getattr(layer, "record_past", False)
+
+
+def _is_elsewhere(layer: torch.nn.Module) -> bool:
+    """Whether accelerate brings the layer's weights when it is called: a fused step does not call it."""
+    hook = layer.__dict__.get("_hf_hook")
+    return hook is not None and getattr(hook, "offload", True)
+
+
+def _in_proj(mixer: Any, hidden_states: Tensor) -> Tensor:
+    return mixer.in_proj(hidden_states)
+
+
+def _falcon_h1(mixer: Any, hidden_states: Tensor) -> Tensor:
+    return mixer.in_proj(hidden_states * mixer.ssm_in_multiplier) * mixer.mup_vector
+
+
+def mamba2(project: Callable[[Any, Tensor], Tensor], mixer: Any, hidden_states: Tensor, cache_params: Any) -> Tensor:
+    """hidden_states [batch, 1, hidden] of Mamba2Mixer and its kin; project: the in-projection."""
+    layer = cache_params.layers[mixer.layer_idx]
+    window, state = layer.conv_states[0], layer.recurrent_states[0]
+    heads, inner, conv = mixer.num_heads, mixer.num_heads * mixer.head_dim, mixer.conv1d
+    z, xBC, dt = project(mixer, hidden_states).squeeze(1).split([inner, window.shape[1], heads], dim=1)
+    y = call(
+        native_mamba2.mamba2_layer, xBC, dt, z, window, state, arrivals(layer, mixer.n_groups, state), conv.weight.squeeze(1), conv.bias,
+        mixer.A_log, mixer.D, mixer.dt_bias, A_is_log=True, **_norm(mixer, inner),
+    )  # fmt: skip
+    return mixer.out_proj(y.unsqueeze(1).to(hidden_states.dtype))  # Falcon-H1's multipliers may be f32 where its weights are not
+
+
+def _norm(mixer: Any, channels: int) -> dict[str, Any]:
+    """What mamba2_layer is told of the gated norm; nothing where the gate is by itself, which Falcon-H1 may have."""
+    if not mixer.__dict__.get("mamba_rms_norm", True):
+        return {}
+    norm = mixer.norm
+    told = norm.__dict__
+    return {
+        "norm_weight": norm.weight,
+        "norm_eps": norm.variance_epsilon,
+        "norm_group_size": told.get("group_size") or channels // told.get("n_groups", 1),
+        "norm_before_gate": told.get("norm_before_gate", False),
+    }
+
+
+def _qwen3_next(mixer: Any, hidden_states: Tensor) -> tuple[Tensor, ...]:
+    """(mixed q, k and v; z; b; a)"""
+    query, key, value, z, b, a = mixer.fix_query_key_value_ordering(mixer.in_proj_qkvz(hidden_states), mixer.in_proj_ba(hidden_states))
+    mixed = torch.cat([t.flatten(2) for t in (query, key, value)], dim=-1)
+    return mixed.squeeze(1), z.flatten(1), b.squeeze(1), a.squeeze(1)
+
+
+def _qwen3_5(mixer: Any, hidden_states: Tensor) -> tuple[Tensor, ...]:
+    """(mixed q, k and v; z; b; a)"""
+    projections = (mixer.in_proj_qkv, mixer.in_proj_z, mixer.in_proj_b, mixer.in_proj_a)
+    return tuple(projection(hidden_states).squeeze(1) for projection in projections)
+
+
+def gated_delta_net(project: Callable[[Any, Tensor], tuple[Tensor, ...]], mixer: Any, hidden_states: Tensor, cache_params: Any) -> Tensor:
+    """hidden_states [batch, 1, hidden] of Qwen3NextGatedDeltaNet and its kin; project: the in-projections."""
+    layer = cache_params.layers[mixer.layer_idx]
+    window, state = layer.conv_states[0], layer.recurrent_states[0]
+    mixed, z, b, a = project(mixer, hidden_states)
+    conv, norm = mixer.conv1d, mixer.norm
+    y = call(
+        native_gdn.gdn_layer, mixed, a, b, z, window, state, arrivals(layer, mixer.num_k_heads, state), conv.weight.squeeze(1), conv.bias,
+        mixer.A_log, mixer.dt_bias, norm.weight, norm_eps=norm.variance_epsilon, state_layout="kv",
+    )  # fmt: skip
+    return mixer.out_proj(y.unsqueeze(1))
+
+
+class Fused(NamedTuple):
+    """A class of a modeling file, and its decode step."""
+
+    name: str
+    step: Callable[[Any, Tensor, Any], Tensor]
+
+
+LAYERS: dict[str, Fused] = {
+    "mamba2": Fused("Mamba2Mixer", partial(mamba2, _in_proj)),
+    "bamba": Fused("BambaMixer", partial(mamba2, _in_proj)),
+    "falcon_h1": Fused("FalconH1Mixer", partial(mamba2, _falcon_h1)),
+    "granitemoehybrid": Fused("GraniteMoeHybridMambaLayer", partial(mamba2, _in_proj)),
+    "nemotron_h": Fused("NemotronHMamba2Mixer", partial(mamba2, _in_proj)),
+    "zamba2": Fused("Zamba2MambaMixer", partial(mamba2, _in_proj)),
+    "qwen3_next": Fused("Qwen3NextGatedDeltaNet", partial(gated_delta_net, _qwen3_next)),
+    "qwen3_5": Fused("Qwen3_5GatedDeltaNet", partial(gated_delta_net, _qwen3_5)),
+    "qwen3_5_moe": Fused("Qwen3_5MoeGatedDeltaNet", partial(gated_delta_net, _qwen3_5)),
+}
+"""Mixers by the name of transformers' model folder."""
+
+
+def objection(mixer: type) -> str:
+    """What keeps a mixer's forward from being replaced, or nothing."""
+    found = list(inspect.signature(mixer.forward).parameters)
+    expected = ["self", "hidden_states", "cache_params", "attention_mask"]
+    return "" if found[:4] == expected else f"its forward takes {', '.join(found)}, not {', '.join(expected)}"
+
+
+def run_layer(replacement: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for a mixer's forward."""
+    step = next(fused.step for fused in LAYERS.values() if fused.name == replacement.module.__name__)
+    refused: WeakSet[torch.nn.Module] = WeakSet()  # mixers that are not asked again: their projections would be computed twice
+
+    def run(self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        if is_step(self, hidden_states, cache_params, attention_mask):
+            if not is_compiling() and self in refused:
+                replacement.kept += 1
+            else:
+                result, reason = attempt(replacement, step, self, hidden_states, cache_params)
+                if reason is None:
+                    return result
+                refused.add(self)
+                replacement.keep(reason)
+        return original(self, hidden_states, cache_params, attention_mask, **kwargs)
+
+    return run

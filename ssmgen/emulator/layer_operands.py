@@ -1,0 +1,108 @@
+"""Random operands of decode layers, made from a spec alone: strided, and misaligned where the spec is made for that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.causal_conv1d_update import StateLayout
+from ..kernels.gdn_layer import GdnLayerSpec
+from ..kernels.linear_attention_problem import Layout
+from ..kernels.mamba2_layer import Mamba2LayerSpec
+from ..kernels.short_conv import ShortConv
+from ..ops.checks import TORCH_DTYPES
+from ..spec import DType, Index, Loads
+
+INTEGERS = {Index.I32: torch.int32, Index.I64: torch.int64}
+
+
+class Maker:
+    """Of tensors of a layer."""
+
+    def __init__(self, seed: int):
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def randn(self, dtype: DType, *shape: int, odd: bool = False) -> Tensor:
+        """With a gap behind the last axis, or an odd one."""
+        wide = torch.randn(*shape[:-1], shape[-1] + (1 if odd else 8), generator=self.generator).to(TORCH_DTYPES[dtype])
+        return wide[..., : shape[-1]]
+
+    def state(self, dtype: DType, slots: int, shape: tuple[int, ...], odd: bool) -> Tensor:
+        size = torch.Size(shape).numel()
+        pool = torch.randn(slots, size + (1 if odd else 16), generator=self.generator).to(TORCH_DTYPES[dtype])
+        return pool[:, :size].unflatten(1, shape)
+
+    def convolution(self, spec: ShortConv, slots: int, batch: int, channels: int) -> dict[str, Tensor | None]:
+        """What the short convolution reads and moves on."""
+        element = spec.conv_taps is Loads.ELEMENT
+        weight = self.randn(spec.conv_weight, channels, spec.conv_width, odd=True)
+        x = TORCH_DTYPES[spec.conv_dtype]
+        if spec.conv_layout is StateLayout.RUNS:
+            window = torch.randn(slots, channels, spec.conv_len, generator=self.generator).to(x)
+        else:
+            gap = 1 if spec.conv_layout is StateLayout.ANY else 4
+            window = torch.randn(slots, spec.conv_len, channels + gap, generator=self.generator).to(x)[..., :channels].transpose(1, 2)
+        return {
+            "conv_state": window,
+            spec.conv_input: self.randn(spec.conv_dtype, batch, channels, odd=spec.conv_loads is Loads.ELEMENT),
+            "conv_weight": weight if element else weight.contiguous(),
+            "conv_bias": spec.conv_bias and self.randn(spec.conv_bias, channels).contiguous(),
+        }
+
+    def slots(self, index: Index, slots: int, batch: int) -> dict[str, Tensor]:
+        """The second sequence is padding."""
+        if index is Index.NONE:
+            return {}
+        chosen = torch.randperm(slots, generator=self.generator)[:batch].to(INTEGERS[index])
+        chosen[1:2] = -1
+        return {"state_indices": chosen}
+
+
+def mamba2_layer(spec: Mamba2LayerSpec, batch: int, seed: int) -> dict[str, Tensor]:
+    """Of mamba2_layer, by name."""
+    make = Maker(seed)
+    H, P, N, G = spec.nheads, spec.headdim, spec.d_state, spec.ngroups
+    slots, inner = batch if spec.index is Index.NONE else 3 * batch, spec.nheads * spec.headdim
+    odd = spec.norm_loads is Loads.ELEMENT
+    gate = spec.norm_gate if spec.norm else spec.z
+    made: dict[str, Any] = {
+        "state": make.state(spec.state, slots, (H, P, N), spec.state_loads is Loads.ELEMENT),
+        **make.convolution(spec, slots, batch, inner + 2 * G * N),
+        "dt": make.randn(spec.dt, batch, H),
+        "A": -(torch.rand(H, generator=make.generator) + 0.1).to(TORCH_DTYPES[spec.A]),
+        "D": spec.D and make.randn(spec.D, H),
+        "z": gate and make.randn(gate, batch, inner, odd=odd),
+        "dt_bias": spec.dt_bias and make.randn(spec.dt_bias, H),
+        "norm_weight": spec.norm and make.randn(spec.norm, inner),
+        "out": torch.full((batch, inner + (1 if odd else 8)), float("nan"), dtype=TORCH_DTYPES[spec.out])[:, :inner],
+        "arrivals": torch.zeros(slots, G, dtype=torch.int32),
+        **make.slots(spec.index, slots, batch),
+    }
+    if spec.philox_rounds:
+        made["rand_seed"] = torch.randint(-(2**62), 2**62, (slots,), generator=make.generator)
+    return {name: t for name, t in made.items() if t is not None}
+
+
+def gdn_layer(spec: GdnLayerSpec, batch: int, seed: int) -> dict[str, Tensor]:
+    """Of gdn_layer, by name: z and out with heads."""
+    make = Maker(seed)
+    HV, HK, V, K = spec.nheads, spec.key_heads, spec.dim_v, spec.dim_k
+    slots = batch if spec.index is Index.NONE else 3 * batch
+    odd = spec.norm_loads is Loads.ELEMENT
+    held = (HV, V, K) if spec.layout is Layout.VK else (HV, K, V)
+    made: dict[str, Any] = {
+        "state": make.state(spec.state, slots, held, spec.state_loads is Loads.ELEMENT),
+        **make.convolution(spec, slots, batch, 2 * HK * K + HV * V),
+        "a": make.randn(spec.g, batch, HV),
+        "b": make.randn(spec.beta, batch, HV),
+        "A_log": make.randn(spec.A_log, HV),
+        "dt_bias": spec.dt_bias and make.randn(spec.dt_bias, HV),
+        "z": make.randn(spec.norm_gate, batch, HV, V, odd=odd) if spec.norm else None,
+        "norm_weight": spec.norm and make.randn(spec.norm, V),
+        "out": make.randn(spec.out, batch, HV, V, odd=odd).fill_(float("nan")),
+        "arrivals": torch.zeros(slots, HK, dtype=torch.int32),
+        **make.slots(spec.index, slots, batch),
+    }
+    return {name: t for name, t in made.items() if t is not None}

@@ -1,0 +1,104 @@
+"""The short convolution that a decode layer's kernel does itself, ahead of its recurrence.
+
+A block convolves the channels that its rows need: those of its group of heads, which other blocks need too, and its own. The window of a
+channel that several blocks read is written by the block of them that comes last, which `arrivals` counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..spec import SM90, Arch, DType, Loads, Param, must
+from .causal_conv1d import MAX_WIDTH
+from .causal_conv1d_update import StateLayout
+
+CHANNELS = 4  # neighbouring ones that a thread convolves
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConv:
+    """What a call fixes of the convolution; its inputs and its window have one dtype, its results are rounded to it."""
+
+    conv_width: int = 4  # taps
+    conv_weight: DType = DType.BF16
+    conv_bias: DType | None = None
+    conv_len: int = 3  # inputs of a channel that conv_state holds
+    conv_layout: StateLayout = StateLayout.RUNS
+    conv_loads: Loads = Loads.VECTOR  # of the inputs
+    conv_taps: Loads = Loads.VECTOR  # of weight and bias
+
+    @property
+    def conv_dtype(self) -> DType:
+        raise NotImplementedError
+
+    @property
+    def conv_input(self) -> str:
+        """The operand that is convolved."""
+        raise NotImplementedError
+
+    @property
+    def shared_channels(self) -> int:
+        """Channels of a block that others of its group convolve as well."""
+        raise NotImplementedError
+
+    def conv_faults(self, rows: int) -> list[str]:
+        """What no variant could serve, of a recurrence with so many rows per head."""
+        width = self.conv_width
+        return [
+            *must(2 <= width <= MAX_WIDTH, f"conv_width {width} is not 2 … {MAX_WIDTH}"),
+            *must(
+                self.conv_len in (width - 1, width),
+                f"conv_state holds {self.conv_len} inputs per channel; of a convolution of width {width} it is {width - 1} or {width}",
+            ),
+            *must(
+                self.shared_channels % CHANNELS == 0 and rows % CHANNELS == 0,
+                f"{self.shared_channels} channels of a group and {rows} of a head are not multiples of {CHANNELS}",
+            ),
+        ]
+
+    def conv_violations(self, tile: int) -> list[str]:
+        """tile: rows of a block."""
+        return must(tile % CHANNELS == 0, f"tile {tile} is not a multiple of the {CHANNELS} channels that a thread convolves")
+
+    def conv_operands(self) -> list[str]:
+        return ["conv_state", self.conv_input, "conv_weight", *(["conv_bias"] if self.conv_bias else [])]
+
+    def conv_strides(self) -> dict[str, list[str]]:
+        """Axes of the strides that the kernel takes, by operand."""
+        layout = {StateLayout.RUNS: [], StateLayout.CHANNELS: ["tap"], StateLayout.ANY: ["dim", "tap"]}[self.conv_layout]
+        taps = self.conv_taps is Loads.ELEMENT
+        return {
+            "conv_state": ["slot", *layout],
+            self.conv_input: ["batch", *(["dim"] if self.conv_loads is Loads.ELEMENT else [])],
+            "conv_weight": ["dim", "tap"] if taps else [],
+            "conv_bias": ["dim"] if taps else [],
+            "arrivals": ["slot"],
+        }
+
+    def conv_elements(self) -> dict[str, str]:
+        """Element types of operands, as the kernel names them."""
+        same = dict.fromkeys(("conv_state", self.conv_input), self.conv_dtype.value)
+        return same | {"conv_weight": self.conv_weight.value, "conv_bias": self.conv_bias and self.conv_bias.value, "arrivals": "int"}
+
+    def conv_constants(self) -> dict[str, Any]:
+        return {
+            "conv_input": self.conv_input,
+            "conv_dtype": self.conv_dtype.value,
+            "runs": self.conv_layout is StateLayout.RUNS,
+            "by_channels": self.conv_layout is StateLayout.CHANNELS,
+            "vector_inputs": self.conv_loads is Loads.VECTOR,
+            "vector_taps": self.conv_taps is Loads.VECTOR,
+        }
+
+
+def pointers(names: list[str], element: dict[str, Any], written: tuple[str, ...]) -> list[Param]:
+    return [Param.pointer(name, element[name], const=name not in written) for name in names]
+
+
+def with_registers(how: dict[str, Any], arch: Arch) -> dict[str, Any]:
+    """How a variant walks its rows, with all the registers that it needs; on sm_90 ptxas chooses, as measured there.
+
+    Elsewhere that spills a few bytes, to stay below 80, 96 or 128 registers.
+    """
+    return how if arch.number == SM90.number else how | {"min_blocks": 1}

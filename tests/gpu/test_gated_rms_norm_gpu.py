@@ -1,0 +1,259 @@
+"""gated_rms_norm on a card: the numerical contract, variants, far offsets, graphs, dependent launches."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from norm_cases import BF16, F16, F32, GDN, KDA, MAMBA, PLAIN, Call, assert_matches, bits, equal, expected, make, matrix, named
+from test_selective_state_update import after_a_producer, needs_pdl
+
+import ssmgen
+from ssmgen import compile as compiler
+from ssmgen import registry, runtime
+from ssmgen.bench.timing import host_us
+from ssmgen.cache import Entry
+from ssmgen.errors import ArgumentError, CaptureError
+from ssmgen.kernels import gated_rms_norm as kernels
+from ssmgen.ops import gated_rms_norm as op
+from ssmgen.render import render
+from ssmgen.spec import Arch, KernelSpec, Pdl
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+
+
+def arch() -> Arch:
+    return runtime.device_arch(torch.cuda.current_device())
+
+
+def chosen(call: Call, pdl: bool | None = None) -> KernelSpec:
+    return registry.select(op.OPERATOR, call.problem, op.size_of(call.views), arch(), arch().number >= 90 if pdl is None else pdl)
+
+
+def prepare(specs: Iterable[KernelSpec]) -> None:
+    """Compiles and loads kernels in parallel. What goes wrong is left to the calls that need them."""
+    device = torch.cuda.current_device()
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        wait([pool.submit(runtime.load, spec, device, op.OPERATOR) for spec in dict.fromkeys(specs)])
+
+
+def launch(spec: KernelSpec, call: Call, kernel: runtime.Kernel | None = None) -> runtime.Plan:
+    """One variant, whatever the registry would choose, ready to run."""
+    device = torch.cuda.current_device()
+    values = op.kernel_values(spec, call.views, call.options)
+    launched = runtime.Launch(kernel or runtime.load(spec, device, op.OPERATOR), device, op.grid_of(spec, call.views), values)
+    return launched.at([t.data_ptr() for t in call.named.values()])
+
+
+LARGE = [
+    replace(MAMBA, id="mamba2-2.7b", rows=(300,), groups=1, size=5120),
+    replace(MAMBA, id="nemotron-h", rows=(257,), groups=8, size=1024, x=F32, layout="gaps"),
+    replace(GDN, id="qwen3.5", rows=(128,), groups=64),
+    replace(KDA, id="kimi", rows=(99, 4), groups=32, in_place="x"),
+    replace(PLAIN, id="plain-16384", rows=(200,), size=16384, x=F32, out=F32),
+    replace(GDN, id="odd", rows=(777,), groups=3, size=1500, layout="odd", x=F16, gate=F32, out=F16),
+]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> None:
+    """Those of the matrix."""
+    calls = [make(case, DEVICE) for case in (*matrix(), *LARGE)]
+    prepare([chosen(call) for call in calls if op.size_of(call.views)])
+
+
+@named(*matrix(), *LARGE)
+def test_within_rounding_of_float64(case, loaded):
+    call = make(case, DEVICE)
+    want = expected(call)
+    call.run()
+    torch.cuda.synchronize()
+    assert_matches(call, want)
+
+
+VARIED = [
+    replace(GDN, id="gdn-128", rows=(33,), out=F32),
+    replace(GDN, id="gdn-100-odd", rows=(40,), size=100, layout="odd", x=F16, out=F32),
+    replace(KDA, id="kda-64-f32", rows=(40,), size=64, x=F32, out=F32),
+    replace(MAMBA, id="mamba-1024", rows=(20,), out=F32),
+    replace(MAMBA, id="mamba-5120", rows=(9,), size=5120, in_place="x"),
+    replace(PLAIN, id="plain-3000", rows=(30,), size=3000, out=F32),
+    replace(GDN, id="gdn-16384", rows=(9,), groups=2, size=16384, out=F32),
+]
+
+
+@named(*VARIED)
+def test_variants_are_bit_equal(case):
+    call = make(case, DEVICE)
+    want = expected(call)
+    specs = list(kernels.space(call.problem, arch()))
+    specs = random.Random(0).sample(specs, min(24, len(specs)))
+    prepare(specs)
+    first = None
+    for spec in specs:
+        call = make(case, DEVICE)
+        launch(spec, call)()
+        torch.cuda.synchronize()
+        first = first or call
+        assert equal(call.out, first.out), f"{spec} differs from {specs[0]}"
+    assert_matches(call, want)
+
+
+@pytest.mark.parametrize(("groups", "size"), [(4, 64), (32, 128), (1, 5120), (8, 1024)])
+def test_batch_size_and_position_change_nothing(groups, size):
+    """The last of 3000 rows alone: another rule serves it."""
+    x, gate = torch.randn(2, 3000, groups, size, device=DEVICE)
+    weight = torch.randn(groups * size, device=DEVICE)
+    whole = ssmgen.gated_rms_norm(x, gate, weight)
+    assert equal(ssmgen.gated_rms_norm(x[2999:], gate[2999:], weight), whole[2999:])
+
+
+# Offsets above 2^31 elements.
+
+
+@pytest.fixture
+def room():
+    """The memory of other tests is given back before and after."""
+    torch.cuda.empty_cache()
+    yield
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("odd", [0, 1], ids=["aligned", "odd"])
+@pytest.mark.parametrize("name", ["x", "gate", "out"])
+@pytest.mark.parametrize("axis", ["rows", "groups"])
+def test_tensors_above_2_31_elements(axis, name, odd, room):
+    gap = 2**30 + 64 + odd
+    shape, strides = ((3, 2, 128), (gap, 128, 1)) if axis == "rows" else ((2, 3, 128), (128, gap, 1))
+    near = {n: torch.randn(shape, device=DEVICE).bfloat16() for n in ("x", "gate", "out")}
+    weight = torch.randn(128, device=DEVICE)
+    want = ssmgen.gated_rms_norm(near["x"], near["gate"], weight)
+    extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    assert extent > 2**31
+    far = torch.zeros(extent, dtype=BF16, device=DEVICE).as_strided(shape, strides).copy_(near[name])
+    named_far = near | {name: far}
+    ssmgen.gated_rms_norm(named_far["x"], named_far["gate"], weight, out=named_far["out"])
+    assert equal(named_far["out"], want)
+
+
+# Repetition, graphs.
+
+
+def test_many_launches_are_equal_in_place_too():
+    case = replace(MAMBA, rows=(500,), size=5120, groups=1, in_place="x")
+    call = make(case, DEVICE)
+    before, want = call.out.clone(), None
+    for _ in range(300):
+        call.out.copy_(before)
+        call.run()
+        got = bits(call.out).clone()
+        want = got if want is None else want
+        assert torch.equal(got, want)
+
+
+def test_capture_graph_and_bound_calls():
+    for case in (replace(MAMBA, size=1236), replace(GDN, size=124)):  # that no other test has, so that they are not loaded yet
+        call, again = make(case, DEVICE), make(case, DEVICE)
+        want = expected(call)
+        assert not ssmgen.is_warm(ssmgen.gated_rms_norm, **call.kwargs)
+        with pytest.raises(CaptureError, match=r"ssmgen.warm\(ssmgen.gated_rms_norm"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            call.run()
+        assert ssmgen.warm(ssmgen.gated_rms_norm, **call.kwargs) == 1 and ssmgen.is_warm(ssmgen.gated_rms_norm, **call.kwargs)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call.run()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_matches(call, want)
+        bound = ssmgen.bind(ssmgen.gated_rms_norm, **again.kwargs)
+        bound()
+        assert equal(call.out, again.out)
+
+
+def test_same_signature_elsewhere_in_memory():
+    for seed in (1, 2):
+        call = make(GDN, DEVICE, seed)
+        want = expected(call)
+        call.run()
+        assert_matches(call, want)
+    x = call.kwargs["x"]
+    with pytest.raises(ArgumentError, match="out overlaps weight in memory"):
+        ssmgen.gated_rms_norm(x, call.kwargs["gate"], x[0, 0], out=x)
+
+
+def test_host_time_is_microseconds():
+    """A guard against checks on the hot path, not a measurement."""
+    call = make(GDN, DEVICE)
+    assert host_us(call.run, blocks=5) < 60
+
+
+# Programmatic dependent launch.
+
+
+def chain(pdl: bool) -> list[torch.Tensor]:
+    """Each normalises what the one ahead of it wrote, out of place and in place."""
+    g = torch.Generator(DEVICE).manual_seed(0)
+    x, gate = torch.randn(2, 64, 8, 1024, generator=g, device=DEVICE).bfloat16()
+    weight = torch.randn(1024, generator=g, device=DEVICE)
+    outs = []
+    for _ in range(16):
+        y = ssmgen.gated_rms_norm(x, gate, weight, pdl=pdl)
+        ssmgen.gated_rms_norm(y, x, out=x, norm_before_gate=True, activation="sigmoid", pdl=pdl)
+        ssmgen.gated_rms_norm(x, y, weight, out=x, pdl=pdl)
+        outs += [y, x.clone()]
+    torch.cuda.synchronize()
+    return outs
+
+
+@needs_pdl
+def test_pdl_on_and_off_are_bit_equal_on_a_chain():
+    want = chain(False)
+    for _ in range(5):
+        assert all(equal(a, b) for a, b in zip(chain(True), want, strict=True))
+
+
+def produced(call: Call, run: Any) -> list[torch.Tensor]:
+    """Bits of `run()`'s result behind a kernel that triggers at once and writes x 40 us later."""
+    memory = SimpleNamespace(buffers={"conv": call.memory.buffers["x"]})
+    found = after_a_producer(SimpleNamespace(args=(call.out,), kwargs=call.kwargs, memory=memory), call.out.clone(), run)
+    return [out for out, _ in found]
+
+
+def all_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@needs_pdl
+@named(replace(GDN, rows=(16,)), replace(MAMBA, groups=8), replace(MAMBA, id="mamba-one-group", groups=1, size=5120))
+def test_pdl_waits_for_a_producer_that_triggers_early(case):
+    """x is what the kernel ahead still writes when this one starts; without its wait it reads too early."""
+    call = make(case, DEVICE)
+    right = produced(call, lambda: call.run(pdl=False))
+    assert all_equal(right, produced(call, lambda: call.run(pdl=True))) and torch.isfinite(call.out).all()
+    spec = chosen(call, pdl=True)
+    assert spec.pdl is Pdl.TRIGGER_LOADED
+    source = render(spec, arch())
+    hasty = source.replace("  wait_for_upstream();", "  ", 1)
+    assert hasty != source
+    done = compiler.compile_cubin(hasty, arch(), str(spec))
+    kernel = runtime.Kernel(spec, arch(), Entry("", "", spec.name, str(arch()), "", (), done.resources, 0.0, hasty, done.cubin))
+    assert kernel.pdl
+    assert not all_equal(right, produced(call, launch(spec, call, kernel)))
+
+
+def test_torch_compile_fullgraph():
+    def layer(x, gate, weight):
+        return ssmgen.gated_rms_norm(x, gate, weight, 1e-6, norm_before_gate=True).float() * 2
+
+    call = torch.randn(5, 4, 64, device=DEVICE).bfloat16(), torch.randn(5, 4, 64, device=DEVICE), torch.randn(64, device=DEVICE)
+    got = torch.compile(layer, fullgraph=True, backend="aot_eager")(*call)
+    assert torch.equal(got, layer(*call)) and got.dtype is F32

@@ -1,0 +1,201 @@
+"""What decode layers must keep on a card, whichever recurrence lies in them."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from layer_cases import Case, LayerCall, bits, differing, make
+from torch import Tensor
+
+import ssmgen
+from ssmgen import compile as compiler
+from ssmgen import registry, runtime
+from ssmgen.cache import Entry
+from ssmgen.errors import CaptureError
+from ssmgen.kernels import OPERATOR_OF
+from ssmgen.render import render
+from ssmgen.spec import Arch, KernelSpec, Problem
+
+DEVICE = "cuda"
+
+
+def arch() -> Arch:
+    return runtime.device_arch(torch.cuda.current_device())
+
+
+def problem_of(case: Case) -> Problem:
+    return make(case, DEVICE).built().problem()[0]
+
+
+def chosen(case: Case, pdl: bool | None = None) -> KernelSpec:
+    """What the rules choose, and the tables of this GPU."""
+    problem = problem_of(case)
+    wanted = arch().number >= 90 if pdl is None else pdl
+    name = runtime.device_name(torch.cuda.current_device())
+    return registry.select(OPERATOR_OF[type(problem)], problem, case.batch, arch(), wanted, name)
+
+
+def load(specs: Iterable[KernelSpec]) -> None:
+    """Compiles and loads kernels in parallel. What goes wrong is left to the calls that need them."""
+    device, parts = torch.cuda.current_device(), dict.fromkeys(part for spec in specs for part in spec.kernels)
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        wait([pool.submit(runtime.load, spec, device, "test") for spec in parts])
+
+
+def prepare(cases: Iterable[Case]) -> None:
+    """The layers' kernels, and those of the separate operators."""
+    specs: list[KernelSpec] = []
+
+    def collect(function: Any, kwargs: dict[str, Any]) -> None:
+        problem, size, device, pdl = function.build(**kwargs).problem()
+        wanted = arch().number >= 90 if pdl is None else pdl
+        specs.append(registry.select(OPERATOR_OF[type(problem)], problem, size, arch(), wanted, runtime.device_name(device.index)))
+
+    for case in cases:
+        call = make(case, DEVICE)
+        collect(call.function, call.kwargs)
+        call.chain(collect)
+    load(specs)
+
+
+def assert_equals_the_operators(case: Case) -> None:
+    call, chain = make(case, DEVICE), make(case, DEVICE)
+    for _ in range(3):
+        call.run()
+        chain.chain()
+    torch.cuda.synchronize()
+    call.assert_unharmed()
+    assert not differing(call, chain)
+    assert call.kwargs["out"][call.live].isfinite().all()
+
+
+def assert_variants_are_equal(case: Case, specs: Sequence[KernelSpec], count: int) -> None:
+    """So many of them, and the separate operators."""
+    specs = random.Random(0).sample(list(specs), min(count, len(specs)))
+    assert specs
+    load(specs)
+    chain = make(case, DEVICE).chain().chain()
+    for spec in specs:
+        call = make(case, DEVICE)
+        built = call.built()
+        plan = built.launch_with(spec).at(built.pointers)
+        plan()
+        plan()
+        torch.cuda.synchronize()
+        call.assert_unharmed()
+        assert not differing(call, chain), spec
+
+
+class _Again:
+    """A call whose states can be put back."""
+
+    def __init__(self, call: LayerCall):
+        self.call = call
+        self.kept = {n: call.memory.buffers[n][0].clone() for n in ("state", "conv_state")}
+
+    def reset(self) -> None:
+        for name, kept in self.kept.items():
+            self.call.memory.buffers[name][0].copy_(kept)
+
+
+def assert_launches_are_equal(case: Case, count: int) -> None:
+    """From the same states, so many times: the order in which blocks come to a window says nothing."""
+    call = make(case, DEVICE)
+    again = _Again(call)
+    chain = make(case, DEVICE).chain().results()
+    wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for _ in range(count):
+        again.reset()
+        call.run()
+        for name in chain:
+            wrong += (bits(call.kwargs[name]) != chain[name]).sum()
+        wrong += call.kwargs["arrivals"].abs().sum()
+    assert int(wrong) == 0
+    call.assert_unharmed()
+
+
+def assert_graphs_replay(case: Case) -> None:
+    call, chain = make(case, DEVICE), make(case, DEVICE)
+    again = _Again(call)
+    ssmgen.warm(call.function, **call.kwargs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            call.run()
+    again.reset()
+    for _ in range(2):
+        graph.replay()
+    for _ in range(6):
+        chain.chain()
+    torch.cuda.synchronize()
+    call.assert_unharmed()
+    assert not differing(call, chain)
+
+
+def assert_capture_needs_warm(case: Case) -> None:
+    """`case` is one that no other test has."""
+    call = make(case, DEVICE)
+    assert not ssmgen.is_warm(call.function, **call.kwargs)
+    with pytest.raises(CaptureError, match=rf"ssmgen.warm\(ssmgen.{call.function.__name__}"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        call.run()
+
+
+def assert_pdl_changes_nothing(case: Case) -> None:
+    """Steps right behind one another, each of which needs what the one ahead has left."""
+    calls = {pdl: make(case, DEVICE) for pdl in (False, True)}
+    for pdl, call in calls.items():
+        for _ in range(50):
+            call.run(pdl=pdl)
+    torch.cuda.synchronize()
+    assert not differing(calls[False], calls[True])
+    calls[True].assert_unharmed()
+
+
+def assert_waits_for_its_producer(case: Case) -> None:
+    """The projection is what the kernel ahead still writes when this one starts; without its wait it reads too early."""
+    from test_selective_state_update import after_a_producer
+
+    call = make(case, DEVICE)
+    again = _Again(call)
+
+    def produced(run: Any) -> list[tuple[Tensor, Tensor]]:
+        again.reset()
+        call.kwargs["arrivals"].zero_()
+        memory = SimpleNamespace(buffers={"conv": call.memory.buffers["proj"]})
+        state = call.kwargs["state"]
+        found = after_a_producer(SimpleNamespace(args=(state,), kwargs=call.kwargs, memory=memory), state.clone(), run)
+        return [(out[call.live], states[call.used]) for out, states in found]
+
+    def equal(a: list[tuple[Tensor, Tensor]], b: list[tuple[Tensor, Tensor]]) -> bool:
+        return all(torch.equal(x, y) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True))
+
+    ssmgen.warm(call.function, **call.kwargs | {"pdl": True})
+    ssmgen.warm(call.function, **call.kwargs | {"pdl": False})
+    right = produced(lambda: call.run(pdl=False))
+    assert equal(right, produced(lambda: call.run(pdl=True)))
+    assert not equal(right, produced(_hasty(call, chosen(case, pdl=True))))
+
+
+def _hasty(call: LayerCall, spec: KernelSpec) -> Any:
+    """A variant whose first kernel does not wait."""
+    source = render(spec, arch())
+    text = source.replace("  wait_for_upstream();", "  ", 1)
+    assert text != source
+    done = compiler.compile_cubin(text, arch(), str(spec))
+    first = runtime.Kernel(spec, arch(), Entry("", "", spec.name, str(arch()), "", (), done.resources, 0.0, text, done.cubin))
+    built, device = call.built(), torch.cuda.current_device()
+    views, names = built.caller.checked(built.operands, built.options, None), list(built.operands)
+    launches = []
+    for i, part in enumerate(spec.kernels):
+        values = built.caller.family.values_of(part, views, built.options)
+        kernel = runtime.load(part, device, "test") if i else first
+        launches.append(runtime.Launch(kernel, device, built.caller.family.grid_of(part, views), values))
+    takes = [[names.index(n) for n in part.operands()] for part in spec.kernels]
+    return runtime.Chain(launches, takes).at(built.pointers)

@@ -1,0 +1,227 @@
+"""Operands for gated_rms_norm: strided, poisoned, guarded; what it must do with them, and by how much it may be off."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from ssu_cases import BF16, F16, F32, Memory, ulp
+from torch import Tensor
+
+import ssmgen
+from ssmgen import emulator, registry
+from ssmgen.arguments import Arguments
+from ssmgen.emulator import run_source
+from ssmgen.ops import gated_rms_norm as op
+from ssmgen.render import render
+from ssmgen.spec import Arch, KernelSpec
+
+NAN = math.nan
+SM90 = Arch.parse("sm_90a")
+NAMES = {F32: "f32", F16: "f16", BF16: "bf16"}
+needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the matrix; `id` is readable."""
+
+    id: str
+    rows: tuple[int, ...] = (3,)
+    groups: int = 1
+    size: int = 128
+    flat: bool = False  # groups in one axis, told by group_size
+    x: torch.dtype = BF16
+    gate: torch.dtype | None = BF16
+    weight: torch.dtype | None = BF16
+    each: bool = False  # group has a weight of its own
+    out: torch.dtype = BF16
+    norm_first: bool = False
+    activation: str = "silu"
+    layout: str = "dense"  # of x and gate: see LAYOUTS
+    out_layout: str = "dense"
+    in_place: str = ""  # the operand that out is
+    eps: float = 1e-5
+    spread: float = 1.0  # of x
+    gate_spread: float = 2.0
+
+
+def named(*several: Any) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", several, ids=lambda c: c.id)
+
+
+def vary(base: Case, **cases: dict[str, Any]) -> list[Case]:
+    return [replace(base, **({"id": f"{base.id}-{name}".replace("_", "-")} | changes)) for name, changes in cases.items()]
+
+
+MAMBA = Case("mamba", size=1024, flat=True, groups=2, each=True)
+GDN = Case("gdn", groups=4, norm_first=True)
+KDA = replace(GDN, id="kda", activation="sigmoid", weight=F32)
+PLAIN = Case("plain", gate=None)
+
+SIZES = (4, 8, 12, 28, 32, 60, 64, 96, 100, 128, 132, 200, 256, 260, 264, 320, 512, 1000, 1024, 1028, 1280, 2048, 2560, 3000, 4096)
+LARGE_SIZES = (5120, 6144, 8192, 10240, 16380, 16384)
+
+
+def matrix() -> list[Case]:
+    cases = [
+        MAMBA,
+        GDN,
+        KDA,
+        PLAIN,
+        *[replace(PLAIN, id=f"gated-{n}", size=n, gate=BF16, rows=(5,) if n < 512 else (2,)) for n in (*SIZES, *LARGE_SIZES)],
+        *[
+            replace(GDN, id=f"f32-{n}", size=n, x=F32, gate=F32, weight=F32, out=F32, rows=(2,))
+            for n in (4, 36, 64, 260, 1280, 8192, 16384)
+        ],
+        *[replace(GDN, id=f"gdn-{NAMES[a]}-{NAMES[b]}-{NAMES[c]}", x=a, gate=b, out=c) for a in NAMES for b in NAMES for c in NAMES],
+        *[replace(MAMBA, id=f"mamba-{kind}", layout=kind, out_layout=kind) for kind in LAYOUTS],
+        *[replace(GDN, id=f"gdn-{kind}", layout=kind, out_layout="dense" if kind == "odd" else kind, size=68) for kind in LAYOUTS],
+        *[replace(GDN, id=f"gdn-rows-{'x'.join(map(str, r)) or 'none'}", rows=r) for r in ((), (1,), (37,), (2, 3), (1, 1), (0,))],
+        *vary(GDN, each={"each": True}, no_weight={"weight": None}, each_f16={"each": True, "weight": F16, "size": 132}),
+        *vary(MAMBA, shared={"each": False}, no_weight={"weight": None}, apart={"flat": False}, groups8={"groups": 8, "size": 64}),
+        *vary(MAMBA, one_group={"groups": 1, "size": 5120, "each": False}, sigmoid={"activation": "sigmoid"}, x_f32={"x": F32}),
+        *vary(MAMBA, in_x={"in_place": "x"}, in_gate={"in_place": "gate"}, eps={"eps": 0.5}, zero={"spread": 0.0}),
+        *vary(GDN, in_x={"in_place": "x"}, in_gate={"in_place": "gate", "size": 100}, swish={"activation": "swish"}),
+        *vary(GDN, in_x_gaps={"in_place": "x", "layout": "gaps"}, in_x_odd={"in_place": "x", "layout": "odd"}),
+        *vary(MAMBA, far_gate={"gate_spread": 60.0}, small={"spread": 1e-3, "x": F32}, large={"spread": 1e6, "x": F32, "out": F32}),
+        *vary(PLAIN, f32={"x": F32, "out": F32}, no_weight={"weight": None}, groups={"groups": 3}, in_x={"in_place": "x", "size": 1024}),
+    ]
+    assert len({c.id for c in cases}) == len(cases)
+    return cases
+
+
+def _gaps(shape: tuple[int, ...], odd: int = 0) -> tuple[int, ...]:
+    """With room behind every group and row, which leaves 16 bytes aligned; rows of rows lie in one another."""
+    strides, reach = [1], shape[-1] + 8 + odd
+    for n in reversed(shape[:-1]):
+        strides.append(reach)
+        reach = reach * n + (8 if len(strides) == 2 else 0)
+    return tuple(strides[::-1])
+
+
+# (strides, elements from an aligned address)
+LAYOUTS = {
+    "dense": lambda shape: (tuple(torch.empty(shape, device="meta").stride()), 64),
+    "gaps": lambda shape: (_gaps(shape), 64),
+    "odd": lambda shape: (_gaps(shape, 1), 65),
+}
+
+
+@dataclass
+class Call:
+    """A call's arguments, and what surrounds them in memory."""
+
+    case: Case
+    memory: Memory
+    kwargs: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        built = ssmgen.gated_rms_norm.build(**self.kwargs)
+        self.given, self.options, self.named = built.given, built.options, built.operands
+        self.views = op.CALLER.checked(self.named, self.options, None)
+        self.problem = op.problem_of(self.views, {n: t.data_ptr() for n, t in self.named.items()}, self.options)
+
+    def run(self, **more: Any) -> Tensor:
+        return ssmgen.gated_rms_norm(**self.kwargs, **more)
+
+    @property
+    def out(self) -> Tensor:
+        return self.named["out"]
+
+
+def make(case: Case, device: str, seed: int = 0) -> Call:
+    g, memory = torch.Generator().manual_seed(seed), Memory(device)
+    grouped = (case.groups,) if case.groups > 1 or len(case.rows) > 1 else ()  # of more axes of rows, the last one would be that of groups
+    shape = (*case.rows, case.groups * case.size) if case.flat else (*case.rows, *grouped, case.size)
+
+    def view(name: str, layout: str, dtype: torch.dtype) -> Tensor:
+        if 0 in shape:
+            return torch.empty(shape, dtype=dtype, device=device)
+        strides, offset = LAYOUTS[layout](shape)
+        return memory.view(name, shape, strides, dtype, offset)
+
+    kwargs: dict[str, Any] = {"x": view("x", case.layout, case.x)}
+    kwargs["x"].copy_(case.spread * torch.randn(shape, generator=g))
+    if case.gate:
+        kwargs["gate"] = view("gate", case.layout, case.gate)
+        kwargs["gate"].copy_(case.gate_spread * torch.randn(shape, generator=g))
+    if case.weight:
+        count = case.groups if case.each else 1
+        kwargs["weight"] = memory.fill("weight", torch.randn(count * case.size, generator=g).to(case.weight))
+        if case.each and not case.flat:
+            kwargs["weight"] = kwargs["weight"].view(count, case.size)
+    kwargs["out"] = kwargs[case.in_place] if case.in_place else view("out", case.out_layout, case.out)
+    kwargs |= {"eps": case.eps, "norm_before_gate": case.norm_first, "activation": case.activation}
+    if case.flat:
+        kwargs["group_size"] = case.size
+    memory.seal()
+    return Call(case, memory, kwargs)
+
+
+@dataclass
+class Expected:
+    """In float64, and how far a computation in f32 may be off."""
+
+    out: Tensor
+    bound: Tensor
+
+
+def expected(call: Call) -> Expected:
+    """What a call must do, before it is made.
+
+    The logistic function of v is off by the roundings of v log2(e) (two of 2^-24 of it), of ex2.approx (2 ulp), of a sum and of rcp.approx
+    (1 ulp). Half of what the squares' sum is off by is in its root: twice what each is, chains of 4 and 12 levels of pairs, the mean's
+    factor; rsqrt.approx adds 2 ulp. Numbers below 2^-126 may have been flushed. A result rounded past a power of two is off by the error
+    twice.
+    """
+    views = {n: t.detach().cpu() for n, t in call.views.items()}
+    dtype, eps = views["out"].dtype, 2.0**-24
+    out = torch.empty(views["out"].shape, dtype=torch.float64)
+    op.run_reference(views | {"out": out}, call.options, torch.float64)
+    x = views["x"].double()
+    off, value = torch.zeros_like(x), x
+    if "gate" in views:
+        gate = views["gate"].double()
+        off = (2 * gate.abs() + 9) * eps
+        value = x * (gate if call.case.activation != "sigmoid" else 1) * torch.sigmoid(gate)
+    squares = (x if call.case.norm_first else value).square()
+    of_squares = torch.zeros_like(x) if call.case.norm_first else 2 * off
+    total = squares.sum(-1, keepdim=True)
+    of_sum = (squares * of_squares).sum(-1, keepdim=True) / torch.where(total > 0, total, 1) + 20 * eps
+    relative = off + 0.5 * of_sum + 8 * eps
+    bound = 2 * relative * out.abs() + 2.0**-100 + torch.where(out != 0, 0.5 * ulp(out, dtype), 0)
+    return Expected(out, bound)
+
+
+def assert_matches(call: Call, want: Expected) -> None:
+    """The result within its bound, and nothing else in memory changed."""
+    written = call.case.in_place or "out"
+    wrong = call.memory.untouched({written: None} if written in call.memory.buffers else {})
+    assert not wrong, f"changed outside what the call may write: {wrong}"
+    got = call.views["out"].detach().cpu().double()
+    excess = torch.where(got == want.out, 0.0, (got - want.out).abs() / want.bound).nan_to_num(nan=math.inf)
+    assert not excess.numel() or excess.max() <= 1, f"out off by {float(excess.max()):.2f} x its bound"
+
+
+def emulate(call: Call, spec: KernelSpec | None = None, arch: Arch = SM90, change=str) -> None:
+    """One launch, or none, of a variant or of the one that the registry chooses, on the CPU; `change` edits the text."""
+    size = op.size_of(call.views)
+    if size == 0:
+        return
+    spec = spec or registry.select(op.OPERATOR, call.problem, size, arch, arch >= SM90)
+    assert spec.operands() == list(call.named)
+    packed = Arguments(spec, op.kernel_values(spec, call.views, call.options)).at([t.data_ptr() for t in call.named.values()])
+    run_source(change(render(spec, arch)), spec.name, op.grid_of(spec, call.views), spec.threads, packed, call.named, ("out",))
+
+
+def bits(t: Tensor) -> Tensor:
+    return t.detach().contiguous().view({4: torch.int32, 2: torch.int16}[t.element_size()])
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit: NaN equals itself, and 0 is not -0."""
+    return torch.equal(bits(a), bits(b))
