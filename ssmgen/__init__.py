@@ -35,7 +35,7 @@ _HOME = {
     "selective_state_update": "ops.selective_state_update",
     **dict.fromkeys(_LINEAR, "ops.linear_attention"),
     **dict.fromkeys(_REPLAY, "ops.replay_selective_state_update"),
-    "warm": "api",
+    "warm": "warming",
     "is_warm": "api",
     "bind": "api",
     "BoundCall": "api",
@@ -45,7 +45,7 @@ _HOME = {
 }
 
 if TYPE_CHECKING:
-    from .api import BoundCall, bind, explain, is_warm, supported, warm
+    from .api import BoundCall, bind, explain, is_warm, supported
     from .ops.causal_conv1d import causal_conv1d
     from .ops.causal_conv1d_update import causal_conv1d_update
     from .ops.combine_splits import combine_splits
@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     )
     from .ops.selective_state_update import selective_state_update
     from .registry import stats
+    from .warming import warm
 
 __all__ = [
     "BoundCall",

@@ -79,20 +79,8 @@ def _specs(operator: Callable[..., Any], batches: Iterable[int], args: Any, kwar
     return list(dict.fromkeys(part for spec in specs for part in spec.kernels)), device.index
 
 
-def warm(operator: Callable[..., Any] | torch.nn.Module, *args: Any, batches: Iterable[int] = (), **kwargs: Any) -> int:
-    """Compiles (in parallel) and loads what a call needs, without launching it, so that it can be captured in a CUDA graph.
-
-    args, kwargs: those of the call; tensors are looked at, not read or written. batches: further batch sizes that the same call
-    will be made with. Returns the number of kernels that were not loaded before.
-    Raises what the call would raise.
-
-    A model of transformers in place of the operator is warmed by ssmgen.compat.hf.warm, which generates two tokens with it: batches are
-    those it will decode with, by default 1; its other argument may follow. Raises what that does.
-    """
-    if isinstance(operator, torch.nn.Module):
-        from .compat import hf
-
-        return hf.warm(operator, *args, **({"batches": batches} if batches else {}), **kwargs)
+def warm(operator: Callable[..., Any], *args: Any, batches: Iterable[int] = (), **kwargs: Any) -> int:
+    """Compiles and loads what a call needs: `warming.warm` of an operator."""
     specs, device = _specs(operator, batches, args, kwargs)
     todo = [s for s in specs if not runtime.is_loaded(s, runtime.device_arch(device))]
     with ThreadPoolExecutor(max_workers=8) as pool:  # NVRTC releases the GIL

@@ -84,7 +84,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", SHAPES.keys() & set(HERE))
+@pytest.mark.parametrize("name", [name for name in SHAPES if name in HERE])
 def test_a_presets_state_is_as_wide_as_its_model(name):
     """Seen in the cache behind a prompt, which needs no memory on the meta device."""
     state, channels = SHAPES[name]

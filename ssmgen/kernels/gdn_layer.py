@@ -157,10 +157,13 @@ def space(problem: GdnLayerProblem, arch: Arch) -> Iterator[GdnLayerSpec]:
     return (spec for spec in specs if not spec.violations(arch))
 
 
-# Whole heads to a block, which then norms them itself: (heads of a batch, at most; threads of a block with 4- and with 2-byte states).
-# Measured on an H200 (132 SMs): fewer heads than these leave too many SMs idle.
+# Whole heads to a block, which then norms them itself: (heads of a batch, at most; threads of a block; times the lanes of a row that the
+# row engine takes), by bytes of an element. Measured on an H200 (132 SMs): fewer heads than these leave too many SMs idle.
 FEW_HEADS = 48
-WHOLE = ((1024, 512, 256), (float("inf"), 256, 128))
+WHOLE = {
+    4: ((128, 512, 1), (1024, 512, 2), (float("inf"), 256, 1)),
+    2: ((1024, 256, 1), (float("inf"), 128, 1)),
+}
 
 
 def candidates(problem: GdnLayerProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, GdnLayerSpec | None, str]]:
@@ -169,8 +172,8 @@ def candidates(problem: GdnLayerProblem, batch: int, arch: Arch, pdl: bool) -> I
     heads = batch * problem.nheads
     norm = {"norm_threads": 32 if batch * problem.norm_groups <= FEW else 128}
     if (reason := _not_whole(problem, heads)) == "":
-        threads = next(row for row in WHOLE if heads <= row[0])[1 if problem.state is DType.F32 else 2]
-        yield "whole heads", whole_heads(problem, threads, arch, pdl), ""
+        _, threads, wider = next(row for row in WHOLE[problem.state.size] if heads <= row[0])
+        yield "whole heads", whole_heads(problem, threads, arch, pdl, wider), ""
     else:
         yield "whole heads", None, reason
     for rule, how, reason in row_engine.choices(problem, ONE_TOKEN, batch, arch, pdl):
@@ -186,10 +189,13 @@ def _not_whole(problem: GdnLayerProblem, heads: int) -> str:
     return f"{heads} heads are below {FEW_HEADS}" if heads < FEW_HEADS else ""
 
 
-def whole_heads(problem: GdnLayerProblem, threads: int, arch: Arch, pdl: bool) -> GdnLayerSpec:
-    """A variant with a head to a block of at most so many threads, and its norm in it."""
+def whole_heads(problem: GdnLayerProblem, threads: int, arch: Arch, pdl: bool, wider: int = 1) -> GdnLayerSpec:
+    """A variant with a head to a block of at most so many threads, and its norm in it; wider: 2 for twice the lanes to a row, if it is that
+    long."""
     given = {f.name: getattr(problem, f.name) for f in fields(GdnLayerProblem)}
     how = row_engine.layout(problem)
+    passes = problem.row_elements // (how["lanes"] * how["vec"])
+    how["lanes"] *= wider if passes % wider == 0 and how["lanes"] * wider <= 32 else 1
     step = threads // how["lanes"] * how["ilp"]  # rows in flight
     while step >= 2 * problem.dim_v and threads > 32:
         threads, step = threads // 2, step // 2
