@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from ..kernels.mamba2_layer import OPERATOR, Mamba2LayerProblem, Mamba2LayerSpec
 from ..reference.mamba2_layer import mamba2_layer as reference
 from ..spec import KernelSpec, Loads
 from . import checks, layer_views
+from . import selective_state_update_tokens as several
 from .calls import Call, operator
 from .checks import DTYPES, INDEX
 from .planning import Caller, Family
@@ -100,8 +102,23 @@ def mamba2_layer(
     return Call(CALLER, given, options, pdl)
 
 
+def _check_options(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> None:
+    def number(value: object, kind: type | tuple[type, ...]) -> bool:
+        return isinstance(value, kind) and not isinstance(value, bool)
+
+    several.check_options(named, (options.dt_softplus, options.dt_limit, options.pad_slot_id, options.philox_rounds), problems)
+    eps, size = options.eps, options.group_size
+    if not number(eps, (int, float)) or not 0 <= eps < math.inf:
+        problems.append(f"norm_eps is {eps!r}, not a number from 0 on")
+    if size is not None and not (number(size, int) and size > 0):
+        problems.append(f"norm_group_size is {size!r}, not a positive integer or None")
+    switches = {"norm_before_gate": options.norm_before_gate, "dt_softplus": options.dt_softplus, "A_is_log": options.A_is_log}
+    problems += [f"{name} is {value!r}, not True or False" for name, value in switches.items() if value not in (True, False)]
+
+
 def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
-    """The operands with heads: z, out [batch, H, P]; A, D, dt_bias, norm_weight [H, P]. Adds to `problems` all that is wrong."""
+    """The operands with heads: z, out [batch, H, P]; A, D, dt_bias [H, P]; norm_weight [groups, size]. Adds to `problems`."""
+    _check_options(named, options, problems)
     if not checks.check_tensors(named, problems):
         return {}
     checks.check_common(named, "state", problems)
@@ -110,18 +127,30 @@ def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str])
         wanted = "[slots, heads, headdim, d_state] and [batch, channels]"
         problems.append(f"state is {list(state.shape)} and xBC {list(xBC.shape)}, not {wanted}")
         return {}
-    (_, H, P, N), (batch, channels) = state.shape, xBC.shape
+    if window.dtype != xBC.dtype:
+        problems.append(f"conv_state is {window.dtype} and xBC {xBC.dtype}: the window holds what comes in")
+    if "norm_weight" in named and "z" not in named:
+        problems.append("norm_weight is given without z: the norm of a layer has a gate")
+    if not _check_shapes(named, options, problems):
+        return {}
+    layer_views.check_memory(named, xBC.shape[0], problems)
+    layer_views.check_dense(named, ("z", "out"), problems)
+    return {} if problems else _with_heads(named, options)
+
+
+def _check_shapes(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> bool:
+    (_, H, P, N), (batch, channels) = named["state"].shape, named["xBC"].shape
     inner = H * P
     groups, rest = divmod(channels - inner, 2 * N) if N else (0, 1)
     if groups < 1 or rest or H % groups:
-        problems.append(f"xBC is {list(xBC.shape)}: not {inner} channels of x, and {N} of B and of C for each group of the {H} heads")
-        return {}
-    if window.dtype != xBC.dtype:
-        problems.append(f"conv_state is {window.dtype} and xBC {xBC.dtype}: the window holds what comes in")
-    size = options.group_size or inner
-    if inner % size or (P % size and size % P):
-        problems.append(f"norm_group_size is {size}, which does not divide {inner} channels along heads of {P}")
-        return {}
+        problems.append(
+            f"xBC is {list(named['xBC'].shape)}: not {inner} channels of x, and {N} of B and of C for each group of the {H} heads"
+        )
+        return False
+    size = options.group_size if isinstance(options.group_size, int) and options.group_size > 0 else inner
+    if inner % size:
+        problems.append(f"norm_group_size is {size}, which does not divide {inner} channels")
+        return False
     allowed = {
         **dict.fromkeys(("z", "out"), {"[batch, heads * headdim]": (batch, inner)}),
         "dt": {"[batch, heads]": (batch, H)},
@@ -130,21 +159,18 @@ def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str])
         "norm_weight": {"[heads * headdim]": (inner,), "[norm_group_size]": (size,)},
     }
     fits = [checks.check_shape(n, named[n], shapes, problems) for n, shapes in allowed.items() if n in named]
-    if not all([*fits, layer_views.check_channels(named, "xBC", groups, problems)]):
-        return {}
-    if "norm_weight" in named and "z" not in named:
-        problems.append("norm_weight is given without z: the norm of a layer has a gate")
-    layer_views.check_memory(named, batch, problems)
-    layer_views.check_dense(named, ("z", "out"), problems)
-    if problems:
-        return {}
+    return all([*fits, layer_views.check_channels(named, "xBC", groups, problems)])
+
+
+def _with_heads(named: Mapping[str, Tensor], options: Options) -> dict[str, Tensor]:
+    slots, H, P, _ = named["state"].shape
+    size = options.group_size or H * P
     views = dict(named) | {n: named[n].unflatten(1, (H, P)) for n in ("z", "out") if n in named}
     views |= {n: named[n].unsqueeze(-1).expand(H, P) for n in ("A", "D", "dt_bias") if n in named and named[n].dim() == 1}
     if "norm_weight" in named:
-        weight = named["norm_weight"]
-        views["norm_weight"] = weight.unflatten(0, (-1, size)).expand(inner // size, size)
+        views["norm_weight"] = named["norm_weight"].unflatten(0, (-1, size)).expand(H * P // size, size)
     if "rand_seed" in views:
-        views["rand_seed"] = views["rand_seed"].expand(state.shape[0])
+        views["rand_seed"] = views["rand_seed"].expand(slots)
     return views
 
 
