@@ -71,13 +71,25 @@ def caption(report: Report) -> str:
 
 
 def as_markdown(report: Report) -> str:
-    """The caption, the table, footnotes and what failed."""
+    """The caption, the table, footnotes and what failed. Speedups stand in the cells of the times that they are of."""
     cells = _Cells()
-    lines = ["| " + " | ".join(column.title for column in COLUMNS) + " |"]
-    lines += ["|" + "|".join("---" if column.is_words else "---:" for column in COLUMNS) + "|"]
-    lines += ["| " + " | ".join(cells.of(row)) + " |" for row in report.rows]
+    titled = [column for column in COLUMNS if column.title]
+    lines = ["| " + " | ".join(column.title for column in titled) + " |"]
+    lines += ["|" + "|".join("---" if column.is_words else "---:" for column in titled) + "|"]
+    lines += ["| " + " | ".join(_joined(cells.of(row))) + " |" for row in report.rows]
     parts = [caption(report), "\n".join(lines) if report.rows else "", "\n".join(cells.footnotes()), "\n".join(failures(report))]
     return "\n\n".join(filter(None, parts))
+
+
+def _joined(texts: list[str]) -> list[str]:
+    """Cells without a title of their own, in parentheses behind the ones ahead of them, on the same line."""
+    found: list[str] = []
+    for column, text in zip(COLUMNS, texts, strict=True):
+        if column.title:
+            found.append(text)
+        elif text and text != found[-1]:  # the same footnote says why either is missing
+            found[-1] += f" ({text})".replace(" ", "\N{NO-BREAK SPACE}")
+    return found
 
 
 def print_table(report: Report, console: Console | None = None) -> None:
