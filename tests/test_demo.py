@@ -361,8 +361,8 @@ def test_a_run_is_printed_and_saved(monkeypatch, tmp_path):
     file = tmp_path / "a.json"
     result = invoke("--model", "mamba2", "--model", "mamba", "--batch", "4", "--batch", "4", "--tokens", "9", "--json", str(file))
     assert asked == [(["mamba2", "mamba"], (4,), Options(layers=8, tokens=9, rounds=5))]
+    assert result.exit_code == 1 and "1 failed:\n  - mamba, batch 64: it broke" in result.stderr
     assert "(12.0\N{NO-BREAK SPACE}×) |" in result.stdout
-    assert "| 12.0 × |" in result.stdout
     saved = json.loads(file.read_text())
     assert saved["device"] == "GPU" and saved["rows"][0]["ms"] == {PLAIN: 6.0, PATCHED: 3.0, GRAPH: 0.5}
     assert saved["failed"] == [{"family": "mamba", "batch": 64, "error": "it broke"}]
