@@ -200,7 +200,7 @@ def _layer(op: Any, options: Any, exact: Any, named: dict[str, Tensor], spec: An
     assert not problems, problems
 
     def launch_of(part: KernelSpec) -> tuple[Mapping[str, int | float], int]:
-        return op.kernel_values(part, views, options), op.grid_of(part, views)
+        return op.kernel_values(part, views, options), op.FAMILY.grid_of(part, views)
 
     values, grid = launch_of(spec)
     return Trial(

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import runtime
-from ..kernels.gdn_layer import OPERATOR, GdnLayerProblem, GdnLayerSpec
-from ..kernels.layer_norm import LayerNormSpec
+from ..kernels.gdn_layer import OPERATOR, GdnLayerProblem
 from ..kernels.linear_attention_problem import Beta, Gate, Layout
 from ..reference.gdn_layer import gdn_layer as reference
 from ..spec import KernelSpec, Loads
@@ -209,28 +208,8 @@ _AXES = {
 
 def kernel_values(spec: KernelSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, int | float]:
     """Every argument of one of the kernels that is not a pointer."""
-    if isinstance(spec, LayerNormSpec):
-        return layer_views.norm_values(spec, views, options.eps, options.pad_slot_id)
-    assert isinstance(spec, GdnLayerSpec)
-    values: dict[str, int | float] = {
-        "slots": views["state"].shape[0],
-        "pad_slot_id": options.pad_slot_id,
-        "scale": float(options.scale),
-        "eps": float(options.eps),
-    }
-    operand_of = {"g": "a", "beta": "b"}
-    for role, axis, _ in spec.strides():
-        known = _AXES.get(role)
-        operand = views[operand_of.get(role, role)]
-        values[f"{role}_{axis}"] = operand.stride(known.index(axis)) if known else layer_views.conv_value(views, role, axis)
-    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
-
-
-def grid_of(spec: KernelSpec, views: Mapping[str, Tensor]) -> int:
-    if isinstance(spec, LayerNormSpec):
-        return layer_views.norm_grid(spec, views)
-    assert isinstance(spec, GdnLayerSpec)
-    return views["out"].shape[0] * spec.nheads * spec.tiles
+    given = {"pad_slot_id": options.pad_slot_id, "scale": float(options.scale), "eps": float(options.eps)}
+    return layer_views.kernel_values(spec, views, _AXES, given, {"g": "a", "beta": "b"})
 
 
 FAMILY = Family(
@@ -238,7 +217,7 @@ FAMILY = Family(
     written=layer_views.WRITTEN,
     problem_of=problem_of,
     size_of=lambda views: views["out"].shape[0],
-    grid_of=grid_of,
+    grid_of=layer_views.grid_of,
     values_of=kernel_values,
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ..kernels.causal_conv1d_update import StateLayout
 from ..kernels.gated_rms_norm import Activation
 from ..kernels.layer_norm import LayerNormSpec
 from ..kernels.short_conv import CHANNELS
-from ..spec import Loads
+from ..spec import KernelSpec, Loads
 from . import checks
 from .checks import DTYPES
 
@@ -105,28 +106,44 @@ def groups_of(t: Tensor, size: int) -> Tensor:
     return t if t.shape[-1] == size else t.flatten(1).unflatten(1, (-1, size))
 
 
-def conv_value(views: Mapping[str, Tensor], operand: str, axis: str) -> int:
-    """The stride of an axis."""
-    axes = {"conv_state": ("slot", "dim", "tap"), "conv_weight": ("dim", "tap"), "conv_bias": ("dim",), "arrivals": ("slot",)}
-    return views[operand].stride(axes.get(operand, ("batch", "dim")).index(axis))
+def kernel_values(
+    spec: KernelSpec, views: Mapping[str, Tensor], axes: Mapping[str, tuple[str, ...]], given: Mapping[str, int | float],
+    call_name: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, int | float]:  # fmt: skip
+    """Every argument of one of a layer's kernels that is not a pointer.
 
-
-def norm_values(spec: LayerNormSpec, views: Mapping[str, Tensor], eps: float, pad_slot_id: int) -> dict[str, int | float]:
-    """Every argument of the norm's kernel that is not a pointer."""
-    grouped = {"out": groups_of(views["out"], spec.size), "gate": groups_of(views["z"], spec.size), "weight": views["norm_weight"]}
-    groups = grouped["out"].shape[-2]
-    values: dict[str, int | float] = {"eps": eps, "slots": views["state"].shape[0], "pad_slot_id": pad_slot_id}
-    values |= {"units": views["out"].shape[0] * groups} | divisor("groups", groups)
-    for role, axis in spec.strides():
-        values[f"{role}_{axis}"] = grouped[role].stride(-2 if axis == "group" else 0)
-    if "state_indices" in views:
-        values["state_indices_row"] = views["state_indices"].stride(0)
+    axes: of the recurrence's operands, by their names in the kernel; given: eps, pad_slot_id and what else is no stride; call_name: of
+    operands that the call names otherwise than the kernel.
+    """
+    values = {"slots": views["state"].shape[0], **given}
+    values |= _norm_values(spec, views) if isinstance(spec, LayerNormSpec) else _strides(spec, views, _CONV_AXES | axes, call_name)
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
 
 
-def norm_grid(spec: LayerNormSpec, views: Mapping[str, Tensor]) -> int:
-    units = views["out"].shape[0] * (views["out"].shape[-2] * views["out"].shape[-1] // spec.size)
-    return -(-units // spec.teams)
+_CONV_AXES = {
+    "conv_state": ("slot", "dim", "tap"), "xBC": ("batch", "dim"), "mixed_qkv": ("batch", "dim"), "conv_weight": ("dim", "tap"),
+    "conv_bias": ("dim",), "arrivals": ("slot",),
+}  # fmt: skip
+
+
+def _strides(spec: Any, views: Mapping[str, Tensor], axes: Mapping[str, tuple[str, ...]], call_name: Mapping[str, str]) -> dict[str, int]:
+    return {f"{role}_{axis}": views[call_name.get(role, role)].stride(axes[role].index(axis)) for role, axis, _ in spec.strides()}
+
+
+def _norm_values(spec: LayerNormSpec, views: Mapping[str, Tensor]) -> dict[str, int]:
+    grouped = {"out": groups_of(views["out"], spec.size), "gate": groups_of(views["z"], spec.size), "weight": views["norm_weight"]}
+    groups = grouped["out"].shape[-2]
+    values = {"units": views["out"].shape[0] * groups} | divisor("groups", groups)
+    values |= {f"{role}_{axis}": grouped[role].stride(-2 if axis == "group" else 0) for role, axis in spec.strides()}
+    return values | ({"state_indices_row": views["state_indices"].stride(0)} if "state_indices" in views else {})
+
+
+def grid_of(spec: Any, views: Mapping[str, Tensor]) -> int:
+    """Blocks of one of a layer's kernels."""
+    batch, heads, channels = views["out"].shape
+    if isinstance(spec, LayerNormSpec):
+        return -(-batch * (heads * channels // spec.size) // spec.teams)
+    return batch * spec.nheads * spec.tiles
 
 
 def check_dense(named: Mapping[str, Tensor], names: tuple[str, ...], problems: list[str]) -> None:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import runtime
-from ..kernels.layer_norm import LayerNormSpec
-from ..kernels.mamba2_layer import OPERATOR, Mamba2LayerProblem, Mamba2LayerSpec
+from ..kernels.mamba2_layer import OPERATOR, Mamba2LayerProblem
 from ..reference.mamba2_layer import mamba2_layer as reference
 from ..spec import KernelSpec, Loads
 from . import checks, layer_views
@@ -215,23 +214,9 @@ _AXES = {
 
 def kernel_values(spec: KernelSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, int | float]:
     """Every argument of one of the kernels that is not a pointer."""
-    if isinstance(spec, LayerNormSpec):
-        return layer_views.norm_values(spec, views, options.eps, options.pad_slot_id)
-    assert isinstance(spec, Mamba2LayerSpec)
-    values: dict[str, int | float] = {"slots": views["state"].shape[0], "pad_slot_id": options.pad_slot_id}
-    for operand, axis, _ in spec.strides():
-        known = _AXES.get(operand)
-        values[f"{operand}_{axis}"] = views[operand].stride(known.index(axis)) if known else layer_views.conv_value(views, operand, axis)
-    if options.dt_limit is not None:
-        values["dt_min"], values["dt_max"] = map(float, options.dt_limit)
-    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
-
-
-def grid_of(spec: KernelSpec, views: Mapping[str, Tensor]) -> int:
-    if isinstance(spec, LayerNormSpec):
-        return layer_views.norm_grid(spec, views)
-    assert isinstance(spec, Mamba2LayerSpec)
-    return views["out"].shape[0] * spec.nheads * spec.tiles
+    low, high = (0.0, 0.0) if options.dt_limit is None else options.dt_limit
+    given = {"pad_slot_id": options.pad_slot_id, "eps": float(options.eps), "dt_min": float(low), "dt_max": float(high)}
+    return layer_views.kernel_values(spec, views, _AXES, given)
 
 
 FAMILY = Family(
@@ -239,7 +224,7 @@ FAMILY = Family(
     written=layer_views.WRITTEN,
     problem_of=problem_of,
     size_of=lambda views: views["out"].shape[0],
-    grid_of=grid_of,
+    grid_of=layer_views.grid_of,
     values_of=kernel_values,
 )
 
