@@ -37,7 +37,7 @@ from ssmgen.errors import ArgumentError
 from ssmgen.kernels import FAMILIES
 from ssmgen.kernels import gdn_layer as kernels
 from ssmgen.kernels.gdn_layer import GdnLayerProblem, GdnLayerSpec
-from ssmgen.kernels.layer_norm import LayerNormSpec
+from ssmgen.kernels.layer_gated_norm import LayerGatedNormSpec
 from ssmgen.kernels.linear_attention_problem import Beta, Delta, Gate, Layout, Tokens
 from ssmgen.kernels.row_engine import axes
 from ssmgen.ops import gdn_layer as op
@@ -170,7 +170,7 @@ def test_check_finds_what_is_wrong(name, old, new, monkeypatch):
     """Edits of the first kernel. What races or is not written the emulator finds by itself."""
 
     def changed(spec, arch):
-        return render(spec, arch) if isinstance(spec, LayerNormSpec) else edited(old, new)(spec, arch)
+        return render(spec, arch) if isinstance(spec, LayerGatedNormSpec) else edited(old, new)(spec, arch)
 
     monkeypatch.setattr("ssmgen.emulator.render", changed)
     try:

@@ -34,7 +34,7 @@ from ssmgen.emulator.check import check
 from ssmgen.errors import ArgumentError
 from ssmgen.kernels import FAMILIES
 from ssmgen.kernels import mamba2_layer as kernels
-from ssmgen.kernels.layer_norm import LayerNormSpec
+from ssmgen.kernels.layer_gated_norm import LayerGatedNormSpec
 from ssmgen.kernels.mamba2_layer import Mamba2LayerProblem, Mamba2LayerSpec
 from ssmgen.ops import mamba2_layer as op
 from ssmgen.render import render, uses_pdl
@@ -137,7 +137,7 @@ def test_check_finds_what_is_wrong(name, old, new, monkeypatch):
     """Edits of the first kernel. What races or is not written the emulator finds by itself."""
 
     def changed(spec, arch):
-        return render(spec, arch) if isinstance(spec, LayerNormSpec) else edited(old, new)(spec, arch)
+        return render(spec, arch) if isinstance(spec, LayerGatedNormSpec) else edited(old, new)(spec, arch)
 
     monkeypatch.setattr("ssmgen.emulator.render", changed)
     try:
@@ -153,7 +153,9 @@ def test_check_finds_a_norm_that_forgets_the_padding(monkeypatch):
 
     def changed(spec, arch):
         return (
-            edited("const bool live =", "const bool live = true ||")(spec, arch) if isinstance(spec, LayerNormSpec) else render(spec, arch)
+            edited("const bool live =", "const bool live = true ||")(spec, arch)
+            if isinstance(spec, LayerGatedNormSpec)
+            else render(spec, arch)
         )
 
     monkeypatch.setattr("ssmgen.emulator.render", changed)

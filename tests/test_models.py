@@ -307,7 +307,7 @@ def test_build_chooses_by_operator(own_cache):
 def test_build_and_explain_of_layers(own_cache):
     model = ("--model", "nemotron-h-8b", "--tp", "8")
     rows = json.loads(ran("build", *model, "--op", "mamba2_layer", "--no-pdl", "--index", "i32", "--max-batch", "1", "--json"))["variants"]
-    assert {v["spec"].partition(":")[0] for v in rows} == {"mamba2_layer", "layer_norm"}
+    assert {v["spec"].partition(":")[0] for v in rows} == {"mamba2_layer", "layer_gated_norm"}
     assert "does not use gdn_layer" in ran("build", *model, "--op", "gdn_layer", code=1)
     assert "does not take --pool, --tokens" in ran("build", *model, "--op", "mamba2_layer", "--pool", "split", "--tokens", "2", code=2)
     assert "does not take --layout" in ran("build", *model, "--op", "mamba2_layer", "--layout", "kv", code=2)

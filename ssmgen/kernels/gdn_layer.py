@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from ..spec import Arch, DType, Index, KernelSpec, Loads, Param, Pdl, PoolMode, must
 from . import row_engine
 from .gated_rms_norm import FEW
-from .layer_norm import LayerNorm
+from .layer_gated_norm import LayerGatedNorm
 from .linear_attention import ONE_TOKEN, LinearAttentionSpec
 from .linear_attention_problem import Beta, Delta, Gate, LinearAttentionProblem, Ring, Tokens, Update
 from .short_conv import ShortConv, pointers, with_registers
@@ -28,7 +28,7 @@ _NAMES = {"g": "a", "beta": "b"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class GdnLayerProblem(ShortConv, LayerNorm, LinearAttentionProblem):
+class GdnLayerProblem(ShortConv, LayerGatedNorm, LinearAttentionProblem):
     """What a call fixes. q, k and v are channels of mixed_qkv, whose dtype is theirs; g is the raw gate and beta a logit."""
 
     @property

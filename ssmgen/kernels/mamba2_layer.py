@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from ..spec import Arch, DType, Index, KernelSpec, Param, PoolMode, must
 from . import row_engine
 from .gated_rms_norm import FEW
-from .layer_norm import LayerNorm
+from .layer_gated_norm import LayerGatedNorm
 from .row_engine import RowSpec, Rule
 from .selective_state_update import SsuProblem, SsuSpec
 from .short_conv import ShortConv, pointers, with_registers
@@ -21,7 +21,7 @@ OPERATOR = "mamba2_layer"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mamba2LayerProblem(ShortConv, LayerNorm, SsuProblem):
+class Mamba2LayerProblem(ShortConv, LayerGatedNorm, SsuProblem):
     """What a call fixes. x, B and C are channels of xBC, whose dtype is x's. `z` is of a gate without a norm."""
 
     A_is_log: bool = False  # A is the logarithm of its absolute value

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..arguments import divisor
 from ..kernels.causal_conv1d_update import StateLayout
 from ..kernels.gated_rms_norm import Activation
-from ..kernels.layer_norm import LayerNormSpec
+from ..kernels.layer_gated_norm import LayerGatedNormSpec
 from ..kernels.short_conv import CHANNELS
 from ..spec import KernelSpec, Loads
 from . import checks
@@ -87,7 +87,7 @@ def _taps_are_runs(views: Mapping[str, Tensor], pointers: Mapping[str, int]) -> 
 
 
 def norm_fields(views: Mapping[str, Tensor], pointers: Mapping[str, int], size: int, first: bool, activation: str) -> dict[str, Any]:
-    """Of the problem (kernels/layer_norm.py), of out and z [batch, heads, channels] and norm_weight [groups, size]."""
+    """Of the problem (kernels/layer_gated_norm.py), of out and z [batch, heads, channels] and norm_weight [groups, size]."""
     grouped = {name: groups_of(views[name], size) for name in ("out", "z")} | {"norm_weight": views["norm_weight"]}
     vector = min(8, size & -size)
     return {
@@ -116,7 +116,7 @@ def kernel_values(
     operands that the call names otherwise than the kernel.
     """
     values = {"slots": views["state"].shape[0], **given}
-    values |= _norm_values(spec, views) if isinstance(spec, LayerNormSpec) else _strides(spec, views, _CONV_AXES | axes, call_name)
+    values |= _norm_values(spec, views) if isinstance(spec, LayerGatedNormSpec) else _strides(spec, views, _CONV_AXES | axes, call_name)
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
 
 
@@ -130,7 +130,7 @@ def _strides(spec: Any, views: Mapping[str, Tensor], axes: Mapping[str, tuple[st
     return {f"{role}_{axis}": views[call_name.get(role, role)].stride(axes[role].index(axis)) for role, axis, _ in spec.strides()}
 
 
-def _norm_values(spec: LayerNormSpec, views: Mapping[str, Tensor]) -> dict[str, int]:
+def _norm_values(spec: LayerGatedNormSpec, views: Mapping[str, Tensor]) -> dict[str, int]:
     grouped = {"out": groups_of(views["out"], spec.size), "gate": groups_of(views["z"], spec.size), "weight": views["norm_weight"]}
     groups = grouped["out"].shape[-2]
     values = {"units": views["out"].shape[0] * groups} | divisor("groups", groups)
@@ -141,7 +141,7 @@ def _norm_values(spec: LayerNormSpec, views: Mapping[str, Tensor]) -> dict[str, 
 def grid_of(spec: Any, views: Mapping[str, Tensor]) -> int:
     """Blocks of one of a layer's kernels."""
     batch, heads, channels = views["out"].shape
-    if isinstance(spec, LayerNormSpec):
+    if isinstance(spec, LayerGatedNormSpec):
         return -(-batch * (heads * channels // spec.size) // spec.teams)
     return batch * spec.nheads * spec.tiles
 

@@ -13,17 +13,17 @@ _NAMES = {"gate": "z", "weight": "norm_weight", "out": "out"}  # of the norm's o
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerNormSpec(NormSpec):
+class LayerGatedNormSpec(NormSpec):
     """gated_rms_norm in place, of what the kernel ahead leaves in `out`. Rows without a slot, which are zero, stay so."""
 
-    family: ClassVar[str] = "layer_norm"
-    template: ClassVar[str] = "layer_norm.cu.j2"
+    family: ClassVar[str] = "layer_gated_norm"
+    template: ClassVar[str] = "layer_gated_norm.cu.j2"
 
     index: Index = Index.NONE
 
     @property
     def stem(self) -> str:
-        return f"layer_{super().stem}"
+        return f"layer_gated_{super().stem}"
 
     def faults(self) -> list[str]:
         return [
@@ -54,7 +54,7 @@ class LayerNormSpec(NormSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerNorm:
+class LayerGatedNorm:
     """What a layer's call fixes of its norm; nothing where it has none."""
 
     norm: DType | None = None  # of norm_weight
@@ -94,4 +94,4 @@ class LayerNorm:
             return ()
         problem = self.norm_problem(out)
         chosen = gated_rms_norm.shape(problem, problem.widest, threads, pdl=Pdl.OFF if pdl is Pdl.OFF else Pdl.TRIGGER_LOADED)
-        return (LayerNormSpec(**{f.name: getattr(chosen, f.name) for f in fields(NormSpec)}, index=index),)
+        return (LayerGatedNormSpec(**{f.name: getattr(chosen, f.name) for f in fields(NormSpec)}, index=index),)
