@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
 
-from hf_cases import assert_same, built, generate, modeling, snapshot
+from hf_cases import assert_same, built, generate, modeling, replaced, snapshot
 
 from ssmgen.compat import hf
 from ssmgen.compat.hf_functions import FUNCTIONS, unknown_parameters
@@ -192,3 +192,17 @@ def test_installed_packages_are_replaced_too(tmp_path):
     program = PROGRAM.format(tests=str(ROOT / "tests"))
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "refused"), [("4.57.1", True), ("5.0.0", True), ("5.14.2", True), ("5.15.0.dev0", False), ("6.0", False)]
+)
+def test_versions_that_look_nothing_up_are_refused(monkeypatch, version, refused):
+    monkeypatch.setattr("transformers.__version__", version)
+    before = replaced()
+    if refused:
+        with pytest.raises(PatchError, match=rf"transformers is {version}, .* 5\.15 and later do"):
+            hf.patch(fuse=True)
+    else:
+        hf.patch(fuse=True).undo()
+    assert replaced() == before

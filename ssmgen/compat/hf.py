@@ -5,12 +5,13 @@ own; with `fuse=True` also whole decode layers, between their projections. Scans
 these functions up at every call, so models made before and after patching use them, and all models of one kind do. A call that ssmgen does
 not serve goes to transformers' own function, with a warning once per reason: where an operand requires grad, for one.
 
-Written for transformers 5.17 to 5.23.
+Written for transformers 5.17 to 5.23; 5.16 works as well, and 5.15 but for whole layers. Older ones are refused.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
 import threading
 import warnings
 from collections.abc import Iterable
@@ -122,7 +123,7 @@ def patch(models: str | torch.nn.Module | Iterable[str | torch.nn.Module] = "aut
             lines = bullets([f"{name}.{function}: {words}" for (name, function), words in objections.items()])
             warnings.warn(f"these functions are not replaced:\n{lines}", RuntimeWarning, stacklevel=2)
         if len(objections) == len(wanted):
-            raise PatchError("none of these models has a function to replace; ssmgen knows transformers 5.17 and later")
+            raise PatchError("none of these models has a function to replace; ssmgen knows transformers 5.15 and later")
         return Patch([_replacement(*pair) for pair in wanted if pair not in objections])
 
 
@@ -160,7 +161,13 @@ def _transformers_version() -> str:
         import transformers
     except ImportError as e:
         raise PatchError("transformers is not installed: pip install 'ssmgen[hf]'") from e
-    return transformers.__version__
+    version = transformers.__version__
+    if tuple(int(n) for n in re.findall(r"\d+", version)[:2]) < (5, 15):
+        raise PatchError(
+            f"transformers is {version}, whose modeling files do not look up functions that could be replaced; those of 5.15 and later do: "
+            "pip install -U 'ssmgen[hf]'. Nothing was replaced."
+        )
+    return version
 
 
 def _modeling(name: str) -> Any | None:
