@@ -103,8 +103,9 @@ class Model:
         prompts = [ConvProblem(**same, **layout) for layout in (first, unaligned, last)]
         prompts += [ConvProblem(**same, **layout, **pool, index=index) for layout in (unaligned, last) for index in indices]
         step = same | {"tokens": tokens} | ({"advance": Advance.ROLL, "position": Index.I32} if tokens > 1 else {})
-        runs = {"layout": StateLayout.RUNS, "state_len": self.conv_width + tokens - 2}
-        layouts = (runs, {"layout": StateLayout.CHANNELS})
+        # A window that shifts may hold the input that has left the convolution, as transformers' does; one that rolls does not.
+        lengths = [self.conv_width + tokens - 2, *([self.conv_width] if tokens == 1 else [])]
+        layouts = [{"layout": StateLayout.RUNS, "state_len": length} for length in lengths] + [{"layout": StateLayout.CHANNELS}]
         return prompts + [UpdateProblem(**step, **layout, index=index) for layout in layouts for index in indices]
 
     def replays(

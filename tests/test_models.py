@@ -208,7 +208,8 @@ def test_decoding_steps(name, tokens):
     call = {"x": x, "weight": torch.empty(D, W, dtype=io), "bias": torch.empty(D, dtype=io) if model.conv_bias else None}
     call |= {"activation": "silu"} | ({"num_accepted_tokens": torch.ones(2).int()} if tokens > 1 else {})
     entries = W + tokens - 2
-    states = torch.empty(2, D, entries, dtype=io), torch.empty(2, entries, D, dtype=io).transpose(1, 2)
+    runs = [torch.empty(2, D, n, dtype=io) for n in (entries, W)[: 2 if tokens == 1 else 1]]
+    states = *runs, torch.empty(2, entries, D, dtype=io).transpose(1, 2)
     slots = {"conv_state_indices": torch.zeros(2, dtype=torch.int32)}
     wanted = [posed(ssmgen.causal_conv1d_update, call | {"conv_state": s} | more) for s in states for more in ({}, slots)]
     assert [p for p in model.convolutions(tokens=tokens) if not isinstance(p, ConvProblem)] == wanted
