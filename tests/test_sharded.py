@@ -14,7 +14,8 @@ import torch
 if not torch.distributed.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 
-from sharded_cases import BATCH, N, P, calls, cases, distribute, failures, linear, mamba, normal
+from sharded_calls import BATCH, N, P, calls, linear, mamba, normal
+from sharded_cases import cases, distribute, failures
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore

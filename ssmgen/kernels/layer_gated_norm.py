@@ -47,7 +47,8 @@ class LayerGatedNormSpec(NormSpec):
             return params
         slots = [Param.i64("slots"), Param.i64("pad_slot_id")]
         pointer = Param.pointer("state_indices", "int" if self.index is Index.I32 else "i64")
-        return [*params[:3], pointer, *slots, *params[3:], Param.u32("state_indices_row")]
+        first = len(self.roles())  # pointers come first
+        return [*params[:first], pointer, *slots, *params[first:], Param.u32("state_indices_row")]
 
     def constants(self) -> dict[str, Any]:
         return super().constants() | {"pooled": self.index is not Index.NONE, "late_weight": False}

@@ -128,6 +128,6 @@ FOUR_BYTES = [
 def candidates(problem: Mamba2LayerProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, Mamba2LayerSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
     given = {f.name: getattr(problem, f.name) for f in fields(Mamba2LayerProblem)}
+    norm = {"norm_threads": 32 if batch * problem.norm_groups <= FEW else 128}
     for rule, how, reason in row_engine.choices(problem, FOUR_BYTES if problem.state is DType.F32 else TWO_BYTES, batch, arch, pdl):
-        norm = {"norm_threads": 32 if batch * problem.norm_groups <= FEW else 128}
         yield rule, None if how is None else Mamba2LayerSpec(**given, **with_registers(how, arch), **norm), reason

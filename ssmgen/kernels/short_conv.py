@@ -93,6 +93,7 @@ class ShortConv:
 
 
 def pointers(names: list[str], element: dict[str, Any], written: tuple[str, ...]) -> list[Param]:
+    """Of operands, by their element types; const but for those that are written."""
     return [Param.pointer(name, element[name], const=name not in written) for name in names]
 
 

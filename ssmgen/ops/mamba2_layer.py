@@ -146,7 +146,7 @@ def _check_shapes(named: Mapping[str, Tensor], options: Options, problems: list[
             f"xBC is {list(named['xBC'].shape)}: not {inner} channels of x, and {N} of B and of C for each group of the {H} heads"
         )
         return False
-    size = options.group_size if isinstance(options.group_size, int) and options.group_size > 0 else inner
+    size = _size(named, options)
     if inner % size:
         problems.append(f"norm_group_size is {size}, which does not divide {inner} channels")
         return False
@@ -163,7 +163,7 @@ def _check_shapes(named: Mapping[str, Tensor], options: Options, problems: list[
 
 def _with_heads(named: Mapping[str, Tensor], options: Options) -> dict[str, Tensor]:
     slots, H, P, _ = named["state"].shape
-    size = options.group_size or H * P
+    size = _size(named, options)
     views = dict(named) | {n: named[n].unflatten(1, (H, P)) for n in ("z", "out") if n in named}
     views |= {n: named[n].unsqueeze(-1).expand(H, P) for n in ("A", "D", "dt_bias") if n in named and named[n].dim() == 1}
     if "norm_weight" in named:
@@ -202,8 +202,9 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
 
 
 def _size(views: Mapping[str, Tensor], options: Options) -> int:
-    """Channels that are normed together."""
-    return options.group_size or views["state"].shape[1] * views["state"].shape[2]
+    """Channels that are normed together: all of a row where no such number is given, or where what is given is none."""
+    size, (_, H, P, _) = options.group_size, views["state"].shape
+    return size if isinstance(size, int) and size > 0 else H * P
 
 
 _AXES = {
