@@ -31,6 +31,7 @@ _HOME = {
     "combine_splits": "ops.combine_splits",
     "gated_rms_norm": "ops.gated_rms_norm",
     "gdn_layer": "ops.gdn_layer",
+    "kda_layer": "ops.kda_layer",
     "mamba2_layer": "ops.mamba2_layer",
     "selective_state_update": "ops.selective_state_update",
     **dict.fromkeys(_LINEAR, "ops.linear_attention"),
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from .ops.combine_splits import combine_splits
     from .ops.gated_rms_norm import gated_rms_norm
     from .ops.gdn_layer import gdn_layer
+    from .ops.kda_layer import kda_layer
     from .ops.linear_attention import (
         Ring,
         comba,
@@ -97,6 +99,7 @@ __all__ = [
     "is_warm",
     "kda",
     "kda_commit",
+    "kda_layer",
     "lightning_attn",
     "mamba2_layer",
     "materialize_selective_state",

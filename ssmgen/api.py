@@ -17,6 +17,7 @@ from .ops import causal_conv1d_update as _conv_update
 from .ops import combine_splits as _combine
 from .ops import gated_rms_norm as _norm
 from .ops import gdn_layer as _gdn
+from .ops import kda_layer as _kda
 from .ops import linear_attention as _linear
 from .ops import mamba2_layer as _mamba2
 from .ops import replay_selective_state_update as _replay
@@ -28,7 +29,7 @@ from .spec import SM90, Arch, KernelSpec
 
 FUNCTIONS = (
     _ssu.selective_state_update, _conv.causal_conv1d, _conv_update.causal_conv1d_update, _combine.combine_splits, *_linear.FUNCTIONS,
-    *_replay.FUNCTIONS, _norm.gated_rms_norm, _mamba2.mamba2_layer, _gdn.gdn_layer,
+    *_replay.FUNCTIONS, _norm.gated_rms_norm, _mamba2.mamba2_layer, _gdn.gdn_layer, _kda.kda_layer,
 )  # fmt: skip
 
 

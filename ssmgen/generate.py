@@ -22,12 +22,10 @@ from .kernels.combine_splits import MAX_SIZE as MANY_ROWS
 from .kernels.combine_splits import CombineProblem
 from .kernels.gated_rms_norm import MAX_SIZE as MANY_GROUPS
 from .kernels.gated_rms_norm import NormProblem
-from .kernels.gdn_layer import GdnLayerProblem
 from .kernels.linear_attention_problem import Layout, Ring
-from .kernels.mamba2_layer import Mamba2LayerProblem
 from .kernels.replay_selective_state_update import History, ReplayProblem
 from .kernels.slot_copy import SlotCopySpec
-from .models import find_model
+from .models import LayerProblem, find_model
 from .render import render
 from .spec import SM90, Arch, DType, Index, KernelSpec, Loads, Pdl, PoolMode, Problem
 
@@ -121,11 +119,14 @@ STATES_OF_LAYERS = (DType.BF16, DType.F32)
 MAMBA2_LAYERS = find_model("nemotron-h-8b").layers(STATES_OF_LAYERS, (Index.I32,))
 GDN_LAYERS = find_model("qwen3.5-397b-a17b").layers(STATES_OF_LAYERS, (Index.I32,))
 ANYWHERE: dict[str, Any] = {"conv_layout": StateLayout.ANY} | dict.fromkeys(("conv_loads", "conv_taps", "norm_loads"), Loads.ELEMENT)
-LAYERS: list[tuple[Mamba2LayerProblem | GdnLayerProblem, int]] = [
+LAYERS: list[tuple[LayerProblem, int]] = [
     *((problem, 1) for problem in (*MAMBA2_LAYERS[:4], find_model("falcon-h1-7b").layers((), (Index.NONE,))[1])),
     *((problem, 1) for problem in find_model("qwen3.5-397b-a17b").divided(4).layers(STATES_OF_LAYERS, (Index.I32,))[::5]),
     *((problem, 64) for problem in GDN_LAYERS[::5]),
     (replace(GDN_LAYERS[0], **ANYWHERE), 64),
+    (find_model("kimi-linear-48b-a3b").divided(4).layers((DType.F32,), (Index.I32,))[0], 1),
+    *((problem, 64) for problem in find_model("kimi-linear-48b-a3b").layers(STATES_OF_LAYERS, (Index.I32,))[::3]),
+    (replace(find_model("kimi-k3").divided(8).layers((), (Index.I32,))[0], **ANYWHERE, operand_loads=Loads.ELEMENT), 64),
 ]
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from .errors import ModelError
-from .kernels import gdn_layer, linear_attention, mamba2_layer, selective_state_update
+from .kernels import gdn_layer, kda_layer, linear_attention, mamba2_layer, selective_state_update
 from .kernels.causal_conv1d import ConvLayout, ConvProblem
 from .kernels.causal_conv1d_update import Advance, StateLayout, UpdateProblem
 from .kernels.gated_rms_norm import Activation, NormProblem
 from .kernels.gdn_layer import GdnLayerProblem
+from .kernels.kda_layer import KdaLayerProblem
 from .kernels.linear_attention_problem import Beta, Delta, Gate, Layout, LinearAttentionProblem, Ring, Tokens, Update
 from .kernels.mamba2_layer import Mamba2LayerProblem
 from .kernels.replay_selective_state_update import History, ReplayProblem
@@ -25,6 +26,15 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+
+LayerProblem = Mamba2LayerProblem | GdnLayerProblem | KdaLayerProblem
+# By kind: the public function that does the decode step of a whole layer, and what it asks for.
+LAYERS: dict[str, tuple[str, type[LayerProblem]]] = {
+    "mamba2": (mamba2_layer.OPERATOR, Mamba2LayerProblem),
+    "gated_delta_rule": (gdn_layer.OPERATOR, GdnLayerProblem),
+    "kda": (kda_layer.OPERATOR, KdaLayerProblem),
+}
 
 
 def room(tokens: int) -> int:
@@ -131,7 +141,12 @@ class Model:
     @property
     def layer_function(self) -> str | None:
         """The public function that does the decode step of a whole layer, between its projections; None where there is none."""
-        return {"mamba2": mamba2_layer.OPERATOR, "gated_delta_rule": gdn_layer.OPERATOR}.get(self.kind)
+        return LAYERS[self.kind][0] if self.kind in LAYERS else None
+
+    @property
+    def layer_channels(self) -> int:
+        """That such a step convolves."""
+        return self.conv_channels
 
     def layers(
         self,
@@ -139,7 +154,7 @@ class Model:
         indices: tuple[Index, ...] = (Index.NONE, Index.I32),
         io: DType = DType.BF16,
         **call: Any,
-    ) -> list[Mamba2LayerProblem | GdnLayerProblem]:
+    ) -> list[LayerProblem]:
         """What that step asks for, in every layout of its window that is in use: windows as runs, with and without the input that has left
         the convolution, and inputs as rows of channels. A norm whose groups are several ranks' is not of it. call: as of `problems`."""
         if self.layer_function is None:
@@ -154,7 +169,7 @@ class Model:
             norm = {name: getattr(found, name) for name in ("size", "grouped", "activation")}
             norm = {f"norm_{name}": value for name, value in norm.items()}
             norm |= {"norm": found.weight, "norm_gate": found.gate, "norm_first": found.norm_first}
-        layer = Mamba2LayerProblem if self.kind == "mamba2" else GdnLayerProblem
+        _, layer = LAYERS[self.kind]
         same = {"conv_width": self.conv_width, "conv_weight": io, "conv_bias": io if self.conv_bias else None, **norm}
         recurrences = [self.problem(state, index, PoolMode.SINGLE, io=io, **call) for state in states or (self.state,) for index in indices]
         given = [{f.name: getattr(problem, f.name) for f in fields(problem)} for problem in recurrences]
@@ -306,6 +321,11 @@ class LinearAttention(Model):
         if self.kind == "gated_delta_rule":
             return 2 * self.key_heads * self.dim_k + self.nheads * self.dim_v
         return self.nheads * self.dim_k if self.kind == "kda" else 0
+
+    @property
+    def layer_channels(self) -> int:
+        """Of kda: those of its three convolutions, next to each other."""
+        return 3 * self.conv_channels if self.kind == "kda" else self.conv_channels
 
     @property
     def norm_shape(self) -> tuple[int, int] | None:

@@ -71,6 +71,16 @@ class Gdn(Case):
 
 
 @dataclass(frozen=True)
+class Kda(Gdn):
+    """Of kda_layer."""
+
+    activation: str = "sigmoid"
+    lower_bound: float | None = None
+    bare_gate: bool = False  # no A_log
+    flat: bool = False  # g and dt_bias without an axis of heads
+
+
+@dataclass(frozen=True)
 class Mamba(Case):
     """Of mamba2_layer."""
 
@@ -222,14 +232,16 @@ def make(case: Case, device: str = "cpu", seed: int = 0) -> LayerCall:
 
 
 def _gdn(maker: _Maker, case: Gdn) -> LayerCall:
-    inner, HV = case.heads * case.V, case.heads
+    inner, HV, kda = case.heads * case.V, case.heads, isinstance(case, Kda)
     channels = 2 * case.key_heads * case.K + inner
-    parts = maker.projection({"mixed_qkv": channels, "z": inner, "b": HV, "a": HV}, {"z": case.z, "a": case.gates, "b": case.gates})
+    gates = {"g": HV * case.K, "beta": HV} if kda else {"b": HV, "a": HV}
+    parts = maker.projection({"mixed_qkv": channels, "z": inner, **gates}, {"z": case.z, **dict.fromkeys(gates, case.gates)})
+    per_head = (HV, case.K) if kda else (HV,)
     held = (HV, case.V, case.K) if case.layout == "vk" else (HV, case.K, case.V)
     kwargs = parts | maker.layer(channels, case.key_heads, held)
     kwargs |= {
         "A_log": maker.fill("A_log", maker.randn(HV), case.weights),
-        "dt_bias": maker.fill("dt_bias", maker.randn(HV), case.weights) if case.bias else None,
+        "dt_bias": maker.fill("dt_bias", maker.randn(*per_head), case.weights) if case.bias else None,
         "norm_weight": None if case.norm is None else maker.fill("norm_weight", maker.randn(case.V), case.norm),
         "out": maker.output(case.batch, inner),
         "norm_before_gate": case.norm_first,
@@ -239,13 +251,18 @@ def _gdn(maker: _Maker, case: Gdn) -> LayerCall:
         "scale": case.scale,
         "state_layout": case.layout,
     }
+    if isinstance(case, Kda):
+        kwargs |= {"lower_bound": case.lower_bound, "norm_eps": 1e-6, "A_log": None if case.bare_gate else kwargs["A_log"]}
+        flat = kwargs["dt_bias"] is not None and case.flat
+        kwargs |= {"dt_bias": kwargs["dt_bias"].flatten()} if flat else {}
+        kwargs |= {} if case.flat else {"g": kwargs["g"].unflatten(1, per_head)}
     if case.norm is None:
         kwargs["z"] = None
     elif case.headed:
         kwargs["z"] = kwargs["z"].unflatten(1, (HV, case.V))
     if case.headed:
         kwargs["out"] = kwargs["out"].unflatten(1, (HV, case.V))
-    return maker.call(kwargs, ssmgen.gdn_layer, _separate_gdn)
+    return maker.call(kwargs, ssmgen.kda_layer if kda else ssmgen.gdn_layer, _separate_gdn)
 
 
 def _convolved(call: LayerCall, inputs: str, run: Any) -> Tensor:
@@ -266,9 +283,13 @@ def _separate_gdn(call: LayerCall, run: Any) -> None:
     out = k["out"] if case.headed else k["out"].unflatten(1, heads)
     y = torch.empty_like(out, memory_format=torch.contiguous_format)
     operands = {n: k[n] for n in ("state", "A_log", "dt_bias", "state_indices", "pad_slot_id", "scale", "state_layout", "use_qk_l2norm")}
-    operands |= {"q": q.unflatten(1, (-1, case.K)), "k": key.unflatten(1, (-1, case.K)), "v": v.unflatten(1, heads), "g": k["a"]}
-    operands |= {"beta": k["b"], "beta_sigmoid": True, "allow_neg_eigval": case.twice}
-    run(ssmgen.gated_delta_rule, operands | {"out": out if case.norm is None else y})
+    operands |= {"q": q.unflatten(1, (-1, case.K)), "k": key.unflatten(1, (-1, case.K)), "v": v.unflatten(1, heads)}
+    operands |= {"beta_sigmoid": True, "allow_neg_eigval": case.twice, "out": out if case.norm is None else y}
+    if isinstance(case, Kda):
+        gates = {"g": k["g"].reshape(case.batch, case.heads, case.K), "beta": k["beta"], "lower_bound": case.lower_bound}
+        run(ssmgen.kda, operands | gates)
+    else:
+        run(ssmgen.gated_delta_rule, operands | {"g": k["a"], "beta": k["b"]})
     if case.norm is not None:
         z = k["z"] if case.headed else k["z"].unflatten(1, heads)
         how = {"norm_before_gate": case.norm_first, "activation": case.activation, "eps": 1e-6}
@@ -353,6 +374,20 @@ GDN_MATRIX = [
 GDN_HEADS = [
     Gdn("heads-128", heads=2, key_heads=1, K=128, V=128, batch=2, index=None),
     Gdn("heads-256", heads=1, key_heads=1, V=256, batch=2),
+]
+
+KDA = Kda("kda", key_heads=4)
+KDA_MATRIX = [
+    KDA,
+    *vary(KDA, kv={"layout": "kv"}, f32={"state": F32}, kv_f32={"layout": "kv", "state": F32}, f16={"x": F16, "state": F16}),
+    *vary(KDA, all_f32={"x": F32, "state": F32, "conv_weight": F32, "conv_bias": F32, "norm": F32, "gates": F32}),
+    *vary(KDA, bounded={"lower_bound": -5.0}, bare_gate={"lower_bound": -3.0, "bare_gate": True, "flat": True}, flat={"flat": True}),
+    *vary(KDA, odd={"odd": True}, odd_kv={"odd": True, "layout": "kv", "slot_gap": 1}, slot_gap={"slot_gap": 1, "state": F32}),
+    *vary(KDA, bare={"norm": None, "bias": False, "l2norm": False}, twice={"twice": True, "scale": 0.5}, silu={"activation": "silu"}),
+    *vary(KDA, any={"window": "any", "extra": 1}, channels={"window": "channels"}, mixed={"z": F32, "gates": F32, "weights": F16}),
+    *vary(KDA, no_slots={"index": None, "batch": 3}, pad={"index": I64, "pad_slot_id": 7}, one={"batch": 1}, headed={"headed": True}),
+    *vary(KDA, few_keys={"key_heads": 2}, v12={"V": 12, "K": 36}, v20_kv={"V": 20, "layout": "kv"}, v40={"V": 40}),
+    Kda("kda-128", heads=2, key_heads=2, K=128, V=128, batch=2, index=None),
 ]
 
 MAMBA = Mamba("mamba")

@@ -6,7 +6,7 @@ import importlib
 from types import ModuleType
 
 LINEAR_ATTENTION = ("gated_delta_rule", "kda", "gla", "simple_gla", "lightning_attn", "delta_rule", "rwkv7", "gdn2", "comba")
-LAYERS = ("mamba2_layer", "gdn_layer")
+LAYERS = ("mamba2_layer", "gdn_layer", "kda_layer")
 TOLD = (*LINEAR_ATTENTION, *LAYERS)  # operators whose module times several, so that its `run` is told which
 
 # operator -> the module here that times it. A module has `run`, which makes a report; `table`, the report as text; and `point`, which says

@@ -15,6 +15,7 @@ from ..kernels import (
     causal_conv1d_update,
     gated_rms_norm,
     gdn_layer,
+    kda_layer,
     mamba2_layer,
     selective_state_update_tokens,
 )
@@ -26,7 +27,8 @@ CONVOLUTIONS = (causal_conv1d.OPERATOR, causal_conv1d_update.OPERATOR)
 BUILT = [name for name in OPERATORS if name != selective_state_update_tokens.OPERATOR]  # which goes with selective_state_update
 REPLAY, MAX_TOKENS = replay_family.OPERATOR, replay_family.MAX_TOKENS
 NORM = gated_rms_norm.OPERATOR
-LAYERS = (mamba2_layer.OPERATOR, gdn_layer.OPERATOR)
+DELTA_LAYERS = (gdn_layer.OPERATOR, kda_layer.OPERATOR)
+LAYERS = (mamba2_layer.OPERATOR, *DELTA_LAYERS)
 EXIT_FAILURE, EXIT_DRIFT = 1, 3  # click itself exits with 2 for a wrong command line
 
 
@@ -95,7 +97,7 @@ def problems_of(
     if operator == NORM:
         return norms
     call = {option: value for option, value in more.items() if value}
-    layout = {"layout": Layout(call["layout"])} if "layout" in call and model.layer_function == gdn_layer.OPERATOR else {}
+    layout = {"layout": Layout(call["layout"])} if "layout" in call and model.layer_function in DELTA_LAYERS else {}
     layers = model.layers(tuple(map(DType, states)), slots, activations, **layout)
     if operator in LAYERS:
         split = ["pool"] if set(pools) - {PoolMode.SINGLE.value} else []

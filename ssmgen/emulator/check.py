@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +15,12 @@ from ..errors import SsmgenError
 from ..kernels.causal_conv1d import ConvSpec
 from ..kernels.causal_conv1d_update import UpdateSpec
 from ..kernels.combine_splits import CombineSpec
+from ..kernels.delta_layer import DeltaLayerSpec
 from ..kernels.gated_rms_norm import NormSpec
 from ..kernels.gdn_layer import GdnLayerSpec
+from ..kernels.kda_layer import KdaLayerSpec
 from ..kernels.linear_attention import LinearAttentionSpec
-from ..kernels.linear_attention_problem import Beta, Update
+from ..kernels.linear_attention_problem import Beta, Gate, Update
 from ..kernels.mamba2_layer import Mamba2LayerSpec
 from ..kernels.replay_selective_state_update import ReplaySpec
 from ..kernels.selective_state_update import SsuSpec
@@ -25,8 +28,10 @@ from ..kernels.selective_state_update_tokens import SsuTokensSpec
 from ..ops import causal_conv1d as conv_op
 from ..ops import causal_conv1d_update as update_op
 from ..ops import combine_splits as combine_op
+from ..ops import delta_layer as delta_op
 from ..ops import gated_rms_norm as norm_op
 from ..ops import gdn_layer as gdn_op
+from ..ops import kda_layer as kda_op
 from ..ops import linear_attention_call as linear_op
 from ..ops import mamba2_layer as mamba2_op
 from ..ops import replay_call as replay_op
@@ -200,7 +205,7 @@ def _layer(op: Any, options: Any, exact: Any, named: dict[str, Tensor], spec: An
     assert not problems, problems
 
     def launch_of(part: KernelSpec) -> tuple[Mapping[str, int | float], int]:
-        return op.kernel_values(part, views, options), op.FAMILY.grid_of(part, views)
+        return op.FAMILY.values_of(part, views, options), op.FAMILY.grid_of(part, views)
 
     values, grid = launch_of(spec)
     return Trial(
@@ -217,11 +222,12 @@ def _mamba2_layer(spec: Mamba2LayerSpec, batch: int, seed: int) -> Trial:
     return _layer(mamba2_op, options, exact, layer_operands.mamba2_layer(spec, batch, seed), spec)
 
 
-def _gdn_layer(spec: GdnLayerSpec, batch: int, seed: int) -> Trial:
+def _delta_layer(op: Any, spec: DeltaLayerSpec, batch: int, seed: int) -> Trial:
     twice, scale = spec.beta_form is Beta.TWICE_SIGMOID, spec.dim_k**-0.5
     norm = (1e-6, spec.norm_first, spec.norm_activation.value)
-    options = gdn_op.Options(*norm, twice, spec.l2norm, scale, spec.layout.value, -1)
-    return _layer(gdn_op, options, options, layer_operands.gdn_layer(spec, batch, seed), spec)
+    bound = LOWER_BOUND if spec.gate is Gate.BOUNDED else None
+    options = delta_op.Options(*norm, twice, spec.l2norm, scale, spec.layout.value, -1, bound)
+    return _layer(op, options, options, layer_operands.delta_layer(spec, batch, seed), spec)
 
 
 def _combine(spec: CombineSpec, batch: int, seed: int) -> Trial:
@@ -252,6 +258,7 @@ _TRIALS: dict[type[KernelSpec], Callable[[Any, int, int], Trial]] = {
     UpdateSpec: _update,
     CombineSpec: _combine,
     Mamba2LayerSpec: _mamba2_layer,
-    GdnLayerSpec: _gdn_layer,
+    GdnLayerSpec: partial(_delta_layer, gdn_op),
+    KdaLayerSpec: partial(_delta_layer, kda_op),
     NormSpec: _norm,
 }

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.causal_conv1d_update import StateLayout
-from ..kernels.gdn_layer import GdnLayerSpec
+from ..kernels.delta_layer import DeltaLayerSpec
 from ..kernels.linear_attention_problem import Layout
 from ..kernels.mamba2_layer import Mamba2LayerSpec
 from ..kernels.short_conv import ShortConv
@@ -85,20 +85,24 @@ def mamba2_layer(spec: Mamba2LayerSpec, batch: int, seed: int) -> dict[str, Tens
     return {name: t for name, t in made.items() if t is not None}
 
 
-def gdn_layer(spec: GdnLayerSpec, batch: int, seed: int) -> dict[str, Tensor]:
-    """Of gdn_layer, by name: z and out with heads."""
+def delta_layer(spec: DeltaLayerSpec, batch: int, seed: int) -> dict[str, Tensor]:
+    """Of gdn_layer or kda_layer, by name: z and out with heads, g and dt_bias with heads and channels."""
     make = Maker(seed)
     HV, HK, V, K = spec.nheads, spec.key_heads, spec.dim_v, spec.dim_k
     slots = batch if spec.index is Index.NONE else 3 * batch
     odd = spec.norm_loads is Loads.ELEMENT
     held = (HV, V, K) if spec.layout is Layout.VK else (HV, K, V)
+    apart = spec.operand_loads is Loads.ELEMENT
+    if spec.gk:
+        gates = {"g": make.randn(spec.gk, batch, HV, K, odd=apart), "beta": make.randn(spec.beta, batch, HV)}
+    else:
+        gates = {"a": make.randn(spec.g, batch, HV), "b": make.randn(spec.beta, batch, HV)}
     made: dict[str, Any] = {
         "state": make.state(spec.state, slots, held, spec.state_loads is Loads.ELEMENT),
         **make.convolution(spec, slots, batch, 2 * HK * K + HV * V),
-        "a": make.randn(spec.g, batch, HV),
-        "b": make.randn(spec.beta, batch, HV),
-        "A_log": make.randn(spec.A_log, HV),
-        "dt_bias": spec.dt_bias and make.randn(spec.dt_bias, HV),
+        **gates,
+        "A_log": spec.A_log and make.randn(spec.A_log, HV),
+        "dt_bias": spec.dt_bias and make.randn(spec.dt_bias, HV, *([K] if spec.gk else []), odd=apart),
         "z": make.randn(spec.norm_gate, batch, HV, V, odd=odd) if spec.norm else None,
         "norm_weight": spec.norm and make.randn(spec.norm, V),
         "out": make.randn(spec.out, batch, HV, V, odd=odd).fill_(float("nan")),

@@ -56,7 +56,7 @@ def check_memory(named: Mapping[str, Tensor], batch: int, problems: list[str]) -
         problems.append(f"state has {slots} slots for a batch of {batch}, and there are no state_indices")
     for name, t in named.items():
         if name != "state":
-            checks.check_strides_fit(name, t, 0 if name.startswith(("conv_w", "conv_b", "norm")) else 1, problems)
+            checks.check_strides_fit(name, t, 0 if name.startswith(("conv_w", "conv_b", "norm", "dt_bias")) else 1, problems)
 
 
 def conv_fields(views: Mapping[str, Tensor], pointers: Mapping[str, int], inputs: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from ..spec import parse_spec
 
 TUNED = (
     "selective_state_update", *LINEAR_ATTENTION, "causal_conv1d", "causal_conv1d_update", "replay_selective_state_update", "combine_splits",
-    "gated_rms_norm", "mamba2_layer", "gdn_layer",
+    "gated_rms_norm", "mamba2_layer", "gdn_layer", "kda_layer",
 )  # fmt: skip
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 

@@ -1,0 +1,215 @@
+"""What gdn_layer and kda_layer share: a decode step of a delta rule's layer between its projections, as short convolution, delta rule and
+gated norm.
+
+linear_attention's row engine, which convolves q, k and v itself, and the gated norm: of a kernel behind it, or of its own, where a block
+holds a whole head. Two kernels spread a head over more SMs; one has less to launch, and convolves the channels of a key head less often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from ..spec import Arch, DType, Index, KernelSpec, Loads, Param, Pdl, PoolMode, must
+from . import row_engine
+from .gated_rms_norm import FEW
+from .layer_gated_norm import LayerGatedNorm
+from .linear_attention import ONE_TOKEN, LinearAttentionSpec
+from .linear_attention_problem import Beta, Delta, Gate, LinearAttentionProblem, Ring, Tokens, Update
+from .short_conv import ShortConv, pointers, with_registers
+
+CONVOLVED = ("q", "k", "v")
+# Of a warp that norms a head: elements per lane, at most.
+NORM_VEC = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaLayerProblem(ShortConv, LayerGatedNorm, LinearAttentionProblem):
+    """What a call fixes. q, k and v are channels of mixed_qkv, whose dtype is theirs; the decay's gate is raw, beta a logit per head."""
+
+    @property
+    def conv_dtype(self) -> DType:
+        return self.q
+
+    @property
+    def conv_input(self) -> str:
+        return "mixed_qkv"
+
+    @property
+    def norm_groups(self) -> int:
+        """Of a row."""
+        return self.nheads if self.norm else 0
+
+    @property
+    def shared_channels(self) -> int:
+        return 2 * self.dim_k
+
+    def faults(self) -> list[str]:
+        read = self.delta is Delta.DECAYED and not (self.read or self.erase or self.w or self.write or self.alpha)
+        bare = not (self.gv or self.beta_rows)
+        one = self.tokens is Tokens.ONE and self.update is Update.FINAL and self.accepted is Index.NONE and self.ring is Ring.NONE
+        return [
+            *LinearAttentionProblem.faults(self),
+            *self.conv_faults(self.dim_v),
+            *self.norm_faults(self.nheads * self.dim_v, self.out),
+            *must(bool(read and bare and self.beta), "a layer's delta rule has a beta per head, reads with k, and has no other operands"),
+            *must(self.gate in (Gate.SOFTPLUS, Gate.BOUNDED), "a layer's gate is raw"),
+            *must(self.beta_form is not Beta.PLAIN, "a layer's beta is a logit"),
+            *must(self.q == self.k == self.v, "q, k and v are of one dtype: they are one tensor"),
+            *must(one and not (self.layers or self.frozen or self.intermediates), "a layer's call has one token, and updates the state"),
+            *must(self.pool is PoolMode.SINGLE, "the window and the state of a layer are updated in place"),
+            *must(self.norm is None or self.norm_size == self.dim_v, f"groups of {self.norm_size} are not heads of {self.dim_v}"),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaLayerSpec(LinearAttentionSpec, DeltaLayerProblem):
+    """A problem, and how one variant computes it."""
+
+    template: ClassVar[str] = "delta_layer.cu.j2"
+    call_names: ClassVar[Mapping[str, str]]  # of operands that the call names otherwise than the recurrence
+
+    norm_inside: bool = False  # the norm is this kernel's
+    norm_threads: int = 32  # of a block of the norm's own kernel, about
+
+    @property
+    def kernels(self) -> tuple[KernelSpec, ...]:
+        return (self,) if self.norm_inside else (self, *self.norm_kernels(self.out, self.index, self.norm_threads, self.pdl))
+
+    @property
+    def norm_vec(self) -> int:
+        """Neighbours in a lane of the warp that norms a head."""
+        return 4 if self.dim_v <= 32 * 4 else NORM_VEC
+
+    def violations(self, arch: Arch) -> list[str]:
+        if found := LinearAttentionSpec.violations(self, arch) or self.conv_violations(self.tile):
+            return found
+        if self.norm_inside:
+            return [
+                *must(self.norm is not None, "norm_inside is of a norm, and there is none"),
+                *must(self.tiles == 1, f"a block of {self.tile} rows does not hold a head of {self.dim_v}, to norm it"),
+                *must(
+                    self.dim_v % self.norm_vec == 0 and self.dim_v <= 32 * NORM_VEC,
+                    f"a warp norms heads of up to 128 channels, or up to {32 * NORM_VEC} in steps of {NORM_VEC}, not {self.dim_v}",
+                ),
+            ]
+        return [problem for kernel in self.kernels[1:] for problem in kernel.violations(arch)]
+
+    @property
+    def stem(self) -> str:
+        shape = f"h{self.nheads}v{self.dim_v}k{self.dim_k}g{self.key_heads}_{self.state.value}"
+        return "_".join([self.family, shape, self.how(), *(["norm"] if self.norm_inside else [])])
+
+    def _roles(self) -> list[str]:
+        """Tensor arguments in order, as the template names them."""
+        gates = [name for name in ("g", "gk", "beta", "A_log", "dt_bias") if getattr(self, name) is not None]
+        pooled = [] if self.index is Index.NONE else ["state_indices"]
+        norm = ["z", "norm_weight"] if self.norm_inside else []
+        return ["state", *self.conv_operands(), *gates, *norm, "out", *pooled, "arrivals"]
+
+    def operands(self) -> list[str]:
+        """The same as the call names them."""
+        return [self.call_names.get(role, role) for role in self._roles()]
+
+    def strides(self) -> list[tuple[str, str, str]]:
+        """(role, axis, width) of every stride the kernel takes, in elements. Only the distance between slots is 64-bit."""
+        element = ["n"] if self.operand_loads is Loads.ELEMENT else []
+        axes = self.conv_strides() | {
+            "state": ["slot"],
+            **dict.fromkeys(("g", "beta", "z"), ["batch", "head"]),
+            "gk": ["batch", "head", *element],
+            "A_log": ["head"],
+            "dt_bias": ["head", *(element if self.gk else [])],
+            "norm_weight": [],
+            "out": ["batch", "head", "row"],
+            "state_indices": ["batch"],
+        }
+        return [(role, axis, "i64" if axis == "slot" else "u32") for role in self._roles() for axis in axes[role]]
+
+    def parameters(self) -> list[Param]:
+        given = {n: getattr(self, n) for n in ("state", "g", "gk", "beta", "A_log", "dt_bias", "out")}
+        element: dict[str, Any] = {n: dtype.value for n, dtype in given.items() if dtype}
+        element |= self.conv_elements() | {"state_indices": "int" if self.index is Index.I32 else "i64"}
+        element |= {"z": self.norm_gate.value, "norm_weight": self.norm and self.norm.value}
+        strides = [(Param.i64 if width == "i64" else Param.u32)(f"{role}_{axis}") for role, axis, width in self.strides()]
+        strides.sort(key=lambda p: p.code != "q")  # 8-byte arguments first: no padding anywhere in the buffer
+        pad = [] if self.index is Index.NONE else [Param.i64("slots"), Param.i64("pad_slot_id")]
+        factors = ["scale", *(["lower_bound"] if self.gate is Gate.BOUNDED else []), *(["eps"] if self.norm_inside else [])]
+        written = ("state", "conv_state", "out", "arrivals")
+        return [*pointers(self._roles(), element, written), *pad, *strides, *map(Param.f32, factors)]
+
+    def constants(self) -> dict[str, Any]:
+        lanes = -(-self.dim_v // self.norm_vec)
+        return {
+            **LinearAttentionSpec.constants(self),
+            **self.conv_constants(),
+            "convolved": CONVOLVED,
+            "norm_vec": self.norm_vec,
+            "norm_lanes": 1 << (lanes - 1).bit_length(),
+            "vector_norm": self.norm_loads is Loads.VECTOR,
+        }
+
+
+def _given(problem: DeltaLayerProblem) -> dict[str, Any]:
+    return {f.name: getattr(problem, f.name) for f in fields(DeltaLayerProblem)}
+
+
+def space(kind: type[DeltaLayerSpec], problem: DeltaLayerProblem, arch: Arch) -> Iterator[DeltaLayerSpec]:
+    """Every legal variant of a problem within the axes worth trying; kind: the layer's."""
+    given = _given(problem)
+    specs = (kind(**given, **how, norm_inside=inside) for how in row_engine.axes() for inside in (False, True))
+    return (spec for spec in specs if not spec.violations(arch))
+
+
+# Whole heads to a block, which then norms them itself: (heads of a batch, at most; threads of a block; times the lanes of a row that the
+# row engine takes), by bytes of an element. Measured on an H200 (132 SMs): fewer heads than these leave too many SMs idle.
+FEW_HEADS = 48
+WHOLE = {
+    4: ((128, 512, 1), (1024, 512, 2), (float("inf"), 256, 1)),
+    2: ((1024, 256, 1), (float("inf"), 128, 1)),
+}
+
+
+def candidates(
+    kind: type[DeltaLayerSpec], problem: DeltaLayerProblem, batch: int, arch: Arch, pdl: bool
+) -> Iterator[tuple[str, DeltaLayerSpec | None, str]]:
+    """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
+    given = _given(problem)
+    heads = batch * problem.nheads
+    norm = {"norm_threads": 32 if batch * problem.norm_groups <= FEW else 128}
+    if (reason := _not_whole(problem, heads)) == "":
+        _, threads, wider = next(row for row in WHOLE[problem.state.size] if heads <= row[0])
+        yield "whole heads", whole_heads(kind, problem, threads, arch, pdl, wider), ""
+    else:
+        yield "whole heads", None, reason
+    for rule, how, reason in row_engine.choices(problem, ONE_TOKEN, batch, arch, pdl):
+        yield rule, None if how is None else kind(**given, **with_registers(how, arch), **norm), reason
+
+
+def _not_whole(problem: DeltaLayerProblem, heads: int) -> str:
+    """Why whole heads to a block are no good, or nothing."""
+    if problem.norm is None:
+        return "there is no norm that a block with a whole head could do"
+    if problem.interleaved:
+        return "interleaved rows: a whole head takes more registers than a block has"
+    return f"{heads} heads are below {FEW_HEADS}" if heads < FEW_HEADS else ""
+
+
+def whole_heads(
+    kind: type[DeltaLayerSpec], problem: DeltaLayerProblem, threads: int, arch: Arch, pdl: bool, wider: int = 1
+) -> DeltaLayerSpec:
+    """A variant with a head to a block of at most so many threads, and its norm in it; wider: 2 for twice the lanes to a row, if it is that
+    long."""
+    how = row_engine.layout(problem)
+    passes = problem.row_elements // (how["lanes"] * how["vec"])
+    how["lanes"] *= wider if passes % wider == 0 and how["lanes"] * wider <= 32 else 1
+    step = threads // how["lanes"] * how["ilp"]  # rows in flight
+    while step >= 2 * problem.dim_v and threads > 32:
+        threads, step = threads // 2, step // 2
+    how |= {"threads": threads, "tile": -(-problem.dim_v // step) * step, "pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
+    # As many blocks as ptxas leaves room for by itself, without the 8 bytes that it may spill; gathering takes more registers.
+    # A decay per channel makes two more vectors of a row's length: 4 blocks would spill up to 60 bytes.
+    few = 3 if problem.gk else 4
+    how |= {"min_blocks": few if threads == 128 and problem.conv_loads is problem.norm_loads is Loads.VECTOR else 0}
+    return kind(**_given(problem), **with_registers(how, arch), norm_inside=True)

@@ -1,0 +1,192 @@
+"""What gdn_layer and kda_layer share: their operands checked, turned into a problem, and planned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.delta_layer import DeltaLayerProblem, DeltaLayerSpec
+from ..kernels.linear_attention_problem import Beta, Gate, Layout
+from ..reference.delta_layer import delta_layer as reference
+from ..spec import KernelSpec, Loads
+from . import checks, layer_views
+from .checks import DTYPES, INDEX
+from .gated_rms_norm import ACTIVATIONS
+from .linear_attention_views import Form
+from .planning import Family
+
+
+class Options(NamedTuple):
+    """What a call says beside its tensors."""
+
+    eps: float
+    norm_before_gate: bool
+    activation: str
+    allow_neg_eigval: bool
+    l2norm: bool
+    scale: float
+    layout: str
+    pad_slot_id: int
+    lower_bound: float | None = None  # of kda_layer, of the log decay
+
+    @property
+    def form(self) -> Form:
+        """The recurrence."""
+        gate = "softplus" if self.lower_bound is None else "bounded"
+        return Form("decayed", gate, "twice_sigmoid" if self.allow_neg_eigval else "sigmoid", self.l2norm)
+
+
+def result_and_scale(
+    out: Tensor | None, scale: float | None, mixed_qkv: Tensor, state: Tensor, state_layout: str
+) -> tuple[Tensor | None, float]:
+    """What a call has where it does not say: a new output of the input's dtype, and K^-0.5. Of operands that are not checked yet."""
+    headed = isinstance(state, Tensor) and state.dim() == 4
+    keys, values = (2, 3) if state_layout == "kv" else (3, 2)
+    if out is None and isinstance(mixed_qkv, Tensor):
+        out = mixed_qkv.new_empty(*mixed_qkv.shape[:1], *([state.shape[1] * state.shape[values]] if headed else []))
+    if scale is None:
+        scale = state.shape[keys] ** -0.5 if headed and state.shape[keys] else 1.0
+    return out, scale
+
+
+def _check_options(options: Options, problems: list[str]) -> None:
+    def number(value: object) -> bool:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+    if not number(options.eps) or options.eps <= 0:
+        problems.append(f"norm_eps is {options.eps!r}, not a positive number")
+    if not number(options.scale):
+        problems.append(f"scale is {options.scale!r}, not a number")
+    if options.lower_bound is not None and not number(options.lower_bound):
+        problems.append(f"lower_bound is {options.lower_bound!r}, not a number")
+    if options.layout not in ("vk", "kv"):
+        problems.append(f"state_layout is {options.layout!r}, not 'vk' or 'kv'")
+    if not isinstance(options.activation, str) or options.activation not in ACTIVATIONS:
+        problems.append(f"norm_activation is {options.activation!r}, not 'silu', 'swish' or 'sigmoid'")
+    switches = {"norm_before_gate": options.norm_before_gate, "allow_neg_eigval": options.allow_neg_eigval, "use_qk_l2norm": options.l2norm}
+    problems += [f"{name} is {value!r}, not True or False" for name, value in switches.items() if value not in (True, False)]
+
+
+def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
+    """The operands with heads: state [slots, HV, V, K]; z, out [batch, HV, V]; norm_weight [HV, V]; of kda_layer g [batch, HV, K] and
+    dt_bias [HV, K].
+
+    Adds to `problems` all that is wrong.
+    """
+    _check_options(options, problems)
+    if not checks.check_tensors(named, problems):
+        return {}
+    checks.check_common(named, "state", problems)
+    state, qkv, window = named["state"], named["mixed_qkv"], named["conv_state"]
+    if state.dim() != 4 or qkv.dim() != 2:
+        wanted = f"[slots, heads, {'K, V' if options.layout == 'kv' else 'V, K'}] and [batch, channels]"
+        problems.append(f"state is {list(state.shape)} and mixed_qkv {list(qkv.shape)}, not {wanted}")
+        return {}
+    turned = state.transpose(2, 3) if options.layout == "kv" else state
+    (_, HV, V, K), (batch, channels) = turned.shape, qkv.shape
+    key_heads, rest = divmod(channels - HV * V, 2 * K) if K else (0, 1)
+    if key_heads < 1 or rest or HV % key_heads:
+        wanted = f"{HV * V} channels of v, and {K} of q and of k for each of the key heads, which divide the {HV} heads"
+        problems.append(f"mixed_qkv is {list(qkv.shape)}: not {wanted}")
+        return {}
+    if window.dtype != qkv.dtype:
+        problems.append(f"conv_state is {window.dtype} and mixed_qkv {qkv.dtype}: the window holds what comes in")
+    by_channel = "g" in named
+    allowed = {
+        **dict.fromkeys(("z", "out"), {"[batch, heads * V]": (batch, HV * V), "[batch, heads, V]": (batch, HV, V)}),
+        **dict.fromkeys(("a", "b", "beta"), {"[batch, heads]": (batch, HV)}),
+        "g": {"[batch, heads * K]": (batch, HV * K), "[batch, heads, K]": (batch, HV, K)},
+        "A_log": {"[heads]": (HV,)},
+        "dt_bias": {"[heads * K]": (HV * K,), "[heads, K]": (HV, K)} if by_channel else {"[heads]": (HV,)},
+        "norm_weight": {"[V]": (V,)},
+    }
+    fits = [checks.check_shape(n, named[n], shapes, problems) for n, shapes in allowed.items() if n in named]
+    if not all([*fits, layer_views.check_channels(named, "mixed_qkv", key_heads, problems)]):
+        return {}
+    if ("norm_weight" in named) != ("z" in named):
+        given, absent = ("z", "norm_weight") if "z" in named else ("norm_weight", "z")
+        problems.append(f"{given} is given without {absent}: the norm of a layer has a gate, and nothing else has")
+    if "A_log" not in named and options.lower_bound is None:
+        problems.append("A_log is missing: without lower_bound the log decay is -e^A_log softplus(g + dt_bias)")
+    layer_views.check_memory(named, batch, problems)
+    layer_views.check_dense(named, ("z", "out", "norm_weight"), problems)
+    if problems:
+        return {}
+    views = dict(named) | {"state": turned}
+    views |= {n: named[n].unflatten(1, (HV, V)) for n in ("z", "out") if n in named and named[n].dim() == 2}
+    if by_channel:
+        split = (("g", 1), ("dt_bias", 0))
+        views |= {n: named[n].unflatten(axis, (HV, K)) for n, axis in split if n in named and named[n].dim() == axis + 1}
+    if "norm_weight" in named:
+        views["norm_weight"] = named["norm_weight"].expand(HV, V)
+    return views
+
+
+def problem_of(
+    kind: type[DeltaLayerProblem], views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options
+) -> DeltaLayerProblem:
+    """The problem of a kind of layer that checked operands pose, given where they lie."""
+    state = views["state"]
+    _, HV, V, K = state.shape
+    along, row = (-2, V) if options.layout == "kv" else (-1, K)
+    vector = min(16 // state.element_size(), row & -row)  # elements that a lane reads at once
+    lane = min(16 // state.element_size(), K & -K)  # key channels that a lane has next to each other
+    by_channel = [name for name in ("g", "dt_bias") if name in views and "g" in views]
+    g = DTYPES[views["g" if by_channel else "a"].dtype]
+    return kind(
+        dim_k=K,
+        dim_v=V,
+        nheads=HV,
+        key_heads=views["arrivals"].shape[1],
+        layout=Layout(options.layout),
+        **dict.fromkeys(("q", "k", "v"), DTYPES[views["mixed_qkv"].dtype]),
+        **{name: DTYPES[views[name].dtype] if name in views else None for name in ("state", "out", "A_log", "dt_bias")},
+        **({"gk": g} if by_channel else {"g": g}),
+        beta=DTYPES[views["beta" if by_channel else "b"].dtype],
+        gate=Gate(options.form.gate),
+        beta_form=Beta(options.form.beta),
+        l2norm=options.l2norm,
+        index=INDEX[views["state_indices"].dtype if "state_indices" in views else None],
+        state_loads=Loads.VECTOR if checks.aligned(state, pointers["state"], vector, along) else Loads.ELEMENT,
+        operand_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], lane) for n in by_channel) else Loads.ELEMENT,
+        **layer_views.conv_fields(views, pointers, "mixed_qkv"),
+        **(layer_views.norm_fields(views, pointers, V, options.norm_before_gate, _activation(options)) if "norm_weight" in views else {}),
+    )
+
+
+def _activation(options: Options) -> str:
+    return ACTIVATIONS[options.activation].value
+
+
+_AXES = {
+    "state": ("slot",), "g": ("batch", "head"), "gk": ("batch", "head", "n"), "beta": ("batch", "head"), "A_log": ("head",),
+    "dt_bias": ("head", "n"), "z": ("batch", "head"), "out": ("batch", "head", "row"), "state_indices": ("batch",),
+}  # fmt: skip
+
+
+def kernel_values(call_names: Mapping[str, str], spec: KernelSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, int | float]:
+    """Every argument of one of the kernels that is not a pointer."""
+    given = {"pad_slot_id": options.pad_slot_id, "scale": float(options.scale), "eps": float(options.eps)}
+    given |= {"lower_bound": float(options.lower_bound or 0.0)}
+    return layer_views.kernel_values(spec, views, _AXES, given, call_names)
+
+
+def family_of(operator: str, problem: type[DeltaLayerProblem], spec: type[DeltaLayerSpec]) -> Family:
+    return Family(
+        operator,
+        written=layer_views.WRITTEN,
+        problem_of=partial(problem_of, problem),
+        size_of=lambda views: views["out"].shape[0],
+        grid_of=layer_views.grid_of,
+        values_of=partial(kernel_values, spec.call_names),
+    )
+
+
+def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
+    how = (options.eps, options.norm_before_gate, _activation(options), options.scale, options.lower_bound or 0.0, options.pad_slot_id)
+    reference(views, options.form, *how, dtype=dtype)
