@@ -167,6 +167,11 @@ class KernelSpec:
         """All of a call's, in the order of their launch."""
         return (*self.ahead, self)
 
+    @property
+    def cluster_blocks(self) -> int:
+        """Blocks of a thread-block cluster; 1 where they have nothing to do with each other."""
+        return 1
+
     def early_operands(self) -> list[str]:
         """Those that may be touched before the wait for the upstream kernel, for a reason that the kernel states."""
         return []

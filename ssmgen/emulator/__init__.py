@@ -80,9 +80,9 @@ def compile_source(source: str, symbol: str) -> ctypes.CDLL:
     kernel.write_text(source)
     unit.write_text(
         f'#include "{_header()}"\n#include "{kernel}"\n'
-        'extern "C" int emulate(unsigned grid, unsigned block, unsigned shared, int pdl, void** arguments,\n'
+        'extern "C" int emulate(unsigned grid, unsigned block, unsigned cluster, unsigned shared, int pdl, void** arguments,\n'
         "                       const emulator::Operand* operands, unsigned count, char* message, unsigned room) {\n"
-        f"  return emulator::launch({symbol}, grid, block, shared, pdl, arguments, operands, count, message, room);\n}}\n"
+        f"  return emulator::launch({symbol}, grid, block, cluster, shared, pdl, arguments, operands, count, message, room);\n}}\n"
     )
     done = subprocess.run(["g++", *FLAGS, "-shared", str(unit), "-o", str(library)], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -104,12 +104,12 @@ def run_source(
     writable: tuple[str, ...],
     shared_bytes: int = 0,
     early: Sequence[str] = (),
+    cluster: int = 1,
 ) -> None:
     """Runs one launch of a kernel's text.
 
     operands: {name: CPU tensor}: the only memory that the kernel may touch, from each one's first to its last element; those named
-    in `writable` may be written, those in `early` touched before the wait for the
-    upstream kernel. Raises EmulatorError with a sentence about the first thing the kernel did that it must not.
+    in `writable` may be written, those in `early` touched before the wait for the upstream kernel. cluster: blocks that run together. Raises EmulatorError with a sentence about the first thing the kernel did that it must not.
     """
     library = compile_source(source, symbol)
     table = (_Operand * len(operands))()
@@ -120,7 +120,7 @@ def run_source(
         row.early = name in early
     message = ctypes.create_string_buffer(1024)
     arguments = ctypes.c_void_p(packed.address)
-    if library.emulate(grid, block, shared_bytes, uses_pdl(source), arguments, table, len(table), message, len(message)):
+    if library.emulate(grid, block, cluster, shared_bytes, uses_pdl(source), arguments, table, len(table), message, len(message)):
         raise EmulatorError(f"{symbol}: {message.value.decode()}")
 
 
@@ -128,4 +128,5 @@ def run(
     spec: KernelSpec, arch: Arch, grid: int, packed: Packed, operands: Mapping[str, Tensor], writable: tuple[str, ...] = ("state", "out")
 ) -> None:
     """Renders a spec and runs it; otherwise as `run_source`."""
-    run_source(render(spec, arch), spec.name, grid, spec.threads_per_block, packed, operands, writable, early=spec.early_operands())
+    early, cluster = spec.early_operands(), spec.cluster_blocks
+    run_source(render(spec, arch), spec.name, grid, spec.threads_per_block, packed, operands, writable, early=early, cluster=cluster)

@@ -10,6 +10,7 @@
 
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -25,6 +26,7 @@
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 
 namespace emulator {
 
@@ -47,7 +49,7 @@ struct Operand {
 };
 
 enum class Kind { kShuffle, kBallot, kWarpBarrier, kBlockBarrier };
-enum class State { kRunning, kAtWarp, kAtBlock, kDone };
+enum class State { kRunning, kAtWarp, kAtBlock, kAtCluster, kDone };
 
 struct Thread {
   ucontext_t context;
@@ -56,6 +58,7 @@ struct Thread {
   State state = State::kRunning;
   bool waited = false;   // for the upstream kernel
   u32 warp_epoch = 0;    // __syncwarp passed
+  u32 cluster_arrived = 0, cluster_waited = 0;  // barriers of the cluster: arrived at, and passed
   // Where it waits for the others, and what it brought and takes away.
   Kind kind = Kind::kWarpBarrier;
   const void* site = nullptr;
@@ -63,9 +66,9 @@ struct Thread {
   u64 brought = 0, taken = 0;
 };
 
-// A moment in a thread's life: how many barriers of its block and of its warp it has passed.
+// A moment in a thread's life: how many barriers of its block and of its warp it has passed, and at how many of its cluster's it has arrived.
 struct Moment {
-  u32 block, thread, epoch, warp_epoch;
+  u32 block, thread, epoch, warp_epoch, cluster_arrived;
   bool real;  // false: there was none
 };
 
@@ -79,10 +82,12 @@ struct Failure : std::runtime_error {
 class Machine {
  public:
   std::vector<Operand> operands;
-  std::vector<Thread> threads;
+  std::vector<Thread> threads;  // of a cluster, block by block
   Dim grid, block, block_index;
-  u32 current = 0;  // thread
-  u32 epoch = 0;    // barriers passed in this block
+  u32 cluster = 1;          // blocks that run together
+  u32 first_block = 0;      // of the cluster
+  u32 current = 0;          // thread
+  std::vector<u32> epochs;  // barriers passed, of each block
   bool pdl = false;
   std::string failure;
   std::vector<std::vector<Moment>> writers;  // of each operand, by 2-byte cell, in this launch
@@ -92,17 +97,21 @@ class Machine {
   u32 dynamic_bytes = 0;  // of shared memory
 
   Thread& me() { return threads[current]; }
-  Moment now() { return Moment{block_index.x, current, epoch, me().warp_epoch, true}; }
+  u32 rank() const { return current / block.x; }  // of the block in its cluster
+  void select(u32 thread) { current = thread, block_index.x = first_block + rank(); }
+  Moment now() { return Moment{block_index.x, current, epochs[rank()], me().warp_epoch, me().cluster_arrived, true}; }
   // Whether a barrier, or the program's order, lies between that moment and now.
   bool ordered(const Moment& then) {
+    if (then.block / cluster != block_index.x / cluster) return false;
+    if (then.cluster_arrived < me().cluster_waited) return true;
     if (then.block != block_index.x) return false;
-    if (then.thread == current || then.epoch != epoch) return true;
+    if (then.thread == current || then.epoch != epochs[rank()]) return true;
     return then.thread / kWarp == current / kWarp && then.warp_epoch != me().warp_epoch;
   }
 
   [[noreturn]] void fail(const std::string& what) {
     char where[96];
-    std::snprintf(where, sizeof where, "block %u, thread %u (lane %u): ", block_index.x, current, current % kWarp);
+    std::snprintf(where, sizeof where, "block %u, thread %u (lane %u): ", block_index.x, current % block.x, current % kWarp);
     throw Failure(where + what);
   }
 
@@ -130,7 +139,7 @@ class Machine {
     for (u32 i = 0; i < bytes; i += 2) {
       Moment& w = cells[(p + i - in->begin) / 2];
       if (w.real && !ordered(w))
-        fail("store to an address that thread " + std::to_string(w.thread) + " of block " + std::to_string(w.block) +
+        fail("store to an address that thread " + std::to_string(w.thread % block.x) + " of block " + std::to_string(w.block) +
              " also writes, with no barrier between" + nearest(p));
       w = now();
     }
@@ -157,9 +166,10 @@ class Machine {
     return me().taken;
   }
 
-  void run_block();
+  void run_cluster();
   bool settle_warp(u32 first);
-  bool settle_block();
+  bool settle_block(u32 rank);
+  bool settle_cluster();
 };
 
 inline Machine* machine = nullptr;
@@ -180,15 +190,16 @@ inline void fiber() {
   swapcontext(&t.context, &machine->scheduler);
 }
 
-inline void Machine::run_block() {
-  const u32 count = block.x;
-  threads.resize(count);
-  epoch = 0;
+inline void Machine::run_cluster() {
+  const u32 count = block.x * cluster;
+  if (threads.size() < count) threads.resize(count);
+  epochs.assign(cluster, 0);
   for (SharedBase* s : shared) s->forget();
   for (u32 i = 0; i < count; ++i) {
     Thread& t = threads[i];
     if (!t.stack) t.stack.reset(new char[kStack]);
-    t.index = Dim{i, 0, 0}, t.state = State::kRunning, t.waited = false, t.warp_epoch = 0;
+    t.index = Dim{i % block.x, 0, 0}, t.state = State::kRunning, t.waited = false, t.warp_epoch = 0;
+    t.cluster_arrived = t.cluster_waited = 0;
     getcontext(&t.context);
     t.context.uc_stack.ss_sp = t.stack.get();
     t.context.uc_stack.ss_size = kStack;
@@ -199,7 +210,7 @@ inline void Machine::run_block() {
     u32 done = 0;
     for (u32 i = 0; i < count && failure.empty(); ++i) {
       if (threads[i].state == State::kRunning) {
-        current = i;
+        select(i);
         swapcontext(&scheduler, &threads[i].context);
       }
       done += threads[i].state == State::kDone;
@@ -208,7 +219,8 @@ inline void Machine::run_block() {
     bool moved = false;
     try {
       for (u32 first = 0; first < count; first += kWarp) moved |= settle_warp(first);
-      if (!moved) moved = settle_block();
+      for (u32 rank = 0; rank < cluster && !moved; ++rank) moved = settle_block(rank);
+      if (!moved) moved = settle_cluster();
       if (!moved) fail("threads wait at different barriers");
     } catch (const Failure& e) {
       failure = e.what();
@@ -224,7 +236,7 @@ inline bool Machine::settle_warp(u32 first) {
     Thread& leader = threads[first + lane];
     if (leader.state != State::kAtWarp) continue;
     const char* what = leader.kind == Kind::kShuffle ? "shuffle" : leader.kind == Kind::kBallot ? "vote" : "__syncwarp";
-    current = first + lane;
+    select(first + lane);
     if (!(leader.mask >> lane & 1)) fail(std::string(what) + " whose mask leaves out the lane itself");
     for (u32 l = 0; l < kWarp; ++l) {
       if (!(leader.mask >> l & 1)) continue;
@@ -240,7 +252,7 @@ inline bool Machine::settle_warp(u32 first) {
       if (!(leader.mask >> l & 1)) continue;
       Thread& t = threads[first + l];
       if (t.kind == Kind::kShuffle) {
-        current = first + l;
+        select(first + l);
         if (!(leader.mask >> t.source & 1)) fail("shuffle from lane " + std::to_string(t.source) + ", which is not in the mask");
         t.taken = threads[first + t.source].brought;
       } else {
@@ -257,18 +269,39 @@ inline bool Machine::settle_warp(u32 first) {
   return moved;
 }
 
-inline bool Machine::settle_block() {
+inline bool Machine::settle_block(u32 rank) {
+  const u32 first = rank * block.x;
+  const auto waits = [&](u32 i) { return threads[first + i].state == State::kAtBlock; };
+  u32 waiting = 0;
+  for (u32 i = 0; i < block.x; ++i) waiting += waits(i);
+  if (!waiting) return false;
   const void* site = nullptr;
   for (u32 i = 0; i < block.x; ++i) {
-    current = i;
-    if (threads[i].state == State::kDone) fail("has ended while others wait at __syncthreads");
-    if (threads[i].state != State::kAtBlock) return false;
-    if (site && threads[i].site != site) fail("divergent __syncthreads: others wait at another one");
-    site = threads[i].site;
+    select(first + i);
+    if (me().state == State::kDone) fail("has ended while others wait at __syncthreads");
+    if (!waits(i)) return false;
+    if (site && me().site != site) fail("divergent __syncthreads: others wait at another one");
+    site = me().site;
   }
-  for (Thread& t : threads) t.state = State::kRunning;
-  ++epoch;
+  for (u32 i = 0; i < block.x; ++i) threads[first + i].state = State::kRunning;
+  ++epochs[rank];
   return true;
+}
+
+// Lets threads go on that wait for their cluster: when all that have not ended have arrived as often.
+inline bool Machine::settle_cluster() {
+  u32 least = ~0u;
+  const u32 count = block.x * cluster;
+  for (u32 i = 0; i < count; ++i)
+    if (threads[i].state != State::kDone) least = std::min(least, threads[i].cluster_arrived);
+  bool moved = false;
+  for (u32 i = 0; i < count; ++i) {
+    Thread& t = threads[i];
+    if (t.state != State::kAtCluster || t.cluster_arrived > least) continue;
+    t.cluster_waited = t.cluster_arrived, t.state = State::kRunning;
+    moved = true;
+  }
+  return moved;
 }
 
 [[gnu::noinline]] inline u64 meet(Kind kind, u32 mask, u64 value = 0, u32 source = 0) {
@@ -312,42 +345,58 @@ class Shared : SharedBase {
     long long i_;
   };
 
-  Shared(const char* name, std::size_t count) : name_(name), cells_(count) { machine->shared.push_back(this); }
+  Shared(const char* name, std::size_t count) : name_(name), count_(count) {
+    machine->shared.push_back(this);
+    forget();
+  }
   explicit Shared(const char* name) : name_(name), dynamic_(true) {
     machine->shared.push_back(this);
     forget();
   }
   Reference operator[](long long i) { return Reference(*this, i); }
   void forget() override {
-    if (dynamic_) cells_.resize(machine->dynamic_bytes / sizeof(T));
+    if (dynamic_) count_ = machine->dynamic_bytes / sizeof(T);
+    cells_.resize(count_ * machine->cluster);
     for (Cell& c : cells_) c.written = c.readers[0].real = c.readers[1].real = false;
   }
 
+  // Where a peer of the cluster has the same array.
+  void write_to_peer(u32 rank, long long i, T v) {
+    Machine& m = *machine;
+    if (rank >= m.cluster) m.fail("store to " + name_ + " of block " + std::to_string(rank) + " of a cluster of " + std::to_string(m.cluster));
+    if (!m.me().cluster_waited) m.fail("store to " + name_ + " of a peer that may not have begun: no barrier of the cluster lies before it");
+    bool there = false;
+    for (u32 t = 0; t < m.block.x; ++t) there |= m.threads[rank * m.block.x + t].state != State::kDone;
+    if (!there) m.fail("store to " + name_ + " of a peer that has ended");
+    write(i, v, rank);
+  }
+
  private:
-  Cell& at(long long i, const char* what) {
-    if (i < 0 || i >= static_cast<long long>(cells_.size()))
-      machine->fail(std::string(what) + " of " + name_ + "[" + std::to_string(i) + "] in shared memory; it has " + std::to_string(cells_.size()) + " elements");
-    return cells_[i];
+  Cell& at(long long i, const char* what, u32 rank) {
+    if (i < 0 || i >= static_cast<long long>(count_))
+      machine->fail(std::string(what) + " of " + name_ + "[" + std::to_string(i) + "] in shared memory; it has " + std::to_string(count_) + " elements");
+    return cells_[rank * count_ + i];
   }
   T read(long long i) {
-    Cell& c = at(i, "load");
+    Cell& c = at(i, "load", machine->rank());
     if (!c.written) machine->fail(std::string("load of ") + name_ + "[" + std::to_string(i) + "] in shared memory, which nothing has written");
     if (!machine->ordered(c.when))
-      machine->fail(std::string("load of ") + name_ + "[" + std::to_string(i) + "] in shared memory, which thread " + std::to_string(c.when.thread) +
+      machine->fail(std::string("load of ") + name_ + "[" + std::to_string(i) + "] in shared memory, which thread " + std::to_string(c.when.thread % machine->block.x) +
                     " has written, with no barrier between");
     const Moment now = machine->now();
     if (c.readers[0].real && c.readers[0].thread != now.thread) c.readers[1] = c.readers[0];
     c.readers[0] = now;
     return c.value;
   }
-  T write(long long i, T v) {
-    Cell& c = at(i, "store");
+  T write(long long i, T v) { return write(i, v, machine->rank()); }
+  T write(long long i, T v, u32 rank) {
+    Cell& c = at(i, "store", rank);
     if (c.written && !machine->ordered(c.when))
-      machine->fail(std::string("store to ") + name_ + "[" + std::to_string(i) + "] in shared memory, which thread " + std::to_string(c.when.thread) +
+      machine->fail(std::string("store to ") + name_ + "[" + std::to_string(i) + "] in shared memory, which thread " + std::to_string(c.when.thread % machine->block.x) +
                     " also writes, with no barrier between");
     for (Moment& reader : c.readers) {
       if (reader.real && !machine->ordered(reader))
-        machine->fail(std::string("store to ") + name_ + "[" + std::to_string(i) + "] in shared memory, which thread " + std::to_string(reader.thread) +
+        machine->fail(std::string("store to ") + name_ + "[" + std::to_string(i) + "] in shared memory, which thread " + std::to_string(reader.thread % machine->block.x) +
                       " has read, with no barrier between");
       reader.real = false;
     }
@@ -356,8 +405,9 @@ class Shared : SharedBase {
   }
 
   std::string name_;
-  bool dynamic_ = false;  // its size is the launch's
-  std::vector<Cell> cells_;
+  std::size_t count_ = 0;
+  bool dynamic_ = false;     // its size is the launch's
+  std::vector<Cell> cells_;  // of every block of a cluster
 };
 
 // A kernel's arguments as the driver takes them: an array of pointers to each.
@@ -367,19 +417,21 @@ void call(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {
 }
 
 template <class... A>
-int launch(void (*kernel)(A...), u32 grid, u32 block, u32 shared_bytes, bool pdl, void** arguments, const Operand* operands, u32 count,
+int launch(void (*kernel)(A...), u32 grid, u32 block, u32 cluster, u32 shared_bytes, bool pdl, void** arguments, const Operand* operands, u32 count,
            char* message, u32 room) {
   static Machine one;  // static shared arrays register with it once
   machine = &one;
   one.operands.assign(operands, operands + count);
   one.grid = Dim{grid, 1, 1}, one.block = Dim{block, 1, 1}, one.pdl = pdl;
+  one.cluster = cluster;
   one.dynamic_bytes = shared_bytes;
   one.writers.assign(count, {});
   one.failure.clear();
   one.kernel = [=] { call(kernel, arguments, std::index_sequence_for<A...>{}); };
-  for (u32 b = 0; b < grid && one.failure.empty(); ++b) {
-    one.block_index = Dim{b, 0, 0};
-    one.run_block();
+  if (grid % cluster) one.failure = "a grid of " + std::to_string(grid) + " blocks is not made of clusters of " + std::to_string(cluster);
+  for (u32 b = 0; b < grid && one.failure.empty(); b += cluster) {
+    one.first_block = b;
+    one.run_cluster();
   }
   std::snprintf(message, room, "%s", one.failure.c_str());
   return one.failure.empty() ? 0 : 1;
@@ -581,6 +633,18 @@ inline void touch_l2(const void* p) {
     if (static_cast<const char*>(p) >= o.begin && static_cast<const char*>(p) < o.begin + o.bytes) return;
   emulator::machine->fail("prefetch outside of every operand" + emulator::machine->nearest(static_cast<const char*>(p)));
 }
+inline void cluster_arrive() {
+  emulator::Thread& t = emulator::machine->me();
+  if (t.cluster_arrived++ != t.cluster_waited) emulator::machine->fail("arrives at a barrier of the cluster again without waiting");
+}
+inline void cluster_wait() {
+  emulator::Machine& m = *emulator::machine;
+  if (m.me().cluster_arrived == m.me().cluster_waited) m.fail("waits at a barrier of the cluster without having arrived");
+  m.me().state = emulator::State::kAtCluster;
+  swapcontext(&m.me().context, &m.scheduler);
+}
+inline void store_to_peer(emulator::Shared<float>& own, unsigned i, unsigned rank, float v) { own.write_to_peer(rank, i, v); }
+
 inline void wait_for_upstream() { emulator::machine->me().waited = true; }
 inline void allow_dependents() {}
 
