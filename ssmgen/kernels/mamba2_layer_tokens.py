@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from ..spec import Arch, DType, Index, KernelSpec, Param, PoolMode, must
+from ..spec import Arch, DType, Index, KernelSpec, Param, must
 from . import mamba2_layer, row_engine
 from .causal_conv1d_update import Saved
 from .gated_rms_norm import FEW
@@ -41,6 +41,11 @@ class Mamba2LayerTokensProblem(ShortConvTokens, LayerGatedNorm, SsuTokensProblem
     @property
     def conv_moves(self) -> bool:
         return self.update is not Update.NONE
+
+    @property
+    def rows_index(self) -> Index:
+        """Type of intermediate_state_indices, of states, windows or both."""
+        return self.conv_rows if self.intermediate_indices is Index.NONE else self.intermediate_indices
 
     def faults(self) -> list[str]:
         both = self.conv_windows is not Saved.NO and self.intermediates
@@ -108,7 +113,7 @@ class Mamba2LayerTokensSpec(RowSpec, Mamba2LayerTokensProblem):
             "dst_state_indices": self.update is Update.EACH,
             "num_accepted_tokens": self.accepted is not Index.NONE,
             "intermediate_states": self.intermediates,
-            "intermediate_state_indices": Index.NONE is not (self.conv_rows if self.intermediate_indices is Index.NONE else self.intermediate_indices),
+            "intermediate_state_indices": self.rows_index is not Index.NONE,
             "rand_seed": self.philox_rounds,
             "arrivals": self.conv_moves,
         }  # fmt: skip
@@ -137,7 +142,7 @@ class Mamba2LayerTokensSpec(RowSpec, Mamba2LayerTokensProblem):
         integer = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
         element |= self.conv_elements() | dict.fromkeys(("state_indices", "dst_state_indices"), integer[self.index])
         element |= {"num_accepted_tokens": integer[self.accepted], "rand_seed": "i64"}
-        element |= {"intermediate_state_indices": integer[self.intermediate_indices] or integer[self.conv_rows]}
+        element |= {"intermediate_state_indices": integer[self.rows_index]}
         written = ("state", "conv_state", "out", "arrivals", "intermediate_states", "intermediate_conv_window")
         strides = [(Param.i64 if width == "i64" else Param.u32)(f"{op}_{axis}") for op, axis, width in self.strides()]
         strides.sort(key=lambda p: p.code != "q")  # 8-byte arguments first: no padding anywhere in the buffer

@@ -33,8 +33,12 @@ AXES = {
 
 
 def asked_for(inputs: Any, update_state: Any, *options: Tensor | None) -> bool:
-    """Whether a call is one of several tokens: its inputs have a tokens axis, or it has what belongs to such calls."""
-    return (isinstance(inputs, Tensor) and inputs.dim() == 3) or update_state is not True or any(t is not None for t in options)
+    """Whether a call is one of several tokens: its inputs have a tokens axis of more than one, or it has what belongs to such calls."""
+    return (
+        (isinstance(inputs, Tensor) and inputs.dim() == 3 and inputs.shape[1] != 1)
+        or update_state is not True
+        or any(t is not None for t in options)
+    )
 
 
 def check_tokens(named: Mapping[str, Tensor], inputs: str, separate: str, update_state: object, problems: list[str]) -> bool:
