@@ -26,7 +26,10 @@ SMALL: dict[str, dict[str, Any]] = {
     "causal_conv1d_update": {"dim": 16, "batches": (1, 9), "device": "cpu"},
     "combine_splits": {"shapes": ((12, 2), (12, 5)), "widths": (64,), "dtypes": (DType.BF16,), "hot": False, "device": "cpu"},
     "gated_rms_norm": {"shapes": ((2, 64),), "rows": (3,), "hot": False, "device": "cpu"},
-    **{op: {"names": (name,), **LAYER} for op, name in zip(LAYERS, ("nemotron-h-8b", "qwen3.5-35b-a3b"), strict=True)},
+    **{
+        op: {"names": (name,), **LAYER}
+        for op, name in zip(LAYERS, ("nemotron-h-8b", "qwen3.5-35b-a3b", "kimi-linear-48b-a3b"), strict=True)
+    },
 }
 assert SMALL.keys() == HOMES.keys()
 

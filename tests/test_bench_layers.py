@@ -25,6 +25,8 @@ CASES = {
     "divided": ("mamba2_layer", "mamba2-130m", 2),  # a norm's group is two ranks'
     "gated": ("mamba2_layer", "falcon-h1-tiny-90m", 1),
     "gdn": ("gdn_layer", "qwen3.5-35b-a3b", 8),
+    "kda": ("kda_layer", "kimi-linear-48b-a3b", 8),
+    "bounded": ("kda_layer", "kimi-k3", 32),
 }
 
 
@@ -56,7 +58,7 @@ def test_cases_are_legal_and_pass_the_gate(name, dtype):
     assert (expected.norm is None) == (name in ("divided", "gated")) and (expected.conv_layout.value, expected.conv_len) == ("runs", 3)
     assert [step.function.__name__ for step in case.chain(0)] == [
         "causal_conv1d_update",
-        "gated_delta_rule" if name == "gdn" else "selective_state_update",
+        {"gdn_layer": "gated_delta_rule", "kda_layer": "kda"}.get(case.op, "selective_state_update"),
         *(["gated_rms_norm"] if expected.norm else []),
     ]
 
@@ -70,7 +72,7 @@ def test_cases_are_legal_and_pass_the_gate(name, dtype):
         ("arrivals", "windows or arrivals are wrong"),
     ],
 )
-@pytest.mark.parametrize("name", ["normed", "gdn"])
+@pytest.mark.parametrize("name", ["normed", "gdn", "kda"])
 def test_the_gate_stops_what_is_wrong(name, wrong, words, monkeypatch):
     def function(**call):
         getattr(ssmgen, CASES[name][0])(**call)
@@ -175,11 +177,11 @@ def packages(monkeypatch):
 
 
 PEERS = {"normed": {"flashinfer", "mamba_ssm"}, "divided": {"flashinfer", "mamba_ssm"}, "gated": {"flashinfer", "mamba_ssm"}}
-PEERS["gdn"] = {"flashinfer", "fla"}
+PEERS |= {"gdn": {"flashinfer", "fla"}, "kda": set(), "bounded": set()}
 
 
 @pytest.mark.parametrize("own_convolution", [False, True], ids=["dao", "ours"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if PEERS[name]])
 def test_the_peers_are_called_right(packages, name, own_convolution):
     """Their results pass the check, whose states are left as they were."""
     packages["missing"] = ["causal_conv1d.causal_conv1d_update"] if own_convolution else []
@@ -198,6 +200,11 @@ def test_a_wrong_peer_is_left_out(packages, name):
     packages["factor"] = -1.0
     with pytest.warns(UserWarning, match="is not timed: checked, it raised SsmgenError: output error"):
         assert bench.peers_of(case_of(name)) == {}
+
+
+@pytest.mark.parametrize("name", ["kda", "bounded"])
+def test_kimi_delta_attention_has_no_peers(packages, name):
+    assert bench.peers_of(case_of(name)) == {} and not packages["calls"]
 
 
 def test_peers_that_do_not_serve_a_state(packages):
@@ -231,7 +238,7 @@ def test_options_reach_the_benchmark(monkeypatch):
     assert seen.pop("watch") and seen == wanted | {"peers": False, "rounds": 7}
 
 
-@pytest.mark.parametrize("name", ["normed", "gdn"])
+@pytest.mark.parametrize("name", ["normed", "gdn", "kda"])
 def test_run(packages, name, monkeypatch):
     op, model, tp = CASES[name]
     monkeypatch.setattr(report, "begin", lambda method="": HEAD | {"rows": [], "failed": []})

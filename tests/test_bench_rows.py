@@ -119,6 +119,7 @@ def test_flat_rows_have_the_same_keys():
         "gated_rms_norm",
         "mamba2_layer",
         "gdn_layer",
+        "kda_layer",
     ],
 )
 def test_a_case_that_is_wrong_is_not_timed_and_the_others_are(op, bench):

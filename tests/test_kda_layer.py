@@ -195,7 +195,7 @@ def test_compiled_whole():
         ({"g": DType.BF16}, "the decay is per key channel, with gk"),
         ({"gate": Gate.LOG, "A_log": None, "dt_bias": None}, "a layer's gate is raw"),
         ({"A_log": None}, "the softplus gate needs A_log"),
-        ({"beta_rows": True}, "a layer's delta rule has a beta per head"),
+        ({"beta_rows": True}, "a layer's delta rule reads the decayed state with k, and has a beta per head"),
     ],
 )
 def test_violations_in_words(change, words):

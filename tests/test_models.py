@@ -16,7 +16,7 @@ from ssmgen.errors import ModelError
 from ssmgen.kernels import OPERATOR_OF
 from ssmgen.kernels.causal_conv1d import ConvLayout, ConvProblem
 from ssmgen.kernels.causal_conv1d_update import StateLayout
-from ssmgen.kernels.linear_attention_problem import Layout, Ring
+from ssmgen.kernels.linear_attention_problem import Gate, Layout, Ring
 from ssmgen.models import LinearAttention, Mamba, find_model, models
 from ssmgen.ops.checks import DTYPES
 from ssmgen.spec import DType, Index, PoolMode
@@ -245,17 +245,19 @@ def test_layers():
         product(DType, (Index.NONE, Index.I32))
     )
     assert {p.layout for p in find_model("qwen3.5-397b-a17b").layers(layout=Layout.KV)} == {Layout.KV}
-    for name in ("mamba-130m", "kimi-k3", "rwkv7-1.5b", "minimax-text-01"):
+    assert layers("kimi-linear-48b-a3b") == {(128, 32, True, True)} and find_model("kimi-k3").layer_channels == 3 * 96 * 128
+    assert {p.gate for p in find_model("kimi-k3").layers()} == {Gate.BOUNDED}
+    for name in ("mamba-130m", "rwkv7-1.5b", "minimax-text-01"):
         assert find_model(name).layer_function is None and find_model(name).layers() == []
 
 
 @pytest.mark.parametrize("length", [3, 4], ids="window{}".format)
 @pytest.mark.parametrize("layout", [StateLayout.RUNS, StateLayout.CHANNELS], ids=lambda layout: layout.value)
-@pytest.mark.parametrize("name", ["nemotron-h-8b", "mamba2-2.7b", "falcon-h1-7b", "qwen3.5-397b-a17b"])
+@pytest.mark.parametrize("name", ["nemotron-h-8b", "mamba2-2.7b", "falcon-h1-7b", "qwen3.5-397b-a17b", "kimi-linear-48b-a3b", "kimi-k3"])
 def test_calls_of_layers_pose_their_problems(name, layout, length):
     """Calls as models make them: views of one projection, a norm where the model has one."""
     model = find_model(name).divided(8 if name == "nemotron-h-8b" else 1)
-    batch, channels, H = 2, model.conv_channels, model.nheads
+    batch, channels, H = 2, model.layer_channels, model.nheads
     rows, elements, groups = model.shape
     inner = H * rows
 
@@ -269,6 +271,12 @@ def test_calls_of_layers_pose_their_problems(name, layout, length):
         z, xBC, dt = bf16(batch, inner + channels + H).split([inner, channels, H], 1)
         norm = {} if model.gate else {"norm_weight": bf16(inner), "norm_group_size": model.norm_shape[1]}
         call = ssmgen.mamba2_layer.build(xBC, dt, z, *shared, bf16(channels), torch.zeros(H), bf16(H), bf16(H), **norm, state_indices=slots)
+    elif model.kind == "kda":
+        weights = (None, torch.zeros(H), torch.zeros(H * elements), bf16(rows))
+        bound = -5.0 if model.gate is Gate.BOUNDED else None
+        heads = (bf16(batch, H * elements), bf16(batch, H), bf16(batch, inner))
+        call = ssmgen.kda_layer.build(bf16(batch, channels), *heads, *shared, *weights, lower_bound=bound, norm_activation="sigmoid",
+                                      state_indices=slots)  # fmt: skip
     else:
         heads, weights = (bf16(batch, H), bf16(batch, H), bf16(batch, inner)), (None, torch.zeros(H), bf16(H), bf16(rows))
         call = ssmgen.gdn_layer.build(bf16(batch, channels), *heads, *shared, *weights, state_indices=slots)

@@ -74,10 +74,13 @@ def test_default_variants_show_every_form_of_all_operators():
     combined = [spec for spec in found if spec.family == "combine_splits"]
     for holds in ("pair", "indexed", "sink", "mask", "lse_out", "skip_single", "in_place", "loads", "loops", "vec"):
         assert len({getattr(spec, holds) for spec in combined}) == 2, holds
-    layers = [spec for spec in found if spec.family in ("mamba2_layer", "gdn_layer")]
+    layers = [spec for spec in found if spec.family in ("mamba2_layer", "gdn_layer", "kda_layer")]
     for holds, kinds in ("conv_layout", 3), ("conv_len", 2), ("conv_loads", 2), ("conv_bias", 2), ("norm", 2), ("state", 2), ("index", 2):
         assert len({getattr(spec, holds) for spec in layers}) == kinds, holds
-    assert {spec.norm_inside for spec in layers if spec.family == "gdn_layer"} == {True, False}
+    for family in ("gdn_layer", "kda_layer"):
+        assert {spec.norm_inside for spec in layers if spec.family == family} == {True, False}
+    for holds in ("operand_loads", "gate", "conv_loads"):
+        assert len({getattr(spec, holds) for spec in layers if spec.family == "kda_layer"}) == 2, holds
     assert {min(spec.unit, 64) for spec in combined} == {16, 32, 64} and {spec.axes for spec in combined} == {1, 2, 3}
 
 
@@ -199,7 +202,12 @@ def test_explain_and_models():
     assert {r["arch"] for r in rows} == {"sm_80", "sm_90a"}
     listed = {m["name"]: m for m in json.loads(ssmgen_command("models", "--json"))}
     assert listed["falcon-mamba-7b"]["function"] == "selective_state_update" and listed["kimi-k3"]["gate"] == "bounded"
-    assert [listed[name]["layer_function"] for name in ("nemotron-h-8b", "qwen3.5-9b", "kimi-k3")] == ["mamba2_layer", "gdn_layer", None]
+    assert [listed[name]["layer_function"] for name in ("nemotron-h-8b", "qwen3.5-9b", "kimi-k3", "mamba-130m")] == [
+        "mamba2_layer",
+        "gdn_layer",
+        "kda_layer",
+        None,
+    ]
     assert "(unverified)" in ssmgen_command("models")
 
 

@@ -250,6 +250,7 @@ def test_models_that_do_not_use_an_operator():
         "combine_splits",
         "gated_rms_norm",
         "gdn_layer",
+        "kda_layer",
     ):
         with pytest.raises(SsmgenError, match=rf"rwkv7-1\.5b: not decoded by {operator}"):
             next(cases.cases(operator, ["rwkv7-1.5b"]))

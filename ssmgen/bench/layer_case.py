@@ -15,8 +15,10 @@ from torch.nn.functional import pad
 import ssmgen
 
 from ..errors import SsmgenError
+from ..kernels.linear_attention_problem import Gate
 from ..models import LinearAttention, Mamba
 from ..ops import gdn_layer as gdn_op
+from ..ops import kda_layer as kda_op
 from ..ops import mamba2_layer as mamba2_op
 from ..reference import norm_error
 from . import report as reports
@@ -26,12 +28,13 @@ from .report import GATE, MAX_SETS
 CHECKED = 4  # rows that the gate looks at
 COPIED = 2048  # bytes that a block of the slot copy moves
 EPS = 1e-6
+LOWER_BOUND = -5.0  # Kimi-K3's
 BETWEEN = 1e-3  # norm error of a state, of convolved inputs that fall on another side when they are rounded
 
 
 def window_bytes(model: Mamba | LinearAttention) -> int:
     """Of one sequence."""
-    return model.conv_channels * (model.conv_width - 1) * torch.bfloat16.itemsize
+    return model.layer_channels * (model.conv_width - 1) * torch.bfloat16.itemsize
 
 
 def copied_bytes(model: Mamba | LinearAttention, state_bytes: int) -> int:
@@ -58,7 +61,7 @@ class Case:
 
     def __post_init__(self) -> None:
         slots, device, B = len(self.state), self.state.device, self.batch
-        channels, width, H = self.model.conv_channels, self.model.conv_width, self.model.nheads
+        channels, width, H = self.model.layer_channels, self.model.conv_width, self.model.nheads
         pieces = self.state.nbytes // copied_bytes(self.model, self.state[0].nbytes)
         self.sets = max(1, min(MAX_SETS, pieces // B))
         drawn = torch.randperm(slots, device=device)[: self.sets * B].to(torch.int32).view(self.sets, B)
@@ -74,15 +77,21 @@ class Case:
         self.mixed, self.z = rand(B, channels), rand(B, self.inner)
         self.out = torch.empty_like(self.z)
         self.norm_weight = rand(*self.norm_shape) if self.norm_shape else None
-        self.by_head = {name: rand(B, H) for name in (("dt",) if self.mamba2 else ("a", "b"))}
         if self.mamba2:
-            self.by_head |= {"A": -rand(H).float().abs() - 0.1, "D": rand(H), "dt_bias": rand(H) - 4}
+            self.by_head = {"dt": rand(B, H), "A": -rand(H).float().abs() - 0.1, "D": rand(H), "dt_bias": rand(H) - 4}
+        elif self.kda:
+            keys = self.model.shape[1]
+            self.by_head = {"g": rand(B, H, keys), "beta": rand(B, H), "A_log": rand(H).float(), "dt_bias": rand(H, keys).float() - 4}
         else:
-            self.by_head |= {"A_log": rand(H).float(), "dt_bias": rand(H) - 4}
+            self.by_head = {"a": rand(B, H), "b": rand(B, H), "A_log": rand(H).float(), "dt_bias": rand(H) - 4}
 
     @property
     def mamba2(self) -> bool:
         return self.op == "mamba2_layer"
+
+    @property
+    def kda(self) -> bool:
+        return self.op == "kda_layer"
 
     @property
     def inner(self) -> int:
@@ -98,7 +107,7 @@ class Case:
 
     @property
     def function(self) -> Callable[..., Any]:
-        return ssmgen.mamba2_layer if self.mamba2 else ssmgen.gdn_layer
+        return getattr(ssmgen, self.op)
 
     @property
     def piece_bytes(self) -> int:
@@ -114,7 +123,12 @@ class Case:
         pools = {"state": self.state, "conv_state": self.conv_state, "arrivals": self.arrivals, "state_indices": self.slots[i]}
         call = pools | {name: t[i] for name, t in self.by_head.items()} | self._norm(i) | {"out": self.out[i]}
         call |= {"conv_weight": self.conv_weight[i], "conv_bias": None if self.conv_bias is None else self.conv_bias[i]}
-        return call | {"xBC" if self.mamba2 else "mixed_qkv": self.mixed[i]}
+        return call | self._bound | {"xBC" if self.mamba2 else "mixed_qkv": self.mixed[i]}
+
+    @property
+    def _bound(self) -> dict[str, float]:
+        """Of the decay, where the model has one."""
+        return {"lower_bound": LOWER_BOUND} if self.kda and self.model.gate is Gate.BOUNDED else {}
 
     def _norm(self, i: int) -> dict[str, Any]:
         gate = self.z[i] if self.norm_weight is not None or (self.mamba2 and self.model.gate) else None
@@ -140,6 +154,7 @@ class Case:
             groups, size = self.model.norm_shape
             shape = (self.batch, groups, size)
             norm = {"x": y.view(shape), "gate": self.z[i].view(shape), "out": self.out[i].view(shape), "eps": EPS}
+            norm |= {"activation": "sigmoid"} if self.kda else {}
             weight = self.norm_weight[i].view(-1, size) if self.mamba2 else self.norm_weight[i]
             steps.append(Step(ssmgen.gated_rms_norm, norm | {"weight": weight, "norm_before_gate": not self.mamba2}))
         return steps
@@ -157,9 +172,10 @@ class Case:
             return Step(ssmgen.selective_state_update, call | {"state_indices": self.slots[i], "out": out})
         *shared, v = convolved.split([G * N, G * N, self.inner], 1)
         call = dict(zip(("q", "k", "v"), (*(t.view(B, 1, G, N) for t in shared), v.view(B, 1, H, P)), strict=True))
-        call |= {"g": given["a"][:, None], "beta": given["b"][:, None], "A_log": given["A_log"], "dt_bias": given["dt_bias"]}
+        g, beta = (given[name][:, None] for name in (("g", "beta") if self.kda else ("a", "b")))
+        call |= {"g": g, "beta": beta, "A_log": given["A_log"], "dt_bias": given["dt_bias"], **self._bound}
         call |= {"state": self.state, "state_indices": self.slots[i], "out": out[:, None], "use_qk_l2norm": True, "beta_sigmoid": True}
-        return Step(ssmgen.gated_delta_rule, call)
+        return Step(ssmgen.kda if self.kda else ssmgen.gated_delta_rule, call)
 
     def bound(self, pdl: bool) -> timing.Launch:
         """Our kernels, with the host's part of every call done beforehand."""
@@ -187,11 +203,11 @@ class Case:
         """What the first call makes of these rows, in float64."""
         call = self.arguments(0)
         touched = call["state_indices"][rows].long()
-        small = call | {n: call[n][rows] for n in ("xBC", "mixed_qkv", "dt", "a", "b", "z", "out") if call.get(n) is not None}
+        small = call | {n: call[n][rows] for n in ("xBC", "mixed_qkv", "dt", "a", "b", "g", "beta", "z", "out") if call.get(n) is not None}
         small |= {n: call[n][touched] for n in ("state", "conv_state", "arrivals")} | {
             "state_indices": torch.arange(len(rows), device=rows.device)
         }
-        module = mamba2_op if self.mamba2 else gdn_op
+        module = {"mamba2_layer": mamba2_op, "gdn_layer": gdn_op, "kda_layer": kda_op}[self.op]
         given, options = self.function.build(**small)[1:3]
         views = module.views_of({n: t for n, t in zip(module.NAMES, given, strict=True) if t is not None}, options, [])
         views |= {n: views[n].double() for n in ("state", "conv_state", "out")}

@@ -1,14 +1,14 @@
-"""Cases and contenders for mamba2_layer and gdn_layer: decode steps of whole layers between their projections, in bf16.
+"""Cases and contenders for mamba2_layer, gdn_layer and kda_layer: decode steps of whole layers between their projections, in bf16.
 
 Slots are drawn at random from a pool of 640 MB of states, or of four batches if that is more. Every input set has slots, inputs, outputs
 and weights of its own: in a model they are another layer's. Windows hold width - 1 inputs per channel, contiguous. TB/s counts states and
 windows, read and written. The ceiling is the slot copy in place of as many bytes (up to whole 2 KiB), of one piece per sequence.
 
-chain: causal_conv1d_update, then selective_state_update or gated_delta_rule, then gated_rms_norm, of ssmgen; its results must have the same
-bits. Peers are such chains too. flashinfer: FlashInfer's state update instead of ours, for a delta rule with a bf16 state of 128 x 128.
-mamba_ssm, fla: their state update and their norm, behind Dao-AILab's convolution where that is installed, else ours; flash-linear-attention
-has no pool, gets f32 states out of the pool's memory, contiguous, and returns new ones. Host times are eager calls, arguments at hand; of
-chains, three of them, and where one package's output is the next one's input, its views too.
+chain: causal_conv1d_update, then selective_state_update, gated_delta_rule or kda, then gated_rms_norm, of ssmgen; its results must have
+the same bits. Peers are such chains too; kda_layer has none. flashinfer: FlashInfer's state update instead of ours, for a gated delta rule
+with a bf16 state of 128 x 128. mamba_ssm, fla: their state update and their norm, behind Dao-AILab's convolution where that is installed,
+else ours; flash-linear-attention has no pool, gets f32 states out of the pool's memory, contiguous, and returns new ones. Host times are
+eager calls, arguments at hand; of chains, three of them, and where one package's output is the next one's input, its views too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,11 @@ from .rows import Point
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 256)
 STATES = (DType.BF16, DType.F32)
-MODELS = {"mamba2_layer": ("nemotron-h-8b", "mamba2-2.7b"), "gdn_layer": ("qwen3.5-35b-a3b", "qwen3.5-397b-a17b")}
+MODELS = {
+    "mamba2_layer": ("nemotron-h-8b", "mamba2-2.7b"),
+    "gdn_layer": ("qwen3.5-35b-a3b", "qwen3.5-397b-a17b"),
+    "kda_layer": ("kimi-linear-48b-a3b", "kimi-k3"),
+}
 POOL_BYTES = 640e6
 PEER_GATE = 2e-2  # norm error of a peer's output: what it rounds in between is its own
 
@@ -77,7 +81,7 @@ def flashinfer(case: Case) -> Launch | None:
         names = {"state_indices": "state_batch_indices"}
         fixed: dict[str, Any] = {}
     else:
-        served = case.state.dtype == torch.bfloat16 and case.state.shape[2:] == (128, 128)
+        served = not case.kda and case.state.dtype == torch.bfloat16 and case.state.shape[2:] == (128, 128)
         function = reports.imported("flashinfer.gdn_kernels.gdn_decode_bf16_state", "gated_delta_rule") if served else None
         names = {"g": "a", "beta": "b", "out": "output", "state": "initial_state_source", "state_indices": "initial_state_indices"}
         fixed = {"use_qk_l2norm_in_kernel": True}
@@ -123,8 +127,9 @@ def mamba_ssm(case: Case) -> Launch | None:
 
 def fla(case: Case, state: Tensor | None = None) -> Launch | None:
     """Triton's recurrence and norm. state: [batch, heads, K, V] f32, to begin every set with; else out of the pool's memory."""
-    update = None if case.mamba2 else reports.imported("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule")
-    norm = None if case.mamba2 else reports.imported("fla.modules.fused_norm_gate", "rms_norm_gated")
+    served = case.op == "gdn_layer"
+    update = reports.imported("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule") if served else None
+    norm = reports.imported("fla.modules.fused_norm_gate", "rms_norm_gated") if served else None
     if update is None or norm is None:
         return None
     convolve = _convolution(case)

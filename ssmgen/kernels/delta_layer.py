@@ -53,7 +53,10 @@ class DeltaLayerProblem(ShortConv, LayerGatedNorm, LinearAttentionProblem):
             *LinearAttentionProblem.faults(self),
             *self.conv_faults(self.dim_v),
             *self.norm_faults(self.nheads * self.dim_v, self.out),
-            *must(bool(read and bare and self.beta), "a layer's delta rule has a beta per head, reads with k, and has no other operands"),
+            *must(
+                bool(read and bare and self.beta),
+                "a layer's delta rule reads the decayed state with k, and has a beta per head and no other operands",
+            ),
             *must(self.gate in (Gate.SOFTPLUS, Gate.BOUNDED), "a layer's gate is raw"),
             *must(self.beta_form is not Beta.PLAIN, "a layer's beta is a logit"),
             *must(self.q == self.k == self.v, "q, k and v are of one dtype: they are one tensor"),

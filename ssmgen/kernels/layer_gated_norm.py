@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from ..spec import DType, Index, KernelSpec, Loads, Param, Pdl, must
+from ..spec import LATER, DType, Index, KernelSpec, Loads, Param, Pdl, must
 from . import gated_rms_norm
 from .gated_rms_norm import Activation, NormProblem, NormSpec
 
@@ -20,6 +20,8 @@ class LayerGatedNormSpec(NormSpec):
     template: ClassVar[str] = "layer_gated_norm.cu.j2"
 
     index: Index = Index.NONE
+    tokens: int = field(default=1, metadata=LATER)  # of a sequence: rows are those of all sequences
+    accepted: Index = field(default=Index.NONE, metadata=LATER)  # type of num_accepted_tokens, which picks the column of state_indices
 
     @property
     def stem(self) -> str:
@@ -30,28 +32,39 @@ class LayerGatedNormSpec(NormSpec):
             *NormProblem.faults(self),
             *must(self.gate is not None and self.weight is not None, "the norm of a layer has a gate and a weight"),
             *must(self.x == self.out, "the norm of a layer is in place"),
+            *must(self.tokens >= 1, f"{self.tokens} tokens per sequence"),
+            *must(self.accepted is Index.NONE or self.index is not Index.NONE, "num_accepted_tokens needs slot indices"),
         ]
 
     def roles(self) -> list[str]:
         return [*_NAMES]
 
     def operands(self) -> list[str]:
-        return [*_NAMES.values(), *(["state_indices"] if self.index is not Index.NONE else [])]
+        pooled = ["state_indices"] if self.index is not Index.NONE else []
+        return [*_NAMES.values(), *pooled, *(["num_accepted_tokens"] if self.accepted is not Index.NONE else [])]
 
     def early_operands(self) -> list[str]:
         return [name for name in self.operands() if name != "out"] if self.pdl is not Pdl.OFF else []
+
+    def strides(self) -> list[tuple[str, str]]:
+        rows = ("sequence", "token") if self.tokens > 1 else ("row",)
+        return [(role, axis) for role, given in super().strides() for axis in (rows if given == "row" else (given,))]
 
     def parameters(self) -> list[Param]:
         params = super().parameters()
         if self.index is Index.NONE:
             return params
-        slots = [Param.i64("slots"), Param.i64("pad_slot_id")]
-        pointer = Param.pointer("state_indices", "int" if self.index is Index.I32 else "i64")
+        integer = {Index.I32: "int", Index.I64: "i64"}
+        pointers, strides = [Param.pointer("state_indices", integer[self.index])], [Param.u32("state_indices_row")]
+        if self.accepted is not Index.NONE:
+            pointers += [Param.pointer("num_accepted_tokens", integer[self.accepted])]
+            strides += [Param.u32("state_indices_column"), Param.u32("num_accepted_tokens_row"), Param.u32("columns")]
         first = len(self.roles())  # pointers come first
-        return [*params[:first], pointer, *slots, *params[first:], Param.u32("state_indices_row")]
+        return [*params[:first], *pointers, Param.i64("slots"), Param.i64("pad_slot_id"), *params[first:], *strides]
 
     def constants(self) -> dict[str, Any]:
-        return super().constants() | {"pooled": self.index is not Index.NONE, "late_weight": False}
+        given = {"accepted": self.accepted is not Index.NONE, "late_weight": False}
+        return super().constants() | {"pooled": self.index is not Index.NONE, **given}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +102,10 @@ class LayerGatedNorm:
             *self.norm_problem(out).faults(),
         ]
 
-    def norm_kernels(self, out: DType, index: Index, threads: int, pdl: Pdl) -> tuple[KernelSpec, ...]:
-        """The kernel behind the recurrence's, in blocks of about so many threads; none where there is no norm."""
+    def norm_kernels(self, out: DType, index: Index, threads: int, pdl: Pdl, **more: Any) -> tuple[KernelSpec, ...]:
+        """The kernel behind the recurrence's, in blocks of about so many threads; none where there is no norm. more: its further fields."""
         if self.norm is None:
             return ()
         problem = self.norm_problem(out)
         chosen = gated_rms_norm.shape(problem, problem.widest, threads, pdl=Pdl.OFF if pdl is Pdl.OFF else Pdl.TRIGGER_LOADED)
-        return (LayerGatedNormSpec(**{f.name: getattr(chosen, f.name) for f in fields(NormSpec)}, index=index),)
+        return (LayerGatedNormSpec(**{f.name: getattr(chosen, f.name) for f in fields(NormSpec)}, index=index, **more),)

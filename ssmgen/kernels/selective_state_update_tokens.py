@@ -166,6 +166,9 @@ class SsuTokensSpec(RowSpec, SsuTokensProblem):
             "split": self.pool is PoolMode.SPLIT,
             "final_state": self.update is Update.FINAL,
             "each": self.update is Update.EACH,
+            "convolved": (),  # operands that the kernel makes itself
+            "conv_rolls": False,
+            "A_is_log": False,
             "ragged": self.ragged,
             "accepted": self.accepted is not Index.NONE,
             "tree": self.parents is not Index.NONE,

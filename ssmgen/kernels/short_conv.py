@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..spec import SM90, Arch, DType, Loads, Param, must
+from ..spec import SM90, Arch, DType, Index, Loads, Param, must
 from .causal_conv1d import MAX_WIDTH
-from .causal_conv1d_update import StateLayout
+from .causal_conv1d_update import Saved, StateLayout
 
 CHANNELS = 4  # neighbouring ones that a thread convolves
+MAX_TOKENS = 8  # of a sequence, all of which are staged at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +48,20 @@ class ShortConv:
         width = self.conv_width
         return [
             *must(2 <= width <= MAX_WIDTH, f"conv_width {width} is not 2 … {MAX_WIDTH}"),
-            *must(
-                self.conv_len in (width - 1, width),
-                f"conv_state holds {self.conv_len} inputs per channel; of a convolution of width {width} it is {width - 1} or {width}",
-            ),
+            *self.length_faults(),
             *must(
                 self.shared_channels % CHANNELS == 0 and rows % CHANNELS == 0,
                 f"{self.shared_channels} channels of a group and {rows} of a head are not multiples of {CHANNELS}",
             ),
         ]
+
+    def length_faults(self) -> list[str]:
+        """Of windows that cannot be."""
+        width = self.conv_width
+        return must(
+            self.conv_len in (width - 1, width),
+            f"conv_state holds {self.conv_len} inputs per channel; of a convolution of width {width} it is {width - 1} or {width}",
+        )
 
     def conv_violations(self, tile: int) -> list[str]:
         """tile: rows of a block."""
@@ -89,6 +95,71 @@ class ShortConv:
             "by_channels": self.conv_layout is StateLayout.CHANNELS,
             "vector_inputs": self.conv_loads is Loads.VECTOR,
             "vector_taps": self.conv_taps is Loads.VECTOR,
+            "conv_several": False,  # tokens
+            "conv_rolls": False,  # the window, by the tokens that were accepted
+            "conv_slot": "slot",  # of the window
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConvTokens(ShortConv):
+    """The same of a call with several tokens per sequence, or with what belongs to such calls."""
+
+    conv_tokens: int  # of a sequence
+    conv_windows: Saved = Saved.NO  # how the windows after each token lie, which are kept in a buffer [rows, tokens, channels, width - 1]
+    conv_rows: Index = Index.NONE  # type of the rows' numbers in that buffer
+
+    @property
+    def conv_rolls(self) -> bool:
+        """Whether the window's history begins behind the tokens of the last call that were not accepted, and tokens are put behind it."""
+        raise NotImplementedError
+
+    @property
+    def conv_moves(self) -> bool:
+        """Whether the window is written."""
+        raise NotImplementedError
+
+    def conv_faults(self, rows: int) -> list[str]:
+        saves = self.conv_windows is not Saved.NO
+        return [
+            *super().conv_faults(rows),
+            *must(1 <= self.conv_tokens <= MAX_TOKENS, f"{self.conv_tokens} tokens are not 1 … {MAX_TOKENS}"),
+            *must(saves or self.conv_rows is Index.NONE, "rows of windows that are not kept"),
+        ]
+
+    def length_faults(self) -> list[str]:
+        if not self.conv_rolls:
+            return super().length_faults()
+        least = self.conv_width - 2 + self.conv_tokens
+        return [
+            *must(self.conv_len >= least, f"conv_state holds {self.conv_len} inputs per channel; with accepted tokens at least {least}"),
+            *must(
+                self.conv_layout is not StateLayout.RUNS or self.conv_len == least,
+                f"runs of {self.conv_len} inputs are not {least}: all of a run is rewritten",
+            ),
+        ]
+
+    def conv_operands(self) -> list[str]:
+        return [*super().conv_operands(), *([] if self.conv_windows is Saved.NO else ["intermediate_conv_window"])]
+
+    def conv_strides(self) -> dict[str, list[str]]:
+        axes = super().conv_strides()
+        batch, *rest = axes[self.conv_input]
+        windows = ["slot", "token", *(["dim", "tap"] if self.conv_windows is Saved.ANY else [])]
+        return axes | {self.conv_input: [batch, "token", *rest], "intermediate_conv_window": windows}
+
+    def conv_elements(self) -> dict[str, str]:
+        return super().conv_elements() | {"intermediate_conv_window": self.conv_dtype.value}
+
+    def conv_constants(self) -> dict[str, Any]:
+        return super().conv_constants() | {
+            "conv_several": True,
+            "conv_rolls": self.conv_rolls,
+            "conv_moves": self.conv_moves,
+            "conv_saves": self.conv_windows is not Saved.NO,
+            "conv_rows": self.conv_rows is not Index.NONE,
+            "saved_runs": self.conv_windows is Saved.RUNS,
+            "conv_slot": "window_slot" if self.conv_rolls else "slot",
         }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -22,8 +23,9 @@ WRITTEN = ("out", "state", "conv_state", "arrivals")
 
 
 def check_channels(named: Mapping[str, Tensor], inputs: str, groups: int, problems: list[str]) -> bool:
-    """Whether the operands around the recurrence fit. named[inputs] is [batch, channels]; `groups` of heads share convolved channels."""
-    (batch, channels), slots = named[inputs].shape, named["state"].shape[0]
+    """Whether the operands around the recurrence fit. named[inputs] is [batch, channels], or [batch, tokens, channels] (then see
+    layer_tokens.py, too); `groups` of heads share convolved channels."""
+    (batch, *tokens, channels), slots = named[inputs].shape, named["state"].shape[0]
     weight, window = named["conv_weight"], named["conv_state"]
     width = weight.shape[1] if weight.dim() == 2 else 0
     length = window.shape[2] if window.dim() == 3 else 0
@@ -32,10 +34,10 @@ def check_channels(named: Mapping[str, Tensor], inputs: str, groups: int, proble
         "conv_bias": {"[channels]": (channels,)},
         "conv_state": {"[slots, channels, width - 1 or width]": (slots, channels, length)},
         "arrivals": {"[slots, groups]": (slots, groups)},
-        "state_indices": {"[batch]": (batch,)},
+        "state_indices": {"[batch]": (batch,)} if not tokens or "num_accepted_tokens" not in named else {},
         "rand_seed": {"[1]": (1,), "[slots]": (slots,)},
     }
-    fits = [checks.check_shape(n, named[n], shapes, problems) for n, shapes in allowed.items() if n in named]
+    fits = [checks.check_shape(n, named[n], shapes, problems) for n, shapes in allowed.items() if n in named and shapes]
     return all(fits)
 
 
@@ -67,6 +69,8 @@ def conv_fields(views: Mapping[str, Tensor], pointers: Mapping[str, int], inputs
     step = 16 // window.element_size()
     runs = window.stride(2) == 1 and window.stride(1) == length and pointers["conv_state"] % 16 == 0
     runs = runs and (window.shape[0] == 1 or window.stride(0) % step == 0)
+    if "num_accepted_tokens" in views:  # all of a run is rewritten
+        runs = runs and length == width - 2 + views[inputs].shape[1]
     by_channels = checks.aligned(window, pointers["conv_state"], CHANNELS, 1)
     return {
         "conv_width": width,
@@ -87,7 +91,7 @@ def _taps_are_runs(views: Mapping[str, Tensor], pointers: Mapping[str, int]) -> 
 
 
 def norm_fields(views: Mapping[str, Tensor], pointers: Mapping[str, int], size: int, first: bool, activation: str) -> dict[str, Any]:
-    """Of the problem (kernels/layer_gated_norm.py), of out and z [batch, heads, channels] and norm_weight [groups, size]."""
+    """Of the problem (kernels/layer_gated_norm.py), of out and z [batch(, tokens), heads, channels] and norm_weight [groups, size]."""
     grouped = {name: groups_of(views[name], size) for name in ("out", "z")} | {"norm_weight": views["norm_weight"]}
     vector = min(8, size & -size)
     return {
@@ -102,8 +106,8 @@ def norm_fields(views: Mapping[str, Tensor], pointers: Mapping[str, int], size: 
 
 
 def groups_of(t: Tensor, size: int) -> Tensor:
-    """[batch, groups, size] of [batch, heads, channels]: its channels are dense, and its heads too, unless they are the groups."""
-    return t if t.shape[-1] == size else t.flatten(1).unflatten(1, (-1, size))
+    """[…, groups, size] of […, heads, channels]: its channels are dense, and its heads too, unless they are the groups."""
+    return t if t.shape[-1] == size else t.flatten(-2).unflatten(-1, (-1, size))
 
 
 def kernel_values(
@@ -112,8 +116,8 @@ def kernel_values(
 ) -> dict[str, int | float]:  # fmt: skip
     """Every argument of one of a layer's kernels that is not a pointer.
 
-    axes: of the recurrence's operands, by their names in the kernel; given: eps, pad_slot_id and what else is no stride; call_name: of
-    operands that the call names otherwise than the kernel.
+    axes: of operands, by their names in the kernel, those that all layers have at one token excepted; given: eps, pad_slot_id and what else
+    is no stride; call_name: of operands that the call names otherwise than the kernel.
     """
     values = {"slots": views["state"].shape[0], **given}
     values |= _norm_values(spec, views) if isinstance(spec, LayerGatedNormSpec) else _strides(spec, views, _CONV_AXES | axes, call_name)
@@ -132,18 +136,21 @@ def _strides(spec: Any, views: Mapping[str, Tensor], axes: Mapping[str, tuple[st
 
 def _norm_values(spec: LayerGatedNormSpec, views: Mapping[str, Tensor]) -> dict[str, int]:
     grouped = {"out": groups_of(views["out"], spec.size), "gate": groups_of(views["z"], spec.size), "weight": views["norm_weight"]}
-    groups = grouped["out"].shape[-2]
-    values = {"units": views["out"].shape[0] * groups} | divisor("groups", groups)
-    values |= {f"{role}_{axis}": grouped[role].stride(-2 if axis == "group" else 0) for role, axis in spec.strides()}
-    return values | ({"state_indices_row": views["state_indices"].stride(0)} if "state_indices" in views else {})
+    *rows, groups, _ = grouped["out"].shape
+    axis_of = {"row": 0, "sequence": 0, "token": 1, "group": -2}
+    values = {"units": math.prod(rows) * groups} | divisor("groups", groups)
+    values |= {f"{role}_{axis}": grouped[role].stride(axis_of[axis]) for role, axis in spec.strides()}
+    if "state_indices" in views:
+        values |= {"state_indices_row": views["state_indices"].stride(0), "state_indices_column": views["state_indices"].stride(-1)}
+    return values | ({"num_accepted_tokens_row": views["num_accepted_tokens"].stride(0)} if "num_accepted_tokens" in views else {})
 
 
 def grid_of(spec: Any, views: Mapping[str, Tensor]) -> int:
     """Blocks of one of a layer's kernels."""
-    batch, heads, channels = views["out"].shape
+    *rows, heads, channels = views["out"].shape
     if isinstance(spec, LayerGatedNormSpec):
-        return -(-batch * (heads * channels // spec.size) // spec.teams)
-    return batch * spec.nheads * spec.tiles
+        return -(-math.prod(rows) * (heads * channels // spec.size) // spec.teams)
+    return rows[0] * spec.nheads * spec.tiles
 
 
 def check_dense(named: Mapping[str, Tensor], names: tuple[str, ...], problems: list[str]) -> None:
