@@ -113,16 +113,19 @@ NORMS: list[tuple[NormProblem, int]] = [
     (NormProblem(size=100, gate=None, weight=None, out=DType.F16, loads=Loads.ELEMENT), MANY_GROUPS),
 ]
 
-# Decode layers, as (problem, batch): every layout of a window; a norm in a kernel of its own, in the layer's own (a delta rule's with many
-# heads) and none; operands that are not aligned.
+# Decode layers, as (problem, batch): every layout of a window; a norm in a kernel of its own (a delta rule's where keys come first), in the
+# layer's own, of a block or a cluster of blocks, and none; operands that are not aligned.
 STATES_OF_LAYERS = (DType.BF16, DType.F32)
 MAMBA2_LAYERS = find_model("nemotron-h-8b").layers(STATES_OF_LAYERS, (Index.I32,))
 GDN_LAYERS = find_model("qwen3.5-397b-a17b").layers(STATES_OF_LAYERS, (Index.I32,))
 ANYWHERE: dict[str, Any] = {"conv_layout": StateLayout.ANY} | dict.fromkeys(("conv_loads", "conv_taps", "norm_loads"), Loads.ELEMENT)
+KEYS_FIRST = [
+    find_model(name).layers((DType.BF16,), (Index.I32,), layout=Layout.KV)[0] for name in ("qwen3.5-397b-a17b", "kimi-linear-48b-a3b")
+]
 LAYERS: list[tuple[LayerProblem, int]] = [
     *((problem, 1) for problem in (*MAMBA2_LAYERS[:4], find_model("falcon-h1-7b").layers((), (Index.NONE,))[1])),
     *((problem, 1) for problem in find_model("qwen3.5-397b-a17b").divided(4).layers(STATES_OF_LAYERS, (Index.I32,))[::5]),
-    *((problem, 64) for problem in GDN_LAYERS[::5]),
+    *((problem, 64) for problem in (*GDN_LAYERS[::5], *KEYS_FIRST)),
     (replace(GDN_LAYERS[0], **ANYWHERE), 64),
     (find_model("kimi-linear-48b-a3b").divided(4).layers((DType.F32,), (Index.I32,))[0], 1),
     *((problem, 64) for problem in find_model("kimi-linear-48b-a3b").layers(STATES_OF_LAYERS, (Index.I32,))[::3]),

@@ -98,11 +98,13 @@ class Broken(KernelSpec):
         return [Param.pointer("data", "f32", const=False), Param.pointer("weight", "f32"), Param("n", "int", "i")]
 
 
-def run_broken(body: str, *, grid: int = 1, block: int = 64, declarations: str = "", shared_bytes: int = 0) -> torch.Tensor:
+def run_broken(
+    body: str, *, grid: int = 1, block: int = 64, declarations: str = "", shared_bytes: int = 0, cluster: int = 1
+) -> torch.Tensor:
     data, weight = torch.zeros(4, 64), torch.arange(64, dtype=F32)
     packed = Arguments(Broken(), {"n": 64}).at([data.data_ptr(), weight.data_ptr()])
     source = f'{PRELUDE}{declarations}\nextern "C" __global__ void broken(float* data, const float* weight, int n) {{\n{body}\n}}\n'
-    run_source(source, "broken", grid, block, packed, {"data": data, "weight": weight}, ("data",), shared_bytes)
+    run_source(source, "broken", grid, block, packed, {"data": data, "weight": weight}, ("data",), shared_bytes, cluster=cluster)
     return data
 
 
@@ -214,6 +216,58 @@ def test_planted_bug(bug):
     with pytest.raises(EmulatorError) as e:
         run_broken(body + "\n", grid=2, shared_bytes=64)
     assert words in str(e.value) and "block " in str(e.value)
+
+
+# Every block gives its number to its peers.
+SHARES = """
+  SHARED(float, numbers, 4);
+  cluster_arrive();
+  cluster_wait();
+  if (threadIdx.x < 4) store_to_peer(numbers, blockIdx.x % 4, threadIdx.x, float(blockIdx.x));
+  cluster_arrive();
+  if (threadIdx.x >= 32) return;
+  cluster_wait();
+  if (threadIdx.x < 4) store_u32(data + blockIdx.x % 4 * 64 + threadIdx.x, __float_as_uint(numbers[threadIdx.x]));
+"""
+
+
+def test_a_cluster_shares():
+    data = run_broken(SHARES, grid=4, cluster=4)
+    assert torch.equal(data[:, :4], torch.arange(4.0).expand(4, 4)) and not data[:, 4:].any()
+    unequal = """
+      SHARED(float, own, 1);
+      if (threadIdx.x == 0) own[0] = float(blockIdx.x);
+      for (u32 i = 0; i <= blockIdx.x; ++i) __syncthreads();
+      if (threadIdx.x == 0) store_u32(data + blockIdx.x, __float_as_uint(own[0]));
+    """
+    assert torch.equal(run_broken(unequal, grid=4, cluster=2)[0, :4], torch.arange(4.0))
+
+
+WAIT, ARRIVE, PUSH = "  cluster_wait();\n", "  cluster_arrive();\n", "blockIdx.x % 4, threadIdx.x,"
+CLUSTER_BUGS = {
+    "no barrier before": (f"{ARRIVE}{WAIT}", "", "of a peer that may not have begun"),
+    "no barrier behind": (f"{WAIT}  if (threadIdx.x < 4) store_u32", "  if (threadIdx.x < 4) store_u32", "in shared memory, which"),
+    "past the cluster": (PUSH, "blockIdx.x % 4, 4 + threadIdx.x,", "store to numbers of block 4 of a cluster of 4"),
+    "two writers": (PUSH, "0, threadIdx.x,", "store to numbers[0] in shared memory, which thread 0 also writes"),
+    "arrives twice": (ARRIVE, 2 * ARRIVE, "arrives at a barrier of the cluster again without waiting"),
+    "waits for nothing": (ARRIVE, "", "waits at a barrier of the cluster without having arrived"),
+    "waits elsewhere": (WAIT, f"{WAIT}  if (threadIdx.x < 32) __syncthreads(); else cluster_wait();\n", "without having arrived"),
+    "does not come": (WAIT, "  if (blockIdx.x) cluster_wait(); else __syncwarp();\n  if (!blockIdx.x) return;\n", "a peer that has ended"),
+}
+
+
+@pytest.mark.parametrize("bug", CLUSTER_BUGS)
+def test_planted_bug_in_a_cluster(bug):
+    old, new, words = CLUSTER_BUGS[bug]
+    assert old in SHARES
+    with pytest.raises(EmulatorError) as e:
+        run_broken(SHARES.replace(old, new, 1), grid=4, cluster=4)
+    assert words in str(e.value)
+
+
+def test_a_grid_is_made_of_clusters():
+    with pytest.raises(EmulatorError, match="a grid of 6 blocks is not made of clusters of 4"):
+        run_broken(SHARES, grid=6, cluster=4)
 
 
 def test_text_that_is_no_cpp_is_an_error_with_the_compiler_s_words():

@@ -103,8 +103,10 @@ def test_variants_are_bit_equal(case):
     chain = emulated_chain(case)
     found = list(kernels.space(make(case).built().problem()[0], SM90))
     chosen = random.Random(0)
-    specs = [s for inside in (False, True) for s in chosen.sample([s for s in found if s.norm_inside == inside], 4)]
-    for spec in specs:
+    forms = {(s.norm_inside, s.clustered): [] for s in found}
+    for spec in found:
+        forms[spec.norm_inside, spec.clustered].append(spec)
+    for spec in [s for of_form in forms.values() for s in chosen.sample(of_form, min(4, len(of_form)))]:
         call = make(case)
         emulate(call.built(), spec)
         call.assert_unharmed()
@@ -114,8 +116,9 @@ def test_variants_are_bit_equal(case):
 def test_the_space_has_both_forms():
     problem = make(GDN).built().problem()[0]
     found = list(kernels.space(problem, SM90))
-    assert {s.norm_inside for s in found} == {False, True} and all(s.tiles == 1 for s in found if s.norm_inside)
-    assert len(found) == len(set(found)) < 2 * len(list(axes()))
+    assert {(s.norm_inside, s.clustered) for s in found} == {(False, False), (True, False), (True, True)}
+    assert all((s.tiles > 1) == s.clustered and s.cluster_blocks == s.tiles for s in found if s.norm_inside)
+    assert len(found) == len(set(found)) < 3 * len(list(axes()))
     assert not any(s.norm_inside for s in kernels.space(replace(problem, norm=None, norm_size=0, norm_grouped=False), SM90))
 
 
@@ -128,6 +131,8 @@ BASE = (
 HOW = {
     "two": "state=bf16,lanes=4,vec=8,ilp=2,tile=16,threads=32,pdl=trigger_loaded",
     "one": "state=bf16,lanes=4,vec=8,ilp=2,tile=16,threads=32,norm_inside=yes,pdl=trigger_loaded",
+    "cluster": "state=bf16,lanes=4,vec=8,ilp=1,tile=8,threads=32,norm_inside=yes,clustered=yes,pdl=trigger_loaded",
+    "quarters": "state=f32,lanes=8,vec=4,ilp=1,tile=4,threads=32,norm_inside=yes,clustered=yes,norm_first=no,norm_activation=sigmoid",
     "tail": "state=f32,lanes=8,vec=4,ilp=4,tile=32,threads=64,norm_inside=yes,pdl=trigger_top",
     "tiles": "state=f32,lanes=8,vec=4,ilp=1,tile=4,threads=32,conv_layout=channels,conv_len=4,conv_bias=f32",
     "kv": "state=bf16,layout=kv,lanes=8,vec=4,ilp=8,tile=32,threads=32,norm_inside=yes,norm_activation=sigmoid",
@@ -301,15 +306,17 @@ ONE, TWO, BARE = spec_of("one"), spec_of("two"), spec_of("bare")
     [
         (ONE, {"tile": 8, "ilp": 1}, "a block of 8 rows does not hold a head of 16, to norm it"),
         (BARE, {"norm_inside": True}, "norm_inside is of a norm, and there is none"),
+        (ONE, {"norm_inside": True, "clustered": True}, "a head of 1 blocks is no cluster of 2 … 8"),
+        (TWO, {"clustered": True}, "clusters are for a norm that is this kernel's"),
         (
             ONE,
             {"dim_v": 264, "norm_size": 264, "tile": 272},
-            "up to 128 channels, or up to 256 in steps of 8, not 264",
+            "up to 128 rows, or up to 256 in steps of 8, not 264",
         ),
         (
             ONE,
             {"dim_v": 132, "norm_size": 132, "tile": 144},
-            "up to 128 channels, or up to 256 in steps of 8, not 132",
+            "up to 128 rows, or up to 256 in steps of 8, not 132",
         ),
         (TWO, {"norm_threads": 48}, "threads 48 is not 32"),
         (TWO, {"norm_size": 32}, "groups of 32 are not heads of 16"),
@@ -371,5 +378,9 @@ def test_rules_choose_legal_variants(arch, state, layout):
     problem = replace(QWEN, state=state, layout=layout)
     for batch in (1, 3, 8, 9, 64, 300, 3000):
         spec = registry.select(kernels.OPERATOR, problem, batch, arch, arch.number >= 90)
-        assert not spec.violations(arch) and spec.norm_inside == (layout is Layout.VK and batch * problem.nheads >= delta_layer.FEW_HEADS)
+        few = batch * problem.nheads < delta_layer.FEW_HEADS
+        assert not spec.violations(arch) and spec.clustered == (layout is Layout.VK and few and arch.number >= 90)
+        assert spec.norm_inside == (spec.clustered or (layout is Layout.VK and not few)) and spec.cluster_blocks == (
+            8 if spec.clustered else 1
+        )
         assert spec.norm_inside or spec.kernels[1].pdl is (Pdl.OFF if spec.pdl is Pdl.OFF else Pdl.TRIGGER_LOADED)

@@ -68,8 +68,10 @@ def test_variants_are_bit_equal(case):
     chain = emulated_chain(case)
     found = list(kernels.space(make(case).built().problem()[0], SM90))
     chosen = random.Random(0)
-    specs = [s for inside in (False, True) for s in chosen.sample([s for s in found if s.norm_inside == inside], 3)]
-    for spec in specs:
+    forms = {(s.norm_inside, s.clustered): [] for s in found}
+    for spec in found:
+        forms[spec.norm_inside, spec.clustered].append(spec)
+    for spec in [s for of_form in forms.values() for s in chosen.sample(of_form, min(3, len(of_form)))]:
         call = make(case)
         emulate(call.built(), spec)
         call.assert_unharmed()
@@ -85,6 +87,7 @@ BASE = (
 HOW = {
     "two": "state=bf16,lanes=4,vec=8,ilp=2,tile=16,threads=32,pdl=trigger_loaded",
     "one": "state=bf16,lanes=4,vec=8,ilp=2,tile=16,threads=32,norm_inside=yes,pdl=trigger_loaded",
+    "cluster": "state=bf16,lanes=4,vec=8,ilp=1,tile=8,threads=32,norm_inside=yes,clustered=yes,norm_activation=sigmoid",
     "bounded": "state=f32,gate=bounded,key_heads=2,lanes=8,vec=4,ilp=4,tile=32,threads=64,norm_inside=yes,pdl=trigger_top",
     "bare": "state=f32,gate=bounded,A_log=none,norm=none,norm_size=0,norm_grouped=no,lanes=8,vec=4,ilp=2,tile=8,threads=32,index=none",
     "kv": "state=bf16,layout=kv,lanes=8,vec=4,ilp=8,tile=32,threads=32,norm_inside=yes,conv_len=4",
@@ -221,5 +224,5 @@ def test_rules_choose_legal_variants(arch, state, layout):
     problem = find_model("kimi-linear-48b-a3b").layers((state,), layout=layout)[0]
     for batch in (1, 2, 9, 64, 3000):
         spec = registry.select(op.OPERATOR, problem, batch, arch, arch.number >= 90)
-        whole = layout is Layout.VK and batch * problem.nheads >= delta_layer.FEW_HEADS
-        assert isinstance(spec, KdaLayerSpec) and not spec.violations(arch) and spec.norm_inside == whole
+        inside = layout is Layout.VK and (batch * problem.nheads >= delta_layer.FEW_HEADS or arch.number >= 90)
+        assert isinstance(spec, KdaLayerSpec) and not spec.violations(arch) and spec.norm_inside == inside

@@ -38,7 +38,7 @@ using Input = bf16;
 constexpr int kWidth = 4, kLength = 3;  // taps; inputs of a channel that conv_state holds
 constexpr int kConv = kShared + kTile;  // channels that a block convolves: its group's, then those of its rows
 constexpr int kConvRounds = (kConv / 4 + kThreads - 1) / kThreads;  // of four channels per thread
-constexpr int kNormVec = 4, kNormLanes = 32;  // neighbours in a lane of the warp that norms the head; lanes that it takes
+constexpr int kNormVec = 4, kNormLanes = 32;  // neighbours in a lane of the warp that norms; lanes that it takes
 
 // PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
 // upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.

@@ -109,7 +109,8 @@ def run_source(
     """Runs one launch of a kernel's text.
 
     operands: {name: CPU tensor}: the only memory that the kernel may touch, from each one's first to its last element; those named
-    in `writable` may be written, those in `early` touched before the wait for the upstream kernel. cluster: blocks that run together. Raises EmulatorError with a sentence about the first thing the kernel did that it must not.
+    in `writable` may be written, those in `early` touched before the wait for the upstream kernel. cluster: blocks that run together.
+    Raises EmulatorError with a sentence about the first thing the kernel did that it must not.
     """
     library = compile_source(source, symbol)
     table = (_Operand * len(operands))()

@@ -2,16 +2,17 @@
 gated norm.
 
 linear_attention's row engine, which convolves q, k and v itself, and the gated norm: of a kernel behind it, or of its own, where a block
-holds a whole head. Two kernels spread a head over more SMs; one has less to launch, and convolves the channels of a key head less often.
+holds a whole head, or a cluster of blocks does. Two kernels spread a head over more SMs; one has less to launch, and convolves the channels
+of a key head less often. Clusters take their time to be placed, which few of them are worth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from ..spec import Arch, DType, Index, KernelSpec, Loads, Param, Pdl, PoolMode, must
+from ..spec import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Param, Pdl, PoolMode, is_pow2, must
 from . import row_engine
 from .gated_rms_norm import FEW
 from .layer_gated_norm import LayerGatedNorm
@@ -20,8 +21,10 @@ from .linear_attention_problem import Beta, Delta, Gate, LinearAttentionProblem,
 from .short_conv import ShortConv, pointers, with_registers
 
 CONVOLVED = ("q", "k", "v")
-# Of a warp that norms a head: elements per lane, at most.
+# Of a warp that norms a block's rows: elements per lane, at most.
 NORM_VEC = 8
+# Of a cluster, that every device with clusters can launch.
+MOST_BLOCKS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +77,7 @@ class DeltaLayerSpec(LinearAttentionSpec, DeltaLayerProblem):
     call_names: ClassVar[Mapping[str, str]]  # of operands that the call names otherwise than the recurrence
 
     norm_inside: bool = False  # the norm is this kernel's
+    clustered: bool = field(default=False, metadata=LATER)  # the blocks of a head are a thread-block cluster, and norm it together
     norm_threads: int = 32  # of a block of the norm's own kernel, about
 
     @property
@@ -82,27 +86,48 @@ class DeltaLayerSpec(LinearAttentionSpec, DeltaLayerProblem):
 
     @property
     def norm_vec(self) -> int:
-        """Neighbours in a lane of the warp that norms a head."""
-        return 4 if self.dim_v <= 32 * 4 else NORM_VEC
+        """Neighbours in a lane of the warp that norms a block's rows."""
+        return 4 if self.norm_rows <= 32 * 4 else NORM_VEC
+
+    @property
+    def norm_rows(self) -> int:
+        """Rows that a block norms."""
+        return self.tile if self.clustered else self.dim_v
+
+    @property
+    def cluster_blocks(self) -> int:
+        return self.tiles if self.clustered else 1
 
     def violations(self, arch: Arch) -> list[str]:
         if found := LinearAttentionSpec.violations(self, arch) or self.conv_violations(self.tile):
             return found
-        if self.norm_inside:
-            return [
-                *must(self.norm is not None, "norm_inside is of a norm, and there is none"),
-                *must(self.tiles == 1, f"a block of {self.tile} rows does not hold a head of {self.dim_v}, to norm it"),
-                *must(
-                    self.dim_v % self.norm_vec == 0 and self.dim_v <= 32 * NORM_VEC,
-                    f"a warp norms heads of up to 128 channels, or up to {32 * NORM_VEC} in steps of {NORM_VEC}, not {self.dim_v}",
-                ),
-            ]
-        return [problem for kernel in self.kernels[1:] for problem in kernel.violations(arch)]
+        if not self.norm_inside:
+            found = must(not self.clustered, "clusters are for a norm that is this kernel's")
+            return found or [problem for kernel in self.kernels[1:] for problem in kernel.violations(arch)]
+        rows = self.norm_rows
+        found = [
+            *must(self.norm is not None, "norm_inside is of a norm, and there is none"),
+            *must(
+                rows % self.norm_vec == 0 and rows <= 32 * NORM_VEC,
+                f"a warp norms up to 128 rows, or up to {32 * NORM_VEC} in steps of {NORM_VEC}, not {rows}",
+            ),
+        ]
+        if not self.clustered:
+            return [*found, *must(self.tiles == 1, f"a block of {self.tile} rows does not hold a head of {self.dim_v}, to norm it")]
+        return [
+            *found,
+            *must(arch >= SM90, f"thread-block clusters need sm_90, not {arch}"),
+            *must(2 <= self.tiles <= MOST_BLOCKS, f"a head of {self.tiles} blocks is no cluster of 2 … {MOST_BLOCKS}"),
+            *must(
+                is_pow2(self.tile) and self.dim_v % self.tile == 0,
+                f"the sum of a head of {self.dim_v} rows has no part that is the sum of blocks of {self.tile}",
+            ),
+        ]
 
     @property
     def stem(self) -> str:
         shape = f"h{self.nheads}v{self.dim_v}k{self.dim_k}g{self.key_heads}_{self.state.value}"
-        return "_".join([self.family, shape, self.how(), *(["norm"] if self.norm_inside else [])])
+        return "_".join([self.family, shape, self.how(), *(["norm"] if self.norm_inside else []), *(["cluster"] if self.clustered else [])])
 
     def _roles(self) -> list[str]:
         """Tensor arguments in order, as the template names them."""
@@ -143,7 +168,7 @@ class DeltaLayerSpec(LinearAttentionSpec, DeltaLayerProblem):
         return [*pointers(self._roles(), element, written), *pad, *strides, *map(Param.f32, factors)]
 
     def constants(self) -> dict[str, Any]:
-        lanes = -(-self.dim_v // self.norm_vec)
+        lanes = -(-self.norm_rows // self.norm_vec)
         return {
             **LinearAttentionSpec.constants(self),
             **self.conv_constants(),
@@ -161,13 +186,16 @@ def _given(problem: DeltaLayerProblem) -> dict[str, Any]:
 def space(kind: type[DeltaLayerSpec], problem: DeltaLayerProblem, arch: Arch) -> Iterator[DeltaLayerSpec]:
     """Every legal variant of a problem within the axes worth trying; kind: the layer's."""
     given = _given(problem)
-    specs = (kind(**given, **how, norm_inside=inside) for how in row_engine.axes() for inside in (False, True))
+    norms = ({}, {"norm_inside": True}, {"norm_inside": True, "clustered": True})
+    specs = (kind(**given, **how, **norm) for how in row_engine.axes() for norm in norms)
     return (spec for spec in specs if not spec.violations(arch))
 
 
 # Whole heads to a block, which then norms them itself: (heads of a batch, at most; threads of a block; times the lanes of a row that the
-# row engine takes), by bytes of an element. Measured on an H200 (132 SMs): fewer heads than these leave too many SMs idle.
+# row engine takes), by bytes of an element. Measured on an H200 (132 SMs): fewer heads than these leave too many SMs idle, unless clusters
+# share them.
 FEW_HEADS = 48
+CLUSTER_THREADS = 128  # of each block
 WHOLE = {
     4: ((128, 512, 1), (1024, 512, 2), (float("inf"), 256, 1)),
     2: ((1024, 256, 1), (float("inf"), 128, 1)),
@@ -181,22 +209,39 @@ def candidates(
     given = _given(problem)
     heads = batch * problem.nheads
     norm = {"norm_threads": 32 if batch * problem.norm_groups <= FEW else 128}
-    if (reason := _not_whole(problem, heads)) == "":
-        _, threads, wider = next(row for row in WHOLE[problem.state.size] if heads <= row[0])
-        yield "whole heads", whole_heads(kind, problem, threads, arch, pdl, wider), ""
-    else:
-        yield "whole heads", None, reason
+    outside = _norm_outside(problem)
+    reasons = outside or [
+        *must(heads < FEW_HEADS, f"{heads} heads are not below {FEW_HEADS}"),
+        *must(arch >= SM90, f"{arch} has no clusters"),
+    ]
+    spec = None if reasons else clustered_heads(kind, problem, arch, pdl)
+    unfit = f"no 2 … {MOST_BLOCKS} blocks of {CLUSTER_THREADS} threads have the {problem.dim_v} rows of a head"
+    yield "clustered heads", spec, "; ".join(reasons) or ("" if spec else unfit)
+    reasons = outside or must(heads >= FEW_HEADS, f"{heads} heads are below {FEW_HEADS}")
+    _, threads, wider = next(row for row in WHOLE[problem.state.size] if heads <= row[0])
+    yield "whole heads", None if reasons else whole_heads(kind, problem, threads, arch, pdl, wider), "; ".join(reasons)
     for rule, how, reason in row_engine.choices(problem, ONE_TOKEN, batch, arch, pdl):
         yield rule, None if how is None else kind(**given, **with_registers(how, arch), **norm), reason
 
 
-def _not_whole(problem: DeltaLayerProblem, heads: int) -> str:
-    """Why whole heads to a block are no good, or nothing."""
-    if problem.norm is None:
-        return "there is no norm that a block with a whole head could do"
-    if problem.interleaved:
-        return "interleaved rows: a whole head takes more registers than a block has"
-    return f"{heads} heads are below {FEW_HEADS}" if heads < FEW_HEADS else ""
+def _norm_outside(problem: DeltaLayerProblem) -> list[str]:
+    """Why the norm cannot be the recurrence's kernel's."""
+    return [
+        *must(problem.norm is not None, "there is no norm that the kernel could do"),
+        *must(not problem.interleaved, "interleaved rows: a whole head takes more registers than a block has"),
+    ]
+
+
+def clustered_heads(kind: type[DeltaLayerSpec], problem: DeltaLayerProblem, arch: Arch, pdl: bool) -> DeltaLayerSpec | None:
+    """A variant with a head to a cluster of as many blocks as there may be, or None."""
+    for ilp in (2, 4, 8):
+        how = row_engine.layout(problem, ilp)
+        how |= {"threads": CLUSTER_THREADS, "tile": CLUSTER_THREADS // how["lanes"] * how["ilp"]}
+        how |= {"pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
+        spec = kind(**_given(problem), **with_registers(how, arch), norm_inside=True, clustered=True)
+        if not spec.violations(arch):
+            return spec
+    return None
 
 
 def whole_heads(

@@ -6,7 +6,7 @@
 //   state_loads=vector  operand_loads=vector  norm=bf16  norm_gate=bf16  norm_size=128  norm_grouped=yes
 //   norm_first=yes  norm_activation=sigmoid  norm_loads=vector  conv_width=4  conv_weight=bf16  conv_bias=none
 //   conv_len=3  conv_layout=runs  conv_loads=vector  conv_taps=vector  lanes=16  vec=4  ilp=2  tile=16  threads=128
-//   min_blocks=0  prefetch=0  pdl=trigger_loaded  chunk=8  norm_inside=no  norm_threads=32
+//   min_blocks=0  prefetch=0  pdl=trigger_loaded  chunk=8  norm_inside=yes  clustered=yes  norm_threads=32
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -38,6 +38,7 @@ using Input = bf16;
 constexpr int kWidth = 4, kLength = 3;  // taps; inputs of a channel that conv_state holds
 constexpr int kConv = kShared + kTile;  // channels that a block convolves: its group's, then those of its rows
 constexpr int kConvRounds = (kConv / 4 + kThreads - 1) / kThreads;  // of four channels per thread
+constexpr int kNormVec = 4, kNormLanes = 4;  // neighbours in a lane of the warp that norms; lanes that it takes
 
 // PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
 // upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
@@ -103,6 +104,16 @@ DEVICE float rcp_approx(float v) {
   float r;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
   return r;
+}
+
+// A thread-block cluster: its barrier, in two halves (what a thread stores before it arrives is there for those that have waited; threads
+// that have ended are not waited for); a float to where the block of that rank has the same shared array.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DEVICE void store_to_peer(float* own, u32 i, u32 rank, float v) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(u32(__cvta_generic_to_shared(own + i))), "r"(rank));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(v) : "memory");
 }
 
 // Programmatic dependent launch: this kernel may start before the one ahead of it in the stream has ended. Nothing that kernel may
@@ -322,13 +333,45 @@ DEVICE void to_array(const Quad& q, float* f) {
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
-kda_layer_h8v128k128g8_f32_l16v4i2t16x128_pdl_c1f93f88(
+// The canonical sum of squares, the same for every lane map: a chain over 4 neighbours, then pairs of neighbours, pairs of those, and so on.
+// Where one is missing, nothing is added: 0, which changes no such sum.
+template <int N>
+DEVICE float sum_pairs(const float (&v)[N]) {
+  if constexpr (N == 1) {
+    return v[0];
+  } else {
+    float half[(N + 1) / 2];
+#pragma unroll
+    for (int i = 0; i < (N + 1) / 2; ++i) half[i] = 2 * i + 1 < N ? v[2 * i] + v[2 * i + 1 < N ? 2 * i + 1 : 0] : v[2 * i];
+    return sum_pairs(half);
+  }
+}
+template <int N>
+DEVICE float squares(const float (&v)[N]) {
+  float chain[N / 4];
+#pragma unroll
+  for (int i = 0; i < N / 4; ++i) {
+    chain[i] = v[4 * i] * v[4 * i];
+#pragma unroll
+    for (int j = 1; j < 4; ++j) chain[i] = fmaf(v[4 * i + j], v[4 * i + j], chain[i]);
+  }
+  return sum_pairs(chain);
+}
+// Over so many neighbouring lanes, all of which get it.
+template <int Lanes>
+DEVICE float sum_over_lanes(float v) {
+#pragma unroll
+  for (int mask = 1; mask < Lanes; mask *= 2) v = v + __shfl_xor_sync(0xffffffffu, v, mask);
+  return v;
+}
+
+extern "C" __global__ void __cluster_dims__(8) __launch_bounds__(kThreads)
+kda_layer_h8v128k128g8_f32_l16v4i2t16x128_pdl_norm_cluster_201e6731(
     f32* state, bf16* conv_state, const bf16* mixed_qkv, const bf16* conv_weight, const bf16* gk, const bf16* beta,
-    const f32* A_log, const f32* dt_bias, bf16* out, const int* state_indices, int* arrivals, i64 slots,
-    i64 pad_slot_id, i64 state_slot, i64 conv_state_slot, i64 arrivals_slot, u32 mixed_qkv_batch, u32 gk_batch,
-    u32 gk_head, u32 beta_batch, u32 beta_head, u32 A_log_head, u32 dt_bias_head, u32 out_batch, u32 out_head,
-    u32 out_row, u32 state_indices_batch, float scale) {
+    const f32* A_log, const f32* dt_bias, const bf16* z, const bf16* norm_weight, bf16* out, const int* state_indices,
+    int* arrivals, i64 slots, i64 pad_slot_id, i64 state_slot, i64 conv_state_slot, i64 arrivals_slot,
+    u32 mixed_qkv_batch, u32 gk_batch, u32 gk_head, u32 beta_batch, u32 beta_head, u32 A_log_head, u32 dt_bias_head,
+    u32 z_batch, u32 z_head, u32 out_batch, u32 out_head, u32 out_row, u32 state_indices_batch, float scale, float eps) {
   // Blocks walk the tiles of a head, then the heads of a slot, then the batch: neighbours read neighbouring memory.
   const u32 batch = blockIdx.x / (kTiles * kHeads);
 
@@ -394,6 +437,15 @@ kda_layer_h8v128k128g8_f32_l16v4i2t16x128_pdl_c1f93f88(
   };
   const Raw raw = load_token();
 
+  const u32 column = threadIdx.x * kNormVec;
+  const bool norms = column < kTile;  // threads of the first warp
+  Pack<bf16, kNormVec> raw_gate = {};
+  Pack<bf16, kNormVec> raw_weight = {};
+  if (norms) {
+    raw_gate = load_vector<bf16, kNormVec>(z + u64(batch) * z_batch + head * z_head + tile * kTile + column);
+    raw_weight = load_vector<bf16, kNormVec>(norm_weight + tile * kTile + column);
+  }
+
   struct Rows {  // what one step reads, as it comes from memory
     Pack<State, kVec> state[kIlp][kPasses];
   };
@@ -431,6 +483,7 @@ kda_layer_h8v128k128g8_f32_l16v4i2t16x128_pdl_c1f93f88(
   load_state(next, 0);
   allow_dependents();
 
+  cluster_arrive();  // the block has begun, so that its peers may write to its shared memory
   SHARED(Quad, of_group, kShared / 4);  // convolved channels
   SHARED(float, own_rows, kTile);
   Pack<Input, 4> inputs[kConvRounds][kWidth];  // of the four channels, for each tap
@@ -484,6 +537,9 @@ kda_layer_h8v128k128g8_f32_l16v4i2t16x128_pdl_c1f93f88(
   // so moves the windows that the blocks share, at the end of its work, when the answer to this has long come.
   int arrived = 0;
   if (threadIdx.x == 0) arrived = atomicAdd(arrivals + slot * arrivals_slot + group, 1);
+
+  SHARED(float, outputs, kTile);  // of the rows
+  SHARED(float, sums, kTiles);  // of the squares of each block's outputs
 
   const float rate = fminf(exp2_approx(to_float(raw_A_log) * kLog2E), 3e38f);  // finite, so that rate * 0 is 0
   struct Token {  // what the rows need of a token
@@ -582,7 +638,7 @@ kda_layer_h8v128k128g8_f32_l16v4i2t16x128_pdl_c1f93f88(
     }
 
     const u32 row = owned_row + step * kStepRows;
-    if (lane % kLanes < kIlp) store(out + row * out_row, result);
+    if (lane % kLanes < kIlp) outputs[row - tile * kTile] = result;
   }
 
   SHARED(int, last_block, 1);
@@ -595,5 +651,35 @@ kda_layer_h8v128k128g8_f32_l16v4i2t16x128_pdl_c1f93f88(
 #pragma unroll
     for (int r = 0; r < kConvRounds; ++r)
       if (4 * (r * kThreads + threadIdx.x) < kShared) move_window(r);
+  }
+
+  // The head's norm, by one warp, of outputs that are rounded as the recurrence by itself would leave them.
+  if (threadIdx.x < 32) {
+    float value[kNormVec], gate[kNormVec], weight[kNormVec];
+#pragma unroll
+    for (int i = 0; i < kNormVec; ++i) value[i] = norms ? outputs[column + i] : 0.f;
+    Pack<bf16, kNormVec> packed;
+    pack(value, packed);
+    unpack(packed, value);
+    unpack(raw_gate, gate);
+    unpack(raw_weight, weight);
+#pragma unroll
+    for (int i = 0; i < kNormVec; ++i) {
+      gate[i] = sigmoid(gate[i]);
+    }
+    // The blocks of the head tell each other their sums.
+    const float own_sum = __shfl_sync(0xffffffffu, sum_over_lanes<kNormLanes>(squares(value)), 0);
+    cluster_wait();
+    if (threadIdx.x < kTiles) store_to_peer(sums, tile, threadIdx.x, own_sum);
+    cluster_arrive();
+    cluster_wait();
+    float of_blocks[kTiles];
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) of_blocks[i] = sums[i];
+    const float norm = rsqrt_approx(fmaf(sum_pairs(of_blocks), 1.f / kDimV, eps));
+#pragma unroll
+    for (int i = 0; i < kNormVec; ++i) value[i] = value[i] * norm * weight[i] * gate[i];
+    pack(value, packed);
+    if (norms) store_vector(out + tile * kTile + column, packed);
   }
 }
