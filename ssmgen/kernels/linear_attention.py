@@ -193,6 +193,9 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
             "each": self.update is Update.EACH,
             "of_key_heads": OF_KEY_HEADS,
             "convolved": (),  # operands that the kernel makes itself
+            "in_place": (),  # vectors of a token that are staged as they come, ahead of their preparation
+            "rows_by_index": False,  # of intermediate states
+            "conv_rolls": False,
             "scalars": self.token_scalars(),
             "tail": self.dim_v % self.tile != 0,
             "vector_state": self.state_loads is Loads.VECTOR,
