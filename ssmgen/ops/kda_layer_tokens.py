@@ -23,10 +23,11 @@ NAMES = (
 _library = torch.library.Library("ssmgen", "FRAGMENT")
 _library.define(
     "kda_layer_tokens(Tensor mixed_qkv, Tensor(a!) state, Tensor(b!) conv_state, Tensor conv_weight, Tensor? conv_bias, Tensor g, "
-    "Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? z, Tensor? norm_weight, Tensor(c!) out, Tensor? state_indices, Tensor(d!) arrivals, "
-    "Tensor? dst_state_indices, Tensor? num_accepted_tokens, Tensor(e!)? intermediate_states, Tensor(f!)? intermediate_conv_window, "
-    "Tensor? intermediate_state_indices, float eps, bool norm_before_gate, str activation, bool allow_neg_eigval, bool l2norm, "
-    "float scale, str layout, int pad_slot_id, bool update_state, float? lower_bound, bool? pdl) -> ()",
+    "Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? z, Tensor? norm_weight, Tensor(c!) out, Tensor? state_indices, "
+    "Tensor(d!) arrivals, Tensor? dst_state_indices, Tensor? num_accepted_tokens, Tensor(e!)? intermediate_states, "
+    "Tensor(f!)? intermediate_conv_window, Tensor? intermediate_state_indices, float eps, bool norm_before_gate, "
+    "str activation, bool allow_neg_eigval, bool l2norm, float scale, str layout, "
+    "int pad_slot_id, bool update_state, float? lower_bound, bool? pdl) -> ()",
     tags=torch.Tag.needs_fixed_stride_order,
 )
 
