@@ -191,6 +191,7 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
             "ragged": self.tokens is Tokens.RAGGED,
             "accepted": self.accepted is not Index.NONE and not self.commit,
             "each": self.update is Update.EACH,
+            "conv_rolls": False,
             "of_key_heads": OF_KEY_HEADS,
             "convolved": (),  # operands that the kernel makes itself
             "scalars": self.token_scalars(),
