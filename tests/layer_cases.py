@@ -47,10 +47,28 @@ class Case:
     pad_slot_id: int = -1
     slot_gap: int = 0  # elements between slots of the state
     odd: bool = False  # slices at odd places, weights and out too
+    tokens: int = 0  # of a sequence; 0: no axis of them
+    update: bool = True
+    kept: torch.dtype | None = None  # of intermediate states
+    saved: str = ""  # intermediate windows: runs, or any
+    rows: torch.dtype | None = None  # of intermediate_state_indices
+    columns: int = 0  # of either buffer, beyond the tokens
+    accepted: torch.dtype | None = None  # of num_accepted_tokens: a slot per token
 
     @property
     def slots(self) -> int:
+        if self.accepted:
+            return 2 * self.batch * self.tokens + 9
         return self.batch if self.index is None else self.batch + min(self.batch, 32) + 9
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """Axes ahead of the channels."""
+        return (self.batch, self.tokens) if self.tokens else (self.batch,)
+
+    @property
+    def window_len(self) -> int:
+        return self.taps - 1 + self.extra + (self.tokens - 1 if self.accepted else 0)
 
 
 @dataclass(frozen=True)
@@ -112,7 +130,9 @@ class LayerCall:
     memory: Memory
     kwargs: dict[str, Any]
     live: list[int]  # rows that are no padding
-    used: Tensor  # slots of those
+    used: Tensor  # slots of those that states are written to
+    windows: Tensor  # slots of those that windows are written to
+    rows: Tensor  # that intermediate states and windows are written to
     function: Callable[..., Tensor] = field(repr=False)
     separate: Callable[[LayerCall, Callable[[Callable[..., Any], dict[str, Any]], None]], None] = field(repr=False)
 
@@ -130,15 +150,22 @@ class LayerCall:
         return self
 
     def results(self) -> dict[str, Tensor]:
-        return {n: bits(self.kwargs[n]).clone() for n in ("out", "state", "conv_state")}
+        names = ("out", "state", "conv_state", *KEPT)
+        return {n: bits(self.kwargs[n]).clone() for n in names if self.kwargs.get(n) is not None}
 
     def assert_unharmed(self) -> None:
         """Nothing but the output and the states of live rows has changed, and nothing is counted any more."""
-        wrong = self.memory.untouched({"out": None, "state": self.used, "conv_state": self.used})
+        allowed = {"out": None, "state": self.used, "conv_state": self.windows, **dict.fromkeys(KEPT, self.rows)}
+        wrong = self.memory.untouched(
+            allowed if self.case.update else {n: t for n, t in allowed.items() if n not in ("state", "conv_state")}
+        )
         assert not wrong, f"changed outside what the call may write: {wrong}"
         padded = [b for b in range(self.case.batch) if b not in self.live]
         assert not self.kwargs["out"][padded].any(), "a padded row's output is not zero"
         assert not self.kwargs["arrivals"].any(), "arrivals are counted still"
+
+
+KEPT = ("intermediate_states", "intermediate_conv_window")
 
 
 def bits(t: Tensor) -> Tensor:
@@ -156,16 +183,48 @@ class _Maker:
     def __init__(self, case: Case, device: str, seed: int):
         self.case, self.memory = case, Memory(device)
         self.generator = torch.Generator().manual_seed(seed)
-        chosen = torch.randperm(case.slots, generator=self.generator)
-        chosen = chosen[chosen != case.pad_slot_id][: case.batch].to(case.index or I64)
+        self.dst = self.counts = None
+        order = torch.randperm(case.slots, generator=self.generator)
+        order = order[order != case.pad_slot_id]
+        if case.accepted:
+            self._by_token(order)
+            return
+        chosen = order[: case.batch].to(case.index or I64)
         if case.index is None:
             chosen = torch.arange(case.batch)
         elif case.batch > 1:
             chosen[1] = case.pad_slot_id
             chosen[4:5] = case.slots + 3
         self.index = chosen
-        self.live = [b for b, slot in enumerate(chosen.tolist()) if 0 <= slot < case.slots and slot != case.pad_slot_id]
-        self.used = chosen[self.live].long()
+        self.live = [b for b, slot in enumerate(chosen.tolist()) if self.is_slot(slot)]
+        self.used = self.read = self.windows = chosen[self.live].long()
+
+    def is_slot(self, slot: int) -> bool:
+        return 0 <= slot < self.case.slots and slot != self.case.pad_slot_id
+
+    def _by_token(self, order: Tensor) -> None:
+        """Slots of each token, as vLLM has them: those that may be started from are those that are written, but for a few.
+
+        Of five sequences, one has a count out of range, one no slot for its window, one no slot for its state.
+        """
+        case = self.case
+        B, T = case.batch, case.tokens
+        table, fresh = order[: 2 * B * T].to(case.index).view(2, B, T).unbind()
+        counts = 1 + torch.arange(B) % T
+        target = table.clone()
+        target[::3] = fresh[::3]
+        target[2::4, T - 1] = case.pad_slot_id
+        counts[1::5] = torch.tensor([0, T + 1]).repeat(B)[: len(counts[1::5])]
+        table[4::5, 0] = case.slots + 3
+        if B > 5:
+            table[5, counts[5] - 1] = case.pad_slot_id
+        self.index, self.dst, self.counts = table, target, counts.to(case.accepted)
+        started = [int(row[n - 1]) if 1 <= n <= T else -1 for row, n in zip(table, counts.tolist(), strict=True)]
+        self.live = [b for b in range(B) if self.is_slot(started[b]) and self.is_slot(int(table[b, 0]))]
+        self.read = torch.tensor([started[b] for b in self.live])
+        self.windows = table[self.live, 0].long()
+        written = target[self.live].long().flatten()
+        self.used = written[torch.tensor([self.is_slot(slot) for slot in written.tolist()])]
 
     def randn(self, *shape: int, scale: float = 1.0) -> Tensor:
         return torch.randn(*shape, generator=self.generator) * scale
@@ -180,33 +239,70 @@ class _Maker:
         """Slices of one tensor, those of dtypes of their own apart. What padded rows hold is NaN."""
         case, odd = self.case, int(self.case.odd)
         whole = sum(sizes.values())
-        values = self.randn(case.batch, whole)
+        values = self.randn(*case.lead, whole)
         values[[b for b in range(case.batch) if b not in self.live]] = float("nan")
-        proj = self.memory.view("proj", (case.batch, whole), (whole + -whole % 16 + odd, 1), case.x, 64 + odd).copy_(values)
-        parts = dict(zip(sizes, proj.split(list(sizes.values()), 1), strict=True))
+        row = whole + -whole % 16 + odd
+        strides = (row * case.tokens + 16 * odd, row, 1) if case.tokens else (row, 1)
+        proj = self.memory.view("proj", (*case.lead, whole), strides, case.x, 64 + odd).copy_(values)
+        parts = dict(zip(sizes, proj.split(list(sizes.values()), -1), strict=True))
         return {n: t if of.get(n) is None else self.fill(n, t.float(), of[n]) for n, t in parts.items()}
 
-    def pool(self, name: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, offset: int = 64) -> Tensor:
+    def pool(
+        self, name: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, slots: Tensor, offset: int = 64
+    ) -> Tensor:
         """Only the slots that are used hold anything but poison. Those of many are alike up to a factor, which takes less time."""
         view = self.memory.view(name, (self.case.slots, *shape), strides, dtype, offset)
-        rows = torch.arange(len(self.used), device=view.device)
+        rows = torch.arange(len(slots), device=view.device)
         values = self.randn(min(len(rows), 16), *shape).to(view.device)[rows % 16]
-        view[self.used.to(view.device)] = (values * (1 + rows / 512).view(-1, *[1] * len(shape))).to(dtype)
+        view[slots.to(view.device)] = (values * (1 + rows / 512).view(-1, *[1] * len(shape))).to(dtype)
         return view
+
+    def several(self, channels: int, shape: tuple[int, ...]) -> dict[str, Any]:
+        """What calls of several tokens have beside; of their rows, one is there only to be left alone."""
+        case = self.case
+        if not case.tokens:
+            return {}
+        made: dict[str, Any] = {"update_state": case.update}
+        rows, columns = case.batch, case.tokens + case.columns
+        self.rows = torch.tensor(self.live)
+        if case.rows:
+            rows = 2 * case.batch
+            index = 2 * torch.arange(case.batch) + 1
+            index[2::3] = torch.tensor([-1, rows])[torch.arange(len(index[2::3])) % 2]
+            self.rows = index[self.live][(index[self.live] >= 0) & (index[self.live] < rows)]
+            made["intermediate_state_indices"] = self.fill("intermediate_state_indices", index, case.rows)
+        if case.kept:
+            size = torch.Size(shape).numel() + case.slot_gap
+            strides = (size * columns, size, *torch.empty(shape, device="meta").stride())
+            made[KEPT[0]] = self.memory.view(KEPT[0], (rows, columns, *shape), strides, case.kept)
+        if case.saved:
+            length, gap = case.taps - 1, int(case.saved == "any")
+            column = channels * (length + gap) + -channels * (length + gap) % 8
+            strides = (column * columns, column, length + gap, 1)
+            made[KEPT[1]] = self.memory.view(KEPT[1], (rows, columns, channels, length), strides, case.x)
+        if case.accepted:
+            made["num_accepted_tokens"] = self.fill("num_accepted_tokens", self.counts, case.accepted)
+            made["dst_state_indices"] = self.fill("dst_state_indices", self.dst, case.index)
+        return made
 
     def layer(self, channels: int, groups: int, shape: tuple[int, ...]) -> dict[str, Any]:
         """What both layers have."""
         case, size = self.case, torch.Size(shape).numel()
-        length = case.taps - 1 + case.extra
+        length = case.window_len
         window = {
             "runs": (channels * length + -channels * length % 16, length, 1),
             "channels": (length * (channels + 8), 1, channels + 8),
             "any": (channels * (2 * length + 1), 2 * length + 1, 2),
         }[case.window]
         dense = tuple(torch.empty(shape, device="meta").stride())
-        return {
-            "state": self.pool("state", shape, (size + case.slot_gap, *dense), case.state),
-            "conv_state": self.pool("conv_state", (channels, length), window, case.x),
+        conv_state = self.pool("conv_state", (channels, length), window, case.x, self.windows)
+        if case.accepted:  # what is no history any more
+            for slot, count in zip(self.windows.tolist(), self.counts[self.live].tolist(), strict=True):
+                conv_state[slot, :, : count - 1] = float("nan")
+                conv_state[slot, :, count + case.taps - 2 :] = float("nan")
+        return self.several(channels, shape) | {
+            "state": self.pool("state", shape, (size + case.slot_gap, *dense), case.state, self.read),
+            "conv_state": conv_state,
             "arrivals": self.fill("arrivals", torch.zeros(case.slots, groups), I32),
             "conv_weight": self.fill("conv_weight", self.randn(channels, case.taps, scale=0.5), case.conv_weight),
             "conv_bias": None if case.conv_bias is None else self.fill("conv_bias", self.randn(channels), case.conv_bias),
@@ -216,13 +312,15 @@ class _Maker:
 
     def output(self, *shape: int) -> Tensor:
         """Rows with gaps between them."""
-        row = torch.Size(shape[1:]).numel()
-        strides = (row + -row % 8 + 8 + int(self.case.odd), *torch.empty(shape[1:], device="meta").stride())
+        row = torch.Size(shape[-1:]).numel()
+        apart = row + -row % 8 + 8 + int(self.case.odd)
+        strides = (apart * self.case.tokens + 8, apart, 1) if self.case.tokens else (apart, *torch.empty(shape[1:], device="meta").stride())
         return self.memory.view("out", shape, strides, self.case.out or self.case.x, 64 + int(self.case.odd))
 
     def call(self, kwargs: dict[str, Any], function: Any, separate: Any) -> LayerCall:
         self.memory.seal()
-        return LayerCall(self.case, self.memory, kwargs, self.live, self.used.to(self.memory.device), function, separate)
+        where = [t.to(self.memory.device) for t in (self.used, self.windows, getattr(self, "rows", self.used))]
+        return LayerCall(self.case, self.memory, kwargs, self.live, *where, function, separate)
 
 
 def make(case: Case, device: str = "cpu", seed: int = 0) -> LayerCall:
@@ -243,7 +341,7 @@ def _gdn(maker: _Maker, case: Gdn) -> LayerCall:
         "A_log": maker.fill("A_log", maker.randn(HV), case.weights),
         "dt_bias": maker.fill("dt_bias", maker.randn(*per_head), case.weights) if case.bias else None,
         "norm_weight": None if case.norm is None else maker.fill("norm_weight", maker.randn(case.V), case.norm),
-        "out": maker.output(case.batch, inner),
+        "out": maker.output(*case.lead, inner),
         "norm_before_gate": case.norm_first,
         "norm_activation": case.activation,
         "allow_neg_eigval": case.twice,
@@ -255,45 +353,87 @@ def _gdn(maker: _Maker, case: Gdn) -> LayerCall:
         kwargs |= {"lower_bound": case.lower_bound, "norm_eps": 1e-6, "A_log": None if case.bare_gate else kwargs["A_log"]}
         flat = kwargs["dt_bias"] is not None and case.flat
         kwargs |= {"dt_bias": kwargs["dt_bias"].flatten()} if flat else {}
-        kwargs |= {} if case.flat else {"g": kwargs["g"].unflatten(1, per_head)}
+        kwargs |= {} if case.flat else {"g": kwargs["g"].unflatten(-1, per_head)}
     if case.norm is None:
         kwargs["z"] = None
     elif case.headed:
-        kwargs["z"] = kwargs["z"].unflatten(1, (HV, case.V))
+        kwargs["z"] = kwargs["z"].unflatten(-1, (HV, case.V))
     if case.headed:
-        kwargs["out"] = kwargs["out"].unflatten(1, (HV, case.V))
+        kwargs["out"] = kwargs["out"].unflatten(-1, (HV, case.V))
     return maker.call(kwargs, ssmgen.kda_layer if kda else ssmgen.gdn_layer, _separate_gdn)
 
 
 def _convolved(call: LayerCall, inputs: str, run: Any) -> Tensor:
-    k = call.kwargs
-    x = k[inputs].unsqueeze(2)
+    """What the convolution by itself leaves. It always moves its window: of calls that do not, it gets a copy."""
+    k, case = call.kwargs, call.case
+    x = k[inputs].transpose(1, 2) if case.tokens else k[inputs].unsqueeze(2)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    where = {"conv_state_indices": k["state_indices"], "pad_slot_id": k["pad_slot_id"]} if k["state_indices"] is not None else {}
-    given = {"x": x, "conv_state": k["conv_state"], "weight": k["conv_weight"], "bias": k["conv_bias"]}
+    slots = k["state_indices"]
+    where = {"conv_state_indices": slots, "pad_slot_id": k["pad_slot_id"]} if slots is not None else {}
+    if case.accepted:  # a padded sequence of the layer's may be none of the convolution's
+        padded = torch.tensor([b not in call.live for b in range(case.batch)], device=slots.device)
+        where["conv_state_indices"] = torch.where(padded, k["pad_slot_id"], slots[:, 0])
+        where["num_accepted_tokens"] = k["num_accepted_tokens"]
+    given = {"x": x, "weight": k["conv_weight"], "bias": k["conv_bias"]}
+    if not case.update:
+        copy = torch.empty_strided(k["conv_state"].shape, k["conv_state"].stride(), dtype=case.x, device=x.device)
+        given["conv_state"] = copy.copy_(k["conv_state"])
+    given = {"conv_state": k["conv_state"]} | given
+    if case.saved:
+        given |= {n: k[n] for n in (KEPT[1], "intermediate_state_indices") if n in k}
     run(ssmgen.causal_conv1d_update, given | {"activation": "silu", "out": out} | where)
-    return out.squeeze(2)
+    return out.transpose(1, 2) if case.tokens else out.squeeze(2)
+
+
+def _several(call: LayerCall) -> dict[str, Any]:
+    """What the recurrence by itself is told of several tokens."""
+    k, case = call.kwargs, call.case
+    told = {n: k[n] for n in ("update_state", "num_accepted_tokens", "dst_state_indices") if n in k}
+    if case.accepted:  # likewise
+        padded = torch.tensor([b not in call.live for b in range(case.batch)], device=k["state_indices"].device)
+        told["state_indices"] = torch.where(padded[:, None], k["pad_slot_id"], k["state_indices"])
+    if case.kept:
+        told |= {n: k[n] for n in (KEPT[0], "intermediate_state_indices") if n in k}
+    return told
 
 
 def _separate_gdn(call: LayerCall, run: Any) -> None:
     case, k = call.case, call.kwargs
     qkv, keys = _convolved(call, "mixed_qkv", run), case.key_heads * case.K
-    q, key, v = qkv.split([keys, keys, case.heads * case.V], 1)
+    q, key, v = qkv.split([keys, keys, case.heads * case.V], -1)
     heads = (case.heads, case.V)
-    out = k["out"] if case.headed else k["out"].unflatten(1, heads)
+    out = k["out"] if case.headed else k["out"].unflatten(-1, heads)
     y = torch.empty_like(out, memory_format=torch.contiguous_format)
     operands = {n: k[n] for n in ("state", "A_log", "dt_bias", "state_indices", "pad_slot_id", "scale", "state_layout", "use_qk_l2norm")}
-    operands |= {"q": q.unflatten(1, (-1, case.K)), "k": key.unflatten(1, (-1, case.K)), "v": v.unflatten(1, heads)}
+    operands |= {"q": q.unflatten(-1, (-1, case.K)), "k": key.unflatten(-1, (-1, case.K)), "v": v.unflatten(-1, heads)}
     operands |= {"beta_sigmoid": True, "allow_neg_eigval": case.twice, "out": out if case.norm is None else y}
     if isinstance(case, Kda):
-        gates = {"g": k["g"].reshape(case.batch, case.heads, case.K), "beta": k["beta"], "lower_bound": case.lower_bound}
-        run(ssmgen.kda, operands | gates)
+        operands |= {"g": k["g"].reshape(*case.lead, case.heads, case.K), "beta": k["beta"], "lower_bound": case.lower_bound}
     else:
-        run(ssmgen.gated_delta_rule, operands | {"g": k["a"], "beta": k["b"]})
-    if case.norm is not None:
-        z = k["z"] if case.headed else k["z"].unflatten(1, heads)
-        how = {"norm_before_gate": case.norm_first, "activation": case.activation, "eps": 1e-6}
-        run(ssmgen.gated_rms_norm, {"x": y, "gate": z, "weight": k["norm_weight"], "out": out} | how)
+        operands |= {"g": k["a"], "beta": k["b"]}
+    _run_rule(call, ssmgen.kda if isinstance(case, Kda) else ssmgen.gated_delta_rule, operands | _several(call), run)
+    if case.norm is None:
+        return
+    z = k["z"] if case.headed else k["z"].unflatten(-1, heads)
+    how = {"weight": k["norm_weight"], "norm_before_gate": case.norm_first, "activation": case.activation, "eps": 1e-6}
+    for t in range(case.tokens) if case.tokens else [slice(None)]:  # whose rows need no common stride
+        of_token = {"x": y, "gate": z, "out": out}
+        run(ssmgen.gated_rms_norm, {n: rows[:, t] if case.tokens else rows for n, rows in of_token.items()} | how)
+
+
+def _run_rule(call: LayerCall, function: Any, operands: dict[str, Any], run: Any) -> None:
+    """The delta rule by itself. It keeps states in rows 0, 1, … only; and where it keeps none and leaves the pool alone, it may use tensor
+    cores, whose bits are others than those of a layer."""
+    case, rows = call.case, operands.pop("intermediate_state_indices", None)
+    if rows is None and (case.update or case.kept):
+        run(function, operands)
+        return
+    state, target = operands["state"], operands.get(KEPT[0])
+    kept = state.new_empty(*case.lead, *state.shape[1:])
+    run(function, operands | {KEPT[0]: kept})
+    for b in call.live if target is not None else []:
+        if 0 <= (row := int(rows[b])) < len(target):
+            target[row, : case.tokens] = kept[b]
 
 
 def _mamba(maker: _Maker, case: Mamba) -> LayerCall:
@@ -307,7 +447,7 @@ def _mamba(maker: _Maker, case: Mamba) -> LayerCall:
         "D": maker.fill("D", maker.randn(*((H, case.P) if case.D == "row" else (H,))), case.weights) if case.D != "none" else None,
         "dt_bias": maker.fill("dt_bias", maker.randn(H), case.weights) if case.bias else None,
         "norm_weight": None if case.norm is None else maker.fill("norm_weight", maker.randn(inner), case.norm),
-        "out": maker.output(case.batch, inner),
+        "out": maker.output(*case.lead, inner),
         "norm_group_size": case.size,
         "norm_before_gate": case.norm_first,
         "dt_softplus": case.softplus,
@@ -322,19 +462,25 @@ def _mamba(maker: _Maker, case: Mamba) -> LayerCall:
 def _separate_mamba(call: LayerCall, run: Any) -> None:
     case, k = call.case, call.kwargs
     xBC, heads = _convolved(call, "xBC", run), (case.heads, case.P)
-    x, B, C = xBC.split([case.heads * case.P, case.groups * case.N, case.groups * case.N], 1)
-    z = None if k["z"] is None else k["z"].unflatten(1, heads)
-    out = k["out"].unflatten(1, heads)
+    x, B, C = xBC.split([case.heads * case.P, case.groups * case.N, case.groups * case.N], -1)
+    z = None if k["z"] is None else k["z"].unflatten(-1, heads)
+    out = k["out"].unflatten(-1, heads)
     y = out if case.norm is None else torch.empty_like(out, memory_format=torch.contiguous_format)
     operands = {n: k[n] for n in ("state", "dt_softplus", "dt_limit", "state_indices", "pad_slot_id")}
     operands |= {n: k[n] for n in ("rand_seed", "philox_rounds") if n in k}
-    operands |= {"x": x.unflatten(1, heads), "B": B.unflatten(1, (-1, case.N)), "C": C.unflatten(1, (-1, case.N))}
-    operands |= {"dt": k["dt"].unsqueeze(2).expand(-1, *heads), "A": k["A"][:, None, None].expand(*heads, case.N)}
+    operands |= {"x": x.unflatten(-1, heads), "B": B.unflatten(-1, (-1, case.N)), "C": C.unflatten(-1, (-1, case.N))}
+    operands |= {"dt": k["dt"].unsqueeze(-1).expand(*case.lead, *heads), "A": k["A"][:, None, None].expand(*heads, case.N)}
     operands |= {n: k[n][:, None].expand(heads) if k[n].dim() == 1 else k[n] for n in ("D", "dt_bias") if k[n] is not None}
+    operands |= _several(call)
     run(ssmgen.selective_state_update, operands | {"z": z if case.norm is None else None, "out": y})
     if case.norm is not None:
         how = {"group_size": case.size or case.heads * case.P, "norm_before_gate": case.norm_first}
-        run(ssmgen.gated_rms_norm, {"x": y.flatten(1), "gate": k["z"], "weight": k["norm_weight"], "out": k["out"]} | how)
+        if not case.tokens:
+            run(ssmgen.gated_rms_norm, {"x": y.flatten(1), "gate": k["z"], "weight": k["norm_weight"], "out": k["out"]} | how)
+            return
+        for t in range(case.tokens):  # whose rows need no common stride
+            rows = {"x": y[:, t].flatten(1), "gate": k["z"][:, t], "out": k["out"][:, t]}
+            run(ssmgen.gated_rms_norm, rows | {"weight": k["norm_weight"]} | how)
 
 
 def emulate(call: calls.Call, spec: KernelSpec | None = None, pdl: bool = False) -> None:
@@ -390,6 +536,58 @@ KDA_MATRIX = [
     Kda("kda-128", heads=2, key_heads=2, K=128, V=128, batch=2, index=None),
 ]
 
+TOKENS: list[dict[str, Any]] = [
+    {"id": "t2", "tokens": 2},
+    {"id": "t3-f32", "tokens": 3, "state": F32, "x": F32, "batch": 3},
+    {"id": "t8-f16", "tokens": 8, "state": F16, "x": F16, "index": I64, "pad_slot_id": 7},
+    {"id": "t3-channels", "tokens": 3, "window": "channels", "extra": 1},
+    {"id": "t3-odd", "tokens": 3, "window": "any", "odd": True, "slot_gap": 1},
+    {"id": "t2-no-slots", "tokens": 2, "index": None, "batch": 2, "extra": 1},
+    {"id": "t3-taps2", "tokens": 3, "taps": 2, "conv_bias": None, "norm": None},
+    {"id": "t3-verify", "tokens": 3, "update": False, "kept": BF16, "saved": "runs"},
+    {"id": "t8-verify-rows", "tokens": 8, "update": False, "kept": BF16, "saved": "runs", "rows": I32, "columns": 2, "batch": 7},
+    {"id": "t2-frozen", "tokens": 2, "update": False},
+    {"id": "t1-verify", "tokens": 1, "update": False, "kept": F32, "saved": "any", "state": F32},
+    {"id": "t3-windows", "tokens": 3, "saved": "any", "rows": I64, "window": "channels"},
+    {"id": "t3-states", "tokens": 3, "kept": BF16, "slot_gap": 1},
+    {"id": "t4-both", "tokens": 4, "kept": BF16, "saved": "runs", "taps": 3},
+    {"id": "t3-accepted", "tokens": 3, "accepted": I32, "batch": 8},
+    {"id": "t8-accepted-f32", "tokens": 8, "accepted": I64, "batch": 8, "state": F32, "x": F32, "norm_first": True},
+    {"id": "t4-accepted-channels", "tokens": 4, "accepted": I32, "window": "channels", "extra": 2, "index": I64},
+    {"id": "t2-accepted-any", "tokens": 2, "accepted": I32, "window": "any", "extra": 1, "odd": True},
+    {"id": "t3-accepted-kept", "tokens": 3, "accepted": I32, "batch": 8, "kept": BF16, "saved": "runs", "rows": I32},
+    {"id": "t1-accepted", "tokens": 1, "accepted": I64},
+    {"id": "t5-accepted-taps2", "tokens": 5, "accepted": I32, "taps": 2, "norm": None},
+]  # fmt: skip
+
+
+def of_tokens(base: Any, *more: dict[str, Any]) -> list[Any]:
+    """A layer's cases of several tokens."""
+    return [replace(base, **changes | {"id": f"{base.id}-{changes['id']}"}) for changes in (*TOKENS, *more)]
+
+
+GDN_TOKENS = of_tokens(
+    GDN,
+    {"id": "t1", "tokens": 1},  # which one token's kernels serve
+    {"id": "t3-kv", "tokens": 3, "layout": "kv", "kept": BF16, "rows": I32, "headed": True},
+    {"id": "t4-kv-f32-accepted", "tokens": 4, "layout": "kv", "state": F32, "accepted": I32},
+    {"id": "t3-mixed", "tokens": 3, "z": F32, "gates": F32, "norm": F32, "weights": F16, "conv_weight": F32, "out": F32},
+    {"id": "t3-bare", "tokens": 3, "norm": None, "bias": False, "l2norm": False, "accepted": I32},
+    {"id": "t3-v20", "tokens": 3, "V": 20, "K": 36, "kept": BF16, "saved": "runs"},
+    {"id": "t2-one-key", "tokens": 2, "key_heads": 1, "V": 40, "twice": True, "scale": 0.5},
+    {"id": "t5-heads-128", "tokens": 5, "heads": 2, "key_heads": 1, "K": 128, "V": 128, "batch": 2, "index": None},
+)
+KDA_TOKENS = of_tokens(
+    KDA,
+    {"id": "t1", "tokens": 1, "headed": True},
+    {"id": "t3-kv", "tokens": 3, "layout": "kv", "kept": BF16, "rows": I32, "headed": True},
+    {"id": "t4-bounded-accepted", "tokens": 4, "lower_bound": -5.0, "accepted": I32, "flat": True},
+    {"id": "t3-bare", "tokens": 3, "norm": None, "lower_bound": -3.0, "bare_gate": True, "l2norm": False},
+    {"id": "t3-v20", "tokens": 3, "V": 20, "K": 36, "kept": BF16, "saved": "runs", "gates": F32},
+    {"id": "t2-few-keys", "tokens": 2, "key_heads": 2, "V": 40},
+    {"id": "t5-heads-128", "tokens": 5, "heads": 2, "key_heads": 2, "K": 128, "V": 128, "batch": 2, "index": None},
+)
+
 MAMBA = Mamba("mamba")
 MAMBA_MATRIX = [
     MAMBA,
@@ -410,3 +608,15 @@ MAMBA_MATRIX = [
         noise={"philox": 7},
     ),
 ]
+MAMBA_TOKENS = of_tokens(
+    MAMBA,
+    {"id": "t1", "tokens": 1},  # which one token's kernels serve
+    {"id": "t3-mixed", "tokens": 3, "z": F32, "gates": F32, "norm": F32, "weights": F16, "conv_weight": F32, "out": F32, "size": 32},
+    {"id": "t3-gated", "tokens": 3, "norm": None, "D": "row", "limit": (0.01, 0.1)},
+    {"id": "t3-bare", "tokens": 3, "norm": None, "ungated": True, "D": "none", "bias": False, "softplus": False, "accepted": I32},
+    {"id": "t3-p20", "tokens": 3, "P": 20, "N": 36, "kept": F32, "saved": "runs"},
+    {"id": "t2-one-group", "tokens": 2, "groups": 1, "P": 40},
+    {"id": "t3-noise", "tokens": 3, "philox": 7, "kept": BF16},
+    {"id": "t3-noise-accepted", "tokens": 3, "philox": 7, "accepted": I32, "batch": 8},
+    {"id": "t2-noise-kept", "tokens": 2, "philox": 7, "kept": F16, "update": False, "state": F32},
+)

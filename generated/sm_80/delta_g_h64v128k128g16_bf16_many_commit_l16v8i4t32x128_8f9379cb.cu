@@ -413,7 +413,7 @@ delta_g_h64v128k128g16_bf16_many_commit_l16v8i4t32x128_8f9379cb(
   const u32 row_in_tile = owned_row - tile * kTile;
   // Quarter z of pass p of vector m: neighbouring lanes read neighbouring 16 bytes.
   const auto quad = [&](int m, int p, int z) { return m * (kDimK / 4) + (p * kQuads + z) * kLanes + part; };
-  const auto stage = [&](u32 c, const Token& token) {
+  const auto stage_token = [&](u32 c, const Token& token) {
 #pragma unroll
     for (int p = 0; p < kPasses; ++p) {
 #pragma unroll
@@ -464,7 +464,7 @@ delta_g_h64v128k128g16_bf16_many_commit_l16v8i4t32x128_8f9379cb(
     for (int r = 0; r < kRounds; ++r) {
       const u32 c = r * kTeamsPerBlock + team_in_block;
       const Token token = prepare(chunk.token[r]);
-      if (c < count) stage(c, token);
+      if (c < count) stage_token(c, token);
     }
 #pragma unroll
     for (int r = 0; r < kValues; ++r) {

@@ -16,12 +16,16 @@ from ..kernels.causal_conv1d import ConvSpec
 from ..kernels.causal_conv1d_update import UpdateSpec
 from ..kernels.combine_splits import CombineSpec
 from ..kernels.delta_layer import DeltaLayerSpec
+from ..kernels.delta_layer_tokens import DeltaLayerTokensSpec
 from ..kernels.gated_rms_norm import NormSpec
 from ..kernels.gdn_layer import GdnLayerSpec
+from ..kernels.gdn_layer_tokens import GdnLayerTokensSpec
 from ..kernels.kda_layer import KdaLayerSpec
+from ..kernels.kda_layer_tokens import KdaLayerTokensSpec
 from ..kernels.linear_attention import LinearAttentionSpec
 from ..kernels.linear_attention_problem import Beta, Gate, Update
 from ..kernels.mamba2_layer import Mamba2LayerSpec
+from ..kernels.mamba2_layer_tokens import Mamba2LayerTokensSpec
 from ..kernels.replay_selective_state_update import ReplaySpec
 from ..kernels.selective_state_update import SsuSpec
 from ..kernels.selective_state_update_tokens import SsuTokensSpec
@@ -31,9 +35,12 @@ from ..ops import combine_splits as combine_op
 from ..ops import delta_layer as delta_op
 from ..ops import gated_rms_norm as norm_op
 from ..ops import gdn_layer as gdn_op
+from ..ops import gdn_layer_tokens as gdn_tokens_op
 from ..ops import kda_layer as kda_op
+from ..ops import kda_layer_tokens as kda_tokens_op
 from ..ops import linear_attention_call as linear_op
 from ..ops import mamba2_layer as mamba2_op
+from ..ops import mamba2_layer_tokens as mamba2_tokens_op
 from ..ops import replay_call as replay_op
 from ..ops import selective_state_update as ssu_op
 from ..ops import selective_state_update_tokens as tokens_op
@@ -207,26 +214,32 @@ def _layer(op: Any, options: Any, exact: Any, named: dict[str, Tensor], spec: An
     def launch_of(part: KernelSpec) -> tuple[Mapping[str, int | float], int]:
         return op.FAMILY.values_of(part, views, options), op.FAMILY.grid_of(part, views)
 
+    slack |= {"intermediate_states": slack["state"]}
+    written = [name for name in op.FAMILY.written if name in named]
+    if getattr(spec, "update", Update.FINAL) is Update.NONE:
+        written = [name for name in written if name not in ("state", "conv_state", "arrivals")]
     values, grid = launch_of(spec)
     return Trial(
-        named, views, values, op.FAMILY.written, lambda v: op.run_reference(v, exact, torch.float64), grid,
-        launch_of=launch_of, exact=("conv_state", "arrivals"), slack=slack,
+        named, views, values, tuple(written), lambda v: op.run_reference(v, exact, torch.float64), grid,
+        getattr(spec, "conv_tokens", 1), launch_of, ("conv_state", "arrivals", "intermediate_conv_window"), slack,
     )  # fmt: skip
 
 
-def _mamba2_layer(spec: Mamba2LayerSpec, batch: int, seed: int) -> Trial:
+def _mamba2_layer(spec: Mamba2LayerSpec | Mamba2LayerTokensSpec, batch: int, seed: int) -> Trial:
     limit = LIMIT if spec.dt_limit else None
-    how = (spec.norm_size or None, spec.norm_first, spec.dt_softplus, limit, spec.A_is_log)
-    options = mamba2_op.Options(1e-5, *how, -1, spec.philox_rounds)
+    how = (1e-5, spec.norm_size or None, spec.norm_first, spec.dt_softplus, limit, spec.A_is_log, -1, spec.philox_rounds)
+    several = isinstance(spec, Mamba2LayerTokensSpec)
+    op = mamba2_tokens_op if several else mamba2_op
+    options = op.Options(*how, *([spec.update is not Update.NONE] if several else []))
     exact = options._replace(philox_rounds=0)  # unrounded: without noise
-    return _layer(mamba2_op, options, exact, layer_operands.mamba2_layer(spec, batch, seed), spec)
+    return _layer(op, options, exact, layer_operands.mamba2_layer(spec, batch, seed), spec)
 
 
-def _delta_layer(op: Any, spec: DeltaLayerSpec, batch: int, seed: int) -> Trial:
+def _delta_layer(op: Any, spec: DeltaLayerSpec | DeltaLayerTokensSpec, batch: int, seed: int) -> Trial:
     twice, scale = spec.beta_form is Beta.TWICE_SIGMOID, spec.dim_k**-0.5
     norm = (1e-6, spec.norm_first, spec.norm_activation.value)
     bound = LOWER_BOUND if spec.gate is Gate.BOUNDED else None
-    options = delta_op.Options(*norm, twice, spec.l2norm, scale, spec.layout.value, -1, bound)
+    options = delta_op.Options(*norm, twice, spec.l2norm, scale, spec.layout.value, -1, spec.update is not Update.NONE, bound)
     return _layer(op, options, options, layer_operands.delta_layer(spec, batch, seed), spec)
 
 
@@ -258,7 +271,10 @@ _TRIALS: dict[type[KernelSpec], Callable[[Any, int, int], Trial]] = {
     UpdateSpec: _update,
     CombineSpec: _combine,
     Mamba2LayerSpec: _mamba2_layer,
+    Mamba2LayerTokensSpec: _mamba2_layer,
     GdnLayerSpec: partial(_delta_layer, gdn_op),
+    GdnLayerTokensSpec: partial(_delta_layer, gdn_tokens_op),
     KdaLayerSpec: partial(_delta_layer, kda_op),
+    KdaLayerTokensSpec: partial(_delta_layer, kda_tokens_op),
     NormSpec: _norm,
 }

@@ -27,9 +27,9 @@ NORM_VEC = 8
 MOST_BLOCKS = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeltaLayerProblem(ShortConv, LayerGatedNorm, LinearAttentionProblem):
-    """What a call fixes. q, k and v are channels of mixed_qkv, whose dtype is theirs; the decay's gate is raw, beta a logit per head."""
+class DeltaRule:
+    """Of a layer's problem, with one token per sequence or several. q, k and v are channels of mixed_qkv, whose dtype is theirs; the
+    decay's gate is raw, beta a logit per head."""
 
     @property
     def conv_dtype(self) -> DType:
@@ -48,10 +48,9 @@ class DeltaLayerProblem(ShortConv, LayerGatedNorm, LinearAttentionProblem):
     def shared_channels(self) -> int:
         return 2 * self.dim_k
 
-    def faults(self) -> list[str]:
+    def rule_faults(self) -> list[str]:
         read = self.delta is Delta.DECAYED and not (self.read or self.erase or self.w or self.write or self.alpha)
         bare = not (self.gv or self.beta_rows)
-        one = self.tokens is Tokens.ONE and self.update is Update.FINAL and self.accepted is Index.NONE and self.ring is Ring.NONE
         return [
             *LinearAttentionProblem.faults(self),
             *self.conv_faults(self.dim_v),
@@ -63,9 +62,21 @@ class DeltaLayerProblem(ShortConv, LayerGatedNorm, LinearAttentionProblem):
             *must(self.gate in (Gate.SOFTPLUS, Gate.BOUNDED), "a layer's gate is raw"),
             *must(self.beta_form is not Beta.PLAIN, "a layer's beta is a logit"),
             *must(self.q == self.k == self.v, "q, k and v are of one dtype: they are one tensor"),
-            *must(one and not (self.layers or self.frozen or self.intermediates), "a layer's call has one token, and updates the state"),
-            *must(self.pool is PoolMode.SINGLE, "the window and the state of a layer are updated in place"),
             *must(self.norm is None or self.norm_size == self.dim_v, f"groups of {self.norm_size} are not heads of {self.dim_v}"),
+            *must(self.ring is Ring.NONE and not (self.layers or self.frozen), "a layer keeps no ring, and has no ring to replay"),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaLayerProblem(DeltaRule, ShortConv, LayerGatedNorm, LinearAttentionProblem):
+    """What a call with one token per sequence fixes."""
+
+    def faults(self) -> list[str]:
+        one = self.tokens is Tokens.ONE and self.update is Update.FINAL and self.accepted is Index.NONE and not self.intermediates
+        return [
+            *self.rule_faults(),
+            *must(one, "a layer's call has one token, and updates the state"),
+            *must(self.pool is PoolMode.SINGLE, "the window and the state of a layer are updated in place"),
         ]
 
 

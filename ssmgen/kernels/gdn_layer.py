@@ -15,13 +15,20 @@ from .linear_attention_problem import Gate
 OPERATOR = "gdn_layer"
 
 
+class HeadDecay:
+    """Of a layer's problem. g is the raw gate of each head."""
+
+    def gate_faults(self) -> list[str]:
+        gated = self.g and self.A_log and self.gate is Gate.SOFTPLUS and not self.gk
+        return must(bool(gated), "the decay is per head, with g and A_log, and a softplus")
+
+
 @dataclass(frozen=True, kw_only=True)
-class GdnLayerProblem(DeltaLayerProblem):
-    """What a call fixes. g is the raw gate of each head."""
+class GdnLayerProblem(HeadDecay, DeltaLayerProblem):
+    """What a call fixes."""
 
     def faults(self) -> list[str]:
-        gated = self.g and self.A_log and self.gate is Gate.SOFTPLUS and not self.gk
-        return [*DeltaLayerProblem.faults(self), *must(bool(gated), "the decay is per head, with g and A_log, and a softplus")]
+        return [*DeltaLayerProblem.faults(self), *self.gate_faults()]
 
 
 @dataclass(frozen=True, kw_only=True)

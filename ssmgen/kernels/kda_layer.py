@@ -14,13 +14,19 @@ from .delta_layer import DeltaLayerProblem, DeltaLayerSpec
 OPERATOR = "kda_layer"
 
 
+class ChannelDecay:
+    """Of a layer's problem. gk is the raw gate of each key channel."""
+
+    def gate_faults(self) -> list[str]:
+        return must(bool(self.gk and not self.g), "the decay is per key channel, with gk")
+
+
 @dataclass(frozen=True, kw_only=True)
-class KdaLayerProblem(DeltaLayerProblem):
-    """What a call fixes. gk is the raw gate of each key channel."""
+class KdaLayerProblem(ChannelDecay, DeltaLayerProblem):
+    """What a call fixes."""
 
     def faults(self) -> list[str]:
-        gated = self.gk and not self.g
-        return [*DeltaLayerProblem.faults(self), *must(bool(gated), "the decay is per key channel, with gk")]
+        return [*DeltaLayerProblem.faults(self), *self.gate_faults()]
 
 
 @dataclass(frozen=True, kw_only=True)

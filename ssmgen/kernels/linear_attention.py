@@ -191,8 +191,11 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
             "ragged": self.tokens is Tokens.RAGGED,
             "accepted": self.accepted is not Index.NONE and not self.commit,
             "each": self.update is Update.EACH,
+            "conv_rolls": False,
             "of_key_heads": OF_KEY_HEADS,
             "convolved": (),  # operands that the kernel makes itself
+            "in_place": (),  # vectors of a token that are staged as they come, ahead of their preparation
+            "rows_by_index": False,  # of intermediate states
             "scalars": self.token_scalars(),
             "tail": self.dim_v % self.tile != 0,
             "vector_state": self.state_loads is Loads.VECTOR,

@@ -175,10 +175,12 @@ def space(problem: Mamba2LayerTokensProblem, arch: Arch) -> Iterator[Mamba2Layer
     return (spec for spec in specs if not spec.violations(arch))
 
 
-RULES = [
-    Rule("few", 1, tile_kib=8, ilp=2),
-    Rule("all", float("inf"), tile_kib=16),
-]
+def _rules(problem: Mamba2LayerTokensProblem) -> list[Rule]:
+    """Blocks with a thread for each four channels: all of them convolve at once."""
+    wide = 2 if problem.shared_channels >= 512 else 1
+    if problem.state is not DType.F32:
+        return [Rule("all", float("inf"), tile_kib=16 * wide)]
+    return [Rule("latency", 48, tile_kib=16 * wide), Rule("bandwidth", float("inf"), tile_kib=32)]
 
 
 def candidates(
@@ -186,5 +188,5 @@ def candidates(
 ) -> Iterator[tuple[str, Mamba2LayerTokensSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
     norm = {"norm_threads": 32 if batch * problem.conv_tokens * problem.norm_groups <= FEW else 128}
-    for rule, how, reason in row_engine.choices(problem, RULES, batch, arch, pdl):
+    for rule, how, reason in row_engine.choices(problem, _rules(problem), batch, arch, pdl):
         yield rule, None if how is None else _spec(problem, **with_registers(how, arch), **norm), reason

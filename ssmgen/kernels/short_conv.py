@@ -15,6 +15,7 @@ from .causal_conv1d_update import Saved, StateLayout
 
 CHANNELS = 4  # neighbouring ones that a thread convolves
 MAX_TOKENS = 8  # of a sequence, all of which are staged at once
+MAX_COLUMNS = 32  # of slots that a sequence may start from: a lane of a warp reads each
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,13 @@ from torch import Tensor
 
 from .. import runtime
 from ..kernels.kda_layer import OPERATOR, KdaLayerProblem, KdaLayerSpec
+from . import kda_layer_tokens as several
+from . import layer_tokens
 from .calls import Call, operator
 from .delta_layer import Options, family_of, result_and_scale, run_reference, views_of
 from .planning import Caller
 
+SAID = 8  # of the options: the first so many, and the lower bound
 NAMES = (
     "mixed_qkv", "state", "conv_state", "conv_weight", "conv_bias", "g", "beta", "A_log", "dt_bias", "z", "norm_weight", "out",
     "state_indices", "arrivals",
@@ -44,11 +47,17 @@ def kda_layer(
     scale: float | None = None,
     state_layout: str = "vk",
     state_indices: Tensor | None = None,
+    dst_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    intermediate_states: Tensor | None = None,
+    intermediate_conv_window: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    update_state: bool = True,
     pad_slot_id: int = -1,
     out: Tensor | None = None,
     pdl: bool | None = None,
 ) -> Tensor:
-    """A decode step of a Kimi delta attention layer (Kimi-Linear), from what its in-projections give to what its out-projection takes.
+    """Decode steps of a Kimi delta attention layer (Kimi-Linear), from what its in-projections give to what its out-projection takes.
 
     q, k, v <- silu(convolution of mixed_qkv); y, state <- kda(state, q, k, v, g, beta) with a raw gate and a logit for beta;
     out = the gated RMS norm of y and z, of each head. HK key heads (of q and k) and HV heads of v and the state, a multiple of HK; K key
@@ -57,7 +66,9 @@ def kda_layer(
     causal_conv1d_update with SiLU, kda and gated_rms_norm, one after the other, with y of out's dtype. Floating tensors may be f32, f16
     or bf16, each its own, but for mixed_qkv and conv_state, which go together; arithmetic is f32.
 
-    mixed_qkv: [batch, channels]; g: [batch, HV K] or [batch, HV, K]; beta: [batch, HV]; views of the in-projections' outputs, with any
+    […] is [batch] for one token per sequence, or [batch, T] for several, as in gdn_layer.
+
+    mixed_qkv: […, channels]; g: […, HV K] or […, HV, K]; beta: […, HV]; views of the in-projections' outputs, with any
         strides
     A_log: [HV]; dt_bias: [HV K] or [HV, K] or None; the log decay is -e^A_log softplus(g + dt_bias), or with lower_bound
         lower_bound sigmoid(e^A_log (g + dt_bias)), in which A_log may be None
@@ -70,8 +81,20 @@ def kda_layer(
         mixed_qkv, state, conv_state, conv_weight, conv_bias, g, beta, A_log, dt_bias, z, norm_weight, out, state_indices, arrivals,
     )  # fmt: skip
     options = Options(
-        norm_eps, norm_before_gate, norm_activation, allow_neg_eigval, use_qk_l2norm, scale, state_layout, pad_slot_id, lower_bound
+        norm_eps,
+        norm_before_gate,
+        norm_activation,
+        allow_neg_eigval,
+        use_qk_l2norm,
+        scale,
+        state_layout,
+        pad_slot_id,
+        update_state,
+        lower_bound,
     )
+    more = (dst_state_indices, num_accepted_tokens, intermediate_states, intermediate_conv_window, intermediate_state_indices)
+    if layer_tokens.asked_for(mixed_qkv, update_state, *more):
+        return Call(several.CALLER, (*given, *more), options, pdl)
     return Call(CALLER, given, options, pdl)
 
 
@@ -87,14 +110,14 @@ _library.define(
 
 
 def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    torch.ops.ssmgen.kda_layer(*given, *options, pdl)
+    torch.ops.ssmgen.kda_layer(*given, *options[:SAID], options.lower_bound, pdl)
 
 
 @torch.library.impl(_library, "kda_layer", "CUDA")
 @torch.library.impl(_library, "kda_layer", "CPU")
 def _op(*args: Any) -> None:
-    given, options, pdl = args[: len(NAMES)], Options(*args[len(NAMES) : -1]), args[-1]
-    CALLER.plan(given, options, pdl)()
+    given, (*said, lower_bound, pdl) = args[: len(NAMES)], args[len(NAMES) :]
+    CALLER.plan(given, Options(*said, lower_bound=lower_bound), pdl)()
 
 
 @torch.library.register_fake("ssmgen::kda_layer", lib=_library)

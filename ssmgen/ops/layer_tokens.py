@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..kernels.causal_conv1d_update import Saved
 from ..kernels.linear_attention_problem import Update
-from ..kernels.short_conv import CHANNELS, MAX_TOKENS
+from ..kernels.short_conv import CHANNELS, MAX_COLUMNS, MAX_TOKENS
 from . import checks, layer_views
 from .checks import INDEX
 
@@ -92,6 +92,9 @@ def _check_forms(named: Mapping[str, Tensor], update_state: object, problems: li
             problems.append(f"state_indices is {dtypes[0]} and dst_state_indices is {dtypes[1]}")
         if update_state is False:
             problems.append("num_accepted_tokens and dst_state_indices say where states go, and update_state is False")
+    columns = named["state_indices"].shape[1] if "num_accepted_tokens" in named and "state_indices" in named else 1
+    if not 1 <= columns <= MAX_COLUMNS:
+        problems.append(f"state_indices is {list(named['state_indices'].shape)}: a layer reads 1 … {MAX_COLUMNS} columns")
     if "intermediate_state_indices" in named and not {"intermediate_states", "intermediate_conv_window"} & named.keys():
         problems.append("intermediate_state_indices is given without intermediate_states and without intermediate_conv_window")
 

@@ -1,0 +1,34 @@
+"""gdn_layer of several tokens per sequence: `delta_layer_tokens.py` with a decay per head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from . import delta_layer_tokens
+from .delta_layer_tokens import DeltaLayerTokensProblem, DeltaLayerTokensSpec
+from .gdn_layer import GdnLayerSpec, HeadDecay
+
+OPERATOR = "gdn_layer_tokens"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GdnLayerTokensProblem(HeadDecay, DeltaLayerTokensProblem):
+    """What a call fixes."""
+
+    def faults(self) -> list[str]:
+        return [*DeltaLayerTokensProblem.faults(self), *self.gate_faults()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GdnLayerTokensSpec(DeltaLayerTokensSpec, GdnLayerTokensProblem):
+    """A problem, and how one variant computes it."""
+
+    family: ClassVar[str] = OPERATOR
+    call_names: ClassVar[Mapping[str, str]] = GdnLayerSpec.call_names
+
+
+space = partial(delta_layer_tokens.space, GdnLayerTokensSpec)
+candidates = partial(delta_layer_tokens.candidates, GdnLayerTokensSpec)
