@@ -169,10 +169,11 @@ def space(kind: type[DeltaLayerTokensSpec], problem: DeltaLayerTokensProblem, ar
     return (spec for spec in specs if not spec.violations(arch))
 
 
-RULES = [
-    Rule("few", 4, tile_kib=8, ilp=2),
-    Rule("all", float("inf"), tile_kib=16),
-]
+# A thread for each four channels of a block, at least: all of them convolve at once. Tall tiles convolve q and k less often.
+RULES = {
+    2: [Rule("few", 4, tile_kib=8, ilp=2), Rule("all", float("inf"), tile_kib=16)],
+    4: [Rule("few", 4, tile_kib=8, ilp=2), Rule("latency", 48, tile_kib=16), Rule("bandwidth", float("inf"), tile_kib=32)],
+}  # by bytes of an element
 
 
 def candidates(
@@ -180,5 +181,5 @@ def candidates(
 ) -> Iterator[tuple[str, DeltaLayerTokensSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
     norm = {"norm_threads": 32 if batch * problem.conv_tokens * problem.norm_groups <= FEW else 128}
-    for rule, how, reason in row_engine.choices(problem, RULES, batch, arch, pdl):
+    for rule, how, reason in row_engine.choices(problem, RULES[problem.state.size], batch, arch, pdl):
         yield rule, None if how is None else _spec(kind, problem, **with_registers(how, arch), **norm), reason
