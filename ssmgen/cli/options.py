@@ -16,14 +16,18 @@ from ..kernels import (
     gated_rms_norm,
     gdn_layer,
     mamba2_layer,
+    mamba2_layer_tokens,
     selective_state_update_tokens,
+    short_conv,
 )
 from ..kernels import replay_selective_state_update as replay_family
 from ..kernels.linear_attention_problem import Layout, Ring
 from ..spec import Arch, DType, Index, PoolMode
 
 CONVOLUTIONS = (causal_conv1d.OPERATOR, causal_conv1d_update.OPERATOR)
-BUILT = [name for name in OPERATORS if name != selective_state_update_tokens.OPERATOR]  # which goes with selective_state_update
+SEVERAL = {selective_state_update_tokens.OPERATOR, mamba2_layer_tokens.OPERATOR}  # go with those of one token
+BUILT = [name for name in OPERATORS if name not in SEVERAL]
+MAX_LAYER_TOKENS = short_conv.MAX_TOKENS
 REPLAY, MAX_TOKENS = replay_family.OPERATOR, replay_family.MAX_TOKENS
 NORM = gated_rms_norm.OPERATOR
 LAYERS = (mamba2_layer.OPERATOR, gdn_layer.OPERATOR)
@@ -82,7 +86,7 @@ def problems_of(
     name: str, operator: str | None, tp: int, states: Any, io: str, indices: Any, pools: Any, replay: Any, window: Any, **more: Any
 ) -> list[Any]:
     """What a model asks of an operator, or of all that it uses, under the options of `with_model`."""
-    from ..models import LinearAttention, find_model
+    from ..models import LAYERS_OF_TOKENS, LinearAttention, find_model
 
     model = find_model(name).divided(tp)
     slots, activations = tuple(map(Index, indices)) or (Index.NONE, Index.I32), DType(io)
@@ -96,11 +100,15 @@ def problems_of(
         return norms
     call = {option: value for option, value in more.items() if value}
     layout = {"layout": Layout(call["layout"])} if "layout" in call and model.layer_function == gdn_layer.OPERATOR else {}
-    layers = model.layers(tuple(map(DType, states)), slots, activations, **layout)
+    several = ("tokens", "intermediates", "no_update") if model.layer_function in LAYERS_OF_TOKENS else ()
+    how = {"tokens": call.get("tokens", 1), "intermediates": "intermediates" in call, "update_state": "no_update" not in call}
+    layers = model.layers(tuple(map(DType, states)), slots, activations, **(how if several else {}), **layout)
     if operator in LAYERS:
         split = ["pool"] if set(pools) - {PoolMode.SINGLE.value} else []
-        _refuse([*call, *split], layout, operator, name)
-        return [p for p in layers if OPERATOR_OF[type(p)] == operator]
+        _refuse([*call, *split], (*layout, *several), operator, name)
+        return layers if operator == model.layer_function else []
+    if several and how["tokens"] > MAX_LAYER_TOKENS:
+        layers = []  # these take the separate operators
     if operator not in (None, model.operator, *CONVOLUTIONS):
         return []
     several = () if model.kind == "mamba1" else ("tokens", "intermediates", "no_update")
