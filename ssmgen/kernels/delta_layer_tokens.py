@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from ..spec import Arch, DType, Index, KernelSpec, Loads, Param, must
+from ..spec import Arch, DType, Index, KernelSpec, Loads, Param, PoolMode, must
 from . import row_engine
 from .causal_conv1d_update import Saved
-from .delta_layer import CONVOLVED, DeltaRule
+from .delta_layer import CONVOLVED, DeltaLayerProblem, DeltaRule
 from .gated_rms_norm import FEW
 from .layer_gated_norm import LayerGatedNorm
 from .linear_attention import LinearAttentionSpec
@@ -80,8 +80,9 @@ class DeltaLayerTokensSpec(LinearAttentionSpec, DeltaLayerTokensProblem):
 
     @property
     def shared_bytes(self) -> int:
-        """Staged tokens with a slot each, and who is the last block of a group."""
-        return LinearAttentionSpec.shared_bytes.fget(self) + 8 * self.chunk + 16
+        """Staged tokens, perhaps with a slot each, and who is the last block of a group."""
+        slots = 8 * self.chunk if self.update is Update.EACH else 0
+        return LinearAttentionSpec.shared_bytes.fget(self) + slots + 16
 
     @property
     def stem(self) -> str:
@@ -157,6 +158,20 @@ class DeltaLayerTokensSpec(LinearAttentionSpec, DeltaLayerTokensProblem):
             "in_place": ("write",) if self.gk else ("query", "write"),
             "rows_by_index": self.intermediate_indices is not Index.NONE,
         }
+
+
+def problems(
+    kind: type[DeltaLayerTokensProblem], one: DeltaLayerProblem, tokens: int, intermediates: bool = False, update_state: bool = True
+) -> list[DeltaLayerTokensProblem]:
+    """What a call of so many tokens asks for, where one of a single token asks for `one`: for the states that a call leaves behind, and,
+    with slots, for one per token, whose windows roll; or with intermediates, and windows beside them. kind: the layer's."""
+    given = {f.name: getattr(one, f.name) for f in fields(one)} | {"tokens": Tokens.MANY, "conv_tokens": tokens}
+    kept = {"intermediates": True, "conv_windows": Saved.RUNS} if intermediates else {}
+    found = [kind(**given | kept | {"update": Update.FINAL if update_state else Update.NONE})]
+    if one.index is not Index.NONE and update_state and not intermediates and one.conv_len == one.conv_width - 1:
+        rolls = {"accepted": Index.I32, "update": Update.EACH, "pool": PoolMode.SPLIT, "conv_len": one.conv_width - 2 + tokens}
+        found.append(kind(**given | rolls))
+    return found
 
 
 def _spec(kind: type[DeltaLayerTokensSpec], problem: DeltaLayerTokensProblem, **how: Any) -> DeltaLayerTokensSpec:
