@@ -25,7 +25,7 @@ from .kernels.gated_rms_norm import NormProblem
 from .kernels.linear_attention_problem import Layout, Ring
 from .kernels.replay_selective_state_update import History, ReplayProblem
 from .kernels.slot_copy import SlotCopySpec
-from .models import LayerProblem, find_model
+from .models import find_model
 from .render import render
 from .spec import SM90, Arch, DType, Index, KernelSpec, Loads, Pdl, PoolMode, Problem
 
@@ -114,22 +114,31 @@ NORMS: list[tuple[NormProblem, int]] = [
 ]
 
 # Decode layers, as (problem, batch): every layout of a window; a norm in a kernel of its own (a delta rule's where keys come first), in the
-# layer's own, of a block or a cluster of blocks, and none; operands that are not aligned.
+# layer's own, of a block or a cluster of blocks, and none; operands that are not aligned; of several tokens, the states and windows that are
+# left behind, kept after each token, or given slots of their own.
 STATES_OF_LAYERS = (DType.BF16, DType.F32)
 MAMBA2_LAYERS = find_model("nemotron-h-8b").layers(STATES_OF_LAYERS, (Index.I32,))
 GDN_LAYERS = find_model("qwen3.5-397b-a17b").layers(STATES_OF_LAYERS, (Index.I32,))
 ANYWHERE: dict[str, Any] = {"conv_layout": StateLayout.ANY} | dict.fromkeys(("conv_loads", "conv_taps", "norm_loads"), Loads.ELEMENT)
-KEYS_FIRST = [
-    find_model(name).layers((DType.BF16,), (Index.I32,), layout=Layout.KV)[0] for name in ("qwen3.5-397b-a17b", "kimi-linear-48b-a3b")
-]
-LAYERS: list[tuple[LayerProblem, int]] = [
+NEMOTRON = find_model("nemotron-h-8b")
+VERIFY = NEMOTRON.layers((DType.F32,), (Index.I32,), tokens=8, intermediates=True, update_state=False)[0]
+BY_INDEX: dict[str, Any] = {"conv_windows": Saved.ANY, "conv_rows": Index.I64, "intermediate_indices": Index.I64}
+KIMI, KIMI_K3 = find_model("kimi-linear-48b-a3b"), find_model("kimi-k3").divided(8)
+KEYS_FIRST = [model.layers((DType.BF16,), (Index.I32,), layout=Layout.KV)[0] for model in (find_model("qwen3.5-397b-a17b"), KIMI)]
+LAYERS: list[tuple[Problem, int]] = [
     *((problem, 1) for problem in (*MAMBA2_LAYERS[:4], find_model("falcon-h1-7b").layers((), (Index.NONE,))[1])),
     *((problem, 1) for problem in find_model("qwen3.5-397b-a17b").divided(4).layers(STATES_OF_LAYERS, (Index.I32,))[::5]),
     *((problem, 64) for problem in (*GDN_LAYERS[::5], *KEYS_FIRST)),
     (replace(GDN_LAYERS[0], **ANYWHERE), 64),
-    (find_model("kimi-linear-48b-a3b").divided(4).layers((DType.F32,), (Index.I32,))[0], 1),
-    *((problem, 64) for problem in find_model("kimi-linear-48b-a3b").layers(STATES_OF_LAYERS, (Index.I32,))[::3]),
-    (replace(find_model("kimi-k3").divided(8).layers((), (Index.I32,))[0], **ANYWHERE, operand_loads=Loads.ELEMENT), 64),
+    (KIMI.divided(4).layers((DType.F32,), (Index.I32,))[0], 1),
+    *((problem, 64) for problem in KIMI.layers(STATES_OF_LAYERS, (Index.I32,))[::3]),
+    (replace(KIMI_K3.layers((), (Index.I32,))[0], **ANYWHERE, operand_loads=Loads.ELEMENT), 64),
+    *((problem, 1) for problem in NEMOTRON.layers((DType.BF16,), (Index.I32,), tokens=4)[:2]),
+    *((problem, 1) for problem in (VERIFY, replace(VERIFY, **ANYWHERE, **BY_INDEX))),
+    (find_model("falcon-h1-7b").layers((DType.F32,), (Index.NONE,), tokens=3)[2], 64),
+    *((problem, 64) for problem in find_model("qwen3.5-397b-a17b").layers((DType.BF16,), (Index.I32,), tokens=4)[:2]),
+    (KIMI.layers((DType.BF16,), (Index.I32,), tokens=4, intermediates=True, update_state=False)[0], 64),
+    (replace(KIMI_K3.layers((DType.F32,), (Index.I32,), tokens=8, intermediates=True)[0], **ANYWHERE, **BY_INDEX), 1),
 ]
 
 

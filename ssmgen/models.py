@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from .errors import ModelError
-from .kernels import gdn_layer, kda_layer, linear_attention, mamba2_layer, selective_state_update
+from .kernels import (
+    gdn_layer,
+    gdn_layer_tokens,
+    kda_layer,
+    kda_layer_tokens,
+    linear_attention,
+    mamba2_layer,
+    mamba2_layer_tokens,
+    selective_state_update,
+)
 from .kernels.causal_conv1d import ConvLayout, ConvProblem
 from .kernels.causal_conv1d_update import Advance, StateLayout, UpdateProblem
 from .kernels.gated_rms_norm import Activation, NormProblem
@@ -34,6 +43,12 @@ LAYERS: dict[str, tuple[str, type[LayerProblem]]] = {
     "mamba2": (mamba2_layer.OPERATOR, Mamba2LayerProblem),
     "gated_delta_rule": (gdn_layer.OPERATOR, GdnLayerProblem),
     "kda": (kda_layer.OPERATOR, KdaLayerProblem),
+}
+# By the function that does a layer's decode step: what several tokens ask of it, by what one does. In kernels/, as `problems`.
+LAYERS_OF_TOKENS = {
+    mamba2_layer.OPERATOR: mamba2_layer_tokens.problems,
+    gdn_layer.OPERATOR: gdn_layer_tokens.problems,
+    kda_layer.OPERATOR: kda_layer_tokens.problems,
 }
 
 
@@ -153,10 +168,14 @@ class Model:
         states: tuple[DType, ...] = (),
         indices: tuple[Index, ...] = (Index.NONE, Index.I32),
         io: DType = DType.BF16,
+        tokens: int = 1,
+        intermediates: bool = False,
+        update_state: bool = True,
         **call: Any,
-    ) -> list[LayerProblem]:
+    ) -> list[Problem]:
         """What that step asks for, in every layout of its window that is in use: windows as runs, with and without the input that has left
-        the convolution, and inputs as rows of channels. A norm whose groups are several ranks' is not of it. call: as of `problems`."""
+        the convolution, and inputs as rows of channels. A norm whose groups are several ranks' is not of it. Several tokens, and call: as
+        of `problems`."""
         if self.layer_function is None:
             return []
         windows = [
@@ -175,7 +194,11 @@ class Model:
         given = [{f.name: getattr(problem, f.name) for f in fields(problem)} for problem in recurrences]
         found = [layer(**problem, **same, conv_layout=layout, conv_len=length) for problem in given for layout, length in windows]
         logarithms = [p for p in found if layer is Mamba2LayerProblem and p.index is Index.NONE]  # as transformers' modules hold A
-        return found + [replace(p, A=io, A_is_log=True) for p in logarithms]
+        found += [replace(p, A=io, A_is_log=True) for p in logarithms]
+        if tokens == 1 and not intermediates and update_state:
+            return found
+        several = LAYERS_OF_TOKENS[self.layer_function]
+        return [problem for one in found for problem in several(one, tokens, intermediates, update_state)]
 
     def _share(self, whole: int, of: str, tp: int) -> int:
         if tp < 1 or whole % tp:

@@ -284,6 +284,53 @@ def test_calls_of_layers_pose_their_problems(name, layout, length):
     assert expected == ([] if (layout, length) == (StateLayout.CHANNELS, 4) else [call.problem()[0]])
 
 
+@pytest.mark.parametrize("name", ["nemotron-h-8b", "qwen3.5-397b-a17b", "kimi-k3"])
+def test_layers_of_several_tokens(name):
+    model = find_model(name)
+
+    def layers(**call) -> set[tuple]:
+        found = model.layers(indices=(Index.I32,), tokens=4, **call)
+        assert not any(p.faults() for p in found) and {p.conv_tokens for p in found} == {4}
+        return {(p.update.value, p.conv_layout.value, p.conv_len, p.conv_windows.value, bool(p.intermediates)) for p in found}
+
+    windows = [("runs", 3), ("runs", 4), ("channels", 3)]
+    rolling = {("each", layout, 6, "no", False) for layout in ("runs", "channels")}
+    assert layers() == {("final", *window, "no", False) for window in windows} | rolling
+    kept = layers(intermediates=True, update_state=False)
+    assert kept == {("none", *window, "runs", True) for window in windows}
+    assert {p.update.value for p in model.layers(indices=(Index.NONE,), tokens=2)} == {"final"}
+
+
+@pytest.mark.parametrize("form", ["final", "verify", "accepted"])
+@pytest.mark.parametrize("name", ["nemotron-h-8b", "mamba2-2.7b", "falcon-h1-7b"])
+def test_calls_of_several_tokens_pose_their_problems(name, form):
+    model, tokens, batch = find_model(name).divided(4 if name == "nemotron-h-8b" else 1), 3, 2
+    rows, elements, groups = model.shape
+    channels, H, inner = model.conv_channels, model.nheads, model.nheads * rows
+
+    def bf16(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=BF16)
+
+    length = 1 + tokens + 1 if form == "accepted" else 3
+    z, xBC, dt = bf16(batch, tokens, inner + channels + H).split([inner, channels, H], 2)
+    shared = (bf16(9, channels, length), torch.zeros(9, H, rows, elements), torch.zeros(9, groups, dtype=torch.int32), bf16(channels, 4))
+    more: dict = {} if model.gate else {"norm_weight": bf16(inner), "norm_group_size": model.norm_shape[1]}
+    slots = torch.arange(batch, dtype=torch.int32)
+    if form == "verify":
+        kept = {"intermediate_states": torch.zeros(batch, tokens, H, rows, elements)}
+        more |= kept | {"update_state": False, "intermediate_conv_window": bf16(batch, tokens, channels, 3)}
+    elif form == "accepted":
+        slots = torch.arange(batch * tokens, dtype=torch.int32).view(batch, tokens)
+        more |= {"num_accepted_tokens": torch.ones(batch, dtype=torch.int32), "dst_state_indices": slots.clone()}
+    weights = (bf16(channels), torch.zeros(H), bf16(H), bf16(H))
+    call = ssmgen.mamba2_layer.build(xBC, dt, z, *shared, *weights, **more, state_indices=slots)
+    verify = {"intermediates": True, "update_state": False} if form == "verify" else {}
+    found = model.layers((DType.F32,), (Index.I32,), tokens=tokens, **verify)
+    wanted = {"final": "final", "verify": "none", "accepted": "each"}[form]
+    expected = [p for p in found if p.update.value == wanted and (p.conv_layout, p.conv_len) == (StateLayout.RUNS, length)]
+    assert expected == [call.problem()[0]]
+
+
 # The command line.
 
 
@@ -318,10 +365,16 @@ def test_build_and_explain_of_layers(own_cache):
     rows = json.loads(ran("build", *model, "--op", "mamba2_layer", "--no-pdl", "--index", "i32", "--max-batch", "1", "--json"))["variants"]
     assert {v["spec"].partition(":")[0] for v in rows} == {"mamba2_layer", "layer_gated_norm"}
     assert "does not use gdn_layer" in ran("build", *model, "--op", "gdn_layer", code=1)
-    assert "does not take --pool, --tokens" in ran("build", *model, "--op", "mamba2_layer", "--pool", "split", "--tokens", "2", code=2)
+    assert "does not take --pool" in ran("build", *model, "--op", "mamba2_layer", "--pool", "split", "--tokens", "2", code=2)
+    some = ("--no-pdl", "--index", "i32", "--max-batch", "1", "--state", "bf16", "--json")
+    rows = json.loads(ran("build", *model, "--op", "mamba2_layer", "--tokens", "2", *some))["variants"]
+    assert {v["spec"].partition(":")[0] for v in rows} == {"mamba2_layer_tokens", "layer_gated_norm"}
+    assert "9 tokens are not 1 … 8" in ran("build", *model, "--op", "mamba2_layer", "--tokens", "9", code=1)
     assert "does not take --layout" in ran("build", *model, "--op", "mamba2_layer", "--layout", "kv", code=2)
     text = ran("explain", "mamba2_layer", *model, "--batch", "4", "--index", "i32")
     assert text.startswith("mamba2_layer, batch 4, sm_90a") and "conv_layout=channels" in text and "conv_len=4" in text
+    text = ran("explain", "mamba2_layer", *model, "--batch", "4", "--index", "i32", "--tokens", "4", "--no-update", "--intermediates")
+    assert text.startswith("mamba2_layer_tokens, batch 4, sm_90a") and "conv_windows=runs" in text and "update=none" in text
     assert "layout=kv" in ran("explain", "gdn_layer", "--model", "qwen3.5-397b-a17b", "--layout", "kv")
     assert "nemotron-h-8b has no layers that gdn_layer is for" in ran("explain", "gdn_layer", *model, code=1)
 

@@ -513,6 +513,8 @@ gdn_layer_h64v128k128g16_bf16_l16v8i4t128x128_norm_e2a62a19(
     for (int k = 0; k < kWidth - 1; ++k) inputs[r][k] = window[r][k];
     inputs[r][kWidth - 1] = newest[r];
 
+    const u32 i = 4 * (r * kThreads + threadIdx.x);
+    if (i >= convolves) continue;  // whole warps of them, mostly
     float taps[4 * kWidth], sum[4];
 #pragma unroll
     for (int j = 0; j < 4 * kWidth; ++j) taps[j] = to_float(raw_taps[r][j]);
@@ -530,10 +532,9 @@ gdn_layer_h64v128k128g16_bf16_l16v8i4t128x128_norm_e2a62a19(
     Pack<Input, 4> rounded;  // as the convolution by itself leaves it
     pack(sum, rounded);
     unpack(rounded, sum);
-    const u32 i = 4 * (r * kThreads + threadIdx.x);
     if (i < kShared) {
       of_group[i / 4] = quad_of(sum);
-    } else if (i < convolves) {
+    } else {
 #pragma unroll
       for (int c = 0; c < 4; ++c) own_rows[i - kShared + c] = sum[c];
       move_window(r);

@@ -497,6 +497,8 @@ gdn_layer_h16v128k128g4_bf16_l16v8i2t16x128_pdl_norm_cluster_d85bfc46(
     }
     inputs[r][kWidth - 1] = newest[r];
 
+    const u32 i = 4 * (r * kThreads + threadIdx.x);
+    if (i >= convolves) continue;  // whole warps of them, mostly
     float taps[4 * kWidth], sum[4];
     unpack(raw_taps[r], taps);
 #pragma unroll
@@ -513,10 +515,9 @@ gdn_layer_h16v128k128g4_bf16_l16v8i2t16x128_pdl_norm_cluster_d85bfc46(
     Pack<Input, 4> rounded;  // as the convolution by itself leaves it
     pack(sum, rounded);
     unpack(rounded, sum);
-    const u32 i = 4 * (r * kThreads + threadIdx.x);
     if (i < kShared) {
       of_group[i / 4] = quad_of(sum);
-    } else if (i < convolves) {
+    } else {
 #pragma unroll
       for (int c = 0; c < 4; ++c) own_rows[i - kShared + c] = sum[c];
       move_window(r);

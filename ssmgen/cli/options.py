@@ -15,16 +15,23 @@ from ..kernels import (
     causal_conv1d_update,
     gated_rms_norm,
     gdn_layer,
+    gdn_layer_tokens,
     kda_layer,
+    kda_layer_tokens,
     mamba2_layer,
+    mamba2_layer_tokens,
     selective_state_update_tokens,
+    short_conv,
 )
 from ..kernels import replay_selective_state_update as replay_family
 from ..kernels.linear_attention_problem import Layout, Ring
 from ..spec import Arch, DType, Index, PoolMode
 
 CONVOLUTIONS = (causal_conv1d.OPERATOR, causal_conv1d_update.OPERATOR)
-BUILT = [name for name in OPERATORS if name != selective_state_update_tokens.OPERATOR]  # which goes with selective_state_update
+_OF_TOKENS = (selective_state_update_tokens, mamba2_layer_tokens, gdn_layer_tokens, kda_layer_tokens)
+SEVERAL = {family.OPERATOR for family in _OF_TOKENS}  # go with those of one token
+BUILT = [name for name in OPERATORS if name not in SEVERAL]
+MAX_LAYER_TOKENS = short_conv.MAX_TOKENS
 REPLAY, MAX_TOKENS = replay_family.OPERATOR, replay_family.MAX_TOKENS
 NORM = gated_rms_norm.OPERATOR
 DELTA_LAYERS = (gdn_layer.OPERATOR, kda_layer.OPERATOR)
@@ -98,11 +105,15 @@ def problems_of(
         return norms
     call = {option: value for option, value in more.items() if value}
     layout = {"layout": Layout(call["layout"])} if "layout" in call and model.layer_function in DELTA_LAYERS else {}
-    layers = model.layers(tuple(map(DType, states)), slots, activations, **layout)
+    several = ("tokens", "intermediates", "no_update") if model.layer_function else ()
+    how = {"tokens": call.get("tokens", 1), "intermediates": "intermediates" in call, "update_state": "no_update" not in call}
+    layers = model.layers(tuple(map(DType, states)), slots, activations, **(how if several else {}), **layout)
     if operator in LAYERS:
         split = ["pool"] if set(pools) - {PoolMode.SINGLE.value} else []
-        _refuse([*call, *split], layout, operator, name)
-        return [p for p in layers if OPERATOR_OF[type(p)] == operator]
+        _refuse([*call, *split], (*layout, *several), operator, name)
+        return layers if operator == model.layer_function else []
+    if several and how["tokens"] > MAX_LAYER_TOKENS:
+        layers = []  # these take the separate operators
     if operator not in (None, model.operator, *CONVOLUTIONS):
         return []
     several = () if model.kind == "mamba1" else ("tokens", "intermediates", "no_update")

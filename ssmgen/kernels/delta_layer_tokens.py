@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from ..spec import Arch, DType, Index, KernelSpec, Loads, Param, must
+from ..spec import Arch, DType, Index, KernelSpec, Loads, Param, PoolMode, must
 from . import row_engine
 from .causal_conv1d_update import Saved
-from .delta_layer import CONVOLVED, DeltaRule
+from .delta_layer import CONVOLVED, DeltaLayerProblem, DeltaRule
 from .gated_rms_norm import FEW
 from .layer_gated_norm import LayerGatedNorm
 from .linear_attention import LinearAttentionSpec
@@ -80,8 +80,9 @@ class DeltaLayerTokensSpec(LinearAttentionSpec, DeltaLayerTokensProblem):
 
     @property
     def shared_bytes(self) -> int:
-        """Staged tokens with a slot each, and who is the last block of a group."""
-        return LinearAttentionSpec.shared_bytes.fget(self) + 8 * self.chunk + 16
+        """Staged tokens, perhaps with a slot each, and who is the last block of a group."""
+        slots = 8 * self.chunk if self.update is Update.EACH else 0
+        return LinearAttentionSpec.shared_bytes.fget(self) + slots + 16
 
     @property
     def stem(self) -> str:
@@ -159,6 +160,20 @@ class DeltaLayerTokensSpec(LinearAttentionSpec, DeltaLayerTokensProblem):
         }
 
 
+def problems(
+    kind: type[DeltaLayerTokensProblem], one: DeltaLayerProblem, tokens: int, intermediates: bool = False, update_state: bool = True
+) -> list[DeltaLayerTokensProblem]:
+    """What a call of so many tokens asks for, where one of a single token asks for `one`: for the states that a call leaves behind, and,
+    with slots, for one per token, whose windows roll; or with intermediates, and windows beside them. kind: the layer's."""
+    given = {f.name: getattr(one, f.name) for f in fields(one)} | {"tokens": Tokens.MANY, "conv_tokens": tokens}
+    kept = {"intermediates": True, "conv_windows": Saved.RUNS} if intermediates else {}
+    found = [kind(**given | kept | {"update": Update.FINAL if update_state else Update.NONE})]
+    if one.index is not Index.NONE and update_state and not intermediates and one.conv_len == one.conv_width - 1:
+        rolls = {"accepted": Index.I32, "update": Update.EACH, "pool": PoolMode.SPLIT, "conv_len": one.conv_width - 2 + tokens}
+        found.append(kind(**given | rolls))
+    return found
+
+
 def _spec(kind: type[DeltaLayerTokensSpec], problem: DeltaLayerTokensProblem, **how: Any) -> DeltaLayerTokensSpec:
     return kind(**{f.name: getattr(problem, f.name) for f in fields(DeltaLayerTokensProblem)}, chunk=problem.conv_tokens, **how)
 
@@ -169,10 +184,11 @@ def space(kind: type[DeltaLayerTokensSpec], problem: DeltaLayerTokensProblem, ar
     return (spec for spec in specs if not spec.violations(arch))
 
 
-RULES = [
-    Rule("few", 4, tile_kib=8, ilp=2),
-    Rule("all", float("inf"), tile_kib=16),
-]
+# A thread for each four channels of a block, at least: all of them convolve at once. Tall tiles convolve q and k less often.
+RULES = {
+    2: [Rule("few", 4, tile_kib=8, ilp=2), Rule("all", float("inf"), tile_kib=16)],
+    4: [Rule("few", 4, tile_kib=8, ilp=2), Rule("latency", 48, tile_kib=16), Rule("bandwidth", float("inf"), tile_kib=32)],
+}  # by bytes of an element
 
 
 def candidates(
@@ -180,5 +196,5 @@ def candidates(
 ) -> Iterator[tuple[str, DeltaLayerTokensSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
     norm = {"norm_threads": 32 if batch * problem.conv_tokens * problem.norm_groups <= FEW else 128}
-    for rule, how, reason in row_engine.choices(problem, RULES, batch, arch, pdl):
+    for rule, how, reason in row_engine.choices(problem, RULES[problem.state.size], batch, arch, pdl):
         yield rule, None if how is None else _spec(kind, problem, **with_registers(how, arch), **norm), reason

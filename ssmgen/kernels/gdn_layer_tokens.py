@@ -30,5 +30,6 @@ class GdnLayerTokensSpec(DeltaLayerTokensSpec, GdnLayerTokensProblem):
     call_names: ClassVar[Mapping[str, str]] = GdnLayerSpec.call_names
 
 
+problems = partial(delta_layer_tokens.problems, GdnLayerTokensProblem)
 space = partial(delta_layer_tokens.space, GdnLayerTokensSpec)
 candidates = partial(delta_layer_tokens.candidates, GdnLayerTokensSpec)

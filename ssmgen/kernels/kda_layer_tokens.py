@@ -30,5 +30,6 @@ class KdaLayerTokensSpec(DeltaLayerTokensSpec, KdaLayerTokensProblem):
     call_names: ClassVar[Mapping[str, str]] = KdaLayerSpec.call_names
 
 
+problems = partial(delta_layer_tokens.problems, KdaLayerTokensProblem)
 space = partial(delta_layer_tokens.space, KdaLayerTokensSpec)
 candidates = partial(delta_layer_tokens.candidates, KdaLayerTokensSpec)

@@ -118,7 +118,10 @@ def space(problem: Mamba2LayerProblem, arch: Arch) -> Iterator[Mamba2LayerSpec]:
     return (spec for spec in specs if not spec.violations(arch))
 
 
-TWO_BYTES = [Rule("all", float("inf"), tile_kib=16)]  # the L2 prefetch needs registers that the convolution has
+TWO_BYTES = [  # in one step the L2 prefetch needs registers that the convolution has
+    Rule("latency", 128, tile_kib=16),
+    Rule("bandwidth", float("inf"), tile_kib=16, prefetch=132, steps=2),
+]
 FOUR_BYTES = [
     Rule("latency", 48, tile_kib=16),
     Rule("bandwidth", float("inf"), tile_kib=32, prefetch=132),

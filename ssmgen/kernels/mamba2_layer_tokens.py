@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from ..spec import Arch, DType, Index, KernelSpec, Param, must
+from ..spec import Arch, DType, Index, KernelSpec, Param, PoolMode, must
 from . import mamba2_layer, row_engine
 from .causal_conv1d_update import Saved
 from .gated_rms_norm import FEW
@@ -95,8 +95,9 @@ class Mamba2LayerTokensSpec(RowSpec, Mamba2LayerTokensProblem):
 
     @property
     def shared_bytes(self) -> int:
-        """Staged tokens: B and C, x and z of the tile's rows, dt, its decay and a slot; and who is the last block of a group."""
-        return 4 * self.chunk * (2 * self.d_state + len(self.row_scalars()) * self.tile + 4) + 16
+        """Staged tokens: B and C, x and z of the tile's rows, dt, its decay and perhaps a slot; and who is the last block of a group."""
+        words = 2 * self.d_state + len(self.row_scalars()) * self.tile + (4 if self.update is Update.EACH else 2)
+        return 4 * self.chunk * words + 16
 
     @property
     def stem(self) -> str:
@@ -163,6 +164,20 @@ class Mamba2LayerTokensSpec(RowSpec, Mamba2LayerTokensProblem):
     def constants(self) -> dict[str, Any]:
         own = {"convolved": ("x", "B", "C"), "A_is_log": self.A_is_log}
         return SsuTokensSpec.constants(self) | self.conv_constants() | own
+
+
+def problems(
+    one: mamba2_layer.Mamba2LayerProblem, tokens: int, intermediates: bool = False, update_state: bool = True
+) -> list[Mamba2LayerTokensProblem]:
+    """What a call of so many tokens asks for, where one of a single token asks for `one`: for the states that a call leaves behind, and,
+    with slots, for one per token, whose windows roll; or with intermediates, of the state's type, and windows beside them."""
+    given = {f.name: getattr(one, f.name) for f in fields(one)} | {"conv_tokens": tokens}
+    kept = {"intermediate_states": one.state, "conv_windows": Saved.RUNS} if intermediates else {}
+    found = [Mamba2LayerTokensProblem(**given, **kept, update=Update.FINAL if update_state else Update.NONE)]
+    if one.index is not Index.NONE and update_state and not intermediates and one.conv_len == one.conv_width - 1:
+        rolls = {"accepted": Index.I32, "update": Update.EACH, "pool": PoolMode.SPLIT, "conv_len": one.conv_width - 2 + tokens}
+        found.append(Mamba2LayerTokensProblem(**given | rolls))
+    return found
 
 
 def _spec(problem: Mamba2LayerTokensProblem, **how: Any) -> Mamba2LayerTokensSpec:

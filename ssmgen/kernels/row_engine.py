@@ -168,6 +168,7 @@ class Rule:
     tile_kib: int  # state per block; each of its threads holds its shares of ILP rows at once, and that is all it does
     prefetch: int = 0
     pdl: Pdl = Pdl.TRIGGER_LOADED
+    steps: int = 1  # in which a block walks its rows
     ilp: int = 4  # 8 needs too many registers, 2 leaves too little in flight once the card is full
 
 
@@ -201,7 +202,8 @@ def fit(problem: RowProblem, rule: Rule) -> dict[str, int]:
     most = max(1, min(8, rule.tile_kib * 1024 // (row_bytes * per_warp), -(-problem.rows // per_warp)))
     fitting = [w for w in range(most * 3 // 2, most // 2, -1) if problem.rows % (w * per_warp) == 0]
     warps = most if most in fitting or not fitting else fitting[0]
-    return chosen | {"threads": 32 * warps, "tile": warps * per_warp}
+    steps = rule.steps if warps % rule.steps == 0 else 1
+    return chosen | {"threads": 32 * warps // steps, "tile": warps * per_warp}
 
 
 def choices(
