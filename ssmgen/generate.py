@@ -114,8 +114,8 @@ NORMS: list[tuple[NormProblem, int]] = [
 ]
 
 # Decode layers, as (problem, batch): every layout of a window; a norm in a kernel of its own (a delta rule's where keys come first), in the
-# layer's own, of a block or a cluster of blocks, and none; operands that are not aligned; of several tokens, the states and windows that are
-# left behind, kept after each token, or given slots of their own.
+# layer's own, of a block or a cluster of blocks, and none; operands that are not aligned; of several tokens, the states and windows that
+# are left behind, kept after each token, or given slots of their own.
 STATES_OF_LAYERS = (DType.BF16, DType.F32)
 MAMBA2_LAYERS = find_model("nemotron-h-8b").layers(STATES_OF_LAYERS, (Index.I32,))
 GDN_LAYERS = find_model("qwen3.5-397b-a17b").layers(STATES_OF_LAYERS, (Index.I32,))
