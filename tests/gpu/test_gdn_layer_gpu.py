@@ -83,9 +83,10 @@ def test_variants_are_bit_equal(case):
         assert_variants_are_equal(case, [s for s in found if (s.norm_inside, s.clustered) == form], 12)
 
 
-@pytest.mark.parametrize("batch", [1, 16, 512])
-def test_10000_launches_are_equal(batch):
-    assert_launches_are_equal(replace(QWEN35_35B, batch=batch), 10_000)
+@named([replace(QWEN35_35B, id=str(n), batch=n) for n in (1, 16)] + [replace(QWEN35_35B, id="512", heads=4, key_heads=2, batch=512)])
+def test_10000_launches_are_equal(case):
+    """Whole models at small batches, a rank of several at a large one."""
+    assert_launches_are_equal(case, 10_000)
 
 
 @named([replace(QWEN35_35B, batch=2), replace(QWEN35_397B, batch=40, layout="kv")])

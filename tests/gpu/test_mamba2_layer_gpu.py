@@ -79,9 +79,10 @@ def test_variants_are_bit_equal(case):
     assert_variants_are_equal(case, list(kernels.space(problem_of(case), arch())), 16)
 
 
-@pytest.mark.parametrize("batch", [1, 16, 512])
-def test_10000_launches_are_equal(batch):
-    assert_launches_are_equal(replace(NEMOTRON, batch=batch), 10_000)
+@named([replace(NEMOTRON, id=str(n), batch=n) for n in (1, 16)] + [replace(NEMOTRON, id="512", heads=16, groups=1, batch=512)])
+def test_10000_launches_are_equal(case):
+    """Whole models at small batches, a rank of several at a large one."""
+    assert_launches_are_equal(case, 10_000)
 
 
 @named([replace(NEMOTRON, batch=2), replace(MAMBA2, batch=40)])
