@@ -20,7 +20,7 @@ from .layer_gated_norm import LayerGatedNorm
 from .linear_attention import LinearAttentionSpec
 from .linear_attention_problem import Gate, LinearAttentionProblem, Tokens, Update
 from .row_engine import Rule
-from .short_conv import ShortConvTokens, pointers, with_registers
+from .short_conv import ShortConvTokens, pointers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,4 +197,4 @@ def candidates(
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
     norm = {"norm_threads": 32 if batch * problem.conv_tokens * problem.norm_groups <= FEW else 128}
     for rule, how, reason in row_engine.choices(problem, RULES[problem.state.size], batch, arch, pdl):
-        yield rule, None if how is None else _spec(kind, problem, **with_registers(how, arch), **norm), reason
+        yield rule, None if how is None else _spec(kind, problem, **how, **norm), reason
