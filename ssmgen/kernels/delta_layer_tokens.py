@@ -20,7 +20,7 @@ from .layer_gated_norm import LayerGatedNorm
 from .linear_attention import LinearAttentionSpec
 from .linear_attention_problem import Gate, LinearAttentionProblem, Tokens, Update
 from .row_engine import Rule
-from .short_conv import ShortConvTokens, pointers
+from .short_conv import ShortConvTokens, pointers, with_registers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,9 +197,14 @@ def candidates(
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
     norm = {"norm_threads": 32 if batch * problem.conv_tokens * problem.norm_groups <= FEW else 128}
     for rule, how, reason in row_engine.choices(problem, RULES[problem.state.size], batch, arch, pdl):
-        yield rule, None if how is None else _spec(kind, problem, **_with_registers(how, arch), **norm), reason
+        yield rule, None if how is None else _spec(kind, problem, **_with_registers(problem, how, arch), **norm), reason
 
 
-def _with_registers(how: dict[str, Any], arch: Arch) -> dict[str, Any]:
-    """With 128 registers to a thread; on sm_90 ptxas chooses up to so many by itself. Elsewhere its choice may spill a few bytes."""
-    return how if arch.number == SM90.number else how | {"min_blocks": max(1, 512 // how["threads"])}
+def _with_registers(problem: DeltaLayerTokensProblem, how: dict[str, Any], arch: Arch) -> dict[str, Any]:
+    """With 128 registers to a thread, or, of interleaved rows, as many as it takes; on sm_90 ptxas chooses.
+
+    Elsewhere its choice may spill a few bytes.
+    """
+    if arch.number == SM90.number or problem.interleaved:
+        return with_registers(how, arch)
+    return how | {"min_blocks": max(1, 512 // how["threads"])}
