@@ -63,6 +63,35 @@ def test_cases_are_legal_and_pass_the_gate(name, dtype):
     ]
 
 
+@pytest.mark.parametrize("intermediates", [False, True], ids=["final", "kept"])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("name", ["normed", "gated", "gdn", "kda", "bounded"])
+def test_cases_of_several_tokens_are_legal_and_pass_the_gate(name, dtype, intermediates):
+    one = case_of(name, dtype)
+    case = Case(one.op, one.model, one.state, BATCH, 3, intermediates)
+    before = case.state.clone(), case.conv_state.clone()
+    state_error, out_error = case.gate()
+    assert state_error < report.GATE[dtype] + 3e-3 and out_error < 2 * report.GATE[BF16]
+    assert torch.equal(case.state, before[0]) and torch.equal(case.conv_state, before[1]), "timed calls begin with the same"
+    problem = ssmgen.explain(case.function, **case.arguments(case.sets - 1), arch="sm_90a").problem
+    how = {"intermediates": intermediates, "update_state": not intermediates}
+    assert problem in case.model.layers((problem.state,), (problem.index,), tokens=3, **how)
+    assert case.bytes_moved == (4 if intermediates else 2) * BATCH * case.piece_bytes
+
+
+@pytest.mark.parametrize("wrong", ["intermediate_states", "intermediate_conv_window", "out"])
+def test_the_gate_stops_what_is_wrong_with_several_tokens(wrong, monkeypatch):
+    def function(**call):
+        ssmgen.mamba2_layer(**call)
+        call[wrong].mul_(1.1)
+
+    function.build = ssmgen.mamba2_layer.build
+    monkeypatch.setattr(Case, "function", property(lambda _: function))
+    one = case_of("normed")
+    with pytest.raises(SsmgenError, match=r"the chain has other bits; not timed"):
+        Case(one.op, one.model, one.state, BATCH, 3, True).gate()
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -220,7 +249,8 @@ def test_peers_that_do_not_serve_a_state(packages):
         ("mamba2_layer", ["--model", "qwen3.5-35b-a3b"], "qwen3.5-35b-a3b: without layers that mamba2_layer is for"),
         ("gdn_layer", ["--state", "f8"], "'f8' is not one of"),
         ("gdn_layer", ["--batch", "0"], "0 is not in the range"),
-        ("gdn_layer", ["--tokens", "2"], "No such option"),
+        ("mamba2_layer", ["--tokens", "9"], "a layer takes up to 8 tokens of a sequence, not 9"),
+        ("mamba2_layer", ["--intermediates"], "--intermediates needs --tokens of more than 1"),
     ],
 )
 def test_options_that_do_not_apply_are_usage_errors(op, args, message):
@@ -231,11 +261,11 @@ def test_options_that_do_not_apply_are_usage_errors(op, args, message):
 def test_options_reach_the_benchmark(monkeypatch):
     seen = {}
     monkeypatch.setattr(bench, "run", lambda **options: seen.update(options) or {"rows": [], "failed": []})
-    args = ["--model", "nemotron-h-8b", "--state", "f16", "--batch", "7", "--tp", "2", "--json", "--no-peers"]
+    args = ["--model", "nemotron-h-8b", "--state", "f16", "--batch", "7", "--tp", "2", "--json", "--no-peers", "--tokens", "4"]
     result = CliRunner().invoke(cli.main, ["bench", "mamba2_layer", *args])
     assert result.exit_code == 0, result.output
-    wanted = {"op": "mamba2_layer", "names": ("nemotron-h-8b",), "states": (DType.F16,), "batches": (7,), "tp": 2}
-    assert seen.pop("watch") and seen == wanted | {"peers": False, "rounds": 7}
+    wanted = {"op": "mamba2_layer", "names": ("nemotron-h-8b",), "states": (DType.F16,), "batches": (7,), "tp": 2, "tokens": (4,)}
+    assert seen.pop("watch") and seen == wanted | {"peers": False, "rounds": 7, "intermediates": None}
 
 
 @pytest.mark.parametrize("name", ["normed", "gdn", "kda"])
@@ -266,6 +296,27 @@ def test_run(packages, name, monkeypatch):
     lines = bench.table(found).splitlines()
     assert len(lines) == 4 + len(rows) and lines[4].startswith(model)
     assert lines[3].index("  rule") == lines[4].index(f"  {rows[0]['rule']}")
+
+
+def test_run_of_several_tokens(monkeypatch):
+    monkeypatch.setattr(report, "begin", lambda method="": HEAD | {"rows": [], "failed": []})
+    monkeypatch.setattr(report, "slot_copies", lambda state, slots, pdls: {"copy": lambda i: slots[i]})
+    monkeypatch.setattr(runtime, "device_arch", lambda index: Arch.parse("sm_90a"))
+    monkeypatch.setattr(timing, "host_us", lambda call: call() is not call and 1.0)
+
+    def device_us(contenders, sets, rounds):
+        for launch in contenders.values():
+            launch(sets - 1)
+        return dict.fromkeys(contenders, 2.0)
+
+    monkeypatch.setattr(timing, "device_us", device_us)
+    options = {"states": [DType.BF16], "batches": [1], "tp": 8, "device": "cpu", "tokens": [1, 2], "watch": Watch(lambda line: None)}
+    found = bench.run("mamba2_layer", ["nemotron-h-8b"], **options)
+    assert not found["failed"] and [(row["tokens"], row["intermediates"]) for row in found["rows"]] == [(1, False), (2, True)]
+    assert found["rows"][1]["copy_ratio"] is None and found["rows"][1]["specs"][0].startswith("mamba2_layer_tokens:")
+    final = bench.run("mamba2_layer", ["nemotron-h-8b"], **options | {"tokens": [2]}, intermediates=False)["rows"][0]
+    assert final["copy_ratio"] == 1.0 and "update=final" in final["specs"][0]
+    assert "  2+" in bench.table(found) and bench.point(found, found["rows"][1]).case.endswith("bf16 state, 2+ tokens")
 
 
 def test_models_without_such_layers(monkeypatch):

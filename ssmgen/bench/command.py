@@ -243,6 +243,8 @@ for op in LAYERS:
         several("--model", "names", str, help="May repeat. Default: two of those that have such layers."),
         several("--state", "states", Choice(DType), help="State dtype; may repeat. Default: bf16, f32."),
         several("--batch", "batches", click.IntRange(1), help="May repeat. Default: 1 … 64, 256."),
+        tokens,
+        click.option("--intermediates/--no-intermediates", default=None, help="Keep every token's. Default: if there are several."),
         click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks."),
         op=op,
     )

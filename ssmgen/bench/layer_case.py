@@ -17,9 +17,6 @@ import ssmgen
 from ..errors import SsmgenError
 from ..kernels.linear_attention_problem import Gate
 from ..models import LinearAttention, Mamba
-from ..ops import gdn_layer as gdn_op
-from ..ops import kda_layer as kda_op
-from ..ops import mamba2_layer as mamba2_op
 from ..reference import norm_error
 from . import report as reports
 from . import timing
@@ -29,12 +26,14 @@ CHECKED = 4  # rows that the gate looks at
 COPIED = 2048  # bytes that a block of the slot copy moves
 EPS = 1e-6
 LOWER_BOUND = -5.0  # Kimi-K3's
+KEPT_BYTES = 640e6  # of the buffers of what is kept after each token, which rotate too
+BF16 = torch.bfloat16
 BETWEEN = 1e-3  # norm error of a state, of convolved inputs that fall on another side when they are rounded
 
 
 def window_bytes(model: Mamba | LinearAttention) -> int:
     """Of one sequence."""
-    return model.layer_channels * (model.conv_width - 1) * torch.bfloat16.itemsize
+    return model.layer_channels * (model.conv_width - 1) * BF16.itemsize
 
 
 def copied_bytes(model: Mamba | LinearAttention, state_bytes: int) -> int:
@@ -57,6 +56,8 @@ class Case:
     model: Mamba | LinearAttention  # that uses it
     state: Tensor  # the pool: [slots, heads, rows, elements]
     batch: int
+    tokens: int = 1  # of a sequence; of several, inputs and outputs have an axis
+    intermediates: bool = False  # state and window after each token are kept, and the pools are as they were
     sets: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,22 +69,35 @@ class Case:
         self.slots = pad(drawn, (0, -B % 8))[:, :B]  # every row starts at a multiple of 32 bytes, as FlashInfer assumes
 
         def rand(*shape: int) -> Tensor:
-            return torch.randn(self.sets, *shape, device=device, dtype=torch.bfloat16)
+            return torch.randn(self.sets, *shape, device=device, dtype=BF16)
 
         self.conv_state = reports.normal_pool(slots, (channels, width - 1), torch.bfloat16, device)
         self.arrivals = torch.zeros(slots, self.model.shape[2], device=device, dtype=torch.int32)
         self.conv_weight = rand(channels, width) / width**0.5
         self.conv_bias = rand(channels) if self.model.conv_bias else None
-        self.mixed, self.z = rand(B, channels), rand(B, self.inner)
+        self.mixed, self.z = rand(*self.lead, channels), rand(*self.lead, self.inner)
         self.out = torch.empty_like(self.z)
         self.norm_weight = rand(*self.norm_shape) if self.norm_shape else None
         if self.mamba2:
-            self.by_head = {"dt": rand(B, H), "A": -rand(H).float().abs() - 0.1, "D": rand(H), "dt_bias": rand(H) - 4}
+            self.by_head = {"dt": rand(*self.lead, H), "A": -rand(H).float().abs() - 0.1, "D": rand(H), "dt_bias": rand(H) - 4}
         elif self.kda:
             keys = self.model.shape[1]
-            self.by_head = {"g": rand(B, H, keys), "beta": rand(B, H), "A_log": rand(H).float(), "dt_bias": rand(H, keys).float() - 4}
+            self.by_head = {"g": rand(*self.lead, H, keys), "beta": rand(*self.lead, H), "dt_bias": rand(H, keys).float() - 4}
         else:
-            self.by_head = {"a": rand(B, H), "b": rand(B, H), "A_log": rand(H).float(), "dt_bias": rand(H) - 4}
+            self.by_head = {"a": rand(*self.lead, H), "b": rand(*self.lead, H), "dt_bias": rand(H) - 4}
+        if not self.mamba2:
+            self.by_head["A_log"] = rand(H).float()
+        self.kept: dict[str, Tensor] = {}
+        if self.intermediates:
+            count = max(1, min(self.sets, int(KEPT_BYTES) // (B * self.tokens * self.piece_bytes)))
+            self.kept["intermediate_states"] = torch.empty(count, *self.lead, *self.state.shape[1:], device=device, dtype=self.state.dtype)
+            windows = (count, *self.lead, channels, width - 1)
+            self.kept["intermediate_conv_window"] = torch.empty(windows, device=device, dtype=BF16)
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """Axes ahead of the channels."""
+        return (self.batch,) if self.tokens == 1 else (self.batch, self.tokens)
 
     @property
     def mamba2(self) -> bool:
@@ -116,19 +130,23 @@ class Case:
 
     @property
     def bytes_moved(self) -> int:
-        return 2 * self.batch * self.piece_bytes
+        return (1 + self.tokens if self.intermediates else 2) * self.batch * self.piece_bytes
 
     def arguments(self, i: int) -> dict[str, Any]:
         """Keywords of the i-th call."""
         pools = {"state": self.state, "conv_state": self.conv_state, "arrivals": self.arrivals, "state_indices": self.slots[i]}
         call = pools | {name: t[i] for name, t in self.by_head.items()} | self._norm(i) | {"out": self.out[i]}
         call |= {"conv_weight": self.conv_weight[i], "conv_bias": None if self.conv_bias is None else self.conv_bias[i]}
+        call |= self._kept(i) | ({"update_state": False} if self.intermediates else {})
         return call | self._bound | {"xBC" if self.mamba2 else "mixed_qkv": self.mixed[i]}
 
     @property
     def _bound(self) -> dict[str, float]:
         """Of the decay, where the model has one."""
         return {"lower_bound": LOWER_BOUND} if self.kda and self.model.gate is Gate.BOUNDED else {}
+
+    def _kept(self, i: int) -> dict[str, Tensor]:
+        return {name: t[i % len(t)] for name, t in self.kept.items()}
 
     def _norm(self, i: int) -> dict[str, Any]:
         gate = self.z[i] if self.norm_weight is not None or (self.mamba2 and self.model.gate) else None
@@ -145,14 +163,20 @@ class Case:
     def chain(self, i: int) -> list[Step]:
         """The layer's operators, one after the other."""
         convolved, y = (t[i] for t in self.between)
-        conv = {"x": self.mixed[i], "conv_state": self.conv_state, "weight": self.conv_weight[i], "activation": "silu"}
-        conv |= {"bias": None if self.conv_bias is None else self.conv_bias[i], "conv_state_indices": self.slots[i], "out": convolved}
+        x, out = (t if self.tokens == 1 else t.transpose(1, 2) for t in (self.mixed[i], convolved))
+        conv = {"x": x, "conv_state": self.conv_state, "weight": self.conv_weight[i], "activation": "silu"}
+        conv |= {"bias": None if self.conv_bias is None else self.conv_bias[i], "conv_state_indices": self.slots[i], "out": out}
+        kept = self._kept(i)
+        conv |= {"intermediate_conv_window": kept["intermediate_conv_window"]} if kept else {}
         steps = [Step(ssmgen.causal_conv1d_update, conv)]
         rows = self.out[i] if self.norm_weight is None else y
-        steps.append(self.update(i, convolved, rows.view(self.batch, self.model.nheads, -1)))
+        update = self.update(i, convolved, rows.view(*self.lead, self.model.nheads, -1))
+        if kept:
+            update.arguments.update(intermediate_states=kept["intermediate_states"], update_state=False)
+        steps.append(update)
         if self.norm_weight is not None:
             groups, size = self.model.norm_shape
-            shape = (self.batch, groups, size)
+            shape = (self.batch * self.tokens, groups, size)
             norm = {"x": y.view(shape), "gate": self.z[i].view(shape), "out": self.out[i].view(shape), "eps": EPS}
             norm |= {"activation": "sigmoid"} if self.kda else {}
             weight = self.norm_weight[i].view(-1, size) if self.mamba2 else self.norm_weight[i]
@@ -160,21 +184,25 @@ class Case:
         return steps
 
     def update(self, i: int, convolved: Tensor, out: Tensor) -> Step:
-        """The recurrence, on what the convolution leaves; `out`: [batch, heads, rows]."""
-        H, (P, N, G), B = self.model.nheads, self.model.shape, self.batch
+        """The recurrence, on what the convolution leaves; `out`: [batch(, tokens), heads, rows]."""
+        H, (P, N, G) = self.model.nheads, self.model.shape
         given = {name: t[i] for name, t in self.by_head.items()}
         if self.mamba2:
-            x, *shared = convolved.split([self.inner, G * N, G * N], 1)
-            call = dict(zip(("x", "B", "C"), (x.view(B, H, P), *(t.view(B, G, N) for t in shared)), strict=True))
+            x, *shared = convolved.split([self.inner, G * N, G * N], -1)
+            heads = (x.unflatten(-1, (H, P)), *(t.unflatten(-1, (G, N)) for t in shared))
+            call = dict(zip(("x", "B", "C"), heads, strict=True))
             call |= {name: given[name][..., None].expand(*given[name].shape, P) for name in ("dt", "D", "dt_bias")}
             call |= {"state": self.state, "A": given["A"][:, None, None].expand(H, P, N), "dt_softplus": True}
-            call |= {"z": self.z[i].view(B, H, P)} if self.model.gate else {}
+            call |= {"z": self.z[i].unflatten(-1, (H, P))} if self.model.gate else {}
             return Step(ssmgen.selective_state_update, call | {"state_indices": self.slots[i], "out": out})
-        *shared, v = convolved.split([G * N, G * N, self.inner], 1)
-        call = dict(zip(("q", "k", "v"), (*(t.view(B, 1, G, N) for t in shared), v.view(B, 1, H, P)), strict=True))
-        g, beta = (given[name][:, None] for name in (("g", "beta") if self.kda else ("a", "b")))
-        call |= {"g": g, "beta": beta, "A_log": given["A_log"], "dt_bias": given["dt_bias"], **self._bound}
-        call |= {"state": self.state, "state_indices": self.slots[i], "out": out[:, None], "use_qk_l2norm": True, "beta_sigmoid": True}
+        *shared, v = convolved.split([G * N, G * N, self.inner], -1)
+        g, beta = ("g", "beta") if self.kda else ("a", "b")
+        tokenwise = {"v": v.unflatten(-1, (H, P)), "g": given[g], "beta": given[beta], "out": out}
+        tokenwise |= {name: t.unflatten(-1, (G, N)) for name, t in zip(("q", "k"), shared, strict=True)}
+        if self.tokens == 1:  # as flash-linear-attention takes them
+            tokenwise = {name: t.unsqueeze(1) for name, t in tokenwise.items()}
+        call = tokenwise | {"A_log": given["A_log"], "dt_bias": given["dt_bias"], **self._bound}
+        call |= {"state": self.state, "state_indices": self.slots[i], "use_qk_l2norm": True, "beta_sigmoid": True}
         return Step(ssmgen.kda if self.kda else ssmgen.gated_delta_rule, call)
 
     def bound(self, pdl: bool) -> timing.Launch:
@@ -203,24 +231,28 @@ class Case:
         """What the first call makes of these rows, in float64."""
         call = self.arguments(0)
         touched = call["state_indices"][rows].long()
-        small = call | {n: call[n][rows] for n in ("xBC", "mixed_qkv", "dt", "a", "b", "g", "beta", "z", "out") if call.get(n) is not None}
+        by_sequence = ("xBC", "mixed_qkv", "dt", "a", "b", "g", "beta", "z", "out", *self.kept)
+        small = call | {n: call[n][rows] for n in by_sequence if call.get(n) is not None}
         small |= {n: call[n][touched] for n in ("state", "conv_state", "arrivals")} | {
             "state_indices": torch.arange(len(rows), device=rows.device)
         }
-        module = {"mamba2_layer": mamba2_op, "gdn_layer": gdn_op, "kda_layer": kda_op}[self.op]
-        given, options = self.function.build(**small)[1:3]
-        views = module.views_of({n: t for n, t in zip(module.NAMES, given, strict=True) if t is not None}, options, [])
-        views |= {n: views[n].double() for n in ("state", "conv_state", "out")}
-        module.run_reference(views, options, torch.float64)
-        return {n: views[n] for n in ("state", "conv_state", "out")}
+        built = self.function.build(**small)
+        views = built.caller.views_of(built.operands, built.options, [])
+        written = ("state", "conv_state", "out", *self.kept)
+        views |= {n: views[n].double() for n in written}
+        built.caller.reference(views, built.options, torch.float64)
+        return {n: views[n] for n in written}
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[Callable[[], tuple[Tensor, ...]]]:
-        """Gives what tells the first set's states, windows and outputs; afterwards, states and windows are as they were before."""
+        """Gives what tells the first set's states, windows, outputs and what is kept; afterwards, states and windows are as they were."""
         touched = self.slots[0].long()
         before = self.state[touched], self.conv_state[touched]
         self.out[0].fill_(float("nan"))
-        yield lambda: (self.state[touched], self.conv_state[touched], self.out[0].clone())
+        for t in self._kept(0).values():
+            t.fill_(float("nan"))
+        kept = self._kept(0).values()
+        yield lambda: (self.state[touched], self.conv_state[touched], self.out[0].clone(), *(t.clone() for t in kept))
         self.state[touched], self.conv_state[touched] = before
 
     def rows(self) -> Tensor:
@@ -241,14 +273,20 @@ class Case:
         with self.restored() as results:
             for function, call in self.chain(0):
                 function(**call, pdl=pdl)
-            same = all(torch.equal(a, b) for a, b in zip(ours, results(), strict=True))
-        found = {name: t[rows] for name, t in zip(("state", "conv_state", "out"), ours, strict=True)}
-        errors = {name: norm_error(found[name], expected[name].view_as(found[name])) for name in ("state", "out")}
-        moved = torch.equal(found["conv_state"].double(), expected["conv_state"]) and not self.arrivals.any()
-        limits = {"state": GATE[self.state.dtype] + BETWEEN, "out": 2 * GATE[torch.bfloat16]}  # out is rounded ahead of its norm, too
+            theirs = results()
+        names = ("state", "conv_state", "out", *self.kept)
+        # The convolution by itself moves its window, whatever is kept.
+        same = all(torch.equal(a, b) for n, a, b in zip(names, ours, theirs, strict=True) if n != "conv_state" or not self.kept)
+        found = {name: t[rows] for name, t in zip(names, ours, strict=True)}
+        copies = [name for name in found if "conv" in name]
+        errors = {n: norm_error(t, expected[n].view_as(t)) for n, t in found.items() if n not in copies}
+        moved = all(torch.equal(found[n].double(), expected[n]) for n in copies) and not self.arrivals.any()
+        limits = dict.fromkeys(("state", "intermediate_states"), GATE[self.state.dtype] + self.tokens * BETWEEN) | {
+            "out": 2 * GATE[BF16]
+        }  # out is rounded ahead of its norm, too
         if not (all(errors[name] < limits[name] for name in errors) and moved and same):
             said = [f"{name} error {error:.1e}" for name, error in errors.items()]
             said += [] if moved else ["windows or arrivals are wrong"]
             said += [] if same else ["the chain has other bits"]
             raise SsmgenError(f"{self.op} of {self.model.name}, batch {self.batch}: {', '.join(said)}; not timed")
-        return errors["state"], errors["out"]
+        return max(e for n, e in errors.items() if n != "out"), errors["out"]

@@ -2,7 +2,8 @@
 
 Slots are drawn at random from a pool of 640 MB of states, or of four batches if that is more. Every input set has slots, inputs, outputs
 and weights of its own: in a model they are another layer's. Windows hold width - 1 inputs per channel, contiguous. TB/s counts states and
-windows, read and written. The ceiling is the slot copy in place of as many bytes (up to whole 2 KiB), of one piece per sequence.
+windows, read and written; of several tokens whose states and windows are kept one by one, read once and written as often. The ceiling is
+the slot copy in place of as many bytes (up to whole 2 KiB), of one piece per sequence; there is none of states that are kept.
 
 chain: causal_conv1d_update, then selective_state_update, gated_delta_rule or kda, then gated_rms_norm, of ssmgen; its results must have
 the same bits. Peers are such chains too; kda_layer has none. flashinfer: FlashInfer's state update instead of ours, for a gated delta rule
@@ -27,11 +28,12 @@ import ssmgen
 from .. import api, runtime
 from .. import compile as compiler
 from ..errors import SsmgenError
+from ..kernels.short_conv import MAX_TOKENS
 from ..models import find_model
 from ..ops.checks import TORCH_DTYPES
 from ..reference import norm_error
 from ..render import render
-from ..spec import SM90, Arch, DType
+from ..spec import SM90, Arch, DType, must
 from . import report as reports
 from . import timing
 from .layer_case import EPS, Case, copied_bytes
@@ -196,9 +198,9 @@ def measure(case: Case, peers: bool, ceiling: float, rounds: int, watch: Watch) 
     arch = runtime.device_arch(case.state.device.index)
     pdls = (True, False) if arch >= SM90 else (False,)
     state_errors, out_errors = zip(*reports.gates(case.gate, pdls), strict=True)
-    others = peers_of(case) if peers else {}
+    others = peers_of(case) if peers and case.tokens == 1 else {}
     contenders = {"ssmgen_pdl" if pdl else "ssmgen": case.bound(pdl) for pdl in pdls} | {"chain": case.bound_chain(pdls[0])}
-    contenders |= case.copies(pdls) | others
+    contenders |= ({} if case.intermediates else case.copies(pdls)) | others
     watch.timing(len(contenders))
     us = timing.device_us(contenders, case.sets, rounds)
     time = us.get("ssmgen_pdl", us["ssmgen"])  # pdl=None is pdl=True where the device can
@@ -219,10 +221,14 @@ def measure(case: Case, peers: bool, ceiling: float, rounds: int, watch: Watch) 
     }
 
 
-def mistakes(op: str, names: Sequence[str] = (), **others: Any) -> list[str]:
+def mistakes(op: str, names: Sequence[str] = (), tokens: Sequence[int] = (), intermediates: bool | None = None, **others: Any) -> list[str]:
     """What options of the command line do not go together, in words."""
-    wrong = [name for name in names if find_model(name).layer_function != op]
-    return [f"{', '.join(wrong)}: without layers that {op} is for"] if wrong else []
+    wrong, most = [name for name in names if find_model(name).layer_function != op], max(tokens, default=1)
+    return [
+        *must(not wrong, f"{', '.join(wrong)}: without layers that {op} is for"),
+        *must(not intermediates or most > 1, "--intermediates needs --tokens of more than 1"),
+        *must(most <= MAX_TOKENS, f"a layer takes up to {MAX_TOKENS} tokens of a sequence, not {most}"),
+    ]
 
 
 def pool_slots(piece_bytes: int, state_bytes: int, batch: int) -> int:
@@ -241,51 +247,69 @@ def run(
     peers: bool = True,
     watch: Watch = PRINTING,
     device: torch.device | str = "cuda",
+    *,
+    tokens: Sequence[int] = (),
+    intermediates: bool | None = None,
 ) -> dict[str, Any]:
-    """The whole report, as JSON would hold it; whatever is empty is the default. Raises SsmgenError without a GPU, and for models without
-    such layers."""
+    """The whole report, as JSON would hold it; whatever is empty or None is the default. intermediates: of calls with several tokens.
+
+    Raises SsmgenError without a GPU, and for models without such layers.
+    """
     report = reports.begin(__doc__) | {"op": op}
-    if wrong := mistakes(op, names):
+    if wrong := mistakes(op, names, tokens, intermediates):
         raise SsmgenError("; ".join(wrong))
     kinds = list(product([find_model(name).divided(tp) for name in names or MODELS[op]], states or STATES))
     sizes = list(batches or BATCHES)
-    watch.begins(op, len(kinds) * len(sizes))
+    counts = list(tokens or (1,))
+    watch.begins(op, len(kinds) * len(sizes) * len(counts))
     for model, state_type in kinds:
         rows, elements, _ = model.shape
         shape, dtype = (model.nheads, rows, elements), TORCH_DTYPES[state_type]
         state_bytes = math.prod(shape) * dtype.itemsize
         slots = functools.partial(pool_slots, copied_bytes(model, state_bytes), state_bytes)
         state = reports.normal_pool(slots(max(sizes)), shape, dtype, device)
-        for batch in sizes:
-            named = {"model": model.name, "heads": model.nheads, "state": state_type.value, "batch": batch}
-            with reports.case(report, named, watch, _line) as row:
-                case = Case(op, model, state[: slots(batch)], batch)
+        for batch, count in product(sizes, counts):
+            kept = count > 1 and intermediates is not False
+            named = {"model": model.name, "heads": model.nheads, "state": state_type.value, "batch": batch, "tokens": count}
+            with reports.case(report, named | {"intermediates": kept}, watch, _line) as row:
+                case = Case(op, model, state[: slots(batch)], batch, count, kept)
                 row |= measure(case, peers, report["ceilings_tbs"]["in_place"], rounds, watch)
         del state
     return report
 
 
 def point(report: Mapping[str, Any], row: Mapping[str, Any]) -> Point:
-    return Point(f"{row['model']}, {row['heads']} heads, {row['state']} state", "batch", str(row["batch"]), "in_place")
+    tokens = f", {_tokens(row)} tokens" if row.get("tokens", 1) > 1 else ""
+    return Point(f"{row['model']}, {row['heads']} heads, {row['state']} state{tokens}", "batch", str(row["batch"]), "in_place")
+
+
+def _tokens(row: Mapping[str, Any]) -> str:
+    """How many, and whether each one's state and window are kept."""
+    return f"{row.get('tokens', 1)}{'+' if row.get('intermediates') else ''}"
 
 
 def _line(row: Mapping[str, Any]) -> str:
     others = "".join(f", {ratio:.3f} x {name}" for name, ratio in row["peer_ratio"].items())
-    return f"{row['model']} {row['state']} batch {row['batch']}: {row['served_us']:.2f} us, {row['tbs']:.2f} TB/s{others}"
+    return f"{row['model']} {row['state']} batch {row['batch']} T {_tokens(row)}: {row['served_us']:.2f} us, {row['tbs']:.2f} TB/s{others}"
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """The report for a terminal. Behind the chain's and each peer's time, the ratio of ours to it; `x copy`: to the slot copy."""
+    """The report for a terminal. Behind the chain's and each peer's time, the ratio of ours to it; `x copy`: to the slot copy. T with
+    a +: each token's state and window are kept."""
     peers = list(dict.fromkeys(name for row in report["rows"] for name in row["peer_ratio"]))
     names = "".join(f"{name:>11}{'ratio':>7}" for name in peers)
     heading = f"{'us':>9}{'TB/s':>7}{'ceiling':>8}{'no pdl':>9}{'copy':>9}{'x copy':>8}{names}{'host us':>9}{'bound':>7}{'chain':>7}"
-    lines = [*reports.head(report), f"{report['op']}: whole layers", f"{'model':20}{'state':6}{'batch':>6}{heading}{'compile s':>11}  rule"]
+    lines = [
+        *reports.head(report),
+        f"{report['op']}: whole layers",
+        f"{'model':20}{'state':6}{'batch':>6}{'T':>4}{heading}{'compile s':>11}  rule",
+    ]
     for row in report["rows"]:
         us, host = row["us"], row["host_us"]
         others = "".join(cell(us.get(name), 11) + cell(row["peer_ratio"].get(name), 7) for name in peers)
         copy = min((us[name] for name in ("copy", "copy_pdl") if name in us), default=None)
         lines.append(
-            f"{row['model']:20}{row['state']:6}{row['batch']:6}" + cell(row["served_us"], 9) + cell(row["tbs"], 7)
+            f"{row['model']:20}{row['state']:6}{row['batch']:6}{_tokens(row):>4}" + cell(row["served_us"], 9) + cell(row["tbs"], 7)
             + cell(row["ceiling_fraction"], 8) + cell(us["ssmgen"], 9) + cell(copy, 9) + cell(row["copy_ratio"], 8, 3) + others
             + cell(host.get("ssmgen"), 9) + cell(host.get("ssmgen_bound"), 7) + cell(host.get("chain"), 7)
             + cell(row["compile_seconds"], 11, 3) + f"  {row['rule']}"

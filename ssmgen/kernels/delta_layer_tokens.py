@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from ..spec import Arch, DType, Index, KernelSpec, Loads, Param, PoolMode, must
+from ..spec import SM90, Arch, DType, Index, KernelSpec, Loads, Param, PoolMode, must
 from . import row_engine
 from .causal_conv1d_update import Saved
 from .delta_layer import CONVOLVED, DeltaLayerProblem, DeltaRule
@@ -197,4 +197,14 @@ def candidates(
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
     norm = {"norm_threads": 32 if batch * problem.conv_tokens * problem.norm_groups <= FEW else 128}
     for rule, how, reason in row_engine.choices(problem, RULES[problem.state.size], batch, arch, pdl):
-        yield rule, None if how is None else _spec(kind, problem, **with_registers(how, arch), **norm), reason
+        yield rule, None if how is None else _spec(kind, problem, **_with_registers(problem, how, arch), **norm), reason
+
+
+def _with_registers(problem: DeltaLayerTokensProblem, how: dict[str, Any], arch: Arch) -> dict[str, Any]:
+    """With 128 registers to a thread, or, of interleaved rows, as many as it takes; on sm_90 ptxas chooses.
+
+    Elsewhere its choice may spill a few bytes.
+    """
+    if arch.number == SM90.number or problem.interleaved:
+        return with_registers(how, arch)
+    return how | {"min_blocks": max(1, 512 // how["threads"])}

@@ -173,9 +173,10 @@ def _layer(operator: str, given: Sequence[Model], batches: Sequence[int], tokens
         rows, elements, _ = model.shape
         for state in _states(model):
             pool = _pool((model.nheads, rows, elements), state, batches, layers.POOL_BYTES, device)
-            for batch in batches:
-                bench = Layer(operator, model, pool[: _slots(pool, layers.POOL_BYTES, batch)], batch)
-                yield _case(f"{operator} {model.name} {state.value} batch {batch}", bench)
+            for batch, count in product(batches, tokens):
+                bench = Layer(operator, model, pool[: _slots(pool, layers.POOL_BYTES, batch)], batch, count, count > 1)
+                several = f" T {count}" if count > 1 else ""
+                yield _case(f"{operator} {model.name} {state.value}{several} batch {batch}", bench)
 
 
 CASES = {
