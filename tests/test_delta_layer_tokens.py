@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from dataclasses import replace
@@ -334,6 +335,15 @@ def test_layout_of_the_text(name):
     assert ("arrivals" in text) == (spec.update is not Update.NONE) and len(spec.kernels) == (1 if spec.norm is None else 2)
     if spec.norm is not None:
         assert (spec.kernels[1].tokens, spec.kernels[1].accepted) == (spec.conv_tokens, spec.accepted)
+
+
+@pytest.mark.parametrize("name", HOW)
+def test_shared_memory_is_what_the_spec_says(name):
+    spec, sizes = spec_of(name), {"Quad": 16, "float": 4, "int": 4, "i64": 8}
+    known = {"kChunk": spec.chunk, "kTokenQuads": len(spec.token_vectors()) * spec.dim_k // 4 + 2, "kTile": spec.tile, "1": 1}
+    declared = re.findall(r"^ +SHARED\((\w+), \w+, ([^)]*)\);", render(spec, SM90), re.M)
+    total = sum(sizes[kind] * math.prod(known[factor] for factor in count.split(" * ")) for kind, count in declared)
+    assert total <= spec.shared_bytes <= total + 16
 
 
 @pytest.mark.parametrize("pdl", Pdl)

@@ -331,6 +331,38 @@ def test_calls_of_several_tokens_pose_their_problems(name, form):
     assert expected == [call.problem()[0]]
 
 
+@pytest.mark.parametrize("form", ["final", "verify", "accepted"])
+@pytest.mark.parametrize("name", ["qwen3.5-397b-a17b", "kimi-k3"])
+def test_calls_of_several_tokens_of_delta_rules_pose_their_problems(name, form):
+    model, tokens, batch = find_model(name).divided(4), 3, 2
+    rows, elements, groups = model.shape
+    channels, H, inner = model.layer_channels, model.nheads, model.nheads * rows
+
+    def bf16(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=BF16)
+
+    length = 1 + tokens + 1 if form == "accepted" else 3
+    shared = (bf16(9, channels, length), torch.zeros(9, H, rows, elements), torch.zeros(9, groups, dtype=torch.int32), bf16(channels, 4))
+    more: dict = {"norm_weight": bf16(rows)}
+    slots = torch.arange(batch, dtype=torch.int32)
+    if form == "verify":
+        more |= {"intermediate_states": torch.zeros(batch, tokens, H, rows, elements), "update_state": False}
+        more |= {"intermediate_conv_window": bf16(batch, tokens, channels, 3)}
+    elif form == "accepted":
+        slots = torch.arange(batch * tokens, dtype=torch.int32).view(batch, tokens)
+        more |= {"num_accepted_tokens": torch.ones(batch, dtype=torch.int32), "dst_state_indices": slots.clone()}
+    function, width, bias = ssmgen.gdn_layer, H, bf16(H)
+    if model.kind == "kda":
+        function, width, bias, more = ssmgen.kda_layer, H * elements, torch.zeros(H, elements), more | {"lower_bound": -5.0}
+    tokenwise = [bf16(batch, tokens, n) for n in (channels, width, H, inner)]
+    call = function.build(*tokenwise, *shared, None, torch.zeros(H), bias, **more, state_indices=slots)
+    verify = {"intermediates": True, "update_state": False} if form == "verify" else {}
+    found = model.layers((DType.F32,), (Index.I32,), tokens=tokens, **verify)
+    wanted = {"final": "final", "verify": "none", "accepted": "each"}[form]
+    expected = [p for p in found if p.update.value == wanted and (p.conv_layout, p.conv_len) == (StateLayout.RUNS, length)]
+    assert expected == [call.problem()[0]]
+
+
 # The command line.
 
 
@@ -377,6 +409,12 @@ def test_build_and_explain_of_layers(own_cache):
     assert text.startswith("mamba2_layer_tokens, batch 4, sm_90a") and "conv_windows=runs" in text and "update=none" in text
     assert "layout=kv" in ran("explain", "gdn_layer", "--model", "qwen3.5-397b-a17b", "--layout", "kv")
     assert "nemotron-h-8b has no layers that gdn_layer is for" in ran("explain", "gdn_layer", *model, code=1)
+    kimi = ("--model", "kimi-k3", "--tp", "8", "--op", "kda_layer")
+    rows = json.loads(ran("build", *kimi, "--tokens", "3", *some))["variants"]
+    assert {v["spec"].partition(":")[0] for v in rows} == {"kda_layer_tokens", "layer_gated_norm"}
+    assert "does not take --ring" in ran("build", *kimi, "--tokens", "3", "--ring", "store", code=2)
+    text = ran("explain", "gdn_layer", "--model", "qwen3.5-397b-a17b", "--layout", "kv", "--tokens", "3", "--index", "i32")
+    assert "layout=kv" in text and text.startswith("gdn_layer_tokens, batch") and "update=each" in text
 
 
 def test_explain_of_norms():

@@ -520,8 +520,6 @@ kda_layer_h12v128k128g12_f32_l32v4i4t128x512_pdl_norm_6405a003(
     for (int k = 0; k < kWidth - 1; ++k) inputs[r][k] = window[r][k];
     inputs[r][kWidth - 1] = newest[r];
 
-    const u32 i = 4 * (r * kThreads + threadIdx.x);
-    if (i >= convolves) continue;  // whole warps of them, mostly
     float taps[4 * kWidth], sum[4];
 #pragma unroll
     for (int j = 0; j < 4 * kWidth; ++j) taps[j] = to_float(raw_taps[r][j]);
@@ -539,9 +537,10 @@ kda_layer_h12v128k128g12_f32_l32v4i4t128x512_pdl_norm_6405a003(
     Pack<Input, 4> rounded;  // as the convolution by itself leaves it
     pack(sum, rounded);
     unpack(rounded, sum);
+    const u32 i = 4 * (r * kThreads + threadIdx.x);
     if (i < kShared) {
       of_group[i / 4] = quad_of(sum);
-    } else {
+    } else if (i < convolves) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) own_rows[i - kShared + c] = sum[c];
       move_window(r);

@@ -495,8 +495,6 @@ kda_layer_h32v128k128g32_f32_l16v4i4t128x256_pdl_norm_5a7083b7(
     }
     inputs[r][kWidth - 1] = newest[r];
 
-    const u32 i = 4 * (r * kThreads + threadIdx.x);
-    if (i >= convolves) continue;  // whole warps of them, mostly
     float taps[4 * kWidth], sum[4];
     unpack(raw_taps[r], taps);
 #pragma unroll
@@ -513,9 +511,10 @@ kda_layer_h32v128k128g32_f32_l16v4i4t128x256_pdl_norm_5a7083b7(
     Pack<Input, 4> rounded;  // as the convolution by itself leaves it
     pack(sum, rounded);
     unpack(rounded, sum);
+    const u32 i = 4 * (r * kThreads + threadIdx.x);
     if (i < kShared) {
       of_group[i / 4] = quad_of(sum);
-    } else {
+    } else if (i < convolves) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) own_rows[i - kShared + c] = sum[c];
       move_window(r);

@@ -202,57 +202,82 @@ def space(kind: type[DeltaLayerSpec], problem: DeltaLayerProblem, arch: Arch) ->
     return (spec for spec in specs if not spec.violations(arch))
 
 
+# How heads lie on blocks. Measured on an H200 (132 SMs); docs/performance.md holds what was tried.
+# Clusters of blocks that norm a head together: (heads of a batch, at most; threads of a block), by whether the keys of a state come first
+# and bytes of an element.
+CLUSTERS = {
+    (False, 4): ((47, 128),),
+    (False, 2): ((47, 128),),
+    (True, 4): ((47, 32), (96, 128)),
+    (True, 2): ((47, 64), (96, 128)),
+}
 # Whole heads to a block, which then norms them itself: (heads of a batch, at most; threads of a block; times the lanes of a row that the
-# row engine takes), by bytes of an element. Measured on an H200 (132 SMs): fewer heads than these leave too many SMs idle, unless clusters
-# share them.
+# row engine takes), by bytes of an element. Fewer heads than these leave too many SMs idle.
 FEW_HEADS = 48
-CLUSTER_THREADS = 128  # of each block
 WHOLE = {
     4: ((128, 512, 1), (1024, 512, 2), (float("inf"), 256, 1)),
     2: ((1024, 256, 1), (float("inf"), 128, 1)),
 }
+# Whole heads whose keys come first, in two steps, by which their rows take half the registers; normed by a kernel behind: (heads of a
+# batch, from and to; threads of a block; lanes of a row), by bytes of an element.
+TWO_STEPS = {4: (), 2: ((384, 1024, 128, 16),)}
+
+Choice = tuple[str, DeltaLayerSpec | None, str]
 
 
-def candidates(
-    kind: type[DeltaLayerSpec], problem: DeltaLayerProblem, batch: int, arch: Arch, pdl: bool
-) -> Iterator[tuple[str, DeltaLayerSpec | None, str]]:
+def candidates(kind: type[DeltaLayerSpec], problem: DeltaLayerProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[Choice]:
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
-    given = _given(problem)
     heads = batch * problem.nheads
     norm = {"norm_threads": 32 if batch * problem.norm_groups <= FEW else 128}
-    outside = _norm_outside(problem)
-    reasons = outside or [
-        *must(heads < FEW_HEADS, f"{heads} heads are not below {FEW_HEADS}"),
-        *must(arch >= SM90, f"{arch} has no clusters"),
-    ]
-    spec = None if reasons else clustered_heads(kind, problem, arch, pdl)
-    unfit = f"no 2 … {MOST_BLOCKS} blocks of {CLUSTER_THREADS} threads have the {problem.dim_v} rows of a head"
-    yield "clustered heads", spec, "; ".join(reasons) or ("" if spec else unfit)
-    reasons = outside or must(heads >= FEW_HEADS, f"{heads} heads are below {FEW_HEADS}")
-    _, threads, wider = next(row for row in WHOLE[problem.state.size] if heads <= row[0])
-    yield "whole heads", None if reasons else whole_heads(kind, problem, threads, arch, pdl, wider), "; ".join(reasons)
+    launch = {"pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
+    yield _clustered_heads(kind, problem, heads, arch, launch)
+    yield _whole_heads(kind, problem, heads, arch, pdl)
+    yield _heads_in_two_steps(kind, problem, heads, arch, launch | norm)
     for rule, how, reason in row_engine.choices(problem, ONE_TOKEN, batch, arch, pdl):
-        yield rule, None if how is None else kind(**given, **with_registers(how, arch), **norm), reason
+        yield rule, None if how is None else kind(**_given(problem), **with_registers(how, arch), **norm), reason
 
 
-def _norm_outside(problem: DeltaLayerProblem) -> list[str]:
-    """Why the norm cannot be the recurrence's kernel's."""
-    return [
-        *must(problem.norm is not None, "there is no norm that the kernel could do"),
-        *must(not problem.interleaved, "interleaved rows: a whole head takes more registers than a block has"),
-    ]
-
-
-def clustered_heads(kind: type[DeltaLayerSpec], problem: DeltaLayerProblem, arch: Arch, pdl: bool) -> DeltaLayerSpec | None:
-    """A variant with a head to a cluster of as many blocks as there may be, or None."""
+def _clustered_heads(kind: type[DeltaLayerSpec], problem: DeltaLayerProblem, heads: int, arch: Arch, launch: Mapping[str, Any]) -> Choice:
+    """Of as many blocks as there may be."""
+    rule, rows = "clustered heads", CLUSTERS[problem.interleaved, problem.state.size]
+    if problem.norm is None or heads > rows[-1][0] or arch < SM90:
+        reasons = [
+            *must(problem.norm is not None, "there is no norm that blocks could do together"),
+            *must(heads <= rows[-1][0], f"{heads} heads are above {rows[-1][0]}"),
+            *must(arch >= SM90, f"{arch} has no clusters"),
+        ]
+        return rule, None, "; ".join(reasons)
+    threads = next(threads for most, threads in rows if heads <= most)
     for ilp in (2, 4, 8):
         how = row_engine.layout(problem, ilp)
-        how |= {"threads": CLUSTER_THREADS, "tile": CLUSTER_THREADS // how["lanes"] * how["ilp"]}
-        how |= {"pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
+        how |= {"threads": threads, "tile": threads // how["lanes"] * how["ilp"], **launch}
         spec = kind(**_given(problem), **with_registers(how, arch), norm_inside=True, clustered=True)
         if not spec.violations(arch):
-            return spec
-    return None
+            return rule, spec, ""
+    return rule, None, f"no 2 … {MOST_BLOCKS} blocks of {threads} threads have the {problem.dim_v} rows of a head"
+
+
+def _whole_heads(kind: type[DeltaLayerSpec], problem: DeltaLayerProblem, heads: int, arch: Arch, pdl: bool) -> Choice:
+    reasons = [
+        *must(problem.norm is not None, "there is no norm that a block with a whole head could do"),
+        *must(not problem.interleaved, "keys come first: a whole head takes more registers than a block has"),
+        *must(heads >= FEW_HEADS, f"{heads} heads are below {FEW_HEADS}"),
+    ]
+    _, threads, wider = next(row for row in WHOLE[problem.state.size] if heads <= row[0])
+    return "whole heads", None if reasons else whole_heads(kind, problem, threads, arch, pdl, wider), "; ".join(reasons)
+
+
+def _heads_in_two_steps(kind: type[DeltaLayerSpec], problem: DeltaLayerProblem, heads: int, arch: Arch, more: Mapping[str, Any]) -> Choice:
+    rule = "heads in two steps"
+    if not problem.interleaved:
+        return rule, None, "keys come last"
+    for first, last, threads, lanes in TWO_STEPS[problem.state.size]:
+        if first <= heads <= last:
+            how = row_engine.layout(problem) | {"threads": threads, "lanes": lanes, "tile": problem.dim_v, **more}
+            spec = kind(**_given(problem), **with_registers(how, arch))
+            fits = not spec.violations(arch) and spec.tile == 2 * spec.rows_per_step
+            return rule, spec if fits else None, "" if fits else f"{threads} threads do not hold half of {problem.dim_v} rows"
+    return rule, None, f"measured to be slower for {heads} heads of {problem.state.value}"
 
 
 def whole_heads(

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from ..spec import SM90, Arch, DType, Index, KernelSpec, Loads, Param, PoolMode, must
 from . import row_engine
-from .causal_conv1d_update import Saved
+from .causal_conv1d_update import Saved, StateLayout
 from .delta_layer import CONVOLVED, DeltaLayerProblem, DeltaRule
 from .gated_rms_norm import FEW
 from .layer_gated_norm import LayerGatedNorm
@@ -189,6 +189,7 @@ RULES = {
     2: [Rule("few", 4, tile_kib=8, ilp=2), Rule("all", float("inf"), tile_kib=16)],
     4: [Rule("few", 4, tile_kib=8, ilp=2), Rule("latency", 48, tile_kib=16), Rule("bandwidth", float("inf"), tile_kib=32)],
 }  # by bytes of an element
+INTERLEAVED = [Rule("few", 8, tile_kib=16), Rule("all", float("inf"), tile_kib=32)]  # of which a thread holds more
 
 
 def candidates(
@@ -196,15 +197,17 @@ def candidates(
 ) -> Iterator[tuple[str, DeltaLayerTokensSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
     norm = {"norm_threads": 32 if batch * problem.conv_tokens * problem.norm_groups <= FEW else 128}
-    for rule, how, reason in row_engine.choices(problem, RULES[problem.state.size], batch, arch, pdl):
+    rules = INTERLEAVED if problem.interleaved else RULES[problem.state.size]
+    for rule, how, reason in row_engine.choices(problem, rules, batch, arch, pdl):
         yield rule, None if how is None else _spec(kind, problem, **_with_registers(problem, how, arch), **norm), reason
 
 
 def _with_registers(problem: DeltaLayerTokensProblem, how: dict[str, Any], arch: Arch) -> dict[str, Any]:
-    """With 128 registers to a thread, or, of interleaved rows, as many as it takes; on sm_90 ptxas chooses.
+    """With 128 registers to a thread, or, where rows are interleaved or channels gathered, as many as it takes; on sm_90 ptxas chooses.
 
     Elsewhere its choice may spill a few bytes.
     """
-    if arch.number == SM90.number or problem.interleaved:
+    gathers = problem.conv_layout is StateLayout.ANY or Loads.ELEMENT in (problem.conv_loads, problem.conv_taps, problem.operand_loads)
+    if arch.number == SM90.number or problem.interleaved or gathers:
         return with_registers(how, arch)
     return how | {"min_blocks": max(1, 512 // how["threads"])}
