@@ -378,9 +378,9 @@ def test_rules_choose_legal_variants(arch, state, layout):
     problem = replace(QWEN, state=state, layout=layout)
     for batch in (1, 3, 8, 9, 64, 300, 3000):
         spec = registry.select(kernels.OPERATOR, problem, batch, arch, arch.number >= 90)
-        few = batch * problem.nheads < delta_layer.FEW_HEADS
-        assert not spec.violations(arch) and spec.clustered == (layout is Layout.VK and few and arch.number >= 90)
-        assert spec.norm_inside == (spec.clustered or (layout is Layout.VK and not few)) and spec.cluster_blocks == (
-            8 if spec.clustered else 1
-        )
+        heads = batch * problem.nheads
+        most = delta_layer.CLUSTERS[problem.interleaved, state.size][-1][0]
+        assert not spec.violations(arch) and spec.clustered == (heads <= most and arch.number >= 90)
+        assert spec.norm_inside == (spec.clustered or (layout is Layout.VK and heads >= delta_layer.FEW_HEADS))
+        assert spec.cluster_blocks == (spec.tiles if spec.clustered else 1)
         assert spec.norm_inside or spec.kernels[1].pdl is (Pdl.OFF if spec.pdl is Pdl.OFF else Pdl.TRIGGER_LOADED)

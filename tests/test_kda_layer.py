@@ -224,5 +224,7 @@ def test_rules_choose_legal_variants(arch, state, layout):
     problem = find_model("kimi-linear-48b-a3b").layers((state,), layout=layout)[0]
     for batch in (1, 2, 9, 64, 3000):
         spec = registry.select(op.OPERATOR, problem, batch, arch, arch.number >= 90)
-        inside = layout is Layout.VK and (batch * problem.nheads >= delta_layer.FEW_HEADS or arch.number >= 90)
+        heads = batch * problem.nheads
+        few = heads <= delta_layer.CLUSTERS[problem.interleaved, state.size][-1][0] and arch.number >= 90
+        inside = few or (layout is Layout.VK and heads >= delta_layer.FEW_HEADS)
         assert isinstance(spec, KdaLayerSpec) and not spec.violations(arch) and spec.norm_inside == inside
