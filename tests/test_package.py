@@ -60,7 +60,7 @@ def test_default_variants_show_every_form_of_all_operators():
     """By what their names say first: fewer would leave a branch of a template unseen, and many would hide it."""
     found = [spec for spec, arch in generate.default_variants() if str(arch) == "sm_90a"]
     stems = {spec.stem.rpartition("_h")[0] for spec in found}
-    assert {"delta_g", "delta_gk", "la_g", "lowrank_gk", "ssu"} <= stems and len(found) < 80
+    assert {"delta_g", "delta_gk", "la_g", "lowrank_gk", "ssu"} <= stems and len(found) < 90
     linear = [spec for spec in found if spec.family == "linear_attention"]
     for holds in ("frozen", "intermediates", "interleaved", "prefetch", "commit", "low_rank", "l2norm"):
         assert {bool(getattr(spec, holds)) for spec in linear} == {True, False}, holds
@@ -77,6 +77,9 @@ def test_default_variants_show_every_form_of_all_operators():
     layers = [spec for spec in found if spec.family in ("mamba2_layer", "gdn_layer")]
     for holds, kinds in ("conv_layout", 3), ("conv_len", 2), ("conv_loads", 2), ("conv_bias", 2), ("norm", 2), ("state", 2), ("index", 2):
         assert len({getattr(spec, holds) for spec in layers}) == kinds, holds
+    several = [spec for spec in found if spec.family == "mamba2_layer_tokens"]
+    for holds, kinds in ("update", 3), ("conv_windows", 3), ("conv_rows", 2), ("conv_layout", 3), ("norm", 2), ("z", 2), ("index", 2):
+        assert len({getattr(spec, holds) for spec in several}) == kinds, holds
     assert {spec.norm_inside for spec in layers if spec.family == "gdn_layer"} == {True, False}
     assert {min(spec.unit, 64) for spec in combined} == {16, 32, 64} and {spec.axes for spec in combined} == {1, 2, 3}
 
