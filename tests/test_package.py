@@ -77,17 +77,18 @@ def test_default_variants_show_every_form_of_all_operators():
     layers = [spec for spec in found if spec.family in ("mamba2_layer", "gdn_layer", "kda_layer")]
     for holds, kinds in ("conv_layout", 3), ("conv_len", 2), ("conv_loads", 2), ("conv_bias", 2), ("norm", 2), ("state", 2), ("index", 2):
         assert len({getattr(spec, holds) for spec in layers}) == kinds, holds
-<<<<<<< HEAD
     for family in ("gdn_layer", "kda_layer"):
         assert {spec.norm_inside for spec in layers if spec.family == family} == {True, False}
     for holds in ("operand_loads", "gate", "conv_loads"):
         assert len({getattr(spec, holds) for spec in layers if spec.family == "kda_layer"}) == 2, holds
-=======
-    several = [spec for spec in found if spec.family == "mamba2_layer_tokens"]
-    for holds, kinds in ("update", 3), ("conv_windows", 3), ("conv_rows", 2), ("conv_layout", 3), ("norm", 2), ("z", 2), ("index", 2):
-        assert len({getattr(spec, holds) for spec in several}) == kinds, holds
-    assert {spec.norm_inside for spec in layers if spec.family == "gdn_layer"} == {True, False}
->>>>>>> mamba2-tokens
+    for family, counts in {
+        "mamba2_layer_tokens": {"update": 3, "conv_windows": 3, "conv_rows": 2, "conv_layout": 3, "norm": 2, "z": 2, "index": 2},
+        "gdn_layer_tokens": {"update": 2},
+        "kda_layer_tokens": {"update": 2, "conv_windows": 2, "intermediate_indices": 2, "conv_layout": 2, "gate": 2},
+    }.items():
+        several = [spec for spec in found if spec.family == family]
+        for holds, kinds in counts.items():
+            assert len({getattr(spec, holds) for spec in several}) == kinds, (family, holds)
     assert {min(spec.unit, 64) for spec in combined} == {16, 32, 64} and {spec.axes for spec in combined} == {1, 2, 3}
 
 
