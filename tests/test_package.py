@@ -82,6 +82,14 @@ def test_default_variants_show_every_form_of_all_operators():
         assert forms == {(False, False), (True, False), (True, True)}, family
     for holds in ("operand_loads", "gate", "conv_loads"):
         assert len({getattr(spec, holds) for spec in layers if spec.family == "kda_layer"}) == 2, holds
+    for family, counts in {
+        "mamba2_layer_tokens": {"update": 3, "conv_windows": 3, "conv_rows": 2, "conv_layout": 3, "norm": 2, "z": 2, "index": 2},
+        "gdn_layer_tokens": {"update": 2},
+        "kda_layer_tokens": {"update": 2, "conv_windows": 2, "intermediate_indices": 2, "conv_layout": 2, "gate": 2},
+    }.items():
+        several = [spec for spec in found if spec.family == family]
+        for holds, kinds in counts.items():
+            assert len({getattr(spec, holds) for spec in several}) == kinds, (family, holds)
     assert {min(spec.unit, 64) for spec in combined} == {16, 32, 64} and {spec.axes for spec in combined} == {1, 2, 3}
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from ..spec import Arch, DType, Index, KernelSpec, Param, PoolMode, must
+from ..spec import Arch, DType, Index, KernelSpec, Loads, Param, PoolMode, must
 from . import mamba2_layer, row_engine
 from .causal_conv1d_update import Saved
 from .gated_rms_norm import FEW
@@ -18,7 +18,7 @@ from .layer_gated_norm import LayerGatedNorm
 from .linear_attention_problem import Update
 from .row_engine import RowSpec, Rule
 from .selective_state_update_tokens import SHARED_BYTES, SsuTokensProblem, SsuTokensSpec
-from .short_conv import ShortConvTokens, pointers, with_registers
+from .short_conv import ShortConvTokens, pointers
 
 OPERATOR = "mamba2_layer_tokens"
 
@@ -191,11 +191,26 @@ def space(problem: Mamba2LayerTokensProblem, arch: Arch) -> Iterator[Mamba2Layer
 
 
 def _rules(problem: Mamba2LayerTokensProblem) -> list[Rule]:
-    """Blocks with a thread for each four channels: all of them convolve at once."""
+    """Blocks with a thread for each four channels, so that all of them convolve at once. Few heads are spread over more SMs: tokens come
+    one behind the other, and what a thread does for each is most of the time then. By counts of instructions and registers, unmeasured."""
     wide = 2 if problem.shared_channels >= 512 else 1
     if problem.state is not DType.F32:
-        return [Rule("all", float("inf"), tile_kib=16 * wide)]
-    return [Rule("latency", 48, tile_kib=16 * wide), Rule("bandwidth", float("inf"), tile_kib=32)]
+        return [Rule("few", 1.5, tile_kib=4 * wide, ilp=1), Rule("all", float("inf"), tile_kib=16 * wide)]
+    return [
+        Rule("few", 3, tile_kib=8 * wide, ilp=1),
+        Rule("latency", 48, tile_kib=16 * wide),
+        Rule("bandwidth", float("inf"), tile_kib=32),
+    ]
+
+
+def _registers(problem: Mamba2LayerTokensProblem, how: dict[str, Any]) -> dict[str, Any]:
+    """`how`, with registers for 512 threads per SM; for 768 where the compiler can do that without spills, and for any number of what is
+    gathered. Left alone, it spills a few bytes of some variants, to get below the next of such steps."""
+    vectors = {problem.conv_loads, problem.conv_taps, problem.state_loads} == {Loads.VECTOR} and not problem.philox_rounds
+    narrow = problem.state is not DType.F32 and problem.conv_dtype is not DType.F32 and problem.d_state == 128
+    short = problem.conv_tokens <= 4 and problem.conv_width <= 4
+    most = 768 if narrow and short and how["threads"] == 256 and how["ilp"] == 4 else 512
+    return how | {"min_blocks": max(1, most // how["threads"]) if vectors else 1}
 
 
 def candidates(
@@ -204,4 +219,4 @@ def candidates(
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
     norm = {"norm_threads": 32 if batch * problem.conv_tokens * problem.norm_groups <= FEW else 128}
     for rule, how, reason in row_engine.choices(problem, _rules(problem), batch, arch, pdl):
-        yield rule, None if how is None else _spec(problem, **with_registers(how, arch), **norm), reason
+        yield rule, None if how is None else _spec(problem, **_registers(problem, how), **norm), reason

@@ -20,6 +20,8 @@ from .gated_rms_norm import ACTIVATIONS
 from .linear_attention_views import Form
 from .planning import Family
 
+TOKENWISE = ("mixed_qkv", "a", "b", "g", "beta", "z", "out")  # operands with a tokens axis, where the call has several
+
 
 class Options(NamedTuple):
     """What a call says beside its tensors."""
@@ -87,9 +89,6 @@ def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str])
     return with_heads(named, options)
 
 
-TOKENWISE = ("mixed_qkv", "a", "b", "g", "beta", "z", "out")
-
-
 def check_operands(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> bool:
     """Whether shapes fit: mixed_qkv is [batch, channels], or [batch, tokens, channels]. Adds to `problems` all that is wrong."""
     checks.check_common(named, "state", problems)
@@ -98,7 +97,7 @@ def check_operands(named: Mapping[str, Tensor], options: Options, problems: list
         wanted = f"[slots, heads, {'K, V' if options.layout == 'kv' else 'V, K'}] and [batch, channels] or [batch, tokens, channels]"
         problems.append(f"state is {list(state.shape)} and mixed_qkv {list(qkv.shape)}, not {wanted}")
         return False
-    _, HV, V, K = turned(named["state"], options).shape
+    _, HV, V, K = turned(state, options).shape
     key_heads, rest = divmod(qkv.shape[-1] - HV * V, 2 * K) if K else (0, 1)
     if key_heads < 1 or rest or HV % key_heads:
         wanted = f"{HV * V} channels of v, and {K} of q and of k for each of the key heads, which divide the {HV} heads"

@@ -68,8 +68,7 @@ def kda_layer(
 
     […] is [batch] for one token per sequence, or [batch, T] for several, as in gdn_layer.
 
-    mixed_qkv: […, channels]; g: […, HV K] or […, HV, K]; beta: […, HV]; views of the in-projections' outputs, with any
-        strides
+    mixed_qkv: […, channels]; g: […, HV K] or […, HV, K]; beta: […, HV]; views of the in-projections' outputs, with any strides
     A_log: [HV]; dt_bias: [HV K] or [HV, K] or None; the log decay is -e^A_log softplus(g + dt_bias), or with lower_bound
         lower_bound sigmoid(e^A_log (g + dt_bias)), in which A_log may be None
     norm_activation: "sigmoid"; "silu" or its other name "swish"
@@ -80,18 +79,8 @@ def kda_layer(
     given = (
         mixed_qkv, state, conv_state, conv_weight, conv_bias, g, beta, A_log, dt_bias, z, norm_weight, out, state_indices, arrivals,
     )  # fmt: skip
-    options = Options(
-        norm_eps,
-        norm_before_gate,
-        norm_activation,
-        allow_neg_eigval,
-        use_qk_l2norm,
-        scale,
-        state_layout,
-        pad_slot_id,
-        update_state,
-        lower_bound,
-    )
+    norm = (norm_eps, norm_before_gate, norm_activation)
+    options = Options(*norm, allow_neg_eigval, use_qk_l2norm, scale, state_layout, pad_slot_id, update_state, lower_bound)
     more = (dst_state_indices, num_accepted_tokens, intermediate_states, intermediate_conv_window, intermediate_state_indices)
     if layer_tokens.asked_for(mixed_qkv, update_state, *more):
         return Call(several.CALLER, (*given, *more), options, pdl)

@@ -5,7 +5,7 @@
 //   intermediate_indices=none  parents=none  norm=bf16  norm_gate=bf16  norm_size=1024  norm_grouped=yes
 //   norm_first=no  norm_activation=silu  norm_loads=vector  conv_width=4  conv_weight=bf16  conv_bias=bf16
 //   conv_len=3  conv_layout=runs  conv_loads=vector  conv_taps=vector  conv_tokens=4  conv_windows=no
-//   conv_rows=none  A_is_log=no  lanes=16  vec=8  ilp=4  tile=64  threads=256  min_blocks=1  prefetch=0  pdl=off
+//   conv_rows=none  A_is_log=no  lanes=16  vec=8  ilp=4  tile=64  threads=256  min_blocks=3  prefetch=0  pdl=off
 //   norm_threads=32
 
 using u16 = unsigned short;
@@ -315,8 +315,8 @@ DEVICE Pack<T, N> zero_pack() {
   return r;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-mamba2_layer_t4_h128p64n128g8_bf16_final_l16v8i4t64x256_616e4362(
+extern "C" __global__ void __launch_bounds__(kThreads, 3)
+mamba2_layer_t4_h128p64n128g8_bf16_final_l16v8i4t64x256_1e060147(
     bf16* state, bf16* conv_state, const bf16* xBC, const bf16* conv_weight, const bf16* conv_bias, const bf16* dt,
     const f32* A, const bf16* D, const bf16* dt_bias, bf16* out, const int* state_indices, int* arrivals, i64 slots,
     i64 pad_slot_id, i64 state_slot, i64 conv_state_slot, i64 arrivals_slot, u32 xBC_batch, u32 xBC_token, u32 dt_batch,

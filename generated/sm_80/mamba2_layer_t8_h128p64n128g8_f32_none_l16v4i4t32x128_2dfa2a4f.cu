@@ -5,7 +5,7 @@
 //   intermediate_indices=none  parents=none  norm=bf16  norm_gate=bf16  norm_size=1024  norm_grouped=yes
 //   norm_first=no  norm_activation=silu  norm_loads=vector  conv_width=4  conv_weight=bf16  conv_bias=bf16
 //   conv_len=3  conv_layout=runs  conv_loads=vector  conv_taps=vector  conv_tokens=8  conv_windows=runs
-//   conv_rows=none  A_is_log=no  lanes=16  vec=4  ilp=4  tile=32  threads=128  min_blocks=1  prefetch=0  pdl=off
+//   conv_rows=none  A_is_log=no  lanes=16  vec=4  ilp=4  tile=32  threads=128  min_blocks=4  prefetch=0  pdl=off
 //   norm_threads=32
 
 using u16 = unsigned short;
@@ -328,8 +328,8 @@ DEVICE Pack<T, N> zero_pack() {
   return r;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_36037723(
+extern "C" __global__ void __launch_bounds__(kThreads, 4)
+mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_2dfa2a4f(
     f32* state, bf16* conv_state, const bf16* xBC, const bf16* conv_weight, const bf16* conv_bias,
     bf16* intermediate_conv_window, const bf16* dt, const f32* A, const bf16* D, const bf16* dt_bias, bf16* out,
     const int* state_indices, f32* intermediate_states, i64 slots, i64 pad_slot_id, i64 state_slot, i64 conv_state_slot,
