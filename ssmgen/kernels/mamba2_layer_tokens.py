@@ -204,7 +204,7 @@ def _rules(problem: Mamba2LayerTokensProblem) -> list[Rule]:
 
 
 def _registers(problem: Mamba2LayerTokensProblem, how: dict[str, Any], arch: Arch) -> dict[str, Any]:
-    """`how`, with registers for 512 threads per SM; for 768 where ptxas can do that without spills; and with all where operands are gathered.
+    """`how`, with registers for 512 threads per SM; for 768 where ptxas can do that without spills; with all where operands are gathered.
     Left alone, it spills a few bytes of some variants, to get below the next of such steps."""
     vectors = {problem.conv_loads, problem.conv_taps, problem.state_loads} == {Loads.VECTOR} and not problem.philox_rounds
     narrow = problem.state is not DType.F32 and problem.conv_dtype is not DType.F32 and problem.d_state == 128
