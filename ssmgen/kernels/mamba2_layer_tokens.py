@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from ..spec import Arch, DType, Index, KernelSpec, Loads, Param, PoolMode, must
+from ..spec import SM90, Arch, DType, Index, KernelSpec, Loads, Param, PoolMode, must
 from . import mamba2_layer, row_engine
 from .causal_conv1d_update import Saved
 from .gated_rms_norm import FEW
@@ -203,13 +203,14 @@ def _rules(problem: Mamba2LayerTokensProblem) -> list[Rule]:
     ]
 
 
-def _registers(problem: Mamba2LayerTokensProblem, how: dict[str, Any]) -> dict[str, Any]:
-    """`how`, with registers for 512 threads per SM; for 768 where the compiler can do that without spills, and for any number of what is
-    gathered. Left alone, it spills a few bytes of some variants, to get below the next of such steps."""
+def _registers(problem: Mamba2LayerTokensProblem, how: dict[str, Any], arch: Arch) -> dict[str, Any]:
+    """`how`, with registers for 512 threads per SM; for 768 where ptxas can do that without spills; with all where operands are gathered.
+    Left alone, it spills a few bytes of some variants, to get below the next of such steps."""
     vectors = {problem.conv_loads, problem.conv_taps, problem.state_loads} == {Loads.VECTOR} and not problem.philox_rounds
     narrow = problem.state is not DType.F32 and problem.conv_dtype is not DType.F32 and problem.d_state == 128
     short = problem.conv_tokens <= 4 and problem.conv_width <= 4
-    most = 768 if narrow and short and how["threads"] == 256 and how["ilp"] == 4 else 512
+    fits = arch.number == SM90.number and narrow and short and how["threads"] == 256 and how["ilp"] == 4
+    most = 768 if fits else 512
     return how | {"min_blocks": max(1, most // how["threads"]) if vectors else 1}
 
 
@@ -219,4 +220,4 @@ def candidates(
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
     norm = {"norm_threads": 32 if batch * problem.conv_tokens * problem.norm_groups <= FEW else 128}
     for rule, how, reason in row_engine.choices(problem, _rules(problem), batch, arch, pdl):
-        yield rule, None if how is None else _spec(problem, **_registers(problem, how), **norm), reason
+        yield rule, None if how is None else _spec(problem, **_registers(problem, how, arch), **norm), reason

@@ -45,7 +45,7 @@ def check_tokens(named: Mapping[str, Tensor], inputs: str, separate: str, update
     """Whether what belongs to several tokens fits. named[inputs] is [batch, tokens, channels]; `separate`: the recurrence's operator."""
     given = named[inputs]
     batch, T, channels = given.shape
-    slots, *row = named["state"].shape
+    row = named["state"].shape[1:]
     width, per_sequence = named["conv_weight"].shape[-1], {"[batch]": (batch,)}
     if not 1 <= T <= MAX_TOKENS:
         chain = f"causal_conv1d_update, {separate} and gated_rms_norm"
