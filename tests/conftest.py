@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,6 +26,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def card_memory() -> Iterator[None]:
+    """What a test leaves in the allocator's cache, other workers cannot have."""
+    yield
+    give_memory_back()
+
+
+def give_memory_back(above: int = 1 << 30) -> None:
+    """To the card, if more than so many bytes are reserved."""
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > above:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

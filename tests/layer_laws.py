@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import give_memory_back
 from layer_cases import Case, LayerCall, bits, differing, make
 from torch import Tensor
 
@@ -62,6 +63,8 @@ def prepare(cases: Iterable[Case]) -> None:
         call = make(case, DEVICE)
         collect(call.function, call.kwargs)
         call.chain(collect)
+        del call
+        give_memory_back()
     load(specs)
 
 

@@ -80,7 +80,7 @@ def test_bits_of_the_separate_operators(case, loaded):
 
 
 @pytest.mark.parametrize("batch", [300])
-@named(forms(replace(NEMOTRON, tokens=3)))
+@named(forms(replace(NEMOTRON, heads=16, groups=1, tokens=3)))  # of one of eight ranks
 def test_bits_of_many_sequences(case, batch):
     assert_equals_the_operators(replace(case, batch=batch))
 
