@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import tempfile
 from collections.abc import Iterator
 
+import card_memory
 import pytest
 import torch
 
@@ -29,17 +29,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def card_memory() -> Iterator[None]:
+def memory_goes_back() -> Iterator[None]:
     """What a test leaves in the allocator's cache, other workers cannot have."""
     yield
-    give_memory_back()
-
-
-def give_memory_back(above: int = 1 << 30) -> None:
-    """To the card, if more than so many bytes are reserved."""
-    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > above:
-        gc.collect()
-        torch.cuda.empty_cache()
+    card_memory.give_back()
 
 
 @pytest.fixture

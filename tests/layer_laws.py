@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 from typing import Any
 
+import card_memory
 import pytest
 import torch
-from conftest import give_memory_back
 from layer_cases import Case, LayerCall, bits, differing, make
 from torch import Tensor
 
@@ -64,7 +64,7 @@ def prepare(cases: Iterable[Case]) -> None:
         collect(call.function, call.kwargs)
         call.chain(collect)
         del call
-        give_memory_back()
+        card_memory.give_back()
     load(specs)
 
 
