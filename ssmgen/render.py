@@ -10,7 +10,6 @@ from dataclasses import fields
 from pathlib import Path
 
 import jinja2
-import jinja2.meta
 
 from .spec import SM90, Arch, DType, KernelSpec, Loads, Pdl
 
@@ -68,16 +67,12 @@ def render(spec: KernelSpec, arch: Arch) -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip() + "\n"
 
 
-@functools.cache
-def template_digest(name: str) -> str:
-    """Of a template and of all that it is made of. Two equal ones render the same text of a spec."""
-    environment, todo, seen = _environment(), [name], dict[str, str]()
-    while todo:
-        at = todo.pop()
-        if at not in seen:
-            seen[at] = environment.loader.get_source(environment, at)[0]
-            todo += [found for found in jinja2.meta.find_referenced_templates(environment.parse(seen[at])) if found]
-    return hashlib.sha256("\0".join(f"{at}\0{seen[at]}" for at in sorted(seen)).encode()).hexdigest()[:16]
+@functools.lru_cache(maxsize=1024)
+def code_digest(spec: KernelSpec, arch: Arch) -> str:
+    """Of the code of a call's kernels, but for their names, comments and empty lines. Raises SpecError as `render` does."""
+    texts = (render(part, arch).replace(part.name, "kernel") for part in spec.kernels)
+    lines = (re.sub(r"\s*//.*$", "", line) for text in texts for line in text.splitlines())
+    return hashlib.sha256("\n".join(filter(None, lines)).encode()).hexdigest()[:16]
 
 
 def uses_pdl(source: str) -> bool:

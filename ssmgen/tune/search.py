@@ -21,7 +21,7 @@ from ..cache import shared_cache
 from ..errors import SsmgenError
 from ..kernels import OPERATOR_OF, OPERATORS
 from ..ops.calls import Call
-from ..render import template_digest
+from ..render import code_digest
 from ..spec import KernelSpec, Pdl, text_of
 from . import model
 from .cases import Case
@@ -119,7 +119,7 @@ def _tuned(case: Case, bench: Bench) -> Outcome:
     second = next((spec for spec in ranked if spec != best), best)
     row = table.Row(
         operator=operator, problem=text, size=size, pdl=pdl, spec=str(best), us=round(us[best], 3), rule_us=round(us[rule], 3),
-        runner_up=difference(best, second), runner_up_us=round(us[second], 3), label=case.label, templates=template_digest(best.template),
+        runner_up=difference(best, second), runner_up_us=round(us[second], 3), label=case.label, code=code_digest(best, bench.card.arch),
         arch=str(bench.card.arch), driver=bench.driver, compiler=bench.compiler, date=datetime.date.today().isoformat(),
     )  # fmt: skip
     return Outcome(case.label, row)

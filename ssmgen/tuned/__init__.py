@@ -1,7 +1,7 @@
 """Measured choices of variants by GPU: a table that the package brings, and one of the user's over it. Needs no GPU.
 
-A row says which variant was fastest for a problem at a size. It is only believed for the GPU, and with the templates, that it was measured
-with; a row that is not is stale, and says so. Every variant of a problem gives the same bits, so a row changes times and nothing else.
+A row says which variant was fastest for a problem at a size. It is only believed for the GPU, and for the generated code, that was
+measured; a row that is not is stale, and says so. Every variant of a problem gives the same bits, so a row changes times and nothing else.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .. import config
 from ..cache import distrust
 from ..errors import SpecError, SsmgenError
 from ..kernels import FAMILIES
-from ..render import template_digest
+from ..render import code_digest
 from ..spec import Arch, DType, Index, KernelSpec, parse_spec, text_of
 
-SCHEMA = 1
+SCHEMA = 2
 REACH = 4.0  # a row serves sizes up to this factor away, if none is nearer
 SHIPPED = Path(__file__).parent
 
@@ -48,7 +48,7 @@ class Row:
     runner_up: str  # what the second best has otherwise
     runner_up_us: float
     label: str  # what was measured, for people
-    templates: str  # digest of what the variant is rendered from
+    code: str  # digest of what the variant was rendered to
     arch: str
     driver: str
     compiler: str
@@ -188,12 +188,10 @@ def staleness(row: Row, arch: Arch | None = None) -> str:
     if arch is not None and Arch.parse(row.arch).number != arch.number:
         return f"it is of {row.arch}"
     try:
-        spec = parse_spec(row.spec, FAMILIES)
+        code = code_digest(parse_spec(row.spec, FAMILIES), Arch.parse(row.arch))
     except SpecError as e:
         return f"its variant is no more: {e.problems[0]}"
-    if template_digest(spec.template) != row.templates:
-        return f"the templates have changed since {row.date}"
-    return ""
+    return "" if code == row.code else f"the variant's code has changed since {row.date}"
 
 
 def alike(spec: KernelSpec) -> list[KernelSpec]:
