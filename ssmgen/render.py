@@ -50,6 +50,7 @@ def render(spec: KernelSpec, arch: Arch) -> str:
             dtypes={v.value for f in fields(spec) if isinstance(v := getattr(spec, f.name), DType)} | {spec.mma},
             prefetch=bool(getattr(spec, "prefetch", 0)),
             mma=spec.mma,
+            clusters=spec.cluster_blocks > 1,
             rings=bool(getattr(spec, "ringed", list)()),
             streams=getattr(spec, "intermediates", False),
             uses_math=spec.uses_math,

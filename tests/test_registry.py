@@ -30,7 +30,8 @@ def test_every_model_has_a_variant_at_every_batch(arch):
     mamba2 = [m for m in models().values() if m.kind == "mamba2"]
     problems = default_problems() + [(m.name, m.problem(m.state, Index.I32, PoolMode.SINGLE, **several)) for m in mamba2]
     verified = several | {"update_state": False}
-    problems += [(m.name, p) for m in mamba2 for how in (verified, {"tokens": 8}) for p in m.layers((), (Index.I32,), **how)]
+    layered = [*mamba2, find_model("qwen3.5-397b-a17b"), find_model("kimi-linear-48b-a3b")]
+    problems += [(m.name, p) for m in layered for how in (verified, {"tokens": 8}) for p in m.layers((), (Index.I32,), **how)]
     assert {type(problem) for _, problem in problems} == set(OPERATOR_OF) - {CombineProblem}  # attention is not among the shapes
     for name, problem in problems:
         for batch in (1, 8, 64, 1024):

@@ -149,7 +149,7 @@ def run_kernel(values: Tensor, random: Tensor, seeds: Tensor, counters: Tensor, 
     """(f16 bits, bf16 bits, noise) as int64"""
     n, names = len(values), ("f16", "bf16")
     flags = dict.fromkeys(
-        ("bytes", "rings", "streams", "element_loads", "uses_math", "mma", "prefetch", "touches", "waits", "triggers"), False
+        ("bytes", "rings", "streams", "element_loads", "uses_math", "mma", "clusters", "prefetch", "touches", "waits", "triggers"), False
     )
     source = _environment().from_string(TEXT).render(dtypes=names, rounded=names, rounds=rounds, **flags)
     operands = {"values": values, "words": random.to(torch.int32), "seeds": seeds, "counters": counters}
