@@ -12,7 +12,8 @@ from typing import Any
 import card_memory
 import pytest
 import torch
-from layer_cases import Case, LayerCall, bits, differing, make
+from layer_calls import LayerCall, bits, differing, make
+from layer_cases import Case
 from torch import Tensor
 
 import ssmgen

@@ -10,24 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from layer_cases import (
-    BF16,
-    F32,
-    GDN,
-    GDN_TOKENS,
-    I32,
-    I64,
-    KDA,
-    KDA_TOKENS,
-    SM90,
-    Kda,
-    differing,
-    emulate,
-    emulated_chain,
-    make,
-    named,
-    needs_emulator,
-)
+from layer_calls import SM90, differing, emulate, emulated_chain, make, needs_emulator
+from layer_cases import BF16, F32, GDN, GDN_TOKENS, I32, I64, KDA, KDA_TOKENS, Kda, named
 from test_check import edited
 
 import ssmgen

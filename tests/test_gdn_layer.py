@@ -9,24 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from layer_cases import (
-    BF16,
-    F32,
-    GDN,
-    GDN_HEADS,
-    GDN_MATRIX,
-    I32,
-    I64,
-    SM90,
-    Gdn,
-    differing,
-    emulate,
-    emulated_chain,
-    make,
-    named,
-    needs_emulator,
-    vary,
-)  # fmt: skip
+from layer_calls import SM90, differing, emulate, emulated_chain, make, needs_emulator
+from layer_cases import BF16, F32, GDN, GDN_HEADS, GDN_MATRIX, I32, I64, Gdn, named, vary
 from test_check import edited
 
 import ssmgen

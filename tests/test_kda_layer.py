@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from layer_cases import BF16, F32, I32, KDA, KDA_MATRIX, SM90, differing, emulate, emulated_chain, make, named, needs_emulator, vary
+from layer_calls import SM90, differing, emulate, emulated_chain, make, needs_emulator
+from layer_cases import BF16, F32, I32, KDA, KDA_MATRIX, named, vary
 from test_check import edited
 
 import ssmgen

@@ -9,22 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from layer_cases import (
-    BF16,
-    F32,
-    I32,
-    I64,
-    MAMBA,
-    MAMBA_MATRIX,
-    SM90,
-    differing,
-    emulate,
-    emulated_chain,
-    make,
-    named,
-    needs_emulator,
-    vary,
-)
+from layer_calls import SM90, differing, emulate, emulated_chain, make, needs_emulator
+from layer_cases import BF16, F32, I32, I64, MAMBA, MAMBA_MATRIX, named, vary
 from test_check import edited
 
 import ssmgen

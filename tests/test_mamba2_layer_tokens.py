@@ -10,21 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from layer_cases import (
-    BF16,
-    F32,
-    I32,
-    I64,
-    MAMBA,
-    MAMBA_TOKENS,
-    SM90,
-    differing,
-    emulate,
-    emulated_chain,
-    make,
-    named,
-    needs_emulator,
-)
+from layer_calls import SM90, differing, emulate, emulated_chain, make, needs_emulator
+from layer_cases import BF16, F32, I32, I64, MAMBA, MAMBA_TOKENS, named
 from test_check import edited
 
 import ssmgen

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from layer_cases import BF16, F32, GDN_TOKENS, I32, I64, KDA_TOKENS, Gdn, Kda, make, named, of_tokens
+from layer_calls import make
+from layer_cases import BF16, F32, GDN_TOKENS, I32, I64, KDA_TOKENS, Gdn, Kda, named, of_tokens
 from layer_laws import (
     DEVICE,
     arch,

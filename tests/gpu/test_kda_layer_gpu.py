@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layer_cases import BF16, F32, I64, KDA_MATRIX, Kda, make, named, vary
+from layer_calls import make
+from layer_cases import BF16, F32, I64, KDA_MATRIX, Kda, named, vary
 from layer_laws import (
     DEVICE,
     arch,

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layer_cases import BF16, F32, I32, I64, MAMBA_TOKENS, Mamba, make, named
+from layer_calls import make
+from layer_cases import BF16, F32, I32, I64, MAMBA_TOKENS, Mamba, named
 from layer_laws import (
     DEVICE,
     arch,
