@@ -278,8 +278,7 @@ def test_one_token_with_an_axis_is_one_without():
 @named([T3, ACCEPTED, VERIFY])
 def test_opcheck(case):
     call = make(case).built()
-    options = [list(o) if isinstance(o, tuple) else o for o in call.options]
-    torch.library.opcheck(torch.ops.ssmgen.mamba2_layer_tokens.default, (*call.given, *options, None))
+    torch.library.opcheck(torch.ops.ssmgen.mamba2_layer_tokens.default, (*call.given, *call.options.dispatched(), None))
 
 
 def test_compiled_whole():

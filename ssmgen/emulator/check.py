@@ -227,10 +227,10 @@ def _layer(op: Any, options: Any, exact: Any, named: dict[str, Tensor], spec: An
 
 def _mamba2_layer(spec: Mamba2LayerSpec | Mamba2LayerTokensSpec, batch: int, seed: int) -> Trial:
     limit = LIMIT if spec.dt_limit else None
-    how = (1e-5, spec.norm_size or None, spec.norm_first, spec.dt_softplus, limit, spec.A_is_log, -1, spec.philox_rounds)
     several = isinstance(spec, Mamba2LayerTokensSpec)
-    op = mamba2_tokens_op if several else mamba2_op
-    options = op.Options(*how, *([spec.update is not Update.NONE] if several else []))
+    op, update = (mamba2_tokens_op, spec.update is not Update.NONE) if several else (mamba2_op, True)
+    norm = (1e-5, spec.norm_size or None, spec.norm_first)
+    options = op.Options(*norm, spec.dt_softplus, limit, spec.A_is_log, -1, spec.philox_rounds, update)
     exact = options._replace(philox_rounds=0)  # unrounded: without noise
     return _layer(op, options, exact, layer_operands.mamba2_layer(spec, batch, seed), spec)
 

@@ -240,12 +240,12 @@ def candidates(kind: type[DeltaLayerSpec], problem: DeltaLayerProblem, batch: in
 def _clustered_heads(kind: type[DeltaLayerSpec], problem: DeltaLayerProblem, heads: int, arch: Arch, launch: Mapping[str, Any]) -> Choice:
     """Of as many blocks as there may be."""
     rule, rows = "clustered heads", CLUSTERS[problem.interleaved, problem.state.size]
-    if problem.norm is None or heads > rows[-1][0] or arch < SM90:
-        reasons = [
-            *must(problem.norm is not None, "there is no norm that blocks could do together"),
-            *must(heads <= rows[-1][0], f"{heads} heads are above {rows[-1][0]}"),
-            *must(arch >= SM90, f"{arch} has no clusters"),
-        ]
+    reasons = [
+        *must(problem.norm is not None, "there is no norm that blocks could do together"),
+        *must(heads <= rows[-1][0], f"{heads} heads are above {rows[-1][0]}"),
+        *must(arch >= SM90, f"{arch} has no clusters"),
+    ]
+    if reasons:
         return rule, None, "; ".join(reasons)
     threads = next(threads for most, threads in rows if heads <= most)
     for ilp in (2, 4, 8):

@@ -29,30 +29,12 @@ class DeltaLayerTokensProblem(DeltaRule, ShortConvTokens, LayerGatedNorm, Linear
 
     intermediate_indices: Index = Index.NONE  # type of the rows' numbers in intermediate_states
 
-    @property
-    def conv_rolls(self) -> bool:
-        return self.accepted is not Index.NONE
-
-    @property
-    def conv_moves(self) -> bool:
-        return self.update is not Update.NONE
-
-    @property
-    def rows_index(self) -> Index:
-        """Type of intermediate_state_indices, of states, windows or both."""
-        return self.conv_rows if self.intermediate_indices is Index.NONE else self.intermediate_indices
-
     def faults(self) -> list[str]:
-        both = self.conv_windows is not Saved.NO and self.intermediates
         return [
             *self.rule_faults(),
             *must(self.tokens is Tokens.MANY, "a layer of several tokens takes as many of every sequence, and no packed ones"),
-            *must(
-                self.conv_rolls == (self.update is Update.EACH),
-                "accepted tokens pick where a layer starts from if and only if states go to slots of their own",
-            ),
+            *self.form_faults(),
             *must(self.intermediates or self.intermediate_indices is Index.NONE, "rows of states that are not kept"),
-            *must(not both or self.conv_rows == self.intermediate_indices, "windows and states are kept in rows of the same numbers"),
         ]
 
 

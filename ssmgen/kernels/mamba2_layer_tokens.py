@@ -34,21 +34,7 @@ class Mamba2LayerTokensProblem(ShortConvTokens, LayerGatedNorm, SsuTokensProblem
     norm_groups = mamba2_layer.Mamba2LayerProblem.norm_groups
     shared_channels = mamba2_layer.Mamba2LayerProblem.shared_channels
 
-    @property
-    def conv_rolls(self) -> bool:
-        return self.accepted is not Index.NONE
-
-    @property
-    def conv_moves(self) -> bool:
-        return self.update is not Update.NONE
-
-    @property
-    def rows_index(self) -> Index:
-        """Type of intermediate_state_indices, of states, windows or both."""
-        return self.conv_rows if self.intermediate_indices is Index.NONE else self.intermediate_indices
-
     def faults(self) -> list[str]:
-        both = self.conv_windows is not Saved.NO and self.intermediates
         return [
             *SsuTokensProblem.faults(self),
             *self.conv_faults(self.headdim),
@@ -56,11 +42,7 @@ class Mamba2LayerTokensProblem(ShortConvTokens, LayerGatedNorm, SsuTokensProblem
             *must(self.norm is None or self.z is None, "z gates by itself or in the norm"),
             *must(self.x == self.B == self.C, "x, B and C are of one dtype: they are one tensor"),
             *must(not self.ragged and self.parents is Index.NONE, "a layer takes no packed sequences and no draft trees"),
-            *must(
-                self.conv_rolls == (self.update is Update.EACH),
-                "accepted tokens pick where a layer starts from if and only if states go to slots of their own",
-            ),
-            *must(not both or self.conv_rows == self.intermediate_indices, "windows and states are kept in rows of the same numbers"),
+            *self.form_faults(),
         ]
 
 

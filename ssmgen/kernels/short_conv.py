@@ -12,6 +12,7 @@ from typing import Any
 from ..spec import SM90, Arch, DType, Index, Loads, Param, must
 from .causal_conv1d import MAX_WIDTH
 from .causal_conv1d_update import Saved, StateLayout
+from .linear_attention_problem import Update
 
 CHANNELS = 4  # neighbouring ones that a thread convolves
 MAX_TOKENS = 8  # of a sequence, all of which are staged at once
@@ -104,7 +105,10 @@ class ShortConv:
 
 @dataclass(frozen=True, kw_only=True)
 class ShortConvTokens(ShortConv):
-    """The same of a call with several tokens per sequence, or with what belongs to such calls."""
+    """The same of a call with several tokens per sequence, or with what belongs to such calls.
+
+    The recurrence's problem, which a layer inherits too, has `update`, `accepted`, `intermediates` and `intermediate_indices`.
+    """
 
     conv_tokens: int  # of a sequence
     conv_windows: Saved = Saved.NO  # how the windows after each token lie, which are kept in a buffer [rows, tokens, channels, width - 1]
@@ -112,13 +116,29 @@ class ShortConvTokens(ShortConv):
 
     @property
     def conv_rolls(self) -> bool:
-        """Whether the window's history begins behind the tokens of the last call that were not accepted, and tokens are put behind it."""
-        raise NotImplementedError
+        """Whether the window's history begins where the accepted tokens of the last call end, and tokens are put behind it."""
+        return self.accepted is not Index.NONE
 
     @property
     def conv_moves(self) -> bool:
         """Whether the window is written."""
-        raise NotImplementedError
+        return self.update is not Update.NONE
+
+    @property
+    def rows_index(self) -> Index:
+        """Type of intermediate_state_indices, of states, windows or both."""
+        return self.conv_rows if self.intermediate_indices is Index.NONE else self.intermediate_indices
+
+    def form_faults(self) -> list[str]:
+        """Of what becomes of states and windows together."""
+        both = self.conv_windows is not Saved.NO and self.intermediates
+        return [
+            *must(
+                self.conv_rolls == (self.update is Update.EACH),
+                "accepted tokens pick where a layer starts from if and only if states go to slots of their own",
+            ),
+            *must(not both or self.conv_rows == self.intermediate_indices, "windows and states are kept in rows of the same numbers"),
+        ]
 
     def conv_faults(self, rows: int) -> list[str]:
         saves = self.conv_windows is not Saved.NO

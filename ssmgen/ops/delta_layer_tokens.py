@@ -23,14 +23,9 @@ def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str])
     layer.check_options(options, problems)
     if not checks.check_tensors(named, problems):
         return {}
-    if named["mixed_qkv"].dim() != 3:
-        more = [f"{name} is given" for name in layer_tokens.OPTIONAL if name in named]
-        asked = " and ".join([*more, *([] if options.update_state is True else [f"update_state is {options.update_state!r}"])])
-        problems.append(
-            f"mixed_qkv is {list(named['mixed_qkv'].shape)}, and {asked}, which is of several tokens: [batch, tokens, channels]"
-        )
-        return {}
-    if not layer.check_operands(named, options, problems):
+    if not layer_tokens.check_axis(named, "mixed_qkv", options.update_state, problems) or not layer.check_operands(
+        named, options, problems
+    ):
         return {}
     separate = "kda" if "g" in named else "gated_delta_rule"
     if not layer_tokens.check_tokens(named, "mixed_qkv", separate, options.update_state, problems):

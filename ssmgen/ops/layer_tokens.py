@@ -41,6 +41,17 @@ def asked_for(inputs: Any, update_state: Any, *options: Tensor | None) -> bool:
     )
 
 
+def check_axis(named: Mapping[str, Tensor], inputs: str, update_state: object, problems: list[str]) -> bool:
+    """Whether named[inputs] is [batch, tokens, channels], as a call that asks for what belongs to several tokens must have it."""
+    if named[inputs].dim() == 3:
+        return True
+    asked = [f"{name} is given" for name in OPTIONAL if name in named]
+    asked += [] if update_state is True else [f"update_state is {update_state!r}"]
+    wanted = "which is of several tokens: [batch, tokens, channels]"
+    problems.append(f"{inputs} is {list(named[inputs].shape)}, and {' and '.join(asked)}, {wanted}")
+    return False
+
+
 def check_tokens(named: Mapping[str, Tensor], inputs: str, separate: str, update_state: object, problems: list[str]) -> bool:
     """Whether what belongs to several tokens fits. named[inputs] is [batch, tokens, channels]; `separate`: the recurrence's operator."""
     given = named[inputs]

@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import runtime
 from ..kernels.mamba2_layer import OPERATOR, Mamba2LayerProblem
-from ..reference.mamba2_layer import mamba2_layer as reference
 from ..spec import KernelSpec, Loads
 from . import checks, layer_tokens, layer_views
 from . import mamba2_layer_tokens as several
 from . import mamba2_layer_views as layer
 from .calls import Call, operator
+from .mamba2_layer_views import Options, run_reference
 from .planning import Caller, Family
 
 NAMES = layer.NAMES
-
-
-class Options(NamedTuple):
-    """What a call says beside its tensors."""
-
-    eps: float
-    group_size: int | None
-    norm_before_gate: bool
-    dt_softplus: bool
-    dt_limit: tuple[float, float] | None
-    A_is_log: bool
-    pad_slot_id: int
-    philox_rounds: int
 
 
 @operator(like="xBC")
@@ -111,11 +98,12 @@ def mamba2_layer(
     given = (
         xBC, state, conv_state, conv_weight, conv_bias, dt, A, D, z, dt_bias, norm_weight, out, state_indices, rand_seed, arrivals,
     )  # fmt: skip
-    options = (norm_eps, norm_group_size, norm_before_gate, dt_softplus, dt_limit, A_is_log, pad_slot_id, philox_rounds)
+    said = (norm_eps, norm_group_size, norm_before_gate, dt_softplus, dt_limit, A_is_log, pad_slot_id, philox_rounds, update_state)
+    options = Options(*said)
     more = (dst_state_indices, num_accepted_tokens, intermediate_states, intermediate_conv_window, intermediate_state_indices)
     if layer_tokens.asked_for(xBC, update_state, *more):
-        return Call(several.CALLER, (*given, *more), several.Options(*options, update_state), pdl)
-    return Call(CALLER, given, Options(*options), pdl)
+        return Call(several.CALLER, (*given, *more), options, pdl)
+    return Call(CALLER, given, options, pdl)
 
 
 def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
@@ -159,11 +147,6 @@ FAMILY = Family(
 )
 
 
-def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    eps, _, first, *rest = options
-    reference(views, eps, first, *rest, dtype=dtype)
-
-
 # torch.library: what torch.compile and opcheck see.
 _library = torch.library.Library("ssmgen", "FRAGMENT")
 _library.define(
@@ -176,16 +159,13 @@ _library.define(
 
 
 def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    limit = None if options.dt_limit is None else list(options.dt_limit)
-    torch.ops.ssmgen.mamba2_layer(*given, *options._replace(dt_limit=limit), pdl)
+    torch.ops.ssmgen.mamba2_layer(*given, *options.dispatched()[:-1], pdl)  # whose states are always updated
 
 
 @torch.library.impl(_library, "mamba2_layer", "CUDA")
 @torch.library.impl(_library, "mamba2_layer", "CPU")
 def _op(*args: Any) -> None:
-    options = Options(*args[len(NAMES) : -1])
-    limit = None if options.dt_limit is None else tuple(options.dt_limit)
-    CALLER.plan(args[: len(NAMES)], options._replace(dt_limit=limit), args[-1])()
+    CALLER.plan(args[: len(NAMES)], Options.received(args[len(NAMES) : -1]), args[-1])()
 
 
 @torch.library.register_fake("ssmgen::mamba2_layer", lib=_library)

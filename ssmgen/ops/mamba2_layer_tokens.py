@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import runtime
 from ..kernels.mamba2_layer_tokens import OPERATOR, Mamba2LayerTokensProblem
-from ..reference.mamba2_layer import mamba2_layer as reference
 from ..spec import Index, KernelSpec, Loads, PoolMode
 from . import checks, layer_tokens, layer_views
 from . import mamba2_layer_views as layer
 from .checks import DTYPES, INDEX
+from .mamba2_layer_views import Options, run_reference
 from .planning import Caller, Family
 
 NAMES = (*layer.NAMES, *layer_tokens.OPTIONAL)
-
-
-class Options(NamedTuple):
-    """What a call says beside its tensors."""
-
-    eps: float
-    group_size: int | None
-    norm_before_gate: bool
-    dt_softplus: bool
-    dt_limit: tuple[float, float] | None
-    A_is_log: bool
-    pad_slot_id: int
-    philox_rounds: int
-    update_state: bool
 
 
 def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
@@ -39,12 +25,7 @@ def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str])
     layer.check_options(named, options, problems)
     if not checks.check_tensors(named, problems):
         return {}
-    if named["xBC"].dim() != 3:
-        more = [f"{name} is given" for name in layer_tokens.OPTIONAL if name in named]
-        asked = " and ".join([*more, *([] if options.update_state is True else [f"update_state is {options.update_state!r}"])])
-        problems.append(f"xBC is {list(named['xBC'].shape)}, and {asked}, which is of several tokens: [batch, tokens, channels]")
-        return {}
-    if not layer.check_operands(named, options, problems):
+    if not layer_tokens.check_axis(named, "xBC", options.update_state, problems) or not layer.check_operands(named, options, problems):
         return {}
     if not layer_tokens.check_tokens(named, "xBC", "selective_state_update", options.update_state, problems):
         return {}
@@ -89,11 +70,6 @@ FAMILY = Family(
 )
 
 
-def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    eps, _, first, *rest = options
-    reference(views, eps, first, *rest, dtype=dtype)
-
-
 # torch.library: what torch.compile and opcheck see.
 _library = torch.library.Library("ssmgen", "FRAGMENT")
 _library.define(
@@ -107,16 +83,13 @@ _library.define(
 
 
 def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    limit = None if options.dt_limit is None else list(options.dt_limit)
-    torch.ops.ssmgen.mamba2_layer_tokens(*given, *options._replace(dt_limit=limit), pdl)
+    torch.ops.ssmgen.mamba2_layer_tokens(*given, *options.dispatched(), pdl)
 
 
 @torch.library.impl(_library, "mamba2_layer_tokens", "CUDA")
 @torch.library.impl(_library, "mamba2_layer_tokens", "CPU")
 def _op(*args: Any) -> None:
-    options = Options(*args[len(NAMES) : -1])
-    limit = None if options.dt_limit is None else tuple(options.dt_limit)
-    CALLER.plan(args[: len(NAMES)], options._replace(dt_limit=limit), args[-1])()
+    CALLER.plan(args[: len(NAMES)], Options.received(args[len(NAMES) : -1]), args[-1])()
 
 
 @torch.library.register_fake("ssmgen::mamba2_layer_tokens", lib=_library)

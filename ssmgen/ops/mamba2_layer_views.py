@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from ..reference.mamba2_layer import mamba2_layer as reference
 from . import checks, layer_views
 from . import selective_state_update_tokens as ssu
 from .checks import DTYPES, INDEX
@@ -20,14 +22,36 @@ REQUIRED = frozenset(("xBC", "state", "conv_state", "conv_weight", "dt", "A", "o
 TOKENWISE = ("xBC", "dt", "z", "out")
 
 
-def check_options(named: Mapping[str, Tensor], options: Any, problems: list[str]) -> None:
-    """options: those of either form."""
+class Options(NamedTuple):
+    """What a call says beside its tensors."""
 
+    eps: float
+    group_size: int | None
+    norm_before_gate: bool
+    dt_softplus: bool
+    dt_limit: tuple[float, float] | None
+    A_is_log: bool
+    pad_slot_id: int
+    philox_rounds: int
+    update_state: bool = True
+
+    def dispatched(self) -> tuple[Any, ...]:
+        """As torch's dispatcher takes them, which knows no tuples."""
+        return self._replace(dt_limit=None if self.dt_limit is None else list(self.dt_limit))
+
+    @classmethod
+    def received(cls, given: Sequence[Any]) -> Options:
+        """Of what the dispatcher gives."""
+        options = cls(*given)
+        return options._replace(dt_limit=None if options.dt_limit is None else tuple(options.dt_limit))
+
+
+def check_options(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> None:
     def number(value: object, kind: type | tuple[type, ...]) -> bool:
         return isinstance(value, kind) and not isinstance(value, bool)
 
-    update_state = options[8:]  # of several tokens only
-    ssu.check_options(named, (options.dt_softplus, options.dt_limit, options.pad_slot_id, options.philox_rounds, *update_state), problems)
+    update = (options.dt_softplus, options.dt_limit, options.pad_slot_id, options.philox_rounds, options.update_state)
+    ssu.check_options(named, update, problems)
     eps, size = options.eps, options.group_size
     if not number(eps, (int, float)) or not 0 <= eps < math.inf:
         problems.append(f"norm_eps is {eps!r}, not a number from 0 on")
@@ -37,7 +61,7 @@ def check_options(named: Mapping[str, Tensor], options: Any, problems: list[str]
     problems += [f"{name} is {value!r}, not True or False" for name, value in switches.items() if value not in (True, False)]
 
 
-def check_operands(named: Mapping[str, Tensor], options: Any, problems: list[str]) -> bool:
+def check_operands(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> bool:
     """Whether shapes fit: xBC is [batch, channels], or [batch, tokens, channels]. Adds to `problems` all that is wrong."""
     checks.check_common(named, "state", problems)
     state, xBC, window = named["state"], named["xBC"], named["conv_state"]
@@ -56,7 +80,7 @@ def check_operands(named: Mapping[str, Tensor], options: Any, problems: list[str
     return True
 
 
-def _check_shapes(named: Mapping[str, Tensor], options: Any, problems: list[str]) -> bool:
+def _check_shapes(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> bool:
     (_, H, P, N), (*rows, channels) = named["state"].shape, named["xBC"].shape
     inner = H * P
     groups, rest = divmod(channels - inner, 2 * N) if N else (0, 1)
@@ -81,7 +105,7 @@ def _check_shapes(named: Mapping[str, Tensor], options: Any, problems: list[str]
     return all([*fits, layer_views.check_channels(named, "xBC", groups, problems)])
 
 
-def with_heads(named: Mapping[str, Tensor], options: Any) -> dict[str, Tensor]:
+def with_heads(named: Mapping[str, Tensor], options: Options) -> dict[str, Tensor]:
     """z, out [batch(, tokens), H, P]; A, D, dt_bias [H, P]; norm_weight [groups, size]; rand_seed [slots]."""
     slots, H, P, _ = named["state"].shape
     size = size_of(named, options)
@@ -94,7 +118,7 @@ def with_heads(named: Mapping[str, Tensor], options: Any) -> dict[str, Tensor]:
     return views
 
 
-def size_of(views: Mapping[str, Tensor], options: Any) -> int:
+def size_of(views: Mapping[str, Tensor], options: Options) -> int:
     """Channels that are normed together: all of a row where no such number is given, or where what is given is none."""
     size, (_, H, P, _) = options.group_size, views["state"].shape
     return size if isinstance(size, int) and size > 0 else H * P
@@ -106,7 +130,7 @@ def lane_vector(views: Mapping[str, Tensor]) -> int:
     return min(16 // state.element_size(), state.shape[3] & -state.shape[3])
 
 
-def problem_fields(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Any) -> dict[str, Any]:
+def problem_fields(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> dict[str, Any]:
     """Of either problem: of the recurrence, but for the ways in which the state is read and written, and of the norm."""
     _, H, P, N = views["state"].shape
     normed = "norm_weight" in views
@@ -130,7 +154,12 @@ def problem_fields(views: Mapping[str, Tensor], pointers: Mapping[str, int], opt
     }
 
 
-def scalars(options: Any) -> dict[str, int | float]:
+def scalars(options: Options) -> dict[str, int | float]:
     """Arguments of kernels that the options say."""
     low, high = (0.0, 0.0) if options.dt_limit is None else options.dt_limit
     return {"pad_slot_id": options.pad_slot_id, "eps": float(options.eps), "dt_min": float(low), "dt_max": float(high)}
+
+
+def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
+    eps, _, first, *rest = options
+    reference(views, eps, first, *rest, dtype=dtype)
