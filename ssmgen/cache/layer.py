@@ -49,11 +49,10 @@ class Layer:
         return opened(self.root, *directory.relative_to(self.root).parts, make=make, believe=believe)
 
     def read(self, key: str, arch: Arch) -> Entry | None:
-        """The verified entry, or None. A damaged one counts as absent; the next write replaces it. Raises CacheError as `load` does."""
-        try:
+        """The verified entry, or None. One that cannot be used counts as absent; `load` says why."""
+        with contextlib.suppress(OSError, ValueError):
             return self.load(self.path(key, arch))
-        except (FileNotFoundError, ValueError):
-            return None
+        return None
 
     def load(self, path: Path) -> Entry:
         """The entry in one of this layer's files.

@@ -117,11 +117,13 @@ class Cache:
             return entry
         for layer in self.layers:
             try:
-                entry = layer.read(key, arch)
+                entry = layer.load(layer.path(key, arch))
+            except (FileNotFoundError, ValueError):
+                continue  # a damaged entry is replaced by the next write
             except CacheError as e:
                 self._warn(layer, e)
                 continue
-            if entry and (entry.source, entry.symbol) == (source, symbol):
+            if (entry.source, entry.symbol) == (source, symbol):
                 self._memory[key] = entry
                 return entry
         return None

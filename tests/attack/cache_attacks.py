@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import pickle
@@ -17,6 +18,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -317,13 +319,44 @@ def races(processes: int, directory: Path, seed: int = 0, keys: int = 6, at_once
     return {"processes": processes, "killed": killed, "warnings": warned, "wrong": report(wrong)}
 
 
+def forks(trials: int, directory: Path, seed: int = 0) -> dict[str, int]:
+    """Children forked while two threads compile, each of which compiles a kernel itself. With the compiler: the locks inside it count."""
+    rng, wrong, slowest = random.Random(seed), [], 0.0
+    compiler.build_id()
+    stop = threading.Event()
+
+    def compile_on(first: int) -> None:
+        cache = Cache(directory / "parent")
+        for number in itertools.count(first):
+            if stop.is_set():
+                return
+            cache.get(spec(number), ARCH)
+
+    threads = [threading.Thread(target=compile_on, args=(10_000 * n + 1,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for trial in range(trials):
+        time.sleep(rng.uniform(0, 0.1))
+        start = time.monotonic()
+        try:
+            if in_child(lambda trial=trial: Cache(directory / str(trial)).get(spec(5), ARCH)[1]):
+                wrong.append(f"trial {trial}: it was there already")
+        except ChildError as e:
+            wrong.append(f"trial {trial}: {e}")
+        slowest = max(slowest, time.monotonic() - start)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    return {"forks": trials, "slowest_seconds": round(slowest, 2), "wrong": report(wrong)}
+
+
 def report(wrong: list[str]) -> int:
     for text in wrong[:20]:
         print(text, file=sys.stderr)
     return len(wrong)
 
 
-CAMPAIGNS = {campaign.__name__: campaign for campaign in (kills, damage, races)}
+CAMPAIGNS = {campaign.__name__: campaign for campaign in (kills, damage, races, forks)}
 
 if __name__ == "__main__":
     name, count = sys.argv[1], int(sys.argv[2])

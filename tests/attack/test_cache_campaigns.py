@@ -6,7 +6,7 @@ import cache_attacks
 import pytest
 
 
-@pytest.mark.parametrize("name, trials", [("kills", 12), ("damage", 120), ("races", 16)])
+@pytest.mark.parametrize("name, trials", [("kills", 12), ("damage", 120), ("races", 16), ("forks", 4)])
 def test_campaign(tmp_path, name, trials):
     figures = cache_attacks.CAMPAIGNS[name](trials, tmp_path / "cache")
     print(figures)

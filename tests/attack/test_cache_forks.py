@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import threading
 import time
@@ -12,7 +11,6 @@ import cache_attacks as attacks
 import pytest
 from cache_attacks import ARCH, forked, in_child, result_of, spec, use_fake_compiler
 
-from ssmgen import compile as compiler
 from ssmgen.cache import Cache
 from ssmgen.cache.process_lock import lock_dir, process_lock, sweep
 from ssmgen.forks import whole
@@ -65,43 +63,6 @@ def test_child_that_lives_on_does_not_keep_the_lock(tmp_path, monkeypatch, kille
         waited = time.monotonic() - start
     os.kill(int(told.read_text()), signal.SIGKILL)  # which raises if it is not there
     assert waited < 2
-
-
-def test_fork_waits_for_compilers_and_the_child_can_compile(tmp_path):
-    """Locks inside NVRTC cannot be reset: forked in the middle of it, a child would hang in its own first compilation."""
-    compiler.build_id()
-
-    def work() -> list[bool]:
-        stop = threading.Event()
-
-        def compile_on(first: int) -> None:
-            cache = Cache(tmp_path / str(first))
-            number = first
-            while not stop.is_set():
-                cache.get(spec(number), ARCH)
-                number += 1
-
-        threads = [threading.Thread(target=compile_on, args=(1000 * n + 1,), daemon=True) for n in range(2)]
-        for thread in threads:
-            thread.start()
-        time.sleep(0.2)
-
-        def child() -> bool:
-            signal.alarm(30)
-            return not Cache(tmp_path / "child").get(spec(5), ARCH)[1]
-
-        done = []
-        for n in range(4):
-            time.sleep(0.011 * n)
-            pid = forked(child)
-            done.append(result_of(pid))
-            shutil.rmtree(tmp_path / "child")
-        stop.set()
-        for thread in threads:
-            thread.join()
-        return done
-
-    assert in_child(work) == [True] * 4
 
 
 def test_fork_from_the_thread_that_compiles_does_not_wait_for_itself():

@@ -13,7 +13,7 @@ from cache_attacks import ARCH, NOBODY, got, in_child, public_directory, spec, u
 from click.testing import CliRunner
 
 import ssmgen
-from ssmgen import config
+from ssmgen import config, tuned
 from ssmgen.cache import Cache, shared_cache
 from ssmgen.cli import main
 from ssmgen.errors import SsmgenError
@@ -133,3 +133,19 @@ def test_directory_of_bytes_that_are_no_text(tmp_path):
     done = subprocess.run([sys.executable, "-m", "ssmgen", "cache", "path"], env=env, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(b"\\udcff\\x1b\n")
+
+
+def test_tuned_variants_where_nothing_can_be(monkeypatch):
+    """Choices come from the package's tables; that there is a place for the user's cannot even be asked."""
+    for place in ("/tmp/" + "x" * 300, "/dev/null/cache", "/tmp/a\0b"):
+        monkeypatch.setattr(config, "cache_dir", lambda place=place: Path(place))
+        tuned.forget()
+        assert tuned.gpus(ARCH) and all(tuned.rows_of(gpu) for gpu in tuned.gpus(ARCH))
+    tuned.forget()
+
+
+def test_tuned_variants_make_private_directories_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(config, "cache_dir", lambda: tmp_path / "deep" / "cache")
+    in_child(lambda: tuned.write(tuned.overlay_path("NVIDIA X"), "NVIDIA X", []), umask=0)
+    assert all(path.stat().st_mode & 0o777 == 0o700 for path in (tmp_path / "deep").rglob("*") if path.is_dir())
+    assert tuned.rows_of("NVIDIA X") == {}
