@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import config
-from ..cache import distrust
+from ..cache import distrust, make_private
 from ..errors import SpecError, SsmgenError
 from ..kernels import FAMILIES
 from ..render import code_digest
@@ -116,7 +116,7 @@ def write(path: Path, gpu: str, rows: Iterable[Row]) -> None:
     lines = ",\n".join(json.dumps(asdict(row)) for row in ordered)  # a row to a line: a review shows which changed
     text = f'{{"schema": {SCHEMA}, "gpu": {json.dumps(gpu)}, "rows": [\n{lines}\n]}}\n'
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(path.parent)
         fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tuned-")
         with os.fdopen(fd, "w") as file:
             os.fchmod(fd, 0o644)  # data: that it may be read is for its directory to say
@@ -130,7 +130,7 @@ def rows_of(gpu: str) -> dict[tuple[str, str, bool, int], Row]:
     """The rows for a GPU by key, the user's over the package's. A user's table that cannot be read is left out, with a warning."""
     found = read(SHIPPED / file_name(gpu))
     overlay = overlay_path(gpu)
-    if overlay is not None and overlay.exists():
+    if overlay is not None and os.path.exists(overlay):  # False, too, where it cannot be searched for
         try:
             if reason := distrust(overlay.parent):
                 raise TableError(reason)
@@ -153,7 +153,7 @@ def _gpu_of(path: Path) -> str | None:
 def gpus(arch: Arch | None = None) -> tuple[str, ...]:
     """Names of the GPUs, of an architecture, that there are tables for."""
     own = config.cache_dir()
-    places = [place for place in (SHIPPED, own and own / "tuned") if place and place.is_dir()]
+    places = [place for place in (SHIPPED, own and own / "tuned") if place and os.path.isdir(place)]
     found = dict.fromkeys(gpu for place in places for file in sorted(place.glob("*.json")) if (gpu := _gpu_of(file)))
     return tuple(gpu for gpu in found if arch is None or any(Arch.parse(row.arch).number == arch.number for row in rows_of(gpu).values()))
 
