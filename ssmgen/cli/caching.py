@@ -81,7 +81,7 @@ def _remove(max_bytes: float, stale_seconds: float) -> None:
         raise CacheError("the cache", "has no directory that this user may write; nothing was removed")
     locks = sweep()
     removed, freed = collect_garbage(layer, max_bytes, stale_seconds)
-    click.echo(f"removed {removed + locks} files, {freed / 2**20:.1f} MiB")
+    click.echo(f"removed {removed} files, {freed / 2**20:.1f} MiB" + (f", and {locks} locks of dead processes" if locks else ""))
 
 
 def _shown(text: Any) -> str:

@@ -130,7 +130,7 @@ def rows_of(gpu: str) -> dict[tuple[str, str, bool, int], Row]:
     """The rows for a GPU by key, the user's over the package's. A user's table that cannot be read is left out, with a warning."""
     found = read(SHIPPED / file_name(gpu))
     overlay = overlay_path(gpu)
-    if overlay is not None and os.path.exists(overlay):  # False, too, where it cannot be searched for
+    if overlay is not None and overlay.exists():
         try:
             if reason := distrust(overlay.parent):
                 raise TableError(reason)
@@ -153,7 +153,7 @@ def _gpu_of(path: Path) -> str | None:
 def gpus(arch: Arch | None = None) -> tuple[str, ...]:
     """Names of the GPUs, of an architecture, that there are tables for."""
     own = config.cache_dir()
-    places = [place for place in (SHIPPED, own and own / "tuned") if place and os.path.isdir(place)]
+    places = [place for place in (SHIPPED, own and own / "tuned") if place and place.is_dir()]
     found = dict.fromkeys(gpu for place in places for file in sorted(place.glob("*.json")) if (gpu := _gpu_of(file)))
     return tuple(gpu for gpu in found if arch is None or any(Arch.parse(row.arch).number == arch.number for row in rows_of(gpu).values()))
 

@@ -132,8 +132,7 @@ def odd_cache(own_cache):
         ("env", 0, "cache_layers"),
     ],
 )
-def test_commands(odd_cache, monkeypatch, tmp_path, command, code, says):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # locks are swept, too
+def test_commands(odd_cache, command, code, says):
     done = CliRunner().invoke(main, command.split())
     assert done.exit_code == code and says in done.output, done.output
     assert done.exception is None or isinstance(done.exception, SystemExit)
@@ -141,14 +140,13 @@ def test_commands(odd_cache, monkeypatch, tmp_path, command, code, says):
 
 
 @pytest.mark.parametrize("size, code", [("nan", 2), ("-1", 2), ("x", 2), ("inf", 0), ("1e308", 0), ("1e400", 0), ("0.5", 0)])
-def test_size_to_keep(odd_cache, monkeypatch, tmp_path, size, code):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def test_size_to_keep(odd_cache, size, code):
     done = CliRunner().invoke(main, ["cache", "gc", "--max-mib", size])
     assert done.exit_code == code and (done.exception is None or isinstance(done.exception, SystemExit)), done.output
     assert len(list(Layer(odd_cache).files())) == (1 if code == 0 else len(HEADERS) + 3)
 
 
-def test_clearing_what_may_not_be_written_fails(own_cache, monkeypatch):
+def test_clearing_what_may_not_be_written_fails(own_cache):
     Layer(own_cache).write(entry(0))
     own_cache.chmod(0o777)
     with pytest.warns(UserWarning, match="writable by everyone"):

@@ -135,15 +135,6 @@ def test_directory_of_bytes_that_are_no_text(tmp_path):
     assert done.stdout.endswith(b"\\udcff\\x1b\n")
 
 
-def test_tuned_variants_where_nothing_can_be(monkeypatch):
-    """Choices come from the package's tables; that there is a place for the user's cannot even be asked."""
-    for place in ("/tmp/" + "x" * 300, "/dev/null/cache", "/tmp/a\0b"):
-        monkeypatch.setattr(config, "cache_dir", lambda place=place: Path(place))
-        tuned.forget()
-        assert tuned.gpus(ARCH) and all(tuned.rows_of(gpu) for gpu in tuned.gpus(ARCH))
-    tuned.forget()
-
-
 def test_tuned_variants_make_private_directories_only(tmp_path, monkeypatch):
     monkeypatch.setattr(config, "cache_dir", lambda: tmp_path / "deep" / "cache")
     in_child(lambda: tuned.write(tuned.overlay_path("NVIDIA X"), "NVIDIA X", []), umask=0)
