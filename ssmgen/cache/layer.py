@@ -30,9 +30,6 @@ class Place:
     descriptor: int | None  # None: it cannot be opened
     wrong: str | None  # why nothing in it is believed
 
-    def files(self) -> list[Path]:
-        return [self.path / name for name in sorted(os.listdir(self.descriptor))] if self.descriptor is not None else []
-
 
 class Layer:
     """A directory that is read, and perhaps written. Nothing is kept open, and nothing is believed because it was right before."""
@@ -132,8 +129,8 @@ class Layer:
     def files(self) -> Iterator[Path]:
         """Whatever has the name of an entry, where one would lie."""
         for place in self.places():
-            if place.depth == _LEAF:
-                yield from (path for path in place.files() if path.suffix == SUFFIX)
+            if place.depth == _LEAF and place.descriptor is not None:
+                yield from (place.path / name for name in sorted(os.listdir(place.descriptor)) if name.endswith(SUFFIX))
 
     def entries(self) -> Iterator[tuple[Path, Entry]]:
         """(file, entry) of every one that can be used."""

@@ -104,7 +104,7 @@ class Cache:
                 if self.writable:
                     try:
                         self.writable.write(entry)
-                    except CacheError as e:
+                    except OSError as e:
                         self._warn(self.writable, e)
             return entry, False
 
