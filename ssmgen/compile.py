@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 
 from .errors import CompileError, CompilerMissingError
+from .forks import whole
 from .spec import Arch
 
 # fmad=false: a contraction that the compiler finds in one variant and not in another would change bits. Sources say fmaf.
@@ -122,6 +123,7 @@ class _Output:
     log: str
 
 
+@whole()
 def _run(source: str, options: tuple[str, ...], spec: str, want: str) -> _Output:
     nvrtc = _nvrtc()
     ok = nvrtc.nvrtcResult.NVRTC_SUCCESS

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from .errors import ConfigError
+
 VARIABLES = {
     "SSMGEN_CACHE_DIR": "directory that compiled kernels are read from and written to (default: $XDG_CACHE_HOME/ssmgen or ~/.cache/ssmgen)",
     "SSMGEN_CACHE_PATH": "read-only cache directories that are searched first, separated by ':'",
@@ -14,10 +16,11 @@ VARIABLES = {
 
 
 def cache_dir() -> Path | None:
-    """The writable cache directory; None when there is no home to put it in."""
+    """The writable cache directory; None when there is no home to put it in. Raises ConfigError."""
     if given := os.environ.get("SSMGEN_CACHE_DIR"):
-        return Path(given)
-    if xdg := os.environ.get("XDG_CACHE_HOME"):
+        return _directory("SSMGEN_CACHE_DIR", given)
+    xdg = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(xdg):  # the XDG specification has others ignored
         return Path(xdg) / "ssmgen"
     try:
         home = Path.home()
@@ -27,13 +30,23 @@ def cache_dir() -> Path | None:
 
 
 def read_only_layers() -> list[Path]:
-    return [Path(p) for p in os.environ.get("SSMGEN_CACHE_PATH", "").split(os.pathsep) if p]
+    """The directories that are searched first. Raises ConfigError."""
+    return [_directory("SSMGEN_CACHE_PATH", p) for p in os.environ.get("SSMGEN_CACHE_PATH", "").split(os.pathsep) if p]
+
+
+def _directory(variable: str, text: str) -> Path:
+    """With ~ and ~user as a shell has them: quoted, or in a container's ENV, no shell has replaced them."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ConfigError(variable, text, "names a home directory that does not exist") from None
 
 
 def may_compile() -> bool:
+    """Raises ConfigError."""
     value = os.environ.get("SSMGEN_COMPILE", "allow")
     if value not in ("allow", "deny"):
-        raise ValueError(f"SSMGEN_COMPILE={value!r} is neither allow nor deny")
+        raise ConfigError("SSMGEN_COMPILE", value, "is neither allow nor deny")
     return value == "allow"
 
 

@@ -36,6 +36,9 @@ def describe() -> dict[str, Any]:
         ]
     except (ImportError, RuntimeError) as e:
         facts["devices"] = str(e)
-    facts["cache_layers"] = [str(layer.root) for layer in shared_cache().layers]
+    try:
+        facts["cache_layers"] = [str(layer.root) for layer in shared_cache().layers]
+    except SsmgenError as e:
+        facts["cache_layers"] = str(e)
     facts["variables"] = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     return facts

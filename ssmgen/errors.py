@@ -96,6 +96,21 @@ class NotBuiltError(SsmgenError):
         )
 
 
+class CacheError(SsmgenError, OSError):
+    """A file or directory of a cache cannot be used as asked. Calls do without it, with a warning; commands that are about it fail."""
+
+    def __init__(self, path: object, reason: str):
+        super().__init__(f"{path} {reason}")
+        self.path, self.reason = str(path), reason
+
+
+class ConfigError(SsmgenError, ValueError):
+    """An environment variable has a value that means nothing."""
+
+    def __init__(self, name: str, value: str, problem: str):
+        super().__init__(f"{name}={value!r} {problem}.\nSet it to something else, or unset it.")
+
+
 class CaptureError(SsmgenError):
     """A kernel would have to be compiled or loaded while a CUDA graph is being captured."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jinja2
 
+from .forks import whole
 from .spec import SM90, Arch, DType, KernelSpec, Loads, Pdl
 
 PDL_WAIT = "griddepcontrol.wait"
@@ -35,6 +36,7 @@ def _environment() -> jinja2.Environment:
     )
 
 
+@whole()
 def render(spec: KernelSpec, arch: Arch) -> str:
     """The kernel's source text. Raises SpecError if the spec is not legal for the architecture."""
     spec.check(arch)

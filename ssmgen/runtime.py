@@ -308,7 +308,9 @@ _tables: weakref.WeakSet[Table] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
-    # CUDA handles do not survive a fork.
+    # CUDA handles do not survive a fork, and nobody lets go of a lock that another thread held.
+    global _load_lock
+    _load_lock = threading.Lock()
     _kernels.clear()
     for table in _tables:
         table.clear()

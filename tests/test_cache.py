@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from ssmgen import cache as caching
+import ssmgen
 from ssmgen import compile as compiler
-from ssmgen.cache import Cache, Entry, Layer, cache_key, collect_garbage, distrust, verify
+from ssmgen.cache import Cache, Entry, Layer, cache_key, collect_garbage, distrust, process_lock, verify
 from ssmgen.errors import NotBuiltError
 from ssmgen.kernels.slot_copy import SlotCopySpec
 from ssmgen.render import render
 from ssmgen.spec import Arch
 
 ARCH = Arch.parse("sm_90a")
-ROOT = Path(caching.__file__).parent.parent
+ROOT = Path(ssmgen.__file__).parent.parent
 ROOT_USER = os.getuid() == 0
 
 
@@ -230,15 +230,15 @@ def test_killed_at_any_instant(tmp_path):
 
 def test_lock_holder_that_hangs_is_not_waited_for_forever(tmp_path, monkeypatch, sound):
     holder = run(
-        "import fcntl, sys, time\nfrom ssmgen import cache\nfrom pathlib import Path\n"
+        "import time\nfrom ssmgen import cache\nfrom ssmgen.cache.process_lock import process_lock\n"
         "from ssmgen.kernels.slot_copy import SlotCopySpec\nfrom ssmgen.spec import Arch\n"
         "key, _ = cache.shared_cache()._key(SlotCopySpec(slot_bytes=16*1024, threads=128), Arch.parse('sm_90a'))\n"
-        "with cache._process_lock(key):\n    print('held', flush=True)\n    time.sleep(60)\n",
+        "with process_lock(key):\n    print('held', flush=True)\n    time.sleep(60)\n",
         tmp_path,
         wait=False,
     )
     assert holder.stdout.readline() == "held\n"
-    monkeypatch.setattr(caching, "LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(process_lock, "LOCK_SECONDS", 0.2)
     start = time.monotonic()
     assert Cache(tmp_path).get(spec(), ARCH)[0].cubin == sound
     assert time.monotonic() - start < 20
@@ -247,7 +247,7 @@ def test_lock_holder_that_hangs_is_not_waited_for_forever(tmp_path, monkeypatch,
 
 
 def test_without_a_lock_directory(tmp_path, monkeypatch, sound):
-    monkeypatch.setattr(caching, "_lock_dir", lambda: None)
+    monkeypatch.setattr(process_lock, "lock_dir", lambda: None)
     assert Cache(tmp_path).get(spec(), ARCH)[0].cubin == sound
 
 

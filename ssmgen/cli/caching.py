@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+from typing import Any
 
 import click
 
 from ..cache import collect_garbage, shared_cache, verify
+from ..cache.layer import STALE_SECONDS
+from ..cache.process_lock import sweep
+from ..errors import CacheError
 from .options import EXIT_FAILURE, json_option
 
 
@@ -20,15 +25,15 @@ def cache() -> None:
 def cache_path() -> None:
     """Print the directories in the order in which they are searched."""
     for layer in shared_cache().layers:
-        click.echo(layer.root)
+        click.echo(_shown(layer.root))
 
 
 @cache.command("ls")
 @json_option
 def cache_ls(as_json: bool) -> None:
-    """List the entries."""
+    """List the entries that can be used."""
     rows = [
-        {"path": str(path), "bytes": path.stat().st_size, "name": e.symbol, "arch": e.arch, "compiler": e.compiler, "spec": e.spec}
+        {"path": str(path), "bytes": len(e.to_bytes()), "name": e.symbol, "arch": e.arch, "compiler": e.compiler, "spec": e.spec}
         for layer in shared_cache().layers
         for path, e in layer.entries()
     ]
@@ -41,28 +46,44 @@ def cache_ls(as_json: bool) -> None:
 
 @cache.command("verify")
 def cache_verify() -> None:
-    """Check every entry's digest and key. Exits with 1 when one is damaged; it will be replaced when it is needed."""
+    """Check every entry's digest and key, and who may write it. Exits with 1 when one cannot be used; it is replaced when it is needed."""
     wrong = [item for layer in shared_cache().layers for item in verify(layer)]
     for path, reason in wrong:
-        click.echo(f"{path}: {reason}")
+        click.echo(_shown(f"{path}: {reason}"))
     click.echo(f"{len(wrong)} damaged", err=True)
     sys.exit(EXIT_FAILURE if wrong else 0)
 
 
+def _number(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    if math.isnan(value):
+        raise click.BadParameter("nan is no size")
+    return value
+
+
 @cache.command("gc")
-@click.option("--max-mib", type=click.FloatRange(0), default=256, show_default=True, help="Keep at most this much.")
+@click.option(
+    "--max-mib", type=click.FloatRange(0), callback=_number, default=256, show_default=True, help="Keep at most this much; inf for all."
+)
 def cache_gc(max_mib: float) -> None:
     """Remove damaged entries, leftovers of dead processes, and the oldest entries beyond --max-mib."""
-    _remove(int(max_mib * 2**20))
+    _remove(max_mib * 2**20, STALE_SECONDS)
 
 
 @cache.command("clear")
 def cache_clear() -> None:
-    """Remove every entry of the writable cache."""
-    _remove(0)
+    """Remove every entry of the writable cache, and what processes left that died."""
+    _remove(0, -math.inf)
 
 
-def _remove(max_bytes: int) -> None:
+def _remove(max_bytes: float, stale_seconds: float) -> None:
     layer = shared_cache().writable
-    removed, freed = collect_garbage(layer, max_bytes) if layer else (0, 0)
-    click.echo(f"removed {removed} files, {freed / 2**20:.1f} MiB")
+    if layer is None:
+        raise CacheError("the cache", "has no directory that this user may write; nothing was removed")
+    locks = sweep()
+    removed, freed = collect_garbage(layer, max_bytes, stale_seconds)
+    click.echo(f"removed {removed} files, {freed / 2**20:.1f} MiB" + (f", and {locks} locks of dead processes" if locks else ""))
+
+
+def _shown(text: Any) -> str:
+    """Names of files may hold anything; what a terminal would obey, or cannot show, is escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import config
-from ..cache import distrust
+from ..cache import distrust, make_private
 from ..errors import SpecError, SsmgenError
 from ..kernels import FAMILIES
 from ..render import code_digest
@@ -116,7 +116,7 @@ def write(path: Path, gpu: str, rows: Iterable[Row]) -> None:
     lines = ",\n".join(json.dumps(asdict(row)) for row in ordered)  # a row to a line: a review shows which changed
     text = f'{{"schema": {SCHEMA}, "gpu": {json.dumps(gpu)}, "rows": [\n{lines}\n]}}\n'
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(path.parent)
         fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tuned-")
         with os.fdopen(fd, "w") as file:
             os.fchmod(fd, 0o644)  # data: that it may be read is for its directory to say

@@ -1,0 +1,193 @@
+"""The cache of a process: memory, then layers, then the compiler."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+
+from .. import compile as compiler
+from .. import config
+from ..errors import CacheError, NotBuiltError
+from ..render import render
+from ..spec import Arch, KernelSpec
+from .entry import MAX_HEADER_BYTES, Entry, cache_key
+from .layer import Layer
+from .process_lock import process_lock
+
+
+class Cache:
+    """Memory, then read-only layers, then the user's directory, then the compiler."""
+
+    def __init__(self, writable: Path | None, read_only: Iterable[Path] = ()):
+        self._memory: dict[str, Entry] = {}
+        self._warned: set[Path | None] = set()  # roots; one warning each
+        self._compiler_build: str | None = None
+        self._renew_locks()
+        _caches.add(self)
+        self.writable = None if writable is None else Layer(writable)
+        self.read_only = [layer for layer in map(Layer, read_only) if self._usable(layer)]
+        if self.writable is None:
+            self._warn(None, "there is no home directory; set SSMGEN_CACHE_DIR")
+        elif not self._usable(self.writable, missing=True):
+            self.writable = None
+
+    def _renew_locks(self) -> None:
+        self._locks: dict[str, threading.Lock] = {}
+        self._mutex = threading.Lock()
+
+    @classmethod
+    def from_environment(cls) -> Cache:
+        return cls(config.cache_dir(), config.read_only_layers())
+
+    def _usable(self, layer: Layer, missing: bool = False) -> bool:
+        """Whether its root is believed, or missing and may be; else there is a warning. A first look: each use checks what it opens."""
+        try:
+            with layer.opened(layer.root):
+                return True
+        except FileNotFoundError:
+            if missing:
+                return True
+            self._warn(layer, "it does not exist")
+        except CacheError as e:
+            self._warn(layer, e)
+        return False
+
+    def _warn(self, layer: Layer | None, reason: object) -> None:
+        if (root := layer and layer.root) in self._warned:
+            return
+        self._warned.add(root)
+        what = "keeps compiled kernels in memory only" if layer in (None, self.writable) else f"ignores the cache layer {root}"
+        warnings.warn(f"ssmgen {what}: {reason}", stacklevel=2)
+
+    @property
+    def layers(self) -> list[Layer]:
+        return [*self.read_only, *([self.writable] if self.writable else [])]
+
+    def get(self, spec: KernelSpec, arch: Arch) -> tuple[Entry, bool]:
+        """(entry, whether it was there already); compiles on a miss.
+
+        Raises SpecError, CompileError, CompilerMissingError, ConfigError; NotBuiltError under SSMGEN_COMPILE=deny.
+        """
+        key, source = self._key(spec, arch)
+        with self._mutex:
+            lock = self._locks.setdefault(key, threading.Lock())
+        with lock:
+            if entry := self._look_up(key, source, spec.name, arch):
+                return entry, True
+            if not config.may_compile():
+                raise NotBuiltError(str(spec), str(arch))
+            with process_lock(key):
+                entry = self._look_up(key, source, spec.name, arch)  # another process may have just built it
+                if entry:
+                    return entry, True
+                done = compiler.compile_cubin(source, arch, str(spec))
+                entry = Entry(
+                    key=key,
+                    spec=str(spec),
+                    symbol=spec.name,
+                    arch=str(arch),
+                    compiler=self.compiler_build(),
+                    options=compiler.options_for(arch),
+                    resources=done.resources,
+                    seconds=done.seconds,
+                    source=source,
+                    cubin=done.cubin,
+                )
+                self._memory[key] = entry
+                if self.writable:
+                    try:
+                        self.writable.write(entry)
+                    except OSError as e:
+                        self._warn(self.writable, e)
+            return entry, False
+
+    def _key(self, spec: KernelSpec, arch: Arch) -> tuple[str, str]:
+        source = render(spec, arch)
+        return cache_key(source, compiler.options_for(arch), arch, self.compiler_build()), source
+
+    def _look_up(self, key: str, source: str, symbol: str, arch: Arch) -> Entry | None:
+        if entry := self._memory.get(key):
+            return entry
+        for layer in self.layers:
+            try:
+                entry = layer.load(layer.path(key, arch))
+            except (FileNotFoundError, ValueError):
+                continue  # a damaged entry is replaced by the next write
+            except CacheError as e:
+                self._warn(layer, e)
+                continue
+            if (entry.source, entry.symbol) == (source, symbol):
+                self._memory[key] = entry
+                return entry
+        return None
+
+    def compiler_build(self) -> str:
+        """NVRTC's build id, remembered next to the entries so that a warm start skips the 120 ms of asking NVRTC."""
+        if self._compiler_build is None:
+            self._compiler_build = self._remembered_build() or self._ask_build()
+        return self._compiler_build
+
+    def _build_note(self) -> tuple[Path, str] | None:
+        """(file, identity of the library in use)"""
+        if not self.writable:
+            return None
+        path = compiler.library_path()
+        try:
+            info = os.stat(path)
+        except OSError:
+            return None
+        identity = f"{path}\n{info.st_size}\n{info.st_mtime_ns}"
+        return self.writable.version_dir / f"nvrtc-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json", identity
+
+    def _remembered_build(self) -> str | None:
+        if note := self._build_note():
+            path, identity = note
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+                told = json.loads(self.writable.read_file(path, MAX_HEADER_BYTES))
+                build = told["build"]
+                if told["library"] == identity and isinstance(build, str) and build.strip() and build.isascii() and build.isprintable():
+                    return build
+        return None
+
+    def _ask_build(self) -> str:
+        build = compiler.build_id()
+        if note := self._build_note():
+            path, identity = note
+            try:
+                self.writable.publish(path, json.dumps({"library": identity, "build": build}).encode())
+            except CacheError as e:
+                self._warn(self.writable, e)
+        return build
+
+
+_caches: weakref.WeakSet[Cache] = weakref.WeakSet()
+_shared: tuple[tuple, Cache] | None = None
+_shared_mutex = threading.Lock()
+
+
+def shared_cache() -> Cache:
+    """The process's cache; made anew when the environment variables that describe it change."""
+    global _shared
+    described = (config.cache_dir(), tuple(config.read_only_layers()))
+    with _shared_mutex:
+        if _shared is None or _shared[0] != described:
+            _shared = described, Cache.from_environment()
+        return _shared[1]
+
+
+def _renew_locks_in_child() -> None:
+    """What other threads held when the process was forked, nobody will let go of."""
+    global _shared_mutex
+    _shared_mutex = threading.Lock()
+    for cache in _caches:
+        cache._renew_locks()
+
+
+os.register_at_fork(after_in_child=_renew_locks_in_child)

@@ -1,0 +1,139 @@
+"""Files and directories that only this user and root may have written.
+
+A cubin is code, so owner and mode are checked each time, on the very descriptor that is then read or written through: what lies under
+a path may have been exchanged since. The cache's root may be a link that the user made; below it no link is followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from itertools import takewhile
+from pathlib import Path
+
+from ..errors import CacheError
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # opening a FIFO must not wait for its writer
+_LINK = "is a link, and below the root of a cache none is followed"
+
+
+def doubt(info: os.stat_result) -> str | None:
+    """Why what has this owner and mode is not believed, or None."""
+    if info.st_uid not in (0, os.geteuid()):
+        return f"belongs to user {info.st_uid}"
+    if info.st_mode & stat.S_IWOTH:
+        return "is writable by everyone"
+    return None
+
+
+def distrust(path: Path) -> str | None:
+    """Why a directory must not be used, or None: only this user and root may own it, and not everyone may write there."""
+    try:
+        with opened(path):
+            return None
+    except OSError as e:
+        return str(e)
+
+
+def make_private(path: Path) -> None:
+    """Makes a directory and those that are missing above it, each with mode 0700 whatever the umask. Raises OSError."""
+    for directory in reversed([path, *takewhile(lambda parent: not parent.exists(), path.parents)]):
+        make_one(directory)
+
+
+def make_one(path: Path | str, parent: int | None = None) -> None:
+    """Makes a directory, unless something has that name already, with mode 0700. Raises OSError."""
+    try:
+        os.mkdir(path, 0o700, dir_fd=parent)
+    except FileExistsError:
+        return
+    if os.stat(path, dir_fd=parent, follow_symlinks=False).st_mode & 0o700 != 0o700:  # the umask took from the owner, too
+        os.chmod(path, 0o700, dir_fd=parent)
+
+
+@contextlib.contextmanager
+def opened(root: Path, *below: str, make: bool = False, believe: bool = False) -> Iterator[int]:
+    """A descriptor of the directory root/below/…, every level of which is checked.
+
+    make: what is missing is made. believe: owners and modes are not looked at (to remove things).
+    Raises FileNotFoundError if there is none, else CacheError that names the level and what is wrong with it.
+    """
+    with contextlib.ExitStack() as levels:
+        path, fd = root, None
+        for name in ("", *below):
+            path = root / name if fd is None else path / name
+            fd = open_directory(path, fd, make)
+            levels.callback(os.close, fd)
+            if not believe and (reason := doubt(os.fstat(fd))):
+                raise CacheError(path, reason)
+        yield fd
+
+
+def open_directory(path: Path, parent: int | None, make: bool = False) -> int:
+    """A descriptor of a directory: of the root of a cache, or of the directory of that name in `parent`. Raises as `opened` does."""
+    name, flags = (path, _DIRECTORY) if parent is None else (path.name, _DIRECTORY | os.O_NOFOLLOW)
+    try:
+        try:
+            return os.open(name, flags, dir_fd=parent)
+        except FileNotFoundError:
+            if not make:
+                raise
+        if parent is None:
+            make_private(path)
+        else:
+            make_one(name, parent)
+        return os.open(name, flags, dir_fd=parent)
+    except (OSError, ValueError) as e:  # ValueError: a NUL in the path
+        if isinstance(e, FileNotFoundError) and not make:
+            raise
+        if parent is not None and os.path.islink(path):
+            raise CacheError(path, _LINK) from e
+        raise CacheError(path, f"cannot be {'made' if make else 'opened'}: {sentence(e)}") from e
+
+
+def read_file(name: str, directory: int, limit: int) -> bytes:
+    """A regular file of this user or of root, of at most `limit` bytes. Raises OSError; ValueError, in words, for anything else."""
+    try:
+        fd = os.open(name, _FILE, dir_fd=directory)
+    except OSError as e:
+        if e.errno in (errno.ELOOP, errno.ENXIO):
+            raise ValueError(_LINK if e.errno == errno.ELOOP else "is not a regular file") from e
+        raise
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise ValueError("is not a regular file")
+        if reason := doubt(info):
+            raise ValueError(reason)
+        if info.st_size > limit:
+            raise ValueError(f"has {info.st_size} bytes, and {limit} at most are read")
+        with open(fd, "rb", closefd=False) as file:
+            return file.read(info.st_size)
+    finally:
+        os.close(fd)
+
+
+def publish(name: str, directory: int, data: bytes, prefix: str) -> None:
+    """Writes a file at once: a reader sees the old one or the new one. Raises OSError; then nothing is visible."""
+    temporary = prefix + os.urandom(8).hex()
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=directory)
+    try:
+        with open(fd, "wb") as file:
+            os.fchmod(fd, 0o600)  # a umask may have taken from the owner
+            file.write(data)
+            file.flush()
+            os.fsync(fd)
+        os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=directory)
+        raise
+
+
+def sentence(error: Exception) -> str:
+    """What an exception of the system says, without its number and path."""
+    return getattr(error, "strerror", None) or str(error)

@@ -1,0 +1,52 @@
+"""Finding and removing what cannot be used, or is too much."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from ..errors import CacheError, bullets
+from .layer import STALE_SECONDS, Layer
+
+
+def verify(layer: Layer) -> list[tuple[Path, str]]:
+    """(file or directory, what is wrong) for everything in the place of an entry or of its directories that cannot be used."""
+    wrong = [(place.path, place.wrong) for place in layer.places() if place.wrong]
+    for path in layer.files():
+        try:
+            layer.load(path)
+        except FileNotFoundError:
+            continue  # another process has just removed it
+        except (OSError, ValueError) as e:
+            wrong.append((path, str(e)))
+    return wrong
+
+
+def collect_garbage(layer: Layer, max_bytes: float, stale_seconds: float = STALE_SECONDS) -> tuple[int, int]:
+    """Removes damaged entries, then the least recently changed ones, until `max_bytes` remain: (files removed, bytes removed).
+
+    Temporary files older than `stale_seconds` go, too. Raises CacheError that lists what could not be removed, after removing the rest.
+    """
+    removed = freed = 0
+    sizes = []
+    damaged = {path for path, _ in verify(layer)}
+    for path in layer.files():
+        with contextlib.suppress(OSError):
+            info = path.lstat()
+            sizes.append((path not in damaged, info.st_mtime, info.st_size, path))
+    total = sum(size for *_, size, _ in sizes)
+    left = []
+    for sound, _, size, path in sorted(sizes):
+        if sound and total <= max_bytes:
+            break
+        try:
+            layer.remove(path)
+            removed, freed, total = removed + 1, freed + size, total - size
+        except FileNotFoundError:
+            total -= size  # another process was first
+        except CacheError as e:
+            left.append(str(e))
+    removed += layer.sweep(stale_seconds)
+    if left:
+        raise CacheError(layer.root, f"has {len(left)} files that stay ({removed} were removed):\n{bullets(left)}")
+    return removed, freed
