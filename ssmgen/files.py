@@ -17,8 +17,8 @@ MAX_BYTES = 32 * 2**20  # of a file and of what it unpacks to; the largest that 
 GZIP = b"\x1f\x8b"
 
 
-class FolderError(SsmgenError):
-    """A directory cannot be read or written."""
+class FileError(SsmgenError):
+    """A file or directory cannot be read or written."""
 
 
 def read_json(path: Path, regular: bool = True) -> Any:

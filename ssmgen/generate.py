@@ -15,7 +15,7 @@ from . import registry
 from .build import specs_for
 from .compile import Resources
 from .errors import DriftError, SpillError, SsmgenError, bullets
-from .files import FolderError, plain
+from .files import FileError, plain
 from .kernels import OPERATOR_OF
 from .kernels.causal_conv1d import ConvLayout, ConvProblem
 from .kernels.causal_conv1d_update import Advance, Saved, StateLayout, UpdateProblem
@@ -241,7 +241,7 @@ def _folder(root: Path) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        raise FolderError(f"{plain(str(e.filename or root))} cannot be read or written: {e.strerror or e}") from e
+        raise FileError(f"{plain(str(e.filename or root))} cannot be read or written: {e.strerror or e}") from e
 
 
 def _foreign(root: Path, texts: Mapping[str, bytes], old: Lock) -> list[str]:
@@ -265,7 +265,7 @@ def _foreign(root: Path, texts: Mapping[str, bytes], old: Lock) -> list[str]:
 def write(root: Path) -> tuple[int, str]:
     """Renders, compiles and writes everything: (variants, note). Removes what it wrote before and no longer writes, and nothing else.
 
-    Raises SpillError; LockError; ForeignFilesError and FolderError, before which nothing was removed.
+    Raises SpillError; LockError; ForeignFilesError and FileError, before which nothing was removed.
     """
     sources = _sources()
     texts = _texts(sources)
@@ -296,7 +296,7 @@ def _unasked(lock: Lock) -> list[str]:
 
 def check(root: Path, any_compiler: bool = False) -> tuple[int, str]:
     """(variants, note). Raises DriftError naming everything that `write` would change, and every file that is not of it; LockError;
-    FolderError; SpillError for a variant that spills.
+    FileError; SpillError for a variant that spills.
 
     any_compiler: where the lock has no resources under the compiler at hand, that is a note and no drift.
     """

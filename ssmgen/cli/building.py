@@ -18,7 +18,7 @@ from .. import tuned as table
 from ..build import Built
 from ..cache import Cache, distrust, shared_cache
 from ..errors import ModelError
-from ..files import FolderError
+from ..files import FileError
 from ..spec import Arch, KernelSpec
 from .options import BUILT, EXIT_FAILURE, EXIT_INTERRUPTED, Folder, arch_option, json_option, problems_of, with_model
 
@@ -102,18 +102,18 @@ def build(model, pdl, everything, op, specs, archs, max_batch, max_spill, jobs, 
 
 
 def _prepared(out: Path) -> Path:
-    """The directory, made if it was not there. Raises FolderError if nothing can be kept in it: before minutes of compiling."""
+    """The directory, made if it was not there. Raises FileError if nothing can be kept in it: before minutes of compiling."""
     try:
         directory = out.resolve()
         for level in reversed((directory, *directory.parents)):
             if not level.exists():
                 level.mkdir(mode=0o700, exist_ok=True)
         if reason := distrust(directory):
-            raise FolderError(f"kernels cannot be kept: {reason}")
+            raise FileError(f"kernels cannot be kept: {reason}")
         with tempfile.TemporaryFile(dir=directory):
             return directory
     except (OSError, RuntimeError) as e:  # RuntimeError: links that go round
-        raise FolderError(f"kernels cannot be kept in {out}: {getattr(e, 'strerror', None) or e}") from e
+        raise FileError(f"kernels cannot be kept in {out}: {getattr(e, 'strerror', None) or e}") from e
 
 
 def _interrupted(kept: int, count: int, cache: Cache) -> NoReturn:

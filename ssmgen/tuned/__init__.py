@@ -104,7 +104,7 @@ def read(path: Path) -> dict[tuple[str, str, bool, int], Row]:
 
 
 def _table(path: Path, own: bool = False) -> tuple[str, dict[tuple[str, str, bool, int], Row]]:
-    """(GPU, {key: row}) of a file. own: one that is named after its GPU, and whose rows are wrong, not stale, if their variant is no more."""
+    """(GPU, {key: row}) of a file. own: it is named after its GPU, and rows whose variant is no more are wrong, not stale."""
     try:
         content = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -148,7 +148,7 @@ def _fault(row: Any) -> str:
     if faults := [fault for f in fields(Row) if (fault := _unfit(f.name, row[f.name], f.type))]:
         return ", ".join(faults)
     if row["operator"] not in OPERATORS:
-        return f"there is no operator {row['operator']!r}"
+        return f"there is no operator {reprlib.repr(row['operator'])}"
     try:
         Arch.parse(row["arch"])
     except SpecError as e:

@@ -64,19 +64,19 @@ def nothing_compiles(monkeypatch):
 def test_a_directory_that_everyone_may_write_to(tmp_path, nothing_compiles):
     (out := tmp_path / "out").mkdir()
     out.chmod(0o777)
-    assert f"FolderError: kernels cannot be kept: {out} is writable by everyone" in build(out)
+    assert f"FileError: kernels cannot be kept: {out} is writable by everyone" in build(out)
 
 
 @root_only
 def test_a_directory_of_somebody_else(tmp_path, nothing_compiles):
     (out := tmp_path / "out").mkdir()
     os.chown(out, 4242, 4242)
-    assert f"FolderError: kernels cannot be kept: {out} belongs to user 4242" in build(out)
+    assert f"FileError: kernels cannot be kept: {out} belongs to user 4242" in build(out)
 
 
 @pytest.mark.parametrize("out", ["/proc/x", "/proc/self/x", "/dev/null/x", "/tmp/" + "x" * 300])
 def test_directories_that_cannot_be_made(out, nothing_compiles):
-    assert f"FolderError: kernels cannot be kept in {out}: " in build(out)
+    assert f"FileError: kernels cannot be kept in {out}: " in build(out)
 
 
 def test_a_file_in_the_way(tmp_path, nothing_compiles):
@@ -84,7 +84,7 @@ def test_a_file_in_the_way(tmp_path, nothing_compiles):
     assert "is a file" in build(tmp_path / "file", code=2)
     assert "Not a directory" in build(tmp_path / "file" / "out")
     (tmp_path / "round").symlink_to("round")
-    assert "FolderError: kernels cannot be kept" in build(tmp_path / "round" / "out")
+    assert "FileError: kernels cannot be kept" in build(tmp_path / "round" / "out")
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -103,7 +103,7 @@ def mounted(out: Path, options: str):
 @root_only
 def test_a_file_system_that_may_only_be_read(tmp_path, nothing_compiles):
     with mounted(tmp_path / "out", "ro"):
-        assert "FolderError: kernels cannot be kept" in (said := build(tmp_path / "out")) and "Read-only file system" in said
+        assert "FileError: kernels cannot be kept" in (said := build(tmp_path / "out")) and "Read-only file system" in said
 
 
 @pytest.mark.parametrize("option", [["build", f"--spec={SPEC}", "--out"], ["generate", "--dir"], ["generate", "--check", "--dir"]])
@@ -214,8 +214,7 @@ def test_ctrl_c_ends_a_build_within_two_seconds(whom, tmp_path):
     """As a terminal sends it, and twice: people press again. What is complete stays, and the same command finds it."""
     out = tmp_path / "out"
     with subprocess_of("build", *SLOW, "--jobs=6", f"--out={out}", home=tmp_path, start_new_session=True) as process:
-        with contextlib.ExitStack() as ended:
-            ended.callback(lambda: process.poll() is None and process.kill())
+        try:
             deadline = time.monotonic() + 120
             while not entries(out) and time.monotonic() < deadline:
                 assert process.poll() is None, process.communicate()
@@ -223,10 +222,12 @@ def test_ctrl_c_ends_a_build_within_two_seconds(whom, tmp_path):
             time.sleep(0.3)  # all six are at it again
             start = time.monotonic()
             for _ in range(2):
-                (process.send_signal if whom == "process" else lambda s: os.killpg(process.pid, s))(signal.SIGINT)
+                (process.send_signal if whom == "process" else lambda signal: os.killpg(process.pid, signal))(signal.SIGINT)
                 time.sleep(0.1)
             _, said = process.communicate(timeout=30)
             seconds = time.monotonic() - start
+        finally:
+            process.kill()
     assert process.returncode == 130, said
     assert seconds < 2, f"{seconds:.1f} s: {said}"
     kept = entries(out)

@@ -192,9 +192,17 @@ def test_every_value_of_the_lock_is_compared(root):
     assert all("/resources/99/" in line or line.startswith("compilers/99") for line in passed)
 
 
-@pytest.mark.parametrize("form", [lambda lock: json.dumps(lock), lambda lock: json.dumps(lock, indent=1).replace('{\n "compilers"', '{"variants": {},\n "compilers"')])  # fmt: skip
+def one_line(lock: dict) -> str:
+    return json.dumps(lock)
+
+
+def name_twice(lock: dict) -> str:
+    """Of which readers believe the first or the last."""
+    return '{\n "variants": {},' + json.dumps(lock, indent=1, sort_keys=True).removeprefix("{")
+
+
+@pytest.mark.parametrize("form", [one_line, name_twice])
 def test_a_lock_in_another_form_is_found(form, root):
-    """A name that stands twice among them, of which readers believe the first or the last."""
     (root / LOCK).write_text(form(json.loads((root / LOCK).read_text())) + "\n")
     assert "is not as it is written" in command("--check", "--dir", str(root))[1]
 
@@ -353,7 +361,7 @@ def test_folders_that_cannot_be_written(tmp_path):
     for where in ("/proc/x", "/dev/null/x", tmp_path / "file/x"):
         (tmp_path / "file").write_text("")
         code, said = command("--dir", str(where))
-        assert code == 1 and said.startswith("FolderError: ") and "cannot be read or written" in said, said
+        assert code == 1 and said.startswith("FileError: ") and "cannot be read or written" in said, said
         assert command("--check", "--dir", str(where))[0] == 3
 
 

@@ -196,8 +196,9 @@ def test_the_commands_go_on():
 # Whatever a value becomes.
 
 VALUES = [
-    None, True, False, 0, 1, -1, 7, 2**63, 10**400, 0.5, float("nan"), float("inf"), "", "1", "x" * 10_000, "\x1b]0;x\x07", "\u202e", "\ud800",
-    [], {}, [1], {"a": 1}, "sm_90a", "sm_120", OP, "linear_attention", str(OTHER), str(RULE), str(TOKENS), str(SlotCopySpec(slot_bytes=4096)),
+    None, True, False, 0, 1, -1, 7, 2**63, 10**400, 0.5, float("nan"), float("inf"), "", "1", "x" * 10_000, "\x1b]0;x\x07", "\u202e",
+    "\ud800", [], {}, [1], {"a": 1}, "sm_90a", "sm_120", OP, "linear_attention", str(OTHER), str(RULE), str(TOKENS),
+    str(SlotCopySpec(slot_bytes=4096)),
 ]  # fmt: skip
 WORDS = ["0", "-1", "1", "3", "1000000007", "9" * 30, "none", "yes", "no", "bf16", "any", "element", "", "1e5", "٣"]
 
