@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
 
 from . import registry
@@ -13,6 +13,15 @@ from .errors import SpillError, SsmgenError
 from .kernels import OPERATOR_OF, OPERATORS
 from .models import models
 from .spec import SM90, Arch, DType, KernelSpec, Problem
+
+PATIENCE = 1.0  # seconds for the compilations at hand to end after Ctrl-C: most take 0.2
+
+
+class NotKeptError(SsmgenError):
+    """A variant was compiled, and is in no directory of the cache's."""
+
+    def __init__(self, name: str, arch: str, reason: str):
+        super().__init__(f"{name} for {arch} was compiled and is not kept: {reason}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +41,13 @@ def build(
     jobs: int | None = None,
     max_spill: int = 0,
     done: Callable[[Built], None] = lambda built: None,
+    keep: bool = False,
 ) -> list[Built]:
     """Compiles what is missing; `done` sees each outcome as it comes. A variant that spills more than max_spill bytes is an error.
+
+    keep: so is one that is in no directory of the cache's afterwards; then no further ones are begun, and the outcomes are of fewer
+    variants than `work`. A KeyboardInterrupt goes on to the caller, with none begun after it, once those at hand have ended or
+    PATIENCE is over: what is then left of them has no outcome, and is not joined.
 
     Threads suffice: NVRTC releases the GIL.
     """
@@ -44,16 +58,57 @@ def build(
         except SsmgenError as e:
             return Built(spec, arch, None, False, e)
         r = entry.resources
-        error = SpillError(str(spec), str(arch), r.spills, r.registers) if r.spills > max_spill else None
+        error: SsmgenError | None = SpillError(str(spec), str(arch), r.spills, r.registers) if r.spills > max_spill else None
+        if keep and (reason := _not_kept(entry, arch, cache)):
+            error = NotKeptError(spec.name, str(arch), reason)
         return Built(spec, arch, entry, hit, error)
 
     results = []
-    with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
-        for future in as_completed([pool.submit(one, spec, arch) for spec, arch in dict.fromkeys(work)]):
-            results.append(future.result())
-            done(results[-1])
+
+    def ended(future: Future[Built]) -> None:
+        results.append(future.result())
+        done(results[-1])
+
     order = {pair: i for i, pair in enumerate(dict.fromkeys(work))}
+    pool = ThreadPoolExecutor(jobs or os.cpu_count())
+    left: set[Future[Built]] = set()
+    try:
+        left |= {pool.submit(one, spec, arch) for spec, arch in order}
+        for future in as_completed(tuple(left)):
+            left.discard(future)
+            if not future.cancelled():
+                ended(future)
+                if isinstance(results[-1].error, NotKeptError):
+                    _cancel(left)
+    except KeyboardInterrupt:
+        _cancel(left)
+        for future in wait(left, PATIENCE).done:
+            if not future.cancelled():
+                ended(future)
+        raise
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
     return sorted(results, key=lambda b: order[b.spec, b.arch])
+
+
+def _cancel(futures: Iterable[Future[Built]]) -> None:
+    """Those that have not begun."""
+    for future in futures:
+        future.cancel()
+
+
+def _not_kept(entry: Entry, arch: Arch, cache: Cache) -> str:
+    """Why an entry is in no directory of a cache's; empty if it is in one."""
+    if any(layer.read(entry.key, arch) for layer in cache.layers):
+        return ""
+    if cache.writable is None:
+        return "the cache has no directory that it may write to"
+    path = cache.writable.path(entry.key, arch)
+    try:
+        cache.writable.write(entry)  # once more: what was in the way says so, or is gone
+    except OSError as e:
+        return str(e) if str(path) in str(e) else f"{path}: {e.strerror or e}"
+    return "" if cache.writable.read(entry.key, arch) else f"{path} was written and cannot be read back"
 
 
 def specs_for(

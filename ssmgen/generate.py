@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from . import compile as compiler
 from . import registry
 from .build import specs_for
-from .errors import DriftError, SpillError
+from .compile import Resources
+from .errors import DriftError, SpillError, SsmgenError, bullets
+from .files import FileError, plain
 from .kernels import OPERATOR_OF
 from .kernels.causal_conv1d import ConvLayout, ConvProblem
 from .kernels.causal_conv1d_update import Advance, Saved, StateLayout, UpdateProblem
@@ -25,11 +27,10 @@ from .kernels.gated_rms_norm import NormProblem
 from .kernels.linear_attention_problem import Layout, Ring
 from .kernels.replay_selective_state_update import History, ReplayProblem
 from .kernels.slot_copy import SlotCopySpec
+from .lock import LOCK, Lock, Locked, major_of
 from .models import find_model
 from .render import render
 from .spec import SM90, Arch, DType, Index, KernelSpec, Loads, Pdl, PoolMode, Problem
-
-LOCK = "ssmgen.lock"
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120")  # in the lock
 TEXT_ARCHS = ("sm_80", "sm_90a")  # whose text is committed: without and with programmatic dependent launch
@@ -142,6 +143,16 @@ LAYERS: list[tuple[Problem, int]] = [
 ]
 
 
+class ForeignFilesError(SsmgenError):
+    """A folder to generate into has files that would be overwritten or removed, and that ssmgen did not write."""
+
+    def __init__(self, root: Path, problems: Sequence[str]):
+        super().__init__(
+            f"{root} has files that ssmgen did not write:\n{bullets(problems)}\nNothing was changed. Move them, or give another --dir."
+        )
+        self.problems = list(problems)
+
+
 def default_variants(archs: Sequence[Arch] = tuple(map(Arch.parse, ARCHS))) -> list[tuple[KernelSpec, Arch]]:
     """The variants in the lock, or the like for other architectures."""
     found: dict[tuple[KernelSpec, Arch], None] = {}
@@ -170,56 +181,172 @@ def path_of(spec: KernelSpec, arch: Arch) -> str:
     return f"{arch}/{spec.name}.cu"
 
 
-def _row(spec: KernelSpec, arch: Arch) -> tuple[str, str, dict[str, Any]]:
-    source = render(spec, arch)
-    resources = compiler.compile_cubin(source, arch, str(spec)).resources
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A default variant as text. digest: sha256 of that."""
+
+    spec: KernelSpec
+    arch: Arch
+    text: str
+
+    @property
+    def path(self) -> str:
+        return path_of(self.spec, self.arch)
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+def _sources() -> list[_Source]:
+    return sorted((_Source(spec, arch, render(spec, arch)) for spec, arch in default_variants()), key=lambda source: source.path)
+
+
+def _texts(sources: Sequence[_Source]) -> dict[str, bytes]:
+    """The files beside the lock, by path."""
+    return {source.path: source.text.encode() for source in sources if str(source.arch) in TEXT_ARCHS}
+
+
+def _resources(source: _Source) -> Resources:
+    resources = compiler.compile_cubin(source.text, source.arch, str(source.spec)).resources
     if resources.spills:
-        raise SpillError(str(spec), str(arch), resources.spills, resources.registers)
-    row = {"spec": str(spec), "arch": str(arch), "source_sha256": hashlib.sha256(source.encode()).hexdigest()}
-    return path_of(spec, arch), source, row | {"resources": asdict(resources)}
+        raise SpillError(str(source.spec), str(source.arch), resources.spills, resources.registers)
+    return resources
 
 
-def _rows() -> list[tuple[str, str, dict[str, Any]]]:
+def _fresh(sources: Sequence[_Source], old: Lock) -> Lock:
+    """The lock of these sources: under the compiler at hand as it compiles them now, under others as the old one has the same sources.
+
+    Raises SpillError.
+    """
+    build = compiler.build_id()
+    major = major_of(build)
     with ThreadPoolExecutor() as pool:
-        return sorted(pool.map(lambda pair: _row(*pair), default_variants()))
+        compiled = list(pool.map(_resources, sources))
+    variants = {}
+    for source, resources in zip(sources, compiled, strict=True):
+        known = old.variants.get(source.path)
+        others = known.resources if known and known.source_sha256 == source.digest else {}
+        variants[source.path] = Locked(str(source.spec), str(source.arch), source.digest, {**others, major: resources})
+    return Lock({**old.compilers, major: build}, variants)
 
 
-def write(root: Path) -> int:
-    """Renders, compiles and writes everything; the number of variants. Raises SpillError."""
-    rows = _rows()
-    texts = [(path, source) for path, source, row in rows if row["arch"] in TEXT_ARCHS]
-    for path in set(root.glob("sm_*/*.cu")) - {root / path for path, _ in texts}:
-        path.unlink()
-    for path, source in texts:
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_text(source)
-    lock = {"compiler": compiler.build_id(), "variants": {path: row for path, _, row in rows}}
-    (root / LOCK).write_text(json.dumps(lock, indent=1, sort_keys=True) + "\n")
-    return len(rows)
+def _files(root: Path) -> list[str]:
+    """Every file and link below a folder, relative to it; links are not followed."""
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_symlink() or not path.is_dir())
 
 
-def check(root: Path) -> tuple[int, str]:
-    """(variants, note). Raises DriftError naming every file whose text, or whose resources under the lock's compiler, differ;
-    SpillError for a variant that spills."""
+@contextlib.contextmanager
+def _folder(root: Path) -> Iterator[None]:
     try:
-        lock = json.loads((root / LOCK).read_text())
-    except (OSError, ValueError) as e:
-        raise DriftError([f"{root / LOCK}: {e}"]) from e
-    rows = _rows()
-    same_compiler = lock["compiler"] == compiler.build_id()
-    problems = [f"{path} is no longer a default variant" for path in sorted(set(lock["variants"]) - {path for path, *_ in rows})]
-    for path, source, row in rows:
-        locked = lock["variants"].get(path)
-        if locked is None:
-            problems.append(f"{path} is missing from {LOCK}")
+        yield
+    except OSError as e:
+        raise FileError(f"{plain(str(e.filename or root))} cannot be read or written: {e.strerror or e}") from e
+
+
+def _foreign(root: Path, texts: Mapping[str, bytes], old: Lock) -> list[str]:
+    """What is below a folder and no regular file, and the .cu files that ssmgen did not write there, with the reason."""
+    found = []
+    for name in _files(root):
+        path, locked = root / name, old.variants.get(name)
+        if path.is_symlink():
+            found.append(f"{plain(name)} is a link")
+        elif not path.is_file():
+            found.append(f"{plain(name)} is no regular file")
+        elif path.suffix != ".cu" or texts.get(name) == path.read_bytes():
             continue
-        if row["arch"] in TEXT_ARCHS and (not (root / path).is_file() or (root / path).read_text() != source):
-            problems.append(f"{path} differs from what the template renders")
-        if locked["source_sha256"] != row["source_sha256"] or locked["spec"] != row["spec"]:
-            problems.append(f"{path}: {LOCK} records another source")
-        elif same_compiler and locked["resources"] != row["resources"]:
-            problems.append(f"{path}: resources were {locked['resources']}, are {row['resources']}")
+        elif locked is None:
+            found.append(f"{plain(name)} is not in {LOCK}")
+        elif not path.read_bytes().startswith(locked.header.encode()):
+            found.append(f"{name} does not begin with {locked.header!r}")
+    return found
+
+
+def write(root: Path) -> tuple[int, str]:
+    """Renders, compiles and writes everything: (variants, note). Removes what it wrote before and no longer writes, and nothing else.
+
+    Raises SpillError; LockError; ForeignFilesError and FileError, before which nothing was removed.
+    """
+    sources = _sources()
+    texts = _texts(sources)
+    with _folder(root):
+        try:
+            old = Lock.read(root / LOCK)
+        except FileNotFoundError:
+            old = Lock({}, {})
+        if foreign := _foreign(root, texts, old):
+            raise ForeignFilesError(root, foreign)
+    lock = _fresh(sources, old)
+    with _folder(root):
+        for name in _files(root):
+            if name.endswith(".cu") and name not in texts:
+                (root / name).unlink()
+        for name, text in texts.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_bytes(text)
+        (root / LOCK).write_text(str(lock))
+    return len(sources), "; ".join(_unasked(lock))
+
+
+def _unasked(lock: Lock) -> list[str]:
+    """What another compiler would have to be asked for."""
+    words = "have no resources under {build}: run `ssmgen generate` with that NVRTC, too"
+    return [f"{len(names)} {words.format(build=build)}" for build, names in lock.unasked().items()]
+
+
+def check(root: Path, any_compiler: bool = False) -> tuple[int, str]:
+    """(variants, note). Raises DriftError naming everything that `write` would change, and every file that is not of it; LockError;
+    FileError; SpillError for a variant that spills.
+
+    any_compiler: where the lock has no resources under the compiler at hand, that is a note and no drift.
+    """
+    try:
+        old = Lock.read(root / LOCK)
+    except FileNotFoundError as e:
+        raise DriftError([f"{root / LOCK} is missing"]) from e
+    sources = _sources()
+    texts = _texts(sources)
+    new = _fresh(sources, old)
+    with _folder(root):
+        problems = _changed_files(root, texts) + _changed_rows(old, new)
+        if not problems and (root / LOCK).read_text() != str(old):
+            problems.append(f"{LOCK} is not as it is written: names twice, or in another order or form")
+    problems += [f"{LOCK}: {words}" for words in _unasked(old)]
+    note = ""
+    if old.compilers != new.compilers:
+        note = f"resources not compared: the lock is of {' and '.join(old.compilers.values()) or 'none'}, this is {compiler.build_id()}"
+    if note and not any_compiler:
+        problems.append(note)
     if problems:
         raise DriftError(problems)
-    note = "" if same_compiler else f"resources not compared: the lock is of {lock['compiler']}, this is {compiler.build_id()}"
-    return len(rows), note
+    return len(sources), note
+
+
+def _changed_files(root: Path, texts: Mapping[str, bytes]) -> list[str]:
+    found = _files(root)
+    problems = [f"{plain(name)} is not generated" for name in sorted({*found} - {LOCK, *texts})]
+    for name, text in texts.items():
+        path = root / name
+        if name not in found:
+            problems.append(f"{name} is missing")
+        elif path.is_symlink() or not path.is_file():
+            problems.append(f"{name} is no regular file")
+        elif path.read_bytes() != text:
+            problems.append(f"{name} differs from what the template renders")
+    return problems
+
+
+def _changed_rows(old: Lock, new: Lock) -> list[str]:
+    """Resources are compared under compilers that both name: others' are not known again."""
+    problems = [f"{name} is no longer a default variant" for name in sorted(old.variants.keys() - new.variants.keys())]
+    same = [major for major, build in new.compilers.items() if old.compilers.get(major) == build]
+    for name, row in new.variants.items():
+        locked = old.variants.get(name)
+        if locked is None:
+            problems.append(f"{name} is missing from {LOCK}")
+        elif (locked.spec, locked.arch, locked.source_sha256) != (row.spec, row.arch, row.source_sha256):
+            problems.append(f"{name}: {LOCK} records another source")
+        else:
+            pairs = ((locked.resources.get(major), row.resources.get(major)) for major in same)
+            problems += [f"{name}: resources were {was}, are {now}" for was, now in pairs if was and was != now]
+    return problems

@@ -66,7 +66,7 @@ def test_every_wrong_file_is_named(tmp_path):
         "other.json": b'{"rows": [], "device": ""}',
         "cut.json.gz": gzip.compress(b"{}" * 999)[:20],
         "row.json": json.dumps(json.loads(MEASURED.read_text())["reports"][0] | {"rows": [{"model": "m"}]}).encode(),
-        "op.json": json.dumps(dict.fromkeys(formats.NEEDED, []) | {"op": "softmax"}).encode(),
+        "op.json": json.dumps({"op": "softmax"}).encode(),
     }
     for name, data in wrong.items():
         (tmp_path / name).write_bytes(data)
@@ -74,8 +74,9 @@ def test_every_wrong_file_is_named(tmp_path):
         load([MEASURED, *(tmp_path / name for name in wrong), tmp_path / "absent.json"])
     lines = str(e.value).splitlines()[1:]
     assert [line.partition(".json")[0].rpartition("/")[2] for line in lines] == ["empty", "list", "other", "cut", "row", "op", "absent"]
-    assert "torch, compiler, ceilings_tbs missing" in lines[2] and "a report of selective_state_update without 'heads'" in lines[4]
-    assert "a report of 'softmax'" in lines[5] and "No such file" in lines[6]
+    assert lines[2].endswith("torch is missing; compiler is missing; ceilings_tbs is missing")
+    assert "rows[0].heads is missing; rows[0].state is missing; rows[0].tokens is missing" in lines[4] and lines[4].endswith("; and more")
+    assert "op is 'softmax', which is none of selective_state_update, " in lines[5] and "No such file" in lines[6]
     assert "BenchFileError: not what" in render(tmp_path / "empty.json", code=1).stderr
 
 
@@ -230,6 +231,14 @@ def test_a_report_that_repeats_cases_has_a_section_of_its_own(measured):
     assert "another, 2031-05-06</span></h2>" in page and page.count("<dt>device</dt>") == 2
     labels = [re.findall(r'text-anchor="middle">([^<]*)<', svg) for svg in re.findall(r'<svg viewBox="0 0 280.*?</svg>', page, re.DOTALL)]
     assert len(labels) > 10 and all(len(set(of_one)) == len(of_one) for of_one in labels)
+
+
+def test_any_number_of_reports_of_different_cases_share_a_section(measured):
+    first = measured.reports[0]
+    row = first["rows"][0]
+    parts = [{**first, "failed": [], "rows": [{**row, "batch": batch}]} for batch in (1, 2, 3, 4)]
+    page = as_html(Suite([*parts, parts[2]]))
+    assert re.findall(r'<section id="([^"]*)"', page) == ["selective_state_update", "selective_state_update-2"]
 
 
 def test_pictures_are_well_formed_and_stay_inside(every, measured):

@@ -52,7 +52,7 @@ def test_public_names():
 
 
 def test_generated_files_are_what_the_templates_give():
-    count, _ = generate.check(ROOT / "generated")
+    count, _ = generate.check(ROOT / "generated", any_compiler=True)  # `ssmgen generate --check` in CI is under one that the lock holds
     assert count == len(generate.default_variants())
 
 
@@ -101,12 +101,13 @@ def test_drift_is_found(tmp_path, monkeypatch):
     path.write_text(path.read_text().replace("kIlp", "kILP"))
     lock = json.loads((tmp_path / generate.LOCK).read_text())
     other = next(p for p in lock["variants"] if p != str(path.relative_to(tmp_path)))
-    lock["variants"][other]["resources"]["registers"] += 1
-    (tmp_path / generate.LOCK).write_text(json.dumps(lock))
+    (major,) = lock["compilers"]
+    lock["variants"][other]["resources"][major]["registers"] += 1
+    (tmp_path / generate.LOCK).write_text(json.dumps(lock, indent=1, sort_keys=True) + "\n")
     with pytest.raises(DriftError) as e:
         generate.check(tmp_path)
     assert "differs from what the template renders" in str(e.value) and "resources were" in str(e.value) and len(e.value.problems) == 2
-    lock["compiler"] = "CL-0 V0.0.0"
+    lock["compilers"][major] = f"CL-0 V{major}.0.0"
     (tmp_path / generate.LOCK).write_text(json.dumps(lock))
     generate_again = CliRunner().invoke(main, ["generate", "--check", "--dir", str(tmp_path)])
     assert generate_again.exit_code == 3 and "resources were" not in generate_again.output

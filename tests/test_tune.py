@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -92,6 +93,10 @@ def test_a_damaged_table_of_the_user_is_left_out_with_a_warning(text):
     path.write_text(text)
     with pytest.warns(UserWarning, match="is not a table of tuned variants"):
         assert len(table.rows_of(GPU)) == 1
+    with warnings.catch_warnings():  # said once
+        warnings.simplefilter("error")
+        assert len(table.rows_of(GPU)) == 1 and table.gpus() == (GPU,)
+    registry.forget()
     with pytest.warns(UserWarning, match="is not a table of tuned variants"):
         assert table.gpus() == (GPU,) and table.gpus(SM90) == (GPU,)
     with pytest.raises(table.TableError, match="Remove it, or tune again"):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import io
+import itertools
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SsmgenError, bullets
-from . import HOMES, home
-from .rows import failures_of, flat, op_of, rows_of
+from ..files import FileError, plain, plain_values, read_json
+from . import home
+from .rows import flat, op_of
+from .schema import faults_of, is_suite
 from .suite import Suite, rows_and_failures, stitched
 
-NEEDED = ("device", "torch", "compiler", "ceilings_tbs", "rows")  # of a report, as the first ones had it
-GZIP = b"\x1f\x8b"
+FAULTS, LONGEST = 5, 200  # of a file, and characters of one, in a message
 
 
 class BenchFileError(SsmgenError):
@@ -29,35 +30,28 @@ class CasesFailedError(SsmgenError):
 
 
 def load(paths: Sequence[Path]) -> Suite:
-    """What `--json` wrote, of one operator or of several, plain or gzipped. Raises BenchFileError that names every wrong file."""
+    """What `--json` wrote, of one operator or of several, plain or gzipped. Its texts are without control characters, so that they may go
+    to a terminal. Raises BenchFileError that names every wrong file, and what is wrong in it."""
     found, wrong = [], []
     for path in paths:
         try:
             found.append(_read(path))
-        except (OSError, EOFError, ValueError) as e:  # ValueError: no JSON, no text, or no report
-            wrong.append(f"{path}: {getattr(e, 'strerror', None) or e}")
+        except (OSError, ValueError) as e:
+            wrong.append(plain(f"{path}: {getattr(e, 'strerror', None) or e}"))
     if wrong:
         raise BenchFileError(f"not what `ssmgen bench … --json` writes:\n{bullets(wrong)}")
     return stitched(found)
 
 
 def _read(path: Path) -> Suite:
-    data = path.read_bytes()
-    value = json.loads(gzip.decompress(data) if data.startswith(GZIP) else data)
-    if isinstance(value, dict) and {"reports", "failed"} <= value.keys():
-        suite = Suite(value["reports"], value["failed"])
-    else:
-        suite = Suite([value])
-    for report in suite.reports:
-        if not isinstance(report, dict) or (missing := [key for key in NEEDED if key not in report]):
-            raise ValueError(f"no report: {', '.join(missing)} missing" if isinstance(report, dict) else "no report")
-        if op_of(report) not in HOMES:
-            raise ValueError(f"a report of {op_of(report)!r}, which is none of {', '.join(HOMES)}")
-        try:
-            rows_of(report), failures_of(report)
-        except KeyError as e:
-            raise ValueError(f"a report of {op_of(report)} without {e}") from e
-    return suite
+    try:
+        value = plain_values(read_json(path, regular=False))  # a pipe is as good
+    except RecursionError as e:
+        raise ValueError("it is nested too deeply") from e
+    if faults := list(itertools.islice(faults_of(value), FAULTS + 1)):
+        shown = [fault if len(fault) <= LONGEST else f"{fault[:LONGEST]}…" for fault in faults[:FAULTS]]
+        raise ValueError("; ".join(shown + (["and more"] if len(faults) > FAULTS else [])))
+    return Suite(value["reports"], value["failed"]) if is_suite(value) else Suite([value])
 
 
 def check(suite: Suite) -> None:
@@ -102,7 +96,11 @@ def show(suite: Suite, form: str, alone: bool = False, page: Path | None = None)
         from .html import as_html
 
         assert page is not None
-        page.write_text(as_html(suite), encoding="utf-8")
+        text = as_html(suite)
+        try:
+            page.write_text(text, encoding="utf-8")
+        except OSError as e:
+            raise FileError(f"{page} cannot be written: {e.strerror or e}") from e
     elif form == "table" and sys.stdout.isatty():
         from .terminal import print_tables
 

@@ -94,7 +94,7 @@ def _groups(reports: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]
     groups: list[list[Mapping[str, Any]]] = []
     for report in reports:
         alike = [g for g in groups if (op_of(g[0]), _machine(g[0])) == (op_of(report), _machine(report))]
-        fitting = [g for g in alike if _points(report).isdisjoint(*map(_points, g))]
+        fitting = [g for g in alike if all(_points(report).isdisjoint(_points(other)) for other in g)]
         if fitting:
             fitting[-1].append(report)
         else:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
 from .. import tuned as table
-from ..cache import Cache, shared_cache
+from ..build import Built
+from ..cache import Cache, distrust, shared_cache
 from ..errors import ModelError
-from .options import BUILT, EXIT_FAILURE, arch_option, json_option, problems_of, with_model
+from ..files import FileError
+from ..spec import Arch, KernelSpec
+from .options import BUILT, EXIT_FAILURE, EXIT_INTERRUPTED, Folder, arch_option, json_option, problems_of, with_model
 
 
 @click.command()
@@ -25,7 +32,7 @@ from .options import BUILT, EXIT_FAILURE, arch_option, json_option, problems_of,
 @click.option("--max-batch", type=click.IntRange(1), default=1024, show_default=True, help="Build what batches up to this use.")
 @click.option("--max-spill", type=click.IntRange(0), default=0, show_default=True, help="Spilled bytes to accept per variant.")
 @click.option("--jobs", type=click.IntRange(1), help="Parallel compilations. Default: one per processor.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write a cache layer here instead of to the user's cache.")
+@click.option("--out", type=Folder(), help="Write a cache layer here instead of to the user's cache.")
 @json_option
 def build(model, pdl, everything, op, specs, archs, max_batch, max_spill, jobs, out, as_json, **call) -> None:
     """Compile kernels ahead of time. Needs no GPU.
@@ -43,22 +50,30 @@ def build(model, pdl, everything, op, specs, archs, max_batch, max_spill, jobs, 
         raise click.UsageError("--op goes with --model and --all")
     if model and call["replay"] and find_model(model).kind != "mamba2":
         raise click.UsageError(f"{model} is no Mamba-2, and --replay is for that")
-    cache = Cache(out.resolve()) if out else shared_cache()
-    if out:
-        out.mkdir(parents=True, exist_ok=True, mode=0o700)
-    names = list(models()) if everything else [model] if model else []
-    wanted = (True, False) if pdl is None else (pdl,)
-    work = [(resolve(text, cache), arch) for text in specs for arch in archs]
-    for name in names:
-        problems = problems_of(name, op, **call)
-        work += [(s, arch) for arch in archs for s in specs_for(problems, arch, wanted, max_batch, (None, *table.gpus(arch)))]
+    cache = Cache(_prepared(out)) if out else shared_cache()
+    work: dict[tuple[KernelSpec, Arch], None] = {}
+    finished: list[Built] = []
+    try:
+        work |= dict.fromkeys((resolve(text, cache), arch) for text in specs for arch in archs)
+        for name in list(models()) if everything else [model] if model else []:
+            problems = problems_of(name, op, **call)
+            for arch in archs:
+                wanted = (True, False) if pdl is None else (pdl,)
+                found = specs_for(problems, arch, wanted, max_batch, (None, *table.gpus(arch)))
+                work |= dict.fromkeys((spec, arch) for spec in found)
+        if not work:
+            raise ModelError(f"{model} does not use {op}")
 
-    if not work:
-        raise ModelError(f"{model} does not use {op}")
+        start = time.perf_counter()
+        with click.progressbar(length=len(work), label="building", file=sys.stderr, hidden=as_json) as bar:
 
-    start = time.perf_counter()
-    with click.progressbar(length=len(set(work)), label="building", file=sys.stderr, hidden=as_json) as bar:
-        results = run(work, cache, jobs, max_spill, lambda _: bar.update(1))
+            def done(built: Built) -> None:
+                finished.append(built)
+                bar.update(1)
+
+            results = run(list(work), cache, jobs, max_spill, done, keep=True)
+    except KeyboardInterrupt:
+        _interrupted(sum(built.error is None for built in finished), len(work), cache)
     seconds = time.perf_counter() - start
     failed = [b for b in results if b.error]
     if as_json:
@@ -77,12 +92,39 @@ def build(model, pdl, everything, op, specs, archs, max_batch, max_spill, jobs, 
             f"{len(results)} variants in {seconds:.2f} s: {len(fresh)} compiled"
             + (f" ({sum(fresh) / len(fresh):.3f} s each, {max(fresh):.3f} at most)" if fresh else "")
             + f", {len(results) - len(fresh) - len(failed)} found, {len(failed)} failed"
+            + (f", {len(work) - len(results)} not begun" if len(work) > len(results) else "")
         )
         if built:
             click.echo(f"registers {min(e.resources.registers for e in built)} … {max(e.resources.registers for e in built)}, "
                        f"spilled bytes at most {max(e.resources.spills for e in built)}")  # fmt: skip
     if failed:
         sys.exit(EXIT_FAILURE)
+
+
+def _prepared(out: Path) -> Path:
+    """The directory, made if it was not there. Raises FileError if nothing can be kept in it: before minutes of compiling."""
+    try:
+        directory = out.resolve()
+        for level in reversed((directory, *directory.parents)):
+            if not level.exists():
+                level.mkdir(mode=0o700, exist_ok=True)
+        if reason := distrust(directory):
+            raise FileError(f"kernels cannot be kept: {reason}")
+        with tempfile.TemporaryFile(dir=directory):
+            return directory
+    except (OSError, RuntimeError) as e:  # RuntimeError: links that go round
+        raise FileError(f"kernels cannot be kept in {out}: {getattr(e, 'strerror', None) or e}") from e
+
+
+def _interrupted(kept: int, count: int, cache: Cache) -> NoReturn:
+    """Ends the process at once: nobody waits for what NVRTC is at, and joining that may take many seconds."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        where = f" in {cache.writable.root}" if cache.writable else ""
+        click.echo(f"\ninterrupted: {kept} of {count} variants are kept{where}. The same command goes on: it finds them.", err=True)
+        sys.stdout.flush()
+    finally:
+        os._exit(EXIT_INTERRUPTED)
 
 
 @click.command()
@@ -119,13 +161,16 @@ def env(as_json: bool) -> None:
 
 @click.command()
 @click.option("--check", is_flag=True, help="Change nothing; exit with 3 when a file would change.")
-@click.option("--dir", "root", type=click.Path(file_okay=False, path_type=Path), default="generated", show_default=True)
-def generate(check: bool, root: Path) -> None:
-    """Write generated/: the default variants as text, with ssmgen.lock. Run in a checkout."""
+@click.option("--any-compiler", is_flag=True, help="With --check: where the lock is of other compilers, leave resources out of it.")
+@click.option("--dir", "root", type=Folder(), default="generated", show_default=True)
+def generate(check: bool, any_compiler: bool, root: Path) -> None:
+    """Write generated/: the default variants as text, with ssmgen.lock. Run in a checkout.
+
+    The lock has resources under one NVRTC 12 and one NVRTC 13: where sources changed, run it under both.
+    """
     from .. import generate as generated
 
-    if check:
-        count, note = generated.check(root)
-        click.echo(f"{count} variants are as generated" + (f"; {note}" if note else ""))
-    else:
-        click.echo(f"{generated.write(root)} variants written to {root}")
+    if any_compiler and not check:
+        raise click.UsageError("--any-compiler goes with --check")
+    count, note = generated.check(root, any_compiler) if check else generated.write(root)
+    click.echo((f"{count} variants are as generated" if check else f"{count} variants written to {root}") + (f"; {note}" if note else ""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -37,6 +38,7 @@ NORM = gated_rms_norm.OPERATOR
 DELTA_LAYERS = (gdn_layer.OPERATOR, kda_layer.OPERATOR)
 LAYERS = (mamba2_layer.OPERATOR, *DELTA_LAYERS)
 EXIT_FAILURE, EXIT_DRIFT = 1, 3  # click itself exits with 2 for a wrong command line
+EXIT_INTERRUPTED = 130  # as shells have it for Ctrl-C
 
 
 class ArchType(click.ParamType):
@@ -47,6 +49,21 @@ class ArchType(click.ParamType):
             return [Arch.parse(text) for text in value.split(",")] if isinstance(value, str) else value
         except SsmgenError as e:
             self.fail(str(e), param, ctx)
+
+
+class Folder(click.Path):
+    """A directory to write into, which need not exist yet. `~` is expanded: after `--out=`, a shell leaves it as it is."""
+
+    def __init__(self) -> None:
+        super().__init__(file_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if not str(value).strip():
+            self.fail("an empty name is no directory", param, ctx)
+        try:
+            return super().convert(Path(value).expanduser(), param, ctx)
+        except (OSError, RuntimeError, ValueError) as e:  # a name too long, no such user, a null character
+            self.fail(f"{str(value)!r} is no directory: {getattr(e, 'strerror', None) or e}", param, ctx)
 
 
 def _names(enum: type) -> click.Choice:

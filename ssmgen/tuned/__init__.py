@@ -2,6 +2,7 @@
 
 A row says which variant was fastest for a problem at a size. It is only believed for the GPU, and for the generated code, that was
 measured; a row that is not is stale, and says so. Every variant of a problem gives the same bits, so a row changes times and nothing else.
+A row of the user's table that could never have been measured is left out, and the table's warning names it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import math
 import os
 import re
+import reprlib
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
@@ -21,13 +23,16 @@ from typing import Any
 from .. import config
 from ..cache import distrust, make_private
 from ..errors import SpecError, SsmgenError
-from ..kernels import FAMILIES
+from ..files import plain, read_json
+from ..kernels import FAMILIES, OPERATORS
 from ..render import code_digest
 from ..spec import Arch, DType, Index, KernelSpec, parse_spec, text_of
 
 SCHEMA = 2
 REACH = 4.0  # a row serves sizes up to this factor away, if none is nearer
 SHIPPED = Path(__file__).parent
+SHOWN = 4  # rows that a warning names
+LARGEST = 2**62  # of sizes, and of times
 
 
 class TableError(SsmgenError):
@@ -93,21 +98,83 @@ def overlay_path(gpu: str) -> Path | None:
 
 
 def read(path: Path) -> dict[tuple[str, str, bool, int], Row]:
-    """{key: row} of a file; nothing if there is none. Raises TableError."""
+    """{key: row} of a file; nothing if there is none. Rows that nothing measured can have left are left out, with a warning that names
+    them. Raises TableError."""
+    return _table(path)[1]
+
+
+def _table(path: Path, own: bool = False) -> tuple[str, dict[tuple[str, str, bool, int], Row]]:
+    """(GPU, {key: row}) of a file. own: it is named after its GPU, and rows whose variant is no more are wrong, not stale."""
     try:
-        text = path.read_text()
-    except FileNotFoundError:
-        return {}
+        content = read_json(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return "", {}
     except OSError as e:
-        raise TableError(f"{path} cannot be read: {e}") from e
+        raise TableError(f"{path} cannot be read: {e.strerror or e}") from e
+    except ValueError as e:
+        raise TableError(f"{path} is not a table of tuned variants: {e}. Remove it, or tune again.") from e
+    if wrong := _unlike_a_table(content):
+        raise TableError(f"{path} is not a table of tuned variants: {wrong}. Remove it, or tune again.")
+    if own and path.name != file_name(content["gpu"]):
+        raise TableError(f"{path} is of another GPU, {reprlib.repr(content['gpu'])}")
+    rows, wrong = {}, []
+    for number, given in enumerate(content["rows"], 1):
+        if fault := _fault(given) or (_illegal(given) if own else ""):
+            wrong.append(f"row {number}: {fault}")
+        else:
+            row = Row(**{f.name: given[f.name] for f in fields(Row)})
+            rows[row.key] = row
+    if wrong:
+        more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        what = f"{len(wrong)} of {len(content['rows'])} rows of {path}"
+        warnings.warn(f"ssmgen ignores {what}: {'; '.join(wrong[:SHOWN])}{more}. Remove them, or tune again.", stacklevel=3)
+    return content["gpu"], rows
+
+
+def _unlike_a_table(content: Any) -> str:
+    if not isinstance(content, dict) or not {"schema", "gpu", "rows"} <= content.keys():
+        return "it is no object with schema, gpu and rows"
+    if type(content["schema"]) is not int or content["schema"] != SCHEMA:
+        return f"its schema is {reprlib.repr(content['schema'])}, not {SCHEMA}"
+    if fault := _unfit("gpu", content["gpu"], "str"):
+        return fault
+    return "" if isinstance(content["rows"], list) else "its rows are no list"
+
+
+def _fault(row: Any) -> str:
+    """Why nothing that was measured can have left such a row; empty if something can."""
+    if not isinstance(row, dict) or (missing := [f.name for f in fields(Row) if f.name not in row]):
+        return f"{', '.join(missing)} missing" if isinstance(row, dict) else "it is no object"
+    if faults := [fault for f in fields(Row) if (fault := _unfit(f.name, row[f.name], f.type))]:
+        return ", ".join(faults)
+    if row["operator"] not in OPERATORS:
+        return f"there is no operator {reprlib.repr(row['operator'])}"
     try:
-        content = json.loads(text)
-        if content["schema"] != SCHEMA:
-            raise ValueError(f"its schema is {content['schema']}, not {SCHEMA}")
-        rows = [Row(**{f.name: row[f.name] for f in fields(Row)}) for row in content["rows"]]
-    except (ValueError, KeyError, TypeError) as e:
-        raise TableError(f"{path} is not a table of tuned variants ({type(e).__name__}: {e}). Remove it, or tune again.") from e
-    return {row.key: row for row in rows}
+        Arch.parse(row["arch"])
+    except SpecError as e:
+        return f"arch {reprlib.repr(row['arch'])} is none: {e.problems[0]}"
+    family = row["spec"].partition(":")[0]
+    return "" if family == row["operator"] else f"its variant is of {reprlib.repr(family)}, not of {row['operator']}"
+
+
+def _illegal(row: dict[str, Any]) -> str:
+    try:
+        parse_spec(row["spec"], FAMILIES).check(Arch.parse(row["arch"]))
+    except SpecError as e:
+        return f"its variant is not legal: {plain(reprlib.repr(e.problems[0]))}"
+    return ""
+
+
+def _unfit(name: str, value: Any, kind: str) -> str:
+    """How a value is not of a field of Row, in words. Texts are shown on terminals."""
+    shown = f"{name} is {reprlib.repr(value)}, not"
+    if kind == "str":
+        return "" if isinstance(value, str) and value == plain(value) else f"{shown} a text on one line"
+    if kind == "bool":
+        return "" if isinstance(value, bool) else f"{shown} true or false"
+    if kind == "int":
+        return "" if type(value) is int and 1 <= value <= LARGEST else f"{shown} a whole number from 1"
+    return "" if type(value) in (int, float) and 0 < value <= LARGEST else f"{shown} a number above 0"
 
 
 def write(path: Path, gpu: str, rows: Iterable[Row]) -> None:
@@ -127,35 +194,39 @@ def write(path: Path, gpu: str, rows: Iterable[Row]) -> None:
 
 
 def rows_of(gpu: str) -> dict[tuple[str, str, bool, int], Row]:
-    """The rows for a GPU by key, the user's over the package's. A user's table that cannot be read is left out, with a warning."""
-    found = read(SHIPPED / file_name(gpu))
-    overlay = overlay_path(gpu)
-    if overlay is not None and overlay.exists():
-        try:
-            if reason := distrust(overlay.parent):
-                raise TableError(reason)
-            found |= read(overlay)
-        except TableError as e:
-            warnings.warn(f"ssmgen ignores your tuned variants: {e}", stacklevel=2)
-    return found
+    """The rows for a GPU by key, the user's over the package's."""
+    path = overlay_path(gpu)
+    return read(SHIPPED / file_name(gpu)) | (_own(path)[1] if path else {})
 
 
-def _gpu_of(path: Path) -> str | None:
-    """Whose table a file is; None, with a warning, if that cannot be read."""
+@functools.cache
+def _own(path: Path) -> tuple[str, dict[tuple[str, str, bool, int], Row]]:
+    """(GPU, {key: row}) of a user's table. One that cannot be used is left out, with a warning, and is as one that is not there."""
     try:
-        return str(json.loads(path.read_text())["gpu"])
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        warnings.warn(f"ssmgen ignores {path}, which is not a table of tuned variants ({type(e).__name__}: {e})", stacklevel=2)
-        return None
+        if not os.path.lexists(path):
+            return "", {}
+        if reason := distrust(path.parent):
+            raise TableError(reason)
+        return _table(path, own=True)
+    except TableError as e:
+        warnings.warn(plain(f"ssmgen ignores your tuned variants: {e}"), stacklevel=3)
+        return "", {}
+
+
+def _tables_in(place: Path | None) -> list[Path]:
+    try:
+        return [place / name for name in sorted(os.listdir(place)) if name.endswith(".json")] if place else []
+    except OSError:  # most have none
+        return []
 
 
 @functools.cache
 def gpus(arch: Arch | None = None) -> tuple[str, ...]:
     """Names of the GPUs, of an architecture, that there are tables for."""
     own = config.cache_dir()
-    places = [place for place in (SHIPPED, own and own / "tuned") if place and place.is_dir()]
-    found = dict.fromkeys(gpu for place in places for file in sorted(place.glob("*.json")) if (gpu := _gpu_of(file)))
-    return tuple(gpu for gpu in found if arch is None or any(Arch.parse(row.arch).number == arch.number for row in rows_of(gpu).values()))
+    found = [_table(file)[0] for file in _tables_in(SHIPPED)] + [_own(file)[0] for file in _tables_in(own and own / "tuned")]
+    names = dict.fromkeys(filter(None, found))
+    return tuple(gpu for gpu in names if arch is None or any(Arch.parse(row.arch).number == arch.number for row in rows_of(gpu).values()))
 
 
 @functools.cache
@@ -169,6 +240,7 @@ def _by_problem(gpu: str) -> dict[tuple[str, str, bool], list[Row]]:
 def forget() -> None:
     """Tables are read once in a process; after this, again."""
     gpus.cache_clear()
+    _own.cache_clear()
     _by_problem.cache_clear()
 
 

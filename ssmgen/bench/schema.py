@@ -1,0 +1,203 @@
+"""What a report of `ssmgen bench` holds, field by field: files of results are checked before anything is made of them."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from . import HOMES, LAYERS, LINEAR_ATTENTION
+from .rows import op_of
+
+
+class Kind(NamedTuple):
+    """What a field's value is. faults: (where it stands, value) -> what is wrong with it."""
+
+    faults: Callable[[str, Any], Iterator[str]]
+
+
+Fields = Mapping[str, Kind]  # by name; one that ends with "?" may be missing
+
+
+def _kind(words: str, holds: Callable[[Any], bool]) -> Kind:
+    def faults(where: str, value: Any) -> Iterator[str]:
+        if not holds(value):
+            yield f"{where} is {reprlib.repr(value)}, not {words}"
+
+    return Kind(faults)
+
+
+def _number(words: str, low: float, high: float) -> Kind:
+    return _kind(words, lambda value: type(value) in (int, float) and low <= value <= high)
+
+
+def _maybe(kind: Kind) -> Kind:
+    return Kind(lambda where, value: iter(()) if value is None else kind.faults(where, value))
+
+
+def _list(kind: Kind, length: int | None = None) -> Kind:
+    """Of so many, or of any number."""
+
+    def faults(where: str, value: Any) -> Iterator[str]:
+        if not isinstance(value, list) or (length is not None and len(value) != length):
+            yield f"{where} is {reprlib.repr(value)}, not a list" + (f" of {length}" if length is not None else "")
+            return
+        for i, item in enumerate(value):
+            yield from kind.faults(f"{where}[{i}]", item)
+
+    return Kind(faults)
+
+
+def _by_name(kind: Kind, *needed: str) -> Kind:
+    def faults(where: str, value: Any) -> Iterator[str]:
+        if not isinstance(value, dict):
+            yield f"{where} is {reprlib.repr(value)}, not an object"
+            return
+        yield from (f"{where}.{name} is missing" for name in needed if name not in value)
+        for name, item in value.items():
+            yield from kind.faults(f"{where}.{name}", item)
+
+    return Kind(faults)
+
+
+def _object(fields: Fields, others: bool = True) -> Kind:
+    """With these names. others: and any others."""
+
+    def faults(where: str, value: Any) -> Iterator[str]:
+        if not isinstance(value, dict):
+            yield f"{where} is {reprlib.repr(value)}, not an object"
+            return
+        for name, kind in fields.items():
+            if (plain := name.rstrip("?")) in value:
+                yield from kind.faults(f"{where}.{plain}".lstrip("."), value[plain])
+            elif plain == name:
+                yield f"{where}.{name} is missing".lstrip(".")
+        if not others:
+            yield from (f"{where}: {reprlib.repr(name)} is none of {', '.join(fields)}" for name in value if name not in fields)
+
+    return Kind(faults)
+
+
+TEXT = _kind("a text", lambda value: isinstance(value, str))
+FLAG = _kind("true or false", lambda value: isinstance(value, bool))
+COUNT = _kind("a whole number from 0 to 10^15", lambda value: type(value) is int and 0 <= value <= 10**15)
+# Nothing that was measured comes near these bounds: with numbers beyond them, axes overflow.
+TIME = _number("a time from 1e-9 to 1e15", 1e-9, 1e15)
+SPEED = _number("a number from 0.001 to 1000", 1e-3, 1e3)
+PART = _number("a number from 0 to 1e15", 0, 1e15)
+RATIO = _number("a number from 1e-9 to 1e9", 1e-9, 1e9)
+ERROR = _maybe(PART)
+
+
+@dataclass(frozen=True)
+class Form:
+    """An operator's report. head: of it, case: what names a case of it, row: what else its timed ones have."""
+
+    case: Fields
+    head: Fields = field(default_factory=dict)
+    row: Fields = field(default_factory=dict)
+    times: tuple[str, ...] = ("ssmgen",)  # contenders that the table names
+    copied: bool = True  # a copy of the same slots is the bound; otherwise a multiplication
+
+
+_SIZED = {"dtype": TEXT, "shape": _list(COUNT, 2), "form": TEXT, "hot": FLAG}
+_COPY = {"copy_ratio": _maybe(RATIO), "ceiling_fraction": _maybe(PART)}
+_MULTIPLIED: dict[str, Any] = {"times": ("ssmgen", "mul"), "copied": False}
+_MUL = {"mul_ratio": RATIO}
+
+FORMS: dict[str, Form] = {
+    "selective_state_update": Form(
+        {"model": TEXT, "heads": COUNT, "state": TEXT, "tokens": COUNT, "intermediates": FLAG, "batch": COUNT}, row=_COPY
+    ),
+    **dict.fromkeys(
+        LINEAR_ATTENTION,
+        Form(
+            {"tokens": COUNT, "intermediates": FLAG, "ring": FLAG, "pool": TEXT, "state": TEXT, "batch": COUNT},
+            {"heads": COUNT, "key_heads": COUNT, "dim": COUNT, "value_dim?": COUNT},
+            _COPY,
+        ),
+    ),
+    "replay_selective_state_update": Form(
+        {"state": TEXT, "window": COUNT, "writing?": PART, "written?": PART, "tokens": COUNT, "accepted": COUNT, "batch": COUNT},
+        {"shape": _list(COUNT, 4), "precision": TEXT, "rounding": FLAG, "with_conv1d": FLAG},
+        {"written": PART, "copy_ratio": _maybe(RATIO), "copy_us": _maybe(TIME)},
+        times=(),
+    ),
+    "causal_conv1d": Form(
+        {"layout": TEXT, "form": TEXT, "width": COUNT, "dtype": TEXT, "shape": _list(COUNT, 3)},
+        {"width": COUNT, "dtype": TEXT},
+        _MUL,
+        **_MULTIPLIED,
+    ),
+    "causal_conv1d_update": Form(
+        {"layout": TEXT, "tokens": COUNT, "batch": COUNT, "dim": COUNT, "width": COUNT, "dtype": TEXT},
+        {"dim": COUNT, "width": COUNT, "dtype": TEXT},
+        _MUL,
+        **_MULTIPLIED,
+    ),
+    "combine_splits": Form(_SIZED | {"d_v": COUNT}, row=_MUL | {"sum_ratio": RATIO}, times=("ssmgen", "mul", "sum"), copied=False),
+    "gated_rms_norm": Form(_SIZED | {"rows": COUNT}, row=_MUL, **_MULTIPLIED),
+    **dict.fromkeys(
+        LAYERS, Form({"model": TEXT, "heads": COUNT, "state": TEXT, "batch": COUNT, "tokens?": COUNT, "intermediates?": FLAG}, row=_COPY)
+    ),
+}
+assert FORMS.keys() == HOMES.keys()
+
+FAILED = {"op": TEXT, "error": TEXT}
+ROW: Fields = {
+    "served_us": TIME, "tbs": PART, "host_us": _by_name(TIME), "peer_ratio": _by_name(RATIO), "compile_seconds": TIME, "rule": TEXT,
+    "state_error?": ERROR, "out_error?": ERROR, "spec?": TEXT, "specs?": _list(TEXT),
+    "variants?": _by_name(_object({"specs": _list(TEXT)})),
+}  # fmt: skip
+HEAD: Fields = {
+    "device": TEXT, "torch": TEXT, "compiler": TEXT, "date?": TEXT, "ssmgen?": TEXT, "method?": TEXT, "op?": TEXT,
+    "ceilings_tbs": _object({"in_place": SPEED, "out_of_place": SPEED}, others=False),
+}  # fmt: skip
+
+
+def faults_of(value: Any) -> Iterator[str]:
+    """What is wrong with a file's value: of one report, or of several with the operators that failed."""
+    if not isinstance(value, dict):
+        yield f"it is {reprlib.repr(value)}, not an object"
+    elif is_suite(value):
+        yield from _list(Kind(_of_report)).faults("reports", value["reports"])
+        yield from _list(_object(FAILED)).faults("failed", value["failed"])
+    else:
+        yield from _of_report("", value)
+
+
+def is_suite(value: Mapping[str, Any]) -> bool:
+    """Whether a file's object is of several reports."""
+    return {"reports", "failed"} <= value.keys()
+
+
+def _of_report(where: str, report: Any) -> Iterator[str]:
+    if not isinstance(report, dict):
+        yield f"{where} is {reprlib.repr(report)}, not an object"
+        return
+    op, dot = op_of(report), f"{where}." if where else ""
+    if not isinstance(op, str) or op not in FORMS:
+        yield f"{dot}op is {reprlib.repr(op)}, which is none of {', '.join(FORMS)}"
+        return
+    form = FORMS[op]
+    of_fields = _object(form.case | ROW | form.row | {"us": _by_name(TIME, *form.times)})
+
+    def row(where: str, value: Any) -> Iterator[str]:
+        """Its fields; then, if they are right, what they say of each other."""
+        wrong = list(of_fields.faults(where, value))
+        yield from wrong or _between(where, value, form)
+
+    rows, failed = _list(Kind(row)), _list(_object(form.case | {"error": TEXT}))
+    yield from _object(HEAD | form.head | {"rows": rows, "failed?": failed}).faults(where, report)
+
+
+def _between(where: str, row: Mapping[str, Any], form: Form) -> Iterator[str]:
+    us = row["us"]
+    if "spec" not in row and not row.get("specs"):
+        yield f"{where} has neither spec nor specs"
+    yield from (f"{where}.us.{name} is missing, and peer_ratio names it" for name in row["peer_ratio"] if name not in us)
+    if form.copied and "mul" in us:
+        yield f"{where}.us.mul is no contender of this operator"
+    if form.copied and row["copy_ratio"] is not None and not {"copy", "copy_pdl"} & us.keys():
+        yield f"{where}.us has no copy, and copy_ratio is of one"
