@@ -7,7 +7,7 @@ import fuzz
 import pytest
 import torch
 from fuzz import forms
-from fuzz_calls import B, H, K, T, rand, ring
+from fuzz_calls import B, H, K, T, V, rand, ring
 from torch import Tensor
 
 import ssmgen
@@ -90,6 +90,9 @@ def test_what_is_no_ring_is_named(id, wrong, words):
 def test_empty_and_missing_axes():
     refused("gated_delta_rule-tokens", "K", q=rand(B, T, 2, 0), scale=None)
     refused("kda-packed", "state_indices is", state_indices=torch.tensor(1))
+    apart = rand(2 * T, H, V).as_strided((B, T, H, V), (4, 32, 8, 1))
+    refused("gated_rms_norm-heads", "gate has strides .* have no common distance", gate=apart)
+    refused("mamba2_layer-one", "xBC is", state=rand(4, 0, 4, 8))
     refused("replay_selective_state_update-two", "dt_bias is", dt_bias=rand(H, 0))
     refused("replay_selective_state_update-two", "dt is", dt=rand(B, T, H, 0))
     refused("materialize_selective_state-step", "state_indices is a list", state_indices=[1, 2])
