@@ -203,7 +203,9 @@ def test_trtllm_by_position_and_by_name(names):
 def test_trtllm_flags_keep_their_meaning(names, flag, monkeypatch):
     seen = {}
     monkeypatch.setattr(trtllm, "_native", lambda *args, **kwargs: seen.update(kwargs))
-    call = dict.fromkeys(names) | {"launch_with_pdl": flag, "use_internal_pdl": not flag, "pad_slot_id": 9, "out": torch.empty(1)}
+    given = TRTLLM | operands()
+    call = {n: given[trtllm.RENAMED.get(n, n)] for n in names}
+    call |= {"launch_with_pdl": flag, "use_internal_pdl": not flag, "pad_slot_id": 9}
     for args, kwargs in ((), call), (tuple(call.values()), {}):
         seen.clear()
         trtllm.replay_selective_state_update(*args, **kwargs)

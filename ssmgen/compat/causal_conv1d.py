@@ -13,6 +13,8 @@ from torch import Tensor
 from ..errors import ArgumentError
 from ..ops.causal_conv1d import causal_conv1d as _native
 from ..ops.causal_conv1d_update import causal_conv1d_update as _native_update
+from ..ops.checks import oddity
+from .operands import takes
 
 
 def _check_activation(activation: str | None) -> None:
@@ -20,6 +22,7 @@ def _check_activation(activation: str | None) -> None:
         raise NotImplementedError(f"activation is {activation!r}, not None, 'silu' or 'swish'")
 
 
+@takes("return_final_states")
 def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,
@@ -63,16 +66,25 @@ def causal_conv1d_update(
     )  # fmt: skip
 
 
+@takes()
 def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
     """The last state_len tokens of each packed sequence of x [total, dim], behind zeros if it has fewer -> [batch, dim, state_len].
 
     Plain PyTorch, which Triton is not needed for. As there, no host synchronisation: a CUDA graph can hold it.
     """
-    if x.dim() != 2 or cu_seqlens.dim() != 1:
-        shapes = f"x is {list(x.shape)}, not [total, dim]; cu_seqlens is {list(cu_seqlens.shape)}, not [batch + 1]"
-        raise ArgumentError("causal_conv1d_varlen_states", [shapes])
+    problems = [f"{name} is {odd}" for name, t in (("x", x), ("cu_seqlens", cu_seqlens)) if (odd := oddity(t)) is not None]
+    if problems:  # which have no sizes
+        raise ArgumentError("causal_conv1d_varlen_states", problems)
+    if x.dim() != 2 or cu_seqlens.dim() != 1 or not cu_seqlens.numel():
+        problems.append(f"x is {list(x.shape)}, not [total, dim]; cu_seqlens is {list(cu_seqlens.shape)}, not [batch + 1]")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.device != x.device:
+        problems.append(f"cu_seqlens is {cu_seqlens.dtype} on {cu_seqlens.device}, not int32 or int64 on {x.device}".replace("torch.", ""))
+    if not isinstance(state_len, int) or not 0 <= state_len < 2**31:
+        problems.append(f"state_len is {state_len!r}, not a length")
+    if problems:
+        raise ArgumentError("causal_conv1d_varlen_states", problems)
     if len(x) == 0:  # nothing to index
         return x.new_zeros(len(cu_seqlens) - 1, state_len, x.shape[1]).transpose(1, 2)
     token = cu_seqlens[1:, None] - state_len + torch.arange(state_len, device=x.device)
     before = token < cu_seqlens[:-1, None]
-    return x[token.clamp(min=0)].masked_fill_(before[..., None], 0).transpose(1, 2)  # where() would copy its zero from the host
+    return x[token.clamp(0, len(x) - 1)].masked_fill_(before[..., None], 0).transpose(1, 2)  # where() would copy its zero from the host

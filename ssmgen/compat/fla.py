@@ -21,8 +21,10 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ..ops import linear_attention as native
+from .operands import takes
 
 Result = tuple[Tensor, Tensor | None]
+_STATES = {"initial_state": "[N, HV, K, V] or, with state_v_first, [N, HV, V, K]", "cu_seqlens": "[N + 1]", "v": "[B, T, HV, V]"}
 
 
 def _run(
@@ -31,11 +33,15 @@ def _run(
 ) -> Result:  # fmt: skip
     """`function` of a state of its own and `operands`; o is of the dtype of `like`."""
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if sequences < 0:
+        raise ArgumentError(function.__name__, ["cu_seqlens is empty, not [N + 1]"])
     if initial_state is None:
         last = (v.shape[-1], q.shape[-1]) if state_v_first else (q.shape[-1], v.shape[-1])
         state = v.new_zeros((sequences, v.shape[-2], *last), dtype=torch.float32)
     elif initial_state.shape[0] != sequences:
         raise ArgumentError(function.__name__, [f"initial_state has {initial_state.shape[0]} states for {sequences} sequences"])
+    elif not initial_state.is_floating_point():
+        raise ArgumentError(function.__name__, [f"initial_state is {initial_state.dtype}, not of floating point".replace("torch.", "")])
     elif output_final_state:
         state = initial_state.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     else:
@@ -51,8 +57,9 @@ def _run(
 def _v_first(state_v_first: bool, others: dict[str, Any]) -> bool:
     """state_v_first, or what its old name says. Nothing else may be among the keywords."""
     if "transpose_state_layout" in others:
-        if state_v_first:
-            raise ValueError("state_v_first and transpose_state_layout are the same argument: give one")
+        if state_v_first or not isinstance(others["transpose_state_layout"], bool):
+            problem = "state_v_first and transpose_state_layout, True or False, are the same argument: give one"
+            raise ArgumentError("flash-linear-attention's function", [problem])
         warnings.warn("transpose_state_layout is now called state_v_first", DeprecationWarning, stacklevel=3)
         state_v_first = others.pop("transpose_state_layout")
     if others:
@@ -81,6 +88,7 @@ def _beta(name: str, beta: Tensor | None, v: Tensor, sigmoid: bool = False, allo
     return v.new_ones(()).expand(v.shape[:-1]) if beta is None else beta  # one element, with strides of zero
 
 
+@takes("output_final_state state_v_first use_gate_in_kernel use_beta_sigmoid_in_kernel allow_neg_eigval", q="[B, T, H, K]", **_STATES)
 def fused_recurrent_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, gk: Tensor | None = None, gv: Tensor | None = None,
     beta: Tensor | None = None, scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
@@ -114,6 +122,7 @@ def fused_recurrent_gated_delta_rule(
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule
 
 
+@takes("output_final_state state_v_first use_gate_in_kernel use_beta_sigmoid_in_kernel allow_neg_eigval", q="[B, T, H, K]", **_STATES)
 def fused_recurrent_kda(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
     scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
@@ -132,6 +141,7 @@ def fused_recurrent_kda(
     )  # fmt: skip
 
 
+@takes("output_final_state state_v_first use_gate_in_kernel", q="[B, T, H, K]", **_STATES)
 def fused_recurrent_gdn2(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
     scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
@@ -147,6 +157,7 @@ def fused_recurrent_gdn2(
     )  # fmt: skip
 
 
+@takes("output_final_state", q="[B, T, H, K]", **_STATES)
 def fused_recurrent_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None = None, scale: float | None = None, initial_state: Tensor | None = None,
     output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
@@ -157,8 +168,9 @@ def fused_recurrent_delta_rule(
     return _run(native.delta_rule, operands, q, v, scale, initial_state, output_final_state, False, cu_seqlens, like=q, **options)
 
 
+@takes("output_final_state", q="[B, T, H, K]", **_STATES)
 def fused_recurrent_comba(
-    q: Tensor, k: Tensor, p: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None, scale: float | None = None,
+    q: Tensor, k: Tensor, p: Tensor | None, v: Tensor, g: Tensor, beta: Tensor | None = None, scale: float | None = None,
     initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Result:  # fmt: skip
@@ -168,6 +180,7 @@ def fused_recurrent_comba(
     return _run(native.comba, operands, q, v, scale, initial_state, output_final_state, False, cu_seqlens, like=q, **options)
 
 
+@takes("output_final_state reverse state_v_first", q="[B, T, H, K]", **_STATES)
 def fused_recurrent_gla(
     q: Tensor, k: Tensor, v: Tensor, gk: Tensor | None = None, gv: Tensor | None = None, scale: float | None = None,
     initial_state: Tensor | None = None, output_final_state: bool = False, reverse: bool = False, state_v_first: bool = False,
@@ -179,6 +192,7 @@ def fused_recurrent_gla(
     return _run(native.gla, (q, k, v, gk, gv), q, v, scale, initial_state, output_final_state, state_v_first, cu_seqlens, like=q)
 
 
+@takes("output_final_state reverse state_v_first", q="[B, T, H, K]", **_STATES)
 def fused_recurrent_simple_gla(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None, scale: float | None = None,
     initial_state: Tensor | None = None, output_final_state: bool = False, reverse: bool = False, state_v_first: bool = False,
@@ -193,17 +207,21 @@ def fused_recurrent_simple_gla(
     return _run(native.simple_gla, operands, q, v, scale, initial_state, output_final_state, state_v_first, cu_seqlens, like=q)
 
 
+@takes("output_final_state reverse", q="[B, T, H, K]", **_STATES)
 def fused_recurrent_lightning_attn(
     q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int, scale: float | None = None, initial_state: Tensor | None = None,
     output_final_state: bool = False, reverse: bool = False, cu_seqlens: Tensor | None = None,
 ) -> Result:  # fmt: skip
     """Head h of H decays with the slope 8 h / H (1 - layer_idx / num_layers)."""
     _forward_only(reverse)
+    if not 0 <= layer_idx < num_layers:
+        raise ArgumentError("fused_recurrent_lightning_attn", [f"layer_idx is {layer_idx}, which is no layer of num_layers {num_layers}"])
     heads = q.shape[-2]
-    slope = (8 / heads * (1 - layer_idx / num_layers)) * torch.arange(heads, dtype=torch.float32, device=q.device)
+    slope = (8 / max(heads, 1) * (1 - layer_idx / num_layers)) * torch.arange(heads, dtype=torch.float32, device=q.device)
     return _run(native.lightning_attn, (q, k, v, slope), q, v, scale, initial_state, output_final_state, False, cu_seqlens, like=q)
 
 
+@takes("output_final_state reverse", r="[B, T, H, K]", **_STATES)
 def fused_mul_recurrent_rwkv7(
     r: Tensor, w: Tensor, k: Tensor, v: Tensor, kk: Tensor, a: Tensor, scale: float | None = 1.0, initial_state: Tensor | None = None,
     output_final_state: bool = False, reverse: bool = False, cu_seqlens: Tensor | None = None,
@@ -213,6 +231,7 @@ def fused_mul_recurrent_rwkv7(
     return _run(native.rwkv7, (r, w, k, v, kk, a), r, v, scale, initial_state, output_final_state, False, cu_seqlens, like=v)
 
 
+@takes("output_final_state", r="[B, T, H, K]", **_STATES)
 def fused_recurrent_rwkv7(
     r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
     output_final_state: bool = True, cu_seqlens: Tensor | None = None,
@@ -221,6 +240,7 @@ def fused_recurrent_rwkv7(
     return fused_recurrent_dplr_delta_rule(r, k, v, a, b, w, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens)
 
 
+@takes("output_final_state reverse", q="[B, T, H, K]", **_STATES)
 def fused_recurrent_dplr_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
     output_final_state: bool = False, reverse: bool = False, cu_seqlens: Tensor | None = None,

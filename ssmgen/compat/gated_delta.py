@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -16,14 +17,32 @@ def first(t: Tensor | None, n: int) -> Tensor | None:
     return t if t is None or t.shape[0] == n else t[:n]
 
 
+def first_column(t: Tensor | None, n: int) -> Tensor | None:
+    """The first n rows of an index, and of one with columns the first of these; what has none stays as it is, for the checks to name."""
+    return first(t, n) if t is None or t.dim() == 1 or not t.shape[1] else t[:n, 0]
+
+
+def of_one_type(read: Tensor | None, write: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Two indices as a kernel takes them, which has one type: the wider, so that no slot wraps around into the pool."""
+    if read is None or write is None or read.dtype == write.dtype or {read.dtype, write.dtype} != {torch.int32, torch.int64}:
+        return read, write
+    return read.long(), write.long()
+
+
 def new_output(q: Tensor, v: Tensor) -> Tensor:
     """Dense, of q's dtype and v's shape."""
     return torch.empty_like(v, dtype=q.dtype, memory_format=torch.contiguous_format)
 
 
 def shaped(t: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The tensor in this shape; where it has it, itself: a view costs the host a microsecond."""
-    return t if t.shape == shape else t.reshape(shape)
+    """The tensor in this shape; where it has it, itself: a view costs the host a microsecond. Itself as well where it has another number of
+    elements, for the checks to name."""
+    return t if t.shape == shape or t.numel() != math.prod(shape) else t.reshape(shape)
+
+
+# Of the functions of both engines (`takes`).
+PACKED = {"ssm_state_indices": "[B]"}
+LOGITS = {"q": "[B, T, HK, K]", "k": "[B, T, HK, K]", "v": "[B, T, HV, V]"}
 
 
 def packed_decode(
@@ -36,7 +55,7 @@ def packed_decode(
         shapes = f"{list(mixed_qkv.shape)}, {list(initial_state.shape)} and {list(out.shape)}"
         raise ArgumentError(name, [f"mixed_qkv, initial_state and out are {shapes}, not [B, channels], [slots, HV, V, K], [B, 1, HV, V]"])
     _, HV, V, K = initial_state.shape
-    keys, rest = divmod(mixed_qkv.shape[1] - HV * V, 2 * K)
+    keys, rest = divmod(mixed_qkv.shape[1] - HV * V, 2 * K) if K else (0, 0)
     if keys <= 0 or rest:
         problem = f"mixed_qkv has {mixed_qkv.shape[1]} channels, which is not 2 HK K + HV V with K = {K}, HV = {HV}, V = {V}"
         raise ArgumentError(name, [problem])

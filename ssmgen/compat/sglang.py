@@ -21,8 +21,16 @@ from ..ops.combine_splits import combine_splits
 from ..ops.selective_state_update import selective_state_update as _ssu
 from . import gated_delta, replacing
 from .gated_delta import first as _first
+from .operands import takes
 
 
+@takes(
+    "disable_state_update enable_stochastic_rounding",
+    x="[batch, dim] or [batch, H, P] or [batch, T, H, P]",
+    state_batch_indices="[batch]",
+    intermediate_state_indices="[batch]",
+    retrieve_parent_token="[batch, T]",
+)
 def selective_state_update(
     state: Tensor,
     x: Tensor,
@@ -71,6 +79,7 @@ def selective_state_update(
     )  # fmt: skip
 
 
+@takes(x="[batch, dim] or [batch, dim, T]", cache_seqlens="[batch]", conv_state_indices="[batch]")
 def causal_conv1d_update(
     x: Tensor,
     conv_state: Tensor,
@@ -92,6 +101,14 @@ def causal_conv1d_update(
     )  # fmt: skip
 
 
+@takes(
+    x="[batch, dim] or [batch, dim, T]",
+    conv_state="[slots, dim, state_len]",
+    weight="[dim, width]",
+    conv_state_indices="[batch]",
+    num_accept_tokens="[batch]",
+    intermediate_state_indices="[batch]",
+)
 def causal_conv1d_update_triton(
     x: Tensor,
     conv_state: Tensor,
@@ -135,6 +152,14 @@ def causal_conv1d_update_triton(
     )  # fmt: skip
 
 
+@takes(
+    x="[dim, tokens] or [batch, dim, length]",
+    weight="[dim, width]",
+    conv_states="[slots, dim, state_len]",
+    query_start_loc="[batch + 1]",
+    cache_indices="[batch]",
+    has_initial_state="[batch]",
+)
 def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,
@@ -164,6 +189,7 @@ def causal_conv1d_fn(
     )  # fmt: skip
 
 
+@takes(**gated_delta.PACKED)
 def fused_recurrent_gated_delta_rule_packed_decode(
     mixed_qkv: Tensor,
     a: Tensor,
@@ -186,6 +212,10 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     )  # fmt: skip
 
 
+_FLAGS = "is_kda disable_state_update cache_ring match_cutedsl_decode"
+
+
+@takes(_FLAGS, **gated_delta.LOGITS, initial_state_indices="[N]", cu_seqlens="[N + 1]")
 def fused_sigmoid_gating_delta_rule_update(
     A_log: Tensor,
     a: Tensor,
@@ -241,6 +271,7 @@ def fused_sigmoid_gating_delta_rule_update(
     )  # fmt: skip
 
 
+@takes()
 def merge_state(
     prefix_output: Tensor,
     prefix_lse: Tensor,

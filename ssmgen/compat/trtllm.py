@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError, UnsupportedError
 from ..ops.replay_selective_state_update import replay_selective_state_update as _native
+from .operands import takes
 
 NAME = "tensorrt_llm's replay_selective_state_update"
 RENAMED = {"old_dt_proc": "old_dt", "old_cumAdt": "old_dA_cumsum"}  # what the second of them was called before
@@ -54,12 +55,13 @@ def _either_generation(function: Callable[..., None]) -> Callable[..., None]:
 
 def _axes(t: Any, n: int, at: int) -> Any:
     """A view with n axes, the new ones of size 1."""
-    while isinstance(t, Tensor) and t.dim() < n:
+    while isinstance(t, Tensor) and 0 < t.dim() < n:
         t = t.unsqueeze(at)
     return t
 
 
 @_either_generation
+@takes("launch_with_pdl use_internal_pdl")
 def replay_selective_state_update(
     state: Tensor,
     old_x: Tensor,

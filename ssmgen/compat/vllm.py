@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, UnsupportedError
+from ..ops import checks
 from ..ops.causal_conv1d import causal_conv1d as _conv
 from ..ops.causal_conv1d_update import causal_conv1d_update as _conv_update
 from ..ops.combine_splits import combine_splits
@@ -22,8 +23,19 @@ from ..ops.linear_attention import gated_delta_rule as _gated_delta_rule
 from ..ops.selective_state_update import selective_state_update as _ssu
 from . import gated_delta, replacing
 from .gated_delta import first as _first
+from .operands import takes
+
+_BY_TOKEN = "[N] or [N, T]"
 
 
+@takes(
+    "enable_stochastic_rounding",
+    x="[tokens, dim] or [tokens, H, P]",
+    state_batch_indices=_BY_TOKEN,
+    dst_state_batch_indices=_BY_TOKEN,
+    num_accepted_tokens="[N]",
+    cu_seqlens="[N + 1]",
+)
 def selective_state_update(
     state: Tensor,
     x: Tensor,
@@ -56,16 +68,16 @@ def selective_state_update(
     if out is None:
         raise ArgumentError("vllm's selective_state_update", ["out is None, and nothing is returned"])
     sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    read = _first(state_batch_indices, sequences)
-    write = None if dst_state_batch_indices is state_batch_indices else _first(dst_state_batch_indices, sequences)
+    read, write = state_batch_indices, None if dst_state_batch_indices is state_batch_indices else dst_state_batch_indices
     seed = None
     if num_accepted_tokens is not None and read is not None:
+        read, write = _first(read, sequences), _first(write, sequences)
         read, write = (t if t is None or t.dim() == 2 else t[:, None] for t in (read, write))
         write = read if write is None else write
         write = write[:, :1] if cu_seqlens is None else write
         num_accepted_tokens = _first(num_accepted_tokens, sequences).clamp(min=1)
     else:
-        read, write = (t if t is None or t.dim() == 1 else t[:, 0] for t in (read, write))
+        read, write = gated_delta.first_column(read, sequences), gated_delta.first_column(write, sequences)
         if enable_stochastic_rounding:
             seed = torch.randint(0, 2**32, (1,), device=state.device)
     _ssu(
@@ -75,6 +87,14 @@ def selective_state_update(
     )  # fmt: skip
 
 
+@takes(
+    x="[N, dim] or [N, dim, T]",
+    conv_state="[slots, dim, state_len]",
+    weight="[dim, width]",
+    conv_state_indices=_BY_TOKEN,
+    num_accepted_tokens="[N]",
+    query_start_loc="[N + 1]",
+)
 def causal_conv1d_update(
     x: Tensor,
     conv_state: Tensor,
@@ -97,7 +117,7 @@ def causal_conv1d_update(
     validate_data: ssmgen always checks; ignored
     """
     if conv_state_indices is not None and conv_state_indices.dim() == 2:
-        conv_state_indices = conv_state_indices[:, 0]
+        conv_state_indices = gated_delta.first_column(conv_state_indices, conv_state_indices.shape[0])
     if query_start_loc is None:
         sequences = x.shape[0]
         conv_state_indices = _first(conv_state_indices, sequences)
@@ -112,6 +132,9 @@ def causal_conv1d_update(
     )  # fmt: skip
 
 
+@takes(
+    weight="[dim, width]", conv_states="[slots, dim, state_len]", query_start_loc="[N + 1]", cache_indices="[N]", has_initial_state="[N]"
+)
 def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,
@@ -139,6 +162,7 @@ def causal_conv1d_fn(
     )  # fmt: skip
 
 
+@takes(**gated_delta.PACKED)
 def fused_recurrent_gated_delta_rule_packed_decode(
     mixed_qkv: Tensor,
     a: Tensor,
@@ -160,6 +184,10 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     )  # fmt: skip
 
 
+_POOL = {"ssm_state_indices": _BY_TOKEN, "num_accepted_tokens": "[N]", "cu_seqlens": "[N + 1]"}
+
+
+@takes("inplace_final_state", q="[B, T, HK, K]", v="[B, T, HV, V]", **_POOL)
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -190,6 +218,7 @@ def fused_recurrent_gated_delta_rule(
     return out, initial_state
 
 
+@takes("inplace_final_state is_kda", **gated_delta.LOGITS, **_POOL)
 def fused_sigmoid_gating_delta_rule_update(
     A_log: Tensor,
     a: Tensor,
@@ -224,6 +253,10 @@ def fused_sigmoid_gating_delta_rule_update(
     return out, initial_state
 
 
+_ROWS, _LSES = "[tokens, heads, head_dim]", "[heads, tokens]"
+
+
+@takes(output=_ROWS, prefix_output=_ROWS, prefix_lse=_LSES, suffix_output=_ROWS, suffix_lse=_LSES, output_lse=_LSES)
 def merge_attn_states(
     output: Tensor,
     prefix_output: Tensor,
@@ -244,17 +277,40 @@ def merge_attn_states(
     if output_scale is not None:
         raise UnsupportedError("vllm's merge_attn_states", ["output_scale: outputs are f32, f16 or bf16"])
     lse_out = None if output_lse is None else output_lse.t()
-    prefix, suffix, prefix_lse, suffix_lse = prefix_output, suffix_output, prefix_lse.t(), suffix_lse.t()
-    n = output.shape[0] if prefill_tokens_with_context is None else prefill_tokens_with_context
-    if n < output.shape[0]:
-        whole, output = output, output[:n]
-        whole_lse, lse_out = lse_out, None if lse_out is None else lse_out[:n]
-        combine_splits((prefix[:n], suffix[:n]), (prefix_lse[:n], suffix_lse[:n]), out=output, lse_out=lse_out)
-        whole[n:].copy_(suffix[n:])
-        if whole_lse is not None:
-            whole_lse[n:].copy_(suffix_lse[n:])
-    else:
-        combine_splits((prefix, suffix), (prefix_lse, suffix_lse), out=output, lse_out=lse_out)
+    outputs, lses = (prefix_output, suffix_output), (prefix_lse.t(), suffix_lse.t())
+    n = prefill_tokens_with_context
+    if n is None or (type(n) is int and n >= output.shape[0]):
+        combine_splits(outputs, lses, out=output, lse_out=lse_out)
+        return
+    given = (output, *outputs) if output_lse is None else (output, *outputs, output_lse, prefix_lse, suffix_lse)
+    _check_copies(n, given)
+    lse_head = None if lse_out is None else lse_out[:n]
+    combine_splits([t[:n] for t in outputs], [t[:n] for t in lses], out=output[:n], lse_out=lse_head)
+    output[n:].copy_(suffix_output[n:])
+    if output_lse is not None:
+        output_lse[:, n:].copy_(suffix_lse[:, n:])
+
+
+_MERGED = ("output", "prefix_output", "suffix_output", "output_lse", "prefix_lse", "suffix_lse")
+
+
+def _check_copies(count: int, tensors: tuple[Tensor, ...]) -> None:
+    """Raises ArgumentError for what a merge of the first `count` tokens would not see: the others, which are copied. tensors: by the names
+    of _MERGED, as the call gave them; the last three may be missing."""
+    problems = [] if type(count) is int and count >= 0 else [f"prefill_tokens_with_context is {count!r}, not a number of tokens"]
+    memory = [(t.data_ptr(), t.data_ptr() + (t.nbytes if t.is_contiguous() else checks.extent(t))) for t in tensors]
+    for i in range(0, len(tensors), 3):
+        name, whole, suffix, (start, end) = _MERGED[i], tensors[i], tensors[i + 2], memory[i]
+        if whole.shape != suffix.shape:
+            problems.append(f"{_MERGED[i + 2]} is {list(suffix.shape)} and {name} {list(whole.shape)}: they must be alike")
+        if not whole.is_contiguous() and checks.overlaps_itself(whole):
+            problems.append(f"{name} has strides {list(whole.stride())}: two of its elements share memory")
+        for j, (first, last) in enumerate(memory):
+            in_place = i < j < i + 3 and whole.stride() == tensors[j].stride() and start == first and whole.dtype == tensors[j].dtype
+            if j != i and start < last and first < end and not in_place:
+                problems.append(f"{name} overlaps {_MERGED[j]} in memory")
+    if problems:
+        raise ArgumentError("vllm's merge_attn_states", problems)
 
 
 def _pad(null_block_id: int | None) -> int:
@@ -274,11 +330,10 @@ def _pool(
     if reasons:
         raise UnsupportedError(name, reasons)
     sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    read = _first(indices, sequences)
-    write = None
+    read, write = _first(indices, sequences), None
     if read.dim() == 2:
         write = read[:, : v.shape[1]] if cu_seqlens is None else read
-        read = read if accepted is not None else read[:, 0]
+        read = read if accepted is not None else gated_delta.first_column(read, sequences)
     return {
         "state_indices": read, "dst_state_indices": write, "num_accepted_tokens": _first(accepted, sequences), "cu_seqlens": cu_seqlens,
         "pad_slot_id": 0,

@@ -17,6 +17,7 @@ from .. import runtime
 from ..errors import ArgumentError
 from ..spec import KernelSpec
 from . import sharded
+from .checks import in_memory
 from .planning import Caller, is_memory, launch_of
 
 
@@ -74,6 +75,7 @@ def operator(like: str) -> Callable[[Callable[..., Call]], Callable[..., Any]]:
     """
 
     def public(build: Callable[..., Call]) -> Callable[..., Any]:
+        build = in_memory(build)
         names = tuple(signature(build).parameters)
         place = names.index(like)
         recall = _Memory()
@@ -89,13 +91,17 @@ def operator(like: str) -> Callable[[Callable[..., Call]], Callable[..., Any]]:
                 return call.result
             size = args[place] if len(args) > place else kwargs.get(like)
             values = (*args, *kwargs.values())
-            key = (*map(type, values), *kwargs, getattr(size, "shape", None))
-            rows = known.get(key)
-            if rows is None and not _PLAIN.issuperset(map(type, values)):
-                values, key = _flat(values, size, kwargs)
+            try:
+                key = (*map(type, values), *kwargs, getattr(size, "shape", None))
                 rows = known.get(key)
-                if rows is None and sharded.is_sharded(values):
-                    return sharded.run(run, names, args, kwargs)
+                if rows is None and not _PLAIN.issuperset(map(type, values)):
+                    values, key = _flat(values, size, kwargs)
+                    rows = known.get(key)
+            except RuntimeError:  # a nested tensor has no shape
+                build(*args, **kwargs)  # says so
+                raise
+            if rows is None and sharded.is_sharded(values):
+                return sharded.run(run, names, args, kwargs)
             for scalars, scalars_of, alike, new, result in rows or ():
                 tensors = alike.pick(values)
                 if alike.matches(*tensors) and scalars_of(values) == scalars:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .. import runtime
+from ..errors import ArgumentError
 from ..spec import SM90, DType, Index
 
 DTYPES = {torch.float32: DType.F32, torch.float16: DType.F16, torch.bfloat16: DType.BF16}
@@ -26,11 +31,56 @@ def describe(t: Tensor) -> str:
     return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}"
 
 
+def oddity(t: Tensor) -> str | None:
+    """Why a tensor is not what its address, shape and strides say, in words; None if it is."""
+    if t.is_nested:  # first: it has no sizes
+        return "nested: give a tensor of equal rows, or packed ones"
+    if t.layout is not torch.strided:
+        return f"of layout {str(t.layout).removeprefix('torch.')}: give its to_dense()"
+    if t.is_quantized:
+        return f"quantised, {str(t.dtype).removeprefix('torch.')}: give its dequantize()"
+    if t.is_neg() or t.is_conj():
+        return "a view whose elements differ from those in memory: give its resolve_neg().resolve_conj()"
+    return None
+
+
 def check_tensors(tensors: Mapping[str, object], problems: list[str]) -> bool:
-    """Are they tensors at all? Without that nothing else can be said."""
-    others = [f"{name} is a {type(t).__name__}, not a tensor" for name, t in tensors.items() if not isinstance(t, Tensor)]
-    problems += others
-    return not others
+    """Are they tensors at all, with elements in memory? Without that nothing else can be said."""
+    before = len(problems)
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor):
+            problems.append(f"{name} is a {type(t).__name__}, not a tensor")
+        elif (odd := oddity(t)) is not None:
+            problems.append(f"{name} is {odd}")
+    return len(problems) == before
+
+
+def in_memory(build: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of tensors that is not called with any whose elements are not in memory: those have no sizes or strides to look at.
+
+    Raises ArgumentError, which names all of them. What is no tensor at all, the function's own checks name.
+    """
+    names = tuple(signature(build).parameters)
+
+    @wraps(build)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if not is_compiling():  # where tensors are stand-ins, and come back as themselves
+            problems = [f"{name} is {odd}" for name, t in _tensors(names, args, kwargs) if (odd := oddity(t)) is not None]
+            if problems:
+                raise ArgumentError(build.__name__, problems)
+        return build(*args, **kwargs)
+
+    return checked
+
+
+def _tensors(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Those of a call by name, also of rings and pairs."""
+    for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+        if isinstance(value, Tensor):
+            yield name, value
+        elif isinstance(value, (tuple, list)):
+            fields = getattr(value, "_fields", range(len(value)))
+            yield from ((f"{name}.{field}", t) for field, t in zip(fields, value, strict=True) if isinstance(t, Tensor))
 
 
 def check_common(tensors: Mapping[str, Tensor], anchor: str, problems: list[str]) -> None:

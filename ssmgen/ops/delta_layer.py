@@ -51,7 +51,7 @@ def result_and_scale(
     headed = isinstance(state, Tensor) and state.dim() == 4
     keys, values = (2, 3) if state_layout == "kv" else (3, 2)
     if out is None and isinstance(mixed_qkv, Tensor):
-        out = mixed_qkv.new_empty(*mixed_qkv.shape[:-1], *([state.shape[1] * state.shape[values]] if headed else []))
+        out = mixed_qkv.new_empty((*mixed_qkv.shape[:-1], *([state.shape[1] * state.shape[values]] if headed else [])))
     if scale is None:
         scale = state.shape[keys] ** -0.5 if headed and state.shape[keys] else 1.0
     return out, scale

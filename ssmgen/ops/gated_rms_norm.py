@@ -107,6 +107,7 @@ def _in_rows(name: str, t: Tensor, groups: int, size: int, problems: list[str]) 
     axes = [(n, s) for n, s in zip(t.shape[:lead], t.stride()[:lead], strict=True) if n != 1]
     if any(outer != inner * n for (_, outer), (n, inner) in pairwise(axes)):
         problems.append(f"{name} has strides {list(t.stride())}: its axes of rows, {list(t.shape[:lead])}, have no common distance")
+        return t  # as one axis they would end beyond its memory
     rows = math.prod(t.shape[:lead])
     step = axes[-1][1] if axes else t.stride(lead - 1) if lead else groups * size
     return t.as_strided((rows, groups, size), (step, t.stride(-2) if apart else size, 1))

@@ -14,7 +14,7 @@ from ..arguments import divisor
 from ..kernels.causal_conv1d_update import StateLayout
 from ..kernels.gated_rms_norm import Activation
 from ..kernels.layer_gated_norm import LayerGatedNormSpec
-from ..kernels.short_conv import CHANNELS
+from ..kernels.short_conv import CHANNELS, MAX_WIDTH
 from ..spec import KernelSpec, Loads
 from . import checks
 from .checks import DTYPES
@@ -27,10 +27,10 @@ def check_channels(named: Mapping[str, Tensor], inputs: str, groups: int, proble
     layer_tokens.py, too); `groups` of heads share convolved channels."""
     (batch, *tokens, channels), slots = named[inputs].shape, named["state"].shape[0]
     weight, window = named["conv_weight"], named["conv_state"]
-    width = weight.shape[1] if weight.dim() == 2 else 0
-    length = window.shape[2] if window.dim() == 3 else 0
+    width = weight.shape[1] if weight.dim() == 2 and 2 <= weight.shape[1] <= MAX_WIDTH else 2
+    length = window.shape[2] if window.dim() == 3 and window.shape[2] >= width - 1 else width - 1
     allowed = {
-        "conv_weight": {"[channels, width]": (channels, width)},
+        "conv_weight": {f"[channels, width from 2 to {MAX_WIDTH}]": (channels, width)},
         "conv_bias": {"[channels]": (channels,)},
         "conv_state": {"[slots, channels, width - 1 or width]": (slots, channels, length)},
         "arrivals": {"[slots, groups]": (slots, groups)},

@@ -23,7 +23,7 @@ from typing_extensions import Unpack
 
 from .calls import Call, operator
 from .linear_attention_call import CALLERS
-from .linear_attention_views import Form, Options
+from .linear_attention_views import Form, Options, ring_objections
 from .linear_attention_views import RawInputs as Ring
 
 
@@ -76,17 +76,17 @@ def _call(
     if out is None:
         out = torch.empty_like(v, memory_format=_CONTIGUOUS) if isinstance(v, Tensor) else v  # the checks object to v
     if scale is None:
-        scale = q.shape[-1] ** -0.5 if isinstance(q, Tensor) and q.dim() else 1.0
+        scale = q.shape[-1] ** -0.5 if isinstance(q, Tensor) and q.dim() and q.shape[-1] else 1.0
     given = (
         state, q, k, v, g, gk, gv, beta, A_log, dt_bias, read, erase, w, write, alpha, out,
         state_indices, dst_state_indices, num_accepted_tokens, cu_seqlens, intermediate_states, *_by_operand(ring, gk is not None),
     )  # fmt: skip
     how = Options(form, scale, lower_bound or 0.0, state_layout, pad_slot_id, update_state)
-    return Call(CALLERS[name], given, how, pdl, objections=objections)
+    return Call(CALLERS[name], given, how, pdl, objections=objections + ring_objections(ring))
 
 
 def _by_operand(ring: Ring | None, per_channel: bool) -> tuple[Tensor | None, ...]:
-    if ring is None:
+    if ring is None or ring_objections(ring):
         return _NO_RING
     k, v, g, beta = ring
     return (k, v, None, g, beta) if per_channel else (k, v, g, None, beta)
@@ -315,7 +315,7 @@ def _commit(
         state, None, k, v, g, gk, None, beta, A_log, dt_bias, *none, None, state_indices, None, num_accepted_tokens, None, None, *none
     )  # fmt: skip
     how = Options(form, 1.0, lower_bound or 0.0, state_layout, pad_slot_id, True, commit=True)
-    return Call(CALLERS[name], given, how, pdl, ("state",), objections)
+    return Call(CALLERS[name], given, how, pdl, ("state",), objections + ring_objections(ring))
 
 
 @operator(like="num_accepted_tokens")

@@ -33,6 +33,14 @@ class RawInputs(NamedTuple):
     beta: Tensor | None = None
 
 
+def ring_objections(ring: object) -> tuple[str, ...]:
+    """To what is no ring: neither None nor four tensors in a row."""
+    if ring is None or (isinstance(ring, (tuple, list)) and len(ring) == 4):
+        return ()
+    count = f" of {len(ring)}" if isinstance(ring, (tuple, list)) else ""
+    return (f"ring is a {type(ring).__name__}{count}, not Ring(k, v, g, beta)",)
+
+
 class Form(NamedTuple):
     """Which recurrence, in the words of kernels/linear_attention.py."""
 
@@ -121,7 +129,7 @@ def _shapes(views: Mapping[str, Tensor], lead: Sequence[int], batch: int, ragged
         "cu_seqlens": {"[batch + 1]": (batch + 1,)},
     }
     if "num_accepted_tokens" in views:
-        columns = views["state_indices"].shape[-1] if "state_indices" in views else 0
+        columns = views["state_indices"].shape[-1] if "state_indices" in views and views["state_indices"].dim() else 0
         allowed["state_indices"] = {"[batch, columns], of which num_accepted_tokens picks one,": (batch, columns)}
     if "dst_state_indices" in views and views["dst_state_indices"].dim() == 2:
         allowed["dst_state_indices"] |= {"[batch, tokens]": (batch, views["dst_state_indices"].shape[1] if ragged else T)}

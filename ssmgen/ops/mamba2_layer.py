@@ -92,7 +92,7 @@ def mamba2_layer(
     Source: Dao & Gu 2024 (arXiv 2405.21060); the norm: state-spaces/mamba.
     """
     if out is None and isinstance(state, Tensor) and isinstance(xBC, Tensor):
-        out = xBC.new_empty(*xBC.shape[:-1], *([state.shape[1] * state.shape[2]] if state.dim() == 4 else []))
+        out = xBC.new_empty((*xBC.shape[:-1], *([state.shape[1] * state.shape[2]] if state.dim() == 4 else [])))
     if rand_seed is None or philox_rounds == 0:
         rand_seed, philox_rounds = None, 0
     given = (

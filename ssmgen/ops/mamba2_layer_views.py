@@ -84,7 +84,7 @@ def _check_shapes(named: Mapping[str, Tensor], options: Options, problems: list[
     (_, H, P, N), (*rows, channels) = named["state"].shape, named["xBC"].shape
     inner = H * P
     groups, rest = divmod(channels - inner, 2 * N) if N else (0, 1)
-    if groups < 1 or rest or H % groups:
+    if not inner or groups < 1 or rest or H % groups:
         problems.append(
             f"xBC is {list(named['xBC'].shape)}: not {inner} channels of x, and {N} of B and of C for each group of the {H} heads"
         )

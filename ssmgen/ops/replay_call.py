@@ -113,13 +113,13 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
                 problems.append(
                     f"dt is {list(named['dt'].shape)} with strides {list(named['dt'].stride())}: its last axis must be expanded"
                 )
-            views["dt"] = views["dt"][..., 0]
+            views["dt"] = views["dt"][..., 0] if views["dt"].shape[3] else views["dt"]
     for name in ("A", "dt_bias"):
         if name in views and views[name].dim() > 1:
             t = views[name]
             if any(n > 1 and s != 0 for n, s in zip(t.shape[1:], t.stride()[1:], strict=True)):
                 problems.append(f"{name} is {list(t.shape)} with strides {list(t.stride())}: it must be one value per head, expanded")
-            while views[name].dim() > 1:
+            while views[name].dim() > 1 and views[name].shape[-1]:
                 views[name] = views[name][..., 0]
     if "D" in views and views["D"].dim() == 1:
         views["D"] = views["D"].unsqueeze(-1).expand(-1, P)

@@ -164,7 +164,7 @@ def materialize_selective_state(
     Returns out (new, if not given). Raises what replay_selective_state_update does.
     """
     if out is None and isinstance(state, Tensor):
-        slots = state.shape[0] if state_indices is None else state_indices.numel()
+        slots = state_indices.numel() if isinstance(state_indices, Tensor) else len(state) if state.dim() else 0
         out = torch.empty((slots, *state.shape[1:]), dtype=state.dtype, device=state.device)
     rate = A if cache_buf_idx is None else None
     given = (
