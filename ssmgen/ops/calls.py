@@ -14,9 +14,8 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from .. import runtime
-from ..errors import ArgumentError
 from ..spec import KernelSpec
-from . import sharded
+from . import checks, sharded
 from .planning import Caller, is_memory, launch_of
 
 
@@ -43,8 +42,9 @@ class Call(NamedTuple):
 
     def dispatch(self) -> None:
         """Runs the call through torch's dispatcher, which comes back to `plan` with plain tensors, or traces it."""
-        if self.objections:
-            raise ArgumentError(self.caller.name, self.objections)
+        problems = list(self.objections)
+        if not checks.check_tensors(self.operands, problems) or problems:
+            torch.ops.ssmgen.refuse(self.caller.name, problems)
         self.caller.dispatch(self.given, self.options, self.pdl)
 
     def plan(self) -> Callable[[], None]:
@@ -90,12 +90,15 @@ def operator(like: str) -> Callable[[Callable[..., Call]], Callable[..., Any]]:
             size = args[place] if len(args) > place else kwargs.get(like)
             values = (*args, *kwargs.values())
             key = (*map(type, values), *kwargs, getattr(size, "shape", None))
-            rows = known.get(key)
-            if rows is None and not _PLAIN.issuperset(map(type, values)):
-                values, key = _flat(values, size, kwargs)
+            try:
                 rows = known.get(key)
-                if rows is None and sharded.is_sharded(values):
-                    return sharded.run(run, names, args, kwargs)
+                if rows is None and not _PLAIN.issuperset(map(type, values)):
+                    values, key = _flat(values, size, kwargs)
+                    rows = known.get(key)
+            except TypeError:  # sizes that are symbols, as fake tensors may have them
+                rows = None
+            if rows is None and sharded.is_sharded(values):
+                return sharded.run(run, names, args, kwargs)
             for scalars, scalars_of, alike, new, result in rows or ():
                 tensors = alike.pick(values)
                 if alike.matches(*tensors) and scalars_of(values) == scalars:
