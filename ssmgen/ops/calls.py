@@ -14,9 +14,8 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from .. import runtime
-from ..errors import ArgumentError
 from ..spec import KernelSpec
-from . import sharded
+from . import checks, sharded
 from .checks import in_memory
 from .planning import Caller, is_memory, launch_of
 
@@ -44,8 +43,9 @@ class Call(NamedTuple):
 
     def dispatch(self) -> None:
         """Runs the call through torch's dispatcher, which comes back to `plan` with plain tensors, or traces it."""
-        if self.objections:
-            raise ArgumentError(self.caller.name, self.objections)
+        problems = list(self.objections)
+        if not checks.check_tensors(self.operands, problems) or problems:
+            torch.ops.ssmgen.refuse(self.caller.name, problems)
         self.caller.dispatch(self.given, self.options, self.pdl)
 
     def plan(self) -> Callable[[], None]:
@@ -100,6 +100,8 @@ def operator(like: str) -> Callable[[Callable[..., Call]], Callable[..., Any]]:
             except RuntimeError:  # a nested tensor has no shape
                 build(*args, **kwargs)  # says so
                 raise
+            except TypeError:  # sizes that are symbols, as fake tensors may have them
+                rows = None
             if rows is None and sharded.is_sharded(values):
                 return sharded.run(run, names, args, kwargs)
             for scalars, scalars_of, alike, new, result in rows or ():

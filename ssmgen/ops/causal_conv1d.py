@@ -320,16 +320,21 @@ def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
     torch.ops.ssmgen.causal_conv1d(*given, ACTIVATIONS[options.activation], options.pad_slot_id, pdl)
 
 
+def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
+    """(given, options, pdl) of what torch's dispatcher gives."""
+    *given, silu, pad_slot_id, pdl = args
+    return tuple(given), Options(silu, pad_slot_id), pdl
+
+
 @torch.library.impl(_library, "causal_conv1d", "CUDA")
 @torch.library.impl(_library, "causal_conv1d", "CPU")
 def _op(*args: Any) -> None:
-    *given, silu, pad_slot_id, pdl = args
-    CALLER.plan(tuple(given), Options(silu, pad_slot_id), pdl)()
+    CALLER.plan(*_received(args))()
 
 
 @torch.library.register_fake("ssmgen::causal_conv1d", lib=_library)
 def _fake(*args: Any) -> None:
-    return None
+    CALLER.foresee(*_received(args))
 
 
 CALLER = Caller(

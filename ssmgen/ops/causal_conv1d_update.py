@@ -270,16 +270,21 @@ def _dispatch(given: Sequence[Any], options: tuple[Any, int], pdl: bool | None) 
     torch.ops.ssmgen.causal_conv1d_update(*given, ACTIVATIONS[options[0]], options[1], pdl)
 
 
+def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
+    """(given, options, pdl) of what torch's dispatcher gives."""
+    *given, silu, pad_slot_id, pdl = args
+    return tuple(given), (silu, pad_slot_id), pdl
+
+
 @torch.library.impl(_library, "causal_conv1d_update", "CUDA")
 @torch.library.impl(_library, "causal_conv1d_update", "CPU")
 def _op(*args: Any) -> None:
-    *given, silu, pad_slot_id, pdl = args
-    CALLER.plan(tuple(given), (silu, pad_slot_id), pdl)()
+    CALLER.plan(*_received(args))()
 
 
 @torch.library.register_fake("ssmgen::causal_conv1d_update", lib=_library)
 def _fake(*args: Any) -> None:
-    return None
+    CALLER.foresee(*_received(args))
 
 
 CALLER = Caller(

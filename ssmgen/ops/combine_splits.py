@@ -290,16 +290,20 @@ def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
     torch.ops.ssmgen.combine_splits(*given, *bases, options.empty_lse, options.skip_single, pdl)
 
 
+def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
+    """(given, options, pdl) of what torch's dispatcher gives."""
+    return args[: len(NAMES)], Options(*args[len(NAMES) : -1]), args[-1]
+
+
 @torch.library.impl(_library, "combine_splits", "CUDA")
 @torch.library.impl(_library, "combine_splits", "CPU")
 def _op(*args: Any) -> None:
-    given, options, pdl = args[: len(NAMES)], Options(*args[len(NAMES) : -1]), args[-1]
-    CALLER.plan(given, options, pdl)()
+    CALLER.plan(*_received(args))()
 
 
 @torch.library.register_fake("ssmgen::combine_splits", lib=_library)
 def _fake(*args: Any) -> None:
-    return None
+    CALLER.foresee(*_received(args))
 
 
 CALLER = Caller(

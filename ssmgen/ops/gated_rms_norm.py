@@ -210,16 +210,20 @@ def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
     torch.ops.ssmgen.gated_rms_norm(*given, *options, pdl)
 
 
+def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
+    """(given, options, pdl) of what torch's dispatcher gives."""
+    return args[: len(NAMES)], Options(*args[len(NAMES) : -1]), args[-1]
+
+
 @torch.library.impl(_library, "gated_rms_norm", "CUDA")
 @torch.library.impl(_library, "gated_rms_norm", "CPU")
 def _op(*args: Any) -> None:
-    given, options, pdl = args[: len(NAMES)], Options(*args[len(NAMES) : -1]), args[-1]
-    CALLER.plan(given, options, pdl)()
+    CALLER.plan(*_received(args))()
 
 
 @torch.library.register_fake("ssmgen::gated_rms_norm", lib=_library)
 def _fake(*args: Any) -> None:
-    return None
+    CALLER.foresee(*_received(args))
 
 
 CALLER = Caller(FAMILY, OPERATOR, NAMES, frozenset(("x", "out")), views_of, run_reference, _dispatch, runtime.Signatures())

@@ -122,16 +122,20 @@ def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
     torch.ops.ssmgen.gdn_layer(*given, *options[:SAID], pdl)
 
 
+def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
+    """(given, options, pdl) of what torch's dispatcher gives."""
+    return args[: len(NAMES)], Options(*args[len(NAMES) : -1]), args[-1]
+
+
 @torch.library.impl(_library, "gdn_layer", "CUDA")
 @torch.library.impl(_library, "gdn_layer", "CPU")
 def _op(*args: Any) -> None:
-    given, options, pdl = args[: len(NAMES)], Options(*args[len(NAMES) : -1]), args[-1]
-    CALLER.plan(given, options, pdl)()
+    CALLER.plan(*_received(args))()
 
 
 @torch.library.register_fake("ssmgen::gdn_layer", lib=_library)
 def _fake(*args: Any) -> None:
-    return None
+    CALLER.foresee(*_received(args))
 
 
 _required = frozenset(("mixed_qkv", "state", "conv_state", "conv_weight", "a", "b", "A_log", "out", "arrivals"))

@@ -102,16 +102,21 @@ def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
     torch.ops.ssmgen.kda_layer(*given, *options[:SAID], options.lower_bound, pdl)
 
 
+def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
+    """(given, options, pdl) of what torch's dispatcher gives."""
+    given, (*said, lower_bound, pdl) = args[: len(NAMES)], args[len(NAMES) :]
+    return given, Options(*said, lower_bound=lower_bound), pdl
+
+
 @torch.library.impl(_library, "kda_layer", "CUDA")
 @torch.library.impl(_library, "kda_layer", "CPU")
 def _op(*args: Any) -> None:
-    given, (*said, lower_bound, pdl) = args[: len(NAMES)], args[len(NAMES) :]
-    CALLER.plan(given, Options(*said, lower_bound=lower_bound), pdl)()
+    CALLER.plan(*_received(args))()
 
 
 @torch.library.register_fake("ssmgen::kda_layer", lib=_library)
 def _fake(*args: Any) -> None:
-    return None
+    CALLER.foresee(*_received(args))
 
 
 _required = frozenset(("mixed_qkv", "state", "conv_state", "conv_weight", "g", "beta", "out", "arrivals"))

@@ -160,16 +160,21 @@ def _dispatch(name: str, given: Sequence[Any], options: Options, pdl: bool | Non
     torch.ops.ssmgen.linear_attention(name, *given, *form, *rest, pdl)
 
 
+def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
+    """(given, options, pdl) of what torch's dispatcher gives."""
+    given, form, (*rest, pdl) = args[: len(NAMES)], args[len(NAMES) : len(NAMES) + 4], args[len(NAMES) + 4 :]
+    return tuple(given), Options(Form(*form), *rest), pdl
+
+
 @torch.library.impl(_library, "linear_attention", "CUDA")
 @torch.library.impl(_library, "linear_attention", "CPU")
 def _op(name: str, *args: Any) -> None:
-    given, form, (*rest, pdl) = args[: len(NAMES)], args[len(NAMES) : len(NAMES) + 4], args[len(NAMES) + 4 :]
-    CALLERS[name].plan(tuple(given), Options(Form(*form), *rest), pdl)()
+    CALLERS[name].plan(*_received(args))()
 
 
 @torch.library.register_fake("ssmgen::linear_attention", lib=_library)
-def _fake(*args: Any) -> None:
-    return None
+def _fake(name: str, *args: Any) -> None:
+    CALLERS[name].foresee(*_received(args))
 
 
 _signatures = runtime.Signatures()

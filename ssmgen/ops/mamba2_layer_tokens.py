@@ -86,15 +86,20 @@ def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
     torch.ops.ssmgen.mamba2_layer_tokens(*given, *options.dispatched(), pdl)
 
 
+def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
+    """(given, options, pdl) of what torch's dispatcher gives."""
+    return args[: len(NAMES)], Options.received(args[len(NAMES) : -1]), args[-1]
+
+
 @torch.library.impl(_library, "mamba2_layer_tokens", "CUDA")
 @torch.library.impl(_library, "mamba2_layer_tokens", "CPU")
 def _op(*args: Any) -> None:
-    CALLER.plan(args[: len(NAMES)], Options.received(args[len(NAMES) : -1]), args[-1])()
+    CALLER.plan(*_received(args))()
 
 
 @torch.library.register_fake("ssmgen::mamba2_layer_tokens", lib=_library)
 def _fake(*args: Any) -> None:
-    return None
+    CALLER.foresee(*_received(args))
 
 
 CALLER = Caller(FAMILY, "mamba2_layer", NAMES, layer.REQUIRED, views_of, run_reference, _dispatch, runtime.Signatures())

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import registry, runtime
-from ..errors import ArgumentError
+from ..errors import ArgumentError, SsmgenError
 from ..spec import SM90, KernelSpec
-from . import checks
+from . import checks, fakes
 
 Views = Mapping[str, Tensor]
 
@@ -97,6 +97,10 @@ def new_signature(
     return runtime.Signature(given, resolve, places)
 
 
+def _nothing() -> None:
+    """The plan of a call on tensors without memory."""
+
+
 class Caller(NamedTuple):
     """How the calls of one public function get their plans. `names` are its operands, in the order of the kernels' arguments."""
 
@@ -121,10 +125,13 @@ class Caller(NamedTuple):
         if found is not None:
             return found
         if any(isinstance(t, Tensor) and not is_memory(type(t)) for t in given):  # fake, wrapped: theirs to say
-            return partial(self.dispatch, given, options, pdl)
+            return partial(self._hand_over, given, options, pdl, objections)
         named = self.named(given)
         views = self.checked(named, options, pdl, objections)
-        if not next(iter(views.values())).is_cuda:
+        device = next(iter(views.values())).device
+        if device.type == "meta":  # of no memory, and nothing to write
+            return _nothing
+        if device.type != "cuda":
             check_overlap(self.family, self.name, views, {n: t.data_ptr() for n, t in named.items()})
             return partial(self._refer, views, options)
         places = [i for i, t in enumerate(given) if t is not None]
@@ -141,6 +148,30 @@ class Caller(NamedTuple):
         """Of the calls like this one on the device, whose first operands are `given` at these places. Raises ArgumentError."""
         views = self.checked(named, options, pdl, objections)
         return new_signature(self.family, self.name, views, tuple(named), options, pdl, given, places)
+
+    def _hand_over(self, given: tuple[Any, ...], options: Any, pdl: bool | None, objections: Sequence[str]) -> None:
+        """To torch's dispatcher. Raises ArgumentError for what does not fit the operator's schema, too."""
+        if objections:
+            self.foresee(given, options, pdl, objections)
+        try:
+            self.dispatch(given, options, pdl)
+        except SsmgenError:
+            raise
+        except (LookupError, RuntimeError, TypeError, ValueError):
+            self.foresee(given, options, pdl)
+            raise
+
+    def foresee(self, given: Sequence[Any], options: Any, pdl: bool | None, objections: Sequence[str] = ()) -> None:
+        """Raises the ArgumentError of a call on tensors without memory, for everything that is wrong but where they lie. A call of sizes
+        that nobody knows yet is checked when it runs."""
+        try:
+            with fakes.of_plain_sizes(given) as known:
+                if known is not None:
+                    self.checked(self.named(known), options, pdl, objections)
+                elif objections:
+                    raise ArgumentError(self.name, objections)
+        except ArgumentError as e:
+            raise fakes.as_tracers_take_it(e) from None
 
     def _refer(self, views: Views, options: Any) -> None:
         with torch.no_grad():
@@ -165,5 +196,6 @@ class Caller(NamedTuple):
         """(problem, size, device, pdl as asked for) of a call. Raises ArgumentError."""
         named = self.named(given)
         views = self.checked(named, options, pdl, objections)
-        problem = self.family.problem_of(views, {n: t.data_ptr() for n, t in named.items()}, options)
+        where = {n: t.data_ptr() if is_memory(type(t)) else 0 for n, t in named.items()}
+        problem = self.family.problem_of(views, where, options)
         return problem, self.family.size_of(views), next(iter(views.values())).device, pdl

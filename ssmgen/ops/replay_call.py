@@ -352,16 +352,21 @@ def _dispatch(name: str, given: Sequence[Any], options: Options, pdl: bool | Non
     torch.ops.ssmgen.replay_selective_state_update(name, *given, *options, pdl)
 
 
+def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
+    """(given, options, pdl) of what torch's dispatcher gives."""
+    given, (*options, pdl) = args[: len(NAMES)], args[len(NAMES) :]
+    return tuple(given), Options(*options), pdl
+
+
 @torch.library.impl(_library, "replay_selective_state_update", "CUDA")
 @torch.library.impl(_library, "replay_selective_state_update", "CPU")
 def _op(name: str, *args: Any) -> None:
-    given, (*options, pdl) = args[: len(NAMES)], args[len(NAMES) :]
-    _CALLERS[name].plan(tuple(given), Options(*options), pdl)()
+    _CALLERS[name].plan(*_received(args))()
 
 
 @torch.library.register_fake("ssmgen::replay_selective_state_update", lib=_library)
-def _fake(*args: Any) -> None:
-    return None
+def _fake(name: str, *args: Any) -> None:
+    _CALLERS[name].foresee(*_received(args))
 
 
 _REQUIRED = frozenset(("state", "old_x", "old_B", "old_dt", "prev_num_accepted_tokens", "out"))

@@ -280,17 +280,21 @@ def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
     torch.ops.ssmgen.selective_state_update_tokens(*given, dt_softplus, None if dt_limit is None else list(dt_limit), *rest, pdl)
 
 
+def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
+    """(given, options, pdl) of what torch's dispatcher gives."""
+    given, (dt_softplus, dt_limit, *rest, pdl) = args[: len(NAMES)], args[len(NAMES) :]
+    return given, (dt_softplus, None if dt_limit is None else tuple(dt_limit), *rest), pdl
+
+
 @torch.library.impl(_library, "selective_state_update_tokens", "CUDA")
 @torch.library.impl(_library, "selective_state_update_tokens", "CPU")
 def _op(*args: Any) -> None:
-    given, (dt_softplus, dt_limit, *rest, pdl) = args[: len(NAMES)], args[len(NAMES) :]
-    options = (dt_softplus, None if dt_limit is None else tuple(dt_limit), *rest)
-    CALLER.plan(given, options, pdl)()
+    CALLER.plan(*_received(args))()
 
 
 @torch.library.register_fake("ssmgen::selective_state_update_tokens", lib=_library)
 def _fake(*args: Any) -> None:
-    return None
+    CALLER.foresee(*_received(args))
 
 
 _REQUIRED = frozenset(("state", "x", "dt", "A", "B", "C", "out"))
