@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import registry, runtime
-from .errors import ArgumentError
+from .errors import ArgumentError, SpecError
 from .kernels import OPERATOR_OF
 from .ops import causal_conv1d as _conv
 from .ops import causal_conv1d_update as _conv_update
@@ -24,6 +24,7 @@ from .ops import replay_selective_state_update as _replay
 from .ops import selective_state_update as _ssu
 from .ops import sharded
 from .ops.calls import Call
+from .ops.scalars import integer, shown
 from .registry import Explanation
 from .spec import SM90, Arch, KernelSpec
 
@@ -33,12 +34,16 @@ FUNCTIONS = (
 )  # fmt: skip
 
 
-def _call(operator: Callable[..., Any], args: Any, kwargs: Any) -> Call:
-    if operator not in FUNCTIONS:
+def _check_operator(operator: Any) -> None:
+    if not any(operator is f for f in FUNCTIONS):
         known = ", ".join(f"ssmgen.{f.__name__}" for f in FUNCTIONS)
-        raise ArgumentError("ssmgen", [f"{operator!r} is not an operator of ssmgen; known: {known}"])
+        raise ArgumentError("ssmgen", [f"{getattr(operator, '__name__', shown(operator))} is not an operator of ssmgen; known: {known}"])
+
+
+def _call(operator: Any, args: Any, kwargs: Any) -> Call:
+    _check_operator(operator)
     if sharded.is_sharded((*args, *kwargs.values())):
-        args, kwargs = (), sharded.local_arguments(operator, operator.names, args, kwargs)
+        args, kwargs = (), sharded.local_arguments(operator, operator.names, *operator.scalars.checked(args, kwargs))
     return operator.build(*args, **kwargs)
 
 
@@ -48,16 +53,22 @@ def explain(operator: Callable[..., Any], *args: Any, arch: str | None = None, *
     args, kwargs: those of the call; only the tensors' shapes, strides and addresses are looked at. arch: such as "sm_90a", for tensors
     that are not on a GPU, or to ask about another one. Raises ArgumentError for a call that no kernel could be asked to serve.
     """
-    problem, batch, device, pdl = _call(operator, args, kwargs).problem()
-    return registry.explain(OPERATOR_OF[type(problem)], problem, batch, *_target(device, arch, pdl))
+    call = _call(operator, args, kwargs)
+    problem, batch, device, pdl = call.problem()
+    found = registry.explain(OPERATOR_OF[type(problem)], problem, batch, *_target(device, arch, pdl))
+    if found.chosen:
+        call.check_grid(found.chosen.spec)
+    return found
 
 
 def supported(operator: Callable[..., Any], *args: Any, arch: str | None = None, **kwargs: Any) -> tuple[bool, list[str]]:
-    """(whether a call is served, why not): what is wrong with its arguments, or what no kernel can do. Never raises for the call."""
+    """(whether a call is served, why not): what is wrong with its arguments, or what no kernel can do. Never raises."""
     try:
         reasons = explain(operator, *args, arch=arch, **kwargs).reasons
     except ArgumentError as e:
         reasons = e.problems
+    except Exception as e:  # such as a TypeError for a keyword that there is not: what the call would raise
+        reasons = [f"{type(e).__name__}: {e}"]
     return not reasons, reasons
 
 
@@ -65,18 +76,40 @@ def _target(device: torch.device, arch: str | None, pdl: bool | None) -> tuple[A
     """(architecture, whether to use programmatic dependent launch, the GPU if it is of that architecture)"""
     if arch is None and device.type != "cuda":
         raise ArgumentError("ssmgen", [f"the tensors are on {device}: name an architecture, for example arch='sm_90a'"])
-    target = Arch.parse(arch) if arch else runtime.device_arch(device.index)
+    target = runtime.device_arch(device.index) if arch is None else _arch(arch)
     here = device.type == "cuda" and target == runtime.device_arch(device.index)
     return target, target >= SM90 if pdl is None else pdl, runtime.device_name(device.index) if here else None
 
 
+def _arch(name: str) -> Arch:
+    try:
+        return Arch.parse(name)
+    except (SpecError, TypeError):
+        raise ArgumentError("ssmgen", [f"arch is {shown(name)}, not sm_80, sm_90a, sm_100a, sm_120 or the like"]) from None
+
+
+_SIZE = integer("", 0)
+
+
+def _sizes(batches: Any) -> list[int]:
+    """Of an iterable; raises ArgumentError where it is none, or not of sizes."""
+    sizes = list(batches) if isinstance(batches, Iterable) else [batches, None]
+    if not all(map(_SIZE.holds, sizes)):
+        raise ArgumentError("ssmgen", [f"batches is {shown(batches)}, not batch sizes such as (1, 8, 64)"])
+    return sizes
+
+
 def _specs(operator: Callable[..., Any], batches: Iterable[int], args: Any, kwargs: Any) -> tuple[list[KernelSpec], int]:
     """(the variants that a call, and the same at further batch sizes, are served by; device)"""
-    problem, batch, device, pdl = _call(operator, args, kwargs).problem()
+    batches = _sizes(batches)
+    call = _call(operator, args, kwargs)
+    problem, batch, device, pdl = call.problem()
     if device.type != "cuda":
         raise ArgumentError("ssmgen", [f"the tensors are on {device}, and kernels are loaded on CUDA devices"])
     sizes = [n for n in (batch, *batches) if n > 0]
     specs = [registry.select(OPERATOR_OF[type(problem)], problem, n, *_target(device, None, pdl)) for n in sizes]
+    for spec in specs[: batch > 0]:
+        call.check_grid(spec)
     return list(dict.fromkeys(part for spec in specs for part in spec.kernels)), device.index
 
 
@@ -116,6 +149,7 @@ def bind(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> BoundCall:
 
     Of DTensors, bind what DTensor.to_local() gives: a bound call communicates nothing, and its result is this rank's.
     """
+    _check_operator(operator)
     if sharded.is_sharded((*args, *kwargs.values())):
         raise ArgumentError(operator.__name__, ["bind takes no DTensors: give it this rank's tensors, DTensor.to_local()"])
     call = _call(operator, args, kwargs)

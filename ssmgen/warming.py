@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch.nn import Module
+import torch  # whole, ahead of parts of it: another thread may be importing it
 
 from . import api
 
 
-def warm(operator: Callable[..., Any] | Module, *args: Any, batches: Iterable[int] = (), **kwargs: Any) -> int:
+def warm(operator: Callable[..., Any] | torch.nn.Module, *args: Any, batches: Iterable[int] = (), **kwargs: Any) -> int:
     """Compiles (in parallel) and loads what a call needs, without launching it, so that it can be captured in a CUDA graph.
 
     args, kwargs: those of the call; tensors are looked at, not read or written. batches: further batch sizes that the same call
@@ -20,7 +20,7 @@ def warm(operator: Callable[..., Any] | Module, *args: Any, batches: Iterable[in
     A model of transformers in place of the operator is warmed by ssmgen.compat.hf.warm, which generates two tokens with it: batches are
     those it will decode with, by default 1; its other arguments may follow. Raises what that does.
     """
-    if isinstance(operator, Module):
+    if isinstance(operator, torch.nn.Module):
         from .compat import hf  # which needs transformers
 
         return hf.warm(operator, *args, **({"batches": batches} if batches else {}), **kwargs)

@@ -118,6 +118,25 @@ def test_a_wrong_call_is_not_taken_for_a_right_one_bound_before(launched):
     assert launched.made == 1
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ({"dt_limit": (0.0, 1.0)}, {"dt_limit": [0.0, 1.0]}), ({"dt_limit": (0.0, 1.0)}, {"dt_limit": (False, True)}),
+        ({"pad_slot_id": 1}, {"pad_slot_id": 1.0}), ({"pad_slot_id": 1}, {"pad_slot_id": True}),
+        ({"dt_softplus": True}, {"dt_softplus": 1}), ({"pdl": False}, {"pdl": 0}),
+    ],
+)  # fmt: skip
+def test_what_equals_a_right_option_is_no_right_one(launched, right, wrong):
+    x, bc = torch.zeros(3, 4, 8), torch.zeros(3, 1, 16)
+    args = (torch.zeros(3, 4, 8, 16), x, torch.zeros(3, 4), -torch.ones(4), bc, bc.clone())
+    ssmgen.selective_state_update(*args, **right)
+    ssmgen.bind(ssmgen.selective_state_update, *args, **right)
+    for run in (ssmgen.selective_state_update, lambda *args, **kwargs: ssmgen.bind(ssmgen.selective_state_update, *args, **kwargs)):
+        with pytest.raises(ArgumentError, match=f"{next(iter(wrong))} is "):
+            run(*args, **wrong)
+    assert len(launched) == 1
+
+
 def named(**tensors: torch.Tensor | None) -> dict[str, int]:
     return {n: t.data_ptr() for n, t in tensors.items() if t is not None}
 

@@ -244,7 +244,7 @@ def test_supported_and_explained(case):
     told = ssmgen.explain(ssmgen.gdn_layer, **kwargs, arch="sm_90a")
     assert told.operator == "gdn_layer" and told.chosen and "gdn_layer:" in str(told)
     good, why = ssmgen.supported(ssmgen.gdn_layer, **kwargs | {"norm_eps": None}, arch="sm_90a")
-    assert not good and why == ["norm_eps is None, not a positive number"]
+    assert not good and why == ["norm_eps is None, not a positive number that float32 or int64 holds"]
 
 
 def test_heads_that_no_kernel_serves_are_refused():

@@ -224,14 +224,11 @@ def test_functions_without_a_rule_and_bind_are_refused():
 
 def test_every_parameter_that_may_be_a_tensor_has_a_rule():
     """What has none would be taken for replicated."""
-    options = {"scale", "state_layout", "pad_slot_id", "update_state", "pdl", "ring", "lower_bound", "options"}
     for function in api.FUNCTIONS:
         if (rule := RULES.get(function.__name__)) is None:
             continue
         annotations = function.build.__annotations__
-        tensors = {n for n, kind in annotations.items() if n not in ("return", *options) and "Tensor" in str(kind)}
-        if "options" in annotations:
-            tensors |= {n for n, kind in ssmgen.ops.linear_attention.PoolOptions.__annotations__.items() if "Tensor" in str(kind)} - options
+        tensors = {n for n, kind in annotations.items() if n != "return" and "Tensor" in str(kind)}
         assert tensors - set(rule.axes) <= {"cu_seqlens", "query_start_loc"}, function.__name__
         assert set(rule.written) <= set(rule.axes), function.__name__
 

@@ -1,85 +1,24 @@
-"""The operator families. Each module holds a family's spec, argument layout, tuning space and heuristics."""
+"""The operator families. Each module holds a family's spec, argument layout, tuning space and heuristics; `families` has tables of all.
+
+The package imports none of them itself. A thread that imports a family holds the family's lock and wants the package's; one that imports
+the package, and with it the families, would want the same locks the other way round, and Python then hands out what is half made. As it is,
+no two modules of ssmgen wait for each other, whichever are imported first, and by however many threads.
+"""
 
 from __future__ import annotations
 
-from ..spec import KernelSpec, Problem
-from . import (
-    causal_conv1d,
-    causal_conv1d_update,
-    combine_splits,
-    gated_rms_norm,
-    gdn_layer,
-    gdn_layer_tokens,
-    kda_layer,
-    kda_layer_tokens,
-    layer_gated_norm,
-    linear_attention,
-    mamba2_layer,
-    mamba2_layer_tokens,
-    replay_selective_state_update,
-    selective_state_update,
-    selective_state_update_tokens,
-    slot_copy,
-)
+from typing import TYPE_CHECKING, Any
 
-# Modules whose problems the registry can select variants for, by operator name.
-OPERATORS = {
-    module.OPERATOR: module
-    for module in (
-        selective_state_update,
-        selective_state_update_tokens,
-        replay_selective_state_update,
-        linear_attention,
-        mamba2_layer,
-        mamba2_layer_tokens,
-        gdn_layer,
-        gdn_layer_tokens,
-        kda_layer,
-        kda_layer_tokens,
-        causal_conv1d,
-        causal_conv1d_update,
-        combine_splits,
-        gated_rms_norm,
-    )
-}
+if TYPE_CHECKING:
+    from .families import FAMILIES, OPERATOR_OF, OPERATORS
 
-# The operator that poses such a problem.
-OPERATOR_OF: dict[type[Problem], str] = {
-    selective_state_update.SsuProblem: selective_state_update.OPERATOR,
-    replay_selective_state_update.ReplayProblem: replay_selective_state_update.OPERATOR,
-    selective_state_update_tokens.SsuTokensProblem: selective_state_update_tokens.OPERATOR,
-    linear_attention.LinearAttentionProblem: linear_attention.OPERATOR,
-    mamba2_layer.Mamba2LayerProblem: mamba2_layer.OPERATOR,
-    mamba2_layer_tokens.Mamba2LayerTokensProblem: mamba2_layer_tokens.OPERATOR,
-    gdn_layer.GdnLayerProblem: gdn_layer.OPERATOR,
-    gdn_layer_tokens.GdnLayerTokensProblem: gdn_layer_tokens.OPERATOR,
-    kda_layer.KdaLayerProblem: kda_layer.OPERATOR,
-    kda_layer_tokens.KdaLayerTokensProblem: kda_layer_tokens.OPERATOR,
-    causal_conv1d.ConvProblem: causal_conv1d.OPERATOR,
-    causal_conv1d_update.UpdateProblem: causal_conv1d_update.OPERATOR,
-    combine_splits.CombineProblem: combine_splits.OPERATOR,
-    gated_rms_norm.NormProblem: gated_rms_norm.OPERATOR,
-}
+__all__ = ["FAMILIES", "OPERATORS", "OPERATOR_OF"]
 
-# Every spec class, by family name: what `parse_spec` and the command line know.
-FAMILIES: dict[str, type[KernelSpec]] = {
-    cls.family: cls
-    for cls in (
-        selective_state_update.SsuSpec,
-        replay_selective_state_update.ReplaySpec,
-        selective_state_update_tokens.SsuTokensSpec,
-        linear_attention.LinearAttentionSpec,
-        mamba2_layer.Mamba2LayerSpec,
-        mamba2_layer_tokens.Mamba2LayerTokensSpec,
-        gdn_layer.GdnLayerSpec,
-        gdn_layer_tokens.GdnLayerTokensSpec,
-        kda_layer.KdaLayerSpec,
-        kda_layer_tokens.KdaLayerTokensSpec,
-        layer_gated_norm.LayerGatedNormSpec,
-        causal_conv1d.ConvSpec,
-        causal_conv1d_update.UpdateSpec,
-        combine_splits.CombineSpec,
-        gated_rms_norm.NormSpec,
-        slot_copy.SlotCopySpec,
-    )
-}
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from importlib import import_module
+
+        value = globals()[name] = getattr(import_module(".families", __name__), name)
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
-from inspect import signature
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +16,11 @@ from .. import runtime
 from ..spec import KernelSpec
 from . import checks, sharded
 from .checks import in_memory
-from .planning import Caller, is_memory, launch_of
+from .planning import Caller, grid_of, is_memory, launch_of
+from .scalars import Scalar, Scalars
+
+P = ParamSpec("P")  # apart from R: type checkers read no assignment of both
+R = TypeVar("R")
 
 
 class Call(NamedTuple):
@@ -50,6 +53,8 @@ class Call(NamedTuple):
 
     def plan(self) -> Callable[[], None]:
         """What runs the call. Raises what the public function does."""
+        if self.objections:
+            self.caller.checked(self.operands, self.options, self.pdl, self.objections)  # raises, with all else that is wrong
         return self.caller.plan(self.given, self.options, self.pdl, self.objections)
 
     def launch_with(self, spec: KernelSpec) -> runtime.Launch | runtime.Chain:
@@ -58,6 +63,12 @@ class Call(NamedTuple):
         views = caller.checked(operands, self.options, self.pdl, self.objections)
         device = next(iter(views.values())).device.index
         return launch_of(caller.family, caller.name, spec, views, tuple(operands), self.options, device)
+
+    def check_grid(self, spec: KernelSpec) -> None:
+        """Raises ArgumentError where a variant that serves the call would need more blocks than a launch has."""
+        views = self.caller.checked(self.operands, self.options, self.pdl, self.objections)
+        for part in spec.kernels:
+            grid_of(self.caller.family, self.caller.name, part, views)
 
     @property
     def pointers(self) -> tuple[int, ...]:
@@ -68,24 +79,32 @@ class Call(NamedTuple):
         return self.caller.problem_of(self.given, self.options, self.pdl, self.objections)
 
 
-def operator(like: str) -> Callable[[Callable[..., Call]], Callable[..., Any]]:
-    """The public function of a builder: makes the call and returns its result.
+def operator(like: str, **own: Scalar) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """The public function of a builder, which returns a Call: makes the call and returns its result. Its signature is the builder's.
 
-    like: a parameter, a tensor (or several) with whose shape all other sizes change. `build` of the function is the builder.
+    like: a parameter, a tensor (or several) with whose shape all other sizes change; own: see Scalars. `build` of the function is the
+    builder, behind the check of what is no tensor.
     """
 
-    def public(build: Callable[..., Call]) -> Callable[..., Any]:
-        build = in_memory(build)
-        names = tuple(signature(build).parameters)
+    def public(builder: Callable[P, R]) -> Callable[P, R]:
+        scalars = Scalars(builder, own)
+        names = scalars.names
+        made = in_memory(builder)
         place = names.index(like)
         recall = _Memory()
         known = recall.rows
 
-        @wraps(build)
+        @wraps(builder)
+        def build(*args: Any, **kwargs: Any) -> Call:
+            args, kwargs, objections = scalars.sound(args, kwargs)
+            call: Any = made(*args, **kwargs)
+            return call._replace(objections=(*objections, *call.objections)) if objections else call
+
+        @wraps(builder)
         def run(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():
                 if sharded.is_sharded((*args, *kwargs.values())):
-                    return sharded.run(run, names, args, kwargs)
+                    return on_shards(args, kwargs)
                 call = build(*args, **kwargs)
                 call.dispatch()
                 return call.result
@@ -103,10 +122,10 @@ def operator(like: str) -> Callable[[Callable[..., Call]], Callable[..., Any]]:
             except TypeError:  # sizes that are symbols, as fake tensors may have them
                 rows = None
             if rows is None and sharded.is_sharded(values):
-                return sharded.run(run, names, args, kwargs)
-            for scalars, scalars_of, alike, new, result in rows or ():
+                return on_shards(args, kwargs)
+            for kept, kept_of, alike, new, result in rows or ():
                 tensors = alike.pick(values)
-                if alike.matches(*tensors) and scalars_of(values) == scalars:
+                if alike.matches(*tensors) and kept_of(values) == kept:
                     if new:
                         tensors += tuple([make() for make in new])
                     alike.plan(tensors)()
@@ -115,7 +134,10 @@ def operator(like: str) -> Callable[[Callable[..., Call]], Callable[..., Any]]:
             (recall.learn(key, values, call, build, args, kwargs) if on_card(call) else call.plan())()
             return call.result
 
-        run.build, run.names = build, names  # for warm(), bind() and explain()
+        def on_shards(args: Any, kwargs: Any) -> Any:
+            return sharded.run(run, names, *scalars.checked(args, kwargs))
+
+        run.build, run.names, run.scalars = build, names, scalars  # for warm(), bind() and explain()
         return run
 
     return public
@@ -133,9 +155,17 @@ def on_card(call: Call) -> bool:
 def _flat(values: tuple[Any, ...], size: Any, names: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """(values with those in tuples and lists in their places, the key of such a call)"""
     flat: list[Any] = []
+    lengths: list[int | None] = []  # of lists negative: what takes a tuple may refuse a list
     for v in values:
-        flat += v if isinstance(v, (tuple, list)) else (v,)
-    lengths = [len(v) if isinstance(v, (tuple, list)) else -1 for v in values]
+        if isinstance(v, tuple):
+            flat += v
+            lengths.append(len(v))
+        elif isinstance(v, list):
+            flat += v
+            lengths.append(~len(v))
+        else:
+            flat.append(v)
+            lengths.append(None)
     first = size[0] if isinstance(size, (tuple, list)) and size else size
     return tuple(flat), (*map(type, flat), *lengths, *names, getattr(first, "shape", None))
 

@@ -17,12 +17,14 @@ from . import checks
 from .calls import Call, operator
 from .checks import DTYPES, INDEX
 from .planning import Caller, Family
+from .scalars import one_of
 
 NAMES = (
     "x", "weight", "bias", "seq_idx", "query_start_loc", "initial_states", "final_states", "conv_states", "conv_state_indices",
     "has_initial_state", "out",
 )  # fmt: skip
 ACTIVATIONS = {None: False, False: False, True: True, "silu": True, "swish": True}
+ACTIVATION = one_of("None, 'silu' or 'swish'", *ACTIVATIONS)
 
 
 class Options(NamedTuple):
@@ -32,7 +34,7 @@ class Options(NamedTuple):
     pad_slot_id: int = -1
 
 
-@operator(like="x")
+@operator(like="x", activation=ACTIVATION)
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -100,13 +102,11 @@ def new_like(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     return x.new_empty((*shape[:-2], shape[-1], shape[-2])).transpose(-1, -2)
 
 
-def check_convolution(named: Mapping[str, Any], options: Options, problems: list[str]) -> bool:
-    """What both convolutions ask of x, weight, bias and the activation. False: nothing else can be said."""
+def check_convolution(named: Mapping[str, Any], problems: list[str]) -> bool:
+    """What both convolutions ask of x, weight and bias. False: nothing else can be said."""
     if not checks.check_tensors(named, problems):
         return False
     checks.check_common(named, "x", problems)
-    if not (options.activation is None or isinstance(options.activation, (str, bool))) or options.activation not in ACTIVATIONS:
-        problems.append(f"activation is {options.activation!r}, not None, 'silu' or 'swish'")
     weight = named["weight"]
     if weight.dim() != 2:
         problems.append(f"weight is {list(weight.shape)}, not [dim, width]")
@@ -119,7 +119,7 @@ def check_convolution(named: Mapping[str, Any], options: Options, problems: list
 
 def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
     """The operands with x and out as [batch, dim, length]. Adds to `problems`; what comes back is only usable if that is nothing."""
-    if not check_convolution(named, options, problems):
+    if not check_convolution(named, problems):
         return {}
     views, x, weight, ragged = dict(named), named["x"], named["weight"], "query_start_loc" in named
     if x.dim() not in ((2, 3) if ragged else (3,)) or (ragged and x.dim() == 3 and x.shape[0] != 1):

@@ -16,7 +16,7 @@ from ..reference.causal_conv1d import causal_conv1d_update as reference
 from ..spec import Index, Loads
 from . import checks
 from .calls import Call, operator
-from .causal_conv1d import ACTIVATIONS, Options, check_convolution, check_strides, new_like, taps_are_runs
+from .causal_conv1d import ACTIVATION, ACTIVATIONS, check_convolution, check_strides, new_like, taps_are_runs
 from .checks import DTYPES, INDEX
 from .planning import Caller, Family
 
@@ -26,7 +26,7 @@ NAMES = (
 )  # fmt: skip
 
 
-@operator(like="x")
+@operator(like="x", activation=ACTIVATION)
 def causal_conv1d_update(
     x: Tensor,
     conv_state: Tensor,
@@ -79,7 +79,7 @@ def causal_conv1d_update(
 
 def views_of(named: Mapping[str, Any], options: tuple[Any, int], problems: list[str]) -> dict[str, Tensor]:
     """The operands with x and out as [batch, dim, T] ([1, dim, tokens] of packed sequences). Adds to `problems`."""
-    if not check_convolution(named, Options(*options), problems):
+    if not check_convolution(named, problems):
         return {}
     views, x, weight = dict(named), named["x"], named["weight"]
     ragged = "query_start_loc" in named

@@ -18,9 +18,11 @@ from . import checks
 from .calls import Call, operator
 from .checks import DTYPES, INDEX
 from .planning import Caller, Family
+from .scalars import one_of
 
 NAMES = ("o", "lse", "o_other", "lse_other", "num_splits", "attn_sink", "mask", "out", "lse_out")
 NATURAL = {2: False, "2": False, "e": True}
+BASE = one_of("2 or 'e'", *NATURAL)
 
 
 class Options(NamedTuple):
@@ -40,7 +42,7 @@ class Options(NamedTuple):
         return NATURAL[self.lse_base if self.lse_base_out is None else self.lse_base_out]
 
 
-@operator(like="o")
+@operator(like="o", lse_base=BASE, lse_base_out=BASE, empty_lse=one_of("inf or -inf", math.inf, -math.inf))
 def combine_splits(
     o: Tensor | Sequence[Tensor],
     lse: Tensor | Sequence[Tensor],
@@ -100,15 +102,8 @@ def combine_splits(
     return Call(CALLER, given, options, pdl, ("out", "lse_out") if return_lse else ("out",))
 
 
-def _check_options(named: Mapping[str, Any], options: Options, problems: list[str]) -> None:
-    for name, base in ("lse_base", options.lse_base), ("lse_base_out", options.lse_base_out):
-        if not ((isinstance(base, (int, str)) and base in NATURAL) or (base is None and name == "lse_base_out")):
-            problems.append(f"{name} is {base!r}, not 2 or 'e'")
-    if options.empty_lse not in (math.inf, -math.inf):
-        problems.append(f"empty_lse is {options.empty_lse!r}, not inf or -inf")
-    if options.skip_single not in (True, False):
-        problems.append(f"skip_single is {options.skip_single!r}, not True or False")
-    elif options.skip_single and "num_splits" not in named:
+def _check_forms(named: Mapping[str, Any], options: Options, problems: list[str]) -> None:
+    if options.skip_single and "num_splits" not in named:
         problems.append("skip_single is given without num_splits")
     if ("o_other" in named) != ("lse_other" in named):
         problems.append("one of o and lse is a pair, the other is not")
@@ -154,7 +149,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     if not checks.check_tensors(named, problems):
         return {}
     checks.check_common(named, "o", problems)
-    _check_options(named, options, problems)
+    _check_forms(named, options, problems)
     if not _shapes_fit(named, problems):
         return {}
     if "o_other" in named and named["o_other"].dtype != named["o"].dtype:

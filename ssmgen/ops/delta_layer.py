@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,11 +15,14 @@ from ..reference.delta_layer import delta_layer as reference
 from ..spec import KernelSpec, Loads
 from . import checks, layer_views
 from .checks import DTYPES, INDEX
-from .gated_rms_norm import ACTIVATIONS
+from .gated_rms_norm import ACTIVATION, ACTIVATIONS
 from .linear_attention_views import Form
 from .planning import Family
+from .scalars import POSITIVE
 
 TOKENWISE = ("mixed_qkv", "a", "b", "g", "beta", "z", "out")  # operands with a tokens axis, where the call has several
+
+SCALARS = {"norm_eps": POSITIVE, "norm_activation": ACTIVATION}
 
 
 class Options(NamedTuple):
@@ -57,31 +59,12 @@ def result_and_scale(
     return out, scale
 
 
-def check_options(options: Options, problems: list[str]) -> None:
-    def number(value: object) -> bool:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-    if not number(options.eps) or options.eps <= 0:
-        problems.append(f"norm_eps is {options.eps!r}, not a positive number")
-    if not number(options.scale):
-        problems.append(f"scale is {options.scale!r}, not a number")
-    if options.lower_bound is not None and not number(options.lower_bound):
-        problems.append(f"lower_bound is {options.lower_bound!r}, not a number")
-    if options.layout not in ("vk", "kv"):
-        problems.append(f"state_layout is {options.layout!r}, not 'vk' or 'kv'")
-    if not isinstance(options.activation, str) or options.activation not in ACTIVATIONS:
-        problems.append(f"norm_activation is {options.activation!r}, not 'silu', 'swish' or 'sigmoid'")
-    switches = {"norm_before_gate": options.norm_before_gate, "allow_neg_eigval": options.allow_neg_eigval, "use_qk_l2norm": options.l2norm}
-    problems += [f"{name} is {value!r}, not True or False" for name, value in switches.items() if value not in (True, False)]
-
-
 def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
     """The operands with heads: state [slots, HV, V, K]; z, out [batch, HV, V]; norm_weight [HV, V]; of kda_layer g [batch, HV, K] and
     dt_bias [HV, K].
 
     Adds to `problems` all that is wrong.
     """
-    check_options(options, problems)
     if not checks.check_tensors(named, problems) or not check_operands(named, options, problems) or problems:
         return {}
     if named["mixed_qkv"].dim() == 3:  # a tokens axis of one

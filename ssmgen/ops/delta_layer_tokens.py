@@ -20,7 +20,6 @@ from .planning import Family
 def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
     """The operands with heads, as of one token (delta_layer.py), with a tokens axis behind the batch's; intermediate_states [rows, tokens,
     HV, V, K]. Adds to `problems` all that is wrong."""
-    layer.check_options(options, problems)
     if not checks.check_tensors(named, problems):
         return {}
     if not layer_tokens.check_axis(named, "mixed_qkv", options.update_state, problems) or not layer.check_operands(

@@ -19,9 +19,11 @@ from . import checks
 from .calls import Call, operator
 from .checks import DTYPES
 from .planning import Caller, Family
+from .scalars import NOT_NEGATIVE, integer, one_of
 
 NAMES = ("x", "gate", "weight", "out")
 ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU, "sigmoid": Activation.SIGMOID}
+ACTIVATION = one_of("'silu', 'swish' or 'sigmoid'", *ACTIVATIONS)
 
 
 class Options(NamedTuple):
@@ -33,7 +35,7 @@ class Options(NamedTuple):
     group_size: int | None = None
 
 
-@operator(like="x")
+@operator(like="x", eps=NOT_NEGATIVE, activation=ACTIVATION, group_size=integer("an integer"))
 def gated_rms_norm(
     x: Tensor,
     gate: Tensor | None = None,
@@ -71,24 +73,12 @@ def gated_rms_norm(
     return Call(CALLER, (x, gate, weight, out), Options(eps, norm_before_gate, activation, group_size), pdl)
 
 
-def _check_options(options: Options, problems: list[str]) -> None:
-    eps, size = options.eps, options.group_size
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:
-        problems.append(f"eps is {eps!r}, not a number from 0 on")
-    if options.norm_before_gate not in (True, False):
-        problems.append(f"norm_before_gate is {options.norm_before_gate!r}, not True or False")
-    if not isinstance(options.activation, str) or options.activation not in ACTIVATIONS:
-        problems.append(f"activation is {options.activation!r}, not 'silu', 'swish' or 'sigmoid'")
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
-        problems.append(f"group_size is {size!r}, not an integer or None")
-
-
-def _groups_of(x: Tensor, group_size: Any, problems: list[str]) -> tuple[int, int] | None:
+def _groups_of(x: Tensor, group_size: int | None, problems: list[str]) -> tuple[int, int] | None:
     """(groups in a row, size of a group)"""
     if x.dim() == 0:
         problems.append("x is [], not [*rows, groups, size]")
         return None
-    size = group_size if isinstance(group_size, int) and not isinstance(group_size, bool) else x.shape[-1]
+    size = x.shape[-1] if group_size is None else group_size
     if not 4 <= size <= MAX_GROUP or size % 4:
         problems.append(f"x is {list(x.shape)}: its groups have {size} elements, which is not a multiple of 4, 4 … {MAX_GROUP}")
         return None
@@ -116,7 +106,6 @@ def _in_rows(name: str, t: Tensor, groups: int, size: int, problems: list[str]) 
 def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
     """x, gate and out as [rows, groups, size], the weight as [groups, size]. Adds to `problems`; what comes back is only usable if that
     is nothing."""
-    _check_options(options, problems)
     if not checks.check_tensors(named, problems):
         return {}
     checks.check_common(named, "x", problems)

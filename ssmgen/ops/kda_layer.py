@@ -13,7 +13,7 @@ from ..kernels.kda_layer import OPERATOR, KdaLayerProblem, KdaLayerSpec
 from . import kda_layer_tokens as several
 from . import layer_tokens
 from .calls import Call, operator
-from .delta_layer import Options, family_of, result_and_scale, run_reference, views_of
+from .delta_layer import SCALARS, Options, family_of, result_and_scale, run_reference, views_of
 from .planning import Caller
 
 SAID = 8  # of the options: the first so many, and the lower bound
@@ -23,7 +23,7 @@ NAMES = (
 )  # fmt: skip
 
 
-@operator(like="mixed_qkv")
+@operator(like="mixed_qkv", **SCALARS)
 def kda_layer(
     mixed_qkv: Tensor,
     g: Tensor,

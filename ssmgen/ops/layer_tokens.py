@@ -32,27 +32,27 @@ AXES = {
 }
 
 
-def asked_for(inputs: Any, update_state: Any, *options: Tensor | None) -> bool:
+def asked_for(inputs: Any, update_state: bool, *options: Tensor | None) -> bool:
     """Whether a call is one of several tokens: its inputs have a tokens axis of more than one, or it has what belongs to such calls."""
     return (
         (isinstance(inputs, Tensor) and inputs.dim() == 3 and inputs.shape[1] != 1)
-        or update_state is not True
+        or not update_state
         or any(t is not None for t in options)
     )
 
 
-def check_axis(named: Mapping[str, Tensor], inputs: str, update_state: object, problems: list[str]) -> bool:
+def check_axis(named: Mapping[str, Tensor], inputs: str, update_state: bool, problems: list[str]) -> bool:
     """Whether named[inputs] is [batch, tokens, channels], as a call that asks for what belongs to several tokens must have it."""
     if named[inputs].dim() == 3:
         return True
     asked = [f"{name} is given" for name in OPTIONAL if name in named]
-    asked += [] if update_state is True else [f"update_state is {update_state!r}"]
+    asked += [] if update_state else ["update_state is False"]
     wanted = "which is of several tokens: [batch, tokens, channels]"
     problems.append(f"{inputs} is {list(named[inputs].shape)}, and {' and '.join(asked)}, {wanted}")
     return False
 
 
-def check_tokens(named: Mapping[str, Tensor], inputs: str, separate: str, update_state: object, problems: list[str]) -> bool:
+def check_tokens(named: Mapping[str, Tensor], inputs: str, separate: str, update_state: bool, problems: list[str]) -> bool:
     """Whether what belongs to several tokens fits. named[inputs] is [batch, tokens, channels]; `separate`: the recurrence's operator."""
     given = named[inputs]
     batch, T, channels = given.shape
@@ -89,9 +89,7 @@ def _kept(named: Mapping[str, Tensor], name: str, words: str, sizes: tuple[int, 
     return {f"[{'rows' if by_index else 'batch or more'}, tokens or more, {words}]": (rows, max(have[1], T), *sizes)}
 
 
-def _check_forms(named: Mapping[str, Tensor], update_state: object, problems: list[str]) -> None:
-    if update_state not in (True, False):
-        problems.append(f"update_state is {update_state!r}, not True or False")
+def _check_forms(named: Mapping[str, Tensor], update_state: bool, problems: list[str]) -> None:
     by_slot = ("num_accepted_tokens", "dst_state_indices", "state_indices")
     if "num_accepted_tokens" in named or "dst_state_indices" in named:
         if absent := [name for name in by_slot if name not in named]:
@@ -101,7 +99,7 @@ def _check_forms(named: Mapping[str, Tensor], update_state: object, problems: li
         elif named["state_indices"].dtype != named["dst_state_indices"].dtype:
             dtypes = [named[name].dtype for name in ("state_indices", "dst_state_indices")]
             problems.append(f"state_indices is {dtypes[0]} and dst_state_indices is {dtypes[1]}")
-        if update_state is False:
+        if not update_state:
             problems.append("num_accepted_tokens and dst_state_indices say where states go, and update_state is False")
     columns = named["state_indices"].shape[1] if "num_accepted_tokens" in named and "state_indices" in named else 1
     if not 1 <= columns <= MAX_COLUMNS:

@@ -29,11 +29,6 @@ def batch_of(views: Mapping[str, Tensor]) -> int:
 
 def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
     """The operands in token form (see reference/linear_attention.py). Adds to `problems` all that is wrong but where they lie."""
-    if not isinstance(options.scale, (int, float)):
-        problems.append(f"scale is {options.scale!r}, not a number")
-    if options.layout not in ("vk", "kv"):
-        problems.append(f"state_layout is {options.layout!r}, not 'vk' or 'kv'")
-        return {}
     return commit.views_of(named, options.layout, problems) if options.commit else token_views(named, options, problems)
 
 

@@ -14,14 +14,16 @@ from ..spec import KernelSpec, Loads
 from . import checks, layer_tokens, layer_views
 from . import mamba2_layer_tokens as several
 from . import mamba2_layer_views as layer
+from . import selective_state_update_tokens as ssu
 from .calls import Call, operator
 from .mamba2_layer_views import Options, run_reference
 from .planning import Caller, Family
+from .scalars import NOT_NEGATIVE, integer
 
 NAMES = layer.NAMES
 
 
-@operator(like="xBC")
+@operator(like="xBC", norm_eps=NOT_NEGATIVE, norm_group_size=integer("a positive integer", 1))
 def mamba2_layer(
     xBC: Tensor,
     dt: Tensor,
@@ -108,7 +110,7 @@ def mamba2_layer(
 
 def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
     """The operands with heads: z, out [batch, H, P]; A, D, dt_bias [H, P]; norm_weight [groups, size]. Adds to `problems`."""
-    layer.check_options(named, options, problems)
+    ssu.check_seed(named, options.update_state, problems)
     if not checks.check_tensors(named, problems) or not layer.check_operands(named, options, problems):
         return {}
     if named["xBC"].dim() == 3:  # a tokens axis of one

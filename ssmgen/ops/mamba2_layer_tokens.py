@@ -13,6 +13,7 @@ from ..kernels.mamba2_layer_tokens import OPERATOR, Mamba2LayerTokensProblem
 from ..spec import Index, KernelSpec, Loads, PoolMode
 from . import checks, layer_tokens, layer_views
 from . import mamba2_layer_views as layer
+from . import selective_state_update_tokens as ssu
 from .checks import DTYPES, INDEX
 from .mamba2_layer_views import Options, run_reference
 from .planning import Caller, Family
@@ -22,7 +23,7 @@ NAMES = (*layer.NAMES, *layer_tokens.OPTIONAL)
 
 def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
     """The operands with heads: z, out [batch, tokens, H, P]; A, D, dt_bias [H, P]; norm_weight [groups, size]. Adds to `problems`."""
-    layer.check_options(named, options, problems)
+    ssu.check_seed(named, options.update_state, problems)
     if not checks.check_tensors(named, problems):
         return {}
     if not layer_tokens.check_axis(named, "xBC", options.update_state, problems) or not layer.check_operands(named, options, problems):

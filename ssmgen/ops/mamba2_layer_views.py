@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from ..reference.mamba2_layer import mamba2_layer as reference
 from . import checks, layer_views
-from . import selective_state_update_tokens as ssu
 from .checks import DTYPES, INDEX
 
 NAMES = (
@@ -44,21 +42,6 @@ class Options(NamedTuple):
         """Of what the dispatcher gives."""
         options = cls(*given)
         return options._replace(dt_limit=None if options.dt_limit is None else tuple(options.dt_limit))
-
-
-def check_options(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> None:
-    def number(value: object, kind: type | tuple[type, ...]) -> bool:
-        return isinstance(value, kind) and not isinstance(value, bool)
-
-    update = (options.dt_softplus, options.dt_limit, options.pad_slot_id, options.philox_rounds, options.update_state)
-    ssu.check_options(named, update, problems)
-    eps, size = options.eps, options.group_size
-    if not number(eps, (int, float)) or not 0 <= eps < math.inf:
-        problems.append(f"norm_eps is {eps!r}, not a number from 0 on")
-    if size is not None and not (number(size, int) and size > 0):
-        problems.append(f"norm_group_size is {size!r}, not a positive integer or None")
-    switches = {"norm_before_gate": options.norm_before_gate, "dt_softplus": options.dt_softplus, "A_is_log": options.A_is_log}
-    problems += [f"{name} is {value!r}, not True or False" for name, value in switches.items() if value not in (True, False)]
 
 
 def check_operands(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> bool:
@@ -119,9 +102,9 @@ def with_heads(named: Mapping[str, Tensor], options: Options) -> dict[str, Tenso
 
 
 def size_of(views: Mapping[str, Tensor], options: Options) -> int:
-    """Channels that are normed together: all of a row where no such number is given, or where what is given is none."""
-    size, (_, H, P, _) = options.group_size, views["state"].shape
-    return size if isinstance(size, int) and size > 0 else H * P
+    """Channels that are normed together: all of a row where no such number is given."""
+    _, H, P, _ = views["state"].shape
+    return H * P if options.group_size is None else options.group_size
 
 
 def lane_vector(views: Mapping[str, Tensor]) -> int:

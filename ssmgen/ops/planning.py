@@ -51,6 +51,14 @@ def check_overlap(family: Family, name: str, layout: Views, where: Mapping[str, 
         raise ArgumentError(name, problems)
 
 
+def grid_of(family: Family, name: str, spec: KernelSpec, views: Views) -> int:
+    """Blocks of a variant's launch. Raises ArgumentError where they are too many."""
+    grid = family.grid_of(spec, views)
+    if grid >= 2**31:
+        raise ArgumentError(name, [f"this call needs {grid} blocks; a launch has fewer than 2^31"])
+    return grid
+
+
 def launch_of(
     family: Family, name: str, spec: KernelSpec, views: Views, names: Sequence[str], options: Any, device: int
 ) -> runtime.Launch | runtime.Chain:
@@ -58,10 +66,7 @@ def launch_of(
 
     def one(part: KernelSpec) -> runtime.Launch:
         kernel = runtime.load(part, device, name)
-        grid = family.grid_of(part, views)
-        if grid >= 2**31:
-            raise ArgumentError(name, [f"this call needs {grid} blocks; a launch has fewer than 2^31"])
-        return runtime.Launch(kernel, device, grid, family.values_of(part, views, options))
+        return runtime.Launch(kernel, device, grid_of(family, name, part, views), family.values_of(part, views, options))
 
     parts = spec.kernels
     takes = [[names.index(n) for n in part.operands()] for part in parts]
@@ -196,6 +201,9 @@ class Caller(NamedTuple):
         """(problem, size, device, pdl as asked for) of a call. Raises ArgumentError."""
         named = self.named(given)
         views = self.checked(named, options, pdl, objections)
-        where = {n: t.data_ptr() if is_memory(type(t)) else 0 for n, t in named.items()}
-        problem = self.family.problem_of(views, where, options)
-        return problem, self.family.size_of(views), next(iter(views.values())).device, pdl
+        device = next(iter(views.values())).device
+        placed = device.type != "meta" and all(is_memory(type(t)) for t in named.values())
+        where = {n: t.data_ptr() if placed else 0 for n, t in named.items()}
+        if placed:
+            check_overlap(self.family, self.name, views, where)
+        return self.family.problem_of(views, where, options), self.family.size_of(views), device, pdl

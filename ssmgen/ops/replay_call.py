@@ -17,12 +17,14 @@ from . import checks
 from .calls import Call
 from .checks import DTYPES, INDEX
 from .planning import Caller, Family
+from .scalars import one_of
 
 NAMES = (
     "state", "old_x", "old_B", "old_dt", "old_dA_cumsum", "cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "x", "dt", "A", "B",
     "C", "D", "z", "dt_bias", "out", "state_indices", "cu_seqlens", "rand_seed", "arrivals", "mix", "sums",
 )  # fmt: skip
 PRECISIONS = {"f32": 3, "bf16x2": 2, "bf16": 1}
+PRECISION = one_of(f"one of {', '.join(map(repr, PRECISIONS))}", *PRECISIONS)
 
 
 class Options(NamedTuple):
@@ -69,10 +71,8 @@ def _between(given: Mapping[str, Any], options: Options) -> dict[str, Tensor]:
 
 def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
     """The operands as the reference takes them. Adds to `problems` all that is wrong."""
-    if options.precision not in PRECISIONS:
-        problems.append(f"precision is {options.precision!r}, not one of {', '.join(map(repr, PRECISIONS))}")
-    if not 1 <= options.philox_rounds <= 10 and "rand_seed" in named:
-        problems.append(f"philox_rounds is {options.philox_rounds}, not 1 … 10")
+    if options.philox_rounds == 0 and "rand_seed" in named:
+        problems.append("philox_rounds is 0, and rand_seed is given: noise takes 1 … 10 of them")
     needed = ("A",) if options.materialize and "cache_buf_idx" not in named else () if options.materialize else ("x", "dt", "A", "B", "C")
     problems += [f"{name} is needed" for name in needed if named.get(name) is None]
     if not checks.check_tensors(named, problems) or not all(name in named for name in needed):

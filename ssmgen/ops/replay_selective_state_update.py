@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 
 from .calls import operator
-from .replay_call import Options, call
+from .replay_call import PRECISION, Options, call
+from .scalars import integer
+
+_OF_STEPS = {"precision": PRECISION, "philox_rounds": integer("0 … 10", 0, 10)}
 
 
-@operator(like="x")
+@operator(like="x", **_OF_STEPS)
 def replay_selective_state_update(
     state: Tensor,
     old_x: Tensor,
@@ -82,7 +85,7 @@ def replay_selective_state_update(
     return call("replay_selective_state_update", given, options, pdl)
 
 
-@operator(like="x")
+@operator(like="x", **_OF_STEPS, max_tokens=integer("a positive integer", 1))
 def checkpoint_selective_state_update(
     state: Tensor,
     old_x: Tensor,
@@ -135,7 +138,7 @@ def checkpoint_selective_state_update(
     return call("checkpoint_selective_state_update", given, options, pdl)
 
 
-@operator(like="state")
+@operator(like="state", precision=PRECISION, max_tokens=integer("an integer from 0 on", 0))
 def materialize_selective_state(
     state: Tensor,
     old_x: Tensor,

@@ -98,7 +98,7 @@ def selective_state_update(
     if rand_seed is None or philox_rounds == 0:
         rand_seed, philox_rounds = None, 0
     one = cu_seqlens is None and num_accepted_tokens is None and parents is None and intermediate_states is None
-    if one and update_state is True and intermediate_state_indices is None and not (isinstance(x, Tensor) and x.dim() > 3):
+    if one and update_state and intermediate_state_indices is None and not (isinstance(x, Tensor) and x.dim() > 3):
         given = (state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices, rand_seed)
         return Call(CALLER, given, (dt_softplus, dt_limit, pad_slot_id, philox_rounds), pdl)
     given = (
@@ -109,7 +109,7 @@ def selective_state_update(
 
 
 def _views(named: Mapping[str, Tensor], options: tuple[Any, ...], problems: list[str]) -> dict[str, Tensor]:
-    several.check_options(named, options, problems)
+    several.check_seed(named, True, problems)
     return headed_views(dict(named), problems)
 
 

@@ -24,20 +24,14 @@ NAMES = (
 _WEIGHTS = ("A", "D", "dt_bias")
 _CONTROL = NAMES[10:15] + NAMES[16:]
 _TOKENWISE = ("x", "dt", "z", "out", "B", "C")
-_MOST_ROUNDS = 32
 
 # What a call says beside its tensors: dt_softplus, dt_limit, pad_slot_id, philox_rounds, update_state.
 Options = tuple[Any, ...]
 
 
-def check_options(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> None:
+def check_seed(named: Mapping[str, Tensor], update_state: bool, problems: list[str]) -> None:
     """Of calls of one token too."""
-    _, dt_limit, _, philox_rounds, *update_state = options
-    if dt_limit is not None and not (isinstance(dt_limit, tuple) and len(dt_limit) == 2 and dt_limit[0] <= dt_limit[1]):
-        problems.append(f"dt_limit is {dt_limit!r}, not a tuple (low, high)")
-    if not (isinstance(philox_rounds, int) and 0 <= philox_rounds <= _MOST_ROUNDS):
-        problems.append(f"philox_rounds is {philox_rounds!r}, not 0 … {_MOST_ROUNDS}")
-    stored = [named.get("intermediate_states"), *([named["state"]] if update_state != [False] else [])]
+    stored = [named.get("intermediate_states"), *([named["state"]] if update_state else [])]
     if "rand_seed" in named and not any(isinstance(t, Tensor) and t.dtype in (torch.float16, torch.bfloat16) for t in stored):
         problems.append("rand_seed is given, and no state is written in float16 or bfloat16")
 
@@ -54,7 +48,7 @@ def is_tied(views: Mapping[str, Tensor]) -> bool:
 
 def token_views(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
     """The operands as the reference takes them (see there). Adds to `problems`; what comes back is only usable if that is nothing."""
-    check_options(named, options, problems)
+    check_seed(named, options[4], problems)
     if not checks.check_tensors(named, problems):
         return {}
     checks.check_common(named, "state", problems)
@@ -144,8 +138,6 @@ def _check_layout(views: Mapping[str, Tensor], update_state: bool, batch: int, r
         problems += [f"{n} is given without state_indices" for n in ("dst_state_indices", "num_accepted_tokens") if n in views]
     elif target is not None and source.dtype != target.dtype:
         problems.append(f"state_indices is {source.dtype} and dst_state_indices is {target.dtype}")
-    if update_state not in (True, False):
-        problems.append(f"update_state is {update_state!r}, not True or False")
     if target is not None and not update_state:
         problems.append("dst_state_indices is given, and update_state is False")
     if "num_accepted_tokens" in views and source is not None and target is None and update_state and source.shape[1] > 1:

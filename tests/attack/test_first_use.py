@@ -1,0 +1,77 @@
+"""Names are loaded when they are first used: by any number of threads, in any order.
+
+Many more trials: python tests/attack/first_use.py 500
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import ssmgen
+
+ROOT = Path(ssmgen.__file__).parent
+PROGRAM = Path(__file__).with_name("first_use.py")
+
+
+@pytest.mark.parametrize("args", [("8",), ("1", "--own-torch")], ids=["8", "1-with-torch"])
+def test_threads_that_begin_together(args):
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), *args], env={"PYTHONPATH": str(ROOT.parent), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == f"{args[0]} trials, 0 wrong\n"
+
+
+# What the trials try, shown for all orders: each thread takes the locks of modules in the order in which they import each other.
+
+MODULES = {
+    ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(ROOT.rglob("*.py"))
+    if "cli" not in path.relative_to(ROOT).parts  # the command, which one thread runs
+}
+
+
+def at_import(nodes: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The imports that importing a module runs."""
+    for node in nodes:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            yield from at_import(node.orelse)
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            for block in ("body", "orelse", "finalbody", "handlers"):
+                yield from at_import(getattr(node, block, []))
+
+
+def imported(name: str) -> list[str]:
+    """What a module imports, in order; of `from a import b` also a.b."""
+    package = name if MODULES[name].stem == "__init__" else name.rpartition(".")[0]
+    found = []
+    for node in at_import(ast.parse(MODULES[name].read_text()).body):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        else:
+            above = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            found += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+    return found
+
+
+def test_no_two_modules_wait_for_each_other():
+    """A module waits for the package that it is in, too, so a package that imports what is in it would close a circle."""
+    waits = {name: {m for m in (*imported(name), name.rpartition(".")[0]) if m in MODULES} - {name} for name in MODULES}
+    assert waits["ssmgen.registry"] >= {"ssmgen", "ssmgen.kernels", "ssmgen.tuned"} and len(waits) > 100
+    list(TopologicalSorter(waits).static_order())  # raises CycleError, which shows the circle
+
+
+def test_torch_is_imported_whole_before_parts_of_it():
+    """torch's modules do wait for each other: only whoever imports torch itself first waits for all of it."""
+    of_torch = {name: [m for m in imported(name) if m.partition(".")[0] == "torch"] for name in MODULES}
+    assert {name: found[0] for name, found in of_torch.items() if found and found[0] != "torch"} == {}
