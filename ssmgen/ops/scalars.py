@@ -102,6 +102,7 @@ class Scalars:
             if "None" in kind and not rule.holds(None):
                 rule = or_none(rule)
             self.rules[name], self.defaults[name] = rule, parameter.default
+        self._places = [(i, name) for i, name in enumerate(self.names) if name in self.rules]
 
     def sound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any], tuple[str, ...]]:
         """(args, kwargs, what is wrong), with defaults in place of what is wrong, so that the rest of the call can be looked at.
@@ -111,9 +112,14 @@ class Scalars:
         if not kwargs.keys() <= self._known:
             raise TypeError(_unexpected(self.function, [name for name in kwargs if name not in self._known]))
         problems: list[str] = []
-        positional = [self._taken(name, value, problems) for name, value in zip(self.names, args, strict=False)]
-        named = {name: self._taken(name, value, problems) for name, value in kwargs.items()}
-        return [*positional, *args[len(positional) :]], named, tuple(problems)
+        positional, named = list(args), dict(kwargs)
+        for place, name in self._places:
+            if place < len(args):
+                positional[place] = self._taken(name, args[place], problems)
+        for name, value in kwargs.items():
+            if name in self.rules:
+                named[name] = self._taken(name, value, problems)
+        return positional, named, tuple(problems)
 
     def checked(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """(args, kwargs). Raises ArgumentError where something is wrong with them, and TypeError as above."""
@@ -123,9 +129,7 @@ class Scalars:
         return args, kwargs
 
     def _taken(self, name: str, value: Any, problems: list[str]) -> Any:
-        rule = self.rules.get(name)
-        if rule is None:
-            return value
+        rule = self.rules[name]
         if rule.holds(value):
             return value if value is None or rule.kept is None else rule.kept(value)
         problems.append(f"{name} is {shown(value)}, not {rule.words}")

@@ -23,12 +23,12 @@ VALUES: dict[str, Any] = {
     "none": None, "true": True, "false": False, "0": 0, "1": 1, "-1": -1, "7": 7, "32": 32, "33": 33, "2^31": 2**31, "2^63": 2**63,
     "2^64": 2**64, "-2^64": -(2**64), "10^30": 10**30, "10^5000": 10**5000, "0.0": 0.0, "0.5": 0.5, "1.0": 1.0, "-2.5": -2.5,
     "1e-60": 1e-60, "1e39": 1e39, "-1e300": -1e300, "nan": nan, "inf": inf, "-inf": -inf, "j": 1j, "empty": "", "x": "x", "no": "no",
-    "long": "x" * 10**5, "vk": "vk", "kv": "kv", "silu": "silu", "swish": "swish", "sigmoid": "sigmoid", "f32": "f32", "bf16": "bf16", "e": "e", "'2'": "2",
-    "bytes": b"vk", "list": [0.0, 1.0], "limits": (0.0, 1.0), "half limits": (0, inf), "turned": (1.0, 0.0), "nan limits": (0.0, nan),
-    "wide": (0.0, 1e39), "three": (0.0, 1.0, 2.0), "words": ("a", "b"), "dict": {}, "set": set(), "object": object(), "type": int,
-    "0-d": torch.tensor(1), "tensor": torch.ones(3), "bool tensor": torch.ones(2, dtype=torch.bool), "array": np.ones(3),
-    "int8": np.int8(1), "int64": np.int64(-1), "float32": np.float32(0.5), "float64": np.float64(0.5), "bool_": np.True_,
-    "fraction": Fraction(1, 2),
+    "long": "x" * 10**5, "vk": "vk", "kv": "kv", "silu": "silu", "swish": "swish", "sigmoid": "sigmoid", "f32": "f32", "bf16": "bf16",
+    "e": "e", "'2'": "2", "bytes": b"vk", "list": [0.0, 1.0], "limits": (0.0, 1.0), "half limits": (0, inf), "turned": (1.0, 0.0),
+    "nan limits": (0.0, nan), "wide": (0.0, 1e39), "three": (0.0, 1.0, 2.0), "words": ("a", "b"), "dict": {}, "set": set(),
+    "object": object(), "type": int, "0-d": torch.tensor(1), "tensor": torch.ones(3), "bool tensor": torch.ones(2, dtype=torch.bool),
+    "array": np.ones(3), "int8": np.int8(1), "int64": np.int64(-1), "float32": np.float32(0.5), "float64": np.float64(0.5),
+    "bool_": np.True_, "fraction": Fraction(1, 2),
 }  # fmt: skip
 
 SWITCH = {"true", "false"}
