@@ -80,6 +80,7 @@ def _object(fields: Fields, others: bool = True) -> Kind:
 
 
 TEXT = _kind("a text", lambda value: isinstance(value, str))
+NAME = _kind("a text that is not empty", lambda value: isinstance(value, str) and bool(value.strip()))
 FLAG = _kind("true or false", lambda value: isinstance(value, bool))
 COUNT = _kind("a whole number from 0 to 10^15", lambda value: type(value) is int and 0 <= value <= 10**15)
 # Nothing that was measured comes near these bounds: with numbers beyond them, axes overflow.
@@ -151,7 +152,7 @@ ROW: Fields = {
     "variants?": _by_name(_object({"specs": _list(TEXT)})),
 }  # fmt: skip
 HEAD: Fields = {
-    "device": TEXT, "torch": TEXT, "compiler": TEXT, "date?": TEXT, "ssmgen?": TEXT, "method?": TEXT, "op?": TEXT,
+    "device": NAME, "torch": NAME, "compiler": NAME, "date?": TEXT, "ssmgen?": TEXT, "method?": TEXT, "op?": TEXT,
     "ceilings_tbs": _object({"in_place": SPEED, "out_of_place": SPEED}, others=False),
 }  # fmt: skip
 

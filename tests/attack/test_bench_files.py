@@ -84,6 +84,7 @@ ROW = ("reports", 0, "rows", 0)
         (("reports", 0), 5),
         (("reports", 0, "rows"), None),
         (("reports", 0, "device"), ["NVIDIA"]),
+        (("reports", 0, "device"), " "),
         (("reports", 0, "ceilings_tbs"), 4.2),
         (("reports", 0, "ceilings_tbs", "in_place"), 0),
         (ROW, "x"),
@@ -176,8 +177,8 @@ def test_a_pipe_is_as_good_as_a_file(tmp_path):
 
 TRICKS = [
     "\x1b[2J\x1b[1;31mall is well\x1b]0;title\x07", "\x9b2J", "\x90q\x9c", "a\rb", "a\x08\x08b", "\x00", "\u202etxet\u202c",
-    "\u2066x\u2069", "\x85", "\u2028", "\ud800", "\ufeff", "two\nlines", "<script>alert(1)</script>", '" onload="alert(1)', "&lt;", "[red]rich[/red]",
-    "{{ 7 * 7 }}", "=cmd()",
+    "\u2066x\u2069", "\x85", "\u2028", "\ud800", "\ufeff", "two\nlines", "<script>alert(1)</script>", '" onload="alert(1)', "&lt;",
+    "[red]rich[/red]", "{{ 7 * 7 }}", "=cmd()",
 ]  # fmt: skip
 
 
