@@ -47,13 +47,13 @@ _HOME = {
 
 if TYPE_CHECKING:
     from .api import BoundCall, bind, explain, is_warm, supported
-    from .ops.causal_conv1d import causal_conv1d
-    from .ops.causal_conv1d_update import causal_conv1d_update
-    from .ops.combine_splits import combine_splits
-    from .ops.gated_rms_norm import gated_rms_norm
-    from .ops.gdn_layer import gdn_layer
-    from .ops.kda_layer import kda_layer
-    from .ops.linear_attention import (
+    from .families.causal_conv1d.call import causal_conv1d
+    from .families.causal_conv1d_update.call import causal_conv1d_update
+    from .families.combine_splits.call import combine_splits
+    from .families.delta_layer.gdn_call import gdn_layer
+    from .families.delta_layer.kda_call import kda_layer
+    from .families.gated_rms_norm.call import gated_rms_norm
+    from .families.linear_attention.call import (
         Ring,
         comba,
         delta_rule,
@@ -68,13 +68,13 @@ if TYPE_CHECKING:
         rwkv7,
         simple_gla,
     )
-    from .ops.mamba2_layer import mamba2_layer
-    from .ops.replay_selective_state_update import (
+    from .families.mamba2_layer.call import mamba2_layer
+    from .families.replay_selective_state_update.call import (
         checkpoint_selective_state_update,
         materialize_selective_state,
         replay_selective_state_update,
     )
-    from .ops.selective_state_update import selective_state_update
+    from .families.selective_state_update.call import selective_state_update
     from .registry import stats
     from .warming import warm
 

@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 from . import registry, runtime
+from .calls import sharded
+from .calls.public import Call
+from .calls.scalars import integer, shown
+from .catalog import OPERATOR_OF
 from .errors import ArgumentError, SpecError
-from .kernels import OPERATOR_OF
-from .ops import causal_conv1d as _conv
-from .ops import causal_conv1d_update as _conv_update
-from .ops import combine_splits as _combine
-from .ops import gated_rms_norm as _norm
-from .ops import gdn_layer as _gdn
-from .ops import kda_layer as _kda
-from .ops import linear_attention as _linear
-from .ops import mamba2_layer as _mamba2
-from .ops import replay_selective_state_update as _replay
-from .ops import selective_state_update as _ssu
-from .ops import sharded
-from .ops.calls import Call
-from .ops.scalars import integer, shown
+from .families.causal_conv1d import call as _conv
+from .families.causal_conv1d_update import call as _conv_update
+from .families.combine_splits import call as _combine
+from .families.delta_layer import gdn_call as _gdn
+from .families.delta_layer import kda_call as _kda
+from .families.gated_rms_norm import call as _norm
+from .families.linear_attention import call as _linear
+from .families.mamba2_layer import call as _mamba2
+from .families.replay_selective_state_update import call as _replay
+from .families.selective_state_update import call as _ssu
 from .registry import Explanation
 from .spec import SM90, Arch, KernelSpec
 

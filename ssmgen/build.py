@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from . import registry
 from .cache import Cache, Entry
+from .catalog import OPERATOR_OF, OPERATORS
 from .errors import SpillError, SsmgenError
-from .kernels import OPERATOR_OF, OPERATORS
 from .models import models
 from .spec import SM90, Arch, DType, KernelSpec, Problem
 

@@ -10,25 +10,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from . import compile as compiler
+from . import nvrtc as compiler
 from . import registry
 from .build import specs_for
-from .compile import Resources
+from .catalog import OPERATOR_OF
 from .errors import DriftError, SpillError, SsmgenError, bullets
+from .families.causal_conv1d.spec import ConvLayout, ConvProblem
+from .families.causal_conv1d_update.spec import Advance, Saved, StateLayout, UpdateProblem
+from .families.causal_conv1d_update.spec import Tokens as Counted
+from .families.combine_splits.spec import MAX_SIZE as MANY_ROWS
+from .families.combine_splits.spec import CombineProblem
+from .families.gated_rms_norm.spec import MAX_SIZE as MANY_GROUPS
+from .families.gated_rms_norm.spec import NormProblem
+from .families.linear_attention.problem import Layout, Ring
+from .families.replay_selective_state_update.spec import History, ReplayProblem
+from .families.slot_copy.spec import SlotCopySpec
 from .files import FileError, plain
-from .kernels import OPERATOR_OF
-from .kernels.causal_conv1d import ConvLayout, ConvProblem
-from .kernels.causal_conv1d_update import Advance, Saved, StateLayout, UpdateProblem
-from .kernels.causal_conv1d_update import Tokens as Counted
-from .kernels.combine_splits import MAX_SIZE as MANY_ROWS
-from .kernels.combine_splits import CombineProblem
-from .kernels.gated_rms_norm import MAX_SIZE as MANY_GROUPS
-from .kernels.gated_rms_norm import NormProblem
-from .kernels.linear_attention_problem import Layout, Ring
-from .kernels.replay_selective_state_update import History, ReplayProblem
-from .kernels.slot_copy import SlotCopySpec
 from .lock import LOCK, Lock, Locked, major_of
 from .models import find_model
+from .nvrtc import Resources
 from .render import render
 from .spec import SM90, Arch, DType, Index, KernelSpec, Loads, Pdl, PoolMode, Problem
 

@@ -11,11 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from . import compile as compiler
+from . import nvrtc as compiler
 from .cache import Cache, Entry
+from .catalog import SPECS
 from .errors import SpecError, SsmgenError, UnknownArchError
 from .generate import default_variants
-from .kernels import FAMILIES
 from .occupancy import occupancy, sm_limits
 from .render import render
 from .spec import Arch, KernelSpec, parse_spec
@@ -34,7 +34,7 @@ def known_specs(cache: Cache | None) -> dict[str, KernelSpec]:
     for layer in cache.layers if cache else []:
         for _, entry in layer.entries():
             with contextlib.suppress(SpecError):  # of a release whose specs had other fields
-                spec = parse_spec(entry.spec, FAMILIES)
+                spec = parse_spec(entry.spec, SPECS)
                 found[spec.name] = spec
     return found
 
@@ -42,7 +42,7 @@ def known_specs(cache: Cache | None) -> dict[str, KernelSpec]:
 def resolve(text: str, cache: Cache | None) -> KernelSpec:
     """A spec from its text (family:field=value,…), its name or a unique part of it. Raises SpecError that lists the candidates."""
     if ":" in text:
-        return parse_spec(text, FAMILIES)
+        return parse_spec(text, SPECS)
     matches = {name: spec for name, spec in known_specs(cache).items() if text in name}
     if text in matches:
         return matches[text]

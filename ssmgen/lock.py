@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from .compile import Resources
 from .errors import SsmgenError, bullets
 from .files import read_json
+from .nvrtc import Resources
 
 LOCK = "ssmgen.lock"
 BUILD = re.compile(r"CL-\d+ V(\d+)\.\d+\.\d+")

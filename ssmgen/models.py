@@ -9,26 +9,32 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from .errors import ModelError
-from .kernels import (
-    gdn_layer,
-    gdn_layer_tokens,
-    kda_layer,
-    kda_layer_tokens,
-    linear_attention,
-    mamba2_layer,
-    mamba2_layer_tokens,
-    selective_state_update,
+from .families.causal_conv1d.spec import ConvLayout, ConvProblem
+from .families.causal_conv1d_update.spec import Advance, StateLayout, UpdateProblem
+from .families.delta_layer import (
+    gdn_spec as gdn_layer,
 )
-from .kernels.causal_conv1d import ConvLayout, ConvProblem
-from .kernels.causal_conv1d_update import Advance, StateLayout, UpdateProblem
-from .kernels.gated_rms_norm import Activation, NormProblem
-from .kernels.gdn_layer import GdnLayerProblem
-from .kernels.kda_layer import KdaLayerProblem
-from .kernels.linear_attention_problem import Beta, Delta, Gate, Layout, LinearAttentionProblem, Ring, Tokens, Update
-from .kernels.mamba2_layer import Mamba2LayerProblem
-from .kernels.replay_selective_state_update import History, ReplayProblem
-from .kernels.selective_state_update import SsuProblem
-from .kernels.selective_state_update_tokens import SsuTokensProblem
+from .families.delta_layer import (
+    gdn_tokens_spec as gdn_layer_tokens,
+)
+from .families.delta_layer import (
+    kda_spec as kda_layer,
+)
+from .families.delta_layer import (
+    kda_tokens_spec as kda_layer_tokens,
+)
+from .families.delta_layer.gdn_spec import GdnLayerProblem
+from .families.delta_layer.kda_spec import KdaLayerProblem
+from .families.gated_rms_norm.spec import Activation, NormProblem
+from .families.linear_attention import spec as linear_attention
+from .families.linear_attention.problem import Beta, Delta, Gate, Layout, LinearAttentionProblem, Ring, Tokens, Update
+from .families.mamba2_layer import spec as mamba2_layer
+from .families.mamba2_layer import tokens_spec as mamba2_layer_tokens
+from .families.mamba2_layer.spec import Mamba2LayerProblem
+from .families.replay_selective_state_update.spec import History, ReplayProblem
+from .families.selective_state_update import spec as selective_state_update
+from .families.selective_state_update.spec import SsuProblem
+from .families.selective_state_update.tokens_spec import SsuTokensProblem
 from .spec import DType, Index, PoolMode, Problem
 
 if sys.version_info >= (3, 11):

@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from . import tuned
+from .catalog import OPERATORS
 from .errors import UnsupportedError
-from .kernels import OPERATORS
 from .spec import Arch, KernelSpec
 
 

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from ssmgen import runtime
-from ssmgen.bench import HOMES, LAYERS, LINEAR_ATTENTION, TOLD, combine_splits, gated_rms_norm, home, layers, report, timing
+from ssmgen.bench import HOMES, LAYERS, LINEAR_ATTENTION, TOLD, home, layers, report, timing
 from ssmgen.bench.progress import Watch
+from ssmgen.families.combine_splits import bench as combine_splits
+from ssmgen.families.gated_rms_norm import bench as gated_rms_norm
 from ssmgen.spec import Arch, DType
 
 SILENT = Watch(lambda line: None)

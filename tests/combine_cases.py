@@ -17,8 +17,8 @@ import ssmgen
 from ssmgen import emulator, registry
 from ssmgen.arguments import Arguments
 from ssmgen.emulator import run_source
-from ssmgen.ops import combine_splits as op
-from ssmgen.reference.combine_splits import combine_splits as reference
+from ssmgen.families.combine_splits import call as op
+from ssmgen.families.combine_splits.reference import combine_splits as reference
 from ssmgen.render import render
 from ssmgen.spec import Arch, KernelSpec
 

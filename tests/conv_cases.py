@@ -14,9 +14,9 @@ from ssu_cases import BF16, F16, F32, Memory
 from torch import Tensor
 
 import ssmgen
-from ssmgen.kernels.causal_conv1d_update import Advance
-from ssmgen.ops import causal_conv1d as forward_op
-from ssmgen.ops import causal_conv1d_update as update_op
+from ssmgen.families.causal_conv1d import call as forward_op
+from ssmgen.families.causal_conv1d_update import call as update_op
+from ssmgen.families.causal_conv1d_update.spec import Advance
 
 I32, I64 = torch.int32, torch.int64
 SHIFT, ROLL, RING = Advance.SHIFT, Advance.ROLL, Advance.RING

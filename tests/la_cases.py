@@ -12,8 +12,8 @@ from ssu_cases import BF16, F16, F32, Memory, ulp
 from torch import Tensor
 
 import ssmgen
-from ssmgen.kernels.linear_attention_problem import OF_KEY_HEADS
-from ssmgen.ops import linear_attention_call as op
+from ssmgen.families.linear_attention import planning as op
+from ssmgen.families.linear_attention.problem import OF_KEY_HEADS
 
 I32, I64 = torch.int32, torch.int64
 # The operands of each function. What they are decides their shapes and values.

@@ -15,8 +15,8 @@ from torch import Tensor
 import ssmgen
 from ssmgen import emulator, registry
 from ssmgen.arguments import Arguments
-from ssmgen.kernels import OPERATOR_OF
-from ssmgen.ops import calls
+from ssmgen.calls import public as calls
+from ssmgen.catalog import OPERATOR_OF
 from ssmgen.spec import Arch, KernelSpec
 
 SM90 = Arch.parse("sm_90a")

@@ -17,11 +17,11 @@ from layer_cases import Case
 from torch import Tensor
 
 import ssmgen
-from ssmgen import compile as compiler
+from ssmgen import nvrtc as compiler
 from ssmgen import registry, runtime
 from ssmgen.cache import Entry
+from ssmgen.catalog import OPERATOR_OF
 from ssmgen.errors import CaptureError
-from ssmgen.kernels import OPERATOR_OF
 from ssmgen.render import render
 from ssmgen.spec import Arch, KernelSpec, Problem
 

@@ -15,7 +15,7 @@ import ssmgen
 from ssmgen import emulator, registry
 from ssmgen.arguments import Arguments
 from ssmgen.emulator import run_source
-from ssmgen.ops import gated_rms_norm as op
+from ssmgen.families.gated_rms_norm import call as op
 from ssmgen.render import render
 from ssmgen.spec import Arch, KernelSpec
 

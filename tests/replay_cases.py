@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 import ssmgen
-from ssmgen.ops import replay_call as op
-from ssmgen.reference import norm_error
+from ssmgen.accuracy import norm_error
+from ssmgen.families.replay_selective_state_update import planning as op
 
 I32, I64 = torch.int32, torch.int64
 HISTORY = ("old_x", "old_B", "old_dt", "old_dA_cumsum")

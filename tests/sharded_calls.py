@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ssmgen.ops.sharding_rules import RULES
+from ssmgen.calls.sharding_rules import RULES
 
 BATCH, H, P, N, STEPS = 4, 4, 16, 32, 3
 BF16, F32 = torch.bfloat16, torch.float32

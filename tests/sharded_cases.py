@@ -19,7 +19,7 @@ import torch.distributed as dist
 from sharded_calls import BATCH, BF16, STEPS, H, P, Tensors, calls, linear, mamba, normal, pool
 
 import ssmgen
-from ssmgen.ops.sharding_rules import RULES
+from ssmgen.calls.sharding_rules import RULES
 
 
 def distribute(mesh: Any, function: str, call: Tensors, over: str | None, placed: str) -> Tensors:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ssmgen.ops.selective_state_update import headed_views
-from ssmgen.reference.selective_state_update import selective_state_update as reference
-from ssmgen.reference.selective_state_update import softplus
+from ssmgen.families.selective_state_update.call import headed_views
+from ssmgen.families.selective_state_update.reference import selective_state_update as reference
+from ssmgen.families.selective_state_update.reference import softplus
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 POISON = {F32: 1e30, F16: 6e4, BF16: 1e30}

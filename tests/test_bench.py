@@ -11,10 +11,11 @@ from click.testing import CliRunner
 
 import ssmgen
 from ssmgen import cli, runtime
-from ssmgen.bench import LINEAR_ATTENTION, report, selective_state_update, timing
-from ssmgen.bench import linear_attention as bench
+from ssmgen.bench import LINEAR_ATTENTION, report, timing
 from ssmgen.bench.progress import Watch
 from ssmgen.errors import SsmgenError
+from ssmgen.families.linear_attention import bench
+from ssmgen.families.selective_state_update import bench as selective_state_update
 from ssmgen.spec import Arch, DType, PoolMode
 
 HEADS, DIM, SLOTS = 4, 8, 40

@@ -8,12 +8,12 @@ from click.testing import CliRunner
 
 import ssmgen
 from ssmgen import cli, runtime
-from ssmgen.bench import combine_splits as bench
 from ssmgen.bench import report, timing
-from ssmgen.bench.combine_splits import Case, Form
 from ssmgen.bench.progress import Watch
 from ssmgen.errors import SsmgenError
-from ssmgen.reference.combine_splits import combine_splits as reference
+from ssmgen.families.combine_splits import bench
+from ssmgen.families.combine_splits.bench import Case, Form
+from ssmgen.families.combine_splits.reference import combine_splits as reference
 from ssmgen.spec import Arch, DType
 
 F32, BF16 = torch.float32, torch.bfloat16

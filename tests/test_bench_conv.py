@@ -11,14 +11,14 @@ from click.testing import CliRunner
 
 import ssmgen
 from ssmgen import cli, runtime
-from ssmgen.bench import causal_conv1d as forward
-from ssmgen.bench import causal_conv1d_update as update
 from ssmgen.bench import report, timing
-from ssmgen.bench.causal_conv1d import Form
-from ssmgen.bench.causal_conv1d_update import Innermost
 from ssmgen.bench.progress import Watch
 from ssmgen.errors import SsmgenError
-from ssmgen.kernels.causal_conv1d import ConvLayout
+from ssmgen.families.causal_conv1d import bench as forward
+from ssmgen.families.causal_conv1d.bench import Form
+from ssmgen.families.causal_conv1d.spec import ConvLayout
+from ssmgen.families.causal_conv1d_update import bench as update
+from ssmgen.families.causal_conv1d_update.bench import Innermost
 from ssmgen.spec import Arch, DType, Loads
 
 FIRST, LAST = ConvLayout

@@ -14,7 +14,7 @@ from ssmgen.bench import report, timing
 from ssmgen.bench.layer_case import COPIED, Case, copied_bytes
 from ssmgen.bench.progress import Watch
 from ssmgen.errors import SsmgenError
-from ssmgen.kernels.slot_copy import SlotCopySpec
+from ssmgen.families.slot_copy.spec import SlotCopySpec
 from ssmgen.models import find_model
 from ssmgen.spec import Arch, DType
 

@@ -9,11 +9,11 @@ from click.testing import CliRunner
 
 import ssmgen
 from ssmgen import cli, runtime
-from ssmgen.bench import gated_rms_norm as bench
 from ssmgen.bench import report, timing
-from ssmgen.bench.gated_rms_norm import Case, Form
 from ssmgen.bench.progress import Watch
 from ssmgen.errors import SsmgenError
+from ssmgen.families.gated_rms_norm import bench
+from ssmgen.families.gated_rms_norm.bench import Case, Form
 from ssmgen.spec import Arch, DType
 
 F32, BF16 = torch.float32, torch.bfloat16

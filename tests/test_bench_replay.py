@@ -9,12 +9,12 @@ from click.testing import CliRunner
 
 import ssmgen
 from ssmgen import cli, runtime
-from ssmgen.bench import replay_selective_state_update as bench
 from ssmgen.bench import report, timing
 from ssmgen.bench.progress import Watch
-from ssmgen.bench.replay_selective_state_update import PLAIN, Case, Form
 from ssmgen.errors import SsmgenError
-from ssmgen.kernels.replay_selective_state_update import History
+from ssmgen.families.replay_selective_state_update import bench
+from ssmgen.families.replay_selective_state_update.bench import PLAIN, Case, Form
+from ssmgen.families.replay_selective_state_update.spec import History
 from ssmgen.spec import Arch, DType, Loads
 
 SHAPE = (4, 16, 32, 2)

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 import ssmgen
-from ssmgen import compile as compiler
+from ssmgen import nvrtc as compiler
 from ssmgen.cache import Cache, Entry, Layer, cache_key, collect_garbage, distrust, process_lock, verify
 from ssmgen.errors import NotBuiltError
-from ssmgen.kernels.slot_copy import SlotCopySpec
+from ssmgen.families.slot_copy.spec import SlotCopySpec
 from ssmgen.render import render
 from ssmgen.spec import Arch
 
@@ -47,7 +47,7 @@ def run(program: str, directory: Path | None, *, wait: bool = True, **variables:
 
 GET = """
 from ssmgen.cache import shared_cache
-from ssmgen.kernels.slot_copy import SlotCopySpec
+from ssmgen.families.slot_copy.spec import SlotCopySpec
 from ssmgen.spec import Arch
 import hashlib
 entry, hit = shared_cache().get(SlotCopySpec(slot_bytes=16 * 1024, threads=128), Arch.parse("sm_90a"))
@@ -201,7 +201,7 @@ def test_eight_processes_race_on_an_empty_cache(tmp_path, sound):
 
 KILLED = """
 from ssmgen.cache import shared_cache
-from ssmgen.kernels.slot_copy import SlotCopySpec
+from ssmgen.families.slot_copy.spec import SlotCopySpec
 from ssmgen.spec import Arch
 print("go", flush=True)
 n = 0
@@ -231,7 +231,7 @@ def test_killed_at_any_instant(tmp_path):
 def test_lock_holder_that_hangs_is_not_waited_for_forever(tmp_path, monkeypatch, sound):
     holder = run(
         "import time\nfrom ssmgen import cache\nfrom ssmgen.cache.process_lock import process_lock\n"
-        "from ssmgen.kernels.slot_copy import SlotCopySpec\nfrom ssmgen.spec import Arch\n"
+        "from ssmgen.families.slot_copy.spec import SlotCopySpec\nfrom ssmgen.spec import Arch\n"
         "key, _ = cache.shared_cache()._key(SlotCopySpec(slot_bytes=16*1024, threads=128), Arch.parse('sm_90a'))\n"
         "with process_lock(key):\n    print('held', flush=True)\n    time.sleep(60)\n",
         tmp_path,

@@ -37,11 +37,11 @@ from conv_laws import LAST_AXIS, SM90, Draw, assert_matches, emulate, emulated, 
 
 import ssmgen
 from ssmgen.errors import ArgumentError
-from ssmgen.kernels import causal_conv1d as conv
-from ssmgen.kernels import causal_conv1d_update as step
-from ssmgen.kernels.causal_conv1d import ConvProblem
-from ssmgen.ops import causal_conv1d as forward_op
-from ssmgen.ops import causal_conv1d_update as update_op
+from ssmgen.families.causal_conv1d import call as forward_op
+from ssmgen.families.causal_conv1d import spec as conv
+from ssmgen.families.causal_conv1d.spec import ConvProblem
+from ssmgen.families.causal_conv1d_update import call as update_op
+from ssmgen.families.causal_conv1d_update import spec as step
 from ssmgen.spec import Arch, KernelSpec, Pdl
 
 # The reference.

@@ -13,12 +13,12 @@ from conv_cases import FIRST, LAST, POOL, RING, ROLL, SHORT, STATEFUL, UpdateCas
 from conv_laws import SM90, assert_matches, emulate, expected, needs_emulator
 
 from ssmgen import registry
-from ssmgen.compile import compile_cubin
 from ssmgen.emulator import EmulatorError
-from ssmgen.kernels import causal_conv1d as conv
-from ssmgen.kernels import causal_conv1d_update as step
-from ssmgen.kernels.causal_conv1d import ConvLayout, ConvProblem, ConvSpec
-from ssmgen.kernels.causal_conv1d_update import Advance, Saved, StateLayout, Tokens, UpdateProblem, UpdateSpec
+from ssmgen.families.causal_conv1d import spec as conv
+from ssmgen.families.causal_conv1d.spec import ConvLayout, ConvProblem, ConvSpec
+from ssmgen.families.causal_conv1d_update import spec as step
+from ssmgen.families.causal_conv1d_update.spec import Advance, Saved, StateLayout, Tokens, UpdateProblem, UpdateSpec
+from ssmgen.nvrtc import compile_cubin
 from ssmgen.render import render, uses_pdl
 from ssmgen.spec import Arch, DType, Index, KernelSpec, Loads, Pdl
 

@@ -11,16 +11,16 @@ import torch
 from click.testing import CliRunner
 
 from ssmgen import emulator
+from ssmgen.catalog import SPECS
 from ssmgen.cli import main
 from ssmgen.emulator import operands
 from ssmgen.emulator.check import check
-from ssmgen.kernels import FAMILIES
-from ssmgen.kernels.causal_conv1d import ConvSpec
-from ssmgen.kernels.selective_state_update import SsuSpec
-from ssmgen.ops import causal_conv1d as conv
-from ssmgen.ops import causal_conv1d_update as update
-from ssmgen.ops import linear_attention_call as linear
-from ssmgen.ops.linear_attention_views import Form, Options
+from ssmgen.families.causal_conv1d import call as conv
+from ssmgen.families.causal_conv1d.spec import ConvSpec
+from ssmgen.families.causal_conv1d_update import call as update
+from ssmgen.families.linear_attention import planning as linear
+from ssmgen.families.linear_attention.views import Form, Options
+from ssmgen.families.selective_state_update.spec import SsuSpec
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, KernelSpec, parse_spec
 
@@ -67,14 +67,14 @@ LINEAR = {  # a later field counts
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_check_of_linear_attention(name):
-    spec = parse_spec(LINEAR[name], FAMILIES)
+    spec = parse_spec(LINEAR[name], SPECS)
     for batch in (1, 4):
         assert check(spec, SM90, batch).passed
 
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_its_operands_pose_the_problem_that_the_spec_is_for(name):
-    spec = parse_spec(LINEAR[name], FAMILIES)
+    spec = parse_spec(LINEAR[name], SPECS)
     named = operands.linear_attention(spec, 4, 0)
     form = Form(spec.delta.value, spec.gate.value, spec.beta_form.value, spec.l2norm)
     options = Options(form, 1.0, layout=spec.layout.value, update_state=spec.update.value != "none", commit=spec.commit)
@@ -107,7 +107,7 @@ def edited(old: str, new: str) -> Callable[[KernelSpec, Arch], str]:
 @pytest.mark.parametrize("name", WRONG)
 def test_check_finds_what_is_wrong(name, monkeypatch):
     monkeypatch.setattr("ssmgen.emulator.render", edited(*WRONG[name]))
-    assert not check(parse_spec(LINEAR[name], FAMILIES), SM90).passed
+    assert not check(parse_spec(LINEAR[name], SPECS), SM90).passed
 
 
 FIRST, LAST = "causal_conv1d:layout=channel_first,vec=8", "causal_conv1d:layout=channel_last,vec=4,vectors=4"
@@ -144,7 +144,7 @@ def convolution(spec: KernelSpec, batch: int) -> tuple[Any, dict[str, torch.Tens
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_check_of_convolutions(name):
-    spec = parse_spec(CONVOLUTIONS[name], FAMILIES)
+    spec = parse_spec(CONVOLUTIONS[name], SPECS)
     for batch in (1, 4):
         outcome = check(spec, SM90, batch)
         assert outcome.passed and outcome.state_error == 0
@@ -152,7 +152,7 @@ def test_check_of_convolutions(name):
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_their_operands_pose_the_problem_that_the_spec_is_for(name):
-    spec = parse_spec(CONVOLUTIONS[name], FAMILIES)
+    spec = parse_spec(CONVOLUTIONS[name], SPECS)
     op, named, options = convolution(spec, 4)
     posed = op.problem_of(op.views_of(named, options, []), {n: t.data_ptr() for n, t in named.items()}, options)
     assert {f.name: getattr(spec, f.name) for f in fields(posed)} == {f.name: getattr(posed, f.name) for f in fields(posed)}
@@ -172,12 +172,12 @@ SSU_TOKENS = {
 @pytest.mark.parametrize("name", SSU_TOKENS)
 def test_check_of_several_tokens_of_mamba(name):
     for batch in (1, 4):
-        assert check(parse_spec(SSU_TOKENS[name], FAMILIES), SM90, batch).passed
+        assert check(parse_spec(SSU_TOKENS[name], SPECS), SM90, batch).passed
 
 
 def test_check_finds_what_is_wrong_in_them(monkeypatch):
     monkeypatch.setattr("ssmgen.emulator.render", edited("h[i][p][j] * decay", "0.99f * h[i][p][j] * decay"))
-    assert not check(parse_spec(SSU_TOKENS["plain"], FAMILIES), SM90).passed
+    assert not check(parse_spec(SSU_TOKENS["plain"], SPECS), SM90).passed
 
 
 WRONG_CONVOLUTIONS = {  # the last two: states are off by a bit
@@ -193,7 +193,7 @@ WRONG_CONVOLUTIONS = {  # the last two: states are off by a bit
 @pytest.mark.parametrize("name", WRONG_CONVOLUTIONS)
 def test_check_finds_what_is_wrong_in_convolutions(name, monkeypatch):
     monkeypatch.setattr("ssmgen.emulator.render", edited(*WRONG_CONVOLUTIONS[name]))
-    assert not check(parse_spec(CONVOLUTIONS[name], FAMILIES), SM90).passed
+    assert not check(parse_spec(CONVOLUTIONS[name], SPECS), SM90).passed
 
 
 @pytest.mark.parametrize(

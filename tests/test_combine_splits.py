@@ -35,8 +35,8 @@ from combine_cases import (
 
 import ssmgen
 from ssmgen import registry
-from ssmgen.kernels import combine_splits as kernels
-from ssmgen.ops import combine_splits as op
+from ssmgen.families.combine_splits import call as op
+from ssmgen.families.combine_splits import spec as kernels
 from ssmgen.spec import Arch, Pdl
 
 

@@ -18,7 +18,7 @@ from ssmgen import generate
 from ssmgen.cli import main
 from ssmgen.compat import flashinfer, trtllm
 from ssmgen.errors import ArgumentError, UnsupportedError
-from ssmgen.kernels.replay_selective_state_update import OPERATOR, History, Part
+from ssmgen.families.replay_selective_state_update.spec import OPERATOR, History, Part
 from ssmgen.models import find_model, models
 from ssmgen.spec import DType, Index
 

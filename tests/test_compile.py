@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from ssmgen import compile as compiler
 from ssmgen import inspect
-from ssmgen.compile import Resources, compile_cubin, compile_ptx, listing, parse_resources
+from ssmgen import nvrtc as compiler
 from ssmgen.errors import CompileError
-from ssmgen.kernels.selective_state_update import SsuSpec
+from ssmgen.families.selective_state_update.spec import SsuSpec
+from ssmgen.nvrtc import Resources, compile_cubin, compile_ptx, listing, parse_resources
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index, Pdl
 

@@ -16,14 +16,15 @@ from test_check import edited
 
 import ssmgen
 from ssmgen import registry
+from ssmgen.catalog import OPERATOR_OF, OPERATORS, SPECS
 from ssmgen.emulator import EmulatorError
 from ssmgen.emulator.check import check
 from ssmgen.errors import ArgumentError
-from ssmgen.kernels import FAMILIES, OPERATOR_OF, OPERATORS
-from ssmgen.kernels.delta_layer_tokens import DeltaLayerTokensSpec
-from ssmgen.kernels.layer_gated_norm import LayerGatedNormSpec
-from ssmgen.kernels.linear_attention_problem import Tokens, Update
-from ssmgen.ops import gdn_layer_tokens, kda_layer_tokens
+from ssmgen.families.delta_layer import gdn_tokens_call as gdn_layer_tokens
+from ssmgen.families.delta_layer import kda_tokens_call as kda_layer_tokens
+from ssmgen.families.delta_layer.tokens_spec import DeltaLayerTokensSpec
+from ssmgen.families.gated_rms_norm.layer_spec import LayerGatedNormSpec
+from ssmgen.families.linear_attention.problem import Tokens, Update
 from ssmgen.render import render, uses_pdl
 from ssmgen.spec import DType, Index, Loads, Pdl, PoolMode, parse_spec
 
@@ -135,7 +136,7 @@ HOW = {
 def spec_of(name: str) -> DeltaLayerTokensSpec:
     fields = dict(item.split("=") for item in f"{BASE},{HOW[name]}".split(","))
     family = "kda_layer_tokens:" if name.startswith("kda") else "gdn_layer_tokens:"
-    found = parse_spec(family + ",".join("=".join(item) for item in fields.items()), FAMILIES)
+    found = parse_spec(family + ",".join("=".join(item) for item in fields.items()), SPECS)
     assert isinstance(found, DeltaLayerTokensSpec)
     return found
 
@@ -312,7 +313,7 @@ def test_violations_in_words(name, change, words):
 def test_layout_of_the_text(name):
     spec = spec_of(name)
     text = render(spec, SM90)
-    assert text.startswith(f"// {spec.family} for sm_90a") and parse_spec(str(spec), FAMILIES) == spec
+    assert text.startswith(f"// {spec.family} for sm_90a") and parse_spec(str(spec), SPECS) == spec
     signature = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
     assert [p.split()[-1].lstrip("*") for p in signature.split(",")] == [p.name for p in spec.parameters()]
     assert not any(line != line.rstrip() or "\t" in line or "{%" in line for line in text.splitlines())
@@ -342,6 +343,9 @@ def test_wait_precedes_every_access(name, pdl):
 
 
 def test_operators_have_the_operands_of_one_token_and_their_own():
-    for one, several in ((ssmgen.ops.gdn_layer, gdn_layer_tokens), (ssmgen.ops.kda_layer, kda_layer_tokens)):
+    for one, several in (
+        (ssmgen.families.delta_layer.gdn_call, gdn_layer_tokens),
+        (ssmgen.families.delta_layer.kda_call, kda_layer_tokens),
+    ):
         assert several.NAMES[: len(one.NAMES)] == one.NAMES and several.CALLER.name == one.CALLER.name
         assert registry.unit(several.OPERATOR) == "batch"

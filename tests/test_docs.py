@@ -13,7 +13,7 @@ from docs_pages import DOCS, ROOT, blocks, name_of, pages, programs, run, with_e
 import ssmgen
 from ssmgen import errors
 from ssmgen.cli import main
-from ssmgen.config import VARIABLES
+from ssmgen.settings import VARIABLES
 
 # Commands that pages name, and that are checked as soon as they are there.
 LATER = {("bench", "all"), ("bench", "render"), ("tune",), ("tuned",)}

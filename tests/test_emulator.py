@@ -11,8 +11,8 @@ from ssu_cases import BF16, F32, Case, assert_matches, expected, make_call, matr
 from ssmgen import emulator, registry
 from ssmgen.arguments import Arguments
 from ssmgen.emulator import EmulatorError, run_source
-from ssmgen.kernels.selective_state_update import space
-from ssmgen.ops import selective_state_update as op
+from ssmgen.families.selective_state_update import call as op
+from ssmgen.families.selective_state_update.spec import space
 from ssmgen.render import render
 from ssmgen.spec import Arch, KernelSpec, Param
 

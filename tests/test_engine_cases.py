@@ -11,8 +11,8 @@ from test_fast_path import launched  # noqa: F401
 
 from ssmgen import registry
 from ssmgen.arguments import Arguments
+from ssmgen.calls import planning
 from ssmgen.emulator import run_source
-from ssmgen.ops import planning
 from ssmgen.render import render
 
 named = pytest.mark.parametrize("form", FORMS, ids=lambda f: f.id)

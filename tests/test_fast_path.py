@@ -9,8 +9,9 @@ from test_ring import BF16, Step
 
 import ssmgen
 from ssmgen import runtime
+from ssmgen.calls import planning
+from ssmgen.calls import public as calls
 from ssmgen.errors import ArgumentError
-from ssmgen.ops import calls, planning
 
 
 class Launched(list):

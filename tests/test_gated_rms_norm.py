@@ -30,8 +30,8 @@ from norm_cases import (
 
 import ssmgen
 from ssmgen import registry
-from ssmgen.kernels import gated_rms_norm as kernels
-from ssmgen.ops import gated_rms_norm as op
+from ssmgen.families.gated_rms_norm import call as op
+from ssmgen.families.gated_rms_norm import spec as kernels
 from ssmgen.spec import Arch, Pdl
 
 

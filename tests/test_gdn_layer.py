@@ -15,16 +15,17 @@ from test_check import edited
 
 import ssmgen
 from ssmgen import registry
+from ssmgen.catalog import SPECS
 from ssmgen.emulator import EmulatorError
 from ssmgen.emulator.check import check
+from ssmgen.engine.rows import axes
 from ssmgen.errors import ArgumentError
-from ssmgen.kernels import FAMILIES, delta_layer
-from ssmgen.kernels import gdn_layer as kernels
-from ssmgen.kernels.gdn_layer import GdnLayerProblem, GdnLayerSpec
-from ssmgen.kernels.layer_gated_norm import LayerGatedNormSpec
-from ssmgen.kernels.linear_attention_problem import Beta, Delta, Gate, Layout, Tokens
-from ssmgen.kernels.row_engine import axes
-from ssmgen.ops import gdn_layer as op
+from ssmgen.families.delta_layer import gdn_call as op
+from ssmgen.families.delta_layer import gdn_spec as kernels
+from ssmgen.families.delta_layer import spec as delta_layer
+from ssmgen.families.delta_layer.gdn_spec import GdnLayerProblem, GdnLayerSpec
+from ssmgen.families.gated_rms_norm.layer_spec import LayerGatedNormSpec
+from ssmgen.families.linear_attention.problem import Beta, Delta, Gate, Layout, Tokens
 from ssmgen.render import render, uses_pdl
 from ssmgen.spec import Arch, DType, Index, Loads, Pdl, PoolMode, parse_spec
 
@@ -129,7 +130,7 @@ HOW = {
 
 def spec_of(name: str) -> GdnLayerSpec:
     fields = dict(item.split("=") for item in f"{BASE},{HOW[name]}".split(","))
-    found = parse_spec("gdn_layer:" + ",".join("=".join(item) for item in fields.items()), FAMILIES)
+    found = parse_spec("gdn_layer:" + ",".join("=".join(item) for item in fields.items()), SPECS)
     assert isinstance(found, GdnLayerSpec)
     return found
 
@@ -329,7 +330,7 @@ def test_violations_in_words(spec, change, words):
 def test_layout_of_the_text(name):
     spec = spec_of(name)
     text = render(spec, SM90)
-    assert text.startswith("// gdn_layer for sm_90a") and parse_spec(str(spec), FAMILIES) == spec
+    assert text.startswith("// gdn_layer for sm_90a") and parse_spec(str(spec), SPECS) == spec
     signature = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
     assert [p.split()[-1].lstrip("*") for p in signature.split(",")] == [p.name for p in spec.parameters()]
     assert not any(line != line.rstrip() or "\t" in line or "{%" in line for line in text.splitlines())

@@ -252,7 +252,7 @@ def test_an_error_names_the_layer(monkeypatch):
     def no_kernel(*args, **kwargs):
         raise CaptureError("spec", "sm_90a", "selective_state_update")
 
-    monkeypatch.setattr("ssmgen.ops.selective_state_update.selective_state_update", no_kernel)
+    monkeypatch.setattr("ssmgen.families.selective_state_update.call.selective_state_update", no_kernel)
     with (
         hf.patch(model),
         pytest.raises(CaptureError, match=r"mamba2\.mamba2_selective_state_update, in Mamba2Mixer of layer 0: sm_90a kernel spec"),

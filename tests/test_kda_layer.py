@@ -17,15 +17,16 @@ from test_check import edited
 
 import ssmgen
 from ssmgen import registry
+from ssmgen.catalog import SPECS
 from ssmgen.emulator.check import check
 from ssmgen.errors import ArgumentError
-from ssmgen.kernels import FAMILIES, delta_layer
-from ssmgen.kernels import kda_layer as kernels
-from ssmgen.kernels.kda_layer import KdaLayerSpec
-from ssmgen.kernels.layer_gated_norm import LayerGatedNormSpec
-from ssmgen.kernels.linear_attention_problem import Gate, Layout
+from ssmgen.families.delta_layer import kda_call as op
+from ssmgen.families.delta_layer import kda_spec as kernels
+from ssmgen.families.delta_layer import spec as delta_layer
+from ssmgen.families.delta_layer.kda_spec import KdaLayerSpec
+from ssmgen.families.gated_rms_norm.layer_spec import LayerGatedNormSpec
+from ssmgen.families.linear_attention.problem import Gate, Layout
 from ssmgen.models import find_model
-from ssmgen.ops import kda_layer as op
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Loads, parse_spec
 
@@ -98,7 +99,7 @@ HOW = {
 
 def spec_of(name: str) -> KdaLayerSpec:
     fields = dict(item.split("=") for item in f"{BASE},{HOW[name]}".split(","))
-    found = parse_spec("kda_layer:" + ",".join("=".join(item) for item in fields.items()), FAMILIES)
+    found = parse_spec("kda_layer:" + ",".join("=".join(item) for item in fields.items()), SPECS)
     assert isinstance(found, KdaLayerSpec)
     return found
 
@@ -213,7 +214,7 @@ def test_violations_in_words(change, words):
 def test_layout_of_the_text(name):
     spec = spec_of(name)
     text = render(spec, SM90)
-    assert text.startswith("// kda_layer for sm_90a") and parse_spec(str(spec), FAMILIES) == spec and spec.stem.startswith("kda_layer_h4")
+    assert text.startswith("// kda_layer for sm_90a") and parse_spec(str(spec), SPECS) == spec and spec.stem.startswith("kda_layer_h4")
     assert ("lower_bound" in [p.name for p in spec.parameters()]) == (spec.gate is Gate.BOUNDED)
 
 

@@ -16,10 +16,10 @@ from ssmgen import emulator, registry
 from ssmgen.arguments import Arguments
 from ssmgen.emulator import EmulatorError, run_source
 from ssmgen.errors import ArgumentError, UnsupportedError
-from ssmgen.kernels.linear_attention import space
-from ssmgen.kernels.linear_attention_problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens, Update
-from ssmgen.ops import linear_attention_call as op
-from ssmgen.reference.linear_attention import linear_attention as reference
+from ssmgen.families.linear_attention import planning as op
+from ssmgen.families.linear_attention.problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens, Update
+from ssmgen.families.linear_attention.reference import linear_attention as reference
+from ssmgen.families.linear_attention.spec import space
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index, PoolMode
 

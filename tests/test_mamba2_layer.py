@@ -15,14 +15,14 @@ from test_check import edited
 
 import ssmgen
 from ssmgen import registry
+from ssmgen.catalog import SPECS
 from ssmgen.emulator import EmulatorError
 from ssmgen.emulator.check import check
 from ssmgen.errors import ArgumentError
-from ssmgen.kernels import FAMILIES
-from ssmgen.kernels import mamba2_layer as kernels
-from ssmgen.kernels.layer_gated_norm import LayerGatedNormSpec
-from ssmgen.kernels.mamba2_layer import Mamba2LayerProblem, Mamba2LayerSpec
-from ssmgen.ops import mamba2_layer as op
+from ssmgen.families.gated_rms_norm.layer_spec import LayerGatedNormSpec
+from ssmgen.families.mamba2_layer import call as op
+from ssmgen.families.mamba2_layer import spec as kernels
+from ssmgen.families.mamba2_layer.spec import Mamba2LayerProblem, Mamba2LayerSpec
 from ssmgen.render import render, uses_pdl
 from ssmgen.spec import Arch, DType, Index, Loads, Pdl, PoolMode, parse_spec
 
@@ -96,7 +96,7 @@ HOW = {
 
 def spec_of(name: str) -> Mamba2LayerSpec:
     fields = dict(item.split("=") for item in f"{BASE},{HOW[name]}".split(","))
-    found = parse_spec("mamba2_layer:" + ",".join("=".join(item) for item in fields.items()), FAMILIES)
+    found = parse_spec("mamba2_layer:" + ",".join("=".join(item) for item in fields.items()), SPECS)
     assert isinstance(found, Mamba2LayerSpec)
     return found
 
@@ -263,7 +263,7 @@ def test_violations_in_words(spec, change, words):
 def test_layout_of_the_text(name):
     spec = spec_of(name)
     text = render(spec, SM90)
-    assert text.startswith("// mamba2_layer for sm_90a") and parse_spec(str(spec), FAMILIES) == spec
+    assert text.startswith("// mamba2_layer for sm_90a") and parse_spec(str(spec), SPECS) == spec
     signature = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
     assert [p.split()[-1].lstrip("*") for p in signature.split(",")] == [p.name for p in spec.parameters()]
     assert not any(line != line.rstrip() or "\t" in line or "{%" in line for line in text.splitlines())

@@ -16,16 +16,16 @@ from test_check import edited
 
 import ssmgen
 from ssmgen import registry
+from ssmgen.catalog import SPECS
 from ssmgen.emulator import EmulatorError
 from ssmgen.emulator.check import check
 from ssmgen.errors import ArgumentError
-from ssmgen.kernels import FAMILIES
-from ssmgen.kernels import mamba2_layer_tokens as kernels
-from ssmgen.kernels.causal_conv1d_update import Saved, StateLayout
-from ssmgen.kernels.layer_gated_norm import LayerGatedNormSpec
-from ssmgen.kernels.linear_attention_problem import Update
-from ssmgen.kernels.mamba2_layer import Mamba2LayerProblem
-from ssmgen.kernels.mamba2_layer_tokens import Mamba2LayerTokensProblem, Mamba2LayerTokensSpec
+from ssmgen.families.causal_conv1d_update.spec import Saved, StateLayout
+from ssmgen.families.gated_rms_norm.layer_spec import LayerGatedNormSpec
+from ssmgen.families.linear_attention.problem import Update
+from ssmgen.families.mamba2_layer import tokens_spec as kernels
+from ssmgen.families.mamba2_layer.spec import Mamba2LayerProblem
+from ssmgen.families.mamba2_layer.tokens_spec import Mamba2LayerTokensProblem, Mamba2LayerTokensSpec
 from ssmgen.render import render, uses_pdl
 from ssmgen.spec import Arch, DType, Index, Loads, Pdl, PoolMode, parse_spec
 
@@ -106,7 +106,7 @@ HOW = {
 
 def spec_of(name: str) -> Mamba2LayerTokensSpec:
     fields = dict(item.split("=") for item in f"{BASE},{HOW[name]}".split(","))
-    found = parse_spec("mamba2_layer_tokens:" + ",".join("=".join(item) for item in fields.items()), FAMILIES)
+    found = parse_spec("mamba2_layer_tokens:" + ",".join("=".join(item) for item in fields.items()), SPECS)
     assert isinstance(found, Mamba2LayerTokensSpec)
     return found
 
@@ -321,7 +321,7 @@ def test_layout_of_the_text(name):
     spec = spec_of(name)
     for part in spec.kernels:
         text = render(part, SM90)
-        assert text.startswith(f"// {part.family} for sm_90a") and parse_spec(str(part), FAMILIES) == part
+        assert text.startswith(f"// {part.family} for sm_90a") and parse_spec(str(part), SPECS) == part
         signature = re.search(rf"{part.name}\((.*?)\) \{{", text, re.S)[1]
         assert [p.split()[-1].lstrip("*") for p in signature.split(",")] == [p.name for p in part.parameters()]
         assert not any(line != line.rstrip() or "\t" in line or "{%" in line for line in text.splitlines())

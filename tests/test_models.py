@@ -11,14 +11,14 @@ import torch
 from click.testing import CliRunner
 
 import ssmgen
+from ssmgen.calls.checks import DTYPES
+from ssmgen.catalog import OPERATOR_OF
 from ssmgen.cli import main
 from ssmgen.errors import ModelError
-from ssmgen.kernels import OPERATOR_OF
-from ssmgen.kernels.causal_conv1d import ConvLayout, ConvProblem
-from ssmgen.kernels.causal_conv1d_update import StateLayout
-from ssmgen.kernels.linear_attention_problem import Gate, Layout, Ring
+from ssmgen.families.causal_conv1d.spec import ConvLayout, ConvProblem
+from ssmgen.families.causal_conv1d_update.spec import StateLayout
+from ssmgen.families.linear_attention.problem import Gate, Layout, Ring
 from ssmgen.models import LinearAttention, Mamba, find_model, models
-from ssmgen.ops.checks import DTYPES
 from ssmgen.spec import DType, Index, PoolMode
 
 BF16, F32 = torch.bfloat16, torch.float32

@@ -13,14 +13,14 @@ from norm_cases import F32, GDN, MAMBA, SM90, assert_matches, emulate, expected,
 from test_check import edited
 
 from ssmgen import registry
-from ssmgen.compile import compile_cubin
+from ssmgen.catalog import SPECS
 from ssmgen.emulator import EmulatorError
 from ssmgen.emulator.check import check
 from ssmgen.errors import SsmgenError
+from ssmgen.families.gated_rms_norm import spec as kernels
+from ssmgen.families.gated_rms_norm.spec import MAX_SIZE, Activation, NormProblem, NormSpec
 from ssmgen.inspect import sass
-from ssmgen.kernels import FAMILIES
-from ssmgen.kernels import gated_rms_norm as kernels
-from ssmgen.kernels.gated_rms_norm import MAX_SIZE, Activation, NormProblem, NormSpec
+from ssmgen.nvrtc import compile_cubin
 from ssmgen.render import render, uses_pdl
 from ssmgen.spec import Arch, DType, Loads, Pdl, parse_spec
 
@@ -85,7 +85,7 @@ def test_wait_precedes_every_access_and_the_launch_attribute_follows_the_text(sp
 @pytest.mark.parametrize("spec", TEXTS, ids=lambda s: s.name)
 def test_layout_of_the_text(spec):
     text = render(spec, SM90)
-    assert text.startswith("// gated_rms_norm for sm_90a") and parse_spec(str(spec), FAMILIES) == spec
+    assert text.startswith("// gated_rms_norm for sm_90a") and parse_spec(str(spec), SPECS) == spec
     signature = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
     assert [p.split()[-1].lstrip("*") for p in signature.split(",")] == [p.name for p in spec.parameters()]
     assert not any(line != line.rstrip() or "\t" in line or "{%" in line for line in text.splitlines())
@@ -130,7 +130,7 @@ CHECKED = {
 @needs_emulator
 @pytest.mark.parametrize("name", CHECKED)
 def test_check_of_variants(name):
-    spec = parse_spec(f"gated_rms_norm:{CHECKED[name]}", FAMILIES)
+    spec = parse_spec(f"gated_rms_norm:{CHECKED[name]}", SPECS)
     for batch in (1, 4):
         assert check(spec, SM90, batch).passed
 
@@ -147,7 +147,7 @@ def test_check_of_variants(name):
 )
 def test_check_finds_what_is_wrong(name, old, new, monkeypatch):
     monkeypatch.setattr("ssmgen.emulator.render", edited(old, new))
-    assert not check(parse_spec(f"gated_rms_norm:{CHECKED[name]}", FAMILIES), SM90).passed
+    assert not check(parse_spec(f"gated_rms_norm:{CHECKED[name]}", SPECS), SM90).passed
 
 
 EDITS = {

@@ -9,11 +9,11 @@ import pytest
 
 from ssmgen import registry
 from ssmgen.build import default_problems, specs_for
+from ssmgen.catalog import OPERATOR_OF
 from ssmgen.errors import UnsupportedError
-from ssmgen.kernels import OPERATOR_OF
-from ssmgen.kernels.combine_splits import CombineProblem
-from ssmgen.kernels.linear_attention_problem import Layout, Ring
-from ssmgen.kernels.selective_state_update import OPERATOR, SsuProblem
+from ssmgen.families.combine_splits.spec import CombineProblem
+from ssmgen.families.linear_attention.problem import Layout, Ring
+from ssmgen.families.selective_state_update.spec import OPERATOR, SsuProblem
 from ssmgen.models import find_model, models
 from ssmgen.spec import Arch, DType, Index, Loads, Pdl, PoolMode
 

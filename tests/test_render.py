@@ -13,8 +13,8 @@ import pytest
 
 from ssmgen import render as rendering
 from ssmgen.errors import SpecError
-from ssmgen.kernels.selective_state_update import SsuSpec
-from ssmgen.kernels.slot_copy import SlotCopySpec
+from ssmgen.families.selective_state_update.spec import SsuSpec
+from ssmgen.families.slot_copy.spec import SlotCopySpec
 from ssmgen.render import render, uses_pdl
 from ssmgen.spec import Arch, DType, Index, Loads, Pdl, PoolMode
 
@@ -50,8 +50,8 @@ def test_layout_of_the_text(spec):
 
 def test_same_in_another_process_and_environment():
     program = (
-        "from ssmgen.kernels import FAMILIES\nfrom ssmgen.spec import Arch, parse_spec\nfrom ssmgen.render import render\n"
-        f"import sys; sys.stdout.write(render(parse_spec({str(FULL)!r}, FAMILIES), Arch.parse('sm_90a')))"
+        "from ssmgen.catalog import SPECS\nfrom ssmgen.spec import Arch, parse_spec\nfrom ssmgen.render import render\n"
+        f"import sys; sys.stdout.write(render(parse_spec({str(FULL)!r}, SPECS), Arch.parse('sm_90a')))"
     )
     root = str(rendering.templates_dir().parent)
     env = {"PYTHONPATH": root, "PYTHONHASHSEED": "77", "TZ": "Asia/Tokyo", "HOME": "/nonexistent", "PATH": "/usr/bin:/bin"}

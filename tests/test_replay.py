@@ -33,10 +33,10 @@ from replay_cases import (
 
 import ssmgen
 from ssmgen import registry
+from ssmgen.engine.stochastic_reference import stored
 from ssmgen.errors import ArgumentError, UnsupportedError
-from ssmgen.kernels.replay_selective_state_update import ReplayProblem
-from ssmgen.ops import replay_call as op
-from ssmgen.reference.stochastic import stored
+from ssmgen.families.replay_selective_state_update import planning as op
+from ssmgen.families.replay_selective_state_update.spec import ReplayProblem
 from ssmgen.spec import Arch, DType
 
 BOTH = pytest.mark.parametrize("base", [STEP, RING], ids=lambda c: c.id)

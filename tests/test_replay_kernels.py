@@ -14,13 +14,13 @@ from replay_cases import BF16, F16, RAGGED, RING, STEP, Call, assert_matches, ex
 
 from ssmgen import emulator, registry
 from ssmgen.arguments import Arguments
-from ssmgen.compile import compile_cubin
 from ssmgen.emulator import EmulatorError, run_source
 from ssmgen.emulator import check as checking
 from ssmgen.emulator.check import Outcome, check
-from ssmgen.kernels import replay_selective_state_update as family
-from ssmgen.kernels.replay_selective_state_update import History, Part, ReplayProblem, ReplaySpec
-from ssmgen.ops import replay_call as op
+from ssmgen.families.replay_selective_state_update import planning as op
+from ssmgen.families.replay_selective_state_update import spec as family
+from ssmgen.families.replay_selective_state_update.spec import History, Part, ReplayProblem, ReplaySpec
+from ssmgen.nvrtc import compile_cubin
 from ssmgen.render import render, uses_pdl
 from ssmgen.spec import Arch, DType, Index, Loads, Pdl
 

@@ -10,7 +10,7 @@ import ssmgen
 from ssmgen import Ring, emulator, registry
 from ssmgen.arguments import Arguments
 from ssmgen.errors import ArgumentError
-from ssmgen.ops import linear_attention_call as op
+from ssmgen.families.linear_attention import planning as op
 from ssmgen.spec import Arch, DType
 
 SM90 = Arch.parse("sm_90a")

@@ -13,8 +13,8 @@ from ssu_cases import BF16, Case, assert_matches, expected, make_call
 from ssmgen import emulator, runtime
 from ssmgen.arguments import Arguments
 from ssmgen.errors import LaunchError
-from ssmgen.kernels.selective_state_update import SsuSpec
-from ssmgen.ops import selective_state_update as op
+from ssmgen.families.selective_state_update import call as op
+from ssmgen.families.selective_state_update.spec import SsuSpec
 from ssmgen.registry import select
 from ssmgen.spec import Arch, DType, Index
 

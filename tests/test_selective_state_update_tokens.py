@@ -14,11 +14,13 @@ from ssu_token_cases import Call, Case, assert_matches, expected, make_call, mat
 import ssmgen
 from ssmgen import emulator, registry
 from ssmgen.arguments import Arguments
+from ssmgen.catalog import OPERATOR_OF
 from ssmgen.emulator import EmulatorError, run_source
+from ssmgen.engine.stochastic_reference import stored
 from ssmgen.errors import ArgumentError, UnsupportedError
-from ssmgen.kernels import OPERATOR_OF, selective_state_update, selective_state_update_tokens
-from ssmgen.ops import selective_state_update_tokens as op
-from ssmgen.reference.stochastic import stored
+from ssmgen.families.selective_state_update import spec as selective_state_update
+from ssmgen.families.selective_state_update import tokens_call as op
+from ssmgen.families.selective_state_update import tokens_spec as selective_state_update_tokens
 from ssmgen.render import render
 from ssmgen.spec import Arch
 

@@ -22,8 +22,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ssmgen
 from ssmgen import api
+from ssmgen.calls.sharding_rules import RULES
 from ssmgen.errors import ArgumentError
-from ssmgen.ops.sharding_rules import RULES
 
 
 def test_two_ranks_agree_with_one(tmp_path):

@@ -16,11 +16,12 @@ from site_cases import ARCHS, benchmark, few_variants
 from ssmgen import inspect
 from ssmgen import tuned as table
 from ssmgen.cache import shared_cache
+from ssmgen.catalog import SPECS
 from ssmgen.cli import main
+from ssmgen.engine.rows import RowSpec
 from ssmgen.errors import ReportError
-from ssmgen.kernels import FAMILIES, linear_attention
-from ssmgen.kernels.row_engine import RowSpec
-from ssmgen.kernels.selective_state_update import SsuProblem, SsuSpec
+from ssmgen.families.linear_attention import spec as linear_attention
+from ssmgen.families.selective_state_update.spec import SsuProblem, SsuSpec
 from ssmgen.registry import select
 from ssmgen.site import benchmarks, content, write
 from ssmgen.spec import Arch, DType, Index, parse_spec
@@ -129,7 +130,7 @@ def test_choices_are_those_of_the_registry():
     assert select(SsuSpec.family, problem, choice.first - 1, SM90, True) != spec
 
 
-@pytest.mark.parametrize("cls", FAMILIES.values(), ids=lambda cls: cls.family)
+@pytest.mark.parametrize("cls", SPECS.values(), ids=lambda cls: cls.family)
 def test_meanings_are_of_fields(cls):
     assert content.meanings(cls).keys() <= cls.__dataclass_fields__.keys()
 
@@ -219,5 +220,5 @@ def test_command(tmp_path):
     assert (tmp_path / "site/index.html").is_file() and "index.html" in result.output
     variants = json.loads((tmp_path / "site/data/search.js").read_text().removeprefix("window.ssmgenVariants = ").rstrip(";\n"))
     assert {v["arch"] for v in variants} == {"sm_89"}
-    assert all(parse_spec(v["spec"], FAMILIES).name == v["name"] for v in variants)
+    assert all(parse_spec(v["spec"], SPECS).name == v["name"] for v in variants)
     assert any(DType.F32.value in v["spec"] for v in variants)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ssmgen.catalog import SPECS
 from ssmgen.errors import SpecError
-from ssmgen.kernels import FAMILIES
-from ssmgen.kernels.selective_state_update import SsuProblem, SsuSpec, space
-from ssmgen.kernels.slot_copy import SlotCopySpec
+from ssmgen.families.selective_state_update.spec import SsuProblem, SsuSpec, space
+from ssmgen.families.slot_copy.spec import SlotCopySpec
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index, Loads, Pdl, PoolMode, parse_spec
 
@@ -40,7 +40,7 @@ specs = st.builds(
 
 @given(specs)
 def test_text_parses_back(spec):
-    assert parse_spec(str(spec), FAMILIES) == spec
+    assert parse_spec(str(spec), SPECS) == spec
 
 
 @given(specs, specs)
@@ -92,14 +92,14 @@ def test_old_architectures_have_no_pdl_and_no_bulk_prefetch():
 
 def test_parse_names_every_unreadable_part():
     with pytest.raises(SpecError) as e:
-        parse_spec("selective_state_update:d_state=x,colour=red,headdim=64", FAMILIES)
+        parse_spec("selective_state_update:d_state=x,colour=red,headdim=64", SPECS)
     assert all(part in str(e.value) for part in ("d_state='x'", "unknown field 'colour'", "missing: lanes, vec"))
     with pytest.raises(SpecError, match="unknown family"):
-        parse_spec("softmax:x=1", FAMILIES)
+        parse_spec("softmax:x=1", SPECS)
 
 
 def test_defaults_may_be_left_out():
-    assert parse_spec("slot_copy:slot_bytes=4096", FAMILIES) == SlotCopySpec(slot_bytes=4096)
+    assert parse_spec("slot_copy:slot_bytes=4096", SPECS) == SlotCopySpec(slot_bytes=4096)
 
 
 @pytest.mark.parametrize("text", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
@@ -134,4 +134,4 @@ def test_a_field_that_came_later_is_said_where_it_is_not_its_default():
     plain = replace(SPEC, tile=64, threads=256)
     noisy = replace(plain, philox_rounds=4)
     assert "philox" not in str(plain) + render(plain, Arch(80)) and ",philox_rounds=4," in str(noisy)
-    assert all(parse_spec(str(s), FAMILIES) == s for s in (plain, noisy)) and plain.name != noisy.name
+    assert all(parse_spec(str(s), SPECS) == s for s in (plain, noisy)) and plain.name != noisy.name

@@ -10,7 +10,7 @@ from torch import Tensor
 from ssmgen import emulator
 from ssmgen.arguments import Arguments
 from ssmgen.emulator import run_source
-from ssmgen.reference.stochastic import philox, rounded
+from ssmgen.engine.stochastic_reference import philox, rounded
 from ssmgen.render import _environment
 from ssmgen.spec import KernelSpec, Param
 

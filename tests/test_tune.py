@@ -16,10 +16,10 @@ from ssmgen import registry, render, runtime
 from ssmgen import tuned as table
 from ssmgen.build import build, default_problems, specs_for
 from ssmgen.cache import Cache
+from ssmgen.catalog import OPERATOR_OF, OPERATORS
 from ssmgen.cli import main
 from ssmgen.errors import SsmgenError
-from ssmgen.kernels import OPERATOR_OF, OPERATORS
-from ssmgen.kernels.selective_state_update import SsuProblem
+from ssmgen.families.selective_state_update.spec import SsuProblem
 from ssmgen.models import find_model
 from ssmgen.spec import SM90, Arch, DType, Index, Loads, Pdl, PoolMode
 from ssmgen.tune import cases, model, search
@@ -119,7 +119,7 @@ def test_the_tables_of_the_package_are_sound(monkeypatch):
         assert 2 * reasons.count("") >= len(reasons), f"{gpu}: most rows are stale, so that the table is of little use: tune again"
         for r, stale in zip(rows, reasons, strict=True):
             if not stale:
-                spec = table.parse_spec(r.spec, table.FAMILIES)
+                spec = table.parse_spec(r.spec, table.SPECS)
                 assert not spec.violations(Arch.parse(r.arch)) and r.us <= r.rule_us and (spec.pdl is not Pdl.OFF) == r.pdl, r.label
             assert not stale or "code" in stale or "no more" in stale
 
@@ -145,7 +145,7 @@ def test_no_variant_of_the_packages_tables_spills(monkeypatch, tmp_path):
     work = {}
     for r in rows:
         arch = Arch.parse(r.arch)
-        specs = [s for s in table.alike(table.parse_spec(r.spec, table.FAMILIES)) if not s.violations(arch)]
+        specs = [s for s in table.alike(table.parse_spec(r.spec, table.SPECS)) if not s.violations(arch)]
         work |= {(part, arch): r.label for s in specs for part in s.kernels}
     failed = [f"{work[b.spec, b.arch]}: {b.error}" for b in build(list(work), Cache(tmp_path)) if b.error]
     assert not failed, "\n".join(failed)

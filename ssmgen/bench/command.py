@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from ..kernels.causal_conv1d import MAX_WIDTH, ConvLayout
-from ..kernels.replay_selective_state_update import MAX_TOKENS
+from ..families.causal_conv1d.spec import MAX_WIDTH, ConvLayout
+from ..families.replay_selective_state_update.spec import MAX_TOKENS
 from ..spec import DType, PoolMode
 from . import LAYERS, LINEAR_ATTENTION, home
 

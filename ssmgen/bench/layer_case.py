@@ -14,10 +14,10 @@ from torch.nn.functional import pad
 
 import ssmgen
 
+from ..accuracy import norm_error
 from ..errors import SsmgenError
-from ..kernels.linear_attention_problem import Gate
+from ..families.linear_attention.problem import Gate
 from ..models import LinearAttention, Mamba
-from ..reference import norm_error
 from . import report as reports
 from . import timing
 from .report import GATE, MAX_SETS

@@ -26,19 +26,19 @@ from torch import Tensor
 import ssmgen
 
 from .. import api, runtime
-from .. import compile as compiler
+from .. import nvrtc as compiler
+from ..accuracy import norm_error
+from ..calls.checks import TORCH_DTYPES
+from ..engine.short_conv import MAX_TOKENS
 from ..errors import SsmgenError
-from ..kernels.short_conv import MAX_TOKENS
+from ..families.linear_attention.bench_recurrences import OPS
 from ..models import find_model
-from ..ops.checks import TORCH_DTYPES
-from ..reference import norm_error
 from ..render import render
 from ..spec import SM90, Arch, DType, must
 from . import report as reports
 from . import timing
 from .layer_case import EPS, Case, copied_bytes
 from .progress import PRINTING, Watch
-from .recurrences import OPS
 from .report import HOST_BATCH, MIN_SETS, cell
 from .rows import Point
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .. import __version__, api, runtime
-from .. import compile as compiler
+from .. import nvrtc as compiler
 from ..errors import SsmgenError
-from ..kernels.slot_copy import SlotCopySpec
+from ..families.slot_copy.spec import SlotCopySpec
 from ..render import render
 from ..spec import Arch, Pdl
 from . import timing

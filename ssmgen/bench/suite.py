@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from ..families.gated_rms_norm.bench import FORMS
+from ..families.linear_attention.bench_recurrences import OPS
 from ..models import LinearAttention, Mamba, find_model
 from ..spec import DType
 from . import HOMES, LAYERS, LINEAR_ATTENTION, TOLD, home
 from . import report as reports
-from .gated_rms_norm import FORMS
 from .progress import PRINTING, Watch
-from .recurrences import OPS
 from .rows import Failure, Row, failures_of, rows_of
 
 QUICK_ROUNDS = 3

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from ..compile import Resources
+from ..nvrtc import Resources
 from ..spec import Arch
 
 SCHEMA = 1

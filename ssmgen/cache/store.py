@@ -12,8 +12,8 @@ import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
-from .. import compile as compiler
-from .. import config
+from .. import nvrtc as compiler
+from .. import settings as config
 from ..errors import CacheError, NotBuiltError
 from ..render import render
 from ..spec import Arch, KernelSpec

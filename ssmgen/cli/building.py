@@ -153,7 +153,7 @@ def models(as_json: bool) -> None:
 @json_option
 def env(as_json: bool) -> None:
     """Print what matters for a bug report."""
-    from ..environment import describe
+    from ..bug_report import describe
 
     facts = describe()
     click.echo(json.dumps(facts, indent=1) if as_json else "\n".join(f"{k:18} {v}" for k, v in facts.items()))

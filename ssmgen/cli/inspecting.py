@@ -13,8 +13,9 @@ import click
 
 from ..bench import LINEAR_ATTENTION
 from ..cache import shared_cache
+from ..catalog import OPERATOR_OF
 from ..errors import ModelError
-from ..kernels import OPERATOR_OF, causal_conv1d
+from ..families.causal_conv1d import spec as causal_conv1d
 from ..spec import Arch, DType
 from .options import CONVOLUTIONS, EXIT_FAILURE, LAYERS, NORM, REPLAY, arch_option, json_option, problems_of, with_model
 

@@ -8,24 +8,29 @@ from typing import Any
 
 import click
 
+from ..catalog import OPERATOR_OF, OPERATORS
+from ..engine import short_conv
 from ..errors import SsmgenError
-from ..kernels import (
-    OPERATOR_OF,
-    OPERATORS,
-    causal_conv1d,
-    causal_conv1d_update,
-    gated_rms_norm,
-    gdn_layer,
-    gdn_layer_tokens,
-    kda_layer,
-    kda_layer_tokens,
-    mamba2_layer,
-    mamba2_layer_tokens,
-    selective_state_update_tokens,
-    short_conv,
+from ..families.causal_conv1d import spec as causal_conv1d
+from ..families.causal_conv1d_update import spec as causal_conv1d_update
+from ..families.delta_layer import (
+    gdn_spec as gdn_layer,
 )
-from ..kernels import replay_selective_state_update as replay_family
-from ..kernels.linear_attention_problem import Layout, Ring
+from ..families.delta_layer import (
+    gdn_tokens_spec as gdn_layer_tokens,
+)
+from ..families.delta_layer import (
+    kda_spec as kda_layer,
+)
+from ..families.delta_layer import (
+    kda_tokens_spec as kda_layer_tokens,
+)
+from ..families.gated_rms_norm import spec as gated_rms_norm
+from ..families.linear_attention.problem import Layout, Ring
+from ..families.mamba2_layer import spec as mamba2_layer
+from ..families.mamba2_layer import tokens_spec as mamba2_layer_tokens
+from ..families.replay_selective_state_update import spec as replay_family
+from ..families.selective_state_update import tokens_spec as selective_state_update_tokens
 from ..spec import Arch, DType, Index, PoolMode
 
 CONVOLUTIONS = (causal_conv1d.OPERATOR, causal_conv1d_update.OPERATOR)

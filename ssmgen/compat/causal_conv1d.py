@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..calls.checks import oddity
 from ..errors import ArgumentError
-from ..ops.causal_conv1d import causal_conv1d as _native
-from ..ops.causal_conv1d_update import causal_conv1d_update as _native_update
-from ..ops.checks import oddity
+from ..families.causal_conv1d.call import causal_conv1d as _native
+from ..families.causal_conv1d_update.call import causal_conv1d_update as _native_update
 from .operands import takes
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from ..ops import linear_attention as native
+from ..families.linear_attention import call as native
 from .operands import takes
 
 Result = tuple[Tensor, Tensor | None]

@@ -20,8 +20,8 @@ import warnings
 from torch import Tensor
 
 from ..errors import ArgumentError, UnsupportedError
-from ..ops.linear_attention import gated_delta_rule as _native
-from ..ops.selective_state_update import selective_state_update as _native_ssu
+from ..families.linear_attention.call import gated_delta_rule as _native
+from ..families.selective_state_update.call import selective_state_update as _native_ssu
 from .flashinfer_cascade import merge_state as merge_state
 from .flashinfer_cascade import merge_state_in_place as merge_state_in_place
 from .flashinfer_cascade import merge_states as merge_states

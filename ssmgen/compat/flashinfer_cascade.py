@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..ops.combine_splits import combine_splits
+from ..families.combine_splits.call import combine_splits
 from .operands import takes
 
 

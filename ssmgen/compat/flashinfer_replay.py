@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, UnsupportedError
-from ..ops.replay_selective_state_update import checkpoint_selective_state_update as _native
+from ..families.replay_selective_state_update.call import checkpoint_selective_state_update as _native
 from .operands import takes
 
 NAME = "flashinfer's checkpointing_ssu"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from ..ops.linear_attention import gated_delta_rule, kda
+from ..families.linear_attention.call import gated_delta_rule, kda
 
 
 def first(t: Tensor | None, n: int) -> Tensor | None:

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from ..calls.checks import DTYPES
 from ..errors import ArgumentError, CaptureError, SsmgenError, UnsupportedError, bullets
-from ..ops import causal_conv1d as native_conv
-from ..ops import causal_conv1d_update as native_update
-from ..ops import linear_attention, selective_state_update
-from ..ops.checks import DTYPES
+from ..families.causal_conv1d import call as native_conv
+from ..families.causal_conv1d_update import call as native_update
+from ..families.linear_attention import call as linear_attention
+from ..families.selective_state_update import call as selective_state_update
 
 _recording = threading.local()  # .calls: a list while this thread records
 

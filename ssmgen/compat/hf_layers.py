@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..ops import gdn_layer as native_gdn
-from ..ops import mamba2_layer as native_mamba2
-from ..ops.checks import DTYPES
+from ..calls.checks import DTYPES
+from ..families.delta_layer import gdn_call as native_gdn
+from ..families.mamba2_layer import call as native_mamba2
 from .hf_functions import Replacement, attempt, call
 
 _ATTRIBUTE = "_ssmgen_arrivals"  # of a layer of transformers' cache, beside the states that it belongs to

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..ops.selective_state_update import selective_state_update as _native
+from ..families.selective_state_update.call import selective_state_update as _native
 
 
 def selective_state_update(

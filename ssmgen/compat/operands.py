@@ -12,8 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
+from ..calls.checks import oddity
 from ..errors import ArgumentError
-from ..ops.checks import oddity
 
 P, R = ParamSpec("P"), TypeVar("R")
 # Of an annotation's words, the type that it lets through, and how a message calls it. Of what has another word, or is named by a string,

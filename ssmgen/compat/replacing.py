@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from ..config import kept_functions
 from ..errors import ArgumentError, CaptureError, NotBuiltError, UnsupportedError
+from ..settings import kept_functions
 
 # Raised before anything is launched or written, so that the engine's own function can still do the call.
 REFUSALS = (ArgumentError, UnsupportedError, CaptureError, NotBuiltError)

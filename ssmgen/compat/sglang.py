@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, UnsupportedError
-from ..ops.causal_conv1d import causal_conv1d as _conv
-from ..ops.causal_conv1d_update import causal_conv1d_update as _conv_update
-from ..ops.combine_splits import combine_splits
-from ..ops.selective_state_update import selective_state_update as _ssu
+from ..families.causal_conv1d.call import causal_conv1d as _conv
+from ..families.causal_conv1d_update.call import causal_conv1d_update as _conv_update
+from ..families.combine_splits.call import combine_splits
+from ..families.selective_state_update.call import selective_state_update as _ssu
 from . import gated_delta, replacing
 from .gated_delta import first as _first
 from .operands import takes

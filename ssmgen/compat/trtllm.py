@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import ArgumentError, UnsupportedError
-from ..ops.replay_selective_state_update import replay_selective_state_update as _native
+from ..families.replay_selective_state_update.call import replay_selective_state_update as _native
 from .operands import takes
 
 NAME = "tensorrt_llm's replay_selective_state_update"

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..calls import checks
 from ..errors import ArgumentError, UnsupportedError
-from ..ops import checks
-from ..ops.causal_conv1d import causal_conv1d as _conv
-from ..ops.causal_conv1d_update import causal_conv1d_update as _conv_update
-from ..ops.combine_splits import combine_splits
-from ..ops.linear_attention import gated_delta_rule as _gated_delta_rule
-from ..ops.selective_state_update import selective_state_update as _ssu
+from ..families.causal_conv1d.call import causal_conv1d as _conv
+from ..families.causal_conv1d_update.call import causal_conv1d_update as _conv_update
+from ..families.combine_splits.call import combine_splits
+from ..families.linear_attention.call import gated_delta_rule as _gated_delta_rule
+from ..families.selective_state_update.call import selective_state_update as _ssu
 from . import gated_delta, replacing
 from .gated_delta import first as _first
 from .operands import takes

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .. import __version__
-from .. import compile as compiler
+from .. import nvrtc as compiler
 from ..bench.progress import PRINTING, Watch
 from ..errors import bullets
 from . import DemoError

@@ -10,46 +10,47 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..accuracy import norm_error
 from ..arguments import Arguments
+from ..calls.checks import DTYPES
 from ..errors import SsmgenError
-from ..kernels.causal_conv1d import ConvSpec
-from ..kernels.causal_conv1d_update import UpdateSpec
-from ..kernels.combine_splits import CombineSpec
-from ..kernels.delta_layer import DeltaLayerSpec
-from ..kernels.delta_layer_tokens import DeltaLayerTokensSpec
-from ..kernels.gated_rms_norm import NormSpec
-from ..kernels.gdn_layer import GdnLayerSpec
-from ..kernels.gdn_layer_tokens import GdnLayerTokensSpec
-from ..kernels.kda_layer import KdaLayerSpec
-from ..kernels.kda_layer_tokens import KdaLayerTokensSpec
-from ..kernels.linear_attention import LinearAttentionSpec
-from ..kernels.linear_attention_problem import Beta, Gate, Update
-from ..kernels.mamba2_layer import Mamba2LayerSpec
-from ..kernels.mamba2_layer_tokens import Mamba2LayerTokensSpec
-from ..kernels.replay_selective_state_update import ReplaySpec
-from ..kernels.selective_state_update import SsuSpec
-from ..kernels.selective_state_update_tokens import SsuTokensSpec
-from ..ops import causal_conv1d as conv_op
-from ..ops import causal_conv1d_update as update_op
-from ..ops import combine_splits as combine_op
-from ..ops import delta_layer as delta_op
-from ..ops import gated_rms_norm as norm_op
-from ..ops import gdn_layer as gdn_op
-from ..ops import gdn_layer_tokens as gdn_tokens_op
-from ..ops import kda_layer as kda_op
-from ..ops import kda_layer_tokens as kda_tokens_op
-from ..ops import linear_attention_call as linear_op
-from ..ops import mamba2_layer as mamba2_op
-from ..ops import mamba2_layer_tokens as mamba2_tokens_op
-from ..ops import replay_call as replay_op
-from ..ops import selective_state_update as ssu_op
-from ..ops import selective_state_update_tokens as tokens_op
-from ..ops.checks import DTYPES
-from ..ops.linear_attention_views import Form, Options
-from ..reference import norm_error
-from ..reference.selective_state_update import selective_state_update as ssu_reference
+from ..families.causal_conv1d import call as conv_op
+from ..families.causal_conv1d.spec import ConvSpec
+from ..families.causal_conv1d_update import call as update_op
+from ..families.causal_conv1d_update.spec import UpdateSpec
+from ..families.combine_splits import call as combine_op
+from ..families.combine_splits.spec import CombineSpec
+from ..families.delta_layer import gdn_call as gdn_op
+from ..families.delta_layer import gdn_tokens_call as gdn_tokens_op
+from ..families.delta_layer import kda_call as kda_op
+from ..families.delta_layer import kda_tokens_call as kda_tokens_op
+from ..families.delta_layer import planning as delta_op
+from ..families.delta_layer.gdn_spec import GdnLayerSpec
+from ..families.delta_layer.gdn_tokens_spec import GdnLayerTokensSpec
+from ..families.delta_layer.kda_spec import KdaLayerSpec
+from ..families.delta_layer.kda_tokens_spec import KdaLayerTokensSpec
+from ..families.delta_layer.spec import DeltaLayerSpec
+from ..families.delta_layer.tokens_spec import DeltaLayerTokensSpec
+from ..families.gated_rms_norm import call as norm_op
+from ..families.gated_rms_norm.spec import NormSpec
+from ..families.linear_attention import planning as linear_op
+from ..families.linear_attention.problem import Beta, Gate, Update
+from ..families.linear_attention.spec import LinearAttentionSpec
+from ..families.linear_attention.views import Form, Options
+from ..families.mamba2_layer import call as mamba2_op
+from ..families.mamba2_layer import tokens_call as mamba2_tokens_op
+from ..families.mamba2_layer.spec import Mamba2LayerSpec
+from ..families.mamba2_layer.tokens_spec import Mamba2LayerTokensSpec
+from ..families.replay_selective_state_update import operands as replay_operands
+from ..families.replay_selective_state_update import planning as replay_op
+from ..families.replay_selective_state_update.spec import ReplaySpec
+from ..families.selective_state_update import call as ssu_op
+from ..families.selective_state_update import tokens_call as tokens_op
+from ..families.selective_state_update.reference import selective_state_update as ssu_reference
+from ..families.selective_state_update.spec import SsuSpec
+from ..families.selective_state_update.tokens_spec import SsuTokensSpec
 from ..spec import Arch, DType, KernelSpec
-from . import layer_operands, operands, replay_operands, run
+from . import layer_operands, operands, run
 
 LIMIT = (0.01, 0.1)
 LOWER_BOUND = -5.0

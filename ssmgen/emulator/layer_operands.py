@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.causal_conv1d_update import Saved, StateLayout
-from ..kernels.delta_layer import DeltaLayerSpec
-from ..kernels.delta_layer_tokens import DeltaLayerTokensSpec
-from ..kernels.linear_attention_problem import Layout
-from ..kernels.mamba2_layer import Mamba2LayerSpec
-from ..kernels.mamba2_layer_tokens import Mamba2LayerTokensSpec
-from ..kernels.short_conv import ShortConv, ShortConvTokens
-from ..ops.checks import TORCH_DTYPES
+from ..calls.checks import TORCH_DTYPES
+from ..engine.short_conv import ShortConv, ShortConvTokens
+from ..families.causal_conv1d_update.spec import Saved, StateLayout
+from ..families.delta_layer.spec import DeltaLayerSpec
+from ..families.delta_layer.tokens_spec import DeltaLayerTokensSpec
+from ..families.linear_attention.problem import Layout
+from ..families.mamba2_layer.spec import Mamba2LayerSpec
+from ..families.mamba2_layer.tokens_spec import Mamba2LayerTokensSpec
 from ..spec import DType, Index, Loads
 
 INTEGERS = {Index.I32: torch.int32, Index.I64: torch.int64}

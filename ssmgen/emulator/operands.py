@@ -10,16 +10,16 @@ from itertools import cycle, islice
 import torch
 from torch import Generator, Tensor
 
-from ..kernels.causal_conv1d import ConvLayout, ConvSpec
-from ..kernels.causal_conv1d_update import MAX_TOKENS, Advance, Saved, StateLayout, UpdateSpec
-from ..kernels.causal_conv1d_update import Tokens as Counted
-from ..kernels.combine_splits import CombineSpec
-from ..kernels.gated_rms_norm import NormSpec
-from ..kernels.linear_attention import LinearAttentionSpec
-from ..kernels.linear_attention_problem import FROZEN_TOKENS, KEY_VECTORS, OF_KEY_HEADS, Beta, Gate, Tokens, Update
-from ..kernels.selective_state_update import SsuSpec
-from ..kernels.selective_state_update_tokens import SsuTokensSpec
-from ..ops.checks import TORCH_DTYPES
+from ..calls.checks import TORCH_DTYPES
+from ..families.causal_conv1d.spec import ConvLayout, ConvSpec
+from ..families.causal_conv1d_update.spec import MAX_TOKENS, Advance, Saved, StateLayout, UpdateSpec
+from ..families.causal_conv1d_update.spec import Tokens as Counted
+from ..families.combine_splits.spec import CombineSpec
+from ..families.gated_rms_norm.spec import NormSpec
+from ..families.linear_attention.problem import FROZEN_TOKENS, KEY_VECTORS, OF_KEY_HEADS, Beta, Gate, Tokens, Update
+from ..families.linear_attention.spec import LinearAttentionSpec
+from ..families.selective_state_update.spec import SsuSpec
+from ..families.selective_state_update.tokens_spec import SsuTokensSpec
 from ..spec import DType, Index, Loads, PoolMode
 
 INTEGERS = {Index.I32: torch.int32, Index.I64: torch.int64}

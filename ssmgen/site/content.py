@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import Any
 
-from .. import compile as compiler
 from .. import inspect, registry
+from .. import nvrtc as compiler
 from .. import tuned as table
 from ..build import Built, build, problems_by_models
 from ..cache import Cache, Entry
+from ..catalog import OPERATOR_OF, OPERATORS, SPECS
 from ..errors import ReportError, SpecError, UnknownArchError
 from ..generate import default_variants
-from ..kernels import FAMILIES, OPERATOR_OF, OPERATORS
 from ..spec import SM90, Arch, DType, KernelSpec, Problem, parse_spec, text_of
 from .benchmarks import Timing
 
@@ -143,7 +143,7 @@ def _timed(timings: Mapping[str, Sequence[Timing]], archs: Sequence[Arch]) -> li
     specs, problems = [], []
     for text in timings:
         try:
-            specs.append(parse_spec(text, FAMILIES))
+            specs.append(parse_spec(text, SPECS))
         except SpecError as e:
             problems.append(f"{timings[text][0].run.op}'s benchmark is of another release: {e}")
     if problems:
@@ -209,10 +209,10 @@ def _word(rule: str) -> str:
 
 
 def families(variants: Sequence[Variant], archs: Sequence[Arch]) -> list[Family]:
-    """Those that have variants, in the order of FAMILIES."""
+    """Those that have variants, in the order of SPECS."""
     by_arch = [calls(arch) for arch in archs]
     found = {}
-    for name, cls in FAMILIES.items():
+    for name, cls in SPECS.items():
         text = sys.modules[cls.__module__].__doc__ or name
         found[name] = Family(name, paragraphs(text), [call for told in by_arch for call in told.get(name, ())])
     for variant in variants:

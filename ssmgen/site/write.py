@@ -11,7 +11,7 @@ import jinja2
 from markupsafe import Markup
 
 from .. import __version__, highlight, inspect
-from .. import compile as compiler
+from .. import nvrtc as compiler
 from ..cache import Cache
 from ..errors import ReportError
 from ..spec import Arch

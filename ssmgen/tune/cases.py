@@ -10,21 +10,21 @@ from typing import Any, NamedTuple
 
 import ssmgen
 
-from ..bench import causal_conv1d as conv
-from ..bench import causal_conv1d_update as conv_update
-from ..bench import combine_splits as combine
-from ..bench import gated_rms_norm as norm
 from ..bench import layers
-from ..bench import linear_attention as linear
-from ..bench import replay_selective_state_update as replay
 from ..bench import report as reports
-from ..bench import selective_state_update as ssu
 from ..bench.layer_case import Case as Layer
+from ..calls.checks import TORCH_DTYPES
+from ..calls.public import Call
 from ..errors import SsmgenError
-from ..kernels.causal_conv1d import ConvLayout
+from ..families.causal_conv1d import bench as conv
+from ..families.causal_conv1d.spec import ConvLayout
+from ..families.causal_conv1d_update import bench as conv_update
+from ..families.combine_splits import bench as combine
+from ..families.gated_rms_norm import bench as norm
+from ..families.linear_attention import bench as linear
+from ..families.replay_selective_state_update import bench as replay
+from ..families.selective_state_update import bench as ssu
 from ..models import Model, find_model, models
-from ..ops.calls import Call
-from ..ops.checks import TORCH_DTYPES
 from ..spec import DType
 
 BATCHES = (1, 8, 64, 256)

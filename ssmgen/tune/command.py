@@ -16,8 +16,8 @@ import click
 
 from .. import tuned as table
 from ..bench.command import LINEAR_ATTENTION
+from ..catalog import SPECS
 from ..errors import SsmgenError
-from ..kernels import FAMILIES
 from ..spec import parse_spec
 
 TUNED = (
@@ -112,7 +112,7 @@ def tuned(gpu, as_json) -> None:
         click.echo(json.dumps([{"gpu": name, "stale": stale or None} | asdict(row) for name, row, stale in found], indent=1))
         return
     for name, row, stale in found:
-        spec = row.spec if stale else parse_spec(row.spec, FAMILIES).name
+        spec = row.spec if stale else parse_spec(row.spec, SPECS).name
         click.echo(f"{name}  {row.label:60} {row.us:9.2f} us {row.rule_us / row.us:7.3f} x  {'STALE: ' + stale if stale else spec}")
     fresh = [row for _, row, stale in found if not stale]
     click.echo(f"{len(found)} rows, {len(found) - len(fresh)} stale" + (f"; {gain(fresh)}" if fresh else ""), err=True)

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import compile as compiler
+from .. import nvrtc as compiler
 from .. import registry, runtime
 from .. import tuned as table
 from ..bench import timing
 from ..build import build
 from ..cache import shared_cache
+from ..calls.public import Call
+from ..catalog import OPERATOR_OF, OPERATORS
 from ..errors import SsmgenError
-from ..kernels import OPERATOR_OF, OPERATORS
-from ..ops.calls import Call
 from ..render import code_digest
 from ..spec import KernelSpec, Pdl, text_of
 from . import model

@@ -20,11 +20,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from .. import config
+from .. import settings as config
 from ..cache import distrust, make_private
+from ..catalog import OPERATORS, SPECS
 from ..errors import SpecError, SsmgenError
 from ..files import plain, read_json
-from ..kernels import FAMILIES, OPERATORS
 from ..render import code_digest
 from ..spec import Arch, DType, Index, KernelSpec, parse_spec, text_of
 
@@ -159,7 +159,7 @@ def _fault(row: Any) -> str:
 
 def _illegal(row: dict[str, Any]) -> str:
     try:
-        parse_spec(row["spec"], FAMILIES).check(Arch.parse(row["arch"]))
+        parse_spec(row["spec"], SPECS).check(Arch.parse(row["arch"]))
     except SpecError as e:
         return f"its variant is not legal: {plain(reprlib.repr(e.problems[0]))}"
     return ""
@@ -260,7 +260,7 @@ def staleness(row: Row, arch: Arch | None = None) -> str:
     if arch is not None and Arch.parse(row.arch).number != arch.number:
         return f"it is of {row.arch}"
     try:
-        code = code_digest(parse_spec(row.spec, FAMILIES), Arch.parse(row.arch))
+        code = code_digest(parse_spec(row.spec, SPECS), Arch.parse(row.arch))
     except SpecError as e:
         return f"its variant is no more: {e.problems[0]}"
     return "" if code == row.code else f"the variant's code has changed since {row.date}"
@@ -273,5 +273,5 @@ def alike(spec: KernelSpec) -> list[KernelSpec]:
 
 
 def _spec_for(row: Row, problem: Any) -> KernelSpec:
-    spec = parse_spec(row.spec, FAMILIES)
+    spec = parse_spec(row.spec, SPECS)
     return replace(spec, **{f.name: getattr(problem, f.name) for f in fields(problem)})

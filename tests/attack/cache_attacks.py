@@ -26,10 +26,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ssmgen import compile as compiler
+from ssmgen import nvrtc as compiler
 from ssmgen.cache import Cache, Entry, Layer, cache_key, collect_garbage, verify
-from ssmgen.compile import Compiled, Resources
-from ssmgen.kernels.slot_copy import SlotCopySpec
+from ssmgen.families.slot_copy.spec import SlotCopySpec
+from ssmgen.nvrtc import Compiled, Resources
 from ssmgen.spec import Arch
 
 ARCH = Arch.parse("sm_90a")

@@ -58,7 +58,7 @@ def nothing_compiles(monkeypatch):
     def compiled(*args):
         raise AssertionError("compiled for a directory that takes nothing")
 
-    monkeypatch.setattr("ssmgen.compile.compile_cubin", compiled)
+    monkeypatch.setattr("ssmgen.nvrtc.compile_cubin", compiled)
 
 
 def test_a_directory_that_everyone_may_write_to(tmp_path, nothing_compiles):

@@ -13,7 +13,8 @@ from cache_attacks import ARCH, NOBODY, got, in_child, public_directory, spec, u
 from click.testing import CliRunner
 
 import ssmgen
-from ssmgen import config, tuned
+from ssmgen import settings as config
+from ssmgen import tuned
 from ssmgen.cache import Cache, shared_cache
 from ssmgen.cli import main
 from ssmgen.errors import SsmgenError

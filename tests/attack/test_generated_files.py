@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from ssmgen import compile as compiler
 from ssmgen import files, generate
+from ssmgen import nvrtc as compiler
 from ssmgen.cli import main
-from ssmgen.compile import Resources
 from ssmgen.errors import DriftError, SsmgenError
 from ssmgen.generate import ForeignFilesError
 from ssmgen.lock import LOCK, Lock, LockError
+from ssmgen.nvrtc import Resources
 
 OTHER = "CL-1 V99.9.9"  # a compiler that is not at hand
 

@@ -14,8 +14,8 @@ from public_calls import BY_NAME, bits_of, call_of
 from torch import Tensor
 
 import ssmgen
-from ssmgen.ops import calls
-from ssmgen.ops.linear_attention import PoolOptions
+from ssmgen.calls import public as calls
+from ssmgen.families.linear_attention.call import PoolOptions
 
 KEYWORDS = {name: list(signature(function).parameters) for name, function in BY_NAME.items()}
 RINGED = ("gated_delta_rule", "delta_rule", "kda")

@@ -15,10 +15,10 @@ from click.testing import CliRunner
 from ssmgen import files, registry
 from ssmgen import tuned as table
 from ssmgen.build import specs_for
+from ssmgen.catalog import OPERATORS
 from ssmgen.cli import main
-from ssmgen.kernels import OPERATORS
-from ssmgen.kernels.selective_state_update import SsuSpec
-from ssmgen.kernels.slot_copy import SlotCopySpec
+from ssmgen.families.selective_state_update.spec import SsuSpec
+from ssmgen.families.slot_copy.spec import SlotCopySpec
 from ssmgen.models import find_model
 from ssmgen.spec import SM90, DType, Index, Pdl, PoolMode
 

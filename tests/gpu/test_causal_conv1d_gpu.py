@@ -38,8 +38,8 @@ from conv_laws import LAST_AXIS, Draw, activated, assert_matches, bits, equal, e
 import ssmgen
 from ssmgen import emulator, registry, runtime
 from ssmgen.arguments import Arguments
-from ssmgen.kernels import causal_conv1d as conv
-from ssmgen.kernels import causal_conv1d_update as step
+from ssmgen.families.causal_conv1d import spec as conv
+from ssmgen.families.causal_conv1d_update import spec as step
 from ssmgen.spec import Arch, KernelSpec
 
 pytestmark = pytest.mark.gpu

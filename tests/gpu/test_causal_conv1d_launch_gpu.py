@@ -13,7 +13,7 @@ from conv_laws import LAST_AXIS, Draw, assert_matches, bits, equal, expected
 from test_selective_state_update import after_a_producer, needs_pdl
 
 import ssmgen
-from ssmgen import compile as compiler
+from ssmgen import nvrtc as compiler
 from ssmgen import registry, runtime
 from ssmgen.cache import Entry
 from ssmgen.errors import ArgumentError, CaptureError

@@ -38,14 +38,14 @@ from combine_cases import (
 from test_selective_state_update import after_a_producer, needs_pdl
 
 import ssmgen
-from ssmgen import compile as compiler
+from ssmgen import nvrtc as compiler
 from ssmgen import registry, runtime
 from ssmgen.bench.timing import host_us
 from ssmgen.cache import Entry
 from ssmgen.compat import flashinfer, vllm
 from ssmgen.errors import ArgumentError, CaptureError
-from ssmgen.kernels import combine_splits as kernels
-from ssmgen.ops import combine_splits as op
+from ssmgen.families.combine_splits import call as op
+from ssmgen.families.combine_splits import spec as kernels
 from ssmgen.render import render
 from ssmgen.spec import Arch, KernelSpec, Pdl
 

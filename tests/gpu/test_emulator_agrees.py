@@ -9,7 +9,7 @@ from ssu_cases import BF16, F16, F32, Case, make_call
 import ssmgen
 from ssmgen import emulator, runtime
 from ssmgen.arguments import Arguments
-from ssmgen.ops import selective_state_update as op
+from ssmgen.families.selective_state_update import call as op
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not emulator.available(), reason="needs g++")]
 

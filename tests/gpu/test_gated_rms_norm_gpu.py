@@ -16,13 +16,13 @@ from norm_cases import BF16, F16, F32, GDN, KDA, MAMBA, PLAIN, Call, assert_matc
 from test_selective_state_update import after_a_producer, needs_pdl
 
 import ssmgen
-from ssmgen import compile as compiler
+from ssmgen import nvrtc as compiler
 from ssmgen import registry, runtime
 from ssmgen.bench.timing import host_us
 from ssmgen.cache import Entry
 from ssmgen.errors import ArgumentError, CaptureError
-from ssmgen.kernels import gated_rms_norm as kernels
-from ssmgen.ops import gated_rms_norm as op
+from ssmgen.families.gated_rms_norm import call as op
+from ssmgen.families.gated_rms_norm import spec as kernels
 from ssmgen.render import render
 from ssmgen.spec import Arch, KernelSpec, Pdl
 

@@ -12,13 +12,13 @@ from la_cases import BF16, F16, F32, GDN, I32, I64, RAW, RULES, Call, Case, asse
 from test_selective_state_update import after_a_producer, needs_pdl
 
 import ssmgen
-from ssmgen import compile as compiler
 from ssmgen import emulator, registry, runtime
+from ssmgen import nvrtc as compiler
 from ssmgen.arguments import Arguments
 from ssmgen.cache import Entry
 from ssmgen.errors import ArgumentError, CaptureError
-from ssmgen.kernels.linear_attention import space
-from ssmgen.ops import linear_attention_call as op
+from ssmgen.families.linear_attention import planning as op
+from ssmgen.families.linear_attention.spec import space
 from ssmgen.render import render
 from ssmgen.spec import Arch
 

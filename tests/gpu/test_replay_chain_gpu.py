@@ -15,10 +15,10 @@ from test_selective_state_update import after_a_producer, needs_pdl
 from torch import Tensor
 
 import ssmgen
-from ssmgen import compile as compiler
+from ssmgen import nvrtc as compiler
 from ssmgen import registry, runtime
 from ssmgen.cache import Entry
-from ssmgen.ops import replay_call as op
+from ssmgen.families.replay_selective_state_update import planning as op
 from ssmgen.render import render
 
 pytestmark = [pytest.mark.gpu, needs_pdl]

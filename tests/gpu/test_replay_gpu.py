@@ -36,8 +36,8 @@ from replay_cases import (
 import ssmgen
 from ssmgen import registry, runtime
 from ssmgen.errors import CaptureError
-from ssmgen.kernels import replay_selective_state_update as family
-from ssmgen.ops import replay_call as op
+from ssmgen.families.replay_selective_state_update import planning as op
+from ssmgen.families.replay_selective_state_update import spec as family
 from ssmgen.spec import Arch, KernelSpec
 
 pytestmark = pytest.mark.gpu

@@ -10,7 +10,7 @@ import torch
 from replay_cases import BF16, F16, F32, HISTORY, I32, same
 
 import ssmgen
-from ssmgen.reference.stochastic import stored
+from ssmgen.engine.stochastic_reference import stored
 
 pytestmark = pytest.mark.gpu
 

@@ -11,12 +11,12 @@ import torch
 from ssu_cases import BF16, F16, F32, Case, assert_matches, expected, make_call, matrix
 
 import ssmgen
-from ssmgen import compile as compiler
+from ssmgen import nvrtc as compiler
 from ssmgen import registry, runtime
 from ssmgen.cache import Entry
 from ssmgen.compat.mamba_ssm import selective_state_update as mamba_signature
-from ssmgen.kernels import selective_state_update as family
-from ssmgen.ops import selective_state_update as op
+from ssmgen.families.selective_state_update import call as op
+from ssmgen.families.selective_state_update import spec as family
 from ssmgen.render import render
 from ssmgen.spec import Pdl
 

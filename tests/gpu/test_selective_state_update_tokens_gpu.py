@@ -13,8 +13,8 @@ from torch import Tensor
 
 import ssmgen
 from ssmgen import runtime
-from ssmgen.kernels import OPERATOR_OF, OPERATORS
-from ssmgen.reference.stochastic import philox, stored
+from ssmgen.catalog import OPERATOR_OF, OPERATORS
+from ssmgen.engine.stochastic_reference import philox, stored
 
 pytestmark = pytest.mark.gpu
 

@@ -1,0 +1,160 @@
+"""What decode layers check and tell their kernels of their convolution and their norm, whatever recurrence lies between."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arguments import divisor
+from ..calls import checks
+from ..calls.checks import DTYPES
+from ..families.causal_conv1d_update.spec import StateLayout
+from ..families.gated_rms_norm.layer_spec import LayerGatedNormSpec
+from ..families.gated_rms_norm.spec import Activation
+from ..spec import KernelSpec, Loads
+from .short_conv import CHANNELS, MAX_WIDTH
+
+WRITTEN = ("out", "state", "conv_state", "arrivals")
+
+
+def check_channels(named: Mapping[str, Tensor], inputs: str, groups: int, problems: list[str]) -> bool:
+    """Whether the operands around the recurrence fit. named[inputs] is [batch, channels], or [batch, tokens, channels] (then see
+    layer_tokens.py, too); `groups` of heads share convolved channels."""
+    (batch, *tokens, channels), slots = named[inputs].shape, named["state"].shape[0]
+    weight, window = named["conv_weight"], named["conv_state"]
+    width = weight.shape[1] if weight.dim() == 2 and 2 <= weight.shape[1] <= MAX_WIDTH else 2
+    length = window.shape[2] if window.dim() == 3 and window.shape[2] >= width - 1 else width - 1
+    allowed = {
+        "conv_weight": {f"[channels, width from 2 to {MAX_WIDTH}]": (channels, width)},
+        "conv_bias": {"[channels]": (channels,)},
+        "conv_state": {"[slots, channels, width - 1 or width]": (slots, channels, length)},
+        "arrivals": {"[slots, groups]": (slots, groups)},
+        "state_indices": {"[batch]": (batch,)} if not tokens or "num_accepted_tokens" not in named else {},
+        "rand_seed": {"[1]": (1,), "[slots]": (slots,)},
+    }
+    fits = [checks.check_shape(n, named[n], shapes, problems) for n, shapes in allowed.items() if n in named and shapes]
+    return all(fits)
+
+
+def check_memory(named: Mapping[str, Tensor], batch: int, problems: list[str]) -> None:
+    """Strides and slots: of states, of what is written, and of what kernels take 32-bit strides of."""
+    state, window = named["state"], named["conv_state"]
+    slots, dense = state.shape[0], torch.empty(state.shape[1:], device="meta").stride()
+    if any(n > 1 and have != want for n, have, want in zip(state.shape[1:], state.stride()[1:], dense, strict=True)):
+        problems.append(f"state has strides {list(state.stride())}; its last three axes must be dense, {list(dense)}")
+    elif slots > 1 and state.stride(0) < state[0].numel():
+        problems.append(f"state has slots {state.stride(0)} elements apart, which overlap")
+    for name, t in (("conv_state", window), ("out", named["out"]), ("arrivals", named["arrivals"])):
+        if checks.overlaps_itself(t):
+            problems.append(f"{name} has strides {list(t.stride())}: two of its elements share memory")
+    if named["arrivals"].shape[1] > 1 and named["arrivals"].stride(1) != 1:
+        problems.append(f"arrivals has strides {list(named['arrivals'].stride())}; the counts of a slot must be dense")
+    if "state_indices" not in named and slots < batch:
+        problems.append(f"state has {slots} slots for a batch of {batch}, and there are no state_indices")
+    for name, t in named.items():
+        if name != "state":
+            checks.check_strides_fit(name, t, 0 if name.startswith(("conv_w", "conv_b", "norm", "dt_bias")) else 1, problems)
+
+
+def conv_fields(views: Mapping[str, Tensor], pointers: Mapping[str, int], inputs: str) -> dict[str, Any]:
+    """Of the problem (kernels/short_conv.py)."""
+    window, weight, bias = views["conv_state"], views["conv_weight"], views.get("conv_bias")
+    length, (channels, width) = window.shape[2], weight.shape
+    whole = channels % CHANNELS == 0
+    step = 16 // window.element_size()
+    runs = window.stride(2) == 1 and window.stride(1) == length and pointers["conv_state"] % 16 == 0
+    runs = runs and (window.shape[0] == 1 or window.stride(0) % step == 0)
+    if "num_accepted_tokens" in views:  # all of a run is rewritten
+        runs = runs and length == width - 2 + views[inputs].shape[1]
+    by_channels = checks.aligned(window, pointers["conv_state"], CHANNELS, 1)
+    return {
+        "conv_width": width,
+        "conv_weight": DTYPES[weight.dtype],
+        "conv_bias": None if bias is None else DTYPES[bias.dtype],
+        "conv_len": length,
+        "conv_layout": StateLayout.RUNS if whole and runs else StateLayout.CHANNELS if whole and by_channels else StateLayout.ANY,
+        "conv_loads": Loads.VECTOR if whole and checks.aligned(views[inputs], pointers[inputs], CHANNELS) else Loads.ELEMENT,
+        "conv_taps": Loads.VECTOR if whole and _taps_are_runs(views, pointers) else Loads.ELEMENT,
+    }
+
+
+def _taps_are_runs(views: Mapping[str, Tensor], pointers: Mapping[str, int]) -> bool:
+    """Whether the taps of neighbouring channels are one run, and vectors of them are aligned."""
+    weight, bias = views["conv_weight"], views.get("conv_bias")
+    dense = weight.stride(1) == 1 and weight.stride(0) == weight.shape[1] and pointers["conv_weight"] % 16 == 0
+    return dense and (bias is None or checks.aligned(bias, pointers["conv_bias"], CHANNELS))
+
+
+def norm_fields(views: Mapping[str, Tensor], pointers: Mapping[str, int], size: int, first: bool, activation: str) -> dict[str, Any]:
+    """Of the problem (kernels/layer_gated_norm.py), of out and z [batch(, tokens), heads, channels] and norm_weight [groups, size]."""
+    grouped = {name: groups_of(views[name], size) for name in ("out", "z")} | {"norm_weight": views["norm_weight"]}
+    vector = min(8, size & -size)
+    return {
+        "norm": DTYPES[views["norm_weight"].dtype],
+        "norm_gate": DTYPES[views["z"].dtype],
+        "norm_size": size,
+        "norm_grouped": grouped["out"].shape[-2] > 1,
+        "norm_first": first,
+        "norm_activation": Activation(activation),
+        "norm_loads": Loads.VECTOR if all(checks.aligned(t, pointers[n], vector) for n, t in grouped.items()) else Loads.ELEMENT,
+    }
+
+
+def groups_of(t: Tensor, size: int) -> Tensor:
+    """[…, groups, size] of […, heads, channels]: its channels are dense, and its heads too, unless they are the groups."""
+    return t if t.shape[-1] == size else t.flatten(-2).unflatten(-1, (-1, size))
+
+
+def kernel_values(
+    spec: KernelSpec, views: Mapping[str, Tensor], axes: Mapping[str, tuple[str, ...]], given: Mapping[str, int | float],
+    call_name: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, int | float]:  # fmt: skip
+    """Every argument of one of a layer's kernels that is not a pointer.
+
+    axes: of operands, by their names in the kernel, those that all layers have at one token excepted; given: eps, pad_slot_id and what else
+    is no stride; call_name: of operands that the call names otherwise than the kernel.
+    """
+    values = {"slots": views["state"].shape[0], **given}
+    values |= _norm_values(spec, views) if isinstance(spec, LayerGatedNormSpec) else _strides(spec, views, _CONV_AXES | axes, call_name)
+    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+
+
+_CONV_AXES = {
+    "conv_state": ("slot", "dim", "tap"), "xBC": ("batch", "dim"), "mixed_qkv": ("batch", "dim"), "conv_weight": ("dim", "tap"),
+    "conv_bias": ("dim",), "arrivals": ("slot",),
+}  # fmt: skip
+
+
+def _strides(spec: Any, views: Mapping[str, Tensor], axes: Mapping[str, tuple[str, ...]], call_name: Mapping[str, str]) -> dict[str, int]:
+    return {f"{role}_{axis}": views[call_name.get(role, role)].stride(axes[role].index(axis)) for role, axis, _ in spec.strides()}
+
+
+def _norm_values(spec: LayerGatedNormSpec, views: Mapping[str, Tensor]) -> dict[str, int]:
+    grouped = {"out": groups_of(views["out"], spec.size), "gate": groups_of(views["z"], spec.size), "weight": views["norm_weight"]}
+    *rows, groups, _ = grouped["out"].shape
+    axis_of = {"row": 0, "sequence": 0, "token": 1, "group": -2}
+    values = {"units": math.prod(rows) * groups} | divisor("groups", groups)
+    values |= {f"{role}_{axis}": grouped[role].stride(axis_of[axis]) for role, axis in spec.strides()}
+    if "state_indices" in views:
+        values |= {"state_indices_row": views["state_indices"].stride(0), "state_indices_column": views["state_indices"].stride(-1)}
+    return values | ({"num_accepted_tokens_row": views["num_accepted_tokens"].stride(0)} if "num_accepted_tokens" in views else {})
+
+
+def grid_of(spec: Any, views: Mapping[str, Tensor]) -> int:
+    """Blocks of one of a layer's kernels."""
+    *rows, heads, channels = views["out"].shape
+    if isinstance(spec, LayerGatedNormSpec):
+        return -(-math.prod(rows) * (heads * channels // spec.size) // spec.teams)
+    return rows[0] * spec.nheads * spec.tiles
+
+
+def check_dense(named: Mapping[str, Tensor], names: tuple[str, ...], problems: list[str]) -> None:
+    """Of rows: their channels are next to each other."""
+    for name in names:
+        if name in named and named[name].stride(-1) != 1 and named[name].shape[-1] > 1:
+            problems.append(f"{name} has strides {list(named[name].stride())}; the channels of a row must be dense")

@@ -1,0 +1,342 @@
+"""causal_conv1d: the short depthwise convolution of Mamba, gated delta rules and their relatives, over whole sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import runtime
+from ...arguments import divisor
+from ...calls import checks
+from ...calls.checks import DTYPES, INDEX
+from ...calls.planning import Caller, Family
+from ...calls.public import Call, operator
+from ...calls.scalars import one_of
+from ...spec import Loads
+from .reference import causal_conv1d as reference
+from .spec import MAX_WIDTH, OPERATOR, ConvLayout, ConvProblem, ConvSpec
+
+NAMES = (
+    "x", "weight", "bias", "seq_idx", "query_start_loc", "initial_states", "final_states", "conv_states", "conv_state_indices",
+    "has_initial_state", "out",
+)  # fmt: skip
+ACTIVATIONS = {None: False, False: False, True: True, "silu": True, "swish": True}
+ACTIVATION = one_of("None, 'silu' or 'swish'", *ACTIVATIONS)
+
+
+class Options(NamedTuple):
+    """What a call says beside its tensors."""
+
+    activation: str | bool | None = None
+    pad_slot_id: int = -1
+
+
+@operator(like="x", activation=ACTIVATION)
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | bool | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    conv_states: Tensor | None = None,
+    conv_state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    pad_slot_id: int = -1,
+    out: Tensor | None = None,
+    pdl: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """out[:, d, t] = act(bias[d] + sum_j weight[d, j] x[:, d, t - (width - 1) + j]), over whole sequences.
+
+    Any strides are taken as they are, and nothing is copied: x is fastest where its length or its channels are contiguous
+    ("channel-first", "channel-last"). Arithmetic is f32, from the oldest tap on; x, states and out have one dtype, f32, f16 or bf16,
+    weight and bias each their own.
+
+    x, out: [batch, dim, length]; with query_start_loc [dim, tokens] or [1, dim, tokens]   weight: [dim, width], width 1 … 8; bias: [dim]
+    activation: None, "silu" or its other name "swish"
+    seq_idx: [batch, length] int32, which sequence of the row a token is of: taps reach only tokens of the same one; negative: padding,
+        output 0. What comes before the row belongs to its first token's sequence
+    initial_states: [batch, dim, width - 1], the inputs before the first; zeros if None
+    return_final_states: also return the last width - 1 inputs, [batch, dim, width - 1] (with seq_idx, those whose index is the last
+        token's, zeros before them), in final_states_out if that is given
+    query_start_loc: [sequences + 1] int32 or int64, where each of the packed sequences starts; tokens behind the last one get no output.
+        States are then per sequence. One without tokens leaves conv_states alone; its final state is its initial one
+    conv_states: [slots, dim, width - 1], in place of the two states above: receives the last inputs of each sequence, and holds those
+        before its first token where has_initial_state, [sequences] bool, is true
+    conv_state_indices: [sequences] int32 or int64, slot of each sequence; None for slot = sequence. Slots must be distinct
+    pad_slot_id: a sequence whose slot is negative, equals it or is no slot of conv_states gets a zero output and touches no state
+    out: of x's dtype, any strides, not x itself; None for a new one laid out like x
+    pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
+
+    Returns out, or (out, final states). CPU tensors run the reference implementation.
+    Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError; CaptureError when a
+    kernel would have to be built during a CUDA graph capture; NotBuiltError, CompileError, LoadError, LaunchError.
+    Source: Gu & Dao 2023 (arXiv 2312.00752); the arguments are those of causal-conv1d and vLLM.
+    """
+    final = None
+    if isinstance(x, Tensor) and isinstance(weight, Tensor):
+        out = new_like(x) if out is None else out
+        if return_final_states or final_states_out is not None:
+            final = final_states_out
+            if final is None and x.dim() in (2, 3) and weight.dim() == 2 and weight.shape[1] > 0:
+                count = x.shape[0] if query_start_loc is None else max(query_start_loc.numel() - 1, 0)
+                shape = (count, x.shape[-2], weight.shape[1] - 1)
+                final = new_like(x, shape) if x.dim() == 3 or query_start_loc is not None else None
+    given = (x, weight, bias, seq_idx, query_start_loc, initial_states, final, conv_states, conv_state_indices, has_initial_state, out)
+    returns = ("out", "final_states") if return_final_states and final is not None else ("out",)
+    return Call(CALLER, given, Options(activation, pad_slot_id), pdl, returns)
+
+
+def new_like(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """An uninitialised tensor of such a shape (x's), dense, whose last two axes are contiguous in the order in which x's are."""
+    shape = tuple(x.shape if shape is None else shape)
+    if len(shape) < 2 or x.stride(-1) == 1 or x.stride(-1) <= x.stride(-2):
+        return x.new_empty(shape)
+    return x.new_empty((*shape[:-2], shape[-1], shape[-2])).transpose(-1, -2)
+
+
+def check_convolution(named: Mapping[str, Any], problems: list[str]) -> bool:
+    """What both convolutions ask of x, weight and bias. False: nothing else can be said."""
+    if not checks.check_tensors(named, problems):
+        return False
+    checks.check_common(named, "x", problems)
+    weight = named["weight"]
+    if weight.dim() != 2:
+        problems.append(f"weight is {list(weight.shape)}, not [dim, width]")
+        return False
+    for name in ("initial_states", "final_states", "conv_states", "conv_state", "intermediate_conv_window", "out"):
+        if name in named and named[name].dtype != named["x"].dtype:
+            problems.append(f"{name} is {named[name].dtype}, x is {named['x'].dtype}".replace("torch.", ""))
+    return True
+
+
+def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
+    """The operands with x and out as [batch, dim, length]. Adds to `problems`; what comes back is only usable if that is nothing."""
+    if not check_convolution(named, problems):
+        return {}
+    views, x, weight, ragged = dict(named), named["x"], named["weight"], "query_start_loc" in named
+    if x.dim() not in ((2, 3) if ragged else (3,)) or (ragged and x.dim() == 3 and x.shape[0] != 1):
+        wanted = "[dim, tokens] or [1, dim, tokens], as query_start_loc asks for" if ragged else "[batch, dim, length]"
+        problems.append(f"x is {list(x.shape)}, not {wanted}")
+        return {}
+    if x.dim() == 2:
+        views |= {n: named[n].unsqueeze(0) for n in ("x", "out") if named[n].dim() == 2}
+        x = views["x"]
+    batch, dim, length = x.shape
+    width = weight.shape[1]
+    sequences = named["query_start_loc"].numel() - 1 if ragged else batch
+    if sequences < 0:
+        problems.append("query_start_loc is empty; it is [sequences + 1]")
+        return {}
+    if not 1 <= width <= MAX_WIDTH:
+        problems.append(f"weight is {list(weight.shape)}: width {width} is not 1 … {MAX_WIDTH}")
+        return {}
+    if width == 1:
+        stateful = [n for n in ("initial_states", "final_states", "conv_states") if n in named]
+        problems += [f"{n} is given, but a convolution of width 1 has no state" for n in stateful]
+    states = {"[sequences, dim, width - 1]" if ragged else "[batch, dim, width - 1]": (sequences, dim, width - 1)}
+    per_sequence = {"[sequences]" if ragged else "[batch]": (sequences,)}
+    allowed = {
+        "weight": {"[dim, width]": (dim, width)},
+        "bias": {"[dim]": (dim,)},
+        "seq_idx": {"[batch, length]": (batch, length)},
+        "query_start_loc": {"[sequences + 1]": (sequences + 1,)},
+        "initial_states": states,
+        "final_states": states,
+        "conv_state_indices": per_sequence,
+        "has_initial_state": per_sequence,
+        "out": {"[batch, dim, length]": (batch, dim, length)},
+    }
+    fits = [checks.check_shape(name, views[name], allowed[name], problems) for name in views if name in allowed]
+    if "conv_states" in named:
+        fits.append(_check_pool(named, sequences, dim, width, problems))
+    else:
+        problems += [f"{name} is given without conv_states" for name in ("conv_state_indices", "has_initial_state") if name in named]
+    if "seq_idx" in named and ragged:
+        problems.append("seq_idx and query_start_loc both divide the length: give one of them")
+    if not all(fits):
+        return {}
+    for name in ("out", "final_states", "conv_states"):
+        if name in views and checks.overlaps_itself(views[name]):
+            problems.append(f"{name} has strides {list(views[name].stride())}: two of its elements share memory")
+    for name, t in views.items():
+        check_strides(name, t, problems)
+    if max(x.shape) >= 2**31:
+        problems.append(f"x is {list(x.shape)}; kernels take axes below 2^31")
+    return views
+
+
+def check_strides(name: str, t: Tensor, problems: list[str]) -> None:
+    """Only the distance between slots, the first axis of states, is 64-bit in the kernels; offsets are."""
+    strides = t.stride()[1:] if "states" in name or name in ("conv_state", "intermediate_conv_window") else t.stride()
+    if any(s >= 2**32 for s in strides):
+        problems.append(f"{name} has strides {list(t.stride())}; kernels take strides below 2^32 elements")
+
+
+def _check_pool(named: Mapping[str, Tensor], sequences: int, dim: int, width: int, problems: list[str]) -> bool:
+    states = named["conv_states"]
+    if states.dim() != 3 or tuple(states.shape[1:]) != (dim, width - 1):
+        wanted = f"[slots, dim, width - 1] = [slots, {dim}, {width - 1}]"
+        problems.append(f"conv_states is {list(states.shape)}, not {wanted}; of longer states pass the slice that holds the history")
+        return False
+    if "conv_state_indices" not in named and states.shape[0] < sequences:
+        problems.append(f"conv_states has {states.shape[0]} slots for {sequences} sequences, and there are no conv_state_indices")
+    for name in ("initial_states", "final_states"):
+        if name in named:
+            problems.append(f"{name} is given together with conv_states, which take its place")
+    return True
+
+
+def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> ConvProblem:
+    """The problem that checked operands pose, given where they lie."""
+    x, out, weight, bias = views["x"], views["out"], views["weight"], views.get("bias")
+    _, dim, length = x.shape
+    width, size = weight.shape[1], x.element_size()
+    along, across = (x.stride(2) == 1 or length == 1), (x.stride(1) == 1 or dim == 1)
+    nearer = length > 1 if along and across else x.stride(2) < x.stride(1)  # where both axes, or neither, are contiguous
+    first = nearer if along == across else along
+    lane = 8 // size  # channels of a lane, channel-last
+    if first:
+        vector = along and (out.stride(2) == 1 or length == 1)
+    else:
+        vector = dim % lane == 0 and all(checks.aligned(views[n], pointers[n], lane, 1) for n in ("x", "out"))
+    ragged = "query_start_loc" in views
+    shifted = first and vector and (ragged or not all(checks.aligned(views[n], pointers[n], 16 // size, 2) for n in ("x", "out")))
+    return ConvProblem(
+        layout=ConvLayout.FIRST if first else ConvLayout.LAST,
+        width=width,
+        x=DTYPES[x.dtype],
+        weight=DTYPES[weight.dtype],
+        bias=None if bias is None else DTYPES[bias.dtype],
+        silu=ACTIVATIONS[options.activation],
+        seq_idx="seq_idx" in views,
+        query_start_loc=INDEX[views["query_start_loc"].dtype if ragged else None],
+        initial="initial_states" in views,
+        final="final_states" in views,
+        pool="conv_states" in views,
+        started="has_initial_state" in views,
+        index=INDEX[views["conv_state_indices"].dtype if "conv_state_indices" in views else None],
+        loads=Loads.VECTOR if vector else Loads.ELEMENT,
+        shifted=shifted,
+        unit=not first and not vector and across and (out.stride(1) == 1 or dim == 1),
+        taps=Loads.VECTOR if (first or vector) and taps_are_runs(views, pointers, 1 if first else lane) else Loads.ELEMENT,
+    )
+
+
+def taps_are_runs(views: Mapping[str, Tensor], pointers: Mapping[str, int], channels: int) -> bool:
+    """Whether so many channels' taps, and their biases, can be loaded as aligned vectors."""
+    weight, bias = views["weight"], views.get("bias")
+    run = channels * weight.shape[1] * weight.element_size()
+    dense = weight.is_contiguous() and pointers["weight"] % 16 == 0
+    even = run in (4, 8, 16, 32) if channels == 1 else run % 4 == 0
+    beside = bias is None or (bias.is_contiguous() and pointers["bias"] % 16 == 0)
+    return dense and even and beside
+
+
+_AXES = {
+    **dict.fromkeys(("x", "out", "seq_idx"), {"batch": 0, "dim": 1, "length": -1}),
+    "weight": {"dim": 0, "tap": 1},
+    "bias": {"dim": 0},
+    **dict.fromkeys(("initial_states", "final_states", "conv_states"), {"slot": 0, "dim": 1, "tap": 2}),
+    **dict.fromkeys(("query_start_loc", "conv_state_indices", "has_initial_state"), {"sequence": 0}),
+}
+
+
+def _sequences(views: Mapping[str, Tensor]) -> int:
+    return views["query_start_loc"].shape[0] - 1 if "query_start_loc" in views else views["x"].shape[0]
+
+
+def _pieces(spec: ConvSpec, views: Mapping[str, Tensor]) -> int:
+    """Of a row; of packed sequences, numbers that they are given (templates/lib/sequences.cuh.j2)."""
+    tokens = views["x"].shape[2] + (spec.vec - 1 if spec.shifted else 0)
+    return tokens // spec.piece + _sequences(views) if spec.ragged else max(1, -(-tokens // spec.piece))
+
+
+def grid_of(spec: ConvSpec, views: Mapping[str, Tensor]) -> int:
+    batch, dim, _ = views["x"].shape
+    rows = _pieces(spec, views) * (1 if spec.ragged else batch)
+    warps = spec.threads // 32
+    if spec.layout is ConvLayout.LAST:
+        return -(-rows // warps) * _channel_blocks(spec, dim) if rows + warps < 2**31 else 2**31
+    blocks = -(-rows * dim // warps)
+    return blocks if blocks * warps < 2**31 else 2**31  # a warp's number is divided
+
+
+def _channel_blocks(spec: ConvSpec, dim: int) -> int:
+    return -(-dim // (32 * spec.vec))
+
+
+def kernel_values(spec: ConvSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, int | float]:
+    """Every kernel argument that is not a pointer."""
+    _, dim, length = views["x"].shape
+    values = {"length": length, "sequences": _sequences(views), "pad_slot_id": options.pad_slot_id}
+    values |= divisor("dim", dim) | divisor("pieces", _pieces(spec, views)) | divisor("channel_blocks", _channel_blocks(spec, dim))
+    values |= {"slots": views["conv_states"].shape[0]} if "conv_states" in views else {}
+    values |= {f"{operand}_{axis}": views[operand].stride(_AXES[operand][axis]) for operand, axis in spec.strides()}
+    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+
+
+def size_of(views: Mapping[str, Tensor]) -> int:
+    """KiB of x, and at least 1 if anything is to be written."""
+    x = views["x"]
+    if not _sequences(views) or not x.shape[1] or not (x.numel() or "final_states" in views):
+        return 0
+    return max(1, x.numel() * x.element_size() // 1024)
+
+
+FAMILY = Family(
+    OPERATOR,
+    written=("out", "final_states", "conv_states"),
+    problem_of=problem_of,
+    size_of=size_of,
+    grid_of=grid_of,
+    values_of=kernel_values,
+    in_place=(("final_states", "initial_states"),),
+)
+
+
+def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
+    reference(**views, silu=ACTIVATIONS[options.activation], pad_slot_id=options.pad_slot_id, dtype=dtype)
+
+
+# torch.library: what torch.compile and opcheck see.
+_library = torch.library.Library("ssmgen", "FRAGMENT")
+_library.define(
+    "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor? seq_idx, Tensor? query_start_loc, Tensor? initial_states, "
+    "Tensor(a!)? final_states, Tensor(b!)? conv_states, Tensor? conv_state_indices, Tensor? has_initial_state, Tensor(c!) out, "
+    "bool silu, int pad_slot_id, bool? pdl) -> ()",
+    tags=torch.Tag.needs_fixed_stride_order,
+)
+
+
+def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
+    torch.ops.ssmgen.causal_conv1d(*given, ACTIVATIONS[options.activation], options.pad_slot_id, pdl)
+
+
+def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
+    """(given, options, pdl) of what torch's dispatcher gives."""
+    *given, silu, pad_slot_id, pdl = args
+    return tuple(given), Options(silu, pad_slot_id), pdl
+
+
+@torch.library.impl(_library, "causal_conv1d", "CUDA")
+@torch.library.impl(_library, "causal_conv1d", "CPU")
+def _op(*args: Any) -> None:
+    CALLER.plan(*_received(args))()
+
+
+@torch.library.register_fake("ssmgen::causal_conv1d", lib=_library)
+def _fake(*args: Any) -> None:
+    CALLER.foresee(*_received(args))
+
+
+CALLER = Caller(
+    FAMILY, OPERATOR, NAMES, frozenset(("x", "weight", "out")), views_of, run_reference, _dispatch, runtime.Signatures()
+)  # fmt: skip

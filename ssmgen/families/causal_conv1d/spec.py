@@ -1,0 +1,251 @@
+"""causal_conv1d: the short depthwise convolution ahead of a recurrence, over whole sequences.
+
+Every token is read once and written once; the floor is the speed of an elementwise copy. Channel-first: a warp takes a piece of one
+channel's row, in 16-byte vectors along the length, and hands the halo on by shuffles. Channel-last: a warp takes some tokens of 32
+neighbouring vectors of channels, and reads the halo again (from L1, mostly).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any, ClassVar
+
+from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Param, Pdl, Problem, is_pow2, must
+
+OPERATOR = "causal_conv1d"
+SIZE, MAX_SIZE = "KiB of x", 2**22  # what the rules look at
+
+MAX_WIDTH = 8
+
+
+class ConvLayout(Enum):
+    """Which axis of x [batch, dim, length] is contiguous: the length, or the channels."""
+
+    FIRST = "channel_first"
+    LAST = "channel_last"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvProblem(Problem):
+    """What a call fixes: layout, dtypes and which operands there are. Sizes are not among it."""
+
+    layout: ConvLayout
+    width: int
+    x: DType = DType.BF16  # of states and out too
+    weight: DType = DType.BF16
+    bias: DType | None = None
+    silu: bool = True
+    seq_idx: bool = False
+    query_start_loc: Index = Index.NONE  # type of it: x is packed sequences
+    initial: bool = False  # initial_states are read
+    final: bool = False  # final_states are written
+    pool: bool = False  # conv_states are written, and read where has_initial_state says so
+    started: bool = False  # there is a has_initial_state
+    index: Index = Index.NONE  # type of conv_state_indices
+    # Channel-first: VECTOR for unit strides along the length. Channel-last: for unit strides along the channels, and all else aligned.
+    loads: Loads = Loads.VECTOR
+    shifted: bool = False  # channel-first vectors: rows may begin off the 16-byte grid, and each block looks at where its own does
+    unit: bool = False  # channel-last elements: contiguous along the channels after all, only not aligned
+    taps: Loads = Loads.VECTOR  # weight and bias: a lane's channels as one run
+
+    @property
+    def ragged(self) -> bool:
+        return self.query_start_loc is not Index.NONE
+
+    def faults(self) -> list[str]:
+        """What no variant could serve."""
+        stateful = self.initial or self.final or self.pool
+        return [
+            *must(1 <= self.width <= MAX_WIDTH, f"width {self.width} is not 1 … {MAX_WIDTH}"),
+            *must(self.width > 1 or not stateful, "a convolution of width 1 has no state"),
+            *must(not (self.pool and (self.initial or self.final)), "conv_states take the place of initial_states and final_states"),
+            *must(self.pool or (self.index is Index.NONE and not self.started), "slots and has_initial_state are of conv_states"),
+            *must(
+                not self.shifted or (self.layout is ConvLayout.FIRST and self.loads is Loads.VECTOR),
+                "only channel-first vectors are shifted",
+            ),
+            *must(
+                not self.unit or (self.layout is ConvLayout.LAST and self.loads is Loads.ELEMENT),
+                "only channel-last elements are of unit stride",
+            ),
+            *must(
+                self.shifted or not (self.ragged and self.layout is ConvLayout.FIRST and self.loads is Loads.VECTOR),
+                "packed sequences begin anywhere: channel-first vectors are shifted",
+            ),
+            *must(not (self.ragged and self.seq_idx), "seq_idx and query_start_loc both divide the length"),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvSpec(KernelSpec, ConvProblem):
+    """A problem, and how one variant computes it. No choice here changes a bit of the result."""
+
+    family: ClassVar[str] = OPERATOR
+    gathers: ClassVar[bool] = False
+
+    vec: int  # elements per access; channel-first: along the length, channel-last: channels
+    vectors: int = 2  # channel-first: of vec tokens, per lane; channel-last: tokens per lane
+    threads: int = 128
+    min_blocks: int = 0  # blocks per SM that ptxas must leave registers for; 0 = its own choice
+    pdl: Pdl = Pdl.OFF
+
+    @property
+    def template(self) -> str:
+        return f"{OPERATOR}_{'first' if self.layout is ConvLayout.FIRST else 'last'}.cu.j2"
+
+    @property
+    def uses_math(self) -> bool:
+        return self.silu
+
+    @property
+    def touches(self) -> bool:
+        return self.ragged
+
+    @property
+    def threads_per_block(self) -> int:
+        return self.threads
+
+    @property
+    def piece(self) -> int:
+        """Tokens that a warp takes of a sequence."""
+        return self.vectors * (32 * self.vec if self.layout is ConvLayout.FIRST else 1)
+
+    @property
+    def stem(self) -> str:
+        what = "first" if self.layout is ConvLayout.FIRST else "last"
+        how = f"v{self.vec}n{self.vectors}x{self.threads}" + (f"b{self.min_blocks}" if self.min_blocks else "")
+        return f"conv_{what}_w{self.width}_{self.x.value}_{how}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+
+    def violations(self, arch: Arch) -> list[str]:
+        first = self.layout is ConvLayout.FIRST
+        run = (1 if first else self.vec) * self.width * self.weight.size  # bytes of a lane's taps
+        return [
+            *self.faults(),
+            *must(self.threads % 32 == 0 and 32 <= self.threads <= 1024, f"threads {self.threads} is not 32 … 1024 in steps of 32"),
+            *must(self.vectors >= 1 and self.min_blocks >= 0, "vectors is not positive, or min_blocks is negative"),
+            *must(
+                is_pow2(self.vec) and self.vec * self.x.size in ((16,) if first else (4, 8)),
+                f"vec {self.vec} of {self.x.value} is not {'16' if first else '4 or 8'} bytes",
+            ),
+            *must(self.piece >= self.width - 1, f"pieces of {self.piece} tokens are shorter than the history of {self.width - 1}"),
+            *must(self.taps is Loads.ELEMENT or run % 4 == 0, f"taps of {run} bytes are not whole words"),
+            *must(self.taps is Loads.ELEMENT or not first or run in (4, 8, 16, 32), f"taps of {run} bytes do not keep their alignment"),
+            *must(
+                self.taps is Loads.ELEMENT or first or self.loads is Loads.VECTOR,
+                "taps of channels that a lane holds apart are not one run",
+            ),
+            *must(arch >= Arch(80), f"bf16 arithmetic needs sm_80, not {arch}"),
+            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
+        ]
+
+    def operands(self) -> list[str]:
+        """Tensor arguments in order."""
+        there = {
+            "x": True,
+            "weight": True,
+            "bias": self.bias is not None,
+            "seq_idx": self.seq_idx,
+            "query_start_loc": self.ragged,
+            "initial_states": self.initial,
+            "final_states": self.final,
+            "conv_states": self.pool,
+            "conv_state_indices": self.index is not Index.NONE,
+            "has_initial_state": self.started,
+            "out": True,
+        }
+        return [name for name, given in there.items() if given]
+
+    def strides(self) -> list[tuple[str, str]]:
+        """(operand, axis) of every stride the kernel takes, in elements."""
+        along = ["length"] if self.layout is ConvLayout.LAST or self.loads is Loads.ELEMENT else []
+        across = ["dim"] if self.layout is ConvLayout.FIRST or (self.loads is Loads.ELEMENT and not self.unit) else []
+        tokens = [*([] if self.ragged else ["batch"]), *across, *along]
+        axes = {
+            "x": tokens,
+            "weight": ["dim", "tap"] if self.taps is Loads.ELEMENT else [],
+            "bias": ["dim"] if self.taps is Loads.ELEMENT else [],
+            "seq_idx": ["batch", "length"],
+            "query_start_loc": ["sequence"],
+            **dict.fromkeys(("initial_states", "final_states", "conv_states"), ["slot", "dim", "tap"]),
+            "conv_state_indices": ["sequence"],
+            "has_initial_state": ["sequence"],
+            "out": tokens,
+        }
+        return [(operand, axis) for operand in self.operands() for axis in axes[operand]]
+
+    def parameters(self) -> list[Param]:
+        ints = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
+        element = dict.fromkeys(("x", "out", "initial_states", "final_states", "conv_states"), self.x.value)
+        element |= {"weight": self.weight.value, "bias": self.bias and self.bias.value, "seq_idx": "int", "has_initial_state": "u8"}
+        element |= {"query_start_loc": ints[self.query_start_loc], "conv_state_indices": ints[self.index]}
+        written = ("out", "final_states", "conv_states")
+        pointers = [Param.pointer(op, element[op], const=op not in written) for op in self.operands()]
+        wide = [Param.i64("slots"), Param.i64("pad_slot_id")] if self.index is not Index.NONE else []
+        wide += [Param.i64(f"{op}_{axis}") for op, axis in self.strides() if axis == "slot"]
+        first = self.layout is ConvLayout.FIRST
+        divisors = [*Param.divisor("pieces"), *(Param.divisor("dim") if first else [Param.u32("dim"), *Param.divisor("channel_blocks")])]
+        narrow = [Param.u32(f"{op}_{axis}") for op, axis in self.strides() if axis != "slot"]
+        return [*pointers, *wide, *divisors, Param.u32("length"), Param.u32("sequences"), *narrow]
+
+    def constants(self) -> dict[str, Any]:
+        return {
+            "pooled": self.index is not Index.NONE,
+            "vector": self.loads is Loads.VECTOR,
+            "shifted": self.shifted,
+            "vector_taps": self.taps is Loads.VECTOR,
+            "past": "conv_states" if self.started else "initial_states" if self.initial else "",  # what holds the tokens before the first
+            "kept": "conv_states" if self.pool else "final_states" if self.final else "",  # what receives the last tokens
+        }
+
+
+def _spec(problem: ConvProblem, **how: Any) -> ConvSpec:
+    return ConvSpec(**{f.name: getattr(problem, f.name) for f in fields(ConvProblem)}, **how)
+
+
+def space(problem: ConvProblem, arch: Arch) -> Iterator[ConvSpec]:
+    """Every legal variant of a problem within the axes worth trying."""
+    first = problem.layout is ConvLayout.FIRST
+    for vec in (16 // problem.x.size,) if first else (8 // problem.x.size, 4 // problem.x.size):
+        for vectors in (1, 2, 4) if first else (4, 6, 8, 16):
+            for threads in (64, 128, 256):
+                for pdl in Pdl:
+                    spec = _spec(problem, vec=vec, vectors=vectors, threads=threads, pdl=pdl)
+                    if not spec.violations(arch):
+                        yield spec
+
+
+# Channel-last needs many short threads: at 72 registers 7 blocks of 128 fit on an SM, where ptxas left alone has 4 to 6. Inputs that do not
+# fill the card rather have shorter pieces. Measured on an H200, docs/performance.md.
+SMALL_KIB = 16 * 1024
+
+
+def _resident(problem: ConvProblem, arch: Arch) -> int:
+    """Blocks of 128 threads per SM, channel-last, that registers suffice for without spilling."""
+    if problem.width > 6:
+        return 1
+    extra = problem.seq_idx + (problem.initial or problem.started) + max(0, problem.width - 4)
+    if problem.loads is Loads.ELEMENT:
+        return 1 if extra else 5
+    if problem.ragged and extra == 1 and arch.number // 10 == 10:  # where 6 cost 8 bytes of spills
+        return 5
+    return (7, 6, 5, 1, 1)[extra]
+
+
+def candidates(problem: ConvProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ConvSpec | None, str]]:
+    """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
+    wait = Pdl.TRIGGER_LOADED if pdl else Pdl.OFF
+    if problem.layout is ConvLayout.FIRST:
+        how = {"min_blocks": 4} if problem.ragged else {}  # or ptxas spills a few bytes, to stay below 40 registers
+        yield "rows", _spec(problem, **how, vec=16 // problem.x.size, vectors=2, pdl=wait), ""
+        return
+    # Of wide convolutions, lanes hold half as many channels, or their taps would leave room for few threads.
+    how = {"vec": 2 if problem.width > 6 else 8 // problem.x.size, "pdl": wait}
+    resident = _resident(problem, arch)
+    if size <= SMALL_KIB:
+        yield "small", _spec(problem, **how, vectors=6 if resident > 1 else 8, min_blocks=0 if resident == 7 else min(4, resident)), ""
+    else:
+        yield "small", None, f"{size} KiB of x are above {SMALL_KIB}"
+        yield "resident", _spec(problem, **how, vectors=8, min_blocks=resident), ""
+    yield "generic", _spec(problem, **how, vectors=8, min_blocks=1), ""

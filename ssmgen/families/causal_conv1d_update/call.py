@@ -1,0 +1,292 @@
+"""causal_conv1d_update: the decode step of the short depthwise convolution, on a pool of windows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import runtime
+from ...arguments import divisor
+from ...calls import checks
+from ...calls.checks import DTYPES, INDEX
+from ...calls.planning import Caller, Family
+from ...calls.public import Call, operator
+from ...spec import Index, Loads
+from ..causal_conv1d.call import ACTIVATION, ACTIVATIONS, check_convolution, check_strides, new_like, taps_are_runs
+from ..causal_conv1d.reference import causal_conv1d_update as reference
+from ..causal_conv1d.spec import MAX_WIDTH
+from .spec import OPERATOR, Advance, Saved, StateLayout, Tokens, UpdateProblem, UpdateSpec, tokens_of
+
+NAMES = (
+    "x", "conv_state", "weight", "bias", "cache_seqlens", "conv_state_indices", "num_accepted_tokens", "query_start_loc",
+    "intermediate_conv_window", "intermediate_state_indices", "out",
+)  # fmt: skip
+
+
+@operator(like="x", activation=ACTIVATION)
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | bool | None = None,
+    *,
+    cache_seqlens: Tensor | None = None,
+    conv_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    intermediate_conv_window: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    pad_slot_id: int = -1,
+    out: Tensor | None = None,
+    pdl: bool | None = None,
+) -> Tensor:
+    """One or several tokens through the convolution (see causal_conv1d), after the inputs that a slot of conv_state remembers.
+
+    x, out: [batch, dim] or [batch, dim, T]; with query_start_loc [tokens, dim], packed
+    weight: [dim, width], width 2 … 8; bias: [dim]
+    conv_state: [slots, dim, state_len] of x's dtype, any strides (the window or the channels may be contiguous), updated in place;
+        state_len >= width - 1, and the last width - 1 entries are the history: new inputs push the oldest out. (Where it is the first
+        ones, as in vLLM without accepted tokens, pass conv_state[..., :width - 1].)
+    cache_seqlens: [batch] int32 or int64: instead, the entries are a ring, of which input i is entry i modulo state_len, and this is the
+        number of inputs so far
+    num_accepted_tokens: [batch] int32 or int64: instead, for speculative decoding: of the tokens of the last call so many were accepted,
+        so the history begins at entry num_accepted_tokens - 1; state_len >= width - 2 + T. The new inputs are put behind it, at the front.
+        A count out of 1 … state_len - width + 2 is padding
+    conv_state_indices: [batch] int32 or int64, slot of each sequence; None for slot = sequence. Slots must be distinct, else rows race
+    query_start_loc: [batch + 1] int32 or int64, where each packed sequence starts; one without tokens is left alone, and tokens behind the
+        last one get no output
+    intermediate_conv_window: [batch, T or more, dim, width - 1] of x's dtype: receives the history after each token, in the row of the
+        sequence or of intermediate_state_indices, [batch] int32 or int64; a row that is not there is not written
+    pad_slot_id: a sequence whose slot is negative, equals it or is no slot of the pool gets a zero output and touches no state
+    out: x itself for in place; None for a new one laid out like x
+    pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
+
+    Returns out. CPU tensors run the reference implementation. Raises what causal_conv1d does.
+    Source: causal-conv1d, vLLM and SGLang, whose conventions these are.
+    """
+    if out is None and isinstance(x, Tensor):
+        out = x.new_empty(x.shape) if x.dim() == 2 else new_like(x)
+    given = (
+        x, conv_state, weight, bias, cache_seqlens, conv_state_indices, num_accepted_tokens, query_start_loc, intermediate_conv_window,
+        intermediate_state_indices, out,
+    )  # fmt: skip
+    return Call(CALLER, given, (activation, pad_slot_id), pdl)
+
+
+def views_of(named: Mapping[str, Any], options: tuple[Any, int], problems: list[str]) -> dict[str, Tensor]:
+    """The operands with x and out as [batch, dim, T] ([1, dim, tokens] of packed sequences). Adds to `problems`."""
+    if not check_convolution(named, problems):
+        return {}
+    views, x, weight = dict(named), named["x"], named["weight"]
+    ragged = "query_start_loc" in named
+    if x.dim() not in ((2,) if ragged else (2, 3)):
+        problems.append(f"x is {list(x.shape)}, not " + ("[tokens, dim], as query_start_loc asks for" if ragged else "[batch, dim(, T)]"))
+        return {}
+    if named["out"].shape != x.shape:
+        problems.append(f"out is {list(named['out'].shape)}, x is {list(x.shape)}")
+        return {}
+    if x.dim() == 2:
+        views |= {n: named[n].t().unsqueeze(0) if ragged else named[n].unsqueeze(2) for n in ("x", "out")}
+    lead, dim, T = views["x"].shape
+    batch = named["query_start_loc"].numel() - 1 if ragged else lead
+    if batch < 0:
+        problems.append("query_start_loc is empty; it is [batch + 1]")
+        return {}
+    width = weight.shape[1]
+    if not 2 <= width <= MAX_WIDTH:
+        problems.append(f"weight is {list(weight.shape)}: width {width} is not 2 … {MAX_WIDTH}")
+        return {}
+    per_sequence = {"[batch]": (batch,)}
+    allowed = {
+        "weight": {"[dim, width]": (dim, width)},
+        "bias": {"[dim]": (dim,)},
+        "query_start_loc": {"[batch + 1]": (batch + 1,)},
+        **dict.fromkeys(("cache_seqlens", "conv_state_indices", "num_accepted_tokens", "intermediate_state_indices"), per_sequence),
+    }
+    fits = [checks.check_shape(name, t, allowed[name], problems) for name, t in named.items() if name in allowed]
+    fits += [_check_state(named, batch, dim, width, None if ragged else T, problems)]
+    if "intermediate_conv_window" in named:
+        fits += [_check_windows(named, batch, dim, width, None if ragged else T, problems)]
+    elif "intermediate_state_indices" in named:
+        problems.append("intermediate_state_indices is given without intermediate_conv_window")
+    if "cache_seqlens" in named and "num_accepted_tokens" in named:
+        problems.append("cache_seqlens and num_accepted_tokens both say where the history is: give one of them")
+    if not all(fits):
+        return {}
+    for name in ("out", "conv_state", "intermediate_conv_window"):
+        if name in views and checks.overlaps_itself(views[name]):
+            problems.append(f"{name} has strides {list(views[name].stride())}: two of its elements share memory")
+    for name, t in views.items():
+        check_strides(name, t, problems)
+    return views
+
+
+def _check_state(named: Mapping[str, Tensor], batch: int, dim: int, width: int, tokens: int | None, problems: list[str]) -> bool:
+    state = named["conv_state"]
+    if state.dim() != 3 or state.shape[1] != dim:
+        problems.append(f"conv_state is {list(state.shape)}, not [slots, dim, state_len] = [slots, {dim}, {width - 1} or more]")
+        return False
+    slots, _, length = state.shape
+    if length < width - 1:
+        problems.append(f"conv_state is {list(state.shape)}: state_len {length} is below width - 1 = {width - 1}")
+    elif "num_accepted_tokens" in named and tokens is not None and length < width - 2 + tokens:
+        problems.append(f"conv_state is {list(state.shape)}: state_len {length} is below width - 2 + T = {width - 2 + tokens}")
+    if "conv_state_indices" not in named and slots < batch:
+        problems.append(f"conv_state has {slots} slots for a batch of {batch}, and there are no conv_state_indices")
+    return True
+
+
+def _check_windows(named: Mapping[str, Tensor], batch: int, dim: int, width: int, tokens: int | None, problems: list[str]) -> bool:
+    windows = named["intermediate_conv_window"]
+    rows = 0 if "intermediate_state_indices" in named else batch
+    wanted = f"[{'rows' if rows == 0 else f'{rows} or more'}, {tokens or 'T'} or more, {dim}, {width - 1}]"
+    enough = windows.dim() == 4 and windows.shape[0] >= rows and windows.shape[1] >= (tokens or 0)
+    if not enough or tuple(windows.shape[2:]) != (dim, width - 1):
+        problems.append(f"intermediate_conv_window is {list(windows.shape)}, not [batch, T, dim, width - 1] = {wanted}")
+        return False
+    return True
+
+
+def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: tuple[Any, int]) -> UpdateProblem:
+    """The problem that checked operands pose, given where they lie."""
+    x, state, weight, bias = views["x"], views["conv_state"], views["weight"], views.get("bias")
+    _, dim, T = x.shape
+    width, state_len = weight.shape[1], state.shape[2]
+
+    def index(name: str) -> Index:
+        return INDEX[views[name].dtype if name in views else None]
+
+    starts = index("query_start_loc")
+    tokens, count = tokens_of(width, T, starts)
+    advance = Advance.RING if "cache_seqlens" in views else Advance.ROLL if "num_accepted_tokens" in views else Advance.SHIFT
+    lane = 8 // x.element_size()  # channels of a lane
+    whole = dim % lane == 0
+
+    def runs(name: str, length: int) -> bool:
+        """Whether a channel's entries are contiguous, its neighbours follow, and runs of a lane's channels are aligned."""
+        t, step = views[name], 16 // x.element_size()
+        dense = (t.stride(-1) == 1 or length == 1) and t.stride(-2) == length
+        return (
+            dense and pointers[name] % 16 == 0 and all(s % step == 0 for n, s in zip(t.shape[:-2], t.stride()[:-2], strict=True) if n > 1)
+        )
+
+    rewritten = (width + tokens - 2,) if advance is Advance.ROLL else (width - 1, width)  # entries, if the kernel knows how many
+    known = advance is Advance.SHIFT or (advance is Advance.ROLL and count is Tokens.FIXED)
+    if whole and known and state_len in rewritten and runs("conv_state", state_len):
+        layout = StateLayout.RUNS
+    elif whole and checks.aligned(state, pointers["conv_state"], lane, 1):
+        layout = StateLayout.CHANNELS
+    else:
+        layout = StateLayout.ANY
+    saved = Saved.NO
+    if "intermediate_conv_window" in views:
+        saved = Saved.RUNS if whole and runs("intermediate_conv_window", width - 1) else Saved.ANY
+    vector = whole and all(checks.aligned(views[n], pointers[n], lane, 1) for n in ("x", "out"))
+    return UpdateProblem(
+        width=width,
+        x=DTYPES[x.dtype],
+        weight=DTYPES[weight.dtype],
+        bias=None if bias is None else DTYPES[bias.dtype],
+        silu=ACTIVATIONS[options[0]],
+        advance=advance,
+        position=index("cache_seqlens" if advance is Advance.RING else "num_accepted_tokens"),
+        tokens=tokens,
+        count=count,
+        query_start_loc=starts,
+        index=index("conv_state_indices"),
+        layout=layout,
+        state_len=state_len if layout is StateLayout.RUNS else 0,
+        saved=saved,
+        saved_index=index("intermediate_state_indices"),
+        loads=Loads.VECTOR if vector else Loads.ELEMENT,
+        taps=Loads.VECTOR if whole and taps_are_runs(views, pointers, lane) else Loads.ELEMENT,
+    )
+
+
+_AXES = {
+    **dict.fromkeys(("x", "out"), {"batch": 0, "dim": 1, "token": 2}),
+    "conv_state": {"slot": 0, "dim": 1, "tap": 2},
+    "weight": {"dim": 0, "tap": 1},
+    "bias": {"dim": 0},
+    "intermediate_conv_window": {"slot": 0, "token": 1, "dim": 2, "tap": 3},
+}
+
+
+def _sequences(views: Mapping[str, Tensor]) -> int:
+    return views["query_start_loc"].shape[0] - 1 if "query_start_loc" in views else views["x"].shape[0]
+
+
+def _channel_blocks(spec: UpdateSpec, dim: int) -> int:
+    return -(-dim // (spec.threads * spec.vec))
+
+
+def grid_of(spec: UpdateSpec, views: Mapping[str, Tensor]) -> int:
+    return _sequences(views) * _channel_blocks(spec, views["x"].shape[1])
+
+
+def kernel_values(spec: UpdateSpec, views: Mapping[str, Tensor], options: tuple[Any, int]) -> dict[str, int | float]:
+    """Every kernel argument that is not a pointer."""
+    _, dim, length = views["x"].shape
+    slots, _, state_len = views["conv_state"].shape
+    values = {"dim": dim, "length": length} | divisor("channel_blocks", _channel_blocks(spec, dim))
+    values |= {"slots": slots, "state_len": state_len, "pad_slot_id": options[1]}
+    if "intermediate_conv_window" in views:
+        values["window_rows"], values["window_tokens"] = views["intermediate_conv_window"].shape[:2]
+    for operand, axis in spec.strides():
+        values[f"{operand}_{axis}"] = views[operand].stride(_AXES[operand][axis] if operand in _AXES else 0)
+    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+
+
+FAMILY = Family(
+    OPERATOR,
+    written=("out", "conv_state", "intermediate_conv_window"),
+    problem_of=problem_of,
+    size_of=lambda views: _sequences(views) if views["x"].numel() else 0,
+    grid_of=grid_of,
+    values_of=kernel_values,
+    in_place=(("out", "x"),),
+)
+
+
+def run_reference(views: Mapping[str, Tensor], options: tuple[Any, int], dtype: torch.dtype = torch.float32) -> None:
+    reference(**views, silu=ACTIVATIONS[options[0]], pad_slot_id=options[1], dtype=dtype)
+
+
+# torch.library: what torch.compile and opcheck see.
+_library = torch.library.Library("ssmgen", "FRAGMENT")
+_library.define(
+    "causal_conv1d_update(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, Tensor? cache_seqlens, "
+    "Tensor? conv_state_indices, Tensor? num_accepted_tokens, Tensor? query_start_loc, Tensor(b!)? intermediate_conv_window, "
+    "Tensor? intermediate_state_indices, Tensor(c!) out, bool silu, int pad_slot_id, bool? pdl) -> ()",
+    tags=torch.Tag.needs_fixed_stride_order,
+)
+
+
+def _dispatch(given: Sequence[Any], options: tuple[Any, int], pdl: bool | None) -> None:
+    torch.ops.ssmgen.causal_conv1d_update(*given, ACTIVATIONS[options[0]], options[1], pdl)
+
+
+def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
+    """(given, options, pdl) of what torch's dispatcher gives."""
+    *given, silu, pad_slot_id, pdl = args
+    return tuple(given), (silu, pad_slot_id), pdl
+
+
+@torch.library.impl(_library, "causal_conv1d_update", "CUDA")
+@torch.library.impl(_library, "causal_conv1d_update", "CPU")
+def _op(*args: Any) -> None:
+    CALLER.plan(*_received(args))()
+
+
+@torch.library.register_fake("ssmgen::causal_conv1d_update", lib=_library)
+def _fake(*args: Any) -> None:
+    CALLER.foresee(*_received(args))
+
+
+CALLER = Caller(
+    FAMILY, OPERATOR, NAMES, frozenset(("x", "conv_state", "weight", "out")), views_of, run_reference, _dispatch, runtime.Signatures()
+)  # fmt: skip

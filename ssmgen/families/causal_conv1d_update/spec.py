@@ -1,0 +1,240 @@
+"""causal_conv1d_update: the convolution's decode step, a few tokens per sequence, with the window kept in a pool of slots.
+
+A lane owns some neighbouring channels of a sequence: it reads their window and tokens, and writes outputs and window. 16 bytes per channel
+of a 16-bit convolution of width 4, of which 12 are the window's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any, ClassVar
+
+from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Param, Pdl, Problem, is_pow2, must
+from ..causal_conv1d.spec import MAX_WIDTH
+
+OPERATOR = "causal_conv1d_update"
+
+MAX_TOKENS = 16  # that a kernel is made for; of longer calls, and of packed sequences, it takes some at a time
+
+
+class Advance(Enum):
+    """What happens to the window of inputs that a slot holds.
+
+    SHIFT: the last width - 1 are the history; new inputs push the oldest out. ROLL: the history begins at num_accepted_tokens - 1, and the
+    new inputs replace all that follows its second entry. RING: cache_seqlens counts the inputs so far, modulo the length.
+    """
+
+    SHIFT = "shift"
+    ROLL = "roll"
+    RING = "ring"
+
+
+class Tokens(Enum):
+    """FIXED: as many as the kernel is made for. COUNTED: any number, the same for all sequences. RAGGED: by query_start_loc."""
+
+    FIXED = "fixed"
+    COUNTED = "counted"
+    RAGGED = "ragged"
+
+
+class StateLayout(Enum):
+    """RUNS: a channel's inputs are contiguous, and so are a lane's channels. CHANNELS: channels are. ANY: neither, or not aligned."""
+
+    RUNS = "runs"
+    CHANNELS = "channels"
+    ANY = "any"
+
+
+class Saved(Enum):
+    """Whether the window after each token is saved: as runs of a lane's channels, or element by element."""
+
+    NO = "no"
+    RUNS = "runs"
+    ANY = "any"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateProblem(Problem):
+    """What a call fixes. Batch and channels are not among it."""
+
+    width: int
+    x: DType = DType.BF16  # of the state and out too
+    weight: DType = DType.BF16
+    bias: DType | None = None
+    silu: bool = True
+    advance: Advance = Advance.SHIFT
+    position: Index = Index.NONE  # type of num_accepted_tokens or cache_seqlens
+    tokens: int = 1  # per pass
+    count: Tokens = Tokens.FIXED
+    query_start_loc: Index = Index.NONE
+    index: Index = Index.NONE
+    layout: StateLayout = StateLayout.RUNS
+    state_len: int = 0  # of RUNS; elsewhere a run-time argument
+    saved: Saved = Saved.NO
+    saved_index: Index = Index.NONE  # type of intermediate_state_indices
+    loads: Loads = Loads.VECTOR  # x and out
+    taps: Loads = Loads.VECTOR
+
+    @property
+    def runs_lens(self) -> tuple[int, ...]:
+        """Lengths of the state with which RUNS works: all of it, at most one entry more than the history, is rewritten."""
+        if self.advance is Advance.ROLL:
+            return (self.width + self.tokens - 2,)
+        return (self.width - 1, self.width)
+
+    def faults(self) -> list[str]:
+        """What no variant could serve."""
+        return [
+            *must(2 <= self.width <= MAX_WIDTH, f"width {self.width} is not 2 … {MAX_WIDTH}"),
+            *must(1 <= self.tokens <= MAX_TOKENS, f"tokens {self.tokens} is not 1 … {MAX_TOKENS}"),
+            *must((self.advance is Advance.SHIFT) == (self.position is Index.NONE), "a ring or a rolling window needs a position"),
+            *must((self.count is Tokens.RAGGED) == (self.query_start_loc is not Index.NONE), "packed sequences need query_start_loc"),
+            *must(self.layout is StateLayout.RUNS or not self.state_len, "state_len is of runs only"),
+            *must(
+                self.layout is not StateLayout.RUNS or self.state_len in self.runs_lens,
+                f"runs of {self.state_len} are not {' or '.join(map(str, self.runs_lens))}",
+            ),
+            *must(self.layout is not StateLayout.RUNS or self.advance is not Advance.RING, "a ring is not rewritten whole"),
+            *must(
+                self.layout is not StateLayout.RUNS or self.advance is Advance.SHIFT or self.count is Tokens.FIXED,
+                "runs that roll need a fixed number of tokens",
+            ),
+            *must(self.saved is not Saved.NO or self.saved_index is Index.NONE, "slots of windows that are not saved"),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateSpec(KernelSpec, UpdateProblem):
+    """A problem, and how one variant computes it. No choice here changes a bit of the result."""
+
+    family: ClassVar[str] = OPERATOR
+    gathers: ClassVar[bool] = False
+    template: ClassVar[str] = "causal_conv1d_update.cu.j2"
+
+    vec: int  # channels per lane
+    threads: int = 128
+    min_blocks: int = 0  # blocks per SM that ptxas must leave registers for; 0 = its own choice
+    pdl: Pdl = Pdl.OFF
+
+    @property
+    def uses_math(self) -> bool:
+        return self.silu
+
+    @property
+    def threads_per_block(self) -> int:
+        return self.threads
+
+    @property
+    def stem(self) -> str:
+        how = f"v{self.vec}x{self.threads}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+        return f"conv_update_w{self.width}t{self.tokens}_{self.x.value}_{self.advance.value}_{self.layout.value}_{how}"
+
+    def violations(self, arch: Arch) -> list[str]:
+        run = self.vec * self.width * self.weight.size
+        return [
+            *self.faults(),
+            *must(self.threads % 32 == 0 and 32 <= self.threads <= 1024, f"threads {self.threads} is not 32 … 1024 in steps of 32"),
+            *must(is_pow2(self.vec) and self.vec * self.x.size in (4, 8), f"vec {self.vec} of {self.x.value} is not 4 or 8 bytes"),
+            *must(self.taps is Loads.ELEMENT or run % 4 == 0, f"taps of {run} bytes are not whole words"),
+            *must(arch >= Arch(80), f"bf16 arithmetic needs sm_80, not {arch}"),
+            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
+        ]
+
+    def operands(self) -> list[str]:
+        """Tensor arguments in order."""
+        there = {
+            "x": True,
+            "conv_state": True,
+            "weight": True,
+            "bias": self.bias is not None,
+            "cache_seqlens": self.advance is Advance.RING,
+            "conv_state_indices": self.index is not Index.NONE,
+            "num_accepted_tokens": self.advance is Advance.ROLL,
+            "query_start_loc": self.count is Tokens.RAGGED,
+            "intermediate_conv_window": self.saved is not Saved.NO,
+            "intermediate_state_indices": self.saved_index is not Index.NONE,
+            "out": True,
+        }
+        return [name for name, given in there.items() if given]
+
+    def strides(self) -> list[tuple[str, str]]:
+        """(operand, axis) of every stride the kernel takes, in elements."""
+        several = ["token"] if self.count is not Tokens.FIXED or self.tokens > 1 else []
+        tokens = [*([] if self.count is Tokens.RAGGED else ["batch"]), *(["dim"] if self.loads is Loads.ELEMENT else []), *several]
+        ours = {StateLayout.RUNS: [], StateLayout.CHANNELS: ["tap"], StateLayout.ANY: ["dim", "tap"]}[self.layout]
+        axes = {
+            "x": tokens,
+            "conv_state": ["slot", *ours],
+            "weight": ["dim", "tap"] if self.taps is Loads.ELEMENT else [],
+            "bias": ["dim"] if self.taps is Loads.ELEMENT else [],
+            "intermediate_conv_window": ["slot", "token", *(["dim", "tap"] if self.saved is Saved.ANY else [])],
+            "out": tokens,
+        }
+        return [(operand, axis) for operand in self.operands() for axis in axes.get(operand, ["sequence"])]
+
+    def parameters(self) -> list[Param]:
+        ints = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
+        element = dict.fromkeys(("x", "conv_state", "intermediate_conv_window", "out"), self.x.value)
+        element |= {"weight": self.weight.value, "bias": self.bias and self.bias.value}
+        element |= dict.fromkeys(("cache_seqlens", "num_accepted_tokens"), ints[self.position])
+        element |= {"conv_state_indices": ints[self.index], "query_start_loc": ints[self.query_start_loc]}
+        element |= {"intermediate_state_indices": ints[self.saved_index]}
+        written = ("out", "conv_state", "intermediate_conv_window")
+        pointers = [Param.pointer(op, element[op], const=op not in written) for op in self.operands()]
+        wide = [Param.i64("slots"), Param.i64("pad_slot_id")] if self.index is not Index.NONE else []
+        wide += [Param.i64("window_rows")] if self.saved is not Saved.NO else []
+        wide += [Param.i64(f"{op}_{axis}") for op, axis in self.strides() if axis == "slot"]
+        sizes = ["dim"]
+        sizes += [] if self.count is Tokens.FIXED else ["length"]  # COUNTED: tokens per sequence; RAGGED: tokens in all
+        sizes += [] if self.layout is StateLayout.RUNS else ["state_len"]
+        sizes += [] if self.saved is Saved.NO else ["window_tokens"]
+        narrow = [Param.u32(f"{op}_{axis}") for op, axis in self.strides() if axis != "slot"]
+        return [*pointers, *wide, *Param.divisor("channel_blocks"), *map(Param.u32, sizes), *narrow]
+
+    def constants(self) -> dict[str, Any]:
+        return {
+            "pooled": self.index is not Index.NONE,
+            "ragged": self.count is Tokens.RAGGED,
+            "fixed": self.count is Tokens.FIXED,
+            "several": self.count is not Tokens.FIXED or self.tokens > 1,
+            "vector": self.loads is Loads.VECTOR,
+            "vector_taps": self.taps is Loads.VECTOR,
+            # Whether lanes have all of their channels, or none: vectors are used for numbers of channels that they divide.
+            "whole": Loads.VECTOR in (self.loads, self.taps) or self.layout is not StateLayout.ANY or self.saved is Saved.RUNS,
+            "runs": self.layout is StateLayout.RUNS,
+            # Entries of a run ahead of the history.
+            "ahead": max(0, self.state_len - self.width + 1) if self.advance is Advance.SHIFT else 0,
+            "advance": self.advance.value,
+            "saves": self.saved is not Saved.NO,
+        }
+
+
+def tokens_of(width: int, length: int, query_start_loc: Index) -> tuple[int, Tokens]:
+    """(tokens per pass, how they are counted) for so many per sequence, or in all where sequences are packed."""
+    some = 4 if width <= 5 else 2  # what the registers hold beside the taps
+    if query_start_loc is not Index.NONE:
+        return some, Tokens.RAGGED
+    return (length, Tokens.FIXED) if length <= MAX_TOKENS else (some, Tokens.COUNTED)
+
+
+def _spec(problem: UpdateProblem, **how: Any) -> UpdateSpec:
+    return UpdateSpec(**{f.name: getattr(problem, f.name) for f in fields(UpdateProblem)}, **how)
+
+
+def space(problem: UpdateProblem, arch: Arch) -> Iterator[UpdateSpec]:
+    """Every legal variant of a problem within the axes worth trying."""
+    for vec in (4 // problem.x.size, 8 // problem.x.size):
+        for threads in (64, 128, 256):
+            for pdl in Pdl:
+                spec = _spec(problem, vec=vec, threads=threads, pdl=pdl)
+                if not spec.violations(arch):
+                    yield spec
+
+
+def candidates(problem: UpdateProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, UpdateSpec | None, str]]:
+    """(rule, spec or None, why it does not apply). One variant serves every size: docs/performance.md says what else was tried."""
+    one = problem.tokens == 1 and problem.saved is Saved.NO
+    how = {"min_blocks": 0 if one else 1}  # or ptxas spills a few bytes, to stay below 64 registers
+    yield "single", _spec(problem, **how, vec=8 // problem.x.size, pdl=Pdl.TRIGGER_LOADED if pdl else Pdl.OFF), ""

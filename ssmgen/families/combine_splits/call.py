@@ -1,0 +1,306 @@
+"""combine_splits: merges partial attention outputs, as split-KV decoding and cascades leave them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import runtime
+from ...arguments import divisor
+from ...calls import checks
+from ...calls.checks import DTYPES, INDEX
+from ...calls.planning import Caller, Family
+from ...calls.public import Call, operator
+from ...calls.scalars import one_of
+from ...spec import Loads
+from .reference import combine_splits as reference
+from .spec import AXES, OPERATOR, CombineProblem, CombineSpec, bound_of
+
+NAMES = ("o", "lse", "o_other", "lse_other", "num_splits", "attn_sink", "mask", "out", "lse_out")
+NATURAL = {2: False, "2": False, "e": True}
+BASE = one_of("2 or 'e'", *NATURAL)
+
+
+class Options(NamedTuple):
+    """What a call says beside its tensors."""
+
+    lse_base: int | str = "e"
+    lse_base_out: int | str | None = None
+    empty_lse: float = -math.inf
+    skip_single: bool = False
+
+    @property
+    def natural(self) -> bool:
+        return NATURAL[self.lse_base]
+
+    @property
+    def natural_out(self) -> bool:
+        return NATURAL[self.lse_base if self.lse_base_out is None else self.lse_base_out]
+
+
+@operator(like="o", lse_base=BASE, lse_base_out=BASE, empty_lse=one_of("inf or -inf", math.inf, -math.inf))
+def combine_splits(
+    o: Tensor | Sequence[Tensor],
+    lse: Tensor | Sequence[Tensor],
+    num_splits: Tensor | None = None,
+    *,
+    lse_base: int | str = "e",
+    lse_base_out: int | str | None = None,
+    empty_lse: float = -math.inf,
+    attn_sink: Tensor | None = None,
+    mask: Tensor | None = None,
+    skip_single: bool = False,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    lse_out: Tensor | None = None,
+    pdl: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """out = sum_s exp(lse[s]) o[s] / (sum_s exp(lse[s]) + exp(attn_sink)); lse_out = log(sum_s exp(lse[s])), without the sink.
+
+    Splits lead, and rows have any axes: whatever an engine's layout is, pass a view of it (`v.transpose(0, 1)` of [n, splits, heads, d_v],
+    `lse.t()` of [heads, n]). Any strides are taken as they are, but d_v is contiguous. Arithmetic is f32, in one order of summation; no
+    variant and no batch size changes a bit. Weights are relative to the largest one of their row.
+
+    o: [splits, *rows, d_v] f32, f16 or bf16, normalised; d_v a multiple of 4 up to 1024; splits without a limit
+    lse: [splits, *rows] f32. A split whose LSE is +inf, -inf or NaN is empty. What is empty, or weighs less than 2^-126 of the largest,
+        is not in the sum: it may hold anything
+    o, lse as pairs of tensors, [*rows, d_v] and [*rows]: the two splits, wherever they lie
+    num_splits: [batch + 1] int32 or int64, ascending: entry b of the batch has splits num_splits[b] … num_splits[b + 1] - 1, where
+        out is [batch, *rows, d_v]. Read on the device, never beyond the splits there are. None: every row has all splits
+    lse_base, lse_base_out: 2 or "e", the logarithms' base; None for the same
+    empty_lse: what lse_out holds for rows without a split that counts, inf or -inf; their output is 0
+    attn_sink: f32, f16 or bf16, natural logarithms, expandable to out's shape without d_v ([heads] where heads are the last of these axes);
+        -inf for none
+    mask: bool, expandable likewise: where it is false, out and lse_out stay as they are
+    skip_single: leave the rows of an entry with a single split as they are, too: the attention kernel has written them
+    out: [*rows, d_v] f32, f16 or bf16, or [batch, *rows, d_v]; may be one of a pair of o; None for a new one of o's dtype
+    return_lse: also return lse_out, a new one if none is given
+    lse_out: f32, out's shape without d_v; may be one of a pair of lse
+    pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
+
+    Returns out, or (out, lse_out). CPU tensors run the reference implementation.
+    Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError; CaptureError when a
+    kernel would have to be built during a CUDA graph capture; NotBuiltError, CompileError, LoadError, LaunchError.
+    Source: Milakov & Gimelshein 2018 (arXiv 1805.02867); the forms are those of FlashMLA, FlashInfer and vLLM.
+    """
+    o_other = lse_other = None
+    if isinstance(o, (tuple, list)) and len(o) == 2:
+        o, o_other = o
+    if isinstance(lse, (tuple, list)) and len(lse) == 2:
+        lse, lse_other = lse
+    if out is None and isinstance(o, Tensor):
+        count = [] if not isinstance(num_splits, Tensor) else [max(num_splits.numel() - 1, 0)]
+        out = o.new_empty(o.shape if o_other is not None else [*count, *o.shape[1:]])
+    if return_lse and lse_out is None and isinstance(out, Tensor):
+        lse_out = out.new_empty(out.shape[:-1], dtype=torch.float32)
+    given = (o, lse, o_other, lse_other, num_splits, attn_sink, mask, out, lse_out)
+    options = Options(lse_base, lse_base_out, empty_lse, skip_single)
+    return Call(CALLER, given, options, pdl, ("out", "lse_out") if return_lse else ("out",))
+
+
+def _check_forms(named: Mapping[str, Any], options: Options, problems: list[str]) -> None:
+    if options.skip_single and "num_splits" not in named:
+        problems.append("skip_single is given without num_splits")
+    if ("o_other" in named) != ("lse_other" in named):
+        problems.append("one of o and lse is a pair, the other is not")
+    if "o_other" in named and "num_splits" in named:
+        problems.append("num_splits is given together with a pair, whose rows have two splits each")
+
+
+def _shapes_fit(named: Mapping[str, Tensor], problems: list[str]) -> bool:
+    o, pair, indexed = named["o"], "o_other" in named, "num_splits" in named
+    if o.dim() < (1 if pair else 2):
+        problems.append(f"o is {list(o.shape)}, not {'[*rows, d_v]' if pair else '[splits, *rows, d_v]'}")
+        return False
+    if indexed and (named["num_splits"].dim() != 1 or not named["num_splits"].numel()):
+        problems.append(f"num_splits is {list(named['num_splits'].shape)}, not [batch + 1]")
+        return False
+    d_v = o.shape[-1]
+    if d_v % 4 or not 4 <= d_v <= 1024:
+        problems.append(f"o is {list(o.shape)}: d_v {d_v} is not a multiple of 4 up to 1024")
+    rows = o.shape[:-1] if pair else (*([named["num_splits"].numel() - 1] if indexed else []), *o.shape[1:-1])
+    words, of_rows = ("[batch, *rows", "[batch, *rows]") if indexed else ("[*rows", "[*rows]")
+    allowed = {
+        "lse": {"o's shape without d_v": tuple(o.shape[:-1])},
+        "o_other": {"that of the first split": tuple(o.shape)},
+        "lse_other": {"that of the first split": tuple(o.shape[:-1])},
+        "out": {f"{words}, d_v]": (*rows, d_v)},
+        "lse_out": {of_rows: tuple(rows)},
+    }
+    fits = [checks.check_shape(name, t, allowed[name], problems) for name, t in named.items() if name in allowed]
+    for name in ("attn_sink", "mask"):
+        if name in named and not _expands(named[name].shape, rows):
+            problems.append(f"{name} is {list(named[name].shape)}, which does not expand to {of_rows} = {list(rows)}")
+            fits.append(False)
+    return all(fits)
+
+
+def _expands(shape: Sequence[int], to: Sequence[int]) -> bool:
+    return len(shape) <= len(to) and all(n in (1, m) for n, m in zip(reversed(shape), reversed(to), strict=False))
+
+
+def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
+    """The operands, of whose axes of rows as few are left as strides allow, the batch first. Adds to `problems`; what comes back is only
+    usable if that is nothing."""
+    if not checks.check_tensors(named, problems):
+        return {}
+    checks.check_common(named, "o", problems)
+    _check_forms(named, options, problems)
+    if not _shapes_fit(named, problems):
+        return {}
+    if "o_other" in named and named["o_other"].dtype != named["o"].dtype:
+        problems.append(f"the splits of a pair are {named['o'].dtype} and {named['o_other'].dtype}".replace("torch.", ""))
+    for name in ("o", "o_other", "out"):
+        if name in named and named[name].stride(-1) != 1:
+            problems.append(f"{name} has strides {list(named[name].stride())}; its last axis, d_v, must be contiguous")
+    for name in ("out", "lse_out"):
+        if name in named and checks.overlaps_itself(named[name]):
+            problems.append(f"{name} has strides {list(named[name].stride())}: two of its elements share memory")
+    for name, t in named.items():
+        if any(s >= 2**32 for s in t.stride()):
+            problems.append(f"{name} has strides {list(t.stride())}; kernels take strides below 2^32 elements")
+    rows = named["out"].shape[:-1]
+    if math.prod(rows) >= 2**31 or ("o_other" not in named and named["o"].shape[0] >= 2**31):
+        problems.append(f"out is {list(named['out'].shape)}, o is {list(named['o'].shape)}; kernels take rows and splits below 2^31")
+    wide = {n: t.expand(rows) if n in ("attn_sink", "mask") else t for n, t in named.items()}
+    views = _merged(wide, len(rows))
+    axes = views["out"].dim() - 1
+    if axes > len(AXES):
+        problems.append(f"out is {list(named['out'].shape)}: its rows have {axes} axes that strides keep apart; kernels take {len(AXES)}")
+    return views
+
+
+def _merged(named: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+    """The operands with those of their `count` axes of rows merged that lie densely in one another in all of them; those of size 1 go."""
+    indexed, pair = "num_splits" in named, "o_other" in named
+    first = int(indexed)  # the batch stays: o has no such axis
+    before = {n: 1 if n in ("o", "lse") and not pair else first for n in named}  # axes ahead of those that may be merged
+    after = {n: int(n in ("o", "o_other", "out")) for n in named}
+    ours = [n for n in named if n != "num_splits"]
+    sizes: list[int] = []
+    strides: dict[str, list[int]] = {n: [] for n in ours}
+    for i in range(count - first):
+        size = named["out"].shape[first + i]
+        new = {n: named[n].stride(before[n] + i) for n in ours}
+        if size == 1:
+            continue
+        if sizes and all(strides[n][-1] == new[n] * size for n in ours):
+            sizes[-1] *= size
+            for n in ours:
+                strides[n][-1] = new[n]
+            continue
+        sizes.append(size)
+        for n in ours:
+            strides[n].append(new[n])
+    if not sizes and not indexed:  # a single row
+        sizes, strides = [1], {n: [0] for n in ours}
+    views = dict(named)
+    for n in ours:
+        t, last = named[n], named[n].dim() - after[n]
+        shape = (*t.shape[: before[n]], *sizes, *t.shape[last:])
+        views[n] = t.as_strided(shape, (*t.stride()[: before[n]], *strides[n], *t.stride()[last:]))
+    return views
+
+
+def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> CombineProblem:
+    """The problem that checked operands pose, given where they lie."""
+    o, out, pair = views["o"], views["out"], "o_other" in views
+    problem = {
+        "d_v": o.shape[-1],
+        "o": DTYPES[o.dtype],
+        "out": DTYPES[out.dtype],
+        "max_splits": 2 if pair else bound_of(o.shape[0]),
+        "axes": out.dim() - 1,
+        "pair": pair,
+        "num_splits": INDEX[views["num_splits"].dtype if "num_splits" in views else None],
+        "sink": DTYPES[views["attn_sink"].dtype] if "attn_sink" in views else None,
+        "mask": "mask" in views,
+        "lse_out": "lse_out" in views,
+        "skip_single": options.skip_single,
+        "in_place": pointers.get("lse_out") in (pointers["lse"], pointers.get("lse_other", 0)),
+    }
+    vec = CombineProblem(**problem).widest
+    aligned = all(checks.aligned(views[n], pointers[n], vec) for n in ("o", "o_other", "out") if n in views)
+    return CombineProblem(**problem, loads=Loads.VECTOR if aligned else Loads.ELEMENT)
+
+
+def grid_of(spec: CombineSpec, views: Mapping[str, Tensor]) -> int:
+    units = size_of(views) * spec.tiles
+    return -(-units // (spec.threads // spec.unit)) if units + spec.threads < 2**31 else 2**31
+
+
+def kernel_values(spec: CombineSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, int | float]:
+    """Every kernel argument that is not a pointer."""
+    axes = spec.row_axes()
+    unit, unit_out = (math.log2(math.e) if n else 1.0 for n in (options.natural, options.natural_out))  # times a logarithm: to base 2
+    values = {"rows": size_of(views), "splits": views["o"].shape[0], "empty_lse": options.empty_lse}
+    values |= {"to_log2": unit, "sink_to_base": math.log2(math.e) / unit, "max_to_out": unit / unit_out, "log2_to_out": 1 / unit_out}
+    for axis, size in zip(axes, views["out"].shape, strict=False):
+        values |= divisor(f"{axis}_size", size)
+    for operand, axis in spec.strides():
+        t = views[operand]
+        missing = int(spec.indexed and operand in ("o", "lse"))  # the batch's axis, in whose place there is that of splits
+        lead = 1 if operand in ("o", "lse") and not spec.pair else 0
+        values[f"{operand}_{axis}"] = t.stride(0 if axis == "split" else lead + axes.index(axis) - missing)
+    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+
+
+def size_of(views: Mapping[str, Tensor]) -> int:
+    """Rows of the output."""
+    return math.prod(views["out"].shape[:-1])
+
+
+FAMILY = Family(
+    OPERATOR,
+    written=("out", "lse_out"),
+    problem_of=problem_of,
+    size_of=size_of,
+    grid_of=grid_of,
+    values_of=kernel_values,
+    in_place=(("out", "o"), ("out", "o_other"), ("lse_out", "lse"), ("lse_out", "lse_other")),
+)
+
+
+def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
+    how = {"natural": options.natural, "natural_out": options.natural_out, "empty_lse": options.empty_lse}
+    reference(**views, **how, skip_single=options.skip_single, dtype=dtype)
+
+
+# torch.library: what torch.compile and opcheck see.
+_library = torch.library.Library("ssmgen", "FRAGMENT")
+_library.define(
+    "combine_splits(Tensor o, Tensor lse, Tensor? o_other, Tensor? lse_other, Tensor? num_splits, Tensor? attn_sink, Tensor? mask, "
+    "Tensor(a!) out, Tensor(b!)? lse_out, str lse_base, str? lse_base_out, float empty_lse, bool skip_single, bool? pdl) -> ()",
+    tags=torch.Tag.needs_fixed_stride_order,
+)
+
+
+def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
+    base_out = options.lse_base_out
+    bases = str(options.lse_base), base_out if base_out is None else str(base_out)
+    torch.ops.ssmgen.combine_splits(*given, *bases, options.empty_lse, options.skip_single, pdl)
+
+
+def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
+    """(given, options, pdl) of what torch's dispatcher gives."""
+    return args[: len(NAMES)], Options(*args[len(NAMES) : -1]), args[-1]
+
+
+@torch.library.impl(_library, "combine_splits", "CUDA")
+@torch.library.impl(_library, "combine_splits", "CPU")
+def _op(*args: Any) -> None:
+    CALLER.plan(*_received(args))()
+
+
+@torch.library.register_fake("ssmgen::combine_splits", lib=_library)
+def _fake(*args: Any) -> None:
+    CALLER.foresee(*_received(args))
+
+
+CALLER = Caller(
+    FAMILY, OPERATOR, NAMES, frozenset(("o", "lse", "out")), views_of, run_reference, _dispatch, runtime.Signatures()
+)  # fmt: skip

@@ -1,0 +1,257 @@
+"""combine_splits: merges partial attention outputs by their log-sum-exps, as split-KV decoding leaves them.
+
+A unit of threads owns some neighbouring columns of one row of the output: `lanes` lanes hold `vec` columns each, and `parts` such teams
+share the splits. Each of its warps looks at all of the row's LSEs, lanes over splits, while its first vectors are on the way. Bytes per
+row: splits * (d_v * sizeof(o) + 4) read, d_v * sizeof(out) + 4 written.
+
+The sum has one order. Split s belongs to chain s % CHAINS; a chain is a run of fused multiply-adds in ascending order, and chains are added
+in pairs that lie apart by 4, 2 and 1. The weights' sum is one of 32 such chains, over s % 32, in pairs 16, 8, 4, 2 and 1 apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Param, Pdl, Problem, is_pow2, must
+
+OPERATOR = "combine_splits"
+SIZE, MAX_SIZE = "rows", 2**17  # what the rules look at; beyond, nothing changes
+
+MAX_D_V = 1024
+CHAINS = 8  # that splits are summed in, whatever the variant
+BOUNDS = (2, 4, 8, 16, 32, 64, 96, 128, 160)  # of the splits per row that kernels are made for; 0: any number
+AXES = ("outer", "middle", "inner")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CombineProblem(Problem):
+    """What a call fixes. Sizes other than d_v, and bases of logarithms, are not among it."""
+
+    d_v: int
+    o: DType = DType.F32
+    out: DType = DType.BF16
+    max_splits: int = 32  # per row; 0: any number
+    axes: int = 1  # of rows, once those are merged that strides allow to
+    pair: bool = False  # the two splits are tensors of their own
+    num_splits: Index = Index.NONE  # type of it: where the splits of each entry of the outer axis begin
+    sink: DType | None = None
+    mask: bool = False
+    lse_out: bool = True
+    skip_single: bool = False
+    in_place: bool = False  # lse_out is what is read, too
+    loads: Loads = Loads.VECTOR  # o and out: aligned to the widest vector that divides d_v
+
+    @property
+    def widest(self) -> int:
+        """Columns per access, at most."""
+        return 16 // self.o.size if self.loads is Loads.VECTOR and self.d_v % (16 // self.o.size) == 0 else 4
+
+    @property
+    def indexed(self) -> bool:
+        return self.num_splits is not Index.NONE
+
+    def faults(self) -> list[str]:
+        """What no variant could serve."""
+        return [
+            *must(4 <= self.d_v <= MAX_D_V and self.d_v % 4 == 0, f"d_v {self.d_v} is not a multiple of 4 up to {MAX_D_V}"),
+            *must(self.max_splits in (0, *BOUNDS), f"max_splits {self.max_splits} is none of {', '.join(map(str, BOUNDS))}, 0 for any"),
+            *must(1 <= self.axes <= len(AXES), f"axes {self.axes} is not 1 … {len(AXES)}"),
+            *must(not self.pair or self.max_splits == 2, "a pair has two splits"),
+            *must(not (self.pair and self.indexed), "a pair has no num_splits"),
+            *must(not self.skip_single or self.indexed, "only where num_splits says so has a row a single split"),
+            *must(not self.in_place or (self.pair and self.lse_out), "only the LSEs of a pair are written in place"),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CombineSpec(KernelSpec, CombineProblem):
+    """A problem, and how one variant computes it. No choice here changes a bit of the result."""
+
+    family: ClassVar[str] = OPERATOR
+    template: ClassVar[str] = "combine_splits.cu.j2"
+
+    vec: int  # columns per lane
+    lanes: int = 32  # of a team
+    parts: int = 1  # teams that share a row's splits
+    ilp: int = 1  # splits of a chain that are in flight
+    threads: int = 128
+    min_blocks: int = 0  # blocks per SM that ptxas must leave registers for; 0 = its own choice
+    pdl: Pdl = Pdl.OFF
+
+    @property
+    def unit(self) -> int:
+        """Threads that own some columns of a row."""
+        return self.lanes * self.parts
+
+    @property
+    def tiles(self) -> int:
+        """Units of a row."""
+        return -(-self.d_v // (self.lanes * self.vec))
+
+    @property
+    def span(self) -> int:
+        """Splits of a row in flight at once."""
+        return CHAINS * self.ilp
+
+    @property
+    def loops(self) -> bool:
+        """Whether rows may have more splits than that."""
+        return not self.max_splits or self.max_splits > self.span
+
+    @property
+    def threads_per_block(self) -> int:
+        return self.threads
+
+    @property
+    def stem(self) -> str:
+        how = f"v{self.vec}l{self.lanes}p{self.parts}i{self.ilp}x{self.threads}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+        form = "pair" if self.pair else f"{'prefix' if self.indexed else 'dense'}{self.max_splits or ''}"
+        return f"combine_{form}_d{self.d_v}_{self.o.value}_{self.out.value}_{how}"
+
+    def violations(self, arch: Arch) -> list[str]:
+        sizes = {"vec": self.vec, "lanes": self.lanes, "parts": self.parts, "ilp": self.ilp}
+        odd = [f"{name} {n}" for name, n in sizes.items() if not is_pow2(n)]
+        if odd or self.max_splits not in (0, *BOUNDS):
+            return [*self.faults(), *must(not odd, f"{', '.join(odd)} is no power of two")]
+        # Threads that leave together: those of a row, where they meet at a barrier.
+        together = self.unit * (self.tiles if self.in_place else 1)
+        meets = self.unit > 32 or (self.in_place and self.tiles > 1)
+        return [
+            *self.faults(),
+            *must(self.threads % 32 == 0 and 32 <= self.threads <= 1024, f"threads {self.threads} is not 32 … 1024 in steps of 32"),
+            *must(self.threads % self.unit == 0, f"threads {self.threads} is not a multiple of lanes x parts = {self.unit}"),
+            *must(not meets or self.threads == together, f"a barrier of {together} threads needs blocks of as many, not {self.threads}"),
+            *must(self.vec in (4, self.widest), f"vec {self.vec} is not 4 or {self.widest}"),
+            *must(self.lanes <= 32, f"lanes {self.lanes} is above 32"),
+            *must(self.parts <= CHAINS, f"parts {self.parts} is above {CHAINS}"),
+            *must(self.ilp <= 4, f"ilp {self.ilp} is above 4: lanes hold the weights of 32 splits"),
+            *must(self.unit >= 32 or not self.loops, f"rows of a warp, {self.unit} threads each, cannot have more than {self.span} splits"),
+            *must(arch >= Arch(80), f"bf16 arithmetic needs sm_80, not {arch}"),
+            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
+        ]
+
+    def operands(self) -> list[str]:
+        """Tensor arguments in order."""
+        there = {
+            "o": True,
+            "lse": True,
+            "o_other": self.pair,
+            "lse_other": self.pair,
+            "num_splits": self.indexed,
+            "attn_sink": self.sink is not None,
+            "mask": self.mask,
+            "out": True,
+            "lse_out": self.lse_out,
+        }
+        return [name for name, given in there.items() if given]
+
+    def row_axes(self) -> tuple[str, ...]:
+        return {1: AXES[:1], 2: AXES[::2], 3: AXES}[self.axes]
+
+    def strides(self) -> list[tuple[str, str]]:
+        """(operand, axis) of every stride the kernel takes, in elements."""
+        rows = self.row_axes()
+        partial = [*([] if self.pair else ["split"]), *(rows[1:] if self.indexed else rows)]
+        axes = dict.fromkeys(("o", "lse", "o_other", "lse_other"), partial) | {"num_splits": rows[:1]}
+        return [(operand, axis) for operand in self.operands() for axis in axes.get(operand, rows)]
+
+    def parameters(self) -> list[Param]:
+        element = {"o": self.o.value, "o_other": self.o.value, "mask": "u8", "out": self.out.value}
+        element |= {"num_splits": "i64" if self.num_splits is Index.I64 else "int", "attn_sink": self.sink and self.sink.value}
+        pointers = [Param.pointer(op, element.get(op, "f32"), const=op not in ("out", "lse_out")) for op in self.operands()]
+        divisors = [p for axis in self.row_axes()[1:] for p in Param.divisor(f"{axis}_size")]
+        counts = ["rows", *([] if self.pair else ["splits"])]
+        numbers = ["to_log2", *(["sink_to_base"] if self.sink else [])]
+        numbers += ["max_to_out", "log2_to_out", "empty_lse"] if self.lse_out else []
+        strides = [Param.u32(f"{op}_{axis}") for op, axis in self.strides()]
+        return [*pointers, *divisors, *map(Param.u32, counts), *strides, *map(Param.f32, numbers)]
+
+    def _offsets(self) -> dict[str, str]:
+        """What is added to the operands to get to a row, and in it to a lane's columns."""
+        terms: dict[str, list[str]] = {operand: [] for operand in self.operands() if operand != "num_splits"}
+        for operand, axis in self.strides():
+            if operand in terms and axis != "split":
+                terms[operand].append(f"u64({axis}) * {operand}_{axis}")
+        for operand in {"o", "o_other", "out"} & terms.keys():
+            terms[operand].append("column")
+        return {operand: " + ".join(sums) for operand, sums in terms.items() if sums}
+
+    def constants(self) -> dict[str, Any]:
+        scan = min(32, self.unit, max(self.parts, _pow2(self.max_splits or 32)))  # with few splits, each is in several lanes
+        return {
+            "chains": CHAINS,
+            "scan": scan,
+            "held": -(-min(self.max_splits or 32, 160) // scan),
+            # Splits that lie a step apart are of one team; those beyond the most that there can be are in none.
+            "team_chains": -(-min(CHAINS, self.max_splits or CHAINS) // self.parts),
+            "beyond": not self.max_splits,
+            "vector": self.loads is Loads.VECTOR,
+            "whole": self.d_v % (self.lanes * self.vec) == 0,
+            "warps": max(1, self.unit // 32),
+            "offsets": self._offsets(),
+            "meets": self.in_place and self.tiles > 1 and self.unit <= 32,
+        }
+
+
+def bound_of(splits: int) -> int:
+    """The least bound that holds for so many splits."""
+    return next((b for b in BOUNDS if splits <= b), 0)
+
+
+def _spec(problem: CombineProblem, **how: Any) -> CombineSpec:
+    return CombineSpec(**{f.name: getattr(problem, f.name) for f in fields(CombineProblem)}, **how)
+
+
+def _pow2(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+def _shape(problem: CombineProblem, parts: int, vec: int = 0, ilp: int = 0, **how: Any) -> CombineSpec:
+    """The variant with so many parts, or the nearest number of them that makes sense."""
+    vec = vec or problem.widest
+    lanes = min(32, _pow2(-(-problem.d_v // vec)))
+    most = problem.max_splits or 2**31
+    least = 32 // lanes if most > CHAINS else 1  # threads of a warp that a loop keeps together
+    lanes = max(lanes, 32 // CHAINS) if most > CHAINS else lanes
+    parts = max(min(parts, CHAINS, most), min(least, CHAINS))
+    tiles = -(-problem.d_v // (lanes * vec))
+    if problem.in_place and tiles > 1:
+        parts = min(parts, 1024 // (tiles * lanes))
+    deep = 2 if vec == 4 and problem.max_splits else 1  # of wider vectors, and in the loop, two per thread would spill
+    ilp = ilp or min(4, max(deep, parts), _pow2(-(-most // CHAINS)))
+    unit = lanes * parts
+    meets = unit * (tiles if problem.in_place else 1) if unit > 32 or (problem.in_place and tiles > 1) else 0
+    return _spec(problem, vec=vec, lanes=lanes, parts=parts, ilp=ilp, threads=meets or 128, **how)
+
+
+def space(problem: CombineProblem, arch: Arch) -> Iterator[CombineSpec]:
+    """Every legal variant of a problem within the axes worth trying."""
+    found: dict[CombineSpec, None] = {}
+    for vec in sorted({4, problem.widest}):
+        for parts in (1, 2, 4, 8):
+            for ilp in (1, 2, 4):
+                for pdl in (Pdl.OFF, Pdl.WAIT, Pdl.TRIGGER_TOP, Pdl.TRIGGER_LOADED):
+                    found.setdefault(_shape(problem, parts, vec, ilp, pdl=pdl))
+    yield from (spec for spec in found if not spec.violations(arch))
+
+
+def candidates(problem: CombineProblem, rows: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, CombineSpec | None, str]]:
+    """(rule, spec or None, why it does not apply), best first. The last one applies to every legal problem."""
+    how = {"pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
+    vectors = rows * -(-problem.d_v // problem.widest)
+    for limit, parts in FILL:
+        if vectors > limit:
+            yield f"parts-{parts}", None, f"{rows} rows of {vectors // rows} vectors are above {limit}"
+        else:  # two splits of a thread take as long as one
+            yield f"parts-{parts}", _shape(problem, min(parts, max(1, (problem.max_splits or 2**31) // LEAST)), **how), ""
+    fewest = 32 // min(32, _pow2(-(-problem.d_v // problem.widest)))  # whole warps to a row
+    yield "whole-warps", _shape(problem, min(fewest, max(1, (problem.max_splits or 2**31) // LEAST)), **how), ""
+
+
+# (vectors of the output, at most) -> teams that share a row's splits, enough of them to keep every SM asking for memory; and the splits
+# that a team should have. Measured on an H200; docs/performance.md.
+FILL = ((2**11, 8), (2**13, 4))
+LEAST = 4

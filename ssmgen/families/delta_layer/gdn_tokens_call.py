@@ -1,0 +1,57 @@
+"""gdn_layer of several tokens per sequence: its torch operator and its caller. `gdn_layer.py` has the public function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ... import runtime
+from ...calls.planning import Caller
+from ...engine import layer_tokens
+from .gdn_tokens_spec import OPERATOR, GdnLayerTokensProblem, GdnLayerTokensSpec
+from .planning import Options, run_reference
+from .tokens_planning import family_of, views_of
+
+SAID = 9  # of the options: the first so many, without a lower bound
+NAMES = (
+    "mixed_qkv", "state", "conv_state", "conv_weight", "conv_bias", "a", "b", "A_log", "dt_bias", "z", "norm_weight", "out",
+    "state_indices", "arrivals", *layer_tokens.OPTIONAL,
+)  # fmt: skip
+
+# torch.library: what torch.compile and opcheck see.
+_library = torch.library.Library("ssmgen", "FRAGMENT")
+_library.define(
+    "gdn_layer_tokens(Tensor mixed_qkv, Tensor(a!) state, Tensor(b!) conv_state, Tensor conv_weight, Tensor? conv_bias, Tensor a, "
+    "Tensor b, Tensor A_log, Tensor? dt_bias, Tensor? z, Tensor? norm_weight, Tensor(c!) out, Tensor? state_indices, Tensor(d!) arrivals, "
+    "Tensor? dst_state_indices, Tensor? num_accepted_tokens, Tensor(e!)? intermediate_states, Tensor(f!)? intermediate_conv_window, "
+    "Tensor? intermediate_state_indices, float eps, bool norm_before_gate, str activation, bool allow_neg_eigval, bool l2norm, "
+    "float scale, str layout, int pad_slot_id, bool update_state, bool? pdl) -> ()",
+    tags=torch.Tag.needs_fixed_stride_order,
+)
+
+
+def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
+    torch.ops.ssmgen.gdn_layer_tokens(*given, *options[:SAID], pdl)
+
+
+def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
+    """(given, options, pdl) of what torch's dispatcher gives."""
+    return args[: len(NAMES)], Options(*args[len(NAMES) : -1]), args[-1]
+
+
+@torch.library.impl(_library, "gdn_layer_tokens", "CUDA")
+@torch.library.impl(_library, "gdn_layer_tokens", "CPU")
+def _op(*args: Any) -> None:
+    CALLER.plan(*_received(args))()
+
+
+@torch.library.register_fake("ssmgen::gdn_layer_tokens", lib=_library)
+def _fake(*args: Any) -> None:
+    CALLER.foresee(*_received(args))
+
+
+_required = frozenset(("mixed_qkv", "state", "conv_state", "conv_weight", "a", "b", "A_log", "out", "arrivals"))
+FAMILY = family_of(OPERATOR, GdnLayerTokensProblem, GdnLayerTokensSpec)
+CALLER = Caller(FAMILY, "gdn_layer", NAMES, _required, views_of, run_reference, _dispatch, runtime.Signatures())

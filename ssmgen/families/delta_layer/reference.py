@@ -1,0 +1,58 @@
+"""gdn_layer and kda_layer in plain PyTorch: their three operators' references, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...engine.layer_reference import convolved, normed, slots_of, valid_slots
+from ..linear_attention.reference import linear_attention
+
+
+def delta_layer(
+    views: Mapping[str, Tensor],
+    form: Any,
+    eps: float,
+    norm_before_gate: bool,
+    activation: str,
+    scale: float,
+    lower_bound: float = 0.0,
+    pad_slot_id: int = -1,
+    update_state: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """mixed_qkv [batch, channels]; z, out [batch, HV, V]; conv_state [slots, channels, len]; conv_weight [channels, width]; state [slots,
+    HV, V, K]; A_log [HV]; norm_weight [HV, V], where there is a norm. `form` is linear_attention's. gdn_layer: a, b [batch, HV], dt_bias
+    [HV]; kda_layer: g [batch, HV, K], beta [batch, HV], dt_bias [HV, K]. Several tokens: mixed_qkv, z, out, a, b, g and beta have an axis
+    of them behind the batch's.
+
+    Computes in `dtype`, and rounds what passes from one operator to the next as these do.
+    """
+    slots, (_, HV, V, K), several = slots_of(views, pad_slot_id), views["state"].shape, views["mixed_qkv"].dim() == 3
+    qkv = convolved(views, "mixed_qkv", slots, dtype, update_state)
+    keys = (qkv.shape[-1] - HV * V) // 2
+    q, k, v = qkv.split([keys, keys, HV * V], -1)
+    gates = {"g": "a", "beta": "b"} if "a" in views else {"gk": "g", "beta": "beta"}
+    rule = {role: views[name] for role, name in gates.items()} | {"out": views["out"]}
+    rule |= {"q": q.unflatten(-1, (-1, K)), "k": k.unflatten(-1, (-1, K)), "v": v.unflatten(-1, (HV, V))}
+    if not several:
+        rule = {name: t.unsqueeze(1) for name, t in rule.items()}
+    rule |= {n: views[n] for n in ("state", "A_log", "dt_bias", "num_accepted_tokens") if n in views} | {"state_indices": slots}
+    if "num_accepted_tokens" in views:
+        columns = valid_slots(views, views["state_indices"], pad_slot_id)
+        rule["state_indices"] = torch.where(slots[:, None] < 0, -1, columns)
+        rule["dst_state_indices"] = valid_slots(views, views["dst_state_indices"], pad_slot_id)
+    kept = views.get("intermediate_states")
+    if kept is not None:
+        rule["intermediate_states"] = kept.new_empty(len(slots), qkv.shape[1], HV, V, K)
+    linear_attention(rule, form, scale=scale, lower_bound=lower_bound, update_state=update_state, dtype=dtype)
+    if kept is not None:
+        rows = views["intermediate_state_indices"].tolist() if "intermediate_state_indices" in views else range(len(slots))
+        for b, row in enumerate(rows):
+            if slots[b] >= 0 and 0 <= row < kept.shape[0]:
+                kept[row, : qkv.shape[1]] = rule["intermediate_states"][b]
+    if "norm_weight" in views:
+        normed(views, slots, eps=eps, norm_before_gate=norm_before_gate, activation=activation, dtype=dtype)

@@ -1,0 +1,218 @@
+"""gated_rms_norm: the norm behind a state update, with the gate of its layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import runtime
+from ...arguments import divisor
+from ...calls import checks
+from ...calls.checks import DTYPES
+from ...calls.planning import Caller, Family
+from ...calls.public import Call, operator
+from ...calls.scalars import NOT_NEGATIVE, integer, one_of
+from ...spec import Loads
+from .reference import gated_rms_norm as reference
+from .spec import MAX_GROUP, OPERATOR, Activation, NormProblem, NormSpec
+
+NAMES = ("x", "gate", "weight", "out")
+ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU, "sigmoid": Activation.SIGMOID}
+ACTIVATION = one_of("'silu', 'swish' or 'sigmoid'", *ACTIVATIONS)
+
+
+class Options(NamedTuple):
+    """What a call says beside its tensors."""
+
+    eps: float = 1e-5
+    norm_before_gate: bool = False
+    activation: str = "silu"
+    group_size: int | None = None
+
+
+@operator(like="x", eps=NOT_NEGATIVE, activation=ACTIVATION, group_size=integer("an integer"))
+def gated_rms_norm(
+    x: Tensor,
+    gate: Tensor | None = None,
+    weight: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    norm_before_gate: bool = False,
+    activation: str = "silu",
+    group_size: int | None = None,
+    out: Tensor | None = None,
+    pdl: bool | None = None,
+) -> Tensor:
+    """out = v rsqrt(mean(v^2) + eps) weight, with v = x act(gate); with norm_before_gate, out = x rsqrt(mean(x^2) + eps) weight act(gate).
+
+    The mean is over a group: the last axis, or each `group_size` neighbours of it. Arithmetic is f32, in one order of summation, and
+    the result is rounded once; no variant and no batch size changes a bit.
+
+    x, gate, out: [*rows, groups, size], or [*rows, groups * size] with group_size; f32, f16 or bf16 each. The last axis is contiguous; rows
+        and groups may have any distance. Several axes of rows must lie in one another densely, or with one distance
+    size: a multiple of 4, 4 … 16384
+    gate: None for none: the plain norm of each group
+    weight: [size], for all groups, or [groups * size] or [groups, size]; f32, f16 or bf16; None for 1
+    norm_before_gate: False as in Mamba-2 layers, True as in gated delta rule and KDA layers
+    activation: "silu" or its other name "swish"; "sigmoid"
+    out: x's shape; may be x or gate itself; None for a new one of x's dtype
+    pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
+
+    Returns out. CPU tensors run the reference implementation.
+    Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError; CaptureError when a
+    kernel would have to be built during a CUDA graph capture; NotBuiltError, CompileError, LoadError, LaunchError.
+    Source: Zhang & Sennrich 2019 (arXiv 1910.07467); Dao & Gu 2024 (arXiv 2405.21060); Yang et al. 2024 (arXiv 2412.06464).
+    """
+    if out is None and isinstance(x, Tensor):
+        out = x.new_empty(x.shape)
+    return Call(CALLER, (x, gate, weight, out), Options(eps, norm_before_gate, activation, group_size), pdl)
+
+
+def _groups_of(x: Tensor, group_size: int | None, problems: list[str]) -> tuple[int, int] | None:
+    """(groups in a row, size of a group)"""
+    if x.dim() == 0:
+        problems.append("x is [], not [*rows, groups, size]")
+        return None
+    size = x.shape[-1] if group_size is None else group_size
+    if not 4 <= size <= MAX_GROUP or size % 4:
+        problems.append(f"x is {list(x.shape)}: its groups have {size} elements, which is not a multiple of 4, 4 … {MAX_GROUP}")
+        return None
+    if x.shape[-1] % size:
+        problems.append(f"x is {list(x.shape)}: group_size {size} does not divide its last axis")
+        return None
+    if size != x.shape[-1] or group_size is not None:
+        return x.shape[-1] // size, size
+    return x.shape[-2] if x.dim() > 2 else 1, size
+
+
+def _in_rows(name: str, t: Tensor, groups: int, size: int, problems: list[str]) -> Tensor:
+    """[*rows, groups, size], or the same with the last two in one axis, as [rows, groups, size]."""
+    apart = t.dim() > 2 and t.shape[-2:] == (groups, size)
+    lead = t.dim() - (2 if apart else 1)
+    axes = [(n, s) for n, s in zip(t.shape[:lead], t.stride()[:lead], strict=True) if n != 1]
+    if any(outer != inner * n for (_, outer), (n, inner) in pairwise(axes)):
+        problems.append(f"{name} has strides {list(t.stride())}: its axes of rows, {list(t.shape[:lead])}, have no common distance")
+        return t  # as one axis they would end beyond its memory
+    rows = math.prod(t.shape[:lead])
+    step = axes[-1][1] if axes else t.stride(lead - 1) if lead else groups * size
+    return t.as_strided((rows, groups, size), (step, t.stride(-2) if apart else size, 1))
+
+
+def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
+    """x, gate and out as [rows, groups, size], the weight as [groups, size]. Adds to `problems`; what comes back is only usable if that
+    is nothing."""
+    if not checks.check_tensors(named, problems):
+        return {}
+    checks.check_common(named, "x", problems)
+    x = named["x"]
+    found = _groups_of(x, options.group_size, problems)
+    like_x = {"that of x": tuple(x.shape)}
+    fits = [checks.check_shape(name, t, like_x, problems) for name, t in named.items() if name in ("gate", "out")]
+    if found is None or not all(fits):
+        return {}
+    groups, size = found
+    weights = {"[size]": (size,), "[groups * size]": (groups * size,), "[groups, size]": (groups, size)}
+    if "weight" in named and not checks.check_shape("weight", named["weight"], weights, problems):
+        return {}
+    for name, t in named.items():
+        if t.stride(-1) != 1:
+            problems.append(f"{name} has strides {list(t.stride())}; its last axis must be contiguous")
+        if any(s >= 2**32 for s in t.stride()):
+            problems.append(f"{name} has strides {list(t.stride())}; kernels take strides below 2^32 elements")
+    if checks.overlaps_itself(named["out"]):
+        problems.append(f"out has strides {list(named['out'].stride())}: two of its elements share memory")
+    if x.numel() // size >= 2**31:
+        problems.append(f"x is {list(x.shape)}; kernels take rows and groups of them below 2^31")
+    views = {name: _in_rows(name, t, groups, size, problems) for name, t in named.items() if name != "weight"}
+    if "weight" in named:
+        w = named["weight"]
+        apart = w.stride(0) if w.dim() == 2 else size if w.numel() > size else 0
+        views["weight"] = w.as_strided((groups, size), (apart, 1))
+    return {name: views[name] for name in named}
+
+
+def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> NormProblem:
+    """The problem that checked operands pose, given where they lie."""
+    dtypes = {name: DTYPES[views[name].dtype] if name in views else None for name in NAMES}
+    gated = "gate" in views
+    problem = {
+        "size": views["x"].shape[-1],
+        **dtypes,
+        "norm_first": gated and options.norm_before_gate,
+        "activation": ACTIVATIONS[options.activation] if gated else Activation.SILU,
+        "grouped": views["x"].shape[1] > 1,
+    }
+    vec = NormProblem(**problem).widest
+    aligned = all(checks.aligned(t, pointers[name], vec) for name, t in views.items())
+    return NormProblem(**problem, loads=Loads.VECTOR if aligned else Loads.ELEMENT)
+
+
+def grid_of(spec: NormSpec, views: Mapping[str, Tensor]) -> int:
+    return -(-size_of(views) // spec.teams)
+
+
+def kernel_values(spec: NormSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, int | float]:
+    """Every kernel argument that is not a pointer."""
+    values: dict[str, int | float] = {"units": size_of(views), "eps": options.eps} | divisor("groups", views["out"].shape[1])
+    for role, name in zip(spec.roles(), spec.operands(), strict=True):
+        axes = ("group",) if role == "weight" else ("row", "group")
+        values |= {f"{role}_{axis}": views[name].stride(i) for i, axis in enumerate(axes)}
+    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+
+
+def size_of(views: Mapping[str, Tensor]) -> int:
+    """Groups of all rows."""
+    return views["out"].shape[0] * views["out"].shape[1]
+
+
+FAMILY = Family(
+    OPERATOR,
+    written=("out",),
+    problem_of=problem_of,
+    size_of=size_of,
+    grid_of=grid_of,
+    values_of=kernel_values,
+    in_place=(("out", "x"), ("out", "gate")),
+)
+
+
+def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
+    how = {"eps": options.eps, "norm_before_gate": options.norm_before_gate, "activation": ACTIVATIONS[options.activation].value}
+    reference(**views, **how, dtype=dtype)
+
+
+# torch.library: what torch.compile and opcheck see.
+_library = torch.library.Library("ssmgen", "FRAGMENT")
+_library.define(
+    "gated_rms_norm(Tensor x, Tensor? gate, Tensor? weight, Tensor(a!) out, float eps, bool norm_before_gate, str activation, "
+    "SymInt? group_size, bool? pdl) -> ()",
+    tags=torch.Tag.needs_fixed_stride_order,
+)
+
+
+def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
+    torch.ops.ssmgen.gated_rms_norm(*given, *options, pdl)
+
+
+def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
+    """(given, options, pdl) of what torch's dispatcher gives."""
+    return args[: len(NAMES)], Options(*args[len(NAMES) : -1]), args[-1]
+
+
+@torch.library.impl(_library, "gated_rms_norm", "CUDA")
+@torch.library.impl(_library, "gated_rms_norm", "CPU")
+def _op(*args: Any) -> None:
+    CALLER.plan(*_received(args))()
+
+
+@torch.library.register_fake("ssmgen::gated_rms_norm", lib=_library)
+def _fake(*args: Any) -> None:
+    CALLER.foresee(*_received(args))
+
+
+CALLER = Caller(FAMILY, OPERATOR, NAMES, frozenset(("x", "out")), views_of, run_reference, _dispatch, runtime.Signatures())

@@ -1,0 +1,359 @@
+"""Cases and contenders for gated_delta_rule and its relatives.
+
+State: slots drawn at random from a pool of 4 GiB, or of four batches if that is more; every input set has slots and inputs of its own.
+Split pool: the new state goes to other random slots. Intermediates: the state after each token goes to a buffer and the pool is only
+read, 1 + tokens passes over the state; ring: only the tokens' inputs are kept and the state is read, 1 pass, and the commit of all tokens
+is timed by itself; otherwise the state is read and written, 2 passes, as the slot copy does in place. TB/s counts the state.
+
+Peers: FlashInfer gets the same call, but no ring. flash-linear-attention has no pool: it gets f32 states, contiguous, out of the pool's
+memory; it returns new ones, and keeps none per token, so that with intermediates it does less. Host times are eager calls, arguments at
+hand.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+import ssmgen
+
+from ... import runtime
+from ...accuracy import norm_error
+from ...bench import report as reports
+from ...bench import timing
+from ...bench.progress import PRINTING, Watch
+from ...bench.report import GATE, HOST_BATCH, MAX_SETS, MIN_SETS, cell
+from ...bench.rows import Point
+from ...calls.checks import TORCH_DTYPES
+from ...errors import SsmgenError
+from ...spec import SM90, DType, PoolMode, must
+from .bench_recurrences import OPS, VALUES, Operand, operands
+from .planning import NAMES, token_views
+from .reference import linear_attention as reference
+
+POOL_BYTES = 4 * 2**30  # of the state; and at most, of the buffers of intermediate states, if that is more than one
+
+
+@dataclass
+class Case:
+    """Rotating inputs of one operator at one batch size, on the device of the state."""
+
+    op: str
+    state: Tensor  # the pool: [slots, heads, V, K]
+    key_heads: int
+    batch: int
+    tokens: int = 1
+    intermediates: bool = False
+    pool: PoolMode = PoolMode.SINGLE
+    ring: bool = False
+    sets: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        slots, heads, V, K = self.state.shape
+        B, T, device = self.batch, self.tokens, self.state.device
+        draws = 2 if self.pool is PoolMode.SPLIT else 1
+        self.sets = max(1, min(MAX_SETS, slots // (draws * B)))
+        drawn = torch.randperm(slots, device=device)[: draws * self.sets * B].to(torch.int32).view(draws, self.sets, B)
+        # Every row starts at a multiple of 32 bytes, as FlashInfer assumes.
+        self.slots, *others = pad(drawn, (0, -B % 8))[:, :, :B]
+        self.targets = others[0] if others else None
+
+        axes = {"key": (self.key_heads, K), "head": (heads,), "channel": (heads, K), "value": (heads, V)}
+        recurrence = OPS[self.op]
+
+        def rand(operand: Operand, *lead: int, dtype: torch.dtype) -> Tensor:
+            return VALUES[operand.values](torch.randn(*lead, *axes[operand.axes], device=device, dtype=dtype))
+
+        self.operands = {name: rand(o, self.sets, B, T, dtype=torch.bfloat16) for name, o in operands(recurrence.operands).items()}
+        if "p" in self.operands:
+            self.operands["p"] = self.operands["k"].clone()  # as in the models; with another one the state grows without bound
+        self.weights = {name: rand(o, dtype=torch.float32) for name, o in operands(recurrence.weights).items()}
+        self.out = torch.empty_like(self.operands["v"])
+        self.kept = self.raw = None
+        if self.ring:
+            kept = {n: self.operands[n] for n in ("k", "v", "g", "beta")}
+            self.raw = ssmgen.Ring(*(torch.zeros(slots, T, *t.shape[3:], device=device, dtype=t.dtype) for t in kept.values()))
+            self.accepted = torch.full((B,), T, device=device, dtype=torch.int32)
+        if self.intermediates:
+            count = max(1, min(self.sets, POOL_BYTES // (B * T * self.slot_bytes)))
+            self.kept = torch.empty(count, B, T, heads, V, K, device=device, dtype=self.state.dtype)
+
+    @property
+    def function(self) -> Callable[..., Tensor]:
+        return getattr(ssmgen, self.op)
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.state[0].numel() * self.state.element_size()
+
+    @property
+    def passes(self) -> int:
+        """Times that one call reads or writes a whole state."""
+        return 1 if self.ring else 1 + self.tokens if self.intermediates else 2
+
+    @property
+    def state_bytes(self) -> int:
+        return self.passes * self.batch * self.slot_bytes
+
+    @property
+    def io_bytes(self) -> int:
+        """Of everything else but the indices."""
+        once = [*self.weights.values(), *(t[0] for t in (*self.operands.values(), self.out))]
+        return sum(t.numel() * t.element_size() for t in once)
+
+    def arguments(self, i: int) -> dict[str, Any]:
+        """Keywords of the i-th call."""
+        call = {"state": self.state, **{n: t[i] for n, t in self.operands.items()}, **self.weights, **OPS[self.op].options}
+        call |= {"state_indices": self.slots[i], "out": self.out[i]}
+        if self.targets is not None:
+            call["dst_state_indices"] = self.targets[i]
+        if self.kept is not None:
+            call |= {"intermediate_states": self.kept[i % len(self.kept)], "update_state": False}
+        if self.raw is not None:
+            call |= {"ring": self.raw, "update_state": False}
+        return call
+
+    def commit(self) -> timing.Launch:
+        """The replay of all tokens in the ring."""
+        function, options = getattr(ssmgen, f"{self.op}_commit"), OPS[self.op].options
+        shared = (self.state, self.raw, self.accepted)
+        calls = [ssmgen.bind(function, *shared, **self.weights, **options, state_indices=self.slots[i]) for i in range(self.sets)]
+        return lambda i: calls[i]()
+
+    def bound(self, pdl: bool) -> timing.Launch:
+        """Our kernel, with the host's part of every call done beforehand."""
+        calls = [ssmgen.bind(self.function, **self.arguments(i), pdl=pdl) for i in range(self.sets)]
+        return lambda i: calls[i]()
+
+    def gate(self, pdl: bool | None = None) -> tuple[float, float]:
+        """Norm errors of the states that one call leaves and of its output, against float64, on a few rows.
+
+        Raises SsmgenError when one is more than its rounding: once where it is stored, and in f32 once per token.
+        """
+        rows = torch.linspace(0, self.batch - 1, min(self.batch, 4), device=self.state.device).long()
+        call = self.arguments(0)
+        touched, expected = self._expected(call, rows)
+        for written in [call["out"], *([self.kept[0]] if self.kept is not None else [])]:
+            written.fill_(float("nan"))
+        self.function(**call, pdl=pdl)
+        results = {"state": self.state[touched], "out": call["out"][rows]}
+        if self.kept is not None:
+            results["intermediate_states"] = self.kept[0][rows]
+        errors = {name: norm_error(result, expected[name]) for name, result in results.items()}
+        limits = {name: GATE[result.dtype] + (self.tokens - 1) * GATE[torch.float32] for name, result in results.items()}
+        if not all(errors[name] < limits[name] for name in errors):
+            found = ", ".join(f"{name} error {error:.1e}" for name, error in errors.items())
+            raise SsmgenError(f"{self.op} batch {self.batch}, {self.tokens} tokens, {self.pool.value} pool: {found}; not timed")
+        out_error = errors.pop("out")
+        return max(errors.values()), out_error
+
+    def _expected(self, call: Mapping[str, Any], rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """(slots that these rows touch, what the reference makes of copies of them and of the rest, in float64)"""
+        indices = [name for name in ("state_indices", "dst_state_indices") if name in call]
+        touched = torch.cat([call[name][rows] for name in indices]).long()
+        own = torch.arange(len(touched), device=rows.device).split(len(rows))
+        small = {n: v for n, v in call.items() if n != "ring"} | {"state": self.state[touched]} | dict(zip(indices, own, strict=True))
+        small |= {n: call[n][rows] for n in (*self.operands, "out", "intermediate_states") if n in call}
+        given, options = self.function.build(**small)[1:3]
+        views = token_views({name: t for name, t in zip(NAMES, given, strict=True) if t is not None}, options, [])
+        views |= {name: views[name].double() for name in ("state", "out", "intermediate_states") if name in views}
+        form, scale, lower_bound, *_ = options
+        reference(views, form, scale=scale, lower_bound=lower_bound, update_state=options.update_state, dtype=torch.float64)
+        return touched, views
+
+
+def flashinfer(case: Case) -> reports.Peer | None:
+    """FlashInfer's kernels for a bf16 state of 128 x 128."""
+    if case.op != "gated_delta_rule" or case.state.dtype != torch.bfloat16 or case.state.shape[2:] != (128, 128):
+        return None
+    name = "gated_delta_rule" if case.tokens == 1 and not case.intermediates else "gated_delta_rule_mtp"
+    function = reports.imported("flashinfer.gdn_kernels.gdn_decode_bf16_state", name)
+    if function is None:
+        return None
+    theirs = {
+        "g": "a", "beta": "b", "out": "output", "state": "initial_state_source", "state_indices": "initial_state_indices",
+        "dst_state_indices": "output_state_indices", "intermediate_states": "intermediate_states_buffer",
+    }  # fmt: skip
+    options = {"use_qk_l2norm_in_kernel": True} | ({"disable_state_update": True} if case.intermediates or case.ring else {})
+    calls = [{theirs.get(n, n): t for n, t in case.arguments(i).items() if isinstance(t, Tensor)} | options for i in range(case.sets)]
+    return lambda i: function(**calls[i])
+
+
+def fla(case: Case) -> reports.Peer | None:
+    """flash-linear-attention's fused_recurrent functions."""
+    recurrence = OPS[case.op]
+    _, heads, V, K = case.state.shape
+    if heads != case.key_heads and not recurrence.fla_groups:
+        return None
+    module, _, name = recurrence.fla.rpartition(".")
+    function = reports.imported(module, name)
+    if function is None:
+        return None
+    parts = case.state.flatten().view(torch.float32).split(case.batch * heads * K * V)
+    states = [part.view(case.batch, heads, K, V) for part in parts if len(part) == len(parts[0])]
+    calls = []
+    for i in range(case.sets):
+        call = {n: t[i] for n, t in case.operands.items()} | case.weights | recurrence.fla_options
+        call = {n: value for n, value in call.items() if value is not None}
+        calls.append(call | {"initial_state": states[i % len(states)], "output_final_state": True})
+    return lambda i: function(**calls[i])
+
+
+PEERS = {"flashinfer": flashinfer, "fla": fla}
+
+
+@torch.no_grad()
+def run(
+    op: str,
+    states: Sequence[DType] = (),
+    batches: Sequence[int] = (),
+    tokens: Sequence[int] = (),
+    pools: Sequence[PoolMode] = (),
+    *,
+    intermediates: bool | None = None,
+    heads: int | None = None,
+    key_heads: int | None = None,
+    dim: int | None = None,
+    value_dim: int | None = None,
+    ring: bool = False,
+    rounds: int = 7,
+    peers: bool = True,
+    watch: Watch = PRINTING,
+) -> dict[str, Any]:
+    """The whole report, as JSON would hold it; whatever is empty or None is the operator's default.
+
+    intermediates: of calls with several tokens; None for where the pool is single. value_dim: value channels, if not as many as dim.
+    Raises SsmgenError without a GPU.
+    """
+    report = reports.begin(__doc__)
+    recurrence = OPS[op]
+    heads, key_heads, dim = shape(op, heads, key_heads, dim)
+    values = value_dim or dim
+    report |= {"op": op, "heads": heads, "key_heads": key_heads, "dim": dim, "value_dim": values}
+    state_types = states or [recurrence.state]
+    points = list(itertools.product(pools or [PoolMode.SINGLE], tokens or [1], batches or recurrence.batches))
+    watch.begins(op, len(state_types) * len(points))
+    for state_type in state_types:
+        dtype = TORCH_DTYPES[state_type]
+        count = partial(pool_slots, heads * values * dim * dtype.itemsize)
+        state = reports.normal_pool(max(count(B, pool) for pool, _, B in points), (heads, values, dim), dtype, "cuda")
+        for pool, T, B in points:
+            kept = not ring and keeps(intermediates, T, pool)
+            named = {"op": op, "state": state_type.value, "pool": pool.value, "tokens": T, "intermediates": kept, "ring": ring, "batch": B}
+            with reports.case(report, named, watch, _line) as row:
+                own = state[: count(B, pool)]
+                row |= _measured(Case(op, own, key_heads, B, T, kept, pool, ring), report["ceilings_tbs"]["in_place"], rounds, peers, watch)
+        del state
+    return report
+
+
+def shape(op: str, heads: int | None, key_heads: int | None, dim: int | None) -> tuple[int, int, int]:
+    """(heads, key heads, K = V) for what was asked for."""
+    heads = heads or OPS[op].heads
+    return heads, key_heads or OPS[op].key_heads or heads, dim or 128
+
+
+def mistakes(
+    op: str, tokens: Sequence[int], pools: Sequence[PoolMode], intermediates: bool | None,
+    heads: int | None, key_heads: int | None, dim: int | None, ring: bool = False, **others: Any,
+) -> list[str]:  # fmt: skip
+    """What options of the command line do not go together, in words."""
+    HV, HK, _ = shape(op, heads, key_heads, dim)
+    return [
+        *must(HV % HK == 0, f"{HV} heads are not a multiple of {HK} key heads"),
+        *must(key_heads is None or OPS[op].groups, f"{op} does not take --key-heads: every head has a key of its own"),
+        *must(not intermediates or max(tokens, default=1) > 1, "--intermediates needs --tokens of more than 1"),
+        *must(not ring or op in ("gated_delta_rule", "kda"), f"{op} has no ring"),
+        *must(not (ring and intermediates), "--ring is instead of --intermediates"),
+        *must(not ring or PoolMode.SPLIT not in pools, "--ring leaves the pool as it is: not with --pool-mode split"),
+        *must(not intermediates or PoolMode.SPLIT not in pools, "--intermediates leaves the pool as it is: not with --pool-mode split"),
+    ]
+
+
+def pool_slots(slot_bytes: int, batch: int, pool: PoolMode) -> int:
+    return max(math.ceil(POOL_BYTES / slot_bytes), MIN_SETS * batch * (2 if pool is PoolMode.SPLIT else 1))
+
+
+def keeps(intermediates: bool | None, tokens: int, pool: PoolMode) -> bool:
+    """Whether a call's intermediate states are kept."""
+    return tokens > 1 and (pool is PoolMode.SINGLE if intermediates is None else intermediates)
+
+
+def _measured(case: Case, ceiling: float, rounds: int, peers: bool, watch: Watch) -> dict[str, Any]:
+    """What a row says beside its case."""
+    arch = runtime.device_arch(case.state.device.index)
+    pdls = (True, False) if arch >= SM90 else (False,)
+    state_errors, out_errors = zip(*reports.gates(case.gate, pdls), strict=True)
+    others = reports.usable({name: make(case) for name, make in PEERS.items()} if peers else {})
+    contenders = {"ssmgen_pdl" if pdl else "ssmgen": case.bound(pdl) for pdl in pdls}
+    contenders |= {"commit": case.commit()} if case.ring else {}
+    contenders |= reports.slot_copies(case.state, case.slots, pdls) | others
+    watch.timing(len(contenders))
+    us = timing.device_us(contenders, case.sets, rounds)
+    served = us.get("ssmgen_pdl", us["ssmgen"])  # pdl=None is pdl=True where the device can
+    copy = min((us[name] for name in ("copy_pdl", "copy") if name in us), default=None)
+    tbs = case.state_bytes / served / 1e6
+    return {
+        "us": us,
+        "served_us": served,
+        "passes": case.passes,
+        "state_bytes": case.state_bytes,
+        "io_bytes": case.io_bytes,
+        "tbs": tbs,
+        "copy_ratio": served / copy if copy and case.tokens == 1 else None,
+        "ceiling_fraction": tbs / ceiling,
+        "peer_ratio": {name: served / us[name] for name in others},
+        "host_us": reports.host_us(case.function, (), case.arguments(0), others) if case.batch <= HOST_BATCH else {},
+        "state_error": max(state_errors),
+        "out_error": max(out_errors),
+        **reports.served(case.function, (), case.arguments(0), arch),
+    }
+
+
+def point(report: Mapping[str, Any], row: Mapping[str, Any]) -> Point:
+    dim, values = report["dim"], report.get("value_dim", report["dim"])
+    several = [f"{row['tokens']} tokens"] if row["tokens"] > 1 else []
+    kept = ["every state kept"] if row["intermediates"] else ["inputs kept in a ring"] if row["ring"] else []
+    split = ["split pool"] if row["pool"] == PoolMode.SPLIT.value else []
+    what = [f"{report['heads']} heads of {values} x {dim}", f"{report['key_heads']} key heads", f"{row['state']} state"]
+    return Point(", ".join([*what, *several, *kept, *split]), "batch", str(row["batch"]), "in_place")
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    kept = " kept" if row["intermediates"] else f" ring, commit {row['us']['commit']:.2f} us," if row["ring"] else ""
+    what = f"{row['op']} {row['state']} {row['pool']} T {row['tokens']}{kept} batch {row['batch']}"
+    copy = "" if row["copy_ratio"] is None else f", {row['copy_ratio']:.3f} x copy"
+    return f"{what}: {row['served_us']:.2f} us, {row['tbs']:.2f} TB/s{copy}"
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """The report for a terminal. `kept`: with intermediates; `ceiling`: TB/s over that of torch's multiplication in place."""
+    dim, values = report["dim"], report.get("value_dim", report["dim"])
+    channels = f"K = V = {dim}" if values == dim else f"K = {dim}, V = {values}"
+    lines = [
+        *reports.head(report),
+        f"{report['op']}: {report['heads']} heads, {report['key_heads']} key heads, {channels}",
+        f"{'state':6}{'pool':>6}{'T':>3}{'kept':>5}{'batch':>6}{'us':>9}{'TB/s':>7}{'ceiling':>8}{'no pdl':>9}{'copy':>9}{'x copy':>8}"
+        f"{'flashinfer':>12}{'ratio':>7}{'fla':>9}{'ratio':>7}{'host us':>9}{'bound':>7}{'peers host':>12}{'commit':>9}  rule",
+    ]
+    for row in report["rows"]:
+        kept = "yes" if row["intermediates"] else "ring" if row["ring"] else "no"
+        us, host, ratio = row["us"], row["host_us"], row["peer_ratio"]
+        copy = min((us[name] for name in ("copy", "copy_pdl") if name in us), default=None)
+        others = "/".join(f"{host[p]:.1f}" for p in PEERS if p in host)
+        lines.append(
+            f"{row['state']:6}{row['pool']:>6}{row['tokens']:3}{kept:>5}{row['batch']:6}"
+            + cell(row["served_us"], 9) + cell(row["tbs"], 7) + cell(row["ceiling_fraction"], 8) + cell(us["ssmgen"], 9) + cell(copy, 9)
+            + cell(row["copy_ratio"], 8, 3) + cell(us.get("flashinfer"), 12) + cell(ratio.get("flashinfer"), 7)
+            + cell(us.get("fla"), 9) + cell(ratio.get("fla"), 7) + cell(host.get("ssmgen"), 9)
+            + cell(host.get("ssmgen_bound"), 7) + f"{others:>12}" + cell(us.get("commit"), 9) + f"  {row['rule']}"
+        )  # fmt: skip
+    return "\n".join(lines)

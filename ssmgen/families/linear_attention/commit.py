@@ -1,0 +1,137 @@
+"""Commits of a ring: what `linear_attention_call` needs to know of calls that replay accepted tokens into the state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...calls import checks
+from ...calls.checks import DTYPES
+from ...spec import Index, Loads, PoolMode
+from .problem import Beta, Delta, Gate, Layout, LinearAttentionProblem, Ring, Tokens
+from .reference import one_token
+
+_INDEX = {torch.int32: Index.I32, torch.int64: Index.I64}
+
+
+def views_of(named: Mapping[str, Tensor], layout: str, problems: list[str]) -> dict[str, Tensor]:
+    """The operands with a layer axis in front of all but the indices: state [L, slots, HV, V, K]; k [L, slots, T, HK, K]; v
+    [L, slots, T, HV, V]; g, beta [L, slots, T, HV]; gk [L, slots, T, HV, K]; A_log [L, HV]; dt_bias [L, HV] or [L, HV, K].
+    """
+    if not checks.check_tensors(named, problems):
+        return {}
+    checks.check_common(named, "state", problems)
+    state, k = named["state"], named["k"]
+    layered = state.dim() == 5
+    if state.dim() not in (4, 5) or k.dim() != state.dim():
+        problems.append(
+            f"state is {list(state.shape)} and ring.k is {list(k.shape)}, not [slots, heads, V, K] and [slots, tokens, key heads, K], "
+            "or both with a layers axis in front"
+        )
+        return {}
+    views = {n: t if layered or n in ("state_indices", "num_accepted_tokens") else t.unsqueeze(0) for n, t in named.items()}
+    if layout == "kv":
+        views["state"] = views["state"].transpose(3, 4)
+    L, slots, HV, V, state_k = views["state"].shape
+    T, H, K = views["k"].shape[2:]
+    batch = named["num_accepted_tokens"].numel()
+    if state_k != K:
+        problems.append(f"state is {list(state.shape)} in layout {layout!r}, whose K is {state_k}; ring.k has K = {K}")
+    if H == 0 or HV % H:
+        problems.append(f"state has {HV} heads, not a multiple of the {H} of ring.k")
+    lead, words = (L, slots, T), "[layers, slots, tokens"
+    allowed: dict[str, dict[str, tuple[int, ...]]] = {
+        "k": {f"{words}, key heads, K]": (*lead, H, K)},
+        "v": {f"{words}, heads, V]": (*lead, HV, V)},
+        "g": {f"{words}, heads]": (*lead, HV)},
+        "gk": {f"{words}, heads, K]": (*lead, HV, K)},
+        "beta": {f"{words}, heads]": (*lead, HV), f"{words}, heads, V]": (*lead, HV, V)},
+        "A_log": {"[layers, heads]": (L, HV)},
+        "dt_bias": {"[layers, heads, K]": (L, HV, K), "[layers, heads * K]": (L, HV * K)}
+        if "gk" in named
+        else {"[layers, heads]": (L, HV)},
+        "state_indices": {"[batch]": (batch,)},
+        "num_accepted_tokens": {"[batch]": (batch,)},
+    }
+    fits = [checks.check_shape(n, t, allowed[n], problems) for n, t in views.items() if n != "state"]
+    if problems or not all(fits):
+        return {}
+    if "gk" in views and "dt_bias" in views and views["dt_bias"].dim() == 2:
+        views["dt_bias"] = views["dt_bias"].unflatten(1, (HV, K))
+    dense = (V * K, K, 1) if layout == "vk" else (V * K, 1, V)
+    have = views["state"].stride()
+    if any(n > 1 and s != want for n, s, want in zip((HV, V, K), have[2:], dense, strict=True)):
+        problems.append(f"state has strides {list(state.stride())}; its last three axes must be dense")
+    elif checks.overlaps_itself(views["state"]):
+        problems.append(f"state has strides {list(state.stride())}: two of its slots share memory")
+    if "state_indices" not in views and slots < batch:
+        problems.append(f"state has {slots} slots for a batch of {batch}, and there are no state_indices")
+    for name, t in views.items():
+        if name != "state":
+            checks.check_strides_fit(name, t, {"A_log": 1, "dt_bias": 1}.get(name, 0 if t.dim() == 1 else 2), problems)
+    return views
+
+
+def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Any) -> LinearAttentionProblem:
+    state, form = views["state"], options.form
+    L, _, HV, V, K = state.shape
+    lane = min(16 // state.element_size(), K & -K)  # elements of a vector that a lane owns
+
+    along, wide = (-1, lane) if options.layout == "vk" else (-2, min(16 // state.element_size(), V & -V))
+    vectors = [n for n in ("k", "gk") if n in views] + (["dt_bias"] if "gk" in views and "dt_bias" in views else [])
+    present = {n: DTYPES[t.dtype] for n, t in views.items() if n not in ("state_indices", "num_accepted_tokens")}
+    return LinearAttentionProblem(
+        dim_k=K,
+        dim_v=V,
+        nheads=HV,
+        key_heads=views["k"].shape[3],
+        delta=Delta(form.delta),
+        layout=Layout(options.layout),
+        tokens=Tokens.MANY,
+        **present,
+        gate=Gate(form.gate),
+        beta_form=Beta(form.beta),
+        beta_rows="beta" in views and views["beta"].dim() == 5,
+        l2norm=form.l2norm,
+        index=_INDEX[views["state_indices"].dtype] if "state_indices" in views else Index.NONE,
+        accepted=_INDEX[views["num_accepted_tokens"].dtype],
+        pool=PoolMode.SINGLE,
+        ring=Ring.COMMIT,
+        layers=L > 1,
+        state_loads=Loads.VECTOR if checks.aligned(state, pointers["state"], wide, along) else Loads.ELEMENT,
+        operand_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], lane) for n in vectors) else Loads.ELEMENT,
+    )
+
+
+_AXES = {
+    "A_log": {"layer": 0, "head": 1},
+    "dt_bias": {"layer": 0, "head": 1, "n": 2},
+    "state_indices": {"batch": 0},
+    "num_accepted_tokens": {"batch": 0},
+}
+_RING_AXES = {"layer": 0, "slot": 1, "token": 2, "head": 3, "row": 4, "n": 4}
+
+
+def stride(views: Mapping[str, Tensor], operand: str, axis: str) -> int:
+    return views[operand].stride(_AXES.get(operand, _RING_AXES)[axis])
+
+
+def reference(views: Mapping[str, Tensor], form: Any, pad_slot_id: int, lower_bound: float, dtype: torch.dtype = torch.float32) -> None:
+    """Replays accepted tokens: state [L, slots, …] as above; counts out of range and slots that are none leave it alone."""
+    state = views["state"]
+    tokenwise = [n for n in ("k", "v", "g", "gk", "beta") if n in views]
+    for b, accepted in enumerate(views["num_accepted_tokens"].tolist()):
+        slot = int(views["state_indices"][b]) if "state_indices" in views else b
+        if not 0 <= slot < state.shape[1] or slot == pad_slot_id or not 0 < accepted <= views["k"].shape[2]:
+            continue
+        for layer in range(state.shape[0]):
+            S = state[layer, slot].to(dtype)
+            weights = {n: views[n][layer].to(dtype) for n in ("A_log", "dt_bias") if n in views}
+            for t in range(accepted):
+                x = {n: views[n][layer, slot, t].to(dtype) for n in tokenwise}
+                x["k"] = x["q"] = x["k"].repeat_interleave(S.shape[0] // x["k"].shape[0], 0)
+                S, _ = one_token(S, x | weights, form, 1.0, lower_bound)
+            state[layer, slot] = S.to(state.dtype)

@@ -1,0 +1,184 @@
+"""Decode steps of delta rules, and commits of what they kept in a ring. `ops/linear_attention.py` says what all functions share."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...calls.public import operator
+from .options import PoolOptions, Ring, commit, decode
+from .views import Form
+
+
+def _gate_objections(g: str, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None = None) -> tuple[str, ...]:
+    if dt_bias is None or A_log is not None or lower_bound is not None:
+        return ()
+    return (f"dt_bias is given without A_log: it belongs to a raw gate, and {g} is a log decay",)
+
+
+def _beta_objections(beta_sigmoid: bool, allow_neg_eigval: bool) -> tuple[str, ...]:
+    return ("allow_neg_eigval doubles the sigmoid of beta: give beta_sigmoid too",) if allow_neg_eigval and not beta_sigmoid else ()
+
+
+def _gate(A_log: Tensor | None, lower_bound: float | None) -> str:
+    return "bounded" if lower_bound is not None else "log" if A_log is None else "softplus"
+
+
+def _beta(beta_sigmoid: bool, allow_neg_eigval: bool) -> str:
+    return "plain" if not beta_sigmoid else "twice_sigmoid" if allow_neg_eigval else "sigmoid"
+
+
+@operator(like="v")
+def gated_delta_rule(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+    *,
+    use_qk_l2norm: bool = False, beta_sigmoid: bool = False, allow_neg_eigval: bool = False,
+    scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
+    intermediate_states: Tensor | None = None, update_state: bool = True, ring: Ring | None = None, out: Tensor | None = None,
+    pdl: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """Gated DeltaNet (Qwen3-Next, Qwen3.5, OLMo-Hybrid): S <- a S + beta (v - a S k) k^T, with a = e^g.
+
+    state: [slots, HV, V, K], updated in place         q, k: […, HK, K]; v: […, HV, V]
+    g: […, HV], log decay; with A_log [HV] the raw gate, of which the log decay is -e^A_log softplus(g + dt_bias), dt_bias [HV] or None
+    beta: […, HV], or […, HV, V] for one per value channel; beta_sigmoid: it is a logit; allow_neg_eigval: twice its sigmoid
+    use_qk_l2norm: q and k are divided by sqrt(|x|^2 + 1e-6) first
+    Everything else: see PoolOptions
+    Source: Yang et al. 2024 (arXiv 2412.06464).
+    """
+    form = Form("decayed", _gate(A_log, None), _beta(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
+    objections = _gate_objections("g", A_log, dt_bias) + _beta_objections(beta_sigmoid, allow_neg_eigval)
+    pool = PoolOptions(
+        scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
+        update_state, out, pdl, ring,
+    )  # fmt: skip
+    return decode("gated_delta_rule", form, pool, state, q, k, v, g, None, None, beta, A_log, dt_bias, objections=objections)
+
+
+@operator(like="v")
+def kda(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+    *,
+    lower_bound: float | None = None, use_qk_l2norm: bool = False, beta_sigmoid: bool = False, allow_neg_eigval: bool = False,
+    scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
+    intermediate_states: Tensor | None = None, update_state: bool = True, ring: Ring | None = None, out: Tensor | None = None,
+    pdl: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """Kimi delta attention (Kimi-Linear): gated delta rule with a decay per key channel: S <- S D + beta (v - S D k) k^T, D = diag(e^g).
+
+    g: […, HV, K], log decay; with A_log [HV] the raw gate, of which the log decay is -e^A_log softplus(g + dt_bias), or with lower_bound
+        lower_bound sigmoid(e^A_log (g + dt_bias)), in which A_log may be missing; dt_bias [HV, K], [HV K] or None
+    Otherwise as gated_delta_rule. Source: Kimi Team 2025 (arXiv 2510.26692).
+    """
+    form = Form("decayed", _gate(A_log, lower_bound), _beta(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
+    objections = _gate_objections("g", A_log, dt_bias, lower_bound) + _beta_objections(beta_sigmoid, allow_neg_eigval)
+    pool = PoolOptions(
+        scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
+        update_state, out, pdl, ring,
+    )  # fmt: skip
+    return decode(
+        "kda", form, pool, state, q, k, v, None, g, None, beta, A_log, dt_bias, lower_bound=lower_bound, objections=objections
+    )  # fmt: skip
+
+
+@operator(like="v")
+def gdn2(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, *,
+    lower_bound: float | None = None, use_qk_l2norm: bool = False,
+    scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
+    intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """Gated DeltaNet 2: S <- S D + (w v - S D (b k)) k^T, with an erase gate per key channel and a write gate per value channel.
+
+    g, A_log, dt_bias, lower_bound: as in kda           b: […, HV, K]; w: […, HV, V], both applied as they are
+    Otherwise as gated_delta_rule. Source: flash-linear-attention, fla.ops.gdn2.
+    """
+    form = Form("decayed", _gate(A_log, lower_bound), "plain", use_qk_l2norm)
+    objections = _gate_objections("g", A_log, dt_bias, lower_bound)
+    pool = PoolOptions(
+        scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
+        update_state, out, pdl,
+    )  # fmt: skip
+    return decode(
+        "gdn2", form, pool, state, q, k, v, None, g, None, None, A_log, dt_bias, None, b, w, lower_bound=lower_bound, objections=objections
+    )  # fmt: skip
+
+
+@operator(like="v")
+def delta_rule(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *,
+    use_qk_l2norm: bool = False, beta_sigmoid: bool = False, allow_neg_eigval: bool = False,
+    scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
+    intermediate_states: Tensor | None = None, update_state: bool = True, ring: Ring | None = None, out: Tensor | None = None,
+    pdl: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """DeltaNet: S <- S + beta (v - S k) k^T. Operands as in gated_delta_rule. Source: Yang et al. 2024 (arXiv 2406.06484)."""
+    form = Form("decayed", "log", _beta(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
+    objections = _beta_objections(beta_sigmoid, allow_neg_eigval)
+    pool = PoolOptions(
+        scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
+        update_state, out, pdl, ring,
+    )  # fmt: skip
+    return decode("delta_rule", form, pool, state, q, k, v, None, None, None, beta, objections=objections)
+
+
+@operator(like="v")
+def comba(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, *,
+    use_qk_l2norm: bool = False, beta_sigmoid: bool = False,
+    scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
+    intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """Comba: S <- a S + beta (v - S p) k^T, a = e^g: it reads the state before its decay, with a key p […, HK, K] of its own.
+
+    use_qk_l2norm normalises p too. Otherwise as gated_delta_rule. Source: Hu et al. 2025 (arXiv 2506.02475), as fla's fused kernel does.
+    """
+    form = Form("old", _gate(A_log, None), _beta(beta_sigmoid, False), use_qk_l2norm)
+    objections = _gate_objections("g", A_log, dt_bias)
+    pool = PoolOptions(
+        scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
+        update_state, out, pdl,
+    )  # fmt: skip
+    return decode("comba", form, pool, state, q, k, v, g, None, None, beta, A_log, dt_bias, p, objections=objections)
+
+
+@operator(like="num_accepted_tokens")
+def gated_delta_rule_commit(
+    state: Tensor, ring: Ring, num_accepted_tokens: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, *,
+    use_qk_l2norm: bool = False, beta_sigmoid: bool = False, allow_neg_eigval: bool = False, state_layout: str = "vk",
+    state_indices: Tensor | None = None, pad_slot_id: int = -1, pdl: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """Takes the accepted tokens of a speculative step over into the state, from the ring that the step has filled.
+
+    state: [slots, HV, V, K], updated in place and returned; [layers, slots, …] with ring, A_log and dt_bias likewise, in one launch
+    ring: what gated_delta_rule(…, update_state=False, ring=ring) was given
+    num_accepted_tokens: [batch] int32 or int64: how many of the sequence's tokens to replay; 0, or a number out of range, changes nothing
+    Other arguments as in gated_delta_rule and PoolOptions; the result is that of gated_delta_rule on those tokens, bit for bit.
+    """
+    form = Form("decayed", _gate(A_log, None), _beta(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
+    objections = _gate_objections("g", A_log, dt_bias) + _beta_objections(beta_sigmoid, allow_neg_eigval)
+    return commit(
+        "gated_delta_rule_commit", form, state, ring, num_accepted_tokens, A_log, dt_bias, per_channel=False,
+        state_layout=state_layout, state_indices=state_indices, pad_slot_id=pad_slot_id, pdl=pdl, objections=objections,
+    )  # fmt: skip
+
+
+@operator(like="num_accepted_tokens")
+def kda_commit(
+    state: Tensor, ring: Ring, num_accepted_tokens: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, *,
+    lower_bound: float | None = None, use_qk_l2norm: bool = False, beta_sigmoid: bool = False, allow_neg_eigval: bool = False,
+    state_layout: str = "vk", state_indices: Tensor | None = None, pad_slot_id: int = -1, pdl: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """As gated_delta_rule_commit, for kda: ring.g is [slots, T, HV, K]."""
+    form = Form("decayed", _gate(A_log, lower_bound), _beta(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
+    objections = _gate_objections("g", A_log, dt_bias, lower_bound) + _beta_objections(beta_sigmoid, allow_neg_eigval)
+    return commit(
+        "kda_commit", form, state, ring, num_accepted_tokens, A_log, dt_bias, per_channel=True, lower_bound=lower_bound,
+        state_layout=state_layout, state_indices=state_indices, pad_slot_id=pad_slot_id, pdl=pdl, objections=objections,
+    )  # fmt: skip

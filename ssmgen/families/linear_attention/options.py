@@ -1,0 +1,95 @@
+"""What the functions of linear attention share: the options of a pool, and how their calls are made."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...calls.public import Call
+from .planning import CALLERS
+from .views import Form, Options, ring_objections
+from .views import RawInputs as Ring
+
+
+class PoolOptions(NamedTuple):
+    """Keywords of all functions of linear attention that decode.
+
+    scale: factor of the output; None for K^-0.5
+    state_layout: "vk" for a state [slots, HV, V, K], "kv" for [slots, HV, K, V]; never inferred. Its last three axes are dense
+    state_indices: [batch] int32 or int64, slot of each sequence; None for slot = sequence. With num_accepted_tokens: [batch, columns]
+    dst_state_indices: [batch], where the state goes after the last token, None for in place; or [batch, T], a slot for the state after
+        each token. A slot that is not valid is not written. Slots must be distinct, else sequences race
+    num_accepted_tokens: [batch] int32 or int64, from 1: the sequence starts from the slot in that column of state_indices
+    pad_slot_id: a sequence whose slot is negative, equals it or is no slot of the pool, or whose count of accepted tokens is out of range,
+        gets a zero output and touches no state
+    cu_seqlens: [batch + 1] int32 or int64, where each sequence's tokens start; ends with their number. A sequence may have none
+    intermediate_states: [batch, T or more, HV, V, K] (or K, V) of the state's dtype: receives the state after each token
+    update_state: False leaves the pool as it is
+    ring: of gated_delta_rule, delta_rule and kda alone: receives the tokens' raw k, v, g and beta in the sequence's slot
+    out: of v's shape; None for a new one
+    pdl: whether the kernel may start while the one ahead of it in the stream ends (it waits before it reads anything); None = where the
+        device can (sm_90 and later)
+    """
+
+    scale: float | None
+    state_layout: str
+    state_indices: Tensor | None
+    dst_state_indices: Tensor | None
+    num_accepted_tokens: Tensor | None
+    pad_slot_id: int
+    cu_seqlens: Tensor | None
+    intermediate_states: Tensor | None
+    update_state: bool
+    out: Tensor | None
+    pdl: bool | None
+    ring: Ring | None = None
+
+
+_CONTIGUOUS = torch.contiguous_format
+
+
+def decode(
+    name: str, form: Form, pool: PoolOptions, state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None,
+    gk: Tensor | None = None, gv: Tensor | None = None, beta: Tensor | None = None, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, read: Tensor | None = None, erase: Tensor | None = None, w: Tensor | None = None,
+    write: Tensor | None = None, alpha: Tensor | None = None, *, lower_bound: float | None = None, objections: tuple[str, ...] = (),
+) -> Any:  # fmt: skip
+    """The call of a function: of its tensors by their roles in the recurrence (kernels/linear_attention.py)."""
+    scale, out = pool.scale, pool.out
+    if out is None:
+        out = torch.empty_like(v, memory_format=_CONTIGUOUS) if isinstance(v, Tensor) else v  # the checks object to v
+    if scale is None:
+        scale = q.shape[-1] ** -0.5 if isinstance(q, Tensor) and q.dim() and q.shape[-1] else 1.0
+    given = (
+        state, q, k, v, g, gk, gv, beta, A_log, dt_bias, read, erase, w, write, alpha, out, pool.state_indices, pool.dst_state_indices,
+        pool.num_accepted_tokens, pool.cu_seqlens, pool.intermediate_states, *_by_operand(pool.ring, gk is not None),
+    )  # fmt: skip
+    how = Options(form, scale, lower_bound or 0.0, pool.state_layout, pool.pad_slot_id, pool.update_state)
+    return Call(CALLERS[name], given, how, pool.pdl, objections=objections + ring_objections(pool.ring))
+
+
+def commit(
+    name: str, form: Form, state: Tensor, ring: Ring, num_accepted_tokens: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, *,
+    per_channel: bool, lower_bound: float | None = None, state_layout: str, state_indices: Tensor | None, pad_slot_id: int,
+    pdl: bool | None, objections: tuple[str, ...],
+) -> Any:  # fmt: skip
+    """The call that replays accepted tokens of a ring; per_channel: it keeps a gate per key channel."""
+    k, v, g, gk, beta = _by_operand(ring, per_channel)
+    none = (None,) * 5
+    given = (
+        state, None, k, v, g, gk, None, beta, A_log, dt_bias, *none, None, state_indices, None, num_accepted_tokens, None, None, *none
+    )  # fmt: skip
+    how = Options(form, 1.0, lower_bound or 0.0, state_layout, pad_slot_id, True, commit=True)
+    return Call(CALLERS[name], given, how, pdl, ("state",), objections + ring_objections(ring))
+
+
+def _by_operand(ring: Ring | None, per_channel: bool) -> tuple[Tensor | None, ...]:
+    if ring is None or ring_objections(ring):
+        return _NO_RING
+    k, v, g, beta = ring
+    return (k, v, None, g, beta) if per_channel else (k, v, g, None, beta)
+
+
+_NO_RING = (None,) * 5

@@ -1,0 +1,65 @@
+"""Decode steps of linear attention that adds to a state and takes nothing from it. `ops/linear_attention.py` says what all share."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...calls.public import operator
+from .options import PoolOptions, decode
+from .views import Form
+
+_PLAIN, _SLOPE = Form("none"), Form("none", "slope")
+
+
+@operator(like="v")
+def gla(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, gk: Tensor | None = None, gv: Tensor | None = None, *,
+    scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
+    intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """Gated linear attention: S <- S D + v k^T, with a log decay gk […, HV, K] per key channel, gv […, HV, V] per value channel, or both.
+
+    Otherwise as gated_delta_rule. Source: Yang et al. 2023 (arXiv 2312.06635).
+    """
+    pool = PoolOptions(
+        scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
+        update_state, out, pdl,
+    )  # fmt: skip
+    return decode("gla", _PLAIN, pool, state, q, k, v, None, gk, gv)
+
+
+@operator(like="v")
+def simple_gla(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, *,
+    scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
+    intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """Linear attention with a log decay g […, HV] or [HV] per head, or none: S <- e^g S + v k^T.
+
+    Otherwise as gated_delta_rule.
+    """
+    pool = PoolOptions(
+        scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
+        update_state, out, pdl,
+    )  # fmt: skip
+    return decode("simple_gla", _PLAIN, pool, state, q, k, v, g)
+
+
+@operator(like="v")
+def lightning_attn(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, slope: Tensor, *,
+    scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
+    intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """Lightning attention (MiniMax): S <- e^-slope S + v k^T, with a slope [HV] per head that no token changes.
+
+    Otherwise as gated_delta_rule; some models want scale=1. Source: Qin et al. 2024 (arXiv 2401.04658).
+    """
+    pool = PoolOptions(
+        scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
+        update_state, out, pdl,
+    )  # fmt: skip
+    return decode("lightning_attn", _SLOPE, pool, state, q, k, v, slope)

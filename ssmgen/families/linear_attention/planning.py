@@ -1,0 +1,197 @@
+"""A linear-attention call: its operands checked, turned into a problem, and planned. `ops/linear_attention.py` has the public functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import runtime
+from ...calls import checks
+from ...calls.checks import DTYPES, INDEX
+from ...calls.planning import Caller, Family
+from ...spec import Index, Loads, PoolMode
+from . import commit
+from .problem import KEY_VECTORS, Beta, Delta, Gate, Layout, LinearAttentionProblem, Ring, Tokens, Update
+from .reference import linear_attention as reference
+from .spec import OPERATOR, LinearAttentionSpec
+from .views import CONTROL, NAMES, RINGS, Form, Options, token_views
+
+
+def batch_of(views: Mapping[str, Tensor]) -> int:
+    if "out" not in views:
+        return views["num_accepted_tokens"].shape[0]
+    return views["out"].shape[0] if "cu_seqlens" not in views else views["cu_seqlens"].shape[0] - 1
+
+
+def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
+    """The operands in token form (see reference/linear_attention.py). Adds to `problems` all that is wrong but where they lie."""
+    return commit.views_of(named, options.layout, problems) if options.commit else token_views(named, options, problems)
+
+
+def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> LinearAttentionProblem:
+    """The problem that checked operands pose, given where they lie."""
+    if options.commit:
+        return commit.problem_of(views, pointers, options)
+    state, form = views["state"], options.form
+    _, HV, V, K = state.shape
+    ragged = "cu_seqlens" in views
+    kept, target = views.get("intermediate_states"), views.get("dst_state_indices")
+    each = target is not None and target.dim() == 2
+    ring = "ring_k" in views
+    several = ragged or each or ring or kept is not None or views["q"].shape[1] != 1
+    lane = min(16 // state.element_size(), K & -K)  # elements of a vector that a lane owns
+
+    along = -1 if options.layout == "vk" else -2
+    states = [("state", state), *([("intermediate_states", kept)] if kept is not None else [])]
+    wide = lane if options.layout == "vk" else min(16 // state.element_size(), V & -V)
+    vectors = [n for n in (*KEY_VECTORS, "ring_k", "ring_gk") if n in views] + (["dt_bias"] if "gk" in views and "dt_bias" in views else [])
+    present = {n: DTYPES[t.dtype] for n, t in views.items() if n not in (*CONTROL, "intermediate_states", *RINGS)}
+
+    def index(name: str) -> Index:
+        return INDEX[views[name].dtype if name in views else None]
+
+    return LinearAttentionProblem(
+        dim_k=K,
+        dim_v=V,
+        nheads=HV,
+        key_heads=views["q"].shape[2],
+        delta=Delta(form.delta),
+        layout=Layout(options.layout),
+        tokens=Tokens.RAGGED if ragged else Tokens.MANY if several else Tokens.ONE,
+        **present,
+        gate=Gate(form.gate),
+        beta_form=Beta(form.beta),
+        beta_rows="beta" in views and views["beta"].dim() == 4,
+        l2norm=form.l2norm,
+        index=index("state_indices"),
+        accepted=index("num_accepted_tokens"),
+        cu_seqlens=index("cu_seqlens"),
+        update=Update.NONE if not options.update_state else Update.EACH if each else Update.FINAL,
+        pool=PoolMode.SPLIT if target is not None else PoolMode.SINGLE,
+        ring=Ring.STORE if ring else Ring.NONE,
+        intermediates=kept is not None,
+        state_loads=Loads.VECTOR if all(checks.aligned(t, pointers[n], wide, along) for n, t in states) else Loads.ELEMENT,
+        operand_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], lane) for n in vectors) else Loads.ELEMENT,
+    ).for_tokens(views["q"].shape[1])
+
+
+_AXES = {
+    "state": {"slot": 0},
+    "A_log": {"head": 0},
+    "dt_bias": {"head": 0, "n": 1},
+    "state_indices": {"batch": 0, "column": 1},
+    "dst_state_indices": {"batch": 0, "token": 1},
+    "num_accepted_tokens": {"batch": 0},
+    "intermediate_states": {"batch": 0, "token": 1},
+    **dict.fromkeys(RINGS, {"slot": 0, "token": 1, "head": 2}),
+}
+
+
+def kernel_values(spec: LinearAttentionSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, int | float]:
+    """Every kernel argument that is not a pointer."""
+    values: dict[str, int | float] = {
+        "slots": views["state"].shape[1 if options.commit else 0],
+        "pad_slot_id": options.pad_slot_id,
+        "scale": float(options.scale),
+        "lower_bound": float(options.lower_bound),
+    }
+    if options.commit:
+        values |= {"most_tokens": views["k"].shape[2], "sequences": batch_of(views)}
+        values |= {f"{operand}_{axis}": commit.stride(views, operand, axis) for operand, axis, _ in spec.strides()}
+    else:
+        values |= dict.fromkeys(("tokens", "total_tokens"), views["out"].shape[1])
+        for name, operand in (("columns", "state_indices"), ("dst_columns", "dst_state_indices"), ("rows_kept", "intermediate_states")):
+            if operand in views and views[operand].dim() > 1:
+                values[name] = views[operand].shape[1]
+        token_axes = {"batch": 0, "token": 1, "head": 2, "row": 3, "n": 3}
+        for operand, axis, _ in spec.strides():
+            values[f"{operand}_{axis}"] = views[operand].stride(_AXES.get(operand, token_axes)[axis])
+    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+
+
+def grid_of(spec: LinearAttentionSpec, views: Mapping[str, Tensor]) -> int:
+    layers = views["state"].shape[0] if spec.commit else 1
+    return layers * batch_of(views) * spec.nheads * spec.tiles
+
+
+FAMILY = Family(
+    OPERATOR,
+    written=("out", "state", "intermediate_states", *RINGS),
+    problem_of=problem_of,
+    size_of=lambda views: batch_of(views) if views["v"].numel() else 0,
+    grid_of=grid_of,
+    values_of=kernel_values,
+)
+
+
+def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
+    form, scale, lower_bound, _, pad_slot_id, update_state, is_commit = options
+    if is_commit:
+        commit.reference(views, form, pad_slot_id, lower_bound, dtype)
+    else:
+        how = {"scale": scale, "lower_bound": lower_bound, "pad_slot_id": pad_slot_id, "update_state": update_state}
+        reference(views, form, **how, dtype=dtype)
+
+
+# torch.library: what torch.compile and opcheck see.
+_library = torch.library.Library("ssmgen", "FRAGMENT")
+_library.define(
+    "linear_attention(str name, Tensor(a!) state, Tensor? q, Tensor k, Tensor v, Tensor? g, Tensor? gk, Tensor? gv, Tensor? beta, "
+    "Tensor? A_log, Tensor? dt_bias, Tensor? read, Tensor? erase, Tensor? w, Tensor? write, Tensor? alpha, Tensor(b!)? out, "
+    "Tensor? state_indices, Tensor? dst_state_indices, Tensor? num_accepted_tokens, Tensor? cu_seqlens, "
+    "Tensor(c!)? intermediate_states, Tensor(d!)? ring_k, Tensor(e!)? ring_v, Tensor(f!)? ring_g, Tensor(g!)? ring_gk, "
+    "Tensor(h!)? ring_beta, str delta, str gate, str beta_form, bool l2norm, float scale, float lower_bound, str layout, "
+    "int pad_slot_id, bool update_state, bool commit, bool? pdl) -> ()",
+    tags=torch.Tag.needs_fixed_stride_order,
+)
+
+
+def _dispatch(name: str, given: Sequence[Any], options: Options, pdl: bool | None) -> None:
+    form, *rest = options
+    torch.ops.ssmgen.linear_attention(name, *given, *form, *rest, pdl)
+
+
+def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
+    """(given, options, pdl) of what torch's dispatcher gives."""
+    given, form, (*rest, pdl) = args[: len(NAMES)], args[len(NAMES) : len(NAMES) + 4], args[len(NAMES) + 4 :]
+    return tuple(given), Options(Form(*form), *rest), pdl
+
+
+@torch.library.impl(_library, "linear_attention", "CUDA")
+@torch.library.impl(_library, "linear_attention", "CPU")
+def _op(name: str, *args: Any) -> None:
+    CALLERS[name].plan(*_received(args))()
+
+
+@torch.library.register_fake("ssmgen::linear_attention", lib=_library)
+def _fake(name: str, *args: Any) -> None:
+    CALLERS[name].foresee(*_received(args))
+
+
+_signatures = runtime.Signatures()
+
+
+_MUST = ("state", "q", "k", "v", "out")
+_MUST_COMMIT = ("state", "k", "v", "num_accepted_tokens")
+REQUIRED = {  # operands that a public function cannot do without
+    "gated_delta_rule": (*_MUST, "g", "beta"),
+    "kda": (*_MUST, "gk", "beta"),
+    "gdn2": (*_MUST, "gk", "erase", "w"),
+    "delta_rule": (*_MUST, "beta"),
+    "comba": (*_MUST, "g", "beta", "read"),
+    "rwkv7": (*_MUST, "gk", "read", "alpha"),
+    "dplr_delta_rule": (*_MUST, "read", "write"),
+    "gla": _MUST,
+    "simple_gla": _MUST,
+    "lightning_attn": (*_MUST, "g"),
+    "gated_delta_rule_commit": (*_MUST_COMMIT, "beta"),
+    "kda_commit": (*_MUST_COMMIT, "gk", "beta"),
+}
+CALLERS = {
+    name: Caller(FAMILY, name, NAMES, frozenset(required), views_of, run_reference, partial(_dispatch, name), _signatures)
+    for name, required in REQUIRED.items()
+}

@@ -1,0 +1,236 @@
+"""What a linear-attention call can ask for: the choices of the recurrence in `linear_attention.py`, of tokens, states and layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from ...engine.rows import RowProblem
+from ...spec import DType, Index, Loads, PoolMode, must
+
+
+class Delta(Enum):
+    """What the update first reads from the state: nothing, the decayed state, or the state before its decay."""
+
+    NONE = "none"
+    DECAYED = "decayed"
+    OLD = "old"
+
+
+class Gate(Enum):
+    """How the operand g or gk becomes a log decay."""
+
+    LOG = "log"  # it is one
+    SLOPE = "slope"  # -g
+    SOFTPLUS = "softplus"  # -exp(A_log) softplus(g + dt_bias)
+    BOUNDED = "bounded"  # lower_bound sigmoid(exp(A_log) (g + dt_bias))
+
+
+class Beta(Enum):
+    """How the operand beta becomes the step size."""
+
+    PLAIN = "plain"
+    SIGMOID = "sigmoid"
+    TWICE_SIGMOID = "twice_sigmoid"
+
+
+class Tokens(Enum):
+    """ONE per sequence, MANY (their number is an argument), or RAGGED: sequence n has cu_seqlens[n + 1] - cu_seqlens[n]."""
+
+    ONE = "one"
+    MANY = "many"
+    RAGGED = "ragged"
+
+
+class Layout(Enum):
+    """Order of the state's last two axes. VK: key channels are contiguous. KV: value channels are."""
+
+    VK = "vk"
+    KV = "kv"
+
+
+class Ring(Enum):
+    """A buffer, by slot, of the raw k, v, g and beta of a call's tokens: not there, written, or what a commit replays."""
+
+    NONE = "none"
+    STORE = "store"
+    COMMIT = "commit"
+
+
+class Update(Enum):
+    """What is written to the pool: nothing, the state after the last token, or the state after each token, to a slot of its own."""
+
+    NONE = "none"
+    FINAL = "final"
+    EACH = "each"
+
+
+FROZEN_TOKENS = 8
+
+# Operands with an element per key channel: one of k's heads, or of v's.
+KEY_VECTORS = ("q", "k", "read", "write", "alpha", "gk", "erase")
+OF_KEY_HEADS = ("q", "k", "read", "write", "alpha")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearAttentionProblem(RowProblem):
+    """What a call fixes. An operand's dtype is None when there is no such operand. Batch, tokens, strides and scale are not here."""
+
+    dim_k: int
+    dim_v: int
+    nheads: int  # of v and the state
+    key_heads: int  # of q and k
+    delta: Delta = Delta.DECAYED
+    layout: Layout = Layout.VK
+    tokens: Tokens = Tokens.ONE
+    state: DType = DType.F32
+    q: DType = DType.BF16
+    k: DType = DType.BF16
+    v: DType = DType.BF16
+    out: DType = DType.BF16
+    g: DType | None = None  # decay per head
+    gk: DType | None = None  # decay per key channel
+    gv: DType | None = None  # decay per value channel
+    gate: Gate = Gate.LOG
+    A_log: DType | None = None
+    dt_bias: DType | None = None  # per head, or per key channel where gk is
+    beta: DType | None = None
+    beta_form: Beta = Beta.PLAIN
+    beta_rows: bool = False  # one per value channel
+    read: DType | None = None  # the key that is read with, if not k
+    erase: DType | None = None  # factor per key channel of what is read
+    w: DType | None = None  # factor per value channel of what is written
+    write: DType | None = None  # low rank: the vector written, p times
+    alpha: DType | None = None  # low rank: the vector written is -(read∘alpha)
+    l2norm: bool = False  # q, k and read are divided by their norms
+    index: Index = Index.NONE
+    accepted: Index = Index.NONE  # type of num_accepted_tokens, which picks the column of state_indices to start from
+    cu_seqlens: Index = Index.NONE
+    update: Update = Update.FINAL
+    pool: PoolMode = PoolMode.SINGLE
+    ring: Ring = Ring.NONE  # COMMIT: k, v, g and beta are the ring's, accepted counts the tokens to replay, and there is no output
+    layers: bool = False  # a commit of several layers: pools, rings and weights have a layer axis in front
+    frozen: bool = False  # a call of up to FROZEN_TOKENS that writes no state, and leaves it as it is: tensor cores do the products
+    intermediates: bool = False  # the state after each token also goes to a buffer [batch, tokens, …]
+    state_loads: Loads = Loads.VECTOR
+    operand_loads: Loads = Loads.VECTOR  # of the operands with an element per key channel
+
+    @property
+    def heads(self) -> int:
+        return self.nheads
+
+    @property
+    def rows(self) -> int:
+        return self.dim_v
+
+    @property
+    def row_elements(self) -> int:
+        return self.dim_k
+
+    @property
+    def row_dtype(self) -> DType:
+        return self.state
+
+    @property
+    def row_loads(self) -> Loads:
+        return self.state_loads
+
+    @property
+    def lanes_per_row(self) -> int | None:
+        return 4 if self.frozen else None
+
+    @property
+    def layered(self) -> bool:
+        return self.layers
+
+    @property
+    def interleaved(self) -> bool:
+        return self.layout is Layout.KV
+
+    @property
+    def commit(self) -> bool:
+        return self.ring is Ring.COMMIT
+
+    @property
+    def low_rank(self) -> bool:
+        return self.write is not None or self.alpha is not None
+
+    @property
+    def may_freeze(self) -> bool:
+        """Whether the outputs can be had from the state as it is, and few products of 16-bit numbers.
+
+        Not with an f32 state, where a call computes, bit for bit, what single tokens would; a shorter one is rounded at every step.
+        """
+        plain = self.delta is Delta.DECAYED and not (self.gk or self.gv or self.read or self.erase or self.w or self.beta_rows)
+        output_only = self.tokens is Tokens.MANY and self.update is Update.NONE and not self.intermediates
+        short = self.state is not DType.F32 and self.q is self.k is self.state and self.dim_k % 32 == 0 and self.dim_k <= 256
+        vectors = self.layout is Layout.VK and self.state_loads is self.operand_loads is Loads.VECTOR
+        return plain and output_only and short and vectors
+
+    def for_tokens(self, tokens: int) -> LinearAttentionProblem:
+        """The same, frozen if it may be and there are few enough tokens."""
+        return replace(self, frozen=self.may_freeze and tokens <= FROZEN_TOKENS)
+
+    @property
+    def several(self) -> bool:
+        """Whether operands have a token axis."""
+        return self.tokens is not Tokens.ONE
+
+    @property
+    def staged(self) -> bool:
+        """Whether a kernel loops over tokens, staged in shared memory."""
+        return self.several and not self.frozen
+
+    def faults(self) -> list[str]:
+        """What no variant could serve."""
+        read = self.delta is not Delta.NONE
+        return [
+            *must(self.dim_k >= 4 and self.dim_k % 4 == 0, f"dim_k {self.dim_k} is not a multiple of 4"),
+            *must(self.dim_k <= 1024, f"dim_k {self.dim_k} is above 1024"),
+            *must(self.dim_v >= 1, f"dim_v {self.dim_v} is not positive"),
+            *must(
+                not self.interleaved or self.dim_v * self.state.size % 4 == 0,
+                f"layout kv needs an even dim_v, not {self.dim_v}, with {self.state.value} states",
+            ),
+            *must(
+                self.key_heads >= 1 and self.nheads % self.key_heads == 0,
+                f"nheads {self.nheads} is not a multiple of key_heads {self.key_heads}",
+            ),
+            *must(self.dim_k * self.dim_v * self.nheads < 2**31, "one slot of the state has 2^31 elements or more"),
+            *must(self.pool is PoolMode.SINGLE or self.index is not Index.NONE, "a split pool needs slot indices"),
+            *must(self.pool is PoolMode.SINGLE or self.update is not Update.NONE, "a split pool that is not written"),
+            *must(self.update is not Update.EACH or self.pool is PoolMode.SPLIT, "a state per token needs a slot for each"),
+            *must(self.commit or self.accepted is Index.NONE or self.index is not Index.NONE, "num_accepted_tokens needs slot indices"),
+            *must((self.tokens is Tokens.RAGGED) == (self.cu_seqlens is not Index.NONE), "ragged tokens and cu_seqlens go together"),
+            *must(read or not (self.beta or self.read or self.erase or self.w), "beta, read, erase and w belong to a delta rule"),
+            *must(
+                not self.low_rank or (self.delta is Delta.OLD and self.read is not None),
+                "the low-rank form reads the old state, with `read`",
+            ),
+            *must(not (self.write and self.alpha), "write and alpha exclude each other"),
+            *must(not self.low_rank or not (self.beta or self.w or self.erase), "the low-rank form has no beta, w or erase"),
+            *must(self.gate is Gate.LOG or self.g or self.gk, "a gate needs g or gk"),
+            *must(self.gate is Gate.LOG or not (self.g and self.gk), "a gate computes g or gk, not both"),
+            *must(self.gate not in (Gate.LOG, Gate.SLOPE) or not (self.A_log or self.dt_bias), "A_log and dt_bias belong to a gate"),
+            *must(self.gate is not Gate.SOFTPLUS or self.A_log is not None, "the softplus gate needs A_log"),
+            *must(
+                self.ring is Ring.NONE or (self.delta is Delta.DECAYED and not (self.gv or self.read or self.erase or self.w)),
+                "a ring holds k, v, one of g and gk, and beta: of delta rules without other operands",
+            ),
+            *must(self.ring is not Ring.STORE or self.index is not Index.NONE, "a ring goes by slots"),
+            *must(
+                not self.commit
+                or (
+                    self.accepted is not Index.NONE
+                    and self.tokens is Tokens.MANY
+                    and self.update is Update.FINAL
+                    and not self.intermediates
+                ),
+                "a commit replays num_accepted_tokens of the ring into the state",
+            ),
+            *must(not self.layers or self.commit, "only a commit takes all layers at once"),
+            *must(not (self.low_rank and self.l2norm), "the low-rank form takes normalised keys"),
+            *must(self.several or not (self.intermediates or self.update is Update.EACH), "a state per token needs tokens=many or ragged"),
+            *must(not self.frozen or self.may_freeze, "the state can be frozen only where `may_freeze` says so"),
+            *must(not self.beta_rows or self.beta is not None, "beta_rows needs beta"),
+        ]

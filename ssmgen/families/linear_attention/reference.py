@@ -1,0 +1,121 @@
+"""linear_attention in plain PyTorch: the recurrences as they are written, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..selective_state_update.reference import softplus, start_slot
+
+NORM_EPSILON = 1e-6
+
+
+def normalised(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPSILON)
+
+
+def log_decay(g: Tensor, form: Any, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float) -> Tensor:
+    """The log decay that an operand g or gk stands for; A_log and dt_bias broadcast against it."""
+    if form.gate in ("log", "slope"):
+        return g if form.gate == "log" else -g
+    biased = g if dt_bias is None else g + dt_bias
+    rate = None if A_log is None else torch.exp(A_log).clamp(max=3e38)  # finite, so that rate * 0 is 0
+    if form.gate == "softplus":
+        return -rate * softplus(biased)
+    return lower_bound * torch.sigmoid(biased if rate is None else rate * biased)
+
+
+def one_token(S: Tensor, x: Mapping[str, Tensor], form: Any, scale: float, lower_bound: float) -> tuple[Tensor, Tensor]:
+    """(new state [HV, V, K], output [HV, V]) of one sequence's token; `x` in the state's dtype, key heads already repeated."""
+    q, k, v = x["q"], x["k"], x["v"]
+    read = x.get("read", k)
+    if form.l2norm:
+        q, k, read = normalised(q), normalised(k), normalised(read)
+    read = read * x["erase"] if "erase" in x else read
+    A_log, dt_bias = x.get("A_log"), x.get("dt_bias")
+    D = torch.ones_like(S)
+    if "gk" in x:
+        log = log_decay(x["gk"], form, None if A_log is None else A_log[:, None], dt_bias, lower_bound)
+        log = log + x["g"][:, None] if "g" in x else log
+        D = D * torch.exp(log)[:, None, :]
+    elif "g" in x:
+        D = D * torch.exp(log_decay(x["g"], form, A_log, dt_bias, lower_bound))[:, None, None]
+    if "gv" in x:
+        D = D * torch.exp(x["gv"])[:, :, None]
+    held = torch.einsum("hvk,hk->hv", S if form.delta == "old" else D * S, read)
+    if "write" in x or "alpha" in x:
+        write = x["write"] if "write" in x else -(read * x["alpha"])
+        S = D * S + held[:, :, None] * write[:, None, :] + v[:, :, None] * k[:, None, :]
+    else:
+        e = v * x["w"] if "w" in x else v
+        if form.delta != "none":
+            e = e - held
+        if "beta" in x:
+            beta = x["beta"] if x["beta"].dim() == 2 else x["beta"][:, None]
+            if form.beta != "plain":
+                beta = torch.sigmoid(beta) * (2 if form.beta == "twice_sigmoid" else 1)
+            e = e * beta
+        S = D * S + e[:, :, None] * k[:, None, :]
+    return S, torch.einsum("hvk,hk->hv", S, q) * scale
+
+
+def linear_attention(
+    views: Mapping[str, Tensor],
+    form: Any,
+    *,
+    scale: float,
+    lower_bound: float = 0.0,
+    pad_slot_id: int = -1,
+    update_state: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Operands in token form: state [slots, HV, V, K]; q, k, read, write, alpha [B, T, HK, K]; gk, erase [B, T, HV, K]; v, gv, w, out
+    [B, T, HV, V]; g [B, T, HV]; beta [B, T, HV] or [B, T, HV, V]; A_log [HV]; dt_bias [HV] or [HV, K]; intermediate_states
+    [batch, T, HV, V, K]; ring_k and others [slots, T, …], which receive k and others. With cu_seqlens, B is 1 and T counts the tokens of
+    all sequences.
+
+    Computes in `dtype`; carries the state through a call's tokens unrounded; writes state, intermediates and out, each rounded once.
+    """
+    state, out = views["state"], views["out"]
+    starts = views["cu_seqlens"].tolist() if "cu_seqlens" in views else None
+    batch, heads = (out.shape[0] if starts is None else len(starts) - 1), out.shape[2]
+    weights = {n: views[n].to(dtype) for n in ("A_log", "dt_bias") if n in views}
+    tokenwise = [n for n in ("q", "k", "v", "g", "gk", "gv", "beta", "read", "erase", "w", "write", "alpha") if n in views]
+
+    def valid(slot: int) -> bool:
+        return 0 <= slot < state.shape[0] and ("state_indices" not in views or slot != pad_slot_id)
+
+    for b in range(batch):
+        row, span = (b, range(out.shape[1])) if starts is None else (0, range(starts[b], starts[b + 1]))
+        if starts is not None and not (0 <= starts[b] < starts[b + 1] <= out.shape[1]):
+            continue
+        slot = start_slot(views, b)
+        if not valid(slot):
+            out[row, span.start : span.stop] = 0
+            continue
+        S = state[slot].to(dtype)
+        results = []
+        for i, t in enumerate(span):
+            x = {n: views[n][row, t].to(dtype) for n in tokenwise}
+            x |= {n: x[n].repeat_interleave(heads // x[n].shape[0], 0) for n in ("q", "k", "read", "write", "alpha") if n in x}
+            S, y = one_token(S, x | weights, form, scale, lower_bound)
+            results.append(y)
+            for n in ("k", "v", "g", "gk", "beta"):
+                if f"ring_{n}" in views:
+                    views[f"ring_{n}"][slot, i] = views[n][row, t]
+            if "intermediate_states" in views and i < views["intermediate_states"].shape[1]:
+                views["intermediate_states"][b, i] = S.to(state.dtype)
+            if update_state and "dst_state_indices" in views and views["dst_state_indices"].dim() == 2:
+                columns = views["dst_state_indices"].shape[1]
+                target = int(views["dst_state_indices"][b, i]) if i < columns else -1
+                if valid(target):
+                    state[target] = S.to(state.dtype)
+        if update_state and ("dst_state_indices" not in views or views["dst_state_indices"].dim() == 1):
+            target = int(views["dst_state_indices"][b]) if "dst_state_indices" in views else slot
+            if valid(target):
+                state[target] = S.to(state.dtype)
+        if results:
+            out[row, span.start : span.stop] = torch.stack(results).to(out.dtype)

@@ -1,0 +1,235 @@
+"""linear_attention: decode steps of gated delta rules and their relatives, one or several tokens per call.
+
+A row of the engine is one value channel v of a head: the K elements S[v, :] of the state. Per token, row by row,
+
+    p = <S or D∘S, read>          what the state holds for this key; of the state before or after its decay
+    e = beta (w v - p)            its error
+    S = D∘S + e write             (low rank: S = D∘S + p write + v k)
+    o = <S, q> scale
+
+and every model is a choice of what is there: DeltaNet has no decay D, gated DeltaNet one per head, KDA one per key channel; GLA and its
+simpler forms have no read; Comba reads before the decay with a key of its own; RWKV-7 is the low-rank form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from ...engine import rows as row_engine
+from ...engine.rows import RowSpec, Rule
+from ...spec import Arch, DType, Index, Loads, Param, PoolMode, must
+from .problem import KEY_VECTORS, OF_KEY_HEADS, Delta, Gate, LinearAttentionProblem, Ring, Tokens, Update
+
+OPERATOR = "linear_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
+    """A problem, and how one variant computes it."""
+
+    family: ClassVar[str] = OPERATOR
+    template: ClassVar[str] = "linear_attention.cu.j2"
+
+    chunk: int = 8  # tokens staged at a time, where a call has several
+
+    def violations(self, arch: Arch) -> list[str]:
+        found = RowSpec.violations(self, arch)
+        if found:
+            return found
+        return [
+            *must(not self.several or self.tile == self.rows_per_step, "several tokens need all rows of a tile in flight at once"),
+            *must(self.shared_bytes <= 48 * 1024, f"{self.shared_bytes} bytes of shared memory exceed 48 KiB"),
+            *must(not self.prefetch or self.accepted is Index.NONE, "the bulk L2 prefetch does not know the column that is started from"),
+            *must(not self.frozen or (self.lanes, self.vec) == (4, 8), "tensor cores take 4 lanes of 8 elements to a row"),
+            *must(not self.frozen or self.ilp in (2, 4), f"tensor cores take 2 or 4 rows to a team, not {self.ilp}"),
+        ]
+
+    @property
+    def shared_bytes(self) -> int:
+        """Staged tokens."""
+        token = len(self.token_vectors()) * self.dim_k + 8 + len(self.row_scalars()) * self.tile
+        return 4 * self.chunk * token if self.staged else 0
+
+    @property
+    def mma(self) -> str:
+        return self.state.value if self.frozen else ""
+
+    @property
+    def stem(self) -> str:
+        tokens_kept = {Ring.NONE: [], Ring.STORE: ["ring"], Ring.COMMIT: ["commit"]}[self.ring]
+        kind = {Delta.NONE: "la", Delta.DECAYED: "delta", Delta.OLD: "lowrank" if self.low_rank else "olddelta"}[self.delta]
+        decay = "".join(name for name in ("g", "gk", "gv") if getattr(self, name))
+        tokens = [] if self.tokens is Tokens.ONE else ["frozen" if self.frozen else self.tokens.value]
+        shape = f"h{self.nheads}v{self.dim_v}k{self.dim_k}g{self.key_heads}_{self.state.value}"
+        return "_".join([kind, *([decay] if decay else []), shape, *tokens, *tokens_kept, self.how()])
+
+    def key_vectors(self) -> list[str]:
+        """Operands with an element per key channel and token."""
+        return [name for name in KEY_VECTORS if getattr(self, name) is not None and not (self.commit and name == "q")]
+
+    def row_scalars(self) -> list[str]:
+        """Operands with an element per value channel and token."""
+        return ["v", *[n for n in ("gv", "w") if getattr(self, n) is not None], *(["beta"] if self.beta_rows else [])]
+
+    def head_scalars(self) -> list[str]:
+        """Operands with an element per head and token."""
+        return [*(["g"] if self.g else []), *(["beta"] if self.beta and not self.beta_rows else [])]
+
+    def weights(self) -> list[str]:
+        return [n for n in ("A_log", "dt_bias") if getattr(self, n) is not None]
+
+    def token_vectors(self) -> list[str]:
+        """What of a token the rows need, in f32, with an element per key channel. `write` is read with too where `reads_key`."""
+        if self.delta is Delta.NONE:
+            names = ["query", "write"]
+        elif self.low_rank:
+            names = ["query", "read", "write", "key"]
+        elif self.reads_key:
+            names = ["query", "write"]
+        else:
+            names = ["query", "read", "write"]
+        return names[self.commit :] + (["decay"] if self.gk else [])
+
+    def token_scalars(self) -> list[str]:
+        """The factors of a token that all rows of a head share."""
+        read = self.delta is not Delta.NONE
+        decayed = self.g is not None and self.gk is None
+        return [
+            *(["forget"] if decayed else []),
+            *(["read_scale"] if read and (self.l2norm or (decayed and self.delta is Delta.DECAYED)) else []),
+            *(["query_scale"] if not self.commit else []),
+            *(["write_scale"] if self.l2norm else []),
+            *(["mix"] if read and not self.commit else []),
+            *(["mix_key"] if self.low_rank else []),
+            *(["step"] if self.beta is not None and not self.beta_rows else []),
+        ]
+
+    @property
+    def reads_key(self) -> bool:
+        """Whether what is read with is k itself, up to a factor."""
+        own = self.read is not None or self.erase is not None
+        return self.delta is not Delta.NONE and not own and not (self.gk is not None and self.delta is Delta.DECAYED)
+
+    def operands(self) -> list[str]:
+        """Tensor arguments in order."""
+        optional = ("g", "gk", "gv", "beta", "A_log", "dt_bias", "read", "erase", "w", "write", "alpha")
+        given = [name for name in optional if getattr(self, name) is not None]
+        control = [
+            *(["state_indices"] if self.index is not Index.NONE else []),
+            *(["dst_state_indices"] if self.pool is PoolMode.SPLIT else []),
+            *(["num_accepted_tokens"] if self.accepted is not Index.NONE else []),
+            *(["cu_seqlens"] if self.cu_seqlens is not Index.NONE else []),
+            *(["intermediate_states"] if self.intermediates else []),
+        ]
+        if self.commit:
+            return ["state", "k", "v", *given, *control]
+        return ["state", "q", "k", "v", *given, "out", *control, *(f"ring_{name}" for name in self.ringed())]
+
+    def ringed(self) -> list[str]:
+        """Operands that the ring keeps."""
+        return [n for n in ("k", "v", "g", "gk", "beta") if getattr(self, n) is not None] if self.ring is Ring.STORE else []
+
+    def strides(self) -> list[tuple[str, str, str]]:
+        """(operand, axis, width) of every stride the kernel takes, in elements. Those between states are 64-bit."""
+        batch = ["slot"] if self.commit else [] if self.tokens is Tokens.RAGGED else ["batch"]
+        layer = ["layer"] if self.layers else []
+        token = ["token"] if self.several else []
+        element = ["n"] if self.operand_loads is Loads.ELEMENT else []
+        head_only = self.gk is None  # dt_bias
+        axes = {
+            "state": [*layer, "slot"],
+            **{name: [*layer, *batch, *token, "head", *element] for name in KEY_VECTORS},
+            **{name: [*layer, *batch, *token, "head", "row"] for name in ("v", "gv", "w", "out")},
+            "g": [*layer, *batch, *token, "head"],
+            "beta": [*layer, *batch, *token, "head", *(["row"] if self.beta_rows else [])],
+            "A_log": [*layer, "head"],
+            "dt_bias": [*layer, "head", *([] if head_only else element)],
+            **{f"ring_{name}": ["slot", "token", "head"] for name in self.ringed()},
+            "state_indices": ["batch", *(["column"] if self.accepted is not Index.NONE and not self.commit else [])],
+            "dst_state_indices": ["batch", *(["token"] if self.update is Update.EACH else [])],
+            "num_accepted_tokens": ["batch"],
+            "cu_seqlens": [],
+            "intermediate_states": ["batch", "token"],
+        }
+        return [
+            (op, axis, "i64" if op == "intermediate_states" or axis in ("slot", "layer") else "u32")
+            for op in self.operands()
+            for axis in axes[op]
+        ]
+
+    def parameters(self) -> list[Param]:
+        element = {f.name: getattr(self, f.name).value for f in fields(self) if isinstance(getattr(self, f.name), DType)}
+        integer = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
+        element |= dict.fromkeys(("state_indices", "dst_state_indices"), integer[self.index])
+        element |= {"num_accepted_tokens": integer[self.accepted], "cu_seqlens": integer[self.cu_seqlens]}
+        element["intermediate_states"] = self.state.value
+        element |= {f"ring_{name}": element[name] for name in self.ringed()}
+        written = ("state", "out", "intermediate_states", *(f"ring_{name}" for name in self.ringed()))
+        pointers = [Param.pointer(op, element[op], const=op not in written) for op in self.operands()]
+        strides = [(Param.i64 if width == "i64" else Param.u32)(f"{op}_{axis}") for op, axis, width in self.strides()]
+        strides.sort(key=lambda p: p.code != "q")  # 8-byte arguments first: no padding anywhere in the buffer
+        slots = [] if self.index is Index.NONE and not self.commit else [Param.i64("slots"), Param.i64("pad_slot_id")]
+        counts = [
+            *([Param.u32("most_tokens")] if self.commit else [Param.u32("tokens")] if self.tokens is Tokens.MANY else []),
+            *([Param.u32("sequences")] if self.layers else []),
+            *([Param.u32("total_tokens")] if self.tokens is Tokens.RAGGED else []),
+            *([Param.u32("columns")] if self.accepted is not Index.NONE and not self.commit else []),
+            *([Param.u32("dst_columns")] if self.update is Update.EACH and self.tokens is Tokens.RAGGED else []),
+            *([Param.u32("rows_kept")] if self.intermediates and self.tokens is Tokens.RAGGED else []),
+        ]
+        factors = [*([] if self.commit else [Param.f32("scale")]), *([Param.f32("lower_bound")] if self.gate is Gate.BOUNDED else [])]
+        return [*pointers, *slots, *strides, *counts, *factors]
+
+    def constants(self) -> dict[str, Any]:
+        return {
+            "pooled": self.index is not Index.NONE,
+            "commit": self.commit,
+            "split": self.pool is PoolMode.SPLIT,
+            "final_state": self.update is Update.FINAL,
+            "ragged": self.tokens is Tokens.RAGGED,
+            "accepted": self.accepted is not Index.NONE and not self.commit,
+            "each": self.update is Update.EACH,
+            "conv_rolls": False,
+            "of_key_heads": OF_KEY_HEADS,
+            "convolved": (),  # operands that the kernel makes itself
+            "in_place": (),  # vectors of a token that are staged as they come, ahead of their preparation
+            "rows_by_index": False,  # of intermediate states
+            "scalars": self.token_scalars(),
+            "tail": self.dim_v % self.tile != 0,
+            "vector_state": self.state_loads is Loads.VECTOR,
+            "vector_operands": self.operand_loads is Loads.VECTOR,
+        }
+
+
+def space(problem: LinearAttentionProblem, arch: Arch) -> Iterator[LinearAttentionSpec]:
+    """Every legal variant of a problem within the axes worth trying."""
+    given = {f.name: getattr(problem, f.name) for f in fields(LinearAttentionProblem)}
+    specs = (LinearAttentionSpec(**given, **how) for how in row_engine.axes())
+    return (spec for spec in specs if not spec.violations(arch))
+
+
+ONE_TOKEN = [
+    Rule("smallest", 8, tile_kib=8, ilp=2),
+    Rule("latency", 48, tile_kib=16),
+    Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),
+]
+FROZEN = [
+    Rule("latency", 32, tile_kib=8, ilp=2),
+    Rule("bandwidth", float("inf"), tile_kib=16),
+]
+SEVERAL_TOKENS = [
+    Rule("latency", 48, tile_kib=8),
+    Rule("bandwidth", float("inf"), tile_kib=8, prefetch=132),
+]
+
+
+def candidates(problem: LinearAttentionProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, LinearAttentionSpec | None, str]]:
+    """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
+    given = {f.name: getattr(problem, f.name) for f in fields(LinearAttentionProblem)}
+    rules = FROZEN if problem.frozen else SEVERAL_TOKENS if problem.several else ONE_TOKEN
+    for rule, how, reason in row_engine.choices(problem, rules, batch, arch, pdl):
+        if how is not None and problem.accepted is not Index.NONE:
+            how["prefetch"] = 0
+        yield rule, None if how is None else LinearAttentionSpec(**given, **how), reason

@@ -1,0 +1,207 @@
+"""What a linear-attention call is given, and its checks: operands to views in token form, which kernels and reference share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ...calls import checks
+from .problem import OF_KEY_HEADS
+
+# A call's tensors, in the order of the kernels' arguments. The first four and `out` are always there.
+NAMES = (
+    "state", "q", "k", "v", "g", "gk", "gv", "beta", "A_log", "dt_bias", "read", "erase", "w", "write", "alpha", "out",
+    "state_indices", "dst_state_indices", "num_accepted_tokens", "cu_seqlens", "intermediate_states",
+    "ring_k", "ring_v", "ring_g", "ring_gk", "ring_beta",
+)  # fmt: skip
+RINGS = NAMES[21:]
+CONTROL = NAMES[16:20]
+
+
+class RawInputs(NamedTuple):
+    """The raw inputs of a call's tokens, by slot: what a speculative step keeps instead of states, for a commit to replay.
+
+    k: [slots, T, HK, K]; v: [slots, T, HV, V]; g: [slots, T, HV], for kda [slots, T, HV, K]; beta: [slots, T, HV], or [slots, T, HV, V] if
+    the call's is; each of its operand's dtype. Commits of several layers at once take them with a layers axis in front.
+    """
+
+    k: Tensor
+    v: Tensor
+    g: Tensor | None = None
+    beta: Tensor | None = None
+
+
+def ring_objections(ring: object) -> tuple[str, ...]:
+    """To what is no ring: neither None nor four tensors in a row."""
+    if ring is None or (isinstance(ring, (tuple, list)) and len(ring) == 4):
+        return ()
+    count = f" of {len(ring)}" if isinstance(ring, (tuple, list)) else ""
+    return (f"ring is a {type(ring).__name__}{count}, not Ring(k, v, g, beta)",)
+
+
+class Form(NamedTuple):
+    """Which recurrence, in the words of kernels/linear_attention.py."""
+
+    delta: str = "decayed"
+    gate: str = "log"
+    beta: str = "plain"
+    l2norm: bool = False
+
+
+class Options(NamedTuple):
+    """What a call says beside its tensors."""
+
+    form: Form
+    scale: float
+    lower_bound: float = 0.0
+    layout: str = "vk"
+    pad_slot_id: int = -1
+    update_state: bool = True
+    commit: bool = False  # k, v, g and beta are a ring's, and there is no q and no output
+
+
+def token_views(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
+    """Views of the operands in token form. Adds to `problems`; what comes back is only usable if that is nothing."""
+    if not checks.check_tensors(named, problems):
+        return {}
+    checks.check_common(named, "state", problems)
+    before = len(problems)
+    state, q, v = named["state"], named["q"], named["v"]
+    ragged = "cu_seqlens" in named
+    if state.dim() != 4:
+        problems.append(f"state is {list(state.shape)}, not [slots, heads, {'V, K' if options.layout == 'vk' else 'K, V'}]")
+    if q.dim() not in (3, 4):
+        problems.append(f"q is {list(q.shape)}, not [batch, heads, K] or [batch, tokens, heads, K]")
+    if v.dim() != q.dim():
+        problems.append(f"v is {list(v.shape)} and q is {list(q.shape)}: both with a tokens axis, or neither")
+    if len(problems) > before:
+        return {}
+    views = dict(named)
+    if options.layout == "kv":
+        views["state"] = state = state.transpose(2, 3)
+        if "intermediate_states" in named and named["intermediate_states"].dim() == 5:
+            views["intermediate_states"] = named["intermediate_states"].transpose(3, 4)
+    lead, (H, K), (_, HV, _, state_k) = q.shape[:-2], q.shape[-2:], state.shape
+    batch = max(named["cu_seqlens"].numel() - 1, 0) if ragged else lead[0]
+    if ragged and len(lead) == 2 and lead[0] != 1:
+        problems.append(f"q is {list(q.shape)} with cu_seqlens: sequences are packed, as [tokens, …] or [1, tokens, …]")
+    if state_k != K:
+        problems.append(f"state is {list(named['state'].shape)} in layout {options.layout!r}, whose K is {state_k}; q has K = {K}")
+    if H == 0 or HV % H:
+        problems.append(f"state has {HV} heads, not a multiple of the {H} of q and k")
+    allowed = _shapes(views, lead, batch, ragged)
+    if any(n in views for n in RINGS):
+        allowed |= _ring_shapes(views, lead, ragged, problems)
+    fits = [checks.check_shape(n, t, allowed[n], problems) for n, t in views.items() if n in allowed]
+    if len(problems) > before or not all(fits):
+        return {}
+    if "dt_bias" in views and "gk" in views and views["dt_bias"].dim() == 1:
+        views["dt_bias"] = views["dt_bias"].unflatten(0, (HV, K))
+    if "g" in views and views["g"].dim() == 1:
+        views["g"] = views["g"].expand(*lead, HV)
+    if len(lead) == 1:
+        views |= {n: views[n].unsqueeze(0 if ragged else 1) for n in NAMES[1:16] if n in views and n not in ("A_log", "dt_bias")}
+    _check_layout(views, options, batch, problems)
+    return views
+
+
+Shapes = dict[str, dict[str, tuple[int, ...]]]  # of each operand, those that are allowed, by a name in words
+
+
+def _shapes(views: Mapping[str, Tensor], lead: Sequence[int], batch: int, ragged: bool) -> Shapes:
+    """What operands must be, whose first axes are `lead`; all but those of a ring."""
+    (H, K), (HV, V) = views["q"].shape[-2:], views["state"].shape[1:3]
+    words = {(1, False): "[batch", (2, False): "[batch, tokens", (1, True): "[tokens", (2, True): "[1, tokens"}[len(lead), ragged]
+    T = 1 if len(lead) == 1 else lead[1]
+    allowed: Shapes = {
+        **{n: {f"{words}, key heads, K]": (*lead, H, K)} for n in OF_KEY_HEADS},
+        **{n: {f"{words}, heads, K]": (*lead, HV, K)} for n in ("gk", "erase")},
+        **{n: {f"{words}, heads, V]": (*lead, HV, V)} for n in ("v", "gv", "w", "out")},
+        "g": {f"{words}, heads]": (*lead, HV), "[heads]": (HV,)},
+        "beta": {f"{words}, heads]": (*lead, HV), f"{words}, heads, V]": (*lead, HV, V)},
+        "A_log": {"[heads]": (HV,)},
+        "dt_bias": {"[heads, K]": (HV, K), "[heads * K]": (HV * K,)} if "gk" in views else {"[heads]": (HV,)},
+        "num_accepted_tokens": {"[batch]": (batch,)},
+        "state_indices": {"[batch]": (batch,)},
+        "dst_state_indices": {"[batch]": (batch,)},
+        "cu_seqlens": {"[batch + 1]": (batch + 1,)},
+    }
+    if "num_accepted_tokens" in views:
+        columns = views["state_indices"].shape[-1] if "state_indices" in views and views["state_indices"].dim() else 0
+        allowed["state_indices"] = {"[batch, columns], of which num_accepted_tokens picks one,": (batch, columns)}
+    if "dst_state_indices" in views and views["dst_state_indices"].dim() == 2:
+        allowed["dst_state_indices"] |= {"[batch, tokens]": (batch, views["dst_state_indices"].shape[1] if ragged else T)}
+    if "intermediate_states" in views:
+        kept = views["intermediate_states"]
+        at_least = kept.shape[1] if kept.dim() == 5 and (ragged or kept.shape[1] >= T) else T
+        allowed["intermediate_states"] = {"[batch, tokens or more, heads, V, K]": (batch, at_least, HV, V, K)}
+    return allowed
+
+
+def _ring_shapes(views: Mapping[str, Tensor], lead: Sequence[int], ragged: bool, problems: list[str]) -> Shapes:
+    """What the tensors of a ring must be: [slots, tokens or more, …] of what they keep."""
+    T = 1 if len(lead) == 1 else lead[1]
+    if ragged:
+        problems.append("a ring takes the same number of tokens of every sequence: not with cu_seqlens")
+    if "state_indices" not in views:
+        problems.append("a ring goes by slots: give state_indices")
+    kept = [n for n in ("k", "v", "g", "gk", "beta") if n in views]
+    if missing := [n for n in kept if f"ring_{n}" not in views]:
+        problems.append(f"the ring does not keep {', '.join(missing)}")
+    shapes: Shapes = {}
+    for name in kept:
+        ring = views.get(f"ring_{name}")
+        if ring is None:
+            continue
+        tokens = ring.shape[1] if ring.dim() > 1 and ring.shape[1] >= T else T
+        shapes[f"ring_{name}"] = {"[slots, tokens or more, …]": (views["state"].shape[0], tokens, *views[name].shape[len(lead) :])}
+        if ring.dtype != views[name].dtype:
+            problems.append(f"ring.{name} is {ring.dtype}, and {name} is {views[name].dtype}")
+        if ring.dim() > 3 and ring.stride(-1) != 1:
+            problems.append(f"ring.{name} has strides {list(ring.stride())}; its last axis must be dense")
+        if checks.overlaps_itself(ring):
+            problems.append(f"ring.{name} has strides {list(ring.stride())}: two of its elements share memory")
+    problems += [
+        f"the ring keeps {n}, which the call does not have" for n in ("g", "gk", "beta") if f"ring_{n}" in views and n not in views
+    ]
+    return shapes
+
+
+def _check_layout(views: Mapping[str, Tensor], options: Options, batch: int, problems: list[str]) -> None:
+    state, out, kept = views["state"], views["out"], views.get("intermediate_states")
+    slots, HV, V, K = state.shape
+    dense = (V * K, K, 1) if options.layout == "vk" else (V * K, 1, V)
+    for name, t in (("state", state), ("intermediate_states", kept)):
+        if t is not None and any(n > 1 and have != want for n, have, want in zip((HV, V, K), t.stride()[-3:], dense, strict=True)):
+            problems.append(f"{name} has strides {list(t.stride())}; its last three axes must be dense")
+    if slots > 1 and state.stride(0) < HV * V * K:
+        problems.append(f"state has slots {state.stride(0)} elements apart, which overlap")
+    if kept is not None:
+        if kept.dtype != state.dtype:
+            problems.append(f"intermediate_states is {kept.dtype}, not the state's {state.dtype}")
+        if checks.overlaps_itself(kept):
+            problems.append(f"intermediate_states has strides {list(kept.stride())}: two of its states share memory")
+    if checks.overlaps_itself(out):
+        problems.append(f"out has strides {list(out.stride())}: two of its elements share memory")
+    source, target = views.get("state_indices"), views.get("dst_state_indices")
+    if source is None:
+        if slots < batch:
+            problems.append(f"state has {slots} slots for a batch of {batch}, and there are no state_indices")
+        problems += [f"{n} is given without state_indices" for n in ("dst_state_indices", "num_accepted_tokens") if n in views]
+    elif target is not None and source.dtype != target.dtype:
+        problems.append(f"state_indices is {source.dtype} and dst_state_indices is {target.dtype}")
+    if target is not None and not options.update_state:
+        problems.append("dst_state_indices is given, and update_state is False")
+    if "num_accepted_tokens" in views and target is None and options.update_state and views["state_indices"].shape[1] > 1:
+        problems.append(
+            "num_accepted_tokens picks where to start; say with dst_state_indices where the new state goes, or update_state=False"
+        )
+    if "cu_seqlens" in views and views["cu_seqlens"].stride(0) != 1:
+        problems.append("cu_seqlens is not contiguous")
+    for name, t in views.items():
+        if name not in ("state", "intermediate_states", "cu_seqlens", *RINGS):
+            # Offsets over batch and token are 64-bit products of 32-bit strides.
+            first = 0 if name in ("A_log", "dt_bias", *CONTROL) else 2
+            checks.check_strides_fit(name, t, first, problems)

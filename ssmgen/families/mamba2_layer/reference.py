@@ -1,0 +1,56 @@
+"""mamba2_layer in plain PyTorch: its three operators' references, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ...engine.layer_reference import convolved, normed, slots_of, valid_slots
+from ..selective_state_update.reference import selective_state_update
+
+
+def mamba2_layer(
+    views: Mapping[str, Tensor],
+    eps: float,
+    norm_before_gate: bool,
+    dt_softplus: bool,
+    dt_limit: tuple[float, float] | None,
+    A_is_log: bool = False,
+    pad_slot_id: int = -1,
+    philox_rounds: int = 0,
+    update_state: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """xBC [batch, channels]; z, out [batch, H, P]; dt [batch, H]; conv_state [slots, channels, len]; conv_weight [channels, width];
+    state [slots, H, P, N]; A, D, dt_bias [H, P]; norm_weight [groups, size], where there is a norm; without, z gates by itself. Several
+    tokens: xBC, z, out and dt have an axis of them behind the batch's.
+
+    Computes in `dtype`, and rounds what passes from one operator to the next as these do.
+    """
+    state, out = views["state"], views["out"]
+    slots, (_, H, P, N) = slots_of(views, pad_slot_id), state.shape
+    xBC = convolved(views, "xBC", slots, dtype, update_state)
+    x, B, C = xBC.split([H * P, *[(xBC.shape[-1] - H * P) // 2] * 2], -1)
+    gated = "norm_weight" in views
+    names = ("state", "A", "D", "dt_bias", "rand_seed", "num_accepted_tokens", "intermediate_states")
+    names += ("intermediate_state_indices",) if "intermediate_states" in views else ()
+    update = {n: views[n] for n in names if n in views} | {"state_indices": slots}
+    update |= {
+        "x": x.unflatten(-1, (H, P)),
+        "dt": views["dt"].unsqueeze(-1).expand(*views["dt"].shape, P),
+        "B": B.unflatten(-1, (-1, N)),
+        "C": C.unflatten(-1, (-1, N)),
+    }
+    update |= {"z": views["z"]} if "z" in views and not gated else {}
+    if "num_accepted_tokens" in views:
+        columns = valid_slots(views, views["state_indices"], pad_slot_id)
+        update["state_indices"] = torch.where(slots[:, None] < 0, -1, columns)
+        update["dst_state_indices"] = valid_slots(views, views["dst_state_indices"], pad_slot_id)
+    rate = -torch.exp(views["A"].to(dtype)).clamp(max=3e38) if A_is_log else views["A"]  # finite, so that rate * 0 is 0
+    update["A"] = rate[:, :, None].expand(H, P, N)
+    how = {"dt_softplus": dt_softplus, "dt_limit": dt_limit, "philox_rounds": philox_rounds, "dtype": dtype}
+    selective_state_update(**update, out=out, update_state=update_state, **how)
+    if gated:
+        normed(views, slots, eps=eps, norm_before_gate=norm_before_gate, dtype=dtype)

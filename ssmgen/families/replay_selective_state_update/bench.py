@@ -1,0 +1,404 @@
+"""Cases and contenders for replay_selective_state_update and, with a ring, checkpoint_selective_state_update.
+
+Slots are those of enough sets for 200 MB of states, and of 200 sets at most, in random order; every set has slots and inputs of its own.
+Nobody does the bookkeeping, so that every call of a set does the same. window 0: the history of one step, of which so many tokens were
+accepted. A ring: so many count, and no state is written, but in the share of sequences that writes, where as many count as it takes. With
+conv1d, a call is two or three launches: the update of the convolution of x, B and C, whose output they are views of, comes first.
+
+Contenders: one kernel, and two; external PDL is of the first kernel (behind the convolution, it reads all else before that ends), internal
+PDL of the second. TB/s counts states, read and written. The copy reads and writes all of them, even where we only read.
+Peers: FlashInfer's checkpointing_ssu, with PDL, on a ring of the same window (window 0: the shortest on which every step writes), and
+TensorRT-LLM's replay_selective_state_update; not behind our convolution. Both round factors of products to bf16; `precision` is ours.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import ssmgen
+
+from ... import api, runtime
+from ... import nvrtc as compiler
+from ...accuracy import norm_error
+from ...bench import report as reports
+from ...bench import timing
+from ...bench.progress import PRINTING, Watch
+from ...bench.report import GATE, HOST_BATCH, MIN_SETS, cell
+from ...bench.rows import Point
+from ...calls.checks import TORCH_DTYPES
+from ...errors import SsmgenError
+from ...render import render
+from ...spec import SM90, Arch, DType, KernelSpec
+from . import planning as replay_call
+
+SHAPE = (16, 64, 128, 1)  # heads, headdim, d_state, groups
+BATCHES = (1, 8, 64, 256)
+WINDOWS = (0, 16)
+TOKENS, ACCEPTED = 6, 3
+STATE_BYTES, MAX_SETS = 200e6, 200
+WIDTH = 4  # of the convolution
+CHECKED = 4  # rows that the gate looks at
+STATE_GATE = GATE | {torch.float32: 4e-6}  # an exponential and a sum of a step's tokens, in f32
+PRECISION_GATE = {"f32": 0.0, "bf16x2": 2.0**-15, "bf16": 2.0**-7}
+
+
+class Form(NamedTuple):
+    """How a call is launched."""
+
+    two_kernels: bool = False
+    external: bool = True
+    internal: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = ["two_kernels" if self.two_kernels else "ssmgen", "pdl" if self.external else "", "internal" if self.internal else ""]
+        return "_".join(filter(None, parts))
+
+
+PLAIN = Form()
+
+
+def forms(two_kernels: bool | None, external: bool | None, internal: bool | None, arch: Arch) -> list[Form]:
+    """What None leaves open is all of it; the first is what a plain call gets, if it is among them."""
+    capable = arch >= SM90
+
+    def flags(chosen: bool | None) -> list[bool]:
+        return [f for f in ((True, False) if chosen is None else (chosen,)) if capable or not f] or [False]
+
+    several = (False, True) if two_kernels is None else (two_kernels,)
+    return [Form(two, e, i) for two in several for e in flags(external) for i in (flags(internal) if two else [False])]
+
+
+@dataclass
+class Case:
+    """Rotating inputs. `window` 0 is the history of one step."""
+
+    batch: int
+    tokens: int = TOKENS
+    accepted: int = ACCEPTED
+    window: int = 0
+    writing: float = 0.0  # the share of sequences whose state is written, of a ring
+    shape: tuple[int, int, int, int] = SHAPE
+    dtype: torch.dtype = torch.bfloat16
+    rounding: bool = False
+    precision: str = "f32"
+    conv: bool = False
+    device: torch.device | str = "cuda"
+
+    def __post_init__(self) -> None:
+        H, P, N, G = self.shape
+        B, T, device = self.batch, self.tokens, torch.device(self.device)
+        bytes_per_set = B * H * P * N * self.dtype.itemsize
+        self.sets = max(MIN_SETS, min(MAX_SETS, math.ceil(STATE_BYTES / bytes_per_set)))
+        slots = self.sets * B
+        R, both = (self.window + T, ()) if self.window else (T, (2,))
+
+        def randn(*sizes: int) -> Tensor:
+            return torch.randn(*sizes, device=device).bfloat16()
+
+        self.state = reports.normal_pool(slots, (H, P, N), self.dtype, device)
+        self.slots = torch.randperm(slots, device=device).view(self.sets, B).int()
+        self.history = {"old_x": randn(slots, R, H, P), "old_B": randn(slots, *both, R, G, N)}
+        self.history["old_dt"] = torch.rand(slots, *both, H, R, device=device) / 8
+        self.history["prev_num_accepted_tokens"] = self._counts().int()
+        if self.window:
+            self.history["ring_start"] = torch.randint(R, (slots,), device=device, dtype=torch.int32)
+        else:
+            self.history["old_dA_cumsum"] = -self.history["old_dt"].cumsum(-1)
+            self.history["cache_buf_idx"] = torch.randint(2, (slots,), device=device, dtype=torch.int32)
+        self.dt, self.out = randn(self.sets, B, T, H), torch.empty(self.sets, B, T, H, P, device=device, dtype=torch.bfloat16)
+        self.A = -torch.rand(H, device=device) - 0.1
+        self.D, self.dt_bias = randn(H), (torch.rand(H, device=device) - 4).bfloat16()
+        self.seed = torch.tensor([1], device=device)
+        sizes = (H * P, G * N, G * N)
+        joined = randn(self.sets, B, T, sum(sizes))  # of the convolution: in and out
+        if self.conv:
+            self.conv_x, joined = joined, torch.zeros_like(joined)
+            self.conv_out = joined
+            self.conv_state = randn(slots, sum(sizes), WIDTH - 2 + T)
+            self.conv_weight, self.conv_bias = randn(sum(sizes), WIDTH) / 2, randn(sum(sizes))
+            self.conv_accepted = torch.full((B,), max(1, self.accepted), device=device, dtype=torch.int32)
+        x, self.B, self.C = (t.unflatten(-1, s) for t, s in zip(joined.split(sizes, -1), ((H, P), (G, N), (G, N)), strict=True))
+        self.x = x
+        if not self.conv:  # each by itself, as projections without a convolution would give them
+            self.x, self.B, self.C = (t.contiguous() for t in (x, self.B, self.C))
+
+    def _counts(self) -> Tensor:
+        """Entries of each slot's history that count."""
+        full = max(self.accepted, self.window - self.tokens + 1) if self.window else self.accepted
+        part = torch.arange(self.batch + 1, device=self.slots.device).double() * self.writing
+        writes = part.floor().diff() > 0  # spread evenly over the batch
+        counts = torch.full((self.slots.numel(),), self.accepted, device=self.slots.device)
+        counts[self.slots.long()] = torch.where(writes, full, self.accepted).expand_as(self.slots)
+        return counts
+
+    @property
+    def function(self) -> Callable[..., Tensor]:
+        return ssmgen.checkpoint_selective_state_update if self.window else ssmgen.replay_selective_state_update
+
+    @property
+    def written(self) -> float:
+        """The share of states that a call writes."""
+        counts = self.history["prev_num_accepted_tokens"][self.slots[0].long()]
+        return float(((counts + self.tokens > self.window) if self.window else (counts > 0)).double().mean())
+
+    @property
+    def bytes_moved(self) -> float:
+        return self.batch * self.state[0].numel() * self.state.element_size() * (1 + self.written)
+
+    def arguments(self, i: int, form: Form = PLAIN) -> dict[str, Any]:
+        """Keywords of the i-th call, in the layout in which models call: A, dt, D and dt_bias as stride-0 views."""
+        H, P, N, _ = self.shape
+        call = {"state": self.state, **self.history, "x": self.x[i], "B": self.B[i], "C": self.C[i], "state_indices": self.slots[i]}
+        call |= {"dt": self.dt[i][..., None].expand(-1, -1, -1, P), "A": self.A[:, None, None].expand(H, P, N), "out": self.out[i]}
+        call |= {"D": self.D[:, None].expand(H, P), "dt_bias": self.dt_bias[:, None].expand(H, P), "dt_softplus": True}
+        call |= {"precision": self.precision, "after_conv": self.conv, "two_kernels": form.two_kernels}
+        call |= {"internal_pdl": form.internal} if form.two_kernels else {}
+        return call | ({"rand_seed": self.seed} if self.rounding else {})
+
+    def conv_arguments(self, i: int) -> dict[str, Any]:
+        """The same of the convolution."""
+        call = {"x": self.conv_x[i].transpose(1, 2), "conv_state": self.conv_state, "weight": self.conv_weight, "bias": self.conv_bias}
+        call |= {"activation": "silu", "conv_state_indices": self.slots[i], "num_accepted_tokens": self.conv_accepted}
+        return call | {"out": self.conv_out[i].transpose(1, 2)}
+
+    def bound(self, form: Form) -> timing.Launch:
+        """Our kernels, with the host's part of every call done beforehand."""
+        calls = [ssmgen.bind(self.function, **self.arguments(i, form), pdl=form.external) for i in range(self.sets)]
+        if not self.conv:
+            return lambda i: calls[i]()
+        ahead = self.bound_conv(form.external)
+        return lambda i: (ahead(i), calls[i]())
+
+    def bound_conv(self, pdl: bool) -> timing.Launch:
+        calls = [ssmgen.bind(ssmgen.causal_conv1d_update, **self.conv_arguments(i), pdl=pdl) for i in range(self.sets)]
+        return lambda i: calls[i]()
+
+    def gate(self, form: Form) -> tuple[float, float]:
+        """Norm errors of state and output of one call against float64, on a few rows. Raises SsmgenError when they are more than
+        rounding, or the history is not what it should be."""
+        call = self.arguments(0, form)
+        rows = torch.linspace(0, self.batch - 1, min(self.batch, CHECKED), device=self.slots.device).long()
+        touched = self.slots[0][rows].long()
+        small = {n: t[touched] for n, t in self.history.items()} | {"state": self.state[touched]}
+        call["out"].fill_(float("nan"))
+        if self.conv:
+            ssmgen.causal_conv1d_update(**self.conv_arguments(0), pdl=form.external)
+        self.function(**call, pdl=form.external)
+        small |= {n: call[n][rows] for n in ("x", "B", "C", "out")} | {n: call[n] for n in ("A", "D", "dt_bias")} | {"dt": self.dt[0][rows]}
+        options = replay_call.Options(dt_softplus=True)
+        views = replay_call.views_of(small, options, [])  # the call itself was checked
+        views |= {"state": small["state"].double(), "out": torch.zeros_like(small["out"], dtype=torch.float64)}
+        replay_call.run_reference(views, options, torch.float64)
+        state_error, out_error = norm_error(self.state[touched], views["state"]), norm_error(call["out"][rows], views["out"])
+        kept = all(torch.equal(self.history[n][touched], views[n]) for n in ("old_x", "old_B"))
+        kept = kept and norm_error(self.history["old_dt"][touched], views["old_dt"]) < 1e-5
+        slack = PRECISION_GATE[self.precision]
+        if not (state_error < STATE_GATE[self.dtype] + slack and out_error < GATE[torch.bfloat16] + slack and kept):
+            errors = f"state error {state_error:.1e}, output error {out_error:.1e}, history {'as it should be' if kept else 'wrong'}"
+            raise SsmgenError(f"{form.name} of {self.function.__name__}, batch {self.batch}: {errors}; not timed")
+        return state_error, out_error
+
+
+def flashinfer(case: Case) -> reports.Peer | None:
+    function = reports.imported("flashinfer.mamba", "checkpointing_ssu")
+    H, P, N, G = case.shape
+    T, window = case.tokens, case.window or case.tokens
+    if function is None or case.conv or not T <= window <= 16:
+        return None
+    slots, device = len(case.state), case.state.device
+    x_cache, B_cache = (torch.randn(slots, *s, device=device).bfloat16() for s in ((H, window + T, P), (G, window + T, N)))
+    dt_cache = torch.rand(slots, H, window + T, device=device) / 8
+    start = torch.randint(window + T, (slots,), device=device, dtype=torch.int32)
+    names = ("state", "prev_num_accepted_tokens", "x", "dt", "A", "B", "C", "out", "D", "dt_bias", "dt_softplus")
+    calls = []
+    for i in range(case.sets):
+        ours = case.arguments(i)
+        call = {n: ours[n] for n in names} | {"x_cache": x_cache, "B_cache": B_cache, "dt_cache": dt_cache, "ring_start": start}
+        calls.append(call | {"state_batch_indices": ours["state_indices"], "rand_seed": ours.get("rand_seed"), "enable_pdl": True})
+    return lambda i: function(**calls[i])
+
+
+def tensorrt_llm(case: Case) -> reports.Peer | None:
+    function = reports.imported("tensorrt_llm._torch.modules.mamba.replay_selective_state_update", "replay_selective_state_update")
+    if function is None or case.conv or case.window:
+        return None
+    ours = ("two_kernels", "internal_pdl", "after_conv", "precision")
+    calls = [{n: t for n, t in case.arguments(i).items() if n not in ours} for i in range(case.sets)]
+    for call in calls:
+        call["state_batch_indices"] = call.pop("state_indices")
+    return lambda i: function(**calls[i])
+
+
+PEERS = {"flashinfer": flashinfer, "tensorrt_llm": tensorrt_llm}
+
+
+def served(case: Case, form: Form, arch: Arch) -> dict[str, Any]:
+    """The variant of a form, by which rule, and what compiling it takes; of two kernels, both."""
+    chosen = api.explain(case.function, **case.arguments(0, form), pdl=form.external, arch=str(arch)).chosen
+    parts = chosen.spec.kernels
+    return {"specs": [str(spec) for spec in parts], "rule": chosen.rule, "compile_seconds": sum(_compile_seconds(s, arch) for s in parts)}
+
+
+@cache
+def _compile_seconds(spec: KernelSpec, arch: Arch) -> float:
+    return compiler.compile_cubin(render(spec, arch), arch, str(spec)).seconds
+
+
+def measure(case: Case, kernels: Sequence[bool | None], peers: bool, rounds: int, watch: Watch) -> dict[str, Any]:
+    """What a row says beside its case. kernels: what `forms` takes."""
+    arch = runtime.device_arch(case.state.device.index)
+    wanted = forms(*kernels, arch)
+    errors = reports.gates(case.gate, wanted)
+    others = reports.usable({name: make(case) for name, make in PEERS.items()} if peers else {})
+    contenders = {form.name: case.bound(form) for form in wanted}
+    pdls = sorted({form.external for form in wanted}, reverse=True)
+    if case.conv:
+        contenders |= {"conv1d_pdl" if pdl else "conv1d": case.bound_conv(pdl) for pdl in pdls}
+    contenders |= reports.slot_copies(case.state, case.slots, pdls) | others
+    watch.timing(len(contenders))
+    us = timing.device_us(contenders, case.sets, rounds)
+    first = wanted[0]
+    time, copies = us[first.name], [t for name, t in us.items() if name.startswith("copy")]
+    best = min(us[form.name] for form in wanted)
+    return {
+        "written": case.written,
+        "sets": case.sets,
+        "us": us,
+        "served": first.name,
+        "served_us": time,
+        "best": next(form.name for form in wanted if us[form.name] == best),
+        "bytes": case.bytes_moved,
+        "tbs": case.bytes_moved / time / 1e6,
+        "copy_us": min(copies, default=None),
+        "copy_ratio": time / min(copies) if copies else None,
+        "peer_ratio": {name: time / us[name] for name in others},
+        "host_us": reports.host_us(case.function, (), case.arguments(0, first), others) if case.batch <= HOST_BATCH else {},
+        "state_error": max(state for state, _ in errors),
+        "out_error": max(out for _, out in errors),
+        **served(case, first, arch),
+        "variants": {form.name: served(case, form, arch) for form in wanted[1:]},
+    }
+
+
+def fits(tokens: int, accepted: int, window: int, writing: float) -> str:
+    """Why a case cannot be; empty if it can."""
+    if not window:
+        return "" if accepted <= tokens else f"{accepted} accepted of a step of {tokens} tokens"
+    if accepted > window:
+        return f"{accepted} accepted tokens in a window of {window}"
+    if tokens > window and writing < 1:
+        return f"{tokens} tokens do not fit into a window of {window}"
+    return "" if writing == 1 or accepted + tokens <= window else f"{accepted} + {tokens} tokens always outgrow a window of {window}"
+
+
+def mistakes(**chosen: Any) -> list[str]:
+    """What is wrong with options that are right each by itself."""
+    tokens, accepted = chosen["tokens"] or [TOKENS], chosen["accepted"] or [ACCEPTED]
+    found = [fits(*case) for case in itertools.product(tokens, accepted, chosen["windows"] or (0,), chosen["writing"] or (0.0,))]
+    H, *_, G = chosen["shape"]
+    found += [f"{H} heads are not a multiple of {G} groups"] if H % G else []
+    if chosen["writing"] and not any(chosen["windows"] or WINDOWS):
+        found.append("--writing is of a ring: give --window")
+    if chosen["internal_pdl"] and chosen["two_kernels"] is False:
+        found.append("--internal-pdl is of two kernels")
+    if chosen["rounding"] and DType.F32 in chosen["states"]:
+        found.append("an f32 state is not rounded")
+    return list(dict.fromkeys(filter(None, found)))
+
+
+@torch.no_grad()
+def run(
+    states: Sequence[DType] = (),
+    batches: Sequence[int] = (),
+    tokens: Sequence[int] = (),
+    accepted: Sequence[int] = (),
+    windows: Sequence[int] = (),
+    writing: Sequence[float] = (),
+    shape: tuple[int, int, int, int] = SHAPE,
+    rounding: bool = False,
+    precision: str = "f32",
+    with_conv1d: bool = False,
+    two_kernels: bool | None = None,
+    external_pdl: bool | None = None,
+    internal_pdl: bool | None = None,
+    rounds: int = 7,
+    peers: bool = True,
+    watch: Watch = PRINTING,
+    device: torch.device | str = "cuda",
+) -> dict[str, Any]:
+    """The whole report, as JSON would hold it. Raises SsmgenError without a GPU."""
+    report = reports.begin(__doc__)
+    same = {"shape": list(shape), "rounding": rounding, "precision": precision, "with_conv1d": with_conv1d}
+    report |= {"op": "replay_selective_state_update", **same}
+    choices = itertools.product(
+        states or [DType.BF16], windows or WINDOWS, writing or [0.0], tokens or [TOKENS], accepted or [ACCEPTED], batches or BATCHES
+    )
+    points = [(state, w, share if w else 0.0, T, K, batch) for state, w, share, T, K, batch in choices]
+    points = [p for p in dict.fromkeys(points) if not fits(p[3], p[4], p[1], p[2])]
+    watch.begins(report["op"], len(points))
+    for state, window, share, T, K, batch in points:
+        named = {"state": state.value, "window": window, "writing": share, "tokens": T, "accepted": K, "batch": batch}
+        with reports.case(report, named, watch, _line) as row:
+            case = partial(Case, batch, T, K, window, share, shape, TORCH_DTYPES[state], rounding, precision, with_conv1d, device)
+            row |= measure(case(), (two_kernels, external_pdl, internal_pdl), peers, rounds, watch)
+    return report
+
+
+def point(report: Mapping[str, Any], row: Mapping[str, Any]) -> Point:
+    H, P, N, G = report["shape"]
+    share = row.get("writing", row.get("written"))  # what was asked for; at first, reports only had what that is at a batch size
+    history = f"ring of {row['window']}, {f'{share:.0%} write' if share else 'none write'}" if row["window"] else "history of one step"
+    what = [f"{H} heads of {P} x {N}", f"{G} group{'s' if G > 1 else ''}", f"{row['state']} state", history]
+    what += [f"{row['tokens']} token{'s' if row['tokens'] > 1 else ''}, {row['accepted']} accepted"]
+    what += [f"products in {report['precision']}"] if report["precision"] != "f32" else []
+    what += ["stochastic rounding"] if report["rounding"] else []
+    what += ["behind conv1d"] if report["with_conv1d"] else []
+    return Point(", ".join(what), "batch", str(row["batch"]), "in_place")
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    what = f"{row['state']} {'step' if not row['window'] else 'ring'} T {row['tokens']} K {row['accepted']} batch {row['batch']}"
+    others = "".join(f", {ratio:.3f} x {name}" for name, ratio in row["peer_ratio"].items())
+    return f"{what}: {row['served_us']:.2f} us, {row['tbs']:.2f} TB/s{others}"
+
+
+COLUMNS = (
+    ("no pdl", "ssmgen"), ("two", "two_kernels"), ("ext.", "two_kernels_pdl"), ("int.", "two_kernels_internal"),
+    ("both", "two_kernels_pdl_internal"), ("conv1d", "conv1d_pdl"),
+)  # fmt: skip
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """The report for a terminal. `ratio`: of our time to the peer's; two, ext., int. and both: two kernels, with which PDL."""
+    H, P, N, G = report["shape"]
+    what = [f"{H} heads of {P} x {N}, {G} groups, precision {report['precision']}"]
+    what += ["states rounded stochastically"] if report["rounding"] else []
+    what += ["behind conv1d"] if report["with_conv1d"] else []
+    lines = [
+        *reports.head(report),
+        f"replay_selective_state_update: {', '.join(what)}; window 0: the history of one step",
+        f"{'state':6}{'window':>7}{'T':>3}{'K':>3}{'written':>8}{'batch':>6}{'us':>8}{'TB/s':>6}"
+        + "".join(f"{head:>8}" for head, _ in COLUMNS)
+        + f"{'copy':>8}{'x copy':>7}{'flashinfer':>11}{'ratio':>7}{'tensorrt':>9}{'ratio':>7}{'host us':>8}{'bound':>7}{'peer':>7}"
+        + f"{'compile s':>10}  rule",
+    ]
+    for row in report["rows"]:
+        us, host, ratio = row["us"], row["host_us"], row["peer_ratio"]
+        lines.append(
+            f"{row['state']:6}{row['window']:7}{row['tokens']:3}{row['accepted']:3}{row['written']:8.2f}{row['batch']:6}"
+            + cell(row["served_us"], 8) + cell(row["tbs"], 6) + "".join(cell(us.get(name), 8) for _, name in COLUMNS)
+            + cell(row["copy_us"], 8) + cell(row["copy_ratio"], 7) + cell(us.get("flashinfer"), 11) + cell(ratio.get("flashinfer"), 7)
+            + cell(us.get("tensorrt_llm"), 9) + cell(ratio.get("tensorrt_llm"), 7) + cell(host.get("ssmgen"), 8)
+            + cell(host.get("ssmgen_bound"), 7) + cell(host.get("flashinfer"), 7, 1) + cell(row["compile_seconds"], 10, 3)
+            + f"  {row['rule']}"
+        )  # fmt: skip
+    return "\n".join(lines)

@@ -1,0 +1,181 @@
+"""Speculative decoding of Mamba-2 by replay: the public functions. `ops/replay_call.py` has what they do."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...calls.public import operator
+from ...calls.scalars import integer
+from .planning import PRECISION, Options, call
+
+_OF_STEPS = {"precision": PRECISION, "philox_rounds": integer("0 … 10", 0, 10)}
+
+
+@operator(like="x", **_OF_STEPS)
+def replay_selective_state_update(
+    state: Tensor,
+    old_x: Tensor,
+    old_B: Tensor,
+    old_dt: Tensor,
+    old_dA_cumsum: Tensor,
+    cache_buf_idx: Tensor,
+    prev_num_accepted_tokens: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    *,
+    state_indices: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    rand_seed: Tensor | None = None,
+    philox_rounds: int = 10,
+    arrivals: Tensor | None = None,
+    pad_slot_id: int = -1,
+    precision: str = "f32",
+    after_conv: bool = False,
+    two_kernels: bool = False,
+    internal_pdl: bool = True,
+    out: Tensor | None = None,
+    pdl: bool | None = None,
+) -> Tensor:
+    """T draft tokens of Mamba-2 on a state that stands where the last step began.
+
+    First the state catches up with the tokens of the last step that were accepted, of which the history holds the inputs, and is written.
+    Then the outputs of the new tokens are computed, none of whose states is made, and their inputs become the history.
+    H heads of P rows (headdim), N = d_state, G groups of heads that share B and C; T and W up to 32. x, B, C and their history are of one
+    dtype, f32, f16 or bf16; each other floating tensor may have its own. Arithmetic is f32, in `precision`. A block keeps a step in 48 KiB
+    of shared memory: with f16 or f32 operands, or N = 256, T and W end at 16 or 24 (an UnsupportedError says so).
+
+    state: [slots, H, P, N], updated in place                      old_x: [slots, W, H, P], W >= T
+    old_B: [slots, 2, W, G, N]                                     old_dt, old_dA_cumsum: [slots, 2, H, W] f32
+    cache_buf_idx: [slots] int32, which of the two buffers is the last step's; the other one receives this step's
+    prev_num_accepted_tokens: [slots] int32, how many entries of the history count; one out of 0 … W counts as 0
+    x, z, out: [batch, T, H, P]; dt: [batch, T, H] or [batch, T, H, P] with equal P; B, C: [batch, T, G, N]
+    A, dt_bias: [H] or expanded from it; D: [H] or [H, P]          cu_seqlens: [batch + 1]; then x is [tokens, H, P], and so on
+    state_indices: [batch] int32 or int64, slot of each sequence; None for slot = sequence. Slots must be distinct, else they race
+    rand_seed: [1] or [slots] int64, with which f16 and bf16 states are rounded stochastically (Philox-4x32, `philox_rounds`), by the
+        seed and the element's place in the pool; None for rounding to nearest. Finite numbers stay finite
+    arrivals: [slots] int32 of zeros, kept by the caller: the kernel then does the bookkeeping of the slots it serves: it flips
+        cache_buf_idx, sets prev_num_accepted_tokens to 0, to which the caller adds what is accepted, and adds 1 to a seed per slot that it
+        has used. Without it the caller does this between the steps
+    pad_slot_id: a sequence whose slot is negative, equals it or is no slot of the pool gets a zero output and touches nothing
+    precision: of products: "f32" (exact to 2^-24), "bf16x2" (2^-16) or "bf16" (2^-8, what other packages compute)
+    after_conv: the kernel ahead in the stream is this package's causal_conv1d_update, of x, B and C: all else is then read before it ends
+    two_kernels: one that prepares, for several heads of a group at a time, what the tokens have to do with each other and with the
+        history, and one that goes through the states
+    internal_pdl: of two kernels, whether the second may start while the first one ends
+    pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
+
+    Returns out (new, of x's dtype, if not given). CPU tensors run the reference implementation.
+    Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError; CaptureError when a
+    kernel would have to be built during a CUDA graph capture; NotBuiltError, CompileError, LoadError, LaunchError.
+    Source: NVIDIA/TensorRT-LLM#13453; Dao & Gu 2024 (arXiv 2405.21060).
+    """
+    given = (
+        state, old_x, old_B, old_dt, old_dA_cumsum, cache_buf_idx, None, prev_num_accepted_tokens, x, dt, A, B, C, D, z, dt_bias, out,
+        state_indices, cu_seqlens, rand_seed, arrivals,
+    )  # fmt: skip
+    options = Options(dt_softplus, pad_slot_id, philox_rounds, precision, after_conv, None, two_kernels, internal_pdl)
+    return call("replay_selective_state_update", given, options, pdl)
+
+
+@operator(like="x", **_OF_STEPS, max_tokens=integer("a positive integer", 1))
+def checkpoint_selective_state_update(
+    state: Tensor,
+    old_x: Tensor,
+    old_B: Tensor,
+    old_dt: Tensor,
+    ring_start: Tensor,
+    prev_num_accepted_tokens: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    *,
+    state_indices: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    rand_seed: Tensor | None = None,
+    philox_rounds: int = 10,
+    arrivals: Tensor | None = None,
+    max_tokens: int | None = None,
+    pad_slot_id: int = -1,
+    precision: str = "f32",
+    after_conv: bool = False,
+    two_kernels: bool = False,
+    internal_pdl: bool = True,
+    out: Tensor | None = None,
+    pdl: bool | None = None,
+) -> Tensor:
+    """replay_selective_state_update with a longer history, so that most steps need not write the state.
+
+    The history is a ring of R entries: old_x [slots, R, H, P], old_B [slots, R, G, N], old_dt [slots, H, R] f32. Entry ring_start [slots]
+    int32 is its first, and prev_num_accepted_tokens [slots] int32 of them count; the new tokens are put behind those. Where they and the
+    new ones are more than the window, R - T, the state catches up with all that count, and the next history begins at the first new token.
+    The window is at most 32.
+
+    arrivals: the kernel then moves ring_start and sets prev_num_accepted_tokens to 0 where the state caught up, and the caller adds what is
+        accepted. Without it the caller does both: a step of T tokens catches up if prev_num_accepted_tokens + T > window
+    max_tokens: the T of the window, if it is not that of x; needed with cu_seqlens
+    All else, and what is raised, as in replay_selective_state_update.
+    Source: NVIDIA/TensorRT-LLM#14203, flashinfer-ai/flashinfer#3975.
+    """
+    given = (
+        state, old_x, old_B, old_dt, None, None, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, D, z, dt_bias, out,
+        state_indices, cu_seqlens, rand_seed, arrivals,
+    )  # fmt: skip
+    options = Options(dt_softplus, pad_slot_id, philox_rounds, precision, after_conv, max_tokens, two_kernels, internal_pdl)
+    return call("checkpoint_selective_state_update", given, options, pdl)
+
+
+@operator(like="state", precision=PRECISION, max_tokens=integer("an integer from 0 on", 0))
+def materialize_selective_state(
+    state: Tensor,
+    old_x: Tensor,
+    old_B: Tensor,
+    old_dt: Tensor,
+    prev_num_accepted_tokens: Tensor,
+    *,
+    old_dA_cumsum: Tensor | None = None,
+    cache_buf_idx: Tensor | None = None,
+    ring_start: Tensor | None = None,
+    A: Tensor | None = None,
+    state_indices: Tensor | None = None,
+    max_tokens: int = 0,
+    pad_slot_id: int = -1,
+    precision: str = "f32",
+    out: Tensor | None = None,
+    pdl: bool | None = None,
+) -> Tensor:
+    """The states of slots as they are after the accepted tokens of their histories, for a prefix cache or a move to another pool.
+
+    state, old_x, old_B, old_dt, prev_num_accepted_tokens: of replay_selective_state_update, with its old_dA_cumsum and cache_buf_idx; or of
+        checkpoint_selective_state_update, with its ring_start, A and max_tokens. Nothing of them is changed
+    state_indices: [batch] int32 or int64; None for all slots. One that is no slot of the pool, or equals pad_slot_id, gives zeros
+    out: [batch, H, P, N] of the state's dtype, dense but for the distance between its states
+
+    Returns out (new, if not given). Raises what replay_selective_state_update does.
+    """
+    if out is None and isinstance(state, Tensor):
+        slots = state_indices.numel() if isinstance(state_indices, Tensor) else len(state) if state.dim() else 0
+        out = torch.empty((slots, *state.shape[1:]), dtype=state.dtype, device=state.device)
+    rate = A if cache_buf_idx is None else None
+    given = (
+        state, old_x, old_B, old_dt, old_dA_cumsum, cache_buf_idx, ring_start, prev_num_accepted_tokens, None, None, rate, None,
+        None, None, None, None, out, state_indices, None, None, None,
+    )  # fmt: skip
+    options = Options(False, pad_slot_id, 0, precision, False, max_tokens, materialize=True)
+    return call("materialize_selective_state", given, options, pdl)
+
+
+FUNCTIONS = (replay_selective_state_update, checkpoint_selective_state_update, materialize_selective_state)

@@ -1,0 +1,85 @@
+"""Random operands of the replay functions, made from a spec alone: as operands.py does it."""
+
+from __future__ import annotations
+
+from itertools import cycle, islice
+
+import torch
+from torch import Tensor
+
+from ...calls.checks import TORCH_DTYPES
+from ...emulator.operands import INTEGERS
+from ...spec import Index, Loads
+from .spec import History, ReplaySpec
+
+
+def replay(spec: ReplaySpec, batch: int, seed: int) -> dict[str, Tensor]:
+    """Of the replay functions: histories of all lengths, and anything where they end."""
+    g = torch.Generator().manual_seed(seed)
+    H, P, N, G, x = spec.nheads, spec.headdim, spec.d_state, spec.ngroups, TORCH_DTYPES[spec.x]
+    step, ragged = spec.history is History.STEP, spec.cu_seqlens is not Index.NONE
+    slots = batch if spec.index is Index.NONE else 3 * batch
+    most = spec.tokens if step and spec.tokens < spec.window else spec.tokens - 1
+    room = spec.window if step else spec.window + most
+    counts = list(islice(cycle((3, most, 1, 0)), batch)) if ragged else [most] * batch
+    lead = (sum(counts),) if ragged else (batch, most)
+
+    def randn(dtype: torch.dtype, *shape: int) -> Tensor:
+        """With a gap behind the last axis, or an odd one."""
+        wide = torch.randn(*shape[:-1], shape[-1] + (1 if spec.operand_loads is Loads.ELEMENT else 8), generator=g)
+        return wide.to(dtype)[..., : shape[-1]]
+
+    gap = 1 if spec.state_loads is Loads.ELEMENT else 16
+    state = torch.empty_strided((slots, H, P, N), (H * P * N + gap, P * N, N, 1), dtype=TORCH_DTYPES[spec.state])
+    both = (2,) if step else ()
+    rate = -(torch.rand(H, generator=g) + 0.1).to(TORCH_DTYPES[spec.A])
+    valid = torch.tensor(list(islice(cycle((2, 0, spec.window, 1)), slots)), dtype=torch.int32)
+    made = {
+        "state": state.copy_(torch.randn(state.shape, generator=g)),
+        "old_x": randn(x, slots, room, H, P),
+        "old_B": randn(x, slots, *both, room, G, N),
+        "old_dt": torch.rand(slots, *both, H, room, generator=g),
+        "old_dA_cumsum": -torch.rand(slots, *both, H, room, generator=g).cumsum(-1),
+        "cache_buf_idx": torch.randint(0, 2, (slots,), generator=g, dtype=torch.int32),
+        "ring_start": torch.randint(0, room, (slots,), generator=g, dtype=torch.int32),
+        "prev_num_accepted_tokens": valid,
+        "x": randn(x, *lead, H, P),
+        "dt": torch.randn(*lead, H, generator=g).to(TORCH_DTYPES[spec.dt]),
+        "A": rate,
+        "B": randn(x, *lead, G, N),
+        "C": randn(x, *lead, G, N),
+        "D": spec.D and torch.randn(H, P, generator=g).to(TORCH_DTYPES[spec.D]),
+        "z": spec.z and randn(TORCH_DTYPES[spec.z], *lead, H, P),
+        "dt_bias": spec.dt_bias and torch.randn(H, generator=g).to(TORCH_DTYPES[spec.dt_bias]),
+        "out": torch.full((*lead, H, P), float("nan"), dtype=TORCH_DTYPES[spec.out]),
+        "arrivals": torch.zeros(slots, dtype=torch.int32),
+        "rand_seed": torch.randint(0, 2**62, (slots,), generator=g),
+        "mix": torch.full((batch, H, spec.tokens, spec.entries), float("nan")),
+        "sums": torch.full((batch, H, spec.tokens), float("nan")),
+    }
+    if spec.materialize:
+        made["out"] = torch.full((batch, H, P, N), float("nan"), dtype=state.dtype)
+    if spec.index is not Index.NONE:
+        made["state_indices"] = torch.randperm(slots, generator=g)[:batch].to(INTEGERS[spec.index])
+        made["state_indices"][1:2] = -1
+    if ragged:
+        made["cu_seqlens"] = torch.tensor([0, *counts]).cumsum(0).to(INTEGERS[spec.cu_seqlens])
+    for slot in range(slots):
+        _poison(made, slot, step)
+    used = {name for part in spec.kernels for name in part.operands()}
+    return {name: t for name, t in made.items() if name in used}
+
+
+def _poison(made: dict[str, Tensor], slot: int, step: bool) -> None:
+    """NaN wherever a slot's history is not read."""
+    valid, room = int(made["prev_num_accepted_tokens"][slot]), made["old_x"].shape[1]
+    first = 0 if step else int(made["ring_start"][slot])
+    dead = [(first + k) % room for k in range(valid, room)]
+    made["old_x"][slot, dead] = float("nan")
+    buffer = (int(made["cache_buf_idx"][slot]),) if step else ()
+    made["old_B"][slot][buffer][dead] = float("nan")
+    for name in ("old_dt", "old_dA_cumsum"):
+        made[name][slot][buffer][:, dead] = float("nan")
+    if step:
+        for name in ("old_B", "old_dt", "old_dA_cumsum"):
+            made[name][slot][1 - buffer[0]] = float("nan")

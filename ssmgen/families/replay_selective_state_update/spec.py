@@ -1,0 +1,445 @@
+"""replay_selective_state_update: Mamba-2 on several tokens of which the next step keeps a prefix (speculative decoding).
+
+The pool holds a state, and by slot the inputs of tokens that came after it: the history. Of these K are valid. With the sums
+s of dt A over the history and over the T new tokens, and the state S,
+
+    S' = exp(s_K) S + sum_k exp(s_K - s_k) dt_k x_k B_k             k < K; written where the history is to be emptied
+    out_t = exp(s_t) C_t S' + sum_j exp(s_t - s_j) dt_j (C_t B_j) x_j + D x_t           j <= t
+
+No state of a new token is ever made. `mix` [T, K + T] is what the tokens' x are multiplied with; like all products with B or C it comes
+from the tensor cores, where numbers travel as sums of bf16 terms: exact ones, of an f32 state three. The traffic is the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from itertools import product
+from typing import Any, ClassVar
+
+from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Param, Pdl, Problem, must
+
+OPERATOR = "replay_selective_state_update"
+MAX_TOKENS = 32
+
+_INTEGER = {Index.I32: "int", Index.I64: "i64"}
+
+
+class History(Enum):
+    """STEP: the inputs of the last step, in one of two buffers; each step writes the state. RING: of several steps; the state is written
+    when the history would outgrow its window."""
+
+    STEP = "step"
+    RING = "ring"
+
+
+class Part(Enum):
+    """One kernel, or two: one that makes `mix` and keeps the new inputs, and one that goes through the states."""
+
+    FUSED = "fused"
+    PRECOMPUTE = "precompute"
+    MAIN = "main"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayProblem(Problem):
+    """What a call fixes. Batch, tokens and strides are not among it."""
+
+    d_state: int
+    headdim: int
+    nheads: int
+    ngroups: int
+    state: DType = DType.F32
+    x: DType = DType.BF16  # of B, C and their history too
+    dt: DType = DType.BF16
+    A: DType = DType.F32
+    D: DType | None = None
+    z: DType | None = None
+    dt_bias: DType | None = None
+    out: DType = DType.BF16
+    dt_softplus: bool = True
+    history: History = History.STEP
+    tokens: int = 8  # room for those of a step, and of the history, in eights
+    window: int = 8
+    materialize: bool = False  # S' is all that is wanted, and goes to a tensor of its own
+    cu_seqlens: Index = Index.NONE
+    index: Index = Index.NONE
+    advance: bool = False  # the kernel does the bookkeeping of its slots
+    two_kernels: bool = False
+    internal_pdl: bool = True  # of two kernels, whether the second may start before the first has ended
+    after_conv: bool = False  # the kernel ahead in the stream wrote x, B and C, and nothing else that is read here
+    philox_rounds: int = 0  # of stochastic rounding; 0 = to nearest
+    terms: int = 3  # bf16 terms of an f32 in a product
+    state_loads: Loads = Loads.VECTOR
+    operand_loads: Loads = Loads.VECTOR  # of x, B, C, z, out and the history
+
+    def faults(self) -> list[str]:
+        """What no variant could serve."""
+        room = range(8, MAX_TOKENS + 1, 8)
+        return [
+            *must(self.d_state % 32 == 0 and 32 <= self.d_state <= 256, f"d_state {self.d_state} is not 32 … 256 in steps of 32"),
+            *must(self.headdim >= 8 and self.headdim % 8 == 0, f"headdim {self.headdim} is not a multiple of 8"),
+            *must(self.nheads % self.ngroups == 0, f"nheads {self.nheads} is not a multiple of ngroups {self.ngroups}"),
+            *must(self.headdim * self.d_state * self.nheads < 2**31, "one slot of the state has 2^31 elements or more"),
+            *must(self.tokens in room and self.window in room, f"{self.tokens} tokens on {self.window} are not 8 … {MAX_TOKENS} each"),
+            *must(not self.philox_rounds or self.state is not DType.F32, "an f32 state is not rounded"),
+            *must(1 <= self.terms <= 3, f"terms {self.terms} is not 1 … 3"),
+            *must(
+                not (self.materialize and (self.advance or self.after_conv or self.two_kernels)),
+                "materialize reads the history and leaves it",
+            ),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaySpec(KernelSpec, ReplayProblem):
+    """A problem, and how one variant computes it. No choice here changes a bit of the result."""
+
+    family: ClassVar[str] = OPERATOR
+    template: ClassVar[str] = "replay_selective_state_update.cu.j2"
+
+    part: Part = Part.FUSED
+    warps: int = 4  # of 16 rows each
+    helpers: int = 0  # warps that do all but the rows, which then have that much less to do; 0 = each does its part of everything
+    group_heads: int = 1  # PRECOMPUTE: heads of a group per block
+    min_blocks: int = 0  # blocks per SM that ptxas must leave registers for; 0 = its own choice
+    prefetch: int = 0  # ask L2 for the tile of the block this many blocks ahead; 0 = off
+    pdl: Pdl = Pdl.OFF
+    ahead_pdl: Pdl = Pdl.OFF  # MAIN: of the kernel ahead of it
+
+    @property
+    def mma(self) -> str:
+        return "bf16"
+
+    @property
+    def tile(self) -> int:
+        """Rows of headdim per block."""
+        return 16 * self.warps
+
+    @property
+    def tiles(self) -> int:
+        """Blocks per head; per sequence of PRECOMPUTE, groups of heads."""
+        return -(-self.headdim // self.tile)
+
+    @property
+    def blocks(self) -> int:
+        """Per sequence."""
+        return self.nheads // self.group_heads if self.part is Part.PRECOMPUTE else self.nheads * self.tiles
+
+    @property
+    def threads_per_block(self) -> int:
+        return 32 * (self.warps + self.helpers)
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        tile = min(self.tile, self.headdim) * self.d_state * self.state.size
+        return tile, tile
+
+    @property
+    def entries(self) -> int:
+        """Rows of x that the outputs are made of: the history, then the tokens."""
+        return self.window + (0 if self.materialize else self.tokens)
+
+    @property
+    def vec(self) -> int:
+        """Elements of the state in 16 bytes."""
+        return 16 // self.state.size
+
+    @property
+    def stem(self) -> str:
+        shape = f"h{self.nheads}p{self.headdim}n{self.d_state}g{self.ngroups}_{self.state.value}"
+        kind = "materialize" if self.materialize else f"t{self.tokens}"
+        extras = [*(["early"] if self.early else []), *([f"pf{self.prefetch}"] if self.prefetch else [])]
+        pdl = [] if self.pdl is Pdl.OFF else ["pdl"]
+        part = [] if self.part is Part.FUSED else [self.part.value]
+        return "_".join(
+            [
+                "replay",
+                *part,
+                shape,
+                f"{self.history.value}{self.window}",
+                kind,
+                f"w{self.warps}" + (f"h{self.helpers}" if self.helpers else ""),
+                *extras,
+                *pdl,
+            ]
+        )
+
+    @property
+    def ahead(self) -> tuple[ReplaySpec, ...]:
+        if self.part is not Part.MAIN:
+            return ()
+        heads = max(n for n in (1, 2, 4) if self.nheads // self.ngroups % n == 0)
+        return (
+            replace(
+                self,
+                part=Part.PRECOMPUTE,
+                warps=2,
+                helpers=0,
+                group_heads=heads,
+                min_blocks=0,
+                prefetch=0,
+                pdl=self.ahead_pdl,
+                ahead_pdl=Pdl.OFF,
+            ),
+        )
+
+    def early_operands(self) -> list[str]:
+        late = ("B", "C", "x", "out", "mix", "sums")
+        return [name for name in self.operands() if self.early and name not in late]
+
+    @property
+    def early(self) -> bool:
+        """Whether what the kernel ahead does not write is read before the wait for it."""
+        return self.pdl is not Pdl.OFF and (self.after_conv or self.part is Part.MAIN)
+
+    def violations(self, arch: Arch) -> list[str]:
+        if not 1 <= self.warps <= 16:
+            return [*self.faults(), f"warps {self.warps} are not 1 … 16"]
+        whole = self.headdim % self.tile == 0
+        return [
+            *self.faults(),
+            *must(
+                self.part is Part.PRECOMPUTE or self.tile < self.headdim + 16,
+                f"{self.warps} warps of 16 rows exceed the {self.headdim} rows of a head",
+            ),
+            *must((self.part is Part.FUSED) != self.two_kernels, f"{self.part.value} is of {'two kernels' if self.two_kernels else 'one'}"),
+            *must(
+                self.group_heads == 1 or (self.part is Part.PRECOMPUTE and self.nheads // self.ngroups % self.group_heads == 0),
+                f"group_heads {self.group_heads} is for precompute, and divides the heads of a group",
+            ),
+            *must(
+                self.part is not Part.MAIN or self.d_state * self.state.size <= 512,
+                f"of two kernels the second holds its rows twice, and {self.d_state * self.state.size} bytes of each do not fit",
+            ),
+            *must(0 <= self.helpers <= 8, f"helpers {self.helpers} are not 0 … 8"),
+            *must(not self.helpers or self.part is not Part.PRECOMPUTE, "helpers are for kernels that go through the states"),
+            *must(self.shared_bytes <= 48 * 1024, f"{self.shared_bytes} bytes of shared memory exceed 48 KiB"),
+            *must(arch >= Arch(80), f"bf16 arithmetic needs sm_80, not {arch}"),
+            *must(self.part is Part.MAIN or self.ahead_pdl is Pdl.OFF, "ahead_pdl is of main"),
+            *must(arch >= SM90 or self.pdl is self.ahead_pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
+            *must(arch >= SM90 or not self.prefetch, f"the bulk L2 prefetch needs sm_90, not {arch}"),
+            *must(
+                not self.prefetch or (self.state_loads is Loads.VECTOR and whole and self.part is not Part.PRECOMPUTE),
+                "the bulk L2 prefetch needs whole, aligned tiles of the state",
+            ),
+        ]
+
+    # --- what is staged in shared memory
+
+    @property
+    def pitch(self) -> int:
+        """Vectors from one row of B or C to the next: four lanes times eight rows then meet all 32 banks."""
+        vectors, period = self.d_state // self.vec, 32 // (self.vec // 2)
+        return vectors + (4 - vectors) % period
+
+    @property
+    def old_pitch(self) -> int:
+        """The same for the history's B, of which lanes read rows two apart."""
+        return self.d_state // self.vec + 1
+
+    @property
+    def x_pitch(self) -> int:
+        return self.tile + 4
+
+    @property
+    def mix_pitch(self) -> int:
+        return self.entries + (8 if self.entries % 16 == 0 else 0)
+
+    @property
+    def x_terms(self) -> int:
+        """bf16 terms of an element of x, B and C."""
+        return min(self.terms, {DType.BF16: 1, DType.F16: 2, DType.F32: 3}[self.x])
+
+    @property
+    def state_terms(self) -> int:
+        return min(self.terms, {DType.BF16: 1, DType.F16: 2, DType.F32: 3}[self.state])
+
+    @property
+    def write_terms(self) -> int:
+        """The same of what is added to the state: 2^-17 is far below the rounding of a 16-bit one."""
+        return min(self.terms, 3 if self.state is DType.F32 else 2)
+
+    @property
+    def shared_bytes(self) -> int:
+        rows = self.window * self.old_pitch + (0 if self.materialize else 2 * self.tokens * self.pitch)
+        total = self.x_terms * rows * 2 * self.vec
+        if self.part is Part.MAIN:
+            total -= self.x_terms * self.tokens * self.pitch * 2 * self.vec
+        if self.part is not Part.PRECOMPUTE:
+            total += 4 * self.x_pitch * self.entries
+            total += 0 if self.materialize else 4 * self.tokens * self.mix_pitch
+        return total
+
+    # --- arguments
+
+    def operands(self) -> list[str]:
+        """Tensor arguments in order."""
+        step, ring = self.history is History.STEP, self.history is History.RING
+        makes, applies = self.part is not Part.MAIN, self.part is not Part.PRECOMPUTE
+        split = self.part is not Part.FUSED
+        there = {
+            "state": applies,
+            "old_x": applies,
+            "old_B": True,
+            "old_dt": True,
+            "old_dA_cumsum": step,
+            "cache_buf_idx": step,
+            "ring_start": ring,
+            "prev_num_accepted_tokens": True,
+            "x": applies and not self.materialize,
+            "dt": makes and not self.materialize,
+            "A": (makes and not self.materialize) or ring,
+            "B": makes and not self.materialize,
+            "C": not self.materialize,
+            "D": applies and self.D is not None and not self.materialize,
+            "z": applies and self.z is not None and not self.materialize,
+            "dt_bias": makes and self.dt_bias is not None and not self.materialize,
+            "out": applies,
+            "state_indices": self.index is not Index.NONE,
+            "cu_seqlens": self.cu_seqlens is not Index.NONE,
+            "rand_seed": applies and bool(self.philox_rounds),
+            "arrivals": applies and self.advance,
+            "mix": split,
+            "sums": split,
+        }
+        return [name for name, given in there.items() if given]
+
+    def written(self) -> list[str]:
+        """Those that the kernel may write."""
+        names = {
+            Part.FUSED: ["state", "old_x", "old_B", "old_dt", "old_dA_cumsum", "out"],
+            Part.PRECOMPUTE: ["old_B", "old_dt", "old_dA_cumsum", "mix", "sums"],
+            Part.MAIN: ["state", "old_x", "out"],
+        }[self.part]
+        if self.materialize:
+            return ["out"]
+        kept = ["cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "rand_seed", "arrivals"]
+        return [name for name in self.operands() if name in names or (name in kept and "arrivals" in self.operands())]
+
+    def strides(self) -> list[tuple[str, str]]:
+        """(operand, axis) of every stride the kernel takes, in elements. Only the distance between slots is 64-bit."""
+        batch = ["batch"] if self.cu_seqlens is Index.NONE else []
+        inner = ["n"] if self.operand_loads is Loads.ELEMENT else []
+        row = ["row"] if self.operand_loads is Loads.ELEMENT else []
+        buffer = ["buffer"] if self.history is History.STEP else []
+        axes = {
+            "state": ["slot"],
+            "old_x": ["slot", "token", "head", *row],
+            "old_B": ["slot", *buffer, "token", "group", *inner],
+            "old_dt": ["slot", *buffer, "head", "token"],
+            "old_dA_cumsum": ["slot", *buffer, "head", "token"],
+            **dict.fromkeys(("x", "z", "out"), [*batch, "token", "head", *row]),
+            "dt": [*batch, "token", "head"],
+            **dict.fromkeys(("B", "C"), [*batch, "token", "group", *inner]),
+            "A": ["head"],
+            "D": ["head", "row"],
+            "dt_bias": ["head"],
+            "rand_seed": ["slot"],
+        }
+        if self.materialize:
+            axes["out"] = ["slot"]
+        return [(operand, axis) for operand in self.operands() for axis in axes.get(operand, [])]
+
+    def parameters(self) -> list[Param]:
+        element = {f.name: getattr(self, f.name).value for f in fields(self) if isinstance(getattr(self, f.name), DType)}
+        element |= dict.fromkeys(("B", "C", "old_x", "old_B"), self.x.value)
+        element |= dict.fromkeys(("old_dt", "old_dA_cumsum", "mix", "sums"), "f32")
+        element |= dict.fromkeys(("cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "arrivals"), "int")
+        element |= {"state_indices": _INTEGER.get(self.index, ""), "cu_seqlens": _INTEGER.get(self.cu_seqlens, ""), "rand_seed": "i64"}
+        if self.materialize:
+            element["out"] = self.state.value
+        pointers = [Param.pointer(op, element[op], const=op not in self.written()) for op in self.operands()]
+        pooled = self.index is not Index.NONE
+        wide = [Param.i64("slots"), Param.i64("pad_slot_id")] if pooled else []
+        wide += [Param.i64(f"{op}_{axis}") for op, axis in self.strides() if axis == "slot"]
+        narrow = [*(["state_indices_batch"] if pooled else []), "window", *(["ring"] if self.history is History.RING else [])]
+        narrow += [] if self.materialize else ["tokens" if self.cu_seqlens is Index.NONE else "total_tokens"]
+        narrow += [f"{op}_{axis}" for op, axis in self.strides() if axis != "slot"]
+        return [*pointers, *wide, *map(Param.u32, narrow)]
+
+    # --- for the template
+
+    def constants(self) -> dict[str, Any]:
+        products = [(a, b) for a, b in product(range(3), range(3)) if a + b < self.terms]
+        return {
+            "pooled": self.index is not Index.NONE,
+            "ragged": self.cu_seqlens is not Index.NONE,
+            "step": self.history is History.STEP,
+            "tail": self.headdim % self.tile != 0,
+            "vector_state": self.state_loads is Loads.VECTOR,
+            "vector": self.operand_loads is Loads.VECTOR,
+            "makes": self.part is not Part.MAIN and not self.materialize,
+            "applies": self.part is not Part.PRECOMPUTE,
+            "several": self.part is Part.PRECOMPUTE,
+            "there": not self.materialize,  # the tokens
+            "x_fits": " && tile * kTile + column < kHeadDim" if self.headdim % self.tile else "",
+            "rounded": {self.state.value} if self.philox_rounds else set(),
+            # Pairs of terms of the two factors of a product; what is left out is below 2^-24 of it.
+            "state_C": [(a, b) for a, b in products if a < self.state_terms and b < self.x_terms],
+            "C_B": [(a, b) for a, b in products if a < self.x_terms and b < self.x_terms],
+            "x_B": self._paired(self.window // 8, [(a, b) for a, b in products if a < self.write_terms and b < self.x_terms]),
+            "x_mix": self._paired(self.entries // 8, [(a, b) for a, b in products if a < self.x_terms]),
+        }
+
+    @staticmethod
+    def _paired(slices: int, products: list[tuple[int, int]]) -> list[tuple[Any, Any]]:
+        """(slice of 8 entries, terms), two and two: an instruction sums over 16."""
+        units: list[Any] = [(s, a, b) for a, b in products for s in range(slices)]
+        units += [None] * (len(units) % 2)
+        return list(zip(units[::2], units[1::2], strict=True))
+
+
+def _spec(problem: ReplayProblem, **how: Any) -> ReplaySpec:
+    return ReplaySpec(**{f.name: getattr(problem, f.name) for f in fields(ReplayProblem)}, **how)
+
+
+def space(problem: ReplayProblem, arch: Arch) -> Iterator[ReplaySpec]:
+    """Every legal variant of a problem within the axes worth trying."""
+    part = Part.MAIN if problem.two_kernels else Part.FUSED
+    for warps, helpers, min_blocks, prefetch, pdl in product((1, 2, 4, 5), (0, 1, 2, 4), (0, 4, 5), (0, 264, 396), Pdl):
+        how = {"warps": warps, "helpers": helpers, "min_blocks": min_blocks, "prefetch": prefetch}
+        spec = _spec(problem, part=part, pdl=pdl, **how)
+        if not spec.violations(arch):
+            yield spec
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# Choosing a variant, by the heads of all sequences. Measured on an H200 (132 SMs); docs/performance.md holds what was tried.
+
+LATENCY, MIDDLE, BANDWIDTH = 64, 256, 768  # heads
+
+
+def _how(problem: ReplayProblem, heads: int, arch: Arch) -> tuple[str, dict[str, Any]]:
+    """(rule, choices) for so many heads. Warps are of 16 rows each."""
+    long = problem.tokens > 8
+    if max(problem.tokens, problem.window) > 16:  # what a thread brings of so many rows is too much beside its share of the state
+        return "long", {"warps": 2, "helpers": 4}
+    if problem.materialize:
+        return "all", {"warps": 4}
+    if heads <= LATENCY:  # few blocks: what a warp has to do one after the other is what counts
+        return "latency", {"warps": 2, "helpers": 4 if long else 1 if problem.state is DType.F32 else 2}
+    if heads <= MIDDLE and problem.d_state * problem.state.size <= 512:
+        return "middle", {"warps": 4, "helpers": 2}
+    many = {"warps": 5 if problem.headdim % 80 == 0 else 4}
+    whole = problem.headdim % (16 * many["warps"]) == 0 and problem.state_loads is Loads.VECTOR
+    # Four blocks per SM, where that costs no spills: ptxas leaves room for three.
+    if problem.window + problem.tokens > 16 and problem.state is DType.BF16 is problem.x and problem.d_state <= 128 and arch >= SM90:
+        many["min_blocks"] = 0 if problem.two_kernels or many["warps"] > 4 else 4
+    if heads < BANDWIDTH or not whole or arch < SM90:
+        return "many", many
+    return "bandwidth", many | {"prefetch": 264}
+
+
+def candidates(problem: ReplayProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ReplaySpec | None, str]]:
+    """(rule, spec or None, why it does not apply), best first. The last one is generic."""
+    wait = Pdl.TRIGGER_LOADED if pdl else Pdl.OFF
+    edge: dict[str, Any] = {"part": Part.FUSED, "pdl": wait}
+    if problem.two_kernels:
+        inner = Pdl.TRIGGER_LOADED if problem.internal_pdl and arch >= SM90 else Pdl.OFF
+        edge = {"part": Part.MAIN, "pdl": inner, "ahead_pdl": wait}
+    rule, how = _how(problem, batch * problem.nheads, arch)
+    yield rule, _spec(problem, **edge, **how), ""
+    for warps in (4, 2, 1):  # what a small head, or shared memory, has room for
+        yield f"{warps} warps", _spec(problem, **edge, warps=warps), ""

@@ -1,0 +1,44 @@
+"""slot_copy: reads and writes back the same slots of a pool, in place. The ceiling that decode kernels are measured against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...spec import SM90, Arch, KernelSpec, Param, Pdl, must
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotCopySpec(KernelSpec):
+    family: ClassVar[str] = "slot_copy"
+    template: ClassVar[str] = "slot_copy.cu.j2"
+    uses_math: ClassVar[bool] = False
+
+    slot_bytes: int
+    threads: int = 128
+    min_blocks: int = 0
+    pdl: Pdl = Pdl.OFF
+
+    @property
+    def threads_per_block(self) -> int:
+        return self.threads
+
+    @property
+    def blocks_per_slot(self) -> int:
+        return self.slot_bytes // (16 * self.threads)
+
+    def violations(self, arch: Arch) -> list[str]:
+        return [
+            *must(self.threads % 32 == 0 and 32 <= self.threads <= 1024, f"threads {self.threads} is not 32 … 1024 in steps of 32"),
+            *must(
+                self.slot_bytes % (16 * self.threads) == 0, f"slot_bytes {self.slot_bytes} is not a multiple of 16 x threads {self.threads}"
+            ),
+            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
+        ]
+
+    @property
+    def stem(self) -> str:
+        return f"slot_copy_{self.slot_bytes}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+
+    def parameters(self) -> list[Param]:
+        return [Param.pointer("state", "u32", const=False), Param.pointer("state_indices", "int"), Param.i64("state_slot")]

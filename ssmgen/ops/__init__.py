@@ -1,1 +1,0 @@
-"""The public functions on torch tensors: check, dispatch, launch."""
