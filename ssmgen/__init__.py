@@ -5,123 +5,40 @@ Importing this package touches neither CUDA nor the file system; names are loade
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 __version__ = "0.1.0"
 
-_LINEAR = (
-    "comba",
-    "delta_rule",
-    "dplr_delta_rule",
-    "gated_delta_rule",
-    "gated_delta_rule_commit",
-    "gdn2",
-    "gla",
-    "kda",
-    "kda_commit",
-    "lightning_attn",
-    "rwkv7",
-    "simple_gla",
-    "Ring",
-)
-_REPLAY = ("replay_selective_state_update", "checkpoint_selective_state_update", "materialize_selective_state")
-_HOME = {
-    "causal_conv1d": "ops.causal_conv1d",
-    "causal_conv1d_update": "ops.causal_conv1d_update",
-    "combine_splits": "ops.combine_splits",
-    "gated_rms_norm": "ops.gated_rms_norm",
-    "gdn_layer": "ops.gdn_layer",
-    "kda_layer": "ops.kda_layer",
-    "mamba2_layer": "ops.mamba2_layer",
-    "selective_state_update": "ops.selective_state_update",
-    **dict.fromkeys(_LINEAR, "ops.linear_attention"),
-    **dict.fromkeys(_REPLAY, "ops.replay_selective_state_update"),
-    "warm": "warming",
-    "is_warm": "api",
-    "bind": "api",
+_AROUND = {  # what is no family's
     "BoundCall": "api",
-    "supported": "api",
+    "bind": "api",
     "explain": "api",
+    "is_warm": "api",
     "stats": "registry",
+    "supported": "api",
+    "warm": "warming",
 }
-
-if TYPE_CHECKING:
-    from .api import BoundCall, bind, explain, is_warm, supported
-    from .families.causal_conv1d.call import causal_conv1d
-    from .families.causal_conv1d_update.call import causal_conv1d_update
-    from .families.combine_splits.call import combine_splits
-    from .families.delta_layer.gdn_call import gdn_layer
-    from .families.delta_layer.kda_call import kda_layer
-    from .families.gated_rms_norm.call import gated_rms_norm
-    from .families.linear_attention.call import (
-        Ring,
-        comba,
-        delta_rule,
-        dplr_delta_rule,
-        gated_delta_rule,
-        gated_delta_rule_commit,
-        gdn2,
-        gla,
-        kda,
-        kda_commit,
-        lightning_attn,
-        rwkv7,
-        simple_gla,
-    )
-    from .families.mamba2_layer.call import mamba2_layer
-    from .families.replay_selective_state_update.call import (
-        checkpoint_selective_state_update,
-        materialize_selective_state,
-        replay_selective_state_update,
-    )
-    from .families.selective_state_update.call import selective_state_update
-    from .registry import stats
-    from .warming import warm
-
-__all__ = [
-    "BoundCall",
-    "Ring",
-    "bind",
-    "causal_conv1d",
-    "causal_conv1d_update",
-    "checkpoint_selective_state_update",
-    "comba",
-    "combine_splits",
-    "delta_rule",
-    "dplr_delta_rule",
-    "explain",
-    "gated_delta_rule",
-    "gated_delta_rule_commit",
-    "gated_rms_norm",
-    "gdn2",
-    "gdn_layer",
-    "gla",
-    "is_warm",
-    "kda",
-    "kda_commit",
-    "kda_layer",
-    "lightning_attn",
-    "mamba2_layer",
-    "materialize_selective_state",
-    "replay_selective_state_update",
-    "rwkv7",
-    "selective_state_update",
-    "simple_gla",
-    "stats",
-    "supported",
-    "warm",
-]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        from importlib import import_module
+    if name.startswith("_") and name != "__all__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
 
-        # Bound here as well, so that the module of the same name does not hide the function from the second use on.
-        value = globals()[name] = getattr(import_module(f".{_HOME[name]}", __name__), name)
-        return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .family import homes
+
+    if name in _AROUND:
+        value = getattr(import_module(f".{_AROUND[name]}", __name__), name)
+    elif name in homes():
+        family, place = homes()[name]
+        value = family.part(place)
+    elif name == "__all__":
+        return sorted([*_AROUND, *homes()])
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value  # also so that the module of the same name does not hide the function from the second use on
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted({*globals(), *__getattr__("__all__")})

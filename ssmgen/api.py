@@ -15,23 +15,11 @@ from .calls.public import Call
 from .calls.scalars import integer, shown
 from .catalog import OPERATOR_OF
 from .errors import ArgumentError, SpecError
-from .families.causal_conv1d import call as _conv
-from .families.causal_conv1d_update import call as _conv_update
-from .families.combine_splits import call as _combine
-from .families.delta_layer import gdn_call as _gdn
-from .families.delta_layer import kda_call as _kda
-from .families.gated_rms_norm import call as _norm
-from .families.linear_attention import call as _linear
-from .families.mamba2_layer import call as _mamba2
-from .families.replay_selective_state_update import call as _replay
-from .families.selective_state_update import call as _ssu
+from .family import records
 from .registry import Explanation
 from .spec import SM90, Arch, KernelSpec
 
-FUNCTIONS = (
-    _ssu.selective_state_update, _conv.causal_conv1d, _conv_update.causal_conv1d_update, _combine.combine_splits, *_linear.FUNCTIONS,
-    *_replay.FUNCTIONS, _norm.gated_rms_norm, _mamba2.mamba2_layer, _gdn.gdn_layer, _kda.kda_layer,
-)  # fmt: skip
+FUNCTIONS = tuple(family.part(place) for family in records() for place in family.functions.values())
 
 
 def _check_operator(operator: Any) -> None:

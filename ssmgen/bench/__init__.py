@@ -9,19 +9,19 @@ LINEAR_ATTENTION = ("gated_delta_rule", "kda", "gla", "simple_gla", "lightning_a
 LAYERS = ("mamba2_layer", "gdn_layer", "kda_layer")
 TOLD = (*LINEAR_ATTENTION, *LAYERS)  # operators whose module times several, so that its `run` is told which
 
-# operator -> the module here that times it. A module has `run`, which makes a report; `table`, the report as text; and `point`, which says
+# operator -> the module that times it. A module has `run`, which makes a report; `table`, the report as text; and `point`, which says
 # in words what a row of the report is about.
 HOMES = {
-    "selective_state_update": "selective_state_update",
-    **dict.fromkeys(LINEAR_ATTENTION, "linear_attention"),
-    "replay_selective_state_update": "replay_selective_state_update",
-    "causal_conv1d": "causal_conv1d",
-    "causal_conv1d_update": "causal_conv1d_update",
-    "combine_splits": "combine_splits",
-    "gated_rms_norm": "gated_rms_norm",
-    **dict.fromkeys(LAYERS, "layers"),
+    "selective_state_update": "..families.selective_state_update.bench",
+    **dict.fromkeys(LINEAR_ATTENTION, "..families.linear_attention.bench"),
+    "replay_selective_state_update": "..families.replay_selective_state_update.bench",
+    "causal_conv1d": "..families.causal_conv1d.bench",
+    "causal_conv1d_update": "..families.causal_conv1d_update.bench",
+    "combine_splits": "..families.combine_splits.bench",
+    "gated_rms_norm": "..families.gated_rms_norm.bench",
+    **dict.fromkeys(LAYERS, ".layers"),
 }
 
 
 def home(op: str) -> ModuleType:
-    return importlib.import_module(f".{HOMES[op]}", __package__)
+    return importlib.import_module(HOMES[op], __package__)

@@ -1,0 +1,10 @@
+"""causal_conv1d: the short convolution over prompts."""
+
+from ...family import Family, Kernels
+
+FAMILY = Family(
+    name="causal_conv1d",
+    kernels=(Kernels("spec:ConvSpec", "spec:ConvProblem"),),
+    functions={"causal_conv1d": "call:causal_conv1d"},
+    page="operators/causal_conv1d.md",
+)

@@ -1,0 +1,10 @@
+"""causal_conv1d_update: the short convolution's decode step."""
+
+from ...family import Family, Kernels
+
+FAMILY = Family(
+    name="causal_conv1d_update",
+    kernels=(Kernels("spec:UpdateSpec", "spec:UpdateProblem"),),
+    functions={"causal_conv1d_update": "call:causal_conv1d_update"},
+    page="operators/causal_conv1d_update.md",
+)

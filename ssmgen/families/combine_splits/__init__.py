@@ -1,0 +1,10 @@
+"""combine_splits: what split-KV attention leaves, merged."""
+
+from ...family import Family, Kernels
+
+FAMILY = Family(
+    name="combine_splits",
+    kernels=(Kernels("spec:CombineSpec", "spec:CombineProblem"),),
+    functions={"combine_splits": "call:combine_splits"},
+    page="operators/combine_splits.md",
+)

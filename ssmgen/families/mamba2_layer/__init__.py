@@ -1,0 +1,13 @@
+"""mamba2_layer: the decode step of a whole Mamba-2 layer, between its projections."""
+
+from ...family import Family, Kernels
+
+FAMILY = Family(
+    name="mamba2_layer",
+    kernels=(
+        Kernels("spec:Mamba2LayerSpec", "spec:Mamba2LayerProblem"),
+        Kernels("tokens_spec:Mamba2LayerTokensSpec", "tokens_spec:Mamba2LayerTokensProblem"),
+    ),
+    functions={"mamba2_layer": "call:mamba2_layer"},
+    page="operators/decode_layers.md",
+)

@@ -1,0 +1,14 @@
+"""replay_selective_state_update: speculative decoding of Mamba-2 without the states of draft tokens."""
+
+from ...family import Family, Kernels
+
+FAMILY = Family(
+    name="replay_selective_state_update",
+    kernels=(Kernels("spec:ReplaySpec", "spec:ReplayProblem"),),
+    functions={
+        "replay_selective_state_update": "call:replay_selective_state_update",
+        "checkpoint_selective_state_update": "call:checkpoint_selective_state_update",
+        "materialize_selective_state": "call:materialize_selective_state",
+    },
+    page="operators/replay.md",
+)

@@ -1,0 +1,10 @@
+"""selective_state_update: decode steps of Mamba-1 and Mamba-2, of one token and of several."""
+
+from ...family import Family, Kernels
+
+FAMILY = Family(
+    name="selective_state_update",
+    kernels=(Kernels("spec:SsuSpec", "spec:SsuProblem"), Kernels("tokens_spec:SsuTokensSpec", "tokens_spec:SsuTokensProblem")),
+    functions={"selective_state_update": "call:selective_state_update"},
+    page="operators/selective_state_update.md",
+)

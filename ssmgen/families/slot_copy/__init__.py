@@ -1,0 +1,5 @@
+"""slot_copy: a bare copy of slots, the ceiling that decode steps are measured against."""
+
+from ...family import Family, Kernels
+
+FAMILY = Family(name="slot_copy", kernels=(Kernels("spec:SlotCopySpec"),))

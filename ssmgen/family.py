@@ -1,0 +1,74 @@
+"""Family records: one for each package of `ssmgen/families/`, found by looking there.
+
+Whatever lists families asks these records: operators, specs by name, public names, sharding rules, checks, benchmarks, tuning, models,
+default variants, pages. A record names its parts by *place*, `module:name` within the family's package. A part is imported when it is first
+asked for, so that reading all records imports neither torch nor CUDA.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+PACKAGE = f"{__package__}.families"
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The kernels of one spec class, which has a family name of its own in texts of specs.
+
+    spec: place of the class. problem: place of the Problem that calls pose; its module is an *operator* of the registry, with
+    `space` and `candidates`. Kernels without a problem are parts of others, or tools.
+    """
+
+    spec: str
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What the project knows of a family. `name` is its package's; all else that is not given, it does not have."""
+
+    name: str
+    kernels: tuple[Kernels, ...]
+    functions: Mapping[str, str] = field(default_factory=dict)  # public name -> place
+    types: Mapping[str, str] = field(default_factory=dict)  # of arguments: public name -> place
+    sharding: str | None = None  # place of {public name: Rule}
+    trials: str | None = None  # place of {spec class: what makes a Trial}
+    bench: Mapping[str, str] = field(default_factory=dict)  # name of a benchmark -> place of its Bench
+    tuning: str | None = None  # place of {operator: what makes cases to tune}
+    models: str | None = None  # place of {kind of a model: its class}
+    defaults: str | None = None  # place of {name: Default}, the variants whose text is committed
+    page: str | None = None  # of docs/
+
+    def part(self, place: str) -> Any:
+        """What stands at a place of the family's package. Raises ImportError, AttributeError."""
+        module, _, name = place.partition(":")
+        found = importlib.import_module(f"{PACKAGE}.{self.name}.{module}")
+        return getattr(found, name) if name else found
+
+
+@functools.cache
+def records() -> tuple[Family, ...]:
+    """All families, in the order of their names."""
+    names = sorted(found.name for found in pkgutil.iter_modules(importlib.import_module(PACKAGE).__path__))
+    return tuple(importlib.import_module(f"{PACKAGE}.{name}").FAMILY for name in names)
+
+
+@functools.cache
+def homes() -> dict[str, tuple[Family, str]]:
+    """{public name: (its family, place)}"""
+    return {name: (family, place) for family in records() for name, place in {**family.functions, **family.types}.items()}
+
+
+def parts(kind: str) -> dict[Any, Any]:
+    """The parts of that kind of all families in one: `sharding`, `trials`, `tuning`, `models` or `defaults`."""
+    found: dict[Any, Any] = {}
+    for family in records():
+        if place := getattr(family, kind):
+            found |= family.part(place)
+    return found
