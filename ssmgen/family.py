@@ -22,11 +22,12 @@ class Kernels:
     """The kernels of one spec class, which has a family name of its own in texts of specs.
 
     spec: place of the class. problem: place of the Problem that calls pose; its module is an *operator* of the registry, with
-    `space` and `candidates`. Kernels without a problem are parts of others, or tools.
+    `space` and `candidates`. Kernels without a problem are parts of others, or tools. unchecked: why they have no trial, in words.
     """
 
     spec: str
     problem: str | None = None
+    unchecked: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import jinja2
 
 from .forks import whole
-from .spec import SM90, Arch, DType, KernelSpec, Loads, Pdl
+from .spec import SM90, Arch, DType, KernelSpec, Pdl
 
 PDL_WAIT = "griddepcontrol.wait"
 
@@ -26,7 +26,7 @@ def templates_dir() -> Path:
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    return jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(templates_dir()),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -34,14 +34,16 @@ def _environment() -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
+    environment.filters["at"] = lambda text, column: textwrap.indent(text.strip("\n"), " " * column)  # where its lines begin
+    environment.filters["commented"] = lambda text: textwrap.indent(text.strip("\n"), "//     ")
+    return environment
 
 
 @whole()
 def render(spec: KernelSpec, arch: Arch) -> str:
     """The kernel's source text. Raises SpecError if the spec is not legal for the architecture."""
     spec.check(arch)
-    pdl = getattr(spec, "pdl", Pdl.OFF)
-    loads = [getattr(spec, f.name) for f in fields(spec) if isinstance(getattr(spec, f.name), Loads)]
+    needs = spec.needs
     text = (
         _environment()
         .get_template(spec.template)
@@ -49,24 +51,17 @@ def render(spec: KernelSpec, arch: Arch) -> str:
             s=spec,
             arch=arch,
             facts=_facts(spec),
-            dtypes={v.value for f in fields(spec) if isinstance(v := getattr(spec, f.name), DType)} | {spec.mma},
-            prefetch=bool(getattr(spec, "prefetch", 0)),
-            mma=spec.mma,
+            dtypes={v.value for f in fields(spec) if isinstance(v := getattr(spec, f.name), DType)} | {needs.mma},
+            needs=needs,
             clusters=spec.cluster_blocks > 1,
-            rings=bool(getattr(spec, "ringed", list)()),
-            streams=getattr(spec, "intermediates", False),
-            uses_math=spec.uses_math,
-            bytes=getattr(spec, "started", False) or getattr(spec, "mask", False),
-            touches=spec.touches,
-            element_loads=spec.gathers and Loads.ELEMENT in loads,
-            pdl=pdl,
-            waits=pdl is not Pdl.OFF,
-            triggers=pdl is not Pdl.WAIT and arch >= SM90,
+            waits=spec.pdl is not Pdl.OFF,
+            triggers=spec.pdl is not Pdl.WAIT and arch >= SM90,
             signature=_signature(spec),
             **spec.constants(),
         )
     )
-    lines = (line.rstrip() for line in text.splitlines())
+    # Directives of the preprocessor stay at the line's beginning, however deep the text is that they stand in.
+    lines = (line.lstrip() if line.lstrip().startswith("#") else line.rstrip() for line in text.splitlines())
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip() + "\n"
 
 

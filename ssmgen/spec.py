@@ -134,6 +134,21 @@ def is_pow2(n: int) -> bool:
 LATER = {"later": True}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """Parts of `templates/lib` that only some kernels use, as a template asks for them (`needs.math`). Loads and stores of single numbers
+    and of aligned vectors are always there, and so are the conversions of the types that the spec's fields name."""
+
+    math: bool = False  # exponentials and reciprocals
+    elements: bool = False  # vectors gathered from elements that are not aligned, or not neighbours
+    bytes: bool = False  # 8-bit loads
+    raw: bool = False  # stores of numbers that are copied, and not computed with
+    streaming: bool = False  # stores that need not stay in L2
+    prefetch: bool = False  # bulk requests to L2
+    lines: bool = False  # requests to L2 for single lines
+    mma: str = ""  # element type that the tensor cores multiply, as PTX names it; empty if they do not
+
+
 class Problem:
     """Base of every family's problem: what a call fixes of the kernel that serves it."""
 
@@ -150,13 +165,16 @@ class KernelSpec:
 
     family: ClassVar[str]
     template: ClassVar[str]
-    uses_math: ClassVar[bool] = True  # whether the template needs exponentials and reciprocals
-    gathers: ClassVar[bool] = True  # whether Loads.ELEMENT means to gather vectors from elements
 
     @property
-    def touches(self) -> bool:
-        """Whether the template asks L2 for single lines."""
-        return False
+    def pdl(self) -> Pdl:
+        """A field of every spec."""
+        raise NotImplementedError
+
+    @property
+    def needs(self) -> Needs:
+        """What the template includes of the library: by default exponentials, and vectors gathered where a field says so."""
+        return Needs(math=True, elements=any(getattr(self, f.name) is Loads.ELEMENT for f in fields(self)))
 
     @property
     def ahead(self) -> tuple[KernelSpec, ...]:
@@ -181,11 +199,6 @@ class KernelSpec:
     def traffic(self) -> tuple[int, int] | None:
         """(bytes of state that a block reads, those of them that it waits for at once); None where that says little about the time."""
         return None
-
-    @property
-    def mma(self) -> str:
-        """Element type that the tensor cores multiply, as PTX names it; empty if they do not."""
-        return ""
 
     def violations(self, arch: Arch) -> list[str]:
         """Every broken constraint in words; the only place that knows what is legal."""

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from ssmgen import runtime
-from ssmgen.bench import HOMES, LAYERS, LINEAR_ATTENTION, TOLD, home, layers, report, timing
+from ssmgen.bench import home, homes, layers, report, timing, told
 from ssmgen.bench.progress import Watch
 from ssmgen.families.combine_splits import bench as combine_splits
 from ssmgen.families.gated_rms_norm import bench as gated_rms_norm
+from ssmgen.families.linear_attention import TIMED
 from ssmgen.spec import Arch, DType
 
 SILENT = Watch(lambda line: None)
@@ -21,7 +22,7 @@ MEASURED = Path(__file__).parent / "data" / "bench.json"  # on an H200, some row
 LAYER: dict[str, Any] = {"states": (DType.BF16,), "batches": (1, 3), "tp": 8, "device": "cpu"}
 SMALL: dict[str, dict[str, Any]] = {
     "selective_state_update": {"names": ("mamba-130m", "mamba2-130m"), "batches": (2,)},
-    **dict.fromkeys(LINEAR_ATTENTION, {"heads": 4, "dim": 16, "batches": (1, 9)}),
+    **dict.fromkeys(TIMED, {"heads": 4, "dim": 16, "batches": (1, 9)}),
     "gated_delta_rule": {"heads": 4, "key_heads": 2, "dim": 16, "batches": (1, 9)},  # by default it has more key heads than that
     "replay_selective_state_update": {"shape": (4, 16, 32, 2), "batches": (1,), "two_kernels": False, "device": "cpu"},
     "causal_conv1d": {"shapes": ((2, 24, 40),), "device": "cpu"},
@@ -30,25 +31,29 @@ SMALL: dict[str, dict[str, Any]] = {
     "gated_rms_norm": {"shapes": ((2, 64),), "rows": (3,), "hot": False, "device": "cpu"},
     **{
         op: {"names": (name,), **LAYER}
-        for op, name in zip(LAYERS, ("nemotron-h-8b", "qwen3.5-35b-a3b", "kimi-linear-48b-a3b"), strict=True)
+        for op, name in (
+            ("mamba2_layer", "nemotron-h-8b"),
+            ("gdn_layer", "qwen3.5-35b-a3b"),
+            ("kda_layer", "kimi-linear-48b-a3b"),
+        )
     },
 }
-assert SMALL.keys() == HOMES.keys()
+assert SMALL.keys() == homes().keys()
 
 HEAD = {"device": "a GPU", "torch": "2", "compiler": "CL-1", "ceilings_tbs": {"in_place": 4.0, "out_of_place": 4.5}, "method": "Patience."}
-BYTES = {"selective_state_update": "POOL_BYTES", "linear_attention": "POOL_BYTES", "replay_selective_state_update": "STATE_BYTES"}
-BYTES |= {
+BYTES = {  # by an operator of the module
+    "selective_state_update": "POOL_BYTES",
+    "gated_delta_rule": "POOL_BYTES",
+    "replay_selective_state_update": "STATE_BYTES",
     "causal_conv1d": "SET_BYTES",
     "causal_conv1d_update": "POOL_BYTES",
     "combine_splits": "SET_BYTES",
     "gated_rms_norm": "SET_BYTES",
-    "layers": "POOL_BYTES",
 }
 
 
 def small_run(op: str, watch: Watch = SILENT, **options: Any) -> dict[str, Any]:
-    fixed = {"op": op} if op in TOLD else {}
-    return home(op).run(**fixed, **SMALL[op] | options, watch=watch)
+    return home(op).run(**told(op), **SMALL[op] | options, watch=watch)
 
 
 def without_a_gpu(monkeypatch) -> None:
@@ -66,8 +71,5 @@ def without_a_gpu(monkeypatch) -> None:
     monkeypatch.setattr(timing, "device_us", lambda contenders, sets, rounds: {n: 2.0 if "ssmgen" in n else 4.0 for n in contenders})
     monkeypatch.setattr(timing, "host_us", lambda call: 1.0)
     for name, budget in BYTES.items():
-        monkeypatch.setattr(home_of(name), budget, 2**17)
-
-
-def home_of(module: str) -> Any:
-    return home(next(op for op, name in HOMES.items() if name == module))
+        monkeypatch.setattr(home(name), budget, 2**17)
+    monkeypatch.setattr(layers, "POOL_BYTES", 2**17)

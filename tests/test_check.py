@@ -13,12 +13,14 @@ from click.testing import CliRunner
 from ssmgen import emulator
 from ssmgen.catalog import SPECS
 from ssmgen.cli import main
-from ssmgen.emulator import operands
 from ssmgen.emulator.check import check
 from ssmgen.families.causal_conv1d import call as conv
+from ssmgen.families.causal_conv1d import trial as conv_trial
 from ssmgen.families.causal_conv1d.spec import ConvSpec
 from ssmgen.families.causal_conv1d_update import call as update
+from ssmgen.families.causal_conv1d_update import trial as update_trial
 from ssmgen.families.linear_attention import planning as linear
+from ssmgen.families.linear_attention import trial as linear_trial
 from ssmgen.families.linear_attention.views import Form, Options
 from ssmgen.families.selective_state_update.spec import SsuSpec
 from ssmgen.render import render
@@ -75,7 +77,7 @@ def test_check_of_linear_attention(name):
 @pytest.mark.parametrize("name", LINEAR)
 def test_its_operands_pose_the_problem_that_the_spec_is_for(name):
     spec = parse_spec(LINEAR[name], SPECS)
-    named = operands.linear_attention(spec, 4, 0)
+    named = linear_trial.operands(spec, 4, 0)
     form = Form(spec.delta.value, spec.gate.value, spec.beta_form.value, spec.l2norm)
     options = Options(form, 1.0, layout=spec.layout.value, update_state=spec.update.value != "none", commit=spec.commit)
     views = linear.views_of(named, options, [])
@@ -138,8 +140,8 @@ CONVOLUTIONS = {
 def convolution(spec: KernelSpec, batch: int) -> tuple[Any, dict[str, torch.Tensor], Any]:
     """(the operator's module, operands, options)"""
     if isinstance(spec, ConvSpec):
-        return conv, operands.causal_conv1d(spec, batch, 0), conv.Options(spec.silu)
-    return update, operands.causal_conv1d_update(spec, batch, 0), (spec.silu, -1)
+        return conv, conv_trial.operands(spec, batch, 0), conv.Options(spec.silu)
+    return update, update_trial.operands(spec, batch, 0), (spec.silu, -1)
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)

@@ -34,6 +34,7 @@ def checkout(tmp_path_factory) -> Path:
     for name in ("conftest.py", "card_memory.py"):
         shutil.copy(ROOT / "tests" / name, root / "tests")
     for block in (b for language in ("python", "jinja") for b in blocks(PAGE, language)):
+        (root / block.title).parent.mkdir(parents=True, exist_ok=True)
         (root / block.title).write_text(block.text)
     for block in blocks(PAGE, "diff"):
         path = root / block.title

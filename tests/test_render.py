@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from difflib import SequenceMatcher
 from itertools import pairwise
 
 import jinja2
@@ -46,6 +47,42 @@ def test_layout_of_the_text(spec):
     lines = render(spec, SM90).splitlines()
     assert not any(line != line.rstrip() or "\t" in line or "{%" in line or "{{" in line for line in lines)
     assert not any(a == b == "" for a, b in pairwise(lines))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+def test_the_kernel_begins_where_the_text_says(spec):
+    library, kernel = render(spec, SM90).split("\n// ---- The kernel. ----\n")
+    assert library.count("// ---- The library") == 1 and "asm" not in kernel and "DEVICE" not in kernel
+    assert kernel.lstrip().startswith('extern "C" __global__')
+
+
+def test_ptx_is_in_the_library_alone():
+    root = rendering.templates_dir()
+    assert {p.parent.name for p in root.rglob("*.j2") if "asm" in re.findall(r"\w+", p.read_text())} == {"lib"}
+
+
+def test_generated_indentation_is_clang_formats():
+    """Of lines that it breaks as the templates do, and but for the signature, whose name has a line of its own."""
+    program = pytest.importorskip("clang_format").get_executable("clang-format")
+    root = rendering.templates_dir()
+    command = [program, f"--style=file:{root / '.clang-format'}", "--assume-filename=kernel.cu"]
+    files = sorted((root.parent / "generated").glob("sm_*/*.cu"))
+    assert files
+    for path in files:
+        text = path.read_text()
+        have = text.splitlines()
+        want = subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout.splitlines()
+        first = have.index("// ---- The kernel. ----")
+        last = next(i for i in range(first, len(have)) if have[i].endswith(") {"))
+        alike = SequenceMatcher(None, *(["".join(line.split()) for line in lines] for lines in (have, want)), autojunk=False)
+        pairs = [(a + i, b + i) for a, b, size in alike.get_matching_blocks() for i in range(size)]
+        assert len(pairs) > 0.9 * len(have), path
+        off = [a for a, b in pairs if not first <= a <= last and indentation(have[a]) != indentation(want[b])]
+        assert not off, "\n".join(f"{path.name}:{a + 1}: {have[a]}" for a in off[:20])
+
+
+def indentation(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def test_same_in_another_process_and_environment():

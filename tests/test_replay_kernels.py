@@ -17,6 +17,7 @@ from ssmgen.arguments import Arguments
 from ssmgen.emulator import EmulatorError, run_source
 from ssmgen.emulator import check as checking
 from ssmgen.emulator.check import Outcome, check
+from ssmgen.errors import SsmgenError
 from ssmgen.families.replay_selective_state_update import planning as op
 from ssmgen.families.replay_selective_state_update import spec as family
 from ssmgen.families.replay_selective_state_update.spec import History, Part, ReplayProblem, ReplaySpec
@@ -180,6 +181,14 @@ def test_broken_template(edit, monkeypatch):
         return
     outcome = broken(monkeypatch, spec, change)
     assert not outcome.passed and (outcome.out_error if words == "out" else outcome.state_error) > 1e-4, outcome
+
+
+def test_the_first_of_two_kernels_is_checked_with_the_second():
+    """By itself it has neither outputs nor a state."""
+    first, second = replace(SMALL, **TWO).kernels
+    with pytest.raises(SsmgenError, match=f"{first.name} is the first of two kernels and is checked with the second"):
+        check(first, SM90)
+    assert second.part is Part.MAIN
 
 
 # Specs and text.

@@ -218,8 +218,6 @@ def test_functions_without_a_rule_and_bind_are_refused():
             ssmgen.combine_splits(o, lse)
         with pytest.raises(ArgumentError, match="bind takes no DTensors"):
             ssmgen.bind(ssmgen.combine_splits, o, lse)
-    without = {"combine_splits", "gated_rms_norm", "mamba2_layer", "gdn_layer", "kda_layer"}
-    assert set(RULES) == {f.__name__ for f in api.FUNCTIONS} - without
 
 
 def test_every_parameter_that_may_be_a_tensor_has_a_rule():

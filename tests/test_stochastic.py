@@ -12,7 +12,7 @@ from ssmgen.arguments import Arguments
 from ssmgen.emulator import run_source
 from ssmgen.engine.stochastic_reference import philox, rounded
 from ssmgen.render import _environment
-from ssmgen.spec import KernelSpec, Param
+from ssmgen.spec import KernelSpec, Needs, Param
 
 emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 SEEDS = [0, 42, 123456, 2**31 - 1, -1, 0x0123456789ABCDEF]
@@ -148,10 +148,8 @@ extern "C" __global__ void rounding(
 def run_kernel(values: Tensor, random: Tensor, seeds: Tensor, counters: Tensor, rounds: int, stream: int) -> tuple[Tensor, Tensor, Tensor]:
     """(f16 bits, bf16 bits, noise) as int64"""
     n, names = len(values), ("f16", "bf16")
-    flags = dict.fromkeys(
-        ("bytes", "rings", "streams", "element_loads", "uses_math", "mma", "clusters", "prefetch", "touches", "waits", "triggers"), False
-    )
-    source = _environment().from_string(TEXT).render(dtypes=names, rounded=names, rounds=rounds, **flags)
+    nothing = {"needs": Needs()} | dict.fromkeys(("clusters", "waits", "triggers"), False)
+    source = _environment().from_string(TEXT).render(dtypes=names, rounded=names, rounds=rounds, **nothing)
     operands = {"values": values, "words": random.to(torch.int32), "seeds": seeds, "counters": counters}
     operands |= {name: torch.zeros(n, *more, dtype=torch.int32) for name, more in (("half", ()), ("brain", ()), ("noise", (4,)))}
     packed = Arguments(Rounding(), {"n": n, "stream": stream}).at([t.data_ptr() for t in operands.values()])

@@ -12,8 +12,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from ssmgen import registry, render, runtime
+from ssmgen import bench, registry, render, runtime
 from ssmgen import tuned as table
+from ssmgen.bench import layers
 from ssmgen.build import build, default_problems, specs_for
 from ssmgen.cache import Cache
 from ssmgen.catalog import OPERATOR_OF, OPERATORS
@@ -243,12 +244,11 @@ def test_the_nearest_of_what_may_win_are_tried():
 
 @pytest.mark.parametrize("operator", TUNED)
 def test_cases_pose_what_the_operator_tunes(operator, monkeypatch):
-    for module in (cases.ssu, cases.linear, cases.conv_update, cases.layers):
-        monkeypatch.setattr(module, "POOL_BYTES", 1)
-    for module in (cases.replay, cases.combine, cases.conv, cases.norm):
-        monkeypatch.setattr(module, "STATE_BYTES" if module is cases.replay else "SET_BYTES", 1)
-    monkeypatch.setattr(cases.conv, "SHAPES", [(1, 64, 32)])
-    monkeypatch.setattr(cases.combine, "SHAPES", [(16, 2)])
+    for module in (layers, *map(bench.home, bench.homes())):
+        for name in {"POOL_BYTES", "SET_BYTES", "STATE_BYTES"} & vars(module).keys():
+            monkeypatch.setattr(module, name, 1)
+    monkeypatch.setattr(bench.home("causal_conv1d"), "SHAPES", [(1, 64, 32)])
+    monkeypatch.setattr(bench.home("combine_splits"), "SHAPES", [(16, 2)])
     names = [m for m in ("mamba-130m", "rwkv7-1.5b") if cases.used(operator, [m])][:1]
     found = []
     for case in itertools.islice(cases.cases(operator, names, batches=(2,), device="cpu"), 3):
@@ -275,7 +275,7 @@ def test_models_that_do_not_use_an_operator():
         with pytest.raises(SsmgenError, match=rf"rwkv7-1\.5b: not decoded by {operator}"):
             next(cases.cases(operator, ["rwkv7-1.5b"]))
         assert not cases.used(operator, ["mamba-130m", "rwkv7-1.5b"])
-    with pytest.raises(SsmgenError, match="is not tuned; known: selective_state_update"):
+    with pytest.raises(SsmgenError, match="is not tuned; known: causal_conv1d, "):
         next(cases.cases("softmax"))
 
 

@@ -2,6 +2,8 @@
 //   d_v=128  o=f32  out=bf16  max_splits=32  axes=1  pair=no  num_splits=none  sink=none  mask=no  lse_out=yes
 //   skip_single=no  in_place=no  loads=vector  vec=4  lanes=32  parts=1  ilp=2  threads=128  min_blocks=0  pdl=off
 
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+
 using u16 = unsigned short;
 using u32 = unsigned int;
 using i64 = long long;
@@ -173,6 +175,8 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 // The logarithm of no weight. A split without a finite LSE is empty.
 DEVICE float none() { return __uint_as_float(0xff800000u); }
 DEVICE float finite_or_none(float lse) { return fabsf(lse) < __uint_as_float(0x7f800000u) ? lse : none(); }
+
+// ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 combine_dense32_d128_f32_bf16_v4l32p1i2x128_b92ef484(

@@ -2,6 +2,8 @@
 //   d_v=68  o=f16  out=f32  max_splits=8  axes=1  pair=no  num_splits=none  sink=none  mask=no  lse_out=no
 //   skip_single=no  in_place=no  loads=element  vec=4  lanes=32  parts=2  ilp=1  threads=64  min_blocks=0  pdl=off
 
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+
 using u16 = unsigned short;
 using u32 = unsigned int;
 using i64 = long long;
@@ -223,6 +225,8 @@ DEVICE void to_array(const Quad& q, float* f) {
 // The logarithm of no weight. A split without a finite LSE is empty.
 DEVICE float none() { return __uint_as_float(0xff800000u); }
 DEVICE float finite_or_none(float lse) { return fabsf(lse) < __uint_as_float(0x7f800000u) ? lse : none(); }
+
+// ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 combine_dense8_d68_f16_f32_v4l32p2i1x64_db8cdd6d(

@@ -2,6 +2,8 @@
 //   d_v=128  o=bf16  out=bf16  max_splits=0  axes=3  pair=no  num_splits=i64  sink=f32  mask=no  lse_out=yes
 //   skip_single=yes  in_place=no  loads=vector  vec=8  lanes=16  parts=2  ilp=2  threads=128  min_blocks=0  pdl=off
 
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+
 using u16 = unsigned short;
 using u32 = unsigned int;
 using i64 = long long;
@@ -176,6 +178,8 @@ DEVICE u32 divide(u32 n, u32 magic, u32 shift) { return (__umulhi(n, magic) + n)
 // The logarithm of no weight. A split without a finite LSE is empty.
 DEVICE float none() { return __uint_as_float(0xff800000u); }
 DEVICE float finite_or_none(float lse) { return fabsf(lse) < __uint_as_float(0x7f800000u) ? lse : none(); }
+
+// ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 combine_prefix_d128_bf16_bf16_v8l16p2i2x128_55c8c5bb(

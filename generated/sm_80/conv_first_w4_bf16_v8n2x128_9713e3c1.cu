@@ -3,6 +3,8 @@
 //   initial=no  final=no  pool=no  started=no  index=none  loads=vector  shifted=yes  unit=no  taps=vector  vec=8
 //   vectors=2  threads=128  min_blocks=0  pdl=off
 
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+
 using u16 = unsigned short;
 using u32 = unsigned int;
 using i64 = long long;
@@ -208,6 +210,8 @@ DEVICE Pack<T, N> zero_pack() {
   for (int w = 0; w < Pack<T, N>::kWords; ++w) r.word[w] = 0;
   return r;
 }
+
+// ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 conv_first_w4_bf16_v8n2x128_9713e3c1(

@@ -5,6 +5,16 @@
 //   cu_seqlens=none  update=none  pool=single  ring=store  layers=no  frozen=yes  intermediates=no
 //   state_loads=vector  operand_loads=vector  lanes=4  vec=8  ilp=2  tile=32  threads=64  min_blocks=0  prefetch=0
 //   pdl=off  chunk=8
+// A row of the state, S, for each value channel:
+//     p = <D S, k>
+//     e = beta (v - p)
+//     S = D S + e k
+//     o = <S, q> scale = (<D S, q> + e <k, q>) scale
+//     D: exp(-exp(A_log) softplus(g + dt_bias))
+//     beta: sigmoid(beta)
+//     q, k: divided by their norms
+
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -256,6 +266,8 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   }
   return sum_passes(v[0]);
 }
+
+// ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 delta_g_h64v128k128g16_bf16_frozen_ring_l4v8i2t32x64_99c85b8f(

@@ -5,6 +5,16 @@
 //   cu_seqlens=none  update=final  pool=single  ring=none  layers=no  frozen=no  intermediates=yes
 //   state_loads=vector  operand_loads=vector  lanes=16  vec=8  ilp=4  tile=32  threads=128  min_blocks=0  prefetch=0
 //   pdl=off  chunk=8
+// A row of the state, S, for each value channel:
+//     p = <D S, k>
+//     e = beta (v - p)
+//     S = D S + e k
+//     o = <S, q> scale = (<D S, q> + e <k, q>) scale
+//     D: exp(-exp(A_log) softplus(g + dt_bias))
+//     beta: sigmoid(beta)
+//     q, k: divided by their norms
+
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -277,6 +287,8 @@ DEVICE void to_array(const Quad& q, float* f) {
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
 
+// ---- The kernel. ----
+
 extern "C" __global__ void __launch_bounds__(kThreads)
 delta_g_h64v128k128g16_bf16_many_l16v8i4t32x128_dcf9ad7c(
     bf16* state, const bf16* q, const bf16* k, const bf16* v, const bf16* g, const bf16* beta, const f32* A_log,
@@ -417,6 +429,7 @@ delta_g_h64v128k128g16_bf16_many_l16v8i4t32x128_dcf9ad7c(
     }
     const float k_norm = rsqrt_approx(team_dot(k_, k_) + 1e-6f);
     const float q_norm = rsqrt_approx(team_dot(token.query, token.query) + 1e-6f) * scale;
+
     token.mix = team_dot(k_, token.query) * q_norm * k_norm;
     token.forget = exp2_approx(-rate * softplus(to_float(raw.g) + to_float(raw_dt_bias)) * kLog2E);
     token.step = sigmoid(to_float(raw.beta));
@@ -516,10 +529,10 @@ delta_g_h64v128k128g16_bf16_many_l16v8i4t32x128_dcf9ad7c(
           p_sum[i][p] = dot(h[i][p], token.write[p]);
           y_sum[i][p] = dot(h[i][p], token.query[p]);
         }
-      const float held = token.read_scale * sum_over_team<kLanes>(p_sum, lane);
-      const float seen = sum_over_team<kLanes>(y_sum, lane);
-      const float error = token.step * (v_staged[c * kTile + row_in_tile] - held);
-      const float result = fmaf(error, token.mix, token.query_scale * seen);
+      const float held = token.read_scale * sum_over_team<kLanes>(p_sum, lane);  // p
+      const float seen = sum_over_team<kLanes>(y_sum, lane);  // <D∘S, q>
+      const float error = token.step * (v_staged[c * kTile + row_in_tile] - held);  // e
+      const float result = fmaf(error, token.mix, token.query_scale * seen);  // o
       const float added = error * token.write_scale;
 #pragma unroll
       for (int i = 0; i < kIlp; ++i) {
@@ -542,7 +555,6 @@ delta_g_h64v128k128g16_bf16_many_l16v8i4t32x128_dcf9ad7c(
           store_vector_streaming(kept + element_of(0, i) + p * (kLanes * kVec), packed);
         }
       }
-
     }
   }
 #pragma unroll
@@ -554,5 +566,4 @@ delta_g_h64v128k128g16_bf16_many_l16v8i4t32x128_dcf9ad7c(
       store_vector(dst + element_of(0, i) + p * (kLanes * kVec), packed);
     }
   }
-
 }

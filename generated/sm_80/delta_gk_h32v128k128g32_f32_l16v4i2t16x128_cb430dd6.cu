@@ -5,6 +5,16 @@
 //   cu_seqlens=none  update=final  pool=single  ring=none  layers=no  frozen=no  intermediates=no
 //   state_loads=vector  operand_loads=vector  lanes=16  vec=4  ilp=2  tile=16  threads=128  min_blocks=0  prefetch=0
 //   pdl=off  chunk=8
+// A row of the state, S, for each value channel:
+//     p = <D∘S, k>
+//     e = beta (v - p)
+//     S = D∘S + e k
+//     o = <S, q> scale = (<D∘S, q> + e <k, q>) scale
+//     D: exp(-exp(A_log) softplus(gk + dt_bias))
+//     beta: sigmoid(beta)
+//     q, k: divided by their norms
+
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -246,6 +256,8 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   return sum_passes(v[0]);
 }
 
+// ---- The kernel. ----
+
 extern "C" __global__ void __launch_bounds__(kThreads)
 delta_gk_h32v128k128g32_f32_l16v4i2t16x128_cb430dd6(
     f32* state, const bf16* q, const bf16* k, const bf16* v, const bf16* gk, const bf16* beta, const f32* A_log,
@@ -371,6 +383,7 @@ delta_gk_h32v128k128g32_f32_l16v4i2t16x128_cb430dd6(
     }
     const float k_norm = rsqrt_approx(team_dot(k_, k_) + 1e-6f);
     const float q_norm = rsqrt_approx(team_dot(token.query, token.query) + 1e-6f) * scale;
+
     token.mix = team_dot(k_, token.query) * q_norm * k_norm;
     token.step = sigmoid(to_float(raw.beta));
     token.query_scale = q_norm;
@@ -404,7 +417,6 @@ delta_gk_h32v128k128g32_f32_l16v4i2t16x128_cb430dd6(
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) unpack(rows.state[i][p], h[i][p]);
     }
-
     float p_sum[kIlp][kPasses], y_sum[kIlp][kPasses];  // of the old state, which then is read once for both
 #pragma unroll
     for (int i = 0; i < kIlp; ++i)
@@ -413,10 +425,10 @@ delta_gk_h32v128k128g32_f32_l16v4i2t16x128_cb430dd6(
         p_sum[i][p] = dot(h[i][p], token.read[p]);
         y_sum[i][p] = dot(h[i][p], token.query[p]);
       }
-    const float held = token.read_scale * sum_over_team<kLanes>(p_sum, lane);
-    const float seen = sum_over_team<kLanes>(y_sum, lane);
-    const float error = token.step * (to_float(raw_v[step]) - held);
-    const float result = fmaf(error, token.mix, token.query_scale * seen);
+    const float held = token.read_scale * sum_over_team<kLanes>(p_sum, lane);  // p
+    const float seen = sum_over_team<kLanes>(y_sum, lane);  // <D∘S, q>
+    const float error = token.step * (to_float(raw_v[step]) - held);  // e
+    const float result = fmaf(error, token.mix, token.query_scale * seen);  // o
     const float added = error * token.write_scale;
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
@@ -427,7 +439,6 @@ delta_gk_h32v128k128g32_f32_l16v4i2t16x128_cb430dd6(
         for (int j = 0; j < kVec; ++j) h[i][p][j] = fmaf(a, token.write[p][j], h[i][p][j] * token.decay[p][j]);
       }
     }
-
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
 #pragma unroll
@@ -437,7 +448,6 @@ delta_gk_h32v128k128g32_f32_l16v4i2t16x128_cb430dd6(
         store_vector(dst + element_of(step, i) + p * (kLanes * kVec), packed);
       }
     }
-
     const u32 row = owned_row + step * kStepRows;
     if (lane % kLanes < kIlp) store(out + row * out_row, result);
   }

@@ -7,6 +7,16 @@
 //   norm_first=yes  norm_activation=silu  norm_loads=vector  conv_width=4  conv_weight=bf16  conv_bias=none
 //   conv_len=3  conv_layout=channels  conv_loads=vector  conv_taps=vector  lanes=16  vec=4  ilp=2  tile=16
 //   threads=128  min_blocks=1  prefetch=0  pdl=off  chunk=8  norm_inside=no  norm_threads=32
+// A row of the state, S, for each value channel:
+//     p = <D S, k>
+//     e = beta (v - p)
+//     S = D S + e k
+//     o = <S, q> scale = (<D S, q> + e <k, q>) scale
+//     D: exp(-exp(A_log) softplus(g + dt_bias))
+//     beta: sigmoid(beta)
+//     q, k: divided by their norms
+
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -315,6 +325,29 @@ DEVICE void to_array(const Quad& q, float* f) {
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
 
+// The short convolution, of four neighbouring channels at a time: a pack has those of one input.
+
+// Taps or biases, read as vectors or as elements.
+template <class T, int N>
+DEVICE void to_floats(const Pack<T, N>& raw, float (&f)[N]) { unpack(raw, f); }
+// One token, of its input and those before it, the oldest first: adds to `sum`, and rounds as the convolution by itself does.
+DEVICE void convolve(const float (&taps)[4 * kWidth], const Pack<Input, 4>* inputs, float (&sum)[4]) {
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) {
+    float input[4];
+    unpack(inputs[k], input);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
+  }
+#pragma unroll
+  for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
+  Pack<Input, 4> rounded;
+  pack(sum, rounded);
+  unpack(rounded, sum);
+}
+
+// ---- The kernel. ----
+
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 gdn_layer_h16v128k128g4_f32_l16v4i2t16x128_4ee614de(
     f32* state, bf16* conv_state, const bf16* mixed_qkv, const bf16* conv_weight, const bf16* g, const bf16* beta,
@@ -438,22 +471,9 @@ gdn_layer_h16v128k128g4_f32_l16v4i2t16x128_4ee614de(
 
     const u32 i = 4 * (r * kThreads + threadIdx.x);
     if (i >= convolves) continue;  // whole warps of them, mostly
-    float taps[4 * kWidth], sum[4];
-    unpack(raw_taps[r], taps);
-#pragma unroll
-    for (int c = 0; c < 4; ++c) sum[c] = 0.f;
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
-      float input[4];
-      unpack(inputs[r][k], input);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
-    }
-#pragma unroll
-    for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
-    Pack<Input, 4> rounded;  // as the convolution by itself leaves it
-    pack(sum, rounded);
-    unpack(rounded, sum);
+    float taps[4 * kWidth], sum[4] = {};
+    to_floats(raw_taps[r], taps);
+    convolve(taps, inputs[r], sum);
     if (i < kShared) {
       of_group[i / 4] = quad_of(sum);
     } else {
@@ -495,6 +515,7 @@ gdn_layer_h16v128k128g4_f32_l16v4i2t16x128_4ee614de(
     }
     const float k_norm = rsqrt_approx(team_dot(k_, k_) + 1e-6f);
     const float q_norm = rsqrt_approx(team_dot(token.query, token.query) + 1e-6f) * scale;
+
     token.mix = team_dot(k_, token.query) * q_norm * k_norm;
     token.forget = exp2_approx(-rate * softplus(to_float(raw.g) + to_float(raw_dt_bias)) * kLog2E);
     token.step = sigmoid(to_float(raw.beta));
@@ -523,7 +544,6 @@ gdn_layer_h16v128k128g4_f32_l16v4i2t16x128_4ee614de(
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) unpack(rows.state[i][p], h[i][p]);
     }
-
     const float v_owned = own_rows[owned_row + step * kStepRows - tile * kTile];
     float p_sum[kIlp][kPasses], y_sum[kIlp][kPasses];  // of the old state, which then is read once for both
 #pragma unroll
@@ -533,10 +553,10 @@ gdn_layer_h16v128k128g4_f32_l16v4i2t16x128_4ee614de(
         p_sum[i][p] = dot(h[i][p], token.write[p]);
         y_sum[i][p] = dot(h[i][p], token.query[p]);
       }
-    const float held = token.read_scale * sum_over_team<kLanes>(p_sum, lane);
-    const float seen = sum_over_team<kLanes>(y_sum, lane);
-    const float error = token.step * (v_owned - held);
-    const float result = fmaf(error, token.mix, token.query_scale * seen);
+    const float held = token.read_scale * sum_over_team<kLanes>(p_sum, lane);  // p
+    const float seen = sum_over_team<kLanes>(y_sum, lane);  // <D∘S, q>
+    const float error = token.step * (v_owned - held);  // e
+    const float result = fmaf(error, token.mix, token.query_scale * seen);  // o
     const float added = error * token.write_scale;
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
@@ -547,7 +567,6 @@ gdn_layer_h16v128k128g4_f32_l16v4i2t16x128_4ee614de(
         for (int j = 0; j < kVec; ++j) h[i][p][j] = fmaf(a, token.write[p][j], h[i][p][j] * token.forget);
       }
     }
-
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
 #pragma unroll
@@ -557,7 +576,6 @@ gdn_layer_h16v128k128g4_f32_l16v4i2t16x128_4ee614de(
         store_vector(dst + element_of(step, i) + p * (kLanes * kVec), packed);
       }
     }
-
     const u32 row = owned_row + step * kStepRows;
     if (lane % kLanes < kIlp) store(out + row * out_row, result);
   }

@@ -7,6 +7,16 @@
 //   norm_first=yes  norm_activation=sigmoid  norm_loads=element  conv_width=4  conv_weight=bf16  conv_bias=none
 //   conv_len=3  conv_layout=any  conv_loads=element  conv_taps=element  lanes=32  vec=4  ilp=4  tile=128
 //   threads=512  min_blocks=1  prefetch=0  pdl=off  chunk=8  norm_inside=yes  norm_threads=32
+// A row of the state, S, for each value channel:
+//     p = <D∘S, k>
+//     e = beta (v - p)
+//     S = D∘S + e k
+//     o = <S, q> scale = (<D∘S, q> + e <k, q>) scale
+//     D: exp(lower_bound sigmoid(exp(A_log) (gk + dt_bias)))
+//     beta: sigmoid(beta)
+//     q, k: divided by their norms
+
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -330,6 +340,30 @@ DEVICE void to_array(const Quad& q, float* f) {
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
 
+// The short convolution, of four neighbouring channels at a time: a pack has those of one input.
+
+// Taps or biases, read as vectors or as elements.
+template <class T, int N>
+DEVICE void to_floats(const T (&raw)[N], float (&f)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) f[i] = to_float(raw[i]);
+}
+// One token, of its input and those before it, the oldest first: adds to `sum`, and rounds as the convolution by itself does.
+DEVICE void convolve(const float (&taps)[4 * kWidth], const Pack<Input, 4>* inputs, float (&sum)[4]) {
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) {
+    float input[4];
+    unpack(inputs[k], input);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
+  }
+#pragma unroll
+  for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
+  Pack<Input, 4> rounded;
+  pack(sum, rounded);
+  unpack(rounded, sum);
+}
+
 // The canonical sum of squares, the same for every lane map: a chain over 4 neighbours, then pairs of neighbours, pairs of those, and so on.
 // Where one is missing, nothing is added: 0, which changes no such sum.
 template <int N>
@@ -361,6 +395,8 @@ DEVICE float sum_over_lanes(float v) {
   for (int mask = 1; mask < Lanes; mask *= 2) v = v + __shfl_xor_sync(0xffffffffu, v, mask);
   return v;
 }
+
+// ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 kda_layer_h12v128k128g12_f32_l32v4i4t128x512_norm_5773e90f(
@@ -510,23 +546,9 @@ kda_layer_h12v128k128g12_f32_l32v4i4t128x512_norm_5773e90f(
     for (int k = 0; k < kWidth - 1; ++k) inputs[r][k] = window[r][k];
     inputs[r][kWidth - 1] = newest[r];
 
-    float taps[4 * kWidth], sum[4];
-#pragma unroll
-    for (int j = 0; j < 4 * kWidth; ++j) taps[j] = to_float(raw_taps[r][j]);
-#pragma unroll
-    for (int c = 0; c < 4; ++c) sum[c] = 0.f;
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
-      float input[4];
-      unpack(inputs[r][k], input);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
-    }
-#pragma unroll
-    for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
-    Pack<Input, 4> rounded;  // as the convolution by itself leaves it
-    pack(sum, rounded);
-    unpack(rounded, sum);
+    float taps[4 * kWidth], sum[4] = {};
+    to_floats(raw_taps[r], taps);
+    convolve(taps, inputs[r], sum);
     const u32 i = 4 * (r * kThreads + threadIdx.x);
     if (i < kShared) {
       of_group[i / 4] = quad_of(sum);
@@ -573,6 +595,7 @@ kda_layer_h12v128k128g12_f32_l32v4i4t128x512_norm_5773e90f(
     }
     const float k_norm = rsqrt_approx(team_dot(k_, k_) + 1e-6f);
     const float q_norm = rsqrt_approx(team_dot(token.query, token.query) + 1e-6f) * scale;
+
     token.mix = team_dot(k_, token.query) * q_norm * k_norm;
     token.step = sigmoid(to_float(raw.beta));
     token.query_scale = q_norm;
@@ -606,7 +629,6 @@ kda_layer_h12v128k128g12_f32_l32v4i4t128x512_norm_5773e90f(
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) unpack(rows.state[i][p], h[i][p]);
     }
-
     const float v_owned = own_rows[owned_row + step * kStepRows - tile * kTile];
     float p_sum[kIlp][kPasses], y_sum[kIlp][kPasses];  // of the old state, which then is read once for both
 #pragma unroll
@@ -616,10 +638,10 @@ kda_layer_h12v128k128g12_f32_l32v4i4t128x512_norm_5773e90f(
         p_sum[i][p] = dot(h[i][p], token.read[p]);
         y_sum[i][p] = dot(h[i][p], token.query[p]);
       }
-    const float held = token.read_scale * sum_over_team<kLanes>(p_sum, lane);
-    const float seen = sum_over_team<kLanes>(y_sum, lane);
-    const float error = token.step * (v_owned - held);
-    const float result = fmaf(error, token.mix, token.query_scale * seen);
+    const float held = token.read_scale * sum_over_team<kLanes>(p_sum, lane);  // p
+    const float seen = sum_over_team<kLanes>(y_sum, lane);  // <D∘S, q>
+    const float error = token.step * (v_owned - held);  // e
+    const float result = fmaf(error, token.mix, token.query_scale * seen);  // o
     const float added = error * token.write_scale;
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
@@ -630,7 +652,6 @@ kda_layer_h12v128k128g12_f32_l32v4i4t128x512_norm_5773e90f(
         for (int j = 0; j < kVec; ++j) h[i][p][j] = fmaf(a, token.write[p][j], h[i][p][j] * token.decay[p][j]);
       }
     }
-
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
 #pragma unroll
@@ -640,7 +661,6 @@ kda_layer_h12v128k128g12_f32_l32v4i4t128x512_norm_5773e90f(
         store_vector(dst + element_of(step, i) + p * (kLanes * kVec), packed);
       }
     }
-
     const u32 row = owned_row + step * kStepRows;
     if (lane % kLanes < kIlp) outputs[row] = result;
   }

@@ -8,6 +8,16 @@
 //   conv_len=3  conv_layout=runs  conv_loads=vector  conv_taps=vector  conv_tokens=4  conv_windows=runs
 //   conv_rows=none  intermediate_indices=none  lanes=16  vec=8  ilp=4  tile=64  threads=256  min_blocks=2
 //   prefetch=0  pdl=off  chunk=4  norm_threads=128
+// A row of the state, S, for each value channel:
+//     p = <D∘S, k>
+//     e = beta (v - p)
+//     S = D∘S + e k
+//     o = <S, q> scale = (<D∘S, q> + e <k, q>) scale
+//     D: exp(-exp(A_log) softplus(gk + dt_bias))
+//     beta: sigmoid(beta)
+//     q, k: divided by their norms
+
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -330,6 +340,49 @@ DEVICE Pack<T, N> zero_pack() {
   return r;
 }
 
+// The short convolution, of four neighbouring channels at a time: a pack has those of one input.
+
+// Taps or biases, read as vectors or as elements.
+template <class T, int N>
+DEVICE void to_floats(const Pack<T, N>& raw, float (&f)[N]) { unpack(raw, f); }
+// One token, of its input and those before it, the oldest first: adds to `sum`, and rounds as the convolution by itself does.
+DEVICE void convolve(const float (&taps)[4 * kWidth], const Pack<Input, 4>* inputs, float (&sum)[4]) {
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) {
+    float input[4];
+    unpack(inputs[k], input);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
+  }
+#pragma unroll
+  for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
+  Pack<Input, 4> rounded;
+  pack(sum, rounded);
+  unpack(rounded, sum);
+}
+// Of a run, which has neighbouring inputs of each channel: Count of them, from `first` on.
+template <int Count>
+DEVICE void from_run(const Pack<Input, 4 * kLength>& run, int first, Pack<Input, 4>* inputs) {
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+#pragma unroll
+    for (int k = 0; k < Count; ++k) set_element(inputs[k], c, element(run, c * kLength + first + k));
+  }
+}
+// A run of Length inputs of each channel.
+template <int Length>
+DEVICE Pack<Input, 4 * Length> to_run(const Pack<Input, 4>* inputs) {
+  Pack<Input, 4 * Length> run;
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+#pragma unroll
+    for (int k = 0; k < Length; ++k) set_element(run, c * Length + k, element(inputs[k], c));
+  }
+  return run;
+}
+
+// ---- The kernel. ----
+
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
 kda_layer_t4_h32v128k128g32_bf16_none_l16v8i4t64x256_ffdc07f0(
     bf16* state, bf16* conv_state, const bf16* mixed_qkv, const bf16* conv_weight, bf16* intermediate_conv_window,
@@ -486,18 +539,12 @@ kda_layer_t4_h32v128k128g32_bf16_none_l16v8i4t64x256_ffdc07f0(
   Pack<Input, 4> inputs[kConvRounds][kWidth - 1 + kTokens];  // of the four channels: the history, then the tokens
 #pragma unroll
   for (int r = 0; r < kConvRounds; ++r) {
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-#pragma unroll
-      for (int k = 0; k < kWidth - 1; ++k) set_element(inputs[r][k], c, element(window[r], c * kLength + kLength - kWidth + 1 + k));
-    }
+    from_run<kWidth - 1>(window[r], kLength - kWidth + 1, inputs[r]);
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) inputs[r][kWidth - 1 + t] = newest[r][t];
 
-    float taps[4 * kWidth], start[4];
-    unpack(raw_taps[r], taps);
-#pragma unroll
-    for (int c = 0; c < 4; ++c) start[c] = 0.f;
+    float taps[4 * kWidth], start[4] = {};
+    to_floats(raw_taps[r], taps);
     const u32 i = 4 * (r * kThreads + threadIdx.x);
     if (i >= convolves) continue;  // whole warps of them, mostly
 #pragma unroll
@@ -505,18 +552,7 @@ kda_layer_t4_h32v128k128g32_bf16_none_l16v8i4t64x256_ffdc07f0(
       float sum[4];
 #pragma unroll
       for (int c = 0; c < 4; ++c) sum[c] = start[c];
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k) {
-        float input[4];
-        unpack(inputs[r][t + k], input);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
-      }
-#pragma unroll
-      for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
-      Pack<Input, 4> rounded;  // as the convolution by itself leaves it
-      pack(sum, rounded);
-      unpack(rounded, sum);
+      convolve(taps, inputs[r] + t, sum);
       stage(t, i, sum);
     }
   }
@@ -532,13 +568,7 @@ kda_layer_t4_h32v128k128g32_bf16_none_l16v8i4t64x256_ffdc07f0(
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
       Input* to = intermediate_conv_window + u64(t) * intermediate_conv_window_token;
-      Pack<Input, 4 * (kWidth - 1)> run;
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-#pragma unroll
-        for (int k = 0; k < kWidth - 1; ++k) set_element(run, c * (kWidth - 1) + k, element(inputs[r][t + 1 + k], c));
-      }
-      store_vector(to + channel[r] * (kWidth - 1), run);
+      store_vector(to + channel[r] * (kWidth - 1), to_run<kWidth - 1>(inputs[r] + t + 1));
     }
   }
 
@@ -569,6 +599,7 @@ kda_layer_t4_h32v128k128g32_bf16_none_l16v8i4t64x256_ffdc07f0(
     }
     const float k_norm = rsqrt_approx(team_dot(k_, k_) + 1e-6f);
     const float q_norm = rsqrt_approx(team_dot(token.query, token.query) + 1e-6f) * scale;
+
     token.mix = team_dot(k_, token.query) * q_norm * k_norm;
     token.step = sigmoid(to_float(raw.beta));
     token.query_scale = q_norm;
@@ -656,10 +687,10 @@ kda_layer_t4_h32v128k128g32_bf16_none_l16v8i4t64x256_ffdc07f0(
         p_sum[i][p] = dot(h[i][p], token.read[p]);
         y_sum[i][p] = dot(h[i][p], token.query[p]);
       }
-    const float held = token.read_scale * sum_over_team<kLanes>(p_sum, lane);
-    const float seen = sum_over_team<kLanes>(y_sum, lane);
-    const float error = token.step * (v_staged[t * kTile + row_in_tile] - held);
-    const float result = fmaf(error, token.mix, token.query_scale * seen);
+    const float held = token.read_scale * sum_over_team<kLanes>(p_sum, lane);  // p
+    const float seen = sum_over_team<kLanes>(y_sum, lane);  // <D∘S, q>
+    const float error = token.step * (v_staged[t * kTile + row_in_tile] - held);  // e
+    const float result = fmaf(error, token.mix, token.query_scale * seen);  // o
     const float added = error * token.write_scale;
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
@@ -682,7 +713,6 @@ kda_layer_t4_h32v128k128g32_bf16_none_l16v8i4t64x256_ffdc07f0(
         store_vector_streaming(kept + element_of(0, i) + p * (kLanes * kVec), packed);
       }
     }
-
   }
 
 }

@@ -2,6 +2,8 @@
 //   size=128  x=bf16  gate=bf16  weight=bf16  out=bf16  norm_first=yes  activation=silu  grouped=yes  loads=vector
 //   vec=8  team=16  threads=128  min_blocks=0  pdl=off  index=i32  tokens=4  accepted=i32
 
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+
 using u16 = unsigned short;
 using u32 = unsigned int;
 using i64 = long long;
@@ -204,6 +206,8 @@ DEVICE float sum_over_lanes(float v) {
   for (int mask = 1; mask < Lanes; mask *= 2) v = v + __shfl_xor_sync(0xffffffffu, v, mask);
   return v;
 }
+
+// ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 layer_gated_norm128s_bf16_bf16_bf16_first_silu_v8t16x128_88935643(

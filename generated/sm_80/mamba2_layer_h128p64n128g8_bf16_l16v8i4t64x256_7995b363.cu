@@ -5,6 +5,12 @@
 //   norm_first=no  norm_activation=silu  norm_loads=vector  conv_width=4  conv_weight=bf16  conv_bias=bf16
 //   conv_len=3  conv_layout=channels  conv_loads=vector  conv_taps=vector  A_is_log=no  lanes=16  vec=8  ilp=4
 //   tile=64  threads=256  min_blocks=1  prefetch=0  pdl=off  norm_threads=32
+// A row of the state, S:
+//     S = exp(dt A) S + dt x B
+//     o = <S, C> + D x
+//     dt: softplus(dt + dt_bias)
+
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -311,6 +317,29 @@ DEVICE void to_array(const Quad& q, float* f) {
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
 
+// The short convolution, of four neighbouring channels at a time: a pack has those of one input.
+
+// Taps or biases, read as vectors or as elements.
+template <class T, int N>
+DEVICE void to_floats(const Pack<T, N>& raw, float (&f)[N]) { unpack(raw, f); }
+// One token, of its input and those before it, the oldest first: adds to `sum`, and rounds as the convolution by itself does.
+DEVICE void convolve(const float (&taps)[4 * kWidth], const Pack<Input, 4>* inputs, float (&sum)[4]) {
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) {
+    float input[4];
+    unpack(inputs[k], input);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
+  }
+#pragma unroll
+  for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
+  Pack<Input, 4> rounded;
+  pack(sum, rounded);
+  unpack(rounded, sum);
+}
+
+// ---- The kernel. ----
+
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 mamba2_layer_h128p64n128g8_bf16_l16v8i4t64x256_7995b363(
     bf16* state, bf16* conv_state, const bf16* xBC, const bf16* conv_weight, const bf16* conv_bias, const bf16* dt,
@@ -432,20 +461,9 @@ mamba2_layer_h128p64n128g8_bf16_l16v8i4t64x256_7995b363(
     inputs[r][kWidth - 1] = newest[r];
 
     float taps[4 * kWidth], sum[4];
-    unpack(raw_taps[r], taps);
-    unpack(raw_conv_bias[r], sum);
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
-      float input[4];
-      unpack(inputs[r][k], input);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
-    }
-#pragma unroll
-    for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
-    Pack<Input, 4> rounded;  // as the convolution by itself leaves it
-    pack(sum, rounded);
-    unpack(rounded, sum);
+    to_floats(raw_taps[r], taps);
+    to_floats(raw_conv_bias[r], sum);
+    convolve(taps, inputs[r], sum);
     const u32 i = 4 * (r * kThreads + threadIdx.x);
     if (i < kShared) {
       of_group[i / 4] = quad_of(sum);

@@ -7,6 +7,12 @@
 //   conv_len=3  conv_layout=any  conv_loads=element  conv_taps=element  conv_tokens=8  conv_windows=any
 //   conv_rows=i64  A_is_log=no  lanes=16  vec=4  ilp=4  tile=32  threads=128  min_blocks=1  prefetch=0  pdl=off
 //   norm_threads=32
+// A row of the state, S:
+//     S = exp(dt A) S + dt x B
+//     o = <S, C> + D x
+//     dt: softplus(dt + dt_bias)
+
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -355,6 +361,32 @@ DEVICE Pack<T, N> zero_pack() {
   return r;
 }
 
+// The short convolution, of four neighbouring channels at a time: a pack has those of one input.
+
+// Taps or biases, read as vectors or as elements.
+template <class T, int N>
+DEVICE void to_floats(const T (&raw)[N], float (&f)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) f[i] = to_float(raw[i]);
+}
+// One token, of its input and those before it, the oldest first: adds to `sum`, and rounds as the convolution by itself does.
+DEVICE void convolve(const float (&taps)[4 * kWidth], const Pack<Input, 4>* inputs, float (&sum)[4]) {
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) {
+    float input[4];
+    unpack(inputs[k], input);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
+  }
+#pragma unroll
+  for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
+  Pack<Input, 4> rounded;
+  pack(sum, rounded);
+  unpack(rounded, sum);
+}
+
+// ---- The kernel. ----
+
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_2690436a(
     f32* state, bf16* conv_state, const bf16* xBC, const bf16* conv_weight, const bf16* conv_bias,
@@ -501,7 +533,6 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_2690436a(
   const auto quad = [&](u32 c, int p, int z) { return c * kVectorQuads + (p * kQuads + z) * kLanes + part; };
 
   constexpr u32 count = kChunk;  // all tokens at once
-
 #pragma unroll
   for (int r = 0; r < kRounds; ++r) {
     const u32 c = r * kTeamsPerBlock + team_in_block;
@@ -513,7 +544,6 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_2690436a(
       decay_staged[c] = exp2_approx(delta * kLog2E * to_float(raw_A));  // exp(dt A)
     }
   }
-
   const auto stage = [&](int t, u32 i, const float (&sum)[4]) {
     if (i < kShared) {
       const u32 n = i % kDState, lane_of = n % (kLanes * kVec) / kVec, at = n / (kLanes * kVec) * kQuads + n % kVec / 4;
@@ -532,10 +562,8 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_2690436a(
     for (int t = 0; t < kTokens; ++t) inputs[r][kWidth - 1 + t] = newest[r][t];
 
     float taps[4 * kWidth], start[4];
-#pragma unroll
-    for (int j = 0; j < 4 * kWidth; ++j) taps[j] = to_float(raw_taps[r][j]);
-#pragma unroll
-    for (int c = 0; c < 4; ++c) start[c] = to_float(raw_conv_bias[r][c]);
+    to_floats(raw_taps[r], taps);
+    to_floats(raw_conv_bias[r], start);
     const u32 i = 4 * (r * kThreads + threadIdx.x);
     if (i >= convolves) continue;  // whole warps of them, mostly
 #pragma unroll
@@ -543,18 +571,7 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_2690436a(
       float sum[4];
 #pragma unroll
       for (int c = 0; c < 4; ++c) sum[c] = start[c];
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k) {
-        float input[4];
-        unpack(inputs[r][t + k], input);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
-      }
-#pragma unroll
-      for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
-      Pack<Input, 4> rounded;  // as the convolution by itself leaves it
-      pack(sum, rounded);
-      unpack(rounded, sum);
+      convolve(taps, inputs[r] + t, sum);
       stage(t, i, sum);
     }
   }
@@ -585,7 +602,6 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_2690436a(
 #pragma unroll
     for (int p = 0; p < kPasses; ++p) unpack(next.state[i][p], h[i][p]);
   }
-
 #pragma unroll 1
   for (u32 t = 0; t < tokens; ++t) {
     const float x_owned = x_staged[t * kTile + row_in_tile], decay = decay_staged[t];

@@ -7,6 +7,12 @@
 //   conv_len=3  conv_layout=runs  conv_loads=vector  conv_taps=vector  conv_tokens=8  conv_windows=runs
 //   conv_rows=none  A_is_log=no  lanes=16  vec=4  ilp=4  tile=32  threads=128  min_blocks=4  prefetch=0  pdl=off
 //   norm_threads=32
+// A row of the state, S:
+//     S = exp(dt A) S + dt x B
+//     o = <S, C> + D x
+//     dt: softplus(dt + dt_bias)
+
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -328,6 +334,49 @@ DEVICE Pack<T, N> zero_pack() {
   return r;
 }
 
+// The short convolution, of four neighbouring channels at a time: a pack has those of one input.
+
+// Taps or biases, read as vectors or as elements.
+template <class T, int N>
+DEVICE void to_floats(const Pack<T, N>& raw, float (&f)[N]) { unpack(raw, f); }
+// One token, of its input and those before it, the oldest first: adds to `sum`, and rounds as the convolution by itself does.
+DEVICE void convolve(const float (&taps)[4 * kWidth], const Pack<Input, 4>* inputs, float (&sum)[4]) {
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) {
+    float input[4];
+    unpack(inputs[k], input);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
+  }
+#pragma unroll
+  for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
+  Pack<Input, 4> rounded;
+  pack(sum, rounded);
+  unpack(rounded, sum);
+}
+// Of a run, which has neighbouring inputs of each channel: Count of them, from `first` on.
+template <int Count>
+DEVICE void from_run(const Pack<Input, 4 * kLength>& run, int first, Pack<Input, 4>* inputs) {
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+#pragma unroll
+    for (int k = 0; k < Count; ++k) set_element(inputs[k], c, element(run, c * kLength + first + k));
+  }
+}
+// A run of Length inputs of each channel.
+template <int Length>
+DEVICE Pack<Input, 4 * Length> to_run(const Pack<Input, 4>* inputs) {
+  Pack<Input, 4 * Length> run;
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+#pragma unroll
+    for (int k = 0; k < Length; ++k) set_element(run, c * Length + k, element(inputs[k], c));
+  }
+  return run;
+}
+
+// ---- The kernel. ----
+
 extern "C" __global__ void __launch_bounds__(kThreads, 4)
 mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_2dfa2a4f(
     f32* state, bf16* conv_state, const bf16* xBC, const bf16* conv_weight, const bf16* conv_bias,
@@ -455,7 +504,6 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_2dfa2a4f(
   const auto quad = [&](u32 c, int p, int z) { return c * kVectorQuads + (p * kQuads + z) * kLanes + part; };
 
   constexpr u32 count = kChunk;  // all tokens at once
-
 #pragma unroll
   for (int r = 0; r < kRounds; ++r) {
     const u32 c = r * kTeamsPerBlock + team_in_block;
@@ -467,7 +515,6 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_2dfa2a4f(
       decay_staged[c] = exp2_approx(delta * kLog2E * to_float(raw_A));  // exp(dt A)
     }
   }
-
   const auto stage = [&](int t, u32 i, const float (&sum)[4]) {
     if (i < kShared) {
       const u32 n = i % kDState, lane_of = n % (kLanes * kVec) / kVec, at = n / (kLanes * kVec) * kQuads + n % kVec / 4;
@@ -480,17 +527,13 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_2dfa2a4f(
   Pack<Input, 4> inputs[kConvRounds][kWidth - 1 + kTokens];  // of the four channels: the history, then the tokens
 #pragma unroll
   for (int r = 0; r < kConvRounds; ++r) {
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-#pragma unroll
-      for (int k = 0; k < kWidth - 1; ++k) set_element(inputs[r][k], c, element(window[r], c * kLength + kLength - kWidth + 1 + k));
-    }
+    from_run<kWidth - 1>(window[r], kLength - kWidth + 1, inputs[r]);
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) inputs[r][kWidth - 1 + t] = newest[r][t];
 
     float taps[4 * kWidth], start[4];
-    unpack(raw_taps[r], taps);
-    unpack(raw_conv_bias[r], start);
+    to_floats(raw_taps[r], taps);
+    to_floats(raw_conv_bias[r], start);
     const u32 i = 4 * (r * kThreads + threadIdx.x);
     if (i >= convolves) continue;  // whole warps of them, mostly
 #pragma unroll
@@ -498,18 +541,7 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_2dfa2a4f(
       float sum[4];
 #pragma unroll
       for (int c = 0; c < 4; ++c) sum[c] = start[c];
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k) {
-        float input[4];
-        unpack(inputs[r][t + k], input);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
-      }
-#pragma unroll
-      for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
-      Pack<Input, 4> rounded;  // as the convolution by itself leaves it
-      pack(sum, rounded);
-      unpack(rounded, sum);
+      convolve(taps, inputs[r] + t, sum);
       stage(t, i, sum);
     }
   }
@@ -525,13 +557,7 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_2dfa2a4f(
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
       Input* to = intermediate_conv_window + u64(t) * intermediate_conv_window_token;
-      Pack<Input, 4 * (kWidth - 1)> run;
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-#pragma unroll
-        for (int k = 0; k < kWidth - 1; ++k) set_element(run, c * (kWidth - 1) + k, element(inputs[r][t + 1 + k], c));
-      }
-      store_vector(to + channel[r] * (kWidth - 1), run);
+      store_vector(to + channel[r] * (kWidth - 1), to_run<kWidth - 1>(inputs[r] + t + 1));
     }
   }
 
@@ -541,7 +567,6 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_2dfa2a4f(
 #pragma unroll
     for (int p = 0; p < kPasses; ++p) unpack(next.state[i][p], h[i][p]);
   }
-
 #pragma unroll 1
   for (u32 t = 0; t < tokens; ++t) {
     const float x_owned = x_staged[t * kTile + row_in_tile], decay = decay_staged[t];

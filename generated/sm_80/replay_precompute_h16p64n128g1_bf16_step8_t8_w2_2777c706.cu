@@ -4,6 +4,12 @@
 //   advance=no  two_kernels=yes  internal_pdl=yes  after_conv=yes  philox_rounds=0  terms=3  state_loads=vector
 //   operand_loads=vector  part=precompute  warps=2  helpers=0  group_heads=4  min_blocks=0  prefetch=0  pdl=off
 //   ahead_pdl=off
+// The state S stands where the last step began. With the K entries of its history, which is the last step's tokens, and sums s of dt A:
+//     S' = exp(s_K) S + sum_k exp(s_K - s_k) dt_k x_k B_k
+//     out_t = exp(s_K + s_t) C_t S + sum_k mix[t, k] x_k + sum_{j <= t} mix[t, j] x_j + D x_t
+//     mix[t, k] = exp(s_K + s_t - s_k) dt_k (C_t B_k) of the history, exp(s_t - s_j) dt_j (C_t B_j) of the step
+
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -305,6 +311,8 @@ DEVICE void store_pair(float* p, Pair v) {
   store_2xu32(p, words);
 }
 
+// ---- The kernel. ----
+
 extern "C" __global__ void __launch_bounds__(kThreads)
 replay_precompute_h16p64n128g1_bf16_step8_t8_w2_2777c706(
     bf16* old_B, f32* old_dt, f32* old_dA_cumsum, const int* cache_buf_idx, const int* prev_num_accepted_tokens,
@@ -331,8 +339,8 @@ replay_precompute_h16p64n128g1_bf16_step8_t8_w2_2777c706(
   Pack<X, 8> raw_C[(kTokens * kDState / 8 + kWorkers - 1) / kWorkers];
   const auto load_tokens = [&] {
 #pragma unroll
-  for (int r = 0; r < (kTokens * kDState / 8 + kWorkers - 1) / kWorkers; ++r) {
-    const u32 i = r * kWorkers + worker, row = i / (kDState / 8), column = i % (kDState / 8) * 8;
+    for (int r = 0; r < (kTokens * kDState / 8 + kWorkers - 1) / kWorkers; ++r) {
+      const u32 i = r * kWorkers + worker, row = i / (kDState / 8), column = i % (kDState / 8) * 8;
       raw_B[r] = zero_pack<X, 8>();
       if (row < tokens) raw_B[r] = load_vector<X, 8>(B + row * B_token + column);
       raw_C[r] = zero_pack<X, 8>();
@@ -465,26 +473,26 @@ replay_precompute_h16p64n128g1_bf16_step8_t8_w2_2777c706(
   for (u32 column = warp; column < kEntries / 8; column += kThreads / 32) {
     if (column < kWindow / 8) {
       const u32 first = column * 8;
-    float sums[(kTokens + 15) / 16][2][4] = {};  // two, of even and odd spans, so that neither waits for the other
+      float sums[(kTokens + 15) / 16][2][4] = {};  // two, of even and odd spans, so that neither waits for the other
 #pragma unroll
-    for (int span = 0; span < kSpans; ++span) {
-      Vector b[kXTerms];
+      for (int span = 0; span < kSpans; ++span) {
+        Vector b[kXTerms];
 #pragma unroll
-      for (int a = 0; a < kXTerms; ++a) b[a] = old_B_staged[(a * kWindow + first + quad) * kOldPitch + span * 4 + part];
+        for (int a = 0; a < kXTerms; ++a) b[a] = old_B_staged[(a * kWindow + first + quad) * kOldPitch + span * 4 + part];
 #pragma unroll
-      for (int t = 0; t < kTokens; t += 16) {
-        Vector c[kXTerms][2] = {};
+        for (int t = 0; t < kTokens; t += 16) {
+          Vector c[kXTerms][2] = {};
 #pragma unroll
-        for (int a = 0; a < kXTerms; ++a) {
-          c[a][0] = C_staged[(a * kTokens + t + quad) * kPitch + span * 4 + part];
-          if (t + 8 < kTokens) c[a][1] = C_staged[(a * kTokens + t + 8 + quad) * kPitch + span * 4 + part];
-        }
+          for (int a = 0; a < kXTerms; ++a) {
+            c[a][0] = C_staged[(a * kTokens + t + quad) * kPitch + span * 4 + part];
+            if (t + 8 < kTokens) c[a][1] = C_staged[(a * kTokens + t + 8 + quad) * kPitch + span * 4 + part];
+          }
 #pragma unroll
-        for (int w = 0; w < kVec / 2; w += 2) {
-          mma_bf16(sums[t / 16][span % 2], c[0][0].word[w], c[0][1].word[w], c[0][0].word[w + 1], c[0][1].word[w + 1], b[0].word[w], b[0].word[w + 1]);
+          for (int w = 0; w < kVec / 2; w += 2) {
+            mma_bf16(sums[t / 16][span % 2], c[0][0].word[w], c[0][1].word[w], c[0][0].word[w + 1], c[0][1].word[w + 1], b[0].word[w], b[0].word[w + 1]);
+          }
         }
       }
-    }
 #pragma unroll
       for (int h = 0; h < kGroupHeads; ++h) {
         float* const to = mix + (u64(batch) * kHeads + head + h) * (kTokens * kEntries) + first + 2 * part;
@@ -511,26 +519,26 @@ replay_precompute_h16p64n128g1_bf16_step8_t8_w2_2777c706(
       }
     } else {
       const u32 first = column * 8 - kWindow;
-    float sums[(kTokens + 15) / 16][2][4] = {};  // two, of even and odd spans, so that neither waits for the other
+      float sums[(kTokens + 15) / 16][2][4] = {};  // two, of even and odd spans, so that neither waits for the other
 #pragma unroll
-    for (int span = 0; span < kSpans; ++span) {
-      Vector b[kXTerms];
+      for (int span = 0; span < kSpans; ++span) {
+        Vector b[kXTerms];
 #pragma unroll
-      for (int a = 0; a < kXTerms; ++a) b[a] = B_staged[(a * kTokens + first + quad) * kPitch + span * 4 + part];
+        for (int a = 0; a < kXTerms; ++a) b[a] = B_staged[(a * kTokens + first + quad) * kPitch + span * 4 + part];
 #pragma unroll
-      for (int t = 0; t < kTokens; t += 16) {
-        Vector c[kXTerms][2] = {};
+        for (int t = 0; t < kTokens; t += 16) {
+          Vector c[kXTerms][2] = {};
 #pragma unroll
-        for (int a = 0; a < kXTerms; ++a) {
-          c[a][0] = C_staged[(a * kTokens + t + quad) * kPitch + span * 4 + part];
-          if (t + 8 < kTokens) c[a][1] = C_staged[(a * kTokens + t + 8 + quad) * kPitch + span * 4 + part];
-        }
+          for (int a = 0; a < kXTerms; ++a) {
+            c[a][0] = C_staged[(a * kTokens + t + quad) * kPitch + span * 4 + part];
+            if (t + 8 < kTokens) c[a][1] = C_staged[(a * kTokens + t + 8 + quad) * kPitch + span * 4 + part];
+          }
 #pragma unroll
-        for (int w = 0; w < kVec / 2; w += 2) {
-          mma_bf16(sums[t / 16][span % 2], c[0][0].word[w], c[0][1].word[w], c[0][0].word[w + 1], c[0][1].word[w + 1], b[0].word[w], b[0].word[w + 1]);
+          for (int w = 0; w < kVec / 2; w += 2) {
+            mma_bf16(sums[t / 16][span % 2], c[0][0].word[w], c[0][1].word[w], c[0][0].word[w + 1], c[0][1].word[w + 1], b[0].word[w], b[0].word[w + 1]);
+          }
         }
       }
-    }
 #pragma unroll
       for (int h = 0; h < kGroupHeads; ++h) {
         float* const to = mix + (u64(batch) * kHeads + head + h) * (kTokens * kEntries) + kWindow + first + 2 * part;
@@ -558,20 +566,20 @@ replay_precompute_h16p64n128g1_bf16_step8_t8_w2_2777c706(
     }
   }
   const auto new_entry = [&](u32 t) { return t; };
-    X* const old_B_new = old_B_here + (read_buffer ^ 1) * old_B_buffer;
-    float* const old_dt_new = old_dt_here + (read_buffer ^ 1) * old_dt_buffer;
-    float* const old_dA_cumsum_new = old_dA_cumsum_here + (read_buffer ^ 1) * old_dA_cumsum_buffer;
-    if (head % kHeadsPerGroup == 0) {
+  X* const old_B_new = old_B_here + (read_buffer ^ 1) * old_B_buffer;
+  float* const old_dt_new = old_dt_here + (read_buffer ^ 1) * old_dt_buffer;
+  float* const old_dA_cumsum_new = old_dA_cumsum_here + (read_buffer ^ 1) * old_dA_cumsum_buffer;
+  if (head % kHeadsPerGroup == 0) {
 #pragma unroll
-      for (int r = 0; r < (kTokens * kDState / 8 + kWorkers - 1) / kWorkers; ++r) {
-        const u32 i = r * kWorkers + worker, row = i / (kDState / 8), column = i % (kDState / 8) * 8;
-        if (row < tokens) store_vector(old_B_new + new_entry(row) * old_B_token + column, raw_B[r]);
-      }
+    for (int r = 0; r < (kTokens * kDState / 8 + kWorkers - 1) / kWorkers; ++r) {
+      const u32 i = r * kWorkers + worker, row = i / (kDState / 8), column = i % (kDState / 8) * 8;
+      if (row < tokens) store_vector(old_B_new + new_entry(row) * old_B_token + column, raw_B[r]);
     }
+  }
 #pragma unroll
-    for (int h = 0; h < kGroupHeads; ++h) {
-      if (warp != h % (kThreads / 32) || lane >= tokens) continue;
-      store(old_dt_new + h * old_dt_head + new_entry(lane) * old_dt_token, new_step[h]);
-      store(old_dA_cumsum_new + h * old_dA_cumsum_head + lane * old_dA_cumsum_token, new_sum[h]);
-    }
+  for (int h = 0; h < kGroupHeads; ++h) {
+    if (warp != h % (kThreads / 32) || lane >= tokens) continue;
+    store(old_dt_new + h * old_dt_head + new_entry(lane) * old_dt_token, new_step[h]);
+    store(old_dA_cumsum_new + h * old_dA_cumsum_head + lane * old_dA_cumsum_token, new_sum[h]);
+  }
 }

@@ -3,6 +3,12 @@
 //   z=none  dt_bias=bf16  out=bf16  tied=yes  dt_softplus=yes  dt_limit=no  index=i64  pool=split
 //   state_loads=vector  operand_loads=vector  lanes=16  vec=8  ilp=4  tile=80  threads=320  min_blocks=0  prefetch=0
 //   pdl=off
+// A row of the state, S:
+//     S = exp(dt A) S + dt x B
+//     o = <S, C> + D x
+//     dt: softplus(dt + dt_bias)
+
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -275,6 +281,8 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   }
   return sum_passes(v[0]);
 }
+
+// ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 ssu_h128p80n128g8_f16_l16v8i4t80x320_c046733f(

@@ -2,6 +2,12 @@
 //   d_state=16  headdim=1536  nheads=1  ngroups=1  state=f32  x=bf16  dt=bf16  A=f32  B=bf16  C=bf16  D=bf16  z=bf16
 //   dt_bias=f32  out=bf16  tied=no  dt_softplus=yes  dt_limit=no  index=i32  pool=single  state_loads=vector
 //   operand_loads=vector  lanes=4  vec=4  ilp=4  tile=128  threads=128  min_blocks=0  prefetch=0  pdl=off
+// A row of the state, S:
+//     S = exp(dt A)∘S + dt x B
+//     o = (<S, C> + D x) silu(z)
+//     dt: softplus(dt + dt_bias)
+
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -242,6 +248,8 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   }
   return sum_passes(v[0]);
 }
+
+// ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 ssu_h1p1536n16g1_f32_l4v4i4t128x128_1e14b935(

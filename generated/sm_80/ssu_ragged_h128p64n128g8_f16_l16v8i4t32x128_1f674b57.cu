@@ -4,6 +4,12 @@
 //   state_loads=vector  operand_loads=vector  philox_rounds=10  cu_seqlens=i32  accepted=i32  update=final
 //   intermediate_states=f16  intermediate_indices=i32  parents=i32  lanes=16  vec=8  ilp=4  tile=32  threads=128
 //   min_blocks=0  prefetch=0  pdl=off  chunk=8
+// A row of the state, S:
+//     S = exp(dt A) S + dt x B
+//     o = <S, C> + D x
+//     dt: softplus(dt + dt_bias)
+
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -349,6 +355,8 @@ DEVICE void pack_stochastic(const float (&f)[N], Pack<T, N>& v, u64 seed, u64 in
       v.word[(i + j) / 2] = round_stochastic(T{}, f[i + j], random[j]) | round_stochastic(T{}, f[i + j + 1], random[j + 1]) << 16;
   }
 }
+
+// ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 ssu_ragged_h128p64n128g8_f16_l16v8i4t32x128_1f674b57(

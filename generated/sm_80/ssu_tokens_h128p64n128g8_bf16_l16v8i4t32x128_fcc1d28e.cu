@@ -4,6 +4,12 @@
 //   state_loads=vector  operand_loads=vector  cu_seqlens=none  accepted=none  update=none  intermediate_states=bf16
 //   intermediate_indices=none  parents=none  lanes=16  vec=8  ilp=4  tile=32  threads=128  min_blocks=0  prefetch=0
 //   pdl=off  chunk=8
+// A row of the state, S:
+//     S = exp(dt A) S + dt x B
+//     o = <S, C> + D x
+//     dt: softplus(dt + dt_bias)
+
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -274,6 +280,8 @@ DEVICE void to_array(const Quad& q, float* f) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
+
+// ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 ssu_tokens_h128p64n128g8_bf16_l16v8i4t32x128_fcc1d28e(

@@ -3,6 +3,8 @@
 //   skip_single=no  in_place=no  loads=vector  vec=4  lanes=32  parts=1  ilp=2  threads=128  min_blocks=0
 //   pdl=trigger_loaded
 
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+
 using u16 = unsigned short;
 using u32 = unsigned int;
 using i64 = long long;
@@ -181,6 +183,8 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 // The logarithm of no weight. A split without a finite LSE is empty.
 DEVICE float none() { return __uint_as_float(0xff800000u); }
 DEVICE float finite_or_none(float lse) { return fabsf(lse) < __uint_as_float(0x7f800000u) ? lse : none(); }
+
+// ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 combine_dense32_d128_f32_bf16_v4l32p1i2x128_pdl_658e0fd9(

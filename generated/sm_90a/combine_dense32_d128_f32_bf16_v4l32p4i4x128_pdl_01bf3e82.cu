@@ -3,6 +3,8 @@
 //   skip_single=no  in_place=no  loads=vector  vec=4  lanes=32  parts=4  ilp=4  threads=128  min_blocks=0
 //   pdl=trigger_loaded
 
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+
 using u16 = unsigned short;
 using u32 = unsigned int;
 using i64 = long long;
@@ -199,6 +201,8 @@ DEVICE void to_array(const Quad& q, float* f) {
 // The logarithm of no weight. A split without a finite LSE is empty.
 DEVICE float none() { return __uint_as_float(0xff800000u); }
 DEVICE float finite_or_none(float lse) { return fabsf(lse) < __uint_as_float(0x7f800000u) ? lse : none(); }
+
+// ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 combine_dense32_d128_f32_bf16_v4l32p4i4x128_pdl_01bf3e82(

@@ -3,6 +3,8 @@
 //   skip_single=no  in_place=no  loads=vector  vec=4  lanes=32  parts=1  ilp=2  threads=128  min_blocks=0
 //   pdl=trigger_loaded
 
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+
 using u16 = unsigned short;
 using u32 = unsigned int;
 using i64 = long long;
@@ -184,6 +186,8 @@ DEVICE u32 divide(u32 n, u32 magic, u32 shift) { return (__umulhi(n, magic) + n)
 // The logarithm of no weight. A split without a finite LSE is empty.
 DEVICE float none() { return __uint_as_float(0xff800000u); }
 DEVICE float finite_or_none(float lse) { return fabsf(lse) < __uint_as_float(0x7f800000u) ? lse : none(); }
+
+// ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 combine_prefix160_d512_f32_bf16_v4l32p1i2x128_pdl_1b8f22cb(

@@ -3,6 +3,8 @@
 //   initial=no  final=no  pool=yes  started=yes  index=i32  loads=vector  shifted=yes  unit=no  taps=vector  vec=8
 //   vectors=2  threads=128  min_blocks=4  pdl=trigger_loaded
 
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+
 using u8 = unsigned char;
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -247,6 +249,8 @@ DEVICE Span find_sequence(const I* starts, u32 stride, u32 sequences, u32 lead, 
     return Span{found, __shfl_sync(0xffffffffu, start, last), last < 31 ? next : u32(load(starts + u64(found + 1) * stride))};
   }
 }
+
+// ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads, 4)
 conv_first_w4_bf16_v8n2x128b4_pdl_a0c7a408(

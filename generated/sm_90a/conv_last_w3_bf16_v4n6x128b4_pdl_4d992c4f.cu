@@ -3,6 +3,8 @@
 //   initial=no  final=no  pool=no  started=no  index=none  loads=element  shifted=no  unit=no  taps=element  vec=4
 //   vectors=6  threads=128  min_blocks=4  pdl=trigger_loaded
 
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+
 using u16 = unsigned short;
 using u32 = unsigned int;
 using i64 = long long;
@@ -192,6 +194,8 @@ DEVICE Pack<T, N> zero_pack() {
   for (int w = 0; w < Pack<T, N>::kWords; ++w) r.word[w] = 0;
   return r;
 }
+
+// ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads, 4)
 conv_last_w3_bf16_v4n6x128b4_pdl_4d992c4f(

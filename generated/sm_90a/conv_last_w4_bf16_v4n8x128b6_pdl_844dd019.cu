@@ -3,6 +3,8 @@
 //   initial=no  final=no  pool=yes  started=yes  index=i32  loads=vector  shifted=no  unit=no  taps=vector  vec=4
 //   vectors=8  threads=128  min_blocks=6  pdl=trigger_loaded
 
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+
 using u8 = unsigned char;
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -246,6 +248,8 @@ DEVICE Span find_sequence(const I* starts, u32 stride, u32 sequences, u32 lead, 
     return Span{found, __shfl_sync(0xffffffffu, start, last), last < 31 ? next : u32(load(starts + u64(found + 1) * stride))};
   }
 }
+
+// ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads, 6)
 conv_last_w4_bf16_v4n8x128b6_pdl_844dd019(

@@ -3,6 +3,8 @@
 //   query_start_loc=none  index=i32  layout=channels  state_len=0  saved=no  saved_index=none  loads=vector
 //   taps=vector  vec=4  threads=128  min_blocks=0  pdl=trigger_loaded
 
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+
 using u16 = unsigned short;
 using u32 = unsigned int;
 using i64 = long long;
@@ -212,6 +214,8 @@ DEVICE Pack<T, N> zero_pack() {
   for (int w = 0; w < Pack<T, N>::kWords; ++w) r.word[w] = 0;
   return r;
 }
+
+// ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 conv_update_w4t1_bf16_shift_channels_v4x128_pdl_d43641c1(

@@ -3,6 +3,8 @@
 //   query_start_loc=none  index=i32  layout=runs  state_len=3  saved=no  saved_index=none  loads=vector  taps=vector
 //   vec=4  threads=128  min_blocks=0  pdl=trigger_loaded
 
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+
 using u16 = unsigned short;
 using u32 = unsigned int;
 using i64 = long long;
@@ -233,6 +235,8 @@ DEVICE Pack<X, kVec * Length> to_run(const Pack<X, kVec>* inputs) {
   }
   return run;
 }
+
+// ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 conv_update_w4t1_bf16_shift_runs_v4x128_pdl_c557e308(

@@ -3,6 +3,8 @@
 //   query_start_loc=i32  index=i32  layout=channels  state_len=0  saved=runs  saved_index=i32  loads=vector
 //   taps=vector  vec=4  threads=128  min_blocks=1  pdl=trigger_loaded
 
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+
 using u16 = unsigned short;
 using u32 = unsigned int;
 using i64 = long long;
@@ -232,6 +234,8 @@ DEVICE Pack<X, kVec * Length> to_run(const Pack<X, kVec>* inputs) {
   }
   return run;
 }
+
+// ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 conv_update_w4t4_bf16_roll_channels_v4x128_pdl_59645b9d(

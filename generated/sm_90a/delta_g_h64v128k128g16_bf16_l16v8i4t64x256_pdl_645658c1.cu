@@ -5,6 +5,16 @@
 //   cu_seqlens=none  update=final  pool=single  ring=none  layers=no  frozen=no  intermediates=no
 //   state_loads=vector  operand_loads=vector  lanes=16  vec=8  ilp=4  tile=64  threads=256  min_blocks=0  prefetch=0
 //   pdl=trigger_loaded  chunk=8
+// A row of the state, S, for each value channel:
+//     p = <D S, k>
+//     e = beta (v - p)
+//     S = D S + e k
+//     o = <S, q> scale = (<D S, q> + e <k, q>) scale
+//     D: exp(-exp(A_log) softplus(g + dt_bias))
+//     beta: sigmoid(beta)
+//     q, k: divided by their norms
+
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -253,6 +263,8 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   return sum_passes(v[0]);
 }
 
+// ---- The kernel. ----
+
 extern "C" __global__ void __launch_bounds__(kThreads)
 delta_g_h64v128k128g16_bf16_l16v8i4t64x256_pdl_645658c1(
     bf16* state, const bf16* q, const bf16* k, const bf16* v, const bf16* g, const bf16* beta, const f32* A_log,
@@ -374,6 +386,7 @@ delta_g_h64v128k128g16_bf16_l16v8i4t64x256_pdl_645658c1(
     }
     const float k_norm = rsqrt_approx(team_dot(k_, k_) + 1e-6f);
     const float q_norm = rsqrt_approx(team_dot(token.query, token.query) + 1e-6f) * scale;
+
     token.mix = team_dot(k_, token.query) * q_norm * k_norm;
     token.forget = exp2_approx(-rate * softplus(to_float(raw.g) + to_float(raw_dt_bias)) * kLog2E);
     token.step = sigmoid(to_float(raw.beta));
@@ -402,7 +415,6 @@ delta_g_h64v128k128g16_bf16_l16v8i4t64x256_pdl_645658c1(
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) unpack(rows.state[i][p], h[i][p]);
     }
-
     float p_sum[kIlp][kPasses], y_sum[kIlp][kPasses];  // of the old state, which then is read once for both
 #pragma unroll
     for (int i = 0; i < kIlp; ++i)
@@ -411,10 +423,10 @@ delta_g_h64v128k128g16_bf16_l16v8i4t64x256_pdl_645658c1(
         p_sum[i][p] = dot(h[i][p], token.write[p]);
         y_sum[i][p] = dot(h[i][p], token.query[p]);
       }
-    const float held = token.read_scale * sum_over_team<kLanes>(p_sum, lane);
-    const float seen = sum_over_team<kLanes>(y_sum, lane);
-    const float error = token.step * (to_float(raw_v[step]) - held);
-    const float result = fmaf(error, token.mix, token.query_scale * seen);
+    const float held = token.read_scale * sum_over_team<kLanes>(p_sum, lane);  // p
+    const float seen = sum_over_team<kLanes>(y_sum, lane);  // <D∘S, q>
+    const float error = token.step * (to_float(raw_v[step]) - held);  // e
+    const float result = fmaf(error, token.mix, token.query_scale * seen);  // o
     const float added = error * token.write_scale;
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
@@ -425,7 +437,6 @@ delta_g_h64v128k128g16_bf16_l16v8i4t64x256_pdl_645658c1(
         for (int j = 0; j < kVec; ++j) h[i][p][j] = fmaf(a, token.write[p][j], h[i][p][j] * token.forget);
       }
     }
-
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
 #pragma unroll
@@ -435,7 +446,6 @@ delta_g_h64v128k128g16_bf16_l16v8i4t64x256_pdl_645658c1(
         store_vector(dst + element_of(step, i) + p * (kLanes * kVec), packed);
       }
     }
-
     const u32 row = owned_row + step * kStepRows;
     if (lane % kLanes < kIlp) store(out + row * out_row, result);
   }

@@ -5,6 +5,15 @@
 //   cu_seqlens=none  update=final  pool=single  ring=commit  layers=yes  frozen=no  intermediates=no
 //   state_loads=vector  operand_loads=vector  lanes=16  vec=8  ilp=4  tile=32  threads=128  min_blocks=0  prefetch=0
 //   pdl=trigger_loaded  chunk=8
+// A row of the state, S, for each value channel:
+//     p = <D S, k>
+//     e = beta (v - p)
+//     S = D S + e k
+//     D: exp(-exp(A_log) softplus(g + dt_bias))
+//     beta: sigmoid(beta)
+//     k: divided by its norm
+
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -272,6 +281,8 @@ DEVICE void to_array(const Quad& q, float* f) {
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
 
+// ---- The kernel. ----
+
 extern "C" __global__ void __launch_bounds__(kThreads)
 delta_g_h64v128k128g16_bf16_many_commit_l16v8i4t32x128_pdl_733b9eba(
     bf16* state, const bf16* k, const bf16* v, const bf16* g, const bf16* beta, const f32* A_log, const bf16* dt_bias,
@@ -402,6 +413,7 @@ delta_g_h64v128k128g16_bf16_many_commit_l16v8i4t32x128_pdl_733b9eba(
       unpack(raw.k[p], k_[p]);
     }
     const float k_norm = rsqrt_approx(team_dot(k_, k_) + 1e-6f);
+
     token.forget = exp2_approx(-rate * softplus(to_float(raw.g) + to_float(raw_dt_bias)) * kLog2E);
     token.step = sigmoid(to_float(raw.beta));
     token.write_scale = k_norm;
@@ -493,10 +505,9 @@ delta_g_h64v128k128g16_bf16_many_commit_l16v8i4t32x128_pdl_733b9eba(
 #pragma unroll
         for (int p = 0; p < kPasses; ++p) {
           p_sum[i][p] = dot(h[i][p], token.write[p]);
-
         }
-      const float held = token.read_scale * sum_over_team<kLanes>(p_sum, lane);
-      const float error = token.step * (v_staged[c * kTile + row_in_tile] - held);
+      const float held = token.read_scale * sum_over_team<kLanes>(p_sum, lane);  // p
+      const float error = token.step * (v_staged[c * kTile + row_in_tile] - held);  // e
       const float added = error * token.write_scale;
 #pragma unroll
       for (int i = 0; i < kIlp; ++i) {
@@ -507,7 +518,6 @@ delta_g_h64v128k128g16_bf16_many_commit_l16v8i4t32x128_pdl_733b9eba(
           for (int j = 0; j < kVec; ++j) h[i][p][j] = fmaf(a, token.write[p][j], h[i][p][j] * token.forget);
         }
       }
-
     }
   }
 #pragma unroll
@@ -519,5 +529,4 @@ delta_g_h64v128k128g16_bf16_many_commit_l16v8i4t32x128_pdl_733b9eba(
       store_vector(dst + element_of(0, i) + p * (kLanes * kVec), packed);
     }
   }
-
 }

@@ -7,6 +7,16 @@
 //   norm_first=yes  norm_activation=sigmoid  norm_loads=vector  conv_width=4  conv_weight=bf16  conv_bias=none
 //   conv_len=3  conv_layout=runs  conv_loads=vector  conv_taps=vector  lanes=16  vec=4  ilp=2  tile=16  threads=128
 //   min_blocks=0  prefetch=0  pdl=trigger_loaded  chunk=8  norm_inside=yes  clustered=yes  norm_threads=32
+// A row of the state, S, for each value channel:
+//     p = <D∘S, k>
+//     e = beta (v - p)
+//     S = D∘S + e k
+//     o = <S, q> scale = (<D∘S, q> + e <k, q>) scale
+//     D: exp(-exp(A_log) softplus(gk + dt_bias))
+//     beta: sigmoid(beta)
+//     q, k: divided by their norms
+
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -333,6 +343,47 @@ DEVICE void to_array(const Quad& q, float* f) {
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
 
+// The short convolution, of four neighbouring channels at a time: a pack has those of one input.
+
+// Taps or biases, read as vectors or as elements.
+template <class T, int N>
+DEVICE void to_floats(const Pack<T, N>& raw, float (&f)[N]) { unpack(raw, f); }
+// One token, of its input and those before it, the oldest first: adds to `sum`, and rounds as the convolution by itself does.
+DEVICE void convolve(const float (&taps)[4 * kWidth], const Pack<Input, 4>* inputs, float (&sum)[4]) {
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) {
+    float input[4];
+    unpack(inputs[k], input);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
+  }
+#pragma unroll
+  for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
+  Pack<Input, 4> rounded;
+  pack(sum, rounded);
+  unpack(rounded, sum);
+}
+// Of a run, which has neighbouring inputs of each channel: Count of them, from `first` on.
+template <int Count>
+DEVICE void from_run(const Pack<Input, 4 * kLength>& run, int first, Pack<Input, 4>* inputs) {
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+#pragma unroll
+    for (int k = 0; k < Count; ++k) set_element(inputs[k], c, element(run, c * kLength + first + k));
+  }
+}
+// A run of Length inputs of each channel.
+template <int Length>
+DEVICE Pack<Input, 4 * Length> to_run(const Pack<Input, 4>* inputs) {
+  Pack<Input, 4 * Length> run;
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+#pragma unroll
+    for (int k = 0; k < Length; ++k) set_element(run, c * Length + k, element(inputs[k], c));
+  }
+  return run;
+}
+
 // The canonical sum of squares, the same for every lane map: a chain over 4 neighbours, then pairs of neighbours, pairs of those, and so on.
 // Where one is missing, nothing is added: 0, which changes no such sum.
 template <int N>
@@ -364,6 +415,8 @@ DEVICE float sum_over_lanes(float v) {
   for (int mask = 1; mask < Lanes; mask *= 2) v = v + __shfl_xor_sync(0xffffffffu, v, mask);
   return v;
 }
+
+// ---- The kernel. ----
 
 extern "C" __global__ void __cluster_dims__(8) __launch_bounds__(kThreads)
 kda_layer_h8v128k128g8_f32_l16v4i2t16x128_pdl_norm_cluster_201e6731(
@@ -489,39 +542,16 @@ kda_layer_h8v128k128g8_f32_l16v4i2t16x128_pdl_norm_cluster_201e6731(
   Pack<Input, 4> inputs[kConvRounds][kWidth];  // of the four channels, for each tap
   // The oldest input leaves the window, and the token joins it.
   const auto move_window = [&](int r) {
-    Pack<Input, 4 * kLength> moved;
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-#pragma unroll
-      for (int i = 0; i < kLength; ++i) set_element(moved, c * kLength + i, element(inputs[r][kWidth - kLength + i], c));
-    }
-    store_vector(conv_state + channel[r] * kLength, moved);
+    store_vector(conv_state + channel[r] * kLength, to_run<kLength>(inputs[r] + kWidth - kLength));
   };
 #pragma unroll
   for (int r = 0; r < kConvRounds; ++r) {
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-#pragma unroll
-      for (int k = 0; k < kWidth - 1; ++k) set_element(inputs[r][k], c, element(window[r], c * kLength + kLength - kWidth + 1 + k));
-    }
+    from_run<kWidth - 1>(window[r], kLength - kWidth + 1, inputs[r]);
     inputs[r][kWidth - 1] = newest[r];
 
-    float taps[4 * kWidth], sum[4];
-    unpack(raw_taps[r], taps);
-#pragma unroll
-    for (int c = 0; c < 4; ++c) sum[c] = 0.f;
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
-      float input[4];
-      unpack(inputs[r][k], input);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
-    }
-#pragma unroll
-    for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
-    Pack<Input, 4> rounded;  // as the convolution by itself leaves it
-    pack(sum, rounded);
-    unpack(rounded, sum);
+    float taps[4 * kWidth], sum[4] = {};
+    to_floats(raw_taps[r], taps);
+    convolve(taps, inputs[r], sum);
     const u32 i = 4 * (r * kThreads + threadIdx.x);
     if (i < kShared) {
       of_group[i / 4] = quad_of(sum);
@@ -569,6 +599,7 @@ kda_layer_h8v128k128g8_f32_l16v4i2t16x128_pdl_norm_cluster_201e6731(
     }
     const float k_norm = rsqrt_approx(team_dot(k_, k_) + 1e-6f);
     const float q_norm = rsqrt_approx(team_dot(token.query, token.query) + 1e-6f) * scale;
+
     token.mix = team_dot(k_, token.query) * q_norm * k_norm;
     token.step = sigmoid(to_float(raw.beta));
     token.query_scale = q_norm;
@@ -602,7 +633,6 @@ kda_layer_h8v128k128g8_f32_l16v4i2t16x128_pdl_norm_cluster_201e6731(
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) unpack(rows.state[i][p], h[i][p]);
     }
-
     const float v_owned = own_rows[owned_row + step * kStepRows - tile * kTile];
     float p_sum[kIlp][kPasses], y_sum[kIlp][kPasses];  // of the old state, which then is read once for both
 #pragma unroll
@@ -612,10 +642,10 @@ kda_layer_h8v128k128g8_f32_l16v4i2t16x128_pdl_norm_cluster_201e6731(
         p_sum[i][p] = dot(h[i][p], token.read[p]);
         y_sum[i][p] = dot(h[i][p], token.query[p]);
       }
-    const float held = token.read_scale * sum_over_team<kLanes>(p_sum, lane);
-    const float seen = sum_over_team<kLanes>(y_sum, lane);
-    const float error = token.step * (v_owned - held);
-    const float result = fmaf(error, token.mix, token.query_scale * seen);
+    const float held = token.read_scale * sum_over_team<kLanes>(p_sum, lane);  // p
+    const float seen = sum_over_team<kLanes>(y_sum, lane);  // <D∘S, q>
+    const float error = token.step * (v_owned - held);  // e
+    const float result = fmaf(error, token.mix, token.query_scale * seen);  // o
     const float added = error * token.write_scale;
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
@@ -626,7 +656,6 @@ kda_layer_h8v128k128g8_f32_l16v4i2t16x128_pdl_norm_cluster_201e6731(
         for (int j = 0; j < kVec; ++j) h[i][p][j] = fmaf(a, token.write[p][j], h[i][p][j] * token.decay[p][j]);
       }
     }
-
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
 #pragma unroll
@@ -636,7 +665,6 @@ kda_layer_h8v128k128g8_f32_l16v4i2t16x128_pdl_norm_cluster_201e6731(
         store_vector(dst + element_of(step, i) + p * (kLanes * kVec), packed);
       }
     }
-
     const u32 row = owned_row + step * kStepRows;
     if (lane % kLanes < kIlp) outputs[row - tile * kTile] = result;
   }

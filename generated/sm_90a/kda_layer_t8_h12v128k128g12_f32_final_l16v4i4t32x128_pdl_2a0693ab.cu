@@ -8,6 +8,16 @@
 //   conv_len=3  conv_layout=any  conv_loads=element  conv_taps=element  conv_tokens=8  conv_windows=any
 //   conv_rows=i64  intermediate_indices=i64  lanes=16  vec=4  ilp=4  tile=32  threads=128  min_blocks=0  prefetch=0
 //   pdl=trigger_loaded  chunk=8  norm_threads=32
+// A row of the state, S, for each value channel:
+//     p = <D∘S, k>
+//     e = beta (v - p)
+//     S = D∘S + e k
+//     o = <S, q> scale = (<D∘S, q> + e <k, q>) scale
+//     D: exp(lower_bound sigmoid(exp(A_log) (gk + dt_bias)))
+//     beta: sigmoid(beta)
+//     q, k: divided by their norms
+
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -351,6 +361,32 @@ DEVICE Pack<T, N> zero_pack() {
   return r;
 }
 
+// The short convolution, of four neighbouring channels at a time: a pack has those of one input.
+
+// Taps or biases, read as vectors or as elements.
+template <class T, int N>
+DEVICE void to_floats(const T (&raw)[N], float (&f)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) f[i] = to_float(raw[i]);
+}
+// One token, of its input and those before it, the oldest first: adds to `sum`, and rounds as the convolution by itself does.
+DEVICE void convolve(const float (&taps)[4 * kWidth], const Pack<Input, 4>* inputs, float (&sum)[4]) {
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) {
+    float input[4];
+    unpack(inputs[k], input);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
+  }
+#pragma unroll
+  for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
+  Pack<Input, 4> rounded;
+  pack(sum, rounded);
+  unpack(rounded, sum);
+}
+
+// ---- The kernel. ----
+
 extern "C" __global__ void __launch_bounds__(kThreads)
 kda_layer_t8_h12v128k128g12_f32_final_l16v4i4t32x128_pdl_2a0693ab(
     f32* state, bf16* conv_state, const bf16* mixed_qkv, const bf16* conv_weight, bf16* intermediate_conv_window,
@@ -543,11 +579,8 @@ kda_layer_t8_h12v128k128g12_f32_final_l16v4i4t32x128_pdl_2a0693ab(
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) inputs[r][kWidth - 1 + t] = newest[r][t];
 
-    float taps[4 * kWidth], start[4];
-#pragma unroll
-    for (int j = 0; j < 4 * kWidth; ++j) taps[j] = to_float(raw_taps[r][j]);
-#pragma unroll
-    for (int c = 0; c < 4; ++c) start[c] = 0.f;
+    float taps[4 * kWidth], start[4] = {};
+    to_floats(raw_taps[r], taps);
     const u32 i = 4 * (r * kThreads + threadIdx.x);
     if (i >= convolves) continue;  // whole warps of them, mostly
 #pragma unroll
@@ -555,18 +588,7 @@ kda_layer_t8_h12v128k128g12_f32_final_l16v4i4t32x128_pdl_2a0693ab(
       float sum[4];
 #pragma unroll
       for (int c = 0; c < 4; ++c) sum[c] = start[c];
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k) {
-        float input[4];
-        unpack(inputs[r][t + k], input);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
-      }
-#pragma unroll
-      for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
-      Pack<Input, 4> rounded;  // as the convolution by itself leaves it
-      pack(sum, rounded);
-      unpack(rounded, sum);
+      convolve(taps, inputs[r] + t, sum);
       stage(t, i, sum);
     }
     if (i >= kShared) move_window(r);
@@ -624,6 +646,7 @@ kda_layer_t8_h12v128k128g12_f32_final_l16v4i4t32x128_pdl_2a0693ab(
     }
     const float k_norm = rsqrt_approx(team_dot(k_, k_) + 1e-6f);
     const float q_norm = rsqrt_approx(team_dot(token.query, token.query) + 1e-6f) * scale;
+
     token.mix = team_dot(k_, token.query) * q_norm * k_norm;
     token.step = sigmoid(to_float(raw.beta));
     token.query_scale = q_norm;
@@ -711,10 +734,10 @@ kda_layer_t8_h12v128k128g12_f32_final_l16v4i4t32x128_pdl_2a0693ab(
         p_sum[i][p] = dot(h[i][p], token.read[p]);
         y_sum[i][p] = dot(h[i][p], token.query[p]);
       }
-    const float held = token.read_scale * sum_over_team<kLanes>(p_sum, lane);
-    const float seen = sum_over_team<kLanes>(y_sum, lane);
-    const float error = token.step * (v_staged[t * kTile + row_in_tile] - held);
-    const float result = fmaf(error, token.mix, token.query_scale * seen);
+    const float held = token.read_scale * sum_over_team<kLanes>(p_sum, lane);  // p
+    const float seen = sum_over_team<kLanes>(y_sum, lane);  // <D∘S, q>
+    const float error = token.step * (v_staged[t * kTile + row_in_tile] - held);  // e
+    const float result = fmaf(error, token.mix, token.query_scale * seen);  // o
     const float added = error * token.write_scale;
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
@@ -737,7 +760,6 @@ kda_layer_t8_h12v128k128g12_f32_final_l16v4i4t32x128_pdl_2a0693ab(
         if (keeps) store_vector_streaming(kept + element_of(0, i) + p * (kLanes * kVec), packed);
       }
     }
-
   }
 #pragma unroll
   for (int i = 0; i < kIlp; ++i) {

@@ -5,6 +5,12 @@
 //   cu_seqlens=none  update=final  pool=single  ring=none  layers=no  frozen=no  intermediates=no
 //   state_loads=vector  operand_loads=vector  lanes=16  vec=4  ilp=2  tile=16  threads=128  min_blocks=0  prefetch=0
 //   pdl=trigger_loaded  chunk=8
+// A row of the state, S, for each value channel:
+//     S = D S + v k
+//     o = <S, q> scale
+//     D: exp(-g)
+
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -238,6 +244,8 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   return sum_passes(v[0]);
 }
 
+// ---- The kernel. ----
+
 extern "C" __global__ void __launch_bounds__(kThreads)
 la_g_h64v128k128g64_f32_l16v4i2t16x128_pdl_fb44624a(
     f32* state, const bf16* q, const bf16* k, const bf16* v, const f32* g, bf16* out, const int* state_indices,
@@ -373,7 +381,6 @@ la_g_h64v128k128g64_f32_l16v4i2t16x128_pdl_fb44624a(
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) unpack(rows.state[i][p], h[i][p]);
     }
-
     const float added = to_float(raw_v[step]);
     float y_sum[kIlp][kPasses];
 #pragma unroll
@@ -386,8 +393,7 @@ la_g_h64v128k128g64_f32_l16v4i2t16x128_pdl_fb44624a(
         y_sum[i][p] = dot(h[i][p], token.query[p]);  // of the new state before it is rounded
       }
     }
-    const float result = token.query_scale * sum_over_team<kLanes>(y_sum, lane);
-
+    const float result = token.query_scale * sum_over_team<kLanes>(y_sum, lane);  // o
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
 #pragma unroll
@@ -397,7 +403,6 @@ la_g_h64v128k128g64_f32_l16v4i2t16x128_pdl_fb44624a(
         store_vector(dst + element_of(step, i) + p * (kLanes * kVec), packed);
       }
     }
-
     const u32 row = owned_row + step * kStepRows;
     if (lane % kLanes < kIlp) store(out + row * out_row, result);
   }

@@ -5,6 +5,13 @@
 //   update=final  pool=single  ring=none  layers=no  frozen=no  intermediates=no  state_loads=vector
 //   operand_loads=vector  lanes=16  vec=4  ilp=2  tile=32  threads=256  min_blocks=0  prefetch=0  pdl=trigger_loaded
 //   chunk=8
+// A row of the state, S, for each value channel:
+//     p = <S, read>
+//     S = D∘S + p (-read∘alpha) + v k
+//     o = <S, q> scale = (<D∘S, q> + p <-read∘alpha, q> + v <k, q>) scale
+//     D: exp(gk)
+
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -238,6 +245,8 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   return sum_passes(v[0]);
 }
 
+// ---- The kernel. ----
+
 extern "C" __global__ void __launch_bounds__(kThreads)
 lowrank_gk_h32v64k64g32_f32_l16v4i2t32x256_pdl_53f4a7a7(
     f32* state, const bf16* q, const bf16* k, const bf16* v, const bf16* gk, const bf16* read, const bf16* alpha,
@@ -395,7 +404,6 @@ lowrank_gk_h32v64k64g32_f32_l16v4i2t32x256_pdl_53f4a7a7(
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) unpack(rows.state[i][p], h[i][p]);
     }
-
     float p_sum[kIlp][kPasses], y_sum[kIlp][kPasses];  // of the old state, which then is read once for both
 #pragma unroll
     for (int i = 0; i < kIlp; ++i)
@@ -404,10 +412,10 @@ lowrank_gk_h32v64k64g32_f32_l16v4i2t32x256_pdl_53f4a7a7(
         p_sum[i][p] = dot(h[i][p], token.read[p]);
         y_sum[i][p] = dot(h[i][p], token.query[p]);
       }
-    const float held = sum_over_team<kLanes>(p_sum, lane);
-    const float seen = sum_over_team<kLanes>(y_sum, lane);
+    const float held = sum_over_team<kLanes>(p_sum, lane);  // p
+    const float seen = sum_over_team<kLanes>(y_sum, lane);  // <D∘S, q>
     const float value = to_float(raw_v[step]), added = held;
-    const float result = fmaf(value, token.mix_key, fmaf(added, token.mix, token.query_scale * seen));
+    const float result = fmaf(value, token.mix_key, fmaf(added, token.mix, token.query_scale * seen));  // o
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
       const float a = __shfl_sync(0xffffffffu, added, i, kLanes);
@@ -418,7 +426,6 @@ lowrank_gk_h32v64k64g32_f32_l16v4i2t32x256_pdl_53f4a7a7(
         for (int j = 0; j < kVec; ++j) h[i][p][j] = fmaf(a, token.write[p][j], fmaf(b, token.key[p][j], h[i][p][j] * token.decay[p][j]));
       }
     }
-
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
 #pragma unroll
@@ -428,7 +435,6 @@ lowrank_gk_h32v64k64g32_f32_l16v4i2t32x256_pdl_53f4a7a7(
         store_vector(dst + element_of(step, i) + p * (kLanes * kVec), packed);
       }
     }
-
     const u32 row = owned_row + step * kStepRows;
     if (lane % kLanes < kIlp) store(out + row * out_row, result);
   }

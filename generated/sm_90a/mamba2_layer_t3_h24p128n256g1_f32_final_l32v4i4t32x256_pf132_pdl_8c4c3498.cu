@@ -7,6 +7,12 @@
 //   conv_layout=channels  conv_loads=vector  conv_taps=vector  conv_tokens=3  conv_windows=no  conv_rows=none
 //   A_is_log=no  lanes=32  vec=4  ilp=4  tile=32  threads=256  min_blocks=2  prefetch=132  pdl=trigger_loaded
 //   norm_threads=32
+// A row of the state, S:
+//     S = exp(dt A) S + dt x B
+//     o = (<S, C> + D x) silu(z)
+//     dt: softplus(dt + dt_bias)
+
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -328,6 +334,29 @@ DEVICE Pack<T, N> zero_pack() {
   return r;
 }
 
+// The short convolution, of four neighbouring channels at a time: a pack has those of one input.
+
+// Taps or biases, read as vectors or as elements.
+template <class T, int N>
+DEVICE void to_floats(const Pack<T, N>& raw, float (&f)[N]) { unpack(raw, f); }
+// One token, of its input and those before it, the oldest first: adds to `sum`, and rounds as the convolution by itself does.
+DEVICE void convolve(const float (&taps)[4 * kWidth], const Pack<Input, 4>* inputs, float (&sum)[4]) {
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) {
+    float input[4];
+    unpack(inputs[k], input);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
+  }
+#pragma unroll
+  for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
+  Pack<Input, 4> rounded;
+  pack(sum, rounded);
+  unpack(rounded, sum);
+}
+
+// ---- The kernel. ----
+
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
 mamba2_layer_t3_h24p128n256g1_f32_final_l32v4i4t32x256_pf132_pdl_8c4c3498(
     f32* state, bf16* conv_state, const bf16* xBC, const bf16* conv_weight, const bf16* conv_bias, const bf16* dt,
@@ -470,7 +499,6 @@ mamba2_layer_t3_h24p128n256g1_f32_final_l32v4i4t32x256_pf132_pdl_8c4c3498(
   const auto quad = [&](u32 c, int p, int z) { return c * kVectorQuads + (p * kQuads + z) * kLanes + part; };
 
   constexpr u32 count = kChunk;  // all tokens at once
-
 #pragma unroll
   for (int r = 0; r < kRounds; ++r) {
     const u32 c = r * kTeamsPerBlock + team_in_block;
@@ -488,7 +516,6 @@ mamba2_layer_t3_h24p128n256g1_f32_final_l32v4i4t32x256_pf132_pdl_8c4c3498(
     if (i >= count * kTile) continue;
     z_staged[i] = silu(to_float(chunk.z[r]));
   }
-
   const auto stage = [&](int t, u32 i, const float (&sum)[4]) {
     if (i < kShared) {
       const u32 n = i % kDState, lane_of = n % (kLanes * kVec) / kVec, at = n / (kLanes * kVec) * kQuads + n % kVec / 4;
@@ -515,8 +542,8 @@ mamba2_layer_t3_h24p128n256g1_f32_final_l32v4i4t32x256_pf132_pdl_8c4c3498(
     for (int t = 0; t < kTokens; ++t) inputs[r][kWidth - 1 + t] = newest[r][t];
 
     float taps[4 * kWidth], start[4];
-    unpack(raw_taps[r], taps);
-    unpack(raw_conv_bias[r], start);
+    to_floats(raw_taps[r], taps);
+    to_floats(raw_conv_bias[r], start);
     const u32 i = 4 * (r * kThreads + threadIdx.x);
     if (i >= convolves) continue;  // whole warps of them, mostly
 #pragma unroll
@@ -524,18 +551,7 @@ mamba2_layer_t3_h24p128n256g1_f32_final_l32v4i4t32x256_pf132_pdl_8c4c3498(
       float sum[4];
 #pragma unroll
       for (int c = 0; c < 4; ++c) sum[c] = start[c];
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k) {
-        float input[4];
-        unpack(inputs[r][t + k], input);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
-      }
-#pragma unroll
-      for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
-      Pack<Input, 4> rounded;  // as the convolution by itself leaves it
-      pack(sum, rounded);
-      unpack(rounded, sum);
+      convolve(taps, inputs[r] + t, sum);
       stage(t, i, sum);
     }
     if (i >= kShared) move_window(r);
@@ -553,7 +569,6 @@ mamba2_layer_t3_h24p128n256g1_f32_final_l32v4i4t32x256_pf132_pdl_8c4c3498(
 #pragma unroll
     for (int p = 0; p < kPasses; ++p) unpack(next.state[i][p], h[i][p]);
   }
-
 #pragma unroll 1
   for (u32 t = 0; t < tokens; ++t) {
     const float x_owned = x_staged[t * kTile + row_in_tile], decay = decay_staged[t];

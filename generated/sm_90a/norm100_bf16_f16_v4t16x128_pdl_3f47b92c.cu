@@ -2,6 +2,8 @@
 //   size=100  x=bf16  gate=none  weight=none  out=f16  norm_first=no  activation=silu  grouped=no  loads=element
 //   vec=4  team=16  threads=128  min_blocks=0  pdl=trigger_loaded
 
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+
 using u16 = unsigned short;
 using u32 = unsigned int;
 using i64 = long long;
@@ -263,6 +265,8 @@ DEVICE float sum_over_lanes(float v) {
   for (int mask = 1; mask < Lanes; mask *= 2) v = v + __shfl_xor_sync(0xffffffffu, v, mask);
   return v;
 }
+
+// ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 norm100_bf16_f16_v4t16x128_pdl_3f47b92c(

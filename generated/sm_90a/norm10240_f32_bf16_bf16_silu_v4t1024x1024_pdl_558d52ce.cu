@@ -2,6 +2,8 @@
 //   size=10240  x=f32  gate=bf16  weight=f32  out=bf16  norm_first=no  activation=silu  grouped=no  loads=vector
 //   vec=4  team=1024  threads=1024  min_blocks=0  pdl=trigger_loaded
 
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+
 using u16 = unsigned short;
 using u32 = unsigned int;
 using i64 = long long;
@@ -228,6 +230,8 @@ DEVICE float sum_over_lanes(float v) {
   for (int mask = 1; mask < Lanes; mask *= 2) v = v + __shfl_xor_sync(0xffffffffu, v, mask);
   return v;
 }
+
+// ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 norm10240_f32_bf16_bf16_silu_v4t1024x1024_pdl_558d52ce(

@@ -4,6 +4,12 @@
 //   advance=no  two_kernels=yes  internal_pdl=yes  after_conv=yes  philox_rounds=0  terms=3  state_loads=vector
 //   operand_loads=vector  part=main  warps=2  helpers=2  group_heads=1  min_blocks=0  prefetch=0  pdl=trigger_loaded
 //   ahead_pdl=trigger_loaded
+// The state S stands where the last step began. With the K entries of its history, which is the last step's tokens, and sums s of dt A:
+//     S' = exp(s_K) S + sum_k exp(s_K - s_k) dt_k x_k B_k
+//     out_t = exp(s_K + s_t) C_t S + sum_k mix[t, k] x_k + sum_{j <= t} mix[t, j] x_j + D x_t
+//     mix[t, k] = exp(s_K + s_t - s_k) dt_k (C_t B_k) of the history, exp(s_t - s_j) dt_j (C_t B_j) of the step
+
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -305,6 +311,8 @@ DEVICE Pair load_pair(const float* p) {
   return Pair{{__uint_as_float(r[0]), __uint_as_float(r[1])}};
 }
 
+// ---- The kernel. ----
+
 extern "C" __global__ void __launch_bounds__(kThreads)
 replay_main_h16p64n128g1_bf16_step8_t8_w2h2_early_pdl_2de2fa6e(
     bf16* state, bf16* old_x, const bf16* old_B, const f32* old_dt, const f32* old_dA_cumsum, const int* cache_buf_idx,
@@ -336,14 +344,14 @@ replay_main_h16p64n128g1_bf16_step8_t8_w2h2_early_pdl_2de2fa6e(
   const auto load_tokens = [&] {
     if (!helps) return;
 #pragma unroll
-  for (int r = 0; r < (kTokens * kDState / 8 + kWorkers - 1) / kWorkers; ++r) {
-    const u32 i = r * kWorkers + worker, row = i / (kDState / 8), column = i % (kDState / 8) * 8;
+    for (int r = 0; r < (kTokens * kDState / 8 + kWorkers - 1) / kWorkers; ++r) {
+      const u32 i = r * kWorkers + worker, row = i / (kDState / 8), column = i % (kDState / 8) * 8;
       raw_C[r] = zero_pack<X, 8>();
       if (row < tokens) raw_C[r] = load_vector<X, 8>(C + row * C_token + column);
     }
 #pragma unroll
-  for (int r = 0; r < (kTokens * kTile / 8 + kWorkers - 1) / kWorkers; ++r) {
-    const u32 i = r * kWorkers + worker, row = i / (kTile / 8), column = i % (kTile / 8) * 8;
+    for (int r = 0; r < (kTokens * kTile / 8 + kWorkers - 1) / kWorkers; ++r) {
+      const u32 i = r * kWorkers + worker, row = i / (kTile / 8), column = i % (kTile / 8) * 8;
       raw_x[r] = zero_pack<X, 8>();
       if (row < tokens) raw_x[r] = load_vector<X, 8>(x + row * x_token + tile * kTile + column);
     }
@@ -352,7 +360,7 @@ replay_main_h16p64n128g1_bf16_step8_t8_w2h2_early_pdl_2de2fa6e(
   // What of the addresses below does not hang on the slot.
   // The lane's share of the state: of rows quad and quad + 8 of the warp's 16, kVec elements of each span.
   const u32 first_row = tile * kTile + warp * 16 + quad;
-  const u32 share[2] = {(head * kHeadDim + (first_row + 8 * 0)) * kDState + part * kVec, (head * kHeadDim + (first_row + 8 * 1)) * kDState + part * kVec};
+  const u32 share[2] = {(head * kHeadDim + first_row) * kDState + part * kVec, (head * kHeadDim + (first_row + 8)) * kDState + part * kVec};
   old_x += head * old_x_head + tile * kTile;
   old_B += group * old_B_group;
   old_dt += head * old_dt_head;
@@ -374,10 +382,10 @@ replay_main_h16p64n128g1_bf16_step8_t8_w2h2_early_pdl_2de2fa6e(
   Pack<State, kVec> rows[kSpans][2];
   if (owns)
 #pragma unroll
-  for (int span = 0; span < kSpans; ++span) {
+    for (int span = 0; span < kSpans; ++span) {
 #pragma unroll
-    for (int side = 0; side < 2; ++side) rows[span][side] = load_vector<State, kVec>(src[side] + span * 4 * kVec);
-  }
+      for (int side = 0; side < 2; ++side) rows[span][side] = load_vector<State, kVec>(src[side] + span * 4 * kVec);
+    }
 
   // The history, of which lane k has the sizes of entry k.
   X* const old_x_here = old_x + slot * old_x_slot;
@@ -391,23 +399,23 @@ replay_main_h16p64n128g1_bf16_step8_t8_w2h2_early_pdl_2de2fa6e(
   Pack<X, 8> raw_old_B[(kWindow * kDState / 8 + kWorkers - 1) / kWorkers];
   if (helps)
 #pragma unroll
-  for (int r = 0; r < (kWindow * kDState / 8 + kWorkers - 1) / kWorkers; ++r) {
-    const u32 i = r * kWorkers + worker, row = i / (kDState / 8), column = i % (kDState / 8) * 8;
-    raw_old_B[r] = zero_pack<X, 8>();
-    if (row < valid) raw_old_B[r] = load_vector<X, 8>(old_B_here + read_buffer * old_B_buffer + entry_of(row) * old_B_token + column);
-  }
+    for (int r = 0; r < (kWindow * kDState / 8 + kWorkers - 1) / kWorkers; ++r) {
+      const u32 i = r * kWorkers + worker, row = i / (kDState / 8), column = i % (kDState / 8) * 8;
+      raw_old_B[r] = zero_pack<X, 8>();
+      if (row < valid) raw_old_B[r] = load_vector<X, 8>(old_B_here + read_buffer * old_B_buffer + entry_of(row) * old_B_token + column);
+    }
   Pack<X, 8> raw_old_x[(kWindow * kTile / 8 + kWorkers - 1) / kWorkers];
   if (helps)
 #pragma unroll
-  for (int r = 0; r < (kWindow * kTile / 8 + kWorkers - 1) / kWorkers; ++r) {
-    const u32 i = r * kWorkers + worker, row = i / (kTile / 8), column = i % (kTile / 8) * 8;
-    raw_old_x[r] = zero_pack<X, 8>();
-    if (row < valid) raw_old_x[r] = load_vector<X, 8>(old_x_here + entry_of(row) * old_x_token + column);
-  }
+    for (int r = 0; r < (kWindow * kTile / 8 + kWorkers - 1) / kWorkers; ++r) {
+      const u32 i = r * kWorkers + worker, row = i / (kTile / 8), column = i % (kTile / 8) * 8;
+      raw_old_x[r] = zero_pack<X, 8>();
+      if (row < valid) raw_old_x[r] = load_vector<X, 8>(old_x_here + entry_of(row) * old_x_token + column);
+    }
   float skip[2];
   if (owns)
 #pragma unroll
-  for (int side = 0; side < 2; ++side) skip[side] = to_float(load(D + head * D_head + (first_row + 8 * side) * D_row));
+    for (int side = 0; side < 2; ++side) skip[side] = to_float(load(D + head * D_head + (first_row + 8 * side) * D_row));
   using Vector = Term<kVec>;
   SHARED(Vector, old_B_staged, kXTerms * kWindow * kOldPitch);
   SHARED(Vector, C_staged, kXTerms * kTokens * kPitch);
@@ -415,31 +423,31 @@ replay_main_h16p64n128g1_bf16_step8_t8_w2h2_early_pdl_2de2fa6e(
 
   if (helps) {
 #pragma unroll
-  for (int r = 0; r < (kWindow * kDState / 8 + kWorkers - 1) / kWorkers; ++r) {
-    const u32 i = r * kWorkers + worker, row = i / (kDState / 8), column = i % (kDState / 8) * 8;
-    Term<8> terms[kXTerms];
-    split(raw_old_B[r], terms);
-    if (row < kWindow)
+    for (int r = 0; r < (kWindow * kDState / 8 + kWorkers - 1) / kWorkers; ++r) {
+      const u32 i = r * kWorkers + worker, row = i / (kDState / 8), column = i % (kDState / 8) * 8;
+      Term<8> terms[kXTerms];
+      split(raw_old_B[r], terms);
+      if (row < kWindow)
 #pragma unroll
-      for (int a = 0; a < kXTerms; ++a) {
+        for (int a = 0; a < kXTerms; ++a) {
 #pragma unroll
-        for (int v = 0; v < 8; v += kVec) {
-          Vector vector;
+          for (int v = 0; v < 8; v += kVec) {
+            Vector vector;
 #pragma unroll
-          for (int w = 0; w < kVec / 2; ++w) vector.word[w] = terms[a].word[v / 2 + w];
-          old_B_staged[(a * kWindow + row) * kOldPitch + (column + v) / kVec] = vector;
+            for (int w = 0; w < kVec / 2; ++w) vector.word[w] = terms[a].word[v / 2 + w];
+            old_B_staged[(a * kWindow + row) * kOldPitch + (column + v) / kVec] = vector;
+          }
         }
-      }
-  }
+    }
 #pragma unroll
-  for (int r = 0; r < (kWindow * kTile / 8 + kWorkers - 1) / kWorkers; ++r) {
-    const u32 i = r * kWorkers + worker, row = i / (kTile / 8), column = i % (kTile / 8) * 8;
-    float values[8];
-    unpack(raw_old_x[r], values);
-    if (row < kWindow)
+    for (int r = 0; r < (kWindow * kTile / 8 + kWorkers - 1) / kWorkers; ++r) {
+      const u32 i = r * kWorkers + worker, row = i / (kTile / 8), column = i % (kTile / 8) * 8;
+      float values[8];
+      unpack(raw_old_x[r], values);
+      if (row < kWindow)
 #pragma unroll
-      for (int j = 0; j < 8; ++j) x_staged[(row) * kXPitch + column + j] = values[j];
-  }
+        for (int j = 0; j < 8; ++j) x_staged[row * kXPitch + column + j] = values[j];
+    }
   }
   const float old_step = raw_old_dt, old_sum = raw_old_dA_cumsum;
   const float total = valid ? __shfl_sync(0xffffffffu, old_sum, valid - 1) : 0.f;  // of the history
@@ -459,69 +467,69 @@ replay_main_h16p64n128g1_bf16_step8_t8_w2h2_early_pdl_2de2fa6e(
   const bool empties = valid > 0;
   const float kept = exp2_approx(total * kLog2E);
   if (owns) {
-  u32 write[kWindow / 8][kWriteTerms][2];  // dt x of the history as it is at its end
-  {
-    const float left = exp2_approx(old_log * kLog2E) * old_step;
-#pragma unroll
-    for (int slice = 0; slice < kWindow / 8; ++slice) {
-      float v[2][2];
-      load_x(slice, v);
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float factor = __shfl_sync(0xffffffffu, left, slice * 8 + 2 * part + e);
-#pragma unroll
-        for (int side = 0; side < 2; ++side) v[side][e] = v[side][e] * factor;
-      }
-#pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        Term<2> terms[kWriteTerms];
-        split(v[side], terms);
-#pragma unroll
-        for (int a = 0; a < kWriteTerms; ++a) write[slice][a][side] = terms[a].word[0];
-      }
-    }
-  }
-  if (empties) {
-    Pack<State, kVec> caught_up[kSpans][2];
-#pragma unroll
-    for (int span = 0; span < kSpans; ++span) {
-      u32 key[kWindow / 8][kXTerms][kVec / 2];  // B of two entries, side by side, for column quad of each product
+    u32 write[kWindow / 8][kWriteTerms][2];  // dt x of the history as it is at its end
+    {
+      const float left = exp2_approx(old_log * kLog2E) * old_step;
 #pragma unroll
       for (int slice = 0; slice < kWindow / 8; ++slice) {
+        float v[2][2];
+        load_x(slice, v);
 #pragma unroll
-        for (int a = 0; a < kXTerms; ++a) {
-          const u32 at = (a * kWindow + slice * 8 + 2 * part) * kOldPitch + span * 4 + quad / 2;
-          const Vector even = old_B_staged[at], odd = old_B_staged[at + kOldPitch];
+        for (int e = 0; e < 2; ++e) {
+          const float factor = __shfl_sync(0xffffffffu, left, slice * 8 + 2 * part + e);
 #pragma unroll
-          for (int w = 0; w < kVec / 2; ++w) key[slice][a][w] = __byte_perm(even.word[w], odd.word[w], quad % 2 ? 0x7632 : 0x5410);
+          for (int side = 0; side < 2; ++side) v[side][e] = v[side][e] * factor;
+        }
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+          Term<2> terms[kWriteTerms];
+          split(v[side], terms);
+#pragma unroll
+          for (int a = 0; a < kWriteTerms; ++a) write[slice][a][side] = terms[a].word[0];
         }
       }
-      float h[2][kVec];
+    }
+    if (empties) {
+      Pack<State, kVec> caught_up[kSpans][2];
 #pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        unpack(rows[span][side], h[side]);
+      for (int span = 0; span < kSpans; ++span) {
+        u32 key[kWindow / 8][kXTerms][kVec / 2];  // B of two entries, side by side, for column quad of each product
 #pragma unroll
-        for (int j = 0; j < kVec; ++j) h[side][j] = h[side][j] * kept;
+        for (int slice = 0; slice < kWindow / 8; ++slice) {
+#pragma unroll
+          for (int a = 0; a < kXTerms; ++a) {
+            const u32 at = (a * kWindow + slice * 8 + 2 * part) * kOldPitch + span * 4 + quad / 2;
+            const Vector even = old_B_staged[at], odd = old_B_staged[at + kOldPitch];
+#pragma unroll
+            for (int w = 0; w < kVec / 2; ++w) key[slice][a][w] = __byte_perm(even.word[w], odd.word[w], quad % 2 ? 0x7632 : 0x5410);
+          }
+        }
+        float h[2][kVec];
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+          unpack(rows[span][side], h[side]);
+#pragma unroll
+          for (int j = 0; j < kVec; ++j) h[side][j] = h[side][j] * kept;
+        }
+#pragma unroll
+        for (int w = 0; w < kVec / 2; ++w) {
+          float sum[4] = {h[0][2 * w], h[0][2 * w + 1], h[1][2 * w], h[1][2 * w + 1]};
+          mma_bf16(sum, write[0][0][0], write[0][0][1], write[0][1][0], write[0][1][1], key[0][0][w], key[0][0][w]);
+          h[0][2 * w] = sum[0], h[0][2 * w + 1] = sum[1], h[1][2 * w] = sum[2], h[1][2 * w + 1] = sum[3];
+        }
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+          pack(h[side], caught_up[span][side]);
+        }
       }
+      // Only now, because no read of shared memory moves up past a store.
 #pragma unroll
-      for (int w = 0; w < kVec / 2; ++w) {
-        float sum[4] = {h[0][2 * w], h[0][2 * w + 1], h[1][2 * w], h[1][2 * w + 1]};
-        mma_bf16(sum, write[0][0][0], write[0][0][1], write[0][1][0], write[0][1][1], key[0][0][w], key[0][0][w]);
-        h[0][2 * w] = sum[0], h[0][2 * w + 1] = sum[1], h[1][2 * w] = sum[2], h[1][2 * w + 1] = sum[3];
-      }
+      for (int span = 0; span < kSpans; ++span) {
 #pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        pack(h[side], caught_up[span][side]);
+        for (int side = 0; side < 2; ++side)
+          store_vector(src[side] + span * 4 * kVec, caught_up[span][side]);
       }
     }
-    // Only now, because no read of shared memory moves up past a store.
-#pragma unroll
-    for (int span = 0; span < kSpans; ++span) {
-#pragma unroll
-      for (int side = 0; side < 2; ++side)
-        store_vector(src[side] + span * 4 * kVec, caught_up[span][side]);
-    }
-  }
   }
 
   wait_for_upstream();
@@ -530,31 +538,31 @@ replay_main_h16p64n128g1_bf16_step8_t8_w2h2_early_pdl_2de2fa6e(
   const float new_sum = lane < kTokens ? load(sums + (u64(batch) * kHeads + head) * kTokens + lane) : 0.f;
   if (helps) {
 #pragma unroll
-  for (int r = 0; r < (kTokens * kDState / 8 + kWorkers - 1) / kWorkers; ++r) {
-    const u32 i = r * kWorkers + worker, row = i / (kDState / 8), column = i % (kDState / 8) * 8;
-    Term<8> terms[kXTerms];
-    split(raw_C[r], terms);
-    if (row < kTokens)
+    for (int r = 0; r < (kTokens * kDState / 8 + kWorkers - 1) / kWorkers; ++r) {
+      const u32 i = r * kWorkers + worker, row = i / (kDState / 8), column = i % (kDState / 8) * 8;
+      Term<8> terms[kXTerms];
+      split(raw_C[r], terms);
+      if (row < kTokens)
 #pragma unroll
-      for (int a = 0; a < kXTerms; ++a) {
+        for (int a = 0; a < kXTerms; ++a) {
 #pragma unroll
-        for (int v = 0; v < 8; v += kVec) {
-          Vector vector;
+          for (int v = 0; v < 8; v += kVec) {
+            Vector vector;
 #pragma unroll
-          for (int w = 0; w < kVec / 2; ++w) vector.word[w] = terms[a].word[v / 2 + w];
-          C_staged[(a * kTokens + row) * kPitch + (column + v) / kVec] = vector;
+            for (int w = 0; w < kVec / 2; ++w) vector.word[w] = terms[a].word[v / 2 + w];
+            C_staged[(a * kTokens + row) * kPitch + (column + v) / kVec] = vector;
+          }
         }
-      }
-  }
+    }
 #pragma unroll
-  for (int r = 0; r < (kTokens * kTile / 8 + kWorkers - 1) / kWorkers; ++r) {
-    const u32 i = r * kWorkers + worker, row = i / (kTile / 8), column = i % (kTile / 8) * 8;
-    float values[8];
-    unpack(raw_x[r], values);
-    if (row < kTokens)
+    for (int r = 0; r < (kTokens * kTile / 8 + kWorkers - 1) / kWorkers; ++r) {
+      const u32 i = r * kWorkers + worker, row = i / (kTile / 8), column = i % (kTile / 8) * 8;
+      float values[8];
+      unpack(raw_x[r], values);
+      if (row < kTokens)
 #pragma unroll
-      for (int j = 0; j < 8; ++j) x_staged[(kWindow + row) * kXPitch + column + j] = values[j];
-  }
+        for (int j = 0; j < 8; ++j) x_staged[(kWindow + row) * kXPitch + column + j] = values[j];
+    }
   }
   __syncthreads();
 
@@ -562,31 +570,31 @@ replay_main_h16p64n128g1_bf16_step8_t8_w2h2_early_pdl_2de2fa6e(
   float read[kTokens / 8][2][4] = {};  // of rows quad and quad + 8, tokens 8 i + 2 part and the one after; even and odd spans apart
   if (owns)
 #pragma unroll
-  for (int span = 0; span < kSpans; ++span) {
-    Vector from[2][kStateTerms];
-    split(rows[span][0], from[0]);
-    split(rows[span][1], from[1]);
+    for (int span = 0; span < kSpans; ++span) {
+      Vector from[2][kStateTerms];
+      split(rows[span][0], from[0]);
+      split(rows[span][1], from[1]);
 #pragma unroll
-    for (int i = 0; i < kTokens / 8; ++i) {
-      Vector c[kXTerms];
+      for (int i = 0; i < kTokens / 8; ++i) {
+        Vector c[kXTerms];
 #pragma unroll
-      for (int a = 0; a < kXTerms; ++a) c[a] = C_staged[(a * kTokens + i * 8 + quad) * kPitch + span * 4 + part];
+        for (int a = 0; a < kXTerms; ++a) c[a] = C_staged[(a * kTokens + i * 8 + quad) * kPitch + span * 4 + part];
 #pragma unroll
-      for (int w = 0; w < kVec / 2; w += 2) {
-        mma_bf16(read[i][span % 2], from[0][0].word[w], from[1][0].word[w], from[0][0].word[w + 1], from[1][0].word[w + 1], c[0].word[w], c[0].word[w + 1]);
+        for (int w = 0; w < kVec / 2; w += 2) {
+          mma_bf16(read[i][span % 2], from[0][0].word[w], from[1][0].word[w], from[0][0].word[w + 1], from[1][0].word[w + 1], c[0].word[w], c[0].word[w + 1]);
+        }
       }
     }
-  }
 
   // Into the history: x from every block, the rest from one of each group or head.
   const auto new_entry = [&](u32 t) { return t; };
   if (helps)
 #pragma unroll
-  for (int r = 0; r < (kTokens * kTile / 8 + kWorkers - 1) / kWorkers; ++r) {
-    const u32 i = r * kWorkers + worker, row = i / (kTile / 8), column = i % (kTile / 8) * 8;
-    if (row < tokens)
-      store_vector(old_x_here + new_entry(row) * old_x_token + column, raw_x[r]);
-  }
+    for (int r = 0; r < (kTokens * kTile / 8 + kWorkers - 1) / kWorkers; ++r) {
+      const u32 i = r * kWorkers + worker, row = i / (kTile / 8), column = i % (kTile / 8) * 8;
+      if (row < tokens)
+        store_vector(old_x_here + new_entry(row) * old_x_token + column, raw_x[r]);
+    }
   if (owns) {
     u32 value[kEntries / 8][kXTerms][2];  // x of history and step
 #pragma unroll
@@ -636,14 +644,14 @@ replay_main_h16p64n128g1_bf16_step8_t8_w2h2_early_pdl_2de2fa6e(
   __syncthreads();
   if (helps)
 #pragma unroll
-  for (int r = 0; r < (kTokens * kTile / 8 + kWorkers - 1) / kWorkers; ++r) {
-    const u32 i = r * kWorkers + worker, row = i / (kTile / 8), column = i % (kTile / 8) * 8;
-    if (row >= tokens) continue;
-    float values[8];
+    for (int r = 0; r < (kTokens * kTile / 8 + kWorkers - 1) / kWorkers; ++r) {
+      const u32 i = r * kWorkers + worker, row = i / (kTile / 8), column = i % (kTile / 8) * 8;
+      if (row >= tokens) continue;
+      float values[8];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) values[j] = x_staged[(kWindow + row) * kXPitch + column + j];
-    Pack<bf16, 8> packed;
-    pack(values, packed);
-    store_vector(out + row * out_token + tile * kTile + column, packed);
-  }
+      for (int j = 0; j < 8; ++j) values[j] = x_staged[(kWindow + row) * kXPitch + column + j];
+      Pack<bf16, 8> packed;
+      pack(values, packed);
+      store_vector(out + row * out_token + tile * kTile + column, packed);
+    }
 }

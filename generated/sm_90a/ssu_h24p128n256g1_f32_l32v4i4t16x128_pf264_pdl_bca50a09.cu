@@ -3,6 +3,12 @@
 //   z=bf16  dt_bias=bf16  out=bf16  tied=yes  dt_softplus=yes  dt_limit=no  index=none  pool=single
 //   state_loads=vector  operand_loads=vector  lanes=32  vec=4  ilp=4  tile=16  threads=128  min_blocks=0
 //   prefetch=264  pdl=trigger_loaded
+// A row of the state, S:
+//     S = exp(dt A) S + dt x B
+//     o = (<S, C> + D x) silu(z)
+//     dt: softplus(dt + dt_bias)
+
+// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -256,6 +262,8 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   }
   return sum_passes(v[0]);
 }
+
+// ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 ssu_h24p128n256g1_f32_l32v4i4t16x128_pf264_pdl_bca50a09(

@@ -1,27 +1,33 @@
-"""Measurement: what `ssmgen bench` runs. A number comes with its peers and its ceiling, taken in the same run, or not at all."""
+"""Measurement: what `ssmgen bench` runs. A number comes with its peers and its ceiling, taken in the same run, or not at all.
+
+A benchmark is a module of its family. It has `run`, which makes a report; `REPORT`, what that holds; `table`, the report as text; `point`,
+which says in words what a row of the report is about; `OPTIONS` of its command, which are arguments of `run`; `QUICK`, what is left of them
+with --quick; `of_model`, what they are for a model, or None for one that does not use the operator; and, where options may contradict each
+other, `mistakes`. In a module that times several operators, `run` and `of_model` take the operator's name, `op`.
+"""
 
 from __future__ import annotations
 
-import importlib
+import functools
+import inspect
 from types import ModuleType
+from typing import Any
 
-LINEAR_ATTENTION = ("gated_delta_rule", "kda", "gla", "simple_gla", "lightning_attn", "delta_rule", "rwkv7", "gdn2", "comba")
-LAYERS = ("mamba2_layer", "gdn_layer", "kda_layer")
-TOLD = (*LINEAR_ATTENTION, *LAYERS)  # operators whose module times several, so that its `run` is told which
+from ..family import Family, records
 
-# operator -> the module that times it. A module has `run`, which makes a report; `table`, the report as text; and `point`, which says
-# in words what a row of the report is about.
-HOMES = {
-    "selective_state_update": "..families.selective_state_update.bench",
-    **dict.fromkeys(LINEAR_ATTENTION, "..families.linear_attention.bench"),
-    "replay_selective_state_update": "..families.replay_selective_state_update.bench",
-    "causal_conv1d": "..families.causal_conv1d.bench",
-    "causal_conv1d_update": "..families.causal_conv1d_update.bench",
-    "combine_splits": "..families.combine_splits.bench",
-    "gated_rms_norm": "..families.gated_rms_norm.bench",
-    **dict.fromkeys(LAYERS, ".layers"),
-}
+
+@functools.cache
+def homes() -> dict[str, tuple[Family, str]]:
+    """{operator that has a benchmark: (its family, place of the module)}"""
+    return {op: (family, place) for family in records() for op, place in family.bench.items()}
 
 
 def home(op: str) -> ModuleType:
-    return importlib.import_module(HOMES[op], __package__)
+    """The module that times an operator. Raises KeyError."""
+    family, place = homes()[op]
+    return family.part(place)
+
+
+def told(op: str) -> dict[str, Any]:
+    """The argument that tells a module which operator to time, where it times several."""
+    return {"op": op} if "op" in inspect.signature(home(op).of_model).parameters else {}

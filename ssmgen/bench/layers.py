@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
+import click
 import torch
 from torch import Tensor
 
@@ -32,25 +33,40 @@ from ..calls.checks import TORCH_DTYPES
 from ..engine.short_conv import MAX_TOKENS
 from ..errors import SsmgenError
 from ..families.linear_attention.bench_recurrences import OPS
-from ..models import find_model
+from ..models import Model, find_model
 from ..render import render
 from ..spec import SM90, Arch, DType, must
+from . import home, schema, timing
+from . import options as cli
 from . import report as reports
-from . import timing
 from .layer_case import EPS, Case, copied_bytes
 from .progress import PRINTING, Watch
 from .report import HOST_BATCH, MIN_SETS, cell
 from .rows import Point
+from .schema import COUNT, FLAG, TEXT
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 256)
 STATES = (DType.BF16, DType.F32)
-MODELS = {
-    "mamba2_layer": ("nemotron-h-8b", "mamba2-2.7b"),
-    "gdn_layer": ("qwen3.5-35b-a3b", "qwen3.5-397b-a17b"),
-    "kda_layer": ("kimi-linear-48b-a3b", "kimi-k3"),
-}
+OPTIONS = (
+    cli.several("--model", "names", str, help="May repeat. Default: two of those that have such layers."),
+    cli.several("--state", "states", cli.Choice(DType), help="State dtype; may repeat. Default: bf16, f32."),
+    cli.several("--batch", "batches", click.IntRange(1), help="May repeat. Default: 1 … 64, 256."),
+    cli.tokens,
+    click.option("--intermediates/--no-intermediates", default=None, help="Keep every token's. Default: if there are several."),
+    cli.tp,
+)
+REPORT = schema.Report(
+    {"model": TEXT, "heads": COUNT, "state": TEXT, "batch": COUNT, "tokens?": COUNT, "intermediates?": FLAG}, row=schema.COPY
+)
+QUICK: dict[str, Any] = {"batches": (1, 64), "states": (DType.BF16,)}
 POOL_BYTES = 640e6
 PEER_GATE = 2e-2  # norm error of a peer's output: what it rounds in between is its own
+
+
+def of_model(model: Model, tp: int, quick: bool, op: str) -> dict[str, Any] | None:
+    """Options of `run` for a model with layers that `op` is for."""
+    return {"names": (model.name,), "tp": tp} if model.layer_function == op else None
+
 
 Launch = Callable[[int], Tensor]  # on the i-th input set; the layer's output
 
@@ -258,7 +274,7 @@ def run(
     report = reports.begin(__doc__) | {"op": op}
     if wrong := mistakes(op, names, tokens, intermediates):
         raise SsmgenError("; ".join(wrong))
-    kinds = list(product([find_model(name).divided(tp) for name in names or MODELS[op]], states or STATES))
+    kinds = list(product([find_model(name).divided(tp) for name in names or home(op).MODELS[op]], states or STATES))
     sizes = list(batches or BATCHES)
     counts = list(tokens or (1,))
     watch.begins(op, len(kinds) * len(sizes) * len(counts))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from . import HOMES, LAYERS, LINEAR_ATTENTION
+from . import home, homes
 from .rows import op_of
 
 
@@ -32,11 +32,11 @@ def _number(words: str, low: float, high: float) -> Kind:
     return _kind(words, lambda value: type(value) in (int, float) and low <= value <= high)
 
 
-def _maybe(kind: Kind) -> Kind:
+def maybe(kind: Kind) -> Kind:
     return Kind(lambda where, value: iter(()) if value is None else kind.faults(where, value))
 
 
-def _list(kind: Kind, length: int | None = None) -> Kind:
+def list_of(kind: Kind, length: int | None = None) -> Kind:
     """Of so many, or of any number."""
 
     def faults(where: str, value: Any) -> Iterator[str]:
@@ -49,7 +49,7 @@ def _list(kind: Kind, length: int | None = None) -> Kind:
     return Kind(faults)
 
 
-def _by_name(kind: Kind, *needed: str) -> Kind:
+def by_name(kind: Kind, *needed: str) -> Kind:
     def faults(where: str, value: Any) -> Iterator[str]:
         if not isinstance(value, dict):
             yield f"{where} is {reprlib.repr(value)}, not an object"
@@ -61,7 +61,7 @@ def _by_name(kind: Kind, *needed: str) -> Kind:
     return Kind(faults)
 
 
-def _object(fields: Fields, others: bool = True) -> Kind:
+def object_of(fields: Fields, others: bool = True) -> Kind:
     """With these names. others: and any others."""
 
     def faults(where: str, value: Any) -> Iterator[str]:
@@ -88,12 +88,15 @@ TIME = _number("a time from 1e-9 to 1e15", 1e-9, 1e15)
 SPEED = _number("a number from 0.001 to 1000", 1e-3, 1e3)
 PART = _number("a number from 0 to 1e15", 0, 1e15)
 RATIO = _number("a number from 1e-9 to 1e9", 1e-9, 1e9)
-ERROR = _maybe(PART)
+ERROR = maybe(PART)
 
 
 @dataclass(frozen=True)
-class Form:
-    """An operator's report. head: of it, case: what names a case of it, row: what else its timed ones have."""
+class Report:
+    """What an operator's report holds; a benchmark's module has it as `REPORT`.
+
+    head: of the report, case: what names a case of it, row: what else its timed ones have.
+    """
 
     case: Fields
     head: Fields = field(default_factory=dict)
@@ -102,58 +105,20 @@ class Form:
     copied: bool = True  # a copy of the same slots is the bound; otherwise a multiplication
 
 
-_SIZED = {"dtype": TEXT, "shape": _list(COUNT, 2), "form": TEXT, "hot": FLAG}
-_COPY = {"copy_ratio": _maybe(RATIO), "ceiling_fraction": _maybe(PART)}
-_MULTIPLIED: dict[str, Any] = {"times": ("ssmgen", "mul"), "copied": False}
-_MUL = {"mul_ratio": RATIO}
-
-FORMS: dict[str, Form] = {
-    "selective_state_update": Form(
-        {"model": TEXT, "heads": COUNT, "state": TEXT, "tokens": COUNT, "intermediates": FLAG, "batch": COUNT}, row=_COPY
-    ),
-    **dict.fromkeys(
-        LINEAR_ATTENTION,
-        Form(
-            {"tokens": COUNT, "intermediates": FLAG, "ring": FLAG, "pool": TEXT, "state": TEXT, "batch": COUNT},
-            {"heads": COUNT, "key_heads": COUNT, "dim": COUNT, "value_dim?": COUNT},
-            _COPY,
-        ),
-    ),
-    "replay_selective_state_update": Form(
-        {"state": TEXT, "window": COUNT, "writing?": PART, "written?": PART, "tokens": COUNT, "accepted": COUNT, "batch": COUNT},
-        {"shape": _list(COUNT, 4), "precision": TEXT, "rounding": FLAG, "with_conv1d": FLAG},
-        {"written": PART, "copy_ratio": _maybe(RATIO), "copy_us": _maybe(TIME)},
-        times=(),
-    ),
-    "causal_conv1d": Form(
-        {"layout": TEXT, "form": TEXT, "width": COUNT, "dtype": TEXT, "shape": _list(COUNT, 3)},
-        {"width": COUNT, "dtype": TEXT},
-        _MUL,
-        **_MULTIPLIED,
-    ),
-    "causal_conv1d_update": Form(
-        {"layout": TEXT, "tokens": COUNT, "batch": COUNT, "dim": COUNT, "width": COUNT, "dtype": TEXT},
-        {"dim": COUNT, "width": COUNT, "dtype": TEXT},
-        _MUL,
-        **_MULTIPLIED,
-    ),
-    "combine_splits": Form(_SIZED | {"d_v": COUNT}, row=_MUL | {"sum_ratio": RATIO}, times=("ssmgen", "mul", "sum"), copied=False),
-    "gated_rms_norm": Form(_SIZED | {"rows": COUNT}, row=_MUL, **_MULTIPLIED),
-    **dict.fromkeys(
-        LAYERS, Form({"model": TEXT, "heads": COUNT, "state": TEXT, "batch": COUNT, "tokens?": COUNT, "intermediates?": FLAG}, row=_COPY)
-    ),
-}
-assert FORMS.keys() == HOMES.keys()
+SIZED: dict[str, Kind] = {"dtype": TEXT, "shape": list_of(COUNT, 2), "form": TEXT, "hot": FLAG}
+COPY: dict[str, Kind] = {"copy_ratio": maybe(RATIO), "ceiling_fraction": maybe(PART)}
+MULTIPLIED: dict[str, Any] = {"times": ("ssmgen", "mul"), "copied": False}
+MUL: dict[str, Kind] = {"mul_ratio": RATIO}
 
 FAILED = {"op": TEXT, "error": TEXT}
 ROW: Fields = {
-    "served_us": TIME, "tbs": PART, "host_us": _by_name(TIME), "peer_ratio": _by_name(RATIO), "compile_seconds": TIME, "rule": TEXT,
-    "state_error?": ERROR, "out_error?": ERROR, "spec?": TEXT, "specs?": _list(TEXT),
-    "variants?": _by_name(_object({"specs": _list(TEXT)})),
+    "served_us": TIME, "tbs": PART, "host_us": by_name(TIME), "peer_ratio": by_name(RATIO), "compile_seconds": TIME, "rule": TEXT,
+    "state_error?": ERROR, "out_error?": ERROR, "spec?": TEXT, "specs?": list_of(TEXT),
+    "variants?": by_name(object_of({"specs": list_of(TEXT)})),
 }  # fmt: skip
 HEAD: Fields = {
     "device": NAME, "torch": NAME, "compiler": NAME, "date?": TEXT, "ssmgen?": TEXT, "method?": TEXT, "op?": TEXT,
-    "ceilings_tbs": _object({"in_place": SPEED, "out_of_place": SPEED}, others=False),
+    "ceilings_tbs": object_of({"in_place": SPEED, "out_of_place": SPEED}, others=False),
 }  # fmt: skip
 
 
@@ -162,8 +127,8 @@ def faults_of(value: Any) -> Iterator[str]:
     if not isinstance(value, dict):
         yield f"it is {reprlib.repr(value)}, not an object"
     elif is_suite(value):
-        yield from _list(Kind(_of_report)).faults("reports", value["reports"])
-        yield from _list(_object(FAILED)).faults("failed", value["failed"])
+        yield from list_of(Kind(_of_report)).faults("reports", value["reports"])
+        yield from list_of(object_of(FAILED)).faults("failed", value["failed"])
     else:
         yield from _of_report("", value)
 
@@ -178,22 +143,22 @@ def _of_report(where: str, report: Any) -> Iterator[str]:
         yield f"{where} is {reprlib.repr(report)}, not an object"
         return
     op, dot = op_of(report), f"{where}." if where else ""
-    if not isinstance(op, str) or op not in FORMS:
-        yield f"{dot}op is {reprlib.repr(op)}, which is none of {', '.join(FORMS)}"
+    if not isinstance(op, str) or op not in homes():
+        yield f"{dot}op is {reprlib.repr(op)}, which is none of {', '.join(homes())}"
         return
-    form = FORMS[op]
-    of_fields = _object(form.case | ROW | form.row | {"us": _by_name(TIME, *form.times)})
+    form = home(op).REPORT
+    of_fields = object_of(form.case | ROW | form.row | {"us": by_name(TIME, *form.times)})
 
     def row(where: str, value: Any) -> Iterator[str]:
         """Its fields; then, if they are right, what they say of each other."""
         wrong = list(of_fields.faults(where, value))
         yield from wrong or _between(where, value, form)
 
-    rows, failed = _list(Kind(row)), _list(_object(form.case | {"error": TEXT}))
-    yield from _object(HEAD | form.head | {"rows": rows, "failed?": failed}).faults(where, report)
+    rows, failed = list_of(Kind(row)), list_of(object_of(form.case | {"error": TEXT}))
+    yield from object_of(HEAD | form.head | {"rows": rows, "failed?": failed}).faults(where, report)
 
 
-def _between(where: str, row: Mapping[str, Any], form: Form) -> Iterator[str]:
+def _between(where: str, row: Mapping[str, Any], form: Report) -> Iterator[str]:
     us = row["us"]
     if "spec" not in row and not row.get("specs"):
         yield f"{where} has neither spec nor specs"

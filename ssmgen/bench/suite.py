@@ -8,31 +8,13 @@ from typing import Any
 
 import torch
 
-from ..families.gated_rms_norm.bench import FORMS
-from ..families.linear_attention.bench_recurrences import OPS
-from ..models import LinearAttention, Mamba, find_model
-from ..spec import DType
-from . import HOMES, LAYERS, LINEAR_ATTENTION, TOLD, home
+from ..models import find_model
+from . import home, homes, told
 from . import report as reports
 from .progress import PRINTING, Watch
 from .rows import Failure, Row, failures_of, rows_of
 
 QUICK_ROUNDS = 3
-FEW = {"batches": (1, 16, 128)}
-PROMPT = 2048  # tokens of a model's prompts
-
-# What --quick makes of an operator's defaults.
-QUICK: dict[str, dict[str, Any]] = {
-    "selective_state_update": FEW | {"names": ("nemotron-h-8b", "mamba-130m")},
-    **dict.fromkeys(LINEAR_ATTENTION, FEW),
-    "replay_selective_state_update": {"batches": (1, 64)},
-    "causal_conv1d": {"shapes": ((1, 1536, 2048), (4, 4096, 4096))},
-    "causal_conv1d_update": FEW,
-    "combine_splits": {"shapes": ((128, 16), (1024, 8)), "widths": (512,), "dtypes": (DType.BF16,)},
-    "gated_rms_norm": {"rows": (1, 128), "hot": False},
-    **dict.fromkeys(LAYERS, {"batches": (1, 64), "states": (DType.BF16,)}),
-}
-assert QUICK.keys() == HOMES.keys()
 
 
 @dataclass
@@ -48,33 +30,12 @@ class Suite:
 
 def tasks(quick: bool = False, model: str | None = None, tp: int = 1) -> dict[str, dict[str, Any]]:
     """operator -> options of its `run`. Raises ModelError for a model that is not known or cannot be divided."""
-    options = {op: dict(QUICK[op]) if quick else {} for op in HOMES}
+    options = {op: dict(home(op).QUICK) if quick else {} for op in homes()}
     if model is None:
         return options
-    return {op: options[op] | own for op, own in _of_model(model, tp, quick).items()}
-
-
-def _of_model(name: str, tp: int, quick: bool) -> dict[str, dict[str, Any]]:
-    """The shapes of a model, for the operators that it uses. Which of them merges splits of its attention, models.toml does not say."""
-    model = find_model(name).divided(tp)
-    found: dict[str, dict[str, Any]] = {}
-    if isinstance(model, Mamba):
-        found["selective_state_update"] = {"names": (name,), "tp": tp}
-        if model.kind == "mamba2":
-            shape = (model.nheads, model.headdim, model.d_state, model.ngroups)
-            found["replay_selective_state_update"] = {"shape": shape, "states": (model.state,)}
-    if isinstance(model, LinearAttention):
-        own = {"heads": model.nheads, "dim": model.dim_k, "value_dim": model.dim_v, "states": (model.state,)}
-        found[model.function] = own | ({"key_heads": model.key_heads} if OPS[model.function].groups else {})
-    if channels := model.conv_channels:
-        sizes = (1, 4) if quick else (1, 4, 16, 64)
-        found["causal_conv1d"] = {"shapes": tuple((n, channels, PROMPT) for n in sizes), "width": model.conv_width}
-        found["causal_conv1d_update"] = {"dim": channels, "width": model.conv_width}
-    if model.norm_shape:
-        found["gated_rms_norm"] = {"forms": (FORMS[model.kind],), "shapes": (model.norm_shape,)}
-    if model.layer_function:
-        found[model.layer_function] = {"names": (name,), "tp": tp}
-    return found
+    divided = find_model(model).divided(tp)
+    named = {op: home(op).of_model(divided, tp, quick, **told(op)) for op in options}
+    return {op: options[op] | own for op, own in named.items() if own is not None}
 
 
 def run(work: Mapping[str, Mapping[str, Any]], rounds: int = 7, peers: bool = True, watch: Watch = PRINTING) -> Suite:
@@ -86,9 +47,8 @@ def run(work: Mapping[str, Mapping[str, Any]], rounds: int = 7, peers: bool = Tr
     reports.need_device()
     suite, ops = Suite(), list(work)
     for i, op in enumerate(ops):
-        fixed = {"op": op} if op in TOLD else {}
         try:
-            suite.reports.append(home(op).run(**fixed, **work[op], rounds=rounds, peers=peers, watch=watch))
+            suite.reports.append(home(op).run(**told(op), **work[op], rounds=rounds, peers=peers, watch=watch))
         except KeyboardInterrupt:
             suite.failed += [{"op": left, "error": "interrupted"} for left in ops[i:]]
             break

@@ -114,7 +114,7 @@ class Caller(NamedTuple):
     names: tuple[str, ...]
     required: frozenset[str]
     views_of: Callable[[Views, Any, list[str]], dict[str, Tensor]]  # of operands by name and options; adds to the problems
-    reference: Callable[[Views, Any], None]
+    reference: Callable[..., None]  # of views, options and, if not torch.float32, the dtype that it computes in
     dispatch: Callable[[Sequence[Any], Any, bool | None], None]  # the call through torch's dispatcher, which comes back with plain tensors
     signatures: runtime.Signatures
     # In these, `given` are the operands by `names`, and `objections` what is wrong with arguments that are no tensors.

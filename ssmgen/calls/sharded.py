@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..errors import ArgumentError
-from .sharding_rules import RING, RULES
+from .sharding import Rule
 
 
 def is_sharded(values: Iterable[Any]) -> bool:
@@ -35,35 +35,45 @@ def is_sharded(values: Iterable[Any]) -> bool:
 
 def run(function: Callable[..., Any], names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The result of a call with DTensors. Raises ArgumentError on all ranks alike, before anything is communicated."""
-    given = _by_name(names, args, kwargs)
-    sharding = _sharding_of(function.__name__, given)
+    rule = _rule_of(function.__name__)
+    given = _by_name(rule, names, args, kwargs)
+    sharding = _sharding_of(function.__name__, rule, given)
     return sharding.result(given, function(**sharding.local(given)))
 
 
 def local_arguments(function: Callable[..., Any], names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """This rank's arguments, by name, of a call with DTensors. Raises as `run`."""
-    given = _by_name(names, args, kwargs)
-    return _sharding_of(function.__name__, given).local(given)
+    rule = _rule_of(function.__name__)
+    given = _by_name(rule, names, args, kwargs)
+    return _sharding_of(function.__name__, rule, given).local(given)
 
 
-def _by_name(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by the names of their parameters; what is in a ring each on its own, as "ring.k"."""
+def _rule_of(function: str) -> Rule:
+    """What its family says of its tensors. Raises ArgumentError where that is nothing."""
+    from .sharding_rules import RULES  # of all families: those who have no DTensors need not wait for them
+
+    if function not in RULES:
+        raise ArgumentError(function, ["it takes no DTensors: give it this rank's tensors, DTensor.to_local()"])
+    return RULES[function]
+
+
+def _by_name(rule: Rule, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by the names of their parameters; what is in a tuple each on its own, as "ring.k"."""
     given: dict[str, Any] = dict(zip(names, args, strict=False))
     given.update(kwargs)
-    if isinstance(given.get("ring"), (tuple, list)):
-        given.update({f"ring.{field}": t for field, t in zip(RING, given.pop("ring"), strict=True)})
+    for name, fields in rule.tuples.items():
+        if isinstance(given.get(name), (tuple, list)):
+            given.update({f"{name}.{field}": t for field, t in zip(fields, given.pop(name), strict=True)})
     return given
 
 
 _known: dict[Any, Sharding] = {}
 
 
-def _sharding_of(function: str, given: Mapping[str, Any]) -> Sharding:
+def _sharding_of(function: str, rule: Rule, given: Mapping[str, Any]) -> Sharding:
     """Of calls like this one, which differ in nothing that it looks at."""
-    if function not in RULES:
-        raise ArgumentError(function, ["it takes no DTensors: give it this rank's tensors, DTensor.to_local()"])
     if is_compiling():
-        return Sharding(function, given)
+        return Sharding(function, rule, given)
     parts = [
         (n, t.shape, getattr(t, "placements", None), getattr(t, "device_mesh", t.is_floating_point()))
         for n, t in given.items()
@@ -72,7 +82,7 @@ def _sharding_of(function: str, given: Mapping[str, Any]) -> Sharding:
     key = (function, given.get("philox_rounds"), *parts)
     found = _known.get(key)
     if found is None:
-        found = Sharding(function, given)
+        found = Sharding(function, rule, given)
         if len(_known) >= 1024:
             _known.clear()
         _known[key] = found
@@ -82,11 +92,11 @@ def _sharding_of(function: str, given: Mapping[str, Any]) -> Sharding:
 class Sharding:
     """Where the operands of a call should lie, by parameter. Holds no tensors."""
 
-    def __init__(self, function: str, given: Mapping[str, Any]):
+    def __init__(self, function: str, rule: Rule, given: Mapping[str, Any]):
         """Raises ArgumentError for everything that cannot be."""
         from torch.distributed.tensor import DTensor, Replicate
 
-        self.function, self.rule = function, RULES[function]
+        self.function, self.rule = function, rule
         tensors: dict[str, Tensor] = {n: t for n, t in given.items() if isinstance(t, Tensor)}
         self.distributed = [n for n, t in tensors.items() if isinstance(t, DTensor)]
         mesh = tensors[self.distributed[0]].device_mesh
@@ -185,8 +195,9 @@ class Sharding:
         if here is None:
             raise ArgumentError(self.function, [f"this process is no rank of {mesh}: do not call it here"])
         local = {n: self._local(n, v, here) if n in self.wanted else v for n, v in given.items()}
-        if "ring.k" in local:
-            local["ring"] = tuple([local.pop(f"ring.{field}") for field in RING])
+        for name, fields in self.rule.tuples.items():
+            if f"{name}.{fields[0]}" in local:
+                local[name] = tuple([local.pop(f"{name}.{field}") for field in fields])
         return local
 
     def _local(self, name: str, t: Any, here: Sequence[int]) -> Tensor:

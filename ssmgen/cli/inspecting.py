@@ -11,11 +11,11 @@ from typing import Any
 
 import click
 
-from ..bench import LINEAR_ATTENTION
 from ..cache import shared_cache
 from ..catalog import OPERATOR_OF
 from ..errors import ModelError
 from ..families.causal_conv1d import spec as causal_conv1d
+from ..families.linear_attention import TIMED as LINEAR_ATTENTION
 from ..spec import Arch, DType
 from .options import CONVOLUTIONS, EXIT_FAILURE, LAYERS, NORM, REPLAY, arch_option, json_option, problems_of, with_model
 

@@ -8,11 +8,11 @@ narrow ones a warp holds many. The traffic is twice the state, all else a few pe
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from ..spec import SM90, Arch, DType, KernelSpec, Loads, Pdl, Problem, is_pow2, must
+from ..spec import SM90, Arch, DType, KernelSpec, Loads, Needs, Pdl, Problem, is_pow2, must
 
 
 class RowProblem(Problem):
@@ -71,6 +71,10 @@ class RowSpec(KernelSpec):
     min_blocks: int = 0  # blocks per SM that ptxas must leave registers for; 0 = its own choice
     prefetch: int = 0  # ask L2 for the tile of the block this many blocks ahead; 0 = off
     pdl: Pdl = Pdl.OFF
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, prefetch=self.prefetch > 0)
 
     @property
     def passes(self) -> int:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..families.causal_conv1d.spec import MAX_WIDTH
-from ..families.causal_conv1d_update.spec import Saved, StateLayout
 from ..families.linear_attention.problem import Update
 from ..spec import SM90, Arch, DType, Index, Loads, Param, must
+from .window import Saved, StateLayout
 
 CHANNELS = 4  # neighbouring ones that a thread convolves
 MAX_TOKENS = 8  # of a sequence, all of which are staged at once
@@ -99,6 +99,8 @@ class ShortConv:
             "vector_taps": self.conv_taps is Loads.VECTOR,
             "conv_several": False,  # tokens
             "conv_rolls": False,  # the window, by the tokens that were accepted
+            "conv_moves": True,  # the window is written
+            "saved_runs": False,  # windows after each token
             "conv_slot": "slot",  # of the window
         }
 

@@ -15,15 +15,12 @@ from typing import Any
 import click
 
 from .. import tuned as table
-from ..bench.command import LINEAR_ATTENTION
 from ..catalog import SPECS
 from ..errors import SsmgenError
+from ..family import records
 from ..spec import parse_spec
 
-TUNED = (
-    "selective_state_update", *LINEAR_ATTENTION, "causal_conv1d", "causal_conv1d_update", "replay_selective_state_update", "combine_splits",
-    "gated_rms_norm", "mamba2_layer", "gdn_layer", "kda_layer",
-)  # fmt: skip
+TUNED = tuple(name for family in records() if family.tuning for name in family.bench)
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 

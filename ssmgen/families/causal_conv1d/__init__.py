@@ -6,5 +6,10 @@ FAMILY = Family(
     name="causal_conv1d",
     kernels=(Kernels("spec:ConvSpec", "spec:ConvProblem"),),
     functions={"causal_conv1d": "call:causal_conv1d"},
+    bench={"causal_conv1d": "bench"},
+    tuning="tuning:TUNING",
+    defaults="defaults:DEFAULTS",
+    sharding="sharding:RULES",
+    trials="trial:TRIALS",
     page="operators/causal_conv1d.md",
 )

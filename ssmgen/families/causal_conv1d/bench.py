@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+import click
 import torch
 from torch import Tensor
 
@@ -27,22 +28,57 @@ import ssmgen
 
 from ... import runtime
 from ...accuracy import norm_error
+from ...bench import options as cli
 from ...bench import report as reports
-from ...bench import timing
+from ...bench import schema, timing
 from ...bench.progress import PRINTING, Watch
 from ...bench.report import GATE, cell
 from ...bench.rows import Point
+from ...bench.schema import COUNT, TEXT
 from ...calls.checks import TORCH_DTYPES
 from ...errors import SsmgenError
+from ...models import Model
 from ...spec import SM90, DType
 from .reference import causal_conv1d as reference
-from .spec import ConvLayout
+from .spec import MAX_WIDTH, ConvLayout
 
 SHAPES = [(1, 1536, 2048), (16, 1536, 2048), (4, 4096, 4096), (1, 8192, 8192), (1, 2048, 131072), (2, 12288, 16384)]
 SET_BYTES, MIN_SETS = 640e6, 2
 HOST_BYTES = 2**25  # host times are of cases up to this
 SEQUENCES = 8
 CHECKED = 16  # channels that the gate looks at
+
+
+WIDTH = click.option("--width", type=click.IntRange(2, MAX_WIDTH), default=4, show_default=True)
+DTYPE = click.option("--dtype", type=cli.Choice(DType), default=DType.BF16.value, show_default=True, help="Of x, and of all else.")
+OPTIONS = (
+    cli.several(
+        "--shape",
+        "shapes",
+        cli.Shape("B,D,L", "1,1536,2048"),
+        help="Batch, channels, tokens; may repeat. Default: six, 6 to 800 MB of x.",
+    ),
+    cli.several("--layout", "layouts", cli.Choice(ConvLayout), help="Which axis of x is contiguous; may repeat. Default: both."),
+    cli.several("--form", "forms", click.Choice(["plain", "odd", "varlen", "seq_idx", "states"]), help="May repeat. Default: plain."),
+    WIDTH,
+    DTYPE,
+)
+REPORT = schema.Report(
+    {"layout": TEXT, "form": TEXT, "width": COUNT, "dtype": TEXT, "shape": schema.list_of(COUNT, 3)},
+    {"width": COUNT, "dtype": TEXT},
+    schema.MUL,
+    **schema.MULTIPLIED,
+)
+QUICK: dict[str, Any] = {"shapes": ((1, 1536, 2048), (4, 4096, 4096))}
+PROMPT = 2048  # tokens of a model's prompts
+
+
+def of_model(model: Model, tp: int, quick: bool) -> dict[str, Any] | None:
+    """Options of `run` for a model that has a short convolution; tp: already divided by."""
+    if not model.conv_channels:
+        return None
+    sizes = (1, 4) if quick else (1, 4, 16, 64)
+    return {"shapes": tuple((n, model.conv_channels, PROMPT) for n in sizes), "width": model.conv_width}
 
 
 class Form(Enum):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, ClassVar
 
-from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Param, Pdl, Problem, is_pow2, must
+from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
 
 OPERATOR = "causal_conv1d"
 SIZE, MAX_SIZE = "KiB of x", 2**22  # what the rules look at
@@ -83,7 +83,6 @@ class ConvSpec(KernelSpec, ConvProblem):
     """A problem, and how one variant computes it. No choice here changes a bit of the result."""
 
     family: ClassVar[str] = OPERATOR
-    gathers: ClassVar[bool] = False
 
     vec: int  # elements per access; channel-first: along the length, channel-last: channels
     vectors: int = 2  # channel-first: of vec tokens, per lane; channel-last: tokens per lane
@@ -93,15 +92,11 @@ class ConvSpec(KernelSpec, ConvProblem):
 
     @property
     def template(self) -> str:
-        return f"{OPERATOR}_{'first' if self.layout is ConvLayout.FIRST else 'last'}.cu.j2"
+        return f"{OPERATOR}/{'first' if self.layout is ConvLayout.FIRST else 'last'}.cu.j2"
 
     @property
-    def uses_math(self) -> bool:
-        return self.silu
-
-    @property
-    def touches(self) -> bool:
-        return self.ragged
+    def needs(self) -> Needs:
+        return Needs(math=self.silu, bytes=self.started, lines=self.ragged)
 
     @property
     def threads_per_block(self) -> int:

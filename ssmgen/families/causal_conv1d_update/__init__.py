@@ -6,5 +6,10 @@ FAMILY = Family(
     name="causal_conv1d_update",
     kernels=(Kernels("spec:UpdateSpec", "spec:UpdateProblem"),),
     functions={"causal_conv1d_update": "call:causal_conv1d_update"},
+    bench={"causal_conv1d_update": "bench"},
+    tuning="tuning:TUNING",
+    defaults="defaults:DEFAULTS",
+    sharding="sharding:RULES",
+    trials="trial:TRIALS",
     page="operators/causal_conv1d_update.md",
 )

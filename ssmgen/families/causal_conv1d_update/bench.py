@@ -18,24 +18,51 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+import click
 import torch
 from torch import Tensor
 
 import ssmgen
 
+from ...bench import options as cli
 from ...bench import report as reports
+from ...bench import schema
 from ...bench.progress import PRINTING, Watch
 from ...bench.report import HOST_BATCH, MIN_SETS
 from ...bench.rows import Point
+from ...bench.schema import COUNT, TEXT
 from ...calls.checks import TORCH_DTYPES
+from ...models import Model
 from ...spec import DType
-from ..causal_conv1d.bench import HEADING, checked, columns, keeping, measure
+from ..causal_conv1d.bench import DTYPE, HEADING, WIDTH, checked, columns, keeping, measure
 from ..causal_conv1d.reference import causal_conv1d_update as reference
 
 BATCHES = (1, 4, 8, 16, 32, 64, 128, 256)
 POOL_BYTES = 640e6
 MAX_SETS = 2048  # slots are small: fewer would stay in the cache
 CHECKED = 8  # rows that the gate looks at
+
+
+OPTIONS = (
+    cli.batches,
+    cli.several("--tokens", "tokens", click.IntRange(1), help="Per sequence; may repeat. Several: the window rolls. Default: 1."),
+    cli.several("--state-layout", "layouts", click.Choice(["window", "channels"]), help="What is contiguous; may repeat. Default: both."),
+    click.option("--dim", type=click.IntRange(1), default=12288, show_default=True),
+    WIDTH,
+    DTYPE,
+)
+REPORT = schema.Report(
+    {"layout": TEXT, "tokens": COUNT, "batch": COUNT, "dim": COUNT, "width": COUNT, "dtype": TEXT},
+    {"dim": COUNT, "width": COUNT, "dtype": TEXT},
+    schema.MUL,
+    **schema.MULTIPLIED,
+)
+QUICK: dict[str, Any] = {"batches": (1, 16, 128)}
+
+
+def of_model(model: Model, tp: int, quick: bool) -> dict[str, Any] | None:
+    """Options of `run` for a model that has a short convolution; tp: already divided by."""
+    return {"dim": model.conv_channels, "width": model.conv_width} if model.conv_channels else None
 
 
 class Innermost(Enum):

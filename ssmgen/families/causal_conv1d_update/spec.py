@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, ClassVar
 
-from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Param, Pdl, Problem, is_pow2, must
+from ...engine.window import Saved, StateLayout
+from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
 from ..causal_conv1d.spec import MAX_WIDTH
 
 OPERATOR = "causal_conv1d_update"
@@ -37,22 +38,6 @@ class Tokens(Enum):
     FIXED = "fixed"
     COUNTED = "counted"
     RAGGED = "ragged"
-
-
-class StateLayout(Enum):
-    """RUNS: a channel's inputs are contiguous, and so are a lane's channels. CHANNELS: channels are. ANY: neither, or not aligned."""
-
-    RUNS = "runs"
-    CHANNELS = "channels"
-    ANY = "any"
-
-
-class Saved(Enum):
-    """Whether the window after each token is saved: as runs of a lane's channels, or element by element."""
-
-    NO = "no"
-    RUNS = "runs"
-    ANY = "any"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +95,7 @@ class UpdateSpec(KernelSpec, UpdateProblem):
     """A problem, and how one variant computes it. No choice here changes a bit of the result."""
 
     family: ClassVar[str] = OPERATOR
-    gathers: ClassVar[bool] = False
-    template: ClassVar[str] = "causal_conv1d_update.cu.j2"
+    template: ClassVar[str] = "causal_conv1d_update/causal_conv1d_update.cu.j2"
 
     vec: int  # channels per lane
     threads: int = 128
@@ -119,8 +103,8 @@ class UpdateSpec(KernelSpec, UpdateProblem):
     pdl: Pdl = Pdl.OFF
 
     @property
-    def uses_math(self) -> bool:
-        return self.silu
+    def needs(self) -> Needs:
+        return Needs(math=self.silu)
 
     @property
     def threads_per_block(self) -> int:

@@ -6,5 +6,9 @@ FAMILY = Family(
     name="combine_splits",
     kernels=(Kernels("spec:CombineSpec", "spec:CombineProblem"),),
     functions={"combine_splits": "call:combine_splits"},
+    bench={"combine_splits": "bench"},
+    tuning="tuning:TUNING",
+    defaults="defaults:DEFAULTS",
+    trials="trial:TRIALS",
     page="operators/combine_splits.md",
 )

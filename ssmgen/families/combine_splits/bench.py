@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+import click
 import torch
 from torch import Tensor
 
@@ -27,13 +28,16 @@ import ssmgen
 
 from ... import runtime
 from ...accuracy import norm_error
+from ...bench import options as cli
 from ...bench import report as reports
-from ...bench import timing
+from ...bench import schema, timing
 from ...bench.progress import PRINTING, Watch
 from ...bench.report import GATE, cell
 from ...bench.rows import Point
+from ...bench.schema import COUNT
 from ...calls.checks import TORCH_DTYPES
 from ...errors import SsmgenError
+from ...models import Model
 from ...spec import SM90, DType
 from ..causal_conv1d.bench import bound
 from . import call as op
@@ -43,6 +47,26 @@ HEADS = 128
 SET_BYTES, MIN_SETS, HOT_BYTES = 640e6, 2, 30e6
 HOST_ROWS = 1024  # host times are of cases up to this
 CHECKED = 64  # of out's first axis, what the gate looks at
+
+
+OPTIONS = (
+    cli.several("--shape", "shapes", cli.Shape("R,S", "128,16"), help="Rows, splits; may repeat. Default: ten, from 16,2 to 16384,32."),
+    cli.several("--d-v", "widths", click.IntRange(4, 1024), help="May repeat. Default: 128, 512."),
+    cli.several("--form", "forms", click.Choice(["dense", "prefix", "pair"]), help="May repeat. Default: dense, prefix."),
+    cli.several(
+        "--dtype", "dtypes", cli.Choice(DType), help="Of partial results; may repeat. Default: f32, bf16, of which peers have the second."
+    ),
+    cli.hot,
+)
+REPORT = schema.Report(
+    schema.SIZED | {"d_v": COUNT}, row=schema.MUL | {"sum_ratio": schema.RATIO}, times=("ssmgen", "mul", "sum"), copied=False
+)
+QUICK: dict[str, Any] = {"shapes": ((128, 16), (1024, 8)), "widths": (512,), "dtypes": (DType.BF16,)}
+
+
+def of_model(model: Model, tp: int, quick: bool) -> None:
+    """Nothing: models.toml does not say which kernels a model's attention has."""
+    return None
 
 
 class Form(Enum):

@@ -11,10 +11,10 @@ in pairs that lie apart by 4, 2 and 1. The weights' sum is one of 32 such chains
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
-from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Param, Pdl, Problem, is_pow2, must
+from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
 
 OPERATOR = "combine_splits"
 SIZE, MAX_SIZE = "rows", 2**17  # what the rules look at; beyond, nothing changes
@@ -70,7 +70,7 @@ class CombineSpec(KernelSpec, CombineProblem):
     """A problem, and how one variant computes it. No choice here changes a bit of the result."""
 
     family: ClassVar[str] = OPERATOR
-    template: ClassVar[str] = "combine_splits.cu.j2"
+    template: ClassVar[str] = "combine_splits/combine_splits.cu.j2"
 
     vec: int  # columns per lane
     lanes: int = 32  # of a team
@@ -99,6 +99,10 @@ class CombineSpec(KernelSpec, CombineProblem):
     def loops(self) -> bool:
         """Whether rows may have more splits than that."""
         return not self.max_splits or self.max_splits > self.span
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, bytes=self.mask)
 
     @property
     def threads_per_block(self) -> int:

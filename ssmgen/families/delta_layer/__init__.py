@@ -11,5 +11,9 @@ FAMILY = Family(
         Kernels("kda_tokens_spec:KdaLayerTokensSpec", "kda_tokens_spec:KdaLayerTokensProblem"),
     ),
     functions={"gdn_layer": "gdn_call:gdn_layer", "kda_layer": "kda_call:kda_layer"},
+    bench={"gdn_layer": "bench", "kda_layer": "bench"},
+    tuning="tuning:TUNING",
+    defaults="defaults:DEFAULTS",
+    trials="trial:TRIALS",
     page="operators/decode_layers.md",
 )

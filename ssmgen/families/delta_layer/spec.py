@@ -84,7 +84,7 @@ class DeltaLayerProblem(DeltaRule, ShortConv, LayerGatedNorm, LinearAttentionPro
 class DeltaLayerSpec(LinearAttentionSpec, DeltaLayerProblem):
     """A problem, and how one variant computes it."""
 
-    template: ClassVar[str] = "delta_layer.cu.j2"
+    template: ClassVar[str] = "delta_layer/one_token.cu.j2"
     call_names: ClassVar[Mapping[str, str]]  # of operands that the call names otherwise than the recurrence
 
     norm_inside: bool = False  # the norm is this kernel's

@@ -42,7 +42,7 @@ class DeltaLayerTokensProblem(DeltaRule, ShortConvTokens, LayerGatedNorm, Linear
 class DeltaLayerTokensSpec(LinearAttentionSpec, DeltaLayerTokensProblem):
     """A problem, and how one variant computes it."""
 
-    template: ClassVar[str] = "delta_layer_tokens.cu.j2"
+    template: ClassVar[str] = "delta_layer/several_tokens.cu.j2"
     call_names: ClassVar[Mapping[str, str]]  # of operands that the call names otherwise than the recurrence
 
     norm_threads: int = 32  # of a block of the norm, about

@@ -4,7 +4,14 @@ from ...family import Family, Kernels
 
 FAMILY = Family(
     name="gated_rms_norm",
-    kernels=(Kernels("spec:NormSpec", "spec:NormProblem"), Kernels("layer_spec:LayerGatedNormSpec")),
+    kernels=(
+        Kernels("spec:NormSpec", "spec:NormProblem"),
+        Kernels("layer_spec:LayerGatedNormSpec", unchecked="it is the last kernel of a layer and is checked with that layer's spec"),
+    ),
     functions={"gated_rms_norm": "call:gated_rms_norm"},
+    bench={"gated_rms_norm": "bench"},
+    tuning="tuning:TUNING",
+    defaults="defaults:DEFAULTS",
+    trials="trial:TRIALS",
     page="operators/gated_rms_norm.md",
 )

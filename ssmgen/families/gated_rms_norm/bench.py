@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+import click
 import torch
 from torch import Tensor
 
@@ -28,13 +29,16 @@ import ssmgen
 
 from ... import runtime
 from ...accuracy import norm_error
+from ...bench import options as cli
 from ...bench import report as reports
-from ...bench import timing
+from ...bench import schema, timing
 from ...bench.progress import PRINTING, Watch
 from ...bench.report import GATE, cell
 from ...bench.rows import Point
+from ...bench.schema import COUNT
 from ...calls.checks import TORCH_DTYPES
 from ...errors import SsmgenError
+from ...models import Model
 from ...spec import SM90, DType
 from ..causal_conv1d.bench import bound
 from .reference import gated_rms_norm as reference
@@ -54,6 +58,27 @@ class Form(Enum):
 
 FORMS = {"mamba2": Form.MAMBA2, "gated_delta_rule": Form.GDN, "kda": Form.KDA}  # of models, by kind
 SHAPES = {Form.MAMBA2: [(1, 5120), (8, 1024)], Form.GDN: [(32, 128)], Form.KDA: [(32, 128)]}
+
+
+OPTIONS = (
+    cli.several("--form", "forms", click.Choice(["mamba2", "gdn", "kda"]), help="Of which layer; may repeat. Default: all."),
+    cli.several(
+        "--shape",
+        "shapes",
+        cli.Shape("G,N", "32,128"),
+        help="Groups in a row, their size; may repeat. Default: one or two of a form.",
+    ),
+    cli.several("--rows", "rows", click.IntRange(1), help="May repeat. Default: 1 … 4096."),
+    cli.several("--dtype", "dtypes", cli.Choice(DType), help="May repeat. Default: bf16."),
+    cli.hot,
+)
+REPORT = schema.Report(schema.SIZED | {"rows": COUNT}, row=schema.MUL, **schema.MULTIPLIED)
+QUICK: dict[str, Any] = {"rows": (1, 128), "hot": False}
+
+
+def of_model(model: Model, tp: int, quick: bool) -> dict[str, Any] | None:
+    """Options of `run` for a model with such a norm; tp: already divided by."""
+    return {"forms": (FORMS[model.kind],), "shapes": (model.norm_shape,)} if model.norm_shape else None
 
 
 @dataclass

@@ -17,7 +17,7 @@ class LayerGatedNormSpec(NormSpec):
     """gated_rms_norm in place, of what the kernel ahead leaves in `out`. Rows without a slot, which are zero, stay so."""
 
     family: ClassVar[str] = "layer_gated_norm"
-    template: ClassVar[str] = "layer_gated_norm.cu.j2"
+    template: ClassVar[str] = "gated_rms_norm/layer_gated_norm.cu.j2"
 
     index: Index = Index.NONE
     tokens: int = field(default=1, metadata=LATER)  # of a sequence: rows are those of all sequences

@@ -63,12 +63,12 @@ class NormProblem(Problem):
 class NormSpec(KernelSpec, NormProblem):
     """A problem, and how one variant computes it. No choice here changes a bit of the result.
 
-    A family that ends with this norm can inherit it, and its template extend `gated_rms_norm.cu.j2`: `roles` are the operands as the
-    template names them, `operands` the same as the call does.
+    A family that ends with this norm can inherit it, and its template extend `gated_rms_norm/gated_rms_norm.cu.j2`: `roles` are the
+    operands as the template names them, `operands` the same as the call does.
     """
 
     family: ClassVar[str] = OPERATOR
-    template: ClassVar[str] = "gated_rms_norm.cu.j2"
+    template: ClassVar[str] = "gated_rms_norm/gated_rms_norm.cu.j2"
 
     vec: int  # elements per thread and pass
     team: int  # threads that own a group

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import click
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -27,19 +28,50 @@ import ssmgen
 
 from ... import runtime
 from ...accuracy import norm_error
+from ...bench import options as cli
 from ...bench import report as reports
-from ...bench import timing
+from ...bench import schema, timing
 from ...bench.progress import PRINTING, Watch
 from ...bench.report import GATE, HOST_BATCH, MAX_SETS, MIN_SETS, cell
 from ...bench.rows import Point
+from ...bench.schema import COUNT, FLAG, TEXT
 from ...calls.checks import TORCH_DTYPES
 from ...errors import SsmgenError
+from ...models import LinearAttention, Model
 from ...spec import SM90, DType, PoolMode, must
 from .bench_recurrences import OPS, VALUES, Operand, operands
 from .planning import NAMES, token_views
 from .reference import linear_attention as reference
 
 POOL_BYTES = 4 * 2**30  # of the state; and at most, of the buffers of intermediate states, if that is more than one
+
+
+OPTIONS = (
+    cli.states,
+    cli.batches,
+    cli.tokens,
+    cli.intermediates,
+    click.option("--ring", is_flag=True, help="Keep the tokens' inputs instead, and time the commit of all of them too."),
+    cli.several("--pool-mode", "pools", cli.Choice(PoolMode), help="May repeat. Default: single."),
+    click.option("--heads", type=click.IntRange(1), help="Default: 64 for gated_delta_rule, else 32."),
+    click.option("--key-heads", type=click.IntRange(1), help="Default: 16 for gated_delta_rule, else as many as heads."),
+    click.option("--dim", type=click.IntRange(4, 1024), help="Key channels per head. Default: 128."),
+    click.option("--value-dim", type=click.IntRange(1, 1024), help="Value channels per head. Default: as many."),
+)
+REPORT = schema.Report(
+    {"tokens": COUNT, "intermediates": FLAG, "ring": FLAG, "pool": TEXT, "state": TEXT, "batch": COUNT},
+    {"heads": COUNT, "key_heads": COUNT, "dim": COUNT, "value_dim?": COUNT},
+    schema.COPY,
+)
+QUICK: dict[str, Any] = {"batches": (1, 16, 128)}
+
+
+def of_model(model: Model, tp: int, quick: bool, op: str) -> dict[str, Any] | None:
+    """Options of `run` for a model; tp: already divided by."""
+    if not isinstance(model, LinearAttention) or model.function != op:
+        return None
+    own = {"heads": model.nheads, "dim": model.dim_k, "value_dim": model.dim_v, "states": (model.state,)}
+    return own | ({"key_heads": model.key_heads} if OPS[op].groups else {})
 
 
 @dataclass

@@ -14,12 +14,12 @@ simpler forms have no read; Comba reads before the decay with a key of its own; 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
 from ...engine.rows import RowSpec, Rule
-from ...spec import Arch, DType, Index, Loads, Param, PoolMode, must
+from ...spec import Arch, DType, Index, Loads, Needs, Param, PoolMode, must
 from .problem import KEY_VECTORS, OF_KEY_HEADS, Delta, Gate, LinearAttentionProblem, Ring, Tokens, Update
 
 OPERATOR = "linear_attention"
@@ -30,7 +30,7 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
     """A problem, and how one variant computes it."""
 
     family: ClassVar[str] = OPERATOR
-    template: ClassVar[str] = "linear_attention.cu.j2"
+    template: ClassVar[str] = "linear_attention/linear_attention.cu.j2"
 
     chunk: int = 8  # tokens staged at a time, where a call has several
 
@@ -53,8 +53,9 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
         return 4 * self.chunk * token if self.staged else 0
 
     @property
-    def mma(self) -> str:
-        return self.state.value if self.frozen else ""
+    def needs(self) -> Needs:
+        mma = self.state.value if self.frozen else ""
+        return replace(super().needs, mma=mma, raw=self.ring is Ring.STORE, streaming=self.intermediates)
 
     @property
     def stem(self) -> str:
@@ -105,6 +106,11 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
             *(["mix_key"] if self.low_rank else []),
             *(["step"] if self.beta is not None and not self.beta_rows else []),
         ]
+
+    @property
+    def recurrence(self) -> str:
+        """The partial that has this recurrence."""
+        return f"recurrences/{'low_rank' if self.low_rank else 'plain' if self.delta is Delta.NONE else 'delta'}.cuh.j2"
 
     @property
     def reads_key(self) -> bool:

@@ -9,5 +9,9 @@ FAMILY = Family(
         Kernels("tokens_spec:Mamba2LayerTokensSpec", "tokens_spec:Mamba2LayerTokensProblem"),
     ),
     functions={"mamba2_layer": "call:mamba2_layer"},
+    bench={"mamba2_layer": "bench"},
+    tuning="tuning:TUNING",
+    defaults="defaults:DEFAULTS",
+    trials="trial:TRIALS",
     page="operators/decode_layers.md",
 )

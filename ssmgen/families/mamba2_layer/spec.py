@@ -60,7 +60,7 @@ class Mamba2LayerSpec(RowSpec, Mamba2LayerProblem):
     """A problem, and how one variant computes it."""
 
     family: ClassVar[str] = OPERATOR
-    template: ClassVar[str] = "mamba2_layer.cu.j2"
+    template: ClassVar[str] = "mamba2_layer/one_token.cu.j2"
 
     norm_threads: int = 32  # of a block of the norm, about
 

@@ -7,13 +7,13 @@ memory that it stages tokens in; and the gated norm of all rows behind it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
 from ...engine.rows import RowSpec, Rule
 from ...engine.short_conv import ShortConvTokens, pointers
-from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Param, PoolMode, must
+from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, PoolMode, must
 from ..causal_conv1d_update.spec import Saved
 from ..gated_rms_norm.layer_spec import LayerGatedNorm
 from ..gated_rms_norm.spec import FEW
@@ -52,7 +52,7 @@ class Mamba2LayerTokensSpec(RowSpec, Mamba2LayerTokensProblem):
     """A problem, and how one variant computes it."""
 
     family: ClassVar[str] = OPERATOR
-    template: ClassVar[str] = "mamba2_layer_tokens.cu.j2"
+    template: ClassVar[str] = "mamba2_layer/several_tokens.cu.j2"
 
     norm_threads: int = 32  # of a block of the norm, about
 
@@ -60,6 +60,10 @@ class Mamba2LayerTokensSpec(RowSpec, Mamba2LayerTokensProblem):
     def chunk(self) -> int:
         """Tokens that are staged at a time: all."""
         return self.conv_tokens
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, streaming=self.intermediates)
 
     @property
     def kernels(self) -> tuple[KernelSpec, ...]:

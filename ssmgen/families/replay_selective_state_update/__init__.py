@@ -10,5 +10,10 @@ FAMILY = Family(
         "checkpoint_selective_state_update": "call:checkpoint_selective_state_update",
         "materialize_selective_state": "call:materialize_selective_state",
     },
+    bench={"replay_selective_state_update": "bench"},
+    tuning="tuning:TUNING",
+    defaults="defaults:DEFAULTS",
+    sharding="sharding:RULES",
+    trials="trial:TRIALS",
     page="operators/replay.md",
 )

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+import click
 import torch
 from torch import Tensor
 
@@ -28,16 +29,20 @@ import ssmgen
 from ... import api, runtime
 from ... import nvrtc as compiler
 from ...accuracy import norm_error
+from ...bench import options as cli
 from ...bench import report as reports
-from ...bench import timing
+from ...bench import schema, timing
 from ...bench.progress import PRINTING, Watch
 from ...bench.report import GATE, HOST_BATCH, MIN_SETS, cell
 from ...bench.rows import Point
+from ...bench.schema import COUNT, FLAG, PART, TEXT
 from ...calls.checks import TORCH_DTYPES
 from ...errors import SsmgenError
+from ...models import Mamba, Model
 from ...render import render
 from ...spec import SM90, Arch, DType, KernelSpec
 from . import planning as replay_call
+from .spec import MAX_TOKENS
 
 SHAPE = (16, 64, 128, 1)  # heads, headdim, d_state, groups
 BATCHES = (1, 8, 64, 256)
@@ -48,6 +53,37 @@ WIDTH = 4  # of the convolution
 CHECKED = 4  # rows that the gate looks at
 STATE_GATE = GATE | {torch.float32: 4e-6}  # an exponential and a sum of a step's tokens, in f32
 PRECISION_GATE = {"f32": 0.0, "bf16x2": 2.0**-15, "bf16": 2.0**-7}
+
+
+OPTIONS = (
+    cli.several("--state", "states", cli.Choice(DType), help="State dtype; may repeat. Default: bf16."),
+    cli.several("--batch", "batches", click.IntRange(1), help="May repeat. Default: 1, 8, 64, 256."),
+    cli.several("--tokens", "tokens", click.IntRange(1, MAX_TOKENS), help="Per sequence; may repeat. Default: 6."),
+    cli.several("--accepted", "accepted", click.IntRange(0, MAX_TOKENS), help="Tokens of the history that count; may repeat. Default: 3."),
+    cli.several("--window", "windows", click.IntRange(0, MAX_TOKENS), help="Of a ring; 0: one step's history. May repeat. Default: 0, 16."),
+    cli.several("--writing", "writing", click.FloatRange(0, 1), help="Share of steps on a ring that write; may repeat. Default: 0."),
+    click.option("--shape", type=cli.Shape("H,P,N,G", "16,64,128,1"), default="16,64,128,1", show_default=True),
+    click.option("--rounding", is_flag=True, help="Round the state stochastically."),
+    click.option("--precision", type=click.Choice(["f32", "bf16x2", "bf16"]), default="f32", show_default=True, help="Of our products."),
+    click.option("--with-conv1d", is_flag=True, help="Behind the update of the convolution of x, B and C, in one graph."),
+    click.option("--two-kernels/--one-kernel", default=None, help="Default: both."),
+    click.option("--external-pdl/--no-external-pdl", default=None, help="Of the first kernel, and the convolution. Default: both."),
+    click.option("--internal-pdl/--no-internal-pdl", default=None, help="Of the second of two kernels. Default: both."),
+)
+REPORT = schema.Report(
+    {"state": TEXT, "window": COUNT, "writing?": PART, "written?": PART, "tokens": COUNT, "accepted": COUNT, "batch": COUNT},
+    {"shape": schema.list_of(COUNT, 4), "precision": TEXT, "rounding": FLAG, "with_conv1d": FLAG},
+    {"written": PART, "copy_ratio": schema.maybe(schema.RATIO), "copy_us": schema.maybe(schema.TIME)},
+    times=(),
+)
+QUICK: dict[str, Any] = {"batches": (1, 64)}
+
+
+def of_model(model: Model, tp: int, quick: bool) -> dict[str, Any] | None:
+    """Options of `run` for a Mamba-2 model; tp: already divided by."""
+    if not isinstance(model, Mamba) or model.kind != "mamba2":
+        return None
+    return {"shape": (model.nheads, model.headdim, model.d_state, model.ngroups), "states": (model.state,)}
 
 
 class Form(NamedTuple):

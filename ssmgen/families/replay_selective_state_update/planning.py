@@ -48,7 +48,7 @@ def call(name: str, given: tuple[Any, ...], options: Options, pdl: bool | None) 
         named["out"] = torch.empty_like(named["x"], memory_format=torch.contiguous_format)
     if options.two_kernels:
         named |= _between(named, options)
-    return Call(_CALLERS[name], tuple(named.values()), options, pdl)
+    return Call(CALLERS[name], tuple(named.values()), options, pdl)
 
 
 def _between(given: Mapping[str, Any], options: Options) -> dict[str, Tensor]:
@@ -361,17 +361,17 @@ def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]
 @torch.library.impl(_library, "replay_selective_state_update", "CUDA")
 @torch.library.impl(_library, "replay_selective_state_update", "CPU")
 def _op(name: str, *args: Any) -> None:
-    _CALLERS[name].plan(*_received(args))()
+    CALLERS[name].plan(*_received(args))()
 
 
 @torch.library.register_fake("ssmgen::replay_selective_state_update", lib=_library)
 def _fake(name: str, *args: Any) -> None:
-    _CALLERS[name].foresee(*_received(args))
+    CALLERS[name].foresee(*_received(args))
 
 
 _REQUIRED = frozenset(("state", "old_x", "old_B", "old_dt", "prev_num_accepted_tokens", "out"))
 _signatures = runtime.Signatures()
-_CALLERS = {
+CALLERS = {
     name: Caller(FAMILY, name, NAMES, _REQUIRED, views_of, run_reference, partial(_dispatch, name), _signatures)
     for name in (OPERATOR, "checkpoint_selective_state_update", "materialize_selective_state")
 }

@@ -18,7 +18,7 @@ from enum import Enum
 from itertools import product
 from typing import Any, ClassVar
 
-from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Param, Pdl, Problem, must
+from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, must
 
 OPERATOR = "replay_selective_state_update"
 MAX_TOKENS = 32
@@ -97,7 +97,7 @@ class ReplaySpec(KernelSpec, ReplayProblem):
     """A problem, and how one variant computes it. No choice here changes a bit of the result."""
 
     family: ClassVar[str] = OPERATOR
-    template: ClassVar[str] = "replay_selective_state_update.cu.j2"
+    template: ClassVar[str] = "replay_selective_state_update/replay_selective_state_update.cu.j2"
 
     part: Part = Part.FUSED
     warps: int = 4  # of 16 rows each
@@ -109,8 +109,8 @@ class ReplaySpec(KernelSpec, ReplayProblem):
     ahead_pdl: Pdl = Pdl.OFF  # MAIN: of the kernel ahead of it
 
     @property
-    def mma(self) -> str:
-        return "bf16"
+    def needs(self) -> Needs:
+        return replace(super().needs, mma="bf16", prefetch=self.prefetch > 0)
 
     @property
     def tile(self) -> int:

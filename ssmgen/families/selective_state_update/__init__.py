@@ -6,5 +6,10 @@ FAMILY = Family(
     name="selective_state_update",
     kernels=(Kernels("spec:SsuSpec", "spec:SsuProblem"), Kernels("tokens_spec:SsuTokensSpec", "tokens_spec:SsuTokensProblem")),
     functions={"selective_state_update": "call:selective_state_update"},
+    bench={"selective_state_update": "bench"},
+    tuning="tuning:TUNING",
+    defaults="defaults:DEFAULTS",
+    sharding="sharding:RULES",
+    trials="trial:TRIALS",
     page="operators/selective_state_update.md",
 )

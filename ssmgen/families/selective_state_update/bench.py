@@ -19,14 +19,16 @@ import ssmgen
 
 from ... import runtime
 from ...accuracy import norm_error
+from ...bench import options as cli
 from ...bench import report as reports
-from ...bench import timing
+from ...bench import schema, timing
 from ...bench.progress import PRINTING, Watch
 from ...bench.report import GATE, HOST_BATCH, MAX_SETS, MIN_SETS, cell
 from ...bench.rows import Point
+from ...bench.schema import COUNT, FLAG, TEXT
 from ...calls.checks import TORCH_DTYPES
 from ...errors import SsmgenError
-from ...models import Model, find_model
+from ...models import Mamba, Model, find_model
 from ...spec import SM90, DType, must
 from . import call as op
 from . import tokens_call as tokens_op
@@ -40,6 +42,25 @@ DEFAULT_CASES = [
 ]
 DEFAULT_BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 POOL_BYTES = 640e6  # slots are drawn at random from a pool of ten times the L2 cache, or of MIN_SETS batches if that is more
+
+
+OPTIONS = (
+    cli.several("--model", "names", str, help="May repeat. Default: those of docs/performance.md."),
+    cli.states,
+    cli.batches,
+    cli.tokens,
+    cli.intermediates,
+    cli.tp,
+)
+REPORT = schema.Report(
+    {"model": TEXT, "heads": COUNT, "state": TEXT, "tokens": COUNT, "intermediates": FLAG, "batch": COUNT}, row=schema.COPY
+)
+QUICK: dict[str, Any] = {"batches": (1, 16, 128), "names": ("nemotron-h-8b", "mamba-130m")}
+
+
+def of_model(model: Model, tp: int, quick: bool) -> dict[str, Any] | None:
+    """Options of `run` for a model."""
+    return {"names": (model.name,), "tp": tp} if isinstance(model, Mamba) else None
 
 
 @dataclass

@@ -259,9 +259,10 @@ FAMILY = Family(
 )
 
 
-def _refer(views: Mapping[str, Tensor], options: tuple[Any, ...]) -> None:
+def _refer(views: Mapping[str, Tensor], options: tuple[Any, ...], dtype: torch.dtype = torch.float32) -> None:
     dt_softplus, dt_limit, pad_slot_id, philox_rounds = options
-    reference(**views, dt_softplus=dt_softplus, dt_limit=dt_limit, pad_slot_id=pad_slot_id, philox_rounds=philox_rounds)
+    how = {"dt_softplus": dt_softplus, "dt_limit": dt_limit, "pad_slot_id": pad_slot_id, "philox_rounds": philox_rounds}
+    reference(**views, **how, dtype=dtype)
 
 
 # torch.library: what torch.compile and opcheck see. define + impl costs 2.5 us a call where custom_op costs 33.

@@ -88,7 +88,7 @@ class SsuSpec(RowSpec, SsuProblem):
     """A problem, and how one variant computes it."""
 
     family: ClassVar[str] = OPERATOR
-    template: ClassVar[str] = "selective_state_update.cu.j2"
+    template: ClassVar[str] = "selective_state_update/one_token.cu.j2"
 
     @property
     def stem(self) -> str:

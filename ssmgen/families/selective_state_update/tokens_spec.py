@@ -7,12 +7,12 @@ state is read once, and written as often as the call asks for. Token by token th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
 from ...engine.rows import RowSpec, Rule
-from ...spec import Arch, DType, Index, Loads, Param, PoolMode, must
+from ...spec import Arch, DType, Index, Loads, Needs, Param, PoolMode, must
 from ..linear_attention.problem import Update
 from .spec import SsuProblem
 
@@ -65,7 +65,7 @@ class SsuTokensSpec(RowSpec, SsuTokensProblem):
     """A problem, and how one variant computes it."""
 
     family: ClassVar[str] = OPERATOR
-    template: ClassVar[str] = "selective_state_update_tokens.cu.j2"
+    template: ClassVar[str] = "selective_state_update/several_tokens.cu.j2"
 
     chunk: int = 8  # tokens staged at a time
 
@@ -78,6 +78,10 @@ class SsuTokensSpec(RowSpec, SsuTokensProblem):
             *must(self.shared_bytes <= SHARED_BYTES, f"{self.shared_bytes} bytes of shared memory exceed 48 KiB"),
             *must(not self.prefetch or self.accepted is Index.NONE, "the bulk L2 prefetch does not know the column that is started from"),
         ]
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, streaming=self.intermediates)
 
     @property
     def shared_bytes(self) -> int:

@@ -2,4 +2,8 @@
 
 from ...family import Family, Kernels
 
-FAMILY = Family(name="slot_copy", kernels=(Kernels("spec:SlotCopySpec"),))
+FAMILY = Family(
+    name="slot_copy",
+    kernels=(Kernels("spec:SlotCopySpec", unchecked="benchmarks time it, and nobody has its results"),),
+    defaults="defaults:DEFAULTS",
+)

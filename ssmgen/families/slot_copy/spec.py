@@ -5,19 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...spec import SM90, Arch, KernelSpec, Param, Pdl, must
+from ...spec import SM90, Arch, KernelSpec, Needs, Param, Pdl, must
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotCopySpec(KernelSpec):
     family: ClassVar[str] = "slot_copy"
-    template: ClassVar[str] = "slot_copy.cu.j2"
-    uses_math: ClassVar[bool] = False
+    template: ClassVar[str] = "slot_copy/slot_copy.cu.j2"
 
     slot_bytes: int
     threads: int = 128
     min_blocks: int = 0
     pdl: Pdl = Pdl.OFF
+
+    @property
+    def needs(self) -> Needs:
+        return Needs()
 
     @property
     def threads_per_block(self) -> int:

@@ -1,0 +1,63 @@
+"""Options of benchmarks on the command line, as families say them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import click
+
+from ..spec import DType
+
+Option = Callable[[Any], Any]
+
+
+class Choice(click.Choice):
+    """Of an enum's values; gives its members."""
+
+    def __init__(self, enum: type[Enum]):
+        super().__init__([member.value for member in enum])
+        self.enum = enum
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        return value if isinstance(value, self.enum) else self.enum(super().convert(value, param, ctx))
+
+
+class Shape(click.ParamType):
+    """Sizes of at least 1, written like `example`."""
+
+    def __init__(self, name: str = "B,D,L", example: str = "1,1536,2048"):
+        self.name, self.example = name, example
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        try:
+            sizes = tuple(map(int, value.split(","))) if isinstance(value, str) else value
+        except ValueError:
+            sizes = ()
+        count = self.example.count(",") + 1
+        if len(sizes) != count or min(sizes) < 1:
+            self.fail(f"{value!r} is not {('two', 'three', 'four')[count - 2]} positive numbers such as {self.example}", param, ctx)
+        return sizes
+
+
+def together(command: Any, *options: Option) -> Any:
+    """The command with these options, shown in this order."""
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def several(flag: str, name: str, kind: Any, **how: Any) -> Option:
+    """An option that may repeat."""
+    return click.option(flag, name, type=kind, multiple=True, **how)
+
+
+batches = several("--batch", "batches", click.IntRange(1), help="May repeat. Default: 1 … 256, or 1, 8, 32, 128.")
+states = several("--state", "states", Choice(DType), help="State dtype; may repeat. Default: the model's or operator's.")
+tokens = several("--tokens", "tokens", click.IntRange(1), help="Per sequence; may repeat. Default: 1.")
+intermediates = click.option(
+    "--intermediates/--no-intermediates", default=None, help="Keep each token's state. Default: if they are several."
+)
+tp = click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks.")
+hot = click.option("--hot/--cold", "hot", default=None, help="Whether what is read is in the L2 cache. Default: both, where it fits.")

@@ -1,0 +1,42 @@
+"""How a family says what each axis of its functions' tensors is: the heads of a call and its sequences may lie on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+# Operands that say where sequences lie, which those of every layer share.
+CONTROL = dict.fromkeys(("state_indices", "dst_state_indices", "parents"), "batch|batch column") | dict.fromkeys(
+    ("num_accepted_tokens", "intermediate_state_indices"), "batch"
+)
+
+
+class Rule(NamedTuple):
+    """The axes of a function's tensors, and what may be done with them.
+
+    axes: by parameter (of the k in a tuple that is called ring "ring.k"), one word per axis. Three of the words mean something: "head" (of
+        the state; a channel, where there are no heads), "group" (of heads that share it) and "batch" (also: slot). `*` stands for the axes
+        ahead of the heads, of which the first is the batch; `|` separates forms, of which the number of axes picks one
+    """
+
+    axes: Mapping[str, str]
+    written: tuple[str, ...]
+    like: str = ""  # the parameter whose number of axes says how many `*` stands for; one if there is none
+    anchors: tuple[str, ...] = ("state",)  # the first that is there says what is sharded
+    returns: tuple[str, ...] = ("out",)
+    by_sequence: bool = True  # whether sequences may be on several ranks
+    layers: bool = False  # whether all but CONTROL may have a layers axis in front
+    tuples: Mapping[str, tuple[str, ...]] = {}  # parameters that are several tensors, and what these are called
+
+    def axes_of(self, name: str, dims: Mapping[str, int], dim: int) -> tuple[str, ...]:
+        """A word per axis of a tensor with `dim` of them, in a call whose tensors have `dims`. None where that is no form of the parameter,
+        which the call itself will say."""
+        layers = 1 if self.layers and dims["state"] == 5 and name not in CONTROL else 0
+        lead = max(dims.get(self.like, 3) - 2, 1)  # an operand of Mamba-1 has no heads, only channels
+        ahead = ("batch", *["token"] * (lead - 1))
+        for form in self.axes.get(name, "").split("|"):
+            words = form.split()
+            found = (*ahead, *words[1:]) if words[:1] == ["*"] else tuple(words)
+            if len(found) == dim - layers:
+                return ("layers",) * layers + found
+        return ()

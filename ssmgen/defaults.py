@@ -1,0 +1,63 @@
+"""Default variants: the calls whose kernels are committed as text, so that a review shows how the CUDA changed.
+
+A family's `defaults.py` names them, `DEFAULTS = {name: Default or FixedSpec}`: enough to show every branch of its templates that a served
+model takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+from . import registry
+from .build import specs_for
+from .catalog import OPERATOR_OF
+from .engine.window import StateLayout
+from .family import records
+from .models import find_model
+from .spec import SM90, Arch, DType, Index, KernelSpec, Pdl, Problem, text_of
+
+
+@dataclass(frozen=True, slots=True)
+class Default:
+    """What calls ask for, and of which size (see `registry.unit`): the variants of every size, if none is given."""
+
+    problem: Problem
+    size: int | None = None
+
+    def specs(self, arch: Arch) -> list[KernelSpec]:
+        """The kernels that serve it, with programmatic dependent launch where there is such a thing."""
+        if self.size is None:
+            return specs_for([self.problem], arch, pdl=(True,))
+        return list(registry.select(OPERATOR_OF[type(self.problem)], self.problem, self.size, arch, arch >= SM90).kernels)
+
+
+@dataclass(frozen=True, slots=True)
+class FixedSpec:
+    """A variant that no call asks the registry for. Its `pdl` is switched off where there is no such thing."""
+
+    spec: KernelSpec
+
+    def specs(self, arch: Arch) -> list[KernelSpec]:
+        return [self.spec if arch >= SM90 else replace(self.spec, pdl=Pdl.OFF)]
+
+
+def named() -> Iterator[tuple[str, str, Default | FixedSpec]]:
+    """(family, name, default) of all."""
+    for family in records():
+        if family.defaults:
+            yield from ((family.name, name, default) for name, default in family.part(family.defaults).items())
+
+
+def layer(
+    model: str, state: DType, index: Index = Index.I32, window: tuple[StateLayout, int] = (StateLayout.RUNS, 3), tp: int = 1, **call: object
+) -> Problem:
+    """What the decode step of a model's whole layer asks for, with windows of this layout and length. call: as of `Model.layers`."""
+    asked = find_model(model).divided(tp).layers((state,), (index,), **call)
+    return next(p for p in asked if (p.conv_layout, p.conv_len) == window)
+
+
+def words(problem: Problem) -> str:
+    """The fields of a problem that are not their defaults, for a name."""
+    said = [(f.name, getattr(problem, f.name)) for f in fields(problem) if getattr(problem, f.name) != f.default]
+    return " ".join(f"{name}={text_of(value)}" for name, value in said)

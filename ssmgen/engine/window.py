@@ -1,0 +1,21 @@
+"""How the window of a short convolution lies in memory: what its decode step and whole layers share."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class StateLayout(Enum):
+    """RUNS: a channel's inputs are contiguous, and so are a lane's channels. CHANNELS: channels are. ANY: neither, or not aligned."""
+
+    RUNS = "runs"
+    CHANNELS = "channels"
+    ANY = "any"
+
+
+class Saved(Enum):
+    """Whether the window after each token is saved: as runs of a lane's channels, or element by element."""
+
+    NO = "no"
+    RUNS = "runs"
+    ANY = "any"

@@ -1,0 +1,17 @@
+"""Default variants of causal_conv1d: what a Mamba-2 asks for, and the other branches."""
+
+from ...defaults import Default, words
+from ...models import find_model
+from ...spec import DType, Index, Loads
+from .spec import ConvLayout, ConvProblem
+
+STATES = {"seq_idx": True, "initial": True, "final": True}
+
+DEFAULTS = {
+    **{f"Mamba-2: {words(p)}": Default(p) for p in find_model("nemotron-h-8b").convolutions((Index.I32,)) if isinstance(p, ConvProblem)},
+    **{f"{at.value}, states": Default(ConvProblem(layout=at, width=4, bias=DType.BF16, **STATES), 1) for at in ConvLayout},
+    **{
+        f"{at.value}, not aligned": Default(ConvProblem(layout=at, width=3, loads=Loads.ELEMENT, taps=Loads.ELEMENT, silu=False), 1)
+        for at in ConvLayout
+    },
+}

@@ -1,0 +1,20 @@
+"""What is tuned of causal_conv1d: models' prompts, or the benchmark's shapes, whose batches and lengths are their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from ...models import Model
+from ...tune.cases import Case, case_of
+from . import bench
+from .spec import ConvLayout
+
+
+def cases(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
+    shapes = [(batch, m.conv_channels, bench.PROMPT) for m in given for batch in batches] or bench.SHAPES
+    for layout, shape in product(ConvLayout, shapes):
+        yield case_of(f"convolution, {layout.value} {shape}", bench.Case(shape, layout, device=device))
+
+
+TUNING = {"causal_conv1d": cases}

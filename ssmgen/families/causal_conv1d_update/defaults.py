@@ -1,0 +1,19 @@
+"""Default variants of causal_conv1d_update: what a Mamba-2 asks for, and the other branches."""
+
+from ...defaults import Default, words
+from ...engine.window import Saved, StateLayout
+from ...models import find_model
+from ...spec import Index, Loads
+from .spec import Advance, Tokens, UpdateProblem
+
+ROLL = {"advance": Advance.ROLL, "position": Index.I32, "index": Index.I32}
+PACKED = {"count": Tokens.RAGGED, "query_start_loc": Index.I32, "tokens": 4}
+ANYWHERE = {"layout": StateLayout.ANY, "loads": Loads.ELEMENT, "taps": Loads.ELEMENT}
+SAVED = {"saved": Saved.RUNS, "saved_index": Index.I32}
+
+DEFAULTS = {
+    **{f"Mamba-2: {words(p)}": Default(p) for p in find_model("nemotron-h-8b").convolutions((Index.I32,)) if isinstance(p, UpdateProblem)},
+    "a window that rolls": Default(UpdateProblem(width=4, tokens=4, state_len=6, **ROLL), 1),
+    "packed, each token's window": Default(UpdateProblem(width=4, layout=StateLayout.CHANNELS, **SAVED, **ROLL, **PACKED), 1),
+    "a ring, not aligned": Default(UpdateProblem(width=4, advance=Advance.RING, position=Index.I32, **ANYWHERE), 1),
+}

@@ -1,0 +1,17 @@
+"""Default variants of gated_rms_norm: a delta rule's with few groups and with many, a Mamba-2's, the other branches."""
+
+from ...defaults import Default
+from ...models import find_model
+from ...spec import DType, Loads
+from .spec import MAX_SIZE, NormProblem
+
+(DELTA_RULE,) = find_model("qwen3.5-397b-a17b").norms()
+(MAMBA2,) = find_model("nemotron-h-8b").norms()
+
+DEFAULTS = {
+    "delta rule, few heads": Default(DELTA_RULE, 64),
+    "delta rule, many heads": Default(DELTA_RULE, MAX_SIZE),
+    "Mamba-2": Default(MAMBA2, 8),
+    "a long row of f32": Default(NormProblem(size=10240, x=DType.F32, weight=DType.F32), 1),
+    "bare, not aligned": Default(NormProblem(size=100, gate=None, weight=None, out=DType.F16, loads=Loads.ELEMENT), MAX_SIZE),
+}

@@ -1,0 +1,20 @@
+"""What is tuned of gated_rms_norm: models' norms, or the benchmark's shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from ...models import Model
+from ...tune.cases import Case, case_of
+from . import bench
+
+
+def cases(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
+    of_models = [(bench.FORMS[m.kind], m.norm_shape) for m in given]
+    shapes = of_models or [(form, shape) for form in bench.Form for shape in bench.SHAPES[form]]
+    for (form, shape), rows in product(dict.fromkeys(shapes), batches):
+        yield case_of(f"norm, {form.value} {rows} x {shape}", bench.Case(rows, shape, form, device=device))
+
+
+TUNING = {"gated_rms_norm": cases}

@@ -1,0 +1,23 @@
+"""Default variants of linear attention: a model of each kind, and the forms of several tokens."""
+
+from ...defaults import Default
+from ...models import find_model
+from ...spec import DType, Index, PoolMode
+from .problem import Layout, Ring
+
+QWEN = find_model("qwen3.5-397b-a17b")
+SLOTS = (Index.I32, PoolMode.SINGLE)
+
+DEFAULTS = {
+    "gated delta rule, bf16 state": Default(QWEN.problem(DType.BF16, *SLOTS)),
+    "gated delta rule, keys first, slots to read and to write": Default(
+        QWEN.problem(DType.F32, Index.I64, PoolMode.SPLIT, layout=Layout.KV), 1
+    ),
+    "several tokens, each one's state": Default(QWEN.problem(DType.BF16, *SLOTS, tokens=4, intermediates=True), 1),
+    "frozen": Default(QWEN.problem(DType.BF16, *SLOTS, tokens=4, update_state=False), 1),
+    "frozen, with a ring": Default(QWEN.problem(DType.BF16, *SLOTS, tokens=4, update_state=False, ring=Ring.STORE), 1),
+    "commit of several layers": Default(QWEN.problem(DType.BF16, *SLOTS, ring=Ring.COMMIT, layers=True), 1),
+    "KDA": Default(find_model("kimi-linear-48b-a3b").problem(DType.F32, *SLOTS), 1),
+    "Lightning attention": Default(find_model("minimax-text-01").problem(DType.F32, *SLOTS), 1),
+    "RWKV-7": Default(find_model("rwkv7-1.5b").problem(DType.F32, *SLOTS), 1),
+}

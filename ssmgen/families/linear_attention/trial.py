@@ -1,0 +1,109 @@
+"""Trials of linear attention: operands from a spec alone, and what becomes of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Generator, Tensor
+
+from ...calls.checks import TORCH_DTYPES
+from ...engine.trial import INTEGERS, Trial, boundaries, cycled, ordered, slots_of, states, trial
+from ...spec import Index, Loads, PoolMode
+from .planning import CALLERS
+from .problem import FROZEN_TOKENS, KEY_VECTORS, OF_KEY_HEADS, Beta, Gate, Tokens, Update
+from .spec import LinearAttentionSpec
+from .views import Form, Options
+
+LOWER_BOUND = -5.0  # of bounded log decays
+
+
+def tokens_of(spec: LinearAttentionSpec, batch: int) -> list[int]:
+    """How many each sequence has: more than are staged at a time, where a call has several."""
+    if spec.tokens is Tokens.ONE:
+        return [1] * batch
+    most = FROZEN_TOKENS - 1 if spec.frozen else spec.chunk + 1
+    return [most] * batch if spec.tokens is Tokens.MANY else cycled((3, 2, most, 0), batch)
+
+
+def operands(spec: LinearAttentionSpec, batch: int, seed: int) -> dict[str, Tensor]:
+    """Of a linear-attention function, or of a commit, by name and in the kernel's order."""
+    g = torch.Generator().manual_seed(seed)
+    counts = tokens_of(spec, batch)
+    slots, made = _slots(spec, counts, g)
+    layers = (2,) if spec.layers else ()
+    lead = {Tokens.ONE: (batch,), Tokens.MANY: (batch, max(counts)), Tokens.RAGGED: (sum(counts),)}[spec.tokens]
+    lead = (*layers, slots, max(counts)) if spec.commit else lead
+    state = _states(spec, *layers, slots)
+    made["state"] = state.copy_(torch.randn(state.shape, generator=g))
+    made["out"] = _placed(spec, "out", torch.full((*lead, spec.nheads, spec.dim_v), float("nan")))
+    if spec.intermediates:  # one column too many; or one too few, where calls may keep fewer than they have tokens
+        made["intermediate_states"] = _states(spec, batch, max(counts) + (-1 if spec.tokens is Tokens.RAGGED else 1)).fill_(7.0)
+    for name in spec.ringed():
+        made[f"ring_{name}"] = _placed(spec, name, torch.full(_shape(spec, name, (slots, max(counts) + 1), layers), 7.0), dense=True)
+    for name in [n for n in spec.operands() if n not in made]:
+        made[name] = _placed(spec, name, _values(spec, name, _shape(spec, name, lead, layers), g))
+    return ordered(spec, made)
+
+
+def _slots(spec: LinearAttentionSpec, counts: list[int], g: Generator) -> tuple[int, dict[str, Tensor]]:
+    """(size of the pool, what is int)"""
+    most, made = max(counts), {}
+    if spec.cu_seqlens is not Index.NONE:
+        made["cu_seqlens"] = boundaries(counts, spec.cu_seqlens)
+    accepted, split = Index.NONE if spec.commit else spec.accepted, spec.pool is PoolMode.SPLIT
+    in_place, ragged = spec.update is Update.FINAL and not split, spec.tokens is Tokens.RAGGED
+    targets = most - ragged if spec.update is Update.EACH else 0
+    slots, indices = slots_of(spec.index, accepted, counts, g, in_place=in_place, split=split, targets=targets)
+    if spec.commit:
+        indices["num_accepted_tokens"] = torch.tensor(cycled((most, most + 1, 2, 0), len(counts))).to(INTEGERS[spec.accepted])
+    return slots, made | indices
+
+
+def _states(spec: LinearAttentionSpec, *lead: int) -> Tensor:
+    inner = (spec.dim_k, spec.dim_v) if spec.interleaved else (spec.dim_v, spec.dim_k)
+    return states(spec.state, lead, (spec.nheads, *inner), 1 if spec.state_loads is Loads.ELEMENT else 16)
+
+
+def _shape(spec: LinearAttentionSpec, name: str, lead: tuple[int, ...], layers: tuple[int, ...]) -> tuple[int, ...]:
+    if name in KEY_VECTORS:
+        return (*lead, spec.key_heads if name in OF_KEY_HEADS else spec.nheads, spec.dim_k)
+    if name in spec.row_scalars():
+        return (*lead, spec.nheads, spec.dim_v)
+    if name == "dt_bias" and spec.gk is not None:
+        return (*layers, spec.nheads, spec.dim_k)
+    return (*layers, spec.nheads) if name in spec.weights() or spec.gate is Gate.SLOPE else (*lead, spec.nheads)
+
+
+def _values(spec: LinearAttentionSpec, name: str, shape: tuple[int, ...], g: Generator) -> Tensor:
+    """Keys are shorter than 1, so that no delta rule diverges; log decays are negative."""
+    normal, uniform = torch.randn(shape, generator=g), torch.rand(shape, generator=g)
+    if name in ("k", "read", "write"):
+        return 0.8 * spec.dim_k**-0.5 * normal
+    if name == "gv" or (name in ("g", "gk") and spec.gate is Gate.LOG):
+        return -uniform
+    factor = name in ("alpha", "erase", "w") or (name == "beta" and spec.beta_form is Beta.PLAIN)
+    return uniform if factor or (name in ("g", "gk") and spec.gate is Gate.SLOPE) else normal
+
+
+def _placed(spec: LinearAttentionSpec, name: str, values: Tensor, dense: bool = False) -> Tensor:
+    """A slice of a wider tensor of NaN: its rows are aligned, or begin at odd places and, if they may, are every second element."""
+    vector = name in KEY_VECTORS or (name == "dt_bias" and spec.gk is not None)
+    odd = vector and spec.operand_loads is Loads.ELEMENT
+    start, step = (7 if odd else 8), (2 if odd and not dense else 1)
+    wide = torch.full((*values.shape[:-1], start + step * values.shape[-1]), float("nan"), dtype=TORCH_DTYPES[getattr(spec, name)])
+    return wide[..., start::step].copy_(values)
+
+
+def linear_attention(spec: LinearAttentionSpec, batch: int, seed: int) -> Trial:
+    form = Form(spec.delta.value, spec.gate.value, spec.beta_form.value, spec.l2norm)
+    update = spec.update is not Update.NONE
+    options = Options(form, spec.dim_k**-0.5, LOWER_BOUND, spec.layout.value, update_state=update, commit=spec.commit)
+    return trial(
+        CALLERS["gated_delta_rule_commit" if spec.commit else "gated_delta_rule"],  # all recurrences are checked and launched alike
+        operands(spec, batch, seed),
+        options,
+        kept=() if update else ("state",),
+        tokens=max(tokens_of(spec, batch)),
+    )
+
+
+TRIALS = {LinearAttentionSpec: linear_attention}

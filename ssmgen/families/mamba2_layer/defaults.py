@@ -1,0 +1,28 @@
+"""Default variants of mamba2_layer: every layout of a window, the norm behind it or none; states of several tokens left behind, kept
+after each, or given slots of their own."""
+
+from dataclasses import replace
+from typing import Any
+
+from ...defaults import Default, layer
+from ...engine.window import Saved, StateLayout
+from ...spec import DType, Index, Loads
+
+MODEL = "nemotron-h-8b"
+RUNS, CHANNELS = (StateLayout.RUNS, 3), (StateLayout.CHANNELS, 3)
+ANYWHERE: dict[str, Any] = {"conv_layout": StateLayout.ANY} | dict.fromkeys(("conv_loads", "conv_taps", "norm_loads"), Loads.ELEMENT)
+BY_INDEX: dict[str, Any] = {"conv_windows": Saved.ANY, "conv_rows": Index.I64, "intermediate_indices": Index.I64}
+VERIFY = layer(MODEL, DType.F32, tokens=8, intermediates=True, update_state=False)
+
+DEFAULTS = {
+    "windows as runs": Default(layer(MODEL, DType.BF16), 1),
+    "with the input that has left the convolution": Default(layer(MODEL, DType.BF16, window=(StateLayout.RUNS, 4)), 1),
+    "windows of channels": Default(layer(MODEL, DType.BF16, window=CHANNELS), 1),
+    "f32 state": Default(layer(MODEL, DType.F32), 1),
+    "no norm, no slots": Default(layer("falcon-h1-7b", DType.F32, Index.NONE, (StateLayout.RUNS, 4)), 1),
+    "several tokens": Default(layer(MODEL, DType.BF16, tokens=4), 1),
+    "several tokens, a slot each": Default(layer(MODEL, DType.BF16, window=(StateLayout.RUNS, 6), tokens=4), 1),
+    "verify": Default(VERIFY, 1),
+    "verify, by index, not aligned": Default(replace(VERIFY, **ANYWHERE, **BY_INDEX), 1),
+    "several tokens, no norm, no slots": Default(layer("falcon-h1-7b", DType.F32, Index.NONE, CHANNELS, tokens=3), 64),
+}

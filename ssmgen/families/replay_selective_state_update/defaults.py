@@ -1,0 +1,18 @@
+"""Default variants of replay: one shape, whose history is that of the last step or a ring."""
+
+from typing import Any
+
+from ...defaults import Default
+from ...spec import DType, Index
+from .spec import History, ReplayProblem
+
+SHAPE: dict[str, Any] = {
+    "nheads": 16, "headdim": 64, "d_state": 128, "ngroups": 1, "D": DType.BF16, "dt_bias": DType.BF16, "index": Index.I32,
+}  # fmt: skip
+
+DEFAULTS = {
+    "the last step's history": Default(ReplayProblem(**SHAPE, state=DType.BF16), 1),
+    "a ring": Default(ReplayProblem(**SHAPE, state=DType.BF16, history=History.RING, window=16), 1),
+    "f32 state": Default(ReplayProblem(**SHAPE, state=DType.F32), 1),
+    "two kernels behind the convolution": Default(ReplayProblem(**SHAPE, state=DType.BF16, two_kernels=True, after_conv=True), 1),
+}

@@ -1,0 +1,104 @@
+"""Trials of the replay functions: operands from a spec alone, and what becomes of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...calls.checks import TORCH_DTYPES
+from ...engine.trial import INTEGERS, Trial, boundaries, cycled, randn, states, trial
+from ...errors import SsmgenError
+from ...spec import Index, Loads
+from .planning import CALLERS, PRECISIONS, Options
+from .spec import OPERATOR, History, Part, ReplaySpec
+
+BETWEEN = ("mix", "sums")  # what the first of two kernels leaves for the second
+
+
+def operands(spec: ReplaySpec, batch: int, seed: int) -> dict[str, Tensor]:
+    """Histories of all lengths, and anything where they end."""
+    g = torch.Generator().manual_seed(seed)
+    H, P, N, G = spec.nheads, spec.headdim, spec.d_state, spec.ngroups
+    step, ragged = spec.history is History.STEP, spec.cu_seqlens is not Index.NONE
+    slots = batch if spec.index is Index.NONE else 3 * batch
+    most = spec.tokens if step and spec.tokens < spec.window else spec.tokens - 1
+    room = spec.window if step else spec.window + most
+    counts = cycled((3, most, 1, 0), batch) if ragged else [most] * batch
+    lead = (sum(counts),) if ragged else (batch, most)
+
+    def like_x(*shape: int) -> Tensor:
+        return randn(spec.x, *shape, odd=odd, g=g)
+
+    odd = spec.operand_loads is Loads.ELEMENT
+    state = states(spec.state, (slots,), (H, P, N), 1 if spec.state_loads is Loads.ELEMENT else 16)
+    both = (2,) if step else ()
+    rate = -(torch.rand(H, generator=g) + 0.1).to(TORCH_DTYPES[spec.A])
+    valid = torch.tensor(cycled((2, 0, spec.window, 1), slots), dtype=torch.int32)
+    made = {
+        "state": state.copy_(torch.randn(state.shape, generator=g)),
+        "old_x": like_x(slots, room, H, P),
+        "old_B": like_x(slots, *both, room, G, N),
+        "old_dt": torch.rand(slots, *both, H, room, generator=g),
+        "old_dA_cumsum": -torch.rand(slots, *both, H, room, generator=g).cumsum(-1),
+        "cache_buf_idx": torch.randint(0, 2, (slots,), generator=g, dtype=torch.int32),
+        "ring_start": torch.randint(0, room, (slots,), generator=g, dtype=torch.int32),
+        "prev_num_accepted_tokens": valid,
+        "x": like_x(*lead, H, P),
+        "dt": torch.randn(*lead, H, generator=g).to(TORCH_DTYPES[spec.dt]),
+        "A": rate,
+        "B": like_x(*lead, G, N),
+        "C": like_x(*lead, G, N),
+        "D": spec.D and torch.randn(H, P, generator=g).to(TORCH_DTYPES[spec.D]),
+        "z": spec.z and randn(spec.z, *lead, H, P, odd=odd, g=g),
+        "dt_bias": spec.dt_bias and torch.randn(H, generator=g).to(TORCH_DTYPES[spec.dt_bias]),
+        "out": torch.full((*lead, H, P), float("nan"), dtype=TORCH_DTYPES[spec.out]),
+        "arrivals": torch.zeros(slots, dtype=torch.int32),
+        "rand_seed": torch.randint(0, 2**62, (slots,), generator=g),
+        "mix": torch.full((batch, H, spec.tokens, spec.entries), float("nan")),
+        "sums": torch.full((batch, H, spec.tokens), float("nan")),
+    }
+    if spec.materialize:
+        made["out"] = torch.full((batch, H, P, N), float("nan"), dtype=state.dtype)
+    if spec.index is not Index.NONE:
+        made["state_indices"] = torch.randperm(slots, generator=g)[:batch].to(INTEGERS[spec.index])
+        made["state_indices"][1:2] = -1
+    if ragged:
+        made["cu_seqlens"] = boundaries(counts, spec.cu_seqlens)
+    for slot in range(slots):
+        _poison(made, slot, step)
+    used = {name for part in spec.kernels for name in part.operands()}
+    return {name: t for name, t in made.items() if name in used}
+
+
+def _poison(made: dict[str, Tensor], slot: int, step: bool) -> None:
+    """NaN wherever a slot's history is not read."""
+    valid, room = int(made["prev_num_accepted_tokens"][slot]), made["old_x"].shape[1]
+    first = 0 if step else int(made["ring_start"][slot])
+    dead = [(first + k) % room for k in range(valid, room)]
+    made["old_x"][slot, dead] = float("nan")
+    buffer = (int(made["cache_buf_idx"][slot]),) if step else ()
+    made["old_B"][slot][buffer][dead] = float("nan")
+    for name in ("old_dt", "old_dA_cumsum"):
+        made[name][slot][buffer][:, dead] = float("nan")
+    if step:
+        for name in ("old_B", "old_dt", "old_dA_cumsum"):
+            made[name][slot][1 - buffer[0]] = float("nan")
+
+
+def replay(spec: ReplaySpec, batch: int, seed: int) -> Trial:
+    """Raises SsmgenError for the first of two kernels by itself."""
+    if spec.part is Part.PRECOMPUTE:
+        raise SsmgenError(f"{spec.name} is the first of two kernels and is checked with the second: give that one's spec, of part=main")
+    named = operands(spec, batch, seed)
+    precision = {terms: name for name, terms in PRECISIONS.items()}[spec.terms]
+    room = named["old_x"].shape[1] - spec.window
+    options = Options(
+        spec.dt_softplus, -1, spec.philox_rounds, precision, spec.after_conv, room, spec.two_kernels, materialize=spec.materialize
+    )
+    written = tuple(dict.fromkeys(name for part in spec.kernels for name in part.written()))
+    exact = tuple(n for n in written if n not in ("state", "out", "old_dt", "old_dA_cumsum", *BETWEEN))
+    tokens = spec.window + spec.tokens
+    return trial(CALLERS[OPERATOR], named, options, written=written, between=BETWEEN, exact=exact, tokens=tokens)
+
+
+TRIALS = {ReplaySpec: replay}

@@ -1,0 +1,23 @@
+"""What the axes of selective_state_update's tensors are."""
+
+from __future__ import annotations
+
+from ...calls.sharding import CONTROL, Rule
+
+AXES = {
+    **dict.fromkeys(("x", "z", "out"), "* head row|* head"),
+    **dict.fromkeys(("D", "dt_bias"), "head row|head"),
+    "dt": "* head row|* head",
+    "A": "head row n|head n|head",
+    **dict.fromkeys(("B", "C"), "* group n|batch n"),
+    **CONTROL,
+    "rand_seed": "batch",
+}
+
+RULES = {
+    "selective_state_update": Rule(
+        AXES | {"state": "batch head row n|batch head n", "intermediate_states": "batch token head row n"},
+        ("state", "out", "intermediate_states"),
+        "x",
+    )
+}

@@ -1,0 +1,143 @@
+"""Records of families are complete, and nothing else names a family."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from docs_pages import DOCS, ROOT
+
+import ssmgen
+from ssmgen.calls import sharded
+from ssmgen.calls.sharding_rules import RULES
+from ssmgen.catalog import SPECS
+from ssmgen.emulator.check import trial_of
+from ssmgen.errors import ArgumentError, SsmgenError
+from ssmgen.family import PACKAGE, Family, records
+from ssmgen.spec import KernelSpec
+
+FAMILIES = pytest.mark.parametrize("family", records(), ids=lambda family: family.name)
+
+
+def places(family: Family) -> Iterator[str]:
+    """All that its record names."""
+    for kernels in family.kernels:
+        yield from filter(None, (kernels.spec, kernels.problem))
+    yield from (*family.functions.values(), *family.types.values(), *family.bench.values())
+    yield from filter(None, (family.sharding, family.trials, family.tuning, family.models, family.defaults))
+
+
+@FAMILIES
+def test_every_place_of_a_record_has_something(family):
+    missing = []
+    for place in places(family):
+        try:
+            family.part(place)
+        except (ImportError, AttributeError) as e:
+            missing.append(f"{place}: {e}")
+    assert not missing
+
+
+@FAMILIES
+def test_a_record_has_the_name_of_its_package_and_no_part_for_others(family):
+    """What belongs to another family would be lost, or replace that one's, when the parts of all are put together."""
+    assert importlib.import_module(f"{PACKAGE}.{family.name}").FAMILY is family
+    kinds = {family.part(kernels.spec) for kernels in family.kernels}
+    assert set(family.part(family.trials) if family.trials else ()) <= kinds
+    assert set(family.part(family.sharding) if family.sharding else ()) <= set(family.functions)
+
+
+@FAMILIES
+def test_kernels_have_a_trial_or_the_record_says_why_not(family):
+    trials = family.part(family.trials) if family.trials else {}
+    for kernels in family.kernels:
+        kind = family.part(kernels.spec)
+        assert (kind in trials) == (not kernels.unchecked), f"{kind.__name__}: a trial, or why there is none, and not both"
+        assert kernels.problem is None or kind in trials, f"{kind.__name__} serves calls"
+
+
+def test_what_cannot_be_checked_says_why():
+    said = {family.part(kernels.spec): kernels.unchecked for family in records() for kernels in family.kernels if kernels.unchecked}
+
+    class NobodysSpec(KernelSpec):
+        family = "nobodys"
+
+    for kind, why in {**said, NobodysSpec: "no family's record has a trial of NobodysSpec"}.items():
+        with pytest.raises(SsmgenError) as refused:
+            trial_of(object.__new__(kind), 1, 0)
+        assert str(refused.value) == f"{kind.family} cannot be checked: {why}"
+
+
+def test_a_function_has_a_sharding_rule_or_the_guide_says_that_it_takes_no_dtensors():
+    guide = (DOCS / "guides" / "parallel.md").read_text()
+    (sentence,) = re.findall(r"All operators take \[DTensors\].*? but for (.*?):", guide, re.DOTALL)
+    functions = {name for family in records() for name in family.functions}
+    assert set(re.findall(r"`(\w+)`", sentence)) == functions - set(RULES)
+    for name in functions - set(RULES):
+        with pytest.raises(ArgumentError, match=r"it takes no DTensors: give it this rank's tensors, DTensor\.to_local\(\)"):
+            sharded.run(getattr(ssmgen, name), (), (), {})
+
+
+def test_records_and_rules_are_read_without_torch():
+    program = (
+        "import sys, ssmgen.family, ssmgen.calls.sharding_rules as rules\n"
+        "assert rules.RULES and ssmgen.family.homes()\n"
+        "assert not {'torch', 'cuda.bindings', 'jinja2'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@FAMILIES
+def test_a_family_with_functions_has_a_page_that_readers_find(family):
+    if family.page is None:
+        assert not family.functions
+        return
+    assert (DOCS / family.page).is_file()
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    assert re.search(rf"^ +- .*: {re.escape(family.page)}$", nav, re.MULTILINE)
+    text = (DOCS / family.page).read_text()
+    assert not [name for name in family.functions if not re.search(rf"\b{name}\b", text)]
+
+
+# Where a family's name may stand: in its folder, in what has other packages' signatures, and in a demonstration, which shows one.
+ALLOWED = ("families", "compat", "demo")
+# Modules that name families though they should ask the records, and how often. To be made fewer: no number may grow.
+EXCEPTIONS: dict[str, int] = {
+    "bench/__init__.py": 25,
+    "bench/command.py": 11,
+    "bench/layer_case.py": 14,
+    "bench/layers.py": 23,
+    "bench/report.py": 4,
+    "bench/rows.py": 2,
+    "bench/suite.py": 13,
+    "cli/inspecting.py": 5,
+    "cli/options.py": 32,
+    "engine/layer_reference.py": 6,
+    "engine/layer_tokens.py": 5,
+    "engine/layer_views.py": 4,
+    "engine/rows.py": 1,
+    "engine/short_conv.py": 3,
+    "generate.py": 11,
+    "models.py": 61,
+    "tune/cases.py": 20,
+    "tune/command.py": 9,
+}
+
+
+def test_nothing_else_names_a_family():
+    names = {*SPECS, *(family.name for family in records()), *(name for family in records() for name in family.functions)}
+    words, package = re.compile(rf"\b(?:{'|'.join(sorted(names))})\b"), ROOT / "ssmgen"
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        module = path.relative_to(package)
+        if module.parts[0] not in ALLOWED and (lines := words.findall(path.read_text())):
+            found[module.as_posix()] = len(lines)
+    more = {name: f"{count}, and {EXCEPTIONS.get(name, 0)} may be" for name, count in found.items() if count > EXCEPTIONS.get(name, 0)}
+    assert not more, "these name families: let them ask the records (ssmgen/family.py)"
+    fewer = {name: count for name, count in EXCEPTIONS.items() if count > found.get(name, 0)}
+    assert not fewer, f"these name fewer families than EXCEPTIONS says: make it {found}, so that they cannot come back"
