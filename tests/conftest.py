@@ -10,6 +10,8 @@ import card_memory
 import pytest
 import torch
 
+pytest_plugins = ["worker_memory"]
+
 # One cache for the whole run and all its workers, unless the caller names one.
 os.environ.setdefault("SSMGEN_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"ssmgen-tests-{os.getuid()}"))
 os.environ.pop("SSMGEN_CACHE_PATH", None)

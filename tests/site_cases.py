@@ -10,8 +10,9 @@ from unittest import mock
 from bench_cases import HEAD
 
 from ssmgen import generate
+from ssmgen.kernels.selective_state_update import SsuProblem
 from ssmgen.site import content
-from ssmgen.spec import Arch, KernelSpec
+from ssmgen.spec import Arch, KernelSpec, Problem
 
 ARCHS = [Arch.parse("sm_80"), Arch.parse("sm_90a")]
 TIMED = (
@@ -23,13 +24,16 @@ TIMED = (
 
 @contextmanager
 def few_variants() -> Iterator[None]:
-    """Of the default variants, those of Nemotron's update and the slot copy."""
-    every = generate.default_variants
+    """Of the default variants, those of Nemotron's update and the slot copy; of what models call, that update."""
+    every, every_problem = generate.default_variants, content.problems_by_models
 
     def some(archs: Sequence[Arch]) -> list[tuple[KernelSpec, Arch]]:
         return [(spec, arch) for spec, arch in every(archs) if spec.stem.startswith(("ssu_h128p64", "slot_copy"))]
 
-    with mock.patch.object(content, "default_variants", some):
+    def its_own(*args: Any) -> dict[Problem, list[str]]:
+        return {p: names for p, names in every_problem(*args).items() if isinstance(p, SsuProblem) and "nemotron-h-8b" in names}
+
+    with mock.patch.object(content, "default_variants", some), mock.patch.object(content, "problems_by_models", its_own):
         yield
 
 

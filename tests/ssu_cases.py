@@ -88,6 +88,16 @@ def matrix() -> list[Case]:
     return cases
 
 
+def small_matrix() -> list[Case]:
+    """The same with fewer heads and sequences where those add nothing: for what computes on a CPU."""
+
+    def smaller(case: Case) -> Case:
+        heads = case.heads if case.heads * case.headdim * case.d_state < 100_000 else 2 * case.groups
+        return replace(case, heads=heads, batch=min(case.batch, 9))
+
+    return [smaller(case) for case in matrix()]
+
+
 class Memory:
     """Allocates views inside poisoned buffers and remembers what the buffers held."""
 

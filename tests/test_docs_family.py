@@ -31,7 +31,7 @@ def checkout(tmp_path_factory) -> Path:
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (root / "tests").mkdir()
     shutil.copy(ROOT / "pyproject.toml", root)
-    for name in ("conftest.py", "card_memory.py"):
+    for name in ("conftest.py", "card_memory.py", "worker_memory.py"):
         shutil.copy(ROOT / "tests" / name, root / "tests")
     for block in (b for language in ("python", "jinja") for b in blocks(PAGE, language)):
         (root / block.title).parent.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,11 @@ def test_wheel_holds_the_templates_and_builds_kernels_from_another_directory(tmp
         names = set(archive.namelist())
         archive.extractall(site)
     templates = {f"ssmgen/_templates/{p.relative_to(ROOT / 'templates')}" for p in (ROOT / "templates").rglob("*.j2")}
-    assert templates and templates <= names and {"ssmgen/models.toml", "ssmgen/emulator/emulator.hpp", "ssmgen/bench/page.html.j2"} <= names
+    assert (
+        templates
+        and templates <= names
+        and {"ssmgen/models.toml", "ssmgen/emulator/emulator.hpp", "ssmgen/emulator/machine.cpp", "ssmgen/bench/page.html.j2"} <= names
+    )
     pages = {str(p.relative_to(ROOT)) for kind in ("templates", "static") for p in (ROOT / "ssmgen/site" / kind).iterdir()}
     assert len(pages) > 8 and pages <= names
     assert not any(n.startswith(("tests/", "generated/", "tools/")) for n in names)

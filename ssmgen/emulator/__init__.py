@@ -5,12 +5,14 @@ The rendered text is compiled with g++ as it is, behind `emulator.hpp`. Needs g+
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
 import functools
 import hashlib
 import shutil
 import subprocess
 import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,9 +23,13 @@ from ..errors import SsmgenError
 from ..render import render, uses_pdl
 from ..spec import Arch, KernelSpec
 
-HEADER = Path(__file__).parent / "emulator.hpp"
-# No contraction, as under NVRTC with --fmad=false: the same arithmetic gives the same bits. Most of the time goes into g++, least at -O0.
-FLAGS = ("-fno-thread-jumps", "-std=c++17", "-O0", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-Wno-unknown-pragmas")
+HERE = Path(__file__).parent
+WORDS, MACHINE = ("emulator.hpp", "machine.hpp"), ("machine.cpp", "memory.cpp", "arithmetic.cpp")
+# No contraction, as under NVRTC with --fmad=false: the same arithmetic gives the same bits.
+COMMON = ("-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC")
+# A kernel's time goes into g++, least at -O0. A library with unique symbols would never be unloaded.
+FLAGS = (*COMMON, "-O0", "-fno-thread-jumps", "-fno-gnu-unique", "-Wno-unknown-pragmas")
+LOADED = 64  # kernels that stay loaded, about 0.2 MB each
 
 
 class EmulatorMissingError(SsmgenError):
@@ -53,41 +59,62 @@ class _Operand(ctypes.Structure):
 
 
 @functools.cache
-def _workplace() -> tempfile.TemporaryDirectory:
-    """Private to this process, gone with it: what is loaded from there is code."""
+def _private() -> tempfile.TemporaryDirectory:
+    """This process's own, gone with it: what is loaded from there is code."""
     return tempfile.TemporaryDirectory(prefix="ssmgen-emulator-")
 
 
 @functools.cache
-def _header() -> Path:
-    """The header, compiled ahead once per process: half of a kernel's time in g++ was reading the standard library.
+def _workplace() -> Path:
+    """Where kernels are compiled, with the words, compiled ahead: reading them was half of a kernel's time.
 
-    Where g++ cannot do that, the text beside it is read each time, with the same result.
+    Where g++ cannot do that, it reads the text beside, with the same result.
     """
-    copy = Path(_workplace().name) / HEADER.name
-    copy.write_text(HEADER.read_text())
-    subprocess.run(["g++", *FLAGS, "-x", "c++-header", str(copy), "-o", f"{copy}.gch"], capture_output=True, check=False)
-    return copy
+    place = Path(_private().name)
+    for name in WORDS:
+        shutil.copy(HERE / name, place)
+    words = str(place / WORDS[0])
+    subprocess.run(["g++", *FLAGS, "-x", "c++-header", words, "-o", f"{words}.gch"], capture_output=True, check=False)
+    return place
 
 
-@functools.lru_cache(maxsize=256)
-def compile_source(source: str, symbol: str) -> ctypes.CDLL:
+def _compile(what: str, library: Path, *arguments: str) -> None:
+    done = subprocess.run(["g++", *arguments, "-shared", "-o", str(library)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise EmulatorError(f"{what} does not compile for the emulator:\n{done.stderr[:4000]}")
+
+
+@functools.cache
+def _machine() -> ctypes.CDLL:
+    """What runs kernels, loaded."""
+    library = _workplace() / "machine.so"
+    # A fortified longjmp would take another fiber's stack for a broken one.
+    _compile("the machine", library, *COMMON, "-O2", "-U_FORTIFY_SOURCE", *(str(HERE / name) for name in MACHINE))
+    return ctypes.CDLL(str(library))
+
+
+class Kernel:
+    """A compiled kernel, unloaded with the last reference to it. address: its entry, for the machine."""
+
+    def __init__(self, library: Path) -> None:
+        loaded = ctypes.CDLL(str(library))
+        weakref.finalize(self, _ctypes.dlclose, loaded._handle).atexit = False
+        self.address = ctypes.cast(loaded.emulated, ctypes.c_void_p)
+
+
+@functools.lru_cache(maxsize=LOADED)
+def compile_source(source: str, symbol: str) -> Kernel:
     """The kernel as a loaded library. Raises EmulatorMissingError; EmulatorError with g++'s words."""
     if not available():
         raise EmulatorMissingError
-    stem = Path(_workplace().name) / hashlib.sha256(f"{symbol}\n{source}".encode()).hexdigest()[:24]
+    stem = _workplace() / hashlib.sha256(f"{symbol}\n{source}".encode()).hexdigest()[:24]
     kernel, unit, library = stem.with_suffix(".cu"), stem.with_suffix(".cpp"), stem.with_suffix(".so")
-    kernel.write_text(source)
-    unit.write_text(
-        f'#include "{_header()}"\n#include "{kernel}"\n'
-        'extern "C" int emulate(unsigned grid, unsigned block, unsigned cluster, unsigned shared, int pdl, void** arguments,\n'
-        "                       const emulator::Operand* operands, unsigned count, char* message, unsigned room) {\n"
-        f"  return emulator::launch({symbol}, grid, block, cluster, shared, pdl, arguments, operands, count, message, room);\n}}\n"
-    )
-    done = subprocess.run(["g++", *FLAGS, "-shared", str(unit), "-o", str(library)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise EmulatorError(f"{symbol} does not compile for the emulator:\n{done.stderr[:4000]}")
-    return ctypes.CDLL(str(library))
+    if not library.exists():
+        kernel.write_text(source)
+        entry = f'extern "C" void emulated(void** arguments) {{ emulator::call({symbol}, arguments); }}'
+        unit.write_text(f'#include "{WORDS[0]}"\n#include "{kernel.name}"\n{entry}\n')
+        _compile(symbol, library, *FLAGS, str(unit), _machine()._name)
+    return Kernel(library)
 
 
 def describe(name: str, tensor: Tensor) -> str:
@@ -112,7 +139,7 @@ def run_source(
     in `writable` may be written, those in `early` touched before the wait for the upstream kernel. cluster: blocks that run together.
     Raises EmulatorError with a sentence about the first thing the kernel did that it must not.
     """
-    library = compile_source(source, symbol)
+    kernel = compile_source(source, symbol)
     table = (_Operand * len(operands))()
     for row, (name, tensor) in zip(table, operands.items(), strict=True):
         extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
@@ -121,7 +148,8 @@ def run_source(
         row.early = name in early
     message = ctypes.create_string_buffer(1024)
     arguments = ctypes.c_void_p(packed.address)
-    if library.emulate(grid, block, cluster, shared_bytes, uses_pdl(source), arguments, table, len(table), message, len(message)):
+    launch = grid, block, cluster, shared_bytes, uses_pdl(source)
+    if _machine().launch(kernel.address, *launch, arguments, table, len(table), message, len(message)):
         raise EmulatorError(f"{symbol}: {message.value.decode()}")
 
 

@@ -1,0 +1,77 @@
+// Arithmetic of the card.
+#include <cmath>
+#include <cstring>
+
+#include "state.hpp"
+
+namespace emulator {
+namespace {
+
+float flush(float v) { return std::fabs(v) < 1.17549435e-38f ? std::copysign(0.f, v) : v; }
+
+float from_bf16(u16 v) {
+  const u32 bits = u32(v) << 16;
+  float r;
+  std::memcpy(&r, &bits, 4);
+  return r;
+}
+
+}  // namespace
+
+u16 to_bf16(float v) {
+  u32 bits;
+  std::memcpy(&bits, &v, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
+  return u16((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+}
+
+u16 to_f16(float v) {
+  u32 bits;
+  std::memcpy(&bits, &v, 4);
+  const u32 sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return 0x7fff;
+  if (magnitude >= 0x47800000u) return u16(sign | 0x7c00u);  // 65536 and above
+  if (magnitude < 0x38800000u) {                             // below 2^-14: subnormal, in steps of 2^-24
+    const float scaled = std::nearbyint(std::ldexp(std::fabs(v), 24));
+    return u16(sign | u32(scaled));
+  }
+  const u32 rounded = magnitude + 0xfffu + (magnitude >> 13 & 1) - 0x38000000u;
+  return u16(sign | (rounded >> 13));
+}
+
+float from_f16(u16 h) {
+  const u32 exponent = h >> 10 & 31, mantissa = h & 1023;
+  float v = exponent == 31 ? (mantissa ? NAN : INFINITY)
+                           : exponent ? std::ldexp(float(mantissa | 1024), int(exponent) - 25) : std::ldexp(float(mantissa), -24);
+  return h & 0x8000 ? -v : v;
+}
+
+float exp2_flushed(float v) { return flush(std::exp2(flush(v))); }
+float rsqrt_flushed(float v) { return flush(1.f / std::sqrt(flush(v))); }
+float rcp_flushed(float v) { return flush(1.f / flush(v)); }
+
+// Sums in double, rounded once per call: the tensor cores' own order and rounding are not documented.
+void mma(float* d, const u32* a, const u32* b, bool bf16) {
+  struct Registers {
+    const u32 *a, *b;
+  } own{a, b};
+  const auto widen = bf16 ? from_bf16 : from_f16;
+  const u32 lane = machine->current % kWarp, group = lane / 4, part = lane % 4;
+  const auto meet = [&, site = __builtin_return_address(0)] { machine->meet(Kind::kShuffle, site, ~0u, u64(&own), lane); };
+  const auto of_lane = [&](u32 l) { return *reinterpret_cast<const Registers*>(machine->threads[machine->current - lane + l].brought); };
+  meet();
+  double sum[4] = {d[0], d[1], d[2], d[3]};
+  for (u32 t = 0; t < 4; ++t) {  // lanes that hold a quarter of the columns of a and of the rows of b
+    const u32* mine = of_lane(group * 4 + t).a;
+    for (u32 row = 0; row < 2; ++row)
+      for (u32 n = 0; n < 2; ++n)
+        for (u32 w = 0; w < 2; ++w)
+          for (u32 half = 0; half < 2; ++half)
+            sum[2 * row + n] += double(widen(u16(mine[row + 2 * w] >> 16 * half))) *
+                                widen(u16(of_lane((2 * part + n) * 4 + t).b[w] >> 16 * half));
+  }
+  meet();  // the others may have read this lane's registers until here
+  for (int i = 0; i < 4; ++i) d[i] = float(sum[i]);
+}
+
+}  // namespace emulator

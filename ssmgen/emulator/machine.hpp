@@ -1,0 +1,65 @@
+// What a kernel's text and the machine that runs it know of each other. The machine (machine.cpp) is compiled once, with optimisation;
+// each kernel is compiled without, against these declarations alone.
+#ifndef SSMGEN_EMULATOR_MACHINE_HPP
+#define SSMGEN_EMULATOR_MACHINE_HPP
+
+namespace emulator {
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+struct Dim {
+  u32 x, y, z;
+};
+
+// An operand: what a thread may touch.
+struct Operand {
+  const char* name;  // with shape and dtype
+  char* begin;
+  u64 bytes;
+  u32 element;
+  u32 writable;
+  u32 early;  // may be touched before the wait
+};
+
+enum class Kind { kShuffle, kBallot, kWarpBarrier, kBlockBarrier };
+
+// Of the thread that runs.
+extern Dim thread_index, block_index, block_size, grid_size;
+
+// Waits until the other lanes are here too; `site` is where this returns to.
+u64 meet(Kind kind, u32 mask, u64 value = 0, u32 source = 0);
+
+void cluster_arrive();
+void cluster_wait();
+void wait_for_upstream();
+
+// Global memory, checked.
+void load(const void* from, void* to, u32 bytes);
+void store(void* to, const void* from, u32 bytes);
+void check_atomic(const void* address, u32 bytes);
+void prefetch(const void* address, int bytes);
+void touch(const void* address);
+
+// Shared memory that knows which elements were written, and by whom.
+struct SharedArray;
+constexpr u64 kDynamic = ~u64(0);  // elements: as many as the launch has dynamic shared memory for
+// The array that is declared at `site`, in each block.
+SharedArray* shared_array(const void* site, const char* name, u32 element, u64 count);
+const void* shared_load(SharedArray* array, long long i);
+void* shared_store(SharedArray* array, long long i);
+void* shared_store_to_peer(SharedArray* array, u32 rank, long long i);
+
+// Arithmetic of the card.
+u16 to_bf16(float v);
+u16 to_f16(float v);
+float from_f16(u16 h);
+float exp2_flushed(float v);
+float rsqrt_flushed(float v);
+float rcp_flushed(float v);
+void mma(float* d, const u32* a, const u32* b, bool bf16);
+
+}  // namespace emulator
+
+#endif

@@ -1,0 +1,144 @@
+// What the threads of a launch do to memory, checked: accesses lie in operands, and stores do not collide.
+#include <cstdint>
+#include <cstring>
+
+#include "state.hpp"
+
+namespace emulator {
+
+void Machine::access(const void* address, u32 bytes, Access kind) {
+  const bool write = kind != Access::kLoad;
+  const char* what = kind == Access::kLoad ? "load" : kind == Access::kStore ? "store" : "atomic";
+  const char* p = static_cast<const char*>(address);
+  if (reinterpret_cast<std::uintptr_t>(p) % bytes)
+    fail(std::to_string(bytes) + "-byte " + what + " at an address that is not a multiple of " + std::to_string(bytes) + nearest(p));
+  const Operand* in = nullptr;
+  for (const Operand& o : operands)
+    if (p >= o.begin && p + bytes <= o.begin + o.bytes) {
+      in = &o;
+      if (!write || o.writable) break;
+    }
+  if (!in) fail(std::to_string(bytes) + "-byte " + what + " outside of every operand" + nearest(p));
+  if (pdl && !me().waited && !in->early) fail(std::to_string(bytes) + "-byte " + what + " before the wait for the upstream kernel");
+  if (!write) return;
+  if (!in->writable) fail(std::string(what) + " to " + in->name + ", which is read only");
+  if (kind == Access::kAtomic) return;
+  auto& cells = writers[in - operands.data()];
+  if (!cells) cells.reset(static_cast<u32*>(std::calloc(in->bytes / 2 + 1, sizeof(u32))));
+  if (!cells) throw std::bad_alloc();
+  const u32 moment = now();
+  for (u32 i = 0; i < bytes; i += 2) {
+    u32& w = cells[(p + i - in->begin) / 2];
+    if (w && !ordered(w))
+      fail("store to an address that thread " + thread_of(w) + " of block " + std::to_string(moments[w].block) +
+           " also writes, with no barrier between" + nearest(p));
+    w = moment;
+  }
+}
+
+std::string Machine::nearest(const char* p) const {
+  const Operand* best = nullptr;
+  long long distance = 0;
+  for (const Operand& o : operands) {
+    const long long d = p < o.begin ? p - o.begin : p >= o.begin + o.bytes ? p - (o.begin + static_cast<long long>(o.bytes)) + 1 : 0;
+    if (!best || std::llabs(d) < std::llabs(distance)) best = &o, distance = d;
+  }
+  if (!best) return "";
+  const long long offset = p - best->begin;
+  return std::string("; nearest: element ") + std::to_string(offset / static_cast<long long>(best->element)) + " of " + best->name;
+}
+
+namespace {
+
+SharedArray::Cell& cell(SharedArray& array, long long i, const char* what, u32 rank) {
+  if (i < 0 || u64(i) >= array.count)
+    machine->fail(std::string(what) + " of " + array.name + "[" + std::to_string(i) + "] in shared memory; it has " +
+                  std::to_string(array.count) + " elements");
+  return array.cells[rank * array.count + i];
+}
+
+char* shared_store(SharedArray& array, u32 rank, long long i) {
+  SharedArray::Cell& c = cell(array, i, "store", rank);
+  const auto fail = [&](u32 moment, const char* does) {
+    machine->fail("store to " + array.name + "[" + std::to_string(i) + "] in shared memory, which thread " + machine->thread_of(moment) + does +
+                  ", with no barrier between");
+  };
+  if (c.when && !machine->ordered(c.when)) fail(c.when, " also writes");
+  for (u32& reader : c.readers) {
+    if (reader && !machine->ordered(reader)) fail(reader, " has read");
+    reader = 0;
+  }
+  c.when = machine->now();
+  return array.values.data() + (rank * array.count + i) * array.element;
+}
+
+// What a thread's prefetch has to keep to, whatever it asks for.
+void check_prefetch(const char* p, u64 bytes) {
+  for (const Operand& o : machine->operands)
+    if (p >= o.begin && p + bytes <= o.begin + o.bytes) return;
+  machine->fail("prefetch outside of every operand" + machine->nearest(p));
+}
+
+void check_waited() {
+  if (machine->pdl && !machine->me().waited) machine->fail("prefetch before the wait for the upstream kernel");
+}
+
+}  // namespace
+
+void load(const void* from, void* to, u32 bytes) {
+  machine->access(from, bytes, Access::kLoad);
+  std::memcpy(to, from, bytes);
+}
+void store(void* to, const void* from, u32 bytes) {
+  machine->access(to, bytes, Access::kStore);
+  std::memcpy(to, from, bytes);
+}
+void check_atomic(const void* address, u32 bytes) { machine->access(address, bytes, Access::kAtomic); }
+
+void prefetch(const void* address, int bytes) {
+  check_waited();
+  if (reinterpret_cast<std::uintptr_t>(address) % 16 || bytes % 16)
+    machine->fail("prefetch of an address or a size that is not a multiple of 16");
+  check_prefetch(static_cast<const char*>(address), bytes);
+}
+void touch(const void* address) {
+  check_waited();
+  check_prefetch(static_cast<const char*>(address), 1);
+}
+
+SharedArray* shared_array(const void* site, const char* name, u32 element, u64 count) {
+  for (auto& array : machine->shared)
+    if (array->site == site) return array.get();
+  count = count == kDynamic ? machine->dynamic_bytes / element : count;
+  const u64 all = count * machine->cluster;
+  machine->shared.emplace_back(new SharedArray{site, name, element, count, std::vector<char>(all * element), std::vector<SharedArray::Cell>(all)});
+  return machine->shared.back().get();
+}
+
+const void* shared_load(SharedArray* array, long long i) {
+  SharedArray::Cell& c = cell(*array, i, "load", machine->rank);
+  const auto fail = [&](const std::string& why) {
+    machine->fail("load of " + array->name + "[" + std::to_string(i) + "] in shared memory, which " + why);
+  };
+  if (!c.when) fail("nothing has written");
+  if (!machine->ordered(c.when)) fail("thread " + machine->thread_of(c.when) + " has written, with no barrier between");
+  const u32 moment = machine->now();
+  if (c.readers[0] && machine->moments[c.readers[0]].thread != machine->current) c.readers[1] = c.readers[0];
+  c.readers[0] = moment;
+  return array->values.data() + (machine->rank * array->count + i) * array->element;
+}
+
+void* shared_store(SharedArray* array, long long i) { return shared_store(*array, machine->rank, i); }
+
+void* shared_store_to_peer(SharedArray* array, u32 rank, long long i) {
+  Machine& m = *machine;
+  const auto fail = [&](const std::string& where) { m.fail("store to " + array->name + " of " + where); };
+  if (rank >= m.cluster) fail("block " + std::to_string(rank) + " of a cluster of " + std::to_string(m.cluster));
+  if (!m.me().cluster_waited) fail("a peer that may not have begun: no barrier of the cluster lies before it");
+  bool there = false;
+  for (u32 t = 0; t < m.block; ++t) there |= m.threads[rank * m.block + t].state != State::kDone;
+  if (!there) fail("a peer that has ended");
+  return shared_store(*array, rank, i);
+}
+
+}  // namespace emulator

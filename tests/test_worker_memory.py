@@ -1,0 +1,52 @@
+"""The bound on a worker's memory: a run that passes it fails, and names the test."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import worker_memory
+
+pytestmark = pytest.mark.skipif(not worker_memory.STATUS.exists(), reason="needs Linux's /proc")
+
+SUITE = """
+import subprocess, sys
+def test_before(): pass
+def test_large(): {large}
+def test_behind(): pass
+"""
+LARGE = {
+    "itself": "assert len(b'x' * (300 << 20))",
+    "child": "subprocess.run([sys.executable, '-c', 'assert len(b\"x\" * (300 << 20))'], check=True)",
+}
+
+
+def run(directory: Path, large: str, bound: int, *options: str) -> tuple[int, str]:
+    """(exit status, what is printed) of a run of three tests, of which the second takes 300 MiB."""
+    (directory / "test_suite.py").write_text(SUITE.format(large=LARGE[large]))
+    plugins = ["-p", "worker_memory", "-p", "xdist"]
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, "-o", f"worker_memory_mib={bound}", *options, "test_suite.py"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    env |= {"PYTHONPATH": str(Path(worker_memory.__file__).parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("large", "workers"), [("itself", "0"), ("itself", "1"), ("child", "0")])
+def test_the_test_that_passes_the_bound_is_named_and_the_run_fails(tmp_path, large, workers):
+    code, said = run(tmp_path, large, 250, "-n", workers)
+    assert code == 1 and "3 passed, 1 error" in said, said
+    assert "ERROR test_suite.py::test_large" in said and "MiB since test_suite.py::test_large, more than the 250" in said
+
+
+def test_below_the_bound_the_run_passes_and_says_how_much_was_held(tmp_path):
+    code, said = run(tmp_path, "itself", 1024, "-n", "1")
+    assert code == 0 and "Most memory held by a worker: 3" in said, said
+
+
+def test_this_suite_is_bounded(pytestconfig):
+    assert pytestconfig.getini("worker_memory_mib") == "1024"
+    assert pytestconfig.pluginmanager.has_plugin("worker_memory")

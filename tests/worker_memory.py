@@ -1,0 +1,81 @@
+"""The bound on memory: a run fails, naming the test, once a process that runs its tests has held more MiB than `worker_memory_mib`.
+
+What such a process starts, a compiler or another Python, is bounded too, each on its own. Nothing is where tests use a CUDA device, whose
+context is large, nor without Linux's /proc.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+STATUS = Path("/proc/self/status")
+PEAKS = pytest.StashKey[dict[str, int]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addini("worker_memory_mib", "MiB that a process which runs tests may hold; 0: any", default="0")
+
+
+def peaks() -> dict[str, int]:
+    """Most MiB that this process has held, and the largest of the ended processes that it has started."""
+    # Not ru_maxrss for this one: a process that was started by a larger one takes over its peak.
+    held = next(int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+    return {"this process": held // 1024, "a process that it started": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024}
+
+
+def bounded() -> bool:
+    torch = sys.modules.get("torch")
+    return STATUS.exists() and not (torch and torch.cuda.is_initialized())
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Fails the first test behind which a peak is above the bound; those behind it only inherit it."""
+    try:
+        return (yield)
+    finally:
+        if nextitem is None or nextitem.path != item.path:
+            give_back()
+        if bounded():
+            check(item, int(item.config.getini("worker_memory_mib")))
+
+
+def check(item: pytest.Item, bound: int) -> None:
+    before, now = item.config.stash.get(PEAKS, {}), peaks()
+    item.config.stash[PEAKS] = now
+    if passed := [f"{who} has held {mib} MiB" for who, mib in now.items() if mib > bound >= before.get(who, 0) and bound]:
+        pytest.fail(
+            f"{' and '.join(passed)} since {item.nodeid}, more than the {bound} of worker_memory_mib: this test, or those before it in the "
+            "same process, take or keep too much. Use smaller shapes; keep nothing in module variables and caches.",
+            pytrace=False,
+        )
+
+
+def give_back() -> None:
+    """To the system, what the tests of a file have freed: C's allocator would keep some 100 MiB of it."""
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["peaks"] = session.config.stash.get(PEAKS, {})
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    theirs = getattr(node, "workeroutput", {}).get("peaks", {})
+    mine = node.config.stash.setdefault(PEAKS, {})
+    mine |= {who: max(mib, mine.get(who, 0)) for who, mib in theirs.items()}
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    if held := config.stash.get(PEAKS, {}):
+        who = " ".join(f"{name.replace('this process', 'a worker')}: {mib} MiB." for name, mib in held.items())
+        terminalreporter.write_line(f"Most memory held by {who}")
