@@ -10,7 +10,7 @@ from unittest import mock
 from bench_cases import HEAD
 
 from ssmgen import generate
-from ssmgen.kernels.selective_state_update import SsuProblem
+from ssmgen.families.selective_state_update.spec import SsuProblem
 from ssmgen.site import content
 from ssmgen.spec import Arch, KernelSpec, Problem
 

@@ -140,9 +140,9 @@ ERRORS = {
     NotBuiltError: ("spec", "sm_90a"),
 }
 CALLS = {
-    "mamba2": ("selective_state_update.selective_state_update", "Mamba2Mixer"),
-    "qwen3_5": ("linear_attention.gated_delta_rule", "Qwen3_5GatedDeltaNet"),
-    "lfm2": ("causal_conv1d_update.causal_conv1d_update", "Lfm2ShortConv"),
+    "mamba2": ("selective_state_update.call.selective_state_update", "Mamba2Mixer"),
+    "qwen3_5": ("linear_attention.call.gated_delta_rule", "Qwen3_5GatedDeltaNet"),
+    "lfm2": ("causal_conv1d_update.call.causal_conv1d_update", "Lfm2ShortConv"),
 }
 
 
@@ -151,7 +151,7 @@ CALLS = {
 def test_an_error_of_a_later_layer_names_that_layer(name, error, monkeypatch):
     """In its message, with its class and its own words; and what comes of it is not computed by the original."""
     place, layer = CALLS[name]
-    ours, calls = f"ssmgen.ops.{place}", []
+    ours, calls = f"ssmgen.families.{place}", []
     module, _, attribute = ours.rpartition(".")
     function = getattr(__import__(module, fromlist=["_"]), attribute)
 
