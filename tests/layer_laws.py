@@ -19,7 +19,7 @@ from torch import Tensor
 import ssmgen
 from ssmgen import compile as compiler
 from ssmgen import registry, runtime
-from ssmgen.cache import Entry
+from ssmgen.cache.entry import Entry
 from ssmgen.errors import CaptureError
 from ssmgen.kernels import OPERATOR_OF
 from ssmgen.render import render

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from ssmgen import registry, render, runtime
 from ssmgen import tuned as table
 from ssmgen.build import build, default_problems, specs_for
-from ssmgen.cache import Cache
+from ssmgen.cache.store import Cache
 from ssmgen.cli import main
 from ssmgen.errors import SsmgenError
 from ssmgen.kernels import OPERATOR_OF, OPERATORS

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from ..bench import LINEAR_ATTENTION
-from ..cache import shared_cache
+from ..cache.store import shared_cache
 from ..errors import ModelError
 from ..kernels import OPERATOR_OF, causal_conv1d
 from ..spec import Arch, DType

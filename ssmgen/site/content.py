@@ -16,7 +16,8 @@ from .. import compile as compiler
 from .. import inspect, registry
 from .. import tuned as table
 from ..build import Built, build, problems_by_models
-from ..cache import Cache, Entry
+from ..cache.entry import Entry
+from ..cache.store import Cache
 from ..errors import ReportError, SpecError, UnknownArchError
 from ..generate import default_variants
 from ..kernels import FAMILIES, OPERATOR_OF, OPERATORS

@@ -17,7 +17,7 @@ from .. import registry, runtime
 from .. import tuned as table
 from ..bench import timing
 from ..build import build
-from ..cache import shared_cache
+from ..cache.store import shared_cache
 from ..errors import SsmgenError
 from ..kernels import OPERATOR_OF, OPERATORS
 from ..ops.calls import Call

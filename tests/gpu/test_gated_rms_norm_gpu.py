@@ -19,7 +19,7 @@ import ssmgen
 from ssmgen import compile as compiler
 from ssmgen import registry, runtime
 from ssmgen.bench.timing import host_us
-from ssmgen.cache import Entry
+from ssmgen.cache.entry import Entry
 from ssmgen.errors import ArgumentError, CaptureError
 from ssmgen.kernels import gated_rms_norm as kernels
 from ssmgen.ops import gated_rms_norm as op

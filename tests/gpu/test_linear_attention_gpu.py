@@ -15,7 +15,7 @@ import ssmgen
 from ssmgen import compile as compiler
 from ssmgen import emulator, registry, runtime
 from ssmgen.arguments import Arguments
-from ssmgen.cache import Entry
+from ssmgen.cache.entry import Entry
 from ssmgen.errors import ArgumentError, CaptureError
 from ssmgen.kernels.linear_attention import space
 from ssmgen.ops import linear_attention_call as op

@@ -17,7 +17,7 @@ from torch import Tensor
 import ssmgen
 from ssmgen import compile as compiler
 from ssmgen import registry, runtime
-from ssmgen.cache import Entry
+from ssmgen.cache.entry import Entry
 from ssmgen.ops import replay_call as op
 from ssmgen.render import render
 

@@ -10,7 +10,7 @@ from ssmgen import registry, runtime
 from ssmgen import tuned as table
 from ssmgen.bench import combine_splits
 from ssmgen.build import build
-from ssmgen.cache import Cache
+from ssmgen.cache.store import Cache
 from ssmgen.errors import SsmgenError
 from ssmgen.kernels import FAMILIES
 from ssmgen.spec import Arch, parse_spec
