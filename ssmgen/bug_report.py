@@ -9,7 +9,7 @@ from typing import Any
 
 from . import __version__
 from . import nvrtc as compiler
-from .cache import shared_cache
+from .cache.store import shared_cache
 from .errors import SsmgenError
 from .settings import VARIABLES
 

@@ -8,7 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
 
 from . import registry
-from .cache import Cache, Entry
+from .cache.entry import Entry
+from .cache.store import Cache
 from .catalog import OPERATOR_OF, OPERATORS
 from .errors import SpillError, SsmgenError
 from .models import models

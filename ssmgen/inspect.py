@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from . import nvrtc as compiler
-from .cache import Cache, Entry
+from .cache.entry import Entry
+from .cache.store import Cache
 from .catalog import SPECS
 from .errors import SpecError, SsmgenError, UnknownArchError
 from .generate import default_variants

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from .arguments import Arguments, Packed
-from .cache import Entry, shared_cache
+from .cache.entry import Entry
+from .cache.store import shared_cache
 from .errors import CaptureError, CompilerMissingError, LaunchError, LoadError
 from .render import uses_pdl
 from .spec import Arch, KernelSpec

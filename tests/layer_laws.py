@@ -19,7 +19,7 @@ from torch import Tensor
 import ssmgen
 from ssmgen import nvrtc as compiler
 from ssmgen import registry, runtime
-from ssmgen.cache import Entry
+from ssmgen.cache.entry import Entry
 from ssmgen.catalog import OPERATOR_OF
 from ssmgen.errors import CaptureError
 from ssmgen.render import render

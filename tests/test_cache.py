@@ -16,7 +16,12 @@ import pytest
 
 import ssmgen
 from ssmgen import nvrtc as compiler
-from ssmgen.cache import Cache, Entry, Layer, cache_key, collect_garbage, distrust, process_lock, verify
+from ssmgen.cache import process_lock
+from ssmgen.cache.entry import Entry, cache_key
+from ssmgen.cache.layer import Layer
+from ssmgen.cache.store import Cache
+from ssmgen.cache.trust import distrust
+from ssmgen.cache.upkeep import collect_garbage, verify
 from ssmgen.errors import NotBuiltError
 from ssmgen.families.slot_copy.spec import SlotCopySpec
 from ssmgen.render import render
@@ -46,7 +51,7 @@ def run(program: str, directory: Path | None, *, wait: bool = True, **variables:
 
 
 GET = """
-from ssmgen.cache import shared_cache
+from ssmgen.cache.store import shared_cache
 from ssmgen.families.slot_copy.spec import SlotCopySpec
 from ssmgen.spec import Arch
 import hashlib
@@ -200,7 +205,7 @@ def test_eight_processes_race_on_an_empty_cache(tmp_path, sound):
 
 
 KILLED = """
-from ssmgen.cache import shared_cache
+from ssmgen.cache.store import shared_cache
 from ssmgen.families.slot_copy.spec import SlotCopySpec
 from ssmgen.spec import Arch
 print("go", flush=True)
@@ -230,9 +235,9 @@ def test_killed_at_any_instant(tmp_path):
 
 def test_lock_holder_that_hangs_is_not_waited_for_forever(tmp_path, monkeypatch, sound):
     holder = run(
-        "import time\nfrom ssmgen import cache\nfrom ssmgen.cache.process_lock import process_lock\n"
+        "import time\nfrom ssmgen.cache.store import shared_cache\nfrom ssmgen.cache.process_lock import process_lock\n"
         "from ssmgen.families.slot_copy.spec import SlotCopySpec\nfrom ssmgen.spec import Arch\n"
-        "key, _ = cache.shared_cache()._key(SlotCopySpec(slot_bytes=16*1024, threads=128), Arch.parse('sm_90a'))\n"
+        "key, _ = shared_cache()._key(SlotCopySpec(slot_bytes=16*1024, threads=128), Arch.parse('sm_90a'))\n"
         "with process_lock(key):\n    print('held', flush=True)\n    time.sleep(60)\n",
         tmp_path,
         wait=False,

@@ -15,7 +15,7 @@ import pytest
 
 import ssmgen
 from ssmgen import highlight, inspect
-from ssmgen.cache import shared_cache
+from ssmgen.cache.store import shared_cache
 from ssmgen.render import render
 from ssmgen.spec import Arch
 

@@ -15,7 +15,7 @@ from site_cases import ARCHS, benchmark, few_variants
 
 from ssmgen import inspect
 from ssmgen import tuned as table
-from ssmgen.cache import shared_cache
+from ssmgen.cache.store import shared_cache
 from ssmgen.catalog import SPECS
 from ssmgen.cli import main
 from ssmgen.engine.rows import RowSpec

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from site_cases import ARCHS, few_variants
 
-from ssmgen.cache import shared_cache
+from ssmgen.cache.store import shared_cache
 from ssmgen.site import write
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

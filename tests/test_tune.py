@@ -16,7 +16,7 @@ from ssmgen import bench, registry, render, runtime
 from ssmgen import tuned as table
 from ssmgen.bench import layers
 from ssmgen.build import build, default_problems, specs_for
-from ssmgen.cache import Cache
+from ssmgen.cache.store import Cache
 from ssmgen.catalog import OPERATOR_OF, OPERATORS
 from ssmgen.cli import main
 from ssmgen.errors import SsmgenError

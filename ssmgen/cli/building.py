@@ -16,7 +16,8 @@ import click
 
 from .. import tuned as table
 from ..build import Built
-from ..cache import Cache, distrust, shared_cache
+from ..cache.store import Cache, shared_cache
+from ..cache.trust import distrust
 from ..errors import ModelError
 from ..files import FileError
 from ..spec import Arch, KernelSpec

@@ -9,9 +9,10 @@ from typing import Any
 
 import click
 
-from ..cache import collect_garbage, shared_cache, verify
 from ..cache.layer import STALE_SECONDS
 from ..cache.process_lock import sweep
+from ..cache.store import shared_cache
+from ..cache.upkeep import collect_garbage, verify
 from ..errors import CacheError
 from .options import EXIT_FAILURE, json_option
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from ..cache import shared_cache
+from ..cache.store import shared_cache
 from ..catalog import OPERATOR_OF
 from ..errors import ModelError
 from ..families.causal_conv1d import spec as causal_conv1d

@@ -16,7 +16,8 @@ from .. import inspect, registry
 from .. import nvrtc as compiler
 from .. import tuned as table
 from ..build import Built, build, problems_by_models
-from ..cache import Cache, Entry
+from ..cache.entry import Entry
+from ..cache.store import Cache
 from ..catalog import OPERATOR_OF, OPERATORS, SPECS
 from ..errors import ReportError, SpecError, UnknownArchError
 from ..generate import default_variants

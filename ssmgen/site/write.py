@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from .. import __version__, highlight, inspect
 from .. import nvrtc as compiler
-from ..cache import Cache
+from ..cache.store import Cache
 from ..errors import ReportError
 from ..spec import Arch
 from . import benchmarks, content

@@ -17,7 +17,7 @@ from .. import registry, runtime
 from .. import tuned as table
 from ..bench import timing
 from ..build import build
-from ..cache import shared_cache
+from ..cache.store import shared_cache
 from ..calls.public import Call
 from ..catalog import OPERATOR_OF, OPERATORS
 from ..errors import SsmgenError

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import settings as config
-from ..cache import distrust, make_private
+from ..cache.trust import distrust, make_private
 from ..catalog import OPERATORS, SPECS
 from ..errors import SpecError, SsmgenError
 from ..files import plain, read_json

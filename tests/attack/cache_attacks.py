@@ -27,7 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from ssmgen import nvrtc as compiler
-from ssmgen.cache import Cache, Entry, Layer, cache_key, collect_garbage, verify
+from ssmgen.cache.entry import Entry, cache_key
+from ssmgen.cache.layer import Layer
+from ssmgen.cache.store import Cache
+from ssmgen.cache.upkeep import collect_garbage, verify
 from ssmgen.families.slot_copy.spec import SlotCopySpec
 from ssmgen.nvrtc import Compiled, Resources
 from ssmgen.spec import Arch

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 import ssmgen
-from ssmgen.cache import Layer
+from ssmgen.cache.layer import Layer
 from ssmgen.cli import main
 from ssmgen.spec import Arch
 

@@ -11,8 +11,8 @@ import cache_attacks as attacks
 import pytest
 from cache_attacks import ARCH, forked, in_child, result_of, spec, use_fake_compiler
 
-from ssmgen.cache import Cache
 from ssmgen.cache.process_lock import lock_dir, process_lock, sweep
+from ssmgen.cache.store import Cache
 from ssmgen.forks import whole
 
 

@@ -9,7 +9,8 @@ import pytest
 from cache_attacks import ARCH, ODD, entry, got, header_of, in_child, resealed
 from click.testing import CliRunner
 
-from ssmgen.cache import Layer, collect_garbage, verify
+from ssmgen.cache.layer import Layer
+from ssmgen.cache.upkeep import collect_garbage, verify
 from ssmgen.cli import main
 
 HEADERS = [b"5", b"null", b"[]", b'"x"', b"{}", b"", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 20_000, b"{" + b" " * 2**17 + b"}"]

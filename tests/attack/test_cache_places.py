@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from cache_attacks import ARCH, NOBODY, cubin_of, entry, got, in_child, public_directory, spec, use_fake_compiler
 
-from ssmgen.cache import Cache, Layer, collect_garbage, verify
+from ssmgen.cache.layer import Layer
+from ssmgen.cache.store import Cache
+from ssmgen.cache.upkeep import collect_garbage, verify
 from ssmgen.errors import SsmgenError
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away and become somebody else")

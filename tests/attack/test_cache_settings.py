@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import ssmgen
 from ssmgen import settings as config
 from ssmgen import tuned
-from ssmgen.cache import Cache, shared_cache
+from ssmgen.cache.store import Cache, shared_cache
 from ssmgen.cli import main
 from ssmgen.errors import SsmgenError
 

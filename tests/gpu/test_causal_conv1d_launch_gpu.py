@@ -15,7 +15,7 @@ from test_selective_state_update import after_a_producer, needs_pdl
 import ssmgen
 from ssmgen import nvrtc as compiler
 from ssmgen import registry, runtime
-from ssmgen.cache import Entry
+from ssmgen.cache.entry import Entry
 from ssmgen.errors import ArgumentError, CaptureError
 from ssmgen.render import render
 

@@ -41,7 +41,7 @@ import ssmgen
 from ssmgen import nvrtc as compiler
 from ssmgen import registry, runtime
 from ssmgen.bench.timing import host_us
-from ssmgen.cache import Entry
+from ssmgen.cache.entry import Entry
 from ssmgen.compat import flashinfer, vllm
 from ssmgen.errors import ArgumentError, CaptureError
 from ssmgen.families.combine_splits import call as op

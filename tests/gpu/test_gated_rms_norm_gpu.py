@@ -19,7 +19,7 @@ import ssmgen
 from ssmgen import nvrtc as compiler
 from ssmgen import registry, runtime
 from ssmgen.bench.timing import host_us
-from ssmgen.cache import Entry
+from ssmgen.cache.entry import Entry
 from ssmgen.errors import ArgumentError, CaptureError
 from ssmgen.families.gated_rms_norm import call as op
 from ssmgen.families.gated_rms_norm import spec as kernels

@@ -15,7 +15,7 @@ import ssmgen
 from ssmgen import emulator, registry, runtime
 from ssmgen import nvrtc as compiler
 from ssmgen.arguments import Arguments
-from ssmgen.cache import Entry
+from ssmgen.cache.entry import Entry
 from ssmgen.errors import ArgumentError, CaptureError
 from ssmgen.families.linear_attention import planning as op
 from ssmgen.families.linear_attention.spec import space

@@ -17,7 +17,7 @@ from torch import Tensor
 import ssmgen
 from ssmgen import nvrtc as compiler
 from ssmgen import registry, runtime
-from ssmgen.cache import Entry
+from ssmgen.cache.entry import Entry
 from ssmgen.families.replay_selective_state_update import planning as op
 from ssmgen.render import render
 

@@ -13,7 +13,7 @@ from ssu_cases import BF16, F16, F32, Case, assert_matches, expected, make_call,
 import ssmgen
 from ssmgen import nvrtc as compiler
 from ssmgen import registry, runtime
-from ssmgen.cache import Entry
+from ssmgen.cache.entry import Entry
 from ssmgen.compat.mamba_ssm import selective_state_update as mamba_signature
 from ssmgen.families.selective_state_update import call as op
 from ssmgen.families.selective_state_update import spec as family

@@ -9,7 +9,7 @@ import ssmgen
 from ssmgen import registry, runtime
 from ssmgen import tuned as table
 from ssmgen.build import build
-from ssmgen.cache import Cache
+from ssmgen.cache.store import Cache
 from ssmgen.catalog import SPECS
 from ssmgen.errors import SsmgenError
 from ssmgen.families.combine_splits import bench as combine_splits
