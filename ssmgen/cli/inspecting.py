@@ -11,11 +11,11 @@ from typing import Any
 
 import click
 
+from ..bench import homes
 from ..cache.store import shared_cache
 from ..catalog import OPERATOR_OF
 from ..errors import ModelError
 from ..families.causal_conv1d import spec as causal_conv1d
-from ..families.linear_attention import TIMED as LINEAR_ATTENTION
 from ..spec import Arch, DType
 from .options import CONVOLUTIONS, EXIT_FAILURE, LAYERS, NORM, REPLAY, arch_option, json_option, problems_of, with_model
 
@@ -146,7 +146,7 @@ def check(specs: tuple[str, ...], batch: int, archs: list[Arch]) -> None:
 
 
 @click.command()
-@click.argument("op", type=click.Choice(["selective_state_update", *LINEAR_ATTENTION, *CONVOLUTIONS, REPLAY, NORM, *LAYERS]))
+@click.argument("op", type=click.Choice(list(homes())))
 @with_model
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--gpu", help="Whose measured choices to look at, such as 'NVIDIA H200'. Default: this machine's, if it is of --arch.")
