@@ -353,30 +353,6 @@ DEVICE void to_array(const Quad& q, float* f) {
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
 
-// The short convolution, of four neighbouring channels at a time: a pack has those of one input.
-
-// Taps or biases, read as vectors or as elements.
-template <class T, int N>
-DEVICE void to_floats(const T (&raw)[N], float (&f)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) f[i] = to_float(raw[i]);
-}
-// One token, of its input and those before it, the oldest first: adds to `sum`, and rounds as the convolution by itself does.
-DEVICE void convolve(const float (&taps)[4 * kWidth], const Pack<Input, 4>* inputs, float (&sum)[4]) {
-#pragma unroll
-  for (int k = 0; k < kWidth; ++k) {
-    float input[4];
-    unpack(inputs[k], input);
-#pragma unroll
-    for (int c = 0; c < 4; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
-  }
-#pragma unroll
-  for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
-  Pack<Input, 4> rounded;
-  pack(sum, rounded);
-  unpack(rounded, sum);
-}
-
 // The canonical sum of squares, the same for every lane map: a chain over 4 neighbours, then pairs of neighbours, pairs of those, and so on.
 // Where one is missing, nothing is added: 0, which changes no such sum.
 template <int N>
@@ -551,9 +527,23 @@ gdn_layer_h64v128k128g16_bf16_l16v8i4t128x128_norm_e2a62a19(
 
     const u32 i = 4 * (r * kThreads + threadIdx.x);
     if (i >= convolves) continue;  // whole warps of them, mostly
-    float taps[4 * kWidth], sum[4] = {};
-    to_floats(raw_taps[r], taps);
-    convolve(taps, inputs[r], sum);
+    float taps[4 * kWidth], sum[4];
+#pragma unroll
+    for (int j = 0; j < 4 * kWidth; ++j) taps[j] = to_float(raw_taps[r][j]);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) sum[c] = 0.f;
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      float input[4];
+      unpack(inputs[r][k], input);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
+    Pack<Input, 4> rounded;  // as the convolution by itself leaves it
+    pack(sum, rounded);
+    unpack(rounded, sum);
     if (i < kShared) {
       of_group[i / 4] = quad_of(sum);
     } else {

@@ -332,47 +332,6 @@ DEVICE void to_array(const Quad& q, float* f) {
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
 
-// The short convolution, of four neighbouring channels at a time: a pack has those of one input.
-
-// Taps or biases, read as vectors or as elements.
-template <class T, int N>
-DEVICE void to_floats(const Pack<T, N>& raw, float (&f)[N]) { unpack(raw, f); }
-// One token, of its input and those before it, the oldest first: adds to `sum`, and rounds as the convolution by itself does.
-DEVICE void convolve(const float (&taps)[4 * kWidth], const Pack<Input, 4>* inputs, float (&sum)[4]) {
-#pragma unroll
-  for (int k = 0; k < kWidth; ++k) {
-    float input[4];
-    unpack(inputs[k], input);
-#pragma unroll
-    for (int c = 0; c < 4; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
-  }
-#pragma unroll
-  for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
-  Pack<Input, 4> rounded;
-  pack(sum, rounded);
-  unpack(rounded, sum);
-}
-// Of a run, which has neighbouring inputs of each channel: Count of them, from `first` on.
-template <int Count>
-DEVICE void from_run(const Pack<Input, 4 * kLength>& run, int first, Pack<Input, 4>* inputs) {
-#pragma unroll
-  for (int c = 0; c < 4; ++c) {
-#pragma unroll
-    for (int k = 0; k < Count; ++k) set_element(inputs[k], c, element(run, c * kLength + first + k));
-  }
-}
-// A run of Length inputs of each channel.
-template <int Length>
-DEVICE Pack<Input, 4 * Length> to_run(const Pack<Input, 4>* inputs) {
-  Pack<Input, 4 * Length> run;
-#pragma unroll
-  for (int c = 0; c < 4; ++c) {
-#pragma unroll
-    for (int k = 0; k < Length; ++k) set_element(run, c * Length + k, element(inputs[k], c));
-  }
-  return run;
-}
-
 // ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -487,16 +446,39 @@ kda_layer_h32v128k128g32_bf16_l16v4i8t64x128_pdl_fddee1ec(
   Pack<Input, 4> inputs[kConvRounds][kWidth];  // of the four channels, for each tap
   // The oldest input leaves the window, and the token joins it.
   const auto move_window = [&](int r) {
-    store_vector(conv_state + channel[r] * kLength, to_run<kLength>(inputs[r] + kWidth - kLength));
+    Pack<Input, 4 * kLength> moved;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+#pragma unroll
+      for (int i = 0; i < kLength; ++i) set_element(moved, c * kLength + i, element(inputs[r][kWidth - kLength + i], c));
+    }
+    store_vector(conv_state + channel[r] * kLength, moved);
   };
 #pragma unroll
   for (int r = 0; r < kConvRounds; ++r) {
-    from_run<kWidth - 1>(window[r], kLength - kWidth + 1, inputs[r]);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+#pragma unroll
+      for (int k = 0; k < kWidth - 1; ++k) set_element(inputs[r][k], c, element(window[r], c * kLength + kLength - kWidth + 1 + k));
+    }
     inputs[r][kWidth - 1] = newest[r];
 
-    float taps[4 * kWidth], sum[4] = {};
-    to_floats(raw_taps[r], taps);
-    convolve(taps, inputs[r], sum);
+    float taps[4 * kWidth], sum[4];
+    unpack(raw_taps[r], taps);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) sum[c] = 0.f;
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      float input[4];
+      unpack(inputs[r][k], input);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
+    Pack<Input, 4> rounded;  // as the convolution by itself leaves it
+    pack(sum, rounded);
+    unpack(rounded, sum);
     const u32 i = 4 * (r * kThreads + threadIdx.x);
     if (i < kShared) {
       of_group[i / 4] = quad_of(sum);

@@ -324,27 +324,6 @@ DEVICE void to_array(const Quad& q, float* f) {
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
 
-// The short convolution, of four neighbouring channels at a time: a pack has those of one input.
-
-// Taps or biases, read as vectors or as elements.
-template <class T, int N>
-DEVICE void to_floats(const Pack<T, N>& raw, float (&f)[N]) { unpack(raw, f); }
-// One token, of its input and those before it, the oldest first: adds to `sum`, and rounds as the convolution by itself does.
-DEVICE void convolve(const float (&taps)[4 * kWidth], const Pack<Input, 4>* inputs, float (&sum)[4]) {
-#pragma unroll
-  for (int k = 0; k < kWidth; ++k) {
-    float input[4];
-    unpack(inputs[k], input);
-#pragma unroll
-    for (int c = 0; c < 4; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
-  }
-#pragma unroll
-  for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
-  Pack<Input, 4> rounded;
-  pack(sum, rounded);
-  unpack(rounded, sum);
-}
-
 // ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -471,9 +450,20 @@ mamba2_layer_h128p64n128g8_bf16_l16v8i4t64x256_pdl_73353b2a(
     inputs[r][kWidth - 1] = newest[r];
 
     float taps[4 * kWidth], sum[4];
-    to_floats(raw_taps[r], taps);
-    to_floats(raw_conv_bias[r], sum);
-    convolve(taps, inputs[r], sum);
+    unpack(raw_taps[r], taps);
+    unpack(raw_conv_bias[r], sum);
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      float input[4];
+      unpack(inputs[r][k], input);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
+    Pack<Input, 4> rounded;  // as the convolution by itself leaves it
+    pack(sum, rounded);
+    unpack(rounded, sum);
     const u32 i = 4 * (r * kThreads + threadIdx.x);
     if (i < kShared) {
       of_group[i / 4] = quad_of(sum);

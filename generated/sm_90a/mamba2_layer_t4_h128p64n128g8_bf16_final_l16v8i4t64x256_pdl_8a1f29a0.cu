@@ -328,47 +328,6 @@ DEVICE Pack<T, N> zero_pack() {
   return r;
 }
 
-// The short convolution, of four neighbouring channels at a time: a pack has those of one input.
-
-// Taps or biases, read as vectors or as elements.
-template <class T, int N>
-DEVICE void to_floats(const Pack<T, N>& raw, float (&f)[N]) { unpack(raw, f); }
-// One token, of its input and those before it, the oldest first: adds to `sum`, and rounds as the convolution by itself does.
-DEVICE void convolve(const float (&taps)[4 * kWidth], const Pack<Input, 4>* inputs, float (&sum)[4]) {
-#pragma unroll
-  for (int k = 0; k < kWidth; ++k) {
-    float input[4];
-    unpack(inputs[k], input);
-#pragma unroll
-    for (int c = 0; c < 4; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
-  }
-#pragma unroll
-  for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
-  Pack<Input, 4> rounded;
-  pack(sum, rounded);
-  unpack(rounded, sum);
-}
-// Of a run, which has neighbouring inputs of each channel: Count of them, from `first` on.
-template <int Count>
-DEVICE void from_run(const Pack<Input, 4 * kLength>& run, int first, Pack<Input, 4>* inputs) {
-#pragma unroll
-  for (int c = 0; c < 4; ++c) {
-#pragma unroll
-    for (int k = 0; k < Count; ++k) set_element(inputs[k], c, element(run, c * kLength + first + k));
-  }
-}
-// A run of Length inputs of each channel.
-template <int Length>
-DEVICE Pack<Input, 4 * Length> to_run(const Pack<Input, 4>* inputs) {
-  Pack<Input, 4 * Length> run;
-#pragma unroll
-  for (int c = 0; c < 4; ++c) {
-#pragma unroll
-    for (int k = 0; k < Length; ++k) set_element(run, c * Length + k, element(inputs[k], c));
-  }
-  return run;
-}
-
 // ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads, 3)
@@ -520,17 +479,27 @@ mamba2_layer_t4_h128p64n128g8_bf16_final_l16v8i4t64x256_pdl_8a1f29a0(
   Pack<Input, 4> inputs[kConvRounds][kWidth - 1 + kTokens];  // of the four channels: the history, then the tokens
   // The last inputs stay.
   const auto move_window = [&](int r) {
-    store_vector(conv_state + channel[r] * kLength, to_run<kLength>(inputs[r] + kWidth - 1 + kTokens - kLength));
+    Pack<Input, 4 * kLength> moved;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+#pragma unroll
+      for (int i = 0; i < kLength; ++i) set_element(moved, c * kLength + i, element(inputs[r][kWidth - 1 + kTokens - kLength + i], c));
+    }
+    store_vector(conv_state + channel[r] * kLength, moved);
   };
 #pragma unroll
   for (int r = 0; r < kConvRounds; ++r) {
-    from_run<kWidth - 1>(window[r], kLength - kWidth + 1, inputs[r]);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+#pragma unroll
+      for (int k = 0; k < kWidth - 1; ++k) set_element(inputs[r][k], c, element(window[r], c * kLength + kLength - kWidth + 1 + k));
+    }
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) inputs[r][kWidth - 1 + t] = newest[r][t];
 
     float taps[4 * kWidth], start[4];
-    to_floats(raw_taps[r], taps);
-    to_floats(raw_conv_bias[r], start);
+    unpack(raw_taps[r], taps);
+    unpack(raw_conv_bias[r], start);
     const u32 i = 4 * (r * kThreads + threadIdx.x);
     if (i >= convolves) continue;  // whole warps of them, mostly
 #pragma unroll
@@ -538,7 +507,18 @@ mamba2_layer_t4_h128p64n128g8_bf16_final_l16v8i4t64x256_pdl_8a1f29a0(
       float sum[4];
 #pragma unroll
       for (int c = 0; c < 4; ++c) sum[c] = start[c];
-      convolve(taps, inputs[r] + t, sum);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        float input[4];
+        unpack(inputs[r][t + k], input);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
+      }
+#pragma unroll
+      for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
+      Pack<Input, 4> rounded;  // as the convolution by itself leaves it
+      pack(sum, rounded);
+      unpack(rounded, sum);
       stage(t, i, sum);
     }
     if (i >= kShared) move_window(r);

@@ -368,30 +368,6 @@ DEVICE Pack<T, N> zero_pack() {
   return r;
 }
 
-// The short convolution, of four neighbouring channels at a time: a pack has those of one input.
-
-// Taps or biases, read as vectors or as elements.
-template <class T, int N>
-DEVICE void to_floats(const T (&raw)[N], float (&f)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) f[i] = to_float(raw[i]);
-}
-// One token, of its input and those before it, the oldest first: adds to `sum`, and rounds as the convolution by itself does.
-DEVICE void convolve(const float (&taps)[4 * kWidth], const Pack<Input, 4>* inputs, float (&sum)[4]) {
-#pragma unroll
-  for (int k = 0; k < kWidth; ++k) {
-    float input[4];
-    unpack(inputs[k], input);
-#pragma unroll
-    for (int c = 0; c < 4; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
-  }
-#pragma unroll
-  for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
-  Pack<Input, 4> rounded;
-  pack(sum, rounded);
-  unpack(rounded, sum);
-}
-
 // ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -572,8 +548,10 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_pdl_17262c1f(
     for (int t = 0; t < kTokens; ++t) inputs[r][kWidth - 1 + t] = newest[r][t];
 
     float taps[4 * kWidth], start[4];
-    to_floats(raw_taps[r], taps);
-    to_floats(raw_conv_bias[r], start);
+#pragma unroll
+    for (int j = 0; j < 4 * kWidth; ++j) taps[j] = to_float(raw_taps[r][j]);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) start[c] = to_float(raw_conv_bias[r][c]);
     const u32 i = 4 * (r * kThreads + threadIdx.x);
     if (i >= convolves) continue;  // whole warps of them, mostly
 #pragma unroll
@@ -581,7 +559,18 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_pdl_17262c1f(
       float sum[4];
 #pragma unroll
       for (int c = 0; c < 4; ++c) sum[c] = start[c];
-      convolve(taps, inputs[r] + t, sum);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        float input[4];
+        unpack(inputs[r][t + k], input);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
+      }
+#pragma unroll
+      for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
+      Pack<Input, 4> rounded;  // as the convolution by itself leaves it
+      pack(sum, rounded);
+      unpack(rounded, sum);
       stage(t, i, sum);
     }
   }

@@ -99,8 +99,6 @@ class ShortConv:
             "vector_taps": self.conv_taps is Loads.VECTOR,
             "conv_several": False,  # tokens
             "conv_rolls": False,  # the window, by the tokens that were accepted
-            "conv_moves": True,  # the window is written
-            "saved_runs": False,  # windows after each token
             "conv_slot": "slot",  # of the window
         }
 
