@@ -15,7 +15,7 @@ from .errors import SpillError, SsmgenError
 from .models import models
 from .spec import SM90, Arch, DType, KernelSpec, Problem
 
-PATIENCE = 0.5  # seconds for the compilations at hand to end after Ctrl-C: most take 0.2
+PATIENCE = 0.25  # seconds for the compilations at hand to end after Ctrl-C: most take 0.2
 
 
 class NotKeptError(SsmgenError):

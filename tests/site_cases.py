@@ -49,6 +49,7 @@ def benchmark() -> dict[str, Any]:
         "us": {"ssmgen_pdl": 2.5, "ssmgen": 3.25, "copy": 2.0, "two_kernels": 4.0, "flashinfer": 5.0},
         "served_us": 2.5,
         "tbs": 1.5,
+        "ceiling_fraction": 0.4,
         "copy_ratio": 1.25,
         "peer_ratio": {"flashinfer": 0.5},
         "host_us": {"ssmgen": 9.0},

@@ -14,7 +14,7 @@ from ..calls.checks import oddity
 from ..errors import ArgumentError
 from ..families.causal_conv1d.call import causal_conv1d as _native
 from ..families.causal_conv1d_update.call import causal_conv1d_update as _native_update
-from .operands import takes
+from .operands import takes as _takes
 
 
 def _check_activation(activation: str | None) -> None:
@@ -22,7 +22,7 @@ def _check_activation(activation: str | None) -> None:
         raise NotImplementedError(f"activation is {activation!r}, not None, 'silu' or 'swish'")
 
 
-@takes("return_final_states")
+@_takes("return_final_states")
 def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,
@@ -66,7 +66,7 @@ def causal_conv1d_update(
     )  # fmt: skip
 
 
-@takes()
+@_takes()
 def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
     """The last state_len tokens of each packed sequence of x [total, dim], behind zeros if it has fewer -> [batch, dim, state_len].
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ..families.linear_attention import call as native
-from .operands import takes
+from .operands import takes as _takes
 
 Result = tuple[Tensor, Tensor | None]
 _STATES = {"initial_state": "[N, HV, K, V] or, with state_v_first, [N, HV, V, K]", "cu_seqlens": "[N + 1]", "v": "[B, T, HV, V]"}
@@ -88,7 +88,7 @@ def _beta(name: str, beta: Tensor | None, v: Tensor, sigmoid: bool = False, allo
     return v.new_ones(()).expand(v.shape[:-1]) if beta is None else beta  # one element, with strides of zero
 
 
-@takes("output_final_state state_v_first use_gate_in_kernel use_beta_sigmoid_in_kernel allow_neg_eigval", q="[B, T, H, K]", **_STATES)
+@_takes("output_final_state state_v_first use_gate_in_kernel use_beta_sigmoid_in_kernel allow_neg_eigval", q="[B, T, H, K]", **_STATES)
 def fused_recurrent_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, gk: Tensor | None = None, gv: Tensor | None = None,
     beta: Tensor | None = None, scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
@@ -122,7 +122,7 @@ def fused_recurrent_gated_delta_rule(
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule
 
 
-@takes("output_final_state state_v_first use_gate_in_kernel use_beta_sigmoid_in_kernel allow_neg_eigval", q="[B, T, H, K]", **_STATES)
+@_takes("output_final_state state_v_first use_gate_in_kernel use_beta_sigmoid_in_kernel allow_neg_eigval", q="[B, T, H, K]", **_STATES)
 def fused_recurrent_kda(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
     scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
@@ -141,7 +141,7 @@ def fused_recurrent_kda(
     )  # fmt: skip
 
 
-@takes("output_final_state state_v_first use_gate_in_kernel", q="[B, T, H, K]", **_STATES)
+@_takes("output_final_state state_v_first use_gate_in_kernel", q="[B, T, H, K]", **_STATES)
 def fused_recurrent_gdn2(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
     scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
@@ -157,7 +157,7 @@ def fused_recurrent_gdn2(
     )  # fmt: skip
 
 
-@takes("output_final_state", q="[B, T, H, K]", **_STATES)
+@_takes("output_final_state", q="[B, T, H, K]", **_STATES)
 def fused_recurrent_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None = None, scale: float | None = None, initial_state: Tensor | None = None,
     output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
@@ -168,7 +168,7 @@ def fused_recurrent_delta_rule(
     return _run(native.delta_rule, operands, q, v, scale, initial_state, output_final_state, False, cu_seqlens, like=q, **options)
 
 
-@takes("output_final_state", q="[B, T, H, K]", **_STATES)
+@_takes("output_final_state", q="[B, T, H, K]", **_STATES)
 def fused_recurrent_comba(
     q: Tensor, k: Tensor, p: Tensor | None, v: Tensor, g: Tensor, beta: Tensor | None = None, scale: float | None = None,
     initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
@@ -180,7 +180,7 @@ def fused_recurrent_comba(
     return _run(native.comba, operands, q, v, scale, initial_state, output_final_state, False, cu_seqlens, like=q, **options)
 
 
-@takes("output_final_state reverse state_v_first", q="[B, T, H, K]", **_STATES)
+@_takes("output_final_state reverse state_v_first", q="[B, T, H, K]", **_STATES)
 def fused_recurrent_gla(
     q: Tensor, k: Tensor, v: Tensor, gk: Tensor | None = None, gv: Tensor | None = None, scale: float | None = None,
     initial_state: Tensor | None = None, output_final_state: bool = False, reverse: bool = False, state_v_first: bool = False,
@@ -192,7 +192,7 @@ def fused_recurrent_gla(
     return _run(native.gla, (q, k, v, gk, gv), q, v, scale, initial_state, output_final_state, state_v_first, cu_seqlens, like=q)
 
 
-@takes("output_final_state reverse state_v_first", q="[B, T, H, K]", **_STATES)
+@_takes("output_final_state reverse state_v_first", q="[B, T, H, K]", **_STATES)
 def fused_recurrent_simple_gla(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None, scale: float | None = None,
     initial_state: Tensor | None = None, output_final_state: bool = False, reverse: bool = False, state_v_first: bool = False,
@@ -207,7 +207,7 @@ def fused_recurrent_simple_gla(
     return _run(native.simple_gla, operands, q, v, scale, initial_state, output_final_state, state_v_first, cu_seqlens, like=q)
 
 
-@takes("output_final_state reverse", q="[B, T, H, K]", **_STATES)
+@_takes("output_final_state reverse", q="[B, T, H, K]", **_STATES)
 def fused_recurrent_lightning_attn(
     q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int, scale: float | None = None, initial_state: Tensor | None = None,
     output_final_state: bool = False, reverse: bool = False, cu_seqlens: Tensor | None = None,
@@ -221,7 +221,7 @@ def fused_recurrent_lightning_attn(
     return _run(native.lightning_attn, (q, k, v, slope), q, v, scale, initial_state, output_final_state, False, cu_seqlens, like=q)
 
 
-@takes("output_final_state reverse", r="[B, T, H, K]", **_STATES)
+@_takes("output_final_state reverse", r="[B, T, H, K]", **_STATES)
 def fused_mul_recurrent_rwkv7(
     r: Tensor, w: Tensor, k: Tensor, v: Tensor, kk: Tensor, a: Tensor, scale: float | None = 1.0, initial_state: Tensor | None = None,
     output_final_state: bool = False, reverse: bool = False, cu_seqlens: Tensor | None = None,
@@ -231,7 +231,7 @@ def fused_mul_recurrent_rwkv7(
     return _run(native.rwkv7, (r, w, k, v, kk, a), r, v, scale, initial_state, output_final_state, False, cu_seqlens, like=v)
 
 
-@takes("output_final_state", r="[B, T, H, K]", **_STATES)
+@_takes("output_final_state", r="[B, T, H, K]", **_STATES)
 def fused_recurrent_rwkv7(
     r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
     output_final_state: bool = True, cu_seqlens: Tensor | None = None,
@@ -240,7 +240,7 @@ def fused_recurrent_rwkv7(
     return fused_recurrent_dplr_delta_rule(r, k, v, a, b, w, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens)
 
 
-@takes("output_final_state reverse", q="[B, T, H, K]", **_STATES)
+@_takes("output_final_state reverse", q="[B, T, H, K]", **_STATES)
 def fused_recurrent_dplr_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
     output_final_state: bool = False, reverse: bool = False, cu_seqlens: Tensor | None = None,

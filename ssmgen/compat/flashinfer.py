@@ -27,8 +27,9 @@ from .flashinfer_cascade import merge_state_in_place as merge_state_in_place
 from .flashinfer_cascade import merge_states as merge_states
 from .flashinfer_cascade import variable_length_merge_states as variable_length_merge_states
 from .flashinfer_replay import checkpointing_ssu as checkpointing_ssu
-from .gated_delta import first_column, of_one_type
-from .operands import takes
+from .gated_delta import first_column as _first_column
+from .gated_delta import of_one_type as _of_one_type
+from .operands import takes as _takes
 
 
 def _run(
@@ -38,7 +39,7 @@ def _run(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if not update:
         write = None  # where nothing is written, as there
-    read, write = of_one_type(read, write)
+    read, write = _of_one_type(read, write)
     output = v.new_empty(v.shape, dtype=q.dtype) if output is None else output
     _native(
         state, q, k, v, a, b, A_log, dt_bias, use_qk_l2norm=use_qk_l2norm, beta_sigmoid=True, scale=scale, state_layout=state_layout,
@@ -57,7 +58,7 @@ _OPERANDS = {"q": "[B, T, H, K]", "v": "[B, T, HV, V]"}
 _KEPT = "[B or more, T or more, HV, V, K]"
 
 
-@takes(
+@_takes(
     "disable_state_update",
     **_OPERANDS,
     initial_state="[slots, HV, V, K] or, split in two, [2, slots, HV, V, K]",
@@ -106,7 +107,7 @@ def gated_delta_rule_decode_pretranspose(
     )  # fmt: skip
 
 
-@takes(**_OPERANDS)
+@_takes(**_OPERANDS)
 def gated_delta_rule_decode(
     q: Tensor,
     k: Tensor,
@@ -126,7 +127,7 @@ def gated_delta_rule_decode(
     return _run(q, k, v, state, A_log, a, dt_bias, b, scale, output, use_qk_l2norm, state_layout="kv")
 
 
-@takes(
+@_takes(
     "disable_state_update cache_replayssm",
     **_OPERANDS,
     intermediate_states_buffer=_KEPT,
@@ -189,7 +190,7 @@ def gated_delta_rule_mtp(
 _ALGORITHMS = ("auto", "simple", "vertical", "horizontal", "async_horizontal")
 
 
-@takes(
+@_takes(
     "disable_state_update",
     x="[batch, dim] or [batch, H, P] or [batch, T, H, P]",
     num_accepted_tokens="[batch]",
@@ -266,12 +267,12 @@ def selective_state_update(
     if num_accepted_tokens is not None:
         num_accepted_tokens = num_accepted_tokens.clamp(min=1)
     elif read is not None and read.dim() == 2:
-        read = first_column(read, read.shape[0])
+        read = _first_column(read, read.shape[0])
     if intermediate_states_buffer is not None and intermediate_state_indices is None and read is not None and read.dim() == 1:
         intermediate_state_indices = read
     if write is not None and write.dim() == 2 and x.dim() == 3 and cu_seqlens is None:
-        write = first_column(write, write.shape[0])
-    read, write = of_one_type(read, write)
+        write = _first_column(write, write.shape[0])
+    read, write = _of_one_type(read, write)
     return _native_ssu(
         state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_indices=read, dst_state_indices=write,
         num_accepted_tokens=num_accepted_tokens, cu_seqlens=cu_seqlens, parents=retrieve_parent_token,

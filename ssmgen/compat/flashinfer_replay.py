@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError, UnsupportedError
 from ..families.replay_selective_state_update.call import checkpoint_selective_state_update as _native
-from .operands import takes
+from .operands import takes as _takes
 
 NAME = "flashinfer's checkpointing_ssu"
 QUANTIZED = (torch.int8, torch.float8_e4m3fn)
@@ -20,7 +20,7 @@ def _tokens_first(cache: Any) -> Any:
     return cache.transpose(1, 2) if isinstance(cache, Tensor) and cache.dim() == 4 else cache
 
 
-@takes("enable_pdl")
+@_takes("enable_pdl")
 def checkpointing_ssu(
     state: Tensor,
     x_cache: Tensor,

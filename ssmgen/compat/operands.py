@@ -76,4 +76,4 @@ def _check(function: Callable[..., Any], shapes: Mapping[str, str], args: tuple[
             elif axes and value.dim() not in axes:
                 problems.append(f"{name} is {list(value.shape)}, not {shapes[name]}")
     if problems:
-        raise ArgumentError(f"{function.__module__.rpartition('.')[2]}'s {function.__name__}", problems)
+        raise ArgumentError(f"{function.__module__.rpartition('.')[2]}'s {function.__name__}", problems) from None

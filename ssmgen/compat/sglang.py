@@ -21,10 +21,10 @@ from ..families.combine_splits.call import combine_splits
 from ..families.selective_state_update.call import selective_state_update as _ssu
 from . import gated_delta, replacing
 from .gated_delta import first as _first
-from .operands import takes
+from .operands import takes as _takes
 
 
-@takes(
+@_takes(
     "disable_state_update enable_stochastic_rounding",
     x="[batch, dim] or [batch, H, P] or [batch, T, H, P]",
     state_batch_indices="[batch]",
@@ -79,7 +79,7 @@ def selective_state_update(
     )  # fmt: skip
 
 
-@takes(x="[batch, dim] or [batch, dim, T]", cache_seqlens="[batch]", conv_state_indices="[batch]")
+@_takes(x="[batch, dim] or [batch, dim, T]", cache_seqlens="[batch]", conv_state_indices="[batch]")
 def causal_conv1d_update(
     x: Tensor,
     conv_state: Tensor,
@@ -101,7 +101,7 @@ def causal_conv1d_update(
     )  # fmt: skip
 
 
-@takes(
+@_takes(
     x="[batch, dim] or [batch, dim, T]",
     conv_state="[slots, dim, state_len]",
     weight="[dim, width]",
@@ -152,7 +152,7 @@ def causal_conv1d_update_triton(
     )  # fmt: skip
 
 
-@takes(
+@_takes(
     x="[dim, tokens] or [batch, dim, length]",
     weight="[dim, width]",
     conv_states="[slots, dim, state_len]",
@@ -189,7 +189,7 @@ def causal_conv1d_fn(
     )  # fmt: skip
 
 
-@takes(**gated_delta.PACKED)
+@_takes(**gated_delta.PACKED)
 def fused_recurrent_gated_delta_rule_packed_decode(
     mixed_qkv: Tensor,
     a: Tensor,
@@ -215,7 +215,7 @@ def fused_recurrent_gated_delta_rule_packed_decode(
 _FLAGS = "is_kda disable_state_update cache_ring match_cutedsl_decode"
 
 
-@takes(_FLAGS, **gated_delta.LOGITS, initial_state_indices="[N]", cu_seqlens="[N + 1]")
+@_takes(_FLAGS, **gated_delta.LOGITS, initial_state_indices="[N]", cu_seqlens="[N + 1]")
 def fused_sigmoid_gating_delta_rule_update(
     A_log: Tensor,
     a: Tensor,
@@ -271,7 +271,7 @@ def fused_sigmoid_gating_delta_rule_update(
     )  # fmt: skip
 
 
-@takes()
+@_takes()
 def merge_state(
     prefix_output: Tensor,
     prefix_lse: Tensor,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError, UnsupportedError
 from ..families.replay_selective_state_update.call import replay_selective_state_update as _native
-from .operands import takes
+from .operands import takes as _takes
 
 NAME = "tensorrt_llm's replay_selective_state_update"
 RENAMED = {"old_dt_proc": "old_dt", "old_cumAdt": "old_dA_cumsum"}  # what the second of them was called before
@@ -61,7 +61,7 @@ def _axes(t: Any, n: int, at: int) -> Any:
 
 
 @_either_generation
-@takes("launch_with_pdl use_internal_pdl")
+@_takes("launch_with_pdl use_internal_pdl")
 def replay_selective_state_update(
     state: Tensor,
     old_x: Tensor,

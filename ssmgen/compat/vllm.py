@@ -23,12 +23,12 @@ from ..families.linear_attention.call import gated_delta_rule as _gated_delta_ru
 from ..families.selective_state_update.call import selective_state_update as _ssu
 from . import gated_delta, replacing
 from .gated_delta import first as _first
-from .operands import takes
+from .operands import takes as _takes
 
 _BY_TOKEN = "[N] or [N, T]"
 
 
-@takes(
+@_takes(
     "enable_stochastic_rounding",
     x="[tokens, dim] or [tokens, H, P]",
     state_batch_indices=_BY_TOKEN,
@@ -87,7 +87,7 @@ def selective_state_update(
     )  # fmt: skip
 
 
-@takes(
+@_takes(
     x="[N, dim] or [N, dim, T]",
     conv_state="[slots, dim, state_len]",
     weight="[dim, width]",
@@ -132,7 +132,7 @@ def causal_conv1d_update(
     )  # fmt: skip
 
 
-@takes(
+@_takes(
     weight="[dim, width]", conv_states="[slots, dim, state_len]", query_start_loc="[N + 1]", cache_indices="[N]", has_initial_state="[N]"
 )
 def causal_conv1d_fn(
@@ -162,7 +162,7 @@ def causal_conv1d_fn(
     )  # fmt: skip
 
 
-@takes(**gated_delta.PACKED)
+@_takes(**gated_delta.PACKED)
 def fused_recurrent_gated_delta_rule_packed_decode(
     mixed_qkv: Tensor,
     a: Tensor,
@@ -187,7 +187,7 @@ def fused_recurrent_gated_delta_rule_packed_decode(
 _POOL = {"ssm_state_indices": _BY_TOKEN, "num_accepted_tokens": "[N]", "cu_seqlens": "[N + 1]"}
 
 
-@takes("inplace_final_state", q="[B, T, HK, K]", v="[B, T, HV, V]", **_POOL)
+@_takes("inplace_final_state", q="[B, T, HK, K]", v="[B, T, HV, V]", **_POOL)
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -218,7 +218,7 @@ def fused_recurrent_gated_delta_rule(
     return out, initial_state
 
 
-@takes("inplace_final_state is_kda", **gated_delta.LOGITS, **_POOL)
+@_takes("inplace_final_state is_kda", **gated_delta.LOGITS, **_POOL)
 def fused_sigmoid_gating_delta_rule_update(
     A_log: Tensor,
     a: Tensor,
@@ -256,7 +256,7 @@ def fused_sigmoid_gating_delta_rule_update(
 _ROWS, _LSES = "[tokens, heads, head_dim]", "[heads, tokens]"
 
 
-@takes(output=_ROWS, prefix_output=_ROWS, prefix_lse=_LSES, suffix_output=_ROWS, suffix_lse=_LSES, output_lse=_LSES)
+@_takes(output=_ROWS, prefix_output=_ROWS, prefix_lse=_LSES, suffix_output=_ROWS, suffix_lse=_LSES, output_lse=_LSES)
 def merge_attn_states(
     output: Tensor,
     prefix_output: Tensor,

@@ -30,7 +30,7 @@ def check_channels(named: Mapping[str, Tensor], inputs: str, groups: int, proble
     width = weight.shape[1] if weight.dim() == 2 and 2 <= weight.shape[1] <= MAX_WIDTH else 2
     length = window.shape[2] if window.dim() == 3 and window.shape[2] >= width - 1 else width - 1
     allowed = {
-        "conv_weight": {f"[channels, width from 2 to {MAX_WIDTH}]": (channels, width)},
+        "conv_weight": {f"[channels, width], width 2 … {MAX_WIDTH},": (channels, width)},
         "conv_bias": {"[channels]": (channels,)},
         "conv_state": {"[slots, channels, width - 1 or width]": (slots, channels, length)},
         "arrivals": {"[slots, groups]": (slots, groups)},

@@ -18,7 +18,7 @@ from ssmgen.api import FUNCTIONS
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_bad_call_works_or_says_why_not(seed):
-    report = fuzz.campaign(1000, seed, scalars=False)
+    report = fuzz.campaign(1000, seed)
     assert sum(report.counts.values()) == 1000
     assert not report.broken, "\n".join(f"{b.call}\n    {b.how}" for b in report.broken)
 
