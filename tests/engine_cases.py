@@ -236,7 +236,7 @@ def _sglang_merge(given: dict[str, Any]) -> dict[str, Any]:
     return {"prefix_output": prefix, "prefix_lse": prefix_lse, "suffix_output": suffix, "suffix_lse": suffix_lse} | outputs
 
 
-_M2 = ssu_cases.Case("m2", heads=16, groups=2, index=I32, conv_slices=True, slot_gap=24, batch=6)
+_M2 = ssu_cases.Case("m2", heads=4, groups=2, index=I32, conv_slices=True, slot_gap=24, batch=6)
 _M1 = ssu_cases.Case("m1", headdim=136, d_state=16, tied=False, z=BF16, index=I32, batch=6)
 _DRAFTS = ssu_token_cases.Case("drafts", lengths=(3, 2, 1, 0, 3, 4), dst="own", accepted=I32, packed=8, slot_gap=24)
 _VERIFY = ssu_token_cases.Case("verify", tokens=4, kept=BF16, rows=I32, update=False, state=BF16)

@@ -24,11 +24,11 @@ TIMED = (
 
 @contextmanager
 def few_variants() -> Iterator[None]:
-    """Of the default variants, those of Nemotron's update and the slot copy; of what models call, that update."""
+    """Of the default variants, those of Nemotron's update of bf16 states and the slot copy; of what models call, that update."""
     every, every_problem = generate.default_variants, content.problems_by_models
 
     def some(archs: Sequence[Arch]) -> list[tuple[KernelSpec, Arch]]:
-        return [(spec, arch) for spec, arch in every(archs) if spec.stem.startswith(("ssu_h128p64", "slot_copy"))]
+        return [(spec, arch) for spec, arch in every(archs) if spec.stem.startswith(("ssu_h128p64n128g8_bf16", "slot_copy"))]
 
     def its_own(*args: Any) -> dict[Problem, list[str]]:
         return {p: names for p, names in every_problem(*args).items() if isinstance(p, SsuProblem) and "nemotron-h-8b" in names}

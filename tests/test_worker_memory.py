@@ -44,9 +44,14 @@ def test_the_test_that_passes_the_bound_is_named_and_the_run_fails(tmp_path, lar
 
 def test_below_the_bound_the_run_passes_and_says_how_much_was_held(tmp_path):
     code, said = run(tmp_path, "itself", 1024, "-n", "1")
-    assert code == 0 and "Most memory held by a worker: 3" in said, said
+    assert code == 0 and "Most memory held: a worker 3" in said, said
 
 
 def test_this_suite_is_bounded(pytestconfig):
     assert pytestconfig.getini("worker_memory_mib") == "1024"
     assert pytestconfig.pluginmanager.has_plugin("worker_memory")
+
+
+def test_no_option_narrows_what_a_command_selects(pytestconfig):
+    """`-m gpu` takes all tests that need a GPU, those of the matrix too."""
+    assert not pytestconfig.getini("addopts")

@@ -1,12 +1,13 @@
-"""The bound on memory: a run fails, naming the test, once a process that runs its tests has held more MiB than `worker_memory_mib`.
+"""The bound on memory: a run fails, naming the test, once a process that runs its tests, a worker, has held more than `worker_memory_mib`.
 
-What such a process starts, a compiler or another Python, is bounded too, each on its own. Nothing is where tests use a CUDA device, whose
-context is large, nor without Linux's /proc.
+What a worker starts, a compiler or another Python, is bounded too, each on its own. Nothing is bounded where torch sees a CUDA device,
+whose libraries and context take more, nor without Linux's /proc.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import resource
 import sys
 from collections.abc import Iterator
@@ -23,15 +24,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def peaks() -> dict[str, int]:
-    """Most MiB that this process has held, and the largest of the ended processes that it has started."""
+    """Most MiB that this worker has held, and the largest of the ended processes that it has started."""
     # Not ru_maxrss for this one: a process that was started by a larger one takes over its peak.
     held = next(int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
-    return {"this process": held // 1024, "a process that it started": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024}
+    return {"a worker": held // 1024, "a process that it started": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024}
 
 
+@functools.cache
 def bounded() -> bool:
     torch = sys.modules.get("torch")
-    return STATUS.exists() and not (torch and torch.cuda.is_initialized())
+    return STATUS.exists() and not (torch and torch.cuda.is_available())
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -77,5 +79,4 @@ def pytest_testnodedown(node) -> None:
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     if held := config.stash.get(PEAKS, {}):
-        who = " ".join(f"{name.replace('this process', 'a worker')}: {mib} MiB." for name, mib in held.items())
-        terminalreporter.write_line(f"Most memory held by {who}")
+        terminalreporter.write_line("Most memory held: " + ", ".join(f"{who} {mib} MiB" for who, mib in held.items()))
