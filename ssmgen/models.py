@@ -50,7 +50,7 @@ LAYERS: dict[str, tuple[str, type[LayerProblem]]] = {
     "gated_delta_rule": (gdn_layer.OPERATOR, GdnLayerProblem),
     "kda": (kda_layer.OPERATOR, KdaLayerProblem),
 }
-# By the function that does a layer's decode step: what several tokens ask of it, by what one does. In kernels/, as `problems`.
+# By the function that does a layer's decode step: what several tokens ask of it, by what one does. In their modules, as `problems`.
 LAYERS_OF_TOKENS = {
     mamba2_layer.OPERATOR: mamba2_layer_tokens.problems,
     gdn_layer.OPERATOR: gdn_layer_tokens.problems,
@@ -325,7 +325,7 @@ class Mamba(Model):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearAttention(Model):
-    """kind: the public function of `ops/linear_attention.py` that decodes it."""
+    """kind: the public function of `families/linear_attention/call.py` that decodes it."""
 
     operator: ClassVar[str] = linear_attention.OPERATOR
     conv_bias: ClassVar[bool] = False

@@ -123,7 +123,7 @@ def _check_memory(named: Mapping[str, Tensor], inputs: str, problems: list[str])
 
 
 def conv_fields(views: Mapping[str, Tensor], pointers: Mapping[str, int], inputs: str) -> dict[str, Any]:
-    """Of the problem (kernels/short_conv.py, ShortConvTokens)."""
+    """Fields of the problem that a layer of several tokens poses (engine/short_conv.py, ShortConvTokens)."""
     windows = views.get("intermediate_conv_window")
     saved, by_index = Saved.NO, False
     if windows is not None:

@@ -62,7 +62,7 @@ def check_memory(named: Mapping[str, Tensor], batch: int, problems: list[str]) -
 
 
 def conv_fields(views: Mapping[str, Tensor], pointers: Mapping[str, int], inputs: str) -> dict[str, Any]:
-    """Of the problem (kernels/short_conv.py)."""
+    """Fields of the problem that the convolution of a layer poses (engine/short_conv.py)."""
     window, weight, bias = views["conv_state"], views["conv_weight"], views.get("conv_bias")
     length, (channels, width) = window.shape[2], weight.shape
     whole = channels % CHANNELS == 0
@@ -91,7 +91,7 @@ def _taps_are_runs(views: Mapping[str, Tensor], pointers: Mapping[str, int]) -> 
 
 
 def norm_fields(views: Mapping[str, Tensor], pointers: Mapping[str, int], size: int, first: bool, activation: str) -> dict[str, Any]:
-    """Of the problem (kernels/layer_gated_norm.py), of out and z [batch(, tokens), heads, channels] and norm_weight [groups, size]."""
+    """Fields of a problem with a norm, of out and z [batch(, tokens), heads, channels] and norm_weight [groups, size]."""
     grouped = {name: groups_of(views[name], size) for name in ("out", "z")} | {"norm_weight": views["norm_weight"]}
     vector = min(8, size & -size)
     return {

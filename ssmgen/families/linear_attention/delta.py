@@ -1,4 +1,4 @@
-"""Decode steps of delta rules, and commits of what they kept in a ring. `ops/linear_attention.py` says what all functions share."""
+"""Decode steps of delta rules, and commits of what they kept in a ring. `call.py` says what all functions share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decode steps that take a product of low rank from a state as it was before its decay. `ops/linear_attention.py` says what all share."""
+"""Decode steps that take a product of low rank from a state as it was before its decay. `call.py` says what all share."""
 
 from __future__ import annotations
 

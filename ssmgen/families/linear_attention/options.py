@@ -56,7 +56,7 @@ def decode(
     dt_bias: Tensor | None = None, read: Tensor | None = None, erase: Tensor | None = None, w: Tensor | None = None,
     write: Tensor | None = None, alpha: Tensor | None = None, *, lower_bound: float | None = None, objections: tuple[str, ...] = (),
 ) -> Any:  # fmt: skip
-    """The call of a function: of its tensors by their roles in the recurrence (kernels/linear_attention.py)."""
+    """The call of a function: of its tensors by their roles in the recurrence (spec.py)."""
     scale, out = pool.scale, pool.out
     if out is None:
         out = torch.empty_like(v, memory_format=_CONTIGUOUS) if isinstance(v, Tensor) else v  # the checks object to v

@@ -1,4 +1,4 @@
-"""A linear-attention call: its operands checked, turned into a problem, and planned. `ops/linear_attention.py` has the public functions."""
+"""A linear-attention call: its operands checked, turned into a problem, and planned. `call.py` has the public functions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def batch_of(views: Mapping[str, Tensor]) -> int:
 
 
 def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
-    """The operands in token form (see reference/linear_attention.py). Adds to `problems` all that is wrong but where they lie."""
+    """The operands in token form (see reference.py). Adds to `problems` all that is wrong but where they lie."""
     return commit.views_of(named, options.layout, problems) if options.commit else token_views(named, options, problems)
 
 

@@ -42,7 +42,7 @@ def ring_objections(ring: object) -> tuple[str, ...]:
 
 
 class Form(NamedTuple):
-    """Which recurrence, in the words of kernels/linear_attention.py."""
+    """Which recurrence, in the words of spec.py."""
 
     delta: str = "decayed"
     gate: str = "log"

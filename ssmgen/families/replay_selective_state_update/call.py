@@ -1,4 +1,4 @@
-"""Speculative decoding of Mamba-2 by replay: the public functions. `ops/replay_call.py` has what they do."""
+"""Speculative decoding of Mamba-2 by replay: the public functions. `planning.py` has what they do."""
 
 from __future__ import annotations
 

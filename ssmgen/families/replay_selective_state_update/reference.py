@@ -39,7 +39,7 @@ def replay_selective_state_update(
     philox_rounds: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Updates `out`, `state` and the history in place. Views as ops/replay_selective_state_update.py makes them:
+    """Updates `out`, `state` and the history in place. Views as planning.py makes them:
 
     state: [slots, H, P, N]; out and x, z: [batch, T, H, P] ([1, total, H, P] with cu_seqlens); dt: [batch, T, H]; B, C: [batch, T, G, N]
     old_x: [slots, W, H, P], old_B: [slots, (2,) W, G, N], old_dt, old_dA_cumsum: [slots, (2,) H, W]; A, dt_bias: [H]; D: [H, P]
