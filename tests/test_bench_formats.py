@@ -76,7 +76,7 @@ def test_every_wrong_file_is_named(tmp_path):
     assert [line.partition(".json")[0].rpartition("/")[2] for line in lines] == ["empty", "list", "other", "cut", "row", "op", "absent"]
     assert lines[2].endswith("torch is missing; compiler is missing; ceilings_tbs is missing")
     assert "rows[0].heads is missing; rows[0].state is missing; rows[0].tokens is missing" in lines[4] and lines[4].endswith("; and more")
-    assert "op is 'softmax', which is none of selective_state_update, " in lines[5] and "No such file" in lines[6]
+    assert "op is 'softmax', which is none of causal_conv1d, " in lines[5] and "No such file" in lines[6]
     assert "BenchFileError: not what" in render(tmp_path / "empty.json", code=1).stderr
 
 

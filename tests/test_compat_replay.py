@@ -416,7 +416,7 @@ def test_build_of_replays(own_cache, monkeypatch):
     from ssmgen import build
 
     asked = []
-    monkeypatch.setattr(build, "build", lambda work, *args: asked.extend(spec for spec, _ in work) or [])
+    monkeypatch.setattr(build, "build", lambda work, *args, **how: asked.extend(spec for spec, _ in work) or [])
 
     def families(*args: str) -> set[str]:
         asked.clear()

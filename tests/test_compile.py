@@ -95,9 +95,9 @@ def test_missing_compiler_names_the_extra(package):
            "from cuda.bindings import nvrtc\n"
            "def missing(*a): raise RuntimeError('libnvrtc.so.12 not found')\n"
            "nvrtc.nvrtcVersion = missing\n")
-        + "from ssmgen import compile\n"
-        "try: compile.build_id()\n"
-        "except compile.CompilerMissingError as e: print(e)\n"
+        + "from ssmgen import nvrtc as compiler\n"
+        "try: compiler.build_id()\n"
+        "except compiler.CompilerMissingError as e: print(e)\n"
     )  # fmt: skip
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "pip install 'ssmgen[cu12]'" in done.stdout and "torch.version.cuda" in done.stdout, done.stderr

@@ -6,10 +6,11 @@ import it, too, which takes a second or two each time.
 
 from __future__ import annotations
 
-import ast
+import functools
 import importlib
 import os
 import random
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -17,17 +18,24 @@ from importlib.util import find_spec
 from pathlib import Path
 
 
+@functools.cache
+def public() -> list[str]:
+    """The public names, as another process tells them: ssmgen is not imported here."""
+    told = subprocess.run([sys.executable, "-c", "import ssmgen; print(*ssmgen.__all__)"], capture_output=True, text=True, check=True)
+    return told.stdout.split()
+
+
 def uses() -> list[Callable[[], object]]:
-    """All that a thread may do first: ask for a public name, import one by name, import a module. ssmgen is not imported here."""
+    """All that a thread may do first: ask for a public name, import one by name, import a module."""
     init = Path(find_spec("ssmgen").origin)
-    lists = (node for node in ast.parse(init.read_text()).body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__")
-    public = ast.literal_eval(next(lists).value)
-    files = [path for folder in ("", "compat", "kernels", "ops", "reference", "tuned") for path in (init.parent / folder).glob("*.py")]
+    folders = ("", "cache", "calls", "compat", "engine", "tuned", "families", "families/*")
+    files = [path for folder in folders for path in init.parent.glob(f"{folder}/*.py".lstrip("/"))]
+    files = [path for path in files if path.stem not in ("bench", "bench_recurrences", "tuning", "trial")]  # commands', by one thread
     modules = [".".join(path.relative_to(init.parents[1]).with_suffix("").parts).removesuffix(".__init__") for path in files]
     transformers = ("__main__", "hf", "hf_functions", "hf_layers", "replacing")  # what runs the command, or imports transformers
     return [
-        *[lambda name=name: getattr(importlib.import_module("ssmgen"), name) for name in public],
-        *[lambda name=name: exec(f"from ssmgen import {name}", {}) for name in public],
+        *[lambda name=name: getattr(importlib.import_module("ssmgen"), name) for name in public()],
+        *[lambda name=name: exec(f"from ssmgen import {name}", {}) for name in public()],
         *[lambda name=name: importlib.import_module(name) for name in sorted(modules) if name.rpartition(".")[2] not in transformers],
     ]
 
@@ -68,6 +76,7 @@ if __name__ == "__main__":
     numbers = [int(a) for a in sys.argv[1:] if a.isdigit()]
     if "--own-torch" not in sys.argv:
         import torch  # noqa: F401
+    assert len(public()) > 20
     count, start = numbers[0], numbers[1] if len(numbers) > 1 else 0
     good = sum([in_a_process(seed) for seed in range(start, start + count)])
     print(f"{count} trials, {count - good} wrong")

@@ -131,7 +131,7 @@ def test_the_field_is_named(path, value, tmp_path):
         ((*ROW, "us", "mul"), 2.0, f"{words_of(ROW)}.us.mul is no contender of this operator"),
         (("reports", 2, "rows", 0, "specs"), [], "reports[2].rows[0] has neither spec nor specs"),
         (("reports", 0, "ceilings_tbs", "sideways"), 2.0, "reports[0].ceilings_tbs: 'sideways' is none of in_place, out_of_place"),
-        (("reports", 0, "op"), "softmax", "reports[0].op is 'softmax', which is none of selective_state_update, "),
+        (("reports", 0, "op"), "softmax", "reports[0].op is 'softmax', which is none of causal_conv1d, "),
         (("reports", 0, "op"), ["kda"], "reports[0].op is ['kda'], which is none of"),
     ],
 )

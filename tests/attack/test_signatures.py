@@ -73,8 +73,12 @@ def test_a_keyword_of_another_function_is_refused_and_that_one_named(name):
 @pytest.mark.parametrize(
     ("name", "more", "having"),
     [
-        ("gated_delta_rule", {"lower_bound": -5}, "kda, gdn2, kda_commit and kda_layer have it"),
-        ("delta_rule", {"A_log": torch.zeros(2)}, "gated_delta_rule, kda, gdn2, comba, gated_delta_rule_commit, "),
+        ("gated_delta_rule", {"lower_bound": -5}, "kda_layer, kda, gdn2 and kda_commit have it"),
+        (
+            "delta_rule",
+            {"A_log": torch.zeros(2)},
+            "gdn_layer, kda_layer, gated_delta_rule, kda, gdn2, comba, ",
+        ),
         ("gated_delta_rule", {"w": torch.zeros(2)}, "gdn2 and rwkv7 have it"),
         ("gated_delta_rule", {"p": torch.zeros(2)}, "comba has it"),
         ("gla", {"ring": None}, "gated_delta_rule, kda, delta_rule, gated_delta_rule_commit and kda_commit have it"),

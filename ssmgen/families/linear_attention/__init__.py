@@ -3,8 +3,8 @@
 from ...family import Family, Kernels
 
 FUNCTIONS = (
-    "comba", "delta_rule", "dplr_delta_rule", "gated_delta_rule", "gated_delta_rule_commit", "gdn2", "gla", "kda", "kda_commit",
-    "lightning_attn", "rwkv7", "simple_gla",
+    "gated_delta_rule", "kda", "gdn2", "delta_rule", "comba", "rwkv7", "dplr_delta_rule", "gla", "simple_gla", "lightning_attn",
+    "gated_delta_rule_commit", "kda_commit",
 )  # fmt: skip
 TIMED = ("gated_delta_rule", "kda", "gla", "simple_gla", "lightning_attn", "delta_rule", "rwkv7", "gdn2", "comba")
 
