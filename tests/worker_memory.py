@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import resource
 import sys
 from collections.abc import Iterator
@@ -16,18 +17,24 @@ from pathlib import Path
 import pytest
 
 STATUS = Path("/proc/self/status")
+SLACK = 64  # MiB that tests may leave behind before it is collected
 PEAKS = pytest.StashKey[dict[str, int]]()
+COLLECTED = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("worker_memory_mib", "MiB that a process which runs tests may hold; 0: any", default="0")
 
 
+def held(field: str) -> int:
+    """MiB that this process holds (VmRSS) or has held at most (VmHWM)."""
+    return next(int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith(field)) // 1024
+
+
 def peaks() -> dict[str, int]:
     """Most MiB that this worker has held, and the largest of the ended processes that it has started."""
-    # Not ru_maxrss for this one: a process that was started by a larger one takes over its peak.
-    held = next(int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
-    return {"a worker": held // 1024, "a process that it started": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024}
+    # Not ru_maxrss for the worker: a process that was started by a larger one takes over its peak.
+    return {"a worker": held("VmHWM"), "a process that it started": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024}
 
 
 @functools.cache
@@ -36,16 +43,30 @@ def bounded() -> bool:
     return STATUS.exists() and not (torch and torch.cuda.is_available())
 
 
+def pytest_collection_finish() -> None:
+    """The tests themselves live as long as the run: collections of garbage need not look at their million objects again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     """Fails the first test behind which a peak is above the bound; those behind it only inherit it."""
     try:
         return (yield)
     finally:
-        if nextitem is None or nextitem.path != item.path:
-            give_back()
         if bounded():
+            collect(item.config)
             check(item, int(item.config.getini("worker_memory_mib")))
+
+
+def collect(config: pytest.Config) -> None:
+    """What tests leave in the frames of errors, and what C's allocator keeps, when it is much: Python counts objects, not their tensors."""
+    if held("VmRSS") > config.stash.get(COLLECTED, 0) + SLACK:
+        gc.collect()
+        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+            libc.malloc_trim(0)
+        config.stash[COLLECTED] = held("VmRSS")
 
 
 def check(item: pytest.Item, bound: int) -> None:
@@ -57,12 +78,6 @@ def check(item: pytest.Item, bound: int) -> None:
             "same process, take or keep too much. Use smaller shapes; keep nothing in module variables and caches.",
             pytrace=False,
         )
-
-
-def give_back() -> None:
-    """To the system, what the tests of a file have freed: C's allocator would keep some 100 MiB of it."""
-    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
