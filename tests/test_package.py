@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import subprocess
 import sys
@@ -40,6 +42,15 @@ def test_import_touches_neither_cuda_nor_the_file_system(tmp_path):
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_editors_see_the_public_names():
+    """Those of the stub, each under its own name and from the module that has it."""
+    seen = {}
+    for node in ast.parse((ROOT / "ssmgen" / "__init__.pyi").read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            seen |= {alias.asname: getattr(importlib.import_module(f"ssmgen.{node.module}"), alias.name) for alias in node.names}
+    assert seen == {name: getattr(ssmgen, name) for name in ssmgen.__all__}
 
 
 def test_public_names():
