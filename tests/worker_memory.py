@@ -61,8 +61,13 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
 
 
 def collect(config: pytest.Config) -> None:
-    """What tests leave in the frames of errors, and what C's allocator keeps, when it is much: Python counts objects, not their tensors."""
+    """What tests leave in the frames of errors, in what was compiled for them, and what C's allocator keeps, when it is much: Python counts
+    objects, not their tensors."""
     if held("VmRSS") > config.stash.get(COLLECTED, 0) + SLACK:
+        if dynamo := sys.modules.get("torch._dynamo"):
+            dynamo.reset()
+        if emulator := sys.modules.get("ssmgen.emulator"):
+            emulator.compile_source.cache_clear()
         gc.collect()
         if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
             libc.malloc_trim(0)
