@@ -33,8 +33,8 @@ def held(field: str) -> int:
 
 def peaks() -> dict[str, int]:
     """Most MiB that this worker has held, and the largest of the ended processes that it has started, if that is more."""
-    # A process takes over the peak of the one that starts it, in ru_maxrss: so it says nothing of the worker, and less than the worker's own
-    # peak says nothing of those that it has started.
+    # In ru_maxrss a process takes over the peak of the one that starts it: so it says nothing of the worker, and less than the worker's
+    # own peak says nothing of those that it has started.
     worker, started = held("VmHWM"), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024
     return {"a worker": worker} | ({"a process that it started": started} if started > worker else {})
 
