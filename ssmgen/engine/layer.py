@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..families.gated_rms_norm.layer_spec import LayerNorm
-from ..families.linear_attention.problem import Update
 from ..spec import SM90, Arch, DType, Index, KernelSpec, Loads, Param, Pdl, PoolMode, changed, must
+from .rows import Update
 from .short_conv import CHANNELS, ShortConv
 from .window import Saved, StateLayout
 

@@ -15,8 +15,8 @@ from ..calls import checks
 from ..calls.checks import DTYPES, INDEX
 from ..families.gated_rms_norm.layer_spec import LayerGatedNormSpec, LayerNorm
 from ..families.gated_rms_norm.spec import Activation
-from ..families.linear_attention.problem import Update
 from ..spec import Index, KernelSpec, Loads, PoolMode
+from .rows import Update
 from .short_conv import CHANNELS, MAX_WIDTH, ShortConv
 from .window import Saved, StateLayout
 

@@ -12,8 +12,8 @@ from ... import runtime
 from ...calls import checks
 from ...calls.checks import DTYPES, INDEX
 from ...calls.planning import Caller, Family
+from ...engine.rows import Update
 from ...spec import Index, Loads, PoolMode
-from ..linear_attention.problem import Update
 from .problem import SsuProblem
 from .reference import selective_state_update as reference
 from .spec import OPERATOR, SsuSpec

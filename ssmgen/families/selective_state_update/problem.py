@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ...engine.rows import RowProblem
+from ...engine.rows import RowProblem, Update
 from ...spec import LATER, DType, Index, Loads, PoolMode, must
-from ..linear_attention.problem import Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
