@@ -9,8 +9,8 @@ from .api import supported as supported
 from .families.causal_conv1d.call import causal_conv1d as causal_conv1d
 from .families.causal_conv1d_update.call import causal_conv1d_update as causal_conv1d_update
 from .families.combine_splits.call import combine_splits as combine_splits
-from .families.delta_layer.gdn_call import gdn_layer as gdn_layer
-from .families.delta_layer.kda_call import kda_layer as kda_layer
+from .families.delta_layer.call import gdn_layer as gdn_layer
+from .families.delta_layer.call import kda_layer as kda_layer
 from .families.gated_rms_norm.call import gated_rms_norm as gated_rms_norm
 from .families.linear_attention.call import Ring as Ring
 from .families.linear_attention.call import comba as comba

@@ -7,7 +7,7 @@ model takes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from . import registry
 from .build import specs_for
@@ -15,7 +15,7 @@ from .catalog import OPERATOR_OF
 from .engine.window import StateLayout
 from .family import records
 from .models import find_model
-from .spec import SM90, Arch, DType, Index, KernelSpec, Pdl, Problem, text_of
+from .spec import SM90, Arch, DType, Index, KernelSpec, Pdl, Problem, entries, text_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ def layer(
 ) -> Problem:
     """What the decode step of a model's whole layer asks for, with windows of this layout and length. call: as of `Model.layers`."""
     asked = find_model(model).divided(tp).layers((state,), (index,), **call)
-    return next(p for p in asked if (p.conv_layout, p.conv_len) == window)
+    return next(p for p in asked if (p.conv.layout, p.conv.len) == window)
 
 
 def words(problem: Problem) -> str:
     """The fields of a problem that are not their defaults, for a name."""
-    said = [(f.name, getattr(problem, f.name)) for f in fields(problem) if getattr(problem, f.name) != f.default]
-    return " ".join(f"{name}={text_of(value)}" for name, value in said)
+    given = ((name, entry.of(problem), entry.field.default) for name, entry in entries(type(problem)).items())
+    return " ".join(f"{name}={text_of(value)}" for name, value, default in given if value != default)

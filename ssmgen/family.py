@@ -23,11 +23,13 @@ class Kernels:
 
     spec: place of the class. problem: place of the Problem that calls pose; its module is an *operator* of the registry, with
     `space` and `candidates`. Kernels without a problem are parts of others, or tools. unchecked: why they have no trial, in words.
+    old_names: that texts of specs, tuned tables and command lines may still have, with the fields of a spec that go without saying there.
     """
 
     spec: str
     problem: str | None = None
     unchecked: str = ""
+    old_names: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,12 +14,12 @@ from typing import Any
 from . import nvrtc as compiler
 from .cache.entry import Entry
 from .cache.store import Cache
-from .catalog import SPECS
+from .catalog import parse
 from .errors import SpecError, SsmgenError, UnknownArchError
 from .generate import default_variants
 from .occupancy import occupancy, sm_limits
 from .render import render
-from .spec import Arch, KernelSpec, parse_spec
+from .spec import Arch, KernelSpec
 
 
 class DisassemblerMissingError(SsmgenError):
@@ -35,7 +35,7 @@ def known_specs(cache: Cache | None) -> dict[str, KernelSpec]:
     for layer in cache.layers if cache else []:
         for _, entry in layer.entries():
             with contextlib.suppress(SpecError):  # of a release whose specs had other fields
-                spec = parse_spec(entry.spec, SPECS)
+                spec = parse(entry.spec)
                 found[spec.name] = spec
     return found
 
@@ -43,7 +43,7 @@ def known_specs(cache: Cache | None) -> dict[str, KernelSpec]:
 def resolve(text: str, cache: Cache | None) -> KernelSpec:
     """A spec from its text (family:field=value,…), its name or a unique part of it. Raises SpecError that lists the candidates."""
     if ":" in text:
-        return parse_spec(text, SPECS)
+        return parse(text)
     matches = {name: spec for name, spec in known_specs(cache).items() if text in name}
     if text in matches:
         return matches[text]

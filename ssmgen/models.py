@@ -4,38 +4,23 @@ from __future__ import annotations
 
 import functools
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from .errors import ModelError
 from .families.causal_conv1d.spec import ConvLayout, ConvProblem
 from .families.causal_conv1d_update.spec import Advance, StateLayout, UpdateProblem
-from .families.delta_layer import (
-    gdn_spec as gdn_layer,
-)
-from .families.delta_layer import (
-    gdn_tokens_spec as gdn_layer_tokens,
-)
-from .families.delta_layer import (
-    kda_spec as kda_layer,
-)
-from .families.delta_layer import (
-    kda_tokens_spec as kda_layer_tokens,
-)
-from .families.delta_layer.gdn_spec import GdnLayerProblem
-from .families.delta_layer.kda_spec import KdaLayerProblem
+from .families.delta_layer.problem import DeltaLayerProblem
 from .families.gated_rms_norm.spec import Activation, NormProblem
 from .families.linear_attention import spec as linear_attention
 from .families.linear_attention.problem import Beta, Delta, Gate, Layout, LinearAttentionProblem, Ring, Tokens, Update
 from .families.mamba2_layer import spec as mamba2_layer
-from .families.mamba2_layer import tokens_spec as mamba2_layer_tokens
 from .families.mamba2_layer.spec import Mamba2LayerProblem
 from .families.replay_selective_state_update.spec import History, ReplayProblem
 from .families.selective_state_update import spec as selective_state_update
-from .families.selective_state_update.spec import SsuProblem
-from .families.selective_state_update.tokens_spec import SsuTokensProblem
-from .spec import DType, Index, PoolMode, Problem
+from .families.selective_state_update.problem import SsuProblem
+from .spec import DType, Index, PoolMode, Problem, flat, made
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -43,18 +28,12 @@ else:
     import tomli as tomllib
 
 
-LayerProblem = Mamba2LayerProblem | GdnLayerProblem | KdaLayerProblem
+LayerProblem = Mamba2LayerProblem | DeltaLayerProblem
 # By kind: the public function that does the decode step of a whole layer, and what it asks for.
 LAYERS: dict[str, tuple[str, type[LayerProblem]]] = {
     "mamba2": (mamba2_layer.OPERATOR, Mamba2LayerProblem),
-    "gated_delta_rule": (gdn_layer.OPERATOR, GdnLayerProblem),
-    "kda": (kda_layer.OPERATOR, KdaLayerProblem),
-}
-# By the function that does a layer's decode step: what several tokens ask of it, by what one does. In their modules, as `problems`.
-LAYERS_OF_TOKENS = {
-    mamba2_layer.OPERATOR: mamba2_layer_tokens.problems,
-    gdn_layer.OPERATOR: gdn_layer_tokens.problems,
-    kda_layer.OPERATOR: kda_layer_tokens.problems,
+    "gated_delta_rule": ("gdn_layer", DeltaLayerProblem),
+    "kda": ("kda_layer", DeltaLayerProblem),
 }
 
 
@@ -197,14 +176,13 @@ class Model:
         _, layer = LAYERS[self.kind]
         same = {"conv_width": self.conv_width, "conv_weight": io, "conv_bias": io if self.conv_bias else None, **norm}
         recurrences = [self.problem(state, index, PoolMode.SINGLE, io=io, **call) for state in states or (self.state,) for index in indices]
-        given = [{f.name: getattr(problem, f.name) for f in fields(problem)} for problem in recurrences]
-        found = [layer(**problem, **same, conv_layout=layout, conv_len=length) for problem in given for layout, length in windows]
+        given = [flat(problem) | same for problem in recurrences]
+        found = [made(layer, problem | {"conv_layout": layout, "conv_len": length}) for problem in given for layout, length in windows]
         logarithms = [p for p in found if layer is Mamba2LayerProblem and p.index is Index.NONE]  # as transformers' modules hold A
         found += [replace(p, A=io, A_is_log=True) for p in logarithms]
         if tokens == 1 and not intermediates and update_state:
             return found
-        several = LAYERS_OF_TOKENS[self.layer_function]
-        return [problem for one in found for problem in several(one, tokens, intermediates, update_state)]
+        return [problem for one in found for problem in one.of_tokens(tokens, intermediates, update_state)]
 
     def _share(self, whole: int, of: str, tp: int) -> int:
         if tp < 1 or whole % tp:
@@ -270,7 +248,8 @@ class Mamba(Model):
             raise ModelError(f"{self.name} is a Mamba-1 model, which takes one token at a time")
         if several:
             more |= {"update": Update.FINAL if update_state else Update.NONE, "intermediate_states": state if intermediates else None}
-        return (SsuTokensProblem if several else SsuProblem)(
+        return SsuProblem(
+            several=several,
             d_state=self.d_state,
             headdim=self.headdim,
             nheads=self.nheads,

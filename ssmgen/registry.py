@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from . import tuned
 from .catalog import OPERATORS
 from .errors import UnsupportedError
-from .spec import Arch, KernelSpec
+from .spec import Arch, KernelSpec, flat
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,7 @@ def unit(operator: str) -> str:
 
 
 def describe(problem: Any) -> str:
-    given = {f.name: getattr(problem, f.name) for f in fields(problem)}
-    return " ".join(f"{name}={getattr(value, 'value', value)}" for name, value in given.items() if value is not None)
+    return " ".join(f"{name}={getattr(value, 'value', value)}" for name, value in flat(problem).items() if value is not None)
 
 
 def _tuned(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: str) -> Iterator[tuple[str, KernelSpec | None, str]]:

@@ -6,13 +6,12 @@ import functools
 import hashlib
 import re
 import textwrap
-from dataclasses import fields
 from pathlib import Path
 
 import jinja2
 
 from .forks import whole
-from .spec import SM90, Arch, DType, KernelSpec, Pdl
+from .spec import SM90, Arch, DType, KernelSpec, Pdl, flat
 
 PDL_WAIT = "griddepcontrol.wait"
 
@@ -51,7 +50,7 @@ def render(spec: KernelSpec, arch: Arch) -> str:
             s=spec,
             arch=arch,
             facts=_facts(spec),
-            dtypes={v.value for f in fields(spec) if isinstance(v := getattr(spec, f.name), DType)} | {needs.mma},
+            dtypes={v.value for v in flat(spec).values() if isinstance(v, DType)} | {needs.mma},
             needs=needs,
             clusters=spec.cluster_blocks > 1,
             waits=spec.pdl is not Pdl.OFF,

@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple, get_type_hints
+from typing import Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 
 from .errors import SpecError
+
+T = TypeVar("T")
 
 
 class DType(Enum):
@@ -132,6 +134,65 @@ def is_pow2(n: int) -> bool:
 
 # Of a field that its family got later: said only where it is not its default, so that variants without it keep their names and texts.
 LATER = {"later": True}
+# Of a field of a part: texts call it by the part's own name.
+BARE = {"bare": True}
+
+
+class Part:
+    """Base of a group of fields that several specs have, as one field whose default is the group's. It is frozen.
+
+    Texts say its fields one by one, their names behind the group's: `conv_width` is `width` of `conv`.
+    """
+
+    __slots__ = ()
+
+
+class Entry(NamedTuple):
+    """A field as texts have it; part: the field that holds it, or empty."""
+
+    field: Field[Any]
+    part: str
+
+    def of(self, given: Any) -> Any:
+        return getattr(getattr(given, self.part) if self.part else given, self.field.name)
+
+
+@functools.cache
+def entries(kind: type) -> dict[str, Entry]:
+    """The fields of a spec class, or a problem's, by their names in texts."""
+    found: dict[str, Entry] = {}
+    for f in fields(kind):
+        if isinstance(f.default, Part):
+            own = fields(f.default)
+            found |= {f.name if "bare" in inner.metadata else f"{f.name}_{inner.name}": Entry(inner, f.name) for inner in own}
+        else:
+            found[f.name] = Entry(f, "")
+    return found
+
+
+def flat(given: Any) -> dict[str, Any]:
+    """{name in texts: value} of a spec, or of a problem."""
+    return {name: entry.of(given) for name, entry in entries(type(given)).items()}
+
+
+def made(kind: type[T], values: Mapping[str, Any]) -> T:
+    """The spec, or the problem, with these values by their names in texts; fields that are not among them have their defaults."""
+    own: dict[str, Any] = {}
+    parts: dict[str, dict[str, Any]] = {}
+    known = entries(kind)
+    for name, value in values.items():
+        entry = known.get(name)
+        if entry is not None and entry.part:
+            parts.setdefault(entry.part, {})[entry.field.name] = value
+        else:
+            own[name] = value
+    groups: dict[str, Any] = {f.name: f.default for f in fields(kind) if f.name in parts}
+    return kind(**own, **{name: replace(groups[name], **inner) for name, inner in parts.items()})
+
+
+def changed(given: T, **values: Any) -> T:
+    """The same spec, or problem, but for these values by their names in texts."""
+    return made(type(given), flat(given) | values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +238,7 @@ class KernelSpec:
     @property
     def needs(self) -> Needs:
         """What the template includes of the library: by default exponentials, and vectors gathered where a field says so."""
-        return Needs(math=True, elements=any(getattr(self, f.name) is Loads.ELEMENT for f in fields(self)))
+        return Needs(math=True, elements=any(value is Loads.ELEMENT for value in flat(self).values()))
 
     @property
     def ahead(self) -> tuple[KernelSpec, ...]:
@@ -235,8 +296,8 @@ class KernelSpec:
 
     def said(self) -> Iterator[str]:
         """The fields of its text."""
-        values = ((f, getattr(self, f.name)) for f in fields(self))
-        return (f"{f.name}={text_of(value)}" for f, value in values if value != f.default or "later" not in f.metadata)
+        values = ((name, entry.field, entry.of(self)) for name, entry in entries(type(self)).items())
+        return (f"{name}={text_of(value)}" for name, f, value in values if value != f.default or "later" not in f.metadata)
 
     def __str__(self) -> str:
         return f"{self.family}:" + ",".join(self.said())
@@ -272,14 +333,18 @@ def _value(kind: Any, text: str) -> Any:
 _hints = functools.cache(get_type_hints)  # 0.4 ms, which a table of some hundred rows would take for each
 
 
+def _kind(cls: type[KernelSpec], entry: Entry) -> Any:
+    """The type of a field."""
+    return _hints(_hints(cls)[entry.part] if entry.part else cls)[entry.field.name]
+
+
 def parse_spec(text: str, families: dict[str, type[KernelSpec]]) -> KernelSpec:
     """Reads a canonical text back. Fields with a default may be left out. Raises SpecError naming every unreadable part."""
     family, _, rest = text.partition(":")
     if family not in families:
         raise SpecError(text, [f"unknown family {family!r}; known: {', '.join(sorted(families))}"])
     cls = families[family]
-    hints = _hints(cls)
-    known = {f.name: f for f in fields(cls)}
+    known = entries(cls)
     values: dict[str, Any] = {}
     problems = []
     named = set()
@@ -290,12 +355,12 @@ def parse_spec(text: str, families: dict[str, type[KernelSpec]]) -> KernelSpec:
             problems.append(f"unknown field {key!r}; known: {', '.join(known)}")
             continue
         try:
-            values[key] = _value(hints[key], value)
+            values[key] = _value(kind := _kind(cls, known[key]), value)
         except ValueError:
-            problems.append(f"{key}={value!r} is not a {getattr(hints[key], '__name__', hints[key])}")
-    missing = [n for n, f in known.items() if n not in named and f.default is MISSING]
+            problems.append(f"{key}={value!r} is not a {getattr(kind, '__name__', kind)}")
+    missing = [name for name, entry in known.items() if name not in named and entry.field.default is MISSING]
     if missing:
         problems.append(f"missing: {', '.join(missing)}")
     if problems:
         raise SpecError(text, problems)
-    return cls(**values)
+    return made(cls, values)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ssmgen.families.selective_state_update.call import headed_views
 from ssmgen.families.selective_state_update.reference import selective_state_update as reference
 from ssmgen.families.selective_state_update.reference import softplus
+from ssmgen.families.selective_state_update.views import views_of
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 POISON = {F32: 1e30, F16: 6e4, BF16: 1e30}
@@ -152,6 +153,11 @@ class Call:
         tensors = dict(zip(names, self.args, strict=False)) | {k: v for k, v in self.kwargs.items() if isinstance(v, Tensor)}
         return {k: v for k, v in tensors.items() if v is not None}
 
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """What it says beside its tensors."""
+        return self.case.softplus, self.case.limit, self.case.pad_slot_id, 0, True
+
 
 def make_call(case: Case, device: str, seed: int = 0) -> Call:
     """Random operands. Unused slots hold NaN; buffers are padded with poison; padded rows point at NaN slots or nowhere."""
@@ -243,7 +249,7 @@ def expected(call: Call) -> Expected:
     """
     case = call.case
     named = {k: v.detach().cpu() for k, v in call.named.items()}
-    views = headed_views(named, problems := [])
+    views = views_of(named, call.options, problems := [])
     assert not problems, problems
     state = views["state"]
     new, out = state.double(), torch.zeros(views["out"].shape, dtype=torch.float64)
@@ -285,7 +291,7 @@ def expected(call: Call) -> Expected:
 
 def assert_matches(call: Call, want: Expected) -> None:
     """State and output within their bounds, padded rows zero, and nothing else in memory changed."""
-    views = headed_views({k: v.detach().cpu() for k, v in call.named.items()}, [])
+    views = views_of({k: v.detach().cpu() for k, v in call.named.items()}, call.options, [])
     slots = call.written
     state, out = views["state"].double(), views["out"].double()
     wrong = call.memory.untouched({"state": slots.to(call.args[0].device), "out": None})

@@ -12,7 +12,7 @@ from ssu_cases import BF16, F16, F32, Memory, ulp
 from torch import Tensor
 
 import ssmgen
-from ssmgen.families.selective_state_update import tokens_call as op
+from ssmgen.families.selective_state_update import planning as op
 
 
 @dataclass(frozen=True)

@@ -363,7 +363,7 @@ def test_run_of_selective_state_update_with_several_tokens(without_a_gpu, called
         (1, 2, False, 6), (3, 4, True, 6)] * 2  # fmt: skip
     assert [sorted(row["peer_ratio"]) for row in found["rows"]] == [["flashinfer", "mamba_ssm"], ["flashinfer"]] * 2
     for row in found["rows"][1::2]:
-        assert row["spec"].startswith("selective_state_update_tokens:") and row["copy_ratio"] is None
+        assert row["spec"].startswith("selective_state_update:") and ",several=yes" in row["spec"] and row["copy_ratio"] is None
     (row,) = run(tokens=[2], intermediates=False)["rows"][:1]
     assert row["passes"] == 2 and row["copy_ratio"] == 2 / 3
     assert len(selective_state_update.table(REPORT | found).splitlines()) == 3 + 4

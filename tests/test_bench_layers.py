@@ -313,7 +313,7 @@ def test_run_of_several_tokens(monkeypatch):
     options = {"states": [DType.BF16], "batches": [1], "tp": 8, "device": "cpu", "tokens": [1, 2], "watch": Watch(lambda line: None)}
     found = bench.run("mamba2_layer", ["nemotron-h-8b"], **options)
     assert not found["failed"] and [(row["tokens"], row["intermediates"]) for row in found["rows"]] == [(1, False), (2, True)]
-    assert found["rows"][1]["copy_ratio"] is None and found["rows"][1]["specs"][0].startswith("mamba2_layer_tokens:")
+    assert found["rows"][1]["copy_ratio"] is None and found["rows"][1]["specs"][0].startswith("mamba2_layer:")
     final = bench.run("mamba2_layer", ["nemotron-h-8b"], **options | {"tokens": [2]}, intermediates=False)["rows"][0]
     assert final["copy_ratio"] == 1.0 and "update=final" in final["specs"][0]
     assert "  2+" in bench.table(found) and bench.point(found, found["rows"][1]).case.endswith("bf16 state, 2+ tokens")

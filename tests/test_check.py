@@ -160,7 +160,7 @@ def test_their_operands_pose_the_problem_that_the_spec_is_for(name):
     assert {f.name: getattr(spec, f.name) for f in fields(posed)} == {f.name: getattr(posed, f.name) for f in fields(posed)}
 
 
-TOKENS = "selective_state_update_tokens:d_state=64,headdim=32,nheads=4,ngroups=2,lanes=16,vec=4,ilp=2,tile=8,threads=64,dt_bias=f32"
+TOKENS = "selective_state_update:several=yes,d_state=64,headdim=32,nheads=4,ngroups=2,lanes=16,vec=4,ilp=2,tile=8,threads=64,dt_bias=f32"
 SSU_TOKENS = {
     "plain": f"{TOKENS},index=i32,D=f32,z=bf16",
     "limit-odd": f"{TOKENS},index=i64,pool=split,dt_limit=yes,{ODD},state=bf16",

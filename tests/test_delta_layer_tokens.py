@@ -11,22 +11,19 @@ from typing import Any
 import pytest
 import torch
 from layer_calls import SM90, differing, emulate, emulated_chain, make, needs_emulator
-from layer_cases import BF16, F32, GDN, GDN_TOKENS, I32, I64, KDA, KDA_TOKENS, Kda, named
+from layer_cases import BF16, F32, GDN, GDN_TOKENS, I32, I64, KDA, KDA_TOKENS, named
 from test_check import edited
 
 import ssmgen
-from ssmgen import registry
-from ssmgen.catalog import OPERATOR_OF, OPERATORS, SPECS
+from ssmgen.catalog import SPECS
 from ssmgen.emulator import EmulatorError
 from ssmgen.emulator.check import check
 from ssmgen.errors import ArgumentError
-from ssmgen.families.delta_layer import gdn_tokens_call as gdn_layer_tokens
-from ssmgen.families.delta_layer import kda_tokens_call as kda_layer_tokens
-from ssmgen.families.delta_layer.tokens_spec import DeltaLayerTokensSpec
+from ssmgen.families.delta_layer.spec import DeltaLayerSpec, space
 from ssmgen.families.gated_rms_norm.layer_spec import LayerGatedNormSpec
 from ssmgen.families.linear_attention.problem import Tokens, Update
 from ssmgen.render import render, uses_pdl
-from ssmgen.spec import DType, Index, Loads, Pdl, PoolMode, parse_spec
+from ssmgen.spec import DType, Index, Loads, Pdl, PoolMode, changed, parse_spec
 
 CASES = [*GDN_TOKENS, *KDA_TOKENS]
 
@@ -66,7 +63,7 @@ def test_kernels_equal_those_of_the_separate_operators(case):
 def test_variants_are_bit_equal(case):
     chain = emulated_chain(case)
     problem = make(case).built().problem()[0]
-    found = list(OPERATORS[OPERATOR_OF[type(problem)]].space(problem, SM90))
+    found = list(space(problem, SM90))
     for spec in random.Random(0).sample(found, 5):
         call = make(case)
         emulate(call.built(), spec)
@@ -133,11 +130,10 @@ HOW = {
 }  # fmt: skip
 
 
-def spec_of(name: str) -> DeltaLayerTokensSpec:
+def spec_of(name: str) -> DeltaLayerSpec:
     fields = dict(item.split("=") for item in f"{BASE},{HOW[name]}".split(","))
-    family = "kda_layer_tokens:" if name.startswith("kda") else "gdn_layer_tokens:"
-    found = parse_spec(family + ",".join("=".join(item) for item in fields.items()), SPECS)
-    assert isinstance(found, DeltaLayerTokensSpec)
+    found = parse_spec("delta_layer:" + ",".join("=".join(item) for item in fields.items()), SPECS)
+    assert isinstance(found, DeltaLayerSpec)
     return found
 
 
@@ -238,10 +234,9 @@ def test_one_token_with_an_axis_is_one_token():
 @named([replace(GDN, tokens=3), replace(KDA, tokens=8, accepted=I64, batch=8), replace(GDN, tokens=1, update=False, kept=BF16)])
 def test_supported_and_explained(case):
     call = make(case)
-    name = "kda_layer_tokens" if isinstance(case, Kda) else "gdn_layer_tokens"
     assert ssmgen.supported(call.function, **call.kwargs, arch="sm_90a") == (True, [])
     told = ssmgen.explain(call.function, **call.kwargs, arch="sm_90a")
-    assert told.operator == name and f"{name}:" in str(told)
+    assert told.operator == "delta_layer" and told.chosen.spec.function == call.function.__name__
 
 
 def test_problems_say_what_is_asked_for():
@@ -249,8 +244,8 @@ def test_problems_say_what_is_asked_for():
         return make(replace(base, **{"tokens": 3} | changes)).built().problem()[0]
 
     plain, kept, frozen = posed(), posed(kept=BF16, saved="runs", rows=I32), posed(update=False)
-    assert (plain.tokens, plain.update, plain.conv_tokens, plain.intermediates) == (Tokens.MANY, Update.FINAL, 3, False)
-    assert kept.intermediates and kept.intermediate_indices is kept.conv_rows is kept.rows_index is Index.I32
+    assert (plain.tokens, plain.update, plain.conv.tokens, plain.intermediates) == (Tokens.MANY, Update.FINAL, 3, False)
+    assert kept.intermediates and kept.intermediate_indices is kept.conv.rows is kept.rows_index is Index.I32
     assert frozen.update is Update.NONE and not frozen.conv_moves and not frozen.frozen
     accepted = posed(accepted=I64, index=I64)
     assert (accepted.update, accepted.pool, accepted.accepted, accepted.conv_rolls) == (Update.EACH, PoolMode.SPLIT, Index.I64, True)
@@ -269,10 +264,7 @@ def test_problems_say_what_is_asked_for():
 )
 def test_opcheck(case):
     call = make(case).built()
-    if isinstance(case, Kda):
-        torch.library.opcheck(torch.ops.ssmgen.kda_layer_tokens.default, (*call.given, *call.options, None))
-    else:
-        torch.library.opcheck(torch.ops.ssmgen.gdn_layer_tokens.default, (*call.given, *call.options[: gdn_layer_tokens.SAID], None))
+    torch.library.opcheck(torch.ops.ssmgen.delta_layer.default, (call.caller.name, *call.given, *call.options, None))
 
 
 @named([replace(GDN, tokens=3), replace(KDA, tokens=3)])
@@ -290,14 +282,15 @@ def test_compiled_whole(case):
     [
         ("final", {"chunk": 8}, "all 3 tokens are staged at once, not 8"),
         ("final", {"conv_tokens": 9, "chunk": 9}, "9 tokens are not 1 … 8"),
-        ("final", {"tokens": Tokens.ONE}, "takes as many of every sequence, and no packed ones"),
+        ("final", {"tokens": Tokens.RAGGED, "cu_seqlens": Index.I32}, "takes as many of every sequence, and no packed ones"),
         ("final", {"update": Update.EACH, "pool": PoolMode.SPLIT}, "accepted tokens pick where a layer starts from if and only if"),
         ("final", {"intermediate_indices": Index.I32}, "rows of states that are not kept"),
         ("rows", {"conv_rows": Index.NONE}, "windows and states are kept in rows of the same numbers"),
         ("kept", {"ilp": 1}, "several tokens need all rows of a tile in flight at once"),
         ("final", {"dim_k": 1024, "lanes": 32, "ilp": 4, "tile": 4, "conv_tokens": 8, "chunk": 8}, "bytes of shared memory exceed 48 KiB"),
-        ("final", {"g": None, "gk": DType.BF16}, "the decay is per head"),
-        ("kda", {"g": DType.BF16}, "the decay is per key channel"),
+        ("final", {"tokens": Tokens.ONE}, "3 tokens per sequence, of a call of one"),
+        ("kda", {"g": DType.BF16}, "or per key channel"),
+        ("final", {"norm_inside": True}, "several tokens are normed by a kernel behind"),
         ("accepted", {"prefetch": 132}, "the bulk L2 prefetch does not know the column"),
         ("accepted", {"conv_len": 3}, "with accepted tokens at least 5"),
     ],
@@ -305,7 +298,7 @@ def test_compiled_whole(case):
 def test_violations_in_words(name, change, words):
     spec = spec_of(name)
     assert not spec.violations(SM90)
-    found = replace(spec, **change).violations(SM90)
+    found = changed(spec, **change).violations(SM90)
     assert any(words in problem for problem in found), found
 
 
@@ -317,9 +310,9 @@ def test_layout_of_the_text(name):
     signature = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
     assert [p.split()[-1].lstrip("*") for p in signature.split(",")] == [p.name for p in spec.parameters()]
     assert not any(line != line.rstrip() or "\t" in line or "{%" in line for line in text.splitlines())
-    assert ("arrivals" in text) == (spec.update is not Update.NONE) and len(spec.kernels) == (1 if spec.norm is None else 2)
-    if spec.norm is not None:
-        assert (spec.kernels[1].tokens, spec.kernels[1].accepted) == (spec.conv_tokens, spec.accepted)
+    assert ("arrivals" in text) == (spec.update is not Update.NONE) and len(spec.kernels) == (1 if spec.norm.weight is None else 2)
+    if spec.norm.weight is not None:
+        assert (spec.kernels[1].tokens, spec.kernels[1].accepted) == (spec.conv.tokens, spec.accepted)
 
 
 @pytest.mark.parametrize("name", HOW)
@@ -340,12 +333,3 @@ def test_wait_precedes_every_access(name, pdl):
     if pdl is not Pdl.OFF:
         wait = body.index("wait_for_upstream();")
         assert all(m.start() > wait for m in re.finditer(r"\b(load|store)\w*[(<]", body))
-
-
-def test_operators_have_the_operands_of_one_token_and_their_own():
-    for one, several in (
-        (ssmgen.families.delta_layer.gdn_call, gdn_layer_tokens),
-        (ssmgen.families.delta_layer.kda_call, kda_layer_tokens),
-    ):
-        assert several.NAMES[: len(one.NAMES)] == one.NAMES and several.CALLER.name == one.CALLER.name
-        assert registry.unit(several.OPERATOR) == "batch"

@@ -12,7 +12,7 @@ from ssu_cases import BF16, F32, Case, assert_matches, expected, make_call, smal
 from ssmgen import emulator, registry
 from ssmgen.arguments import Arguments
 from ssmgen.emulator import EmulatorError, run_source
-from ssmgen.families.selective_state_update import call as op
+from ssmgen.families.selective_state_update import planning as op
 from ssmgen.families.selective_state_update.spec import space
 from ssmgen.render import render
 from ssmgen.spec import Arch, KernelSpec, Param
@@ -24,15 +24,13 @@ SM90, SM80 = Arch.parse("sm_90a"), Arch.parse("sm_80")
 
 def problem_of(call):
     named = call.named
-    return op.problem_of(
-        op.headed_views(named, []), {n: t.data_ptr() for n, t in named.items()}, call.case.softplus, call.case.limit is not None
-    )
+    return op.problem_of(op.views_of(named, call.options, []), {n: t.data_ptr() for n, t in named.items()}, call.options)
 
 
 def emulate(call, spec, arch=SM90, change=lambda source: source) -> None:
     """One launch of a variant, through the same argument packing as on a card; `change` edits the text."""
-    named = {n: call.named[n] for n in op._NAMES if n in call.named}
-    values = op.kernel_values(spec, op.headed_views(named, []), call.case.pad_slot_id, call.case.limit)
+    named = {n: call.named[n] for n in op.NAMES if n in call.named}
+    values = op.kernel_values(spec, op.views_of(named, call.options, []), call.options)
     packed = Arguments(spec, values).at([t.data_ptr() for t in named.values()])
     grid = call.case.batch * spec.nheads * spec.tiles
     run_source(change(render(spec, arch)), spec.name, grid, spec.threads, packed, named, ("state", "out"))

@@ -113,13 +113,14 @@ EXCEPTIONS: dict[str, int] = {
     "bench/report.py": 4,
     "bench/rows.py": 2,
     "cli/inspecting.py": 4,
-    "cli/options.py": 32,
+    "cli/options.py": 19,
+    "engine/layer.py": 1,
     "engine/layer_reference.py": 6,
-    "engine/layer_tokens.py": 5,
-    "engine/layer_views.py": 3,
+    "engine/layer_tokens.py": 3,
+    "engine/layer_views.py": 2,
     "engine/rows.py": 1,
-    "engine/short_conv.py": 2,
-    "models.py": 61,
+    "engine/short_conv.py": 1,
+    "models.py": 43,
 }
 
 

@@ -20,14 +20,13 @@ from ssmgen.emulator import EmulatorError
 from ssmgen.emulator.check import check
 from ssmgen.engine.rows import axes
 from ssmgen.errors import ArgumentError
-from ssmgen.families.delta_layer import gdn_call as op
-from ssmgen.families.delta_layer import gdn_spec as kernels
-from ssmgen.families.delta_layer import spec as delta_layer
-from ssmgen.families.delta_layer.gdn_spec import GdnLayerProblem, GdnLayerSpec
-from ssmgen.families.gated_rms_norm.layer_spec import LayerGatedNormSpec
+from ssmgen.families.delta_layer import spec as kernels
+from ssmgen.families.delta_layer.problem import DeltaLayerProblem
+from ssmgen.families.delta_layer.spec import DeltaLayerSpec
+from ssmgen.families.gated_rms_norm.layer_spec import LayerGatedNormSpec, LayerNorm
 from ssmgen.families.linear_attention.problem import Beta, Delta, Gate, Layout, Tokens
 from ssmgen.render import render, uses_pdl
-from ssmgen.spec import Arch, DType, Index, Loads, Pdl, PoolMode, parse_spec
+from ssmgen.spec import Arch, DType, Index, Loads, Pdl, PoolMode, changed, parse_spec
 
 # The same bits as the separate operators.
 
@@ -56,7 +55,7 @@ def test_kernels_equal_those_of_the_separate_operators(case):
     """One kernel, and two; both as the rules choose them, but for who norms."""
     chain = emulated_chain(case)
     problem, size, _, _ = make(case).built().problem()
-    spec = registry.select(op.OPERATOR, problem, size, SM90, False)
+    spec = registry.select(kernels.OPERATOR, problem, size, SM90, False)
     whole = [kernels.whole_heads(problem, threads, SM90, False) for threads in (64, 128) if case.norm]
     assert not any(variant.violations(SM90) for variant in whole)
     for variant in (spec, *whole):
@@ -72,7 +71,7 @@ def test_the_next_step_finds_what_this_one_left(inside):
     chain = emulated_chain(GDN)
     chain.chain(lambda function, kwargs: emulate(function.build(**kwargs)))
     call = make(GDN)
-    spec = registry.select(op.OPERATOR, call.built().problem()[0], GDN.batch, SM90, False)
+    spec = registry.select(kernels.OPERATOR, call.built().problem()[0], GDN.batch, SM90, False)
     for _ in range(2):
         emulate(call.built(), kernels.whole_heads(spec, 64, SM90, False) if inside else spec)
     call.assert_unharmed()
@@ -128,10 +127,10 @@ HOW = {
 }
 
 
-def spec_of(name: str) -> GdnLayerSpec:
+def spec_of(name: str) -> DeltaLayerSpec:
     fields = dict(item.split("=") for item in f"{BASE},{HOW[name]}".split(","))
-    found = parse_spec("gdn_layer:" + ",".join("=".join(item) for item in fields.items()), SPECS)
-    assert isinstance(found, GdnLayerSpec)
+    found = parse_spec("delta_layer:" + ",".join("=".join(item) for item in fields.items()), SPECS)
+    assert isinstance(found, DeltaLayerSpec)
     return found
 
 
@@ -243,7 +242,7 @@ def test_supported_and_explained(case):
     kwargs = make(case).kwargs
     assert ssmgen.supported(ssmgen.gdn_layer, **kwargs, arch="sm_90a") == (True, [])
     told = ssmgen.explain(ssmgen.gdn_layer, **kwargs, arch="sm_90a")
-    assert told.operator == "gdn_layer" and told.chosen and "gdn_layer:" in str(told)
+    assert told.operator == "delta_layer" and told.chosen.spec.function == "gdn_layer"
     good, why = ssmgen.supported(ssmgen.gdn_layer, **kwargs | {"norm_eps": None}, arch="sm_90a")
     assert not good and why == ["norm_eps is None, not a positive number that float32 or int64 holds"]
 
@@ -255,12 +254,12 @@ def test_heads_that_no_kernel_serves_are_refused():
 
 
 def test_problems_say_where_operands_lie():
-    def posed(**changes: Any) -> GdnLayerProblem:
+    def posed(**changes: Any) -> DeltaLayerProblem:
         return make(replace(GDN, **changes)).built().problem()[0]
 
     aligned, odd, gap = posed(), posed(odd=True, window="any"), posed(slot_gap=1)
-    assert {aligned.conv_loads, aligned.conv_taps, aligned.norm_loads, aligned.state_loads} == {Loads.VECTOR}
-    assert {odd.conv_loads, odd.conv_taps, odd.norm_loads} == {Loads.ELEMENT} and odd.state_loads is Loads.VECTOR
+    assert {aligned.conv.loads, aligned.conv.taps, aligned.norm.loads, aligned.state_loads} == {Loads.VECTOR}
+    assert {odd.conv.loads, odd.conv.taps, odd.norm.loads} == {Loads.ELEMENT} and odd.state_loads is Loads.VECTOR
     assert gap.state_loads is Loads.ELEMENT
     assert posed(layout="kv").layout is Layout.KV and posed(twice=True).beta_form is Beta.TWICE_SIGMOID
     assert posed(headed=True) == aligned and posed(batch=1) == aligned
@@ -272,7 +271,7 @@ def test_problems_say_where_operands_lie():
 @named([GDN, *vary(GDN, bare={"norm": None, "bias": False, "conv_bias": None}, kv={"layout": "kv", "index": None, "batch": 3})])
 def test_opcheck(case):
     call = make(case).built()
-    torch.library.opcheck(torch.ops.ssmgen.gdn_layer.default, (*call.given, *call.options[: op.SAID], None))
+    torch.library.opcheck(torch.ops.ssmgen.delta_layer.default, ("gdn_layer", *call.given, *call.options, None))
 
 
 def test_compiled_whole():
@@ -316,13 +315,13 @@ ONE, TWO, BARE = spec_of("one"), spec_of("two"), spec_of("bare")
         (TWO, {"gate": Gate.LOG, "A_log": None, "dt_bias": None}, "a layer's gate is raw"),
         (TWO, {"gk": DType.BF16}, "the decay is per head, with g and A_log, and a softplus"),
         (TWO, {"beta_form": Beta.PLAIN}, "a layer's beta is a logit"),
-        (TWO, {"tokens": Tokens.MANY}, "a layer's call has one token, and updates the state"),
+        (TWO, {"tokens": Tokens.MANY}, "0 tokens per sequence, of a call of several"),
         (TWO, {"pool": PoolMode.SPLIT}, "the window and the state of a layer are updated in place"),
     ],
 )
 def test_violations_in_words(spec, change, words):
     assert not spec.violations(SM90)
-    found = replace(spec, **change).violations(SM90)
+    found = changed(spec, **change).violations(SM90)
     assert any(words in problem for problem in found), found
 
 
@@ -330,11 +329,11 @@ def test_violations_in_words(spec, change, words):
 def test_layout_of_the_text(name):
     spec = spec_of(name)
     text = render(spec, SM90)
-    assert text.startswith("// gdn_layer for sm_90a") and parse_spec(str(spec), SPECS) == spec
+    assert text.startswith("// delta_layer for sm_90a") and parse_spec(str(spec), SPECS) == spec
     signature = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
     assert [p.split()[-1].lstrip("*") for p in signature.split(",")] == [p.name for p in spec.parameters()]
     assert not any(line != line.rstrip() or "\t" in line or "{%" in line for line in text.splitlines())
-    assert ("squares" in text) == spec.norm_inside and len(spec.kernels) == (1 if spec.norm_inside or spec.norm is None else 2)
+    assert ("squares" in text) == spec.norm_inside and len(spec.kernels) == (1 if spec.norm_inside or spec.norm.weight is None else 2)
 
 
 @pytest.mark.parametrize("pdl", Pdl)
@@ -348,9 +347,10 @@ def test_wait_precedes_every_access(name, pdl):
         assert all(m.start() > wait for m in re.finditer(r"\b(load|store)\w*[(<]", body))
 
 
-QWEN = GdnLayerProblem(
+QWEN = DeltaLayerProblem(
     dim_k=128, dim_v=128, nheads=32, key_heads=16, g=DType.BF16, beta=DType.BF16, A_log=DType.F32, dt_bias=DType.F32, gate=Gate.SOFTPLUS,
-    beta_form=Beta.SIGMOID, l2norm=True, index=Index.I32, norm=DType.BF16, norm_size=128, norm_grouped=True, norm_first=True,
+    beta_form=Beta.SIGMOID, l2norm=True, index=Index.I32,
+    norm=LayerNorm(weight=DType.BF16, size=128, grouped=True, first=True),
 )  # fmt: skip
 
 
@@ -364,8 +364,8 @@ def test_rules_choose_legal_variants(arch, state, layout):
     for batch in (1, 3, 8, 9, 64, 300, 3000):
         spec = registry.select(kernels.OPERATOR, problem, batch, arch, arch.number >= 90)
         heads = batch * problem.nheads
-        most = delta_layer.CLUSTERS[problem.interleaved, state.size][-1][0]
+        most = kernels.CLUSTERS[problem.interleaved, state.size][-1][0]
         assert not spec.violations(arch) and spec.clustered == (heads <= most and arch.number >= 90)
-        assert spec.norm_inside == (spec.clustered or (layout is Layout.VK and heads >= delta_layer.FEW_HEADS))
+        assert spec.norm_inside == (spec.clustered or (layout is Layout.VK and heads >= kernels.FEW_HEADS))
         assert spec.cluster_blocks == (spec.tiles if spec.clustered else 1)
         assert spec.norm_inside or spec.kernels[1].pdl is (Pdl.OFF if spec.pdl is Pdl.OFF else Pdl.TRIGGER_LOADED)

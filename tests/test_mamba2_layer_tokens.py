@@ -19,15 +19,15 @@ from ssmgen import registry
 from ssmgen.catalog import SPECS
 from ssmgen.emulator import EmulatorError
 from ssmgen.emulator.check import check
+from ssmgen.engine.short_conv import ShortConv
 from ssmgen.errors import ArgumentError
 from ssmgen.families.causal_conv1d_update.spec import Saved, StateLayout
-from ssmgen.families.gated_rms_norm.layer_spec import LayerGatedNormSpec
+from ssmgen.families.gated_rms_norm.layer_spec import LayerGatedNormSpec, LayerNorm
 from ssmgen.families.linear_attention.problem import Update
-from ssmgen.families.mamba2_layer import tokens_spec as kernels
-from ssmgen.families.mamba2_layer.spec import Mamba2LayerProblem
-from ssmgen.families.mamba2_layer.tokens_spec import Mamba2LayerTokensProblem, Mamba2LayerTokensSpec
+from ssmgen.families.mamba2_layer import spec as kernels
+from ssmgen.families.mamba2_layer.spec import Mamba2LayerProblem, Mamba2LayerSpec
 from ssmgen.render import render, uses_pdl
-from ssmgen.spec import Arch, DType, Index, Loads, Pdl, PoolMode, parse_spec
+from ssmgen.spec import Arch, DType, Index, Loads, Pdl, PoolMode, changed, parse_spec
 
 # The same bits as the separate operators.
 
@@ -104,10 +104,10 @@ HOW = {
 }  # fmt: skip
 
 
-def spec_of(name: str) -> Mamba2LayerTokensSpec:
+def spec_of(name: str) -> Mamba2LayerSpec:
     fields = dict(item.split("=") for item in f"{BASE},{HOW[name]}".split(","))
-    found = parse_spec("mamba2_layer_tokens:" + ",".join("=".join(item) for item in fields.items()), SPECS)
-    assert isinstance(found, Mamba2LayerTokensSpec)
+    found = parse_spec("mamba2_layer:several=yes," + ",".join("=".join(item) for item in fields.items()), SPECS)
+    assert isinstance(found, Mamba2LayerSpec)
     return found
 
 
@@ -239,7 +239,7 @@ def test_supported_and_explained(case):
     kwargs = make(case).kwargs
     assert ssmgen.supported(ssmgen.mamba2_layer, **kwargs, arch="sm_90a") == (True, [])
     told = ssmgen.explain(ssmgen.mamba2_layer, **kwargs, arch="sm_90a")
-    assert told.operator == "mamba2_layer_tokens" and told.chosen and "mamba2_layer_tokens:" in str(told)
+    assert told.operator == "mamba2_layer" and told.chosen.spec.several
 
 
 def posed(case: Any, **changes: Any) -> Any:
@@ -247,15 +247,15 @@ def posed(case: Any, **changes: Any) -> Any:
 
 
 def test_problems_say_what_a_call_asks_for():
-    assert isinstance(posed(T3, tokens=1), Mamba2LayerProblem), "one token's kernels"
+    assert not posed(T3, tokens=1).several, "one token's kernels"
     final, verify, accepted = posed(T3), posed(VERIFY), posed(ACCEPTED)
     assert [p.update for p in (final, verify, accepted)] == [Update.FINAL, Update.NONE, Update.EACH]
-    assert (final.conv_tokens, final.conv_windows, final.pool, final.intermediates) == (3, Saved.NO, PoolMode.SINGLE, False)
-    assert (verify.conv_windows, verify.conv_rows, verify.intermediate_indices) == (Saved.RUNS, Index.I32, Index.I32)
-    assert (accepted.accepted, accepted.pool, accepted.conv_len, accepted.conv_layout) == (Index.I32, PoolMode.SPLIT, 5, StateLayout.RUNS)
-    assert posed(ACCEPTED, extra=1).conv_layout is StateLayout.ANY, "all of a run is rewritten"
-    assert posed(VERIFY, kept=None).intermediate_indices is Index.NONE and posed(VERIFY, saved="").conv_rows is Index.NONE
-    assert posed(VERIFY, saved="any").conv_windows is Saved.ANY and posed(VERIFY, slot_gap=1).state_loads is Loads.ELEMENT
+    assert (final.conv.tokens, final.conv.windows, final.pool, final.intermediates) == (3, Saved.NO, PoolMode.SINGLE, False)
+    assert (verify.conv.windows, verify.conv.rows, verify.intermediate_indices) == (Saved.RUNS, Index.I32, Index.I32)
+    assert (accepted.accepted, accepted.pool, accepted.conv.len, accepted.conv.layout) == (Index.I32, PoolMode.SPLIT, 5, StateLayout.RUNS)
+    assert posed(ACCEPTED, extra=1).conv.layout is StateLayout.ANY, "all of a run is rewritten"
+    assert posed(VERIFY, kept=None).intermediate_indices is Index.NONE and posed(VERIFY, saved="").conv.rows is Index.NONE
+    assert posed(VERIFY, saved="any").conv.windows is Saved.ANY and posed(VERIFY, slot_gap=1).state_loads is Loads.ELEMENT
 
 
 def test_a_new_output_is_like_the_input():
@@ -278,7 +278,7 @@ def test_one_token_with_an_axis_is_one_without():
 @named([T3, ACCEPTED, VERIFY])
 def test_opcheck(case):
     call = make(case).built()
-    torch.library.opcheck(torch.ops.ssmgen.mamba2_layer_tokens.default, (*call.given, *call.options.dispatched(), None))
+    torch.library.opcheck(torch.ops.ssmgen.mamba2_layer.default, (*call.given, *call.options.dispatched(), None))
 
 
 def test_compiled_whole():
@@ -312,7 +312,7 @@ def test_compiled_whole():
 def test_violations_in_words(name, change, words):
     spec = spec_of(name)
     assert not spec.violations(SM90)
-    found = replace(spec, **change).violations(SM90)
+    found = changed(spec, **change).violations(SM90)
     assert any(words in problem for problem in found), found
 
 
@@ -325,7 +325,7 @@ def test_layout_of_the_text(name):
         signature = re.search(rf"{part.name}\((.*?)\) \{{", text, re.S)[1]
         assert [p.split()[-1].lstrip("*") for p in signature.split(",")] == [p.name for p in part.parameters()]
         assert not any(line != line.rstrip() or "\t" in line or "{%" in line for line in text.splitlines())
-    assert len(spec.kernels) == (1 if spec.norm is None else 2)
+    assert len(spec.kernels) == (1 if spec.norm.weight is None else 2)
 
 
 @pytest.mark.parametrize("name", HOW)
@@ -355,9 +355,9 @@ def test_the_norm_touches_its_input_after_the_wait():
     assert {"z", "norm_weight", "state_indices", "num_accepted_tokens"} == set(norm.early_operands())
 
 
-NEMOTRON = Mamba2LayerTokensProblem(
-    d_state=128, headdim=64, nheads=128, ngroups=8, D=DType.F32, dt_bias=DType.F32, index=Index.I32, norm=DType.BF16, norm_size=1024,
-    norm_grouped=True, conv_tokens=4,
+NEMOTRON = Mamba2LayerProblem(
+    d_state=128, headdim=64, nheads=128, ngroups=8, D=DType.F32, dt_bias=DType.F32, index=Index.I32, several=True,
+    norm=LayerNorm(weight=DType.BF16, size=1024, grouped=True), conv=ShortConv(tokens=4),
 )  # fmt: skip
 
 

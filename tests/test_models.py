@@ -233,14 +233,14 @@ def test_norms():
 def test_layers():
     def layers(name: str, tp: int = 1, **call) -> set[tuple]:
         found = find_model(name).divided(tp).layers(indices=(Index.I32,), **call)
-        return {(p.norm_size, p.norm_groups, p.norm_first, p.norm is not None) for p in found}
+        return {(p.norm.size, p.norm_groups, p.norm.first, p.norm.weight is not None) for p in found}
 
     assert layers("nemotron-h-8b") == {(1024, 8, False, True)} and layers("nemotron-h-8b", 8) == {(1024, 1, False, True)}
     assert layers("mamba2-2.7b", 2) == {(0, 0, False, False)}, "the norm's group is two ranks'"
     assert layers("qwen3.5-397b-a17b") == {(128, 64, True, True)}
     gated = find_model("falcon-h1-7b").layers()
     assert all(p.z is DType.BF16 and p.norm is None for p in gated) and find_model("nemotron-h-8b").layers()[0].z is None
-    assert {(p.conv_layout, p.conv_len) for p in gated} == {(StateLayout.RUNS, 3), (StateLayout.RUNS, 4), (StateLayout.CHANNELS, 3)}
+    assert {(p.conv.layout, p.conv.len) for p in gated} == {(StateLayout.RUNS, 3), (StateLayout.RUNS, 4), (StateLayout.CHANNELS, 3)}
     assert {(p.state, p.index) for p in find_model("qwen3.5-397b-a17b").layers(tuple(DType))} == set(
         product(DType, (Index.NONE, Index.I32))
     )
@@ -280,7 +280,7 @@ def test_calls_of_layers_pose_their_problems(name, layout, length):
     else:
         heads, weights = (bf16(batch, H), bf16(batch, H), bf16(batch, inner)), (None, torch.zeros(H), bf16(H), bf16(rows))
         call = ssmgen.gdn_layer.build(bf16(batch, channels), *heads, *shared, *weights, state_indices=slots)
-    expected = [p for p in model.layers(indices=(Index.I32,)) if (p.conv_layout, p.conv_len) == (layout, length)]
+    expected = [p for p in model.layers(indices=(Index.I32,)) if (p.conv.layout, p.conv.len) == (layout, length)]
     assert expected == ([] if (layout, length) == (StateLayout.CHANNELS, 4) else [call.problem()[0]])
 
 
@@ -290,8 +290,8 @@ def test_layers_of_several_tokens(name):
 
     def layers(**call) -> set[tuple]:
         found = model.layers(indices=(Index.I32,), tokens=4, **call)
-        assert not any(p.faults() for p in found) and {p.conv_tokens for p in found} == {4}
-        return {(p.update.value, p.conv_layout.value, p.conv_len, p.conv_windows.value, bool(p.intermediates)) for p in found}
+        assert not any(p.faults() for p in found) and {p.conv.tokens for p in found} == {4}
+        return {(p.update.value, p.conv.layout.value, p.conv.len, p.conv.windows.value, bool(p.intermediates)) for p in found}
 
     windows = [("runs", 3), ("runs", 4), ("channels", 3)]
     rolling = {("each", layout, 6, "no", False) for layout in ("runs", "channels")}
@@ -327,7 +327,7 @@ def test_calls_of_several_tokens_pose_their_problems(name, form):
     verify = {"intermediates": True, "update_state": False} if form == "verify" else {}
     found = model.layers((DType.F32,), (Index.I32,), tokens=tokens, **verify)
     wanted = {"final": "final", "verify": "none", "accepted": "each"}[form]
-    expected = [p for p in found if p.update.value == wanted and (p.conv_layout, p.conv_len) == (StateLayout.RUNS, length)]
+    expected = [p for p in found if p.update.value == wanted and (p.conv.layout, p.conv.len) == (StateLayout.RUNS, length)]
     assert expected == [call.problem()[0]]
 
 
@@ -359,7 +359,7 @@ def test_calls_of_several_tokens_of_delta_rules_pose_their_problems(name, form):
     verify = {"intermediates": True, "update_state": False} if form == "verify" else {}
     found = model.layers((DType.F32,), (Index.I32,), tokens=tokens, **verify)
     wanted = {"final": "final", "verify": "none", "accepted": "each"}[form]
-    expected = [p for p in found if p.update.value == wanted and (p.conv_layout, p.conv_len) == (StateLayout.RUNS, length)]
+    expected = [p for p in found if p.update.value == wanted and (p.conv.layout, p.conv.len) == (StateLayout.RUNS, length)]
     assert expected == [call.problem()[0]]
 
 
@@ -384,7 +384,7 @@ def test_build_chooses_by_operator(own_cache):
     assert "does not use gated_rms_norm" in ran("build", "--model", "mamba-130m", "--op", "gated_rms_norm", code=1)
     assert families("--op", "selective_state_update") == {"selective_state_update"}
     tokens = json.loads(ran("build", "--model", "falcon-h1-7b", "--op", "selective_state_update", "--tokens", "4", "--json"))["variants"]
-    assert {v["spec"].partition(":")[0] for v in tokens} == {"selective_state_update_tokens"}
+    assert {v["spec"].partition(":")[0] for v in tokens} == {"selective_state_update"} and all(",several=yes" in v["spec"] for v in tokens)
     assert "does not take --tokens" in ran("build", "--model", "mamba-130m", "--tokens", "4", code=2)
     assert families("--op", "causal_conv1d_update", "--tokens", "4") == {"causal_conv1d_update"}
     assert "does not use linear_attention" in ran("build", "--model", "mamba-130m", "--op", "linear_attention", code=1)
@@ -400,21 +400,21 @@ def test_build_and_explain_of_layers(own_cache):
     assert "does not take --pool" in ran("build", *model, "--op", "mamba2_layer", "--pool", "split", "--tokens", "2", code=2)
     some = ("--no-pdl", "--index", "i32", "--max-batch", "1", "--state", "bf16", "--json")
     rows = json.loads(ran("build", *model, "--op", "mamba2_layer", "--tokens", "2", *some))["variants"]
-    assert {v["spec"].partition(":")[0] for v in rows} == {"mamba2_layer_tokens", "layer_gated_norm"}
+    assert {v["spec"].partition(":")[0] for v in rows} == {"mamba2_layer", "layer_gated_norm"}
     assert "9 tokens are not 1 … 8" in ran("build", *model, "--op", "mamba2_layer", "--tokens", "9", code=1)
     assert "does not take --layout" in ran("build", *model, "--op", "mamba2_layer", "--layout", "kv", code=2)
     text = ran("explain", "mamba2_layer", *model, "--batch", "4", "--index", "i32")
     assert text.startswith("mamba2_layer, batch 4, sm_90a") and "conv_layout=channels" in text and "conv_len=4" in text
     text = ran("explain", "mamba2_layer", *model, "--batch", "4", "--index", "i32", "--tokens", "4", "--no-update", "--intermediates")
-    assert text.startswith("mamba2_layer_tokens, batch 4, sm_90a") and "conv_windows=runs" in text and "update=none" in text
+    assert text.startswith("mamba2_layer, batch 4, sm_90a") and "conv_windows=runs" in text and "update=none" in text
     assert "layout=kv" in ran("explain", "gdn_layer", "--model", "qwen3.5-397b-a17b", "--layout", "kv")
     assert "nemotron-h-8b has no layers that gdn_layer is for" in ran("explain", "gdn_layer", *model, code=1)
     kimi = ("--model", "kimi-k3", "--tp", "8", "--op", "kda_layer")
     rows = json.loads(ran("build", *kimi, "--tokens", "3", *some))["variants"]
-    assert {v["spec"].partition(":")[0] for v in rows} == {"kda_layer_tokens", "layer_gated_norm"}
+    assert {v["spec"].partition(":")[0] for v in rows} == {"delta_layer", "layer_gated_norm"}
     assert "does not take --ring" in ran("build", *kimi, "--tokens", "3", "--ring", "store", code=2)
     text = ran("explain", "gdn_layer", "--model", "qwen3.5-397b-a17b", "--layout", "kv", "--tokens", "3", "--index", "i32")
-    assert "layout=kv" in text and text.startswith("gdn_layer_tokens, batch") and "update=each" in text
+    assert "layout=kv" in text and text.startswith("delta_layer, batch") and "update=each" in text
 
 
 def test_explain_of_norms():

@@ -17,6 +17,7 @@ from ssmgen import generate
 from ssmgen.cli import main
 from ssmgen.errors import DriftError
 from ssmgen.render import render
+from ssmgen.spec import flat
 
 ROOT = Path(ssmgen.__file__).parent.parent
 
@@ -94,22 +95,24 @@ def test_default_variants_show_every_form_of_all_operators():
     combined = [spec for spec in found if spec.family == "combine_splits"]
     for holds in ("pair", "indexed", "sink", "mask", "lse_out", "skip_single", "in_place", "loads", "loops", "vec"):
         assert len({getattr(spec, holds) for spec in combined}) == 2, holds
-    layers = [spec for spec in found if spec.family in ("mamba2_layer", "gdn_layer", "kda_layer")]
+    layers = [spec for spec in found if spec.family in ("mamba2_layer", "delta_layer")]
+    one = [spec for spec in layers if not spec.several]
     for holds, kinds in ("conv_layout", 3), ("conv_len", 2), ("conv_loads", 2), ("conv_bias", 2), ("norm", 2), ("state", 2), ("index", 2):
-        assert len({getattr(spec, holds) for spec in layers}) == kinds, holds
-    for family in ("gdn_layer", "kda_layer"):
-        forms = {(spec.norm_inside, spec.clustered) for spec in layers if spec.family == family}
-        assert forms == {(False, False), (True, False), (True, True)}, family
+        assert len({flat(spec)[holds] for spec in one}) == kinds, holds
+    deltas = [spec for spec in layers if spec.family == "delta_layer"]
+    for function in ("gdn_layer", "kda_layer"):
+        forms = {(spec.norm_inside, spec.clustered) for spec in deltas if spec.function == function and not spec.several}
+        assert forms == {(False, False), (True, False), (True, True)}, function
     for holds in ("operand_loads", "gate", "conv_loads"):
-        assert len({getattr(spec, holds) for spec in layers if spec.family == "kda_layer"}) == 2, holds
-    for family, counts in {
-        "mamba2_layer_tokens": {"update": 3, "conv_windows": 3, "conv_rows": 2, "conv_layout": 3, "norm": 2, "z": 2, "index": 2},
-        "gdn_layer_tokens": {"update": 2},
-        "kda_layer_tokens": {"update": 2, "conv_windows": 2, "intermediate_indices": 2, "conv_layout": 2, "gate": 2},
+        assert len({flat(spec)[holds] for spec in deltas if spec.function == "kda_layer" and not spec.several}) == 2, holds
+    for function, counts in {
+        "mamba2_layer": {"update": 3, "conv_windows": 3, "conv_rows": 2, "conv_layout": 3, "norm": 2, "z": 2, "index": 2},
+        "gdn_layer": {"update": 2},
+        "kda_layer": {"update": 2, "conv_windows": 2, "intermediate_indices": 2, "conv_layout": 2, "gate": 2},
     }.items():
-        several = [spec for spec in found if spec.family == family]
+        several = [spec for spec in layers if spec.stem.startswith(f"{function}_t")]
         for holds, kinds in counts.items():
-            assert len({getattr(spec, holds) for spec in several}) == kinds, (family, holds)
+            assert len({flat(spec)[holds] for spec in several}) == kinds, (function, holds)
     assert {min(spec.unit, 64) for spec in combined} == {16, 32, 64} and {spec.axes for spec in combined} == {1, 2, 3}
 
 

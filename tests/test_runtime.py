@@ -13,7 +13,7 @@ from ssu_cases import BF16, Case, assert_matches, expected, make_call
 from ssmgen import emulator, runtime
 from ssmgen.arguments import Arguments
 from ssmgen.errors import LaunchError
-from ssmgen.families.selective_state_update import call as op
+from ssmgen.families.selective_state_update import planning as op
 from ssmgen.families.selective_state_update.spec import SsuSpec
 from ssmgen.registry import select
 from ssmgen.spec import Arch, DType, Index
@@ -113,9 +113,9 @@ def test_a_plan_run_by_the_emulator(fake, monkeypatch):
     """From checked operands over problem, spec, values and plan to a result, as on a card but for the driver."""
     call = make_call(Case("m2", heads=2, groups=2, state=BF16, index=torch.int32, split=True), "cpu")
     want = expected(call)
-    named = {n: call.named[n] for n in op._NAMES if n in call.named}
-    views = op.headed_views(named, [])
-    problem = op.problem_of(views, {n: t.data_ptr() for n, t in named.items()}, True, False)
+    named = {n: call.named[n] for n in op.NAMES if n in call.named}
+    views = op.views_of(named, call.options, [])
+    problem = op.problem_of(views, {n: t.data_ptr() for n, t in named.items()}, call.options)
     spec = select("selective_state_update", problem, 5, SM90, True)
     grid = 5 * spec.nheads * spec.tiles
 
@@ -124,7 +124,7 @@ def test_a_plan_run_by_the_emulator(fake, monkeypatch):
         return (runtime.driver().CUresult.CUDA_SUCCESS,)
 
     monkeypatch.setattr(runtime.driver(), "cuLaunchKernelEx", enqueue)
-    launch_of(spec, True, op.kernel_values(spec, views, -1, None), grid).at([t.data_ptr() for t in named.values()])()
+    launch_of(spec, True, op.kernel_values(spec, views, call.options), grid).at([t.data_ptr() for t in named.values()])()
     assert_matches(call, want)
 
 

@@ -18,9 +18,8 @@ from ssmgen.catalog import OPERATOR_OF
 from ssmgen.emulator import EmulatorError, run_source
 from ssmgen.engine.stochastic_reference import stored
 from ssmgen.errors import ArgumentError, UnsupportedError
-from ssmgen.families.selective_state_update import spec as selective_state_update
-from ssmgen.families.selective_state_update import tokens_call as op
-from ssmgen.families.selective_state_update import tokens_spec as selective_state_update_tokens
+from ssmgen.families.selective_state_update import planning as op
+from ssmgen.families.selective_state_update.spec import space
 from ssmgen.render import render
 from ssmgen.spec import Arch
 
@@ -100,7 +99,7 @@ VARIED = [
 @pytest.mark.parametrize("case", VARIED, ids=lambda c: c.id)
 def test_variants_are_bit_equal(case):
     """Of lane maps that differ, the other choices drawn."""
-    specs = list(selective_state_update_tokens.space(make_call(case, "cpu").problem, SM90))
+    specs = list(space(make_call(case, "cpu").problem, SM90))
     random.Random(1).shuffle(specs)
     chosen = [*{(s.lanes, s.vec): s for s in specs}.values(), *specs][:6]
     results = []
@@ -116,7 +115,7 @@ def one_token(call: Call, t: int) -> Call:
     gone = ("intermediate_states", "parents", "rand_seed", "philox_rounds")
     kwargs = {n: v[:, t] if n in ("x", "dt", "B", "C", "z", "out") else v for n, v in call.kwargs.items() if n not in gone}
     found = Call(replace(call.case, tokens=None, kept=None, parents=None, seed=""), call.memory, kwargs, call.sequences)
-    assert found.caller.family.operator == selective_state_update.OPERATOR
+    assert not found.problem.several
     return found
 
 
@@ -330,7 +329,7 @@ def test_opcheck(name):
     case = next(c for c in matrix() if c.id == name)
     call = make_call(replace(case, heads=2, groups=1, headdim=32, d_state=64), "cpu")  # it copies what it is given
     softplus, limit, *rest = call.options
-    torch.library.opcheck(torch.ops.ssmgen.selective_state_update_tokens.default, (*call.given, softplus, limit, *rest, None))
+    torch.library.opcheck(torch.ops.ssmgen.selective_state_update.default, (*call.given, softplus, limit, *rest, None))
 
 
 @pytest.mark.parametrize("name", ["t4-kept-bf16", "noisy-bf16"])

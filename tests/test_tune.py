@@ -121,7 +121,7 @@ def test_the_tables_of_the_package_are_sound(monkeypatch):
         assert 2 * reasons.count("") >= len(reasons), f"{gpu}: most rows are stale, so that the table is of little use: tune again"
         for r, stale in zip(rows, reasons, strict=True):
             if not stale:
-                spec = table.parse_spec(r.spec, table.SPECS)
+                spec = table.parse(r.spec)
                 assert not spec.violations(Arch.parse(r.arch)) and r.us <= r.rule_us and (spec.pdl is not Pdl.OFF) == r.pdl, r.label
             assert not stale or "code" in stale or "no more" in stale
 
@@ -148,7 +148,7 @@ def test_no_variant_of_the_packages_tables_spills(monkeypatch, tmp_path, share):
     work = {}
     for r in rows:
         arch = Arch.parse(r.arch)
-        specs = [s for s in table.alike(table.parse_spec(r.spec, table.SPECS)) if not s.violations(arch)]
+        specs = [s for s in table.alike(table.parse(r.spec)) if not s.violations(arch)]
         work |= {(part, arch): r.label for s in specs for part in s.kernels}
     assert len(work) > 100
     failed = [f"{work[b.spec, b.arch]}: {b.error}" for b in build(list(work)[::share], Cache(tmp_path)) if b.error]

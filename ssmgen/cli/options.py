@@ -13,35 +13,20 @@ from ..engine import short_conv
 from ..errors import SsmgenError
 from ..families.causal_conv1d import spec as causal_conv1d
 from ..families.causal_conv1d_update import spec as causal_conv1d_update
-from ..families.delta_layer import (
-    gdn_spec as gdn_layer,
-)
-from ..families.delta_layer import (
-    gdn_tokens_spec as gdn_layer_tokens,
-)
-from ..families.delta_layer import (
-    kda_spec as kda_layer,
-)
-from ..families.delta_layer import (
-    kda_tokens_spec as kda_layer_tokens,
-)
+from ..families.delta_layer import spec as delta_layer
 from ..families.gated_rms_norm import spec as gated_rms_norm
 from ..families.linear_attention.problem import Layout, Ring
 from ..families.mamba2_layer import spec as mamba2_layer
-from ..families.mamba2_layer import tokens_spec as mamba2_layer_tokens
 from ..families.replay_selective_state_update import spec as replay_family
-from ..families.selective_state_update import tokens_spec as selective_state_update_tokens
 from ..spec import Arch, DType, Index, PoolMode
 
 CONVOLUTIONS = (causal_conv1d.OPERATOR, causal_conv1d_update.OPERATOR)
-_OF_TOKENS = (selective_state_update_tokens, mamba2_layer_tokens, gdn_layer_tokens, kda_layer_tokens)
-SEVERAL = {family.OPERATOR for family in _OF_TOKENS}  # go with those of one token
-BUILT = [name for name in OPERATORS if name not in SEVERAL]
 MAX_LAYER_TOKENS = short_conv.MAX_TOKENS
 REPLAY, MAX_TOKENS = replay_family.OPERATOR, replay_family.MAX_TOKENS
 NORM = gated_rms_norm.OPERATOR
-DELTA_LAYERS = (gdn_layer.OPERATOR, kda_layer.OPERATOR)
-LAYERS = (mamba2_layer.OPERATOR, *DELTA_LAYERS)
+DELTA_LAYERS = ("gdn_layer", "kda_layer")
+LAYERS = (mamba2_layer.OPERATOR, delta_layer.OPERATOR, *DELTA_LAYERS)
+BUILT = [*OPERATORS, *DELTA_LAYERS]
 EXIT_FAILURE, EXIT_DRIFT = 1, 3  # click itself exits with 2 for a wrong command line
 EXIT_INTERRUPTED = 130  # as shells have it for Ctrl-C
 
@@ -133,7 +118,7 @@ def problems_of(
     if operator in LAYERS:
         split = ["pool"] if set(pools) - {PoolMode.SINGLE.value} else []
         _refuse([*call, *split], (*layout, *several), operator, name)
-        return layers if operator == model.layer_function else []
+        return layers if operator in (model.layer_function, *(OPERATOR_OF[type(p)] for p in layers[:1])) else []
     if several and how["tokens"] > MAX_LAYER_TOKENS:
         layers = []  # these take the separate operators
     if operator not in (None, model.operator, *CONVOLUTIONS):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..calls.checks import DTYPES
-from ..families.delta_layer import gdn_call as native_gdn
+from ..families.delta_layer import call as native_gdn
 from ..families.mamba2_layer import call as native_mamba2
 from .hf_functions import Replacement, attempt, call
 

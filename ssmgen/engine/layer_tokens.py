@@ -1,45 +1,25 @@
-"""What decode layers check and tell their kernels of several tokens per sequence, whatever recurrence lies between."""
+"""What decode layers check of calls with several tokens per sequence, whatever recurrence lies between."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..calls import checks
-from ..calls.checks import INDEX
-from ..families.causal_conv1d_update.spec import Saved
-from ..families.linear_attention.problem import Update
-from . import layer_views
-from .short_conv import CHANNELS, MAX_COLUMNS, MAX_TOKENS
+from .short_conv import MAX_COLUMNS, MAX_TOKENS
 
-WRITTEN = (*layer_views.WRITTEN, "intermediate_states", "intermediate_conv_window")
 # Operands of such calls alone, where they are given.
 OPTIONAL = (
     "dst_state_indices", "num_accepted_tokens", "intermediate_states", "intermediate_conv_window", "intermediate_state_indices",
 )  # fmt: skip
 
-# Of operands by their names in kernels; a layer adds those of its recurrence.
-AXES = {
-    **dict.fromkeys(("xBC", "mixed_qkv"), ("batch", "token", "dim")),
-    "state_indices": ("batch", "column"),
-    "dst_state_indices": ("batch", "token"),
-    "num_accepted_tokens": ("batch",),
-    "intermediate_states": ("row", "token"),
-    "intermediate_state_indices": ("batch",),
-    "intermediate_conv_window": ("slot", "token", "dim", "tap"),
-}
 
-
-def asked_for(inputs: Any, update_state: bool, *options: Tensor | None) -> bool:
+def asked_for(named: Mapping[str, Tensor], inputs: str, update_state: bool) -> bool:
     """Whether a call is one of several tokens: its inputs have a tokens axis of more than one, or it has what belongs to such calls."""
-    return (
-        (isinstance(inputs, Tensor) and inputs.dim() == 3 and inputs.shape[1] != 1)
-        or not update_state
-        or any(t is not None for t in options)
-    )
+    given = named[inputs]
+    return (given.dim() == 3 and given.shape[1] != 1) or not update_state or any(name in named for name in OPTIONAL)
 
 
 def check_axis(named: Mapping[str, Tensor], inputs: str, update_state: bool, problems: list[str]) -> bool:
@@ -120,35 +100,3 @@ def _check_memory(named: Mapping[str, Tensor], inputs: str, problems: list[str])
         dense = torch.empty(kept.shape[2:], device="meta").stride()
         if any(n > 1 and have != want for n, have, want in zip(kept.shape[2:], kept.stride()[2:], dense, strict=True)):
             problems.append(f"intermediate_states has strides {list(kept.stride())}; its last three axes must be dense, {list(dense)}")
-
-
-def conv_fields(views: Mapping[str, Tensor], pointers: Mapping[str, int], inputs: str) -> dict[str, Any]:
-    """Fields of the problem that a layer of several tokens poses (engine/short_conv.py, ShortConvTokens)."""
-    windows = views.get("intermediate_conv_window")
-    saved, by_index = Saved.NO, False
-    if windows is not None:
-        step, length = 16 // windows.element_size(), windows.shape[3]
-        dense = (windows.stride(3) == 1 or length == 1) and windows.stride(2) == length
-        apart = all(s % step == 0 for n, s in zip(windows.shape[:2], windows.stride()[:2], strict=True) if n > 1)
-        whole = windows.shape[2] % CHANNELS == 0 and pointers["intermediate_conv_window"] % 16 == 0
-        saved, by_index = Saved.RUNS if dense and apart and whole else Saved.ANY, "intermediate_state_indices" in views
-    return layer_views.conv_fields(views, pointers, inputs) | {
-        "conv_tokens": views[inputs].shape[1],
-        "conv_windows": saved,
-        "conv_rows": INDEX[views["intermediate_state_indices"].dtype if by_index else None],
-    }
-
-
-def update_of(views: Mapping[str, Tensor], update_state: bool) -> Update:
-    """What is written to the pools."""
-    return Update.NONE if not update_state else Update.EACH if "dst_state_indices" in views else Update.FINAL
-
-
-def values(views: Mapping[str, Tensor]) -> dict[str, int]:
-    """Arguments of kernels that are neither pointers nor strides."""
-    found = {}
-    if "num_accepted_tokens" in views:  # a count is in range where both the column and the window's history are there
-        length, width = views["conv_state"].shape[2], views["conv_weight"].shape[1]
-        found["columns"] = min(views["state_indices"].shape[1], length - width + 2)
-    buffers = {"kept_rows": "intermediate_states", "window_rows": "intermediate_conv_window"}
-    return found | {count: views[name].shape[0] for count, name in buffers.items() if name in views}

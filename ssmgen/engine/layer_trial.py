@@ -10,13 +10,13 @@ from torch import Tensor
 from ..calls.checks import TORCH_DTYPES
 from ..calls.planning import Caller
 from ..spec import DType, Index, Loads
-from .short_conv import ShortConv, ShortConvTokens
+from .layer import Layer
 from .trial import INTEGERS, TOLERANCE, Trial, randn, trial
 
 
-def lead_of(spec: ShortConv, batch: int) -> tuple[int, ...]:
+def lead_of(spec: Layer, batch: int) -> tuple[int, ...]:
     """Axes ahead of the channels."""
-    return (batch, spec.conv_tokens) if isinstance(spec, ShortConvTokens) else (batch,)
+    return (batch, spec.conv.tokens) if spec.several else (batch,)
 
 
 class Maker:
@@ -33,32 +33,32 @@ class Maker:
         pool = torch.randn(slots, size + (1 if odd else 16), generator=self.generator).to(TORCH_DTYPES[dtype])
         return pool[:, :size].unflatten(1, shape)
 
-    def convolution(self, spec: ShortConv, slots: int, batch: int, channels: int) -> dict[str, Tensor | None]:
+    def convolution(self, spec: Layer, slots: int, batch: int, channels: int) -> dict[str, Tensor | None]:
         """What the short convolution reads and moves on."""
-        element = spec.conv_taps is Loads.ELEMENT
-        weight = self.randn(spec.conv_weight, channels, spec.conv_width, odd=True)
+        element = spec.conv.taps is Loads.ELEMENT
+        weight = self.randn(spec.conv.weight, channels, spec.conv.width, odd=True)
         x = TORCH_DTYPES[spec.conv_dtype]
         lies = spec.conv_constants()
         if lies["runs"]:
-            window = torch.randn(slots, channels, spec.conv_len, generator=self.generator).to(x)
+            window = torch.randn(slots, channels, spec.conv.len, generator=self.generator).to(x)
         else:
             gap = 4 if lies["by_channels"] else 1
-            window = torch.randn(slots, spec.conv_len, channels + gap, generator=self.generator).to(x)[..., :channels].transpose(1, 2)
+            window = torch.randn(slots, spec.conv.len, channels + gap, generator=self.generator).to(x)[..., :channels].transpose(1, 2)
         return {
             "conv_state": window,
-            spec.conv_input: self.randn(spec.conv_dtype, *lead_of(spec, batch), channels, odd=spec.conv_loads is Loads.ELEMENT),
+            spec.conv_input: self.randn(spec.conv_dtype, *lead_of(spec, batch), channels, odd=spec.conv.loads is Loads.ELEMENT),
             "conv_weight": weight if element else weight.contiguous(),
-            "conv_bias": spec.conv_bias and self.randn(spec.conv_bias, channels).contiguous(),
+            "conv_bias": spec.conv.bias and self.randn(spec.conv.bias, channels).contiguous(),
         }
 
-    def windows(self, spec: ShortConvTokens, rows: int, channels: int) -> Tensor | None:
+    def windows(self, spec: Layer, rows: int, channels: int) -> Tensor | None:
         """After each token: one column too many."""
         lies = spec.conv_constants()
         if not lies["conv_saves"]:
             return None
-        length, gap = spec.conv_width - 1, 0 if lies["saved_runs"] else 1
+        length, gap = spec.conv.width - 1, 0 if lies["saved_runs"] else 1
         row = channels * (length + gap) + -channels * (length + gap) % 8
-        wide = torch.full((rows, spec.conv_tokens + 1, row), 7.0, dtype=TORCH_DTYPES[spec.conv_dtype])
+        wide = torch.full((rows, spec.conv.tokens + 1, row), 7.0, dtype=TORCH_DTYPES[spec.conv_dtype])
         return wide[..., : channels * (length + gap)].unflatten(-1, (channels, length + gap))[..., :length]
 
     def states(self, dtype: DType, rows: int, tokens: int, shape: tuple[int, ...], odd: bool) -> Tensor:
@@ -90,10 +90,10 @@ class Maker:
         """(size of the pool, what calls of several tokens have beside), with states of this type and shape after each token."""
         found: dict[str, Any] = {}
         if spec.conv_rolls:
-            slots, found = self.accepted(spec.index, spec.accepted, spec.conv_tokens, batch)
+            slots, found = self.accepted(spec.index, spec.accepted, spec.conv.tokens, batch)
         rows = 2 * batch
         return slots, found | {
-            "intermediate_states": kept and self.states(kept, rows, spec.conv_tokens, shape, spec.state_loads is Loads.ELEMENT),
+            "intermediate_states": kept and self.states(kept, rows, spec.conv.tokens, shape, spec.state_loads is Loads.ELEMENT),
             "intermediate_conv_window": self.windows(spec, rows, channels),
             "intermediate_state_indices": self.rows(spec.rows_index, rows, batch),
         }
@@ -113,18 +113,17 @@ def layer_trial(caller: Caller, spec: Any, named: dict[str, Tensor], options: An
     What passes from one operator to the next is rounded: what is normed, once more; what is convolved, as in the reference, unless
     float64 lies at the other side of a tie.
     """
-    several = isinstance(spec, ShortConvTokens)
     convolved = TOLERANCE[spec.conv_dtype]
     return trial(
         caller,
         named,
         options,
         without_noise=without_noise,
-        kept=("state", "conv_state", "arrivals") if several and not spec.conv_moves else (),
+        kept=("state", "conv_state", "arrivals") if not spec.conv_moves else (),
         exact=("conv_state", "arrivals", "intermediate_conv_window"),
         slack={
             **dict.fromkeys(("state", "intermediate_states"), convolved),
-            "out": convolved + (TOLERANCE[spec.out] if spec.norm else 0.0),
+            "out": convolved + (TOLERANCE[spec.out] if spec.norm.weight else 0.0),
         },
-        tokens=spec.conv_tokens if several else 1,
+        tokens=spec.conv.tokens or 1,
     )

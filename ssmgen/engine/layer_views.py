@@ -12,14 +12,15 @@ from torch import Tensor
 
 from ..arguments import divisor
 from ..calls import checks
-from ..calls.checks import DTYPES
-from ..families.causal_conv1d_update.spec import StateLayout
-from ..families.gated_rms_norm.layer_spec import LayerGatedNormSpec
+from ..calls.checks import DTYPES, INDEX
+from ..families.gated_rms_norm.layer_spec import LayerGatedNormSpec, LayerNorm
 from ..families.gated_rms_norm.spec import Activation
-from ..spec import KernelSpec, Loads
-from .short_conv import CHANNELS, MAX_WIDTH
+from ..spec import Index, KernelSpec, Loads, PoolMode
+from .rows import Update
+from .short_conv import CHANNELS, MAX_WIDTH, ShortConv
+from .window import Saved, StateLayout
 
-WRITTEN = ("out", "state", "conv_state", "arrivals")
+WRITTEN = ("out", "state", "conv_state", "arrivals", "intermediate_states", "intermediate_conv_window")
 
 
 def check_channels(named: Mapping[str, Tensor], inputs: str, groups: int, problems: list[str]) -> bool:
@@ -61,25 +62,57 @@ def check_memory(named: Mapping[str, Tensor], batch: int, problems: list[str]) -
             checks.check_strides_fit(name, t, 0 if name.startswith(("conv_w", "conv_b", "norm", "dt_bias")) else 1, problems)
 
 
-def conv_fields(views: Mapping[str, Tensor], pointers: Mapping[str, int], inputs: str) -> dict[str, Any]:
-    """Fields of the problem that the convolution of a layer poses (engine/short_conv.py)."""
-    window, weight, bias = views["conv_state"], views["conv_weight"], views.get("conv_bias")
+def conv_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], inputs: str) -> ShortConv:
+    """What the convolution of a layer is asked for: of several tokens where views[inputs] has an axis of them."""
+    window, weight, bias, given = views["conv_state"], views["conv_weight"], views.get("conv_bias"), views[inputs]
     length, (channels, width) = window.shape[2], weight.shape
     whole = channels % CHANNELS == 0
     step = 16 // window.element_size()
     runs = window.stride(2) == 1 and window.stride(1) == length and pointers["conv_state"] % 16 == 0
     runs = runs and (window.shape[0] == 1 or window.stride(0) % step == 0)
     if "num_accepted_tokens" in views:  # all of a run is rewritten
-        runs = runs and length == width - 2 + views[inputs].shape[1]
+        runs = runs and length == width - 2 + given.shape[1]
     by_channels = checks.aligned(window, pointers["conv_state"], CHANNELS, 1)
+    by_index = views.get("intermediate_state_indices") if "intermediate_conv_window" in views else None
+    return ShortConv(
+        width=width,
+        weight=DTYPES[weight.dtype],
+        bias=None if bias is None else DTYPES[bias.dtype],
+        len=length,
+        layout=StateLayout.RUNS if whole and runs else StateLayout.CHANNELS if whole and by_channels else StateLayout.ANY,
+        loads=Loads.VECTOR if whole and checks.aligned(given, pointers[inputs], CHANNELS) else Loads.ELEMENT,
+        taps=Loads.VECTOR if whole and _taps_are_runs(views, pointers) else Loads.ELEMENT,
+        tokens=given.shape[1] if given.dim() == 3 else 0,
+        windows=_saved(views, pointers),
+        rows=INDEX[None if by_index is None else by_index.dtype],
+    )
+
+
+def _saved(views: Mapping[str, Tensor], pointers: Mapping[str, int]) -> Saved:
+    """How the windows after each token lie."""
+    windows = views.get("intermediate_conv_window")
+    if windows is None:
+        return Saved.NO
+    step, length = 16 // windows.element_size(), windows.shape[3]
+    dense = (windows.stride(3) == 1 or length == 1) and windows.stride(2) == length
+    apart = all(s % step == 0 for n, s in zip(windows.shape[:2], windows.stride()[:2], strict=True) if n > 1)
+    whole = windows.shape[2] % CHANNELS == 0 and pointers["intermediate_conv_window"] % 16 == 0
+    return Saved.RUNS if dense and apart and whole else Saved.ANY
+
+
+def control_fields(views: Mapping[str, Tensor], update_state: bool) -> dict[str, Any]:
+    """Fields of a recurrence's problem that say where states come from and go to."""
+    each, by_index = "dst_state_indices" in views, "intermediate_states" in views and "intermediate_state_indices" in views
+
+    def index(name: str) -> Index:
+        return INDEX[views[name].dtype if name in views else None]
+
     return {
-        "conv_width": width,
-        "conv_weight": DTYPES[weight.dtype],
-        "conv_bias": None if bias is None else DTYPES[bias.dtype],
-        "conv_len": length,
-        "conv_layout": StateLayout.RUNS if whole and runs else StateLayout.CHANNELS if whole and by_channels else StateLayout.ANY,
-        "conv_loads": Loads.VECTOR if whole and checks.aligned(views[inputs], pointers[inputs], CHANNELS) else Loads.ELEMENT,
-        "conv_taps": Loads.VECTOR if whole and _taps_are_runs(views, pointers) else Loads.ELEMENT,
+        "index": index("state_indices"),
+        "pool": PoolMode.SPLIT if each else PoolMode.SINGLE,
+        "update": Update.NONE if not update_state else Update.EACH if each else Update.FINAL,
+        "accepted": index("num_accepted_tokens"),
+        "intermediate_indices": index("intermediate_state_indices") if by_index else Index.NONE,
     }
 
 
@@ -90,19 +123,22 @@ def _taps_are_runs(views: Mapping[str, Tensor], pointers: Mapping[str, int]) -> 
     return dense and (bias is None or checks.aligned(bias, pointers["conv_bias"], CHANNELS))
 
 
-def norm_fields(views: Mapping[str, Tensor], pointers: Mapping[str, int], size: int, first: bool, activation: str) -> dict[str, Any]:
-    """Fields of a problem with a norm, of out and z [batch(, tokens), heads, channels] and norm_weight [groups, size]."""
+def norm_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], size: int, first: bool, activation: str) -> LayerNorm:
+    """What the norm of a layer is asked for, of out and z [batch(, tokens), heads, channels] and norm_weight [groups, size]; of none, if
+    there is no such weight."""
+    if "norm_weight" not in views:
+        return LayerNorm()
     grouped = {name: groups_of(views[name], size) for name in ("out", "z")} | {"norm_weight": views["norm_weight"]}
     vector = min(8, size & -size)
-    return {
-        "norm": DTYPES[views["norm_weight"].dtype],
-        "norm_gate": DTYPES[views["z"].dtype],
-        "norm_size": size,
-        "norm_grouped": grouped["out"].shape[-2] > 1,
-        "norm_first": first,
-        "norm_activation": Activation(activation),
-        "norm_loads": Loads.VECTOR if all(checks.aligned(t, pointers[n], vector) for n, t in grouped.items()) else Loads.ELEMENT,
-    }
+    return LayerNorm(
+        weight=DTYPES[views["norm_weight"].dtype],
+        gate=DTYPES[views["z"].dtype],
+        size=size,
+        grouped=grouped["out"].shape[-2] > 1,
+        first=first,
+        activation=Activation(activation),
+        loads=Loads.VECTOR if all(checks.aligned(t, pointers[n], vector) for n, t in grouped.items()) else Loads.ELEMENT,
+    )
 
 
 def groups_of(t: Tensor, size: int) -> Tensor:
@@ -116,22 +152,44 @@ def kernel_values(
 ) -> dict[str, int | float]:  # fmt: skip
     """Every argument of one of a layer's kernels that is not a pointer.
 
-    axes: of operands, by their names in the kernel, those that all layers have at one token excepted; given: eps, pad_slot_id and what else
-    is no stride; call_name: of operands that the call names otherwise than the kernel.
+    axes: of the recurrence's operands, by their names in the kernel, with a token's where calls of several have one; given: eps,
+    pad_slot_id and what else is no stride; call_name: of operands that the call names otherwise than the kernel.
     """
-    values = {"slots": views["state"].shape[0], **given}
-    values |= _norm_values(spec, views) if isinstance(spec, LayerGatedNormSpec) else _strides(spec, views, _CONV_AXES | axes, call_name)
+    values = {"slots": views["state"].shape[0], **_counts(views), **given}
+    values |= _norm_values(spec, views) if isinstance(spec, LayerGatedNormSpec) else _strides(spec, views, _AXES | axes, call_name)
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
 
 
-_CONV_AXES = {
-    "conv_state": ("slot", "dim", "tap"), "xBC": ("batch", "dim"), "mixed_qkv": ("batch", "dim"), "conv_weight": ("dim", "tap"),
-    "conv_bias": ("dim",), "arrivals": ("slot",),
-}  # fmt: skip
+_AXES = {
+    **dict.fromkeys(("xBC", "mixed_qkv"), ("batch", "token", "dim")),
+    "state": ("slot",),
+    "conv_state": ("slot", "dim", "tap"),
+    "conv_weight": ("dim", "tap"),
+    "conv_bias": ("dim",),
+    "out": ("batch", "token", "head", "row"),
+    "state_indices": ("batch", "column"),
+    "dst_state_indices": ("batch", "token"),
+    **dict.fromkeys(("num_accepted_tokens", "intermediate_state_indices"), ("batch",)),
+    "intermediate_states": ("row", "token"),
+    "intermediate_conv_window": ("slot", "token", "dim", "tap"),
+    "arrivals": ("slot",),
+}
 
 
 def _strides(spec: Any, views: Mapping[str, Tensor], axes: Mapping[str, tuple[str, ...]], call_name: Mapping[str, str]) -> dict[str, int]:
-    return {f"{role}_{axis}": views[call_name.get(role, role)].stride(axes[role].index(axis)) for role, axis, _ in spec.strides()}
+    def number(role: str, axis: str) -> int:
+        return [name for name in axes[role] if spec.several or name != "token"].index(axis)
+
+    return {f"{role}_{axis}": views[call_name.get(role, role)].stride(number(role, axis)) for role, axis, _ in spec.strides()}
+
+
+def _counts(views: Mapping[str, Tensor]) -> dict[str, int]:
+    found = {}
+    if "num_accepted_tokens" in views:  # a count is in range where both the column and the window's history are there
+        length, width = views["conv_state"].shape[2], views["conv_weight"].shape[1]
+        found["columns"] = min(views["state_indices"].shape[1], length - width + 2)
+    buffers = {"kept_rows": "intermediate_states", "window_rows": "intermediate_conv_window"}
+    return found | {count: views[name].shape[0] for count, name in buffers.items() if name in views}
 
 
 def _norm_values(spec: LayerGatedNormSpec, views: Mapping[str, Tensor]) -> dict[str, int]:

@@ -9,10 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from itertools import product
 from typing import Any
 
 from ..spec import SM90, Arch, DType, KernelSpec, Loads, Needs, Pdl, Problem, is_pow2, must
+
+
+class Update(Enum):
+    """What is written to the pool: nothing, the state after the last token, or the state after each token, to a slot of its own."""
+
+    NONE = "none"
+    FINAL = "final"
+    EACH = "each"
 
 
 class RowProblem(Problem):

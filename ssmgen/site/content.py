@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -18,10 +18,11 @@ from .. import tuned as table
 from ..build import Built, build, problems_by_models
 from ..cache.entry import Entry
 from ..cache.store import Cache
-from ..catalog import OPERATOR_OF, OPERATORS, SPECS
+from ..catalog import OPERATOR_OF, OPERATORS, SPECS, parse
+from ..defaults import words
 from ..errors import ReportError, SpecError, UnknownArchError
 from ..generate import default_variants
-from ..spec import SM90, Arch, DType, KernelSpec, Problem, parse_spec, text_of
+from ..spec import SM90, Arch, DType, KernelSpec, Problem, entries
 from .benchmarks import Timing
 
 TUNED = "tuned"  # what the registry calls a measured choice, with the size it is of if that is another
@@ -144,7 +145,7 @@ def _timed(timings: Mapping[str, Sequence[Timing]], archs: Sequence[Arch]) -> li
     specs, problems = [], []
     for text in timings:
         try:
-            specs.append(parse_spec(text, SPECS))
+            specs.append(parse(text))
         except SpecError as e:
             problems.append(f"{timings[text][0].run.op}'s benchmark is of another release: {e}")
     if problems:
@@ -183,8 +184,7 @@ def calls(arch: Arch) -> dict[str, list[Calls]]:
     """{operator: calls of the models, with states of their own type, that may overlap the kernel ahead where there is such a thing}"""
     found: dict[str, list[Calls]] = {}
     for problem, names in problems_by_models().items():
-        said = (f.name for f in fields(problem) if getattr(problem, f.name) != f.default)
-        text = " ".join(f"{name}={text_of(getattr(problem, name))}" for name in said)
+        text = words(problem)
         served = tuple(_served(problem, names, arch, arch >= SM90))
         found.setdefault(OPERATOR_OF[type(problem)], []).append(Calls(served[0][0].models, arch, text, served))
     return found
@@ -233,7 +233,7 @@ def paragraphs(text: str) -> list[tuple[str, str]]:
 @functools.cache
 def _problem_fields(cls: type[KernelSpec]) -> frozenset[str]:
     posed = [problem for problem in OPERATOR_OF if issubclass(cls, problem)]
-    return frozenset(f.name for problem in posed for f in fields(problem) if issubclass(problem, Problem))
+    return frozenset(name for problem in posed for name in entries(problem))
 
 
 @functools.cache
@@ -243,4 +243,7 @@ def meanings(cls: type[KernelSpec]) -> dict[str, str]:
     for base in reversed(cls.__mro__):
         if base.__module__ != object.__module__:
             found |= re.findall(r"^    (\w+): [^\n#]*  # ([^\n]+)$", introspection.getsource(base), re.MULTILINE)
-    return found
+    for name, entry in entries(cls).items():
+        if entry.part and (said := meanings(type(cls.__dataclass_fields__[entry.part].default)).get(entry.field.name)):
+            found[name] = said
+    return {name: said for name, said in found.items() if name in entries(cls)}

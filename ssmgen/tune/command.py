@@ -15,10 +15,9 @@ from typing import Any
 import click
 
 from .. import tuned as table
-from ..catalog import SPECS
+from ..catalog import parse
 from ..errors import SsmgenError
 from ..family import records
-from ..spec import parse_spec
 
 TUNED = tuple(name for family in records() if family.tuning for name in family.bench)
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
@@ -109,7 +108,7 @@ def tuned(gpu, as_json) -> None:
         click.echo(json.dumps([{"gpu": name, "stale": stale or None} | asdict(row) for name, row, stale in found], indent=1))
         return
     for name, row, stale in found:
-        spec = row.spec if stale else parse_spec(row.spec, SPECS).name
+        spec = row.spec if stale else parse(row.spec).name
         click.echo(f"{name}  {row.label:60} {row.us:9.2f} us {row.rule_us / row.us:7.3f} x  {'STALE: ' + stale if stale else spec}")
     fresh = [row for _, row, stale in found if not stale]
     click.echo(f"{len(found)} rows, {len(found) - len(fresh)} stale" + (f"; {gain(fresh)}" if fresh else ""), err=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..calls.public import Call
 from ..catalog import OPERATOR_OF, OPERATORS
 from ..errors import SsmgenError
 from ..render import code_digest
-from ..spec import KernelSpec, Pdl, text_of
+from ..spec import KernelSpec, Pdl, flat, text_of
 from . import model
 from .cases import Case
 
@@ -183,4 +183,5 @@ def _times(calls: list[Call], sets: int, specs: list[KernelSpec], rounds: int, c
 
 def difference(spec: KernelSpec, other: KernelSpec) -> str:
     """What another variant of a problem has otherwise."""
-    return ",".join(f"{f.name}={text_of(v)}" for f in fields(other) if (v := getattr(other, f.name)) != getattr(spec, f.name))
+    mine = flat(spec)
+    return ",".join(f"{name}={text_of(value)}" for name, value in flat(other).items() if value != mine[name])

@@ -22,13 +22,14 @@ from typing import Any
 
 from .. import settings as config
 from ..cache.trust import distrust, make_private
-from ..catalog import OPERATORS, SPECS
+from ..catalog import OPERATOR_OF, OPERATORS, name_of, parse
 from ..errors import SpecError, SsmgenError
 from ..files import plain, read_json
 from ..render import code_digest
-from ..spec import Arch, DType, Index, KernelSpec, parse_spec, text_of
+from ..spec import Arch, DType, Index, KernelSpec, Problem, entries, text_of
 
-SCHEMA = 2
+SCHEMA = 3
+BEFORE = 2  # which may have old names of operators, and whose problems say all fields: rows are read as they would be written now
 REACH = 4.0  # a row serves sizes up to this factor away, if none is nearer
 SHIPPED = Path(__file__).parent
 SHOWN = 4  # rows that a warning names
@@ -77,14 +78,31 @@ class Found:
 _BULK = frozenset(("state", "x", "v", "o", "out"))  # operands whose bytes count
 
 
-def bucket(problem: Any) -> str:
+def bucket(problem: Any, kind: type[Problem] | None = None) -> str:
     """The problem as text, without what choices do not depend on: the types of indices, whether slots are given by one, and the types of
-    operands that are small beside the rest."""
-    given = {f.name: getattr(problem, f.name) for f in fields(problem)}
-    for name, value in given.items():
+    operands that are small beside the rest. kind: its class, where a spec is given, which has a problem's fields."""
+    said = []
+    for name, entry in entries(kind or type(problem)).items():
+        value = entry.of(problem)
         if (isinstance(value, Index) and (name == "index" or value is not Index.NONE)) or (isinstance(value, DType) and name not in _BULK):
-            given[name] = "any"
-    return ",".join(f"{name}={text_of(value)}" for name, value in given.items())
+            said.append(f"{name}=any")
+        elif value != entry.field.default or "later" not in entry.field.metadata:
+            said.append(f"{name}={text_of(value)}")
+    return ",".join(said)
+
+
+def _renewed(row: Row) -> Row:
+    """A row of a table of the schema before, as it would be written now; what its variant was is for `staleness` to say."""
+    operator = name_of(row.operator)
+    try:
+        spec = parse(row.spec)
+    except SpecError:
+        return replace(row, operator=operator)
+    return replace(row, operator=operator, problem=bucket(spec, _problem_of(operator)), spec=str(spec))
+
+
+def _problem_of(operator: str) -> type[Problem]:
+    return next(kind for kind, name in OPERATOR_OF.items() if name == operator)
 
 
 def file_name(gpu: str) -> str:
@@ -119,10 +137,11 @@ def _table(path: Path, own: bool = False) -> tuple[str, dict[tuple[str, str, boo
         raise TableError(f"{path} is of another GPU, {reprlib.repr(content['gpu'])}")
     rows, wrong = {}, []
     for number, given in enumerate(content["rows"], 1):
-        if fault := _fault(given) or (_illegal(given) if own else ""):
+        if fault := _fault(given) or (_illegal(given, content["schema"]) if own else ""):
             wrong.append(f"row {number}: {fault}")
         else:
             row = Row(**{f.name: given[f.name] for f in fields(Row)})
+            row = row if content["schema"] == SCHEMA else _renewed(row)
             rows[row.key] = row
     if wrong:
         more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
@@ -134,7 +153,7 @@ def _table(path: Path, own: bool = False) -> tuple[str, dict[tuple[str, str, boo
 def _unlike_a_table(content: Any) -> str:
     if not isinstance(content, dict) or not {"schema", "gpu", "rows"} <= content.keys():
         return "it is no object with schema, gpu and rows"
-    if type(content["schema"]) is not int or content["schema"] != SCHEMA:
+    if type(content["schema"]) is not int or content["schema"] not in (BEFORE, SCHEMA):
         return f"its schema is {reprlib.repr(content['schema'])}, not {SCHEMA}"
     if fault := _unfit("gpu", content["gpu"], "str"):
         return fault
@@ -147,22 +166,24 @@ def _fault(row: Any) -> str:
         return f"{', '.join(missing)} missing" if isinstance(row, dict) else "it is no object"
     if faults := [fault for f in fields(Row) if (fault := _unfit(f.name, row[f.name], f.type))]:
         return ", ".join(faults)
-    if row["operator"] not in OPERATORS:
+    if name_of(row["operator"]) not in OPERATORS:
         return f"there is no operator {reprlib.repr(row['operator'])}"
     try:
         Arch.parse(row["arch"])
     except SpecError as e:
         return f"arch {reprlib.repr(row['arch'])} is none: {e.problems[0]}"
     family = row["spec"].partition(":")[0]
-    return "" if family == row["operator"] else f"its variant is of {reprlib.repr(family)}, not of {row['operator']}"
+    return "" if name_of(family) == name_of(row["operator"]) else f"its variant is of {reprlib.repr(family)}, not of {row['operator']}"
 
 
-def _illegal(row: dict[str, Any]) -> str:
+def _illegal(row: dict[str, Any], schema: int) -> str:
     try:
-        parse_spec(row["spec"], SPECS).check(Arch.parse(row["arch"]))
+        spec = parse(row["spec"])
+        spec.check(Arch.parse(row["arch"]))
     except SpecError as e:
         return f"its variant is not legal: {plain(reprlib.repr(e.problems[0]))}"
-    return ""
+    same = schema != SCHEMA or row["problem"] == bucket(spec, _problem_of(name_of(row["operator"])))
+    return "" if same else "its variant is of another problem"
 
 
 def _unfit(name: str, value: Any, kind: str) -> str:
@@ -260,7 +281,7 @@ def staleness(row: Row, arch: Arch | None = None) -> str:
     if arch is not None and Arch.parse(row.arch).number != arch.number:
         return f"it is of {row.arch}"
     try:
-        code = code_digest(parse_spec(row.spec, SPECS), Arch.parse(row.arch))
+        code = code_digest(parse(row.spec), Arch.parse(row.arch))
     except SpecError as e:
         return f"its variant is no more: {e.problems[0]}"
     return "" if code == row.code else f"the variant's code has changed since {row.date}"
@@ -273,5 +294,5 @@ def alike(spec: KernelSpec) -> list[KernelSpec]:
 
 
 def _spec_for(row: Row, problem: Any) -> KernelSpec:
-    spec = parse_spec(row.spec, SPECS)
+    spec = parse(row.spec)
     return replace(spec, **{f.name: getattr(problem, f.name) for f in fields(problem)})

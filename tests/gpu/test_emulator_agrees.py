@@ -9,7 +9,7 @@ from ssu_cases import BF16, F16, F32, Case, make_call
 import ssmgen
 from ssmgen import emulator, runtime
 from ssmgen.arguments import Arguments
-from ssmgen.families.selective_state_update import call as op
+from ssmgen.families.selective_state_update import planning as op
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not emulator.available(), reason="needs g++")]
 
@@ -31,9 +31,9 @@ def both(case: Case, decay: float | None):
             (A[:, 0, 0] if A.stride(-1) == 0 else A).fill_(decay)
     ssmgen.selective_state_update(*card.args, **card.kwargs)
     spec = ssmgen.explain(ssmgen.selective_state_update, *card.args, **card.kwargs).chosen.spec
-    named = {n: host.named[n] for n in op._NAMES if n in host.named}
-    views = op.headed_views(named, [])
-    packed = Arguments(spec, op.kernel_values(spec, views, case.pad_slot_id, case.limit)).at([t.data_ptr() for t in named.values()])
+    named = {n: host.named[n] for n in op.NAMES if n in host.named}
+    views = op.views_of(named, host.options, [])
+    packed = Arguments(spec, op.kernel_values(spec, views, host.options)).at([t.data_ptr() for t in named.values()])
     arch = runtime.device_arch(torch.cuda.current_device())
     emulator.run(spec, arch, case.batch * spec.nheads * spec.tiles, packed, named)
     torch.cuda.synchronize()

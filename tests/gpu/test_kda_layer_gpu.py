@@ -22,7 +22,7 @@ from layer_laws import (
 )
 from test_selective_state_update import needs_pdl
 
-from ssmgen.families.delta_layer import kda_spec as kernels
+from ssmgen.families.delta_layer import spec as kernels
 
 pytestmark = pytest.mark.gpu
 

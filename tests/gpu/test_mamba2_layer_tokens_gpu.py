@@ -23,7 +23,7 @@ from layer_laws import (
 )
 from test_selective_state_update import needs_pdl
 
-from ssmgen.families.mamba2_layer import tokens_spec as kernels
+from ssmgen.families.mamba2_layer import spec as kernels
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from ssmgen import nvrtc as compiler
 from ssmgen import registry, runtime
 from ssmgen.cache.entry import Entry
 from ssmgen.compat.mamba_ssm import selective_state_update as mamba_signature
-from ssmgen.families.selective_state_update import call as op
+from ssmgen.families.selective_state_update import planning as op
 from ssmgen.families.selective_state_update import spec as family
 from ssmgen.render import render
 from ssmgen.spec import Pdl
@@ -48,12 +48,12 @@ def test_out_is_allocated_like_x():
 
 def launch(spec, call) -> None:
     """Runs one variant, whatever the registry would choose."""
-    named = {n: call.named[n] for n in op._NAMES if n in call.named}
-    views = op.headed_views(named, problems := [])
+    named = {n: call.named[n] for n in op.NAMES if n in call.named}
+    views = op.views_of(named, call.options, problems := [])
     assert not problems
     device = views["state"].device.index
     kernel = runtime.load(spec, device, "selective_state_update")
-    values = op.kernel_values(spec, views, call.case.pad_slot_id, call.case.limit)
+    values = op.kernel_values(spec, views, call.options)
     grid = views["x"].shape[0] * spec.nheads * spec.tiles
     runtime.Launch(kernel, device, grid, values).at([t.data_ptr() for t in named.values()])()
     torch.cuda.synchronize()
@@ -61,9 +61,7 @@ def launch(spec, call) -> None:
 
 def problem_of(call) -> family.SsuProblem:
     named = call.named
-    return op.problem_of(
-        op.headed_views(named, []), {n: t.data_ptr() for n, t in named.items()}, call.case.softplus, call.case.limit is not None
-    )
+    return op.problem_of(op.views_of(named, call.options, []), {n: t.data_ptr() for n, t in named.items()}, call.options)
 
 
 @pytest.mark.parametrize(
@@ -260,8 +258,8 @@ def test_the_producer_test_notices_a_missing_wait():
     call = make_call(replace(M2, conv_slices=True, index=None), "cuda")
     kept = call.args[0].clone()
     right = after_a_producer(call, kept, lambda: ssmgen.selective_state_update(*call.args, **call.kwargs, pdl=False))
-    named = {n: call.named[n] for n in op._NAMES if n in call.named}
-    views, arch = op.headed_views(named, []), runtime.device_arch(torch.cuda.current_device())
+    named = {n: call.named[n] for n in op.NAMES if n in call.named}
+    views, arch = op.views_of(named, call.options, []), runtime.device_arch(torch.cuda.current_device())
     spec = registry.select("selective_state_update", problem_of(call), call.case.batch, arch, True)
     source = render(spec, arch)
     hasty = source.replace("  wait_for_upstream();", "  ", 1)
@@ -271,7 +269,7 @@ def test_the_producer_test_notices_a_missing_wait():
     assert kernel.pdl
     device = torch.cuda.current_device()
     grid = call.case.batch * spec.nheads * spec.tiles
-    plan = runtime.Launch(kernel, device, grid, op.kernel_values(spec, views, -1, None)).at([t.data_ptr() for t in named.values()])
+    plan = runtime.Launch(kernel, device, grid, op.kernel_values(spec, views, call.options)).at([t.data_ptr() for t in named.values()])
     assert not equal(right, after_a_producer(call, kept, plan))
 
 

@@ -10,10 +10,10 @@ from ssmgen import registry, runtime
 from ssmgen import tuned as table
 from ssmgen.build import build
 from ssmgen.cache.store import Cache
-from ssmgen.catalog import SPECS
+from ssmgen.catalog import parse
 from ssmgen.errors import SsmgenError
 from ssmgen.families.combine_splits import bench as combine_splits
-from ssmgen.spec import Arch, parse_spec
+from ssmgen.spec import Arch
 from ssmgen.tune import cases, search
 
 pytestmark = pytest.mark.gpu
@@ -75,6 +75,6 @@ def test_the_tables_of_this_gpu_can_be_served(tmp_path):
     rows = [row for row in table.rows_of(gpu).values() if not table.staleness(row)]
     if not rows:
         pytest.skip(f"there is no table of the {gpu}, or it is stale")
-    todo = {(part, Arch.parse(row.arch)) for row in rows for spec in [parse_spec(row.spec, SPECS)] for part in spec.kernels}
+    todo = {(part, Arch.parse(row.arch)) for row in rows for spec in [parse(row.spec)] for part in spec.kernels}
     failed = [b for b in build(list(todo), Cache(tmp_path)) if b.error]
     assert not failed, failed[0].error

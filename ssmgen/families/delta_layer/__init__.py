@@ -5,12 +5,13 @@ from ...family import Family, Kernels
 FAMILY = Family(
     name="delta_layer",
     kernels=(
-        Kernels("gdn_spec:GdnLayerSpec", "gdn_spec:GdnLayerProblem"),
-        Kernels("gdn_tokens_spec:GdnLayerTokensSpec", "gdn_tokens_spec:GdnLayerTokensProblem"),
-        Kernels("kda_spec:KdaLayerSpec", "kda_spec:KdaLayerProblem"),
-        Kernels("kda_tokens_spec:KdaLayerTokensSpec", "kda_tokens_spec:KdaLayerTokensProblem"),
+        Kernels(
+            "spec:DeltaLayerSpec",
+            "problem:DeltaLayerProblem",
+            old_names=dict.fromkeys(("gdn_layer", "gdn_layer_tokens", "kda_layer", "kda_layer_tokens"), ""),
+        ),
     ),
-    functions={"gdn_layer": "gdn_call:gdn_layer", "kda_layer": "kda_call:kda_layer"},
+    functions={"gdn_layer": "call:gdn_layer", "kda_layer": "call:kda_layer"},
     bench={"gdn_layer": "bench", "kda_layer": "bench"},
     tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",

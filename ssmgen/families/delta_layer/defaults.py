@@ -1,13 +1,12 @@
 """Default variants of gdn_layer and kda_layer: a norm in a block with a whole head, in a cluster's blocks, and in a kernel of its own
 (where keys come first); every layout of a window; several tokens."""
 
-from dataclasses import replace
 from typing import Any
 
 from ...defaults import Default, layer
 from ...engine.window import Saved, StateLayout
 from ...models import find_model
-from ...spec import DType, Index, Loads
+from ...spec import DType, Index, Loads, changed
 from ..linear_attention.problem import Layout
 
 QWEN, KIMI, KIMI_K3 = "qwen3.5-397b-a17b", "kimi-linear-48b-a3b", "kimi-k3"
@@ -23,16 +22,16 @@ DEFAULTS = {
     "gdn, whole heads, bf16 state": Default(layer(QWEN, DType.BF16), 64),
     "gdn, whole heads, f32 state, windows of channels": Default(layer(QWEN, DType.F32, window=CHANNELS), 64),
     "gdn, keys first": Default(layer(QWEN, DType.BF16, layout=Layout.KV), 64),
-    "gdn, not aligned": Default(replace(layer(QWEN, DType.BF16), **ANYWHERE), 64),
+    "gdn, not aligned": Default(changed(layer(QWEN, DType.BF16), **ANYWHERE), 64),
     "kda, keys first": Default(layer(KIMI, DType.BF16, layout=Layout.KV), 64),
     "kda, clusters": Default(layer(KIMI, DType.F32, tp=4), 1),
     "kda, whole heads, bf16 state": Default(layer(KIMI, DType.BF16), 64),
     "kda, whole heads, f32 state": Default(layer(KIMI, DType.F32), 64),
-    "kda, bounded gate, not aligned": Default(replace(layer(KIMI_K3, K3_STATE, tp=8), **ANYWHERE, operand_loads=Loads.ELEMENT), 64),
+    "kda, bounded gate, not aligned": Default(changed(layer(KIMI_K3, K3_STATE, tp=8), **ANYWHERE, operand_loads=Loads.ELEMENT), 64),
     "gdn, several tokens": Default(layer(QWEN, DType.BF16, tokens=4), 64),
     "gdn, several tokens, a slot each": Default(layer(QWEN, DType.BF16, window=EACH_SLOT, tokens=4), 64),
     "kda, verify": Default(layer(KIMI, DType.BF16, tokens=4, intermediates=True, update_state=False), 64),
     "kda, each token's state by index, not aligned": Default(
-        replace(layer(KIMI_K3, DType.F32, tp=8, tokens=8, intermediates=True), **ANYWHERE, **BY_INDEX), 1
+        changed(layer(KIMI_K3, DType.F32, tp=8, tokens=8, intermediates=True), **ANYWHERE, **BY_INDEX), 1
     ),
 }

@@ -1,9 +1,9 @@
-"""What gdn_layer and kda_layer share: a decode step of a delta rule's layer between its projections, as short convolution, delta rule and
-gated norm.
+"""gdn_layer, kda_layer: decode steps of a delta rule's layer between its projections, as short convolution, delta rule and gated norm.
 
 linear_attention's row engine, which convolves q, k and v itself, and the gated norm: of a kernel behind it, or of its own, where a block
 holds a whole head, or a cluster of blocks does. Two kernels spread a head over more SMs; one has less to launch, and convolves the channels
-of a key head less often. Clusters take their time to be placed, which few of them are worth.
+of a key head less often. Clusters take their time to be placed, which few of them are worth. Several tokens are convolved all at once,
+straight into the shared memory that linear_attention stages them in, and their rows are normed by a kernel behind.
 """
 
 from __future__ import annotations
@@ -13,87 +13,39 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
-from ...engine.short_conv import ShortConv, pointers, with_registers
-from ...spec import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Param, Pdl, PoolMode, is_pow2, must
-from ..gated_rms_norm.layer_spec import LayerGatedNorm
+from ...engine.layer import with_registers
+from ...engine.rows import Rule
+from ...engine.window import StateLayout
+from ...spec import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Param, Pdl, is_pow2, must
 from ..gated_rms_norm.spec import FEW
-from ..linear_attention.problem import Beta, Delta, Gate, LinearAttentionProblem, Ring, Tokens, Update
+from ..linear_attention.problem import Gate, Update
 from ..linear_attention.spec import ONE_TOKEN, LinearAttentionSpec
+from .problem import DeltaLayerProblem
 
-CONVOLVED = ("q", "k", "v")
+OPERATOR = "delta_layer"
 # Of a warp that norms a block's rows: elements per lane, at most.
 NORM_VEC = 8
 # Of a cluster, that every device with clusters can launch.
 MOST_BLOCKS = 8
 
 
-class DeltaRule:
-    """Of a layer's problem, with one token per sequence or several. q, k and v are channels of mixed_qkv, whose dtype is theirs; the
-    decay's gate is raw, beta a logit per head."""
-
-    @property
-    def conv_dtype(self) -> DType:
-        return self.q
-
-    @property
-    def conv_input(self) -> str:
-        return "mixed_qkv"
-
-    @property
-    def norm_groups(self) -> int:
-        """Of a row."""
-        return self.nheads if self.norm else 0
-
-    @property
-    def shared_channels(self) -> int:
-        return 2 * self.dim_k
-
-    def rule_faults(self) -> list[str]:
-        read = self.delta is Delta.DECAYED and not (self.read or self.erase or self.w or self.write or self.alpha)
-        bare = not (self.gv or self.beta_rows)
-        return [
-            *LinearAttentionProblem.faults(self),
-            *self.conv_faults(self.dim_v),
-            *self.norm_faults(self.nheads * self.dim_v, self.out),
-            *must(
-                bool(read and bare and self.beta),
-                "a layer's delta rule reads the decayed state with k, and has a beta per head and no other operands",
-            ),
-            *must(self.gate in (Gate.SOFTPLUS, Gate.BOUNDED), "a layer's gate is raw"),
-            *must(self.beta_form is not Beta.PLAIN, "a layer's beta is a logit"),
-            *must(self.q == self.k == self.v, "q, k and v are of one dtype: they are one tensor"),
-            *must(self.norm is None or self.norm_size == self.dim_v, f"groups of {self.norm_size} are not heads of {self.dim_v}"),
-            *must(self.ring is Ring.NONE and not (self.layers or self.frozen), "a layer keeps no ring, and has no ring to replay"),
-        ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeltaLayerProblem(DeltaRule, ShortConv, LayerGatedNorm, LinearAttentionProblem):
-    """What a call with one token per sequence fixes."""
-
-    def faults(self) -> list[str]:
-        one = self.tokens is Tokens.ONE and self.update is Update.FINAL and self.accepted is Index.NONE and not self.intermediates
-        return [
-            *self.rule_faults(),
-            *must(one, "a layer's call has one token, and updates the state"),
-            *must(self.pool is PoolMode.SINGLE, "the window and the state of a layer are updated in place"),
-        ]
-
-
 @dataclass(frozen=True, kw_only=True)
 class DeltaLayerSpec(LinearAttentionSpec, DeltaLayerProblem):
     """A problem, and how one variant computes it."""
 
-    template: ClassVar[str] = "delta_layer/one_token.cu.j2"
-    call_names: ClassVar[Mapping[str, str]]  # of operands that the call names otherwise than the recurrence
+    family: ClassVar[str] = OPERATOR
 
     norm_inside: bool = False  # the norm is this kernel's
     clustered: bool = field(default=False, metadata=LATER)  # the blocks of a head are a thread-block cluster, and norm it together
     norm_threads: int = 32  # of a block of the norm's own kernel, about
 
     @property
+    def template(self) -> str:
+        return f"delta_layer/{'several_tokens' if self.several else 'one_token'}.cu.j2"
+
+    @property
     def kernels(self) -> tuple[KernelSpec, ...]:
-        return (self,) if self.norm_inside else (self, *self.norm_kernels(self.out, self.index, self.norm_threads, self.pdl))
+        return (self,) if self.norm_inside else (self, *self.norm_kernels(self.norm_threads))
 
     @property
     def norm_vec(self) -> int:
@@ -112,12 +64,22 @@ class DeltaLayerSpec(LinearAttentionSpec, DeltaLayerProblem):
     def violations(self, arch: Arch) -> list[str]:
         if found := LinearAttentionSpec.violations(self, arch) or self.conv_violations(self.tile):
             return found
-        if not self.norm_inside:
-            found = must(not self.clustered, "clusters are for a norm that is this kernel's")
+        found = [
+            *must(
+                not self.several or self.chunk == self.conv.tokens, f"all {self.conv.tokens} tokens are staged at once, not {self.chunk}"
+            ),
+            *must(self.norm_inside or not self.clustered, "clusters are for a norm that is this kernel's"),
+            *must(not (self.norm_inside and self.several), "several tokens are normed by a kernel behind"),
+        ]
+        if found or not self.norm_inside:
             return found or [problem for kernel in self.kernels[1:] for problem in kernel.violations(arch)]
+        return self._violations_inside(arch)
+
+    def _violations_inside(self, arch: Arch) -> list[str]:
+        """Of a norm that is this kernel's."""
         rows = self.norm_rows
         found = [
-            *must(self.norm is not None, "norm_inside is of a norm, and there is none"),
+            *must(self.norm.weight is not None, "norm_inside is of a norm, and there is none"),
             *must(
                 rows % self.norm_vec == 0 and rows <= 32 * NORM_VEC,
                 f"a warp norms up to 128 rows, or up to {32 * NORM_VEC} in steps of {NORM_VEC}, not {rows}",
@@ -136,69 +98,84 @@ class DeltaLayerSpec(LinearAttentionSpec, DeltaLayerProblem):
         ]
 
     @property
+    def shared_bytes(self) -> int:
+        """Staged tokens, perhaps with a slot each, and who is the last block of a group."""
+        slots = 8 * self.chunk if self.update is Update.EACH else 0
+        return LinearAttentionSpec.shared_bytes.fget(self) + slots + 16 if self.several else 0
+
+    @property
     def stem(self) -> str:
         shape = f"h{self.nheads}v{self.dim_v}k{self.dim_k}g{self.key_heads}_{self.state.value}"
-        return "_".join([self.family, shape, self.how(), *(["norm"] if self.norm_inside else []), *(["cluster"] if self.clustered else [])])
+        if self.several:
+            return f"{self.function}_t{self.conv.tokens}_{shape}_{self.update.value}_{self.how()}"
+        norm = [*(["norm"] if self.norm_inside else []), *(["cluster"] if self.clustered else [])]
+        return "_".join([self.function, shape, self.how(), *norm])
 
     def _roles(self) -> list[str]:
         """Tensor arguments in order, as the template names them."""
-        gates = [name for name in ("g", "gk", "beta", "A_log", "dt_bias") if getattr(self, name) is not None]
-        pooled = [] if self.index is Index.NONE else ["state_indices"]
-        norm = ["z", "norm_weight"] if self.norm_inside else []
-        return ["state", *self.conv_operands(), *gates, *norm, "out", *pooled, "arrivals"]
+        there = {
+            **{name: getattr(self, name) is not None for name in ("g", "gk", "beta", "A_log", "dt_bias")},
+            **dict.fromkeys(("z", "norm_weight"), self.norm_inside),
+            "out": True,
+            "state_indices": self.index is not Index.NONE,
+            "dst_state_indices": self.update is Update.EACH,
+            "num_accepted_tokens": self.accepted is not Index.NONE,
+            "intermediate_states": self.intermediates,
+            "intermediate_state_indices": self.rows_index is not Index.NONE,
+            "arrivals": self.conv_moves,
+        }
+        return ["state", *self.conv_operands(), *(name for name, given in there.items() if given)]
 
     def operands(self) -> list[str]:
         """The same as the call names them."""
         return [self.call_names.get(role, role) for role in self._roles()]
 
     def strides(self) -> list[tuple[str, str, str]]:
-        """(role, axis, width) of every stride the kernel takes, in elements. Only the distance between slots is 64-bit."""
+        """(role, axis, width) of every stride the kernel takes, in elements."""
+        token = ["token"] if self.several else []
         element = ["n"] if self.operand_loads is Loads.ELEMENT else []
-        axes = self.conv_strides() | {
-            "state": ["slot"],
-            **dict.fromkeys(("g", "beta", "z"), ["batch", "head"]),
-            "gk": ["batch", "head", *element],
+        axes = self.layer_strides() | {
+            **dict.fromkeys(("g", "beta", "z"), ["batch", *token, "head"]),
+            "gk": ["batch", *token, "head", *element],
             "A_log": ["head"],
             "dt_bias": ["head", *(element if self.gk else [])],
             "norm_weight": [],
-            "out": ["batch", "head", "row"],
-            "state_indices": ["batch"],
         }
-        return [(role, axis, "i64" if axis == "slot" else "u32") for role in self._roles() for axis in axes[role]]
+        return self.wide_strides(self._roles(), axes)
 
     def parameters(self) -> list[Param]:
-        given = {n: getattr(self, n) for n in ("state", "g", "gk", "beta", "A_log", "dt_bias", "out")}
-        element: dict[str, Any] = {n: dtype.value for n, dtype in given.items() if dtype}
-        element |= self.conv_elements() | {"state_indices": "int" if self.index is Index.I32 else "i64"}
-        element |= {"z": self.norm_gate.value, "norm_weight": self.norm and self.norm.value}
-        strides = [(Param.i64 if width == "i64" else Param.u32)(f"{role}_{axis}") for role, axis, width in self.strides()]
-        strides.sort(key=lambda p: p.code != "q")  # 8-byte arguments first: no padding anywhere in the buffer
-        pad = [] if self.index is Index.NONE else [Param.i64("slots"), Param.i64("pad_slot_id")]
+        element: dict[str, Any] = {f.name: value.value for f in fields(self) if isinstance(value := getattr(self, f.name), DType)}
+        element |= {"z": self.norm.gate.value, "norm_weight": self.norm.weight and self.norm.weight.value}
+        element["intermediate_states"] = self.state.value
         factors = ["scale", *(["lower_bound"] if self.gate is Gate.BOUNDED else []), *(["eps"] if self.norm_inside else [])]
-        written = ("state", "conv_state", "out", "arrivals")
-        return [*pointers(self._roles(), element, written), *pad, *strides, *map(Param.f32, factors)]
+        return [*self.layer_parameters(self._roles(), element, self.strides()), *map(Param.f32, factors)]
 
     def constants(self) -> dict[str, Any]:
         lanes = -(-self.norm_rows // self.norm_vec)
         return {
             **LinearAttentionSpec.constants(self),
             **self.conv_constants(),
-            "convolved": CONVOLVED,
+            "convolved": ("q", "k", "v"),
+            # k is written with as it is, and q read with, unless the decay is multiplied in
+            "in_place": ("write",) if self.gk else ("query", "write"),
+            "rows_by_index": self.intermediate_indices is not Index.NONE,
             "norm_vec": self.norm_vec,
             "norm_lanes": 1 << (lanes - 1).bit_length(),
-            "vector_norm": self.norm_loads is Loads.VECTOR,
+            "vector_norm": self.norm.loads is Loads.VECTOR,
         }
 
 
 def _given(problem: DeltaLayerProblem) -> dict[str, Any]:
-    return {f.name: getattr(problem, f.name) for f in fields(DeltaLayerProblem)}
+    """A variant's fields that the problem says; several tokens are staged all at once."""
+    given = {f.name: getattr(problem, f.name) for f in fields(DeltaLayerProblem)}
+    return given | ({"chunk": problem.conv.tokens} if problem.several else {})
 
 
-def space(kind: type[DeltaLayerSpec], problem: DeltaLayerProblem, arch: Arch) -> Iterator[DeltaLayerSpec]:
-    """Every legal variant of a problem within the axes worth trying; kind: the layer's."""
+def space(problem: DeltaLayerProblem, arch: Arch) -> Iterator[DeltaLayerSpec]:
+    """Every legal variant of a problem within the axes worth trying."""
     given = _given(problem)
-    norms = ({}, {"norm_inside": True}, {"norm_inside": True, "clustered": True})
-    specs = (kind(**given, **how, **norm) for how in row_engine.axes() for norm in norms)
+    norms = ({}, {"norm_inside": True}, {"norm_inside": True, "clustered": True})[: 1 if problem.several else 3]
+    specs = (DeltaLayerSpec(**given, **how, **norm) for how in row_engine.axes() for norm in norms)
     return (spec for spec in specs if not spec.violations(arch))
 
 
@@ -225,23 +202,26 @@ TWO_STEPS = {4: (), 2: ((384, 1024, 128, 16),)}
 Choice = tuple[str, DeltaLayerSpec | None, str]
 
 
-def candidates(kind: type[DeltaLayerSpec], problem: DeltaLayerProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[Choice]:
+def candidates(problem: DeltaLayerProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[Choice]:
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
+    if problem.several:
+        yield from _candidates_of_tokens(problem, batch, arch, pdl)
+        return
     heads = batch * problem.nheads
     norm = {"norm_threads": 32 if batch * problem.norm_groups <= FEW else 128}
     launch = {"pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
-    yield _clustered_heads(kind, problem, heads, arch, launch)
-    yield _whole_heads(kind, problem, heads, arch, pdl)
-    yield _heads_in_two_steps(kind, problem, heads, arch, launch | norm)
+    yield _clustered_heads(problem, heads, arch, launch)
+    yield _whole_heads(problem, heads, arch, pdl)
+    yield _heads_in_two_steps(problem, heads, arch, launch | norm)
     for rule, how, reason in row_engine.choices(problem, ONE_TOKEN, batch, arch, pdl):
-        yield rule, None if how is None else kind(**_given(problem), **with_registers(how, arch), **norm), reason
+        yield rule, None if how is None else DeltaLayerSpec(**_given(problem), **with_registers(how, arch), **norm), reason
 
 
-def _clustered_heads(kind: type[DeltaLayerSpec], problem: DeltaLayerProblem, heads: int, arch: Arch, launch: Mapping[str, Any]) -> Choice:
+def _clustered_heads(problem: DeltaLayerProblem, heads: int, arch: Arch, launch: Mapping[str, Any]) -> Choice:
     """Of as many blocks as there may be."""
     rule, rows = "clustered heads", CLUSTERS[problem.interleaved, problem.state.size]
     reasons = [
-        *must(problem.norm is not None, "there is no norm that blocks could do together"),
+        *must(problem.norm.weight is not None, "there is no norm that blocks could do together"),
         *must(heads <= rows[-1][0], f"{heads} heads are above {rows[-1][0]}"),
         *must(arch >= SM90, f"{arch} has no clusters"),
     ]
@@ -251,38 +231,36 @@ def _clustered_heads(kind: type[DeltaLayerSpec], problem: DeltaLayerProblem, hea
     for ilp in (2, 4, 8):
         how = row_engine.layout(problem, ilp)
         how |= {"threads": threads, "tile": threads // how["lanes"] * how["ilp"], **launch}
-        spec = kind(**_given(problem), **with_registers(how, arch), norm_inside=True, clustered=True)
+        spec = DeltaLayerSpec(**_given(problem), **with_registers(how, arch), norm_inside=True, clustered=True)
         if not spec.violations(arch):
             return rule, spec, ""
     return rule, None, f"no 2 … {MOST_BLOCKS} blocks of {threads} threads have the {problem.dim_v} rows of a head"
 
 
-def _whole_heads(kind: type[DeltaLayerSpec], problem: DeltaLayerProblem, heads: int, arch: Arch, pdl: bool) -> Choice:
+def _whole_heads(problem: DeltaLayerProblem, heads: int, arch: Arch, pdl: bool) -> Choice:
     reasons = [
-        *must(problem.norm is not None, "there is no norm that a block with a whole head could do"),
+        *must(problem.norm.weight is not None, "there is no norm that a block with a whole head could do"),
         *must(not problem.interleaved, "keys come first: a whole head takes more registers than a block has"),
         *must(heads >= FEW_HEADS, f"{heads} heads are below {FEW_HEADS}"),
     ]
     _, threads, wider = next(row for row in WHOLE[problem.state.size] if heads <= row[0])
-    return "whole heads", None if reasons else whole_heads(kind, problem, threads, arch, pdl, wider), "; ".join(reasons)
+    return "whole heads", None if reasons else whole_heads(problem, threads, arch, pdl, wider), "; ".join(reasons)
 
 
-def _heads_in_two_steps(kind: type[DeltaLayerSpec], problem: DeltaLayerProblem, heads: int, arch: Arch, more: Mapping[str, Any]) -> Choice:
+def _heads_in_two_steps(problem: DeltaLayerProblem, heads: int, arch: Arch, more: Mapping[str, Any]) -> Choice:
     rule = "heads in two steps"
     if not problem.interleaved:
         return rule, None, "keys come last"
     for first, last, threads, lanes in TWO_STEPS[problem.state.size]:
         if first <= heads <= last:
             how = row_engine.layout(problem) | {"threads": threads, "lanes": lanes, "tile": problem.dim_v, **more}
-            spec = kind(**_given(problem), **with_registers(how, arch))
+            spec = DeltaLayerSpec(**_given(problem), **with_registers(how, arch))
             fits = not spec.violations(arch) and spec.tile == 2 * spec.rows_per_step
             return rule, spec if fits else None, "" if fits else f"{threads} threads do not hold half of {problem.dim_v} rows"
     return rule, None, f"measured to be slower for {heads} heads of {problem.state.value}"
 
 
-def whole_heads(
-    kind: type[DeltaLayerSpec], problem: DeltaLayerProblem, threads: int, arch: Arch, pdl: bool, wider: int = 1
-) -> DeltaLayerSpec:
+def whole_heads(problem: DeltaLayerProblem, threads: int, arch: Arch, pdl: bool, wider: int = 1) -> DeltaLayerSpec:
     """A variant with a head to a block of at most so many threads, and its norm in it; wider: 2 for twice the lanes to a row, if it is that
     long."""
     how = row_engine.layout(problem)
@@ -295,5 +273,34 @@ def whole_heads(
     # As many blocks as ptxas leaves room for by itself, without the 8 bytes that it may spill; gathering takes more registers.
     # A decay per channel makes two more vectors of a row's length: 4 blocks would spill up to 60 bytes.
     few = 3 if problem.gk else 4
-    how |= {"min_blocks": few if threads == 128 and problem.conv_loads is problem.norm_loads is Loads.VECTOR else 0}
-    return kind(**_given(problem), **with_registers(how, arch), norm_inside=True)
+    how |= {"min_blocks": few if threads == 128 and problem.conv.loads is problem.norm.loads is Loads.VECTOR else 0}
+    return DeltaLayerSpec(**_given(problem), **with_registers(how, arch), norm_inside=True)
+
+
+# Measured on an H200 with every token's state kept; by bytes of an element. A thread for each four channels of a block, at least: all of
+# them convolve at once.
+SEVERAL_TOKENS = {
+    2: [Rule("latency", 48, tile_kib=8), Rule("bandwidth", float("inf"), tile_kib=16, prefetch=132)],
+    4: [Rule("latency", 48, tile_kib=16), Rule("bandwidth", float("inf"), tile_kib=16, ilp=2, prefetch=132)],
+}
+SEVERAL_INTERLEAVED = [Rule("few", 8, tile_kib=16), Rule("all", float("inf"), tile_kib=32)]  # of which a thread holds more
+
+
+def _candidates_of_tokens(problem: DeltaLayerProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[Choice]:
+    norm = {"norm_threads": 32 if batch * problem.conv.tokens * problem.norm_groups <= FEW else 128}
+    rules = SEVERAL_INTERLEAVED if problem.interleaved else SEVERAL_TOKENS[problem.state.size]
+    for rule, how, reason in row_engine.choices(problem, rules, batch, arch, pdl):
+        if how is not None and problem.accepted is not Index.NONE:
+            how["prefetch"] = 0  # it does not know the column that is started from
+        yield rule, None if how is None else DeltaLayerSpec(**_given(problem), **_registers_of_tokens(problem, how, arch), **norm), reason
+
+
+def _registers_of_tokens(problem: DeltaLayerProblem, how: dict[str, Any], arch: Arch) -> dict[str, Any]:
+    """With 128 registers to a thread, or, where rows are interleaved or channels gathered, as many as it takes; on sm_90 ptxas chooses.
+
+    Elsewhere its choice may spill a few bytes.
+    """
+    gathers = problem.conv.layout is StateLayout.ANY or Loads.ELEMENT in (problem.conv.loads, problem.conv.taps, problem.operand_loads)
+    if arch.number == SM90.number or problem.interleaved or gathers:
+        return with_registers(how, arch)
+    return how | {"min_blocks": max(1, 512 // how["threads"])}

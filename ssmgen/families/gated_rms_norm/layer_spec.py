@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from ...spec import LATER, DType, Index, KernelSpec, Loads, Param, Pdl, must
+from ...spec import BARE, LATER, DType, Index, KernelSpec, Loads, Param, Part, Pdl, must
 from . import spec as gated_rms_norm
 from .spec import Activation, NormProblem, NormSpec
 
@@ -67,45 +67,46 @@ class LayerGatedNormSpec(NormSpec):
         return super().constants() | {"pooled": self.index is not Index.NONE, **given}
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerGatedNorm:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerNorm(Part):
     """What a layer's call fixes of its norm; nothing where it has none."""
 
-    norm: DType | None = None  # of norm_weight
-    norm_gate: DType = DType.BF16  # of z
-    norm_size: int = 0  # channels of a group
-    norm_grouped: bool = False  # rows have several groups
-    norm_first: bool = False
-    norm_activation: Activation = Activation.SILU
-    norm_loads: Loads = Loads.VECTOR
+    weight: DType | None = field(default=None, metadata=BARE)  # of norm_weight; none: no norm
+    gate: DType = DType.BF16  # of z
+    size: int = 0  # channels of a group
+    grouped: bool = False  # rows have several groups
+    first: bool = False  # z gates what is normed already
+    activation: Activation = Activation.SILU
+    loads: Loads = Loads.VECTOR
 
-    def norm_problem(self, out: DType) -> NormProblem:
+    def problem(self, out: DType) -> NormProblem:
         """`out`: dtype of what is normalised."""
         return NormProblem(
-            size=self.norm_size,
+            size=self.size,
             x=out,
-            gate=self.norm_gate,
-            weight=self.norm,
+            gate=self.gate,
+            weight=self.weight,
             out=out,
-            norm_first=self.norm_first,
-            activation=self.norm_activation,
-            grouped=self.norm_grouped,
-            loads=self.norm_loads,
+            norm_first=self.first,
+            activation=self.activation,
+            grouped=self.grouped,
+            loads=self.loads,
         )
 
-    def norm_faults(self, channels: int, out: DType) -> list[str]:
-        if self.norm is None:
+    def faults(self, channels: int, out: DType) -> list[str]:
+        """What no variant could serve, of rows of so many channels."""
+        if self.weight is None:
             return []
-        whole = self.norm_size > 0 and channels % self.norm_size == 0
+        whole = self.size > 0 and channels % self.size == 0
         return [
-            *must(whole, f"groups of {self.norm_size} channels do not make up {channels}"),
-            *self.norm_problem(out).faults(),
+            *must(whole, f"groups of {self.size} channels do not make up {channels}"),
+            *self.problem(out).faults(),
         ]
 
-    def norm_kernels(self, out: DType, index: Index, threads: int, pdl: Pdl, **more: Any) -> tuple[KernelSpec, ...]:
+    def kernels(self, out: DType, threads: int, pdl: Pdl, **more: Any) -> tuple[KernelSpec, ...]:
         """The kernel behind the recurrence's, in blocks of about so many threads; none where there is no norm. more: its further fields."""
-        if self.norm is None:
+        if self.weight is None:
             return ()
-        problem = self.norm_problem(out)
+        problem = self.problem(out)
         chosen = gated_rms_norm.shape(problem, problem.widest, threads, pdl=Pdl.OFF if pdl is Pdl.OFF else Pdl.TRIGGER_LOADED)
-        return (LayerGatedNormSpec(**{f.name: getattr(chosen, f.name) for f in fields(NormSpec)}, index=index, **more),)
+        return (LayerGatedNormSpec(**{f.name: getattr(chosen, f.name) for f in fields(NormSpec)}, **more),)

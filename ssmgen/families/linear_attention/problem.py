@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from ...engine.rows import RowProblem
+from ...engine.rows import RowProblem, Update
 from ...spec import DType, Index, Loads, PoolMode, must
 
 
@@ -55,14 +55,6 @@ class Ring(Enum):
     NONE = "none"
     STORE = "store"
     COMMIT = "commit"
-
-
-class Update(Enum):
-    """What is written to the pool: nothing, the state after the last token, or the state after each token, to a slot of its own."""
-
-    NONE = "none"
-    FINAL = "final"
-    EACH = "each"
 
 
 FROZEN_TOKENS = 8

@@ -4,10 +4,7 @@ from ...family import Family, Kernels
 
 FAMILY = Family(
     name="mamba2_layer",
-    kernels=(
-        Kernels("spec:Mamba2LayerSpec", "spec:Mamba2LayerProblem"),
-        Kernels("tokens_spec:Mamba2LayerTokensSpec", "tokens_spec:Mamba2LayerTokensProblem"),
-    ),
+    kernels=(Kernels("spec:Mamba2LayerSpec", "spec:Mamba2LayerProblem", old_names={"mamba2_layer_tokens": "several=yes"}),),
     functions={"mamba2_layer": "call:mamba2_layer"},
     bench={"mamba2_layer": "bench"},
     tuning="tuning:TUNING",

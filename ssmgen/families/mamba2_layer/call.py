@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from ... import runtime
-from ...calls import checks
-from ...calls.planning import Caller, Family
 from ...calls.public import Call, operator
 from ...calls.scalars import NOT_NEGATIVE, integer
-from ...engine import layer_tokens, layer_views
-from ...spec import KernelSpec, Loads
-from ..selective_state_update import tokens_call as ssu
-from . import tokens_call as several
-from . import views as layer
-from .spec import OPERATOR, Mamba2LayerProblem
-from .views import Options, run_reference
-
-NAMES = layer.NAMES
+from .planning import CALLER
+from .views import Options
 
 
 @operator(like="xBC", norm_eps=NOT_NEGATIVE, norm_group_size=integer("a positive integer", 1))
@@ -100,85 +86,7 @@ def mamba2_layer(
         rand_seed, philox_rounds = None, 0
     given = (
         xBC, state, conv_state, conv_weight, conv_bias, dt, A, D, z, dt_bias, norm_weight, out, state_indices, rand_seed, arrivals,
+        dst_state_indices, num_accepted_tokens, intermediate_states, intermediate_conv_window, intermediate_state_indices,
     )  # fmt: skip
     said = (norm_eps, norm_group_size, norm_before_gate, dt_softplus, dt_limit, A_is_log, pad_slot_id, philox_rounds, update_state)
-    options = Options(*said)
-    more = (dst_state_indices, num_accepted_tokens, intermediate_states, intermediate_conv_window, intermediate_state_indices)
-    if layer_tokens.asked_for(xBC, update_state, *more):
-        return Call(several.CALLER, (*given, *more), options, pdl)
-    return Call(CALLER, given, options, pdl)
-
-
-def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
-    """The operands with heads: z, out [batch, H, P]; A, D, dt_bias [H, P]; norm_weight [groups, size]. Adds to `problems`."""
-    ssu.check_seed(named, options.update_state, problems)
-    if not checks.check_tensors(named, problems) or not layer.check_operands(named, options, problems):
-        return {}
-    if named["xBC"].dim() == 3:  # a tokens axis of one
-        named = dict(named) | {n: named[n].squeeze(1) for n in layer.TOKENWISE if n in named}
-    return {} if problems else layer.with_heads(named, options)
-
-
-def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> Mamba2LayerProblem:
-    """The problem that checked operands pose, given where they lie."""
-    aligned = checks.aligned(views["state"], pointers["state"], layer.lane_vector(views))
-    return Mamba2LayerProblem(
-        **layer.problem_fields(views, pointers, options),
-        **layer_views.conv_fields(views, pointers, "xBC"),
-        state_loads=Loads.VECTOR if aligned else Loads.ELEMENT,
-    )
-
-
-_AXES = {
-    "state": ("slot",), "dt": ("batch", "head"), "A": ("head", "row"), "D": ("head", "row"), "dt_bias": ("head", "row"),
-    "rand_seed": ("slot",), "z": ("batch", "head", "row"), "out": ("batch", "head", "row"), "state_indices": ("batch",),
-}  # fmt: skip
-
-
-def kernel_values(spec: KernelSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, int | float]:
-    """Every argument of one of the kernels that is not a pointer."""
-    return layer_views.kernel_values(spec, views, _AXES, layer.scalars(options))
-
-
-FAMILY = Family(
-    OPERATOR,
-    written=layer_views.WRITTEN,
-    problem_of=problem_of,
-    size_of=lambda views: views["out"].shape[0],
-    grid_of=layer_views.grid_of,
-    values_of=kernel_values,
-)
-
-
-# torch.library: what torch.compile and opcheck see.
-_library = torch.library.Library("ssmgen", "FRAGMENT")
-_library.define(
-    "mamba2_layer(Tensor xBC, Tensor(a!) state, Tensor(b!) conv_state, Tensor conv_weight, Tensor? conv_bias, Tensor dt, Tensor A, "
-    "Tensor? D, Tensor? z, Tensor? dt_bias, Tensor? norm_weight, Tensor(c!) out, Tensor? state_indices, Tensor? rand_seed, "
-    "Tensor(d!) arrivals, float eps, int? group_size, bool norm_before_gate, bool dt_softplus, float[]? dt_limit, bool A_is_log, "
-    "int pad_slot_id, int philox_rounds, bool? pdl) -> ()",
-    tags=torch.Tag.needs_fixed_stride_order,
-)
-
-
-def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    torch.ops.ssmgen.mamba2_layer(*given, *options.dispatched()[:-1], pdl)  # whose states are always updated
-
-
-def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
-    """(given, options, pdl) of what torch's dispatcher gives."""
-    return args[: len(NAMES)], Options.received(args[len(NAMES) : -1]), args[-1]
-
-
-@torch.library.impl(_library, "mamba2_layer", "CUDA")
-@torch.library.impl(_library, "mamba2_layer", "CPU")
-def _op(*args: Any) -> None:
-    CALLER.plan(*_received(args))()
-
-
-@torch.library.register_fake("ssmgen::mamba2_layer", lib=_library)
-def _fake(*args: Any) -> None:
-    CALLER.foresee(*_received(args))
-
-
-CALLER = Caller(FAMILY, OPERATOR, NAMES, layer.REQUIRED, views_of, run_reference, _dispatch, runtime.Signatures())
+    return Call(CALLER, given, Options(*said), pdl)

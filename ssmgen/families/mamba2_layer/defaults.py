@@ -1,12 +1,11 @@
 """Default variants of mamba2_layer: every layout of a window, the norm behind it or none; states of several tokens left behind, kept
 after each, or given slots of their own."""
 
-from dataclasses import replace
 from typing import Any
 
 from ...defaults import Default, layer
 from ...engine.window import Saved, StateLayout
-from ...spec import DType, Index, Loads
+from ...spec import DType, Index, Loads, changed
 
 MODEL = "nemotron-h-8b"
 RUNS, CHANNELS = (StateLayout.RUNS, 3), (StateLayout.CHANNELS, 3)
@@ -23,6 +22,6 @@ DEFAULTS = {
     "several tokens": Default(layer(MODEL, DType.BF16, tokens=4), 1),
     "several tokens, a slot each": Default(layer(MODEL, DType.BF16, window=(StateLayout.RUNS, 6), tokens=4), 1),
     "verify": Default(VERIFY, 1),
-    "verify, by index, not aligned": Default(replace(VERIFY, **ANYWHERE, **BY_INDEX), 1),
+    "verify, by index, not aligned": Default(changed(VERIFY, **ANYWHERE, **BY_INDEX), 1),
     "several tokens, no norm, no slots": Default(layer("falcon-h1-7b", DType.F32, Index.NONE, CHANNELS, tokens=3), 64),
 }

@@ -1,27 +1,28 @@
-"""mamba2_layer: a decode step of a Mamba-2 layer between its projections: short convolution, state update, gated norm.
+"""mamba2_layer: decode steps of a Mamba-2 layer between its projections: short convolution, state updates, gated norm.
 
-Two kernels: selective_state_update's row engine, which convolves x, B and C itself, and the gated norm behind it.
+Two kernels: that of selective_state_update, which convolves x, B and C itself, and the gated norm behind it. Of several tokens, all are
+convolved at once, straight into the shared memory that tokens are staged in, and the norm is of all their rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
-from ...engine.rows import RowSpec, Rule
-from ...engine.short_conv import ShortConv, pointers, with_registers
-from ...spec import Arch, DType, Index, KernelSpec, Param, PoolMode, must
-from ..gated_rms_norm.layer_spec import LayerGatedNorm
+from ...engine.layer import Layer, with_registers
+from ...engine.rows import RowSpec, Rule, Update
+from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, PoolMode, must
 from ..gated_rms_norm.spec import FEW
-from ..selective_state_update.spec import SsuProblem, SsuSpec
+from ..selective_state_update.problem import SsuProblem
+from ..selective_state_update.spec import SsuSpec, staged_violations
 
 OPERATOR = "mamba2_layer"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mamba2LayerProblem(ShortConv, LayerGatedNorm, SsuProblem):
+class Mamba2LayerProblem(Layer, SsuProblem):
     """What a call fixes. x, B and C are channels of xBC, whose dtype is x's. `z` is of a gate without a norm."""
 
     A_is_log: bool = False  # A is the logarithm of its absolute value
@@ -36,22 +37,27 @@ class Mamba2LayerProblem(ShortConv, LayerGatedNorm, SsuProblem):
 
     @property
     def norm_groups(self) -> int:
-        """Of a row."""
-        return self.nheads * self.headdim // self.norm_size if self.norm else 0
+        return self.nheads * self.headdim // self.norm.size if self.norm.weight else 0
 
     @property
     def shared_channels(self) -> int:
         return 2 * self.d_state
 
+    def fields_of_tokens(self, intermediates: bool) -> dict[str, Any]:
+        return {"several": True, "intermediate_states": self.state if intermediates else None}
+
     def faults(self) -> list[str]:
         return [
             *SsuProblem.faults(self),
-            *self.conv_faults(self.headdim),
-            *self.norm_faults(self.nheads * self.headdim, self.out),
-            *must(self.norm is None or self.z is None, "z gates by itself or in the norm"),
+            *self.layer_faults(self.nheads, self.headdim),
+            *must(self.norm.weight is None or self.z is None, "z gates by itself or in the norm"),
             *must(self.tied, "a layer's A, dt and dt_bias are one value per head"),
             *must(self.x == self.B == self.C, "x, B and C are of one dtype: they are one tensor"),
-            *must(self.pool is PoolMode.SINGLE, "the window and the state of a layer are updated in place"),
+            *must(not self.ragged and self.parents is Index.NONE, "a layer takes no packed sequences and no draft trees"),
+            *must(
+                self.pool is PoolMode.SINGLE or self.update is Update.EACH,
+                "the window and the state of a layer are updated in place, unless each token has a slot",
+            ),
         ]
 
 
@@ -60,61 +66,88 @@ class Mamba2LayerSpec(RowSpec, Mamba2LayerProblem):
     """A problem, and how one variant computes it."""
 
     family: ClassVar[str] = OPERATOR
-    template: ClassVar[str] = "mamba2_layer/one_token.cu.j2"
 
     norm_threads: int = 32  # of a block of the norm, about
 
     @property
+    def template(self) -> str:
+        return f"mamba2_layer/{'several_tokens' if self.several else 'one_token'}.cu.j2"
+
+    @property
+    def chunk(self) -> int:
+        """Tokens that are staged at a time: all."""
+        return self.conv.tokens
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, streaming=self.intermediates)
+
+    @property
     def kernels(self) -> tuple[KernelSpec, ...]:
-        return (self, *self.norm_kernels(self.out, self.index, self.norm_threads, self.pdl))
+        return (self, *self.norm_kernels(self.norm_threads))
 
     def violations(self, arch: Arch) -> list[str]:
-        found = RowSpec.violations(self, arch) or self.conv_violations(self.tile)
-        return found or [problem for kernel in self.kernels[1:] for problem in kernel.violations(arch)]
+        if found := RowSpec.violations(self, arch) or self.conv_violations(self.tile):
+            return found
+        return [*staged_violations(self), *(problem for kernel in self.kernels[1:] for problem in kernel.violations(arch))]
+
+    @property
+    def shared_bytes(self) -> int:
+        """Staged tokens: B and C, x and z of the tile's rows, dt, its decay and perhaps a slot; and who is the last block of a group."""
+        words = 2 * self.d_state + len(self.row_scalars()) * self.tile + (4 if self.update is Update.EACH else 2)
+        return 4 * self.chunk * words + 16
 
     @property
     def stem(self) -> str:
-        return f"mamba2_layer_h{self.nheads}p{self.headdim}n{self.d_state}g{self.ngroups}_{self.state.value}_{self.how()}"
+        shape, tokens = f"h{self.nheads}p{self.headdim}n{self.d_state}g{self.ngroups}", f"t{self.conv.tokens}_" if self.several else ""
+        update = f"{self.update.value}_" if self.several else ""
+        return f"mamba2_layer_{tokens}{shape}_{self.state.value}_{update}{self.how()}"
+
+    row_scalars = SsuSpec.row_scalars
 
     def operands(self) -> list[str]:
         """Tensor arguments in order."""
-        optional = [name for name in ("D", "z", "dt_bias") if getattr(self, name) is not None]
-        pooled = [] if self.index is Index.NONE else ["state_indices"]
-        seed = ["rand_seed"] if self.philox_rounds else []
-        return ["state", *self.conv_operands(), "dt", "A", *optional, "out", *pooled, *seed, "arrivals"]
+        there = {
+            "D": self.D, "z": self.z, "dt_bias": self.dt_bias, "out": True,
+            "state_indices": self.index is not Index.NONE,
+            "dst_state_indices": self.update is Update.EACH,
+            "num_accepted_tokens": self.accepted is not Index.NONE,
+            "intermediate_states": self.intermediates,
+            "intermediate_state_indices": self.rows_index is not Index.NONE,
+            "rand_seed": self.philox_rounds,
+            "arrivals": self.conv_moves,
+        }  # fmt: skip
+        return ["state", *self.conv_operands(), "dt", "A", *(name for name, given in there.items() if given)]
 
     def strides(self) -> list[tuple[str, str, str]]:
-        """(operand, axis, width) of every stride the kernel takes, in elements. Only the distance between slots is 64-bit."""
-        axes = self.conv_strides() | {
-            "state": ["slot"],
-            "dt": ["batch", "head"],
+        """(operand, axis, width) of every stride the kernel takes, in elements."""
+        token = ["token"] if self.several else []
+        axes = self.layer_strides() | {
+            "dt": ["batch", *token, "head"],
             "A": ["head"],
             "D": ["head", "row"],
-            "z": ["batch", "head", "row"],
+            "z": ["batch", *token, "head", "row"],
             "dt_bias": ["head"],
-            "out": ["batch", "head", "row"],
-            "state_indices": ["batch"],
             "rand_seed": ["slot"],
         }
-        return [(op, axis, "i64" if axis == "slot" else "u32") for op in self.operands() for axis in axes[op]]
+        return self.wide_strides(self.operands(), axes)
 
     def parameters(self) -> list[Param]:
-        element = {f.name: getattr(self, f.name).value for f in fields(self) if isinstance(getattr(self, f.name), DType)}
-        element |= self.conv_elements() | {"state_indices": "int" if self.index is Index.I32 else "i64", "rand_seed": "i64"}
-        strides = [(Param.i64 if width == "i64" else Param.u32)(f"{op}_{axis}") for op, axis, width in self.strides()]
-        strides.sort(key=lambda p: p.code != "q")  # 8-byte arguments first: no padding anywhere in the buffer
-        pad = [] if self.index is Index.NONE else [Param.i64("slots"), Param.i64("pad_slot_id")]
+        element = {f.name: value.value for f in fields(self) if isinstance(value := getattr(self, f.name), DType)} | {"rand_seed": "i64"}
         limit = [Param.f32("dt_min"), Param.f32("dt_max")] if self.dt_limit else []
-        return [*pointers(self.operands(), element, ("state", "conv_state", "out", "arrivals")), *pad, *strides, *limit]
+        return [*self.layer_parameters(self.operands(), element, self.strides()), *limit]
 
     def constants(self) -> dict[str, Any]:
         return SsuSpec.constants(self) | self.conv_constants() | {"convolved": ("x", "B", "C"), "A_is_log": self.A_is_log}
 
 
+def _spec(problem: Mamba2LayerProblem, how: dict[str, Any], **norm: Any) -> Mamba2LayerSpec:
+    return Mamba2LayerSpec(**{f.name: getattr(problem, f.name) for f in fields(Mamba2LayerProblem)}, **how, **norm)
+
+
 def space(problem: Mamba2LayerProblem, arch: Arch) -> Iterator[Mamba2LayerSpec]:
     """Every legal variant of a problem within the axes worth trying."""
-    given = {f.name: getattr(problem, f.name) for f in fields(Mamba2LayerProblem)}
-    specs = (Mamba2LayerSpec(**given, **how) for how in row_engine.axes())
+    specs = (_spec(problem, how) for how in row_engine.axes())
     return (spec for spec in specs if not spec.violations(arch))
 
 
@@ -128,9 +161,43 @@ FOUR_BYTES = [
 ]
 
 
+def _rules_of_tokens(problem: Mamba2LayerProblem) -> list[Rule]:
+    """Blocks with a thread for each four channels, so that all of them convolve at once. Few heads are spread over more SMs: tokens come
+    one behind the other, and what a thread does for each is most of the time then. Measured on an H200 with 128 heads, not with few."""
+    wide = 2 if problem.shared_channels >= 512 else 1
+    if problem.state is not DType.F32:
+        return [
+            Rule("few", 1.5, tile_kib=4 * wide, ilp=1),
+            Rule("latency", 64, tile_kib=16 * wide),
+            Rule("bandwidth", float("inf"), tile_kib=16 * wide, prefetch=132),
+        ]
+    return [
+        Rule("few", 3, tile_kib=8 * wide, ilp=1),
+        Rule("latency", 48, tile_kib=16 * wide),
+        Rule("bandwidth", float("inf"), tile_kib=32, prefetch=132),
+    ]
+
+
+def _registers_of_tokens(problem: Mamba2LayerProblem, how: dict[str, Any], arch: Arch) -> dict[str, Any]:
+    """`how`, with registers for 512 threads per SM; for 768 where ptxas can do that without spills; with all where operands are gathered.
+    Left alone, it spills a few bytes of some variants, to get below the next of such steps."""
+    vectors = {problem.conv.loads, problem.conv.taps, problem.state_loads} == {Loads.VECTOR} and not problem.philox_rounds
+    narrow = problem.state is not DType.F32 and problem.conv_dtype is not DType.F32 and problem.d_state == 128
+    short = problem.conv.tokens <= 4 and problem.conv.width <= 4
+    fits = arch.number == SM90.number and narrow and short and how["threads"] == 256 and how["ilp"] == 4 and not how.get("prefetch")
+    most = 768 if fits else 512
+    return how | {"min_blocks": max(1, most // how["threads"]) if vectors else 1}
+
+
 def candidates(problem: Mamba2LayerProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, Mamba2LayerSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
-    given = {f.name: getattr(problem, f.name) for f in fields(Mamba2LayerProblem)}
-    norm = {"norm_threads": 32 if batch * problem.norm_groups <= FEW else 128}
-    for rule, how, reason in row_engine.choices(problem, FOUR_BYTES if problem.state is DType.F32 else TWO_BYTES, batch, arch, pdl):
-        yield rule, None if how is None else Mamba2LayerSpec(**given, **with_registers(how, arch), **norm), reason
+    norm_threads = 32 if batch * (problem.conv.tokens or 1) * problem.norm_groups <= FEW else 128
+    rules = _rules_of_tokens(problem) if problem.several else FOUR_BYTES if problem.state is DType.F32 else TWO_BYTES
+    for rule, how, reason in row_engine.choices(problem, rules, batch, arch, pdl):
+        if how is None:
+            yield rule, None, reason
+            continue
+        if problem.accepted is not Index.NONE:
+            how["prefetch"] = 0  # it does not know the column that is started from
+        how = _registers_of_tokens(problem, how, arch) if problem.several else with_registers(how, arch)
+        yield rule, _spec(problem, how, norm_threads=norm_threads), reason

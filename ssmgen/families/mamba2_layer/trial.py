@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...calls.checks import TORCH_DTYPES
-from ...calls.planning import Caller
 from ...engine.layer_trial import Maker, layer_trial, lead_of
 from ...engine.trial import Trial
 from ...spec import Index, Loads
-from . import call, tokens_call
+from .planning import CALLER
 from .spec import Mamba2LayerSpec
-from .tokens_spec import Mamba2LayerTokensSpec
 from .views import Options
 
 LIMIT = (0.01, 0.1)  # of dt: in the midst of what softplus gives
 
 
-def operands(spec: Mamba2LayerSpec | Mamba2LayerTokensSpec, batch: int, seed: int) -> dict[str, Tensor]:
+def operands(spec: Mamba2LayerSpec, batch: int, seed: int) -> dict[str, Tensor]:
     """By name."""
     make = Maker(seed)
     H, P, N, G = spec.nheads, spec.headdim, spec.d_state, spec.ngroups
     slots, inner, lead = batch if spec.index is Index.NONE else 3 * batch, spec.nheads * spec.headdim, lead_of(spec, batch)
-    channels, odd = inner + 2 * G * N, spec.norm_loads is Loads.ELEMENT
-    gate = spec.norm_gate if spec.norm else spec.z
+    channels, odd = inner + 2 * G * N, spec.norm.loads is Loads.ELEMENT
+    gate = spec.norm.gate if spec.norm.weight else spec.z
     several: dict[str, Any] = {}
-    if isinstance(spec, Mamba2LayerTokensSpec):
+    if spec.several:
         slots, several = make.several(spec, slots, batch, spec.intermediate_states, (H, P, N), channels)
     made: dict[str, Any] = {
         "state": make.state(spec.state, slots, (H, P, N), spec.state_loads is Loads.ELEMENT),
@@ -39,7 +36,7 @@ def operands(spec: Mamba2LayerSpec | Mamba2LayerTokensSpec, batch: int, seed: in
         "D": spec.D and make.randn(spec.D, H),
         "z": gate and make.randn(gate, *lead, inner, odd=odd),
         "dt_bias": spec.dt_bias and make.randn(spec.dt_bias, H),
-        "norm_weight": spec.norm and make.randn(spec.norm, inner),
+        "norm_weight": spec.norm.weight and make.randn(spec.norm.weight, inner),
         "out": torch.full((*lead, inner + (1 if odd else 8)), float("nan"), dtype=TORCH_DTYPES[spec.out])[..., :inner],
         "arrivals": torch.zeros(slots, G, dtype=torch.int32),
         **(several if "state_indices" in several else several | make.slots(spec.index, slots, batch)),
@@ -49,12 +46,11 @@ def operands(spec: Mamba2LayerSpec | Mamba2LayerTokensSpec, batch: int, seed: in
     return {name: t for name, t in made.items() if t is not None}
 
 
-def mamba2_layer(caller: Caller, spec: Mamba2LayerSpec | Mamba2LayerTokensSpec, batch: int, seed: int) -> Trial:
+def mamba2_layer(spec: Mamba2LayerSpec, batch: int, seed: int) -> Trial:
     limit = LIMIT if spec.dt_limit else None
-    update = not isinstance(spec, Mamba2LayerTokensSpec) or spec.conv_moves
-    norm = (1e-5, spec.norm_size or None, spec.norm_first)
-    options = Options(*norm, spec.dt_softplus, limit, spec.A_is_log, -1, spec.philox_rounds, update)
-    return layer_trial(caller, spec, operands(spec, batch, seed), options, options._replace(philox_rounds=0))
+    norm = (1e-5, spec.norm.size or None, spec.norm.first)
+    options = Options(*norm, spec.dt_softplus, limit, spec.A_is_log, -1, spec.philox_rounds, spec.conv_moves)
+    return layer_trial(CALLER, spec, operands(spec, batch, seed), options, options._replace(philox_rounds=0))
 
 
-TRIALS = {Mamba2LayerSpec: partial(mamba2_layer, call.CALLER), Mamba2LayerTokensSpec: partial(mamba2_layer, tokens_call.CALLER)}
+TRIALS = {Mamba2LayerSpec: mamba2_layer}

@@ -1,24 +1,22 @@
-"""What mamba2_layer checks of its operands and tells its kernels, of one token per sequence and of several."""
+"""The operands of mamba2_layer, checked, as views with heads; of one token per sequence or of several."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...calls import checks
-from ...calls.checks import DTYPES, INDEX
-from ...engine import layer_views
-from .reference import mamba2_layer as reference
+from ...engine import layer_tokens, layer_views
+from ..selective_state_update.views import check_seed
 
 NAMES = (
     "xBC", "state", "conv_state", "conv_weight", "conv_bias", "dt", "A", "D", "z", "dt_bias", "norm_weight", "out", "state_indices",
-    "rand_seed", "arrivals",
+    "rand_seed", "arrivals", *layer_tokens.OPTIONAL,
 )  # fmt: skip
 REQUIRED = frozenset(("xBC", "state", "conv_state", "conv_weight", "dt", "A", "out", "arrivals"))
-TOKENWISE = ("xBC", "dt", "z", "out")
+_TOKENWISE = ("xBC", "dt", "z", "out")
 
 
 class Options(NamedTuple):
@@ -45,7 +43,26 @@ class Options(NamedTuple):
         return options._replace(dt_limit=None if options.dt_limit is None else tuple(options.dt_limit))
 
 
-def check_operands(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> bool:
+def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
+    """The operands with heads: z, out [batch(, tokens), H, P]; A, D, dt_bias [H, P]; norm_weight [groups, size]; rand_seed [slots].
+
+    There is a tokens axis where the call is one of several. Adds to `problems` all that is wrong."""
+    check_seed(named, options.update_state, problems)
+    if not checks.check_tensors(named, problems):
+        return {}
+    several = layer_tokens.asked_for(named, "xBC", options.update_state)
+    if several and not layer_tokens.check_axis(named, "xBC", options.update_state, problems):
+        return {}
+    if not _check_operands(named, options, problems):
+        return {}
+    if several:
+        layer_tokens.check_tokens(named, "xBC", "selective_state_update", options.update_state, problems)
+    elif named["xBC"].dim() == 3:  # a tokens axis of one
+        named = dict(named) | {n: named[n].squeeze(1) for n in _TOKENWISE if n in named}
+    return {} if problems else _with_heads(named, options)
+
+
+def _check_operands(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> bool:
     """Whether shapes fit: xBC is [batch, channels], or [batch, tokens, channels]. Adds to `problems` all that is wrong."""
     checks.check_common(named, "state", problems)
     state, xBC, window = named["state"], named["xBC"], named["conv_state"]
@@ -89,8 +106,7 @@ def _check_shapes(named: Mapping[str, Tensor], options: Options, problems: list[
     return all([*fits, layer_views.check_channels(named, "xBC", groups, problems)])
 
 
-def with_heads(named: Mapping[str, Tensor], options: Options) -> dict[str, Tensor]:
-    """z, out [batch(, tokens), H, P]; A, D, dt_bias [H, P]; norm_weight [groups, size]; rand_seed [slots]."""
+def _with_heads(named: Mapping[str, Tensor], options: Options) -> dict[str, Tensor]:
     slots, H, P, _ = named["state"].shape
     size = size_of(named, options)
     views = dict(named) | {n: named[n].unflatten(-1, (H, P)) for n in ("z", "out") if n in named}
@@ -106,44 +122,3 @@ def size_of(views: Mapping[str, Tensor], options: Options) -> int:
     """Channels that are normed together: all of a row where no such number is given."""
     _, H, P, _ = views["state"].shape
     return H * P if options.group_size is None else options.group_size
-
-
-def lane_vector(views: Mapping[str, Tensor]) -> int:
-    """Elements of a state that a lane owns."""
-    state = views["state"]
-    return min(16 // state.element_size(), state.shape[3] & -state.shape[3])
-
-
-def problem_fields(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> dict[str, Any]:
-    """Of either problem: of the recurrence, but for the ways in which the state is read and written, and of the norm."""
-    _, H, P, N = views["state"].shape
-    normed = "norm_weight" in views
-    dtype = {name: DTYPES[views[name].dtype] for name in ("state", "dt", "A", "out")}
-    dtype |= {name: DTYPES[views[name].dtype] if name in views else None for name in ("D", "dt_bias")}
-    norm = layer_views.norm_fields(views, pointers, size_of(views, options), options.norm_before_gate, "silu") if normed else {}
-    return {
-        "d_state": N,
-        "headdim": P,
-        "nheads": H,
-        "ngroups": views["arrivals"].shape[1],
-        **dict.fromkeys(("x", "B", "C"), DTYPES[views["xBC"].dtype]),
-        **dtype,
-        "z": DTYPES[views["z"].dtype] if "z" in views and not normed else None,
-        "dt_softplus": options.dt_softplus,
-        "dt_limit": options.dt_limit is not None,
-        "A_is_log": options.A_is_log,
-        "index": INDEX[views["state_indices"].dtype if "state_indices" in views else None],
-        "philox_rounds": options.philox_rounds,
-        **norm,
-    }
-
-
-def scalars(options: Options) -> dict[str, int | float]:
-    """Arguments of kernels that the options say."""
-    low, high = (0.0, 0.0) if options.dt_limit is None else options.dt_limit
-    return {"pad_slot_id": options.pad_slot_id, "eps": float(options.eps), "dt_min": float(low), "dt_max": float(high)}
-
-
-def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    eps, _, first, *rest = options
-    reference(views, eps, first, *rest, dtype=dtype)

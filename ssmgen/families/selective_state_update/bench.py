@@ -30,9 +30,8 @@ from ...calls.checks import TORCH_DTYPES
 from ...errors import SsmgenError
 from ...models import Mamba, Model, find_model
 from ...spec import SM90, DType, must
-from . import call as op
-from . import tokens_call as tokens_op
 from .reference import selective_state_update as reference
+from .views import views_of
 
 DEFAULT_CASES = [
     ("nemotron-h-8b", DType.BF16),
@@ -146,7 +145,7 @@ class Case:
         small = named | {n: named[n][rows] for n in ("x", "dt", "B", "C", "z", "out", "intermediate_states") if n in named}
         small |= {"state": self.state[touched], "state_indices": rows}
         options = {"dt_softplus": True, "update_state": self.kept is None}
-        views = op.headed_views(small, []) if self.tokens == 1 else tokens_op.token_views(small, (True, None, -1, 0, self.kept is None), [])
+        views = views_of(small, (True, None, -1, 0, self.kept is None), [])
         written = {n: views[n].double() for n in ("state", "out", "intermediate_states") if n in views}
         reference(**views | written, **options, dtype=torch.float64)
         self.out.fill_(float("nan"))

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from ...calls.checks import TORCH_DTYPES
+from ...engine.rows import Update
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, ordered, slot_indices, slots_of, states, trial, wide
 from ...spec import DType, Index, Loads, PoolMode
-from ..linear_attention.problem import Update
-from . import call, tokens_call
+from .planning import CALLER
 from .spec import SsuSpec
-from .tokens_spec import SsuTokensSpec
 
 LIMIT = (0.01, 0.1)  # of dt: in the midst of what softplus gives
 
@@ -63,7 +62,7 @@ def one_operands(spec: SsuSpec, batch: int, seed: int) -> dict[str, Tensor]:
     return ordered(spec, made)
 
 
-def tokens_operands(spec: SsuTokensSpec, batch: int, seed: int) -> dict[str, Tensor]:
+def tokens_operands(spec: SsuSpec, batch: int, seed: int) -> dict[str, Tensor]:
     """Of several tokens, more than are staged at a time."""
     g = torch.Generator().manual_seed(seed)
     H, P, N, G, most = spec.nheads, spec.headdim, spec.d_state, spec.ngroups, spec.chunk + 1
@@ -97,16 +96,14 @@ def tokens_operands(spec: SsuTokensSpec, batch: int, seed: int) -> dict[str, Ten
     return ordered(spec, made)
 
 
-def one(spec: SsuSpec, batch: int, seed: int) -> Trial:
-    how = (spec.dt_softplus, LIMIT if spec.dt_limit else None, -1)
-    return trial(call.CALLER, one_operands(spec, batch, seed), (*how, spec.philox_rounds), without_noise=(*how, 0))
-
-
-def tokens(spec: SsuTokensSpec, batch: int, seed: int) -> Trial:
+def selective_state_update(spec: SsuSpec, batch: int, seed: int) -> Trial:
     update = spec.update is not Update.NONE
-    options = (spec.dt_softplus, LIMIT if spec.dt_limit else None, -1, spec.philox_rounds, update)
+    how = (spec.dt_softplus, LIMIT if spec.dt_limit else None, -1)
+    options = (*how, spec.philox_rounds, update)
+    if not spec.several:
+        return trial(CALLER, one_operands(spec, batch, seed), options, without_noise=(*how, 0, update))
     kept = () if update else ("state",)
-    return trial(tokens_call.CALLER, tokens_operands(spec, batch, seed), options, kept=kept, tokens=spec.chunk + 1)
+    return trial(CALLER, tokens_operands(spec, batch, seed), options, kept=kept, tokens=spec.chunk + 1)
 
 
-TRIALS = {SsuSpec: one, SsuTokensSpec: tokens}
+TRIALS = {SsuSpec: selective_state_update}

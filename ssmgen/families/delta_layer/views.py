@@ -1,0 +1,138 @@
+"""The operands of gdn_layer and kda_layer, checked, as views with heads; of one token per sequence or of several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ...calls import checks
+from ...engine import layer_tokens, layer_views
+from ..linear_attention.views import Form
+
+_TOKENWISE = ("mixed_qkv", "a", "b", "g", "beta", "z", "out")  # operands with a tokens axis, where the call has several
+
+
+def _names(gate: str, beta: str) -> tuple[str, ...]:
+    return (
+        "mixed_qkv", "state", "conv_state", "conv_weight", "conv_bias", gate, beta, "A_log", "dt_bias", "z", "norm_weight", "out",
+        "state_indices", "arrivals", *layer_tokens.OPTIONAL,
+    )  # fmt: skip
+
+
+# By public function: operands, and those that it cannot do without.
+NAMES = {"gdn_layer": _names("a", "b"), "kda_layer": _names("g", "beta")}
+_BOTH = ("mixed_qkv", "state", "conv_state", "conv_weight", "out", "arrivals")
+REQUIRED = {"gdn_layer": frozenset((*_BOTH, "a", "b", "A_log")), "kda_layer": frozenset((*_BOTH, "g", "beta"))}
+
+
+class Options(NamedTuple):
+    """What a call says beside its tensors."""
+
+    eps: float
+    norm_before_gate: bool
+    activation: str
+    allow_neg_eigval: bool
+    l2norm: bool
+    scale: float
+    layout: str
+    pad_slot_id: int
+    update_state: bool = True
+    lower_bound: float | None = None  # of kda_layer, of the log decay
+
+    @property
+    def form(self) -> Form:
+        """The recurrence."""
+        gate = "softplus" if self.lower_bound is None else "bounded"
+        return Form("decayed", gate, "twice_sigmoid" if self.allow_neg_eigval else "sigmoid", self.l2norm)
+
+
+def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
+    """The operands with heads: state [slots, HV, V, K]; z, out [batch(, tokens), HV, V]; norm_weight [HV, V]; intermediate_states [rows,
+    tokens, HV, V, K]; of kda_layer g [batch(, tokens), HV, K] and dt_bias [HV, K]. There is a tokens axis where the call is one of several.
+
+    Adds to `problems` all that is wrong.
+    """
+    if not checks.check_tensors(named, problems):
+        return {}
+    several = layer_tokens.asked_for(named, "mixed_qkv", options.update_state)
+    if several and not layer_tokens.check_axis(named, "mixed_qkv", options.update_state, problems):
+        return {}
+    if not _check_operands(named, options, problems):
+        return {}
+    if several:
+        _check_tokens(named, options, problems)
+    elif named["mixed_qkv"].dim() == 3:  # a tokens axis of one
+        named = dict(named) | {n: named[n].squeeze(1) for n in _TOKENWISE if n in named}
+    return {} if problems else _with_heads(named, options)
+
+
+def _check_tokens(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> None:
+    separate = "kda" if "g" in named else "gated_delta_rule"
+    if not layer_tokens.check_tokens(named, "mixed_qkv", separate, options.update_state, problems):
+        return
+    if "intermediate_states" in named and named["intermediate_states"].dtype != named["state"].dtype:
+        problems.append(f"intermediate_states is {named['intermediate_states'].dtype}, not the state's {named['state'].dtype}")
+
+
+def _check_operands(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> bool:
+    """Whether shapes fit: mixed_qkv is [batch, channels], or [batch, tokens, channels]. Adds to `problems` all that is wrong."""
+    checks.check_common(named, "state", problems)
+    state, qkv, window = named["state"], named["mixed_qkv"], named["conv_state"]
+    if state.dim() != 4 or qkv.dim() not in (2, 3):
+        wanted = f"[slots, heads, {'K, V' if options.layout == 'kv' else 'V, K'}] and [batch, channels] or [batch, tokens, channels]"
+        problems.append(f"state is {list(state.shape)} and mixed_qkv {list(qkv.shape)}, not {wanted}")
+        return False
+    _, HV, V, K = _turned(state, options).shape
+    key_heads, rest = divmod(qkv.shape[-1] - HV * V, 2 * K) if K else (0, 1)
+    if key_heads < 1 or rest or HV % key_heads:
+        wanted = f"{HV * V} channels of v, and {K} of q and of k for each of the key heads, which divide the {HV} heads"
+        problems.append(f"mixed_qkv is {list(qkv.shape)}: not {wanted}")
+        return False
+    if window.dtype != qkv.dtype:
+        problems.append(f"conv_state is {window.dtype} and mixed_qkv {qkv.dtype}: the window holds what comes in")
+    allowed = _shapes(qkv.shape[:-1], HV, V, K, "g" in named)
+    fits = [checks.check_shape(n, named[n], shapes, problems) for n, shapes in allowed.items() if n in named]
+    if not all([*fits, layer_views.check_channels(named, "mixed_qkv", key_heads, problems)]):
+        return False
+    if ("norm_weight" in named) != ("z" in named):
+        given, absent = ("z", "norm_weight") if "z" in named else ("norm_weight", "z")
+        problems.append(f"{given} is given without {absent}: the norm of a layer has a gate, and nothing else has")
+    if "A_log" not in named and options.lower_bound is None:
+        problems.append("A_log is missing: without lower_bound the log decay is -e^A_log softplus(g + dt_bias)")
+    layer_views.check_memory(named, qkv.shape[0], problems)
+    layer_views.check_dense(named, ("z", "out", "norm_weight"), problems)
+    return True
+
+
+def _shapes(rows: Sequence[int], HV: int, V: int, K: int, by_channel: bool) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Of operands by name, those that are allowed, in words; rows: [batch], or [batch, tokens]. by_channel: kda_layer's."""
+    words = "[batch, tokens" if len(rows) == 2 else "[batch"
+    return {
+        **dict.fromkeys(("z", "out"), {f"{words}, heads * V]": (*rows, HV * V), f"{words}, heads, V]": (*rows, HV, V)}),
+        **dict.fromkeys(("a", "b", "beta"), {f"{words}, heads]": (*rows, HV)}),
+        "g": {f"{words}, heads * K]": (*rows, HV * K), f"{words}, heads, K]": (*rows, HV, K)},
+        "A_log": {"[heads]": (HV,)},
+        "dt_bias": {"[heads * K]": (HV * K,), "[heads, K]": (HV, K)} if by_channel else {"[heads]": (HV,)},
+        "norm_weight": {"[V]": (V,)},
+    }
+
+
+def _turned(state: Tensor, options: Options) -> Tensor:
+    """[…, V, K], as the reference takes it."""
+    return state.transpose(-1, -2) if options.layout == "kv" else state
+
+
+def _with_heads(named: Mapping[str, Tensor], options: Options) -> dict[str, Tensor]:
+    """Views of checked operands, as of `views_of`; with a tokens axis, where they have one."""
+    views = dict(named) | {n: _turned(named[n], options) for n in ("state", "intermediate_states") if n in named}
+    _, HV, V, K = views["state"].shape
+    rows = named["mixed_qkv"].dim() - 1
+    views |= {n: named[n].unflatten(-1, (HV, V)) for n in ("z", "out") if n in named and named[n].dim() == rows + 1}
+    if "g" in named:
+        flat = [n for n, axis in (("g", rows), ("dt_bias", 0)) if n in named and named[n].dim() == axis + 1]
+        views |= {n: named[n].unflatten(-1, (HV, K)) for n in flat}
+    if "norm_weight" in named:
+        views["norm_weight"] = named["norm_weight"].expand(HV, V)
+    return views

@@ -1,0 +1,107 @@
+"""What a call of selective_state_update can ask for: shapes and dtypes, one token or several, and which states are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ...engine.rows import RowProblem, Update
+from ...spec import LATER, DType, Index, Loads, PoolMode, must
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SsuProblem(RowProblem):
+    """What a call fixes: shapes, dtypes and which operands there are. The numbers of sequences and of tokens are not among it."""
+
+    d_state: int
+    headdim: int
+    nheads: int = 1
+    ngroups: int = 1
+    state: DType = DType.F32
+    x: DType = DType.BF16
+    dt: DType = DType.BF16
+    A: DType = DType.F32
+    B: DType = DType.BF16
+    C: DType = DType.BF16
+    D: DType | None = None
+    z: DType | None = None
+    dt_bias: DType | None = None
+    out: DType = DType.BF16
+    tied: bool = True  # A, dt and dt_bias hold one value per head
+    dt_softplus: bool = True
+    dt_limit: bool = False
+    index: Index = Index.NONE
+    pool: PoolMode = PoolMode.SINGLE
+    state_loads: Loads = Loads.VECTOR
+    operand_loads: Loads = Loads.VECTOR  # of A, B and C; the other operands are one scalar per row
+    philox_rounds: int = field(default=0, metadata=LATER)  # of the noise that f16 and bf16 states are rounded with; 0 = to nearest
+    several: bool = field(default=False, metadata=LATER)  # operands have a tokens axis; all that follows needs it
+    cu_seqlens: Index = field(default=Index.NONE, metadata=LATER)  # sequences of different lengths, packed
+    accepted: Index = field(default=Index.NONE, metadata=LATER)  # type of num_accepted_tokens, which picks the column of state_indices
+    update: Update = field(default=Update.FINAL, metadata=LATER)
+    intermediate_states: DType | None = field(default=None, metadata=LATER)  # the state after each token: to a buffer [rows, tokens, …]
+    intermediate_indices: Index = field(default=Index.NONE, metadata=LATER)  # type of the rows' numbers in that buffer
+    parents: Index = field(default=Index.NONE, metadata=LATER)  # a draft tree
+
+    @property
+    def heads(self) -> int:
+        return self.nheads
+
+    @property
+    def row_elements(self) -> int:
+        return self.d_state
+
+    @property
+    def rows(self) -> int:
+        return self.headdim
+
+    @property
+    def row_dtype(self) -> DType:
+        return self.state
+
+    @property
+    def row_loads(self) -> Loads:
+        return self.state_loads
+
+    @property
+    def intermediates(self) -> bool:
+        return self.intermediate_states is not None
+
+    @property
+    def ragged(self) -> bool:
+        return self.cu_seqlens is not Index.NONE
+
+    @property
+    def rounded(self) -> set[str]:
+        """Types that noise is rounded to."""
+        stored = [self.intermediate_states, *([] if self.update is Update.NONE else [self.state])]
+        return {t.value for t in stored if t in (DType.F16, DType.BF16)} if self.philox_rounds else set()
+
+    def faults(self) -> list[str]:
+        """What no variant could serve."""
+        return [
+            *must(self.d_state >= 2 and self.d_state % min(4, self.d_state) == 0, f"d_state {self.d_state} is not 2 or a multiple of 4"),
+            *must(self.d_state <= 1024, f"d_state {self.d_state} is above 1024"),
+            *must(self.headdim >= 1, f"headdim {self.headdim} is not positive"),
+            *must(self.nheads % self.ngroups == 0, f"nheads {self.nheads} is not a multiple of ngroups {self.ngroups}"),
+            *must(self.headdim * self.d_state * self.nheads < 2**31, "one slot of the state has 2^31 elements or more"),
+            *must(self.pool is PoolMode.SINGLE or self.index is not Index.NONE, "a split pool needs slot indices"),
+            *must(not self.philox_rounds or self.d_state % 4 == 0, f"noise comes for 4 elements of a row, and d_state is {self.d_state}"),
+            *must(not self.philox_rounds or bool(self.rounded), "noise is for f16 and bf16 states that are written"),
+            *(self._faults_of_tokens() if self.several else self._faults_of_one()),
+        ]
+
+    def _faults_of_one(self) -> list[str]:
+        bare = self.update is Update.FINAL and not (self.intermediates or self.ragged)
+        indices = {self.accepted, self.intermediate_indices, self.parents}
+        return must(bare and indices == {Index.NONE}, "one token has its state updated, and nothing that belongs to several")
+
+    def _faults_of_tokens(self) -> list[str]:
+        return [
+            *must(self.tied, "several tokens need A, dt and dt_bias tied per head: [heads], or views with stride 0"),
+            *must(self.d_state % 4 == 0, f"several tokens need a d_state of a multiple of 4, not {self.d_state}"),
+            *must(self.pool is PoolMode.SINGLE or self.update is not Update.NONE, "a split pool that is not written"),
+            *must(self.update is not Update.EACH or self.pool is PoolMode.SPLIT, "a state per token needs a slot for each"),
+            *must(self.accepted is Index.NONE or self.index is not Index.NONE, "num_accepted_tokens needs slot indices"),
+            *must(self.intermediates or self.intermediate_indices is Index.NONE, "rows of intermediate states without such states"),
+            *must(self.intermediates or self.parents is Index.NONE, "a draft tree needs intermediate states"),
+        ]
