@@ -40,7 +40,7 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     **cases("BENCH"),
 }
-assert SMALL.keys() == homes().keys()
+assert SMALL.keys() == homes().keys(), "each benchmark has a small run: here, or in BENCH of tests/cases/<family>.py"
 
 HEAD = {"device": "a GPU", "torch": "2", "compiler": "CL-1", "ceilings_tbs": {"in_place": 4.0, "out_of_place": 4.5}, "method": "Patience."}
 BYTES = {"POOL_BYTES", "STATE_BYTES", "SET_BYTES"}  # how benchmarks say what their inputs take

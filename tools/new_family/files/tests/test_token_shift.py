@@ -66,6 +66,12 @@ def test_everything_wrong_is_in_one_message():
     assert len(e.value.problems) == 2
 
 
+def test_what_serves_a_call_is_explained():
+    named = operands(torch.bfloat16, 640)
+    found = ssmgen.explain(ssmgen.token_shift, named["state"], named["x"], named["mix"], state_indices=named["state_indices"], arch="sm_90a")
+    assert found.chosen.rule == "few-rows" and found.chosen.spec.vec == 8
+
+
 @pytest.mark.gpu
 def test_on_a_card():
     named = {n: t.cuda() for n, t in operands(torch.bfloat16, 640).items()}
