@@ -139,14 +139,6 @@ class ModelError(SsmgenError, ValueError):
     """A model name is not in models.toml, or cannot be divided as asked."""
 
 
-class ReportError(SsmgenError):
-    """A report cannot be made of what was given."""
-
-    def __init__(self, problems: Sequence[str]):
-        super().__init__(f"no report was written:\n{bullets(problems)}")
-        self.problems = list(problems)
-
-
 class PatchError(SsmgenError, ValueError):
     """Models of transformers cannot be patched or warmed as asked, or a patch cannot be undone."""
 

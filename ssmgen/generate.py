@@ -159,7 +159,8 @@ def check(root: Path, any_compiler: bool = False) -> tuple[int, str]:
     """(variants, note). Raises DriftError naming everything that `write` would change, and every file that is not of it; LockError;
     FileError; SpillError for a variant that spills.
 
-    any_compiler: where the lock has no resources under the compiler at hand, that is a note and no drift.
+    any_compiler: where the lock has no resources under the compiler at hand, or of some variants none under the other, that is a note and
+    no drift.
     """
     try:
         old = Lock.read(root / LOCK)
@@ -172,15 +173,16 @@ def check(root: Path, any_compiler: bool = False) -> tuple[int, str]:
         problems = _changed_files(root, texts) + _changed_rows(old, new)
         if not problems and (root / LOCK).read_text() != str(old):
             problems.append(f"{LOCK} is not as it is written: names twice, or in another order or form")
-    problems += [f"{LOCK}: {words}" for words in _unasked(old)]
-    note = ""
+    notes = [f"{LOCK}: {words}" for words in _unasked(old)]
     if old.compilers != new.compilers:
-        note = f"resources not compared: the lock is of {' and '.join(old.compilers.values()) or 'none'}, this is {compiler.build_id()}"
-    if note and not any_compiler:
-        problems.append(note)
+        notes.append(
+            f"resources not compared: the lock is of {' and '.join(old.compilers.values()) or 'none'}, this is {compiler.build_id()}"
+        )
+    if not any_compiler:
+        problems += notes
     if problems:
         raise DriftError(problems)
-    return len(sources), note
+    return len(sources), "; ".join(notes)
 
 
 def _changed_files(root: Path, texts: Mapping[str, bytes]) -> list[str]:

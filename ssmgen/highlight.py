@@ -1,4 +1,4 @@
-"""Colours for what `show`, `diff` and `report` print: CUDA, PTX, SASS and differences, by pygments."""
+"""Colours for what `show` and `diff` print: CUDA, PTX, SASS and differences, by pygments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from pygments import highlight
 from pygments.filter import Filter
 from pygments.formatter import Formatter
-from pygments.formatters import HtmlFormatter, TerminalFormatter
+from pygments.formatters import TerminalFormatter
 from pygments.lexer import Lexer, RegexLexer
 from pygments.lexers import CudaLexer, DiffLexer, PtxLexer
 from pygments.token import Comment, Error, Generic, Keyword, Name, Number, Operator, Punctuation, String, Text, Token, Whitespace
@@ -90,26 +90,11 @@ def wanted() -> bool:
 
 def for_terminal(text: str, form: str) -> str:
     """A text in one of the forms of LEXERS, with a terminal's colours."""
-    return _coloured(text, form, TerminalFormatter(colorscheme={token: (name, name) for token, name in _TERMINAL.items()}))
+    return coloured(text, form, TerminalFormatter(colorscheme={token: (name, name) for token, name in _TERMINAL.items()}))
 
 
-def as_html(text: str, form: str) -> str:
-    """<span>s to put into a <pre class="code">, everything escaped; `stylesheet` has their colours."""
-    return _coloured(text, form, HtmlFormatter(nowrap=True))
-
-
-def stylesheet() -> str:
-    """Colours of `as_html`, for light pages and, where the reader prefers that, for dark ones."""
-    light, dark = (HtmlFormatter(style=style).get_style_defs(".code") for style in ("default", "github-dark"))
-    return f"{_tokens(light)}\n@media (prefers-color-scheme: dark) {{\n{_tokens(dark)}\n}}\n"
-
-
-def _tokens(css: str) -> str:
-    """The rules of the tokens, without those of line numbers and of the page itself."""
-    return "\n".join(line for line in css.splitlines() if line.startswith(".code .") and "background" not in line)
-
-
-def _coloured(text: str, form: str, formatter: Formatter) -> str:
+def coloured(text: str, form: str, formatter: Formatter) -> str:
+    """A text in one of the forms of LEXERS, in a formatter's colours."""
     lexer = LEXERS[form](stripnl=False, ensurenl=False)
     lexer.add_filter(Plain())
     return highlight(text, lexer, formatter)

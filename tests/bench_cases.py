@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from family_cases import cases
 
 from ssmgen import runtime
 from ssmgen.bench import home, homes, layers, report, timing, told
@@ -37,19 +38,12 @@ SMALL: dict[str, dict[str, Any]] = {
             ("kda_layer", "kimi-linear-48b-a3b"),
         )
     },
+    **cases("BENCH"),
 }
-assert SMALL.keys() == homes().keys()
+assert SMALL.keys() == homes().keys(), "each benchmark has a small run: here, or in BENCH of tests/cases/<family>.py"
 
 HEAD = {"device": "a GPU", "torch": "2", "compiler": "CL-1", "ceilings_tbs": {"in_place": 4.0, "out_of_place": 4.5}, "method": "Patience."}
-BYTES = {  # by an operator of the module
-    "selective_state_update": "POOL_BYTES",
-    "gated_delta_rule": "POOL_BYTES",
-    "replay_selective_state_update": "STATE_BYTES",
-    "causal_conv1d": "SET_BYTES",
-    "causal_conv1d_update": "POOL_BYTES",
-    "combine_splits": "SET_BYTES",
-    "gated_rms_norm": "SET_BYTES",
-}
+BYTES = {"POOL_BYTES", "STATE_BYTES", "SET_BYTES"}  # how benchmarks say what their inputs take
 
 
 def small_run(op: str, watch: Watch = SILENT, **options: Any) -> dict[str, Any]:
@@ -70,6 +64,6 @@ def without_a_gpu(monkeypatch) -> None:
     monkeypatch.setattr(runtime, "device_arch", lambda index: Arch.parse("sm_90a"))
     monkeypatch.setattr(timing, "device_us", lambda contenders, sets, rounds: {n: 2.0 if "ssmgen" in n else 4.0 for n in contenders})
     monkeypatch.setattr(timing, "host_us", lambda call: 1.0)
-    for name, budget in BYTES.items():
-        monkeypatch.setattr(home(name), budget, 2**17)
-    monkeypatch.setattr(layers, "POOL_BYTES", 2**17)
+    for module in (layers, *map(home, homes())):
+        for budget in BYTES & vars(module).keys():
+            monkeypatch.setattr(module, budget, 2**17)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from family_cases import cases
 
 from ssmgen.calls.sharding_rules import RULES
 
@@ -130,4 +131,5 @@ def calls(device: str) -> dict[str, tuple[str, Tensors]]:
         "kda-pool": ("kda", pool(device, linear(device, "kda"), "state", "state_indices")),
     }
     forms = [n for n in RULES if "state" in RULES[n].axes and "ring.k" in RULES[n].axes and not n.endswith("commit")]
-    return found | {name: (name, linear(device, name)) for name in forms}
+    own = {name: (name, call(device)) for name, call in cases("CALLS").items() if name in RULES}
+    return found | {name: (name, linear(device, name)) for name in forms} | own

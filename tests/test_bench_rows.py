@@ -54,9 +54,9 @@ def test_every_operators_report_is_rows_of_one_schema(op, bench):
     for row, raw in zip(found, report["rows"], strict=True):
         assert (row.op, row.us, row.copy_us, row.copy_ratio) == (op, 2.0, 4.0, 0.5)
         assert row.copy == ("multiplication" if "mul" in raw["us"] else "slot copy")
-        assert (
-            row.share == row.tbs / HEAD["ceilings_tbs"]["in_place" if row.copy == "slot copy" or row.size_of == "batch" else "out_of_place"]
-        )
+        ceiling = rows.point_of(report, raw).ceiling
+        assert ceiling == "in_place" or row.copy == "multiplication"
+        assert row.share == row.tbs / HEAD["ceilings_tbs"][ceiling]
         assert row.compile_s > 0 and row.rule and row.spec.startswith(tuple(f"{name}:" for name in (op, homes()[op][0].name)))
         assert 0 < row.out_error < 1e-2 and row.peers and all((p.us, p.ratio) == (4.0, 0.5) for p in row.peers.values())
         if raw["host_us"]:

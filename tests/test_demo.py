@@ -1,4 +1,4 @@
-"""`ssmgen demo hf`: its models, its step, its table and its command line, on CPU tensors."""
+"""`python -m tools.demo`: its models, its step, its table and its command line, on CPU tensors."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ pytest.importorskip("transformers", minversion="5.17", reason="needs transformer
 from hf_cases import tiny
 from transformers import AutoModelForCausalLM
 
-from ssmgen import cli
 from ssmgen.bench.progress import Watch
 from ssmgen.compat import hf
-from ssmgen.demo import DemoError, measure, run
-from ssmgen.demo.decode import PROMPT, Greedy, prompt
-from ssmgen.demo.measure import FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Options, Row, Way
-from ssmgen.demo.presets import OTHERS, SHARED, Preset, chosen, presets
-from ssmgen.demo.run import Failure, Report
-from ssmgen.demo.table import COLUMNS, as_markdown, print_table
+from tools.demo import DemoError, measure, run
+from tools.demo.__main__ import demo
+from tools.demo.decode import PROMPT, Greedy, prompt
+from tools.demo.measure import FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Options, Row, Way
+from tools.demo.presets import OTHERS, SHARED, Preset, chosen, presets
+from tools.demo.run import Failure, Report
+from tools.demo.table import COLUMNS, as_markdown, print_table
 
 HERE = [preset.name for preset in chosen(())]
 NARROW = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "chunk_size": 4}
@@ -328,13 +328,13 @@ def test_different_tokens_fail_a_report():
 
 
 def invoke(*args: str):
-    return CliRunner().invoke(cli.main, ["demo", "hf", *args])
+    return CliRunner().invoke(demo, [*args])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so():
     result = invoke()
-    assert result.exit_code == 1 and result.stderr == "DemoError: demo hf needs a CUDA device, and torch sees none\n"
+    assert result.exit_code == 1 and result.stderr == "DemoError: the demonstration needs a CUDA device, and torch sees none\n"
 
 
 def test_wrong_command_lines(tmp_path):

@@ -104,8 +104,8 @@ def test_a_family_with_functions_has_a_page_that_readers_find(family):
     assert not [name for name in family.functions if not re.search(rf"\b{name}\b", text)]
 
 
-# Where a family's name may stand: in its folder, in what has other packages' signatures, and in a demonstration, which shows one.
-ALLOWED = ("families", "compat", "demo")
+# Where a family's name may stand: in its folder, and in what has other packages' signatures.
+ALLOWED = ("families", "compat")
 # Modules that name families though they should ask the records, and how often. To be made fewer: no number may grow.
 EXCEPTIONS: dict[str, int] = {
     "bench/layer_case.py": 14,

@@ -102,11 +102,6 @@ def test_every_character_of_sass_is_known():
     assert not [text for kind, text in lexer.get_tokens(found + LISTING) if kind is highlight.Error]
 
 
-def test_html_is_escaped():
-    assert "<script>" not in highlight.as_html("// <script>alert(1)</script> &\n", "cu")
-    assert "&lt;script&gt;" in highlight.as_html("// <script>alert(1)</script> &\n", "cu")
-
-
 def in_terminal(*args: str, **env: str) -> str:
     """What a command writes to a terminal of 24 lines. A pager, which waits for a key, is told to quit."""
     ours, theirs = pty.openpty()

@@ -1,10 +1,11 @@
-"""The wheel, away from the checkout."""
+"""The wheel, away from the checkout, and the source distribution."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -30,9 +31,7 @@ def test_wheel_holds_the_templates_and_builds_kernels_from_another_directory(tmp
         and templates <= names
         and {"ssmgen/models.toml", "ssmgen/emulator/emulator.hpp", "ssmgen/emulator/machine.cpp", "ssmgen/bench/page.html.j2"} <= names
     )
-    pages = {str(p.relative_to(ROOT)) for kind in ("templates", "static") for p in (ROOT / "ssmgen/site" / kind).iterdir()}
-    assert len(pages) > 8 and pages <= names
-    assert not any(n.startswith(("tests/", "generated/", "tools/")) for n in names)
+    assert {n.partition("/")[0] for n in names} == {"ssmgen", f"ssmgen-{ssmgen.__version__}.dist-info"}
     program = (
         "import sys, ssmgen, ssmgen.render\n"
         f"assert ssmgen.__file__.startswith({str(site)!r}) and str(ssmgen.render.templates_dir()).endswith('_templates')\n"
@@ -44,3 +43,20 @@ def test_wheel_holds_the_templates_and_builds_kernels_from_another_directory(tmp
     assert done.returncode == 0, done.stderr
     built = json.loads(done.stdout)["variants"]
     assert built and not any(v["error"] for v in built)
+
+
+def test_the_source_distribution_holds_what_its_checkout_is_worked_on_with(tmp_path):
+    """The tests read the documentation, and run the tools."""
+    done = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (made,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(made) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    folders = {
+        path: {str(p.relative_to(ROOT)) for p in (ROOT / path).rglob("*") if p.is_file()} for path in ("tools", "templates", "tests")
+    }
+    missing = {name for found in folders.values() for name in found - names if "__pycache__" not in name}
+    assert all(folders.values()) and not missing
+    assert {"pyproject.toml", "mkdocs.yml", "CONTRIBUTING.md", "docs/guides/new_family.md", "generated/ssmgen.lock"} <= names

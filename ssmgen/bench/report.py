@@ -159,6 +159,12 @@ def host_us(operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     return {name: timing.host_us(call) for name, call in calls.items()}
 
 
+def bound(case: Any, pdl: bool) -> timing.Launch:
+    """The kernel that serves each set of a case (`function`, `arguments`, `sets`), with the host's part of every call done beforehand."""
+    calls = [api.bind(case.function, **case.arguments(i), pdl=pdl) for i in range(case.sets)]
+    return lambda i: calls[i]()
+
+
 def served(operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], arch: Arch) -> dict[str, Any]:
     """The variant that serves a call, by which rule, and what compiling it takes."""
     chosen = api.explain(operator, *args, arch=str(arch), **kwargs).chosen

@@ -9,7 +9,6 @@ import click
 
 from .. import __version__
 from ..bench.command import bench
-from ..demo.command import demo
 from ..errors import DriftError, SsmgenError
 from ..tune.command import tune, tuned
 from . import building, inspecting
@@ -17,8 +16,8 @@ from .caching import cache
 from .options import EXIT_DRIFT, EXIT_FAILURE
 
 
-class Group(click.Group):
-    """Turns the package's errors into a message and an exit code."""
+class Says:
+    """Of commands: turns the package's errors into a message and an exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -31,6 +30,14 @@ class Group(click.Group):
             sys.exit(EXIT_FAILURE)
 
 
+class Group(Says, click.Group):
+    """`ssmgen`."""
+
+
+class Command(Says, click.Command):
+    """A program of its own, such as those of tools/."""
+
+
 @click.group(cls=Group, epilog="Exit codes: 0 done, 1 failed, 2 wrong command line, 3 generated files have drifted.")
 @click.version_option(__version__)
 def main() -> None:
@@ -39,8 +46,8 @@ def main() -> None:
 
 COMMANDS = (
     building.build, building.generate, building.models, building.env,
-    inspecting.list_variants, inspecting.show, inspecting.diff, inspecting.report, inspecting.check, inspecting.explain,
-    bench, tune, tuned, demo, cache,
+    inspecting.list_variants, inspecting.show, inspecting.diff, inspecting.check, inspecting.explain,
+    bench, tune, tuned, cache,
 )  # fmt: skip
 for command in COMMANDS:
     main.add_command(command)

@@ -162,7 +162,9 @@ def env(as_json: bool) -> None:
 
 @click.command()
 @click.option("--check", is_flag=True, help="Change nothing; exit with 3 when a file would change.")
-@click.option("--any-compiler", is_flag=True, help="With --check: where the lock is of other compilers, leave resources out of it.")
+@click.option(
+    "--any-compiler", is_flag=True, help="With --check: where the lock is of other compilers, or lacks one's, leave resources out."
+)
 @click.option("--dir", "root", type=Folder(), default="generated", show_default=True)
 def generate(check: bool, any_compiler: bool, root: Path) -> None:
     """Write generated/: the default variants as text, with ssmgen.lock. Run in a checkout.

@@ -1,4 +1,4 @@
-"""Looking at variants: list, show, diff, report, check, explain."""
+"""Looking at variants: list, show, diff, check, explain."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import difflib
 import json
 import shutil
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
@@ -95,34 +94,6 @@ def diff(a: str, b: str, form: str, archs: list[Arch]) -> None:
     if lines:
         _print_code("\n".join(lines), "diff")
     sys.exit(1 if lines else 0)
-
-
-@click.command()
-@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
-@click.option(
-    "--bench",
-    "timings",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    multiple=True,
-    help="Output of `ssmgen bench … --json`; may repeat.",
-)
-@arch_option
-@click.option("--jobs", type=click.IntRange(1), help="Parallel compilations. Default: one per processor.")
-def report(folder: Path, timings: tuple[Path, ...], archs: list[Arch], jobs: int | None) -> None:
-    """Write kernels as a folder of web pages: open its index.html. Needs no GPU, no server and no network.
-
-    The default variants and those that --bench timed: sources, PTX, SASS, occupancy, which calls are given them, any two side by side.
-    """
-    from ..site.write import write
-
-    with click.progressbar(length=1, label="compiling", file=sys.stderr) as bar:
-
-        def done(total: int) -> None:
-            bar.length = total
-            bar.update(1)
-
-        count = write(folder, archs, timings, shared_cache(), jobs, done)
-    click.echo(f"{count} variants in {folder / 'index.html'}")
 
 
 @click.command()

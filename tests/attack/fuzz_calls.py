@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from family_cases import cases
 from torch import Tensor
 
 import ssmgen
@@ -245,7 +246,16 @@ def _native(function: Callable[..., Any], id: str, given: Arguments, written: st
     return Form(f"{function.__name__}-{id}", function, given, tuple(written.split()), True)
 
 
+def _own() -> list[Form]:
+    """Of families that bring their cases themselves."""
+    forms = []
+    for name, call in cases("CALLS").items():
+        function, given = getattr(ssmgen, name), call()
+        forms.append(_native(function, "own", given, " ".join(function.build(**given).caller.family.written)))
+    return forms
+
+
 def native() -> list[Form]:
     """Of ssmgen's own functions; the same every time."""
     _made.manual_seed(0)
-    return [*_conv_update(), *_conv(), *_combine(), *_norm(), *_ssu(), *_rules(), *_layers(), *_replay()]
+    return [*_conv_update(), *_conv(), *_combine(), *_norm(), *_ssu(), *_rules(), *_layers(), *_replay(), *_own()]

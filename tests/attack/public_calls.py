@@ -7,6 +7,7 @@ from inspect import Parameter, signature
 from typing import Any
 
 import torch
+from family_cases import cases
 from torch import Tensor
 
 import ssmgen
@@ -93,7 +94,7 @@ def _all() -> dict[str, dict[str, Any]]:
         ),
         "gdn_layer": layer("mixed_qkv", H * P + 2 * N, a=randn(B, H), b=randn(B, H), **heads),
         "kda_layer": layer("mixed_qkv", H * P + 2 * N, g=randn(B, H * N), beta=randn(B, H), **heads),
-    }  # fmt: skip
+    } | {name: call() for name, call in cases("CALLS").items()}  # fmt: skip
 
 
 def call_of(name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`ssmgen demo hf` on a card, with narrow models: everything is measured, and a captured step goes on as eager ones do."""
+"""`python -m tools.demo` on a card, with narrow models: everything is measured, and a captured step goes on as eager ones do."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from click.testing import CliRunner
 
 pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
 
-from ssmgen import cli
-from ssmgen.demo import measure, run
-from ssmgen.demo import presets as known
-from ssmgen.demo.decode import Greedy, prompt
-from ssmgen.demo.measure import FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Options
-from ssmgen.demo.presets import Preset
-from ssmgen.demo.run import Report
+from tools.demo import measure, run
+from tools.demo import presets as known
+from tools.demo.__main__ import demo
+from tools.demo.decode import Greedy, prompt
+from tools.demo.measure import FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Options
+from tools.demo.presets import Preset
+from tools.demo.run import Report
 
 pytestmark = pytest.mark.gpu
 
@@ -59,7 +59,7 @@ def test_the_command_prints_and_saves(monkeypatch, tmp_path):
     monkeypatch.setattr(known, "presets", lambda: {"mamba2": narrow("mamba2")})
     file = tmp_path / "demo.json"
     sizes = ["--batch", "2", "--layers", "2", "--tokens", "2", "--rounds", "1"]
-    result = CliRunner().invoke(cli.main, ["demo", "hf", "--model", "mamba2", *sizes, "--json", str(file)])
+    result = CliRunner().invoke(demo, ["--model", "mamba2", *sizes, "--json", str(file)])
     assert result.exit_code == 0, result.stderr
     assert "| mamba2 | none | 2 | 2 |" in result.stdout
     saved = json.loads(file.read_text())

@@ -212,19 +212,13 @@ def dao(case: Case) -> reports.Peer | None:
 PEERS = {"causal_conv1d": dao}
 
 
-def bound(case: Any, pdl: bool) -> timing.Launch:
-    """Our kernel, with the host's part of every call done beforehand."""
-    calls = [ssmgen.bind(case.function, **case.arguments(i), pdl=pdl) for i in range(case.sets)]
-    return lambda i: calls[i]()
-
-
 def measure(case: Any, peers: Mapping[str, Callable[[Any], reports.Peer | None]], rounds: int, host: bool, watch: Watch) -> dict[str, Any]:
     """What a row says beside its case, which is of either convolution."""
     arch = runtime.device_arch(case.out[0].device.index)
     pdls = (True, False) if arch >= SM90 else (False,)
     error = max(reports.gates(case.gate, pdls))
     others = reports.usable({name: make(case) for name, make in peers.items()})
-    contenders = {"ssmgen_pdl" if pdl else "ssmgen": bound(case, pdl) for pdl in pdls} | {"mul": case.ceiling} | others
+    contenders = {"ssmgen_pdl" if pdl else "ssmgen": reports.bound(case, pdl) for pdl in pdls} | {"mul": case.ceiling} | others
     watch.timing(len(contenders))
     us = timing.device_us(contenders, case.sets, rounds)
     served = us.get("ssmgen_pdl", us["ssmgen"])  # pdl=None is pdl=True where the device can

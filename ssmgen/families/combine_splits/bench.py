@@ -39,7 +39,6 @@ from ...calls.checks import TORCH_DTYPES
 from ...errors import SsmgenError
 from ...models import Model
 from ...spec import SM90, DType
-from ..causal_conv1d.bench import bound
 from . import call as op
 
 SHAPES = [(16, 2), (16, 64), (128, 2), (128, 16), (128, 64), (1024, 8), (1024, 32), (16384, 2), (16384, 8), (16384, 32)]
@@ -204,7 +203,7 @@ def measure(case: Case, peers: bool, rounds: int, watch: Watch) -> dict[str, Any
     pdls = (True, False) if arch >= SM90 else (False,)
     error = max(reports.gates(case.gate, pdls))
     others = peers_of(case) if peers else {}
-    contenders = {"ssmgen_pdl" if pdl else "ssmgen": bound(case, pdl) for pdl in pdls}
+    contenders = {"ssmgen_pdl" if pdl else "ssmgen": reports.bound(case, pdl) for pdl in pdls}
     contenders |= {"mul": case.multiplication, "sum": case.reading} | others
     watch.timing(len(contenders))
     us = timing.device_us(contenders, case.sets, rounds)

@@ -40,7 +40,6 @@ from ...calls.checks import TORCH_DTYPES
 from ...errors import SsmgenError
 from ...models import Model
 from ...spec import SM90, DType
-from ..causal_conv1d.bench import bound
 from .reference import gated_rms_norm as reference
 
 ROWS = (1, 8, 32, 128, 512, 4096)
@@ -193,7 +192,7 @@ def measure(case: Case, peers: bool, rounds: int, watch: Watch) -> dict[str, Any
     pdls = (True, False) if arch >= SM90 else (False,)
     error = max(reports.gates(case.gate, pdls))
     others = peers_of(case) if peers else {}
-    contenders = {"ssmgen_pdl" if pdl else "ssmgen": bound(case, pdl) for pdl in pdls} | {"mul": case.ceiling} | others
+    contenders = {"ssmgen_pdl" if pdl else "ssmgen": reports.bound(case, pdl) for pdl in pdls} | {"mul": case.ceiling} | others
     watch.timing(len(contenders))
     us = timing.device_us(contenders, case.sets, rounds)
     served = us.get("ssmgen_pdl", us["ssmgen"])  # pdl=None is pdl=True where the device can

@@ -12,17 +12,19 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from .. import inspect, registry
-from .. import nvrtc as compiler
-from .. import tuned as table
-from ..build import Built, build, problems_by_models
-from ..cache.entry import Entry
-from ..cache.store import Cache
-from ..catalog import OPERATOR_OF, OPERATORS, SPECS, parse
-from ..defaults import words
-from ..errors import ReportError, SpecError, UnknownArchError
-from ..generate import default_variants
-from ..spec import SM90, Arch, DType, KernelSpec, Problem, entries
+from ssmgen import inspect, registry
+from ssmgen import nvrtc as compiler
+from ssmgen import tuned as table
+from ssmgen.build import Built, build, problems_by_models
+from ssmgen.cache.entry import Entry
+from ssmgen.cache.store import Cache
+from ssmgen.catalog import OPERATOR_OF, OPERATORS, SPECS, parse
+from ssmgen.defaults import words
+from ssmgen.errors import SpecError, UnknownArchError
+from ssmgen.generate import default_variants
+from ssmgen.spec import SM90, Arch, DType, KernelSpec, Problem, entries
+
+from . import ReportError
 from .benchmarks import Timing
 
 TUNED = "tuned"  # what the registry calls a measured choice, with the size it is of if that is another

@@ -1,4 +1,4 @@
-"""What `ssmgen demo hf` measures of a model.
+"""What `python -m tools.demo` measures of a model.
 
 Milliseconds per token: a loop of greedy decode steps behind a short prompt, on the wall clock, synchronised ahead of the loop and behind
 it but not in it. The ways of decoding take turns, in the opposite order every other round; each gets the median of its rounds.
@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..compat import hf
+from ssmgen.compat import hf
+
 from . import DemoError
 from .decode import PROMPT, Captured, Greedy, prompt
 from .presets import Preset

@@ -1,4 +1,4 @@
-"""`ssmgen report`: what its pages say, and that they stand for themselves."""
+"""`python -m tools.report`: what its pages say, and that they stand for themselves."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from urllib.parse import unquote
 
 import pytest
 from click.testing import CliRunner
-from site_cases import ARCHS, benchmark, few_variants
+from report_cases import ARCHS, benchmark, few_variants
 
 from ssmgen import inspect
 from ssmgen import tuned as table
 from ssmgen.cache.store import shared_cache
 from ssmgen.catalog import SPECS
-from ssmgen.cli import main
 from ssmgen.engine.rows import RowSpec
-from ssmgen.errors import ReportError
 from ssmgen.families.linear_attention import spec as linear_attention
 from ssmgen.families.selective_state_update.spec import SsuProblem, SsuSpec
 from ssmgen.registry import select
-from ssmgen.site import benchmarks, content, write
 from ssmgen.spec import Arch, DType, Index, entries, parse_spec
+from tools.report import ReportError, benchmarks, content, write
+from tools.report.__main__ import report as report_command
+from tools.report.colours import as_html
 
 SM90 = Arch.parse("sm_90a")
 
@@ -192,7 +192,7 @@ def test_benchmarks_belong_to_the_variants_that_they_name(tmp_path):
 
 def test_files_that_are_no_benchmarks_are_named_and_nothing_is_written(tmp_path):
     (tmp_path / "other.json").write_text("[]")
-    result = CliRunner().invoke(main, ["report", str(tmp_path / "site"), "--bench", str(tmp_path / "other.json")])
+    result = CliRunner().invoke(report_command, [str(tmp_path / "site"), "--bench", str(tmp_path / "other.json")])
     assert result.exit_code == 1 and "other.json" in result.output and not (tmp_path / "site").exists()
 
 
@@ -213,16 +213,21 @@ def test_specs_of_another_release_are_named(tmp_path):
     told = benchmark()
     told["rows"][0]["spec"] = "slot_copy:slot_bytes=4096,colour=red"
     (tmp_path / "bench.json").write_text(json.dumps(told))
-    result = CliRunner().invoke(main, ["report", str(tmp_path / "site"), "--bench", str(tmp_path / "bench.json")])
+    result = CliRunner().invoke(report_command, [str(tmp_path / "site"), "--bench", str(tmp_path / "bench.json")])
     assert result.exit_code == 1 and "unknown field 'colour'" in result.output and not (tmp_path / "site").exists()
 
 
 def test_command(tmp_path):
     with few_variants():
-        result = CliRunner().invoke(main, ["report", str(tmp_path / "site"), "--arch", "sm_89"])
+        result = CliRunner().invoke(report_command, [str(tmp_path / "site"), "--arch", "sm_89"])
     assert result.exit_code == 0, result.output
     assert (tmp_path / "site/index.html").is_file() and "index.html" in result.output
     variants = json.loads((tmp_path / "site/data/search.js").read_text().removeprefix("window.ssmgenVariants = ").rstrip(";\n"))
     assert {v["arch"] for v in variants} == {"sm_89"}
     assert all(parse_spec(v["spec"], SPECS).name == v["name"] for v in variants)
     assert any(DType.F32.value in v["spec"] for v in variants)
+
+
+def test_html_is_escaped():
+    assert "<script>" not in as_html("// <script>alert(1)</script> &\n", "cu")
+    assert "&lt;script&gt;" in as_html("// <script>alert(1)</script> &\n", "cu")

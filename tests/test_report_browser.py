@@ -1,4 +1,4 @@
-"""`ssmgen report` in a browser, opened as files: search, a variant's page, two side by side, at two widths and in both colour schemes."""
+"""`python -m tools.report` in a browser, pages opened as files: search, a variant, two side by side, two widths, both colour schemes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from site_cases import ARCHS, few_variants
+from report_cases import ARCHS, few_variants
 
 from ssmgen.cache.store import shared_cache
-from ssmgen.site import write
+from tools.report import write
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'ssmgen[browser]'")

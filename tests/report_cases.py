@@ -11,8 +11,8 @@ from bench_cases import HEAD
 
 from ssmgen import generate
 from ssmgen.families.selective_state_update.spec import SsuProblem
-from ssmgen.site import content
 from ssmgen.spec import Arch, KernelSpec, Problem
+from tools.report import content
 
 ARCHS = [Arch.parse("sm_80"), Arch.parse("sm_90a")]
 TIMED = (

@@ -1,4 +1,4 @@
-"""`ssmgen demo hf`: every family in turn; a report."""
+"""`python -m tools.demo`: every family in turn; a report."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from .. import __version__
-from .. import nvrtc as compiler
-from ..bench.progress import PRINTING, Watch
-from ..errors import bullets
+from ssmgen import __version__
+from ssmgen import nvrtc as compiler
+from ssmgen.bench.progress import PRINTING, Watch
+from ssmgen.errors import bullets
+
 from . import DemoError
 from . import measure as measuring
 from .measure import FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Options, Row
@@ -62,7 +63,7 @@ def need_transformers() -> None:
 
 def need_device() -> None:
     if not torch.cuda.is_available():
-        raise DemoError("demo hf needs a CUDA device, and torch sees none")
+        raise DemoError("the demonstration needs a CUDA device, and torch sees none")
 
 
 def quiet() -> None:
@@ -93,7 +94,7 @@ def run(presets: Sequence[Preset], batches: tuple[int, ...], options: Options, w
     """A family that raises is one of the failed, with the reason, and the next goes on. Raises DemoError without a GPU."""
     need_device()
     report = Report(facts(options))
-    watch.begins("demo hf", len(presets))
+    watch.begins("demo", len(presets))
     for preset in presets:
         watch.case(f"{preset.name}, like {preset.like}")
         rows, failed = family(preset, batches, options)

@@ -1,4 +1,4 @@
-"""`ssmgen demo`: a command per project in which there is something to show."""
+"""`python -m tools.demo`: parses, measures, prints."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from pathlib import Path
 
 import click
 
+from ssmgen.bench.progress import watching
+from ssmgen.cli import Command
 
-@click.group()
-def demo() -> None:
-    """Show what ssmgen changes in another project's program. Needs a GPU."""
+from . import run as demonstration
+from .measure import Options
+from .presets import chosen
+from .table import as_markdown, print_table
 
 
-@demo.command("hf")
+@click.command(cls=Command)
 @click.option("--model", "names", multiple=True, help="A family of transformers, such as mamba2; may repeat. Default: all that are known.")
 @click.option("--batch", "batches", type=click.IntRange(1), multiple=True, default=(1, 64), show_default=True, help="May repeat.")
 @click.option("--layers", type=click.IntRange(1), default=8, show_default=True, help="Of each model; at least one of each kind it has.")
@@ -22,19 +25,13 @@ def demo() -> None:
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write all that was measured here.")
 @click.option("--markdown", is_flag=True, help="Print the table in Markdown, as is done where the output is no terminal.")
-def hf(names, batches, layers, tokens, rounds, file, markdown) -> None:
+def demo(names, batches, layers, tokens, rounds, file, markdown) -> None:
     """Decode with models of Hugging Face transformers: as they are, patched, and patched in a CUDA graph.
 
-    Builds a model of each family with random weights, as wide as a public one and with fewer layers; nothing is downloaded. Shows
-    milliseconds and kernels per token, and that greedy generation in f32 gives the same tokens. A family that fails does not stop the
-    others. It is named at the end, and the exit code is 1.
+    Needs a GPU. Builds a model of each family with random weights, as wide as a public one and with fewer layers; nothing is downloaded.
+    Shows milliseconds and kernels per token, and that greedy generation in f32 gives the same tokens. A family that fails does not stop
+    the others. It is named at the end, and the exit code is 1.
     """
-    from ..bench.progress import watching
-    from . import run as demonstration
-    from .measure import Options
-    from .presets import chosen
-    from .table import as_markdown, print_table
-
     if file and not file.parent.is_dir():
         raise click.UsageError(f"--json: there is no directory {file.parent}")
     demonstration.need_transformers()
@@ -50,3 +47,7 @@ def hf(names, batches, layers, tokens, rounds, file, markdown) -> None:
     else:
         print_table(report)
     report.check()
+
+
+if __name__ == "__main__":
+    demo(prog_name="python -m tools.demo")

@@ -1,4 +1,4 @@
-"""A report of `ssmgen demo hf` as a table: on a terminal, and in Markdown."""
+"""A report of `python -m tools.demo` as a table: on a terminal, and in Markdown."""
 
 from __future__ import annotations
 

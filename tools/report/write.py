@@ -10,12 +10,12 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from .. import __version__, highlight, inspect
-from .. import nvrtc as compiler
-from ..cache.store import Cache
-from ..errors import ReportError
-from ..spec import Arch
-from . import benchmarks, content
+from ssmgen import __version__, inspect
+from ssmgen import nvrtc as compiler
+from ssmgen.cache.store import Cache
+from ssmgen.spec import Arch
+
+from . import ReportError, benchmarks, colours, content
 from .content import Family, Variant
 
 HERE = Path(__file__).parent
@@ -65,7 +65,7 @@ def pages(variants: Sequence[Variant], archs: Sequence[Arch]) -> dict[str, str]:
         return env.get_template(template).render(**of_site, root=root, **about)
 
     files = {f"static/{path.name}": path.read_text() for path in (HERE / "static").iterdir()}
-    files["static/style.css"] += highlight.stylesheet()
+    files["static/style.css"] += colours.stylesheet()
     files["index.html"] = page("index.html.j2", "", variants=variants)
     files["data/search.js"] = _script("ssmgenVariants", [_searched(v) for v in variants])
     for family in families:
@@ -86,7 +86,7 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    env.filters["code"] = lambda text, form: Markup(highlight.as_html(text, form))
+    env.filters["code"] = lambda text, form: Markup(colours.as_html(text, form))
     return env
 
 

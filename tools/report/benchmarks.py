@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..bench.formats import load
-from ..bench.rows import op_of, point_of
+from ssmgen.bench.formats import load
+from ssmgen.bench.rows import op_of, point_of
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -1,0 +1,99 @@
+"""CI's steps and the documentation's measurements, as far as they can be looked at without running them."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import shlex
+import subprocess
+import sys
+
+import click
+import pytest
+from docs_pages import ROOT
+
+from ssmgen.bench.formats import load
+from ssmgen.cli import main
+from tools import ci, measure
+
+
+def test_steps_are_named_in_order_and_unknown_ones_refused(monkeypatch, capsys):
+    ran = []
+    monkeypatch.setattr(ci, "STEPS", {name: lambda name=name: ran.append(name) for name in ci.STEPS})
+    monkeypatch.setattr(sys, "argv", ["ci", "docs", "lint"])
+    ci.main()
+    assert ran == ["docs", "lint"]
+    monkeypatch.setattr(sys, "argv", ["ci"])
+    ci.main()
+    assert ran[2:] == [*ci.STEPS]
+    monkeypatch.setattr(sys, "argv", ["ci", "lint", "paint"])
+    with pytest.raises(SystemExit) as refused:
+        ci.main()
+    assert refused.value.code == 2 and "no step is called paint" in capsys.readouterr().err and len(ran) == 2 + len(ci.STEPS)
+
+
+def test_a_step_fails_with_its_command():
+    with pytest.raises(SystemExit, match=r"exit code 3: .* -c import sys; sys\.exit"):
+        ci._run([sys.executable, "-c", "import sys; sys.exit(3)"])
+
+
+@pytest.mark.parametrize(("passed", "fails"), [(5, False), (4, True)])
+def test_fewer_tests_than_there_were_fail(passed, fails, monkeypatch):
+    """The report is what pytest writes: 7 tests, of which some were skipped."""
+    monkeypatch.setattr(ci, "_of_readme", lambda pattern: f"{sys.executable} -c 'import sys; {WRITE % (7 - passed)}'")
+    with pytest.raises(SystemExit, match="tests have gone") if fails else contextlib.nullcontext():
+        ci._suite("", at_least=5)
+
+
+WRITE = 'open(sys.argv[-1].partition("=")[2], "w").write("<r><testsuite tests=\\"7\\" skipped=\\"%d\\" time=\\"1\\"/></r>")'
+
+
+def test_hooks_ahead_of_a_commit_are_steps():
+    config = (ROOT / ".pre-commit-config.yaml").read_text()
+    steps = [line.partition("python -m tools.ci ")[2].split(",")[0].strip() for line in config.splitlines() if "tools.ci " in line]
+    assert {"lint", "generated"} <= set(steps) <= set(ci.STEPS)
+
+
+def test_every_data_file_has_its_commands_and_they_parse():
+    assert {path.name for path in measure.DATA.iterdir()} == {f"{name}.json.gz" for name in measure.COMMANDS}
+    for command in (line for lines in measure.COMMANDS.values() for line in lines):
+        words, found, context = shlex.split(command), main, click.Context(main)
+        while isinstance(found, click.Group):
+            name, found, words = found.resolve_command(context, words)
+            context = click.Context(found, info_name=name, parent=context)
+        found.parse_args(context, [*words, "--json"])
+
+
+def test_a_data_file_holds_all_reports_of_its_commands(tmp_path):
+    """And is the same, byte for byte, for the same results."""
+    told = json.loads(gzip.decompress((measure.DATA / "h200-kda-layer.json.gz").read_bytes()))
+    asked = []
+
+    def run(*words: str) -> str:
+        asked.append(words)
+        return json.dumps(told)
+
+    path = measure.refresh("h200-flashinfer", tmp_path, run)
+    first = path.read_bytes()
+    assert load([path]).reports == [told] * len(measure.COMMANDS["h200-flashinfer"]) and all(words[-1] == "--json" for words in asked)
+    assert measure.refresh("h200-flashinfer", tmp_path, run).read_bytes() == first
+
+
+def test_a_measurement_that_fails_leaves_the_data_as_it_is(tmp_path):
+    (tmp_path / "h200-all.json.gz").write_bytes(b"as it was")
+
+    def run(*words: str) -> str:
+        raise subprocess.CalledProcessError(1, words)
+
+    with pytest.raises(subprocess.CalledProcessError):
+        measure.refresh("h200-all", tmp_path, run)
+    assert (tmp_path / "h200-all.json.gz").read_bytes() == b"as it was"
+
+
+def test_the_table_of_transformers_is_put_into_its_page(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(measure.PAGE.read_text())
+    before, rest = page.read_text().split(measure.BEGIN)
+    measure.refresh_transformers(page, lambda *words: "| a table |\n")
+    assert page.read_text() == f"{before}{measure.BEGIN}\n| a table |\n\n{measure.END}{rest.split(measure.END)[1]}"

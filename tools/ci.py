@@ -1,0 +1,135 @@
+"""CI's steps: `python -m tools.ci [STEP …]`, or all of them in their order. `.ci/run` makes an environment and runs all.
+
+A step is a function of STEPS; its docstring is what holds when it passes. It runs in the checkout with this Python's packages, which are
+`.[cu12,test,docs]`, and needs no GPU. `tests`, `matrix` and `build` are the README's own commands and use `.venv`, as these say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[1]
+# Tests that must have passed, of either command: raise them with the suite.
+AT_LEAST = {"tests": 6700, "matrix": 30}
+NEW = "channel_mix"  # a family's name, of none that there is
+UNTRACKED = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "build", "dist", "site")
+FETCHED = re.compile(r"<link[^>]*(stylesheet|preconnect)[^>]*https?:|<(script|img|iframe)[^>]*src=.?https?:")
+
+
+def tests() -> None:
+    """The README's test command passes, with no fewer tests than there were."""
+    _suite(r"^python3 -m venv .*pytest.*", AT_LEAST["tests"])
+
+
+def matrix() -> None:
+    """The README's command for the widest parametrisations passes, with no fewer tests than there were."""
+    _suite(r"^\.venv/bin/python -m pytest .*-m matrix", AT_LEAST["matrix"])
+
+
+def lint() -> None:
+    """Code is as ruff has it."""
+    _python("ruff", "check", ".")
+    _python("ruff", "format", "--check", ".")
+
+
+def generated() -> None:
+    """generated/ is what the templates give, and the lock what the compilers make of it."""
+    _python("ssmgen", "generate", "--check")
+
+
+def docs() -> None:
+    """The documentation builds, every link and anchor is there, and no page fetches anything."""
+    if find_spec("mkdocs") is None:
+        _python("pip", "install", "-q", "-e", ".[docs]")
+    with tempfile.TemporaryDirectory() as site:
+        _python("mkdocs", "build", "-q", "--strict", "-d", site, env={"NO_MKDOCS_2_WARNING": "1"})
+        fetching = [str(page.relative_to(site)) for page in Path(site).rglob("*.html") if FETCHED.search(page.read_text())]
+    if fetching:
+        raise SystemExit(f"these pages fetch something: {', '.join(fetching)}")
+
+
+def family() -> None:
+    """A family that tools.new_family puts into a copy of the checkout passes lints, all tests, the documentation and its commands."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "checkout"
+        shutil.copytree(
+            ROOT, copy, ignore=shutil.ignore_patterns(".git", ".*venv", ".*_cache", ".hypothesis", "__pycache__", "build", "dist")
+        )
+        inside = {"cwd": copy, "env": {"PYTHONPATH": str(copy)}}
+        _python("tools.new_family", NEW, **inside)
+        _python("tools.ci", "lint", "docs", **inside)
+        _python("ssmgen", "generate", "--check", "--any-compiler", **inside)
+        _python("ssmgen", "check", f"{NEW}:dim=90,x=f16,mix=f32,index=i64,loads=element,vec=1,pdl=trigger_loaded", **inside)
+        _python("ssmgen", "bench", NEW, "--help", **inside)
+        _python("pytest", "-q", "-n", "2", "-m", "not matrix", **inside)
+
+
+def build() -> None:
+    """The README's build command builds a model's kernels."""
+    _shell(_of_readme(r"^python3 -m venv .*ssmgen build.*").rpartition("&& ")[2])
+
+
+STEPS = {step.__name__: step for step in (tests, matrix, lint, generated, docs, family, build)}
+
+
+def _of_readme(pattern: str) -> str:
+    """The README's line, as it stands there."""
+    (found,) = re.finditer(pattern, (ROOT / "README.md").read_text(), re.MULTILINE)
+    return found[0]
+
+
+def _suite(pattern: str, at_least: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "tests.xml"
+        _shell(f"{_of_readme(pattern)} -rs --junitxml={report}")
+        suite = ElementTree.parse(report).getroot().find("testsuite").attrib
+    passed = int(suite["tests"]) - int(suite["skipped"])
+    print(f"{passed} passed in {float(suite['time']):.0f} s, {suite['skipped']} skipped; at least {at_least} must pass")
+    if passed < at_least:
+        raise SystemExit("tests have gone")
+
+
+def _shell(line: str) -> None:
+    _run(["bash", "-ec", line])
+
+
+def _python(*words: str, **how: object) -> None:
+    """`python -m …`, with this Python."""
+    _run([sys.executable, "-m", *words], **how)
+
+
+def _run(command: list[str], cwd: Path = ROOT, env: Mapping[str, str] = {}) -> None:
+    done = subprocess.run(command, cwd=cwd, env={**os.environ, **env})
+    if done.returncode:
+        raise SystemExit(f"exit code {done.returncode}: {' '.join(command)}")
+
+
+def main() -> None:
+    told = "\n".join(f"  {name:10} {step.__doc__}" for name, step in STEPS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.ci", description=__doc__, epilog=f"steps:\n{told}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("steps", nargs="*", metavar="STEP", help="Default: all, in this order.")
+    steps = parser.parse_args().steps or [*STEPS]
+    if unknown := [name for name in steps if name not in STEPS]:
+        parser.error(f"no step is called {' or '.join(unknown)}; there are {', '.join(STEPS)}")
+    for name in steps:
+        print(f"== {name}: {STEPS[name].__doc__}", flush=True)
+        start = time.monotonic()
+        STEPS[name]()
+        print(f"== {name}: {time.monotonic() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Measures what the documentation shows, again: `python -m tools.measure NAME …`. Needs a GPU, and the peers that a table names.
+
+Writes docs/data/NAME.json.gz, which `ssmgen bench render` shows; `transformers` writes the table of docs/migrate/transformers.md. Tables of
+docs/performance.md are taken from such results by hand: each says its command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from ssmgen.bench.formats import as_json, load
+
+ROOT = Path(__file__).parents[1]
+DATA, PAGE = ROOT / "docs" / "data", ROOT / "docs" / "migrate" / "transformers.md"
+BEGIN, END = "<!-- python -m tools.measure transformers -->\n", "<!-- end -->\n"  # around the page's table
+
+LAYER = "--state bf16 --state f32"
+COMMANDS = {  # data file -> the commands of `ssmgen` whose reports are in it
+    "h200-all": ["bench all --quick"],
+    "h200-flashinfer": [
+        "bench replay_selective_state_update --state bf16",
+        "bench replay_selective_state_update --state bf16 --with-conv1d --window 0 --batch 1 --batch 4 --batch 16 --batch 64",
+        "bench combine_splits",
+        "bench selective_state_update --model nemotron-h-8b --tp 8 --state bf16 --tokens 6",
+        "bench selective_state_update --model nemotron-h-8b --tp 8 --state bf16 --batch 1 --batch 8",
+    ],
+    "h200-mamba2-layer": [f"bench mamba2_layer --model nemotron-h-8b {LAYER} --batch 1 --batch 4 --batch 16 --batch 64"],
+    "h200-gdn-layer": [f"bench gdn_layer --model qwen3.5-35b-a3b {LAYER} --batch 1 --batch 4 --batch 16 --batch 64"],
+    "h200-gdn-layer-397b": [f"bench gdn_layer --model qwen3.5-397b-a17b {LAYER} --batch 1"],
+    "h200-kda-layer": [f"bench kda_layer --model kimi-linear-48b-a3b {LAYER} --batch 1 --batch 4 --batch 64"],
+}
+
+
+def output(module: str, *words: str) -> str:
+    """What `python -m MODULE …` prints. Raises CalledProcessError if it fails, as a benchmark with a wrong result does."""
+    return subprocess.run([sys.executable, "-m", module, *words], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def refresh(name: str, data: Path = DATA, run: Callable[..., str] = output) -> Path:
+    """Measures a data file and writes it; its path. The file that is there stays until all of it is measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = []
+        for i, command in enumerate(COMMANDS[name]):
+            paths.append(Path(folder) / f"{i}.json")
+            paths[-1].write_text(run("ssmgen", *command.split(), "--json"))
+        text = as_json(load(paths), alone=False)
+    path = data / f"{name}.json.gz"
+    path.write_bytes(gzip.compress(text.encode(), mtime=0))  # the same results, the same bytes
+    return path
+
+
+def refresh_transformers(page: Path = PAGE, run: Callable[..., str] = output) -> Path:
+    """Measures the table of transformers' models and puts it into its page; the page's path."""
+    table = run("tools.demo", "--markdown")
+    before, rest = page.read_text().split(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n{table.strip()}\n\n{END}{rest.split(END)[1]}")
+    return page
+
+
+def main() -> None:
+    known = [*COMMANDS, "transformers"]
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.measure", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"Of {', '.join(known)}.")
+    parser.add_argument("--list", action="store_true", help="Print the commands, and run none.")
+    given = parser.parse_args()
+    if given.list:
+        for name in COMMANDS:
+            print(f"{name}:", *COMMANDS[name], sep="\n  ssmgen ")
+        print("transformers:", "python -m tools.demo --markdown", sep="\n  ")
+    elif not given.names or (unknown := [name for name in given.names if name not in known]):
+        parser.error(f"give some of {', '.join(known)}" + (f", not {' or '.join(unknown)}" if given.names else ""))
+    for name in given.names:
+        print(refresh_transformers() if name == "transformers" else refresh(name))
+
+
+if __name__ == "__main__":
+    main()

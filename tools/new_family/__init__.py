@@ -1,0 +1,1 @@
+"""The scaffold of a family: `python -m tools.new_family NAME`."""

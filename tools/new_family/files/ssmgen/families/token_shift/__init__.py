@@ -1,0 +1,15 @@
+"""token_shift: each channel of a token mixed with that of the token before."""
+
+from ...family import Family, Kernels
+
+FAMILY = Family(
+    name="token_shift",
+    kernels=(Kernels("spec:TokenShiftSpec", "spec:TokenShiftProblem"),),
+    functions={"token_shift": "call:token_shift"},
+    sharding="sharding:RULES",
+    trials="trial:TRIALS",
+    bench={"token_shift": "bench"},
+    tuning="tuning:TUNING",
+    defaults="defaults:DEFAULTS",
+    page="operators/token_shift.md",
+)

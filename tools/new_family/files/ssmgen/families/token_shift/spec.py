@@ -1,0 +1,117 @@
+"""token_shift: each channel of a token mixed with that of the token before, as RWKV does ahead of its projections.
+
+A thread owns `vec` neighbouring channels of one row. Bytes per row: 4 * dim * sizeof(x); mix stays in L2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, must
+
+OPERATOR = "token_shift"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenShiftProblem(Problem):
+    """What a call fixes."""
+
+    dim: int
+    x: DType  # of state and out too
+    mix: DType
+    index: Index
+    loads: Loads  # of all operands: vectors where they are aligned
+
+    def faults(self) -> list[str]:
+        """What no variant could serve."""
+        return must(1 <= self.dim < 2**24, f"dim {self.dim} is not 1 … 2^24")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenShiftSpec(KernelSpec, TokenShiftProblem):
+    """A problem, and how one variant computes it. No choice here changes a bit of the result."""
+
+    family: ClassVar[str] = OPERATOR
+    template: ClassVar[str] = "token_shift/token_shift.cu.j2"
+
+    vec: int  # channels per thread
+    threads: int = 128
+    min_blocks: int = 0  # blocks per SM that ptxas must leave registers for; 0 = its own choice
+    pdl: Pdl = Pdl.OFF
+
+    @property
+    def needs(self) -> Needs:
+        return Needs()
+
+    @property
+    def threads_per_block(self) -> int:
+        return self.threads
+
+    @property
+    def blocks(self) -> int:
+        """How many share a row."""
+        return -(-self.dim // (self.vec * self.threads))
+
+    @property
+    def stem(self) -> str:
+        return f"token_shift_d{self.dim}_{self.x.value}_v{self.vec}x{self.threads}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+
+    def violations(self, arch: Arch) -> list[str]:
+        vector = self.loads is Loads.VECTOR
+        return [
+            *self.faults(),
+            *must(self.threads % 32 == 0 and 32 <= self.threads <= 1024, f"threads {self.threads} is not 32 … 1024 in steps of 32"),
+            *must(vector or self.vec == 1, f"vec {self.vec} of operands that are not aligned is not 1"),
+            *must(not vector or self.vec * self.x.size in (4, 8, 16), f"vec {self.vec} of {self.x.value} is not 4, 8 or 16 bytes"),
+            *must(self.dim % self.vec == 0, f"dim {self.dim} is not a multiple of vec {self.vec}"),
+            *must(arch >= Arch(80), f"bf16 arithmetic needs sm_80, not {arch}"),
+            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
+        ]
+
+    def operands(self) -> list[str]:
+        """Tensor arguments in order."""
+        return ["state", "x", "mix", *(["state_indices"] if self.index is not Index.NONE else []), "out"]
+
+    def parameters(self) -> list[Param]:
+        """Pointers come first."""
+        element = {"mix": self.mix.value, "state_indices": "int" if self.index is Index.I32 else "i64"}
+        pointers = [Param.pointer(op, element.get(op, self.x.value), const=op not in ("state", "out")) for op in self.operands()]
+        slots = ["slots", "pad_slot_id", "indices_batch"] if self.index is not Index.NONE else []
+        return [*pointers, *map(Param.i64, (*slots, "state_slot", "x_batch", "out_batch"))]
+
+    def constants(self) -> dict[str, Any]:
+        return {"vector": self.loads is Loads.VECTOR, "pooled": self.index is not Index.NONE}
+
+
+def _spec(problem: TokenShiftProblem, **how: Any) -> TokenShiftSpec:
+    return TokenShiftSpec(**{f.name: getattr(problem, f.name) for f in fields(TokenShiftProblem)}, **how)
+
+
+def _widest(problem: TokenShiftProblem) -> int:
+    most = 16 // problem.x.size
+    return min(most, problem.dim & -problem.dim) if problem.loads is Loads.VECTOR else 1
+
+
+def space(problem: TokenShiftProblem, arch: Arch) -> Iterator[TokenShiftSpec]:
+    """Every legal variant of a problem within the axes worth trying."""
+    for vec in dict.fromkeys((4 // problem.x.size, _widest(problem))):
+        for threads in (64, 128, 256):
+            for pdl in Pdl:
+                spec = _spec(problem, vec=vec, threads=threads, pdl=pdl)
+                if not spec.violations(arch):
+                    yield spec
+
+
+def candidates(problem: TokenShiftProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, TokenShiftSpec | None, str]]:
+    """(rule, spec or None, why it does not apply), best first. The last one applies to every legal problem."""
+    how = {"vec": _widest(problem), "pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
+    if batch > FEW:
+        yield "few-rows", None, f"batch {batch} is above {FEW}"
+    else:
+        yield "few-rows", _spec(problem, threads=64, **how), ""
+    yield "generic", _spec(problem, threads=256, **how), ""
+
+
+FEW = 16  # rows, for which smaller blocks reach more SMs. Say here where a number like this was measured

@@ -1,0 +1,18 @@
+"""What is tuned of token_shift: the benchmark's shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from ...models import Model
+from ...tune.cases import Case, case_of
+from . import bench
+
+
+def cases(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
+    for dim, batch in product(bench.DIMS, batches):
+        yield case_of(f"token_shift, dim {dim} batch {batch}", bench.Case(batch, dim, device=device))
+
+
+TUNING = {"token_shift": cases}

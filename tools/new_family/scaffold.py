@@ -1,0 +1,72 @@
+"""What a new family consists of: `files/`, in which it is called token_shift, and lines in files that are there."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+FILES = Path(__file__).parent / "files"
+NAME, CLASS = "token_shift", "TokenShift"  # the family's name in those files, and as their classes have it
+
+
+class ScaffoldError(Exception):
+    """A family cannot be added. problems: all reasons, in words."""
+
+    def __init__(self, name: str, problems: list[str]):
+        super().__init__("\n".join([f"{name} cannot be added:", *(f"  - {problem}" for problem in problems), "Nothing was written."]))
+        self.problems = problems
+
+
+class Lines(NamedTuple):
+    """What a file gets, ahead of the first place that a pattern matches."""
+
+    path: str
+    text: str
+    ahead_of: str
+
+
+EXTENDED = (
+    Lines("ssmgen/__init__.pyi", "from .families.token_shift.call import token_shift as token_shift\n", r"^from \.registry "),
+    Lines("mkdocs.yml", "      - token_shift: operators/token_shift.md\n", r"^  - Coming from:$"),
+    Lines(
+        "docs/operators/index.md",
+        "| [token_shift](token_shift.md) | `token_shift` | state, x, out of one; mix its own | no | no |\n",
+        r"^\nAxes are ",
+    ),
+    Lines("docs/reference/api.md", "## token_shift\n\n::: ssmgen.families.token_shift.call.token_shift\n\n", r"^## Around a call$"),
+    Lines("CHANGELOG.md", "- A family of kernels: `token_shift`.\n", r"(?<=^## Unreleased\n\n### Added\n)"),
+)
+
+
+def write(root: Path, name: str) -> tuple[list[str], list[str]]:
+    """Adds a family to the checkout at `root`: (paths written, paths extended).
+
+    Raises ScaffoldError, before anything is written, for a name that is none or is taken, and where a file has no place for its lines.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
+        raise ScaffoldError(name, ["its name is no Python name in lower case, with single underscores, such as token_shift"])
+    written = {
+        _named(str(path.relative_to(FILES)), name): _named(path.read_text(), name) for path in sorted(FILES.rglob("*.*")) if path.is_file()
+    }
+    extended = {lines.path: _with(root, lines, name) for lines in EXTENDED}
+    problems = [f"{path} is there" for path in written if (root / path).exists()]
+    problems += [f"{lines.path} has no line that matches {lines.ahead_of!r}" for lines in EXTENDED if extended[lines.path] is None]
+    if problems:
+        raise ScaffoldError(name, problems)
+    for path, text in {**written, **extended}.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    return [*written], [*extended]
+
+
+def _named(text: str, name: str) -> str:
+    return text.replace(NAME, name).replace(CLASS, "".join(part.capitalize() for part in name.split("_")))
+
+
+def _with(root: Path, lines: Lines, name: str) -> str | None:
+    """The file's text with its lines; None if there is no place for them."""
+    text = (root / lines.path).read_text()
+    place = re.search(lines.ahead_of, text, re.MULTILINE)
+    return place and text[: place.start()] + _named(lines.text, name) + text[place.start() :]
