@@ -164,5 +164,5 @@ def count_plan(spec: KernelSpec) -> None:
 
 
 def stats() -> dict[str, int]:
-    """{spec: number of call signatures that were given it in this process}"""
+    """{spec: number of call patterns that were given it in this process}"""
     return dict(_served)

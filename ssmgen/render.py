@@ -56,7 +56,7 @@ def render(spec: KernelSpec, arch: Arch) -> str:
             clusters=spec.cluster_blocks > 1,
             waits=spec.pdl is not Pdl.OFF,
             triggers=spec.pdl is not Pdl.WAIT and arch >= SM90,
-            signature=_signature(spec),
+            parameters=_parameters(spec),
             **spec.constants(),
         )
     )
@@ -78,7 +78,7 @@ def uses_pdl(source: str) -> bool:
     return PDL_WAIT in source
 
 
-def _signature(spec: KernelSpec, width: int = 120) -> str:
+def _parameters(spec: KernelSpec, width: int = 120) -> str:
     """The parameter list, broken between parameters only."""
     glued = ", ".join(f"{p.ctype} {p.name}".replace(" ", "~") for p in spec.parameters())
     return textwrap.fill(glued, width, initial_indent=" " * 4, subsequent_indent=" " * 4, break_on_hyphens=False).replace("~", " ")

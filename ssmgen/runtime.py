@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from operator import itemgetter
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ current_raw_stream: Callable[[int], int] = getattr(
 
 
 @functools.cache
-def driver():
+def driver() -> ModuleType:
     """cuda.bindings' driver module. Raises CompilerMissingError when the bindings are not installed."""
     try:
         from cuda.bindings import driver
@@ -41,7 +42,7 @@ def driver():
     return driver
 
 
-def check(result: tuple, failure: Callable[[str], Exception]) -> Any:
+def check(result: tuple[Any, ...], failure: Callable[[str], Exception]) -> Any:
     """The value of a driver call, or raises failure(error name)."""
     code, *values = result
     if code != driver().CUresult.CUDA_SUCCESS:
@@ -218,7 +219,7 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """A predicate: do these tensors have the types, shapes, strides, dtypes, devices and grad flags of the given ones?
 
     torch's own guard object compares 11 tensors in 1.3 us; the same in Python takes 3. It answers no when one object comes twice,
-    so such signatures, and releases of torch without it, use the Python form.
+    so such patterns, and releases of torch without it, use the Python form.
     """
     if len({id(t) for t in tensors}) == len(tensors):
         try:
@@ -240,7 +241,7 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 _data_ptr = torch.Tensor.data_ptr
 
 
-class Signature:
+class Pattern:
     """The calls that differ in nothing but where their tensors lie.
 
     `given` is all that a call was given; its tensors lie at `places`, and their pointers go to `resolve` in that order. Alignment and
@@ -293,15 +294,15 @@ class Table:
         self.rows.clear()
 
 
-class Signatures(Table):
-    """An operator's signatures, by what its operands and options are."""
+class Patterns(Table):
+    """An operator's patterns, by what its operands and options are."""
 
     def find(self, key: Any, given: tuple[torch.Tensor | None, ...]) -> Callable[[], None] | None:
         """The plan for a call like one seen before, else None."""
-        for signature in self.rows.get(key, ()):
-            tensors = signature.pick(given)
-            if signature.matches(*tensors):
-                return signature.plan(tensors)
+        for pattern in self.rows.get(key, ()):
+            tensors = pattern.pick(given)
+            if pattern.matches(*tensors):
+                return pattern.plan(tensors)
         return None
 
 

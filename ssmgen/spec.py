@@ -93,7 +93,7 @@ SM90 = Arch(90)
 
 
 class Param(NamedTuple):
-    """One kernel argument: name, C type, and `struct` code. The rendered signature and the packed buffer come from it."""
+    """One kernel argument: name, C type, and `struct` code. The rendered parameter list and the packed buffer come from it."""
 
     name: str
     ctype: str
@@ -149,10 +149,9 @@ class Needs:
     mma: str = ""  # element type that the tensor cores multiply, as PTX names it; empty if they do not
 
 
+@dataclass(frozen=True, slots=True)
 class Problem:
     """Base of every family's problem: what a call fixes of the kernel that serves it."""
-
-    __slots__ = ()
 
     def faults(self) -> list[str]:
         """What no variant could serve."""
@@ -190,6 +189,10 @@ class KernelSpec:
     def cluster_blocks(self) -> int:
         """Blocks of a thread-block cluster; 1 where they have nothing to do with each other."""
         return 1
+
+    def operands(self) -> list[str]:
+        """The tensors whose pointers a launch takes, in this order."""
+        raise NotImplementedError
 
     def early_operands(self) -> list[str]:
         """Those that may be touched before the wait for the upstream kernel, for a reason that the kernel states."""
@@ -247,7 +250,7 @@ class KernelSpec:
 def text_of(value: Any) -> str:
     """A field's value as it stands in a spec's text."""
     if isinstance(value, Enum):
-        return value.value
+        return str(value.value)
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "none" if value is None else str(value)

@@ -113,8 +113,8 @@ def test_wait_precedes_every_access_and_the_launch_attribute_follows_the_text(sp
 def test_layout_of_the_text(spec):
     text = render(spec, SM90)
     assert text.startswith(f"// {spec.family} for sm_90a")
-    signature = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
-    assert [p.split()[-1].lstrip("*") for p in signature.split(",")] == [p.name for p in spec.parameters()]
+    parameters = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
+    assert [p.split()[-1].lstrip("*") for p in parameters.split(",")] == [p.name for p in spec.parameters()]
     assert not any(line != line.rstrip() or "\t" in line or "{%" in line or "{{" in line for line in text.splitlines())
 
 

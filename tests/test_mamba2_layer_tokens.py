@@ -322,8 +322,8 @@ def test_layout_of_the_text(name):
     for part in spec.kernels:
         text = render(part, SM90)
         assert text.startswith(f"// {part.family} for sm_90a") and parse_spec(str(part), SPECS) == part
-        signature = re.search(rf"{part.name}\((.*?)\) \{{", text, re.S)[1]
-        assert [p.split()[-1].lstrip("*") for p in signature.split(",")] == [p.name for p in part.parameters()]
+        parameters = re.search(rf"{part.name}\((.*?)\) \{{", text, re.S)[1]
+        assert [p.split()[-1].lstrip("*") for p in parameters.split(",")] == [p.name for p in part.parameters()]
         assert not any(line != line.rstrip() or "\t" in line or "{%" in line for line in text.splitlines())
     assert len(spec.kernels) == (1 if spec.norm is None else 2)
 

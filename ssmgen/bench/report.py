@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .. import __version__, api, runtime
-from .. import nvrtc as compiler
+from .. import __version__, api, nvrtc, runtime
 from ..errors import SsmgenError
 from ..families.slot_copy.spec import SlotCopySpec
 from ..render import render
@@ -48,7 +47,7 @@ def begin(method: str = "") -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "compiler": compiler.build_id(),
+        "compiler": nvrtc.build_id(),
         "ceilings_tbs": timing.ceilings_tbs(),
         "method": " ".join(f"{timing.__doc__} {method}".split()),
         "rows": [],
@@ -162,7 +161,7 @@ def host_us(operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
 def served(operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], arch: Arch) -> dict[str, Any]:
     """The variant that serves a call, by which rule, and what compiling it takes."""
     chosen = api.explain(operator, *args, arch=str(arch), **kwargs).chosen
-    compiled = compiler.compile_cubin(render(chosen.spec, arch), arch, str(chosen.spec))
+    compiled = nvrtc.compile_cubin(render(chosen.spec, arch), arch, str(chosen.spec))
     return {"spec": str(chosen.spec), "rule": chosen.rule, "compile_seconds": compiled.seconds}
 
 

@@ -12,8 +12,7 @@ import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
-from .. import nvrtc as compiler
-from .. import settings as config
+from .. import nvrtc, settings
 from ..errors import CacheError, NotBuiltError
 from ..render import render
 from ..spec import Arch, KernelSpec
@@ -44,7 +43,7 @@ class Cache:
 
     @classmethod
     def from_environment(cls) -> Cache:
-        return cls(config.cache_dir(), config.read_only_layers())
+        return cls(settings.cache_dir(), settings.read_only_layers())
 
     def _usable(self, layer: Layer, missing: bool = False) -> bool:
         """Whether its root is believed, or missing and may be; else there is a warning. A first look: each use checks what it opens."""
@@ -81,20 +80,20 @@ class Cache:
         with lock:
             if entry := self._look_up(key, source, spec.name, arch):
                 return entry, True
-            if not config.may_compile():
+            if not settings.may_compile():
                 raise NotBuiltError(str(spec), str(arch))
             with process_lock(key):
                 entry = self._look_up(key, source, spec.name, arch)  # another process may have just built it
                 if entry:
                     return entry, True
-                done = compiler.compile_cubin(source, arch, str(spec))
+                done = nvrtc.compile_cubin(source, arch, str(spec))
                 entry = Entry(
                     key=key,
                     spec=str(spec),
                     symbol=spec.name,
                     arch=str(arch),
                     compiler=self.compiler_build(),
-                    options=compiler.options_for(arch),
+                    options=nvrtc.options_for(arch),
                     resources=done.resources,
                     seconds=done.seconds,
                     source=source,
@@ -110,7 +109,7 @@ class Cache:
 
     def _key(self, spec: KernelSpec, arch: Arch) -> tuple[str, str]:
         source = render(spec, arch)
-        return cache_key(source, compiler.options_for(arch), arch, self.compiler_build()), source
+        return cache_key(source, nvrtc.options_for(arch), arch, self.compiler_build()), source
 
     def _look_up(self, key: str, source: str, symbol: str, arch: Arch) -> Entry | None:
         if entry := self._memory.get(key):
@@ -138,7 +137,7 @@ class Cache:
         """(file, identity of the library in use)"""
         if not self.writable:
             return None
-        path = compiler.library_path()
+        path = nvrtc.library_path()
         try:
             info = os.stat(path)
         except OSError:
@@ -157,7 +156,7 @@ class Cache:
         return None
 
     def _ask_build(self) -> str:
-        build = compiler.build_id()
+        build = nvrtc.build_id()
         if note := self._build_note():
             path, identity = note
             try:
@@ -175,7 +174,7 @@ _shared_mutex = threading.Lock()
 def shared_cache() -> Cache:
     """The process's cache; made anew when the environment variables that describe it change."""
     global _shared
-    described = (config.cache_dir(), tuple(config.read_only_layers()))
+    described = (settings.cache_dir(), tuple(settings.read_only_layers()))
     with _shared_mutex:
         if _shared is None or _shared[0] != described:
             _shared = described, Cache.from_environment()

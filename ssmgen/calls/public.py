@@ -175,7 +175,7 @@ class _Known(NamedTuple):
 
     scalars: Any
     scalars_of: Callable[[tuple[Any, ...]], Any]  # of the arguments
-    signature: runtime.Signature
+    pattern: runtime.Pattern
     new: tuple[Callable[[], Tensor], ...]  # of the tensors that the function makes
     result: Callable[[tuple[Tensor, ...]], Any]  # of the given and the new ones
 
@@ -202,7 +202,7 @@ class _Memory(runtime.Table):
             return call.plan()
         new = {name: t for name, t in operands.items() if name not in places}
         named = {name: operands[name] for name in (*places, *new)}
-        made = call.caller.signature(named, call.options, call.pdl, call.objections, values, list(places.values()))
+        made = call.caller.pattern(named, call.options, call.pdl, call.objections, values, list(places.values()))
         makers = tuple(partial(torch.empty_strided, t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in new.values())
         names = list(named)
         result = itemgetter(*[names.index(name) for name in call.returns])

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from .. import __version__
-from .. import nvrtc as compiler
+from .. import __version__, nvrtc
 from ..bench.progress import PRINTING, Watch
 from ..errors import bullets
 from . import DemoError
@@ -83,7 +82,7 @@ def facts(options: Options) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "kernel_packages": [name for name in PACKAGES if importlib.util.find_spec(name) is not None],
-        "compiler": compiler.build_id(),
+        "compiler": nvrtc.build_id(),
         "options": asdict(options),
         "method": " ".join((measuring.__doc__ or "").split()),
     }

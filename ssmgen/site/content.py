@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import Any
 
-from .. import inspect, registry
-from .. import nvrtc as compiler
+from .. import inspect, nvrtc, registry
 from .. import tuned as table
 from ..build import Built, build, problems_by_models
 from ..cache.entry import Entry
@@ -164,7 +163,7 @@ def _variant(spec: KernelSpec, arch: Arch, entry: Entry, told: Mapping[str, Any]
         numbers |= inspect.sass_summary(listing)
     except inspect.DisassemblerMissingError as e:
         no_sass = str(e)
-    ptx = compiler.compile_ptx(entry.source, arch, str(spec))
+    ptx = nvrtc.compile_ptx(entry.source, arch, str(spec))
     return Variant(spec, arch, entry, ptx, listing, no_sass, no_occupancy, numbers, **told)
 
 

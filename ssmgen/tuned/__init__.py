@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from .. import settings as config
+from .. import settings
 from ..cache.trust import distrust, make_private
 from ..catalog import OPERATORS, SPECS
 from ..errors import SpecError, SsmgenError
@@ -93,7 +93,7 @@ def file_name(gpu: str) -> str:
 
 def overlay_path(gpu: str) -> Path | None:
     """The user's table of a GPU; None without a cache directory."""
-    root = config.cache_dir()
+    root = settings.cache_dir()
     return None if root is None else root / "tuned" / file_name(gpu)
 
 
@@ -223,7 +223,7 @@ def _tables_in(place: Path | None) -> list[Path]:
 @functools.cache
 def gpus(arch: Arch | None = None) -> tuple[str, ...]:
     """Names of the GPUs, of an architecture, that there are tables for."""
-    own = config.cache_dir()
+    own = settings.cache_dir()
     found = [_table(file)[0] for file in _tables_in(SHIPPED)] + [_own(file)[0] for file in _tables_in(own and own / "tuned")]
     names = dict.fromkeys(filter(None, found))
     return tuple(gpu for gpu in names if arch is None or any(Arch.parse(row.arch).number == arch.number for row in rows_of(gpu).values()))

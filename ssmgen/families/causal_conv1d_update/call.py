@@ -288,5 +288,5 @@ def _fake(*args: Any) -> None:
 
 
 CALLER = Caller(
-    FAMILY, OPERATOR, NAMES, frozenset(("x", "conv_state", "weight", "out")), views_of, run_reference, _dispatch, runtime.Signatures()
+    FAMILY, OPERATOR, NAMES, frozenset(("x", "conv_state", "weight", "out")), views_of, run_reference, _dispatch, runtime.Patterns()
 )  # fmt: skip

@@ -302,5 +302,5 @@ def _fake(*args: Any) -> None:
 
 
 CALLER = Caller(
-    FAMILY, OPERATOR, NAMES, frozenset(("o", "lse", "out")), views_of, run_reference, _dispatch, runtime.Signatures()
+    FAMILY, OPERATOR, NAMES, frozenset(("o", "lse", "out")), views_of, run_reference, _dispatch, runtime.Patterns()
 )  # fmt: skip

@@ -140,4 +140,4 @@ def _fake(*args: Any) -> None:
 
 _required = frozenset(("mixed_qkv", "state", "conv_state", "conv_weight", "a", "b", "A_log", "out", "arrivals"))
 FAMILY = family_of(OPERATOR, GdnLayerProblem, GdnLayerSpec)
-CALLER = Caller(FAMILY, OPERATOR, NAMES, _required, views_of, run_reference, _dispatch, runtime.Signatures())
+CALLER = Caller(FAMILY, OPERATOR, NAMES, _required, views_of, run_reference, _dispatch, runtime.Patterns())

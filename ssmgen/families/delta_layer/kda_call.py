@@ -121,4 +121,4 @@ def _fake(*args: Any) -> None:
 
 _required = frozenset(("mixed_qkv", "state", "conv_state", "conv_weight", "g", "beta", "out", "arrivals"))
 FAMILY = family_of(OPERATOR, KdaLayerProblem, KdaLayerSpec)
-CALLER = Caller(FAMILY, OPERATOR, NAMES, _required, views_of, run_reference, _dispatch, runtime.Signatures())
+CALLER = Caller(FAMILY, OPERATOR, NAMES, _required, views_of, run_reference, _dispatch, runtime.Patterns())

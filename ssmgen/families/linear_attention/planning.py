@@ -172,7 +172,7 @@ def _fake(name: str, *args: Any) -> None:
     CALLERS[name].foresee(*_received(args))
 
 
-_signatures = runtime.Signatures()
+_patterns = runtime.Patterns()
 
 
 _MUST = ("state", "q", "k", "v", "out")
@@ -192,6 +192,6 @@ REQUIRED = {  # operands that a public function cannot do without
     "kda_commit": (*_MUST_COMMIT, "gk", "beta"),
 }
 CALLERS = {
-    name: Caller(FAMILY, name, NAMES, frozenset(required), views_of, run_reference, partial(_dispatch, name), _signatures)
+    name: Caller(FAMILY, name, NAMES, frozenset(required), views_of, run_reference, partial(_dispatch, name), _patterns)
     for name, required in REQUIRED.items()
 }

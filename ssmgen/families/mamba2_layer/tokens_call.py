@@ -104,4 +104,4 @@ def _fake(*args: Any) -> None:
     CALLER.foresee(*_received(args))
 
 
-CALLER = Caller(FAMILY, "mamba2_layer", NAMES, layer.REQUIRED, views_of, run_reference, _dispatch, runtime.Signatures())
+CALLER = Caller(FAMILY, "mamba2_layer", NAMES, layer.REQUIRED, views_of, run_reference, _dispatch, runtime.Patterns())

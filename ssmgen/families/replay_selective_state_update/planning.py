@@ -370,8 +370,8 @@ def _fake(name: str, *args: Any) -> None:
 
 
 _REQUIRED = frozenset(("state", "old_x", "old_B", "old_dt", "prev_num_accepted_tokens", "out"))
-_signatures = runtime.Signatures()
+_patterns = runtime.Patterns()
 CALLERS = {
-    name: Caller(FAMILY, name, NAMES, _REQUIRED, views_of, run_reference, partial(_dispatch, name), _signatures)
+    name: Caller(FAMILY, name, NAMES, _REQUIRED, views_of, run_reference, partial(_dispatch, name), _patterns)
     for name in (OPERATOR, "checkpoint_selective_state_update", "materialize_selective_state")
 }

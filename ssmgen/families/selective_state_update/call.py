@@ -299,4 +299,4 @@ def _fake(*args: Any) -> None:
 
 
 _required = frozenset(("state", "x", "dt", "A", "B", "C", "out"))
-CALLER = Caller(FAMILY, OPERATOR, _NAMES, _required, _views, _refer, _dispatch, runtime.Signatures())
+CALLER = Caller(FAMILY, OPERATOR, _NAMES, _required, _views, _refer, _dispatch, runtime.Patterns())

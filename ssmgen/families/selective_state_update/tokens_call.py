@@ -290,4 +290,4 @@ def _fake(*args: Any) -> None:
 
 
 _REQUIRED = frozenset(("state", "x", "dt", "A", "B", "C", "out"))
-CALLER = Caller(FAMILY, "selective_state_update", NAMES, _REQUIRED, token_views, run_reference, _dispatch, runtime.Signatures())
+CALLER = Caller(FAMILY, "selective_state_update", NAMES, _REQUIRED, token_views, run_reference, _dispatch, runtime.Patterns())
