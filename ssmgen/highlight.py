@@ -112,4 +112,5 @@ def _tokens(css: str) -> str:
 def _coloured(text: str, form: str, formatter: Formatter) -> str:
     lexer = LEXERS[form](stripnl=False, ensurenl=False)
     lexer.add_filter(Plain())
-    return highlight(text, lexer, formatter)
+    coloured: str = highlight(text, lexer, formatter)
+    return coloured

@@ -112,8 +112,8 @@ def _nvdisasm() -> str:
         import nvidia
 
         for root in nvidia.__path__:
-            for found in sorted(Path(root).glob("**/bin/nvdisasm")):
-                return str(found)
+            for path in sorted(Path(root).glob("**/bin/nvdisasm")):
+                return str(path)
     except ImportError:
         pass
     if found := shutil.which("nvdisasm"):

@@ -91,7 +91,8 @@ def major_of(build: str) -> str:
 
 
 def _locked(row: Mapping[str, Any]) -> Locked:
-    return Locked(**row | {"resources": {major: Resources(**found) for major, found in row["resources"].items()}})
+    resources = {major: Resources(**found) for major, found in row["resources"].items()}
+    return Locked(row["spec"], row["arch"], row["source_sha256"], resources)
 
 
 def _faults(value: Any) -> list[str]:

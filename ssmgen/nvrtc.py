@@ -6,7 +6,6 @@ import functools
 import re
 import time
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 from .errors import CompileError, CompilerMissingError
@@ -42,7 +41,7 @@ class Compiled:
 
 
 @functools.cache
-def _nvrtc() -> ModuleType:
+def _nvrtc() -> Any:
     """The bindings module, once it is known to find its library."""
     try:
         from cuda.bindings import nvrtc

@@ -13,7 +13,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ current_raw_stream: Callable[[int], int] = getattr(
 
 
 @functools.cache
-def driver() -> ModuleType:
+def driver() -> Any:
     """cuda.bindings' driver module. Raises CompilerMissingError when the bindings are not installed."""
     try:
         from cuda.bindings import driver
@@ -299,6 +298,7 @@ class Patterns(Table):
 
     def find(self, key: Any, given: tuple[torch.Tensor | None, ...]) -> Callable[[], None] | None:
         """The plan for a call like one seen before, else None."""
+        pattern: Pattern
         for pattern in self.rows.get(key, ()):
             tensors = pattern.pick(given)
             if pattern.matches(*tensors):

@@ -277,7 +277,7 @@ def parse_spec(text: str, families: dict[str, type[KernelSpec]]) -> KernelSpec:
     family, _, rest = text.partition(":")
     if family not in families:
         raise SpecError(text, [f"unknown family {family!r}; known: {', '.join(sorted(families))}"])
-    cls = families[family]
+    cls: Any = families[family]  # to mypy the class of a frozen dataclass cannot be hashed, as its instances are
     hints = _hints(cls)
     known = {f.name: f for f in fields(cls)}
     values: dict[str, Any] = {}
@@ -298,4 +298,5 @@ def parse_spec(text: str, families: dict[str, type[KernelSpec]]) -> KernelSpec:
         problems.append(f"missing: {', '.join(missing)}")
     if problems:
         raise SpecError(text, problems)
-    return cls(**values)
+    spec: KernelSpec = cls(**values)
+    return spec

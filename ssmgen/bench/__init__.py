@@ -25,7 +25,8 @@ def homes() -> dict[str, tuple[Family, str]]:
 def home(op: str) -> ModuleType:
     """The module that times an operator. Raises KeyError."""
     family, place = homes()[op]
-    return family.part(place)
+    module: ModuleType = family.part(place)
+    return module
 
 
 def told(op: str) -> dict[str, Any]:

@@ -74,11 +74,12 @@ class Failure:
 
 def op_of(report: Mapping[str, Any]) -> str:
     """Reports of selective_state_update did not name it at first."""
-    return report.get("op", "selective_state_update")
+    return str(report.get("op", "selective_state_update"))
 
 
 def point_of(report: Mapping[str, Any], row: Mapping[str, Any]) -> Point:
-    return home(op_of(report)).point(report, row)
+    point: Point = home(op_of(report)).point(report, row)
+    return point
 
 
 def rows_of(report: Mapping[str, Any]) -> list[Row]:

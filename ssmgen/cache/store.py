@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from .. import nvrtc, settings
 from ..errors import CacheError, NotBuiltError
@@ -59,7 +60,8 @@ class Cache:
         return False
 
     def _warn(self, layer: Layer | None, reason: object) -> None:
-        if (root := layer and layer.root) in self._warned:
+        root = layer.root if layer else None
+        if root in self._warned:
             return
         self._warned.add(root)
         what = "keeps compiled kernels in memory only" if layer in (None, self.writable) else f"ignores the cache layer {root}"
@@ -133,8 +135,8 @@ class Cache:
             self._compiler_build = self._remembered_build() or self._ask_build()
         return self._compiler_build
 
-    def _build_note(self) -> tuple[Path, str] | None:
-        """(file, identity of the library in use)"""
+    def _build_note(self) -> tuple[Layer, Path, str] | None:
+        """(layer, file in it, identity of the library in use); None where nothing can be kept."""
         if not self.writable:
             return None
         path = nvrtc.library_path()
@@ -143,13 +145,13 @@ class Cache:
         except OSError:
             return None
         identity = f"{path}\n{info.st_size}\n{info.st_mtime_ns}"
-        return self.writable.version_dir / f"nvrtc-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json", identity
+        return self.writable, self.writable.version_dir / f"nvrtc-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json", identity
 
     def _remembered_build(self) -> str | None:
         if note := self._build_note():
-            path, identity = note
+            layer, path, identity = note
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-                told = json.loads(self.writable.read_file(path, MAX_HEADER_BYTES))
+                told = json.loads(layer.read_file(path, MAX_HEADER_BYTES))
                 build = told["build"]
                 if told["library"] == identity and isinstance(build, str) and build.strip() and build.isascii() and build.isprintable():
                     return build
@@ -158,16 +160,16 @@ class Cache:
     def _ask_build(self) -> str:
         build = nvrtc.build_id()
         if note := self._build_note():
-            path, identity = note
+            layer, path, identity = note
             try:
-                self.writable.publish(path, json.dumps({"library": identity, "build": build}).encode())
+                layer.publish(path, json.dumps({"library": identity, "build": build}).encode())
             except CacheError as e:
-                self._warn(self.writable, e)
+                self._warn(layer, e)
         return build
 
 
 _caches: weakref.WeakSet[Cache] = weakref.WeakSet()
-_shared: tuple[tuple, Cache] | None = None
+_shared: tuple[tuple[Any, ...], Cache] | None = None
 _shared_mutex = threading.Lock()
 
 

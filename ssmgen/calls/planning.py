@@ -122,7 +122,7 @@ class Caller(NamedTuple):
     def plan(self, given: tuple[Any, ...], options: Any, pdl: bool | None, objections: Sequence[str] = ()) -> Callable[[], None]:
         """What runs a call. Raises ArgumentError and what making a plan raises."""
         out = given[self.names.index("out")]
-        key = self.name, options, pdl, tuple([t is None for t in given]), getattr(out, "shape", None)
+        key: tuple[Any, ...] | None = (self.name, options, pdl, tuple([t is None for t in given]), getattr(out, "shape", None))
         try:
             found = None if objections else self.patterns.find(key, given)
         except (AttributeError, TypeError):  # not tensors, or options that cannot be hashed: the checks say which

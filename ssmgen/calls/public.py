@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial, wraps
 from operator import itemgetter
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -79,8 +79,29 @@ class Call(NamedTuple):
         return self.caller.problem_of(self.given, self.options, self.pdl, self.objections)
 
 
+class Operator(Protocol):
+    """A public function as warm(), bind() and explain() know it: what `operator` gives it beside its own parameters and result."""
+
+    __name__: str
+    build: Callable[..., Call]  # its call of the same arguments. Raises ArgumentError for what is no tensor
+    names: tuple[str, ...]  # its parameters
+    scalars: Scalars
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+def call_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
+    """What a public function makes of these arguments. Raises ArgumentError for what is no tensor."""
+    known: Any = function
+    made: Call = known.build(*args, **kwargs)
+    return made
+
+
 def operator(like: str, **own: Scalar) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """The public function of a builder, which returns a Call: makes the call and returns its result. Its signature is the builder's.
+    """The public function of a builder: makes the builder's call and returns its result.
+
+    Its signature is the builder's. So a builder declares what the function takes and returns, which editors and `help` show, and returns
+    the Call that will give it, cast to that.
 
     like: a parameter, a tensor (or several) with whose shape all other sizes change; own: see Scalars. `build` of the function is the
     builder, behind the check of what is no tensor.
@@ -96,8 +117,8 @@ def operator(like: str, **own: Scalar) -> Callable[[Callable[P, R]], Callable[P,
 
         @wraps(builder)
         def build(*args: Any, **kwargs: Any) -> Call:
-            args, kwargs, objections = scalars.sound(args, kwargs)
-            call: Any = made(*args, **kwargs)
+            positional, named, objections = scalars.sound(args, kwargs)
+            call: Call = made(*positional, **named)
             return call._replace(objections=(*objections, *call.objections)) if objections else call
 
         @wraps(builder)
@@ -137,7 +158,7 @@ def operator(like: str, **own: Scalar) -> Callable[[Callable[P, R]], Callable[P,
         def on_shards(args: Any, kwargs: Any) -> Any:
             return sharded.run(run, names, *scalars.checked(args, kwargs))
 
-        run.build, run.names, run.scalars = build, names, scalars  # for warm(), bind() and explain()
+        vars(run).update(build=build, names=names, scalars=scalars)  # see Operator
         return run
 
     return public

@@ -54,7 +54,8 @@ def trial_of(spec: KernelSpec, batch: int, seed: int) -> Trial:
     make = parts("trials").get(type(spec))
     if make is None:
         raise SsmgenError(f"{spec.family} cannot be checked: {_unchecked(type(spec))}")
-    return make(spec, batch, seed)
+    trial: Trial = make(spec, batch, seed)
+    return trial
 
 
 def _unchecked(kind: type[KernelSpec]) -> str:

@@ -84,7 +84,7 @@ class ShortConv:
             "arrivals": ["slot"],
         }
 
-    def conv_elements(self) -> dict[str, str]:
+    def conv_elements(self) -> dict[str, str | None]:
         """Element types of operands, as the kernel names them."""
         same = dict.fromkeys(("conv_state", self.conv_input), self.conv_dtype.value)
         return same | {"conv_weight": self.conv_weight.value, "conv_bias": self.conv_bias and self.conv_bias.value, "arrivals": "int"}
@@ -169,7 +169,7 @@ class ShortConvTokens(ShortConv):
         windows = ["slot", "token", *(["dim", "tap"] if self.conv_windows is Saved.ANY else [])]
         return axes | {self.conv_input: [batch, "token", *rest], "intermediate_conv_window": windows}
 
-    def conv_elements(self) -> dict[str, str]:
+    def conv_elements(self) -> dict[str, str | None]:
         return super().conv_elements() | {"intermediate_conv_window": self.conv_dtype.value}
 
     def conv_constants(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..bench import home, told
 from ..bench import report as reports
 from ..calls.checks import TORCH_DTYPES
-from ..calls.public import Call
+from ..calls.public import Call, call_of
 from ..errors import SsmgenError
 from ..family import parts
 from ..models import Model, find_model, models
@@ -81,4 +81,4 @@ def pool_of(shape: Sequence[int], state: DType, batches: Sequence[int], least_by
 
 def case_of(label: str, bench: Any, gate: Callable[[], Any] | None = None) -> Case:
     """A benchmark's case as a case to tune."""
-    return Case(label, bench.sets, lambda i: bench.function.build(**bench.arguments(i), pdl=True), gate or bench.gate)
+    return Case(label, bench.sets, lambda i: call_of(bench.function, **bench.arguments(i), pdl=True), gate or bench.gate)

@@ -117,17 +117,18 @@ def _table(path: Path, own: bool = False) -> tuple[str, dict[tuple[str, str, boo
         raise TableError(f"{path} is not a table of tuned variants: {wrong}. Remove it, or tune again.")
     if own and path.name != file_name(content["gpu"]):
         raise TableError(f"{path} is of another GPU, {reprlib.repr(content['gpu'])}")
-    rows, wrong = {}, []
+    rows: dict[tuple[str, str, bool, int], Row] = {}
+    faults: list[str] = []
     for number, given in enumerate(content["rows"], 1):
         if fault := _fault(given) or (_illegal(given) if own else ""):
-            wrong.append(f"row {number}: {fault}")
+            faults.append(f"row {number}: {fault}")
         else:
             row = Row(**{f.name: given[f.name] for f in fields(Row)})
             rows[row.key] = row
-    if wrong:
-        more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        what = f"{len(wrong)} of {len(content['rows'])} rows of {path}"
-        warnings.warn(f"ssmgen ignores {what}: {'; '.join(wrong[:SHOWN])}{more}. Remove them, or tune again.", stacklevel=3)
+    if faults:
+        more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+        what = f"{len(faults)} of {len(content['rows'])} rows of {path}"
+        warnings.warn(f"ssmgen ignores {what}: {'; '.join(faults[:SHOWN])}{more}. Remove them, or tune again.", stacklevel=3)
     return content["gpu"], rows
 
 
@@ -145,7 +146,7 @@ def _fault(row: Any) -> str:
     """Why nothing that was measured can have left such a row; empty if something can."""
     if not isinstance(row, dict) or (missing := [f.name for f in fields(Row) if f.name not in row]):
         return f"{', '.join(missing)} missing" if isinstance(row, dict) else "it is no object"
-    if faults := [fault for f in fields(Row) if (fault := _unfit(f.name, row[f.name], f.type))]:
+    if faults := [fault for f in fields(Row) if (fault := _unfit(f.name, row[f.name], str(f.type)))]:
         return ", ".join(faults)
     if row["operator"] not in OPERATORS:
         return f"there is no operator {reprlib.repr(row['operator'])}"

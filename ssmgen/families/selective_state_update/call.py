@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -99,13 +99,13 @@ def selective_state_update(
         rand_seed, philox_rounds = None, 0
     one = cu_seqlens is None and num_accepted_tokens is None and parents is None and intermediate_states is None
     if one and update_state and intermediate_state_indices is None and not (isinstance(x, Tensor) and x.dim() > 3):
-        given = (state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices, rand_seed)
-        return Call(CALLER, given, (dt_softplus, dt_limit, pad_slot_id, philox_rounds), pdl)
+        single = (state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices, rand_seed)
+        return cast(Tensor, Call(CALLER, single, (dt_softplus, dt_limit, pad_slot_id, philox_rounds), pdl))
     given = (
         state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices, num_accepted_tokens, cu_seqlens, parents,
         intermediate_states, intermediate_state_indices, rand_seed,
     )  # fmt: skip
-    return Call(several.CALLER, given, (dt_softplus, dt_limit, pad_slot_id, philox_rounds, update_state), pdl)
+    return cast(Tensor, Call(several.CALLER, given, (dt_softplus, dt_limit, pad_slot_id, philox_rounds, update_state), pdl))
 
 
 def _views(named: Mapping[str, Tensor], options: tuple[Any, ...], problems: list[str]) -> dict[str, Tensor]:
@@ -136,6 +136,8 @@ def headed_views(named: dict[str, Tensor], problems: list[str]) -> dict[str, Ten
         problems.append(f"x is {list(x.shape)}, not {wanted} as state {list(named['state'].shape)} asks for{tokens}")
         return {}
     batch = x.shape[0]
+    allowed: dict[str, dict[str, tuple[int, ...]]]
+    row: dict[str, tuple[int, ...]]
     if heads:
         if B.dim() != 3:
             problems.append(f"B is {list(B.shape)}, not [batch, groups, d_state]")
@@ -217,7 +219,7 @@ def problem_of(
         return checks.aligned(views[name], pointers[name], vector)
 
     operands = ("B", "C") if tied else ("A", "B", "C")
-    dtype = {name: DTYPES[views[name].dtype] for name in ("state", "x", "dt", "A", "B", "C", "out")}
+    dtype: dict[str, Any] = {name: DTYPES[views[name].dtype] for name in ("state", "x", "dt", "A", "B", "C", "out")}
     dtype |= {name: DTYPES[views[name].dtype] if name in views else None for name in _OPTIONAL}
     return SsuProblem(
         d_state=N,
@@ -261,8 +263,8 @@ FAMILY = Family(
 
 def _refer(views: Mapping[str, Tensor], options: tuple[Any, ...], dtype: torch.dtype = torch.float32) -> None:
     dt_softplus, dt_limit, pad_slot_id, philox_rounds = options
-    how = {"dt_softplus": dt_softplus, "dt_limit": dt_limit, "pad_slot_id": pad_slot_id, "philox_rounds": philox_rounds}
-    reference(**views, **how, dtype=dtype)
+    how: dict[str, Any] = {"dt_softplus": dt_softplus, "dt_limit": dt_limit, "pad_slot_id": pad_slot_id, "philox_rounds": philox_rounds}
+    reference(**{**views, **how}, dtype=dtype)
 
 
 # torch.library: what torch.compile and opcheck see. define + impl costs 2.5 us a call where custom_op costs 33.
