@@ -82,7 +82,7 @@ _SIZE = integer("", 0)
 
 
 def _sizes(batches: Any) -> list[int]:
-    """Of an iterable; raises ArgumentError where it is none, or not of sizes."""
+    """The further batch sizes, in a list. Raises ArgumentError where they are no iterable of sizes."""
     sizes = list(batches) if isinstance(batches, Iterable) else [batches, None]
     if not all(map(_SIZE.holds, sizes)):
         raise ArgumentError("ssmgen", [f"batches is {shown(batches)}, not batch sizes such as (1, 8, 64)"])

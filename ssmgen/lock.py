@@ -84,7 +84,7 @@ class Lock:
 
 
 def major_of(build: str) -> str:
-    """Of a compiler's build. Raises ValueError for what is none."""
+    """The major version in the name of a compiler's build. Raises ValueError for what is no such name."""
     if not (match := BUILD.fullmatch(build)):
         raise ValueError(f"{build!r} is no build of NVRTC such as 'CL-36037853 V12.9.86'")
     return match[1]

@@ -55,7 +55,7 @@ class Explanation:
         return list(self.faults) or [f"{v.rule}: {v.reason}" for v in self.verdicts]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """All of it as values that JSON has."""
         verdicts = [{"rule": v.rule, "spec": v.spec and str(v.spec), "rejected": v.reason or None} for v in self.verdicts]
         return {
             "operator": self.operator,

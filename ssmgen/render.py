@@ -67,7 +67,7 @@ def render(spec: KernelSpec, arch: Arch) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def code_digest(spec: KernelSpec, arch: Arch) -> str:
-    """Of the code of a call's kernels, but for their names, comments and empty lines. Raises SpecError as `render` does."""
+    """A digest of the code of a call's kernels, without their names, comments and empty lines. Raises SpecError as `render` does."""
     texts = (render(part, arch).replace(part.name, "kernel") for part in spec.kernels)
     lines = (re.sub(r"\s*//.*$", "", line) for text in texts for line in text.splitlines())
     return hashlib.sha256("\n".join(filter(None, lines)).encode()).hexdigest()[:16]

@@ -60,7 +60,7 @@ def device_name(index: int) -> str:
 
 
 def name_of_gpu(arch: Arch) -> str | None:
-    """Of this process's first GPU, if it is of that architecture."""
+    """The name of this process's first GPU, if it is of that architecture."""
     here = torch.cuda.is_available() and device_arch(0) == arch
     return device_name(0) if here else None
 

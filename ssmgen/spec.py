@@ -195,7 +195,7 @@ class KernelSpec:
         raise NotImplementedError
 
     def early_operands(self) -> list[str]:
-        """Those that may be touched before the wait for the upstream kernel, for a reason that the kernel states."""
+        """The operands that may be touched before the wait for the upstream kernel, for a reason that the kernel states."""
         return []
 
     @property

@@ -109,7 +109,7 @@ class _Again:
 
 
 def assert_launches_are_equal(case: Case, count: int) -> None:
-    """From the same states, so many times: the order in which blocks come to a window says nothing."""
+    """The call is made from the same states so many times: the order in which blocks come to a window says nothing."""
     call = make(case, DEVICE)
     again = _Again(call)
     chain = make(case, DEVICE).chain().results()

@@ -90,7 +90,7 @@ def test_tokens_one_by_one(case):
 
 @needs_emulator
 def test_the_next_steps_find_what_this_one_left():
-    """Of windows that roll: which tokens were accepted changes from step to step."""
+    """Windows roll: which tokens were accepted changes from step to step."""
     case = replace(GDN, tokens=3, accepted=I32, batch=1)
     chain, call = make(case), make(case)
     for accepted in (1, 3, 2):

@@ -134,7 +134,7 @@ def test_check_finds_what_is_wrong(name, old, new, monkeypatch):
 
 @needs_emulator
 def test_check_finds_a_norm_that_forgets_the_padding(monkeypatch):
-    """Of a padded row, whose gate is NaN, nothing is written."""
+    """Nothing is written of a padded row, whose gate is NaN."""
     call, chain = make(MAMBA), emulated_chain(MAMBA)
 
     def changed(spec, arch):

@@ -44,7 +44,7 @@ def test_cold_compile_takes_less_than_a_third_of_a_second():
     target = Arch.parse("sm_90a")
 
     def seconds(nheads: int) -> float:
-        """Of this process's processor time: what else the machine does is not the compiler's."""
+        """Seconds of this process's processor time: what else the machine does is not the compiler's."""
         source, start = render(replace(SPEC, nheads=nheads), target), time.process_time()
         compile_cubin(source, target, "")
         return time.process_time() - start

@@ -62,7 +62,7 @@ def test_ptx_is_in_the_library_alone():
 
 
 def test_generated_indentation_is_clang_formats():
-    """Of lines that it breaks as the templates do, and but for the parameter list, whose name has a line of its own."""
+    """Lines are compared that clang-format breaks as the templates do, but for the parameter list, whose name has a line of its own."""
     program = pytest.importorskip("clang_format").get_executable("clang-format")
     root = rendering.templates_dir()
     command = [program, f"--style=file:{root / '.clang-format'}", "--assume-filename=kernel.cu"]

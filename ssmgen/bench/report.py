@@ -152,7 +152,7 @@ def _forget_error() -> None:
 
 
 def host_us(operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], peers: Mapping[str, Peer]) -> dict[str, float]:
-    """Of eager calls, every argument at hand: ours, ours bound, and the peers'."""
+    """{name: microseconds of the host's time for an eager call, every argument at hand}: our function, the same bound, and the peers."""
     ours = {"ssmgen": functools.partial(operator, *args, **kwargs), "ssmgen_bound": api.bind(operator, *args, **kwargs)}
     calls = ours | {name: functools.partial(peer, 0) for name, peer in peers.items()}
     return {name: timing.host_us(call) for name, call in calls.items()}

@@ -37,7 +37,7 @@ def maybe(kind: Kind) -> Kind:
 
 
 def list_of(kind: Kind, length: int | None = None) -> Kind:
-    """Of so many, or of any number."""
+    """A list whose items are of one kind: of so many items, or of any number."""
 
     def faults(where: str, value: Any) -> Iterator[str]:
         if not isinstance(value, list) or (length is not None and len(value) != length):
@@ -62,7 +62,7 @@ def by_name(kind: Kind, *needed: str) -> Kind:
 
 
 def object_of(fields: Fields, others: bool = True) -> Kind:
-    """With these names. others: and any others."""
+    """An object with these names. others: it may have any others too."""
 
     def faults(where: str, value: Any) -> Iterator[str]:
         if not isinstance(value, dict):

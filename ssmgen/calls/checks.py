@@ -74,7 +74,7 @@ def in_memory(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tensors(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Those of a call by name, also of rings and pairs."""
+    """The tensors of a call by name, also those in rings and pairs."""
     for name, value in (*zip(names, args, strict=False), *kwargs.items()):
         if isinstance(value, Tensor):
             yield name, value

@@ -78,8 +78,8 @@ def new_pattern(
     family: Family, name: str, views: Views, names: Sequence[str], options: Any, pdl: bool | None, given: Sequence[Any],
     places: Sequence[int],
 ) -> runtime.Pattern:  # fmt: skip
-    """Of the calls of the public function `name` like this one, whose tensors are `given` at these places. Plans take the pointers of
-    those and of what comes behind them in `names`."""
+    """The pattern of a call of the public function `name`, whose tensors are `given` at these places. Plans take the pointers of those and
+    of what comes behind them in `names`."""
     device = next(iter(views.values())).device.index
     arch = runtime.device_arch(device)
     wanted = arch >= SM90 if pdl is None else pdl
@@ -150,12 +150,12 @@ class Caller(NamedTuple):
         self, named: Mapping[str, Tensor], options: Any, pdl: bool | None, objections: Sequence[str], given: Sequence[Any],
         places: Sequence[int],
     ) -> runtime.Pattern:  # fmt: skip
-        """Of the calls like this one on the device, whose first operands are `given` at these places. Raises ArgumentError."""
+        """The pattern of a call on the device, whose first operands are `given` at these places. Raises ArgumentError."""
         views = self.checked(named, options, pdl, objections)
         return new_pattern(self.family, self.name, views, tuple(named), options, pdl, given, places)
 
     def _hand_over(self, given: tuple[Any, ...], options: Any, pdl: bool | None, objections: Sequence[str]) -> None:
-        """To torch's dispatcher. Raises ArgumentError for what does not fit the operator's schema, too."""
+        """Makes the call through torch's dispatcher. Raises ArgumentError also for what does not fit the operator's schema."""
         if objections:
             self.foresee(given, options, pdl, objections)
         try:

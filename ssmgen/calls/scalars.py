@@ -36,7 +36,7 @@ def number(words: str = "a number", least: float = -MOST) -> Scalar:
 
 
 def integer(words: str, least: int = -I64, most: int = I64 - 1) -> Scalar:
-    """Also of other types that are integers and say so, such as numpy's. Not a tensor, which may lie on a device, nor a bool."""
+    """An integer, also of another type that is one and says so, such as numpy's. Not a tensor, which may lie on a device, nor a bool."""
 
     def holds(value: Any) -> bool:
         if isinstance(value, (bool, torch.Tensor)):
@@ -83,7 +83,7 @@ COMMON = {
 
 
 class Scalars:
-    """Those of one function."""
+    """What the arguments of one function may be that are no tensors."""
 
     def __init__(self, function: Callable[..., Any], own: Mapping[str, Scalar]):
         """own: by parameter, where it is neither a switch nor in COMMON. Raises TypeError for a parameter that has no rule."""

@@ -71,7 +71,7 @@ _known: dict[Any, Sharding] = {}
 
 
 def _sharding_of(function: str, rule: Rule, given: Mapping[str, Any]) -> Sharding:
-    """Of calls like this one, which differ in nothing that it looks at."""
+    """How a call is divided among ranks; calls that differ in nothing that this depends on share the answer."""
     if is_compiling():
         return Sharding(function, rule, given)
     parts = [
@@ -149,7 +149,7 @@ class Sharding:
         return None
 
     def _size(self, name: str, word: str) -> int:
-        """Of the operand's axis of that word; 1 where it has none."""
+        """The size of the operand's axis that the rule calls so; 1 where it has none."""
         return self.shapes[name][self.axes[name].index(word)] if word in self.axes[name] else 1
 
     def _check(self, noise: bool, problems: list[str]) -> None:
@@ -221,7 +221,7 @@ class Sharding:
         return local
 
     def _mesh(self, given: Mapping[str, Any]) -> Any:
-        """Of this call: another one like it may be on an equal mesh of other process groups."""
+        """The mesh of these tensors. An earlier call that was divided likewise may have been on an equal one of other process groups."""
         return given[next(iter(self.distributed))].device_mesh
 
     def result(self, given: Mapping[str, Any], local: Any) -> Any:

@@ -65,7 +65,7 @@ def need_device() -> None:
 
 
 def quiet() -> None:
-    """Without transformers' advice to install packages, once per function and family."""
+    """Keeps transformers from advising to install packages, which it does once per function and family."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()

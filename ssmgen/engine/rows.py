@@ -45,7 +45,7 @@ class RowProblem(Problem):
 
     @property
     def lanes_per_row(self) -> int | None:
-        """Where the kernel prescribes them."""
+        """Lanes per row, where the kernel prescribes them; else None."""
         return None
 
     @property

@@ -58,7 +58,7 @@ class ShortConv:
         ]
 
     def length_faults(self) -> list[str]:
-        """Of windows that cannot be."""
+        """What is wrong with the length of the windows, in words."""
         width = self.conv_width
         return must(
             self.conv_len in (width - 1, width),
@@ -130,7 +130,7 @@ class ShortConvTokens(ShortConv):
         return self.conv_rows if self.intermediate_indices is Index.NONE else self.intermediate_indices
 
     def form_faults(self) -> list[str]:
-        """Of what becomes of states and windows together."""
+        """What is wrong with the ways in which states and windows are kept together, in words."""
         both = self.conv_windows is not Saved.NO and self.intermediates
         return [
             *must(
@@ -185,7 +185,7 @@ class ShortConvTokens(ShortConv):
 
 
 def pointers(names: list[str], element: dict[str, Any], written: tuple[str, ...]) -> list[Param]:
-    """Of operands, by their element types; const but for those that are written."""
+    """A pointer for each operand, of its element type; const but for those that are written."""
     return [Param.pointer(name, element[name], const=name not in written) for name in names]
 
 

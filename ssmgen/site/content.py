@@ -78,7 +78,7 @@ class Variant:
 
     @property
     def models(self) -> list[str]:
-        """That are given it at some size."""
+        """The models that are given this variant at some size."""
         return sorted({name for choice in self.choices for name in choice.models})
 
     @property
@@ -98,7 +98,7 @@ class Variant:
         return [(n, here.get(n, "-"), there.get(n, "-")) for n in names if here.get(n) != there.get(n)]
 
     def neighbours(self, others: Sequence[Variant]) -> list[Variant]:
-        """Of the same family and architecture, those that differ in the fewest fields."""
+        """The variants of the same family and architecture that differ from this one in the fewest fields."""
         like = [o for o in others if o.spec.family == self.spec.family and o.arch == self.arch and o is not self]
         return sorted(like, key=lambda o: (len(self.changes(o)), o.spec.name))[:NEIGHBOURS]
 
@@ -190,7 +190,7 @@ def calls(arch: Arch) -> dict[str, list[Calls]]:
 
 
 def _served(problem: Problem, names: Sequence[str], arch: Arch, pdl: bool) -> Iterator[tuple[Choice, KernelSpec]]:
-    """By the rules, then by what was measured on each GPU, which comes first there."""
+    """What serves a problem by the rules, then by what was measured on each GPU, which comes first there."""
     operator = OPERATOR_OF[type(problem)]
     largest = getattr(OPERATORS[operator], "MAX_SIZE", 1024)
     told = tuple(dict.fromkeys(names)), registry.describe(problem), pdl, registry.unit(operator)
@@ -209,7 +209,7 @@ def _word(rule: str) -> str:
 
 
 def families(variants: Sequence[Variant], archs: Sequence[Arch]) -> list[Family]:
-    """Those that have variants, in the order of SPECS."""
+    """The families that have variants, in the order of SPECS."""
     by_arch = [calls(arch) for arch in archs]
     found = {}
     for name, cls in SPECS.items():

@@ -69,7 +69,7 @@ def states_of(model: Model) -> list[DType]:
 
 
 def part_of(pool: Any, least_bytes: float, batch: int) -> Any:
-    """As many slots of a pool as keep the inputs of a batch cold."""
+    """A part of a pool, of as many slots as keep the inputs of a batch cold."""
     return pool[: max(math.ceil(least_bytes / pool[0].nbytes), reports.MIN_SETS * batch)]
 
 

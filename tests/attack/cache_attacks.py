@@ -61,7 +61,7 @@ def spec(number: int = 1) -> SlotCopySpec:
 
 
 def use_fake_compiler(seconds: float = 0.0) -> None:
-    """For the rest of this process."""
+    """Puts a fake in the compiler's place for the rest of this process."""
     store = sys.modules[Cache.__module__]
 
     def compile_cubin(source: str, arch: Arch, spec: str) -> Compiled:

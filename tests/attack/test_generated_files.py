@@ -32,7 +32,7 @@ def few(monkeypatch):
 
 @pytest.fixture
 def root(tmp_path) -> Path:
-    """As two compilers left it."""
+    """A folder as two compilers left it."""
     folder = tmp_path / "generated"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nvrtc, "build_id", lambda: OTHER)
@@ -196,7 +196,7 @@ def one_line(lock: dict) -> str:
 
 
 def name_twice(lock: dict) -> str:
-    """Of which readers believe the first or the last."""
+    """A name that stands there twice: some readers believe the first, others the last."""
     return '{\n "variants": {},' + json.dumps(lock, indent=1, sort_keys=True).removeprefix("{")
 
 

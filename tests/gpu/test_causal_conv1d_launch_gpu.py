@@ -134,7 +134,7 @@ def test_ten_thousand_launches_are_equal():
 
 
 def fresh(i: int) -> list[Case | UpdateCase]:
-    """Of dtypes that no other test has, so that the kernels are not loaded yet."""
+    """Cases with dtypes that no other test has, so that their kernels are not loaded yet."""
     types = {"x": F32, "weight": F16, "bias": F16, "width": 5 + i}
     return [replace(LAST, id="last", **types, **STATEFUL), replace(FIRST, id="first", **types), UpdateCase("update", **types)]
 

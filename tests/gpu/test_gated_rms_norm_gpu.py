@@ -65,7 +65,7 @@ LARGE = [
 
 @pytest.fixture(scope="module")
 def loaded() -> None:
-    """Those of the matrix."""
+    """The kernels of the matrix, loaded."""
     calls = [make(case, DEVICE) for case in (*matrix(), *LARGE)]
     prepare([chosen(call) for call in calls if op.size_of(call.views)])
 

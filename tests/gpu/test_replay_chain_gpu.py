@@ -175,7 +175,7 @@ class Chain:
         return found | {f"windows of layer {i}": layer.conv_state for i, layer in enumerate(self.layers)} | {"out": self.outs}
 
     def digest(self) -> Tensor:
-        """Of all outputs of a graph; wraps around."""
+        """A checksum of all outputs of a graph; it wraps around."""
         return (self.outs.view(torch.int16).long().flatten(2) * self.weights).sum(-1)
 
 

@@ -255,7 +255,7 @@ def _sequences(views: Mapping[str, Tensor]) -> int:
 
 
 def _pieces(spec: ConvSpec, views: Mapping[str, Tensor]) -> int:
-    """Of a row; of packed sequences, numbers that they are given (templates/lib/sequences.cuh.j2)."""
+    """How many pieces a row is cut into; of packed sequences, how many numbers their pieces get (templates/lib/sequences.cuh.j2)."""
     tokens = views["x"].shape[2] + (spec.vec - 1 if spec.shifted else 0)
     return tokens // spec.piece + _sequences(views) if spec.ragged else max(1, -(-tokens // spec.piece))
 

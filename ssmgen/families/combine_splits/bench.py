@@ -181,7 +181,7 @@ def _peer(case: Case) -> tuple[str, Callable[[int], Any] | None]:
 
 
 def peers_of(case: Case) -> dict[str, reports.Peer]:
-    """Those that run, and pass the gate."""
+    """The peers that run, and pass the gate."""
     name, call = _peer(case)
     if call is None:
         return {}

@@ -25,7 +25,7 @@ HELD = 32  # elements of a group that a thread holds, at most
 
 
 class Activation(Enum):
-    """Of the gate."""
+    """The function that the gate goes through."""
 
     SILU = "silu"
     SIGMOID = "sigmoid"

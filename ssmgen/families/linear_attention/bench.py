@@ -138,7 +138,7 @@ class Case:
 
     @property
     def io_bytes(self) -> int:
-        """Of everything else but the indices."""
+        """Bytes of all operands but the states and the indices."""
         once = [*self.weights.values(), *(t[0] for t in (*self.operands.values(), self.out))]
         return sum(t.numel() * t.element_size() for t in once)
 
