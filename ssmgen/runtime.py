@@ -160,16 +160,16 @@ class Launch:
 
 
 class Chain:
-    """Launches in a row; each takes, of a call's pointers, those at its places."""
+    """Launches in a row; each takes, of a call's pointers, those at its positions."""
 
-    __slots__ = ("launches", "places")
+    __slots__ = ("launches", "positions")
 
-    def __init__(self, launches: Sequence[Launch], places: Sequence[Sequence[int]]):
-        self.launches, self.places = launches, places
+    def __init__(self, launches: Sequence[Launch], positions: Sequence[Sequence[int]]):
+        self.launches, self.positions = launches, positions
 
     def at(self, pointers: Sequence[int]) -> Callable[[], None]:
         """The plan for one set of pointers."""
-        plans = [launch.at([pointers[i] for i in places]) for launch, places in zip(self.launches, self.places, strict=True)]
+        plans = [launch.at([pointers[i] for i in positions]) for launch, positions in zip(self.launches, self.positions, strict=True)]
 
         def run() -> None:
             for plan in plans:
@@ -243,7 +243,7 @@ _data_ptr = torch.Tensor.data_ptr
 class Pattern:
     """The calls that differ in nothing but where their tensors lie.
 
-    `given` is all that a call was given; its tensors lie at `places`, and their pointers go to `resolve` in that order. Alignment and
+    `given` is all that a call was given; its tensors lie at `positions`, and their pointers go to `resolve` in that order. Alignment and
     overlap are functions of the pointers: `resolve` checks them and makes the plan, once per set of pointers.
     """
 
@@ -251,9 +251,9 @@ class Pattern:
 
     limit = 1024  # pointer sets remembered; caching allocators hand out the same few again and again
 
-    def __init__(self, given: Sequence[Any], resolve: Callable[[tuple[int, ...]], Launch | Chain | None], places: Sequence[int]):
-        tensors = [given[i] for i in places]
-        self.pick = itemgetter(*places)
+    def __init__(self, given: Sequence[Any], resolve: Callable[[tuple[int, ...]], Launch | Chain | None], positions: Sequence[int]):
+        tensors = [given[i] for i in positions]
+        self.pick = itemgetter(*positions)
         guard = tensor_guard(tensors)
         # Weights may require grad where no graph is recorded. Elsewhere such a call is not one like this, and the checks refuse it.
         needs_grad = any(t.requires_grad for t in tensors)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ssmgen import runtime
-from ssmgen.bench import home, homes, layers, report, timing, told
+from ssmgen.bench import bench_of, benchmarks, layers, report, timing, told
 from ssmgen.bench.progress import Watch
 from ssmgen.families.combine_splits import bench as combine_splits
 from ssmgen.families.gated_rms_norm import bench as gated_rms_norm
@@ -38,7 +38,7 @@ SMALL: dict[str, dict[str, Any]] = {
         )
     },
 }
-assert SMALL.keys() == homes().keys()
+assert SMALL.keys() == benchmarks().keys()
 
 HEAD = {"device": "a GPU", "torch": "2", "compiler": "CL-1", "ceilings_tbs": {"in_place": 4.0, "out_of_place": 4.5}, "method": "Patience."}
 BYTES = {  # by an operator of the module
@@ -53,7 +53,7 @@ BYTES = {  # by an operator of the module
 
 
 def small_run(op: str, watch: Watch = SILENT, **options: Any) -> dict[str, Any]:
-    return home(op).run(**told(op), **SMALL[op] | options, watch=watch)
+    return bench_of(op).run(**told(op), **SMALL[op] | options, watch=watch)
 
 
 def without_a_gpu(monkeypatch) -> None:
@@ -71,5 +71,5 @@ def without_a_gpu(monkeypatch) -> None:
     monkeypatch.setattr(timing, "device_us", lambda contenders, sets, rounds: {n: 2.0 if "ssmgen" in n else 4.0 for n in contenders})
     monkeypatch.setattr(timing, "host_us", lambda call: 1.0)
     for name, budget in BYTES.items():
-        monkeypatch.setattr(home(name), budget, 2**17)
+        monkeypatch.setattr(bench_of(name), budget, 2**17)
     monkeypatch.setattr(layers, "POOL_BYTES", 2**17)

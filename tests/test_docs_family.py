@@ -66,3 +66,9 @@ def test_its_code_is_clean(checkout):
     files = [b.title for b in blocks(PAGE, "python")]
     run(checkout, "ruff", "check", *files)
     run(checkout, "ruff", "format", "--check", *files)
+
+
+@pytest.mark.matrix  # 10 s
+def test_its_code_has_types(checkout):
+    pytest.importorskip("mypy")
+    run(checkout, "mypy", "--cache-dir", os.devnull)

@@ -31,9 +31,9 @@ def launched(monkeypatch) -> Launched:
         def at(self, pointers):
             return lambda: record.append(dict(zip(self.names, pointers, strict=True)))
 
-    def new_pattern(family, name, views, names, options, pdl, given, places):
+    def new_pattern(family, name, views, names, options, pdl, given, positions):
         record.made += 1
-        return runtime.Pattern(given, lambda pointers: Fake(names), places)
+        return runtime.Pattern(given, lambda pointers: Fake(names), positions)
 
     def forget():
         for table in list(runtime._tables):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from . import home
+from . import bench_of
 
 
 class Point(NamedTuple):
@@ -78,7 +78,7 @@ def op_of(report: Mapping[str, Any]) -> str:
 
 
 def point_of(report: Mapping[str, Any], row: Mapping[str, Any]) -> Point:
-    point: Point = home(op_of(report)).point(report, row)
+    point: Point = bench_of(op_of(report)).point(report, row)
     return point
 
 

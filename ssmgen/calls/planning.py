@@ -76,10 +76,10 @@ def launch_of(
 
 def new_pattern(
     family: Family, name: str, views: Views, names: Sequence[str], options: Any, pdl: bool | None, given: Sequence[Any],
-    places: Sequence[int],
+    positions: Sequence[int],
 ) -> runtime.Pattern:  # fmt: skip
-    """The pattern of a call of the public function `name`, whose tensors are `given` at these places. Plans take the pointers of those and
-    of what comes behind them in `names`."""
+    """The pattern of a call of the public function `name`, whose tensors are `given` at these positions. Plans take the pointers of those
+    and of what comes behind them in `names`."""
     device = next(iter(views.values())).device.index
     arch = runtime.device_arch(device)
     wanted = arch >= SM90 if pdl is None else pdl
@@ -99,7 +99,7 @@ def new_pattern(
             registry.count_plan(spec)
         return launches[problem]
 
-    return runtime.Pattern(given, resolve, places)
+    return runtime.Pattern(given, resolve, positions)
 
 
 def _nothing() -> None:
@@ -139,8 +139,8 @@ class Caller(NamedTuple):
         if device.type != "cuda":
             check_overlap(self.family, self.name, views, {n: t.data_ptr() for n, t in named.items()})
             return partial(self._refer, views, options)
-        places = [i for i, t in enumerate(given) if t is not None]
-        pattern = new_pattern(self.family, self.name, views, tuple(named), options, pdl, given, places)
+        positions = [i for i, t in enumerate(given) if t is not None]
+        pattern = new_pattern(self.family, self.name, views, tuple(named), options, pdl, given, positions)
         plan = pattern.plan(tuple(named.values()))
         if key is not None:
             self.patterns.add(key, pattern)
@@ -148,11 +148,11 @@ class Caller(NamedTuple):
 
     def pattern(
         self, named: Mapping[str, Tensor], options: Any, pdl: bool | None, objections: Sequence[str], given: Sequence[Any],
-        places: Sequence[int],
+        positions: Sequence[int],
     ) -> runtime.Pattern:  # fmt: skip
-        """The pattern of a call on the device, whose first operands are `given` at these places. Raises ArgumentError."""
+        """The pattern of a call on the device, whose first operands are `given` at these positions. Raises ArgumentError."""
         views = self.checked(named, options, pdl, objections)
-        return new_pattern(self.family, self.name, views, tuple(named), options, pdl, given, places)
+        return new_pattern(self.family, self.name, views, tuple(named), options, pdl, given, positions)
 
     def _hand_over(self, given: tuple[Any, ...], options: Any, pdl: bool | None, objections: Sequence[str]) -> None:
         """Makes the call through torch's dispatcher. Raises ArgumentError also for what does not fit the operator's schema."""

@@ -111,7 +111,7 @@ def operator(like: str, **own: Scalar) -> Callable[[Callable[P, R]], Callable[P,
         scalars = Scalars(builder, own)
         names = scalars.names
         made = in_memory(builder)
-        place = names.index(like)
+        position = names.index(like)
         recall = _Memory()
         known = recall.rows
 
@@ -129,7 +129,7 @@ def operator(like: str, **own: Scalar) -> Callable[[Callable[P, R]], Callable[P,
                 call = build(*args, **kwargs)
                 call.dispatch()
                 return call.result
-            size = args[place] if len(args) > place else kwargs.get(like)
+            size = args[position] if len(args) > position else kwargs.get(like)
             values = (*args, *kwargs.values())
             try:
                 key = (*map(type, values), *kwargs, getattr(size, "shape", None))
@@ -218,12 +218,12 @@ class _Memory(runtime.Table):
             seen = build(*_like(args, it := iter(alias)), **dict(zip(kwargs, _like(kwargs.values(), it), strict=True))).operands
         else:
             seen = operands
-        places = {name: given[id(t)] for name, t in seen.items() if id(t) in given}
-        if len(tensors) + len(scalars) < len(values) or len(places) < len(tensors):  # what is compared nowhere may matter
+        positions = {name: given[id(t)] for name, t in seen.items() if id(t) in given}
+        if len(tensors) + len(scalars) < len(values) or len(positions) < len(tensors):  # what is compared nowhere may matter
             return call.plan()
-        new = {name: t for name, t in operands.items() if name not in places}
-        named = {name: operands[name] for name in (*places, *new)}
-        made = call.caller.pattern(named, call.options, call.pdl, call.objections, values, list(places.values()))
+        new = {name: t for name, t in operands.items() if name not in positions}
+        named = {name: operands[name] for name in (*positions, *new)}
+        made = call.caller.pattern(named, call.options, call.pdl, call.objections, values, list(positions.values()))
         makers = tuple(partial(torch.empty_strided, t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in new.values())
         names = list(named)
         result = itemgetter(*[names.index(name) for name in call.returns])

@@ -102,7 +102,7 @@ class Scalars:
             if "None" in kind and not rule.holds(None):
                 rule = or_none(rule)
             self.rules[name], self.defaults[name] = rule, parameter.default
-        self._places = [(i, name) for i, name in enumerate(self.names) if name in self.rules]
+        self._positions = [(i, name) for i, name in enumerate(self.names) if name in self.rules]
 
     def sound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any], tuple[str, ...]]:
         """(args, kwargs, what is wrong), with defaults in place of what is wrong, so that the rest of the call can be looked at.
@@ -113,9 +113,9 @@ class Scalars:
             raise TypeError(_unexpected(self.function, [name for name in kwargs if name not in self._known]))
         problems: list[str] = []
         positional, named = list(args), dict(kwargs)
-        for place, name in self._places:
-            if place < len(args):
-                positional[place] = self._taken(name, args[place], problems)
+        for position, name in self._positions:
+            if position < len(args):
+                positional[position] = self._taken(name, args[position], problems)
         for name, value in kwargs.items():
             if name in self.rules:
                 named[name] = self._taken(name, value, problems)

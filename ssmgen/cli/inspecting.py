@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from ..bench import homes
+from ..bench import benchmarks
 from ..cache.store import shared_cache
 from ..catalog import OPERATOR_OF
 from ..errors import ModelError
@@ -146,7 +146,7 @@ def check(specs: tuple[str, ...], batch: int, archs: list[Arch]) -> None:
 
 
 @click.command()
-@click.argument("op", type=click.Choice(list(homes())))
+@click.argument("op", type=click.Choice(list(benchmarks())))
 @with_model
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--gpu", help="Whose measured choices to look at, such as 'NVIDIA H200'. Default: this machine's, if it is of --arch.")

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ..bench import home, told
+from ..bench import bench_of, told
 from ..bench import report as reports
 from ..calls.checks import TORCH_DTYPES
 from ..calls.public import Call, call_of
@@ -55,7 +55,7 @@ def used(operator: str, names: Sequence[str]) -> bool:
 
 
 def _uses(operator: str, model: Model) -> bool:
-    return home(operator).of_model(model, 1, True, **told(operator)) is not None
+    return bench_of(operator).of_model(model, 1, True, **told(operator)) is not None
 
 
 def users(operator: str) -> list[Model]:

@@ -142,9 +142,9 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
         stateful = [n for n in ("initial_states", "final_states", "conv_states") if n in named]
         problems += [f"{n} is given, but a convolution of width 1 has no state" for n in stateful]
     of_each = "sequences" if ragged else "batch"
-    states: dict[str, tuple[int, ...]] = {f"[{of_each}, dim, width - 1]": (sequences, dim, width - 1)}
-    per_sequence: dict[str, tuple[int, ...]] = {f"[{of_each}]": (sequences,)}
-    allowed: dict[str, dict[str, tuple[int, ...]]] = {
+    states: checks.Shapes = {f"[{of_each}, dim, width - 1]": (sequences, dim, width - 1)}
+    per_sequence: checks.Shapes = {f"[{of_each}]": (sequences,)}
+    allowed: dict[str, checks.Shapes] = {
         "weight": {"[dim, width]": (dim, width)},
         "bias": {"[dim]": (dim,)},
         "seq_idx": {"[batch, length]": (batch, length)},

@@ -100,8 +100,8 @@ def views_of(named: Mapping[str, Any], options: tuple[Any, int], problems: list[
     if not 2 <= width <= MAX_WIDTH:
         problems.append(f"weight is {list(weight.shape)}: width {width} is not 2 … {MAX_WIDTH}")
         return {}
-    per_sequence: dict[str, tuple[int, ...]] = {"[batch]": (batch,)}
-    allowed: dict[str, dict[str, tuple[int, ...]]] = {
+    per_sequence: checks.Shapes = {"[batch]": (batch,)}
+    allowed: dict[str, checks.Shapes] = {
         "weight": {"[dim, width]": (dim, width)},
         "bias": {"[dim]": (dim,)},
         "query_start_loc": {"[batch + 1]": (batch + 1,)},
