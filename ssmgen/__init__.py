@@ -25,15 +25,15 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    from .family import homes
+    from .family import public_names
 
     if name in _AROUND:
         value = getattr(import_module(f".{_AROUND[name]}", __name__), name)
-    elif name in homes():
-        family, place = homes()[name]
+    elif name in public_names():
+        family, place = public_names()[name]
         value = family.part(place)
     elif name == "__all__":
-        return sorted([*_AROUND, *homes()])
+        return sorted([*_AROUND, *public_names()])
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value  # also so that the module of the same name does not hide the function from the second use on

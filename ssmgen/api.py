@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import registry, runtime
 from .calls import sharded
-from .calls.public import Call
+from .calls.public import Call, Operator
 from .calls.scalars import integer, shown
 from .catalog import OPERATOR_OF
 from .errors import ArgumentError, SpecError
@@ -22,17 +22,19 @@ from .spec import SM90, Arch, KernelSpec
 FUNCTIONS = tuple(family.part(place) for family in records() for place in family.functions.values())
 
 
-def _check_operator(operator: Any) -> None:
+def _checked(operator: Any) -> Operator:
     if not any(operator is f for f in FUNCTIONS):
         known = ", ".join(f"ssmgen.{f.__name__}" for f in FUNCTIONS)
         raise ArgumentError("ssmgen", [f"{getattr(operator, '__name__', shown(operator))} is not an operator of ssmgen; known: {known}"])
+    found: Operator = operator
+    return found
 
 
 def _call(operator: Any, args: Any, kwargs: Any) -> Call:
-    _check_operator(operator)
+    found = _checked(operator)
     if sharded.is_sharded((*args, *kwargs.values())):
-        args, kwargs = (), sharded.local_arguments(operator, operator.names, *operator.scalars.checked(args, kwargs))
-    return operator.build(*args, **kwargs)
+        args, kwargs = (), sharded.local_arguments(found, found.names, *found.scalars.checked(args, kwargs))
+    return found.build(*args, **kwargs)
 
 
 def explain(operator: Callable[..., Any], *args: Any, arch: str | None = None, **kwargs: Any) -> Explanation:
@@ -80,7 +82,7 @@ _SIZE = integer("", 0)
 
 
 def _sizes(batches: Any) -> list[int]:
-    """Of an iterable; raises ArgumentError where it is none, or not of sizes."""
+    """The further batch sizes, in a list. Raises ArgumentError where they are no iterable of sizes."""
     sizes = list(batches) if isinstance(batches, Iterable) else [batches, None]
     if not all(map(_SIZE.holds, sizes)):
         raise ArgumentError("ssmgen", [f"batches is {shown(batches)}, not batch sizes such as (1, 8, 64)"])
@@ -137,7 +139,7 @@ def bind(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> BoundCall:
 
     Of DTensors, bind what DTensor.to_local() gives: a bound call communicates nothing, and its result is this rank's.
     """
-    _check_operator(operator)
+    _checked(operator)
     if sharded.is_sharded((*args, *kwargs.values())):
         raise ArgumentError(operator.__name__, ["bind takes no DTensors: give it this rank's tensors, DTensor.to_local()"])
     call = _call(operator, args, kwargs)

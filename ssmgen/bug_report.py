@@ -7,8 +7,7 @@ import platform
 from importlib import metadata
 from typing import Any
 
-from . import __version__
-from . import nvrtc as compiler
+from . import __version__, nvrtc
 from .cache.store import shared_cache
 from .errors import SsmgenError
 from .settings import VARIABLES
@@ -23,7 +22,7 @@ def describe() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             facts[package] = None
     try:
-        facts["nvrtc_build"], facts["nvrtc_library"] = compiler.build_id(), compiler.library_path()
+        facts["nvrtc_build"], facts["nvrtc_library"] = nvrtc.build_id(), nvrtc.library_path()
     except SsmgenError as e:
         facts["nvrtc_build"] = str(e)
     try:

@@ -93,7 +93,7 @@ def build(
 
 
 def _cancel(futures: Iterable[Future[Built]]) -> None:
-    """Those that have not begun."""
+    """Takes back the compilations that have not begun."""
     for future in futures:
         future.cancel()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from . import registry
 from .build import specs_for
@@ -39,7 +40,8 @@ class FixedSpec:
     spec: KernelSpec
 
     def specs(self, arch: Arch) -> list[KernelSpec]:
-        return [self.spec if arch >= SM90 else replace(self.spec, pdl=Pdl.OFF)]
+        spec: Any = self.spec  # `pdl` is a field of every spec, but of no base
+        return [spec if arch >= SM90 else replace(spec, pdl=Pdl.OFF)]
 
 
 def named() -> Iterator[tuple[str, str, Default | FixedSpec]]:
@@ -50,7 +52,7 @@ def named() -> Iterator[tuple[str, str, Default | FixedSpec]]:
 
 
 def layer(
-    model: str, state: DType, index: Index = Index.I32, window: tuple[StateLayout, int] = (StateLayout.RUNS, 3), tp: int = 1, **call: object
+    model: str, state: DType, index: Index = Index.I32, window: tuple[StateLayout, int] = (StateLayout.RUNS, 3), tp: int = 1, **call: Any
 ) -> Problem:
     """What the decode step of a model's whole layer asks for, with windows of this layout and length. call: as of `Model.layers`."""
     asked = find_model(model).divided(tp).layers((state,), (index,), **call)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class SsmgenError(Exception):
     """Base of every error that ssmgen raises on purpose."""
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         # Subclasses build their message from several arguments; pickling only carries the finished one, so that
         # an error crosses a process pool unchanged.
         return _rebuild, (type(self), self.args, self.__dict__.copy())
 
 
-def _rebuild(cls: type, args: tuple, state: dict) -> SsmgenError:
+def _rebuild(cls: type[SsmgenError], args: tuple[Any, ...], state: dict[str, Any]) -> SsmgenError:
     error = cls.__new__(cls)
     error.args = args
     error.__dict__.update(state)

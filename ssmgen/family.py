@@ -63,15 +63,15 @@ def records() -> tuple[Family, ...]:
 
 
 @functools.cache
-def homes() -> dict[str, tuple[Family, str]]:
+def public_names() -> dict[str, tuple[Family, str]]:
     """{public name: (its family, place)}"""
     return {name: (family, place) for family in records() for name, place in {**family.functions, **family.types}.items()}
 
 
-def parts(kind: str) -> dict[Any, Any]:
-    """The parts of that kind of all families in one: `sharding`, `trials`, `tuning`, `models` or `defaults`."""
+def parts(field: str) -> dict[Any, Any]:
+    """What all records have in one of these fields, in one: `sharding`, `trials`, `tuning`, `models` or `defaults`."""
     found: dict[Any, Any] = {}
     for family in records():
-        if place := getattr(family, kind):
+        if place := getattr(family, field):
             found |= family.part(place)
     return found

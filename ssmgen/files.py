@@ -55,7 +55,7 @@ def _unpacked(data: bytes) -> bytes:
 
 
 def _at_most(file: Any) -> bytes:
-    data = file.read(MAX_BYTES + 1)
+    data: bytes = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
         raise ValueError(f"it has more than {MAX_BYTES >> 20} MiB")
     return data

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import nvrtc as compiler
+from . import nvrtc
 from .defaults import named
 from .errors import DriftError, SpillError, SsmgenError, bullets
 from .files import FileError, plain
@@ -69,7 +69,7 @@ def _texts(sources: Sequence[_Source]) -> dict[str, bytes]:
 
 
 def _resources(source: _Source) -> Resources:
-    resources = compiler.compile_cubin(source.text, source.arch, str(source.spec)).resources
+    resources = nvrtc.compile_cubin(source.text, source.arch, str(source.spec)).resources
     if resources.spills:
         raise SpillError(str(source.spec), str(source.arch), resources.spills, resources.registers)
     return resources
@@ -80,7 +80,7 @@ def _fresh(sources: Sequence[_Source], old: Lock) -> Lock:
 
     Raises SpillError.
     """
-    build = compiler.build_id()
+    build = nvrtc.build_id()
     major = major_of(build)
     with ThreadPoolExecutor() as pool:
         compiled = list(pool.map(_resources, sources))
@@ -176,7 +176,7 @@ def check(root: Path, any_compiler: bool = False) -> tuple[int, str]:
     notes = [f"{LOCK}: {words}" for words in _unasked(old)]
     if old.compilers != new.compilers:
         notes.append(
-            f"resources not compared: the lock is of {' and '.join(old.compilers.values()) or 'none'}, this is {compiler.build_id()}"
+            f"resources not compared: the lock is of {' and '.join(old.compilers.values()) or 'none'}, this is {nvrtc.build_id()}"
         )
     if not any_compiler:
         problems += notes

@@ -97,4 +97,5 @@ def coloured(text: str, form: str, formatter: Formatter) -> str:
     """A text in one of the forms of LEXERS, in a formatter's colours."""
     lexer = LEXERS[form](stripnl=False, ensurenl=False)
     lexer.add_filter(Plain())
-    return highlight(text, lexer, formatter)
+    coloured: str = highlight(text, lexer, formatter)
+    return coloured

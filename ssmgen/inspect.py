@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from . import nvrtc as compiler
+from . import nvrtc
 from .cache.entry import Entry
 from .cache.store import Cache
 from .catalog import parse
@@ -58,7 +58,7 @@ def text_of(spec: KernelSpec, form: str, arch: Arch, cache: Cache) -> str:
     if form == "sass":
         return sass(cache.get(spec, arch)[0].cubin)
     source = render(spec, arch)
-    return source.rstrip("\n") if form == "cu" else compiler.compile_ptx(source, arch, str(spec))
+    return source.rstrip("\n") if form == "cu" else nvrtc.compile_ptx(source, arch, str(spec))
 
 
 def comparable(text: str, form: str, spec: KernelSpec) -> str:
@@ -112,8 +112,8 @@ def _nvdisasm() -> str:
         import nvidia
 
         for root in nvidia.__path__:
-            for found in sorted(Path(root).glob("**/bin/nvdisasm")):
-                return str(found)
+            for path in sorted(Path(root).glob("**/bin/nvdisasm")):
+                return str(path)
     except ImportError:
         pass
     if found := shutil.which("nvdisasm"):

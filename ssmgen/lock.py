@@ -84,14 +84,15 @@ class Lock:
 
 
 def major_of(build: str) -> str:
-    """Of a compiler's build. Raises ValueError for what is none."""
+    """The major version in the name of a compiler's build. Raises ValueError for what is no such name."""
     if not (match := BUILD.fullmatch(build)):
         raise ValueError(f"{build!r} is no build of NVRTC such as 'CL-36037853 V12.9.86'")
     return match[1]
 
 
 def _locked(row: Mapping[str, Any]) -> Locked:
-    return Locked(**row | {"resources": {major: Resources(**found) for major, found in row["resources"].items()}})
+    resources = {major: Resources(**found) for major, found in row["resources"].items()}
+    return Locked(row["spec"], row["arch"], row["source_sha256"], resources)
 
 
 def _faults(value: Any) -> list[str]:

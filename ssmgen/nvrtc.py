@@ -6,6 +6,7 @@ import functools
 import re
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from .errors import CompileError, CompilerMissingError
 from .forks import whole
@@ -40,7 +41,7 @@ class Compiled:
 
 
 @functools.cache
-def _nvrtc():
+def _nvrtc() -> Any:
     """The bindings module, once it is known to find its library."""
     try:
         from cuda.bindings import nvrtc
@@ -128,7 +129,7 @@ def _run(source: str, options: tuple[str, ...], spec: str, want: str) -> _Output
     nvrtc = _nvrtc()
     ok = nvrtc.nvrtcResult.NVRTC_SUCCESS
 
-    def checked(result):
+    def checked(result: tuple[Any, ...]) -> Any:
         code, *values = result
         if code != ok:
             raise CompileError(f"NVRTC failed: {code.name}", spec, options, "", "")

@@ -24,6 +24,14 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Chosen:
+    """What serves a problem, and by which rule."""
+
+    rule: str
+    spec: KernelSpec
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """What the registry considered, in order of preference."""
 
@@ -36,8 +44,8 @@ class Explanation:
     faults: tuple[str, ...]  # what no variant could serve
 
     @property
-    def chosen(self) -> Verdict | None:
-        return next((v for v in self.verdicts if not v.reason), None)
+    def chosen(self) -> Chosen | None:
+        return next((Chosen(v.rule, v.spec) for v in self.verdicts if v.spec is not None and not v.reason), None)
 
     @property
     def reasons(self) -> list[str]:
@@ -47,7 +55,7 @@ class Explanation:
         return list(self.faults) or [f"{v.rule}: {v.reason}" for v in self.verdicts]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """All of it as values that JSON has."""
         verdicts = [{"rule": v.rule, "spec": v.spec and str(v.spec), "rejected": v.reason or None} for v in self.verdicts]
         return {
             "operator": self.operator,
@@ -108,7 +116,7 @@ def select(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: s
     return _chosen(operator, problem, size, arch, pdl, gpu).spec
 
 
-def _chosen(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: str | None) -> Verdict:
+def _chosen(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: str | None) -> Chosen:
     found = explain(operator, problem, size, arch, pdl, gpu)
     if found.chosen is None:
         raise UnsupportedError(f"{operator} ({describe(problem)}) on {arch}", found.reasons)
@@ -125,13 +133,13 @@ def forget() -> None:
 @functools.lru_cache(maxsize=1024)
 def ranges(
     operator: str, problem: Any, arch: Arch, pdl: bool, max_size: int = 1024, gpu: str | None = None
-) -> tuple[tuple[int, int, Verdict], ...]:
+) -> tuple[tuple[int, int, Chosen], ...]:
     """(first size, last size, what is chosen there) over sizes 1 … max_size, in ascending order. Raises UnsupportedError."""
     # Rules only look at the size through thresholds, so the powers of two and their neighbours see every one of them
     # that lies between two powers; thresholds in between are found by bisection.
-    seen: dict[int, Verdict] = {}
+    seen: dict[int, Chosen] = {}
 
-    def at(size: int) -> Verdict:
+    def at(size: int) -> Chosen:
         if size not in seen:
             seen[size] = _chosen(operator, problem, size, arch, pdl, gpu)
         return seen[size]
@@ -151,7 +159,7 @@ def ranges(
 
 def variants(operator: str, problem: Any, arch: Arch, pdl: bool, max_size: int = 1024, gpu: str | None = None) -> tuple[KernelSpec, ...]:
     """Every variant that `select` can return for sizes 1 … max_size: what to build ahead of time."""
-    return tuple(dict.fromkeys(verdict.spec for _, _, verdict in ranges(operator, problem, arch, pdl, max_size, gpu)))
+    return tuple(dict.fromkeys(chosen.spec for _, _, chosen in ranges(operator, problem, arch, pdl, max_size, gpu)))
 
 
 # Plans made, by variant: what this process has been served. Counted when a plan is made, not on the hot path.
@@ -163,5 +171,5 @@ def count_plan(spec: KernelSpec) -> None:
 
 
 def stats() -> dict[str, int]:
-    """{spec: number of call signatures that were given it in this process}"""
+    """{spec: number of call patterns that were given it in this process}"""
     return dict(_served)

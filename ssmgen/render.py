@@ -55,7 +55,7 @@ def render(spec: KernelSpec, arch: Arch) -> str:
             clusters=spec.cluster_blocks > 1,
             waits=spec.pdl is not Pdl.OFF,
             triggers=spec.pdl is not Pdl.WAIT and arch >= SM90,
-            signature=_signature(spec),
+            parameters=_parameters(spec),
             **spec.constants(),
         )
     )
@@ -66,7 +66,7 @@ def render(spec: KernelSpec, arch: Arch) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def code_digest(spec: KernelSpec, arch: Arch) -> str:
-    """Of the code of a call's kernels, but for their names, comments and empty lines. Raises SpecError as `render` does."""
+    """A digest of the code of a call's kernels, without their names, comments and empty lines. Raises SpecError as `render` does."""
     texts = (render(part, arch).replace(part.name, "kernel") for part in spec.kernels)
     lines = (re.sub(r"\s*//.*$", "", line) for text in texts for line in text.splitlines())
     return hashlib.sha256("\n".join(filter(None, lines)).encode()).hexdigest()[:16]
@@ -77,7 +77,7 @@ def uses_pdl(source: str) -> bool:
     return PDL_WAIT in source
 
 
-def _signature(spec: KernelSpec, width: int = 120) -> str:
+def _parameters(spec: KernelSpec, width: int = 120) -> str:
     """The parameter list, broken between parameters only."""
     glued = ", ".join(f"{p.ctype} {p.name}".replace(" ", "~") for p in spec.parameters())
     return textwrap.fill(glued, width, initial_indent=" " * 4, subsequent_indent=" " * 4, break_on_hyphens=False).replace("~", " ")

@@ -32,7 +32,7 @@ current_raw_stream: Callable[[int], int] = getattr(
 
 
 @functools.cache
-def driver():
+def driver() -> Any:
     """cuda.bindings' driver module. Raises CompilerMissingError when the bindings are not installed."""
     try:
         from cuda.bindings import driver
@@ -41,7 +41,7 @@ def driver():
     return driver
 
 
-def check(result: tuple, failure: Callable[[str], Exception]) -> Any:
+def check(result: tuple[Any, ...], failure: Callable[[str], Exception]) -> Any:
     """The value of a driver call, or raises failure(error name)."""
     code, *values = result
     if code != driver().CUresult.CUDA_SUCCESS:
@@ -60,7 +60,7 @@ def device_name(index: int) -> str:
 
 
 def name_of_gpu(arch: Arch) -> str | None:
-    """Of this process's first GPU, if it is of that architecture."""
+    """The name of this process's first GPU, if it is of that architecture."""
     here = torch.cuda.is_available() and device_arch(0) == arch
     return device_name(0) if here else None
 
@@ -160,16 +160,16 @@ class Launch:
 
 
 class Chain:
-    """Launches in a row; each takes, of a call's pointers, those at its places."""
+    """Launches in a row; each takes, of a call's pointers, those at its positions."""
 
-    __slots__ = ("launches", "places")
+    __slots__ = ("launches", "positions")
 
-    def __init__(self, launches: Sequence[Launch], places: Sequence[Sequence[int]]):
-        self.launches, self.places = launches, places
+    def __init__(self, launches: Sequence[Launch], positions: Sequence[Sequence[int]]):
+        self.launches, self.positions = launches, positions
 
     def at(self, pointers: Sequence[int]) -> Callable[[], None]:
         """The plan for one set of pointers."""
-        plans = [launch.at([pointers[i] for i in places]) for launch, places in zip(self.launches, self.places, strict=True)]
+        plans = [launch.at([pointers[i] for i in positions]) for launch, positions in zip(self.launches, self.positions, strict=True)]
 
         def run() -> None:
             for plan in plans:
@@ -218,7 +218,7 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """A predicate: do these tensors have the types, shapes, strides, dtypes, devices and grad flags of the given ones?
 
     torch's own guard object compares 11 tensors in 1.3 us; the same in Python takes 3. It answers no when one object comes twice,
-    so such signatures, and releases of torch without it, use the Python form.
+    so such patterns, and releases of torch without it, use the Python form.
     """
     if len({id(t) for t in tensors}) == len(tensors):
         try:
@@ -240,10 +240,10 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 _data_ptr = torch.Tensor.data_ptr
 
 
-class Signature:
+class Pattern:
     """The calls that differ in nothing but where their tensors lie.
 
-    `given` is all that a call was given; its tensors lie at `places`, and their pointers go to `resolve` in that order. Alignment and
+    `given` is all that a call was given; its tensors lie at `positions`, and their pointers go to `resolve` in that order. Alignment and
     overlap are functions of the pointers: `resolve` checks them and makes the plan, once per set of pointers.
     """
 
@@ -251,9 +251,9 @@ class Signature:
 
     limit = 1024  # pointer sets remembered; caching allocators hand out the same few again and again
 
-    def __init__(self, given: Sequence[Any], resolve: Callable[[tuple[int, ...]], Launch | Chain | None], places: Sequence[int]):
-        tensors = [given[i] for i in places]
-        self.pick = itemgetter(*places)
+    def __init__(self, given: Sequence[Any], resolve: Callable[[tuple[int, ...]], Launch | Chain | None], positions: Sequence[int]):
+        tensors = [given[i] for i in positions]
+        self.pick = itemgetter(*positions)
         guard = tensor_guard(tensors)
         # Weights may require grad where no graph is recorded. Elsewhere such a call is not one like this, and the checks refuse it.
         needs_grad = any(t.requires_grad for t in tensors)
@@ -293,15 +293,16 @@ class Table:
         self.rows.clear()
 
 
-class Signatures(Table):
-    """An operator's signatures, by what its operands and options are."""
+class Patterns(Table):
+    """An operator's patterns, by what its operands and options are."""
 
     def find(self, key: Any, given: tuple[torch.Tensor | None, ...]) -> Callable[[], None] | None:
         """The plan for a call like one seen before, else None."""
-        for signature in self.rows.get(key, ()):
-            tensors = signature.pick(given)
-            if signature.matches(*tensors):
-                return signature.plan(tensors)
+        pattern: Pattern
+        for pattern in self.rows.get(key, ()):
+            tensors = pattern.pick(given)
+            if pattern.matches(*tensors):
+                return pattern.plan(tensors)
         return None
 
 

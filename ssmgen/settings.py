@@ -35,7 +35,7 @@ def read_only_layers() -> list[Path]:
 
 
 def _directory(variable: str, text: str) -> Path:
-    """With ~ and ~user as a shell has them: quoted, or in a container's ENV, no shell has replaced them."""
+    """A directory's path with ~ and ~user replaced as a shell does it: quoted, or in a container's ENV, no shell has replaced them."""
     try:
         return Path(text).expanduser()
     except RuntimeError:

@@ -95,7 +95,7 @@ SM90 = Arch(90)
 
 
 class Param(NamedTuple):
-    """One kernel argument: name, C type, and `struct` code. The rendered signature and the packed buffer come from it."""
+    """One kernel argument: name, C type, and `struct` code. The rendered parameter list and the packed buffer come from it."""
 
     name: str
     ctype: str
@@ -213,10 +213,9 @@ class Needs:
     mma: str = ""  # element type that the tensor cores multiply, as PTX names it; empty if they do not
 
 
+@dataclass(frozen=True, slots=True)
 class Problem:
     """Base of every family's problem: what a call fixes of the kernel that serves it."""
-
-    __slots__ = ()
 
     def faults(self) -> list[str]:
         """What no variant could serve."""
@@ -255,8 +254,12 @@ class KernelSpec:
         """Blocks of a thread-block cluster; 1 where they have nothing to do with each other."""
         return 1
 
+    def operands(self) -> list[str]:
+        """The tensors whose pointers a launch takes, in this order."""
+        raise NotImplementedError
+
     def early_operands(self) -> list[str]:
-        """Those that may be touched before the wait for the upstream kernel, for a reason that the kernel states."""
+        """The operands that may be touched before the wait for the upstream kernel, for a reason that the kernel states."""
         return []
 
     @property
@@ -311,7 +314,7 @@ class KernelSpec:
 def text_of(value: Any) -> str:
     """A field's value as it stands in a spec's text."""
     if isinstance(value, Enum):
-        return value.value
+        return str(value.value)
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "none" if value is None else str(value)
@@ -343,7 +346,7 @@ def parse_spec(text: str, families: dict[str, type[KernelSpec]]) -> KernelSpec:
     family, _, rest = text.partition(":")
     if family not in families:
         raise SpecError(text, [f"unknown family {family!r}; known: {', '.join(sorted(families))}"])
-    cls = families[family]
+    cls: Any = families[family]  # to mypy the class of a frozen dataclass cannot be hashed, as its instances are
     known = entries(cls)
     values: dict[str, Any] = {}
     problems = []
@@ -363,4 +366,5 @@ def parse_spec(text: str, families: dict[str, type[KernelSpec]]) -> KernelSpec:
         problems.append(f"missing: {', '.join(missing)}")
     if problems:
         raise SpecError(text, problems)
-    return made(cls, values)
+    spec: KernelSpec = made(cls, values)
+    return spec

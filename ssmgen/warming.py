@@ -23,5 +23,5 @@ def warm(operator: Callable[..., Any] | torch.nn.Module, *args: Any, batches: It
     if isinstance(operator, torch.nn.Module):
         from .compat import hf  # which needs transformers
 
-        return hf.warm(operator, *args, **({"batches": batches} if batches else {}), **kwargs)
+        return hf.warm(operator, *args, **(kwargs | {"batches": batches} if batches else kwargs))
     return api.warm(operator, *args, batches=batches, **kwargs)

@@ -9,7 +9,7 @@ import torch
 from family_cases import cases
 
 from ssmgen import runtime
-from ssmgen.bench import home, homes, layers, report, timing, told
+from ssmgen.bench import bench_of, benchmarks, layers, report, timing, told
 from ssmgen.bench.progress import Watch
 from ssmgen.families.combine_splits import bench as combine_splits
 from ssmgen.families.gated_rms_norm import bench as gated_rms_norm
@@ -40,14 +40,14 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     **cases("BENCH"),
 }
-assert SMALL.keys() == homes().keys(), "each benchmark has a small run: here, or in BENCH of tests/cases/<family>.py"
+assert SMALL.keys() == benchmarks().keys(), "each benchmark has a small run: here, or in BENCH of tests/cases/<family>.py"
 
 HEAD = {"device": "a GPU", "torch": "2", "compiler": "CL-1", "ceilings_tbs": {"in_place": 4.0, "out_of_place": 4.5}, "method": "Patience."}
 BYTES = {"POOL_BYTES", "STATE_BYTES", "SET_BYTES"}  # how benchmarks say what their inputs take
 
 
 def small_run(op: str, watch: Watch = SILENT, **options: Any) -> dict[str, Any]:
-    return home(op).run(**told(op), **SMALL[op] | options, watch=watch)
+    return bench_of(op).run(**told(op), **SMALL[op] | options, watch=watch)
 
 
 def without_a_gpu(monkeypatch) -> None:
@@ -64,6 +64,6 @@ def without_a_gpu(monkeypatch) -> None:
     monkeypatch.setattr(runtime, "device_arch", lambda index: Arch.parse("sm_90a"))
     monkeypatch.setattr(timing, "device_us", lambda contenders, sets, rounds: {n: 2.0 if "ssmgen" in n else 4.0 for n in contenders})
     monkeypatch.setattr(timing, "host_us", lambda call: 1.0)
-    for module in (layers, *map(home, homes())):
+    for module in (layers, *map(bench_of, benchmarks())):
         for budget in BYTES & vars(module).keys():
             monkeypatch.setattr(module, budget, 2**17)

@@ -110,7 +110,7 @@ def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _gaps(shape: tuple[int, ...], odd: int = 0) -> tuple[int, ...]:
-    """With room behind every axis, which leaves 16 bytes aligned."""
+    """A copy with room behind every axis, which leaves 16 bytes aligned."""
     strides, reach = [1], shape[-1] + 8 + odd
     for n in reversed(shape[:-1]):
         strides.append(reach)
@@ -194,7 +194,7 @@ def make(case: Case, device: str, seed: int = 0) -> Call:
 
 @dataclass
 class Expected:
-    """In float64, and how far a computation in f32 may be off; infinite values must be equal."""
+    """The result in float64, and how far a computation in f32 may be off; infinite values must be equal."""
 
     results: list[Tensor]
     bounds: list[Tensor]

@@ -248,7 +248,7 @@ def segments_equal_sequences(forward: Any, draw: Draw, lengths: tuple[int, ...] 
 
 
 def split_equals_whole(forward: Any, draw: Draw, points: tuple[int, ...], length: int) -> None:
-    """At any point, with the first part's final states as the second's initial ones, which they may replace in memory."""
+    """A sequence may be cut anywhere: the first part's final states are the second's initial ones, which they may replace in memory."""
     x, past = draw.tokens(2, length=length), draw.states(2)
     want, final = forward(x, *draw.weights, initial_states=past, return_final_states=True)
     for point in points:

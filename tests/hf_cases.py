@@ -235,7 +235,7 @@ def forget(cache: Any, tokens: int = 5) -> None:
 
 
 def last_logits(step: DecodeStep, cache: Any, steps: int) -> torch.Tensor:
-    """Of the last of so many steps, without what tests of one step keep."""
+    """The logits of the last of so many steps, without what tests of one step keep."""
     for _ in range(steps):
         logits = step(cache)
         forget(cache)

@@ -63,7 +63,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Gdn(Case):
-    """Of gdn_layer."""
+    """A call of gdn_layer."""
 
     heads: int = 4
     key_heads: int = 2
@@ -80,7 +80,7 @@ class Gdn(Case):
 
 @dataclass(frozen=True)
 class Kda(Gdn):
-    """Of kda_layer."""
+    """A call of kda_layer."""
 
     activation: str = "sigmoid"
     lower_bound: float | None = None
@@ -90,7 +90,7 @@ class Kda(Gdn):
 
 @dataclass(frozen=True)
 class Mamba(Case):
-    """Of mamba2_layer."""
+    """A call of mamba2_layer."""
 
     heads: int = 4
     groups: int = 2

@@ -17,8 +17,7 @@ from layer_cases import Case
 from torch import Tensor
 
 import ssmgen
-from ssmgen import nvrtc as compiler
-from ssmgen import registry, runtime
+from ssmgen import nvrtc, registry, runtime
 from ssmgen.cache.entry import Entry
 from ssmgen.catalog import OPERATOR_OF
 from ssmgen.errors import CaptureError
@@ -110,7 +109,7 @@ class _Again:
 
 
 def assert_launches_are_equal(case: Case, count: int) -> None:
-    """From the same states, so many times: the order in which blocks come to a window says nothing."""
+    """The call is made from the same states so many times: the order in which blocks come to a window says nothing."""
     call = make(case, DEVICE)
     again = _Again(call)
     chain = make(case, DEVICE).chain().results()
@@ -192,7 +191,7 @@ def _hasty(call: LayerCall, spec: KernelSpec) -> Any:
     source = render(spec, arch())
     text = source.replace("  wait_for_upstream();", "  ", 1)
     assert text != source
-    done = compiler.compile_cubin(text, arch(), str(spec))
+    done = nvrtc.compile_cubin(text, arch(), str(spec))
     first = runtime.Kernel(spec, arch(), Entry("", "", spec.name, str(arch()), "", (), done.resources, 0.0, text, done.cubin))
     built, device = call.built(), torch.cuda.current_device()
     views, names = built.caller.checked(built.operands, built.options, None), list(built.operands)

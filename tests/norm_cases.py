@@ -95,7 +95,7 @@ def matrix() -> list[Case]:
 
 
 def _gaps(shape: tuple[int, ...], odd: int = 0) -> tuple[int, ...]:
-    """With room behind every group and row, which leaves 16 bytes aligned; rows of rows lie in one another."""
+    """A copy with room behind every group and row, which leaves 16 bytes aligned; rows of rows lie in one another."""
     strides, reach = [1], shape[-1] + 8 + odd
     for n in reversed(shape[:-1]):
         strides.append(reach)
@@ -164,7 +164,7 @@ def make(case: Case, device: str, seed: int = 0) -> Call:
 
 @dataclass
 class Expected:
-    """In float64, and how far a computation in f32 may be off."""
+    """The result in float64, and how far a computation in f32 may be off."""
 
     out: Tensor
     bound: Tensor

@@ -156,7 +156,7 @@ def make(case: Case, device: str, seed: int = 0) -> Call:
         return torch.randn(shape, generator=g)
 
     def place(name: str, shape: tuple[int, ...], dtype: torch.dtype, gap: int = 0, values: Tensor | None = None) -> Tensor:
-        """In its buffer, with a gap behind the last axis; NaN if there are no values."""
+        """A tensor in its buffer, with a gap behind the last axis; NaN if there are no values."""
         strides = torch.empty((*shape[:-1], shape[-1] + gap), device="meta").stride()
         t = (
             memory.view(name, shape, tuple(strides), dtype, 65 if odd else 64)

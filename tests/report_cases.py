@@ -24,7 +24,7 @@ TIMED = (
 
 @contextmanager
 def few_variants() -> Iterator[None]:
-    """Of the default variants, those of Nemotron's update of bf16 states and the slot copy; of what models call, that update."""
+    """Leaves few variants to show: of the defaults Nemotron's update of bf16 states and the slot copy, of models' calls that update."""
     every, every_problem = generate.default_variants, content.problems_by_models
 
     def some(archs: Sequence[Arch]) -> list[tuple[KernelSpec, Arch]]:

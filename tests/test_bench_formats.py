@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from ssmgen import cli
-from ssmgen.bench import charts, formats, home, progress, terminal
+from ssmgen.bench import bench_of, charts, formats, progress, terminal
 from ssmgen.bench.formats import BenchFileError, load
 from ssmgen.bench.html import as_html
 from ssmgen.bench.suite import Suite
@@ -139,8 +139,8 @@ def test_the_piped_table_is_plain(measured):
 
 def test_one_operator_prints_its_report_alone(monkeypatch):
     without_a_gpu(monkeypatch)
-    run = home("kda").run
-    monkeypatch.setattr(home("kda"), "run", lambda **options: run(**options | SMALL["kda"]))
+    run = bench_of("kda").run
+    monkeypatch.setattr(bench_of("kda"), "run", lambda **options: run(**options | SMALL["kda"]))
     result = CliRunner().invoke(cli.main, ["bench", "kda", "--json"])
     assert result.exit_code == 0 and json.loads(result.stdout)["op"] == "kda"
     assert [line.partition(":")[0] for line in result.stderr.splitlines()] == [f"kda f32 single T 1 batch {b}" for b in (1, 9)]

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 import ssmgen
 from ssmgen import cli, runtime
-from ssmgen.bench import home, report, timing
+from ssmgen.bench import bench_of, report, timing
 from ssmgen.bench import layers as bench
 from ssmgen.bench.layer_case import COPIED, Case, copied_bytes
 from ssmgen.bench.progress import Watch
@@ -260,7 +260,7 @@ def test_options_that_do_not_apply_are_usage_errors(op, args, message):
 
 def test_options_reach_the_benchmark(monkeypatch):
     seen = {}
-    monkeypatch.setattr(home("mamba2_layer"), "run", lambda **options: seen.update(options) or {"rows": [], "failed": []})
+    monkeypatch.setattr(bench_of("mamba2_layer"), "run", lambda **options: seen.update(options) or {"rows": [], "failed": []})
     args = ["--model", "nemotron-h-8b", "--state", "f16", "--batch", "7", "--tp", "2", "--json", "--no-peers", "--tokens", "4"]
     result = CliRunner().invoke(cli.main, ["bench", "mamba2_layer", *args])
     assert result.exit_code == 0, result.output

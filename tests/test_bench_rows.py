@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from ssmgen import cli
-from ssmgen.bench import home, homes, rows, suite, told
+from ssmgen.bench import bench_of, benchmarks, rows, suite, told
 from ssmgen.bench.formats import load
 from ssmgen.bench.progress import Display, Watch
 from ssmgen.errors import ModelError, SsmgenError
@@ -45,7 +45,7 @@ def bench(monkeypatch):
 # Rows.
 
 
-@pytest.mark.parametrize("op", homes())
+@pytest.mark.parametrize("op", benchmarks())
 def test_every_operators_report_is_rows_of_one_schema(op, bench):
     report = small_run(op)
     assert rows.op_of(report) == report["op"] == op and not report["failed"] and len(report["rows"]) >= 2
@@ -57,7 +57,7 @@ def test_every_operators_report_is_rows_of_one_schema(op, bench):
         ceiling = rows.point_of(report, raw).ceiling
         assert ceiling == "in_place" or row.copy == "multiplication"
         assert row.share == row.tbs / HEAD["ceilings_tbs"][ceiling]
-        assert row.compile_s > 0 and row.rule and row.spec.startswith(tuple(f"{name}:" for name in (op, homes()[op][0].name)))
+        assert row.compile_s > 0 and row.rule and row.spec.startswith(tuple(f"{name}:" for name in (op, benchmarks()[op][0].name)))
         assert 0 < row.out_error < 1e-2 and row.peers and all((p.us, p.ratio) == (4.0, 0.5) for p in row.peers.values())
         if raw["host_us"]:
             assert row.host_us == row.host_bound_us == 1.0 and all(p.host_us == 1.0 for p in row.peers.values())
@@ -123,7 +123,7 @@ def test_flat_rows_have_the_same_keys():
     ],
 )
 def test_a_case_that_is_wrong_is_not_timed_and_the_others_are(op, bench):
-    module, calls = home(op), []
+    module, calls = bench_of(op), []
     gate = module.Case.gate
 
     def wrong_at_first(case, *variant):
@@ -157,17 +157,17 @@ def test_too_little_memory_fails_the_case(bench):
     def full(case):
         raise torch.OutOfMemoryError("no room")
 
-    bench.setattr(home("kda").Case, "__post_init__", full)
+    bench.setattr(bench_of("kda").Case, "__post_init__", full)
     report = small_run("kda")
     assert not report["rows"] and [f["error"] for f in report["failed"]] == ["no room"] * 2
-    assert home("kda").table(report | HEAD)
+    assert bench_of("kda").table(report | HEAD)
 
 
 def test_other_errors_are_not_hidden(bench):
     def broken(case, pdl):
         raise ZeroDivisionError
 
-    bench.setattr(home("kda").Case, "gate", broken)
+    bench.setattr(bench_of("kda").Case, "gate", broken)
     with pytest.raises(ZeroDivisionError):
         small_run("kda")
 
@@ -176,9 +176,9 @@ def test_the_command_names_what_failed_and_exits_with_1(bench):
     def wrong(case, pdl):
         raise SsmgenError("output error 0.5")
 
-    bench.setattr(home("kda").Case, "gate", wrong)
-    run = home("kda").run
-    bench.setattr(home("kda"), "run", lambda **options: run(**options | SMALL["kda"]))
+    bench.setattr(bench_of("kda").Case, "gate", wrong)
+    run = bench_of("kda").run
+    bench.setattr(bench_of("kda"), "run", lambda **options: run(**options | SMALL["kda"]))
     result = CliRunner().invoke(cli.main, ["bench", "kda"])
     assert result.exit_code == 1 and "2 not timed:" in result.stderr
     assert (
@@ -192,7 +192,7 @@ def test_the_command_names_what_failed_and_exits_with_1(bench):
 
 
 def test_tasks():
-    assert suite.tasks() == {op: {} for op in homes()} and suite.tasks(quick=True) == {op: home(op).QUICK for op in homes()}
+    assert suite.tasks() == {op: {} for op in benchmarks()} and suite.tasks(quick=True) == {op: bench_of(op).QUICK for op in benchmarks()}
     mamba1, mamba2 = suite.tasks(model="mamba-130m"), suite.tasks(model="nemotron-h-8b", tp=8, quick=True)
     conv = ["causal_conv1d", "causal_conv1d_update"]
     assert list(mamba1) == [*conv, "selective_state_update"] and mamba1["causal_conv1d_update"]["dim"] == 1536
@@ -215,14 +215,14 @@ def test_tasks_are_what_benchmarks_take(work):
     import inspect
 
     for op, options in work.items():
-        inspect.signature(home(op).run).bind(**told(op), **options, rounds=3, peers=True, watch=SILENT)
+        inspect.signature(bench_of(op).run).bind(**told(op), **options, rounds=3, peers=True, watch=SILENT)
 
 
 def test_value_channels_of_their_own(bench):
     report = small_run("gated_delta_rule", value_dim=32, batches=(2,))
     (row,) = rows.rows_of(report)
     assert ",dim_k=16,dim_v=32," in row.spec.replace(":", ",") and row.case == "4 heads of 32 x 16, 2 key heads, bf16 state"
-    assert "gated_delta_rule: 4 heads, 2 key heads, K = 16, V = 32" in home("kda").table(report)
+    assert "gated_delta_rule: 4 heads, 2 key heads, K = 16, V = 32" in bench_of("kda").table(report)
 
 
 def test_all_goes_on_where_one_fails(bench):
@@ -230,7 +230,7 @@ def test_all_goes_on_where_one_fails(bench):
         raise RuntimeError("it fell over")
 
     work = {op: SMALL[op] for op in ("selective_state_update", "kda", "causal_conv1d")}
-    bench.setattr(home("kda"), "run", broken)
+    bench.setattr(bench_of("kda"), "run", broken)
     watch = Recording()
     found = suite.run(work, watch=watch)
     assert [r["op"] for r in found.reports] == ["selective_state_update", "causal_conv1d"]
@@ -241,7 +241,7 @@ def test_all_goes_on_where_one_fails(bench):
 def test_a_display_hears_of_operators_that_fail_before_their_first_case(bench):
     out = io.StringIO()
     display = Display(Console(file=out, force_terminal=True, width=120))
-    bench.setattr(home("kda"), "run", lambda **options: {}["nothing"])
+    bench.setattr(bench_of("kda"), "run", lambda **options: {}["nothing"])
     with display.progress:
         found = suite.run({"kda": {}, "causal_conv1d": SMALL["causal_conv1d"]}, watch=display)
     assert len(found.reports) == len(found.failed) == 1 and "kda: FAILED: KeyError: 'nothing'" in out.getvalue()
@@ -251,7 +251,7 @@ def test_all_keeps_what_there_is_when_interrupted(bench):
     def interrupted(**options):
         raise KeyboardInterrupt
 
-    bench.setattr(home("kda"), "run", interrupted)
+    bench.setattr(bench_of("kda"), "run", interrupted)
     found = suite.run({op: SMALL[op] for op in ("selective_state_update", "kda", "causal_conv1d")}, watch=SILENT)
     assert [r["op"] for r in found.reports] == ["selective_state_update"]
     assert found.failed == [{"op": op, "error": "interrupted"} for op in ("kda", "causal_conv1d")]
@@ -264,7 +264,7 @@ def test_the_command_for_all(bench, tmp_path):
     bench.setattr(suite, "tasks", lambda quick, model, tp: {op: SMALL[op] for op in ("causal_conv1d", "kda")})
     saved = CliRunner().invoke(cli.main, ["bench", "all", "--quick", "--json"])
     assert saved.exit_code == 0 and [r["op"] for r in json.loads(saved.stdout)["reports"]] == ["causal_conv1d", "kda"]
-    bench.setattr(home("kda"), "run", broken)
+    bench.setattr(bench_of("kda"), "run", broken)
     result = CliRunner().invoke(cli.main, ["bench", "all"])
     assert result.exit_code == 1 and "1 not timed:\n  - kda: RuntimeError: it fell over" in result.stderr
     assert "not timed: kda: RuntimeError" in result.stdout and "causal_conv1d: width 4" in result.stdout

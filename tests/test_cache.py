@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import ssmgen
-from ssmgen import nvrtc as compiler
+from ssmgen import nvrtc
 from ssmgen.cache import process_lock
 from ssmgen.cache.entry import Entry, cache_key
 from ssmgen.cache.layer import Layer
@@ -63,7 +63,7 @@ print(hit, hashlib.sha256(entry.cubin).hexdigest())
 @pytest.fixture(scope="module")
 def sound() -> bytes:
     """The cubin that every test must end up with."""
-    return compiler.compile_cubin(render(spec(), ARCH), ARCH, str(spec())).cubin
+    return nvrtc.compile_cubin(render(spec(), ARCH), ARCH, str(spec())).cubin
 
 
 def digest(cubin: bytes) -> str:
@@ -92,7 +92,7 @@ def test_warm_hit_takes_less_than_a_millisecond(tmp_path):
 def test_entry_round_trip(tmp_path):
     entry, _ = Cache(tmp_path).get(spec(), ARCH)
     assert Entry.from_bytes(entry.to_bytes()) == entry
-    assert entry.symbol == spec().name and entry.arch == "sm_90a" and entry.compiler == compiler.build_id()
+    assert entry.symbol == spec().name and entry.arch == "sm_90a" and entry.compiler == nvrtc.build_id()
 
 
 def test_entries_hold_json_and_code_only(tmp_path):
@@ -260,8 +260,8 @@ def test_threads_compile_once(tmp_path, monkeypatch):
     from concurrent.futures import ThreadPoolExecutor
 
     compiled = []
-    real = compiler.compile_cubin
-    monkeypatch.setattr(compiler, "compile_cubin", lambda *a: compiled.append(1) or real(*a))
+    real = nvrtc.compile_cubin
+    monkeypatch.setattr(nvrtc, "compile_cubin", lambda *a: compiled.append(1) or real(*a))
     cache = Cache(tmp_path)
     with ThreadPoolExecutor(8) as pool:
         entries = list(pool.map(lambda _: cache.get(spec(), ARCH)[0], range(16)))
@@ -400,9 +400,9 @@ def test_verify_and_collect_garbage(tmp_path):
 def test_compiler_build_is_remembered_and_distrusted_when_it_does_not_fit(tmp_path, monkeypatch):
     Cache(tmp_path).compiler_build()
     (note,) = (tmp_path / "v1").glob("nvrtc-*.json")
-    monkeypatch.setattr(compiler, "build_id", lambda: pytest.fail("asked NVRTC again"))
+    monkeypatch.setattr(nvrtc, "build_id", lambda: pytest.fail("asked NVRTC again"))
     assert re_build(tmp_path) == json.loads(note.read_text())["build"]
-    monkeypatch.setattr(compiler, "build_id", lambda: "CL-0 V0.0.0")
+    monkeypatch.setattr(nvrtc, "build_id", lambda: "CL-0 V0.0.0")
     note.write_text("{broken")
     assert re_build(tmp_path) == "CL-0 V0.0.0"
     note.write_text(json.dumps({"library": "another", "build": "CL-9 V9.9.9"}))

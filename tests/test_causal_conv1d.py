@@ -96,7 +96,7 @@ def features(case: Case | UpdateCase) -> set[Any]:
 
 
 def covering(cases: Iterable[Any]) -> list[Any]:
-    """Those that show a feature which none before them has, and those whose names say that they are special."""
+    """The cases that show a feature which none before them has, and those whose names say that they are special."""
     seen: set[Any] = set()
     chosen = []
     for case in cases:

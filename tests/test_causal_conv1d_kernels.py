@@ -113,8 +113,8 @@ def test_wait_precedes_every_access_and_the_launch_attribute_follows_the_text(sp
 def test_layout_of_the_text(spec):
     text = render(spec, SM90)
     assert text.startswith(f"// {spec.family} for sm_90a")
-    signature = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
-    assert [p.split()[-1].lstrip("*") for p in signature.split(",")] == [p.name for p in spec.parameters()]
+    parameters = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
+    assert [p.split()[-1].lstrip("*") for p in parameters.split(",")] == [p.name for p in spec.parameters()]
     assert not any(line != line.rstrip() or "\t" in line or "{%" in line or "{{" in line for line in text.splitlines())
 
 
@@ -190,7 +190,7 @@ MODES = {"plain": {}, "ids": {"seq_idx": True}, "states": {"initial": True, "fin
 
 
 def sampled(kind: str, widths: range) -> list[KernelSpec]:
-    """Those widths with every set of operands; dtypes take turns. Of the sizes, small ones and those that fill the card."""
+    """Problems of these widths with every set of operands; dtypes take turns. Of the sizes, small ones and those that fill the card."""
     types, weights = cycle(DType), cycle([DType.BF16, DType.F32, None, DType.F16, DType.BF16])
     specs: dict[KernelSpec, None] = {}
     for width, mode in product(widths, MODES):
@@ -205,7 +205,7 @@ def sampled(kind: str, widths: range) -> list[KernelSpec]:
 
 
 def sampled_updates(advance: Advance, widths: range) -> list[KernelSpec]:
-    """Those widths in every layout of the state, for some numbers of tokens; dtypes take turns."""
+    """Problems of these widths in every layout of the state, for some numbers of tokens; dtypes take turns."""
     types, counts = cycle((DType.BF16, DType.F32, DType.F16)), cycle((1, 4, None, 2, 20, 3, 8))
     position = Index.NONE if advance is Advance.SHIFT else Index.I32
     specs: dict[KernelSpec, None] = {}
@@ -232,7 +232,7 @@ def spilled(specs: list[KernelSpec]) -> list[str]:
 
 
 def widths(every: range):
-    """That of all models; and every one."""
+    """The width that all models have, and every one."""
     return pytest.mark.parametrize("widths", kept((range(4, 5), every), lambda r: len(r) == 1), ids=("w4", "every-width"))
 
 

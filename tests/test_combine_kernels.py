@@ -93,8 +93,8 @@ def test_wait_precedes_every_access_and_the_launch_attribute_follows_the_text(sp
 def test_layout_of_the_text(spec):
     text = render(spec, SM90)
     assert text.startswith("// combine_splits for sm_90a") and parse_spec(str(spec), SPECS) == spec
-    signature = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
-    assert [p.split()[-1].lstrip("*") for p in signature.split(",")] == [p.name for p in spec.parameters()]
+    parameters = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
+    assert [p.split()[-1].lstrip("*") for p in parameters.split(",")] == [p.name for p in spec.parameters()]
     assert not any(
         line != line.rstrip() or "\t" in line or "{%" in line or "{{" in line for line in text.splitlines() if "Quad{" not in line
     )

@@ -180,7 +180,7 @@ def test_hooks_of_the_package():
 
 
 def softmax_merge(v: torch.Tensor, s: torch.Tensor, base: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of [states, ...] in float64, by the formula."""
+    """The merge of v [states, ..., d_v] and s [states, ...] in float64, by the formula."""
     s = s.double() * math.log(base)
     return (torch.softmax(s, 0)[..., None] * v.double()).sum(0), s.logsumexp(0) / math.log(base)
 

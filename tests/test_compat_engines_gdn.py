@@ -146,7 +146,7 @@ def test_sglang_sigmoid_gating(sglang, gate, disabled):
 
 
 def merged(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Of LSEs [tokens, heads], in float64."""
+    """Two partial outputs merged by their LSEs [tokens, heads], in float64."""
     both = torch.stack([lse_a, lse_b]).double()
     weights = both.softmax(0)[..., None]
     return weights[0] * a + weights[1] * b, both.logsumexp(0)

@@ -83,7 +83,7 @@ def test_signature_is_that_package_s():
 
 @pytest.mark.parametrize("columns", [None, 1, 3])
 def test_one_token(columns):
-    """Of a table of slots, the first column is read."""
+    """The first column of a table of slots is read."""
     state, x = states(), operands(B)
     before = state.clone()
     read = READ if columns is None else torch.cat([READ[:, None], torch.full((B, columns - 1), 17, dtype=torch.int32)], 1)

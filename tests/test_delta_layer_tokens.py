@@ -87,7 +87,7 @@ def test_tokens_one_by_one(case):
 
 @needs_emulator
 def test_the_next_steps_find_what_this_one_left():
-    """Of windows that roll: which tokens were accepted changes from step to step."""
+    """Windows roll: which tokens were accepted changes from step to step."""
     case = replace(GDN, tokens=3, accepted=I32, batch=1)
     chain, call = make(case), make(case)
     for accepted in (1, 3, 2):
@@ -307,8 +307,8 @@ def test_layout_of_the_text(name):
     spec = spec_of(name)
     text = render(spec, SM90)
     assert text.startswith(f"// {spec.family} for sm_90a") and parse_spec(str(spec), SPECS) == spec
-    signature = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
-    assert [p.split()[-1].lstrip("*") for p in signature.split(",")] == [p.name for p in spec.parameters()]
+    parameters = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
+    assert [p.split()[-1].lstrip("*") for p in parameters.split(",")] == [p.name for p in spec.parameters()]
     assert not any(line != line.rstrip() or "\t" in line or "{%" in line for line in text.splitlines())
     assert ("arrivals" in text) == (spec.update is not Update.NONE) and len(spec.kernels) == (1 if spec.norm.weight is None else 2)
     if spec.norm.weight is not None:

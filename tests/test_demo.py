@@ -157,7 +157,7 @@ def test_what_is_left_to_transformers_is_an_error():
 
 
 def test_tokens_are_compared_one_by_one(monkeypatch):
-    """Of one sequence and of two, patched and fused."""
+    """Both one sequence and two are compared, patched and fused."""
     assert measure.same_tokens(narrow(), 4, "cpu") == (24, 24)
     zeros, others = torch.zeros(2, 4), torch.tensor([[0, 0, 0, 1], [0, 1, 0, 0]])
     answers, asked = iter([zeros[:1], zeros[:1], zeros[:1], zeros, zeros, others]), []

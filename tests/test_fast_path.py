@@ -17,7 +17,7 @@ from ssmgen.errors import ArgumentError
 class Launched(list):
     """{operand: pointer} of each launch."""
 
-    made = 0  # signatures
+    made = 0  # patterns
 
 
 @pytest.fixture
@@ -31,9 +31,9 @@ def launched(monkeypatch) -> Launched:
         def at(self, pointers):
             return lambda: record.append(dict(zip(self.names, pointers, strict=True)))
 
-    def new_signature(family, name, views, names, options, pdl, given, places):
+    def new_pattern(family, name, views, names, options, pdl, given, positions):
         record.made += 1
-        return runtime.Signature(given, lambda pointers: Fake(names), places)
+        return runtime.Pattern(given, lambda pointers: Fake(names), positions)
 
     def forget():
         for table in list(runtime._tables):
@@ -41,7 +41,7 @@ def launched(monkeypatch) -> Launched:
 
     forget()
     monkeypatch.setattr(calls, "on_card", lambda call: True)
-    monkeypatch.setattr(planning, "new_signature", new_signature)
+    monkeypatch.setattr(planning, "new_pattern", new_pattern)
     yield record
     forget()
 

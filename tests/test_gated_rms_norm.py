@@ -95,7 +95,7 @@ def features(case: Case) -> set[tuple]:
 
 
 def covering() -> list[Case]:
-    """Those that show a feature which none before them has."""
+    """The cases that show a feature which none before them has."""
     seen: set[tuple] = set()
     chosen = []
     for case in matrix():

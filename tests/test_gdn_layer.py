@@ -330,8 +330,8 @@ def test_layout_of_the_text(name):
     spec = spec_of(name)
     text = render(spec, SM90)
     assert text.startswith("// delta_layer for sm_90a") and parse_spec(str(spec), SPECS) == spec
-    signature = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
-    assert [p.split()[-1].lstrip("*") for p in signature.split(",")] == [p.name for p in spec.parameters()]
+    parameters = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
+    assert [p.split()[-1].lstrip("*") for p in parameters.split(",")] == [p.name for p in spec.parameters()]
     assert not any(line != line.rstrip() or "\t" in line or "{%" in line for line in text.splitlines())
     assert ("squares" in text) == spec.norm_inside and len(spec.kernels) == (1 if spec.norm_inside or spec.norm.weight is None else 2)
 

@@ -102,7 +102,7 @@ def test_variants_of_a_kind(name, changes):
 
 @pytest.mark.parametrize("first", [True, False], ids=["norm-first", "gate-first"])
 def test_falcon_h1s_norm_of_one_sequence_and_of_two(first):
-    """Of one as transformers has it, whatever its version; of two as each by itself."""
+    """One sequence is normed as transformers does it, whatever its version; two are as each by itself."""
     model = distinct(built("falcon_h1", mamba_rms_norm=True, mamba_norm_before_gate=first))
     ids, how = torch.arange(3, 13).view(2, 5), {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False}
 

@@ -133,7 +133,7 @@ def test_check_finds_what_is_wrong(name, old, new, monkeypatch):
 
 @needs_emulator
 def test_check_finds_a_norm_that_forgets_the_padding(monkeypatch):
-    """Of a padded row, whose gate is NaN, nothing is written."""
+    """Nothing is written of a padded row, whose gate is NaN."""
     call, chain = make(MAMBA), emulated_chain(MAMBA)
 
     def changed(spec, arch):
@@ -263,8 +263,8 @@ def test_layout_of_the_text(name):
     spec = spec_of(name)
     text = render(spec, SM90)
     assert text.startswith("// mamba2_layer for sm_90a") and parse_spec(str(spec), SPECS) == spec
-    signature = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
-    assert [p.split()[-1].lstrip("*") for p in signature.split(",")] == [p.name for p in spec.parameters()]
+    parameters = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
+    assert [p.split()[-1].lstrip("*") for p in parameters.split(",")] == [p.name for p in spec.parameters()]
     assert not any(line != line.rstrip() or "\t" in line or "{%" in line for line in text.splitlines())
     assert len(spec.kernels) == (1 if spec.norm.weight is None else 2)
 

@@ -72,7 +72,7 @@ def test_variants_are_bit_equal(case):
 
 @needs_emulator
 def test_the_next_steps_find_what_this_one_left():
-    """Of windows that roll: which tokens were accepted changes from step to step."""
+    """Windows roll: which tokens were accepted changes from step to step."""
     case = replace(MAMBA, tokens=3, accepted=I32, batch=1)
     chain, call = make(case), make(case)
     for accepted in (1, 3, 2):
@@ -150,7 +150,7 @@ def test_check_finds_what_is_wrong(name, old, new, monkeypatch):
 @needs_emulator
 @pytest.mark.parametrize(("old", "new"), [("in_range && is_slot", "is_slot"), ("&& is_slot(window_slot)", ""), ("is_slot(slot) &&", "")])
 def test_check_finds_a_norm_that_forgets_the_padding(old, new, monkeypatch):
-    """Of a padded row, whose gate is NaN, nothing is written."""
+    """Nothing is written of a padded row, whose gate is NaN."""
     case = replace(MAMBA, tokens=3, accepted=I32, batch=8)
     call, chain = make(case), emulated_chain(case)
 
@@ -322,8 +322,8 @@ def test_layout_of_the_text(name):
     for part in spec.kernels:
         text = render(part, SM90)
         assert text.startswith(f"// {part.family} for sm_90a") and parse_spec(str(part), SPECS) == part
-        signature = re.search(rf"{part.name}\((.*?)\) \{{", text, re.S)[1]
-        assert [p.split()[-1].lstrip("*") for p in signature.split(",")] == [p.name for p in part.parameters()]
+        parameters = re.search(rf"{part.name}\((.*?)\) \{{", text, re.S)[1]
+        assert [p.split()[-1].lstrip("*") for p in parameters.split(",")] == [p.name for p in part.parameters()]
         assert not any(line != line.rstrip() or "\t" in line or "{%" in line for line in text.splitlines())
     assert len(spec.kernels) == (1 if spec.norm.weight is None else 2)
 

@@ -35,11 +35,11 @@ SPECS = [
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
-def test_header_names_the_spec_and_every_argument_is_in_the_signature(spec):
+def test_header_names_the_spec_and_every_argument_is_in_the_parameter_list(spec):
     text = render(spec, SM90)
     assert text.startswith(f"// {spec.family} for sm_90a")
-    signature = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
-    assert [p.split()[-1].lstrip("*") for p in signature.split(",")] == [p.name for p in spec.parameters()]
+    parameters = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
+    assert [p.split()[-1].lstrip("*") for p in parameters.split(",")] == [p.name for p in spec.parameters()]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
@@ -62,7 +62,7 @@ def test_ptx_is_in_the_library_alone():
 
 
 def test_generated_indentation_is_clang_formats():
-    """Of lines that it breaks as the templates do, and but for the signature, whose name has a line of its own."""
+    """Lines are compared that clang-format breaks as the templates do, but for the parameter list, whose name has a line of its own."""
     program = pytest.importorskip("clang_format").get_executable("clang-format")
     root = rendering.templates_dir()
     command = [program, f"--style=file:{root / '.clang-format'}", "--assume-filename=kernel.cu"]

@@ -254,8 +254,8 @@ def test_the_wait_precedes_what_another_kernel_writes(spec, pdl):
 def test_layout_of_the_text(spec):
     text = render(spec, SM90)
     assert text.startswith(f"// {spec.family} for sm_90a")
-    signature = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
-    assert [p.split()[-1].lstrip("*") for p in signature.split(",")] == [p.name for p in spec.parameters()]
+    parameters = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
+    assert [p.split()[-1].lstrip("*") for p in parameters.split(",")] == [p.name for p in spec.parameters()]
     assert not any(line != line.rstrip() or "\t" in line or "{%" in line or "{{ " in line for line in text.splitlines())
 
 

@@ -54,7 +54,7 @@ def launch_of(spec=SPEC, pdl=False, values=None, grid=12) -> runtime.Launch:
     return runtime.Launch(SimpleNamespace(spec=spec, handle=4711, pdl=pdl), 0, grid, values or values_of(spec))
 
 
-def test_every_argument_arrives_where_the_signature_has_it(fake):
+def test_every_argument_arrives_where_the_parameter_list_has_it(fake):
     pointers = [0x1000 * (i + 1) for i, p in enumerate(SPEC.parameters()) if p.code == "Q"]
     plan = launch_of().at(pointers)  # which owns what the address points to
     plan()
@@ -128,11 +128,11 @@ def test_a_plan_run_by_the_emulator(fake, monkeypatch):
     assert_matches(call, want)
 
 
-# Signatures: a call is matched to one before its plan is looked up.
+# Patterns: a call is matched to one before its plan is looked up.
 
 
-def signature_of(given, resolve=lambda pointers: None) -> runtime.Signature:
-    return runtime.Signature(given, resolve, [i for i, t in enumerate(given) if t is not None])
+def pattern_of(given, resolve=lambda pointers: None) -> runtime.Pattern:
+    return runtime.Pattern(given, resolve, [i for i, t in enumerate(given) if t is not None])
 
 
 def test_guard_sees_every_property():
@@ -160,27 +160,27 @@ def test_resize_of_the_same_object_is_noticed():
 def test_pointers_are_resolved_once_and_the_table_is_bounded(monkeypatch):
     seen = []
     fixed = torch.zeros(1)
-    signature = signature_of((torch.zeros(2), fixed, None), seen.append)
-    table = runtime.Signatures()
-    table.add("key", signature)
+    pattern = pattern_of((torch.zeros(2), fixed, None), seen.append)
+    table = runtime.Patterns()
+    table.add("key", pattern)
     a, b = torch.zeros(2), torch.zeros(2)
     for t in (a, b, a, b):
         assert table.find("key", (t, fixed, None)) is runtime._nothing
     assert len(seen) == 2 and table.find("other", (a, fixed, None)) is None and table.find("key", (torch.zeros(3), fixed, None)) is None
-    monkeypatch.setattr(runtime.Signature, "limit", 3)
+    monkeypatch.setattr(runtime.Pattern, "limit", 3)
     kept = [torch.zeros(2) for _ in range(20)]
     for t in kept:
         table.find("key", (t, fixed, None))
-    assert len(signature.plans) <= 3
+    assert len(pattern.plans) <= 3
 
 
 def test_weights_that_require_grad_match_only_without_grad_mode():
     weight = torch.nn.Parameter(torch.zeros(2))
     given = weight, torch.zeros(1)
-    signature = signature_of(given)
+    pattern = pattern_of(given)
     with torch.no_grad():
-        assert signature.matches(*given)
-    assert not signature.matches(*given)
+        assert pattern.matches(*given)
+    assert not pattern.matches(*given)
 
 
 def test_arguments_outlive_what_they_were_made_from():

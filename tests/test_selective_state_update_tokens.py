@@ -98,7 +98,7 @@ VARIED = [
 @emulated
 @pytest.mark.parametrize("case", VARIED, ids=lambda c: c.id)
 def test_variants_are_bit_equal(case):
-    """Of lane maps that differ, the other choices drawn."""
+    """The variants differ in their lane maps; their other choices are drawn."""
     specs = list(space(make_call(case, "cpu").problem, SM90))
     random.Random(1).shuffle(specs)
     chosen = [*{(s.lanes, s.vec): s for s in specs}.values(), *specs][:6]

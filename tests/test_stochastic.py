@@ -21,7 +21,7 @@ LARGEST = {F16: 65504.0, BF16: torch.finfo(BF16).max}
 
 
 def python_philox(seed: int, counter: int, rounds: int, stream: int = 0) -> list[int]:
-    """As the paper writes it."""
+    """Philox as its paper writes it."""
     low = 0xFFFFFFFF
     key, words = [seed & low, seed >> 32 & low], [counter & low, counter >> 32, stream, 0]
     for _ in range(rounds):
@@ -57,7 +57,7 @@ def words(n: int, seed: int = 0) -> Tensor:
 
 
 def magnitudes(n: int, low: int, high: int, seed: int = 0) -> Tensor:
-    """Of both signs, uniform over the powers 2^low … 2^high."""
+    """Numbers of both signs, uniform over the powers 2^low … 2^high."""
     g = torch.Generator().manual_seed(seed)
     power = torch.rand(n, generator=g, dtype=torch.float64) * (high - low) + low
     return (torch.exp2(power) * (torch.randint(0, 2, (n,), generator=g) * 2 - 1)).float()

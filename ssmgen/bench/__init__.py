@@ -17,17 +17,18 @@ from ..family import Family, records
 
 
 @functools.cache
-def homes() -> dict[str, tuple[Family, str]]:
+def benchmarks() -> dict[str, tuple[Family, str]]:
     """{operator that has a benchmark: (its family, place of the module)}"""
     return {op: (family, place) for family in records() for op, place in family.bench.items()}
 
 
-def home(op: str) -> ModuleType:
+def bench_of(op: str) -> ModuleType:
     """The module that times an operator. Raises KeyError."""
-    family, place = homes()[op]
-    return family.part(place)
+    family, place = benchmarks()[op]
+    module: ModuleType = family.part(place)
+    return module
 
 
 def told(op: str) -> dict[str, Any]:
     """The argument that tells a module which operator to time, where it times several."""
-    return {"op": op} if "op" in inspect.signature(home(op).of_model).parameters else {}
+    return {"op": op} if "op" in inspect.signature(bench_of(op).of_model).parameters else {}

@@ -61,7 +61,7 @@ def log_axis(values: Sequence[float]) -> Axis:
 
 
 def zero_axis(values: Sequence[float]) -> Axis:
-    """From 0, with a few ticks."""
+    """An axis that begins at 0, with a few ticks."""
     high = max(values) * 1.05
     unit = 10.0 ** math.floor(math.log10(high))
     step = next(s * unit for s in (0.2, 0.5, 1.0, 2.0) if high / (s * unit) <= 6)

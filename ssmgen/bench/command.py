@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from . import home, homes, told
+from . import bench_of, benchmarks, told
 from .options import together
 
 
@@ -17,15 +17,15 @@ class Benches(click.Group):
     command is made when it is asked for."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return [*homes(), *super().list_commands(context)]
+        return [*benchmarks(), *super().list_commands(context)]
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        return _command(name) if name in homes() else super().get_command(context, name)
+        return _command(name) if name in benchmarks() else super().get_command(context, name)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         own = [(name, self.commands[name].get_short_help_str()) for name in super().list_commands(context)]
         with formatter.section("Commands"):
-            formatter.write_dl([*((name, f"Time {name}.") for name in homes()), *own])
+            formatter.write_dl([*((name, f"Time {name}.") for name in benchmarks()), *own])
 
 
 @click.group(cls=Benches)
@@ -68,7 +68,7 @@ def _command(name: str) -> click.Command:
         from .progress import watching
         from .suite import Suite
 
-        module, form = home(name), _form(as_json, as_csv, page)
+        module, form = bench_of(name), _form(as_json, as_csv, page)
         chosen |= told(name)
         if wrong := getattr(module, "mistakes", lambda **_: [])(**chosen):
             raise click.UsageError("; ".join(wrong))
@@ -78,7 +78,7 @@ def _command(name: str) -> click.Command:
         check(suite)
 
     rounds = click.option("--rounds", type=click.IntRange(1), default=7, show_default=True)
-    return click.command(name, help=f"Time {name}.")(together(command, *home(name).OPTIONS, rounds, NO_PEERS, with_outputs))
+    return click.command(name, help=f"Time {name}.")(together(command, *bench_of(name).OPTIONS, rounds, NO_PEERS, with_outputs))
 
 
 @bench.command("all")

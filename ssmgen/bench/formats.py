@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import SsmgenError, bullets
 from ..files import FileError, plain, plain_values, read_json
-from . import home
+from . import bench_of
 from .rows import flat, op_of
 from .schema import faults_of, is_suite
 from .suite import Suite, rows_and_failures, stitched
@@ -76,7 +76,7 @@ def as_csv(suite: Suite) -> str:
 
 def as_text(suite: Suite) -> str:
     """Each operator's own table, and what failed."""
-    return "\n\n".join([home(op_of(report)).table(report) for report in suite.reports] + _failed_lines(suite))
+    return "\n\n".join([bench_of(op_of(report)).table(report) for report in suite.reports] + _failed_lines(suite))
 
 
 def _failed_lines(suite: Suite) -> list[str]:

@@ -72,7 +72,7 @@ def _machine(report: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _heads(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Where and when: once for all reports that agree on it."""
+    """The lines that say where and when was measured: once for all reports that agree on it."""
     found: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for report in reports:
         found.setdefault(_machine(report), []).append(report)
@@ -103,7 +103,7 @@ def _groups(reports: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]
 
 
 def _sections(suite: Suite, marks: Mapping[str, tuple[str, str]]) -> list[Section]:
-    """In the order of the reports; then operators that made none."""
+    """A section for each report, in their order; then one for each operator that made none."""
     groups = [(op_of(group[0]), group) for group in _groups(suite.reports)]
     groups += [(op, []) for op in dict.fromkeys(entry["op"] for entry in suite.failed) if op not in dict(groups)]
     ops, machines, count = [op for op, _ in groups], set(map(_machine, suite.reports)), Counter()

@@ -36,7 +36,7 @@ from ..families.linear_attention.bench_recurrences import OPS
 from ..models import Model, find_model
 from ..render import render
 from ..spec import SM90, Arch, DType, must
-from . import home, schema, timing
+from . import bench_of, schema, timing
 from . import options as cli
 from . import report as reports
 from .layer_case import EPS, Case, copied_bytes
@@ -274,7 +274,7 @@ def run(
     report = reports.begin(__doc__) | {"op": op}
     if wrong := mistakes(op, names, tokens, intermediates):
         raise SsmgenError("; ".join(wrong))
-    kinds = list(product([find_model(name).divided(tp) for name in names or home(op).MODELS[op]], states or STATES))
+    kinds = list(product([find_model(name).divided(tp) for name in names or bench_of(op).MODELS[op]], states or STATES))
     sizes = list(batches or BATCHES)
     counts = list(tokens or (1,))
     watch.begins(op, len(kinds) * len(sizes) * len(counts))

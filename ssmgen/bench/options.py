@@ -14,7 +14,7 @@ Option = Callable[[Any], Any]
 
 
 class Choice(click.Choice):
-    """Of an enum's values; gives its members."""
+    """An option whose texts are an enum's values; the command gets the member."""
 
     def __init__(self, enum: type[Enum]):
         super().__init__([member.value for member in enum])

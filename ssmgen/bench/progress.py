@@ -70,7 +70,7 @@ class Display(Watch):
 
 @contextlib.contextmanager
 def watching() -> Iterator[Watch]:
-    """On stderr: a display where that is a terminal, and a line per case in any case."""
+    """Shows progress on stderr: a display where that is a terminal, and a line per measured case everywhere."""
     console = Console(stderr=True)
     if not (sys.stderr.isatty() and console.is_interactive):
         yield Watch(lambda line: click.echo(line, err=True))

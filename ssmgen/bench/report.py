@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .. import __version__, api, runtime
-from .. import nvrtc as compiler
+from .. import __version__, api, nvrtc, runtime
 from ..errors import SsmgenError
 from ..families.slot_copy.spec import SlotCopySpec
 from ..render import render
@@ -48,7 +47,7 @@ def begin(method: str = "") -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "compiler": compiler.build_id(),
+        "compiler": nvrtc.build_id(),
         "ceilings_tbs": timing.ceilings_tbs(),
         "method": " ".join(f"{timing.__doc__} {method}".split()),
         "rows": [],
@@ -153,7 +152,7 @@ def _forget_error() -> None:
 
 
 def host_us(operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], peers: Mapping[str, Peer]) -> dict[str, float]:
-    """Of eager calls, every argument at hand: ours, ours bound, and the peers'."""
+    """{name: microseconds of the host's time for an eager call, every argument at hand}: our function, the same bound, and the peers."""
     ours = {"ssmgen": functools.partial(operator, *args, **kwargs), "ssmgen_bound": api.bind(operator, *args, **kwargs)}
     calls = ours | {name: functools.partial(peer, 0) for name, peer in peers.items()}
     return {name: timing.host_us(call) for name, call in calls.items()}
@@ -168,7 +167,7 @@ def bound(case: Any, pdl: bool) -> timing.Launch:
 def served(operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], arch: Arch) -> dict[str, Any]:
     """The variant that serves a call, by which rule, and what compiling it takes."""
     chosen = api.explain(operator, *args, arch=str(arch), **kwargs).chosen
-    compiled = compiler.compile_cubin(render(chosen.spec, arch), arch, str(chosen.spec))
+    compiled = nvrtc.compile_cubin(render(chosen.spec, arch), arch, str(chosen.spec))
     return {"spec": str(chosen.spec), "rule": chosen.rule, "compile_seconds": compiled.seconds}
 
 

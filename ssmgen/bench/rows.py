@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from . import home
+from . import bench_of
 
 
 class Point(NamedTuple):
@@ -74,11 +74,12 @@ class Failure:
 
 def op_of(report: Mapping[str, Any]) -> str:
     """Reports of selective_state_update did not name it at first."""
-    return report.get("op", "selective_state_update")
+    return str(report.get("op", "selective_state_update"))
 
 
 def point_of(report: Mapping[str, Any], row: Mapping[str, Any]) -> Point:
-    return home(op_of(report)).point(report, row)
+    point: Point = bench_of(op_of(report)).point(report, row)
+    return point
 
 
 def rows_of(report: Mapping[str, Any]) -> list[Row]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from . import home, homes
+from . import bench_of, benchmarks
 from .rows import op_of
 
 
@@ -37,7 +37,7 @@ def maybe(kind: Kind) -> Kind:
 
 
 def list_of(kind: Kind, length: int | None = None) -> Kind:
-    """Of so many, or of any number."""
+    """A list whose items are of one kind: of so many items, or of any number."""
 
     def faults(where: str, value: Any) -> Iterator[str]:
         if not isinstance(value, list) or (length is not None and len(value) != length):
@@ -62,7 +62,7 @@ def by_name(kind: Kind, *needed: str) -> Kind:
 
 
 def object_of(fields: Fields, others: bool = True) -> Kind:
-    """With these names. others: and any others."""
+    """An object with these names. others: it may have any others too."""
 
     def faults(where: str, value: Any) -> Iterator[str]:
         if not isinstance(value, dict):
@@ -143,10 +143,10 @@ def _of_report(where: str, report: Any) -> Iterator[str]:
         yield f"{where} is {reprlib.repr(report)}, not an object"
         return
     op, dot = op_of(report), f"{where}." if where else ""
-    if not isinstance(op, str) or op not in homes():
-        yield f"{dot}op is {reprlib.repr(op)}, which is none of {', '.join(homes())}"
+    if not isinstance(op, str) or op not in benchmarks():
+        yield f"{dot}op is {reprlib.repr(op)}, which is none of {', '.join(benchmarks())}"
         return
-    form = home(op).REPORT
+    form = bench_of(op).REPORT
     of_fields = object_of(form.case | ROW | form.row | {"us": by_name(TIME, *form.times)})
 
     def row(where: str, value: Any) -> Iterator[str]:

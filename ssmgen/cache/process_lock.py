@@ -31,7 +31,7 @@ def process_lock(key: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if descriptor in _descriptors:  # not in a child that was forked meanwhile: the lock is its parent's
+        if path and descriptor in _descriptors:  # not in a child that was forked meanwhile: the lock is its parent's
             _remove(path)
             _close(descriptor)
 

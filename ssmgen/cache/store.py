@@ -11,9 +11,9 @@ import warnings
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from .. import nvrtc as compiler
-from .. import settings as config
+from .. import nvrtc, settings
 from ..errors import CacheError, NotBuiltError
 from ..render import render
 from ..spec import Arch, KernelSpec
@@ -44,7 +44,7 @@ class Cache:
 
     @classmethod
     def from_environment(cls) -> Cache:
-        return cls(config.cache_dir(), config.read_only_layers())
+        return cls(settings.cache_dir(), settings.read_only_layers())
 
     def _usable(self, layer: Layer, missing: bool = False) -> bool:
         """Whether its root is believed, or missing and may be; else there is a warning. A first look: each use checks what it opens."""
@@ -60,7 +60,8 @@ class Cache:
         return False
 
     def _warn(self, layer: Layer | None, reason: object) -> None:
-        if (root := layer and layer.root) in self._warned:
+        root = layer.root if layer else None
+        if root in self._warned:
             return
         self._warned.add(root)
         what = "keeps compiled kernels in memory only" if layer in (None, self.writable) else f"ignores the cache layer {root}"
@@ -81,20 +82,20 @@ class Cache:
         with lock:
             if entry := self._look_up(key, source, spec.name, arch):
                 return entry, True
-            if not config.may_compile():
+            if not settings.may_compile():
                 raise NotBuiltError(str(spec), str(arch))
             with process_lock(key):
                 entry = self._look_up(key, source, spec.name, arch)  # another process may have just built it
                 if entry:
                     return entry, True
-                done = compiler.compile_cubin(source, arch, str(spec))
+                done = nvrtc.compile_cubin(source, arch, str(spec))
                 entry = Entry(
                     key=key,
                     spec=str(spec),
                     symbol=spec.name,
                     arch=str(arch),
                     compiler=self.compiler_build(),
-                    options=compiler.options_for(arch),
+                    options=nvrtc.options_for(arch),
                     resources=done.resources,
                     seconds=done.seconds,
                     source=source,
@@ -110,7 +111,7 @@ class Cache:
 
     def _key(self, spec: KernelSpec, arch: Arch) -> tuple[str, str]:
         source = render(spec, arch)
-        return cache_key(source, compiler.options_for(arch), arch, self.compiler_build()), source
+        return cache_key(source, nvrtc.options_for(arch), arch, self.compiler_build()), source
 
     def _look_up(self, key: str, source: str, symbol: str, arch: Arch) -> Entry | None:
         if entry := self._memory.get(key):
@@ -134,48 +135,48 @@ class Cache:
             self._compiler_build = self._remembered_build() or self._ask_build()
         return self._compiler_build
 
-    def _build_note(self) -> tuple[Path, str] | None:
-        """(file, identity of the library in use)"""
+    def _build_note(self) -> tuple[Layer, Path, str] | None:
+        """(layer, file in it, identity of the library in use); None where nothing can be kept."""
         if not self.writable:
             return None
-        path = compiler.library_path()
+        path = nvrtc.library_path()
         try:
             info = os.stat(path)
         except OSError:
             return None
         identity = f"{path}\n{info.st_size}\n{info.st_mtime_ns}"
-        return self.writable.version_dir / f"nvrtc-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json", identity
+        return self.writable, self.writable.version_dir / f"nvrtc-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json", identity
 
     def _remembered_build(self) -> str | None:
         if note := self._build_note():
-            path, identity = note
+            layer, path, identity = note
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-                told = json.loads(self.writable.read_file(path, MAX_HEADER_BYTES))
+                told = json.loads(layer.read_file(path, MAX_HEADER_BYTES))
                 build = told["build"]
                 if told["library"] == identity and isinstance(build, str) and build.strip() and build.isascii() and build.isprintable():
                     return build
         return None
 
     def _ask_build(self) -> str:
-        build = compiler.build_id()
+        build = nvrtc.build_id()
         if note := self._build_note():
-            path, identity = note
+            layer, path, identity = note
             try:
-                self.writable.publish(path, json.dumps({"library": identity, "build": build}).encode())
+                layer.publish(path, json.dumps({"library": identity, "build": build}).encode())
             except CacheError as e:
-                self._warn(self.writable, e)
+                self._warn(layer, e)
         return build
 
 
 _caches: weakref.WeakSet[Cache] = weakref.WeakSet()
-_shared: tuple[tuple, Cache] | None = None
+_shared: tuple[tuple[Any, ...], Cache] | None = None
 _shared_mutex = threading.Lock()
 
 
 def shared_cache() -> Cache:
     """The process's cache; made anew when the environment variables that describe it change."""
     global _shared
-    described = (config.cache_dir(), tuple(config.read_only_layers()))
+    described = (settings.cache_dir(), tuple(settings.read_only_layers()))
     with _shared_mutex:
         if _shared is None or _shared[0] != described:
             _shared = described, Cache.from_environment()

@@ -63,13 +63,14 @@ def opened(root: Path, *below: str, make: bool = False, believe: bool = False) -
     Raises FileNotFoundError if there is none, else CacheError that names the level and what is wrong with it.
     """
     with contextlib.ExitStack() as levels:
-        path, fd = root, None
-        for name in ("", *below):
-            path = root / name if fd is None else path / name
-            fd = open_directory(path, fd, make)
+        path, fd = root, open_directory(root, None, make)
+        for name in (*below, None):
             levels.callback(os.close, fd)
             if not believe and (reason := doubt(os.fstat(fd))):
                 raise CacheError(path, reason)
+            if name is not None:
+                path = path / name
+                fd = open_directory(path, fd, make)
         yield fd
 
 

@@ -24,6 +24,7 @@ EXACT = {
     **dict.fromkeys(("has_initial_state", "mask"), torch.bool),
     "rand_seed": torch.int64,
 }
+Shapes = Mapping[str, tuple[int, ...]]  # of a tensor: words such as "[batch, dim]" and the sizes that they stand for
 TORCH_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
 
 
@@ -74,7 +75,7 @@ def in_memory(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tensors(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Those of a call by name, also of rings and pairs."""
+    """The tensors of a call by name, also those in rings and pairs."""
     for name, value in (*zip(names, args, strict=False), *kwargs.items()):
         if isinstance(value, Tensor):
             yield name, value
@@ -101,7 +102,7 @@ def check_common(tensors: Mapping[str, Tensor], anchor: str, problems: list[str]
             problems.append(f"{name} requires grad, and a decode step has no backward: call it under torch.no_grad()")
 
 
-def check_shape(name: str, t: Tensor, allowed: Mapping[str, tuple[int, ...]], problems: list[str]) -> bool:
+def check_shape(name: str, t: Tensor, allowed: Shapes, problems: list[str]) -> bool:
     """`allowed` maps a shape in words to its sizes; one of them must be the tensor's."""
     if tuple(t.shape) in allowed.values():
         return True

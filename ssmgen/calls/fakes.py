@@ -7,7 +7,7 @@ compiled function has no guard from here and is compiled once for all its sizes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,8 @@ from .. import errors
 def of_plain_sizes(given: Sequence[Any]) -> Iterator[tuple[Any, ...] | None]:
     """What is given, with tensors for the checks in place of all tensors; None where nobody knows a size, which follows from what a tensor
     will hold. Of a device that this machine lacks, which nothing can be asked about, all are on meta: the machine that has it will see."""
-    sizes = {id(t): [_size(n) for n in (*t.shape, *t.stride())] for t in given if _is_strided(t)}
+    asked = {id(t): [_size(n) for n in (*t.shape, *t.stride())] for t in given if _is_strided(t)}
+    sizes = {key: [n for n in found if n is not None] for key, found in asked.items()}
     elsewhere = any(isinstance(t, Tensor) and t.is_cuda for t in given) and not torch.cuda.is_available()
 
     def stand_in(t: Any) -> Any:
@@ -34,7 +35,7 @@ def of_plain_sizes(given: Sequence[Any]) -> Iterator[tuple[Any, ...] | None]:
         return torch.empty_strided(known[:axes], known[axes:], dtype=t.dtype, device=device, requires_grad=t.requires_grad)
 
     with FakeTensorMode():
-        yield None if any(None in known for known in sizes.values()) else tuple(map(stand_in, given))
+        yield None if any(None in found for found in asked.values()) else tuple(map(stand_in, given))
 
 
 def _is_strided(t: Any) -> bool:
@@ -53,7 +54,7 @@ def as_tracers_take_it(error: errors.ArgumentError) -> errors.ArgumentError:
 
 
 @functools.cache
-def _dynamos() -> type[errors.ArgumentError]:
+def _dynamos() -> Callable[[errors.ArgumentError], errors.ArgumentError]:
     from torch._dynamo.exc import Unsupported  # importing it takes a second, which whoever traces has spent
 
     class ArgumentError(errors.ArgumentError, Unsupported):
@@ -63,7 +64,7 @@ def _dynamos() -> type[errors.ArgumentError]:
             Unsupported.__init__(self, str(error))
             self.problems = error.problems
 
-        def __reduce__(self):
+        def __reduce__(self) -> tuple[Any, ...]:
             again, (_, args, _) = super().__reduce__()
             return again, (errors.ArgumentError, args, {"problems": self.problems})
 

@@ -74,12 +74,12 @@ def launch_of(
     return launches[0] if takes == [[*range(len(names))]] else runtime.Chain(launches, takes)
 
 
-def new_signature(
+def new_pattern(
     family: Family, name: str, views: Views, names: Sequence[str], options: Any, pdl: bool | None, given: Sequence[Any],
-    places: Sequence[int],
-) -> runtime.Signature:  # fmt: skip
-    """Of the calls of the public function `name` like this one, whose tensors are `given` at these places. Plans take the pointers of
-    those and of what comes behind them in `names`."""
+    positions: Sequence[int],
+) -> runtime.Pattern:  # fmt: skip
+    """The pattern of a call of the public function `name`, whose tensors are `given` at these positions. Plans take the pointers of those
+    and of what comes behind them in `names`."""
     device = next(iter(views.values())).device.index
     arch = runtime.device_arch(device)
     wanted = arch >= SM90 if pdl is None else pdl
@@ -99,7 +99,7 @@ def new_signature(
             registry.count_plan(spec)
         return launches[problem]
 
-    return runtime.Signature(given, resolve, places)
+    return runtime.Pattern(given, resolve, positions)
 
 
 def _nothing() -> None:
@@ -116,15 +116,15 @@ class Caller(NamedTuple):
     views_of: Callable[[Views, Any, list[str]], dict[str, Tensor]]  # of operands by name and options; adds to the problems
     reference: Callable[..., None]  # of views, options and, if not torch.float32, the dtype that it computes in
     dispatch: Callable[[Sequence[Any], Any, bool | None], None]  # the call through torch's dispatcher, which comes back with plain tensors
-    signatures: runtime.Signatures
+    patterns: runtime.Patterns
     # In these, `given` are the operands by `names`, and `objections` what is wrong with arguments that are no tensors.
 
     def plan(self, given: tuple[Any, ...], options: Any, pdl: bool | None, objections: Sequence[str] = ()) -> Callable[[], None]:
         """What runs a call. Raises ArgumentError and what making a plan raises."""
         out = given[self.names.index("out")]
-        key = self.name, options, pdl, tuple([t is None for t in given]), getattr(out, "shape", None)
+        key: tuple[Any, ...] | None = (self.name, options, pdl, tuple([t is None for t in given]), getattr(out, "shape", None))
         try:
-            found = None if objections else self.signatures.find(key, given)
+            found = None if objections else self.patterns.find(key, given)
         except (AttributeError, TypeError):  # not tensors, or options that cannot be hashed: the checks say which
             found = key = None
         if found is not None:
@@ -139,23 +139,23 @@ class Caller(NamedTuple):
         if device.type != "cuda":
             check_overlap(self.family, self.name, views, {n: t.data_ptr() for n, t in named.items()})
             return partial(self._refer, views, options)
-        places = [i for i, t in enumerate(given) if t is not None]
-        signature = new_signature(self.family, self.name, views, tuple(named), options, pdl, given, places)
-        plan = signature.plan(tuple(named.values()))
+        positions = [i for i, t in enumerate(given) if t is not None]
+        pattern = new_pattern(self.family, self.name, views, tuple(named), options, pdl, given, positions)
+        plan = pattern.plan(tuple(named.values()))
         if key is not None:
-            self.signatures.add(key, signature)
+            self.patterns.add(key, pattern)
         return plan
 
-    def signature(
+    def pattern(
         self, named: Mapping[str, Tensor], options: Any, pdl: bool | None, objections: Sequence[str], given: Sequence[Any],
-        places: Sequence[int],
-    ) -> runtime.Signature:  # fmt: skip
-        """Of the calls like this one on the device, whose first operands are `given` at these places. Raises ArgumentError."""
+        positions: Sequence[int],
+    ) -> runtime.Pattern:  # fmt: skip
+        """The pattern of a call on the device, whose first operands are `given` at these positions. Raises ArgumentError."""
         views = self.checked(named, options, pdl, objections)
-        return new_signature(self.family, self.name, views, tuple(named), options, pdl, given, places)
+        return new_pattern(self.family, self.name, views, tuple(named), options, pdl, given, positions)
 
     def _hand_over(self, given: tuple[Any, ...], options: Any, pdl: bool | None, objections: Sequence[str]) -> None:
-        """To torch's dispatcher. Raises ArgumentError for what does not fit the operator's schema, too."""
+        """Makes the call through torch's dispatcher. Raises ArgumentError also for what does not fit the operator's schema."""
         if objections:
             self.foresee(given, options, pdl, objections)
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial, wraps
 from operator import itemgetter
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -79,8 +79,29 @@ class Call(NamedTuple):
         return self.caller.problem_of(self.given, self.options, self.pdl, self.objections)
 
 
+class Operator(Protocol):
+    """A public function as warm(), bind() and explain() know it: what `operator` gives it beside its own parameters and result."""
+
+    __name__: str
+    build: Callable[..., Call]  # its call of the same arguments. Raises ArgumentError for what is no tensor
+    names: tuple[str, ...]  # its parameters
+    scalars: Scalars
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+def call_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
+    """What a public function makes of these arguments. Raises ArgumentError for what is no tensor."""
+    known: Any = function
+    made: Call = known.build(*args, **kwargs)
+    return made
+
+
 def operator(like: str, **own: Scalar) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """The public function of a builder, which returns a Call: makes the call and returns its result. Its signature is the builder's.
+    """The public function of a builder: makes the builder's call and returns its result.
+
+    Its signature is the builder's. So a builder declares what the function takes and returns, which editors and `help` show, and returns
+    the Call that will give it, cast to that.
 
     like: a parameter, a tensor (or several) with whose shape all other sizes change; own: see Scalars. `build` of the function is the
     builder, behind the check of what is no tensor.
@@ -90,14 +111,14 @@ def operator(like: str, **own: Scalar) -> Callable[[Callable[P, R]], Callable[P,
         scalars = Scalars(builder, own)
         names = scalars.names
         made = in_memory(builder)
-        place = names.index(like)
+        position = names.index(like)
         recall = _Memory()
         known = recall.rows
 
         @wraps(builder)
         def build(*args: Any, **kwargs: Any) -> Call:
-            args, kwargs, objections = scalars.sound(args, kwargs)
-            call: Any = made(*args, **kwargs)
+            positional, named, objections = scalars.sound(args, kwargs)
+            call: Call = made(*positional, **named)
             return call._replace(objections=(*objections, *call.objections)) if objections else call
 
         @wraps(builder)
@@ -108,7 +129,7 @@ def operator(like: str, **own: Scalar) -> Callable[[Callable[P, R]], Callable[P,
                 call = build(*args, **kwargs)
                 call.dispatch()
                 return call.result
-            size = args[place] if len(args) > place else kwargs.get(like)
+            size = args[position] if len(args) > position else kwargs.get(like)
             values = (*args, *kwargs.values())
             try:
                 key = (*map(type, values), *kwargs, getattr(size, "shape", None))
@@ -137,7 +158,7 @@ def operator(like: str, **own: Scalar) -> Callable[[Callable[P, R]], Callable[P,
         def on_shards(args: Any, kwargs: Any) -> Any:
             return sharded.run(run, names, *scalars.checked(args, kwargs))
 
-        run.build, run.names, run.scalars = build, names, scalars  # for warm(), bind() and explain()
+        vars(run).update(build=build, names=names, scalars=scalars)  # see Operator
         return run
 
     return public
@@ -175,7 +196,7 @@ class _Known(NamedTuple):
 
     scalars: Any
     scalars_of: Callable[[tuple[Any, ...]], Any]  # of the arguments
-    signature: runtime.Signature
+    pattern: runtime.Pattern
     new: tuple[Callable[[], Tensor], ...]  # of the tensors that the function makes
     result: Callable[[tuple[Tensor, ...]], Any]  # of the given and the new ones
 
@@ -197,12 +218,12 @@ class _Memory(runtime.Table):
             seen = build(*_like(args, it := iter(alias)), **dict(zip(kwargs, _like(kwargs.values(), it), strict=True))).operands
         else:
             seen = operands
-        places = {name: given[id(t)] for name, t in seen.items() if id(t) in given}
-        if len(tensors) + len(scalars) < len(values) or len(places) < len(tensors):  # what is compared nowhere may matter
+        positions = {name: given[id(t)] for name, t in seen.items() if id(t) in given}
+        if len(tensors) + len(scalars) < len(values) or len(positions) < len(tensors):  # what is compared nowhere may matter
             return call.plan()
-        new = {name: t for name, t in operands.items() if name not in places}
-        named = {name: operands[name] for name in (*places, *new)}
-        made = call.caller.signature(named, call.options, call.pdl, call.objections, values, list(places.values()))
+        new = {name: t for name, t in operands.items() if name not in positions}
+        named = {name: operands[name] for name in (*positions, *new)}
+        made = call.caller.pattern(named, call.options, call.pdl, call.objections, values, list(positions.values()))
         makers = tuple(partial(torch.empty_strided, t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in new.values())
         names = list(named)
         result = itemgetter(*[names.index(name) for name in call.returns])

@@ -36,7 +36,7 @@ def number(words: str = "a number", least: float = -MOST) -> Scalar:
 
 
 def integer(words: str, least: int = -I64, most: int = I64 - 1) -> Scalar:
-    """Also of other types that are integers and say so, such as numpy's. Not a tensor, which may lie on a device, nor a bool."""
+    """An integer, also of another type that is one and says so, such as numpy's. Not a tensor, which may lie on a device, nor a bool."""
 
     def holds(value: Any) -> bool:
         if isinstance(value, (bool, torch.Tensor)):
@@ -83,7 +83,7 @@ COMMON = {
 
 
 class Scalars:
-    """Those of one function."""
+    """What the arguments of one function may be that are no tensors."""
 
     def __init__(self, function: Callable[..., Any], own: Mapping[str, Scalar]):
         """own: by parameter, where it is neither a switch nor in COMMON. Raises TypeError for a parameter that has no rule."""
@@ -102,7 +102,7 @@ class Scalars:
             if "None" in kind and not rule.holds(None):
                 rule = or_none(rule)
             self.rules[name], self.defaults[name] = rule, parameter.default
-        self._places = [(i, name) for i, name in enumerate(self.names) if name in self.rules]
+        self._positions = [(i, name) for i, name in enumerate(self.names) if name in self.rules]
 
     def sound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any], tuple[str, ...]]:
         """(args, kwargs, what is wrong), with defaults in place of what is wrong, so that the rest of the call can be looked at.
@@ -113,9 +113,9 @@ class Scalars:
             raise TypeError(_unexpected(self.function, [name for name in kwargs if name not in self._known]))
         problems: list[str] = []
         positional, named = list(args), dict(kwargs)
-        for place, name in self._places:
-            if place < len(args):
-                positional[place] = self._taken(name, args[place], problems)
+        for position, name in self._positions:
+            if position < len(args):
+                positional[position] = self._taken(name, args[position], problems)
         for name, value in kwargs.items():
             if name in self.rules:
                 named[name] = self._taken(name, value, problems)

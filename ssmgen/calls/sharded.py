@@ -71,7 +71,7 @@ _known: dict[Any, Sharding] = {}
 
 
 def _sharding_of(function: str, rule: Rule, given: Mapping[str, Any]) -> Sharding:
-    """Of calls like this one, which differ in nothing that it looks at."""
+    """How a call is divided among ranks; calls that differ in nothing that this depends on share the answer."""
     if is_compiling():
         return Sharding(function, rule, given)
     parts = [
@@ -98,8 +98,8 @@ class Sharding:
 
         self.function, self.rule = function, rule
         tensors: dict[str, Tensor] = {n: t for n, t in given.items() if isinstance(t, Tensor)}
-        self.distributed = [n for n, t in tensors.items() if isinstance(t, DTensor)]
-        mesh = tensors[self.distributed[0]].device_mesh
+        self.distributed = {n: t for n, t in tensors.items() if isinstance(t, DTensor)}
+        mesh = next(iter(self.distributed.values())).device_mesh
         self.sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
         self._check_mesh(tensors, mesh)
         self.anchor: str = next(n for n in self.rule.anchors if n in tensors)
@@ -122,9 +122,9 @@ class Sharding:
         """Raises ArgumentError where operands are not of one mesh. Integers may be plain tensors, taken to be the same on all ranks."""
         problems: list[str] = []
         for name, t in tensors.items():
-            if name in self.distributed:
-                if t.device_mesh != mesh:
-                    problems.append(f"{name} is on {t.device_mesh}, and others are on {mesh}")
+            if (found := self.distributed.get(name)) is not None:
+                if found.device_mesh != mesh:
+                    problems.append(f"{name} is on {found.device_mesh}, and others are on {mesh}")
             elif t.is_floating_point():
                 how = "make it one (distribute_tensor, DTensor.from_local), or give shards of all of them"
                 problems.append(f"{name} is no DTensor, and others are: {how}")
@@ -149,7 +149,7 @@ class Sharding:
         return None
 
     def _size(self, name: str, word: str) -> int:
-        """Of the operand's axis of that word; 1 where it has none."""
+        """The size of the operand's axis that the rule calls so; 1 where it has none."""
         return self.shapes[name][self.axes[name].index(word)] if word in self.axes[name] else 1
 
     def _check(self, noise: bool, problems: list[str]) -> None:
@@ -205,25 +205,24 @@ class Sharding:
         everywhere = all(p.is_replicate() for p in have)
         if have != wanted and not everywhere:
             t = t.redistribute(placements=wanted)
-        if name in self.distributed:
-            t = t.to_local()
+        local: Tensor = t.to_local() if name in self.distributed else t
         if have != wanted and everywhere:
             for axis, p in enumerate(wanted):
                 if p.is_shard():
-                    start, length = _part(t.shape[p.dim], self.sizes[axis], here[axis])
-                    t = t.narrow(p.dim, start, length)
+                    start, length = _part(local.shape[p.dim], self.sizes[axis], here[axis])
+                    local = local.narrow(p.dim, start, length)
         groups = self._size(name, "group")
         if groups > 1 and groups % self.heads:
             part = 0  # this rank's, of the heads
             for axis, kind in enumerate(self.kinds):
                 if kind == "head":
                     part = part * self.sizes[axis] + here[axis]
-            t = t.narrow(words.index("group"), part * groups // self.heads, 1)
-        return t
+            local = local.narrow(words.index("group"), part * groups // self.heads, 1)
+        return local
 
     def _mesh(self, given: Mapping[str, Any]) -> Any:
-        """Of this call: another one like it may be on an equal mesh of other process groups."""
-        return given[self.distributed[0]].device_mesh
+        """The mesh of these tensors. An earlier call that was divided likewise may have been on an equal one of other process groups."""
+        return given[next(iter(self.distributed))].device_mesh
 
     def result(self, given: Mapping[str, Any], local: Any) -> Any:
         """What the function returned on this rank, as DTensors: the given ones where it returned theirs."""

@@ -10,7 +10,7 @@ import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -35,7 +35,10 @@ from .options import BUILT, EXIT_FAILURE, EXIT_INTERRUPTED, Folder, arch_option,
 @click.option("--jobs", type=click.IntRange(1), help="Parallel compilations. Default: one per processor.")
 @click.option("--out", type=Folder(), help="Write a cache layer here instead of to the user's cache.")
 @json_option
-def build(model, pdl, everything, op, specs, archs, max_batch, max_spill, jobs, out, as_json, **call) -> None:
+def build(
+    model: str | None, pdl: bool | None, everything: bool, op: str | None, specs: tuple[str, ...], archs: list[Arch], max_batch: int,
+    max_spill: int, jobs: int | None, out: Path | None, as_json: bool, **call: Any,
+) -> None:  # fmt: skip
     """Compile kernels ahead of time. Needs no GPU.
 
     The directory written by --out can be shipped, and named in SSMGEN_CACHE_PATH.
@@ -144,9 +147,9 @@ def models(as_json: bool) -> None:
     )
     for m in known().values():
         note = "" if m.verified else "  (unverified)"
-        rows, elements, groups = m.shape
+        size, elements, groups = m.shape
         click.echo(
-            f"{m.name:28} {m.kind:16} {m.nheads:5} {rows:11} {elements:11} {groups:18}  {m.state.value:6} {m.layer_function or '-'}{note}"
+            f"{m.name:28} {m.kind:16} {m.nheads:5} {size:11} {elements:11} {groups:18}  {m.state.value:6} {m.layer_function or '-'}{note}"
         )
 
 

@@ -33,7 +33,7 @@ def cache_path() -> None:
 @json_option
 def cache_ls(as_json: bool) -> None:
     """List the entries that can be used."""
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"path": str(path), "bytes": len(e.to_bytes()), "name": e.symbol, "arch": e.arch, "compiler": e.compiler, "spec": e.spec}
         for layer in shared_cache().layers
         for path, e in layer.entries()

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from ..bench import homes
+from ..bench import benchmarks
 from ..cache.store import shared_cache
 from ..catalog import OPERATOR_OF
 from ..errors import ModelError
@@ -89,8 +89,8 @@ def diff(a: str, b: str, form: str, archs: list[Arch]) -> None:
 
     cache = shared_cache()
     specs = [inspect.resolve(text, cache) for text in (a, b)]
-    texts = [inspect.comparable(inspect.text_of(spec, form, archs[0], cache), form, spec).splitlines() for spec in specs]
-    lines = list(difflib.unified_diff(*texts, fromfile=a, tofile=b, lineterm=""))
+    before, after = (inspect.comparable(inspect.text_of(spec, form, archs[0], cache), form, spec).splitlines() for spec in specs)
+    lines = list(difflib.unified_diff(before, after, fromfile=a, tofile=b, lineterm=""))
     if lines:
         _print_code("\n".join(lines), "diff")
     sys.exit(1 if lines else 0)
@@ -117,13 +117,15 @@ def check(specs: tuple[str, ...], batch: int, archs: list[Arch]) -> None:
 
 
 @click.command()
-@click.argument("op", type=click.Choice(list(homes())))
+@click.argument("op", type=click.Choice(list(benchmarks())))
 @with_model
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--gpu", help="Whose measured choices to look at, such as 'NVIDIA H200'. Default: this machine's, if it is of --arch.")
 @arch_option
 @json_option
-def explain(op, model, tp, pdl, batch, gpu, archs, as_json, **call) -> None:
+def explain(
+    op: str, model: str, tp: int, pdl: bool | None, batch: int, gpu: str | None, archs: list[Arch], as_json: bool, **call: Any
+) -> None:
     """Say which variant serves a model at a batch size, by which rule, and why the others do not.
 
     causal_conv1d: for prompts of --tokens, 2048 if that is not given.
@@ -141,12 +143,12 @@ def explain(op, model, tp, pdl, batch, gpu, archs, as_json, **call) -> None:
         raise ModelError(f"{model} has no short convolution")
     if op == REPLAY and known.kind != "mamba2":
         raise ModelError(f"{model} is no Mamba-2, and {op} is for that")
-    if op == NORM and not known.norm_shape:
-        raise ModelError(f"{model} has no gated norm that a rank could compute by itself")
     if op in LAYERS and op != known.layer_function:
         raise ModelError(f"{model} has no layers that {op} is for")
     operator, size = (op if op in beside else known.operator), batch
     if op == NORM:
+        if known.norm_shape is None:
+            raise ModelError(f"{model} has no gated norm that a rank could compute by itself")
         size = batch * known.norm_shape[0]
     if op == causal_conv1d.OPERATOR:
         size = -(-batch * (call["tokens"] or PROMPT) * known.conv_channels * DType(call["io"]).size // 1024)

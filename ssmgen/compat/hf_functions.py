@@ -93,7 +93,7 @@ def recurrent_kimi_delta_attention(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None,
     output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """As torch_recurrent_gated_delta_rule, with g [batch, T, HV, K]."""
+    """The same as torch_recurrent_gated_delta_rule, with g [batch, T, HV, K]."""
     operands = (query, key, value, g, beta)
     return _recurrent(linear_attention.kda, operands, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
 

@@ -54,7 +54,8 @@ def trial_of(spec: KernelSpec, batch: int, seed: int) -> Trial:
     make = parts("trials").get(type(spec))
     if make is None:
         raise SsmgenError(f"{spec.family} cannot be checked: {_unchecked(type(spec))}")
-    return make(spec, batch, seed)
+    trial: Trial = make(spec, batch, seed)
+    return trial
 
 
 def _unchecked(kind: type[KernelSpec]) -> str:
@@ -71,7 +72,8 @@ def _limit(trial: Trial, name: str) -> float:
 
 
 def _error(result: Tensor, before: Tensor, expected: Tensor) -> float:
-    """Of what the reference changes, by the first two axes: slot and head, sequence and token, …. The rest must be as it was, NaN too."""
+    """The norm error of what the reference changes, by the first two axes: slot and head, sequence and token, …. It is infinite where
+    anything else is not as it was, NaN too."""
     if not result.is_floating_point():
         return 0.0 if torch.equal(result, expected) else float("inf")
     result, before, expected = (t.double()[(...,) + (None,) * max(0, 3 - t.dim())] for t in (result, before, expected))

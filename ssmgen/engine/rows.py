@@ -54,7 +54,7 @@ class RowProblem(Problem):
 
     @property
     def lanes_per_row(self) -> int | None:
-        """Where the kernel prescribes them."""
+        """Lanes per row, where the kernel prescribes them; else None."""
         return None
 
     @property
@@ -69,8 +69,8 @@ class RowProblem(Problem):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowSpec(KernelSpec):
-    """How one variant walks the rows of the problem that the family's spec also inherits. No choice here changes a bit of the result."""
+class RowSpec(KernelSpec, RowProblem):
+    """How one variant walks the rows of a problem; the family's spec inherits which. No choice here changes a bit of the result."""
 
     lanes: int  # lanes per row; 32 = warp per row, fewer = several rows per warp
     vec: int  # contiguous elements per lane and pass; 16 bytes of state when aligned

@@ -9,10 +9,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ..bench import home, told
+from ..bench import bench_of, told
 from ..bench import report as reports
 from ..calls.checks import TORCH_DTYPES
-from ..calls.public import Call
+from ..calls.public import Call, call_of
 from ..errors import SsmgenError
 from ..family import parts
 from ..models import Model, find_model, models
@@ -55,7 +55,7 @@ def used(operator: str, names: Sequence[str]) -> bool:
 
 
 def _uses(operator: str, model: Model) -> bool:
-    return home(operator).of_model(model, 1, True, **told(operator)) is not None
+    return bench_of(operator).of_model(model, 1, True, **told(operator)) is not None
 
 
 def users(operator: str) -> list[Model]:
@@ -69,7 +69,7 @@ def states_of(model: Model) -> list[DType]:
 
 
 def part_of(pool: Any, least_bytes: float, batch: int) -> Any:
-    """As many slots of a pool as keep the inputs of a batch cold."""
+    """A part of a pool, of as many slots as keep the inputs of a batch cold."""
     return pool[: max(math.ceil(least_bytes / pool[0].nbytes), reports.MIN_SETS * batch)]
 
 
@@ -81,4 +81,4 @@ def pool_of(shape: Sequence[int], state: DType, batches: Sequence[int], least_by
 
 def case_of(label: str, bench: Any, gate: Callable[[], Any] | None = None) -> Case:
     """A benchmark's case as a case to tune."""
-    return Case(label, bench.sets, lambda i: bench.function.build(**bench.arguments(i), pdl=True), gate or bench.gate)
+    return Case(label, bench.sets, lambda i: call_of(bench.function, **bench.arguments(i), pdl=True), gate or bench.gate)

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import nvrtc as compiler
-from .. import registry, runtime
+from .. import nvrtc, registry, runtime
 from .. import tuned as table
 from ..bench import timing
 from ..build import build
@@ -58,7 +57,7 @@ class Bench:
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         card = model.Card(runtime.device_arch(device), sms, timing.ceilings_tbs()["in_place"])
         version = runtime.check(runtime.driver().cuDriverGetVersion(), SsmgenError)
-        return cls(runtime.device_name(device), card, f"CUDA {version // 1000}.{version % 1000 // 10}", compiler.build_id())
+        return cls(runtime.device_name(device), card, f"CUDA {version // 1000}.{version % 1000 // 10}", nvrtc.build_id())
 
 
 def tune(

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from .. import settings as config
+from .. import settings
 from ..cache.trust import distrust, make_private
 from ..catalog import OPERATOR_OF, OPERATORS, name_of, parse
 from ..errors import SpecError, SsmgenError
@@ -111,7 +111,7 @@ def file_name(gpu: str) -> str:
 
 def overlay_path(gpu: str) -> Path | None:
     """The user's table of a GPU; None without a cache directory."""
-    root = config.cache_dir()
+    root = settings.cache_dir()
     return None if root is None else root / "tuned" / file_name(gpu)
 
 
@@ -135,18 +135,19 @@ def _table(path: Path, own: bool = False) -> tuple[str, dict[tuple[str, str, boo
         raise TableError(f"{path} is not a table of tuned variants: {wrong}. Remove it, or tune again.")
     if own and path.name != file_name(content["gpu"]):
         raise TableError(f"{path} is of another GPU, {reprlib.repr(content['gpu'])}")
-    rows, wrong = {}, []
+    rows: dict[tuple[str, str, bool, int], Row] = {}
+    faults: list[str] = []
     for number, given in enumerate(content["rows"], 1):
         if fault := _fault(given) or (_illegal(given, content["schema"]) if own else ""):
-            wrong.append(f"row {number}: {fault}")
+            faults.append(f"row {number}: {fault}")
         else:
             row = Row(**{f.name: given[f.name] for f in fields(Row)})
             row = row if content["schema"] == SCHEMA else _renewed(row)
             rows[row.key] = row
-    if wrong:
-        more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        what = f"{len(wrong)} of {len(content['rows'])} rows of {path}"
-        warnings.warn(f"ssmgen ignores {what}: {'; '.join(wrong[:SHOWN])}{more}. Remove them, or tune again.", stacklevel=3)
+    if faults:
+        more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+        what = f"{len(faults)} of {len(content['rows'])} rows of {path}"
+        warnings.warn(f"ssmgen ignores {what}: {'; '.join(faults[:SHOWN])}{more}. Remove them, or tune again.", stacklevel=3)
     return content["gpu"], rows
 
 
@@ -164,7 +165,7 @@ def _fault(row: Any) -> str:
     """Why nothing that was measured can have left such a row; empty if something can."""
     if not isinstance(row, dict) or (missing := [f.name for f in fields(Row) if f.name not in row]):
         return f"{', '.join(missing)} missing" if isinstance(row, dict) else "it is no object"
-    if faults := [fault for f in fields(Row) if (fault := _unfit(f.name, row[f.name], f.type))]:
+    if faults := [fault for f in fields(Row) if (fault := _unfit(f.name, row[f.name], str(f.type)))]:
         return ", ".join(faults)
     if name_of(row["operator"]) not in OPERATORS:
         return f"there is no operator {reprlib.repr(row['operator'])}"
@@ -244,7 +245,7 @@ def _tables_in(place: Path | None) -> list[Path]:
 @functools.cache
 def gpus(arch: Arch | None = None) -> tuple[str, ...]:
     """Names of the GPUs, of an architecture, that there are tables for."""
-    own = config.cache_dir()
+    own = settings.cache_dir()
     found = [_table(file)[0] for file in _tables_in(SHIPPED)] + [_own(file)[0] for file in _tables_in(own and own / "tuned")]
     names = dict.fromkeys(filter(None, found))
     return tuple(gpu for gpu in names if arch is None or any(Arch.parse(row.arch).number == arch.number for row in rows_of(gpu).values()))

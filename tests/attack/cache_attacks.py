@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ssmgen import nvrtc as compiler
+from ssmgen import nvrtc
 from ssmgen.cache.entry import Entry, cache_key
 from ssmgen.cache.layer import Layer
 from ssmgen.cache.store import Cache
@@ -61,7 +61,7 @@ def spec(number: int = 1) -> SlotCopySpec:
 
 
 def use_fake_compiler(seconds: float = 0.0) -> None:
-    """For the rest of this process."""
+    """Puts a fake in the compiler's place for the rest of this process."""
     store = sys.modules[Cache.__module__]
 
     def compile_cubin(source: str, arch: Arch, spec: str) -> Compiled:
@@ -69,8 +69,8 @@ def use_fake_compiler(seconds: float = 0.0) -> None:
         return Compiled(cubin_of(source), Resources(32, 0, 0, 0, 0), seconds)
 
     store.render = lambda spec, arch: f"// {spec}\n" * 200
-    compiler.compile_cubin, compiler.build_id = compile_cubin, lambda: BUILD
-    compiler.options_for, compiler.library_path = lambda arch: OPTIONS, lambda: os.devnull
+    nvrtc.compile_cubin, nvrtc.build_id = compile_cubin, lambda: BUILD
+    nvrtc.options_for, nvrtc.library_path = lambda arch: OPTIONS, lambda: os.devnull
 
 
 # Children.
@@ -325,7 +325,7 @@ def races(processes: int, directory: Path, seed: int = 0, keys: int = 6, at_once
 def forks(trials: int, directory: Path, seed: int = 0) -> dict[str, int]:
     """Children forked while two threads compile, each of which compiles a kernel itself. With the compiler: the locks inside it count."""
     rng, wrong, slowest = random.Random(seed), [], 0.0
-    compiler.build_id()
+    nvrtc.build_id()
     stop = threading.Event()
 
     def compile_on(first: int) -> None:

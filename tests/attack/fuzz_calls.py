@@ -111,7 +111,7 @@ def mamba1() -> Arguments:
 
 
 def accepted() -> Arguments:
-    """Of two sequences of three tokens, what says where to start and where states go."""
+    """The operands that say, for two sequences of three tokens, where to start and where states go."""
     table = ints([0, 1, 2], [3, -1, 5])
     return {"state_indices": table, "dst_state_indices": table.clone(), "num_accepted_tokens": ints(1, 2)}
 
@@ -256,6 +256,6 @@ def _own() -> list[Form]:
 
 
 def native() -> list[Form]:
-    """Of ssmgen's own functions; the same every time."""
+    """Calls of ssmgen's own functions, the same every time."""
     _made.manual_seed(0)
     return [*_conv_update(), *_conv(), *_combine(), *_norm(), *_ssu(), *_rules(), *_layers(), *_replay(), *_own()]

@@ -85,7 +85,7 @@ def _fla() -> list[Form]:
 
 
 def gdn(lead: tuple[int, ...] = (B, T)) -> Arguments:
-    """Of a gated delta rule whose gate is raw and whose beta is a logit."""
+    """The operands of a gated delta rule whose gate is raw and whose beta is a logit."""
     given = {"q": rand(*lead, HK, K), "k": rand(*lead, HK, K), "v": rand(*lead, H, V), "a": rand(*lead, H), "b": rand(*lead, H)}
     return given | {"A_log": rand(H), "dt_bias": rand(H)}
 
@@ -207,5 +207,5 @@ def _again(t: Any) -> Any:
 
 
 def drop_ins() -> list[Form]:
-    """Of other packages' functions; the same after every `native()`."""
+    """Calls with other packages' signatures, the same after every `native()`."""
     return [*_dao(), *_fla(), *_flashinfer(), *_engines()]

@@ -45,7 +45,7 @@ class Form:
 
 
 def forms() -> list[Form]:
-    """Of all public functions: what their own tests call, and what several ranks do."""
+    """Calls of all public functions: those that their own tests make, and those of several ranks."""
     found = [Form(f"{kind}-{c.id}", lambda c=c, made=made: made(c)) for kind, made, cases in _families() for c in cases]
     shared = sharded_calls.calls("cpu")
     found += [Form(f"shared-{n}", lambda call=call: (getattr(ssmgen, call[0]), call[1])) for n, call in shared.items()]
@@ -124,7 +124,7 @@ def _said(run: Callable[[], Any]) -> Any:
 
 
 def of_memory(function: Callable[..., Any], kwargs: Arguments) -> Any:
-    """As a call in memory: checked and not run."""
+    """What a call in memory would say: it is checked and not run."""
 
     def check() -> Any:
         call = function.build(**kwargs)

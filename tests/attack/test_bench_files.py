@@ -35,7 +35,7 @@ def saved(content, folder: Path) -> Path:
 
 
 def rendered(path: Path) -> dict[str, str]:
-    """In every form. Raises BenchFileError."""
+    """The reports in every form. Raises BenchFileError."""
     suite = load([path])
     out = io.StringIO()
     terminal.print_tables(suite, Console(file=out, width=200, force_terminal=True, color_system=None))

@@ -13,8 +13,7 @@ from cache_attacks import ARCH, NOBODY, got, in_child, public_directory, spec, u
 from click.testing import CliRunner
 
 import ssmgen
-from ssmgen import settings as config
-from ssmgen import tuned
+from ssmgen import settings, tuned
 from ssmgen.cache.store import Cache, shared_cache
 from ssmgen.cli import main
 from ssmgen.errors import SsmgenError
@@ -76,12 +75,12 @@ def test_tilde_is_a_home(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SSMGEN_CACHE_DIR", "~/mine")
     monkeypatch.setenv("SSMGEN_CACHE_PATH", "~/one:~/two")
-    assert config.cache_dir() == tmp_path / "mine"
-    assert config.read_only_layers() == [tmp_path / "one", tmp_path / "two"]
+    assert settings.cache_dir() == tmp_path / "mine"
+    assert settings.read_only_layers() == [tmp_path / "one", tmp_path / "two"]
 
 
 def test_home_of_nobody_is_an_error_that_names_the_variable(monkeypatch):
-    for variable, read in (("SSMGEN_CACHE_DIR", config.cache_dir), ("SSMGEN_CACHE_PATH", config.read_only_layers)):
+    for variable, read in (("SSMGEN_CACHE_DIR", settings.cache_dir), ("SSMGEN_CACHE_PATH", settings.read_only_layers)):
         monkeypatch.setenv(variable, "~no-such-user/cache")
         with pytest.raises(SsmgenError, match=f"{variable}='~no-such-user/cache' names a home directory that does not exist"):
             read()
@@ -96,7 +95,7 @@ def test_empty_is_unset(tmp_path, monkeypatch):
     monkeypatch.setenv("SSMGEN_CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert config.cache_dir() == tmp_path / ".cache" / "ssmgen"
+    assert settings.cache_dir() == tmp_path / ".cache" / "ssmgen"
 
 
 def test_relative_xdg_directory_is_ignored(tmp_path, monkeypatch):
@@ -105,7 +104,7 @@ def test_relative_xdg_directory_is_ignored(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     for given, expected in (("here", tmp_path / ".cache"), (str(tmp_path / "xdg"), tmp_path / "xdg")):
         monkeypatch.setenv("XDG_CACHE_HOME", given)
-        assert config.cache_dir() == expected / "ssmgen"
+        assert settings.cache_dir() == expected / "ssmgen"
 
 
 @pytest.mark.parametrize("value", ["", "maybe", "ALLOW", "1"])
@@ -137,7 +136,7 @@ def test_directory_of_bytes_that_are_no_text(tmp_path):
 
 
 def test_tuned_variants_make_private_directories_only(tmp_path, monkeypatch):
-    monkeypatch.setattr(config, "cache_dir", lambda: tmp_path / "deep" / "cache")
+    monkeypatch.setattr(settings, "cache_dir", lambda: tmp_path / "deep" / "cache")
     in_child(lambda: tuned.write(tuned.overlay_path("NVIDIA X"), "NVIDIA X", []), umask=0)
     assert all(path.stat().st_mode & 0o777 == 0o700 for path in (tmp_path / "deep").rglob("*") if path.is_dir())
     assert tuned.rows_of("NVIDIA X") == {}

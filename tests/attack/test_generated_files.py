@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from ssmgen import files, generate
-from ssmgen import nvrtc as compiler
+from ssmgen import files, generate, nvrtc
 from ssmgen.cli import main
 from ssmgen.errors import DriftError, SsmgenError
 from ssmgen.generate import ForeignFilesError
@@ -33,10 +32,10 @@ def few(monkeypatch):
 
 @pytest.fixture
 def root(tmp_path) -> Path:
-    """As two compilers left it."""
+    """A folder as two compilers left it."""
     folder = tmp_path / "generated"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "build_id", lambda: OTHER)
+        patch.setattr(nvrtc, "build_id", lambda: OTHER)
         generate.write(folder)
     generate.write(folder)
     assert generate.check(folder) == (4, "")
@@ -197,7 +196,7 @@ def one_line(lock: dict) -> str:
 
 
 def name_twice(lock: dict) -> str:
-    """Of which readers believe the first or the last."""
+    """A name that stands there twice: some readers believe the first, others the last."""
     return '{\n "variants": {},' + json.dumps(lock, indent=1, sort_keys=True).removeprefix("{")
 
 
@@ -262,7 +261,7 @@ def test_no_lock_is_drift(root):
 def test_what_another_compiler_said_stays_as_long_as_the_source(root, few, monkeypatch):
     before = Lock.read(root / LOCK)
     (mine,) = set(before.compilers) - {"99"}
-    assert set(before.compilers.values()) == {OTHER, compiler.build_id()}
+    assert set(before.compilers.values()) == {OTHER, nvrtc.build_id()}
     render = generate.render
     monkeypatch.setattr(generate, "render", lambda spec, arch: render(spec, arch) + ("// more\n" if (spec, arch) == few[1] else ""))
     count, note = generate.write(root)
@@ -275,12 +274,12 @@ def test_what_another_compiler_said_stays_as_long_as_the_source(root, few, monke
     with pytest.raises(DriftError) as e:
         generate.check(root)
     assert e.value.problems == [f"{LOCK}: {note}"]
-    monkeypatch.setattr(compiler, "build_id", lambda: OTHER)
+    monkeypatch.setattr(nvrtc, "build_id", lambda: OTHER)
     assert generate.write(root) == (4, "") and generate.check(root) == (4, "")
 
 
 def test_a_later_build_of_the_same_major_takes_the_others_place(root, monkeypatch):
-    monkeypatch.setattr(compiler, "build_id", lambda: "CL-2 V99.10.0")
+    monkeypatch.setattr(nvrtc, "build_id", lambda: "CL-2 V99.10.0")
     code, said = command("--check", "--dir", str(root))
     assert code == 3 and "resources not compared: the lock is of" in said and "this is CL-2 V99.10.0" in said
     code, said = command("--check", "--any-compiler", "--dir", str(root))

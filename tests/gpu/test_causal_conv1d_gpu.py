@@ -65,7 +65,7 @@ def chosen(call: Call) -> KernelSpec:
 
 @pytest.fixture(scope="module")
 def kernels() -> None:
-    """Those of the matrices."""
+    """The kernels of the matrices, loaded."""
     for family in (matrix(), update_matrix()):
         calls = [make(case, DEVICE) for case in family]
         prepare(calls[0].op.OPERATOR, [chosen(call) for call in calls if call.op.FAMILY.size_of(call.views)])

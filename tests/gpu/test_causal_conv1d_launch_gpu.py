@@ -13,8 +13,7 @@ from conv_laws import LAST_AXIS, Draw, assert_matches, bits, equal, expected
 from test_selective_state_update import after_a_producer, needs_pdl
 
 import ssmgen
-from ssmgen import nvrtc as compiler
-from ssmgen import registry, runtime
+from ssmgen import nvrtc, registry, runtime
 from ssmgen.cache.entry import Entry
 from ssmgen.errors import ArgumentError, CaptureError
 from ssmgen.render import render
@@ -135,7 +134,7 @@ def test_ten_thousand_launches_are_equal():
 
 
 def fresh(i: int) -> list[Case | UpdateCase]:
-    """Of dtypes that no other test has, so that the kernels are not loaded yet."""
+    """Cases with dtypes that no other test has, so that their kernels are not loaded yet."""
     types = {"x": F32, "weight": F16, "bias": F16, "width": 5 + i}
     return [replace(LAST, id="last", **types, **STATEFUL), replace(FIRST, id="first", **types), UpdateCase("update", **types)]
 
@@ -197,8 +196,8 @@ def test_bound_calls_relaunch():
         assert all(equal(a, b) for a, b in zip(bound_call.results(), eager.results(), strict=True))
 
 
-def test_same_signature_elsewhere_in_memory():
-    """A plan found by its signature is used with the new tensors' pointers, and alignment and overlap are looked at again."""
+def test_same_pattern_elsewhere_in_memory():
+    """A plan found by its pattern is used with the new tensors' pointers, and alignment and overlap are looked at again."""
     for seed in (1, 2):
         for case in (FIRST, UpdateCase("u", tokens=2)):
             call = make(case, DEVICE, seed)
@@ -287,7 +286,7 @@ def test_pdl_waits_for_a_producer_that_triggers_early(case):
     source = render(spec, arch)
     hasty = source.replace("  wait_for_upstream();", "  ", 1)
     assert hasty != source
-    done = compiler.compile_cubin(hasty, arch, str(spec))
+    done = nvrtc.compile_cubin(hasty, arch, str(spec))
     kernel = runtime.Kernel(spec, arch, Entry("", "", spec.name, str(arch), "", (), done.resources, 0.0, hasty, done.cubin))
     assert kernel.pdl
     values, grid = call.op.kernel_values(spec, call.views, call.options), call.op.grid_of(spec, call.views)

@@ -38,8 +38,7 @@ from combine_cases import (
 from test_selective_state_update import after_a_producer, needs_pdl
 
 import ssmgen
-from ssmgen import nvrtc as compiler
-from ssmgen import registry, runtime
+from ssmgen import nvrtc, registry, runtime
 from ssmgen.bench.timing import host_us
 from ssmgen.cache.entry import Entry
 from ssmgen.compat import flashinfer, vllm
@@ -89,7 +88,7 @@ LARGE = [
 
 @pytest.fixture(scope="module")
 def loaded() -> None:
-    """Those of the matrix."""
+    """The kernels of the matrix, loaded."""
     calls = [make(case, DEVICE) for case in (*matrix(), *LARGE)]
     prepare([chosen(call) for call in calls if op.size_of(call.views)])
 
@@ -250,7 +249,7 @@ def test_a_graph_follows_num_splits():
     assert equal(out, ssmgen.combine_splits(o, lse, starts)) and not out[0].any()
 
 
-def test_same_signature_elsewhere_in_memory():
+def test_same_pattern_elsewhere_in_memory():
     for seed in (1, 2):
         call = make(DENSE, DEVICE, seed)
         want = expected(call)
@@ -333,7 +332,7 @@ def test_pdl_waits_for_a_producer_that_triggers_early(case):
     source = render(spec, arch())
     hasty = source.replace("  wait_for_upstream();", "  ", 1)
     assert hasty != source
-    done = compiler.compile_cubin(hasty, arch(), str(spec))
+    done = nvrtc.compile_cubin(hasty, arch(), str(spec))
     kernel = runtime.Kernel(spec, arch(), Entry("", "", spec.name, str(arch()), "", (), done.resources, 0.0, hasty, done.cubin))
     assert kernel.pdl
     assert not pairs_equal(right, produced(call, launch(spec, call, kernel)))

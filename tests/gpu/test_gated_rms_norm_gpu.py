@@ -16,8 +16,7 @@ from norm_cases import BF16, F16, F32, GDN, KDA, MAMBA, PLAIN, Call, assert_matc
 from test_selective_state_update import after_a_producer, needs_pdl
 
 import ssmgen
-from ssmgen import nvrtc as compiler
-from ssmgen import registry, runtime
+from ssmgen import nvrtc, registry, runtime
 from ssmgen.bench.timing import host_us
 from ssmgen.cache.entry import Entry
 from ssmgen.errors import ArgumentError, CaptureError
@@ -66,7 +65,7 @@ LARGE = [
 
 @pytest.fixture(scope="module")
 def loaded() -> None:
-    """Those of the matrix."""
+    """The kernels of the matrix, loaded."""
     calls = [make(case, DEVICE) for case in (*matrix(), *LARGE)]
     prepare([chosen(call) for call in calls if op.size_of(call.views)])
 
@@ -179,7 +178,7 @@ def test_capture_graph_and_bound_calls():
         assert equal(call.out, again.out)
 
 
-def test_same_signature_elsewhere_in_memory():
+def test_same_pattern_elsewhere_in_memory():
     for seed in (1, 2):
         call = make(GDN, DEVICE, seed)
         want = expected(call)
@@ -244,7 +243,7 @@ def test_pdl_waits_for_a_producer_that_triggers_early(case):
     source = render(spec, arch())
     hasty = source.replace("  wait_for_upstream();", "  ", 1)
     assert hasty != source
-    done = compiler.compile_cubin(hasty, arch(), str(spec))
+    done = nvrtc.compile_cubin(hasty, arch(), str(spec))
     kernel = runtime.Kernel(spec, arch(), Entry("", "", spec.name, str(arch()), "", (), done.resources, 0.0, hasty, done.cubin))
     assert kernel.pdl
     assert not all_equal(right, produced(call, launch(spec, call, kernel)))

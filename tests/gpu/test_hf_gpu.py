@@ -138,7 +138,7 @@ def test_a_compiled_decode_step(name, launched):
 
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_5"])
 def test_generation_with_a_static_cache(name):
-    """Which transformers compiles, into CUDA graphs."""
+    """A static cache makes transformers compile the step, into CUDA graphs."""
     model = built(name, **REAL[name]).cuda()
     want = generate(model, TOKENS)
     torch._dynamo.reset()
@@ -188,7 +188,7 @@ def test_a_warm_fused_model_loads_nothing(name):
 
 
 def test_a_layer_that_has_no_kernel_is_the_originals():
-    """With one warning. On the CPU the reference computes such heads."""
+    """It runs with one warning. On the CPU the reference computes such heads."""
     model = built("mamba2", num_heads=6, head_dim=6, hidden_size=18).cuda()
     want = generate(model, TOKENS)
     with hf.patch(model, fuse=True) as patch, pytest.warns(RuntimeWarning, match="Mamba2Mixer of layer 0"):
@@ -231,7 +231,7 @@ def test_a_fused_decode_step_in_a_cuda_graph(seen, launched):
 
 
 def test_a_graph_of_a_fused_step_follows_its_weights():
-    """And keeps what it needs, whatever eager steps make anew meanwhile."""
+    """The graph keeps what it needs, whatever eager steps make anew meanwhile."""
     model = built("mamba2", **REAL_FUSED["mamba2"]).cuda()
     hf.warm(model, batches=[2], fuse=True)
     with hf.patch(model, fuse=True), torch.no_grad():
@@ -261,7 +261,7 @@ def test_a_compiled_fused_decode_step(name, launched):
 
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_5", "qwen3_next"])
 def test_fused_generation_with_a_static_cache(name):
-    """Which transformers compiles, into CUDA graphs."""
+    """A static cache makes transformers compile the step, into CUDA graphs."""
     model = built(name, **REAL_FUSED[name]).cuda()
     want = generate(model, TOKENS)
     torch._dynamo.reset()

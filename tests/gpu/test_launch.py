@@ -149,8 +149,8 @@ def test_a_new_thread_without_a_context():
     assert_matches(call, want)
 
 
-def test_same_signature_elsewhere_in_memory():
-    """A plan found by its signature is used with the new tensors' pointers, and alignment is looked at again."""
+def test_same_pattern_elsewhere_in_memory():
+    """A plan found by its pattern is used with the new tensors' pointers, and alignment is looked at again."""
     first, second = make_call(M2, "cuda", seed=1), make_call(M2, "cuda", seed=2)
     for call in (first, second):
         want = expected(call)

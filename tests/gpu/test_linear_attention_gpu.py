@@ -12,8 +12,7 @@ from la_cases import BF16, F16, F32, GDN, I32, I64, RAW, RULES, Call, Case, asse
 from test_selective_state_update import after_a_producer, needs_pdl
 
 import ssmgen
-from ssmgen import emulator, registry, runtime
-from ssmgen import nvrtc as compiler
+from ssmgen import emulator, nvrtc, registry, runtime
 from ssmgen.arguments import Arguments
 from ssmgen.cache.entry import Entry
 from ssmgen.errors import ArgumentError, CaptureError
@@ -203,7 +202,7 @@ def test_pool_above_2_32_elements():
 # Launches.
 
 
-def test_same_signature_elsewhere_in_memory():
+def test_same_pattern_elsewhere_in_memory():
     """A call like one before is launched with its own tensors, and alignment is looked at again."""
     for seed in (1, 2):
         call = make_call(POOL, "cuda", seed=seed)
@@ -306,7 +305,7 @@ def test_pdl_waits_for_a_producer_that_triggers_early(tokens, layout):
     assert pairs_equal(right, produced(call, lambda: call.function(**call.kwargs, pdl=True))) and torch.isfinite(call.kwargs["out"]).all()
     spec = registry.select("linear_attention", call.problem, call.case.batch, arch(), True)
     hasty = render(spec, arch()).replace("  wait_for_upstream();", "  ", 1)
-    done = compiler.compile_cubin(hasty, arch(), str(spec))
+    done = nvrtc.compile_cubin(hasty, arch(), str(spec))
     kernel = runtime.Kernel(spec, arch(), Entry("", "", spec.name, str(arch()), "", (), done.resources, 0.0, hasty, done.cubin))
     assert kernel.pdl
     values, grid = op.kernel_values(spec, call.views, call.built.options), op.grid_of(spec, call.views)

@@ -15,8 +15,7 @@ from test_selective_state_update import after_a_producer, needs_pdl
 from torch import Tensor
 
 import ssmgen
-from ssmgen import nvrtc as compiler
-from ssmgen import registry, runtime
+from ssmgen import nvrtc, registry, runtime
 from ssmgen.cache.entry import Entry
 from ssmgen.families.replay_selective_state_update import planning as op
 from ssmgen.render import render
@@ -176,7 +175,7 @@ class Chain:
         return found | {f"windows of layer {i}": layer.conv_state for i, layer in enumerate(self.layers)} | {"out": self.outs}
 
     def digest(self) -> Tensor:
-        """Of all outputs of a graph; wraps around."""
+        """A checksum of all outputs of a graph; it wraps around."""
         return (self.outs.view(torch.int16).long().flatten(2) * self.weights).sum(-1)
 
 
@@ -274,7 +273,7 @@ def test_pdl_waits_for_a_producer_that_triggers_early(base, after_conv, two):
         source = render(part, arch)
         hasty = source.replace("  wait_for_upstream();", "  ") if part is not spec or not two else source
         assert hasty != source or part is spec
-        done = compiler.compile_cubin(hasty, arch, str(part))
+        done = nvrtc.compile_cubin(hasty, arch, str(part))
         kernel = runtime.Kernel(part, arch, Entry("", "", part.name, str(arch), "", (), done.resources, 0.0, hasty, done.cubin))
         assert kernel.pdl
         values = op.kernel_values(part, call.views, call.options)

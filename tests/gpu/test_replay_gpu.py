@@ -92,7 +92,7 @@ def at_shapes() -> list[Case]:
 
 @pytest.fixture(scope="module")
 def kernels() -> None:
-    """Those of the matrices."""
+    """The kernels of the matrices, loaded."""
     calls = [make(case, DEVICE) for case in (*matrix(), *at_shapes())]
     prepare([chosen(call) for call in calls if op.FAMILY.size_of(call.views)])
 
@@ -109,7 +109,7 @@ def test_within_rounding_of_float64(case, kernels):
 @pytest.mark.parametrize(("precision", "scale"), [("bf16x2", 2.0**4), ("bf16", 2.0**12)])
 @BOTH
 def test_fewer_terms_are_as_exact_as_they_say(base, precision, scale):
-    """Of f16 operands, a product is off by 2^-16 or 2^-8 at most, which is 2^3 or 2^11 of the bound; and it is off by more than f32 is."""
+    """A product of f16 operands is off by 2^-16 or 2^-8 at most, which is 2^3 or 2^11 of the bound; and it is off by more than f32 is."""
     case = replace(base, tokens=6, x=F16, **shaped("h16"))
     call, exact = make(replace(case, precision=precision), DEVICE), make(case, DEVICE)
     want = expected(call)
@@ -308,7 +308,7 @@ def test_ten_thousand_launches_are_equal():
 @BOTH
 @pytest.mark.parametrize("two", [False, True], ids=["one", "two"])
 def test_first_launch_ever_may_be_inside_a_capture_once_warm(base, two):
-    """Of dtypes that no other test has, so that the kernels are not loaded yet."""
+    """The dtypes are those of no other test, so that the kernels are not loaded yet."""
     case = replace(base, x=F16, z=F32, D=F16, A=BF16, dt=F32, heads=12, groups=3, two_kernels=two)
     call = make(case, DEVICE)
     want = expected(call)

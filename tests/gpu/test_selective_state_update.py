@@ -11,8 +11,7 @@ import torch
 from ssu_cases import BF16, F16, F32, Case, assert_matches, expected, make_call, matrix
 
 import ssmgen
-from ssmgen import nvrtc as compiler
-from ssmgen import registry, runtime
+from ssmgen import nvrtc, registry, runtime
 from ssmgen.cache.entry import Entry
 from ssmgen.compat.mamba_ssm import selective_state_update as mamba_signature
 from ssmgen.families.selective_state_update import planning as op
@@ -208,7 +207,7 @@ def after_a_producer(call, kept, run) -> list[tuple[torch.Tensor, torch.Tensor]]
     kept: the state before each run.
     """
     arch = runtime.device_arch(torch.cuda.current_device())
-    done = compiler.compile_cubin(PRODUCER, arch, "the test's producer")
+    done = nvrtc.compile_cubin(PRODUCER, arch, "the test's producer")
     producer = runtime.Kernel(None, arch, Entry("", "", "produce", str(arch), "", (), done.resources, 0.0, PRODUCER, done.cubin))
     assert not producer.pdl
     driver = runtime.driver()
@@ -264,7 +263,7 @@ def test_the_producer_test_notices_a_missing_wait():
     source = render(spec, arch)
     hasty = source.replace("  wait_for_upstream();", "  ", 1)
     assert hasty != source
-    done = compiler.compile_cubin(hasty, arch, str(spec))
+    done = nvrtc.compile_cubin(hasty, arch, str(spec))
     kernel = runtime.Kernel(spec, arch, Entry("", "", spec.name, str(arch), "", (), done.resources, 0.0, hasty, done.cubin))
     assert kernel.pdl
     device = torch.cuda.current_device()

@@ -75,7 +75,7 @@ class Captured:
         self.graph.replay()
 
     def tokens(self, count: int) -> Tensor:
-        """As those of a step: [batch, count]."""
+        """The tokens that the next steps give, [batch, count]."""
         found = []
         for _ in range(count):
             self()

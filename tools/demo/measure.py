@@ -116,7 +116,7 @@ def kernels(step: Callable[[], Any]) -> int:
 
 
 def kernel_names(events: Any) -> list[str]:
-    """Of a profile's events: what ran on the device, without copies and fills."""
+    """The names of the kernels in a profile's events, without copies and fills."""
     on_device = [event.name for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
     return [name for name in on_device if not name.startswith(("Memcpy", "Memset"))]
 
@@ -172,7 +172,7 @@ def _ways(model: torch.nn.Module, ids: torch.Tensor, options: Options) -> tuple[
 
 @contextlib.contextmanager
 def plain_attention() -> Iterator[None]:
-    """Without cuDNN's attention."""
+    """Switches cuDNN's attention off."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -204,7 +204,7 @@ def generated(model: torch.nn.Module, batch: int, count: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def exact_f32() -> Iterator[None]:
-    """Without TF32."""
+    """Switches TF32 off."""
     backends = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [backend.allow_tf32 for backend in backends]
     try:

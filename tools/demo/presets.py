@@ -77,7 +77,7 @@ class Preset:
 
 @functools.cache
 def presets() -> dict[str, Preset]:
-    """By family, in the file's order."""
+    """{family: its preset}, in the file's order."""
     table = tomllib.loads(resources.files(__package__).joinpath("presets.toml").read_text(encoding="utf-8"))
     return {name: Preset(name=name, **{**row, "pattern": tuple(row.get("pattern", ()))}) for name, row in table.items()}
 

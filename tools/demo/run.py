@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from ssmgen import __version__
-from ssmgen import nvrtc as compiler
+from ssmgen import __version__, nvrtc
 from ssmgen.bench.progress import PRINTING, Watch
 from ssmgen.errors import bullets
 
@@ -67,7 +66,7 @@ def need_device() -> None:
 
 
 def quiet() -> None:
-    """Without transformers' advice to install packages, once per function and family."""
+    """Keeps transformers from advising to install packages, which it does once per function and family."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -84,7 +83,7 @@ def facts(options: Options) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "kernel_packages": [name for name in PACKAGES if importlib.util.find_spec(name) is not None],
-        "compiler": compiler.build_id(),
+        "compiler": nvrtc.build_id(),
         "options": asdict(options),
         "method": " ".join((measuring.__doc__ or "").split()),
     }

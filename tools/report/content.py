@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from ssmgen import inspect, registry
-from ssmgen import nvrtc as compiler
+from ssmgen import inspect, nvrtc, registry
 from ssmgen import tuned as table
 from ssmgen.build import Built, build, problems_by_models
 from ssmgen.cache.entry import Entry
@@ -82,7 +81,7 @@ class Variant:
 
     @property
     def models(self) -> list[str]:
-        """That are given it at some size."""
+        """The models that are given this variant at some size."""
         return sorted({name for choice in self.choices for name in choice.models})
 
     @property
@@ -102,7 +101,7 @@ class Variant:
         return [(n, here.get(n, "-"), there.get(n, "-")) for n in names if here.get(n) != there.get(n)]
 
     def neighbours(self, others: Sequence[Variant]) -> list[Variant]:
-        """Of the same family and architecture, those that differ in the fewest fields."""
+        """The variants of the same family and architecture that differ from this one in the fewest fields."""
         like = [o for o in others if o.spec.family == self.spec.family and o.arch == self.arch and o is not self]
         return sorted(like, key=lambda o: (len(self.changes(o)), o.spec.name))[:NEIGHBOURS]
 
@@ -167,7 +166,7 @@ def _variant(spec: KernelSpec, arch: Arch, entry: Entry, told: Mapping[str, Any]
         numbers |= inspect.sass_summary(listing)
     except inspect.DisassemblerMissingError as e:
         no_sass = str(e)
-    ptx = compiler.compile_ptx(entry.source, arch, str(spec))
+    ptx = nvrtc.compile_ptx(entry.source, arch, str(spec))
     return Variant(spec, arch, entry, ptx, listing, no_sass, no_occupancy, numbers, **told)
 
 
@@ -193,7 +192,7 @@ def calls(arch: Arch) -> dict[str, list[Calls]]:
 
 
 def _served(problem: Problem, names: Sequence[str], arch: Arch, pdl: bool) -> Iterator[tuple[Choice, KernelSpec]]:
-    """By the rules, then by what was measured on each GPU, which comes first there."""
+    """What serves a problem by the rules, then by what was measured on each GPU, which comes first there."""
     operator = OPERATOR_OF[type(problem)]
     largest = getattr(OPERATORS[operator], "MAX_SIZE", 1024)
     told = tuple(dict.fromkeys(names)), registry.describe(problem), pdl, registry.unit(operator)
@@ -212,7 +211,7 @@ def _word(rule: str) -> str:
 
 
 def families(variants: Sequence[Variant], archs: Sequence[Arch]) -> list[Family]:
-    """Those that have variants, in the order of SPECS."""
+    """The families that have variants, in the order of SPECS."""
     by_arch = [calls(arch) for arch in archs]
     found = {}
     for name, cls in SPECS.items():

@@ -10,8 +10,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from ssmgen import __version__, inspect
-from ssmgen import nvrtc as compiler
+from ssmgen import __version__, inspect, nvrtc
 from ssmgen.cache.store import Cache
 from ssmgen.spec import Arch
 
@@ -58,7 +57,7 @@ def _earlier(root: Path) -> set[str]:
 def pages(variants: Sequence[Variant], archs: Sequence[Arch]) -> dict[str, str]:
     """{path: text} of every file."""
     families = content.families(variants, archs)
-    of_site = {"version": __version__, "compiler": compiler.build_id(), "archs": archs, "families": families, "forms": FORMS}
+    of_site = {"version": __version__, "compiler": nvrtc.build_id(), "archs": archs, "families": families, "forms": FORMS}
     env = _environment()
 
     def page(template: str, root: str, **about: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -91,7 +91,7 @@ def causal_conv1d(
                 final = new_like(x, shape) if x.dim() == 3 or query_start_loc is not None else None
     given = (x, weight, bias, seq_idx, query_start_loc, initial_states, final, conv_states, conv_state_indices, has_initial_state, out)
     returns = ("out", "final_states") if return_final_states and final is not None else ("out",)
-    return Call(CALLER, given, Options(activation, pad_slot_id), pdl, returns)
+    return cast("Tensor | tuple[Tensor, Tensor]", Call(CALLER, given, Options(activation, pad_slot_id), pdl, returns))
 
 
 def new_like(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
@@ -141,9 +141,10 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     if width == 1:
         stateful = [n for n in ("initial_states", "final_states", "conv_states") if n in named]
         problems += [f"{n} is given, but a convolution of width 1 has no state" for n in stateful]
-    states = {"[sequences, dim, width - 1]" if ragged else "[batch, dim, width - 1]": (sequences, dim, width - 1)}
-    per_sequence = {"[sequences]" if ragged else "[batch]": (sequences,)}
-    allowed = {
+    of_each = "sequences" if ragged else "batch"
+    states: checks.Shapes = {f"[{of_each}, dim, width - 1]": (sequences, dim, width - 1)}
+    per_sequence: checks.Shapes = {f"[{of_each}]": (sequences,)}
+    allowed: dict[str, checks.Shapes] = {
         "weight": {"[dim, width]": (dim, width)},
         "bias": {"[dim]": (dim,)},
         "seq_idx": {"[batch, length]": (batch, length)},
@@ -254,7 +255,7 @@ def _sequences(views: Mapping[str, Tensor]) -> int:
 
 
 def _pieces(spec: ConvSpec, views: Mapping[str, Tensor]) -> int:
-    """Of a row; of packed sequences, numbers that they are given (templates/lib/sequences.cuh.j2)."""
+    """How many pieces a row is cut into; of packed sequences, how many numbers their pieces get (templates/lib/sequences.cuh.j2)."""
     tokens = views["x"].shape[2] + (spec.vec - 1 if spec.shifted else 0)
     return tokens // spec.piece + _sequences(views) if spec.ragged else max(1, -(-tokens // spec.piece))
 
@@ -338,5 +339,5 @@ def _fake(*args: Any) -> None:
 
 
 CALLER = Caller(
-    FAMILY, OPERATOR, NAMES, frozenset(("x", "weight", "out")), views_of, run_reference, _dispatch, runtime.Signatures()
+    FAMILY, OPERATOR, NAMES, frozenset(("x", "weight", "out")), views_of, run_reference, _dispatch, runtime.Patterns()
 )  # fmt: skip

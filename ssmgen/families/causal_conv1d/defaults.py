@@ -1,11 +1,13 @@
 """Default variants of causal_conv1d: what a Mamba-2 asks for, and the other branches."""
 
+from typing import Any
+
 from ...defaults import Default, words
 from ...models import find_model
 from ...spec import DType, Index, Loads
 from .spec import ConvLayout, ConvProblem
 
-STATES = {"seq_idx": True, "initial": True, "final": True}
+STATES: dict[str, Any] = {"seq_idx": True, "initial": True, "final": True}
 
 DEFAULTS = {
     **{f"Mamba-2: {words(p)}": Default(p) for p in find_model("nemotron-h-8b").convolutions((Index.I32,)) if isinstance(p, ConvProblem)},

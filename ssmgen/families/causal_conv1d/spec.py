@@ -173,7 +173,8 @@ class ConvSpec(KernelSpec, ConvProblem):
     def parameters(self) -> list[Param]:
         ints = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
         element = dict.fromkeys(("x", "out", "initial_states", "final_states", "conv_states"), self.x.value)
-        element |= {"weight": self.weight.value, "bias": self.bias and self.bias.value, "seq_idx": "int", "has_initial_state": "u8"}
+        element |= {"weight": self.weight.value, "seq_idx": "int", "has_initial_state": "u8"}
+        element |= {"bias": self.bias.value} if self.bias else {}
         element |= {"query_start_loc": ints[self.query_start_loc], "conv_state_indices": ints[self.index]}
         written = ("out", "final_states", "conv_states")
         pointers = [Param.pointer(op, element[op], const=op not in written) for op in self.operands()]
@@ -232,11 +233,11 @@ def candidates(problem: ConvProblem, size: int, arch: Arch, pdl: bool) -> Iterat
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
     wait = Pdl.TRIGGER_LOADED if pdl else Pdl.OFF
     if problem.layout is ConvLayout.FIRST:
-        how = {"min_blocks": 4} if problem.ragged else {}  # or ptxas spills a few bytes, to stay below 40 registers
-        yield "rows", _spec(problem, **how, vec=16 // problem.x.size, vectors=2, pdl=wait), ""
+        registers = {"min_blocks": 4} if problem.ragged else {}  # or ptxas spills a few bytes, to stay below 40 registers
+        yield "rows", _spec(problem, **registers, vec=16 // problem.x.size, vectors=2, pdl=wait), ""
         return
     # Of wide convolutions, lanes hold half as many channels, or their taps would leave room for few threads.
-    how = {"vec": 2 if problem.width > 6 else 8 // problem.x.size, "pdl": wait}
+    how: dict[str, Any] = {"vec": 2 if problem.width > 6 else 8 // problem.x.size, "pdl": wait}
     resident = _resident(problem, arch)
     if size <= SMALL_KIB:
         yield "small", _spec(problem, **how, vectors=6 if resident > 1 else 8, min_blocks=0 if resident == 7 else min(4, resident)), ""

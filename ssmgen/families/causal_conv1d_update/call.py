@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ def causal_conv1d_update(
         x, conv_state, weight, bias, cache_seqlens, conv_state_indices, num_accepted_tokens, query_start_loc, intermediate_conv_window,
         intermediate_state_indices, out,
     )  # fmt: skip
-    return Call(CALLER, given, (activation, pad_slot_id), pdl)
+    return cast(Tensor, Call(CALLER, given, (activation, pad_slot_id), pdl))
 
 
 def views_of(named: Mapping[str, Any], options: tuple[Any, int], problems: list[str]) -> dict[str, Tensor]:
@@ -100,8 +100,8 @@ def views_of(named: Mapping[str, Any], options: tuple[Any, int], problems: list[
     if not 2 <= width <= MAX_WIDTH:
         problems.append(f"weight is {list(weight.shape)}: width {width} is not 2 … {MAX_WIDTH}")
         return {}
-    per_sequence = {"[batch]": (batch,)}
-    allowed = {
+    per_sequence: checks.Shapes = {"[batch]": (batch,)}
+    allowed: dict[str, checks.Shapes] = {
         "weight": {"[dim, width]": (dim, width)},
         "bias": {"[dim]": (dim,)},
         "query_start_loc": {"[batch + 1]": (batch + 1,)},
@@ -288,5 +288,5 @@ def _fake(*args: Any) -> None:
 
 
 CALLER = Caller(
-    FAMILY, OPERATOR, NAMES, frozenset(("x", "conv_state", "weight", "out")), views_of, run_reference, _dispatch, runtime.Signatures()
+    FAMILY, OPERATOR, NAMES, frozenset(("x", "conv_state", "weight", "out")), views_of, run_reference, _dispatch, runtime.Patterns()
 )  # fmt: skip

@@ -1,15 +1,17 @@
 """Default variants of causal_conv1d_update: what a Mamba-2 asks for, and the other branches."""
 
+from typing import Any
+
 from ...defaults import Default, words
 from ...engine.window import Saved, StateLayout
 from ...models import find_model
 from ...spec import Index, Loads
 from .spec import Advance, Tokens, UpdateProblem
 
-ROLL = {"advance": Advance.ROLL, "position": Index.I32, "index": Index.I32}
-PACKED = {"count": Tokens.RAGGED, "query_start_loc": Index.I32, "tokens": 4}
-ANYWHERE = {"layout": StateLayout.ANY, "loads": Loads.ELEMENT, "taps": Loads.ELEMENT}
-SAVED = {"saved": Saved.RUNS, "saved_index": Index.I32}
+ROLL: dict[str, Any] = {"advance": Advance.ROLL, "position": Index.I32, "index": Index.I32}
+PACKED: dict[str, Any] = {"count": Tokens.RAGGED, "query_start_loc": Index.I32, "tokens": 4}
+ANYWHERE: dict[str, Any] = {"layout": StateLayout.ANY, "loads": Loads.ELEMENT, "taps": Loads.ELEMENT}
+SAVED: dict[str, Any] = {"saved": Saved.RUNS, "saved_index": Index.I32}
 
 DEFAULTS = {
     **{f"Mamba-2: {words(p)}": Default(p) for p in find_model("nemotron-h-8b").convolutions((Index.I32,)) if isinstance(p, UpdateProblem)},

@@ -161,7 +161,7 @@ class UpdateSpec(KernelSpec, UpdateProblem):
     def parameters(self) -> list[Param]:
         ints = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
         element = dict.fromkeys(("x", "conv_state", "intermediate_conv_window", "out"), self.x.value)
-        element |= {"weight": self.weight.value, "bias": self.bias and self.bias.value}
+        element |= {"weight": self.weight.value} | ({"bias": self.bias.value} if self.bias else {})
         element |= dict.fromkeys(("cache_seqlens", "num_accepted_tokens"), ints[self.position])
         element |= {"conv_state_indices": ints[self.index], "query_start_loc": ints[self.query_start_loc]}
         element |= {"intermediate_state_indices": ints[self.saved_index]}

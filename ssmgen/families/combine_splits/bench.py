@@ -36,6 +36,7 @@ from ...bench.report import GATE, cell
 from ...bench.rows import Point
 from ...bench.schema import COUNT
 from ...calls.checks import TORCH_DTYPES
+from ...calls.public import call_of
 from ...errors import SsmgenError
 from ...models import Model
 from ...spec import SM90, DType
@@ -140,7 +141,7 @@ class Case:
             call |= {n: tuple(t[some] for t in call[n]) if self.form is Form.PAIR else call[n][:, some] for n in ("o", "lse")}
         shape = self.out[0][some].shape
         call |= {"out": torch.empty(shape, device=self.device), "lse_out": torch.empty(shape[:-1], device=self.device)}
-        built = op.combine_splits.build(**call, lse_base=2)
+        built = call_of(op.combine_splits, **call, lse_base=2)
         views = op.views_of(built.operands, options := built.options, problems := [])
         assert not problems, problems
         results = {n: torch.empty(views[n].shape, dtype=torch.float64, device=self.device) for n in ("out", "lse_out")}
@@ -179,7 +180,7 @@ def _peer(case: Case) -> tuple[str, Callable[[int], Any] | None]:
 
 
 def peers_of(case: Case) -> dict[str, reports.Peer]:
-    """Those that run, and pass the gate."""
+    """The peers that run, and pass the gate."""
     name, call = _peer(case)
     if call is None:
         return {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -99,7 +99,7 @@ def combine_splits(
         lse_out = out.new_empty(out.shape[:-1], dtype=torch.float32)
     given = (o, lse, o_other, lse_other, num_splits, attn_sink, mask, out, lse_out)
     options = Options(lse_base, lse_base_out, empty_lse, skip_single)
-    return Call(CALLER, given, options, pdl, ("out", "lse_out") if return_lse else ("out",))
+    return cast("Tensor | tuple[Tensor, Tensor]", Call(CALLER, given, options, pdl, ("out", "lse_out") if return_lse else ("out",)))
 
 
 def _check_forms(named: Mapping[str, Any], options: Options, problems: list[str]) -> None:
@@ -209,7 +209,7 @@ def _merged(named: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> CombineProblem:
     """The problem that checked operands pose, given where they lie."""
     o, out, pair = views["o"], views["out"], "o_other" in views
-    problem = {
+    problem: dict[str, Any] = {
         "d_v": o.shape[-1],
         "o": DTYPES[o.dtype],
         "out": DTYPES[out.dtype],
@@ -266,8 +266,8 @@ FAMILY = Family(
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    how = {"natural": options.natural, "natural_out": options.natural_out, "empty_lse": options.empty_lse}
-    reference(**views, **how, skip_single=options.skip_single, dtype=dtype)
+    how: dict[str, Any] = {"natural": options.natural, "natural_out": options.natural_out, "empty_lse": options.empty_lse}
+    reference(**{**views, **how}, skip_single=options.skip_single, dtype=dtype)
 
 
 # torch.library: what torch.compile and opcheck see.
@@ -302,5 +302,5 @@ def _fake(*args: Any) -> None:
 
 
 CALLER = Caller(
-    FAMILY, OPERATOR, NAMES, frozenset(("o", "lse", "out")), views_of, run_reference, _dispatch, runtime.Signatures()
+    FAMILY, OPERATOR, NAMES, frozenset(("o", "lse", "out")), views_of, run_reference, _dispatch, runtime.Patterns()
 )  # fmt: skip

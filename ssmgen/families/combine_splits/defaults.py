@@ -1,12 +1,14 @@
 """Default variants of combine_splits: an MLA and a GQA model's decode, with few rows and with many; a cascade's two; the other branches."""
 
+from typing import Any
+
 from ...defaults import Default
 from ...spec import DType, Index, Loads
 from .spec import MAX_SIZE, CombineProblem
 
 MLA = CombineProblem(d_v=512, max_splits=160, axes=2, num_splits=Index.I32)
 GQA = CombineProblem(d_v=128, max_splits=32)
-PAIR = {"o": DType.BF16, "max_splits": 2, "pair": True}
+PAIR: dict[str, Any] = {"o": DType.BF16, "max_splits": 2, "pair": True}
 
 DEFAULTS = {
     "MLA, few rows": Default(MLA, 128),

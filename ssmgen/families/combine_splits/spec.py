@@ -163,7 +163,8 @@ class CombineSpec(KernelSpec, CombineProblem):
 
     def parameters(self) -> list[Param]:
         element = {"o": self.o.value, "o_other": self.o.value, "mask": "u8", "out": self.out.value}
-        element |= {"num_splits": "i64" if self.num_splits is Index.I64 else "int", "attn_sink": self.sink and self.sink.value}
+        element["num_splits"] = "i64" if self.num_splits is Index.I64 else "int"
+        element |= {"attn_sink": self.sink.value} if self.sink else {}
         pointers = [Param.pointer(op, element.get(op, "f32"), const=op not in ("out", "lse_out")) for op in self.operands()]
         divisors = [p for axis in self.row_axes()[1:] for p in Param.divisor(f"{axis}_size")]
         counts = ["rows", *([] if self.pair else ["splits"])]
@@ -244,7 +245,7 @@ def space(problem: CombineProblem, arch: Arch) -> Iterator[CombineSpec]:
 
 def candidates(problem: CombineProblem, rows: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, CombineSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one applies to every legal problem."""
-    how = {"pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
+    how: dict[str, Any] = {"pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
     vectors = rows * -(-problem.d_v // problem.widest)
     for limit, parts in FILL:
         if vectors > limit:

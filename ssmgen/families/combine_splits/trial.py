@@ -21,7 +21,7 @@ def operands(spec: CombineSpec, batch: int, seed: int) -> dict[str, Tensor]:
     odd = spec.loads is Loads.ELEMENT
 
     def apart(values: Tensor, dtype: DType, columns: bool = True) -> Tensor:
-        """With gaps along every axis, that keep columns aligned."""
+        """A tensor of these values with gaps along every axis, which keep columns aligned."""
         gaps = [1 if i < values.dim() - columns else 8 + odd for i in range(values.dim())]
         wide = torch.full([n + gap for n, gap in zip(values.shape, gaps, strict=True)], float("nan"), dtype=TORCH_DTYPES[dtype])
         wide = wide[..., odd:] if columns else wide

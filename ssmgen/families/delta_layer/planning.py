@@ -122,7 +122,7 @@ def _fake(function: str, *args: Any) -> None:
     CALLERS[function].foresee(*_received(function, args))
 
 
-_signatures = runtime.Signatures()
+_signatures = runtime.Patterns()
 CALLERS = {
     name: Caller(FAMILY, name, names, REQUIRED[name], views_of, run_reference, partial(_dispatch, name), _signatures)
     for name, names in NAMES.items()

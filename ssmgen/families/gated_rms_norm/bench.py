@@ -166,7 +166,7 @@ def _mamba_ssm(case: Case) -> reports.Peer | None:
 
 
 def peers_of(case: Case) -> dict[str, reports.Peer]:
-    """Those that run, and pass the gate."""
+    """The peers that run, and pass the gate."""
     kept: dict[int, Any] = {}
 
     def keeping(call: reports.Peer) -> reports.Peer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ def gated_rms_norm(
     """
     if out is None and isinstance(x, Tensor):
         out = x.new_empty(x.shape)
-    return Call(CALLER, (x, gate, weight, out), Options(eps, norm_before_gate, activation, group_size), pdl)
+    return cast(Tensor, Call(CALLER, (x, gate, weight, out), Options(eps, norm_before_gate, activation, group_size), pdl))
 
 
 def _groups_of(x: Tensor, group_size: int | None, problems: list[str]) -> tuple[int, int] | None:
@@ -140,7 +140,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     """The problem that checked operands pose, given where they lie."""
     dtypes = {name: DTYPES[views[name].dtype] if name in views else None for name in NAMES}
     gated = "gate" in views
-    problem = {
+    problem: dict[str, Any] = {
         "size": views["x"].shape[-1],
         **dtypes,
         "norm_first": gated and options.norm_before_gate,
@@ -182,8 +182,9 @@ FAMILY = Family(
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    how = {"eps": options.eps, "norm_before_gate": options.norm_before_gate, "activation": ACTIVATIONS[options.activation].value}
-    reference(**views, **how, dtype=dtype)
+    activation = ACTIVATIONS[options.activation].value
+    how: dict[str, Any] = {"eps": options.eps, "norm_before_gate": options.norm_before_gate, "activation": activation}
+    reference(**{**views, **how}, dtype=dtype)
 
 
 # torch.library: what torch.compile and opcheck see.
@@ -215,4 +216,4 @@ def _fake(*args: Any) -> None:
     CALLER.foresee(*_received(args))
 
 
-CALLER = Caller(FAMILY, OPERATOR, NAMES, frozenset(("x", "out")), views_of, run_reference, _dispatch, runtime.Signatures())
+CALLER = Caller(FAMILY, OPERATOR, NAMES, frozenset(("x", "out")), views_of, run_reference, _dispatch, runtime.Patterns())

@@ -25,7 +25,7 @@ HELD = 32  # elements of a group that a thread holds, at most
 
 
 class Activation(Enum):
-    """Of the gate."""
+    """The function that the gate goes through."""
 
     SILU = "silu"
     SIGMOID = "sigmoid"
@@ -133,8 +133,9 @@ class NormSpec(KernelSpec, NormProblem):
         return [(role, axis) for role in self.roles() for axis in axes if (role, axis) != ("weight", "row")]
 
     def parameters(self) -> list[Param]:
-        element = {"x": self.x, "gate": self.gate, "weight": self.weight, "out": self.out}
-        pointers = [Param.pointer(role, element[role].value, const=role != "out") for role in self.roles()]
+        dtypes = {"x": self.x, "gate": self.gate, "weight": self.weight, "out": self.out}
+        element = {role: dtype.value for role, dtype in dtypes.items() if dtype}
+        pointers = [Param.pointer(role, element[role], const=role != "out") for role in self.roles()]
         units = [Param.u32("units")] if self.teams > 1 else []
         groups = Param.divisor("groups") if self.grouped else []
         return [*pointers, *units, *groups, *(Param.u32(f"{role}_{axis}") for role, axis in self.strides()), Param.f32("eps")]
@@ -198,7 +199,7 @@ def space(problem: NormProblem, arch: Arch) -> Iterator[NormSpec]:
 
 def candidates(problem: NormProblem, groups: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, NormSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one applies to every legal problem."""
-    how = {"pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
+    how: dict[str, Any] = {"pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
     if groups > FEW:
         yield "few-groups", None, f"{groups} groups are above {FEW}"
     else:

@@ -36,6 +36,7 @@ from ...bench.report import GATE, HOST_BATCH, MAX_SETS, MIN_SETS, cell
 from ...bench.rows import Point
 from ...bench.schema import COUNT, FLAG, TEXT
 from ...calls.checks import TORCH_DTYPES
+from ...calls.public import call_of
 from ...errors import SsmgenError
 from ...models import LinearAttention, Model
 from ...spec import SM90, DType, PoolMode, must
@@ -137,7 +138,7 @@ class Case:
 
     @property
     def io_bytes(self) -> int:
-        """Of everything else but the indices."""
+        """Bytes of all operands but the states and the indices."""
         once = [*self.weights.values(), *(t[0] for t in (*self.operands.values(), self.out))]
         return sum(t.numel() * t.element_size() for t in once)
 
@@ -194,7 +195,7 @@ class Case:
         own = torch.arange(len(touched), device=rows.device).split(len(rows))
         small = {n: v for n, v in call.items() if n != "ring"} | {"state": self.state[touched]} | dict(zip(indices, own, strict=True))
         small |= {n: call[n][rows] for n in (*self.operands, "out", "intermediate_states") if n in call}
-        given, options = self.function.build(**small)[1:3]
+        given, options = call_of(self.function, **small)[1:3]
         views = token_views({name: t for name, t in zip(NAMES, given, strict=True) if t is not None}, options, [])
         views |= {name: views[name].double() for name in ("state", "out", "intermediate_states") if name in views}
         form, scale, lower_bound, *_ = options

@@ -82,7 +82,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
 
     along, wide = (-1, lane) if options.layout == "vk" else (-2, min(16 // state.element_size(), V & -V))
     vectors = [n for n in ("k", "gk") if n in views] + (["dt_bias"] if "gk" in views and "dt_bias" in views else [])
-    present = {n: DTYPES[t.dtype] for n, t in views.items() if n not in ("state_indices", "num_accepted_tokens")}
+    present: dict[str, Any] = {n: DTYPES[t.dtype] for n, t in views.items() if n not in ("state_indices", "num_accepted_tokens")}
     return LinearAttentionProblem(
         dim_k=K,
         dim_v=V,

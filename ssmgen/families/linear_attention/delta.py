@@ -175,7 +175,7 @@ def kda_commit(
     lower_bound: float | None = None, use_qk_l2norm: bool = False, beta_sigmoid: bool = False, allow_neg_eigval: bool = False,
     state_layout: str = "vk", state_indices: Tensor | None = None, pad_slot_id: int = -1, pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """As gated_delta_rule_commit, for kda: ring.g is [slots, T, HV, K]."""
+    """The same as gated_delta_rule_commit, for kda: ring.g is [slots, T, HV, K]."""
     form = Form("decayed", _gate(A_log, lower_bound), _beta(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
     objections = _gate_objections("g", A_log, dt_bias, lower_bound) + _beta_objections(beta_sigmoid, allow_neg_eigval)
     return commit(

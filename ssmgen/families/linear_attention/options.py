@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ def decode(
     gk: Tensor | None = None, gv: Tensor | None = None, beta: Tensor | None = None, A_log: Tensor | None = None,
     dt_bias: Tensor | None = None, read: Tensor | None = None, erase: Tensor | None = None, w: Tensor | None = None,
     write: Tensor | None = None, alpha: Tensor | None = None, *, lower_bound: float | None = None, objections: tuple[str, ...] = (),
-) -> Any:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """The call of a function: of its tensors by their roles in the recurrence (spec.py)."""
     scale, out = pool.scale, pool.out
     if out is None:
@@ -67,14 +67,14 @@ def decode(
         pool.num_accepted_tokens, pool.cu_seqlens, pool.intermediate_states, *_by_operand(pool.ring, gk is not None),
     )  # fmt: skip
     how = Options(form, scale, lower_bound or 0.0, pool.state_layout, pool.pad_slot_id, pool.update_state)
-    return Call(CALLERS[name], given, how, pool.pdl, objections=objections + ring_objections(pool.ring))
+    return cast(Tensor, Call(CALLERS[name], given, how, pool.pdl, objections=objections + ring_objections(pool.ring)))
 
 
 def commit(
     name: str, form: Form, state: Tensor, ring: Ring, num_accepted_tokens: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, *,
     per_channel: bool, lower_bound: float | None = None, state_layout: str, state_indices: Tensor | None, pad_slot_id: int,
     pdl: bool | None, objections: tuple[str, ...],
-) -> Any:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """The call that replays accepted tokens of a ring; per_channel: it keeps a gate per key channel."""
     k, v, g, gk, beta = _by_operand(ring, per_channel)
     none = (None,) * 5
@@ -82,7 +82,7 @@ def commit(
         state, None, k, v, g, gk, None, beta, A_log, dt_bias, *none, None, state_indices, None, num_accepted_tokens, None, None, *none
     )  # fmt: skip
     how = Options(form, 1.0, lower_bound or 0.0, state_layout, pad_slot_id, True, commit=True)
-    return Call(CALLERS[name], given, how, pdl, ("state",), objections + ring_objections(ring))
+    return cast(Tensor, Call(CALLERS[name], given, how, pdl, ("state",), objections + ring_objections(ring)))
 
 
 def _by_operand(ring: Ring | None, per_channel: bool) -> tuple[Tensor | None, ...]:

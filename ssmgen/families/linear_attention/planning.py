@@ -49,7 +49,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     states = [("state", state), *([("intermediate_states", kept)] if kept is not None else [])]
     wide = lane if options.layout == "vk" else min(16 // state.element_size(), V & -V)
     vectors = [n for n in (*KEY_VECTORS, "ring_k", "ring_gk") if n in views] + (["dt_bias"] if "gk" in views and "dt_bias" in views else [])
-    present = {n: DTYPES[t.dtype] for n, t in views.items() if n not in (*CONTROL, "intermediate_states", *RINGS)}
+    present: dict[str, Any] = {n: DTYPES[t.dtype] for n, t in views.items() if n not in (*CONTROL, "intermediate_states", *RINGS)}
 
     def index(name: str) -> Index:
         return INDEX[views[name].dtype if name in views else None]
@@ -133,7 +133,7 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
     if is_commit:
         commit.reference(views, form, pad_slot_id, lower_bound, dtype)
     else:
-        how = {"scale": scale, "lower_bound": lower_bound, "pad_slot_id": pad_slot_id, "update_state": update_state}
+        how: dict[str, Any] = {"scale": scale, "lower_bound": lower_bound, "pad_slot_id": pad_slot_id, "update_state": update_state}
         reference(views, form, **how, dtype=dtype)
 
 
@@ -172,7 +172,7 @@ def _fake(name: str, *args: Any) -> None:
     CALLERS[name].foresee(*_received(args))
 
 
-_signatures = runtime.Signatures()
+_patterns = runtime.Patterns()
 
 
 _MUST = ("state", "q", "k", "v", "out")
@@ -192,6 +192,6 @@ REQUIRED = {  # operands that a public function cannot do without
     "kda_commit": (*_MUST_COMMIT, "gk", "beta"),
 }
 CALLERS = {
-    name: Caller(FAMILY, name, NAMES, frozenset(required), views_of, run_reference, partial(_dispatch, name), _signatures)
+    name: Caller(FAMILY, name, NAMES, frozenset(required), views_of, run_reference, partial(_dispatch, name), _patterns)
     for name, required in REQUIRED.items()
 }

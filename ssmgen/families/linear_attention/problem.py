@@ -201,7 +201,7 @@ class LinearAttentionProblem(RowProblem):
             ),
             *must(not (self.write and self.alpha), "write and alpha exclude each other"),
             *must(not self.low_rank or not (self.beta or self.w or self.erase), "the low-rank form has no beta, w or erase"),
-            *must(self.gate is Gate.LOG or self.g or self.gk, "a gate needs g or gk"),
+            *must(self.gate is Gate.LOG or bool(self.g or self.gk), "a gate needs g or gk"),
             *must(self.gate is Gate.LOG or not (self.g and self.gk), "a gate computes g or gk, not both"),
             *must(self.gate not in (Gate.LOG, Gate.SLOPE) or not (self.A_log or self.dt_bias), "A_log and dt_bias belong to a gate"),
             *must(self.gate is not Gate.SOFTPLUS or self.A_log is not None, "the softplus gate needs A_log"),

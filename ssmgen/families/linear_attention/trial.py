@@ -25,7 +25,7 @@ def tokens_of(spec: LinearAttentionSpec, batch: int) -> list[int]:
 
 
 def operands(spec: LinearAttentionSpec, batch: int, seed: int) -> dict[str, Tensor]:
-    """Of a linear-attention function, or of a commit, by name and in the kernel's order."""
+    """Random operands of a linear-attention function, or of a commit, by name and in the kernel's order."""
     g = torch.Generator().manual_seed(seed)
     counts = tokens_of(spec, batch)
     slots, made = _slots(spec, counts, g)

@@ -34,7 +34,7 @@ class RawInputs(NamedTuple):
 
 
 def ring_objections(ring: object) -> tuple[str, ...]:
-    """To what is no ring: neither None nor four tensors in a row."""
+    """What is wrong with a ring, in words: it is neither None nor four tensors in a row."""
     if ring is None or (isinstance(ring, (tuple, list)) and len(ring) == 4):
         return ()
     count = f" of {len(ring)}" if isinstance(ring, (tuple, list)) else ""

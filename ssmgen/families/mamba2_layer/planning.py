@@ -107,4 +107,4 @@ def _fake(*args: Any) -> None:
     CALLER.foresee(*_received(args))
 
 
-CALLER = Caller(FAMILY, OPERATOR, NAMES, REQUIRED, views_of, run_reference, _dispatch, runtime.Signatures())
+CALLER = Caller(FAMILY, OPERATOR, NAMES, REQUIRED, views_of, run_reference, _dispatch, runtime.Patterns())

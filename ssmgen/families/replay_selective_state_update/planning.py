@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -41,14 +41,14 @@ class Options(NamedTuple):
     materialize: bool = False
 
 
-def call(name: str, given: tuple[Any, ...], options: Options, pdl: bool | None) -> Call:
+def call(name: str, given: tuple[Any, ...], options: Options, pdl: bool | None) -> Tensor:
     """The call of the public function `name`; `given` by NAMES without mix and sums. Makes these and an output, where there is none."""
     named = dict(zip(NAMES, (*given, None, None), strict=True))
     if named["out"] is None and isinstance(named["x"], Tensor):
         named["out"] = torch.empty_like(named["x"], memory_format=torch.contiguous_format)
     if options.two_kernels:
         named |= _between(named, options)
-    return Call(CALLERS[name], tuple(named.values()), options, pdl)
+    return cast(Tensor, Call(CALLERS[name], tuple(named.values()), options, pdl))
 
 
 def _between(given: Mapping[str, Any], options: Options) -> dict[str, Tensor]:
@@ -330,9 +330,9 @@ FAMILY = Family(
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
     rounds = options.philox_rounds if "rand_seed" in views else 0
-    settings = {"dt_softplus": options.dt_softplus, "pad_slot_id": options.pad_slot_id, "philox_rounds": rounds}
+    how: dict[str, Any] = {"dt_softplus": options.dt_softplus, "pad_slot_id": options.pad_slot_id, "philox_rounds": rounds}
     views = {name: t for name, t in views.items() if name not in ("mix", "sums")}
-    reference(**views, window=window_of(views, options), **settings, dtype=dtype)
+    reference(**{**views, **how}, window=window_of(views, options), dtype=dtype)
 
 
 # torch.library: what torch.compile and opcheck see.
@@ -370,8 +370,8 @@ def _fake(name: str, *args: Any) -> None:
 
 
 _REQUIRED = frozenset(("state", "old_x", "old_B", "old_dt", "prev_num_accepted_tokens", "out"))
-_signatures = runtime.Signatures()
+_patterns = runtime.Patterns()
 CALLERS = {
-    name: Caller(FAMILY, name, NAMES, _REQUIRED, views_of, run_reference, partial(_dispatch, name), _signatures)
+    name: Caller(FAMILY, name, NAMES, _REQUIRED, views_of, run_reference, partial(_dispatch, name), _patterns)
     for name in (OPERATOR, "checkpoint_selective_state_update", "materialize_selective_state")
 }

@@ -155,4 +155,4 @@ def _fake(*args: Any) -> None:
 
 
 _required = frozenset(("state", "x", "dt", "A", "B", "C", "out"))
-CALLER = Caller(FAMILY, OPERATOR, NAMES, _required, views_of, run_reference, _dispatch, runtime.Signatures())
+CALLER = Caller(FAMILY, OPERATOR, NAMES, _required, views_of, run_reference, _dispatch, runtime.Patterns())

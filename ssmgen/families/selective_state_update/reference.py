@@ -76,7 +76,7 @@ def selective_state_update(
         return 0 <= slot < state.shape[0] and ("state_indices" not in views or slot != pad_slot_id)
 
     def keep(where: Tensor, slot: int, h: Tensor, of: int, stream: int = 0) -> None:
-        """In a slot, or in a column of a row, with the noise of slot `of`."""
+        """Stores a state in a slot, or in a column of a row, with the noise of slot `of`."""
         seed = int(views["rand_seed"][of]) if philox_rounds else 0
         where[slot] = stored(h, where.dtype, seed, philox_rounds, of, stream)
 

@@ -16,7 +16,7 @@ LIMIT = (0.01, 0.1)  # of dt: in the midst of what softplus gives
 
 
 def one_operands(spec: SsuSpec, batch: int, seed: int) -> dict[str, Tensor]:
-    """Of one token, by name and in the kernel's order."""
+    """Random operands of a call with one token per sequence, by name and in the kernel's order."""
     g = torch.Generator().manual_seed(seed)
     B, H, P, N, G = batch, spec.nheads, spec.headdim, spec.d_state, spec.ngroups
     slots = batch if spec.index is Index.NONE else 3 * batch
@@ -63,7 +63,7 @@ def one_operands(spec: SsuSpec, batch: int, seed: int) -> dict[str, Tensor]:
 
 
 def tokens_operands(spec: SsuSpec, batch: int, seed: int) -> dict[str, Tensor]:
-    """Of several tokens, more than are staged at a time."""
+    """Random operands of a call with several tokens per sequence, more than are staged at a time."""
     g = torch.Generator().manual_seed(seed)
     H, P, N, G, most = spec.nheads, spec.headdim, spec.d_state, spec.ngroups, spec.chunk + 1
     counts = cycled((3, 2, most, 0), batch) if spec.ragged else [most] * batch

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 
-from ...calls.public import Call
+from ...calls.public import Call, call_of
 from ...models import Model
 from ...tune.cases import Case, part_of, pool_of, states_of, users
 from . import bench
@@ -26,7 +26,7 @@ def cases(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int],
 
 def _call(case: bench.Case, i: int) -> Call:
     args, kwargs = case.arguments(i)
-    return selective_state_update.build(*args, **kwargs, pdl=True)
+    return call_of(selective_state_update, *args, **kwargs, pdl=True)
 
 
 TUNING = {"selective_state_update": cases}

@@ -130,4 +130,4 @@ def _fake(*args: Any) -> None:
 
 
 _required = frozenset(("state", "x", "mix", "out"))
-CALLER = Caller(FAMILY, OPERATOR, NAMES, _required, views_of, run_reference, _dispatch, runtime.Signatures())
+CALLER = Caller(FAMILY, OPERATOR, NAMES, _required, views_of, run_reference, _dispatch, runtime.Patterns())

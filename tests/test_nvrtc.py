@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from ssmgen import inspect
-from ssmgen import nvrtc as compiler
+from ssmgen import inspect, nvrtc
 from ssmgen.errors import CompileError
 from ssmgen.families.selective_state_update.spec import SsuSpec
 from ssmgen.nvrtc import Resources, compile_cubin, compile_ptx, listing, parse_resources
@@ -45,7 +44,7 @@ def test_cold_compile_takes_less_than_a_third_of_a_second():
     target = Arch.parse("sm_90a")
 
     def seconds(nheads: int) -> float:
-        """Of this process's processor time: what else the machine does is not the compiler's."""
+        """Seconds of this process's processor time: what else the machine does is not the compiler's."""
         source, start = render(replace(SPEC, nheads=nheads), target), time.process_time()
         compile_cubin(source, target, "")
         return time.process_time() - start
@@ -85,8 +84,8 @@ def test_resources_are_read_from_the_report():
 
 
 def test_build_id_is_the_whole_version():
-    major, minor = compiler.version()
-    assert re.fullmatch(rf"CL-\d+ V{major}\.{minor}\.\d+", compiler.build_id())
+    major, minor = nvrtc.version()
+    assert re.fullmatch(rf"CL-\d+ V{major}\.{minor}\.\d+", nvrtc.build_id())
 
 
 def test_ptx():
@@ -102,9 +101,9 @@ def test_missing_compiler_names_the_extra(package):
            "from cuda.bindings import nvrtc\n"
            "def missing(*a): raise RuntimeError('libnvrtc.so.12 not found')\n"
            "nvrtc.nvrtcVersion = missing\n")
-        + "from ssmgen import nvrtc as compiler\n"
-        "try: compiler.build_id()\n"
-        "except compiler.CompilerMissingError as e: print(e)\n"
+        + "from ssmgen import nvrtc\n"
+        "try: nvrtc.build_id()\n"
+        "except nvrtc.CompilerMissingError as e: print(e)\n"
     )  # fmt: skip
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "pip install 'ssmgen[cu12]'" in done.stdout and "torch.version.cuda" in done.stdout, done.stderr
