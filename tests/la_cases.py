@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ssmgen
 from ssmgen.families.linear_attention import planning as op
-from ssmgen.families.linear_attention.problem import OF_KEY_HEADS
+from ssmgen.families.linear_attention.operands import OF_KEY_HEADS, OPERANDS
 
 I32, I64 = torch.int32, torch.int64
 # The operands of each function. What they are decides their shapes and values.
@@ -377,7 +377,7 @@ def expected(call: Call, any_order: bool = False) -> dict[str, dict[Any, Approx]
         S, reach = exact(views["state"][s.slot]), views["state"][s.slot].double().abs()
         for i in range(s.tokens if s.slot >= 0 else 0):
             at = s.row, s.start + i
-            x = {n: t[at] for n, t in views.items() if n in op.NAMES[1:15] and n not in weights}
+            x = {n: t[at] for n, t in views.items() if n in OPERANDS and n not in weights}
             x |= {n: x[n].repeat_interleave(call.case.group, 0) for n in OF_KEY_HEADS if n in x}
             x = {n: exact(t if t.dim() == 2 else t[:, None]) for n, t in (x | weights).items()}
             S, reach, want["out"][at] = step(S, reach, x, options, roundings)

@@ -41,8 +41,9 @@ from ...errors import SsmgenError
 from ...models import LinearAttention, Model
 from ...spec import SM90, DType, PoolMode, must
 from .bench_recurrences import OPS, VALUES, Operand, operands
-from .planning import NAMES, token_views
+from .operands import NAMES
 from .reference import linear_attention as reference
+from .views import token_views
 
 POOL_BYTES = 4 * 2**30  # of the state; and at most, of the buffers of intermediate states, if that is more than one
 

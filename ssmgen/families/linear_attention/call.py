@@ -15,8 +15,6 @@ built during a CUDA graph capture; NotBuiltError, CompileError, LoadError, Launc
 
 from __future__ import annotations
 
-from typing import Any
-
 from .delta import comba, delta_rule, gated_delta_rule, gated_delta_rule_commit, gdn2, kda, kda_commit
 from .low_rank import dplr_delta_rule, rwkv7
 from .options import PoolOptions
@@ -27,8 +25,3 @@ __all__ = [
     "PoolOptions", "Ring", "comba", "delta_rule", "dplr_delta_rule", "gated_delta_rule", "gated_delta_rule_commit", "gdn2", "gla", "kda",
     "kda_commit", "lightning_attn", "rwkv7", "simple_gla",
 ]  # fmt: skip
-
-FUNCTIONS: tuple[Any, ...] = (
-    gated_delta_rule, kda, gdn2, delta_rule, comba, rwkv7, dplr_delta_rule, gla, simple_gla, lightning_attn,
-    gated_delta_rule_commit, kda_commit,
-)  # fmt: skip

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...calls import checks
 from ...calls.checks import DTYPES
 from ...spec import Index, Loads, PoolMode
+from .operands import RINGED
 from .problem import Beta, Delta, Gate, Layout, LinearAttentionProblem, Ring, Tokens
 from .reference import one_token
 
@@ -122,7 +123,7 @@ def stride(views: Mapping[str, Tensor], operand: str, axis: str) -> int:
 def reference(views: Mapping[str, Tensor], form: Any, pad_slot_id: int, lower_bound: float, dtype: torch.dtype = torch.float32) -> None:
     """Replays accepted tokens: state [L, slots, …] as above; counts out of range and slots that are none leave it alone."""
     state = views["state"]
-    tokenwise = [n for n in ("k", "v", "g", "gk", "beta") if n in views]
+    tokenwise = [n for n in RINGED if n in views]
     for b, accepted in enumerate(views["num_accepted_tokens"].tolist()):
         slot = int(views["state_indices"][b]) if "state_indices" in views else b
         if not 0 <= slot < state.shape[1] or slot == pad_slot_id or not 0 < accepted <= views["k"].shape[2]:

@@ -15,10 +15,11 @@ from ...calls.checks import DTYPES, INDEX
 from ...calls.planning import Caller, Family
 from ...spec import Index, Loads, PoolMode
 from . import commit
-from .problem import KEY_VECTORS, Beta, Delta, Gate, Layout, LinearAttentionProblem, Ring, Tokens, Update
+from .operands import CONTROL, FUNCTIONS, KEY_VECTORS, NAMES, OPTIONAL, RINGS
+from .problem import Beta, Delta, Gate, Layout, LinearAttentionProblem, Ring, Tokens, Update
 from .reference import linear_attention as reference
 from .spec import OPERATOR, LinearAttentionSpec
-from .views import CONTROL, NAMES, RINGS, Form, Options, token_views
+from .views import Form, Options, token_views
 
 
 def batch_of(views: Mapping[str, Tensor]) -> int:
@@ -140,8 +141,8 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
 # torch.library: what torch.compile and opcheck see.
 _library = torch.library.Library("ssmgen", "FRAGMENT")
 _library.define(
-    "linear_attention(str name, Tensor(a!) state, Tensor? q, Tensor k, Tensor v, Tensor? g, Tensor? gk, Tensor? gv, Tensor? beta, "
-    "Tensor? A_log, Tensor? dt_bias, Tensor? read, Tensor? erase, Tensor? w, Tensor? write, Tensor? alpha, Tensor(b!)? out, "
+    f"linear_attention(str name, Tensor(a!) state, Tensor? q, Tensor k, Tensor v, {', '.join(f'Tensor? {n}' for n in OPTIONAL)}, "
+    "Tensor(b!)? out, "
     "Tensor? state_indices, Tensor? dst_state_indices, Tensor? num_accepted_tokens, Tensor? cu_seqlens, "
     "Tensor(c!)? intermediate_states, Tensor(d!)? ring_k, Tensor(e!)? ring_v, Tensor(f!)? ring_g, Tensor(g!)? ring_gk, "
     "Tensor(h!)? ring_beta, str delta, str gate, str beta_form, bool l2norm, float scale, float lower_bound, str layout, "
@@ -175,23 +176,7 @@ def _fake(name: str, *args: Any) -> None:
 _patterns = runtime.Patterns()
 
 
-_MUST = ("state", "q", "k", "v", "out")
-_MUST_COMMIT = ("state", "k", "v", "num_accepted_tokens")
-REQUIRED = {  # operands that a public function cannot do without
-    "gated_delta_rule": (*_MUST, "g", "beta"),
-    "kda": (*_MUST, "gk", "beta"),
-    "gdn2": (*_MUST, "gk", "erase", "w"),
-    "delta_rule": (*_MUST, "beta"),
-    "comba": (*_MUST, "g", "beta", "read"),
-    "rwkv7": (*_MUST, "gk", "read", "alpha"),
-    "dplr_delta_rule": (*_MUST, "read", "write"),
-    "gla": _MUST,
-    "simple_gla": _MUST,
-    "lightning_attn": (*_MUST, "g"),
-    "gated_delta_rule_commit": (*_MUST_COMMIT, "beta"),
-    "kda_commit": (*_MUST_COMMIT, "gk", "beta"),
-}
 CALLERS = {
-    name: Caller(FAMILY, name, NAMES, frozenset(required), views_of, run_reference, partial(_dispatch, name), _patterns)
-    for name, required in REQUIRED.items()
+    name: Caller(FAMILY, name, NAMES, frozenset(function.tensors), views_of, run_reference, partial(_dispatch, name), _patterns)
+    for name, function in FUNCTIONS.items()
 }

@@ -59,10 +59,6 @@ class Ring(Enum):
 
 FROZEN_TOKENS = 8
 
-# Operands with an element per key channel: one of k's heads, or of v's.
-KEY_VECTORS = ("q", "k", "read", "write", "alpha", "gk", "erase")
-OF_KEY_HEADS = ("q", "k", "read", "write", "alpha")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearAttentionProblem(RowProblem):

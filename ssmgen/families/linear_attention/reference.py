@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..selective_state_update.reference import softplus, start_slot
+from .operands import OF_KEY_HEADS, OPERANDS, RINGED, WEIGHTS
 
 NORM_EPSILON = 1e-6
 
@@ -82,8 +83,8 @@ def linear_attention(
     state, out = views["state"], views["out"]
     starts = views["cu_seqlens"].tolist() if "cu_seqlens" in views else None
     batch, heads = (out.shape[0] if starts is None else len(starts) - 1), out.shape[2]
-    weights = {n: views[n].to(dtype) for n in ("A_log", "dt_bias") if n in views}
-    tokenwise = [n for n in ("q", "k", "v", "g", "gk", "gv", "beta", "read", "erase", "w", "write", "alpha") if n in views]
+    weights = {n: views[n].to(dtype) for n in WEIGHTS if n in views}
+    tokenwise = [n for n in OPERANDS if n in views and n not in WEIGHTS]
 
     def valid(slot: int) -> bool:
         return 0 <= slot < state.shape[0] and ("state_indices" not in views or slot != pad_slot_id)
@@ -100,10 +101,10 @@ def linear_attention(
         results = []
         for i, t in enumerate(span):
             x = {n: views[n][row, t].to(dtype) for n in tokenwise}
-            x |= {n: x[n].repeat_interleave(heads // x[n].shape[0], 0) for n in ("q", "k", "read", "write", "alpha") if n in x}
+            x |= {n: x[n].repeat_interleave(heads // x[n].shape[0], 0) for n in OF_KEY_HEADS if n in x}
             S, y = one_token(S, x | weights, form, scale, lower_bound)
             results.append(y)
-            for n in ("k", "v", "g", "gk", "beta"):
+            for n in RINGED:
                 if f"ring_{n}" in views:
                     views[f"ring_{n}"][slot, i] = views[n][row, t]
             if "intermediate_states" in views and i < views["intermediate_states"].shape[1]:

@@ -13,14 +13,15 @@ simpler forms have no read; Comba reads before the decay with a key of its own; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
 from ...engine.rows import RowSpec, Rule
 from ...spec import Arch, DType, Index, Loads, Needs, Param, PoolMode, must
-from .problem import KEY_VECTORS, OF_KEY_HEADS, Delta, Gate, LinearAttentionProblem, Ring, Tokens, Update
+from .operands import KEY_VECTORS, OF_KEY_HEADS, OPTIONAL, RINGED, ROW_SCALARS, WEIGHTS
+from .problem import Delta, Gate, LinearAttentionProblem, Ring, Tokens, Update
 
 OPERATOR = "linear_attention"
 
@@ -66,20 +67,24 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
         shape = f"h{self.nheads}v{self.dim_v}k{self.dim_k}g{self.key_heads}_{self.state.value}"
         return "_".join([kind, *([decay] if decay else []), shape, *tokens, *tokens_kept, self.how()])
 
+    def _given(self, names: Sequence[str]) -> list[str]:
+        """Those of the operands that there are."""
+        return [name for name in names if getattr(self, name) is not None]
+
     def key_vectors(self) -> list[str]:
         """Operands with an element per key channel and token."""
-        return [name for name in KEY_VECTORS if getattr(self, name) is not None and not (self.commit and name == "q")]
+        return [name for name in self._given(KEY_VECTORS) if not (self.commit and name == "q")]
 
     def row_scalars(self) -> list[str]:
         """Operands with an element per value channel and token."""
-        return ["v", *[n for n in ("gv", "w") if getattr(self, n) is not None], *(["beta"] if self.beta_rows else [])]
+        return [*self._given(ROW_SCALARS), *(["beta"] if self.beta_rows else [])]
 
     def head_scalars(self) -> list[str]:
         """Operands with an element per head and token."""
         return [*(["g"] if self.g else []), *(["beta"] if self.beta and not self.beta_rows else [])]
 
     def weights(self) -> list[str]:
-        return [n for n in ("A_log", "dt_bias") if getattr(self, n) is not None]
+        return self._given(WEIGHTS)
 
     def token_vectors(self) -> list[str]:
         """What of a token the rows need, in f32, with an element per key channel. `write` is read with too where `reads_key`."""
@@ -120,8 +125,6 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
 
     def operands(self) -> list[str]:
         """Tensor arguments in order."""
-        optional = ("g", "gk", "gv", "beta", "A_log", "dt_bias", "read", "erase", "w", "write", "alpha")
-        given = [name for name in optional if getattr(self, name) is not None]
         control = [
             *(["state_indices"] if self.index is not Index.NONE else []),
             *(["dst_state_indices"] if self.pool is PoolMode.SPLIT else []),
@@ -130,12 +133,12 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
             *(["intermediate_states"] if self.intermediates else []),
         ]
         if self.commit:
-            return ["state", "k", "v", *given, *control]
-        return ["state", "q", "k", "v", *given, "out", *control, *(f"ring_{name}" for name in self.ringed())]
+            return ["state", "k", "v", *self._given(OPTIONAL), *control]
+        return ["state", "q", "k", "v", *self._given(OPTIONAL), "out", *control, *(f"ring_{name}" for name in self.ringed())]
 
     def ringed(self) -> list[str]:
         """Operands that the ring keeps."""
-        return [n for n in ("k", "v", "g", "gk", "beta") if getattr(self, n) is not None] if self.ring is Ring.STORE else []
+        return self._given(RINGED) if self.ring is Ring.STORE else []
 
     def strides(self) -> list[tuple[str, str, str]]:
         """(operand, axis, width) of every stride the kernel takes, in elements. Those between states are 64-bit."""
@@ -147,7 +150,7 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
         axes = {
             "state": [*layer, "slot"],
             **{name: [*layer, *batch, *token, "head", *element] for name in KEY_VECTORS},
-            **{name: [*layer, *batch, *token, "head", "row"] for name in ("v", "gv", "w", "out")},
+            **{name: [*layer, *batch, *token, "head", "row"] for name in (*ROW_SCALARS, "out")},
             "g": [*layer, *batch, *token, "head"],
             "beta": [*layer, *batch, *token, "head", *(["row"] if self.beta_rows else [])],
             "A_log": [*layer, "head"],

@@ -8,16 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...calls import checks
-from .problem import OF_KEY_HEADS
-
-# A call's tensors, in the order of the kernels' arguments. The first four and `out` are always there.
-NAMES = (
-    "state", "q", "k", "v", "g", "gk", "gv", "beta", "A_log", "dt_bias", "read", "erase", "w", "write", "alpha", "out",
-    "state_indices", "dst_state_indices", "num_accepted_tokens", "cu_seqlens", "intermediate_states",
-    "ring_k", "ring_v", "ring_g", "ring_gk", "ring_beta",
-)  # fmt: skip
-RINGS = NAMES[21:]
-CONTROL = NAMES[16:20]
+from .operands import CONTROL, OF_HEADS, OF_KEY_HEADS, OPERANDS, RINGED, RINGS, ROW_SCALARS, SHARED, WEIGHTS
 
 
 class RawInputs(NamedTuple):
@@ -99,10 +90,9 @@ def token_views(named: Mapping[str, Tensor], options: Options, problems: list[st
         return {}
     if "dt_bias" in views and "gk" in views and views["dt_bias"].dim() == 1:
         views["dt_bias"] = views["dt_bias"].unflatten(0, (HV, K))
-    if "g" in views and views["g"].dim() == 1:
-        views["g"] = views["g"].expand(*lead, HV)
+    views |= {n: views[n].expand(*lead, *views[n].shape) for n, axes in SHARED.items() if n in views and views[n].dim() == len(axes)}
     if len(lead) == 1:
-        views |= {n: views[n].unsqueeze(0 if ragged else 1) for n in NAMES[1:16] if n in views and n not in ("A_log", "dt_bias")}
+        views |= {n: views[n].unsqueeze(0 if ragged else 1) for n in (*OPERANDS, "out") if n in views and n not in WEIGHTS}
     _check_layout(views, options, batch, problems)
     return views
 
@@ -117,9 +107,9 @@ def _shapes(views: Mapping[str, Tensor], lead: Sequence[int], batch: int, ragged
     T = 1 if len(lead) == 1 else lead[1]
     allowed: Shapes = {
         **{n: {f"{words}, key heads, K]": (*lead, H, K)} for n in OF_KEY_HEADS},
-        **{n: {f"{words}, heads, K]": (*lead, HV, K)} for n in ("gk", "erase")},
-        **{n: {f"{words}, heads, V]": (*lead, HV, V)} for n in ("v", "gv", "w", "out")},
-        "g": {f"{words}, heads]": (*lead, HV), "[heads]": (HV,)},
+        **{n: {f"{words}, heads, K]": (*lead, HV, K)} for n in OF_HEADS},
+        **{n: {f"{words}, heads, V]": (*lead, HV, V)} for n in (*ROW_SCALARS, "out")},
+        "g": {f"{words}, heads]": (*lead, HV)},
         "beta": {f"{words}, heads]": (*lead, HV), f"{words}, heads, V]": (*lead, HV, V)},
         "A_log": {"[heads]": (HV,)},
         "dt_bias": {"[heads, K]": (HV, K), "[heads * K]": (HV * K,)} if "gk" in views else {"[heads]": (HV,)},
@@ -128,6 +118,9 @@ def _shapes(views: Mapping[str, Tensor], lead: Sequence[int], batch: int, ragged
         "dst_state_indices": {"[batch]": (batch,)},
         "cu_seqlens": {"[batch + 1]": (batch + 1,)},
     }
+    sizes = {"head": ("heads", HV), "key": ("K", K)}
+    for name, axes in SHARED.items():
+        allowed[name] |= {f"[{', '.join(sizes[axis][0] for axis in axes)}]": tuple(sizes[axis][1] for axis in axes)}
     if "num_accepted_tokens" in views:
         columns = views["state_indices"].shape[-1] if "state_indices" in views and views["state_indices"].dim() else 0
         allowed["state_indices"] = {"[batch, columns], of which num_accepted_tokens picks one,": (batch, columns)}
@@ -147,7 +140,7 @@ def _ring_shapes(views: Mapping[str, Tensor], lead: Sequence[int], ragged: bool,
         problems.append("a ring takes the same number of tokens of every sequence: not with cu_seqlens")
     if "state_indices" not in views:
         problems.append("a ring goes by slots: give state_indices")
-    kept = [n for n in ("k", "v", "g", "gk", "beta") if n in views]
+    kept = [n for n in RINGED if n in views]
     if missing := [n for n in kept if f"ring_{n}" not in views]:
         problems.append(f"the ring does not keep {', '.join(missing)}")
     shapes: Shapes = {}
@@ -203,5 +196,5 @@ def _check_layout(views: Mapping[str, Tensor], options: Options, batch: int, pro
     for name, t in views.items():
         if name not in ("state", "intermediate_states", "cu_seqlens", *RINGS):
             # Offsets over batch and token are 64-bit products of 32-bit strides.
-            first = 0 if name in ("A_log", "dt_bias", *CONTROL) else 2
+            first = 0 if name in (*WEIGHTS, *CONTROL) else 2
             checks.check_strides_fit(name, t, first, problems)
