@@ -68,7 +68,7 @@ def test_everything_wrong_is_in_one_message():
 
 def test_what_serves_a_call_is_explained():
     named = operands(torch.bfloat16, 640)
-    found = ssmgen.explain(ssmgen.token_shift, named["state"], named["x"], named["mix"], state_indices=named["state_indices"], arch="sm_90a")
+    found = ssmgen.explain(ssmgen.token_shift, **named, arch="sm_90a")
     assert found.chosen.rule == "few-rows" and found.chosen.spec.vec == 8
 
 
