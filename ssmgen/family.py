@@ -43,6 +43,7 @@ class Family:
     bench: Mapping[str, str] = field(default_factory=dict)  # name of a benchmark -> place of its Bench
     tuning: str | None = None  # place of {operator: what makes cases to tune}
     models: str | None = None  # place of {kind of a model: its class}
+    asks: str | None = None  # place of {operator: what models ask of it}
     defaults: str | None = None  # place of {name: Default}, the variants whose text is committed
     page: str | None = None  # of docs/
 
@@ -67,7 +68,7 @@ def homes() -> dict[str, tuple[Family, str]]:
 
 
 def parts(kind: str) -> dict[Any, Any]:
-    """The parts of that kind of all families in one: `sharding`, `trials`, `tuning`, `models` or `defaults`."""
+    """The parts of that kind of all families in one: `sharding`, `trials`, `tuning`, `models`, `asks` or `defaults`."""
     found: dict[Any, Any] = {}
     for family in records():
         if place := getattr(family, kind):

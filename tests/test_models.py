@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from itertools import product
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
@@ -14,11 +15,14 @@ import ssmgen
 from ssmgen.calls.checks import DTYPES
 from ssmgen.catalog import OPERATOR_OF
 from ssmgen.cli import main
+from ssmgen.cli.options import problems_of
 from ssmgen.errors import ModelError
 from ssmgen.families.causal_conv1d.spec import ConvLayout, ConvProblem
 from ssmgen.families.causal_conv1d_update.spec import StateLayout
+from ssmgen.families.linear_attention.models import LinearAttention
 from ssmgen.families.linear_attention.problem import Gate, Layout, Ring
-from ssmgen.models import LinearAttention, Mamba, find_model, models
+from ssmgen.families.selective_state_update.models import Mamba
+from ssmgen.models import Ask, Wanted, ask_for, find_model, models
 from ssmgen.spec import DType, Index, PoolMode
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -415,6 +419,38 @@ def test_build_and_explain_of_layers(own_cache):
     assert "does not take --ring" in ran("build", *kimi, "--tokens", "3", "--ring", "store", code=2)
     text = ran("explain", "gdn_layer", "--model", "qwen3.5-397b-a17b", "--layout", "kv", "--tokens", "3", "--index", "i32")
     assert "layout=kv" in text and text.startswith("gdn_layer_tokens, batch") and "update=each" in text
+
+
+class PrefillAsk(Ask):
+    """What a family would bring in its `models.py`: nothing else knows of it."""
+
+    operator = "prefill"
+    options = frozenset(("layout",))
+
+    def used_by(self, model):
+        return model.kind == "mamba2"
+
+    def problems(self, model, wanted):
+        return [("prefill", model.name, model.nheads, wanted.io, wanted.layout)]
+
+
+def test_a_family_joins_by_what_it_asks(monkeypatch):
+    known = ssmgen.models.asks()
+    monkeypatch.setattr("ssmgen.models.asks", lambda: known | {"prefill": PrefillAsk()})
+    monkeypatch.setattr("ssmgen.cli.options.asks", ssmgen.models.asks)
+    given = {"states": (), "io": "f16", "indices": (), "pools": (), "no_update": False, "tokens": None, "intermediates": False}
+    given |= {"layout": None, "ring": None, "layers": False, "replay": None, "window": None}
+    rank = ("prefill", "nemotron-h-8b", 64, DType.F16, Layout.VK)
+    assert [p for p in problems_of("nemotron-h-8b", None, 2, **given) if isinstance(p, tuple)] == [rank]
+    kv = given | {"layout": "kv"}
+    assert problems_of("nemotron-h-8b", "prefill", 2, **kv) == [(*rank[:4], Layout.KV)]
+    with pytest.raises(click.UsageError, match="prefill of nemotron-h-8b does not take --ring, --tokens"):
+        problems_of("nemotron-h-8b", "prefill", 1, **kv | {"ring": "store", "tokens": 2})
+    assert problems_of("kimi-k3", "prefill", 1, **kv | {"ring": "store"}) == [], "a model that does not use it asks it nothing"
+    model = find_model("kimi-k3")
+    assert not any(isinstance(p, tuple) for p in model.asked(Wanted()))
+    with pytest.raises(ModelError, match="kimi-k3 has nothing that prefill is for"):
+        ask_for(model, "prefill")
 
 
 def test_explain_of_norms():

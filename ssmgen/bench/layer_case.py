@@ -17,7 +17,7 @@ import ssmgen
 from ..accuracy import norm_error
 from ..errors import SsmgenError
 from ..families.linear_attention.problem import Gate
-from ..models import LinearAttention, Mamba
+from ..models import Model
 from . import report as reports
 from . import timing
 from .report import GATE, MAX_SETS
@@ -31,12 +31,12 @@ BF16 = torch.bfloat16
 BETWEEN = 1e-3  # norm error of a state, of convolved inputs that fall on another side when they are rounded
 
 
-def window_bytes(model: Mamba | LinearAttention) -> int:
+def window_bytes(model: Model) -> int:
     """Of one sequence."""
     return model.layer_channels * (model.conv_width - 1) * BF16.itemsize
 
 
-def copied_bytes(model: Mamba | LinearAttention, state_bytes: int) -> int:
+def copied_bytes(model: Model, state_bytes: int) -> int:
     """Of a state and its window, up to what the slot copy can divide among its blocks."""
     return -(-(state_bytes + window_bytes(model)) // COPIED) * COPIED
 
@@ -53,7 +53,7 @@ class Case:
     """Rotating inputs of one model's layers at one batch size, on the device of the state."""
 
     op: str
-    model: Mamba | LinearAttention  # that uses it
+    model: Model  # that uses it
     state: Tensor  # the pool: [slots, heads, rows, elements]
     batch: int
     tokens: int = 1  # of a sequence; of several, inputs and outputs have an axis

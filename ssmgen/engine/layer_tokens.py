@@ -10,10 +10,11 @@ from torch import Tensor
 
 from ..calls import checks
 from ..calls.checks import INDEX
-from ..families.causal_conv1d_update.spec import Saved
-from ..families.linear_attention.problem import Update
+from ..models import Part, operators_of
+from ..spec import Update
 from . import layer_views
 from .short_conv import CHANNELS, MAX_COLUMNS, MAX_TOKENS
+from .window import Saved
 
 WRITTEN = (*layer_views.WRITTEN, "intermediate_states", "intermediate_conv_window")
 # Operands of such calls alone, where they are given.
@@ -60,11 +61,11 @@ def check_tokens(named: Mapping[str, Tensor], inputs: str, separate: str, update
     row = named["state"].shape[1:]
     width, per_sequence = named["conv_weight"].shape[-1], {"[batch]": (batch,)}
     if not 1 <= T <= MAX_TOKENS:
-        chain = f"causal_conv1d_update, {separate} and gated_rms_norm"
+        chain = f"{operators_of(Part.CONVOLUTION)}, {separate} and {operators_of(Part.NORM)}"
         problems.append(f"{inputs} is {list(given.shape)}: a layer takes 1 … {MAX_TOKENS} tokens of a sequence. For {T} use {chain}")
         return False
     columns = named["state_indices"].shape[-1] if "state_indices" in named and named["state_indices"].dim() else 0
-    words = "heads, headdim, d_state" if separate == "selective_state_update" else "heads, V, K"
+    words = "heads, headdim, d_state" if inputs == "xBC" else "heads, V, K"
     allowed = {
         **dict.fromkeys(("num_accepted_tokens", "intermediate_state_indices"), per_sequence),
         "dst_state_indices": {"[batch, tokens]": (batch, T)},

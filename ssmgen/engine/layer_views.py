@@ -13,11 +13,10 @@ from torch import Tensor
 from ..arguments import divisor
 from ..calls import checks
 from ..calls.checks import DTYPES
-from ..families.causal_conv1d_update.spec import StateLayout
-from ..families.gated_rms_norm.layer_spec import LayerGatedNormSpec
-from ..families.gated_rms_norm.spec import Activation
 from ..spec import KernelSpec, Loads
-from .short_conv import CHANNELS, MAX_WIDTH
+from .norm import Activation, LayerNormSpec
+from .short_conv import CHANNELS
+from .window import MAX_WIDTH, StateLayout
 
 WRITTEN = ("out", "state", "conv_state", "arrivals")
 
@@ -120,7 +119,7 @@ def kernel_values(
     is no stride; call_name: of operands that the call names otherwise than the kernel.
     """
     values = {"slots": views["state"].shape[0], **given}
-    values |= _norm_values(spec, views) if isinstance(spec, LayerGatedNormSpec) else _strides(spec, views, _CONV_AXES | axes, call_name)
+    values |= _norm_values(spec, views) if isinstance(spec, LayerNormSpec) else _strides(spec, views, _CONV_AXES | axes, call_name)
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
 
 
@@ -134,7 +133,7 @@ def _strides(spec: Any, views: Mapping[str, Tensor], axes: Mapping[str, tuple[st
     return {f"{role}_{axis}": views[call_name.get(role, role)].stride(axes[role].index(axis)) for role, axis, _ in spec.strides()}
 
 
-def _norm_values(spec: LayerGatedNormSpec, views: Mapping[str, Tensor]) -> dict[str, int]:
+def _norm_values(spec: LayerNormSpec, views: Mapping[str, Tensor]) -> dict[str, int]:
     grouped = {"out": groups_of(views["out"], spec.size), "gate": groups_of(views["z"], spec.size), "weight": views["norm_weight"]}
     *rows, groups, _ = grouped["out"].shape
     axis_of = {"row": 0, "sequence": 0, "token": 1, "group": -2}
@@ -148,7 +147,7 @@ def _norm_values(spec: LayerGatedNormSpec, views: Mapping[str, Tensor]) -> dict[
 def grid_of(spec: Any, views: Mapping[str, Tensor]) -> int:
     """Blocks of one of a layer's kernels."""
     *rows, heads, channels = views["out"].shape
-    if isinstance(spec, LayerGatedNormSpec):
+    if isinstance(spec, LayerNormSpec):
         return -(-math.prod(rows) * (heads * channels // spec.size) // spec.teams)
     return rows[0] * spec.nheads * spec.tiles
 

@@ -1,4 +1,4 @@
-"""The row engine: what selective_state_update and the linear-attention family share.
+"""The row engine: what recurrences share whose state is a table of rows.
 
 A recurrent state is a table of rows that never meet: row v of head h holds the elements that one read-out sums. `lanes` lanes own
 one row, `vec` contiguous elements per lane and pass, and keep `ilp` rows in flight; long rows take half a warp or all of it, and of

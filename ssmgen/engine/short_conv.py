@@ -9,10 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..families.causal_conv1d.spec import MAX_WIDTH
-from ..families.linear_attention.problem import Update
-from ..spec import SM90, Arch, DType, Index, Loads, Param, must
-from .window import Saved, StateLayout
+from ..spec import SM90, Arch, DType, Index, Loads, Param, Update, must
+from .window import MAX_WIDTH, Saved, StateLayout
 
 CHANNELS = 4  # neighbouring ones that a thread convolves
 MAX_TOKENS = 8  # of a sequence, all of which are staged at once

@@ -35,7 +35,7 @@ from ...calls.checks import TORCH_DTYPES
 from ...models import Model
 from ...spec import DType
 from ..causal_conv1d.bench import DTYPE, HEADING, WIDTH, checked, columns, keeping, measure
-from ..causal_conv1d.reference import causal_conv1d_update as reference
+from .reference import causal_conv1d_update as reference
 
 BATCHES = (1, 4, 8, 16, 32, 64, 128, 256)
 POOL_BYTES = 640e6

@@ -12,6 +12,7 @@ FAMILY = Family(
     ),
     functions={"gdn_layer": "gdn_call:gdn_layer", "kda_layer": "kda_call:kda_layer"},
     bench={"gdn_layer": "bench", "kda_layer": "bench"},
+    asks="models:ASKS",
     tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     trials="trial:TRIALS",

@@ -37,9 +37,10 @@ from ...bench.rows import Point
 from ...bench.schema import COUNT, FLAG, TEXT
 from ...calls.checks import TORCH_DTYPES
 from ...errors import SsmgenError
-from ...models import LinearAttention, Model
+from ...models import Model
 from ...spec import SM90, DType, PoolMode, must
 from .bench_recurrences import OPS, VALUES, Operand, operands
+from .models import LinearAttention
 from .planning import NAMES, token_views
 from .reference import linear_attention as reference
 

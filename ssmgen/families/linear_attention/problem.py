@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from ...engine.rows import RowProblem
-from ...spec import DType, Index, Loads, PoolMode, must
+from ...spec import DType, Index, Layout, Loads, PoolMode, Ring, Update, must
 
 
 class Delta(Enum):
@@ -40,29 +40,6 @@ class Tokens(Enum):
     ONE = "one"
     MANY = "many"
     RAGGED = "ragged"
-
-
-class Layout(Enum):
-    """Order of the state's last two axes. VK: key channels are contiguous. KV: value channels are."""
-
-    VK = "vk"
-    KV = "kv"
-
-
-class Ring(Enum):
-    """A buffer, by slot, of the raw k, v, g and beta of a call's tokens: not there, written, or what a commit replays."""
-
-    NONE = "none"
-    STORE = "store"
-    COMMIT = "commit"
-
-
-class Update(Enum):
-    """What is written to the pool: nothing, the state after the last token, or the state after each token, to a slot of its own."""
-
-    NONE = "none"
-    FINAL = "final"
-    EACH = "each"
 
 
 FROZEN_TOKENS = 8

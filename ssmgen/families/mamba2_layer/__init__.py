@@ -10,6 +10,7 @@ FAMILY = Family(
     ),
     functions={"mamba2_layer": "call:mamba2_layer"},
     bench={"mamba2_layer": "bench"},
+    asks="models:ASKS",
     tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     trials="trial:TRIALS",

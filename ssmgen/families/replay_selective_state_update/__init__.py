@@ -11,6 +11,7 @@ FAMILY = Family(
         "materialize_selective_state": "call:materialize_selective_state",
     },
     bench={"replay_selective_state_update": "bench"},
+    asks="models:ASKS",
     tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     sharding="sharding:RULES",

@@ -38,9 +38,10 @@ from ...bench.rows import Point
 from ...bench.schema import COUNT, FLAG, PART, TEXT
 from ...calls.checks import TORCH_DTYPES
 from ...errors import SsmgenError
-from ...models import Mamba, Model
+from ...models import Model
 from ...render import render
 from ...spec import SM90, Arch, DType, KernelSpec
+from ..selective_state_update.models import Mamba
 from . import planning as replay_call
 from .spec import MAX_TOKENS
 

@@ -28,10 +28,11 @@ from ...bench.rows import Point
 from ...bench.schema import COUNT, FLAG, TEXT
 from ...calls.checks import TORCH_DTYPES
 from ...errors import SsmgenError
-from ...models import Mamba, Model, find_model
+from ...models import Model, find_model
 from ...spec import SM90, DType, must
 from . import call as op
 from . import tokens_call as tokens_op
+from .models import Mamba
 from .reference import selective_state_update as reference
 
 DEFAULT_CASES = [

@@ -1,0 +1,58 @@
+"""What models ask of a decode layer, whatever its recurrence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ..models import SEVERAL, Ask, Model, Part, Wanted
+from ..spec import PoolMode, Problem
+from .short_conv import MAX_TOKENS
+from .window import StateLayout
+
+
+@dataclass(frozen=True)
+class LayerAsk(Ask):
+    """A decode step in every layout of its window that is in use: windows as runs, with and without the input that has left the
+    convolution, and inputs as rows of channels. A norm whose groups are several ranks' is not of it.
+
+    problem: what one token asks for. several: of that, of the number of tokens, of intermediates and of update_state, what several ask for.
+    """
+
+    operator: str
+    kind: str  # of models
+    problem: type[Problem]
+    several: Callable[[Any, int, bool, bool], list[Any]]
+    options: frozenset[str] = SEVERAL
+
+    part = Part.LAYER
+
+    def used_by(self, model: Model) -> bool:
+        return model.kind == self.kind
+
+    def absent(self, model: Model, asked: str) -> str:
+        return f"{model.name} has no layers that {asked} is for"
+
+    def serves(self, wanted: Wanted) -> bool:
+        return wanted.count <= MAX_TOKENS  # of more, models take the separate operators
+
+    def problems(self, model: Model, wanted: Wanted) -> list[Problem]:
+        found = self.one_token(model, wanted)
+        if wanted.count == 1 and not wanted.intermediates and wanted.update_state:
+            return found
+        return [p for one in found for p in self.several(one, wanted.count, wanted.intermediates, wanted.update_state)]
+
+    def one_token(self, model: Model, wanted: Wanted) -> list[Problem]:
+        """What calls with one token ask for."""
+        width, io = model.conv_width, wanted.io
+        windows = [(StateLayout.RUNS, width - 1), (StateLayout.RUNS, width), (StateLayout.CHANNELS, width - 1)]
+        same: dict[str, Any] = {"conv_width": width, "conv_weight": io, "conv_bias": io if model.conv_bias else None}
+        for norm in model.norms(io):
+            same |= {f"norm_{name}": getattr(norm, name) for name in ("size", "grouped", "activation")}
+            same |= {"norm": norm.weight, "norm_gate": norm.gate, "norm_first": norm.norm_first}
+        how: dict[str, Any] = {"layout": wanted.layout} if "layout" in self.options else {}
+        states = wanted.states or (model.state,)
+        recurrences = [model.problem(state, index, PoolMode.SINGLE, io=io, **how) for state in states for index in wanted.indices]
+        given = [{f.name: getattr(problem, f.name) for f in fields(problem)} for problem in recurrences]
+        return [self.problem(**problem, **same, conv_layout=layout, conv_len=length) for problem in given for layout, length in windows]
