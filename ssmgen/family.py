@@ -41,6 +41,7 @@ class Family:
     sharding: str | None = None  # place of {public name: Rule}
     trials: str | None = None  # place of {spec class: what makes a Trial}
     bench: Mapping[str, str] = field(default_factory=dict)  # name of a benchmark -> place of its Bench
+    copies: str | None = None  # place of what makes the copies that benchmarks are measured against; of one family
     tuning: str | None = None  # place of {operator: what makes cases to tune}
     models: str | None = None  # place of {kind of a model: its class}
     asks: str | None = None  # place of {operator: what models ask of it}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ SMALL: dict[str, dict[str, Any]] = {
 assert SMALL.keys() == homes().keys()
 
 HEAD = {"device": "a GPU", "torch": "2", "compiler": "CL-1", "ceilings_tbs": {"in_place": 4.0, "out_of_place": 4.5}, "method": "Patience."}
-BYTES = {  # by an operator of the module
+BYTES = {  # by an operator of the module that has the cases
     "selective_state_update": "POOL_BYTES",
     "gated_delta_rule": "POOL_BYTES",
     "replay_selective_state_update": "STATE_BYTES",
@@ -71,5 +72,5 @@ def without_a_gpu(monkeypatch) -> None:
     monkeypatch.setattr(timing, "device_us", lambda contenders, sets, rounds: {n: 2.0 if "ssmgen" in n else 4.0 for n in contenders})
     monkeypatch.setattr(timing, "host_us", lambda call: 1.0)
     for name, budget in BYTES.items():
-        monkeypatch.setattr(home(name), budget, 2**17)
+        monkeypatch.setattr(sys.modules[home(name).Case.__module__], budget, 2**17)
     monkeypatch.setattr(layers, "POOL_BYTES", 2**17)

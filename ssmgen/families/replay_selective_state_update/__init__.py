@@ -4,7 +4,7 @@ from ...family import Family, Kernels
 
 FAMILY = Family(
     name="replay_selective_state_update",
-    kernels=(Kernels("spec:ReplaySpec", "spec:ReplayProblem"),),
+    kernels=(Kernels("spec:ReplaySpec", "problem:ReplayProblem"),),
     functions={
         "replay_selective_state_update": "call:replay_selective_state_update",
         "checkpoint_selective_state_update": "call:checkpoint_selective_state_update",

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from ...models import Ask, Model, Part, Wanted
 from ...spec import DType
-from .spec import MAX_TOKENS, OPERATOR, History, ReplayProblem
+from .problem import MAX_TOKENS, History, ReplayProblem
+from .spec import OPERATOR
 
 
 class ReplayAsk(Ask):

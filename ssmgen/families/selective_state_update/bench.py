@@ -54,7 +54,7 @@ OPTIONS = (
     cli.tp,
 )
 REPORT = schema.Report(
-    {"model": TEXT, "heads": COUNT, "state": TEXT, "tokens": COUNT, "intermediates": FLAG, "batch": COUNT}, row=schema.COPY
+    {"model": TEXT, "heads": COUNT, "state": TEXT, "tokens": COUNT, "intermediates": FLAG, "batch": COUNT}, row=schema.COPY, nameless=True
 )
 QUICK: dict[str, Any] = {"batches": (1, 16, 128), "names": ("nemotron-h-8b", "mamba-130m")}
 
