@@ -12,7 +12,7 @@ from .cache.entry import Entry
 from .cache.store import Cache
 from .catalog import OPERATOR_OF, OPERATORS
 from .errors import SpillError, SsmgenError
-from .models import models
+from .models import Wanted, models
 from .spec import SM90, Arch, DType, KernelSpec, Problem
 
 PATIENCE = 0.25  # seconds for the compilations at hand to end after Ctrl-C: most take 0.2
@@ -140,7 +140,7 @@ def problems_by_models(states: tuple[DType, ...] = ()) -> dict[Problem, list[str
     """
     found: dict[Problem, list[str]] = {}
     for model in models().values():
-        for problem in (*model.problems(states), *model.convolutions(), *model.replays(states), *model.norms(), *model.layers(states)):
+        for problem in model.asked(Wanted(states=states, replay=6)):
             found.setdefault(problem, []).append(model.name)
     return found
 

@@ -43,8 +43,10 @@ class Family:
     sharding: str | None = None  # place of {public name: Rule}
     trials: str | None = None  # place of {spec class: what makes a Trial}
     bench: Mapping[str, str] = field(default_factory=dict)  # name of a benchmark -> place of its Bench
+    copies: str | None = None  # place of what makes the copies that benchmarks are measured against; of one family
     tuning: str | None = None  # place of {operator: what makes cases to tune}
     models: str | None = None  # place of {kind of a model: its class}
+    asks: str | None = None  # place of {operator: what models ask of it}
     defaults: str | None = None  # place of {name: Default}, the variants whose text is committed
     page: str | None = None  # of docs/
 
@@ -69,7 +71,7 @@ def public_names() -> dict[str, tuple[Family, str]]:
 
 
 def parts(field: str) -> dict[Any, Any]:
-    """What all records have in one of these fields, in one: `sharding`, `trials`, `tuning`, `models` or `defaults`."""
+    """What all records have in one of these fields, in one: `sharding`, `trials`, `tuning`, `models`, `asks` or `defaults`."""
     found: dict[Any, Any] = {}
     for family in records():
         if place := getattr(family, field):

@@ -54,6 +54,29 @@ class PoolMode(Enum):
     SPLIT = "split"
 
 
+class Layout(Enum):
+    """Order of the state's last two axes. VK: key channels are contiguous. KV: value channels are."""
+
+    VK = "vk"
+    KV = "kv"
+
+
+class Ring(Enum):
+    """A buffer, by slot, of the raw k, v, g and beta of a call's tokens: not there, written, or what a commit replays."""
+
+    NONE = "none"
+    STORE = "store"
+    COMMIT = "commit"
+
+
+class Update(Enum):
+    """What is written to the pool: nothing, the state after the last token, or the state after each token, to a slot of its own."""
+
+    NONE = "none"
+    FINAL = "final"
+    EACH = "each"
+
+
 class Pdl(Enum):
     """Programmatic dependent launch: no wait at all, or a wait at the top and a choice of where dependents may start.
 

@@ -37,6 +37,15 @@ def memory_goes_back() -> Iterator[None]:
     card_memory.give_back()
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """For modules whose tensors are small: workers share the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
     """An empty cache directory for one test."""

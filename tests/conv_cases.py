@@ -8,10 +8,10 @@ from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 from ssu_cases import BF16, F16, F32, Memory
 from torch import Tensor
+from varying import vary
 
 import ssmgen
 from ssmgen.families.causal_conv1d import call as forward_op
@@ -96,15 +96,6 @@ class UpdateCase:
     @property
     def state_len(self) -> int:
         return self.width - 1 + (self.longest - 1 if self.advance is ROLL else 0) + self.extra
-
-
-def named(*several: Any) -> pytest.MarkDecorator:
-    """One test for each case, under its id."""
-    return pytest.mark.parametrize("case", several, ids=lambda c: c.id)
-
-
-def vary(base: Any, **cases: dict[str, Any]) -> list[Any]:
-    return [replace(base, **({"id": f"{base.id}-{name}".replace("_", "-")} | changes)) for name, changes in cases.items()]
 
 
 FIRST, LAST = Case("first"), Case("last", layout="last", dim=40, length=70)

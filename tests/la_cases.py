@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from ssu_cases import BF16, F16, F32, Memory, ulp
 from torch import Tensor
+from varying import vary
 
 import ssmgen
 from ssmgen.families.linear_attention import planning as op
@@ -72,10 +73,6 @@ class Case:
     @property
     def counts(self) -> tuple[int, ...]:  # of tokens, by sequence
         return self.lengths or (self.tokens or 1,) * self.batch
-
-
-def vary(base: Case, **cases: dict[str, Any]) -> list[Case]:
-    return [replace(base, **({"id": f"{base.id}-{name}".replace("_", "-")} | changes)) for name, changes in cases.items()]
 
 
 RAW: dict[str, Any] = {"gate": "softplus", "beta": "sigmoid", "l2norm": True}

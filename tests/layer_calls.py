@@ -57,9 +57,8 @@ class LayerCall:
     def assert_unharmed(self) -> None:
         """Nothing but the output and the states of live rows has changed, and nothing is counted any more."""
         allowed = {"out": None, "state": self.used, "conv_state": self.windows, **dict.fromkeys(KEPT, self.rows)}
-        wrong = self.memory.untouched(
-            allowed if self.case.update else {n: t for n, t in allowed.items() if n not in ("state", "conv_state")}
-        )
+        pools = () if self.case.update else ("state", "conv_state")
+        wrong = self.memory.untouched({n: t for n, t in allowed.items() if n not in pools})
         assert not wrong, f"changed outside what the call may write: {wrong}"
         padded = [b for b in range(self.case.batch) if b not in self.live]
         assert not self.kwargs["out"][padded].any(), "a padded row's output is not zero"

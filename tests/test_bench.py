@@ -304,7 +304,7 @@ def without_a_gpu(monkeypatch):
     """Everything but the device and the clock."""
     monkeypatch.setattr(report, "begin", lambda method="": {"ceilings_tbs": {"in_place": 4.0}, "rows": [], "failed": []})
     monkeypatch.setattr(report, "normal_pool", lambda *args, make=report.normal_pool: make(*args[:-1], torch.device("cpu")))
-    monkeypatch.setattr(report, "slot_copy", lambda state, slots, pdl: lambda i: slots[i])
+    monkeypatch.setattr("ssmgen.families.slot_copy.bench.copy", lambda state, slots, pdl: lambda i: slots[i])
     monkeypatch.setattr(report, "usable", lambda peers: {name: call for name, call in peers.items() if call})
     monkeypatch.setattr(runtime, "device_arch", lambda index: Arch.parse("sm_90a"))
     monkeypatch.setattr(bench, "POOL_BYTES", 2**17)

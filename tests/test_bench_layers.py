@@ -42,7 +42,7 @@ def case_of(name: str, dtype: torch.dtype = BF16, batch: int = BATCH) -> Case:
     rows, elements, _ = model.shape
     state_bytes = model.nheads * rows * elements * dtype.itemsize
     slots = bench.pool_slots(copied_bytes(model, state_bytes), state_bytes, batch)
-    return Case(op, model, report.normal_pool(slots, (model.nheads, rows, elements), dtype, "cpu"), batch)
+    return bench.case_of(op, model, report.normal_pool(slots, (model.nheads, rows, elements), dtype, "cpu"), batch)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
@@ -68,7 +68,7 @@ def test_cases_are_legal_and_pass_the_gate(name, dtype):
 @pytest.mark.parametrize("name", ["normed", "gated", "gdn", "kda", "bounded"])
 def test_cases_of_several_tokens_are_legal_and_pass_the_gate(name, dtype, intermediates):
     one = case_of(name, dtype)
-    case = Case(one.op, one.model, one.state, BATCH, 3, intermediates)
+    case = bench.case_of(one.op, one.model, one.state, BATCH, 3, intermediates)
     before = case.state.clone(), case.conv_state.clone()
     state_error, out_error = case.gate()
     assert state_error < report.GATE[dtype] + 3e-3 and out_error < 2 * report.GATE[BF16]
@@ -89,7 +89,7 @@ def test_the_gate_stops_what_is_wrong_with_several_tokens(wrong, monkeypatch):
     monkeypatch.setattr(Case, "function", property(lambda _: function))
     one = case_of("normed")
     with pytest.raises(SsmgenError, match=r"the chain has other bits; not timed"):
-        Case(one.op, one.model, one.state, BATCH, 3, True).gate()
+        bench.case_of(one.op, one.model, one.state, BATCH, 3, True).gate()
 
 
 @pytest.mark.parametrize(

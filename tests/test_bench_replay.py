@@ -12,8 +12,8 @@ from ssmgen import cli, runtime
 from ssmgen.bench import report, timing
 from ssmgen.bench.progress import Watch
 from ssmgen.errors import SsmgenError
-from ssmgen.families.replay_selective_state_update import bench
-from ssmgen.families.replay_selective_state_update.bench import PLAIN, Case, Form
+from ssmgen.families.replay_selective_state_update import bench, bench_case
+from ssmgen.families.replay_selective_state_update.bench_case import PLAIN, Case, Form
 from ssmgen.families.replay_selective_state_update.spec import History
 from ssmgen.spec import Arch, DType, Loads
 
@@ -23,7 +23,7 @@ SM90, SM80 = Arch.parse("sm_90a"), Arch.parse("sm_80")
 
 @pytest.fixture(autouse=True)
 def few_sets(monkeypatch):
-    monkeypatch.setattr(bench, "STATE_BYTES", 100e3)
+    monkeypatch.setattr(bench_case, "STATE_BYTES", 100e3)
     torch.manual_seed(0)
 
 
@@ -51,7 +51,7 @@ KINDS = {
 def test_cases_are_legal_and_pass_the_gate(how, dtype):
     case = case_of(**how, dtype=dtype)
     state_error, out_error = case.gate(PLAIN)
-    assert state_error < bench.STATE_GATE[dtype] and 0 < out_error < 6e-3
+    assert state_error < bench_case.STATE_GATE[dtype] and 0 < out_error < 6e-3
     last = case.arguments(case.sets - 1)
     problem = ssmgen.explain(case.function, **last, arch="sm_90a").problem
     assert problem.history is (History.RING if case.window else History.STEP) and problem.after_conv == case.conv
@@ -63,7 +63,7 @@ def test_cases_are_legal_and_pass_the_gate(how, dtype):
 def test_rounded_cases_pass_the_gate(dtype):
     case = case_of(dtype=dtype, rounding=True)
     nearest, _ = case_of(dtype=dtype).gate(PLAIN)
-    assert nearest < case.gate(PLAIN)[0] < bench.STATE_GATE[dtype] and case.arguments(0)["rand_seed"].numel() == 1
+    assert nearest < case.gate(PLAIN)[0] < bench_case.STATE_GATE[dtype] and case.arguments(0)["rand_seed"].numel() == 1
 
 
 @pytest.mark.parametrize("broken", ["out", "state", "old_x", "old_B", "old_dt"])
@@ -106,7 +106,7 @@ def test_precision_is_what_the_gate_allows(monkeypatch):
             with pytest.raises(SsmgenError, match="not timed"):
                 case.gate(PLAIN)
         monkeypatch.undo()
-        monkeypatch.setattr(bench, "STATE_BYTES", 100e3)
+        monkeypatch.setattr(bench_case, "STATE_BYTES", 100e3)
 
 
 def test_sets_share_no_slots_and_are_cold_enough():
@@ -139,13 +139,13 @@ def test_behind_the_convolution_operands_are_views_of_its_output():
 
 
 def test_forms():
-    every = bench.forms(None, None, None, SM90)
+    every = bench_case.forms(None, None, None, SM90)
     assert [f.name for f in every] == [
         "ssmgen_pdl", "ssmgen", "two_kernels_pdl_internal", "two_kernels_pdl", "two_kernels_internal", "two_kernels",
     ]  # fmt: skip
-    assert every[0] == PLAIN and [f.name for f in bench.forms(None, None, None, SM80)] == ["ssmgen", "two_kernels"]
-    assert [f.name for f in bench.forms(True, False, True, SM90)] == ["two_kernels_internal"]
-    assert [f.name for f in bench.forms(False, True, None, SM90)] == ["ssmgen_pdl"]
+    assert every[0] == PLAIN and [f.name for f in bench_case.forms(None, None, None, SM80)] == ["ssmgen", "two_kernels"]
+    assert [f.name for f in bench_case.forms(True, False, True, SM90)] == ["two_kernels_internal"]
+    assert [f.name for f in bench_case.forms(False, True, None, SM90)] == ["ssmgen_pdl"]
 
 
 # Peers.

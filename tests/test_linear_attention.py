@@ -26,15 +26,7 @@ from ssmgen.spec import Arch, DType, Index, PoolMode
 
 SM90, SM80 = Arch.parse("sm_90a"), Arch.parse("sm_80")
 emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tensors are small, and workers share the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:

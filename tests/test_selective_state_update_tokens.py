@@ -25,16 +25,8 @@ from ssmgen.spec import Arch
 
 SM90, SM80 = Arch.parse("sm_90a"), Arch.parse("sm_80")
 emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")
+pytestmark = pytest.mark.usefixtures("one_thread")
 WRITTEN = ("state", "out", "intermediate_states")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tensors are small, and workers share the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,7 @@ import ssmgen
 
 from ..accuracy import norm_error
 from ..errors import SsmgenError
-from ..families.linear_attention.problem import Gate
-from ..models import LinearAttention, Mamba
+from ..models import Model, Role, operators_of
 from . import report as reports
 from . import timing
 from .report import GATE, MAX_SETS
@@ -25,18 +24,17 @@ from .report import GATE, MAX_SETS
 CHECKED = 4  # rows that the gate looks at
 COPIED = 2048  # bytes that a block of the slot copy moves
 EPS = 1e-6
-LOWER_BOUND = -5.0  # Kimi-K3's
 KEPT_BYTES = 640e6  # of the buffers of what is kept after each token, which rotate too
 BF16 = torch.bfloat16
 BETWEEN = 1e-3  # norm error of a state, of convolved inputs that fall on another side when they are rounded
 
 
-def window_bytes(model: Mamba | LinearAttention) -> int:
+def window_bytes(model: Model) -> int:
     """Of one sequence."""
     return model.layer_channels * (model.conv_width - 1) * BF16.itemsize
 
 
-def copied_bytes(model: Mamba | LinearAttention, state_bytes: int) -> int:
+def copied_bytes(model: Model, state_bytes: int) -> int:
     """Of a state and its window, up to what the slot copy can divide among its blocks."""
     return -(-(state_bytes + window_bytes(model)) // COPIED) * COPIED
 
@@ -50,10 +48,17 @@ class Step(NamedTuple):
 
 @dataclass
 class Case:
-    """Rotating inputs of one model's layers at one batch size, on the device of the state."""
+    """Rotating inputs of one model's layers at one batch size, on the device of the state.
+
+    A family of layers derives from it, and says what its recurrence takes of a call and of a chain.
+    """
+
+    inputs: ClassVar[str]  # the operand that is convolved
+    norm_first: ClassVar[bool] = False  # the norm goes ahead of its gate
+    norm_how: ClassVar[dict[str, Any]] = {}  # of the norm by itself: what it is told besides
 
     op: str
-    model: Mamba | LinearAttention  # that uses it
+    model: Model  # that uses it
     state: Tensor  # the pool: [slots, heads, rows, elements]
     batch: int
     tokens: int = 1  # of a sequence; of several, inputs and outputs have an axis
@@ -62,7 +67,7 @@ class Case:
 
     def __post_init__(self) -> None:
         slots, device, B = len(self.state), self.state.device, self.batch
-        channels, width, H = self.model.layer_channels, self.model.conv_width, self.model.nheads
+        channels, width = self.model.layer_channels, self.model.conv_width
         pieces = self.state.nbytes // copied_bytes(self.model, self.state[0].nbytes)
         self.sets = max(1, min(MAX_SETS, pieces // B))
         drawn = torch.randperm(slots, device=device)[: self.sets * B].to(torch.int32).view(self.sets, B)
@@ -77,16 +82,8 @@ class Case:
         self.conv_bias = rand(channels) if self.model.conv_bias else None
         self.mixed, self.z = rand(*self.lead, channels), rand(*self.lead, self.inner)
         self.out = torch.empty_like(self.z)
-        self.norm_weight = rand(*self.norm_shape) if self.norm_shape else None
-        if self.mamba2:
-            self.by_head = {"dt": rand(*self.lead, H), "A": -rand(H).float().abs() - 0.1, "D": rand(H), "dt_bias": rand(H) - 4}
-        elif self.kda:
-            keys = self.model.shape[1]
-            self.by_head = {"g": rand(*self.lead, H, keys), "beta": rand(*self.lead, H), "dt_bias": rand(H, keys).float() - 4}
-        else:
-            self.by_head = {"a": rand(*self.lead, H), "b": rand(*self.lead, H), "dt_bias": rand(H) - 4}
-        if not self.mamba2:
-            self.by_head["A_log"] = rand(H).float()
+        self.norm_weight = rand(*self.norm_weights) if self.model.norm_shape else None
+        self.by_head = self.made_by_head(rand)
         self.kept: dict[str, Tensor] = {}
         if self.intermediates:
             count = max(1, min(self.sets, int(KEPT_BYTES) // (B * self.tokens * self.piece_bytes)))
@@ -99,25 +96,33 @@ class Case:
         """Axes ahead of the channels."""
         return (self.batch,) if self.tokens == 1 else (self.batch, self.tokens)
 
-    @property
-    def mamba2(self) -> bool:
-        return self.op == "mamba2_layer"
+    def made_by_head(self, rand: Callable[..., Tensor]) -> dict[str, Tensor]:
+        """What the recurrence takes by head. rand: of a shape, normally distributed for each set."""
+        raise NotImplementedError
+
+    def update(self, i: int, convolved: Tensor, out: Tensor) -> Step:
+        """The recurrence, on what the convolution leaves; `out`: [batch(, tokens), heads, rows]."""
+        raise NotImplementedError
 
     @property
-    def kda(self) -> bool:
-        return self.op == "kda_layer"
+    def options(self) -> dict[str, Any]:
+        """Further keywords of the layer's call."""
+        return {}
+
+    @property
+    def gate_alone(self) -> bool:
+        """Whether z gates the recurrence where there is no norm."""
+        return False
+
+    @property
+    def norm_weights(self) -> tuple[int, ...]:
+        """Of the norm's weight, as the layer takes it; not where there is no norm that it could compute by itself."""
+        return self.model.norm_shape[1:]
 
     @property
     def inner(self) -> int:
         """Channels of a row of the output."""
         return self.model.nheads * self.model.shape[0]
-
-    @property
-    def norm_shape(self) -> tuple[int, ...]:
-        """Of the norm's weight; empty where the layer has no norm that it could compute by itself."""
-        if self.model.norm_shape is None:
-            return ()
-        return (self.inner,) if self.mamba2 else (self.model.norm_shape[1],)
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -138,22 +143,15 @@ class Case:
         call = pools | {name: t[i] for name, t in self.by_head.items()} | self._norm(i) | {"out": self.out[i]}
         call |= {"conv_weight": self.conv_weight[i], "conv_bias": None if self.conv_bias is None else self.conv_bias[i]}
         call |= self._kept(i) | ({"update_state": False} if self.intermediates else {})
-        return call | self._bound | {"xBC" if self.mamba2 else "mixed_qkv": self.mixed[i]}
-
-    @property
-    def _bound(self) -> dict[str, float]:
-        """Of the decay, where the model has one."""
-        return {"lower_bound": LOWER_BOUND} if self.kda and self.model.gate is Gate.BOUNDED else {}
+        return call | self.options | {self.inputs: self.mixed[i]}
 
     def _kept(self, i: int) -> dict[str, Tensor]:
         return {name: t[i % len(t)] for name, t in self.kept.items()}
 
     def _norm(self, i: int) -> dict[str, Any]:
-        gate = self.z[i] if self.norm_weight is not None or (self.mamba2 and self.model.gate) else None
         if self.norm_weight is None:
-            return {"z": gate}
-        groups = {"norm_group_size": self.model.norm_shape[1]} if self.mamba2 else {}
-        return {"z": gate, "norm_weight": self.norm_weight[i], "norm_eps": EPS, **groups}
+            return {"z": self.z[i] if self.gate_alone else None}
+        return {"z": self.z[i], "norm_weight": self.norm_weight[i], "norm_eps": EPS}
 
     @cached_property
     def between(self) -> tuple[Tensor, Tensor]:
@@ -168,7 +166,7 @@ class Case:
         conv |= {"bias": None if self.conv_bias is None else self.conv_bias[i], "conv_state_indices": self.slots[i], "out": out}
         kept = self._kept(i)
         conv |= {"intermediate_conv_window": kept["intermediate_conv_window"]} if kept else {}
-        steps = [Step(ssmgen.causal_conv1d_update, conv)]
+        steps = [Step(getattr(ssmgen, operators_of(Role.CONVOLUTION)), conv)]
         rows = self.out[i] if self.norm_weight is None else y
         update = self.update(i, convolved, rows.view(*self.lead, self.model.nheads, -1))
         if kept:
@@ -178,32 +176,13 @@ class Case:
             groups, size = self.model.norm_shape
             shape = (self.batch * self.tokens, groups, size)
             norm = {"x": y.view(shape), "gate": self.z[i].view(shape), "out": self.out[i].view(shape), "eps": EPS}
-            norm |= {"activation": "sigmoid"} if self.kda else {}
-            weight = self.norm_weight[i].view(-1, size) if self.mamba2 else self.norm_weight[i]
-            steps.append(Step(ssmgen.gated_rms_norm, norm | {"weight": weight, "norm_before_gate": not self.mamba2}))
+            weight = self.norm_weight[i]
+            norm |= {
+                "weight": weight.view(groups, size) if weight.numel() == groups * size else weight,
+                "norm_before_gate": self.norm_first,
+            }
+            steps.append(Step(getattr(ssmgen, operators_of(Role.NORM)), norm | self.norm_how))
         return steps
-
-    def update(self, i: int, convolved: Tensor, out: Tensor) -> Step:
-        """The recurrence, on what the convolution leaves; `out`: [batch(, tokens), heads, rows]."""
-        H, (P, N, G) = self.model.nheads, self.model.shape
-        given = {name: t[i] for name, t in self.by_head.items()}
-        if self.mamba2:
-            x, *shared = convolved.split([self.inner, G * N, G * N], -1)
-            heads = (x.unflatten(-1, (H, P)), *(t.unflatten(-1, (G, N)) for t in shared))
-            call = dict(zip(("x", "B", "C"), heads, strict=True))
-            call |= {name: given[name][..., None].expand(*given[name].shape, P) for name in ("dt", "D", "dt_bias")}
-            call |= {"state": self.state, "A": given["A"][:, None, None].expand(H, P, N), "dt_softplus": True}
-            call |= {"z": self.z[i].unflatten(-1, (H, P))} if self.model.gate else {}
-            return Step(ssmgen.selective_state_update, call | {"state_indices": self.slots[i], "out": out})
-        *shared, v = convolved.split([G * N, G * N, self.inner], -1)
-        g, beta = ("g", "beta") if self.kda else ("a", "b")
-        tokenwise = {"v": v.unflatten(-1, (H, P)), "g": given[g], "beta": given[beta], "out": out}
-        tokenwise |= {name: t.unflatten(-1, (G, N)) for name, t in zip(("q", "k"), shared, strict=True)}
-        if self.tokens == 1:  # as flash-linear-attention takes them
-            tokenwise = {name: t.unsqueeze(1) for name, t in tokenwise.items()}
-        call = tokenwise | {"A_log": given["A_log"], "dt_bias": given["dt_bias"], **self._bound}
-        call |= {"state": self.state, "state_indices": self.slots[i], "use_qk_l2norm": True, "beta_sigmoid": True}
-        return Step(ssmgen.kda if self.kda else ssmgen.gated_delta_rule, call)
 
     def bound(self, pdl: bool) -> timing.Launch:
         """Our kernels, with the host's part of every call done beforehand."""

@@ -1,15 +1,14 @@
-"""Cases and contenders for mamba2_layer, gdn_layer and kda_layer: decode steps of whole layers between their projections, in bf16.
+"""Cases and contenders for decode steps of whole layers between their projections, in bf16; a family's `bench.py` has what is its own:
+MODELS, timed by default; CASES, by operator; and PEERS.
 
 Slots are drawn at random from a pool of 640 MB of states, or of four batches if that is more. Every input set has slots, inputs, outputs
 and weights of its own: in a model they are another layer's. Windows hold width - 1 inputs per channel, contiguous. TB/s counts states and
 windows, read and written; of several tokens whose states and windows are kept one by one, read once and written as often. The ceiling is
 the slot copy in place of as many bytes (up to whole 2 KiB), of one piece per sequence; there is none of states that are kept.
 
-chain: causal_conv1d_update, then selective_state_update, gated_delta_rule or kda, then gated_rms_norm, of ssmgen; its results must have
-the same bits. Peers are such chains too; kda_layer has none. flashinfer: FlashInfer's state update instead of ours, for a gated delta rule
-with a bf16 state of 128 x 128. mamba_ssm, fla: their state update and their norm, behind Dao-AILab's convolution where that is installed,
-else ours; flash-linear-attention has no pool, gets f32 states out of the pool's memory, contiguous, and returns new ones. Host times are
-eager calls, arguments at hand; of chains, three of them, and where one package's output is the next one's input, its views too.
+chain: the convolution's step, then the recurrence's, then the norm, as operators of ssmgen; its results must have the same bits. Peers are
+such chains too. Host times are eager calls, arguments at hand; of chains, three of them, and where one package's output is the next one's
+input, its views too.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import torch
@@ -26,20 +25,18 @@ from torch import Tensor
 
 import ssmgen
 
-from .. import api, runtime
-from .. import nvrtc as compiler
+from .. import api, nvrtc, runtime
 from ..accuracy import norm_error
 from ..calls.checks import TORCH_DTYPES
 from ..engine.short_conv import MAX_TOKENS
 from ..errors import SsmgenError
-from ..families.linear_attention.bench_recurrences import OPS
 from ..models import Model, find_model
 from ..render import render
 from ..spec import SM90, Arch, DType, must
 from . import bench_of, schema, timing
 from . import options as cli
 from . import report as reports
-from .layer_case import EPS, Case, copied_bytes
+from .layer_case import Case, copied_bytes
 from .progress import PRINTING, Watch
 from .report import HOST_BATCH, MIN_SETS, cell
 from .rows import Point
@@ -71,16 +68,15 @@ def of_model(model: Model, tp: int, quick: bool, op: str) -> dict[str, Any] | No
 Launch = Callable[[int], Tensor]  # on the i-th input set; the layer's output
 
 
-def _ours(case: Case, step: int) -> timing.Launch:
+def ours_of(case: Case, step: int) -> timing.Launch:
     """One operator of our chain."""
     calls = [ssmgen.bind(f, **call) for f, call in (case.chain(i)[step] for i in range(case.sets))]
     return lambda i: calls[i]()
 
 
-def _convolution(case: Case) -> Callable[[int], Tensor]:
-    """Dao-AILab's, or ours; the i-th convolved inputs."""
-    theirs = reports.imported("causal_conv1d", "causal_conv1d_update")
-    ours = _ours(case, 0) if theirs is None else None
+def convolution(case: Case, theirs: Callable[..., Tensor] | None) -> Callable[[int], Tensor]:
+    """By another package's function, or by ours where there is none; the i-th convolved inputs."""
+    ours = ours_of(case, 0) if theirs is None else None
 
     def run(i: int) -> Tensor:
         call = case.chain(i)[0].arguments
@@ -92,29 +88,13 @@ def _convolution(case: Case) -> Callable[[int], Tensor]:
     return run
 
 
-def flashinfer(case: Case) -> Launch | None:
-    """FlashInfer's state update between our convolution and our norm."""
-    if case.mamba2:
-        function = reports.imported("flashinfer.mamba", "selective_state_update")
-        names = {"state_indices": "state_batch_indices"}
-        fixed: dict[str, Any] = {}
-    else:
-        served = not case.kda and case.state.dtype == torch.bfloat16 and case.state.shape[2:] == (128, 128)
-        function = reports.imported("flashinfer.gdn_kernels.gdn_decode_bf16_state", "gated_delta_rule") if served else None
-        names = {"g": "a", "beta": "b", "out": "output", "state": "initial_state_source", "state_indices": "initial_state_indices"}
-        fixed = {"use_qk_l2norm_in_kernel": True}
-    if function is None:
-        return None
-    ahead, behind = _ours(case, 0), _ours(case, 2) if case.norm_weight is not None else None
-    calls = []
-    for i in range(case.sets):
-        given = case.chain(i)[1].arguments
-        call = {names.get(n, n): t for n, t in given.items() if isinstance(t, Tensor) or (case.mamba2 and n == "dt_softplus")} | fixed
-        calls.append(call if case.mamba2 else call | {"dt_bias": call["dt_bias"].float()})
+def between_ours(case: Case, call: Callable[[int], object]) -> Launch:
+    """A peer's update of the state, in place of ours between our convolution and our norm."""
+    ahead, behind = ours_of(case, 0), ours_of(case, 2) if case.norm_weight is not None else None
 
     def run(i: int) -> Tensor:
         ahead(i)
-        function(**calls[i])
+        call(i)
         if behind is not None:
             behind(i)
         return case.out[i]
@@ -122,53 +102,11 @@ def flashinfer(case: Case) -> Launch | None:
     return run
 
 
-def mamba_ssm(case: Case) -> Launch | None:
-    """Triton's state update and norm."""
-    update = reports.imported("mamba_ssm.ops.triton.selective_state_update", "selective_state_update") if case.mamba2 else None
-    norm = reports.imported("mamba_ssm.ops.triton.layernorm_gated", "rmsnorm_fn") if case.mamba2 else None
-    if update is None or norm is None:
-        return None
-    convolve = _convolution(case)
-    names = ("state", "x", "dt", "A", "B", "C", "D")
+class Peer(NamedTuple):
+    """Another package's chain. make: None where it does not serve a case. checked: makes what is held against float64, if another."""
 
-    def run(i: int) -> Tensor:
-        given = case.update(i, convolve(i), case.out[i].view(case.batch, case.model.nheads, -1)).arguments
-        how = {"z": given.get("z"), "dt_bias": given["dt_bias"], "dt_softplus": True, "state_batch_indices": given["state_indices"]}
-        y = update(*(given[name] for name in names), **how).flatten(1)
-        if case.norm_weight is None:
-            return y
-        size = case.model.norm_shape[1]
-        return norm(y, case.norm_weight[i], None, z=case.z[i], eps=EPS, group_size=size, norm_before_gate=False)
-
-    return run
-
-
-def fla(case: Case, state: Tensor | None = None) -> Launch | None:
-    """Triton's recurrence and norm. state: [batch, heads, K, V] f32, to begin every set with; else out of the pool's memory."""
-    served = case.op == "gdn_layer"
-    update = reports.imported("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule") if served else None
-    norm = reports.imported("fla.modules.fused_norm_gate", "rms_norm_gated") if served else None
-    if update is None or norm is None:
-        return None
-    convolve = _convolution(case)
-    _, H, V, K = case.state.shape
-    parts = case.state.flatten().view(torch.float32).split(case.batch * H * K * V)
-    states = [part.view(case.batch, H, K, V) for part in parts if len(part) == len(parts[0])] if state is None else [state]
-    biases = case.by_head["dt_bias"].float()
-    fixed = {**OPS["gated_delta_rule"].fla_options, "output_final_state": True}
-
-    def run(i: int) -> Tensor:
-        rows = case.out[i].view(case.batch, H, V)
-        given = case.update(i, convolve(i), rows).arguments
-        call = {name: given[name] for name in ("q", "k", "v", "g", "beta", "A_log")} | {"dt_bias": biases[i]}
-        y, _ = update(**call, **fixed, initial_state=states[i % len(states)])
-        gate = case.z[i].view(case.batch, 1, H, V)
-        return norm(y, gate, case.norm_weight[i], None, activation="swish", eps=EPS).view(case.batch, H * V)
-
-    return run
-
-
-PEERS: dict[str, Callable[[Case], Launch | None]] = {"flashinfer": flashinfer, "mamba_ssm": mamba_ssm, "fla": fla}
+    make: Callable[[Case], Launch | None]
+    checked: Callable[[Case], Launch | None] | None = None
 
 
 def peers_of(case: Case) -> dict[str, reports.Peer]:
@@ -181,13 +119,13 @@ def peers_of(case: Case) -> dict[str, reports.Peer]:
 
         return run
 
-    made = {name: call for name, make in PEERS.items() if (call := make(case)) is not None}
+    peers = bench_of(case.op).PEERS
+    made = {name: call for name, peer in peers.items() if (call := peer.make(case)) is not None}
     usable = reports.usable({name: keeping(call) for name, call in made.items()})
     for name in list(usable):
         expected = case.expected(rows := case.rows())["out"]
-        call = made[name]
-        if name == "fla":
-            call = fla(case, case.state[case.slots[0].long()].float().transpose(2, 3).contiguous())
+        checked = peers[name].checked
+        call = checked(case) if checked else made[name]
         with case.restored():
             error = norm_error(call(0)[rows], expected.view(len(rows), -1))
         if not error < PEER_GATE:
@@ -198,7 +136,7 @@ def peers_of(case: Case) -> dict[str, reports.Peer]:
 
 @functools.cache
 def _compile_seconds(text: str, arch: Arch, spec: Any) -> float:
-    return compiler.compile_cubin(text, arch, str(spec)).seconds
+    return nvrtc.compile_cubin(text, arch, str(spec)).seconds
 
 
 def served(case: Case, arch: Arch) -> dict[str, Any]:
@@ -207,6 +145,11 @@ def served(case: Case, arch: Arch) -> dict[str, Any]:
     parts = chosen.spec.kernels
     seconds = sum(_compile_seconds(render(spec, arch), arch, spec) for spec in parts)
     return {"specs": [str(spec) for spec in parts], "rule": chosen.rule, "compile_seconds": seconds}
+
+
+def case_of(op: str, *args: Any) -> Case:
+    """A case of the kind that the operator's family has."""
+    return bench_of(op).CASES[op](op, *args)
 
 
 def measure(case: Case, peers: bool, ceiling: float, rounds: int, watch: Watch) -> dict[str, Any]:
@@ -271,7 +214,7 @@ def run(
 
     Raises SsmgenError without a GPU, and for models without such layers.
     """
-    report = reports.begin(__doc__) | {"op": op}
+    report = reports.begin(f"{__doc__} {bench_of(op).__doc__}") | {"op": op}
     if wrong := mistakes(op, names, tokens, intermediates):
         raise SsmgenError("; ".join(wrong))
     kinds = list(product([find_model(name).divided(tp) for name in names or bench_of(op).MODELS[op]], states or STATES))
@@ -288,7 +231,7 @@ def run(
             kept = count > 1 and intermediates is not False
             named = {"model": model.name, "heads": model.nheads, "state": state_type.value, "batch": batch, "tokens": count}
             with reports.case(report, named | {"intermediates": kept}, watch, _line) as row:
-                case = Case(op, model, state[: slots(batch)], batch, count, kept)
+                case = case_of(op, model, state[: slots(batch)], batch, count, kept)
                 row |= measure(case, peers, report["ceilings_tbs"]["in_place"], rounds, watch)
         del state
     return report

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .. import __version__, api, nvrtc, runtime
+from .. import __version__, api, nvrtc
 from ..errors import SsmgenError
-from ..families.slot_copy.spec import SlotCopySpec
+from ..family import records
 from ..render import render
-from ..spec import Arch, Pdl
+from ..spec import Arch
 from . import timing
 from .progress import Watch
 from .rows import point_of
@@ -95,22 +95,11 @@ def normal_pool(slots: int, shape: Sequence[int], dtype: torch.dtype, device: to
     return pool
 
 
-def slot_copy(state: Tensor, slots: Tensor, pdl: bool) -> timing.Launch:
-    """A generated kernel that reads and writes back the slots of a set, a row of `slots` [sets, batch]: the ceiling of an update."""
-    spec = SlotCopySpec(slot_bytes=state[0].numel() * state.element_size(), pdl=Pdl.TRIGGER_LOADED if pdl else Pdl.OFF)
-    device = state.device.index
-    kernel = runtime.load(spec, device, "slot_copy")
-    words = state.stride(0) * state.element_size() // 4
-    launch = runtime.Launch(kernel, device, slots.shape[1] * spec.blocks_per_slot, {"state_slot": words})
-    plans = [launch.at((state.data_ptr(), row.data_ptr())) for row in slots]
-    return lambda i: plans[i]()
-
-
 def slot_copies(state: Tensor, slots: Tensor, pdls: Sequence[bool]) -> dict[str, timing.Launch]:
-    """Contenders; none for slots that a copy cannot divide among its blocks."""
-    if SlotCopySpec(slot_bytes=state[0].numel() * state.element_size()).violations(runtime.device_arch(state.device.index)):
-        return {}
-    return {"copy_pdl" if pdl else "copy": slot_copy(state, slots, pdl) for pdl in pdls}
+    """Contenders that copy the slots of a set, a row of `slots` [sets, batch]: the ceiling of an update. None for slots that a copy cannot
+    divide among its blocks."""
+    (copies,) = (family.part(family.copies) for family in records() if family.copies)
+    return copies(state, slots, pdls)
 
 
 def left_out(peer: str, doing: str, error: Exception) -> None:

@@ -102,6 +102,7 @@ class Report:
     head: Fields = field(default_factory=dict)
     row: Fields = field(default_factory=dict)
     times: tuple[str, ...] = ("ssmgen",)  # contenders that the table names
+    nameless: bool = False  # reports of release 0.1 do not say which operator they are of
     copied: bool = True  # a copy of the same slots is the bound; otherwise a multiplication
 
 

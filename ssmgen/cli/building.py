@@ -21,7 +21,7 @@ from ..cache.trust import distrust
 from ..errors import ModelError
 from ..files import FileError
 from ..spec import Arch, KernelSpec
-from .options import BUILT, EXIT_FAILURE, EXIT_INTERRUPTED, Folder, arch_option, json_option, problems_of, with_model
+from .options import BUILT, EXIT_FAILURE, EXIT_INTERRUPTED, Folder, arch_option, json_option, problems_of, refuse_others, with_model
 
 
 @click.command()
@@ -46,14 +46,14 @@ def build(
     from ..build import build as run
     from ..build import specs_for
     from ..inspect import resolve
-    from ..models import find_model, models
+    from ..models import models
 
     if sum(map(bool, (model, everything, specs))) != 1:
         raise click.UsageError("give one of --model, --all and --spec")
     if op and specs:
         raise click.UsageError("--op goes with --model and --all")
-    if model and call["replay"] and find_model(model).kind != "mamba2":
-        raise click.UsageError(f"{model} is no Mamba-2, and --replay is for that")
+    if model:
+        refuse_others(model, call)
     cache = Cache(_prepared(out)) if out else shared_cache()
     work: dict[tuple[KernelSpec, Arch], None] = {}
     finished: list[Built] = []

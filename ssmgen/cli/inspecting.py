@@ -13,12 +13,8 @@ import click
 from ..bench import benchmarks
 from ..cache.store import shared_cache
 from ..catalog import OPERATOR_OF
-from ..errors import ModelError
-from ..families.causal_conv1d import spec as causal_conv1d
-from ..spec import Arch, DType
-from .options import CONVOLUTIONS, EXIT_FAILURE, LAYERS, NORM, REPLAY, arch_option, json_option, problems_of, with_model
-
-PROMPT = 2048  # tokens of a sequence, where nothing is said
+from ..spec import Arch
+from .options import EXIT_FAILURE, arch_option, json_option, problems_of, wanted_of, with_model
 
 
 @click.command("list")
@@ -128,31 +124,17 @@ def explain(
 ) -> None:
     """Say which variant serves a model at a batch size, by which rule, and why the others do not.
 
-    causal_conv1d: for prompts of --tokens, 2048 if that is not given.
+    For an operator over prompts, --tokens is their length: 2048 if it is not given.
     """
     from .. import registry, runtime
-    from ..models import find_model
+    from ..models import ask_for, find_model
 
     if not model:
         raise click.UsageError("give --model")
     known = find_model(model).divided(tp)
-    beside = (*CONVOLUTIONS, REPLAY, NORM, *LAYERS)  # what else models use than the function that decodes them
-    if op not in (known.function, *beside):
-        raise ModelError(f"{model} is decoded by {known.function}, not by {op}")
-    if op in CONVOLUTIONS and not known.conv_channels:
-        raise ModelError(f"{model} has no short convolution")
-    if op == REPLAY and known.kind != "mamba2":
-        raise ModelError(f"{model} is no Mamba-2, and {op} is for that")
-    if op in LAYERS and op != known.layer_function:
-        raise ModelError(f"{model} has no layers that {op} is for")
-    operator, size = (op if op in beside else known.operator), batch
-    if op == NORM:
-        if known.norm_shape is None:
-            raise ModelError(f"{model} has no gated norm that a rank could compute by itself")
-        size = batch * known.norm_shape[0]
-    if op == causal_conv1d.OPERATOR:
-        size = -(-batch * (call["tokens"] or PROMPT) * known.conv_channels * DType(call["io"]).size // 1024)
-    problems = problems_of(model, operator, tp, **call)
+    ask = ask_for(known, op)
+    size = ask.size(known, wanted_of(**call)[0], batch)
+    problems = problems_of(model, ask.operator, tp, **call)
     here = dict.fromkeys(archs, gpu) if gpu else {arch: runtime.name_of_gpu(arch) for arch in archs}
     found = [registry.explain(OPERATOR_OF[type(p)], p, size, arch, pdl is not False, here[arch]) for arch in archs for p in problems]
     if as_json:

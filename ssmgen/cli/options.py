@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ..catalog import OPERATOR_OF, OPERATORS
-from ..engine import short_conv
+from ..catalog import OPERATORS
 from ..errors import SsmgenError
-from ..families.causal_conv1d import spec as causal_conv1d
-from ..families.causal_conv1d_update import spec as causal_conv1d_update
-from ..families.delta_layer import spec as delta_layer
-from ..families.gated_rms_norm import spec as gated_rms_norm
-from ..families.linear_attention.problem import Layout, Ring
-from ..families.mamba2_layer import spec as mamba2_layer
-from ..families.replay_selective_state_update import spec as replay_family
-from ..spec import Arch, DType, Index, PoolMode
+from ..family import public_names
+from ..models import OPTIONS, Ask, Wanted, asks, find_model
+from ..spec import Arch, DType, Index, Layout, PoolMode, Problem, Ring
 
-CONVOLUTIONS = (causal_conv1d.OPERATOR, causal_conv1d_update.OPERATOR)
-MAX_LAYER_TOKENS = short_conv.MAX_TOKENS
-REPLAY, MAX_TOKENS = replay_family.OPERATOR, replay_family.MAX_TOKENS
-NORM = gated_rms_norm.OPERATOR
-DELTA_LAYERS = ("gdn_layer", "kda_layer")
-LAYERS = (mamba2_layer.OPERATOR, delta_layer.OPERATOR, *DELTA_LAYERS)
-BUILT = [*OPERATORS, *DELTA_LAYERS]
+BUILT = [*asks(), *(name for name in OPERATORS if name in public_names() and name not in asks())]
+SWITCHES: dict[str, Ask] = {ask.switch: ask for ask in asks().values() if ask.switch}  # by the option that asks for them
 EXIT_FAILURE, EXIT_DRIFT = 1, 3  # click itself exits with 2 for a wrong command line
 EXIT_INTERRUPTED = 130  # as shells have it for Ctrl-C
 
@@ -76,8 +65,12 @@ model_options = [
     click.option("--layout", type=_names(Layout), help="Order of the state's last two axes. This to --layers: not of Mamba. Default: vk."),
     click.option("--ring", type=_names(Ring), help="store: keep the tokens' inputs; commit: replay them. Default: none."),
     click.option("--layers", is_flag=True, help="A commit of several layers at once."),
-    click.option("--replay", type=click.IntRange(1, MAX_TOKENS), help="Of Mamba-2, also steps of so many tokens that are replayed."),
-    click.option("--window", type=click.IntRange(1, MAX_TOKENS), help="With --replay: a ring for so many tokens. Default: of one step."),
+    click.option(
+        "--replay", type=click.IntRange(1, SWITCHES["replay"].most), help="Of Mamba-2, also steps of so many tokens that are replayed."
+    ),
+    click.option(
+        "--window", type=click.IntRange(1, SWITCHES["replay"].most), help="With --replay: a ring for so many tokens. Default: of one step."
+    ),
 ]
 
 
@@ -87,52 +80,39 @@ def with_model(command: Any) -> Any:
     return command
 
 
-def _refuse(given: Iterable[str], taken: Iterable[str], operator: str, model: str) -> None:
-    """Raises click.UsageError that names the options which an operator of a model does not take."""
-    if refused := set(given) - set(taken):
-        options = ", ".join(f"--{option.replace('_', '-')}" for option in sorted(refused))
-        raise click.UsageError(f"{operator} of {model} does not take {options}")
+# Fields of `Wanted` whose options read otherwise.
+_FLAGS = {"update_state": "no-update", "pools": "pool"}
 
 
-def problems_of(
-    name: str, operator: str | None, tp: int, states: Any, io: str, indices: Any, pools: Any, replay: Any, window: Any, **more: Any
-) -> list[Any]:
+def refuse_others(name: str, given: Mapping[str, Any]) -> None:
+    """Raises click.UsageError for an option that is for an operator which the model does not use."""
+    for switch, ask in SWITCHES.items():
+        if given[switch] and not ask.used_by(model := find_model(name)):
+            raise click.UsageError(ask.absent(model, f"--{switch}"))
+
+
+def wanted_of(states: Any, io: str, indices: Any, pools: Any, no_update: bool, **more: Any) -> tuple[Wanted, set[str]]:
+    """What the options of `with_model` say, and the fields among it that somebody gave. Raises click.UsageError."""
+    if more["window"] and not more["replay"]:
+        raise click.UsageError("--window goes with --replay")
+    enums = {name: enum(more[name]) for name, enum in (("layout", Layout), ("ring", Ring)) if more[name]}
+    repeated = {"states": tuple(map(DType, states)), "indices": tuple(map(Index, indices)), "pools": tuple(map(PoolMode, pools))}
+    said = {name: value for name, value in (more | enums | repeated).items() if value}
+    wanted = Wanted(**said, io=DType(io), update_state=not no_update)
+    given = said.keys() | ({"update_state"} if no_update else set())
+    return wanted, given - ({"pools"} if set(wanted.pools) == {PoolMode.SINGLE} else set())
+
+
+def problems_of(name: str, operator: str | None, tp: int, **options: Any) -> list[Problem]:
     """What a model asks of an operator, or of all that it uses, under the options of `with_model`."""
-    from ..models import LinearAttention, find_model
-
     model = find_model(name).divided(tp)
-    slots, activations = tuple(map(Index, indices)) or (Index.NONE, Index.I32), DType(io)
-    if replay is None and (window or operator == REPLAY):
-        raise click.UsageError("--window goes with --replay" if window else f"--replay says how many tokens a step of {REPLAY} has")
-    replays = model.replays(tuple(map(DType, states)), slots, activations, replay, window) if replay else []
-    if operator == REPLAY:
-        return replays
-    norms = model.norms(activations)
-    if operator == NORM:
-        return norms
-    call = {option: value for option, value in more.items() if value}
-    layout = {"layout": Layout(call["layout"])} if "layout" in call and model.layer_function in DELTA_LAYERS else {}
-    several = ("tokens", "intermediates", "no_update") if model.layer_function else ()
-    how = {"tokens": call.get("tokens", 1), "intermediates": "intermediates" in call, "update_state": "no_update" not in call}
-    layers = model.layers(tuple(map(DType, states)), slots, activations, **(how if several else {}), **layout)
-    if operator in LAYERS:
-        split = ["pool"] if set(pools) - {PoolMode.SINGLE.value} else []
-        _refuse([*call, *split], (*layout, *several), operator, name)
-        return layers if operator in (model.layer_function, *(OPERATOR_OF[type(p)] for p in layers[:1])) else []
-    if several and how["tokens"] > MAX_LAYER_TOKENS:
-        layers = []  # these take the separate operators
-    if operator not in (None, model.operator, *CONVOLUTIONS):
+    wanted, given = wanted_of(**options)
+    ask = asks().get(operator or model.operator)
+    if operator and ask and not ask.serves(wanted) and ask.switch:
+        raise click.UsageError(f"--{ask.switch} says how many tokens a step of {operator} has")
+    if ask is None or not ask.used_by(model):
         return []
-    several = () if model.kind == "mamba1" else ("tokens", "intermediates", "no_update")
-    taken = more.keys() if isinstance(model, LinearAttention) else several
-    _refuse(call, ("tokens",) if operator in CONVOLUTIONS else taken, operator or model.function, name)
-    convolutions = model.convolutions(slots, activations, call.get("tokens", 1))
-    found = [p for p in convolutions if operator in (None, OPERATOR_OF[type(p)])]
-    if operator not in (None, model.operator):
-        return found
-    call |= {option: enum(call[option]) for option, enum in (("layout", Layout), ("ring", Ring)) if option in call}
-    if call.pop("no_update", False):
-        call["update_state"] = False
-    pooled = tuple(map(PoolMode, pools)) or (PoolMode.SINGLE,)
-    found += [] if operator else [*replays, *norms, *layers]
-    return model.problems(states=tuple(map(DType, states)), indices=slots, pools=pooled, io=activations, **call) + found
+    if refused := given & OPTIONS - set(ask.takes(model)):
+        flags = sorted(_FLAGS.get(option, option) for option in refused)
+        raise click.UsageError(f"{operator or model.function} of {name} does not take {', '.join(f'--{flag}' for flag in flags)}")
+    return ask.problems(model, wanted) if operator else model.asked(wanted)

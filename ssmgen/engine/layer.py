@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..families.gated_rms_norm.layer_spec import LayerNorm
-from ..spec import SM90, Arch, DType, Index, KernelSpec, Loads, Param, Pdl, PoolMode, changed, must
-from .rows import Update
+from ..spec import SM90, Arch, DType, Index, KernelSpec, Loads, Param, Pdl, PoolMode, Update, changed, must
 from .short_conv import CHANNELS, ShortConv
 from .window import Saved, StateLayout
 

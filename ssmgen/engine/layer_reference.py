@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..families.causal_conv1d.reference import causal_conv1d_update
-from ..families.gated_rms_norm.reference import gated_rms_norm
+from .norm_reference import gated_norm
+from .short_conv_reference import step
 
 
 def convolved(views: Mapping[str, Tensor], name: str, slots: Tensor, dtype: torch.dtype, update: bool = True) -> Tensor:
@@ -24,9 +24,8 @@ def convolved(views: Mapping[str, Tensor], name: str, slots: Tensor, dtype: torc
     given = {"x": x, "conv_state": window, "weight": views["conv_weight"], "bias": views.get("conv_bias")}
     kept = ("intermediate_conv_window", "intermediate_state_indices") if "intermediate_conv_window" in views else ()
     given |= {n: views.get(n) for n in ("num_accepted_tokens", *kept)}
-    causal_conv1d_update(
-        **{n: t for n, t in given.items() if t is not None}, conv_state_indices=slots, out=out, silu=True, pad_slot_id=-1, dtype=dtype
-    )
+    given = {n: t for n, t in given.items() if t is not None}
+    step(**given, conv_state_indices=slots, out=out, silu=True, pad_slot_id=-1, dtype=dtype)
     return out.squeeze(2) if views[name].dim() == 2 else out.transpose(1, 2)
 
 
@@ -55,5 +54,5 @@ def normed(views: Mapping[str, Tensor], slots: Tensor, **how: Any) -> None:
     for b in (slots >= 0).nonzero().flatten().tolist():
         y, gate = (views[n][b].reshape(-1, *views["norm_weight"].shape) for n in ("out", "z"))  # a row per token
         normal = torch.empty_like(y)
-        gated_rms_norm(y, out=normal, gate=gate, weight=views["norm_weight"], **how)
+        gated_norm(y, out=normal, gate=gate, weight=views["norm_weight"], **how)
         views["out"][b] = normal.reshape(views["out"][b].shape)

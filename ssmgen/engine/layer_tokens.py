@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..calls import checks
+from ..models import Role, operators_of
 from .short_conv import MAX_COLUMNS, MAX_TOKENS
 
 # Operands of such calls alone, where they are given.
@@ -40,11 +41,11 @@ def check_tokens(named: Mapping[str, Tensor], inputs: str, separate: str, update
     row = named["state"].shape[1:]
     width, per_sequence = named["conv_weight"].shape[-1], {"[batch]": (batch,)}
     if not 1 <= T <= MAX_TOKENS:
-        chain = f"causal_conv1d_update, {separate} and gated_rms_norm"
+        chain = f"{operators_of(Role.CONVOLUTION)}, {separate} and {operators_of(Role.NORM)}"
         problems.append(f"{inputs} is {list(given.shape)}: a layer takes 1 … {MAX_TOKENS} tokens of a sequence. For {T} use {chain}")
         return False
     columns = named["state_indices"].shape[-1] if "state_indices" in named and named["state_indices"].dim() else 0
-    words = "heads, headdim, d_state" if separate == "selective_state_update" else "heads, V, K"
+    words = "heads, headdim, d_state" if inputs == "xBC" else "heads, V, K"
     allowed = {
         **dict.fromkeys(("num_accepted_tokens", "intermediate_state_indices"), per_sequence),
         "dst_state_indices": {"[batch, tokens]": (batch, T)},

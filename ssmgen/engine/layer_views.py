@@ -13,12 +13,11 @@ from torch import Tensor
 from ..arguments import divisor
 from ..calls import checks
 from ..calls.checks import DTYPES, INDEX
-from ..families.gated_rms_norm.layer_spec import LayerGatedNormSpec, LayerNorm
-from ..families.gated_rms_norm.spec import Activation
-from ..spec import Index, KernelSpec, Loads, PoolMode
-from .rows import Update
-from .short_conv import CHANNELS, MAX_WIDTH, ShortConv
-from .window import Saved, StateLayout
+from ..families.gated_rms_norm.layer_spec import LayerNorm
+from ..spec import Index, KernelSpec, Loads, PoolMode, Update
+from .norm import Activation, LayerNormSpec
+from .short_conv import CHANNELS, ShortConv
+from .window import MAX_WIDTH, Saved, StateLayout
 
 WRITTEN = ("out", "state", "conv_state", "arrivals", "intermediate_states", "intermediate_conv_window")
 
@@ -156,7 +155,7 @@ def kernel_values(
     pad_slot_id and what else is no stride; call_name: of operands that the call names otherwise than the kernel.
     """
     values = {"slots": views["state"].shape[0], **_counts(views), **given}
-    values |= _norm_values(spec, views) if isinstance(spec, LayerGatedNormSpec) else _strides(spec, views, _AXES | axes, call_name)
+    values |= _norm_values(spec, views) if isinstance(spec, LayerNormSpec) else _strides(spec, views, _AXES | axes, call_name)
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
 
 
@@ -192,7 +191,7 @@ def _counts(views: Mapping[str, Tensor]) -> dict[str, int]:
     return found | {count: views[name].shape[0] for count, name in buffers.items() if name in views}
 
 
-def _norm_values(spec: LayerGatedNormSpec, views: Mapping[str, Tensor]) -> dict[str, int]:
+def _norm_values(spec: LayerNormSpec, views: Mapping[str, Tensor]) -> dict[str, int]:
     grouped = {"out": groups_of(views["out"], spec.size), "gate": groups_of(views["z"], spec.size), "weight": views["norm_weight"]}
     *rows, groups, _ = grouped["out"].shape
     axis_of = {"row": 0, "sequence": 0, "token": 1, "group": -2}
@@ -206,7 +205,7 @@ def _norm_values(spec: LayerGatedNormSpec, views: Mapping[str, Tensor]) -> dict[
 def grid_of(spec: Any, views: Mapping[str, Tensor]) -> int:
     """Blocks of one of a layer's kernels."""
     *rows, heads, channels = views["out"].shape
-    if isinstance(spec, LayerGatedNormSpec):
+    if isinstance(spec, LayerNormSpec):
         return -(-math.prod(rows) * (heads * channels // spec.size) // spec.teams)
     return rows[0] * spec.nheads * spec.tiles
 

@@ -1,4 +1,4 @@
-"""The row engine: what selective_state_update and the linear-attention family share.
+"""The row engine: what recurrences share whose state is a table of rows.
 
 A recurrent state is a table of rows that never meet: row v of head h holds the elements that one read-out sums. `lanes` lanes own
 one row, `vec` contiguous elements per lane and pass, and keep `ilp` rows in flight; long rows take half a warp or all of it, and of
@@ -9,19 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from itertools import product
 from typing import Any
 
 from ..spec import SM90, Arch, DType, KernelSpec, Loads, Needs, Pdl, Problem, is_pow2, must
-
-
-class Update(Enum):
-    """What is written to the pool: nothing, the state after the last token, or the state after each token, to a slot of its own."""
-
-    NONE = "none"
-    FINAL = "final"
-    EACH = "each"
 
 
 class RowProblem(Problem):

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..families.causal_conv1d.spec import MAX_WIDTH
 from ..spec import LATER, DType, Index, Loads, Part, must
-from .window import Saved, StateLayout
+from .window import MAX_WIDTH, Saved, StateLayout
 
 CHANNELS = 4  # neighbouring ones that a thread convolves
 MAX_TOKENS = 8  # of a sequence, all of which are staged at once

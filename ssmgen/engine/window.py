@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+MAX_WIDTH = 8  # taps
+
 
 class StateLayout(Enum):
     """RUNS: a channel's inputs are contiguous, and so are a lane's channels. CHANNELS: channels are. ANY: neither, or not aligned."""

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from ..bench import layers
-from ..bench.layer_case import Case as Layer
 from ..models import Model
 from .cases import Case, case_of, part_of, pool_of, states_of, users
 
@@ -18,6 +17,6 @@ def cases(operator: str, given: Sequence[Model], batches: Sequence[int], tokens:
         for state in states_of(model):
             pool = pool_of((model.nheads, rows, elements), state, batches, layers.POOL_BYTES, device)
             for batch, count in product(batches, tokens):
-                case = Layer(operator, model, part_of(pool, layers.POOL_BYTES, batch), batch, count, count > 1)
+                case = layers.case_of(operator, model, part_of(pool, layers.POOL_BYTES, batch), batch, count, count > 1)
                 several = f" T {count}" if count > 1 else ""
                 yield case_of(f"{operator} {model.name} {state.value}{several} batch {batch}", case)

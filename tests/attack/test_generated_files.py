@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from mangling import mangled
 
 from ssmgen import files, generate, nvrtc
 from ssmgen.cli import main
@@ -365,18 +366,6 @@ def test_folders_that_cannot_be_written(tmp_path):
 
 
 # Whatever bytes.
-
-
-def mangled(data: bytes, rng: random.Random) -> bytes:
-    at = rng.randrange(len(data))
-    return rng.choice(
-        [
-            lambda: data[:at] + bytes([rng.randrange(256)]) + data[at + 1 :],
-            lambda: data[:at] + data[at + rng.randrange(1, 40) :],
-            lambda: data[:at] + rng.choice([b"{", b"[", b'"', b"null", b"1e999", b"\\ud800", b"\x00", b",", b"NaN"]) + data[at:],
-            lambda: data[:at],
-        ]
-    )()
 
 
 def ours(lock: bytes) -> dict:

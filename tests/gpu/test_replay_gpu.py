@@ -23,7 +23,6 @@ from replay_cases import (
     STEP,
     Call,
     Case,
-    Run,
     assert_matches,
     expected,
     make,
@@ -32,6 +31,7 @@ from replay_cases import (
     same,
     vary,
 )
+from replay_runs import Run
 
 import ssmgen
 from ssmgen import registry, runtime

@@ -7,6 +7,7 @@ FAMILY = Family(
     kernels=(Kernels("spec:ConvSpec", "spec:ConvProblem"),),
     functions={"causal_conv1d": "call:causal_conv1d"},
     bench={"causal_conv1d": "bench"},
+    asks="models:ASKS",
     tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     sharding="sharding:RULES",

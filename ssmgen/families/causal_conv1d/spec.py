@@ -12,12 +12,11 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, ClassVar
 
+from ...engine.window import MAX_WIDTH
 from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
 
 OPERATOR = "causal_conv1d"
 SIZE, MAX_SIZE = "KiB of x", 2**22  # what the rules look at
-
-MAX_WIDTH = 8
 
 
 class ConvLayout(Enum):

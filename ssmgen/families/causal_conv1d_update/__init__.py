@@ -7,6 +7,7 @@ FAMILY = Family(
     kernels=(Kernels("spec:UpdateSpec", "spec:UpdateProblem"),),
     functions={"causal_conv1d_update": "call:causal_conv1d_update"},
     bench={"causal_conv1d_update": "bench"},
+    asks="models:ASKS",
     tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     sharding="sharding:RULES",

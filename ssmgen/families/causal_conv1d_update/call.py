@@ -16,8 +16,8 @@ from ...calls.planning import Caller, Family
 from ...calls.public import Call, operator
 from ...spec import Index, Loads
 from ..causal_conv1d.call import ACTIVATION, ACTIVATIONS, check_convolution, check_strides, new_like, taps_are_runs
-from ..causal_conv1d.reference import causal_conv1d_update as reference
 from ..causal_conv1d.spec import MAX_WIDTH
+from .reference import causal_conv1d_update as reference
 from .spec import OPERATOR, Advance, Saved, StateLayout, Tokens, UpdateProblem, UpdateSpec, tokens_of
 
 NAMES = (

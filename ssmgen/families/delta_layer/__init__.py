@@ -13,6 +13,7 @@ FAMILY = Family(
     ),
     functions={"gdn_layer": "call:gdn_layer", "kda_layer": "call:kda_layer"},
     bench={"gdn_layer": "bench", "kda_layer": "bench"},
+    asks="models:ASKS",
     tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     trials="trial:TRIALS",

@@ -1,7 +1,127 @@
-"""The benchmark is that of all layers; here are the models whose layers it times by default."""
+"""chain: causal_conv1d_update, gated_delta_rule or kda, gated_rms_norm. Peers of gdn_layer; kda_layer has none. flashinfer: FlashInfer's
+state update instead of ours, with a bf16 state of 128 x 128. fla: its recurrence and its norm, behind Dao-AILab's convolution where that is
+installed, else ours; flash-linear-attention has no pool, gets f32 states out of the pool's memory, contiguous, and returns new ones.
+"""
 
-from ...bench.layers import OPTIONS, QUICK, REPORT, Case, mistakes, of_model, point, run, table
+from __future__ import annotations
 
-__all__ = ["MODELS", "OPTIONS", "QUICK", "REPORT", "Case", "mistakes", "of_model", "point", "run", "table"]
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import ssmgen
+
+from ...bench import layer_case
+from ...bench import report as reports
+from ...bench.layer_case import EPS, Step
+from ...bench.layers import OPTIONS, QUICK, REPORT, Launch, Peer, between_ours, convolution, mistakes, of_model, point, run, table
+from ..causal_conv1d_update.bench import dao_step
+from ..linear_attention.bench_recurrences import OPS
+from ..linear_attention.problem import Gate
+
+__all__ = ["CASES", "MODELS", "OPTIONS", "PEERS", "QUICK", "REPORT", "Case", "mistakes", "of_model", "point", "run", "table"]
 
 MODELS = {"gdn_layer": ("qwen3.5-35b-a3b", "qwen3.5-397b-a17b"), "kda_layer": ("kimi-linear-48b-a3b", "kimi-k3")}
+LOWER_BOUND = -5.0  # Kimi-K3's
+
+
+class Case(layer_case.Case):
+    """A layer of a delta rule."""
+
+    inputs: ClassVar[str] = "mixed_qkv"
+    norm_first: ClassVar[bool] = True
+    gates: ClassVar[tuple[str, str]]  # the operands that the recurrence by itself calls g and beta
+    rule: ClassVar[Callable[..., Any]]
+
+    def update(self, i: int, convolved: Tensor, out: Tensor) -> Step:
+        H, (P, N, G) = self.model.nheads, self.model.shape
+        given = {name: t[i] for name, t in self.by_head.items()}
+        *shared, v = convolved.split([G * N, G * N, self.inner], -1)
+        g, beta = self.gates
+        tokenwise = {"v": v.unflatten(-1, (H, P)), "g": given[g], "beta": given[beta], "out": out}
+        tokenwise |= {name: t.unflatten(-1, (G, N)) for name, t in zip(("q", "k"), shared, strict=True)}
+        if self.tokens == 1:  # as flash-linear-attention takes them
+            tokenwise = {name: t.unsqueeze(1) for name, t in tokenwise.items()}
+        call = tokenwise | {"A_log": given["A_log"], "dt_bias": given["dt_bias"], **self.options}
+        call |= {"state": self.state, "state_indices": self.slots[i], "use_qk_l2norm": True, "beta_sigmoid": True}
+        return Step(type(self).rule, call)
+
+
+class GdnCase(Case):
+    """A layer of a gated delta rule."""
+
+    gates = ("a", "b")
+    rule = staticmethod(ssmgen.gated_delta_rule)
+
+    def made_by_head(self, rand: Callable[..., Tensor]) -> dict[str, Tensor]:
+        H = self.model.nheads
+        made = {"a": rand(*self.lead, H), "b": rand(*self.lead, H), "dt_bias": rand(H) - 4}
+        return made | {"A_log": rand(H).float()}
+
+
+class KdaCase(Case):
+    """A layer of Kimi delta attention."""
+
+    norm_how: ClassVar[dict[str, Any]] = {"activation": "sigmoid"}
+    gates = ("g", "beta")
+    rule = staticmethod(ssmgen.kda)
+
+    def made_by_head(self, rand: Callable[..., Tensor]) -> dict[str, Tensor]:
+        H, keys = self.model.nheads, self.model.shape[1]
+        made = {"g": rand(*self.lead, H, keys), "beta": rand(*self.lead, H), "dt_bias": rand(H, keys).float() - 4}
+        return made | {"A_log": rand(H).float()}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"lower_bound": LOWER_BOUND} if self.model.gate is Gate.BOUNDED else {}
+
+
+def flashinfer(case: Case) -> Launch | None:
+    """FlashInfer's state update between our convolution and our norm."""
+    served = isinstance(case, GdnCase) and case.state.dtype == torch.bfloat16 and case.state.shape[2:] == (128, 128)
+    function = reports.imported("flashinfer.gdn_kernels.gdn_decode_bf16_state", "gated_delta_rule") if served else None
+    if function is None:
+        return None
+    names = {"g": "a", "beta": "b", "out": "output", "state": "initial_state_source", "state_indices": "initial_state_indices"}
+    calls = []
+    for i in range(case.sets):
+        given = case.chain(i)[1].arguments
+        call = {names.get(n, n): t for n, t in given.items() if isinstance(t, Tensor)} | {"use_qk_l2norm_in_kernel": True}
+        calls.append(call | {"dt_bias": call["dt_bias"].float()})
+    return between_ours(case, lambda i: function(**calls[i]))
+
+
+def fla(case: Case, state: Tensor | None = None) -> Launch | None:
+    """Triton's recurrence and norm. state: [batch, heads, K, V] f32, to begin every set with; else out of the pool's memory."""
+    served = isinstance(case, GdnCase)
+    update = reports.imported("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule") if served else None
+    norm = reports.imported("fla.modules.fused_norm_gate", "rms_norm_gated") if served else None
+    if update is None or norm is None:
+        return None
+    convolve = convolution(case, dao_step())
+    _, H, V, K = case.state.shape
+    parts = case.state.flatten().view(torch.float32).split(case.batch * H * K * V)
+    states = [part.view(case.batch, H, K, V) for part in parts if len(part) == len(parts[0])] if state is None else [state]
+    biases = case.by_head["dt_bias"].float()
+    fixed = {**OPS["gated_delta_rule"].fla_options, "output_final_state": True}
+
+    def run(i: int) -> Tensor:
+        rows = case.out[i].view(case.batch, H, V)
+        given = case.update(i, convolve(i), rows).arguments
+        call = {name: given[name] for name in ("q", "k", "v", "g", "beta", "A_log")} | {"dt_bias": biases[i]}
+        y, _ = update(**call, **fixed, initial_state=states[i % len(states)])
+        gate = case.z[i].view(case.batch, 1, H, V)
+        return norm(y, gate, case.norm_weight[i], None, activation="swish", eps=EPS).view(case.batch, H * V)
+
+    return run
+
+
+def _fla_of_the_pool(case: Case) -> Launch | None:
+    """fla, from the states that the first set's calls begin with."""
+    return fla(case, case.state[case.slots[0].long()].float().transpose(2, 3).contiguous())
+
+
+CASES = {"gdn_layer": GdnCase, "kda_layer": KdaCase}
+PEERS = {"flashinfer": Peer(flashinfer), "fla": Peer(fla, _fla_of_the_pool)}

@@ -14,9 +14,9 @@ from ...calls import checks
 from ...calls.checks import DTYPES
 from ...calls.planning import Caller, Family
 from ...engine import layer_views
-from ...spec import KernelSpec, Loads
+from ...spec import KernelSpec, Layout, Loads
 from ..gated_rms_norm.call import ACTIVATIONS
-from ..linear_attention.problem import Beta, Gate, Layout, Tokens
+from ..linear_attention.problem import Beta, Gate, Tokens
 from .problem import CALL_NAMES, DeltaLayerProblem
 from .reference import delta_layer as reference
 from .spec import OPERATOR

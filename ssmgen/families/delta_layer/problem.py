@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...engine.layer import Layer
-from ...spec import LATER, DType, Index, PoolMode, must
-from ..linear_attention.problem import Beta, Delta, Gate, LinearAttentionProblem, Ring, Tokens, Update
+from ...spec import LATER, DType, Index, PoolMode, Ring, Update, must
+from ..linear_attention.problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
 
 # Of each function, operands that the call names otherwise than the recurrence.
 CALL_NAMES = {"gdn_layer": {"g": "a", "beta": "b"}, "kda_layer": {"gk": "g"}}

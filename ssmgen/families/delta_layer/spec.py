@@ -16,9 +16,9 @@ from ...engine import rows as row_engine
 from ...engine.layer import with_registers
 from ...engine.rows import Rule
 from ...engine.window import StateLayout
-from ...spec import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Param, Pdl, is_pow2, must
+from ...spec import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Param, Pdl, Update, is_pow2, must
 from ..gated_rms_norm.spec import FEW
-from ..linear_attention.problem import Gate, Update
+from ..linear_attention.problem import Gate
 from ..linear_attention.spec import ONE_TOKEN, LinearAttentionSpec
 from .problem import DeltaLayerProblem
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ...engine.layer_trial import Maker, layer_trial, lead_of
 from ...engine.trial import Trial
-from ...spec import Index, Loads
-from ..linear_attention.problem import Beta, Gate, Layout, Update
+from ...spec import Index, Layout, Loads, Update
+from ..linear_attention.problem import Beta, Gate
 from ..linear_attention.trial import LOWER_BOUND
 from .planning import CALLERS
 from .spec import DeltaLayerSpec

@@ -10,6 +10,7 @@ FAMILY = Family(
     ),
     functions={"gated_rms_norm": "call:gated_rms_norm"},
     bench={"gated_rms_norm": "bench"},
+    asks="models:ASKS",
     tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     trials="trial:TRIALS",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
+from ...engine.norm import LayerNormSpec
 from ...spec import BARE, LATER, DType, Index, KernelSpec, Loads, Param, Part, Pdl, must
 from . import spec as gated_rms_norm
 from .spec import Activation, NormProblem, NormSpec
@@ -13,7 +14,7 @@ _NAMES = {"gate": "z", "weight": "norm_weight", "out": "out"}  # of the norm's o
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerGatedNormSpec(NormSpec):
+class LayerGatedNormSpec(NormSpec, LayerNormSpec):
     """gated_rms_norm in place, of what the kernel ahead leaves in `out`. Rows without a slot, which are zero, stay so."""
 
     family: ClassVar[str] = "layer_gated_norm"

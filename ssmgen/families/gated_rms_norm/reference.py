@@ -1,32 +1,5 @@
-"""gated_rms_norm in plain PyTorch."""
+"""gated_rms_norm in plain PyTorch: the norm that layers end with, too."""
 
-from __future__ import annotations
+from ...engine.norm_reference import gated_norm as gated_rms_norm
 
-from collections.abc import Callable
-
-import torch
-from torch import Tensor
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid}
-
-
-def gated_rms_norm(
-    x: Tensor,
-    *,
-    out: Tensor,
-    gate: Tensor | None = None,
-    weight: Tensor | None = None,
-    eps: float = 1e-5,
-    norm_before_gate: bool = False,
-    activation: str = "silu",
-    dtype: torch.dtype = torch.float32,
-) -> None:
-    """x, gate, out: [rows, groups, size]; weight: [groups, size]. Computes in `dtype`; writes out, rounded once."""
-    v = x.to(dtype)
-    factor = 1 if gate is None else ACTIVATIONS[activation](gate.to(dtype))
-    if not norm_before_gate:
-        v = v * factor
-    v = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
-    if weight is not None:
-        v = v * weight.to(dtype)
-    out.copy_(v * factor if norm_before_gate else v)
+__all__ = ["gated_rms_norm"]

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from enum import Enum
 from typing import Any, ClassVar
 
+from ...engine.norm import Activation
 from ...spec import SM90, Arch, DType, KernelSpec, Loads, Param, Pdl, Problem, is_pow2, must
 
 OPERATOR = "gated_rms_norm"
@@ -22,13 +22,6 @@ SIZE, MAX_SIZE = "groups", 2**17  # what the rules look at; beyond, nothing chan
 
 MAX_GROUP = 16384
 HELD = 32  # elements of a group that a thread holds, at most
-
-
-class Activation(Enum):
-    """The function that the gate goes through."""
-
-    SILU = "silu"
-    SIGMOID = "sigmoid"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

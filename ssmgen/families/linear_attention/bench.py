@@ -38,9 +38,10 @@ from ...bench.schema import COUNT, FLAG, TEXT
 from ...calls.checks import TORCH_DTYPES
 from ...calls.public import call_of
 from ...errors import SsmgenError
-from ...models import LinearAttention, Model
+from ...models import Model
 from ...spec import SM90, DType, PoolMode, must
 from .bench_recurrences import OPS, VALUES, Operand, operands
+from .models import LinearAttention
 from .operands import NAMES
 from .reference import linear_attention as reference
 from .views import token_views

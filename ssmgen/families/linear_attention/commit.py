@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ...calls import checks
 from ...calls.checks import DTYPES
-from ...spec import Index, Loads, PoolMode
+from ...spec import Index, Layout, Loads, PoolMode, Ring
 from .operands import RINGED
-from .problem import Beta, Delta, Gate, Layout, LinearAttentionProblem, Ring, Tokens
+from .problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
 from .reference import one_token
 
 _INDEX = {torch.int32: Index.I32, torch.int64: Index.I64}

@@ -2,8 +2,7 @@
 
 from ...defaults import Default
 from ...models import find_model
-from ...spec import DType, Index, PoolMode
-from .problem import Layout, Ring
+from ...spec import DType, Index, Layout, PoolMode, Ring
 
 QWEN = find_model("qwen3.5-397b-a17b")
 SLOTS = (Index.I32, PoolMode.SINGLE)

@@ -13,10 +13,10 @@ from ... import runtime
 from ...calls import checks
 from ...calls.checks import DTYPES, INDEX
 from ...calls.planning import Caller, Family
-from ...spec import Index, Loads, PoolMode
+from ...spec import Index, Layout, Loads, PoolMode, Ring, Update
 from . import commit
 from .operands import CONTROL, FUNCTIONS, KEY_VECTORS, NAMES, OPTIONAL, RINGS
-from .problem import Beta, Delta, Gate, Layout, LinearAttentionProblem, Ring, Tokens, Update
+from .problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
 from .reference import linear_attention as reference
 from .spec import OPERATOR, LinearAttentionSpec
 from .views import Form, Options, token_views

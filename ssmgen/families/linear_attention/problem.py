@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from ...engine.rows import RowProblem, Update
-from ...spec import DType, Index, Loads, PoolMode, must
+from ...engine.rows import RowProblem
+from ...spec import DType, Index, Layout, Loads, PoolMode, Ring, Update, must
 
 
 class Delta(Enum):
@@ -40,21 +40,6 @@ class Tokens(Enum):
     ONE = "one"
     MANY = "many"
     RAGGED = "ragged"
-
-
-class Layout(Enum):
-    """Order of the state's last two axes. VK: key channels are contiguous. KV: value channels are."""
-
-    VK = "vk"
-    KV = "kv"
-
-
-class Ring(Enum):
-    """A buffer, by slot, of the raw k, v, g and beta of a call's tokens: not there, written, or what a commit replays."""
-
-    NONE = "none"
-    STORE = "store"
-    COMMIT = "commit"
 
 
 FROZEN_TOKENS = 8

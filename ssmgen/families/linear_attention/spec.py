@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
 from ...engine.rows import RowSpec, Rule
-from ...spec import Arch, DType, Index, Loads, Needs, Param, PoolMode, must
+from ...spec import Arch, DType, Index, Loads, Needs, Param, PoolMode, Ring, Update, must
 from .operands import KEY_VECTORS, OF_KEY_HEADS, OPTIONAL, RINGED, ROW_SCALARS, WEIGHTS
-from .problem import Delta, Gate, LinearAttentionProblem, Ring, Tokens, Update
+from .problem import Delta, Gate, LinearAttentionProblem, Tokens
 
 OPERATOR = "linear_attention"
 

@@ -7,10 +7,10 @@ from torch import Generator, Tensor
 
 from ...calls.checks import TORCH_DTYPES
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, ordered, slots_of, states, trial
-from ...spec import Index, Loads, PoolMode
+from ...spec import Index, Loads, PoolMode, Update
 from .operands import KEY_VECTORS, OF_KEY_HEADS
 from .planning import CALLERS
-from .problem import FROZEN_TOKENS, Beta, Gate, Tokens, Update
+from .problem import FROZEN_TOKENS, Beta, Gate, Tokens
 from .spec import LinearAttentionSpec
 from .views import Form, Options
 

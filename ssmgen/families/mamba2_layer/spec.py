@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
 from ...engine.layer import Layer, with_registers
-from ...engine.rows import RowSpec, Rule, Update
-from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, PoolMode, must
+from ...engine.rows import RowSpec, Rule
+from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, PoolMode, Update, must
 from ..gated_rms_norm.spec import FEW
 from ..selective_state_update.problem import SsuProblem
 from ..selective_state_update.spec import SsuSpec, staged_violations

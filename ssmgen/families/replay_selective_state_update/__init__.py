@@ -4,13 +4,14 @@ from ...family import Family, Kernels
 
 FAMILY = Family(
     name="replay_selective_state_update",
-    kernels=(Kernels("spec:ReplaySpec", "spec:ReplayProblem"),),
+    kernels=(Kernels("spec:ReplaySpec", "problem:ReplayProblem"),),
     functions={
         "replay_selective_state_update": "call:replay_selective_state_update",
         "checkpoint_selective_state_update": "call:checkpoint_selective_state_update",
         "materialize_selective_state": "call:materialize_selective_state",
     },
     bench={"replay_selective_state_update": "bench"},
+    asks="models:ASKS",
     tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     sharding="sharding:RULES",

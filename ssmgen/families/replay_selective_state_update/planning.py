@@ -16,8 +16,9 @@ from ...calls.planning import Caller, Family
 from ...calls.public import Call
 from ...calls.scalars import one_of
 from ...spec import Index, Loads
+from .problem import MAX_TOKENS, History, ReplayProblem
 from .reference import replay_selective_state_update as reference
-from .spec import MAX_TOKENS, OPERATOR, History, ReplayProblem, ReplaySpec
+from .spec import OPERATOR, ReplaySpec
 
 NAMES = (
     "state", "old_x", "old_B", "old_dt", "old_dA_cumsum", "cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "x", "dt", "A", "B",

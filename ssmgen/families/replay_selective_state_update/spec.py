@@ -18,20 +18,12 @@ from enum import Enum
 from itertools import product
 from typing import Any, ClassVar
 
-from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, must
+from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, must
+from .problem import History, ReplayProblem
 
 OPERATOR = "replay_selective_state_update"
-MAX_TOKENS = 32
 
 _INTEGER = {Index.I32: "int", Index.I64: "i64"}
-
-
-class History(Enum):
-    """STEP: the inputs of the last step, in one of two buffers; each step writes the state. RING: of several steps; the state is written
-    when the history would outgrow its window."""
-
-    STEP = "step"
-    RING = "ring"
 
 
 class Part(Enum):
@@ -40,56 +32,6 @@ class Part(Enum):
     FUSED = "fused"
     PRECOMPUTE = "precompute"
     MAIN = "main"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayProblem(Problem):
-    """What a call fixes. Batch, tokens and strides are not among it."""
-
-    d_state: int
-    headdim: int
-    nheads: int
-    ngroups: int
-    state: DType = DType.F32
-    x: DType = DType.BF16  # of B, C and their history too
-    dt: DType = DType.BF16
-    A: DType = DType.F32
-    D: DType | None = None
-    z: DType | None = None
-    dt_bias: DType | None = None
-    out: DType = DType.BF16
-    dt_softplus: bool = True
-    history: History = History.STEP
-    tokens: int = 8  # room for those of a step, and of the history, in eights
-    window: int = 8
-    materialize: bool = False  # S' is all that is wanted, and goes to a tensor of its own
-    cu_seqlens: Index = Index.NONE
-    index: Index = Index.NONE
-    advance: bool = False  # the kernel does the bookkeeping of its slots
-    two_kernels: bool = False
-    internal_pdl: bool = True  # of two kernels, whether the second may start before the first has ended
-    after_conv: bool = False  # the kernel ahead in the stream wrote x, B and C, and nothing else that is read here
-    philox_rounds: int = 0  # of stochastic rounding; 0 = to nearest
-    terms: int = 3  # bf16 terms of an f32 in a product
-    state_loads: Loads = Loads.VECTOR
-    operand_loads: Loads = Loads.VECTOR  # of x, B, C, z, out and the history
-
-    def faults(self) -> list[str]:
-        """What no variant could serve."""
-        room = range(8, MAX_TOKENS + 1, 8)
-        return [
-            *must(self.d_state % 32 == 0 and 32 <= self.d_state <= 256, f"d_state {self.d_state} is not 32 … 256 in steps of 32"),
-            *must(self.headdim >= 8 and self.headdim % 8 == 0, f"headdim {self.headdim} is not a multiple of 8"),
-            *must(self.nheads % self.ngroups == 0, f"nheads {self.nheads} is not a multiple of ngroups {self.ngroups}"),
-            *must(self.headdim * self.d_state * self.nheads < 2**31, "one slot of the state has 2^31 elements or more"),
-            *must(self.tokens in room and self.window in room, f"{self.tokens} tokens on {self.window} are not 8 … {MAX_TOKENS} each"),
-            *must(not self.philox_rounds or self.state is not DType.F32, "an f32 state is not rounded"),
-            *must(1 <= self.terms <= 3, f"terms {self.terms} is not 1 … 3"),
-            *must(
-                not (self.materialize and (self.advance or self.after_conv or self.two_kernels)),
-                "materialize reads the history and leaves it",
-            ),
-        ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,8 @@ FAMILY = Family(
     kernels=(Kernels("spec:SsuSpec", "problem:SsuProblem", old_names={"selective_state_update_tokens": "several=yes"}),),
     functions={"selective_state_update": "call:selective_state_update"},
     bench={"selective_state_update": "bench"},
+    asks="models:ASKS",
+    models="models:KINDS",
     tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     sharding="sharding:RULES",

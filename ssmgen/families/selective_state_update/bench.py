@@ -28,8 +28,9 @@ from ...bench.rows import Point
 from ...bench.schema import COUNT, FLAG, TEXT
 from ...calls.checks import TORCH_DTYPES
 from ...errors import SsmgenError
-from ...models import Mamba, Model, find_model
+from ...models import Model, find_model
 from ...spec import SM90, DType, must
+from .models import Mamba
 from .reference import selective_state_update as reference
 from .views import views_of
 
@@ -52,7 +53,7 @@ OPTIONS = (
     cli.tp,
 )
 REPORT = schema.Report(
-    {"model": TEXT, "heads": COUNT, "state": TEXT, "tokens": COUNT, "intermediates": FLAG, "batch": COUNT}, row=schema.COPY
+    {"model": TEXT, "heads": COUNT, "state": TEXT, "tokens": COUNT, "intermediates": FLAG, "batch": COUNT}, row=schema.COPY, nameless=True
 )
 QUICK: dict[str, Any] = {"batches": (1, 16, 128), "names": ("nemotron-h-8b", "mamba-130m")}
 

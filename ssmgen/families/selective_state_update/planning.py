@@ -12,8 +12,7 @@ from ... import runtime
 from ...calls import checks
 from ...calls.checks import DTYPES, INDEX
 from ...calls.planning import Caller, Family
-from ...engine.rows import Update
-from ...spec import Index, Loads, PoolMode
+from ...spec import Index, Loads, PoolMode, Update
 from .problem import SsuProblem
 from .reference import selective_state_update as reference
 from .spec import OPERATOR, SsuSpec

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ...engine.rows import RowProblem, Update
-from ...spec import LATER, DType, Index, Loads, PoolMode, must
+from ...engine.rows import RowProblem
+from ...spec import LATER, DType, Index, Loads, PoolMode, Update, must
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
-from ...engine.rows import RowSpec, Rule, Update
-from ...spec import LATER, Arch, DType, Index, Loads, Needs, Param, Pdl, PoolMode, must
+from ...engine.rows import RowSpec, Rule
+from ...spec import LATER, Arch, DType, Index, Loads, Needs, Param, Pdl, PoolMode, Update, must
 from .problem import SsuProblem
 
 OPERATOR = "selective_state_update"

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from ...calls.checks import TORCH_DTYPES
-from ...engine.rows import Update
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, ordered, slot_indices, slots_of, states, trial, wide
-from ...spec import DType, Index, Loads, PoolMode
+from ...spec import DType, Index, Loads, PoolMode, Update
 from .planning import CALLER
 from .spec import SsuSpec
 

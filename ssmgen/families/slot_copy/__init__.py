@@ -5,5 +5,6 @@ from ...family import Family, Kernels
 FAMILY = Family(
     name="slot_copy",
     kernels=(Kernels("spec:SlotCopySpec", unchecked="benchmarks time it, and nobody has its results"),),
+    copies="bench:copies",
     defaults="defaults:DEFAULTS",
 )

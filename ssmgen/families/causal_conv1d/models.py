@@ -1,0 +1,48 @@
+"""What the prompts of models with a short convolution ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...models import Ask, Model, Role, Wanted
+from ...spec import Index
+from .spec import OPERATOR, ConvLayout, ConvProblem
+
+PROMPT = 2048  # tokens of a sequence, where nothing is said
+
+
+class ConvolutionAsk(Ask):
+    """Base of what models ask of a short convolution."""
+
+    options = frozenset(("pools", "tokens"))
+
+    def used_by(self, model: Model) -> bool:
+        return model.conv_channels > 0
+
+    def absent(self, model: Model, asked: str) -> str:
+        return f"{model.name} has no short convolution"
+
+    def same(self, model: Model, wanted: Wanted) -> dict[str, Any]:
+        """Fields that all of its problems have."""
+        return {"width": model.conv_width, "x": wanted.io, "weight": wanted.io, "bias": wanted.io if model.conv_bias else None}
+
+
+class PromptsAsk(ConvolutionAsk):
+    """Rows of any length, and packed sequences with a pool of states, in every layout. The number of channels is not among it."""
+
+    operator = OPERATOR
+    role = Role.PROMPTS
+
+    def problems(self, model: Model, wanted: Wanted) -> list[ConvProblem]:
+        same = self.same(model, wanted)
+        first, last = {"layout": ConvLayout.FIRST}, {"layout": ConvLayout.LAST}
+        unaligned = first | {"shifted": True}  # rows begin anywhere
+        pool = {"query_start_loc": Index.I32, "pool": True, "started": True}
+        prompts = [ConvProblem(**same, **layout) for layout in (first, unaligned, last)]
+        return prompts + [ConvProblem(**same, **layout, **pool, index=index) for layout in (unaligned, last) for index in wanted.indices]
+
+    def size(self, model: Model, wanted: Wanted, batch: int) -> int:
+        return -(-batch * (wanted.tokens or PROMPT) * model.conv_channels * wanted.io.size // 1024)
+
+
+ASKS = {OPERATOR: PromptsAsk()}

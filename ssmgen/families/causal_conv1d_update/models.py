@@ -1,0 +1,27 @@
+"""What decoding models with a short convolution asks of it."""
+
+from __future__ import annotations
+
+from ...models import Model, Role, Wanted
+from ...spec import Index
+from ..causal_conv1d.models import ConvolutionAsk
+from .spec import OPERATOR, Advance, StateLayout, UpdateProblem
+
+
+class StepAsk(ConvolutionAsk):
+    """Every layout of the window; of several tokens, the window rolls."""
+
+    operator = OPERATOR
+    role = Role.CONVOLUTION
+
+    def problems(self, model: Model, wanted: Wanted) -> list[UpdateProblem]:
+        tokens, width = wanted.count, model.conv_width
+        step = self.same(model, wanted) | {"tokens": tokens}
+        step |= {"advance": Advance.ROLL, "position": Index.I32} if tokens > 1 else {}
+        # A window that shifts may hold the input that has left the convolution, as transformers' does; one that rolls does not.
+        lengths = [width + tokens - 2, *([width] if tokens == 1 else [])]
+        layouts = [{"layout": StateLayout.RUNS, "state_len": length} for length in lengths] + [{"layout": StateLayout.CHANNELS}]
+        return [UpdateProblem(**step, **layout, index=index) for layout in layouts for index in wanted.indices]
+
+
+ASKS = {OPERATOR: StepAsk()}

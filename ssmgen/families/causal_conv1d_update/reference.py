@@ -1,0 +1,5 @@
+"""causal_conv1d_update in plain PyTorch: the step that layers begin with, too."""
+
+from ...engine.short_conv_reference import step as causal_conv1d_update
+
+__all__ = ["causal_conv1d_update"]

@@ -1,0 +1,114 @@
+"""Models of gated delta rules and their relatives: their shapes, and what decoding them asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from ...models import OPTIONS, Model, StateAsk
+from ...spec import DType, Index, Layout, PoolMode, Ring, Update
+from .problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
+from .spec import OPERATOR
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearAttention(Model):
+    """kind: the public function of `call.py` that decodes it."""
+
+    operator: ClassVar[str] = OPERATOR
+    conv_bias: ClassVar[bool] = False
+
+    key_heads: int
+    dim_k: int
+    dim_v: int
+    gate: Gate = Gate.SOFTPLUS  # of gated_delta_rule and kda
+    allow_neg_eigval: bool = False  # beta is twice a sigmoid
+
+    @staticmethod
+    def read(row: dict[str, Any]) -> dict[str, Any]:
+        return Model.read(row) | ({"gate": Gate(row["gate"])} if "gate" in row else {})
+
+    @property
+    def function(self) -> str:
+        return self.kind
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.dim_v, self.dim_k, self.key_heads
+
+    @property
+    def conv_channels(self) -> int:
+        """gated_delta_rule: of q, k and v; kda: of each of them by itself."""
+        if self.kind == "gated_delta_rule":
+            return 2 * self.key_heads * self.dim_k + self.nheads * self.dim_v
+        return self.nheads * self.dim_k if self.kind == "kda" else 0
+
+    @property
+    def layer_channels(self) -> int:
+        """Of kda: those of its three convolutions, next to each other."""
+        return 3 * self.conv_channels if self.kind == "kda" else self.conv_channels
+
+    @property
+    def norm_shape(self) -> tuple[int, int] | None:
+        """Of gated_delta_rule and kda: its groups are the heads of v."""
+        return (self.nheads, self.dim_v) if self.kind in ("gated_delta_rule", "kda") else None
+
+    def divided(self, tp: int) -> LinearAttention:
+        heads, key_heads = self._share(self.nheads, "heads", tp), self._share(self.key_heads, "key heads", tp)
+        return replace(self, nheads=heads, key_heads=key_heads)
+
+    def problem(
+        self,
+        state: DType,
+        index: Index,
+        pool: PoolMode,
+        io: DType = DType.BF16,
+        tokens: int = 1,
+        intermediates: bool = False,
+        update_state: bool = True,
+        layout: Layout = Layout.VK,
+        ring: Ring = Ring.NONE,
+        layers: bool = False,
+    ) -> LinearAttentionProblem:
+        """intermediates, update_state, layout, ring: as in PoolOptions; or a commit of a ring, of one layer or of several."""
+        commit = ring is Ring.COMMIT
+        found = LinearAttentionProblem(
+            dim_k=self.dim_k,
+            dim_v=self.dim_v,
+            nheads=self.nheads,
+            key_heads=self.key_heads,
+            layout=layout,
+            tokens=Tokens.MANY if tokens > 1 or intermediates or ring is not Ring.NONE else Tokens.ONE,
+            state=state,
+            index=index,
+            accepted=Index.I32 if commit else Index.NONE,
+            update=Update.FINAL if update_state else Update.NONE,
+            pool=pool,
+            ring=ring,
+            layers=layers,
+            intermediates=intermediates,
+            **dict.fromkeys(("k", "v") if commit else ("q", "k", "v", "out"), io),
+            **self._recurrence(io),
+        )
+        return found.for_tokens(tokens)
+
+    def _recurrence(self, io: DType) -> dict[str, Any]:
+        """What else there is: gates and betas as the projections give them, for the kernel to finish; log decays where models do that."""
+        if self.kind == "lightning_attn":
+            return {"delta": Delta.NONE, "gate": Gate.SLOPE, "g": DType.F32}
+        if self.kind == "rwkv7":
+            return {"delta": Delta.OLD, "gk": io, "read": io, "alpha": io}
+        beta = {"beta": io, "beta_form": Beta.TWICE_SIGMOID if self.allow_neg_eigval else Beta.SIGMOID, "l2norm": True}
+        decay = {"g": io, "dt_bias": io} if self.kind == "gated_delta_rule" else {"gk": io, "dt_bias": DType.F32}
+        return beta | decay | {"gate": self.gate, "A_log": DType.F32}
+
+
+class LinearAttentionAsk(StateAsk):
+    """A decode step, of one token or of several, and the commit of a ring."""
+
+    operator = OPERATOR
+    options = OPTIONS
+
+
+KINDS = dict.fromkeys(("gated_delta_rule", "kda", "lightning_attn", "rwkv7"), LinearAttention)
+ASKS = {OPERATOR: LinearAttentionAsk()}

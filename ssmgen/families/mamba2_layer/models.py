@@ -1,0 +1,22 @@
+"""What Mamba-2 models ask of their decode layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ...engine.layer_models import LayerAsk
+from ...models import Model, Wanted
+from ...spec import Index
+from .spec import OPERATOR, Mamba2LayerProblem
+
+
+class Mamba2LayerAsk(LayerAsk):
+    """Without slots, also with the logarithm of A in the dtype of activations, as transformers' modules hold it."""
+
+    def one_token(self, model: Model, wanted: Wanted) -> list[Any]:
+        found = super().one_token(model, wanted)
+        return found + [replace(p, A=wanted.io, A_is_log=True) for p in found if p.index is Index.NONE]
+
+
+ASKS = {OPERATOR: Mamba2LayerAsk(OPERATOR, "mamba2", Mamba2LayerProblem)}

@@ -1,0 +1,55 @@
+"""What speculative decoding by replay asks for, of Mamba-2 models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...models import Ask, Model, Role, Wanted
+from ...spec import DType
+from .problem import MAX_TOKENS, History, ReplayProblem
+from .spec import OPERATOR
+
+
+class ReplayAsk(Ask):
+    """Steps by themselves, and those behind the model's convolution."""
+
+    operator = OPERATOR
+    role = Role.REPLAY
+    switch, most = "replay", MAX_TOKENS
+
+    def used_by(self, model: Model) -> bool:
+        return model.kind == "mamba2"
+
+    def absent(self, model: Model, asked: str) -> str:
+        return f"{model.name} is no Mamba-2, and {asked} is for that"
+
+    def problems(self, model: Model, wanted: Wanted) -> list[ReplayProblem]:
+        io, tokens, window = wanted.io, wanted.replay, wanted.window
+        first = ReplayProblem(
+            d_state=model.d_state,
+            headdim=model.headdim,
+            nheads=model.nheads,
+            ngroups=model.ngroups,
+            x=io,
+            dt=io,
+            A=DType.F32,
+            D=io,
+            z=io if model.gate else None,
+            dt_bias=io,
+            out=io,
+            history=History.STEP if window is None else History.RING,
+            tokens=room(tokens),
+            window=room(tokens if window is None else window),
+        )
+        kinds = [
+            (state, index, behind) for state in wanted.states or (model.state,) for index in wanted.indices for behind in (False, True)
+        ]
+        return [replace(first, state=state, index=index, after_conv=behind) for state, index, behind in kinds]
+
+
+def room(tokens: int) -> int:
+    """What a kernel makes room for: eights."""
+    return max(8, -(-tokens // 8) * 8)
+
+
+ASKS = {OPERATOR: ReplayAsk()}

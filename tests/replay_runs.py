@@ -1,0 +1,101 @@
+"""Many steps of replay, one after the other, beside the recurrence itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from replay_cases import HISTORY, I32, I64, KEPT, Case, dressed, make, recurrence, sized
+from ssu_cases import F32
+from torch import Tensor
+
+import ssmgen
+from ssmgen.accuracy import norm_error
+
+
+class Run:
+    """Steps of speculative decoding on a pool, beside the sequential recurrence of all that was accepted, in float64.
+
+    In each step some of the sequences take part, with their own numbers of tokens if they are packed; any prefix is accepted.
+    """
+
+    def __init__(self, case: Case, device: str, seed: int = 0, **options: Any):
+        self.case, self.device, self.options, self.g = case, device, options, torch.Generator().manual_seed(seed)
+        call = make(replace(case, lengths=(), accepted=(0,), pad_slot_id=-1), device, seed)
+        self.kwargs, self.function, self.slots = call.kwargs, call.function, [s for s in call.slot_of if s >= 0]
+        self.truth = {s: call.kwargs["state"][s].double() for s in self.slots}
+        self.host = {n: call.kwargs[n].clone() for n in KEPT if n in call.kwargs}
+        self.out_error = self.state_error = 0.0
+
+    def step(self) -> Tensor:
+        case, k, room = self.case, self.kwargs, self.kwargs["old_x"].shape[1]
+        order = [self.slots[i] for i in torch.randperm(len(self.slots), generator=self.g)]
+        order = [*order[: int(torch.randint(1, len(order) + 1, (), generator=self.g))], -1]
+        counts = torch.randint(0 if case.lengths else case.tokens, case.tokens + 1, (len(order),), generator=self.g).tolist()
+        total = sum(counts)
+
+        def normal(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.randn(total, *shape, generator=self.g).to(self.device, dtype)
+
+        H, P, N, G = case.heads, case.headdim, case.d_state, case.groups
+        new = {"x": normal(case.x, H, P), "B": normal(case.x, G, N), "C": normal(case.x, G, N), "dt": normal(case.dt, H)}
+        new |= {"z": normal(case.z, H, P)} if case.z else {}
+        flat = dict(new)
+        if case.lengths:
+            new["cu_seqlens"] = torch.tensor([0, *accumulate(counts)], dtype=I32, device=self.device)
+        else:
+            new = {n: t.unflatten(0, (len(order), case.tokens)) for n, t in new.items()}
+        new |= {"out": torch.full_like(new["x"], float("nan"), dtype=F32)}
+        new["state_indices"] = torch.tensor(order, dtype=I32, device=self.device)
+        out = self.function(**{**k, "z": None} | new | self.options).reshape(total, H, P)
+        at, want, A = 0, [], k["A"].double()
+        accepted = torch.zeros_like(self.host["prev_num_accepted_tokens"])
+        for slot, T in zip(order, counts, strict=True):
+            x, B, C, dt = (flat[n][at : at + T] for n in ("x", "B", "C", "dt"))
+            z = flat["z"][at : at + T] if case.z else None
+            at += T
+            if slot < 0:
+                want.append(torch.zeros(T, H, P, dtype=torch.float64, device=self.device))
+                continue
+            S, step, x = self.truth[slot], sized(k, dt), x.double()
+            want.append(dressed(k, recurrence(S, x, step, A, B.double(), C.double())[0], x, z))
+            keep = int(torch.randint(0, T + 1, (), generator=self.g))
+            self.truth[slot] = recurrence(S, x[:keep], step, A, B.double())[1]
+            accepted[slot] = keep
+            self._note(slot, T, room)
+        self.out_error = max(self.out_error, norm_error(out, torch.cat(want)) if total else 0.0)
+        self.host["prev_num_accepted_tokens"] += accepted
+        if case.arrivals:
+            k["prev_num_accepted_tokens"] += accepted
+        else:
+            for name, t in self.host.items():
+                k[name].copy_(t)
+        return out
+
+    def _note(self, slot: int, T: int, room: int) -> None:
+        """The bookkeeping of one slot, as a caller would do it."""
+        if T == 0:
+            return
+        host, valid = self.host, int(self.host["prev_num_accepted_tokens"][slot])
+        written = valid + T > self.case.window if self.case.ring else valid > 0
+        if not self.case.ring:
+            host["cache_buf_idx"][slot] ^= 1
+        elif written:
+            host["ring_start"][slot] = (host["ring_start"][slot] + valid) % room
+        if written:
+            host["prev_num_accepted_tokens"][slot] = 0
+            if "rand_seed" in host:
+                host["rand_seed"][slot] += 1
+
+    def materialized(self, function: Callable[..., Tensor] = ssmgen.materialize_selective_state, **more: Any) -> Tensor:
+        """The states of all sequences; compared with the truth."""
+        names = ("state", *HISTORY[:3], "prev_num_accepted_tokens", "old_dA_cumsum", "cache_buf_idx", "ring_start")
+        given = {n: self.kwargs[n] for n in names if n in self.kwargs}
+        given |= {"A": self.kwargs["A"], "max_tokens": self.case.tokens} if self.case.ring else {}
+        index = torch.tensor(self.slots, dtype=I64, device=self.device)
+        out = function(**given, state_indices=index, **more)
+        self.state_error = max(self.state_error, norm_error(out, torch.stack([self.truth[s] for s in self.slots])))
+        return out
