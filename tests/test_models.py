@@ -238,7 +238,7 @@ def test_layers():
     assert layers("mamba2-2.7b", 2) == {(0, 0, False, False)}, "the norm's group is two ranks'"
     assert layers("qwen3.5-397b-a17b") == {(128, 64, True, True)}
     gated = find_model("falcon-h1-7b").layers()
-    assert all(p.z is DType.BF16 and p.norm is None for p in gated) and find_model("nemotron-h-8b").layers()[0].z is None
+    assert all(p.z is DType.BF16 and p.norm.weight is None for p in gated) and find_model("nemotron-h-8b").layers()[0].z is None
     assert {(p.conv.layout, p.conv.len) for p in gated} == {(StateLayout.RUNS, 3), (StateLayout.RUNS, 4), (StateLayout.CHANNELS, 3)}
     assert {(p.state, p.index) for p in find_model("qwen3.5-397b-a17b").layers(tuple(DType))} == set(
         product(DType, (Index.NONE, Index.I32))
