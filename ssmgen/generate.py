@@ -175,9 +175,7 @@ def check(root: Path, any_compiler: bool = False) -> tuple[int, str]:
             problems.append(f"{LOCK} is not as it is written: names twice, or in another order or form")
     notes = [f"{LOCK}: {words}" for words in _unasked(old)]
     if old.compilers != new.compilers:
-        notes.append(
-            f"resources not compared: the lock is of {' and '.join(old.compilers.values()) or 'none'}, this is {nvrtc.build_id()}"
-        )
+        notes.append(f"resources not compared: the lock is of {' and '.join(old.compilers.values()) or 'none'}, this is {nvrtc.build_id()}")
     if not any_compiler:
         problems += notes
     if problems:

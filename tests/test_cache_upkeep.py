@@ -44,9 +44,9 @@ def test_verify_and_collect_garbage(tmp_path):
 def test_compiler_build_is_remembered_and_distrusted_when_it_does_not_fit(tmp_path, monkeypatch):
     Cache(tmp_path).compiler_build()
     (note,) = (tmp_path / "v1").glob("nvrtc-*.json")
-    monkeypatch.setattr(compiler, "build_id", lambda: pytest.fail("asked NVRTC again"))
+    monkeypatch.setattr(nvrtc, "build_id", lambda: pytest.fail("asked NVRTC again"))
     assert re_build(tmp_path) == json.loads(note.read_text())["build"]
-    monkeypatch.setattr(compiler, "build_id", lambda: "CL-0 V0.0.0")
+    monkeypatch.setattr(nvrtc, "build_id", lambda: "CL-0 V0.0.0")
     note.write_text("{broken")
     assert re_build(tmp_path) == "CL-0 V0.0.0"
     note.write_text(json.dumps({"library": "another", "build": "CL-9 V9.9.9"}))
