@@ -103,7 +103,7 @@ def test_the_space_has_both_forms():
     assert {(s.norm_inside, s.clustered) for s in found} == {(False, False), (True, False), (True, True)}
     assert all((s.tiles > 1) == s.clustered and s.cluster_blocks == s.tiles for s in found if s.norm_inside)
     assert len(found) == len(set(found)) < 3 * len(list(axes()))
-    assert not any(s.norm_inside for s in kernels.space(replace(problem, norm=None, norm_size=0, norm_grouped=False), SM90))
+    assert not any(s.norm_inside for s in kernels.space(changed(problem, norm=None, norm_size=0, norm_grouped=False), SM90))
 
 
 # The emulator's check, on operands made from a spec.
