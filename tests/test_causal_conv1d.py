@@ -30,10 +30,10 @@ from conv_cases import (
     make_call,
     make_update,
     matrix,
-    named,
     update_matrix,
-)  # fmt: skip
+)
 from conv_laws import LAST_AXIS, SM90, Draw, assert_matches, emulate, emulated, equal, expected, needs_emulator
+from varying import named
 
 import ssmgen
 from ssmgen.errors import ArgumentError

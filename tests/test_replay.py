@@ -24,11 +24,10 @@ from replay_cases import (
     expected,
     make,
     matrix,
-    named,
     same,
-    vary,
 )
 from replay_runs import Run
+from varying import named, vary
 
 import ssmgen
 from ssmgen.engine.stochastic_reference import stored

@@ -6,19 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from replay_cases import (
-    BF16,
-    F16,
-    F32,
-    HISTORY,
-    KEPT,
-    RING,
-    STEP,
-    make,
-    named,
-    same,
-)
+from replay_cases import BF16, F16, F32, HISTORY, KEPT, RING, STEP, make, same
 from replay_runs import Run
+from varying import named
 
 import ssmgen
 from ssmgen import registry

@@ -30,10 +30,10 @@ from conv_cases import (
     make,
     make_update,
     matrix,
-    named,
     update_matrix,
-)  # fmt: skip
+)
 from conv_laws import LAST_AXIS, Draw, activated, assert_matches, bits, equal, expected, needs_emulator
+from varying import named
 
 import ssmgen
 from ssmgen import emulator, registry, runtime

@@ -11,27 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from replay_cases import (
-    BF16,
-    F16,
-    F32,
-    HISTORY,
-    I32,
-    I64,
-    RAGGED,
-    RING,
-    STEP,
-    Call,
-    Case,
-    assert_matches,
-    expected,
-    make,
-    matrix,
-    named,
-    same,
-    vary,
-)
+from replay_cases import BF16, F16, F32, HISTORY, I32, I64, RAGGED, RING, STEP, Call, Case, assert_matches, expected, make, matrix, same
 from replay_runs import Run
+from varying import named, vary
 
 import ssmgen
 from ssmgen import registry, runtime

@@ -11,14 +11,16 @@ from ...models import Model
 from ...spec import DType
 from ...tune.cases import Case, case_of
 from . import bench
+from .bench_case import PLAIN, SHAPE
+from .bench_case import Case as Step
 
 
 def cases(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
-    shapes = [(m.nheads, m.headdim, m.d_state, m.ngroups) for m in given] or [bench.SHAPE]
+    shapes = [(m.nheads, m.headdim, m.d_state, m.ngroups) for m in given] or [SHAPE]
     for shape, state, window, batch in product(shapes, (DType.BF16, DType.F32), bench.WINDOWS, batches):
-        case = bench.Case(batch, window=window, shape=shape, dtype=TORCH_DTYPES[state], device=device)
+        case = Step(batch, window=window, shape=shape, dtype=TORCH_DTYPES[state], device=device)
         label = f"replay {' x '.join(map(str, shape))} {state.value} window {window} batch {batch}"
-        yield case_of(label, case, partial(case.gate, bench.PLAIN))
+        yield case_of(label, case, partial(case.gate, PLAIN))
 
 
 TUNING = {"replay_selective_state_update": cases}
