@@ -16,7 +16,7 @@ from ssmgen.bench.progress import Watch
 from ssmgen.catalog import parse
 from ssmgen.errors import SsmgenError
 from ssmgen.families.slot_copy.spec import SlotCopySpec
-from ssmgen.family import homes
+from ssmgen.family import public_names
 from ssmgen.models import find_model
 from ssmgen.spec import Arch, DType
 
@@ -295,7 +295,7 @@ def test_run(packages, name, monkeypatch):
         assert set(row["peer_ratio"].values()) == {0.25} and row["host_us"].keys() == (
             {"ssmgen", "ssmgen_bound", "chain"} | PEERS[name] if row["batch"] == 1 else set()
         )
-        assert row["specs"][0].startswith(f"{homes()[op][0].name}:") and row["compile_seconds"] > 0
+        assert row["specs"][0].startswith(f"{public_names()[op][0].name}:") and row["compile_seconds"] > 0
     lines = bench.table(found).splitlines()
     assert len(lines) == 4 + len(rows) and lines[4].startswith(model)
     assert lines[3].index("  rule") == lines[4].index(f"  {rows[0]['rule']}")

@@ -35,7 +35,7 @@ def test_build_chooses_by_operator(own_cache):
     assert "does not use gated_rms_norm" in ran("build", "--model", "mamba-130m", "--op", "gated_rms_norm", code=1)
     assert families("--op", "selective_state_update") == {"selective_state_update"}
     tokens = json.loads(ran("build", "--model", "falcon-h1-7b", "--op", "selective_state_update", "--tokens", "4", "--json"))["variants"]
-    assert {v["spec"].partition(":")[0] for v in tokens} == {"selective_state_update_tokens"}
+    assert {v["spec"].partition(":")[0] for v in tokens} == {"selective_state_update"} and all(",several=yes" in v["spec"] for v in tokens)
     assert "does not take --tokens" in ran("build", "--model", "mamba-130m", "--tokens", "4", code=2)
     assert families("--op", "causal_conv1d_update", "--tokens", "4") == {"causal_conv1d_update"}
     assert "does not use linear_attention" in ran("build", "--model", "mamba-130m", "--op", "linear_attention", code=1)
@@ -51,21 +51,21 @@ def test_build_and_explain_of_layers(own_cache):
     assert "does not take --pool" in ran("build", *model, "--op", "mamba2_layer", "--pool", "split", "--tokens", "2", code=2)
     some = ("--no-pdl", "--index", "i32", "--max-batch", "1", "--state", "bf16", "--json")
     rows = json.loads(ran("build", *model, "--op", "mamba2_layer", "--tokens", "2", *some))["variants"]
-    assert {v["spec"].partition(":")[0] for v in rows} == {"mamba2_layer_tokens", "layer_gated_norm"}
+    assert {v["spec"].partition(":")[0] for v in rows} == {"mamba2_layer", "layer_gated_norm"}
     assert "9 tokens are not 1 … 8" in ran("build", *model, "--op", "mamba2_layer", "--tokens", "9", code=1)
     assert "does not take --layout" in ran("build", *model, "--op", "mamba2_layer", "--layout", "kv", code=2)
     text = ran("explain", "mamba2_layer", *model, "--batch", "4", "--index", "i32")
     assert text.startswith("mamba2_layer, batch 4, sm_90a") and "conv_layout=channels" in text and "conv_len=4" in text
     text = ran("explain", "mamba2_layer", *model, "--batch", "4", "--index", "i32", "--tokens", "4", "--no-update", "--intermediates")
-    assert text.startswith("mamba2_layer_tokens, batch 4, sm_90a") and "conv_windows=runs" in text and "update=none" in text
+    assert text.startswith("mamba2_layer, batch 4, sm_90a") and "conv_windows=runs" in text and "update=none" in text
     assert "layout=kv" in ran("explain", "gdn_layer", "--model", "qwen3.5-397b-a17b", "--layout", "kv")
     assert "nemotron-h-8b has no layers that gdn_layer is for" in ran("explain", "gdn_layer", *model, code=1)
     kimi = ("--model", "kimi-k3", "--tp", "8", "--op", "kda_layer")
     rows = json.loads(ran("build", *kimi, "--tokens", "3", *some))["variants"]
-    assert {v["spec"].partition(":")[0] for v in rows} == {"kda_layer_tokens", "layer_gated_norm"}
+    assert {v["spec"].partition(":")[0] for v in rows} == {"delta_layer", "layer_gated_norm"}
     assert "does not take --ring" in ran("build", *kimi, "--tokens", "3", "--ring", "store", code=2)
     text = ran("explain", "gdn_layer", "--model", "qwen3.5-397b-a17b", "--layout", "kv", "--tokens", "3", "--index", "i32")
-    assert "layout=kv" in text and text.startswith("gdn_layer_tokens, batch") and "update=each" in text
+    assert "layout=kv" in text and text.startswith("delta_layer, batch") and "update=each" in text
 
 
 class PrefillAsk(Ask):

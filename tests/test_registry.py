@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from ssmgen import registry
-from ssmgen.bench import homes
+from ssmgen.bench import benchmarks
 from ssmgen.build import default_problems, specs_for
 from ssmgen.catalog import OPERATOR_OF
 from ssmgen.errors import UnsupportedError
@@ -33,7 +33,7 @@ def test_every_model_has_a_variant_at_every_batch(arch):
     verified = several | {"update_state": False}
     layered = [*mamba2, find_model("qwen3.5-397b-a17b"), find_model("kimi-linear-48b-a3b")]
     problems += [(m.name, p) for m in layered for how in (verified, {"tokens": 8}) for p in m.layers((), (Index.I32,), **how)]
-    unused = {kind for kind, op in OPERATOR_OF.items() if op in homes() and not users(op)}  # merged attention
+    unused = {kind for kind, op in OPERATOR_OF.items() if op in benchmarks() and not users(op)}  # merged attention
     assert {type(problem) for _, problem in problems} == set(OPERATOR_OF) - unused
     for name, problem in problems:
         for batch in (1, 8, 64, 1024):

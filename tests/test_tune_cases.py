@@ -51,11 +51,11 @@ def test_the_nearest_of_what_may_win_are_tried():
 
 @pytest.mark.parametrize("operator", TUNED)
 def test_cases_pose_what_the_operator_tunes(operator, monkeypatch):
-    for module in (layers, *(sys.modules[bench.home(op).Case.__module__] for op in bench.homes())):
+    for module in (layers, *(sys.modules[bench.bench_of(op).Case.__module__] for op in bench.benchmarks())):
         for name in {"POOL_BYTES", "SET_BYTES", "STATE_BYTES"} & vars(module).keys():
             monkeypatch.setattr(module, name, 1)
-    monkeypatch.setattr(bench.home("causal_conv1d"), "SHAPES", [(1, 64, 32)])
-    monkeypatch.setattr(bench.home("combine_splits"), "SHAPES", [(16, 2)])
+    monkeypatch.setattr(bench.bench_of("causal_conv1d"), "SHAPES", [(1, 64, 32)])
+    monkeypatch.setattr(bench.bench_of("combine_splits"), "SHAPES", [(16, 2)])
     names = [m for m in ("mamba-130m", "rwkv7-1.5b") if cases.used(operator, [m])][:1]
     found = []
     for case in itertools.islice(cases.cases(operator, names, batches=(2,), device="cpu"), 3):

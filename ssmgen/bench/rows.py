@@ -74,7 +74,8 @@ class Failure:
 
 def op_of(report: Mapping[str, Any]) -> str:
     """The operator that was timed. Reports of release 0.1 may leave it out, of the one whose benchmark says so."""
-    return str(report["op"] if "op" in report else next(op for op in benchmarks() if bench_of(op).REPORT.nameless))
+    op: str = report["op"] if "op" in report else next(op for op in benchmarks() if bench_of(op).REPORT.nameless)
+    return op
 
 
 def point_of(report: Mapping[str, Any], row: Mapping[str, Any]) -> Point:

@@ -106,7 +106,7 @@ def space(problem: TokenShiftProblem, arch: Arch) -> Iterator[TokenShiftSpec]:
 
 def candidates(problem: TokenShiftProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, TokenShiftSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one applies to every legal problem."""
-    how = {"vec": _widest(problem), "pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
+    how: dict[str, Any] = {"vec": _widest(problem), "pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
     if batch > FEW:
         yield "few-rows", None, f"batch {batch} is above {FEW}"
     else:
