@@ -191,6 +191,11 @@ class KernelSpec:
         """Blocks of a thread-block cluster; 1 where they have nothing to do with each other."""
         return 1
 
+    @property
+    def dynamic_bytes(self) -> int:
+        """Shared memory that a launch asks for, beside what the text declares: all above 48 KiB must be."""
+        return 0
+
     def early_operands(self) -> list[str]:
         """Those that may be touched before the wait for the upstream kernel, for a reason that the kernel states."""
         return []
