@@ -146,6 +146,8 @@ class Needs:
     streaming: bool = False  # stores that need not stay in L2
     prefetch: bool = False  # bulk requests to L2
     lines: bool = False  # requests to L2 for single lines
+    matrices: bool = False  # loads of the tensor cores' operands from shared memory
+    copies: bool = False  # asynchronous copies to shared memory
     mma: str = ""  # element type that the tensor cores multiply, as PTX names it; empty if they do not
 
 

@@ -52,25 +52,29 @@ float rcp_flushed(float v) { return flush(1.f / flush(v)); }
 
 // Sums in double, rounded once per call: the tensor cores' own order and rounding are not documented.
 void mma(float* d, const u32* a, const u32* b, bool bf16) {
-  struct Registers {
-    const u32 *a, *b;
-  } own{a, b};
-  const auto widen = bf16 ? from_bf16 : from_f16;
+  struct Numbers {
+    float a[8], b[4];  // widened once: each is used by 8 or 4 lanes
+  } own;
+  const auto widen = [&](u32 word, float* to) {
+    for (u32 half = 0; half < 2; ++half) to[half] = bf16 ? from_bf16(u16(word >> 16 * half)) : from_f16(u16(word >> 16 * half));
+  };
+  for (u32 w = 0; w < 4; ++w) widen(a[w], own.a + 2 * w);
+  for (u32 w = 0; w < 2; ++w) widen(b[w], own.b + 2 * w);
   const u32 lane = machine->current % kWarp, group = lane / 4, part = lane % 4;
-  const auto meet = [&, site = __builtin_return_address(0)] { machine->meet(Kind::kShuffle, site, ~0u, u64(&own), lane); };
-  const auto of_lane = [&](u32 l) { return *reinterpret_cast<const Registers*>(machine->threads[machine->current - lane + l].brought); };
+  const auto meet = [&, site = __builtin_return_address(0)] { machine->meet(Kind::kTogether, site, ~0u, u64(&own), lane); };
+  const auto of_lane = [&](u32 l) { return reinterpret_cast<const Numbers*>(machine->threads[machine->current - lane + l].brought); };
   meet();
   double sum[4] = {d[0], d[1], d[2], d[3]};
   for (u32 t = 0; t < 4; ++t) {  // lanes that hold a quarter of the columns of a and of the rows of b
-    const u32* mine = of_lane(group * 4 + t).a;
-    for (u32 row = 0; row < 2; ++row)
-      for (u32 n = 0; n < 2; ++n)
+    const float* rows = of_lane(group * 4 + t)->a;
+    for (u32 n = 0; n < 2; ++n) {
+      const float* column = of_lane((2 * part + n) * 4 + t)->b;
+      for (u32 row = 0; row < 2; ++row)
         for (u32 w = 0; w < 2; ++w)
-          for (u32 half = 0; half < 2; ++half)
-            sum[2 * row + n] += double(widen(u16(mine[row + 2 * w] >> 16 * half))) *
-                                widen(u16(of_lane((2 * part + n) * 4 + t).b[w] >> 16 * half));
+          for (u32 half = 0; half < 2; ++half) sum[2 * row + n] += double(rows[2 * (row + 2 * w) + half]) * column[2 * w + half];
+    }
   }
-  meet();  // the others may have read this lane's registers until here
+  meet();  // the others may have read this lane's numbers until here
   for (int i = 0; i < 4; ++i) d[i] = float(sum[i]);
 }
 

@@ -58,6 +58,7 @@ class Shared {
 
   explicit Shared(SharedArray* array) : array_(array) {}
   Reference operator[](long long i) { return Reference(array_, i); }
+  SharedArray* array() const { return array_; }
   void store_to_peer(u32 rank, long long i, T v) { *static_cast<T*>(shared_store_to_peer(array_, rank, i)) = v; }
 
  private:
@@ -82,10 +83,12 @@ void call(void (*kernel)(A...), void** arguments) {
 #define gridDim (emulator::grid_size)
 
 // The static byte's address tells arrays apart.
-#define SHARED(type, name, count) \
-  static char name##_site;            \
-  emulator::Shared<type> name(emulator::shared_array(&name##_site, #name, sizeof(type), count))
-#define DYNAMIC_SHARED(type, name) SHARED(type, name, emulator::kDynamic)
+#define EMULATED_SHARED(type, name, count, alignment) \
+  static char name##_site;                            \
+  emulator::Shared<type> name(emulator::shared_array(&name##_site, #name, sizeof(type), count, alignment))
+#define SHARED(type, name, count) EMULATED_SHARED(type, name, count, alignof(type))
+#define ALIGNED_SHARED(type, name, count) EMULATED_SHARED(type, name, count, 16)
+#define DYNAMIC_SHARED(type, name) EMULATED_SHARED(type, name, emulator::kDynamic, 16)
 
 // CUDA's own functions.
 
@@ -199,6 +202,26 @@ inline float rcp_approx(float v) { return emulator::rcp_flushed(v); }
   const unsigned a[4] = {a0, a1, a2, a3}, b[2] = {b0, b1};
   emulator::mma(d, a, b, false);
 }
+
+template <class T>
+[[gnu::always_inline]] inline void load_matrices(unsigned (&r)[4], const emulator::Shared<T>& from, unsigned i) {
+  emulator::load_matrices(r, from.array(), i, false);
+}
+template <class T>
+[[gnu::always_inline]] inline void load_matrices_transposed(unsigned (&r)[4], const emulator::Shared<T>& from, unsigned i) {
+  emulator::load_matrices(r, from.array(), i, true);
+}
+
+template <unsigned Size = 16, class T>
+inline void copy_async(const emulator::Shared<T>& to, unsigned i, const void* from, unsigned bytes = Size) {
+  static_assert(Size == 4 || Size == 8 || Size == 16, "a copy has 4, 8 or 16 bytes");
+  static_assert(Size % sizeof(T) == 0, "a copy is one of whole elements");
+  emulator::copy_async(to.array(), i, from, bytes, Size);
+}
+inline void commit_copies() { emulator::commit_copies(); }
+template <unsigned Left>
+inline void wait_copies() { emulator::wait_copies(Left); }
+inline void wait_all_copies() { emulator::wait_all_copies(); }
 
 inline void prefetch_l2(const void* p, int bytes) { emulator::prefetch(p, bytes); }
 inline void touch_l2(const void* p) { emulator::touch(p); }

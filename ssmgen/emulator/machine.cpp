@@ -30,6 +30,7 @@ void fiber() {
   for (;;) {
     try {
       machine->kernel(machine->arguments);
+      check_ended();
     } catch (const std::exception& e) {
       if (machine->failure.empty()) machine->failure = e.what();
     }
@@ -86,13 +87,17 @@ void Machine::run_cluster() {
   }
 }
 
+const char* name_of(Kind kind) {
+  return kind == Kind::kShuffle ? "shuffle" : kind == Kind::kBallot ? "vote" : kind == Kind::kTogether ? "instruction of a warp" : "__syncwarp";
+}
+
 // Lets the lanes of a warp go on that have met. True if there were any.
 bool Machine::settle_warp(u32 first) {
   bool moved = false;
   for (u32 lane = 0; lane < kWarp; ++lane) {
     Thread& leader = threads[first + lane];
     if (leader.state != State::kAtWarp) continue;
-    const char* what = leader.kind == Kind::kShuffle ? "shuffle" : leader.kind == Kind::kBallot ? "vote" : "__syncwarp";
+    const char* what = name_of(leader.kind);
     select(first + lane);
     if (!(leader.mask >> lane & 1)) fail(std::string(what) + " whose mask leaves out the lane itself");
     for (u32 l = 0; l < kWarp; ++l) {

@@ -23,7 +23,7 @@ struct Operand {
   u32 early;  // may be touched before the wait
 };
 
-enum class Kind { kShuffle, kBallot, kWarpBarrier, kBlockBarrier };
+enum class Kind { kShuffle, kBallot, kTogether, kWarpBarrier, kBlockBarrier };  // kTogether: an instruction of all lanes
 
 // Of the thread that runs.
 extern Dim thread_index, block_index, block_size, grid_size;
@@ -46,10 +46,17 @@ void touch(const void* address);
 struct SharedArray;
 constexpr u64 kDynamic = ~u64(0);  // elements: as many as the launch has dynamic shared memory for
 // The array that is declared at `site`, in each block.
-SharedArray* shared_array(const void* site, const char* name, u32 element, u64 count);
+SharedArray* shared_array(const void* site, const char* name, u32 element, u64 count, u32 alignment);
 const void* shared_load(SharedArray* array, long long i);
 void* shared_store(SharedArray* array, long long i);
 void* shared_store_to_peer(SharedArray* array, u32 rank, long long i);
+void load_matrices(u32* r, SharedArray* from, long long i, bool transposed);
+
+// Copies to shared memory that land when they are waited for.
+void copy_async(SharedArray* to, long long i, const void* from, u32 bytes, u32 size);
+void commit_copies();
+void wait_copies(u32 left);
+void wait_all_copies();
 
 // Arithmetic of the card.
 u16 to_bf16(float v);

@@ -6,12 +6,13 @@
 
 namespace emulator {
 
-void Machine::access(const void* address, u32 bytes, Access kind) {
-  const bool write = kind != Access::kLoad;
-  const char* what = kind == Access::kLoad ? "load" : kind == Access::kStore ? "store" : "atomic";
+void Machine::access(const void* address, u32 bytes, Access kind, u32 alignment) {
+  const bool write = kind == Access::kStore || kind == Access::kAtomic;
+  const char* what = kind == Access::kLoad ? "load" : kind == Access::kStore ? "store" : kind == Access::kCopy ? "copy" : "atomic";
   const char* p = static_cast<const char*>(address);
-  if (reinterpret_cast<std::uintptr_t>(p) % bytes)
-    fail(std::to_string(bytes) + "-byte " + what + " at an address that is not a multiple of " + std::to_string(bytes) + nearest(p));
+  if (reinterpret_cast<std::uintptr_t>(p) % alignment)
+    fail(std::to_string(alignment) + "-byte " + what + " at an address that is not a multiple of " + std::to_string(alignment) + nearest(p));
+  if (!bytes) return;
   const Operand* in = nullptr;
   for (const Operand& o : operands)
     if (p >= o.begin && p + bytes <= o.begin + o.bytes) {
@@ -50,6 +51,8 @@ std::string Machine::nearest(const char* p) const {
 
 namespace {
 
+constexpr const char *kNoBarrier = ", with no barrier between", *kNotWaited = ", and that thread has not waited for the copy";
+
 SharedArray::Cell& cell(SharedArray& array, long long i, const char* what, u32 rank) {
   if (i < 0 || u64(i) >= array.count)
     machine->fail(std::string(what) + " of " + array.name + "[" + std::to_string(i) + "] in shared memory; it has " +
@@ -57,19 +60,14 @@ SharedArray::Cell& cell(SharedArray& array, long long i, const char* what, u32 r
   return array.cells[rank * array.count + i];
 }
 
-char* shared_store(SharedArray& array, u32 rank, long long i) {
-  SharedArray::Cell& c = cell(array, i, "store", rank);
-  const auto fail = [&](u32 moment, const char* does) {
-    machine->fail("store to " + array.name + "[" + std::to_string(i) + "] in shared memory, which thread " + machine->thread_of(moment) + does +
-                  ", with no barrier between");
-  };
-  if (c.when && !machine->ordered(c.when)) fail(c.when, " also writes");
-  for (u32& reader : c.readers) {
-    if (reader && !machine->ordered(reader)) fail(reader, " has read");
-    reader = 0;
-  }
-  c.when = machine->now();
-  return array.values.data() + (rank * array.count + i) * array.element;
+void note_reader(SharedArray::Cell& c) {
+  const auto of = [&](u32 reader) -> const Moment& { return machine->moments[reader]; };
+  const u32 last = c.readers[0], warp = machine->current / kWarp, moment = machine->now();
+  c.readers[0] = moment;
+  if (!last || of(last).thread == machine->current) return;
+  const u32 other = c.readers[1];
+  const bool keep = other && of(last).thread / kWarp == warp && of(other).thread / kWarp != warp && of(other).epoch == of(moment).epoch;
+  if (!keep) c.readers[1] = last;
 }
 
 // What a thread's prefetch has to keep to, whatever it asks for.
@@ -85,15 +83,31 @@ void check_waited() {
 
 }  // namespace
 
+char* claim(SharedArray& array, u32 rank, long long i, const char* what) {
+  SharedArray::Cell& c = cell(array, i, what, rank);
+  const auto fail = [&](u32 moment, const char* does, const char* without) {
+    machine->fail(std::string(what) + " to " + array.name + "[" + std::to_string(i) + "] in shared memory, which thread " +
+                  machine->thread_of(moment) + does + without);
+  };
+  if (c.in_flight) fail(c.in_flight, " copies to", kNotWaited);
+  if (c.when && !machine->ordered(c.when)) fail(c.when, " also writes", kNoBarrier);
+  for (u32& reader : c.readers) {
+    if (reader && !machine->ordered(reader)) fail(reader, " has read", kNoBarrier);
+    reader = 0;
+  }
+  c.when = machine->now();
+  return array.values.data() + (rank * array.count + i) * array.element;
+}
+
 void load(const void* from, void* to, u32 bytes) {
-  machine->access(from, bytes, Access::kLoad);
+  machine->access(from, bytes, Access::kLoad, bytes);
   std::memcpy(to, from, bytes);
 }
 void store(void* to, const void* from, u32 bytes) {
-  machine->access(to, bytes, Access::kStore);
+  machine->access(to, bytes, Access::kStore, bytes);
   std::memcpy(to, from, bytes);
 }
-void check_atomic(const void* address, u32 bytes) { machine->access(address, bytes, Access::kAtomic); }
+void check_atomic(const void* address, u32 bytes) { machine->access(address, bytes, Access::kAtomic, bytes); }
 
 void prefetch(const void* address, int bytes) {
   check_waited();
@@ -106,12 +120,13 @@ void touch(const void* address) {
   check_prefetch(static_cast<const char*>(address), 1);
 }
 
-SharedArray* shared_array(const void* site, const char* name, u32 element, u64 count) {
+SharedArray* shared_array(const void* site, const char* name, u32 element, u64 count, u32 alignment) {
   for (auto& array : machine->shared)
     if (array->site == site) return array.get();
   count = count == kDynamic ? machine->dynamic_bytes / element : count;
   const u64 all = count * machine->cluster;
-  machine->shared.emplace_back(new SharedArray{site, name, element, count, std::vector<char>(all * element), std::vector<SharedArray::Cell>(all)});
+  machine->shared.emplace_back(new SharedArray{site, name, element, count, alignment, std::vector<char>(all * element),
+                                               std::vector<SharedArray::Cell>(all)});
   return machine->shared.back().get();
 }
 
@@ -120,15 +135,14 @@ const void* shared_load(SharedArray* array, long long i) {
   const auto fail = [&](const std::string& why) {
     machine->fail("load of " + array->name + "[" + std::to_string(i) + "] in shared memory, which " + why);
   };
+  if (c.in_flight) fail("thread " + machine->thread_of(c.in_flight) + " copies to" + kNotWaited);
   if (!c.when) fail("nothing has written");
-  if (!machine->ordered(c.when)) fail("thread " + machine->thread_of(c.when) + " has written, with no barrier between");
-  const u32 moment = machine->now();
-  if (c.readers[0] && machine->moments[c.readers[0]].thread != machine->current) c.readers[1] = c.readers[0];
-  c.readers[0] = moment;
+  if (!machine->ordered(c.when)) fail("thread " + machine->thread_of(c.when) + " has written" + kNoBarrier);
+  note_reader(c);
   return array->values.data() + (machine->rank * array->count + i) * array->element;
 }
 
-void* shared_store(SharedArray* array, long long i) { return shared_store(*array, machine->rank, i); }
+void* shared_store(SharedArray* array, long long i) { return claim(*array, machine->rank, i, "store"); }
 
 void* shared_store_to_peer(SharedArray* array, u32 rank, long long i) {
   Machine& m = *machine;
@@ -138,7 +152,7 @@ void* shared_store_to_peer(SharedArray* array, u32 rank, long long i) {
   bool there = false;
   for (u32 t = 0; t < m.block; ++t) there |= m.threads[rank * m.block + t].state != State::kDone;
   if (!there) fail("a peer that has ended");
-  return shared_store(*array, rank, i);
+  return claim(*array, rank, i, "store");
 }
 
 }  // namespace emulator

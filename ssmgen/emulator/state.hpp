@@ -21,7 +21,19 @@ constexpr u32 kWarp = 32;
 constexpr std::size_t kStack = 256 * 1024;
 
 enum class State { kRunning, kAtWarp, kAtBlock, kAtCluster, kDone };
-enum class Access { kLoad, kStore, kAtomic };
+enum class Access { kLoad, kStore, kAtomic, kCopy };
+
+struct SharedArray;
+
+// A copy in flight: so many elements of an array, from its i-th on.
+struct Copy {
+  SharedArray* to;
+  long long i;
+  u32 elements;
+  const char* from;
+  u32 bytes;       // read; the rest is zero
+  char asked[16];  // what was there when it was asked for
+};
 
 struct Thread {
   jmp_buf context;
@@ -36,6 +48,8 @@ struct Thread {
   const void* site = nullptr;
   u32 mask = 0, source = 0;
   u64 brought = 0, taken = 0;
+  std::vector<Copy> copies;  // in flight, in order
+  std::vector<u32> groups;   // how many of them each group has; those behind belong to none yet
 };
 
 // A moment in a thread's life: how many barriers of its block and of its warp it has passed, and at how many of its cluster's it has
@@ -75,12 +89,14 @@ class Stacks {
 struct SharedArray {
   struct Cell {
     u32 when = 0;             // it was written; 0: it was not
-    u32 readers[2] = {0, 0};  // since then, the last of two threads: whoever writes next, one of them is another thread
+    u32 readers[2] = {0, 0};  // since then, the last of two threads, of two warps if there were: whoever writes next, one is another
+    u32 in_flight = 0;        // when a copy to here was asked for that has not landed; 0: there is none
   };
   const void* site;
   std::string name;
   u32 element;
   u64 count;
+  u32 alignment;
   std::vector<char> values;  // of every block of a cluster
   std::vector<Cell> cells;
 };
@@ -135,7 +151,7 @@ class Machine {
   std::string thread_of(u32 moment) { return std::to_string(moments[moment].thread % block); }
 
   [[noreturn]] void fail(const std::string& what);
-  void access(const void* address, u32 bytes, Access kind);
+  void access(const void* address, u32 bytes, Access kind, u32 alignment);
   std::string nearest(const char* p) const;
   u64 meet(Kind kind, const void* site, u32 mask, u64 value, u32 source);
   void run_cluster();
@@ -147,6 +163,10 @@ class Machine {
 };
 
 extern Machine* machine;
+
+// Element i of a block's array, to be written: fails where another thread's access is not ordered.
+char* claim(SharedArray& array, u32 rank, long long i, const char* what);
+void check_ended();
 
 }  // namespace emulator
 

@@ -1,0 +1,115 @@
+// What moves more than an element: copies that land when they are waited for, and matrices from shared memory.
+#include <algorithm>
+#include <cstring>
+
+#include "state.hpp"
+
+namespace emulator {
+namespace {
+
+std::string element(const SharedArray& array, long long i) { return array.name + "[" + std::to_string(i) + "]"; }
+
+// Where `size` bytes of a block's array begin that an instruction wants aligned.
+void check_place(const SharedArray& array, long long i, u32 size, const char* what) {
+  if (array.alignment < size)
+    machine->fail(std::string(what) + " of " + array.name + ", which is declared with an alignment of " + std::to_string(array.alignment) +
+                  " bytes instead of " + std::to_string(size));
+  if (i * array.element % size)
+    machine->fail(std::string(what) + " of " + element(array, i) + " in shared memory, which does not begin at a multiple of " + std::to_string(size) +
+                  " bytes");
+}
+
+// Lands a thread's oldest copies.
+void land(u32 count) {
+  Thread& t = machine->me();
+  for (u32 c = 0; c < count; ++c) {
+    const Copy& copy = t.copies[c];
+    SharedArray& to = *copy.to;
+    const u64 first = machine->rank * to.count + copy.i;
+    if (std::memcmp(copy.asked, copy.from, copy.bytes))
+      machine->fail("copy to " + element(to, copy.i) + " of what has been written since it was asked for" + machine->nearest(copy.from));
+    char* values = to.values.data() + first * to.element;
+    std::memset(values, 0, copy.elements * to.element);
+    std::memcpy(values, copy.from, copy.bytes);
+    for (u32 e = 0; e < copy.elements; ++e) to.cells[first + e].when = machine->now(), to.cells[first + e].in_flight = 0;
+  }
+  t.copies.erase(t.copies.begin(), t.copies.begin() + count);
+}
+
+// `bytes` of this block's array from a byte on, as this thread reads them: at most 4, of one element or of several.
+u32 read(SharedArray* array, long long byte, u32 bytes) {
+  u32 r = 0;
+  for (u32 done = 0; done < bytes;) {
+    const u32 within = u32((byte + done) % array->element), part = std::min(bytes - done, array->element - within);
+    std::memcpy(reinterpret_cast<char*>(&r) + done, static_cast<const char*>(shared_load(array, (byte + done) / array->element)) + within, part);
+    done += part;
+  }
+  return r;
+}
+
+}  // namespace
+
+void copy_async(SharedArray* to, long long i, const void* from, u32 bytes, u32 size) {
+  check_place(*to, i, size, "copy");
+  if (bytes > size) machine->fail("copy of " + std::to_string(bytes) + " bytes to " + std::to_string(size));
+  machine->access(from, bytes, Access::kCopy, size);
+  Copy copy{to, i, size / to->element, static_cast<const char*>(from), bytes, {}};
+  std::memcpy(copy.asked, from, bytes);
+  for (u32 e = 0; e < copy.elements; ++e) {
+    claim(*to, machine->rank, i + e, "copy");
+    to->cells[machine->rank * to->count + i + e].in_flight = machine->now();
+  }
+  machine->me().copies.push_back(copy);
+}
+
+void commit_copies() {
+  Thread& t = machine->me();
+  u32 grouped = 0;
+  for (u32 group : t.groups) grouped += group;
+  t.groups.push_back(u32(t.copies.size()) - grouped);
+}
+
+void wait_copies(u32 left) {
+  auto& groups = machine->me().groups;
+  while (groups.size() > left) {
+    land(groups.front());
+    groups.erase(groups.begin());
+  }
+}
+
+void wait_all_copies() {
+  commit_copies();
+  wait_copies(0);
+}
+
+void check_ended() {
+  const Thread& t = machine->me();
+  if (!t.copies.empty()) machine->fail("has ended without waiting for its copy to " + element(*t.copies[0].to, t.copies[0].i));
+}
+
+void load_matrices(u32* r, SharedArray* from, long long i, bool transposed) {
+  struct Row {
+    SharedArray* array;
+    long long byte;
+  } own{from, i * from->element};
+  check_place(*from, i, 16, "load of matrices");
+  const u32 lane = machine->current % kWarp, group = lane / 4, part = lane % 4;
+  const auto meet = [&, site = __builtin_return_address(0)] { machine->meet(Kind::kTogether, site, ~0u, u64(&own), lane); };
+  const auto row = [&](u32 l) { return *reinterpret_cast<const Row*>(machine->threads[machine->current - lane + l].brought); };
+  meet();
+  for (u32 m = 0; m < 4; ++m) {
+    if (transposed) {
+      r[m] = 0;
+      for (u32 half = 0; half < 2; ++half) {
+        const Row of = row(8 * m + 2 * part + half);
+        r[m] |= read(of.array, of.byte + 2 * group, 2) << 16 * half;
+      }
+    } else {
+      const Row of = row(8 * m + group);
+      r[m] = read(of.array, of.byte + 4 * part, 4);
+    }
+  }
+  meet();  // the others may have read this lane's row until here
+}
+
+}  // namespace emulator

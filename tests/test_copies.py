@@ -1,0 +1,162 @@
+"""Asynchronous copies, and matrices from shared memory: in the emulator, with the mistakes that it must find, and in SASS."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from ssmgen import emulator, inspect, nvrtc
+from ssmgen.arguments import Arguments
+from ssmgen.emulator import EmulatorError, run_source
+from ssmgen.render import _environment
+from ssmgen.spec import Arch, KernelSpec, Needs, Param
+
+emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")
+
+LIBRARY = """
+{% include "lib/types.cuh.j2" %}
+{% include "lib/ptx.cuh.j2" %}
+{% include "lib/shared.cuh.j2" %}
+"""
+
+# out = a b, 32 rows, 64 and 16 columns: 16 columns of a and rows of b at once, through two buffers. Rows that a does not have are zero.
+PRODUCT = """
+extern "C" __global__ void product(const bf16* a, const bf16* b, float* out, u32 rows) {
+  ALIGNED_SHARED(u32, A, 2 * 32 * 8);
+  ALIGNED_SHARED(u32, B, 2 * 16 * 8);
+  const u32 t = threadIdx.x, lane = t % 32, warp = t / 32, half = t % 2, row = t / 2;
+  const auto ask = [&](u32 chunk) {
+    copy_async(A, chunk % 2 * 256 + row * 8 + half * 4, a + row * 64 + chunk * 16 + half * 8, row < rows ? 16 : 0);
+    if (t < 32) copy_async(B, chunk % 2 * 128 + t * 4, b + chunk * 256 + t * 8);
+    commit_copies();
+  };
+  float sums[2][4] = {};
+  ask(0);
+  for (u32 chunk = 0; chunk < 4; ++chunk) {
+    if (chunk < 3) ask(chunk + 1);
+    else commit_copies();
+    wait_copies<1>();
+    __syncthreads();
+    u32 left[4], right[4];
+    load_matrices(left, A, chunk % 2 * 256 + (warp * 16 + lane % 16) * 8 + lane / 16 * 4);
+    load_matrices_transposed(right, B, chunk % 2 * 128 + lane % 16 * 8 + lane / 16 * 4);
+    for (u32 n = 0; n < 2; ++n) mma_bf16(sums[n], left[0], left[1], left[2], left[3], right[2 * n], right[2 * n + 1]);
+    __syncthreads();
+  }
+  wait_all_copies();
+  for (u32 i = 0; i < 8; ++i)
+    store_u32(out + (warp * 16 + lane / 4 + i / 2 % 2 * 8) * 16 + i / 4 * 8 + lane % 4 * 2 + i % 2, __float_as_uint(sums[i / 4][i % 4]));
+}
+"""
+
+
+class Product(KernelSpec):
+    """Only a parameter list."""
+
+    def parameters(self) -> list[Param]:
+        return [Param.pointer("a", "bf16"), Param.pointer("b", "bf16"), Param.pointer("out", "f32", const=False), Param.u32("rows")]
+
+
+def with_library(text: str) -> str:
+    nothing = dict.fromkeys(("clusters", "waits", "triggers"), False)
+    needs = Needs(mma="bf16", copies=True, matrices=True)
+    return _environment().from_string(LIBRARY + text).render(dtypes={"bf16"}, needs=needs, **nothing)
+
+
+def run(text: str, rows: int = 30) -> tuple[Tensor, Tensor]:
+    """(what the kernel makes of random operands, what it should)"""
+    a, b = (torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16() for shape in ((rows, 64), (64, 16)))
+    want = torch.zeros(32, 16)
+    want[:rows] = a.float() @ b.float()
+    operands = {"a": a, "b": b, "out": torch.full((32, 16), torch.nan)}
+    packed = Arguments(Product(), {"rows": rows}).at([t.data_ptr() for t in operands.values()])
+    run_source(with_library(text), "product", 1, 64, packed, operands, ("b", "out"))
+    return operands["out"], want
+
+
+@emulated
+@pytest.mark.parametrize(("array", "size"), [("ALIGNED_SHARED(u32,", 4), ("ALIGNED_SHARED(u16,", 2), ("SHARED(Quad,", 16)])
+def test_a_product_through_two_buffers(array, size):
+    """Whatever the arrays are made of: their sizes, and positions in them, count elements."""
+    text = PRODUCT.replace("ALIGNED_SHARED(u32,", array)
+    for numbers in (r"2 \* (32|16) \* 8(?=\))", r"chunk % 2 \* (256|128) \+ [^,\n]*?(?=, [ab] |\);)"):
+        text, found = re.subn(numbers, lambda m: f"({m[0]}) * 4 / {size}", text)
+        assert found in (2, 4)
+    for rows in (30, 32):
+        out, want = run(text, rows)
+        assert torch.allclose(out, want, atol=1e-5) and not out[rows:].any()
+
+
+@emulated
+def test_copies_of_4_and_8_bytes():
+    """Of 4 bytes to each element, in reverse; then of 8 of which every other thread's has 2 bytes, and zeros."""
+    out, _ = run("""
+      extern "C" __global__ void product(const bf16* a, const bf16* b, float* out, u32 rows) {
+        SHARED(u32, tile, 64);
+        SHARED(u64, pairs, 64);
+        const u32 t = threadIdx.x;
+        copy_async<4>(tile, 63 - t, a + 2 * t);
+        copy_async<8>(pairs, t, a + 4 * t, t % 2 ? 2 : 8);
+        wait_all_copies();
+        __syncthreads();
+        store_u32(out + t, tile[63 - t] != load_u32(a + 2 * t));
+        store_u32(out + 64 + t, pairs[t] != (load_u64(a + 4 * t) & (t % 2 ? 0xffff : ~u64(0))));
+      }
+    """)
+    assert not out.view(-1)[:128].view(torch.int32).any()
+
+
+WAIT, SYNC = "    wait_copies<1>();\n", "    __syncthreads();\n"
+UNWAITED, UNORDERED = ", and that thread has not waited for the copy", ", with no barrier between"
+BUGS = {
+    "no wait": (WAIT, "", f"load of A[0] in shared memory, which thread 0 copies to{UNWAITED}"),
+    "waits for one group less": ("<1>", "<2>", f"load of A[0] in shared memory, which thread 0 copies to{UNWAITED}"),
+    "no group": ("    commit_copies();\n  };", "  };", UNWAITED),
+    "no empty group": ("    else commit_copies();\n", "", UNWAITED),
+    "no barrier behind the wait": (WAIT + SYNC, WAIT, f"in shared memory, which thread 16 has written{UNORDERED}"),
+    "a barrier ahead of the wait": (WAIT + SYNC, SYNC + WAIT, f"in shared memory, which thread 16 has written{UNORDERED}"),
+    "reused while others read": (SYNC + "  }", "  }", f"has read{UNORDERED}"),
+    "reused while in flight": ("A, chunk % 2 * 256", "A, 0", f"copy to A[0] in shared memory, which thread 0 copies to{UNWAITED}"),
+    "written while in flight": ("  ask(0);", "  ask(0); A[0] = 0;", f"store to A[0] in shared memory, which thread 0 copies to{UNWAITED}"),
+    "never waited for": ("  wait_all_copies();", "  ask(0);", "thread 0 (lane 0): has ended without waiting for its copy to A[0]"),
+    "misaligned source": ("half * 8", "half * 7", "16-byte copy at an address that is not a multiple of 16; nearest: element 7 of a"),
+    "source past the end": ("row < rows ?", "true ?", "16-byte copy outside of every operand; nearest: element 1920 of a [30, 64]"),
+    "source written meanwhile": (
+        "  ask(0);",
+        "  ask(0); store_u16(const_cast<bf16*>(b) + t, 0);",
+        "copy to B[0] of what has been written since it was asked for; nearest: element 0 of b",
+    ),
+    "ahead of the upstream": ("  ask(0);", "  ask(0);  // griddepcontrol.wait", "16-byte copy before the wait for the upstream kernel"),
+    "misaligned place": ("+ half * 4, a", "+ half * 2, a", "copy of A[2] in shared memory, which does not begin at a multiple of 16 bytes"),
+    "place past the end": ("2 * 32 * 8", "32 * 8", "copy of A[256] in shared memory; it has 256 elements"),
+    "more than fits": ("? 16 : 0", "? 32 : 0", "copy of 32 bytes to 16"),
+    "array of any alignment": ("ALIGNED_SHARED(u32, A", "SHARED(u32, A", "copy of A, which is declared with an alignment of 4 bytes"),
+    "matrices of nothing": ("if (t < 32) copy", "if (t < 28) copy", "load of B[112] in shared memory, which nothing has written"),
+    "matrices past the end": ("(warp * 16 + lane", "(warp * 64 + lane", "load of A[512] in shared memory; it has 512 elements"),
+    "misaligned matrices": ("lane / 16 * 4);", "lane / 16 * 2);", "load of matrices of A[2] in shared memory, which does not begin at"),
+    "matrices for half a warp": ("    load_matrices(", "    if (lane < 16) load_matrices(", "divergent instruction of a warp: lane 16"),
+}  # fmt: skip
+
+
+@emulated
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bug(bug):
+    old, new, words = BUGS[bug]
+    assert old in PRODUCT
+    with pytest.raises(EmulatorError) as e:
+        run(PRODUCT.replace(old, new, 1))
+    assert words in str(e.value) and "block 0, thread " in str(e.value)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_120"])
+def test_ptxas_takes_them(arch):
+    compiled = nvrtc.compile_cubin(with_library(PRODUCT), Arch.parse(arch), "product")
+    assert not compiled.resources.spills
+    try:
+        text = inspect.sass(compiled.cubin)
+    except inspect.DisassemblerMissingError as e:
+        pytest.skip(str(e))
+    assert all(word in text for word in ("LDGSTS", "LDGDEPBAR", "LDSM.16.M88.4", "LDSM.16.MT88.4", "HMMA.16816"))
