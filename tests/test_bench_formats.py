@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import gzip
 import io
@@ -9,6 +10,7 @@ import json
 import re
 import sys
 import xml.etree.ElementTree as ET
+from typing import Any
 
 import pytest
 from bench_cases import MEASURED, SMALL, small_run, without_a_gpu
@@ -40,11 +42,17 @@ def measured() -> Suite:
     return suite
 
 
+@pytest.fixture(scope="module")
+def small_reports() -> list[dict[str, Any]]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        without_a_gpu(monkeypatch)
+        return [small_run(op) for op in SMALL]
+
+
 @pytest.fixture
-def every(monkeypatch) -> Suite:
+def every(small_reports) -> Suite:
     """A small report of every operator."""
-    without_a_gpu(monkeypatch)
-    return Suite([small_run(op) for op in SMALL])
+    return Suite(copy.deepcopy(small_reports))
 
 
 # Files.

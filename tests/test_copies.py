@@ -60,21 +60,25 @@ class Product(KernelSpec):
         return [Param.pointer("a", "bf16"), Param.pointer("b", "bf16"), Param.pointer("out", "f32", const=False), Param.u32("rows")]
 
 
-def with_library(text: str) -> str:
+def with_library(text: str, barriers: bool = False) -> str:
     nothing = dict.fromkeys(("clusters", "waits", "triggers"), False)
-    needs = Needs(mma="bf16", copies=True, matrices=True)
+    needs = Needs(mma="bf16", copies=True, matrices=True, barriers=barriers)
     return _environment().from_string(LIBRARY + text).render(dtypes={"bf16"}, needs=needs, **nothing)
 
 
-def run(text: str, rows: int = 30) -> tuple[Tensor, Tensor]:
-    """(what the kernel makes of random operands, what it should)"""
+def operands(rows: int = 30) -> dict[str, Tensor]:
     a, b = (torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16() for shape in ((rows, 64), (64, 16)))
+    return {"a": a, "b": b, "out": torch.full((32, 16), torch.nan)}
+
+
+def run(text: str, rows: int = 30, block: int = 64) -> tuple[Tensor, Tensor]:
+    """(what the kernel makes of random operands, their product)"""
+    named = operands(rows)
+    packed = Arguments(Product(), {"rows": rows}).at([t.data_ptr() for t in named.values()])
+    run_source(with_library(text), "product", 1, block, packed, named, ("b", "out"))
     want = torch.zeros(32, 16)
-    want[:rows] = a.float() @ b.float()
-    operands = {"a": a, "b": b, "out": torch.full((32, 16), torch.nan)}
-    packed = Arguments(Product(), {"rows": rows}).at([t.data_ptr() for t in operands.values()])
-    run_source(with_library(text), "product", 1, 64, packed, operands, ("b", "out"))
-    return operands["out"], want
+    want[:rows] = named["a"].float() @ named["b"].float()
+    return named["out"], want
 
 
 @emulated
@@ -151,6 +155,71 @@ def test_planted_bug(bug):
     assert words in str(e.value) and "block 0, thread " in str(e.value)
 
 
+# out[t] = the sum of b's elements 4 t, 4 t + 256, …: one thread copies 512 bytes at once for 64 others, through two buffers.
+RING = """
+extern "C" __global__ void product(const bf16* a, const bf16* b, float* out, u32 rows) {
+  SHARED(u64, full, 2);
+  SHARED(u64, empty, 2);
+  ALIGNED_SHARED(u64, tile, 2 * 64);
+  const u32 t = threadIdx.x;
+  if (t == 0)
+    for (u32 s = 0; s < 2; ++s) barrier_init(full, s, 1), barrier_init(empty, s, 64);
+  __syncthreads();
+  if (t > 64) return;
+  float sum = 0;
+  for (u32 c = 0; c < 4; ++c) {
+    if (t == 64) {
+      barrier_wait(empty, c % 2, c / 2 + 1 & 1);
+      barrier_arrive_expecting(full, c % 2, 512);
+      copy_bulk(tile, c % 2 * 64, b + c * 256, 512, full, c % 2);
+    } else {
+      barrier_wait(full, c % 2, c / 2 & 1);
+      sum += __uint_as_float(u32(tile[c % 2 * 64 + t]) << 16);
+      barrier_arrive(empty, c % 2);
+    }
+  }
+  if (t < 64) store_u32(out + t, __float_as_uint(sum));
+}
+"""
+
+
+@emulated
+def test_a_ring_of_bulk_copies():
+    out, _ = run(RING, block=96)
+    b = operands()["b"].float()
+    assert torch.allclose(out.view(-1)[:64], b.view(4, 64, 4)[:, :, 0].sum(0), atol=1e-6)
+
+
+READ, RELEASE = "      sum += __uint_as_float(u32(tile[c % 2 * 64 + t]) << 16);\n", "      barrier_arrive(empty, c % 2);\n"
+RING_BUGS = {
+    "no wait for what is full": ("barrier_wait(full, c % 2, c / 2 & 1);", "", "load of tile[0] in shared memory, which nothing has"),
+    "no wait for what is empty": ("barrier_wait(empty, c % 2, c / 2 + 1 & 1);", "", "arrives at full[0], at which all 1 have arrived"),
+    "parity of the others": ("c / 2 + 1 & 1", "c / 2 & 1", "thread 64 for phase 0 of empty[0], which nobody ends: 64 of 64 have not"),
+    "parity that never turns": ("full, c % 2, c / 2 & 1", "full, c % 2, 0", "empty[1] by its parity, and the next is over too"),
+    "an arrival is missing": ("      barrier_arrive(empty", "      if (t) barrier_arrive(empty", "nobody ends: 1 of 64 have not arrived"),
+    "more bytes than come": ("c % 2, 512);\n      copy", "c % 2, 528);\n      copy", "528 bytes are expected and 512 were asked for"),
+    "nothing expected": ("barrier_arrive_expecting(full, c % 2, 512)", "barrier_arrive(full, c % 2)", "in shared memory, which"),
+    "reused too early": ("empty, s, 64", "empty, s, 1", "empty[1] by its parity, and the next is over too"),
+    "released before it is read": (f"{READ}{RELEASE}", f"{RELEASE}{READ}", "copy to tile[0] in shared memory, which thread 0 has read"),
+    "misaligned source": ("b + c * 256", "b + c * 256 + 4", "16-byte copy at an address that is not a multiple of 16; nearest: element 4"),
+    "source past the end": ("b + c * 256", "b + 8 + c * 256", "512-byte copy outside of every operand; nearest: element 776 of b"),
+    "odd size": ("b + c * 256, 512", "b + c * 256, 504", "bulk copy of 504 bytes, which is no multiple of 16"),
+    "not prepared": ("  if (t == 0)\n", "  if (t == 96)\n", "in shared memory, which nothing has written"),
+    "no barrier behind the preparation": ("  __syncthreads();\n", "", "in shared memory, which thread 0 has written"),
+    "nobody waits": ("c < 4", "c < (t == 64 ? 4 : 3)", "thread 64 (lane 0): has ended, and nobody has waited for its copy to tile[64]"),
+}  # fmt: skip
+
+
+@emulated
+@pytest.mark.parametrize("bug", RING_BUGS)
+def test_planted_bug_in_a_ring(bug):
+    old, new, words = RING_BUGS[bug]
+    assert old in RING
+    with pytest.raises(EmulatorError) as e:
+        run(RING.replace(old, new, 1), block=96)
+    assert words in str(e.value)
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_120"])
 def test_ptxas_takes_them(arch):
     compiled = nvrtc.compile_cubin(with_library(PRODUCT), Arch.parse(arch), "product")
@@ -160,3 +229,13 @@ def test_ptxas_takes_them(arch):
     except inspect.DisassemblerMissingError as e:
         pytest.skip(str(e))
     assert all(word in text for word in ("LDGSTS", "LDGDEPBAR", "LDSM.16.M88.4", "LDSM.16.MT88.4", "HMMA.16816"))
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120"])
+def test_ptxas_takes_barriers(arch):
+    compiled = nvrtc.compile_cubin(with_library(RING, barriers=True), Arch.parse(arch), "product")
+    try:
+        text = inspect.sass(compiled.cubin)
+    except inspect.DisassemblerMissingError as e:
+        pytest.skip(str(e))
+    assert "UBLKCP" in text and "SYNCS" in text

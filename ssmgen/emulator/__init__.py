@@ -24,7 +24,7 @@ from ..render import render, uses_pdl
 from ..spec import Arch, KernelSpec
 
 HERE = Path(__file__).parent
-WORDS, MACHINE = ("emulator.hpp", "machine.hpp"), ("machine.cpp", "memory.cpp", "copies.cpp", "arithmetic.cpp")
+WORDS, MACHINE = ("emulator.hpp", "machine.hpp"), ("machine.cpp", "memory.cpp", "copies.cpp", "barriers.cpp", "arithmetic.cpp")
 # No contraction, as under NVRTC with --fmad=false: the same arithmetic gives the same bits.
 COMMON = ("-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC")
 # A kernel's time goes into g++, least at -O0. A library with unique symbols would never be unloaded.

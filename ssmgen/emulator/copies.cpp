@@ -7,35 +7,6 @@
 namespace emulator {
 namespace {
 
-std::string element(const SharedArray& array, long long i) { return array.name + "[" + std::to_string(i) + "]"; }
-
-// Where `size` bytes of a block's array begin that an instruction wants aligned.
-void check_place(const SharedArray& array, long long i, u32 size, const char* what) {
-  if (array.alignment < size)
-    machine->fail(std::string(what) + " of " + array.name + ", which is declared with an alignment of " + std::to_string(array.alignment) +
-                  " bytes instead of " + std::to_string(size));
-  if (i * array.element % size)
-    machine->fail(std::string(what) + " of " + element(array, i) + " in shared memory, which does not begin at a multiple of " + std::to_string(size) +
-                  " bytes");
-}
-
-// Lands a thread's oldest copies.
-void land(u32 count) {
-  Thread& t = machine->me();
-  for (u32 c = 0; c < count; ++c) {
-    const Copy& copy = t.copies[c];
-    SharedArray& to = *copy.to;
-    const u64 first = machine->rank * to.count + copy.i;
-    if (std::memcmp(copy.asked, copy.from, copy.bytes))
-      machine->fail("copy to " + element(to, copy.i) + " of what has been written since it was asked for" + machine->nearest(copy.from));
-    char* values = to.values.data() + first * to.element;
-    std::memset(values, 0, copy.elements * to.element);
-    std::memcpy(values, copy.from, copy.bytes);
-    for (u32 e = 0; e < copy.elements; ++e) to.cells[first + e].when = machine->now(), to.cells[first + e].in_flight = 0;
-  }
-  t.copies.erase(t.copies.begin(), t.copies.begin() + count);
-}
-
 // `bytes` of this block's array from a byte on, as this thread reads them: at most 4, of one element or of several.
 u32 read(SharedArray* array, long long byte, u32 bytes) {
   u32 r = 0;
@@ -49,17 +20,43 @@ u32 read(SharedArray* array, long long byte, u32 bytes) {
 
 }  // namespace
 
+std::string element(const SharedArray& array, long long i) { return array.name + "[" + std::to_string(i) + "]"; }
+
+// Where `size` bytes of a block's array begin that an instruction wants aligned.
+void check_place(const SharedArray& array, long long i, u32 size, const char* what) {
+  if (array.alignment < size)
+    machine->fail(std::string(what) + " of " + array.name + ", which is declared with an alignment of " + std::to_string(array.alignment) +
+                  " bytes instead of " + std::to_string(size));
+  if (i * array.element % size)
+    machine->fail(std::string(what) + " of " + element(array, i) + " in shared memory, which does not begin at a multiple of " + std::to_string(size) +
+                  " bytes");
+}
+
+void take_off(const Copy& copy) {
+  for (u32 e = 0; e < copy.elements; ++e) {
+    claim(*copy.to, machine->rank, copy.i + e, "copy");
+    copy.to->cells[machine->rank * copy.to->count + copy.i + e].in_flight = machine->now();
+  }
+}
+
+void land(const Copy& copy, u32 moment) {
+  SharedArray& to = *copy.to;
+  const u64 first = machine->rank * to.count + copy.i;
+  if (std::memcmp(copy.asked.data(), copy.from, copy.bytes))
+    machine->fail("copy to " + element(to, copy.i) + " of what has been written since it was asked for" + machine->nearest(copy.from));
+  char* values = to.values.data() + first * to.element;
+  std::memset(values, 0, copy.elements * to.element);
+  std::memcpy(values, copy.from, copy.bytes);
+  for (u32 e = 0; e < copy.elements; ++e) to.cells[first + e].when = moment, to.cells[first + e].in_flight = 0;
+}
+
 void copy_async(SharedArray* to, long long i, const void* from, u32 bytes, u32 size) {
   check_place(*to, i, size, "copy");
   if (bytes > size) machine->fail("copy of " + std::to_string(bytes) + " bytes to " + std::to_string(size));
   machine->access(from, bytes, Access::kCopy, size);
-  Copy copy{to, i, size / to->element, static_cast<const char*>(from), bytes, {}};
-  std::memcpy(copy.asked, from, bytes);
-  for (u32 e = 0; e < copy.elements; ++e) {
-    claim(*to, machine->rank, i + e, "copy");
-    to->cells[machine->rank * to->count + i + e].in_flight = machine->now();
-  }
-  machine->me().copies.push_back(copy);
+  const char* p = static_cast<const char*>(from);
+  machine->me().copies.push_back(Copy{to, i, size / to->element, p, bytes, std::string(p, bytes), machine->current, 0});
+  take_off(machine->me().copies.back());
 }
 
 void commit_copies() {
@@ -72,7 +69,9 @@ void commit_copies() {
 void wait_copies(u32 left) {
   auto& groups = machine->me().groups;
   while (groups.size() > left) {
-    land(groups.front());
+    auto& copies = machine->me().copies;
+    for (u32 c = 0; c < groups.front(); ++c) land(copies[c], machine->now());
+    copies.erase(copies.begin(), copies.begin() + groups.front());
     groups.erase(groups.begin());
   }
 }

@@ -223,6 +223,23 @@ template <unsigned Left>
 inline void wait_copies() { emulator::wait_copies(Left); }
 inline void wait_all_copies() { emulator::wait_all_copies(); }
 
+inline void barrier_init(const emulator::Shared<unsigned long long>& barriers, unsigned i, unsigned count) {
+  emulator::barrier_init(barriers.array(), i, count);
+}
+inline void barrier_arrive(const emulator::Shared<unsigned long long>& barriers, unsigned i) { emulator::barrier_arrive(barriers.array(), i, 0); }
+inline void barrier_arrive_expecting(const emulator::Shared<unsigned long long>& barriers, unsigned i, unsigned bytes) {
+  emulator::barrier_arrive(barriers.array(), i, bytes);
+}
+inline void barrier_wait(const emulator::Shared<unsigned long long>& barriers, unsigned i, unsigned parity) {
+  emulator::barrier_wait(barriers.array(), i, parity);
+}
+template <class T>
+inline void copy_bulk(const emulator::Shared<T>& to, unsigned i, const void* from, unsigned bytes,
+                      const emulator::Shared<unsigned long long>& barriers, unsigned b) {
+  static_assert(16 % sizeof(T) == 0, "a copy is one of whole elements");
+  emulator::copy_bulk(to.array(), i, from, bytes, barriers.array(), b);
+}
+
 inline void prefetch_l2(const void* p, int bytes) { emulator::prefetch(p, bytes); }
 inline void touch_l2(const void* p) { emulator::touch(p); }
 inline void cluster_arrive() { emulator::cluster_arrive(); }

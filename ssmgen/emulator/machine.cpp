@@ -65,21 +65,25 @@ void Machine::run_cluster() {
   for (auto& array : shared) std::fill(array->cells.begin(), array->cells.end(), SharedArray::Cell());
   for (Thread& t : threads) {
     t.state = State::kRunning, t.waited = false, t.warp_epoch = 0, t.moment = 0;
-    t.cluster_arrived = t.cluster_waited = 0;
+    t.cluster_arrived = t.cluster_waited = t.clock = 0;
+    t.seen.clear();
   }
+  barriers.clear();
   for (;;) {
     u32 done = 0;
     for (u32 i = 0; i < count && failure.empty(); ++i) {
       if (threads[i].state == State::kRunning) resume(i);
       done += threads[i].state == State::kDone;
     }
-    if (!failure.empty() || done == count) return;
+    if (!failure.empty()) return;
     bool moved = false;
     try {
+      if (done == count) return check_barriers_ended();
       for (u32 first = 0; first < count; first += kWarp) moved |= settle_warp(first);
       for (u32 r = 0; r < cluster && !moved; ++r) moved = settle_block(r);
+      if (!moved) moved = settle_barriers();
       if (!moved) moved = settle_cluster();
-      if (!moved) fail("threads wait at different barriers");
+      if (!moved) fail_of_deadlock();
     } catch (const Failure& e) {
       failure = e.what();
       return;
@@ -127,6 +131,7 @@ bool Machine::settle_warp(u32 first) {
         t.state = State::kRunning;
         if (leader.kind == Kind::kWarpBarrier) ++t.warp_epoch, t.moment = 0;
       }
+    if (leader.kind == Kind::kWarpBarrier) share(first, kWarp, leader.mask);
     moved = true;
   }
   return moved;
@@ -147,6 +152,7 @@ bool Machine::settle_block(u32 of) {
     site = me().site;
   }
   for (u32 i = 0; i < block; ++i) threads[first + i].state = State::kRunning, threads[first + i].moment = 0;
+  share(first, block, ~0u);
   ++epochs[of];
   return true;
 }

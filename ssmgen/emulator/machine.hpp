@@ -58,6 +58,12 @@ void commit_copies();
 void wait_copies(u32 left);
 void wait_all_copies();
 
+// Barriers in shared memory, and copies that land with their phases.
+void barrier_init(SharedArray* array, long long i, u32 count);
+void barrier_arrive(SharedArray* array, long long i, u32 bytes);
+void barrier_wait(SharedArray* array, long long i, u32 parity);
+void copy_bulk(SharedArray* to, long long i, const void* from, u32 bytes, SharedArray* barriers, long long b);
+
 // Arithmetic of the card.
 u16 to_bf16(float v);
 u16 to_f16(float v);

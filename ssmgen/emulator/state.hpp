@@ -20,7 +20,7 @@ namespace emulator {
 constexpr u32 kWarp = 32;
 constexpr std::size_t kStack = 256 * 1024;
 
-enum class State { kRunning, kAtWarp, kAtBlock, kAtCluster, kDone };
+enum class State { kRunning, kAtWarp, kAtBlock, kAtBarrier, kAtCluster, kDone };
 enum class Access { kLoad, kStore, kAtomic, kCopy };
 
 struct SharedArray;
@@ -31,9 +31,23 @@ struct Copy {
   long long i;
   u32 elements;
   const char* from;
-  u32 bytes;       // read; the rest is zero
-  char asked[16];  // what was there when it was asked for
+  u32 bytes;          // read; the rest is zero
+  std::string asked;  // what was there when it was asked for
+  u32 thread, clock;  // that asked
 };
+
+// A barrier in shared memory.
+struct Barrier {
+  SharedArray* array;
+  long long i;
+  u32 count, missing;               // arrivals, those that the phase still needs
+  u64 expected = 0;                 // bytes in this phase
+  long long phase = 0;              // the one that is not over
+  std::vector<Copy> copies;         // in flight, for this phase
+  std::vector<u32> gathered;        // what those that arrived have seen
+  std::vector<long long> waited_for;  // by each thread, the last phase; kNever
+};
+constexpr long long kNever = -2;  // -1 is the phase before the first, which is over
 
 struct Thread {
   jmp_buf context;
@@ -43,6 +57,9 @@ struct Thread {
   u32 warp_epoch = 0;                           // __syncwarp passed
   u32 cluster_arrived = 0, cluster_waited = 0;  // barriers of the cluster: arrived at, and passed
   u32 moment = 0;                               // now, if it has been noted
+  u32 clock = 0;                                // advances where others may learn what it has done (barriers.cpp)
+  std::vector<u32> seen;                        // of each thread, the clock up to which its accesses are ordered before this one's
+  Barrier* awaited = nullptr;
   // Where it waits for the others, and what it brought and takes away.
   Kind kind = Kind::kWarpBarrier;
   const void* site = nullptr;
@@ -55,7 +72,7 @@ struct Thread {
 // A moment in a thread's life: how many barriers of its block and of its warp it has passed, and at how many of its cluster's it has
 // arrived. Memory remembers the moments' numbers, from 1 on: 4 bytes for 2 of an operand.
 struct Moment {
-  u32 block, thread, epoch, warp_epoch, cluster_arrived;
+  u32 block, thread, epoch, warp_epoch, cluster_arrived, clock;
 };
 
 struct Failure : std::runtime_error {
@@ -124,6 +141,7 @@ class Machine {
   std::vector<u32> epochs;  // barriers passed, of each block
   std::vector<Moment> moments;
   std::vector<std::unique_ptr<SharedArray>> shared;
+  std::vector<std::unique_ptr<Barrier>> barriers;
   jmp_buf scheduler;
 
   Thread& me() { return threads[current]; }
@@ -135,7 +153,7 @@ class Machine {
     Thread& t = me();
     if (!t.moment) {
       t.moment = u32(moments.size());
-      moments.push_back(Moment{block_index.x, current, epochs[rank], t.warp_epoch, t.cluster_arrived});
+      moments.push_back(Moment{block_index.x, current, epochs[rank], t.warp_epoch, t.cluster_arrived, t.clock});
     }
     return t.moment;
   }
@@ -144,6 +162,7 @@ class Machine {
     const Moment& then = moments[moment];
     if (then.block / cluster != block_index.x / cluster) return false;
     if (then.cluster_arrived < me().cluster_waited) return true;
+    if (!me().seen.empty() && then.clock < me().seen[then.thread]) return true;
     if (then.block != block_index.x) return false;
     if (then.thread == current || then.epoch != epochs[rank]) return true;
     return then.thread / kWarp == current / kWarp && then.warp_epoch != me().warp_epoch;
@@ -159,7 +178,10 @@ class Machine {
   void yield();
   bool settle_warp(u32 first);
   bool settle_block(u32 rank);
+  bool settle_barriers();
   bool settle_cluster();
+  [[noreturn]] void fail_of_deadlock();
+  void share(u32 first, u32 count, u32 mask);
 };
 
 extern Machine* machine;
@@ -167,6 +189,11 @@ extern Machine* machine;
 // Element i of a block's array, to be written: fails where another thread's access is not ordered.
 char* claim(SharedArray& array, u32 rank, long long i, const char* what);
 void check_ended();
+std::string element(const SharedArray& array, long long i);
+void check_place(const SharedArray& array, long long i, u32 size, const char* what);
+void take_off(const Copy& copy);
+void land(const Copy& copy, u32 moment);
+void check_barriers_ended();
 
 }  // namespace emulator
 

@@ -1,0 +1,150 @@
+// Barriers in shared memory. What a thread has done is ordered before what others do that wait for a phase at which it has arrived: each
+// keeps a clock, and how far it has seen the clocks of the others.
+#include <algorithm>
+#include <utility>
+
+#include "state.hpp"
+
+namespace emulator {
+namespace {
+
+void learn(std::vector<u32>& seen, const std::vector<u32>& from) {
+  seen.resize(machine->threads.size());
+  for (std::size_t t = 0; t < from.size(); ++t) seen[t] = std::max(seen[t], from[t]);
+}
+
+// What a thread has done until now becomes known there.
+void tell(u32 thread, std::vector<u32>& gathered) {
+  Thread& t = machine->threads[thread];
+  learn(gathered, t.seen);
+  gathered[thread] = ++t.clock;
+  t.moment = 0;
+}
+
+Barrier& barrier_of(SharedArray* array, long long i) {
+  shared_load(array, i);  // it has been prepared, and a barrier lies between
+  for (auto& b : machine->barriers)
+    if (b->array == array && b->i == i) return *b;
+  machine->fail(element(*array, i) + " in shared memory is used as a barrier, and was not prepared as one");
+}
+
+u64 bytes_of(const Barrier& b) {
+  u64 bytes = 0;
+  for (const Copy& copy : b.copies) bytes += copy.bytes;
+  return bytes;
+}
+
+// Ends the phase if nothing is missing: the copies land.
+bool complete(Barrier& b) {
+  if (b.missing || b.expected != bytes_of(b)) return false;
+  for (const Copy& copy : b.copies) {
+    machine->select(copy.thread);
+    const Thread& t = machine->me();
+    const u32 epoch = machine->epochs[machine->rank];
+    machine->moments.push_back(Moment{block_index.x, copy.thread, epoch, t.warp_epoch, t.cluster_arrived, copy.clock});
+    land(copy, u32(machine->moments.size() - 1));
+    b.gathered.resize(machine->threads.size());
+    b.gathered[copy.thread] = std::max(b.gathered[copy.thread], copy.clock + 1);
+  }
+  b.copies.clear();
+  b.missing = b.count, b.expected = 0, ++b.phase;
+  return true;
+}
+
+}  // namespace
+
+void barrier_init(SharedArray* array, long long i, u32 count) {
+  if (machine->cluster > 1) machine->fail("barriers in the shared memory of clusters are not emulated");
+  if (!count) machine->fail("barrier " + element(*array, i) + " is prepared for nobody");
+  claim(*array, machine->rank, i, "store");
+  for (auto& b : machine->barriers)
+    if (b->array == array && b->i == i) machine->fail("barrier " + element(*array, i) + " is prepared again");
+  std::vector<long long> never(machine->threads.size(), kNever);
+  machine->barriers.emplace_back(new Barrier{array, i, count, count, 0, 0, {}, {}, std::move(never)});
+}
+
+void barrier_arrive(SharedArray* array, long long i, u32 bytes) {
+  Barrier& b = barrier_of(array, i);
+  if (!b.missing)
+    machine->fail("arrives at " + element(*array, i) + ", at which all " + std::to_string(b.count) + " have arrived and copies are in flight");
+  b.expected += bytes, --b.missing;
+  tell(machine->current, b.gathered);
+  if (b.copies.empty()) complete(b);
+}
+
+void barrier_wait(SharedArray* array, long long i, u32 parity) {
+  Barrier& b = barrier_of(array, i);
+  if (parity > 1) machine->fail("waits for parity " + std::to_string(parity) + " of " + element(*array, i));
+  long long& last = b.waited_for[machine->current];
+  const auto has = [&](long long phase) { return u32(phase & 1) == parity; };
+  const long long phase = last == kNever ? has(b.phase - 1) ? b.phase - 1 : b.phase : has(last) ? last : last + 1;
+  if (phase < b.phase - 1)
+    machine->fail("waits for phase " + std::to_string(phase) + " of " + element(*array, i) + " by its parity, and the next is over too");
+  last = phase;
+  Thread& t = machine->me();
+  if (phase == b.phase) {
+    t.state = State::kAtBarrier, t.awaited = &b;
+    machine->yield();
+  }
+  learn(machine->me().seen, b.gathered);
+}
+
+void copy_bulk(SharedArray* to, long long i, const void* from, u32 bytes, SharedArray* barriers, long long at) {
+  Barrier& b = barrier_of(barriers, at);
+  check_place(*to, i, 16, "copy");
+  if (!bytes || bytes % 16) machine->fail("bulk copy of " + std::to_string(bytes) + " bytes, which is no multiple of 16");
+  machine->access(from, bytes, Access::kCopy, 16);
+  const char* p = static_cast<const char*>(from);
+  b.copies.push_back(Copy{to, i, bytes / to->element, p, bytes, std::string(p, bytes), machine->current, machine->me().clock});
+  take_off(b.copies.back());
+  ++machine->me().clock, machine->me().moment = 0;  // what it does now is not ordered by the copy's landing
+}
+
+// Ends phases that somebody waits for. Copies land no earlier: when no thread can go on without them.
+bool Machine::settle_barriers() {
+  bool moved = false;
+  for (auto& b : barriers) {
+    const auto waits = [&](const Thread& t) { return t.state == State::kAtBarrier && t.awaited == b.get(); };
+    if (std::none_of(threads.begin(), threads.end(), waits)) continue;
+    const auto over = [&](const Thread& t) { return b->waited_for[&t - threads.data()] < b->phase; };
+    if (std::none_of(threads.begin(), threads.end(), [&](const Thread& t) { return waits(t) && over(t); })) complete(*b);
+    for (Thread& t : threads)
+      if (waits(t) && over(t)) t.state = State::kRunning, moved = true;
+  }
+  return moved;
+}
+
+// Those that have met at a barrier of the block or of the warp know what any of them knew.
+void Machine::share(u32 first, u32 count, u32 mask) {
+  if (barriers.empty()) return;
+  std::vector<u32> all;
+  const auto takes_part = [&](u32 i) { return mask >> i % kWarp & 1; };
+  for (u32 i = 0; i < count; ++i)
+    if (takes_part(i)) tell(first + i, all);
+  for (u32 i = 0; i < count; ++i)
+    if (takes_part(i)) threads[first + i].seen = all;
+}
+
+void Machine::fail_of_deadlock() {
+  std::string what;
+  for (const auto& b : barriers) {
+    const auto waits = [&](const Thread& t) { return t.state == State::kAtBarrier && t.awaited == b.get(); };
+    const auto first = std::find_if(threads.begin(), threads.end(), waits);
+    if (first == threads.end()) continue;
+    select(u32(first - threads.begin()));
+    what += (what.empty() ? "waits for phase " : "; thread " + std::to_string(current) + " for phase ") + std::to_string(b->phase) + " of " +
+            element(*b->array, b->i) + ", which nobody ends: " + std::to_string(b->missing) + " of " + std::to_string(b->count) +
+            " have not arrived, " + std::to_string(b->expected) + " bytes are expected and " + std::to_string(bytes_of(*b)) + " were asked for";
+  }
+  fail(what.empty() ? "threads wait at different barriers" : what);
+}
+
+void check_barriers_ended() {
+  for (const auto& b : machine->barriers) {
+    if (b->copies.empty()) continue;
+    machine->select(b->copies[0].thread);
+    machine->fail("has ended, and nobody has waited for its copy to " + element(*b->copies[0].to, b->copies[0].i));
+  }
+}
+
+}  // namespace emulator
