@@ -8,6 +8,7 @@ from .api import is_warm as is_warm
 from .api import supported as supported
 from .families.causal_conv1d.call import causal_conv1d as causal_conv1d
 from .families.causal_conv1d_update.call import causal_conv1d_update as causal_conv1d_update
+from .families.chunk_scan.call import chunk_scan as chunk_scan
 from .families.combine_splits.call import combine_splits as combine_splits
 from .families.delta_layer.call import gdn_layer as gdn_layer
 from .families.delta_layer.call import kda_layer as kda_layer

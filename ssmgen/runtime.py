@@ -68,7 +68,7 @@ def name_of_gpu(arch: Arch) -> str | None:
 class Kernel:
     """A loaded kernel. Never unloaded: a captured graph may hold it."""
 
-    __slots__ = ("arch", "entry", "handle", "library", "pdl", "spec")
+    __slots__ = ("allowed", "arch", "entry", "handle", "library", "pdl", "spec")
 
     def __init__(self, spec: KernelSpec, arch: Arch, entry: Entry):
         cu = driver()
@@ -80,6 +80,21 @@ class Kernel:
         self.library = check(cu.cuLibraryLoadData(entry.cubin, [], [], 0, [], [], 0), refused)
         self.handle = int(check(cu.cuLibraryGetKernel(self.library, entry.symbol.encode()), refused))
         self.pdl = uses_pdl(entry.source)
+        self.allowed: set[int] = set()  # devices on which it may have its dynamic shared memory
+
+    def allow_shared(self, device: int) -> None:
+        """Lets launches on a device ask for dynamic shared memory. Raises LoadError where there is less of it."""
+        if device in self.allowed:
+            return
+        cu = driver()
+        attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+        def refused(detail: str) -> LoadError:
+            return LoadError(str(self.spec), str(self.arch), detail)
+
+        ordinal = check(cu.cuDeviceGet(device), refused)
+        check(cu.cuKernelSetAttribute(attribute, self.spec.dynamic_bytes, self.handle, ordinal), refused)
+        self.allowed.add(device)
 
 
 _kernels: dict[tuple[KernelSpec, Arch], Kernel] = {}
@@ -135,6 +150,8 @@ class Launch:
         self.handle, self.enqueue = kernel.handle, driver().cuLaunchKernelEx
         self.configs: dict[int, Any] = {}  # by stream: launching changes nothing, so threads share a plan without a lock
         self.watch_device = torch.cuda.device_count() > 1
+        if kernel.spec.dynamic_bytes:
+            kernel.allow_shared(device)
 
     def configure(self, stream: int) -> Any:
         """The launch configuration for a stream. The programmatic attribute is set if and only if the kernel waits."""
@@ -142,7 +159,7 @@ class Launch:
         config = cu.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = self.grid, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = self.kernel.spec.threads_per_block, 1, 1
-        config.sharedMemBytes = 0
+        config.sharedMemBytes = self.kernel.spec.dynamic_bytes
         config.hStream = stream
         if self.kernel.pdl:
             attribute = cu.CUlaunchAttribute()

@@ -281,6 +281,11 @@ class KernelSpec:
         """The tensors whose pointers a launch takes, in this order."""
         raise NotImplementedError
 
+    @property
+    def dynamic_bytes(self) -> int:
+        """Shared memory that a launch asks for, beside what the text declares: all above 48 KiB must be."""
+        return 0
+
     def early_operands(self) -> list[str]:
         """The operands that may be touched before the wait for the upstream kernel, for a reason that the kernel states."""
         return []

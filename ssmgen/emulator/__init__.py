@@ -157,5 +157,5 @@ def run(
     spec: KernelSpec, arch: Arch, grid: int, packed: Packed, operands: Mapping[str, Tensor], writable: tuple[str, ...] = ("state", "out")
 ) -> None:
     """Renders a spec and runs it; otherwise as `run_source`."""
-    early, cluster = spec.early_operands(), spec.cluster_blocks
-    run_source(render(spec, arch), spec.name, grid, spec.threads_per_block, packed, operands, writable, early=early, cluster=cluster)
+    early, cluster, shared = spec.early_operands(), spec.cluster_blocks, spec.dynamic_bytes
+    run_source(render(spec, arch), spec.name, grid, spec.threads_per_block, packed, operands, writable, shared, early, cluster)

@@ -102,6 +102,19 @@ def mamba(lead: tuple[int, ...] = (B,), slots: int = SLOTS, state: torch.dtype =
     }  # fmt: skip
 
 
+def _scan() -> list[Form]:
+    def form(id: str, *lead: int, **more: Any) -> Form:
+        given = {n: t for n, t in mamba(lead).items() if n != "state"}
+        return _native(ssmgen.chunk_scan, id, given | more, "out state final_states_out")
+
+    pool = {"state": rand(SLOTS, H, P, N), "state_indices": ints(3, 1), "has_initial_state": torch.tensor([True, False])}
+    states = {"initial_states": rand(B, H, P, N), "return_final_states": True, "final_states_out": rand(B, H, P, N)}
+    return [
+        form("states", B, T, out=rand(B, T, H, P), dt_limit=(0.0, 2.0), **states),
+        form("packed", TOKENS, cu_seqlens=ints(0, 2, 5), pad_slot_id=-1, **pool),
+    ]
+
+
 def mamba1() -> Arguments:
     row = {n: rand(B, DIM) for n in ("x", "dt", "z")}
     given = {"state": rand(SLOTS, DIM, N), **row, "A": decay(DIM, N), "B": rand(B, N), "C": rand(B, N), "D": rand(DIM)}
@@ -258,4 +271,4 @@ def _own() -> list[Form]:
 def native() -> list[Form]:
     """Calls of ssmgen's own functions, the same every time."""
     _made.manual_seed(0)
-    return [*_conv_update(), *_conv(), *_combine(), *_norm(), *_ssu(), *_rules(), *_layers(), *_replay(), *_own()]
+    return [*_conv_update(), *_conv(), *_scan(), *_combine(), *_norm(), *_ssu(), *_rules(), *_layers(), *_replay(), *_own()]

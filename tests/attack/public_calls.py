@@ -69,6 +69,7 @@ def _all() -> dict[str, dict[str, Any]]:
     return {
         "selective_state_update": {"state": randn(SLOTS, H, P, N), **mamba(), "out": torch.zeros(B, H, P)},
         "causal_conv1d": {"x": randn(B, 24, 5), "weight": randn(24, 4), "out": torch.zeros(B, 24, 5)},
+        "chunk_scan": {**mamba(5), "out": torch.zeros(B, 5, H, P)},
         "causal_conv1d_update": {"x": x, "conv_state": randn(SLOTS, 24, 3), "weight": randn(24, 4), "out": torch.zeros(B, 24)},
         "combine_splits": {"o": randn(3, B, H, 8), "lse": randn(3, B, H), "out": torch.zeros(B, H, 8)},
         "gated_rms_norm": {"x": randn(B, 32), "gate": randn(B, 32), "weight": torch.ones(32), "out": torch.zeros(B, 32)},

@@ -1,0 +1,15 @@
+"""chunk_scan: Mamba-2 (SSD) over prompts, in chunks of tokens on the tensor cores."""
+
+from ...family import Family, Kernels
+
+FAMILY = Family(
+    name="chunk_scan",
+    kernels=(Kernels("spec:ScanSpec", "spec:ScanProblem"),),
+    functions={"chunk_scan": "call:chunk_scan"},
+    bench={"chunk_scan": "bench"},
+    tuning="tuning:TUNING",
+    defaults="defaults:DEFAULTS",
+    sharding="sharding:RULES",
+    trials="trial:TRIALS",
+    page="operators/chunk_scan.md",
+)

@@ -1,0 +1,318 @@
+"""chunk_scan: Mamba-2 (SSD) over prompts, on torch tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import runtime
+from ...calls import checks
+from ...calls.checks import DTYPES, INDEX
+from ...calls.planning import Caller, Family
+from ...calls.public import Call, operator
+from ...spec import Loads
+from .reference import chunk_scan as reference
+from .spec import OPERATOR, ScanProblem, ScanSpec
+
+NAMES = (
+    "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "cu_seqlens", "initial_states", "final_states", "state", "state_indices",
+    "has_initial_state", "out",
+)  # fmt: skip
+STATES = ("initial_states", "final_states", "state")
+
+
+class Options(NamedTuple):
+    """What a call says beside its tensors."""
+
+    dt_softplus: bool = False
+    dt_limit: tuple[float, float] | None = None
+    pad_slot_id: int = -1
+
+
+@operator(like="x")
+def chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    *,
+    dt_limit: tuple[float, float] | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    state: Tensor | None = None,
+    state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    pad_slot_id: int = -1,
+    out: Tensor | None = None,
+    pdl: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Whole sequences, per token: S <- exp(dt A) S + dt x B;  out = C S + D x, times silu(z).
+
+    H heads of P rows (headdim), N = d_state, G groups of heads that share B and C; P and N are multiples of 16 up to 256. […] is
+    [batch, T], or for packed sequences with cu_seqlens [tokens] or [1, tokens].
+    Products are of x's 16-bit dtype, summed in f32; decays and the state between chunks of 64 tokens are f32, and so is D x. The bits do
+    not depend on the batch, on packing or on the variant. A sequence cut at multiples of 64 tokens, with f32 states, gives those of the
+    whole.
+    With x of f16, the state, and dt x and C B with their decays, must stay within f16's range.
+
+    x, z, out: […, H, P] bf16 or f16, one dtype with B and C          dt: […, H]
+    A: [H], negative          B, C: […, G, N]          D: [H] or [H, P], dt_bias: [H]; None for none
+    Tokens, heads and groups may have any distance; rows are contiguous, and begin at even elements (fastest: at multiples of 16 bytes)
+    dt_softplus: dt <- log(1 + e^(dt + dt_bias)); dt_limit: then clamped to (low, high)
+    cu_seqlens: [sequences + 1] int32 or int64 on the device, where each packed sequence starts. A sequence may have no tokens; tokens of no
+        sequence get no output. States are then per sequence
+    initial_states: [sequences, H, P, N] f32, f16 or bf16, states before the first token; zeros if None
+    return_final_states: also return the states after the last token, [sequences, H, P, N], in final_states_out if that is given (which may
+        be initial_states), else new ones of initial_states' dtype or f32
+    state: [slots, H, P, N], a pool in place of the two above: receives the state after each sequence, and holds the one before it where
+        has_initial_state, [sequences] bool, is true. A sequence without tokens leaves its slot alone
+    state_indices: [sequences] int32 or int64, slot of each sequence; None for slot = sequence. Slots must be distinct
+    pad_slot_id: a sequence whose slot is negative, equals it or is no slot of the pool gets a zero output and touches no state
+    out: None for a new one, dense
+    pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
+
+    Returns out, or (out, final states). CPU tensors run the reference implementation, token by token.
+    Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError for what no kernel serves;
+    CaptureError when a kernel would have to be built during a CUDA graph capture; NotBuiltError, CompileError, LoadError, LaunchError.
+    Source: Dao & Gu 2024 (arXiv 2405.21060); the arguments are those of mamba-ssm and vLLM.
+    """
+    final = final_states_out
+    if isinstance(x, Tensor) and isinstance(B, Tensor):
+        out = x.new_empty(x.shape) if out is None else out
+        if return_final_states and final is None and x.dim() in (3, 4) and B.dim() == x.dim():
+            count = x.shape[0] if not isinstance(cu_seqlens, Tensor) else max(cu_seqlens.numel() - 1, 0)
+            dtype = initial_states.dtype if isinstance(initial_states, Tensor) else torch.float32
+            final = x.new_empty((count, *x.shape[-2:], B.shape[-1]), dtype=dtype)
+    given = (x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, final, state, state_indices, has_initial_state, out)
+    returns = ("out", "final_states") if return_final_states and final is not None else ("out",)
+    return Call(CALLER, given, Options(dt_softplus, dt_limit, pad_slot_id), pdl, returns)
+
+
+def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
+    """The operands as [batch, T, H, P], [batch, T, H], [batch, T, G, N], [H, P]; of packed sequences, the batch is 1.
+
+    Adds to `problems`; what comes back is only usable if that is nothing.
+    """
+    if not checks.check_tensors(named, problems):
+        return {}
+    checks.check_common(named, "x", problems)
+    views, x, ragged = dict(named), named["x"], "cu_seqlens" in named
+    if x.dim() not in ((3, 4) if ragged else (4,)) or (ragged and x.dim() == 4 and x.shape[0] != 1):
+        wanted = "[tokens, H, P] or [1, tokens, H, P], as cu_seqlens asks for" if ragged else "[batch, T, H, P]"
+        problems.append(f"x is {list(x.shape)}, not {wanted}")
+        return {}
+    if x.dim() == 3:
+        views |= {n: named[n].unsqueeze(0) for n, axes in _PER_TOKEN.items() if n in named and named[n].dim() == axes - 1}
+        x = views["x"]
+    if views["B"].dim() != 4:
+        problems.append(f"B is {list(views['B'].shape)}, not […, G, N] as x {list(named['x'].shape)} asks for")
+        return {}
+    if not _shapes_fit(views, problems):
+        return {}
+    if views.get("D") is not None and views["D"].dim() == 1:
+        views["D"] = views["D"].unsqueeze(1).expand(*x.shape[2:])
+    _check_layout(views, problems)
+    return views
+
+
+_PER_TOKEN = dict.fromkeys(("x", "z", "out", "B", "C"), 4) | {"dt": 3}
+
+
+def _sequences(views: Mapping[str, Tensor]) -> int:
+    return views["cu_seqlens"].numel() - 1 if "cu_seqlens" in views else views["x"].shape[0]
+
+
+def _shapes_fit(views: Mapping[str, Tensor], problems: list[str]) -> bool:
+    x, B = views["x"], views["B"]
+    (batch, length, H, P), (G, N) = x.shape, B.shape[2:]
+    sequences = _sequences(views)
+    if sequences < 0:
+        problems.append("cu_seqlens is empty; it is [sequences + 1]")
+        return False
+    rows, groups = {"[…, H, P]": (batch, length, H, P)}, {"[…, G, N]": (batch, length, G, N)}
+    per_sequence, states = {"[sequences]": (sequences,)}, {"[sequences, H, P, N]": (sequences, H, P, N)}
+    allowed = {
+        **dict.fromkeys(("z", "out"), rows),
+        **dict.fromkeys(("B", "C"), groups),
+        "dt": {"[…, H]": (batch, length, H)},
+        **dict.fromkeys(("A", "dt_bias"), {"[H]": (H,)}),
+        "D": {"[H]": (H,), "[H, P]": (H, P)},
+        "cu_seqlens": {"[sequences + 1]": (sequences + 1,)},
+        **dict.fromkeys(("initial_states", "final_states"), states),
+        **dict.fromkeys(("state_indices", "has_initial_state"), per_sequence),
+    }
+    fits = [checks.check_shape(name, views[name], allowed[name], problems) for name in views if name in allowed]
+    if "state" in views:
+        fits.append(_pool_fits(views, sequences, (H, P, N), problems))
+    else:
+        problems += [f"{name} is given without state" for name in ("state_indices", "has_initial_state") if name in views]
+    if G < 1 or H % G:
+        problems.append(f"x has {H} heads, which is not a multiple of the {G} groups of B")
+        fits.append(False)
+    return all(fits)
+
+
+def _pool_fits(views: Mapping[str, Tensor], sequences: int, inner: tuple[int, ...], problems: list[str]) -> bool:
+    state = views["state"]
+    problems += [f"{n} is given together with state, which takes its place" for n in ("initial_states", "final_states") if n in views]
+    if state.dim() != 4 or tuple(state.shape[1:]) != inner:
+        problems.append(f"state is {list(state.shape)}, not [slots, H, P, N] = [slots, {', '.join(map(str, inner))}]")
+        return False
+    if "state_indices" not in views and state.shape[0] < sequences:
+        problems.append(f"state has {state.shape[0]} slots for {sequences} sequences, and there are no state_indices")
+    return True
+
+
+def _check_layout(views: Mapping[str, Tensor], problems: list[str]) -> None:
+    """Dtypes that go together, and strides."""
+    x = views["x"]
+    problems += [
+        f"{n} is {views[n].dtype}, x is {x.dtype}".replace("torch.", "")
+        for n in ("B", "C", "z", "out")
+        if n in views and views[n].dtype != x.dtype
+    ]
+    if "initial_states" in views and "final_states" in views and views["initial_states"].dtype != views["final_states"].dtype:
+        kinds = [views[n].dtype for n in ("final_states", "initial_states")]
+        problems.append(f"final_states is {kinds[0]}, initial_states is {kinds[1]}".replace("torch.", ""))
+    for name in ("x", "B", "C", "z", "out"):
+        if name in views and views[name].stride(-1) != 1 and views[name].shape[-1] > 1:
+            problems.append(f"{name} has strides {list(views[name].stride())}; its rows must be contiguous")
+    for name in STATES:
+        if name in views and not views[name][:1, :1].is_contiguous():
+            problems.append(f"{name} has strides {list(views[name].stride())}; the state of each head must be dense")
+    for name in ("out", "final_states", "state"):
+        if name in views and checks.overlaps_itself(views[name]):
+            problems.append(f"{name} has strides {list(views[name].stride())}: two of its elements share memory")
+    for name, t in views.items():
+        narrow = t.stride()[1:] if name in _PER_TOKEN or name in STATES else t.stride()  # of batches and slots they are 64-bit
+        if any(s >= 2**32 for s in narrow):
+            problems.append(f"{name} has strides {list(t.stride())}; kernels take strides below 2^32 elements")
+    if max(x.shape) >= 2**31:
+        problems.append(f"x is {list(x.shape)}; kernels take axes below 2^31")
+
+
+def _together(views: Mapping[str, Tensor], pointers: Mapping[str, int]) -> int:
+    """Bytes of all of x, B, C and z that can be copied at once, 16 at most; 2 where those, or pairs of out, cannot be."""
+    copied = [n for n in ("x", "B", "C", "z") if n in views]
+    if not checks.aligned(views["out"], pointers["out"], 2):
+        return 2
+    return next((size for size in (16, 8, 4) if all(checks.aligned(views[n], pointers[n], size // 2) for n in copied)), 2)
+
+
+def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> ScanProblem:
+    """The problem that checked operands pose, given where they lie."""
+    states = [n for n in STATES if n in views]
+
+    def dtype(name: str) -> Any:
+        return DTYPES[views[name].dtype] if name in views else None
+
+    def index(name: str) -> Any:
+        return INDEX[views[name].dtype if name in views else None]
+
+    more = {"state": dtype(states[0])} if states else {}
+    return ScanProblem(
+        headdim=views["x"].shape[3],
+        d_state=views["B"].shape[3],
+        x=dtype("x"),
+        dt=dtype("dt"),
+        A=dtype("A"),
+        D=dtype("D"),
+        dt_bias=dtype("dt_bias"),
+        z="z" in views,
+        dt_softplus=options.dt_softplus,
+        dt_limit=options.dt_limit is not None,
+        cu_seqlens=index("cu_seqlens"),
+        initial="initial_states" in views,
+        final="final_states" in views,
+        pool="state" in views,
+        started="has_initial_state" in views,
+        index=index("state_indices"),
+        copy=_together(views, pointers),
+        state_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], 2) for n in states) else Loads.ELEMENT,
+        **more,
+    )
+
+
+_AXES = {
+    **dict.fromkeys(_PER_TOKEN, {"batch": 0, "token": 1, "head": 2, "group": 2}),
+    "D": {"head": 0, "row": 1},
+    **dict.fromkeys(("A", "dt_bias"), {"head": 0}),
+    **dict.fromkeys(STATES, {"slot": 0, "head": 1}),
+    **dict.fromkeys(("cu_seqlens", "state_indices", "has_initial_state"), {"sequence": 0}),
+}
+
+
+def kernel_values(spec: ScanSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, int | float]:
+    """Every kernel argument that is not a pointer."""
+    _, length, heads, _ = views["x"].shape
+    values: dict[str, int | float] = {"tokens": length, "heads": heads, "group_heads": heads // views["B"].shape[2]}
+    values |= {"pad_slot_id": options.pad_slot_id, "slots": views["state"].shape[0] if "state" in views else 0}
+    values |= dict(zip(("dt_low", "dt_high"), options.dt_limit or (), strict=False))
+    values |= {f"{operand}_{axis}": views[operand].stride(_AXES[operand][axis]) for operand, axis in spec.strides()}
+    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+
+
+def size_of(views: Mapping[str, Tensor]) -> int:
+    """Heads of all sequences; 0 if nothing is to be written."""
+    writes_states = any(n in views for n in ("final_states", "state"))
+    return _sequences(views) * views["x"].shape[2] if views["x"].numel() or writes_states else 0
+
+
+FAMILY = Family(
+    OPERATOR,
+    written=("out", "final_states", "state"),
+    problem_of=problem_of,
+    size_of=size_of,
+    grid_of=lambda spec, views: _sequences(views) * views["x"].shape[2] * spec.tiles,
+    values_of=kernel_values,
+    in_place=(("final_states", "initial_states"),),
+)
+
+
+def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
+    reference(**views, **options._asdict(), dtype=dtype)
+
+
+# torch.library: what torch.compile and opcheck see.
+_library = torch.library.Library("ssmgen", "FRAGMENT")
+_library.define(
+    "chunk_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, Tensor? cu_seqlens, "
+    "Tensor? initial_states, Tensor(a!)? final_states, Tensor(b!)? state, Tensor? state_indices, Tensor? has_initial_state, "
+    "Tensor(c!) out, bool dt_softplus, float[]? dt_limit, int pad_slot_id, bool? pdl) -> ()",
+    tags=torch.Tag.needs_fixed_stride_order,
+)
+
+
+def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
+    torch.ops.ssmgen.chunk_scan(*given, *options, pdl)
+
+
+def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
+    """(given, options, pdl) of what torch's dispatcher gives."""
+    *given, dt_softplus, dt_limit, pad_slot_id, pdl = args
+    return tuple(given), Options(dt_softplus, None if dt_limit is None else tuple(dt_limit), pad_slot_id), pdl
+
+
+@torch.library.impl(_library, "chunk_scan", "CUDA")
+@torch.library.impl(_library, "chunk_scan", "CPU")
+def _op(*args: Any) -> None:
+    CALLER.plan(*_received(args))()
+
+
+@torch.library.register_fake("ssmgen::chunk_scan", lib=_library)
+def _fake(*args: Any) -> None:
+    CALLER.foresee(*_received(args))
+
+
+_required = frozenset(("x", "dt", "A", "B", "C", "out"))
+CALLER = Caller(FAMILY, OPERATOR, NAMES, _required, views_of, run_reference, _dispatch, runtime.Patterns())

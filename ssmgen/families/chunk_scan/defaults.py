@@ -1,0 +1,20 @@
+"""Default variants of chunk_scan: prompts as models and serving engines have them, and the other branches."""
+
+from ...defaults import Default
+from ...spec import DType, Index, Loads
+from .spec import ScanProblem
+
+MAMBA2 = {"headdim": 64, "d_state": 128, "D": DType.BF16, "dt_bias": DType.BF16}
+POOL = {"cu_seqlens": Index.I32, "pool": True, "started": True, "index": Index.I32}
+
+DEFAULTS = {
+    "Mamba-2, a batch from zeros": Default(ScanProblem(**MAMBA2, final=True), 1),
+    "Mamba-2, packed, with a pool": Default(ScanProblem(**MAMBA2, state=DType.BF16, **POOL), 1),
+    "a gate, states in and out, 4 bytes at once": Default(
+        ScanProblem(
+            headdim=128, d_state=64, z=True, D=DType.F32, dt_limit=True, initial=True, final=True, copy=4, state_loads=Loads.ELEMENT
+        ),
+        1,
+    ),
+    "f16, long rows of the state": Default(ScanProblem(headdim=64, d_state=256, x=DType.F16, dt=DType.F32, dt_softplus=False), 1),
+}

@@ -1,0 +1,62 @@
+"""chunk_scan in plain PyTorch: token by token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def _softplus(v: Tensor) -> Tensor:
+    return v.clamp(min=0) + torch.log1p(torch.exp(-v.abs()))
+
+
+def _walk(h: Tensor, x: Tensor, d: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(last state [H, P, N], y [T, H, P]) of one sequence: x, z [T, H, P], d [T, H], B, C [T, H, N], D [H, P]."""
+    y = torch.empty_like(x)
+    for t in range(x.shape[0]):
+        h = h * torch.exp(d[t] * A)[:, None, None] + (d[t, :, None] * x[t])[..., None] * B[t, :, None]
+        y[t] = (h * C[t, :, None]).sum(-1)
+    if D is not None:
+        y = y + D * x
+    return h, y if z is None else y * z * torch.sigmoid(z)
+
+
+def chunk_scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, out: Tensor, D: Tensor | None = None, z: Tensor | None = None,
+    dt_bias: Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] | None = None,
+    cu_seqlens: Tensor | None = None, initial_states: Tensor | None = None, final_states: Tensor | None = None,
+    state: Tensor | None = None, state_indices: Tensor | None = None, has_initial_state: Tensor | None = None, pad_slot_id: int = -1,
+    dtype: torch.dtype = torch.float32,
+) -> None:  # fmt: skip
+    """x, z, out: [batch, T, H, P], with cu_seqlens [1, tokens, H, P]; dt: [batch, T, H]; B, C: [batch, T, G, N]; D: [H, P]; states:
+    [·, H, P, N]. Computes in `dtype`; writes out and states, each rounded once.
+    """
+    heads, headdim, d_state = x.shape[2], x.shape[3], B.shape[3]
+    d = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)
+    d = _softplus(d) if dt_softplus else d
+    d = d if dt_limit is None else d.clamp(*dt_limit)
+    skip = None if D is None else D.to(dtype)
+    starts = None if cu_seqlens is None else cu_seqlens.tolist()
+    past, kept = initial_states if state is None else state, final_states if state is None else state
+    for s in range(x.shape[0] if starts is None else len(starts) - 1):
+        row, span = (s, slice(None)) if starts is None else (0, _span(starts[s], starts[s + 1], x.shape[1]))
+        slot = s if state_indices is None else int(state_indices[s])
+        if state is not None and not (0 <= slot < state.shape[0] and (state_indices is None or slot != pad_slot_id)):
+            out[row, span] = 0
+            continue
+        h = x.new_zeros(heads, headdim, d_state, dtype=dtype)
+        if past is not None and (state is None or (has_initial_state is not None and bool(has_initial_state[s]))):
+            h = past[slot].to(dtype)
+        if state is not None and x[row, span].shape[0] == 0:
+            continue
+        each = [t[row, span].to(dtype).repeat_interleave(heads // t.shape[2], 1) for t in (B, C)]
+        gate = None if z is None else z[row, span].to(dtype)
+        h, y = _walk(h, x[row, span].to(dtype), d[row, span], A.to(dtype), *each, skip, gate)
+        out[row, span] = y.to(out.dtype)
+        if kept is not None:
+            kept[slot] = h.to(kept.dtype)
+
+
+def _span(begin: int, end: int, tokens: int) -> slice:
+    """Of a packed sequence; one that ends before it begins, or outside of the tokens, has none."""
+    return slice(begin, end) if 0 <= begin < end <= tokens else slice(0, 0)

@@ -1,0 +1,241 @@
+"""chunk_scan: Mamba-2 (SSD) over whole sequences, in chunks of 64 tokens on the tensor cores.
+
+With d = softplus(dt + bias), and s its running sum with A within a chunk, a chunk that begins in state S gives
+
+    M_ij = (C_i . B_j) exp(s_i - s_j) d_j, j <= i        y_i = exp(s_i) C_i S^T + sum_j M_ij x_j + D x_i
+    S <- exp(s_last) S + sum_j exp(s_last - s_j) d_j x_j B_j^T
+
+A block walks a sequence's chunks in order, for `tile` rows of one head. Some of its warps, the walkers, hold 16 rows of S each in f32, in
+the registers in which products are summed; the others make M one chunk ahead, because that does not hang on S.
+Bytes per token and head: 4 P of x and y, 4 N / (heads of a group) of B and C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from ...occupancy import LIMITS, SHARED_RESERVED
+from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, must
+
+OPERATOR = "chunk_scan"
+SIZE, MAX_SIZE = "heads of sequences", 2**31 - 1  # what the rules look at
+
+CHUNK = 64  # tokens; part of the result's bits
+MIXERS = CHUNK // 16  # warps that make M, 16 of its rows each
+SUMS = 3  # chunks whose decays are kept: that of the walkers, that of the mixers, and the next
+
+_INTEGER = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScanProblem(Problem):
+    """What a call fixes: dtypes, sizes of a head's state, which operands there are. Heads, groups, tokens and strides are not among it."""
+
+    headdim: int
+    d_state: int
+    state: DType = DType.F32  # of all states
+    x: DType = DType.BF16  # of B, C, z and out too
+    dt: DType = DType.BF16
+    A: DType = DType.F32
+    D: DType | None = None
+    dt_bias: DType | None = None
+    z: bool = False
+    dt_softplus: bool = True
+    dt_limit: bool = False
+    cu_seqlens: Index = Index.NONE  # type of it: x is packed sequences
+    initial: bool = False  # initial_states are read
+    final: bool = False  # final_states are written
+    pool: bool = False  # `state` is written, and read where has_initial_state says so
+    started: bool = False  # there is a has_initial_state
+    index: Index = Index.NONE  # type of state_indices
+    copy: int = 16  # bytes of x, B, C and z that lie together and aligned; 4 of them of out
+    state_loads: Loads = Loads.VECTOR  # of states: pairs of numbers
+
+    @property
+    def ragged(self) -> bool:
+        return self.cu_seqlens is not Index.NONE
+
+    def faults(self) -> list[str]:
+        """What no variant could serve."""
+        return [
+            *must(self.headdim % 16 == 0 and 16 <= self.headdim <= 256, f"headdim {self.headdim} is not 16 … 256 in steps of 16"),
+            *must(self.d_state % 16 == 0 and 16 <= self.d_state <= 256, f"d_state {self.d_state} is not 16 … 256 in steps of 16"),
+            *must(self.x is not DType.F32, "x, B and C are operands of the tensor cores: bf16 or f16, not f32"),
+            *must(
+                self.copy in (4, 8, 16),
+                "x, B, C, z or out begins, or has tokens or heads that begin, at an odd element: kernels copy 4 bytes at once, or 8 or 16",
+            ),
+            *must(not (self.pool and (self.initial or self.final)), "a pool takes the place of initial_states and final_states"),
+            *must(self.pool or (self.index is Index.NONE and not self.started), "slots and has_initial_state are of a pool"),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScanSpec(KernelSpec, ScanProblem):
+    """A problem, and how one variant computes it. No choice here changes a bit of the result."""
+
+    family: ClassVar[str] = OPERATOR
+    template: ClassVar[str] = "chunk_scan/chunk_scan.cu.j2"
+
+    tile: int  # rows of headdim per block, 16 per walker
+    stages: int = 3  # chunks in shared memory: that of the walkers, that of the mixers, and those on their way
+    min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
+    pdl: Pdl = Pdl.OFF
+
+    @property
+    def needs(self) -> Needs:
+        elements = self.state_loads is Loads.ELEMENT
+        return Needs(math=True, matrices=True, copies=True, elements=elements, bytes=self.started, mma=self.x.value)
+
+    @property
+    def walkers(self) -> int:
+        return self.tile // 16
+
+    @property
+    def threads_per_block(self) -> int:
+        return 32 * (self.walkers + MIXERS)
+
+    @property
+    def tiles(self) -> int:
+        """Blocks per head."""
+        return self.headdim // self.tile
+
+    @property
+    def stem(self) -> str:
+        shape = f"p{self.headdim}n{self.d_state}_{self.state.value}_{self.x.value}"
+        how = f"t{self.tile}s{self.stages}" + (f"b{self.min_blocks}" if self.min_blocks > 1 else "")
+        return f"scan_{shape}_{how}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+
+    # Rows of 16-bit numbers in shared memory are 16 bytes apart, modulo 128: eight of them meet all banks when they are read as matrices.
+
+    @property
+    def row_words(self) -> int:
+        """32-bit words from one token's B or C to the next one's."""
+        return self.d_state // 2 + 4
+
+    @property
+    def x_words(self) -> int:
+        return self.tile // 2 + 4
+
+    @property
+    def mix_words(self) -> int:
+        return CHUNK // 2 + 4
+
+    @property
+    def stage_words(self) -> int:
+        """Of B, C, x and z of a chunk."""
+        return CHUNK * (2 * self.row_words + (2 if self.z else 1) * self.x_words)
+
+    @property
+    def dynamic_bytes(self) -> int:
+        return 4 * (self.stages * self.stage_words + 2 * CHUNK * self.mix_words)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.dynamic_bytes + SUMS * 4 * CHUNK * 4
+
+    def violations(self, arch: Arch) -> list[str]:
+        if problems := [
+            *self.faults(),
+            *must(self.tile % 16 == 0 and 16 <= self.tile <= 128, f"tile {self.tile} is not 16 … 128 in steps of 16"),
+        ]:
+            return problems
+        most = LIMITS[arch.number].shared - SHARED_RESERVED if arch.number in LIMITS else 48 << 10
+        return [
+            *must(self.headdim % self.tile == 0, f"tile {self.tile} does not divide headdim {self.headdim}"),
+            *must(self.d_state <= 64 or self.tile <= 64, f"{self.walkers} walkers with rows of {self.d_state} have too few registers"),
+            *must(1 <= self.stages <= 8 and self.min_blocks >= 1, f"stages {self.stages} are not 1 … 8, or min_blocks is not positive"),
+            *must(self.shared_bytes <= most, f"{self.shared_bytes} bytes of shared memory exceed the {most} of {arch}"),
+            *must(arch >= Arch(80), f"asynchronous copies and bf16 need sm_80, not {arch}"),
+            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
+        ]
+
+    def operands(self) -> list[str]:
+        """Tensor arguments in order."""
+        there = {
+            **dict.fromkeys(("x", "dt", "A", "B", "C"), True),
+            "D": self.D is not None,
+            "z": self.z,
+            "dt_bias": self.dt_bias is not None,
+            "cu_seqlens": self.ragged,
+            "initial_states": self.initial,
+            "final_states": self.final,
+            "state": self.pool,
+            "state_indices": self.index is not Index.NONE,
+            "has_initial_state": self.started,
+            "out": True,
+        }
+        return [name for name, given in there.items() if given]
+
+    def strides(self) -> list[tuple[str, str]]:
+        """(operand, axis) of every stride the kernel takes, in elements. Those of batches and slots are 64-bit."""
+        batch = [] if self.ragged else ["batch"]
+        axes = {
+            **dict.fromkeys(("x", "z", "out", "dt"), [*batch, "token", "head"]),
+            **dict.fromkeys(("B", "C"), [*batch, "token", "group"]),
+            **dict.fromkeys(("A", "dt_bias"), ["head"]),
+            "D": ["head", "row"],
+            **dict.fromkeys(("initial_states", "final_states", "state"), ["slot", "head"]),
+            **dict.fromkeys(("cu_seqlens", "state_indices", "has_initial_state"), ["sequence"]),
+        }
+        return [(operand, axis) for operand in self.operands() for axis in axes[operand]]
+
+    def parameters(self) -> list[Param]:
+        """Pointers come first."""
+        states = ("initial_states", "final_states", "state")
+        element: dict[str, Any] = dict.fromkeys(("x", "B", "C", "z", "out"), self.x.value) | dict.fromkeys(states, self.state.value)
+        element |= {name: kind and kind.value for name, kind in (("dt", self.dt), ("A", self.A), ("D", self.D), ("dt_bias", self.dt_bias))}
+        element |= {"cu_seqlens": _INTEGER[self.cu_seqlens], "state_indices": _INTEGER[self.index], "has_initial_state": "u8"}
+        written = ("out", "final_states", "state")
+        pointers = [Param.pointer(op, element[op], const=op not in written) for op in self.operands()]
+        wide = [Param.i64("slots"), Param.i64("pad_slot_id")] if self.index is not Index.NONE else []
+        wide += [Param.i64(f"{op}_{axis}") for op, axis in self.strides() if axis in ("batch", "slot")]
+        narrow = [Param.u32(f"{op}_{axis}") for op, axis in self.strides() if axis not in ("batch", "slot")]
+        limits = [Param.f32("dt_low"), Param.f32("dt_high")] if self.dt_limit else []
+        return [*pointers, *wide, *map(Param.u32, ("tokens", "heads", "group_heads")), *narrow, *limits]
+
+    def constants(self) -> dict[str, Any]:
+        return {
+            "vector_state": self.state_loads is Loads.VECTOR,
+            "pooled": self.index is not Index.NONE,
+            "past": "state" if self.started else "initial_states" if self.initial else "",  # what holds the state before the first token
+            "kept": "state" if self.pool else "final_states" if self.final else "",  # what receives the last one
+            "softplus": self.dt_softplus,
+            "sigmoid": False,
+            "silu": self.z,
+            "mixers": MIXERS,
+            "chunk": CHUNK,
+            "sums": SUMS,
+        }
+
+
+def _spec(problem: ScanProblem, **how: Any) -> ScanSpec:
+    return ScanSpec(**{f.name: getattr(problem, f.name) for f in fields(ScanProblem)}, **how)
+
+
+def space(problem: ScanProblem, arch: Arch) -> Iterator[ScanSpec]:
+    """Every legal variant of a problem within the axes worth trying."""
+    for tile in range(16, min(problem.headdim, 128) + 1, 16):
+        for stages in (1, 2, 3, 4):
+            for min_blocks in (1, 2):
+                for pdl in Pdl:
+                    spec = _spec(problem, tile=tile, stages=stages, min_blocks=min_blocks, pdl=pdl)
+                    if not spec.violations(arch):
+                        yield spec
+
+
+def candidates(problem: ScanProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ScanSpec | None, str]]:
+    """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
+    wait = Pdl.TRIGGER_LOADED if pdl else Pdl.OFF
+    tiles = [t for t in range(16, 129, 16) if problem.headdim % t == 0 and (problem.d_state <= 64 or t <= 64)]
+    few = [t for t in tiles if t <= 64]
+    tile, narrow = few[-1], 32 if few[-1] % 32 == 0 else 16
+    # With one chunk on its way while two are in use, operands are asked for one chunk's time ahead. With two, nothing is on its way while
+    # products are made; with one, nothing overlaps: for architectures of little shared memory.
+    yield "wide", _spec(problem, tile=tiles[-1], stages=3, pdl=wait), ""
+    yield "three stages", _spec(problem, tile=tile, stages=3, pdl=wait), ""
+    yield "two stages", _spec(problem, tile=tile, stages=2, pdl=wait), ""
+    yield "narrow", _spec(problem, tile=narrow, stages=2, pdl=wait), ""
+    yield "generic", _spec(problem, tile=narrow, stages=1, pdl=wait), ""

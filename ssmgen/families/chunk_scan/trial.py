@@ -1,0 +1,68 @@
+"""Trials of chunk_scan: operands from a spec alone, and what becomes of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Generator, Tensor
+
+from ...calls.checks import TORCH_DTYPES
+from ...engine.trial import Trial, boundaries, cycled, ordered, slot_indices, trial
+from ...spec import DType, Index, Loads
+from .call import CALLER, Options
+from .spec import CHUNK, ScanSpec
+
+HEADS, GROUPS = 2, 1
+# More than one rounding's norm error: of states, M and what is added to states, each before its product.
+SLACK = {DType.BF16: 4e-3, DType.F16: 6e-4}
+
+
+def operands(spec: ScanSpec, batch: int, seed: int) -> dict[str, Tensor]:
+    """Sequences of more than a chunk; packed ones also of less, of one token and of none."""
+    g = torch.Generator().manual_seed(seed)
+    counts = cycled((CHUNK + 5, 3, 0, CHUNK, 1), batch)
+    lead = (1, sum(counts)) if spec.ragged else (batch, CHUNK + 5)
+    slots = batch if spec.index is Index.NONE else 3 * batch
+
+    def rows(*inner: int) -> Tensor:
+        """A slice of a wider tensor, whose tokens begin at multiples of so many bytes as are copied at once."""
+        gap = spec.copy // 2
+        wide = torch.randn(*lead, inner[0], inner[1] + gap, generator=g).to(TORCH_DTYPES[spec.x])
+        return wide[..., gap:]
+
+    made = {"x": rows(HEADS, spec.headdim), "B": rows(GROUPS, spec.d_state), "C": rows(GROUPS, spec.d_state)}
+    made["out"] = torch.full_like(made["x"], float("nan"))
+    made["dt"] = torch.randn(*lead, HEADS, generator=g).to(TORCH_DTYPES[spec.dt])
+    if not spec.dt_softplus:
+        made["dt"] = made["dt"].abs()
+    made["A"] = -torch.rand(HEADS, generator=g).to(TORCH_DTYPES[spec.A])
+    if spec.D is not None:
+        made["D"] = torch.randn(HEADS, generator=g).to(TORCH_DTYPES[spec.D])
+    if spec.z:
+        made["z"] = rows(HEADS, spec.headdim)
+    if spec.dt_bias is not None:
+        made["dt_bias"] = torch.rand(HEADS, generator=g).to(TORCH_DTYPES[spec.dt_bias])
+    if spec.ragged:
+        made["cu_seqlens"] = boundaries(counts, spec.cu_seqlens)
+    made |= {name: _states(spec, count, g) for name, count in (("initial_states", batch), ("final_states", batch), ("state", slots))}
+    if spec.index is not Index.NONE:
+        made["state_indices"] = slot_indices(spec.index, batch, slots, g)
+    made["has_initial_state"] = torch.arange(batch) % 3 == 0
+    return ordered(spec, made)
+
+
+def _states(spec: ScanSpec, count: int, g: Generator) -> Tensor:
+    """Pairs of numbers lie at multiples of two, or at odd places."""
+    inner = HEADS * spec.headdim * spec.d_state
+    odd = spec.state_loads is Loads.ELEMENT
+    wide = torch.randn(count, inner + (1 if odd else 2), generator=g).to(TORCH_DTYPES[spec.state])
+    return wide[:, 1 if odd else 0 :][:, :inner].unflatten(1, (HEADS, spec.headdim, spec.d_state))
+
+
+def chunk_scan(spec: ScanSpec, batch: int, seed: int) -> Trial:
+    named = operands(spec, batch, seed)
+    limit = (0.1, 1.5) if spec.dt_limit else None
+    slack = dict.fromkeys(("out", "final_states", "state"), SLACK[spec.x])
+    return trial(CALLER, named, Options(spec.dt_softplus, limit), slack=slack)
+
+
+TRIALS = {ScanSpec: chunk_scan}

@@ -1,0 +1,112 @@
+"""chunk_scan on a card: the laws of its results at the sizes of models, offsets beyond 32 bits, and the same bits every time."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import pytest
+import scan_cases as laws
+import torch
+from scan_cases import BF16, F16, F32, Sizes, make, same
+
+import ssmgen
+
+pytestmark = pytest.mark.gpu
+
+MODEL = Sizes(heads=16, groups=2, headdim=64, d_state=128, device="cuda")
+WIDE = replace(MODEL, heads=128, groups=8)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tokens", "decay", "more"),
+    [
+        (WIDE, 2048, 1.0, {}),
+        (MODEL, 2048, 1e-3, {}),
+        (MODEL, 2048, 16.0, {"step": 3.0}),
+        (replace(MODEL, x=F16), 640, 0.1, {"z": True}),
+        (replace(MODEL, headdim=128), 640, 0.1, {"z": True}),
+        (replace(MODEL, d_state=256), 640, 0.1, {}),
+        (replace(MODEL, headdim=80, d_state=16), 640, 0.1, {}),
+    ],
+    ids=["wide", "long-memory", "strong-decay", "f16-gate", "p128", "n256", "p80"],
+)
+def test_results_are_those_of_float64(sizes, tokens, decay, more):
+    laws.is_accurate(ssmgen.chunk_scan, sizes, tokens, decay, **more)
+
+
+def test_packing_changes_no_bit():
+    laws.packing_changes_no_bit(ssmgen.chunk_scan, MODEL, (*laws.LENGTHS, 1000, 2048))
+
+
+@pytest.mark.parametrize("cut", [64, 1024, 1984])
+def test_a_cut_changes_no_bit(cut):
+    laws.a_cut_changes_no_bit(ssmgen.chunk_scan, WIDE, 2048, cut)
+
+
+@pytest.mark.parametrize("state", [F32, BF16])
+def test_a_pool_is_touched_where_it_should_be(state):
+    laws.a_pool_is_touched_where_it_should_be(ssmgen.chunk_scan, MODEL, state)
+
+
+@pytest.mark.parametrize("offset", [8, 4, 2])
+def test_layout_changes_no_bit(offset):
+    laws.layout_changes_no_bit(ssmgen.chunk_scan, MODEL, offset)
+
+
+def test_decoding_goes_on():
+    laws.decoding_goes_on(ssmgen.chunk_scan, MODEL, 500)
+
+
+def test_the_same_bits_every_time():
+    call = make(WIDE, 4, 300)
+    seen = set()
+    for _ in range(1000):
+        out, state = ssmgen.chunk_scan(**call, return_final_states=True)
+        total = laws.bits(out).sum(dtype=torch.int64), laws.bits(state).sum(dtype=torch.int64)
+        seen.add(tuple(map(int, total)))
+    assert len(seen) == 1
+    digests = {hashlib.sha256(laws.bits(ssmgen.chunk_scan(**call)).cpu().numpy().tobytes()).hexdigest() for _ in range(10)}
+    assert len(digests) == 1
+
+
+def test_programmatic_launches_change_no_bit():
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("programmatic dependent launch needs sm_90")
+    call = make(MODEL, 2, 700)
+    assert same(ssmgen.chunk_scan(**call, pdl=True), ssmgen.chunk_scan(**call, pdl=False))
+
+
+def test_in_a_graph():
+    call = make(MODEL, 300)
+    call |= {"cu_seqlens": laws.starts_of((100, 200), "cuda"), "out": torch.empty_like(call["x"])}
+    state = torch.zeros(2, MODEL.heads, MODEL.headdim, MODEL.d_state, device="cuda")
+    wanted = ssmgen.chunk_scan(**call, state=state).clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ssmgen.chunk_scan(**call, state=state)
+    call["out"].zero_()
+    call["cu_seqlens"].copy_(laws.starts_of((100, 200), "cuda"))
+    graph.replay()
+    assert same(call["out"], wanted)
+    call["cu_seqlens"].copy_(laws.starts_of((64, 236), "cuda"))  # other lengths, the same graph
+    graph.replay()
+    assert same(call["out"], ssmgen.chunk_scan(**call | {"out": torch.empty_like(call["out"])}))
+
+
+def test_offsets_beyond_32_bits():
+    """Tokens that lie 2^31 elements from the first, and a slot that does."""
+    H, P, N, tokens = 2, 64, 16, 70
+    apart = 2**31 // 69 // 8 * 8 + 8
+    if torch.cuda.mem_get_info()[0] < 14 * 2**30:
+        pytest.skip("needs 14 GiB of the card's memory")
+    sizes = Sizes(heads=H, headdim=P, d_state=N, device="cuda")
+    call = make(sizes, tokens)
+    memory = torch.empty(tokens * apart, dtype=BF16, device="cuda")
+    far = memory.as_strided((tokens, H, P), (apart, P, 1))
+    far.copy_(call["x"])
+    slot = 2**31 // (H * P * N) + 1
+    pool = torch.empty((slot + 1) * H * P * N, dtype=BF16, device="cuda").view(-1, H, P, N)
+    more = {"cu_seqlens": laws.starts_of((tokens,), "cuda"), "state_indices": torch.tensor([slot], device="cuda")}
+    wanted, state = ssmgen.chunk_scan(**call, cu_seqlens=more["cu_seqlens"], return_final_states=True)
+    assert same(ssmgen.chunk_scan(**call | {"x": far}, state=pool, **more), wanted) and same(pool[slot], state[0].to(BF16))

@@ -1,0 +1,193 @@
+"""chunk_scan: operands, strided, poisoned and guarded; and the laws of its results, for whatever runs a call: a card, or the emulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from ssu_cases import BF16, F16, F32, Memory
+from torch import Tensor
+
+import ssmgen
+from ssmgen import registry
+from ssmgen.arguments import Arguments
+from ssmgen.emulator import run_source
+from ssmgen.families.chunk_scan import call as op
+from ssmgen.families.chunk_scan.reference import chunk_scan as reference
+from ssmgen.families.chunk_scan.spec import ScanSpec
+from ssmgen.render import render
+from ssmgen.spec import Arch
+
+SM90 = Arch.parse("sm_90a")
+NAN = float("nan")
+LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 130)
+BOUNDS = {BF16: 4e-3, F16: 6e-4}  # relative L2 error: of products of operands of such a dtype
+
+Scan = Callable[..., Any]  # as ssmgen.chunk_scan
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a call: small for the emulator, a model's on a card."""
+
+    heads: int = 2
+    groups: int = 1
+    headdim: int = 32
+    d_state: int = 32
+    x: torch.dtype = BF16
+    device: str = "cpu"
+
+
+def emulated(*, spec: ScanSpec | None = None, arch: Arch = SM90, change: Callable[[str], str] = str, **kwargs: Any) -> Any:
+    """The call's result as a kernel makes it in the emulator: the given variant, or the registry's choice. `change` edits its text."""
+    call = ssmgen.chunk_scan.build(**kwargs)
+    views = op.CALLER.checked(call.operands, call.options, None)
+    where = {n: t.data_ptr() for n, t in call.operands.items()}
+    problem, size = op.problem_of(views, where, call.options), op.size_of(views)
+    if size:
+        spec = spec or registry.select(op.OPERATOR, problem, size, arch, arch >= Arch(90))
+        packed = Arguments(spec, op.kernel_values(spec, views, call.options)).at([where[n] for n in spec.operands()])
+        grid, written = op.FAMILY.grid_of(spec, views), op.FAMILY.written
+        text = change(render(spec, arch))
+        run_source(text, spec.name, grid, spec.threads_per_block, packed, call.operands, written, spec.dynamic_bytes)
+    return call.result
+
+
+def problem_of(**kwargs: Any) -> Any:
+    call = ssmgen.chunk_scan.build(**kwargs)
+    return call.problem()[0]
+
+
+def make(sizes: Sizes, *lead: int, seed: int = 0, decay: float = 1.0, z: bool = False) -> dict[str, Any]:
+    """A call on dense operands: […, H, P] and the like. decay: of A; as large as it, or as small, are sums of d A."""
+    g = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int, dtype: torch.dtype = sizes.x) -> Tensor:
+        return torch.randn(*shape, generator=g).to(sizes.device, dtype)
+
+    H, P, N = sizes.heads, sizes.headdim, sizes.d_state
+    call: dict[str, Any] = {"x": randn(*lead, H, P), "dt": randn(*lead, H)}
+    call |= {"A": -decay * (0.5 + torch.rand(H, generator=g)).to(sizes.device), "dt_bias": randn(H, dtype=F32), "dt_softplus": True}
+    call |= {n: randn(*lead, sizes.groups, N) for n in ("B", "C")} | {"D": randn(H, dtype=F32)}
+    return call | ({"z": randn(*lead, H, P)} if z else {})
+
+
+def exact(call: Mapping[str, Any], **more: Any) -> dict[str, Tensor]:
+    """What the call must write, in float64, token by token."""
+    built = ssmgen.chunk_scan.build(**call, **more)
+    views = {n: t.cpu() for n, t in op.CALLER.checked(built.operands, built.options, None).items()}
+    wanted = {n: views[n].double() for n in op.FAMILY.written if n in views}
+    reference(**views | wanted, **built.options._asdict(), dtype=torch.float64)
+    return wanted
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """Relative L2."""
+    found = found.detach().cpu().double().reshape(wanted.shape)
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def starts_of(lengths: Sequence[int], device: str, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(device, dtype)
+
+
+def bits(t: Tensor) -> Tensor:
+    return t.contiguous().view({4: torch.int32, 2: torch.int16}[t.element_size()])
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit, NaN too."""
+    return torch.equal(bits(a), bits(b))
+
+
+def tokens_of(call: Mapping[str, Any], span: slice) -> dict[str, Any]:
+    """The call on some of its packed tokens, as a batch of one."""
+    return {n: t[span][None] if n in ("x", "dt", "B", "C", "z") else t for n, t in call.items()}
+
+
+# Laws.
+
+
+def is_accurate(scan: Scan, sizes: Sizes, tokens: int, decay: float, *, z: bool = False, step: float = 0.0) -> None:
+    """With a state to start from. step: added to dt, whose softplus is then about as much."""
+    call = make(sizes, 2, tokens, decay=decay, z=z)
+    call["dt"] = call["dt"] + step
+    states = torch.randn(2, sizes.heads, sizes.headdim, sizes.d_state, generator=torch.Generator().manual_seed(1))
+    call["initial_states"] = states.to(sizes.device)
+    wanted = exact(call, return_final_states=True)
+    out, states = scan(**call, return_final_states=True)
+    assert error(out, wanted["out"]) <= BOUNDS[sizes.x], error(out, wanted["out"])
+    assert error(states, wanted["final_states"]) <= BOUNDS[sizes.x], error(states, wanted["final_states"])
+
+
+def packing_changes_no_bit(scan: Scan, sizes: Sizes, lengths: Sequence[int] = LENGTHS) -> None:
+    call = make(sizes, sum(lengths))
+    starts = starts_of(lengths, sizes.device)
+    packed, states = scan(**call, cu_seqlens=starts, return_final_states=True)
+    for i, length in enumerate(lengths):
+        span = slice(int(starts[i]), int(starts[i + 1]))
+        if length:
+            out, last = scan(**tokens_of(call, span), return_final_states=True)
+            assert same(out[0], packed[span]) and same(last[0], states[i])
+        else:
+            assert not states[i].any()
+
+
+def a_cut_changes_no_bit(scan: Scan, sizes: Sizes, tokens: int, cut: int) -> None:
+    call = make(sizes, tokens, decay=0.02)
+    whole, last = scan(**tokens_of(call, slice(None)), return_final_states=True)
+    first, state = scan(**tokens_of(call, slice(0, cut)), return_final_states=True)
+    second, end = scan(**tokens_of(call, slice(cut, None)), initial_states=state, return_final_states=True, final_states_out=state)
+    assert same(torch.cat([first, second], 1), whole) and same(end, last) and end is state
+
+
+def a_pool_is_touched_where_it_should_be(scan: Scan, sizes: Sizes, state: torch.dtype) -> None:
+    """Slots that nobody has hold NaN, and so do those of sequences that start from nothing, those of none and tokens of no sequence."""
+    lengths, slots, started = (65, 7, 0, 16, 64), (3, 20, 7, 0, -1), (True, True, True, False, True)
+    memory, tokens = Memory(sizes.device), sum(lengths) + 9
+    call = make(sizes, tokens)
+    for name in ("x", "B", "C", "dt"):
+        call[name][-9:] = NAN
+        call[name] = memory.fill(name, call[name])
+    shape = (9, sizes.heads, sizes.headdim, sizes.d_state)
+    pool = memory.fill("state", torch.full(shape, NAN, dtype=state, device=sizes.device))
+    pool[3] = torch.randn(shape[1:], generator=torch.Generator().manual_seed(1)).to(sizes.device, state)
+    out = memory.fill("out", torch.full_like(call["x"], NAN))
+    call |= {"cu_seqlens": starts_of(lengths, sizes.device, torch.int64), "state": pool, "out": out}
+    call |= {"state_indices": torch.tensor(slots).int().to(sizes.device), "has_initial_state": torch.tensor(started).to(sizes.device)}
+    wanted = exact(call)
+    memory.seal()
+    scan(**call)
+    assert not memory.untouched({"state": torch.tensor([3, 0], device=sizes.device), "out": torch.arange(tokens - 9, device=sizes.device)})
+    served = [(0, 65, 3), (72, 88, 0)]
+    for begin, end, slot in served:
+        assert error(out[begin:end], wanted["out"][0, begin:end]) <= BOUNDS[sizes.x]
+        assert error(pool[slot], wanted["state"][slot]) <= BOUNDS[sizes.x]
+    assert not out[65:72].any() and not out[88:152].any()
+
+
+def layout_changes_no_bit(scan: Scan, sizes: Sizes, offset: int) -> None:
+    """x, B and C are slices of one tensor, as the convolution leaves them, `offset` elements from multiples of 16 bytes."""
+    H, P, G, N = sizes.heads, sizes.headdim, sizes.groups, sizes.d_state
+    call = make(sizes, 2, 70, z=True)
+    wanted = scan(**call)
+    parts = [call["x"].flatten(2), call["B"].flatten(2), call["C"].flatten(2)]
+    wide = torch.cat([torch.full_like(parts[0], NAN)[..., :offset], *parts], 2)
+    x, B, C = wide[..., offset:].split([H * P, G * N, G * N], 2)
+    z = torch.cat([call["z"], call["z"]], 2)[:, :, H:]
+    out = torch.full((2, 70, H, P + 2), NAN, dtype=sizes.x, device=sizes.device)[..., :P]
+    moved = call | {"x": x.unflatten(2, (H, P)), "B": B.unflatten(2, (G, N)), "C": C.unflatten(2, (G, N)), "z": z, "out": out}
+    scan(**moved)
+    assert same(out, wanted)
+
+
+def decoding_goes_on(scan: Scan, sizes: Sizes, tokens: int) -> None:
+    """The state that a prompt leaves is the one that the next step reads."""
+    call = make(sizes, 2, tokens + 1)
+    per_token = ("x", "dt", "B", "C")
+    wanted = exact(call, return_final_states=True)
+    _, state = scan(**{n: t[:, :-1] if n in per_token else t for n, t in call.items()}, return_final_states=True)
+    out = ssmgen.selective_state_update(state, **{n: t[:, -1] if n in per_token else t for n, t in call.items()})
+    assert error(out, wanted["out"][:, -1]) <= BOUNDS[sizes.x] and error(state, wanted["final_states"]) <= BOUNDS[sizes.x]

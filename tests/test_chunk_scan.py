@@ -1,0 +1,249 @@
+"""chunk_scan: the laws that hold for every variant, on the CPU and in the emulator; checks, texts, and that wrong kernels are found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import scan_cases as laws
+import torch
+from scan_cases import BF16, F16, F32, SM90, Sizes, emulated, make, problem_of, same
+
+import ssmgen
+from ssmgen import emulator
+from ssmgen.emulator import EmulatorError
+from ssmgen.emulator.check import check
+from ssmgen.errors import ArgumentError, UnsupportedError
+from ssmgen.families.chunk_scan.spec import OPERATOR, ScanProblem, ScanSpec, candidates, space
+from ssmgen.nvrtc import compile_cubin
+from ssmgen.registry import select
+from ssmgen.render import render
+from ssmgen.spec import Arch, DType, Index, Loads, Pdl
+
+SMALL = Sizes()
+needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
+by_both = pytest.mark.parametrize("scan", [ssmgen.chunk_scan, pytest.param(emulated, marks=needs_emulator)], ids=["reference", "emulated"])
+
+
+# Laws.
+
+
+@needs_emulator
+@pytest.mark.parametrize(
+    ("sizes", "tokens", "decay", "more"),
+    [
+        (SMALL, 130, 1.0, {}),
+        (SMALL, 200, 1e-3, {}),  # long memory
+        (SMALL, 130, 16.0, {"step": 3.0}),  # strong decay: a chunk's sum is about -3000
+        (replace(SMALL, x=F16), 70, 1.0, {"z": True}),
+        (Sizes(heads=4, groups=2, headdim=64, d_state=128), 70, 0.1, {"z": True}),
+        (Sizes(heads=1, headdim=80, d_state=16), 65, 0.1, {}),
+    ],
+    ids=["plain", "long-memory", "strong-decay", "f16-gate", "model", "p80"],
+)
+def test_results_are_those_of_float64(sizes, tokens, decay, more):
+    laws.is_accurate(emulated, sizes, tokens, decay, **more)
+
+
+@by_both
+def test_packing_changes_no_bit(scan):
+    laws.packing_changes_no_bit(scan, SMALL if scan is emulated else replace(SMALL, x=F32))
+
+
+@by_both
+@pytest.mark.parametrize("cut", [64, 128])
+def test_a_cut_changes_no_bit(scan, cut):
+    laws.a_cut_changes_no_bit(scan, SMALL, 150, cut)
+
+
+@by_both
+@pytest.mark.parametrize("state", [F32, BF16])
+def test_a_pool_is_touched_where_it_should_be(scan, state):
+    laws.a_pool_is_touched_where_it_should_be(scan, SMALL, state)
+
+
+@by_both
+@pytest.mark.parametrize("offset", [8, 4, 2])
+def test_layout_changes_no_bit(scan, offset):
+    laws.layout_changes_no_bit(scan, SMALL, offset)
+
+
+@by_both
+def test_decoding_goes_on(scan):
+    laws.decoding_goes_on(scan, SMALL, 70)
+
+
+@needs_emulator
+def test_variants_are_bit_equal():
+    call = make(replace(SMALL, headdim=64), 1, 130, z=True)
+    problem = problem_of(**call, return_final_states=True)
+    shapes = {(s.tile, s.stages): s for s in space(problem, SM90) if s.pdl is Pdl.TRIGGER_LOADED and s.min_blocks == 1}
+    assert {tile for tile, _ in shapes} == {16, 32, 64} and {stages for _, stages in shapes} == {1, 2, 3, 4}
+    kept = [shapes[at] for at in ((64, 3), (16, 1), (32, 2), (16, 4))]
+    results = [emulated(spec=spec, **call, return_final_states=True) for spec in kept]
+    assert all(same(a, b) for result in results[1:] for a, b in zip(result, results[0], strict=True))
+
+
+@needs_emulator
+def test_place_in_the_batch_changes_no_bit():
+    call = make(SMALL, 3, 70)
+    whole = emulated(**call)
+    per_token = ("x", "dt", "B", "C")
+    assert all(same(emulated(**{n: t[i : i + 1] if n in per_token else t for n, t in call.items()})[0], whole[i]) for i in (0, 2))
+
+
+@pytest.mark.parametrize("state", [F32, BF16])
+def test_states_of_sequences_without_tokens(state):
+    """Dense ones go through, those in a pool stay where they are."""
+    call = make(SMALL, 0)
+    before = torch.randn(2, SMALL.heads, SMALL.headdim, SMALL.d_state).to(state)
+    starts = torch.zeros(3, dtype=torch.int32)
+    for scan in (ssmgen.chunk_scan, *([emulated] if emulator.available() else [])):
+        _, after = scan(**call, cu_seqlens=starts, initial_states=before, return_final_states=True)
+        pool = before.clone()
+        scan(**call, cu_seqlens=starts, state=pool, has_initial_state=torch.tensor([True, False]))
+        assert same(after, before) and same(pool, before)
+
+
+def test_boundaries_that_make_no_sense_are_sequences_without_tokens():
+    call = make(SMALL, 20)
+    out = torch.full_like(call["x"], -7.0)
+    for scan in (ssmgen.chunk_scan, *([emulated] if emulator.available() else [])):
+        scan(**call, cu_seqlens=torch.tensor([5, 3, 21, -4, 2]), out=out)
+        assert (out == -7.0).all()
+
+
+# Checks and choices.
+
+
+def operands(**changes: object) -> dict[str, object]:
+    return make(SMALL, 2, 5) | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"x": torch.zeros(2, 5, 32)}, "x is [2, 5, 32], not [batch, T, H, P]"),
+        ({"cu_seqlens": torch.zeros(3).int()}, "not [tokens, H, P] or [1, tokens, H, P], as cu_seqlens asks for"),
+        ({"B": torch.zeros(2, 5, 3, 32).bfloat16()}, "x has 2 heads, which is not a multiple of the 3 groups of B"),
+        ({"C": torch.zeros(2, 5, 1, 16).bfloat16()}, "C is [2, 5, 1, 16], not […, G, N] = [2, 5, 1, 32]"),
+        ({"C": torch.zeros(2, 5, 1, 32)}, "C is float32, x is bfloat16"),
+        ({"state_indices": torch.zeros(2).int()}, "state_indices is given without state"),
+        ({"state": torch.zeros(2, 2, 32, 16)}, "state is [2, 2, 32, 16], not [slots, H, P, N] = [slots, 2, 32, 32]"),
+        ({"state": torch.zeros(1, 2, 32, 32)}, "state has 1 slots for 2 sequences, and there are no state_indices"),
+        ({"state": torch.zeros(2, 2, 32, 32), "initial_states": torch.zeros(2, 2, 32, 32)}, "initial_states is given together with state"),
+        ({"state": torch.zeros(2, 2, 32, 32).mT}, "the state of each head must be dense"),
+        ({"x": torch.zeros(2, 5, 32, 2).bfloat16().mT}, "its rows must be contiguous"),
+        ({"out": torch.zeros(1, 5, 2, 32).bfloat16().expand(2, 5, 2, 32)}, "two of its elements share memory"),
+        ({"dt_limit": (2, 1)}, "dt_limit is (2, 1), not a tuple (low, high)"),
+    ],
+)
+def test_what_is_wrong_in_words(changes, words):
+    with pytest.raises(ArgumentError) as e:
+        ssmgen.chunk_scan(**operands(**changes))
+    assert words in str(e.value)
+
+
+def test_everything_wrong_is_in_one_message():
+    with pytest.raises(ArgumentError) as e:
+        ssmgen.chunk_scan(**operands(A=torch.zeros(3), dt=torch.zeros(2, 5), state_indices=torch.zeros(2)))
+    assert len(e.value.problems) == 4
+
+
+def refused(problem: ScanProblem, arch: Arch = SM90) -> str:
+    with pytest.raises(UnsupportedError) as e:
+        select(OPERATOR, problem, 1, arch, False)
+    return str(e.value)
+
+
+def test_what_no_kernel_serves_in_words():
+    assert "bf16 or f16, not f32" in refused(problem_of(**make(replace(SMALL, x=F32), 2, 5)))
+    odd = make(SMALL, 2, 5)
+    odd["x"] = torch.zeros(2, 5, 2, 33).bfloat16()[..., 1:]
+    assert "begin, at an odd element" in refused(problem_of(**odd))
+    assert "headdim 72 is not 16 … 256 in steps of 16" in refused(ScanProblem(headdim=72, d_state=64))
+    assert "asynchronous copies and bf16 need sm_80, not sm_75" in refused(ScanProblem(headdim=64, d_state=16), Arch(75))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a", "sm_100a", "sm_120"])
+def test_every_size_is_served_where_there_is_shared_memory_for_it(arch):
+    """The smallest SM has 99 KiB."""
+    where = Arch.parse(arch)
+    for headdim in range(16, 257, 16):
+        for d_state in range(16, 257, 16):
+            problem = ScanProblem(headdim=headdim, d_state=d_state, z=True)
+            spec = select(OPERATOR, problem, 1, where, False)
+            assert not spec.violations(where)
+            rules = [spec for _, spec, _ in candidates(problem, 1, where, False)]
+            assert rules[-1].shared_bytes == min(s.shared_bytes for s in rules)
+
+
+SPECS = [
+    ScanSpec(headdim=64, d_state=128, tile=64, D=DType.F32, final=True),
+    ScanSpec(headdim=32, d_state=16, tile=16, stages=2, z=True, cu_seqlens=Index.I32, pool=True, started=True, index=Index.I64),
+    ScanSpec(headdim=32, d_state=48, tile=32, stages=1, copy=4, initial=True, state=DType.F16, state_loads=Loads.ELEMENT, x=DType.F16),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
+def test_the_wait_precedes_every_access(spec):
+    text = render(replace(spec, pdl=Pdl.TRIGGER_LOADED), SM90)
+    body = text[text.index('extern "C"') :]
+    wait = body.index("wait_for_upstream();")
+    assert not [word for word in ("load(", "load_u8(", "ask_for(", "copy_rows<", "store_") if word in body[:wait]]
+    assert "__restrict__" not in body and "allow_dependents();" in body
+
+
+@needs_emulator
+@pytest.mark.parametrize("spec", SPECS[1:], ids=lambda s: s.stem)
+def test_check_of_variants(spec):
+    assert check(spec, SM90, 4).passed
+
+
+EDITS = {
+    "no wait for copies": ("wait_copies<kStages - 3>();", "", "has not waited for the copy"),
+    "a barrier too few": ("__syncthreads();  // chunk n is there", "__syncwarp();  // chunk n is there", "shared memory"),
+    "asked for too early": ("ask_for(n + kStages - 2);", "ask_for(n + kStages - 1);", "shared memory"),
+    "one M for two chunks": (
+        "const u32 to = kAtMix + n % 2 * (kChunk * kMixWords) + part;",
+        "const u32 to = kAtMix + part;",
+        "shared memory",
+    ),
+    "above the diagonal": ("column + e <= row[side]", "true", "off"),
+    "a chunk too few": ("(length + kChunk - 1) / kChunk", "length / kChunk", "off"),
+    "tokens past the end": ("n * kChunk + 2 * lane + e < length ?", "true ?", "off"),
+    "no decay of the state": ("S[i][e] * decay", "S[i][e]", "off"),
+    "no upstream": ("  wait_for_upstream();", "  ", "before the wait for the upstream kernel"),
+}
+
+
+@needs_emulator
+@pytest.mark.parametrize("edit", EDITS)
+def test_broken_kernels_are_found(edit):
+    old, new, words = EDITS[edit]
+
+    def change(source: str) -> str:
+        assert old in source, "the edit no longer applies"
+        return source.replace(old, new)
+
+    def scan(**call: object) -> object:
+        return emulated(**call, change=change)
+
+    try:
+        laws.is_accurate(scan, replace(SMALL, heads=1), 200, 0.1)
+    except EmulatorError as e:
+        assert words in str(e)
+    except AssertionError as e:
+        assert words == "off" and "no longer applies" not in str(e)
+    else:
+        pytest.fail("nothing was found")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+def test_no_variant_spills(arch):
+    """Beside those in generated/: the most registers per thread that there are, and the fewest."""
+    where, full = Arch.parse(arch), {"D": DType.F32, "dt_bias": DType.F32, "initial": True, "final": True}
+    for problem in (ScanProblem(headdim=128, d_state=128, **full), ScanProblem(headdim=64, d_state=256, z=True, **full)):
+        spec = select(OPERATOR, problem, 1, where, where >= Arch(90))
+        resources = compile_cubin(render(spec, where), where, str(spec)).resources
+        assert not resources.spills and not resources.stack, f"{spec}: {resources}"
