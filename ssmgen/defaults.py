@@ -13,6 +13,7 @@ from typing import Any
 from . import registry
 from .build import specs_for
 from .catalog import OPERATOR_OF
+from .engine.layer import Layer
 from .engine.window import StateLayout
 from .family import records
 from .models import find_model
@@ -56,7 +57,7 @@ def layer(
 ) -> Problem:
     """What the decode step of a model's whole layer asks for, with windows of this layout and length. call: as of `Model.layers`."""
     asked = find_model(model).divided(tp).layers((state,), (index,), **call)
-    return next(p for p in asked if (p.conv.layout, p.conv.len) == window)
+    return next(p for p in asked if isinstance(p, Layer) and (p.conv.layout, p.conv.len) == window)
 
 
 def words(problem: Problem) -> str:

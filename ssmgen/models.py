@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -79,7 +79,7 @@ class Ask:
         """Whether a model, or one rank's share of it, has something for it to do."""
         raise NotImplementedError
 
-    def problems(self, model: Model, wanted: Wanted) -> list[Problem]:
+    def problems(self, model: Model, wanted: Wanted) -> Sequence[Problem]:
         """What a model that uses it asks for; nothing without slot indices where they are needed."""
         raise NotImplementedError
 
@@ -194,7 +194,7 @@ class Model:
         """One tensor-parallel rank's share. Raises ModelError when the heads (Mamba-1: channels) do not divide."""
         raise NotImplementedError
 
-    def problem(self, state: DType, index: Index, pool: PoolMode, **call: Any) -> Problem:
+    def problem(self, state: DType, index: Index, pool: PoolMode, *_: Any, **call: Any) -> Problem:  # each kind has its own keywords
         """What one kind of decode step asks for, in the dtypes of transformers and the serving engines."""
         raise NotImplementedError
 

@@ -9,14 +9,18 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 
 from .errors import SpecError
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 T = TypeVar("T")
+D = TypeVar("D", bound="DataclassInstance")
 
 
 class DType(Enum):
@@ -161,13 +165,12 @@ LATER = {"later": True}
 BARE = {"bare": True}
 
 
+@dataclass(frozen=True, slots=True)
 class Part:
     """Base of a group of fields that several specs have, as one field whose default is the group's. It is frozen.
 
     Texts say its fields one by one, their names behind the group's: `conv_width` is `width` of `conv`.
     """
-
-    __slots__ = ()
 
 
 class Entry(NamedTuple):
@@ -180,8 +183,13 @@ class Entry(NamedTuple):
         return getattr(getattr(given, self.part) if self.part else given, self.field.name)
 
 
-@functools.cache
-def entries(kind: type) -> dict[str, Entry]:
+def _by_class(function: Callable[[Any], T]) -> Callable[[Any], T]:
+    """functools.cache, of a class: mypy takes the class of a frozen dataclass for what cannot be hashed, as its instances are."""
+    return functools.cache(function)
+
+
+@_by_class
+def entries(kind: Any) -> dict[str, Entry]:
     """The fields of a spec class, or a problem's, by their names in texts."""
     found: dict[str, Entry] = {}
     for f in fields(kind):
@@ -198,7 +206,7 @@ def flat(given: Any) -> dict[str, Any]:
     return {name: entry.of(given) for name, entry in entries(type(given)).items()}
 
 
-def made(kind: type[T], values: Mapping[str, Any]) -> T:
+def made(kind: type[D], values: Mapping[str, Any]) -> D:
     """The spec, or the problem, with these values by their names in texts; fields that are not among them have their defaults."""
     own: dict[str, Any] = {}
     parts: dict[str, dict[str, Any]] = {}
@@ -213,7 +221,7 @@ def made(kind: type[T], values: Mapping[str, Any]) -> T:
     return kind(**own, **{name: replace(groups[name], **inner) for name, inner in parts.items()})
 
 
-def changed(given: T, **values: Any) -> T:
+def changed(given: D, **values: Any) -> D:
     """The same spec, or problem, but for these values by their names in texts."""
     return made(type(given), flat(given) | values)
 
@@ -250,7 +258,11 @@ class KernelSpec:
     """Base of every family's spec."""
 
     family: ClassVar[str]
-    template: ClassVar[str]
+
+    @property
+    def template(self) -> str:
+        """A file of `templates`, and of each class the same, but where a spec's fields choose one."""
+        raise NotImplementedError
 
     @property
     def pdl(self) -> Pdl:
@@ -361,7 +373,7 @@ def _value(kind: Any, text: str) -> Any:
     return None if text == "none" else DType(text)
 
 
-_hints = functools.cache(get_type_hints)  # 0.4 ms, which a table of some hundred rows would take for each
+_hints = _by_class(get_type_hints)  # 0.4 ms, which a table of some hundred rows would take for each
 
 
 def _kind(cls: type[KernelSpec], entry: Entry) -> Any:
@@ -374,7 +386,7 @@ def parse_spec(text: str, families: dict[str, type[KernelSpec]]) -> KernelSpec:
     family, _, rest = text.partition(":")
     if family not in families:
         raise SpecError(text, [f"unknown family {family!r}; known: {', '.join(sorted(families))}"])
-    cls: Any = families[family]  # to mypy the class of a frozen dataclass cannot be hashed, as its instances are
+    cls = families[family]
     known = entries(cls)
     values: dict[str, Any] = {}
     problems = []
@@ -394,5 +406,4 @@ def parse_spec(text: str, families: dict[str, type[KernelSpec]]) -> KernelSpec:
         problems.append(f"missing: {', '.join(missing)}")
     if problems:
         raise SpecError(text, problems)
-    spec: KernelSpec = made(cls, values)
-    return spec
+    return made(cls, values)

@@ -103,10 +103,13 @@ def between_ours(case: Case, call: Callable[[int], object]) -> Launch:
 
 
 class Peer(NamedTuple):
-    """Another package's chain. make: None where it does not serve a case. checked: makes what is held against float64, if another."""
+    """Another package's chain. make: None where it does not serve a case. checked: makes what is held against float64, if another.
 
-    make: Callable[[Case], Launch | None]
-    checked: Callable[[Case], Launch | None] | None = None
+    Both take the `Case` of their family.
+    """
+
+    make: Callable[[Any], Launch | None]
+    checked: Callable[[Any], Launch | None] | None = None
 
 
 def peers_of(case: Case) -> dict[str, reports.Peer]:

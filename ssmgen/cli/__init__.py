@@ -16,8 +16,8 @@ from .caching import cache
 from .options import EXIT_DRIFT, EXIT_FAILURE
 
 
-class Says:
-    """Of commands: turns the package's errors into a message and an exit code."""
+class Command(click.Command):
+    """A command that turns the package's errors into a message and an exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -30,12 +30,8 @@ class Says:
             sys.exit(EXIT_FAILURE)
 
 
-class Group(Says, click.Group):
-    """`ssmgen`."""
-
-
-class Command(Says, click.Command):
-    """A program of its own, such as those of tools/."""
+class Group(Command, click.Group):
+    """`ssmgen`, whose commands' errors are turned as well."""
 
 
 @click.group(cls=Group, epilog="Exit codes: 0 done, 1 failed, 2 wrong command line, 3 generated files have drifted.")

@@ -47,7 +47,8 @@ class LayerAsk(Ask):
         width, io = model.conv_width, wanted.io
         windows = [(StateLayout.RUNS, width - 1), (StateLayout.RUNS, width), (StateLayout.CHANNELS, width - 1)]
         same: dict[str, Any] = {"conv_width": width, "conv_weight": io, "conv_bias": io if model.conv_bias else None}
-        for norm in model.norms(io):
+        norms: list[Any] = model.norms(io)  # one at most
+        for norm in norms:
             same |= {f"norm_{name}": getattr(norm, name) for name in ("size", "grouped", "activation")}
             same |= {"norm": norm.weight, "norm_gate": norm.gate, "norm_first": norm.norm_first}
         how: dict[str, Any] = {"layout": wanted.layout} if "layout" in self.options else {}

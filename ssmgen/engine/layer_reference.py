@@ -21,7 +21,7 @@ def convolved(views: Mapping[str, Tensor], name: str, slots: Tensor, dtype: torc
     x = x.unsqueeze(2) if x.dim() == 2 else x.transpose(1, 2)
     out = torch.empty_like(x)
     window = views["conv_state"] if update else views["conv_state"].clone()
-    given = {"x": x, "conv_state": window, "weight": views["conv_weight"], "bias": views.get("conv_bias")}
+    given: dict[str, Any] = {"x": x, "conv_state": window, "weight": views["conv_weight"], "bias": views.get("conv_bias")}
     kept = ("intermediate_conv_window", "intermediate_state_indices") if "intermediate_conv_window" in views else ()
     given |= {n: views.get(n) for n in ("num_accepted_tokens", *kept)}
     given = {n: t for n, t in given.items() if t is not None}

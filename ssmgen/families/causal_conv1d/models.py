@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ...models import Ask, Model, Role, Wanted
@@ -33,11 +34,12 @@ class PromptsAsk(ConvolutionAsk):
     operator = OPERATOR
     role = Role.PROMPTS
 
-    def problems(self, model: Model, wanted: Wanted) -> list[ConvProblem]:
+    def problems(self, model: Model, wanted: Wanted) -> Sequence[ConvProblem]:
         same = self.same(model, wanted)
-        first, last = {"layout": ConvLayout.FIRST}, {"layout": ConvLayout.LAST}
+        first: dict[str, Any] = {"layout": ConvLayout.FIRST}
+        last: dict[str, Any] = {"layout": ConvLayout.LAST}
         unaligned = first | {"shifted": True}  # rows begin anywhere
-        pool = {"query_start_loc": Index.I32, "pool": True, "started": True}
+        pool: dict[str, Any] = {"query_start_loc": Index.I32, "pool": True, "started": True}
         prompts = [ConvProblem(**same, **layout) for layout in (first, unaligned, last)]
         return prompts + [ConvProblem(**same, **layout, **pool, index=index) for layout in (unaligned, last) for index in wanted.indices]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from ...models import Model, Role, Wanted
 from ...spec import Index
 from ..causal_conv1d.models import ConvolutionAsk
@@ -14,13 +17,14 @@ class StepAsk(ConvolutionAsk):
     operator = OPERATOR
     role = Role.CONVOLUTION
 
-    def problems(self, model: Model, wanted: Wanted) -> list[UpdateProblem]:
+    def problems(self, model: Model, wanted: Wanted) -> Sequence[UpdateProblem]:
         tokens, width = wanted.count, model.conv_width
         step = self.same(model, wanted) | {"tokens": tokens}
         step |= {"advance": Advance.ROLL, "position": Index.I32} if tokens > 1 else {}
         # A window that shifts may hold the input that has left the convolution, as transformers' does; one that rolls does not.
         lengths = [width + tokens - 2, *([width] if tokens == 1 else [])]
-        layouts = [{"layout": StateLayout.RUNS, "state_len": length} for length in lengths] + [{"layout": StateLayout.CHANNELS}]
+        layouts: list[dict[str, Any]] = [{"layout": StateLayout.RUNS, "state_len": length} for length in lengths]
+        layouts += [{"layout": StateLayout.CHANNELS}]
         return [UpdateProblem(**step, **layout, index=index) for layout in layouts for index in wanted.indices]
 
 

@@ -19,6 +19,7 @@ from ...bench.layer_case import EPS, Step
 from ...bench.layers import OPTIONS, QUICK, REPORT, Launch, Peer, between_ours, convolution, mistakes, of_model, point, run, table
 from ..causal_conv1d_update.bench import dao_step
 from ..linear_attention.bench_recurrences import OPS
+from ..linear_attention.models import LinearAttention
 from ..linear_attention.problem import Gate
 
 __all__ = ["CASES", "MODELS", "OPTIONS", "PEERS", "QUICK", "REPORT", "Case", "mistakes", "of_model", "point", "run", "table"]
@@ -31,6 +32,7 @@ class Case(layer_case.Case):
     """A layer of a delta rule."""
 
     inputs: ClassVar[str] = "mixed_qkv"
+    model: LinearAttention
     norm_first: ClassVar[bool] = True
     gates: ClassVar[tuple[str, str]]  # the operands that the recurrence by itself calls g and beta
     rule: ClassVar[Callable[..., Any]]
@@ -88,7 +90,7 @@ def flashinfer(case: Case) -> Launch | None:
     calls = []
     for i in range(case.sets):
         given = case.chain(i)[1].arguments
-        call = {names.get(n, n): t for n, t in given.items() if isinstance(t, Tensor)} | {"use_qk_l2norm_in_kernel": True}
+        call: dict[str, Any] = {names.get(n, n): t for n, t in given.items() if isinstance(t, Tensor)} | {"use_qk_l2norm_in_kernel": True}
         calls.append(call | {"dt_bias": call["dt_bias"].float()})
     return between_ours(case, lambda i: function(**calls[i]))
 
@@ -100,20 +102,21 @@ def fla(case: Case, state: Tensor | None = None) -> Launch | None:
     norm = reports.imported("fla.modules.fused_norm_gate", "rms_norm_gated") if served else None
     if update is None or norm is None:
         return None
-    convolve = convolution(case, dao_step())
+    assert case.norm_weight is not None, "every model with such a layer norms by heads"
+    convolve, weights = convolution(case, dao_step()), case.norm_weight
     _, H, V, K = case.state.shape
     parts = case.state.flatten().view(torch.float32).split(case.batch * H * K * V)
     states = [part.view(case.batch, H, K, V) for part in parts if len(part) == len(parts[0])] if state is None else [state]
     biases = case.by_head["dt_bias"].float()
     fixed = {**OPS["gated_delta_rule"].fla_options, "output_final_state": True}
 
-    def run(i: int) -> Tensor:
+    def run(i: int) -> Any:
         rows = case.out[i].view(case.batch, H, V)
         given = case.update(i, convolve(i), rows).arguments
         call = {name: given[name] for name in ("q", "k", "v", "g", "beta", "A_log")} | {"dt_bias": biases[i]}
         y, _ = update(**call, **fixed, initial_state=states[i % len(states)])
         gate = case.z[i].view(case.batch, 1, H, V)
-        return norm(y, gate, case.norm_weight[i], None, activation="swish", eps=EPS).view(case.batch, H * V)
+        return norm(y, gate, weights[i], None, activation="swish", eps=EPS).view(case.batch, H * V)
 
     return run
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import Tensor
 
 from ...calls.public import Call, operator
@@ -91,7 +93,7 @@ def gdn_layer(
     )  # fmt: skip
     norm = (norm_eps, norm_before_gate, norm_activation)
     options = Options(*norm, allow_neg_eigval, use_qk_l2norm, scale, state_layout, pad_slot_id, update_state)
-    return Call(CALLERS["gdn_layer"], given, options, pdl)
+    return cast(Tensor, Call(CALLERS["gdn_layer"], given, options, pdl))
 
 
 @operator(like="mixed_qkv", **SCALARS)
@@ -153,7 +155,7 @@ def kda_layer(
     )  # fmt: skip
     norm = (norm_eps, norm_before_gate, norm_activation)
     options = Options(*norm, allow_neg_eigval, use_qk_l2norm, scale, state_layout, pad_slot_id, update_state, lower_bound)
-    return Call(CALLERS["kda_layer"], given, options, pdl)
+    return cast(Tensor, Call(CALLERS["kda_layer"], given, options, pdl))
 
 
 def _result_and_scale(

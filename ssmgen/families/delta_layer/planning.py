@@ -33,6 +33,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     by_channel = [name for name in ("g", "dt_bias") if name in views and "g" in views]
     states = [name for name in ("state", "intermediate_states") if name in views]
     g = DTYPES[views["g" if by_channel else "a"].dtype]
+    dtypes: dict[str, Any] = {n: DTYPES[views[n].dtype] if n in views else None for n in ("state", "out", "A_log", "dt_bias")}
+    dtypes |= dict.fromkeys(("q", "k", "v"), DTYPES[views["mixed_qkv"].dtype]) | {"gk" if by_channel else "g": g}
     return DeltaLayerProblem(
         dim_k=K,
         dim_v=V,
@@ -40,9 +42,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         key_heads=views["arrivals"].shape[1],
         layout=Layout(options.layout),
         tokens=Tokens.MANY if views["mixed_qkv"].dim() == 3 else Tokens.ONE,
-        **dict.fromkeys(("q", "k", "v"), DTYPES[views["mixed_qkv"].dtype]),
-        **{name: DTYPES[views[name].dtype] if name in views else None for name in ("state", "out", "A_log", "dt_bias")},
-        **{"gk" if by_channel else "g": g},
+        **dtypes,
         beta=DTYPES[views["beta" if by_channel else "b"].dtype],
         gate=Gate(options.form.gate),
         beta_form=Beta(options.form.beta),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from ...models import Ask, Model, Role, Wanted
 from .spec import OPERATOR, Activation, NormProblem
 
@@ -18,14 +21,21 @@ class NormAsk(Ask):
     def absent(self, model: Model, asked: str) -> str:
         return f"{model.name} has no gated norm that a rank could compute by itself"
 
-    def problems(self, model: Model, wanted: Wanted) -> list[NormProblem]:
-        (groups, size), io = model.norm_shape, wanted.io
+    def problems(self, model: Model, wanted: Wanted) -> Sequence[NormProblem]:
+        (groups, size), io = _shape(model), wanted.io
         activation = Activation.SIGMOID if model.kind == "kda" else Activation.SILU
-        same = {"x": io, "gate": io, "weight": io, "out": io, "norm_first": model.kind != "mamba2", "activation": activation}
-        return [NormProblem(size=size, grouped=groups > 1, **same)]
+        same: dict[str, Any] = {**dict.fromkeys(("x", "gate", "weight", "out"), io), "norm_first": model.kind != "mamba2"}
+        return [NormProblem(size=size, grouped=groups > 1, activation=activation, **same)]
 
     def size(self, model: Model, wanted: Wanted, batch: int) -> int:
-        return batch * model.norm_shape[0]
+        groups, _ = _shape(model)
+        return batch * groups
+
+
+def _shape(model: Model) -> tuple[int, int]:
+    """The norm's groups and the elements of each, in a model that has one."""
+    assert model.norm_shape is not None, "nothing is asked where `used_by` says no"
+    return model.norm_shape
 
 
 ASKS = {OPERATOR: NormAsk()}

@@ -72,6 +72,7 @@ class LinearAttention(Model):
     ) -> LinearAttentionProblem:
         """intermediates, update_state, layout, ring: as in PoolOptions; or a commit of a ring, of one layer or of several."""
         commit = ring is Ring.COMMIT
+        operands: dict[str, Any] = dict.fromkeys(("k", "v") if commit else ("q", "k", "v", "out"), io)
         found = LinearAttentionProblem(
             dim_k=self.dim_k,
             dim_v=self.dim_v,
@@ -87,7 +88,7 @@ class LinearAttention(Model):
             ring=ring,
             layers=layers,
             intermediates=intermediates,
-            **dict.fromkeys(("k", "v") if commit else ("q", "k", "v", "out"), io),
+            **operands,
             **self._recurrence(io),
         )
         return found.for_tokens(tokens)

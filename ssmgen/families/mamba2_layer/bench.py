@@ -16,6 +16,7 @@ from ...bench import report as reports
 from ...bench.layer_case import EPS, Step
 from ...bench.layers import OPTIONS, QUICK, REPORT, Launch, Peer, between_ours, convolution, mistakes, of_model, point, run, table
 from ..causal_conv1d_update.bench import dao_step
+from ..selective_state_update.models import Mamba
 
 __all__ = ["CASES", "MODELS", "OPTIONS", "PEERS", "QUICK", "REPORT", "Case", "mistakes", "of_model", "point", "run", "table"]
 
@@ -26,6 +27,7 @@ class Case(layer_case.Case):
     """A layer of Mamba-2."""
 
     inputs: ClassVar[str] = "xBC"
+    model: Mamba
 
     def made_by_head(self, rand: Callable[..., Tensor]) -> dict[str, Tensor]:
         H = self.model.nheads
@@ -33,7 +35,7 @@ class Case(layer_case.Case):
 
     @property
     def options(self) -> dict[str, Any]:
-        return {} if self.norm_weight is None else {"norm_group_size": self.model.norm_shape[1]}
+        return {"norm_group_size": self.model.norm_shape[1]} if self.model.norm_shape else {}
 
     @property
     def gate_alone(self) -> bool:
@@ -77,13 +79,13 @@ def mamba_ssm(case: Case) -> Launch | None:
     convolve = convolution(case, dao_step())
     names = ("state", "x", "dt", "A", "B", "C", "D")
 
-    def run(i: int) -> Tensor:
+    def run(i: int) -> Any:
         given = case.update(i, convolve(i), case.out[i].view(case.batch, case.model.nheads, -1)).arguments
         how = {"z": given.get("z"), "dt_bias": given["dt_bias"], "dt_softplus": True, "state_batch_indices": given["state_indices"]}
         y = update(*(given[name] for name in names), **how).flatten(1)
         if case.norm_weight is None:
             return y
-        size = case.model.norm_shape[1]
+        size = case.options["norm_group_size"]
         return norm(y, case.norm_weight[i], None, z=case.z[i], eps=EPS, group_size=size, norm_before_gate=False)
 
     return run

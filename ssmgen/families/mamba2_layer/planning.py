@@ -25,14 +25,15 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     _, H, P, N = state.shape
     vector = min(16 // state.element_size(), N & -N)  # elements of a state that a lane owns
     aligned = all(checks.aligned(views[n], pointers[n], vector) for n in ("state", "intermediate_states") if n in views)
+    dtypes: dict[str, Any] = {name: DTYPES[views[name].dtype] if name in views else None for name in ("D", "dt_bias")}
+    dtypes |= {name: DTYPES[views[name].dtype] for name in ("state", "dt", "A", "out")}
+    dtypes |= dict.fromkeys(("x", "B", "C"), DTYPES[views["xBC"].dtype])
     return Mamba2LayerProblem(
         d_state=N,
         headdim=P,
         nheads=H,
         ngroups=views["arrivals"].shape[1],
-        **dict.fromkeys(("x", "B", "C"), DTYPES[views["xBC"].dtype]),
-        **{name: DTYPES[views[name].dtype] for name in ("state", "dt", "A", "out")},
-        **{name: DTYPES[views[name].dtype] if name in views else None for name in ("D", "dt_bias")},
+        **dtypes,
         z=DTYPES[views["z"].dtype] if "z" in views and "norm_weight" not in views else None,
         dt_softplus=options.dt_softplus,
         dt_limit=options.dt_limit is not None,
@@ -61,8 +62,7 @@ def kernel_values(spec: KernelSpec, views: Mapping[str, Tensor], options: Option
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    eps, _, first, *rest = options
-    reference(views, eps, first, *rest, dtype=dtype)
+    reference(views, options.eps, options.norm_before_gate, *options[3:], dtype=dtype)
 
 
 FAMILY = Family(

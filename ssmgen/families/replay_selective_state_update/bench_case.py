@@ -145,9 +145,9 @@ class Case:
 
     def conv_arguments(self, i: int) -> dict[str, Any]:
         """The same of the convolution."""
-        call = {"x": self.conv_x[i].transpose(1, 2), "conv_state": self.conv_state, "weight": self.conv_weight, "bias": self.conv_bias}
-        call |= {"activation": "silu", "conv_state_indices": self.slots[i], "num_accepted_tokens": self.conv_accepted}
-        return call | {"out": self.conv_out[i].transpose(1, 2)}
+        call: dict[str, Any] = {"x": self.conv_x[i].transpose(1, 2), "conv_state": self.conv_state, "weight": self.conv_weight}
+        call |= {"bias": self.conv_bias, "conv_state_indices": self.slots[i], "num_accepted_tokens": self.conv_accepted}
+        return call | {"activation": "silu", "out": self.conv_out[i].transpose(1, 2)}
 
     def bound(self, form: Form) -> timing.Launch:
         """Our kernels, with the host's part of every call done beforehand."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ...models import Ask, Model, Role, Wanted
 from ...spec import DType
+from ..selective_state_update.models import Mamba
 from .problem import MAX_TOKENS, History, ReplayProblem
 from .spec import OPERATOR
 
@@ -23,8 +25,9 @@ class ReplayAsk(Ask):
     def absent(self, model: Model, asked: str) -> str:
         return f"{model.name} is no Mamba-2, and {asked} is for that"
 
-    def problems(self, model: Model, wanted: Wanted) -> list[ReplayProblem]:
+    def problems(self, model: Model, wanted: Wanted) -> Sequence[ReplayProblem]:
         io, tokens, window = wanted.io, wanted.replay, wanted.window
+        assert isinstance(model, Mamba) and tokens is not None, "nothing is asked where `used_by` or `serves` says no"
         first = ReplayProblem(
             d_state=model.d_state,
             headdim=model.headdim,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -88,4 +90,4 @@ def selective_state_update(
         state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices, num_accepted_tokens, cu_seqlens, parents,
         intermediate_states, intermediate_state_indices, rand_seed,
     )  # fmt: skip
-    return Call(CALLER, given, (dt_softplus, dt_limit, pad_slot_id, philox_rounds, update_state), pdl)
+    return cast(Tensor, Call(CALLER, given, (dt_softplus, dt_limit, pad_slot_id, philox_rounds, update_state), pdl))

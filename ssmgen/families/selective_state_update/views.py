@@ -58,6 +58,8 @@ def _headed_views(named: dict[str, Tensor], problems: list[str]) -> dict[str, Te
         problems.append(f"state is {list(state.shape)}, not [slots, heads, headdim, d_state] or [slots, dim, d_state]")
         return {}
     views = dict(named)
+    allowed: dict[str, dict[str, tuple[int, ...]]]
+    row: dict[str, tuple[int, ...]]
     heads = state.dim() == 4
     if not heads:
         views["state"] = state = state.unsqueeze(1)
@@ -177,7 +179,8 @@ def _shapes(named: Mapping[str, Tensor], lead: Sequence[int], batch: int, ragged
     (_, H, P, N), G = named["state"].shape, named["B"].shape[-2]
     words = {(1, False): "[batch", (2, False): "[batch, tokens", (1, True): "[tokens", (2, True): "[1, tokens"}[len(lead), ragged]
     T = 1 if len(lead) == 1 else lead[1]
-    row, per_sequence = {f"{words}, heads, headdim]": (*lead, H, P)}, {"[batch]": (batch,)}
+    row: dict[str, tuple[int, ...]] = {f"{words}, heads, headdim]": (*lead, H, P)}
+    per_sequence: dict[str, tuple[int, ...]] = {"[batch]": (batch,)}
     allowed: dict[str, dict[str, tuple[int, ...]]] = {
         **dict.fromkeys(("x", "z", "out"), row),
         "dt": row | {f"{words}, heads]": (*lead, H)},
