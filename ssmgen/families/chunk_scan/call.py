@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ def chunk_scan(
             final = x.new_empty((count, *x.shape[-2:], B.shape[-1]), dtype=dtype)
     given = (x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, final, state, state_indices, has_initial_state, out)
     returns = ("out", "final_states") if return_final_states and final is not None else ("out",)
-    return Call(CALLER, given, Options(dt_softplus, dt_limit, pad_slot_id), pdl, returns)
+    return cast(Tensor, Call(CALLER, given, Options(dt_softplus, dt_limit, pad_slot_id), pdl, returns))
 
 
 def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
@@ -141,7 +141,7 @@ def _shapes_fit(views: Mapping[str, Tensor], problems: list[str]) -> bool:
         return False
     rows, groups = {"[…, H, P]": (batch, length, H, P)}, {"[…, G, N]": (batch, length, G, N)}
     per_sequence, states = {"[sequences]": (sequences,)}, {"[sequences, H, P, N]": (sequences, H, P, N)}
-    allowed = {
+    allowed: checks.Shapes = {
         **dict.fromkeys(("z", "out"), rows),
         **dict.fromkeys(("B", "C"), groups),
         "dt": {"[…, H]": (batch, length, H)},
@@ -280,7 +280,8 @@ FAMILY = Family(
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    reference(**views, **options._asdict(), dtype=dtype)
+    named: dict[str, Any] = dict(views)
+    reference(**named, **options._asdict(), dtype=dtype)
 
 
 # torch.library: what torch.compile and opcheck see.

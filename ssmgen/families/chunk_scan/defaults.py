@@ -1,11 +1,15 @@
 """Default variants of chunk_scan: prompts as models and serving engines have them, and the other branches."""
 
+from __future__ import annotations
+
+from typing import Any
+
 from ...defaults import Default
 from ...spec import DType, Index, Loads
 from .spec import ScanProblem
 
-MAMBA2 = {"headdim": 64, "d_state": 128, "D": DType.BF16, "dt_bias": DType.BF16}
-POOL = {"cu_seqlens": Index.I32, "pool": True, "started": True, "index": Index.I32}
+MAMBA2: dict[str, Any] = {"headdim": 64, "d_state": 128, "D": DType.BF16, "dt_bias": DType.BF16}
+POOL: dict[str, Any] = {"cu_seqlens": Index.I32, "pool": True, "started": True, "index": Index.I32}
 
 DEFAULTS = {
     "Mamba-2, a batch from zeros": Default(ScanProblem(**MAMBA2, final=True), 1),

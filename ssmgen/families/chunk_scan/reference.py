@@ -49,9 +49,9 @@ def chunk_scan(
             h = past[slot].to(dtype)
         if state is not None and x[row, span].shape[0] == 0:
             continue
-        each = [t[row, span].to(dtype).repeat_interleave(heads // t.shape[2], 1) for t in (B, C)]
+        B_, C_ = (t[row, span].to(dtype).repeat_interleave(heads // t.shape[2], 1) for t in (B, C))
         gate = None if z is None else z[row, span].to(dtype)
-        h, y = _walk(h, x[row, span].to(dtype), d[row, span], A.to(dtype), *each, skip, gate)
+        h, y = _walk(h, x[row, span].to(dtype), d[row, span], A.to(dtype), B_, C_, skip, gate)
         out[row, span] = y.to(out.dtype)
         if kept is not None:
             kept[slot] = h.to(kept.dtype)
