@@ -139,9 +139,11 @@ def _shapes_fit(views: Mapping[str, Tensor], problems: list[str]) -> bool:
     if sequences < 0:
         problems.append("cu_seqlens is empty; it is [sequences + 1]")
         return False
-    rows, groups = {"[…, H, P]": (batch, length, H, P)}, {"[…, G, N]": (batch, length, G, N)}
-    per_sequence, states = {"[sequences]": (sequences,)}, {"[sequences, H, P, N]": (sequences, H, P, N)}
-    allowed: checks.Shapes = {
+    rows: checks.Shapes = {"[…, H, P]": (batch, length, H, P)}
+    groups: checks.Shapes = {"[…, G, N]": (batch, length, G, N)}
+    per_sequence: checks.Shapes = {"[sequences]": (sequences,)}
+    states: checks.Shapes = {"[sequences, H, P, N]": (sequences, H, P, N)}
+    allowed: dict[str, checks.Shapes] = {
         **dict.fromkeys(("z", "out"), rows),
         **dict.fromkeys(("B", "C"), groups),
         "dt": {"[…, H]": (batch, length, H)},

@@ -55,8 +55,7 @@ def _states(spec: ScanSpec, count: int, g: Generator) -> Tensor:
     inner = HEADS * spec.headdim * spec.d_state
     odd = spec.state_loads is Loads.ELEMENT
     wide = torch.randn(count, inner + (1 if odd else 2), generator=g).to(TORCH_DTYPES[spec.state])
-    rows: Tensor = wide[:, 1 if odd else 0 :][:, :inner]
-    return rows.unflatten(1, (HEADS, spec.headdim, spec.d_state))
+    return wide[:, 1 if odd else 0 :][:, :inner].view(count, HEADS, spec.headdim, spec.d_state)
 
 
 def chunk_scan(spec: ScanSpec, batch: int, seed: int) -> Trial:
