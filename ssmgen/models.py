@@ -60,6 +60,7 @@ class Role(Enum):
 
     STATE = "the decode step of its recurrence"
     PROMPTS = "the short convolution of prompts"
+    SCAN = "its recurrence over prompts"
     CONVOLUTION = "the decode step of its short convolution"
     REPLAY = "steps of its recurrence that are replayed"
     NORM = "the gated norm behind its recurrence"
@@ -118,7 +119,7 @@ class StateAsk(Ask):
 
 @functools.cache
 def asks() -> dict[str, Ask]:
-    """By operator, in the order of their roles."""
+    """What models ask of each operator, by its name, in the order of their roles."""
     order = [*Role, None]
     return dict(sorted(parts("asks").items(), key=lambda found: order.index(found[1].role)))
 
@@ -172,12 +173,12 @@ class Model:
 
     @property
     def conv_channels(self) -> int:
-        """Of its short convolution, 0 if it has none."""
+        """Channels of its short convolution, 0 if it has none."""
         raise NotImplementedError
 
     @property
     def layer_channels(self) -> int:
-        """That the decode step of a whole layer convolves."""
+        """Channels that the decode step of a whole layer convolves."""
         return self.conv_channels
 
     @property

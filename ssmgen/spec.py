@@ -12,15 +12,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, get_type_hints
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast, get_type_hints
 
 from .errors import SpecError
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from .needs import Needs
 
 T = TypeVar("T")
-D = TypeVar("D", bound="DataclassInstance")
 
 
 class DType(Enum):
@@ -184,7 +181,7 @@ class Entry(NamedTuple):
 
 
 def _by_class(function: Callable[[Any], T]) -> Callable[[Any], T]:
-    """functools.cache, of a class: mypy takes the class of a frozen dataclass for what cannot be hashed, as its instances are."""
+    """functools.cache, of a function of classes: to mypy the class of a frozen dataclass cannot be hashed, as its instances are."""
     return functools.cache(function)
 
 
@@ -206,7 +203,7 @@ def flat(given: Any) -> dict[str, Any]:
     return {name: entry.of(given) for name, entry in entries(type(given)).items()}
 
 
-def made(kind: type[D], values: Mapping[str, Any]) -> D:
+def made(kind: type[T], values: Mapping[str, Any]) -> T:
     """The spec, or the problem, with these values by their names in texts; fields that are not among them have their defaults."""
     own: dict[str, Any] = {}
     parts: dict[str, dict[str, Any]] = {}
@@ -217,31 +214,13 @@ def made(kind: type[D], values: Mapping[str, Any]) -> D:
             parts.setdefault(entry.part, {})[entry.field.name] = value
         else:
             own[name] = value
-    groups: dict[str, Any] = {f.name: f.default for f in fields(kind) if f.name in parts}
+    groups: dict[str, Any] = {f.name: f.default for f in fields(cast(Any, kind)) if f.name in parts}
     return kind(**own, **{name: replace(groups[name], **inner) for name, inner in parts.items()})
 
 
-def changed(given: D, **values: Any) -> D:
+def changed(given: T, **values: Any) -> T:
     """The same spec, or problem, but for these values by their names in texts."""
     return made(type(given), flat(given) | values)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
-    """Parts of `templates/lib` that only some kernels use, as a template asks for them (`needs.math`). Loads and stores of single numbers
-    and of aligned vectors are always there, and so are the conversions of the types that the spec's fields name."""
-
-    math: bool = False  # exponentials and reciprocals
-    elements: bool = False  # vectors gathered from elements that are not aligned, or not neighbours
-    bytes: bool = False  # 8-bit loads
-    raw: bool = False  # stores of numbers that are copied, and not computed with
-    streaming: bool = False  # stores that need not stay in L2
-    prefetch: bool = False  # bulk requests to L2
-    lines: bool = False  # requests to L2 for single lines
-    matrices: bool = False  # loads of the tensor cores' operands from shared memory
-    copies: bool = False  # asynchronous copies to shared memory
-    barriers: bool = False  # those of shared memory, and the bulk copies that arrive there; from sm_90 on
-    mma: str = ""  # element type that the tensor cores multiply, as PTX names it; empty if they do not
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,8 +348,7 @@ def _value(kind: Any, text: str) -> Any:
         return text == "yes"
     if kind is int:
         return int(text)
-    # DType | None
-    return None if text == "none" else DType(text)
+    return None if text == "none" else DType(text)  # DType | None
 
 
 _hints = _by_class(get_type_hints)  # 0.4 ms, which a table of some hundred rows would take for each

@@ -30,7 +30,7 @@ Scan = Callable[..., Any]  # as ssmgen.chunk_scan
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a call: small for the emulator, a model's on a card."""
+    """The sizes of a call: small for the emulator, a model's on a card."""
 
     heads: int = 2
     groups: int = 1
@@ -111,7 +111,7 @@ def tokens_of(call: Mapping[str, Any], span: slice) -> dict[str, Any]:
 
 
 def is_accurate(scan: Scan, sizes: Sizes, tokens: int, decay: float, *, z: bool = False, step: float = 0.0) -> None:
-    """With a state to start from. step: added to dt, whose softplus is then about as much."""
+    """Accuracy with a state to start from. step: added to dt, whose softplus is then about as much."""
     call = make(sizes, 2, tokens, decay=decay, z=z)
     call["dt"] = call["dt"] + step
     states = torch.randn(2, sizes.heads, sizes.headdim, sizes.d_state, generator=torch.Generator().manual_seed(1))

@@ -59,7 +59,7 @@ def linear(device: str, name: str, key_heads: int = H, tokens: tuple[int, ...] =
         return normal(device, *lead, key_heads, N, dtype=BF16) / 4
 
     call: Tensors = {"state": normal(device, BATCH, H, P, N), "k": keys(), "v": heads(P)}
-    call |= {"r": keys(), "kk": keys(), "a": keys(), "w": -heads(N, positive=True)} if name == "rwkv7" else {"q": keys()}
+    call |= {"r": keys(), "w": -heads(N, positive=True)} if name.startswith("rwkv") else {"q": keys()}
     if name in ("gated_delta_rule", "comba", "simple_gla"):
         call["g"] = -heads(positive=True)
     if name in ("kda", "gdn2"):
@@ -71,6 +71,7 @@ def linear(device: str, name: str, key_heads: int = H, tokens: tuple[int, ...] =
     if name == "kda":
         call |= {"A_log": normal(device, H), "dt_bias": normal(device, H * N)}
     more = {
+        "rwkv7": lambda: {"kk": keys(), "a": keys()},
         "comba": lambda: {"p": keys()},
         "gdn2": lambda: {"b": heads(N), "w": heads(P)},
         "dplr_delta_rule": lambda: {"a": keys(), "b": keys(), "gk": -heads(N, positive=True)},

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from la_cases import I32, I64, Approx, dot, exact
+from la_cases import I32, I64
+from rounding import Approx, dot, exact
 from ssu_cases import BF16, F16, F32, Memory, ulp
 from torch import Tensor
 from varying import vary

@@ -96,7 +96,7 @@ def test_a_product_through_two_buffers(array, size):
 
 @emulated
 def test_copies_of_4_and_8_bytes():
-    """Of 4 bytes to each element, in reverse; then of 8 of which every other thread's has 2 bytes, and zeros."""
+    """Copies of 4 bytes to each element, in reverse; then of 8 of which every other thread's has 2 bytes, and zeros."""
     out, _ = run("""
       extern "C" __global__ void product(const bf16* a, const bf16* b, float* out, u32 rows) {
         SHARED(u32, tile, 64);

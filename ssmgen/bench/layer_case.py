@@ -30,12 +30,12 @@ BETWEEN = 1e-3  # norm error of a state, of convolved inputs that fall on anothe
 
 
 def window_bytes(model: Model) -> int:
-    """Of one sequence."""
+    """Bytes of one sequence's window."""
     return model.layer_channels * (model.conv_width - 1) * BF16.itemsize
 
 
 def copied_bytes(model: Model, state_bytes: int) -> int:
-    """Of a state and its window, up to what the slot copy can divide among its blocks."""
+    """Bytes of a state and its window, up to what the slot copy can divide among its blocks."""
     return -(-(state_bytes + window_bytes(model)) // COPIED) * COPIED
 
 
@@ -116,7 +116,7 @@ class Case:
 
     @property
     def norm_weights(self) -> tuple[int, ...]:
-        """Of the norm's weight, as the layer takes it; not where there is no norm that it could compute by itself."""
+        """Shape of the norm's weight, as the layer takes it; only asked for where there is a norm that it can compute by itself."""
         return self.model.norm_shape[1:]
 
     @property
@@ -130,7 +130,7 @@ class Case:
 
     @property
     def piece_bytes(self) -> int:
-        """Of a sequence's state and window."""
+        """Bytes of a sequence's state and window."""
         return self.state[0].nbytes + window_bytes(self.model)
 
     @property
@@ -155,7 +155,7 @@ class Case:
 
     @cached_property
     def between(self) -> tuple[Tensor, Tensor]:
-        """Of the chain, by set: what the convolution leaves, and what the recurrence does where a norm follows."""
+        """What passes between the chain's operators, by set: the convolution's results, and the recurrence's where a norm follows."""
         return torch.empty_like(self.mixed), torch.empty_like(self.out)
 
     def chain(self, i: int) -> list[Step]:
@@ -199,7 +199,7 @@ class Case:
             function(**call)
 
     def copies(self, pdls: Sequence[bool]) -> dict[str, timing.Launch]:
-        """The ceiling: of a state and its window in one piece each, in the states' memory."""
+        """The ceiling: copies of a state and its window in one piece each, in the states' memory."""
         words = copied_bytes(self.model, self.state[0].nbytes) // 4
         flat = self.state.view(-1).view(torch.int32)
         pieces = flat[: flat.numel() // words * words].view(-1, words)
@@ -235,7 +235,7 @@ class Case:
         self.state[touched], self.conv_state[touched] = before
 
     def rows(self) -> Tensor:
-        """Those that are checked."""
+        """The rows of the batch that are checked."""
         return torch.linspace(0, self.batch - 1, min(self.batch, CHECKED), device=self.state.device).long()
 
     def gate(self, pdl: bool | None = None) -> tuple[float, float]:

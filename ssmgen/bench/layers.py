@@ -75,7 +75,7 @@ def ours_of(case: Case, step: int) -> timing.Launch:
 
 
 def convolution(case: Case, theirs: Callable[..., Tensor] | None) -> Callable[[int], Tensor]:
-    """By another package's function, or by ours where there is none; the i-th convolved inputs."""
+    """The chain's convolution of the i-th inputs, by another package's function, or by ours where there is none."""
     ours = ours_of(case, 0) if theirs is None else None
 
     def run(i: int) -> Tensor:
@@ -113,7 +113,7 @@ class Peer(NamedTuple):
 
 
 def peers_of(case: Case) -> dict[str, reports.Peer]:
-    """Those that run, and whose output is right; they leave states as they were. Their results are kept until the set's next turn."""
+    """The peers that run and whose output is right; they leave states as they were. Their results are kept until the set's next turn."""
     kept: dict[int, Any] = {}
 
     def keeping(call: Launch) -> reports.Peer:

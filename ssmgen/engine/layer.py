@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..families.gated_rms_norm.layer_spec import LayerNorm
 from ..spec import SM90, Arch, DType, Index, KernelSpec, Loads, Param, Pdl, PoolMode, Update, changed, must
+from .norm import LayerNorm
 from .short_conv import CHANNELS, ShortConv
 from .window import Saved, StateLayout
 
@@ -36,7 +36,7 @@ class Layer:
 
     @property
     def conv_dtype(self) -> DType:
-        """Of the convolution's inputs, its window and its results."""
+        """Type of the convolution's inputs, its window and its results."""
         raise NotImplementedError
 
     @property
@@ -51,7 +51,7 @@ class Layer:
 
     @property
     def norm_groups(self) -> int:
-        """Of a row; 0 without a norm."""
+        """Groups of a row that are normed by themselves; 0 without a norm."""
         raise NotImplementedError
 
     @property
@@ -78,7 +78,8 @@ class Layer:
                 shared % CHANNELS == 0 and rows % CHANNELS == 0,
                 f"{shared} channels of a group and {rows} of a head are not multiples of {CHANNELS}",
             ),
-            *self.norm.faults(heads * rows, self.out),
+            *self.norm.faults(heads * rows),
+            *self.norm_faults(),
             *must(
                 self.several == (self.conv.tokens > 0),
                 f"{self.conv.tokens} tokens per sequence, of a call of {'several' if self.several else 'one'}",
@@ -173,8 +174,11 @@ class Layer:
 
     def norm_kernels(self, threads: int) -> tuple[KernelSpec, ...]:
         """The kernel behind the recurrence's, in blocks of about so many threads; none where there is no norm."""
-        more = {"index": self.index, "tokens": self.conv.tokens or 1, "accepted": self.accepted}
-        return self.norm.kernels(self.out, threads, self.pdl, **more)
+        raise NotImplementedError
+
+    def norm_faults(self) -> list[str]:
+        """Why no such kernel could norm what the recurrence leaves; nothing where there is no norm."""
+        raise NotImplementedError
 
     def of_tokens(self: L, tokens: int, intermediates: bool = False, update_state: bool = True) -> list[L]:
         """What a call of so many tokens asks for, where one of a single token asks for this: for the states that a call leaves behind, and,
@@ -188,7 +192,7 @@ class Layer:
         return found
 
     def fields_of_tokens(self, intermediates: bool) -> dict[str, Any]:
-        """Of the recurrence's problem with several tokens, and perhaps with the state after each."""
+        """Fields of the recurrence's problem with several tokens, and perhaps with the state after each."""
         raise NotImplementedError
 
 

@@ -39,14 +39,15 @@ def check_tokens(named: Mapping[str, Tensor], inputs: str, separate: str, update
     given = named[inputs]
     batch, T, channels = given.shape
     row = named["state"].shape[1:]
-    width, per_sequence = named["conv_weight"].shape[-1], {"[batch]": (batch,)}
+    width = named["conv_weight"].shape[-1]
+    per_sequence: dict[str, tuple[int, ...]] = {"[batch]": (batch,)}
     if not 1 <= T <= MAX_TOKENS:
         chain = f"{operators_of(Role.CONVOLUTION)}, {separate} and {operators_of(Role.NORM)}"
         problems.append(f"{inputs} is {list(given.shape)}: a layer takes 1 … {MAX_TOKENS} tokens of a sequence. For {T} use {chain}")
         return False
     columns = named["state_indices"].shape[-1] if "state_indices" in named and named["state_indices"].dim() else 0
     words = "heads, headdim, d_state" if inputs == "xBC" else "heads, V, K"
-    allowed = {
+    allowed: dict[str, dict[str, tuple[int, ...]]] = {
         **dict.fromkeys(("num_accepted_tokens", "intermediate_state_indices"), per_sequence),
         "dst_state_indices": {"[batch, tokens]": (batch, T)},
         "intermediate_states": _kept(named, "intermediate_states", words, tuple(row)),

@@ -52,7 +52,7 @@ class Maker:
         }
 
     def windows(self, spec: Layer, rows: int, channels: int) -> Tensor | None:
-        """After each token: one column too many."""
+        """A buffer for the windows after each token, with one column too many."""
         lies = spec.conv_constants()
         if not lies["conv_saves"]:
             return None
@@ -62,13 +62,13 @@ class Maker:
         return wide[..., : channels * (length + gap)].unflatten(-1, (channels, length + gap))[..., :length]
 
     def states(self, dtype: DType, rows: int, tokens: int, shape: tuple[int, ...], odd: bool) -> Tensor:
-        """Likewise."""
+        """A buffer for the states after each token, with one column too many."""
         size = torch.Size(shape).numel()
         wide = torch.full((rows, tokens + 1, size + (1 if odd else 16)), 7.0, dtype=TORCH_DTYPES[dtype])
         return wide[..., :size].unflatten(-1, shape)
 
     def rows(self, index: Index, rows: int, batch: int) -> Tensor | None:
-        """Of those buffers; the third sequence's is none of them."""
+        """The rows of those buffers that sequences have; the third sequence's is none of them."""
         if index is Index.NONE:
             return None
         chosen = torch.randperm(rows, generator=self.generator)[:batch].to(INTEGERS[index])

@@ -13,9 +13,8 @@ from torch import Tensor
 from ..arguments import divisor
 from ..calls import checks
 from ..calls.checks import DTYPES, INDEX
-from ..families.gated_rms_norm.layer_spec import LayerNorm
 from ..spec import Index, KernelSpec, Loads, PoolMode, Update
-from .norm import Activation, LayerNormSpec
+from .norm import Activation, LayerNorm, LayerNormSpec
 from .short_conv import CHANNELS, ShortConv
 from .window import MAX_WIDTH, Saved, StateLayout
 
@@ -29,7 +28,7 @@ def check_channels(named: Mapping[str, Tensor], inputs: str, groups: int, proble
     weight, window = named["conv_weight"], named["conv_state"]
     width = weight.shape[1] if weight.dim() == 2 and 2 <= weight.shape[1] <= MAX_WIDTH else 2
     length = window.shape[2] if window.dim() == 3 and window.shape[2] >= width - 1 else width - 1
-    allowed = {
+    allowed: dict[str, dict[str, tuple[int, ...]]] = {
         "conv_weight": {f"[channels, width], width 2 … {MAX_WIDTH},": (channels, width)},
         "conv_bias": {"[channels]": (channels,)},
         "conv_state": {"[slots, channels, width - 1 or width]": (slots, channels, length)},
@@ -155,7 +154,7 @@ def kernel_values(
     pad_slot_id and what else is no stride; call_name: of operands that the call names otherwise than the kernel.
     """
     values = {"slots": views["state"].shape[0], **_counts(views), **given}
-    values |= _norm_values(spec, views) if isinstance(spec, LayerNormSpec) else _strides(spec, views, _AXES | axes, call_name)
+    values |= _norm_values(spec, views) if isinstance(spec, LayerNormSpec) else _strides(spec, views, {**_AXES, **axes}, call_name)
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
 
 
@@ -207,11 +206,12 @@ def grid_of(spec: Any, views: Mapping[str, Tensor]) -> int:
     *rows, heads, channels = views["out"].shape
     if isinstance(spec, LayerNormSpec):
         return -(-math.prod(rows) * (heads * channels // spec.size) // spec.teams)
-    return rows[0] * spec.nheads * spec.tiles
+    blocks: int = rows[0] * spec.nheads * spec.tiles
+    return blocks
 
 
 def check_dense(named: Mapping[str, Tensor], names: tuple[str, ...], problems: list[str]) -> None:
-    """Of rows: their channels are next to each other."""
+    """Whether the channels of a row are next to each other. Adds to `problems` the operands whose are not."""
     for name in names:
         if name in named and named[name].stride(-1) != 1 and named[name].shape[-1] > 1:
             problems.append(f"{name} has strides {list(named[name].stride())}; the channels of a row must be dense")

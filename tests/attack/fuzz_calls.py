@@ -11,6 +11,7 @@ from family_cases import cases
 from torch import Tensor
 
 import ssmgen
+from ssmgen.families.linear_attention.operands import FUNCTIONS
 
 Arguments = dict[str, Any]
 F32, F16, BF16, I32, I64 = torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64
@@ -161,12 +162,12 @@ def rule(name: str, lead: tuple[int, ...] = (B,)) -> Arguments:
         "simple_gla": lambda: {"g": decay(*lead, H)},
         "lightning_attn": lambda: {"slope": rand(H).abs()},
     }
-    if name == "rwkv7":
+    if name.startswith("rwkv"):
         given = {"state": given["state"], "r": given["q"], "w": decay(*lead, H, K), "k": given["k"], "v": given["v"]}
     return given | more[name]()
 
 
-RULES = ("gated_delta_rule", "kda", "gdn2", "delta_rule", "comba", "rwkv7", "dplr_delta_rule", "gla", "simple_gla", "lightning_attn")
+RULES = tuple(name for name, function in FUNCTIONS.items() if not function.commit)
 
 
 def ring(per_channel: bool = False) -> Any:
@@ -260,7 +261,7 @@ def _native(function: Callable[..., Any], id: str, given: Arguments, written: st
 
 
 def _own() -> list[Form]:
-    """Of families that bring their cases themselves."""
+    """Forms of calls of families that bring their cases themselves."""
     forms = []
     for name, call in cases("CALLS").items():
         function, given = getattr(ssmgen, name), call()

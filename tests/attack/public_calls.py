@@ -63,7 +63,7 @@ def _all() -> dict[str, dict[str, Any]]:
     ring = ssmgen.Ring(randn(SLOTS, T, H, N), randn(SLOTS, T, H, P), randn(SLOTS, T, H), torch.rand(SLOTS, T, H))
     replayed = {"state": randn(SLOTS, H, P, N), "ring": ring, "num_accepted_tokens": torch.tensor([1, 2])}
     x, heads = randn(B, 24), {"A_log": torch.zeros(H), "norm_weight": torch.ones(P), "state": randn(SLOTS, H, P, N)}
-    rkv = linear(w=channel_gate, kk=keys, a=keys.clone())
+    rkv = linear(w=channel_gate)
     rkv["r"] = rkv.pop("q")
     step = history(T, 2) | {"old_dA_cumsum": -torch.rand(B, 2, H, T), "cache_buf_idx": torch.zeros(B, dtype=I32)}
     return {
@@ -78,7 +78,7 @@ def _all() -> dict[str, dict[str, Any]]:
         "gdn2": linear(g=channel_gate, b=keys, w=randn(B, H, P)),
         "delta_rule": linear(beta=beta),
         "comba": linear(p=keys, g=gate, beta=beta),
-        "rwkv7": rkv,
+        "rwkv7": rkv | {"kk": keys, "a": keys.clone()},
         "dplr_delta_rule": linear(a=keys, b=keys.clone()),
         "gla": linear(gk=channel_gate),
         "simple_gla": linear(g=gate),

@@ -16,10 +16,11 @@ from torch import Tensor
 import ssmgen
 from ssmgen.calls import public as calls
 from ssmgen.families.linear_attention.call import PoolOptions
+from ssmgen.families.linear_attention.operands import FUNCTIONS
 
 KEYWORDS = {name: list(signature(function).parameters) for name, function in BY_NAME.items()}
 RINGED = ("gated_delta_rule", "delta_rule", "kda")
-POOLED = (*RINGED, "gdn2", "comba", "rwkv7", "dplr_delta_rule", "gla", "simple_gla", "lightning_attn")
+POOLED = tuple(name for name, function in FUNCTIONS.items() if not function.commit)
 
 
 @pytest.mark.parametrize("name", BY_NAME)

@@ -11,5 +11,6 @@ FAMILY = Family(
     defaults="defaults:DEFAULTS",
     sharding="sharding:RULES",
     trials="trial:TRIALS",
+    asks="models:ASKS",
     page="operators/chunk_scan.md",
 )

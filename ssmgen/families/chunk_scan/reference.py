@@ -58,5 +58,5 @@ def chunk_scan(
 
 
 def _span(begin: int, end: int, tokens: int) -> slice:
-    """Of a packed sequence; one that ends before it begins, or outside of the tokens, has none."""
+    """The tokens of a packed sequence; one that ends before it begins, or outside of the tokens, has none."""
     return slice(begin, end) if 0 <= begin < end <= tokens else slice(0, 0)

@@ -125,7 +125,7 @@ class ScanSpec(KernelSpec, ScanProblem):
 
     @property
     def stage_words(self) -> int:
-        """Of B, C, x and z of a chunk."""
+        """What B, C, x and z of a chunk take in shared memory."""
         return CHUNK * (2 * self.row_words + (2 if self.z else 1) * self.x_words)
 
     @property
@@ -238,4 +238,5 @@ def candidates(problem: ScanProblem, size: int, arch: Arch, pdl: bool) -> Iterat
     yield "three stages", _spec(problem, tile=tile, stages=3, pdl=wait), ""
     yield "two stages", _spec(problem, tile=tile, stages=2, pdl=wait), ""
     yield "narrow", _spec(problem, tile=narrow, stages=2, pdl=wait), ""
-    yield "generic", _spec(problem, tile=narrow, stages=1, pdl=wait), ""
+    yield "one stage", _spec(problem, tile=narrow, stages=1, pdl=wait), ""
+    yield "generic", _spec(problem, tile=16, stages=1, pdl=wait), ""

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...engine.layer import Layer
 from ...spec import LATER, DType, Index, PoolMode, Ring, Update, must
+from ..gated_rms_norm.layer_spec import NormedLayer
 from ..linear_attention.problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
 
 # Of each function, operands that the call names otherwise than the recurrence.
@@ -15,7 +15,7 @@ CALL_NAMES = {"gdn_layer": {"g": "a", "beta": "b"}, "kda_layer": {"gk": "g"}}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaLayerProblem(Layer, LinearAttentionProblem):
+class DeltaLayerProblem(NormedLayer, LinearAttentionProblem):
     """What a call fixes. q, k and v are channels of mixed_qkv, whose dtype is theirs; the decay's gate is raw, beta a logit per head.
 
     gdn_layer has a decay per head, g; kda_layer has one per key channel, gk.

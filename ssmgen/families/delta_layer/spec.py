@@ -76,7 +76,7 @@ class DeltaLayerSpec(LinearAttentionSpec, DeltaLayerProblem):
         return self._violations_inside(arch)
 
     def _violations_inside(self, arch: Arch) -> list[str]:
-        """Of a norm that is this kernel's."""
+        """Broken constraints of a norm that is this kernel's."""
         rows = self.norm_rows
         found = [
             *must(self.norm.weight is not None, "norm_inside is of a norm, and there is none"),
@@ -218,7 +218,7 @@ def candidates(problem: DeltaLayerProblem, batch: int, arch: Arch, pdl: bool) ->
 
 
 def _clustered_heads(problem: DeltaLayerProblem, heads: int, arch: Arch, launch: Mapping[str, Any]) -> Choice:
-    """Of as many blocks as there may be."""
+    """The variant whose heads are clusters of blocks, of as many as there may be."""
     rule, rows = "clustered heads", CLUSTERS[problem.interleaved, problem.state.size]
     reasons = [
         *must(problem.norm.weight is not None, "there is no norm that blocks could do together"),
@@ -296,9 +296,8 @@ def _candidates_of_tokens(problem: DeltaLayerProblem, batch: int, arch: Arch, pd
 
 
 def _registers_of_tokens(problem: DeltaLayerProblem, how: dict[str, Any], arch: Arch) -> dict[str, Any]:
-    """With 128 registers to a thread, or, where rows are interleaved or channels gathered, as many as it takes; on sm_90 ptxas chooses.
-
-    Elsewhere its choice may spill a few bytes.
+    """How a variant of several tokens walks its rows: with 128 registers to a thread, or, where rows are interleaved or channels gathered,
+    with as many as it takes. On sm_90 ptxas chooses; elsewhere its choice may spill a few bytes.
     """
     gathers = problem.conv.layout is StateLayout.ANY or Loads.ELEMENT in (problem.conv.loads, problem.conv.taps, problem.operand_loads)
     if arch.number == SM90.number or problem.interleaved or gathers:

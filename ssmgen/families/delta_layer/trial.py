@@ -18,7 +18,7 @@ from .views import Options
 
 
 def operands(spec: DeltaLayerSpec, batch: int, seed: int) -> dict[str, Tensor]:
-    """By name: z and out with heads, g and dt_bias with heads and channels."""
+    """Operands by name: z and out with heads, g and dt_bias with heads and channels."""
     make = Maker(seed)
     HV, HK, V, K = spec.nheads, spec.key_heads, spec.dim_v, spec.dim_k
     slots, lead, channels = batch if spec.index is Index.NONE else 3 * batch, lead_of(spec, batch), 2 * HK * K + HV * V

@@ -107,7 +107,7 @@ def _check_operands(named: Mapping[str, Tensor], options: Options, problems: lis
 
 
 def _shapes(rows: Sequence[int], HV: int, V: int, K: int, by_channel: bool) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Of operands by name, those that are allowed, in words; rows: [batch], or [batch, tokens]. by_channel: kda_layer's."""
+    """{operand: {shape in words: sizes}}, the shapes that are allowed. rows: [batch], or [batch, tokens]; by_channel: kda_layer's."""
     words = "[batch, tokens" if len(rows) == 2 else "[batch"
     return {
         **dict.fromkeys(("z", "out"), {f"{words}, heads * V]": (*rows, HV * V), f"{words}, heads, V]": (*rows, HV, V)}),

@@ -1,14 +1,15 @@
-"""The gated norm at a decode layer's end: its second kernel, behind the one that does the recurrence."""
+"""The gated norm at a decode layer's end: its second kernel, behind the one that does the recurrence, and the layers that have it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
+from ...engine.layer import Layer
 from ...engine.norm import LayerNormSpec
-from ...spec import BARE, LATER, DType, Index, KernelSpec, Loads, Param, Part, Pdl, must
+from ...spec import LATER, Index, KernelSpec, Param, Pdl, must
 from . import spec as gated_rms_norm
-from .spec import Activation, NormProblem, NormSpec
+from .spec import NormProblem, NormSpec
 
 _NAMES = {"gate": "z", "weight": "norm_weight", "out": "out"}  # of the norm's operands in a layer
 
@@ -68,46 +69,31 @@ class LayerGatedNormSpec(NormSpec, LayerNormSpec):
         return super().constants() | {"pooled": self.index is not Index.NONE, **given}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerNorm(Part):
-    """What a layer's call fixes of its norm; nothing where it has none."""
+@dataclass(frozen=True, kw_only=True)
+class NormedLayer(Layer):
+    """Base of a layer's problem whose norm, where it has one, is this family's."""
 
-    weight: DType | None = field(default=None, metadata=BARE)  # of norm_weight; none: no norm
-    gate: DType = DType.BF16  # of z
-    size: int = 0  # channels of a group
-    grouped: bool = False  # rows have several groups
-    first: bool = False  # z gates what is normed already
-    activation: Activation = Activation.SILU
-    loads: Loads = Loads.VECTOR
-
-    def problem(self, out: DType) -> NormProblem:
-        """`out`: dtype of what is normalised."""
+    def norm_problem(self) -> NormProblem:
+        norm, out = self.norm, self.out
         return NormProblem(
-            size=self.size,
+            size=norm.size,
             x=out,
-            gate=self.gate,
-            weight=self.weight,
+            gate=norm.gate,
+            weight=norm.weight,
             out=out,
-            norm_first=self.first,
-            activation=self.activation,
-            grouped=self.grouped,
-            loads=self.loads,
+            norm_first=norm.first,
+            activation=norm.activation,
+            grouped=norm.grouped,
+            loads=norm.loads,
         )
 
-    def faults(self, channels: int, out: DType) -> list[str]:
-        """What no variant could serve, of rows of so many channels."""
-        if self.weight is None:
-            return []
-        whole = self.size > 0 and channels % self.size == 0
-        return [
-            *must(whole, f"groups of {self.size} channels do not make up {channels}"),
-            *self.problem(out).faults(),
-        ]
+    def norm_faults(self) -> list[str]:
+        return self.norm_problem().faults() if self.norm.weight else []
 
-    def kernels(self, out: DType, threads: int, pdl: Pdl, **more: Any) -> tuple[KernelSpec, ...]:
-        """The kernel behind the recurrence's, in blocks of about so many threads; none where there is no norm. more: its further fields."""
-        if self.weight is None:
+    def norm_kernels(self, threads: int) -> tuple[KernelSpec, ...]:
+        if self.norm.weight is None:
             return ()
-        problem = self.problem(out)
-        chosen = gated_rms_norm.shape(problem, problem.widest, threads, pdl=Pdl.OFF if pdl is Pdl.OFF else Pdl.TRIGGER_LOADED)
+        problem, pdl = self.norm_problem(), Pdl.OFF if self.pdl is Pdl.OFF else Pdl.TRIGGER_LOADED
+        chosen = gated_rms_norm.shape(problem, problem.widest, threads, pdl=pdl)
+        more: dict[str, Any] = {"index": self.index, "tokens": self.conv.tokens or 1, "accepted": self.accepted}
         return (LayerGatedNormSpec(**{f.name: getattr(chosen, f.name) for f in fields(NormSpec)}, **more),)

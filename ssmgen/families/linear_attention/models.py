@@ -38,19 +38,19 @@ class LinearAttention(Model):
 
     @property
     def conv_channels(self) -> int:
-        """gated_delta_rule: of q, k and v; kda: of each of them by itself."""
+        """Channels of the short convolution: gated_delta_rule's are those of q, k and v, kda's of each of them by itself."""
         if self.kind == "gated_delta_rule":
             return 2 * self.key_heads * self.dim_k + self.nheads * self.dim_v
         return self.nheads * self.dim_k if self.kind == "kda" else 0
 
     @property
     def layer_channels(self) -> int:
-        """Of kda: those of its three convolutions, next to each other."""
+        """Channels that a layer convolves; for kda, those of its three convolutions, next to each other."""
         return 3 * self.conv_channels if self.kind == "kda" else self.conv_channels
 
     @property
     def norm_shape(self) -> tuple[int, int] | None:
-        """Of gated_delta_rule and kda: its groups are the heads of v."""
+        """(groups, elements of each) of the gated norm of gated_delta_rule and kda, whose groups are the heads of v; else None."""
         return (self.nheads, self.dim_v) if self.kind in ("gated_delta_rule", "kda") else None
 
     def divided(self, tp: int) -> LinearAttention:

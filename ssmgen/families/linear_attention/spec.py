@@ -68,7 +68,7 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
         return "_".join([kind, *([decay] if decay else []), shape, *tokens, *tokens_kept, self.how()])
 
     def _given(self, names: Sequence[str]) -> list[str]:
-        """Those of the operands that there are."""
+        """Names of the operands, among these, that the problem has."""
         return [name for name in names if getattr(self, name) is not None]
 
     def key_vectors(self) -> list[str]:

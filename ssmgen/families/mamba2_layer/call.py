@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import Tensor
 
 from ...calls.public import Call, operator
@@ -89,4 +91,4 @@ def mamba2_layer(
         dst_state_indices, num_accepted_tokens, intermediate_states, intermediate_conv_window, intermediate_state_indices,
     )  # fmt: skip
     said = (norm_eps, norm_group_size, norm_before_gate, dt_softplus, dt_limit, A_is_log, pad_slot_id, philox_rounds, update_state)
-    return Call(CALLER, given, Options(*said), pdl)
+    return cast(Tensor, Call(CALLER, given, Options(*said), pdl))

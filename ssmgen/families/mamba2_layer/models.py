@@ -12,7 +12,7 @@ from .spec import OPERATOR, Mamba2LayerProblem
 
 
 class Mamba2LayerAsk(LayerAsk):
-    """Without slots, also with the logarithm of A in the dtype of activations, as transformers' modules hold it."""
+    """A decode step; without slots, also with the logarithm of A in the dtype of activations, as transformers' modules hold it."""
 
     def one_token(self, model: Model, wanted: Wanted) -> list[Any]:
         found = super().one_token(model, wanted)

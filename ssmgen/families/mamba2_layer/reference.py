@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +35,9 @@ def mamba2_layer(
     xBC = convolved(views, "xBC", slots, dtype, update_state)
     x, B, C = xBC.split([H * P, *[(xBC.shape[-1] - H * P) // 2] * 2], -1)
     gated = "norm_weight" in views
-    names = ("state", "A", "D", "dt_bias", "rand_seed", "num_accepted_tokens", "intermediate_states")
+    names: tuple[str, ...] = ("state", "A", "D", "dt_bias", "rand_seed", "num_accepted_tokens", "intermediate_states")
     names += ("intermediate_state_indices",) if "intermediate_states" in views else ()
-    update = {n: views[n] for n in names if n in views} | {"state_indices": slots}
+    update: dict[str, Any] = {n: views[n] for n in names if n in views} | {"state_indices": slots}
     update |= {
         "x": x.unflatten(-1, (H, P)),
         "dt": views["dt"].unsqueeze(-1).expand(*views["dt"].shape, P),
@@ -50,7 +51,7 @@ def mamba2_layer(
         update["dst_state_indices"] = valid_slots(views, views["dst_state_indices"], pad_slot_id)
     rate = -torch.exp(views["A"].to(dtype)).clamp(max=3e38) if A_is_log else views["A"]  # finite, so that rate * 0 is 0
     update["A"] = rate[:, :, None].expand(H, P, N)
-    how = {"dt_softplus": dt_softplus, "dt_limit": dt_limit, "philox_rounds": philox_rounds, "dtype": dtype}
-    selective_state_update(**update, out=out, update_state=update_state, **how)
+    how: dict[str, Any] = {"dt_softplus": dt_softplus, "dt_limit": dt_limit, "philox_rounds": philox_rounds, "dtype": dtype}
+    selective_state_update(out=out, update_state=update_state, **update, **how)
     if gated:
         normed(views, slots, eps=eps, norm_before_gate=norm_before_gate, dtype=dtype)

@@ -11,9 +11,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
-from ...engine.layer import Layer, with_registers
+from ...engine.layer import with_registers
 from ...engine.rows import RowSpec, Rule
 from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, PoolMode, Update, must
+from ..gated_rms_norm.layer_spec import NormedLayer
 from ..gated_rms_norm.spec import FEW
 from ..selective_state_update.problem import SsuProblem
 from ..selective_state_update.spec import SsuSpec, staged_violations
@@ -22,7 +23,7 @@ OPERATOR = "mamba2_layer"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mamba2LayerProblem(Layer, SsuProblem):
+class Mamba2LayerProblem(NormedLayer, SsuProblem):
     """What a call fixes. x, B and C are channels of xBC, whose dtype is x's. `z` is of a gate without a norm."""
 
     A_is_log: bool = False  # A is the logarithm of its absolute value

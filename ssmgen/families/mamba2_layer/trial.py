@@ -19,7 +19,7 @@ LIMIT = (0.01, 0.1)  # of dt: in the midst of what softplus gives
 
 
 def operands(spec: Mamba2LayerSpec, batch: int, seed: int) -> dict[str, Tensor]:
-    """By name."""
+    """Operands by name, those that the spec has."""
     make = Maker(seed)
     H, P, N, G = spec.nheads, spec.headdim, spec.d_state, spec.ngroups
     slots, inner, lead = batch if spec.index is Index.NONE else 3 * batch, spec.nheads * spec.headdim, lead_of(spec, batch)

@@ -34,13 +34,15 @@ class Options(NamedTuple):
 
     def dispatched(self) -> tuple[Any, ...]:
         """As torch's dispatcher takes them, which knows no tuples."""
-        return self._replace(dt_limit=None if self.dt_limit is None else list(self.dt_limit))
+        limit: Any = None if self.dt_limit is None else list(self.dt_limit)
+        return self._replace(dt_limit=limit)
 
     @classmethod
     def received(cls, given: Sequence[Any]) -> Options:
-        """Of what the dispatcher gives."""
+        """The options that torch's dispatcher gives."""
         options = cls(*given)
-        return options._replace(dt_limit=None if options.dt_limit is None else tuple(options.dt_limit))
+        limit: Any = None if options.dt_limit is None else tuple(options.dt_limit)
+        return options._replace(dt_limit=limit)
 
 
 def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
@@ -95,7 +97,7 @@ def _check_shapes(named: Mapping[str, Tensor], options: Options, problems: list[
         problems.append(f"norm_group_size is {size}, which does not divide {inner} channels")
         return False
     words = "[batch, tokens" if len(rows) == 2 else "[batch"
-    allowed = {
+    allowed: dict[str, dict[str, tuple[int, ...]]] = {
         **dict.fromkeys(("z", "out"), {f"{words}, heads * headdim]": (*rows, inner)}),
         "dt": {f"{words}, heads]": (*rows, H)},
         **dict.fromkeys(("A", "dt_bias"), {"[heads]": (H,)}),

@@ -249,7 +249,7 @@ class ReplaySpec(KernelSpec, ReplayProblem):
         return [name for name, given in there.items() if given]
 
     def written(self) -> list[str]:
-        """Those that the kernel may write."""
+        """Operands that the kernel may write."""
         names = {
             Part.FUSED: ["state", "old_x", "old_B", "old_dt", "old_dA_cumsum", "out"],
             Part.PRECOMPUTE: ["old_B", "old_dt", "old_dA_cumsum", "mix", "sums"],

@@ -43,12 +43,12 @@ class Mamba(Model):
 
     @property
     def conv_channels(self) -> int:
-        """Mamba-1: of x; Mamba-2: of x, B and C."""
+        """Channels of the short convolution: Mamba-1's are those of x, Mamba-2's those of x, B and C."""
         return self.headdim if self.kind == "mamba1" else self.nheads * self.headdim + 2 * self.ngroups * self.d_state
 
     @property
     def norm_shape(self) -> tuple[int, int] | None:
-        """Of Mamba-2: its groups are those of B and C."""
+        """(groups, elements of each) of the gated norm of Mamba-2, whose groups are those of B and C; else None."""
         if self.kind == "mamba1" or self.gate or not self.whole_groups:
             return None
         return self.ngroups, self.nheads * self.headdim // self.ngroups

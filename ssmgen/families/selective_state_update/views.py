@@ -52,7 +52,7 @@ def is_tied(views: Mapping[str, Tensor]) -> bool:
 
 
 def _headed_views(named: dict[str, Tensor], problems: list[str]) -> dict[str, Tensor]:
-    """Of one token, as [slots, H, P, N], [batch, H, P], [H, P, N], [batch, G, N], [H, P], with stride 0 for what is shared."""
+    """Operands of one token, as [slots, H, P, N], [batch, H, P], [H, P, N], [batch, G, N], [H, P], with stride 0 for what is shared."""
     state, x, B = named["state"], named["x"], named["B"]
     if state.dim() not in (3, 4):
         problems.append(f"state is {list(state.shape)}, not [slots, heads, headdim, d_state] or [slots, dim, d_state]")
@@ -139,7 +139,7 @@ def _check_layout(views: dict[str, Tensor], problems: list[str]) -> None:
 
 
 def _token_views(named: Mapping[str, Tensor], update_state: bool, problems: list[str]) -> dict[str, Tensor]:
-    """Of several, with a tokens axis behind the batch's; see the reference."""
+    """Operands of several tokens, with a tokens axis behind the batch's; see the reference."""
     state, x, B = named["state"], named["x"], named["B"]
     ragged = "cu_seqlens" in named
     if state.dim() != 4:

@@ -1,0 +1,23 @@
+"""What a kernel needs of the library of its text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """Parts of `templates/lib` that only some kernels use, as a template asks for them (`needs.math`). Loads and stores of single numbers
+    and of aligned vectors are always there, and so are the conversions of the types that the spec's fields name."""
+
+    math: bool = False  # exponentials and reciprocals
+    elements: bool = False  # vectors gathered from elements that are not aligned, or not neighbours
+    bytes: bool = False  # 8-bit loads
+    raw: bool = False  # stores of numbers that are copied, and not computed with
+    streaming: bool = False  # stores that need not stay in L2
+    prefetch: bool = False  # bulk requests to L2
+    lines: bool = False  # requests to L2 for single lines
+    matrices: bool = False  # loads of the tensor cores' operands from shared memory
+    copies: bool = False  # asynchronous copies to shared memory
+    barriers: bool = False  # those of shared memory, and the bulk copies that arrive there; from sm_90 on
+    mma: str = ""  # element type that the tensor cores multiply, as PTX names it; empty if they do not
