@@ -24,6 +24,7 @@ from .families.linear_attention.call import gla as gla
 from .families.linear_attention.call import kda as kda
 from .families.linear_attention.call import kda_commit as kda_commit
 from .families.linear_attention.call import lightning_attn as lightning_attn
+from .families.linear_attention.call import rwkv6 as rwkv6
 from .families.linear_attention.call import rwkv7 as rwkv7
 from .families.linear_attention.call import simple_gla as simple_gla
 from .families.mamba2_layer.call import mamba2_layer as mamba2_layer

@@ -27,6 +27,7 @@ RULES: dict[str, dict[str, str]] = {
     "delta_rule": QKV | {"beta": "beta"},
     "comba": QKV | {"p": "key", "g": "gate", "beta": "beta"},
     "rwkv7": {"r": "query", "k": "key", "v": "value", "w": "channel_gate", "kk": "key", "a": "key_factor"},
+    "rwkv6": {"r": "query", "k": "key", "v": "value", "w": "channel_gate", "u": "bonus"},
     "dplr_delta_rule": QKV | {"a": "key", "b": "key", "gk": "channel_gate"},
     "gla": QKV | {"gk": "channel_gate", "gv": "row_gate"},
     "simple_gla": QKV | {"g": "gate"},
@@ -56,6 +57,7 @@ class Case:
     bias: str = "full"  # flat: [HV K]; or none
     extreme: bool = False  # gates that overflow what is not written with care
     shared_gate: bool = False  # g [HV]
+    shared_bonus: bool = True  # u [HV, K]
     beta: str = "plain"  # sigmoid, twice
     beta_rows: bool = False
     l2norm: bool = False
@@ -84,8 +86,13 @@ GDN = Case("gdn", **RAW)
 def _rules() -> list[Case]:
     """Each function as its models call it, and with what else it takes."""
     kda, gdn2, comba, gla = (Case(rule, rule=rule) for rule in ("kda", "gdn2", "comba", "gla"))
-    rwkv7, delta = Case("rwkv7", rule="rwkv7", group=1, K=64), Case("delta", rule="delta_rule")
-    dplr, simple, lightning = Case("dplr", rule="dplr_delta_rule"), Case("simple", rule="simple_gla"), Case("la", rule="lightning_attn")
+    rwkv6, rwkv7 = (Case(rule, rule=rule, group=1, K=64) for rule in ("rwkv6", "rwkv7"))
+    delta, dplr, simple, lightning = (
+        Case("delta", rule="delta_rule"),
+        Case("dplr", rule="dplr_delta_rule"),
+        Case("simple", rule="simple_gla"),
+        Case("la", rule="lightning_attn"),
+    )
     return [
         *vary(Case("gdn"), log={"out": F32}, extreme=WILD, beta_rows={"beta": "sigmoid", "beta_rows": True, "x": F16}),
         *vary(GDN, qwen3={"state": BF16}, twice={"bias": "none", "beta": "twice", "x": F32}),
@@ -95,6 +102,7 @@ def _rules() -> list[Case]:
         *vary(gdn2, log={"l2norm": True}, softplus={"gate": "softplus", "state": BF16, "x": F16, "weights": F16}),
         *vary(delta, sigmoid={"beta": "sigmoid", "l2norm": True, "x": F32}, rows={"beta": "twice", "beta_rows": True, "state": BF16}),
         *vary(comba, raw={**RAW, "out": F32}, log={"state": F16}),
+        *vary(rwkv6, f32={"x": F32}, scaled={"V": 96, "scale": 0.125, "state": BF16}, each_token={"shared_bonus": False}),
         *vary(rwkv7, f32={"x": F32}, scaled={"V": 96, "scale": 0.125, "state": BF16}),
         *vary(dplr, gk={"out": F32}, bare={"omit": ("gk",), "state": BF16}),
         *vary(gla, gk={"omit": ("gv",), "out": F32}, gv={"omit": ("gk",), "state": BF16}, both={"x": F32}),
@@ -231,9 +239,13 @@ def make_call(case: Case, device: str, seed: int = 0) -> Call:
         state[slot] = torch.randn(per_head, generator=g)
 
     last = {"beta": (HV, V) if case.beta_rows else (HV,), "gate": (HV,), "query": (HK, K), "key": (HK, K), "key_factor": (HK, K)}
-    last |= dict.fromkeys(("channel_gate", "channel_factor"), (HV, K)) | dict.fromkeys(("value", "row_gate", "row_factor"), (HV, V))
+    last |= dict.fromkeys(("channel_gate", "channel_factor", "bonus"), (HV, K)) | dict.fromkeys(
+        ("value", "row_gate", "row_factor"), (HV, V)
+    )
     given = {n: kind for n, kind in RULES[case.rule].items() if n not in case.omit}
-    shapes = {n: (HV,) if kind == "slope" or (n == "g" and case.shared_gate) else lead + last[kind] for n, kind in given.items()}
+    shared = {"slope"} | ({"gate"} if case.shared_gate else set()) | ({"bonus"} if case.shared_bonus else set())
+    last["slope"] = (HV,)
+    shapes = {n: last[kind] if kind in shared else lead + last[kind] for n, kind in given.items()}
     types = cycle((case.x,) if case.x else (BF16, F32, F16))
     values = {n: _values(given[n], case, shape, g).to(t) for (n, shape), t in zip(shapes.items(), types, strict=False)}
     for names in [] if case.packed is None else [list(values)[:3], [n for n in ("g", "beta") if n in values]]:
@@ -283,6 +295,10 @@ def step(S: Approx, reach: Tensor, x: Mapping[str, Approx], options: op.Options,
         elif form.gate == "bounded":
             g = exact(torch.tensor(options.lower_bound)) * (x["A_log"].exp() * biased if "A_log" in x else biased).sigmoid()
         decays.append(across((-g if form.gate == "slope" else g).exp()))
+    if "bonus" in x:  # of the state as it is: the rest is as ever
+        own = dot(k * x["bonus"], q, roundings + 4)[..., None] * v
+        seen = dot(S, across(q), roundings + 6, reach)
+        y = seen + own
     held = dot(S, across(read), roundings + 4, reach) if form.delta == "old" else None
     for decay in decays:
         S, reach = S * decay, reach * decay.size
@@ -298,7 +314,7 @@ def step(S: Approx, reach: Tensor, x: Mapping[str, Approx], options: op.Options,
             e = e * beta
         terms = [down(e) * across(k)]
     new, reach = sum(terms, S), sum((t.size for t in terms), reach)
-    y = dot(new, across(q), roundings + 6, reach)
+    y = y if "bonus" in x else dot(new, across(q), roundings + 6, reach)
     return new, reach, Approx(y.value * options.scale, y.error * options.scale)
 
 

@@ -71,6 +71,7 @@ def linear(device: str, name: str, key_heads: int = H, tokens: tuple[int, ...] =
     if name == "kda":
         call |= {"A_log": normal(device, H), "dt_bias": normal(device, H * N)}
     more = {
+        "rwkv6": lambda: {"u": normal(device, H, N)},
         "rwkv7": lambda: {"kk": keys(), "a": keys()},
         "comba": lambda: {"p": keys()},
         "gdn2": lambda: {"b": heads(N), "w": heads(P)},

@@ -66,12 +66,14 @@ TEXTBOOK = {  # S is [V, K], and every update a product with a matrix
     "gdn2": lambda S, q, k, v, g, b, w: S @ torch.diag(g.exp()) @ less(b * k, k) + outer(w * v, k),
     "delta_rule": lambda S, q, k, v, beta: S @ less(beta * k, k) + beta * outer(v, k),
     "comba": lambda S, q, k, v, p, g, beta: g.exp() * S @ less(beta / g.exp() * p, k) + beta * outer(v, k),
+    "rwkv6": lambda S, r, k, v, w, u: S @ torch.diag(w.exp()) + outer(v, k),
     "rwkv7": lambda S, r, k, v, w, kk, a: S @ (torch.diag(w.exp()) - outer(kk, kk * a)) + outer(v, k),
     "dplr_delta_rule": lambda S, q, k, v, a, b, gk: S @ (torch.diag(gk.exp()) + outer(a, b)) + outer(v, k),
     "gla": lambda S, q, k, v, gk, gv: torch.diag(gv.exp()) @ S @ torch.diag(gk.exp()) + outer(v, k),
     "simple_gla": lambda S, q, k, v, g: g.exp() * S + outer(v, k),
     "lightning_attn": lambda S, q, k, v, slope: S / slope.exp() + outer(v, k),
 }
+READ = {"rwkv6": lambda S, r, k, v, w, u: S + outer(v, k) @ torch.diag(u)}  # instead of the new state
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -84,9 +86,10 @@ def test_reference_is_the_textbook_formula(rule):
         S = call.kwargs["state"][b, head].double()
         for t in range(3):
             x = {n: call.kwargs[n].double() for n in RULES[rule]}
-            x = {n: (v[b, t] if v.dim() > 1 else v) for n, v in x.items()}
-            S = TEXTBOOK[rule](S, **{n: v[head // 2 if len(v) == 2 else head] for n, v in x.items()})
-            y = 0.3 * S @ x[next(iter(RULES[rule]))][head // 2]
+            x = {n: (v if n in ("slope", "u") else v[b, t]) for n, v in x.items()}
+            own = {n: v[head // 2 if len(v) == 2 else head] for n, v in x.items()}
+            read, S = READ.get(rule, TEXTBOOK[rule])(S, **own), TEXTBOOK[rule](S, **own)
+            y = 0.3 * read @ x[next(iter(RULES[rule]))][head // 2]
             assert torch.allclose(views["out"][b, t, head], y, rtol=1e-12, atol=1e-12)
             assert torch.allclose(bounds["out"][b, t].value[head], y, rtol=1e-12, atol=1e-12)
         assert torch.allclose(views["state"][b, head], S, rtol=1e-12, atol=1e-12)

@@ -156,6 +156,7 @@ def rule(name: str, lead: tuple[int, ...] = (B,)) -> Arguments:
         "gdn2": lambda: {"g": decay(*lead, H, K), "b": rand(*lead, H, K), "w": values()},
         "delta_rule": lambda: {"beta": rand(*lead, H, V), "beta_sigmoid": True},
         "comba": lambda: {"p": keys(), "g": decay(*lead, H), "beta": rand(*lead, H)},
+        "rwkv6": lambda: {"u": rand(H, K)},
         "rwkv7": lambda: {"kk": keys(), "a": keys()},
         "dplr_delta_rule": lambda: {"a": keys(), "b": keys(), "gk": decay(*lead, H, K)},
         "gla": lambda: {"gk": decay(*lead, H, K), "gv": decay(*lead, H, V)},

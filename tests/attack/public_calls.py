@@ -78,6 +78,7 @@ def _all() -> dict[str, dict[str, Any]]:
         "gdn2": linear(g=channel_gate, b=keys, w=randn(B, H, P)),
         "delta_rule": linear(beta=beta),
         "comba": linear(p=keys, g=gate, beta=beta),
+        "rwkv6": rkv | {"u": torch.rand(H, N)},
         "rwkv7": rkv | {"kk": keys, "a": keys.clone()},
         "dplr_delta_rule": linear(a=keys, b=keys.clone()),
         "gla": linear(gk=channel_gate),

@@ -3,10 +3,10 @@
 from ...family import Family, Kernels
 
 FUNCTIONS = (
-    "gated_delta_rule", "kda", "gdn2", "delta_rule", "comba", "rwkv7", "dplr_delta_rule", "gla", "simple_gla", "lightning_attn",
+    "gated_delta_rule", "kda", "gdn2", "delta_rule", "comba", "rwkv7", "dplr_delta_rule", "gla", "simple_gla", "lightning_attn", "rwkv6",
     "gated_delta_rule_commit", "kda_commit",
 )  # fmt: skip
-TIMED = ("gated_delta_rule", "kda", "gla", "simple_gla", "lightning_attn", "delta_rule", "rwkv7", "gdn2", "comba")
+TIMED = ("gated_delta_rule", "kda", "gla", "simple_gla", "lightning_attn", "delta_rule", "rwkv6", "rwkv7", "gdn2", "comba")
 
 FAMILY = Family(
     name="linear_attention",

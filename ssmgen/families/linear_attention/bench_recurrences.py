@@ -83,6 +83,9 @@ OPS = {
         "q=key k=key/unit v=value", "fla.ops.lightning_attn.fused_recurrent_lightning_attn",
         "slope=head/slope", fla_options={"slope": None, "layer_idx": 0, "num_layers": 1},  # of which it makes the same slopes
     ),
+    "rwkv6": Recurrence(
+        "r=key k=key/unit v=value w=channel/decay", "fla.ops.rwkv6.fused_recurrent_rwkv6", "u=channel", groups=False,
+    ),
     "rwkv7": Recurrence(
         "r=key w=channel/decay k=key/unit v=value kk=key/unit a=key/sigmoid", "fla.ops.rwkv7.fused_mul_recurrent_rwkv7",
         groups=False,

@@ -15,6 +15,7 @@ built during a CUDA graph capture; NotBuiltError, CompileError, LoadError, Launc
 
 from __future__ import annotations
 
+from .bonus import rwkv6
 from .delta import comba, delta_rule, gated_delta_rule, gated_delta_rule_commit, gdn2, kda, kda_commit
 from .low_rank import dplr_delta_rule, rwkv7
 from .options import PoolOptions
@@ -23,5 +24,5 @@ from .views import RawInputs as Ring
 
 __all__ = [
     "PoolOptions", "Ring", "comba", "delta_rule", "dplr_delta_rule", "gated_delta_rule", "gated_delta_rule_commit", "gdn2", "gla", "kda",
-    "kda_commit", "lightning_attn", "rwkv7", "simple_gla",
+    "kda_commit", "lightning_attn", "rwkv6", "rwkv7", "simple_gla",
 ]  # fmt: skip

@@ -23,6 +23,7 @@ OPERANDS = {
     "w": _ROWS,  # factor of what is written
     "write": _KEYS,  # low rank: what is written, p times
     "alpha": _KEYS,  # low rank: what is written is -(read∘alpha)
+    "bonus": f"{_CHANNELS}|head key",  # factor of the token's own key in its output, which otherwise is of the state before it
 }
 ALWAYS = ("q", "k", "v")
 OPTIONAL = tuple(name for name in OPERANDS if name not in ALWAYS)
@@ -74,6 +75,7 @@ FUNCTIONS = {
     "dplr_delta_rule": Function((*ALWAYS, "read", "write"), {"a": "read", "b": "write"}),
     "gla": Function(ALWAYS),
     "simple_gla": Function(ALWAYS),
+    "rwkv6": Function((*ALWAYS, "gk", "bonus"), {"r": "q", "w": "gk", "u": "bonus"}),
     "lightning_attn": Function((*ALWAYS, "g"), {"slope": "g"}),
     "gated_delta_rule_commit": Function(("k", "v", "beta"), commit=True),
     "kda_commit": Function(("k", "v", "gk", "beta"), commit=True),

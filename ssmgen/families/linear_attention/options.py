@@ -54,7 +54,7 @@ def decode(
     name: str, form: Form, pool: PoolOptions, state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None,
     gk: Tensor | None = None, gv: Tensor | None = None, beta: Tensor | None = None, A_log: Tensor | None = None,
     dt_bias: Tensor | None = None, read: Tensor | None = None, erase: Tensor | None = None, w: Tensor | None = None,
-    write: Tensor | None = None, alpha: Tensor | None = None, *,
+    write: Tensor | None = None, alpha: Tensor | None = None, bonus: Tensor | None = None, *,
     lower_bound: float | None = None, objections: tuple[str, ...] = (),
 ) -> Tensor:  # fmt: skip
     """The call of a function: of its tensors by their roles in the recurrence (spec.py)."""
@@ -64,7 +64,7 @@ def decode(
     if scale is None:
         scale = q.shape[-1] ** -0.5 if isinstance(q, Tensor) and q.dim() and q.shape[-1] else 1.0
     given = (
-        state, q, k, v, g, gk, gv, beta, A_log, dt_bias, read, erase, w, write, alpha, out, pool.state_indices,
+        state, q, k, v, g, gk, gv, beta, A_log, dt_bias, read, erase, w, write, alpha, bonus, out, pool.state_indices,
         pool.dst_state_indices, pool.num_accepted_tokens, pool.cu_seqlens, pool.intermediate_states,
         *_by_operand(pool.ring, gk is not None),
     )  # fmt: skip
@@ -79,7 +79,7 @@ def commit(
 ) -> Tensor:  # fmt: skip
     """The call that replays accepted tokens of a ring; per_channel: it keeps a gate per key channel."""
     k, v, g, gk, beta = _by_operand(ring, per_channel)
-    none = (None,) * 5  # read … alpha
+    none = (None,) * 6  # read … bonus
     given = (
         state, None, k, v, g, gk, None, beta, A_log, dt_bias, *none, None, state_indices, None, num_accepted_tokens, None, None, *_NO_RING
     )  # fmt: skip

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from ...engine.rows import RowProblem
-from ...spec import DType, Index, Layout, Loads, PoolMode, Ring, Update, must
+from ...spec import LATER, DType, Index, Layout, Loads, PoolMode, Ring, Update, must
 
 
 class Delta(Enum):
@@ -75,6 +75,7 @@ class LinearAttentionProblem(RowProblem):
     w: DType | None = None  # factor per value channel of what is written
     write: DType | None = None  # low rank: the vector written, p times
     alpha: DType | None = None  # low rank: the vector written is -(read∘alpha)
+    bonus: DType | None = field(default=None, metadata=LATER)  # of the token itself: the output is of the state before it
     l2norm: bool = False  # q, k and read are divided by their norms
     index: Index = Index.NONE
     accepted: Index = Index.NONE  # type of num_accepted_tokens, which picks the column of state_indices to start from
@@ -202,6 +203,7 @@ class LinearAttentionProblem(RowProblem):
                 "a commit replays num_accepted_tokens of the ring into the state",
             ),
             *must(not self.layers or self.commit, "only a commit takes all layers at once"),
+            *must(self.bonus is None or not (read or self.l2norm), "a bonus goes with no delta rule, and with keys as they are"),
             *must(not (self.low_rank and self.l2norm), "the low-rank form takes normalised keys"),
             *must(self.several or not (self.intermediates or self.update is Update.EACH), "a state per token needs tokens=many or ragged"),
             *must(not self.frozen or self.may_freeze, "the state can be frozen only where `may_freeze` says so"),

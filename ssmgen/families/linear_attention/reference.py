@@ -46,6 +46,9 @@ def one_token(S: Tensor, x: Mapping[str, Tensor], form: Any, scale: float, lower
         D = D * torch.exp(log_decay(x["g"], form, A_log, dt_bias, lower_bound))[:, None, None]
     if "gv" in x:
         D = D * torch.exp(x["gv"])[:, :, None]
+    if "bonus" in x:
+        before = S + v[:, :, None] * (k * x["bonus"])[:, None, :]
+        return D * S + v[:, :, None] * k[:, None, :], torch.einsum("hvk,hk->hv", before, q) * scale
     held = torch.einsum("hvk,hk->hv", S if form.delta == "old" else D * S, read)
     if "write" in x or "alpha" in x:
         write = x["write"] if "write" in x else -(read * x["alpha"])

@@ -61,7 +61,8 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
     @property
     def stem(self) -> str:
         tokens_kept = {Ring.NONE: [], Ring.STORE: ["ring"], Ring.COMMIT: ["commit"]}[self.ring]
-        kind = {Delta.NONE: "la", Delta.DECAYED: "delta", Delta.OLD: "lowrank" if self.low_rank else "olddelta"}[self.delta]
+        kind = "bonus" if self.bonus else "la"
+        kind = {Delta.NONE: kind, Delta.DECAYED: "delta", Delta.OLD: "lowrank" if self.low_rank else "olddelta"}[self.delta]
         decay = "".join(name for name in ("g", "gk", "gv") if getattr(self, name))
         tokens = [] if self.tokens is Tokens.ONE else ["frozen" if self.frozen else self.tokens.value]
         shape = f"h{self.nheads}v{self.dim_v}k{self.dim_k}g{self.key_heads}_{self.state.value}"
@@ -108,14 +109,15 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
             *(["query_scale"] if not self.commit else []),
             *(["write_scale"] if self.l2norm else []),
             *(["mix"] if read and not self.commit else []),
-            *(["mix_key"] if self.low_rank else []),
+            *(["mix_key"] if self.low_rank or self.bonus else []),
             *(["step"] if self.beta is not None and not self.beta_rows else []),
         ]
 
     @property
     def recurrence(self) -> str:
         """The partial that has this recurrence."""
-        return f"recurrences/{'low_rank' if self.low_rank else 'plain' if self.delta is Delta.NONE else 'delta'}.cuh.j2"
+        added = "bonus" if self.bonus else "plain"
+        return f"recurrences/{'low_rank' if self.low_rank else added if self.delta is Delta.NONE else 'delta'}.cuh.j2"
 
     @property
     def reads_key(self) -> bool:

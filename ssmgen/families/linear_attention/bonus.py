@@ -1,0 +1,30 @@
+"""Decode steps that read a state before they add to it, with a bonus for the token itself. `call.py` says what all share."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...calls.public import operator
+from .options import PoolOptions, decode
+from .views import Form
+
+_BONUS = Form("none")
+
+
+@operator(like="v")
+def rwkv6(
+    state: Tensor, r: Tensor, w: Tensor, k: Tensor, v: Tensor, u: Tensor, *,
+    scale: float | None = 1.0, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
+    intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """RWKV-6 (Finch): out = (S + v (u k)^T) r, of the state before the token, then S <- S D + v k^T, D = diag(e^w); scale 1 unless given.
+
+    r, k: […, HK, K]; w: […, HV, K], log decay; v: […, HV, V]; u: [HV, K], the bonus of the token itself, or […, HV, K].
+    Otherwise as gated_delta_rule. Source: Peng et al. 2024 (arXiv 2404.05892).
+    """
+    pool = PoolOptions(
+        scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
+        update_state, out, pdl,
+    )  # fmt: skip
+    return decode("rwkv6", _BONUS, pool, state, r, k, v, None, w, bonus=u)
