@@ -68,7 +68,15 @@ def test_build_of_replays(own_cache, monkeypatch):
         ran("build", "--model", "mamba2-130m", "--index", "i32", "--no-pdl", "--json", *args)
         return {spec.family for spec in asked}
 
-    others = {"selective_state_update", "causal_conv1d", "causal_conv1d_update", "gated_rms_norm", "mamba2_layer", "layer_gated_norm"}
+    others = {
+        "selective_state_update",
+        "causal_conv1d",
+        "causal_conv1d_update",
+        "gated_rms_norm",
+        "mamba2_layer",
+        "layer_gated_norm",
+        "chunk_scan",
+    }
     assert families() == others and families("--replay", "6") == others | {OPERATOR}
     assert families("--op", OPERATOR, "--replay", "6") == {OPERATOR}
     assert {spec.history for spec in asked} == {History.STEP} and {spec.after_conv for spec in asked} == {False, True}

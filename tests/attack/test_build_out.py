@@ -45,11 +45,10 @@ def whole(out: Path) -> bool:
 def subprocess_of(*args: str, home: Path, **how) -> subprocess.Popen:
     env = {"HOME": str(home), "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], "PYTHONWARNINGS": "ignore"}
     env["PYTHONDONTWRITEBYTECODE"] = "1"  # under a limit on the size of files, the interpreter leaves truncated ones
-    return subprocess.Popen(
-        [sys.executable, "-m", "ssmgen", *args], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=home,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # ignored, where the tests run in the background
-        **how,
-    )  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # Ctrl-C is ignored where tests run in the background, and a child takes that over.
+    heeded = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler)}
+    return subprocess.Popen([sys.executable, "-m", "ssmgen", *args], env=env, cwd=home, **pipes, **heeded | how)
 
 
 # Directories that take nothing: said before anything is compiled.
