@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ArgumentError
+from ..family import records
 
 MOST = torch.finfo(torch.float32).max  # kernels take numbers as f32
 I64 = 2**63
@@ -138,11 +139,10 @@ class Scalars:
 
 def _unexpected(function: str, keywords: Sequence[str]) -> str:
     """What is wrong with keywords that a function does not have, and which functions have them."""
-    from ..api import FUNCTIONS  # which imports all of them, and they this
-
+    functions = [family.part(place) for family in records() for place in family.functions.values()]
     lines = []
     for keyword in keywords:
-        *others, last = [f.__name__ for f in FUNCTIONS if keyword in f.scalars.names] or [""]
+        *others, last = [f.__name__ for f in functions if keyword in f.scalars.names] or [""]
         having = f"{', '.join(others)} and {last} have it" if others else f"{last} has it" if last else "no function has it"
         lines.append(f"{function}() got an unexpected keyword {keyword!r}; {having}")
     return "\n".join(lines)
