@@ -154,6 +154,11 @@ def kv_matrix() -> list[Case]:
     return [replace(c, id=f"{c.id}-kv", layout="kv") for c in matrix()]
 
 
+def usual(case: Case) -> bool:
+    """Whether a case is among those that run always."""
+    return case in kv_matrix()[::16] or (case.layout == "vk" and not case.id.endswith("-t3"))
+
+
 @dataclass(frozen=True)
 class Sequence:
     """What becomes of one sequence: its tokens are [row, start + i] of the operands."""

@@ -33,6 +33,7 @@ from conv_cases import (
     update_matrix,
 )
 from conv_laws import LAST_AXIS, SM90, Draw, assert_matches, emulate, emulated, equal, expected, needs_emulator
+from selection import every_other
 from varying import named
 
 import ssmgen
@@ -116,7 +117,7 @@ def emulate_and_check(case: Any, spec: KernelSpec | None = None, arch: Arch = SM
 
 
 @needs_emulator
-@named(*covering(matrix()), *covering(update_matrix()))
+@named(*every_other([*covering(matrix()), *covering(update_matrix())]))
 def test_kernels_are_within_rounding_of_float64(case):
     emulate_and_check(case)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from la_cases import BF16, F16, F32, GDN, I32, RAW, RULES, Call, Case, assert_matches, expected, kv_matrix, make_call, matrix
+from la_cases import BF16, F16, F32, GDN, I32, RAW, RULES, Call, Case, assert_matches, expected, kv_matrix, make_call, matrix, usual
 from selection import kept
 
 import ssmgen
@@ -40,10 +40,7 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 # The reference.
 
 
-KV = [c.id for c in kv_matrix()[::16]]
-
-
-@pytest.mark.parametrize("case", kept(matrix() + kv_matrix(), lambda c: c.layout == "vk" or c.id in KV), ids=lambda c: c.id)
+@pytest.mark.parametrize("case", kept(matrix() + kv_matrix(), usual), ids=lambda c: c.id)
 def test_reference_is_within_rounding_of_float64(case):
     call = make_call(case, "cpu")
     want = expected(call, any_order=True)
@@ -277,7 +274,7 @@ def emulate(call: Call, spec=None, arch: Arch = SM90, change=lambda source: sour
 
 
 @emulated
-@pytest.mark.parametrize("case", kept(matrix() + kv_matrix()[::4], lambda c: c.layout == "vk" or c.id in KV), ids=lambda c: c.id)
+@pytest.mark.parametrize("case", kept(matrix() + kv_matrix()[::4], usual), ids=lambda c: c.id)
 def test_within_rounding_of_float64(case):
     call = make_call(case, "cpu")
     want = expected(call)
