@@ -154,9 +154,12 @@ def kv_matrix() -> list[Case]:
     return [replace(c, id=f"{c.id}-kv", layout="kv") for c in matrix()]
 
 
+_KV = kv_matrix()[::16]
+
+
 def usual(case: Case) -> bool:
     """Whether a case is among those that run always."""
-    return case in kv_matrix()[::16] or (case.layout == "vk" and not case.id.endswith("-t3"))
+    return case in _KV or (case.layout == "vk" and not case.id.endswith("-t3"))
 
 
 @dataclass(frozen=True)
