@@ -55,7 +55,7 @@ def views_of(named: Mapping[str, Tensor], options: tuple[Any, ...], problems: li
     allowed = {"x": row, "out": row, "mix": {"[dim]": (dim,)}, "state_indices": {"[batch]": (batch,)}}
     fits = [checks.check_shape(name, t, allowed[name], problems) for name, t in named.items() if name != "state"]
     for name in ("state", "x", "out", "mix"):
-        if named[name].stride(-1) != 1 and dim > 1:
+        if named[name].dim() and named[name].stride(-1) != 1 and dim > 1:
             problems.append(f"{name} has strides {list(named[name].stride())}; its channels must be contiguous")
     problems += [f"{n} is {named[n].dtype}, x is {x.dtype}".replace("torch.", "") for n in ("state", "out") if named[n].dtype != x.dtype]
     problems += [f"{n} has rows that share memory" for n in ("state", "out") if checks.overlaps_itself(named[n])]
