@@ -20,4 +20,5 @@ class Needs:
     matrices: bool = False  # loads of the tensor cores' operands from shared memory
     copies: bool = False  # asynchronous copies to shared memory
     barriers: bool = False  # those of shared memory, and the bulk copies that arrive there; from sm_90 on
+    warpgroups: tuple[int, ...] = ()  # columns of the products that warpgroups make, of `mma`'s type; sm_90a
     mma: str = ""  # element type that the tensor cores multiply, as PTX names it; empty if they do not
