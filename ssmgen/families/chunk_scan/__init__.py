@@ -4,7 +4,7 @@ from ...family import Family, Kernels
 
 FAMILY = Family(
     name="chunk_scan",
-    kernels=(Kernels("spec:ScanSpec", "spec:ScanProblem"),),
+    kernels=(Kernels("spec:ScanSpec", "spec:ScanProblem"), Kernels("warpgroups:WarpgroupScanSpec", unchecked="x")),
     functions={"chunk_scan": "call:chunk_scan"},
     bench={"chunk_scan": "bench"},
     tuning="tuning:TUNING",

@@ -204,10 +204,8 @@ def _check_layout(views: Mapping[str, Tensor], problems: list[str]) -> None:
 
 
 def _together(views: Mapping[str, Tensor], pointers: Mapping[str, int]) -> int:
-    """Bytes of all of x, B, C and z that can be copied at once, 16 at most; 2 where those, or pairs of out, cannot be."""
-    copied = [n for n in ("x", "B", "C", "z") if n in views]
-    if not checks.aligned(views["out"], pointers["out"], 2):
-        return 2
+    """Bytes of all of x, B, C, z and out that can be moved at once, 16 at most; 2 where pairs of numbers cannot be."""
+    copied = [n for n in ("x", "B", "C", "z", "out") if n in views]
     return next((size for size in (16, 8, 4) if all(checks.aligned(views[n], pointers[n], size // 2) for n in copied)), 2)
 
 
@@ -265,9 +263,9 @@ def kernel_values(spec: ScanSpec, views: Mapping[str, Tensor], options: Options)
 
 
 def size_of(views: Mapping[str, Tensor]) -> int:
-    """Heads of all sequences; 0 if nothing is to be written."""
+    """Heads; 0 if nothing is to be written."""
     writes_states = any(n in views for n in ("final_states", "state"))
-    return _sequences(views) * views["x"].shape[2] if views["x"].numel() or writes_states else 0
+    return views["x"].shape[2] if views["x"].numel() or (_sequences(views) and writes_states) else 0
 
 
 FAMILY = Family(
@@ -275,7 +273,7 @@ FAMILY = Family(
     written=("out", "final_states", "state"),
     problem_of=problem_of,
     size_of=size_of,
-    grid_of=lambda spec, views: _sequences(views) * views["x"].shape[2] * spec.tiles,
+    grid_of=lambda spec, views: _sequences(views) * views["x"].shape[2] * spec.tiles * spec.cluster_blocks,
     values_of=kernel_values,
     in_place=(("final_states", "initial_states"),),
 )

@@ -20,7 +20,7 @@ from ...occupancy import LIMITS, SHARED_RESERVED
 from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, must
 
 OPERATOR = "chunk_scan"
-SIZE, MAX_SIZE = "heads of sequences", 2**31 - 1  # what the rules look at
+SIZE, MAX_SIZE = "heads", 2**31 - 1  # what the rules look at: sequences are not among it, so that bits do not depend on how many there are
 
 CHUNK = 64  # tokens; part of the result's bits
 MIXERS = CHUNK // 16  # warps that make M, 16 of its rows each
@@ -217,6 +217,9 @@ def _spec(problem: ScanProblem, **how: Any) -> ScanSpec:
 
 def space(problem: ScanProblem, arch: Arch) -> Iterator[ScanSpec]:
     """Every legal variant of a problem within the axes worth trying."""
+    from .warpgroups import warpgroup_space
+
+    yield from warpgroup_space(problem, arch)
     for tile in range(16, min(problem.headdim, 128) + 1, 16):
         for stages in (1, 2, 3, 4):
             for min_blocks in (1, 2):
@@ -228,7 +231,10 @@ def space(problem: ScanProblem, arch: Arch) -> Iterator[ScanSpec]:
 
 def candidates(problem: ScanProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ScanSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
+    from .warpgroups import by_warpgroups
+
     wait = Pdl.TRIGGER_LOADED if pdl else Pdl.OFF
+    yield from by_warpgroups(problem, size, wait)
     tiles = [t for t in range(16, 129, 16) if problem.headdim % t == 0 and (problem.d_state <= 64 or t <= 64)]
     few = [t for t in tiles if t <= 64]
     tile, narrow = few[-1], 32 if few[-1] % 32 == 0 else 16

@@ -1,0 +1,117 @@
+"""chunk_scan by warpgroups: the tensor cores of sm_90a, which read operands from shared memory by themselves.
+
+A block has three warpgroups. The first fetches: C, B, x and z of chunks, and dt, of which it makes decays. The second makes M, a chunk ahead.
+The third holds 64 rows of the state in f32, in the registers in which products are summed, from the first chunk to the last; it makes y^T,
+so that the state, rounded, is there as the first operand, and of the state nothing goes through shared memory.
+
+With `parts` a cluster's blocks divide a sequence: each sums what its own part adds to a state of zeros, reads what those ahead of it have
+summed, and goes over its part again. That is exact, but its order of summation is another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from ...occupancy import LIMITS, SHARED_RESERVED
+from ...spec import Arch, Needs, Pdl, must
+from .spec import CHUNK, ScanProblem, ScanSpec
+
+ROWS = 64  # of a state, that a warpgroup holds
+THREADS = 512
+REGISTERS = (64, 120, 208)  # of threads that fetch, prepare and walk: of the second there are twice as many, and all begin with 128
+LEAST = 8  # chunks of a part: with fewer, what parts exchange takes longer than they do
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarpgroupScanSpec(ScanSpec):
+    """A problem, and how warpgroups compute it. Only `parts` changes bits of the result."""
+
+    family: ClassVar[str] = "chunk_scan_warpgroups"
+    template: ClassVar[str] = "chunk_scan/warpgroups/scan.cu.j2"
+
+    tile: int = ROWS
+    stages: int = 4
+    parts: int = 1  # blocks that divide a sequence
+
+    @property
+    def needs(self) -> Needs:
+        columns = tuple(sorted({CHUNK, self.d_state}))
+        return Needs(
+            math=True, matrices=True, copies=True, barriers=True, elements=super().needs.elements, bytes=self.started,
+            warpgroups=columns, mma=self.x.value,
+        )  # fmt: skip
+
+    @property
+    def threads_per_block(self) -> int:
+        return THREADS
+
+    @property
+    def cluster_blocks(self) -> int:
+        return self.parts
+
+    @property
+    def stem(self) -> str:
+        return super().stem.replace("scan_", "scan_wg_", 1).replace(f"t{self.tile}", f"k{self.parts}", 1)
+
+    # Rows of shared memory are 128 bytes.
+
+    @property
+    def row_words(self) -> int:
+        return self.d_state // 2
+
+    @property
+    def x_words(self) -> int:
+        return self.tile // 2
+
+    @property
+    def mix_words(self) -> int:
+        return CHUNK // 2
+
+    @property
+    def dynamic_bytes(self) -> int:
+        return super().dynamic_bytes + 4 * CHUNK * self.tile * 2
+
+    @property
+    def shared_bytes(self) -> int:
+        scalars = self.stages * CHUNK * (8 + 4 + 4 + 4 + 16)
+        return self.dynamic_bytes + 1024 + scalars + 256
+
+    def violations(self, arch: Arch) -> list[str]:
+        if problems := self.faults():
+            return problems
+        most = LIMITS[90].shared - SHARED_RESERVED
+        return [
+            *must(str(arch) == "sm_90a", f"products of warpgroups need sm_90a, not {arch}"),
+            *must(self.tile == ROWS and self.headdim % ROWS == 0, f"a warpgroup holds {ROWS} rows, which headdim {self.headdim} is no multiple of"),
+            *must(self.d_state in (64, 128), f"d_state {self.d_state} is not 64 or 128"),
+            *must(self.copy == 16, "x, B, C, z or out do not begin at multiples of 16 bytes"),
+            *must(self.stages in (2, 4, 6) and self.min_blocks == 1, f"stages {self.stages} are not 2, 4 or 6, or min_blocks is not 1"),
+            *must(1 <= self.parts <= 8, f"parts {self.parts} are not 1 … 8"),
+            *must(self.shared_bytes <= most, f"{self.shared_bytes} bytes of shared memory exceed the {most} of {arch}"),
+        ]
+
+    def constants(self) -> dict[str, Any]:
+        return super().constants() | {"registers": REGISTERS, "least": LEAST}
+
+
+def _spec(problem: ScanProblem, **how: Any) -> WarpgroupScanSpec:
+    return WarpgroupScanSpec(**{f.name: getattr(problem, f.name) for f in fields(ScanProblem)}, **how)
+
+
+def warpgroup_space(problem: ScanProblem, arch: Arch) -> Iterator[ScanSpec]:
+    """Every legal variant within the axes worth trying, but for parts, which change bits."""
+    for stages in (2, 4, 6):
+        for pdl in Pdl:
+            spec = _spec(problem, stages=stages, pdl=pdl)
+            if not spec.violations(arch):
+                yield spec
+
+
+def by_warpgroups(problem: ScanProblem, heads: int, pdl: Pdl) -> Iterator[tuple[str, ScanSpec | None, str]]:
+    """(rule, spec, ""), best first: parts where the heads of one sequence leave most of the card idle."""
+    blocks = heads * (problem.headdim // ROWS)
+    parts = 6 if blocks <= 16 else 4 if blocks <= 30 else 1
+    for stages in (4, 2):
+        yield f"warpgroups, {stages} stages", _spec(problem, parts=parts, stages=stages, pdl=pdl), ""
