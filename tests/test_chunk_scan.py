@@ -235,7 +235,14 @@ def test_check_of_variants(spec):
 
 EDITS = {
     "no wait for copies": ("wait_copies<kStages - 3>();", "", "has not waited for the copy"),
-    "a barrier too few": ("__syncthreads();  // chunk n is there", "__syncwarp();  // chunk n is there", "shared memory"),
+    "a barrier too few": ("meet(1, kThreads);  // chunk n is there", "__syncwarp();  // chunk n is there", "shared memory"),
+    "a role meets one time less": ("n <= chunks; ++n) {", "n < chunks; ++n) {", "waits at barrier 1, at which 128 of 192 threads are"),
+    "a role waits for fewer": ("meet(1, kThreads);  // chunk n", "meet(1, 128);  // chunk n", "than the 128 threads that it is for"),
+    "each role by itself": (
+        "meet(1, kThreads);  // chunk n",
+        "meet(1 + (warp < kWalkers), warp < kWalkers ? 64 : 128);  //",
+        "shared memory",
+    ),
     "asked for too early": ("ask_for(n + kStages - 2);", "ask_for(n + kStages - 1);", "shared memory"),
     "one M for two chunks": (
         "const u32 to = kAtMix + n % 2 * (kChunk * kMixWords) + part;",
