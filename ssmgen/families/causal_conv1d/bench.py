@@ -166,7 +166,7 @@ class Case:
         expected["out"] = expected["out"].double()
         views = {n.removesuffix("_out"): t for n, t in expected.items()} | {"weight": self.weight[some], "bias": self.bias[some]}
         views |= {n: t for n, t in self.more.items() if n in ("query_start_loc", "conv_state_indices", "has_initial_state")}
-        options = {"silu": True, "dtype": torch.float64}
+        options: dict[str, Any] = {"silu": True, "dtype": torch.float64}
         if self.form is Form.SEQ_IDX:  # the same as packed sequences, of which the reference is faster
             for row in range(len(expected["x"])):
                 one = {n: expected[n][row : row + 1] for n in ("x", "out")}

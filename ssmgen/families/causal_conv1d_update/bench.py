@@ -118,7 +118,8 @@ class Case:
         return call | ({"num_accepted_tokens": self.accepted[i]} if self.tokens > 1 else {})
 
     def ceiling(self, i: int) -> Tensor:
-        return self.shares[i % len(self.shares)].mul_(1.0)
+        share: Tensor = self.shares[i % len(self.shares)]
+        return share.mul_(1.0)
 
     def gate(self, pdl: bool | None = None) -> float:
         """Norm error of one call's output, against float64, on a few rows. Raises SsmgenError when it is more than its rounding, or when a
