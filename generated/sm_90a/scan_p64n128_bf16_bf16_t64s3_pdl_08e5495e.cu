@@ -488,7 +488,8 @@ scan_p64n128_bf16_bf16_t64s3_pdl_08e5495e(
         }
         const float before = __shfl_up_sync(0xffffffffu, total, 1);
         const float s[2] = {lane ? before + own[0] : own[0], lane ? before + own[1] : own[1]};
-        const float last = __shfl_sync(0xffffffffu, s[1], 31);      const float weight[2] = {exp2_approx(last - s[0]) * d[0], exp2_approx(last - s[1]) * d[1]};
+        const float last = __shfl_sync(0xffffffffu, s[1], 31);
+        const float weight[2] = {exp2_approx(last - s[0]) * d[0], exp2_approx(last - s[1]) * d[1]};
         const float decay = exp2_approx(last);
         const u32 at = n % kStages * kStageWords;
         const u32 at_X = at + kAtX + 8 * warp + by_columns<kXWords>(lane), at_B = at + kAtB + by_rows<kRowWords>(lane);
