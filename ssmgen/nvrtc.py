@@ -20,8 +20,8 @@ PROGRAM_NAME = "ssmgen.cu"  # fixed: part of what the compiler sees
 # ptxas compiles a kernel whose products it has to wait for at once, and does as if registers had not been asked for: it only says so.
 SERIALISED = re.compile(r"^.*\(C75(?:08|1\d|20)\).*$", re.MULTILINE)
 UNSERIALISED = """ptxas waits for products of warpgroups where the kernel does not, or ignores what a warpgroup asks of registers.
-  - Between its wgmma_fence and its wgmma_wait nothing else touches what a product sums into, or its first operand: fence again behind changes,
-    name the sums behind the wait (wgmma_landed), unroll the loops around products, and keep sums in arrays with constant indices.
+  - Between its wgmma_fence and its wgmma_wait nothing else touches what a product sums into, or its first operand: fence again behind
+    changes, name the sums behind the wait (wgmma_landed), unroll the loops around products, and keep sums in arrays with constant indices.
   - take_registers and give_registers need __launch_bounds__(threads, blocks), both."""
 
 
