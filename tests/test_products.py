@@ -43,6 +43,17 @@ LEGAL = {
     "summed from zero": ("float d[64 / 2];", "float d[64 / 2] = {};"),
     "one group after another": (", k > 0);\n" + COMMIT + WAIT, ", k > 0), wgmma_commit();\n" + WAIT),
     "each waited for": (", k > 0);\n" + COMMIT + WAIT, ", k > 0), wgmma_commit(), wgmma_wait<0>(), wgmma_fence();\n"),
+    "two sums": (
+        COMMIT + WAIT + LANDED,
+        COMMIT
+        + "  float e[32];\n  wgmma_64<0>(e, left[0], right, 0);\n"
+        + COMMIT
+        + "  wgmma_wait<1>();\n"
+        + LANDED
+        + "  left[1][0] = round_2xbf16(d[0], d[1]);\n"
+        + WAIT
+        + "  wgmma_landed(e);\n",
+    ),
     "registers": (START, "  take_registers<200>();\n" + START),
 }
 

@@ -108,6 +108,9 @@ bool Machine::settle_warp(u32 first) {
     const char* what = name_of(leader.kind);
     select(first + lane);
     if (!(leader.mask >> lane & 1)) fail(std::string(what) + " whose mask leaves out the lane itself");
+    bool comes = false;  // a lane that waits for a phase may be here when that is over
+    for (u32 l = 0; l < kWarp; ++l) comes |= leader.mask >> l & 1 && threads[first + l].state == State::kAtBarrier;
+    if (comes) continue;
     for (u32 l = 0; l < kWarp; ++l) {
       if (!(leader.mask >> l & 1)) continue;
       const Thread& other = threads[first + l];
