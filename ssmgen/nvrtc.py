@@ -171,7 +171,7 @@ def listing(source: str, log: str, around: int = 3) -> str:
 
 
 def numbered(text: str, named: Set[int], around: int = 3) -> str:
-    """Those lines of a text, with their numbers and `around` lines of context."""
+    """Named lines of a text, with their numbers and `around` lines of context."""
     lines = text.splitlines()
     shown: list[str] = []
     last = 0

@@ -11,7 +11,7 @@ namespace {
 constexpr u32 kPoison = 0x7fed50d5;  // a NaN that nothing else makes; arithmetic hands it on
 constexpr u32 kPiece = 16;           // bytes that stay together: 8 elements
 constexpr u32 kDepth = 16;           // summed over by one product
-constexpr u32 kRegisters = 65536;    // of a multiprocessor
+constexpr u32 kRegisters = 65536;    // of a multiprocessor, in eights per thread
 
 struct Asked {
   float* d;
@@ -344,11 +344,12 @@ void check_warpgroups_ended() {
       fail_of(w * kWarp, "has ended after " + std::to_string(m.warps[w].steps) + " products and changes of registers, of which another warp of its "
                          "warpgroup has done " + std::to_string(of_all) + ": all four warps do them all");
   }
+  const u32 there = kRegisters / m.block / 8 * 8 * m.block;
   for (u32 rank = 0; rank < m.cluster; ++rank) {
     u32 all = 0;
     for (u32 w = rank * m.block / kWarp; w < (rank + 1) * m.block / kWarp; ++w) all += m.warps[w].registers * kWarp;
-    if (all > kRegisters)
-      fail_of(rank * m.block, "is of a block whose warpgroups ask for " + std::to_string(all) + " registers, of which there are " + std::to_string(kRegisters));
+    if (all > there)
+      fail_of(rank * m.block, "is of a block whose warpgroups ask for " + std::to_string(all) + " registers, of which it has " + std::to_string(there));
   }
 }
 
