@@ -17,7 +17,9 @@ from ..spec import SM90, DType, Index
 
 DTYPES = {torch.float32: DType.F32, torch.float16: DType.F16, torch.bfloat16: DType.BF16}
 INDEX = {None: Index.NONE, torch.int32: Index.I32, torch.int64: Index.I64}
-COUNTS = ("num_accepted_tokens", "cu_seqlens", "query_start_loc", "cache_seqlens", "parents", "num_splits")  # integers, like the indices
+COUNTS = (  # integers, like the indices
+    "num_accepted_tokens", "cu_seqlens", "query_start_loc", "cache_seqlens", "parents", "num_splits", "checkpoint_positions",
+)  # fmt: skip
 EXACT = {
     **dict.fromkeys(("seq_idx", "cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "arrivals"), torch.int32),
     **dict.fromkeys(("lse", "lse_other", "lse_out"), torch.float32),
@@ -84,8 +86,8 @@ def _tensors(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str,
             yield from ((f"{name}.{field}", t) for field, t in zip(fields, value, strict=True) if isinstance(t, Tensor))
 
 
-def check_common(tensors: Mapping[str, Tensor], anchor: str, problems: list[str]) -> None:
-    """Devices, dtypes and gradients."""
+def check_common(tensors: Mapping[str, Tensor], anchor: str, problems: list[str], what: str = "a decode step") -> None:
+    """Devices, dtypes and gradients; `what` has none of the latter."""
     device = tensors[anchor].device
     for name, t in tensors.items():
         if t.device != device:
@@ -99,7 +101,7 @@ def check_common(tensors: Mapping[str, Tensor], anchor: str, problems: list[str]
         elif t.dtype not in DTYPES:
             problems.append(f"{name} is {t.dtype}, not float32, float16 or bfloat16")
         if t.requires_grad and torch.is_grad_enabled():
-            problems.append(f"{name} requires grad, and a decode step has no backward: call it under torch.no_grad()")
+            problems.append(f"{name} requires grad, and {what} has no backward: call it under torch.no_grad()")
 
 
 def check_shape(name: str, t: Tensor, allowed: Shapes, problems: list[str]) -> bool:
