@@ -119,6 +119,20 @@ def test_a_product_of_a_stored_product():
     assert close_twice(*run_twice(TWICE))
 
 
+@emulated
+def test_a_warpgroup_meets_at_a_barrier_by_number():
+    """Of a block with another warp, which has ended."""
+    text = TWICE.replace(SYNC, "  meet(1, 128);\n").replace("warp = t / 32;", "warp = t / 32;\n  if (t >= 128) return;")
+    assert text.count("meet(1, 128)") == 2
+
+    def wider(*arguments):
+        return run(*arguments, block=160)
+
+    assert close_twice(*run_twice(text, wider))
+    with pytest.raises(EmulatorError, match=f"which thread 0 has written, {NO_FENCE}"):
+        run_twice(text.replace("  }\n" + FENCE, "  }\n", 1).replace(FENCE, "", 1), wider)
+
+
 TWICE_BUGS = {
     "no fence": ("  }\n" + FENCE, "  }\n", f"product of tile[2048] in shared memory, which thread 0 has written, {NO_FENCE}"),
     "no barrier": ("  }\n" + FENCE + SYNC, "  }\n" + FENCE, "has written, with no barrier between"),
