@@ -121,7 +121,7 @@ def test_a_product_of_a_stored_product():
 
 @emulated
 def test_a_warpgroup_meets_at_a_barrier_by_number():
-    """Of a block with another warp, which has ended."""
+    """The block has another warp, which has ended."""
     text = TWICE.replace(SYNC, "  meet(1, 128);\n").replace("warp = t / 32;", "warp = t / 32;\n  if (t >= 128) return;")
     assert text.count("meet(1, 128)") == 2
 

@@ -123,7 +123,7 @@ std::vector<u32> pieces_of(const Asked& one) {
   if (b.byte % kPiece || b.byte / 128 % 8) fail(": its rows do not begin with one of every 8");
   const u32 wide = b.by_columns ? std::min(one.columns, 64u) * 2 : kDepth * 2;
   if (b.byte % 128 + wide > 128) fail(": its rows go on behind their 128 bytes");
-  if (b.by_columns && one.columns > 64 && (b.byte % 128 || b.next % 1024))
+  if (b.by_columns && one.columns > 64 && b.next % 1024)
     fail(": its next 64 columns are " + std::to_string(b.next) + " bytes on, which is no multiple of 1024");
   std::vector<u32> pieces;
   const u32 rows = b.by_columns ? kDepth : one.columns, across = b.by_columns ? one.columns / 8 : kDepth / 8;
