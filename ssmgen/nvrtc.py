@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import time
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,12 @@ from .spec import Arch
 OPTIONS = ("--std=c++17", "--fmad=false", "--ptxas-options=-v", "--ptxas-options=-warn-spills")
 # --no-cache (from 12.9 on): NVRTC's own cache answers a repeated compilation without ptxas' report, and this package has a better one.
 PROGRAM_NAME = "ssmgen.cu"  # fixed: part of what the compiler sees
+# ptxas compiles a kernel whose products it has to wait for at once, and does as if registers had not been asked for: it only says so.
+SERIALISED = re.compile(r"^.*\(C75(?:08|1\d|20)\).*$", re.MULTILINE)
+UNSERIALISED = """ptxas waits for products of warpgroups where the kernel does not, or ignores what a warpgroup asks of registers.
+  - Between its wgmma_fence and its wgmma_wait nothing else touches what a product sums into, or its first operand: fence again behind
+    changes, name the sums behind the wait (wgmma_landed), unroll the loops around products, and keep sums in arrays with constant indices.
+  - take_registers and give_registers need __launch_bounds__(threads, blocks), both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +94,16 @@ def options_for(arch: Arch) -> tuple[str, ...]:
 
 
 def compile_cubin(source: str, arch: Arch, spec: str) -> Compiled:
-    """Compiles a rendered source. Raises CompileError with the log and the numbered lines around each error."""
+    """Compiles a rendered source.
+
+    Raises CompileError with the log and the numbered lines around each error; of PTX where ptxas serialises products of warpgroups.
+    """
     start = time.perf_counter()
     done = _run(source, options_for(arch), spec, want="cubin")
+    if serialised := SERIALISED.findall(done.log):
+        log = "\n".join(serialised)
+        named = {int(n) for n in re.findall(r"\bline (\d+)", log)}
+        raise CompileError(UNSERIALISED, spec, options_for(arch), log, numbered(compile_ptx(source, arch, spec), named))
     return Compiled(done.output, parse_resources(done.log), time.perf_counter() - start)
 
 
@@ -153,11 +167,15 @@ def _run(source: str, options: tuple[str, ...], spec: str, want: str) -> _Output
 
 def listing(source: str, log: str, around: int = 3) -> str:
     """The source lines that the log names, numbered, with `around` lines of context."""
-    lines = source.splitlines()
-    named = sorted({int(n) for n in re.findall(re.escape(PROGRAM_NAME) + r"\((\d+)\)", log) if int(n) <= len(lines)})
+    return numbered(source, {int(n) for n in re.findall(re.escape(PROGRAM_NAME) + r"\((\d+)\)", log)}, around)
+
+
+def numbered(text: str, named: Set[int], around: int = 3) -> str:
+    """Named lines of a text, with their numbers and `around` lines of context."""
+    lines = text.splitlines()
     shown: list[str] = []
     last = 0
-    for n in named:
+    for n in sorted(n for n in named if n <= len(lines)):
         for i in range(max(last + 1, n - around), min(len(lines), n + around) + 1):
             if shown and i > last + 1:
                 shown.append("      ...")

@@ -190,6 +190,22 @@ def test_a_ring_of_bulk_copies():
     assert torch.allclose(out.view(-1)[:64], b.view(4, 64, 4)[:, :, 0].sum(0), atol=1e-6)
 
 
+@emulated
+def test_lanes_meet_behind_a_barrier_that_the_last_of_them_completes():
+    out, _ = run("""
+      extern "C" __global__ void product(const bf16* a, const bf16* b, float* out, u32 rows) {
+        SHARED(u64, all, 1);
+        const u32 t = threadIdx.x;
+        if (t == 0) barrier_init(all, 0, 64);
+        __syncthreads();
+        barrier_arrive(all, 0);
+        barrier_wait(all, 0, 0);
+        store_u32(out + t, __shfl_xor_sync(~0u, t, 1));
+      }
+    """)
+    assert torch.equal(out.view(-1)[:64].view(torch.int32), torch.arange(64, dtype=torch.int32) ^ 1)
+
+
 READ, RELEASE = "      sum += __uint_as_float(u32(tile[c % 2 * 64 + t]) << 16);\n", "      barrier_arrive(empty, c % 2);\n"
 RING_BUGS = {
     "no wait for what is full": ("barrier_wait(full, c % 2, c / 2 & 1);", "", "load of tile[0] in shared memory, which nothing has"),

@@ -9,6 +9,7 @@ import _ctypes
 import ctypes
 import functools
 import hashlib
+import re
 import shutil
 import subprocess
 import tempfile
@@ -24,7 +25,15 @@ from ..render import render, uses_pdl
 from ..spec import Arch, KernelSpec
 
 HERE = Path(__file__).parent
-WORDS, MACHINE = ("emulator.hpp", "machine.hpp"), ("machine.cpp", "memory.cpp", "copies.cpp", "barriers.cpp", "arithmetic.cpp")
+WORDS = ("emulator.hpp", "machine.hpp")
+MACHINE = (
+    "machine.cpp",
+    "memory.cpp",
+    "copies.cpp",
+    "barriers.cpp",
+    "products.cpp",
+    "arithmetic.cpp",
+)
 # No contraction, as under NVRTC with --fmad=false: the same arithmetic gives the same bits.
 COMMON = ("-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC")
 # A kernel's time goes into g++, least at -O0. A library with unique symbols would never be unloaded.
@@ -117,6 +126,12 @@ def compile_source(source: str, symbol: str) -> Kernel:
     return Kernel(library)
 
 
+def products_of(source: str) -> int:
+    """What numbers its warpgroups multiply, as the machine counts: 0 none, 1 bf16, 2 f16."""
+    found = re.search(r"wgmma\.mma_async\S*\.f32\.(bf16|f16)\.", source)
+    return ("bf16", "f16").index(found[1]) + 1 if found else 0
+
+
 def describe(name: str, tensor: Tensor) -> str:
     return f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
@@ -148,7 +163,7 @@ def run_source(
         row.early = name in early
     message = ctypes.create_string_buffer(1024)
     arguments = ctypes.c_void_p(packed.address)
-    launch = grid, block, cluster, shared_bytes, uses_pdl(source)
+    launch = grid, block, cluster, shared_bytes, uses_pdl(source), products_of(source)
     if _machine().launch(kernel.address, *launch, arguments, table, len(table), message, len(message)):
         raise EmulatorError(f"{symbol}: {message.value.decode()}")
 

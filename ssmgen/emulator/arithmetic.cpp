@@ -9,6 +9,19 @@ namespace {
 
 float flush(float v) { return std::fabs(v) < 1.17549435e-38f ? std::copysign(0.f, v) : v; }
 
+// The number that is neither: it may be part of what products sum up.
+u16 nan(float v) {
+  check_sums(&v, 4);
+  return 0x7fff;
+}
+
+float checked(float v) {
+  check_sums(&v, 4);
+  return v;
+}
+
+}  // namespace
+
 float from_bf16(u16 v) {
   const u32 bits = u32(v) << 16;
   float r;
@@ -16,12 +29,10 @@ float from_bf16(u16 v) {
   return r;
 }
 
-}  // namespace
-
 u16 to_bf16(float v) {
   u32 bits;
   std::memcpy(&bits, &v, 4);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return nan(v);
   return u16((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
 }
 
@@ -29,7 +40,7 @@ u16 to_f16(float v) {
   u32 bits;
   std::memcpy(&bits, &v, 4);
   const u32 sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) return 0x7fff;
+  if (magnitude > 0x7f800000u) return nan(v);
   if (magnitude >= 0x47800000u) return u16(sign | 0x7c00u);  // 65536 and above
   if (magnitude < 0x38800000u) {                             // below 2^-14: subnormal, in steps of 2^-24
     const float scaled = std::nearbyint(std::ldexp(std::fabs(v), 24));
@@ -46,9 +57,9 @@ float from_f16(u16 h) {
   return h & 0x8000 ? -v : v;
 }
 
-float exp2_flushed(float v) { return flush(std::exp2(flush(v))); }
-float rsqrt_flushed(float v) { return flush(1.f / std::sqrt(flush(v))); }
-float rcp_flushed(float v) { return flush(1.f / flush(v)); }
+float exp2_flushed(float v) { return flush(std::exp2(flush(checked(v)))); }
+float rsqrt_flushed(float v) { return flush(1.f / std::sqrt(flush(checked(v)))); }
+float rcp_flushed(float v) { return flush(1.f / flush(checked(v))); }
 
 // Sums in double, rounded once per call: the tensor cores' own order and rounding are not documented.
 void mma(float* d, const u32* a, const u32* b, bool bf16) {

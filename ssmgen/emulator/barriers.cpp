@@ -24,7 +24,7 @@ void tell(u32 thread, std::vector<u32>& gathered) {
 Barrier& barrier_of(SharedArray* array, long long i) {
   shared_load(array, i);  // it has been prepared, and a barrier lies between
   for (auto& b : machine->barriers)
-    if (b->array == array && b->i == i) return *b;
+    if (b->array == array && b->rank == machine->rank && b->i == i) return *b;
   machine->fail(element(*array, i) + " in shared memory is used as a barrier, and was not prepared as one");
 }
 
@@ -41,7 +41,7 @@ bool complete(Barrier& b) {
     machine->select(copy.thread);
     const Thread& t = machine->me();
     const u32 epoch = machine->epochs[machine->rank];
-    machine->moments.push_back(Moment{block_index.x, copy.thread, epoch, t.warp_epoch, t.cluster_arrived, copy.clock});
+    machine->moments.push_back(Moment{block_index.x, copy.thread, epoch, t.warp_epoch, t.cluster_arrived, copy.clock, true});
     land(copy, u32(machine->moments.size() - 1));
     b.gathered.resize(machine->threads.size());
     b.gathered[copy.thread] = std::max(b.gathered[copy.thread], copy.clock + 1);
@@ -54,13 +54,12 @@ bool complete(Barrier& b) {
 }  // namespace
 
 void barrier_init(SharedArray* array, long long i, u32 count) {
-  if (machine->cluster > 1) machine->fail("barriers in the shared memory of clusters are not emulated");
   if (!count) machine->fail("barrier " + element(*array, i) + " is prepared for nobody");
   claim(*array, machine->rank, i, "store");
   for (auto& b : machine->barriers)
-    if (b->array == array && b->i == i) machine->fail("barrier " + element(*array, i) + " is prepared again");
+    if (b->array == array && b->rank == machine->rank && b->i == i) machine->fail("barrier " + element(*array, i) + " is prepared again");
   std::vector<long long> never(machine->threads.size(), kNever);
-  machine->barriers.emplace_back(new Barrier{array, i, count, count, 0, 0, {}, {}, std::move(never)});
+  machine->barriers.emplace_back(new Barrier{array, machine->rank, i, count, count, 0, 0, {}, {}, std::move(never)});
 }
 
 void barrier_arrive(SharedArray* array, long long i, u32 bytes) {

@@ -84,6 +84,7 @@ void wait_all_copies() {
 void check_ended() {
   const Thread& t = machine->me();
   if (!t.copies.empty()) machine->fail("has ended without waiting for its copy to " + element(*t.copies[0].to, t.copies[0].i));
+  check_products_ended();
 }
 
 void load_matrices(u32* r, SharedArray* from, long long i, bool transposed) {
@@ -109,6 +110,20 @@ void load_matrices(u32* r, SharedArray* from, long long i, bool transposed) {
     }
   }
   meet();  // the others may have read this lane's row until here
+}
+
+// Each lane stores the row that it names, of what the others hold.
+void store_matrices_transposed(SharedArray* to, long long i, const u32* r) {
+  check_place(*to, i, 16, "store of matrices");
+  const u32 lane = machine->current % kWarp, matrix = lane / 8, row = lane % 8;
+  const auto meet = [&, site = __builtin_return_address(0)] { machine->meet(Kind::kTogether, site, ~0u, u64(r), lane); };
+  const auto held = [&](u32 l) { return reinterpret_cast<const u32*>(machine->threads[machine->current - lane + l].brought)[matrix]; };
+  meet();
+  u16 numbers[8];
+  for (u32 column = 0; column < 8; ++column) numbers[column] = u16(held(4 * column + row / 2) >> 16 * (row % 2));
+  for (u32 done = 0; done < 16; done += to->element)
+    std::memcpy(claim(*to, machine->rank, i + done / to->element, "store"), reinterpret_cast<const char*>(numbers) + done, to->element);
+  meet();  // the others may have read this lane's registers until here
 }
 
 }  // namespace emulator

@@ -47,7 +47,10 @@ class Shared {
    public:
     Reference(SharedArray* array, long long i) : array_(array), i_(i) {}
     operator T() const { return *static_cast<const T*>(shared_load(array_, i_)); }
-    T operator=(T v) const { return *static_cast<T*>(shared_store(array_, i_)) = v; }
+    T operator=(T v) const {
+      check_sums(&v, sizeof(T));
+      return *static_cast<T*>(shared_store(array_, i_)) = v;
+    }
     T operator=(const Reference& r) const { return *this = T(r); }
     T operator+=(T v) const { return *this = T(*this) + v; }
 
@@ -59,7 +62,10 @@ class Shared {
   explicit Shared(SharedArray* array) : array_(array) {}
   Reference operator[](long long i) { return Reference(array_, i); }
   SharedArray* array() const { return array_; }
-  void store_to_peer(u32 rank, long long i, T v) { *static_cast<T*>(shared_store_to_peer(array_, rank, i)) = v; }
+  void store_to_peer(u32 rank, long long i, T v) {
+    check_sums(&v, sizeof(T));
+    *static_cast<T*>(shared_store_to_peer(array_, rank, i)) = v;
+  }
 
  private:
   SharedArray* array_;
@@ -89,6 +95,7 @@ void call(void (*kernel)(A...), void** arguments) {
 #define SHARED(type, name, count) EMULATED_SHARED(type, name, count, alignof(type))
 #define ALIGNED_SHARED(type, name, count) EMULATED_SHARED(type, name, count, 16)
 #define DYNAMIC_SHARED(type, name) EMULATED_SHARED(type, name, emulator::kDynamic, 16)
+#define SWIZZLED_SHARED(type, name) EMULATED_SHARED(type, name, emulator::kDynamic, 1024)
 
 // CUDA's own functions.
 
@@ -240,12 +247,68 @@ inline void copy_bulk(const emulator::Shared<T>& to, unsigned i, const void* fro
   emulator::copy_bulk(to.array(), i, from, bytes, barriers.array(), b);
 }
 
+using emulator::Matrix;
+inline Matrix operator+(Matrix m, unsigned bytes) { return m.byte += bytes, m; }
+template <class T>
+inline Matrix matrix_by_rows(const emulator::Shared<T>& from, unsigned i) {
+  return Matrix{from.array(), (long long)(i) * sizeof(T), 0, false};
+}
+template <class T>
+inline Matrix matrix_by_columns(const emulator::Shared<T>& from, unsigned i, unsigned next) {
+  return Matrix{from.array(), (long long)(i) * sizeof(T), next, true};
+}
+[[gnu::always_inline]] inline void wgmma_fence() { emulator::wgmma_fence(); }
+[[gnu::always_inline]] inline void wgmma_commit() { emulator::wgmma_commit(); }
+template <unsigned Left>
+[[gnu::always_inline]] inline void wgmma_wait() {
+  emulator::wgmma_wait(Left);
+}
+template <unsigned Count>
+inline void wgmma_landed(float (&d)[Count]) {
+  emulator::wgmma_landed(d, Count);
+}
+#define EMULATED_PRODUCT(columns)                                                                                               \
+  template <bool kByColumns>                                                                                                    \
+  [[gnu::always_inline]] inline void wgmma_##columns(float (&d)[columns / 2], const unsigned* a, const Matrix& b, unsigned sum) { \
+    emulator::wgmma(d, a, b, columns, kByColumns, sum);                                                                         \
+  }
+#define EMULATED_PRODUCTS(a, b, c, d) EMULATED_PRODUCT(a) EMULATED_PRODUCT(b) EMULATED_PRODUCT(c) EMULATED_PRODUCT(d)
+EMULATED_PRODUCTS(8, 16, 24, 32)
+EMULATED_PRODUCTS(40, 48, 56, 64)
+EMULATED_PRODUCTS(72, 80, 88, 96)
+EMULATED_PRODUCTS(104, 112, 120, 128)
+EMULATED_PRODUCTS(136, 144, 152, 160)
+EMULATED_PRODUCTS(168, 176, 184, 192)
+EMULATED_PRODUCTS(200, 208, 216, 224)
+EMULATED_PRODUCTS(232, 240, 248, 256)
+inline void fence_for_async() { emulator::fence_for_async(); }
+template <unsigned Registers>
+[[gnu::always_inline]] inline void take_registers() {
+  static_assert(Registers >= 24 && Registers <= 256 && Registers % 8 == 0, "a thread has 24 to 256 registers, a multiple of 8");
+  emulator::change_registers(Registers, true);
+}
+template <unsigned Registers>
+[[gnu::always_inline]] inline void give_registers() {
+  static_assert(Registers >= 24 && Registers <= 256 && Registers % 8 == 0, "a thread has 24 to 256 registers, a multiple of 8");
+  emulator::change_registers(Registers, false);
+}
+template <class T>
+[[gnu::always_inline]] inline void store_matrices_transposed(const emulator::Shared<T>& to, unsigned i, unsigned r0, unsigned r1, unsigned r2,
+                                                             unsigned r3) {
+  static_assert(16 % sizeof(T) == 0, "a row of a matrix is one of whole elements");
+  const unsigned r[4] = {r0, r1, r2, r3};
+  emulator::store_matrices_transposed(to.array(), i, r);
+}
+
 inline void prefetch_l2(const void* p, int bytes) { emulator::prefetch(p, bytes); }
 inline void touch_l2(const void* p) { emulator::touch(p); }
 inline void meet(unsigned barrier, unsigned threads) { emulator::meet_at(barrier, threads); }
 inline void cluster_arrive() { emulator::cluster_arrive(); }
 inline void cluster_wait() { emulator::cluster_wait(); }
 inline void store_to_peer(emulator::Shared<float>& own, unsigned i, unsigned rank, float v) { own.store_to_peer(rank, i, v); }
+inline void load_4_from_peer(const emulator::Shared<float>& own, unsigned i, unsigned rank, float* r) {
+  emulator::load_4_from_peer(own.array(), rank, i, r);
+}
 inline void wait_for_upstream() { emulator::wait_for_upstream(); }
 inline void allow_dependents() {}
 

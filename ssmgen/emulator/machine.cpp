@@ -18,6 +18,7 @@ void Machine::fail(const std::string& what) {
 }
 
 u64 Machine::meet(Kind kind, const void* site, u32 mask, u64 value, u32 source) {
+  if (kind == Kind::kShuffle) check_sums(&value, sizeof value);
   Thread& t = me();
   t.kind = kind, t.site = site, t.mask = mask, t.brought = value, t.source = source;
   t.state = kind == Kind::kBlockBarrier ? State::kAtBlock : State::kAtWarp;
@@ -67,8 +68,11 @@ void Machine::run_cluster() {
     t.state = State::kRunning, t.waited = false, t.warp_epoch = 0, t.moment = 0;
     t.cluster_arrived = t.cluster_waited = t.clock = 0;
     t.seen.clear();
+    t.fences.clear(), t.fenced = false;
   }
   barriers.clear();
+  warps = std::vector<Warp>((count + kWarp - 1) / kWarp);
+  steps.assign(cluster * ((block + kWarpgroup - 1) / kWarpgroup), {});
   for (;;) {
     u32 done = 0;
     for (u32 i = 0; i < count && failure.empty(); ++i) {
@@ -78,7 +82,7 @@ void Machine::run_cluster() {
     if (!failure.empty()) return;
     bool moved = false;
     try {
-      if (done == count) return check_barriers_ended();
+      if (done == count) return check_barriers_ended(), check_warpgroups_ended();
       for (u32 first = 0; first < count; first += kWarp) moved |= settle_warp(first);
       for (u32 r = 0; r < cluster && !moved; ++r) moved = settle_block(r) || settle_meetings(r);
       if (!moved) moved = settle_barriers();
@@ -104,6 +108,9 @@ bool Machine::settle_warp(u32 first) {
     const char* what = name_of(leader.kind);
     select(first + lane);
     if (!(leader.mask >> lane & 1)) fail(std::string(what) + " whose mask leaves out the lane itself");
+    bool comes = false;  // a lane that waits for a phase may be here when that is over
+    for (u32 l = 0; l < kWarp; ++l) comes |= leader.mask >> l & 1 && threads[first + l].state == State::kAtBarrier;
+    if (comes) continue;
     for (u32 l = 0; l < kWarp; ++l) {
       if (!(leader.mask >> l & 1)) continue;
       const Thread& other = threads[first + l];
@@ -189,10 +196,10 @@ void wait_for_upstream() { machine->me().waited = true; }
 }  // namespace emulator
 
 // One launch of a kernel, which takes its arguments as the driver does. 0, or 1 and a sentence in `message`.
-extern "C" int launch(void (*kernel)(void**), unsigned grid, unsigned block, unsigned cluster, unsigned shared_bytes, int pdl, void** arguments,
-                      const emulator::Operand* operands, unsigned count, char* message, unsigned room) try {
+extern "C" int launch(void (*kernel)(void**), unsigned grid, unsigned block, unsigned cluster, unsigned shared_bytes, int pdl, int numbers,
+                      void** arguments, const emulator::Operand* operands, unsigned count, char* message, unsigned room) try {
   using namespace emulator;
-  Machine one(kernel, arguments, block, cluster, shared_bytes, pdl != 0, operands, count);
+  Machine one(kernel, arguments, block, cluster, shared_bytes, pdl != 0, Numbers(numbers), operands, count);
   machine = &one;
   grid_size = Dim{grid, 1, 1}, block_size = Dim{block, 1, 1}, thread_index = block_index = Dim{0, 0, 0};
   if (grid % cluster) one.failure = "a grid of " + std::to_string(grid) + " blocks is not made of clusters of " + std::to_string(cluster);

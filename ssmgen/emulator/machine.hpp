@@ -51,7 +51,9 @@ SharedArray* shared_array(const void* site, const char* name, u32 element, u64 c
 const void* shared_load(SharedArray* array, long long i);
 void* shared_store(SharedArray* array, long long i);
 void* shared_store_to_peer(SharedArray* array, u32 rank, long long i);
+void load_4_from_peer(SharedArray* array, u32 rank, long long i, float* r);
 void load_matrices(u32* r, SharedArray* from, long long i, bool transposed);
+void store_matrices_transposed(SharedArray* to, long long i, const u32* r);
 
 // Copies to shared memory that land when they are waited for.
 void copy_async(SharedArray* to, long long i, const void* from, u32 bytes, u32 size);
@@ -64,6 +66,23 @@ void barrier_init(SharedArray* array, long long i, u32 count);
 void barrier_arrive(SharedArray* array, long long i, u32 bytes);
 void barrier_wait(SharedArray* array, long long i, u32 parity);
 void copy_bulk(SharedArray* to, long long i, const void* from, u32 bytes, SharedArray* barriers, long long b);
+
+// Products of warpgroups.
+struct Matrix {
+  SharedArray* array;
+  long long byte;
+  u32 next;
+  bool by_columns;
+};
+void wgmma(float* d, const u32* a, const Matrix& b, u32 columns, bool by_columns, u32 sum);
+void wgmma_fence();
+void wgmma_commit();
+void wgmma_wait(u32 left);
+void wgmma_landed(const float* d, u32 count);
+void fence_for_async();
+void change_registers(u32 registers, bool more);
+// Of a thread's numbers that leave its registers: none is part of what products in flight sum up.
+void check_sums(const void* numbers, u32 bytes);
 
 // Arithmetic of the card.
 u16 to_bf16(float v);

@@ -60,16 +60,6 @@ SharedArray::Cell& cell(SharedArray& array, long long i, const char* what, u32 r
   return array.cells[rank * array.count + i];
 }
 
-void note_reader(SharedArray::Cell& c) {
-  const auto of = [&](u32 reader) -> const Moment& { return machine->moments[reader]; };
-  const u32 last = c.readers[0], warp = machine->current / kWarp, moment = machine->now();
-  c.readers[0] = moment;
-  if (!last || of(last).thread == machine->current) return;
-  const u32 other = c.readers[1];
-  const bool keep = other && of(last).thread / kWarp == warp && of(other).thread / kWarp != warp && of(other).epoch == of(moment).epoch;
-  if (!keep) c.readers[1] = last;
-}
-
 // What a thread's prefetch has to keep to, whatever it asks for.
 void check_prefetch(const char* p, u64 bytes) {
   for (const Operand& o : machine->operands)
@@ -81,7 +71,28 @@ void check_waited() {
   if (machine->pdl && !machine->me().waited) machine->fail("prefetch before the wait for the upstream kernel");
 }
 
+// Of a cluster whose blocks are known to run.
+void check_peer(const SharedArray& array, u32 rank, const char* what) {
+  Machine& m = *machine;
+  const auto fail = [&](const std::string& where) { m.fail(what + array.name + " of " + where); };
+  if (rank >= m.cluster) fail("block " + std::to_string(rank) + " of a cluster of " + std::to_string(m.cluster));
+  if (!m.me().cluster_waited) fail("a peer that may not have begun: no barrier of the cluster lies before it");
+  bool there = false;
+  for (u32 t = 0; t < m.block; ++t) there |= m.threads[rank * m.block + t].state != State::kDone;
+  if (!there) fail("a peer that has ended");
+}
+
 }  // namespace
+
+void note_reader(SharedArray::Cell& c) {
+  const auto of = [&](u32 reader) -> const Moment& { return machine->moments[reader]; };
+  const u32 last = c.readers[0], warp = machine->current / kWarp, moment = machine->now();
+  c.readers[0] = moment;
+  if (!last || of(last).thread == machine->current) return;
+  const u32 other = c.readers[1];
+  const bool keep = other && of(last).thread / kWarp == warp && of(other).thread / kWarp != warp && of(other).epoch == of(moment).epoch;
+  if (!keep) c.readers[1] = last;
+}
 
 char* claim(SharedArray& array, u32 rank, long long i, const char* what) {
   SharedArray::Cell& c = cell(array, i, what, rank);
@@ -90,6 +101,9 @@ char* claim(SharedArray& array, u32 rank, long long i, const char* what) {
                   machine->thread_of(moment) + does + without);
   };
   if (c.in_flight) fail(c.in_flight, " copies to", kNotWaited);
+  if (c.products)
+    machine->fail(std::string(what) + " to " + element(array, i) + " in shared memory, written while a product reads it: " +
+                  product_reader(array, rank, i) + " has not waited for it");
   if (c.when && !machine->ordered(c.when)) fail(c.when, " also writes", kNoBarrier);
   for (u32& reader : c.readers) {
     if (reader && !machine->ordered(reader)) fail(reader, " has read", kNoBarrier);
@@ -105,6 +119,7 @@ void load(const void* from, void* to, u32 bytes) {
 }
 void store(void* to, const void* from, u32 bytes) {
   machine->access(to, bytes, Access::kStore, bytes);
+  check_sums(from, bytes);
   std::memcpy(to, from, bytes);
 }
 void check_atomic(const void* address, u32 bytes) { machine->access(address, bytes, Access::kAtomic, bytes); }
@@ -130,29 +145,32 @@ SharedArray* shared_array(const void* site, const char* name, u32 element, u64 c
   return machine->shared.back().get();
 }
 
-const void* shared_load(SharedArray* array, long long i) {
-  SharedArray::Cell& c = cell(*array, i, "load", machine->rank);
-  const auto fail = [&](const std::string& why) {
-    machine->fail("load of " + array->name + "[" + std::to_string(i) + "] in shared memory, which " + why);
-  };
+SharedArray::Cell& readable(SharedArray& array, u32 rank, long long i, const char* what) {
+  SharedArray::Cell& c = cell(array, i, what, rank);
+  const auto fail = [&](const std::string& why) { machine->fail(std::string(what) + " of " + element(array, i) + " in shared memory, which " + why); };
   if (c.in_flight) fail("thread " + machine->thread_of(c.in_flight) + " copies to" + kNotWaited);
   if (!c.when) fail("nothing has written");
   if (!machine->ordered(c.when)) fail("thread " + machine->thread_of(c.when) + " has written" + kNoBarrier);
-  note_reader(c);
+  return c;
+}
+
+const void* shared_load(SharedArray* array, long long i) {
+  note_reader(readable(*array, machine->rank, i, "load"));
   return array->values.data() + (machine->rank * array->count + i) * array->element;
 }
 
 void* shared_store(SharedArray* array, long long i) { return claim(*array, machine->rank, i, "store"); }
 
 void* shared_store_to_peer(SharedArray* array, u32 rank, long long i) {
-  Machine& m = *machine;
-  const auto fail = [&](const std::string& where) { m.fail("store to " + array->name + " of " + where); };
-  if (rank >= m.cluster) fail("block " + std::to_string(rank) + " of a cluster of " + std::to_string(m.cluster));
-  if (!m.me().cluster_waited) fail("a peer that may not have begun: no barrier of the cluster lies before it");
-  bool there = false;
-  for (u32 t = 0; t < m.block; ++t) there |= m.threads[rank * m.block + t].state != State::kDone;
-  if (!there) fail("a peer that has ended");
+  check_peer(*array, rank, "store to ");
   return claim(*array, rank, i, "store");
+}
+
+void load_4_from_peer(SharedArray* array, u32 rank, long long i, float* r) {
+  check_peer(*array, rank, "load from ");
+  check_place(*array, i, 16, "load");
+  for (u32 e = 0; e < 4; ++e) note_reader(readable(*array, rank, i + e, "load"));
+  std::memcpy(r, array->values.data() + (rank * array->count + i) * array->element, 16);
 }
 
 }  // namespace emulator

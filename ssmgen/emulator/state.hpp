@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdlib>
+#include <deque>
 #include <memory>
 #include <new>
 #include <stdexcept>
@@ -17,11 +18,12 @@
 
 namespace emulator {
 
-constexpr u32 kWarp = 32;
+constexpr u32 kWarp = 32, kWarpgroup = 4 * kWarp;
 constexpr std::size_t kStack = 256 * 1024;
 
 enum class State { kRunning, kAtWarp, kAtBlock, kAtMeeting, kAtBarrier, kAtCluster, kDone };
 enum class Access { kLoad, kStore, kAtomic, kCopy };
+enum class Numbers { kNone, kBf16, kF16 };
 
 struct SharedArray;
 
@@ -39,6 +41,7 @@ struct Copy {
 // A barrier in shared memory.
 struct Barrier {
   SharedArray* array;
+  u32 rank;                         // of the block that it belongs to
   long long i;
   u32 count, missing;               // arrivals, those that the phase still needs
   u64 expected = 0;                 // bytes in this phase
@@ -48,6 +51,12 @@ struct Barrier {
   std::vector<long long> waited_for;  // by each thread, the last phase; kNever
 };
 constexpr long long kNever = -2;  // -1 is the phase before the first, which is over
+
+// What a thread had passed and seen when it made what it had stored visible to products.
+struct Fence {
+  u32 moment, cluster_waited;
+  std::vector<u32> seen;
+};
 
 struct Thread {
   jmp_buf context;
@@ -67,12 +76,51 @@ struct Thread {
   u64 brought = 0, taken = 0;
   std::vector<Copy> copies;  // in flight, in order
   std::vector<u32> groups;   // how many of them each group has; those behind belong to none yet
+  std::vector<Fence> fences;    // in order
+  bool fenced = false;          // since products were last waited for
+  std::vector<char> registers;  // the stack as it was then, down to `lowest`
+  const char* lowest = nullptr;
+};
+
+// What products sum up, 16 rows of a warp: from the first of them on until the last has landed, d holds poison.
+struct Sum {
+  float* d[kWarp];  // of each lane
+  u32 columns, pending;
+  std::vector<float> values;
+};
+
+// A product in flight.
+struct Product {
+  SharedArray* array;
+  std::vector<u32> pieces;  // of the second operand: bytes at which 8 elements begin, in the order of their rows, or of their columns
+  bool by_columns, add;
+  Sum* into;
+  const u32* a[kWarp];  // of each lane
+  u32 held[kWarp][4];   // what was there when it was asked for
+};
+
+// What all warps of a warpgroup do, in the same order: products, and changes of registers.
+struct Step {
+  const SharedArray* array;
+  long long byte;
+  u32 next, columns, sum, registers;
+  bool operator==(const Step& s) const {
+    return array == s.array && byte == s.byte && next == s.next && columns == s.columns && sum == s.sum && registers == s.registers;
+  }
+};
+
+struct Warp {
+  std::deque<Product> products;  // in flight, in order
+  std::vector<u32> groups;       // how many of them each group has; those behind belong to none yet
+  std::vector<std::unique_ptr<Sum>> sums;
+  u32 steps = 0, registers = 0;
 };
 
 // A moment in a thread's life: how many barriers of its block and of its warp it has passed, and at how many of its cluster's it has
 // arrived. Memory remembers the moments' numbers, from 1 on: 4 bytes for 2 of an operand.
 struct Moment {
   u32 block, thread, epoch, warp_epoch, cluster_arrived, clock;
+  bool bulk = false;  // a bulk copy's landing, which products need no fence for
 };
 
 struct Failure : std::runtime_error {
@@ -108,6 +156,7 @@ struct SharedArray {
     u32 when = 0;             // it was written; 0: it was not
     u32 readers[2] = {0, 0};  // since then, the last of two threads, of two warps if there were: whoever writes next, one is another
     u32 in_flight = 0;        // when a copy to here was asked for that has not landed; 0: there is none
+    u32 products = 0;         // in flight that read it
   };
   const void* site;
   std::string name;
@@ -120,8 +169,8 @@ struct SharedArray {
 
 class Machine {
  public:
-  Machine(void (*entry)(void**), void** packed, u32 threads_of_block, u32 blocks, u32 dynamic, bool waits, const Operand* first, u32 count)
-      : kernel(entry), arguments(packed), block(threads_of_block), cluster(blocks), dynamic_bytes(dynamic), pdl(waits),
+  Machine(void (*entry)(void**), void** packed, u32 threads_of_block, u32 blocks, u32 dynamic, bool waits, Numbers of, const Operand* first, u32 count)
+      : kernel(entry), arguments(packed), block(threads_of_block), cluster(blocks), dynamic_bytes(dynamic), pdl(waits), numbers(of),
         operands(first, first + count), writers(count), threads(block * cluster), stacks(threads.size()), moments(1) {}
 
   void (*kernel)(void**);
@@ -130,6 +179,7 @@ class Machine {
   u32 cluster;          // blocks that run together
   u32 dynamic_bytes;    // of shared memory
   bool pdl;
+  Numbers numbers;      // that warpgroups multiply
   u32 first_block = 0;  // of the cluster
   u32 current = 0;      // thread
   u32 rank = 0;         // of its block in the cluster
@@ -142,6 +192,8 @@ class Machine {
   std::vector<Moment> moments;
   std::vector<std::unique_ptr<SharedArray>> shared;
   std::vector<std::unique_ptr<Barrier>> barriers;
+  std::vector<Warp> warps;
+  std::vector<std::vector<Step>> steps;  // of each warpgroup
   jmp_buf scheduler;
 
   Thread& me() { return threads[current]; }
@@ -159,13 +211,17 @@ class Machine {
   }
   // Whether a barrier, or the program's order, lies between that moment and now.
   bool ordered(u32 moment) {
-    const Moment& then = moments[moment];
-    if (then.block / cluster != block_index.x / cluster) return false;
-    if (then.cluster_arrived < me().cluster_waited) return true;
-    if (!me().seen.empty() && then.clock < me().seen[then.thread]) return true;
-    if (then.block != block_index.x) return false;
-    if (then.thread == current || then.epoch != epochs[rank]) return true;
-    return then.thread / kWarp == current / kWarp && then.warp_epoch != me().warp_epoch;
+    const Thread& t = me();
+    return precedes(moments[moment], Moment{block_index.x, current, epochs[rank], t.warp_epoch, 0, 0}, t.cluster_waited, t.seen);
+  }
+  // The same of an earlier moment and a later one, by when its thread had waited for its cluster so often and seen that much.
+  bool precedes(const Moment& then, const Moment& later, u32 cluster_waited, const std::vector<u32>& seen) const {
+    if (then.block / cluster != later.block / cluster) return false;
+    if (then.cluster_arrived < cluster_waited) return true;
+    if (!seen.empty() && then.clock < seen[then.thread]) return true;
+    if (then.block != later.block) return false;
+    if (then.thread == later.thread || then.epoch != later.epoch) return true;
+    return then.thread / kWarp == later.thread / kWarp && then.warp_epoch != later.warp_epoch;
   }
   std::string thread_of(u32 moment) { return std::to_string(moments[moment].thread % block); }
 
@@ -189,12 +245,19 @@ extern Machine* machine;
 
 // Element i of a block's array, to be written: fails where another thread's access is not ordered.
 char* claim(SharedArray& array, u32 rank, long long i, const char* what);
+// Element i of a block's array, to be read, and that it was.
+SharedArray::Cell& readable(SharedArray& array, u32 rank, long long i, const char* what);
+void note_reader(SharedArray::Cell& c);
 void check_ended();
 std::string element(const SharedArray& array, long long i);
 void check_place(const SharedArray& array, long long i, u32 size, const char* what);
 void take_off(const Copy& copy);
 void land(const Copy& copy, u32 moment);
 void check_barriers_ended();
+void check_products_ended();       // of this thread
+void check_warpgroups_ended();
+std::string product_reader(const SharedArray& array, u32 rank, long long i);
+float from_bf16(u16 v);
 
 }  // namespace emulator
 

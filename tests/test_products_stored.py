@@ -1,0 +1,215 @@
+"""Products of what was copied and stored: a ring of bulk copies, stored matrices, and what the blocks of a cluster read of each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from product_cases import FENCE, NO_FENCE, SYNC, Run, close, close_twice, emulated, product_of, random, run, with_library
+from torch import Tensor
+
+from ssmgen import nvrtc
+from ssmgen.emulator import EmulatorError
+from ssmgen.spec import Arch
+
+# out = the sum of four products a b for each of two warpgroups, 64 rows and columns. One thread copies the second operands, which lie as
+# they shall in shared memory, through two buffers.
+RING = """
+extern "C" __global__ void __launch_bounds__(384, 1) product(const void* a, const void* b, float* out) {
+  SWIZZLED_SHARED(u32, tiles);
+  SHARED(u64, full, 2);
+  SHARED(u64, empty, 2);
+  const u32 t = threadIdx.x, group = t / 128;
+  if (t == 0)
+    for (u32 s = 0; s < 2; ++s) barrier_init(full, s, 1), barrier_init(empty, s, 8);
+  __syncthreads();
+  if (group == 2) {
+    give_registers<40>();
+    for (u32 c = 0; c < 4 && t == 256; ++c) {
+      barrier_wait(empty, c % 2, c / 2 + 1 & 1);
+      barrier_arrive_expecting(full, c % 2, 8192);
+      copy_bulk(tiles, c % 2 * 2048, static_cast<const u32*>(b) + c * 2048, 8192, full, c % 2);
+    }
+    return;
+  }
+  take_registers<200>();
+  float d[32];
+  u32 left[4][4];
+  for (u32 c = 0; c < 4; ++c) {
+    for (u32 k = 0; k < 4; ++k) load_rows(static_cast<const u32*>(a) + (group * 4 + c) * 2048, k * 16, left[k]);
+    barrier_wait(full, c % 2, c / 2 & 1);
+    wgmma_fence();
+#pragma unroll
+    for (u32 k = 0; k < 4; ++k) wgmma_64<1>(d, left[k], matrix_by_columns(tiles, c % 2 * 2048, 0) + k * 2048, c + k > 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+    if (t % 32 == 0) barrier_arrive(empty, c % 2);
+  }
+  wgmma_landed(d);
+  store_sums(out + group * 4096, d);
+}
+"""
+
+
+def run_ring(text: str, run: Run = run) -> tuple[Tensor, Tensor]:
+    """(what the kernel makes of it, what it should)"""
+    a, b = random(2, 4, 64, 64), random(4, 64, 64)
+    rows = torch.arange(64)[:, None]
+    swizzled = b.view(4, 64, 8, 8)[:, rows, torch.arange(8) ^ rows % 8].contiguous()
+    out = run(text, a, swizzled, torch.full((2, 64, 64), torch.nan), block=384)
+    return out, (a.double() @ b.double()).sum(1)
+
+
+@emulated
+def test_a_ring_of_bulk_copies_needs_no_fence():
+    out, want = run_ring(RING)
+    assert close(out / 4, want / 4)
+
+
+RING_WAIT, RELEASE = "    wgmma_wait<0>();\n", "    if (t % 32 == 0) barrier_arrive(empty, c % 2);\n"
+RING_BUGS = {
+    "released ahead of the wait": (RING_WAIT + RELEASE, RELEASE + RING_WAIT, "copy to tiles[0] in shared memory, wh"),
+    "released by one group": ("if (t % 32 == 0)", "if (t < 128 && t % 16 == 0)", "copy to tiles[0] in shared memory, wh"),
+    "not waited for": ("barrier_wait(full, c % 2, c / 2 & 1);", "", "product of tiles[0] in shared memory, which thread 256 copies to"),
+    "more registers than there are": ("<200>", "<240>", "is of a block whose warpgroups ask for 66560 registers, of which it has 64512"),
+    "registers of a part": ("    give_registers<40>();", "    if (t < 320) give_registers<40>();", "all four warps do them all"),
+}
+
+
+@emulated
+@pytest.mark.parametrize("bug", RING_BUGS)
+def test_planted_bug_in_a_ring(bug):
+    old, new, words = RING_BUGS[bug]
+    assert old in RING
+    with pytest.raises(EmulatorError) as e:
+        run_ring(RING.replace(old, new, 1))
+    assert words in str(e.value)
+
+
+# out = a (a b), of which the inner one is stored with rows and columns exchanged: its columns are the second one's rows.
+STORED = """
+  const u32 lane = t % 32;
+  for (u32 q = 0; q < 4; ++q) {
+    const u32 row = q * 16 + lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
+    u32 r[4];
+    for (u32 i = 0; i < 4; ++i) r[i] = round_2xbf16(d[8 * q + 2 * i], d[8 * q + 2 * i + 1]);
+    store_matrices_transposed(tile, 2048 + row * 32 + (piece ^ row % 8) * 4, r[0], r[1], r[2], r[3]);
+  }
+  fence_for_async();
+  __syncthreads();
+  wgmma_fence();
+#pragma unroll
+  for (u32 k = 0; k < 4; ++k) wgmma_64<0>(d, left[k], matrix_by_rows(tile, 2048) + k * 32, k > 0);
+  wgmma_commit();
+  wgmma_wait<0>();
+  wgmma_landed(d);
+  store_sums(out, d);
+"""
+TWICE = product_of(64, False).replace("  store_sums(out, d);\n", STORED)
+
+
+def run_twice(text: str, run: Run = run) -> tuple[Tensor, Tensor]:
+    """(what the kernel makes of it, what it should)"""
+    a, b = random(64, 64), random(64, 64)
+    inner = (a.double() @ b.double()).bfloat16().double()
+    return run(text, a, b.T.contiguous(), torch.full((64, 64), torch.nan)), a.double() @ inner
+
+
+@emulated
+def test_a_product_of_a_stored_product():
+    assert close_twice(*run_twice(TWICE))
+
+
+@emulated
+def test_a_warpgroup_meets_at_a_barrier_by_number():
+    """The block has another warp, which has ended."""
+    text = TWICE.replace(SYNC, "  meet(1, 128);\n").replace("warp = t / 32;", "warp = t / 32;\n  if (t >= 128) return;")
+    assert text.count("meet(1, 128)") == 2
+
+    def wider(*arguments):
+        return run(*arguments, block=160)
+
+    assert close_twice(*run_twice(text, wider))
+    with pytest.raises(EmulatorError, match=f"which thread 0 has written, {NO_FENCE}"):
+        run_twice(text.replace("  }\n" + FENCE, "  }\n", 1).replace(FENCE, "", 1), wider)
+
+
+TWICE_BUGS = {
+    "no fence": ("  }\n" + FENCE, "  }\n", f"product of tile[2048] in shared memory, which thread 0 has written, {NO_FENCE}"),
+    "no barrier": ("  }\n" + FENCE + SYNC, "  }\n" + FENCE, "has written, with no barrier between"),
+    "misaligned": ("2048 + row * 32", "2046 + row * 32", "store of matrices of tile[2046] in shared memory, which does not"),
+    "half a warp": ("    store_m", "    if (lane < 16) store_m", "divergent instruction of a warp: lane 16"),
+    "past the end": ("2048 + row * 32", "4096 + row * 32", "store of tile[4096] in shared memory; it has 4096 elements"),
+    "rows of two lanes": ("lane / 8 % 2;", "0;", "also writes, with no barrier between"),
+}
+
+
+@emulated
+@pytest.mark.parametrize("bug", TWICE_BUGS)
+def test_planted_bug_in_stored_matrices(bug):
+    old, new, words = TWICE_BUGS[bug]
+    assert old in TWICE
+    with pytest.raises(EmulatorError) as e:
+        run_twice(TWICE.replace(old, new, 1))
+    assert words in str(e.value)
+
+
+# out = what the cluster's other block has copied from a.
+PEERS = """
+extern "C" __global__ void __cluster_dims__(2, 1, 1) product(const void* a, const void* b, float* out) {
+  ALIGNED_SHARED(float, numbers, 512);
+  SHARED(u64, full, 1);
+  const u32 t = threadIdx.x, rank = blockIdx.x;
+  if (t == 0) barrier_init(full, 0, 1);
+  __syncthreads();
+  if (t == 0) barrier_arrive_expecting(full, 0, 2048), copy_bulk(numbers, 0, static_cast<const u32*>(a) + rank * 512, 2048, full, 0);
+  barrier_wait(full, 0, 0);
+  numbers[t] = numbers[t] + 1.f;
+  cluster_arrive();
+  cluster_wait();
+  float r[4];
+  load_4_from_peer(numbers, 4 * t, 1 - rank, r);
+  for (u32 i = 0; i < 4; ++i) store_u32(out + rank * 512 + 4 * t + i, __float_as_uint(r[i]));
+  cluster_arrive();
+  cluster_wait();
+}
+"""
+
+
+def run_peers(text: str, run: Run = run) -> tuple[Tensor, Tensor]:
+    """(what the kernel makes of it, what it should)"""
+    a = torch.arange(1024.0)
+    want = a.view(2, 512).flip(0).clone()
+    want[:, :128] += 1
+    return run(text, a.view(torch.bfloat16), a, torch.full((2, 512), torch.nan), blocks=2), want
+
+
+@emulated
+def test_each_block_of_a_cluster_has_its_barriers_and_reads_its_peers():
+    out, want = run_peers(PEERS)
+    assert torch.equal(out, want)
+
+
+TOGETHER = "  cluster_arrive();\n  cluster_wait();\n"
+PEER_BUGS = {
+    "no barrier of the cluster": (TOGETHER, "", "load from numbers of a peer that may not have begun: no barrier of the"),
+    "stored behind the barrier": ("  float r[4];", "  numbers[t] = 0.f;\n  float r[4];", "has read, with no barrier between"),
+    "ends while a peer reads": (f"{TOGETHER}}}", "}", "load from numbers of a peer that has ended"),
+    "past the cluster": ("1 - rank,", "2,", "load from numbers of block 2 of a cluster of 2"),
+    "misaligned": ("4 * t, 1", "4 * t + 2, 1", "load of numbers[2] in shared memory, which does not begin at a multiple of 16 bytes"),
+    "a barrier of one block": ("if (t == 0) barrier_i", "if (t + rank == 0) barrier_i", "block 1, thread 0 (lane 0): load of full[0]"),
+}
+
+
+@emulated
+@pytest.mark.parametrize("bug", PEER_BUGS)
+def test_planted_bug_among_peers(bug):
+    old, new, words = PEER_BUGS[bug]
+    assert old in PEERS
+    with pytest.raises(EmulatorError) as e:
+        run_peers(PEERS.replace(old, new, 1))
+    assert words in str(e.value)
+
+
+@pytest.mark.parametrize("text", [RING, TWICE, PEERS], ids=["ring", "stored", "peers"])
+def test_ptxas_takes_them(text):
+    assert not nvrtc.compile_cubin(with_library(text, clusters=text is PEERS), Arch.parse("sm_90a"), "product").resources.spills
