@@ -50,6 +50,7 @@ SharedArray* shared_array(const void* site, const char* name, u32 element, u64 c
 const void* shared_load(SharedArray* array, long long i);
 void* shared_store(SharedArray* array, long long i);
 void* shared_store_to_peer(SharedArray* array, u32 rank, long long i);
+void load_pair(u32* r, SharedArray* from, long long i);
 void load_matrices(u32* r, SharedArray* from, long long i, bool transposed);
 
 // Copies to shared memory that land when they are waited for.

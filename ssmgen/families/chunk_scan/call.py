@@ -60,14 +60,14 @@ def chunk_scan(
 
     H heads of P rows (headdim), N = d_state, G groups of heads that share B and C; P and N are multiples of 16 up to 256. […] is
     [batch, T], or for packed sequences with cu_seqlens [tokens] or [1, tokens].
-    Products are of x's 16-bit dtype, summed in f32; decays and the state between chunks of 64 tokens are f32, and so is D x. The bits do
-    not depend on the batch, on packing or on the variant. A sequence cut at multiples of 64 tokens, with f32 states, gives those of the
-    whole.
+    Products are of x's 16-bit dtype, or of three bf16 terms per f32, summed in f32; decays and the state between chunks of 64 tokens are
+    f32, and so is D x. The bits do not depend on the batch, on packing or on the variant. A sequence cut at multiples of 64 tokens, with
+    f32 states, gives those of the whole.
     With x of f16, the state, and dt x and C B with their decays, must stay within f16's range.
 
-    x, z, out: […, H, P] bf16 or f16, one dtype with B and C          dt: […, H]
+    x, z, out: […, H, P] bf16, f16 or f32, one dtype with B and C          dt: […, H]
     A: [H], negative          B, C: […, G, N]          D: [H] or [H, P], dt_bias: [H]; None for none
-    Tokens, heads and groups may have any distance; rows are contiguous, and begin at even elements (fastest: at multiples of 16 bytes)
+    Tokens, heads and groups may have any distance; rows are contiguous, and begin at multiples of 4 bytes (fastest: of 16)
     dt_softplus: dt <- log(1 + e^(dt + dt_bias)); dt_limit: then clamped to (low, high)
     cu_seqlens: [sequences + 1] int32 or int64 on the device, where each packed sequence starts. A sequence may have no tokens; tokens of no
         sequence get no output. States are then per sequence
@@ -204,11 +204,11 @@ def _check_layout(views: Mapping[str, Tensor], problems: list[str]) -> None:
 
 
 def _together(views: Mapping[str, Tensor], pointers: Mapping[str, int]) -> int:
-    """Bytes of all of x, B, C and z that can be copied at once, 16 at most; 2 where those, or pairs of out, cannot be."""
-    copied = [n for n in ("x", "B", "C", "z") if n in views]
-    if not checks.aligned(views["out"], pointers["out"], 2):
+    """Bytes of all of x, B, C and z that can be copied at once, 16 at most; 2 where those, or words of out, cannot be."""
+    copied, one = [n for n in ("x", "B", "C", "z") if n in views], views["x"].element_size()
+    if not checks.aligned(views["out"], pointers["out"], 4 // one):
         return 2
-    return next((size for size in (16, 8, 4) if all(checks.aligned(views[n], pointers[n], size // 2) for n in copied)), 2)
+    return next((size for size in (16, 8, 4) if all(checks.aligned(views[n], pointers[n], size // one) for n in copied)), 2)
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> ScanProblem:

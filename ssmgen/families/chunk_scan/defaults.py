@@ -20,5 +20,8 @@ DEFAULTS = {
         ),
         1,
     ),
+    "f32, split": Default(
+        ScanProblem(headdim=64, d_state=128, x=DType.F32, dt=DType.F32, D=DType.F32, dt_bias=DType.F32, z=True, final=True), 1
+    ),
     "f16, long rows of the state": Default(ScanProblem(headdim=64, d_state=256, x=DType.F16, dt=DType.F32, dt_softplus=False), 1),
 }

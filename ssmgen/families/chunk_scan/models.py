@@ -6,16 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...models import Ask, Model, Role, Wanted
-from ...spec import DType, Index
+from ...spec import Index
 from ..selective_state_update.models import Mamba
 from .spec import OPERATOR, ScanProblem
 
 
 class ScanAsk(Ask):
-    """Batches that leave their final states, and packed sequences with a pool of states. Neither tokens nor heads are among it.
-
-    Nothing with activations of f32, which no kernel serves.
-    """
+    """Batches that leave their final states, and packed sequences with a pool of states. Neither tokens nor heads are among it."""
 
     operator = OPERATOR
     role = Role.SCAN
@@ -27,11 +24,8 @@ class ScanAsk(Ask):
     def absent(self, model: Model, asked: str) -> str:
         return f"{model.name} is no Mamba-2, and {asked} is for that"
 
-    def serves(self, wanted: Wanted) -> bool:
-        return wanted.io is not DType.F32
-
     def problems(self, model: Model, wanted: Wanted) -> Sequence[ScanProblem]:
-        if not isinstance(model, Mamba) or not self.serves(wanted):
+        if not isinstance(model, Mamba):
             return []
         same: dict[str, Any] = {
             "headdim": model.headdim, "d_state": model.d_state, "x": wanted.io, "dt": wanted.io, "D": wanted.io, "dt_bias": wanted.io,

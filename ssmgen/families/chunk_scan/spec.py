@@ -54,6 +54,11 @@ class ScanProblem(Problem):
     state_loads: Loads = Loads.VECTOR  # of states: pairs of numbers
 
     @property
+    def terms(self) -> int:
+        """16-bit terms of an operand of a product: f32 are sums of three bf16, of whose nine products the six greatest are made."""
+        return 3 if self.x is DType.F32 else 1
+
+    @property
     def ragged(self) -> bool:
         return self.cu_seqlens is not Index.NONE
 
@@ -62,7 +67,6 @@ class ScanProblem(Problem):
         return [
             *must(self.headdim % 16 == 0 and 16 <= self.headdim <= 256, f"headdim {self.headdim} is not 16 … 256 in steps of 16"),
             *must(self.d_state % 16 == 0 and 16 <= self.d_state <= 256, f"d_state {self.d_state} is not 16 … 256 in steps of 16"),
-            *must(self.x is not DType.F32, "x, B and C are operands of the tensor cores: bf16 or f16, not f32"),
             *must(
                 self.copy in (4, 8, 16),
                 "x, B, C, z or out begins, or has tokens or heads that begin, at an odd element: kernels copy 4 bytes at once, or 8 or 16",
@@ -87,7 +91,9 @@ class ScanSpec(KernelSpec, ScanProblem):
     @property
     def needs(self) -> Needs:
         elements = self.state_loads is Loads.ELEMENT
-        return Needs(math=True, matrices=True, copies=True, elements=elements, bytes=self.started, mma=self.x.value)
+        whole = self.terms == 1
+        mma = self.x.value if whole else "bf16"
+        return Needs(math=True, matrices=whole, shared_pairs=not whole, copies=True, elements=elements, bytes=self.started, mma=mma)
 
     @property
     def walkers(self) -> int:
@@ -109,19 +115,25 @@ class ScanSpec(KernelSpec, ScanProblem):
         return f"scan_{shape}_{how}{'' if self.pdl is Pdl.OFF else '_pdl'}"
 
     # Rows of 16-bit numbers in shared memory are 16 bytes apart, modulo 128: eight of them meet all banks when they are read as matrices.
+    # Those of f32 are read in pairs, four rows at a time, or singly where tokens are summed over.
 
     @property
     def row_words(self) -> int:
         """32-bit words from one token's B or C to the next one's."""
-        return self.d_state // 2 + 4
+        return self.d_state // 2 + 4 if self.terms == 1 else self.d_state + 8
 
     @property
     def x_words(self) -> int:
-        return self.tile // 2 + 4
+        return self.tile // 2 + 4 if self.terms == 1 else self.tile + 4
 
     @property
     def mix_words(self) -> int:
-        return CHUNK // 2 + 4
+        return CHUNK // 2 + 4 if self.terms == 1 else CHUNK + 8
+
+    @property
+    def mixes(self) -> int:
+        """Chunks whose M there is room for. One stage would never need two, but only f32 lack the room."""
+        return 1 if self.stages == 1 and self.terms > 1 else 2
 
     @property
     def stage_words(self) -> int:
@@ -130,7 +142,7 @@ class ScanSpec(KernelSpec, ScanProblem):
 
     @property
     def dynamic_bytes(self) -> int:
-        return 4 * (self.stages * self.stage_words + 2 * CHUNK * self.mix_words)
+        return 4 * (self.stages * self.stage_words + self.mixes * CHUNK * self.mix_words)
 
     @property
     def shared_bytes(self) -> int:
