@@ -15,7 +15,7 @@ from ...calls.planning import Caller, Family
 from ...calls.public import Call, operator
 from ...spec import Loads
 from .reference import chunk_scan as reference
-from .spec import OPERATOR, ScanProblem, ScanSpec
+from .spec import OPERATOR, Gate, ScanProblem, ScanSpec
 
 NAMES = (
     "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "cu_seqlens", "seq_idx", "initial_states", "final_states", "state", "state_indices",
@@ -31,6 +31,8 @@ class Options(NamedTuple):
     dt_softplus: bool = False
     dt_limit: tuple[float, float] | None = None
     pad_slot_id: int = -1
+    scale: float = 1.0  # of linear attention, and whether a g per head is a slope
+    slope: bool = False
 
 
 @operator(like="x")
@@ -151,7 +153,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     return views
 
 
-_PER_TOKEN = dict.fromkeys(("x", "z", "out", "B", "C"), 4) | {"dt": 3, "seq_idx": 2}
+_PER_TOKEN = dict.fromkeys(("x", "z", "out", "B", "C"), 4) | {"dt": 3, "g": 3, "seq_idx": 2}
 
 
 def _sequences(views: Mapping[str, Tensor]) -> int:
@@ -174,6 +176,7 @@ def _shapes_fit(views: Mapping[str, Tensor], problems: list[str]) -> bool:
         **dict.fromkeys(("B", "C"), groups),
         "dt": {"[…, H]": (batch, length, H)},
         **dict.fromkeys(("A", "dt_bias"), {"[H]": (H,)}),
+        "g": {"[…, H]": (batch, length, H), "[H]": (H,)},
         "D": {"[H]": (H,), "[H, P]": (H, P)},
         "cu_seqlens": {"[sequences + 1]": (sequences + 1,)},
         "seq_idx": {"[batch, T]": (batch, length)},
@@ -261,6 +264,14 @@ def _together(views: Mapping[str, Tensor], pointers: Mapping[str, int]) -> int:
     return next((size for size in (16, 8, 4) if all(checks.aligned(views[n], pointers[n], size // one) for n in copied)), 2)
 
 
+def _gate(views: Mapping[str, Tensor], options: Options) -> Gate:
+    if "dt" in views:
+        return Gate.DT
+    if "g" not in views:
+        return Gate.NONE
+    return Gate.LOG if views["g"].dim() == 3 else Gate.SLOPE if options.slope else Gate.CONSTANT
+
+
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> ScanProblem:
     """The problem that checked operands pose, given where they lie."""
     states = [n for n in STATES if n in views]
@@ -271,13 +282,13 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     def index(name: str) -> Any:
         return INDEX[views[name].dtype if name in views else None]
 
-    more = {"state": dtype(states[0])} if states else {}
+    more = {n: dtype(n) for n in ("dt", "A") if n in views} | ({"state": dtype(states[0])} if states else {})
     return ScanProblem(
         headdim=views["x"].shape[3],
         d_state=views["B"].shape[3],
         x=dtype("x"),
-        dt=dtype("dt"),
-        A=dtype("A"),
+        gate=_gate(views, options),
+        g=dtype("g"),
         D=dtype("D"),
         dt_bias=dtype("dt_bias"),
         z="z" in views,
@@ -299,6 +310,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
 
 _AXES = {
     **dict.fromkeys(_PER_TOKEN, {"batch": 0, "token": 1, "head": 2, "group": 2}),
+    "g": {"batch": 0, "token": 1, "head": -1},
     "D": {"head": 0, "row": 1},
     **dict.fromkeys(("A", "dt_bias"), {"head": 0}),
     **dict.fromkeys(STATES, {"slot": 0, "head": 1}),
@@ -313,6 +325,7 @@ def kernel_values(spec: ScanSpec, views: Mapping[str, Tensor], options: Options)
     values: dict[str, int | float] = {"tokens": length, "heads": heads, "group_heads": heads // views["B"].shape[2]}
     values |= {"pad_slot_id": options.pad_slot_id, "slots": views["state"].shape[0] if "state" in views else 0}
     values |= {"positions": views["checkpoints"].shape[0] if "checkpoints" in views else 0}
+    values["scale"] = options.scale
     values |= dict(zip(("dt_low", "dt_high"), options.dt_limit or (), strict=False))
     values |= {f"{operand}_{axis}": views[operand].stride(_AXES[operand][axis]) for operand, axis in spec.strides()}
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
@@ -352,7 +365,7 @@ _library.define(
 
 
 def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    torch.ops.ssmgen.chunk_scan(*given, *options, pdl)
+    torch.ops.ssmgen.chunk_scan(*given, options.dt_softplus, options.dt_limit, options.pad_slot_id, pdl)
 
 
 def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:

@@ -12,8 +12,9 @@ Bytes per token and head: 4 P of x and y, 4 N / (heads of a group) of B and C.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from enum import Enum
 from typing import Any, ClassVar
 
 from ...occupancy import LIMITS, SHARED_RESERVED
@@ -26,7 +27,20 @@ CHUNK = 64  # tokens; part of the result's bits
 MIXERS = CHUNK // 16  # warps that make M, 16 of its rows each
 SUMS = 3  # chunks whose decays are kept: that of the walkers, that of the mixers, and the next
 
+# What linear attention calls the same operands.
+ATTENTION = {"x": "v", "B": "k", "C": "q"}
+
 _INTEGER = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
+
+
+class Gate(Enum):
+    """What makes the state decay. All but the first are linear attention's: nothing but a scale of y beside it, and d = 1."""
+
+    DT = "dt"  # exp(d A)
+    LOG = "log"  # exp(g), of each token and head
+    CONSTANT = "constant"  # exp(g), of each head
+    SLOPE = "slope"  # exp(-g), of each head
+    NONE = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +56,8 @@ class ScanProblem(Problem):
     D: DType | None = None
     dt_bias: DType | None = None
     z: bool = False
+    gate: Gate = Gate.DT
+    g: DType | None = None
     dt_softplus: bool = True
     dt_limit: bool = False
     cu_seqlens: Index = Index.NONE  # type of it: x is packed sequences
@@ -61,6 +77,10 @@ class ScanProblem(Problem):
         return 3 if self.x is DType.F32 else 1
 
     @property
+    def attention(self) -> bool:
+        return self.gate is not Gate.DT
+
+    @property
     def ragged(self) -> bool:
         return self.cu_seqlens is not Index.NONE
 
@@ -76,11 +96,17 @@ class ScanProblem(Problem):
             *must(self.d_state % 16 == 0 and 16 <= self.d_state <= 256, f"d_state {self.d_state} is not 16 … 256 in steps of 16"),
             *must(
                 self.copy in (4, 8, 16),
-                "x, B, C, z or out begins, or has tokens or heads that begin, at an odd element: kernels copy 4 bytes at once, or 8 or 16",
+                f"{'q, k, v' if self.attention else 'x, B, C, z'} or out begins, or has tokens or heads that begin, at an odd element: "
+                "kernels copy 4 bytes at once, or 8 or 16",
             ),
             *must(not (self.pool and (self.initial or self.final)), "a pool takes the place of initial_states and final_states"),
             *must(self.pool or (self.index is Index.NONE and not self.started), "slots and has_initial_state are of a pool"),
             *must(not self.seq_idx and not self.marked, "seq_idx and checkpoints have no kernel yet, only the reference"),
+            *must(
+                not self.attention or not (self.D or self.dt_bias or self.z or self.dt_softplus or self.dt_limit),
+                "D, dt_bias, softplus, limits and z go with dt",
+            ),
+            *must((self.g is None) == (self.gate in (Gate.DT, Gate.NONE)), "a g is of linear attention's gates, which need it"),
             *must(not (self.seq_idx and self.ragged), "seq_idx and cu_seqlens both divide the tokens into sequences"),
         ]
 
@@ -119,7 +145,7 @@ class ScanSpec(KernelSpec, ScanProblem):
 
     @property
     def stem(self) -> str:
-        shape = f"p{self.headdim}n{self.d_state}_{self.state.value}_{self.x.value}"
+        shape = f"p{self.headdim}n{self.d_state}_{self.state.value}_{self.x.value}" + (f"_{self.gate.value}" if self.attention else "")
         how = f"t{self.tile}s{self.stages}" + (f"b{self.min_blocks}" if self.min_blocks > 1 else "")
         return f"scan_{shape}_{how}{'' if self.pdl is Pdl.OFF else '_pdl'}"
 
@@ -174,9 +200,21 @@ class ScanSpec(KernelSpec, ScanProblem):
         ]
 
     def operands(self) -> list[str]:
-        """Tensor arguments in order."""
+        """Tensor arguments in order, as calls name them."""
+        return self.named(self.roles())
+
+    def named(self, roles: Iterable[str]) -> list[str]:
+        """What calls say for them."""
+        words = ATTENTION if self.attention else {}
+        return [(words | {"g": "slope"} if self.gate is Gate.SLOPE else words).get(role, role) for role in roles]
+
+    def roles(self) -> list[str]:
+        """The same, as Mamba-2 and the kernel name them."""
         there = {
-            **dict.fromkeys(("x", "dt", "A", "B", "C"), True),
+            "x": True,
+            **dict.fromkeys(("dt", "A"), not self.attention),
+            "g": self.g is not None,
+            **dict.fromkeys(("B", "C"), True),
             "D": self.D is not None,
             "z": self.z,
             "dt_bias": self.dt_bias is not None,
@@ -194,35 +232,37 @@ class ScanSpec(KernelSpec, ScanProblem):
         return [name for name, given in there.items() if given]
 
     def strides(self) -> list[tuple[str, str]]:
-        """(operand, axis) of every stride the kernel takes, in elements. Those of batches and slots are 64-bit."""
+        """(role, axis) of every stride the kernel takes, in elements. Those of batches and slots are 64-bit."""
         batch = [] if self.ragged else ["batch"]
         axes = {
             **dict.fromkeys(("x", "z", "out", "dt"), [*batch, "token", "head"]),
             **dict.fromkeys(("B", "C"), [*batch, "token", "group"]),
             **dict.fromkeys(("A", "dt_bias"), ["head"]),
+            "g": [*batch, "token", "head"] if self.gate is Gate.LOG else ["head"],
             "D": ["head", "row"],
             "seq_idx": [*batch, "token"],
             **dict.fromkeys(("initial_states", "final_states", "state", "checkpoints"), ["slot", "head"]),
             "checkpoint_positions": ["position"],
             **dict.fromkeys(("cu_seqlens", "state_indices", "has_initial_state"), ["sequence"]),
         }
-        return [(operand, axis) for operand in self.operands() for axis in axes[operand]]
+        return [(role, axis) for role in self.roles() for axis in axes[role]]
 
     def parameters(self) -> list[Param]:
         """Pointers come first."""
         states = ("initial_states", "final_states", "state", "checkpoints")
         element: dict[str, Any] = dict.fromkeys(("x", "B", "C", "z", "out"), self.x.value) | dict.fromkeys(states, self.state.value)
-        element |= {name: kind and kind.value for name, kind in (("dt", self.dt), ("A", self.A), ("D", self.D), ("dt_bias", self.dt_bias))}
+        element |= {name: getattr(self, name).value for name in ("dt", "A", "g", "D", "dt_bias") if name in self.roles()}
         element |= {"cu_seqlens": _INTEGER[self.cu_seqlens], "state_indices": _INTEGER[self.index], "has_initial_state": "u8"}
         element |= {"seq_idx": "int", "checkpoint_positions": _INTEGER[self.checkpoints]}
         written = ("out", "final_states", "state", "checkpoints")
-        pointers = [Param.pointer(op, element[op], const=op not in written) for op in self.operands()]
+        pointers = [Param.pointer(op, element[op], const=op not in written) for op in self.roles()]
         wide = [Param.i64("slots"), Param.i64("pad_slot_id")] if self.index is not Index.NONE else []
         wide += [Param.i64(f"{op}_{axis}") for op, axis in self.strides() if axis in ("batch", "slot")]
         narrow = [Param.u32(f"{op}_{axis}") for op, axis in self.strides() if axis not in ("batch", "slot")]
         limits = [Param.f32("dt_low"), Param.f32("dt_high")] if self.dt_limit else []
+        scale = [Param.f32("scale")] if self.attention else []
         counts = ["tokens", "heads", "group_heads", *(["positions"] if self.marked else [])]
-        return [*pointers, *wide, *map(Param.u32, counts), *narrow, *limits]
+        return [*pointers, *wide, *map(Param.u32, counts), *narrow, *limits, *scale]
 
     def constants(self) -> dict[str, Any]:
         return {
@@ -230,6 +270,7 @@ class ScanSpec(KernelSpec, ScanProblem):
             "pooled": self.index is not Index.NONE,
             "past": "state" if self.started else "initial_states" if self.initial else "",  # what holds the state before the first token
             "kept": "state" if self.pool else "final_states" if self.final else "",  # what receives the last one
+            "stepped": {Gate.DT: "dt", Gate.LOG: "g"}.get(self.gate, ""),  # the operand that says how the state decays at each token
             "softplus": self.dt_softplus,
             "sigmoid": False,
             "silu": self.z,
