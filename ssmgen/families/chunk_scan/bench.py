@@ -54,7 +54,7 @@ class Form(Enum):
     LIGHTNING = "lightning"
 
 
-FUNCTIONS = {
+FUNCTIONS: dict[Form, Callable[..., Any]] = {
     **dict.fromkeys((Form.BATCH, Form.POOL), ssmgen.chunk_scan),
     Form.SIMPLE_GLA: ssmgen.chunk_simple_gla,
     Form.LIGHTNING: ssmgen.chunk_lightning_attn,

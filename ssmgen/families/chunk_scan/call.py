@@ -282,11 +282,13 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     def index(name: str) -> Any:
         return INDEX[views[name].dtype if name in views else None]
 
-    more = {n: dtype(n) for n in ("dt", "A") if n in views} | ({"state": dtype(states[0])} if states else {})
+    more = {"state": dtype(states[0])} if states else {}
     return ScanProblem(
         headdim=views["x"].shape[3],
         d_state=views["B"].shape[3],
         x=dtype("x"),
+        dt=dtype("dt"),
+        A=dtype("A"),
         gate=_gate(views, options),
         g=dtype("g"),
         D=dtype("D"),

@@ -9,7 +9,7 @@ from ...models import Ask, Model, Role, Wanted
 from ...spec import DType, Index
 from ..linear_attention.models import LinearAttention
 from ..selective_state_update.models import Mamba
-from .spec import OPERATOR, Gate, ScanProblem
+from .spec import OPERATOR, WITHOUT_DT, Gate, ScanProblem
 
 
 class ScanAsk(Ask):
@@ -33,7 +33,7 @@ class ScanAsk(Ask):
             same |= {"headdim": model.headdim, "d_state": model.d_state, "dt": wanted.io, "D": wanted.io, "dt_bias": wanted.io}
             same |= {"z": model.gate}
         elif isinstance(model, LinearAttention):
-            same |= {"headdim": model.dim_v, "d_state": model.dim_k, "gate": Gate.SLOPE, "g": DType.F32, "dt_softplus": False}
+            same |= WITHOUT_DT | {"headdim": model.dim_v, "d_state": model.dim_k, "gate": Gate.SLOPE, "g": DType.F32}
         pool: dict[str, Any] = {"cu_seqlens": Index.I32, "pool": True, "started": True}
         kinds = [{"final": True} if index is Index.NONE else pool | {"index": index} for index in wanted.indices]
         return [ScanProblem(**same, **kind, state=state) for state in wanted.states or (model.state,) for kind in kinds]

@@ -27,8 +27,9 @@ CHUNK = 64  # tokens; part of the result's bits
 MIXERS = CHUNK // 16  # warps that make M, 16 of its rows each
 SUMS = 3  # chunks whose decays are kept: that of the walkers, that of the mixers, and the next
 
-# What linear attention calls the same operands.
+# What linear attention calls the same operands, and what its problems do not have.
 ATTENTION = {"x": "v", "B": "k", "C": "q"}
+WITHOUT_DT: dict[str, Any] = {"dt": None, "A": None, "dt_softplus": False}
 
 _INTEGER = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
 
@@ -51,8 +52,8 @@ class ScanProblem(Problem):
     d_state: int
     state: DType = DType.F32  # of all states
     x: DType = DType.BF16  # of B, C, z and out too
-    dt: DType = DType.BF16
-    A: DType = DType.F32
+    dt: DType | None = DType.BF16
+    A: DType | None = DType.F32
     D: DType | None = None
     dt_bias: DType | None = None
     z: bool = False
@@ -103,9 +104,10 @@ class ScanProblem(Problem):
             *must(self.pool or (self.index is Index.NONE and not self.started), "slots and has_initial_state are of a pool"),
             *must(not self.seq_idx and not self.marked, "seq_idx and checkpoints have no kernel yet, only the reference"),
             *must(
-                not self.attention or not (self.D or self.dt_bias or self.z or self.dt_softplus or self.dt_limit),
-                "D, dt_bias, softplus, limits and z go with dt",
+                not self.attention or not (self.dt or self.A or self.D or self.dt_bias or self.z or self.dt_softplus or self.dt_limit),
+                "A, D, dt_bias, softplus, limits and z go with dt",
             ),
+            *must(self.attention or (self.dt is not None and self.A is not None), "the gate dt needs dt and A"),
             *must((self.g is None) == (self.gate in (Gate.DT, Gate.NONE)), "a g is of linear attention's gates, which need it"),
             *must(not (self.seq_idx and self.ragged), "seq_idx and cu_seqlens both divide the tokens into sequences"),
         ]

@@ -35,10 +35,11 @@ def operands(spec: ScanSpec, batch: int, seed: int) -> dict[str, Tensor]:
     if spec.g is not None:
         decays = torch.rand(*lead, HEADS, generator=g) if spec.gate is Gate.LOG else torch.rand(HEADS, generator=g)
         made["g"] = (decays if spec.gate is Gate.SLOPE else -decays).to(TORCH_DTYPES[spec.g])
-    made["dt"] = torch.randn(*lead, HEADS, generator=g).to(TORCH_DTYPES[spec.dt])
-    if not spec.dt_softplus:
-        made["dt"] = made["dt"].abs()
-    made["A"] = -torch.rand(HEADS, generator=g).to(TORCH_DTYPES[spec.A])
+    if spec.dt is not None and spec.A is not None:
+        made["dt"] = torch.randn(*lead, HEADS, generator=g).to(TORCH_DTYPES[spec.dt])
+        if not spec.dt_softplus:
+            made["dt"] = made["dt"].abs()
+        made["A"] = -torch.rand(HEADS, generator=g).to(TORCH_DTYPES[spec.A])
     if spec.D is not None:
         made["D"] = torch.randn(HEADS, generator=g).to(TORCH_DTYPES[spec.D])
     if spec.z:

@@ -1,4 +1,4 @@
-"""What is tuned of chunk_scan: prompts of Mamba-2 and Lightning attention models, or the benchmark's shapes, whose batches and lengths are their own."""
+"""What is tuned of chunk_scan: prompts of models, or the benchmark's shapes, whose batches and lengths are their own."""
 
 from __future__ import annotations
 
