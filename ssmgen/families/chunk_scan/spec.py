@@ -6,7 +6,8 @@ With d = softplus(dt + bias), and s its running sum with A within a chunk, a chu
     S <- exp(s_last) S + sum_j exp(s_last - s_j) d_j x_j B_j^T
 
 A block walks a sequence's chunks in order, for `tile` rows of one head. Some of its warps, the walkers, hold 16 rows of S each in f32, in
-the registers in which products are summed; the others make M one chunk ahead, because that does not hang on S.
+the registers in which products are summed; the others make M one chunk ahead, because that does not hang on S. States at listed positions
+are made beside S, by the walkers, from its value at their chunk's start.
 Bytes per token and head: 4 P of x and y, 4 N / (heads of a group) of B and C.
 """
 
@@ -102,11 +103,11 @@ class ScanProblem(Problem):
             ),
             *must(not (self.pool and (self.initial or self.final)), "a pool takes the place of initial_states and final_states"),
             *must(self.pool or (self.index is Index.NONE and not self.started), "slots and has_initial_state are of a pool"),
-            *must(not self.seq_idx and not self.marked, "seq_idx and checkpoints have no kernel yet, only the reference"),
             *must(
                 not self.attention or not (self.dt or self.A or self.D or self.dt_bias or self.z or self.dt_softplus or self.dt_limit),
                 "A, D, dt_bias, softplus, limits and z go with dt",
             ),
+            *must(not self.attention or not (self.seq_idx or self.marked), "seq_idx and checkpoints go with dt"),
             *must(self.attention or (self.dt is not None and self.A is not None), "the gate dt needs dt and A"),
             *must((self.g is None) == (self.gate in (Gate.DT, Gate.NONE)), "a g is of linear attention's gates, which need it"),
             *must(not (self.seq_idx and self.ragged), "seq_idx and cu_seqlens both divide the tokens into sequences"),
@@ -130,7 +131,9 @@ class ScanSpec(KernelSpec, ScanProblem):
         elements = self.state_loads is Loads.ELEMENT
         whole = self.terms == 1
         mma = self.x.value if whole else "bf16"
-        return Needs(math=True, matrices=whole, shared_pairs=not whole, copies=True, elements=elements, bytes=self.started, mma=mma)
+        return Needs(
+            math=True, matrices=whole, shared_pairs=not whole, copies=True, meetings=True, elements=elements, bytes=self.started, mma=mma
+        )
 
     @property
     def walkers(self) -> int:
@@ -183,7 +186,7 @@ class ScanSpec(KernelSpec, ScanProblem):
 
     @property
     def shared_bytes(self) -> int:
-        return self.dynamic_bytes + SUMS * 4 * CHUNK * 4
+        return self.dynamic_bytes + SUMS * (5 if self.seq_idx else 4) * CHUNK * 4
 
     def violations(self, arch: Arch) -> list[str]:
         if problems := [
