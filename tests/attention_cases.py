@@ -11,7 +11,7 @@ from torch import Tensor
 
 import ssmgen
 
-__all__ = ["BF16", "F16", "F32", "FORMS", "Scan", "Sizes", "emulated", "make"]
+__all__ = ["BF16", "F16", "F32", "FORMS", "Scan", "Sizes", "emulated", "make", "same"]
 
 FORMS = ("log", "constant", "none", "slope")
 PER_TOKEN = ("q", "k", "v")
@@ -68,7 +68,7 @@ def decoding_goes_on(scan: Scan, form: str, sizes: Sizes, tokens: int) -> None:
     wanted, last = exact(call, torch.zeros(2, sizes.heads, sizes.headdim, sizes.d_state))
     _, state = scan(**of_tokens(call, slice(0, tokens), 1), return_final_states=True)
     step = of_tokens(call, slice(tokens, tokens + 1), 1)
-    out = DECODE[name](state, **step | ({"g": call["g"].expand(2, 1, sizes.heads)} if form == "constant" else {}))
+    out = DECODE[name](state, **step)
     assert error(out, wanted[:, -1:]) <= BOUNDS[sizes.x] and error(state, last) <= BOUNDS[sizes.x]
 
 
