@@ -8,6 +8,8 @@ from .api import is_warm as is_warm
 from .api import supported as supported
 from .families.causal_conv1d.call import causal_conv1d as causal_conv1d
 from .families.causal_conv1d_update.call import causal_conv1d_update as causal_conv1d_update
+from .families.chunk_scan.attention import chunk_lightning_attn as chunk_lightning_attn
+from .families.chunk_scan.attention import chunk_simple_gla as chunk_simple_gla
 from .families.chunk_scan.call import chunk_scan as chunk_scan
 from .families.combine_splits.call import combine_splits as combine_splits
 from .families.delta_layer.call import gdn_layer as gdn_layer

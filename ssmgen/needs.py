@@ -18,6 +18,7 @@ class Needs:
     prefetch: bool = False  # bulk requests to L2
     lines: bool = False  # requests to L2 for single lines
     matrices: bool = False  # loads of the tensor cores' operands from shared memory
+    shared_pairs: bool = False  # loads of two words at once from shared memory
     copies: bool = False  # asynchronous copies to shared memory
     barriers: bool = False  # those of shared memory, and the bulk copies that arrive there; from sm_90 on
     warpgroups: tuple[int, ...] = ()  # columns of the products that warpgroups make, of `mma`'s type; sm_90a

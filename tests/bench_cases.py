@@ -28,7 +28,13 @@ SMALL: dict[str, dict[str, Any]] = {
     "gated_delta_rule": {"heads": 4, "key_heads": 2, "dim": 16, "batches": (1, 9)},  # by default it has more key heads than that
     "replay_selective_state_update": {"shape": (4, 16, 32, 2), "batches": (1,), "two_kernels": False, "device": "cpu"},
     "causal_conv1d": {"shapes": ((2, 24, 40),), "device": "cpu"},
-    "chunk_scan": {"shapes": ((2, 1, 1, 70),), "forms": ("batch", "pool"), "headdim": 16, "d_state": 16, "device": "cpu"},
+    "chunk_scan": {
+        "shapes": ((2, 1, 1, 70),),
+        "forms": ("batch", "pool", "simple_gla", "lightning"),
+        "headdim": 16,
+        "d_state": 16,
+        "device": "cpu",
+    },
     "causal_conv1d_update": {"dim": 16, "batches": (1, 9), "device": "cpu"},
     "combine_splits": {"shapes": ((12, 2), (12, 5)), "widths": (64,), "dtypes": (DType.BF16,), "hot": False, "device": "cpu"},
     "gated_rms_norm": {"shapes": ((2, 64),), "rows": (3,), "hot": False, "device": "cpu"},

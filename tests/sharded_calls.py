@@ -133,6 +133,8 @@ def calls(device: str) -> dict[str, tuple[str, Tensors]]:
         "conv": ("causal_conv1d", convolution(device, (9,)) | {"return_final_states": True}),
         "conv-states": ("causal_conv1d", convolution(device, (9,)) | {"conv_states": normal(device, BATCH, H * P, 3, dtype=BF16)}),
         "scan": ("chunk_scan", mamba(device, 2, (70,))),
+        "simple-gla-scan": ("chunk_simple_gla", linear(device, "simple_gla", 2, (70,))),
+        "lightning-scan": ("chunk_lightning_attn", linear(device, "lightning_attn", 2, (70,))),
         "scan-checkpoints": ("chunk_scan", scan_checkpoints(device)),
         "replay": ("replay_selective_state_update", replay(device)),
         "gdn-shared-keys": ("gated_delta_rule", linear(device, "gated_delta_rule", 1)),

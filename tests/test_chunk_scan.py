@@ -17,6 +17,7 @@ from ssmgen.emulator.check import check
 from ssmgen.errors import ArgumentError, UnsupportedError
 from ssmgen.families.chunk_scan.spec import OPERATOR, ScanProblem, ScanSpec, candidates, space
 from ssmgen.nvrtc import compile_cubin
+from ssmgen.occupancy import LIMITS
 from ssmgen.registry import select
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index, Loads, Pdl
@@ -40,8 +41,10 @@ by_both = pytest.mark.parametrize("scan", [ssmgen.chunk_scan, pytest.param(emula
         (replace(SMALL, x=F16), 70, 1.0, {"z": True}),
         (Sizes(heads=4, groups=2, headdim=64, d_state=128), 70, 0.1, {"z": True}),
         (Sizes(heads=1, headdim=80, d_state=16), 65, 0.1, {}),
+        (replace(SMALL, x=F32), 130, 1.0, {"z": True}),
+        (replace(SMALL, x=F32, heads=1, d_state=80), 200, 1e-3, {}),
     ],
-    ids=["plain", "long-memory", "strong-decay", "f16-gate", "model", "p80"],
+    ids=["plain", "long-memory", "strong-decay", "f16-gate", "model", "p80", "f32-gate", "f32-long-memory"],
 )
 def test_results_are_those_of_float64(sizes, tokens, decay, more):
     laws.is_accurate(emulated, sizes, tokens, decay, **more)
@@ -54,20 +57,21 @@ def test_packing_changes_no_bit(scan):
 
 @by_both
 @pytest.mark.parametrize("cut", [64, 128])
-def test_a_cut_changes_no_bit(scan, cut):
-    laws.a_cut_changes_no_bit(scan, SMALL, 150, cut)
+@pytest.mark.parametrize("x", [BF16, F32])
+def test_a_cut_changes_no_bit(scan, cut, x):
+    laws.a_cut_changes_no_bit(scan, replace(SMALL, x=x), 150, cut)
 
 
 @by_both
-@pytest.mark.parametrize("state", [F32, BF16])
-def test_a_pool_is_touched_where_it_should_be(scan, state):
-    laws.a_pool_is_touched_where_it_should_be(scan, SMALL, state)
+@pytest.mark.parametrize(("state", "x"), [(F32, BF16), (BF16, BF16), (F32, F32)])
+def test_a_pool_is_touched_where_it_should_be(scan, state, x):
+    laws.a_pool_is_touched_where_it_should_be(scan, replace(SMALL, x=x), state)
 
 
 @by_both
-@pytest.mark.parametrize("offset", [8, 4, 2])
-def test_layout_changes_no_bit(scan, offset):
-    laws.layout_changes_no_bit(scan, SMALL, offset)
+@pytest.mark.parametrize(("offset", "x"), [(8, BF16), (4, BF16), (2, BF16), (2, F32), (1, F32)])
+def test_layout_changes_no_bit(scan, offset, x):
+    laws.layout_changes_no_bit(scan, replace(SMALL, x=x), offset)
 
 
 @by_both
@@ -97,13 +101,14 @@ def test_checkpoints_of_a_batch(scan):
 
 
 @needs_emulator
-def test_variants_are_bit_equal():
-    call = make(replace(SMALL, headdim=64), 1, 130, z=True)
+@pytest.mark.parametrize(("x", "kept"), [(BF16, ((64, 3), (16, 1), (32, 2), (16, 4))), (F32, ((64, 2), (16, 1), (32, 3)))])
+def test_variants_are_bit_equal(x, kept):
+    call = make(replace(SMALL, headdim=64, x=x), 1, 130, z=True)
     problem = problem_of(**call, return_final_states=True)
     shapes = {(s.tile, s.stages): s for s in space(problem, SM90) if s.pdl is Pdl.TRIGGER_LOADED and s.min_blocks == 1}
     assert {tile for tile, _ in shapes} == {16, 32, 64} and {stages for _, stages in shapes} == {1, 2, 3, 4}
-    kept = [shapes[at] for at in ((64, 3), (16, 1), (32, 2), (16, 4))]
-    results = [emulated(spec=spec, **call, return_final_states=True) for spec in kept]
+    specs = [shapes[at] for at in kept]
+    results = [emulated(spec=spec, **call, return_final_states=True) for spec in specs]
     assert all(same(a, b) for result in results[1:] for a, b in zip(result, results[0], strict=True))
 
 
@@ -194,7 +199,6 @@ def refused(problem: ScanProblem, arch: Arch = SM90) -> str:
 
 
 def test_what_no_kernel_serves_in_words():
-    assert "bf16 or f16, not f32" in refused(problem_of(**make(replace(SMALL, x=F32), 2, 5)))
     odd = make(SMALL, 2, 5)
     odd["x"] = torch.zeros(2, 5, 2, 33).bfloat16()[..., 1:]
     assert "begin, at an odd element" in refused(problem_of(**odd))
@@ -213,12 +217,16 @@ def test_every_size_is_served_where_there_is_shared_memory_for_it(arch):
             assert not spec.violations(where)
             rules = [spec for _, spec, _ in candidates(problem, 1, where, False)]
             assert rules[-1].shared_bytes == min(s.shared_bytes for s in rules)
+            if d_state <= 128 or LIMITS[where.number].shared > 100 << 10:
+                select(OPERATOR, replace(problem, x=DType.F32), 1, where, False)
 
 
 SPECS = [
     ScanSpec(headdim=64, d_state=128, tile=64, D=DType.F32, final=True),
     ScanSpec(headdim=32, d_state=16, tile=16, stages=2, z=True, cu_seqlens=Index.I32, pool=True, started=True, index=Index.I64),
     ScanSpec(headdim=32, d_state=48, tile=32, stages=1, copy=4, initial=True, state=DType.F16, state_loads=Loads.ELEMENT, x=DType.F16),
+    ScanSpec(headdim=32, d_state=16, tile=32, stages=1, copy=4, z=True, D=DType.F32, cu_seqlens=Index.I32, initial=True, x=DType.F32),
+    ScanSpec(headdim=16, d_state=32, tile=16, stages=2, final=True, seq_idx=True, checkpoints=Index.I32, x=DType.F32),
     ScanSpec(headdim=32, d_state=16, tile=32, initial=True, final=True, seq_idx=True, checkpoints=Index.I64, state_loads=Loads.ELEMENT),
     ScanSpec(headdim=16, d_state=32, tile=16, stages=1, cu_seqlens=Index.I32, pool=True, index=Index.I32, checkpoints=Index.I32),
 ]
@@ -312,7 +320,12 @@ def test_no_variant_spills(arch):
     """Beside those in generated/: the most registers per thread that there are, and the fewest."""
     where, full = Arch.parse(arch), {"D": DType.F32, "dt_bias": DType.F32, "initial": True, "final": True}
     marked = ScanProblem(headdim=64, d_state=128, seq_idx=True, checkpoints=Index.I64, **full)
-    for problem in (ScanProblem(headdim=128, d_state=128, **full), ScanProblem(headdim=64, d_state=256, z=True, **full), marked):
+    for problem in (
+        ScanProblem(headdim=128, d_state=128, **full),
+        ScanProblem(headdim=64, d_state=256, z=True, **full),
+        ScanProblem(headdim=64, d_state=256, x=DType.F32, z=True, **full),
+        marked,
+    ):
         spec = select(OPERATOR, problem, 1, where, where >= Arch(90))
         resources = compile_cubin(render(spec, where), where, str(spec)).resources
         assert not resources.spills and not resources.stack, f"{spec}: {resources}"

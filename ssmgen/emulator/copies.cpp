@@ -87,6 +87,11 @@ void check_ended() {
   check_products_ended();
 }
 
+void load_pair(u32* r, SharedArray* from, long long i) {
+  check_place(*from, i, 8, "load of two words");
+  for (u32 e = 0; e < 2; ++e) r[e] = *static_cast<const u32*>(shared_load(from, i + e));
+}
+
 void load_matrices(u32* r, SharedArray* from, long long i, bool transposed) {
   struct Row {
     SharedArray* array;

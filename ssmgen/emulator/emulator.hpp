@@ -219,6 +219,8 @@ template <class T>
   emulator::load_matrices(r, from.array(), i, true);
 }
 
+inline void load_shared_2xu32(const emulator::Shared<unsigned>& from, unsigned i, unsigned* r) { emulator::load_pair(r, from.array(), i); }
+
 template <unsigned Size = 16, class T>
 inline void copy_async(const emulator::Shared<T>& to, unsigned i, const void* from, unsigned bytes = Size) {
   static_assert(Size == 4 || Size == 8 || Size == 16, "a copy has 4, 8 or 16 bytes");

@@ -28,8 +28,24 @@ WIDE = replace(MODEL, heads=128, groups=8)
         (replace(MODEL, headdim=128), 640, 0.1, {"z": True}),
         (replace(MODEL, d_state=256), 640, 0.1, {}),
         (replace(MODEL, headdim=80, d_state=16), 640, 0.1, {}),
+        (replace(MODEL, x=F32), 2048, 1.0, {"z": True}),
+        (replace(MODEL, x=F32), 4096, 1e-3, {}),
+        (replace(MODEL, x=F32, heads=4), 640, 16.0, {"step": 3.0}),
+        (replace(MODEL, x=F32, heads=4, d_state=256), 640, 0.1, {}),
     ],
-    ids=["wide", "long-memory", "strong-decay", "f16-gate", "p128", "n256", "p80"],
+    ids=[
+        "wide",
+        "long-memory",
+        "strong-decay",
+        "f16-gate",
+        "p128",
+        "n256",
+        "p80",
+        "f32",
+        "f32-long-memory",
+        "f32-strong-decay",
+        "f32-n256",
+    ],
 )
 def test_results_are_those_of_float64(sizes, tokens, decay, more):
     laws.is_accurate(ssmgen.chunk_scan, sizes, tokens, decay, **more)
@@ -39,9 +55,9 @@ def test_packing_changes_no_bit():
     laws.packing_changes_no_bit(ssmgen.chunk_scan, MODEL, (*laws.LENGTHS, 1000, 2048))
 
 
-@pytest.mark.parametrize("cut", [64, 1024, 1984])
-def test_a_cut_changes_no_bit(cut):
-    laws.a_cut_changes_no_bit(ssmgen.chunk_scan, WIDE, 2048, cut)
+@pytest.mark.parametrize(("cut", "sizes"), [(64, WIDE), (1024, WIDE), (1984, WIDE), (1024, replace(MODEL, x=F32))])
+def test_a_cut_changes_no_bit(cut, sizes):
+    laws.a_cut_changes_no_bit(ssmgen.chunk_scan, sizes, 2048, cut)
 
 
 @pytest.mark.parametrize("state", [F32, BF16])
@@ -49,9 +65,9 @@ def test_a_pool_is_touched_where_it_should_be(state):
     laws.a_pool_is_touched_where_it_should_be(ssmgen.chunk_scan, MODEL, state)
 
 
-@pytest.mark.parametrize("offset", [8, 4, 2])
-def test_layout_changes_no_bit(offset):
-    laws.layout_changes_no_bit(ssmgen.chunk_scan, MODEL, offset)
+@pytest.mark.parametrize(("offset", "x"), [(8, BF16), (4, BF16), (2, BF16), (1, F32)])
+def test_layout_changes_no_bit(offset, x):
+    laws.layout_changes_no_bit(ssmgen.chunk_scan, replace(MODEL, x=x), offset)
 
 
 def test_decoding_goes_on():

@@ -5,7 +5,11 @@ from ...family import Family, Kernels
 FAMILY = Family(
     name="chunk_scan",
     kernels=(Kernels("spec:ScanSpec", "spec:ScanProblem"), Kernels("warpgroups:WarpgroupScanSpec", unchecked="x")),
-    functions={"chunk_scan": "call:chunk_scan"},
+    functions={
+        "chunk_scan": "call:chunk_scan",
+        "chunk_simple_gla": "attention:chunk_simple_gla",
+        "chunk_lightning_attn": "attention:chunk_lightning_attn",
+    },
     bench={"chunk_scan": "bench"},
     tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",

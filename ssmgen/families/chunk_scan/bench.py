@@ -4,7 +4,9 @@ Inputs and outputs rotate over as many sets as exceed 640 MB; A, D and dt_bias d
 the states that are read and written. The ceiling is torch's multiplication of dense tensors, out of place, that moves as many bytes.
 
 Forms. batch: sequences of equal lengths, [batch, T], from zeros, which leave their final states. pool: the same tokens packed as sequences
-of different lengths, which go on from slots of a pool, and leave their states there.
+of different lengths, which go on from slots of a pool, and leave their states there. simple_gla, lightning: as batch, of chunk_simple_gla
+with a log decay per token, bf16, and of chunk_lightning_attn with a slope per head; heads, groups, headdim and d_state are those of v, of q
+and k, V and K.
 
 Peer: mamba-ssm's mamba_chunk_scan_combined with chunks of 256, of batches. It returns new tensors; those are kept until the set's next
 turn, so that its outputs rotate too. Host times are eager calls, arguments at hand.
@@ -36,6 +38,7 @@ from ...bench.rows import Point
 from ...bench.schema import COUNT, TEXT
 from ...errors import SsmgenError
 from ...models import Model
+from .attention import by_role
 from .reference import chunk_scan as reference
 
 SHAPES = [(128, 8, 1, 2048), (128, 8, 1, 8192), (128, 8, 16, 2048), (16, 1, 1, 8192), (24, 1, 1, 8192)]
@@ -47,13 +50,21 @@ PEER_CHUNK = 256
 class Form(Enum):
     BATCH = "batch"
     POOL = "pool"
+    SIMPLE_GLA = "simple_gla"
+    LIGHTNING = "lightning"
 
+
+FUNCTIONS: dict[Form, Callable[..., Any]] = {
+    **dict.fromkeys((Form.BATCH, Form.POOL), ssmgen.chunk_scan),
+    Form.SIMPLE_GLA: ssmgen.chunk_simple_gla,
+    Form.LIGHTNING: ssmgen.chunk_lightning_attn,
+}
 
 OPTIONS = (
     cli.several(
         "--shape", "shapes", cli.Shape("H,G,B,T", "128,8,1,8192"), help="Heads, groups, sequences, tokens; may repeat. Default: five."
     ),
-    cli.several("--form", "forms", click.Choice(["batch", "pool"]), help="May repeat. Default: batch."),
+    cli.several("--form", "forms", click.Choice([form.value for form in Form]), help="May repeat. Default: batch."),
     click.option("--headdim", type=click.IntRange(16, 256), default=64, show_default=True),
     click.option("--d-state", type=click.IntRange(16, 256), default=128, show_default=True),
 )
@@ -63,13 +74,17 @@ REPORT = schema.Report(
 QUICK: dict[str, Any] = {"shapes": ((128, 8, 1, 2048), (16, 1, 1, 8192))}
 
 
+FORMS = {"mamba2": Form.BATCH, "lightning_attn": Form.LIGHTNING}  # by the kind of a model
+
+
 def of_model(model: Model, tp: int, quick: bool) -> dict[str, Any] | None:
-    """Options of `run` for a Mamba-2; tp: already divided by."""
-    if model.kind != "mamba2":
+    """Options of `run` for a Mamba-2 or Lightning attention; tp: already divided by."""
+    if model.kind not in FORMS:
         return None
     headdim, d_state, groups = model.shape
     sizes = (1,) if quick else (1, 4, 16)
-    return {"shapes": tuple((model.nheads, groups, n, PROMPT) for n in sizes), "headdim": headdim, "d_state": d_state}
+    shapes = tuple((model.nheads, groups, n, PROMPT) for n in sizes)
+    return {"shapes": shapes, "forms": (FORMS[model.kind].value,), "headdim": headdim, "d_state": d_state}
 
 
 @dataclass
@@ -86,7 +101,7 @@ class Case:
     def __post_init__(self) -> None:
         H, G, count, length = self.shape
         P, N = self.headdim, self.d_state
-        lead = (count, length) if self.form is Form.BATCH else (count * length,)
+        lead = (count * length,) if self.form is Form.POOL else (count, length)
         self.sets = min(reports.MAX_SETS, max(MIN_SETS, math.ceil(SET_BYTES / self.bytes_moved)))
 
         def made(*inner: int) -> Tensor:
@@ -95,6 +110,7 @@ class Case:
         self.x, self.B, self.C, self.dt = made(H, P), made(G, N), made(G, N), made(H)
         self.out = torch.empty_like(self.x)
         self.A, self.D, self.bias = (f(torch.rand(H, device=self.device)) for f in (torch.neg, torch.exp, lambda v: v - 2))
+        self.logs, self.slope = -self.dt.abs(), -self.A
         self.states = torch.zeros(self.sets, count, H, P, N, device=self.device)
         words = self.bytes_moved // 8
         self.copied = [torch.empty(self.sets, words, device=self.device) for _ in range(2)]
@@ -105,19 +121,24 @@ class Case:
 
     @property
     def function(self) -> Callable[..., Any]:
-        return ssmgen.chunk_scan
+        return FUNCTIONS[self.form]
 
     @property
     def bytes_moved(self) -> int:
         H, G, count, length = self.shape
-        state = 4 * H * self.headdim * self.d_state * (1 if self.form is Form.BATCH else 2)
-        return count * (length * (4 * H * self.headdim + 4 * G * self.d_state + 2 * H) + state)
+        state = 4 * H * self.headdim * self.d_state * (2 if self.form is Form.POOL else 1)
+        steps = 0 if self.form is Form.LIGHTNING else 2 * H
+        return count * (length * (4 * H * self.headdim + 4 * G * self.d_state + steps) + state)
 
     def arguments(self, i: int) -> dict[str, Any]:
         """Keywords of the i-th call."""
-        call = {"x": self.x[i], "dt": self.dt[i], "A": self.A, "B": self.B[i], "C": self.C[i], "D": self.D, "dt_bias": self.bias}
-        call |= {"dt_softplus": True, "out": self.out[i]}
-        if self.form is Form.BATCH:
+        if self.form in (Form.BATCH, Form.POOL):
+            call = {"x": self.x[i], "dt": self.dt[i], "A": self.A, "B": self.B[i], "C": self.C[i], "D": self.D, "dt_bias": self.bias}
+            call |= {"dt_softplus": True, "out": self.out[i]}
+        else:
+            decay = {"g": self.logs[i]} if self.form is Form.SIMPLE_GLA else {"slope": self.slope}
+            call = {"q": self.C[i], "k": self.B[i], "v": self.x[i], "out": self.out[i]} | decay
+        if self.form is not Form.POOL:
             return call | {"return_final_states": True, "final_states_out": self.states[i]}
         slots = {"state": self.states[i], "state_indices": self.slots, "has_initial_state": self.started}
         return call | {"cu_seqlens": self.starts, **slots}
@@ -128,20 +149,25 @@ class Case:
     def gate(self, pdl: bool | None = None) -> float:
         """Norm error of one call's output, against float64, in the first group's heads, up to four. Raises SsmgenError when it, or that of
         states, is more than that of bf16 products."""
-        call = self.arguments(0)
+        arguments = self.arguments(0)
+        call = by_role(arguments)
         H, G, *_ = self.shape
-        some, state = slice(min(4, H // G)), "final_states_out" if self.form is Form.BATCH else "state"
+        some, state = slice(min(4, H // G)), "state" if self.form is Form.POOL else "final_states_out"
         call[state].normal_()
-        lead = 2 if self.form is Form.BATCH else 1
-        views: dict[str, Any] = {n: call[n].narrow(lead, 0, call[n].shape[lead] if n in "BC" else some.stop) for n in ("x", "dt", "B", "C")}
+        lead = 1 if self.form is Form.POOL else 2
+        per_token = [n for n in ("x", "dt", "g", "B", "C") if n in call and call[n].dim() > 1]
+        views: dict[str, Any] = {n: call[n].narrow(lead, 0, call[n].shape[lead] if n in "BC" else some.stop) for n in per_token}
         views |= {n: t[:, :1] if lead == 1 else t[:, :, :1] for n, t in views.items() if n in ("B", "C")}
         views = {n: t if lead == 2 else t[None] for n, t in views.items()}
-        views |= {n: call[n][some] for n in ("A", "dt_bias")} | {"D": self.D[some, None]}
+        views |= {n: call[n][some] for n in ("A", "dt_bias", "g") if n in call and n not in views}
+        views |= {"D": self.D[some, None]} if "D" in call else {}
+        how: dict[str, Any] = {"dt_softplus": "dt" in call, "slope": self.form is Form.LIGHTNING}
+        how |= {} if "dt" in call else {"dt": None, "A": None, "scale": self.d_state**-0.5}
         views |= {n: call[n] for n in ("cu_seqlens", "state_indices", "has_initial_state") if n in call}
         expected = {"out": torch.empty_like(views["x"], dtype=torch.float64), state.removesuffix("_out"): call[state][:, some].double()}
-        reference(**views, **expected, dt_softplus=True, dtype=torch.float64)
+        reference(**views, **expected, **how, dtype=torch.float64)
         call["out"].fill_(float("nan"))
-        self.function(**call, pdl=pdl)
+        self.function(**arguments, pdl=pdl)
         found = call["out"].narrow(lead, 0, some.stop), call[state][:, some]
         errors = [norm_error(a.reshape(1, -1), b.reshape(1, -1)) for a, b in zip(found, expected.values(), strict=True)]
         if not max(errors) < GATE[torch.bfloat16]:

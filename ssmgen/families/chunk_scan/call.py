@@ -15,7 +15,7 @@ from ...calls.planning import Caller, Family
 from ...calls.public import Call, operator
 from ...spec import Loads
 from .reference import chunk_scan as reference
-from .spec import OPERATOR, ScanProblem, ScanSpec
+from .spec import OPERATOR, Gate, ScanProblem, ScanSpec
 
 NAMES = (
     "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "cu_seqlens", "seq_idx", "initial_states", "final_states", "state", "state_indices",
@@ -31,6 +31,8 @@ class Options(NamedTuple):
     dt_softplus: bool = False
     dt_limit: tuple[float, float] | None = None
     pad_slot_id: int = -1
+    scale: float = 1.0  # of linear attention, and whether a g per head is a slope
+    slope: bool = False
 
 
 @operator(like="x")
@@ -65,14 +67,14 @@ def chunk_scan(
 
     H heads of P rows (headdim), N = d_state, G groups of heads that share B and C; P and N are multiples of 16 up to 256. […] is
     [batch, T], or for packed sequences with cu_seqlens [tokens] or [1, tokens].
-    Products are of x's 16-bit dtype, summed in f32; decays and the state between chunks of 64 tokens are f32, and so is D x. The bits do
-    not depend on the batch, on packing or on the variant. A sequence cut at multiples of 64 tokens, with f32 states, gives those of the
-    whole.
+    Products are of x's 16-bit dtype, or of three bf16 terms per f32, summed in f32; decays and the state between chunks of 64 tokens are
+    f32, and so is D x. The bits do not depend on the batch, on packing or on the variant. A sequence cut at multiples of 64 tokens, with
+    f32 states, gives those of the whole.
     With x of f16, the state, and dt x and C B with their decays, must stay within f16's range.
 
-    x, z, out: […, H, P] bf16 or f16, one dtype with B and C          dt: […, H]
+    x, z, out: […, H, P] bf16, f16 or f32, one dtype with B and C          dt: […, H]
     A: [H], negative          B, C: […, G, N]          D: [H] or [H, P], dt_bias: [H]; None for none
-    Tokens, heads and groups may have any distance; rows are contiguous, and begin at even elements (fastest: at multiples of 16 bytes)
+    Tokens, heads and groups may have any distance; rows are contiguous, and begin at multiples of 4 bytes (fastest: of 16)
     dt_softplus: dt <- log(1 + e^(dt + dt_bias)); dt_limit: then clamped to (low, high)
     cu_seqlens: [sequences + 1] int32 or int64 on the device, where each packed sequence starts. A sequence may have no tokens; tokens of no
         sequence get no output. States are then per sequence
@@ -151,7 +153,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     return views
 
 
-_PER_TOKEN = dict.fromkeys(("x", "z", "out", "B", "C"), 4) | {"dt": 3, "seq_idx": 2}
+_PER_TOKEN = dict.fromkeys(("x", "z", "out", "B", "C"), 4) | {"dt": 3, "g": 3, "seq_idx": 2}
 
 
 def _sequences(views: Mapping[str, Tensor]) -> int:
@@ -174,6 +176,7 @@ def _shapes_fit(views: Mapping[str, Tensor], problems: list[str]) -> bool:
         **dict.fromkeys(("B", "C"), groups),
         "dt": {"[…, H]": (batch, length, H)},
         **dict.fromkeys(("A", "dt_bias"), {"[H]": (H,)}),
+        "g": {"[…, H]": (batch, length, H), "[H]": (H,)},
         "D": {"[H]": (H,), "[H, P]": (H, P)},
         "cu_seqlens": {"[sequences + 1]": (sequences + 1,)},
         "seq_idx": {"[batch, T]": (batch, length)},
@@ -254,9 +257,17 @@ def _check_layout(views: Mapping[str, Tensor], problems: list[str]) -> None:
 
 
 def _together(views: Mapping[str, Tensor], pointers: Mapping[str, int]) -> int:
-    """Bytes of all of x, B, C, z and out that can be moved at once, 16 at most; 2 where pairs of numbers cannot be."""
-    copied = [n for n in ("x", "B", "C", "z", "out") if n in views]
-    return next((size for size in (16, 8, 4) if all(checks.aligned(views[n], pointers[n], size // 2) for n in copied)), 2)
+    """Bytes of all of x, B, C, z and out that can be moved at once, 16 at most; 2 where words cannot be."""
+    copied, one = [n for n in ("x", "B", "C", "z", "out") if n in views], views["x"].element_size()
+    return next((size for size in (16, 8, 4) if all(checks.aligned(views[n], pointers[n], size // one) for n in copied)), 2)
+
+
+def _gate(views: Mapping[str, Tensor], options: Options) -> Gate:
+    if "dt" in views:
+        return Gate.DT
+    if "g" not in views:
+        return Gate.NONE
+    return Gate.LOG if views["g"].dim() == 3 else Gate.SLOPE if options.slope else Gate.CONSTANT
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> ScanProblem:
@@ -276,6 +287,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         x=dtype("x"),
         dt=dtype("dt"),
         A=dtype("A"),
+        gate=_gate(views, options),
+        g=dtype("g"),
         D=dtype("D"),
         dt_bias=dtype("dt_bias"),
         z="z" in views,
@@ -297,6 +310,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
 
 _AXES = {
     **dict.fromkeys(_PER_TOKEN, {"batch": 0, "token": 1, "head": 2, "group": 2}),
+    "g": {"batch": 0, "token": 1, "head": -1},
     "D": {"head": 0, "row": 1},
     **dict.fromkeys(("A", "dt_bias"), {"head": 0}),
     **dict.fromkeys(STATES, {"slot": 0, "head": 1}),
@@ -311,6 +325,7 @@ def kernel_values(spec: ScanSpec, views: Mapping[str, Tensor], options: Options)
     values: dict[str, int | float] = {"tokens": length, "heads": heads, "group_heads": heads // views["B"].shape[2]}
     values |= {"pad_slot_id": options.pad_slot_id, "slots": views["state"].shape[0] if "state" in views else 0}
     values |= {"positions": views["checkpoints"].shape[0] if "checkpoints" in views else 0}
+    values["scale"] = options.scale
     values |= dict(zip(("dt_low", "dt_high"), options.dt_limit or (), strict=False))
     values |= {f"{operand}_{axis}": views[operand].stride(_AXES[operand][axis]) for operand, axis in spec.strides()}
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
@@ -350,7 +365,7 @@ _library.define(
 
 
 def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    torch.ops.ssmgen.chunk_scan(*given, *options, pdl)
+    torch.ops.ssmgen.chunk_scan(*given, options.dt_softplus, options.dt_limit, options.pad_slot_id, pdl)
 
 
 def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...defaults import Default
 from ...spec import DType, Index, Loads
-from .spec import ScanProblem
+from .spec import WITHOUT_DT, Gate, ScanProblem
 
 MAMBA2: dict[str, Any] = {"headdim": 64, "d_state": 128, "D": DType.BF16, "dt_bias": DType.BF16}
 POOL: dict[str, Any] = {"cu_seqlens": Index.I32, "pool": True, "started": True, "index": Index.I32}
@@ -23,6 +23,15 @@ DEFAULTS = {
             headdim=128, d_state=64, z=True, D=DType.F32, dt_limit=True, initial=True, final=True, copy=4, state_loads=Loads.ELEMENT
         ),
         1,
+    ),
+    "f32, split": Default(
+        ScanProblem(headdim=64, d_state=128, x=DType.F32, dt=DType.F32, D=DType.F32, dt_bias=DType.F32, z=True, final=True), 1
+    ),
+    "simple GLA, a batch from zeros": Default(
+        ScanProblem(headdim=128, d_state=128, gate=Gate.LOG, g=DType.F32, **WITHOUT_DT, final=True), 1
+    ),
+    "Lightning attention, packed, with a pool": Default(
+        ScanProblem(headdim=128, d_state=128, gate=Gate.SLOPE, g=DType.F32, **WITHOUT_DT, **POOL), 1
     ),
     "f16, long rows of the state": Default(ScanProblem(headdim=64, d_state=256, x=DType.F16, dt=DType.F32, dt_softplus=False), 1),
 }

@@ -13,16 +13,16 @@ def _softplus(v: Tensor) -> Tensor:
 
 
 def _walk(
-    h: Tensor, x: Tensor, d: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, fresh: Tensor | None,
+    h: Tensor, x: Tensor, d: Tensor, decays: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, fresh: Tensor | None,
     passed: Callable[[int, Tensor], None],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(last state [H, P, N], y [T, H, P]) of one sequence: x, z [T, H, P], d [T, H], B, C [T, H, N], D [H, P]; fresh: [T], tokens at which
-    the state begins anew. `passed` is told the state after each number of tokens."""
+    """(last state [H, P, N], y [T, H, P]) of one sequence: x, z [T, H, P], d, decays [T, H], B, C [T, H, N], D [H, P]; fresh: [T], tokens
+    at which the state begins anew. `passed` is told the state after each number of tokens."""
     y = torch.empty_like(x)
     for t in range(x.shape[0]):
         if fresh is not None and bool(fresh[t]):
             h = torch.zeros_like(h)
-        h = h * torch.exp(d[t] * A)[:, None, None] + (d[t, :, None] * x[t])[..., None] * B[t, :, None]
+        h = h * decays[t, :, None, None] + (d[t, :, None] * x[t])[..., None] * B[t, :, None]
         y[t] = (h * C[t, :, None]).sum(-1)
         passed(t + 1, h)
     if D is not None:
@@ -31,20 +31,27 @@ def _walk(
 
 
 def chunk_scan(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, out: Tensor, D: Tensor | None = None, z: Tensor | None = None,
-    dt_bias: Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] | None = None,
-    cu_seqlens: Tensor | None = None, seq_idx: Tensor | None = None, initial_states: Tensor | None = None,
-    final_states: Tensor | None = None, state: Tensor | None = None, state_indices: Tensor | None = None,
-    has_initial_state: Tensor | None = None, pad_slot_id: int = -1, checkpoint_positions: Tensor | None = None,
-    checkpoints: Tensor | None = None, dtype: torch.dtype = torch.float32,
+    x: Tensor, dt: Tensor | None, A: Tensor | None, B: Tensor, C: Tensor, *, out: Tensor, g: Tensor | None = None,
+    D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] | None = None, cu_seqlens: Tensor | None = None, seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None, final_states: Tensor | None = None, state: Tensor | None = None,
+    state_indices: Tensor | None = None, has_initial_state: Tensor | None = None, pad_slot_id: int = -1,
+    checkpoint_positions: Tensor | None = None, checkpoints: Tensor | None = None, scale: float = 1.0, slope: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> None:  # fmt: skip
     """x, z, out: [batch, T, H, P], with cu_seqlens [1, tokens, H, P]; dt: [batch, T, H]; B, C: [batch, T, G, N]; D: [H, P]; seq_idx:
-    [batch, T]; states: [·, H, P, N]. Computes in `dtype`; writes out and states, each rounded once.
+    [batch, T]; states: [·, H, P, N]. Without dt and A, g: [batch, T, H] or [H], a log decay (slope: minus one). Computes in `dtype`;
+    writes out and states, each rounded once.
     """
     heads, headdim, d_state = x.shape[2], x.shape[3], B.shape[3]
-    d = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)
-    d = _softplus(d) if dt_softplus else d
-    d = d if dt_limit is None else d.clamp(*dt_limit)
+    if dt is not None and A is not None:
+        d = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)
+        d = _softplus(d) if dt_softplus else d
+        d = d if dt_limit is None else d.clamp(*dt_limit)
+        decays = torch.exp(d * A.to(dtype))
+    else:
+        d = x.new_ones(x.shape[:3], dtype=dtype)
+        decays = d if g is None else torch.exp(-g.to(dtype) if slope else g.to(dtype)).expand(d.shape)
     skip = None if D is None else D.to(dtype)
     starts = None if cu_seqlens is None else cu_seqlens.tolist()
     fresh = None if seq_idx is None else torch.cat([torch.zeros_like(seq_idx[:, :1]), seq_idx.diff(dim=1)], 1) != 0
@@ -72,7 +79,7 @@ def chunk_scan(
                 checkpoints[marks[first + count]] = h.to(checkpoints.dtype)
 
         own = None if fresh is None else fresh[row]
-        h, y = _walk(h, x[row, span].to(dtype), d[row, span], A.to(dtype), B_, C_, skip, gate, own, passed)
+        h, y = _walk(h, x[row, span].to(dtype), d[row, span], decays[row, span], B_, scale * C_, skip, gate, own, passed)
         out[row, span] = y.to(out.dtype)
         if kept is not None:
             kept[slot] = h.to(kept.dtype)

@@ -13,8 +13,9 @@ Bytes per token and head: 4 P of x and y, 4 N / (heads of a group) of B and C.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from enum import Enum
 from typing import Any, ClassVar
 
 from ...occupancy import LIMITS, SHARED_RESERVED
@@ -27,7 +28,21 @@ CHUNK = 64  # tokens; part of the result's bits
 MIXERS = CHUNK // 16  # warps that make M, 16 of its rows each
 SUMS = 3  # chunks whose decays are kept: that of the walkers, that of the mixers, and the next
 
+# What linear attention calls the same operands, and what its problems do not have.
+ATTENTION = {"x": "v", "B": "k", "C": "q"}
+WITHOUT_DT: dict[str, Any] = {"dt": None, "A": None, "dt_softplus": False}
+
 _INTEGER = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
+
+
+class Gate(Enum):
+    """What makes the state decay. All but the first are linear attention's: nothing but a scale of y beside it, and d = 1."""
+
+    DT = "dt"  # exp(d A)
+    LOG = "log"  # exp(g), of each token and head
+    CONSTANT = "constant"  # exp(g), of each head
+    SLOPE = "slope"  # exp(-g), of each head
+    NONE = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +53,13 @@ class ScanProblem(Problem):
     d_state: int
     state: DType = DType.F32  # of all states
     x: DType = DType.BF16  # of B, C, z and out too
-    dt: DType = DType.BF16
-    A: DType = DType.F32
+    dt: DType | None = DType.BF16
+    A: DType | None = DType.F32
     D: DType | None = None
     dt_bias: DType | None = None
     z: bool = False
+    gate: Gate = Gate.DT
+    g: DType | None = None
     dt_softplus: bool = True
     dt_limit: bool = False
     cu_seqlens: Index = Index.NONE  # type of it: x is packed sequences
@@ -55,6 +72,15 @@ class ScanProblem(Problem):
     checkpoints: Index = Index.NONE  # type of checkpoint_positions; how many they are is an argument of the kernel
     copy: int = 16  # bytes of x, B, C and z that lie together and aligned; 4 of them of out
     state_loads: Loads = Loads.VECTOR  # of states: pairs of numbers
+
+    @property
+    def terms(self) -> int:
+        """16-bit terms of an operand of a product: f32 are sums of three bf16, of whose nine products the six greatest are made."""
+        return 3 if self.x is DType.F32 else 1
+
+    @property
+    def attention(self) -> bool:
+        return self.gate is not Gate.DT
 
     @property
     def ragged(self) -> bool:
@@ -70,13 +96,20 @@ class ScanProblem(Problem):
         return [
             *must(self.headdim % 16 == 0 and 16 <= self.headdim <= 256, f"headdim {self.headdim} is not 16 … 256 in steps of 16"),
             *must(self.d_state % 16 == 0 and 16 <= self.d_state <= 256, f"d_state {self.d_state} is not 16 … 256 in steps of 16"),
-            *must(self.x is not DType.F32, "x, B and C are operands of the tensor cores: bf16 or f16, not f32"),
             *must(
                 self.copy in (4, 8, 16),
-                "x, B, C, z or out begins, or has tokens or heads that begin, at an odd element: kernels copy 4 bytes at once, or 8 or 16",
+                f"{'q, k, v' if self.attention else 'x, B, C, z'} or out begins, or has tokens or heads that begin, at an odd element: "
+                "kernels copy 4 bytes at once, or 8 or 16",
             ),
             *must(not (self.pool and (self.initial or self.final)), "a pool takes the place of initial_states and final_states"),
             *must(self.pool or (self.index is Index.NONE and not self.started), "slots and has_initial_state are of a pool"),
+            *must(
+                not self.attention or not (self.dt or self.A or self.D or self.dt_bias or self.z or self.dt_softplus or self.dt_limit),
+                "A, D, dt_bias, softplus, limits and z go with dt",
+            ),
+            *must(not self.attention or not (self.seq_idx or self.marked), "seq_idx and checkpoints go with dt"),
+            *must(self.attention or (self.dt is not None and self.A is not None), "the gate dt needs dt and A"),
+            *must((self.g is None) == (self.gate in (Gate.DT, Gate.NONE)), "a g is of linear attention's gates, which need it"),
             *must(not (self.seq_idx and self.ragged), "seq_idx and cu_seqlens both divide the tokens into sequences"),
         ]
 
@@ -96,7 +129,11 @@ class ScanSpec(KernelSpec, ScanProblem):
     @property
     def needs(self) -> Needs:
         elements = self.state_loads is Loads.ELEMENT
-        return Needs(math=True, matrices=True, copies=True, meetings=True, elements=elements, bytes=self.started, mma=self.x.value)
+        whole = self.terms == 1
+        mma = self.x.value if whole else "bf16"
+        return Needs(
+            math=True, matrices=whole, shared_pairs=not whole, copies=True, meetings=True, elements=elements, bytes=self.started, mma=mma
+        )
 
     @property
     def walkers(self) -> int:
@@ -113,24 +150,30 @@ class ScanSpec(KernelSpec, ScanProblem):
 
     @property
     def stem(self) -> str:
-        shape = f"p{self.headdim}n{self.d_state}_{self.state.value}_{self.x.value}"
+        shape = f"p{self.headdim}n{self.d_state}_{self.state.value}_{self.x.value}" + (f"_{self.gate.value}" if self.attention else "")
         how = f"t{self.tile}s{self.stages}" + (f"b{self.min_blocks}" if self.min_blocks > 1 else "")
         return f"scan_{shape}_{how}{'' if self.pdl is Pdl.OFF else '_pdl'}"
 
     # Rows of 16-bit numbers in shared memory are 16 bytes apart, modulo 128: eight of them meet all banks when they are read as matrices.
+    # Those of f32 are read in pairs, four rows at a time, or singly where tokens are summed over.
 
     @property
     def row_words(self) -> int:
         """32-bit words from one token's B or C to the next one's."""
-        return self.d_state // 2 + 4
+        return self.d_state // 2 + 4 if self.terms == 1 else self.d_state + 8
 
     @property
     def x_words(self) -> int:
-        return self.tile // 2 + 4
+        return self.tile // 2 + 4 if self.terms == 1 else self.tile + 4
 
     @property
     def mix_words(self) -> int:
-        return CHUNK // 2 + 4
+        return CHUNK // 2 + 4 if self.terms == 1 else CHUNK + 8
+
+    @property
+    def mixes(self) -> int:
+        """Chunks whose M there is room for. One stage would never need two, but only f32 lack the room."""
+        return 1 if self.stages == 1 and self.terms > 1 else 2
 
     @property
     def stage_words(self) -> int:
@@ -139,7 +182,7 @@ class ScanSpec(KernelSpec, ScanProblem):
 
     @property
     def dynamic_bytes(self) -> int:
-        return 4 * (self.stages * self.stage_words + 2 * CHUNK * self.mix_words)
+        return 4 * (self.stages * self.stage_words + self.mixes * CHUNK * self.mix_words)
 
     @property
     def shared_bytes(self) -> int:
@@ -162,9 +205,21 @@ class ScanSpec(KernelSpec, ScanProblem):
         ]
 
     def operands(self) -> list[str]:
-        """Tensor arguments in order."""
+        """Tensor arguments in order, as calls name them."""
+        return self.named(self.roles())
+
+    def named(self, roles: Iterable[str]) -> list[str]:
+        """What calls say for them."""
+        words = ATTENTION if self.attention else {}
+        return [(words | {"g": "slope"} if self.gate is Gate.SLOPE else words).get(role, role) for role in roles]
+
+    def roles(self) -> list[str]:
+        """The same, as Mamba-2 and the kernel name them."""
         there = {
-            **dict.fromkeys(("x", "dt", "A", "B", "C"), True),
+            "x": True,
+            **dict.fromkeys(("dt", "A"), not self.attention),
+            "g": self.g is not None,
+            **dict.fromkeys(("B", "C"), True),
             "D": self.D is not None,
             "z": self.z,
             "dt_bias": self.dt_bias is not None,
@@ -182,35 +237,37 @@ class ScanSpec(KernelSpec, ScanProblem):
         return [name for name, given in there.items() if given]
 
     def strides(self) -> list[tuple[str, str]]:
-        """(operand, axis) of every stride the kernel takes, in elements. Those of batches and slots are 64-bit."""
+        """(role, axis) of every stride the kernel takes, in elements. Those of batches and slots are 64-bit."""
         batch = [] if self.ragged else ["batch"]
         axes = {
             **dict.fromkeys(("x", "z", "out", "dt"), [*batch, "token", "head"]),
             **dict.fromkeys(("B", "C"), [*batch, "token", "group"]),
             **dict.fromkeys(("A", "dt_bias"), ["head"]),
+            "g": [*batch, "token", "head"] if self.gate is Gate.LOG else ["head"],
             "D": ["head", "row"],
             "seq_idx": [*batch, "token"],
             **dict.fromkeys(("initial_states", "final_states", "state", "checkpoints"), ["slot", "head"]),
             "checkpoint_positions": ["position"],
             **dict.fromkeys(("cu_seqlens", "state_indices", "has_initial_state"), ["sequence"]),
         }
-        return [(operand, axis) for operand in self.operands() for axis in axes[operand]]
+        return [(role, axis) for role in self.roles() for axis in axes[role]]
 
     def parameters(self) -> list[Param]:
         """Pointers come first."""
         states = ("initial_states", "final_states", "state", "checkpoints")
         element: dict[str, Any] = dict.fromkeys(("x", "B", "C", "z", "out"), self.x.value) | dict.fromkeys(states, self.state.value)
-        element |= {name: kind and kind.value for name, kind in (("dt", self.dt), ("A", self.A), ("D", self.D), ("dt_bias", self.dt_bias))}
+        element |= {name: getattr(self, name).value for name in ("dt", "A", "g", "D", "dt_bias") if name in self.roles()}
         element |= {"cu_seqlens": _INTEGER[self.cu_seqlens], "state_indices": _INTEGER[self.index], "has_initial_state": "u8"}
         element |= {"seq_idx": "int", "checkpoint_positions": _INTEGER[self.checkpoints]}
         written = ("out", "final_states", "state", "checkpoints")
-        pointers = [Param.pointer(op, element[op], const=op not in written) for op in self.operands()]
+        pointers = [Param.pointer(op, element[op], const=op not in written) for op in self.roles()]
         wide = [Param.i64("slots"), Param.i64("pad_slot_id")] if self.index is not Index.NONE else []
         wide += [Param.i64(f"{op}_{axis}") for op, axis in self.strides() if axis in ("batch", "slot")]
         narrow = [Param.u32(f"{op}_{axis}") for op, axis in self.strides() if axis not in ("batch", "slot")]
         limits = [Param.f32("dt_low"), Param.f32("dt_high")] if self.dt_limit else []
+        scale = [Param.f32("scale")] if self.attention else []
         counts = ["tokens", "heads", "group_heads", *(["positions"] if self.marked else [])]
-        return [*pointers, *wide, *map(Param.u32, counts), *narrow, *limits]
+        return [*pointers, *wide, *map(Param.u32, counts), *narrow, *limits, *scale]
 
     def constants(self) -> dict[str, Any]:
         return {
@@ -218,6 +275,7 @@ class ScanSpec(KernelSpec, ScanProblem):
             "pooled": self.index is not Index.NONE,
             "past": "state" if self.started else "initial_states" if self.initial else "",  # what holds the state before the first token
             "kept": "state" if self.pool else "final_states" if self.final else "",  # what receives the last one
+            "stepped": {Gate.DT: "dt", Gate.LOG: "g"}.get(self.gate, ""),  # the operand that says how the state decays at each token
             "softplus": self.dt_softplus,
             "sigmoid": False,
             "silu": self.z,

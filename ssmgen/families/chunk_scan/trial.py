@@ -8,12 +8,13 @@ from torch import Generator, Tensor
 from ...calls.checks import TORCH_DTYPES
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, ordered, slot_indices, trial
 from ...spec import DType, Index, Loads
+from .attention import CALLERS
 from .call import CALLER, Options
-from .spec import CHUNK, ScanSpec
+from .spec import CHUNK, Gate, ScanSpec
 
 HEADS, GROUPS = 2, 1
 # More than one rounding's norm error: of states, M and what is added to states, each before its product.
-SLACK = {DType.BF16: 4e-3, DType.F16: 6e-4}
+SLACK = {DType.BF16: 4e-3, DType.F16: 6e-4, DType.F32: 1e-5}
 
 
 def operands(spec: ScanSpec, batch: int, seed: int) -> dict[str, Tensor]:
@@ -25,16 +26,20 @@ def operands(spec: ScanSpec, batch: int, seed: int) -> dict[str, Tensor]:
 
     def rows(*inner: int) -> Tensor:
         """A slice of a wider tensor, whose tokens begin at multiples of so many bytes as are copied at once."""
-        gap = spec.copy // 2
+        gap = spec.copy // TORCH_DTYPES[spec.x].itemsize
         wide = torch.randn(*lead, inner[0], inner[1] + gap, generator=g).to(TORCH_DTYPES[spec.x])
         return wide[..., gap:]
 
     made = {"x": rows(HEADS, spec.headdim), "B": rows(GROUPS, spec.d_state), "C": rows(GROUPS, spec.d_state)}
     made["out"] = torch.full_like(made["x"], float("nan"))
-    made["dt"] = torch.randn(*lead, HEADS, generator=g).to(TORCH_DTYPES[spec.dt])
-    if not spec.dt_softplus:
-        made["dt"] = made["dt"].abs()
-    made["A"] = -torch.rand(HEADS, generator=g).to(TORCH_DTYPES[spec.A])
+    if spec.g is not None:
+        decays = torch.rand(*lead, HEADS, generator=g) if spec.gate is Gate.LOG else torch.rand(HEADS, generator=g)
+        made["g"] = (decays if spec.gate is Gate.SLOPE else -decays).to(TORCH_DTYPES[spec.g])
+    if spec.dt is not None and spec.A is not None:
+        made["dt"] = torch.randn(*lead, HEADS, generator=g).to(TORCH_DTYPES[spec.dt])
+        if not spec.dt_softplus:
+            made["dt"] = made["dt"].abs()
+        made["A"] = -torch.rand(HEADS, generator=g).to(TORCH_DTYPES[spec.A])
     if spec.D is not None:
         made["D"] = torch.randn(HEADS, generator=g).to(TORCH_DTYPES[spec.D])
     if spec.z:
@@ -55,7 +60,7 @@ def operands(spec: ScanSpec, batch: int, seed: int) -> dict[str, Tensor]:
     if spec.index is not Index.NONE:
         made["state_indices"] = slot_indices(spec.index, batch, slots, g)
     made["has_initial_state"] = torch.arange(batch) % 3 == 0
-    return ordered(spec, made)
+    return ordered(spec, dict(zip(spec.named(made), made.values(), strict=True)))
 
 
 def _states(spec: ScanSpec, count: int, g: Generator) -> Tensor:
@@ -68,8 +73,11 @@ def _states(spec: ScanSpec, count: int, g: Generator) -> Tensor:
 
 def chunk_scan(spec: ScanSpec, batch: int, seed: int) -> Trial:
     named = operands(spec, batch, seed)
-    limit = (0.1, 1.5) if spec.dt_limit else None
     slack = dict.fromkeys(CALLER.family.written, SLACK[spec.x])
+    if spec.attention:
+        name = "chunk_lightning_attn" if spec.gate is Gate.SLOPE else "chunk_simple_gla"
+        return trial(CALLERS[name], named, Options(scale=0.3, slope=spec.gate is Gate.SLOPE), slack=slack)
+    limit = (0.1, 1.5) if spec.dt_limit else None
     return trial(CALLER, named, Options(spec.dt_softplus, limit), slack=slack)
 
 

@@ -1,4 +1,4 @@
-"""What is tuned of chunk_scan: prompts of Mamba-2 models, or the benchmark's shapes, whose batches and lengths are their own."""
+"""What is tuned of chunk_scan: prompts of models, or the benchmark's shapes, whose batches and lengths are their own."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from . import bench
 
 
 def cases(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
-    asked = [((m.nheads, m.shape[2], batch, PROMPT), m.shape[:2]) for m in given for batch in batches]
-    for shape, (headdim, d_state) in asked or [(shape, (64, 128)) for shape in bench.SHAPES]:
-        yield case_of(f"scan {shape} of {headdim} x {d_state}", bench.Case(shape, headdim=headdim, d_state=d_state, device=device))
+    asked = [((m.nheads, m.shape[2], batch, PROMPT), m.shape[:2], bench.FORMS[m.kind]) for m in given for batch in batches]
+    for shape, (headdim, d_state), form in asked or [(shape, (64, 128), bench.Form.BATCH) for shape in bench.SHAPES]:
+        yield case_of(f"scan {shape} of {headdim} x {d_state}", bench.Case(shape, form, headdim, d_state, device))
 
 
 TUNING = {"chunk_scan": cases}
