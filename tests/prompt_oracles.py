@@ -1,4 +1,4 @@
-"""Mamba-2 over prompts as drop-in functions are called with it: operands, and what must come of them in float64, written from the formulas."""
+"""Mamba-2 over prompts as drop-in functions are called with it: operands, and what must come of them, in float64 and from the formulas."""
 
 from __future__ import annotations
 

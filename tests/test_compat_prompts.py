@@ -183,7 +183,9 @@ def test_sglang_layers(tracked, before, state_dtype):
         assert ends is None
 
 
-@pytest.mark.parametrize("wanted", ["", "final", "intermediate", "intermediate final", "varlen", "final varlen", "intermediate final varlen"])
+@pytest.mark.parametrize(
+    "wanted", ["", "final", "intermediate", "intermediate final", "varlen", "final varlen", "intermediate final varlen"]
+)
 def test_sglang_returns_what_is_asked_for(wanted):
     """In its order: [batch, chunks, …], [batch, …] f32, [sequences, …]."""
     asked = wanted.split()
@@ -284,8 +286,8 @@ POOLED = {"initial_states": states(5), "final_states_out": pages(9, *POOL), "fin
         (vllm, vllm_call(**POOLED, return_intermediate_states=True), ArgumentError, "final_states_out is given together"),
         (vllm, vllm_call(**POOLED | {"final_state_indices": None}), ArgumentError, "without final_state_indices"),
         (vllm, vllm_call(cu_chunk_seqlens=None, return_intermediate_states=True), ArgumentError, "cu_chunk_seqlens is None"),
-        (vllm, vllm_call(**POOLED | {"final_states_out": pages(9, H, P, 8)}), ArgumentError, r"the pool is \[9, 4, 16, 8\]"),
-        (vllm, vllm_call(**POOLED | {"final_state_indices": SLOTS[:3]}), ArgumentError, r"the slots are int32 \[3\]"),
+        (vllm, vllm_call(**POOLED | {"final_states_out": pages(9, H, P, 8)}), ArgumentError, r"final_states_out is \[9, 4, 16, 8\]"),
+        (vllm, vllm_call(**POOLED | {"final_state_indices": SLOTS[:3]}), ArgumentError, r"final_state_indices is \[3\], not \[N\] = \[5\]"),
         (sglang, sglang_call(return_track_states=True, return_varlen_states=False), ArgumentError, "goes with return_varlen_states"),
         (sglang, sglang_call(return_track_states=True, chunk_size=0), ArgumentError, "chunk_size is 0"),
         (sglang, sglang_call(seq_idx=None), UnsupportedError, "return_varlen_states without seq_idx"),

@@ -39,8 +39,10 @@ class Operands(NamedTuple):
         """Rows contiguous; and no limits where they say nothing, as a softplus is at least 0: a kernel with limits is another one."""
         x, B, C = (t if t.stride(-1) == 1 else t.contiguous() for t in (self.x, self.B, self.C))
         z = None if self.z is None else self.z if self.z.stride(-1) == 1 else self.z.contiguous()
-        unlimited = self.dt_softplus and self.dt_limit == (0.0, math.inf)
-        return self._replace(x=x, B=B, C=C, z=z, dt_limit=None if unlimited else self.dt_limit)
+        limit = self.dt_limit
+        if self.dt_softplus is True and isinstance(limit, tuple) and all(type(v) in (int, float) for v in limit) and limit == (0, math.inf):
+            limit = None
+        return self._replace(x=x, B=B, C=C, z=z, dt_limit=limit)
 
 
 class States(NamedTuple):
@@ -91,18 +93,14 @@ def scan_into_slots(
 
 def _check_slots(name: str, x: Tensor, pool: Tensor, slots: Tensor, states: Tensor) -> None:
     """Raises ArgumentError for what the scan does not see: the pool to which its states are copied, and where."""
-    problems = [f"{n} is on {t.device}, x is on {x.device}" for n, t in (("the pool", pool), ("the slots", slots)) if t.device != x.device]
-    if pool.shape[1:] != states.shape[1:] or not pool.shape[0]:
-        problems.append(
-            f"the pool is {list(pool.shape)}, and initial_states {list(states.shape)}: they must be alike but for the first axis"
-        )
-    if slots.shape != states.shape[:1] or slots.dtype not in (torch.int32, torch.int64):
-        found = f"{slots.dtype} {list(slots.shape)}".replace("torch.", "")
-        problems.append(f"the slots are {found}, not int32 or int64 [{states.shape[0]}], as initial_states has it")
-    if pool.dtype not in _STATE_DTYPES:
-        problems.append(f"the pool is {pool.dtype}, not float32, float16 or bfloat16".replace("torch.", ""))
-    if checks.overlaps_itself(pool):
-        problems.append(f"the pool has strides {list(pool.stride())}: two of its elements share memory")
+    problems: list[str] = []
+    named = {"x": x, "final_states_out": pool, "final_state_indices": slots}
+    if checks.check_tensors(named, problems):
+        checks.check_common(named, "x", problems)
+        checks.check_shape("final_states_out", pool, {"[slots, H, P, N]": (max(len(pool), 1), *states.shape[1:])}, problems)
+        checks.check_shape("final_state_indices", slots, {"[N]": tuple(states.shape[:1])}, problems)
+        if checks.overlaps_itself(pool):
+            problems.append(f"final_states_out has strides {list(pool.stride())}: two of its elements share memory")
     if problems:
         raise ArgumentError(name, problems)
 
@@ -154,10 +152,11 @@ def combined(
     x = operands.x
     dtype = state_dtype_of(name, state_dtype, operands.C)
     starts = starts_of(name, x, cu_seqlens, seq_idx) if wanted.varlen else None
-    if wanted.chunks and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
+    if wanted.chunks and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or not 0 < chunk_size < 2**31):
         raise ArgumentError(name, [f"chunk_size is {chunk_size!r}, not a number of tokens"])
-    if wanted.ends is not None and wanted.ends.device != x.device:
-        raise ArgumentError(name, [f"track_end_locs is on {wanted.ends.device}, x is on {x.device}"])
+    if wanted.ends is not None and (wanted.ends.device != x.device or wanted.ends.dtype not in (torch.int32, torch.int64)):
+        given = f"{wanted.ends.dtype} on {wanted.ends.device}".replace("torch.", "")
+        raise ArgumentError(name, [f"track_end_locs is {given}, not int32 or int64 on {x.device}"])
     parts = {}
     if wanted.chunks:
         rows, chunks = (torch.arange(n, device=x.device) for n in (x.shape[0], -(-x.shape[1] // chunk_size)))

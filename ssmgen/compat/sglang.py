@@ -190,7 +190,13 @@ def causal_conv1d_fn(
     )  # fmt: skip
 
 
-@_takes("return_final_states return_varlen_states return_intermediate_states return_track_states", **_prompts.PADDED, out=_prompts.ROWS)
+@_takes(
+    "return_final_states return_varlen_states return_intermediate_states return_track_states",
+    **_prompts.PADDED,
+    out=_prompts.ROWS,
+    track_seq_idx="[count]",
+    track_end_locs="[count]",
+)
 def mamba_chunk_scan_combined(
     x: Tensor,
     dt: Tensor,
