@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_calls import pages, poisoned
-from prompt_oracles import BF16, F32, H, N, P, attention, close, ids_of, operands, randn, starts_of, states, tokens_of, walk, walks
+from engine_calls import pages
+from prompt_oracles import (
+    BF16,
+    F32,
+    LENGTHS,
+    POOL,
+    SLOTS,
+    TOKENS,
+    H,
+    P,
+    attention,
+    close,
+    ids_of,
+    operands,
+    randn,
+    row_of,
+    sglang_call,
+    starts_of,
+    states,
+    tokens_of,
+    vllm_call,
+    walk,
+    walks,
+)  # fmt: skip
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ssmgen.compat import mamba_ssm, sglang, trtllm, vllm
 from ssmgen.errors import ArgumentError, UnsupportedError
-
-LENGTHS = (17, 0, 1, 40, 6)
-TOKENS = sum(LENGTHS)
-POOL, SLOTS = (H, P, N), torch.tensor([5, 1, 3, 7, 2], dtype=torch.int32)
-
-
-def row_of(call):
-    """The call's only row."""
-    return tokens_of(call, slice(None), 0)
-
 
 # mamba-ssm
 
@@ -81,23 +93,6 @@ def test_mamba_ssm_ignores_starts_that_no_states_are_asked_of():
 # vLLM
 
 
-def chunks_of(lengths, chunk_size, checkpoint=None):
-    """(cu_chunk_seqlens, last_chunk_indices, seq_idx) as vLLM makes them: chunks end with sequences, at multiples of chunk_size of the
-    packed tokens, and at a checkpoint."""
-    starts = starts_of(lengths).tolist()
-    ends = sorted({*starts[1:], *range(chunk_size, starts[-1], chunk_size), *([] if checkpoint is None else [checkpoint])} - {0})
-    owner = [max(i for i, s in enumerate(starts[:-1]) if s < end and lengths[i]) for end in ends]
-    last = [max((c for c, i in enumerate(owner) if i == s), default=-1) for s in range(len(lengths))]
-    return tuple(torch.tensor(t, dtype=torch.int32) for t in ([0, *ends], last, owner))
-
-
-def vllm_call(lengths=LENGTHS, checkpoint=None, **more):
-    call, (ends, last, owner) = operands(sum(lengths)), chunks_of(lengths, 16, checkpoint)
-    out = poisoned(sum(lengths), 2 * H, P, dtype=BF16)[:, :H]
-    call |= {"chunk_size": 16, "cu_seqlens": starts_of(lengths), "cu_chunk_seqlens": ends, "last_chunk_indices": last, "seq_idx": owner}
-    return call | {"out": out} | more
-
-
 @pytest.mark.parametrize("before", [None, F32, BF16], ids=["from nothing", "f32", "bf16"])
 @pytest.mark.parametrize("state_dtype", [None, F32])
 def test_vllm_states_after_chunks(before, state_dtype):
@@ -147,12 +142,6 @@ def test_vllm_slots_of_no_page_touch_nothing_but_the_null_block(bad):
 
 
 # SGLang
-
-
-def sglang_call(**more):
-    call = operands(1, TOKENS, z=True)
-    call |= {"chunk_size": 16, "cu_seqlens": starts_of(LENGTHS), "seq_idx": ids_of(LENGTHS), "chunk_indices": SLOTS, "chunk_offsets": SLOTS}
-    return call | {"out": poisoned(1, TOKENS, H, P, dtype=BF16), "return_varlen_states": True} | more
 
 
 def state_at(each, position):
