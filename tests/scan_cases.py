@@ -269,5 +269,7 @@ def checkpoints_of_a_batch(scan: Scan, sizes: Sizes) -> None:
     assert same(out, plain) and states.dtype == F32 and same(states[0], last[0]) and same(states[2], last[2])
     _, first = scan(**{n: t[2:, :1] if n in ("x", "dt", "B", "C") else t for n, t in call.items()}, return_final_states=True)
     assert same(states[1], first[0])
-    out, states = scan(**call, checkpoint_positions=positions[:0], return_checkpoints=True)
-    assert same(out, plain) and states.shape[0] == 0
+    out, none = scan(**call, checkpoint_positions=positions[:0], return_checkpoints=True)
+    assert same(out, plain) and none.shape[0] == 0
+    call["x"][2, 1:] = NAN  # what comes behind a position does not reach its state
+    assert same(scan(**call, checkpoint_positions=positions[1:2], return_checkpoints=True)[1], first)

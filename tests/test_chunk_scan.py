@@ -213,6 +213,8 @@ SPECS = [
     ScanSpec(headdim=64, d_state=128, tile=64, D=DType.F32, final=True),
     ScanSpec(headdim=32, d_state=16, tile=16, stages=2, z=True, cu_seqlens=Index.I32, pool=True, started=True, index=Index.I64),
     ScanSpec(headdim=32, d_state=48, tile=32, stages=1, copy=4, initial=True, state=DType.F16, state_loads=Loads.ELEMENT, x=DType.F16),
+    ScanSpec(headdim=32, d_state=16, tile=32, initial=True, final=True, seq_idx=True, checkpoints=Index.I64, state_loads=Loads.ELEMENT),
+    ScanSpec(headdim=16, d_state=32, tile=16, stages=1, cu_seqlens=Index.I32, pool=True, index=Index.I32, checkpoints=Index.I32),
 ]
 
 
@@ -244,6 +246,11 @@ EDITS = {
     "a chunk too few": ("(length + kChunk - 1) / kChunk", "length / kChunk", "off"),
     "tokens past the end": ("n * kChunk + 2 * lane + e < length ?", "true ?", "off"),
     "no decay of the state": ("S[i][e] * decay", "S[i][e]", "off"),
+    "an id's past": ("from[0] ? 0.f : exp2_approx(s[0])", "exp2_approx(s[0])", "off"),
+    "an id's neighbours": (" && column + e + 1 >= from[side]", "", "off"),
+    "an id's additions": ("alive[1] ? exp2_approx(alive[1] ? last - s[1] : 0.f) * d[1] : 0.f", "exp2_approx(last - s[1]) * d[1]", "off"),
+    "a mark's tokens": ("? Pair(steps[first + 2 * lane + e]).high : 0.f", "? Pair(steps[first + 2 * lane + e]).high : 1.f", "off"),
+    "a mark's decay": ("const float decay = last_from ? 0.f", "const float decay = false ? 0.f", "off"),
     "no upstream": ("  wait_for_upstream();", "  ", "before the wait for the upstream kernel"),
 }
 
@@ -254,6 +261,8 @@ def test_broken_kernels_are_found(edit):
     old, new, words = EDITS[edit]
 
     def change(source: str) -> str:
+        if edit.startswith("a mark") and "keep_marked" not in source:
+            return source  # of a call that it is compared with
         assert old in source, "the edit no longer applies"
         return source.replace(old, new)
 
@@ -261,7 +270,13 @@ def test_broken_kernels_are_found(edit):
         return emulated(**call, change=change)
 
     try:
-        laws.is_accurate(scan, replace(SMALL, heads=1), 200, 0.1)
+        one = replace(SMALL, heads=1)
+        if edit.startswith("an id"):
+            laws.ids_go_on(scan, one)
+        elif edit.startswith("a mark"):
+            laws.checkpoints_are_final_states(scan, one, F32, ids=True, lengths=(130,))
+        else:
+            laws.is_accurate(scan, one, 200, 0.1)
     except EmulatorError as e:
         assert words in str(e)
     except AssertionError as e:
@@ -274,7 +289,8 @@ def test_broken_kernels_are_found(edit):
 def test_no_variant_spills(arch):
     """Beside those in generated/: the most registers per thread that there are, and the fewest."""
     where, full = Arch.parse(arch), {"D": DType.F32, "dt_bias": DType.F32, "initial": True, "final": True}
-    for problem in (ScanProblem(headdim=128, d_state=128, **full), ScanProblem(headdim=64, d_state=256, z=True, **full)):
+    marked = ScanProblem(headdim=64, d_state=128, seq_idx=True, checkpoints=Index.I64, **full)
+    for problem in (ScanProblem(headdim=128, d_state=128, **full), ScanProblem(headdim=64, d_state=256, z=True, **full), marked):
         spec = select(OPERATOR, problem, 1, where, where >= Arch(90))
         resources = compile_cubin(render(spec, where), where, str(spec)).resources
         assert not resources.spills and not resources.stack, f"{spec}: {resources}"
