@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from engine_calls import pages
@@ -28,9 +30,11 @@ from prompt_oracles import (
     walk,
     walks,
 )  # fmt: skip
+from scan_cases import BOUNDS, emulated
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ssmgen.compat import mamba_ssm, sglang, trtllm, vllm
+from ssmgen import chunk_scan, emulator
+from ssmgen.compat import mamba_prompts, mamba_ssm, sglang, trtllm, vllm
 from ssmgen.errors import ArgumentError, UnsupportedError
 
 # mamba-ssm
@@ -252,6 +256,39 @@ def test_nothing_of_a_tensor_is_read_by_the_host(way):
     function, call = functions[way]
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
         function(**{n: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for n, t in call.items()})
+
+
+@pytest.mark.skipif(not emulator.available(), reason="needs g++")
+@pytest.mark.parametrize("way", ["mamba_ssm", "vllm", "pool", "sglang"])
+def test_kernels_make_what_is_asked_for(way, monkeypatch):
+    """In the emulator: states of equal positions, out of order, and at none; dense ones and those of slots."""
+    names = list(inspect.signature(chunk_scan).parameters)
+    monkeypatch.setattr(mamba_prompts, "chunk_scan", lambda *args, **more: emulated(**dict(zip(names, args, strict=False)), **more))
+    bound, before = BOUNDS[BF16], states(len(LENGTHS))
+    call, lengths = operands(1, TOKENS), LENGTHS
+    y, each = walks(row_of(call), lengths, None if way in ("mamba_ssm", "pool") else before)
+    if way == "mamba_ssm":
+        more = {"seq_idx": ids_of(lengths), "cu_seqlens": starts_of(lengths), "return_varlen_states": True, "state_dtype": F32}
+        out, last = mamba_ssm.mamba_chunk_scan_combined(**call, chunk_size=16, **more)
+        assert close(out[0], y, bound) and all(close(last[i], each[i][-1], bound) for i in range(len(lengths)))
+    elif way == "sglang":
+        call = sglang_call(z=None, initial_states=before, state_dtype=F32, return_track_states=True)
+        call |= {"track_end_locs": torch.tensor([33, 16, 57]), "track_seq_idx": torch.tensor([3, 0, 3])}
+        chunks, last, ends = sglang.mamba_chunk_scan_combined(**call)
+        assert close(call["out"][0], y, bound) and all(close(last[i], each[i][-1], bound) for i in range(len(lengths)))
+        assert all(close(chunks[0, c], state_at(each, 16 * c), bound) for c in (1, 2, 3)) and close(chunks[0, 0], before[0])
+        assert all(close(ends[0, i], state_at(each, end), bound) for i, end in enumerate((33, 16, 57)))
+    else:
+        call = vllm_call(checkpoint=45, state_dtype=F32)
+        pool = pages(9, *POOL)
+        more = {"final_states_out": pool, "final_state_indices": SLOTS} if way == "pool" else {"initial_states": before}
+        after = vllm.mamba_chunk_scan_combined_varlen(**call, **more, return_intermediate_states=way == "vllm")
+        assert close(call["out"], y, bound)
+        if after is None:
+            assert all(close(pool[slot], each[i][-1], bound) for i, slot in enumerate(SLOTS) if lengths[i])
+        else:
+            ends = call["cu_chunk_seqlens"].tolist()[1:]
+            assert all(close(after[c], state_at(each, end), bound) for c, end in enumerate(ends))
 
 
 # What is refused, in words, and nothing written.
