@@ -238,6 +238,16 @@ def test_rows_that_are_not_contiguous_are_copied():
     assert torch.equal(mamba_ssm.mamba_chunk_scan_combined(**call | strided, chunk_size=16), wanted)
 
 
+@pytest.mark.parametrize(
+    ("more", "passed"), [({}, None), ({"dt_limit": (0.0, 2.0)}, (0.0, 2.0)), ({"dt_softplus": False}, (0.0, float("inf")))]
+)
+def test_limits_that_say_nothing_ask_for_no_other_kernel(more, passed, monkeypatch):
+    seen = []
+    monkeypatch.setattr(mamba_prompts, "chunk_scan", lambda *args, dt_limit, **rest: seen.append(dt_limit))
+    vllm.mamba_chunk_scan_combined_varlen(**vllm_call() | more)
+    assert seen == [passed]
+
+
 @pytest.mark.parametrize("way", ["mamba_ssm", "vllm", "pool", "sglang", "trtllm"])
 def test_nothing_of_a_tensor_is_read_by_the_host(way):
     """A fake tensor holds no values: who asks for one gets an error."""

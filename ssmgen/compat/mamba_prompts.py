@@ -192,7 +192,7 @@ def _of_chunks(states: Tensor, batch: int, initial_states: Tensor | None) -> Ten
     return states
 
 
-def only(results: Sequence[Tensor | None]) -> Any:
+def only(results: Sequence[Tensor | None]) -> Tensor | tuple[Tensor, ...] | None:
     """The results that there are: None, one of them, or a tuple."""
     found = tuple(t for t in results if t is not None)
     return found if len(found) > 1 else found[0] if found else None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -52,7 +50,7 @@ def mamba_chunk_scan_combined(
     return_final_states: bool = False,
     return_varlen_states: bool = False,
     state_dtype: torch.dtype | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, ...]:
     """As in mamba-ssm 2.3: x [batch, T, H, P] -> a new tensor like it, or (that[, final states][, states of packed sequences]).
 
     dt: [batch, T, H]   A: [H]   B, C: [batch, T, G, N]   D: [H] or [H, P]   z: like x   dt_bias: [H]   initial_states: [batch, H, P, N]
@@ -77,4 +75,5 @@ def mamba_chunk_scan_combined(
     )  # fmt: skip
     if starts is not None and varlen is not None:  # a sequence without tokens ends where the one ahead of it does
         varlen.masked_fill_((starts[1:] <= starts[:-1])[:, None, None, None], 0)
-    return _prompts.only((out, last, varlen))
+    more = [t for t in (last, varlen) if t is not None]
+    return (out, *more) if more else out

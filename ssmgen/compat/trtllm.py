@@ -152,7 +152,7 @@ def mamba_chunk_scan_combined(
     return_varlen_states: bool = False,
     state_dtype: torch.dtype | None = None,
     mamba_ssm_cache_dtype: torch.dtype | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, ...] | None:
     """Prompts of Mamba-2: writes out [batch, T, H, P], and returns states. x, z: like out; dt [batch, T, H]; B, C [batch, T, G, N].
 
     return_varlen_states: sequences are packed in one row, as cu_seqlens [sequences + 1] says; initial_states [sequences, H, P, N], and the
