@@ -10,7 +10,8 @@ import torch
 from scan_cases import BF16, F16, F32, SM90, Sizes, emulated, make, problem_of, same
 
 import ssmgen
-from ssmgen import emulator
+from ssmgen import emulator, inspect
+from ssmgen.cache.store import shared_cache
 from ssmgen.emulator import EmulatorError
 from ssmgen.emulator.check import check
 from ssmgen.errors import ArgumentError, UnsupportedError
@@ -19,6 +20,7 @@ from ssmgen.nvrtc import compile_cubin
 from ssmgen.registry import select
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index, Loads, Pdl
+from ssmgen.tune.model import Candidate, Card
 
 SMALL = Sizes()
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
@@ -166,6 +168,10 @@ def operands(**changes: object) -> dict[str, object]:
             {"checkpoint_positions": torch.ones(3).int(), "checkpoints_out": torch.zeros(2, 2, 32, 32)},
             "checkpoints is [2, 2, 32, 32], not [count, H, P, N] = [3, 2, 32, 32]",
         ),
+        (
+            {"A": torch.zeros(2, requires_grad=True)},
+            "A requires grad, and the scan of a prompt has no backward: call it under torch.no_grad()",
+        ),
         ({"dt_limit": (2, 1)}, "dt_limit is (2, 1), not a tuple (low, high)"),
     ],
 )
@@ -235,7 +241,14 @@ def test_check_of_variants(spec):
 
 EDITS = {
     "no wait for copies": ("wait_copies<kStages - 3>();", "", "has not waited for the copy"),
-    "a barrier too few": ("__syncthreads();  // chunk n is there", "__syncwarp();  // chunk n is there", "shared memory"),
+    "a barrier too few": ("meet(1, kThreads);  // chunk n is there", "__syncwarp();  // chunk n is there", "shared memory"),
+    "a role meets one time less": ("n <= chunks; ++n) {", "n < chunks; ++n) {", "waits at barrier 1, at which 128 of 192 threads are"),
+    "a role waits for fewer": ("meet(1, kThreads);  // chunk n", "meet(1, 128);  // chunk n", "than the 128 threads that it is for"),
+    "each role by itself": (
+        "meet(1, kThreads);  // chunk n",
+        "meet(1 + (warp < kWalkers), warp < kWalkers ? 64 : 128);  //",
+        "shared memory",
+    ),
     "asked for too early": ("ask_for(n + kStages - 2);", "ask_for(n + kStages - 1);", "shared memory"),
     "one M for two chunks": (
         "const u32 to = kAtMix + n % 2 * (kChunk * kMixWords) + part;",
@@ -283,6 +296,15 @@ def test_broken_kernels_are_found(edit):
         assert words == "off" and "no longer applies" not in str(e)
     else:
         pytest.fail("nothing was found")
+
+
+def test_what_a_launch_asks_for_counts_too():
+    """Of shared memory, most is dynamic."""
+    stats = inspect.stats(SPECS[0], SM90, shared_cache())
+    assert (
+        stats["dynamic_shared"] == SPECS[0].dynamic_bytes > 48 << 10 and stats["shared"] + stats["dynamic_shared"] == SPECS[0].shared_bytes
+    )
+    assert stats["blocks_per_sm"] == 1 and Candidate(SPECS[0], 1, registers=32).resident(Card(SM90, 132, 4.0)) == 132
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])

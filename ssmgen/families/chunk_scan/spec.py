@@ -96,7 +96,7 @@ class ScanSpec(KernelSpec, ScanProblem):
     @property
     def needs(self) -> Needs:
         elements = self.state_loads is Loads.ELEMENT
-        return Needs(math=True, matrices=True, copies=True, elements=elements, bytes=self.started, mma=self.x.value)
+        return Needs(math=True, matrices=True, copies=True, meetings=True, elements=elements, bytes=self.started, mma=self.x.value)
 
     @property
     def walkers(self) -> int:
