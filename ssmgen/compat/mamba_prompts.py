@@ -79,8 +79,10 @@ def scan(
 def scan_into_slots(
     name: str, operands: Operands, out: Tensor, pool: Tensor, slots: Tensor, *, initial_states: Tensor | None, cu_seqlens: Tensor
 ) -> None:
-    """scan of packed sequences, whose last states slots of a pool [slots, H, P, N] receive. Without states to start from the kernel itself
-    writes them there: it has a pool or dense states."""
+    """Scans packed sequences, whose last states go to slots of a pool [slots, H, P, N].
+
+    Without states to start from, the kernel itself writes them there. It has either a pool or dense states, so with them they are copied.
+    """
     if initial_states is None:
         ours = operands.as_ours()
         chunk_scan(*ours[:-1], dt_limit=ours.dt_limit, cu_seqlens=cu_seqlens, state=pool, state_indices=slots, out=out)
