@@ -23,6 +23,11 @@ SIGNATURES = {
         "null_block_id=0, out=None, num_accepted_tokens=None, cu_seqlens=None, is_blackwell=False, enable_stochastic_rounding=False, "
         "cache_philox_rounds=0"
     ),
+    (f"{_OPS}.ssd_combined", "mamba_chunk_scan_combined_varlen"): (
+        "x, dt, A, B, C, chunk_size, cu_seqlens, cu_chunk_seqlens, last_chunk_indices, seq_idx, out, D=None, z=None, dt_bias=None, "
+        "initial_states=None, dt_softplus=False, dt_limit=(0.0, float('inf')), return_intermediate_states=False, state_dtype=None, "
+        "final_states_out=None, final_state_indices=None"
+    ),
     (f"{_OPS}.causal_conv1d", "causal_conv1d_fn"): (
         "x, weight, bias, conv_states, query_start_loc, cache_indices=None, has_initial_state=None, activation='silu', pad_slot_id=-1, "
         "null_block_id=0, metadata=None, validate_data=False"
@@ -47,6 +52,12 @@ SIGNATURES = {
         "state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, state_batch_indices=None, pad_slot_id=-1, out=None, "
         "disable_state_update=False, intermediate_states_buffer=None, cache_steps=None, retrieve_parent_token=None, "
         "intermediate_state_indices=None, enable_stochastic_rounding=False, cache_philox_rounds=0"
+    ),
+    (f"{_MAMBA}.triton_ops.ssd_combined", "mamba_chunk_scan_combined"): (
+        "x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None, chunk_indices=None, "
+        "chunk_offsets=None, cu_seqlens=None, dt_softplus=False, dt_limit=(0.0, float('inf')), out=None, return_final_states=False, "
+        "return_varlen_states=False, return_intermediate_states=False, state_dtype=None, return_track_states=False, track_seq_idx=None, "
+        "track_end_locs=None"
     ),
     (f"{_MAMBA}.causal_conv1d_triton", "causal_conv1d_update"): (
         "x, conv_state, weight, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None, num_accept_tokens=None, "
@@ -98,7 +109,7 @@ IMPORTS = {
         "from .fused_sigmoid_gating import fused_sigmoid_gating_delta_rule_update"
     ),
     "vllm.model_executor.layers.mamba.mamba_mixer": _CONV,
-    "vllm.model_executor.layers.mamba.mamba_mixer2": _CONV,
+    "vllm.model_executor.layers.mamba.mamba_mixer2": f"{_CONV}\nfrom {_OPS}.ssd_combined import mamba_chunk_scan_combined_varlen",
     "vllm.model_executor.layers.mamba.short_conv": _CONV,
     f"{_GDN}.qwen_gdn_linear_attn": f"{_CONV}\nfrom {_FLA} import {_PACKED_AND_SIGMOID}",
     f"{_GDN}.olmo_gdn_linear_attn": f"{_CONV}\nfrom {_FLA} import fused_recurrent_gated_delta_rule",
@@ -119,7 +130,8 @@ IMPORTS = {
         "causal_conv1d_fn = causal_conv1d_fn_cuda"
     ),
     f"{_LAYERS}.linear.kda_backend": f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_update",
-    f"{_LAYERS}.mamba.mamba": f"{_TRITON}\n{_WRAPPED}",
+    f"{_MAMBA}.triton_ops": "from .ssd_combined import mamba_chunk_scan_combined",
+    f"{_LAYERS}.mamba.mamba": f"from {_MAMBA}.triton_ops import mamba_chunk_scan_combined\n{_TRITON}\n{_WRAPPED}",
     f"{_LAYERS}.mamba.mamba1": (f"from {_LAYERS}.mamba.mamba import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_update_triton"),
     f"{_LAYERS}.linear.kernels.gdn_triton": (
         f"from {_ATTENTION}.fla.fused_recurrent import fused_recurrent_gated_delta_rule_packed_decode\n"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from ..families.linear_attention.call import gated_delta_rule, kda
 
 
@@ -84,3 +84,26 @@ def from_logits(
         state, q, k, v, gate, shaped(b, lead), shaped(A_log, (A_log.numel(),)), shaped(dt_bias, (dt_bias.numel(),)), beta_sigmoid=True,
         out=new_output(q, v), **how, **options,
     )  # fmt: skip
+
+
+def on_a_pool(
+    name: str, v: Tensor, state: Tensor | None, in_place: bool, cu_seqlens: Tensor | None, indices: Tensor | None, accepted: Tensor | None
+) -> dict[str, Any]:
+    """Where vLLM's states are read and written, as ssmgen's gated delta rules take it. Slots of 0 and below are padding."""
+    needed = {"initial_state": state, "ssm_state_indices": indices}
+    reasons = [f"{what} is None: ssmgen's states are a pool" for what, t in needed.items() if t is None]
+    if not in_place:
+        reasons.append("inplace_final_state=False: ssmgen updates the pool")
+    if indices is not None and indices.dim() == 1 and accepted is not None:
+        reasons.append("num_accepted_tokens with ssm_state_indices of one axis: no column per token to start from")
+    if reasons:
+        raise UnsupportedError(name, reasons)
+    sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    read, write = first(indices, sequences), None
+    if read.dim() == 2:
+        write = read[:, : v.shape[1]] if cu_seqlens is None else read
+        read = read if accepted is not None else first_column(read, sequences)
+    return {
+        "state_indices": read, "dst_state_indices": write, "num_accepted_tokens": first(accepted, sequences), "cu_seqlens": cu_seqlens,
+        "pad_slot_id": 0,
+    }  # fmt: skip

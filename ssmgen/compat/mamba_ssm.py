@@ -1,10 +1,13 @@
-"""mamba_ssm.ops.triton.selective_state_update's function."""
+"""mamba_ssm.ops.triton's functions: selective_state_update, and ssd_combined's mamba_chunk_scan_combined, forward only."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..families.selective_state_update.call import selective_state_update as _native
+from . import mamba_prompts as _prompts
+from .operands import takes as _takes
 
 
 def selective_state_update(
@@ -26,3 +29,51 @@ def selective_state_update(
     negative arguments. Raises ssmgen.errors.ArgumentError.
     """
     return _native(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_indices=state_batch_indices)
+
+
+@_takes("return_final_states return_varlen_states", **_prompts.PADDED)
+def mamba_chunk_scan_combined(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    return_varlen_states: bool = False,
+    state_dtype: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """As in mamba-ssm 2.3: x [batch, T, H, P] -> a new tensor like it, or (that[, final states][, states of packed sequences]).
+
+    dt: [batch, T, H]   A: [H]   B, C: [batch, T, G, N]   D: [H] or [H, P]   z: like x   dt_bias: [H]   initial_states: [batch, H, P, N]
+    seq_idx: [batch, T] int32: where it changes, the state begins anew from zero   dt_limit: clamps steps, behind the softplus
+    return_final_states: [batch, H, P, N] f32, after each row's last token
+    return_varlen_states: [sequences, H, P, N] of state_dtype or else C's, after each sequence of cu_seqlens [sequences + 1], of one packed
+        row; those without tokens have zeros. cu_seqlens says nothing else: sequences are told apart by seq_idx
+    chunk_size divides work there: ignored, and any is taken
+
+    Unlike there, a row's first token goes on from initial_states whatever its seq_idx, and so do the states of packed sequences; states
+    between chunks are f32, and state_dtype is only that of a result.
+    Raises UnsupportedError for packed sequences without seq_idx, and what ssmgen.chunk_scan raises: ArgumentError (a ValueError) where an
+    operand requires grad while grad is enabled, for one.
+    """
+    name = "mamba_ssm's mamba_chunk_scan_combined"
+    starts = _prompts.starts_of(name, x, cu_seqlens, seq_idx) if return_varlen_states else None
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    last, varlen = _prompts.scan(
+        _prompts.Operands(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit), out, initial_states=initial_states, seq_idx=seq_idx,
+        last=torch.float32 if return_final_states else None, positions=None if starts is None else starts[1:],
+        after=None if starts is None else _prompts.state_dtype_of(name, state_dtype, C),
+    )  # fmt: skip
+    if starts is not None and varlen is not None:  # a sequence without tokens ends where the one ahead of it does
+        varlen.masked_fill_((starts[1:] <= starts[:-1])[:, None, None, None], 0)
+    more = [t for t in (last, varlen) if t is not None]
+    return (out, *more) if more else out

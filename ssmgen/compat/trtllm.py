@@ -1,6 +1,6 @@
-"""tensorrt_llm._torch.modules.mamba.replay_selective_state_update's function, as of TensorRT-LLM#13453.
+"""Functions of tensorrt_llm._torch.modules.mamba: ssd_combined's, and replay_selective_state_update's as of TensorRT-LLM#13453.
 
-Deliberate differences:
+Deliberate differences of replay_selective_state_update:
 - A sequence whose slot equals pad_slot_id, is negative or is none of the pool's gets a zero output and touches nothing. There, its output
   is left as it was, and other slots than pad_slot_id are taken for slots.
 - Products are exact to 2^-24, where TensorRT-LLM rounds factors to bf16; `ssmgen.replay_selective_state_update(…, precision="bf16")` does
@@ -9,7 +9,7 @@ Deliberate differences:
 - A count out of 0 … T is 0, and where it is 0 the state is not written.
 - One kernel does it all, unless ssmgen is asked for two.
 
-Raises UnsupportedError for the generations before and after this one that keep other tensors, and what
+It raises UnsupportedError for the generations before and after this one that keep other tensors, and what
 ssmgen.replay_selective_state_update raises.
 """
 
@@ -19,10 +19,12 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, UnsupportedError
 from ..families.replay_selective_state_update.call import replay_selective_state_update as _native
+from . import mamba_prompts as _prompts
 from .operands import takes as _takes
 
 NAME = "tensorrt_llm's replay_selective_state_update"
@@ -125,3 +127,51 @@ def replay_selective_state_update(
 
 
 incremental_selective_state_update = replay_selective_state_update  # its name before the merge
+
+
+@_takes("return_final_states return_varlen_states", **_prompts.PADDED, out=_prompts.ROWS)
+def mamba_chunk_scan_combined(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    chunk_offsets: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    out: Tensor | None = None,
+    return_final_states: bool = False,
+    return_varlen_states: bool = False,
+    state_dtype: torch.dtype | None = None,
+    mamba_ssm_cache_dtype: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, ...] | None:
+    """Prompts of Mamba-2: writes out [batch, T, H, P], and returns states. x, z: like out; dt [batch, T, H]; B, C [batch, T, G, N].
+
+    return_varlen_states: sequences are packed in one row, as cu_seqlens [sequences + 1] says; initial_states [sequences, H, P, N], and the
+        states after each are returned, of state_dtype or else C's. Without it rows are sequences, parted by seq_idx, and initial_states
+        [batch, H, P, N]
+    return_final_states: [batch, H, P, N] f32, after each row
+    out: without it, as before TensorRT-LLM had the argument, a new output is returned ahead of the states
+    mamba_ssm_cache_dtype: state_dtype's name at that time
+    Returns what is asked for, in the order final, varlen; None for nothing.
+    chunk_size, chunk_indices, chunk_offsets and, of packed sequences, seq_idx follow from the others or divide work: ignored.
+    """
+    name = "tensorrt_llm's mamba_chunk_scan_combined"
+    if state_dtype is not None and mamba_ssm_cache_dtype is not None:
+        raise ArgumentError(name, ["state_dtype and mamba_ssm_cache_dtype are the same argument"])
+    dtype = mamba_ssm_cache_dtype if state_dtype is None else state_dtype
+    wanted = _prompts.Wanted(False, return_final_states, return_varlen_states)
+    written = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    found = _prompts.combined(
+        name, wanted, _prompts.Operands(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit), written, chunk_size=chunk_size,
+        initial_states=initial_states, seq_idx=seq_idx, cu_seqlens=cu_seqlens, state_dtype=dtype,
+    )  # fmt: skip
+    return _prompts.only((written if out is None else None, found.final, found.varlen))

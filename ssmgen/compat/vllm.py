@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calls import checks
 from ..errors import ArgumentError, UnsupportedError
 from ..families.causal_conv1d.call import causal_conv1d as _conv
 from ..families.causal_conv1d_update.call import causal_conv1d_update as _conv_update
@@ -22,6 +21,8 @@ from ..families.combine_splits.call import combine_splits
 from ..families.linear_attention.call import gated_delta_rule as _gated_delta_rule
 from ..families.selective_state_update.call import selective_state_update as _ssu
 from . import gated_delta, replacing
+from . import mamba_prompts as _prompts
+from . import merging as _merging
 from .gated_delta import first as _first
 from .operands import takes as _takes
 
@@ -162,6 +163,67 @@ def causal_conv1d_fn(
     )  # fmt: skip
 
 
+@_takes(
+    "return_intermediate_states",
+    **dict.fromkeys(("x", "z", "out"), "[tokens, H, P]"), **dict.fromkeys(("B", "C"), "[tokens, G, N]"), dt="[tokens, H]",
+    cu_seqlens="[N + 1]", cu_chunk_seqlens="[chunks + 1]", initial_states="[N, H, P, d_state]", final_states_out="[slots, H, P, d_state]",
+    final_state_indices="[N]",
+)  # fmt: skip
+def mamba_chunk_scan_combined_varlen(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    cu_seqlens: Tensor,
+    cu_chunk_seqlens: Tensor | None,
+    last_chunk_indices: Tensor | None,
+    seq_idx: Tensor | None,
+    out: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_intermediate_states: bool = False,
+    state_dtype: torch.dtype | None = None,
+    final_states_out: Tensor | None = None,
+    final_state_indices: Tensor | None = None,
+) -> Tensor | None:
+    """Prompts of Mamba-2, packed: writes out [tokens, H, P], and returns or writes states.
+
+    x, z: [tokens, H, P]   dt: [tokens, H]   B, C: [tokens, G, N]   cu_seqlens: [sequences + 1]   initial_states: [sequences, H, P, N]
+    return_intermediate_states: -> [chunks, H, P, N], the states after each of vLLM's chunks, which may end anywhere in a sequence, at
+        cu_chunk_seqlens [chunks + 1]
+    final_states_out: -> None, and this pool [slots, H, P, N] receives the states after each sequence in final_state_indices [sequences]
+    Otherwise -> [sequences, H, P, N], those states. state_dtype: that of the ones returned; C's if None
+    chunk_size, last_chunk_indices and seq_idx follow from the others or divide vLLM's work: ignored. States between chunks are f32.
+    """
+    name = "vllm's mamba_chunk_scan_combined_varlen"
+    problems = ["out is None, and outputs are not returned"] if out is None else []
+    if final_states_out is not None and return_intermediate_states:
+        problems.append("final_states_out is given together with return_intermediate_states, in whose place it is")
+    if final_states_out is not None and final_state_indices is None:
+        problems.append("final_states_out is given without final_state_indices")
+    if return_intermediate_states and cu_chunk_seqlens is None:
+        problems.append("return_intermediate_states asks for states at the ends of chunks, and cu_chunk_seqlens is None")
+    if problems:
+        raise ArgumentError(name, problems)
+    operands = _prompts.Operands(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit)
+    if final_states_out is not None and final_state_indices is not None:
+        slots = final_state_indices[: cu_seqlens.shape[0] - 1]
+        _prompts.scan_into_slots(name, operands, out, final_states_out, slots, initial_states=initial_states, cu_seqlens=cu_seqlens)
+        return None
+    dtype, positions = _prompts.state_dtype_of(name, state_dtype, C), None
+    if return_intermediate_states and cu_chunk_seqlens is not None:
+        positions = cu_chunk_seqlens[1:]
+    last, after = (dtype, None) if positions is None else (None, dtype)
+    states = _prompts.scan(operands, out, initial_states=initial_states, cu_seqlens=cu_seqlens, last=last, positions=positions, after=after)
+    return states.last if positions is None else states.after
+
+
 @_takes(**gated_delta.PACKED)
 def fused_recurrent_gated_delta_rule_packed_decode(
     mixed_qkv: Tensor,
@@ -210,7 +272,7 @@ def fused_recurrent_gated_delta_rule(
     Raises UnsupportedError without a pool, or with inplace_final_state=False.
     """
     name = "vllm's fused_recurrent_gated_delta_rule"
-    options = _pool(name, v, initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, num_accepted_tokens)
+    options = gated_delta.on_a_pool(name, v, initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, num_accepted_tokens)
     beta = v.new_ones(()).expand(v.shape[:-1]) if beta is None else beta
     out = _gated_delta_rule(
         initial_state, q, k, v, g, beta, use_qk_l2norm=use_qk_l2norm_in_kernel, scale=scale, out=gated_delta.new_output(q, v), **options
@@ -246,7 +308,7 @@ def fused_sigmoid_gating_delta_rule_update(
     name = "vllm's fused_sigmoid_gating_delta_rule_update"
     if (beta, threshold) != (1.0, 20.0):
         raise UnsupportedError(name, [f"the softplus of the gate has beta {beta} and threshold {threshold}, not 1 and 20"])
-    options = _pool(name, v, initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, num_accepted_tokens)
+    options = gated_delta.on_a_pool(name, v, initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, num_accepted_tokens)
     out = gated_delta.from_logits(
         initial_state, q, k, v, a, b, A_log, dt_bias, is_kda, use_qk_l2norm=use_qk_l2norm_in_kernel, scale=scale, **options
     )
@@ -283,7 +345,7 @@ def merge_attn_states(
         combine_splits(outputs, lses, out=output, lse_out=lse_out)
         return
     given = (output, *outputs) if output_lse is None else (output, *outputs, output_lse, prefix_lse, suffix_lse)
-    _check_copies(n, given)
+    _merging.check_copies(n, given)
     lse_head = None if lse_out is None else lse_out[:n]
     combine_splits([t[:n] for t in outputs], [t[:n] for t in lses], out=output[:n], lse_out=lse_head)
     output[n:].copy_(suffix_output[n:])
@@ -291,53 +353,8 @@ def merge_attn_states(
         output_lse[:, n:].copy_(suffix_lse[:, n:])
 
 
-_MERGED = ("output", "prefix_output", "suffix_output", "output_lse", "prefix_lse", "suffix_lse")
-
-
-def _check_copies(count: int, tensors: tuple[Tensor, ...]) -> None:
-    """Raises ArgumentError for what a merge of the first `count` tokens would not see: the others, which are copied. tensors: by the names
-    of _MERGED, as the call gave them; the last three may be missing."""
-    problems = [] if type(count) is int and count >= 0 else [f"prefill_tokens_with_context is {count!r}, not a number of tokens"]
-    memory = [(t.data_ptr(), t.data_ptr() + (t.nbytes if t.is_contiguous() else checks.extent(t))) for t in tensors]
-    for i in range(0, len(tensors), 3):
-        name, whole, suffix, (start, end) = _MERGED[i], tensors[i], tensors[i + 2], memory[i]
-        if whole.shape != suffix.shape:
-            problems.append(f"{_MERGED[i + 2]} is {list(suffix.shape)} and {name} {list(whole.shape)}: they must be alike")
-        if not whole.is_contiguous() and checks.overlaps_itself(whole):
-            problems.append(f"{name} has strides {list(whole.stride())}: two of its elements share memory")
-        for j, (first, last) in enumerate(memory):
-            in_place = i < j < i + 3 and whole.stride() == tensors[j].stride() and start == first and whole.dtype == tensors[j].dtype
-            if j != i and start < last and first < end and not in_place:
-                problems.append(f"{name} overlaps {_MERGED[j]} in memory")
-    if problems:
-        raise ArgumentError("vllm's merge_attn_states", problems)
-
-
 def _pad(null_block_id: int | None) -> int:
     return -1 if null_block_id is None else null_block_id
-
-
-def _pool(
-    name: str, v: Tensor, state: Tensor | None, in_place: bool, cu_seqlens: Tensor | None, indices: Tensor | None, accepted: Tensor | None
-) -> dict[str, Any]:
-    """Where states are read and written, as ssmgen's gated delta rules take it."""
-    needed = {"initial_state": state, "ssm_state_indices": indices}
-    reasons = [f"{what} is None: ssmgen's states are a pool" for what, t in needed.items() if t is None]
-    if not in_place:
-        reasons.append("inplace_final_state=False: ssmgen updates the pool")
-    if indices is not None and indices.dim() == 1 and accepted is not None:
-        reasons.append("num_accepted_tokens with ssm_state_indices of one axis: no column per token to start from")
-    if reasons:
-        raise UnsupportedError(name, reasons)
-    sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    read, write = _first(indices, sequences), None
-    if read.dim() == 2:
-        write = read[:, : v.shape[1]] if cu_seqlens is None else read
-        read = read if accepted is not None else gated_delta.first_column(read, sequences)
-    return {
-        "state_indices": read, "dst_state_indices": write, "num_accepted_tokens": _first(accepted, sequences), "cu_seqlens": cu_seqlens,
-        "pad_slot_id": 0,
-    }  # fmt: skip
 
 
 _OPS, _FLA = "vllm.model_executor.layers.mamba.ops", "vllm.third_party.flash_linear_attention.ops"
@@ -345,6 +362,7 @@ _ENGINE = replacing.Engine(
     "vllm", "0.33.0",
     [
         replacing.Replacement(f"{_OPS}.mamba_ssm", "selective_state_update", selective_state_update),
+        replacing.Replacement(f"{_OPS}.ssd_combined", "mamba_chunk_scan_combined_varlen", mamba_chunk_scan_combined_varlen),
         replacing.Replacement(f"{_OPS}.causal_conv1d", "causal_conv1d_update", causal_conv1d_update),
         replacing.Replacement(f"{_OPS}.causal_conv1d", "causal_conv1d_fn", causal_conv1d_fn),
         replacing.Replacement(

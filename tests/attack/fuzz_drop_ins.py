@@ -206,6 +206,31 @@ def _again(t: Any) -> Any:
     return t.clone() if isinstance(t, Tensor) else t
 
 
+def _prompts() -> list[Form]:
+    """Mamba-2's, of all that have them."""
+
+    def row(*lead: int) -> Arguments:
+        return {n: t for n, t in mamba(lead).items() if n != "state"} | {"chunk_size": 2, "dt_limit": (0.0, 2.0)}
+
+    name, starts, ids = "mamba_chunk_scan_combined", ints(0, 2, 5), ints([0, 0, 1, 1, 1])
+    packed = {"cu_seqlens": starts, "seq_idx": ids, "return_varlen_states": True, "return_final_states": True}
+    out, before = {"out": rand(1, TOKENS, H, P)}, {"initial_states": rand(2, H, P, N), "state_dtype": torch.float32}
+    tracked = {"return_track_states": True, "track_seq_idx": ints(0, 1, dtype=I64), "track_end_locs": ints(1, 4)}
+    varlen = row(TOKENS) | {"cu_seqlens": starts, "cu_chunk_seqlens": ints(0, 2, 4, 5), "last_chunk_indices": ints(0, 2)}
+    varlen |= {"seq_idx": ints(0, 1, 1), "out": rand(TOKENS, H, P)}
+    pool = {"final_states_out": rand(SLOTS, H, P, N), "final_state_indices": ints(3, 1)}
+    return [
+        _theirs(mamba_ssm, name, row(B, T) | {"initial_states": rand(B, H, P, N), "return_final_states": True}, "", "rows"),
+        _theirs(mamba_ssm, name, row(1, TOKENS) | packed, "", "packed"),
+        _theirs(vllm, f"{name}_varlen", varlen | before | {"return_intermediate_states": True}, "out", "chunks"),
+        _theirs(vllm, f"{name}_varlen", varlen | before | pool, "out final_states_out", "states"),
+        _theirs(vllm, f"{name}_varlen", {n: _again(t) for n, t in (varlen | pool).items()}, "out final_states_out", "pool"),
+        _theirs(sglang, name, row(1, TOKENS) | packed | out | before | tracked, "out", "tracked"),
+        _theirs(sglang, name, row(B, T) | {"out": rand(B, T, H, P), "return_intermediate_states": True}, "out", "rows"),
+        _theirs(trtllm, name, row(1, TOKENS) | packed | {n: _again(t) for n, t in (out | before).items()}, "out"),
+    ]
+
+
 def drop_ins() -> list[Form]:
     """Calls with other packages' signatures, the same after every `native()`."""
-    return [*_dao(), *_fla(), *_flashinfer(), *_engines()]
+    return [*_dao(), *_fla(), *_flashinfer(), *_engines(), *_prompts()]
