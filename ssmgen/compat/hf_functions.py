@@ -6,7 +6,6 @@ transformers; `**kwargs` are what models pass along with them, which its own fun
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import sys
@@ -106,7 +105,6 @@ def mamba2_chunk_scan(
 
 
 @assume_constant_result
-@functools.cache
 def scan_faults(headdim: int, d_state: int, dtype: torch.dtype) -> tuple[str, ...]:
     """Why no kernel scans prompts of such heads, or nothing. Asked where a call is traced: an eager one says it itself."""
     return tuple(ScanProblem(headdim=headdim, d_state=d_state, x=DTYPES[dtype]).faults())
