@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 from typing import Any
@@ -207,8 +208,12 @@ def generate(model: torch.nn.Module, tokens: int, **changes: Any) -> Any:
 
 def states_of(generated: Any) -> list[torch.Tensor]:
     """The states of all layers that have one, as they are in the cache."""
+    return states_of_cache(generated.past_key_values)
+
+
+def states_of_cache(cache: Any) -> list[torch.Tensor]:
     kinds = ("conv_states", "recurrent_states")
-    found = [state for layer in generated.past_key_values.layers for kind in kinds for state in _listed(getattr(layer, kind, None))]
+    found = [state for layer in cache.layers for kind in kinds for state in _listed(getattr(layer, kind, None))]
     return [state for state in found if isinstance(state, torch.Tensor)]
 
 
@@ -257,6 +262,41 @@ def prompt_calls(name: str, model: torch.nn.Module) -> dict[str, hf.Calls]:
         refused = weight.is_cuda and scan_faults(16, 16, weight.dtype)
         calls[f"{name}.mamba2_chunk_scan"] = hf.Calls(0, layers) if refused else hf.Calls(layers, 0)
     return calls
+
+
+PROMPTED = [name for name in TINY if scans_prompts(name)]
+
+
+def prompted(name: str, **changes: Any) -> torch.nn.Module:
+    """A tiny Mamba-2 model in which nothing is chosen: its experts all take part, so that roundings stay small."""
+    return built(name, **({"num_experts_per_tok": 2} if name == "granitemoehybrid" else {}), **changes)
+
+
+class Prompt:
+    """What a model makes of a prompt of two rows: logits, and of every layer of the cache, the convolution's window and the state."""
+
+    def __init__(self, out: Any):
+        self.logits = out.logits
+        self.cache_name = "past_key_values" if "past_key_values" in out else "cache_params"
+        self.cache = out.get(self.cache_name)
+        self.states = [] if self.cache is None else [state.clone() for state in states_of_cache(self.cache)]
+
+    @classmethod
+    def run(cls, model: torch.nn.Module, length: int, *, rows: slice = slice(None), tokens: slice = slice(None), **how: Any) -> Prompt:
+        """Of the tokens that it would be given, some rows and some columns."""
+        ids = torch.randint(3, 64, (2, length), generator=torch.Generator().manual_seed(0))[rows, tokens]
+        with torch.no_grad():
+            return cls(model(input_ids=ids.to(model.device), **{"use_cache": True, **how}))
+
+    def go_on(self, model: torch.nn.Module, length: int) -> Prompt:
+        """Another prompt behind this one, on a copy of its cache."""
+        return self.run(model, length, **{self.cache_name: copy.deepcopy(self.cache)})
+
+
+def norm_of_error(got: Prompt, exact: Prompt) -> float:
+    """The largest relative error, in L2, of logits and states."""
+    pairs = zip((got.logits, *got.states), (exact.logits, *exact.states), strict=True)
+    return max(((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in pairs)
 
 
 def unserved(call: Recorded, dtype: torch.dtype) -> list[str]:

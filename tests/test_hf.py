@@ -235,6 +235,8 @@ def test_an_activation_that_we_do_not_have():
     assert calls["mamba2.mamba2_selective_state_update"] == hf.Calls(3 * (TOKENS - 1), 0), "each function is replaced on its own"
     messages = [str(w.message) for w in said if w.category is RuntimeWarning]
     assert len(messages) == 2 and all("'gelu'" in m and "Mamba2Mixer of layer 0" in m for m in messages), messages
+    table, *reasons = str(patch).split("mamba2.mamba2_chunk_scan")
+    assert "'gelu'" not in table and "".join(reasons).count("is left to transformers, first in Mamba2Mixer of layer 0:\n  - activation") == 2
 
 
 def test_a_dtype_that_we_do_not_have():

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import assume_constant_result, is_compiling
+from torch.compiler import is_compiling
 
 from ..calls.checks import DTYPES
 from ..errors import ArgumentError, CaptureError, SsmgenError, UnsupportedError, bullets
@@ -104,7 +104,6 @@ def mamba2_chunk_scan(
     )  # fmt: skip
 
 
-@assume_constant_result
 def scan_faults(headdim: int, d_state: int, dtype: torch.dtype) -> tuple[str, ...]:
     """Why no kernel scans prompts of such heads, or nothing. Asked where a call is traced: an eager one says it itself."""
     return tuple(ScanProblem(headdim=headdim, d_state=d_state, x=DTYPES[dtype]).faults())
