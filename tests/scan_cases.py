@@ -191,3 +191,83 @@ def decoding_goes_on(scan: Scan, sizes: Sizes, tokens: int) -> None:
     _, state = scan(**{n: t[:, :-1] if n in per_token else t for n, t in call.items()}, return_final_states=True)
     out = ssmgen.selective_state_update(state, **{n: t[:, -1] if n in per_token else t for n, t in call.items()})
     assert error(out, wanted["out"][:, -1]) <= BOUNDS[sizes.x] and error(state, wanted["final_states"]) <= BOUNDS[sizes.x]
+
+
+def ids_are_sequences(scan: Scan, sizes: Sizes, lengths: Sequence[int] = LENGTHS) -> None:
+    """seq_idx gives what cu_seqlens gives; of sequences that begin with a chunk, bit for bit. Ids may come again."""
+    call = make(sizes, sum(lengths), decay=0.1)
+    starts = starts_of(lengths, sizes.device)
+    packed, states = scan(**call, cu_seqlens=starts, return_final_states=True)
+    ids = torch.cat([torch.full((n,), i % 2) for i, n in enumerate(n for n in lengths if n)]).int().to(sizes.device)
+    out, last = scan(**tokens_of(call, slice(None)), seq_idx=ids, return_final_states=True)
+    assert error(out, packed.double().cpu()) <= BOUNDS[sizes.x] and error(last[0], states[-1].double().cpu()) <= BOUNDS[sizes.x]
+    alone = tokens_of(call, slice(None))
+    assert all(
+        same(a, b)
+        for a, b in zip(
+            scan(**alone, seq_idx=torch.full_like(ids, 7), return_final_states=True), scan(**alone, return_final_states=True), strict=True
+        )
+    )
+
+
+def ids_go_on(scan: Scan, sizes: Sizes) -> None:
+    """A row's first token goes on from its state, and nothing of a sequence before, however large, is left in the next one's state."""
+    call = make(sizes, 2, 140, decay=0.1)
+    before = 1e30 * torch.randn(2, sizes.heads, sizes.headdim, sizes.d_state, generator=torch.Generator().manual_seed(1))
+    before[1] = torch.inf
+    ids = torch.zeros(2, 140, dtype=torch.int32, device=sizes.device)
+    ids[0, 100:] = -3
+    ids[1, 64:] = 2
+    call |= {"initial_states": before.to(sizes.device), "seq_idx": ids, "return_final_states": True}
+    wanted = exact({n: t for n, t in call.items() if n != "return_final_states"}, return_final_states=True)
+    out, states = scan(**call)
+    assert error(states, wanted["final_states"]) <= BOUNDS[sizes.x]
+    for b, start in enumerate((100, 64)):
+        assert error(out[b, start:], wanted["out"][b, start:]) <= BOUNDS[sizes.x]
+    assert error(out[0, :100], wanted["out"][0, :100]) <= BOUNDS[sizes.x] and not out[1, :64].isfinite().any()
+
+
+def checkpoints_are_final_states(
+    scan: Scan, sizes: Sizes, state: torch.dtype, *, ids: bool = False, lengths: Sequence[int] = LENGTHS
+) -> None:
+    """A checkpoint is, bit for bit, the final state of a call that ends there; positions in no sequence leave their rows alone."""
+    memory, tokens = Memory(sizes.device), sum(lengths)
+    call, starts = make(sizes, tokens, decay=0.1), starts_of(lengths, sizes.device)
+    shape = (len(lengths), sizes.heads, sizes.headdim, sizes.d_state)
+    before = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(sizes.device, state)
+    picked = torch.randint(1, tokens + 1, (8,), generator=torch.Generator().manual_seed(2)).tolist()
+    some = sorted({*picked, *(int(s) + n for s, k in zip(starts, lengths, strict=False) for n in (1, 64, k) if n <= k)} - {0})
+    listed = [-5, 0, *some, tokens + 1, 2**31 - 1]
+    positions = torch.tensor(listed, dtype=torch.int32 if state is F32 else torch.int64, device=sizes.device)
+    out = memory.fill("checkpoints", torch.full((len(listed), *shape[1:]), NAN, dtype=state, device=sizes.device))
+    more: dict[str, Any] = {"initial_states": before, "return_final_states": True}
+    if ids:  # the whole is one row
+        call, more["initial_states"] = tokens_of(call, slice(None)), before[:1]
+        more["seq_idx"] = (torch.arange(tokens) // 50 % 3).int()[None].to(sizes.device)
+    else:
+        more["cu_seqlens"] = starts
+    plain = scan(**call, **more)
+    memory.seal()
+    marked = scan(**call, **more, checkpoint_positions=positions, checkpoints_out=out, return_checkpoints=True)
+    assert marked[2] is out and all(same(a, b) for a, b in zip(marked, plain, strict=False))
+    assert not memory.untouched({"checkpoints": torch.arange(2, 2 + len(some), device=sizes.device)})
+    for i, position in enumerate(some, 2):
+        s = 0 if ids else next(s for s in range(len(lengths)) if int(starts[s]) < position <= int(starts[s + 1]))
+        begin = 0 if ids else int(starts[s])
+        per_token = {n: (t[0] if ids else t)[begin:position][None] for n, t in call.items() if n in ("x", "dt", "B", "C")}
+        own = {"seq_idx": more["seq_idx"][:, :position]} if ids else {}
+        _, last = scan(**call | per_token, **own, initial_states=more["initial_states"][s : s + 1], return_final_states=True)
+        assert same(last[0], out[i]), (s, position - begin)
+
+
+def checkpoints_of_a_batch(scan: Scan, sizes: Sizes) -> None:
+    """Positions go through the flattened batch; no positions at all, and none in a row, change nothing."""
+    call = make(sizes, 3, 70)
+    positions = torch.tensor([70, 141, 210, 211], device=sizes.device)
+    plain, last = scan(**call, return_final_states=True)
+    out, states = scan(**call, checkpoint_positions=positions, return_checkpoints=True)
+    assert same(out, plain) and states.dtype == F32 and same(states[0], last[0]) and same(states[2], last[2])
+    _, first = scan(**{n: t[2:, :1] if n in ("x", "dt", "B", "C") else t for n, t in call.items()}, return_final_states=True)
+    assert same(states[1], first[0])
+    out, states = scan(**call, checkpoint_positions=positions[:0], return_checkpoints=True)
+    assert same(out, plain) and states.shape[0] == 0

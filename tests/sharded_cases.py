@@ -231,7 +231,7 @@ def cases(device: str) -> dict[str, Callable[[Any], None]]:
         for placed in ("sharded", "replicated"):
             found[f"{name}-over-heads-{placed}"] = lambda mesh, f=function, c=call, p=placed: agrees(mesh, f, c, "head", p)
         found[f"{name}-local"] = lambda mesh, f=function, c=call: local_shards_agree(mesh, f, c)
-        if not any("indices" in n for n in call) and function != "causal_conv1d":
+        if not any("indices" in n or "positions" in n for n in call) and function != "causal_conv1d":
             found[f"{name}-over-sequences"] = lambda mesh, f=function, c=call: agrees(mesh, f, c, "batch", "replicated")
     return found | {
         "layer-mamba2": lambda mesh: layer(mesh, device, "mamba2"),

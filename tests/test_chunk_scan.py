@@ -73,6 +73,27 @@ def test_decoding_goes_on(scan):
     laws.decoding_goes_on(scan, SMALL, 70)
 
 
+@by_both
+def test_ids_are_sequences(scan):
+    laws.ids_are_sequences(scan, SMALL, (1, 63, 64, 7, 0, 57, 10))
+
+
+@by_both
+def test_ids_go_on(scan):
+    laws.ids_go_on(scan, SMALL)
+
+
+@by_both
+@pytest.mark.parametrize(("state", "ids"), [(F32, False), (F32, True), (BF16, False), (F16, False)], ids=["f32", "ids", "bf16", "f16"])
+def test_checkpoints_are_final_states(scan, state, ids):
+    laws.checkpoints_are_final_states(scan, replace(SMALL, heads=1), state, ids=ids, lengths=(5, 0, 64, 130, 7))
+
+
+@by_both
+def test_checkpoints_of_a_batch(scan):
+    laws.checkpoints_of_a_batch(scan, SMALL)
+
+
 @needs_emulator
 def test_variants_are_bit_equal():
     call = make(replace(SMALL, headdim=64), 1, 130, z=True)
@@ -135,6 +156,16 @@ def operands(**changes: object) -> dict[str, object]:
         ({"state": torch.zeros(2, 2, 32, 32).mT}, "the state of each head must be dense"),
         ({"x": torch.zeros(2, 5, 32, 2).bfloat16().mT}, "its rows must be contiguous"),
         ({"out": torch.zeros(1, 5, 2, 32).bfloat16().expand(2, 5, 2, 32)}, "two of its elements share memory"),
+        ({"seq_idx": torch.zeros(2, 4).int()}, "seq_idx is [2, 4], not [batch, T] = [2, 5]"),
+        ({"seq_idx": torch.zeros(2, 5).long()}, "seq_idx is int64, not int32"),
+        ({"checkpoint_positions": torch.ones(3).int()}, "is given, but neither checkpoints_out nor return_checkpoints"),
+        ({"checkpoints_out": torch.zeros(3, 2, 32, 32)}, "checkpoints_out is given without checkpoint_positions"),
+        ({"return_checkpoints": True}, "return_checkpoints asks for states after tokens, and checkpoint_positions"),
+        ({"checkpoint_positions": torch.ones(3), "return_checkpoints": True}, "checkpoint_positions is torch.float32, not int32 or int64"),
+        (
+            {"checkpoint_positions": torch.ones(3).int(), "checkpoints_out": torch.zeros(2, 2, 32, 32)},
+            "checkpoints is [2, 2, 32, 32], not [count, H, P, N] = [3, 2, 32, 32]",
+        ),
         ({"dt_limit": (2, 1)}, "dt_limit is (2, 1), not a tuple (low, high)"),
     ],
 )

@@ -17,7 +17,9 @@ from ..spec import SM90, DType, Index
 
 DTYPES = {torch.float32: DType.F32, torch.float16: DType.F16, torch.bfloat16: DType.BF16}
 INDEX = {None: Index.NONE, torch.int32: Index.I32, torch.int64: Index.I64}
-COUNTS = ("num_accepted_tokens", "cu_seqlens", "query_start_loc", "cache_seqlens", "parents", "num_splits")  # integers, like the indices
+COUNTS = (  # integers, like the indices
+    "num_accepted_tokens", "cu_seqlens", "query_start_loc", "cache_seqlens", "parents", "num_splits", "checkpoint_positions",
+)  # fmt: skip
 EXACT = {
     **dict.fromkeys(("seq_idx", "cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "arrivals"), torch.int32),
     **dict.fromkeys(("lse", "lse_other", "lse_out"), torch.float32),

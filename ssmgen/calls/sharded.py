@@ -164,7 +164,7 @@ class Sharding:
         if not self.rule.by_sequence:
             problems.append(f"{self.anchor} is sharded over its first axis; it may be over its heads")
         for name in self.axes:
-            if name.endswith("indices") or name in ("cu_seqlens", "query_start_loc"):
+            if name.endswith("indices") or name in ("cu_seqlens", "query_start_loc", "checkpoint_positions"):
                 problems.append(f"{self.anchor} is sharded over its first axis, all of which {name} numbers: shard the heads")
         counts = {n: self._size(n, "batch") for n in self.axes if "batch" in self.axes[n]}
         if len(set(counts.values())) > 1:
@@ -228,7 +228,8 @@ class Sharding:
         """What the function returned on this rank, as DTensors: the given ones where it returned theirs."""
         mesh = self._mesh(given)
         returned = local if isinstance(local, tuple) else (local,)
-        found = tuple([self._distributed(given.get(n), n, t, mesh) for n, t in zip(self.rule.returns, returned, strict=False)])
+        names = [n for n in self.rule.returns if n not in self.rule.asked or given.get(self.rule.asked[n])]
+        found = tuple([self._distributed(given.get(n), n, t, mesh) for n, t in zip(names, returned, strict=False)])
         return found if isinstance(local, tuple) else found[0]
 
     def _distributed(self, given: Tensor | None, name: str, local: Tensor, mesh: Any) -> Tensor:

@@ -24,6 +24,7 @@ class Rule(NamedTuple):
     like: str = ""  # the parameter whose number of axes says how many `*` stands for; one if there is none
     anchors: tuple[str, ...] = ("state",)  # the first that is there says what is sharded
     returns: tuple[str, ...] = ("out",)
+    asked: Mapping[str, str] = {}  # of what is returned, the parameters without which it is not
     by_sequence: bool = True  # whether sequences may be on several ranks
     layers: bool = False  # whether all but CONTROL may have a layers axis in front
     tuples: Mapping[str, tuple[str, ...]] = {}  # parameters that are several tensors, and what these are called

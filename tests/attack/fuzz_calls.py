@@ -106,12 +106,14 @@ def mamba(lead: tuple[int, ...] = (B,), slots: int = SLOTS, state: torch.dtype =
 def _scan() -> list[Form]:
     def form(id: str, *lead: int, **more: Any) -> Form:
         given = {n: t for n, t in mamba(lead).items() if n != "state"}
-        return _native(ssmgen.chunk_scan, id, given | more, "out state final_states_out")
+        return _native(ssmgen.chunk_scan, id, given | more, "out state final_states_out checkpoints_out")
 
+    marks = {"checkpoint_positions": ints(1, 4), "checkpoints_out": rand(2, H, P, N), "return_checkpoints": True}
     pool = {"state": rand(SLOTS, H, P, N), "state_indices": ints(3, 1), "has_initial_state": torch.tensor([True, False])}
     states = {"initial_states": rand(B, H, P, N), "return_final_states": True, "final_states_out": rand(B, H, P, N)}
     return [
         form("states", B, T, out=rand(B, T, H, P), dt_limit=(0.0, 2.0), **states),
+        form("ids", B, T, seq_idx=ints([0] * T, [*[1] * (T - 1), 2]), **marks),
         form("packed", TOKENS, cu_seqlens=ints(0, 2, 5), pad_slot_id=-1, **pool),
     ]
 

@@ -18,10 +18,11 @@ from .reference import chunk_scan as reference
 from .spec import OPERATOR, ScanProblem, ScanSpec
 
 NAMES = (
-    "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "cu_seqlens", "initial_states", "final_states", "state", "state_indices",
-    "has_initial_state", "out",
+    "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "cu_seqlens", "seq_idx", "initial_states", "final_states", "state", "state_indices",
+    "has_initial_state", "checkpoint_positions", "checkpoints", "out",
 )  # fmt: skip
-STATES = ("initial_states", "final_states", "state")
+WRITTEN = ("out", "final_states", "state", "checkpoints")
+STATES = ("initial_states", "final_states", "state", "checkpoints")
 
 
 class Options(NamedTuple):
@@ -46,6 +47,7 @@ def chunk_scan(
     *,
     dt_limit: tuple[float, float] | None = None,
     cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
     initial_states: Tensor | None = None,
     return_final_states: bool = False,
     final_states_out: Tensor | None = None,
@@ -53,9 +55,12 @@ def chunk_scan(
     state_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
     pad_slot_id: int = -1,
+    checkpoint_positions: Tensor | None = None,
+    checkpoints_out: Tensor | None = None,
+    return_checkpoints: bool = False,
     out: Tensor | None = None,
     pdl: bool | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """Whole sequences, per token: S <- exp(dt A) S + dt x B;  out = C S + D x, times silu(z).
 
     H heads of P rows (headdim), N = d_state, G groups of heads that share B and C; P and N are multiples of 16 up to 256. […] is
@@ -71,6 +76,9 @@ def chunk_scan(
     dt_softplus: dt <- log(1 + e^(dt + dt_bias)); dt_limit: then clamped to (low, high)
     cu_seqlens: [sequences + 1] int32 or int64 on the device, where each packed sequence starts. A sequence may have no tokens; tokens of no
         sequence get no output. States are then per sequence
+    seq_idx: [batch, T] int32 (or [T], of a batch of one), in place of cu_seqlens: the sequence of each token. Where it differs from that of
+        the token before, the state begins anew from zero; a row's first token goes on from its state, and its last one leaves it. NaN and
+        infinities reach other sequences of their chunk
     initial_states: [sequences, H, P, N] f32, f16 or bf16, states before the first token; zeros if None
     return_final_states: also return the states after the last token, [sequences, H, P, N], in final_states_out if that is given (which may
         be initial_states), else new ones of initial_states' dtype or f32
@@ -78,24 +86,40 @@ def chunk_scan(
         has_initial_state, [sequences] bool, is true. A sequence without tokens leaves its slot alone
     state_indices: [sequences] int32 or int64, slot of each sequence; None for slot = sequence. Slots must be distinct
     pad_slot_id: a sequence whose slot is negative, equals it or is no slot of the pool gets a zero output and touches no state
+    checkpoint_positions: [count] int32 or int64 on the device, ascending: after how many tokens the state is asked for too, 1 … tokens of
+        the packed axis or of the flattened batch (b T + t). Any of them; the states are the final ones of a call that ends there
+    checkpoints_out: [count, H, P, N], receives those states, of the dtype of the others. A position in no sequence (or in one whose slot is
+        none) leaves its row alone
+    return_checkpoints: also return them, in checkpoints_out if that is given, else new ones of the other states' dtype or f32
     out: None for a new one, dense
     pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
 
-    Returns out, or (out, final states). CPU tensors run the reference implementation, token by token.
+    Returns out, or out and what else was asked for: (out[, final states][, checkpoints]). CPU tensors run the reference implementation,
+    token by token.
     Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError for what no kernel serves;
     CaptureError when a kernel would have to be built during a CUDA graph capture; NotBuiltError, CompileError, LoadError, LaunchError.
     Source: Dao & Gu 2024 (arXiv 2405.21060); the arguments are those of mamba-ssm and vLLM.
     """
-    final = final_states_out
+    final, checkpoints = final_states_out, checkpoints_out
     if isinstance(x, Tensor) and isinstance(B, Tensor):
         out = x.new_empty(x.shape) if out is None else out
-        if return_final_states and final is None and x.dim() in (3, 4) and B.dim() == x.dim():
-            count = x.shape[0] if not isinstance(cu_seqlens, Tensor) else max(cu_seqlens.numel() - 1, 0)
-            dtype = initial_states.dtype if isinstance(initial_states, Tensor) else torch.float32
-            final = x.new_empty((count, *x.shape[-2:], B.shape[-1]), dtype=dtype)
-    given = (x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, final, state, state_indices, has_initial_state, out)
-    returns = ("out", "final_states") if return_final_states and final is not None else ("out",)
-    return cast(Tensor, Call(CALLER, given, Options(dt_softplus, dt_limit, pad_slot_id), pdl, returns))
+        dtypes = [t.dtype for t in (initial_states, final_states_out, state) if isinstance(t, Tensor)]
+        if x.dim() in (3, 4) and B.dim() == x.dim():
+            inner = (*x.shape[-2:], B.shape[-1])
+            if return_final_states and final is None:
+                count = x.shape[0] if not isinstance(cu_seqlens, Tensor) else max(cu_seqlens.numel() - 1, 0)
+                final = x.new_empty((count, *inner), dtype=dtypes[0] if dtypes else torch.float32)
+            if return_checkpoints and checkpoints is None and isinstance(checkpoint_positions, Tensor):
+                checkpoints = x.new_empty((checkpoint_positions.numel(), *inner), dtype=dtypes[0] if dtypes else torch.float32)
+    unplaced = "return_checkpoints asks for states after tokens, and checkpoint_positions, which names those, is not given"
+    objections = (unplaced,) if return_checkpoints and checkpoint_positions is None else ()
+    given = (
+        x, dt, A, B, C, D, z, dt_bias, cu_seqlens, seq_idx, initial_states, final, state, state_indices, has_initial_state,
+        checkpoint_positions, checkpoints, out,
+    )  # fmt: skip
+    asked = {"final_states": return_final_states and final is not None, "checkpoints": return_checkpoints and checkpoints is not None}
+    returns = ("out", *(name for name, wanted in asked.items() if wanted))
+    return cast(Tensor, Call(CALLER, given, Options(dt_softplus, dt_limit, pad_slot_id), pdl, returns, objections))
 
 
 def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
@@ -114,6 +138,8 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     if x.dim() == 3:
         views |= {n: named[n].unsqueeze(0) for n, axes in _PER_TOKEN.items() if n in named and named[n].dim() == axes - 1}
         x = views["x"]
+    if "seq_idx" in views and views["seq_idx"].dim() == 1 and x.shape[0] == 1:
+        views["seq_idx"] = views["seq_idx"].unsqueeze(0)
     if views["B"].dim() != 4:
         problems.append(f"B is {list(views['B'].shape)}, not […, G, N] as x {list(named['x'].shape)} asks for")
         return {}
@@ -125,7 +151,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     return views
 
 
-_PER_TOKEN = dict.fromkeys(("x", "z", "out", "B", "C"), 4) | {"dt": 3}
+_PER_TOKEN = dict.fromkeys(("x", "z", "out", "B", "C"), 4) | {"dt": 3, "seq_idx": 2}
 
 
 def _sequences(views: Mapping[str, Tensor]) -> int:
@@ -150,6 +176,7 @@ def _shapes_fit(views: Mapping[str, Tensor], problems: list[str]) -> bool:
         **dict.fromkeys(("A", "dt_bias"), {"[H]": (H,)}),
         "D": {"[H]": (H,), "[H, P]": (H, P)},
         "cu_seqlens": {"[sequences + 1]": (sequences + 1,)},
+        "seq_idx": {"[batch, T]": (batch, length)},
         **dict.fromkeys(("initial_states", "final_states"), states),
         **dict.fromkeys(("state_indices", "has_initial_state"), per_sequence),
     }
@@ -158,6 +185,9 @@ def _shapes_fit(views: Mapping[str, Tensor], problems: list[str]) -> bool:
         fits.append(_pool_fits(views, sequences, (H, P, N), problems))
     else:
         problems += [f"{name} is given without state" for name in ("state_indices", "has_initial_state") if name in views]
+    if "seq_idx" in views and "cu_seqlens" in views:
+        problems.append("seq_idx and cu_seqlens both divide the tokens into sequences: give one of them")
+    fits.append(_checkpoints_fit(views, (H, P, N), problems))
     if G < 1 or H % G:
         problems.append(f"x has {H} heads, which is not a multiple of the {G} groups of B")
         fits.append(False)
@@ -175,6 +205,20 @@ def _pool_fits(views: Mapping[str, Tensor], sequences: int, inner: tuple[int, ..
     return True
 
 
+def _checkpoints_fit(views: Mapping[str, Tensor], inner: tuple[int, ...], problems: list[str]) -> bool:
+    positions, states = views.get("checkpoint_positions"), views.get("checkpoints")
+    if positions is None:
+        problems += ["checkpoints_out is given without checkpoint_positions"] if states is not None else []
+        return states is None
+    if positions.dim() != 1:
+        problems.append(f"checkpoint_positions is {list(positions.shape)}, not [count]")
+        return False
+    if states is None:
+        problems.append("checkpoint_positions is given, but neither checkpoints_out nor return_checkpoints")
+        return False
+    return checks.check_shape("checkpoints", states, {"[count, H, P, N]": (positions.shape[0], *inner)}, problems)
+
+
 def _check_layout(views: Mapping[str, Tensor], problems: list[str]) -> None:
     """Dtypes that go together, and strides."""
     x = views["x"]
@@ -183,24 +227,30 @@ def _check_layout(views: Mapping[str, Tensor], problems: list[str]) -> None:
         for n in ("B", "C", "z", "out")
         if n in views and views[n].dtype != x.dtype
     ]
-    if "initial_states" in views and "final_states" in views and views["initial_states"].dtype != views["final_states"].dtype:
-        kinds = [views[n].dtype for n in ("final_states", "initial_states")]
-        problems.append(f"final_states is {kinds[0]}, initial_states is {kinds[1]}".replace("torch.", ""))
+    first, *others = [n for n in STATES if n in views] or [""]
+    problems += [
+        f"{n} is {views[n].dtype}, {first} is {views[first].dtype}".replace("torch.", "")
+        for n in others
+        if views[n].dtype != views[first].dtype
+    ]
     for name in ("x", "B", "C", "z", "out"):
         if name in views and views[name].stride(-1) != 1 and views[name].shape[-1] > 1:
             problems.append(f"{name} has strides {list(views[name].stride())}; its rows must be contiguous")
     for name in STATES:
         if name in views and not views[name][:1, :1].is_contiguous():
             problems.append(f"{name} has strides {list(views[name].stride())}; the state of each head must be dense")
-    for name in ("out", "final_states", "state"):
+    for name in WRITTEN:
         if name in views and checks.overlaps_itself(views[name]):
             problems.append(f"{name} has strides {list(views[name].stride())}: two of its elements share memory")
     for name, t in views.items():
         narrow = t.stride()[1:] if name in _PER_TOKEN or name in STATES else t.stride()  # of batches and slots they are 64-bit
         if any(s >= 2**32 for s in narrow):
             problems.append(f"{name} has strides {list(t.stride())}; kernels take strides below 2^32 elements")
-    if max(x.shape) >= 2**31:
-        problems.append(f"x is {list(x.shape)}; kernels take axes below 2^31")
+    problems += [
+        f"{name} is {list(views[name].shape)}; kernels take axes below 2^31"
+        for name in ("x", "checkpoints")
+        if name in views and max(views[name].shape) >= 2**31
+    ]
 
 
 def _together(views: Mapping[str, Tensor], pointers: Mapping[str, int]) -> int:
@@ -239,6 +289,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         pool="state" in views,
         started="has_initial_state" in views,
         index=index("state_indices"),
+        seq_idx="seq_idx" in views,
+        checkpoints=index("checkpoint_positions"),
         copy=_together(views, pointers),
         state_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], 2) for n in states) else Loads.ELEMENT,
         **more,
@@ -251,6 +303,7 @@ _AXES = {
     **dict.fromkeys(("A", "dt_bias"), {"head": 0}),
     **dict.fromkeys(STATES, {"slot": 0, "head": 1}),
     **dict.fromkeys(("cu_seqlens", "state_indices", "has_initial_state"), {"sequence": 0}),
+    "checkpoint_positions": {"position": 0},
 }
 
 
@@ -259,6 +312,7 @@ def kernel_values(spec: ScanSpec, views: Mapping[str, Tensor], options: Options)
     _, length, heads, _ = views["x"].shape
     values: dict[str, int | float] = {"tokens": length, "heads": heads, "group_heads": heads // views["B"].shape[2]}
     values |= {"pad_slot_id": options.pad_slot_id, "slots": views["state"].shape[0] if "state" in views else 0}
+    values |= {"positions": views["checkpoints"].shape[0] if "checkpoints" in views else 0}
     values |= dict(zip(("dt_low", "dt_high"), options.dt_limit or (), strict=False))
     values |= {f"{operand}_{axis}": views[operand].stride(_AXES[operand][axis]) for operand, axis in spec.strides()}
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
@@ -272,7 +326,7 @@ def size_of(views: Mapping[str, Tensor]) -> int:
 
 FAMILY = Family(
     OPERATOR,
-    written=("out", "final_states", "state"),
+    written=WRITTEN,
     problem_of=problem_of,
     size_of=size_of,
     grid_of=lambda spec, views: _sequences(views) * views["x"].shape[2] * spec.tiles,
@@ -290,8 +344,9 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
 _library = torch.library.Library("ssmgen", "FRAGMENT")
 _library.define(
     "chunk_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, Tensor? cu_seqlens, "
-    "Tensor? initial_states, Tensor(a!)? final_states, Tensor(b!)? state, Tensor? state_indices, Tensor? has_initial_state, "
-    "Tensor(c!) out, bool dt_softplus, float[]? dt_limit, int pad_slot_id, bool? pdl) -> ()",
+    "Tensor? seq_idx, Tensor? initial_states, Tensor(a!)? final_states, Tensor(b!)? state, Tensor? state_indices, "
+    "Tensor? has_initial_state, Tensor? checkpoint_positions, Tensor(c!)? checkpoints, Tensor(d!) out, "
+    "bool dt_softplus, float[]? dt_limit, int pad_slot_id, bool? pdl) -> ()",
     tags=torch.Tag.needs_fixed_stride_order,
 )
 

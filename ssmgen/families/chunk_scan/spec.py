@@ -50,12 +50,19 @@ class ScanProblem(Problem):
     pool: bool = False  # `state` is written, and read where has_initial_state says so
     started: bool = False  # there is a has_initial_state
     index: Index = Index.NONE  # type of state_indices
+    seq_idx: bool = False  # there is one: the state begins anew within the tokens
+    checkpoints: Index = Index.NONE  # type of checkpoint_positions; how many they are is an argument of the kernel
     copy: int = 16  # bytes of x, B, C and z that lie together and aligned; 4 of them of out
     state_loads: Loads = Loads.VECTOR  # of states: pairs of numbers
 
     @property
     def ragged(self) -> bool:
         return self.cu_seqlens is not Index.NONE
+
+    @property
+    def marked(self) -> bool:
+        """Whether states are asked for at positions."""
+        return self.checkpoints is not Index.NONE
 
     def faults(self) -> list[str]:
         """What no variant could serve."""
@@ -69,6 +76,8 @@ class ScanProblem(Problem):
             ),
             *must(not (self.pool and (self.initial or self.final)), "a pool takes the place of initial_states and final_states"),
             *must(self.pool or (self.index is Index.NONE and not self.started), "slots and has_initial_state are of a pool"),
+            *must(not self.seq_idx and not self.marked, "seq_idx and checkpoints have no kernel yet, only the reference"),
+            *must(not (self.seq_idx and self.ragged), "seq_idx and cu_seqlens both divide the tokens into sequences"),
         ]
 
 
@@ -160,11 +169,14 @@ class ScanSpec(KernelSpec, ScanProblem):
             "z": self.z,
             "dt_bias": self.dt_bias is not None,
             "cu_seqlens": self.ragged,
+            "seq_idx": self.seq_idx,
             "initial_states": self.initial,
             "final_states": self.final,
             "state": self.pool,
             "state_indices": self.index is not Index.NONE,
             "has_initial_state": self.started,
+            "checkpoint_positions": self.marked,
+            "checkpoints": self.marked,
             "out": True,
         }
         return [name for name, given in there.items() if given]
@@ -177,24 +189,28 @@ class ScanSpec(KernelSpec, ScanProblem):
             **dict.fromkeys(("B", "C"), [*batch, "token", "group"]),
             **dict.fromkeys(("A", "dt_bias"), ["head"]),
             "D": ["head", "row"],
-            **dict.fromkeys(("initial_states", "final_states", "state"), ["slot", "head"]),
+            "seq_idx": [*batch, "token"],
+            **dict.fromkeys(("initial_states", "final_states", "state", "checkpoints"), ["slot", "head"]),
+            "checkpoint_positions": ["position"],
             **dict.fromkeys(("cu_seqlens", "state_indices", "has_initial_state"), ["sequence"]),
         }
         return [(operand, axis) for operand in self.operands() for axis in axes[operand]]
 
     def parameters(self) -> list[Param]:
         """Pointers come first."""
-        states = ("initial_states", "final_states", "state")
+        states = ("initial_states", "final_states", "state", "checkpoints")
         element: dict[str, Any] = dict.fromkeys(("x", "B", "C", "z", "out"), self.x.value) | dict.fromkeys(states, self.state.value)
         element |= {name: kind and kind.value for name, kind in (("dt", self.dt), ("A", self.A), ("D", self.D), ("dt_bias", self.dt_bias))}
         element |= {"cu_seqlens": _INTEGER[self.cu_seqlens], "state_indices": _INTEGER[self.index], "has_initial_state": "u8"}
-        written = ("out", "final_states", "state")
+        element |= {"seq_idx": "int", "checkpoint_positions": _INTEGER[self.checkpoints]}
+        written = ("out", "final_states", "state", "checkpoints")
         pointers = [Param.pointer(op, element[op], const=op not in written) for op in self.operands()]
         wide = [Param.i64("slots"), Param.i64("pad_slot_id")] if self.index is not Index.NONE else []
         wide += [Param.i64(f"{op}_{axis}") for op, axis in self.strides() if axis in ("batch", "slot")]
         narrow = [Param.u32(f"{op}_{axis}") for op, axis in self.strides() if axis not in ("batch", "slot")]
         limits = [Param.f32("dt_low"), Param.f32("dt_high")] if self.dt_limit else []
-        return [*pointers, *wide, *map(Param.u32, ("tokens", "heads", "group_heads")), *narrow, *limits]
+        counts = ["tokens", "heads", "group_heads", *(["positions"] if self.marked else [])]
+        return [*pointers, *wide, *map(Param.u32, counts), *narrow, *limits]
 
     def constants(self) -> dict[str, Any]:
         return {

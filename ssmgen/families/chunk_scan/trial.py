@@ -6,7 +6,7 @@ import torch
 from torch import Generator, Tensor
 
 from ...calls.checks import TORCH_DTYPES
-from ...engine.trial import Trial, boundaries, cycled, ordered, slot_indices, trial
+from ...engine.trial import INTEGERS, Trial, boundaries, cycled, ordered, slot_indices, trial
 from ...spec import DType, Index, Loads
 from .call import CALLER, Options
 from .spec import CHUNK, ScanSpec
@@ -43,7 +43,15 @@ def operands(spec: ScanSpec, batch: int, seed: int) -> dict[str, Tensor]:
         made["dt_bias"] = torch.rand(HEADS, generator=g).to(TORCH_DTYPES[spec.dt_bias])
     if spec.ragged:
         made["cu_seqlens"] = boundaries(counts, spec.cu_seqlens)
-    made |= {name: _states(spec, count, g) for name, count in (("initial_states", batch), ("final_states", batch), ("state", slots))}
+    if spec.seq_idx:  # of which the first one, and that of another row, come again
+        made["seq_idx"] = (torch.arange(lead[1]) // 30 % 2).int().repeat(lead[0], 1)
+    counted = {"initial_states": batch, "final_states": batch, "state": slots}
+    if spec.marked:  # before, at and behind each row's first chunk's end, and nowhere
+        total = lead[0] * lead[1]
+        near = [s + t for s in range(0, total, lead[1]) for t in (1, CHUNK - 1, CHUNK, CHUNK + 1) if s + t <= total]
+        made["checkpoint_positions"] = torch.tensor(sorted({0, *near, total, total + 1})).to(INTEGERS[spec.checkpoints])
+        counted["checkpoints"] = made["checkpoint_positions"].numel()
+    made |= {name: _states(spec, count, g) for name, count in counted.items()}
     if spec.index is not Index.NONE:
         made["state_indices"] = slot_indices(spec.index, batch, slots, g)
     made["has_initial_state"] = torch.arange(batch) % 3 == 0
@@ -61,7 +69,7 @@ def _states(spec: ScanSpec, count: int, g: Generator) -> Tensor:
 def chunk_scan(spec: ScanSpec, batch: int, seed: int) -> Trial:
     named = operands(spec, batch, seed)
     limit = (0.1, 1.5) if spec.dt_limit else None
-    slack = dict.fromkeys(("out", "final_states", "state"), SLACK[spec.x])
+    slack = dict.fromkeys(CALLER.family.written, SLACK[spec.x])
     return trial(CALLER, named, Options(spec.dt_softplus, limit), slack=slack)
 
 
