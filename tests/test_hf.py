@@ -10,7 +10,21 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
 
-from hf_cases import TINY, DecodeStep, assert_same, built, convolutions, generate, known, modeling, prompt_calls, scans_prompts, snapshot, states_of, unserved
+from hf_cases import (
+    TINY,
+    DecodeStep,
+    assert_same,
+    built,
+    convolutions,
+    generate,
+    known,
+    modeling,
+    prompt_calls,
+    scans_prompts,
+    snapshot,
+    states_of,
+    unserved,
+)
 from selection import kept
 from transformers import CompileConfig
 
@@ -235,8 +249,7 @@ def test_an_activation_that_we_do_not_have():
     assert calls["mamba2.mamba2_selective_state_update"] == hf.Calls(3 * (TOKENS - 1), 0), "each function is replaced on its own"
     messages = [str(w.message) for w in said if w.category is RuntimeWarning]
     assert len(messages) == 2 and all("'gelu'" in m and "Mamba2Mixer of layer 0" in m for m in messages), messages
-    table, *reasons = str(patch).split("mamba2.mamba2_chunk_scan")
-    assert "'gelu'" not in table and "".join(reasons).count("is left to transformers, first in Mamba2Mixer of layer 0:\n  - activation") == 2
+    assert str(patch).count(" is left to transformers, first in Mamba2Mixer of layer 0:\n  - activation") == 2
 
 
 def test_a_dtype_that_we_do_not_have():

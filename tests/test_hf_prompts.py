@@ -14,10 +14,10 @@ from hf_cases import (
     Prompt,
     assert_close,
     assert_same_generation,
-    built,
     convolutions,
     fused_calls,
     generate,
+    mixers,
     modeling,
     norm_of_error,
     prompt_calls,
@@ -114,6 +114,20 @@ def test_16_bit_prompts_are_no_farther_from_the_same_weights_in_f32(name, dtype)
     assert patch.calls() == prompt_calls(name, model)
     assert norm_of_error(ours, exact) <= 2 * norm_of_error(theirs, exact)
     assert [state.dtype for state in ours.states] == [state.dtype for state in theirs.states]
+
+
+@every_kind
+def test_packed_sequences_are_kept_apart(name):
+    """Which transformers' own functions refuse. A layer gives each what it gives by itself."""
+    layer = mixers(prompted(name))[0]
+    torch.manual_seed(0)
+    tokens = torch.randn(1, 9, 32)
+    seq_idx = torch.tensor([[0] * 4 + [1] * 5], dtype=torch.int32)
+    with hf.patch(name) as patch, torch.no_grad():
+        packed = layer(tokens, seq_idx=seq_idx)
+        alone = [layer(part) for part in tokens.split([4, 5], dim=1)]
+    assert_close(packed, torch.cat(alone, dim=1))
+    assert patch.calls()[f"{name}.mamba2_chunk_scan"] == hf.Calls(3, 0)
 
 
 # The function itself.

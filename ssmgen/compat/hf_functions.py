@@ -93,14 +93,12 @@ def mamba2_chunk_scan(
     """
     if kwargs.get("cu_seqlens") is not None:
         raise ArgumentError("mamba2_chunk_scan", ["cu_seqlens is given: packed sequences are told apart by seq_idx"])
-    x, B, C = (t if t.stride(-1) == 1 else t.contiguous() for t in (hidden_states, B, C))  # behind a window of the cache, channels are rows
-    more: dict[str, Any] = {} if seq_idx is None else {"seq_idx": seq_idx}
+    x, B, C = (t if t.stride(-1) == 1 else t.contiguous() for t in (hidden_states, B, C))  # they are not behind a window of the cache
     low, high = dt_limit
-    if low > 0 or high < math.inf or not dt_softplus:  # else softplus is within
-        more["dt_limit"] = (low, high)
+    within = dt_softplus and low <= 0 and high == math.inf
     return call(
-        native_scan.chunk_scan, x, dt, A, B, C, D, kwargs.get("z"), dt_bias, dt_softplus, initial_states=initial_states,
-        return_final_states=return_final_states, **more,
+        native_scan.chunk_scan, x, dt, A, B, C, D, kwargs.get("z"), dt_bias, dt_softplus, dt_limit=None if within else (low, high),
+        seq_idx=seq_idx, initial_states=initial_states, return_final_states=return_final_states,
     )  # fmt: skip
 
 
