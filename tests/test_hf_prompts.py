@@ -25,9 +25,11 @@ from hf_cases import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import ssmgen
 from ssmgen.compat import hf
 from ssmgen.compat import hf_functions as functions
 from ssmgen.errors import ArgumentError
+from ssmgen.spec import Pdl
 
 every_kind = pytest.mark.parametrize("name", PROMPTED)
 
@@ -128,6 +130,18 @@ def test_packed_sequences_are_kept_apart(name):
         alone = [layer(part) for part in tokens.split([4, 5], dim=1)]
     assert_close(packed, torch.cat(alone, dim=1))
     assert patch.calls()[f"{name}.mamba2_chunk_scan"] == hf.Calls(3, 0)
+
+
+@every_kind
+def test_a_card_launches_the_scan_while_the_convolution_ends(name):
+    model = prompted(name).bfloat16()
+    with hf.patch(model), functions.recording() as calls:
+        Prompt.run(model, 65)
+    assert [call.function for call in calls] == [ssmgen.causal_conv1d, ssmgen.chunk_scan] * convolutions(model)
+    with torch.no_grad():
+        for call in calls:
+            chosen = ssmgen.explain(call.function, *call.args, arch="sm_90a", **call.kwargs).chosen
+            assert chosen is not None and chosen.spec.pdl is not Pdl.OFF
 
 
 # The function itself.
