@@ -285,7 +285,7 @@ class Prompt:
 
     @classmethod
     def run(cls, model: torch.nn.Module, length: int, *, rows: slice = slice(None), tokens: slice = slice(None), **how: Any) -> Prompt:
-        """Of the tokens that it would be given, some rows and some columns."""
+        """A pass over some rows and some columns of the tokens."""
         ids = torch.randint(3, 64, (2, length), generator=torch.Generator().manual_seed(0))[rows, tokens]
         with torch.no_grad():
             return cls(model(input_ids=ids.to(model.device), **{"use_cache": True, **how}))
