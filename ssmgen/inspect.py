@@ -72,7 +72,11 @@ def stats(spec: KernelSpec, arch: Arch, cache: Cache) -> dict[str, Any]:
     """What a variant takes of an SM, and what its SASS does. What cannot be told is a sentence that says why."""
     entry, _ = cache.get(spec, arch)
     found: dict[str, Any] = {"spec": str(spec), "arch": str(arch), "compiler": entry.compiler, "seconds": round(entry.seconds, 3)}
-    found |= asdict(entry.resources) | {"cubin_bytes": len(entry.cubin), "threads": spec.threads_per_block}
+    found |= asdict(entry.resources) | {
+        "dynamic_shared": spec.dynamic_bytes,
+        "cubin_bytes": len(entry.cubin),
+        "threads": spec.threads_per_block,
+    }
     try:
         found |= residency(spec, arch, entry)
     except UnknownArchError as e:
@@ -86,7 +90,7 @@ def stats(spec: KernelSpec, arch: Arch, cache: Cache) -> dict[str, Any]:
 
 def residency(spec: KernelSpec, arch: Arch, entry: Entry) -> dict[str, Any]:
     """Theoretical occupancy of a compiled variant. Raises UnknownArchError."""
-    found = occupancy(arch, spec.threads_per_block, entry.resources.registers, entry.resources.shared)
+    found = occupancy(arch, spec.threads_per_block, entry.resources.registers, entry.resources.shared + spec.dynamic_bytes)
     return {
         "blocks_per_sm": found.blocks_per_sm,
         "warps_per_sm": found.warps_per_sm,

@@ -20,4 +20,5 @@ class Needs:
     matrices: bool = False  # loads of the tensor cores' operands from shared memory
     copies: bool = False  # asynchronous copies to shared memory
     barriers: bool = False  # those of shared memory, and the bulk copies that arrive there; from sm_90 on
+    meetings: bool = False  # barriers that threads of a block meet at from several places of the text
     mma: str = ""  # element type that the tensor cores multiply, as PTX names it; empty if they do not

@@ -60,7 +60,7 @@ def sm_limits(arch: Arch) -> SmLimits:
 
 
 def occupancy(arch: Arch, threads: int, registers: int, shared_bytes: int) -> Occupancy:
-    """threads: per block; registers: per thread; shared_bytes: static, per block. Raises UnknownArchError."""
+    """threads: per block; registers: per thread; shared_bytes: per block, static and dynamic. Raises UnknownArchError."""
     most = sm_limits(arch)
     warps = -(-threads // WARP)
     shared = _rounded(shared_bytes + SHARED_RESERVED, SHARED_UNIT)

@@ -202,12 +202,13 @@ def ids_are_sequences(scan: Scan, sizes: Sizes, lengths: Sequence[int] = LENGTHS
     out, last = scan(**tokens_of(call, slice(None)), seq_idx=ids, return_final_states=True)
     assert error(out, packed.double().cpu()) <= BOUNDS[sizes.x] and error(last[0], states[-1].double().cpu()) <= BOUNDS[sizes.x]
     alone = tokens_of(call, slice(None))
-    assert all(
-        same(a, b)
-        for a, b in zip(
-            scan(**alone, seq_idx=torch.full_like(ids, 7), return_final_states=True), scan(**alone, return_final_states=True), strict=True
-        )
-    )
+    plain = scan(**alone, return_final_states=True)
+    assert all(same(a, b) for a, b in zip(scan(**alone, seq_idx=torch.full_like(ids, 7), return_final_states=True), plain, strict=True))
+    starts = starts_of((64, 128, sum(lengths) - 192), sizes.device)
+    ids = (torch.arange(sum(lengths), device=sizes.device)[:, None] >= starts[1:3]).sum(1, dtype=torch.int32)
+    packed, states = scan(**call, cu_seqlens=starts, return_final_states=True)
+    out, last = scan(**alone, seq_idx=ids, return_final_states=True)
+    assert same(out[0], packed) and same(last[0], states[-1])
 
 
 def ids_go_on(scan: Scan, sizes: Sizes) -> None:
@@ -269,5 +270,9 @@ def checkpoints_of_a_batch(scan: Scan, sizes: Sizes) -> None:
     assert same(out, plain) and states.dtype == F32 and same(states[0], last[0]) and same(states[2], last[2])
     _, first = scan(**{n: t[2:, :1] if n in ("x", "dt", "B", "C") else t for n, t in call.items()}, return_final_states=True)
     assert same(states[1], first[0])
-    out, states = scan(**call, checkpoint_positions=positions[:0], return_checkpoints=True)
-    assert same(out, plain) and states.shape[0] == 0
+    many = torch.cat([torch.arange(-1100, 0, device=sizes.device), positions])  # more than two steps of the search
+    assert same(scan(**call, checkpoint_positions=many, return_checkpoints=True)[1][1100:1103], states[:3])
+    out, none = scan(**call, checkpoint_positions=positions[:0], return_checkpoints=True)
+    assert same(out, plain) and none.shape[0] == 0
+    call["x"][2, 1:] = NAN  # what comes behind a position does not reach its state
+    assert same(scan(**call, checkpoint_positions=positions[1:2], return_checkpoints=True)[1], first)

@@ -110,6 +110,11 @@ def replay(device: str) -> Tensors:
     }
 
 
+def scan_checkpoints(device: str) -> Tensors:
+    call = mamba(device, 2, (5,)) | {"checkpoint_positions": torch.tensor([1, 5, 12], device=device), "return_checkpoints": True}
+    return call | {"seq_idx": torch.tensor([[0, 0, 1, 1, 0]] * BATCH, device=device).int()}
+
+
 def calls(device: str) -> dict[str, tuple[str, Tensors]]:
     """(function, its arguments by name) of each case; a rank's own tensors are drawn the same on all."""
     torch.manual_seed(0)
@@ -128,6 +133,7 @@ def calls(device: str) -> dict[str, tuple[str, Tensors]]:
         "conv": ("causal_conv1d", convolution(device, (9,)) | {"return_final_states": True}),
         "conv-states": ("causal_conv1d", convolution(device, (9,)) | {"conv_states": normal(device, BATCH, H * P, 3, dtype=BF16)}),
         "scan": ("chunk_scan", mamba(device, 2, (70,))),
+        "scan-checkpoints": ("chunk_scan", scan_checkpoints(device)),
         "replay": ("replay_selective_state_update", replay(device)),
         "gdn-shared-keys": ("gated_delta_rule", linear(device, "gated_delta_rule", 1)),
         "gdn-tokens": ("gated_delta_rule", linear(device, "gated_delta_rule", 2, (3,))),

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 import ssmgen
 from ssmgen import cli, runtime
 from ssmgen.bench import report, timing
+from ssmgen.bench.multiplied import keeping
 from ssmgen.bench.progress import Watch
 from ssmgen.errors import SsmgenError
 from ssmgen.families.causal_conv1d import bench as forward
@@ -158,7 +159,7 @@ def test_what_the_peer_returns_is_kept_for_a_turn():
         made.append(weakref.ref(result))
         return result
 
-    call = forward.keeping(function, [{"n": 1}, {"n": 2}])
+    call = keeping(function, [{"n": 1}, {"n": 2}])
     for i in (0, 1, 0):
         call(i)
     assert [result() is not None for result in made] == [False, True, True]

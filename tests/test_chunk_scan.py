@@ -10,7 +10,8 @@ import torch
 from scan_cases import BF16, F16, F32, SM90, Sizes, emulated, make, problem_of, same
 
 import ssmgen
-from ssmgen import emulator
+from ssmgen import emulator, inspect
+from ssmgen.cache.store import shared_cache
 from ssmgen.emulator import EmulatorError
 from ssmgen.emulator.check import check
 from ssmgen.errors import ArgumentError, UnsupportedError
@@ -19,6 +20,7 @@ from ssmgen.nvrtc import compile_cubin
 from ssmgen.registry import select
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index, Loads, Pdl
+from ssmgen.tune.model import Candidate, Card
 
 SMALL = Sizes()
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
@@ -166,6 +168,10 @@ def operands(**changes: object) -> dict[str, object]:
             {"checkpoint_positions": torch.ones(3).int(), "checkpoints_out": torch.zeros(2, 2, 32, 32)},
             "checkpoints is [2, 2, 32, 32], not [count, H, P, N] = [3, 2, 32, 32]",
         ),
+        (
+            {"A": torch.zeros(2, requires_grad=True)},
+            "A requires grad, and the scan of a prompt has no backward: call it under torch.no_grad()",
+        ),
         ({"dt_limit": (2, 1)}, "dt_limit is (2, 1), not a tuple (low, high)"),
     ],
 )
@@ -213,6 +219,8 @@ SPECS = [
     ScanSpec(headdim=64, d_state=128, tile=64, D=DType.F32, final=True),
     ScanSpec(headdim=32, d_state=16, tile=16, stages=2, z=True, cu_seqlens=Index.I32, pool=True, started=True, index=Index.I64),
     ScanSpec(headdim=32, d_state=48, tile=32, stages=1, copy=4, initial=True, state=DType.F16, state_loads=Loads.ELEMENT, x=DType.F16),
+    ScanSpec(headdim=32, d_state=16, tile=32, initial=True, final=True, seq_idx=True, checkpoints=Index.I64, state_loads=Loads.ELEMENT),
+    ScanSpec(headdim=16, d_state=32, tile=16, stages=1, cu_seqlens=Index.I32, pool=True, index=Index.I32, checkpoints=Index.I32),
 ]
 
 
@@ -233,7 +241,14 @@ def test_check_of_variants(spec):
 
 EDITS = {
     "no wait for copies": ("wait_copies<kStages - 3>();", "", "has not waited for the copy"),
-    "a barrier too few": ("__syncthreads();  // chunk n is there", "__syncwarp();  // chunk n is there", "shared memory"),
+    "a barrier too few": ("meet(1, kThreads);  // chunk n is there", "__syncwarp();  // chunk n is there", "shared memory"),
+    "a role meets one time less": ("n <= chunks; ++n) {", "n < chunks; ++n) {", "waits at barrier 1, at which 128 of 192 threads are"),
+    "a role waits for fewer": ("meet(1, kThreads);  // chunk n", "meet(1, 128);  // chunk n", "than the 128 threads that it is for"),
+    "each role by itself": (
+        "meet(1, kThreads);  // chunk n",
+        "meet(1 + (warp < kWalkers), warp < kWalkers ? 64 : 128);  //",
+        "shared memory",
+    ),
     "asked for too early": ("ask_for(n + kStages - 2);", "ask_for(n + kStages - 1);", "shared memory"),
     "one M for two chunks": (
         "const u32 to = kAtMix + n % 2 * (kChunk * kMixWords) + part;",
@@ -244,6 +259,11 @@ EDITS = {
     "a chunk too few": ("(length + kChunk - 1) / kChunk", "length / kChunk", "off"),
     "tokens past the end": ("n * kChunk + 2 * lane + e < length ?", "true ?", "off"),
     "no decay of the state": ("S[i][e] * decay", "S[i][e]", "off"),
+    "an id's past": ("from[0] ? 0.f : exp2_approx(s[0])", "exp2_approx(s[0])", "off"),
+    "an id's neighbours": (" && column + e + 1 >= from[side]", "", "off"),
+    "an id's additions": ("alive[1] ? exp2_approx(alive[1] ? last - s[1] : 0.f) * d[1] : 0.f", "exp2_approx(last - s[1]) * d[1]", "off"),
+    "a mark's tokens": ("? Pair(steps[first + 2 * lane + e]).high : 0.f", "? Pair(steps[first + 2 * lane + e]).high : 1.f", "off"),
+    "a mark's decay": ("const float decay = last_from ? 0.f", "const float decay = false ? 0.f", "off"),
     "no upstream": ("  wait_for_upstream();", "  ", "before the wait for the upstream kernel"),
 }
 
@@ -254,6 +274,8 @@ def test_broken_kernels_are_found(edit):
     old, new, words = EDITS[edit]
 
     def change(source: str) -> str:
+        if edit.startswith("a mark") and "keep_marked" not in source:
+            return source  # of a call that it is compared with
         assert old in source, "the edit no longer applies"
         return source.replace(old, new)
 
@@ -261,7 +283,13 @@ def test_broken_kernels_are_found(edit):
         return emulated(**call, change=change)
 
     try:
-        laws.is_accurate(scan, replace(SMALL, heads=1), 200, 0.1)
+        one = replace(SMALL, heads=1)
+        if edit.startswith("an id"):
+            laws.ids_go_on(scan, one)
+        elif edit.startswith("a mark"):
+            laws.checkpoints_are_final_states(scan, one, F32, ids=True, lengths=(130,))
+        else:
+            laws.is_accurate(scan, one, 200, 0.1)
     except EmulatorError as e:
         assert words in str(e)
     except AssertionError as e:
@@ -270,11 +298,21 @@ def test_broken_kernels_are_found(edit):
         pytest.fail("nothing was found")
 
 
+def test_what_a_launch_asks_for_counts_too():
+    """Of shared memory, most is dynamic."""
+    stats = inspect.stats(SPECS[0], SM90, shared_cache())
+    assert (
+        stats["dynamic_shared"] == SPECS[0].dynamic_bytes > 48 << 10 and stats["shared"] + stats["dynamic_shared"] == SPECS[0].shared_bytes
+    )
+    assert stats["blocks_per_sm"] == 1 and Candidate(SPECS[0], 1, registers=32).resident(Card(SM90, 132, 4.0)) == 132
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
 def test_no_variant_spills(arch):
     """Beside those in generated/: the most registers per thread that there are, and the fewest."""
     where, full = Arch.parse(arch), {"D": DType.F32, "dt_bias": DType.F32, "initial": True, "final": True}
-    for problem in (ScanProblem(headdim=128, d_state=128, **full), ScanProblem(headdim=64, d_state=256, z=True, **full)):
+    marked = ScanProblem(headdim=64, d_state=128, seq_idx=True, checkpoints=Index.I64, **full)
+    for problem in (ScanProblem(headdim=128, d_state=128, **full), ScanProblem(headdim=64, d_state=256, z=True, **full), marked):
         spec = select(OPERATOR, problem, 1, where, where >= Arch(90))
         resources = compile_cubin(render(spec, where), where, str(spec)).resources
         assert not resources.spills and not resources.stack, f"{spec}: {resources}"

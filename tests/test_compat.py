@@ -311,3 +311,8 @@ ON = {"disable_state_update": False}
 def test_flashinfer_says_why_not(error, which, change, words):
     with pytest.raises(error, match=words):
         flashinfer_call(which, states(B), *([READ] if which == "mtp" else []), **change)
+
+
+def test_flashinfer_misses_the_state():
+    with pytest.raises(ArgumentError, match="neither state nor initial_state is given"):
+        flashinfer_call("decode_pretranspose", None)

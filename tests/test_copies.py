@@ -62,7 +62,7 @@ class Product(KernelSpec):
 
 def with_library(text: str, barriers: bool = False) -> str:
     nothing = dict.fromkeys(("clusters", "waits", "triggers"), False)
-    needs = Needs(mma="bf16", copies=True, matrices=True, barriers=barriers)
+    needs = Needs(mma="bf16", copies=True, matrices=True, barriers=barriers, meetings=True)
     return _environment().from_string(LIBRARY + text).render(dtypes={"bf16"}, needs=needs, **nothing)
 
 
@@ -217,6 +217,55 @@ def test_planted_bug_in_a_ring(bug):
     assert old in RING
     with pytest.raises(EmulatorError) as e:
         run(RING.replace(old, new, 1), block=96)
+    assert words in str(e.value)
+
+
+# Two of three warps meet, each in its own place; the third is elsewhere, and then meets one of them.
+MEETINGS = """
+extern "C" __global__ void product(const bf16* a, const bf16* b, float* out, u32 rows) {
+  SHARED(float, own, 96);
+  const u32 t = threadIdx.x;
+  own[t] = float(t);
+  if (t < 32) {
+    meet(1, 64);
+    meet(2, 64);
+    store_u32(out + t, __float_as_uint(own[t + 32] + own[t + 64]));
+  } else if (t < 64) {
+    meet(1, 64);
+    store_u32(out + t, __float_as_uint(own[t - 32]));
+  } else {
+    meet(2, 64);
+    store_u32(out + t, __float_as_uint(own[t - 64]));
+  }
+}
+"""
+
+
+@emulated
+def test_some_warps_meet():
+    t = torch.arange(32.0)
+    assert torch.equal(run(MEETINGS, block=96)[0].view(-1)[:96], torch.cat([2 * t + 96, t, t]))
+
+
+THIRD = "  } else {\n    meet(2, 64);"
+MEETING_BUGS = {
+    "does not come": ("  } else {", "  } else if (t > 96) {", "waits at barrier 2, at which 32 of 64 threads are and no more will come"),
+    "comes to another": (THIRD, THIRD.replace("2", "3"), "waits at barrier 2, at which 32 of 64 threads are and no more will come"),
+    "for too few": ("meet(1, 64)", "meet(1, 32)", "with more than the 32 threads that it is for"),
+    "for other numbers": (THIRD, THIRD.replace("64", "96"), "for 96 threads, others for 64"),
+    "what it has not met": ("own[t - 32]", "own[t + 32]", "load of own[64] in shared memory, which thread 64 has written"),
+    "half a warp": ("meet(2, 64)", "meet(2, 48)", "48 threads are to meet, which are no whole warps"),
+    "no barrier": ("meet(2, 64)", "meet(0, 64)", "0 is that of __syncthreads"),
+}  # fmt: skip
+
+
+@emulated
+@pytest.mark.parametrize("bug", MEETING_BUGS)
+def test_planted_bug_in_a_meeting(bug):
+    old, new, words = MEETING_BUGS[bug]
+    assert old in MEETINGS
+    with pytest.raises(EmulatorError) as e:
+        run(MEETINGS.replace(old, new), block=96)
     assert words in str(e.value)
 
 

@@ -86,8 +86,8 @@ def _tensors(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str,
             yield from ((f"{name}.{field}", t) for field, t in zip(fields, value, strict=True) if isinstance(t, Tensor))
 
 
-def check_common(tensors: Mapping[str, Tensor], anchor: str, problems: list[str]) -> None:
-    """Devices, dtypes and gradients."""
+def check_common(tensors: Mapping[str, Tensor], anchor: str, problems: list[str], what: str = "a decode step") -> None:
+    """Devices, dtypes and gradients; `what` has none of the latter."""
     device = tensors[anchor].device
     for name, t in tensors.items():
         if t.device != device:
@@ -101,7 +101,7 @@ def check_common(tensors: Mapping[str, Tensor], anchor: str, problems: list[str]
         elif t.dtype not in DTYPES:
             problems.append(f"{name} is {t.dtype}, not float32, float16 or bfloat16")
         if t.requires_grad and torch.is_grad_enabled():
-            problems.append(f"{name} requires grad, and a decode step has no backward: call it under torch.no_grad()")
+            problems.append(f"{name} requires grad, and {what} has no backward: call it under torch.no_grad()")
 
 
 def check_shape(name: str, t: Tensor, allowed: Shapes, problems: list[str]) -> bool:

@@ -33,7 +33,7 @@ from .operands import takes as _takes
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, A_log: Tensor, a: Tensor, dt_bias: Tensor, b: Tensor, scale: float | None,
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, A_log: Tensor, a: Tensor, dt_bias: Tensor, b: Tensor, scale: float | None,
     output: Tensor | None, use_qk_l2norm: bool, state_layout: str = "vk", read: Tensor | None = None, write: Tensor | None = None,
     kept: Tensor | None = None, update: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -99,10 +99,13 @@ def gated_delta_rule_decode_pretranspose(
         problems.append("output_state_indices is given without initial_state")
     if initial_state is not None and state is not None:
         problems.append("both state and initial_state are given")
-    if problems:
+    held = state if initial_state is None else initial_state
+    if held is None:
+        problems.append("neither state nor initial_state is given")
+    if problems or held is None:
         raise ArgumentError("gated_delta_rule_decode_pretranspose", problems)
     return _run(
-        q, k, v, state if initial_state is None else initial_state, A_log, a, dt_bias, b, scale, output, use_qk_l2norm,
+        q, k, v, held, A_log, a, dt_bias, b, scale, output, use_qk_l2norm,
         read=initial_state_indices, write=output_state_indices, kept=intermediate_states_buffer, update=not disable_state_update,
     )  # fmt: skip
 

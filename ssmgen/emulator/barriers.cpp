@@ -136,7 +136,55 @@ void Machine::fail_of_deadlock() {
             element(*b->array, b->i) + ", which nobody ends: " + std::to_string(b->missing) + " of " + std::to_string(b->count) +
             " have not arrived, " + std::to_string(b->expected) + " bytes are expected and " + std::to_string(bytes_of(*b)) + " were asked for";
   }
+  for (u32 i = 0; i < threads.size() && what.empty(); ++i) {
+    const Thread& t = threads[i];
+    if (t.state != State::kAtMeeting) continue;
+    const auto beside = [&](const Thread& other) {
+      return other.state == State::kAtMeeting && other.source == t.source && (&other - threads.data()) / block == i / block;
+    };
+    select(i);
+    what = "waits at barrier " + std::to_string(t.source) + ", at which " + std::to_string(std::count_if(threads.begin(), threads.end(), beside)) +
+           " of " + std::to_string(t.mask) + " threads are and no more will come";
+  }
   fail(what.empty() ? "threads wait at different barriers" : what);
+}
+
+// Threads of a block that meet by a barrier's number, wherever they are in the text.
+void meet_at(u32 barrier, u32 count) {
+  Thread& t = machine->me();
+  if (!barrier || barrier > 15) machine->fail("meets at barrier " + std::to_string(barrier) + ": they are 1 to 15, and 0 is that of __syncthreads");
+  if (!count || count % kWarp || count > machine->block)
+    machine->fail(std::to_string(count) + " threads are to meet, which are no whole warps, or more than the block has");
+  t.source = barrier, t.mask = count, t.state = State::kAtMeeting;
+  machine->yield();
+}
+
+// Lets the threads of a block go on that have met at one of its barriers.
+bool Machine::settle_meetings(u32 of) {
+  for (u32 barrier = 1; barrier < 16; ++barrier) {
+    std::vector<u32> here;
+    for (u32 i = of * block; i < (of + 1) * block; ++i)
+      if (threads[i].state == State::kAtMeeting && threads[i].source == barrier) here.push_back(i);
+    if (here.empty()) continue;
+    const u32 wanted = threads[here[0]].mask;
+    for (u32 i : here) {
+      select(i);
+      if (me().mask != wanted) fail("waits at barrier " + std::to_string(barrier) + " for " + std::to_string(me().mask) + " threads, others for " + std::to_string(wanted));
+    }
+    if (here.size() < wanted) continue;
+    if (here.size() > wanted) fail("waits at barrier " + std::to_string(barrier) + " with more than the " + std::to_string(wanted) + " threads that it is for");
+    for (u32 i : here) threads[i].state = State::kRunning, threads[i].moment = 0;
+    if (wanted == block) {
+      share(of * block, block, ~0u);
+      ++epochs[of];
+    } else {
+      std::vector<u32> all;
+      for (u32 i : here) tell(i, all);
+      for (u32 i : here) threads[i].seen = all;
+    }
+    return true;
+  }
+  return false;
 }
 
 void check_barriers_ended() {

@@ -242,6 +242,7 @@ inline void copy_bulk(const emulator::Shared<T>& to, unsigned i, const void* fro
 
 inline void prefetch_l2(const void* p, int bytes) { emulator::prefetch(p, bytes); }
 inline void touch_l2(const void* p) { emulator::touch(p); }
+inline void meet(unsigned barrier, unsigned threads) { emulator::meet_at(barrier, threads); }
 inline void cluster_arrive() { emulator::cluster_arrive(); }
 inline void cluster_wait() { emulator::cluster_wait(); }
 inline void store_to_peer(emulator::Shared<float>& own, unsigned i, unsigned rank, float v) { own.store_to_peer(rank, i, v); }

@@ -80,7 +80,7 @@ void Machine::run_cluster() {
     try {
       if (done == count) return check_barriers_ended();
       for (u32 first = 0; first < count; first += kWarp) moved |= settle_warp(first);
-      for (u32 r = 0; r < cluster && !moved; ++r) moved = settle_block(r);
+      for (u32 r = 0; r < cluster && !moved; ++r) moved = settle_block(r) || settle_meetings(r);
       if (!moved) moved = settle_barriers();
       if (!moved) moved = settle_cluster();
       if (!moved) fail_of_deadlock();

@@ -31,6 +31,7 @@ extern Dim thread_index, block_index, block_size, grid_size;
 // Waits until the other lanes are here too; `site` is where this returns to.
 u64 meet(Kind kind, u32 mask, u64 value = 0, u32 source = 0);
 
+void meet_at(u32 barrier, u32 threads);
 void cluster_arrive();
 void cluster_wait();
 void wait_for_upstream();

@@ -20,7 +20,7 @@ namespace emulator {
 constexpr u32 kWarp = 32;
 constexpr std::size_t kStack = 256 * 1024;
 
-enum class State { kRunning, kAtWarp, kAtBlock, kAtBarrier, kAtCluster, kDone };
+enum class State { kRunning, kAtWarp, kAtBlock, kAtMeeting, kAtBarrier, kAtCluster, kDone };
 enum class Access { kLoad, kStore, kAtomic, kCopy };
 
 struct SharedArray;
@@ -178,6 +178,7 @@ class Machine {
   void yield();
   bool settle_warp(u32 first);
   bool settle_block(u32 rank);
+  bool settle_meetings(u32 rank);
   bool settle_barriers();
   bool settle_cluster();
   [[noreturn]] void fail_of_deadlock();

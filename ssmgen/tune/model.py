@@ -28,7 +28,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A variant at one size. registers and shared: of the cubin, if it is there."""
+    """A variant at one size. registers and shared: of the cubin, if it is there; a launch asks for the spec's dynamic_bytes besides."""
 
     spec: KernelSpec
     grid: int
@@ -37,7 +37,8 @@ class Candidate:
 
     def resident(self, card: Card) -> int:
         """Blocks that the card holds at once."""
-        return card.sms * occupancy(card.arch, self.spec.threads_per_block, self.registers, self.shared).blocks_per_sm
+        shared = self.shared + self.spec.dynamic_bytes
+        return card.sms * occupancy(card.arch, self.spec.threads_per_block, self.registers, shared).blocks_per_sm
 
     def expected_us(self, card: Card) -> float | None:
         """None where the model has no opinion."""

@@ -58,6 +58,41 @@ def test_decoding_goes_on():
     laws.decoding_goes_on(ssmgen.chunk_scan, MODEL, 500)
 
 
+def test_ids_are_sequences():
+    laws.ids_are_sequences(ssmgen.chunk_scan, MODEL, (*laws.LENGTHS, 1000))
+
+
+def test_ids_go_on():
+    laws.ids_go_on(ssmgen.chunk_scan, MODEL)
+
+
+@pytest.mark.parametrize(("state", "ids"), [(F32, False), (F32, True), (BF16, False), (F16, False)], ids=["f32", "ids", "bf16", "f16"])
+def test_checkpoints_are_final_states(state, ids):
+    laws.checkpoints_are_final_states(ssmgen.chunk_scan, MODEL, state, ids=ids, lengths=(*laws.LENGTHS, 1000))
+
+
+def test_checkpoints_of_a_batch():
+    laws.checkpoints_of_a_batch(ssmgen.chunk_scan, MODEL)
+
+
+def test_many_checkpoints():
+    """More than two steps of the search, each a state of its own; other positions in the same graph."""
+    call = make(replace(MODEL, heads=2), 3000) | {"cu_seqlens": laws.starts_of((1000, 0, 1999), "cuda")}
+    positions = torch.arange(1, 3001, device="cuda")
+    out, states = ssmgen.chunk_scan(**call, checkpoint_positions=positions, return_checkpoints=True)
+    some = torch.tensor([64, 999, 1000, 1001, 2999], device="cuda")
+    _, wanted = ssmgen.chunk_scan(**call, checkpoint_positions=some, return_checkpoints=True)
+    assert same(states[some - 1], wanted)
+    again = torch.empty_like(wanted)
+    graph = torch.cuda.CUDAGraph()
+    call |= {"checkpoint_positions": some, "checkpoints_out": again, "out": out}
+    with torch.cuda.graph(graph):
+        ssmgen.chunk_scan(**call)
+    some.copy_(some - 1)
+    graph.replay()
+    assert same(again, states[some - 1])
+
+
 def test_the_same_bits_every_time():
     call = make(WIDE, 4, 300)
     seen = set()

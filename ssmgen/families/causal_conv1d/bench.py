@@ -26,11 +26,11 @@ from torch import Tensor
 
 import ssmgen
 
-from ... import runtime
 from ...accuracy import norm_error
 from ...bench import options as cli
 from ...bench import report as reports
-from ...bench import schema, timing
+from ...bench import schema
+from ...bench.multiplied import PROMPT, keeping, measure
 from ...bench.progress import PRINTING, Watch
 from ...bench.report import GATE, cell
 from ...bench.rows import Point
@@ -38,7 +38,7 @@ from ...bench.schema import COUNT, TEXT
 from ...calls.checks import TORCH_DTYPES
 from ...errors import SsmgenError
 from ...models import Model
-from ...spec import SM90, DType
+from ...spec import DType
 from .reference import causal_conv1d as reference
 from .spec import MAX_WIDTH, ConvLayout
 
@@ -70,7 +70,6 @@ REPORT = schema.Report(
     **schema.MULTIPLIED,
 )
 QUICK: dict[str, Any] = {"shapes": ((1, 1536, 2048), (4, 4096, 4096))}
-PROMPT = 2048  # tokens of a model's prompts
 
 
 def of_model(model: Model, tp: int, quick: bool) -> dict[str, Any] | None:
@@ -167,7 +166,7 @@ class Case:
         expected["out"] = expected["out"].double()
         views = {n.removesuffix("_out"): t for n, t in expected.items()} | {"weight": self.weight[some], "bias": self.bias[some]}
         views |= {n: t for n, t in self.more.items() if n in ("query_start_loc", "conv_state_indices", "has_initial_state")}
-        options = {"silu": True, "dtype": torch.float64}
+        options: dict[str, Any] = {"silu": True, "dtype": torch.float64}
         if self.form is Form.SEQ_IDX:  # the same as packed sequences, of which the reference is faster
             for row in range(len(expected["x"])):
                 one = {n: expected[n][row : row + 1] for n in ("x", "out")}
@@ -190,16 +189,6 @@ def checked(what: str, out: Tensor, expected: Tensor, states_equal: bool) -> flo
     return error
 
 
-def keeping(function: Callable[..., Any], calls: Sequence[Mapping[str, Any]]) -> reports.Peer:
-    """Calls a function that returns new tensors, each of which is kept until the same call is made again."""
-    kept: dict[int, Any] = {}
-
-    def call(i: int) -> None:
-        kept[i] = function(**calls[i])
-
-    return call
-
-
 def dao(case: Case) -> reports.Peer | None:
     """Dao-AILab's kernels."""
     function = reports.imported("causal_conv1d", "causal_conv1d_fn")
@@ -210,29 +199,6 @@ def dao(case: Case) -> reports.Peer | None:
 
 
 PEERS = {"causal_conv1d": dao}
-
-
-def measure(case: Any, peers: Mapping[str, Callable[[Any], reports.Peer | None]], rounds: int, host: bool, watch: Watch) -> dict[str, Any]:
-    """What a row says beside its case, which is of either convolution."""
-    arch = runtime.device_arch(case.out[0].device.index)
-    pdls = (True, False) if arch >= SM90 else (False,)
-    error = max(reports.gates(case.gate, pdls))
-    others = reports.usable({name: make(case) for name, make in peers.items()})
-    contenders = {"ssmgen_pdl" if pdl else "ssmgen": reports.bound(case, pdl) for pdl in pdls} | {"mul": case.ceiling} | others
-    watch.timing(len(contenders))
-    us = timing.device_us(contenders, case.sets, rounds)
-    served = us.get("ssmgen_pdl", us["ssmgen"])  # pdl=None is pdl=True where the device can
-    return {
-        "us": us,
-        "served_us": served,
-        "bytes": case.bytes_moved,
-        "tbs": case.bytes_moved / served / 1e6,
-        "mul_ratio": served / us["mul"],
-        "peer_ratio": {name: served / us[name] for name in others},
-        "host_us": reports.host_us(case.function, (), case.arguments(0), others) if host else {},
-        "out_error": error,
-        **reports.served(case.function, (), case.arguments(0), arch),
-    }
 
 
 @torch.no_grad()

@@ -106,7 +106,7 @@ def check_convolution(named: Mapping[str, Any], problems: list[str]) -> bool:
     """What both convolutions ask of x, weight and bias. False: nothing else can be said."""
     if not checks.check_tensors(named, problems):
         return False
-    checks.check_common(named, "x", problems)
+    checks.check_common(named, "x", problems, "the convolution")
     weight = named["weight"]
     if weight.dim() != 2:
         problems.append(f"weight is {list(weight.shape)}, not [dim, width]")

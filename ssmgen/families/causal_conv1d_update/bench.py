@@ -27,6 +27,7 @@ import ssmgen
 from ...bench import options as cli
 from ...bench import report as reports
 from ...bench import schema
+from ...bench.multiplied import keeping, measure
 from ...bench.progress import PRINTING, Watch
 from ...bench.report import HOST_BATCH, MIN_SETS
 from ...bench.rows import Point
@@ -34,7 +35,7 @@ from ...bench.schema import COUNT, TEXT
 from ...calls.checks import TORCH_DTYPES
 from ...models import Model
 from ...spec import DType
-from ..causal_conv1d.bench import DTYPE, HEADING, WIDTH, checked, columns, keeping, measure
+from ..causal_conv1d.bench import DTYPE, HEADING, WIDTH, checked, columns
 from .reference import causal_conv1d_update as reference
 
 BATCHES = (1, 4, 8, 16, 32, 64, 128, 256)
@@ -117,7 +118,8 @@ class Case:
         return call | ({"num_accepted_tokens": self.accepted[i]} if self.tokens > 1 else {})
 
     def ceiling(self, i: int) -> Tensor:
-        return self.shares[i % len(self.shares)].mul_(1.0)
+        share: Tensor = self.shares[i % len(self.shares)]
+        return share.mul_(1.0)
 
     def gate(self, pdl: bool | None = None) -> float:
         """Norm error of one call's output, against float64, on a few rows. Raises SsmgenError when it is more than its rounding, or when a

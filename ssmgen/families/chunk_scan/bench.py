@@ -29,13 +29,13 @@ from ...accuracy import norm_error
 from ...bench import options as cli
 from ...bench import report as reports
 from ...bench import schema
+from ...bench.multiplied import PROMPT, keeping, measure
 from ...bench.progress import PRINTING, Watch
 from ...bench.report import GATE, cell
 from ...bench.rows import Point
 from ...bench.schema import COUNT, TEXT
 from ...errors import SsmgenError
 from ...models import Model
-from ..causal_conv1d.bench import PROMPT, keeping, measure
 from .reference import chunk_scan as reference
 
 SHAPES = [(128, 8, 1, 2048), (128, 8, 1, 8192), (128, 8, 16, 2048), (16, 1, 1, 8192), (24, 1, 1, 8192)]

@@ -129,7 +129,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     """
     if not checks.check_tensors(named, problems):
         return {}
-    checks.check_common(named, "x", problems)
+    checks.check_common(named, "x", problems, "the scan of a prompt")
     views, x, ragged = dict(named), named["x"], "cu_seqlens" in named
     if x.dim() not in ((3, 4) if ragged else (4,)) or (ragged and x.dim() == 4 and x.shape[0] != 1):
         wanted = "[tokens, H, P] or [1, tokens, H, P], as cu_seqlens asks for" if ragged else "[batch, T, H, P]"

@@ -14,6 +14,10 @@ POOL: dict[str, Any] = {"cu_seqlens": Index.I32, "pool": True, "started": True, 
 DEFAULTS = {
     "Mamba-2, a batch from zeros": Default(ScanProblem(**MAMBA2, final=True), 1),
     "Mamba-2, packed, with a pool": Default(ScanProblem(**MAMBA2, state=DType.BF16, **POOL), 1),
+    "Mamba-2, packed, with states for a cache of prefixes": Default(
+        ScanProblem(**MAMBA2, state=DType.BF16, **POOL, checkpoints=Index.I32), 1
+    ),
+    "Mamba-2, a batch of several sequences in each row": Default(ScanProblem(**MAMBA2, final=True, seq_idx=True), 1),
     "a gate, states in and out, 4 bytes at once": Default(
         ScanProblem(
             headdim=128, d_state=64, z=True, D=DType.F32, dt_limit=True, initial=True, final=True, copy=4, state_loads=Loads.ELEMENT

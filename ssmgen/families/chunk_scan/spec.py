@@ -6,7 +6,8 @@ With d = softplus(dt + bias), and s its running sum with A within a chunk, a chu
     S <- exp(s_last) S + sum_j exp(s_last - s_j) d_j x_j B_j^T
 
 A block walks a sequence's chunks in order, for `tile` rows of one head. Some of its warps, the walkers, hold 16 rows of S each in f32, in
-the registers in which products are summed; the others make M one chunk ahead, because that does not hang on S.
+the registers in which products are summed; the others make M one chunk ahead, because that does not hang on S. States at listed positions
+are made beside S, by the walkers, from its value at their chunk's start.
 Bytes per token and head: 4 P of x and y, 4 N / (heads of a group) of B and C.
 """
 
@@ -76,7 +77,6 @@ class ScanProblem(Problem):
             ),
             *must(not (self.pool and (self.initial or self.final)), "a pool takes the place of initial_states and final_states"),
             *must(self.pool or (self.index is Index.NONE and not self.started), "slots and has_initial_state are of a pool"),
-            *must(not self.seq_idx and not self.marked, "seq_idx and checkpoints have no kernel yet, only the reference"),
             *must(not (self.seq_idx and self.ragged), "seq_idx and cu_seqlens both divide the tokens into sequences"),
         ]
 
@@ -96,7 +96,7 @@ class ScanSpec(KernelSpec, ScanProblem):
     @property
     def needs(self) -> Needs:
         elements = self.state_loads is Loads.ELEMENT
-        return Needs(math=True, matrices=True, copies=True, elements=elements, bytes=self.started, mma=self.x.value)
+        return Needs(math=True, matrices=True, copies=True, meetings=True, elements=elements, bytes=self.started, mma=self.x.value)
 
     @property
     def walkers(self) -> int:
@@ -143,7 +143,7 @@ class ScanSpec(KernelSpec, ScanProblem):
 
     @property
     def shared_bytes(self) -> int:
-        return self.dynamic_bytes + SUMS * 4 * CHUNK * 4
+        return self.dynamic_bytes + SUMS * (5 if self.seq_idx else 4) * CHUNK * 4
 
     def violations(self, arch: Arch) -> list[str]:
         if problems := [

@@ -148,7 +148,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     usable if that is nothing."""
     if not checks.check_tensors(named, problems):
         return {}
-    checks.check_common(named, "o", problems)
+    checks.check_common(named, "o", problems, "the merging of splits")
     _check_forms(named, options, problems)
     if not _shapes_fit(named, problems):
         return {}

@@ -108,7 +108,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     is nothing."""
     if not checks.check_tensors(named, problems):
         return {}
-    checks.check_common(named, "x", problems)
+    checks.check_common(named, "x", problems, "the gated norm")
     x = named["x"]
     found = _groups_of(x, options.group_size, problems)
     like_x = {"that of x": tuple(x.shape)}
