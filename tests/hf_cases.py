@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 from typing import Any
@@ -10,11 +11,15 @@ import pytest
 import torch
 
 from ssmgen.compat import hf, hf_layers
+from ssmgen.compat.hf_functions import Recorded, scan_faults
 from ssmgen.compat.hf_layers import LAYERS
 
 _COMMON = {"vocab_size": 64, "hidden_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2}
 _ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 128}
-_MAMBA2_HYBRID = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_expand": 2, "mamba_chunk_size": 4}
+# Heads of Mamba-2 are as narrow as a prompt's kernels take them
+_MAMBA2_HYBRID = {
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_expand": 2, "mamba_chunk_size": 4,
+}  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 _GDN = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 8,
@@ -56,7 +61,7 @@ TINY: dict[str, dict[str, Any]] = {
         "mamba_dt_rank": 4,
         "n_mamba_heads": 2,
     },
-    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "num_hidden_layers": 3, "chunk_size": 4},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 16, "n_groups": 2, "num_hidden_layers": 3, "chunk_size": 4},
     "bamba": {**_ATTENTION, **_MAMBA2_HYBRID, "num_hidden_layers": 3, "attn_layer_indices": [1]},
     "falcon_h1": {**_ATTENTION, **_MAMBA2_HYBRID, "num_hidden_layers": 2, "mamba_d_ssm": 64, "head_dim": 8},
     "granitemoehybrid": {
@@ -71,8 +76,8 @@ TINY: dict[str, dict[str, Any]] = {
     "nemotron_h": {
         **_ATTENTION,
         "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 8,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
         "n_groups": 2,
         "ssm_state_size": 16,
         "chunk_size": 4,
@@ -84,7 +89,7 @@ TINY: dict[str, dict[str, Any]] = {
         "layers_block_type": ["mamba", "hybrid", "mamba"],
         "mamba_d_state": 16,
         "mamba_ngroups": 2,
-        "n_mamba_heads": 8,
+        "n_mamba_heads": 4,
         "chunk_size": 4,
         "num_mem_blocks": 1,
     },
@@ -205,8 +210,12 @@ def generate(model: torch.nn.Module, tokens: int, **changes: Any) -> Any:
 
 def states_of(generated: Any) -> list[torch.Tensor]:
     """The states of all layers that have one, as they are in the cache."""
+    return states_of_cache(generated.past_key_values)
+
+
+def states_of_cache(cache: Any) -> list[torch.Tensor]:
     kinds = ("conv_states", "recurrent_states")
-    found = [state for layer in generated.past_key_values.layers for kind in kinds for state in _listed(getattr(layer, kind, None))]
+    found = [state for layer in cache.layers for kind in kinds for state in _listed(getattr(layer, kind, None))]
     return [state for state in found if isinstance(state, torch.Tensor)]
 
 
@@ -240,6 +249,61 @@ def last_logits(step: DecodeStep, cache: Any, steps: int) -> torch.Tensor:
         logits = step(cache)
         forget(cache)
     return logits
+
+
+def scans_prompts(name: str) -> bool:
+    """Whether a prompt's scan is replaced."""
+    return "mamba2_chunk_scan" in hf.MODELS[name]
+
+
+def prompt_calls(name: str, model: torch.nn.Module) -> dict[str, hf.Calls]:
+    """The calls of a prompt. A card scans those that there are kernels for."""
+    layers, weight = convolutions(model), next(model.parameters())
+    calls = {f"{name}.causal_conv1d_fn": hf.Calls(layers, 0)}
+    if scans_prompts(name):
+        refused = weight.is_cuda and scan_faults(16, 16, weight.dtype)
+        calls[f"{name}.mamba2_chunk_scan"] = hf.Calls(0, layers) if refused else hf.Calls(layers, 0)
+    return calls
+
+
+PROMPTED = [name for name in TINY if scans_prompts(name)]
+
+
+def prompted(name: str, **changes: Any) -> torch.nn.Module:
+    """A tiny Mamba-2 model in which nothing is chosen: its experts all take part, so that roundings stay small."""
+    return built(name, **({"num_experts_per_tok": 2} if name == "granitemoehybrid" else {}), **changes)
+
+
+class Prompt:
+    """What a model makes of a prompt of two rows: logits, and of every layer of the cache, the convolution's window and the state."""
+
+    def __init__(self, out: Any):
+        self.logits = out.logits
+        self.cache_name = "past_key_values" if "past_key_values" in out else "cache_params"
+        self.cache = out.get(self.cache_name)
+        self.states = [] if self.cache is None else [state.clone() for state in states_of_cache(self.cache)]
+
+    @classmethod
+    def run(cls, model: torch.nn.Module, length: int, *, rows: slice = slice(None), tokens: slice = slice(None), **how: Any) -> Prompt:
+        """A pass over some rows and some columns of the tokens."""
+        ids = torch.randint(3, 64, (2, length), generator=torch.Generator().manual_seed(0))[rows, tokens]
+        with torch.no_grad():
+            return cls(model(input_ids=ids.to(model.device), **{"use_cache": True, **how}))
+
+    def go_on(self, model: torch.nn.Module, length: int) -> Prompt:
+        """Another prompt behind this one, on a copy of its cache."""
+        return self.run(model, length, **{self.cache_name: copy.deepcopy(self.cache)})
+
+
+def norm_of_error(got: Prompt, exact: Prompt) -> float:
+    """The relative error, in L2, of logits and states: the root of the mean of its squares."""
+    pairs = list(zip((got.logits, *got.states), (exact.logits, *exact.states), strict=True))
+    return (sum(((a.double() - b.double()).norm() / b.double().norm()).item() ** 2 for a, b in pairs) / len(pairs)) ** 0.5
+
+
+def unserved(call: Recorded, dtype: torch.dtype) -> list[str]:
+    """Why a card computes no such call of a tiny model, in words; nothing where it does."""
+    return list(scan_faults(16, 16, dtype)) if call.function.__name__ == "chunk_scan" else []
 
 
 # Of layers that are fused.
@@ -282,8 +346,7 @@ def assert_same_generation(got: Any, want: Any) -> None:
 
 def fused_calls(name: str, model: torch.nn.Module, steps: int) -> dict[str, hf.Calls]:
     """The calls of a fused generation with so many decode steps."""
-    layers = convolutions(model)
-    return {f"{name}.causal_conv1d_fn": hf.Calls(layers, 0), fused_label(name): hf.Calls(layers * steps, 0)}
+    return {**prompt_calls(name, model), fused_label(name): hf.Calls(convolutions(model) * steps, 0)}
 
 
 def replaced() -> dict[str, Any]:

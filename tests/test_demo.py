@@ -14,18 +14,19 @@ from rich.console import Console
 
 pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
 
-from hf_cases import tiny
+from hf_cases import modeling, tiny
 from transformers import AutoModelForCausalLM
 
 from ssmgen.bench.progress import Watch
 from ssmgen.compat import hf
-from tools.demo import DemoError, measure, run
+from tools.demo import DemoError, measure, prompts, run
 from tools.demo.__main__ import demo
 from tools.demo.decode import PROMPT, Greedy, prompt
 from tools.demo.measure import FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Options, Row, Way
 from tools.demo.presets import OTHERS, SHARED, Preset, chosen, presets
+from tools.demo.prompts import PromptRow
 from tools.demo.run import Failure, Report
-from tools.demo.table import COLUMNS, as_markdown, print_table
+from tools.demo.table import COLUMNS, PROMPT_COLUMNS, as_markdown, print_table
 
 HERE = [preset.name for preset in chosen(())]
 NARROW = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "chunk_size": 4}
@@ -211,7 +212,9 @@ def on_cpu(monkeypatch):
         raise RuntimeError("no stream to capture\nwith more below") from None
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(measure, "kernels", lambda step: step() is None or 5)
+    for module in (measure, prompts):
+        monkeypatch.setattr(module, "kernels", lambda step: step() is None or 5)
+    monkeypatch.setattr(prompts, "peak_bytes", lambda step: step() and 7)
     monkeypatch.setattr(measure, "captured", refuse)
     monkeypatch.setattr(hf, "warm", lambda model, batches, prompt_length, fuse=False: 0)
 
@@ -228,6 +231,31 @@ def test_a_family_is_measured_at_each_batch_size(on_cpu):
         assert row.notes == dict.fromkeys((f"{GRAPH} ms", f"{FUSED_GRAPH} ms"), "RuntimeError: no stream to capture")
         assert row.speedup(GRAPH) is row.speedup(FUSED_GRAPH) is None
         assert row.speedup(PATCHED) == row.ms[PLAIN] / row.ms[PATCHED]
+
+
+def test_prompts_are_measured_patched_and_not(on_cpu):
+    rows, failed = run.family(narrow(), (1, 2), Options(layers=2, rounds=2, prompts=(3, 70)), "cpu")
+    assert not failed and [(row.batch, row.length) for row in rows] == [(1, 3), (1, 70), (2, 3), (2, 70)]
+    for row in rows:
+        assert row.ms.keys() == {PLAIN, PATCHED} and min(row.ms.values()) > 0 and row.speedup(PATCHED) == row.ms[PLAIN] / row.ms[PATCHED]
+        assert row.kernels == dict.fromkeys(row.ms, 5) and row.memory == dict.fromkeys(row.ms, 7) and not row.notes
+        assert 0 < row.apart < 0.1
+    assert "a prompt of 70: ms to the first token transformers " in run.line(rows[1])
+
+
+def test_prompts_that_transformers_has_no_memory_for(on_cpu, monkeypatch):
+    """Chunks are as long as the model's own, and what is patched is measured all the same."""
+    own = modeling("mamba2").mamba2_chunk_scan
+
+    def no_memory(*args, **kwargs):
+        assert kwargs["chunk_size"] == 256
+        raise torch.OutOfMemoryError("too much\nof it")
+
+    monkeypatch.setattr(modeling("mamba2"), "mamba2_chunk_scan", no_memory)
+    monkeypatch.setattr(no_memory, "__wrapped__", own, raising=False)
+    rows, failed = run.family(narrow(), (1,), Options(layers=2, rounds=1, prompts=(5,)), "cpu")
+    assert not failed and rows[0].ms.keys() == rows[0].memory.keys() == {PATCHED} and rows[0].apart is rows[0].speedup(PATCHED) is None
+    assert rows[0].notes == dict.fromkeys((f"{PLAIN} {unit}" for unit in ("ms", "kernels", "memory")), "OutOfMemoryError: too much")
 
 
 def test_a_family_without_fused_layers_has_no_such_way(on_cpu, monkeypatch):
@@ -273,11 +301,11 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def table(text: str) -> list[dict[str, str]]:
+def table(text: str, columns=COLUMNS) -> list[dict[str, str]]:
     """Rows of a table in Markdown, by title, with ordinary blanks."""
     lines = [line.replace("\N{NO-BREAK SPACE}", " ") for line in text.splitlines() if line.startswith("|")]
     titles = cells(lines[0])
-    assert titles == [column.title for column in COLUMNS if column.title]
+    assert titles == [column.title for column in columns if column.title]
     return [dict(zip(titles, cells(line), strict=True)) for line in lines[2:]]
 
 
@@ -307,6 +335,22 @@ def test_a_fused_familys_ways_have_their_cells():
     first, second = table(as_markdown(Report(FACTS, [fused, row(ms=eager, notes={f"{FUSED_GRAPH} ms": "no capture"})])))
     assert (first["fused ms"], first["fused kernels"], first["fused graph ms"]) == ("2.00 (3.0 ×)", "100", "0.25 (24.0 ×)")
     assert second["fused graph ms"] == "- (1)"
+
+
+def test_prompts_have_a_table_of_their_own():
+    named = {"family": "mamba2", "like": "Codestral", "served": 8, "layers": 8, "batch": 1}
+    numbers = {"ms": {PLAIN: 90.0, PATCHED: 30.0}, "kernels": {PLAIN: 700, PATCHED: 200}, "memory": {PLAIN: 3 << 29, PATCHED: 1 << 30}}
+    both = PromptRow(**named, length=2048, **numbers, apart=0.004)
+    notes = dict.fromkeys((f"{PLAIN} {unit}" for unit in ("ms", "kernels", "memory")), "OutOfMemoryError: too much")
+    ours = PromptRow(**named, length=8192, ms={PATCHED: 99.0}, kernels={PATCHED: 200}, memory={PATCHED: 1 << 32}, notes=notes)
+    text = as_markdown(Report(FACTS, prompts=[both, ours]))
+    first, second = table(text, PROMPT_COLUMNS)
+    assert first == {
+        "family": "mamba2", "as wide as": "Codestral", "layers": "8", "batch": "1", "prompt": "2048", "transformers ms": "90.00",
+        "patched ms": "30.00 (3.0 ×)", "kernels": "700", "patched kernels": "200", "GiB": "1.50", "patched GiB": "1.00", "apart": "4.0e-03",
+    }  # fmt: skip
+    assert second["transformers ms"] == second["kernels"] == second["GiB"] == "- (1)" and second["patched ms"] == "99.00"
+    assert "(1) OutOfMemoryError: too much" in text and "to the first token behind it; bf16" in text
 
 
 def test_a_terminal_gets_the_same_cells():
@@ -366,3 +410,7 @@ def test_a_run_is_printed_and_saved(monkeypatch, tmp_path):
     saved = json.loads(file.read_text())
     assert saved["device"] == "GPU" and saved["rows"][0]["ms"] == {PLAIN: 6.0, PATCHED: 3.0, GRAPH: 0.5}
     assert saved["failed"] == [{"family": "mamba", "batch": 64, "error": "it broke"}]
+    two = ("--prompt", "512", "--prompt", "64")
+    for args, sizes, lengths in (((), (1, 64), ()), (two, (1,), (512, 64)), (("--batch", "8", *two), (8,), (512, 64))):
+        invoke("--model", "mamba2", *args)
+        assert asked[-1] == (["mamba2"], sizes, Options(prompts=lengths))

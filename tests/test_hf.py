@@ -10,7 +10,21 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
 
-from hf_cases import TINY, DecodeStep, assert_same, built, convolutions, generate, known, modeling, snapshot, states_of
+from hf_cases import (
+    TINY,
+    DecodeStep,
+    assert_same,
+    built,
+    convolutions,
+    generate,
+    known,
+    modeling,
+    prompt_calls,
+    scans_prompts,
+    snapshot,
+    states_of,
+    unserved,
+)
 from selection import kept
 from transformers import CompileConfig
 
@@ -64,10 +78,10 @@ def test_greedy_generation_is_unchanged_and_ours(name):
         close(a, b, of=b)
 
     layers, steps, heads = convolutions(model), TOKENS - 1, 2 if name == "zamba" else 1  # zamba calls once per head
-    expected = {"causal_conv1d_fn": layers, "causal_conv1d_update": layers * steps}
+    expected = {"causal_conv1d_update": layers * steps}
     if SCANS[name]:
         expected[SCANS[name]] = layers * steps * heads
-    assert patch.calls() == {f"{name}.{f}": hf.Calls(n, 0) for f, n in expected.items()}
+    assert patch.calls() == prompt_calls(name, model) | {f"{name}.{f}": hf.Calls(n, 0) for f, n in expected.items()}
 
 
 @every_model
@@ -81,7 +95,7 @@ def test_kernels_serve_every_call(name, dtype):
     assert len(calls) == sum(c.ssmgen for c in patch.calls().values())
     with torch.no_grad():
         for call in calls:
-            assert ssmgen.supported(call.function, *call.args, arch="sm_90a", **call.kwargs) == (True, [])
+            assert ssmgen.supported(call.function, *call.args, arch="sm_90a", **call.kwargs)[1] == unserved(call, dtype)
 
 
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_5"])
@@ -154,7 +168,7 @@ def test_a_prompt_compiles_into_one_graph(name):
         want = model(input_ids=ids, use_cache=True).logits
         got, targets = compiled_nodes(lambda ids: model(input_ids=ids, use_cache=True).logits, ids)
     close(got, want, of=want)
-    assert ours_in(targets) == convolutions(model), targets
+    assert ours_in(targets) == convolutions(model) * (2 if scans_prompts(name) else 1), targets
 
 
 @pytest.mark.parametrize("refused", ["activation", "dtype"])
@@ -179,7 +193,7 @@ def test_a_static_cache_which_transformers_compiles():
     with hf.patch(model) as patch:
         got = generate(model, TOKENS, cache_implementation="static", compile_config=compile_config)
     assert torch.equal(got.sequences, want.sequences)
-    assert patch.calls() == {"mamba2.causal_conv1d_fn": hf.Calls(3, 0)}, "the steps were compiled: those calls are not counted"
+    assert patch.calls() == prompt_calls("mamba2", model), "the steps were compiled: those calls are not counted"
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
@@ -220,8 +234,8 @@ def test_training_keeps_the_original(name):
     with hf.patch(model) as patch, pytest.warns(RuntimeWarning, match="requires grad") as said:
         got = gradients()
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert patch.calls() == {f"{name}.causal_conv1d_fn": hf.Calls(0, convolutions(model))}
-    assert len([w for w in said if "requires grad" in str(w.message)]) == 1, "once per reason"
+    assert patch.calls() == {label: hf.Calls(0, calls.ssmgen) for label, calls in prompt_calls(name, model).items()}
+    assert len([w for w in said if "requires grad" in str(w.message)]) == len(patch.calls()), "once per function and reason"
 
 
 def test_an_activation_that_we_do_not_have():
@@ -235,6 +249,7 @@ def test_an_activation_that_we_do_not_have():
     assert calls["mamba2.mamba2_selective_state_update"] == hf.Calls(3 * (TOKENS - 1), 0), "each function is replaced on its own"
     messages = [str(w.message) for w in said if w.category is RuntimeWarning]
     assert len(messages) == 2 and all("'gelu'" in m and "Mamba2Mixer of layer 0" in m for m in messages), messages
+    assert str(patch).count(" is left to transformers, first in Mamba2Mixer of layer 0:\n  - activation") == 2
 
 
 def test_a_dtype_that_we_do_not_have():

@@ -1,9 +1,10 @@
-"""transformers' models decode with ssmgen: `patch()` puts its functions into their modeling files, `warm(model)` prepares its kernels.
+"""transformers' models generate with ssmgen: `patch()` puts its functions into their modeling files, `warm(model)` prepares its kernels.
 
-Of a modeling file the state update of a decode step, the convolution's update and the convolution over a prompt are replaced, each on its
-own; with `fuse=True` also whole decode layers, between their projections. Scans over a prompt stay as they are. The modeling files look
-these functions up at every call, so models made before and after patching use them, and all models of one kind do. A call that ssmgen does
-not serve goes to transformers' own function, with a warning once per reason: where an operand requires grad, for one.
+Of a modeling file the state update of a decode step, the convolution's update, the convolution over a prompt and a Mamba-2's scan over it
+are replaced, each on its own; with `fuse=True` also whole decode layers, between their projections. Other scans over a prompt stay as they
+are. The modeling files look these functions up at every call, so models made before and after patching use them, and all models of one
+kind do. A call that ssmgen does not serve goes to transformers' own function, with a warning once per reason: where an operand requires
+grad, for one.
 
 Written for transformers 5.17 to 5.23; 5.16 works as well, and 5.15 but for whole layers. Older ones are refused.
 """
@@ -27,13 +28,13 @@ from .hf_functions import FUNCTIONS, Replacement
 
 _CONV = ("causal_conv1d_update", "causal_conv1d_fn")
 _SCANS = {
-    "mamba_selective_state_update": ("mamba", "falcon_mamba", "jamba", "zamba"),
-    "mamba2_selective_state_update": ("mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"),
-    "torch_recurrent_gated_delta_rule": ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid"),
-    "recurrent_kimi_delta_attention": ("kimi_linear", "glm5_next", "bailing_hybrid"),
+    ("mamba_selective_state_update",): ("mamba", "falcon_mamba", "jamba", "zamba"),
+    ("mamba2_selective_state_update", "mamba2_chunk_scan"): ("mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"),
+    ("torch_recurrent_gated_delta_rule",): ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid"),
+    ("recurrent_kimi_delta_attention",): ("kimi_linear", "glm5_next", "bailing_hybrid"),
 }
 _CONV_ONLY = ("lfm2", "lfm2_moe", "lfm3")
-MODELS = {m: (*_CONV, scan) for scan, models in _SCANS.items() for m in models} | dict.fromkeys(_CONV_ONLY, _CONV)
+MODELS = {m: (*_CONV, *scans) for scans, models in _SCANS.items() for m in models} | dict.fromkeys(_CONV_ONLY, _CONV)
 """Functions that are replaced, by the name of transformers' model folder."""
 
 _lock = threading.Lock()
@@ -48,7 +49,7 @@ class Calls(NamedTuple):
 
 
 class Patch:
-    """What `patch` did. A context manager that undoes it; str() of it is a table of calls."""
+    """What `patch` did. A context manager that undoes it; str() of it is a table of calls, and why some were left to transformers."""
 
     def __init__(self, replacements: Iterable[Replacement]):
         self._replacements = {r.label: r for r in replacements}
@@ -100,7 +101,13 @@ class Patch:
         calls = self.calls()
         width = max(map(len, self.replaced), default=0)
         rows = [f"{label:{width}} {c.ssmgen:8} {c.original:8}" for label, c in calls.items()]
-        return "\n".join([f"{'replaced and called':{width}} {'ssmgen':>8} {'original':>8}", *rows])
+        left = [
+            f"{label} is left to transformers, first in {layer}:\n{reason}"
+            for label, c in calls.items()
+            for reason, layer in self._replacements[label].reasons.items()
+            if c.original
+        ]
+        return "\n".join([f"{'replaced and called':{width}} {'ssmgen':>8} {'original':>8}", *rows, *left])
 
 
 def patch(models: str | torch.nn.Module | Iterable[str | torch.nn.Module] = "auto", *, fuse: bool = False) -> Patch:
@@ -220,7 +227,8 @@ def warm(model: torch.nn.Module, batches: Iterable[int] = (1,), prompt_length: i
     model: on a CUDA device, with `generate`. It reads a prompt of so many tokens and generates two, as one sequence and, for larger batch
         sizes, as two; what its layers call is then prepared for all sizes. The model need not be patched, and stays as it was.
     fuse: as `patch` is told; where it already is patched like that, this may be left out
-    A prompt of another length may need another kernel of the convolution, which its first call compiles.
+    A prompt of another length may need another kernel of the convolution, which its first call compiles; so may one that goes on from a
+    cache another scan.
     Returns the number of kernels that were not loaded before. Raises PatchError, and what ssmgen.warm does: ArgumentError
     for a model that is not on a CUDA device.
     """

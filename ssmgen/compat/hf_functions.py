@@ -7,6 +7,7 @@ transformers; `**kwargs` are what models pass along with them, which its own fun
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 import threading
 import warnings
@@ -22,6 +23,8 @@ from ..calls.checks import DTYPES
 from ..errors import ArgumentError, CaptureError, SsmgenError, UnsupportedError, bullets
 from ..families.causal_conv1d import call as native_conv
 from ..families.causal_conv1d_update import call as native_update
+from ..families.chunk_scan import call as native_scan
+from ..families.chunk_scan.spec import ScanProblem
 from ..families.linear_attention import call as linear_attention
 from ..families.selective_state_update import call as selective_state_update
 
@@ -48,10 +51,11 @@ def recording() -> Iterator[list[Recorded]]:
 
 
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """function(*args, **kwargs), which `recording` sees."""
+    """function(*args, **kwargs), which `recording` sees unless it raises."""
+    result = function(*args, **kwargs)
     if not is_compiling() and (calls := getattr(_recording, "calls", None)) is not None:
         calls.append(Recorded(function, args, kwargs))
-    return function(*args, **kwargs)
+    return result
 
 
 def causal_conv1d_update(
@@ -75,6 +79,32 @@ def mamba_selective_state_update(
 ) -> Tensor:  # fmt: skip
     """state [batch, dim, N] or [batch, heads, headdim, N] in place; the others as in ssmgen.selective_state_update."""
     return call(selective_state_update.selective_state_update, state, hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus)
+
+
+def mamba2_chunk_scan(
+    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
+    dt_bias: Tensor | None = None, initial_states: Tensor | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf), return_final_states: bool = False, seq_idx: Tensor | None = None, **kwargs: Any,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """hidden_states [batch, T, heads, headdim]; dt [batch, T, heads]; B, C [batch, T, groups, N] -> a new tensor like hidden_states, or
+    with return_final_states (that, states [batch, heads, headdim, N] of initial_states' dtype or f32).
+
+    chunk_size is not looked at: ssmgen's chunks have 64 tokens. seq_idx [batch, T] int32 keeps packed sequences apart.
+    """
+    if kwargs.get("cu_seqlens") is not None:
+        raise ArgumentError("mamba2_chunk_scan", ["cu_seqlens is given: packed sequences are told apart by seq_idx"])
+    x, B, C = (t if t.stride(-1) == 1 else t.contiguous() for t in (hidden_states, B, C))  # they are not behind a window of the cache
+    low, high = dt_limit
+    within = dt_softplus and low <= 0 and high == math.inf
+    return call(
+        native_scan.chunk_scan, x, dt, A, B, C, D, kwargs.get("z"), dt_bias, dt_softplus, dt_limit=None if within else (low, high),
+        seq_idx=seq_idx, initial_states=initial_states, return_final_states=return_final_states,
+    )  # fmt: skip
+
+
+def scan_faults(headdim: int, d_state: int, dtype: torch.dtype) -> tuple[str, ...]:
+    """Why no kernel scans prompts of such heads, or nothing. Asked where a call is traced: an eager one says it itself."""
+    return tuple(ScanProblem(headdim=headdim, d_state=d_state, x=DTYPES[dtype]).faults())
 
 
 def torch_recurrent_gated_delta_rule(
@@ -117,6 +147,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": causal_conv1d_fn,
     "mamba_selective_state_update": mamba_selective_state_update,
     "mamba2_selective_state_update": mamba_selective_state_update,
+    "mamba2_chunk_scan": mamba2_chunk_scan,
     "torch_recurrent_gated_delta_rule": torch_recurrent_gated_delta_rule,
     "recurrent_kimi_delta_attention": recurrent_kimi_delta_attention,
 }
@@ -149,7 +180,7 @@ class Replacement:
         self.run = run_of(self, self.original)
         self.run.__name__, self.run.__doc__, self.run.__wrapped__ = name, self.run.__doc__ or self.original.__doc__, self.original
         setattr(module, name, self.run)
-        self._said: set[str] = set()
+        self.reasons: dict[str, str] = {}  # why the original computed calls: in which layer first
 
     @property
     def in_place(self) -> bool:
@@ -161,10 +192,10 @@ class Replacement:
     def keep(self, reason: str) -> None:
         """Counts a call that goes to the original, and says why, once for each reason."""
         self.kept += 1
-        if reason not in self._said:
-            self._said.add(reason)
+        if reason not in self.reasons:
+            self.reasons[reason] = calling_layer()
             warnings.warn(
-                f"{self.label}: transformers' own function computes this call, first in {calling_layer()}:\n{reason}",
+                f"{self.label}: transformers' own function computes this call, first in {self.reasons[reason]}:\n{reason}",
                 RuntimeWarning, stacklevel=4,
             )  # fmt: skip
 
@@ -192,8 +223,8 @@ def run_function(replacement: Replacement, original: Callable[..., Any]) -> Call
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(args, kwargs)):
-            reason = "  - an operand requires grad, and a decode step has no backward"
-        elif is_compiling() and _ends_a_trace(args, kwargs):
+            reason = "  - an operand requires grad, and ssmgen's functions have no backward"
+        elif is_compiling() and _ends_a_trace(ours, args, kwargs):
             reason = ""  # is not said: code that is compiled warns of nothing
         else:
             result, reason = attempt(replacement, ours, *args, **kwargs)
@@ -211,11 +242,16 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     return [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
 
 
-def _ends_a_trace(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the operators would refuse a dtype or an activation: of their errors torch.compile knows no way back."""
+def _ends_a_trace(ours: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the operators would refuse a dtype, an activation or a scan: of their errors torch.compile knows no way back."""
     named = [a for a in (*args, kwargs.get("activation")) if isinstance(a, str)]  # nothing else is a text
     dtypes = [t.dtype for t in _tensors(args, kwargs) if t.is_floating_point()]
-    return any(a not in native_conv.ACTIVATIONS for a in named) or any(d not in DTYPES for d in dtypes)
+    if any(a not in native_conv.ACTIVATIONS for a in named) or any(d not in DTYPES for d in dtypes):
+        return True
+    if ours is not mamba2_chunk_scan or not args[0].is_cuda:
+        return False
+    x, _, _, B, *_ = args
+    return bool(scan_faults(x.shape[-1], B.shape[-1], x.dtype))
 
 
 def calling_layer() -> str:

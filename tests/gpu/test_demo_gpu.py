@@ -43,6 +43,18 @@ def test_a_family_is_measured_in_every_way(name):
         assert row.ms[GRAPH] < row.ms[PLAIN]
 
 
+@pytest.mark.parametrize("name", NARROW)
+def test_prompts_are_measured_patched_and_not(name):
+    rows, failed = run.family(narrow(name), (1, 2), Options(layers=2, rounds=2, prompts=(5, 300)))
+    Report({}, prompts=rows, failed=failed).check()
+    assert len(rows) == 4
+    for row in rows:
+        assert not row.notes and row.ms.keys() == row.kernels.keys() == row.memory.keys() == {PLAIN, PATCHED}
+        assert row.kernels[PATCHED] <= row.kernels[PLAIN] and min(row.memory.values()) > 0 and row.apart < 0.2
+        if name == "mamba2":
+            assert row.kernels[PATCHED] < row.kernels[PLAIN] and row.memory[PATCHED] < row.memory[PLAIN]
+
+
 @pytest.mark.parametrize("fuse", [False, True], ids=["patched", "fused"])
 @pytest.mark.parametrize("name", NARROW)
 def test_a_captured_step_gives_the_tokens_of_eager_steps(name, fuse):

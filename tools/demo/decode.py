@@ -11,10 +11,10 @@ from torch import Tensor
 PROMPT = 8  # tokens
 
 
-def prompt(batch: int, vocabulary: int, device: torch.device | str) -> Tensor:
-    """[batch, PROMPT]: the same at every call, and without the special tokens 0 … 2."""
+def prompt(batch: int, vocabulary: int, device: torch.device | str, length: int = PROMPT) -> Tensor:
+    """[batch, length]: the same at every call, and without the special tokens 0 … 2."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(3, vocabulary, (batch, PROMPT), generator=generator).to(device)
+    return torch.randint(3, vocabulary, (batch, length), generator=generator).to(device)
 
 
 class Greedy:

@@ -6,7 +6,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
@@ -24,6 +24,7 @@ SHARED = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "tie_word_embeddings": False,  # tied weights answer a token with itself
 }  # fmt: skip
+CHUNKS = ("chunk_size", "mamba_chunk_size")
 OTHERS = ("attention", "full_attention", "mlp", "moe")  # kinds of layers with nothing of ssmgen's
 
 
@@ -49,6 +50,11 @@ class Preset:
         """(layers with a convolution or a scan of ours, layers)"""
         kinds = self.kinds(layers)
         return sum(kind not in OTHERS for kind in kinds), len(kinds)
+
+    @property
+    def for_prompts(self) -> Preset:
+        """The same with chunks of a prompt's scan as long as the configuration has them: here they suit prompts of a few tokens."""
+        return replace(self, sizes={key: value for key, value in self.sizes.items() if key not in CHUNKS})
 
     def config(self, layers: int) -> Any:
         """transformers' configuration. Raises DemoError where the installed transformers does not have the family."""

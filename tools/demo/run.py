@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -16,8 +17,10 @@ from ssmgen.errors import bullets
 
 from . import DemoError
 from . import measure as measuring
+from . import prompts as prompting
 from .measure import FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Options, Row
 from .presets import Preset
+from .prompts import PromptRow
 
 PACKAGES = ("mamba_ssm", "causal_conv1d", "fla", "kernels")  # which transformers would call in place of PyTorch operations
 
@@ -42,9 +45,11 @@ class Report:
     facts: dict[str, Any]
     rows: list[Row] = field(default_factory=list)
     failed: list[Failure] = field(default_factory=list)
+    prompts: list[PromptRow] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        return {**self.facts, "rows": [asdict(row) for row in self.rows], "failed": [asdict(failure) for failure in self.failed]}
+        lists = {"rows": self.rows, "prompts": self.prompts, "failed": self.failed}
+        return {**self.facts, **{name: [asdict(entry) for entry in entries] for name, entries in lists.items()}}
 
     def check(self) -> None:
         """Raises DemoError that names the families that failed, and those whose tokens differ."""
@@ -85,7 +90,7 @@ def facts(options: Options) -> dict[str, Any]:
         "kernel_packages": [name for name in PACKAGES if importlib.util.find_spec(name) is not None],
         "compiler": nvrtc.build_id(),
         "options": asdict(options),
-        "method": " ".join((measuring.__doc__ or "").split()),
+        "method": " ".join(((prompting if options.prompts else measuring).__doc__ or "").split()),
     }
 
 
@@ -97,29 +102,34 @@ def run(presets: Sequence[Preset], batches: tuple[int, ...], options: Options, w
     for preset in presets:
         watch.case(f"{preset.name}, like {preset.like}")
         rows, failed = family(preset, batches, options)
-        report.rows += rows
+        report.rows += [row for row in rows if isinstance(row, Row)]
+        report.prompts += [row for row in rows if isinstance(row, PromptRow)]
         report.failed += failed
         watch.ends("\n".join([line(row) for row in rows] + [f"{failure.words}: FAILED: {failure.error}" for failure in failed]))
     return report
 
 
-def family(preset: Preset, batches: tuple[int, ...], options: Options, device: str = "cuda") -> tuple[list[Row], list[Failure]]:
+Rows = list[Row | PromptRow]
+
+
+def family(preset: Preset, batches: tuple[int, ...], options: Options, device: str = "cuda") -> tuple[Rows, list[Failure]]:
     """Rows of a family, and what failed of it."""
     try:
-        rows, failed = _measured(preset, batches, options, device)
+        rows, failed = (_prompted if options.prompts else _measured)(preset, batches, options, device)
     except Exception as e:  # the other families are still worth measuring
         rows, failed = [], [Failure(preset.name, None, measuring.first_line(e))]
     measuring.release()
     return rows, failed
 
 
-def _measured(preset: Preset, batches: tuple[int, ...], options: Options, device: str) -> tuple[list[Row], list[Failure]]:
+def _measured(preset: Preset, batches: tuple[int, ...], options: Options, device: str) -> tuple[Rows, list[Failure]]:
     same, tokens = measuring.same_tokens(preset, options.tokens, device)
     measuring.release()
     model = measuring.prepared(preset, batches, options, device)
     served, layers = preset.served(options.layers)
     named = {"family": preset.name, "like": preset.like, "served": served, "layers": layers, "same": same, "tokens": tokens}
-    rows, failed = [], []
+    rows: Rows = []
+    failed = []
     for batch in batches:
         try:
             rows.append(Row(**named, batch=batch, **measuring.decoded(model, batch, options)))
@@ -129,7 +139,25 @@ def _measured(preset: Preset, batches: tuple[int, ...], options: Options, device
     return rows, failed
 
 
-def line(row: Row) -> str:
+def _prompted(preset: Preset, batches: tuple[int, ...], options: Options, device: str) -> tuple[Rows, list[Failure]]:
+    model = preset.for_prompts.build(options.layers, torch.bfloat16, device)
+    served, layers = preset.served(options.layers)
+    rows: Rows = []
+    failed = []
+    for batch, length in itertools.product(batches, options.prompts):
+        named = {"family": preset.name, "like": preset.like, "served": served, "layers": layers, "batch": batch, "length": length}
+        try:
+            rows.append(PromptRow(**named, **prompting.measured(model, batch, length, options)))
+        except Exception as e:  # too little memory, say: a shorter prompt may do
+            failed.append(Failure(preset.name, batch, f"a prompt of {length}: {measuring.first_line(e)}"))
+        measuring.release()
+    return rows, failed
+
+
+def line(row: Row | PromptRow) -> str:
     """What a row says while others are measured."""
+    if isinstance(row, PromptRow):
+        ms = ", ".join(f"{way} {row.ms[way]:.1f}" for way in (PLAIN, PATCHED) if way in row.ms)
+        return f"{row.family}, batch {row.batch}, a prompt of {row.length}: ms to the first token {ms}"
     ms = ", ".join(f"{way} {row.ms[way]:.2f}" for way in (PLAIN, PATCHED, FUSED, GRAPH, FUSED_GRAPH) if way in row.ms)
     return f"{row.family}, batch {row.batch}: ms per token {ms}; {row.same} of {row.tokens} tokens the same"

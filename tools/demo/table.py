@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -12,12 +12,13 @@ from rich.text import Text
 
 from .measure import FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Row
 from .presets import SHARED
+from .prompts import PromptRow
 from .run import Report
 
 
 class Column(NamedTuple):
     title: str
-    cell: Callable[[Row], str | None]  # None: not measured
+    cell: Callable[[Any], str | None]  # of a row; None: not measured
     note: str = ""  # the key of a row's notes that says why
 
     @property
@@ -25,23 +26,34 @@ class Column(NamedTuple):
         return self.title in ("family", "as wide as")
 
 
-def _ms(way: str) -> Callable[[Row], str | None]:
+def _ms(way: str) -> Callable[[Row | PromptRow], str | None]:
     return lambda row: f"{row.ms[way]:.2f}" if way in row.ms else None
 
 
-def _speedup(way: str) -> Callable[[Row], str | None]:
+def _speedup(way: str) -> Callable[[Row | PromptRow], str | None]:
     return lambda row: None if (value := row.speedup(way)) is None else f"{value:.1f} ×"
 
 
-def _kernels(way: str) -> Callable[[Row], str | None]:
+def _kernels(way: str) -> Callable[[Row | PromptRow], str | None]:
     return lambda row: str(row.kernels[way]) if way in row.kernels else None
 
 
-COLUMNS = (
+def _memory(way: str) -> Callable[[PromptRow], str | None]:
+    return lambda row: f"{row.memory[way] / 2**30:.2f}" if way in row.memory else None
+
+
+def _apart(row: PromptRow) -> str:
+    return "" if row.apart is None else f"{row.apart:.1e}"
+
+
+_MODEL = (
     Column("family", lambda row: row.family),
     Column("as wide as", lambda row: row.like),
     Column("layers", lambda row: str(row.layers) if row.served == row.layers else f"{row.served} of {row.layers}"),
     Column("batch", lambda row: str(row.batch)),
+)
+COLUMNS = (
+    *_MODEL,
     Column("transformers ms", _ms(PLAIN)),
     Column("patched ms", _ms(PATCHED)),
     Column("", _speedup(PATCHED)),
@@ -56,35 +68,65 @@ COLUMNS = (
     Column("fused kernels", _kernels(FUSED), f"{FUSED} kernels"),
     Column("same tokens", lambda row: f"{row.same}/{row.tokens}"),
 )
+PROMPT_COLUMNS = (
+    *_MODEL,
+    Column("prompt", lambda row: str(row.length)),
+    Column("transformers ms", _ms(PLAIN), f"{PLAIN} ms"),
+    Column("patched ms", _ms(PATCHED)),
+    Column("", _speedup(PATCHED)),
+    Column("kernels", _kernels(PLAIN), f"{PLAIN} kernels"),
+    Column("patched kernels", _kernels(PATCHED), f"{PATCHED} kernels"),
+    Column("GiB", _memory(PLAIN), f"{PLAIN} memory"),
+    Column("patched GiB", _memory(PATCHED)),
+    Column("apart", _apart),
+)
+
+
+class Shown(NamedTuple):
+    """A table: what it measures and how a column's name is meant, in words, its columns and its rows."""
+
+    words: str
+    meant: str
+    columns: tuple[Column, ...]
+    rows: Sequence[Row | PromptRow]
+
+
+def shown(report: Report) -> Shown:
+    """What a report has measured: decode steps or prompts."""
+    if report.prompts:
+        words = "Milliseconds, kernels and memory beside the weights, of a pass over a prompt to the first token behind it"
+        return Shown(words, "Apart: the relative difference of that token's logits.", PROMPT_COLUMNS, report.prompts)
+    return Shown("Milliseconds and kernels per token of greedy decoding", "Fused: families whose layers are fused.", COLUMNS, report.rows)
 
 
 def caption(report: Report) -> str:
-    facts = report.facts
+    facts, table = report.facts, shown(report)
     installed = ", ".join(facts["kernel_packages"])
     peers = f"transformers may use {installed}" if installed else "No package of kernels for transformers is installed"
     return (
         f"{facts['device']}, torch {facts['torch']}, transformers {facts['transformers']}, {facts['date'][:10]}. "
-        "Milliseconds and kernels per token of greedy decoding; bf16, random weights. Layers are as wide as the named model's and fewer; "
+        f"{table.words}; bf16, random weights. Layers are as wide as the named model's and fewer; "
         "where it says so, only some of them have a function of ssmgen's. Experts are few, and the vocabulary is of "
-        f"{SHARED['vocab_size']} tokens, so that the head does not count. Fused: families whose layers are fused. {peers}."
+        f"{SHARED['vocab_size']} tokens, so that the head does not count. {table.meant} {peers}."
     )
 
 
 def as_markdown(report: Report) -> str:
     """The caption, the table, footnotes and what failed. Speedups stand in the cells of the times that they are of."""
-    cells = _Cells()
-    titled = [column for column in COLUMNS if column.title]
+    _, _, columns, rows = shown(report)
+    cells = _Cells(columns)
+    titled = [column for column in columns if column.title]
     lines = ["| " + " | ".join(column.title for column in titled) + " |"]
     lines += ["|" + "|".join("---" if column.is_words else "---:" for column in titled) + "|"]
-    lines += ["| " + " | ".join(_joined(cells.of(row))) + " |" for row in report.rows]
-    parts = [caption(report), "\n".join(lines) if report.rows else "", "\n".join(cells.footnotes()), "\n".join(failures(report))]
+    lines += ["| " + " | ".join(_joined(columns, cells.of(row))) + " |" for row in rows]
+    parts = [caption(report), "\n".join(lines) if rows else "", "\n".join(cells.footnotes()), "\n".join(failures(report))]
     return "\n\n".join(filter(None, parts))
 
 
-def _joined(texts: list[str]) -> list[str]:
+def _joined(columns: tuple[Column, ...], texts: list[str]) -> list[str]:
     """Cells without a title of their own, in parentheses behind the ones ahead of them, on the same line."""
     found: list[str] = []
-    for column, text in zip(COLUMNS, texts, strict=True):
+    for column, text in zip(columns, texts, strict=True):
         if column.title:
             found.append(text)
         elif text and text != found[-1]:  # the same footnote says why either is missing
@@ -94,14 +136,15 @@ def _joined(texts: list[str]) -> list[str]:
 
 def print_table(report: Report, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
-    cells = _Cells()
+    _, _, columns, rows = shown(report)
+    cells = _Cells(columns)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for column in COLUMNS:
+    for column in columns:
         table.add_column(column.title, justify="left" if column.is_words else "right", no_wrap=True)
-    for row in report.rows:
+    for row in rows:
         table.add_row(*(Text(text, style="green" if text.endswith("×") else "") for text in cells.of(row)))
     console.print(Text(caption(report), style="dim"))
-    if report.rows:
+    if rows:
         console.print(table)
     for text in cells.footnotes():
         console.print(Text(text, style="dim"))
@@ -116,13 +159,14 @@ def failures(report: Report) -> list[str]:
 class _Cells:
     """The texts of rows, with a number for each reason why one is missing."""
 
-    def __init__(self) -> None:
+    def __init__(self, columns: tuple[Column, ...]) -> None:
+        self.columns = columns
         self.reasons: dict[str, int] = {}
 
-    def of(self, row: Row) -> list[str]:
-        return [self._text(column, row) for column in COLUMNS]
+    def of(self, row: Row | PromptRow) -> list[str]:
+        return [self._text(column, row) for column in self.columns]
 
-    def _text(self, column: Column, row: Row) -> str:
+    def _text(self, column: Column, row: Row | PromptRow) -> str:
         text = column.cell(row)
         if text is not None:
             return text

@@ -1,0 +1,132 @@
+"""Prompts of transformers' Mamba-2 models on a card: logits and caches as near to the same weights in f32 as transformers' own."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
+
+from hf_cases import PROMPTED, Prompt, generate, norm_of_error, prompt_calls, prompted
+
+import ssmgen
+from ssmgen import runtime
+from ssmgen.compat import hf
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (1, 63, 64, 65, 300)
+_WIDE = {"hidden_size": 256, "initializer_range": 0.05}  # weights of wide layers are small, else a rounding decides what is attended to
+_HYBRID = {**_WIDE, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 2, "mamba_d_state": 128}
+# Heads of models that are in use, in two layers or as many as the tiny model has; their chunks are of a usual length
+REAL = {
+    "mamba2": {**_WIDE, "num_heads": 8, "head_dim": 64, "state_size": 128, "n_groups": 8, "num_hidden_layers": 2, "chunk_size": 64},
+    "bamba": {**_HYBRID, "num_hidden_layers": 2, "attn_layer_indices": [1], "mamba_chunk_size": 64},
+    "falcon_h1": {
+        **_WIDE, "mamba_d_ssm": 512, "mamba_n_heads": 4, "mamba_d_head": 128, "mamba_n_groups": 1, "mamba_d_state": 256,
+        "mamba_rms_norm": False, "mamba_chunk_size": 64,
+    },
+    "granitemoehybrid": {**_HYBRID, "num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "mamba_chunk_size": 64},
+    "nemotron_h": {**_WIDE, "mamba_num_heads": 8, "mamba_head_dim": 64, "n_groups": 2, "ssm_state_size": 128, "chunk_size": 64},
+    "zamba2": {**_WIDE, "n_mamba_heads": 8, "mamba_d_state": 64, "mamba_ngroups": 1, "chunk_size": 64},
+}  # fmt: skip
+CASES = [(name, {}) for name in PROMPTED] + [(name, REAL[name]) for name in PROMPTED]
+every_case = pytest.mark.parametrize(("name", "sizes"), CASES, ids=[name + ("-real" if sizes else "") for name, sizes in CASES])
+every_kind = pytest.mark.parametrize("name", PROMPTED)
+
+
+@pytest.fixture(autouse=True)
+def f32_is_f32(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+def doubled(calls):
+    return {label: hf.Calls(2 * c.ssmgen, 2 * c.original) for label, c in calls.items()}
+
+
+def assert_as_near(ours: Prompt, theirs: Prompt, exact: Prompt) -> None:
+    """Twice as far from f32 at most: what is left to chance in so few numbers."""
+    assert [state.dtype for state in ours.states] == [state.dtype for state in theirs.states]
+    assert norm_of_error(ours, exact) <= 2 * norm_of_error(theirs, exact)
+
+
+@every_case
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+def test_prompts_and_those_behind_them(name, sizes, dtype):
+    model = prompted(name, **sizes).to(dtype).cuda()
+    f32 = copy.deepcopy(model).float()
+    for length in LENGTHS:
+        exact, theirs = Prompt.run(f32, length), Prompt.run(model, length)
+        with hf.patch(model) as patch:
+            ours = Prompt.run(model, length)
+            assert patch.calls() == prompt_calls(name, model)
+            after = ours.go_on(model, 66)
+        assert_as_near(ours, theirs, exact)
+        assert_as_near(after, theirs.go_on(model, 66), exact.go_on(f32, 66))
+        assert patch.calls() == doubled(prompt_calls(name, model))
+
+
+@every_case
+def test_padding_on_the_left(name, sizes):
+    model = prompted(name, **sizes).bfloat16().cuda()
+    mask = torch.ones(2, 100, dtype=torch.long, device="cuda")
+    mask[1, :37] = 0
+    exact, theirs = (Prompt.run(m, 100, attention_mask=mask) for m in (copy.deepcopy(model).float(), model))
+    with hf.patch(model) as patch:
+        ours = Prompt.run(model, 100, attention_mask=mask)
+    assert_as_near(ours, theirs, exact)
+    assert patch.calls() == prompt_calls(name, model)
+
+
+@every_case
+@pytest.mark.parametrize("fuse", [False, True], ids=["patched", "fused"])
+def test_greedy_tokens_are_likely(name, sizes, fuse):
+    """Each is the likeliest of the same weights in f32, or one that the distance of bf16 from f32 could put ahead of it."""
+    model = prompted(name, **sizes).bfloat16().cuda()
+    model.generation_config.eos_token_id = None  # which generate() would keep from being chosen
+    with hf.patch(model, fuse=fuse) as patch:
+        got = generate(model, 12)
+    assert not any(c.original for c in patch.calls().values())
+    with torch.no_grad():
+        logits, rounded = (m(input_ids=got.sequences[:, :-1]).logits[:, 4:].float() for m in (copy.deepcopy(model).float(), model))
+    chosen = logits.gather(-1, got.sequences[:, 5:, None])[..., 0]
+    assert (logits.amax(-1) - chosen).max() <= 4 * (rounded - logits).abs().max()
+
+
+@every_kind
+def test_f32_prompts_are_transformers_own_where_no_kernel_takes_them(name):
+    model = prompted(name).cuda()
+    want = Prompt.run(model, 65)
+    with hf.patch(model) as patch:
+        got = Prompt.run(model, 65)
+    assert patch.calls() == prompt_calls(name, model)
+    left = sum(c.original for c in patch.calls().values())
+    assert str(patch).count("is left to transformers") == (left > 0)
+    for a, b in zip((got.logits, *got.states), (want.logits, *want.states), strict=True):
+        assert (a - b).abs().max() <= 1e-3 * b.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+def test_a_compiled_prompt(dtype):
+    model = prompted("mamba2", **REAL["mamba2"]).to(dtype).cuda()
+    ids = torch.arange(3, 63, device="cuda").view(2, 30)
+
+    def run(ids):
+        return model(input_ids=ids, use_cache=True).logits
+
+    torch._dynamo.reset()
+    with hf.patch(model), torch.no_grad():
+        want, got = run(ids), torch.compile(run, fullgraph=True)(ids)
+    assert (got - want).abs().max() <= (2e-2 if dtype == torch.bfloat16 else 1e-3) * want.abs().max()
+
+
+def test_a_warm_model_loads_nothing():
+    model = prompted("mamba2", **REAL["mamba2"]).bfloat16().cuda()
+    ssmgen.warm(model, batches=[1, 2], prompt_length=5)
+    loaded = runtime.loaded_count()
+    with hf.patch(model) as patch:
+        generate(model, 2)
+    assert patch.calls().items() >= prompt_calls("mamba2", model).items() and runtime.loaded_count() == loaded

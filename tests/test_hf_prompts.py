@@ -1,0 +1,190 @@
+"""Prompts of transformers' Mamba-2 models with ssmgen's convolution and scan: the logits and the cache that their own functions give."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
+
+from hf_cases import (
+    PROMPTED,
+    Prompt,
+    assert_close,
+    assert_same_generation,
+    convolutions,
+    fused_calls,
+    generate,
+    mixers,
+    modeling,
+    norm_of_error,
+    prompt_calls,
+    prompted,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import ssmgen
+from ssmgen.compat import hf
+from ssmgen.compat import hf_functions as functions
+from ssmgen.errors import ArgumentError
+from ssmgen.spec import Pdl
+
+every_kind = pytest.mark.parametrize("name", PROMPTED)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_patched():
+    yield
+    assert not hf._active
+
+
+def assert_same(got: Prompt, want: Prompt) -> None:
+    assert_close(got.logits, want.logits)
+    assert len(got.states) == len(want.states)
+    for a, b in zip(got.states, want.states, strict=True):
+        assert_close(a, b)
+
+
+@every_kind
+@pytest.mark.parametrize("length", [1, 3, 65])
+def test_a_prompt_and_one_behind_it(name, length):
+    """With a cache that is new and one that has tokens: windows of the convolution, states and logits are transformers' own."""
+    model = prompted(name)
+    want = Prompt.run(model, length)
+    after = want.go_on(model, 7)
+    with hf.patch(model) as patch:
+        got = Prompt.run(model, length)
+        counted = patch.calls()
+        again = got.go_on(model, 7)
+    assert_same(got, want)
+    assert_same(again, after)
+    assert len(got.states) == 2 * convolutions(model)
+    assert counted == prompt_calls(name, model)
+    assert patch.calls() == {label: hf.Calls(2 * calls.ssmgen, 0) for label, calls in counted.items()}
+
+
+@every_kind
+def test_a_prompt_without_a_cache(name):
+    model = prompted(name)
+    want = Prompt.run(model, 9, use_cache=False)
+    with hf.patch(model) as patch:
+        got = Prompt.run(model, 9, use_cache=False)
+    assert_same(got, want)
+    assert not got.states and patch.calls() == prompt_calls(name, model)
+
+
+@every_kind
+def test_padding_on_the_left(name):
+    """A row's states are those of the row by itself, as padding is masked ahead of the convolution and behind it."""
+    model = prompted(name)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, :4] = 0
+    want = Prompt.run(model, 9, attention_mask=mask)
+    with hf.patch(model) as patch:
+        got = Prompt.run(model, 9, attention_mask=mask)
+        alone = Prompt.run(model, 9, rows=slice(1, 2), tokens=slice(4, 9))
+    assert_same(got, want)
+    assert patch.calls() == {label: hf.Calls(2 * calls.ssmgen, 0) for label, calls in prompt_calls(name, model).items()}
+    states = [state for state in got.states if state.dim() == 4]
+    assert states
+    for state, by_itself in zip(states, [state for state in alone.states if state.dim() == 4], strict=True):
+        assert_close(state[1:], by_itself)
+
+
+@every_kind
+@pytest.mark.parametrize("fuse", [False, True], ids=["patched", "fused"])
+def test_greedy_tokens_behind_padding(name, fuse):
+    model = prompted(name)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
+    want = generate(model, 4, attention_mask=mask)
+    with hf.patch(model, fuse=fuse) as patch:
+        got = generate(model, 4, attention_mask=mask)
+    assert_same_generation(got, want)
+    assert patch.calls().items() >= prompt_calls(name, model).items() and (not fuse or patch.calls() == fused_calls(name, model, 3))
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+def test_16_bit_prompts_are_no_farther_from_the_same_weights_in_f32(name, dtype):
+    """Twice as far at most: what is left to chance in so few numbers."""
+    model = prompted(name).to(dtype)
+    exact, theirs = Prompt.run(copy.deepcopy(model).float(), 65), Prompt.run(model, 65)
+    with hf.patch(model) as patch:
+        ours = Prompt.run(model, 65)
+    assert patch.calls() == prompt_calls(name, model)
+    assert norm_of_error(ours, exact) <= 2 * norm_of_error(theirs, exact)
+    assert [state.dtype for state in ours.states] == [state.dtype for state in theirs.states]
+
+
+@every_kind
+def test_packed_sequences_are_kept_apart(name):
+    """Which transformers' own functions refuse. A layer gives each what it gives by itself."""
+    layer = mixers(prompted(name))[0]
+    torch.manual_seed(0)
+    tokens = torch.randn(1, 9, 32)
+    seq_idx = torch.tensor([[0] * 4 + [1] * 5], dtype=torch.int32)
+    with hf.patch(name) as patch, torch.no_grad():
+        packed = layer(tokens, seq_idx=seq_idx)
+        alone = [layer(part) for part in tokens.split([4, 5], dim=1)]
+    assert_close(packed, torch.cat(alone, dim=1))
+    assert patch.calls()[f"{name}.mamba2_chunk_scan"] == hf.Calls(3, 0)
+
+
+@every_kind
+def test_a_card_launches_the_scan_while_the_convolution_ends(name):
+    model = prompted(name).bfloat16()
+    with hf.patch(model), functions.recording() as calls:
+        Prompt.run(model, 65)
+    assert [call.function for call in calls] == [ssmgen.causal_conv1d, ssmgen.chunk_scan] * convolutions(model)
+    with torch.no_grad():
+        for call in calls:
+            chosen = ssmgen.explain(call.function, *call.args, arch="sm_90a", **call.kwargs).chosen
+            assert chosen is not None and chosen.spec.pdl is not Pdl.OFF
+
+
+# The function itself.
+
+
+def operands(dtype=torch.float32, headdim=16, **more):
+    torch.manual_seed(0)
+    x, B, C = torch.randn(2, 5, 4, headdim), torch.randn(2, 5, 2, 16), torch.randn(2, 5, 2, 16)
+    dt, A = torch.randn(2, 5, 4), -torch.rand(4)
+    given = {"hidden_states": x, "dt": dt, "A": A, "B": B, "C": C, "D": torch.randn(4), "dt_bias": torch.randn(4), **more}
+    return {name: t.to(dtype) if isinstance(t, torch.Tensor) else t for name, t in given.items()} | {"chunk_size": 4, "dt_softplus": True}
+
+
+def rows_of_channels(t):
+    """The same numbers, laid out channel by channel, as behind a convolution of a cache's window."""
+    return t.flatten(2).transpose(1, 2).contiguous().transpose(1, 2).view(t.shape)
+
+
+@pytest.mark.parametrize("limit", [(0.0, float("inf")), (0.5, 1.0), (0.5, float("inf"))], ids=str)
+@pytest.mark.parametrize("softplus", [True, False])
+def test_limits_of_the_step_and_rows_in_any_layout(limit, softplus):
+    given = operands(initial_states=torch.randn(2, 4, 16, 16)) | {"dt_softplus": softplus, "dt_limit": limit, "return_final_states": True}
+    want = modeling("mamba2").mamba2_chunk_scan(**given)
+    given |= {name: rows_of_channels(given[name]) for name in ("hidden_states", "B", "C")}
+    assert given["hidden_states"].stride(-1) != 1
+    got = functions.mamba2_chunk_scan(**given)
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b)
+
+
+def test_packed_sequences_by_their_starts_are_refused():
+    with pytest.raises(ArgumentError, match="cu_seqlens is given: packed sequences are told apart by seq_idx"):
+        functions.mamba2_chunk_scan(**operands(), cu_seqlens=torch.tensor([0, 5]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("headdim", [16, 24])
+def test_a_trace_for_a_card_goes_to_the_original_where_there_is_no_kernel(dtype, headdim):
+    """Code that is compiled cannot find that out when it runs."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x, B = (torch.empty(2, 5, 4, n, device="cuda", dtype=dtype) for n in (headdim, 16))
+    args = (x, x, x, B, B, 4)
+    refused = bool(functions.scan_faults(headdim, 16, dtype))
+    assert dtype == torch.float32 or refused == (headdim == 24)
+    assert functions._ends_a_trace(functions.mamba2_chunk_scan, args, {}) == refused
+    assert not functions._ends_a_trace(functions.mamba2_chunk_scan, (torch.empty(1, 1, 1, headdim), *args[1:]), {})
