@@ -290,6 +290,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         gate=_gate(views, options),
         g=dtype("g"),
         D=dtype("D"),
+        D_rows="D" in views and views["D"].stride(1) != 0,
         dt_bias=dtype("dt_bias"),
         z="z" in views,
         dt_softplus=options.dt_softplus,

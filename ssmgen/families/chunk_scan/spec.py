@@ -14,12 +14,12 @@ Bytes per token and head: 4 P of x and y, 4 N / (heads of a group) of B and C.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar
 
 from ...occupancy import LIMITS, SHARED_RESERVED
-from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, must
+from ...spec import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, must
 
 OPERATOR = "chunk_scan"
 SIZE, MAX_SIZE = "heads", 2**31 - 1  # what the rules look at: sequences are not among it, so that bits do not depend on how many there are
@@ -56,6 +56,7 @@ class ScanProblem(Problem):
     dt: DType | None = DType.BF16
     A: DType | None = DType.F32
     D: DType | None = None
+    D_rows: bool = field(default=False, metadata=LATER)  # D differs from row to row of a head
     dt_bias: DType | None = None
     z: bool = False
     gate: Gate = Gate.DT

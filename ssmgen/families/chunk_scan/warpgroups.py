@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from ...occupancy import LIMITS, SHARED_RESERVED
-from ...spec import Arch, Needs, Pdl, must
+from ...spec import Arch, Loads, Needs, Pdl, must
 from .spec import CHUNK, ScanProblem, ScanSpec
 
 ROWS = 64  # of a state, that a warpgroup holds
@@ -39,7 +39,7 @@ class WarpgroupScanSpec(ScanSpec):
     def needs(self) -> Needs:
         columns = tuple(sorted({CHUNK, self.d_state}))
         return Needs(
-            math=True, matrices=True, copies=True, barriers=True, elements=super().needs.elements, bytes=self.started,
+            math=True, matrices=True, copies=True, barriers=True, elements=self.state_loads is Loads.ELEMENT, bytes=self.started,
             warpgroups=columns, mma=self.x.value,
         )  # fmt: skip
 
@@ -85,6 +85,9 @@ class WarpgroupScanSpec(ScanSpec):
         return [
             *must(str(arch) == "sm_90a", f"products of warpgroups need sm_90a, not {arch}"),
             *must(self.tile == ROWS and self.headdim % ROWS == 0, f"a warpgroup holds {ROWS} rows, which headdim {self.headdim} is no multiple of"),
+            *must(self.terms == 1, f"products of warpgroups are of bf16 or f16, not {self.x.value}"),
+            *must(not (self.seq_idx or self.marked), "seq_idx and checkpoints are for other variants"),
+            *must(not self.D_rows, "D is one number of a head, which M takes on its diagonal"),
             *must(self.d_state in (64, 128), f"d_state {self.d_state} is not 64 or 128"),
             *must(self.copy == 16, "x, B, C, z or out do not begin at multiples of 16 bytes"),
             *must(self.stages in (2, 4, 6) and self.min_blocks == 1, f"stages {self.stages} are not 2, 4 or 6, or min_blocks is not 1"),
