@@ -16,7 +16,7 @@ from ssmgen.arguments import Arguments
 from ssmgen.emulator import run_source
 from ssmgen.families.chunk_scan import call as op
 from ssmgen.families.chunk_scan.reference import chunk_scan as reference
-from ssmgen.families.chunk_scan.spec import ScanSpec
+from ssmgen.families.chunk_scan.spec import ScanProblem, ScanSpec
 from ssmgen.render import render
 from ssmgen.spec import Arch
 
@@ -26,6 +26,7 @@ LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 130)
 BOUNDS = {BF16: 4e-3, F16: 6e-4, F32: 1e-5}  # relative L2 error: of products of operands of such a dtype
 
 Scan = Callable[..., Any]  # as ssmgen.chunk_scan
+Make = Callable[[ScanProblem], ScanSpec]
 
 
 @dataclass(frozen=True)
@@ -41,20 +42,20 @@ class Sizes:
 
 
 def emulated(
-    *, function: Any = None, spec: ScanSpec | None = None, arch: Arch = SM90, change: Callable[[str], str] = str, **kwargs: Any
+    *, function: Any = None, spec: ScanSpec | Make | None = None, arch: Arch = SM90, change: Callable[[str], str] = str, **kwargs: Any
 ) -> Any:
-    """The call's result as a kernel makes it in the emulator: the given variant, or the registry's choice. `change` edits its text."""
+    """The call's result as a kernel makes it in the emulator: the given variant, or what is made for its problem, or the registry's choice.
+    `change` edits its text."""
     call = (function or ssmgen.chunk_scan).build(**kwargs)
     views, family = call.caller.checked(call.operands, call.options, None), call.caller.family
     where = {n: t.data_ptr() for n, t in call.operands.items()}
     problem, size = family.problem_of(views, where, call.options), family.size_of(views)
     if size:
-        spec = spec or registry.select(op.OPERATOR, problem, size, arch, arch >= Arch(90))
+        spec = spec(problem) if callable(spec) else spec or registry.select(op.OPERATOR, problem, size, arch, arch >= Arch(90))
         packed = Arguments(spec, family.values_of(spec, views, call.options)).at([where[n] for n in spec.operands()])
-        text = change(render(spec, arch))
-        run_source(
-            text, spec.name, family.grid_of(spec, views), spec.threads_per_block, packed, call.operands, family.written, spec.dynamic_bytes
-        )
+        text, grid = change(render(spec, arch)), family.grid_of(spec, views)
+        launch = spec.name, grid, spec.threads_per_block, packed, call.operands, family.written, spec.dynamic_bytes
+        run_source(text, *launch, cluster=spec.cluster_blocks)
     return call.result
 
 
