@@ -172,6 +172,20 @@ def a_pool_is_touched_where_it_should_be(scan: Scan, sizes: Sizes, state: torch.
     assert not out[65:72].any() and not out[88:152].any()
 
 
+def neighbours_do_not_matter(scan: Scan, sizes: Sizes, lengths: Sequence[int]) -> None:
+    """NaN in all other sequences, and in tokens of none, changes no bit of a sequence, of its state neither."""
+    call = make(sizes, sum(lengths) + 9)
+    starts = starts_of((4, *lengths), sizes.device)[1:]
+    plain, states = scan(**call, cu_seqlens=starts, return_final_states=True)
+    for i, length in enumerate(lengths):
+        span = slice(int(starts[i]), int(starts[i]) + length)
+        poisoned = {n: torch.full_like(call[n], NAN) for n in ("x", "dt", "B", "C")}
+        for name, t in poisoned.items():
+            t[span] = call[name][span]
+        out, last = scan(**call | poisoned, cu_seqlens=starts, return_final_states=True)
+        assert same(out[span], plain[span]) and same(last[i], states[i]), length
+
+
 def layout_changes_no_bit(scan: Scan, sizes: Sizes, offset: int) -> None:
     """x, B and C are slices of one tensor, as the convolution leaves them, `offset` elements from multiples of 16 bytes."""
     H, P, G, N = sizes.heads, sizes.headdim, sizes.groups, sizes.d_state

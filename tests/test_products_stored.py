@@ -195,7 +195,7 @@ PEER_BUGS = {
     "stored behind the barrier": ("  u32 r[4];", "  numbers[t] = 0.f;\n  u32 r[4];", "has read, with no barrier between"),
     "ends while a peer reads": (f"{TOGETHER}}}", "}", "load from numbers of a peer that has ended"),
     "past the cluster": ("1 - rank,", "2,", "load from numbers of block 2 of a cluster of 2"),
-    "misaligned": ("4 * t, 1", "4 * t + 2, 1", "load of four words of numbers[2] in shared memory, which does not begin at a multiple of 16 bytes"),
+    "misaligned": ("4 * t, 1", "4 * t + 2, 1", "load of four words of numbers[2] in shared memory, which does not begin at a multiple"),
     "a barrier of one block": ("if (t == 0) barrier_i", "if (t + rank == 0) barrier_i", "block 1, thread 0 (lane 0): load of full[0]"),
 }
 
