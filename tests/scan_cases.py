@@ -195,7 +195,7 @@ def layout_changes_no_bit(scan: Scan, sizes: Sizes, offset: int) -> None:
     wide = torch.cat([torch.full_like(parts[0], NAN)[..., :offset], *parts], 2)
     x, B, C = wide[..., offset:].split([H * P, G * N, G * N], 2)
     z = torch.cat([call["z"], call["z"]], 2)[:, :, H:]
-    out = torch.full((2, 70, H, P + 2), NAN, dtype=sizes.x, device=sizes.device)[..., :P]
+    out = torch.full((2, 70, H, P + offset), NAN, dtype=sizes.x, device=sizes.device)[..., :P]
     moved = call | {"x": x.unflatten(2, (H, P)), "B": B.unflatten(2, (G, N)), "C": C.unflatten(2, (G, N)), "z": z, "out": out}
     scan(**moved)
     assert same(out, wanted)
