@@ -307,7 +307,7 @@ def test_broken_kernels_are_found(edit):
 
 
 def test_what_a_launch_asks_for_counts_too():
-    """Of shared memory, most is dynamic."""
+    """Most of shared memory is dynamic."""
     stats = inspect.stats(SPECS[0], SM90, shared_cache())
     assert (
         stats["dynamic_shared"] == SPECS[0].dynamic_bytes > 48 << 10 and stats["shared"] + stats["dynamic_shared"] == SPECS[0].shared_bytes
