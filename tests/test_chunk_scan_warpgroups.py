@@ -75,9 +75,9 @@ def test_results_are_those_of_float64(sizes, parts, stages, tokens, decay, more)
 
 
 @needs_emulator
-@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 127, 128, 129, 192])
-def test_lengths(tokens):
-    laws.is_accurate(by(stages=4), SMALL, tokens, 0.1)
+@pytest.mark.parametrize(("parts", "lengths"), [(1, (1, 63, 64, 65, 127, 128, 129, 192)), (2, (64, PART, PART + 1, 2 * PART))])
+def test_lengths(parts, lengths):
+    laws.lengths_are_accurate(by(parts, 4), SMALL, lengths)
 
 
 @needs_emulator
