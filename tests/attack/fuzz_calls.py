@@ -115,6 +115,7 @@ def _scan() -> list[Form]:
         form("states", B, T, out=rand(B, T, H, P), dt_limit=(0.0, 2.0), **states),
         form("ids", B, T, seq_idx=ints([0] * T, [*[1] * (T - 1), 2]), **marks),
         form("packed", TOKENS, cu_seqlens=ints(0, 2, 5), pad_slot_id=-1, **pool),
+        form("elsewhere", B, T, state=rand(SLOTS, H, P, N), state_indices=ints(3, 1), initial_states=rand(B, H, P, N)),
     ]
 
 
