@@ -119,6 +119,20 @@ def _scan() -> list[Form]:
     ]
 
 
+def _attention() -> list[Form]:
+    def form(function: Callable[..., Any], id: str, *lead: int, **more: Any) -> Form:
+        given = {"q": rand(*lead, HK, K), "k": rand(*lead, HK, K), "v": rand(*lead, H, V), "out": rand(*lead, H, V), "scale": 0.5}
+        return _native(function, id, given | more, "out state final_states_out")
+
+    pool = {"state": rand(SLOTS, H, V, K), "state_indices": ints(3, 1), "has_initial_state": torch.tensor([True, False])}
+    states = {"initial_states": rand(B, H, V, K), "return_final_states": True, "final_states_out": rand(B, H, V, K)}
+    return [
+        form(ssmgen.chunk_simple_gla, "states", B, T, g=decay(B, T, H), **states),
+        form(ssmgen.chunk_simple_gla, "packed", TOKENS, g=decay(H), cu_seqlens=ints(0, 2, 5), pad_slot_id=-1, **pool),
+        form(ssmgen.chunk_lightning_attn, "states", B, T, slope=-decay(H), **states),
+    ]
+
+
 def mamba1() -> Arguments:
     row = {n: rand(B, DIM) for n in ("x", "dt", "z")}
     given = {"state": rand(SLOTS, DIM, N), **row, "A": decay(DIM, N), "B": rand(B, N), "C": rand(B, N), "D": rand(DIM)}
@@ -276,4 +290,4 @@ def _own() -> list[Form]:
 def native() -> list[Form]:
     """Calls of ssmgen's own functions, the same every time."""
     _made.manual_seed(0)
-    return [*_conv_update(), *_conv(), *_scan(), *_combine(), *_norm(), *_ssu(), *_rules(), *_layers(), *_replay(), *_own()]
+    return [*_conv_update(), *_conv(), *_scan(), *_attention(), *_combine(), *_norm(), *_ssu(), *_rules(), *_layers(), *_replay(), *_own()]
