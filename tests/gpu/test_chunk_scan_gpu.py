@@ -65,6 +65,11 @@ def test_a_pool_is_touched_where_it_should_be(state):
     laws.a_pool_is_touched_where_it_should_be(ssmgen.chunk_scan, MODEL, state)
 
 
+@pytest.mark.parametrize(("sizes", "state", "index"), [(MODEL, F32, torch.int32), (MODEL, BF16, torch.int64), (WIDE, F32, None)])
+def test_states_of_a_pool_may_begin_elsewhere(sizes, state, index):
+    laws.states_of_a_pool_may_begin_elsewhere(ssmgen.chunk_scan, sizes, state, index)
+
+
 @pytest.mark.parametrize(("offset", "x"), [(8, BF16), (4, BF16), (2, BF16), (1, F32)])
 def test_layout_changes_no_bit(offset, x):
     laws.layout_changes_no_bit(ssmgen.chunk_scan, replace(MODEL, x=x), offset)
