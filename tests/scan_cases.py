@@ -212,6 +212,28 @@ def neighbours_do_not_matter(scan: Scan, sizes: Sizes, lengths: Sequence[int]) -
         assert same(out[span], plain[span]) and same(last[i], states[i]), length
 
 
+def states_of_a_pool_may_begin_elsewhere(scan: Scan, sizes: Sizes, state: torch.dtype, index: torch.dtype | None) -> None:
+    """From dense states into a pool: the bits of the call without one; a sequence of no slot or without tokens touches none."""
+    lengths = (65, 7, 0, 16)
+    memory, call = Memory(sizes.device), make(sizes, sum(lengths), decay=0.1)
+    shape = (len(lengths), sizes.heads, sizes.headdim, sizes.d_state)
+    before = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(sizes.device, state)
+    call |= {"cu_seqlens": starts_of(lengths, sizes.device), "initial_states": before}
+    wanted, last = scan(**call, return_final_states=True)
+    slots = [0, 1, 2, 3] if index is None else [4, 9, 1, 0]
+    pool = memory.fill("state", torch.full((9, *shape[1:]), NAN, dtype=state, device=sizes.device))
+    given = {} if index is None else {"state_indices": torch.tensor(slots, dtype=index, device=sizes.device)}
+    memory.seal()
+    out = scan(**call, state=pool, **given)
+    served = [i for i in range(4) if lengths[i] and slots[i] < 9]
+    assert not memory.untouched({"state": torch.tensor([slots[i] for i in served], device=sizes.device)})
+    assert all(same(pool[slots[i]], last[i]) for i in served)
+    if index is not None:
+        assert not out[65:72].any()
+        wanted[65:72] = 0
+    assert same(out, wanted)
+
+
 def layout_changes_no_bit(scan: Scan, sizes: Sizes, offset: int) -> None:
     """x, B and C are slices of one tensor, as the convolution leaves them, `offset` elements from multiples of 16 bytes."""
     H, P, G, N = sizes.heads, sizes.headdim, sizes.groups, sizes.d_state

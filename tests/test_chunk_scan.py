@@ -69,6 +69,12 @@ def test_a_pool_is_touched_where_it_should_be(scan, state, x):
 
 
 @by_both
+@pytest.mark.parametrize(("state", "index"), [(F32, torch.int32), (BF16, torch.int64), (F32, None)], ids=["i32", "bf16-i64", "in-order"])
+def test_states_of_a_pool_may_begin_elsewhere(scan, state, index):
+    laws.states_of_a_pool_may_begin_elsewhere(scan, SMALL, state, index)
+
+
+@by_both
 @pytest.mark.parametrize(("offset", "x"), [(8, BF16), (4, BF16), (2, BF16), (2, F32), (1, F32)])
 def test_layout_changes_no_bit(scan, offset, x):
     laws.layout_changes_no_bit(scan, replace(SMALL, x=x), offset)
@@ -159,7 +165,11 @@ def operands(**changes: object) -> dict[str, object]:
         ({"state_indices": torch.zeros(2).int()}, "state_indices is given without state"),
         ({"state": torch.zeros(2, 2, 32, 16)}, "state is [2, 2, 32, 16], not [slots, H, P, N] = [slots, 2, 32, 32]"),
         ({"state": torch.zeros(1, 2, 32, 32)}, "state has 1 slots for 2 sequences, and there are no state_indices"),
-        ({"state": torch.zeros(2, 2, 32, 32), "initial_states": torch.zeros(2, 2, 32, 32)}, "initial_states is given together with state"),
+        ({"state": torch.zeros(2, 2, 32, 32), "return_final_states": True}, "final_states is given together with state"),
+        (
+            dict.fromkeys(("state", "initial_states"), torch.zeros(2, 2, 32, 32)) | {"has_initial_state": torch.ones(2).bool()},
+            "initial_states and has_initial_state are both given",
+        ),
         ({"state": torch.zeros(2, 2, 32, 32).mT}, "the state of each head must be dense"),
         ({"x": torch.zeros(2, 5, 32, 2).bfloat16().mT}, "its rows must be contiguous"),
         ({"out": torch.zeros(1, 5, 2, 32).bfloat16().expand(2, 5, 2, 32)}, "two of its elements share memory"),
@@ -229,6 +239,7 @@ SPECS = [
     ScanSpec(headdim=16, d_state=32, tile=16, stages=2, final=True, seq_idx=True, checkpoints=Index.I32, x=DType.F32),
     ScanSpec(headdim=32, d_state=16, tile=32, initial=True, final=True, seq_idx=True, checkpoints=Index.I64, state_loads=Loads.ELEMENT),
     ScanSpec(headdim=16, d_state=32, tile=16, stages=1, cu_seqlens=Index.I32, pool=True, index=Index.I32, checkpoints=Index.I32),
+    ScanSpec(headdim=16, d_state=32, tile=16, stages=1, cu_seqlens=Index.I32, initial=True, pool=True, index=Index.I32),
 ]
 
 
@@ -307,7 +318,7 @@ def test_broken_kernels_are_found(edit):
 
 
 def test_what_a_launch_asks_for_counts_too():
-    """Most of shared memory is dynamic."""
+    """Most of a block's shared memory is dynamic."""
     stats = inspect.stats(SPECS[0], SM90, shared_cache())
     assert (
         stats["dynamic_shared"] == SPECS[0].dynamic_bytes > 48 << 10 and stats["shared"] + stats["dynamic_shared"] == SPECS[0].shared_bytes

@@ -117,8 +117,7 @@ def test_vllm_states_after_chunks(before, state_dtype):
         assert not length or torch.equal(last[i], after[call["last_chunk_indices"][i]])
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("before", [None, F32], ids=["from nothing", "from states"])
+@pytest.mark.parametrize(("before", "dtype"), [(None, F32), (None, BF16), (F32, F32), (BF16, BF16), (BF16, F32)])
 def test_vllm_states_into_the_pool(before, dtype):
     """Slots are parts of pages, and there may be more of them than sequences; other slots stay."""
     lengths = (17, 2, 1, 40, 6)
@@ -135,14 +134,15 @@ def test_vllm_states_into_the_pool(before, dtype):
 
 
 @pytest.mark.parametrize("bad", [-1, 9, 1000])
-def test_vllm_slots_of_no_page_touch_nothing_but_the_null_block(bad):
+def test_vllm_slots_of_no_page_are_padding(bad):
     lengths = (17, 2, 1, 40, 6)
     for before in (None, states(5)):
-        pool, slots = pages(9, *POOL), SLOTS.clone()
+        pool, slots, call = pages(9, *POOL), SLOTS.clone(), vllm_call(lengths, initial_states=before)
         kept, slots[2] = pool.clone(), bad
-        vllm.mamba_chunk_scan_combined_varlen(**vllm_call(lengths), initial_states=before, final_states_out=pool, final_state_indices=slots)
-        untouched = [s for s in range(1, 9) if s not in SLOTS[[0, 1, 3, 4]]]
+        vllm.mamba_chunk_scan_combined_varlen(**call, final_states_out=pool, final_state_indices=slots)
+        untouched = [s for s in range(9) if s not in SLOTS[[0, 1, 3, 4]]]
         assert torch.equal(pool[untouched], kept[untouched]) and not torch.equal(pool[5], kept[5])
+        assert not call["out"][19].any() and call["out"][20:].isfinite().all()
 
 
 # SGLang
@@ -276,7 +276,7 @@ def test_kernels_make_what_is_asked_for(way, monkeypatch):
     monkeypatch.setattr(mamba_prompts, "chunk_scan", lambda *args, **more: emulated(**dict(zip(names, args, strict=False)), **more))
     bound, before = BOUNDS[BF16], states(len(LENGTHS))
     call, lengths = operands(1, TOKENS), LENGTHS
-    y, each = walks(row_of(call), lengths, None if way in ("mamba_ssm", "pool") else before)
+    y, each = walks(row_of(call), lengths, None if way == "mamba_ssm" else before)
     if way == "mamba_ssm":
         more = {"seq_idx": ids_of(lengths), "cu_seqlens": starts_of(lengths), "return_varlen_states": True, "state_dtype": F32}
         out, last = mamba_ssm.mamba_chunk_scan_combined(**call, chunk_size=16, **more)
@@ -291,7 +291,7 @@ def test_kernels_make_what_is_asked_for(way, monkeypatch):
     else:
         call = vllm_call(checkpoint=45, state_dtype=F32)
         pool = pages(9, *POOL)
-        more = {"final_states_out": pool, "final_state_indices": SLOTS} if way == "pool" else {"initial_states": before}
+        more = {"initial_states": before} | ({"final_states_out": pool, "final_state_indices": SLOTS} if way == "pool" else {})
         after = vllm.mamba_chunk_scan_combined_varlen(**call, **more, return_intermediate_states=way == "vllm")
         assert close(call["out"], y, bound)
         if after is None:
@@ -322,8 +322,9 @@ POOLED = {"initial_states": states(5), "final_states_out": pages(9, *POOL), "fin
         (vllm, vllm_call(**POOLED, return_intermediate_states=True), ArgumentError, "final_states_out is given together"),
         (vllm, vllm_call(**POOLED | {"final_state_indices": None}), ArgumentError, "without final_state_indices"),
         (vllm, vllm_call(cu_chunk_seqlens=None, return_intermediate_states=True), ArgumentError, "cu_chunk_seqlens is None"),
-        (vllm, vllm_call(**POOLED | {"final_states_out": pages(9, H, P, 8)}), ArgumentError, r"final_states_out is \[9, 4, 16, 8\]"),
-        (vllm, vllm_call(**POOLED | {"final_state_indices": SLOTS[:3]}), ArgumentError, r"final_state_indices is \[3\], not \[N\] = \[5\]"),
+        (vllm, vllm_call(**POOLED | {"final_states_out": pages(9, H, P, 8)}), ArgumentError, r"state is \[9, 4, 16, 8\]"),
+        (vllm, vllm_call(**POOLED | {"final_state_indices": SLOTS[:3]}), ArgumentError, r"state_indices is \[3\], not \[sequences\] = \[5\]"),
+        (vllm, vllm_call(**POOLED | {"final_states_out": pages(9, *POOL, dtype=BF16)}), ArgumentError, "state is bfloat16, initial_states is"),
         (sglang, sglang_call(return_track_states=True, return_varlen_states=False), ArgumentError, "goes with return_varlen_states"),
         (sglang, sglang_call(return_track_states=True, chunk_size=0), ArgumentError, "chunk_size is 0"),
         (sglang, sglang_call(seq_idx=None), UnsupportedError, "return_varlen_states without seq_idx"),

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..calls import checks
 from ..errors import ArgumentError, UnsupportedError
 from ..families.chunk_scan.call import chunk_scan
 
@@ -77,34 +76,18 @@ def scan(
 
 
 def scan_into_slots(
-    name: str, operands: Operands, out: Tensor, pool: Tensor, slots: Tensor, *, initial_states: Tensor | None, cu_seqlens: Tensor
+    operands: Operands, out: Tensor, pool: Tensor, slots: Tensor, *, initial_states: Tensor | None, cu_seqlens: Tensor
 ) -> None:
-    """Scans packed sequences, whose last states go to slots of a pool [slots, H, P, N].
+    """Scans packed sequences, whose last states the kernel writes to slots of a pool [slots, H, P, N].
 
-    Without states to start from, the kernel itself writes them there. It has either a pool or dense states, so with them they are copied.
+    States to start from are of the pool's dtype, or become f32 without loss where it is.
     """
-    if initial_states is None:
-        ours = operands.as_ours()
-        chunk_scan(*ours[:-1], dt_limit=ours.dt_limit, cu_seqlens=cu_seqlens, state=pool, state_indices=slots, out=out)
-        return
-    _check_slots(name, operands.x, pool, slots, initial_states)
-    last = cast(Tensor, scan(operands, out, initial_states=initial_states, cu_seqlens=cu_seqlens, last=pool.dtype).last)
-    # A slot that is none of the pool's would be written beside it, or wrap around into it: vLLM's null block, 0, receives its state.
-    pool[slots.masked_fill((slots < 0) | (slots >= pool.shape[0]), 0)] = last
-
-
-def _check_slots(name: str, x: Tensor, pool: Tensor, slots: Tensor, states: Tensor) -> None:
-    """Raises ArgumentError for what the scan does not see: the pool to which its states are copied, and where."""
-    problems: list[str] = []
-    named = {"x": x, "final_states_out": pool, "final_state_indices": slots}
-    if checks.check_tensors(named, problems):
-        checks.check_common(named, "x", problems)
-        checks.check_shape("final_states_out", pool, {"[slots, H, P, N]": (max(len(pool), 1), *states.shape[1:])}, problems)
-        checks.check_shape("final_state_indices", slots, {"[N]": tuple(states.shape[:1])}, problems)
-        if checks.overlaps_itself(pool):
-            problems.append(f"final_states_out has strides {list(pool.stride())}: two of its elements share memory")
-    if problems:
-        raise ArgumentError(name, problems)
+    ours = operands.as_ours()
+    if initial_states is not None and pool.dtype == torch.float32 and initial_states.dtype in _STATE_DTYPES:
+        initial_states = initial_states.to(pool.dtype)
+    chunk_scan(
+        *ours[:-1], dt_limit=ours.dt_limit, cu_seqlens=cu_seqlens, initial_states=initial_states, state=pool, state_indices=slots, out=out
+    )
 
 
 def state_dtype_of(name: str, state_dtype: torch.dtype | None, C: Tensor) -> torch.dtype:

@@ -115,6 +115,21 @@ def _scan() -> list[Form]:
         form("states", B, T, out=rand(B, T, H, P), dt_limit=(0.0, 2.0), **states),
         form("ids", B, T, seq_idx=ints([0] * T, [*[1] * (T - 1), 2]), **marks),
         form("packed", TOKENS, cu_seqlens=ints(0, 2, 5), pad_slot_id=-1, **pool),
+        form("elsewhere", B, T, state=rand(SLOTS, H, P, N), state_indices=ints(3, 1), initial_states=rand(B, H, P, N)),
+    ]
+
+
+def _attention() -> list[Form]:
+    def form(function: Callable[..., Any], id: str, *lead: int, **more: Any) -> Form:
+        given = {"q": rand(*lead, HK, K), "k": rand(*lead, HK, K), "v": rand(*lead, H, V), "out": rand(*lead, H, V), "scale": 0.5}
+        return _native(function, id, given | more, "out state final_states_out")
+
+    pool = {"state": rand(SLOTS, H, V, K), "state_indices": ints(3, 1), "has_initial_state": torch.tensor([True, False])}
+    states = {"initial_states": rand(B, H, V, K), "return_final_states": True, "final_states_out": rand(B, H, V, K)}
+    return [
+        form(ssmgen.chunk_simple_gla, "states", B, T, g=decay(B, T, H), **states),
+        form(ssmgen.chunk_simple_gla, "packed", TOKENS, g=decay(H), cu_seqlens=ints(0, 2, 5), pad_slot_id=-1, **pool),
+        form(ssmgen.chunk_lightning_attn, "states", B, T, slope=-decay(H), **states),
     ]
 
 
@@ -275,4 +290,4 @@ def _own() -> list[Form]:
 def native() -> list[Form]:
     """Calls of ssmgen's own functions, the same every time."""
     _made.manual_seed(0)
-    return [*_conv_update(), *_conv(), *_scan(), *_combine(), *_norm(), *_ssu(), *_rules(), *_layers(), *_replay(), *_own()]
+    return [*_conv_update(), *_conv(), *_scan(), *_attention(), *_combine(), *_norm(), *_ssu(), *_rules(), *_layers(), *_replay(), *_own()]

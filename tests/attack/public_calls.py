@@ -33,6 +33,11 @@ def linear(**more: Any) -> dict[str, Any]:
     return {"state": randn(SLOTS, H, P, N), **heads, "state_indices": torch.tensor([2, 0])} | more
 
 
+def prompt(**more: Any) -> dict[str, Any]:
+    keys = {n: randn(B, 5, H, N) for n in ("q", "k")}
+    return keys | {"v": randn(B, 5, H, P), "out": torch.zeros(B, 5, H, P)} | more
+
+
 def layer(inputs: str, channels: int, **more: Any) -> dict[str, Any]:
     return {
         inputs: randn(B, channels),
@@ -70,6 +75,8 @@ def _all() -> dict[str, dict[str, Any]]:
         "selective_state_update": {"state": randn(SLOTS, H, P, N), **mamba(), "out": torch.zeros(B, H, P)},
         "causal_conv1d": {"x": randn(B, 24, 5), "weight": randn(24, 4), "out": torch.zeros(B, 24, 5)},
         "chunk_scan": {**mamba(5), "out": torch.zeros(B, 5, H, P)},
+        "chunk_simple_gla": prompt(g=-torch.rand(B, 5, H)),
+        "chunk_lightning_attn": prompt(slope=head),
         "causal_conv1d_update": {"x": x, "conv_state": randn(SLOTS, 24, 3), "weight": randn(24, 4), "out": torch.zeros(B, 24)},
         "combine_splits": {"o": randn(3, B, H, 8), "lse": randn(3, B, H), "out": torch.zeros(B, H, 8)},
         "gated_rms_norm": {"x": randn(B, 32), "gate": randn(B, 32), "weight": torch.ones(32), "out": torch.zeros(B, 32)},

@@ -74,6 +74,12 @@ def test_a_pool_is_touched_where_it_should_be(scan, state):
     laws.a_pool_is_touched_where_it_should_be(scan, MODEL, state)
 
 
+@by_both
+@pytest.mark.parametrize(("sizes", "state", "index"), [(MODEL, F32, torch.int32), (MODEL, BF16, torch.int64), (WIDE, F32, None)])
+def test_states_of_a_pool_may_begin_elsewhere(scan, sizes, state, index):
+    laws.states_of_a_pool_may_begin_elsewhere(scan, sizes, state, index)
+
+
 @pytest.mark.parametrize(
     ("scan", "offset", "x"),
     [(ssmgen.chunk_scan, 8, BF16), *((BY_WARPS, offset, x) for offset, x in ((8, BF16), (4, BF16), (2, BF16), (1, F32)))],

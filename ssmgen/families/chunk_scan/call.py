@@ -84,8 +84,8 @@ def chunk_scan(
     initial_states: [sequences, H, P, N] f32, f16 or bf16, states before the first token; zeros if None
     return_final_states: also return the states after the last token, [sequences, H, P, N], in final_states_out if that is given (which may
         be initial_states), else new ones of initial_states' dtype or f32
-    state: [slots, H, P, N], a pool in place of the two above: receives the state after each sequence, and holds the one before it where
-        has_initial_state, [sequences] bool, is true. A sequence without tokens leaves its slot alone
+    state: [slots, H, P, N], a pool in place of final states: receives the state after each sequence. Without initial_states it holds the
+        one before it too, where has_initial_state, [sequences] bool, is true. A sequence without tokens leaves its slot alone
     state_indices: [sequences] int32 or int64, slot of each sequence; None for slot = sequence. Slots must be distinct
     pad_slot_id: a sequence whose slot is negative, equals it or is no slot of the pool gets a zero output and touches no state
     checkpoint_positions: [count] int32 or int64 on the device, ascending: after how many tokens the state is asked for too, 1 … tokens of
@@ -199,7 +199,10 @@ def _shapes_fit(views: Mapping[str, Tensor], problems: list[str]) -> bool:
 
 def _pool_fits(views: Mapping[str, Tensor], sequences: int, inner: tuple[int, ...], problems: list[str]) -> bool:
     state = views["state"]
-    problems += [f"{n} is given together with state, which takes its place" for n in ("initial_states", "final_states") if n in views]
+    if "final_states" in views:
+        problems.append("final_states is given together with state, which takes its place")
+    if "initial_states" in views and "has_initial_state" in views:
+        problems.append("initial_states and has_initial_state are both given: each says what a sequence starts from")
     if state.dim() != 4 or tuple(state.shape[1:]) != inner:
         problems.append(f"state is {list(state.shape)}, not [slots, H, P, N] = [slots, {', '.join(map(str, inner))}]")
         return False

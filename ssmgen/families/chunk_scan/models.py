@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ...models import Ask, Model, Role, Wanted
@@ -12,12 +12,25 @@ from ..selective_state_update.models import Mamba
 from .spec import OPERATOR, WITHOUT_DT, Gate, ScanProblem
 
 
+# Which states a call has. Batches leave theirs, behind a cache that has tokens also begin with it; packed sequences are those of `PACKED`.
+BATCHES: tuple[dict[str, Any], ...] = ({"final": True}, {"initial": True, "final": True})
+OWN_POOL: dict[str, Any] = {"pool": True, "started": True}
+PACKED: tuple[dict[str, Any], ...] = (OWN_POOL, {"pool": True}, {"pool": True, "initial": True}, *BATCHES)
+MARKED: tuple[dict[str, Any], ...] = ({"checkpoints": Index.I32}, {"checkpoints": Index.I32, "initial": True})
+
+
 class ScanAsk(Ask):
-    """Batches that leave their final states, and packed sequences with a pool of states. Neither tokens nor heads are among it."""
+    """The prompts of Mamba-2 and Lightning attention models; neither tokens nor heads are among what is asked.
+
+    Without slots, batches as transformers and mamba-ssm have them, new and behind a cache; with transformers' limits of steps, where a
+    model has such. With slots, packed sequences: of a pool that says itself which of them go on; into a pool from nothing or from dense
+    states (vLLM); and of dense states alone (SGLang, TensorRT-LLM). With `intermediates`, of Mamba-2 also vLLM's states after chunks.
+    Built when a call asks for them: z, which gates behind the scan elsewhere, seq_idx, and batches that leave no state.
+    """
 
     operator = OPERATOR
     role = Role.SCAN
-    options = frozenset(("pools", "tokens"))
+    options = frozenset(("pools", "tokens", "intermediates"))
 
     def used_by(self, model: Model) -> bool:
         return model.kind in ("mamba2", "lightning_attn")
@@ -25,21 +38,30 @@ class ScanAsk(Ask):
     def absent(self, model: Model, asked: str) -> str:
         return f"{model.name} is neither a Mamba-2 nor Lightning attention, and {asked} is for those"
 
+    def takes(self, model: Model) -> Collection[str]:
+        return self.options if isinstance(model, Mamba) else self.options - {"intermediates"}
+
     def problems(self, model: Model, wanted: Wanted) -> Sequence[ScanProblem]:
         if not self.used_by(model):
             return []
         same: dict[str, Any] = {"x": wanted.io}
+        batches, packed = BATCHES, PACKED
         if isinstance(model, Mamba):
             same |= {"headdim": model.headdim, "d_state": model.d_state, "dt": wanted.io, "D": wanted.io, "dt_bias": wanted.io}
-            same |= {"z": model.gate}
+            batches = tuple(kind | {"dt_limit": model.dt_limit} for kind in BATCHES)
+            packed += MARKED if wanted.intermediates and wanted.update_state else ()
         elif isinstance(model, LinearAttention):
             same |= WITHOUT_DT | {"headdim": model.dim_v, "d_state": model.dim_k, "gate": Gate.SLOPE, "g": DType.F32}
-        pool: dict[str, Any] = {"cu_seqlens": Index.I32, "pool": True, "started": True}
-        kinds = [{"final": True} if index is Index.NONE else pool | {"index": index} for index in wanted.indices]
-        return [ScanProblem(**same, **kind, state=state) for state in wanted.states or (model.state,) for kind in kinds]
+            batches, packed = BATCHES[:1], (OWN_POOL,)
+        kinds = [kind for index in wanted.indices for kind in (batches if index is Index.NONE else _by_slots(packed, index))]
+        return list(dict.fromkeys(ScanProblem(**same, **kind, state=s) for s in wanted.states or (model.state,) for kind in kinds))
 
     def size(self, model: Model, wanted: Wanted, batch: int) -> int:
-        return batch * model.nheads
+        return model.nheads
+
+
+def _by_slots(kinds: Sequence[dict[str, Any]], index: Index) -> list[dict[str, Any]]:
+    return [kind | {"cu_seqlens": Index.I32, "index": index if kind.get("pool") else Index.NONE} for kind in kinds]
 
 
 ASKS = {OPERATOR: ScanAsk()}

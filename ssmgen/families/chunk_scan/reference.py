@@ -58,7 +58,7 @@ def chunk_scan(
     marks: dict[int, list[int]] = {}  # rows of checkpoints by position
     for i, position in enumerate([] if checkpoint_positions is None else checkpoint_positions.tolist()):
         marks.setdefault(position, []).append(i)
-    past, kept = initial_states if state is None else state, final_states if state is None else state
+    kept = final_states if state is None else state
     for s in range(x.shape[0] if starts is None else len(starts) - 1):
         row, span = (s, slice(None)) if starts is None else (0, _span(starts[s], starts[s + 1], x.shape[1]))
         slot = s if state_indices is None else int(state_indices[s])
@@ -66,8 +66,10 @@ def chunk_scan(
             out[row, span] = 0
             continue
         h = x.new_zeros(heads, headdim, d_state, dtype=dtype)
-        if past is not None and (state is None or (has_initial_state is not None and bool(has_initial_state[s]))):
-            h = past[slot].to(dtype)
+        if initial_states is not None:
+            h = initial_states[s].to(dtype)
+        elif state is not None and has_initial_state is not None and bool(has_initial_state[s]):
+            h = state[slot].to(dtype)
         if state is not None and x[row, span].shape[0] == 0:
             continue
         B_, C_ = (t[row, span].to(dtype).repeat_interleave(heads // t.shape[2], 1) for t in (B, C))

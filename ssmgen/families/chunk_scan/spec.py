@@ -66,7 +66,7 @@ class ScanProblem(Problem):
     cu_seqlens: Index = Index.NONE  # type of it: x is packed sequences
     initial: bool = False  # initial_states are read
     final: bool = False  # final_states are written
-    pool: bool = False  # `state` is written, and read where has_initial_state says so
+    pool: bool = False  # `state` is written, in place of final_states, and read where has_initial_state says so
     started: bool = False  # there is a has_initial_state
     index: Index = Index.NONE  # type of state_indices
     seq_idx: bool = False  # there is one: the state begins anew within the tokens
@@ -102,7 +102,8 @@ class ScanProblem(Problem):
                 f"{'q, k, v' if self.attention else 'x, B, C, z'} or out begins, or has tokens or heads that begin, at an odd element: "
                 "kernels copy 4 bytes at once, or 8 or 16",
             ),
-            *must(not (self.pool and (self.initial or self.final)), "a pool takes the place of initial_states and final_states"),
+            *must(not (self.pool and self.final), "a pool takes the place of final_states"),
+            *must(not (self.started and self.initial), "initial_states and has_initial_state both say what a sequence starts from"),
             *must(self.pool or (self.index is Index.NONE and not self.started), "slots and has_initial_state are of a pool"),
             *must(
                 not self.attention or not (self.dt or self.A or self.D or self.dt_bias or self.z or self.dt_softplus or self.dt_limit),
@@ -275,6 +276,7 @@ class ScanSpec(KernelSpec, ScanProblem):
             "vector_state": self.state_loads is Loads.VECTOR,
             "pooled": self.index is not Index.NONE,
             "past": "state" if self.started else "initial_states" if self.initial else "",  # what holds the state before the first token
+            "past_slot": "sequence" if self.pool and self.initial else "slot",
             "kept": "state" if self.pool else "final_states" if self.final else "",  # what receives the last one
             "stepped": {Gate.DT: "dt", Gate.LOG: "g"}.get(self.gate, ""),  # the operand that says how the state decays at each token
             "softplus": self.dt_softplus,

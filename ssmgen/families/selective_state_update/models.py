@@ -24,6 +24,7 @@ class Mamba(Model):
     d_state: int
     ngroups: int = 1
     gate: bool = False  # z goes through the kernel
+    dt_limit: bool = False  # of prompts' steps, in transformers
     whole_groups: bool = True  # each is one rank's
 
     @staticmethod
