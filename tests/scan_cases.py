@@ -16,7 +16,7 @@ from ssmgen.arguments import Arguments
 from ssmgen.emulator import run_source
 from ssmgen.families.chunk_scan import call as op
 from ssmgen.families.chunk_scan.reference import chunk_scan as reference
-from ssmgen.families.chunk_scan.spec import ScanSpec
+from ssmgen.families.chunk_scan.spec import ScanProblem, ScanSpec
 from ssmgen.render import render
 from ssmgen.spec import Arch
 
@@ -26,6 +26,7 @@ LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 130)
 BOUNDS = {BF16: 4e-3, F16: 6e-4, F32: 1e-5}  # relative L2 error: of products of operands of such a dtype
 
 Scan = Callable[..., Any]  # as ssmgen.chunk_scan
+Make = Callable[[ScanProblem], ScanSpec]
 
 
 @dataclass(frozen=True)
@@ -41,20 +42,20 @@ class Sizes:
 
 
 def emulated(
-    *, function: Any = None, spec: ScanSpec | None = None, arch: Arch = SM90, change: Callable[[str], str] = str, **kwargs: Any
+    *, function: Any = None, spec: ScanSpec | Make | None = None, arch: Arch = SM90, change: Callable[[str], str] = str, **kwargs: Any
 ) -> Any:
-    """The call's result as a kernel makes it in the emulator: the given variant, or the registry's choice. `change` edits its text."""
+    """The call's result as a kernel makes it in the emulator: the given variant, or what is made for its problem, or the registry's choice.
+    `change` edits its text."""
     call = (function or ssmgen.chunk_scan).build(**kwargs)
     views, family = call.caller.checked(call.operands, call.options, None), call.caller.family
     where = {n: t.data_ptr() for n, t in call.operands.items()}
     problem, size = family.problem_of(views, where, call.options), family.size_of(views)
     if size:
-        spec = spec or registry.select(op.OPERATOR, problem, size, arch, arch >= Arch(90))
+        spec = spec(problem) if callable(spec) else spec or registry.select(op.OPERATOR, problem, size, arch, arch >= Arch(90))
         packed = Arguments(spec, family.values_of(spec, views, call.options)).at([where[n] for n in spec.operands()])
-        text = change(render(spec, arch))
-        run_source(
-            text, spec.name, family.grid_of(spec, views), spec.threads_per_block, packed, call.operands, family.written, spec.dynamic_bytes
-        )
+        text, grid = change(render(spec, arch)), family.grid_of(spec, views)
+        launch = spec.name, grid, spec.threads_per_block, packed, call.operands, family.written, spec.dynamic_bytes
+        run_source(text, *launch, cluster=spec.cluster_blocks)
     return call.result
 
 
@@ -171,6 +172,20 @@ def a_pool_is_touched_where_it_should_be(scan: Scan, sizes: Sizes, state: torch.
     assert not out[65:72].any() and not out[88:152].any()
 
 
+def neighbours_do_not_matter(scan: Scan, sizes: Sizes, lengths: Sequence[int]) -> None:
+    """NaN in all other sequences, and in tokens of none, changes no bit of a sequence, of its state neither."""
+    call = make(sizes, sum(lengths) + 9)
+    starts = starts_of((4, *lengths), sizes.device)[1:]
+    plain, states = scan(**call, cu_seqlens=starts, return_final_states=True)
+    for i, length in enumerate(lengths):
+        span = slice(int(starts[i]), int(starts[i]) + length)
+        poisoned = {n: torch.full_like(call[n], NAN) for n in ("x", "dt", "B", "C")}
+        for name, t in poisoned.items():
+            t[span] = call[name][span]
+        out, last = scan(**call | poisoned, cu_seqlens=starts, return_final_states=True)
+        assert same(out[span], plain[span]) and same(last[i], states[i]), length
+
+
 def states_of_a_pool_may_begin_elsewhere(scan: Scan, sizes: Sizes, state: torch.dtype, index: torch.dtype | None) -> None:
     """From dense states into a pool: the bits of the call without one; a sequence of no slot or without tokens touches none."""
     lengths = (65, 7, 0, 16)
@@ -202,7 +217,7 @@ def layout_changes_no_bit(scan: Scan, sizes: Sizes, offset: int) -> None:
     wide = torch.cat([torch.full_like(parts[0], NAN)[..., :offset], *parts], 2)
     x, B, C = wide[..., offset:].split([H * P, G * N, G * N], 2)
     z = torch.cat([call["z"], call["z"]], 2)[:, :, H:]
-    out = torch.full((2, 70, H, P + 2), NAN, dtype=sizes.x, device=sizes.device)[..., :P]
+    out = torch.full((2, 70, H, P + offset), NAN, dtype=sizes.x, device=sizes.device)[..., :P]
     moved = call | {"x": x.unflatten(2, (H, P)), "B": B.unflatten(2, (G, N)), "C": C.unflatten(2, (G, N)), "z": z, "out": out}
     scan(**moved)
     assert same(out, wanted)

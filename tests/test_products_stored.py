@@ -166,9 +166,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) product(const void* a, cons
   numbers[t] = numbers[t] + 1.f;
   cluster_arrive();
   cluster_wait();
-  float r[4];
+  u32 r[4];
   load_4_from_peer(numbers, 4 * t, 1 - rank, r);
-  for (u32 i = 0; i < 4; ++i) store_u32(out + rank * 512 + 4 * t + i, __float_as_uint(r[i]));
+  for (u32 i = 0; i < 4; ++i) store_u32(out + rank * 512 + 4 * t + i, r[i]);
   cluster_arrive();
   cluster_wait();
 }
@@ -192,10 +192,10 @@ def test_each_block_of_a_cluster_has_its_barriers_and_reads_its_peers():
 TOGETHER = "  cluster_arrive();\n  cluster_wait();\n"
 PEER_BUGS = {
     "no barrier of the cluster": (TOGETHER, "", "load from numbers of a peer that may not have begun: no barrier of the"),
-    "stored behind the barrier": ("  float r[4];", "  numbers[t] = 0.f;\n  float r[4];", "has read, with no barrier between"),
+    "stored behind the barrier": ("  u32 r[4];", "  numbers[t] = 0.f;\n  u32 r[4];", "has read, with no barrier between"),
     "ends while a peer reads": (f"{TOGETHER}}}", "}", "load from numbers of a peer that has ended"),
     "past the cluster": ("1 - rank,", "2,", "load from numbers of block 2 of a cluster of 2"),
-    "misaligned": ("4 * t, 1", "4 * t + 2, 1", "load of numbers[2] in shared memory, which does not begin at a multiple of 16 bytes"),
+    "misaligned": ("4 * t, 1", "4 * t + 2, 1", "load of four words of numbers[2] in shared memory, which does not begin at a multiple"),
     "a barrier of one block": ("if (t == 0) barrier_i", "if (t + rank == 0) barrier_i", "block 1, thread 0 (lane 0): load of full[0]"),
 }
 

@@ -34,9 +34,21 @@ u64 bytes_of(const Barrier& b) {
   return bytes;
 }
 
+bool in_flight(const Barrier& b) {
+  const auto flies = [](const Arrival& a) { return machine->threads[a.thread].landed < a.copies; };
+  return !b.copies.empty() || std::any_of(b.arrivals.begin(), b.arrivals.end(), flies);
+}
+
 // Ends the phase if nothing is missing: the copies land.
 bool complete(Barrier& b) {
   if (b.missing || b.expected != bytes_of(b)) return false;
+  const u32 me = machine->current;
+  for (const Arrival& a : b.arrivals) {
+    land_copies(a.thread, a.copies);
+    learn(b.gathered, a.seen);
+    b.gathered[a.thread] = std::max(b.gathered[a.thread], a.clock + 1);
+  }
+  b.arrivals.clear();
   for (const Copy& copy : b.copies) {
     machine->select(copy.thread);
     const Thread& t = machine->me();
@@ -48,7 +60,17 @@ bool complete(Barrier& b) {
   }
   b.copies.clear();
   b.missing = b.count, b.expected = 0, ++b.phase;
+  machine->select(me);
   return true;
+}
+
+// One arrival fewer is missing.
+Barrier& arrive(SharedArray* array, long long i) {
+  Barrier& b = barrier_of(array, i);
+  if (!b.missing)
+    machine->fail("arrives at " + element(*array, i) + ", at which all " + std::to_string(b.count) + " have arrived and copies are in flight");
+  --b.missing;
+  return b;
 }
 
 }  // namespace
@@ -59,16 +81,28 @@ void barrier_init(SharedArray* array, long long i, u32 count) {
   for (auto& b : machine->barriers)
     if (b->array == array && b->rank == machine->rank && b->i == i) machine->fail("barrier " + element(*array, i) + " is prepared again");
   std::vector<long long> never(machine->threads.size(), kNever);
-  machine->barriers.emplace_back(new Barrier{array, machine->rank, i, count, count, 0, 0, {}, {}, std::move(never)});
+  machine->barriers.emplace_back(new Barrier{array, machine->rank, i, count, count, 0, 0, {}, {}, {}, std::move(never)});
 }
 
 void barrier_arrive(SharedArray* array, long long i, u32 bytes) {
-  Barrier& b = barrier_of(array, i);
-  if (!b.missing)
-    machine->fail("arrives at " + element(*array, i) + ", at which all " + std::to_string(b.count) + " have arrived and copies are in flight");
-  b.expected += bytes, --b.missing;
+  Barrier& b = arrive(array, i);
+  b.expected += bytes;
   tell(machine->current, b.gathered);
-  if (b.copies.empty()) complete(b);
+  if (!in_flight(b)) complete(b);
+}
+
+void barrier_arrive_with_copies(SharedArray* array, long long i) {
+  Barrier& b = arrive(array, i);
+  Thread& t = machine->me();
+  t.entrusted = t.landed + t.copies.size();
+  b.arrivals.push_back(Arrival{machine->current, t.clock, t.entrusted, t.seen});
+  ++t.clock, t.moment = 0;
+  if (!in_flight(b)) complete(b);
+}
+
+void end_phases() {
+  for (auto& b : machine->barriers)
+    if (!b->arrivals.empty() && !in_flight(*b)) complete(*b);
 }
 
 void barrier_wait(SharedArray* array, long long i, u32 parity) {
@@ -188,9 +222,11 @@ bool Machine::settle_meetings(u32 of) {
 
 void check_barriers_ended() {
   for (const auto& b : machine->barriers) {
-    if (b->copies.empty()) continue;
-    machine->select(b->copies[0].thread);
-    machine->fail("has ended, and nobody has waited for its copy to " + element(*b->copies[0].to, b->copies[0].i));
+    if (!in_flight(*b)) continue;
+    const auto flies = [](const Arrival& a) { return machine->threads[a.thread].landed < a.copies; };
+    const Copy& copy = b->copies.empty() ? machine->threads[std::find_if(b->arrivals.begin(), b->arrivals.end(), flies)->thread].copies[0] : b->copies[0];
+    machine->select(copy.thread);
+    machine->fail("has ended, and nobody has waited for its copy to " + element(*copy.to, copy.i));
   }
 }
 

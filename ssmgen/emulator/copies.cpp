@@ -50,12 +50,38 @@ void land(const Copy& copy, u32 moment) {
   for (u32 e = 0; e < copy.elements; ++e) to.cells[first + e].when = moment, to.cells[first + e].in_flight = 0;
 }
 
+// Those that a barrier waits for are there for whoever waits at it too: they have landed when their thread arrived, not when it waits.
+void land_copies(u32 thread, u64 count) {
+  Machine& m = *machine;
+  const u32 me = m.current;
+  m.select(thread);
+  Thread& t = m.me();
+  u32 moment = 0;
+  const u64 before = t.landed;
+  for (; t.landed < count; ++t.landed) {
+    const Copy& copy = t.copies[t.landed - before];
+    if (t.landed >= t.entrusted) moment = m.now();
+    else if (!moment || m.moments[moment].clock != copy.clock) {
+      moment = u32(m.moments.size());
+      m.moments.push_back(Moment{block_index.x, thread, m.epochs[m.rank], t.warp_epoch, t.cluster_arrived, copy.clock});
+    }
+    land(copy, moment);
+  }
+  u64 landed = t.landed - before;
+  t.copies.erase(t.copies.begin(), t.copies.begin() + landed);
+  for (u32& group : t.groups) {
+    const u32 of = u32(std::min<u64>(group, landed));
+    group -= of, landed -= of;
+  }
+  m.select(me);
+}
+
 void copy_async(SharedArray* to, long long i, const void* from, u32 bytes, u32 size) {
   check_place(*to, i, size, "copy");
   if (bytes > size) machine->fail("copy of " + std::to_string(bytes) + " bytes to " + std::to_string(size));
   machine->access(from, bytes, Access::kCopy, size);
   const char* p = static_cast<const char*>(from);
-  machine->me().copies.push_back(Copy{to, i, size / to->element, p, bytes, std::string(p, bytes), machine->current, 0});
+  machine->me().copies.push_back(Copy{to, i, size / to->element, p, bytes, std::string(p, bytes), machine->current, machine->me().clock});
   take_off(machine->me().copies.back());
 }
 
@@ -67,13 +93,12 @@ void commit_copies() {
 }
 
 void wait_copies(u32 left) {
-  auto& groups = machine->me().groups;
-  while (groups.size() > left) {
-    auto& copies = machine->me().copies;
-    for (u32 c = 0; c < groups.front(); ++c) land(copies[c], machine->now());
-    copies.erase(copies.begin(), copies.begin() + groups.front());
-    groups.erase(groups.begin());
+  Thread& t = machine->me();
+  while (t.groups.size() > left) {
+    land_copies(machine->current, t.landed + t.groups.front());
+    t.groups.erase(t.groups.begin());
   }
+  if (t.entrusted) end_phases();
 }
 
 void wait_all_copies() {
@@ -83,7 +108,10 @@ void wait_all_copies() {
 
 void check_ended() {
   const Thread& t = machine->me();
-  if (!t.copies.empty()) machine->fail("has ended without waiting for its copy to " + element(*t.copies[0].to, t.copies[0].i));
+  if (t.landed + t.copies.size() > t.entrusted && !t.copies.empty()) {
+    const Copy& copy = t.copies[std::max(t.landed, t.entrusted) - t.landed];
+    machine->fail("has ended without waiting for its copy to " + element(*copy.to, copy.i));
+  }
   check_products_ended();
 }
 

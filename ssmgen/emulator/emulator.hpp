@@ -239,6 +239,9 @@ inline void barrier_arrive(const emulator::Shared<unsigned long long>& barriers,
 inline void barrier_arrive_expecting(const emulator::Shared<unsigned long long>& barriers, unsigned i, unsigned bytes) {
   emulator::barrier_arrive(barriers.array(), i, bytes);
 }
+inline void barrier_arrive_with_copies(const emulator::Shared<unsigned long long>& barriers, unsigned i) {
+  emulator::barrier_arrive_with_copies(barriers.array(), i);
+}
 inline void barrier_wait(const emulator::Shared<unsigned long long>& barriers, unsigned i, unsigned parity) {
   emulator::barrier_wait(barriers.array(), i, parity);
 }
@@ -273,6 +276,11 @@ inline void wgmma_landed(float (&d)[Count]) {
   template <bool kByColumns>                                                                                                    \
   [[gnu::always_inline]] inline void wgmma_##columns(float (&d)[columns / 2], const unsigned* a, const Matrix& b, unsigned sum) { \
     emulator::wgmma(d, a, b, columns, kByColumns, sum);                                                                         \
+  }                                                                                                                             \
+  template <bool kFirstByColumns, bool kByColumns>                                                                              \
+  [[gnu::always_inline]] inline void wgmma_##columns##_shared(float (&d)[columns / 2], const Matrix& a, const Matrix& b,        \
+                                                              unsigned sum) {                                                   \
+    emulator::wgmma(d, a, kFirstByColumns, b, columns, kByColumns, sum);                                                        \
   }
 #define EMULATED_PRODUCTS(a, b, c, d) EMULATED_PRODUCT(a) EMULATED_PRODUCT(b) EMULATED_PRODUCT(c) EMULATED_PRODUCT(d)
 EMULATED_PRODUCTS(8, 16, 24, 32)
@@ -302,13 +310,26 @@ template <class T>
   emulator::store_matrices_transposed(to.array(), i, r);
 }
 
+template <class T>
+inline void load_4_shared(const emulator::Shared<T>& from, unsigned i, unsigned* r) {
+  static_assert(16 % sizeof(T) == 0, "four words are whole elements");
+  emulator::load_4_shared(from.array(), i, r);
+}
+template <class T>
+inline void store_4_shared(const emulator::Shared<T>& to, unsigned i, const unsigned* v) {
+  static_assert(16 % sizeof(T) == 0, "four words are whole elements");
+  emulator::store_4_shared(to.array(), i, v);
+}
+
 inline void prefetch_l2(const void* p, int bytes) { emulator::prefetch(p, bytes); }
 inline void touch_l2(const void* p) { emulator::touch(p); }
 inline void meet(unsigned barrier, unsigned threads) { emulator::meet_at(barrier, threads); }
 inline void cluster_arrive() { emulator::cluster_arrive(); }
 inline void cluster_wait() { emulator::cluster_wait(); }
 inline void store_to_peer(emulator::Shared<float>& own, unsigned i, unsigned rank, float v) { own.store_to_peer(rank, i, v); }
-inline void load_4_from_peer(const emulator::Shared<float>& own, unsigned i, unsigned rank, float* r) {
+template <class T>
+inline void load_4_from_peer(const emulator::Shared<T>& own, unsigned i, unsigned rank, unsigned* r) {
+  static_assert(sizeof(T) == 4, "four words are four elements");
   emulator::load_4_from_peer(own.array(), rank, i, r);
 }
 inline void wait_for_upstream() { emulator::wait_for_upstream(); }

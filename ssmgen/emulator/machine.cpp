@@ -69,6 +69,7 @@ void Machine::run_cluster() {
     t.cluster_arrived = t.cluster_waited = t.clock = 0;
     t.seen.clear();
     t.fences.clear(), t.fenced = false;
+    t.landed = t.entrusted = 0;
   }
   barriers.clear();
   warps = std::vector<Warp>((count + kWarp - 1) / kWarp);

@@ -51,7 +51,9 @@ SharedArray* shared_array(const void* site, const char* name, u32 element, u64 c
 const void* shared_load(SharedArray* array, long long i);
 void* shared_store(SharedArray* array, long long i);
 void* shared_store_to_peer(SharedArray* array, u32 rank, long long i);
-void load_4_from_peer(SharedArray* array, u32 rank, long long i, float* r);
+void load_4_from_peer(SharedArray* array, u32 rank, long long i, u32* r);
+void load_4_shared(SharedArray* from, long long i, u32* r);
+void store_4_shared(SharedArray* to, long long i, const u32* v);
 void load_pair(u32* r, SharedArray* from, long long i);
 void load_matrices(u32* r, SharedArray* from, long long i, bool transposed);
 void store_matrices_transposed(SharedArray* to, long long i, const u32* r);
@@ -65,17 +67,19 @@ void wait_all_copies();
 // Barriers in shared memory, and copies that land with their phases.
 void barrier_init(SharedArray* array, long long i, u32 count);
 void barrier_arrive(SharedArray* array, long long i, u32 bytes);
+void barrier_arrive_with_copies(SharedArray* array, long long i);
 void barrier_wait(SharedArray* array, long long i, u32 parity);
 void copy_bulk(SharedArray* to, long long i, const void* from, u32 bytes, SharedArray* barriers, long long b);
 
 // Products of warpgroups.
 struct Matrix {
-  SharedArray* array;
-  long long byte;
-  u32 next;
-  bool by_columns;
+  SharedArray* array = nullptr;
+  long long byte = 0;
+  u32 next = 0;
+  bool by_columns = false;
 };
 void wgmma(float* d, const u32* a, const Matrix& b, u32 columns, bool by_columns, u32 sum);
+void wgmma(float* d, const Matrix& a, bool a_by_columns, const Matrix& b, u32 columns, bool by_columns, u32 sum);
 void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait(u32 left);

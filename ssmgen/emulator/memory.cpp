@@ -82,6 +82,12 @@ void check_peer(const SharedArray& array, u32 rank, const char* what) {
   if (!there) fail("a peer that has ended");
 }
 
+void load_4(SharedArray& array, u32 rank, long long i, u32* r) {
+  check_place(array, i, 16, "load of four words");
+  for (u32 e = 0; e < 16 / array.element; ++e) note_reader(readable(array, rank, i + e, "load"));
+  std::memcpy(r, array.values.data() + (rank * array.count + i) * array.element, 16);
+}
+
 }  // namespace
 
 void note_reader(SharedArray::Cell& c) {
@@ -166,11 +172,18 @@ void* shared_store_to_peer(SharedArray* array, u32 rank, long long i) {
   return claim(*array, rank, i, "store");
 }
 
-void load_4_from_peer(SharedArray* array, u32 rank, long long i, float* r) {
+void load_4_from_peer(SharedArray* array, u32 rank, long long i, u32* r) {
   check_peer(*array, rank, "load from ");
-  check_place(*array, i, 16, "load");
-  for (u32 e = 0; e < 4; ++e) note_reader(readable(*array, rank, i + e, "load"));
-  std::memcpy(r, array->values.data() + (rank * array->count + i) * array->element, 16);
+  load_4(*array, rank, i, r);
+}
+
+void load_4_shared(SharedArray* from, long long i, u32* r) { load_4(*from, machine->rank, i, r); }
+
+void store_4_shared(SharedArray* to, long long i, const u32* v) {
+  check_place(*to, i, 16, "store of four words");
+  check_sums(v, 16);
+  for (u32 done = 0; done < 16; done += to->element)
+    std::memcpy(claim(*to, machine->rank, i + done / to->element, "store"), reinterpret_cast<const char*>(v) + done, to->element);
 }
 
 }  // namespace emulator

@@ -15,12 +15,14 @@ constexpr u32 kRegisters = 65536;    // of a multiprocessor, in eights per threa
 
 struct Asked {
   float* d;
-  const u32* a;
+  const u32* a;  // or nullptr, and
+  Matrix first;
+  bool first_by_columns;
   Matrix b;
-  u32 columns, by_columns, sum;
-  bool operator==(const Asked& o) const {
-    return b.array == o.b.array && b.byte == o.b.byte && b.next == o.b.next && columns == o.columns && sum == o.sum;
-  }
+  u32 columns;
+  bool by_columns;
+  u32 sum;
+  bool operator==(const Asked& o) const { return same(first, o.first) && same(b, o.b) && columns == o.columns && sum == o.sum; }
 };
 
 // The lanes meet; then lane 0 does it, whose number among the threads it is given.
@@ -58,7 +60,6 @@ void take_step(u32 first, const Step& step, const char* what) {
 // Registers are on the threads' stacks.
 void check_fenced(u32 thread, const void* registers, u32 bytes, const char* what) {
   const Thread& t = machine->threads[thread];
-  if (!t.fenced) fail_of(thread, "a product with no wgmma_fence since products were last waited for");
   const char *p = static_cast<const char*>(registers), *top = t.lowest + t.registers.size();
   if (p < machine->stacks[thread] || p >= top) return;
   if (p < t.lowest || std::memcmp(p, t.registers.data() + (p - t.lowest), bytes))
@@ -114,25 +115,25 @@ Sum& sum_of(u32 first, const Asked* const* asked) {
   return sum;
 }
 
-// Where the second operand's elements lie, 8 together. Addresses count from a multiple of 1024.
-std::vector<u32> pieces_of(const Asked& one) {
-  const Matrix& b = one.b;
+// What is read of an operand's columns, or of the first one's rows: 8 elements lie together. Addresses count from a multiple of 1024.
+Part part_of(const Matrix& b, u32 columns, bool by_columns, u32 from, u32 count) {
   check_place(*b.array, 0, 1024, "matrix");
   const auto fail = [&](const std::string& why) { machine->fail("matrix that begins at byte " + std::to_string(b.byte) + " of " + b.array->name + why); };
-  if (b.by_columns != bool(one.by_columns)) fail(b.by_columns ? ", by columns, in a product by rows" : ", by rows, in a product by columns");
+  if (b.by_columns != by_columns) fail(b.by_columns ? ", by columns, in a product by rows" : ", by rows, in a product by columns");
   if (b.byte % kPiece || b.byte / 128 % 8) fail(": its rows do not begin with one of every 8");
-  const u32 wide = b.by_columns ? std::min(one.columns, 64u) * 2 : kDepth * 2;
+  const u32 wide = b.by_columns ? std::min(columns, 64u) * 2 : kDepth * 2;
   if (b.byte % 128 + wide > 128) fail(": its rows go on behind their 128 bytes");
-  if (b.by_columns && one.columns > 64 && b.next % 1024)
+  if (b.by_columns && columns > 64 && b.next % 1024)
     fail(": its next 64 columns are " + std::to_string(b.next) + " bytes on, which is no multiple of 1024");
-  std::vector<u32> pieces;
-  const u32 rows = b.by_columns ? kDepth : one.columns, across = b.by_columns ? one.columns / 8 : kDepth / 8;
-  for (u32 row = 0; row < rows; ++row)
-    for (u32 p = 0; p < across; ++p) {
+  Part part{b.array, {}, count, by_columns};
+  const u32 first_row = by_columns ? 0 : from, rows = by_columns ? kDepth : count;
+  const u32 first_piece = by_columns ? from / 8 : 0, across = by_columns ? count / 8 : kDepth / 8;
+  for (u32 row = first_row; row < first_row + rows; ++row)
+    for (u32 p = first_piece; p < first_piece + across; ++p) {
       const u32 at = u32(b.byte) + row / 8 * 1024 + row % 8 * 128 + p / 8 * b.next + p % 8 * kPiece;
-      pieces.push_back(at ^ (at / 128 % 8 * kPiece));
+      part.pieces.push_back(at ^ (at / 128 % 8 * kPiece));
     }
-  return pieces;
+  return part;
 }
 
 // Whether this thread's products see what was stored then: a fence lies behind the store and ahead of this thread, by whichever thread.
@@ -152,16 +153,15 @@ bool visible(u32 moment) {
 }
 
 template <class Work>
-void for_cells(const Product& product, u32 rank, const Work& work) {
-  SharedArray& array = *product.array;
-  for (u32 p = 0; p < product.pieces.size(); ++p)
-    for (u32 i = product.pieces[p] / array.element, end = i + kPiece / array.element; i < end; ++i) work(p, i, rank * array.count + i);
+void for_cells(const Part& part, u32 rank, const Work& work) {
+  for (u32 p = 0; p < part.pieces.size(); ++p)
+    for (u32 i = part.pieces[p] / part.array->element, end = i + kPiece / part.array->element; i < end; ++i) work(p, i, rank * part.array->count + i);
 }
 
 // Each lane answers for some of the pieces, so that all of them are known to be ordered.
-void begin_reading(u32 first, const Product& product) {
-  SharedArray& array = *product.array;
-  for_cells(product, machine->rank, [&](u32 piece, u32 i, u64) {
+void begin_reading(u32 first, const Part& part) {
+  SharedArray& array = *part.array;
+  for_cells(part, machine->rank, [&](u32 piece, u32 i, u64) {
     machine->select(first + piece % kWarp);
     SharedArray::Cell& c = readable(array, machine->rank, i, "product");
     if (!visible(c.when))
@@ -178,39 +178,55 @@ void issue(u32 first) {
   const Asked& one = *asked[0];
   for (u32 l = 1; l < kWarp; ++l)
     if (!(*asked[l] == one)) fail_of(first + l, "a product that is not the one of lane 0");
-  take_step(first, Step{one.b.array, one.b.byte, one.b.next, one.columns, one.sum, 0}, "a product");
-  for (u32 l = 0; l < kWarp; ++l) check_fenced(first + l, asked[l]->a, 16, "registers of a product's first operand");
-  Warp& warp = warp_of(first);
-  warp.products.push_back(Product{one.b.array, pieces_of(one), one.b.by_columns, one.sum != 0, &sum_of(first, asked), {}, {}});
-  Product& product = warp.products.back();
-  ++product.into->pending;
-  for (u32 l = 0; l < kWarp; ++l) {
+  take_step(first, Step{one.first, one.b, one.columns, one.sum, 0}, "a product");
+  for (u32 l = 0; l < kWarp; ++l)
+    if (!machine->threads[first + l].fenced) fail_of(first + l, "a product with no wgmma_fence since products were last waited for");
+  const u32 own_row = first % machine->block / kWarp % 4 * 16;
+  Product product{{}, part_of(one.b, one.columns, one.by_columns, 0, one.columns), one.sum != 0, nullptr, {}, {}};
+  if (one.first.array) product.first = part_of(one.first, 64, one.first_by_columns, own_row, 16);
+  for (u32 l = 0; l < kWarp && one.a; ++l) {
+    check_fenced(first + l, asked[l]->a, 16, "registers of a product's first operand");
     product.a[l] = asked[l]->a;
     std::memcpy(product.held[l], asked[l]->a, 16);
   }
-  begin_reading(first, product);
+  product.into = &sum_of(first, asked);
+  ++product.into->pending;
+  if (product.first.array) begin_reading(first, product.first);
+  begin_reading(first, product.second);
+  warp_of(first).products.push_back(std::move(product));
 }
 
 float widen(u16 bits) { return machine->numbers == Numbers::kBf16 ? from_bf16(bits) : from_f16(bits); }
+
+// What it holds, row by row of those that are summed over.
+std::vector<double> values_of(const Part& part) {
+  std::vector<double> found(kDepth * part.columns);
+  const char* values = part.array->values.data() + machine->rank * part.array->count * part.array->element;
+  const u32 across = part.by_columns ? part.columns / 8 : kDepth / 8;
+  for (u32 p = 0; p < part.pieces.size(); ++p) {
+    u16 bits[8];
+    std::memcpy(bits, values + part.pieces[p], kPiece);
+    for (u32 i = 0; i < 8; ++i) {
+      const u32 row = p / across, column = p % across * 8 + i;
+      found[part.by_columns ? row * part.columns + column : column * part.columns + row] = widen(bits[i]);
+    }
+  }
+  return found;
+}
 
 // Sums in double, rounded once per product, as mma's.
 void sum_up(const Product& product) {
   Sum& sum = *product.into;
   double a[16][kDepth];
-  for (u32 lane = 0; lane < kWarp; ++lane)
-    for (u32 w = 0; w < 8; ++w)  // halves of its registers: rows g and g + 8, then columns 8 on
-      a[lane / 4 + w / 2 % 2 * 8][lane % 4 * 2 + w / 4 * 8 + w % 2] = widen(u16(product.held[lane][w / 2] >> 16 * (w % 2)));
-  std::vector<double> b(kDepth * sum.columns);
-  const char* values = product.array->values.data() + machine->rank * product.array->count * product.array->element;
-  const u32 across = product.by_columns ? sum.columns / 8 : kDepth / 8;
-  for (u32 p = 0; p < product.pieces.size(); ++p) {
-    u16 bits[8];
-    std::memcpy(bits, values + product.pieces[p], kPiece);
-    for (u32 i = 0; i < 8; ++i) {
-      const u32 row = p / across, column = p % across * 8 + i;
-      b[product.by_columns ? row * sum.columns + column : column * sum.columns + row] = widen(bits[i]);
-    }
+  if (product.first.array) {
+    const std::vector<double> rows = values_of(product.first);
+    for (u32 i = 0; i < 16 * kDepth; ++i) a[i % 16][i / 16] = rows[i];
+  } else {
+    for (u32 lane = 0; lane < kWarp; ++lane)
+      for (u32 w = 0; w < 8; ++w)  // halves of its registers: rows g and g + 8, then columns 8 on
+        a[lane / 4 + w / 2 % 2 * 8][lane % 4 * 2 + w / 4 * 8 + w % 2] = widen(u16(product.held[lane][w / 2] >> 16 * (w % 2)));
   }
+  const std::vector<double> b = values_of(product.second);
   for (u32 row = 0; row < 16; ++row)
     for (u32 column = 0; column < sum.columns; column += 8) {
       float* d = sum.values.data() + row * sum.columns + column;
@@ -225,15 +241,16 @@ void sum_up(const Product& product) {
 }
 
 void land(u32 first, const Product& product) {
-  for (u32 l = 0; l < kWarp; ++l)
+  for (u32 l = 0; l < kWarp && product.a[l]; ++l)
     if (std::memcmp(product.a[l], product.held[l], 16))
       fail_of(first + l, "registers of a product's first operand, changed while a product reads them");
   machine->select(first);
-  for_cells(product, machine->rank, [&](u32, u32, u64 at) {
-    SharedArray::Cell& c = product.array->cells[at];
-    --c.products;
-    note_reader(c);
-  });
+  for (const Part* part : {&product.first, &product.second})
+    for_cells(*part, machine->rank, [&](u32, u32, u64 at) {
+      SharedArray::Cell& c = part->array->cells[at];
+      --c.products;
+      note_reader(c);
+    });
   sum_up(product);
   Sum& sum = *product.into;
   if (--sum.pending) return;
@@ -247,7 +264,12 @@ void land(u32 first, const Product& product) {
 }  // namespace
 
 void wgmma(float* d, const u32* a, const Matrix& b, u32 columns, bool by_columns, u32 sum) {
-  const Asked own{d, a, b, columns, by_columns, sum != 0};
+  const Asked own{d, a, {}, false, b, columns, by_columns, sum != 0};
+  together(__builtin_return_address(0), &own, issue);
+}
+
+void wgmma(float* d, const Matrix& a, bool a_by_columns, const Matrix& b, u32 columns, bool by_columns, u32 sum) {
+  const Asked own{d, nullptr, a, a_by_columns, b, columns, by_columns, sum != 0};
   together(__builtin_return_address(0), &own, issue);
 }
 
@@ -304,7 +326,7 @@ void change_registers(u32 registers, bool more) {
     const char* what = more ? "take_registers" : "give_registers";
     if (warp.registers) machine->fail(std::string(what) + " of a warpgroup that has changed its registers before");
     warp.registers = registers;
-    take_step(first, Step{nullptr, 0, 0, 0, more, registers}, what);
+    take_step(first, Step{{}, {}, 0, more, registers}, what);
   });
 }
 
@@ -321,8 +343,9 @@ std::string product_reader(const SharedArray& array, u32 rank, long long i) {
   for (u32 w = 0; w < machine->warps.size(); ++w)
     for (const Product& product : machine->warps[w].products) {
       bool reads = false;
-      if (product.array == &array && w * kWarp / machine->block == rank)
-        for_cells(product, rank, [&](u32, u32 cell, u64) { reads |= cell == i; });
+      for (const Part* part : {&product.first, &product.second})
+        if (part->array == &array && w * kWarp / machine->block == rank)
+          for_cells(*part, rank, [&](u32, u32 cell, u64) { reads |= cell == i; });
       if (reads) return "thread " + std::to_string(w * kWarp % machine->block);
     }
   return "a thread";

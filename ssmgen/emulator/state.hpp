@@ -38,6 +38,13 @@ struct Copy {
   u32 thread, clock;  // that asked
 };
 
+// An arrival of a thread, once so many of its copies have landed, counted from its first.
+struct Arrival {
+  u32 thread, clock;
+  u64 copies;
+  std::vector<u32> seen;
+};
+
 // A barrier in shared memory.
 struct Barrier {
   SharedArray* array;
@@ -47,6 +54,7 @@ struct Barrier {
   u64 expected = 0;                 // bytes in this phase
   long long phase = 0;              // the one that is not over
   std::vector<Copy> copies;         // in flight, for this phase
+  std::vector<Arrival> arrivals;    // with copies, in this phase
   std::vector<u32> gathered;        // what those that arrived have seen
   std::vector<long long> waited_for;  // by each thread, the last phase; kNever
 };
@@ -76,6 +84,7 @@ struct Thread {
   u64 brought = 0, taken = 0;
   std::vector<Copy> copies;  // in flight, in order
   std::vector<u32> groups;   // how many of them each group has; those behind belong to none yet
+  u64 landed = 0, entrusted = 0;  // copies: those that are not in flight any more, and those that barriers wait for, from the first on
   std::vector<Fence> fences;    // in order
   bool fenced = false;          // since products were last waited for
   std::vector<char> registers;  // the stack as it was then, down to `lowest`
@@ -89,23 +98,31 @@ struct Sum {
   std::vector<float> values;
 };
 
+// What a product reads of a matrix in shared memory: 16 numbers of each column.
+struct Part {
+  SharedArray* array = nullptr;  // nullptr: nothing
+  std::vector<u32> pieces;       // bytes at which 8 elements begin, in the order of their rows, or of their columns
+  u32 columns = 0;
+  bool by_columns = false;
+};
+
 // A product in flight.
 struct Product {
-  SharedArray* array;
-  std::vector<u32> pieces;  // of the second operand: bytes at which 8 elements begin, in the order of their rows, or of their columns
-  bool by_columns, add;
+  Part first, second;  // operands; the first one is in registers otherwise
+  bool add;
   Sum* into;
-  const u32* a[kWarp];  // of each lane
+  const u32* a[kWarp];  // of each lane, or nullptr
   u32 held[kWarp][4];   // what was there when it was asked for
 };
 
+inline bool same(const Matrix& a, const Matrix& b) { return a.array == b.array && a.byte == b.byte && a.next == b.next; }
+
 // What all warps of a warpgroup do, in the same order: products, and changes of registers.
 struct Step {
-  const SharedArray* array;
-  long long byte;
-  u32 next, columns, sum, registers;
+  Matrix first, second;
+  u32 columns, sum, registers;
   bool operator==(const Step& s) const {
-    return array == s.array && byte == s.byte && next == s.next && columns == s.columns && sum == s.sum && registers == s.registers;
+    return same(first, s.first) && same(second, s.second) && columns == s.columns && sum == s.sum && registers == s.registers;
   }
 };
 
@@ -253,6 +270,8 @@ std::string element(const SharedArray& array, long long i);
 void check_place(const SharedArray& array, long long i, u32 size, const char* what);
 void take_off(const Copy& copy);
 void land(const Copy& copy, u32 moment);
+void land_copies(u32 thread, u64 count);  // that thread's first ones
+void end_phases();                        // of which nothing is missing any more
 void check_barriers_ended();
 void check_products_ended();       // of this thread
 void check_warpgroups_ended();

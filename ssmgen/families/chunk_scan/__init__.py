@@ -4,7 +4,7 @@ from ...family import Family, Kernels
 
 FAMILY = Family(
     name="chunk_scan",
-    kernels=(Kernels("spec:ScanSpec", "spec:ScanProblem"), Kernels("warpgroups:WarpgroupScanSpec", unchecked="x")),
+    kernels=(Kernels("spec:ScanSpec", "spec:ScanProblem"), Kernels("warpgroups:WarpgroupScanSpec")),
     functions={
         "chunk_scan": "call:chunk_scan",
         "chunk_simple_gla": "attention:chunk_simple_gla",

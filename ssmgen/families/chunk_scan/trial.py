@@ -11,6 +11,7 @@ from ...spec import DType, Index, Loads
 from .attention import CALLERS
 from .call import CALLER, Options
 from .spec import CHUNK, Gate, ScanSpec
+from .warpgroups import LEAST, WarpgroupScanSpec
 
 HEADS, GROUPS = 2, 1
 # More than one rounding's norm error: of states, M and what is added to states, each before its product.
@@ -18,10 +19,12 @@ SLACK = {DType.BF16: 4e-3, DType.F16: 6e-4, DType.F32: 1e-5}
 
 
 def operands(spec: ScanSpec, batch: int, seed: int) -> dict[str, Tensor]:
-    """Sequences of more than a chunk; packed ones also of less, of one token and of none."""
+    """Sequences of more than a chunk, and where blocks divide them, of more than one of them takes; packed ones also of less, of one token
+    and of none."""
     g = torch.Generator().manual_seed(seed)
-    counts = cycled((CHUNK + 5, 3, 0, CHUNK, 1), batch)
-    lead = (1, sum(counts)) if spec.ragged else (batch, CHUNK + 5)
+    most = (LEAST if spec.cluster_blocks > 1 else 1) * CHUNK + 5
+    counts = cycled((most, 3, 0, CHUNK, 1), batch)
+    lead = (1, sum(counts)) if spec.ragged else (batch, most)
     slots = batch if spec.index is Index.NONE else 3 * batch
 
     def rows(*inner: int) -> Tensor:
@@ -81,4 +84,4 @@ def chunk_scan(spec: ScanSpec, batch: int, seed: int) -> Trial:
     return trial(CALLER, named, Options(spec.dt_softplus, limit), slack=slack)
 
 
-TRIALS = {ScanSpec: chunk_scan}
+TRIALS = {ScanSpec: chunk_scan, WarpgroupScanSpec: chunk_scan}

@@ -1,0 +1,216 @@
+"""chunk_scan by warpgroups: the laws of its results in the emulator, and that wrong kernels are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+import attention_cases
+import pytest
+import scan_cases as laws
+import torch
+from scan_cases import BF16, F16, F32, SM90, Sizes, emulated, make, problem_of, same
+
+import ssmgen
+from ssmgen import emulator
+from ssmgen.emulator import EmulatorError
+from ssmgen.emulator.check import check
+from ssmgen.families.chunk_scan.spec import OPERATOR, WITHOUT_DT, Gate, ScanProblem, ScanSpec
+from ssmgen.families.chunk_scan.warpgroups import LEAST, WarpgroupScanSpec, warpgroup_space
+from ssmgen.nvrtc import compile_cubin
+from ssmgen.registry import select
+from ssmgen.render import render
+from ssmgen.spec import Arch, DType, Index, Loads, Pdl
+
+SMALL = Sizes(heads=1, headdim=64, d_state=64)
+PART = LEAST * 64  # tokens: with more, a sequence is divided
+needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
+
+
+def variant(parts: int = 1, stages: int = 2, pdl: Pdl = Pdl.TRIGGER_LOADED) -> Callable[[ScanProblem], ScanSpec]:
+    """What makes a problem's variant."""
+
+    def of(problem: ScanProblem) -> ScanSpec:
+        given = {f.name: getattr(problem, f.name) for f in fields(ScanProblem)}
+        spec = WarpgroupScanSpec(**given, parts=parts, stages=stages, pdl=pdl)
+        assert not spec.violations(SM90)
+        return spec
+
+    return of
+
+
+def by(parts: int = 1, stages: int = 2, **more: Any) -> laws.Scan:
+    return partial(emulated, spec=variant(parts, stages), **more)
+
+
+in_parts = pytest.mark.parametrize("parts", [1, 2])
+
+
+# Laws.
+
+
+@needs_emulator
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize(
+    ("sizes", "parts", "tokens", "decay", "more"),
+    [
+        (SMALL, 1, 130, 1.0, {}),
+        (SMALL, 1, 330, 1e-3, {}),  # long memory
+        (SMALL, 1, 130, 16.0, {"step": 3.0}),  # strong decay: a chunk's sum is about -3000
+        (replace(SMALL, x=F16), 1, 130, 1.0, {"z": True}),
+        (SMALL, 2, 2 * PART, 1e-3, {}),
+        (SMALL, 3, 2 * PART + 66, 1e-3, {"z": True}),  # the last of three has a chunk and a part of one
+        (SMALL, 3, PART + 1, 0.1, {}),  # and none here
+        (SMALL, 2, PART + 200, 16.0, {"step": 3.0}),
+        (Sizes(heads=4, groups=2, headdim=64, d_state=128), 1, 70, 0.1, {}),
+        (Sizes(heads=1, headdim=128, d_state=64), 2, PART + 65, 0.1, {}),
+    ],
+    ids=["plain", "long-memory", "strong-decay", "f16-gate", "2-parts", "3-parts", "a-part-of-3", "strong-in-parts", "model", "p128"],
+)
+def test_results_are_those_of_float64(sizes, parts, stages, tokens, decay, more):
+    if sizes.d_state > 64 and stages > 2 and more.get("z"):
+        pytest.skip("there is no shared memory for it")
+    laws.is_accurate(by(parts, stages), sizes, tokens, decay, **more)
+
+
+@needs_emulator
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 127, 128, 129, 192])
+def test_lengths(tokens):
+    laws.is_accurate(by(stages=4), SMALL, tokens, 0.1)
+
+
+@needs_emulator
+@pytest.mark.parametrize(("parts", "stages"), [(1, 2), (1, 4), (2, 2), (3, 4)])
+def test_packing_changes_no_bit(parts, stages):
+    laws.packing_changes_no_bit(by(parts, stages), SMALL, laws.LENGTHS if parts == 1 else (65, 0, PART + 130))
+
+
+@needs_emulator
+@pytest.mark.parametrize("cut", [64, 128])
+@pytest.mark.parametrize("x", [BF16, F16])
+def test_a_cut_changes_no_bit(cut, x):
+    laws.a_cut_changes_no_bit(by(), replace(SMALL, x=x), 150, cut)
+
+
+@needs_emulator
+@pytest.mark.parametrize("state", [F32, BF16, F16])
+@in_parts
+def test_a_pool_is_touched_where_it_should_be(state, parts):
+    laws.a_pool_is_touched_where_it_should_be(by(parts), SMALL, state)
+
+
+@needs_emulator
+@in_parts
+def test_neighbours_do_not_matter(parts):
+    laws.neighbours_do_not_matter(by(parts), SMALL, (65, 0, 64, 3) if parts == 1 else (PART + 1, 70))
+
+
+@needs_emulator
+@in_parts
+def test_layout_changes_no_bit(parts):
+    laws.layout_changes_no_bit(by(parts), SMALL, 8)
+
+
+@needs_emulator
+def test_decoding_goes_on():
+    laws.decoding_goes_on(by(), SMALL, 70)
+
+
+@needs_emulator
+@pytest.mark.parametrize(("parts", "tokens"), [(1, 200), (2, PART + 130)])
+def test_stages_change_no_bit(parts, tokens):
+    call = make(SMALL, 1, tokens) | {"return_final_states": True}
+    results = [by(parts, stages)(**call) for stages in (2, 4)]
+    assert all(same(a, b) for a, b in zip(*results, strict=True))
+
+
+@needs_emulator
+@in_parts
+def test_place_in_the_batch_changes_no_bit(parts):
+    call, scan = make(SMALL, 3, PART + 1 if parts > 1 else 70), by(parts)
+    whole = scan(**call)
+    per_token = ("x", "dt", "B", "C")
+    assert all(same(scan(**{n: t[i : i + 1] if n in per_token else t for n, t in call.items()})[0], whole[i]) for i in (0, 2))
+
+
+@needs_emulator
+@pytest.mark.parametrize("state", [F32, BF16])
+@in_parts
+def test_states_of_sequences_without_tokens(state, parts):
+    """Dense ones go through, those in a pool stay where they are."""
+    call, scan = make(SMALL, 0), by(parts)
+    before = torch.randn(2, SMALL.heads, SMALL.headdim, SMALL.d_state).to(state)
+    starts = torch.zeros(3, dtype=torch.int32)
+    _, after = scan(**call, cu_seqlens=starts, initial_states=before, return_final_states=True)
+    pool = before.clone()
+    scan(**call, cu_seqlens=starts, state=pool, has_initial_state=torch.tensor([True, False]))
+    assert same(after, before) and same(pool, before)
+
+
+@needs_emulator
+@pytest.mark.parametrize("form", attention_cases.FORMS)
+def test_linear_attention(form):
+    sizes = replace(SMALL, heads=2)
+    name, call = attention_cases.make(form, sizes, 2, 130)
+    scan = by(function=getattr(ssmgen, name))
+    attention_cases.is_accurate(scan, call)
+    attention_cases.packing_and_cuts_change_no_bit(scan, form, SMALL, (3, 70, 0, 64), 64)
+
+
+@needs_emulator
+@pytest.mark.parametrize("form", ["log", "slope"])
+def test_linear_attention_in_parts(form):
+    name, call = attention_cases.make(form, SMALL, 1, PART + 70)
+    attention_cases.is_accurate(by(2, function=getattr(ssmgen, name)), call)
+
+
+# Choices and texts.
+
+
+SHAPE = {"headdim": 64, "d_state": 64, "stages": 2}
+SPECS = [
+    WarpgroupScanSpec(**SHAPE, D=DType.F32, dt_bias=DType.BF16, initial=True, final=True),
+    WarpgroupScanSpec(**SHAPE, parts=2, z=True, cu_seqlens=Index.I32, pool=True, started=True, index=Index.I64, x=DType.F16, state=DType.BF16),
+    WarpgroupScanSpec(**SHAPE, parts=3, dt_limit=True, dt_softplus=False, initial=True, state_loads=Loads.ELEMENT),
+    WarpgroupScanSpec(**SHAPE, **WITHOUT_DT, gate=Gate.LOG, g=DType.BF16, cu_seqlens=Index.I64, final=True),
+]  # fmt: skip
+
+
+@needs_emulator
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
+def test_check_of_variants(spec):
+    assert check(spec, SM90, 4).passed
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
+def test_the_wait_precedes_every_access(spec):
+    text = render(replace(spec, pdl=Pdl.TRIGGER_LOADED), SM90)
+    body = text[text.index('extern "C"') :]
+    wait = body.index("wait_for_upstream();")
+    assert not [word for word in ("load(", "load_u8(", "copy_tile<", "load_vector<", "store_") if word in body[:wait]]
+    assert "__restrict__" not in body and "allow_dependents();" in body
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
+def test_no_variant_spills(spec):
+    resources = compile_cubin(render(spec, SM90), SM90, str(spec)).resources
+    assert not resources.spills and not resources.stack
+
+
+def test_what_serves_which_heads():
+    """How many sequences there are is not asked: their bits do not depend on it."""
+    problem = ScanProblem(headdim=64, d_state=128, final=True)
+
+    def parts(heads: int, of: ScanProblem = problem) -> int | None:
+        spec = select(OPERATOR, of, heads, SM90, True)
+        return spec.parts if isinstance(spec, WarpgroupScanSpec) else None
+
+    assert (parts(8), parts(16), parts(24), parts(32), parts(128)) == (6, 6, 4, 1, 1)
+    for other in ({"seq_idx": True}, {"checkpoints": Index.I32}, {"copy": 8}, {"headdim": 80}, {"d_state": 256}, {"x": DType.F32}):
+        assert parts(32, replace(problem, **other)) is None
+    assert not isinstance(select(OPERATOR, problem, 32, Arch(80), False), WarpgroupScanSpec)
+    assert {s.parts for s in warpgroup_space(problem, SM90)} == {1}
+
+
