@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from ssmgen.compat import hf, hf_layers
-from ssmgen.compat.hf_functions import Recorded, scan_faults
 from ssmgen.compat.hf_layers import LAYERS
 
 _COMMON = {"vocab_size": 64, "hidden_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2}
@@ -257,13 +256,9 @@ def scans_prompts(name: str) -> bool:
 
 
 def prompt_calls(name: str, model: torch.nn.Module) -> dict[str, hf.Calls]:
-    """The calls of a prompt. A card scans those that there are kernels for."""
-    layers, weight = convolutions(model), next(model.parameters())
-    calls = {f"{name}.causal_conv1d_fn": hf.Calls(layers, 0)}
-    if scans_prompts(name):
-        refused = weight.is_cuda and scan_faults(16, 16, weight.dtype)
-        calls[f"{name}.mamba2_chunk_scan"] = hf.Calls(0, layers) if refused else hf.Calls(layers, 0)
-    return calls
+    """The calls of a prompt."""
+    replaced = ("causal_conv1d_fn", *(("mamba2_chunk_scan",) if scans_prompts(name) else ()))
+    return {f"{name}.{function}": hf.Calls(convolutions(model), 0) for function in replaced}
 
 
 PROMPTED = [name for name in TINY if scans_prompts(name)]
@@ -299,11 +294,6 @@ def norm_of_error(got: Prompt, exact: Prompt) -> float:
     """The relative error, in L2, of logits and states: the root of the mean of its squares."""
     pairs = list(zip((got.logits, *got.states), (exact.logits, *exact.states), strict=True))
     return (sum(((a.double() - b.double()).norm() / b.double().norm()).item() ** 2 for a, b in pairs) / len(pairs)) ** 0.5
-
-
-def unserved(call: Recorded, dtype: torch.dtype) -> list[str]:
-    """Why a card computes no such call of a tiny model, in words; nothing where it does."""
-    return list(scan_faults(16, 16, dtype)) if call.function.__name__ == "chunk_scan" else []
 
 
 # Of layers that are fused.

@@ -22,6 +22,9 @@ from ssmgen.families.linear_attention.models import LinearAttention
 from ssmgen.families.linear_attention.problem import Gate, Layout, Ring
 from ssmgen.families.selective_state_update.models import Mamba
 from ssmgen.models import Role, Wanted, asks, find_model, models
+from ssmgen.nvrtc import compile_cubin
+from ssmgen.registry import select
+from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index, PoolMode
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -238,6 +241,17 @@ def test_scans_of_every_model():
         assert len(set(problems)) == len(problems) == (9 if isinstance(model, Mamba) else 2)
         assert all(specs_for([p], SM90, (True,)) for p in problems)
     assert asks()["chunk_scan"].size(find_model("nemotron-h-8b").divided(8), Wanted(), batch=32) == 16, "heads alone"
+
+
+@pytest.mark.parametrize("tp", [1, 4, 8], ids="{} ranks".format)
+def test_scans_of_packed_sequences_compile(tp):
+    """With the blocks that a sequence is divided among at so many heads of a rank."""
+    model = find_model("nemotron-h-8b").divided(tp)
+    problems = [p for p in model.asked(Wanted(indices=(Index.I32,)), Role.SCAN) if p.initial]
+    assert len(problems) == 2
+    for problem in problems:
+        spec = select("chunk_scan", problem, model.nheads, SM90, True)
+        assert not compile_cubin(render(spec, SM90), SM90, str(spec)).resources.spills
 
 
 # Convolutions.

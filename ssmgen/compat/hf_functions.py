@@ -103,7 +103,7 @@ def mamba2_chunk_scan(
 
 
 def scan_faults(headdim: int, d_state: int, dtype: torch.dtype) -> tuple[str, ...]:
-    """Why no kernel scans prompts of such heads, or nothing. Asked where a call is traced: an eager one says it itself."""
+    """Why no kernel scans prompts of such heads on any GPU, or nothing. Asked where a call is traced: an eager one says it itself."""
     return tuple(ScanProblem(headdim=headdim, d_state=d_state, x=DTYPES[dtype]).faults())
 
 

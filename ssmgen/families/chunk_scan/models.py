@@ -11,7 +11,6 @@ from ..linear_attention.models import LinearAttention
 from ..selective_state_update.models import Mamba
 from .spec import OPERATOR, WITHOUT_DT, Gate, ScanProblem
 
-
 # Which states a call has. Batches leave theirs, behind a cache that has tokens also begin with it; packed sequences are those of `PACKED`.
 BATCHES: tuple[dict[str, Any], ...] = ({"final": True}, {"initial": True, "final": True})
 OWN_POOL: dict[str, Any] = {"pool": True, "started": True}
