@@ -11,12 +11,12 @@ from ssu_cases import BF16, F16, F32, Memory
 from torch import Tensor
 
 import ssmgen
-from ssmgen import registry
+from ssmgen import registry, runtime
 from ssmgen.arguments import Arguments
 from ssmgen.emulator import run_source
 from ssmgen.families.chunk_scan import call as op
 from ssmgen.families.chunk_scan.reference import chunk_scan as reference
-from ssmgen.families.chunk_scan.spec import ScanProblem, ScanSpec
+from ssmgen.families.chunk_scan.spec import ScanProblem, ScanSpec, candidates
 from ssmgen.render import render
 from ssmgen.spec import Arch
 
@@ -57,6 +57,22 @@ def emulated(
         launch = spec.name, grid, spec.threads_per_block, packed, call.operands, family.written, spec.dynamic_bytes
         run_source(text, *launch, cluster=spec.cluster_blocks)
     return call.result
+
+
+def launched(*, spec: ScanSpec | Make, function: Any = None, **kwargs: Any) -> Any:
+    """The call's result as a given variant makes it on a card."""
+    call = (function or ssmgen.chunk_scan).build(**kwargs)
+    problem, size, _, _ = call.problem()
+    if size:
+        call.launch_with(spec(problem) if callable(spec) else spec).at(call.pointers)()
+    return call.result
+
+
+def by_warps(problem: ScanProblem) -> ScanSpec:
+    """The variant for this card whose products are each warp's own: wherever warpgroups would come first, this one's bits are others."""
+    arch = runtime.device_arch(torch.cuda.current_device())
+    rules = candidates(problem, 1, arch, arch >= Arch(90))
+    return next(spec for _, spec, _ in rules if type(spec) is ScanSpec and not spec.violations(arch))
 
 
 def problem_of(**kwargs: Any) -> Any:
@@ -124,6 +140,16 @@ def is_accurate(scan: Scan, sizes: Sizes, tokens: int, decay: float, *, z: bool 
     out, states = scan(**call, return_final_states=True)
     assert error(out, wanted["out"]) <= BOUNDS[sizes.x], error(out, wanted["out"])
     assert error(states, wanted["final_states"]) <= BOUNDS[sizes.x], error(states, wanted["final_states"])
+
+
+def lengths_are_accurate(scan: Scan, sizes: Sizes, lengths: Sequence[int], decay: float = 0.1) -> None:
+    """Accuracy of the first tokens of a sequence, so many of them, in ascending order."""
+    call = tokens_of(make(sizes, lengths[-1], decay=decay), slice(None))
+    wanted = exact(call, checkpoint_positions=torch.tensor(lengths, device=sizes.device), return_checkpoints=True)
+    for length, state in zip(lengths, wanted["checkpoints"], strict=True):
+        own = {n: t[:, :length] if n in ("x", "dt", "B", "C") else t for n, t in call.items()}
+        out, last = scan(**own, return_final_states=True)
+        assert error(out, wanted["out"][:, :length]) <= BOUNDS[sizes.x] and error(last[0], state) <= BOUNDS[sizes.x], length
 
 
 def packing_changes_no_bit(scan: Scan, sizes: Sizes, lengths: Sequence[int] = LENGTHS) -> None:

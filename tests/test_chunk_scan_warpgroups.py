@@ -11,7 +11,7 @@ import attention_cases
 import pytest
 import scan_cases as laws
 import torch
-from scan_cases import BF16, F16, F32, SM90, Sizes, emulated, make, problem_of, same
+from scan_cases import BF16, F16, F32, SM90, Sizes, emulated, make, same
 
 import ssmgen
 from ssmgen import emulator
@@ -70,15 +70,14 @@ in_parts = pytest.mark.parametrize("parts", [1, 2])
     ids=["plain", "long-memory", "strong-decay", "f16-gate", "2-parts", "3-parts", "a-part-of-3", "strong-in-parts", "model", "p128"],
 )
 def test_results_are_those_of_float64(sizes, parts, stages, tokens, decay, more):
-    if sizes.d_state > 64 and stages > 2 and more.get("z"):
-        pytest.skip("there is no shared memory for it")
+
     laws.is_accurate(by(parts, stages), sizes, tokens, decay, **more)
 
 
 @needs_emulator
-@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 127, 128, 129, 192])
-def test_lengths(tokens):
-    laws.is_accurate(by(stages=4), SMALL, tokens, 0.1)
+@pytest.mark.parametrize(("parts", "lengths"), [(1, (1, 63, 64, 65, 127, 128, 129, 192)), (2, (64, PART, PART + 1, 2 * PART))])
+def test_lengths(parts, lengths):
+    laws.lengths_are_accurate(by(parts, 4), SMALL, lengths)
 
 
 @needs_emulator
@@ -172,10 +171,12 @@ def test_linear_attention_in_parts(form):
 SHAPE = {"headdim": 64, "d_state": 64, "stages": 2}
 SPECS = [
     WarpgroupScanSpec(**SHAPE, D=DType.F32, dt_bias=DType.BF16, initial=True, final=True),
-    WarpgroupScanSpec(**SHAPE, parts=2, z=True, cu_seqlens=Index.I32, pool=True, started=True, index=Index.I64, x=DType.F16, state=DType.BF16),
+    WarpgroupScanSpec(
+        **SHAPE, parts=2, z=True, cu_seqlens=Index.I32, pool=True, started=True, index=Index.I64, x=DType.F16, state=DType.BF16
+    ),
     WarpgroupScanSpec(**SHAPE, parts=3, dt_limit=True, dt_softplus=False, initial=True, state_loads=Loads.ELEMENT),
     WarpgroupScanSpec(**SHAPE, **WITHOUT_DT, gate=Gate.LOG, g=DType.BF16, cu_seqlens=Index.I64, final=True),
-]  # fmt: skip
+]
 
 
 @needs_emulator
@@ -214,3 +215,101 @@ def test_what_serves_which_heads():
     assert {s.parts for s in warpgroup_space(problem, SM90)} == {1}
 
 
+# Mistakes. (parts, what stands in the text, what stands there instead, words of what is found; off: a result is)
+
+EDITS = {
+    "M: no wait for a chunk": (
+        1,
+        "      wait_full(i);\n      const Matrix rows_of_C",
+        "      const Matrix rows_of_C",
+        "in shared memory, which",
+    ),
+    "M: no wait for a part's chunk": (2, "i < summed; i += 2) {\n      wait_full(i);", "i < summed; i += 2) {", "in shared memory, which"),
+    "M: one arrival too few": (
+        1,
+        "arrive_together(mixed, buffer, lane);",
+        "if (row_block) arrive_together(mixed, buffer, lane);",
+        "nobody ends",
+    ),
+    "M: the phase before": (1, "barrier_wait(mixed, buffer, turn % 2)", "barrier_wait(mixed, buffer, 0)", "is over too"),
+    "M: made anew too early": (1, "if (made > 0) barrier_wait(written, buffer, (made - 1) % 2);\n", "", "tiles["),
+    "M: zeros in other lanes' places": (
+        1,
+        "= 0;  // above the diagonal it stays so\n    __syncwarp();\n",
+        "= 0;\n",
+        "also writes, with no barrier",
+    ),
+    "copies not fenced": (1, "    fence_for_async();  // those who copied", "    // those who copied", "with no fence_for_async between"),
+    "copies: no wait for room": (
+        1,
+        "        wait_empty(i);\n        if (warp == 0)",
+        "        if (warp == 0)",
+        "and that thread has not waited for the copy",
+    ),
+    "copies: arrived at once": (1, "barrier_arrive_with_copies(full", "barrier_arrive(full", "copies to, and that thread has not waited"),
+    "room before it is free": (1, "barrier_init(empty, i, 8)", "barrier_init(empty, i, 4)", "has read, with no barrier between"),
+    "weighed x: not fenced": (
+        1,
+        "fence_for_async();\n      arrive_together(weighed",
+        "arrive_together(weighed",
+        "no fence_for_async between",
+    ),
+    "weighed x: not waited for": (1, "    wait_weighed(i);\n      barrier_wait(mixed", "    barrier_wait(mixed", "product of tiles["),
+    "weighed x: made anew too early": (
+        1,
+        "if (uses > 0) barrier_wait(unweighed, buffer, (uses - 1) % 2);\n      weigh(i);",
+        "weigh(i);",
+        "has read, with no barrier between",
+    ),
+    "y: read too early": (1, "barrier_wait(written, buffer, (made - 1) % 2);\n      write(", "write(", "has read, with no barrier between"),
+    "y: made anew too early": (1, "if (turn > 0) barrier_wait(unwritten, buffer, (turn - 1) % 2);", "", "tiles["),
+    "y: products not waited for": (1, "wgmma_wait<1>();", "", "names as landed what products in flight sum up"),
+    "state: changed in flight": (
+        1,
+        "      wgmma_wait<0>();\n      wgmma_landed(S);\n      arrive_together(empty, stage",
+        "      arrive_together(empty, stage",
+        "in flight",
+    ),
+    "state: products not fenced": (
+        1,
+        "      wgmma_fence();\n#pragma unroll\n      for (u32 k = 0; k < kState / 16; ++k) wgmma_64<",
+        "      for (u32 k = 0; k < kState / 16; ++k) wgmma_64<",
+        "no wgmma_fence",
+    ),
+    "state: not decayed": (1, "decay(next > i ? by : 1.f);", "", "off"),
+    "state: decayed at the end": (1, "decay(next > i ? by : 1.f);", "decay(by);", "off"),
+    "parts: read before they are there": (
+        2,
+        "    cluster_arrive();\n    cluster_wait();\n    {",
+        "    {",
+        "a peer that may not have begun",
+    ),
+    "parts: overwritten before they are read": (
+        2,
+        "    cluster_wait();  // now M and y",
+        "    // now M and y",
+        "has written, with no barrier",
+    ),
+    "parts: of other lengths": (2, "summed = rank < last_part ? own : 0", "summed = rank < last_part ? own - 1 : 0", "off"),
+    "parts: their decays": (2, "__uint_as_float(by[0])", "1.f", "off"),
+    "no upstream": (1, "  wait_for_upstream();", "  ", "before the wait for the upstream kernel"),
+}
+
+
+@needs_emulator
+@pytest.mark.parametrize("edit", EDITS)
+def test_broken_kernels_are_found(edit):
+    parts, old, new, words = EDITS[edit]
+
+    def change(source: str) -> str:
+        assert old in source, "the edit no longer applies"
+        return source.replace(old, new)
+
+    try:
+        laws.is_accurate(by(parts, 4, change=change), SMALL, 330 if parts == 1 else PART + 200, 0.1)
+    except EmulatorError as e:
+        assert words in str(e)
+    except AssertionError as e:
+        assert words == "off" and "no longer applies" not in str(e)
+    else:
+        pytest.fail("nothing was found")

@@ -124,33 +124,45 @@ BUGS = {
     "no fence": (FENCE, "", f"has written, {NO_FENCE}"),
     "fenced by those who copy": (FENCE + "    wgmma_fence", "    wgmma_fence", f"has written, {NO_FENCE}"),
     "arrives ahead of its copies": (
-        "      for (u32 i = lane", ARRIVE + "      for (u32 i = lane", "copies to, and that thread has not waited",
+        "      for (u32 i = lane",
+        ARRIVE + "      for (u32 i = lane",
+        "copies to, and that thread has not waited",
     ),
     "some do not arrive": (ARRIVE, "      if (lane)\n" + ARRIVE, "which nobody ends: 1 of 32 have not arrived"),
     "arrives twice": (ARRIVE, ARRIVE + ARRIVE, "arrives at full[0], at which all 32 have arrived and copies are in flight"),
     "released ahead of the wait": (
-        "    wgmma_wait<0>();\n" + RELEASE, RELEASE + "    wgmma_wait<0>();\n", "copy to tiles[0] in shared memory, wh",
+        "    wgmma_wait<0>();\n" + RELEASE,
+        RELEASE + "    wgmma_wait<0>();\n",
+        "copy to tiles[0] in shared memory, wh",
     ),
     "copies of their own": (COPIES_WAIT, "    copy_async(tiles, 0, b);\n", "in shared memory, wh"),
     "nobody waits": ("c < 3; ++c) {\n    const", "c < 2; ++c) {\n    const", "has ended, and nobody has waited for its copy to tiles["),
     "no arrival": (
-        ARRIVE + "    }\n" + COPIES_WAIT, "      if (c < 2) barrier_arrive_with_copies(full, c % 2);\n    }\n", "without waiting for its copy",
+        ARRIVE + "    }\n" + COPIES_WAIT,
+        "      if (c < 2) barrier_arrive_with_copies(full, c % 2);\n    }\n",
+        "without waiting for its copy",
     ),
     "by columns": ("<0, 0>", "<1, 0>", "matrix that begins at byte 0 of tiles, by rows, in a product by columns"),
     "past its rows": ("left + k", "left + 16 + k", "begins at byte 112 of tiles: its rows go on behind their 128 bytes"),
     "another first operand": ("left + k", "left + (t / 32 == 3) * 32 + k", "that is not what another warp of the warpgroup"),
     "past the end": (LEFT, "matrix_by_rows(tiles, 8192)", "product of tiles[8192] in shared memory; it has 8192 elements"),
     "stored meanwhile": (
-        "    wgmma_wait<0>();\n", "    if (t == 40) tiles[7] = 0;\n    wgmma_wait<0>();\n", "written while a product reads it",
+        "    wgmma_wait<0>();\n",
+        "    if (t == 40) tiles[7] = 0;\n    wgmma_wait<0>();\n",
+        "written while a product reads it",
     ),
     "misaligned": (
-        FENCE, NEGATED.replace("* 4, words", "* 4 + 2, words") + FENCE, "load of four words of tiles[2] in shared memory, which does not",
+        FENCE,
+        NEGATED.replace("* 4, words", "* 4 + 2, words") + FENCE,
+        "load of four words of tiles[2] in shared memory, which does not",
     ),
     "misaligned store": (
-        FENCE, NEGATED.replace("t) * 4, words);\n    }", "t) * 4 + 1, words);\n    }") + FENCE, "store of four words of tiles[",
+        FENCE,
+        NEGATED.replace("t) * 4, words);\n    }", "t) * 4 + 1, words);\n    }") + FENCE,
+        "store of four words of tiles[",
     ),
     "stored with no fence": (FENCE, FENCE + NEGATED.replace("fence_for_async();", ""), f"has written, {NO_FENCE}"),
-}  # fmt: skip
+}
 
 
 @emulated

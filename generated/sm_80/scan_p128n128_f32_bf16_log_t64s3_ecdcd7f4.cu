@@ -261,6 +261,12 @@ DEVICE void to_array(const Quad& q, float* f) {
 struct alignas(8) Pair {
   float low, high;
 };
+DEVICE u32 round_pair(bf16, float low, float high) { return round_2xbf16(low, high); }
+DEVICE Pair widen_pair(bf16, u32 word) {
+  float f[2];
+  unpack(Pack<bf16, 2>{{word}}, f);
+  return Pair{f[0], f[1]};
+}
 
 // Asks for Words 32-bit words of each of the first `rows` tokens, 1 … kChunk; the rest of the chunk becomes zero.
 template <int Words, int Pitch, class Array, class T>
@@ -286,13 +292,6 @@ DEVICE u32 by_rows(u32 lane) {
 template <int Pitch>
 DEVICE u32 by_columns(u32 lane) {
   return (lane % 8 + lane / 16 * 8) * Pitch + lane / 8 % 2 * 4;
-}
-
-DEVICE u32 round_pair(bf16, float low, float high) { return round_2xbf16(low, high); }
-DEVICE Pair widen_pair(bf16, u32 word) {
-  float f[2];
-  unpack(Pack<bf16, 2>{{word}}, f);
-  return Pair{f[0], f[1]};
 }
 
 // What a mixer does with a chunk: 16 rows of M, those of tokens 16 kRow and up, as far as the diagonal.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import scan_cases as laws
@@ -16,8 +17,12 @@ pytestmark = pytest.mark.gpu
 
 MODEL = Sizes(heads=16, groups=2, headdim=64, d_state=128, device="cuda")
 WIDE = replace(MODEL, heads=128, groups=8)
+# What serves a call may be warpgroups, or each warp for itself: laws of bits hold within one of them. Positions and ids go to the latter.
+BY_WARPS = partial(laws.launched, spec=laws.by_warps)
+by_both = pytest.mark.parametrize("scan", [ssmgen.chunk_scan, BY_WARPS], ids=["served", "warps"])
 
 
+@by_both
 @pytest.mark.parametrize(
     ("sizes", "tokens", "decay", "more"),
     [
@@ -47,22 +52,26 @@ WIDE = replace(MODEL, heads=128, groups=8)
         "f32-n256",
     ],
 )
-def test_results_are_those_of_float64(sizes, tokens, decay, more):
-    laws.is_accurate(ssmgen.chunk_scan, sizes, tokens, decay, **more)
+def test_results_are_those_of_float64(scan, sizes, tokens, decay, more):
+    laws.is_accurate(scan, sizes, tokens, decay, **more)
 
 
-def test_packing_changes_no_bit():
-    laws.packing_changes_no_bit(ssmgen.chunk_scan, MODEL, (*laws.LENGTHS, 1000, 2048))
+@by_both
+def test_packing_changes_no_bit(scan):
+    laws.packing_changes_no_bit(scan, MODEL, (*laws.LENGTHS, 1000, 2048))
 
 
+@by_both
 @pytest.mark.parametrize(("cut", "sizes"), [(64, WIDE), (1024, WIDE), (1984, WIDE), (1024, replace(MODEL, x=F32))])
-def test_a_cut_changes_no_bit(cut, sizes):
-    laws.a_cut_changes_no_bit(ssmgen.chunk_scan, sizes, 2048, cut)
+def test_a_cut_changes_no_bit(scan, cut, sizes):
+    """Of so many heads that no sequence is divided among blocks."""
+    laws.a_cut_changes_no_bit(scan, sizes, 2048, cut)
 
 
+@by_both
 @pytest.mark.parametrize("state", [F32, BF16])
-def test_a_pool_is_touched_where_it_should_be(state):
-    laws.a_pool_is_touched_where_it_should_be(ssmgen.chunk_scan, MODEL, state)
+def test_a_pool_is_touched_where_it_should_be(scan, state):
+    laws.a_pool_is_touched_where_it_should_be(scan, MODEL, state)
 
 
 @pytest.mark.parametrize(("sizes", "state", "index"), [(MODEL, F32, torch.int32), (MODEL, BF16, torch.int64), (WIDE, F32, None)])
@@ -70,17 +79,21 @@ def test_states_of_a_pool_may_begin_elsewhere(sizes, state, index):
     laws.states_of_a_pool_may_begin_elsewhere(ssmgen.chunk_scan, sizes, state, index)
 
 
-@pytest.mark.parametrize(("offset", "x"), [(8, BF16), (4, BF16), (2, BF16), (1, F32)])
-def test_layout_changes_no_bit(offset, x):
-    laws.layout_changes_no_bit(ssmgen.chunk_scan, replace(MODEL, x=x), offset)
+@pytest.mark.parametrize(
+    ("scan", "offset", "x"),
+    [(ssmgen.chunk_scan, 8, BF16), *((BY_WARPS, offset, x) for offset, x in ((8, BF16), (4, BF16), (2, BF16), (1, F32)))],
+)
+def test_layout_changes_no_bit(scan, offset, x):
+    laws.layout_changes_no_bit(scan, replace(MODEL, x=x), offset)
 
 
-def test_decoding_goes_on():
-    laws.decoding_goes_on(ssmgen.chunk_scan, MODEL, 500)
+@by_both
+def test_decoding_goes_on(scan):
+    laws.decoding_goes_on(scan, MODEL, 500)
 
 
 def test_ids_are_sequences():
-    laws.ids_are_sequences(ssmgen.chunk_scan, MODEL, (*laws.LENGTHS, 1000))
+    laws.ids_are_sequences(BY_WARPS, MODEL, (*laws.LENGTHS, 1000))
 
 
 def test_ids_go_on():
@@ -89,11 +102,11 @@ def test_ids_go_on():
 
 @pytest.mark.parametrize(("state", "ids"), [(F32, False), (F32, True), (BF16, False), (F16, False)], ids=["f32", "ids", "bf16", "f16"])
 def test_checkpoints_are_final_states(state, ids):
-    laws.checkpoints_are_final_states(ssmgen.chunk_scan, MODEL, state, ids=ids, lengths=(*laws.LENGTHS, 1000))
+    laws.checkpoints_are_final_states(BY_WARPS, MODEL, state, ids=ids, lengths=(*laws.LENGTHS, 1000))
 
 
 def test_checkpoints_of_a_batch():
-    laws.checkpoints_of_a_batch(ssmgen.chunk_scan, MODEL)
+    laws.checkpoints_of_a_batch(BY_WARPS, MODEL)
 
 
 def test_many_checkpoints():

@@ -12,8 +12,9 @@ MAMBA2: dict[str, Any] = {"headdim": 64, "d_state": 128, "D": DType.BF16, "dt_bi
 POOL: dict[str, Any] = {"cu_seqlens": Index.I32, "pool": True, "started": True, "index": Index.I32}
 
 DEFAULTS = {
-    "Mamba-2, a batch from zeros": Default(ScanProblem(**MAMBA2, final=True), 1),
-    "Mamba-2, packed, with a pool": Default(ScanProblem(**MAMBA2, state=DType.BF16, **POOL), 1),
+    "Mamba-2, a batch from zeros": Default(ScanProblem(**MAMBA2, final=True), 128),
+    "Mamba-2, a batch from zeros, few heads": Default(ScanProblem(**MAMBA2, final=True), 16),
+    "Mamba-2, packed, with a pool": Default(ScanProblem(**MAMBA2, state=DType.BF16, **POOL), 128),
     "Mamba-2, packed, with states for a cache of prefixes": Default(
         ScanProblem(**MAMBA2, state=DType.BF16, **POOL, checkpoints=Index.I32), 1
     ),
@@ -28,10 +29,10 @@ DEFAULTS = {
         ScanProblem(headdim=64, d_state=128, x=DType.F32, dt=DType.F32, D=DType.F32, dt_bias=DType.F32, z=True, final=True), 1
     ),
     "simple GLA, a batch from zeros": Default(
-        ScanProblem(headdim=128, d_state=128, gate=Gate.LOG, g=DType.F32, **WITHOUT_DT, final=True), 1
+        ScanProblem(headdim=128, d_state=128, gate=Gate.LOG, g=DType.F32, **WITHOUT_DT, final=True), 32
     ),
     "Lightning attention, packed, with a pool": Default(
-        ScanProblem(headdim=128, d_state=128, gate=Gate.SLOPE, g=DType.F32, **WITHOUT_DT, **POOL), 1
+        ScanProblem(headdim=128, d_state=128, gate=Gate.SLOPE, g=DType.F32, **WITHOUT_DT, **POOL), 64
     ),
     "f16, long rows of the state": Default(ScanProblem(headdim=64, d_state=256, x=DType.F16, dt=DType.F32, dt_softplus=False), 1),
 }

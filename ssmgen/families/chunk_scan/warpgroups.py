@@ -1,8 +1,9 @@
 """chunk_scan by warpgroups: the tensor cores of sm_90a, which read operands from shared memory by themselves.
 
-A block has three warpgroups. The first fetches: C, B, x and z of chunks, and dt, of which it makes decays. The second makes M, a chunk ahead.
-The third holds 64 rows of the state in f32, in the registers in which products are summed, from the first chunk to the last; it makes y^T,
-so that the state, rounded, is there as the first operand, and of the state nothing goes through shared memory.
+A block has four warpgroups. The first fetches: C, B, x and z of chunks, and dt, of which it makes decays. Two prepare every other chunk
+each: M, x with what is left of each token at the chunk's end, and y's way out of shared memory. The fourth walks: it holds 64 rows of the
+state in f32, in the registers in which products are summed, from the first chunk to the last. It makes y^T, so that the state, rounded, is there as
+the first operand, and nothing of the state goes through shared memory.
 
 With `parts` a cluster's blocks divide a sequence: each sums what its own part adds to a state of zeros, reads what those ahead of it have
 summed, and goes over its part again. That is exact, but its order of summation is another.
@@ -71,12 +72,13 @@ class WarpgroupScanSpec(ScanSpec):
 
     @property
     def dynamic_bytes(self) -> int:
+        """Stages, two M, and two of y and of x with its weights."""
         return super().dynamic_bytes + 4 * CHUNK * self.tile * 2
 
     @property
     def shared_bytes(self) -> int:
-        scalars = self.stages * CHUNK * (8 + 4 + 4 + 4 + 16)
-        return self.dynamic_bytes + 1024 + scalars + 256
+        """With numbers of each token of a stage, barriers, and what it takes to begin at a multiple of 1024."""
+        return self.dynamic_bytes + self.stages * CHUNK * (8 + 4 + 4 + 4 + 16) + 256 + 1024
 
     def violations(self, arch: Arch) -> list[str]:
         if problems := self.faults():
@@ -84,7 +86,7 @@ class WarpgroupScanSpec(ScanSpec):
         most = LIMITS[90].shared - SHARED_RESERVED
         return [
             *must(str(arch) == "sm_90a", f"products of warpgroups need sm_90a, not {arch}"),
-            *must(self.tile == ROWS and self.headdim % ROWS == 0, f"a warpgroup holds {ROWS} rows, which headdim {self.headdim} is no multiple of"),
+            *must(self.tile == ROWS and self.headdim % ROWS == 0, f"headdim {self.headdim} is no multiple of a warpgroup's {ROWS} rows"),
             *must(self.terms == 1, f"products of warpgroups are of bf16 or f16, not {self.x.value}"),
             *must(not (self.seq_idx or self.marked), "seq_idx and checkpoints are for other variants"),
             *must(not self.D_rows, "D is one number of a head, which M takes on its diagonal"),
@@ -116,5 +118,5 @@ def by_warpgroups(problem: ScanProblem, heads: int, pdl: Pdl) -> Iterator[tuple[
     """(rule, spec, ""), best first: parts where the heads of one sequence leave most of the card idle."""
     blocks = heads * (problem.headdim // ROWS)
     parts = 6 if blocks <= 16 else 4 if blocks <= 30 else 1
-    for stages in (4, 2):
+    for stages in (4, 2):  # an even number: each warpgroup that prepares then sees all uses of half of them
         yield f"warpgroups, {stages} stages", _spec(problem, parts=parts, stages=stages, pdl=pdl), ""

@@ -1,0 +1,144 @@
+"""chunk_scan by warpgroups on a card: the laws of its results, with sequences that blocks divide and with such that they do not."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import attention_cases
+import pytest
+import scan_cases as laws
+import torch
+from scan_cases import BF16, F16, F32, SM90, Sizes, make, same
+
+import ssmgen
+from ssmgen.families.chunk_scan.spec import OPERATOR, ScanProblem
+from ssmgen.families.chunk_scan.warpgroups import WarpgroupScanSpec, warpgroup_space
+from ssmgen.registry import select
+from ssmgen.spec import Pdl
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"),
+]
+
+PARTS = {128: 1, 32: 1, 24: 4, 16: 6}  # by heads: how many blocks divide a sequence
+LENGTHS = (1, 15, 63, 64, 65, 127, 129, 300, 511, 512, 513, 700, 1023, 1025, 1500)
+of_heads = pytest.mark.parametrize("heads", PARTS)
+
+
+def sizes_of(heads: int) -> Sizes:
+    return Sizes(heads=heads, groups=8, headdim=64, d_state=128, device="cuda")
+
+
+def variant(heads: int, problem: ScanProblem) -> WarpgroupScanSpec:
+    spec = select(OPERATOR, problem, heads, SM90, True)
+    assert isinstance(spec, WarpgroupScanSpec) and spec.parts == PARTS[heads]
+    return spec
+
+
+def by(heads: int, **more: Any) -> laws.Scan:
+    return partial(laws.launched, spec=partial(variant, heads), **more)
+
+
+@of_heads
+def test_lengths(heads):
+    laws.lengths_are_accurate(by(heads), sizes_of(heads), LENGTHS)
+
+
+@of_heads
+@pytest.mark.parametrize("decay", [1e-3, 16.0])
+def test_long_and_short_memories(heads, decay):
+    laws.is_accurate(by(heads), replace(sizes_of(heads), groups=1), 1500, decay, z=True, step=3.0 if decay > 1 else 0.0)
+
+
+@of_heads
+@pytest.mark.parametrize("x", [BF16, F16])
+@pytest.mark.parametrize(("headdim", "d_state"), [(64, 64), (128, 64), (128, 128)])
+def test_other_sizes(heads, x, headdim, d_state):
+    sizes = replace(sizes_of(heads), x=x, headdim=headdim, d_state=d_state)
+    laws.is_accurate(ssmgen.chunk_scan, sizes, 700, 0.1)
+
+
+@of_heads
+def test_packing_changes_no_bit(heads):
+    laws.packing_changes_no_bit(by(heads), sizes_of(heads), (*laws.LENGTHS, 512, 513, 1500))
+
+
+@of_heads
+def test_neighbours_do_not_matter(heads):
+    laws.neighbours_do_not_matter(by(heads), sizes_of(heads), (65, 0, 700, 1, 1500, 64))
+
+
+@of_heads
+@pytest.mark.parametrize("state", [F32, BF16, F16])
+def test_a_pool_is_touched_where_it_should_be(heads, state):
+    laws.a_pool_is_touched_where_it_should_be(by(heads), sizes_of(heads), state)
+
+
+@pytest.mark.parametrize("cut", [64, 640, 1472])
+def test_a_cut_changes_no_bit(cut):
+    """Where no sequence is divided."""
+    laws.a_cut_changes_no_bit(by(32), sizes_of(32), 1500, cut)
+
+
+@of_heads
+def test_place_in_the_batch_changes_no_bit(heads):
+    call, scan = make(sizes_of(heads), 5, 700), by(heads)
+    whole, states = scan(**call, return_final_states=True)
+    for i in (0, 4):
+        own = {n: t[i : i + 1] if n in ("x", "dt", "B", "C") else t for n, t in call.items()}
+        out, last = scan(**own, return_final_states=True)
+        assert same(out[0], whole[i]) and same(last[0], states[i])
+
+
+@of_heads
+def test_stages_and_launches_change_no_bit(heads):
+    call = make(sizes_of(heads), 2, 1100) | {"return_final_states": True}
+    wanted = by(heads)(**call)
+    served = variant(heads, laws.problem_of(**call))
+    specs = {(s.stages, s.pdl): replace(s, parts=served.parts) for s in warpgroup_space(laws.problem_of(**call), SM90)}
+    assert len(specs) > len(Pdl)
+    for spec in specs.values():
+        assert all(same(a, b) for a, b in zip(laws.launched(spec=spec, **call), wanted, strict=True)), spec
+
+
+@of_heads
+def test_the_same_bits_every_time(heads):
+    call, scan = make(sizes_of(heads), 3, 1100), by(heads)
+    seen = set()
+    for _ in range(1000):
+        out, state = scan(**call, return_final_states=True)
+        seen.add((int(laws.bits(out).sum(dtype=torch.int64)), int(laws.bits(state).sum(dtype=torch.int64))))
+    assert len(seen) == 1
+    assert len({hashlib.sha256(laws.bits(scan(**call)).cpu().numpy().tobytes()).hexdigest() for _ in range(10)}) == 1
+
+
+@of_heads
+def test_in_a_graph(heads):
+    """The same graph serves other lengths, of which blocks divide others than before."""
+    call = make(sizes_of(heads), 1500)
+    call |= {"cu_seqlens": laws.starts_of((100, 1400), "cuda"), "out": torch.empty_like(call["x"])}
+    states = torch.empty(2, heads, 64, 128, device="cuda")
+    call |= {"final_states_out": states, "return_final_states": True}
+    ssmgen.chunk_scan(**call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ssmgen.chunk_scan(**call)
+    for lengths in ((100, 1400), (700, 800), (1500, 0), (64, 1000)):
+        call["cu_seqlens"].copy_(laws.starts_of(lengths, "cuda"))
+        call["out"].zero_()
+        states.fill_(laws.NAN)
+        graph.replay()
+        again = call | {"out": torch.zeros_like(call["out"]), "final_states_out": torch.empty_like(states)}
+        out, last = by(heads)(**again)
+        assert same(call["out"], out) and same(states, last)
+
+
+@pytest.mark.parametrize("form", attention_cases.FORMS)
+@of_heads
+def test_linear_attention(form, heads):
+    name, call = attention_cases.make(form, sizes_of(heads), 2, 1100)
+    attention_cases.is_accurate(by(heads, function=getattr(ssmgen, name)), call)
