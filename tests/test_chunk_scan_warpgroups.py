@@ -101,6 +101,13 @@ def test_a_pool_is_touched_where_it_should_be(state, parts):
 
 
 @needs_emulator
+@pytest.mark.parametrize(("state", "index"), [(F32, torch.int32), (BF16, torch.int64), (F32, None)], ids=["i32", "bf16-i64", "in-order"])
+@in_parts
+def test_states_of_a_pool_may_begin_elsewhere(state, index, parts):
+    laws.states_of_a_pool_may_begin_elsewhere(by(parts), SMALL, state, index)
+
+
+@needs_emulator
 @in_parts
 def test_neighbours_do_not_matter(parts):
     laws.neighbours_do_not_matter(by(parts), SMALL, (65, 0, 64, 3) if parts == 1 else (PART + 1, 70))

@@ -64,7 +64,7 @@ def test_packing_changes_no_bit(scan):
 @by_both
 @pytest.mark.parametrize(("cut", "sizes"), [(64, WIDE), (1024, WIDE), (1984, WIDE), (1024, replace(MODEL, x=F32))])
 def test_a_cut_changes_no_bit(scan, cut, sizes):
-    """Of so many heads that no sequence is divided among blocks."""
+    """So many heads that no sequence is divided among blocks."""
     laws.a_cut_changes_no_bit(scan, sizes, 2048, cut)
 
 
