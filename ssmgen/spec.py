@@ -264,6 +264,11 @@ class KernelSpec:
         return (*self.ahead, self)
 
     @property
+    def order(self) -> tuple[str | int, ...]:
+        """What changes the order of its sums: tuning chooses among variants of the same, which give the same bits."""
+        return ()
+
+    @property
     def cluster_blocks(self) -> int:
         """Blocks of a thread-block cluster; 1 where they have nothing to do with each other."""
         return 1

@@ -17,7 +17,7 @@ import ssmgen
 from ssmgen import emulator
 from ssmgen.emulator import EmulatorError
 from ssmgen.emulator.check import check
-from ssmgen.families.chunk_scan.spec import OPERATOR, WITHOUT_DT, Gate, ScanProblem, ScanSpec
+from ssmgen.families.chunk_scan.spec import OPERATOR, WITHOUT_DT, Gate, ScanProblem, ScanSpec, space
 from ssmgen.families.chunk_scan.warpgroups import LEAST, WarpgroupScanSpec, warpgroup_space
 from ssmgen.nvrtc import compile_cubin
 from ssmgen.registry import select
@@ -320,3 +320,10 @@ def test_broken_kernels_are_found(edit):
         assert words == "off" and "no longer applies" not in str(e)
     else:
         pytest.fail("nothing was found")
+
+
+def test_tuning_chooses_within_a_form():
+    """Bits of the two differ, and so do those of sequences that are divided and that are not."""
+    problem = ScanProblem(headdim=64, d_state=128)
+    assert {s.order for s in space(problem, SM90)} == {("chunk_scan", 1), ("chunk_scan_warpgroups", 1)}
+    assert [select(OPERATOR, problem, heads, SM90, True).order[1] for heads in (16, 24, 128)] == [6, 4, 1]

@@ -128,7 +128,8 @@ def _promising(call: Call, rule: KernelSpec, bench: Bench, pdl: bool) -> list[Ke
     """The legal variants but the rules' that may win; compiled, and none that spills."""
     problem, arch = call.problem()[0], bench.card.arch
     views = call.caller.checked(call.operands, call.options, call.pdl)
-    legal = [s for s in OPERATORS[OPERATOR_OF[type(problem)]].space(problem, arch) if (s.pdl is not Pdl.OFF) == pdl and s != rule]
+    space = OPERATORS[OPERATOR_OF[type(problem)]].space(problem, arch)
+    legal = [s for s in space if (s.pdl is not Pdl.OFF) == pdl and s != rule and s.order == rule.order]
     grid = {spec: call.caller.family.grid_of(spec, views) for spec in legal}
     likely = model.promising([model.Candidate(spec, grid[spec]) for spec in legal], bench.card, COMPILED, rule)
     built = build([(part, arch) for c in likely for part in c.spec.kernels], shared_cache())

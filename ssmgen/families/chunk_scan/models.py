@@ -23,7 +23,8 @@ class ScanAsk(Ask):
 
     Without slots, batches as transformers and mamba-ssm have them, new and behind a cache; with transformers' limits of steps, where a
     model has such. With slots, packed sequences: of a pool that says itself which of them go on; into a pool from nothing or from dense
-    states (vLLM); and of dense states alone (SGLang, TensorRT-LLM). With `intermediates`, of Mamba-2 also vLLM's states after chunks.
+    states (vLLM); and of dense states alone (SGLang, TensorRT-LLM). With `intermediates`, of Mamba-2 also vLLM's states after chunks, but
+    beside rows of 256, where a few registers spill, which a build refuses.
     Built when a call asks for them: z, which gates behind the scan elsewhere, seq_idx, and batches that leave no state.
     """
 
@@ -48,7 +49,7 @@ class ScanAsk(Ask):
         if isinstance(model, Mamba):
             same |= {"headdim": model.headdim, "d_state": model.d_state, "dt": wanted.io, "D": wanted.io, "dt_bias": wanted.io}
             batches = tuple(kind | {"dt_limit": model.dt_limit} for kind in BATCHES)
-            packed += MARKED if wanted.intermediates and wanted.update_state else ()
+            packed += MARKED if wanted.intermediates and wanted.update_state and model.d_state <= 128 else ()
         elif isinstance(model, LinearAttention):
             same |= WITHOUT_DT | {"headdim": model.dim_v, "d_state": model.dim_k, "gate": Gate.SLOPE, "g": DType.F32}
             batches, packed = BATCHES[:1], (OWN_POOL,)

@@ -118,7 +118,7 @@ class ScanProblem(Problem):
 
 @dataclass(frozen=True, kw_only=True)
 class ScanSpec(KernelSpec, ScanProblem):
-    """A problem, and how one variant computes it. No choice here changes a bit of the result."""
+    """A problem, and how one variant computes it. No choice here changes a bit of the result, but `order`."""
 
     family: ClassVar[str] = OPERATOR
     template: ClassVar[str] = "chunk_scan/chunk_scan.cu.j2"
@@ -136,6 +136,10 @@ class ScanSpec(KernelSpec, ScanProblem):
         return Needs(
             math=True, matrices=whole, shared_pairs=not whole, copies=True, meetings=True, elements=elements, bytes=self.started, mma=mma
         )
+
+    @property
+    def order(self) -> tuple[str | int, ...]:
+        return self.family, self.cluster_blocks
 
     @property
     def walkers(self) -> int:
