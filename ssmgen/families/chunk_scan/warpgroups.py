@@ -77,7 +77,7 @@ class WarpgroupScanSpec(ScanSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """With numbers of each token of a stage, barriers, and what it takes to begin at a multiple of 1024."""
+        """Beside those, numbers of each token of a stage, barriers, and what it takes to begin at a multiple of 1024."""
         return self.dynamic_bytes + self.stages * CHUNK * (8 + 4 + 4 + 4 + 16) + 256 + 1024
 
     def violations(self, arch: Arch) -> list[str]:
