@@ -622,6 +622,7 @@ scan_wg_p128n128_f32_bf16_log_k1s4_pdl_fc39484e(
           d[e] = there ? 1.f : 0.f;
           own[e] = there ? to_float(raw_g[e]) * kLog2E : 0.f;
         }
+        if (i + 1 < steps_end) ask_for_steps(chunk_of(i + 1));
         own[1] = own[0] + own[1];
         float total = own[1];
 #pragma unroll
@@ -632,7 +633,6 @@ scan_wg_p128n128_f32_bf16_log_k1s4_pdl_fc39484e(
         const float before = __shfl_up_sync(0xffffffffu, total, 1);
         const float s[2] = {lane ? before + own[0] : own[0], lane ? before + own[1] : own[1]};
         const float last = __shfl_sync(0xffffffffu, s[1], 31);
-        if (i + 1 < steps_end) ask_for_steps(chunk_of(i + 1));
         const float block_first = __shfl_sync(0xffffffffu, s[0], lane & ~7u);
         wait_empty(i);
         const u32 at = i % kStages * (kChunk / 2) + lane;

@@ -639,6 +639,7 @@ scan_wg_p64n128_f32_bf16_k1s4_pdl_647d09b2(
           v = softplus(v);
           d[e] = n * kChunk + 2 * lane + e < length ? v : 0.f;  // past the last token nothing decays, and nothing is added
         }
+        if (i + 1 < steps_end) ask_for_steps(chunk_of(i + 1));
         const float own[2] = {d[0] * rate, fmaf(d[1], rate, d[0] * rate)};
         float total = own[1];
 #pragma unroll
@@ -649,7 +650,6 @@ scan_wg_p64n128_f32_bf16_k1s4_pdl_647d09b2(
         const float before = __shfl_up_sync(0xffffffffu, total, 1);
         const float s[2] = {lane ? before + own[0] : own[0], lane ? before + own[1] : own[1]};
         const float last = __shfl_sync(0xffffffffu, s[1], 31);
-        if (i + 1 < steps_end) ask_for_steps(chunk_of(i + 1));
         const float block_first = __shfl_sync(0xffffffffu, s[0], lane & ~7u);
         wait_empty(i);
         const u32 at = i % kStages * (kChunk / 2) + lane;
