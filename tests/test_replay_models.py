@@ -75,7 +75,7 @@ def test_build_of_replays(own_cache, monkeypatch):
         "gated_rms_norm",
         "mamba2_layer",
         "layer_gated_norm",
-        "chunk_scan",
+        "chunk_scan_warpgroups",
     }
     assert families() == others and families("--replay", "6") == others | {OPERATOR}
     assert families("--op", OPERATOR, "--replay", "6") == {OPERATOR}
