@@ -12,6 +12,7 @@ import pytest
 import scan_cases as laws
 import torch
 from scan_cases import BF16, F16, F32, SM90, Sizes, emulated, make, same
+from selection import every_other
 
 import ssmgen
 from ssmgen import emulator
@@ -52,7 +53,7 @@ in_parts = pytest.mark.parametrize("parts", [1, 2])
 
 
 @needs_emulator
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", every_other([4, 2]))
 @pytest.mark.parametrize(
     ("sizes", "parts", "tokens", "decay", "more"),
     [
@@ -304,7 +305,7 @@ EDITS = {
 
 
 @needs_emulator
-@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("edit", every_other(EDITS))
 def test_broken_kernels_are_found(edit):
     parts, old, new, words = EDITS[edit]
 
