@@ -483,11 +483,7 @@ DEVICE void copy_tile(Array& tiles, u32 at, const T* from, u32 stride, u32 rows,
     copy_rows_of_tile<Columns, false>(tiles, at, from, stride, rows, lane);
 }
 
-// Where a lane finds its row of four matrices: 16 rows from `row` on, 16 columns from 16 `column` on. By rows: two one below the other, then the two
-// beside them. By columns: two beside each other, then the two below.
-DEVICE u32 tile_by_rows(u32 row, u32 column, u32 lane) {
-  return column / 4 * (64 * 32) + (row + lane % 16) * 32 + ((2 * (column % 4) + lane / 16) ^ lane % 8) * 4;
-}
+// Where a lane finds its row of four matrices, two beside each other and then the two below: 16 rows from `row` on, 16 columns from 16 `column` on.
 DEVICE u32 tile_by_columns(u32 row, u32 column, u32 lane) {
   return column / 4 * (64 * 32) + (row + lane / 16 * 8 + lane % 8) * 32 + ((2 * (column % 4) + lane / 8 % 2) ^ lane % 8) * 4;
 }

@@ -68,8 +68,8 @@ def chunk_scan(
     H heads of P rows (headdim), N = d_state, G groups of heads that share B and C; P and N are multiples of 16 up to 256. […] is
     [batch, T], or for packed sequences with cu_seqlens [tokens] or [1, tokens].
     Products are of x's 16-bit dtype, or of three bf16 terms per f32, summed in f32; decays and the state between chunks of 64 tokens are
-    f32, and so is D x. The bits do not depend on the batch, on packing or on the variant. A sequence cut at multiples of 64 tokens, with
-    f32 states, gives those of the whole.
+    f32. The bits do not depend on the batch or on packing. A sequence cut at multiples of 64 tokens, with f32 states, gives those of the
+    whole; but not on sm_90a with H P / 64 up to 30, where blocks divide a sequence by its length.
     With x of f16, the state, and dt x and C B with their decays, must stay within f16's range.
 
     x, z, out: […, H, P] bf16, f16 or f32, one dtype with B and C          dt: […, H]

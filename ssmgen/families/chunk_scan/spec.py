@@ -71,7 +71,7 @@ class ScanProblem(Problem):
     index: Index = Index.NONE  # type of state_indices
     seq_idx: bool = False  # there is one: the state begins anew within the tokens
     checkpoints: Index = Index.NONE  # type of checkpoint_positions; how many they are is an argument of the kernel
-    copy: int = 16  # bytes of x, B, C and z that lie together and aligned; 4 of them of out
+    copy: int = 16  # bytes of x, B, C, z and out that lie together and aligned
     state_loads: Loads = Loads.VECTOR  # of states: pairs of numbers
 
     @property
