@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import addressof, c_char, c_void_p
+from typing import NamedTuple
 
-from .spec import KernelSpec
+from .spec import MAP_BYTES, KernelSpec
+
+
+class Tiles(NamedTuple):
+    """What a tensor map says of an operand of 16-bit numbers: five axes, the fastest first, and the box that a copy takes of each.
+
+    operand: whose pointer it holds          strides: of all axes but the first, whose numbers are neighbours, in bytes
+    """
+
+    operand: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+
+    def described(self, address: int) -> bytes:
+        """As the emulator reads it."""
+        return struct.pack("=5Q11I", address, *self.strides, *self.sizes, *self.box, 2).ljust(MAP_BYTES, b"\0")
+
+
+Value = int | float | Tiles  # of a kernel argument that is not a pointer
 
 
 def divisor(name: str, value: int) -> dict[str, int]:
@@ -32,19 +52,29 @@ class Packed:
 class Arguments:
     """Everything but the pointers, packed once."""
 
-    __slots__ = ("_data", "_offsets", "_pointers", "values")
+    __slots__ = ("_data", "_encode", "_maps", "_offsets", "_pointers", "values")
 
-    def __init__(self, spec: KernelSpec, values: Mapping[str, int | float]):
-        """`values` holds every parameter that is not a pointer, by name."""
+    def __init__(self, spec: KernelSpec, values: Mapping[str, Value], encode: Callable[[Tiles, int], bytes] = Tiles.described):
+        """`values` holds every parameter that is not a pointer, by name; `encode` says what a tensor map at an address is."""
         params = spec.parameters()
         pointers = sum(p.code == "Q" for p in params)
         assert all(p.code == "Q" for p in params[:pointers]), "pointers come first"
         self.values = dict(values)
+        self._encode = encode
         self._pointers = struct.Struct(f"={pointers}Q")
-        self._data = struct.pack("=" + "".join(p.code for p in params), *([0] * pointers), *(values[p.name] for p in params[pointers:]))
+        known = [b"" if isinstance(v := values[p.name], Tiles) else v for p in params[pointers:]]
+        self._data = struct.pack("=" + "".join(p.code for p in params), *([0] * pointers), *known)
         self._offsets = [struct.calcsize("=" + "".join(p.code for p in params[:i])) for i in range(len(params))]
+        names = [p.name for p in params]
+        self._maps = [
+            (at, names.index(v.operand), v)
+            for p, at in zip(params, self._offsets, strict=True)
+            if isinstance(v := values.get(p.name), Tiles)
+        ]
 
     def at(self, pointers: Sequence[int]) -> Packed:
         data = bytearray(self._data)
         self._pointers.pack_into(data, 0, *pointers)
+        for at, operand, tiles in self._maps:
+            data[at : at + MAP_BYTES] = self._encode(tiles, pointers[operand])
         return Packed(data, self._offsets)

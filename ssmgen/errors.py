@@ -136,6 +136,13 @@ class LaunchError(SsmgenError):
         super().__init__(f"launching {spec} failed: {detail}\n  grid {grid}, block {block}\n  {arguments}")
 
 
+class TensorMapError(SsmgenError):
+    """The driver refused to describe a tensor for copies of its tiles."""
+
+    def __init__(self, operand: str, detail: str, tiles: str):
+        super().__init__(f"the driver refused a tensor map of {operand}: {detail}\n  {tiles}\nPass {operand} as a contiguous tensor.")
+
+
 class ModelError(SsmgenError, ValueError):
     """A model name is not in models.toml, or cannot be divided as asked."""
 

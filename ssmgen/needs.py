@@ -21,6 +21,7 @@ class Needs:
     shared_pairs: bool = False  # loads of two words at once from shared memory
     copies: bool = False  # asynchronous copies to shared memory
     barriers: bool = False  # those of shared memory, and the bulk copies that arrive there; from sm_90 on
+    maps: bool = False  # copies of boxes by tensor maps; sm_90a
     warpgroups: tuple[int, ...] = ()  # columns of the products that warpgroups make, of `mma`'s type; sm_90a
     meetings: bool = False  # barriers that threads of a block meet at from several places of the text
     mma: str = ""  # element type that the tensor cores multiply, as PTX names it; empty if they do not

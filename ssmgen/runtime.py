@@ -7,22 +7,23 @@ pointers and never changes, so a launch packs nothing and threads need no lock.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
 import torch
 
-from .arguments import Arguments, Packed
+from .arguments import Arguments, Packed, Tiles, Value
 from .cache.entry import Entry
 from .cache.store import shared_cache
-from .errors import CaptureError, CompilerMissingError, LaunchError, LoadError
+from .errors import CaptureError, CompilerMissingError, LaunchError, LoadError, TensorMapError
 from .render import uses_pdl
-from .spec import Arch, KernelSpec
+from .spec import MAP_BYTES, Arch, KernelSpec
 
 current_raw_stream: Callable[[int], int] = getattr(
     torch._C,
@@ -138,15 +139,32 @@ def ensure_context(device: int) -> None:
         check(cu.cuCtxSetCurrent(check(cu.cuDevicePrimaryCtxRetain(check(cu.cuDeviceGet(device), failed)), failed)), failed)
 
 
+@functools.lru_cache(maxsize=4096)
+def tensor_map(tiles: Tiles, address: int) -> bytes:
+    """A tensor map of 16-bit numbers whose boxes are swizzled by 128 bytes. Raises TensorMapError."""
+    if 0 in tiles.sizes:  # there is nothing to copy
+        return bytes(MAP_BYTES)
+    cu = driver()
+    made = cu.cuTensorMapEncodeTiled(
+        cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16, len(tiles.sizes), address,
+        [cu.cuuint64_t(n) for n in tiles.sizes], [cu.cuuint64_t(n) for n in tiles.strides], [cu.cuuint32_t(n) for n in tiles.box],
+        [cu.cuuint32_t(1)] * len(tiles.sizes), cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B, cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )  # fmt: skip
+    made = check(made, lambda name: TensorMapError(tiles.operand, name, f"at {address:#x}: {tiles}"))
+    return ctypes.string_at(int(made.getPtr()), MAP_BYTES)
+
+
 class Launch:
     """A kernel with everything but its pointers: device, grid and the other arguments."""
 
     __slots__ = ("arguments", "configs", "device", "enqueue", "grid", "handle", "kernel", "watch_device")
 
-    def __init__(self, kernel: Kernel, device: int, grid: int, values: dict[str, int | float]):
+    def __init__(self, kernel: Kernel, device: int, grid: int, values: Mapping[str, Value]):
         """`values` holds every kernel argument that is not a pointer, by name."""
         self.kernel, self.device, self.grid = kernel, device, grid
-        self.arguments = Arguments(kernel.spec, values)
+        self.arguments = Arguments(kernel.spec, values, tensor_map)
         self.handle, self.enqueue = kernel.handle, driver().cuLaunchKernelEx
         self.configs: dict[int, Any] = {}  # by stream: launching changes nothing, so threads share a plan without a lock
         self.watch_device = torch.cuda.device_count() > 1

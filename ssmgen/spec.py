@@ -118,6 +118,9 @@ class Arch:
 SM90 = Arch(90)
 
 
+MAP_BYTES = 128  # of a tensor map
+
+
 class Param(NamedTuple):
     """One kernel argument: name, C type, and `struct` code. The rendered parameter list and the packed buffer come from it."""
 
@@ -145,6 +148,11 @@ class Param(NamedTuple):
     @classmethod
     def f32(cls, name: str) -> Param:
         return cls(name, "float", "f")
+
+    @classmethod
+    def tiles(cls, name: str) -> Param:
+        """A tensor map (see arguments.Tiles)."""
+        return cls(name, "const __grid_constant__ TensorMap", f"{MAP_BYTES}s")
 
 
 def must(holds: bool, otherwise: str) -> list[str]:

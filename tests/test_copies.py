@@ -11,6 +11,7 @@ from torch import Tensor
 from ssmgen import emulator, inspect, nvrtc
 from ssmgen.arguments import Arguments
 from ssmgen.emulator import EmulatorError, run_source
+from ssmgen.engine.tiles import maps
 from ssmgen.render import _environment
 from ssmgen.spec import Arch, KernelSpec, Needs, Param
 
@@ -304,3 +305,69 @@ def test_ptxas_takes_barriers(arch):
     except inspect.DisassemblerMissingError as e:
         pytest.skip(str(e))
     assert "UBLKCP" in text and "SYNCS" in text
+
+
+# out = 64 columns of 96 tokens of a, of a head, by boxes of 32 tokens: those from `rows` on are zero.
+BOXES = """
+extern "C" __global__ void product(const bf16* a, const bf16* b, float* out, u32 rows, const __grid_constant__ TensorMap a_tiles) {
+  SHARED(u64, full, 1);
+  SWIZZLED_SHARED(u32, tiles);
+  const u32 t = threadIdx.x;
+  if (t == 0) barrier_init(full, 0, 1);
+  __syncthreads();
+  for (u32 c = 0; c < 3; ++c) {
+    if (t == 0) {
+      barrier_arrive_expecting(full, 0, 4096);
+      copy_box(tiles, 0, a_tiles, c * 32, 1, 1, 0, full, 0);
+    }
+    barrier_wait(full, 0, c % 2);
+    for (u32 i = t; i < 32 * 32; i += 64) {
+      const u32 row = i / 32, word = i % 32;
+      store_u32(out + (c * 32 + row) * 32 + word, tiles[row * 32 + (word / 4 ^ row % 8) * 4 + word % 4]);
+    }
+    __syncthreads();
+  }
+}
+"""
+
+
+class Boxes(Product):
+    """The same, with a tensor map."""
+
+    def parameters(self) -> list[Param]:
+        return [*super().parameters(), Param.tiles("a_tiles")]
+
+
+def run_boxes(source: str, length: int = 80) -> tuple[Tensor, Tensor]:
+    """(what is copied, [length, heads 2, 128 columns] it is of)"""
+    a = torch.randn(1, length, 2, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    out, b = torch.full((96, 32), float("nan")), torch.zeros(1)
+    values = {"rows": length, **maps({"a": a}, {"a": 64}, 32)}
+    packed = Arguments(Boxes(), values).at([a.data_ptr(), b.data_ptr(), out.data_ptr()])
+    text = _environment().from_string(LIBRARY).render(needs=Needs(barriers=True, maps=True), dtypes={"bf16"}, arch=Arch.parse("sm_90a"), clusters=False, waits=False, triggers=False)  # fmt: skip
+    run_source(text + source, "product", 1, 64, packed, {"a": a, "out": out}, ("out",), 4096)
+    return out.view(torch.bfloat16).view(96, 64), a[0]
+
+
+@emulated
+def test_boxes_are_swizzled_and_end_with_their_tensor():
+    out, a = run_boxes(BOXES)
+    assert torch.equal(out[:80], a[:, 1, 64:]) and not out[80:].any()
+
+
+BOX_BUGS = {
+    "bytes of a smaller box": ("full, 0, 4096", "full, 0, 2048", "2048 bytes are expected and 4096 were asked for"),
+    "no wait": ("    barrier_wait(full, 0, c % 2);\n", "", "in shared memory, which"),
+    "not at a swizzle's beginning": ("copy_box(tiles, 0,", "copy_box(tiles, 128,", "does not begin at a multiple of 1024 bytes"),
+    "read while the next one comes": ("    __syncthreads();\n  }", "  }", "has not waited for the copy"),
+}
+
+
+@emulated
+@pytest.mark.parametrize("bug", BOX_BUGS)
+def test_planted_bug_of_boxes(bug):
+    old, new, words = BOX_BUGS[bug]
+    assert old in BOXES
+    with pytest.raises(EmulatorError) as e:
+        run_boxes(BOXES.replace(old, new, 1))
+    assert words in str(e.value)

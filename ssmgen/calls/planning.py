@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import registry, runtime
+from ..arguments import Value
 from ..errors import ArgumentError, SsmgenError
 from ..spec import SM90, KernelSpec
 from . import checks, fakes
@@ -31,7 +32,7 @@ class Family(NamedTuple):
     problem_of: Callable[[Views, Mapping[str, int], Any], Any]  # of views and the addresses of operands
     size_of: Callable[[Views], int]  # what the rules look at; 0 if there is nothing to do
     grid_of: Callable[[Any, Views], int]  # blocks of a spec's launch
-    values_of: Callable[[Any, Views, Any], dict[str, int | float]]  # every kernel argument that is not a pointer
+    values_of: Callable[[Any, Views, Any], Mapping[str, Value]]  # every kernel argument that is not a pointer
     in_place: tuple[tuple[str, str], ...] = ()  # (written, read) that may be the same memory, element by element
 
 

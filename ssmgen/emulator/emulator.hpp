@@ -22,6 +22,7 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
+#define __grid_constant__
 
 namespace emulator {
 
@@ -250,6 +251,15 @@ inline void copy_bulk(const emulator::Shared<T>& to, unsigned i, const void* fro
                       const emulator::Shared<unsigned long long>& barriers, unsigned b) {
   static_assert(16 % sizeof(T) == 0, "a copy is one of whole elements");
   emulator::copy_bulk(to.array(), i, from, bytes, barriers.array(), b);
+}
+
+using emulator::TensorMap;
+template <class T>
+inline void copy_box(const emulator::Shared<T>& to, unsigned i, const TensorMap& map, unsigned token, unsigned columns, unsigned head,
+                     unsigned row, const emulator::Shared<unsigned long long>& barriers, unsigned b) {
+  static_assert(16 % sizeof(T) == 0, "a copy is one of whole elements");
+  const unsigned from[5] = {0, token, columns, head, row};
+  emulator::copy_box(to.array(), i, map, from, barriers.array(), b);
 }
 
 using emulator::Matrix;

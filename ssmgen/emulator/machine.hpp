@@ -70,6 +70,15 @@ void barrier_arrive(SharedArray* array, long long i, u32 bytes);
 void barrier_arrive_with_copies(SharedArray* array, long long i);
 void barrier_wait(SharedArray* array, long long i, u32 parity);
 void copy_bulk(SharedArray* to, long long i, const void* from, u32 bytes, SharedArray* barriers, long long b);
+// A tensor map as arguments.Tiles describes it. Strides are bytes, of all axes but the first.
+struct TensorMap {
+  char* begin;
+  u64 strides[4];
+  u32 sizes[5], box[5], element;
+  char rest[44];
+};
+static_assert(sizeof(TensorMap) == 128, "a tensor map has 128 bytes");
+void copy_box(SharedArray* to, long long i, const TensorMap& map, const u32* from, SharedArray* barriers, long long b);
 
 // Products of warpgroups.
 struct Matrix {

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ... import runtime
+from ...arguments import Value
 from ...calls.planning import Caller, Family
 from ...calls.public import Call, operator
 from . import call as scan
@@ -133,7 +134,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     return scan.problem_of(by_role(views), by_role(pointers), options)
 
 
-def kernel_values(spec: ScanSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, int | float]:
+def kernel_values(spec: ScanSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, Value]:
     return scan.kernel_values(spec, by_role(views), options)
 
 

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from ... import runtime
+from ...arguments import Value
 from ...calls import checks
 from ...calls.checks import DTYPES, INDEX
 from ...calls.planning import Caller, Family
 from ...calls.public import Call, operator
+from ...engine.tiles import maps
 from ...spec import Loads
 from .reference import chunk_scan as reference
-from .spec import OPERATOR, Gate, ScanProblem, ScanSpec
+from .spec import CHUNK, OPERATOR, Gate, ScanProblem, ScanSpec
 
 NAMES = (
     "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "cu_seqlens", "seq_idx", "initial_states", "final_states", "state", "state_indices",
@@ -323,15 +325,16 @@ _AXES = {
 }
 
 
-def kernel_values(spec: ScanSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, int | float]:
+def kernel_values(spec: ScanSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, Value]:
     """Every kernel argument that is not a pointer."""
     _, length, heads, _ = views["x"].shape
-    values: dict[str, int | float] = {"tokens": length, "heads": heads, "group_heads": heads // views["B"].shape[2]}
+    values: dict[str, Value] = {"tokens": length, "heads": heads, "group_heads": heads // views["B"].shape[2]}
     values |= {"pad_slot_id": options.pad_slot_id, "slots": views["state"].shape[0] if "state" in views else 0}
     values |= {"positions": views["checkpoints"].shape[0] if "checkpoints" in views else 0}
     values["scale"] = options.scale
     values |= dict(zip(("dt_low", "dt_high"), options.dt_limit or (), strict=False))
     values |= {f"{operand}_{axis}": views[operand].stride(_AXES[operand][axis]) for operand, axis in spec.strides()}
+    values |= maps(views, spec.mapped, CHUNK)
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
 
 

@@ -242,6 +242,11 @@ class ScanSpec(KernelSpec, ScanProblem):
         }
         return [name for name, given in there.items() if given]
 
+    @property
+    def mapped(self) -> dict[str, int]:
+        """Operands whose tiles are copied by tensor maps, and how many columns at once."""
+        return {}
+
     def strides(self) -> list[tuple[str, str]]:
         """(role, axis) of every stride the kernel takes, in elements. Those of batches and slots are 64-bit."""
         batch = [] if self.ragged else ["batch"]

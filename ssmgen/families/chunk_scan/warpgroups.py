@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from ...occupancy import LIMITS, SHARED_RESERVED
-from ...spec import Arch, Loads, Needs, Pdl, must
+from ...spec import Arch, Loads, Needs, Param, Pdl, must
 from .spec import CHUNK, ScanProblem, ScanSpec
 
 ROWS = 64  # of a state, that a warpgroup holds
@@ -40,7 +40,7 @@ class WarpgroupScanSpec(ScanSpec):
     def needs(self) -> Needs:
         columns = tuple(sorted({CHUNK, self.d_state}))
         return Needs(
-            math=True, matrices=True, copies=True, barriers=True, elements=self.state_loads is Loads.ELEMENT, bytes=self.started,
+            math=True, matrices=True, copies=self.ragged, barriers=True, maps=True, elements=self.state_loads is Loads.ELEMENT, bytes=self.started,
             warpgroups=columns, mma=self.x.value,
         )  # fmt: skip
 
@@ -96,6 +96,16 @@ class WarpgroupScanSpec(ScanSpec):
             *must(1 <= self.parts <= 8, f"parts {self.parts} are not 1 … 8"),
             *must(self.shared_bytes <= most, f"{self.shared_bytes} bytes of shared memory exceed the {most} of {arch}"),
         ]
+
+    @property
+    def mapped(self) -> dict[str, int]:
+        return {"C": self.d_state, "B": self.d_state, "x": self.tile} | ({"z": self.tile} if self.z else {})
+
+    def parameters(self) -> list[Param]:
+        pointers, rest = [], []
+        for p in super().parameters():
+            (pointers if p.code == "Q" else rest).append(p)
+        return [*pointers, *(Param.tiles(f"{operand}_tiles") for operand in self.mapped), *rest]
 
     def constants(self) -> dict[str, Any]:
         return super().constants() | {"registers": REGISTERS, "least": LEAST}
