@@ -66,11 +66,8 @@ class Arguments:
         self._data = struct.pack("=" + "".join(p.code for p in params), *([0] * pointers), *known)
         self._offsets = [struct.calcsize("=" + "".join(p.code for p in params[:i])) for i in range(len(params))]
         names = [p.name for p in params]
-        self._maps = [
-            (at, names.index(v.operand), v)
-            for p, at in zip(params, self._offsets, strict=True)
-            if isinstance(v := values.get(p.name), Tiles)
-        ]
+        offsets = dict(zip((p.name for p in params), self._offsets, strict=True))
+        self._maps = [(offsets[n], [*offsets].index(v.operand), v) for n, v in values.items() if isinstance(v, Tiles)]
 
     def at(self, pointers: Sequence[int]) -> Packed:
         data = bytearray(self._data)

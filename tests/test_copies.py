@@ -344,7 +344,8 @@ def run_boxes(source: str, length: int = 80) -> tuple[Tensor, Tensor]:
     out, b = torch.full((96, 32), float("nan")), torch.zeros(1)
     values = {"rows": length, **maps({"a": a}, {"a": 64}, 32)}
     packed = Arguments(Boxes(), values).at([a.data_ptr(), b.data_ptr(), out.data_ptr()])
-    text = _environment().from_string(LIBRARY).render(needs=Needs(barriers=True, maps=True), dtypes={"bf16"}, arch=Arch.parse("sm_90a"), clusters=False, waits=False, triggers=False)  # fmt: skip
+    nothing = dict.fromkeys(("clusters", "waits", "triggers"), False)
+    text = _environment().from_string(LIBRARY).render(needs=Needs(barriers=True, maps=True), dtypes={"bf16"}, **nothing)
     run_source(text + source, "product", 1, 64, packed, {"a": a, "out": out}, ("out",), 4096)
     return out.view(torch.bfloat16).view(96, 64), a[0]
 

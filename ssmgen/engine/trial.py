@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor
 
+from ..arguments import Value
 from ..calls.checks import TORCH_DTYPES
 from ..calls.planning import Caller
 from ..spec import DType, Index, KernelSpec
@@ -29,7 +30,7 @@ class Trial(NamedTuple):
 
     named: dict[str, Tensor]  # operands as its kernels take them
     views: Views  # the same as the reference takes them
-    launch_of: Callable[[KernelSpec], tuple[Mapping[str, int | float], int]]  # of one of its kernels: (arguments but pointers, blocks)
+    launch_of: Callable[[KernelSpec], tuple[Mapping[str, Value], int]]  # of one of its kernels: (arguments but pointers, blocks)
     reference: Callable[[Views], None]  # updates what is written, here of float64
     written: tuple[str, ...]
     between: tuple[str, ...] = ()  # of what is written: what one kernel leaves for the next
@@ -50,7 +51,7 @@ def trial(
     family = caller.family
     views = caller.checked(named, options, None)
 
-    def launch_of(part: KernelSpec) -> tuple[Mapping[str, int | float], int]:
+    def launch_of(part: KernelSpec) -> tuple[Mapping[str, Value], int]:
         return family.values_of(part, views, options), family.grid_of(part, views)
 
     def reference(updated: Views) -> None:

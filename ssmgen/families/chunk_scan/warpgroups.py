@@ -40,8 +40,8 @@ class WarpgroupScanSpec(ScanSpec):
     def needs(self) -> Needs:
         columns = tuple(sorted({CHUNK, self.d_state}))
         return Needs(
-            math=True, matrices=True, copies=self.ragged, barriers=True, maps=True, elements=self.state_loads is Loads.ELEMENT, bytes=self.started,
-            warpgroups=columns, mma=self.x.value,
+            math=True, matrices=True, copies=self.ragged, barriers=True, maps=True, elements=self.state_loads is Loads.ELEMENT,
+            bytes=self.started, warpgroups=columns, mma=self.x.value,
         )  # fmt: skip
 
     @property
@@ -102,10 +102,9 @@ class WarpgroupScanSpec(ScanSpec):
         return {"C": self.d_state, "B": self.d_state, "x": self.tile} | ({"z": self.tile} if self.z else {})
 
     def parameters(self) -> list[Param]:
-        pointers, rest = [], []
-        for p in super().parameters():
-            (pointers if p.code == "Q" else rest).append(p)
-        return [*pointers, *(Param.tiles(f"{operand}_tiles") for operand in self.mapped), *rest]
+        given = super().parameters()
+        pointers = len(self.roles())
+        return [*given[:pointers], *(Param.tiles(f"{operand}_tiles") for operand in self.mapped), *given[pointers:]]
 
     def constants(self) -> dict[str, Any]:
         return super().constants() | {"registers": REGISTERS, "least": LEAST}
