@@ -65,7 +65,6 @@ class Arguments:
         known = [b"" if isinstance(v := values[p.name], Tiles) else v for p in params[pointers:]]
         self._data = struct.pack("=" + "".join(p.code for p in params), *([0] * pointers), *known)
         self._offsets = [struct.calcsize("=" + "".join(p.code for p in params[:i])) for i in range(len(params))]
-        names = [p.name for p in params]
         offsets = dict(zip((p.name for p in params), self._offsets, strict=True))
         self._maps = [(offsets[n], [*offsets].index(v.operand), v) for n, v in values.items() if isinstance(v, Tiles)]
 
