@@ -1,6 +1,6 @@
 """chunk_delta_rule: the gated delta rule over whole sequences, in chunks of 64 tokens on the tensor cores, by two kernels.
 
-With gamma the running sum of a chunk's log2 decays, rk = 1 / |k| and rq = scale / |q| (or 1 and scale), a chunk that begins in state S gives
+With gamma the running sum of a chunk's log2 decays, and rk = 1 / |k|, rq = scale / |q| (or 1 and scale), a chunk that begins in S gives
 
     A_ij = beta_i rk_i rk_j 2^(gamma_i - gamma_j) k_i.k_j, j < i        T' = (I + A)^-1 diag(beta)
     P_ij = rq_i rk_j 2^(gamma_i - gamma_j) q_i.k_j, j <= i
