@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class Prompt:
 
     def spans(self) -> list[tuple[int, int]]:
         ends = torch.tensor([0, *self.lengths]).cumsum(0).tolist()
-        return list(zip(ends, ends[1:], strict=False))
+        return list(pairwise(ends))
 
 
 def prompt(
