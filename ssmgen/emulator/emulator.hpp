@@ -262,6 +262,10 @@ template <class T>
 inline Matrix matrix_by_columns(const emulator::Shared<T>& from, unsigned i, unsigned next) {
   return Matrix{from.array(), (long long)(i) * sizeof(T), next, true};
 }
+template <class T>
+inline Matrix matrix_by_short_rows(const emulator::Shared<T>& from, unsigned i) {
+  return Matrix{from.array(), (long long)(i) * sizeof(T), 0, false, 32};
+}
 [[gnu::always_inline]] inline void wgmma_fence() { emulator::wgmma_fence(); }
 [[gnu::always_inline]] inline void wgmma_commit() { emulator::wgmma_commit(); }
 template <unsigned Left>

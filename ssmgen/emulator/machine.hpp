@@ -77,6 +77,7 @@ struct Matrix {
   long long byte = 0;
   u32 next = 0;
   bool by_columns = false;
+  u32 row = 128;  // bytes
 };
 void wgmma(float* d, const u32* a, const Matrix& b, u32 columns, bool by_columns, u32 sum);
 void wgmma(float* d, const Matrix& a, bool a_by_columns, const Matrix& b, u32 columns, bool by_columns, u32 sum);
