@@ -22,5 +22,6 @@ class Needs:
     copies: bool = False  # asynchronous copies to shared memory
     barriers: bool = False  # those of shared memory, and the bulk copies that arrive there; from sm_90 on
     warpgroups: tuple[int, ...] = ()  # columns of the products that warpgroups make, of `mma`'s type; sm_90a
+    panels: bool = False  # their operands whose rows are 16 numbers
     meetings: bool = False  # barriers that threads of a block meet at from several places of the text
     mma: str = ""  # element type that the tensor cores multiply, as PTX names it; empty if they do not
