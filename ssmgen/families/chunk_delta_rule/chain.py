@@ -30,7 +30,6 @@ class ChainSpec(DeltaSpec, DeltaProblem):
     stages: int = 2  # chunks in shared memory: that which is computed, and those on their way
     min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
     ahead_pdl: Pdl = Pdl.OFF  # of the kernel that prepares
-    ahead_heads: int = 0  # its heads_per_block
 
     @property
     def needs(self) -> Needs:
@@ -39,7 +38,7 @@ class ChainSpec(DeltaSpec, DeltaProblem):
 
     @property
     def ahead(self) -> tuple[KernelSpec, ...]:
-        return (PrepareSpec(**of_problem(self, ChunkProblem), pdl=self.ahead_pdl, heads_per_block=self.ahead_heads),)
+        return (PrepareSpec(**of_problem(self, ChunkProblem), pdl=self.ahead_pdl),)
 
     @property
     def warps(self) -> int:
