@@ -76,7 +76,9 @@ def function_of(sizes: Sizes) -> Any:
     return ssmgen.chunk_delta_rule if sizes.gate == "none" else ssmgen.chunk_gated_delta_rule
 
 
-def prepared(sizes: Sizes, *, arch: Arch = SM90A, change: Callable[[str], str] = str, pdl: Pdl = Pdl.TRIGGER_LOADED, **kwargs: Any) -> Tensor:
+def prepared(
+    sizes: Sizes, *, arch: Arch = SM90A, change: Callable[[str], str] = str, pdl: Pdl = Pdl.TRIGGER_LOADED, **kwargs: Any
+) -> Tensor:
     """[numbers, HV, IMAGE] bytes, as the kernel makes them in the emulator; 255 where it writes nothing. `change` edits its text."""
     call = function_of(sizes).build(**kwargs)
     views = call.caller.checked(call.operands, call.options, None)
