@@ -17,7 +17,7 @@ from .problem import CHUNK, COEFFICIENTS, PANEL_BYTES, PANELS, DeltaProblem
 from .spec import of_problem
 
 ROWS = 64  # of a state, that a warpgroup holds
-REGISTERS = {64: (56, 88, 240), 128: (40, 56, 208)}  # {tile: those of threads that fetch, that write, and that hold the state}
+REGISTERS = {64: (56, 88, 240), 128: (48, 32, 216)}  # {tile: those of threads that fetch, that write, and that hold the state}
 
 
 @dataclass(frozen=True, kw_only=True)
