@@ -11,6 +11,7 @@ class Needs:
     and of aligned vectors are always there, and so are the conversions of the types that the spec's fields name."""
 
     math: bool = False  # exponentials and reciprocals
+    logs: bool = False  # logarithms, beside those
     elements: bool = False  # vectors gathered from elements that are not aligned, or not neighbours
     bytes: bool = False  # 8-bit loads
     raw: bool = False  # stores of numbers that are copied, and not computed with
@@ -27,3 +28,4 @@ class Needs:
     panels: bool = False  # their operands whose rows are 16 numbers
     meetings: bool = False  # barriers that threads of a block meet at from several places of the text
     mma: str = ""  # element type that the tensor cores multiply, as PTX names it; empty if they do not
+    tf32: bool = False  # they multiply f32 too, of which they see tf32

@@ -97,7 +97,9 @@ float from_f16(u16 h);
 float exp2_flushed(float v);
 float rsqrt_flushed(float v);
 float rcp_flushed(float v);
+float log2_flushed(float v);
 void mma(float* d, const u32* a, const u32* b, bool bf16);
+void mma_tf32(float* d, const float* a, const float* b);
 
 }  // namespace emulator
 

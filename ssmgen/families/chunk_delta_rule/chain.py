@@ -41,7 +41,6 @@ class ChainSpec(DeltaSpec, DeltaProblem):
     fetchers: int = 1  # warps
     min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
     ahead_pdl: Pdl = Pdl.OFF  # of the kernel that prepares
-    ahead_heads: int = 0  # its heads_per_block
 
     @property
     def needs(self) -> Needs:
@@ -53,7 +52,7 @@ class ChainSpec(DeltaSpec, DeltaProblem):
 
     @property
     def ahead(self) -> tuple[KernelSpec, ...]:
-        return (PrepareSpec(**of_problem(self, ChunkProblem), pdl=self.ahead_pdl, heads_per_block=self.ahead_heads),)
+        return (PrepareSpec(**of_problem(self, ChunkProblem), pdl=self.ahead_pdl),)
 
     @property
     def threads_per_block(self) -> int:
