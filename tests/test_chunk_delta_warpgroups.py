@@ -225,10 +225,9 @@ EDITS = {
     "copies: not waited for": ("barrier_wait(full, stage, phase);", "", "in shared memory, wh"),
     "copies: not fenced": ("    fence_for_async();  // those who copied", "    // those who copied", "with no fence_for_async between"),
     "image: fewer bytes than expected": ("kFactorBytes, full, stage);", "kFactorBytes - 16, full, stage);", "nobody ends"),
-    "image: a panel lower": ("kAtT + 3 * (kPanel + 16 * 8)", "kAtT + 3 * kPanel", "off"),
+    "image: a panel lower": ("kAtT + 3 * (kPanel + 16 * 8)", "kAtT + 3 * kPanel", "which nothing has written"),
     "image: of the chunk before": ("images + ((first_chunk + n)", "images + ((first_chunk + n / 2)", "off"),
     "above the diagonal: not cleared": ("tiles[i / (8 * kPanel) * kStageWords + kAtT", "if (i > 4 * kPanel) tiles[i / (8 * kPanel) * kStageWords + kAtT", "nothing has written"),
-    "above the diagonal: not fenced": ("  fence_for_async();\n  __syncthreads();", "  __syncthreads();", "with no fence_for_async between"),
     "state: changed in flight": ("wgmma_wait<1>();\n      wgmma_landed(S);", "", "in flight"),
     "state: not decayed": ("S[e] = S[e] * decay;", "S[e] = S[e];", "off"),
     "state: of the next chunk, rounded late": ("round_state(0);\n      wgmma_fence();", "wgmma_fence();", "off"),
@@ -241,7 +240,7 @@ EDITS = {
     "o: made anew too early": ("barrier_wait(written, walker, (n + 1) % 2);", "", "has read, with no barrier between"),
     "o: one arrival too few": ("arrive_together(made, walker, lane);", "if (own_warp) arrive_together(made, walker, lane);", "nobody ends"),
     "o: past the end": ("if (n * kChunk + token + j < length) ", "", "store"),
-    "room: given too early": ("barrier_init(empty, i, 4 * kWalkers)", "barrier_init(empty, i, 2 * kWalkers)", "in shared memory, wh"),
+    "room: given too early": ("barrier_init(empty, i, 4 * kWalkers)", "barrier_init(empty, i, 2 * kWalkers)", "written while a product reads it"),
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from .problem import CHUNK, COEFFICIENTS, PANEL_BYTES, PANELS, DeltaProblem
 from .spec import of_problem
 
 ROWS = 64  # of a state, that a warpgroup holds
+SMS = 132
 REGISTERS = {64: (56, 88, 240), 128: (48, 32, 216)}  # {tile: those of threads that fetch, that write, and that hold the state}
 
 
@@ -93,3 +94,11 @@ def warpgroup_space(problem: DeltaProblem, arch: Arch) -> Iterator[WarpgroupChai
                 spec = _spec(problem, tile=tile, stages=stages, pdl=Pdl.TRIGGER_LOADED, ahead_pdl=ahead)
                 if not spec.violations(arch):
                     yield spec
+
+
+def by_warpgroups(problem: DeltaProblem, heads: int, edge: dict[str, Any]) -> Iterator[tuple[str, WarpgroupChainSpec | None, str]]:
+    """(rule, spec, ""), best first: 128 rows of a block where 64 make more blocks of one sequence than there are SMs. edge: waits."""
+    tiles = (128, 64) if heads * problem.head_v > SMS * ROWS else (64,)
+    for tile in tiles:
+        for stages in (3, 2):
+            yield f"warpgroups, {tile} rows, {stages} stages", _spec(problem, tile=tile, stages=stages, **edge), ""
