@@ -39,9 +39,9 @@ def _walk(
     out = torch.empty_like(v)
     for t in range(v.shape[0]):
         S = S * a[t, :, None, None]
-        error = v[t] - torch.einsum("hvk,hk->hv", S, k[t])
-        S = S + (beta[t, :, None] * error)[:, :, None] * k[t, :, None, :]
-        out[t] = torch.einsum("hvk,hk->hv", S, q[t])
+        error = v[t] - (S * k[t, :, None]).sum(-1)
+        S = S + (beta[t, :, None] * error)[..., None] * k[t, :, None]
+        out[t] = (S * q[t, :, None]).sum(-1)
         passed(t + 1, S)
     return S, out
 
