@@ -18,7 +18,9 @@ from .spec import of_problem
 
 ROWS = 64  # of a state, that a warpgroup holds
 SMS = 132
-REGISTERS = {64: (56, 88, 240), 128: (48, 32, 216)}  # {tile: those of threads that fetch, that write, and that hold the state}
+TILES = (64, 128)
+# {(tile, K): those of threads that fetch, that write, and that hold the state}: of the last there are as many warpgroups as a tile has 64 rows
+REGISTERS = {(64, 64): (56, 88, 240), (64, 128): (56, 88, 240), (128, 64): (88, 88, 168), (128, 128): (48, 32, 216)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +64,15 @@ class WarpgroupChainSpec(ChainSpec):
     @property
     def shared_bytes(self) -> int:
         """Beside those, barriers, and what it takes to begin at a multiple of 1024."""
-        return self.dynamic_bytes + 256
+        return self.dynamic_bytes + 1024
 
     def violations(self, arch: Arch) -> list[str]:
         if problems := self.faults():
             return problems
         return [
             *must(str(arch) == "sm_90a", f"products of warpgroups need sm_90a, not {arch}"),
-            *must(self.tile in REGISTERS, f"tile {self.tile} is not 64 or 128"),
-            *must(self.tile in REGISTERS and self.head_v % self.tile == 0, f"tile {self.tile} does not divide V {self.head_v}"),
+            *must(self.tile in TILES, f"tile {self.tile} is not 64 or 128"),
+            *must(self.tile in TILES and self.head_v % self.tile == 0, f"tile {self.tile} does not divide V {self.head_v}"),
             *must(self.head_k in (64, 128), f"K {self.head_k} is not 64 or 128"),
             *must(self.tile == ROWS or not self.marked, "states at positions, with 128 rows of a block, leave too few registers"),
             *must(self.copy == 16, "q, k, v or out do not begin at multiples of 16 bytes"),
@@ -79,7 +81,7 @@ class WarpgroupChainSpec(ChainSpec):
         ]
 
     def constants(self) -> dict[str, Any]:
-        return super().constants() | {"registers": REGISTERS[self.tile], "stage_words": self.stage_bytes // 4}
+        return super().constants() | {"registers": REGISTERS[self.tile, self.head_k], "stage_words": self.stage_bytes // 4}
 
 
 def _spec(problem: DeltaProblem, **how: Any) -> WarpgroupChainSpec:
@@ -88,7 +90,7 @@ def _spec(problem: DeltaProblem, **how: Any) -> WarpgroupChainSpec:
 
 def warpgroup_space(problem: DeltaProblem, arch: Arch) -> Iterator[WarpgroupChainSpec]:
     """Every legal variant within the axes worth trying."""
-    for tile in REGISTERS:
+    for tile in TILES:
         for stages in (2, 3, 4):
             for ahead in Pdl:
                 spec = _spec(problem, tile=tile, stages=stages, pdl=Pdl.TRIGGER_LOADED, ahead_pdl=ahead)
