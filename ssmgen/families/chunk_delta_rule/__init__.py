@@ -6,6 +6,7 @@ FAMILY = Family(
     name="chunk_delta_rule",
     kernels=(
         Kernels("chain:ChainSpec", "problem:DeltaProblem"),
+        Kernels("warpgroups:WarpgroupChainSpec"),
         Kernels("prepare:PrepareSpec", unchecked="it is the first of two kernels, and is checked with the second: give that one's spec"),
     ),
     functions={"chunk_gated_delta_rule": "call:chunk_gated_delta_rule", "chunk_delta_rule": "call:chunk_delta_rule"},

@@ -130,6 +130,9 @@ def _spec(problem: DeltaProblem, **how: Any) -> ChainSpec:
 
 def space(problem: DeltaProblem, arch: Arch) -> Iterator[ChainSpec]:
     """Every legal variant of a problem within the axes worth trying."""
+    from .warpgroups import warpgroup_space
+
+    yield from warpgroup_space(problem, arch)
     inner = Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF
     for tile in TILES:
         for stages in (1, 2, 3):
@@ -141,7 +144,10 @@ def space(problem: DeltaProblem, arch: Arch) -> Iterator[ChainSpec]:
 
 def candidates(problem: DeltaProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
+    from .warpgroups import by_warpgroups
+
     edge = {"pdl": Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF, "ahead_pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
+    yield from by_warpgroups(problem, size, edge)
     tiles = [t for t in TILES[:3] if problem.head_v % t == 0]
     yield "three stages", _spec(problem, tile=tiles[-1], stages=3, **edge), ""
     yield "two stages", _spec(problem, tile=tiles[-1], stages=2, **edge), ""

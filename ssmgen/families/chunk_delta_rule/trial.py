@@ -11,6 +11,7 @@ from ...spec import DType, Index, Layout, Loads
 from .chain import ChainSpec
 from .planning import CALLERS, NAMES, WRITTEN, Options
 from .problem import CHUNK, OPERATOR, Gate, workspace_bytes
+from .warpgroups import WarpgroupChainSpec
 
 HEADS, KEY_HEADS = 2, 1
 # More than one rounding's norm error: of T', P, states, and what is added to them, each before its product. Without decay they stay.
@@ -75,4 +76,4 @@ def chunk_delta_rule(spec: ChainSpec, batch: int, seed: int) -> Trial:
     return trial(CALLERS[name], operands(spec, batch, seed), options, slack=dict.fromkeys(WRITTEN, SLACK[spec.x]), between=("workspace",))
 
 
-TRIALS = {ChainSpec: chunk_delta_rule}
+TRIALS = {ChainSpec: chunk_delta_rule, WarpgroupChainSpec: chunk_delta_rule}
