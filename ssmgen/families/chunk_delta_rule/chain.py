@@ -51,6 +51,15 @@ class ChainSpec(DeltaSpec, DeltaProblem):
         )  # fmt: skip
 
     @property
+    def early(self) -> bool:
+        """Whether what the kernel ahead does not write is read before the wait for it."""
+        return self.pdl not in (Pdl.OFF, Pdl.TRIGGER_TOP)
+
+    def early_operands(self) -> list[str]:
+        late = ("workspace", "out", "final_states", "checkpoints")
+        return [name for name in self.operands() if self.early and name not in late]
+
+    @property
     def ahead(self) -> tuple[KernelSpec, ...]:
         return (PrepareSpec(**of_problem(self, ChunkProblem), pdl=self.ahead_pdl),)
 

@@ -75,9 +75,9 @@ def chunk_delta_rule(
             continue
         S = v.new_zeros(heads, head_v, head_k, dtype=dtype)
         if initial_states is not None:
-            S = initial_states[s].to(dtype)
+            S = initial_states[s].to(dtype).contiguous()
         elif state is not None and has_initial_state is not None and bool(has_initial_state[s]):
-            S = state[slot].to(dtype)
+            S = state[slot].to(dtype).contiguous()
         length, first = span.stop - span.start, s * v.shape[1] if starts is None else starts[s]
         if state is not None and not length:
             continue
