@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ... import runtime
-from ...calls import checks
+from ...calls import checks, prompts
 from ...calls.checks import DTYPES, INDEX
 from ...calls.planning import Caller, Family
+from ...calls.prompts import STATES
 from ...calls.public import Call, operator
 from ...spec import Loads
 from .reference import chunk_scan as reference
@@ -22,7 +23,7 @@ NAMES = (
     "has_initial_state", "checkpoint_positions", "checkpoints", "out",
 )  # fmt: skip
 WRITTEN = ("out", "final_states", "state", "checkpoints")
-STATES = ("initial_states", "final_states", "state", "checkpoints")
+ROWS = ("x", "B", "C", "z", "out")
 
 
 class Options(NamedTuple):
@@ -149,28 +150,22 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
         return {}
     if views.get("D") is not None and views["D"].dim() == 1:
         views["D"] = views["D"].unsqueeze(1).expand(*x.shape[2:])
-    _check_layout(views, problems)
+    prompts.check_layout(views, ROWS, WRITTEN, tuple(_PER_TOKEN), problems)
     return views
 
 
-_PER_TOKEN = dict.fromkeys(("x", "z", "out", "B", "C"), 4) | {"dt": 3, "g": 3, "seq_idx": 2}
-
-
-def _sequences(views: Mapping[str, Tensor]) -> int:
-    return views["cu_seqlens"].numel() - 1 if "cu_seqlens" in views else views["x"].shape[0]
+_PER_TOKEN = dict.fromkeys(ROWS, 4) | {"dt": 3, "g": 3, "seq_idx": 2}
 
 
 def _shapes_fit(views: Mapping[str, Tensor], problems: list[str]) -> bool:
     x, B = views["x"], views["B"]
     (batch, length, H, P), (G, N) = x.shape, B.shape[2:]
-    sequences = _sequences(views)
+    sequences = prompts.sequences_of(views, "x")
     if sequences < 0:
         problems.append("cu_seqlens is empty; it is [sequences + 1]")
         return False
     rows: checks.Shapes = {"[…, H, P]": (batch, length, H, P)}
     groups: checks.Shapes = {"[…, G, N]": (batch, length, G, N)}
-    per_sequence: checks.Shapes = {"[sequences]": (sequences,)}
-    states: checks.Shapes = {"[sequences, H, P, N]": (sequences, H, P, N)}
     allowed: dict[str, checks.Shapes] = {
         **dict.fromkeys(("z", "out"), rows),
         **dict.fromkeys(("B", "C"), groups),
@@ -180,89 +175,15 @@ def _shapes_fit(views: Mapping[str, Tensor], problems: list[str]) -> bool:
         "D": {"[H]": (H,), "[H, P]": (H, P)},
         "cu_seqlens": {"[sequences + 1]": (sequences + 1,)},
         "seq_idx": {"[batch, T]": (batch, length)},
-        **dict.fromkeys(("initial_states", "final_states"), states),
-        **dict.fromkeys(("state_indices", "has_initial_state"), per_sequence),
     }
     fits = [checks.check_shape(name, views[name], allowed[name], problems) for name in views if name in allowed]
-    if "state" in views:
-        fits.append(_pool_fits(views, sequences, (H, P, N), problems))
-    else:
-        problems += [f"{name} is given without state" for name in ("state_indices", "has_initial_state") if name in views]
+    fits.append(prompts.states_fit(views, sequences, "H, P, N", (H, P, N), problems))
     if "seq_idx" in views and "cu_seqlens" in views:
         problems.append("seq_idx and cu_seqlens both divide the tokens into sequences: give one of them")
-    fits.append(_checkpoints_fit(views, (H, P, N), problems))
     if G < 1 or H % G:
         problems.append(f"x has {H} heads, which is not a multiple of the {G} groups of B")
         fits.append(False)
     return all(fits)
-
-
-def _pool_fits(views: Mapping[str, Tensor], sequences: int, inner: tuple[int, ...], problems: list[str]) -> bool:
-    state = views["state"]
-    if "final_states" in views:
-        problems.append("final_states is given together with state, which takes its place")
-    if "initial_states" in views and "has_initial_state" in views:
-        problems.append("initial_states and has_initial_state are both given: each says what a sequence starts from")
-    if state.dim() != 4 or tuple(state.shape[1:]) != inner:
-        problems.append(f"state is {list(state.shape)}, not [slots, H, P, N] = [slots, {', '.join(map(str, inner))}]")
-        return False
-    if "state_indices" not in views and state.shape[0] < sequences:
-        problems.append(f"state has {state.shape[0]} slots for {sequences} sequences, and there are no state_indices")
-    return True
-
-
-def _checkpoints_fit(views: Mapping[str, Tensor], inner: tuple[int, ...], problems: list[str]) -> bool:
-    positions, states = views.get("checkpoint_positions"), views.get("checkpoints")
-    if positions is None:
-        problems += ["checkpoints_out is given without checkpoint_positions"] if states is not None else []
-        return states is None
-    if positions.dim() != 1:
-        problems.append(f"checkpoint_positions is {list(positions.shape)}, not [count]")
-        return False
-    if states is None:
-        problems.append("checkpoint_positions is given, but neither checkpoints_out nor return_checkpoints")
-        return False
-    return checks.check_shape("checkpoints", states, {"[count, H, P, N]": (positions.shape[0], *inner)}, problems)
-
-
-def _check_layout(views: Mapping[str, Tensor], problems: list[str]) -> None:
-    """Dtypes that go together, and strides."""
-    x = views["x"]
-    problems += [
-        f"{n} is {views[n].dtype}, x is {x.dtype}".replace("torch.", "")
-        for n in ("B", "C", "z", "out")
-        if n in views and views[n].dtype != x.dtype
-    ]
-    first, *others = [n for n in STATES if n in views] or [""]
-    problems += [
-        f"{n} is {views[n].dtype}, {first} is {views[first].dtype}".replace("torch.", "")
-        for n in others
-        if views[n].dtype != views[first].dtype
-    ]
-    for name in ("x", "B", "C", "z", "out"):
-        if name in views and views[name].stride(-1) != 1 and views[name].shape[-1] > 1:
-            problems.append(f"{name} has strides {list(views[name].stride())}; its rows must be contiguous")
-    for name in STATES:
-        if name in views and not views[name][:1, :1].is_contiguous():
-            problems.append(f"{name} has strides {list(views[name].stride())}; the state of each head must be dense")
-    for name in WRITTEN:
-        if name in views and checks.overlaps_itself(views[name]):
-            problems.append(f"{name} has strides {list(views[name].stride())}: two of its elements share memory")
-    for name, t in views.items():
-        narrow = t.stride()[1:] if name in _PER_TOKEN or name in STATES else t.stride()  # of batches and slots they are 64-bit
-        if any(s >= 2**32 for s in narrow):
-            problems.append(f"{name} has strides {list(t.stride())}; kernels take strides below 2^32 elements")
-    problems += [
-        f"{name} is {list(views[name].shape)}; kernels take axes below 2^31"
-        for name in ("x", "checkpoints")
-        if name in views and max(views[name].shape) >= 2**31
-    ]
-
-
-def _together(views: Mapping[str, Tensor], pointers: Mapping[str, int]) -> int:
-    """Bytes of all of x, B, C, z and out that can be moved at once, 16 at most; 2 where words cannot be."""
-    copied, one = [n for n in ("x", "B", "C", "z", "out") if n in views], views["x"].element_size()
-    return next((size for size in (16, 8, 4) if all(checks.aligned(views[n], pointers[n], size // one) for n in copied)), 2)
 
 
 def _gate(views: Mapping[str, Tensor], options: Options) -> Gate:
@@ -306,7 +227,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         index=index("state_indices"),
         seq_idx="seq_idx" in views,
         checkpoints=index("checkpoint_positions"),
-        copy=_together(views, pointers),
+        copy=prompts.together(views, pointers, ROWS),
         state_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], 2) for n in states) else Loads.ELEMENT,
         **more,
     )
@@ -338,7 +259,7 @@ def kernel_values(spec: ScanSpec, views: Mapping[str, Tensor], options: Options)
 def size_of(views: Mapping[str, Tensor]) -> int:
     """Heads; 0 if nothing is to be written."""
     writes_states = any(n in views for n in ("final_states", "state"))
-    return views["x"].shape[2] if views["x"].numel() or (_sequences(views) and writes_states) else 0
+    return views["x"].shape[2] if views["x"].numel() or (prompts.sequences_of(views, "x") and writes_states) else 0
 
 
 FAMILY = Family(
@@ -346,7 +267,7 @@ FAMILY = Family(
     written=WRITTEN,
     problem_of=problem_of,
     size_of=size_of,
-    grid_of=lambda spec, views: _sequences(views) * views["x"].shape[2] * spec.tiles * spec.cluster_blocks,
+    grid_of=lambda spec, views: prompts.sequences_of(views, "x") * views["x"].shape[2] * spec.tiles * spec.cluster_blocks,
     values_of=kernel_values,
     in_place=(("final_states", "initial_states"),),
 )

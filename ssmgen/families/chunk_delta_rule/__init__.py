@@ -1,0 +1,12 @@
+"""chunk_delta_rule: the gated delta rule and DeltaNet over prompts, in chunks of tokens on the tensor cores."""
+
+from ...family import Family, Kernels
+
+FAMILY = Family(
+    name="chunk_delta_rule",
+    kernels=(
+        Kernels("chain:ChainSpec", "problem:DeltaProblem"),
+        Kernels("prepare:PrepareSpec", unchecked="it is the first of two kernels, and is checked with the second: give that one's spec"),
+    ),
+    functions={"chunk_gated_delta_rule": "call:chunk_gated_delta_rule", "chunk_delta_rule": "call:chunk_delta_rule"},
+)

@@ -1,0 +1,214 @@
+"""chunk_delta_rule: the gated delta rule and DeltaNet over prompts, on torch tensors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ...calls.public import Call, operator
+from .planning import CALLERS, Options
+from .problem import workspace_bytes
+
+
+class _States(NamedTuple):
+    """What both functions take of states and sequences, as they call it."""
+
+    cu_seqlens: Tensor | None
+    initial_states: Tensor | None
+    return_final_states: bool
+    final_states_out: Tensor | None
+    state: Tensor | None
+    state_indices: Tensor | None
+    has_initial_state: Tensor | None
+    checkpoint_positions: Tensor | None
+    checkpoints_out: Tensor | None
+    return_checkpoints: bool
+    workspace: Tensor | None
+    out: Tensor | None
+
+
+@operator(like="v")
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    *,
+    linear_gate: bool = False,
+    use_qk_l2norm: bool = False,
+    beta_sigmoid: bool = False,
+    allow_neg_eigval: bool = False,
+    scale: float | None = None,
+    state_layout: str = "vk",
+    cu_seqlens: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    state: Tensor | None = None,
+    state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    pad_slot_id: int = -1,
+    checkpoint_positions: Tensor | None = None,
+    checkpoints_out: Tensor | None = None,
+    return_checkpoints: bool = False,
+    workspace: Tensor | None = None,
+    out: Tensor | None = None,
+    pdl: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+    """Whole sequences of Gated DeltaNet, per token: S <- a S + beta (v - a S k) k^T, with a = e^g;  out = scale S q.
+
+    HV heads of V value and K key channels, multiples of 16 up to 256; HK heads of q and k, of which each serves HV / HK of v. […] is
+    [batch, T], or for packed sequences with cu_seqlens [tokens] or [1, tokens]. The states are those that `gated_delta_rule` goes on from.
+    Products are of v's 16-bit dtype, summed in f32; decays, the inverse within a chunk of 64 tokens and the state between chunks are f32.
+    The bits do not depend on the batch or on packing, and a sequence cut at multiples of 64 tokens, with f32 states, gives those of the
+    whole. With v of f16, the state and what is added to it must stay within f16's range.
+
+    q, k: […, HK, K], v, out: […, HV, V], bf16 or f16, all of one dtype
+    g: […, HV], log decay, at most 0; with A_log [HV] the raw gate, of which the log decay is -e^A_log softplus(g + dt_bias), dt_bias [HV]
+        or None; with linear_gate the decay a itself, 0 … 1
+    beta: […, HV]; beta_sigmoid: it is a logit; allow_neg_eigval: twice its sigmoid
+        g, beta, A_log and dt_bias are f32, bf16 or f16, each its own. Tokens and heads may have any distance; rows of q, k, v and out are
+        contiguous, and begin at multiples of 4 bytes (fastest: of 16)
+    use_qk_l2norm: q and k are divided by sqrt(|x|^2 + 1e-6) first
+    scale: factor of the output; None for K^-0.5
+    state_layout: "vk" for states [·, HV, V, K], "kv" for [·, HV, K, V]; never inferred
+    cu_seqlens: [sequences + 1] int32 or int64 on the device, where each packed sequence starts. A sequence may have no tokens; tokens of no
+        sequence get no output. States are then per sequence
+    initial_states: [sequences, HV, V, K] f32, f16 or bf16, states before the first token; zeros if None
+    return_final_states: also return the states after the last token, in final_states_out if that is given (which may be initial_states),
+        else new ones of initial_states' dtype or f32
+    state: [slots, HV, V, K], a pool in place of final states: receives the state after each sequence. Without initial_states it holds the
+        one before it too, where has_initial_state, [sequences] bool, is true. A sequence without tokens leaves its slot alone
+    state_indices: [sequences] int32 or int64, slot of each sequence; None for slot = sequence. Slots must be distinct
+    pad_slot_id: a sequence whose slot is negative, equals it or is no slot of the pool gets a zero output and touches no state
+    checkpoint_positions: [count] int32 or int64 on the device, ascending: after how many tokens the state is asked for too, 1 … tokens of
+        the packed axis or of the flattened batch (b T + t). Each a multiple of 64 tokens behind its sequence's start, or its end
+    checkpoints_out: [count, HV, V, K], receives those states, of the dtype of the others. A position of another kind, in no sequence (or in
+        one whose slot is none) leaves its row alone
+    return_checkpoints: also return them, in checkpoints_out if that is given, else new ones of the other states' dtype or f32
+    workspace: [bytes] uint8, what one kernel leaves for the next: chunk_delta_rule_workspace says how large, and it may be used again as
+        soon as the call is enqueued on the same stream; None for a new one
+    out: None for a new one, dense
+    pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
+
+    Returns out, or out and what else was asked for: (out[, final states][, checkpoints]). CPU tensors run the reference implementation,
+    token by token.
+    Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError for what no kernel serves;
+    CaptureError when a kernel would have to be built during a CUDA graph capture; NotBuiltError, CompileError, LoadError, LaunchError.
+    Source: Yang et al. 2024 (arXiv 2412.06464).
+    """
+    gate = "linear" if linear_gate else "log" if A_log is None else "raw"
+    objections = ()
+    if linear_gate and not (A_log is None and dt_bias is None):
+        objections = ("linear_gate says that g is the decay itself, and A_log and dt_bias make a raw gate a log decay",)
+    elif dt_bias is not None and A_log is None:
+        objections = ("dt_bias is given without A_log: it belongs to a raw gate, and g is a log decay",)
+    states = _States(
+        cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
+        checkpoints_out, return_checkpoints, workspace, out,
+    )  # fmt: skip
+    how = Options(gate, _beta(beta_sigmoid, allow_neg_eigval), use_qk_l2norm, _scale(scale, q), state_layout, pad_slot_id)
+    objections += _beta_objections(beta_sigmoid, allow_neg_eigval)
+    return cast(Tensor, _call("chunk_gated_delta_rule", (q, k, v, g, beta, A_log, dt_bias), states, how, pdl, objections))
+
+
+@operator(like="v")
+def chunk_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    use_qk_l2norm: bool = False,
+    beta_sigmoid: bool = False,
+    allow_neg_eigval: bool = False,
+    scale: float | None = None,
+    state_layout: str = "vk",
+    cu_seqlens: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    state: Tensor | None = None,
+    state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    pad_slot_id: int = -1,
+    checkpoint_positions: Tensor | None = None,
+    checkpoints_out: Tensor | None = None,
+    return_checkpoints: bool = False,
+    workspace: Tensor | None = None,
+    out: Tensor | None = None,
+    pdl: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+    """Whole sequences of DeltaNet, per token: S <- S + beta (v - S k) k^T;  out = scale S q.
+
+    The states are those that `delta_rule` goes on from. Everything else as chunk_gated_delta_rule.
+    Source: Yang et al. 2024 (arXiv 2406.06484).
+    """
+    states = _States(
+        cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
+        checkpoints_out, return_checkpoints, workspace, out,
+    )  # fmt: skip
+    how = Options("none", _beta(beta_sigmoid, allow_neg_eigval), use_qk_l2norm, _scale(scale, q), state_layout, pad_slot_id)
+    objections = _beta_objections(beta_sigmoid, allow_neg_eigval)
+    return cast(Tensor, _call("chunk_delta_rule", (q, k, v, None, beta, None, None), states, how, pdl, objections))
+
+
+def chunk_delta_rule_workspace(tokens: int, sequences: int, heads: int) -> int:
+    """Bytes of a workspace for so many tokens in all (batch times T), sequences and heads of v: also for fewer of each."""
+    return workspace_bytes(tokens, sequences, heads)
+
+
+def _beta(beta_sigmoid: bool, allow_neg_eigval: bool) -> str:
+    return "plain" if not beta_sigmoid else "twice_sigmoid" if allow_neg_eigval else "sigmoid"
+
+
+def _beta_objections(beta_sigmoid: bool, allow_neg_eigval: bool) -> tuple[str, ...]:
+    return ("allow_neg_eigval doubles the sigmoid of beta: give beta_sigmoid too",) if allow_neg_eigval and not beta_sigmoid else ()
+
+
+def _scale(scale: float | None, q: Tensor) -> float:
+    if scale is not None:
+        return scale
+    return q.shape[-1] ** -0.5 if isinstance(q, Tensor) and q.dim() and q.shape[-1] else 1.0
+
+
+def _call(
+    name: str, operands: tuple[Tensor | None, ...], s: _States, options: Options, pdl: bool | None, objections: tuple[str, ...]
+) -> Call:
+    """The call of a function, with tensors made for what it writes and was not given; the checks object to the rest."""
+    q, _, v, *_ = operands
+    final, checkpoints, workspace, out = s.final_states_out, s.checkpoints_out, s.workspace, s.out
+    if isinstance(v, Tensor) and isinstance(q, Tensor):
+        out = v.new_empty(v.shape) if out is None else out
+        if v.dim() in (3, 4) and q.dim() == v.dim():
+            count = v.shape[0] if not isinstance(s.cu_seqlens, Tensor) else max(s.cu_seqlens.numel() - 1, 0)
+            (heads, head_v), head_k = v.shape[-2:], q.shape[-1]
+            inner = (heads, head_k, head_v) if options.state_layout == "kv" else (heads, head_v, head_k)
+            dtypes = [t.dtype for t in (s.initial_states, s.final_states_out, s.state) if isinstance(t, Tensor)]
+            dtype = dtypes[0] if dtypes else torch.float32
+            if s.return_final_states and final is None:
+                final = v.new_empty((count, *inner), dtype=dtype)
+            if s.return_checkpoints and checkpoints is None and isinstance(s.checkpoint_positions, Tensor):
+                checkpoints = v.new_empty((s.checkpoint_positions.numel(), *inner), dtype=dtype)
+            if workspace is None:
+                tokens = v.shape[0] if v.dim() == 3 else v.shape[0] * v.shape[1]
+                workspace = v.new_empty(workspace_bytes(tokens, count, heads), dtype=torch.uint8)
+        elif workspace is None:
+            workspace = v.new_empty(0, dtype=torch.uint8)
+    if s.return_checkpoints and s.checkpoint_positions is None:
+        objections += ("return_checkpoints asks for states after tokens, and checkpoint_positions, which names those, is not given",)
+    given = (
+        *operands, s.cu_seqlens, s.initial_states, final, s.state, s.state_indices, s.has_initial_state, s.checkpoint_positions,
+        checkpoints, workspace, out,
+    )  # fmt: skip
+    asked = {
+        "final_states": s.return_final_states and final is not None,
+        "checkpoints": s.return_checkpoints and checkpoints is not None,
+    }
+    returns = ("out", *(n for n, wanted in asked.items() if wanted))
+    return Call(CALLERS[name], given, options, pdl, returns, objections)

@@ -1,0 +1,134 @@
+"""The second kernel of chunk_delta_rule: a sequence's chunks one after the other, from their images, by each warp's own products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ...spec import SM90, Arch, Index, KernelSpec, Loads, Needs, Pdl, must
+from .prepare import PrepareSpec
+from .problem import CHUNK, IMAGE, MAX_SIZE, OPERATOR, SIZE, ChunkProblem, DeltaProblem
+from .spec import Counts, DeltaSpec, of_problem
+
+__all__ = ["MAX_SIZE", "OPERATOR", "SIZE", "ChainSpec", "candidates", "space"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainSpec(DeltaSpec, DeltaProblem):
+    """A problem, and how it is computed: by this kernel behind the one that prepares. No choice here changes a bit of the result."""
+
+    family: ClassVar[str] = OPERATOR
+    template: ClassVar[str] = "chunk_delta_rule/chain.cu.j2"
+    here: ClassVar[tuple[str, ...]] = (
+        "images", "q", "k", "v", "cu_seqlens", "initial_states", "final_states", "state", "state_indices", "has_initial_state",
+        "checkpoint_positions", "checkpoints", "out",
+    )  # fmt: skip
+    written: ClassVar[tuple[str, ...]] = ("out", "final_states", "state", "checkpoints")
+
+    tile: int = 64  # rows of the state (value channels) per block, 16 per warp
+    stages: int = 2  # chunks in shared memory: that which is computed, and those on their way
+    min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
+    ahead_pdl: Pdl = Pdl.OFF  # of the kernel that prepares
+    ahead_heads: int = 0  # its heads_per_block
+
+    @property
+    def needs(self) -> Needs:
+        elements = self.state_loads is Loads.ELEMENT
+        return Needs(math=True, matrices=True, copies=True, elements=elements, bytes=self.started, mma=self.x.value)
+
+    @property
+    def ahead(self) -> tuple[KernelSpec, ...]:
+        return (PrepareSpec(**of_problem(self, ChunkProblem), pdl=self.ahead_pdl, heads_per_block=self.ahead_heads),)
+
+    @property
+    def warps(self) -> int:
+        return self.tile // 16
+
+    @property
+    def threads_per_block(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def tiles(self) -> int:
+        """Blocks per head."""
+        return self.head_v // self.tile
+
+    def blocks(self, counts: Counts) -> int:
+        return counts.sequences * counts.heads * self.tiles
+
+    @property
+    def stem(self) -> str:
+        blocks = f"b{self.min_blocks}" if self.min_blocks > 1 else ""
+        shape = f"k{self.head_k}v{self.head_v}_{self.state.value}_{self.x.value}_{self.layout.value}"
+        return f"delta_chain_{shape}_t{self.tile}s{self.stages}{blocks}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+
+    @property
+    def row_words(self) -> int:
+        """32-bit words from one token's q or k to the next one's: rows are 16 bytes apart modulo 128, so that eight meet all banks."""
+        return self.head_k // 2 + 4
+
+    @property
+    def v_words(self) -> int:
+        return self.tile // 2 + 4
+
+    @property
+    def stage_bytes(self) -> int:
+        """q, k, v and the image of a chunk, whose panels have room for all of their rows."""
+        panels = 2 * CHUNK * CHUNK * 2
+        return 4 * CHUNK * (2 * self.row_words + self.v_words) + panels + (IMAGE - 10240)
+
+    @property
+    def dynamic_bytes(self) -> int:
+        return self.stages * self.stage_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.dynamic_bytes + 1024
+
+    def constants(self) -> dict[str, Any]:
+        return super().constants() | {
+            "vector_state": self.state_loads is Loads.VECTOR,
+            "pooled": self.index is not Index.NONE,
+            "past": "state" if self.started else "initial_states" if self.initial else "",  # what holds the state before the first token
+            "past_slot": "sequence" if self.pool and self.initial else "slot",
+            "kept": "state" if self.pool else "final_states" if self.final else "",  # what receives the last one
+        }
+
+    def violations(self, arch: Arch) -> list[str]:
+        if problems := [
+            *self.faults(),
+            *must(self.tile % 16 == 0 and 16 <= self.tile <= 128, f"tile {self.tile} is not 16 … 128 in steps of 16"),
+        ]:
+            return problems
+        return [
+            *must(self.head_v % self.tile == 0, f"tile {self.tile} does not divide V {self.head_v}"),
+            *must(1 <= self.stages <= 4 and self.min_blocks >= 1, f"stages {self.stages} are not 1 … 4, or min_blocks is not positive"),
+            *must(arch >= SM90 or self.ahead_pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
+            *self.common_violations(arch, self.shared_bytes),
+        ]
+
+
+def _spec(problem: DeltaProblem, **how: Any) -> ChainSpec:
+    return ChainSpec(**of_problem(problem, DeltaProblem), **how)
+
+
+def space(problem: DeltaProblem, arch: Arch) -> Iterator[ChainSpec]:
+    """Every legal variant of a problem within the axes worth trying."""
+    inner = Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF
+    for tile in range(16, min(problem.head_v, 128) + 1, 16):
+        for stages in (1, 2, 3):
+            for ahead in Pdl:
+                spec = _spec(problem, tile=tile, stages=stages, pdl=inner, ahead_pdl=ahead)
+                if not spec.violations(arch):
+                    yield spec
+
+
+def candidates(problem: DeltaProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
+    """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
+    edge = {"pdl": Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF, "ahead_pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
+    tiles = [t for t in (16, 32, 48, 64) if problem.head_v % t == 0]
+    yield "three stages", _spec(problem, tile=tiles[-1], stages=3, **edge), ""
+    yield "two stages", _spec(problem, tile=tiles[-1], stages=2, **edge), ""
+    yield "one stage", _spec(problem, tile=tiles[-1], stages=1, **edge), ""
+    yield "generic", _spec(problem, tile=16, stages=1, **edge), ""

@@ -1,0 +1,126 @@
+"""What a prompt of a delta rule can ask for: dtypes, gates, states; and where the images of its chunks lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from ...spec import DType, Index, Layout, Loads, Problem, must
+from ..linear_attention.problem import Beta
+
+OPERATOR = "chunk_delta_rule"
+SIZE, MAX_SIZE = "heads", 2**31 - 1  # what the rules look at: sequences are not among it, so that bits do not depend on how many there are
+
+CHUNK = 64  # tokens; part of the result's bits
+NUMBER = 2  # bytes of a number of T' and P
+PANEL = 16  # columns of T' or P that lie together
+PANELS = CHUNK // PANEL
+# A panel begins with the row that its first column crosses the diagonal in: what is above is zero, and is not kept.
+PANEL_BYTES = tuple((CHUNK - PANEL * c) * PANEL * NUMBER for c in range(PANELS))
+COEFFICIENTS = 3 * CHUNK + 4  # f32: c_x, c_u and c_o of each token, and the chunk's decay four times
+IMAGE = 11136  # bytes of a chunk and head: T', P, coefficients, and what brings the next one to a multiple of 128
+T_AT, P_AT, COEFFICIENTS_AT = 0, sum(PANEL_BYTES), 2 * sum(PANEL_BYTES)
+
+
+INTEGERS = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
+
+
+class Gate(Enum):
+    """How the operand g says by what a token's state decays."""
+
+    NONE = "none"  # there is none: a plain delta rule
+    LOG = "log"  # exp(g)
+    LINEAR = "linear"  # g, 0 … 1
+    RAW = "raw"  # exp(-exp(A_log) softplus(g + dt_bias))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkProblem(Problem):
+    """What the images of chunks hang on: q, k and gates. Heads, tokens, strides and scale are not among it."""
+
+    head_k: int  # channels of q and k
+    x: DType = DType.BF16  # of q, k, v and out
+    g: DType | None = None
+    gate: Gate = Gate.NONE
+    A_log: DType | None = None
+    dt_bias: DType | None = None
+    beta: DType = DType.BF16
+    beta_form: Beta = Beta.PLAIN
+    l2norm: bool = False  # q and k are divided by their norms
+    cu_seqlens: Index = Index.NONE  # type of it: tokens are packed sequences
+    copy: int = 16  # bytes of q, k, v and out that lie together and aligned
+
+    @property
+    def ragged(self) -> bool:
+        return self.cu_seqlens is not Index.NONE
+
+    def elements(self) -> dict[str, str]:
+        """{role: type of its elements} of the operands that there are."""
+        gates = {name: dtype.value for name in ("g", "A_log", "dt_bias", "beta") if (dtype := getattr(self, name)) is not None}
+        starts = {"cu_seqlens": INTEGERS[self.cu_seqlens]} if self.ragged else {}
+        return {"q": self.x.value, "k": self.x.value, **gates, **starts, "images": "u8"}
+
+    def faults(self) -> list[str]:
+        """What no variant could serve."""
+        return [
+            *must(self.head_k % 16 == 0 and 16 <= self.head_k <= 256, f"K {self.head_k} is not 16 … 256 in steps of 16"),
+            *must(self.x is not DType.F32, "q, k and v are f32: products are of bf16 or f16 numbers"),
+            *must(
+                self.copy in (4, 8, 16),
+                "q, k, v or out begins, or has tokens or heads that begin, at an odd element: kernels copy 4 bytes at once, or 8 or 16",
+            ),
+            *must((self.g is None) == (self.gate is Gate.NONE), "a gate needs g, and g says of which gate it is"),
+            *must((self.A_log is None) == (self.gate is not Gate.RAW), "A_log makes a raw gate a decay"),
+            *must(self.dt_bias is None or self.gate is Gate.RAW, "dt_bias is of a raw gate"),
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaProblem(ChunkProblem):
+    """What a call fixes: that, and states."""
+
+    head_v: int  # channels of v and out
+    state: DType = DType.F32  # of all states
+    layout: Layout = Layout.VK
+    initial: bool = False  # initial_states are read
+    final: bool = False  # final_states are written
+    pool: bool = False  # `state` is written, in place of final_states, and read where has_initial_state says so
+    started: bool = False  # there is a has_initial_state
+    index: Index = Index.NONE  # type of state_indices
+    checkpoints: Index = Index.NONE  # type of checkpoint_positions; how many they are is an argument of the kernel
+    state_loads: Loads = Loads.VECTOR  # of states: pairs of numbers
+
+    @property
+    def marked(self) -> bool:
+        """Whether states are asked for at positions."""
+        return self.checkpoints is not Index.NONE
+
+    def elements(self) -> dict[str, str]:
+        there = {"initial_states": self.initial, "final_states": self.final, "state": self.pool, "checkpoints": self.marked}
+        found = {"v": self.x.value, "out": self.x.value} | {name: self.state.value for name, given in there.items() if given}
+        found |= {"state_indices": INTEGERS[self.index], "checkpoint_positions": INTEGERS[self.checkpoints]}
+        found |= {"has_initial_state": "u8" if self.started else ""}
+        return ChunkProblem.elements(self) | {name: element for name, element in found.items() if element}
+
+    def faults(self) -> list[str]:
+        return [
+            *ChunkProblem.faults(self),
+            *must(self.head_v % 16 == 0 and 16 <= self.head_v <= 256, f"V {self.head_v} is not 16 … 256 in steps of 16"),
+            *must(not (self.pool and self.final), "a pool takes the place of final_states"),
+            *must(not (self.started and self.initial), "initial_states and has_initial_state both say what a sequence starts from"),
+            *must(self.pool or (self.index is Index.NONE and not self.started), "slots and has_initial_state are of a pool"),
+        ]
+
+
+def chunks_of(tokens: int, sequences: int) -> int:
+    """Chunk numbers of so many tokens in all: no fewer than their sequences need, wherever these begin.
+
+    Chunk n of sequence s has the number begin(s) // 64 + s + n, where begin(s) is its first token: no two have the same, and no sum over
+    sequences is needed to say it. A number that is nobody's is left out.
+    """
+    return tokens // CHUNK + sequences
+
+
+def workspace_bytes(tokens: int, sequences: int, heads: int) -> int:
+    """What the images of all chunks take: that of number n and head h lies at (n heads + h) IMAGE."""
+    return chunks_of(tokens, sequences) * heads * IMAGE
