@@ -1,4 +1,4 @@
-"""What drop-ins for prompts of delta rules have in common: rows as kernels read them, states of several dtypes, and where they are asked for."""
+"""What drop-ins for prompts of delta rules have in common: rows as kernels read them, states of several dtypes, and their places."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def scan(
         if held == torch.float32 and initial_states.dtype in STATE_DTYPES:
             initial_states = initial_states.to(held)
     final, kept = (t if t is None or t.dtype == held or t.dtype not in STATE_DTYPES else t.to(held) for t in (last, checkpoints))
-    more = {"initial_states": initial_states, "final_states_out": final, "state": state, "checkpoint_positions": positions}
-    more |= {"checkpoints_out": kept, "out": out}
+    more: dict[str, Any] = {"initial_states": initial_states, "final_states_out": final, "state": state, "checkpoint_positions": positions}
+    more |= options | {"checkpoints_out": kept, "out": out}
     if operands.g is None:
-        chunk_delta_rule(q, k, v, operands.beta, **more, **options)
+        chunk_delta_rule(q, k, v, operands.beta, **more)
     else:
-        chunk_gated_delta_rule(q, k, v, operands.g, operands.beta, **more, **options)
+        chunk_gated_delta_rule(q, k, v, operands.g, operands.beta, **more)
     if last is not None and final is not None and final is not last:
         last.copy_(final)
     if checkpoints is not None and kept is not None and kept is not checkpoints:

@@ -9,6 +9,8 @@ Deliberate differences:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -74,7 +76,7 @@ def chunk_gated_delta_rule(
     positions = _prompts.places(name, tokens, cu_seqlens, kept, checkpoint_cu_starts, problems)
     beta = v.new_ones(()).expand(v.shape[:-1]) if beta is None else beta
     out = _new_output(q, v) if output is None else output
-    options = {"cu_seqlens": cu_seqlens, "scale": scale or None, "use_qk_l2norm": use_qk_l2norm_in_kernel}
+    options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "scale": scale or None, "use_qk_l2norm": use_qk_l2norm_in_kernel}
     options |= {"positions": positions, "checkpoints": kept} | ({} if g is None else {"linear_gate": True})
     operands, final = _prompts.Operands(q, k, v, g, beta), output_state if output_final_state else None
     if state_indices is None:
@@ -82,8 +84,8 @@ def chunk_gated_delta_rule(
             final = _prompts.states_of(q, v, _prompts.sequences_of(v, cu_seqlens))
         _prompts.scan(operands, out, initial_states=initial_state, last=final, **options)
     elif final is not None and (initial_state is None or initial_state is final):
-        none = torch.zeros(state_indices.shape, dtype=torch.bool, device=v.device) if initial_state is None else None
-        _prompts.scan(operands, out, state=final, state_indices=state_indices, has_initial_state=none, **options)
+        started = None if initial_state is None else torch.ones_like(state_indices, dtype=torch.bool)
+        _prompts.scan(operands, out, state=final, state_indices=state_indices, has_initial_state=started, **options)
     else:
         before = None if initial_state is None else _prompts.gathered(initial_state, state_indices)
         slots = {} if final is None else {"state": final, "state_indices": state_indices}

@@ -7,14 +7,11 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from . import delta_prompts as _prompts
-from .gated_delta import first as _first
 from .gated_delta import new_output as _new_output
 from .operands import takes as _takes
 
-_FLAGS = "head_first inplace_update"
 
-
-@_takes(_FLAGS, **_prompts.PACKED, initial_state="[slots, HV, V, K]", initial_state_indices="[N]")
+@_takes("head_first inplace_update", **_prompts.PACKED, initial_state="[slots, HV, V, K]", initial_state_indices="[N]")
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -44,14 +41,14 @@ def chunk_gated_delta_rule(
     if reasons or initial_state is None or initial_state_indices is None:
         raise UnsupportedError("sglang's chunk_gated_delta_rule", reasons)
     sequences = _prompts.sequences_of(v, cu_seqlens)
-    slots = _first(initial_state_indices, sequences)
+    slots = initial_state_indices[:sequences]
     before, out = _prompts.gathered(initial_state, slots), _new_output(q, v)
     rows, positions = _chunks(v, cu_seqlens)
     chunks = initial_state.new_empty((positions.numel(), *initial_state.shape[1:]))
-    pool = {"state": initial_state, "state_indices": slots} if inplace_update else {"initial_states": before}
+    pool = {"state": initial_state, "state_indices": slots} if inplace_update else {}
     _prompts.scan(
-        _prompts.Operands(q, k, v, g, beta), out, cu_seqlens=cu_seqlens, scale=scale, use_qk_l2norm=use_qk_l2norm_in_kernel,
-        positions=positions, checkpoints=chunks, **pool,
+        _prompts.Operands(q, k, v, g, beta), out, initial_states=before, cu_seqlens=cu_seqlens, scale=scale,
+        use_qk_l2norm=use_qk_l2norm_in_kernel, positions=positions, checkpoints=chunks, **pool,
     )  # fmt: skip
     if chunks.numel():
         chunks.index_copy_(0, rows, before)  # ahead of a first chunk is no token whose state it could be
