@@ -347,6 +347,8 @@ PREFILL = flashinfer.chunk_gated_delta_rule
             PREFILL,
             PACKED | {"output_final_state": True, "output_state": states(4).to(torch.float8_e4m3fn)}, ArgumentError, "float8_e4m3fn",
         ),
+        (PREFILL, PACKED | KEPT | {"checkpoint_cu_starts": STARTS[1:]}, ArgumentError, r"are \[4\] and \[5\], not \[N \+ 1\] both"),
+        (PREFILL, PACKED | {"state_indices": SLOTS.short(), "initial_state": states(9)}, ArgumentError, r"state_indices is int16 \[4\]"),
         (vllm.chunk_gated_delta_rule, vllm_call(core_attn_out=torch.zeros(9, dtype=BF16)), ArgumentError, r"core_attn_out is \[9\]"),
         (vllm.chunk_gated_delta_rule, vllm_call(initial_state=states(3)), ArgumentError, "initial_states"),
         (vllm.fi_chunk_gated_delta_rule, vllm_call(initial_state=states(4), cu_seqlens=None), ArgumentError, "cu_seqlens is None"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -69,14 +70,27 @@ def states_of(q: Tensor, v: Tensor, count: int, layout: str = "vk") -> Tensor:
     return v.new_empty((count, v.shape[-2], *(last if layout == "vk" else last[::-1])), dtype=torch.float32)
 
 
+def objections(v: Tensor, indices: Mapping[str, Tensor | None], pools: Mapping[str, Tensor | None] | None = None) -> list[str]:
+    """What is wrong of indices and pools that are computed with ahead of a call, whose checks would say it."""
+    found = []
+    for name, t in indices.items():
+        if t is not None and (t.dim() != 1 or t.dtype not in (torch.int32, torch.int64) or t.device != v.device):
+            given = f"{t.dtype} {list(t.shape)} on {t.device}".removeprefix("torch.")
+            found.append(f"{name} is {given}, not int32 or int64, of one axis, on {v.device}")
+    pools = {} if pools is None else pools
+    return found + [f"{name} is on {t.device}, v is on {v.device}" for name, t in pools.items() if t is not None and t.device != v.device]
+
+
 def gathered(pool: Tensor, slots: Tensor) -> Tensor:
     """A copy of these slots' states; zeros for a slot that is none of the pool's."""
+    if not pool.shape[0]:
+        return pool.new_zeros((slots.shape[0], *pool.shape[1:]))
     missing = (slots < 0) | (slots >= pool.shape[0])
     return pool[slots.masked_fill(missing, 0)].masked_fill_(missing[:, None, None, None], 0)
 
 
 def places(
-    name: str, tokens: int, cu_seqlens: Tensor | None, checkpoints: Tensor | None, first: Tensor | None, problems: list[str]
+    name: str, v: Tensor, tokens: int, cu_seqlens: Tensor | None, checkpoints: Tensor | None, first: Tensor | None, problems: list[str]
 ) -> Tensor | None:
     """[count], ascending: multiples of so many tokens behind a sequence's start, one for each row of checkpoints; None for no tokens.
 
@@ -85,12 +99,17 @@ def places(
     Raises ArgumentError for `problems`, and for what does not go together.
     """
     problems += ["cu_seqlens is None: sequences are packed, and it says where they begin"] if cu_seqlens is None else []
-    if tokens < 0 or tokens % CHUNK:
+    if not 0 <= tokens < 2**31 or tokens % CHUNK:
         problems.append(f"checkpoint_every_n_tokens is {tokens}, not a multiple of {CHUNK}, or 0 for no checkpoints")
     if tokens and (checkpoints is None or first is None):
         problems.append("checkpoint_every_n_tokens needs state_checkpoints and checkpoint_cu_starts")
     if not tokens and not (checkpoints is None and first is None):
         problems.append("state_checkpoints and checkpoint_cu_starts go with checkpoint_every_n_tokens")
+    if first is not None and cu_seqlens is not None:
+        problems += objections(v, {"cu_seqlens": cu_seqlens, "checkpoint_cu_starts": first})
+        if first.shape != cu_seqlens.shape or not first.numel():
+            found = f"{list(first.shape)} and {list(cu_seqlens.shape)}"
+            problems.append(f"checkpoint_cu_starts and cu_seqlens are {found}, not [N + 1] both")
     if problems or cu_seqlens is None:
         raise ArgumentError(name, problems)
     if checkpoints is None or first is None:

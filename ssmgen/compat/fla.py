@@ -297,7 +297,9 @@ def chunk_gated_delta_rule(
     if cp_context is not None:
         raise NotImplementedError("cp_context: ssmgen does not divide a sequence among devices")
     _check_chunk_size(name, kwargs)
-    raw = _gate(name, kwargs.pop("use_gate_in_kernel", False), kwargs.pop("A_log", None), kwargs.pop("dt_bias", None))
+    if not isinstance(in_kernel := kwargs.pop("use_gate_in_kernel", False), bool):
+        raise ArgumentError(name, [f"use_gate_in_kernel is a {type(in_kernel).__name__}, not True or False"])
+    raw = _gate(name, in_kernel, kwargs.pop("A_log", None), kwargs.pop("dt_bias", None))
     state_v_first = _v_first(state_v_first, kwargs)
     if g is None:
         raise ArgumentError(name, ["g is None; without a decay it is chunk_delta_rule"])

@@ -69,11 +69,11 @@ def chunk_gated_delta_rule(
         reasons.append(f"q has {q.shape[1]} heads, v {v.shape[1]}: ssmgen's share heads of q and k, never of v")
     if reasons:
         raise UnsupportedError(name, reasons)
-    problems = []
+    problems = _prompts.objections(v, {"state_indices": state_indices}, {"initial_state": initial_state})
     if state_indices is not None and output_final_state and output_state is None:
         problems.append("state_indices are slots of a pool, and output_state, to which the final states go, is None")
     tokens, kept = checkpoint_every_n_tokens, state_checkpoints
-    positions = _prompts.places(name, tokens, cu_seqlens, kept, checkpoint_cu_starts, problems)
+    positions = _prompts.places(name, v, tokens, cu_seqlens, kept, checkpoint_cu_starts, problems)
     beta = v.new_ones(()).expand(v.shape[:-1]) if beta is None else beta
     out = _new_output(q, v) if output is None else output
     options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "scale": scale or None, "use_qk_l2norm": use_qk_l2norm_in_kernel}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError
+from ..errors import ArgumentError, UnsupportedError
 from . import delta_prompts as _prompts
 from .gated_delta import new_output as _new_output
 from .operands import takes as _takes
@@ -40,6 +40,9 @@ def chunk_gated_delta_rule(
     reasons += [f"{what} is None: ssmgen's states are a pool" for what, t in needed.items() if t is None]
     if reasons or initial_state is None or initial_state_indices is None:
         raise UnsupportedError("sglang's chunk_gated_delta_rule", reasons)
+    indices = {"initial_state_indices": initial_state_indices, "cu_seqlens": cu_seqlens}
+    if problems := _prompts.objections(v, indices, {"initial_state": initial_state}):
+        raise ArgumentError("sglang's chunk_gated_delta_rule", problems)
     sequences = _prompts.sequences_of(v, cu_seqlens)
     slots = initial_state_indices[:sequences]
     before, out = _prompts.gathered(initial_state, slots), _new_output(q, v)
@@ -52,7 +55,7 @@ def chunk_gated_delta_rule(
     )  # fmt: skip
     if chunks.numel():
         chunks.index_copy_(0, rows, before)  # ahead of a first chunk is no token whose state it could be
-    return out, None, chunks.unflatten(0, (v.shape[0], -1))
+    return out, None, chunks.unflatten(0, (v.shape[0], positions.numel() // max(v.shape[0], 1)))
 
 
 def _chunks(v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -62,8 +65,9 @@ def _chunks(v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
         each = -(-length // _prompts.CHUNK)
         start, chunk = (torch.arange(n, device=v.device) for n in (batch, each))
         return start * each, (start[:, None] * length + chunk * _prompts.CHUNK).flatten()
-    starts = cu_seqlens.long()
-    sequences = starts.shape[0] - 1
+    starts, sequences = cu_seqlens.long(), cu_seqlens.shape[0] - 1
+    if sequences < 1:
+        return starts[:0], starts[:0]
     counts = (starts.diff() + (_prompts.CHUNK - 1)) // _prompts.CHUNK
     ends = counts.cumsum(0)
     first, count = ends - counts, length // _prompts.CHUNK + sequences

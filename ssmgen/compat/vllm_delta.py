@@ -73,7 +73,7 @@ def fi_chunk_gated_delta_rule(
     checkpoint_cu_starts: [N + 1], the first row of state_checkpoints [count, HV, V, K] of each sequence   use_cp: ignored
     """
     positions = _prompts.places(
-        "vllm's fi_chunk_gated_delta_rule", checkpoint_every_n_tokens, cu_seqlens, state_checkpoints, checkpoint_cu_starts, []
+        "vllm's fi_chunk_gated_delta_rule", v, checkpoint_every_n_tokens, cu_seqlens, state_checkpoints, checkpoint_cu_starts, []
     )
     out = _new_output(q, v)
     final = _prompts.states_of(q, v, _prompts.sequences_of(v, cu_seqlens)) if output_final_state else None
