@@ -114,6 +114,6 @@ def places(
         raise ArgumentError(name, problems)
     if checkpoints is None or first is None:
         return None
-    rows = torch.arange(checkpoints.shape[0], dtype=first.dtype, device=first.device)
-    owner = torch.searchsorted(first, rows, right=True) - 1
-    return cu_seqlens[owner] + (rows - first[owner] + 1) * tokens
+    ordinal = torch.arange(1, checkpoints.shape[0] + 1, dtype=first.dtype, device=v.device)
+    owner = torch.searchsorted(first[1:], ordinal)
+    return torch.add(torch.sub(cu_seqlens, first, alpha=tokens)[owner].long(), ordinal, alpha=tokens)

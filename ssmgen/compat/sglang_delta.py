@@ -65,13 +65,13 @@ def _chunks(v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
         each = -(-length // _prompts.CHUNK)
         start, chunk = (torch.arange(n, device=v.device) for n in (batch, each))
         return start * each, (start[:, None] * length + chunk * _prompts.CHUNK).flatten()
-    starts, sequences = cu_seqlens.long(), cu_seqlens.shape[0] - 1
+    sequences = cu_seqlens.shape[0] - 1
     if sequences < 1:
-        return starts[:0], starts[:0]
-    counts = (starts.diff() + (_prompts.CHUNK - 1)) // _prompts.CHUNK
+        return cu_seqlens[:0], cu_seqlens[:0]
+    counts = (cu_seqlens.diff() + (_prompts.CHUNK - 1)) // _prompts.CHUNK
     ends = counts.cumsum(0)
     first, count = ends - counts, length // _prompts.CHUNK + sequences
     chunk = torch.arange(count, device=v.device)
-    owner = torch.searchsorted(ends, chunk, right=True).clamp_(max=sequences - 1)
-    positions = starts[owner] + (chunk - first[owner]) * _prompts.CHUNK
+    owner = torch.searchsorted(ends[:-1], chunk, right=True)
+    positions = torch.add(torch.sub(cu_seqlens[:-1], first, alpha=_prompts.CHUNK)[owner], chunk, alpha=_prompts.CHUNK)
     return first.masked_fill(counts <= 0, count - 1), positions  # where a sequence has no tokens, the last row is nobody's
