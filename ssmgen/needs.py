@@ -22,6 +22,7 @@ class Needs:
     shared_pairs: bool = False  # loads of two words at once from shared memory
     shared_quads: bool = False  # loads and stores of four of them; warpgroups have them
     matrix_stores: bool = False  # stores of matrices to shared memory, from sm_90 on; warpgroups have them
+    places: bool = False  # loads and stores of words, one or four at once, at known distances from a lane's place in shared memory
     copies: bool = False  # asynchronous copies to shared memory
     barriers: bool = False  # those of shared memory, and the bulk copies that arrive there; from sm_90 on
     warpgroups: tuple[int, ...] = ()  # columns of the products that warpgroups make, of `mma`'s type; sm_90a

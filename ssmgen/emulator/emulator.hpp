@@ -330,6 +330,23 @@ inline void store_4_shared(const emulator::Shared<T>& to, unsigned i, const unsi
   emulator::store_4_shared(to.array(), i, v);
 }
 
+struct Place {
+  emulator::SharedArray* array;
+  long long i;
+};
+template <class T>
+inline Place place_in(const emulator::Shared<T>& array, unsigned i) {
+  static_assert(sizeof(T) == 4, "elements are words");
+  return Place{array.array(), i};
+}
+inline Place operator+(Place p, int words) { return p.i += words, p; }
+inline unsigned load_word(Place from, int ahead) { return *static_cast<const unsigned*>(emulator::shared_load(from.array, from.i + ahead)); }
+inline void load_quad(Place from, int ahead, unsigned* r) { emulator::load_4_shared(from.array, from.i + ahead, r); }
+inline void store_quad(Place to, int ahead, const unsigned* v) { emulator::store_4_shared(to.array, to.i + ahead, v); }
+[[gnu::always_inline]] inline void load_matrices(unsigned (&r)[4], Place from, int ahead) {
+  emulator::load_matrices(r, from.array, from.i + ahead, false);
+}
+
 inline void prefetch_l2(const void* p, int bytes) { emulator::prefetch(p, bytes); }
 inline void touch_l2(const void* p) { emulator::touch(p); }
 inline void meet(unsigned barrier, unsigned threads) { emulator::meet_at(barrier, threads); }

@@ -38,7 +38,7 @@ class PrepareSpec(DeltaSpec):
     @property
     def needs(self) -> Needs:
         return Needs(
-            math=True, logs=self.gate is Gate.LINEAR, bytes=True, matrices=True, shared_quads=True, copies=True, meetings=True,
+            math=True, logs=self.gate is Gate.LINEAR, bytes=True, matrices=True, places=True, copies=True, meetings=True,
             mma=self.x.value, tf32=True,
         )  # fmt: skip
 
