@@ -88,7 +88,8 @@ def engine(request, tmp_path, monkeypatch):
 
 def held(package: str) -> dict[str, object]:
     """{module.name: function} of all names in the engine's modules that one of the functions goes by."""
-    names = {name for _, name in SIGNATURES} | {"causal_conv1d_fn_cuda", "causal_conv1d_update_triton"}
+    names = {name for _, name in SIGNATURES} | {"causal_conv1d_fn_cuda", "fla_chunk_gated_delta_rule"}
+    names |= {"causal_conv1d_update_triton", "_causal_conv1d_update_triton"}
     dispatchers = ("ssu_dispatch",)
     return {
         f"{m.__name__}.{n}": f
@@ -304,6 +305,19 @@ def test_refused_calls_go_to_the_engine_and_are_said_once(engine, error, monkeyp
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert len(warnings) == 1 and str(error) in warnings[0] and f"{engine}'s own" in warnings[0]
     assert ("a step of the same batch size ahead of the capture" in warnings[0]) == isinstance(error, CaptureError)
+
+
+def test_other_reasons_are_said_too(engine, monkeypatch, caplog):
+    """A call of an engine's warm-up must not silence what its requests meet; numbers make no other reason."""
+    reasons = iter(["x is [2], not [3]", "x is [41], not [3]", "x is on cpu", "x is [2], not [3]"])
+
+    def refuse(*args, **kwargs):
+        raise ArgumentError("f", [next(reasons)])
+
+    function, engine_s = with_ours(monkeypatch, engine, refuse)
+    assert [function(*[None] * 8) for _ in range(4)] == [engine_s] * 4
+    said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(said) == 2 and "x is [2]" in said[0] and "x is on cpu" in said[1]
 
 
 def test_other_errors_are_raised(engine, monkeypatch):

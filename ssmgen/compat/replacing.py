@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,9 +32,9 @@ REFUSALS = (ArgumentError, UnsupportedError, CaptureError, NotBuiltError)
 
 # What SSMGEN_ENGINE_KEEP can name, of all engines.
 NAMES = (
-    "causal_conv1d_fn", "causal_conv1d_update", "fused_recurrent_gated_delta_rule", "fused_recurrent_gated_delta_rule_packed_decode",
-    "fused_sigmoid_gating_delta_rule_update", "mamba_chunk_scan_combined", "mamba_chunk_scan_combined_varlen", "merge_attn_states",
-    "merge_state", "selective_state_update",
+    "causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "fi_chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule_packed_decode", "fused_sigmoid_gating_delta_rule_update", "mamba_chunk_scan_combined",
+    "mamba_chunk_scan_combined_varlen", "merge_attn_states", "merge_state", "selective_state_update",
 )  # fmt: skip
 
 # What warm() is to those who do not make the calls themselves.
@@ -191,20 +192,26 @@ def _plain(parameter: inspect.Parameter) -> inspect.Parameter:
 
 def _with_the_original_behind(r: Replacement, original: Callable[..., Any], log: logging.Logger) -> Callable[..., Any]:
     """Ours, for calls that it takes; the engine's for the others, with a warning, once per kind of reason."""
-    told: set[type] = set()
+    told: set[tuple[type, str]] = set()
 
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return r.function(*args, **kwargs)
         except REFUSALS as e:
-            if type(e) not in told:
-                told.add(type(e))
+            if (kind := _kind(e)) not in told:
+                told.add(kind)
                 engine, advice = r.module.partition(".")[0], IN_AN_ENGINE if isinstance(e, CaptureError) else ""
                 log.warning("%s's own %s runs, not ssmgen's (said once for calls like this): %s%s", engine, r.name, e, advice)
         return original(*args, **kwargs)
 
     return call
+
+
+def _kind(e: Exception) -> tuple[type, str]:
+    """What a warning is said once of: of arguments each reason, in which numbers do not count. What an engine's warm-up passes must not
+    silence what its requests do."""
+    return type(e), re.sub(r"\d+", "#", str(e)) if isinstance(e, (ArgumentError, UnsupportedError)) else ""
 
 
 class _Finder(MetaPathFinder):

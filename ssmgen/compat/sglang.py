@@ -23,6 +23,7 @@ from . import gated_delta, replacing
 from . import mamba_prompts as _prompts
 from .gated_delta import first as _first
 from .operands import takes as _takes
+from .sglang_delta import chunk_gated_delta_rule as chunk_gated_delta_rule
 
 
 @_takes(
@@ -367,6 +368,7 @@ _ENGINE = replacing.Engine(
             f"{_ATTENTION}.linear.fused_sigmoid_gating_recurrent", "fused_sigmoid_gating_delta_rule_update",
             fused_sigmoid_gating_delta_rule_update,
         ),
+        replacing.Replacement(f"{_ATTENTION}.fla.chunk", "chunk_gated_delta_rule", chunk_gated_delta_rule),
         replacing.Replacement(f"{_LAYERS}.merge_state", "merge_state", merge_state),
     ],
 )  # fmt: skip
