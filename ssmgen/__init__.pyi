@@ -8,6 +8,9 @@ from .api import is_warm as is_warm
 from .api import supported as supported
 from .families.causal_conv1d.call import causal_conv1d as causal_conv1d
 from .families.causal_conv1d_update.call import causal_conv1d_update as causal_conv1d_update
+from .families.chunk_delta_rule.call import chunk_delta_rule as chunk_delta_rule
+from .families.chunk_delta_rule.call import chunk_delta_rule_workspace as chunk_delta_rule_workspace
+from .families.chunk_delta_rule.call import chunk_gated_delta_rule as chunk_gated_delta_rule
 from .families.chunk_scan.attention import chunk_lightning_attn as chunk_lightning_attn
 from .families.chunk_scan.attention import chunk_simple_gla as chunk_simple_gla
 from .families.chunk_scan.call import chunk_scan as chunk_scan

@@ -40,6 +40,7 @@ class Family:
     kernels: tuple[Kernels, ...]
     functions: Mapping[str, str] = field(default_factory=dict)  # public name -> place
     types: Mapping[str, str] = field(default_factory=dict)  # of arguments: public name -> place
+    helpers: Mapping[str, str] = field(default_factory=dict)  # functions that say what arguments must be: public name -> place
     sharding: str | None = None  # place of {public name: Rule}
     trials: str | None = None  # place of {spec class: what makes a Trial}
     bench: Mapping[str, str] = field(default_factory=dict)  # name of a benchmark -> place of its Bench
@@ -67,7 +68,8 @@ def records() -> tuple[Family, ...]:
 @functools.cache
 def public_names() -> dict[str, tuple[Family, str]]:
     """{public name: (its family, place)}"""
-    return {name: (family, place) for family in records() for name, place in {**family.functions, **family.types}.items()}
+    named = [(family, {**family.functions, **family.types, **family.helpers}) for family in records()]
+    return {name: (family, place) for family, places in named for name, place in places.items()}
 
 
 def parts(field: str) -> dict[Any, Any]:

@@ -19,6 +19,8 @@ class Needs:
     lines: bool = False  # requests to L2 for single lines
     matrices: bool = False  # loads of the tensor cores' operands from shared memory
     shared_pairs: bool = False  # loads of two words at once from shared memory
+    shared_quads: bool = False  # loads and stores of four of them; warpgroups have them
+    matrix_stores: bool = False  # stores of matrices to shared memory, from sm_90 on; warpgroups have them
     copies: bool = False  # asynchronous copies to shared memory
     barriers: bool = False  # those of shared memory, and the bulk copies that arrive there; from sm_90 on
     warpgroups: tuple[int, ...] = ()  # columns of the products that warpgroups make, of `mma`'s type; sm_90a

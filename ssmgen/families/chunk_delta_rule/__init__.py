@@ -9,4 +9,12 @@ FAMILY = Family(
         Kernels("prepare:PrepareSpec", unchecked="it is the first of two kernels, and is checked with the second: give that one's spec"),
     ),
     functions={"chunk_gated_delta_rule": "call:chunk_gated_delta_rule", "chunk_delta_rule": "call:chunk_delta_rule"},
+    helpers={"chunk_delta_rule_workspace": "call:chunk_delta_rule_workspace"},
+    bench={"chunk_gated_delta_rule": "bench"},
+    tuning="tuning:TUNING",
+    defaults="defaults:DEFAULTS",
+    sharding="sharding:RULES",
+    trials="trial:TRIALS",
+    asks="models:ASKS",
+    page="operators/chunk_delta_rule.md",
 )

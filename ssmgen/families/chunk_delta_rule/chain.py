@@ -1,4 +1,10 @@
-"""The second kernel of chunk_delta_rule: a sequence's chunks one after the other, from their images, by each warp's own products."""
+"""The second kernel of chunk_delta_rule: a sequence's chunks one after the other, from their images, by each warp's own products.
+
+A block walks a sequence for `tile` rows of one head's state. Some of its warps, the walkers, hold 16 of these rows each in f32, in the
+registers in which products are summed, from the first chunk to the last; the others fetch what later chunks need. All products are made
+transposed: rounded, the state is the first operand of those with k and q, and so are X^T and v_new^T of theirs. Nothing passes between
+warps, and shared memory holds second operands only.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +14,12 @@ from typing import Any, ClassVar
 
 from ...spec import SM90, Arch, Index, KernelSpec, Loads, Needs, Pdl, must
 from .prepare import PrepareSpec
-from .problem import CHUNK, IMAGE, MAX_SIZE, OPERATOR, SIZE, ChunkProblem, DeltaProblem
+from .problem import CHUNK, COEFFICIENTS, COEFFICIENTS_AT, MAX_SIZE, OPERATOR, SIZE, ChunkProblem, DeltaProblem
 from .spec import Counts, DeltaSpec, of_problem
 
 __all__ = ["MAX_SIZE", "OPERATOR", "SIZE", "ChainSpec", "candidates", "space"]
+
+TILES = (16, 32, 64, 128)  # rows of v in shared memory are turned by powers of two
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +34,11 @@ class ChainSpec(DeltaSpec, DeltaProblem):
     )  # fmt: skip
     written: ClassVar[tuple[str, ...]] = ("out", "final_states", "state", "checkpoints")
 
-    tile: int = 64  # rows of the state (value channels) per block, 16 per warp
+    terms: ClassVar[int] = 1  # 16-bit terms of an operand of a product
+
+    tile: int = 64  # rows of the state (value channels) per block, 16 per walker
     stages: int = 2  # chunks in shared memory: that which is computed, and those on their way
+    fetchers: int = 1  # warps
     min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
     ahead_pdl: Pdl = Pdl.OFF  # of the kernel that prepares
     ahead_heads: int = 0  # its heads_per_block
@@ -35,19 +46,18 @@ class ChainSpec(DeltaSpec, DeltaProblem):
     @property
     def needs(self) -> Needs:
         elements = self.state_loads is Loads.ELEMENT
-        return Needs(math=True, matrices=True, copies=True, elements=elements, bytes=self.started, mma=self.x.value)
+        return Needs(
+            matrices=True, matrix_stores=True, shared_pairs=True, shared_quads=True, copies=True, meetings=True, bytes=True,
+            elements=elements, mma=self.x.value,
+        )  # fmt: skip
 
     @property
     def ahead(self) -> tuple[KernelSpec, ...]:
         return (PrepareSpec(**of_problem(self, ChunkProblem), pdl=self.ahead_pdl, heads_per_block=self.ahead_heads),)
 
     @property
-    def warps(self) -> int:
-        return self.tile // 16
-
-    @property
     def threads_per_block(self) -> int:
-        return 32 * self.warps
+        return 32 * (self.tile // 16 + self.fetchers)
 
     @property
     def tiles(self) -> int:
@@ -61,30 +71,26 @@ class ChainSpec(DeltaSpec, DeltaProblem):
     def stem(self) -> str:
         blocks = f"b{self.min_blocks}" if self.min_blocks > 1 else ""
         shape = f"k{self.head_k}v{self.head_v}_{self.state.value}_{self.x.value}_{self.layout.value}"
-        return f"delta_chain_{shape}_t{self.tile}s{self.stages}{blocks}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+        return f"delta_chain_{shape}_t{self.tile}s{self.stages}f{self.fetchers}{blocks}{'' if self.pdl is Pdl.OFF else '_pdl'}"
 
     @property
     def row_words(self) -> int:
-        """32-bit words from one token's q or k to the next one's: rows are 16 bytes apart modulo 128, so that eight meet all banks."""
+        """32-bit words from one token's q or k to the next one's: rows are 16 bytes apart modulo 32, so that eight meet all banks."""
         return self.head_k // 2 + 4
 
     @property
     def v_words(self) -> int:
-        return self.tile // 2 + 4
-
-    @property
-    def stage_bytes(self) -> int:
-        """q, k, v and the image of a chunk, whose panels have room for all of their rows."""
-        panels = 2 * CHUNK * CHUNK * 2
-        return 4 * CHUNK * (2 * self.row_words + self.v_words) + panels + (IMAGE - 10240)
+        """The same of v, whose rows are turned."""
+        return self.tile // 2
 
     @property
     def dynamic_bytes(self) -> int:
-        return self.stages * self.stage_bytes
+        """k, q, v and the image of each stage's chunk."""
+        return self.stages * (4 * CHUNK * (2 * self.row_words + self.v_words) + COEFFICIENTS_AT + 4 * COEFFICIENTS)
 
     @property
     def shared_bytes(self) -> int:
-        return self.dynamic_bytes + 1024
+        return self.dynamic_bytes
 
     def constants(self) -> dict[str, Any]:
         return super().constants() | {
@@ -98,12 +104,13 @@ class ChainSpec(DeltaSpec, DeltaProblem):
     def violations(self, arch: Arch) -> list[str]:
         if problems := [
             *self.faults(),
-            *must(self.tile % 16 == 0 and 16 <= self.tile <= 128, f"tile {self.tile} is not 16 … 128 in steps of 16"),
+            *must(self.tile in TILES, f"tile {self.tile} is not {', '.join(map(str, TILES))}"),
         ]:
             return problems
         return [
             *must(self.head_v % self.tile == 0, f"tile {self.tile} does not divide V {self.head_v}"),
             *must(1 <= self.stages <= 4 and self.min_blocks >= 1, f"stages {self.stages} are not 1 … 4, or min_blocks is not positive"),
+            *must(1 <= self.fetchers <= 4, f"fetchers {self.fetchers} are not 1 … 4"),
             *must(arch >= SM90 or self.ahead_pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
             *self.common_violations(arch, self.shared_bytes),
         ]
@@ -116,7 +123,7 @@ def _spec(problem: DeltaProblem, **how: Any) -> ChainSpec:
 def space(problem: DeltaProblem, arch: Arch) -> Iterator[ChainSpec]:
     """Every legal variant of a problem within the axes worth trying."""
     inner = Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF
-    for tile in range(16, min(problem.head_v, 128) + 1, 16):
+    for tile in TILES:
         for stages in (1, 2, 3):
             for ahead in Pdl:
                 spec = _spec(problem, tile=tile, stages=stages, pdl=inner, ahead_pdl=ahead)
@@ -127,7 +134,7 @@ def space(problem: DeltaProblem, arch: Arch) -> Iterator[ChainSpec]:
 def candidates(problem: DeltaProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
     edge = {"pdl": Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF, "ahead_pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
-    tiles = [t for t in (16, 32, 48, 64) if problem.head_v % t == 0]
+    tiles = [t for t in TILES[:3] if problem.head_v % t == 0]
     yield "three stages", _spec(problem, tile=tiles[-1], stages=3, **edge), ""
     yield "two stages", _spec(problem, tile=tiles[-1], stages=2, **edge), ""
     yield "one stage", _spec(problem, tile=tiles[-1], stages=1, **edge), ""
