@@ -13,6 +13,7 @@ Bytes per token and head: 4 P of x and y, 4 N / (heads of a group) of B and C.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -26,6 +27,9 @@ SIZE, MAX_SIZE = "heads", 2**31 - 1  # what the rules look at: sequences are not
 
 CHUNK = 64  # tokens; part of the result's bits
 MIXERS = CHUNK // 16  # warps that make M, 16 of its rows each
+MOST_PARTS = 16
+SMS = {80: 108, 90: 132, 100: 148, 103: 148, 120: 170}  # of the larger cards; of others, 80 are taken for granted
+PASSING = 0.25  # time of a chunk of which only the state is made, of that of a whole one
 SUMS = 3  # chunks whose decays are kept: that of the walkers, that of the mixers, and the next
 
 # What linear attention calls the same operands, and what its problems do not have.
@@ -88,6 +92,11 @@ class ScanProblem(Problem):
         return self.cu_seqlens is not Index.NONE
 
     @property
+    def overwrites(self) -> bool:
+        """Whether last states may go where the first ones are read."""
+        return self.started or (self.initial and self.final)
+
+    @property
     def marked(self) -> bool:
         """Whether states are asked for at positions."""
         return self.checkpoints is not Index.NONE
@@ -118,7 +127,7 @@ class ScanProblem(Problem):
 
 @dataclass(frozen=True, kw_only=True)
 class ScanSpec(KernelSpec, ScanProblem):
-    """A problem, and how one variant computes it. No choice here changes a bit of the result, but `order`."""
+    """A problem, and how one variant computes it. No choice here changes a bit of the result."""
 
     family: ClassVar[str] = OPERATOR
     template: ClassVar[str] = "chunk_scan/chunk_scan.cu.j2"
@@ -127,6 +136,7 @@ class ScanSpec(KernelSpec, ScanProblem):
     stages: int = 3  # chunks in shared memory: that of the walkers, that of the mixers, and those on their way
     min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
     pdl: Pdl = Pdl.OFF
+    parts: int = field(default=1, metadata=LATER)  # blocks that divide a sequence; where a call has several, as many for all of them
 
     @property
     def needs(self) -> Needs:
@@ -139,7 +149,12 @@ class ScanSpec(KernelSpec, ScanProblem):
 
     @property
     def order(self) -> tuple[str | int, ...]:
-        return self.family, self.cluster_blocks
+        return self.family, 1
+
+    @property
+    def cluster_blocks(self) -> int:
+        """Parts know of each other only where the last one overwrites what all begin with."""
+        return self.parts if self.overwrites else 1
 
     @property
     def walkers(self) -> int:
@@ -157,7 +172,8 @@ class ScanSpec(KernelSpec, ScanProblem):
     @property
     def stem(self) -> str:
         shape = f"p{self.headdim}n{self.d_state}_{self.state.value}_{self.x.value}" + (f"_{self.gate.value}" if self.attention else "")
-        how = f"t{self.tile}s{self.stages}" + (f"b{self.min_blocks}" if self.min_blocks > 1 else "")
+        how = f"t{self.tile}" + (f"k{self.parts}" if self.parts > 1 else "")
+        how += f"s{self.stages}" + (f"b{self.min_blocks}" if self.min_blocks > 1 else "")
         return f"scan_{shape}_{how}{'' if self.pdl is Pdl.OFF else '_pdl'}"
 
     # Rows of 16-bit numbers in shared memory are 16 bytes apart, modulo 128: eight of them meet all banks when they are read as matrices.
@@ -205,6 +221,13 @@ class ScanSpec(KernelSpec, ScanProblem):
             *must(self.headdim % self.tile == 0, f"tile {self.tile} does not divide headdim {self.headdim}"),
             *must(self.d_state <= 64 or self.tile <= 64, f"{self.walkers} walkers with rows of {self.d_state} have too few registers"),
             *must(1 <= self.stages <= 8 and self.min_blocks >= 1, f"stages {self.stages} are not 1 … 8, or min_blocks is not positive"),
+            *must(1 <= self.parts <= MOST_PARTS, f"parts {self.parts} are not 1 … {MOST_PARTS}"),
+            *must(self.parts == 1 or self.stages > 1, "one stage leaves no room for a chunk on its way, for which parts pass chunks"),
+            *must(self.cluster_blocks <= 8, f"a cluster of {self.cluster_blocks} blocks is larger than the 8 that every card takes"),
+            *must(
+                arch >= SM90 or self.cluster_blocks == 1,
+                "states are overwritten, and without clusters, which need sm_90, parts do not know when all of them have read what was there",
+            ),
             *must(self.shared_bytes <= most, f"{self.shared_bytes} bytes of shared memory exceed the {most} of {arch}"),
             *must(arch >= Arch(80), f"asynchronous copies and bf16 need sm_80, not {arch}"),
             *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
@@ -273,6 +296,7 @@ class ScanSpec(KernelSpec, ScanProblem):
         limits = [Param.f32("dt_low"), Param.f32("dt_high")] if self.dt_limit else []
         scale = [Param.f32("scale")] if self.attention else []
         counts = ["tokens", "heads", "group_heads", *(["positions"] if self.marked else [])]
+        counts += ["parts"] if self.parts > 1 and self.cluster_blocks == 1 else []
         return [*pointers, *wide, *map(Param.u32, counts), *narrow, *limits, *scale]
 
     def constants(self) -> dict[str, Any]:
@@ -289,6 +313,8 @@ class ScanSpec(KernelSpec, ScanProblem):
             "mixers": MIXERS,
             "chunk": CHUNK,
             "sums": SUMS,
+            "passing": PASSING,
+            "dwindling": math.log2(1 - PASSING),
         }
 
 
@@ -310,6 +336,12 @@ def space(problem: ScanProblem, arch: Arch) -> Iterator[ScanSpec]:
                         yield spec
 
 
+def _parts(problem: ScanProblem, blocks: int, arch: Arch) -> int:
+    """Blocks that divide a sequence whose heads are so many: as many as there are SMs for, but not so many in a cluster, whose number does
+    not hang on how many sequences there are."""
+    return min(4 if problem.overwrites else MOST_PARTS, SMS.get(arch.number, 80) // blocks)
+
+
 def candidates(problem: ScanProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ScanSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
     from .warpgroups import by_warpgroups
@@ -319,6 +351,10 @@ def candidates(problem: ScanProblem, size: int, arch: Arch, pdl: bool) -> Iterat
     tiles = [t for t in range(16, 129, 16) if problem.headdim % t == 0 and (problem.d_state <= 64 or t <= 64)]
     few = [t for t in tiles if t <= 64]
     tile, narrow = few[-1], 32 if few[-1] % 32 == 0 else 16
+    parts = _parts(problem, size * (problem.headdim // tile), arch)
+    if parts > 1:
+        for where, stages in ((tile, 4), (tile, 3), (narrow, 3), (narrow, 2)):  # chunks that are passed want more of them on their way
+            yield f"{parts} parts, tile {where}, {stages} stages", _spec(problem, tile=where, stages=stages, parts=parts, pdl=wait), ""
     # With one chunk on its way while two are in use, operands are asked for one chunk's time ahead. With two, nothing is on its way while
     # products are made; with one, nothing overlaps: for architectures of little shared memory.
     yield "wide", _spec(problem, tile=tiles[-1], stages=3, pdl=wait), ""
