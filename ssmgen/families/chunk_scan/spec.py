@@ -26,7 +26,6 @@ OPERATOR = "chunk_scan"
 SIZE, MAX_SIZE = "heads", 2**31 - 1  # what the rules look at: sequences are not among it, so that bits do not depend on how many there are
 
 CHUNK = 64  # tokens; part of the result's bits
-MIXERS = CHUNK // 16  # warps that make M, 16 of its rows each
 MOST_PARTS = 16
 SMS = {80: 108, 90: 132, 100: 148, 103: 148, 120: 170}  # of the larger cards; of others, 80 are taken for granted
 PASSING = 0.25  # time of a chunk of which only the state is made, of that of a whole one
@@ -136,6 +135,7 @@ class ScanSpec(KernelSpec, ScanProblem):
     stages: int = 3  # chunks in shared memory: that of the walkers, that of the mixers, and those on their way
     min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
     pdl: Pdl = Pdl.OFF
+    copiers: int = field(default=0, metadata=LATER)  # warps that do nothing but copy; without any, all warps do
     parts: int = field(default=1, metadata=LATER)  # blocks that divide a sequence; where a call has several, as many for all of them
 
     @property
@@ -162,7 +162,13 @@ class ScanSpec(KernelSpec, ScanProblem):
 
     @property
     def threads_per_block(self) -> int:
-        return 32 * (self.walkers + MIXERS)
+        return 32 * (self.walkers + len(self.rows_of_mixers) + self.copiers)
+
+    @property
+    def rows_of_mixers(self) -> list[list[int]]:
+        """Which of M's four blocks of 16 rows each makes, whose k-th takes k + 1 times as long as the first; the first also sums decays. A
+        single copier takes the place of one."""
+        return [[1], [2, 0], [3]] if self.copiers == 1 else [[0], [1], [2], [3]]
 
     @property
     def tiles(self) -> int:
@@ -173,7 +179,7 @@ class ScanSpec(KernelSpec, ScanProblem):
     def stem(self) -> str:
         shape = f"p{self.headdim}n{self.d_state}_{self.state.value}_{self.x.value}" + (f"_{self.gate.value}" if self.attention else "")
         how = f"t{self.tile}" + (f"k{self.parts}" if self.parts > 1 else "")
-        how += f"s{self.stages}" + (f"b{self.min_blocks}" if self.min_blocks > 1 else "")
+        how += (f"c{self.copiers}" if self.copiers else "") + f"s{self.stages}" + (f"b{self.min_blocks}" if self.min_blocks > 1 else "")
         return f"scan_{shape}_{how}{'' if self.pdl is Pdl.OFF else '_pdl'}"
 
     # Rows of 16-bit numbers in shared memory are 16 bytes apart, modulo 128: eight of them meet all banks when they are read as matrices.
@@ -221,6 +227,7 @@ class ScanSpec(KernelSpec, ScanProblem):
             *must(self.headdim % self.tile == 0, f"tile {self.tile} does not divide headdim {self.headdim}"),
             *must(self.d_state <= 64 or self.tile <= 64, f"{self.walkers} walkers with rows of {self.d_state} have too few registers"),
             *must(1 <= self.stages <= 8 and self.min_blocks >= 1, f"stages {self.stages} are not 1 … 8, or min_blocks is not positive"),
+            *must(0 <= self.copiers <= 4 and (not self.copiers or self.stages > 2), "copiers are not 0 … 4, or copy no chunk ahead of three"),
             *must(1 <= self.parts <= MOST_PARTS, f"parts {self.parts} are not 1 … {MOST_PARTS}"),
             *must(self.parts == 1 or self.stages > 1, "one stage leaves no room for a chunk on its way, for which parts pass chunks"),
             *must(self.cluster_blocks <= 8, f"a cluster of {self.cluster_blocks} blocks is larger than the 8 that every card takes"),
@@ -310,7 +317,9 @@ class ScanSpec(KernelSpec, ScanProblem):
             "softplus": self.dt_softplus,
             "sigmoid": False,
             "silu": self.z,
-            "mixers": MIXERS,
+            "mixers": len(self.rows_of_mixers),
+            "rows_of_mixers": self.rows_of_mixers,
+            "copiers": self.copiers,
             "chunk": CHUNK,
             "sums": SUMS,
             "passing": PASSING,
