@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from itertools import product
 from typing import Any, ClassVar
 
 from ...occupancy import LIMITS, SHARED_RESERVED
@@ -26,9 +27,9 @@ OPERATOR = "chunk_scan"
 SIZE, MAX_SIZE = "heads", 2**31 - 1  # what the rules look at: sequences are not among it, so that bits do not depend on how many there are
 
 CHUNK = 64  # tokens; part of the result's bits
-MOST_PARTS = 16
+MOST_PARTS = 8
 SMS = {80: 108, 90: 132, 100: 148, 103: 148, 120: 170}  # of the larger cards; of others, 80 are taken for granted
-PASSING = 0.25  # time of a chunk of which only the state is made, of that of a whole one
+PASSING = 0.4  # time of a chunk of which only the state is made, of that of a whole one
 SUMS = 3  # chunks whose decays are kept: that of the walkers, that of the mixers, and the next
 
 # What linear attention calls the same operands, and what its problems do not have.
@@ -338,17 +339,16 @@ def space(problem: ScanProblem, arch: Arch) -> Iterator[ScanSpec]:
     yield from warpgroup_space(problem, arch)
     for tile in range(16, min(problem.headdim, 128) + 1, 16):
         for stages in (1, 2, 3, 4):
-            for min_blocks in (1, 2):
-                for pdl in Pdl:
-                    spec = _spec(problem, tile=tile, stages=stages, min_blocks=min_blocks, pdl=pdl)
-                    if not spec.violations(arch):
-                        yield spec
+            for min_blocks, copiers, parts, pdl in product((1, 2), (0, 1), (1, 4), Pdl):
+                spec = _spec(problem, tile=tile, stages=stages, min_blocks=min_blocks, copiers=copiers, parts=parts, pdl=pdl)
+                if not spec.violations(arch):
+                    yield spec
 
 
 def _parts(problem: ScanProblem, blocks: int, arch: Arch) -> int:
     """Blocks that divide a sequence whose heads are so many: as many as there are SMs for, but not so many in a cluster, whose number does
-    not hang on how many sequences there are."""
-    return min(4 if problem.overwrites else MOST_PARTS, SMS.get(arch.number, 80) // blocks)
+    not hang on how many sequences there are. More than 6 save next to nothing: the last one passes all chunks."""
+    return min(4 if problem.overwrites else 6, SMS.get(arch.number, 80) // blocks)
 
 
 def candidates(problem: ScanProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ScanSpec | None, str]]:
@@ -361,14 +361,10 @@ def candidates(problem: ScanProblem, size: int, arch: Arch, pdl: bool) -> Iterat
     few = [t for t in tiles if t <= 64]
     tile, narrow = few[-1], 32 if few[-1] % 32 == 0 else 16
     parts = _parts(problem, size * (problem.headdim // tile), arch)
-    if parts > 1:
-        for where, stages in ((tile, 4), (tile, 3), (narrow, 3), (narrow, 2)):  # chunks that are passed want more of them on their way
-            yield f"{parts} parts, tile {where}, {stages} stages", _spec(problem, tile=where, stages=stages, parts=parts, pdl=wait), ""
-    # With one chunk on its way while two are in use, operands are asked for one chunk's time ahead. With two, nothing is on its way while
-    # products are made; with one, nothing overlaps: for architectures of little shared memory.
-    yield "wide", _spec(problem, tile=tiles[-1], stages=3, pdl=wait), ""
-    yield "three stages", _spec(problem, tile=tile, stages=3, pdl=wait), ""
-    yield "two stages", _spec(problem, tile=tile, stages=2, pdl=wait), ""
-    yield "narrow", _spec(problem, tile=narrow, stages=2, pdl=wait), ""
-    yield "one stage", _spec(problem, tile=narrow, stages=1, pdl=wait), ""
-    yield "generic", _spec(problem, tile=16, stages=1, pdl=wait), ""
+    ways = [(parts, where, stages) for where, stages in ((tile, 4), (tile, 3), (narrow, 3), (narrow, 2)) if parts > 1]
+    # A copier has two chunks' time to ask for one with four stages, else one. With two stages nothing is on its way while products are made;
+    # with one, nothing overlaps: for architectures of little shared memory.
+    ways += [(1, tiles[-1], 4), (1, tiles[-1], 3), (1, tile, 3), (1, tile, 2), (1, narrow, 2), (1, narrow, 1), (1, 16, 1)]
+    for parts, where, stages in dict.fromkeys(ways):
+        words = [*([f"{parts} parts"] if parts > 1 else []), f"tile {where}", "1 stage" if stages == 1 else f"{stages} stages"]
+        yield ", ".join(words), _spec(problem, tile=where, stages=stages, copiers=int(stages > 2), parts=parts, pdl=wait), ""
