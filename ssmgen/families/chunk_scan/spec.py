@@ -6,8 +6,11 @@ With d = softplus(dt + bias), and s its running sum with A within a chunk, a chu
     S <- exp(s_last) S + sum_j exp(s_last - s_j) d_j x_j B_j^T
 
 A block walks a sequence's chunks in order, for `tile` rows of one head. Some of its warps, the walkers, hold 16 rows of S each in f32, in
-the registers in which products are summed; the others make M one chunk ahead, because that does not hang on S. States at listed positions
-are made beside S, by the walkers, from its value at their chunk's start.
+the registers in which products are summed; others make M one chunk ahead, because that does not hang on S; and one copies. States at listed
+positions are made beside S, by the walkers, from its value at their chunk's start.
+
+With `parts` several blocks divide a sequence. Each first passes all chunks before its own, of which it makes S alone, by the operations of
+the one that walks them: so that no bit is another, and blocks have nothing to tell each other.
 Bytes per token and head: 4 P of x and y, 4 N / (heads of a group) of B and C.
 """
 
@@ -228,13 +231,13 @@ class ScanSpec(KernelSpec, ScanProblem):
             *must(self.headdim % self.tile == 0, f"tile {self.tile} does not divide headdim {self.headdim}"),
             *must(self.d_state <= 64 or self.tile <= 64, f"{self.walkers} walkers with rows of {self.d_state} have too few registers"),
             *must(1 <= self.stages <= 8 and self.min_blocks >= 1, f"stages {self.stages} are not 1 … 8, or min_blocks is not positive"),
-            *must(0 <= self.copiers <= 4 and (not self.copiers or self.stages > 2), "copiers are not 0 … 4, or copy no chunk ahead of three"),
+            *must(0 <= self.copiers <= 4, f"copiers {self.copiers} are not 0 … 4"),
+            *must(not self.copiers or self.stages > 2, f"{self.stages} stages leave copiers no chunk to copy while others are worked on"),
             *must(1 <= self.parts <= MOST_PARTS, f"parts {self.parts} are not 1 … {MOST_PARTS}"),
-            *must(self.parts == 1 or self.stages > 1, "one stage leaves no room for a chunk on its way, for which parts pass chunks"),
-            *must(self.cluster_blocks <= 8, f"a cluster of {self.cluster_blocks} blocks is larger than the 8 that every card takes"),
+            *must(self.parts == 1 or self.stages > 1, "with one stage no chunk is on its way while another is passed"),
             *must(
                 arch >= SM90 or self.cluster_blocks == 1,
-                "states are overwritten, and without clusters, which need sm_90, parts do not know when all of them have read what was there",
+                "last states may go where the first ones are, and only a cluster (sm_90) knows when all parts have read those",
             ),
             *must(self.shared_bytes <= most, f"{self.shared_bytes} bytes of shared memory exceed the {most} of {arch}"),
             *must(arch >= Arch(80), f"asynchronous copies and bf16 need sm_80, not {arch}"),
@@ -360,11 +363,14 @@ def candidates(problem: ScanProblem, size: int, arch: Arch, pdl: bool) -> Iterat
     tiles = [t for t in range(16, 129, 16) if problem.headdim % t == 0 and (problem.d_state <= 64 or t <= 64)]
     few = [t for t in tiles if t <= 64]
     tile, narrow = few[-1], 32 if few[-1] % 32 == 0 else 16
-    parts = _parts(problem, size * (problem.headdim // tile), arch)
-    ways = [(parts, where, stages) for where, stages in ((tile, 4), (tile, 3), (narrow, 3), (narrow, 2)) if parts > 1]
-    # A copier has two chunks' time to ask for one with four stages, else one. With two stages nothing is on its way while products are made;
-    # with one, nothing overlaps: for architectures of little shared memory.
-    ways += [(1, tiles[-1], 4), (1, tiles[-1], 3), (1, tile, 3), (1, tile, 2), (1, narrow, 2), (1, narrow, 1), (1, 16, 1)]
-    for parts, where, stages in dict.fromkeys(ways):
+    # With four stages what is asked for has a chunk's time to come, with three less. With two nothing is on its way while products are
+    # made; with one, nothing overlaps: for architectures of little shared memory.
+    whole = [(1, tiles[-1], 4), (1, tiles[-1], 3), (1, tile, 3), (1, tile, 2), (1, narrow, 2), (1, narrow, 1), (1, 16, 1)]
+    divided = [
+        (parts, where, stages)
+        for where, stages in ((tile, 4), (tile, 3), (narrow, 3), (narrow, 2))
+        if (parts := _parts(problem, size * (problem.headdim // where), arch)) > 1
+    ]
+    for parts, where, stages in dict.fromkeys(divided + whole):
         words = [*([f"{parts} parts"] if parts > 1 else []), f"tile {where}", "1 stage" if stages == 1 else f"{stages} stages"]
         yield ", ".join(words), _spec(problem, tile=where, stages=stages, copiers=int(stages > 2), parts=parts, pdl=wait), ""
