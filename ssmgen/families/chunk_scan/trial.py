@@ -22,7 +22,7 @@ def operands(spec: ScanSpec, batch: int, seed: int) -> dict[str, Tensor]:
     """Sequences of more than a chunk, and where blocks divide them, of more than one of them takes; packed ones also of less, of one token
     and of none."""
     g = torch.Generator().manual_seed(seed)
-    most = (LEAST if spec.cluster_blocks > 1 else 1) * CHUNK + 5
+    most = (LEAST if spec.parts > 1 else 1) * CHUNK + 5
     counts = cycled((most, 3, 0, CHUNK, 1), batch)
     lead = (1, sum(counts)) if spec.ragged else (batch, most)
     slots = batch if spec.index is Index.NONE else 3 * batch
