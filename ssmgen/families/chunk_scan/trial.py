@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Generator, Tensor
 
@@ -84,4 +86,4 @@ def chunk_scan(spec: ScanSpec, batch: int, seed: int) -> Trial:
     return trial(CALLER, named, Options(spec.dt_softplus, limit), slack=slack)
 
 
-TRIALS = {ScanSpec: chunk_scan, WarpgroupScanSpec: chunk_scan}
+TRIALS: dict[type[ScanSpec], Callable[[ScanSpec, int, int], Trial]] = {ScanSpec: chunk_scan, WarpgroupScanSpec: chunk_scan}
