@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ssmgen.families.chunk_scan import call as op
 from ssmgen.families.chunk_scan.reference import chunk_scan as reference
 from ssmgen.families.chunk_scan.spec import ScanProblem, ScanSpec, candidates
 from ssmgen.render import render
-from ssmgen.spec import Arch
+from ssmgen.spec import Arch, Pdl
 
 SM90 = Arch.parse("sm_90a")
 NAN = float("nan")
@@ -59,6 +59,18 @@ def emulated(
     return call.result
 
 
+def variant(**how: Any) -> Make:
+    """What makes a problem's variant whose products are each warp's own."""
+
+    def of(problem: ScanProblem) -> ScanSpec:
+        given = {f.name: getattr(problem, f.name) for f in fields(ScanProblem)}
+        spec = ScanSpec(**given | {"tile": next(t for t in (64, 32, 16) if problem.headdim % t == 0), "pdl": Pdl.TRIGGER_LOADED} | how)
+        assert not (found := spec.violations(SM90)), found
+        return spec
+
+    return of
+
+
 def launched(*, spec: ScanSpec | Make, function: Any = None, **kwargs: Any) -> Any:
     """The call's result as a given variant makes it on a card."""
     call = (function or ssmgen.chunk_scan).build(**kwargs)
@@ -68,10 +80,11 @@ def launched(*, spec: ScanSpec | Make, function: Any = None, **kwargs: Any) -> A
     return call.result
 
 
-def by_warps(problem: ScanProblem) -> ScanSpec:
-    """The variant for this card whose products are each warp's own: wherever warpgroups would come first, this one's bits are others."""
+def by_warps(problem: ScanProblem, heads: int = 128) -> ScanSpec:
+    """The variant for this card whose products are each warp's own: wherever warpgroups would come first, this one's bits are others.
+    heads: with few, blocks divide a sequence, which changes none."""
     arch = runtime.device_arch(torch.cuda.current_device())
-    rules = candidates(problem, 1, arch, arch >= Arch(90))
+    rules = candidates(problem, heads, arch, arch >= Arch(90))
     return next(spec for _, spec, _ in rules if type(spec) is ScanSpec and not spec.violations(arch))
 
 

@@ -284,6 +284,18 @@ EDITS = {
     "a mark's tokens": ("? Pair(steps[first + 2 * lane + e]).high : 0.f", "? Pair(steps[first + 2 * lane + e]).high : 1.f", "off"),
     "a mark's decay": ("const float decay = last_from ? 0.f", "const float decay = false ? 0.f", "off"),
     "no upstream": ("  wait_for_upstream();", "  ", "before the wait for the upstream kernel"),
+    "copier: no wait for copies": ("wait_copies<kStages - 3>();", "", "has not waited for the copy"),
+    "copier: a barrier too few": ("ask_for(n + kStages - 2);", "ask_for(n + kStages - 1);", "shared memory"),
+    "parts: no wait for copies": ("wait_copies<kStages - 2>();", "", "has not waited for the copy"),
+    "parts: asked for too early": ("ask_for(n + kStages - 1);", "ask_for(n + kStages);", "shared memory"),
+    "parts: one that nobody walks": ("passed = first_of(rank), chunks", "passed = first_of(rank) + (rank > 0), chunks", "off"),
+    "parts: one that is passed twice": ("pass(n);", "pass(n ? n : 1);", "shared memory"),
+    "parts: steps of another chunk": ("sum_steps(n + 1, asked[0]);", "sum_steps(n + 1, asked[1]);", "off"),
+    "parts: no decay": (
+        "S[i][e] = S[i][e] * decay;\n      }\n#pragma unroll kUnrolled",
+        "S[i][e] = S[i][e];\n      }\n#pragma unroll kUnrolled",
+        "off",
+    ),
 }
 
 
@@ -298,8 +310,10 @@ def test_broken_kernels_are_found(edit):
         assert old in source, "the edit no longer applies"
         return source.replace(old, new)
 
+    how = {"stages": 4, "copiers": 1} if edit.startswith("copier") else {"parts": 3} if edit.startswith("parts") else {}
+
     def scan(**call: object) -> object:
-        return emulated(**call, change=change)
+        return emulated(**call, spec=laws.variant(**how), change=change)
 
     try:
         one = replace(SMALL, heads=1)
@@ -307,6 +321,8 @@ def test_broken_kernels_are_found(edit):
             laws.ids_go_on(scan, one)
         elif edit.startswith("a mark"):
             laws.checkpoints_are_final_states(scan, one, F32, ids=True, lengths=(130,))
+        elif edit.startswith("parts"):
+            laws.is_accurate(scan, one, 500, 0.1)
         else:
             laws.is_accurate(scan, one, 200, 0.1)
     except EmulatorError as e:

@@ -17,9 +17,11 @@ pytestmark = pytest.mark.gpu
 
 MODEL = Sizes(heads=16, groups=2, headdim=64, d_state=128, device="cuda")
 WIDE = replace(MODEL, heads=128, groups=8)
-# What serves a call may be warpgroups, or each warp for itself: laws of bits hold within one of them. Positions and ids go to the latter.
+# What serves a call may be warpgroups, or each warp for itself: laws of bits hold within one of them. Positions and ids go to the latter,
+# by which blocks may divide a sequence.
 BY_WARPS = partial(laws.launched, spec=laws.by_warps)
-by_both = pytest.mark.parametrize("scan", [ssmgen.chunk_scan, BY_WARPS], ids=["served", "warps"])
+DIVIDED = partial(laws.launched, spec=partial(laws.by_warps, heads=1))
+by_both = pytest.mark.parametrize("scan", [ssmgen.chunk_scan, BY_WARPS, DIVIDED], ids=["served", "warps", "divided"])
 
 
 @by_both
@@ -125,6 +127,28 @@ def test_many_checkpoints():
     some.copy_(some - 1)
     graph.replay()
     assert same(again, states[some - 1])
+
+
+@pytest.mark.parametrize("sizes", [MODEL, replace(MODEL, heads=3, groups=1, headdim=80, d_state=48)], ids=["model", "odd"])
+@pytest.mark.parametrize("lengths", [(4103,), (1, 1000, 0, 2000)], ids=["one", "several"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_division_changes_no_bit(sizes, lengths, in_place):
+    """In place, the last part overwrites what the others have begun with, every time after they have."""
+    call = make(sizes, sum(lengths), decay=1e-2) | {"cu_seqlens": laws.starts_of(lengths, "cuda"), "return_final_states": True}
+    before = torch.randn(len(lengths), sizes.heads, sizes.headdim, sizes.d_state, device="cuda")
+    start = {"initial_states": before} if in_place else {}
+    wanted = BY_WARPS(**call, **start)
+    for _ in range(50):
+        own = before.clone()
+        more = {"initial_states": own, "final_states_out": own} if in_place else {}
+        found = DIVIDED(**call, **more)
+        assert all(same(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_copiers_change_no_bit():
+    call = make(MODEL, 2, 1000, z=True) | {"return_final_states": True}
+    whole, *others = [laws.launched(spec=laws.variant(**how), **call) for how in ({}, {"copiers": 1}, {"copiers": 4}, {"stages": 2})]
+    assert all(same(a, b) for other in others for a, b in zip(other, whole, strict=True))
 
 
 def test_the_same_bits_every_time():

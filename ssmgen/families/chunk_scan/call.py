@@ -252,11 +252,20 @@ def kernel_values(spec: ScanSpec, views: Mapping[str, Tensor], options: Options)
     values: dict[str, Value] = {"tokens": length, "heads": heads, "group_heads": heads // views["B"].shape[2]}
     values |= {"pad_slot_id": options.pad_slot_id, "slots": views["state"].shape[0] if "state" in views else 0}
     values |= {"positions": views["checkpoints"].shape[0] if "checkpoints" in views else 0}
-    values["scale"] = options.scale
+    values |= {"scale": options.scale, "parts": _parts(spec, views)}
     values |= dict(zip(("dt_low", "dt_high"), options.dt_limit or (), strict=False))
     values |= {f"{operand}_{axis}": views[operand].stride(_AXES[operand][axis]) for operand, axis in spec.strides()}
     values |= maps(views, spec.mapped, CHUNK)
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+
+
+def _parts(spec: ScanSpec, views: Mapping[str, Tensor]) -> int:
+    """Blocks per sequence and tile. A cluster has them all; without one they are fewer where more sequences want blocks."""
+    return spec.parts if spec.cluster_blocks > 1 else max(1, spec.parts // max(1, prompts.sequences_of(views, "x")))
+
+
+def grid_of(spec: ScanSpec, views: Mapping[str, Tensor]) -> int:
+    return prompts.sequences_of(views, "x") * views["x"].shape[2] * spec.tiles * _parts(spec, views)
 
 
 def size_of(views: Mapping[str, Tensor]) -> int:
@@ -270,7 +279,7 @@ FAMILY = Family(
     written=WRITTEN,
     problem_of=problem_of,
     size_of=size_of,
-    grid_of=lambda spec, views: prompts.sequences_of(views, "x") * views["x"].shape[2] * spec.tiles * spec.cluster_blocks,
+    grid_of=grid_of,
     values_of=kernel_values,
     in_place=(("final_states", "initial_states"),),
 )

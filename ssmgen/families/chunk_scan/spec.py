@@ -6,16 +6,21 @@ With d = softplus(dt + bias), and s its running sum with A within a chunk, a chu
     S <- exp(s_last) S + sum_j exp(s_last - s_j) d_j x_j B_j^T
 
 A block walks a sequence's chunks in order, for `tile` rows of one head. Some of its warps, the walkers, hold 16 rows of S each in f32, in
-the registers in which products are summed; the others make M one chunk ahead, because that does not hang on S. States at listed positions
-are made beside S, by the walkers, from its value at their chunk's start.
+the registers in which products are summed; others make M one chunk ahead, because that does not hang on S; and one copies. States at listed
+positions are made beside S, by the walkers, from its value at their chunk's start.
+
+With `parts` several blocks divide a sequence. Each first passes all chunks before its own, of which it makes S alone, by the operations of
+the one that walks them: so that no bit is another, and blocks have nothing to tell each other.
 Bytes per token and head: 4 P of x and y, 4 N / (heads of a group) of B and C.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from itertools import product
 from typing import Any, ClassVar
 
 from ...occupancy import LIMITS, SHARED_RESERVED
@@ -25,7 +30,9 @@ OPERATOR = "chunk_scan"
 SIZE, MAX_SIZE = "heads", 2**31 - 1  # what the rules look at: sequences are not among it, so that bits do not depend on how many there are
 
 CHUNK = 64  # tokens; part of the result's bits
-MIXERS = CHUNK // 16  # warps that make M, 16 of its rows each
+MOST_PARTS = 8
+SMS = {80: 108, 90: 132, 100: 148, 103: 148, 120: 170}  # of the larger cards; of others, 80 are taken for granted
+PASSING = 0.4  # time of a chunk of which only the state is made, of that of a whole one
 SUMS = 3  # chunks whose decays are kept: that of the walkers, that of the mixers, and the next
 
 # What linear attention calls the same operands, and what its problems do not have.
@@ -88,6 +95,11 @@ class ScanProblem(Problem):
         return self.cu_seqlens is not Index.NONE
 
     @property
+    def overwrites(self) -> bool:
+        """Whether last states may go where the first ones are read."""
+        return self.started or (self.initial and self.final)
+
+    @property
     def marked(self) -> bool:
         """Whether states are asked for at positions."""
         return self.checkpoints is not Index.NONE
@@ -118,7 +130,7 @@ class ScanProblem(Problem):
 
 @dataclass(frozen=True, kw_only=True)
 class ScanSpec(KernelSpec, ScanProblem):
-    """A problem, and how one variant computes it. No choice here changes a bit of the result, but `order`."""
+    """A problem, and how one variant computes it. No choice here changes a bit of the result."""
 
     family: ClassVar[str] = OPERATOR
     template: ClassVar[str] = "chunk_scan/chunk_scan.cu.j2"
@@ -127,6 +139,8 @@ class ScanSpec(KernelSpec, ScanProblem):
     stages: int = 3  # chunks in shared memory: that of the walkers, that of the mixers, and those on their way
     min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
     pdl: Pdl = Pdl.OFF
+    copiers: int = field(default=0, metadata=LATER)  # warps that do nothing but copy; without any, all warps do
+    parts: int = field(default=1, metadata=LATER)  # blocks that divide a sequence; where a call has several, as many for all of them
 
     @property
     def needs(self) -> Needs:
@@ -139,7 +153,12 @@ class ScanSpec(KernelSpec, ScanProblem):
 
     @property
     def order(self) -> tuple[str | int, ...]:
-        return self.family, self.cluster_blocks
+        return self.family, 1
+
+    @property
+    def cluster_blocks(self) -> int:
+        """Parts know of each other only where the last one overwrites what all begin with."""
+        return self.parts if self.overwrites else 1
 
     @property
     def walkers(self) -> int:
@@ -147,7 +166,13 @@ class ScanSpec(KernelSpec, ScanProblem):
 
     @property
     def threads_per_block(self) -> int:
-        return 32 * (self.walkers + MIXERS)
+        return 32 * (self.walkers + len(self.rows_of_mixers) + self.copiers)
+
+    @property
+    def rows_of_mixers(self) -> list[list[int]]:
+        """Which of M's four blocks of 16 rows each makes, whose k-th takes k + 1 times as long as the first; the first also sums decays. A
+        single copier takes the place of one."""
+        return [[1], [2, 0], [3]] if self.copiers == 1 else [[0], [1], [2], [3]]
 
     @property
     def tiles(self) -> int:
@@ -157,7 +182,8 @@ class ScanSpec(KernelSpec, ScanProblem):
     @property
     def stem(self) -> str:
         shape = f"p{self.headdim}n{self.d_state}_{self.state.value}_{self.x.value}" + (f"_{self.gate.value}" if self.attention else "")
-        how = f"t{self.tile}s{self.stages}" + (f"b{self.min_blocks}" if self.min_blocks > 1 else "")
+        how = f"t{self.tile}" + (f"k{self.parts}" if self.parts > 1 else "")
+        how += (f"c{self.copiers}" if self.copiers else "") + f"s{self.stages}" + (f"b{self.min_blocks}" if self.min_blocks > 1 else "")
         return f"scan_{shape}_{how}{'' if self.pdl is Pdl.OFF else '_pdl'}"
 
     # Rows of 16-bit numbers in shared memory are 16 bytes apart, modulo 128: eight of them meet all banks when they are read as matrices.
@@ -205,6 +231,14 @@ class ScanSpec(KernelSpec, ScanProblem):
             *must(self.headdim % self.tile == 0, f"tile {self.tile} does not divide headdim {self.headdim}"),
             *must(self.d_state <= 64 or self.tile <= 64, f"{self.walkers} walkers with rows of {self.d_state} have too few registers"),
             *must(1 <= self.stages <= 8 and self.min_blocks >= 1, f"stages {self.stages} are not 1 … 8, or min_blocks is not positive"),
+            *must(0 <= self.copiers <= 4, f"copiers {self.copiers} are not 0 … 4"),
+            *must(not self.copiers or self.stages > 2, f"{self.stages} stages leave copiers no chunk to copy while others are worked on"),
+            *must(1 <= self.parts <= MOST_PARTS, f"parts {self.parts} are not 1 … {MOST_PARTS}"),
+            *must(self.parts == 1 or self.stages > 1, "with one stage no chunk is on its way while another is passed"),
+            *must(
+                arch >= SM90 or self.cluster_blocks == 1,
+                "last states may go where the first ones are, and only a cluster (sm_90) knows when all parts have read those",
+            ),
             *must(self.shared_bytes <= most, f"{self.shared_bytes} bytes of shared memory exceed the {most} of {arch}"),
             *must(arch >= Arch(80), f"asynchronous copies and bf16 need sm_80, not {arch}"),
             *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
@@ -278,6 +312,7 @@ class ScanSpec(KernelSpec, ScanProblem):
         limits = [Param.f32("dt_low"), Param.f32("dt_high")] if self.dt_limit else []
         scale = [Param.f32("scale")] if self.attention else []
         counts = ["tokens", "heads", "group_heads", *(["positions"] if self.marked else [])]
+        counts += ["parts"] if self.parts > 1 and self.cluster_blocks == 1 else []
         return [*pointers, *wide, *map(Param.u32, counts), *narrow, *limits, *scale]
 
     def constants(self) -> dict[str, Any]:
@@ -291,9 +326,13 @@ class ScanSpec(KernelSpec, ScanProblem):
             "softplus": self.dt_softplus,
             "sigmoid": False,
             "silu": self.z,
-            "mixers": MIXERS,
+            "mixers": len(self.rows_of_mixers),
+            "rows_of_mixers": self.rows_of_mixers,
+            "copiers": self.copiers,
             "chunk": CHUNK,
             "sums": SUMS,
+            "passing": PASSING,
+            "dwindling": math.log2(1 - PASSING),
         }
 
 
@@ -308,11 +347,16 @@ def space(problem: ScanProblem, arch: Arch) -> Iterator[ScanSpec]:
     yield from warpgroup_space(problem, arch)
     for tile in range(16, min(problem.headdim, 128) + 1, 16):
         for stages in (1, 2, 3, 4):
-            for min_blocks in (1, 2):
-                for pdl in Pdl:
-                    spec = _spec(problem, tile=tile, stages=stages, min_blocks=min_blocks, pdl=pdl)
-                    if not spec.violations(arch):
-                        yield spec
+            for min_blocks, copiers, parts, pdl in product((1, 2), (0, 1), (1, 4), Pdl):
+                spec = _spec(problem, tile=tile, stages=stages, min_blocks=min_blocks, copiers=copiers, parts=parts, pdl=pdl)
+                if not spec.violations(arch):
+                    yield spec
+
+
+def _parts(problem: ScanProblem, blocks: int, arch: Arch) -> int:
+    """Blocks that divide a sequence whose heads are so many: as many as there are SMs for, but not so many in a cluster, whose number does
+    not hang on how many sequences there are. More than 6 save next to nothing: the last one passes all chunks."""
+    return min(4 if problem.overwrites else 6, SMS.get(arch.number, 80) // blocks)
 
 
 def candidates(problem: ScanProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ScanSpec | None, str]]:
@@ -324,11 +368,14 @@ def candidates(problem: ScanProblem, size: int, arch: Arch, pdl: bool) -> Iterat
     tiles = [t for t in range(16, 129, 16) if problem.headdim % t == 0 and (problem.d_state <= 64 or t <= 64)]
     few = [t for t in tiles if t <= 64]
     tile, narrow = few[-1], 32 if few[-1] % 32 == 0 else 16
-    # With one chunk on its way while two are in use, operands are asked for one chunk's time ahead. With two, nothing is on its way while
-    # products are made; with one, nothing overlaps: for architectures of little shared memory.
-    yield "wide", _spec(problem, tile=tiles[-1], stages=3, pdl=wait), ""
-    yield "three stages", _spec(problem, tile=tile, stages=3, pdl=wait), ""
-    yield "two stages", _spec(problem, tile=tile, stages=2, pdl=wait), ""
-    yield "narrow", _spec(problem, tile=narrow, stages=2, pdl=wait), ""
-    yield "one stage", _spec(problem, tile=narrow, stages=1, pdl=wait), ""
-    yield "generic", _spec(problem, tile=16, stages=1, pdl=wait), ""
+    # With four stages what is asked for has a chunk's time to come, with three less. With two nothing is on its way while products are
+    # made; with one, nothing overlaps: for architectures of little shared memory.
+    whole = [(1, tiles[-1], 4), (1, tiles[-1], 3), (1, tile, 3), (1, tile, 2), (1, narrow, 2), (1, narrow, 1), (1, 16, 1)]
+    divided = [
+        (parts, where, stages)
+        for where, stages in ((tile, 4), (tile, 3), (narrow, 3), (narrow, 2))
+        if (parts := _parts(problem, size * (problem.headdim // where), arch)) > 1
+    ]
+    for parts, where, stages in dict.fromkeys(divided + whole):
+        words = [*([f"{parts} parts"] if parts > 1 else []), f"tile {where}", "1 stage" if stages == 1 else f"{stages} stages"]
+        yield ", ".join(words), _spec(problem, tile=where, stages=stages, copiers=int(stages > 2), parts=parts, pdl=wait), ""

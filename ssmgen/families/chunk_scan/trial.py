@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Generator, Tensor
 
@@ -22,7 +24,7 @@ def operands(spec: ScanSpec, batch: int, seed: int) -> dict[str, Tensor]:
     """Sequences of more than a chunk, and where blocks divide them, of more than one of them takes; packed ones also of less, of one token
     and of none."""
     g = torch.Generator().manual_seed(seed)
-    most = (LEAST if spec.cluster_blocks > 1 else 1) * CHUNK + 5
+    most = (LEAST if spec.parts > 1 else 1) * CHUNK + 5
     counts = cycled((most, 3, 0, CHUNK, 1), batch)
     lead = (1, sum(counts)) if spec.ragged else (batch, most)
     slots = batch if spec.index is Index.NONE else 3 * batch
@@ -84,4 +86,4 @@ def chunk_scan(spec: ScanSpec, batch: int, seed: int) -> Trial:
     return trial(CALLER, named, Options(spec.dt_softplus, limit), slack=slack)
 
 
-TRIALS = {ScanSpec: chunk_scan, WarpgroupScanSpec: chunk_scan}
+TRIALS: dict[type[ScanSpec], Callable[[ScanSpec, int, int], Trial]] = {ScanSpec: chunk_scan, WarpgroupScanSpec: chunk_scan}

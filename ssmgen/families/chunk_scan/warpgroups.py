@@ -49,12 +49,16 @@ class WarpgroupScanSpec(ScanSpec):
         return THREADS
 
     @property
+    def order(self) -> tuple[str | int, ...]:
+        return self.family, self.parts
+
+    @property
     def cluster_blocks(self) -> int:
         return self.parts
 
     @property
     def stem(self) -> str:
-        return super().stem.replace("scan_", "scan_wg_", 1).replace(f"t{self.tile}", f"k{self.parts}", 1)
+        return super().stem.replace("scan_", "scan_wg_", 1).replace(f"t{self.tile}", "k1" if self.parts == 1 else "", 1)
 
     # Rows of shared memory are 128 bytes.
 
