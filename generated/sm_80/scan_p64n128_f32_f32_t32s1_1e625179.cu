@@ -31,7 +31,7 @@ constexpr int kCopy = 16;     // bytes copied at once
 constexpr int kTiles = kHeadDim / kTile;  // blocks per head
 constexpr int kWalkers = kTile / 16;      // warps that hold 16 rows of the state each
 constexpr int kMixers = 4;          // warps that make 16 rows of M each
-constexpr int kThreads = 32 * (kWalkers + kMixers);
+constexpr int kThreads = 32 * (kWalkers + kMixers), kCopyThreads = kThreads;
 constexpr int kBlocks = 1;  // of 16 tokens, whose y a walker sums at once, beside its part of the state
 constexpr int kUnrolled = kBlocks == 1 ? 1 : kChunk / 16;  // where that fills the registers, nothing is moved ahead of its turn
 
@@ -311,17 +311,31 @@ struct alignas(8) Pair {
   float low, high;
 };
 
-// Asks for Words 32-bit words of each of the first `rows` tokens, 1 … kChunk; the rest of the chunk becomes zero.
+// Asks for Words 32-bit words of each of the first `rows` tokens, 1 … kChunk; the rest of the chunk becomes zero. By kCopyThreads threads, of
+// which this one is the `thread`-th.
 template <int Words, int Pitch, class Array, class T>
-DEVICE void copy_rows(Array& tiles, u32 at, const T* from, u32 stride, u32 rows) {
-  constexpr int kAtOnce = kCopy / 4;  // words
-  constexpr int kPieces = Words / kAtOnce, kAll = kChunk * kPieces;
+DEVICE void copy_rows(Array& tiles, u32 at, const T* from, u32 stride, u32 rows, u32 thread) {
+  constexpr u32 kAtOnce = kCopy / 4;  // words
+  constexpr u32 kPieces = Words / kAtOnce, kAll = kChunk * kPieces;
+  if constexpr (kCopyThreads % kPieces == 0) {  // a thread has the same piece of every so many rows
+    constexpr u32 kRows = kCopyThreads / kPieces;
+    const u32 first = thread / kPieces, piece = thread % kPieces;
+    const T* source = from + u64(first) * stride + piece * kAtOnce;
+    const u32 to = at + first * Pitch + piece * kAtOnce;
+#pragma unroll 4
+    for (u32 row = 0; row < kChunk; row += kRows) {
+      const bool there = first + row < rows;
+      if (kChunk % kRows == 0 || first + row < kChunk) copy_async<kCopy>(tiles, to + row * Pitch, there ? source : from, there ? kCopy : 0);
+      source += u64(kRows) * stride;
+    }
+  } else {
 #pragma unroll 2
-  for (int i = 0; i < kAll; i += kThreads) {
-    const u32 row = (i + threadIdx.x) / kPieces, piece = (i + threadIdx.x) % kPieces;
-    const bool there = row < rows;
-    if (kAll % kThreads == 0 || i + threadIdx.x < kAll)
-      copy_async<kCopy>(tiles, at + row * Pitch + piece * kAtOnce, from + u64(there ? row : 0) * stride + piece * kAtOnce, there ? kCopy : 0);
+    for (u32 i = 0; i < kAll; i += kCopyThreads) {
+      const u32 row = (i + thread) / kPieces, piece = (i + thread) % kPieces;
+      const bool there = row < rows;
+      if (kAll % kCopyThreads == 0 || i + thread < kAll)
+        copy_async<kCopy>(tiles, at + row * Pitch + piece * kAtOnce, from + u64(there ? row : 0) * stride + piece * kAtOnce, there ? kCopy : 0);
+    }
   }
 }
 
@@ -481,14 +495,15 @@ scan_p64n128_f32_f32_t32s1_1e625179(
   SHARED(Pair, readings, 3 * kChunk / 2);  // 2^s of two tokens
   SHARED(Pair, additions, 3 * kChunk / 2);  // 2^(s_last - s) d of two tokens
 
+  const u32 copier = threadIdx.x;
   const auto ask_for = [&](u32 n) {  // a chunk's operands
     if (n < chunks) {
       const u32 at = n % kStages * kStageWords, rows = min(length - n * kChunk, u32(kChunk));
       const u64 from = u64(n) * kChunk;
-      copy_rows<kState, kRowWords>(tiles, at, C + from * C_token, C_token, rows);
-      copy_rows<kState, kRowWords>(tiles, at + kAtB, B + from * B_token, B_token, rows);
-      copy_rows<kTile, kXWords>(tiles, at + kAtX, x + from * x_token, x_token, rows);
-      copy_rows<kTile, kXWords>(tiles, at + kAtZ, z + from * z_token, z_token, rows);
+      copy_rows<kState, kRowWords>(tiles, at, C + from * C_token, C_token, rows, copier);
+      copy_rows<kState, kRowWords>(tiles, at + kAtB, B + from * B_token, B_token, rows, copier);
+      copy_rows<kTile, kXWords>(tiles, at + kAtX, x + from * x_token, x_token, rows, copier);
+      copy_rows<kTile, kXWords>(tiles, at + kAtZ, z + from * z_token, z_token, rows, copier);
     }
     commit_copies();
   };
@@ -552,7 +567,8 @@ scan_p64n128_f32_f32_t32s1_1e625179(
           }
         }
 #pragma unroll kUnrolled
-        for (int k = 0; k < first + kBlocks; ++k) {
+        for (int k = 0; k < (kUnrolled > 1 ? kChunk / 16 : first + kBlocks); ++k) {  // a number that does not hang on `first`, so that all is unrolled
+          if (kUnrolled > 1 && k >= first + kBlocks) continue;
           Terms value[4];  // x of 16 tokens
           load_matrices_transposed<kXWords, Order::kColumns>(value, tiles, at_X + k * (16 * kXWords));
 #pragma unroll

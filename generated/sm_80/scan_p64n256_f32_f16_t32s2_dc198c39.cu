@@ -30,7 +30,7 @@ constexpr int kCopy = 16;     // bytes copied at once
 constexpr int kTiles = kHeadDim / kTile;  // blocks per head
 constexpr int kWalkers = kTile / 16;      // warps that hold 16 rows of the state each
 constexpr int kMixers = 4;          // warps that make 16 rows of M each
-constexpr int kThreads = 32 * (kWalkers + kMixers);
+constexpr int kThreads = 32 * (kWalkers + kMixers), kCopyThreads = kThreads;
 constexpr int kBlocks = 1;  // of 16 tokens, whose y a walker sums at once, beside its part of the state
 constexpr int kUnrolled = kBlocks == 1 ? 1 : kChunk / 16;  // where that fills the registers, nothing is moved ahead of its turn
 
@@ -272,17 +272,31 @@ DEVICE Pair widen_pair(f16, u32 word) {
   return Pair{f[0], f[1]};
 }
 
-// Asks for Words 32-bit words of each of the first `rows` tokens, 1 … kChunk; the rest of the chunk becomes zero.
+// Asks for Words 32-bit words of each of the first `rows` tokens, 1 … kChunk; the rest of the chunk becomes zero. By kCopyThreads threads, of
+// which this one is the `thread`-th.
 template <int Words, int Pitch, class Array, class T>
-DEVICE void copy_rows(Array& tiles, u32 at, const T* from, u32 stride, u32 rows) {
-  constexpr int kAtOnce = kCopy / 4;  // words
-  constexpr int kPieces = Words / kAtOnce, kAll = kChunk * kPieces;
+DEVICE void copy_rows(Array& tiles, u32 at, const T* from, u32 stride, u32 rows, u32 thread) {
+  constexpr u32 kAtOnce = kCopy / 4;  // words
+  constexpr u32 kPieces = Words / kAtOnce, kAll = kChunk * kPieces;
+  if constexpr (kCopyThreads % kPieces == 0) {  // a thread has the same piece of every so many rows
+    constexpr u32 kRows = kCopyThreads / kPieces;
+    const u32 first = thread / kPieces, piece = thread % kPieces;
+    const T* source = from + u64(first) * stride + piece * (2 * kAtOnce);
+    const u32 to = at + first * Pitch + piece * kAtOnce;
+#pragma unroll 4
+    for (u32 row = 0; row < kChunk; row += kRows) {
+      const bool there = first + row < rows;
+      if (kChunk % kRows == 0 || first + row < kChunk) copy_async<kCopy>(tiles, to + row * Pitch, there ? source : from, there ? kCopy : 0);
+      source += u64(kRows) * stride;
+    }
+  } else {
 #pragma unroll 2
-  for (int i = 0; i < kAll; i += kThreads) {
-    const u32 row = (i + threadIdx.x) / kPieces, piece = (i + threadIdx.x) % kPieces;
-    const bool there = row < rows;
-    if (kAll % kThreads == 0 || i + threadIdx.x < kAll)
-      copy_async<kCopy>(tiles, at + row * Pitch + piece * kAtOnce, from + u64(there ? row : 0) * stride + piece * (2 * kAtOnce), there ? kCopy : 0);
+    for (u32 i = 0; i < kAll; i += kCopyThreads) {
+      const u32 row = (i + thread) / kPieces, piece = (i + thread) % kPieces;
+      const bool there = row < rows;
+      if (kAll % kCopyThreads == 0 || i + thread < kAll)
+        copy_async<kCopy>(tiles, at + row * Pitch + piece * kAtOnce, from + u64(there ? row : 0) * stride + piece * (2 * kAtOnce), there ? kCopy : 0);
+    }
   }
 }
 
@@ -367,13 +381,14 @@ scan_p64n256_f32_f16_t32s2_dc198c39(
   SHARED(Pair, readings, 3 * kChunk / 2);  // 2^s of two tokens
   SHARED(Pair, additions, 3 * kChunk / 2);  // 2^(s_last - s) d of two tokens
 
+  const u32 copier = threadIdx.x;
   const auto ask_for = [&](u32 n) {  // a chunk's operands
     if (n < chunks) {
       const u32 at = n % kStages * kStageWords, rows = min(length - n * kChunk, u32(kChunk));
       const u64 from = u64(n) * kChunk;
-      copy_rows<kState / 2, kRowWords>(tiles, at, C + from * C_token, C_token, rows);
-      copy_rows<kState / 2, kRowWords>(tiles, at + kAtB, B + from * B_token, B_token, rows);
-      copy_rows<kTile / 2, kXWords>(tiles, at + kAtX, x + from * x_token, x_token, rows);
+      copy_rows<kState / 2, kRowWords>(tiles, at, C + from * C_token, C_token, rows, copier);
+      copy_rows<kState / 2, kRowWords>(tiles, at + kAtB, B + from * B_token, B_token, rows, copier);
+      copy_rows<kTile / 2, kXWords>(tiles, at + kAtX, x + from * x_token, x_token, rows, copier);
     }
     commit_copies();
   };
@@ -401,7 +416,7 @@ scan_p64n256_f32_f16_t32s2_dc198c39(
 
       const bool odd = quad % 2;
       const u32 rows = length - n * kChunk;
-      X* const to = out + (u64(n) * kChunk + 2 * part + odd) * out_token + 16 * warp + quad - odd;
+      X* to = out + (u64(n) * kChunk + 2 * part + odd) * out_token + 16 * warp + quad - odd;
 #pragma unroll kUnrolled
       for (int first = 0; first < kChunk / 16; first += kBlocks) {
         float y[2 * kBlocks][4] = {};
@@ -437,7 +452,8 @@ scan_p64n256_f32_f16_t32s2_dc198c39(
           }
         }
 #pragma unroll kUnrolled
-        for (int k = 0; k < first + kBlocks; ++k) {
+        for (int k = 0; k < (kUnrolled > 1 ? kChunk / 16 : first + kBlocks); ++k) {  // a number that does not hang on `first`, so that all is unrolled
+          if (kUnrolled > 1 && k >= first + kBlocks) continue;
           u32 value[4];  // x of 16 tokens
           load_matrices_transposed(value, tiles, at_X + k * (16 * kXWords));
 #pragma unroll
@@ -465,14 +481,20 @@ scan_p64n256_f32_f16_t32s2_dc198c39(
         }
 
         // A lane's two numbers in a row of y^T are of two tokens. Neighbours in quad exchange: then they are of one token, and neighbours.
+        u32 result[2 * kBlocks][2];
 #pragma unroll
         for (int i = 0; i < 2 * kBlocks; ++i) {
           const u32 own[2] = {round_pair(X{}, y[i][0], y[i][1]), round_pair(X{}, y[i][2], y[i][3])};
           const u32 got = __shfl_xor_sync(0xffffffffu, __byte_perm(own[0], own[1], odd ? 0x5410 : 0x7632), 4);
+          result[i][0] = __byte_perm(own[0], got, odd ? 0x3254 : 0x5410), result[i][1] = __byte_perm(own[1], got, odd ? 0x3276 : 0x7610);
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * kBlocks; ++i) {  // behind all exchanges, none of which then waits for a store's branch
           if (16 * first + 8 * i + 2 * part + odd < rows) {
-            store_u32(to + u64(16 * first + 8 * i) * out_token, __byte_perm(own[0], got, odd ? 0x3254 : 0x5410));
-            store_u32(to + u64(16 * first + 8 * i) * out_token + 8, __byte_perm(own[1], got, odd ? 0x3276 : 0x7610));
+            store_u32(to, result[i][0]);
+            store_u32(to + 8, result[i][1]);
           }
+          to += u64(8) * out_token;
         }
       }
     };

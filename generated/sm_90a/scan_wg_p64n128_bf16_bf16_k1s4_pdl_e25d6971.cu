@@ -189,6 +189,21 @@ DEVICE void copy_bulk(T* to, u32 i, const void* from, u32 bytes, u64* barriers, 
                : "memory");
 }
 
+// Tensor maps (sm_90a): the host says how a tensor lies in memory. Its axes: columns, 64 at once; tokens; each next 64 columns; heads; rows of a
+// batch. A copy takes 64 columns of so many tokens, and of so many of the third axis, as its box says, to words of shared memory from a multiple
+// of 1024 bytes on: rows of 128 bytes, whose 16 bytes p lie at p ^ (row % 8). Tokens that the tensor lacks are zero.
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+// Asked for by one thread; they land with the phase of barrier b, which expects the bytes of the whole box.
+template <class T>
+DEVICE void copy_box(T* to, u32 i, const TensorMap& map, u32 token, u32 columns, u32 head, u32 row, u64* barriers, u32 b) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, { %2, %3, %4, %5, %6 }], [%7];" ::"r"(
+                   u32(__cvta_generic_to_shared(to + i))),
+               "l"(&map), "r"(0), "r"(token), "r"(columns), "r"(head), "r"(row), "r"(barrier_at(barriers, b))
+               : "memory");
+}
+
 // Products of warpgroups (sm_90a): four warps, the first a multiple of four, have 16 rows of a result each. The second operand is read from
 // shared memory while they go on: a Matrix of 16-bit numbers, whose rows of 64 are 128 bytes each, eight of them 1024 bytes, from a multiple
 // of 1024 on; the 16 bytes p of row r lie at p ^ (r % 8). By rows: its columns, of which 16 are summed over, are neighbours; each next 16 are
@@ -502,8 +517,8 @@ DEVICE void arrive_together(Barriers& barriers, u32 i, u32 lane) {
 
 // 16 rows of M, those of tokens 16 kRow and up, from C B^T: each product with its decay and its step, and D on the diagonal. Blocks ahead of the
 // diagonal's take two factors, of which neither is above 1; only that asks for differences of its own. What lies behind is zero before, and stays so.
-template <int kRow, class Words, class Steps, class Rows, class Columns, class Wait>
-DEVICE void make_rows_of_M(const float (&product)[32], Words& tiles, u32 to, Steps& steps, Rows& row_factors, Columns& column_factors, u32 stage, float skip, u32 lane, const Wait& wait) {
+template <int kRow, class Words, class Steps, class Rows, class Columns>
+DEVICE void make_rows_of_M(const float (&product)[32], Words& tiles, u32 to, Steps& steps, Rows& row_factors, Columns& column_factors, u32 stage, float skip, u32 lane) {
   const u32 quad = lane / 4, part = lane % 4, first = stage * kChunk + 16 * kRow;
   Pair step[4], of_columns[2 * kRow + 1];
 #pragma unroll
@@ -532,7 +547,6 @@ DEVICE void make_rows_of_M(const float (&product)[32], Words& tiles, u32 to, Ste
 #pragma unroll
     for (int side = 0; side < 2; ++side)
       word[2 * b + side] = round_pair(X{}, product[4 * b + 2 * side] * of_row[side] * of_columns[b].low, product[4 * b + 2 * side + 1] * of_row[side] * of_columns[b].high);
-  wait();  // for where they go
 #pragma unroll
   for (int b = 0; b < 2 * kRow + 2; ++b)
 #pragma unroll
@@ -544,11 +558,12 @@ DEVICE void make_rows_of_M(const float (&product)[32], Words& tiles, u32 to, Ste
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 scan_wg_p64n128_bf16_bf16_k1s4_pdl_e25d6971(
     const bf16* x, const bf16* dt, const f32* A, const bf16* B, const bf16* C, const bf16* D, const bf16* dt_bias,
-    const int* cu_seqlens, bf16* state, const int* state_indices, const u8* has_initial_state, bf16* out, i64 slots,
-    i64 pad_slot_id, i64 state_slot, u32 tokens, u32 heads, u32 group_heads, u32 x_token, u32 x_head, u32 dt_token,
-    u32 dt_head, u32 A_head, u32 B_token, u32 B_group, u32 C_token, u32 C_group, u32 D_head, u32 D_row,
-    u32 dt_bias_head, u32 cu_seqlens_sequence, u32 state_head, u32 state_indices_sequence,
-    u32 has_initial_state_sequence, u32 out_token, u32 out_head) {
+    const int* cu_seqlens, bf16* state, const int* state_indices, const u8* has_initial_state, bf16* out,
+    const __grid_constant__ TensorMap C_tiles, const __grid_constant__ TensorMap B_tiles,
+    const __grid_constant__ TensorMap x_tiles, i64 slots, i64 pad_slot_id, i64 state_slot, u32 tokens, u32 heads,
+    u32 group_heads, u32 x_token, u32 x_head, u32 dt_token, u32 dt_head, u32 A_head, u32 B_token, u32 B_group,
+    u32 C_token, u32 C_group, u32 D_head, u32 D_row, u32 dt_bias_head, u32 cu_seqlens_sequence, u32 state_head,
+    u32 state_indices_sequence, u32 has_initial_state_sequence, u32 out_token, u32 out_head) {
   // Blocks walk the parts of a sequence, then the rows of a head, then the heads, which share B and C, then the sequences.
   const u32 tile = blockIdx.x / kParts % kTiles;
   const u32 item = blockIdx.x / kParts / kTiles;
@@ -586,26 +601,19 @@ scan_wg_p64n128_bf16_bf16_k1s4_pdl_e25d6971(
   // 2^(s_i - s_j) of i and j in different blocks of 16 tokens is 2^(s_i - s_b) 2^(s_b - s_j), b the first of the later one: neither is above 1.
   SHARED(float, row_factors, kStages * kChunk);            // 2^(s_i - s_b)
   SHARED(Pair, column_factors, kStages * 4 * kChunk / 2);  // 2^(s_b - s_j) d_j of two tokens, for each block b; zero from its first token on
-  // What is filled, and what is free again: chunks, by the fetchers for all others; weighed x and M, for the walkers; and y, by these.
+  // What is filled, and what is free again: chunks, by the fetchers for all others; M and weighed x, for the walkers; and y, by these, which is
+  // there when they have done with M and x.
   SHARED(u64, full, kStages);
   SHARED(u64, empty, kStages);
-  SHARED(u64, weighed, 2);
-  SHARED(u64, unweighed, 2);
-  SHARED(u64, mixed, 2);
+  SHARED(u64, prepared, 2);
+  SHARED(u64, walked, 2);
   SHARED(u64, written, 2);
-  SHARED(u64, unwritten, 2);
   if (threadIdx.x == 0) {
-    for (u32 i = 0; i < kStages; ++i) barrier_init(full, i, 3 * 32 + 1), barrier_init(empty, i, 8);
-    for (u32 i = 0; i < 2; ++i) {
-      barrier_init(weighed, i, 4), barrier_init(unweighed, i, 4);
-      barrier_init(mixed, i, 4), barrier_init(written, i, 4), barrier_init(unwritten, i, 4);
-    }
+    for (u32 i = 0; i < kStages; ++i) barrier_init(full, i, 2), barrier_init(empty, i, 8);
+    for (u32 i = 0; i < 2; ++i) barrier_init(prepared, i, 4), barrier_init(walked, i, 4), barrier_init(written, i, 4);
   }
   __syncthreads();
-  const auto wait_full = [&](u32 i) {
-    barrier_wait(full, i % kStages, i / kStages % 2);
-    fence_for_async();  // those who copied are ahead of it with other chunks
-  };
+  const auto wait_full = [&](u32 i) { barrier_wait(full, i % kStages, i / kStages % 2); };
   const auto wait_empty = [&](u32 i) {  // for what step i will use
     if (i >= kStages) barrier_wait(empty, i % kStages, (i / kStages - 1) % 2);
   };
@@ -613,23 +621,31 @@ scan_wg_p64n128_bf16_bf16_k1s4_pdl_e25d6971(
 
   if (warp < 4) {
     give_registers<64>();
-    if (warp < 3) {
+    if (warp == 0) {
+      const u32 row = 0;
       for (u32 i = 0; i < steps_end; ++i) {
-        const u32 n = chunk_of(i), at = i % kStages * kStageWords, rows = length - n * kChunk;
-        const u64 from = u64(n) * kChunk;
+        const u32 n = chunk_of(i), stage = i % kStages, at = stage * kStageWords, token = u32(first) + n * kChunk;
         wait_empty(i);
-        if (warp == 0) {
+        if (const u32 rows = length - n * kChunk; rows < kChunk) {  // what follows is another sequence's
+          const u64 from = u64(n) * kChunk;
           copy_tile<kState>(tiles, at, C + from * C_token, C_token, rows, lane);
-        } else if (warp == 1) {
           copy_tile<kState>(tiles, at + kAtB, B + from * B_token, B_token, rows, lane);
-        } else {
           copy_tile<kTile>(tiles, at + kAtX, x + from * x_token, x_token, rows, lane);
+          wait_all_copies();
+          fence_for_async();
+          arrive_together(full, stage, lane);
+          continue;
         }
-        barrier_arrive_with_copies(full, i % kStages);
+        if (lane == 0) {
+          barrier_arrive_expecting(full, stage, 4 * kStageWords);
+          copy_box(tiles, at + 0, C_tiles, token, 0, group, row, full, stage);
+          copy_box(tiles, at + kAtB, B_tiles, token, 0, group, row, full, stage);
+          copy_box(tiles, at + kAtX, x_tiles, token, tile, head, row, full, stage);
+        }
       }
-      wait_all_copies();
-    } else {
-      // Lane l has tokens 2 l and 2 l + 1 of a chunk. Their dt is asked for a chunk ahead of its use.
+    } else if (warp < 3) {
+      // Lane l has tokens 2 l and 2 l + 1 of a chunk. Their dt is asked for when those of the warp's chunk before are in use.
+      // What a warp does for a chunk is a chain; one alone would be what all others wait for. They are two, so that each has stages of its own.
       const float rate = to_float(load(A + u64(head) * A_head)) * kLog2E;
       const float bias = to_float(load(dt_bias + u64(head) * dt_bias_head));
       bf16 raw_dt[2];
@@ -640,8 +656,8 @@ scan_wg_p64n128_bf16_bf16_k1s4_pdl_e25d6971(
           if (token < length) raw_dt[e] = load(dt + u64(token) * dt_token);
         }
       };
-      ask_for_steps(chunk_of(0));
-      for (u32 i = 0; i < steps_end; ++i) {
+      if (warp - 1 < steps_end) ask_for_steps(chunk_of(warp - 1));
+      for (u32 i = warp - 1; i < steps_end; i += 2) {
         const u32 n = chunk_of(i);
         float d[2];
 #pragma unroll
@@ -650,7 +666,7 @@ scan_wg_p64n128_bf16_bf16_k1s4_pdl_e25d6971(
           v = softplus(v);
           d[e] = n * kChunk + 2 * lane + e < length ? v : 0.f;  // past the last token nothing decays, and nothing is added
         }
-        if (i + 1 < steps_end) ask_for_steps(chunk_of(i + 1));
+        if (i + 2 < steps_end) ask_for_steps(chunk_of(i + 2));
         const float own[2] = {d[0] * rate, fmaf(d[1], rate, d[0] * rate)};
         float total = own[1];
 #pragma unroll
@@ -731,33 +747,28 @@ scan_wg_p64n128_bf16_bf16_k1s4_pdl_e25d6971(
         wgmma_64_shared<false, false>(product, rows_of_C + columns, rows_of_B + columns, k > 0);
       }
       wgmma_commit();
+      if (uses > 0) barrier_wait(walked, buffer, (uses - 1) % 2);  // with M and weighed x of this warpgroup's chunk before, whose y is there
+      weigh(i);  // while these products are made
       wgmma_wait<0>();
       wgmma_landed(product);
-      const auto wait_written = [&] {  // y of this warpgroup's chunk before: then the walkers have done with its M too
-        if (made > 0) barrier_wait(written, buffer, (made - 1) % 2);
-      };
       switch (row_block) {  // each its own text: how much there is to do below the diagonal is known
-        case 0: make_rows_of_M<0>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane, wait_written); break;
-        case 1: make_rows_of_M<1>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane, wait_written); break;
-        case 2: make_rows_of_M<2>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane, wait_written); break;
-        case 3: make_rows_of_M<3>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane, wait_written); break;
+        case 0: make_rows_of_M<0>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane); break;
+        case 1: make_rows_of_M<1>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane); break;
+        case 2: make_rows_of_M<2>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane); break;
+        case 3: make_rows_of_M<3>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane); break;
       }
       fence_for_async();
-      arrive_together(mixed, buffer, lane);
-      if (uses > 0) barrier_wait(unweighed, buffer, (uses - 1) % 2);
-      weigh(i);
-      fence_for_async();
-      arrive_together(weighed, buffer, lane);
+      arrive_together(prepared, buffer, lane);
       arrive_together(empty, stage, lane);
       ++uses;
       if (made > 0) {
         write(i - 2);
-        arrive_together(unwritten, buffer, lane);
+        arrive_together(written, buffer, lane);
       }
       ++made;
     }
     if (made > 0) {
-      barrier_wait(written, buffer, (made - 1) % 2);
+      barrier_wait(walked, buffer, (uses - 1) % 2);
       write(first_step + 2 * (made - 1));
     }
   } else {
@@ -777,7 +788,7 @@ scan_wg_p64n128_bf16_bf16_k1s4_pdl_e25d6971(
       for (u32 k = 0; k < 4; ++k) wgmma_128_shared<true, true>(S, x_weighed + k * 2048, columns_of_B + k * 2048, 1);
       wgmma_commit();
     };
-    const auto wait_weighed = [&](u32 i) { barrier_wait(weighed, i % 2, i / 2 % 2); };
+    const auto wait_prepared = [&](u32 i) { barrier_wait(prepared, i % 2, i / 2 % 2); };
     if (has_state) {
       const State* const from = state + slot * state_slot + u64(head) * state_head + state_at;
 #pragma unroll
@@ -811,8 +822,7 @@ scan_wg_p64n128_bf16_bf16_k1s4_pdl_e25d6971(
       Pair factors[8];
 #pragma unroll
       for (u32 b = 0; b < 8; ++b) factors[b] = readings[stage * (kChunk / 2) + 4 * b + part];
-      wait_weighed(i);
-      barrier_wait(mixed, buffer, turn % 2);
+      wait_prepared(i);
       float of_state[32], of_chunk[32];  // y's parts
       wgmma_fence();
 #pragma unroll
@@ -821,7 +831,7 @@ scan_wg_p64n128_bf16_bf16_k1s4_pdl_e25d6971(
       for (u32 k = 0; k < 4; ++k) wgmma_64_shared<true, false>(of_chunk, columns_of_x + k * 2048, rows_of_M + k * 32, k > 0);
       wgmma_commit();
       add(i);
-      if (turn > 0) barrier_wait(unwritten, buffer, (turn - 1) % 2);
+      if (turn > 0) barrier_wait(written, buffer, (turn - 1) % 2);
       wgmma_wait<1>();
       wgmma_landed(of_state);
       wgmma_landed(of_chunk);
@@ -838,13 +848,12 @@ scan_wg_p64n128_bf16_bf16_k1s4_pdl_e25d6971(
         const u32 token = 8 * b + lane / 16 * 8 + lane % 8, piece = 2 * own_warp + lane / 8 % 2;
         store_matrices_transposed(tiles, kAtY + buffer * kBlock + token * 32 + (piece ^ token % 8) * 4, rows_of_y[0], rows_of_y[1], rows_of_y[2], rows_of_y[3]);
       }
-      arrive_together(written, buffer, lane);
       wait_full(next);  // of the last chunk, again: products in flight stand no branches
       const float by = decay_of(next);
       wgmma_wait<0>();
       wgmma_landed(S);
       arrive_together(empty, stage, lane);
-      arrive_together(unweighed, i % 2, lane);
+      arrive_together(walked, i % 2, lane);
       round_state();
       decay(next > i ? by : 1.f);
     }

@@ -130,25 +130,6 @@ DEVICE void load_matrices_transposed(u32 (&r)[4], T* from, u32 i) {
                : "memory");
 }
 
-// Copies to shared memory that nothing waits for: Size bytes (16, past L1; or 8 or 4) from an aligned address to element i of an array, of
-// which only the first `bytes` are read and the rest becomes zero. They land for the thread that asked for them when it waits for their
-// group, or for all, and for the others behind a barrier after that; until then nobody may touch where they go.
-template <u32 Size = 16, class T>
-DEVICE void copy_async(T* to, u32 i, const void* from, u32 bytes = Size) {
-  static_assert(Size == 4 || Size == 8 || Size == 16, "a copy has 4, 8 or 16 bytes");
-  const u32 there = u32(__cvta_generic_to_shared(to + i));
-  if constexpr (Size == 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(there), "l"(from), "r"(bytes) : "memory");
-  else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(there), "l"(from), "n"(Size), "r"(bytes) : "memory");
-}
-// Those that this thread has asked for since it last did this are a group.
-DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// For this thread's groups but the last `Left`.
-template <u32 Left>
-DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory"); }
-DEVICE void wait_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 // Barriers in shared memory (sm_90): elements of an array of u64. A phase is over when `count` threads have arrived and all bytes that they
 // said to expect have been copied; those that wait for its parity, 0 for the first, then see what was stored ahead of the arrivals.
 // One thread prepares them, and __syncthreads stands behind.
@@ -172,15 +153,26 @@ DEVICE void barrier_wait(u64* barriers, u32 i, u32 parity) {
         : "r"(barrier_at(barriers, i)), "r"(parity)
         : "memory");
 }
-// This thread arrives when all copies have landed that it has asked for until now; nobody waits for them but at the barrier.
-DEVICE void barrier_arrive_with_copies(u64* barriers, u32 i) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier_at(barriers, i)) : "memory");
-}
 // Asks for `bytes`, a multiple of 16, from an aligned address to element i of an array; they land with the phase of barrier b.
 template <class T>
 DEVICE void copy_bulk(T* to, u32 i, const void* from, u32 bytes, u64* barriers, u32 b) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(u32(__cvta_generic_to_shared(to + i))),
                "l"(from), "r"(bytes), "r"(barrier_at(barriers, b))
+               : "memory");
+}
+
+// Tensor maps (sm_90a): the host says how a tensor lies in memory. Its axes: columns, 64 at once; tokens; each next 64 columns; heads; rows of a
+// batch. A copy takes 64 columns of so many tokens, and of so many of the third axis, as its box says, to words of shared memory from a multiple
+// of 1024 bytes on: rows of 128 bytes, whose 16 bytes p lie at p ^ (row % 8). Tokens that the tensor lacks are zero.
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+// Asked for by one thread; they land with the phase of barrier b, which expects the bytes of the whole box.
+template <class T>
+DEVICE void copy_box(T* to, u32 i, const TensorMap& map, u32 token, u32 columns, u32 head, u32 row, u64* barriers, u32 b) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, { %2, %3, %4, %5, %6 }], [%7];" ::"r"(
+                   u32(__cvta_generic_to_shared(to + i))),
+               "l"(&map), "r"(0), "r"(token), "r"(columns), "r"(head), "r"(row), "r"(barrier_at(barriers, b))
                : "memory");
 }
 
@@ -514,8 +506,8 @@ DEVICE void arrive_together(Barriers& barriers, u32 i, u32 lane) {
 
 // 16 rows of M, those of tokens 16 kRow and up, from C B^T: each product with its decay and its step, and D on the diagonal. Blocks ahead of the
 // diagonal's take two factors, of which neither is above 1; only that asks for differences of its own. What lies behind is zero before, and stays so.
-template <int kRow, class Words, class Steps, class Rows, class Columns, class Wait>
-DEVICE void make_rows_of_M(const float (&product)[32], Words& tiles, u32 to, Steps& steps, Rows& row_factors, Columns& column_factors, u32 stage, float skip, u32 lane, const Wait& wait) {
+template <int kRow, class Words, class Steps, class Rows, class Columns>
+DEVICE void make_rows_of_M(const float (&product)[32], Words& tiles, u32 to, Steps& steps, Rows& row_factors, Columns& column_factors, u32 stage, float skip, u32 lane) {
   const u32 quad = lane / 4, part = lane % 4, first = stage * kChunk + 16 * kRow;
   Pair step[4], of_columns[2 * kRow + 1];
 #pragma unroll
@@ -544,7 +536,6 @@ DEVICE void make_rows_of_M(const float (&product)[32], Words& tiles, u32 to, Ste
 #pragma unroll
     for (int side = 0; side < 2; ++side)
       word[2 * b + side] = round_pair(X{}, product[4 * b + 2 * side] * of_row[side] * of_columns[b].low, product[4 * b + 2 * side + 1] * of_row[side] * of_columns[b].high);
-  wait();  // for where they go
 #pragma unroll
   for (int b = 0; b < 2 * kRow + 2; ++b)
 #pragma unroll
@@ -556,10 +547,11 @@ DEVICE void make_rows_of_M(const float (&product)[32], Words& tiles, u32 to, Ste
 extern "C" __global__ void __cluster_dims__(6) __launch_bounds__(kThreads, 1)
 scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
     const bf16* x, const bf16* dt, const f32* A, const bf16* B, const bf16* C, const bf16* D, const bf16* dt_bias,
-    f32* final_states, bf16* out, i64 x_batch, i64 dt_batch, i64 B_batch, i64 C_batch, i64 final_states_slot,
-    i64 out_batch, u32 tokens, u32 heads, u32 group_heads, u32 x_token, u32 x_head, u32 dt_token, u32 dt_head,
-    u32 A_head, u32 B_token, u32 B_group, u32 C_token, u32 C_group, u32 D_head, u32 D_row, u32 dt_bias_head,
-    u32 final_states_head, u32 out_token, u32 out_head) {
+    f32* final_states, bf16* out, const __grid_constant__ TensorMap C_tiles, const __grid_constant__ TensorMap B_tiles,
+    const __grid_constant__ TensorMap x_tiles, i64 x_batch, i64 dt_batch, i64 B_batch, i64 C_batch,
+    i64 final_states_slot, i64 out_batch, u32 tokens, u32 heads, u32 group_heads, u32 x_token, u32 x_head, u32 dt_token,
+    u32 dt_head, u32 A_head, u32 B_token, u32 B_group, u32 C_token, u32 C_group, u32 D_head, u32 D_row,
+    u32 dt_bias_head, u32 final_states_head, u32 out_token, u32 out_head) {
   // Blocks walk the parts of a sequence, then the rows of a head, then the heads, which share B and C, then the sequences.
   const u32 tile = blockIdx.x / kParts % kTiles;
   const u32 rank = blockIdx.x % kParts;
@@ -594,26 +586,19 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
   SHARED(Pair, column_factors, kStages * 4 * kChunk / 2);  // 2^(s_b - s_j) d_j of two tokens, for each block b; zero from its first token on
   // What this part adds to the state lies where M and y will be, once all have read it.
   ALIGNED_SHARED(u32, part_decay, 4);  // how much this part decays what came before, a float four times
-  // What is filled, and what is free again: chunks, by the fetchers for all others; weighed x and M, for the walkers; and y, by these.
+  // What is filled, and what is free again: chunks, by the fetchers for all others; M and weighed x, for the walkers; and y, by these, which is
+  // there when they have done with M and x.
   SHARED(u64, full, kStages);
   SHARED(u64, empty, kStages);
-  SHARED(u64, weighed, 2);
-  SHARED(u64, unweighed, 2);
-  SHARED(u64, mixed, 2);
+  SHARED(u64, prepared, 2);
+  SHARED(u64, walked, 2);
   SHARED(u64, written, 2);
-  SHARED(u64, unwritten, 2);
   if (threadIdx.x == 0) {
-    for (u32 i = 0; i < kStages; ++i) barrier_init(full, i, 3 * 32 + 1), barrier_init(empty, i, 8);
-    for (u32 i = 0; i < 2; ++i) {
-      barrier_init(weighed, i, 4), barrier_init(unweighed, i, 4);
-      barrier_init(mixed, i, 4), barrier_init(written, i, 4), barrier_init(unwritten, i, 4);
-    }
+    for (u32 i = 0; i < kStages; ++i) barrier_init(full, i, 2), barrier_init(empty, i, 8);
+    for (u32 i = 0; i < 2; ++i) barrier_init(prepared, i, 4), barrier_init(walked, i, 4), barrier_init(written, i, 4);
   }
   __syncthreads();
-  const auto wait_full = [&](u32 i) {
-    barrier_wait(full, i % kStages, i / kStages % 2);
-    fence_for_async();  // those who copied are ahead of it with other chunks
-  };
+  const auto wait_full = [&](u32 i) { barrier_wait(full, i % kStages, i / kStages % 2); };
   const auto wait_empty = [&](u32 i) {  // for what step i will use
     if (i >= kStages) barrier_wait(empty, i % kStages, (i / kStages - 1) % 2);
   };
@@ -627,25 +612,24 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
   if (warp < 12) cluster_arrive();
   if (warp < 4) {
     give_registers<64>();
-    if (warp < 3) {
+    if (warp == 0) {
+      const u32 row = sequence;
       for (u32 i = 0; i < steps_end; ++i) {
-        const u32 n = chunk_of(i), at = i % kStages * kStageWords, rows = length - n * kChunk;
-        const u64 from = u64(n) * kChunk;
+        const u32 n = chunk_of(i), stage = i % kStages, at = stage * kStageWords, token = n * kChunk;
         if (i == summed + kStages) meet_parts();
+        const bool again = i >= summed;  // sums alone need neither C
         wait_empty(i);
-        if (warp == 0) {
-          if (i >= summed) copy_tile<kState>(tiles, at, C + from * C_token, C_token, rows, lane);
-        } else if (warp == 1) {
-          copy_tile<kState>(tiles, at + kAtB, B + from * B_token, B_token, rows, lane);
-        } else {
-          copy_tile<kTile>(tiles, at + kAtX, x + from * x_token, x_token, rows, lane);
+        if (lane == 0) {
+          barrier_arrive_expecting(full, stage, 4 * (again ? kStageWords : kAtX + kBlock - kAtB));
+          if (again) copy_box(tiles, at + 0, C_tiles, token, 0, group, row, full, stage);
+          copy_box(tiles, at + kAtB, B_tiles, token, 0, group, row, full, stage);
+          copy_box(tiles, at + kAtX, x_tiles, token, tile, head, row, full, stage);
         }
-        barrier_arrive_with_copies(full, i % kStages);
       }
-      wait_all_copies();
       if (steps_end <= summed + kStages) meet_parts();
-    } else {
-      // Lane l has tokens 2 l and 2 l + 1 of a chunk. Their dt is asked for a chunk ahead of its use.
+    } else if (warp < 3) {
+      // Lane l has tokens 2 l and 2 l + 1 of a chunk. Their dt is asked for when those of the warp's chunk before are in use.
+      // What a warp does for a chunk is a chain; one alone would be what all others wait for. They are two, so that each has stages of its own.
       const float rate = to_float(load(A + u64(head) * A_head)) * kLog2E;
       const float bias = to_float(load(dt_bias + u64(head) * dt_bias_head));
       bf16 raw_dt[2];
@@ -656,8 +640,9 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
           if (token < length) raw_dt[e] = load(dt + u64(token) * dt_token);
         }
       };
-      ask_for_steps(chunk_of(0));
-      for (u32 i = 0; i < steps_end; ++i) {
+      if (warp - 1 < steps_end) ask_for_steps(chunk_of(warp - 1));
+      bool met = false;
+      for (u32 i = warp - 1; i < steps_end; i += 2) {
         const u32 n = chunk_of(i);
         float d[2];
 #pragma unroll
@@ -666,7 +651,7 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
           v = softplus(v);
           d[e] = n * kChunk + 2 * lane + e < length ? v : 0.f;  // past the last token nothing decays, and nothing is added
         }
-        if (i + 1 < steps_end) ask_for_steps(chunk_of(i + 1));
+        if (i + 2 < steps_end) ask_for_steps(chunk_of(i + 2));
         const float own[2] = {d[0] * rate, fmaf(d[1], rate, d[0] * rate)};
         float total = own[1];
 #pragma unroll
@@ -678,7 +663,7 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
         const float s[2] = {lane ? before + own[0] : own[0], lane ? before + own[1] : own[1]};
         const float last = __shfl_sync(0xffffffffu, s[1], 31);
         const float block_first = __shfl_sync(0xffffffffu, s[0], lane & ~7u);
-        if (i == summed + kStages) meet_parts();
+        if (i >= summed + kStages && !met) meet_parts(), met = true;
         wait_empty(i);
         const u32 at = i % kStages * (kChunk / 2) + lane;
         steps[2 * at] = Pair{s[0], d[0]}, steps[2 * at + 1] = Pair{s[1], d[1]};
@@ -694,7 +679,9 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
         }
         arrive_together(full, i % kStages, lane);
       }
-      if (steps_end <= summed + kStages) meet_parts();
+      if (!met) meet_parts();
+    } else {
+      meet_parts();
     }
   } else if (warp < 12) {
     give_registers<120>();
@@ -736,10 +723,10 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
     u32 uses = 0, made = 0;  // of this warpgroup's buffers: of weighed x, and of M and y
     for (u32 i = buffer; i < summed; i += 2) {
       wait_full(i);
-      if (uses > 0) barrier_wait(unweighed, buffer, (uses - 1) % 2);
+      if (uses > 0) barrier_wait(walked, buffer, (uses - 1) % 2);
       weigh(i);
       fence_for_async();
-      arrive_together(weighed, buffer, lane);
+      arrive_together(prepared, buffer, lane);
       arrive_together(empty, i % kStages, lane);
       ++uses;
     }
@@ -760,33 +747,28 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
         wgmma_64_shared<false, false>(product, rows_of_C + columns, rows_of_B + columns, k > 0);
       }
       wgmma_commit();
+      if (uses > 0) barrier_wait(walked, buffer, (uses - 1) % 2);  // with M and weighed x of this warpgroup's chunk before, whose y is there
+      weigh(i);  // while these products are made
       wgmma_wait<0>();
       wgmma_landed(product);
-      const auto wait_written = [&] {  // y of this warpgroup's chunk before: then the walkers have done with its M too
-        if (made > 0) barrier_wait(written, buffer, (made - 1) % 2);
-      };
       switch (row_block) {  // each its own text: how much there is to do below the diagonal is known
-        case 0: make_rows_of_M<0>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane, wait_written); break;
-        case 1: make_rows_of_M<1>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane, wait_written); break;
-        case 2: make_rows_of_M<2>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane, wait_written); break;
-        case 3: make_rows_of_M<3>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane, wait_written); break;
+        case 0: make_rows_of_M<0>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane); break;
+        case 1: make_rows_of_M<1>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane); break;
+        case 2: make_rows_of_M<2>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane); break;
+        case 3: make_rows_of_M<3>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane); break;
       }
       fence_for_async();
-      arrive_together(mixed, buffer, lane);
-      if (uses > 0) barrier_wait(unweighed, buffer, (uses - 1) % 2);
-      weigh(i);
-      fence_for_async();
-      arrive_together(weighed, buffer, lane);
+      arrive_together(prepared, buffer, lane);
       arrive_together(empty, stage, lane);
       ++uses;
       if (made > 0) {
         write(i - 2);
-        arrive_together(unwritten, buffer, lane);
+        arrive_together(written, buffer, lane);
       }
       ++made;
     }
     if (made > 0) {
-      barrier_wait(written, buffer, (made - 1) % 2);
+      barrier_wait(walked, buffer, (uses - 1) % 2);
       write(first_step + 2 * (made - 1));
     }
   } else {
@@ -806,11 +788,11 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
       for (u32 k = 0; k < 4; ++k) wgmma_128_shared<true, true>(S, x_weighed + k * 2048, columns_of_B + k * 2048, 1);
       wgmma_commit();
     };
-    const auto wait_weighed = [&](u32 i) { barrier_wait(weighed, i % 2, i / 2 % 2); };
+    const auto wait_prepared = [&](u32 i) { barrier_wait(prepared, i % 2, i / 2 % 2); };
     float total = 1.f;
     for (u32 i = 0; i < summed; ++i) {
       wait_full(i);
-      wait_weighed(i);
+      wait_prepared(i);
       total = total * decay_of(i);
       decay(decay_of(i));
       wgmma_fence();
@@ -818,7 +800,7 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
       wgmma_wait<0>();
       wgmma_landed(S);
       arrive_together(empty, i % kStages, lane);
-      arrive_together(unweighed, i % 2, lane);
+      arrive_together(walked, i % 2, lane);
     }
     const u32 state_lane = 4 * (threadIdx.x % 128);
 #pragma unroll
@@ -860,8 +842,7 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
       Pair factors[8];
 #pragma unroll
       for (u32 b = 0; b < 8; ++b) factors[b] = readings[stage * (kChunk / 2) + 4 * b + part];
-      wait_weighed(i);
-      barrier_wait(mixed, buffer, turn % 2);
+      wait_prepared(i);
       float of_state[32], of_chunk[32];  // y's parts
       wgmma_fence();
 #pragma unroll
@@ -870,7 +851,7 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
       for (u32 k = 0; k < 4; ++k) wgmma_64_shared<true, false>(of_chunk, columns_of_x + k * 2048, rows_of_M + k * 32, k > 0);
       wgmma_commit();
       add(i);
-      if (turn > 0) barrier_wait(unwritten, buffer, (turn - 1) % 2);
+      if (turn > 0) barrier_wait(written, buffer, (turn - 1) % 2);
       wgmma_wait<1>();
       wgmma_landed(of_state);
       wgmma_landed(of_chunk);
@@ -887,13 +868,12 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
         const u32 token = 8 * b + lane / 16 * 8 + lane % 8, piece = 2 * own_warp + lane / 8 % 2;
         store_matrices_transposed(tiles, kAtY + buffer * kBlock + token * 32 + (piece ^ token % 8) * 4, rows_of_y[0], rows_of_y[1], rows_of_y[2], rows_of_y[3]);
       }
-      arrive_together(written, buffer, lane);
       wait_full(next);  // of the last chunk, again: products in flight stand no branches
       const float by = decay_of(next);
       wgmma_wait<0>();
       wgmma_landed(S);
       arrive_together(empty, stage, lane);
-      arrive_together(unweighed, i % 2, lane);
+      arrive_together(walked, i % 2, lane);
       round_state();
       decay(next > i ? by : 1.f);
     }
