@@ -30,7 +30,7 @@ from delta_oracles import (
 from engine_calls import no_call_goes_to_the_engine, pages, sglang_functions, vllm_functions  # noqa: F401
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ssmgen.compat import fla, flashinfer, replacing, sglang, vllm
+from ssmgen.compat import fla, flashinfer, replacing, sglang, sglang_delta, vllm
 from ssmgen.errors import ArgumentError, UnsupportedError
 
 F16 = torch.float16
@@ -280,6 +280,55 @@ def test_sglang_rows_and_padding(sglang):
     assert torch.equal(pool, kept)
 
 
+TRACKED = torch.tensor([1, -1, 0, 0], dtype=torch.int32)
+
+
+def extend_call(pool, **more):
+    call = {n: t for n, t in sglang_call().items() if n in ("q", "k", "v", "g", "beta")}
+    return call | {"ssm_states": pool, "cache_indices": SLOTS, "query_start_loc": starts_of(LENGTHS), "layer_id": 3} | more
+
+
+@pytest.mark.parametrize(("in_place", "dtype"), [(True, F32), (True, BF16), (False, F32)])
+@pytest.mark.parametrize("tracked", [False, True])
+def test_sglang_backend(sglang, tracked, in_place, dtype):
+    """Its Triton kernels' method: no states ahead of chunks, but those that are tracked, also of a sequence's first chunk."""
+    pool = pages(9, *POOL, dtype=dtype)
+    kept, before = pool.clone(), pool[SLOTS.long()]
+    buffer = torch.full((len(LENGTHS), *POOL), torch.nan) if tracked else None
+    kernel = import_module("sglang.srt.layers.attention.linear.kernels.gdn_triton").TritonGDNKernel()
+    assert kernel.supports_track_state_snapshot
+    more = {"track_state": buffer, "track_chunk_idx": TRACKED if tracked else None}
+    o, *none = kernel.extend(**extend_call(pool, inplace_update=in_place, **more))
+    y, each = walks(sglang_call(), LENGTHS, before, norm=True)
+    assert none == [None, None] and close(o[0], y)
+    for i, slot in enumerate(SLOTS.tolist()):
+        if in_place and LENGTHS[i]:
+            assert close(pool[slot], each[i][-1])
+            pool[slot] = kept[slot]
+        if tracked and TRACKED[i] >= 0:
+            want = each[i][TRACKED[i] * CHUNK]
+            assert close(buffer[i].to(dtype), want)
+    assert torch.equal(pool, kept), "another slot was written"
+
+
+def test_sglang_s_own_method_gives_tracked_states():
+    """Where ssmgen refuses a call, they come from the states ahead of all chunks, which that one returns."""
+    rows = chunks_of()
+    states_of_all = torch.stack([torch.full(POOL, 10.0 * i + at) for i, at in rows])[None]
+    seen = []
+
+    def theirs(self, *args, query_start_loc, **kwargs):
+        seen.append(kwargs)
+        return "o", None, states_of_all.bfloat16()
+
+    buffer, method = torch.zeros(len(LENGTHS), *POOL), sglang_delta.with_tracked_states(theirs)
+    found = method(None, query_start_loc=starts_of(LENGTHS), track_state=buffer, track_chunk_idx=TRACKED, layer_id=1)
+    assert found[0] == "o" and seen == [{"layer_id": 1}]
+    for i, chunk in enumerate(TRACKED.tolist()):
+        assert chunk < 0 or (buffer[i] == torch.tensor(10.0 * i + CHUNK * chunk).bfloat16()).all()
+    assert method(None, query_start_loc=starts_of(LENGTHS))[0] == "o"
+
+
 # All of them
 
 
@@ -302,7 +351,10 @@ WAYS = {
     "vllm": (vllm.chunk_gated_delta_rule, lambda: vllm_call(initial_state=states(4, BF16))),
     "vllm-flashinfer": (vllm.fi_chunk_gated_delta_rule, lambda: vllm_call(initial_state=states(4), **KEPT)),
     "sglang": (sglang.chunk_gated_delta_rule, lambda: sglang_call(initial_state=states(9))),
-}
+    "sglang's backend": (
+        sglang_delta.extend, lambda: extend_call(states(9), self=None, track_state=states(4), track_chunk_idx=TRACKED),
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -354,7 +406,13 @@ PREFILL = flashinfer.chunk_gated_delta_rule
         (vllm.fi_chunk_gated_delta_rule, vllm_call(initial_state=states(4), cu_seqlens=None), ArgumentError, "cu_seqlens is None"),
         (sglang.chunk_gated_delta_rule, sglang_call(), UnsupportedError, "initial_state is None"),
         (sglang.chunk_gated_delta_rule, sglang_call(initial_state=states(9), head_first=True), UnsupportedError, "head_first=True"),
-        (sglang.chunk_gated_delta_rule, sglang_call(initial_state=states(9), initial_state_indices=SLOTS[:2]), ArgumentError, "indices"),
+        (sglang.chunk_gated_delta_rule, sglang_call(initial_state=states(9), initial_state_indices=SLOTS[:2]), ArgumentError, "initial_s"),
+        (sglang_delta.extend, extend_call(states(9), self=None, track_state=states(4)), ArgumentError, "go together"),
+        (
+            sglang_delta.extend,
+            extend_call(states(9), self=None, track_state=states(4), track_chunk_idx=TRACKED[:2]),
+            ArgumentError, r"track_chunk_idx is \[2\]",
+        ),
     ],
 )  # fmt: skip
 def test_what_is_refused(function, call, kind, words):

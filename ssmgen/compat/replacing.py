@@ -11,8 +11,8 @@ import inspect
 import logging
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import wraps
 from importlib import metadata
 from importlib.abc import Loader, MetaPathFinder
@@ -34,22 +34,30 @@ REFUSALS = (ArgumentError, UnsupportedError, CaptureError, NotBuiltError)
 NAMES = (
     "causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "fi_chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gated_delta_rule_packed_decode", "fused_sigmoid_gating_delta_rule_update", "mamba_chunk_scan_combined",
-    "mamba_chunk_scan_combined_varlen", "merge_attn_states", "merge_state", "selective_state_update",
+    "mamba_chunk_scan_combined_varlen", "merge_attn_states", "merge_state", "selective_state_update", "TritonGDNKernel.extend",
 )  # fmt: skip
 
 # What warm() is to those who do not make the calls themselves.
 IN_AN_ENGINE = "\nIn an engine, a step of the same batch size ahead of the capture does that."
+
+_INHERITED = object()  # what a class does not say itself
 
 REPLACED, WAITING = "replaced", "replaced when it is imported"
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """module: where the engine defines the function; name: its name there; function: ours, with the same parameters."""
+    """module: where the engine defines the function; name: its name there, of a method Class.name; function: ours, of the same parameters.
+
+    says: attributes that its class gets too, where the engine looks up what the method can do
+    behind: makes of the engine's own one the method that does what is refused, as its class now says more than that can do
+    """
 
     module: str
     name: str
     function: Callable[..., Any]
+    says: Mapping[str, Any] = field(default_factory=dict)
+    behind: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
 
     @property
     def place(self) -> str:
@@ -58,10 +66,12 @@ class Replacement:
 
 @dataclass(frozen=True)
 class _Swap:
-    """A replacement that was made: the engine's function, and what stands in its place."""
+    """A replacement that was made: the engine's function, and what stands in its place; of a method, in which class, which said what."""
 
     original: Callable[..., Any]
     ours: Callable[..., Any]
+    owner: type | None = None
+    before: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Engine:
@@ -101,21 +111,33 @@ class Engine:
         """Every name that holds one of ours gets the engine's function back; nothing is replaced from here on."""
         if self.finder in sys.meta_path:
             sys.meta_path.remove(self.finder)
-        for swap in self.swaps:
-            self._rebind(swap.ours, swap.original)
+        for swap in reversed(self.swaps):
+            if swap.owner is None:
+                self._rebind(swap.ours, swap.original)
+            for name, value in swap.before.items():
+                if value is _INHERITED:
+                    delattr(swap.owner, name)
+                else:
+                    setattr(swap.owner, name, value)
         self.swaps, self.outcome = [], {}
 
     def replace(self, r: Replacement, module: ModuleType) -> None:
         """Replaces r in its module, which has been executed, and wherever the engine has imported it to."""
-        original = vars(module).get(r.name)
+        above, _, name = r.name.rpartition(".")
+        owner = vars(module).get(above) if above else None
+        original = vars(owner if above else module).get(name) if owner is not None or not above else None
         if original is None:
             self._keep(r, f"there is no such function; ssmgen was written against {self.package} {self.version}")
         elif drift := differences(r.function, original):
             self._keep(r, f"its parameters are not those of {self.package} {self.version}: {'; '.join(drift)}")
         else:
             ours = _with_the_original_behind(r, original, self.log)
-            self._rebind(original, ours)
-            self.swaps.append(_Swap(original, ours))
+            changes = {name: ours, **r.says} if owner is not None else {}
+            self.swaps.append(_Swap(original, ours, owner, {n: vars(owner).get(n, _INHERITED) for n in changes}))
+            for attribute, value in changes.items():
+                setattr(owner, attribute, value)
+            if owner is None:
+                self._rebind(original, ours)
             self.outcome[r.place] = REPLACED
             self.log.info("ssmgen replaces %s", r.place)
 
@@ -193,6 +215,7 @@ def _plain(parameter: inspect.Parameter) -> inspect.Parameter:
 def _with_the_original_behind(r: Replacement, original: Callable[..., Any], log: logging.Logger) -> Callable[..., Any]:
     """Ours, for calls that it takes; the engine's for the others, with a warning, once per kind of reason."""
     told: set[tuple[type, str]] = set()
+    behind = original if r.behind is None else r.behind(original)
 
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -203,7 +226,7 @@ def _with_the_original_behind(r: Replacement, original: Callable[..., Any], log:
                 told.add(kind)
                 engine, advice = r.module.partition(".")[0], IN_AN_ENGINE if isinstance(e, CaptureError) else ""
                 log.warning("%s's own %s runs, not ssmgen's (said once for calls like this): %s%s", engine, r.name, e, advice)
-        return original(*args, **kwargs)
+        return behind(*args, **kwargs)
 
     return call
 
