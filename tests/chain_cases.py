@@ -17,7 +17,7 @@ from ssmgen.families.chunk_delta_rule.chain import ChainSpec
 from ssmgen.families.chunk_delta_rule.problem import CHUNK, COEFFICIENTS_AT, IMAGE, P_AT, PANEL, PANEL_BYTES, PANELS, T_AT, chunks_of
 from ssmgen.families.chunk_delta_rule.spec import Counts
 from ssmgen.render import render
-from ssmgen.spec import Arch, DType, Index, Layout
+from ssmgen.spec import Arch, DType, Index, Layout, Pdl
 
 SM80, SM90 = Arch.parse("sm_80"), Arch.parse("sm_90a")
 F64 = torch.float64
@@ -181,7 +181,7 @@ def walked(
             "head_k": K, "head_v": V, "x": NAMES[p.q.dtype], "state": NAMES[state], "layout": layout, "cu_seqlens": index("cu_seqlens"),
             "initial": "initial_states" in named, "final": "final_states" in named, "pool": "state" in named,
             "started": "has_initial_state" in named, "index": index("state_indices"), "checkpoints": index("checkpoint_positions"),
-            "tile": 16,
+            "tile": 16, "pdl": Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF,
         } | how
     )  # fmt: skip
     values: dict[str, int] = {
@@ -200,7 +200,8 @@ def walked(
     grid = spec.blocks(Counts(chunks_of(tokens, count), count, HV, HV // p.q.shape[1]))
     if grid:
         source = change(render(spec, arch))
-        run_source(source, spec.name, grid, spec.threads_per_block, packed, operands, spec.written, spec.dynamic_bytes)
+        launch = spec.name, grid, spec.threads_per_block, packed, operands, spec.written, spec.dynamic_bytes
+        run_source(source, *launch, early=spec.early_operands())
     return {name: named[name] for name in spec.roles() if name in spec.written}
 
 

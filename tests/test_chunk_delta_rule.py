@@ -77,7 +77,7 @@ def test_chunks_say_what_tokens_do(kind):
     ids=["plain", "raw", "logit-kv"],
 )
 def test_tokens_do_what_decode_steps_do(more):
-    """Bit for bit: both references compute in f32, one token after the other."""
+    """Both references compute in f32, one token after the other; what is rounded at the end may fall to either side."""
     call = make(SMALL, 2, 9) | more
     before = laws.states(SMALL, 2)
     before = before.mT.contiguous() if "state_layout" in more else before
@@ -265,9 +265,8 @@ def test_a_workspace_may_be_used_again_and_lies_at_a_multiple_of_16_bytes():
     assert problem_of(**operands(), workspace=memory) == problem_of(**operands())
     with pytest.raises(ArgumentError, match="workspace does not begin at a multiple of 16 bytes"):
         problem_of(**operands(), workspace=memory[8:])
-    call = operands()
-    with pytest.raises(ArgumentError, match="workspace overlaps"):
-        ssmgen.chunk_gated_delta_rule(**call, out=memory[:640].view(BF16).view(2, 5, 2, 16), workspace=memory)
+    with pytest.raises(ArgumentError, match="out overlaps workspace in memory"):
+        ssmgen.chunk_gated_delta_rule(**operands(), out=memory[:1280].view(BF16).view(2, 5, 2, 32), workspace=memory)
 
 
 def refused(problem: DeltaProblem, arch: Arch = SM90) -> str:

@@ -1,8 +1,8 @@
 """The first kernel of chunk_delta_rule: what of a chunk does not hang on the state, of all chunks at once.
 
-A block has a chunk of one head of q and k. Its warps share the products k k^T and q k^T, as far as the diagonal; then each makes the image of
-one head of v by itself, in registers but for what changes lanes, and they meet no more. 16 x 16 blocks of T' on the diagonal come from
-substitution in f32; those below from products of tf32, block row by block row.
+A block has a chunk of one head of q and k. Its warps share the products k k^T and q k^T, as far as the diagonal; then each makes the image
+of one head of v by itself, in registers but for what changes lanes, and they meet no more. 16 x 16 blocks of T' on the diagonal come from
+substitution in f32; those below from products of tf32, one row of blocks after the other.
 Bytes per token: 4 K / (heads of a key head) read, 174 written per head of v.
 """
 
