@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from importlib import metadata
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, all_suffixes
@@ -40,8 +40,6 @@ NAMES = (
 # What warm() is to those who do not make the calls themselves.
 IN_AN_ENGINE = "\nIn an engine, a step of the same batch size ahead of the capture does that."
 
-_INHERITED = object()  # what a class does not say itself
-
 REPLACED, WAITING = "replaced", "replaced when it is imported"
 
 
@@ -64,16 +62,6 @@ class Replacement:
         return f"{self.module}.{self.name}"
 
 
-@dataclass(frozen=True)
-class _Swap:
-    """A replacement that was made: the engine's function, and what stands in its place; of a method, in which class, which said what."""
-
-    original: Callable[..., Any]
-    ours: Callable[..., Any]
-    owner: type | None = None
-    before: Mapping[str, Any] = field(default_factory=dict)
-
-
 class Engine:
     """One engine's replacements, in this process. package: its top-level module; version: the one they were written against."""
 
@@ -81,7 +69,7 @@ class Engine:
         self.package, self.version, self.replacements = package, version, tuple(replacements)
         self.log = logging.getLogger(f"{package}.ssmgen")  # below the engine's logger, so that its settings apply
         self.finder = _Finder(self)
-        self.swaps: list[_Swap] = []  # of a module that was executed twice, both
+        self.undo: list[Callable[[], None]] = []  # of each replacement that was made; of a module that was executed twice, both
         self.outcome: dict[str, str] = {}
 
     def register(self) -> dict[str, str]:
@@ -111,33 +99,26 @@ class Engine:
         """Every name that holds one of ours gets the engine's function back; nothing is replaced from here on."""
         if self.finder in sys.meta_path:
             sys.meta_path.remove(self.finder)
-        for swap in reversed(self.swaps):
-            if swap.owner is None:
-                self._rebind(swap.ours, swap.original)
-            for name, value in swap.before.items():
-                if value is _INHERITED:
-                    delattr(swap.owner, name)
-                else:
-                    setattr(swap.owner, name, value)
-        self.swaps, self.outcome = [], {}
+        for undo in self.undo:
+            undo()
+        self.undo, self.outcome = [], {}
 
     def replace(self, r: Replacement, module: ModuleType) -> None:
         """Replaces r in its module, which has been executed, and wherever the engine has imported it to."""
-        above, _, name = r.name.rpartition(".")
-        owner = vars(module).get(above) if above else None
-        original = vars(owner if above else module).get(name) if owner is not None or not above else None
+        of_class, _, name = r.name.rpartition(".")
+        owner: Any = vars(module).get(of_class) if of_class else module
+        original = None if owner is None else vars(owner).get(name)
         if original is None:
             self._keep(r, f"there is no such function; ssmgen was written against {self.package} {self.version}")
         elif drift := differences(r.function, original):
             self._keep(r, f"its parameters are not those of {self.package} {self.version}: {'; '.join(drift)}")
         else:
             ours = _with_the_original_behind(r, original, self.log)
-            changes = {name: ours, **r.says} if owner is not None else {}
-            self.swaps.append(_Swap(original, ours, owner, {n: vars(owner).get(n, _INHERITED) for n in changes}))
-            for attribute, value in changes.items():
-                setattr(owner, attribute, value)
-            if owner is None:
+            if of_class:
+                self.undo.append(_given(owner, {name: ours, **r.says}))
+            else:
                 self._rebind(original, ours)
+                self.undo.append(partial(self._rebind, ours, original))
             self.outcome[r.place] = REPLACED
             self.log.info("ssmgen replaces %s", r.place)
 
@@ -210,6 +191,22 @@ def differences(ours: Callable[..., Any], theirs: Callable[..., Any]) -> list[st
 
 def _plain(parameter: inspect.Parameter) -> inspect.Parameter:
     return parameter.replace(annotation=inspect.Parameter.empty)
+
+
+def _given(owner: type, attributes: Mapping[str, Any]) -> Callable[[], None]:
+    """Gives a class these attributes. Returns what takes them back."""
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+
+    def undo() -> None:
+        for name in attributes:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)  # inherited
+
+    return undo
 
 
 def _with_the_original_behind(r: Replacement, original: Callable[..., Any], log: logging.Logger) -> Callable[..., Any]:
