@@ -6,6 +6,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from delta_cases import emulated
 from delta_oracles import (
     BF16,
     CHUNK,
@@ -30,7 +31,8 @@ from delta_oracles import (
 from engine_calls import no_call_goes_to_the_engine, pages, sglang_functions, vllm_functions  # noqa: F401
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ssmgen.compat import fla, flashinfer, replacing, sglang, sglang_delta, vllm
+from ssmgen import emulator
+from ssmgen.compat import delta_prompts, fla, flashinfer, replacing, sglang, sglang_delta, vllm
 from ssmgen.errors import ArgumentError, UnsupportedError
 
 F16 = torch.float16
@@ -364,6 +366,43 @@ def test_nothing_of_a_tensor_is_read_by_the_host(way):
     call = make()
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
         function(**{n: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for n, t in call.items()})
+
+
+BOUND = 6e-3 + 2**-9  # of kernels against float64, and the rounding of what is 16 bits
+
+
+@pytest.mark.skipif(not emulator.available(), reason="needs g++")
+@pytest.mark.parametrize("way", ["fla", "flashinfer", "vllm", "sglang"])
+def test_kernels_make_what_is_asked_for(way, monkeypatch):
+    """In the emulator: states of two dtypes and layouts, of slots, and at places that some sequences do not have."""
+    monkeypatch.setattr(
+        delta_prompts, "chunk_gated_delta_rule", lambda q, k, v, g, beta, **more: emulated(q=q, k=k, v=v, g=g, beta=beta, **more)
+    )
+    pool, buffer = pages(9, *POOL), torch.zeros(len(LENGTHS), *POOL)
+    before = pool[SLOTS.long()]
+    if way == "fla":
+        call, kv = operands(1, TOKENS), states(len(LENGTHS), BF16, "kv")
+        o, last = fla.chunk_gated_delta_rule(**call, initial_state=kv, output_final_state=True, cu_seqlens=starts_of(LENGTHS))
+        y, each = walks(call, LENGTHS, kv.transpose(2, 3))
+        last = last.transpose(2, 3)
+    elif way == "flashinfer":
+        kept = {**KEPT, "state_checkpoints": torch.full((3, *POOL), 7.0), "checkpoint_cu_starts": starts_of([n // CHUNK for n in LENGTHS])}
+        call = flashinfer_call(state_indices=SLOTS, initial_state=pool, output_state=pool, output_final_state=True, **kept)
+        o, last = flashinfer.chunk_gated_delta_rule(**call)
+        y, each = walks(logs(call), LENGTHS, before)
+        assert close(kept["state_checkpoints"][0], each[0][CHUNK], BOUND) and close(kept["state_checkpoints"][1], each[3][CHUNK], BOUND)
+        assert (kept["state_checkpoints"][2] == 7).all()
+        last = torch.stack([before[i] if not n else last[slot] for i, (n, slot) in enumerate(zip(LENGTHS, SLOTS, strict=True))])
+    elif way == "vllm":
+        call = vllm_call(initial_state=before)
+        o, last = vllm.chunk_gated_delta_rule(**call)
+        y, each = walks(call, LENGTHS, before)
+    else:
+        o, *_ = sglang_delta.extend(None, **extend_call(pool, track_state=buffer, track_chunk_idx=TRACKED))
+        y, each = walks(sglang_call(), LENGTHS, before, norm=True)
+        last = torch.stack([before[i] if not n else pool[slot] for i, (n, slot) in enumerate(zip(LENGTHS, SLOTS, strict=True))])
+        assert all(close(buffer[i], each[i][chunk * CHUNK], BOUND) for i, chunk in enumerate(TRACKED.tolist()) if chunk >= 0)
+    assert close(o.flatten(0, -3), y, BOUND) and all(close(last[i], S[-1], BOUND) for i, S in enumerate(each))
 
 
 # What is refused, in words, and nothing written.
