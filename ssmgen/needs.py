@@ -11,6 +11,7 @@ class Needs:
     and of aligned vectors are always there, and so are the conversions of the types that the spec's fields name."""
 
     math: bool = False  # exponentials and reciprocals
+    logs: bool = False  # logarithms, beside those
     elements: bool = False  # vectors gathered from elements that are not aligned, or not neighbours
     bytes: bool = False  # 8-bit loads
     raw: bool = False  # stores of numbers that are copied, and not computed with
@@ -21,8 +22,11 @@ class Needs:
     shared_pairs: bool = False  # loads of two words at once from shared memory
     shared_quads: bool = False  # loads and stores of four of them; warpgroups have them
     matrix_stores: bool = False  # stores of matrices to shared memory, from sm_90 on; warpgroups have them
+    places: bool = False  # loads and stores of words, one or four at once, at known distances from a lane's place in shared memory
     copies: bool = False  # asynchronous copies to shared memory
     barriers: bool = False  # those of shared memory, and the bulk copies that arrive there; from sm_90 on
     warpgroups: tuple[int, ...] = ()  # columns of the products that warpgroups make, of `mma`'s type; sm_90a
+    panels: bool = False  # their operands whose rows are 16 numbers
     meetings: bool = False  # barriers that threads of a block meet at from several places of the text
     mma: str = ""  # element type that the tensor cores multiply, as PTX names it; empty if they do not
+    tf32: bool = False  # they multiply f32 too, of which they see tf32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ssmgen.families.chunk_delta_rule.chain import ChainSpec
 from ssmgen.families.chunk_delta_rule.problem import CHUNK, COEFFICIENTS_AT, IMAGE, P_AT, PANEL, PANEL_BYTES, PANELS, T_AT, chunks_of
 from ssmgen.families.chunk_delta_rule.spec import Counts
 from ssmgen.render import render
-from ssmgen.spec import Arch, DType, Index, Layout
+from ssmgen.spec import Arch, DType, Index, Layout, Pdl
 
 SM80, SM90 = Arch.parse("sm_80"), Arch.parse("sm_90a")
 F64 = torch.float64
@@ -42,10 +43,12 @@ class Prompt:
 
     def spans(self) -> list[tuple[int, int]]:
         ends = torch.tensor([0, *self.lengths]).cumsum(0).tolist()
-        return list(zip(ends, ends[1:], strict=False))
+        return list(pairwise(ends))
 
 
-def prompt(*lengths: int, K: int = 32, V: int = 32, HK: int = 1, HV: int = 1, x: torch.dtype = BF16, decay: float = 0.1, seed: int = 0) -> Prompt:
+def prompt(
+    *lengths: int, K: int = 32, V: int = 32, HK: int = 1, HV: int = 1, x: torch.dtype = BF16, decay: float = 0.1, seed: int = 0
+) -> Prompt:
     """decay: of a token's state, about, as a log2."""
     g, tokens = torch.Generator().manual_seed(seed), sum(lengths)
 
@@ -70,9 +73,9 @@ def recurrence(p: Prompt, before: Tensor | None = None) -> tuple[Tensor, list[Te
         S = torch.zeros(p.v.shape[1], p.v.shape[2], q.shape[2], dtype=F64) if before is None else before[i].double()
         for t in range(begin, end):
             S = S * torch.exp2(p.decays[t])[:, None, None]
-            fresh = p.beta[t][:, None] * (p.v[t].double() - torch.einsum("hvk,hk->hv", S, k[t]))
-            S = S + torch.einsum("hv,hk->hvk", fresh, k[t])
-            out[t] = torch.einsum("hvk,hk->hv", S, q[t])
+            fresh = p.beta[t][:, None] * (p.v[t].double() - (S * k[t][:, None]).sum(-1))
+            S = S + fresh[..., None] * k[t][:, None]
+            out[t] = (S * q[t][:, None]).sum(-1)
         states.append(S)
     return out, states
 
@@ -93,7 +96,12 @@ def image(p: Prompt, begin: int, end: int, head: int) -> Tensor:
     P = (rq[:, None] * rk * ratio * (q @ k.T)).tril()
     P[there:], T[there:] = 0, 0
     in_chunk = (torch.arange(CHUNK) < there).double()
-    factors = [-torch.exp2(gamma) * rk, torch.exp2(gamma[-1] - gamma) * rk * in_chunk, torch.exp2(gamma) * rq, torch.exp2(gamma[-1:]).expand(4)]
+    factors = [
+        -torch.exp2(gamma) * rk,
+        torch.exp2(gamma[-1] - gamma) * rk * in_chunk,
+        torch.exp2(gamma) * rq,
+        torch.exp2(gamma[-1:]).expand(4),
+    ]
     made = torch.full((IMAGE,), 255, dtype=torch.uint8)
     for matrix, at in ((T, T_AT), (P, P_AT)):
         panels = [swizzled(matrix[PANEL * c :, PANEL * c : PANEL * (c + 1)].to(p.q.dtype)) for c in range(PANELS)]
@@ -173,10 +181,15 @@ def walked(
             "head_k": K, "head_v": V, "x": NAMES[p.q.dtype], "state": NAMES[state], "layout": layout, "cu_seqlens": index("cu_seqlens"),
             "initial": "initial_states" in named, "final": "final_states" in named, "pool": "state" in named,
             "started": "has_initial_state" in named, "index": index("state_indices"), "checkpoints": index("checkpoint_positions"),
-            "tile": 16,
+            "tile": 16, "pdl": Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF,
         } | how
     )  # fmt: skip
-    values: dict[str, int] = {"tokens": tokens // count if batch else tokens, "sequences": count, "heads": HV, "group_heads": HV // p.q.shape[1]}
+    values: dict[str, int] = {
+        "tokens": tokens // count if batch else tokens,
+        "sequences": count,
+        "heads": HV,
+        "group_heads": HV // p.q.shape[1],
+    }
     values |= {"pad_slot_id": pad_slot_id, "slots": len(named.get("state", ())), "positions": len(positions or ())}
     for role, axis in spec.strides():
         t = named[role]
@@ -187,7 +200,8 @@ def walked(
     grid = spec.blocks(Counts(chunks_of(tokens, count), count, HV, HV // p.q.shape[1]))
     if grid:
         source = change(render(spec, arch))
-        run_source(source, spec.name, grid, spec.threads_per_block, packed, operands, spec.written, spec.dynamic_bytes)
+        launch = spec.name, grid, spec.threads_per_block, packed, operands, spec.written, spec.dynamic_bytes
+        run_source(source, *launch, early=spec.early_operands())
     return {name: named[name] for name in spec.roles() if name in spec.written}
 
 

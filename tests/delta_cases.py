@@ -24,6 +24,8 @@ from ssmgen.spec import Arch
 
 LENGTHS = (0, 1, 63, 64, 65, 130)
 BOUNDS = {BF16: 6e-3, F16: 1.5e-3}  # relative L2 error, random operands
+FEW = {BF16: 8e-3, F16: 1.5e-3}  # of a few tokens: T', P, v_new and the output are rounded, each by up to 2^-9, and nothing averages that
+STORED = {F32: 0.0, BF16: 2.0**-9, F16: 2.0**-12}  # a state's rounding
 HARD = {BF16: 1.5e-2, F16: 4e-3}  # keys that are nearly one, steps of 1 and 2, decays of nothing and of all
 
 Run = Callable[..., Any]  # as ssmgen.chunk_gated_delta_rule
@@ -168,8 +170,9 @@ def lengths_are_accurate(run: Run, sizes: Sizes, lengths: Sequence[int]) -> None
     out, last = run(**call)
     for i, (begin, length) in enumerate(zip(call["cu_seqlens"].tolist(), lengths, strict=False)):
         if length:
-            assert error(out[begin : begin + length], wanted["out"][0, begin : begin + length]) <= BOUNDS[sizes.x], length
-            assert error(last[i], wanted["final_states"][i]) <= BOUNDS[sizes.x], length
+            bound = (BOUNDS if length > 16 else FEW)[sizes.x]
+            assert error(out[begin : begin + length], wanted["out"][0, begin : begin + length]) <= bound, length
+            assert error(last[i], wanted["final_states"][i]) <= bound, length
         else:
             assert not last[i].any()
 
@@ -216,7 +219,7 @@ def a_pool_is_touched_where_it_should_be(run: Run, sizes: Sizes, state: torch.dt
     assert not memory.untouched({"state": torch.tensor([3, 0], device=sizes.device), "out": torch.arange(tokens - 9, device=sizes.device)})
     for begin, end, slot in ((0, 65, 3), (72, 88, 0)):
         assert error(out[begin:end], wanted["out"][0, begin:end]) <= BOUNDS[sizes.x]
-        assert error(pool[slot], wanted["state"][slot]) <= BOUNDS[sizes.x]
+        assert error(pool[slot], wanted["state"][slot]) <= BOUNDS[sizes.x] + STORED[state]
     assert not out[65:72].any() and not out[88:152].any()
 
 

@@ -133,8 +133,8 @@ def unpack(workspace: Tensor, images: Images, x: torch.dtype) -> Images:
     return Images(square(T_AT), square(P_AT), c_x, c_u, c_o, row[..., -1], images.served)
 
 
-def images_are_right(found: Images, wanted: Images, x: torch.dtype, bound: float | None = None) -> None:
-    """Numbers of tokens within `bound`, relative L2 by chunk and head; zeros and finite numbers behind the last one."""
+def images_are_right(found: Images, wanted: Images, x: torch.dtype, bound: float | None = None, coefficients: float = 1e-5) -> None:
+    """Numbers of tokens within `bound`, or `coefficients`, relative L2 by chunk and head; zeros and finite numbers behind the last one."""
     limit = ROUNDED[x] if bound is None else bound
     for at, count in enumerate(wanted.served.tolist()):
         for name in ("T", "P", "c_x", "c_u", "c_o", "decay") if count else ():
@@ -147,6 +147,6 @@ def images_are_right(found: Images, wanted: Images, x: torch.dtype, bound: float
             if name.startswith("c_"):
                 ours, theirs = ours[:, :count], theirs[:, :count]
             for h in range(ours.shape[0]):
-                allowed = limit if name in ("T", "P") else 1e-5
+                allowed = limit if name in ("T", "P") else coefficients
                 apart = (ours[h] - theirs[h]).norm()
                 assert apart <= allowed * theirs[h].norm() + 1e-30, (name, at, h, float(apart / theirs[h].norm()))

@@ -20,6 +20,31 @@ float checked(float v) {
   return v;
 }
 
+// What a lane brings to a product: each of its registers has so many numbers. They are widened once: each is used by 8 or 4 lanes.
+template <u32 Each>
+struct Operands {
+  float a[4 * Each], b[2 * Each];
+};
+
+template <u32 Each>
+void multiply(float* d, const Operands<Each>& own, const void* site) {
+  const u32 lane = machine->current % kWarp, group = lane / 4, part = lane % 4;
+  const auto of_lane = [&](u32 l) { return reinterpret_cast<const Operands<Each>*>(machine->threads[machine->current - lane + l].brought); };
+  machine->meet(Kind::kTogether, site, ~0u, u64(&own), lane);
+  double sum[4] = {d[0], d[1], d[2], d[3]};
+  for (u32 t = 0; t < 4; ++t) {  // lanes that hold a quarter of the columns of a and of the rows of b
+    const float* rows = of_lane(group * 4 + t)->a;
+    for (u32 n = 0; n < 2; ++n) {
+      const float* column = of_lane((2 * part + n) * 4 + t)->b;
+      for (u32 row = 0; row < 2; ++row)
+        for (u32 w = 0; w < 2; ++w)
+          for (u32 i = 0; i < Each; ++i) sum[2 * row + n] += double(rows[Each * (row + 2 * w) + i]) * column[Each * w + i];
+    }
+  }
+  machine->meet(Kind::kTogether, site, ~0u, u64(&own), lane);  // the others may have read this lane's numbers until here
+  for (int i = 0; i < 4; ++i) d[i] = float(sum[i]);
+}
+
 }  // namespace
 
 float from_bf16(u16 v) {
@@ -61,32 +86,31 @@ float exp2_flushed(float v) { return flush(std::exp2(flush(checked(v)))); }
 float rsqrt_flushed(float v) { return flush(1.f / std::sqrt(flush(checked(v)))); }
 float rcp_flushed(float v) { return flush(1.f / flush(checked(v))); }
 
+float log2_flushed(float v) { return std::log2(flush(checked(v))); }
+
 // Sums in double, rounded once per call: the tensor cores' own order and rounding are not documented.
 void mma(float* d, const u32* a, const u32* b, bool bf16) {
-  struct Numbers {
-    float a[8], b[4];  // widened once: each is used by 8 or 4 lanes
-  } own;
+  Operands<2> own;
   const auto widen = [&](u32 word, float* to) {
     for (u32 half = 0; half < 2; ++half) to[half] = bf16 ? from_bf16(u16(word >> 16 * half)) : from_f16(u16(word >> 16 * half));
   };
   for (u32 w = 0; w < 4; ++w) widen(a[w], own.a + 2 * w);
   for (u32 w = 0; w < 2; ++w) widen(b[w], own.b + 2 * w);
-  const u32 lane = machine->current % kWarp, group = lane / 4, part = lane % 4;
-  const auto meet = [&, site = __builtin_return_address(0)] { machine->meet(Kind::kTogether, site, ~0u, u64(&own), lane); };
-  const auto of_lane = [&](u32 l) { return reinterpret_cast<const Numbers*>(machine->threads[machine->current - lane + l].brought); };
-  meet();
-  double sum[4] = {d[0], d[1], d[2], d[3]};
-  for (u32 t = 0; t < 4; ++t) {  // lanes that hold a quarter of the columns of a and of the rows of b
-    const float* rows = of_lane(group * 4 + t)->a;
-    for (u32 n = 0; n < 2; ++n) {
-      const float* column = of_lane((2 * part + n) * 4 + t)->b;
-      for (u32 row = 0; row < 2; ++row)
-        for (u32 w = 0; w < 2; ++w)
-          for (u32 half = 0; half < 2; ++half) sum[2 * row + n] += double(rows[2 * (row + 2 * w) + half]) * column[2 * w + half];
-    }
-  }
-  meet();  // the others may have read this lane's numbers until here
-  for (int i = 0; i < 4; ++i) d[i] = float(sum[i]);
+  multiply(d, own, __builtin_return_address(0));
+}
+
+void mma_tf32(float* d, const float* a, const float* b) {
+  Operands<1> own;
+  const auto cut = [](float v) {
+    u32 bits;
+    std::memcpy(&bits, &v, 4);
+    if ((bits & 0x7fffffffu) <= 0x7f800000u) bits &= 0xffffe000u;  // what is no number remains none
+    std::memcpy(&v, &bits, 4);
+    return checked(v);
+  };
+  for (u32 w = 0; w < 4; ++w) own.a[w] = cut(a[w]);
+  for (u32 w = 0; w < 2; ++w) own.b[w] = cut(b[w]);
+  multiply(d, own, __builtin_return_address(0));
 }
 
 }  // namespace emulator

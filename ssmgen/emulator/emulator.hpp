@@ -200,6 +200,7 @@ inline float widen_f16(unsigned short v) { return emulator::from_f16(v); }
 inline float exp2_approx(float v) { return emulator::exp2_flushed(v); }
 inline float rsqrt_approx(float v) { return emulator::rsqrt_flushed(v); }
 inline float rcp_approx(float v) { return emulator::rcp_flushed(v); }
+inline float log2_approx(float v) { return emulator::log2_flushed(v); }
 
 [[gnu::always_inline]] inline void mma_bf16(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
   const unsigned a[4] = {a0, a1, a2, a3}, b[2] = {b0, b1};
@@ -208,6 +209,10 @@ inline float rcp_approx(float v) { return emulator::rcp_flushed(v); }
 [[gnu::always_inline]] inline void mma_f16(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
   const unsigned a[4] = {a0, a1, a2, a3}, b[2] = {b0, b1};
   emulator::mma(d, a, b, false);
+}
+[[gnu::always_inline]] inline void mma_tf32(float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
+  const float a[4] = {a0, a1, a2, a3}, b[2] = {b0, b1};
+  emulator::mma_tf32(d, a, b);
 }
 
 template <class T>
@@ -261,6 +266,10 @@ inline Matrix matrix_by_rows(const emulator::Shared<T>& from, unsigned i) {
 template <class T>
 inline Matrix matrix_by_columns(const emulator::Shared<T>& from, unsigned i, unsigned next) {
   return Matrix{from.array(), (long long)(i) * sizeof(T), next, true};
+}
+template <class T>
+inline Matrix matrix_by_short_rows(const emulator::Shared<T>& from, unsigned i) {
+  return Matrix{from.array(), (long long)(i) * sizeof(T), 0, false, 32};
 }
 [[gnu::always_inline]] inline void wgmma_fence() { emulator::wgmma_fence(); }
 [[gnu::always_inline]] inline void wgmma_commit() { emulator::wgmma_commit(); }
@@ -319,6 +328,23 @@ template <class T>
 inline void store_4_shared(const emulator::Shared<T>& to, unsigned i, const unsigned* v) {
   static_assert(16 % sizeof(T) == 0, "four words are whole elements");
   emulator::store_4_shared(to.array(), i, v);
+}
+
+struct Place {
+  emulator::SharedArray* array;
+  long long i;
+};
+template <class T>
+inline Place place_in(const emulator::Shared<T>& array, unsigned i) {
+  static_assert(sizeof(T) == 4, "elements are words");
+  return Place{array.array(), i};
+}
+inline Place operator+(Place p, int words) { return p.i += words, p; }
+inline unsigned load_word(Place from, int ahead) { return *static_cast<const unsigned*>(emulator::shared_load(from.array, from.i + ahead)); }
+inline void load_quad(Place from, int ahead, unsigned* r) { emulator::load_4_shared(from.array, from.i + ahead, r); }
+inline void store_quad(Place to, int ahead, const unsigned* v) { emulator::store_4_shared(to.array, to.i + ahead, v); }
+[[gnu::always_inline]] inline void load_matrices(unsigned (&r)[4], Place from, int ahead) {
+  emulator::load_matrices(r, from.array, from.i + ahead, false);
 }
 
 inline void prefetch_l2(const void* p, int bytes) { emulator::prefetch(p, bytes); }

@@ -77,6 +77,7 @@ struct Matrix {
   long long byte = 0;
   u32 next = 0;
   bool by_columns = false;
+  u32 row = 128;  // bytes
 };
 void wgmma(float* d, const u32* a, const Matrix& b, u32 columns, bool by_columns, u32 sum);
 void wgmma(float* d, const Matrix& a, bool a_by_columns, const Matrix& b, u32 columns, bool by_columns, u32 sum);
@@ -96,7 +97,9 @@ float from_f16(u16 h);
 float exp2_flushed(float v);
 float rsqrt_flushed(float v);
 float rcp_flushed(float v);
+float log2_flushed(float v);
 void mma(float* d, const u32* a, const u32* b, bool bf16);
+void mma_tf32(float* d, const float* a, const float* b);
 
 }  // namespace emulator
 

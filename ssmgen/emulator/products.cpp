@@ -120,9 +120,9 @@ Part part_of(const Matrix& b, u32 columns, bool by_columns, u32 from, u32 count)
   check_place(*b.array, 0, 1024, "matrix");
   const auto fail = [&](const std::string& why) { machine->fail("matrix that begins at byte " + std::to_string(b.byte) + " of " + b.array->name + why); };
   if (b.by_columns != by_columns) fail(b.by_columns ? ", by columns, in a product by rows" : ", by rows, in a product by columns");
-  if (b.byte % kPiece || b.byte / 128 % 8) fail(": its rows do not begin with one of every 8");
+  if (b.byte % kPiece || b.byte / b.row % 8) fail(": its rows do not begin with one of every 8");
   const u32 wide = b.by_columns ? std::min(columns, 64u) * 2 : kDepth * 2;
-  if (b.byte % 128 + wide > 128) fail(": its rows go on behind their 128 bytes");
+  if (b.byte % b.row + wide > b.row) fail(": its rows go on behind their " + std::to_string(b.row) + " bytes");
   if (b.by_columns && columns > 64 && b.next % 1024)
     fail(": its next 64 columns are " + std::to_string(b.next) + " bytes on, which is no multiple of 1024");
   Part part{b.array, {}, count, by_columns};
@@ -130,8 +130,8 @@ Part part_of(const Matrix& b, u32 columns, bool by_columns, u32 from, u32 count)
   const u32 first_piece = by_columns ? from / 8 : 0, across = by_columns ? count / 8 : kDepth / 8;
   for (u32 row = first_row; row < first_row + rows; ++row)
     for (u32 p = first_piece; p < first_piece + across; ++p) {
-      const u32 at = u32(b.byte) + row / 8 * 1024 + row % 8 * 128 + p / 8 * b.next + p % 8 * kPiece;
-      part.pieces.push_back(at ^ (at / 128 % 8 * kPiece));
+      const u32 at = u32(b.byte) + row * b.row + p / 8 * b.next + p % 8 * kPiece;
+      part.pieces.push_back(at ^ (at / 128 % (b.row / kPiece) * kPiece));
     }
   return part;
 }

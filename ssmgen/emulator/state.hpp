@@ -115,7 +115,7 @@ struct Product {
   u32 held[kWarp][4];   // what was there when it was asked for
 };
 
-inline bool same(const Matrix& a, const Matrix& b) { return a.array == b.array && a.byte == b.byte && a.next == b.next; }
+inline bool same(const Matrix& a, const Matrix& b) { return a.array == b.array && a.byte == b.byte && a.next == b.next && a.row == b.row; }
 
 // What all warps of a warpgroup do, in the same order: products, and changes of registers.
 struct Step {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from product_cases import Product, close, close_twice, numbers_of, product_of, random, with_library
+from test_products_panels import PANELS, run_panels
 from test_products_stored import PEERS, RING, TWICE, run_peers, run_ring, run_twice
 from torch import Tensor
 
@@ -51,6 +52,11 @@ def test_a_product(columns, by_columns, dtype):
 def test_a_ring_of_bulk_copies():
     out, want = run_ring(RING, launch)
     assert close(out / 4, want / 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+def test_a_triangle_in_panels(dtype):
+    assert close(*run_panels(PANELS, dtype, launch))
 
 
 def test_a_product_of_a_stored_product():

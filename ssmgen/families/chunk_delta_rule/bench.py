@@ -122,8 +122,15 @@ class Case:
 
     def arguments(self, i: int) -> dict[str, Any]:
         """Keywords of the i-th call."""
-        call = {"q": self.q[i], "k": self.k[i], "v": self.v[i], "beta": self.beta[i], "out": self.out[i], "workspace": self.workspace}
-        call |= {"use_qk_l2norm": True}
+        call: dict[str, Any] = {
+            "q": self.q[i],
+            "k": self.k[i],
+            "v": self.v[i],
+            "beta": self.beta[i],
+            "out": self.out[i],
+            "workspace": self.workspace,
+        }
+        call["use_qk_l2norm"] = True
         if self.form is not Form.DELTA_RULE:
             call["g"] = self.g[i]
         if self.form is not Form.POOL:
@@ -190,7 +197,7 @@ def run(
     device: torch.device | str = "cuda",
 ) -> dict[str, Any]:
     """The whole report, as JSON would hold it. Raises SsmgenError without a GPU."""
-    report = reports.begin(__doc__) | {"op": "chunk_gated_delta_rule"}
+    report = reports.begin(__doc__) | {"op": "chunk_delta_rule"}
     points = list(itertools.product(map(Form, forms or [Form.BATCH]), shapes or SHAPES))
     watch.begins(report["op"], len(points))
     for form, shape in points:
@@ -220,7 +227,7 @@ def table(report: Mapping[str, Any]) -> str:
     peer = next(iter(PEERS))
     ours, host = f"{'us':>9}{'TB/s':>7}{'no pdl':>9}{'mul':>9}{'x mul':>8}", f"{'host us':>9}{'bound':>7}{'compile s':>11}"
     heading = f"{ours}{'fla':>11}{'ratio':>7}{host}"
-    first = "chunk_gated_delta_rule: heads of k x heads of v x sequences x tokens"
+    first = "chunk_delta_rule: heads of k x heads of v x sequences x tokens"
     lines = [*reports.head(report), first, f"{'case':32}{heading}  rule"]
     for row in report["rows"]:
         us, host = row["us"], row["host_us"]

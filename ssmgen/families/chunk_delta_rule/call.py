@@ -103,7 +103,7 @@ def chunk_gated_delta_rule(
     Source: Yang et al. 2024 (arXiv 2412.06464).
     """
     gate = "linear" if linear_gate else "log" if A_log is None else "raw"
-    objections = ()
+    objections: tuple[str, ...] = ()
     if linear_gate and not (A_log is None and dt_bias is None):
         objections = ("linear_gate says that g is the decay itself, and A_log and dt_bias make a raw gate a log decay",)
     elif dt_bias is not None and A_log is None:

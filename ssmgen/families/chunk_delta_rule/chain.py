@@ -41,7 +41,6 @@ class ChainSpec(DeltaSpec, DeltaProblem):
     fetchers: int = 1  # warps
     min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
     ahead_pdl: Pdl = Pdl.OFF  # of the kernel that prepares
-    ahead_heads: int = 0  # its heads_per_block
 
     @property
     def needs(self) -> Needs:
@@ -52,8 +51,17 @@ class ChainSpec(DeltaSpec, DeltaProblem):
         )  # fmt: skip
 
     @property
+    def early(self) -> bool:
+        """Whether what the kernel ahead does not write is read before the wait for it."""
+        return self.pdl not in (Pdl.OFF, Pdl.TRIGGER_TOP)
+
+    def early_operands(self) -> list[str]:
+        late = ("workspace", "out", "final_states", "checkpoints")
+        return [name for name in self.operands() if self.early and name not in late]
+
+    @property
     def ahead(self) -> tuple[KernelSpec, ...]:
-        return (PrepareSpec(**of_problem(self, ChunkProblem), pdl=self.ahead_pdl, heads_per_block=self.ahead_heads),)
+        return (PrepareSpec(**of_problem(self, ChunkProblem), pdl=self.ahead_pdl),)
 
     @property
     def threads_per_block(self) -> int:
@@ -122,6 +130,9 @@ def _spec(problem: DeltaProblem, **how: Any) -> ChainSpec:
 
 def space(problem: DeltaProblem, arch: Arch) -> Iterator[ChainSpec]:
     """Every legal variant of a problem within the axes worth trying."""
+    from .warpgroups import warpgroup_space
+
+    yield from warpgroup_space(problem, arch)
     inner = Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF
     for tile in TILES:
         for stages in (1, 2, 3):
@@ -133,7 +144,10 @@ def space(problem: DeltaProblem, arch: Arch) -> Iterator[ChainSpec]:
 
 def candidates(problem: DeltaProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
+    from .warpgroups import by_warpgroups
+
     edge = {"pdl": Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF, "ahead_pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
+    yield from by_warpgroups(problem, size, edge)
     tiles = [t for t in TILES[:3] if problem.head_v % t == 0]
     yield "three stages", _spec(problem, tile=tiles[-1], stages=3, **edge), ""
     yield "two stages", _spec(problem, tile=tiles[-1], stages=2, **edge), ""

@@ -162,6 +162,7 @@ def kernel_values(spec: DeltaSpec, views: Mapping[str, Tensor], options: Options
     counts = counts_of(views)
     values: dict[str, int | float] = {"tokens": views["v"].shape[1], "sequences": counts.sequences, "heads": counts.heads}
     values |= {"group_heads": counts.group_heads, "scale": options.scale, "pad_slot_id": options.pad_slot_id}
+    values |= spec.counted(counts)
     values |= {"slots": views["state"].shape[0] if "state" in views else 0}
     values |= {"positions": views["checkpoints"].shape[0] if "checkpoints" in views else 0}
     values |= {f"{operand}_{axis}": views[operand].stride(_AXES[operand][axis]) for operand, axis in spec.strides()}

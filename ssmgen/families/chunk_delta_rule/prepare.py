@@ -1,19 +1,31 @@
-"""The first kernel of chunk_delta_rule: what of a chunk does not hang on the state, of all chunks at once."""
+"""The first kernel of chunk_delta_rule: what of a chunk does not hang on the state, of all chunks at once.
+
+A block has a chunk of one head of q and k. Its warps share the products k k^T and q k^T, as far as the diagonal; then each makes the image
+of one head of v by itself, in registers but for what changes lanes, and they meet no more. 16 x 16 blocks of T' on the diagonal come from
+substitution in f32; those below from products of tf32, one row of blocks after the other.
+Bytes per token: 4 K / (heads of a key head) read, 174 written per head of v.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from ...spec import Arch, Needs, Pdl, must
+from ...arguments import divisor
+from ...spec import Arch, Needs, Param, Pdl, must
+from ..linear_attention.problem import Beta
+from .problem import CHUNK, Gate
 from .spec import Counts, DeltaSpec
 
-WARPS = 4  # of 16 tokens each
+WARPS = 4  # of a block, and so many heads of v at most
+BANDS = CHUNK // 16
+SUM_WORDS = 2 * BANDS * (BANDS + 1) // 2 * 256  # of shared memory: k k^T and q k^T as far as the diagonal, in blocks of 16 x 16
+OWN_WORDS = 4 * CHUNK + BANDS * (16 * 20 + 8)  # each warp's: gamma, factors of rows and columns, beta; blocks on the diagonal of T'
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareSpec(DeltaSpec):
-    """Images of the chunks of one key head's values, from q, k and gates. No choice here changes a bit of the result."""
+    """Images of a chunk, from q, k and gates. No choice here changes a bit of the result."""
 
     family: ClassVar[str] = "chunk_delta_rule_prepare"
     template: ClassVar[str] = "chunk_delta_rule/prepare.cu.j2"
@@ -21,11 +33,14 @@ class PrepareSpec(DeltaSpec):
     written: ClassVar[tuple[str, ...]] = ("images",)
     scaled: ClassVar[bool] = True
 
-    heads_per_block: int = 0  # heads of v that a block serves, of one of q and k; 0 = all
+    min_blocks: int = 4  # blocks per SM that ptxas must leave registers for: with 4, a thread has 128
 
     @property
     def needs(self) -> Needs:
-        return Needs(math=True, matrices=True, copies=True, mma=self.x.value)
+        return Needs(
+            math=True, logs=self.gate is Gate.LINEAR, bytes=True, matrices=True, places=True, copies=True, meetings=True,
+            mma=self.x.value, tf32=True,
+        )  # fmt: skip
 
     @property
     def threads_per_block(self) -> int:
@@ -34,18 +49,48 @@ class PrepareSpec(DeltaSpec):
     @property
     def stem(self) -> str:
         shape = f"k{self.head_k}_{self.x.value}_{self.gate.value}"
-        return f"delta_prepare_{shape}_h{self.heads_per_block}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+        blocks = "" if self.min_blocks == 4 else f"_b{self.min_blocks}"
+        return f"delta_prepare_{shape}{blocks}{'' if self.pdl is Pdl.OFF else '_pdl'}"
 
     def blocks(self, counts: Counts) -> int:
-        per_block = self.heads_per_block or counts.group_heads
-        return counts.chunks * (counts.heads // counts.group_heads) * -(-counts.group_heads // per_block)
+        per_group, _ = _divided(counts.group_heads)
+        return counts.chunks * (counts.heads // counts.group_heads) * per_group
+
+    def parameters(self) -> list[Param]:
+        return [*super().parameters(), *Param.divisor("chunk_blocks"), *Param.divisor("head_blocks"), Param.u32("block_heads")]
+
+    def counted(self, counts: Counts) -> dict[str, int]:
+        per_group, heads = _divided(counts.group_heads)
+        per_chunk = counts.heads // counts.group_heads * per_group
+        return {**divisor("chunk_blocks", per_chunk), **divisor("head_blocks", per_group), "block_heads": heads}
+
+    @property
+    def dynamic_bytes(self) -> int:
+        """q and k; then, in their place, the products, and what each warp has of its own."""
+        band_words = 16 * (self.head_k // 2 + 4) + 16
+        return 4 * max(2 * BANDS * band_words, SUM_WORDS + WARPS * OWN_WORDS)
 
     @property
     def shared_bytes(self) -> int:
-        return 0
+        return self.dynamic_bytes + (2 * CHUNK * 4 if self.l2norm else 0)
 
     def violations(self, arch: Arch) -> list[str]:
         return self.faults() or [
-            *must(self.heads_per_block >= 0, f"heads_per_block {self.heads_per_block} is negative"),
+            *must(1 <= self.min_blocks <= 8, f"min_blocks {self.min_blocks} are not 1 … 8"),
             *self.common_violations(arch, self.shared_bytes),
         ]
+
+    def constants(self) -> dict[str, Any]:
+        return super().constants() | {
+            "warps": WARPS,
+            "own_words": OWN_WORDS,
+            "softplus": self.gate is Gate.RAW,
+            "sigmoid": self.beta_form is not Beta.PLAIN,
+            "silu": False,
+        }
+
+
+def _divided(group_heads: int) -> tuple[int, int]:
+    """(blocks, heads of each but the last) for the heads of v that share one of q and k."""
+    blocks = -(-group_heads // WARPS)
+    return blocks, -(-group_heads // blocks)

@@ -39,9 +39,9 @@ def _walk(
     out = torch.empty_like(v)
     for t in range(v.shape[0]):
         S = S * a[t, :, None, None]
-        error = v[t] - torch.einsum("hvk,hk->hv", S, k[t])
-        S = S + (beta[t, :, None] * error)[:, :, None] * k[t, :, None, :]
-        out[t] = torch.einsum("hvk,hk->hv", S, q[t])
+        error = v[t] - (S * k[t, :, None]).sum(-1)
+        S = S + (beta[t, :, None] * error)[..., None] * k[t, :, None]
+        out[t] = (S * q[t, :, None]).sum(-1)
         passed(t + 1, S)
     return S, out
 
@@ -75,9 +75,9 @@ def chunk_delta_rule(
             continue
         S = v.new_zeros(heads, head_v, head_k, dtype=dtype)
         if initial_states is not None:
-            S = initial_states[s].to(dtype)
+            S = initial_states[s].to(dtype).contiguous()
         elif state is not None and has_initial_state is not None and bool(has_initial_state[s]):
-            S = state[slot].to(dtype)
+            S = state[slot].to(dtype).contiguous()
         length, first = span.stop - span.start, s * v.shape[1] if starts is None else starts[s]
         if state is not None and not length:
             continue

@@ -48,6 +48,10 @@ class DeltaSpec(KernelSpec, ChunkProblem):
         """Blocks of a launch."""
         raise NotImplementedError
 
+    def counted(self, counts: Counts) -> dict[str, int]:
+        """Arguments that say which part of a launch is a block's, where a kernel has such beside those that all have."""
+        return {}
+
     def roles(self) -> list[str]:
         """Tensor arguments in order, as kernels name them."""
         there = self.elements()

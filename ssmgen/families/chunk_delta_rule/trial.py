@@ -11,10 +11,11 @@ from ...spec import DType, Index, Layout, Loads
 from .chain import ChainSpec
 from .planning import CALLERS, NAMES, WRITTEN, Options
 from .problem import CHUNK, OPERATOR, Gate, workspace_bytes
+from .warpgroups import WarpgroupChainSpec
 
 HEADS, KEY_HEADS = 2, 1
-# More than one rounding's norm error: of T', P, states, and what is added to them, each before its product.
-SLACK = {DType.BF16: 5e-3, DType.F16: 8e-4}
+# More than one rounding's norm error: of T', P, states, and what is added to them, each before its product. Without decay they stay.
+SLACK = {DType.BF16: 1e-2, DType.F16: 1.6e-3}
 
 
 def operands(spec: ChainSpec, batch: int, seed: int) -> dict[str, Tensor]:
@@ -75,4 +76,4 @@ def chunk_delta_rule(spec: ChainSpec, batch: int, seed: int) -> Trial:
     return trial(CALLERS[name], operands(spec, batch, seed), options, slack=dict.fromkeys(WRITTEN, SLACK[spec.x]), between=("workspace",))
 
 
-TRIALS = {ChainSpec: chunk_delta_rule}
+TRIALS = {ChainSpec: chunk_delta_rule, WarpgroupChainSpec: chunk_delta_rule}
