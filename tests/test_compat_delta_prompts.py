@@ -111,7 +111,7 @@ def test_fla_prompts_go_on_in_steps():
 
 @pytest.mark.parametrize("dtypes", [(None, None), (BF16, BF16), (BF16, F32), (F32, BF16)])
 def test_flashinfer_states(dtypes):
-    """Of two dtypes, and those returned are f32 if no tensor is given for them."""
+    """They may be of two dtypes, and those returned are f32 if no tensor is given for them."""
     first, last = dtypes
     before = None if first is None else states(len(LENGTHS), first)
     into = None if last is None else torch.full((len(LENGTHS), *POOL), torch.nan, dtype=last)
