@@ -1,0 +1,147 @@
+"""chunk_delta_rule's chain by warpgroups on a card: the laws of its results, with 64 and with 128 rows of a block."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+import delta_cases as laws
+import pytest
+import torch
+from delta_cases import ADVERSARIAL, PER_TOKEN, Sizes, make
+from scan_cases import SM90, bits, same
+from ssu_cases import BF16, F16, F32
+
+import ssmgen
+from ssmgen.families.chunk_delta_rule.problem import OPERATOR, DeltaProblem
+from ssmgen.families.chunk_delta_rule.warpgroups import WarpgroupChainSpec, warpgroup_space
+from ssmgen.registry import select
+from ssmgen.spec import Pdl
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"),
+]
+
+SIZES = Sizes(heads=4, key_heads=2, head_k=128, head_v=128, device="cuda")
+LENGTHS = (0, 1, 15, 63, 64, 65, 127, 129, 300, 511, 512, 513, 700, 1025)
+of_rows = pytest.mark.parametrize("rows", [64, 128])
+
+
+def variant(rows: int, problem: DeltaProblem) -> WarpgroupChainSpec:
+    given = {f.name: getattr(problem, f.name) for f in fields(DeltaProblem)}
+    tile = 64 if problem.marked or problem.head_v % rows else rows
+    return WarpgroupChainSpec(**given, tile=tile, stages=3, pdl=Pdl.TRIGGER_LOADED, ahead_pdl=Pdl.TRIGGER_LOADED)
+
+
+def by(rows: int, **more: Any) -> laws.Run:
+    return partial(laws.launched, spec=partial(variant, rows), **more)
+
+
+@of_rows
+def test_lengths(rows):
+    laws.lengths_are_accurate(by(rows), SIZES, LENGTHS)
+
+
+@of_rows
+@pytest.mark.parametrize("kind", ADVERSARIAL)
+def test_hard_data(rows, kind):
+    laws.is_accurate(by(rows), SIZES, 700, **ADVERSARIAL[kind])
+
+
+@of_rows
+@pytest.mark.parametrize("x", [BF16, F16])
+@pytest.mark.parametrize(("head_k", "head_v"), [(64, 64), (64, 128), (128, 64), (128, 192), (128, 256)])
+def test_other_sizes(rows, x, head_k, head_v):
+    laws.is_accurate(by(rows), replace(SIZES, x=x, head_k=head_k, head_v=head_v), 300)
+
+
+@of_rows
+def test_packing_changes_no_bit(rows):
+    laws.packing_changes_no_bit(by(rows), SIZES, LENGTHS)
+
+
+@of_rows
+def test_neighbours_do_not_matter(rows):
+    laws.neighbours_do_not_matter(by(rows), SIZES, (65, 700, 1, 64))
+
+
+@of_rows
+@pytest.mark.parametrize("cut", [64, 640, 960])
+def test_a_cut_changes_no_bit(rows, cut):
+    laws.a_cut_changes_no_bit(by(rows), SIZES, 1000, cut)
+
+
+@of_rows
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize("state", [F32, BF16, F16])
+def test_a_pool_is_touched_where_it_should_be(rows, state, layout):
+    laws.a_pool_is_touched_where_it_should_be(by(rows), SIZES, state, layout)
+
+
+@of_rows
+@pytest.mark.parametrize(("state", "index"), [(F32, torch.int32), (BF16, torch.int64), (F32, None)], ids=["i32", "bf16-i64", "in-order"])
+def test_states_of_a_pool_may_begin_elsewhere(rows, state, index):
+    laws.states_of_a_pool_may_begin_elsewhere(by(rows), SIZES, state, index)
+
+
+@of_rows
+def test_layouts_change_no_bit(rows):
+    laws.layout_changes_no_bit(by(rows), SIZES, 8)
+    laws.order_of_states_changes_no_bit(by(rows), SIZES, BF16)
+
+
+@pytest.mark.parametrize("state", [F32, BF16])
+def test_checkpoints(state):
+    laws.checkpoints_are_final_states(by(64), SIZES, state, LENGTHS)
+    laws.checkpoints_of_a_batch(by(64), SIZES)
+
+
+@of_rows
+def test_gates_agree(rows):
+    laws.gates_agree(by(rows), by(rows, function=ssmgen.chunk_delta_rule), SIZES)
+
+
+@of_rows
+def test_decoding_goes_on(rows):
+    laws.decoding_goes_on(by(rows), SIZES, 300)
+
+
+def test_rows_stages_and_launches_change_no_bit():
+    call = make(SIZES, 2, 700) | {"return_final_states": True}
+    wanted = by(64)(**call)
+    specs = list(warpgroup_space(laws.problem_of(**call), SM90))
+    assert {s.tile for s in specs} == {64, 128} and len(specs) > 2 * len(Pdl)
+    for spec in specs:
+        assert all(same(a, b) for a, b in zip(laws.launched(spec=spec, **call), wanted, strict=True)), spec
+
+
+@of_rows
+def test_the_same_bits_every_time(rows):
+    """Of more blocks than the card holds at once."""
+    call, run = make(replace(SIZES, heads=32), 8, 700), by(rows)
+    seen = set()
+    for _ in range(200):
+        out, state = run(**call, return_final_states=True)
+        seen.add((int(bits(out).sum(dtype=torch.int64)), int(bits(state).sum(dtype=torch.int64))))
+    assert len(seen) == 1
+    assert len({hashlib.sha256(bits(run(**call)).cpu().numpy().tobytes()).hexdigest() for _ in range(5)}) == 1
+
+
+@of_rows
+def test_place_in_the_batch_changes_no_bit(rows):
+    call, run = make(SIZES, 5, 300), by(rows)
+    whole, states = run(**call, return_final_states=True)
+    for i in (0, 4):
+        own = {n: t[i : i + 1] if n in PER_TOKEN else t for n, t in call.items()}
+        out, last = run(**own, return_final_states=True)
+        assert same(out[0], whole[i]) and same(last[0], states[i])
+
+
+def test_what_is_chosen():
+    problem = laws.problem_of(**make(SIZES, 1, 64))
+    chosen = {heads: select(OPERATOR, problem, heads, SM90, True) for heads in (4, 64, 128)}
+    assert all(isinstance(spec, WarpgroupChainSpec) for spec in chosen.values())
+    assert [spec.tile for spec in chosen.values()] == [64, 64, 128]
