@@ -140,7 +140,7 @@ class ScanSpec(KernelSpec, ScanProblem):
     min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
     pdl: Pdl = Pdl.OFF
     copiers: int = field(default=0, metadata=LATER)  # warps that do nothing but copy; without any, all warps do
-    parts: int = field(default=1, metadata=LATER)  # blocks that divide a sequence; where a call has several, as many for all of them
+    parts: int = field(default=1, metadata=LATER)  # blocks that divide a sequence; but for a cluster, all sequences of a call share them
 
     @property
     def needs(self) -> Needs:
@@ -347,7 +347,7 @@ def space(problem: ScanProblem, arch: Arch) -> Iterator[ScanSpec]:
     yield from warpgroup_space(problem, arch)
     for tile in range(16, min(problem.headdim, 128) + 1, 16):
         for stages in (1, 2, 3, 4):
-            for min_blocks, copiers, parts, pdl in product((1, 2), (0, 1), (1, 4), Pdl):
+            for (copiers, parts, min_blocks), pdl in product(((0, 1, 1), (0, 1, 2), (0, 4, 1), (1, 1, 1), (1, 4, 1)), Pdl):
                 spec = _spec(problem, tile=tile, stages=stages, min_blocks=min_blocks, copiers=copiers, parts=parts, pdl=pdl)
                 if not spec.violations(arch):
                     yield spec
