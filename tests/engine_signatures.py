@@ -45,6 +45,14 @@ SIGNATURES = {
         "A_log, a, b, dt_bias, q, k, v, beta=1.0, threshold=20.0, scale=None, initial_state=None, inplace_final_state=True, "
         "cu_seqlens=None, ssm_state_indices=None, num_accepted_tokens=None, use_qk_l2norm_in_kernel=False, is_kda=False"
     ),
+    (f"{_FLA}.chunk", "chunk_gated_delta_rule"): (
+        "q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None, chunk_indices=None, "
+        "chunk_offsets=None, use_qk_l2norm_in_kernel=False, core_attn_out=None"
+    ),
+    (f"{_GDN}.qwen_gdn_linear_attn", "fi_chunk_gated_delta_rule"): (
+        "q, k, v, g, beta, initial_state, output_final_state, cu_seqlens=None, use_qk_l2norm_in_kernel=True, state_checkpoints=None, "
+        "checkpoint_cu_starts=None, checkpoint_every_n_tokens=0, use_cp='auto'"
+    ),
     ("vllm.v1.attention.ops.merge_attn_states", "merge_attn_states"): (
         "output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None, prefill_tokens_with_context=None, output_scale=None"
     ),
@@ -78,6 +86,13 @@ SIGNATURES = {
         "intermediate_states_buffer=None, intermediate_state_indices=None, cache_steps=None, retrieve_parent_token=None, "
         "cache_ring=False, replayssm_rawv=None, replayssm_rawk=None, replayssm_g=None, replayssm_beta=None, match_cutedsl_decode=False"
     ),
+    (f"{_ATTENTION}.fla.chunk", "chunk_gated_delta_rule"): (
+        "q, k, v, g, beta, scale=None, initial_state=None, initial_state_indices=None, cu_seqlens=None, head_first=False, "
+        "use_qk_l2norm_in_kernel=False, inplace_update=True"
+    ),
+    (f"{_LAYERS}.linear.kernels.gdn_triton", "TritonGDNKernel.extend"): (
+        "self, q, k, v, g, beta, *, ssm_states, cache_indices, query_start_loc, inplace_update=True, **kwargs"
+    ),
     (f"{_LAYERS}.merge_state", "merge_state"): "prefix_output, prefix_lse, suffix_output, suffix_lse, output=None, output_lse=None",
 }
 
@@ -103,19 +118,37 @@ def selective_state_update(*args, **kwargs):
     return kernel(*args, **kwargs)
 """
 
+# The layers call an object of this class, which has a method for each backend.
+_CUSTOM_OP = """\
+from {fla} import chunk_gated_delta_rule as fla_chunk_gated_delta_rule
+
+class ChunkGatedDeltaRule:
+    def forward_native(self, q, k, v, g, beta, **options):
+        return fla_chunk_gated_delta_rule(q=q, k=k, v=v, g=g, beta=beta, **options)
+
+    def forward_cuda(self, q, k, v, g, beta, **options):
+        return fi_chunk_gated_delta_rule(q=q, k=k, v=v, g=g, beta=beta, **options)
+"""
+
 IMPORTS = {
     _FLA: (
+        "from .chunk import chunk_gated_delta_rule\n"
         "from .fused_recurrent import fused_recurrent_gated_delta_rule, fused_recurrent_gated_delta_rule_packed_decode\n"
         "from .fused_sigmoid_gating import fused_sigmoid_gating_delta_rule_update"
     ),
     "vllm.model_executor.layers.mamba.mamba_mixer": _CONV,
     "vllm.model_executor.layers.mamba.mamba_mixer2": f"{_CONV}\nfrom {_OPS}.ssd_combined import mamba_chunk_scan_combined_varlen",
     "vllm.model_executor.layers.mamba.short_conv": _CONV,
-    f"{_GDN}.qwen_gdn_linear_attn": f"{_CONV}\nfrom {_FLA} import {_PACKED_AND_SIGMOID}",
-    f"{_GDN}.olmo_gdn_linear_attn": f"{_CONV}\nfrom {_FLA} import fused_recurrent_gated_delta_rule",
+    f"{_GDN}.qwen_gdn_linear_attn": f"{_CONV}\n{_CUSTOM_OP.format(fla=_FLA)}\nfrom {_FLA} import {_PACKED_AND_SIGMOID}",
+    f"{_GDN}.olmo_gdn_linear_attn": f"{_CONV}\nfrom {_FLA} import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule",
     f"{_GDN}.kimi_gdn_linear_attn": "from ..ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update",
     "vllm.model_executor.models.bailing_moe_v3": _CONV,
+    "vllm.models.kimi_k3.nvidia.kda": _CONV,
+    "vllm.models.kimi_k3.nvidia.mla": _MERGE,
+    "vllm.models.kimi_k3.amd.kda": _CONV,
+    "vllm.models.glm5next.common.kda": _CONV,
     "vllm.v1.attention.backends.flash_attn": _MERGE,
+    "vllm.v1.attention.backends.rocm_aiter_fa": _MERGE,
     "vllm.v1.attention.backends.flashinfer": _MERGE,
     "vllm.model_executor.layers.attention.mla_attention": _MERGE,
     "vllm.model_executor.layers.attention.sparse_mla_attention": _MERGE,
@@ -131,9 +164,11 @@ IMPORTS = {
     ),
     f"{_LAYERS}.linear.kda_backend": f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_update",
     f"{_MAMBA}.triton_ops": "from .ssd_combined import mamba_chunk_scan_combined",
+    f"{_LAYERS}.mamba.causal_conv1d": f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_update as _causal_conv1d_update_triton",
     f"{_LAYERS}.mamba.mamba": f"from {_MAMBA}.triton_ops import mamba_chunk_scan_combined\n{_TRITON}\n{_WRAPPED}",
     f"{_LAYERS}.mamba.mamba1": (f"from {_LAYERS}.mamba.mamba import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_update_triton"),
     f"{_LAYERS}.linear.kernels.gdn_triton": (
+        f"from {_ATTENTION}.fla.chunk import chunk_gated_delta_rule\n"
         f"from {_ATTENTION}.fla.fused_recurrent import fused_recurrent_gated_delta_rule_packed_decode\n"
         f"from {_ATTENTION}.linear.fused_sigmoid_gating_recurrent import fused_sigmoid_gating_delta_rule_update"
     ),

@@ -11,17 +11,18 @@ import pytest
 import torch
 
 from ssmgen.compat import hf, hf_layers
+from ssmgen.compat.hf_functions import delta_faults
 from ssmgen.compat.hf_layers import LAYERS
 
 _COMMON = {"vocab_size": 64, "hidden_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2}
 _ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 128}
-# Heads of Mamba-2 are as narrow as a prompt's kernels take them
+# Heads of Mamba-2 and of delta rules are as narrow as a prompt's kernels take them
 _MAMBA2_HYBRID = {
     "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_expand": 2, "mamba_chunk_size": 4,
 }  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 _GDN = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "head_dim": 8,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3,
 }  # fmt: skip
 
@@ -107,7 +108,7 @@ TINY: dict[str, dict[str, Any]] = {
         "hc_count": 2,
         "hc_lowrank": 8,
     },
-    "olmo_hybrid": {**_ATTENTION, **_GDN, "linear_key_head_dim": 12, "linear_value_head_dim": 24, "linear_num_key_heads": 4},
+    "olmo_hybrid": {**_ATTENTION, **_GDN, "linear_value_head_dim": 32, "linear_num_key_heads": 4},
     "kimi_linear": {
         **_ATTENTION,
         **_LATENT,
@@ -250,23 +251,38 @@ def last_logits(step: DecodeStep, cache: Any, steps: int) -> torch.Tensor:
     return logits
 
 
-def scans_prompts(name: str) -> bool:
-    """Whether a prompt's scan is replaced."""
-    return "mamba2_chunk_scan" in hf.MODELS[name]
+DELTA_RULE = "torch_chunk_gated_delta_rule"
+OF_PROMPTS = {"causal_conv1d_fn": "causal_conv1d", "mamba2_chunk_scan": "chunk_scan", DELTA_RULE: "chunk_gated_delta_rule"}
+
+
+def of_prompts(name: str) -> dict[str, str]:
+    """{function that a layer calls over a prompt: ssmgen's}, in their order."""
+    return {function: ours for function, ours in OF_PROMPTS.items() if function in hf.MODELS[name]}
+
+
+def unserved(function: str, dtype: torch.dtype) -> list[str]:
+    """Why a card computes no such call of a tiny model, in words; nothing where it does."""
+    return list(delta_faults(16, 16, dtype)) if function == OF_PROMPTS[DELTA_RULE] else []
 
 
 def prompt_calls(name: str, model: torch.nn.Module) -> dict[str, hf.Calls]:
-    """The calls of a prompt."""
-    replaced = ("causal_conv1d_fn", *(("mamba2_chunk_scan",) if scans_prompts(name) else ()))
-    return {f"{name}.{function}": hf.Calls(convolutions(model), 0) for function in replaced}
+    """The calls of a prompt. A card computes those that there are kernels for."""
+    layers, weight = convolutions(model), next(model.parameters())
+    left = {function for function, ours in of_prompts(name).items() if weight.is_cuda and unserved(ours, weight.dtype)}
+    return {f"{name}.{function}": hf.Calls(0, layers) if function in left else hf.Calls(layers, 0) for function in of_prompts(name)}
 
 
-PROMPTED = [name for name in TINY if scans_prompts(name)]
+PROMPTED = [name for name in TINY if len(of_prompts(name)) > 1]
 
 
 def prompted(name: str, **changes: Any) -> torch.nn.Module:
-    """A tiny Mamba-2 model in which nothing is chosen: its experts all take part, so that roundings stay small."""
-    return built(name, **({"num_experts_per_tok": 2} if name == "granitemoehybrid" else {}), **changes)
+    """A tiny model whose layers scan prompts, and in which nothing is chosen: its experts all take part, and attention goes to all tokens
+    alike or nearly so, so that roundings stay small."""
+    experts = TINY[name].get("num_local_experts", TINY[name].get("num_experts"))
+    even = {} if experts is None else {"num_experts_per_tok": experts}
+    even |= {"initializer_range": 0.05} if DELTA_RULE in of_prompts(name) else {}
+    even |= {"indexer_budget": 256} if "indexer_budget" in TINY[name] else {}
+    return built(name, **even | changes)
 
 
 class Prompt:

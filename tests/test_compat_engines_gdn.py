@@ -86,6 +86,25 @@ def test_vllm_sigmoid_gating(vllm, form, kda):
     assert near(state, want)
 
 
+def test_vllm_warms_with_a_page_for_a_state(vllm):
+    """[slots, page] in place of [slots, HV, V, K], and a slot of padding; what else a page holds stays."""
+    x, state = gdn_operands(1, 1), randn(2, HV * V * K + 7)
+    call = {n: x[n] for n in ("q", "k", "v", "a", "b", "A_log", "dt_bias")}
+    for slot in (0, 1):
+        before = state.clone()
+        out, pool = vllm.fused_sigmoid_gating_delta_rule_update(
+            **call, initial_state=state, cu_seqlens=starts_of([1]), ssm_state_indices=torch.tensor([[slot]]), use_qk_l2norm_in_kernel=True
+        )
+        assert pool is state
+        if slot:
+            S, y = delta_token(before[1, : HV * V * K].view(HV, V, K).double(), x, 0, 0)
+            assert near(out[0, 0], y) and near(state[1, : HV * V * K].view(HV, V, K), S)
+            state[1, : HV * V * K] = before[1, : HV * V * K]
+        else:
+            assert not out.any()
+        assert torch.equal(state, before)
+
+
 @pytest.mark.parametrize("form", ["steps", "batch", "table"])
 def test_vllm_recurrent_of_gates(vllm, form):
     """As for OLMo: g and beta ready, packed steps; also a batch of tokens without cu_seqlens, and the first column of a table."""

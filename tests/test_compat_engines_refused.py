@@ -6,6 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from delta_oracles import operands as delta_operands
+from delta_oracles import states as delta_states
+from delta_oracles import vllm_call as delta_vllm_call
 from engine_calls import HV, K, V, gdn_operands, no_call_goes_to_the_engine, sglang_functions, vllm_functions  # noqa: F401
 from prompt_oracles import sglang_call, vllm_call
 from test_compat_ssu import operands, states
@@ -45,11 +48,18 @@ SIGMOID = "fused_sigmoid_gating_delta_rule_update"
         ("vllm", SIGMOID, VLLM_GDN | {"ssm_state_indices": None}, "ssm_state_indices is None"),
         ("vllm", SIGMOID, VLLM_GDN | {"num_accepted_tokens": SLOTS}, "no column per token"),
         ("vllm", "mamba_chunk_scan_combined_varlen", vllm_call(state_dtype=torch.float64), "state_dtype is float64"),
+        ("vllm", "chunk_gated_delta_rule", delta_vllm_call(initial_state=delta_states(3)), "initial_states is"),
+        ("vllm", "fi_chunk_gated_delta_rule", delta_vllm_call(initial_state=delta_states(4), checkpoint_every_n_tokens=64),
+         "needs state_checkpoints"),
         ("vllm", "merge_attn_states", MERGE | {"output": torch.empty(5, 3, 16), "output_scale": torch.ones(1)}, "output_scale"),
         ("sglang", "selective_state_update", SSU | {"enable_stochastic_rounding": True}, "goes with a float16 state"),
         ("sglang", "selective_state_update", SSU | {"intermediate_states_buffer": torch.zeros(2, 3, 4, 8, 16), "cache_steps": 2},
          "cache_steps is 2"),
         ("sglang", "mamba_chunk_scan_combined", sglang_call(seq_idx=None), "return_varlen_states without seq_idx"),
+        ("sglang", "chunk_gated_delta_rule", delta_operands(1, 4) | {"initial_state": delta_states(4)}, "initial_state_indices is None"),
+        ("sglang", "TritonGDNKernel.extend",
+         delta_operands(1, 4) | {"self": None, "ssm_states": delta_states(4), "cache_indices": SLOTS.float(),
+                                 "query_start_loc": starts_of([2, 2])}, "cache_indices is float32"),
         ("sglang", "causal_conv1d_update_triton", CONV | {"retrieve_parent_token": torch.zeros(2, 1)}, "a draft tree"),
         ("sglang", "causal_conv1d_update_triton", CONV | {"cache_seqlens": SLOTS}, "cache_seqlens"),
         ("sglang", "causal_conv1d_fn", PACKED | {"block_table": SLOTS}, "block_table"),

@@ -10,7 +10,8 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
 
-from hf_cases import modeling, tiny
+from hf_cases import TINY, modeling, tiny
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from ssmgen.bench.progress import Watch
@@ -27,6 +28,14 @@ NARROW = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "state_size": 16, "n
 def narrow(**changes) -> Preset:
     """mamba2, as the presets have it but for its width."""
     return Preset(name="mamba2", like="none", kind="mamba2", source="these tests", sizes={**NARROW, **changes})
+
+
+def narrow_delta_rule() -> Preset:
+    """qwen3_5, with one layer of each kind."""
+    kinds = {"pattern": ("linear_attention", "full_attention"), "pattern_as": "layer_types"}
+    return Preset(
+        name="qwen3_5", like="none", kind="qwen3_5_text", source="these tests", sizes=TINY["qwen3_5"] | {"hidden_size": 32}, **kinds
+    )
 
 
 # The models.
@@ -149,6 +158,16 @@ def test_what_is_left_to_transformers_is_an_error():
         pass
 
 
+@pytest.mark.parametrize(("dtype", "may"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
+def test_scans_of_f32_prompts_on_a_card_may_be_left_to_transformers(dtype, may):
+    with FakeTensorMode():
+        weight = torch.empty(1, dtype=dtype, device="cuda")
+    model = SimpleNamespace(parameters=lambda: iter([weight]))
+    for label in ("mamba2.mamba2_chunk_scan", "olmo_hybrid.torch_chunk_gated_delta_rule"):
+        assert measure._unscanned(label, model) == may
+    assert not measure._unscanned("olmo_hybrid.torch_recurrent_gated_delta_rule", model)
+
+
 def test_tokens_are_compared_one_by_one(monkeypatch):
     """Both one sequence and two are compared, patched and fused."""
     assert measure.same_tokens(narrow(), 4, "cpu") == (24, 24)
@@ -225,8 +244,9 @@ def test_a_family_is_measured_at_each_batch_size(on_cpu):
         assert row.speedup(PATCHED) == row.ms[PLAIN] / row.ms[PATCHED]
 
 
-def test_prompts_are_measured_patched_and_not(on_cpu):
-    rows, failed = run.family(narrow(), (1, 2), Options(layers=2, rounds=2, prompts=(3, 70)), "cpu")
+@pytest.mark.parametrize("preset", [narrow(), narrow_delta_rule()], ids=lambda preset: preset.name)
+def test_prompts_are_measured_patched_and_not(on_cpu, preset):
+    rows, failed = run.family(preset, (1, 2), Options(layers=2, rounds=2, prompts=(3, 70)), "cpu")
     assert not failed and [(row.batch, row.length) for row in rows] == [(1, 3), (1, 70), (2, 3), (2, 70)]
     for row in rows:
         assert row.ms.keys() == {PLAIN, PATCHED} and min(row.ms.values()) > 0 and row.speedup(PATCHED) == row.ms[PLAIN] / row.ms[PATCHED]

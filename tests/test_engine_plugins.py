@@ -13,6 +13,7 @@ import pytest
 import torch
 from engine_signatures import SIGNATURES, VERSIONS
 from engine_stand_ins import answer, importable, modules_of, write
+from engine_stand_ins import found as place_of
 
 from ssmgen.compat import replacing, sglang, vllm
 from ssmgen.errors import ArgumentError, CaptureError, LaunchError, NotBuiltError, UnsupportedError
@@ -51,8 +52,7 @@ def test_the_installed_engine_has_not_drifted(place):
     package = module.partition(".")[0]
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    found = getattr(importlib.import_module(module), name)
-    assert replacing.differences(function_of(SIGNATURES[place]), found) == []
+    assert replacing.differences(function_of(SIGNATURES[place]), place_of(module, name)) == []
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,8 @@ def engine(request, tmp_path, monkeypatch):
 
 def held(package: str) -> dict[str, object]:
     """{module.name: function} of all names in the engine's modules that one of the functions goes by."""
-    names = {name for _, name in SIGNATURES} | {"causal_conv1d_fn_cuda", "causal_conv1d_update_triton"}
+    names = {name for _, name in SIGNATURES} | {"causal_conv1d_fn_cuda", "fla_chunk_gated_delta_rule"}
+    names |= {"causal_conv1d_update_triton", "_causal_conv1d_update_triton"}
     dispatchers = ("ssu_dispatch",)
     return {
         f"{m.__name__}.{n}": f
@@ -119,6 +120,37 @@ def test_every_name_is_replaced_and_given_back(engine, when):
     after = held(engine)
     assert set(after) == set(found) and not any(map(ours, after.values()))
     assert all(after[name] is inspect.unwrap(found[name]) for name in after)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("engine", ["sglang"], indirect=True)
+def test_methods_are_replaced_in_their_class_and_given_back(engine, when):
+    """With what the class says of them, which it then inherits again; also for objects that there are."""
+    (place,) = [p for p in of(engine) if "." in p[1]]
+    owner = place[1].partition(".")[0]
+    if when == "before":
+        PLUGINS[engine].register()
+    kernel = place_of(place[0], owner)()
+    if when == "after":
+        assert not ours(type(kernel).extend) and not kernel.supports_track_state_snapshot
+        PLUGINS[engine].register()
+    assert ours(type(kernel).extend) and ours(kernel.extend.__func__) and kernel.supports_track_state_snapshot
+    importlib.reload(sys.modules[place[0]])
+    other = place_of(place[0], owner)
+    assert other is not type(kernel) and ours(other.extend) and other.supports_track_state_snapshot
+    PLUGINS[engine].unregister()
+    for cls in (type(kernel), other):
+        assert not ours(cls.extend) and "supports_track_state_snapshot" not in vars(cls) and not cls.supports_track_state_snapshot
+
+
+@pytest.mark.parametrize("engine", ["sglang"], indirect=True)
+@pytest.mark.parametrize("missing", ["TritonGDNKernel", "extend"])
+def test_a_class_or_method_that_is_gone_is_said(engine, missing):
+    (place,) = [p for p in of(engine) if "." in p[1]]
+    module = importlib.import_module(place[0])
+    delattr(*((module, missing) if missing == "TritonGDNKernel" else (module.TritonGDNKernel, missing)))
+    assert "there is no such function" in PLUGINS[engine].register()[".".join(place)]
+    assert missing == "TritonGDNKernel" or not module.TritonGDNKernel.supports_track_state_snapshot
 
 
 def test_what_was_imported_between_is_given_back_too(engine):
@@ -185,7 +217,7 @@ def test_the_variable_keeps_single_functions(engine, when, monkeypatch):
     outcome = PLUGINS[engine].register()
     for module, name in of(engine):
         assert ("SSMGEN_ENGINE_KEEP" in outcome[f"{module}.{name}"]) == (name in kept)
-        assert ours(getattr(importlib.import_module(module), name)) == (name not in kept)
+        assert ours(place_of(module, name)) == (name not in kept)
 
 
 def test_the_variable_keeps_all(engine, monkeypatch):
@@ -227,7 +259,7 @@ def test_a_function_that_has_drifted_is_left_and_said(package, changed, words, t
     with importable(tmp_path, package):
         try:
             PLUGINS[package].register()
-            found = {p: getattr(importlib.import_module(p[0]), p[1], None) for p in of(package)}
+            found = {p: place_of(*p) for p in of(package)}
             outcome = PLUGINS[package].register()
         finally:
             PLUGINS[package].unregister()
@@ -304,6 +336,19 @@ def test_refused_calls_go_to_the_engine_and_are_said_once(engine, error, monkeyp
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert len(warnings) == 1 and str(error) in warnings[0] and f"{engine}'s own" in warnings[0]
     assert ("a step of the same batch size ahead of the capture" in warnings[0]) == isinstance(error, CaptureError)
+
+
+def test_other_reasons_are_said_too(engine, monkeypatch, caplog):
+    """A call of an engine's warm-up must not silence what its requests meet; numbers make no other reason."""
+    reasons = iter(["x is [2], not [3]", "x is [41], not [3]", "x is on cpu", "x is [2], not [3]"])
+
+    def refuse(*args, **kwargs):
+        raise ArgumentError("f", [next(reasons)])
+
+    function, engine_s = with_ours(monkeypatch, engine, refuse)
+    assert [function(*[None] * 8) for _ in range(4)] == [engine_s] * 4
+    said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(said) == 2 and "x is [2]" in said[0] and "x is on cpu" in said[1]
 
 
 def test_other_errors_are_raised(engine, monkeypatch):

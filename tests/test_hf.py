@@ -19,10 +19,11 @@ from hf_cases import (
     generate,
     known,
     modeling,
+    of_prompts,
     prompt_calls,
-    scans_prompts,
     snapshot,
     states_of,
+    unserved,
 )
 from selection import kept
 from transformers import CompileConfig
@@ -94,7 +95,8 @@ def test_kernels_serve_every_call(name, dtype):
     assert len(calls) == sum(c.ssmgen for c in patch.calls().values())
     with torch.no_grad():
         for call in calls:
-            assert ssmgen.supported(call.function, *call.args, arch="sm_90a", **call.kwargs) == (True, [])
+            reasons = unserved(call.function.__name__, dtype)
+            assert ssmgen.supported(call.function, *call.args, arch="sm_90a", **call.kwargs) == (not reasons, reasons)
 
 
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_5"])
@@ -167,7 +169,7 @@ def test_a_prompt_compiles_into_one_graph(name):
         want = model(input_ids=ids, use_cache=True).logits
         got, targets = compiled_nodes(lambda ids: model(input_ids=ids, use_cache=True).logits, ids)
     close(got, want, of=want)
-    assert ours_in(targets) == convolutions(model) * (2 if scans_prompts(name) else 1), targets
+    assert ours_in(targets) == convolutions(model) * len(of_prompts(name)), targets
 
 
 @pytest.mark.parametrize("refused", ["activation", "dtype"])
@@ -287,7 +289,7 @@ def test_warm_asks_for_the_kernels_of_every_call_at_every_batch_size(monkeypatch
     before = snapshot()
     monkeypatch.setattr(api, "warm", warm)
     assert hf.warm(model, batches=[1, 64, 8]) == 0
-    functions = ("causal_conv1d", "causal_conv1d_update", "gated_delta_rule")
+    functions = ("causal_conv1d", "chunk_gated_delta_rule", "causal_conv1d_update", "gated_delta_rule")
     layers = convolutions(model)
     assert Counter(asked) == {(f, n, sizes): layers for f in functions for n, sizes in ((1, (1, 8, 64)), (2, (8, 64)))}
     assert_same(snapshot(), before)

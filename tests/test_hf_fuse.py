@@ -24,8 +24,9 @@ from hf_cases import (
     fused_operator,
     generate,
     mixers,
+    of_prompts,
     replaced,
-    scans_prompts,
+    unserved,
 )
 
 import ssmgen
@@ -51,7 +52,7 @@ VARIANTS = {
     "falcon_h1-multiplied": ("falcon_h1", {"ssm_in_multiplier": 0.5, "ssm_multipliers": [0.5, 2.0, 0.7, 1.5, 3.0]}),
     "qwen3_5-heads-alike": ("qwen3_5", {"linear_num_key_heads": 4}),
     "qwen3_next-heads-alike": ("qwen3_next", {"linear_num_key_heads": 4}),
-    "qwen3_5-wide-values": ("qwen3_5", {"linear_key_head_dim": 8, "linear_value_head_dim": 16}),
+    "qwen3_5-wide-values": ("qwen3_5", {"linear_value_head_dim": 32}),
 }
 
 
@@ -75,7 +76,7 @@ def test_greedy_generation_is_unchanged_and_every_step_is_one_call_per_layer(nam
     assert_same_generation(got, want)
     assert patch.calls() == fused_calls(name, model, TOKENS - 1)
     layers = len(mixers(model))
-    prompt = dict.fromkeys(("causal_conv1d", "chunk_scan") if scans_prompts(name) else ("causal_conv1d",), layers)
+    prompt = dict.fromkeys(of_prompts(name).values(), layers)
     assert Counter(c.function.__name__ for c in calls) == prompt | {fused_operator(name)[1]: layers * (TOKENS - 1)}
     assert not [w for w in recwarn if w.category is RuntimeWarning]
 
@@ -129,7 +130,8 @@ def test_kernels_serve_every_call(name, dtype):
     assert all(torch.isfinite(logits).all() for logits in got.logits)
     with torch.no_grad():
         for call in calls:
-            assert ssmgen.supported(call.function, *call.args, arch="sm_90a", **call.kwargs) == (True, [])
+            reasons = unserved(call.function.__name__, dtype)
+            assert ssmgen.supported(call.function, *call.args, arch="sm_90a", **call.kwargs) == (not reasons, reasons)
 
 
 def test_multipliers_of_another_dtype_than_the_weights():

@@ -27,9 +27,9 @@ from hf_cases import (
     last_logits,
     mixer_class,
     mixers,
+    of_prompts,
     prompt_calls,
     replaced,
-    scans_prompts,
 )
 from selection import kept
 from transformers import CompileConfig
@@ -311,8 +311,7 @@ def test_warm_asks_for_the_kernels_of_every_call_at_every_batch_size(name, monke
 
     monkeypatch.setattr(api, "warm", warm)
     assert hf.warm(model, batches=[1, 64, 8], fuse=True) == 0
-    functions, sizes = ["causal_conv1d", fused_operator(name)[1]], ((1, (1, 8, 64)), (2, (8, 64)))
-    functions += ["chunk_scan"] if scans_prompts(name) else []
+    functions, sizes = [*of_prompts(name).values(), fused_operator(name)[1]], ((1, (1, 8, 64)), (2, (8, 64)))
     assert Counter(asked) == {(f, n, batches): len(mixers(model)) for f in functions for n, batches in sizes}
 
 

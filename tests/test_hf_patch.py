@@ -176,12 +176,12 @@ for name in ("mamba2", "mamba", "qwen3_5", "kimi_linear"):
 
 
 def test_installed_packages_are_replaced_too(tmp_path):
-    """Packages of these names stand in for the real ones, with what a decode step and a convolution call, and no more."""
+    """Packages of these names stand in for the real ones, with what is called of them, and no more."""
     there = {
         "causal_conv1d": ["causal_conv1d_fn", "causal_conv1d_update"],
         "mamba_ssm/ops/triton/selective_state_update": ["selective_state_update"],
         "mamba_ssm/ops/triton/ssd_combined": ["mamba_chunk_scan_combined"],
-        "fla/ops/gated_delta_rule": ["fused_recurrent_gated_delta_rule"],
+        "fla/ops/gated_delta_rule": ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"],
         "fla/ops/kda": ["fused_recurrent_kda"],
     }
     body = 'def {}(*args, **kwargs):\n    raise NotImplementedError("a package\'s")\n'

@@ -1,4 +1,4 @@
-"""Prompts of transformers' Mamba-2 models with ssmgen's convolution and scan: the logits and the cache that their own functions give."""
+"""Prompts of transformers' models with ssmgen's convolution and scan: the logits and the cache that their own functions give."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
 
 from hf_cases import (
+    DELTA_RULE,
     PROMPTED,
     Prompt,
     assert_close,
@@ -20,6 +21,7 @@ from hf_cases import (
     mixers,
     modeling,
     norm_of_error,
+    of_prompts,
     prompt_calls,
     prompted,
 )
@@ -28,10 +30,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ssmgen
 from ssmgen.compat import hf
 from ssmgen.compat import hf_functions as functions
+from ssmgen.compat.hf_layers import LAYERS
 from ssmgen.errors import ArgumentError
 from ssmgen.spec import Pdl
 
 every_kind = pytest.mark.parametrize("name", PROMPTED)
+MAMBA2 = [name for name in PROMPTED if DELTA_RULE not in of_prompts(name)]
 
 
 @pytest.fixture(autouse=True)
@@ -93,13 +97,13 @@ def test_padding_on_the_left(name):
         assert_close(state[1:], by_itself)
 
 
-@every_kind
-@pytest.mark.parametrize("fuse", [False, True], ids=["patched", "fused"])
-def test_greedy_tokens_behind_padding(name, fuse):
+@pytest.mark.parametrize("name", [*PROMPTED, *(f"fused {name}" for name in PROMPTED if name in LAYERS)])
+def test_greedy_tokens_behind_padding(name):
+    *fuse, name = name.split()
     model = prompted(name)
     mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
     want = generate(model, 4, attention_mask=mask)
-    with hf.patch(model, fuse=fuse) as patch:
+    with hf.patch(model, fuse=bool(fuse)) as patch:
         got = generate(model, 4, attention_mask=mask)
     assert_same_generation(got, want)
     assert patch.calls().items() >= prompt_calls(name, model).items() and (not fuse or patch.calls() == fused_calls(name, model, 3))
@@ -118,18 +122,21 @@ def test_16_bit_prompts_are_no_farther_from_the_same_weights_in_f32(name, dtype)
     assert [state.dtype for state in ours.states] == [state.dtype for state in theirs.states]
 
 
-@every_kind
+@pytest.mark.parametrize("name", [*MAMBA2, "qwen3_next", "qwen3_5"])
 def test_packed_sequences_are_kept_apart(name):
     """Which transformers' own functions refuse. A layer gives each what it gives by itself."""
     layer = mixers(prompted(name))[0]
     torch.manual_seed(0)
     tokens = torch.randn(1, 9, 32)
-    seq_idx = torch.tensor([[0] * 4 + [1] * 5], dtype=torch.int32)
+    where = {"seq_idx": torch.tensor([[0] * 4 + [1] * 5], dtype=torch.int32)}
+    *_, scan = of_prompts(name)
+    if scan == DELTA_RULE:  # which is told so, and the convolution ahead of it as above
+        where["cu_seq_lens_q"] = torch.tensor([0, 4, 9], dtype=torch.int32)
     with hf.patch(name) as patch, torch.no_grad():
-        packed = layer(tokens, seq_idx=seq_idx)
+        packed = layer(tokens, **where)
         alone = [layer(part) for part in tokens.split([4, 5], dim=1)]
     assert_close(packed, torch.cat(alone, dim=1))
-    assert patch.calls()[f"{name}.mamba2_chunk_scan"] == hf.Calls(3, 0)
+    assert patch.calls()[f"{name}.{scan}"] == hf.Calls(3, 0)
 
 
 @every_kind
@@ -137,11 +144,12 @@ def test_a_card_launches_the_scan_while_the_convolution_ends(name):
     model = prompted(name).bfloat16()
     with hf.patch(model), functions.recording() as calls:
         Prompt.run(model, 65)
-    assert [call.function for call in calls] == [ssmgen.causal_conv1d, ssmgen.chunk_scan] * convolutions(model)
+    assert [call.function.__name__ for call in calls] == [*of_prompts(name).values()] * convolutions(model)
     with torch.no_grad():
         for call in calls:
             chosen = ssmgen.explain(call.function, *call.args, arch="sm_90a", **call.kwargs).chosen
-            assert chosen is not None and chosen.spec.pdl is not Pdl.OFF
+            assert chosen is not None
+            assert all(kernel.pdl is not Pdl.OFF for kernel in getattr(chosen.spec, "kernels", (chosen.spec,)))
 
 
 # The function itself.
@@ -177,6 +185,61 @@ def test_packed_sequences_by_their_starts_are_refused():
         functions.mamba2_chunk_scan(**operands(), cu_seqlens=torch.tensor([0, 5]))
 
 
+# The delta rule's.
+
+
+def of_delta_rule(dtype=torch.float32, heads=4):
+    """[2, 9] tokens of 4 heads, key heads among them as 5.17 calls it, or fewer."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 9, n, size).to(dtype) for n, size in ((heads, 16), (heads, 16), (4, 32)))
+    g, beta = -torch.rand(2, 9, 4), torch.rand(2, 9, 4).to(dtype)
+    return {"query": q, "key": k, "value": v, "g": g, "beta": beta, "use_qk_l2norm_in_kernel": True}
+
+
+def transformers_own(**given):
+    """What its function gives, of any version: older ones take as many key heads as there are of values."""
+    repeated = {name: given[name].repeat_interleave(4 // given[name].shape[2], dim=2) for name in ("query", "key")}
+    return modeling("qwen3_next").torch_chunk_gated_delta_rule(**given | repeated)
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("rows", [True, False], ids=["rows", "channels"])
+def test_a_delta_rules_first_state_is_made_in_f32(heads, rows):
+    given = of_delta_rule(torch.bfloat16, heads) | {"output_final_state": True}
+    want, state = transformers_own(**given)
+    if not rows:
+        given |= {name: rows_of_channels(given[name]) for name in ("query", "key", "value")}
+        assert given["query"].stride(-1) != 1
+    got, made = functions.torch_chunk_gated_delta_rule(**given)
+    assert (got - want).abs().max() <= 2**-8 * want.abs().max(), "a rounding of bf16"
+    assert_close(made, state)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_delta_rules_state_is_updated_in_place_and_returned_itself(keep):
+    given, state = of_delta_rule() | {"output_final_state": True}, torch.randn(2, 4, 16, 32)
+    before = state.clone()
+    want, new = transformers_own(**given, initial_state=before)
+    got, returned = functions.torch_chunk_gated_delta_rule(**given | {"output_final_state": keep}, initial_state=state, use_cache=True)
+    assert returned is (state if keep else None)
+    assert_close(got, want)
+    assert_close(state, new if keep else before)
+
+
+def test_packed_sequences_of_a_delta_rule_have_states_of_their_own():
+    given = {name: t[:1] if isinstance(t, torch.Tensor) else t for name, t in of_delta_rule().items()} | {"output_final_state": True}
+    got, states = functions.torch_chunk_gated_delta_rule(**given, cu_seqlens=torch.tensor([0, 4, 9]))
+    for i, part in enumerate((slice(0, 4), slice(4, 9))):
+        alone = {name: t[:, part] if isinstance(t, torch.Tensor) else t for name, t in given.items()}
+        want, state = functions.torch_chunk_gated_delta_rule(**alone)
+        assert torch.equal(got[:, part], want) and torch.equal(states[i : i + 1], state)
+
+
+def test_packed_sequences_of_a_delta_rule_without_their_starts_are_refused():
+    with pytest.raises(ArgumentError, match="seq_idx is given: packed sequences are told apart by cu_seqlens"):
+        functions.torch_chunk_gated_delta_rule(**of_delta_rule(), seq_idx=torch.zeros(2, 9, dtype=torch.int32))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("headdim", [16, 24])
 def test_a_trace_for_a_card_goes_to_the_original_where_there_is_no_kernel(dtype, headdim):
@@ -188,3 +251,14 @@ def test_a_trace_for_a_card_goes_to_the_original_where_there_is_no_kernel(dtype,
     assert refused == (headdim == 24)
     assert functions._ends_a_trace(functions.mamba2_chunk_scan, args, {}) == refused
     assert not functions._ends_a_trace(functions.mamba2_chunk_scan, (torch.empty(1, 1, 1, headdim), *args[1:]), {})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "K", "V", "refused"),
+    [(torch.bfloat16, 16, 32, False), (torch.bfloat16, 16, 24, True), (torch.float16, 24, 16, True), (torch.float32, 16, 16, True)],
+)
+def test_a_trace_of_a_delta_rule_for_a_card_goes_to_the_original_where_there_is_no_kernel(dtype, K, V, refused):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q, v = (torch.empty(2, 5, 4, n, device="cuda", dtype=dtype) for n in (K, V))
+    assert functions._ends_a_trace(functions.torch_chunk_gated_delta_rule, (q, q, v), {}) == refused
+    assert not functions._ends_a_trace(functions.torch_chunk_gated_delta_rule, (torch.empty(1, 1, 1, K), q, v), {})

@@ -1,4 +1,4 @@
-"""flashinfer.gdn_decode's functions, as in FlashInfer 0.7.2, and those of flashinfer.mamba, which say their own differences.
+"""flashinfer.gdn_decode's functions, as in FlashInfer 0.7.2, and those of others of its modules, which say their own differences.
 
 q, k: [B, T, H, K]; v: [B, T, HV, V]; a, b: [B, T, HV], the raw gate and the logit of beta; A_log, dt_bias: [HV]. States are updated in
 place. Each returns (output, state or pool), output of shape [B, T, HV, V] and of q's dtype if it is not given. scale None is K^-0.5.
@@ -26,6 +26,7 @@ from .flashinfer_cascade import merge_state as merge_state
 from .flashinfer_cascade import merge_state_in_place as merge_state_in_place
 from .flashinfer_cascade import merge_states as merge_states
 from .flashinfer_cascade import variable_length_merge_states as variable_length_merge_states
+from .flashinfer_prefill import chunk_gated_delta_rule as chunk_gated_delta_rule
 from .flashinfer_replay import checkpointing_ssu as checkpointing_ssu
 from .gated_delta import first_column as _first_column
 from .gated_delta import of_one_type as _of_one_type

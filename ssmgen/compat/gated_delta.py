@@ -75,9 +75,12 @@ def from_logits(
 ) -> Tensor:  # fmt: skip
     """The gated delta rule of a raw gate a and a logit b of beta, or KDA, whose gate is per key channel -> a new tensor [B, T, HV, V].
 
+    state: [slots, HV, V, K], or [slots, page] of pages that begin with it, as vLLM's warm-up has it
     q, k: [B, T, HK, K]   v: [B, T, HV, V]   a: as many elements as [B, T, HV], of KDA [B, T, HV, K], in any split of axes; b as [B, T, HV]
     """
     lead, K = tuple(v.shape[:3]), k.shape[-1]
+    if state.dim() == 2 and state.shape[1] >= (size := math.prod((*v.shape[2:], K))):
+        state = state[:, :size].unflatten(1, (*v.shape[2:], K))
     function, how = (kda, {"lower_bound": lower_bound}) if is_kda else (gated_delta_rule, {})
     gate = shaped(a, (*lead, K) if is_kda else lead)
     return function(

@@ -1,10 +1,10 @@
 """transformers' models generate with ssmgen: `patch()` puts its functions into their modeling files, `warm(model)` prepares its kernels.
 
-Of a modeling file the state update of a decode step, the convolution's update, the convolution over a prompt and a Mamba-2's scan over it
-are replaced, each on its own; with `fuse=True` also whole decode layers, between their projections. Other scans over a prompt stay as they
-are. The modeling files look these functions up at every call, so models made before and after patching use them, and all models of one
-kind do. A call that ssmgen does not serve goes to transformers' own function, with a warning once per reason: where an operand requires
-grad, for one.
+Of a modeling file the state update of a decode step, the convolution's update, the convolution over a prompt and the scan over it of a
+Mamba-2 or of a gated delta rule are replaced, each on its own; with `fuse=True` also whole decode layers, between their projections. Other
+scans over a prompt stay as they are. The modeling files look these functions up at every call, so models made before and after patching
+use them, and all models of one kind do. A call that ssmgen does not serve goes to transformers' own function, with a warning once per
+reason: where an operand requires grad, for one.
 
 Written for transformers 5.17 to 5.23; 5.16 works as well, and 5.15 but for whole layers. Older ones are refused.
 """
@@ -30,7 +30,13 @@ _CONV = ("causal_conv1d_update", "causal_conv1d_fn")
 _SCANS = {
     ("mamba_selective_state_update",): ("mamba", "falcon_mamba", "jamba", "zamba"),
     ("mamba2_selective_state_update", "mamba2_chunk_scan"): ("mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"),
-    ("torch_recurrent_gated_delta_rule",): ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid"),
+    ("torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"): (
+        "qwen3_next",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen4_exp",
+        "olmo_hybrid",
+    ),
     ("recurrent_kimi_delta_attention",): ("kimi_linear", "glm5_next", "bailing_hybrid"),
 }
 _CONV_ONLY = ("lfm2", "lfm2_moe", "lfm3")

@@ -23,6 +23,8 @@ from ..calls.checks import DTYPES
 from ..errors import ArgumentError, CaptureError, SsmgenError, UnsupportedError, bullets
 from ..families.causal_conv1d import call as native_conv
 from ..families.causal_conv1d_update import call as native_update
+from ..families.chunk_delta_rule import call as native_delta
+from ..families.chunk_delta_rule.problem import DeltaProblem
 from ..families.chunk_scan import call as native_scan
 from ..families.chunk_scan.spec import ScanProblem
 from ..families.linear_attention import call as linear_attention
@@ -107,6 +109,31 @@ def scan_faults(headdim: int, d_state: int, dtype: torch.dtype) -> tuple[str, ..
     return tuple(ScanProblem(headdim=headdim, d_state=d_state, x=DTYPES[dtype]).faults())
 
 
+def torch_chunk_gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None, **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """query, key [batch, T, HK, K]; value [batch, T, HV, V]; g, beta [batch, T, HV]; initial_state [batch, HV, K, V].
+
+    With output_final_state the state is updated in place and returned itself, or made, in f32, where there is none; without, it is only
+    read. chunk_size is not looked at: ssmgen's chunks have 64 tokens. cu_seqlens [sequences + 1] keeps packed sequences apart.
+    """
+    if cu_seqlens is None and kwargs.get("seq_idx") is not None:
+        raise ArgumentError("torch_chunk_gated_delta_rule", ["seq_idx is given: packed sequences are told apart by cu_seqlens"])
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))  # they are not behind a window of the cache
+    found = call(
+        native_delta.chunk_gated_delta_rule, q, k, v, g, beta, use_qk_l2norm=use_qk_l2norm_in_kernel, state_layout="kv",
+        cu_seqlens=cu_seqlens, initial_states=initial_state, return_final_states=bool(output_final_state),
+        final_states_out=initial_state if output_final_state else None,
+    )  # fmt: skip
+    return found if output_final_state else (found, None)
+
+
+def delta_faults(head_k: int, head_v: int, dtype: torch.dtype) -> tuple[str, ...]:
+    """The same as scan_faults, of heads of a delta rule."""
+    return tuple(DeltaProblem(head_k=head_k, head_v=head_v, x=DTYPES[dtype]).faults())
+
+
 def torch_recurrent_gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None,
     output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None, **kwargs: Any,
@@ -148,6 +175,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mamba_selective_state_update": mamba_selective_state_update,
     "mamba2_selective_state_update": mamba_selective_state_update,
     "mamba2_chunk_scan": mamba2_chunk_scan,
+    "torch_chunk_gated_delta_rule": torch_chunk_gated_delta_rule,
     "torch_recurrent_gated_delta_rule": torch_recurrent_gated_delta_rule,
     "recurrent_kimi_delta_attention": recurrent_kimi_delta_attention,
 }
@@ -248,10 +276,13 @@ def _ends_a_trace(ours: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     dtypes = [t.dtype for t in _tensors(args, kwargs) if t.is_floating_point()]
     if any(a not in native_conv.ACTIVATIONS for a in named) or any(d not in DTYPES for d in dtypes):
         return True
-    if ours is not mamba2_chunk_scan or not args[0].is_cuda:
+    if ours not in (mamba2_chunk_scan, torch_chunk_gated_delta_rule) or not args[0].is_cuda:
         return False
-    x, _, _, B, *_ = args
-    return bool(scan_faults(x.shape[-1], B.shape[-1], x.dtype))
+    if ours is mamba2_chunk_scan:
+        x, _, _, B, *_ = args
+        return bool(scan_faults(x.shape[-1], B.shape[-1], x.dtype))
+    query, _, value, *_ = args
+    return bool(delta_faults(query.shape[-1], value.shape[-1], query.dtype))
 
 
 def calling_layer() -> str:

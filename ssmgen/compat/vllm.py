@@ -25,6 +25,8 @@ from . import mamba_prompts as _prompts
 from . import merging as _merging
 from .gated_delta import first as _first
 from .operands import takes as _takes
+from .vllm_delta import chunk_gated_delta_rule as chunk_gated_delta_rule
+from .vllm_delta import fi_chunk_gated_delta_rule as fi_chunk_gated_delta_rule
 
 _BY_TOKEN = "[N] or [N, T]"
 
@@ -357,7 +359,8 @@ def _pad(null_block_id: int | None) -> int:
     return -1 if null_block_id is None else null_block_id
 
 
-_OPS, _FLA = "vllm.model_executor.layers.mamba.ops", "vllm.third_party.flash_linear_attention.ops"
+_MAMBA, _FLA = "vllm.model_executor.layers.mamba", "vllm.third_party.flash_linear_attention.ops"
+_OPS, _QWEN = f"{_MAMBA}.ops", f"{_MAMBA}.gdn.qwen_gdn_linear_attn"
 _ENGINE = replacing.Engine(
     "vllm", "0.33.0",
     [
@@ -372,6 +375,8 @@ _ENGINE = replacing.Engine(
         replacing.Replacement(
             f"{_FLA}.fused_sigmoid_gating", "fused_sigmoid_gating_delta_rule_update", fused_sigmoid_gating_delta_rule_update
         ),
+        replacing.Replacement(f"{_FLA}.chunk", "chunk_gated_delta_rule", chunk_gated_delta_rule),
+        replacing.Replacement(_QWEN, "fi_chunk_gated_delta_rule", fi_chunk_gated_delta_rule),
         replacing.Replacement("vllm.v1.attention.ops.merge_attn_states", "merge_attn_states", merge_attn_states),
     ],
 )  # fmt: skip

@@ -231,6 +231,30 @@ def _prompts() -> list[Form]:
     ]
 
 
+def _delta_prompts() -> list[Form]:
+    """Those of delta rules, of all that have them."""
+    name, starts, slots = "chunk_gated_delta_rule", ints(0, 2, 5), ints(3, 1)
+
+    def row(*lead: int) -> Arguments:
+        given = {n: t.to(torch.bfloat16) for n, t in gdn(lead).items() if n in "qkv"}
+        return given | {"g": decay(*lead, H), "beta": rand(*lead, H).sigmoid()}
+
+    packed = {"cu_seqlens": starts, "output_final_state": True, "initial_state": rand(2, H, V, K)}
+    raw = {"use_gate_in_kernel": True, "A_log": rand(H), "dt_bias": rand(H), "use_beta_sigmoid_in_kernel": True, "scale": 0.5}
+    pool = {"initial_state": rand(SLOTS, H, V, K), "state_indices": slots, "output_state": rand(SLOTS, H, V, K)}
+    kept = {"state_checkpoints": rand(2, H, V, K), "checkpoint_cu_starts": ints(0, 1, 2), "checkpoint_every_n_tokens": 64}
+    sixteen = {"initial_state": rand(SLOTS, H, V, K), "initial_state_indices": slots, "cu_seqlens": starts}
+    return [
+        _theirs(fla, name, row(1, TOKENS) | packed | raw | {"state_v_first": True}, "", "packed"),
+        _theirs(fla, "chunk_delta_rule", {n: t for n, t in row(B, T).items() if n != "g"} | {"output_final_state": True}),
+        _theirs(flashinfer, name, row(TOKENS) | {n: _again(t) for n, t in (packed | kept).items()}, "state_checkpoints", "states"),
+        _theirs(flashinfer, name, row(TOKENS) | packed | pool, "output_state", "pool"),
+        _theirs(vllm, name, row(1, TOKENS) | packed | {"core_attn_out": rand(TOKENS * H * V).to(torch.bfloat16)}, "core_attn_out"),
+        _theirs(vllm, f"fi_{name}", row(1, TOKENS) | {n: _again(t) for n, t in (packed | kept).items()}, "state_checkpoints"),
+        _theirs(sglang, name, row(1, TOKENS) | sixteen, "initial_state"),
+    ]
+
+
 def drop_ins() -> list[Form]:
     """Calls with other packages' signatures, the same after every `native()`."""
-    return [*_dao(), *_fla(), *_flashinfer(), *_engines(), *_prompts()]
+    return [*_dao(), *_fla(), *_flashinfer(), *_engines(), *_prompts(), *_delta_prompts()]

@@ -50,9 +50,9 @@ def test_prompts_are_measured_patched_and_not(name):
     assert len(rows) == 4
     for row in rows:
         assert not row.notes and row.ms.keys() == row.kernels.keys() == row.memory.keys() == {PLAIN, PATCHED}
-        assert row.kernels[PATCHED] <= row.kernels[PLAIN] and min(row.memory.values()) > 0 and row.apart < 0.2
+        assert row.kernels[PATCHED] < row.kernels[PLAIN] and min(row.memory.values()) > 0 and row.apart < 0.2
         if name == "mamba2":
-            assert row.kernels[PATCHED] < row.kernels[PLAIN] and row.memory[PATCHED] < row.memory[PLAIN]
+            assert row.memory[PATCHED] < row.memory[PLAIN]
 
 
 @pytest.mark.parametrize("fuse", [False, True], ids=["patched", "fused"])

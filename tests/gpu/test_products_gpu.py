@@ -7,6 +7,7 @@ import torch
 from product_cases import Product, close, close_twice, numbers_of, product_of, random, with_library
 from test_products_panels import PANELS, run_panels
 from test_products_stored import PEERS, RING, TWICE, run_peers, run_ring, run_twice
+from test_products_tf32 import PRODUCT, run_tf32
 from torch import Tensor
 
 from ssmgen import runtime
@@ -65,3 +66,8 @@ def test_a_product_of_a_stored_product():
 
 def test_blocks_of_a_cluster_read_each_other():
     assert torch.equal(*run_peers(PEERS, launch))
+
+
+def test_a_product_of_what_tf32_has_of_numbers():
+    out, want = run_tf32(PRODUCT, launch)
+    assert torch.allclose(out, want, rtol=2.0**-21, atol=2.0**-21)

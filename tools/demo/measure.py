@@ -93,9 +93,10 @@ def served(model: torch.nn.Module, fuse: bool = False) -> Iterator[None]:
 
 
 def _unscanned(label: str, model: torch.nn.Module) -> bool:
-    """Long rows of f32 take more shared memory than some GPUs have."""
+    """Delta rules have no kernel for f32, and Mamba-2's long rows take more shared memory than some GPUs have."""
     weight = next(model.parameters())
-    return label.endswith(".mamba2_chunk_scan") and weight.is_cuda and weight.dtype == torch.float32
+    scan = label.partition(".")[2] in ("mamba2_chunk_scan", "torch_chunk_gated_delta_rule")
+    return scan and weight.is_cuda and weight.dtype == torch.float32
 
 
 def interleaved_ms(ways: Mapping[str, Way], tokens: int, rounds: int, synchronize: Callable[[], None]) -> dict[str, float]:

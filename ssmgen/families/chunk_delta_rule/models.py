@@ -6,23 +6,25 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from ...models import Ask, Model, Role, Wanted
-from ...spec import DType, Index
+from ...spec import DType, Index, Layout
 from ..linear_attention.models import LinearAttention
 from .problem import OPERATOR, DeltaProblem, Gate
 
-# Which states a call has. Batches leave theirs, behind a cache that has tokens also begin with it; packed sequences are those of `PACKED`.
+# What calls have beside shapes and dtypes, by who makes them. Batches leave their states, and behind a cache that has tokens begin with
+# some.
 BATCHES: tuple[dict[str, Any], ...] = ({"final": True}, {"initial": True, "final": True})
-OWN_POOL: dict[str, Any] = {"pool": True, "started": True}
-PACKED: tuple[dict[str, Any], ...] = (OWN_POOL, {"pool": True, "initial": True}, *BATCHES)
-MARKED: dict[str, Any] = {"checkpoints": Index.I32, "initial": True}
+OWN: dict[str, Any] = {"pool": True, "started": True}
+# Engines' betas are f32. vLLM's states are dense and f32, and its q and k are of length one already, but for OLMo-Hybrid.
+VLLM: dict[str, Any] = {"beta": DType.F32, "state": DType.F32, "layout": Layout.VK, "initial": True, "final": True}
+SGLANG: dict[str, Any] = OWN | {"beta": DType.F32, "layout": Layout.VK}
 
 
 class DeltaAsk(Ask):
     """The prompts of Gated DeltaNet models; neither tokens nor heads are among what is asked.
 
-    Gates as transformers and the serving engines give them: log decays in f32, and betas of the activations' dtype, sigmoid and all; q and
-    k not yet divided by their norms. Without slots, batches, new and behind a cache. With slots, packed sequences: of a pool that says
-    itself which of them go on, into a pool from dense states, and of dense states alone; with `intermediates` also states after chunks.
+    Gates are log decays in f32, and betas of the activations' dtype, or f32, sigmoid and all. Without slots, batches, new and behind a
+    cache. With slots, packed sequences: of a pool that says itself which of them go on, and as the drop-ins of vLLM and SGLang pass them;
+    with `intermediates` also the states after chunks that their caches of prefixes ask for.
     """
 
     operator = OPERATOR
@@ -41,18 +43,24 @@ class DeltaAsk(Ask):
     def problems(self, model: Model, wanted: Wanted) -> Sequence[DeltaProblem]:
         if not isinstance(model, LinearAttention):
             return []
-        same: dict[str, Any] = {"head_k": model.dim_k, "head_v": model.dim_v, "x": wanted.io, "beta": wanted.io, "layout": wanted.layout}
-        same |= {"gate": Gate.LOG, "g": DType.F32, "l2norm": True}
-        packed = (*PACKED, MARKED) if wanted.intermediates and wanted.update_state else PACKED
-        kinds = [kind for index in wanted.indices for kind in (BATCHES if index is Index.NONE else _by_slots(packed, index))]
-        return list(dict.fromkeys(DeltaProblem(**same, **kind, state=s) for s in wanted.states or (model.state,) for kind in kinds))
+        shape: dict[str, Any] = {"head_k": model.dim_k, "head_v": model.dim_v, "x": wanted.io, "gate": Gate.LOG, "g": DType.F32}
+        found: list[DeltaProblem] = []
+        for state in wanted.states or (model.state,):
+            same = shape | {"beta": wanted.io, "l2norm": True, "layout": wanted.layout, "state": state}
+            for index in wanted.indices:
+                if index is Index.NONE:
+                    found += [DeltaProblem(**same | kind) for kind in BATCHES]
+                else:
+                    packed = same | {"cu_seqlens": Index.I32}
+                    found += [DeltaProblem(**packed | kind, index=index) for kind in (OWN, SGLANG)]
+                    found += [DeltaProblem(**packed | VLLM | {"l2norm": norm}) for norm in (False, True)]
+                    if wanted.intermediates and wanted.update_state:
+                        found.append(DeltaProblem(**packed | SGLANG, index=index, checkpoints=Index.I32))
+                        found.append(DeltaProblem(**packed | VLLM | {"l2norm": False}, checkpoints=Index.I64))
+        return list(dict.fromkeys(found))
 
     def size(self, model: Model, wanted: Wanted, batch: int) -> int:
         return model.nheads
-
-
-def _by_slots(kinds: Sequence[dict[str, Any]], index: Index) -> list[dict[str, Any]]:
-    return [kind | {"cu_seqlens": Index.I32, "index": index if kind.get("pool") else Index.NONE} for kind in kinds]
 
 
 ASKS = {OPERATOR: DeltaAsk()}

@@ -157,10 +157,14 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
 _PER_TOKEN = dict.fromkeys(ROWS, 4) | {"dt": 3, "g": 3, "seq_idx": 2}
 
 
+def _sequences(views: Mapping[str, Tensor]) -> int:
+    return prompts.sequences_of(views, "x")
+
+
 def _shapes_fit(views: Mapping[str, Tensor], problems: list[str]) -> bool:
     x, B = views["x"], views["B"]
     (batch, length, H, P), (G, N) = x.shape, B.shape[2:]
-    sequences = prompts.sequences_of(views, "x")
+    sequences = _sequences(views)
     if sequences < 0:
         problems.append("cu_seqlens is empty; it is [sequences + 1]")
         return False
@@ -259,7 +263,7 @@ def kernel_values(spec: ScanSpec, views: Mapping[str, Tensor], options: Options)
 def size_of(views: Mapping[str, Tensor]) -> int:
     """Heads; 0 if nothing is to be written."""
     writes_states = any(n in views for n in ("final_states", "state"))
-    return views["x"].shape[2] if views["x"].numel() or (prompts.sequences_of(views, "x") and writes_states) else 0
+    return views["x"].shape[2] if views["x"].numel() or (_sequences(views) and writes_states) else 0
 
 
 FAMILY = Family(
@@ -267,7 +271,7 @@ FAMILY = Family(
     written=WRITTEN,
     problem_of=problem_of,
     size_of=size_of,
-    grid_of=lambda spec, views: prompts.sequences_of(views, "x") * views["x"].shape[2] * spec.tiles * spec.cluster_blocks,
+    grid_of=lambda spec, views: _sequences(views) * views["x"].shape[2] * spec.tiles * spec.cluster_blocks,
     values_of=kernel_values,
     in_place=(("final_states", "initial_states"),),
 )

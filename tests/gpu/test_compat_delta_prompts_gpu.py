@@ -1,0 +1,122 @@
+"""Drop-ins for prompts of delta rules on a card: what they give on CPU tensors, without a synchronisation, and in CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from delta_oracles import BF16, CHUNK, F32, HV, SLOTS, K, V, operands, randn, starts_of, states, vllm_call
+from engine_calls import pages
+from scan_cases import error, same
+from torch import Tensor
+
+from ssmgen.compat import fla, flashinfer, sglang, sglang_delta, vllm
+
+pytestmark = pytest.mark.gpu
+
+BOUND = 6e-3 + 2**-9  # of the kernel against float64, and the rounding of what it is compared with
+LENGTHS = (200, 0, 1, 128)
+STARTS = starts_of(LENGTHS)
+COUNTS = [length // CHUNK for length in LENGTHS]
+UNTOUCHED = 7.0
+
+
+def kept(dtype: torch.dtype = F32) -> dict[str, Any]:
+    buffer = torch.full((sum(COUNTS) + 1, HV, V, K), UNTOUCHED, dtype=dtype)
+    return {"state_checkpoints": buffer, "checkpoint_cu_starts": starts_of(COUNTS, torch.int64), "checkpoint_every_n_tokens": CHUNK}
+
+
+def packed(**more: Any) -> dict[str, Any]:
+    return operands(1, sum(LENGTHS)) | {"cu_seqlens": STARTS} | more
+
+
+def alpha(**more: Any) -> dict[str, Any]:
+    """FlashInfer's call: the gate is the decay itself, and there is no axis of a batch."""
+    call = operands(sum(LENGTHS))
+    return call | {"g": call["g"].exp(), "cu_seqlens": STARTS, "output_final_state": True} | more
+
+
+def raw() -> dict[str, Any]:
+    more = {"g": randn(2, 150, HV, seed=6), "beta": randn(2, 150, HV, seed=8), "A_log": randn(HV, seed=4, dtype=F32)}
+    more |= {"dt_bias": randn(HV, seed=5, dtype=F32), "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    return operands(2, 150, unit=False) | more | {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
+
+
+def in_place() -> dict[str, Any]:
+    pool = pages(9, HV, V, K, gap=8)
+    return alpha(initial_state=pool, output_state=pool, state_indices=SLOTS)
+
+
+def backend(pool: Tensor, **more: Any) -> dict[str, Any]:
+    """SGLang's method, which is given states that are tracked: of one behind a chunk, of one ahead of the first."""
+    tracked = {"track_state": torch.zeros(4, HV, V, K), "track_chunk_idx": torch.tensor([2, 0, 0, 1], dtype=torch.int32)}
+    call = operands(1, sum(LENGTHS), unit=False) | {"ssm_states": pool, "cache_indices": SLOTS, "query_start_loc": STARTS}
+    return call | {"self": None} | tracked | more
+
+
+WAYS = {
+    "fla-rows": (fla.chunk_gated_delta_rule, raw),
+    "fla-packed": (
+        fla.chunk_gated_delta_rule, lambda: packed(initial_state=states(4, BF16, "kv"), output_final_state=True),
+    ),
+    "fla-delta": (fla.chunk_delta_rule, lambda: {n: t for n, t in packed(output_final_state=True).items() if n != "g"}),
+    "flashinfer": (flashinfer.chunk_gated_delta_rule, lambda: alpha(initial_state=states(4, BF16), **kept())),
+    "flashinfer-pool": (flashinfer.chunk_gated_delta_rule, in_place),
+    "vllm": (vllm.chunk_gated_delta_rule, lambda: vllm_call(LENGTHS, initial_state=states(4, BF16))),
+    "vllm-flashinfer": (vllm.fi_chunk_gated_delta_rule, lambda: vllm_call(LENGTHS, initial_state=states(4), **kept())),
+    "sglang": (
+        sglang.chunk_gated_delta_rule,
+        lambda: packed(initial_state=pages(9, HV, V, K, gap=8), initial_state_indices=SLOTS, use_qk_l2norm_in_kernel=True),
+    ),
+    "sglang-read": (
+        sglang.chunk_gated_delta_rule,
+        lambda: packed(initial_state=states(9, BF16), initial_state_indices=SLOTS, inplace_update=False),
+    ),
+    "sglang-backend": (sglang_delta.extend, lambda: backend(pages(9, HV, V, K, gap=8))),
+    "sglang-backend-read": (sglang_delta.extend, lambda: backend(states(9, BF16), inplace_update=False)),
+}  # fmt: skip
+WRITTEN = ("initial_state", "output_state", "state_checkpoints", "ssm_states", "track_state")
+
+
+def on_card(call: dict[str, Any]) -> dict[str, Any]:
+    """The call's tensors there, with the strides they have; one tensor stays one."""
+    moved: dict[int, Tensor] = {}
+    for t in (t for t in call.values() if isinstance(t, Tensor)):
+        moved.setdefault(id(t), torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda").copy_(t))
+    return {n: moved[id(t)] if isinstance(t, Tensor) else t for n, t in call.items()}
+
+
+def results(got: Any, call: dict[str, Any]) -> Iterator[Tensor]:
+    """Every tensor that is returned or written; of SGLang's states before chunks those that there are."""
+    chunks = sum(-(-length // CHUNK) for length in LENGTHS)
+    for t in got if isinstance(got, tuple) else (got,):
+        if t is not None:
+            yield t[:, :chunks] if t.dim() == 5 else t
+    yield from (call[n] for n in WRITTEN if call.get(n) is not None)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_prompts_on_a_card(way):
+    function, make = WAYS[way]
+    here, there = make(), on_card(make())
+    with torch.inference_mode():
+        wanted = [t.clone() for t in results(function(**here), here)]
+        function(**there)  # compiles
+        there, again, captured = (on_card(make()) for _ in range(3))
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = list(results(function(**there), there))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert len(found) == len(wanted)
+        assert all(error(f, w.double()) <= BOUND for f, w in zip(found, wanted, strict=True))
+        repeated = list(results(function(**again), again))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = function(**captured)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(same(a, b) and same(a, c) for a, b, c in zip(found, repeated, results(got, captured), strict=True))
