@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
+import delta_cases
 import pytest
 import torch
 from chain_cases import BF16, BOUND, F16, F32, Prompt, error, images, poisoned, prompt, recurrence, same, walked
@@ -56,6 +57,19 @@ def test_results_are_those_of_float64(case):
     before = states_of(p)
     found = chain(p, before=before, **how)
     assert accurate(found, p, before)
+
+
+@needs_emulator
+@pytest.mark.parametrize("kind", every_other(delta_cases.ADVERSARIAL))
+def test_hard_data(kind):
+    """Behind images as float64 makes them."""
+
+    def variant(problem: DeltaProblem) -> WarpgroupChainSpec:
+        return WarpgroupChainSpec(**{f.name: getattr(problem, f.name) for f in fields(DeltaProblem)}, pdl=Pdl.TRIGGER_LOADED)
+
+    sizes = delta_cases.Sizes(heads=1, head_k=64, head_v=64)
+    run = partial(delta_cases.emulated, spec=variant, prepared=True)
+    delta_cases.is_accurate(run, sizes, 130, **delta_cases.ADVERSARIAL[kind])
 
 
 @needs_emulator
