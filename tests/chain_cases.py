@@ -11,8 +11,9 @@ import torch
 from ssu_cases import BF16, F16, F32
 from torch import Tensor
 
-from ssmgen.arguments import Arguments
+from ssmgen.arguments import Arguments, Value
 from ssmgen.emulator import run_source
+from ssmgen.engine.tiles import maps
 from ssmgen.families.chunk_delta_rule.chain import ChainSpec
 from ssmgen.families.chunk_delta_rule.problem import CHUNK, COEFFICIENTS_AT, IMAGE, P_AT, PANEL, PANEL_BYTES, PANELS, T_AT, chunks_of
 from ssmgen.families.chunk_delta_rule.spec import Counts
@@ -184,7 +185,7 @@ def walked(
             "tile": 16, "pdl": Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF,
         } | how
     )  # fmt: skip
-    values: dict[str, int] = {
+    values: dict[str, Value] = {
         "tokens": tokens // count if batch else tokens,
         "sequences": count,
         "heads": HV,
@@ -195,6 +196,7 @@ def walked(
         t = named[role]
         dimension = (-2 if t.dtype == p.q.dtype and role in ("q", "k", "v", "out") else 1) if axis == "head" else _DIMENSIONS[axis]
         values[f"{role}_{axis}"] = t.stride(dimension)
+    values |= maps({n: named[n] if named[n].dim() == 4 else named[n].unsqueeze(0) for n in spec.mapped}, spec.mapped, CHUNK)
     packed = Arguments(spec, values).at([named[role].data_ptr() for role in spec.roles()])
     operands = {role: named[role] for role in spec.roles()}
     grid = spec.blocks(Counts(chunks_of(tokens, count), count, HV, HV // p.q.shape[1]))

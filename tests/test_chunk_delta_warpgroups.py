@@ -236,9 +236,9 @@ def test_what_is_legal():
 EDITS = {
     "no upstream": ("if (warp == 3) wait_for_upstream();", "", "before the wait for the upstream kernel"),
     "copies: no wait for room": ("if (n >= kStages) barrier_wait", "if (n >= 2 * kStages) barrier_wait", "in shared memory, wh"),
-    "copies: arrived at once": ("barrier_arrive_with_copies(full", "barrier_arrive(full", "copies to, and that thread has not waited"),
+    "copies: fewer bytes than come": ("full, stage, 4 * kAtQ);", "full, stage, 2 * kAtQ);", "nobody ends"),
+    "copies: of one chunk only": ("copy_box(tiles, at, k_tiles, token,", "copy_box(tiles, at, k_tiles, 0,", "off"),
     "copies: not waited for": ("barrier_wait(full, stage, phase);", "", "in shared memory, wh"),
-    "copies: not fenced": ("    fence_for_async();  // those who copied", "    // those who copied", "with no fence_for_async between"),
     "image: fewer bytes than expected": ("kFactorBytes, full, stage);", "kFactorBytes - 16, full, stage);", "nobody ends"),
     "image: a panel lower": ("kAtT + 3 * (kPanel + 16 * 8)", "kAtT + 3 * kPanel", "which nothing has written"),
     "image: of the chunk before": ("images + ((first_chunk + n)", "images + ((first_chunk + n / 2)", "off"),

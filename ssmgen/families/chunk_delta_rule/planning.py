@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from ... import runtime
+from ...arguments import Value
 from ...calls import checks, prompts
 from ...calls.checks import DTYPES, INDEX
 from ...calls.planning import Caller, Family
 from ...calls.prompts import STATES
+from ...engine.tiles import maps
 from ...errors import ArgumentError
 from ...spec import Layout, Loads
 from ..linear_attention.problem import Beta
-from .problem import OPERATOR, DeltaProblem, Gate, chunks_of, workspace_bytes
+from .problem import CHUNK, OPERATOR, DeltaProblem, Gate, chunks_of, workspace_bytes
 from .reference import chunk_delta_rule as reference
 from .spec import Counts, DeltaSpec
 
@@ -157,15 +159,16 @@ def counts_of(views: Mapping[str, Tensor]) -> Counts:
     return Counts(chunks_of(batch * length, sequences), sequences, heads, heads // views["q"].shape[2])
 
 
-def kernel_values(spec: DeltaSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, int | float]:
+def kernel_values(spec: DeltaSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, Value]:
     """Every kernel argument that is not a pointer."""
     counts = counts_of(views)
-    values: dict[str, int | float] = {"tokens": views["v"].shape[1], "sequences": counts.sequences, "heads": counts.heads}
+    values: dict[str, Value] = {"tokens": views["v"].shape[1], "sequences": counts.sequences, "heads": counts.heads}
     values |= {"group_heads": counts.group_heads, "scale": options.scale, "pad_slot_id": options.pad_slot_id}
     values |= spec.counted(counts)
     values |= {"slots": views["state"].shape[0] if "state" in views else 0}
     values |= {"positions": views["checkpoints"].shape[0] if "checkpoints" in views else 0}
     values |= {f"{operand}_{axis}": views[operand].stride(_AXES[operand][axis]) for operand, axis in spec.strides()}
+    values |= maps(views, spec.mapped, CHUNK)
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
 
 

@@ -61,6 +61,11 @@ class DeltaSpec(KernelSpec, ChunkProblem):
         """The same, as calls name them."""
         return [WORDS.get(role, role) for role in self.roles()]
 
+    @property
+    def mapped(self) -> dict[str, int]:
+        """Operands whose tiles are copied by tensor maps, and how many columns at once."""
+        return {}
+
     def strides(self) -> list[tuple[str, str]]:
         """(role, axis) of every stride the kernel takes, in elements. Those of batches and slots are 64-bit."""
         batch = [] if self.ragged else ["batch"]
@@ -81,7 +86,8 @@ class DeltaSpec(KernelSpec, ChunkProblem):
         wide += [Param.i64(f"{op}_{axis}") for op, axis in self.strides() if axis in ("batch", "slot")]
         narrow = [Param.u32(f"{op}_{axis}") for op, axis in self.strides() if axis not in ("batch", "slot")]
         counts = ["tokens", "sequences", "heads", "group_heads", *(["positions"] if "checkpoints" in roles else [])]
-        return [*pointers, *wide, *map(Param.u32, counts), *narrow, *([Param.f32("scale")] if self.scaled else [])]
+        maps = [Param.tiles(f"{operand}_tiles") for operand in self.mapped]
+        return [*pointers, *maps, *wide, *map(Param.u32, counts), *narrow, *([Param.f32("scale")] if self.scaled else [])]
 
     def constants(self) -> dict[str, Any]:
         return {

@@ -36,9 +36,13 @@ class WarpgroupChainSpec(ChainSpec):
     def needs(self) -> Needs:
         columns = tuple(sorted({CHUNK, self.head_k}))
         return Needs(
-            matrices=True, copies=True, barriers=True, elements=self.state_loads is Loads.ELEMENT, bytes=True, shared_pairs=True,
-            warpgroups=columns, panels=True, mma=self.x.value,
+            matrices=True, copies=self.ragged, barriers=True, maps=True, elements=self.state_loads is Loads.ELEMENT, bytes=True,
+            shared_pairs=True, warpgroups=columns, panels=True, mma=self.x.value,
         )  # fmt: skip
+
+    @property
+    def mapped(self) -> dict[str, int]:
+        return {"k": self.head_k, "q": self.head_k, "v": self.tile}
 
     @property
     def order(self) -> tuple[str | int, ...]:
