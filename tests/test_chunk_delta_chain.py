@@ -20,6 +20,7 @@ from ssmgen.registry import select
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index, Layout, Loads, Pdl
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 NAN = float("nan")
 LENGTHS = (65, 0, 1, 64, 130, 17)
