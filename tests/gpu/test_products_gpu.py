@@ -6,12 +6,8 @@ import pytest
 import torch
 from product_cases import Product, close, close_twice, numbers_of, product_of, random, with_library
 from test_products_panels import PANELS, run_panels
-<<<<<<< HEAD
 from test_products_stored import PEERS, RING, TWICE, is_turned, run_peers, run_ring, run_twice
-=======
-from test_products_stored import PEERS, RING, TWICE, run_peers, run_ring, run_twice
 from test_products_tf32 import PRODUCT, run_tf32
->>>>>>> a30
 from torch import Tensor
 
 from ssmgen import runtime
