@@ -17,7 +17,7 @@ from .problem import CHUNK, COEFFICIENTS, PANEL_BYTES, PANELS, DeltaProblem
 from .spec import of_problem
 
 ROWS = 64  # of a state, that a warpgroup holds
-SMS = 132
+SMS = 132  # of an H100 or H200
 TILES = (64, 128)
 # {(tile, K): those of threads that fetch, that write, and that hold the state}. A warpgroup of the last has 64 rows.
 REGISTERS = {(64, 64): (56, 88, 240), (64, 128): (56, 88, 240), (128, 64): (56, 56, 200), (128, 128): (48, 32, 216)}
