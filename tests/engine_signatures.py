@@ -90,6 +90,9 @@ SIGNATURES = {
         "q, k, v, g, beta, scale=None, initial_state=None, initial_state_indices=None, cu_seqlens=None, head_first=False, "
         "use_qk_l2norm_in_kernel=False, inplace_update=True"
     ),
+    (f"{_LAYERS}.linear.kernels.gdn_triton", "TritonGDNKernel.extend"): (
+        "self, q, k, v, g, beta, *, ssm_states, cache_indices, query_start_loc, inplace_update=True, **kwargs"
+    ),
     (f"{_LAYERS}.merge_state", "merge_state"): "prefix_output, prefix_lse, suffix_output, suffix_lse, output=None, output_lse=None",
 }
 

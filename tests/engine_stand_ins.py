@@ -8,10 +8,14 @@ from contextlib import contextmanager
 from importlib import import_module, invalidate_caches
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from engine_signatures import IMPORTS, SIGNATURES, VERSIONS
 
 DEFINED = "def {name}({parameters}):\n    return {answer!r}\n"
+METHOD = "class {owner}(Kernel):\n    def {name}({parameters}):\n        return {answer!r}\n"
+# What a class inherits says what its methods can do.
+KERNEL = "class Kernel:\n    supports_track_state_snapshot = False\n"
 
 
 def answer(module: str, name: str) -> str:
@@ -25,7 +29,9 @@ def write(root: Path, package: str, version: str | None = None, signatures: dict
     for (module, name), published in (SIGNATURES | (signatures or {})).items():
         text.setdefault(module, "")
         if published is not None:
-            text[module] += DEFINED.format(name=name, parameters=published, answer=answer(module, name))
+            owner, _, function = name.rpartition(".")
+            form = KERNEL + METHOD if owner else DEFINED
+            text[module] += form.format(owner=owner, name=function, parameters=published, answer=answer(module, name))
     for module, statements in IMPORTS.items():
         text[module] = text.get(module, "") + statements + "\n"
     for module, source in text.items():
@@ -41,6 +47,14 @@ def write(root: Path, package: str, version: str | None = None, signatures: dict
     info = root / f"{package}-{version or VERSIONS[package]}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version or VERSIONS[package]}\n")
+
+
+def found(module: str, name: str) -> Any:
+    """The function or method of that name; None for none."""
+    value: Any = import_module(module)
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return value
 
 
 def modules_of(package: str) -> list[ModuleType]:

@@ -177,17 +177,17 @@ def test_checkpoints_are_final_states(K, layout):
 
 
 @needs_emulator
-@pytest.mark.parametrize("copy", [16, 8, 4])
-def test_operands_may_be_slices(copy):
+@pytest.mark.parametrize(("copy", "K", "fetchers"), [(16, 48, 1), (8, 32, 2), (4, 96, 1)])
+def test_operands_may_be_slices(copy, K, fetchers):
     """Of one tensor, as a convolution leaves them."""
-    p = prompt(70, 7, HK=1, HV=2, V=16)
+    p = prompt(70, 7, HK=1, HV=2, K=K, V=16)
     wanted, offset = walked(p), copy // 2
     parts = [t.flatten(1) for t in (p.q, p.k, p.v)]
     wide = torch.cat([torch.full_like(parts[0], NAN)[:, :offset], *parts, torch.full_like(parts[0], NAN)[:, : 8 - offset % 8]], 1)
-    q, k, v = wide[:, offset : offset + 96].split([32, 32, 32], 1)
-    given = {"q": q.unflatten(1, (1, 32)), "k": k.unflatten(1, (1, 32)), "v": v.unflatten(1, (2, 16))}
+    q, k, v = wide[:, offset : offset + 2 * K + 32].split([K, K, 32], 1)
+    given = {"q": q.unflatten(1, (1, K)), "k": k.unflatten(1, (1, K)), "v": v.unflatten(1, (2, 16))}
     given["out"] = torch.full((77, 2, 16 + offset), NAN, dtype=BF16)[..., :16]
-    found = walked(p, given=given, copy=copy)
+    found = walked(p, given=given, copy=copy, fetchers=fetchers)
     assert same(found["out"], wanted["out"]) and same(found["final_states"], wanted["final_states"])
 
 

@@ -69,10 +69,14 @@ def make(sizes: Sizes, *lead: int, seed: int = 0, decay: float = 1.0, alike: flo
     }
 
 
+def function_of(sizes: Sizes) -> Any:
+    return ssmgen.chunk_delta_rule if sizes.gate == "none" else ssmgen.chunk_gated_delta_rule
+
+
 def run(sizes: Sizes, *, arch: Arch = SM90, change: Callable[[str], str] = str, **kwargs: Any) -> tuple[Tensor, Images]:
     """([numbers, HV, IMAGE] bytes, as the kernel makes them in the emulator, NaN where it writes nothing; what they should say). `change`
     edits its text."""
-    call = (ssmgen.chunk_delta_rule if sizes.gate == "none" else ssmgen.chunk_gated_delta_rule).build(**kwargs)
+    call = function_of(sizes).build(**kwargs)
     views = views_of(call)
     problem = FAMILY.problem_of(views, {n: t.data_ptr() for n, t in call.operands.items()}, call.options)
     views["workspace"].fill_(0xFF)
@@ -86,11 +90,14 @@ def run(sizes: Sizes, *, arch: Arch = SM90, change: Callable[[str], str] = str, 
 def prepared(sizes: Sizes, *, bound: float = 2.0**-12, coefficients: float = 1e-5, **kwargs: Any) -> Tensor:
     """The same bytes, within what is allowed of T' beside its rounding, and of coefficients."""
     found, wanted = run(sizes, **kwargs)
-    read = unpack(found.flatten(), wanted, sizes.x)
-    images_are_right(read, wanted, sizes.x, ROUNDING[sizes.x] + bound, coefficients)
-    served = wanted.served > 0
-    assert (found[~served] == 0xFF).all() and not read.T[served].triu(1).any() and not read.P[served].triu(1).any()
+    assert_images(found, wanted, sizes, bound, coefficients)
     return found
+
+
+def assert_images(found: Tensor, wanted: Images, sizes: Sizes, bound: float = 2.0**-12, coefficients: float = 1e-5) -> None:
+    read, served = unpack(found.flatten(), wanted, sizes.x), wanted.served > 0
+    images_are_right(read, wanted, sizes.x, ROUNDING[sizes.x] + bound, coefficients)
+    assert (found[~served] == 0xFF).all() and not read.T[served].triu(1).any() and not read.P[served].triu(1).any()
 
 
 ROUNDING = {BF16: 2.0**-8, F16: 2.0**-11}  # of a number, relative to it

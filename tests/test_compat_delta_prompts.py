@@ -6,6 +6,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from delta_cases import emulated
 from delta_oracles import (
     BF16,
     CHUNK,
@@ -30,7 +31,8 @@ from delta_oracles import (
 from engine_calls import no_call_goes_to_the_engine, pages, sglang_functions, vllm_functions  # noqa: F401
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ssmgen.compat import fla, flashinfer, replacing, sglang, vllm
+from ssmgen import emulator
+from ssmgen.compat import delta_prompts, fla, flashinfer, replacing, sglang, sglang_delta, vllm
 from ssmgen.errors import ArgumentError, UnsupportedError
 
 F16 = torch.float16
@@ -109,7 +111,7 @@ def test_fla_prompts_go_on_in_steps():
     call, options = operands(1, 70), {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     o, last = fla.chunk_gated_delta_rule(**call, **options)
     again, same = fla.fused_recurrent_gated_delta_rule(**call, **options)
-    assert torch.equal(o, again) and torch.equal(last, same)
+    assert close(o, again.double()) and close(last, same.double())
 
 
 # FlashInfer
@@ -280,6 +282,55 @@ def test_sglang_rows_and_padding(sglang):
     assert torch.equal(pool, kept)
 
 
+TRACKED = torch.tensor([1, -1, 0, 0], dtype=torch.int32)
+
+
+def extend_call(pool, **more):
+    call = {n: t for n, t in sglang_call().items() if n in ("q", "k", "v", "g", "beta")}
+    return call | {"ssm_states": pool, "cache_indices": SLOTS, "query_start_loc": starts_of(LENGTHS), "layer_id": 3} | more
+
+
+@pytest.mark.parametrize(("in_place", "dtype"), [(True, F32), (True, BF16), (False, F32)])
+@pytest.mark.parametrize("tracked", [False, True])
+def test_sglang_backend(sglang, tracked, in_place, dtype):
+    """Its Triton kernels' method: no states ahead of chunks, but those that are tracked, also of a sequence's first chunk."""
+    pool = pages(9, *POOL, dtype=dtype)
+    kept, before = pool.clone(), pool[SLOTS.long()]
+    buffer = torch.full((len(LENGTHS), *POOL), torch.nan) if tracked else None
+    kernel = import_module("sglang.srt.layers.attention.linear.kernels.gdn_triton").TritonGDNKernel()
+    assert kernel.supports_track_state_snapshot
+    more = {"track_state": buffer, "track_chunk_idx": TRACKED if tracked else None}
+    o, *none = kernel.extend(**extend_call(pool, inplace_update=in_place, **more))
+    y, each = walks(sglang_call(), LENGTHS, before, norm=True)
+    assert none == [None, None] and close(o[0], y)
+    for i, slot in enumerate(SLOTS.tolist()):
+        if in_place and LENGTHS[i]:
+            assert close(pool[slot], each[i][-1])
+            pool[slot] = kept[slot]
+        if tracked and TRACKED[i] >= 0:
+            want = each[i][TRACKED[i] * CHUNK]
+            assert close(buffer[i].to(dtype), want)
+    assert torch.equal(pool, kept), "another slot was written"
+
+
+def test_sglang_s_own_method_gives_tracked_states():
+    """Where ssmgen refuses a call, they come from the states ahead of all chunks, which that one returns."""
+    rows = chunks_of()
+    states_of_all = torch.stack([torch.full(POOL, 10.0 * i + at) for i, at in rows])[None]
+    seen = []
+
+    def theirs(self, *args, query_start_loc, **kwargs):
+        seen.append(kwargs)
+        return "o", None, states_of_all.bfloat16()
+
+    buffer, method = torch.zeros(len(LENGTHS), *POOL), sglang_delta.with_tracked_states(theirs)
+    found = method(None, query_start_loc=starts_of(LENGTHS), track_state=buffer, track_chunk_idx=TRACKED, layer_id=1)
+    assert found[0] == "o" and seen == [{"layer_id": 1}]
+    for i, chunk in enumerate(TRACKED.tolist()):
+        assert chunk < 0 or (buffer[i] == torch.tensor(10.0 * i + CHUNK * chunk).bfloat16()).all()
+    assert method(None, query_start_loc=starts_of(LENGTHS))[0] == "o"
+
+
 # All of them
 
 
@@ -302,7 +353,10 @@ WAYS = {
     "vllm": (vllm.chunk_gated_delta_rule, lambda: vllm_call(initial_state=states(4, BF16))),
     "vllm-flashinfer": (vllm.fi_chunk_gated_delta_rule, lambda: vllm_call(initial_state=states(4), **KEPT)),
     "sglang": (sglang.chunk_gated_delta_rule, lambda: sglang_call(initial_state=states(9))),
-}
+    "sglang's backend": (
+        sglang_delta.extend, lambda: extend_call(states(9), self=None, track_state=states(4), track_chunk_idx=TRACKED),
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -312,6 +366,43 @@ def test_nothing_of_a_tensor_is_read_by_the_host(way):
     call = make()
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
         function(**{n: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for n, t in call.items()})
+
+
+BOUND = 6e-3 + 2**-9  # of kernels against float64, and the rounding of what is 16 bits
+
+
+@pytest.mark.skipif(not emulator.available(), reason="needs g++")
+@pytest.mark.parametrize("way", ["fla", "flashinfer", "vllm", "sglang"])
+def test_kernels_make_what_is_asked_for(way, monkeypatch):
+    """In the emulator: states of two dtypes and layouts, of slots, and at places that some sequences do not have."""
+    monkeypatch.setattr(
+        delta_prompts, "chunk_gated_delta_rule", lambda q, k, v, g, beta, **more: emulated(q=q, k=k, v=v, g=g, beta=beta, **more)
+    )
+    pool, buffer = pages(9, *POOL), torch.zeros(len(LENGTHS), *POOL)
+    before = pool[SLOTS.long()]
+    if way == "fla":
+        call, kv = operands(1, TOKENS), states(len(LENGTHS), BF16, "kv")
+        o, last = fla.chunk_gated_delta_rule(**call, initial_state=kv, output_final_state=True, cu_seqlens=starts_of(LENGTHS))
+        y, each = walks(call, LENGTHS, kv.transpose(2, 3))
+        last = last.transpose(2, 3)
+    elif way == "flashinfer":
+        kept = {**KEPT, "state_checkpoints": torch.full((3, *POOL), 7.0), "checkpoint_cu_starts": starts_of([n // CHUNK for n in LENGTHS])}
+        call = flashinfer_call(state_indices=SLOTS, initial_state=pool, output_state=pool, output_final_state=True, **kept)
+        o, last = flashinfer.chunk_gated_delta_rule(**call)
+        y, each = walks(logs(call), LENGTHS, before)
+        assert close(kept["state_checkpoints"][0], each[0][CHUNK], BOUND) and close(kept["state_checkpoints"][1], each[3][CHUNK], BOUND)
+        assert (kept["state_checkpoints"][2] == 7).all()
+        last = torch.stack([before[i] if not n else last[slot] for i, (n, slot) in enumerate(zip(LENGTHS, SLOTS, strict=True))])
+    elif way == "vllm":
+        call = vllm_call(initial_state=before)
+        o, last = vllm.chunk_gated_delta_rule(**call)
+        y, each = walks(call, LENGTHS, before)
+    else:
+        o, *_ = sglang_delta.extend(None, **extend_call(pool, track_state=buffer, track_chunk_idx=TRACKED))
+        y, each = walks(sglang_call(), LENGTHS, before, norm=True)
+        last = torch.stack([before[i] if not n else pool[slot] for i, (n, slot) in enumerate(zip(LENGTHS, SLOTS, strict=True))])
+        assert all(close(buffer[i], each[i][chunk * CHUNK], BOUND) for i, chunk in enumerate(TRACKED.tolist()) if chunk >= 0)
+    assert close(o.flatten(0, -3), y, BOUND) and all(close(last[i], S[-1], BOUND) for i, S in enumerate(each))
 
 
 # What is refused, in words, and nothing written.
@@ -339,6 +430,7 @@ PREFILL = flashinfer.chunk_gated_delta_rule
         (PREFILL, PACKED | {"backend": "cudnn"}, UnsupportedError, "backend='cudnn'"),
         (PREFILL, PACKED | {"v": PACKED["v"][:, :1]}, UnsupportedError, "q has 2 heads, v 1"),
         (PREFILL, PACKED | {"cu_seqlens": None}, ArgumentError, "cu_seqlens is None"),
+        (PREFILL, PACKED | {"use_cp": "yes"}, ArgumentError, "use_cp is 'yes'"),
         (PREFILL, PACKED | KEPT | {"checkpoint_every_n_tokens": 96}, ArgumentError, "is 96, not a multiple of 64"),
         (PREFILL, PACKED | KEPT | {"checkpoint_every_n_tokens": 0}, ArgumentError, "go with checkpoint_every"),
         (PREFILL, PACKED | KEPT | {"state_checkpoints": None}, ArgumentError, "needs state_checkpoints"),
@@ -354,7 +446,13 @@ PREFILL = flashinfer.chunk_gated_delta_rule
         (vllm.fi_chunk_gated_delta_rule, vllm_call(initial_state=states(4), cu_seqlens=None), ArgumentError, "cu_seqlens is None"),
         (sglang.chunk_gated_delta_rule, sglang_call(), UnsupportedError, "initial_state is None"),
         (sglang.chunk_gated_delta_rule, sglang_call(initial_state=states(9), head_first=True), UnsupportedError, "head_first=True"),
-        (sglang.chunk_gated_delta_rule, sglang_call(initial_state=states(9), initial_state_indices=SLOTS[:2]), ArgumentError, "indices"),
+        (sglang.chunk_gated_delta_rule, sglang_call(initial_state=states(9), initial_state_indices=SLOTS[:2]), ArgumentError, "initial_s"),
+        (sglang_delta.extend, extend_call(states(9), self=None, track_state=states(4)), ArgumentError, "go together"),
+        (
+            sglang_delta.extend,
+            extend_call(states(9), self=None, track_state=states(4), track_chunk_idx=TRACKED[:2]),
+            ArgumentError, r"track_chunk_idx is \[2\]",
+        ),
     ],
 )  # fmt: skip
 def test_what_is_refused(function, call, kind, words):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from engine_signatures import SIGNATURES, VERSIONS
 from engine_stand_ins import answer, importable, modules_of, write
+from engine_stand_ins import found as place_of
 
 from ssmgen.compat import replacing, sglang, vllm
 from ssmgen.errors import ArgumentError, CaptureError, LaunchError, NotBuiltError, UnsupportedError
@@ -51,8 +52,7 @@ def test_the_installed_engine_has_not_drifted(place):
     package = module.partition(".")[0]
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    found = getattr(importlib.import_module(module), name)
-    assert replacing.differences(function_of(SIGNATURES[place]), found) == []
+    assert replacing.differences(function_of(SIGNATURES[place]), place_of(module, name)) == []
 
 
 @pytest.mark.parametrize(
@@ -122,6 +122,37 @@ def test_every_name_is_replaced_and_given_back(engine, when):
     assert all(after[name] is inspect.unwrap(found[name]) for name in after)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("engine", ["sglang"], indirect=True)
+def test_methods_are_replaced_in_their_class_and_given_back(engine, when):
+    """With what the class says of them, which it then inherits again; also for objects that there are."""
+    (place,) = [p for p in of(engine) if "." in p[1]]
+    owner = place[1].partition(".")[0]
+    if when == "before":
+        PLUGINS[engine].register()
+    kernel = place_of(place[0], owner)()
+    if when == "after":
+        assert not ours(type(kernel).extend) and not kernel.supports_track_state_snapshot
+        PLUGINS[engine].register()
+    assert ours(type(kernel).extend) and ours(kernel.extend.__func__) and kernel.supports_track_state_snapshot
+    importlib.reload(sys.modules[place[0]])
+    other = place_of(place[0], owner)
+    assert other is not type(kernel) and ours(other.extend) and other.supports_track_state_snapshot
+    PLUGINS[engine].unregister()
+    for cls in (type(kernel), other):
+        assert not ours(cls.extend) and "supports_track_state_snapshot" not in vars(cls) and not cls.supports_track_state_snapshot
+
+
+@pytest.mark.parametrize("engine", ["sglang"], indirect=True)
+@pytest.mark.parametrize("missing", ["TritonGDNKernel", "extend"])
+def test_a_class_or_method_that_is_gone_is_said(engine, missing):
+    (place,) = [p for p in of(engine) if "." in p[1]]
+    module = importlib.import_module(place[0])
+    delattr(*((module, missing) if missing == "TritonGDNKernel" else (module.TritonGDNKernel, missing)))
+    assert "there is no such function" in PLUGINS[engine].register()[".".join(place)]
+    assert missing == "TritonGDNKernel" or not module.TritonGDNKernel.supports_track_state_snapshot
+
+
 def test_what_was_imported_between_is_given_back_too(engine):
     """A module that is imported after register() holds a replacement that register() has not put there."""
     plugin, (module, name) = PLUGINS[engine], of(engine)[0]
@@ -186,7 +217,7 @@ def test_the_variable_keeps_single_functions(engine, when, monkeypatch):
     outcome = PLUGINS[engine].register()
     for module, name in of(engine):
         assert ("SSMGEN_ENGINE_KEEP" in outcome[f"{module}.{name}"]) == (name in kept)
-        assert ours(getattr(importlib.import_module(module), name)) == (name not in kept)
+        assert ours(place_of(module, name)) == (name not in kept)
 
 
 def test_the_variable_keeps_all(engine, monkeypatch):
@@ -228,7 +259,7 @@ def test_a_function_that_has_drifted_is_left_and_said(package, changed, words, t
     with importable(tmp_path, package):
         try:
             PLUGINS[package].register()
-            found = {p: getattr(importlib.import_module(p[0]), p[1], None) for p in of(package)}
+            found = {p: place_of(*p) for p in of(package)}
             outcome = PLUGINS[package].register()
         finally:
             PLUGINS[package].unregister()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ssmgen
-from ssmgen.compat import delta_prompts, sglang, vllm
+from ssmgen.compat import delta_prompts, sglang_delta, vllm
 from ssmgen.models import Role, Wanted, find_model
 from ssmgen.spec import DType, Index
 
@@ -34,10 +34,12 @@ def posed(model, monkeypatch: pytest.MonkeyPatch, states: torch.dtype = F32) -> 
     pool, slots = zeros(3, 2, V, K, dtype=states), torch.tensor([1, 2]).int()
     own = {"use_qk_l2norm": True, "cu_seqlens": starts, "state": pool, "state_indices": slots, "has_initial_state": slots > 0}
     poses("own", None, **row, beta=zeros(1, 128, 2), **own)
-    engine = row | {"beta": zeros(1, 128, 2, dtype=F32), "cu_seqlens": starts}
-    its_own = {"initial_state": pool, "initial_state_indices": slots, "use_qk_l2norm_in_kernel": True, "head_first": False}
-    poses("sglang", sglang.chunk_gated_delta_rule, **engine, **its_own)
-    gathered = engine | {"initial_state": pool[:2], "output_final_state": True, "use_qk_l2norm_in_kernel": False}
+    engine = row | {"beta": zeros(1, 128, 2, dtype=F32)}
+    backend = engine | {"self": None, "ssm_states": pool, "cache_indices": slots, "query_start_loc": starts}
+    poses("sglang", sglang_delta.extend, **backend)
+    tracked = {"track_state": zeros(2, 2, V, K, dtype=F32), "track_chunk_idx": slots}
+    poses("sglang's tracked", sglang_delta.extend, **backend, **tracked)
+    gathered = engine | {"cu_seqlens": starts, "initial_state": pool[:2], "output_final_state": True, "use_qk_l2norm_in_kernel": False}
     poses("vllm", vllm.chunk_gated_delta_rule, **gathered)
     poses("vllm by FlashInfer", vllm.fi_chunk_gated_delta_rule, **gathered)
     poses("vllm's OLMo-Hybrid", vllm.chunk_gated_delta_rule, **gathered | {"use_qk_l2norm_in_kernel": True})
@@ -55,7 +57,7 @@ def test_prompts_of_engines(name, state, monkeypatch):
     asked = model.asked(Wanted(indices=(Index.I32,), states=(state,), intermediates=True), Role.SCAN)
     assert set(asked) == set(found.values()) and len(asked) == len(set(asked))
     plain = model.asked(Wanted(indices=(Index.I32,), states=(state,)), Role.SCAN)
-    assert set(asked) - set(plain) == {found["vllm's checkpoints"]}
+    assert set(asked) - set(plain) == {found["vllm's checkpoints"], found["sglang's tracked"]}
 
 
 def test_prompts_in_batches():

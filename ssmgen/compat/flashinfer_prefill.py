@@ -72,6 +72,8 @@ def chunk_gated_delta_rule(
     problems = _prompts.objections(v, {"state_indices": state_indices}, {"initial_state": initial_state})
     if state_indices is not None and output_final_state and output_state is None:
         problems.append("state_indices are slots of a pool, and output_state, to which the final states go, is None")
+    if not isinstance(use_cp, bool) and use_cp != "auto":
+        problems.append(f"use_cp is {use_cp!r}, not 'auto', True or False")
     tokens, kept = checkpoint_every_n_tokens, state_checkpoints
     positions = _prompts.places(name, v, tokens, cu_seqlens, kept, checkpoint_cu_starts, problems)
     beta = v.new_ones(()).expand(v.shape[:-1]) if beta is None else beta

@@ -11,9 +11,9 @@ import inspect
 import logging
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import wraps
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial, wraps
 from importlib import metadata
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, all_suffixes
@@ -34,7 +34,7 @@ REFUSALS = (ArgumentError, UnsupportedError, CaptureError, NotBuiltError)
 NAMES = (
     "causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "fi_chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gated_delta_rule_packed_decode", "fused_sigmoid_gating_delta_rule_update", "mamba_chunk_scan_combined",
-    "mamba_chunk_scan_combined_varlen", "merge_attn_states", "merge_state", "selective_state_update",
+    "mamba_chunk_scan_combined_varlen", "merge_attn_states", "merge_state", "selective_state_update", "TritonGDNKernel.extend",
 )  # fmt: skip
 
 # What warm() is to those who do not make the calls themselves.
@@ -45,23 +45,21 @@ REPLACED, WAITING = "replaced", "replaced when it is imported"
 
 @dataclass(frozen=True)
 class Replacement:
-    """module: where the engine defines the function; name: its name there; function: ours, with the same parameters."""
+    """module: where the engine defines the function; name: its name there, of a method Class.name; function: ours, of the same parameters.
+
+    says: attributes that its class gets too, where the engine looks up what the method can do
+    behind: makes of the engine's own one the method that does what is refused, as its class now says more than that can do
+    """
 
     module: str
     name: str
     function: Callable[..., Any]
+    says: Mapping[str, Any] = field(default_factory=dict)
+    behind: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
 
     @property
     def place(self) -> str:
         return f"{self.module}.{self.name}"
-
-
-@dataclass(frozen=True)
-class _Swap:
-    """A replacement that was made: the engine's function, and what stands in its place."""
-
-    original: Callable[..., Any]
-    ours: Callable[..., Any]
 
 
 class Engine:
@@ -71,7 +69,7 @@ class Engine:
         self.package, self.version, self.replacements = package, version, tuple(replacements)
         self.log = logging.getLogger(f"{package}.ssmgen")  # below the engine's logger, so that its settings apply
         self.finder = _Finder(self)
-        self.swaps: list[_Swap] = []  # of a module that was executed twice, both
+        self.undo: list[Callable[[], None]] = []  # of each replacement that was made; of a module that was executed twice, both
         self.outcome: dict[str, str] = {}
 
     def register(self) -> dict[str, str]:
@@ -101,21 +99,26 @@ class Engine:
         """Every name that holds one of ours gets the engine's function back; nothing is replaced from here on."""
         if self.finder in sys.meta_path:
             sys.meta_path.remove(self.finder)
-        for swap in self.swaps:
-            self._rebind(swap.ours, swap.original)
-        self.swaps, self.outcome = [], {}
+        for undo in self.undo:
+            undo()
+        self.undo, self.outcome = [], {}
 
     def replace(self, r: Replacement, module: ModuleType) -> None:
         """Replaces r in its module, which has been executed, and wherever the engine has imported it to."""
-        original = vars(module).get(r.name)
+        of_class, _, name = r.name.rpartition(".")
+        owner: Any = vars(module).get(of_class) if of_class else module
+        original = None if owner is None else vars(owner).get(name)
         if original is None:
             self._keep(r, f"there is no such function; ssmgen was written against {self.package} {self.version}")
         elif drift := differences(r.function, original):
             self._keep(r, f"its parameters are not those of {self.package} {self.version}: {'; '.join(drift)}")
         else:
             ours = _with_the_original_behind(r, original, self.log)
-            self._rebind(original, ours)
-            self.swaps.append(_Swap(original, ours))
+            if of_class:
+                self.undo.append(_given(owner, {name: ours, **r.says}))
+            else:
+                self._rebind(original, ours)
+                self.undo.append(partial(self._rebind, ours, original))
             self.outcome[r.place] = REPLACED
             self.log.info("ssmgen replaces %s", r.place)
 
@@ -190,9 +193,26 @@ def _plain(parameter: inspect.Parameter) -> inspect.Parameter:
     return parameter.replace(annotation=inspect.Parameter.empty)
 
 
+def _given(owner: type, attributes: Mapping[str, Any]) -> Callable[[], None]:
+    """Gives a class these attributes. Returns what takes them back."""
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+
+    def undo() -> None:
+        for name in attributes:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)  # inherited
+
+    return undo
+
+
 def _with_the_original_behind(r: Replacement, original: Callable[..., Any], log: logging.Logger) -> Callable[..., Any]:
     """Ours, for calls that it takes; the engine's for the others, with a warning, once per kind of reason."""
     told: set[tuple[type, str]] = set()
+    behind = original if r.behind is None else r.behind(original)
 
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -203,7 +223,7 @@ def _with_the_original_behind(r: Replacement, original: Callable[..., Any], log:
                 told.add(kind)
                 engine, advice = r.module.partition(".")[0], IN_AN_ENGINE if isinstance(e, CaptureError) else ""
                 log.warning("%s's own %s runs, not ssmgen's (said once for calls like this): %s%s", engine, r.name, e, advice)
-        return original(*args, **kwargs)
+        return behind(*args, **kwargs)
 
     return call
 

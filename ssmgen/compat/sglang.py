@@ -21,6 +21,7 @@ from ..families.combine_splits.call import combine_splits
 from ..families.selective_state_update.call import selective_state_update as _ssu
 from . import gated_delta, replacing
 from . import mamba_prompts as _prompts
+from . import sglang_delta as _delta
 from .gated_delta import first as _first
 from .operands import takes as _takes
 from .sglang_delta import chunk_gated_delta_rule as chunk_gated_delta_rule
@@ -369,6 +370,9 @@ _ENGINE = replacing.Engine(
             fused_sigmoid_gating_delta_rule_update,
         ),
         replacing.Replacement(f"{_ATTENTION}.fla.chunk", "chunk_gated_delta_rule", chunk_gated_delta_rule),
+        replacing.Replacement(
+            f"{_LAYERS}.linear.kernels.gdn_triton", _delta.METHOD, _delta.extend, says=_delta.SAYS, behind=_delta.with_tracked_states
+        ),
         replacing.Replacement(f"{_LAYERS}.merge_state", "merge_state", merge_state),
     ],
 )  # fmt: skip

@@ -1,6 +1,10 @@
-"""SGLang's function for prompts of gated delta rules, as in SGLang 0.5.23."""
+"""SGLang's functions for prompts of gated delta rules, as in SGLang 0.5.23: the one that its Triton backend calls, and that backend's."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,10 +72,85 @@ def _chunks(v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     sequences = cu_seqlens.shape[0] - 1
     if sequences < 1:
         return cu_seqlens[:0], cu_seqlens[:0]
-    counts = (cu_seqlens.diff() + (_prompts.CHUNK - 1)) // _prompts.CHUNK
-    ends = counts.cumsum(0)
+    counts, ends = _ends(cu_seqlens)
     first, count = ends - counts, length // _prompts.CHUNK + sequences
     chunk = torch.arange(count, device=v.device)
     owner = torch.searchsorted(ends[:-1], chunk, right=True)
     positions = torch.add(torch.sub(cu_seqlens[:-1], first, alpha=_prompts.CHUNK)[owner], chunk, alpha=_prompts.CHUNK)
     return first.masked_fill(counts <= 0, count - 1), positions  # where a sequence has no tokens, the last row is nobody's
+
+
+def _ends(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """([N] chunks of each sequence, [N] chunks up to its end)."""
+    counts = (cu_seqlens.diff() + (_prompts.CHUNK - 1)) // _prompts.CHUNK
+    return counts, counts.cumsum(0)
+
+
+@_takes(
+    "inplace_update", **_prompts.PACKED, ssm_states="[slots, HV, V, K]", cache_indices="[N]", query_start_loc="[N + 1]",
+)  # fmt: skip
+def extend(
+    self: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    ssm_states: Tensor,
+    cache_indices: Tensor,
+    query_start_loc: Tensor,
+    inplace_update: bool = True,
+    **kwargs: Any,
+) -> tuple[Tensor, None, None]:
+    """(output [1, T, HV, V] of q's dtype, None, None): the method of SGLang's TritonGDNKernel, without states that nobody asked for.
+
+    q, k: [1, T, H, K], which are divided by their norms   v: [1, T, HV, V]   g: [1, T, HV], the log decay   beta: [1, T, HV]
+    ssm_states: [slots, HV, V, K], a pool, which receives the states after each sequence, unless inplace_update is False
+    cache_indices: [N], slots; a negative one, or none of the pool's, is padding   query_start_loc: [N + 1]
+    track_state, with track_chunk_idx [N]: [N, HV, V, K] f32, receives the state of each sequence after so many chunks of 64 tokens;
+        what it receives where there is a negative number is undefined. It is rounded to the pool's dtype
+    Other keywords are those of other kernels of SGLang: ignored, as there.
+    """
+    name, (tracked, chunk) = "sglang's TritonGDNKernel.extend", (kwargs.get("track_state"), kwargs.get("track_chunk_idx"))
+    indices = {"cache_indices": cache_indices, "query_start_loc": query_start_loc, "track_chunk_idx": chunk}
+    problems = _prompts.objections(v, indices, {"ssm_states": ssm_states, "track_state": tracked})
+    sequences = query_start_loc.shape[0] - 1
+    problems += [] if (tracked is None) == (chunk is None) else ["track_state and track_chunk_idx go together"]
+    if chunk is not None and chunk.shape[0] != sequences:
+        problems.append(f"track_chunk_idx is {list(chunk.shape)}, not [N] as query_start_loc [{sequences} + 1] asks for")
+    if problems:
+        raise ArgumentError(name, problems)
+    slots, out, operands = cache_indices[:sequences], _new_output(q, v), _prompts.Operands(q, k, v, g, beta)
+    options: dict[str, Any] = {"cu_seqlens": query_start_loc, "use_qk_l2norm": True}
+    if inplace_update:
+        options |= {"state": ssm_states, "state_indices": slots, "has_initial_state": slots >= 0}
+    else:
+        options["initial_states"] = _prompts.gathered(ssm_states, slots)
+    if tracked is None or chunk is None:
+        _prompts.scan(operands, out, **options)
+        return out, None, None
+    before = _prompts.gathered(ssm_states, slots)
+    positions = torch.add(query_start_loc[:-1], chunk.clamp(min=0), alpha=_prompts.CHUNK)
+    _prompts.scan(operands, out, positions=positions, checkpoints=tracked, **options)
+    # Ahead of a first chunk is no token whose state it could be.
+    torch.where((chunk == 0)[:, None, None, None], before.to(tracked.dtype), tracked, out=tracked)
+    return out, None, None
+
+
+def with_tracked_states(original: Callable[..., Any]) -> Callable[..., Any]:
+    """SGLang's own method, for calls that ssmgen refuses: it gives all states ahead of chunks, and does not know track_state."""
+
+    @wraps(original)
+    def call(*args: Any, track_state: Tensor | None = None, track_chunk_idx: Tensor | None = None, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        if track_state is not None and track_chunk_idx is not None and track_state.numel():
+            counts, ends = _ends(kwargs["query_start_loc"])
+            track_state.copy_(found[2][0, (ends - counts + track_chunk_idx.clamp(min=0)).clamp_(max=found[2].shape[1] - 1)])
+        return found
+
+    return call
+
+
+METHOD = "TritonGDNKernel.extend"
+SAYS = {"supports_track_state_snapshot": True}

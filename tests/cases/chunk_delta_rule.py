@@ -16,9 +16,8 @@ def plain(device: str = "cpu") -> dict[str, Any]:
         return torch.randn(BATCH, TOKENS, HEADS, *inner, device=device).bfloat16()
 
     states = {name: torch.randn(BATCH, HEADS, V, K, device=device) for name in ("initial_states", "final_states_out")}
-    q, k, v, out = rand(K), rand(K), rand(V), rand(V)
-    call = {"q": q, "k": k, "v": v, "beta": torch.rand(BATCH, TOKENS, HEADS, device=device), "out": out, "use_qk_l2norm": True}
-    return call | states | {"return_final_states": True}
+    q, k, v, out = rand(K), rand(K) / K**0.5, rand(V), rand(V)
+    return {"q": q, "k": k, "v": v, "beta": torch.rand(BATCH, TOKENS, HEADS, device=device), "out": out} | states
 
 
 def gated(device: str = "cpu") -> dict[str, Any]:

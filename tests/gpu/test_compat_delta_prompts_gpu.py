@@ -12,7 +12,7 @@ from engine_calls import pages
 from scan_cases import error, same
 from torch import Tensor
 
-from ssmgen.compat import fla, flashinfer, sglang, vllm
+from ssmgen.compat import fla, flashinfer, sglang, sglang_delta, vllm
 
 pytestmark = pytest.mark.gpu
 
@@ -49,6 +49,13 @@ def in_place() -> dict[str, Any]:
     return alpha(initial_state=pool, output_state=pool, state_indices=SLOTS)
 
 
+def backend(pool: Tensor, **more: Any) -> dict[str, Any]:
+    """SGLang's method, which is given states that are tracked: of one behind a chunk, of one ahead of the first."""
+    tracked = {"track_state": torch.zeros(4, HV, V, K), "track_chunk_idx": torch.tensor([2, 0, 0, 1], dtype=torch.int32)}
+    call = operands(1, sum(LENGTHS), unit=False) | {"ssm_states": pool, "cache_indices": SLOTS, "query_start_loc": STARTS}
+    return call | {"self": None} | tracked | more
+
+
 WAYS = {
     "fla-rows": (fla.chunk_gated_delta_rule, raw),
     "fla-packed": (
@@ -67,8 +74,10 @@ WAYS = {
         sglang.chunk_gated_delta_rule,
         lambda: packed(initial_state=states(9, BF16), initial_state_indices=SLOTS, inplace_update=False),
     ),
+    "sglang-backend": (sglang_delta.extend, lambda: backend(pages(9, HV, V, K, gap=8))),
+    "sglang-backend-read": (sglang_delta.extend, lambda: backend(states(9, BF16), inplace_update=False)),
 }  # fmt: skip
-WRITTEN = ("initial_state", "output_state", "state_checkpoints")
+WRITTEN = ("initial_state", "output_state", "state_checkpoints", "ssm_states", "track_state")
 
 
 def on_card(call: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,10 @@ from .spec import Counts, DeltaSpec, of_problem
 
 __all__ = ["MAX_SIZE", "OPERATOR", "SIZE", "ChainSpec", "candidates", "space"]
 
-TILES = (16, 32, 64, 128)  # rows of v in shared memory are turned by powers of two
+# Powers of two, by which rows of v are turned in shared memory. With 128, ptxas leaves a thread 168 registers of the 217 that it wants.
+TILES = (16, 32, 64)
+# Blocks of 32 rows of one sequence: up to so many have an SM each, whose shared memory then serves two warps. Four would wait for it.
+FEW = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +121,8 @@ class ChainSpec(DeltaSpec, DeltaProblem):
         return [
             *must(self.head_v % self.tile == 0, f"tile {self.tile} does not divide V {self.head_v}"),
             *must(1 <= self.stages <= 4 and self.min_blocks >= 1, f"stages {self.stages} are not 1 … 4, or min_blocks is not positive"),
-            *must(1 <= self.fetchers <= 4, f"fetchers {self.fetchers} are not 1 … 4"),
+            *must(self.fetchers in (1, 2, 4), f"fetchers {self.fetchers} are not 1, 2 or 4"),
+            *must(self.min_blocks == 1 or self.tile <= 32, f"{self.min_blocks} blocks of {self.tile} rows leave too few registers"),
             *must(arch >= SM90 or self.ahead_pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
             *self.common_violations(arch, self.shared_bytes),
         ]
@@ -136,10 +140,11 @@ def space(problem: DeltaProblem, arch: Arch) -> Iterator[ChainSpec]:
     inner = Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF
     for tile in TILES:
         for stages in (1, 2, 3):
-            for ahead in Pdl:
-                spec = _spec(problem, tile=tile, stages=stages, pdl=inner, ahead_pdl=ahead)
-                if not spec.violations(arch):
-                    yield spec
+            for fetchers in (1, 2):
+                for ahead in Pdl:
+                    spec = _spec(problem, tile=tile, stages=stages, fetchers=fetchers, pdl=inner, ahead_pdl=ahead)
+                    if not spec.violations(arch):
+                        yield spec
 
 
 def candidates(problem: DeltaProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
@@ -148,8 +153,13 @@ def candidates(problem: DeltaProblem, size: int, arch: Arch, pdl: bool) -> Itera
 
     edge = {"pdl": Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF, "ahead_pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
     yield from by_warpgroups(problem, size, edge)
-    tiles = [t for t in TILES[:3] if problem.head_v % t == 0]
-    yield "three stages", _spec(problem, tile=tiles[-1], stages=3, **edge), ""
-    yield "two stages", _spec(problem, tile=tiles[-1], stages=2, **edge), ""
-    yield "one stage", _spec(problem, tile=tiles[-1], stages=1, **edge), ""
-    yield "generic", _spec(problem, tile=16, stages=1, **edge), ""
+    tiles = [t for t in TILES if problem.head_v % t == 0]
+    few = [t for t in tiles if t <= 32]
+    tile = few[-1] if size * problem.head_v // 32 <= FEW else tiles[-1]
+    how: dict[str, Any] = edge | {"fetchers": {16: 1, 8: 2}.get(problem.copy, 4)}  # the narrower copies are, the more there are
+    # With three stages a chunk has the time of two to come, with two that of one; with one, nothing overlaps.
+    yield "three stages", _spec(problem, tile=tile, stages=3, **how), ""
+    yield "two stages", _spec(problem, tile=tile, stages=2, **how), ""
+    yield "narrow", _spec(problem, tile=few[-1], stages=2, **how), ""
+    yield "one stage", _spec(problem, tile=tile, stages=1, **how), ""
+    yield "generic", _spec(problem, tile=16, stages=1, **how), ""

@@ -14,10 +14,9 @@ from .problem import OPERATOR, DeltaProblem, Gate
 # some.
 BATCHES: tuple[dict[str, Any], ...] = ({"final": True}, {"initial": True, "final": True})
 OWN: dict[str, Any] = {"pool": True, "started": True}
-# Engines' betas are f32. vLLM's states are dense and f32, and its q and k are of length one already, but for OLMo-Hybrid. SGLang's caches
-# of prefixes take theirs from all states ahead of chunks.
+# Engines' betas are f32. vLLM's states are dense and f32, and its q and k are of length one already, but for OLMo-Hybrid.
 VLLM: dict[str, Any] = {"beta": DType.F32, "state": DType.F32, "layout": Layout.VK, "initial": True, "final": True}
-SGLANG: dict[str, Any] = {"beta": DType.F32, "layout": Layout.VK, "initial": True, "pool": True, "checkpoints": Index.I64}
+SGLANG: dict[str, Any] = OWN | {"beta": DType.F32, "layout": Layout.VK}
 
 
 class DeltaAsk(Ask):
@@ -25,7 +24,7 @@ class DeltaAsk(Ask):
 
     Gates are log decays in f32, and betas of the activations' dtype, or f32, sigmoid and all. Without slots, batches, new and behind a
     cache. With slots, packed sequences: of a pool that says itself which of them go on, and as the drop-ins of vLLM and SGLang pass them;
-    with `intermediates` also vLLM's states after chunks.
+    with `intermediates` also the states after chunks that their caches of prefixes ask for.
     """
 
     operator = OPERATOR
@@ -55,8 +54,9 @@ class DeltaAsk(Ask):
                     packed = same | {"cu_seqlens": Index.I32}
                     found += [DeltaProblem(**packed | kind, index=index) for kind in (OWN, SGLANG)]
                     found += [DeltaProblem(**packed | VLLM | {"l2norm": norm}) for norm in (False, True)]
-                    marked = wanted.intermediates and wanted.update_state
-                    found += [DeltaProblem(**packed | VLLM | {"l2norm": False, "checkpoints": Index.I64})] if marked else []
+                    if wanted.intermediates and wanted.update_state:
+                        found.append(DeltaProblem(**packed | SGLANG, index=index, checkpoints=Index.I32))
+                        found.append(DeltaProblem(**packed | VLLM | {"l2norm": False}, checkpoints=Index.I64))
         return list(dict.fromkeys(found))
 
     def size(self, model: Model, wanted: Wanted, batch: int) -> int:
