@@ -21,6 +21,7 @@ class Needs:
     matrices: bool = False  # loads of the tensor cores' operands from shared memory
     shared_pairs: bool = False  # loads of two words at once from shared memory
     shared_quads: bool = False  # loads and stores of four of them; warpgroups have them
+    matrix_turns: bool = False  # matrices whose rows and columns are exchanged in registers
     matrix_stores: bool = False  # stores of matrices to shared memory, from sm_90 on; warpgroups have them
     places: bool = False  # loads and stores of words, one or four at once, at known distances from a lane's place in shared memory
     copies: bool = False  # asynchronous copies to shared memory

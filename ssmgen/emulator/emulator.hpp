@@ -225,6 +225,12 @@ template <class T>
   emulator::load_matrices(r, from.array(), i, true);
 }
 
+[[gnu::always_inline]] inline unsigned transpose_matrix(unsigned r) {
+  const unsigned lane = threadIdx.x % 32, from = lane % 4 * 8 + lane / 8, by = lane / 4 % 2 * 16;  // of its two rows, its column
+  const unsigned low = __shfl_sync(~0u, r, int(from)), high = __shfl_sync(~0u, r, int(from + 4));
+  return (low >> by & 0xffffu) | (high >> by) << 16;
+}
+
 inline void load_shared_2xu32(const emulator::Shared<unsigned>& from, unsigned i, unsigned* r) { emulator::load_pair(r, from.array(), i); }
 
 template <unsigned Size = 16, class T>

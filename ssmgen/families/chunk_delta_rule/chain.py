@@ -49,7 +49,7 @@ class ChainSpec(DeltaSpec, DeltaProblem):
     def needs(self) -> Needs:
         elements = self.state_loads is Loads.ELEMENT
         return Needs(
-            matrices=True, matrix_stores=True, shared_pairs=True, shared_quads=True, copies=True, meetings=True, bytes=True,
+            matrices=True, matrix_turns=True, matrix_stores=True, shared_pairs=True, shared_quads=True, copies=True, meetings=True, bytes=True,
             elements=elements, mma=self.x.value,
         )  # fmt: skip
 
