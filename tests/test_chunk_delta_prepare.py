@@ -88,7 +88,7 @@ def run(sizes: Sizes, *, arch: Arch = SM90, change: Callable[[str], str] = str, 
 
 
 def prepared(sizes: Sizes, *, bound: float = 2.0**-12, coefficients: float = 1e-5, **kwargs: Any) -> Tensor:
-    """The same bytes, within what is allowed of T' beside its rounding, and of coefficients."""
+    """The same bytes, within what is allowed of T beside its rounding, and of coefficients."""
     found, wanted = run(sizes, **kwargs)
     assert_images(found, wanted, sizes, bound, coefficients)
     return found
@@ -188,7 +188,7 @@ MISTAKES = {
     "nor by all": ("  wait_all_copies();\n  __syncthreads();\n", "  wait_all_copies();\n", "shared memory"),
     "sums take the place of what is read": ("  meet(1, kThreads);\n", "", "shared memory"),
     "sums are read early": ("  __syncthreads();\n  if (!serves) return;\n", "  if (!serves) return;\n", "shared memory"),
-    "blocks are read early": ("  __syncwarp();\n\n  // (I + A) T'", "\n  // (I + A) T'", "shared memory"),
+    "blocks are read early": ("  __syncwarp();\n\n  // (I + A) T", "\n  // (I + A) T", "shared memory"),
     "blocks take the place of what is read": ("    __syncwarp();\n    const Place to", "    const Place to", "shared memory"),
     "upstream is not waited for": ("\n  wait_for_upstream();", "\n", "wait"),
     "rows behind the end": ("there ? source : from, there ? kCopy : 0", "source, kCopy", "beyond|outside|operand"),

@@ -54,7 +54,7 @@ class WarpgroupChainSpec(ChainSpec):
 
     @property
     def stage_bytes(self) -> int:
-        """k, q, v, T', P with room for all rows of their panels, and coefficients, each from a multiple of 1024 on."""
+        """k, q, v, T, P with room for all rows of their panels, and coefficients, each from a multiple of 1024 on."""
         return CHUNK * 2 * (2 * self.head_k + self.tile) + 2 * PANELS * PANEL_BYTES[0] + -(-4 * COEFFICIENTS // 1024) * 1024
 
     @property
