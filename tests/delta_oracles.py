@@ -10,14 +10,13 @@ from prompt_oracles import BF16, F32, close, ids_of, randn, starts_of
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-__all__ = ["BF16", "CHUNK", "F32", "HK", "HV", "LENGTHS", "SLOTS", "TOKENS", "K", "V"]
-__all__ += ["chunks_of", "close", "gates", "ids_of", "operands", "randn", "starts_of", "states", "vllm_call", "walk", "walks"]
+__all__ = ["BF16", "F32", "close", "ids_of", "randn", "starts_of"]
 
 HK, HV, K, V = 2, 4, 32, 16
 CHUNK = 64
 LENGTHS = (66, 0, 1, 64)
 TOKENS = sum(LENGTHS)
-SLOTS = torch.tensor([5, 1, 3, 7], dtype=torch.int32)
+POOL, SLOTS = (HV, V, K), torch.tensor([5, 1, 3, 7], dtype=torch.int32)
 
 
 def operands(*lead: int, unit: bool = True) -> dict[str, Tensor]:
@@ -78,3 +77,30 @@ def vllm_call(lengths: Sequence[int] = LENGTHS, **more: Any) -> dict[str, Any]:
 def chunks_of(lengths: Sequence[int] = LENGTHS) -> list[tuple[int, int]]:
     """(sequence, tokens ahead of it) of every chunk, as SGLang's caches of prefixes count them."""
     return [(i, c * CHUNK) for i, length in enumerate(lengths) for c in range(-(-length // CHUNK))]
+
+
+def flashinfer_call(lengths: Sequence[int] = LENGTHS, **more: Any) -> dict[str, Any]:
+    """Packed without an axis of the batch; the gate is the decay itself."""
+    call = operands(sum(lengths))
+    return call | {"g": call["g"].exp(), "beta": call["beta"].float(), "cu_seqlens": starts_of(lengths, torch.int64)} | more
+
+
+def logs(call: dict[str, Any]) -> dict[str, Any]:
+    """FlashInfer's call with the log decay."""
+    return call | {"g": None if call["g"] is None else call["g"].double().log()}
+
+
+def sglang_call(lengths: Sequence[int] = LENGTHS, **more: Any) -> dict[str, Any]:
+    """As SGLang's Triton kernels call their function: the states are a pool, which is to be given."""
+    call: dict[str, Any] = operands(1, sum(lengths), unit=False) | {"cu_seqlens": starts_of(lengths), "head_first": False}
+    return call | {"initial_state_indices": SLOTS[: len(lengths)], "use_qk_l2norm_in_kernel": True} | more
+
+
+# Of SGLang's method: after how many chunks the state of each sequence is wanted; -1 for none.
+TRACKED = torch.tensor([1, -1, 0, 0], dtype=torch.int32)
+
+
+def extend_call(pool: Tensor, **more: Any) -> dict[str, Any]:
+    """As SGLang's backend calls them."""
+    call: dict[str, Any] = {n: t for n, t in sglang_call().items() if n in ("q", "k", "v", "g", "beta")}
+    return call | {"ssm_states": pool, "cache_indices": SLOTS, "query_start_loc": starts_of(LENGTHS), "layer_id": 3} | more

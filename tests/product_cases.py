@@ -69,7 +69,7 @@ class Product(KernelSpec):
 
 
 def with_library(text: str, numbers: str = "bf16", clusters: bool = False) -> str:
-    shared = {"copies": True, "matrices": True, "places": True, "barriers": True, "meetings": True}
+    shared = {"copies": True, "matrices": True, "matrix_turns": True, "places": True, "barriers": True, "meetings": True}
     needs = Needs(mma=numbers, tf32=True, logs=True, warpgroups=(64, 128), panels=True, **shared)
     return _environment().from_string(LIBRARY + text).render(dtypes={numbers}, needs=needs, clusters=clusters, waits=False, triggers=False)
 

@@ -20,6 +20,7 @@ from ssmgen.registry import select
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index, Layout, Loads, Pdl
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 NAN = float("nan")
 LENGTHS = (65, 0, 1, 64, 130, 17)
@@ -179,7 +180,7 @@ def test_checkpoints_are_final_states(K, layout):
 @needs_emulator
 @pytest.mark.parametrize(("copy", "K", "fetchers"), [(16, 48, 1), (8, 32, 2), (4, 96, 1)])
 def test_operands_may_be_slices(copy, K, fetchers):
-    """Of one tensor, as a convolution leaves them."""
+    """They are parts of one tensor, as a convolution leaves them."""
     p = prompt(70, 7, HK=1, HV=2, K=K, V=16)
     wanted, offset = walked(p), copy // 2
     parts = [t.flatten(1) for t in (p.q, p.k, p.v)]

@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import pytest
 import torch
-from delta_cases import emulated
 from delta_oracles import (
     BF16,
     CHUNK,
     F32,
     HV,
     LENGTHS,
+    POOL,
     SLOTS,
     TOKENS,
-    K,
     V,
-    chunks_of,
     close,
+    flashinfer_call,
     gates,
+    logs,
     operands,
     randn,
     starts_of,
     states,
-    vllm_call,
     walk,
     walks,
-)  # fmt: skip
-from engine_calls import no_call_goes_to_the_engine, pages, sglang_functions, vllm_functions  # noqa: F401
-from torch._subclasses.fake_tensor import FakeTensorMode
+)
+from engine_calls import pages
 
-from ssmgen import emulator
-from ssmgen.compat import delta_prompts, fla, flashinfer, replacing, sglang, sglang_delta, vllm
+from ssmgen.compat import fla, flashinfer, replacing
 from ssmgen.errors import ArgumentError, UnsupportedError
-
-F16 = torch.float16
-POOL = (HV, V, K)
 
 # What the packages publish, without annotations.
 FLA = (
@@ -117,19 +109,9 @@ def test_fla_prompts_go_on_in_steps():
 # FlashInfer
 
 
-def flashinfer_call(lengths=LENGTHS, **more):
-    """Packed without an axis of the batch; the gate is the decay itself."""
-    call = operands(sum(lengths))
-    return call | {"g": call["g"].exp(), "beta": call["beta"].float(), "cu_seqlens": starts_of(lengths, torch.int64)} | more
-
-
-def logs(call):
-    return call | {"g": None if call["g"] is None else call["g"].double().log()}
-
-
 @pytest.mark.parametrize("dtypes", [(None, None), (BF16, BF16), (BF16, F32), (F32, BF16)])
 def test_flashinfer_states(dtypes):
-    """Of two dtypes, and those returned are f32 if no tensor is given for them."""
+    """They may be of two dtypes, and those returned are f32 if no tensor is given for them."""
     first, last = dtypes
     before = None if first is None else states(len(LENGTHS), first)
     into = None if last is None else torch.full((len(LENGTHS), *POOL), torch.nan, dtype=last)
@@ -205,204 +187,8 @@ def test_flashinfer_checkpoints(pool, every, dtype):
         assert all(close(kept[first[i] + n], each[i][(n + 1) * every]) for n in range(count))
 
 
-# vLLM: by the names that its layers hold.
-
-
-@pytest.mark.parametrize(("backend", "dtype"), [("forward_native", F32), ("forward_cuda", BF16)])
-def test_vllm_layers(vllm, backend, dtype):
-    """The class that the layers call has a method for each backend, and either comes here."""
-    before = states(len(LENGTHS), dtype)
-    call, layer = vllm_call(initial_state=before), import_module("vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn")
-    method = getattr(layer.ChunkGatedDeltaRule(), backend)
-    o, last = method(**call)
-    y, each = walks(call, LENGTHS, before)
-    assert o.shape == (1, TOKENS, HV, V) and close(o[0], y)
-    assert last.dtype == F32 and all(close(last[i], S[-1]) for i, S in enumerate(each))
-    assert method(**call | {"output_final_state": False})[1] is None
-
-
-def test_vllm_output_in_a_buffer(vllm):
-    """It may be longer, as one for all tokens of a step is."""
-    call, buffer = vllm_call(initial_state=states(4)), torch.full(((TOKENS + 3) * HV * V,), torch.nan, dtype=BF16)
-    for core in (buffer, buffer.view(TOKENS + 3, HV, V)):
-        buffer.fill_(torch.nan)
-        o, _ = vllm.chunk_gated_delta_rule(**call, core_attn_out=core, chunk_indices=SLOTS, chunk_offsets=SLOTS)
-        assert o.data_ptr() == buffer.data_ptr() and close(o[0], walks(call, LENGTHS, call["initial_state"])[0])
-        assert buffer[TOKENS * HV * V :].isnan().all()
-
-
-def test_vllm_checkpoints(vllm):
-    counts = [length // CHUNK for length in LENGTHS]
-    kept = torch.full((sum(counts), *POOL), torch.nan)
-    call = vllm_call(initial_state=states(4, BF16), use_qk_l2norm_in_kernel=True)
-    more = {"state_checkpoints": kept, "checkpoint_cu_starts": starts_of(counts, torch.int64), "checkpoint_every_n_tokens": CHUNK}
-    o, last = vllm.fi_chunk_gated_delta_rule(**call, **more)
-    y, each = walks(call, LENGTHS, call["initial_state"], norm=True)
-    places = [(i, (n + 1) * CHUNK) for i, count in enumerate(counts) for n in range(count)]
-    assert close(o[0], y) and all(close(kept[row], each[i][at]) for row, (i, at) in enumerate(places))
-    assert all(close(last[i], S[-1]) for i, S in enumerate(each))
-
-
-# SGLang
-
-
-def sglang_call(lengths=LENGTHS, **more):
-    call = operands(1, sum(lengths), unit=False) | {"cu_seqlens": starts_of(lengths), "head_first": False}
-    return call | {"initial_state_indices": SLOTS[: len(lengths)], "use_qk_l2norm_in_kernel": True} | more
-
-
-@pytest.mark.parametrize(("in_place", "dtype"), [(True, F32), (False, BF16)])
-def test_sglang_layers(sglang, in_place, dtype):
-    """States before each chunk lie where SGLang's caches of prefixes look for them, also that of a sequence's first one."""
-    pool = pages(9, *POOL, dtype=dtype)
-    kept, before = pool.clone(), pool[SLOTS.long()]
-    call = sglang_call(initial_state=pool, inplace_update=in_place)
-    o, none, h = sglang.chunk_gated_delta_rule(**call)
-    y, each = walks(call, LENGTHS, before, norm=True)
-    assert none is None and close(o[0], y) and h.shape[0] == 1 and h.dtype == dtype
-    for row, (i, at) in enumerate(chunks_of()):
-        assert close(h[0, row], each[i][at])
-    for i, slot in enumerate(SLOTS.tolist()):
-        if in_place and LENGTHS[i]:
-            assert close(pool[slot], each[i][-1])
-            pool[slot] = kept[slot]
-    assert torch.equal(pool, kept), "another slot was written"
-
-
-def test_sglang_rows_and_padding(sglang):
-    """Without cu_seqlens each row is a sequence. A negative slot is padding, and more of them than sequences are no matter."""
-    pool, slots = pages(9, *POOL), torch.tensor([5, -1, 3, 8], dtype=torch.int32)
-    kept, call = pool.clone(), operands(3, 66)
-    o, _, h = sglang.chunk_gated_delta_rule(**call, initial_state=pool, initial_state_indices=slots)
-    assert h.shape == (3, 2, *POOL) and not o[1].any()
-    for b, slot in ((0, 5), (2, 3)):
-        y, each = walk({n: t[b] for n, t in call.items()}, kept[slot])
-        assert close(o[b], y) and close(pool[slot], each[-1]) and close(h[b, 0], each[0]) and close(h[b, 1], each[CHUNK])
-        pool[slot] = kept[slot]
-    assert torch.equal(pool, kept)
-
-
-TRACKED = torch.tensor([1, -1, 0, 0], dtype=torch.int32)
-
-
-def extend_call(pool, **more):
-    call = {n: t for n, t in sglang_call().items() if n in ("q", "k", "v", "g", "beta")}
-    return call | {"ssm_states": pool, "cache_indices": SLOTS, "query_start_loc": starts_of(LENGTHS), "layer_id": 3} | more
-
-
-@pytest.mark.parametrize(("in_place", "dtype"), [(True, F32), (True, BF16), (False, F32)])
-@pytest.mark.parametrize("tracked", [False, True])
-def test_sglang_backend(sglang, tracked, in_place, dtype):
-    """Its Triton kernels' method: no states ahead of chunks, but those that are tracked, also of a sequence's first chunk."""
-    pool = pages(9, *POOL, dtype=dtype)
-    kept, before = pool.clone(), pool[SLOTS.long()]
-    buffer = torch.full((len(LENGTHS), *POOL), torch.nan) if tracked else None
-    kernel = import_module("sglang.srt.layers.attention.linear.kernels.gdn_triton").TritonGDNKernel()
-    assert kernel.supports_track_state_snapshot
-    more = {"track_state": buffer, "track_chunk_idx": TRACKED if tracked else None}
-    o, *none = kernel.extend(**extend_call(pool, inplace_update=in_place, **more))
-    y, each = walks(sglang_call(), LENGTHS, before, norm=True)
-    assert none == [None, None] and close(o[0], y)
-    for i, slot in enumerate(SLOTS.tolist()):
-        if in_place and LENGTHS[i]:
-            assert close(pool[slot], each[i][-1])
-            pool[slot] = kept[slot]
-        if tracked and TRACKED[i] >= 0:
-            want = each[i][TRACKED[i] * CHUNK]
-            assert close(buffer[i].to(dtype), want)
-    assert torch.equal(pool, kept), "another slot was written"
-
-
-def test_sglang_s_own_method_gives_tracked_states():
-    """Where ssmgen refuses a call, they come from the states ahead of all chunks, which that one returns."""
-    rows = chunks_of()
-    states_of_all = torch.stack([torch.full(POOL, 10.0 * i + at) for i, at in rows])[None]
-    seen = []
-
-    def theirs(self, *args, query_start_loc, **kwargs):
-        seen.append(kwargs)
-        return "o", None, states_of_all.bfloat16()
-
-    buffer, method = torch.zeros(len(LENGTHS), *POOL), sglang_delta.with_tracked_states(theirs)
-    found = method(None, query_start_loc=starts_of(LENGTHS), track_state=buffer, track_chunk_idx=TRACKED, layer_id=1)
-    assert found[0] == "o" and seen == [{"layer_id": 1}]
-    for i, chunk in enumerate(TRACKED.tolist()):
-        assert chunk < 0 or (buffer[i] == torch.tensor(10.0 * i + CHUNK * chunk).bfloat16()).all()
-    assert method(None, query_start_loc=starts_of(LENGTHS))[0] == "o"
-
-
-# All of them
-
-
-def test_rows_that_are_not_contiguous_are_copied():
-    call = vllm_call(initial_state=states(4).transpose(2, 3).contiguous().transpose(2, 3))
-    strided = call | {n: call[n].transpose(-1, -2).contiguous().transpose(-1, -2) for n in "qkv"}
-    assert strided["k"].stride(-1) != 1
-    want, got = (vllm.chunk_gated_delta_rule(**c)[0] for c in (call | {"initial_state": states(4)}, strided))
-    assert torch.equal(want, got)
-
-
 STARTS = starts_of([length // CHUNK for length in LENGTHS], torch.int64)
 KEPT = {"state_checkpoints": torch.zeros(3, *POOL), "checkpoint_cu_starts": STARTS, "checkpoint_every_n_tokens": CHUNK}
-WAYS = {
-    "fla": (fla.chunk_gated_delta_rule, lambda: operands(1, TOKENS) | {"cu_seqlens": starts_of(LENGTHS), "output_final_state": True}),
-    "flashinfer": (
-        flashinfer.chunk_gated_delta_rule,
-        lambda: flashinfer_call(state_indices=SLOTS, initial_state=states(9), output_state=states(9), output_final_state=True, **KEPT),
-    ),
-    "vllm": (vllm.chunk_gated_delta_rule, lambda: vllm_call(initial_state=states(4, BF16))),
-    "vllm-flashinfer": (vllm.fi_chunk_gated_delta_rule, lambda: vllm_call(initial_state=states(4), **KEPT)),
-    "sglang": (sglang.chunk_gated_delta_rule, lambda: sglang_call(initial_state=states(9))),
-    "sglang's backend": (
-        sglang_delta.extend, lambda: extend_call(states(9), self=None, track_state=states(4), track_chunk_idx=TRACKED),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_nothing_of_a_tensor_is_read_by_the_host(way):
-    """A fake tensor holds no values: who asks for one gets an error."""
-    function, make = WAYS[way]
-    call = make()
-    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
-        function(**{n: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for n, t in call.items()})
-
-
-BOUND = 6e-3 + 2**-9  # of kernels against float64, and the rounding of what is 16 bits
-
-
-@pytest.mark.skipif(not emulator.available(), reason="needs g++")
-@pytest.mark.parametrize("way", ["fla", "flashinfer", "vllm", "sglang"])
-def test_kernels_make_what_is_asked_for(way, monkeypatch):
-    """In the emulator: states of two dtypes and layouts, of slots, and at places that some sequences do not have."""
-    monkeypatch.setattr(
-        delta_prompts, "chunk_gated_delta_rule", lambda q, k, v, g, beta, **more: emulated(q=q, k=k, v=v, g=g, beta=beta, **more)
-    )
-    pool, buffer = pages(9, *POOL), torch.zeros(len(LENGTHS), *POOL)
-    before = pool[SLOTS.long()]
-    if way == "fla":
-        call, kv = operands(1, TOKENS), states(len(LENGTHS), BF16, "kv")
-        o, last = fla.chunk_gated_delta_rule(**call, initial_state=kv, output_final_state=True, cu_seqlens=starts_of(LENGTHS))
-        y, each = walks(call, LENGTHS, kv.transpose(2, 3))
-        last = last.transpose(2, 3)
-    elif way == "flashinfer":
-        kept = {**KEPT, "state_checkpoints": torch.full((3, *POOL), 7.0), "checkpoint_cu_starts": starts_of([n // CHUNK for n in LENGTHS])}
-        call = flashinfer_call(state_indices=SLOTS, initial_state=pool, output_state=pool, output_final_state=True, **kept)
-        o, last = flashinfer.chunk_gated_delta_rule(**call)
-        y, each = walks(logs(call), LENGTHS, before)
-        assert close(kept["state_checkpoints"][0], each[0][CHUNK], BOUND) and close(kept["state_checkpoints"][1], each[3][CHUNK], BOUND)
-        assert (kept["state_checkpoints"][2] == 7).all()
-        last = torch.stack([before[i] if not n else last[slot] for i, (n, slot) in enumerate(zip(LENGTHS, SLOTS, strict=True))])
-    elif way == "vllm":
-        call = vllm_call(initial_state=before)
-        o, last = vllm.chunk_gated_delta_rule(**call)
-        y, each = walks(call, LENGTHS, before)
-    else:
-        o, *_ = sglang_delta.extend(None, **extend_call(pool, track_state=buffer, track_chunk_idx=TRACKED))
-        y, each = walks(sglang_call(), LENGTHS, before, norm=True)
-        last = torch.stack([before[i] if not n else pool[slot] for i, (n, slot) in enumerate(zip(LENGTHS, SLOTS, strict=True))])
-        assert all(close(buffer[i], each[i][chunk * CHUNK], BOUND) for i, chunk in enumerate(TRACKED.tolist()) if chunk >= 0)
-    assert close(o.flatten(0, -3), y, BOUND) and all(close(last[i], S[-1], BOUND) for i, S in enumerate(each))
 
 
 # What is refused, in words, and nothing written.
@@ -441,18 +227,6 @@ PREFILL = flashinfer.chunk_gated_delta_rule
         ),
         (PREFILL, PACKED | KEPT | {"checkpoint_cu_starts": STARTS[1:]}, ArgumentError, r"are \[4\] and \[5\], not \[N \+ 1\] both"),
         (PREFILL, PACKED | {"state_indices": SLOTS.short(), "initial_state": states(9)}, ArgumentError, r"state_indices is int16 \[4\]"),
-        (vllm.chunk_gated_delta_rule, vllm_call(core_attn_out=torch.zeros(9, dtype=BF16)), ArgumentError, r"core_attn_out is \[9\]"),
-        (vllm.chunk_gated_delta_rule, vllm_call(initial_state=states(3)), ArgumentError, "initial_states"),
-        (vllm.fi_chunk_gated_delta_rule, vllm_call(initial_state=states(4), cu_seqlens=None), ArgumentError, "cu_seqlens is None"),
-        (sglang.chunk_gated_delta_rule, sglang_call(), UnsupportedError, "initial_state is None"),
-        (sglang.chunk_gated_delta_rule, sglang_call(initial_state=states(9), head_first=True), UnsupportedError, "head_first=True"),
-        (sglang.chunk_gated_delta_rule, sglang_call(initial_state=states(9), initial_state_indices=SLOTS[:2]), ArgumentError, "initial_s"),
-        (sglang_delta.extend, extend_call(states(9), self=None, track_state=states(4)), ArgumentError, "go together"),
-        (
-            sglang_delta.extend,
-            extend_call(states(9), self=None, track_state=states(4), track_chunk_idx=TRACKED[:2]),
-            ArgumentError, r"track_chunk_idx is \[2\]",
-        ),
     ],
 )  # fmt: skip
 def test_what_is_refused(function, call, kind, words):

@@ -11,6 +11,25 @@ from ssmgen import nvrtc
 from ssmgen.emulator import EmulatorError
 from ssmgen.spec import Arch
 
+# out = a^T, 8 rows and columns, of f32.
+TURN = """
+extern "C" __global__ void __launch_bounds__(32) product(const void* a, const void* b, float* out) {
+  const u32 word = transpose_matrix(load_u32(static_cast<const u32*>(a) + threadIdx.x));
+  store_u32(out + 2 * threadIdx.x, word << 16), store_u32(out + 2 * threadIdx.x + 1, word & 0xffff0000u);
+}
+"""
+
+
+def is_turned(run: Run = run) -> bool:
+    a = random(8, 8)
+    return torch.equal(run(TURN, a, a, torch.full((8, 8), torch.nan), block=32), a.T.float())
+
+
+@emulated
+def test_a_matrix_is_turned():
+    assert is_turned()
+
+
 # out = the sum of four products a b for each of two warpgroups, 64 rows and columns. One thread copies the second operands, which lie as
 # they shall in shared memory, through two buffers.
 RING = """

@@ -362,6 +362,9 @@ inline void store_quad(Place to, int ahead, const unsigned* v) { emulator::store
 [[gnu::always_inline]] inline void load_matrices(unsigned (&r)[4], Place from, int ahead) {
   emulator::load_matrices(r, from.array, from.i + ahead, false);
 }
+[[gnu::always_inline]] inline void load_matrices_transposed(unsigned (&r)[4], Place from, int ahead) {
+  emulator::load_matrices(r, from.array, from.i + ahead, true);
+}
 
 inline void prefetch_l2(const void* p, int bytes) { emulator::prefetch(p, bytes); }
 inline void touch_l2(const void* p) { emulator::touch(p); }

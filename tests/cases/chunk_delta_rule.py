@@ -10,12 +10,12 @@ BATCH, TOKENS, HEADS, V, K = 4, 5, 4, 16, 32
 
 
 def plain(device: str = "cpu") -> dict[str, Any]:
-    """Arguments by name of a small call of chunk_delta_rule: from states in, to states out."""
+    """Arguments by name of a small call of chunk_delta_rule: from states of their own into a pool."""
 
     def rand(*inner: int) -> torch.Tensor:
         return torch.randn(BATCH, TOKENS, HEADS, *inner, device=device).bfloat16()
 
-    states = {name: torch.randn(BATCH, HEADS, V, K, device=device) for name in ("initial_states", "final_states_out")}
+    states = {name: torch.randn(BATCH, HEADS, V, K, device=device) for name in ("initial_states", "state")}
     q, k, v, out = rand(K), rand(K) / K**0.5, rand(V), rand(V)
     return {"q": q, "k": k, "v": v, "beta": torch.rand(BATCH, TOKENS, HEADS, device=device), "out": out} | states
 

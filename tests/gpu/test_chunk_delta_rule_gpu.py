@@ -252,7 +252,7 @@ def test_offsets_beyond_32_bits():
 
 def test_images_beyond_32_bits():
     """A workspace of more than 4 GiB: the last sequence's output is what it is alone."""
-    heads, count, length = 64, 64, 6400  # 4.6 GB of images; v and out are 6.7 GB each
+    heads, count, length = 64, 64, 6400  # 4.6 GB of images, 3.4 GB of out
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:
         pytest.skip("needs 40 GiB of the card's memory")
     sizes = Sizes(heads=heads, key_heads=1, head_k=64, head_v=64, device="cuda")

@@ -120,7 +120,7 @@ def test_rows_stages_and_launches_change_no_bit():
 
 @of_rows
 def test_the_same_bits_every_time(rows):
-    """Of more blocks than the card holds at once."""
+    """Calls of more blocks than the card holds at once."""
     call, run = make(replace(SIZES, heads=32), 8, 700), by(rows)
     seen = set()
     for _ in range(200):

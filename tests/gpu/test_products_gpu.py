@@ -6,7 +6,7 @@ import pytest
 import torch
 from product_cases import Product, close, close_twice, numbers_of, product_of, random, with_library
 from test_products_panels import PANELS, run_panels
-from test_products_stored import PEERS, RING, TWICE, run_peers, run_ring, run_twice
+from test_products_stored import PEERS, RING, TWICE, is_turned, run_peers, run_ring, run_twice
 from test_products_tf32 import PRODUCT, run_tf32
 from torch import Tensor
 
@@ -48,6 +48,10 @@ def test_a_product(columns, by_columns, dtype):
     a, b = random(64, 64, dtype=dtype), random(64, columns, dtype=dtype)
     out = launch(product_of(columns, by_columns), a, b if by_columns else b.T.contiguous(), torch.full((64, columns), torch.nan))
     assert close(out, a.double() @ b.double())
+
+
+def test_a_matrix_is_turned():
+    assert is_turned(launch)
 
 
 def test_a_ring_of_bulk_copies():

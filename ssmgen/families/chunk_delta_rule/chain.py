@@ -2,7 +2,7 @@
 
 A block walks a sequence for `tile` rows of one head's state. Some of its warps, the walkers, hold 16 of these rows each in f32, in the
 registers in which products are summed, from the first chunk to the last; the others fetch what later chunks need. All products are made
-transposed: rounded, the state is the first operand of those with k and q, and so are X^T and v_new^T of theirs. Nothing passes between
+transposed: rounded, the state is the first operand of those with k and q, and so are X^T and u^T of theirs. Nothing passes between
 warps, and shared memory holds second operands only.
 """
 
@@ -49,8 +49,8 @@ class ChainSpec(DeltaSpec, DeltaProblem):
     def needs(self) -> Needs:
         elements = self.state_loads is Loads.ELEMENT
         return Needs(
-            matrices=True, matrix_turns=True, matrix_stores=True, shared_pairs=True, shared_quads=True, copies=True, meetings=True, bytes=True,
-            elements=elements, mma=self.x.value,
+            matrices=True, matrix_turns=True, matrix_stores=True, shared_pairs=True, shared_quads=True, places=True, copies=True,
+            meetings=True, bytes=True, elements=elements, mma=self.x.value,
         )  # fmt: skip
 
     @property

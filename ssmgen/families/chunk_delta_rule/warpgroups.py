@@ -1,8 +1,8 @@
 """The chain of chunk_delta_rule by warpgroups: the tensor cores of sm_90a, which read operands from shared memory by themselves.
 
 A block has a warpgroup that fetches, one that writes o, and one for every 64 rows of the state, which it holds in f32, in the registers in
-which products are summed. Everything is made transposed: the state, X and v_new, rounded, are there as first operands, and nothing
-passes between the warps that make them. What the state does not wait for, S q^T and P v_new, is asked for where it would wait.
+which products are summed. Everything is made transposed: the state, X and u, rounded, are there as first operands, and nothing
+passes between the warps that make them. What the state does not wait for, S q^T and P u, is asked for where it would wait.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from .problem import CHUNK, COEFFICIENTS, PANEL_BYTES, PANELS, DeltaProblem
 from .spec import of_problem
 
 ROWS = 64  # of a state, that a warpgroup holds
-SMS = 132
+SMS = 132  # of an H100 or H200
 TILES = (64, 128)
 # {(tile, K): those of threads that fetch, that write, and that hold the state}. A warpgroup of the last has 64 rows.
-REGISTERS = {(64, 64): (56, 88, 240), (64, 128): (56, 88, 240), (128, 64): (56, 56, 200), (128, 128): (48, 48, 208)}
+REGISTERS = {(64, 64): (56, 88, 240), (64, 128): (56, 88, 240), (128, 64): (56, 56, 200), (128, 128): (48, 32, 216)}
 
 
 @dataclass(frozen=True, kw_only=True)

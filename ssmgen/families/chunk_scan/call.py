@@ -159,10 +159,14 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
 _PER_TOKEN = dict.fromkeys(ROWS, 4) | {"dt": 3, "g": 3, "seq_idx": 2}
 
 
+def _sequences(views: Mapping[str, Tensor]) -> int:
+    return prompts.sequences_of(views, "x")
+
+
 def _shapes_fit(views: Mapping[str, Tensor], problems: list[str]) -> bool:
     x, B = views["x"], views["B"]
     (batch, length, H, P), (G, N) = x.shape, B.shape[2:]
-    sequences = prompts.sequences_of(views, "x")
+    sequences = _sequences(views)
     if sequences < 0:
         problems.append("cu_seqlens is empty; it is [sequences + 1]")
         return False
@@ -271,7 +275,7 @@ def grid_of(spec: ScanSpec, views: Mapping[str, Tensor]) -> int:
 def size_of(views: Mapping[str, Tensor]) -> int:
     """Heads; 0 if nothing is to be written."""
     writes_states = any(n in views for n in ("final_states", "state"))
-    return views["x"].shape[2] if views["x"].numel() or (prompts.sequences_of(views, "x") and writes_states) else 0
+    return views["x"].shape[2] if views["x"].numel() or (_sequences(views) and writes_states) else 0
 
 
 FAMILY = Family(
