@@ -92,14 +92,13 @@ def image(p: Prompt, begin: int, end: int, head: int) -> Tensor:
     decays[:there], beta[:there] = p.decays[begin:end, head], p.beta[begin:end, head]
     gamma = decays.cumsum(0)
     ratio = torch.exp2((gamma[:, None] - gamma).tril())
-    A = (beta[:, None] * rk[:, None] * rk * ratio * (k @ k.T)).tril(-1)
-    T = torch.linalg.inv(torch.eye(CHUNK, dtype=F64) + A) * beta
-    P = (rq[:, None] * rk * ratio * (q @ k.T)).tril()
-    P[there:], T[there:] = 0, 0
-    in_chunk = (torch.arange(CHUNK) < there).double()
+    A = (rk[:, None] * (beta * rk) * ratio * (k @ k.T)).tril(-1)
+    T = torch.linalg.inv(torch.eye(CHUNK, dtype=F64) + A)
+    P = (rq[:, None] * (beta * rk) * ratio * (q @ k.T)).tril()
+    P[there:] = 0
     factors = [
         -torch.exp2(gamma) * rk,
-        torch.exp2(gamma[-1] - gamma) * rk * in_chunk,
+        torch.exp2(gamma[-1] - gamma) * beta * rk,
         torch.exp2(gamma) * rq,
         torch.exp2(gamma[-1:]).expand(4),
     ]

@@ -24,7 +24,7 @@ from ssmgen.spec import Arch
 
 LENGTHS = (0, 1, 63, 64, 65, 130)
 BOUNDS = {BF16: 6e-3, F16: 1.5e-3}  # relative L2 error, random operands
-FEW = {BF16: 8e-3, F16: 1.5e-3}  # of a few tokens: T', P, v_new and the output are rounded, each by up to 2^-9, and nothing averages that
+FEW = {BF16: 8e-3, F16: 1.5e-3}  # of a few tokens: T, P, u and the output are rounded, each by up to 2^-9, and nothing averages that
 STORED = {F32: 0.0, BF16: 2.0**-9, F16: 2.0**-12}  # a state's rounding
 HARD = {BF16: 1.5e-2, F16: 4e-3}  # keys that are nearly one, steps of 1 and 2, decays of nothing and of all
 

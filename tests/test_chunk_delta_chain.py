@@ -61,7 +61,7 @@ def test_results_are_those_of_float64(lengths, more, arch):
 @needs_emulator
 @pytest.mark.parametrize(("spread", "beta"), [(0.1, 0.995), (1.0, 1.99)], ids=["near-keys", "beta-2"])
 def test_little_decay(spread, beta):
-    """What T' amplifies: keys that are nearly one, and steps that overshoot."""
+    """What T amplifies: keys that are nearly one, and steps that overshoot."""
     p = prompt(200, decay=0.001)
     k = torch.randn(1, 1, 32, generator=torch.Generator().manual_seed(2)) * (spread < 1) + spread * p.k.float()
     p = replace(p, k=k.bfloat16(), beta=torch.full_like(p.beta, beta))

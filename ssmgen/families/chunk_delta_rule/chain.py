@@ -2,7 +2,7 @@
 
 A block walks a sequence for `tile` rows of one head's state. Some of its warps, the walkers, hold 16 of these rows each in f32, in the
 registers in which products are summed, from the first chunk to the last; the others fetch what later chunks need. All products are made
-transposed: rounded, the state is the first operand of those with k and q, and so are X^T and v_new^T of theirs. Nothing passes between
+transposed: rounded, the state is the first operand of those with k and q, and so are X^T and u^T of theirs. Nothing passes between
 warps, and shared memory holds second operands only.
 """
 

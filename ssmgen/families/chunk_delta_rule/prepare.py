@@ -1,7 +1,7 @@
 """The first kernel of chunk_delta_rule: what of a chunk does not hang on the state, of all chunks at once.
 
 A block has a chunk of one head of q and k. Its warps share the products k k^T and q k^T, as far as the diagonal; then each makes the image
-of one head of v by itself, in registers but for what changes lanes, and they meet no more. 16 x 16 blocks of T' on the diagonal come from
+of one head of v by itself, in registers but for what changes lanes, and they meet no more. 16 x 16 blocks of T on the diagonal come from
 substitution in f32; those below from products of tf32, one row of blocks after the other.
 Bytes per token: 4 K / (heads of a key head) read, 174 written per head of v.
 """
@@ -20,7 +20,7 @@ from .spec import Counts, DeltaSpec
 WARPS = 4  # of a block, and so many heads of v at most
 BANDS = CHUNK // 16
 SUM_WORDS = 2 * BANDS * (BANDS + 1) // 2 * 256  # of shared memory: k k^T and q k^T as far as the diagonal, in blocks of 16 x 16
-OWN_WORDS = 4 * CHUNK + BANDS * (16 * 20 + 8)  # each warp's: gamma, factors of rows and columns, beta; blocks on the diagonal of T'
+OWN_WORDS = 4 * CHUNK + BANDS * (16 * 20 + 8)  # each warp's: gamma, factors of rows and columns, steps; blocks on the diagonal of T
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,13 +12,13 @@ OPERATOR = "chunk_delta_rule"
 SIZE, MAX_SIZE = "heads", 2**31 - 1  # what the rules look at: sequences are not among it, so that bits do not depend on how many there are
 
 CHUNK = 64  # tokens; part of the result's bits
-NUMBER = 2  # bytes of a number of T' and P
-PANEL = 16  # columns of T' or P that lie together
+NUMBER = 2  # bytes of a number of T and P
+PANEL = 16  # columns of T or P that lie together
 PANELS = CHUNK // PANEL
 # A panel begins with the row that its first column crosses the diagonal in: what is above is zero, and is not kept.
 PANEL_BYTES = tuple((CHUNK - PANEL * c) * PANEL * NUMBER for c in range(PANELS))
 COEFFICIENTS = 3 * CHUNK + 4  # f32: c_x, c_u and c_o of each token, and the chunk's decay four times
-IMAGE = 11136  # bytes of a chunk and head: T', P, coefficients, and what brings the next one to a multiple of 128
+IMAGE = 11136  # bytes of a chunk and head: T, P, coefficients, and what brings the next one to a multiple of 128
 T_AT, P_AT, COEFFICIENTS_AT = 0, sum(PANEL_BYTES), 2 * sum(PANEL_BYTES)
 
 

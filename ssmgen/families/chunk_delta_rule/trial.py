@@ -14,7 +14,7 @@ from .problem import CHUNK, OPERATOR, Gate, workspace_bytes
 from .warpgroups import WarpgroupChainSpec
 
 HEADS, KEY_HEADS = 2, 1
-# More than one rounding's norm error: of T', P, states, and what is added to them, each before its product. Without decay they stay.
+# More than one rounding's norm error: of T, P, states, and what is added to them, each before its product. Without decay they stay.
 SLACK = {DType.BF16: 1e-2, DType.F16: 1.6e-3}
 
 

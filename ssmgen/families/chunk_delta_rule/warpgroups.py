@@ -1,8 +1,8 @@
 """The chain of chunk_delta_rule by warpgroups: the tensor cores of sm_90a, which read operands from shared memory by themselves.
 
 A block has a warpgroup that fetches, one that writes o, and one for every 64 rows of the state, which it holds in f32, in the registers in
-which products are summed. Everything is made transposed: the state, X and v_new, rounded, are there as first operands, and nothing
-passes between the warps that make them. What the state does not wait for, S q^T and P v_new, is asked for where it would wait.
+which products are summed. Everything is made transposed: the state, X and u, rounded, are there as first operands, and nothing
+passes between the warps that make them. What the state does not wait for, S q^T and P u, is asked for where it would wait.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class WarpgroupChainSpec(ChainSpec):
 
     @property
     def stage_bytes(self) -> int:
-        """k, q, v, T', P with room for all rows of their panels, and coefficients, each from a multiple of 1024 on."""
+        """k, q, v, T, P with room for all rows of their panels, and coefficients, each from a multiple of 1024 on."""
         return CHUNK * 2 * (2 * self.head_k + self.tile) + 2 * PANELS * PANEL_BYTES[0] + -(-4 * COEFFICIENTS // 1024) * 1024
 
     @property
