@@ -135,7 +135,7 @@ def unpack(workspace: Tensor, images: Images, x: torch.dtype) -> Images:
 
 
 def images_are_right(found: Images, wanted: Images, x: torch.dtype, bound: float | None = None, coefficients: float = 1e-5) -> None:
-    """Numbers of tokens within `bound`, or `coefficients`, relative L2 by chunk and head; what is wanted, and finite numbers, behind the last one."""
+    """Numbers of tokens within `bound`, or `coefficients`, relative L2 by chunk and head; behind the last one, what is wanted."""
     limit = ROUNDED[x] if bound is None else bound
     for at, count in enumerate(wanted.served.tolist()):
         for name in ("T", "P", "c_x", "c_u", "c_o", "decay") if count else ():

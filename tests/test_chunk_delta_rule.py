@@ -20,6 +20,7 @@ from ssmgen.errors import ArgumentError, UnsupportedError
 from ssmgen.families.chunk_delta_rule.chain import ChainSpec, candidates
 from ssmgen.families.chunk_delta_rule.prepare import PrepareSpec
 from ssmgen.families.chunk_delta_rule.problem import CHUNK, OPERATOR, DeltaProblem, Gate
+from ssmgen.families.chunk_delta_rule.warpgroups import WarpgroupChainSpec
 from ssmgen.models import Role, Wanted, models
 from ssmgen.occupancy import LIMITS
 from ssmgen.registry import select
@@ -104,6 +105,17 @@ def test_images_are_kept_and_read_again():
 
 
 # Laws of both kernels.
+
+
+@needs_emulator
+@pytest.mark.parametrize("form", [ChainSpec, WarpgroupChainSpec])
+def test_steps_of_two_over_many_tokens(form):
+    """What nothing decays adds up: roundings of T before all, and whatever shrinks it."""
+
+    def spec(problem: DeltaProblem) -> Any:
+        return next(s for _, s, _ in candidates(problem, 1, SM90, True) if type(s) is form and not s.violations(SM90))
+
+    laws.is_accurate(partial(emulated, spec=spec), replace(SMALL, head_k=64, head_v=64), 700, **ADVERSARIAL["beta 2"])
 
 
 @needs_emulator
