@@ -3,9 +3,9 @@
 //   cu_seqlens=none  copy=16  pdl=off  min_blocks=4
 //
 // Of each chunk of 64 tokens and head, with gamma the running sum of log2 decays (there are none: 0), rk = 1 and rq = scale:
-//     A_ij = beta_i rk_i rk_j 2^(gamma_i - gamma_j) k_i.k_j, j < i        T' = (I + A)^-1 diag(beta)
-//     P_ij = rq_i rk_j 2^(gamma_i - gamma_j) q_i.k_j, j <= i
-//     c_x = -2^gamma rk        c_u = 2^(gamma_last - gamma) rk        c_o = 2^gamma rq        decay = 2^gamma_last
+//     A_ij = beta_j rk_i rk_j 2^(gamma_i - gamma_j) k_i.k_j, j < i        T = (I + A)^-1
+//     P_ij = beta_j rq_i rk_j 2^(gamma_i - gamma_j) q_i.k_j, j <= i
+//     c_x = -2^gamma rk        c_u = beta 2^(gamma_last - gamma) rk        c_o = 2^gamma rq        decay = 2^gamma_last
 
 // ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
 
@@ -35,9 +35,9 @@ constexpr int kRowWords = kHead / 2 + 4, kBandWords = 16 * kRowWords + 16, kTile
 // Behind the products, their sums lie there: blocks on and below the diagonal, of k k^T and of q k^T, as lanes have them; and a warp's own.
 constexpr int kBlockWords = 256, kSumWords = 10 * kBlockWords;
 constexpr int kAtOwn = 2 * kSumWords, kOwnWords = 1568;
-constexpr int kAtRows = kChunk, kAtColumns = 2 * kChunk, kAtBeta = 3 * kChunk, kAtBlocks = 4 * kChunk;  // of its own, behind gamma
-constexpr int kFactorPitch = 16, kFactorWords = 16 * kFactorPitch + 8;      // a block on the diagonal of A; four of them, and eight columns, meet all banks
-constexpr int kInversePitch = 20, kInverseWords = 16 * kInversePitch + 8;  // one of T', by columns
+constexpr int kAtRows = kChunk, kAtColumns = 2 * kChunk, kAtSteps = 3 * kChunk, kAtBlocks = 4 * kChunk;  // of its own, behind gamma
+constexpr int kFactorPitch = 16, kFactorWords = 16 * kFactorPitch + 8;     // blocks on the diagonal of -A
+constexpr int kInversePitch = 20, kInverseWords = 16 * kInversePitch + 8;  // those of T, by columns; eight of a block meet all banks
 constexpr u32 kImage = 11136, kAtP = 5120, kAtCoefficients = 10240;  // bytes
 DEVICE constexpr int block_of(int row, int column) { return row * (row + 1) / 2 + column; }
 DEVICE constexpr u32 panel_of(int row, int column) { return column * 2048 - column * (column - 1) / 2 * 512 + (row - column) * 512; }  // bytes
@@ -187,6 +187,12 @@ DEVICE void load_matrices(u32 (&r)[4], Place from, int ahead) {
                : "r"(from.byte + 4 * ahead)
                : "memory");
 }
+DEVICE void load_matrices_transposed(u32 (&r)[4], Place from, int ahead) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3 }, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(from.byte + 4 * ahead)
+               : "memory");
+}
 
 // Copies to shared memory that nothing waits for: Size bytes (16, past L1; or 8 or 4) from an aligned address to element i of an array, of
 // which only the first `bytes` are read and the rest becomes zero. They land for the thread that asked for them when it waits for their
@@ -322,7 +328,7 @@ DEVICE void copy_tokens(Array& tiles, u32 at, const X* from, u32 stride, u32 row
   if (row >= kRows) return;
   from += piece * (2 * kAtOnce);
   const X* source = from + u64(row) * stride;
-#pragma unroll
+#pragma unroll 8
   for (u32 i = 0; i < kChunk; i += kRows) {
     if (kChunk % kRows && row + i >= kChunk) continue;
     const bool there = row + i < rows;
@@ -334,17 +340,17 @@ DEVICE void copy_tokens(Array& tiles, u32 at, const X* from, u32 stride, u32 row
 
 // Blocks of k k^T (matrix 0; times -rk of their rows) or of q k^T (1; times rq): rows kHigh and 3 - kHigh of blocks, as far as the diagonal.
 // Five blocks, whichever kHigh is; they take the place of q and k when all warps are done with these.
-template <int kHigh, class Array>
-DEVICE void multiply(Array& tiles, u32 matrix, float scale, u32 lane) {
+template <int kMatrix, int kHigh, class Array>
+DEVICE void multiply(Array& tiles, float scale, u32 lane) {
   constexpr int kBands[2] = {kHigh, 3 - kHigh};
   // Lane 8 m + r names row r of matrix m. A first operand takes two matrices one below the other, then the two beside them; a second one takes
   // two beside each other, then the two below.
   const auto token = [](u32 s) { return s % 2 + s % 8 / 2 * 4 + s / 8 * 2; };
   const auto within = [&](u32 s, u32 half) { return token(s) * kRowWords + token(s) / 8 * 8 + half * 4; };
   const u32 at_left = within(lane % 16, lane / 16), at_right = within(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-  Place left = place_in(tiles, matrix * kTileWords + at_left), right = place_in(tiles, at_right);
+  Place left = place_in(tiles, kMatrix * kTileWords + at_left), right = place_in(tiles, at_right);
   float sum[5][2][4] = {};
-#pragma unroll 4
+#pragma unroll 2
   for (int step = 0; step < kHead / 16; ++step) {
     u32 a[2][4];
 #pragma unroll
@@ -367,13 +373,13 @@ DEVICE void multiply(Array& tiles, u32 matrix, float scale, u32 lane) {
   }
   const u32 quad = lane / 4;
   meet(1, kThreads);
-  const Place sums = place_in(tiles, matrix * kSumWords + lane * 4);
+  const Place sums = place_in(tiles, kMatrix * kSumWords + lane * 4);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     float factor[2];
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
-      factor[side] = matrix ? scale : -1.f;
+      factor[side] = kMatrix ? scale : -1.f;
     }
 #pragma unroll
     for (int column = 0; column <= kHigh; ++column) {
@@ -429,15 +435,21 @@ DEVICE void store_to_image(X* to, const Block& block) {
     store_2xu32(to + 2 * side * 16, word);
   }
 }
-// d += a b^T. A block whose words are those of a product's first operand is one that load_left made; any block is the second one.
+// d += a b^T, all three as lanes have them: as a product's first operand a is what it is, and so is b^T as its second, if columns 4 t + 2 n are
+// counted as t, and those behind them as t + 4.
 DEVICE void add_product(Block& d, const Block& a, const Block& b) {
 #pragma unroll
   for (int n = 0; n < 2; ++n)
 #pragma unroll
     for (int side = 0; side < 2; ++side) mma_tf32(d[side], a[n][0], a[n][2], a[n][1], a[n][3], b[n][2 * side], b[n][2 * side + 1]);
 }
-// Half of what tf32 cuts off of a number, on average, is put on it. And the multiplication leaves its result where a first operand wants it,
-// which is not where sums are: otherwise each product would move it there.
+// Of keys that are nearly one, sums are many times what is left of them: there one operand of a product has two terms, and this is the second.
+DEVICE void cut_off(Block& to, const Block& from) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) to[i / 4][i % 4] = from[i / 4][i % 4] - __uint_as_float(__float_as_uint(from[i / 4][i % 4]) & 0xffffe000u);
+}
+// The other one has one term: half of what tf32 cuts off of it, on average, is put on it. And the multiplication leaves its result where a first
+// operand wants it, which is not where sums are: otherwise each product would move it there.
 DEVICE void to_tf32(Block& to, const Block& from) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) to[i / 4][i % 4] = from[i / 4][i % 4] * 1.00034f;
@@ -470,7 +482,7 @@ delta_prepare_k64_f16_none_1740b212(
   k += i64(sequence) * k_batch + u64(before) * k_token + u64(key_head) * k_head;
   beta += i64(sequence) * beta_batch + u64(before) * beta_token + u64(head) * beta_head;
 
-  // Lane l has the gates of tokens 2 l and 2 l + 1; where there are none, it asks for the last one's, and nothing hangs on whether there are.
+  // Lane l has the gates of tokens 2 l and 2 l + 1. Past the last one it asks for that one's, which it then leaves alone: no branch is needed.
   f32 raw_beta[2];
 #pragma unroll
   for (u32 e = 0; e < 2; ++e) {
@@ -493,12 +505,11 @@ delta_prepare_k64_f16_none_1740b212(
   __syncthreads();
 
   // Two warps make k k^T, two q k^T: one has the longest and the shortest of the four rows of blocks, the other one those between.
-  {
-    const u32 matrix = warp / 2;
-    if (warp % 2)
-      multiply<2>(tiles, matrix, scale, lane);
-    else
-      multiply<3>(tiles, matrix, scale, lane);
+  switch (warp) {  // each its own text
+    case 0: multiply<0, 3>(tiles, scale, lane); break;
+    case 1: multiply<0, 2>(tiles, scale, lane); break;
+    case 2: multiply<1, 3>(tiles, scale, lane); break;
+    case 3: multiply<1, 2>(tiles, scale, lane); break;
   }
   __syncthreads();
   if (!serves) return;
@@ -513,10 +524,11 @@ delta_prepare_k64_f16_none_1740b212(
 #pragma unroll
     for (u32 e = 0; e < 2; ++e) {
       const u32 token = 2 * lane + e;
+      const float weight = step[e];  // of what is not there, 0
       x[e] = -1.f;
-      u[e] = token < rows ? 1.f : 0.f;
+      u[e] = weight;
       o[e] = scale;
-      tiles[own + kAtBeta + token] = __float_as_uint(step[e]);
+      tiles[own + kAtSteps + token] = __float_as_uint(weight);
     }
     const float* const coefficients[3] = {x, u, o};
     f32* const to = reinterpret_cast<f32*>(image) + kAtCoefficients / 4;
@@ -531,6 +543,7 @@ delta_prepare_k64_f16_none_1740b212(
 
   const u32 row = quad % 2 + quad / 2 * 4;
   const Place sums = place_in(tiles, lane * 4);
+  const Place steps_by_column = place_in(tiles, own + kAtSteps + 4 * part);
   const Place factors = place_in(tiles, own + kAtBlocks + row * kFactorPitch + 4 * part);
   X* const to = image + row * 16 + (part * 4 ^ quad / 2 % 2 * 8);
 #pragma unroll
@@ -538,13 +551,17 @@ delta_prepare_k64_f16_none_1740b212(
     Block product, mixed;
     load_block(product, sums, block_of(band, band) * kBlockWords);
     load_block(mixed, sums, kSumWords + block_of(band, band) * kBlockWords);
+    u32 step_column[4];
+    load_quad(steps_by_column, 16 * band, step_column);
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
 #pragma unroll
       for (u32 j = 0; j < 4; ++j) {
         const bool past = 4 * part + j <= row + 2 * side;
+        float weight = __uint_as_float(step_column[j]);
         float &p = mixed[j / 2][2 * side + j % 2], &a = product[j / 2][2 * side + j % 2];
-        p = past ? p : 0.f;
+        p = past ? p * weight : 0.f;
+        a = a * weight;  // what is not below the diagonal, nobody looks at
       }
     }
     store_to_image(to + kAtP / 2 + panel_of(band, band) / 2, mixed);
@@ -552,15 +569,11 @@ delta_prepare_k64_f16_none_1740b212(
   }
   __syncwarp();
 
-  // (I + A) T' = diag(beta), where A = diag(beta) L: row by row, T'_ic = beta_i (i == c - L_ij T'_jc, summed over j < i). Lane l has columns l % 8 and
-  // l % 8 + 8 of block l / 8; -L is there.
+  // (I + A) T = I: row by row, T_ic = i == c - A_ij T_jc, summed over j < i. Lane l has columns l % 8 and l % 8 + 8 of block l / 8; -A is there.
   {
     const u32 band = lane / 8, column = lane % 8;
-    const Place from = place_in(tiles, own + kAtBlocks + band * kFactorWords), steps = place_in(tiles, own + kAtBeta + 16 * band);
+    const Place from = place_in(tiles, own + kAtBlocks + band * kFactorWords);
     float first[16], second[8];  // the second column is zero above row 8
-    u32 beta[16];
-#pragma unroll
-    for (int i = 0; i < 16; i += 4) load_quad(steps, i, beta + i);
 #pragma unroll
     for (u32 i = 0; i < 16; ++i) {
       u32 factor[16];
@@ -569,12 +582,12 @@ delta_prepare_k64_f16_none_1740b212(
       float sum = i == column ? 1.f : 0.f;
 #pragma unroll
       for (u32 j = 0; j < i; ++j) sum = fmaf(__uint_as_float(factor[j]), first[j], sum);
-      first[i] = sum * __uint_as_float(beta[i]);
+      first[i] = sum;
       if (i < 8) continue;
       sum = i == column + 8 ? 1.f : 0.f;
 #pragma unroll
       for (u32 j = 8; j < i; ++j) sum = fmaf(__uint_as_float(factor[j]), second[j - 8], sum);
-      second[i - 8] = sum * __uint_as_float(beta[i]);
+      second[i - 8] = sum;
     }
     __syncwarp();
     const Place to = place_in(tiles, own + kAtBlocks + band * kInverseWords + column * kInversePitch);
@@ -589,9 +602,9 @@ delta_prepare_k64_f16_none_1740b212(
   }
   __syncwarp();
 
-  // T'^T is summed up where T' is a first operand, so that what one product leaves is what the next one takes.
+  // T^T is summed up where T is a first operand, so that what one product leaves is what the next one takes.
   const Place by_rows = place_in(tiles, own + kAtBlocks + 4 * part * kInversePitch + row), by_columns = place_in(tiles, own + kAtBlocks + row * kInversePitch + 4 * part);
-  const auto load_inverse = [&](Block& block, int band) {  // T'_bb
+  const auto load_inverse = [&](Block& block, int band) {  // T_bb
 #pragma unroll
     for (int i = 0; i < 8; ++i)
       block[i / 4][i % 4] = __uint_as_float(load_word(by_rows, band * kInverseWords + (i / 4 * 2 + i % 2) * kInversePitch + i % 4 / 2 * 2));
@@ -601,26 +614,40 @@ delta_prepare_k64_f16_none_1740b212(
     load_inverse(inverse, 0);
     store_to_image(to, inverse);
   }
-  Block kept[3];  // T'^T: of row 0 and column 1 of blocks, and of rows 0 and 1 and column 2
+  Block diagonal[3];  // T_mm^T
+  Block kept[3];  // T^T: of row 0 and column 1 of blocks, and of rows 0 and 1 and column 2
 #pragma unroll
   for (int band = 1; band < 4; ++band) {
-    Block added[3] = {};  // of columns c: -(L_bm T'_mc)^T
+    Block added[3] = {};  // of columns c: -(A_bm T_mc)^T
 #pragma unroll
     for (int m = 2; m >= 0; --m) {  // the nearest first, as what is between grows
       if (m >= band) continue;
       Block product, mixed;
       load_block(product, sums, block_of(band, m) * kBlockWords);
       load_block(mixed, sums, kSumWords + block_of(band, m) * kBlockWords);
+      u32 column_factor[4];
+      load_quad(steps_by_column, 16 * m, column_factor);
+#pragma unroll
+      for (u32 i = 0; i < 8; ++i) {
+        const float weight = __uint_as_float(column_factor[i / 4 * 2 + i % 2]);
+        product[i / 4][i % 4] = product[i / 4][i % 4] * weight;
+        mixed[i / 4][i % 4] = mixed[i / 4][i % 4] * weight;
+      }
       store_to_image(to + kAtP / 2 + panel_of(band, m) / 2, mixed);
+      Block low;
+      cut_off(low, product);
 #pragma unroll
       for (int column = 0; column < 3; ++column) {
         if (column < m) {
           add_product(added[column], kept[m * (m - 1) / 2 + column], product);
+          add_product(added[column], kept[m * (m - 1) / 2 + column], low);
         } else if (column == m) {
-          Block inverse;  // T'_mm^T
-          load_rows<kInversePitch>(inverse, by_columns, m * kInverseWords);
-          to_tf32(inverse, inverse);
-          add_product(added[column], inverse, product);
+          if (m == band - 1) {
+            load_rows<kInversePitch>(diagonal[m], by_columns, m * kInverseWords);
+            to_tf32(diagonal[m], diagonal[m]);
+          }
+          add_product(added[column], diagonal[m], product);
+          add_product(added[column], diagonal[m], low);
         }
       }
     }
@@ -628,16 +655,20 @@ delta_prepare_k64_f16_none_1740b212(
     Block inverse;
     load_inverse(inverse, band);
     store_to_image(to + panel_of(band, band) / 2, inverse);
+    Block low;
+    cut_off(low, inverse);
 #pragma unroll
     for (int column = 0; column < 3; ++column) {
       if (column >= band) continue;
-      Block result = {};
-      add_product(result, inverse, added[column]);
+      Block left, result = {};
+      to_tf32(left, added[column]);
+      add_product(result, inverse, left);
+      add_product(result, low, left);
       store_to_image(to + panel_of(band, column) / 2, result);
       if (band < 3) {
-        Block left, transposed = {};
-        to_tf32(left, added[column]);
+        Block transposed = {};
         add_product(transposed, left, inverse);
+        add_product(transposed, left, low);
         to_tf32(kept[band * (band - 1) / 2 + column], transposed);
       }
     }

@@ -506,9 +506,10 @@ scan_p128n128_f32_bf16_log_t64c1s3_02afe0a4(
         }
       }
     };
-    for (u32 n = 0; n <= chunks; ++n) {
+    meet(1, kThreads);
+    for (u32 n = 0; n < chunks; ++n) {
       meet(1, kThreads);
-      if (n > 0) walk(n - 1);
+      walk(n);
     }
     State* const to = final_states + slot * final_states_slot + u64(head) * final_states_head + state_at;
 #pragma unroll

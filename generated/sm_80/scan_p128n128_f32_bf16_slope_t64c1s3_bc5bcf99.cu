@@ -533,9 +533,10 @@ scan_p128n128_f32_bf16_slope_t64c1s3_bc5bcf99(
         }
       }
     };
-    for (u32 n = 0; n <= chunks; ++n) {
+    meet(1, kThreads);
+    for (u32 n = 0; n < chunks; ++n) {
       meet(1, kThreads);
-      if (n > 0) walk(n - 1);
+      walk(n);
     }
     State* const to = state + slot * state_slot + u64(head) * state_head + state_at;
 #pragma unroll

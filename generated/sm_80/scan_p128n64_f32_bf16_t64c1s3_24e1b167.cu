@@ -576,9 +576,10 @@ scan_p128n64_f32_bf16_t64c1s3_24e1b167(
         }
       }
     };
-    for (u32 n = 0; n <= chunks; ++n) {
+    meet(1, kThreads);
+    for (u32 n = 0; n < chunks; ++n) {
       meet(1, kThreads);
-      if (n > 0) walk(n - 1);
+      walk(n);
     }
     State* const to = final_states + slot * final_states_slot + u64(head) * final_states_head + state_at;
 #pragma unroll

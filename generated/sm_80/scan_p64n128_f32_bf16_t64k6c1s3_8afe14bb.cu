@@ -576,9 +576,10 @@ scan_p64n128_f32_bf16_t64k6c1s3_8afe14bb(
       meet(1, kThreads);
       pass(n);
     }
-    for (u32 n = passed; n <= chunks; ++n) {
+    meet(1, kThreads);
+    for (u32 n = passed; n < chunks; ++n) {
       meet(1, kThreads);
-      if (n > passed) walk(n - 1);
+      walk(n);
     }
     if (rank + 1 < parts) return;
     State* const to = final_states + slot * final_states_slot + u64(head) * final_states_head + state_at;

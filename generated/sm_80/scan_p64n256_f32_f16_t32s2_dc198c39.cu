@@ -498,9 +498,10 @@ scan_p64n256_f32_f16_t32s2_dc198c39(
         }
       }
     };
-    for (u32 n = 0; n <= chunks; ++n) {
-      receive(n);
-      if (n > 0) walk(n - 1);
+    receive(0);
+    for (u32 n = 0; n < chunks; ++n) {
+      receive(n + 1);
+      walk(n);
     }
     return;
   }

@@ -4,8 +4,8 @@
 //   index=none  checkpoints=none  state_loads=vector  pdl=trigger_loaded  tile=64  stages=3  fetchers=1
 //   min_blocks=1  ahead_pdl=trigger_loaded
 //
-// Of a chunk that begins in state S, with T' and P (lower triangles), c_x, c_u, c_o and a decay from its image:
-//     X_i = v_i + c_x_i S k_i        u = T' X        o_i = c_o_i S q_i + sum_j P_ij u_j
+// Of a chunk that begins in state S, with T and P (lower triangles), c_x, c_u, c_o and a decay from its image:
+//     X_i = v_i + c_x_i S k_i        u = T X        o_i = c_o_i S q_i + sum_j P_ij u_j
 //     S <- decay S + sum_i c_u_i u_i k_i^T
 
 // ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
@@ -34,7 +34,7 @@ constexpr int kThreads = 384;
 constexpr u32 kSteps = kHeadK / 16;     // products that a column of S k^T takes
 constexpr u32 kEarly = kSteps / 4;  // of those of S q^T, that are made ahead of X
 
-// Words of shared memory. A block is 64 columns of a chunk's tokens, rows of 128 bytes; a panel 16 columns of T' or P, rows of 32.
+// Words of shared memory. A block is 64 columns of a chunk's tokens, rows of 128 bytes; a panel 16 columns of T or P, rows of 32.
 constexpr u32 kBlock = kChunk * 32, kPanel = kChunk * 8;
 constexpr u32 kAtQ = kHeadK / 64 * kBlock, kAtV = 2 * kAtQ, kAtT = kAtV + kWalkers * kBlock, kAtP = kAtT + 4 * kPanel, kAtFactors = kAtP + 4 * kPanel;  // behind k
 constexpr u32 kStageWords = 14592, kAtO = kStages * kStageWords;
@@ -123,25 +123,6 @@ DEVICE void load_shared_2xu32(u32* from, u32 i, u32* r) {
   asm volatile("ld.shared.v2.u32 { %0, %1 }, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(u32(__cvta_generic_to_shared(from + i))) : "memory");
 }
 
-// Copies to shared memory that nothing waits for: Size bytes (16, past L1; or 8 or 4) from an aligned address to element i of an array, of
-// which only the first `bytes` are read and the rest becomes zero. They land for the thread that asked for them when it waits for their
-// group, or for all, and for the others behind a barrier after that; until then nobody may touch where they go.
-template <u32 Size = 16, class T>
-DEVICE void copy_async(T* to, u32 i, const void* from, u32 bytes = Size) {
-  static_assert(Size == 4 || Size == 8 || Size == 16, "a copy has 4, 8 or 16 bytes");
-  const u32 there = u32(__cvta_generic_to_shared(to + i));
-  if constexpr (Size == 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(there), "l"(from), "r"(bytes) : "memory");
-  else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(there), "l"(from), "n"(Size), "r"(bytes) : "memory");
-}
-// Those that this thread has asked for since it last did this are a group.
-DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// For this thread's groups but the last `Left`.
-template <u32 Left>
-DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory"); }
-DEVICE void wait_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 // Barriers in shared memory (sm_90): elements of an array of u64. A phase is over when `count` threads have arrived and all bytes that they
 // said to expect have been copied; those that wait for its parity, 0 for the first, then see what was stored ahead of the arrivals.
 // One thread prepares them, and __syncthreads stands behind.
@@ -165,15 +146,26 @@ DEVICE void barrier_wait(u64* barriers, u32 i, u32 parity) {
         : "r"(barrier_at(barriers, i)), "r"(parity)
         : "memory");
 }
-// This thread arrives when all copies have landed that it has asked for until now; nobody waits for them but at the barrier.
-DEVICE void barrier_arrive_with_copies(u64* barriers, u32 i) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier_at(barriers, i)) : "memory");
-}
 // Asks for `bytes`, a multiple of 16, from an aligned address to element i of an array; they land with the phase of barrier b.
 template <class T>
 DEVICE void copy_bulk(T* to, u32 i, const void* from, u32 bytes, u64* barriers, u32 b) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(u32(__cvta_generic_to_shared(to + i))),
                "l"(from), "r"(bytes), "r"(barrier_at(barriers, b))
+               : "memory");
+}
+
+// Tensor maps (sm_90a): the host says how a tensor lies in memory. Its axes: columns, 64 at once; tokens; each next 64 columns; heads; rows of a
+// batch. A copy takes 64 columns of so many tokens, and of so many of the third axis, as its box says, to words of shared memory from a multiple
+// of 1024 bytes on: rows of 128 bytes, whose 16 bytes p lie at p ^ (row % 8). Tokens that the tensor lacks are zero.
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+// Asked for by one thread; they land with the phase of barrier b, which expects the bytes of the whole box.
+template <class T>
+DEVICE void copy_box(T* to, u32 i, const TensorMap& map, u32 token, u32 columns, u32 head, u32 row, u64* barriers, u32 b) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, { %2, %3, %4, %5, %6 }], [%7];" ::"r"(
+                   u32(__cvta_generic_to_shared(to + i))),
+               "l"(&map), "r"(0), "r"(token), "r"(columns), "r"(head), "r"(row), "r"(barrier_at(barriers, b))
                : "memory");
 }
 
@@ -483,17 +475,19 @@ DEVICE void arrive_together(Barriers& barriers, u32 i, u32 lane) {
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 delta_chain_wg_k128v128_f32_bf16_vk_t64s3f1_pdl_cb71770a(
-    const u8* images, const bf16* q, const bf16* k, const bf16* v, f32* final_states, bf16* out, i64 q_batch,
-    i64 k_batch, i64 v_batch, i64 final_states_slot, i64 out_batch, u32 tokens, u32 sequences, u32 heads,
-    u32 group_heads, u32 q_token, u32 q_head, u32 k_token, u32 k_head, u32 v_token, u32 v_head, u32 final_states_head,
-    u32 out_token, u32 out_head) {
+    const u8* images, const bf16* q, const bf16* k, const bf16* v, f32* final_states, bf16* out,
+    const __grid_constant__ TensorMap k_tiles, const __grid_constant__ TensorMap q_tiles,
+    const __grid_constant__ TensorMap v_tiles, i64 q_batch, i64 k_batch, i64 v_batch, i64 final_states_slot,
+    i64 out_batch, u32 tokens, u32 sequences, u32 heads, u32 group_heads, u32 q_token, u32 q_head, u32 k_token,
+    u32 k_head, u32 v_token, u32 v_head, u32 final_states_head, u32 out_token, u32 out_head) {
   // Blocks walk the rows of a head, then the heads, some of which share q and k, then the sequences.
   const u32 tile = blockIdx.x % kTiles;
   const u32 sequence = blockIdx.x / kTiles / heads, head = blockIdx.x / kTiles % heads, group = head / group_heads;
   const u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // as a number that all lanes are known to share
   const u32 lane = threadIdx.x % 32, quad = lane / 4, part = lane % 4;
 
-  wait_for_upstream();  // above: arithmetic on arguments only; below: everything that touches memory
+  // The kernel ahead has itself waited for all that is ahead of it before this one may start, and writes images only: what else this one reads it
+  // asks for at once.
 
   const i64 slot = sequence;
   const u32 length = tokens;
@@ -505,17 +499,17 @@ delta_chain_wg_k128v128_f32_bf16_vk_t64s3f1_pdl_cb71770a(
   const u32 chunks = (length + kChunk - 1) / kChunk;
   const u64 first_chunk = first / kChunk + sequence;  // its number: images lie by those
 
-  SWIZZLED_SHARED(u32, tiles);  // k, q, v, T', P and factors of chunks, kStages of them; then o
+  SWIZZLED_SHARED(u32, tiles);  // k, q, v, T, P and factors of chunks, kStages of them; then o
   // What is filled, and what is free again: chunks, by the fetchers for the walkers; and o, by each of these.
   SHARED(u64, full, kStages);
   SHARED(u64, empty, kStages);
   SHARED(u64, made, kWalkers);
   SHARED(u64, written, kWalkers);
   if (threadIdx.x == 0) {
-    for (u32 i = 0; i < kStages; ++i) barrier_init(full, i, 3 * 32 + 1), barrier_init(empty, i, 4 * kWalkers);
+    for (u32 i = 0; i < kStages; ++i) barrier_init(full, i, 4), barrier_init(empty, i, 4 * kWalkers);
     for (u32 i = 0; i < kWalkers; ++i) barrier_init(made, i, 4), barrier_init(written, i, 4);
   }
-  // Above the diagonal T' and P are zero: no copy goes there.
+  // Above the diagonal T and P are zero: no copy goes there.
   for (u32 i = threadIdx.x; i < kStages * 8 * kPanel; i += kThreads)
     if (i % kPanel / 8 < i / kPanel % 4 * 16) tiles[i / (8 * kPanel) * kStageWords + kAtT + i % (8 * kPanel)] = 0;
   fence_for_async();
@@ -524,17 +518,22 @@ delta_chain_wg_k128v128_f32_bf16_vk_t64s3f1_pdl_cb71770a(
 
   if (warp < 4) {
     give_registers<56>();
+    if (warp == 3) wait_for_upstream();
+    const u32 row = sequence;
     for (u32 n = 0; n < chunks; ++n) {
-      const u32 stage = n % kStages, at = stage * kStageWords, rows = length - n * kChunk;
-      const u64 from = u64(n) * kChunk;
+      const u32 stage = n % kStages, at = stage * kStageWords, token = n * kChunk;
       if (n >= kStages) barrier_wait(empty, stage, (n / kStages - 1) % 2);
+      if (lane) continue;
       if (warp == 0) {
-        copy_tile<kHeadK>(tiles, at, k + from * k_token, k_token, rows, lane);
+        barrier_arrive_expecting(full, stage, 4 * kAtQ);
+        copy_box(tiles, at, k_tiles, token, 0, group, row, full, stage);
       } else if (warp == 1) {
-        copy_tile<kHeadK>(tiles, at + kAtQ, q + from * q_token, q_token, rows, lane);
+        barrier_arrive_expecting(full, stage, 4 * kAtQ);
+        copy_box(tiles, at + kAtQ, q_tiles, token, 0, group, row, full, stage);
       } else if (warp == 2) {
-        copy_tile<kTile>(tiles, at + kAtV, v + from * v_token, v_token, rows, lane);
-      } else if (lane == 0) {
+        barrier_arrive_expecting(full, stage, 4 * kWalkers * kBlock);
+        copy_box(tiles, at + kAtV, v_tiles, token, tile * kWalkers, head, row, full, stage);
+      } else {
         const u8* image = images + ((first_chunk + n) * heads + head) * kImage;
         barrier_arrive_expecting(full, stage, 10240 + kFactorBytes);
         copy_bulk(tiles, at + kAtT + 0 * (kPanel + 16 * 8), image + 0, 2048, full, stage);
@@ -547,11 +546,10 @@ delta_chain_wg_k128v128_f32_bf16_vk_t64s3f1_pdl_cb71770a(
         copy_bulk(tiles, at + kAtP + 3 * (kPanel + 16 * 8), image + 9728, 512, full, stage);
         copy_bulk(tiles, at + kAtFactors, image + 10240, kFactorBytes, full, stage);
       }
-      if (warp < 3) barrier_arrive_with_copies(full, stage);
     }
-    wait_all_copies();
   } else if (warp < 8) {
     give_registers<88>();
+    wait_for_upstream();
     const u32 token = (warp - 4) * 16 + lane / 8, piece = lane % 8;  // four tokens at once
     const u32 from = kAtO + token * 32, turned = piece ^ token % 8;
     out += u64(token) * out_token + piece * 8;
@@ -588,11 +586,9 @@ delta_chain_wg_k128v128_f32_bf16_vk_t64s3f1_pdl_cb71770a(
         }
       }
     };
+    wait_for_upstream();
 
-    const auto wait_full = [&](u32 stage, u32 phase) {
-      barrier_wait(full, stage, phase);
-      fence_for_async();  // those who copied are ahead of it with other chunks
-    };
+    const auto wait_full = [&](u32 stage, u32 phase) { barrier_wait(full, stage, phase); };
     // c_x, c_u or c_o: of every 8 tokens, a lane has two.
     const auto load_factors = [&](u32 at, u32 which, Pair(&pairs)[8]) {
 #pragma unroll
@@ -606,7 +602,7 @@ delta_chain_wg_k128v128_f32_bf16_vk_t64s3f1_pdl_cb71770a(
     u32 rounded[kHeadK / 4];     // the state before a chunk
     float sum_k[32], sum_q[32];  // S k^T and S q^T; the latter becomes o^T
     Pair factors[8];             // c_x, then c_u
-    u32 x[16];                   // v^T, then X^T, then v_new^T for the state
+    u32 x[16];                   // v^T, then X^T, then u^T for the state
     const auto round_state = [&](u32 step) {
 #pragma unroll
       for (u32 r = 4 * step; r < 4 * step + 4; ++r) rounded[r] = round_pair(X{}, S[2 * r], S[2 * r + 1]);
@@ -640,7 +636,7 @@ delta_chain_wg_k128v128_f32_bf16_vk_t64s3f1_pdl_cb71770a(
 #pragma unroll 1
     for (u32 n = 0; n < chunks; ++n) {
       const u32 next = n + 1 == chunks ? stage : stage + 1 < kStages ? stage + 1 : 0, next_at = next * kStageWords;  // of the last chunk, again
-      float fresh[32];  // v_new^T
+      float fresh[32];  // u^T
       const auto make_X = [&](u32 c) {  // of 16 tokens
 #pragma unroll
         for (u32 r = 4 * c; r < 4 * c + 4; ++r) {
@@ -670,7 +666,7 @@ delta_chain_wg_k128v128_f32_bf16_vk_t64s3f1_pdl_cb71770a(
       wgmma_wait<1>();
       wgmma_landed(fresh);
       load_factors(at, 1, factors);
-      u32 own[16];  // v_new^T for o
+      u32 own[16];  // u^T for o
       const auto weigh = [&](u32 c) {
 #pragma unroll
         for (u32 r = 4 * c; r < 4 * c + 4; ++r) x[r] = round_pair(X{}, fresh[2 * r] * factors[r / 2].low, fresh[2 * r + 1] * factors[r / 2].high);

@@ -649,9 +649,10 @@ scan_p128n64_f32_bf16_t64k4c1s4_pdl_db9b555f(
       meet(1, kThreads);
       pass(n);
     }
-    for (u32 n = passed; n <= chunks; ++n) {
+    meet(1, kThreads);
+    for (u32 n = passed; n < chunks; ++n) {
       meet(1, kThreads);
-      if (n > passed) walk(n - 1);
+      walk(n);
     }
     if (rank + 1 < parts) return;
     cluster_wait();

@@ -652,9 +652,10 @@ scan_p64n128_bf16_bf16_t64c1s4_pdl_3d331f29(
         }
       }
     };
-    for (u32 n = 0; n <= chunks; ++n) {
+    meet(1, kThreads);
+    for (u32 n = 0; n < chunks; ++n) {
       meet(1, kThreads);
-      if (n > 0) walk(n - 1);
+      walk(n);
     }
     State* const to = state + slot * state_slot + u64(head) * state_head + state_at;
 #pragma unroll

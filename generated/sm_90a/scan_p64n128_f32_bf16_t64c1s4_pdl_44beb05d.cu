@@ -543,9 +543,10 @@ scan_p64n128_f32_bf16_t64c1s4_pdl_44beb05d(
         }
       }
     };
-    for (u32 n = 0; n <= chunks; ++n) {
+    meet(1, kThreads);
+    for (u32 n = 0; n < chunks; ++n) {
       meet(1, kThreads);
-      if (n > 0) walk(n - 1);
+      walk(n);
     }
     State* const to = final_states + slot * final_states_slot + u64(head) * final_states_head + state_at;
 #pragma unroll

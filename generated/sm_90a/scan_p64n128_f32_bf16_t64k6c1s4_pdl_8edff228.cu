@@ -688,9 +688,10 @@ scan_p64n128_f32_bf16_t64k6c1s4_pdl_8edff228(
       meet(1, kThreads);
       pass(n);
     }
-    for (u32 n = passed; n <= chunks; ++n) {
+    meet(1, kThreads);
+    for (u32 n = passed; n < chunks; ++n) {
       meet(1, kThreads);
-      if (n > passed) walk(n - 1);
+      walk(n);
     }
     return;
   }

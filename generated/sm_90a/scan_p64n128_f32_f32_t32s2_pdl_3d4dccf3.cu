@@ -631,9 +631,10 @@ scan_p64n128_f32_f32_t32s2_pdl_3d4dccf3(
         }
       }
     };
-    for (u32 n = 0; n <= chunks; ++n) {
-      receive(n);
-      if (n > 0) walk(n - 1);
+    receive(0);
+    for (u32 n = 0; n < chunks; ++n) {
+      receive(n + 1);
+      walk(n);
     }
     State* const to = final_states + slot * final_states_slot + u64(head) * final_states_head + state_at;
 #pragma unroll

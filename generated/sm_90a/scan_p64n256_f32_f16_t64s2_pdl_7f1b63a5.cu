@@ -508,9 +508,10 @@ scan_p64n256_f32_f16_t64s2_pdl_7f1b63a5(
         }
       }
     };
-    for (u32 n = 0; n <= chunks; ++n) {
-      receive(n);
-      if (n > 0) walk(n - 1);
+    receive(0);
+    for (u32 n = 0; n < chunks; ++n) {
+      receive(n + 1);
+      walk(n);
     }
     return;
   }
