@@ -96,6 +96,32 @@ Make = Callable[..., Any]
 _DIMENSIONS = {"slot": 0, "position": 0, "sequence": 0, "batch": 0, "token": -3}
 
 
+def _operands(
+    p: Prompt,
+    inner: tuple[int, ...],
+    batch: bool,
+    before: Tensor | None,
+    state: torch.dtype,
+    pool: Mapping[str, Tensor] | None,
+    positions: Sequence[int] | None,
+) -> dict[str, Tensor]:
+    """Of a launch, as `walked` says; inner: axes of a state. What is to be written holds sevens."""
+    count = len(p.lengths)
+    named: dict[str, Tensor] = {"images": images(p), "q": p.q, "k": p.k, "v": p.v, "out": torch.full_like(p.v, 7.0)}
+    if batch:
+        named |= {name: t.unflatten(0, (count, -1)) for name, t in named.items() if name != "images"}
+    else:
+        named["cu_seqlens"] = torch.tensor([0, *p.lengths]).cumsum(0).int()
+    if before is not None:
+        named["initial_states"] = before
+    if pool is None:
+        named["final_states"] = torch.full((count, *inner), 7.0, dtype=state)
+    if positions is not None:
+        named["checkpoint_positions"] = torch.tensor(positions, dtype=torch.int64)
+        named["checkpoints"] = torch.full((len(positions), *inner), 7.0, dtype=state)
+    return named | dict(pool or {})
+
+
 def walked(
     p: Prompt,
     *,
@@ -118,22 +144,9 @@ def walked(
     their own. before: states to start from. pool: `state`, and `state_indices` and `has_initial_state` where there are any. positions: of
     checkpoints. given: operands in place of those made here. change: edits the kernel's text.
     """
-    (tokens, HV, V), K, count = p.v.shape, p.q.shape[2], len(p.lengths)
+    tokens, (HV, V), K, count = len(p.v), p.v.shape[1:], p.q.shape[2], len(p.lengths)
     inner = (HV, V, K) if layout is Layout.VK else (HV, K, V)
-    named: dict[str, Tensor] = {"images": images(p), "q": p.q, "k": p.k, "v": p.v, "out": torch.full_like(p.v, 7.0)}
-    if batch:
-        named |= {name: t.unflatten(0, (count, -1)) for name, t in named.items() if name != "images"}
-    else:
-        named["cu_seqlens"] = torch.tensor([0, *p.lengths]).cumsum(0).int()
-    if before is not None:
-        named["initial_states"] = before
-    if pool is None:
-        named["final_states"] = torch.full((count, *inner), 7.0, dtype=state)
-    named |= pool or {}
-    if positions is not None:
-        named["checkpoint_positions"] = torch.tensor(positions, dtype=torch.int64)
-        named["checkpoints"] = torch.full((len(positions), *inner), 7.0, dtype=state)
-    named |= given or {}
+    named = _operands(p, inner, batch, before, state, pool, positions) | dict(given or {})
 
     def index(name: str) -> Index:
         return {torch.int32: Index.I32, torch.int64: Index.I64}[named[name].dtype] if name in named else Index.NONE

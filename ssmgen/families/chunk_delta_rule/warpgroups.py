@@ -82,6 +82,7 @@ class WarpgroupChainSpec(ChainSpec):
             *must(self.copy == 16, "q, k, v or out do not begin at multiples of 16 bytes"),
             *must(2 <= self.stages <= 4, f"stages {self.stages} are not 2 … 4"),
             *must(self.min_blocks == 1, f"min_blocks {self.min_blocks} is not 1: roles of warps have registers of their own"),
+            *must(self.fetchers == 1, f"fetchers {self.fetchers} is not 1: it is a warpgroup that fetches"),
             *self.common_violations(arch, self.shared_bytes),
         ]
 
