@@ -181,16 +181,6 @@ def walked(
     return {name: named[name] for name in spec.roles() if name in spec.written}
 
 
-def error(found: Tensor, wanted: Tensor) -> float:
-    """Relative L2."""
-    return float((found.double() - wanted.reshape(found.shape)).norm() / wanted.norm())
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit."""
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
 def poisoned(p: Prompt, begin: int, end: int) -> Prompt:
     """NaN in all tokens but these."""
     kept = torch.zeros(len(p.q), dtype=torch.bool)

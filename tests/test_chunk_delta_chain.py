@@ -8,7 +8,8 @@ from typing import Any
 import chain_cases as cases
 import pytest
 import torch
-from chain_cases import SM80, SM90, error, poisoned, prompt, recurrence, same, walked
+from chain_cases import SM80, SM90, poisoned, prompt, recurrence, walked
+from scan_cases import error, same
 from selection import every_other
 from ssu_cases import BF16, F16, F32, Memory
 
