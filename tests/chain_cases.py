@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
+from delta_images import images_of, pack
 from ssu_cases import BF16, F16, F32
 from torch import Tensor
 
@@ -15,7 +17,8 @@ from ssmgen.arguments import Arguments, Value
 from ssmgen.emulator import run_source
 from ssmgen.engine.tiles import maps
 from ssmgen.families.chunk_delta_rule.chain import ChainSpec
-from ssmgen.families.chunk_delta_rule.problem import CHUNK, COEFFICIENTS_AT, IMAGE, P_AT, PANEL, PANEL_BYTES, PANELS, T_AT, chunks_of
+from ssmgen.families.chunk_delta_rule.planning import Options
+from ssmgen.families.chunk_delta_rule.problem import CHUNK, IMAGE, chunks_of
 from ssmgen.families.chunk_delta_rule.spec import Counts
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index, Layout, Pdl
@@ -81,57 +84,42 @@ def recurrence(p: Prompt, before: Tensor | None = None) -> tuple[Tensor, list[Te
     return out, states
 
 
-def image(p: Prompt, begin: int, end: int, head: int) -> Tensor:
-    """That of the chunk of these tokens, as bytes; NaN where nobody reads."""
-    there = end - begin
-    group = p.v.shape[1] // p.q.shape[1]
-    q, k = torch.zeros(CHUNK, p.q.shape[2], dtype=F64), torch.zeros(CHUNK, p.k.shape[2], dtype=F64)
-    q[:there], k[:there] = p.q[begin:end, head // group].double(), p.k[begin:end, head // group].double()
-    rq, rk = ((t.square().sum(-1) + 1e-6).rsqrt() for t in (q, k))
-    decays, beta = torch.zeros(CHUNK, dtype=F64), torch.zeros(CHUNK, dtype=F64)
-    decays[:there], beta[:there] = p.decays[begin:end, head], p.beta[begin:end, head]
-    gamma = decays.cumsum(0)
-    ratio = torch.exp2((gamma[:, None] - gamma).tril())
-    A = (rk[:, None] * (beta * rk) * ratio * (k @ k.T)).tril(-1)
-    T = torch.linalg.inv(torch.eye(CHUNK, dtype=F64) + A)
-    P = (rq[:, None] * (beta * rk) * ratio * (q @ k.T)).tril()
-    P[there:] = 0
-    factors = [
-        -torch.exp2(gamma) * rk,
-        torch.exp2(gamma[-1] - gamma) * beta * rk,
-        torch.exp2(gamma) * rq,
-        torch.exp2(gamma[-1:]).expand(4),
-    ]
-    made = torch.full((IMAGE,), 255, dtype=torch.uint8)
-    for matrix, at in ((T, T_AT), (P, P_AT)):
-        panels = [swizzled(matrix[PANEL * c :, PANEL * c : PANEL * (c + 1)].to(p.q.dtype)) for c in range(PANELS)]
-        assert tuple(t.numel() for t in panels) == PANEL_BYTES
-        made[at : at + sum(PANEL_BYTES)] = torch.cat(panels)
-    coefficients = torch.cat(factors).float().view(torch.uint8)
-    made[COEFFICIENTS_AT : COEFFICIENTS_AT + coefficients.numel()] = coefficients
-    return made
-
-
-def swizzled(panel: Tensor) -> Tensor:
-    """Its bytes, the halves of a row exchanged in every other four rows."""
-    rows = panel.contiguous().view(torch.uint8).unflatten(1, (2, 16))
-    exchanged = torch.arange(len(rows)) // 4 % 2 == 1
-    return torch.where(exchanged[:, None, None], rows.flip(1), rows).flatten()
-
-
 def images(p: Prompt) -> Tensor:
-    """All of a prompt's; NaN in those that are nobody's."""
-    heads = p.v.shape[1]
-    made = torch.full((chunks_of(sum(p.lengths), len(p.lengths)), heads, IMAGE), 255, dtype=torch.uint8)
-    for s, (begin, end) in enumerate(p.spans()):
-        for n, first in enumerate(range(begin, end, CHUNK)):
-            for head in range(heads):
-                made[begin // CHUNK + s + n, head] = image(p, first, min(first + CHUNK, end), head)
-    return made
+    """[numbers, HV, IMAGE] bytes: those of a prompt's chunks; NaN in those that are nobody's."""
+    views = {"q": p.q, "k": p.k, "v": p.v, "g": p.decays * math.log(2), "beta": p.beta}
+    views = {name: t.unsqueeze(0) for name, t in views.items()} | {"cu_seqlens": torch.tensor([0, *p.lengths]).cumsum(0)}
+    made = images_of(views, Options(gate="log", l2norm=True))
+    return pack(made, p.q.dtype).view(-1, p.v.shape[1], IMAGE)
 
 
 Make = Callable[..., Any]
 _DIMENSIONS = {"slot": 0, "position": 0, "sequence": 0, "batch": 0, "token": -3}
+
+
+def _operands(
+    p: Prompt,
+    inner: tuple[int, ...],
+    batch: bool,
+    before: Tensor | None,
+    state: torch.dtype,
+    pool: Mapping[str, Tensor] | None,
+    positions: Sequence[int] | None,
+) -> dict[str, Tensor]:
+    """Of a launch, as `walked` says; inner: axes of a state. What is to be written holds sevens."""
+    count = len(p.lengths)
+    named: dict[str, Tensor] = {"images": images(p), "q": p.q, "k": p.k, "v": p.v, "out": torch.full_like(p.v, 7.0)}
+    if batch:
+        named |= {name: t.unflatten(0, (count, -1)) for name, t in named.items() if name != "images"}
+    else:
+        named["cu_seqlens"] = torch.tensor([0, *p.lengths]).cumsum(0).int()
+    if before is not None:
+        named["initial_states"] = before
+    if pool is None:
+        named["final_states"] = torch.full((count, *inner), 7.0, dtype=state)
+    if positions is not None:
+        named["checkpoint_positions"] = torch.tensor(positions, dtype=torch.int64)
+        named["checkpoints"] = torch.full((len(positions), *inner), 7.0, dtype=state)
+    return named | dict(pool or {})
 
 
 def walked(
@@ -156,22 +144,9 @@ def walked(
     their own. before: states to start from. pool: `state`, and `state_indices` and `has_initial_state` where there are any. positions: of
     checkpoints. given: operands in place of those made here. change: edits the kernel's text.
     """
-    (tokens, HV, V), K, count = p.v.shape, p.q.shape[2], len(p.lengths)
+    tokens, (HV, V), K, count = len(p.v), p.v.shape[1:], p.q.shape[2], len(p.lengths)
     inner = (HV, V, K) if layout is Layout.VK else (HV, K, V)
-    named: dict[str, Tensor] = {"images": images(p), "q": p.q, "k": p.k, "v": p.v, "out": torch.full_like(p.v, 7.0)}
-    if batch:
-        named |= {name: t.unflatten(0, (count, -1)) for name, t in named.items() if name != "images"}
-    else:
-        named["cu_seqlens"] = torch.tensor([0, *p.lengths]).cumsum(0).int()
-    if before is not None:
-        named["initial_states"] = before
-    if pool is None:
-        named["final_states"] = torch.full((count, *inner), 7.0, dtype=state)
-    named |= pool or {}
-    if positions is not None:
-        named["checkpoint_positions"] = torch.tensor(positions, dtype=torch.int64)
-        named["checkpoints"] = torch.full((len(positions), *inner), 7.0, dtype=state)
-    named |= given or {}
+    named = _operands(p, inner, batch, before, state, pool, positions) | dict(given or {})
 
     def index(name: str) -> Index:
         return {torch.int32: Index.I32, torch.int64: Index.I64}[named[name].dtype] if name in named else Index.NONE
@@ -204,16 +179,6 @@ def walked(
         launch = spec.name, grid, spec.threads_per_block, packed, operands, spec.written, spec.dynamic_bytes
         run_source(source, *launch, early=spec.early_operands())
     return {name: named[name] for name in spec.roles() if name in spec.written}
-
-
-def error(found: Tensor, wanted: Tensor) -> float:
-    """Relative L2."""
-    return float((found.double() - wanted.reshape(found.shape)).norm() / wanted.norm())
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit."""
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def poisoned(p: Prompt, begin: int, end: int) -> Prompt:

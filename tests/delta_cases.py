@@ -356,25 +356,3 @@ def checkpoints_of_a_batch(run: Run, sizes: Sizes) -> None:
     assert same(kept[3], first[0])
     out, none = run(**call, checkpoint_positions=positions[:0], return_checkpoints=True)
     assert same(out, plain) and none.shape[0] == 0
-
-
-def assert_laws(run: Run, plain: Run, sizes: Sizes) -> None:
-    """All of them, small enough for the emulator. run, plain: as ssmgen.chunk_gated_delta_rule and ssmgen.chunk_delta_rule."""
-    is_accurate(run, sizes, 130)
-    for kind in ADVERSARIAL.values():
-        is_accurate(run, sizes, 130, **kind)
-    lengths_are_accurate(run, sizes, (0, 1, 15, 16, 17, 63, 64, 65))
-    packing_changes_no_bit(run, sizes, (65, 0, 7, 64))
-    a_cut_changes_no_bit(run, sizes, 150, 64)
-    a_pool_is_touched_where_it_should_be(run, sizes, BF16)
-    a_pool_is_touched_where_it_should_be(run, sizes, F32, "kv")
-    neighbours_do_not_matter(run, sizes, (5, 64, 70))
-    states_of_a_pool_may_begin_elsewhere(run, sizes, BF16, torch.int64)
-    states_of_a_pool_may_begin_elsewhere(run, sizes, F32, None)
-    for offset in (2, 4):
-        layout_changes_no_bit(run, sizes, offset)
-    order_of_states_changes_no_bit(run, sizes, F32)
-    gates_agree(run, plain, sizes)
-    decoding_goes_on(run, sizes, 70)
-    checkpoints_are_final_states(run, sizes, BF16)
-    checkpoints_of_a_batch(run, sizes)

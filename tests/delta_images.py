@@ -10,23 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssmgen.families.chunk_delta_rule.problem import (
-    CHUNK,
-    COEFFICIENTS_AT,
-    IMAGE,
-    P_AT,
-    PANEL,
-    PANEL_BYTES,
-    PANELS,
-    T_AT,
-    chunks_of,
-)
+from ssmgen.families.chunk_delta_rule.problem import CHUNK, COEFFICIENTS_AT, IMAGE, P_AT, PANEL, PANEL_BYTES, PANELS, T_AT, chunks_of
 from ssmgen.families.chunk_delta_rule.reference import beta_of, decays_of
 
-ROUNDED = {
-    torch.bfloat16: 3e-3,
-    torch.float16: 7.5e-4,
-}  # relative L2 error of T and P, which are rounded once; their products are not exact
+# Relative L2 error of T and P, which are rounded once; their products are not exact.
+ROUNDED = {torch.bfloat16: 3e-3, torch.float16: 7.5e-4}
 
 
 @dataclass(frozen=True)
@@ -43,7 +31,8 @@ class Images:
 
 
 def images_of(views: Mapping[str, Tensor], options: Any) -> Images:
-    """In float64, of a call's views. Where there is no token, T is the identity, and all else zero."""
+    """In float64, of a call's views. Where there is no token, T is the identity, c_x and c_o are as large as 1 / |k| of zeros is, and all
+    else is zero."""
     q, k, beta = views["q"].double(), views["k"].double(), beta_of(views["beta"], options.beta, torch.float64)
     a = decays_of(views.get("g"), options.gate, views.get("A_log"), views.get("dt_bias"), views["beta"], torch.float64)
     heads = beta.shape[2]
@@ -53,7 +42,8 @@ def images_of(views: Mapping[str, Tensor], options: Any) -> Images:
     spans = spans_of(views)
     numbers = chunks_of(views["v"].shape[0] * views["v"].shape[1], len(spans))
     square, row = torch.zeros(numbers, heads, CHUNK, CHUNK, dtype=torch.float64), torch.zeros(numbers, heads, CHUNK, dtype=torch.float64)
-    found = Images(square, square.clone(), row, row.clone(), row.clone(), row[..., 0].clone(), torch.zeros(numbers, dtype=torch.int64))
+    large = torch.full_like(row, 1e3)
+    found = Images(square, square.clone(), large, row, large.clone(), row[..., 0].clone(), torch.zeros(numbers, dtype=torch.int64))
     for s, (batch, begin, end) in enumerate(spans):
         first = begin + batch * views["v"].shape[1]
         for n, start in enumerate(range(begin, end, CHUNK)):
@@ -81,10 +71,8 @@ def spans_of(views: Mapping[str, Tensor]) -> list[tuple[int, int, int]]:
 def _image(q: Tensor, k: Tensor, rq: Tensor, rk: Tensor, beta: Tensor, a: Tensor) -> tuple[Tensor, ...]:
     """(T, P, c_x, c_u, c_o, decay) of a chunk's tokens."""
     count = len(a)
-    through = torch.zeros(count, count, dtype=torch.float64)  # what is left at i of what was there behind j
-    for i in range(count):
-        for j in range(i + 1):
-            through[i, j] = a[j + 1 : i + 1].prod()
+    behind = torch.ones(count, count, dtype=torch.float64).tril(-1).bool()
+    through = torch.where(behind, a[:, None], 1.0).cumprod(0).tril()  # what is left at i of what was there behind j
     A = rk[:, None] * (beta * rk) * through * (k @ k.T)
     T = torch.linalg.inv(torch.eye(count, dtype=torch.float64) + A.tril(-1))
     P = (rq[:, None] * (beta * rk) * through * (q @ k.T)).tril()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from prompt_oracles import BF16, F32, close, ids_of, randn, starts_of
 from torch import Tensor
@@ -28,6 +29,13 @@ def operands(*lead: int, unit: bool = True) -> dict[str, Tensor]:
     q, k, v = wide.split([HK * K, HK * K, HV * V], -1)
     call = {"q": q.unflatten(-1, (HK, K)), "k": k.unflatten(-1, (HK, K)), "v": v.unflatten(-1, (HV, V))}
     return call | {"g": logsigmoid(randn(*lead, HV, seed=2, dtype=F32) + 2), "beta": randn(*lead, HV, seed=3).sigmoid()}
+
+
+# Checkpoints of whole chunks, as FlashInfer's callers ask for them; and one row more than there are.
+STARTS = starts_of([length // CHUNK for length in LENGTHS], torch.int64)
+KEPT = {"state_checkpoints": torch.zeros(3, *POOL), "checkpoint_cu_starts": STARTS, "checkpoint_every_n_tokens": CHUNK}
+# What functions write of what they are given, by all of their names.
+WRITTEN = ("initial_state", "output_state", "state_checkpoints", "core_attn_out", "ssm_states", "track_state")
 
 
 def states(count: int, dtype: torch.dtype = F32, layout: str = "vk") -> Tensor:
@@ -94,6 +102,14 @@ def sglang_call(lengths: Sequence[int] = LENGTHS, **more: Any) -> dict[str, Any]
     """As SGLang's Triton kernels call their function: the states are a pool, which is to be given."""
     call: dict[str, Any] = operands(1, sum(lengths), unit=False) | {"cu_seqlens": starts_of(lengths), "head_first": False}
     return call | {"initial_state_indices": SLOTS[: len(lengths)], "use_qk_l2norm_in_kernel": True} | more
+
+
+def refuses(function: Callable[..., Any], call: dict[str, Any], kind: type[Exception], words: str) -> None:
+    """The call raises that, in these words, and has written nothing."""
+    before = {n: call[n].clone() for n in WRITTEN if call.get(n) is not None}
+    with pytest.raises(kind, match=words):
+        function(**call)
+    assert all(torch.equal(call[n].float(), t.float()) for n, t in before.items())
 
 
 # Of SGLang's method: after how many chunks the state of each sequence is wanted; -1 for none.

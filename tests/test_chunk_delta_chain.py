@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import chain_cases as cases
 import pytest
 import torch
-from chain_cases import SM80, SM90, error, poisoned, prompt, recurrence, same, walked
+from chain_cases import SM80, SM90, poisoned, prompt, recurrence, walked
+from scan_cases import error, same
 from selection import every_other
 from ssu_cases import BF16, F16, F32, Memory
 
 from ssmgen import emulator
 from ssmgen.emulator import EmulatorError
-from ssmgen.families.chunk_delta_rule.chain import OPERATOR, ChainSpec
-from ssmgen.families.chunk_delta_rule.problem import DeltaProblem
+from ssmgen.families.chunk_delta_rule.chain import ChainSpec
 from ssmgen.nvrtc import compile_cubin
-from ssmgen.registry import select
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index, Layout, Loads, Pdl
 
@@ -201,37 +201,23 @@ def test_boundaries_that_make_no_sense_are_sequences_without_tokens():
     assert (found["out"] == 7.0).all() and not found["final_states"].any()
 
 
-# Checks and choices.
+# Choices and texts.
+
+SPEC = ChainSpec(head_k=128, head_v=128, initial=True, final=True, cu_seqlens=Index.I32, tile=32)  # a lane's text is that of 64 rows
+SHAPES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "pool": {"initial": False, "final": False, "pool": True, "started": True, "index": Index.I64, "checkpoints": Index.I64},
+    "kv": {"layout": Layout.KV, "state": DType.BF16, "x": DType.F16, "copy": 4},
+    "k256": {"head_k": 256, "tile": 16, "stages": 1, "checkpoints": Index.I32},
+    "k144": {"head_k": 144, "tile": 16, "stages": 1},
+}
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a", "sm_100a", "sm_120"])
-def test_every_size_is_served(arch):
-    where = Arch.parse(arch)
-    for head_k in range(16, 257, 16):
-        for head_v in (16, 48, 64, 128, 256):
-            problem = DeltaProblem(head_k=head_k, head_v=head_v)
-            assert not select(OPERATOR, problem, 1, where, False).violations(where)
-
-
-SPEC = ChainSpec(head_k=128, head_v=128, initial=True, final=True, cu_seqlens=Index.I32)
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"initial": False, "final": False, "pool": True, "started": True, "index": Index.I64, "checkpoints": Index.I64},
-        {"layout": Layout.KV, "state": DType.BF16, "x": DType.F16, "copy": 4},
-        {"head_k": 256, "stages": 1, "checkpoints": Index.I32},
-        {"head_k": 144, "stages": 1},
-    ],
-    ids=["dense", "pool", "kv", "k256", "k144"],
-)
-def test_no_variant_spills(changes, arch):
-    where = Arch.parse(arch)
-    spec = replace(SPEC, **{"tile": 32 if where.number == 120 and "stages" not in changes else 16 if "stages" in changes else 64} | changes)
-    resources = compile_cubin(render(spec, where), where, str(spec)).resources
+@pytest.mark.parametrize("where", every_other(f"{shape} {arch}" for shape in SHAPES for arch in ("sm_80", "sm_90a", "sm_120")))
+def test_no_variant_spills(where):
+    shape, arch = where.split()
+    spec, arch = replace(SPEC, **SHAPES[shape]), Arch.parse(arch)
+    resources = compile_cubin(render(spec, arch), arch, str(spec)).resources
     assert not resources.spills and not resources.stack, f"{spec}: {resources}"
 
 

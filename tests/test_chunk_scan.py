@@ -147,6 +147,15 @@ def test_boundaries_that_make_no_sense_are_sequences_without_tokens():
         assert (out == -7.0).all()
 
 
+def test_without_sequences_there_is_nothing_to_launch():
+    for starts, tokens, final in (([0], 20, False), ([20], 20, True), ([0], 0, True), ([0, 0], 0, False)):
+        call = make(SMALL, tokens) | {"cu_seqlens": torch.tensor(starts), "return_final_states": final}
+        assert ssmgen.chunk_scan.build(**call).problem()[1] == 0, (starts, tokens)
+    for starts, tokens, final in (([0, 0], 0, True), ([0, 0], 20, False)):  # a state to leave; perhaps tokens, which the host does not know
+        call = make(SMALL, tokens) | {"cu_seqlens": torch.tensor(starts), "return_final_states": final}
+        assert ssmgen.chunk_scan.build(**call).problem()[1] == SMALL.heads, (starts, tokens)
+
+
 # Checks and choices.
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from delta_oracles import BF16, CHUNK, F32, HV, SLOTS, K, V, operands, randn, starts_of, states, vllm_call
+from delta_oracles import BF16, CHUNK, F32, HV, SLOTS, WRITTEN, K, V, operands, randn, starts_of, states, vllm_call
 from engine_calls import pages
 from scan_cases import error, same
 from torch import Tensor
@@ -77,7 +77,6 @@ WAYS = {
     "sglang-backend": (sglang_delta.extend, lambda: backend(pages(9, HV, V, K, gap=8))),
     "sglang-backend-read": (sglang_delta.extend, lambda: backend(states(9, BF16), inplace_update=False)),
 }  # fmt: skip
-WRITTEN = ("initial_state", "output_state", "state_checkpoints", "ssm_states", "track_state")
 
 
 def on_card(call: dict[str, Any]) -> dict[str, Any]:

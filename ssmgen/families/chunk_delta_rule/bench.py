@@ -129,8 +129,8 @@ class Case:
             "beta": self.beta[i],
             "out": self.out[i],
             "workspace": self.workspace,
+            "use_qk_l2norm": True,
         }
-        call["use_qk_l2norm"] = True
         if self.form is not Form.DELTA_RULE:
             call["g"] = self.g[i]
         if self.form is not Form.POOL:

@@ -94,7 +94,8 @@ def chunk_gated_delta_rule(
     workspace: [bytes] uint8, what one kernel leaves for the next: chunk_delta_rule_workspace says how large, and it may be used again as
         soon as the call is enqueued on the same stream; None for a new one
     out: None for a new one, dense
-    pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
+    pdl: whether the first of the two kernels may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and
+        later)
 
     Returns out, or out and what else was asked for: (out[, final states][, checkpoints]). CPU tensors run the reference implementation,
     token by token.

@@ -120,7 +120,8 @@ class ChainSpec(DeltaSpec, DeltaProblem):
             return problems
         return [
             *must(self.head_v % self.tile == 0, f"tile {self.tile} does not divide V {self.head_v}"),
-            *must(1 <= self.stages <= 4 and self.min_blocks >= 1, f"stages {self.stages} are not 1 … 4, or min_blocks is not positive"),
+            *must(1 <= self.stages <= 4, f"stages {self.stages} are not 1 … 4"),
+            *must(self.min_blocks >= 1, f"min_blocks {self.min_blocks} is not positive"),
             *must(self.fetchers in (1, 2, 4), f"fetchers {self.fetchers} are not 1, 2 or 4"),
             *must(self.min_blocks == 1 or self.tile <= 32, f"{self.min_blocks} blocks of {self.tile} rows leave too few registers"),
             *must(arch >= SM90 or self.ahead_pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),

@@ -76,11 +76,13 @@ class WarpgroupChainSpec(ChainSpec):
         return [
             *must(str(arch) == "sm_90a", f"products of warpgroups need sm_90a, not {arch}"),
             *must(self.tile in TILES, f"tile {self.tile} is not 64 or 128"),
-            *must(self.tile in TILES and self.head_v % self.tile == 0, f"tile {self.tile} does not divide V {self.head_v}"),
+            *must(self.tile not in TILES or self.head_v % self.tile == 0, f"tile {self.tile} does not divide V {self.head_v}"),
             *must(self.head_k in (64, 128), f"K {self.head_k} is not 64 or 128"),
             *must(self.tile == ROWS or not self.marked, "states at positions, with 128 rows of a block, leave too few registers"),
             *must(self.copy == 16, "q, k, v or out do not begin at multiples of 16 bytes"),
-            *must(2 <= self.stages <= 4 and self.min_blocks == 1, f"stages {self.stages} are not 2 … 4, or min_blocks is not 1"),
+            *must(2 <= self.stages <= 4, f"stages {self.stages} are not 2 … 4"),
+            *must(self.min_blocks == 1, f"min_blocks {self.min_blocks} is not 1: roles of warps have registers of their own"),
+            *must(self.fetchers == 1, f"fetchers {self.fetchers} is not 1: it is a warpgroup that fetches"),
             *self.common_violations(arch, self.shared_bytes),
         ]
 

@@ -274,8 +274,8 @@ def grid_of(spec: ScanSpec, views: Mapping[str, Tensor]) -> int:
 
 def size_of(views: Mapping[str, Tensor]) -> int:
     """Heads; 0 if nothing is to be written."""
-    writes_states = any(n in views for n in ("final_states", "state"))
-    return views["x"].shape[2] if views["x"].numel() or (_sequences(views) and writes_states) else 0
+    writes = views["x"].numel() or any(n in views for n in ("final_states", "state"))
+    return views["x"].shape[2] if _sequences(views) and writes else 0
 
 
 FAMILY = Family(
