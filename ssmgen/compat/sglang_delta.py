@@ -122,15 +122,15 @@ def extend(
     if problems:
         raise ArgumentError(name, problems)
     slots, out, operands = cache_indices[:sequences], _new_output(q, v), _prompts.Operands(q, k, v, g, beta)
+    before = None if inplace_update and tracked is None else _prompts.gathered(ssm_states, slots)
     options: dict[str, Any] = {"cu_seqlens": query_start_loc, "use_qk_l2norm": True}
     if inplace_update:
         options |= {"state": ssm_states, "state_indices": slots, "has_initial_state": slots >= 0}
     else:
-        options["initial_states"] = _prompts.gathered(ssm_states, slots)
-    if tracked is None or chunk is None:
+        options["initial_states"] = before
+    if tracked is None or chunk is None or before is None:
         _prompts.scan(operands, out, **options)
         return out, None, None
-    before = _prompts.gathered(ssm_states, slots)
     positions = torch.add(query_start_loc[:-1], chunk.clamp(min=0), alpha=_prompts.CHUNK)
     _prompts.scan(operands, out, positions=positions, checkpoints=tracked, **options)
     # Ahead of a first chunk is no token whose state it could be.
