@@ -245,6 +245,11 @@ def test_kernels_make_what_is_asked_for(way, monkeypatch):
             extend_call(states(9), self=None, track_state=states(4), track_chunk_idx=TRACKED[:2]),
             ArgumentError, r"track_chunk_idx is \[2\]",
         ),
+        (
+            sglang_delta.extend,
+            extend_call(states(9), self=None, track_state=states(4), track_chunk_idx=TRACKED[0]),
+            ArgumentError, r"track_chunk_idx is \[\], not \[N\]",
+        ),
     ],
 )  # fmt: skip
 def test_what_is_refused(function, call, kind, words):

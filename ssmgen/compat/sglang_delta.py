@@ -86,9 +86,6 @@ def _ends(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     return counts, counts.cumsum(0)
 
 
-@_takes(
-    "inplace_update", **_prompts.PACKED, ssm_states="[slots, HV, V, K]", cache_indices="[N]", query_start_loc="[N + 1]",
-)  # fmt: skip
 def extend(
     self: Any,
     q: Tensor,
@@ -112,7 +109,20 @@ def extend(
         what it receives where there is a negative number is undefined. It is rounded to the pool's dtype
     Other keywords are those of other kernels of SGLang: ignored, as there.
     """
-    name, (tracked, chunk) = "sglang's TritonGDNKernel.extend", (kwargs.get("track_state"), kwargs.get("track_chunk_idx"))
+    tracked, chunk = kwargs.get("track_state"), kwargs.get("track_chunk_idx")
+    return _extended(q, k, v, g, beta, ssm_states, cache_indices, query_start_loc, inplace_update, tracked, chunk)
+
+
+@_takes(
+    "inplace_update", **_prompts.PACKED, **dict.fromkeys(("cache_indices", "track_chunk_idx"), "[N]"), query_start_loc="[N + 1]",
+    ssm_states="[slots, HV, V, K]", track_state="[N, HV, V, K]",
+)  # fmt: skip
+def _extended(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ssm_states: Tensor, cache_indices: Tensor, query_start_loc: Tensor,
+    inplace_update: bool, track_state: Tensor | None, track_chunk_idx: Tensor | None,
+) -> tuple[Tensor, None, None]:  # fmt: skip
+    """The method with all that it looks at by name."""
+    name, tracked, chunk = "sglang's TritonGDNKernel.extend", track_state, track_chunk_idx
     indices = {"cache_indices": cache_indices, "query_start_loc": query_start_loc, "track_chunk_idx": chunk}
     problems = _prompts.objections(v, indices, {"ssm_states": ssm_states, "track_state": tracked})
     sequences = query_start_loc.shape[0] - 1
