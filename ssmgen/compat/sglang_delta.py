@@ -86,33 +86,6 @@ def _ends(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     return counts, counts.cumsum(0)
 
 
-def extend(
-    self: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    ssm_states: Tensor,
-    cache_indices: Tensor,
-    query_start_loc: Tensor,
-    inplace_update: bool = True,
-    **kwargs: Any,
-) -> tuple[Tensor, None, None]:
-    """(output [1, T, HV, V] of q's dtype, None, None): the method of SGLang's TritonGDNKernel, without states that nobody asked for.
-
-    q, k: [1, T, H, K], which are divided by their norms   v: [1, T, HV, V]   g: [1, T, HV], the log decay   beta: [1, T, HV]
-    ssm_states: [slots, HV, V, K], a pool, which receives the states after each sequence, unless inplace_update is False
-    cache_indices: [N], slots; a negative one, or none of the pool's, is padding   query_start_loc: [N + 1]
-    track_state, with track_chunk_idx [N]: [N, HV, V, K] f32, receives the state of each sequence after so many chunks of 64 tokens;
-        what it receives where there is a negative number is undefined. It is rounded to the pool's dtype
-    Other keywords are those of other kernels of SGLang: ignored, as there.
-    """
-    tracked, chunk = kwargs.get("track_state"), kwargs.get("track_chunk_idx")
-    return _extended(q, k, v, g, beta, ssm_states, cache_indices, query_start_loc, inplace_update, tracked, chunk)
-
-
 @_takes(
     "inplace_update", **_prompts.PACKED, **dict.fromkeys(("cache_indices", "track_chunk_idx"), "[N]"), query_start_loc="[N + 1]",
     ssm_states="[slots, HV, V, K]", track_state="[N, HV, V, K]",
@@ -146,6 +119,36 @@ def _extended(
     # Ahead of a first chunk is no token whose state it could be.
     torch.where((chunk == 0)[:, None, None, None], before.to(tracked.dtype), tracked, out=tracked)
     return out, None, None
+
+
+def extend(
+    self: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    ssm_states: Tensor,
+    cache_indices: Tensor,
+    query_start_loc: Tensor,
+    inplace_update: bool = True,
+    **kwargs: Any,
+) -> tuple[Tensor, None, None]:
+    """(output [1, T, HV, V] of q's dtype, None, None): the method of SGLang's TritonGDNKernel, without states that nobody asked for.
+
+    q, k: [1, T, H, K], which are divided by their norms   v: [1, T, HV, V]   g: [1, T, HV], the log decay   beta: [1, T, HV]
+    ssm_states: [slots, HV, V, K], a pool, which receives the states after each sequence, unless inplace_update is False
+    cache_indices: [N], slots; a negative one, or none of the pool's, is padding   query_start_loc: [N + 1]
+    track_state, with track_chunk_idx [N]: [N, HV, V, K] f32, receives the state of each sequence after so many chunks of 64 tokens;
+        what it receives where there is a negative number is undefined. It is rounded to the pool's dtype
+    Other keywords are those of other kernels of SGLang: ignored, as there.
+    """
+    tracked, chunk = kwargs.get("track_state"), kwargs.get("track_chunk_idx")
+    found: tuple[Tensor, None, None] = _extended(
+        q, k, v, g, beta, ssm_states, cache_indices, query_start_loc, inplace_update, tracked, chunk
+    )
+    return found
 
 
 def with_tracked_states(original: Callable[..., Any]) -> Callable[..., Any]:
