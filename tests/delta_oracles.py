@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from prompt_oracles import BF16, F32, close, ids_of, randn, starts_of
+from prompt_oracles import BF16, F32, close, randn, starts_of
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-__all__ = ["BF16", "F32", "close", "ids_of", "randn", "starts_of"]
+__all__ = ["BF16", "F32", "close", "randn", "starts_of"]
 
 HK, HV, K, V = 2, 4, 32, 16
 CHUNK = 64
 LENGTHS = (66, 0, 1, 64)
 TOKENS = sum(LENGTHS)
 POOL, SLOTS = (HV, V, K), torch.tensor([5, 1, 3, 7], dtype=torch.int32)
+UNTOUCHED = 7.0
+WRITTEN = ("initial_state", "output_state", "state_checkpoints", "core_attn_out", "ssm_states", "track_state")
 
 
 def operands(*lead: int, unit: bool = True) -> dict[str, Tensor]:
@@ -35,7 +37,6 @@ def operands(*lead: int, unit: bool = True) -> dict[str, Tensor]:
 STARTS = starts_of([length // CHUNK for length in LENGTHS], torch.int64)
 KEPT = {"state_checkpoints": torch.zeros(3, *POOL), "checkpoint_cu_starts": STARTS, "checkpoint_every_n_tokens": CHUNK}
 # What functions write of what they are given, by all of their names.
-WRITTEN = ("initial_state", "output_state", "state_checkpoints", "core_attn_out", "ssm_states", "track_state")
 
 
 def states(count: int, dtype: torch.dtype = F32, layout: str = "vk") -> Tensor:
@@ -93,6 +94,13 @@ def flashinfer_call(lengths: Sequence[int] = LENGTHS, **more: Any) -> dict[str, 
     return call | {"g": call["g"].exp(), "beta": call["beta"].float(), "cu_seqlens": starts_of(lengths, torch.int64)} | more
 
 
+def checkpointed(lengths: Sequence[int] = LENGTHS, dtype: torch.dtype = F32, every: int = CHUNK) -> dict[str, Any]:
+    """What FlashInfer's and vLLM's calls say of checkpoints: a row for each so many tokens of a sequence, and one of nobody's."""
+    counts = [length // every for length in lengths]
+    rows = torch.full((sum(counts) + 1, *POOL), UNTOUCHED, dtype=dtype)
+    return {"state_checkpoints": rows, "checkpoint_cu_starts": starts_of(counts, torch.int64), "checkpoint_every_n_tokens": every}
+
+
 def logs(call: dict[str, Any]) -> dict[str, Any]:
     """FlashInfer's call with the log decay."""
     return call | {"g": None if call["g"] is None else call["g"].double().log()}
@@ -104,14 +112,6 @@ def sglang_call(lengths: Sequence[int] = LENGTHS, **more: Any) -> dict[str, Any]
     return call | {"initial_state_indices": SLOTS[: len(lengths)], "use_qk_l2norm_in_kernel": True} | more
 
 
-def refuses(function: Callable[..., Any], call: dict[str, Any], kind: type[Exception], words: str) -> None:
-    """The call raises that, in these words, and has written nothing."""
-    before = {n: call[n].clone() for n in WRITTEN if call.get(n) is not None}
-    with pytest.raises(kind, match=words):
-        function(**call)
-    assert all(torch.equal(call[n].float(), t.float()) for n, t in before.items())
-
-
 # Of SGLang's method: after how many chunks the state of each sequence is wanted; -1 for none.
 TRACKED = torch.tensor([1, -1, 0, 0], dtype=torch.int32)
 
@@ -120,3 +120,12 @@ def extend_call(pool: Tensor, **more: Any) -> dict[str, Any]:
     """As SGLang's backend calls them."""
     call: dict[str, Any] = {n: t for n, t in sglang_call().items() if n in ("q", "k", "v", "g", "beta")}
     return call | {"ssm_states": pool, "cache_indices": SLOTS, "query_start_loc": starts_of(LENGTHS), "layer_id": 3} | more
+
+
+def assert_refused(function: Callable[..., Any], call: dict[str, Any], kind: type[Exception], words: str) -> None:
+    """In words, and nothing written."""
+    written = [t for n in WRITTEN if (t := call.get(n)) is not None]
+    before = [t.clone() for t in written]
+    with pytest.raises(kind, match=words):
+        function(**call)
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(written, before, strict=True))

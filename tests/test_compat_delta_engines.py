@@ -12,20 +12,21 @@ from delta_oracles import (
     CHUNK,
     F32,
     HV,
-    KEPT,
     LENGTHS,
     POOL,
     SLOTS,
     TOKENS,
     TRACKED,
+    UNTOUCHED,
     V,
+    assert_refused,
+    checkpointed,
     chunks_of,
     close,
     extend_call,
     flashinfer_call,
     logs,
     operands,
-    refuses,
     sglang_call,
     starts_of,
     states,
@@ -67,14 +68,12 @@ def test_vllm_output_in_a_buffer(vllm):
 
 
 def test_vllm_checkpoints(vllm):
-    counts = [length // CHUNK for length in LENGTHS]
-    kept = torch.full((sum(counts), *POOL), torch.nan)
-    call = vllm_call(initial_state=states(4, BF16), use_qk_l2norm_in_kernel=True)
-    more = {"state_checkpoints": kept, "checkpoint_cu_starts": starts_of(counts, torch.int64), "checkpoint_every_n_tokens": CHUNK}
+    call, more = vllm_call(initial_state=states(4, BF16), use_qk_l2norm_in_kernel=True), checkpointed()
     o, last = vllm.fi_chunk_gated_delta_rule(**call, **more)
     y, each = walks(call, LENGTHS, call["initial_state"], norm=True)
-    places = [(i, (n + 1) * CHUNK) for i, count in enumerate(counts) for n in range(count)]
-    assert close(o[0], y) and all(close(kept[row], each[i][at]) for row, (i, at) in enumerate(places))
+    places, rows = [(i, at + CHUNK) for i, at in chunks_of() if at + CHUNK <= LENGTHS[i]], more["state_checkpoints"]
+    assert close(o[0], y) and all(close(rows[row], each[i][at]) for row, (i, at) in enumerate(places))
+    assert len(rows) == len(places) + 1 and (rows[-1] == UNTOUCHED).all()
     assert all(close(last[i], S[-1]) for i, S in enumerate(each))
 
 
@@ -168,10 +167,12 @@ WAYS = {
     "fla": (fla.chunk_gated_delta_rule, lambda: operands(1, TOKENS) | {"cu_seqlens": starts_of(LENGTHS), "output_final_state": True}),
     "flashinfer": (
         flashinfer.chunk_gated_delta_rule,
-        lambda: flashinfer_call(state_indices=SLOTS, initial_state=states(9), output_state=states(9), output_final_state=True, **KEPT),
+        lambda: flashinfer_call(
+            state_indices=SLOTS, initial_state=states(9), output_state=states(9), output_final_state=True, **checkpointed()
+        ),
     ),
     "vllm": (vllm.chunk_gated_delta_rule, lambda: vllm_call(initial_state=states(4, BF16))),
-    "vllm-flashinfer": (vllm.fi_chunk_gated_delta_rule, lambda: vllm_call(initial_state=states(4), **KEPT)),
+    "vllm-flashinfer": (vllm.fi_chunk_gated_delta_rule, lambda: vllm_call(initial_state=states(4), **checkpointed())),
     "sglang": (sglang.chunk_gated_delta_rule, lambda: sglang_call(initial_state=states(9))),
     "sglang's backend": (
         sglang_delta.extend, lambda: extend_call(states(9), self=None, track_state=states(4), track_chunk_idx=TRACKED),
@@ -207,12 +208,12 @@ def test_kernels_make_what_is_asked_for(way, monkeypatch):
         y, each = walks(call, LENGTHS, kv.transpose(2, 3))
         last = last.transpose(2, 3)
     elif way == "flashinfer":
-        kept = {**KEPT, "state_checkpoints": torch.full((3, *POOL), 7.0), "checkpoint_cu_starts": starts_of([n // CHUNK for n in LENGTHS])}
-        call = flashinfer_call(state_indices=SLOTS, initial_state=pool, output_state=pool, output_final_state=True, **kept)
+        more = checkpointed()
+        more["checkpoint_cu_starts"], rows = more["checkpoint_cu_starts"].int(), more["state_checkpoints"]
+        call = flashinfer_call(state_indices=SLOTS, initial_state=pool, output_state=pool, output_final_state=True, **more)
         o, last = flashinfer.chunk_gated_delta_rule(**call)
         y, each = walks(logs(call), LENGTHS, before)
-        assert close(kept["state_checkpoints"][0], each[0][CHUNK], BOUND) and close(kept["state_checkpoints"][1], each[3][CHUNK], BOUND)
-        assert (kept["state_checkpoints"][2] == 7).all()
+        assert close(rows[0], each[0][CHUNK], BOUND) and close(rows[1], each[3][CHUNK], BOUND) and (rows[2] == UNTOUCHED).all()
         last = torch.stack([before[i] if not n else last[slot] for i, (n, slot) in enumerate(zip(LENGTHS, SLOTS, strict=True))])
     elif way == "vllm":
         call = vllm_call(initial_state=before)
@@ -244,7 +245,12 @@ def test_kernels_make_what_is_asked_for(way, monkeypatch):
             extend_call(states(9), self=None, track_state=states(4), track_chunk_idx=TRACKED[:2]),
             ArgumentError, r"track_chunk_idx is \[2\]",
         ),
+        (
+            sglang_delta.extend,
+            extend_call(states(9), self=None, track_state=states(4), track_chunk_idx=TRACKED[0]),
+            ArgumentError, r"track_chunk_idx is \[\], not \[N\]",
+        ),
     ],
 )  # fmt: skip
 def test_what_is_refused(function, call, kind, words):
-    refuses(function, call, kind, words)
+    assert_refused(function, call, kind, words)

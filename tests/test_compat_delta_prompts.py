@@ -9,20 +9,20 @@ from delta_oracles import (
     CHUNK,
     F32,
     HV,
-    KEPT,
     LENGTHS,
     POOL,
     SLOTS,
-    STARTS,
     TOKENS,
+    UNTOUCHED,
     V,
+    assert_refused,
+    checkpointed,
     close,
     flashinfer_call,
     gates,
     logs,
     operands,
     randn,
-    refuses,
     starts_of,
     states,
     walk,
@@ -176,18 +176,18 @@ def test_flashinfer_slots_of_no_pool_are_padding(bad):
 def test_flashinfer_checkpoints(pool, every, dtype):
     """Sequences shorter than that have none, rows behind the last one stay."""
     lengths = (130, 0, 1, 64)
-    counts = [length // every for length in lengths]
-    first = starts_of(counts, torch.int64)
-    kept = torch.full((sum(counts) + 2, *POOL), 7.0, dtype=dtype)
+    checkpoints = checkpointed(lengths, dtype, every)
+    rows, first = checkpoints["state_checkpoints"], checkpoints["checkpoint_cu_starts"].tolist()
     more = {"initial_state": pages(9, *POOL), "state_indices": SLOTS} if pool else {"initial_state": states(len(lengths))}
     before = more["initial_state"][SLOTS.long()].clone() if pool else more["initial_state"]
     more |= {"output_state": more["initial_state"]} if pool else {}
-    call = flashinfer_call(lengths, **more, state_checkpoints=kept, checkpoint_cu_starts=first, checkpoint_every_n_tokens=every)
+    call = flashinfer_call(lengths, **more, **checkpoints)
     output, _ = flashinfer.chunk_gated_delta_rule(**call, output_final_state=True)
     y, each = walks(logs(call), lengths, before)
-    assert close(output, y) and (kept[sum(counts) :] == 7).all()
-    for i, count in enumerate(counts):
-        assert all(close(kept[first[i] + n], each[i][(n + 1) * every]) for n in range(count))
+    assert close(output, y) and (rows[first[-1] :] == UNTOUCHED).all() and len(rows) == first[-1] + 1
+    for i, length in enumerate(lengths):
+        assert first[i + 1] - first[i] == length // every
+        assert all(close(rows[first[i] + n], each[i][(n + 1) * every]) for n in range(length // every))
 
 
 # What is refused, in words, and nothing written.
@@ -216,17 +216,22 @@ PREFILL = flashinfer.chunk_gated_delta_rule
         (PREFILL, PACKED | {"v": PACKED["v"][:, :1]}, UnsupportedError, "q has 2 heads, v 1"),
         (PREFILL, PACKED | {"cu_seqlens": None}, ArgumentError, "cu_seqlens is None"),
         (PREFILL, PACKED | {"use_cp": "yes"}, ArgumentError, "use_cp is 'yes'"),
-        (PREFILL, PACKED | KEPT | {"checkpoint_every_n_tokens": 96}, ArgumentError, "is 96, not a multiple of 64"),
-        (PREFILL, PACKED | KEPT | {"checkpoint_every_n_tokens": 0}, ArgumentError, "go with checkpoint_every"),
-        (PREFILL, PACKED | KEPT | {"state_checkpoints": None}, ArgumentError, "needs state_checkpoints"),
+        (PREFILL, PACKED | checkpointed() | {"checkpoint_every_n_tokens": 96}, ArgumentError, "is 96, not a multiple of 64"),
+        (PREFILL, PACKED | checkpointed() | {"checkpoint_every_n_tokens": 0}, ArgumentError, "go with checkpoint_every"),
+        (PREFILL, PACKED | checkpointed() | {"state_checkpoints": None}, ArgumentError, "needs state_checkpoints"),
         (PREFILL, PACKED | {"state_indices": SLOTS, "output_final_state": True}, ArgumentError, "slots of a pool"),
         (
             PREFILL,
             PACKED | {"output_final_state": True, "output_state": states(4).to(torch.float8_e4m3fn)}, ArgumentError, "float8_e4m3fn",
         ),
-        (PREFILL, PACKED | KEPT | {"checkpoint_cu_starts": STARTS[1:]}, ArgumentError, r"are \[4\] and \[5\], not \[N \+ 1\] both"),
+        (PREFILL, PACKED | checkpointed() | {"checkpoint_cu_starts": SLOTS}, ArgumentError, r"are \[4\] and \[5\], not \[N \+ 1\] both"),
+        (
+            PREFILL,
+            PACKED | {"initial_state": states(4), "output_final_state": True, "output_state": states(1, BF16).expand(4, *POOL)},
+            ArgumentError, "two of its elements share memory",
+        ),
         (PREFILL, PACKED | {"state_indices": SLOTS.short(), "initial_state": states(9)}, ArgumentError, r"state_indices is int16 \[4\]"),
     ],
 )  # fmt: skip
 def test_what_is_refused(function, call, kind, words):
-    refuses(function, call, kind, words)
+    assert_refused(function, call, kind, words)

@@ -25,6 +25,7 @@ from hf_cases import (
     prompt_calls,
     prompted,
 )
+from selection import kept
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ssmgen
@@ -35,7 +36,20 @@ from ssmgen.errors import ArgumentError
 from ssmgen.spec import Pdl
 
 every_kind = pytest.mark.parametrize("name", PROMPTED)
+THOROUGH = ("bamba", "qwen3_next")  # one with a Mamba-2, one with a delta rule
 MAMBA2 = [name for name in PROMPTED if DELTA_RULE not in of_prompts(name)]
+
+
+def of_kinds(argument, always, others):
+    """Every kind with what is asked of all, and two with the others too; the rest is of the matrix."""
+    return pytest.mark.parametrize(
+        ("name", argument),
+        [
+            pytest.param(name, value, id=f"{name}-{value}", marks=() if value in always or name in THOROUGH else pytest.mark.matrix)
+            for name in PROMPTED
+            for value in (*always, *others)
+        ],
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +65,7 @@ def assert_same(got: Prompt, want: Prompt) -> None:
         assert_close(a, b)
 
 
-@every_kind
-@pytest.mark.parametrize("length", [1, 3, 65])
+@of_kinds("length", always=(1, 65), others=(3,))
 def test_a_prompt_and_one_behind_it(name, length):
     """With a cache that is new and one that has tokens: windows of the convolution, states and logits are transformers' own."""
     model = prompted(name)
@@ -97,7 +110,9 @@ def test_padding_on_the_left(name):
         assert_close(state[1:], by_itself)
 
 
-@pytest.mark.parametrize("name", [*PROMPTED, *(f"fused {name}" for name in PROMPTED if name in LAYERS)])
+@pytest.mark.parametrize(
+    "name", [*PROMPTED, *kept((f"fused {name}" for name in PROMPTED if name in LAYERS), lambda fused: fused.endswith(THOROUGH))]
+)
 def test_greedy_tokens_behind_padding(name):
     *fuse, name = name.split()
     model = prompted(name)
@@ -109,8 +124,7 @@ def test_greedy_tokens_behind_padding(name):
     assert patch.calls().items() >= prompt_calls(name, model).items() and (not fuse or patch.calls() == fused_calls(name, model, 3))
 
 
-@every_kind
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+@of_kinds("dtype", always=(torch.bfloat16,), others=(torch.float16,))
 def test_16_bit_prompts_are_no_farther_from_the_same_weights_in_f32(name, dtype):
     """Twice as far at most: what is left to chance in so few numbers."""
     model = prompted(name).to(dtype)

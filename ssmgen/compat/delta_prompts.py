@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..calls.checks import overlaps_itself
 from ..errors import ArgumentError
 from ..families.chunk_delta_rule.call import chunk_delta_rule, chunk_gated_delta_rule
 
@@ -46,7 +47,7 @@ def scan(
             initial_states = initial_states.contiguous()
         if held == torch.float32 and initial_states.dtype in STATE_DTYPES:
             initial_states = initial_states.to(held)
-    final, kept = (t if t is None or t.dtype == held or t.dtype not in STATE_DTYPES else t.to(held) for t in (last, checkpoints))
+    final, kept = _as_held("final_states", last, held), _as_held("checkpoints", checkpoints, held)
     more: dict[str, Any] = {"initial_states": initial_states, "final_states_out": final, "state": state, "checkpoint_positions": positions}
     more |= options | {"checkpoints_out": kept, "out": out}
     if operands.g is None:
@@ -57,6 +58,18 @@ def scan(
         last.copy_(final)
     if checkpoints is not None and kept is not None and kept is not checkpoints:
         checkpoints.copy_(kept)
+
+
+def _as_held(name: str, t: Tensor | None, held: torch.dtype) -> Tensor | None:
+    """A tensor that receives states, as the kernel is given it: itself, or a copy of the kernel's dtype.
+
+    Raises ArgumentError for what a copy hides from the call's own checks.
+    """
+    if t is None or t.dtype == held or t.dtype not in STATE_DTYPES:
+        return t
+    if overlaps_itself(t):
+        raise ArgumentError("chunk_gated_delta_rule", [f"{name} has strides {list(t.stride())}: two of its elements share memory"])
+    return t.to(held)
 
 
 def sequences_of(v: Tensor, cu_seqlens: Tensor | None) -> int:

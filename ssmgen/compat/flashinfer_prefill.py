@@ -64,11 +64,7 @@ def chunk_gated_delta_rule(
     Raises UnsupportedError for another backend, for more heads of q than of v, and what ssmgen.chunk_gated_delta_rule raises.
     """
     name = "FlashInfer's chunk_gated_delta_rule"
-    reasons = [] if backend in ("auto", "flashinfer") else [f"backend={backend!r} names kernels of others; 'auto' and 'flashinfer' do not"]
-    if q.shape[1] > v.shape[1]:
-        reasons.append(f"q has {q.shape[1]} heads, v {v.shape[1]}: ssmgen's share heads of q and k, never of v")
-    if reasons:
-        raise UnsupportedError(name, reasons)
+    _check_served(name, q, v, backend)
     problems = _prompts.objections(v, {"state_indices": state_indices}, {"initial_state": initial_state})
     if state_indices is not None and output_final_state and output_state is None:
         problems.append("state_indices are slots of a pool, and output_state, to which the final states go, is None")
@@ -93,3 +89,12 @@ def chunk_gated_delta_rule(
         slots = {} if final is None else {"state": final, "state_indices": state_indices}
         _prompts.scan(operands, out, initial_states=before, **slots, **options)
     return out if final is None else (out, final)
+
+
+def _check_served(name: str, q: Tensor, v: Tensor, backend: str) -> None:
+    """Raises UnsupportedError for what FlashInfer has kernels for, and ssmgen has none."""
+    reasons = [] if backend in ("auto", "flashinfer") else [f"backend={backend!r} names kernels of others; 'auto' and 'flashinfer' do not"]
+    if q.shape[1] > v.shape[1]:
+        reasons.append(f"q has {q.shape[1]} heads, v {v.shape[1]}: ssmgen's share heads of q and k, never of v")
+    if reasons:
+        raise UnsupportedError(name, reasons)

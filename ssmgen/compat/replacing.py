@@ -210,7 +210,7 @@ def _given(owner: type, attributes: Mapping[str, Any]) -> Callable[[], None]:
 
 
 def _with_the_original_behind(r: Replacement, original: Callable[..., Any], log: logging.Logger) -> Callable[..., Any]:
-    """Ours, for calls that it takes; the engine's for the others, with a warning, once per kind of reason."""
+    """Ours, for calls that it takes; the engine's for the others, with a warning, once per reason."""
     told: set[tuple[type, str]] = set()
     behind = original if r.behind is None else r.behind(original)
 
@@ -229,8 +229,8 @@ def _with_the_original_behind(r: Replacement, original: Callable[..., Any], log:
 
 
 def _kind(e: Exception) -> tuple[type, str]:
-    """What a warning is said once of: of arguments each reason, in which numbers do not count. What an engine's warm-up passes must not
-    silence what its requests do."""
+    """What a warning is said once of: a kind of error, and where arguments are refused, each reason, in which numbers do not count. So what
+    an engine's warm-up passes silences nothing that its requests meet."""
     return type(e), re.sub(r"\d+", "#", str(e)) if isinstance(e, (ArgumentError, UnsupportedError)) else ""
 
 

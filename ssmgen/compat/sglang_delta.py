@@ -87,8 +87,40 @@ def _ends(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @_takes(
-    "inplace_update", **_prompts.PACKED, ssm_states="[slots, HV, V, K]", cache_indices="[N]", query_start_loc="[N + 1]",
+    "inplace_update", **_prompts.PACKED, **dict.fromkeys(("cache_indices", "track_chunk_idx"), "[N]"), query_start_loc="[N + 1]",
+    ssm_states="[slots, HV, V, K]", track_state="[N, HV, V, K]",
 )  # fmt: skip
+def _extended(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ssm_states: Tensor, cache_indices: Tensor, query_start_loc: Tensor,
+    inplace_update: bool, track_state: Tensor | None, track_chunk_idx: Tensor | None,
+) -> tuple[Tensor, None, None]:  # fmt: skip
+    """The method with all that it looks at by name."""
+    name, tracked, chunk = "sglang's TritonGDNKernel.extend", track_state, track_chunk_idx
+    indices = {"cache_indices": cache_indices, "query_start_loc": query_start_loc, "track_chunk_idx": chunk}
+    problems = _prompts.objections(v, indices, {"ssm_states": ssm_states, "track_state": tracked})
+    sequences = query_start_loc.shape[0] - 1
+    problems += [] if (tracked is None) == (chunk is None) else ["track_state and track_chunk_idx go together"]
+    if chunk is not None and chunk.shape[0] != sequences:
+        problems.append(f"track_chunk_idx is {list(chunk.shape)}, not [N] as query_start_loc [{sequences} + 1] asks for")
+    if problems:
+        raise ArgumentError(name, problems)
+    slots, out, operands = cache_indices[:sequences], _new_output(q, v), _prompts.Operands(q, k, v, g, beta)
+    before = None if inplace_update and tracked is None else _prompts.gathered(ssm_states, slots)
+    options: dict[str, Any] = {"cu_seqlens": query_start_loc, "use_qk_l2norm": True}
+    if inplace_update:
+        options |= {"state": ssm_states, "state_indices": slots, "has_initial_state": slots >= 0}
+    else:
+        options["initial_states"] = before
+    if tracked is None or chunk is None or before is None:
+        _prompts.scan(operands, out, **options)
+        return out, None, None
+    positions = torch.add(query_start_loc[:-1], chunk.clamp(min=0), alpha=_prompts.CHUNK)
+    _prompts.scan(operands, out, positions=positions, checkpoints=tracked, **options)
+    # Ahead of a first chunk is no token whose state it could be.
+    torch.where((chunk == 0)[:, None, None, None], before.to(tracked.dtype), tracked, out=tracked)
+    return out, None, None
+
+
 def extend(
     self: Any,
     q: Tensor,
@@ -112,30 +144,11 @@ def extend(
         what it receives where there is a negative number is undefined. It is rounded to the pool's dtype
     Other keywords are those of other kernels of SGLang: ignored, as there.
     """
-    name, (tracked, chunk) = "sglang's TritonGDNKernel.extend", (kwargs.get("track_state"), kwargs.get("track_chunk_idx"))
-    indices = {"cache_indices": cache_indices, "query_start_loc": query_start_loc, "track_chunk_idx": chunk}
-    problems = _prompts.objections(v, indices, {"ssm_states": ssm_states, "track_state": tracked})
-    sequences = query_start_loc.shape[0] - 1
-    problems += [] if (tracked is None) == (chunk is None) else ["track_state and track_chunk_idx go together"]
-    if chunk is not None and chunk.shape[0] != sequences:
-        problems.append(f"track_chunk_idx is {list(chunk.shape)}, not [N] as query_start_loc [{sequences} + 1] asks for")
-    if problems:
-        raise ArgumentError(name, problems)
-    slots, out, operands = cache_indices[:sequences], _new_output(q, v), _prompts.Operands(q, k, v, g, beta)
-    options: dict[str, Any] = {"cu_seqlens": query_start_loc, "use_qk_l2norm": True}
-    if inplace_update:
-        options |= {"state": ssm_states, "state_indices": slots, "has_initial_state": slots >= 0}
-    else:
-        options["initial_states"] = _prompts.gathered(ssm_states, slots)
-    if tracked is None or chunk is None:
-        _prompts.scan(operands, out, **options)
-        return out, None, None
-    before = _prompts.gathered(ssm_states, slots)
-    positions = torch.add(query_start_loc[:-1], chunk.clamp(min=0), alpha=_prompts.CHUNK)
-    _prompts.scan(operands, out, positions=positions, checkpoints=tracked, **options)
-    # Ahead of a first chunk is no token whose state it could be.
-    torch.where((chunk == 0)[:, None, None, None], before.to(tracked.dtype), tracked, out=tracked)
-    return out, None, None
+    tracked, chunk = kwargs.get("track_state"), kwargs.get("track_chunk_idx")
+    found: tuple[Tensor, None, None] = _extended(
+        q, k, v, g, beta, ssm_states, cache_indices, query_start_loc, inplace_update, tracked, chunk
+    )
+    return found
 
 
 def with_tracked_states(original: Callable[..., Any]) -> Callable[..., Any]:

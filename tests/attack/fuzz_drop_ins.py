@@ -32,7 +32,7 @@ from fuzz_calls import (
 )
 from torch import Tensor
 
-from ssmgen.compat import causal_conv1d, fla, flashinfer, mamba_ssm, sglang, trtllm, vllm
+from ssmgen.compat import causal_conv1d, fla, flashinfer, mamba_ssm, sglang, sglang_delta, trtllm, vllm
 
 
 def _theirs(module: Any, name: str, given: Arguments, written: str = "", id: str = "") -> Form:
@@ -244,14 +244,20 @@ def _delta_prompts() -> list[Form]:
     pool = {"initial_state": rand(SLOTS, H, V, K), "state_indices": slots, "output_state": rand(SLOTS, H, V, K)}
     kept = {"state_checkpoints": rand(2, H, V, K), "checkpoint_cu_starts": ints(0, 1, 2), "checkpoint_every_n_tokens": 64}
     sixteen = {"initial_state": rand(SLOTS, H, V, K), "initial_state_indices": slots, "cu_seqlens": starts}
+    kept_too = {n: _again(t) for n, t in (packed | kept).items()}
+    kept_too |= {"output_state": rand(2, H, V, K).to(torch.bfloat16)}  # states of two dtypes
+    tracked: Arguments = {"self": None, "cache_indices": slots, "query_start_loc": starts}
+    tracked |= {"track_state": rand(2, H, V, K), "track_chunk_idx": ints(0, -1), "ssm_states": rand(SLOTS, H, V, K).to(torch.bfloat16)}
     return [
         _theirs(fla, name, row(1, TOKENS) | packed | raw | {"state_v_first": True}, "", "packed"),
         _theirs(fla, "chunk_delta_rule", {n: t for n, t in row(B, T).items() if n != "g"} | {"output_final_state": True}),
         _theirs(flashinfer, name, row(TOKENS) | {n: _again(t) for n, t in (packed | kept).items()}, "state_checkpoints", "states"),
         _theirs(flashinfer, name, row(TOKENS) | packed | pool, "output_state", "pool"),
+        _theirs(flashinfer, name, row(TOKENS) | kept_too, "state_checkpoints output_state", "two"),
         _theirs(vllm, name, row(1, TOKENS) | packed | {"core_attn_out": rand(TOKENS * H * V).to(torch.bfloat16)}, "core_attn_out"),
         _theirs(vllm, f"fi_{name}", row(1, TOKENS) | {n: _again(t) for n, t in (packed | kept).items()}, "state_checkpoints"),
         _theirs(sglang, name, row(1, TOKENS) | sixteen, "initial_state"),
+        _theirs(sglang_delta, "extend", row(1, TOKENS) | tracked, "ssm_states track_state"),
     ]
 
 

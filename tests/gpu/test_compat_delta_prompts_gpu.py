@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from delta_oracles import BF16, CHUNK, F32, HV, SLOTS, WRITTEN, K, V, operands, randn, starts_of, states, vllm_call
+from delta_oracles import BF16, CHUNK, F32, HV, SLOTS, K, V, checkpointed, operands, randn, starts_of, states, vllm_call
 from engine_calls import pages
 from scan_cases import error, same
 from torch import Tensor
@@ -19,13 +19,6 @@ pytestmark = pytest.mark.gpu
 BOUND = 6e-3 + 2**-9  # of the kernel against float64, and the rounding of what it is compared with
 LENGTHS = (200, 0, 1, 128)
 STARTS = starts_of(LENGTHS)
-COUNTS = [length // CHUNK for length in LENGTHS]
-UNTOUCHED = 7.0
-
-
-def kept(dtype: torch.dtype = F32) -> dict[str, Any]:
-    buffer = torch.full((sum(COUNTS) + 1, HV, V, K), UNTOUCHED, dtype=dtype)
-    return {"state_checkpoints": buffer, "checkpoint_cu_starts": starts_of(COUNTS, torch.int64), "checkpoint_every_n_tokens": CHUNK}
 
 
 def packed(**more: Any) -> dict[str, Any]:
@@ -62,10 +55,10 @@ WAYS = {
         fla.chunk_gated_delta_rule, lambda: packed(initial_state=states(4, BF16, "kv"), output_final_state=True),
     ),
     "fla-delta": (fla.chunk_delta_rule, lambda: {n: t for n, t in packed(output_final_state=True).items() if n != "g"}),
-    "flashinfer": (flashinfer.chunk_gated_delta_rule, lambda: alpha(initial_state=states(4, BF16), **kept())),
+    "flashinfer": (flashinfer.chunk_gated_delta_rule, lambda: alpha(initial_state=states(4, BF16), **checkpointed(LENGTHS))),
     "flashinfer-pool": (flashinfer.chunk_gated_delta_rule, in_place),
     "vllm": (vllm.chunk_gated_delta_rule, lambda: vllm_call(LENGTHS, initial_state=states(4, BF16))),
-    "vllm-flashinfer": (vllm.fi_chunk_gated_delta_rule, lambda: vllm_call(LENGTHS, initial_state=states(4), **kept())),
+    "vllm-flashinfer": (vllm.fi_chunk_gated_delta_rule, lambda: vllm_call(LENGTHS, initial_state=states(4), **checkpointed(LENGTHS))),
     "sglang": (
         sglang.chunk_gated_delta_rule,
         lambda: packed(initial_state=pages(9, HV, V, K, gap=8), initial_state_indices=SLOTS, use_qk_l2norm_in_kernel=True),
@@ -77,6 +70,7 @@ WAYS = {
     "sglang-backend": (sglang_delta.extend, lambda: backend(pages(9, HV, V, K, gap=8))),
     "sglang-backend-read": (sglang_delta.extend, lambda: backend(states(9, BF16), inplace_update=False)),
 }  # fmt: skip
+WRITTEN = ("initial_state", "output_state", "state_checkpoints", "ssm_states", "track_state")
 
 
 def on_card(call: dict[str, Any]) -> dict[str, Any]:
