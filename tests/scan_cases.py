@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
+import pytest
 import torch
 from ssu_cases import BF16, F16, F32, Memory
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch import Tensor
 import ssmgen
 from ssmgen import registry, runtime
 from ssmgen.arguments import Arguments
-from ssmgen.emulator import run_source
+from ssmgen.emulator import EmulatorError, run_source
 from ssmgen.families.chunk_scan import call as op
 from ssmgen.families.chunk_scan.reference import chunk_scan as reference
 from ssmgen.families.chunk_scan.spec import ScanProblem, ScanSpec, candidates
@@ -57,6 +59,31 @@ def emulated(
         launch = spec.name, grid, spec.threads_per_block, packed, call.operands, family.written, spec.dynamic_bytes
         run_source(text, *launch, cluster=spec.cluster_blocks)
     return call.result
+
+
+def edited(old: str, new: str, where: str = "") -> Callable[[str], str]:
+    """A `change` that plants a mistake in every text that has `where`."""
+
+    def change(source: str) -> str:
+        if where not in source:
+            return source
+        assert old in source, "the edit no longer applies"
+        return source.replace(old, new)
+
+    return change
+
+
+@contextmanager
+def found(words: str) -> Iterator[None]:
+    """A mistake is an EmulatorError with these words, or, of the word "off", other results than a law asks for."""
+    try:
+        yield
+    except EmulatorError as e:
+        assert words in str(e), str(e)
+    except AssertionError as e:
+        assert words == "off" and "no longer applies" not in str(e), str(e)
+    else:
+        pytest.fail("nothing was found")
 
 
 def variant(**how: Any) -> Make:

@@ -258,7 +258,7 @@ EDITS = {
     "o: made anew too early": ("barrier_wait(written, walker, (n + 1) % 2);", "", "has read, with no barrier between"),
     "o: one arrival too few": ("arrive_together(made, walker, lane);", "if (own_warp) arrive_together(made, walker, lane);", "nobody ends"),
     "o: past the end": ("if (n * kChunk + token + j < length) ", "", "store"),
-    "room: given too early": ("barrier_init(empty, i, 4 * kWalkers)", "barrier_init(empty, i, 2 * kWalkers)", "while a product reads it"),
+    "room: given too early": ("barrier_init(empty, i, 4 * kWalkers)", "barrier_init(empty, i, 2 * kWalkers)", "before it looks"),
 }  # fmt: skip
 
 

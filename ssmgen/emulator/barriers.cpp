@@ -1,7 +1,6 @@
 // Barriers in shared memory. What a thread has done is ordered before what others do that wait for a phase at which it has arrived: each
 // keeps a clock, and how far it has seen the clocks of the others.
 #include <algorithm>
-#include <utility>
 
 #include "state.hpp"
 
@@ -39,6 +38,23 @@ bool in_flight(const Barrier& b) {
   return !b.copies.empty() || std::any_of(b.arrivals.begin(), b.arrivals.end(), flies);
 }
 
+// A parity tells two phases apart: who looks for the end of one when the next is over too, waits for ever. So what ends a phase must be ordered
+// behind the wait of each that has waited for the phase before. Lanes of a warp that wait for a phase look together.
+void check_looks(const Barrier& b) {
+  for (u32 first = 0; first < machine->threads.size(); first += kWarp) {
+    u32 waiting = kWarp;
+    bool known = false;
+    for (u32 lane = 0; lane < kWarp && first + lane < machine->threads.size(); ++lane) {
+      const Look& look = b.looks[b.phase - 1 & 1][first + lane];
+      if (look.phase == b.phase - 1) waiting = std::min(waiting, lane), known = known || b.gathered[first + lane] > look.clock;
+    }
+    if (waiting == kWarp || known) continue;
+    machine->select(first + waiting);
+    machine->fail("waits for phase " + std::to_string(b.phase - 1) + " of " + element(*b.array, b.i) + ", and nothing keeps others from ending phase " +
+                  std::to_string(b.phase) + " before it looks: by the parity it would wait for ever");
+  }
+}
+
 // Ends the phase if nothing is missing: the copies land.
 bool complete(Barrier& b) {
   if (b.missing || b.expected != bytes_of(b)) return false;
@@ -59,6 +75,7 @@ bool complete(Barrier& b) {
     b.gathered[copy.thread] = std::max(b.gathered[copy.thread], copy.clock + 1);
   }
   b.copies.clear();
+  check_looks(b);
   b.missing = b.count, b.expected = 0, ++b.phase;
   machine->select(me);
   return true;
@@ -80,8 +97,10 @@ void barrier_init(SharedArray* array, long long i, u32 count) {
   claim(*array, machine->rank, i, "store");
   for (auto& b : machine->barriers)
     if (b->array == array && b->rank == machine->rank && b->i == i) machine->fail("barrier " + element(*array, i) + " is prepared again");
-  std::vector<long long> never(machine->threads.size(), kNever);
-  machine->barriers.emplace_back(new Barrier{array, machine->rank, i, count, count, 0, 0, {}, {}, {}, std::move(never)});
+  const std::size_t threads = machine->threads.size();
+  const std::vector<long long> never(threads, kNever);
+  const std::vector<Look> none(threads, Look{kNever, 0});
+  machine->barriers.emplace_back(new Barrier{array, machine->rank, i, count, count, 0, 0, {}, {}, {}, never, {none, none}});
 }
 
 void barrier_arrive(SharedArray* array, long long i, u32 bytes) {
@@ -115,6 +134,7 @@ void barrier_wait(SharedArray* array, long long i, u32 parity) {
     machine->fail("waits for phase " + std::to_string(phase) + " of " + element(*array, i) + " by its parity, and the next is over too");
   last = phase;
   Thread& t = machine->me();
+  b.looks[phase & 1][machine->current] = Look{phase, t.clock};
   if (phase == b.phase) {
     t.state = State::kAtBarrier, t.awaited = &b;
     machine->yield();

@@ -45,6 +45,14 @@ struct Arrival {
   std::vector<u32> seen;
 };
 
+constexpr long long kNever = -2;  // -1 is the phase before the first, which is over
+
+// A thread's wait for a phase, at its clock.
+struct Look {
+  long long phase;
+  u32 clock;
+};
+
 // A barrier in shared memory.
 struct Barrier {
   SharedArray* array;
@@ -57,8 +65,8 @@ struct Barrier {
   std::vector<Arrival> arrivals;    // with copies, in this phase
   std::vector<u32> gathered;        // what those that arrived have seen
   std::vector<long long> waited_for;  // by each thread, the last phase; kNever
+  std::vector<Look> looks[2];       // of each thread, the last of either parity
 };
-constexpr long long kNever = -2;  // -1 is the phase before the first, which is over
 
 // What a thread had passed and seen when it made what it had stored visible to products.
 struct Fence {
