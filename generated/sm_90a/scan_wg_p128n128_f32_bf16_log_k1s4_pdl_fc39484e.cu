@@ -634,7 +634,8 @@ scan_wg_p128n128_f32_bf16_log_k1s4_pdl_fc39484e(
     give_registers<120>();
     const u32 buffer = (warp - 4) / 4, row_block = warp % 4;  // of steps of its own parity, and so all of its waits are for one phase after another
     const u32 first_token = row_block * 16 + lane / 8, piece = lane % 8;  // of a warp's 16 tokens, four at once
-    const auto place_of = [&](u32 j) { return (first_token + 4 * j) * 32 + (piece ^ (first_token + 4 * j) % 8) * 4; };
+    const u32 even = first_token * 32 + (piece ^ first_token % 8) * 4, odd = (even ^ 16) + 4 * 32;  // where a lane's 16 bytes are, of these four and of the next
+    const auto place_of = [&](u32 j) { return (j % 2 ? odd : even) + j / 2 * (8 * 32); };
     const auto weigh = [&](u32 i) {
       const u32 stage = i % kStages;
       u32 words[4][4];
@@ -683,16 +684,16 @@ scan_wg_p128n128_f32_bf16_log_k1s4_pdl_fc39484e(
         wgmma_64_shared<false, false>(product, rows_of_C + columns, rows_of_B + columns, k > 0);
       }
       wgmma_commit();
-      if (uses > 0) barrier_wait(walked, buffer, (uses - 1) % 2);  // with M and weighed x of this warpgroup's chunk before, whose y is there
-      weigh(i);  // while these products are made
       wgmma_wait<0>();
       wgmma_landed(product);
+      barrier_wait(walked, buffer, (uses + 1) % 2);  // with M and weighed x of this warpgroup's chunk before, whose y is there
       switch (row_block) {  // each its own text: how much there is to do below the diagonal is known
         case 0: make_rows_of_M<0>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane); break;
         case 1: make_rows_of_M<1>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane); break;
         case 2: make_rows_of_M<2>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane); break;
         case 3: make_rows_of_M<3>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane); break;
       }
+      weigh(i);
       fence_for_async();
       arrive_together(prepared, buffer, lane);
       arrive_together(empty, stage, lane);
@@ -754,7 +755,7 @@ scan_wg_p128n128_f32_bf16_log_k1s4_pdl_fc39484e(
       for (u32 k = 0; k < 4; ++k) wgmma_64_shared<true, false>(of_chunk, columns_of_x + k * 2048, rows_of_M + k * 32, k > 0);
       wgmma_commit();
       add(i);
-      if (turn > 0) barrier_wait(written, buffer, (turn - 1) % 2);
+      barrier_wait(written, buffer, (turn + 1) % 2);
       wgmma_wait<1>();
       wgmma_landed(of_state);
       wgmma_landed(of_chunk);
