@@ -105,7 +105,7 @@ def _operands(
     pool: Mapping[str, Tensor] | None,
     positions: Sequence[int] | None,
 ) -> dict[str, Tensor]:
-    """Of a launch, as `walked` says; inner: axes of a state. What is to be written holds sevens."""
+    """Operands of a launch, as `walked` says; inner: axes of a state. What is to be written holds sevens."""
     count = len(p.lengths)
     named: dict[str, Tensor] = {"images": images(p), "q": p.q, "k": p.k, "v": p.v, "out": torch.full_like(p.v, 7.0)}
     if batch:

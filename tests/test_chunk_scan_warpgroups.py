@@ -262,9 +262,9 @@ EDITS = {
         "no fence_for_async between",
     ),
     "prepared: not waited for": (1, "      wait_prepared(i);\n      float of_state", "      float of_state", "product of tiles["),
-    "M and x: made anew too early": (1, "if (uses > 0) barrier_wait(walked, buffer, (uses - 1) % 2);", "", "tiles["),
+    "M and x: made anew too early": (1, "barrier_wait(walked, buffer, (uses + 1) % 2);", "", "tiles["),
     "y: read too early": (1, "barrier_wait(walked, buffer, (uses - 1) % 2);\n      write(", "write(", "has read, with no barrier between"),
-    "y: made anew too early": (1, "if (turn > 0) barrier_wait(written, buffer, (turn - 1) % 2);", "", "tiles["),
+    "y: made anew too early": (1, "barrier_wait(written, buffer, (turn + 1) % 2);", "", "tiles["),
     "y: products not waited for": (1, "wgmma_wait<1>();", "", "names as landed what products in flight sum up"),
     "state: changed in flight": (
         1,
