@@ -377,6 +377,11 @@ inline void load_4_from_peer(const emulator::Shared<T>& own, unsigned i, unsigne
   static_assert(sizeof(T) == 4, "four words are four elements");
   emulator::load_4_from_peer(own.array(), rank, i, r);
 }
+template <class T>
+inline void store_4_to_peer(const emulator::Shared<T>& own, unsigned i, unsigned rank, const unsigned* v) {
+  static_assert(sizeof(T) == 4, "four words are four elements");
+  emulator::store_4_to_peer(own.array(), rank, i, v);
+}
 inline void wait_for_upstream() { emulator::wait_for_upstream(); }
 inline void allow_dependents() {}
 

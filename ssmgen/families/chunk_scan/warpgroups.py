@@ -41,7 +41,7 @@ class WarpgroupScanSpec(ScanSpec):
         columns = tuple(sorted({CHUNK, self.d_state}))
         return Needs(
             math=True, matrices=True, copies=self.ragged, barriers=True, maps=True, elements=self.state_loads is Loads.ELEMENT,
-            bytes=self.started, warpgroups=columns, mma=self.x.value,
+            bytes=self.started, meetings=self.parts > 1, warpgroups=columns, mma=self.x.value,
         )  # fmt: skip
 
     @property
