@@ -40,8 +40,8 @@ def chunk_kda(
         -e^A_log softplus(g + dt_bias), or with lower_bound lower_bound sigmoid(e^A_log (g + dt_bias)), in which A_log may be missing;
         dt_bias [HV, K], [HV K] or None
     beta: […, HV]; beta_sigmoid: it is a logit; allow_neg_eigval: twice its sigmoid. One per value channel, as `kda` takes it, is refused
-        g, beta, A_log and dt_bias are f32, bf16 or f16, each its own. Tokens and heads may have any distance; rows of q, k, g, v and out
-        are contiguous, and those of 16 bits begin at multiples of 4 bytes (fastest: of 16)
+        g, beta, A_log and dt_bias are f32, bf16 or f16, each its own. Tokens and heads may have any distance; rows are contiguous, and
+        those of q, k, v and out begin at multiples of 4 bytes (fastest: of 16)
     use_qk_l2norm: q and k are divided by sqrt(|x|^2 + 1e-6) first
     scale: factor of the output; None for K^-0.5
     state_layout: "vk" for states [·, HV, V, K], "kv" for [·, HV, K, V]; never inferred
@@ -78,7 +78,7 @@ def chunk_kda(
     gate, beta_form = _gate(A_log, lower_bound), _beta(beta_sigmoid, allow_neg_eigval)
     how = Options("delta", gate, beta_form, use_qk_l2norm, _scale(scale, q), lower_bound or 0.0, state_layout, pad_slot_id)
     objections = _gate_objections(A_log, dt_bias, lower_bound) + _beta_objections(beta_sigmoid, allow_neg_eigval)
-    tokens = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
+    tokens = {"q": q, "k": k, "v": v, "gk": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
     return cast(Tensor, _call("chunk_kda", tokens, states, how, pdl, objections))
 
 
@@ -104,7 +104,7 @@ def chunk_gla(
     )  # fmt: skip
     objections = () if gv is None else (_GV,)
     how = Options("plain", scale=_scale(scale, q), state_layout=state_layout, pad_slot_id=pad_slot_id)
-    return cast(Tensor, _call("chunk_gla", {"q": q, "k": k, "v": v, "g": gk}, states, how, pdl, objections))
+    return cast(Tensor, _call("chunk_gla", {"q": q, "k": k, "v": v, "gk": gk}, states, how, pdl, objections))
 
 
 @operator(like="v")
@@ -120,7 +120,7 @@ def chunk_gdn2(
     """Whole sequences of Gated DeltaNet 2, per token: S <- S D + (w v - S D (b k)) k^T, with D = diag(e^g);  out = scale S q.
 
     g, A_log, dt_bias, lower_bound: as those of chunk_kda
-    b: […, HV, K], the erase gate, of v's dtype, applied to k behind its norm
+    b: […, HV, K] f32, bf16 or f16, the erase gate, applied to k behind its norm
     w: […, HV, V] f32, bf16 or f16, the write gate. torch multiplies it with v, and rounds to v's dtype, ahead of the two kernels: a third
         one, and a new tensor as large as v, in every call
 
@@ -133,7 +133,7 @@ def chunk_gdn2(
     gate = _gate(A_log, lower_bound)
     how = Options("delta", gate, "plain", use_qk_l2norm, _scale(scale, q), lower_bound or 0.0, state_layout, pad_slot_id)
     product, wrong = _product(v, w)
-    tokens = {"q": q, "k": k, "v": product, "g": g, "erase": b, "A_log": A_log, "dt_bias": dt_bias}
+    tokens = {"q": q, "k": k, "v": product, "gk": g, "erase": b, "A_log": A_log, "dt_bias": dt_bias}
     call = _call("chunk_gdn2", tokens, states, how, pdl, wrong + _gate_objections(A_log, dt_bias, lower_bound))
     return cast(Tensor, call if wrong else call._replace(before=partial(torch.mul, v, w, out=product)))
 
@@ -150,9 +150,7 @@ def chunk_comba(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Whole sequences of Comba, per token: S <- a S + beta (v - S p) k^T, with a = e^g;  out = scale S q.
 
-    The state is read before its decay, with a key of its own.
-
-    p: […, HK, K], of v's dtype; use_qk_l2norm normalises it too
+    p: […, HK, K], of v's dtype, what the state is read with; use_qk_l2norm normalises it too
     g: […, HV], log decay, at most 0; with A_log [HV] the raw gate, of which the log decay is -e^A_log softplus(g + dt_bias), dt_bias [HV]
         or None
 
@@ -179,7 +177,7 @@ def chunk_rwkv7(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Whole sequences of RWKV-7, per token: S <- S D - (S kk) (kk a)^T + v k^T, with D = diag(e^w);  out = S r, with scale 1 unless given.
 
-    r, k, kk, a: […, HK, K], of v's dtype; w: […, HV, K] f32, bf16 or f16, log decay, at most 0
+    r, k, kk: […, HK, K], of v's dtype; a: […, HK, K] and w: […, HV, K], f32, bf16 or f16, each its own; w: log decay, at most 0
 
     Everything else as chunk_kda, but that a chunk has 32 tokens: checkpoints lie, and a sequence may be cut, at multiples of 32. The states
     are those that `rwkv7` goes on from. Source: Peng et al. 2025 (arXiv 2503.14456).
@@ -189,7 +187,7 @@ def chunk_rwkv7(
         checkpoints_out, return_checkpoints, workspace, out,
     )  # fmt: skip
     how = Options("low_rank", scale=_scale(scale, r), state_layout=state_layout, pad_slot_id=pad_slot_id)
-    return cast(Tensor, _call("chunk_rwkv7", {"q": r, "g": w, "k": k, "v": v, "read": kk, "alpha": a}, states, how, pdl))
+    return cast(Tensor, _call("chunk_rwkv7", {"q": r, "gk": w, "k": k, "v": v, "read": kk, "alpha": a}, states, how, pdl))
 
 
 @operator(like="v")
@@ -213,7 +211,7 @@ def chunk_dplr_delta_rule(
         checkpoints_out, return_checkpoints, workspace, out,
     )  # fmt: skip
     how = Options("low_rank", scale=_scale(scale, q), state_layout=state_layout, pad_slot_id=pad_slot_id)
-    tokens = {"q": q, "k": k, "v": v, "read": a, "write": b, "g": gk}
+    tokens = {"q": q, "k": k, "v": v, "read": a, "write": b, "gk": gk}
     return cast(Tensor, _call("chunk_dplr_delta_rule", tokens, states, how, pdl))
 
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 # In the order of the library's operator. The first three every function has.
-OPERANDS = ("q", "k", "v", "g", "beta", "read", "erase", "write", "alpha", "A_log", "dt_bias")
+OPERANDS = ("q", "k", "v", "g", "gk", "beta", "read", "erase", "write", "alpha", "A_log", "dt_bias")
 OF_KEYS = ("q", "k", "read", "write", "alpha")  # […, HK, K]
-ROWS = ("v", *OF_KEYS, "erase", "out")  # of one dtype, with contiguous channels behind heads
-PER_TOKEN = {**dict.fromkeys((*ROWS, "g"), 4), "beta": 3}  # axes
+ALIKE = ("v", "q", "k", "read", "write", "out")  # of one dtype
+CHANNELS = ("gk", "erase", "alpha", "dt_bias")  # with a number per key channel, each of its own dtype
+PER_TOKEN = {**dict.fromkeys((*ALIKE, "gk", "erase", "alpha"), 4), "g": 3, "beta": 3}  # axes
 
 
 class Function(NamedTuple):
@@ -17,14 +18,13 @@ class Function(NamedTuple):
 
     required: tuple[str, ...] = ()
     words: Mapping[str, str] = {}  # role -> parameter
-    per_head: bool = False  # g and dt_bias have one number for all key channels of a head
 
 
 FUNCTIONS = {
-    "chunk_kda": Function(("g", "beta")),
-    "chunk_gla": Function((), {"g": "gk"}),
-    "chunk_gdn2": Function(("g", "erase"), {"erase": "b"}),
-    "chunk_comba": Function(("g", "beta", "read"), {"read": "p"}, per_head=True),
-    "chunk_rwkv7": Function(("g", "read", "alpha"), {"q": "r", "g": "w", "read": "kk", "alpha": "a"}),
-    "chunk_dplr_delta_rule": Function(("read", "write"), {"g": "gk", "read": "a", "write": "b"}),
+    "chunk_kda": Function(("gk", "beta"), {"gk": "g"}),
+    "chunk_gla": Function(),
+    "chunk_gdn2": Function(("gk", "erase"), {"gk": "g", "erase": "b"}),
+    "chunk_comba": Function(("g", "beta", "read"), {"read": "p"}),
+    "chunk_rwkv7": Function(("gk", "read", "alpha"), {"q": "r", "gk": "w", "read": "kk", "alpha": "a"}),
+    "chunk_dplr_delta_rule": Function(("read", "write"), {"read": "a", "write": "b"}),
 }

@@ -20,13 +20,14 @@ from ...engine.tiles import maps
 from ...errors import ArgumentError
 from ...spec import Layout, Loads
 from ..linear_attention.problem import Beta, Gate
-from .operands import FUNCTIONS, OF_KEYS, OPERANDS, PER_TOKEN, ROWS
-from .problem import OPERATOR, Rule, chunks_of, workspace_bytes
+from .operands import ALIKE, CHANNELS, FUNCTIONS, OF_KEYS, OPERANDS, PER_TOKEN
+from .problem import OPERATOR, LinearPromptProblem, Rule, chunks_of, workspace_bytes
 from .reference import chunk_linear_attention as reference
+from .spec import Counts, LinearSpec
 
 NAMES = (*OPERANDS, *prompts.CONTROL)
 WRITTEN = ("out", "final_states", "state", "checkpoints", "workspace")
-ALIGNMENT = 128  # of the workspace, whose images are copied by rows of so many bytes
+ALIGNMENT = 16  # of the workspace, whose images are copied so many bytes at once
 WHAT = "linear attention over a prompt"
 
 
@@ -43,21 +44,21 @@ class Options(NamedTuple):
     pad_slot_id: int = -1
 
 
-def views_of(name: str, named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
-    """The operands of the function `name` as [batch, T, HK, K], [batch, T, HV, K], [batch, T, HV, V], [batch, T, HV], and dt_bias as
-    [HV, K]; of packed sequences, the batch is 1. What is one number per head is a view that repeats it along K.
+def views_of(words: Mapping[str, str], named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
+    """The operands as [batch, T, HK, K], [batch, T, HV, K], [batch, T, HV, V], [batch, T, HV], and a dt_bias of gk as [HV, K]; of packed
+    sequences, the batch is 1.
 
-    Adds to `problems`, in the function's words; what comes back is only usable if that is nothing.
+    words: what the function calls its operands, where not by their roles. Adds to `problems`, in these words; what comes back is only
+    usable if that is nothing.
     """
     found: list[str] = []
-    _, words, per_head = FUNCTIONS[name]
-    views = _checked(named, options, per_head, found)
-    said = re.compile(rf"^({'|'.join(words)})(?= (?:is|has|requires) )") if words else None
-    problems += [said.sub(lambda m: words[m[0]], problem) for problem in found] if said else found
+    views = _checked(named, options, found)
+    said = re.compile(rf"^({'|'.join(words)})(?= (?:is|has|requires) )")
+    problems += [said.sub(lambda m: words[m[0]], problem) for problem in found] if words else found
     return views
 
 
-def _checked(named: Mapping[str, Any], options: Options, per_head: bool, problems: list[str]) -> dict[str, Tensor]:
+def _checked(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
     if not checks.check_tensors(named, problems):
         return {}
     checks.check_common({n: t for n, t in named.items() if n != "workspace"}, "v", problems, WHAT)
@@ -68,18 +69,19 @@ def _checked(named: Mapping[str, Any], options: Options, per_head: bool, problem
         return {}
     if "beta" in views and views["beta"].shape == v.shape:
         problems.append(_BETA.format(list(views.pop("beta").shape)))
-    axes = PER_TOKEN | ({"g": 3} if per_head else {})
     if v.dim() == 3:
-        views |= {n: t.unsqueeze(0) for n, t in named.items() if t.dim() == axes.get(n, 0) - 1}
+        views |= {n: t.unsqueeze(0) for n, t in views.items() if t.dim() == PER_TOKEN.get(n, 0) - 1}
     if views["q"].dim() != 4:
         problems.append(f"q is {list(views['q'].shape)}, not […, HK, K] as v {list(named['v'].shape)} asks for")
         return {}
-    if not _shapes_fit(views, options, per_head, problems):
+    if not _shapes_fit(views, options, problems):
         return {}
-    _spread(views, per_head)
-    prompts.check_layout({n: t for n, t in views.items() if n != "workspace"}, ROWS, WRITTEN, tuple(PER_TOKEN), problems)
-    if "g" in views and not per_head and views["g"].stride(3) != 1 and views["g"].shape[3] > 1:
-        problems.append(f"g has strides {list(views['g'].stride())}; its rows must be contiguous")
+    if "gk" in views and "dt_bias" in views and views["dt_bias"].dim() == 1:
+        views["dt_bias"] = views["dt_bias"].unflatten(0, views["gk"].shape[2:])
+    prompts.check_layout({n: t for n, t in views.items() if n != "workspace"}, ALIKE, WRITTEN, tuple(PER_TOKEN), problems)
+    for name in CHANNELS:
+        if name in views and views[name].dim() > 1 and views[name].stride(-1) != 1 and views[name].shape[-1] > 1:
+            problems.append(f"{name} has strides {list(views[name].stride())}; its rows must be contiguous")
     _check_workspace(views, options, problems)
     return views
 
@@ -90,40 +92,28 @@ _BETA = (
 )
 
 
-def _shapes_fit(views: Mapping[str, Tensor], options: Options, per_head: bool, problems: list[str]) -> bool:
+def _shapes_fit(views: Mapping[str, Tensor], options: Options, problems: list[str]) -> bool:
     (batch, length, HV, V), (HK, K) = views["v"].shape, views["q"].shape[2:]
     sequences = prompts.sequences_of(views, "v")
     if sequences < 0:
         problems.append("cu_seqlens is empty; it is [sequences + 1]")
         return False
-    per_value_head: checks.Shapes = {"[…, HV]": (batch, length, HV)}
-    of_bias: checks.Shapes = {"[HV, K]": (HV, K), "[HV K]": (HV * K,)}
     allowed: dict[str, checks.Shapes] = {
         **dict.fromkeys(OF_KEYS, {"[…, HK, K]": (batch, length, HK, K)}),
-        "erase": {"[…, HV, K]": (batch, length, HV, K)},
+        **dict.fromkeys(("gk", "erase"), {"[…, HV, K]": (batch, length, HV, K)}),
         "out": {"[…, HV, V]": (batch, length, HV, V)},
-        "g": per_value_head if per_head else {"[…, HV, K]": (batch, length, HV, K)},
-        "beta": per_value_head,
+        **dict.fromkeys(("g", "beta"), {"[…, HV]": (batch, length, HV)}),
         "A_log": {"[HV]": (HV,)},
-        "dt_bias": {"[HV]": (HV,)} if per_head else of_bias,
+        "dt_bias": {"[HV, K]": (HV, K), "[HV K]": (HV * K,)} if "gk" in views else {"[HV]": (HV,)},
         "cu_seqlens": {"[sequences + 1]": (sequences + 1,)},
     }
-    fits = [checks.check_shape(n, t, allowed[n], problems) for n, t in views.items() if n in allowed]
+    fits = [checks.check_shape(name, views[name], allowed[name], problems) for name in views if name in allowed]
     axes, inner = ("HV, K, V", (HV, K, V)) if options.state_layout == "kv" else ("HV, V, K", (HV, V, K))
     fits.append(prompts.states_fit(views, sequences, axes, inner, problems))
     if HK < 1 or HV % HK:
         problems.append(f"v has {HV} heads, which is not a multiple of the {HK} key heads")
         fits.append(False)
     return all(fits)
-
-
-def _spread(views: dict[str, Tensor], per_head: bool) -> None:
-    """Gates of a head along its key channels."""
-    HV, K = views["v"].shape[2], views["q"].shape[3]
-    if per_head:
-        views |= {n: views[n].unsqueeze(-1).expand(*views[n].shape, K) for n in ("g", "dt_bias") if n in views}
-    elif "dt_bias" in views and views["dt_bias"].dim() == 1:
-        views["dt_bias"] = views["dt_bias"].unflatten(0, (HV, K))
 
 
 def _check_workspace(views: Mapping[str, Tensor], options: Options, problems: list[str]) -> None:
@@ -140,7 +130,7 @@ def _check_workspace(views: Mapping[str, Tensor], options: Options, problems: li
         problems.append(f"workspace has {workspace.numel()} bytes, and this call needs {wanted}: {said}")
 
 
-def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> LinearProblem:
+def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> LinearPromptProblem:
     """The problem that checked operands pose, given where they lie. Raises ArgumentError where the workspace cannot lie there."""
     if pointers["workspace"] % ALIGNMENT:
         raise ArgumentError(OPERATOR, [f"workspace does not begin at a multiple of {ALIGNMENT} bytes"])
@@ -152,15 +142,18 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     def index(name: str) -> Any:
         return INDEX[views[name].dtype if name in views else None]
 
+    wide = [n for n in CHANNELS if n in views and views[n].dim() > 1]
     more = {"state": dtype(states[0])} if states else {}
-    return LinearProblem(
-        rule=Rule(options.rule),
+    return LinearPromptProblem(
         head_k=views["q"].shape[3],
         head_v=views["v"].shape[3],
+        rule=Rule(options.rule),
         x=dtype("v"),
+        **{name: dtype(name) for name in ("g", "gk", "A_log", "dt_bias", "beta", "erase", "alpha")},
         gate=Gate(options.gate),
-        **{name: dtype(name) for name in ("g", "A_log", "dt_bias", "beta", "read", "erase", "write", "alpha")},
         beta_form=Beta(options.beta),
+        read="read" in views,
+        write="write" in views,
         l2norm=options.l2norm,
         cu_seqlens=index("cu_seqlens"),
         layout=Layout(options.state_layout) if states else Layout.VK,
@@ -170,16 +163,16 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         started="has_initial_state" in views,
         index=index("state_indices"),
         checkpoints=index("checkpoint_positions"),
-        copy=prompts.together(views, pointers, ROWS),
+        copy=prompts.together(views, pointers, ALIKE),
+        loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], 8) for n in wide) else Loads.ELEMENT,
         state_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], 2) for n in states) else Loads.ELEMENT,
         **more,
     )
 
 
 _AXES = {
-    **dict.fromkeys(PER_TOKEN, {"batch": 0, "token": 1, "head": 2, "channel": 3}),
-    "A_log": {"head": 0},
-    "dt_bias": {"head": 0, "channel": 1},
+    **dict.fromkeys(PER_TOKEN, {"batch": 0, "token": 1, "head": 2}),
+    **dict.fromkeys(("A_log", "dt_bias"), {"head": 0}),
     **dict.fromkeys(STATES, {"slot": 0, "head": 1}),
     **dict.fromkeys(("cu_seqlens", "state_indices", "has_initial_state"), {"sequence": 0}),
     "checkpoint_positions": {"position": 0},
@@ -262,9 +255,12 @@ def _fake(name: str, *args: Any) -> None:
 
 _REQUIRED = frozenset(("q", "k", "v", "workspace", "out"))
 _patterns = runtime.Patterns()
-CALLERS = {
-    name: Caller(
-        FAMILY, name, NAMES, _REQUIRED.union(function.required), partial(views_of, name), run_reference, partial(_dispatch, name), _patterns
-    )
-    for name, function in FUNCTIONS.items()
-}
+
+
+def _caller(name: str) -> Caller:
+    required, words = FUNCTIONS[name]
+    views = partial(views_of, words)
+    return Caller(FAMILY, name, NAMES, _REQUIRED.union(required), views, run_reference, partial(_dispatch, name), _patterns)
+
+
+CALLERS = {name: _caller(name) for name in FUNCTIONS}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -14,16 +12,15 @@ from .operands import OF_KEYS, PER_TOKEN
 from .problem import Rule
 
 DELTAS = {Rule.PLAIN: "none", Rule.DELTA: "decayed", Rule.OLD: "old", Rule.LOW_RANK: "old"}  # in the words of the decode steps
-_ROLES = {"g": "gk"}  # always along key channels
 
 
 def chunk_linear_attention(
     *, rule: str, gate: str, beta_form: str, l2norm: bool, scale: float, lower_bound: float, state_layout: str, pad_slot_id: int,
     dtype: torch.dtype = torch.float32, **views: Tensor,
 ) -> None:  # fmt: skip
-    """q, k, read, write, alpha: [B, T, HK, K]; g, erase: [B, T, HV, K]; v, out: [B, T, HV, V]; beta: [B, T, HV]; A_log: [HV];
-    dt_bias: [HV, K]; with cu_seqlens B is 1. States: [·, HV, V, K], or [·, HV, K, V] by the layout "kv". Computes in `dtype`; writes out and
-    states, each rounded once.
+    """q, k, read, write, alpha: [B, T, HK, K]; gk, erase: [B, T, HV, K]; v, out: [B, T, HV, V]; g, beta: [B, T, HV]; A_log: [HV];
+    dt_bias: [HV], or [HV, K] with gk; with cu_seqlens B is 1. States: [·, HV, V, K], or [·, HV, K, V] by the layout "kv". Computes in
+    `dtype`; writes out and states, each rounded once.
     """
     kind = Rule(rule)
     form = Form(DELTAS[kind], gate, beta_form, l2norm)
@@ -31,7 +28,7 @@ def chunk_linear_attention(
     weights = {n: views[n].to(dtype) for n in ("A_log", "dt_bias") if n in views}
 
     def walk(S: Tensor, row: int, span: slice, passed: prompts.Passed) -> tuple[Tensor, Tensor]:
-        tokens: dict[str, Any] = {_ROLES.get(n, n): views[n][row, span].to(dtype) for n in PER_TOKEN if n in views and n != "out"}
+        tokens = {n: views[n][row, span].to(dtype) for n in PER_TOKEN if n in views and n != "out"}
         tokens |= {n: tokens[n].repeat_interleave(heads // tokens[n].shape[1], 1) for n in OF_KEYS if n in tokens}
         out = torch.empty_like(tokens["v"])
         for t in range(len(out)):

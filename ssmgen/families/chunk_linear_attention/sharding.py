@@ -9,21 +9,21 @@ _KEYS, _CHANNELS, _HEADS = "batch token group k|token group k", "batch token hea
 
 
 def _rule(name: str) -> Rule:
-    _, words, per_head = FUNCTIONS[name]
+    required, words = FUNCTIONS[name]
     operands = {
         **dict.fromkeys(OF_KEYS, _KEYS),
         "v": "batch token head v|token head v",
-        "g": _HEADS if per_head else _CHANNELS,
-        "erase": _CHANNELS,
-        "beta": _HEADS,
+        **dict.fromkeys(("gk", "erase"), _CHANNELS),
+        **dict.fromkeys(("g", "beta"), _HEADS),
     }
     return Rule(
         {
-            **{words.get(role, role): axes for role, axes in operands.items()},
+            **operands,
+            **{word: operands[role] for role, word in words.items()},
             **({"w": operands["v"]} if name == "chunk_gdn2" else {}),
             "out": operands["v"],
             "A_log": "head",
-            "dt_bias": "head" if per_head else "head|head k",
+            "dt_bias": "head" if "g" in required else "head|head k",
             **dict.fromkeys(("initial_states", "final_states_out", "state"), "batch head row n"),
             **dict.fromkeys(("state_indices", "has_initial_state"), "batch"),
             "checkpoint_positions": "position",
