@@ -128,7 +128,22 @@ def prepared(sizes: Sizes, views: dict[str, Tensor], *, bound: float = 2.0**-10,
 
 
 RULES = {
-    "kda": Sizes(l2norm=True),
+    "kda": Sizes(l2norm=True, group=2),
+    "kda-raw": Sizes(gate=Gate.SOFTPLUS, bias=True, gates=BF16, form=Beta.TWICE_SIGMOID, l2norm=True, x=F16),
+    "kda-bounded": Sizes(gate=Gate.BOUNDED, bias=True, form=Beta.SIGMOID),
+    "kda-bounded-plain": Sizes(gate=Gate.BOUNDED, a_log=False, beta=False),
+    "delta-without-decay": Sizes(gate=None),
+    "gla": Sizes(rule=Rule.PLAIN, key_heads=2, gates=BF16),
+    "gla-slope": Sizes(rule=Rule.PLAIN, gate=Gate.SLOPE, x=F16),
+    "linear": Sizes(rule=Rule.PLAIN, gate=None),
+    "gdn2": Sizes(erase=F32, beta=False, l2norm=True),
+    "read-and-erased": Sizes(erase=BF16, read=True, l2norm=True),
+    "comba": Sizes(rule=Rule.OLD, read=True, per_head=True, l2norm=True, group=2),
+    "comba-raw": Sizes(rule=Rule.OLD, read=True, per_head=True, gate=Gate.SOFTPLUS, bias=True, gates=BF16, x=F16, form=Beta.SIGMOID),
+    "old-keys": Sizes(rule=Rule.OLD),
+    "rwkv7": Sizes(rule=Rule.LOW_RANK, read=True, alpha=BF16),
+    "dplr": Sizes(rule=Rule.LOW_RANK, read=True, write=True, group=2, x=F16),
+    "dplr-without-decay": Sizes(rule=Rule.LOW_RANK, read=True, write=True, gate=None),
 }
 
 
