@@ -56,7 +56,10 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
 
     @property
     def needs(self) -> Needs:
-        return Needs(math=True, copies=True, bytes=self.started, elements=self.state_loads is Loads.ELEMENT)
+        small = self.x.size == 2
+        return Needs(
+            math=True, copies=True, bytes=self.started, shared_pairs=small, shared_quads=not small
+        )
 
     @property
     def order(self) -> tuple[str | int, ...]:
@@ -90,11 +93,11 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
     # Shared memory, in 32-bit words: two stages of u, delta, z, B and C as they are, with rows of the contiguous axis.
 
     def _rows(self, layout: Order, inner: int) -> tuple[int, int, int]:
-        """(rows, numbers in each, words from one to the next): of all tokens if they are tokens. Rows along tokens are 4 words apart, modulo
-        32 or so: reads of 8 channels meet few banks twice."""
+        """(rows, numbers in each, words from one to the next): of all tokens if they are tokens. Rows along tokens are 8 words apart, modulo
+        32 where a tile's are 32: four of them meet all banks."""
         rows, numbers = (self.tile, inner) if layout is Order.LAST else (inner, self.tile)
         words = -(-numbers * self.x.size // 16) * 4
-        return rows, numbers, words + (0 if layout is Order.LAST else 4)
+        return rows, numbers, words + (0 if layout is Order.LAST else 8)
 
     @property
     def row_words(self) -> int:
@@ -127,7 +130,7 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
         if problems := [
             *self.faults(),
             *must(is_pow2(self.lanes) and self.lanes <= 32, f"lanes {self.lanes} are not 1, 2, 4 … 32"),
-            *must(1 <= self.warps <= 32, f"warps {self.warps} are not 1 … 32"),
+            *must(is_pow2(self.warps) and self.warps <= 32, f"warps {self.warps} are not 1, 2, 4 … 32"),
         ]:
             return problems
         most = LIMITS[arch.number].shared - SHARED_RESERVED if arch.number in LIMITS else 48 << 10
@@ -136,7 +139,8 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
             *must(self.quads >= 1, f"{self.lanes} lanes are too many for {self.padded} states, four of each at least"),
             *must(4 * self.quads <= MOST_STATES, f"{4 * self.quads} states of a lane are more than {MOST_STATES}"),
             *must(self.channels >= 8, f"{self.channels} channels of a block are fewer than 8"),
-            *must(self.tile % 8 == 0 and 8 <= self.tile <= 128, f"tile {self.tile} is not 8 … 128 in steps of 8"),
+            *must(is_pow2(self.tile) and 8 <= self.tile <= 128, f"tile {self.tile} is not 8, 16 … 128"),
+            *must(self.tile >= 4 * self.lanes, f"a tile of {self.tile} tokens gives less than four to each of {self.lanes} lanes"),
             *must(0 <= self.polynomial <= len(TURNS), f"polynomial {self.polynomial} is not 0 … {len(TURNS)}"),
             *must(self.min_blocks >= 1, "min_blocks is not positive"),
             *must(self.static_bytes <= STATIC, f"{self.static_bytes} bytes of shared memory exceed the {STATIC} that a text may declare"),
