@@ -26,7 +26,7 @@ SQUARE_WORDS = 16 * 16 + 8  # a 16 x 16 block
 class _Places(NamedTuple):
     """Where parts of a block's shared memory begin, behind q, w and e, in words, and how many there are."""
 
-    decays: int
+    more: int
     sums: int
     scales: int
     blocks: int
@@ -87,17 +87,17 @@ class PrepareSpec(LinearSpec):
     @property
     def places(self) -> _Places:
         matrix = ROWS * self.slab // 2
-        decays = (3 if self.own_e else 2) * matrix
-        sums = decays + ROWS * self.slab
+        more = (3 if self.own_e else 2) * matrix
+        sums = more + matrix
         scales = sums + WARPS * self.slab
         blocks = scales + 3 * ROWS
         mixed = blocks + WARPS * SQUARE_WORDS
         half = mixed + WARPS * SQUARE_WORDS
-        return _Places(decays, sums, scales, blocks, mixed, half, half + (2 * SQUARE_WORDS if self.rule is Rule.LOW_RANK else 0))
+        return _Places(more, sums, scales, blocks, mixed, half, half + (2 * SQUARE_WORDS if self.rule is Rule.LOW_RANK else 0))
 
     @property
     def dynamic_bytes(self) -> int:
-        """q, w, e and decays; sums, factors, and blocks of A, P and T."""
+        """q, w, e and one more; sums, factors, and blocks of A, P and T."""
         return 4 * self.places.words
 
     def violations(self, arch: Arch) -> list[str]:
