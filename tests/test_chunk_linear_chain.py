@@ -231,7 +231,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "kv": {"layout": Layout.KV, "state": DType.BF16, "x": DType.F16, "copy": 4, "rule": Rule.PLAIN},
     "low rank": {"rule": Rule.LOW_RANK, "read": True, "write": True, "stages": 1},
-    "k192": {"head_k": 192, "tile": 16, "stages": 1, "checkpoints": Index.I32},
+    "k144": {"head_k": 144, "tile": 16, "stages": 1, "checkpoints": Index.I32},
     "k256": {"head_k": 256, "tile": 16, "stages": 1, "checkpoints": Index.I32, "rule": Rule.PLAIN},
 }  # fmt: skip
 
