@@ -19,7 +19,7 @@ from ssmgen.families.chunk_linear_attention import planning as op
 from ssmgen.families.chunk_linear_attention.problem import Rule
 from ssmgen.spec import Arch
 
-__all__ = ["BF16", "BOUNDS", "F16", "F32", "HARD", "NAN", "STORED", "error", "same", "starts_of"]
+__all__ = ["BF16", "BOUNDS", "F16", "F32", "HARD", "NAN", "SM90", "STORED", "error", "same", "starts_of"]
 
 Run = Callable[..., Any]  # as a public function, behind the function
 PER_TOKEN = {  # parameters with a token's numbers
