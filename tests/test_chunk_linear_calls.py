@@ -156,6 +156,9 @@ def test_every_size_is_served_where_there_is_shared_memory_for_it(case, arch):
         for head_v in range(16, 257, 48):
             sizes = replace(case, head_k=head_k, head_v=head_v)
             found = problem_of(sizes, **make(sizes, 1, 2))
+            if arch == "sm_120" and head_k > 192 and case.chunk == 64 and case.rule.reads:
+                assert "bytes of shared memory exceed the 101376 of sm_120" in refused(found, where)
+                continue
             spec = select(OPERATOR, found, 1, where, False)
             prepare, chain = spec.kernels
             assert isinstance(prepare, PrepareSpec) and chain is spec and not prepare.violations(where)
