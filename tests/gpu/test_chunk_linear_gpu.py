@@ -1,4 +1,4 @@
-"""chunk_linear_attention on a card: the laws of its results at the sizes of models, offsets beyond 32 bits, and the same bits every time."""
+"""chunk_linear_attention on a card: the laws of its results at sizes of models, offsets beyond 32 bits, and the same bits every time."""
 
 from __future__ import annotations
 
