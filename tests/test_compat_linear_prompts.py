@@ -1,17 +1,19 @@
-"""Drop-ins for prompts of linear attentions: what their own functions make of the same tokens one by one."""
+"""Drop-ins for prompts of linear attentions: what flash-linear-attention's make of the same tokens one by one."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from delta_oracles import BF16, F32, HK, HV, K, V, assert_refused, close, randn, starts_of
+from engine_calls import no_call_goes_to_the_engine, pages, sglang_functions, vllm_functions  # noqa: F401
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ssmgen.compat import fla, replacing
-from ssmgen.errors import ArgumentError
+from ssmgen.compat import fla, replacing, sglang, vllm
+from ssmgen.errors import ArgumentError, UnsupportedError
 
 LENGTHS = (5, 0, 1, 3)
 
@@ -185,4 +187,159 @@ BEFORE = randn(1, HV, V, K, seed=12, dtype=F32)
     ],
 )  # fmt: skip
 def test_what_fla_is_refused(function, call, kind, words):
+    assert_refused(function, call, kind, words)
+
+
+# The engines, by the names that their layers hold. States are [·, HV, V, K].
+
+SLOTS = torch.tensor([5, 1, 3, 7], dtype=torch.int32)
+KIMI, GLM = "vllm.models.kimi_k3.nvidia.kda", "vllm.models.glm5next.common.kda"
+
+
+def kda_call(case: str, **more: Any) -> dict[str, Any]:
+    """fla's keywords, of packed sequences."""
+    return call_of(case, True, 1, sum(LENGTHS)) | {"cu_seqlens": starts_of(LENGTHS), "use_qk_l2norm_in_kernel": True} | more
+
+
+def one_by_one(call: dict[str, Any], before: Tensor) -> tuple[Tensor, Tensor]:
+    """(outputs, last states) in float64."""
+    o, last = fla.fused_recurrent_kda(**call, initial_state=before, output_final_state=True, state_v_first=True)
+    return o.double(), last.double()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_vllm_s_bailing_layers(vllm, dtype):
+    layer, before = import_module("vllm.model_executor.models.bailing_moe_v3"), randn(4, HV, V, K, seed=12, dtype=dtype)
+    call = kda_call("kda")
+    o, last = layer.chunk_kda(**call, initial_state=before, output_final_state=True, safe_gate=True, lower_bound=-5.0)  # not looked at
+    y, S = one_by_one(call, before)
+    assert close(o, y) and last.dtype == F32 and close(last, S)
+    assert layer.chunk_kda(**call, initial_state=before)[1] is None
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("buffer", [False, True])
+def test_vllm_s_kimi_layers(vllm, bounded, buffer):
+    """Raw gates and logits of beta; the output may go to where the layer wants it."""
+    call, before = kda_call("kda-raw", lower_bound=-5.0 if bounded else None), randn(4, HV, V, K, seed=12, dtype=F32)
+    y, S = one_by_one(call, before)
+    theirs = {n: call[n] for n in ("q", "k", "v", "lower_bound", "cu_seqlens", "use_qk_l2norm_in_kernel")}
+    theirs |= {"raw_g": call["g"], "raw_beta": call["beta"], "A_log": call["A_log"][None, None, :, None], "g_bias": call["dt_bias"]}
+    out = torch.full((1, sum(LENGTHS) + 2, HV, V), torch.nan, dtype=BF16)[:, 1:-1] if buffer else None
+    o, last = import_module(KIMI).prefill(**theirs, initial_state=before, output_final_state=True, out=out)
+    assert (o is out or not buffer) and close(o, y) and close(last, S)
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_vllm_s_glm_layers(vllm, safe):
+    """beta is no logit there, and the bound only counts where the gate is safe."""
+    raw = {"use_gate_in_kernel": True, "lower_bound": -5.0 if safe else None}
+    call, before = kda_call("kda-gate-given", **raw) | {"g": bag(1, sum(LENGTHS))["raw"]}, randn(4, HV, V, K, seed=12, dtype=F32)
+    y, S = one_by_one(call, before)
+    theirs = {n: call[n] for n in ("q", "k", "v", "beta", "A_log", "cu_seqlens", "use_qk_l2norm_in_kernel")}
+    theirs |= {"raw_g": call["g"], "g_bias": call["dt_bias"].unflatten(0, (HV, K)), "safe_gate": safe, "lower_bound": -5.0}
+    o, last = import_module(GLM).chunk_kda_with_fused_gate(**theirs, initial_state=before, output_final_state=True)
+    assert close(o, y) and close(last, S)
+
+
+def sglang_call(case: str, pool: Tensor, **more: Any) -> dict[str, Any]:
+    """fla's keywords as SGLang's backend passes them; of a raw gate all that it needs."""
+    call = kda_call(case)
+    raw = {"A_log", "dt_bias"} if call.get("use_gate_in_kernel") else set()
+    theirs = {
+        n: t for n, t in call.items() if n in raw | {"q", "k", "v", "g", "beta", "cu_seqlens", "lower_bound", "use_qk_l2norm_in_kernel"}
+    }
+    theirs |= {"beta_is_raw": bool(call.get("use_beta_sigmoid_in_kernel")), "initial_state": pool, "initial_state_indices": SLOTS}
+    return theirs | more
+
+
+@pytest.mark.parametrize("case", ["kda", "kda-raw", "kda-bounded"])
+def test_sglang_layers(sglang, case):
+    """The pool is updated in place, its other slots are not touched, and one that is none of it is padding."""
+    pool, slots = pages(9, HV, V, K), SLOTS.clone()
+    slots[3], kept = -1, pool.clone()
+    y, S = one_by_one(kda_call(case) | {"scale": None}, pool[SLOTS.long()])
+    backend = import_module("sglang.srt.layers.attention.linear.kernels.kda_triton")
+    o = backend.chunk_kda(**sglang_call(case, pool, initial_state_indices=slots))
+    written = sum(LENGTHS[:3])
+    assert close(o[:, :written], y[:, :written]) and not o[:, written:].any()
+    for i in (0, 2):
+        assert close(pool[SLOTS[i]], S[i])
+        pool[SLOTS[i]] = kept[SLOTS[i]]
+    assert torch.equal(pool, kept)
+
+
+LONG = (66, 0, 1, 64)
+
+
+def states_after(case: str, pool: Tensor, sequence: int, tokens: int) -> Tensor:
+    """What the first tokens of one of the long sequences make of its slot's state."""
+    start = sum(LONG[:sequence])
+    call = {n: t[:, start : start + tokens] if isinstance(t, Tensor) and t.dim() > 2 else t for n, t in long_call(case).items()}
+    return one_by_one(call, pool[SLOTS[sequence], None])[1][0] if tokens else pool[SLOTS[sequence]].double()
+
+
+def long_call(case: str) -> dict[str, Any]:
+    return call_of(case, True, 1, sum(LONG)) | {"use_qk_l2norm_in_kernel": True}
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+def test_sglang_states_of_chunks(sglang, tracked):
+    """Where its caches of prefixes look for them: ahead of every chunk, or those alone that are tracked."""
+    pool = pages(9, HV, V, K)
+    kept, wanted, after = pool.clone(), torch.tensor([1, -1, 0, 1], dtype=torch.int32), torch.full((4, HV, V, K), torch.nan)
+    call = sglang_call("kda", pool) | {n: long_call("kda")[n] for n in ("q", "k", "v", "g", "beta")} | {"cu_seqlens": starts_of(LONG)}
+    more = {"track_state": after, "track_chunk_idx": wanted} if tracked else {}
+    _, h = sglang.chunk_kda(**call, output_intermediate_states=True, **more)
+    if tracked:
+        assert h is None and all(close(after[i], states_after("kda", kept, i, 64 * n)) for i, n in enumerate(wanted.tolist()) if n >= 0)
+        return
+    chunks = [(i, c * 64) for i, length in enumerate(LONG) for c in range(-(-length // 64))]
+    assert h.shape[0] == 1 and all(close(h[0, row], states_after("kda", kept, *place)) for row, place in enumerate(chunks))
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_lightning_prompts_and_their_next_token(engine, request):
+    """As MiniMax's and Bailing's layers call both: rows of heads, a state of a page, which the second updates in its slot."""
+    held, call = request.getfixturevalue(engine), call_of("lightning_attn", True, 2, 7)
+    q, k, v = (call[n].transpose(1, 2).contiguous() for n in "qkv")
+    slope, pool = torch.tensor([0.3, 0.01]).view(HK, 1, 1), pages(4, HK, K, V)
+    slots = torch.tensor([2, -1])
+    before = pool[:2].clone()
+    gamma = {"g_gamma": -slope.flatten(), "scale": 1.0, "initial_state": before, "output_final_state": True}
+    y, S = fla.fused_recurrent_simple_gla(*(call[n][:, :-1] for n in "qkv"), **gamma)
+    o, history = held.lightning_attention(*(t[:, :, :-1] for t in (q, k, v)), slope, 256, kv_history=before)
+    assert o.shape == (2, HK, 6, V) and close(o.transpose(1, 2), y.double())
+    assert history.dtype == F32 and close(history[:, :, -1], S.double())
+    fresh, _ = held.lightning_attention(q, k, v, slope.flatten())
+    y, _ = fla.fused_recurrent_simple_gla(*(call[n] for n in "qkv"), **gamma | {"initial_state": None})
+    assert close(fresh.transpose(1, 2), y.double())
+    pool[2] = history[0, :, -1]
+    kept = pool.clone()
+    step = held.linear_decode_forward_triton(*(t[:, :, -1:] for t in (q, k, v)), pool, slope, slots, 32)
+    y, S = fla.fused_recurrent_simple_gla(*(call[n][:, -1:] for n in "qkv"), **gamma | {"initial_state": history[:, :, -1]})
+    assert close(step[0], y[0].flatten().double()) and not step[1].any() and close(pool[2], S[0].double())
+    pool[2] = kept[2]
+    assert torch.equal(pool, kept)
+
+
+POOL = randn(9, HV, V, K, seed=12, dtype=F32)
+
+
+@pytest.mark.parametrize(
+    ("function", "call", "kind", "words"),
+    [
+        (vllm.chunk_kda, X["kda"] | {"initial_state": POOL[:2]}, ArgumentError, r"initial_states is"),
+        (vllm.chunk_kda, X["kda"] | {"g": bag(1, 4)["g"]}, ArgumentError, r"g is \[1, 4, 4\], not \[B, T, HV, K\]"),
+        (sglang.chunk_kda, X["kda"], UnsupportedError, "initial_state is None"),
+        (sglang.chunk_kda, X["kda"] | {"initial_state": POOL, "initial_state_indices": SLOTS.short()}, ArgumentError, "is int16"),
+        (sglang.chunk_kda, sglang_call("kda", POOL, track_state=POOL[:4]), ArgumentError, "go together"),
+        (
+            sglang.chunk_kda,
+            sglang_call("kda", POOL, track_state=POOL[:4], track_chunk_idx=SLOTS, cu_seqlens=None), ArgumentError, "without cu_seqlens",
+        ),
+        (vllm.lightning_attention, {n: X["kda"][n] for n in "qkv"} | {"ed": POOL[0, 0]}, ArgumentError, "slope"),
+    ],
+)  # fmt: skip
+def test_what_the_engines_are_refused(function, call, kind, words):
     assert_refused(function, call, kind, words)

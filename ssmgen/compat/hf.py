@@ -1,10 +1,10 @@
 """transformers' models generate with ssmgen: `patch()` puts its functions into their modeling files, `warm(model)` prepares its kernels.
 
 Of a modeling file the state update of a decode step, the convolution's update, the convolution over a prompt and the scan over it of a
-Mamba-2, a gated delta rule or Kimi delta attention are replaced, each on its own; with `fuse=True` also whole decode layers, between their projections. Other
-scans over a prompt stay as they are. The modeling files look these functions up at every call, so models made before and after patching
-use them, and all models of one kind do. A call that ssmgen does not serve goes to transformers' own function, with a warning once per
-reason: where an operand requires grad, for one.
+Mamba-2, a gated delta rule or Kimi delta attention are replaced, each on its own; with `fuse=True` also whole decode layers, between their
+projections. Other scans over a prompt stay as they are. The modeling files look these functions up at every call, so models made before and
+after patching use them, and all models of one kind do. A call that ssmgen does not serve goes to transformers' own function, with a warning
+once per reason: where an operand requires grad, for one.
 
 Written for transformers 5.17 to 5.23; 5.16 works as well, and 5.15 but for whole layers. Older ones are refused.
 """
