@@ -37,3 +37,12 @@ _OWN: dict[str, Callable[[Callable[..., Tensor]], dict[str, Tensor]]] = {
     "chunk_dplr_delta_rule": lambda rand: _keys(rand, "q", "a", "b") | {"gk": -rand(K)},
 }
 CALLS = {name: partial(_call, own) for name, own in _OWN.items()}  # of each public function
+BENCH = {  # options of a benchmark's `run`: two cases or more
+    "chunk_linear_attention": {
+        "shapes": ((1, 2, 1, 70),),
+        "forms": ("kda", "kda_slow", "gla", "rwkv7"),
+        "head_k": 16,
+        "head_v": 16,
+        "device": "cpu",
+    }
+}
