@@ -335,7 +335,9 @@ def fused_label(name: str) -> str:
 
 def fused_operator(name: str) -> tuple[Any, str]:
     """(module, name) of the operator that computes the layer, where the layer looks it up."""
-    return (hf_layers.native_gdn, "gdn_layer") if name.startswith("qwen") else (hf_layers.native_mamba2, "mamba2_layer")
+    if name.startswith("qwen"):
+        return hf_layers.native_gdn, "gdn_layer"
+    return (hf_layers.native_gdn, "kda_layer") if KDA in hf.MODELS[name] else (hf_layers.native_mamba2, "mamba2_layer")
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:

@@ -131,8 +131,9 @@ def chunk_kimi_delta_attention(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64, initial_state: Tensor | None = None,
     output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The same as torch_chunk_gated_delta_rule, with g [batch, T, HV, K]."""
+    """The same as torch_chunk_gated_delta_rule, with g [batch, T, HV, K]. Layers pass cu_seqlens on as they are given it, cu_seq_lens_q."""
     operands = (query, key, value, g, beta)
+    cu_seqlens = kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
     return _chunked(native_linear.chunk_kda, operands, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, kwargs)
 
 

@@ -322,8 +322,6 @@ def fused_sigmoid_gating_delta_rule_update(
     return out, initial_state
 
 
-
-
 def _pad(null_block_id: int | None) -> int:
     return -1 if null_block_id is None else null_block_id
 
