@@ -1,10 +1,10 @@
 """transformers' models generate with ssmgen: `patch()` puts its functions into their modeling files, `warm(model)` prepares its kernels.
 
 Of a modeling file the state update of a decode step, the convolution's update, the convolution over a prompt and the scan over it of a
-Mamba-2 or of a gated delta rule are replaced, each on its own; with `fuse=True` also whole decode layers, between their projections. Other
-scans over a prompt stay as they are. The modeling files look these functions up at every call, so models made before and after patching
-use them, and all models of one kind do. A call that ssmgen does not serve goes to transformers' own function, with a warning once per
-reason: where an operand requires grad, for one.
+Mamba-2, a gated delta rule or Kimi delta attention are replaced, each on its own; with `fuse=True` also whole decode layers, between their
+projections. Other scans over a prompt stay as they are. The modeling files look these functions up at every call, so models made before and
+after patching use them, and all models of one kind do. A call that ssmgen does not serve goes to transformers' own function, with a warning
+once per reason: where an operand requires grad, for one.
 
 Written for transformers 5.17 to 5.23; 5.16 works as well, and 5.15 but for whole layers. Older ones are refused.
 """
@@ -37,7 +37,7 @@ _SCANS = {
         "qwen4_exp",
         "olmo_hybrid",
     ),
-    ("recurrent_kimi_delta_attention",): ("kimi_linear", "glm5_next", "bailing_hybrid"),
+    ("recurrent_kimi_delta_attention", "chunk_kimi_delta_attention"): ("kimi_linear", "glm5_next", "bailing_hybrid"),
 }
 _CONV_ONLY = ("lfm2", "lfm2_moe", "lfm3")
 MODELS = {m: (*_CONV, *scans) for scans, models in _SCANS.items() for m in models} | dict.fromkeys(_CONV_ONLY, _CONV)
