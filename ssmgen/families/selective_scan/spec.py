@@ -92,26 +92,25 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
 
     # Shared memory, in 32-bit words: two stages of u, delta, z, B and C as they are, with rows of the contiguous axis.
 
-    def _rows(self, layout: Order, inner: int) -> tuple[int, int, int]:
-        """(rows, numbers in each, words from one to the next): of all tokens if they are tokens. Rows along tokens are 8 words apart, modulo
-        32 where a tile's are 32: four of them meet all banks."""
-        rows, numbers = (self.tile, inner) if layout is Order.LAST else (inner, self.tile)
-        words = -(-numbers * self.x.size // 16) * 4
-        return rows, numbers, words + (0 if layout is Order.LAST else 8)
+    def _words(self, layout: Order, inner: int, apart: int) -> int:
+        """From one row to the next one, of `inner` numbers or of a tile's tokens; apart: so many more, for rows of tokens."""
+        return -(-(inner if layout is Order.LAST else self.tile) * self.x.size // 16) * 4 + (0 if layout is Order.LAST else apart)
 
     @property
     def row_words(self) -> int:
-        return self._rows(self.layout, self.channels)[2]
+        """Threads read 4 runs of 4 tokens, of several channels: their rows meet all banks."""
+        runs = 4 * self.x.size
+        return self._words(self.layout, self.channels, runs if self.tile > 16 else 0)
 
     @property
     def key_words(self) -> int:
-        return self._rows(self.key_layout, self.padded)[2]
+        return self._words(self.key_layout, self.padded, 4)
 
     @property
     def stage_words(self) -> int:
-        rows, _, words = self._rows(self.layout, self.channels)
-        keys, _, key_words = self._rows(self.key_layout, self.padded)
-        return (3 if self.z else 2) * rows * words + 2 * keys * key_words
+        rows = self.tile if self.layout is Order.LAST else self.channels
+        keys = self.tile if self.key_layout is Order.LAST else self.padded
+        return (3 if self.z else 2) * rows * self.row_words + 2 * keys * self.key_words
 
     @property
     def pitch(self) -> int:
@@ -124,7 +123,7 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
 
     @property
     def static_bytes(self) -> int:
-        return self.tile * (8 * self.pitch + 2 * 4 * self.padded)
+        return self.tile * (8 * self.pitch + 2 * 4 * self.padded) + 4 * self.channels * ((self.D is not None) + (self.delta_bias is not None))
 
     def violations(self, arch: Arch) -> list[str]:
         if problems := [
