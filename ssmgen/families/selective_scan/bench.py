@@ -131,7 +131,9 @@ class Case:
         found = view("out")[..., some], call["final_states_out"][:, some]
         errors = [norm_error(a.reshape(1, -1), b.reshape(1, -1)) for a, b in zip(found, expected.values(), strict=True)]
         if not max(errors) < GATE[torch.bfloat16]:
-            raise SsmgenError(f"selective_scan {self.shape} {self.form.value}: errors {errors[0]:.1e} and {errors[1]:.1e} of states; not timed")
+            raise SsmgenError(
+                f"selective_scan {self.shape} {self.form.value}: errors {errors[0]:.1e} and {errors[1]:.1e} of states; not timed"
+            )
         return errors[0]
 
 

@@ -57,9 +57,7 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
     @property
     def needs(self) -> Needs:
         small = self.x.size == 2
-        return Needs(
-            math=True, copies=True, bytes=self.started, shared_pairs=small, shared_quads=not small
-        )
+        return Needs(math=True, copies=True, bytes=self.started, shared_pairs=small, shared_quads=not small)
 
     @property
     def order(self) -> tuple[str | int, ...]:
@@ -92,26 +90,25 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
 
     # Shared memory, in 32-bit words: two stages of u, delta, z, B and C as they are, with rows of the contiguous axis.
 
-    def _rows(self, layout: Order, inner: int) -> tuple[int, int, int]:
-        """(rows, numbers in each, words from one to the next): of all tokens if they are tokens. Rows along tokens are 8 words apart, modulo
-        32 where a tile's are 32: four of them meet all banks."""
-        rows, numbers = (self.tile, inner) if layout is Order.LAST else (inner, self.tile)
-        words = -(-numbers * self.x.size // 16) * 4
-        return rows, numbers, words + (0 if layout is Order.LAST else 8)
+    def _words(self, layout: Order, inner: int, apart: int) -> int:
+        """From one row to the next one, of `inner` numbers or of a tile's tokens; apart: so many more, for rows of tokens."""
+        return -(-(inner if layout is Order.LAST else self.tile) * self.x.size // 16) * 4 + (0 if layout is Order.LAST else apart)
 
     @property
     def row_words(self) -> int:
-        return self._rows(self.layout, self.channels)[2]
+        """Threads read 4 runs of 4 tokens, of several channels: their rows meet all banks."""
+        runs = 4 * self.x.size
+        return self._words(self.layout, self.channels, runs if self.tile > 16 else 0)
 
     @property
     def key_words(self) -> int:
-        return self._rows(self.key_layout, self.padded)[2]
+        return self._words(self.key_layout, self.padded, 4)
 
     @property
     def stage_words(self) -> int:
-        rows, _, words = self._rows(self.layout, self.channels)
-        keys, _, key_words = self._rows(self.key_layout, self.padded)
-        return (3 if self.z else 2) * rows * words + 2 * keys * key_words
+        rows = self.tile if self.layout is Order.LAST else self.channels
+        keys = self.tile if self.key_layout is Order.LAST else self.padded
+        return (3 if self.z else 2) * rows * self.row_words + 2 * keys * self.key_words
 
     @property
     def pitch(self) -> int:
@@ -124,7 +121,9 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
 
     @property
     def static_bytes(self) -> int:
-        return self.tile * (8 * self.pitch + 2 * 4 * self.padded)
+        return self.tile * (8 * self.pitch + 2 * 4 * self.padded) + 4 * self.channels * (
+            (self.D is not None) + (self.delta_bias is not None)
+        )
 
     def violations(self, arch: Arch) -> list[str]:
         if problems := [
@@ -140,7 +139,6 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
             *must(4 * self.quads <= MOST_STATES, f"{4 * self.quads} states of a lane are more than {MOST_STATES}"),
             *must(self.channels >= 8, f"{self.channels} channels of a block are fewer than 8"),
             *must(is_pow2(self.tile) and 8 <= self.tile <= 128, f"tile {self.tile} is not 8, 16 … 128"),
-            *must(self.tile >= 4 * self.lanes, f"a tile of {self.tile} tokens gives less than four to each of {self.lanes} lanes"),
             *must(0 <= self.polynomial <= len(TURNS), f"polynomial {self.polynomial} is not 0 … {len(TURNS)}"),
             *must(self.min_blocks >= 1, "min_blocks is not positive"),
             *must(self.static_bytes <= STATIC, f"{self.static_bytes} bytes of shared memory exceed the {STATIC} that a text may declare"),
@@ -204,6 +202,7 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
             "turns": sum(1 << (4 * token + n) for token, n in TURNS[: self.polynomial]),
             "exponential": EXPONENTIAL,
             "group": GROUP,
+            "evenly": self.tile >= 4 * self.lanes,  # whether a tile has four tokens for each lane
             "softplus": self.delta_softplus,
             "sigmoid": False,
             "silu": self.z,
@@ -224,6 +223,8 @@ def space(problem: SelectiveProblem, arch: Arch) -> Iterator[SelectiveSpec]:
 
 # Fewer lanes share more of a token's work, but there must be threads: 2 warps for each scheduler of 132 SMs, at least.
 ONE_LANE, TWO_LANES = 49152, 24576
+TILES = {1: (16, 8), 2: (32, 16, 8), 4: (64, 32, 16, 8)}  # by lanes of 16 states: larger ones leave room for fewer blocks
+RESIDENT = {1: 4, 2: 4, 4: 1}
 
 
 def candidates(problem: SelectiveProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, SelectiveSpec | None, str]]:
@@ -233,10 +234,10 @@ def candidates(problem: SelectiveProblem, size: int, arch: Arch, pdl: bool) -> I
     quads = padded // 4  # of a channel
     least = max(1, 4 * quads // MOST_STATES)
     for lanes, above in ((1, ONE_LANE), (2, TWO_LANES), (4, 0)):
-        scaled = min(quads, max(least, lanes * quads // 4))
+        scaled = min(quads, 32, max(least, lanes * quads // 4))
         if size < above:
-            yield f"{lanes} of 4 lanes", None, f"{size} channels of all sequences are below {above}"
+            yield f"{scaled} lanes", None, f"{size} channels of all sequences are below {above}"
             continue
-        for tile in (64, 32, 16, 8):
-            warps = max(4, scaled // 4)
-            yield f"{scaled} lanes, tile {tile}", _spec(problem, lanes=scaled, warps=warps, tile=tile, pdl=wait), ""
+        for tile in TILES[lanes]:
+            spec = _spec(problem, lanes=scaled, warps=max(4, scaled // 4), tile=tile, min_blocks=RESIDENT[lanes], pdl=wait)
+            yield f"{scaled} lane{'s' * (scaled > 1)}, tile {tile}", spec, ""
