@@ -213,8 +213,7 @@ def states_of(generated: Any) -> list[torch.Tensor]:
     return states_of_cache(generated.past_key_values)
 
 
-def states_of_cache(cache: Any) -> list[torch.Tensor]:
-    kinds = ("conv_states", "recurrent_states")
+def states_of_cache(cache: Any, kinds: tuple[str, ...] = ("conv_states", "recurrent_states")) -> list[torch.Tensor]:
     found = [state for layer in cache.layers for kind in kinds for state in _listed(getattr(layer, kind, None))]
     return [state for state in found if isinstance(state, torch.Tensor)]
 
@@ -252,7 +251,10 @@ def last_logits(step: DecodeStep, cache: Any, steps: int) -> torch.Tensor:
 
 
 DELTA_RULE = "torch_chunk_gated_delta_rule"
-OF_PROMPTS = {"causal_conv1d_fn": "causal_conv1d", "mamba2_chunk_scan": "chunk_scan", DELTA_RULE: "chunk_gated_delta_rule"}
+MAMBA1 = "mamba_selective_scan"
+OF_PROMPTS = {
+    "causal_conv1d_fn": "causal_conv1d", MAMBA1: "selective_scan", "mamba2_chunk_scan": "chunk_scan", DELTA_RULE: "chunk_gated_delta_rule",
+}  # fmt: skip
 
 
 def of_prompts(name: str) -> dict[str, str]:
@@ -269,7 +271,13 @@ def prompt_calls(name: str, model: torch.nn.Module) -> dict[str, hf.Calls]:
     """The calls of a prompt. A card computes those that there are kernels for."""
     layers, weight = convolutions(model), next(model.parameters())
     left = {function for function, ours in of_prompts(name).items() if weight.is_cuda and unserved(ours, weight.dtype)}
-    return {f"{name}.{function}": hf.Calls(0, layers) if function in left else hf.Calls(layers, 0) for function in of_prompts(name)}
+    counts = {function: layers * (scans_of_a_layer(name) if function == MAMBA1 else 1) for function in of_prompts(name)}
+    return {f"{name}.{function}": hf.Calls(0, n) if function in left else hf.Calls(n, 0) for function, n in counts.items()}
+
+
+def scans_of_a_layer(name: str) -> int:
+    """Calls that a layer makes of its scan, or of its state's update: zamba's one per head."""
+    return 2 if name == "zamba" else 1
 
 
 PROMPTED = [name for name in TINY if len(of_prompts(name)) > 1]
@@ -293,6 +301,7 @@ class Prompt:
         self.cache_name = "past_key_values" if "past_key_values" in out else "cache_params"
         self.cache = out.get(self.cache_name)
         self.states = [] if self.cache is None else [state.clone() for state in states_of_cache(self.cache)]
+        self.recurrent = [] if self.cache is None else [state.clone() for state in states_of_cache(self.cache, ("recurrent_states",))]
 
     @classmethod
     def run(cls, model: torch.nn.Module, length: int, *, rows: slice = slice(None), tokens: slice = slice(None), **how: Any) -> Prompt:

@@ -28,7 +28,7 @@ from .hf_functions import FUNCTIONS, Replacement
 
 _CONV = ("causal_conv1d_update", "causal_conv1d_fn")
 _SCANS = {
-    ("mamba_selective_state_update",): ("mamba", "falcon_mamba", "jamba", "zamba"),
+    ("mamba_selective_state_update", "mamba_selective_scan"): ("mamba", "falcon_mamba", "jamba", "zamba"),
     ("mamba2_selective_state_update", "mamba2_chunk_scan"): ("mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"),
     ("torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"): (
         "qwen3_next",
