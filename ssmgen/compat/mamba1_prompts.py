@@ -41,14 +41,12 @@ def scan(name: str, operands: Operands, run: Callable[..., Any] = selective_scan
     reasons += [f"{n} is [D, N], the same for all tokens: ssmgen's are per token" for n, t in (("B", B), ("C", C)) if t.dim() < u.dim()]
     if reasons:
         raise UnsupportedError(name, reasons)
-    delta, z = (t if t is None or _order(t) == _order(u) else _laid_out(t, _order(u)) for t in (delta, z))
+    delta, z = _laid_out_like(u, delta), None if z is None else _laid_out_like(u, z)
     return run(u, delta, A, B, C, D, z, delta_bias, delta_softplus=softplus, channels_first=True, **states)
 
 
-def _order(t: Tensor) -> bool:
-    """Whether the tokens of a channel, and not the channels of a token, lie behind each other."""
-    return t.stride(-1) == 1
-
-
-def _laid_out(t: Tensor, tokens: bool) -> Tensor:
-    return t.contiguous() if tokens else t.transpose(-1, -2).contiguous().transpose(-1, -2)
+def _laid_out_like(u: Tensor, t: Tensor) -> Tensor:
+    """t with the tokens of a channel behind each other in memory, or the channels of a token, as u has them."""
+    if (t.stride(-1) == 1) == (u.stride(-1) == 1):
+        return t
+    return t.contiguous() if u.stride(-1) == 1 else t.transpose(-1, -2).contiguous().transpose(-1, -2)

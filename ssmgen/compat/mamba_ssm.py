@@ -54,7 +54,8 @@ def selective_scan_fn(
     ssmgen.selective_scan raises: ArgumentError (a ValueError) where an operand requires grad while grad is enabled, for one.
     """
     operands = _mamba1.Operands(u, delta, A, B, C, D, z, delta_bias, delta_softplus)
-    return _mamba1.scan("mamba_ssm's selective_scan_fn", operands, return_final_states=return_last_state)
+    found: Tensor | tuple[Tensor, Tensor] = _mamba1.scan("mamba_ssm's selective_scan_fn", operands, return_final_states=return_last_state)
+    return found
 
 
 @_takes("return_final_states return_varlen_states", **_prompts.PADDED)

@@ -62,11 +62,12 @@ def selective_scan_fn(
     if given := [n for n, t in blocks.items() if t is not None]:
         raise UnsupportedError(name, [f"{', '.join(given)}: a sequence has one slot here, not one for each of its blocks"])
     sequences = u.shape[0] if query_start_loc is None else query_start_loc.shape[0] - 1
-    return _mamba1.scan(
+    out: Tensor = _mamba1.scan(
         name, _mamba1.Operands(u, delta, A, B, C, D, z, delta_bias, delta_softplus), cu_seqlens=query_start_loc, state=ssm_states,
         state_indices=_first(cache_indices, sequences), has_initial_state=_first(has_initial_state, sequences),
         pad_slot_id=-1 if null_block_id is None else null_block_id,
     )  # fmt: skip
+    return out
 
 
 @_takes(
