@@ -13,6 +13,7 @@ import torch
 from ssmgen.compat import hf, hf_layers
 from ssmgen.compat.hf_functions import delta_faults
 from ssmgen.compat.hf_layers import LAYERS
+from ssmgen.compat.hf_norms import NORMS
 
 _COMMON = {"vocab_size": 64, "hidden_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2}
 _ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 128}
@@ -361,14 +362,30 @@ def assert_same_generation(got: Any, want: Any) -> None:
 
 def fused_calls(name: str, model: torch.nn.Module, steps: int) -> dict[str, hf.Calls]:
     """The calls of a fused generation with so many decode steps."""
-    return {**prompt_calls(name, model), fused_label(name): hf.Calls(convolutions(model) * steps, 0)}
+    return {**fused_prompt_calls(name, model), fused_label(name): hf.Calls(convolutions(model) * steps, 0)}
+
+
+def norm_label(name: str) -> str:
+    return f"{name}.{NORMS[name]}"
+
+
+def gated_norms(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The model's norms that `patch(fuse=True)` replaces."""
+    return [layer for layer in model.modules() if type(layer).__name__ in NORMS.values()]
+
+
+def fused_prompt_calls(name: str, model: torch.nn.Module) -> dict[str, hf.Calls]:
+    """The calls of a prompt with `fuse=True`: a norm's once in every layer that has one."""
+    found = gated_norms(model)
+    return prompt_calls(name, model) | ({norm_label(name): hf.Calls(len(found), 0)} if found else {})
 
 
 def replaced() -> dict[str, Any]:
     """What patches replace: functions of modeling files and forwards of layers."""
     here = [name for name in TINY if known(name)]
     functions = {f"{name}.{f}": getattr(modeling(name), f) for name in here for f in hf.MODELS[name] if hasattr(modeling(name), f)}
-    return functions | {fused_label(name): vars(mixer_class(name))["forward"] for name in LAYERS}
+    functions |= {fused_label(name): vars(mixer_class(name))["forward"] for name in LAYERS}
+    return functions | {norm_label(name): vars(getattr(modeling(name), NORMS[name]))["forward"] for name in here if name in NORMS}
 
 
 def change_rates(model: torch.nn.Module, how: str) -> None:

@@ -43,7 +43,7 @@ def selective_scan_fn(
     """Prompts of Mamba-1: u [D, tokens], packed, or [N, D, T] -> a new tensor laid out like it in memory; ssm_states in place.
 
     delta, z: like u   A: [D, d_state]   B, C: [G, d_state, tokens] or [N, G, d_state, T], without G too   D, delta_bias: [D]
-    query_start_loc: [N + 1], packed sequences   ssm_states: [slots, D, d_state]   cache_indices: [N], slot of each sequence, else its number
+    query_start_loc: [N + 1], packed sequences   ssm_states: [slots, D, d_state]   cache_indices: [N], each sequence's slot, or its number
     has_initial_state: [N], whether the state in the slot is the one before the first token; None for none
     block_size, cu_chunk_seqlen and last_chunk_indices divide vLLM's work: ignored
 
