@@ -365,19 +365,20 @@ def fused_calls(name: str, model: torch.nn.Module, steps: int) -> dict[str, hf.C
     return {**fused_prompt_calls(name, model), fused_label(name): hf.Calls(convolutions(model) * steps, 0)}
 
 
-def norm_label(name: str) -> str:
-    return f"{name}.{NORMS[name]}"
-
-
 def gated_norms(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The model's norms that `patch(fuse=True)` replaces."""
     return [layer for layer in model.modules() if type(layer).__name__ in NORMS.values()]
 
 
+def norm_label(norm: torch.nn.Module) -> str:
+    """By the folder of its class, which is not always the model's."""
+    return f"{type(norm).__module__.split('.')[2]}.{type(norm).__name__}"
+
+
 def fused_prompt_calls(name: str, model: torch.nn.Module) -> dict[str, hf.Calls]:
     """The calls of a prompt with `fuse=True`: a norm's once in every layer that has one."""
     found = gated_norms(model)
-    return prompt_calls(name, model) | ({norm_label(name): hf.Calls(len(found), 0)} if found else {})
+    return prompt_calls(name, model) | ({norm_label(found[0]): hf.Calls(len(found), 0)} if found else {})
 
 
 def replaced() -> dict[str, Any]:
@@ -385,7 +386,8 @@ def replaced() -> dict[str, Any]:
     here = [name for name in TINY if known(name)]
     functions = {f"{name}.{f}": getattr(modeling(name), f) for name in here for f in hf.MODELS[name] if hasattr(modeling(name), f)}
     functions |= {fused_label(name): vars(mixer_class(name))["forward"] for name in LAYERS}
-    return functions | {norm_label(name): vars(getattr(modeling(name), NORMS[name]))["forward"] for name in here if name in NORMS}
+    norms = {name: getattr(modeling(name), NORMS[name], None) for name in here if name in NORMS}
+    return functions | {f"{name}.{NORMS[name]}": vars(norm)["forward"] for name, norm in norms.items() if norm is not None}
 
 
 def change_rates(model: torch.nn.Module, how: str) -> None:

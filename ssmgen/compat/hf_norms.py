@@ -36,7 +36,12 @@ NORMS = {
 """Classes of modeling files, by the name of transformers' model folder."""
 
 
-def objection(norm: type) -> str:
+def has(modeling: Any, model: str) -> bool:
+    """Whether the modeling file has the norm: in transformers 5.17, Nemotron-H's layers have Zamba2's, which is that model's to replace."""
+    return model in NORMS and hasattr(modeling, NORMS[model])
+
+
+def objection(norm: Any) -> str:
     """What keeps a norm's forward from being replaced, or nothing."""
     found, expected = list(inspect.signature(norm.forward).parameters), ["self", "hidden_states", "gate"]
     return "" if found == expected else f"its forward takes {', '.join(found)}, not {', '.join(expected)}"
@@ -51,11 +56,12 @@ def gated_rms_norm(norm: Any, hidden_states: Tensor, gate: Tensor | None) -> Ten
     else:
         groups = told.get("group_size") or channels // told.get("n_groups", 1)
         how = {"norm_before_gate": told.get("norm_before_gate", False), "group_size": groups}
-    return call(native.gated_rms_norm, x, gate, norm.weight, norm.variance_epsilon, **how)
+    out: Tensor = call(native.gated_rms_norm, x, gate, norm.weight, norm.variance_epsilon, **how)
+    return out
 
 
 def run_norm(replacement: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for a norm's forward. With grad enabled, and in compiled code of other dtypes, that is the original's, without a count."""
+    """What stands for a norm's forward: the original one, without a count, with grad enabled, and in compiled code of other dtypes."""
 
     def run(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Any:
         given = (t.dtype for t in (hidden_states, gate, self.weight) if t is not None)
