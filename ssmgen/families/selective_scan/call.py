@@ -40,7 +40,7 @@ def selective_scan(
 
     dim channels with N states each, 1 … 256; G groups of channels, which share B and C. The states are those that
     `selective_state_update` goes on from. All arithmetic is f32; nothing is assumed of A but its sign. The bits do not depend on the batch,
-    on packing or on layout, and a sequence cut at multiples of 64 tokens, with f32 states, gives those of the whole.
+    on packing or on layout, and a sequence cut at multiples of 4 tokens, with f32 states, gives those of the whole.
 
     u, delta, z, out: [batch, T, dim], or for packed sequences with cu_seqlens [tokens, dim] or [1, tokens, dim]
     B, C: [batch, T, G, N] or [batch, T, N], of packed sequences [tokens, G, N] or [tokens, N] (or the former with a batch of one)

@@ -131,12 +131,14 @@ def _order(views: Mapping[str, Tensor], names: Sequence[str]) -> Order:
 
 
 def _together(views: Mapping[str, Tensor], pointers: Mapping[str, int], names: Sequence[str], order: Order) -> int:
-    """Bytes of all of these operands, of one dtype, that can be copied at once; 0 where only elements can."""
+    """Bytes of all of these operands, of one dtype, that can be copied at once, from where any group begins; 0 where only elements can."""
     copied = [n for n in names if n in views]
     one = views[copied[0]].element_size()
     sizes = [size for size in (16, 8, 4) if size >= one]
     if order is Order.FIRST and "cu_seqlens" in views:  # packed sequences begin at any token
         sizes = [one] if one == 4 else []
+    if order is Order.LAST and names is ROWS and (groups := views["B"].shape[2]) > 1:
+        sizes = [size for size in sizes if views["u"].shape[2] // groups * one % size == 0]
     fit = (s for s in sizes if all(checks.aligned(views[n], pointers[n], s // one, _LAST[order]) for n in copied))
     return next(fit, 0)
 
