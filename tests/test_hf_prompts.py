@@ -25,6 +25,7 @@ from hf_cases import (
     of_prompts,
     prompt_calls,
     prompted,
+    scans_of_a_layer,
 )
 from selection import kept
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -37,7 +38,7 @@ from ssmgen.errors import ArgumentError
 from ssmgen.spec import Pdl
 
 every_kind = pytest.mark.parametrize("name", PROMPTED)
-THOROUGH = ("bamba", "qwen3_next")  # one with a Mamba-2, one with a delta rule
+THOROUGH = ("jamba", "bamba", "qwen3_next")  # one with a Mamba, one with a Mamba-2, one with a delta rule
 MAMBA2 = [name for name in PROMPTED if "mamba2_chunk_scan" in of_prompts(name)]
 
 
@@ -105,9 +106,8 @@ def test_padding_on_the_left(name):
         alone = Prompt.run(model, 9, rows=slice(1, 2), tokens=slice(4, 9))
     assert_same(got, want)
     assert patch.calls() == {label: hf.Calls(2 * calls.ssmgen, 0) for label, calls in prompt_calls(name, model).items()}
-    states = [state for state in got.states if state.dim() == 4]
-    assert states
-    for state, by_itself in zip(states, [state for state in alone.states if state.dim() == 4], strict=True):
+    assert got.recurrent
+    for state, by_itself in zip(got.recurrent, alone.recurrent, strict=True):
         assert_close(state[1:], by_itself)
 
 
@@ -159,7 +159,8 @@ def test_a_card_launches_the_scan_while_the_convolution_ends(name):
     model = prompted(name).bfloat16()
     with hf.patch(model), functions.recording() as calls:
         Prompt.run(model, 65)
-    assert [call.function.__name__ for call in calls] == [*of_prompts(name).values()] * convolutions(model)
+    convolution, scan = of_prompts(name).values()
+    assert [call.function.__name__ for call in calls] == [convolution, *[scan] * scans_of_a_layer(name)] * convolutions(model)
     with torch.no_grad():
         for call in calls:
             chosen = ssmgen.explain(call.function, *call.args, arch="sm_90a", **call.kwargs).chosen

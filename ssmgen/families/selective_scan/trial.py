@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from ...calls.checks import TORCH_DTYPES
 from ...engine.trial import Trial, boundaries, cycled, ordered, slot_indices, trial, wide
