@@ -33,6 +33,7 @@ class Counts(NamedTuple):
     sequences: int
     heads: int  # of v
     group_heads: int  # heads of v that share one of q and k
+    tokens: int = 0  # of all sequences
 
 
 @dataclass(frozen=True, kw_only=True)
