@@ -97,7 +97,7 @@ def chunk_gated_delta_rule(
         one whose slot is none) leaves its row alone
     return_checkpoints: also return them, in checkpoints_out if that is given, else new ones of the other states' dtype or f32
     segments: parts of a sequence, of whole chunks of 64 tokens, that are computed side by side, at most; 1 for none. None: as many as its own
-        length and the heads of v say (chunk_delta_rule_segments), none where heads are many or it is short. The bits are those of this number
+        length and the heads of v say: none where heads are many, or it is short. Bits change with their number, but from one to two
     workspace: [bytes] uint8, what one kernel leaves for the next: chunk_delta_rule_workspace says how large, and it may be used again as
         soon as the call is enqueued on the same stream; None for a new one
     out: None for a new one, dense

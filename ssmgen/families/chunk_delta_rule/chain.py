@@ -163,6 +163,17 @@ def space(problem: DeltaProblem, arch: Arch) -> Iterator[ChainSpec]:
 
 def candidates(problem: DeltaProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
+    from .segments import why_not
+
+    if problem.divided:  # as many parts of a sequence are walked at once
+        rules = _rules(problem, size * problem.segments, arch, pdl)
+        yield from ((f"up to {problem.segments} segments, {rule}", spec, why) for rule, spec, why in rules)
+    else:
+        yield "segments", None, why_not(problem, size)
+        yield from _rules(problem, size, arch, pdl)
+
+
+def _rules(problem: DeltaProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
     from .warpgroups import by_warpgroups
 
     edge = {"pdl": Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF, "ahead_pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}

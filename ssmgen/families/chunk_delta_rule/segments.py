@@ -7,7 +7,7 @@ after the other; then the chain walks all of them at once, each from its own sta
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from ...spec import LATER, Arch, DType, Index, KernelSpec, Needs, Pdl, must
@@ -112,6 +112,10 @@ class WarpgroupSumsSpec(_Sums, WarpgroupChainSpec):
     @property
     def mapped(self) -> dict[str, int]:
         return {"k": self.head_k, "v": self.tile}
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, copies=False)  # chunks of segments but the last are whole
 
     @property
     def threads_per_block(self) -> int:
