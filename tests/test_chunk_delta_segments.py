@@ -89,6 +89,15 @@ def test_sizes_of_all_kinds(arch, sizes):
 
 
 @needs_emulator
+def test_two_warpgroups_share_a_block():
+    """With 128 rows of N or M each."""
+    sizes = Sizes(heads=1, head_k=128, head_v=128)
+    spec = variant(WarpgroupChainSpec, problem_of(**make(sizes, 1, 200), segments=4))
+    assert [part.tile for part in spec.kernels[1::2]] == [128, 64]
+    laws.is_accurate(served(WarpgroupChainSpec, 4), sizes, 200)
+
+
+@needs_emulator
 @pytest.mark.parametrize(("sizes", "form"), FORMS, ids=["warps", "warpgroups"])
 def test_a_pool_is_touched_where_it_should_be(sizes, form):
     state, layout = (F32, "vk") if form is ChainSpec else (BF16, "kv")
@@ -256,11 +265,11 @@ EDITS = {
     "M: no identity": ("sums", "? 1.f : 0.f", "? 0.f : 0.f", "off"),
     "M: with v": ("sums", "v_tiles, token, tile * kWalkers,", "v_tiles, token, 0,", "off"),
     "N: from the first state": ("sums", "segment == 0 && tile < kTilesOfN && has_state", "tile < kTilesOfN && has_state", "off"),
-    "N: of the first segment, begun in nothing": ("sums", "if (segment == 0 && tile < kTilesOfN && has_state)", "if (segment && has_state)", "outside of every operand"),
+    "N: begun in nothing": ("sums", "if (segment == 0 && tile < kTilesOfN && has_state)", "if (segment && has_state)", "outside of every"),
     "S: where it begins, not kept": ("sums", "leave_state(left + kHeadV * kHeadK);", "{}", "off"),
-    "sums: workspace before its wait": ("sums", "    wait_for_upstream();\n    float* const left", "    float* const left", "before the wait"),
+    "sums: no wait": ("sums", "    wait_for_upstream();\n    float* const left", "    float* const left", "before the wait"),
     "sums: state changed in flight": ("sums", "wgmma_wait<0>();\n      wgmma_landed(S);", "", "in flight"),
-    "sums: room given too early": ("sums", "barrier_init(empty, i, 4 * kWalkers)", "barrier_init(empty, i, 2 * kWalkers)", "before it looks"),
+    "sums: room too early": ("sums", "barrier_init(empty, i, 4 * kWalkers)", "barrier_init(empty, i, 2 * kWalkers)", "before it looks"),
     "join: without M": ("join", "fmaf(S[row], M[i], sum[row])", "sum[row]", "off"),
     "join: without N": ("join", "joined[e] = load(at + (4 * quad + e) * kHeadK);", "joined[e] = 0.f;", "off"),
     "join: no barrier": ("join", "sum[row];\n    __syncthreads();", "sum[row];", "nothing has written"),

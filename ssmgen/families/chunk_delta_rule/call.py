@@ -12,7 +12,6 @@ from ...calls.scalars import integer
 from .planning import CALLERS, Options
 from .segments import MOST, workspace_for
 
-
 SEGMENTS = integer(f"an integer from 1 to {MOST}", 1, MOST)
 
 
@@ -70,8 +69,8 @@ def chunk_gated_delta_rule(
     HV heads of V value and K key channels, multiples of 16 up to 256; HK heads of q and k, of which each serves HV / HK of v. […] is
     [batch, T], or for packed sequences with cu_seqlens [tokens] or [1, tokens]. The states are those that `gated_delta_rule` goes on from.
     Products are of v's 16-bit dtype, summed in f32; decays, the inverse within a chunk of 64 tokens and the state between chunks are f32.
-    The bits do not depend on the batch or on packing, and with segments=1 a sequence cut at multiples of 64 tokens, with f32 states, gives
-    those of the whole. With v of f16, the state and what is added to it must stay within f16's range.
+    The bits do not depend on the batch or on packing, and with segments=1 a sequence cut at multiples of 64 tokens, with f32 states,
+    gives those of the whole. With v of f16, the state and what is added to it must stay within f16's range.
 
     q, k: […, HK, K], v, out: […, HV, V], bf16 or f16, all of one dtype
     g: […, HV], log decay, at most 0; with A_log [HV] the raw gate, of which the log decay is -e^A_log softplus(g + dt_bias), dt_bias [HV]
@@ -96,12 +95,12 @@ def chunk_gated_delta_rule(
     checkpoints_out: [count, HV, V, K], receives those states, of the dtype of the others. A position of another kind, in no sequence (or in
         one whose slot is none) leaves its row alone
     return_checkpoints: also return them, in checkpoints_out if that is given, else new ones of the other states' dtype or f32
-    segments: parts of a sequence, of whole chunks of 64 tokens, that are computed side by side, at most; 1 for none. None: as many as its own
-        length and the heads of v say: none where heads are many, or it is short. Bits change with their number, but from one to two
+    segments: parts of a sequence, of whole chunks of 64 tokens, that are computed side by side, 1 … 1024 at most; 1 leaves it whole. None:
+        as its own length, the heads of v and V say: whole where heads are many, or it is short. Three or more have other bits than one
     workspace: [bytes] uint8, what one kernel leaves for the next: chunk_delta_rule_workspace says how large, and it may be used again as
         soon as the call is enqueued on the same stream; None for a new one
     out: None for a new one, dense
-    pdl: whether the first of the two kernels may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and
+    pdl: whether the first of its kernels may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and
         later)
 
     Returns out, or out and what else was asked for: (out[, final states][, checkpoints]). CPU tensors run the reference implementation,
