@@ -84,7 +84,7 @@ def test_pools(cut, state, layout):
 
 @by_both
 def test_states_may_go_where_they_come_from(cut):
-    """Of more blocks than the card holds at once: a last segment may be over before a first one begins."""
+    """There are more blocks than the card holds at once: a last segment may be over before a first one begins."""
     lengths, sizes = (1500, 0, 2500) * 8, replace(FEW, heads=16, key_heads=4)
     call = make(sizes, sum(lengths)) | {"cu_seqlens": starts_of(lengths, "cuda"), "return_final_states": True}
     before = laws.states(sizes, len(lengths), BF16)
