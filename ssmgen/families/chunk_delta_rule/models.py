@@ -59,7 +59,7 @@ class DeltaAsk(Ask):
                     if wanted.intermediates and wanted.update_state:
                         found.append(DeltaProblem(**packed | SGLANG, index=index, checkpoints=Index.I32))
                         found.append(DeltaProblem(**packed | VLLM | {"l2norm": False}, checkpoints=Index.I64))
-        few = {"segments": by_rule(model.nheads, model.dim_v), "segment_chunks": LEAST}
+        few: dict[str, Any] = {"segments": by_rule(model.nheads, model.dim_v), "segment_chunks": LEAST}
         found += [replace(problem, **few) for problem in found if few["segments"] > 1]  # of prompts that are cut
         return list(dict.fromkeys(found))
 

@@ -28,7 +28,7 @@ def by_rule(heads: int, head_v: int) -> int:
     return most if most > 2 else 1
 
 
-def asked(segments: int | None, heads: int, head_v: int, longest: int) -> dict[str, int]:
+def asked(segments: int | None, heads: int, head_v: int, longest: int) -> dict[str, Any]:
     """The fields of a problem that say it: of what a call asks for (None: the rule), where no sequence has more tokens than `longest`."""
     most, least = (by_rule(heads, head_v), LEAST) if segments is None else (segments, 1)
     cut = most > 1 and longest > (cut_from(least) - 1) * CHUNK
@@ -110,7 +110,7 @@ class WarpgroupSumsSpec(_Sums, WarpgroupChainSpec):
     family: ClassVar[str] = "chunk_delta_rule_warpgroup_sums"
 
     @property
-    def mapped(self) -> dict[str, int]:
+    def mapped(self) -> dict[str, Any]:
         return {"k": self.head_k, "v": self.tile}
 
     @property
