@@ -1,4 +1,4 @@
-"""The images of chunks, which the first kernel of chunk_linear_attention leaves: in the emulator, against float64, and the mistakes that show."""
+"""The images of chunks, which the first kernel of chunk_linear_attention leaves: in the emulator, against float64; and its mistakes."""
 
 from __future__ import annotations
 
