@@ -39,7 +39,7 @@ class WarpgroupChainSpec(ChainSpec):
         columns = tuple(sorted({self.rule.tokens, self.head_k}))
         return Needs(
             matrices=True, copies=self.ragged, barriers=True, maps=True, elements=self.state_loads is Loads.ELEMENT, bytes=True,
-            shared_pairs=True, warpgroups=columns, panels=True, mma=self.x.value,
+            shared_pairs=True, places=True, placed_stores=True, warpgroups=columns, panels=True, mma=self.x.value,
         )  # fmt: skip
 
     @property
