@@ -283,7 +283,7 @@ def prompted(name: str, **changes: Any) -> torch.nn.Module:
     experts = [TINY[name][n] for n in ("num_local_experts", "num_experts", "n_routed_experts") if n in TINY[name]]
     even = {"num_experts_per_tok": experts[0]} if experts else {}
     even |= {"initializer_range": 0.05} if {DELTA_RULE, KDA} & of_prompts(name).keys() else {}
-    even |= {option: 256 for option in ("indexer_budget", "index_topk") if option in TINY[name]}
+    even |= {option: size for option, size in (("indexer_budget", 256), ("index_topk", 1024)) if option in TINY[name]}
     even |= {"topk_group": TINY[name]["n_group"]} if "n_group" in TINY[name] else {}
     return built(name, **even | changes)
 

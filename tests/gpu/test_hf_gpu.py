@@ -34,6 +34,7 @@ REAL_FUSED = {
     },
     "qwen3_5": {"hidden_size": 256, "linear_num_value_heads": 8, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
     "qwen3_next": {"hidden_size": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    "kimi_linear": {"hidden_size": 256, "linear_head_dim": 128},
 }  # fmt: skip
 FUSED = [(name, {}) for name in LAYERS] + list(REAL_FUSED.items())
 CASES = [(name, {}) for name in TINY] + list(REAL.items())
