@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
 
 from hf_cases import assert_close, generate, modeling
+from hf_cases import minimax as tiny
 
 import ssmgen
 from ssmgen import api
@@ -25,20 +26,6 @@ def nothing_stays_patched():
     before = vars(modeling("minimax").MiniMaxLightningAttention)["forward"]
     yield
     assert not hf._active and vars(modeling("minimax").MiniMaxLightningAttention)["forward"] is before
-
-
-def tiny(**changes):
-    """In f32, in evaluation mode, on the CPU; experts all take part, so that roundings stay small."""
-    from transformers import MiniMaxConfig, MiniMaxForCausalLM
-
-    sizes = {
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
-        "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "block_size": 4,
-        "num_local_experts": 2, "num_experts_per_tok": 2, "initializer_range": 0.2, "max_position_embeddings": 256, "pad_token_id": 0,
-        "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    torch.manual_seed(0)
-    return MiniMaxForCausalLM(MiniMaxConfig(**sizes | changes)).eval()
 
 
 def states_of(cache):
