@@ -289,9 +289,23 @@ def prompted(name: str, **changes: Any) -> torch.nn.Module:
     experts = [TINY[name][n] for n in ("num_local_experts", "num_experts", "n_routed_experts") if n in TINY[name]]
     even = {"num_experts_per_tok": experts[0]} if experts else {}
     even |= {"initializer_range": 0.05} if {DELTA_RULE, KDA} & of_prompts(name).keys() else {}
-    even |= {option: 256 for option in ("indexer_budget", "index_topk") if option in TINY[name]}
+    even |= {option: size for option, size in (("indexer_budget", 256), ("index_topk", 1024)) if option in TINY[name]}
     even |= {"topk_group": TINY[name]["n_group"]} if "n_group" in TINY[name] else {}
     return built(name, **even | changes)
+
+
+def minimax(**changes: Any) -> torch.nn.Module:
+    """MiniMax's, in f32, in evaluation mode, on the CPU; its experts all take part, so that roundings stay small."""
+    from transformers import MiniMaxConfig, MiniMaxForCausalLM
+
+    sizes = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+        "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "block_size": 4,
+        "num_local_experts": 2, "num_experts_per_tok": 2, "initializer_range": 0.2, "max_position_embeddings": 256, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    return MiniMaxForCausalLM(MiniMaxConfig(**sizes | changes)).eval()
 
 
 class Prompt:

@@ -10,6 +10,7 @@ import torch
 from delta_oracles import BF16, F32, HK, HV, K, V, assert_refused, close, randn, starts_of
 from engine_calls import no_call_goes_to_the_engine, pages, sglang_functions, vllm_functions  # noqa: F401
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import logsigmoid
 
 from ssmgen.compat import fla, replacing, sglang, vllm
@@ -324,6 +325,24 @@ def test_lightning_prompts_and_their_next_token(engine, request):
 
 
 POOL = randn(9, HV, V, K, seed=12, dtype=F32)
+KEPT = {"initial_state": randn(4, HV, K, V, seed=12, dtype=BF16), "output_final_state": True}
+ATTENTION = {n: t.transpose(1, 2) for n, t in call_of("lightning_attn", True, 2, 7).items() if n in "qkv"}
+WAYS = {
+    "fla": (fla.chunk_kda, kda_call("kda-raw") | KEPT),
+    "fla's attention": (fla.chunk_simple_gla, call_of("simple_gla", True, 1, 9) | KEPT | {"cu_seqlens": starts_of(LENGTHS)}),
+    "vllm": (vllm.chunk_kda, kda_call("kda") | {"initial_state": POOL[:4], "output_final_state": True}),
+    "sglang": (sglang.chunk_kda, sglang_call("kda-raw", POOL, output_intermediate_states=True)),
+    "sglang's tracked": (sglang.chunk_kda, sglang_call("kda", POOL, track_state=POOL[:4], track_chunk_idx=SLOTS)),
+    "lightning": (sglang.lightning_attention, ATTENTION | {"ed": torch.rand(HK, 1, 1), "kv_history": POOL[:2, :HK].transpose(2, 3)}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_of_a_tensor_is_read_by_the_host(way):
+    """A fake tensor holds no values: who asks for one gets an error."""
+    function, call = WAYS[way]
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        function(**{n: mode.from_tensor(t) if isinstance(t, Tensor) else t for n, t in call.items()})
 
 
 @pytest.mark.parametrize(
