@@ -2,70 +2,21 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import inspect
 
 import pytest
 import torch
 from engine_calls import no_call_goes_to_the_engine, pages, sglang_functions, vllm_functions  # noqa: F401
 from engine_stand_ins import found as place_of
-from prompt_oracles import BF16, F32, close, randn, starts_of
+from mamba1_oracles import LENGTHS, SLOTS, TOKENS, D, N, by_channels, by_tokens, operands, part, sequences, vllm_call, walk
+from prompt_oracles import BF16, F32, close, randn
+from selective_cases import BOUNDS, emulated
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.functional import silu, softplus
 
+from ssmgen import emulator, selective_scan
 from ssmgen.compat import mamba1_prompts, mamba_ssm, sglang_mamba, vllm
 from ssmgen.errors import ArgumentError, UnsupportedError
-
-D, N = 12, 5
-LENGTHS = (17, 0, 1, 40, 6)
-TOKENS = sum(LENGTHS)
-SLOTS = torch.tensor([5, 1, 3, 7, 2], dtype=torch.int32)
-
-
-def by_tokens(*shape: int, seed: int, dtype: torch.dtype = BF16) -> Tensor:
-    """[…, D, T] as behind a projection: the channels of a token lie behind each other."""
-    return randn(*shape[:-2], shape[-1], shape[-2], seed=seed, dtype=dtype).transpose(-1, -2)
-
-
-def operands(*lead: int, T: int, G: int | None = None, make=by_tokens, dtype: torch.dtype = BF16, **more) -> dict:
-    """Rows [*lead, D, T]; a G of None is an axis that is not there."""
-    groups = () if G is None else (G,)
-    call = {n: make(*lead, D, T, seed=seed, dtype=dtype) for seed, n in enumerate(("u", "delta", "z"))}
-    call |= {n: make(*lead, *groups, N, T, seed=seed, dtype=dtype) for seed, n in enumerate(("B", "C"), 3)}
-    call |= {"A": -randn(D, N, seed=5, dtype=F32).exp(), "D": randn(D, seed=6, dtype=F32), "delta_bias": randn(D, seed=7, dtype=F32)}
-    return call | {"delta_softplus": True} | more
-
-
-def walk(call: dict, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One row [D, T] token by token: (y [D, T], the state after it [D, N]), in float64."""
-    u, delta, A, B, C = (call[n].double() for n in ("u", "delta", "A", "B", "C"))
-    B, C = (t[None] if t.dim() == 2 else t for t in (B, C))
-    B, C = (t.repeat_interleave(D // t.shape[0], 0) for t in (B, C))
-    bias, skip, z = (call.get(n) for n in ("delta_bias", "D", "z"))
-    d = delta if bias is None else delta + bias.double()[:, None]
-    d = softplus(d) if call["delta_softplus"] else d
-    h, y = torch.zeros(D, N, dtype=torch.float64) if state is None else state.double(), torch.empty_like(u)
-    for t in range(u.shape[1]):
-        h = torch.exp(d[:, t, None] * A) * h + (d[:, t] * u[:, t])[:, None] * B[..., t]
-        y[:, t] = (h * C[..., t]).sum(-1)
-    y = y if skip is None else y + skip.double()[:, None] * u
-    return y if z is None else y * silu(z.double()), h
-
-
-def part(call: dict, *, row: int | None = None, span: slice = slice(None)) -> dict:
-    """A row of a batch, or some tokens of packed ones."""
-    per_token = ("u", "delta", "z", "B", "C")
-    return {n: (t if row is None else t[row])[..., span] if n in per_token and t is not None else t for n, t in call.items()}
-
-
-def sequences(call: dict, lengths=LENGTHS) -> list[dict]:
-    starts = starts_of(lengths).tolist()
-    return [part(call, span=slice(a, b)) for a, b in pairwise(starts)]
-
-
-def by_channels(*shape: int, seed: int, dtype: torch.dtype = BF16) -> Tensor:
-    return randn(*shape, seed=seed, dtype=dtype)
-
 
 # mamba-ssm
 
@@ -102,19 +53,13 @@ def test_one_order_goes_to_the_kernel(monkeypatch):
     """What lies otherwise than u is copied; B and C, and what lies like u, are not."""
     call = operands(2, T=23)
     given = call | {"delta": call["delta"].contiguous()}
-    monkeypatch.setattr(mamba_ssm._mamba1.scan, "__defaults__", (lambda *args, **more: args,))
+    monkeypatch.setattr(mamba1_prompts, "selective_scan", lambda *args, **more: args)
     u, delta, _, B, C, _, z, _ = mamba_ssm.selective_scan_fn(**given)
     assert delta.stride() == u.stride() and torch.equal(delta, call["delta"])
     assert all(a is b for a, b in ((u, call["u"]), (z, call["z"]), (B, call["B"]), (C, call["C"])))
 
 
 # vLLM: as its layers hold it.
-
-
-def vllm_call(lengths=LENGTHS, **more) -> dict:
-    tokens = sum(lengths)
-    call = operands(T=tokens, G=None) | {"ssm_states": pages(9, D, N), "query_start_loc": starts_of(lengths), "cache_indices": SLOTS}
-    return call | {"cu_chunk_seqlen": SLOTS, "last_chunk_indices": SLOTS} | more
 
 
 @pytest.mark.parametrize("G", [None, 2])
@@ -178,6 +123,22 @@ def test_sglang_layers(sglang):
 # All of them.
 
 
+@pytest.mark.skipif(not emulator.available(), reason="needs g++")
+def test_kernels_make_what_is_asked_for(monkeypatch):
+    """In the emulator: packed sequences in a pool, some from a state, and one whose slot is padding."""
+    names = list(inspect.signature(selective_scan).parameters)
+    monkeypatch.setattr(mamba1_prompts, "selective_scan", lambda *args, **more: emulated(**dict(zip(names, args, strict=False)), **more))
+    slots, started = SLOTS.clone(), torch.tensor([True, True, False, True, False])
+    slots[4], call = 0, vllm_call(has_initial_state=started)
+    pool = call["ssm_states"]
+    kept = pool.clone()
+    out = vllm.selective_scan_fn(**call | {"cache_indices": slots})
+    for i, (sequence, y) in enumerate(zip(sequences(call)[:4], out.split(LENGTHS, -1), strict=False)):
+        want, h = walk(sequence, kept[SLOTS[i]] if started[i] else None)
+        assert close(y, want, BOUNDS[BF16]) and (not LENGTHS[i] or close(pool[SLOTS[i]], h, BOUNDS[F32]))
+    assert not out[:, -LENGTHS[4] :].any() and torch.equal(pool[SLOTS[4]], kept[SLOTS[4]])
+
+
 def test_nothing_of_a_tensor_is_read_by_the_host():
     """A fake tensor holds no values: who asks for one gets an error."""
     functions = {
@@ -218,4 +179,3 @@ def test_what_is_refused(function, call, kind, words):
         function(**call)
     assert "selective_scan" in str(caught.value)
     assert torch.equal(PACKED["ssm_states"], kept)
-    assert mamba1_prompts.selective_scan is mamba1_prompts.scan.__defaults__[0]

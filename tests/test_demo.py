@@ -227,6 +227,7 @@ def on_cpu(monkeypatch):
         monkeypatch.setattr(module, "kernels", lambda step: step() is None or 5)
     monkeypatch.setattr(prompts, "peak_bytes", lambda step: step() and 7)
     monkeypatch.setattr(prompts, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(prompts, "seconds", lambda step: step() and 0.1)
     monkeypatch.setattr(measure, "captured", refuse)
     monkeypatch.setattr(hf, "warm", lambda model, batches, prompt_length, fuse=False: 0)
 
@@ -260,6 +261,7 @@ def test_prompts_are_measured_patched_and_not(on_cpu, preset):
 @pytest.mark.parametrize(("fits", "found"), [(4, "of 5 tokens: "), (5, "")])
 def test_prompts_that_transformers_has_no_memory_for(on_cpu, monkeypatch, fits, found):
     """Chunks are as long as the model's own, and what is patched is measured all the same; also where a part of the prompt does fit."""
+    monkeypatch.setattr(prompts, "FEWEST", 1)
     own = modeling("mamba2").mamba2_chunk_scan
 
     def no_memory(x, *args, **kwargs):
@@ -278,14 +280,20 @@ def test_prompts_that_transformers_has_no_memory_for(on_cpu, monkeypatch, fits, 
 
 
 @pytest.mark.parametrize(
-    ("free", "longest", "reason"),
-    [(55, 9, "it would need 0 GiB beside the weights, and 0 are free"), (56, 9, ""), (56, 0.0, "it would take 0 s")],
+    ("free", "taken", "reason"),
+    [
+        (55, 0.3, "it would need 56 GiB beside the weights, and 55 are free"),
+        (56, 0.3, ""),
+        (56, 0.5, "it would take 4 s"),
+    ],
 )
-def test_passes_that_would_be_too_large_or_too_long_are_not_made(on_cpu, monkeypatch, free, longest, reason):
-    """An eighth of the prompt tells: 7 bytes are 56, and any time is more than none."""
+def test_passes_that_would_be_too_large_or_too_long_are_not_made(on_cpu, monkeypatch, free, taken, reason):
+    """An eighth of the prompt tells."""
     seen = []
-    monkeypatch.setattr(prompts, "free_bytes", lambda: free)
-    monkeypatch.setattr(prompts, "LONGEST", longest)
+    monkeypatch.setattr(prompts, "FEWEST", 1)
+    monkeypatch.setattr(prompts, "peak_bytes", lambda step: step() and 7 << 30)
+    monkeypatch.setattr(prompts, "free_bytes", lambda: free << 30)
+    monkeypatch.setattr(prompts, "seconds", lambda step: taken)
     monkeypatch.setattr(prompts, "Greedy", lambda model, ids: seen.append(ids.shape[1]) or Greedy(model, ids))
     model = narrow().for_prompts.build(2, torch.bfloat16, "cpu")
     found = prompts.measured(model, 1, 72, Options(rounds=1))

@@ -29,8 +29,8 @@ class Operands(NamedTuple):
     delta_softplus: bool
 
 
-def scan(name: str, operands: Operands, run: Callable[..., Any] = selective_scan, **states: Any) -> Any:
-    """What `run`, which is ssmgen.selective_scan, returns.
+def scan(name: str, operands: Operands, run: Callable[..., Any] | None = None, **states: Any) -> Any:
+    """What ssmgen.selective_scan returns, or `run` in its place.
 
     Its kernels have one order of channels and tokens in memory for u, delta and z: what lies otherwise than u is copied, once, as a product
     leaves delta where a projection left u.
@@ -42,7 +42,7 @@ def scan(name: str, operands: Operands, run: Callable[..., Any] = selective_scan
     if reasons:
         raise UnsupportedError(name, reasons)
     delta, z = _laid_out_like(u, delta), None if z is None else _laid_out_like(u, z)
-    return run(u, delta, A, B, C, D, z, delta_bias, delta_softplus=softplus, channels_first=True, **states)
+    return (run or selective_scan)(u, delta, A, B, C, D, z, delta_bias, delta_softplus=softplus, channels_first=True, **states)
 
 
 def _laid_out_like(u: Tensor, t: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ from . import DemoError
 from .decode import Greedy, prompt
 from .measure import FUSED, PATCHED, PLAIN, Options, Way, first_line, interleaved_ms, kernels, plain_attention, release, served
 
-PART, LONGEST = 8, 3.0  # of a prompt that tells what all of it would take; seconds of a pass
+# Of a prompt, what tells of all of it: an eighth, and tokens that a chunk of transformers' own is padded to; seconds of a pass.
+PART, FEWEST, LONGEST = 8, 256, 3.0
 UNITS = ("ms", "kernels", "memory")
 
 
@@ -102,7 +103,7 @@ def _fuses(model: torch.nn.Module) -> bool:
 
 def too_much(model: torch.nn.Module, ids: Tensor) -> str:
     """Why transformers' own pass over a prompt [batch, tokens] is not made, or nothing."""
-    part = ids[:, : max(1, ids.shape[1] // PART)]
+    part = ids[:, : max(FEWEST, ids.shape[1] // PART)]
     times, step = ids.shape[1] / part.shape[1], partial(Greedy, model, part)
     try:
         needed = peak_bytes(step) * times
@@ -110,12 +111,17 @@ def too_much(model: torch.nn.Module, ids: Tensor) -> str:
         return f"of {part.shape[1]} tokens: {first_line(e)}"
     if needed > (free := free_bytes()):
         return f"it would need {needed / 2**30:.0f} GiB beside the weights, and {free / 2**30:.0f} are free"
+    taken = seconds(step) * times
+    return f"it would take {taken:.0f} s" if taken > LONGEST else ""
+
+
+def seconds(step: Callable[[], Any]) -> float:
+    """What a call takes on the wall clock."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     step()
     torch.cuda.synchronize()
-    seconds = (time.perf_counter() - start) * times
-    return f"it would take {seconds:.0f} s" if seconds > LONGEST else ""
+    return time.perf_counter() - start
 
 
 def free_bytes() -> int:
