@@ -1,18 +1,11 @@
 """transformers' models generate with ssmgen: `patch()` puts its functions into their modeling files, `warm(model)` prepares its kernels.
 
 Of a modeling file the state update of a decode step, the convolution's update, the convolution over a prompt and the scan over it of a
-<<<<<<< HEAD
-Mamba, a Mamba-2, a gated delta rule or Kimi delta attention are replaced, each on its own; with `fuse=True` also whole decode layers,
-between their projections, and gated norms. Other scans over a prompt stay as they are. The modeling files look these functions up at every
-call, so models made before and after patching use them, and all models of one kind do. A call that ssmgen does not serve goes to
-transformers' own function, with a warning once per reason: where an operand requires grad, for one.
-=======
-Mamba-2, a gated delta rule or Kimi delta attention are replaced, each on its own; of MiniMax's layers of Lightning attention, which have no
-such functions, the forward; with `fuse=True` also whole decode layers, between their projections. Other scans over a prompt stay as they
-are. The modeling files look these functions up at every call, so models made before and after patching use them, and all models of one kind
-do. A call that ssmgen does not serve goes to transformers' own function, with a warning once per reason: where an operand requires grad,
-for one.
->>>>>>> xh
+Mamba, a Mamba-2, a gated delta rule or Kimi delta attention are replaced, each on its own; of MiniMax's layers of Lightning attention,
+which have no such functions, the forward; with `fuse=True` also whole decode layers, between their projections, and gated norms. Other
+scans over a prompt stay as they are. The modeling files look these functions up at every call, so models made before and after patching
+use them, and all models of one kind do. A call that ssmgen does not serve goes to transformers' own function, with a warning once per
+reason: where an operand requires grad, for one.
 
 Written for transformers 5.17 to 5.23; 5.16 works as well, and 5.15 but for whole layers. Older ones are refused.
 """
@@ -24,6 +17,7 @@ import re
 import threading
 import warnings
 from collections.abc import Iterable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,11 +26,8 @@ from .. import api, runtime
 from ..errors import PatchError, bullets
 from . import hf_functions as functions
 from . import hf_layers as layers
-<<<<<<< HEAD
-from . import hf_norms as norms
-=======
 from . import hf_lightning as lightning
->>>>>>> xh
+from . import hf_norms as norms
 from .hf_functions import FUNCTIONS, Replacement
 
 _CONV = ("causal_conv1d_update", "causal_conv1d_fn")
@@ -143,16 +134,11 @@ def patch(models: str | torch.nn.Module | Iterable[str | torch.nn.Module] = "aut
     Raises PatchError for what is not known, listing all of it, before anything is replaced.
     """
     names = _names(models)
-<<<<<<< HEAD
-    wanted = [(name, function) for name in names for function in MODELS[name]]
+    wanted = [(name, function) for name in names for function in MODELS.get(name, ())]
+    wanted += [(name, lightning.CLASSES[name]) for name in names if name in lightning.CLASSES]
     if fuse:
         wanted += [(name, layers.LAYERS[name].name) for name in names if name in layers.LAYERS]
         wanted += [(name, norms.NORMS[name]) for name in names if norms.has(_modeling(name), name)]
-=======
-    wanted = [(name, function) for name in names for function in MODELS.get(name, ())]
-    wanted += [(name, lightning.CLASSES[name]) for name in names if name in lightning.CLASSES]
-    wanted += [(name, layers.LAYERS[name].name) for name in names if fuse and name in layers.LAYERS]
->>>>>>> xh
     with _lock:
         objections = {pair: words for pair in wanted if (words := _objection(*pair))}
         if objections:
@@ -232,13 +218,14 @@ def _objection(model: str, function: str) -> str:
     if original is None:
         return "this transformers has no such function"
     if isinstance(original, type):
-<<<<<<< HEAD
-        return (norms if function == norms.NORMS.get(model) else layers).objection(original)
-=======
-        return (lightning if lightning.CLASSES.get(model) == function else layers).objection(original)
->>>>>>> xh
+        return _of_class(model, function).objection(original)
     differences = functions.unknown_parameters(FUNCTIONS[function], original)
     return f"its parameters are others than expected: {', '.join(differences)}" if differences else ""
+
+
+def _of_class(model: str, name: str) -> ModuleType:
+    """The module that replaces a class's forward: its `objection` and its `run`."""
+    return next((m for m, names in ((lightning, lightning.CLASSES), (norms, norms.NORMS)) if names.get(model) == name), layers)
 
 
 def _replacement(model: str, function: str) -> Replacement:
@@ -246,15 +233,8 @@ def _replacement(model: str, function: str) -> Replacement:
     known = _active.get((model, function))
     if known is None or not known.in_place:
         label, module = f"{model}.{function}", _modeling(model)
-<<<<<<< HEAD
         if isinstance(owner := getattr(module, function), type):
-            run = norms.run_norm if function == norms.NORMS.get(model) else layers.run_layer
-            known = Replacement(label, owner, "forward", run)
-=======
-        if isinstance(mixer := getattr(module, function), type):
-            run_layer = (lightning if lightning.CLASSES.get(model) == function else layers).run_layer
-            known = Replacement(label, mixer, "forward", run_layer)
->>>>>>> xh
+            known = Replacement(label, owner, "forward", _of_class(model, function).run)
         else:
             known = Replacement(label, module, function, functions.run_function)
         _active[model, function] = known
