@@ -1,9 +1,9 @@
-"""The images of chunks, which the first kernel of chunk_linear_attention leaves: in the emulator, against float64, and the mistakes that show."""
+"""The images of chunks, which the first kernel of chunk_linear_attention leaves: in the emulator, against float64; and its mistakes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -240,11 +240,15 @@ MISTAKES = {
     "copies are not waited for": ("    wait_all_copies();\n", "", "copy"),
     "nor by all": ("    wait_all_copies();\n    __syncwarp();\n", "    wait_all_copies();\n", "shared memory"),
     "decays are overwritten early": ("    __syncthreads();  // sums of all", "    // sums of all", "shared memory"),
-    "blocks are multiplied early": ("    __syncthreads();\n\n    {\n      const u32 which", "    {\n      const u32 which", "shared memory"),
+    "blocks are multiplied early": (
+        "    __syncthreads();\n\n    {\n      const u32 which",
+        "    {\n      const u32 which",
+        "shared memory",
+    ),
     "sums take the place of what is read": ("  __syncthreads();  // the place of q is free\n", "", "shared memory"),
     "sums are read early": ("  __syncthreads();\n\n  // Each warp a column", "\n  // Each warp a column", "shared memory"),
     "upstream is not waited for": ("\n  wait_for_upstream();", "\n", "wait"),
-    "rows behind the end": ("first + row < rows;", "true;", "beyond|outside|operand"),
+    "rows behind the end": ("first + row < rows && ", "true && ", "beyond|outside|operand"),
     "gates behind the end": ("min(first_token + first_row + n, rows - 1)", "first_token + first_row + n", "beyond|outside|operand"),
 }
 
