@@ -4,6 +4,7 @@ found."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import linear_chain_cases as cases
@@ -263,7 +264,7 @@ def test_pieces_are_what_is_read(rule):
         spec = replace(SPEC, head_k=head_k, tile=tile, rule=rule, **more)
         bytes_of = sorted((begin, begin + count) for begin, count, _ in spec.pieces)
         words_of = sorted((word, word + count // 4) for _, count, word in spec.pieces)
-        apart = [all(a[1] <= b[0] for a, b in zip(found, found[1:], strict=False)) for found in (bytes_of, words_of)]
+        apart = [all(a[1] <= b[0] for a, b in pairwise(found)) for found in (bytes_of, words_of)]
         assert all(apart) and bytes_of[-1][1] <= spec.image.decay and words_of[-1][1] <= spec.stage.words
         matrices, panels = -(-head_k // 64) * 8192, 5120 if rule is not Rule.LOW_RANK else 3584
         wanted = {Rule.PLAIN: 2 * matrices + panels, Rule.LOW_RANK: 2 * matrices + 2 * panels}.get(rule, 3 * matrices + 2 * panels)
