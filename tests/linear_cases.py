@@ -19,7 +19,7 @@ from ssmgen.families.chunk_linear_attention import planning as op
 from ssmgen.families.chunk_linear_attention.problem import Rule
 from ssmgen.spec import Arch
 
-__all__ = ["BF16", "BOUNDS", "F16", "F32", "HARD", "NAN", "STORED", "error", "same", "starts_of"]
+__all__ = ["BF16", "BOUNDS", "F16", "F32", "HARD", "NAN", "SM90", "STORED", "error", "same", "starts_of"]
 
 Run = Callable[..., Any]  # as a public function, behind the function
 PER_TOKEN = {  # parameters with a token's numbers
@@ -192,12 +192,12 @@ def views_of(call: Any) -> dict[str, Tensor]:
 def exact(case: Case, call: Mapping[str, Any], **more: Any) -> dict[str, Tensor]:
     """What the call must write, in float64, token by token, by the reference."""
     built = getattr(ssmgen, case.function).build(**call, **more)
-    views = {n: t.cpu() for n, t in views_of(built).items()}
+    views = views_of(built)
     if built.before is not None:
-        views["v"] = views_of(built)["v"].cpu().double().copy_(call["v"].cpu().double() * call["w"].cpu().double()).view_as(views["v"])
+        views["v"] = (call["v"].double() * call["w"].double()).view_as(views["v"])
     wanted = {n: views[n].double() for n in op.WRITTEN if n in views and n != "workspace"}
     op.run_reference(views | wanted, built.options, torch.float64)
-    return wanted
+    return {n: t.cpu() for n, t in wanted.items()}
 
 
 # What runs a call.

@@ -76,19 +76,23 @@ def prompt(
     HV: int = 1,
     x: torch.dtype = BF16,
     decay: float = 0.1,
+    near: float = 0.0,
     seed: int = 0,
 ) -> Prompt:
-    """decay: of a token's channel of the state, about, as a log. Keys are of length one."""
+    """decay: of a token's channel of the state, about, as a log. Keys are of length one; near: they are one key and this much noise (0: all
+    noise)."""
     g, tokens = torch.Generator().manual_seed(seed), sum(lengths)
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(tokens, *shape, generator=g)
 
-    def unit() -> Tensor:
-        t = randn(HK, K)
+    common = torch.randn(HK, K, generator=g)
+
+    def unit(near: float = near) -> Tensor:
+        t = common + near * randn(HK, K) if near else randn(HK, K)
         return (t / t.norm(dim=-1, keepdim=True)).to(x)
 
-    q, k, v, gk = unit(), unit(), randn(HV, V).to(x), -decay * randn(HV, K).double().exp()
+    q, k, v, gk = unit(0), unit(), randn(HV, V).to(x), -decay * randn(HV, K).double().exp()
     more: dict[str, Tensor] = {}
     if rule is Rule.LOW_RANK:
         read = unit()
@@ -96,6 +100,19 @@ def prompt(
     elif rule.reads:
         more = {"beta": randn(HV).double().sigmoid()} | ({"read": unit()} if rule is Rule.OLD else {})
     return Prompt(rule, q, k, v, gk, lengths, **more)
+
+
+def hard(kind: str, *lengths: int, **more: Any) -> Prompt:
+    """Data by whose kind errors grow, or exponents."""
+    p = prompt(*lengths, **more | ({"near": 0.05, "decay": 1e-3} if kind.startswith("near") else {}))
+    gk = {
+        "no decay": torch.zeros_like(p.gk), "all by -5": torch.full_like(p.gk, -5.0), "strong": torch.full_like(p.gk, -40.0),
+        "one never": torch.full_like(p.gk, -1.0).index_fill(2, torch.tensor([3]), 0.0),
+    }.get(kind, p.gk)  # fmt: skip
+    return replace(p, gk=gk, beta=torch.ones_like(p.beta) if kind == "near, beta 1" and p.beta is not None else p.beta)
+
+
+HARD = ("near keys", "no decay", "all by -5", "one never", "strong", "near, beta 1")
 
 
 def _views(p: Prompt) -> dict[str, Tensor]:

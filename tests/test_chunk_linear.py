@@ -1,32 +1,48 @@
-"""chunk_linear_attention: its reference, its checks, and the laws that hold for both kernels together, on the CPU and in the emulator."""
+"""chunk_linear_attention: its reference, and the laws that hold for both kernels together, on the CPU and in the emulator."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import linear_laws as laws
 import pytest
 import torch
-from linear_cases import ADVERSARIAL, BF16, F16, F32, FUNCTIONS, Case, error, exact, make, public, recurrence, same, starts_of
+from linear_cases import ADVERSARIAL, BF16, F16, F32, FUNCTIONS, SM90, Case, emulated, error, exact, make, public, recurrence, same
 
-import ssmgen
-from ssmgen.errors import ArgumentError
-from ssmgen.families.chunk_linear_attention.problem import Rule, workspace_bytes
+from ssmgen import emulator
+from ssmgen.emulator.check import check
+from ssmgen.families.chunk_linear_attention.chain import ChainSpec, candidates
+from ssmgen.families.chunk_linear_attention.problem import OPERATOR, LinearPromptProblem, Rule
+from ssmgen.families.chunk_linear_attention.warpgroups import WarpgroupChainSpec
+from ssmgen.registry import select
+from ssmgen.spec import DType, Index, Layout
 
 SMALL = Case()
 each = pytest.mark.parametrize("case", [replace(SMALL, function=name) for name in FUNCTIONS], ids=FUNCTIONS)
 KDA, RWKV7 = SMALL, replace(SMALL, function="chunk_rwkv7")  # chunks of 64 tokens and of 32
 both = pytest.mark.parametrize("case", [KDA, RWKV7], ids=["kda", "rwkv7"])
+needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
+by_both = pytest.mark.parametrize("run", [public, pytest.param(emulated, marks=needs_emulator)], ids=["reference", "emulated"])
+
+
+def served_by(form: type[ChainSpec]) -> Any:
+    """What runs a call in the emulator by the first variant of a form."""
+
+    def spec(problem: LinearPromptProblem) -> Any:
+        return next(s for _, s, _ in candidates(problem, 1, SM90, True) if type(s) is form and not s.violations(SM90))
+
+    return partial(emulated, spec=spec)
 
 
 # The reference.
 
 
 @each
-@pytest.mark.parametrize("kind", [{}, *ADVERSARIAL.values()], ids=["random", *ADVERSARIAL])
+@pytest.mark.parametrize("kind", ["random", "near keys, steps of 1", "one channel at once"])
 def test_the_reference_does_what_formulas_say(case, kind):
-    call = make(case, 5, **kind)
+    call = make(case, 5, **ADVERSARIAL.get(kind, {}))
     before = laws.states(case, 1)
     out, states = recurrence(case, call, before[0])
     wanted = exact(case, laws.tokens_of(case, call, slice(None)), initial_states=before, return_final_states=True)
@@ -62,139 +78,129 @@ def test_a_scale_is_a_factor_of_the_output(case):
     assert same(public(case, **call), public(case, **call, scale=1.0 if case.function == "chunk_rwkv7" else 32**-0.5))
 
 
-# Laws of the functions.
+# Laws of both kernels together.
 
 
-@both
-def test_packing_changes_no_bit(case):
-    laws.packing_changes_no_bit(public, case, (65, 0, 7, 33))
-
-
-@both
-def test_a_pool_is_touched_where_it_should_be(case):
-    laws.a_pool_is_touched_where_it_should_be(public, case, BF16, "kv")
-
-
+@needs_emulator
 @each
-def test_decoding_goes_on(case):
-    laws.decoding_goes_on(public, case, 33)
+@pytest.mark.parametrize("kind", ["random", "near keys, steps of 1", "no decay", "-5", "one channel never", "one channel at once"])
+def test_results_are_those_of_float64(case, kind):
+    laws.is_accurate(emulated, case, 100, **ADVERSARIAL.get(kind, {}))
 
 
+@needs_emulator
 @both
-def test_checkpoints_are_final_states(case):
-    laws.checkpoints_are_final_states(public, case, BF16, (65, 0, 40))
+@pytest.mark.parametrize("kind", ["near keys", "slow", "-40"])
+def test_results_of_other_data(case, kind):
+    laws.is_accurate(emulated, case, 130, **ADVERSARIAL[kind])
 
 
-def test_two_calls_of_gdn2_weigh_what_they_are_given():
-    """The product is made anew in every call, also in one that was bound, whose tensors have changed."""
-    case = replace(SMALL, function="chunk_gdn2")
-    call = make(case, 1, 5)
-    first = public(case, **call)
-    bound = ssmgen.bind(ssmgen.chunk_gdn2, **call)
-    call["w"].mul_(0.5)
-    second = public(case, **call)
-    assert not same(first, second) and same(bound(), second)
+@needs_emulator
+@pytest.mark.parametrize("function", ["chunk_gdn2", "chunk_comba", "chunk_dplr_delta_rule"])
+@pytest.mark.parametrize("kind", [{}, ADVERSARIAL["near keys, steps of 1"]], ids=["random", "near keys"])
+def test_sizes_that_are_no_powers_of_two(function, kind):
+    laws.is_accurate(emulated, Case(function, heads=3, key_heads=3, head_k=48, head_v=16, x=F16), 70, **kind)
 
 
-# Checks.
+@needs_emulator
+@pytest.mark.parametrize("function", ["chunk_kda", "chunk_gla", "chunk_rwkv7"])
+@pytest.mark.parametrize("form", [ChainSpec, WarpgroupChainSpec])
+def test_many_tokens(function, form):
+    """What nothing decays adds up."""
+    laws.is_accurate(served_by(form), Case(function, head_k=64, head_v=64, heads=1), 300, **ADVERSARIAL["slow"])
 
 
-def operands(function: str = "chunk_kda", **changes: Any) -> dict[str, Any]:
-    return make(replace(SMALL, function=function), 2, 5) | changes
+@needs_emulator
+@each
+def test_lengths_are_accurate(case):
+    laws.lengths_are_accurate(emulated, case, (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65))
 
 
-@pytest.mark.parametrize(
-    ("function", "changes", "words"),
-    [
-        ("chunk_kda", {"v": torch.zeros(2, 5, 32)}, "v is [2, 5, 32], not [batch, T, HV, V]"),
-        ("chunk_kda", {"cu_seqlens": torch.zeros(3).int()}, "not [tokens, HV, V] or [1, tokens, HV, V], as cu_seqlens asks for"),
-        ("chunk_kda", {"g": torch.zeros(2, 5, 2)}, "g is [2, 5, 2], not […, HV, K] = [2, 5, 2, 32]"),
-        ("chunk_kda", {"g": None}, "g is a NoneType, not a tensor"),
-        ("chunk_kda", {"g": torch.zeros(2, 5, 2, 64)[..., ::2]}, "g has strides [640, 128, 64, 2]; its rows must be contiguous"),
-        ("chunk_kda", {"k": torch.zeros(2, 5, 1, 32)}, "k is float32, v is bfloat16"),
-        ("chunk_kda", {"dt_bias": torch.zeros(2, 32)}, "dt_bias is given without A_log"),
-        ("chunk_kda", {"dt_bias": torch.zeros(2), "A_log": torch.zeros(2)}, "dt_bias is [2], not [HV, K] = [2, 32] or [HV K] = [64]"),
-        ("chunk_kda", {"allow_neg_eigval": True}, "allow_neg_eigval doubles the sigmoid of beta: give beta_sigmoid too"),
-        ("chunk_kda", {"beta": torch.zeros(2, 5, 2, 32)}, "beta is [2, 5, 2, 32], one per value channel, which has no form in chunks"),
-        ("chunk_comba", {"beta": torch.zeros(2, 5, 2, 32)}, "one per value channel, which has no form in chunks"),
-        ("chunk_comba", {"p": torch.zeros(2, 5, 1, 16).bfloat16()}, "p is [2, 5, 1, 16], not […, HK, K] = [2, 5, 1, 32]"),
-        ("chunk_comba", {"g": torch.zeros(2, 5, 2, 32)}, "g is [2, 5, 2, 32], not […, HV] = [2, 5, 2]"),
-        ("chunk_gla", {"gv": torch.zeros(2, 5, 2, 32)}, "gv, a log decay per value channel, has no form in chunks"),
-        ("chunk_gdn2", {"b": torch.zeros(2, 5, 1, 32)}, "b is [2, 5, 1, 32], not […, HV, K] = [2, 5, 2, 32]"),
-        ("chunk_gdn2", {"w": torch.zeros(2, 5, 2)}, "w is [2, 5, 2], not […, HV, V] = [2, 5, 2, 32]"),
-        ("chunk_gdn2", {"w": None}, "w is a NoneType, not a tensor"),
-        ("chunk_gdn2", {"w": torch.zeros(2, 5, 2, 32).int()}, "w is torch.int32, not float32, float16 or bfloat16"),
-        ("chunk_gdn2", {"w": torch.zeros(2, 5, 2, 32, requires_grad=True)}, "w requires grad, and linear attention over a prompt has no"),
-        ("chunk_rwkv7", {"r": torch.zeros(2, 5, 32).bfloat16()}, "r is [2, 5, 32], not […, HK, K] as v [2, 5, 2, 32] asks for"),
-        ("chunk_rwkv7", {"kk": torch.zeros(2, 5, 1, 32)}, "kk is float32, v is bfloat16"),
-        ("chunk_rwkv7", {"a": torch.zeros(2, 5, 2, 32)}, "a is [2, 5, 2, 32], not […, HK, K] = [2, 5, 1, 32]"),
-        ("chunk_dplr_delta_rule", {"b": None}, "b is a NoneType, not a tensor"),
-        ("chunk_kda", {"q": torch.zeros(2, 5, 3, 32).bfloat16()}, "v has 2 heads, which is not a multiple of the 3 key heads"),
-        ("chunk_kda", {"state_indices": torch.zeros(2).int()}, "state_indices is given without state"),
-        ("chunk_kda", {"state": torch.zeros(2, 2, 32, 16)}, "state is [2, 2, 32, 16], not [slots, HV, V, K] = [slots, 2, 32, 32]"),
-        ("chunk_kda", {"state_layout": "kvv"}, "state_layout is 'kvv', not 'vk' or 'kv'"),
-        ("chunk_kda", {"return_checkpoints": True}, "return_checkpoints asks for states after tokens, and checkpoint_positions"),
-        ("chunk_kda", {"workspace": torch.zeros(9)}, "workspace is [9] float32, not dense bytes: [139776 or more] uint8"),
-        (
-            "chunk_rwkv7",
-            {"workspace": torch.zeros(9, dtype=torch.uint8)},
-            "and this call needs 139776: chunk_linear_attention_workspace(10, 2, 2, 32, 'low_rank')",
-        ),
-        ("chunk_kda", {"v": torch.zeros(2, 5, 2, 32, requires_grad=True)}, "v requires grad, and linear attention over a prompt has no"),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_in_words(function, changes, words):
-    call = operands(function, **changes)
-    with pytest.raises(ArgumentError) as e:
-        getattr(ssmgen, function)(**call)
-    assert words in str(e.value)
-    with pytest.raises(ArgumentError) as e:
-        ssmgen.explain(getattr(ssmgen, function), **call, arch="sm_90a")
-    assert words in str(e.value)
-
-
-def test_everything_wrong_is_in_one_message():
-    with pytest.raises(ArgumentError) as e:
-        ssmgen.chunk_kda(**operands(g=torch.zeros(2, 5), beta=torch.zeros(2, 5, 2, 32), state_indices=torch.zeros(2)))
-    assert len(e.value.problems) == 4
-
-
-def test_a_workspace_is_as_large_as_its_rule_needs():
-    assert ssmgen.chunk_linear_attention_workspace(640, 3, 2, 128) == workspace_bytes(640, 3, 2, 128, Rule.DELTA) == 13 * 2 * 59904
-    assert ssmgen.chunk_linear_attention_workspace(640, 3, 2, 128, "low_rank") == 23 * 2 * 59904
-    assert ssmgen.chunk_linear_attention_workspace(640, 3, 2, 128, "plain") == 13 * 2 * 38400
-    with pytest.raises(ArgumentError, match="rule is 'kda', not one of plain, delta, old, low_rank"):
-        ssmgen.chunk_linear_attention_workspace(640, 3, 2, 128, "kda")
-
-
+@by_both
 @both
-def test_boundaries_that_make_no_sense_are_sequences_without_tokens(case):
-    out = torch.full((20, 2, 32), -7.0).bfloat16()
-    public(case, **make(case, 20), cu_seqlens=torch.tensor([5, 3, 21, -4, 2]), out=out)
-    assert (out == -7.0).all()
+def test_packing_changes_no_bit(case, run):
+    laws.packing_changes_no_bit(run, case, (65, 0, 7, 33))
 
 
+@needs_emulator
+@each
+def test_a_cut_changes_no_bit(case):
+    for at in {case.chunk, 64}:
+        laws.a_cut_changes_no_bit(emulated, case, 100, at)
+
+
+@by_both
+@both
+@pytest.mark.parametrize(("state", "layout"), [(F32, "vk"), (BF16, "kv")])
+def test_a_pool_is_touched_where_it_should_be(case, run, state, layout):
+    laws.a_pool_is_touched_where_it_should_be(run, case, state, layout)
+
+
+@needs_emulator
+@each
+def test_neighbours_do_not_matter(case):
+    laws.neighbours_do_not_matter(emulated, case, (5, 64, 40))
+
+
+@needs_emulator
+@both
+@pytest.mark.parametrize(("state", "index"), [(BF16, torch.int64), (F32, None)], ids=["bf16-i64", "in-order"])
+def test_states_of_a_pool_may_begin_elsewhere(case, state, index):
+    laws.states_of_a_pool_may_begin_elsewhere(emulated, case, state, index)
+
+
+@needs_emulator
+@each
+@pytest.mark.parametrize("offset", [8, 2])
+def test_layout_changes_no_bit(case, offset):
+    laws.layout_changes_no_bit(emulated, case, offset)
+
+
+@needs_emulator
 @both
 @pytest.mark.parametrize("state", [F32, F16])
-def test_states_of_sequences_without_tokens(case, state):
-    """Dense ones go through, those in a pool stay where they are."""
-    call, before = make(case, 0), laws.states(case, 2, state)
-    starts = starts_of((0, 0), "cpu")
-    _, after = public(case, **call, cu_seqlens=starts, initial_states=before, return_final_states=True)
-    pool = before.clone()
-    public(case, **call, cu_seqlens=starts, state=pool, has_initial_state=torch.tensor([True, False]))
-    assert same(after, before) and same(pool, before)
+def test_order_of_states_changes_no_bit(case, state):
+    laws.order_of_states_changes_no_bit(emulated, case, state)
 
 
+@needs_emulator
+@pytest.mark.parametrize("function", ["chunk_kda", "chunk_comba", "chunk_gla"])
+def test_gates_agree(function):
+    laws.gates_agree(emulated, replace(SMALL, function=function))
+
+
+@by_both
+@both
+def test_decoding_goes_on(case, run):
+    laws.decoding_goes_on(run, case, 33)
+
+
+@by_both
+@both
+def test_checkpoints_are_final_states(case, run):
+    laws.checkpoints_are_final_states(run, case, BF16, (65, 0, 40))
+
+
+@needs_emulator
 @each
-@torch.no_grad()
-def test_compiled_by_torch(case):
-    call = make(case, 2, 5)
-    before = laws.states(case, 2)
+def test_batches_change_no_bit(case):
+    laws.batches_change_no_bit(emulated, case)
 
-    def layer(before: torch.Tensor, **call: Any) -> Any:
-        out, state = getattr(ssmgen, case.function)(**call, initial_states=before, return_final_states=True)
-        return out * 2, state + 1
 
-    wanted = layer(before, **call)
-    assert all(same(a, b) for a, b in zip(torch.compile(layer, fullgraph=True, backend="eager")(before, **call), wanted, strict=True))
+@needs_emulator
+@pytest.mark.parametrize(
+    "problem",
+    [
+        LinearPromptProblem(
+            head_k=32, head_v=16, gk=DType.F32, beta=DType.F32, cu_seqlens=Index.I32, pool=True, started=True, index=Index.I64
+        ),
+        LinearPromptProblem(
+            rule=Rule.OLD, head_k=16, head_v=32, x=DType.F16, g=DType.F16, read=True, beta=DType.F16, copy=4, initial=True, final=True,
+            layout=Layout.KV, l2norm=True,
+        ),
+        LinearPromptProblem(rule=Rule.LOW_RANK, head_k=32, head_v=16, gk=DType.BF16, read=True, alpha=DType.BF16, checkpoints=Index.I32),
+    ],
+    ids=["pool", "dense", "checkpoints"],
+)  # fmt: skip
+def test_checks_of_variants(problem):
+    assert check(select(OPERATOR, problem, 2, SM90, True), SM90, 4).passed

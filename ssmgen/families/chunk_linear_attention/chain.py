@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from ...spec import SM90, Arch, Index, KernelSpec, Loads, Needs, Pdl, must
+from .prepare import PrepareSpec
 from .problem import BLOCK, BLOCK_BYTES, MAX_SIZE, OPERATOR, PANEL, PANEL_BYTES, PANELS, ROWS, SIZE, ImageProblem, LinearPromptProblem
 from .spec import Counts, LinearSpec, of_problem
 
@@ -80,8 +81,6 @@ class ChainSpec(LinearSpec, LinearPromptProblem):
 
     @property
     def ahead(self) -> tuple[KernelSpec, ...]:
-        from .prepare import PrepareSpec
-
         return (PrepareSpec(**of_problem(self, ImageProblem), pdl=self.ahead_pdl),)
 
     @property

@@ -7,6 +7,9 @@ from .operands import FUNCTIONS, OF_KEYS
 
 _KEYS, _CHANNELS, _HEADS = "batch token group k|token group k", "batch token head k|token head k", "batch token head|token head"
 
+# Parameters that no kernel takes: torch multiplies v with one, and the other is refused.
+_PER_ROW = {"chunk_gdn2": ("w",), "chunk_gla": ("gv",)}
+
 
 def _rule(name: str) -> Rule:
     required, words = FUNCTIONS[name]
@@ -20,7 +23,7 @@ def _rule(name: str) -> Rule:
         {
             **operands,
             **{word: operands[role] for role, word in words.items()},
-            **({"w": operands["v"]} if name == "chunk_gdn2" else {}),
+            **dict.fromkeys(_PER_ROW.get(name, ()), operands["v"]),
             "out": operands["v"],
             "A_log": "head",
             "dt_bias": "head" if "g" in required else "head|head k",

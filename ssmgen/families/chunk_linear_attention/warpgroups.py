@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from ...spec import Arch, Loads, Needs, Pdl, must
 from .chain import ChainSpec
-from .problem import LinearPromptProblem
+from .problem import LinearPromptProblem, Rule
 from .spec import of_problem
 
 ROWS = 64  # of a state, that a warpgroup holds
@@ -39,7 +39,7 @@ class WarpgroupChainSpec(ChainSpec):
         columns = tuple(sorted({self.rule.tokens, self.head_k}))
         return Needs(
             matrices=True, copies=self.ragged, barriers=True, maps=True, elements=self.state_loads is Loads.ELEMENT, bytes=True,
-            shared_pairs=True, warpgroups=columns, panels=True, mma=self.x.value,
+            shared_pairs=True, places=True, placed_stores=True, warpgroups=columns, panels=True, mma=self.x.value,
         )  # fmt: skip
 
     @property
@@ -77,6 +77,10 @@ class WarpgroupChainSpec(ChainSpec):
             *must(self.tile not in TILES or self.head_v % self.tile == 0, f"tile {self.tile} does not divide V {self.head_v}"),
             *must(self.head_k in (64, 128), f"K {self.head_k} is not 64 or 128"),
             *must(self.tile == ROWS or not self.marked, "states at positions, with 128 rows of a block, leave too few registers"),
+            *must(
+                self.tile != 2 * ROWS or self.head_k == 64 or self.rule not in (Rule.DELTA, Rule.OLD),
+                "64 rows of a chunk that read 128 columns, with 128 rows of a block, leave too few registers",
+            ),
             *must(self.copy == 16, "v or out do not begin at multiples of 16 bytes"),
             *must(2 <= self.stages <= 4, f"stages {self.stages} are not 2 … 4"),
             *must(self.min_blocks == 1, f"min_blocks {self.min_blocks} is not 1: roles of warps have registers of their own"),
