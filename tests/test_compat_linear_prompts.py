@@ -358,6 +358,11 @@ def test_nothing_of_a_tensor_is_read_by_the_host(way):
             sglang_call("kda", POOL, track_state=POOL[:4], track_chunk_idx=SLOTS, cu_seqlens=None), ArgumentError, "without cu_seqlens",
         ),
         (vllm.lightning_attention, {n: X["kda"][n] for n in "qkv"} | {"ed": POOL[0, 0]}, ArgumentError, "slope"),
+        (
+            vllm.linear_decode_forward_triton,
+            ATTENTION | {"kv_caches": POOL.transpose(2, 3), "slope_rate": POOL[0, 0, 0, :HK], "slot_idx": SLOTS[:2]},
+            ArgumentError, r"q is \[2, 2, 7, 32\], not one token",
+        ),
     ],
 )  # fmt: skip
 def test_what_the_engines_are_refused(function, call, kind, words):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..errors import ArgumentError
 from ..families.chunk_scan.attention import chunk_lightning_attn
 from ..families.linear_attention.call import lightning_attn
 from . import delta_prompts as _prompts
@@ -42,6 +43,8 @@ def linear_decode_forward_triton(
     q, k: [B, H, 1, K]   v: [B, H, 1, V]   kv_caches: [slots, H, K, V], a pool   slope_rate: as many elements as [H]
     slot_idx: [B], slots; a negative one, or none of the pool's, is padding: a zero output   BLOCK_SIZE: ignored
     """
+    if problems := [f"{n} is {list(t.shape)}, not one token" for n, t in (("q", q), ("k", k), ("v", v)) if t.shape[2] != 1]:
+        raise ArgumentError("linear_decode_forward_triton", problems)
     out = torch.empty((v.shape[0], v.shape[1], v.shape[3]), dtype=q.dtype, device=v.device)
     lightning_attn(
         kv_caches, q[:, :, 0], k[:, :, 0], v[:, :, 0], slope_rate.reshape(-1), scale=1.0, state_layout="kv", state_indices=slot_idx, out=out
