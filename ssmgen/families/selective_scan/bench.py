@@ -131,7 +131,7 @@ class Case:
             t: Tensor = call[name]
             return t.transpose(1, 2) if self.form is Form.FIRST else t
 
-        views = {n: view(n)[..., some] for n in ("u", "delta", "z")} | {n: view(n).unsqueeze(2) for n in "BC"}
+        views: dict[str, Any] = {n: view(n)[..., some] for n in ("u", "delta", "z")} | {n: view(n).unsqueeze(2) for n in "BC"}
         views |= {n: call[n][some] for n in ("A", "D", "delta_bias")}
         expected = {"out": torch.empty_like(views["u"], dtype=torch.float64), "final_states": call["final_states_out"][:, some].double()}
         reference(**views, **expected, delta_softplus=True, dtype=torch.float64)
