@@ -260,7 +260,7 @@ def test_the_rules_take_fewer_lanes_where_there_are_many_channels():
         problem = SelectiveProblem(d_state=16, z=True)
         return next(spec.lanes for _, spec, _ in candidates(problem, size, SM90, True) if spec is not None)
 
-    assert lanes(8192) == 4 and lanes(65536) == 1
+    assert lanes(8192) == 4 and lanes(65536) == 2
 
 
 def test_models_ask_for_it():

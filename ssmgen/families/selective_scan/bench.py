@@ -105,7 +105,15 @@ class Case:
 
     def arguments(self, i: int) -> dict[str, Any]:
         """Keywords of the i-th call."""
-        call = {"u": self.u[i], "delta": self.delta[i], "A": self.A, "B": self.B[i], "C": self.C[i], "D": self.D, "z": self.z[i]}
+        call: dict[str, Any] = {
+            "u": self.u[i],
+            "delta": self.delta[i],
+            "A": self.A,
+            "B": self.B[i],
+            "C": self.C[i],
+            "D": self.D,
+            "z": self.z[i],
+        }
         how = {"delta_softplus": True, "channels_first": self.form is Form.FIRST, "return_final_states": True}
         return call | how | {"delta_bias": self.bias, "final_states_out": self.states[i], "out": self.out[i]}
 
@@ -120,9 +128,10 @@ class Case:
         some = torch.arange(0, dim, max(1, dim // CHECKED), device=self.device)[:CHECKED]
 
         def view(name: str) -> Tensor:
-            return call[name].transpose(1, 2) if self.form is Form.FIRST else call[name]
+            t: Tensor = call[name]
+            return t.transpose(1, 2) if self.form is Form.FIRST else t
 
-        views = {n: view(n)[..., some] for n in ("u", "delta", "z")} | {n: view(n).unsqueeze(2) for n in "BC"}
+        views: dict[str, Any] = {n: view(n)[..., some] for n in ("u", "delta", "z")} | {n: view(n).unsqueeze(2) for n in "BC"}
         views |= {n: call[n][some] for n in ("A", "D", "delta_bias")}
         expected = {"out": torch.empty_like(views["u"], dtype=torch.float64), "final_states": call["final_states_out"][:, some].double()}
         reference(**views, **expected, delta_softplus=True, dtype=torch.float64)

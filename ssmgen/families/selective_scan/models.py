@@ -19,8 +19,8 @@ POOL: dict[str, Any] = {"cu_seqlens": Index.I32, "pool": True, "started": True}
 class SelectiveAsk(Ask):
     """The prompts of Mamba-1 models; neither tokens nor channels are among what is asked.
 
-    Without slots, batches in both layouts, from zeros; with slots, packed sequences of a pool that says itself which of them go on, channels
-    contiguous. Built when a call asks for them: other states, and rows that begin at odd places.
+    Without slots, batches in both layouts, from zeros; with slots, packed sequences of a pool that says itself which of them go on, whose
+    channels are contiguous. Built when a call asks for them: other states, and rows that begin at odd places.
     """
 
     operator = OPERATOR

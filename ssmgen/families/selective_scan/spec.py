@@ -5,10 +5,10 @@ With d = softplus(delta + bias), per token, channel and state n
     h_n <- 2^(d A_n log2(e)) h_n + d u B_n        y = sum_n C_n h_n + D u, times silu(z)
 
 A block has `channels` channels of one sequence, and walks its tokens in tiles of `tile`, which come by asynchronous copies. Threads share a
-tile's d, d u, and B and C as f32, through shared memory; then `lanes` lanes per channel walk its tokens, with d_state / lanes states each in
-registers; then threads share what makes y the output.
-Exponentials bind: 16 per clock and SM come from the special function units. So `polynomial` of every 4 tokens x 4 states come from a
-polynomial instead, on the FMA pipe, which has time left.
+tile's d, d u, and B and C as f32, through shared memory; then `lanes` lanes per channel walk its tokens, with d_state / lanes states each
+in registers; then threads share what makes y the output.
+Of exponentials 16 per clock and SM come from the special function units, in eight cycles for a warp; a walk has 6.5 instructions for each.
+So `polynomial` of every 4 tokens x 4 states come from a polynomial on the FMA pipe instead, in 11 instructions: with 1, both take as long.
 y is summed over quads of states, then pairwise: the same tree for any number of lanes.
 """
 
@@ -50,7 +50,7 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
     lanes: int  # per channel
     warps: int  # of a block
     tile: int  # tokens in shared memory
-    polynomial: int = 2  # of 16 exponentials, those that come from the polynomial
+    polynomial: int = 1  # of 16 exponentials, those that come from the polynomial
     min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
     pdl: Pdl = Pdl.OFF
 
@@ -221,10 +221,11 @@ def space(problem: SelectiveProblem, arch: Arch) -> Iterator[SelectiveSpec]:
             yield spec
 
 
-# Fewer lanes share more of a token's work, but there must be threads: 2 warps for each scheduler of 132 SMs, at least.
-ONE_LANE, TWO_LANES = 49152, 24576
-TILES = {1: (16, 8), 2: (32, 16, 8), 4: (64, 32, 16, 8)}  # by lanes of 16 states: larger ones leave room for fewer blocks
-RESIDENT = {1: 4, 2: 4, 4: 1}
+# Fewer lanes share more of a token's work, but there must be threads: 2 warps for each scheduler of 132 SMs, at least. One lane for 16
+# states would save 5 % of the instructions, but leaves ptxas no register to spare with as many threads as that needs.
+TWO_LANES = 24576
+TILES = {2: (32, 16, 8), 4: (64, 32, 16, 8)}  # by lanes of 16 states: larger ones leave room for fewer blocks
+RESIDENT = {2: 4, 4: 1}
 
 
 def candidates(problem: SelectiveProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, SelectiveSpec | None, str]]:
@@ -233,7 +234,7 @@ def candidates(problem: SelectiveProblem, size: int, arch: Arch, pdl: bool) -> I
     padded = 4 << max(0, (problem.d_state - 1) // 4).bit_length()
     quads = padded // 4  # of a channel
     least = max(1, 4 * quads // MOST_STATES)
-    for lanes, above in ((1, ONE_LANE), (2, TWO_LANES), (4, 0)):
+    for lanes, above in ((2, TWO_LANES), (4, 0)):
         scaled = min(quads, 32, max(least, lanes * quads // 4))
         if size < above:
             yield f"{scaled} lanes", None, f"{size} channels of all sequences are below {above}"

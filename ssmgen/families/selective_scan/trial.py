@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from ...calls.checks import TORCH_DTYPES
 from ...engine.trial import Trial, boundaries, cycled, ordered, slot_indices, trial, wide
@@ -20,7 +20,7 @@ SLACK = {DType.BF16: 0.0, DType.F16: 0.0, DType.F32: 1e-5}
 
 
 def operands(spec: SelectiveSpec, batch: int, seed: int) -> dict[str, Tensor]:
-    """Sequences of more than a tile, and channels of more than a block; packed sequences also of less than a tile, of one token and of none."""
+    """Sequences of more than a tile, channels of more than a block; packed sequences also of less than a tile, of one token and of none."""
     g = torch.Generator().manual_seed(seed)
     most = spec.tile + 5
     counts = cycled((most, 3, 0, spec.tile, 1), batch)
