@@ -15,6 +15,7 @@ from selection import every_other
 import ssmgen
 from ssmgen import emulator
 from ssmgen.emulator import EmulatorError
+from ssmgen.emulator.check import check
 from ssmgen.errors import ArgumentError
 from ssmgen.families.chunk_delta_rule.chain import ChainSpec, candidates
 from ssmgen.families.chunk_delta_rule.problem import CHUNK, DeltaProblem
@@ -160,6 +161,12 @@ def test_a_batch_is_its_sequences():
         one = {n: t[i : i + 1] if n in laws.PER_TOKEN else t for n, t in call.items()}
         out, own = emulated(**one, segments=3, return_final_states=True)
         assert same(out[0], batch[i]) and same(own[0], last[i])
+
+
+@needs_emulator
+def test_checks_of_variants():
+    problem = DeltaProblem(head_k=32, head_v=16, cu_seqlens=Index.I32, pool=True, started=True, index=Index.I64, segments=3)
+    assert check(select("chunk_delta_rule", problem, 2, SM90, True), SM90, 4).passed
 
 
 # Which sequences are cut.

@@ -110,7 +110,7 @@ class WarpgroupSumsSpec(_Sums, WarpgroupChainSpec):
     family: ClassVar[str] = "chunk_delta_rule_warpgroup_sums"
 
     @property
-    def mapped(self) -> dict[str, Any]:
+    def mapped(self) -> dict[str, int]:
         return {"k": self.head_k, "v": self.tile}
 
     @property
