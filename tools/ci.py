@@ -73,7 +73,7 @@ def docs() -> None:
 
 
 def family() -> None:
-    """A family that tools.new_family puts into a copy of the checkout passes lints, tests but those of other kernels, and its commands."""
+    """A family that tools.new_family puts into a copy of the checkout passes lints, tests but those of OTHERS, and its commands."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "checkout"
         shutil.copytree(
