@@ -51,7 +51,7 @@ ALL = [f"{rule.value}: {case}" for case in CASES for rule in Rule]
 
 
 @needs_emulator
-@pytest.mark.parametrize("case", kept(ALL, lambda case: ALL.index(case) % 3 == 0))
+@pytest.mark.parametrize("case", kept(ALL, lambda case: ALL.index(case) % 4 == ALL.index(case) // 4 % 4))
 def test_results_are_those_of_float64(case):
     rule, of = case.split(": ")
     shape, lengths, how = CASES[of]
@@ -107,7 +107,7 @@ def test_a_cut_changes_no_bit(rule):
 
 
 @needs_emulator
-@rules
+@pytest.mark.parametrize("rule", every_other([Rule.LOW_RANK, Rule.DELTA]), ids=lambda rule: rule.value)
 def test_neighbours_do_not_matter(rule):
     """Their tokens are NaN, and so are those of no sequence, and images of theirs."""
     p, step = prompt(65, 0, 64, 3, **SMALL, rule=rule), rule.tokens
@@ -188,10 +188,9 @@ def test_states_at_positions(rule, layout):
 
 
 @needs_emulator
-@rules
-def test_operands_may_lie_apart(rule):
+def test_operands_may_lie_apart():
     """v is columns of a wider tensor, and so is out; its last tokens are those of a batch of two."""
-    p = prompt(70, 70, **SMALL, HV=2, rule=rule)
+    p = prompt(70, 70, **SMALL, HV=2)
     together = torch.cat([torch.full((140, 64), torch.nan, dtype=BF16), p.v.flatten(1)], 1)
     wide = torch.full((140, 2, 128), 7.0, dtype=BF16)
     given = {"v": together[:, 64:].unflatten(1, (2, 64)).unflatten(0, (2, 70)), "out": wide[..., :64].unflatten(0, (2, 70))}
@@ -335,6 +334,6 @@ def test_broken_kernels_are_found(edit):
 
 
 @needs_emulator
-@pytest.mark.parametrize("edit", OTHERS)
+@pytest.mark.parametrize("edit", every_other(OTHERS))
 def test_broken_kernels_of_other_rules_are_found(edit):
     _found(*OTHERS[edit])
