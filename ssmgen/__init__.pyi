@@ -43,6 +43,7 @@ from .families.mamba2_layer.call import mamba2_layer as mamba2_layer
 from .families.replay_selective_state_update.call import checkpoint_selective_state_update as checkpoint_selective_state_update
 from .families.replay_selective_state_update.call import materialize_selective_state as materialize_selective_state
 from .families.replay_selective_state_update.call import replay_selective_state_update as replay_selective_state_update
+from .families.selective_scan.call import selective_scan as selective_scan
 from .families.selective_state_update.call import selective_state_update as selective_state_update
 from .registry import stats as stats
 from .warming import warm as warm

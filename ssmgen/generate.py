@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import nvrtc
+from .cache.store import Cache
 from .defaults import named
 from .errors import DriftError, SpillError, SsmgenError, bullets
 from .files import FileError, plain
@@ -68,22 +69,24 @@ def _texts(sources: Sequence[_Source]) -> dict[str, bytes]:
     return {source.path: source.text.encode() for source in sources if str(source.arch) in TEXT_ARCHS}
 
 
-def _resources(source: _Source) -> Resources:
-    resources = nvrtc.compile_cubin(source.text, source.arch, str(source.spec)).resources
+def _resources(source: _Source, cache: Cache) -> Resources:
+    resources = cache.get(source.spec, source.arch)[0].resources
     if resources.spills:
         raise SpillError(str(source.spec), str(source.arch), resources.spills, resources.registers)
     return resources
 
 
 def _fresh(sources: Sequence[_Source], old: Lock) -> Lock:
-    """The lock of these sources: under the compiler at hand as it compiles them now, under others as the old one has the same sources.
+    """The lock of these sources: under the compiler at hand as it compiles them, now or when they came into the cache; under others as
+    the old one has the same sources.
 
     Raises SpillError.
     """
     build = nvrtc.build_id()
     major = major_of(build)
+    cache = Cache.from_environment()  # not the process's, which would keep 500 kernels in memory
     with ThreadPoolExecutor() as pool:
-        compiled = list(pool.map(_resources, sources))
+        compiled = list(pool.map(lambda source: _resources(source, cache), sources))
     variants = {}
     for source, resources in zip(sources, compiled, strict=True):
         known = old.variants.get(source.path)

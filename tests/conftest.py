@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import card_memory
 import pytest
@@ -21,13 +22,20 @@ os.environ.pop("SSMGEN_COMPILE", None)
 torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # of those that are selected
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a card one test of each file stands for those that need one, thousands that would be reported one by one."""
     if torch.cuda.is_available():
         return
-    skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none")
+    files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+            files.setdefault(item.path, []).append(item)
+    for alike in files.values():
+        alike[0].add_marker(pytest.mark.skip(reason=f"needs a CUDA device, and torch sees none: {len(alike)} tests of this file"))
+    gone = {item for alike in files.values() for item in alike[1:]}
+    items[:] = [item for item in items if item not in gone]
+    config.hook.pytest_deselected(items=[*gone])
 
 
 @pytest.fixture(autouse=True)

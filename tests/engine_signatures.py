@@ -26,6 +26,11 @@ SIGNATURES = {
         "null_block_id=0, out=None, num_accepted_tokens=None, cu_seqlens=None, is_blackwell=False, enable_stochastic_rounding=False, "
         "cache_philox_rounds=0"
     ),
+    (f"{_OPS}.mamba_ssm", "selective_scan_fn"): (
+        "u, ssm_states, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, query_start_loc=None, cache_indices=None, "
+        "has_initial_state=None, null_block_id=0, block_size=1024, block_idx_first_scheduled_token=None, "
+        "block_idx_last_scheduled_token=None, initial_state_idx=None, cu_chunk_seqlen=None, last_chunk_indices=None"
+    ),
     (f"{_OPS}.ssd_combined", "mamba_chunk_scan_combined_varlen"): (
         "x, dt, A, B, C, chunk_size, cu_seqlens, cu_chunk_seqlens, last_chunk_indices, seq_idx, out, D=None, z=None, dt_bias=None, "
         "initial_states=None, dt_softplus=False, dt_limit=(0.0, float('inf')), return_intermediate_states=False, state_dtype=None, "
@@ -84,6 +89,7 @@ SIGNATURES = {
         "return_varlen_states=False, return_intermediate_states=False, state_dtype=None, return_track_states=False, track_seq_idx=None, "
         "track_end_locs=None"
     ),
+    (f"{_LAYERS}.mamba.mamba1", "MambaMixer1._selective_scan"): "*, x, dt, A, B, C, h0",  # a static method
     (f"{_MAMBA}.causal_conv1d_triton", "causal_conv1d_update"): (
         "x, conv_state, weight, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None, num_accept_tokens=None, "
         "intermediate_conv_window=None, intermediate_state_indices=None, retrieve_next_token=None, retrieve_next_sibling=None, "
@@ -170,7 +176,7 @@ IMPORTS = {
         "from .fused_recurrent import fused_recurrent_gated_delta_rule, fused_recurrent_gated_delta_rule_packed_decode\n"
         "from .fused_sigmoid_gating import fused_sigmoid_gating_delta_rule_update"
     ),
-    "vllm.model_executor.layers.mamba.mamba_mixer": _CONV,
+    "vllm.model_executor.layers.mamba.mamba_mixer": f"{_CONV}\nfrom {_OPS}.mamba_ssm import selective_scan_fn",
     "vllm.model_executor.layers.mamba.mamba_mixer2": f"{_CONV}\nfrom {_OPS}.ssd_combined import mamba_chunk_scan_combined_varlen",
     "vllm.model_executor.layers.mamba.short_conv": _CONV,
     f"{_GDN}.qwen_gdn_linear_attn": f"{_CONV}\n{_CUSTOM_OP.format(fla=_FLA)}\nfrom {_FLA} import {_PACKED_AND_SIGMOID}",

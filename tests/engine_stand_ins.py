@@ -13,7 +13,7 @@ from typing import Any
 from engine_signatures import IMPORTS, SIGNATURES, VERSIONS
 
 DEFINED = "def {name}({parameters}):\n    return {answer!r}\n"
-METHOD = "class {owner}(Kernel):\n    def {name}({parameters}):\n        return {answer!r}\n"
+METHOD = "class {owner}(Kernel):\n{static}    def {name}({parameters}):\n        return {answer!r}\n"
 # What a class inherits says what its methods can do.
 KERNEL = "class Kernel:\n    supports_track_state_snapshot = False\n"
 
@@ -31,7 +31,9 @@ def write(root: Path, package: str, version: str | None = None, signatures: dict
         if published is not None:
             owner, _, function = name.rpartition(".")
             form = KERNEL + METHOD if owner else DEFINED
-            text[module] += form.format(owner=owner, name=function, parameters=published, answer=answer(module, name))
+            static = "" if published.startswith("self") else "    @staticmethod\n"
+            said = {"owner": owner, "name": function, "parameters": published, "answer": answer(module, name), "static": static}
+            text[module] += form.format(**said)
     for module, statements in IMPORTS.items():
         text[module] = text.get(module, "") + statements + "\n"
     for module, source in text.items():

@@ -13,6 +13,7 @@ import torch
 from ssmgen.compat import hf, hf_layers
 from ssmgen.compat.hf_functions import delta_faults, kda_faults
 from ssmgen.compat.hf_layers import LAYERS
+from ssmgen.compat.hf_norms import NORMS
 
 _COMMON = {"vocab_size": 64, "hidden_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2}
 _ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 128}
@@ -213,8 +214,7 @@ def states_of(generated: Any) -> list[torch.Tensor]:
     return states_of_cache(generated.past_key_values)
 
 
-def states_of_cache(cache: Any) -> list[torch.Tensor]:
-    kinds = ("conv_states", "recurrent_states")
+def states_of_cache(cache: Any, kinds: tuple[str, ...] = ("conv_states", "recurrent_states")) -> list[torch.Tensor]:
     found = [state for layer in cache.layers for kind in kinds for state in _listed(getattr(layer, kind, None))]
     return [state for state in found if isinstance(state, torch.Tensor)]
 
@@ -251,8 +251,8 @@ def last_logits(step: DecodeStep, cache: Any, steps: int) -> torch.Tensor:
     return logits
 
 
-DELTA_RULE, KDA = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
-OF_PROMPTS = {"causal_conv1d_fn": "causal_conv1d", "mamba2_chunk_scan": "chunk_scan"}
+DELTA_RULE, KDA, MAMBA1 = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba_selective_scan"
+OF_PROMPTS = {"causal_conv1d_fn": "causal_conv1d", MAMBA1: "selective_scan", "mamba2_chunk_scan": "chunk_scan"}
 OF_PROMPTS |= {DELTA_RULE: "chunk_gated_delta_rule", KDA: "chunk_kda"}
 _FAULTS = {OF_PROMPTS[DELTA_RULE]: delta_faults, OF_PROMPTS[KDA]: kda_faults}
 
@@ -271,7 +271,13 @@ def prompt_calls(name: str, model: torch.nn.Module) -> dict[str, hf.Calls]:
     """The calls of a prompt. A card computes those that there are kernels for."""
     layers, weight = convolutions(model), next(model.parameters())
     left = {function for function, ours in of_prompts(name).items() if weight.is_cuda and unserved(ours, weight.dtype)}
-    return {f"{name}.{function}": hf.Calls(0, layers) if function in left else hf.Calls(layers, 0) for function in of_prompts(name)}
+    counts = {function: layers * (scans_of_a_layer(name) if function == MAMBA1 else 1) for function in of_prompts(name)}
+    return {f"{name}.{function}": hf.Calls(0, n) if function in left else hf.Calls(n, 0) for function, n in counts.items()}
+
+
+def scans_of_a_layer(name: str) -> int:
+    """Calls that a layer makes of its scan, or of its state's update: zamba's one per head."""
+    return 2 if name == "zamba" else 1
 
 
 PROMPTED = [name for name in TINY if len(of_prompts(name)) > 1]
@@ -310,6 +316,7 @@ class Prompt:
         self.cache_name = "past_key_values" if "past_key_values" in out else "cache_params"
         self.cache = out.get(self.cache_name)
         self.states = [] if self.cache is None else [state.clone() for state in states_of_cache(self.cache)]
+        self.recurrent = [] if self.cache is None else [state.clone() for state in states_of_cache(self.cache, ("recurrent_states",))]
 
     @classmethod
     def run(cls, model: torch.nn.Module, length: int, *, rows: slice = slice(None), tokens: slice = slice(None), **how: Any) -> Prompt:
@@ -371,14 +378,32 @@ def assert_same_generation(got: Any, want: Any) -> None:
 
 def fused_calls(name: str, model: torch.nn.Module, steps: int) -> dict[str, hf.Calls]:
     """The calls of a fused generation with so many decode steps."""
-    return {**prompt_calls(name, model), fused_label(name): hf.Calls(convolutions(model) * steps, 0)}
+    return {**fused_prompt_calls(name, model), fused_label(name): hf.Calls(convolutions(model) * steps, 0)}
+
+
+def gated_norms(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The model's norms that `patch(fuse=True)` replaces."""
+    return [layer for layer in model.modules() if type(layer).__name__ in NORMS.values()]
+
+
+def norm_label(norm: torch.nn.Module) -> str:
+    """By the folder of its class, which is not always the model's."""
+    return f"{type(norm).__module__.split('.')[2]}.{type(norm).__name__}"
+
+
+def fused_prompt_calls(name: str, model: torch.nn.Module) -> dict[str, hf.Calls]:
+    """The calls of a prompt with `fuse=True`: a norm's once in every layer that has one."""
+    found = gated_norms(model)
+    return prompt_calls(name, model) | ({norm_label(found[0]): hf.Calls(len(found), 0)} if found else {})
 
 
 def replaced() -> dict[str, Any]:
     """What patches replace: functions of modeling files and forwards of layers."""
     here = [name for name in TINY if known(name)]
     functions = {f"{name}.{f}": getattr(modeling(name), f) for name in here for f in hf.MODELS[name] if hasattr(modeling(name), f)}
-    return functions | {fused_label(name): vars(mixer_class(name))["forward"] for name in LAYERS}
+    functions |= {fused_label(name): vars(mixer_class(name))["forward"] for name in LAYERS}
+    norms = {name: getattr(modeling(name), NORMS[name], None) for name in here if name in NORMS}
+    return functions | {f"{name}.{NORMS[name]}": vars(norm)["forward"] for name, norm in norms.items() if norm is not None}
 
 
 def change_rates(model: torch.nn.Module, how: str) -> None:

@@ -256,7 +256,7 @@ def operands(**changes: Any) -> dict[str, Any]:
         ({"out": torch.zeros(1, 5, 2, 32).bfloat16().expand(2, 5, 2, 32)}, "two of its elements share memory"),
         ({"return_checkpoints": True}, "return_checkpoints asks for states after tokens, and checkpoint_positions"),
         ({"workspace": torch.zeros(9)}, "workspace is [9] float32, not dense bytes: [44544 or more] uint8"),
-        ({"workspace": torch.zeros(9, dtype=torch.uint8)}, "and this call needs 44544: chunk_delta_rule_workspace(10, 2, 2)"),
+        ({"workspace": torch.zeros(9, dtype=torch.uint8)}, "and this call needs 44544: chunk_delta_rule_workspace(10, 2, 2, 32, 32)"),
         ({"v": torch.zeros(2, 5, 2, 32, requires_grad=True)}, "v requires grad, and the delta rule of a prompt has no backward"),
     ],
 )

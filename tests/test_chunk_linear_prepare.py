@@ -249,7 +249,7 @@ MISTAKES = {
     "sums are read early": ("  __syncthreads();\n\n  // Each warp a column", "\n  // Each warp a column", "shared memory"),
     "upstream is not waited for": ("\n  wait_for_upstream();", "\n", "wait"),
     "rows behind the end": ("first + row < rows && ", "true && ", "beyond|outside|operand"),
-    "gates behind the end": ("min(first_token + first_row + n, rows - 1)", "first_token + first_row + n", "beyond|outside|operand"),
+    "gates behind the end": ("min(first_token + row + n, rows - 1)", "first_token + row + n", "beyond|outside|operand"),
 }
 
 

@@ -253,7 +253,7 @@ EDITS = {
     ),
     "copies: fewer bytes expected": (1, "full, stage, 4 * kStageWords", "full, stage, 4 * kAtX", "nobody ends"),
     "copies: of one chunk only": (1, "token = n * kChunk", "token = 0", "off"),
-    "decays: one warp for all chunks": (1, "i = warp - 1; i < steps_end; i += 2", "i = warp - 1; i < steps_end; i += 1", "steps["),
+    "decays: one warp for all chunks": (1, "i = warp - 1; i < steps_end; i += 2", "i = warp - 1; i < steps_end; i += 1", "readings["),
     "room before it is free": (1, "barrier_init(empty, i, 8)", "barrier_init(empty, i, 4)", "has read, with no barrier between"),
     "prepared: not fenced": (
         1,
@@ -282,18 +282,19 @@ EDITS = {
     "state: decayed at the end": (1, "decay(next > i ? by : 1.f);", "decay(by);", "off"),
     "parts: read before they are there": (
         2,
-        "    cluster_arrive();\n    cluster_wait();\n    {",
-        "    {",
+        "    cluster_arrive();\n    cluster_wait();\n\n",
+        "",
         "a peer that may not have begun",
     ),
-    "parts: overwritten before they are read": (
+    "parts: begun before they are joined": (
         2,
-        "    cluster_wait();  // now M and y",
-        "    // now M and y",
-        "has written, with no barrier",
+        "    cluster_arrive();\n    cluster_wait();\n#pragma unroll\n    for (u32 i",
+        "#pragma unroll\n    for (u32 i",
+        "has read, with no barrier",
     ),
+    "parts: overwritten before they are read": (2, "meet(1, 384);", "", "has written, with no barrier"),
     "parts: of other lengths": (2, "summed = rank < last_part ? own : 0", "summed = rank < last_part ? own - 1 : 0", "off"),
-    "parts: their decays": (2, "__uint_as_float(by[0])", "1.f", "off"),
+    "parts: their decays": (2, "by[r] = __uint_as_float(word[0])", "by[r] = 1.f", "off"),
     "no upstream": (1, "  wait_for_upstream();", "  ", "before the wait for the upstream kernel"),
 }
 

@@ -28,6 +28,11 @@ WEIGHT, BIAS = taps(4)
 CONV = {"x": randn(2, DIM), "conv_state": randn(4, DIM, 3), "weight": WEIGHT, "bias": BIAS}
 PACKED = {"x": randn(DIM, 4), "weight": WEIGHT, "bias": BIAS, "conv_states": randn(4, DIM, 3), "query_start_loc": starts_of([2, 2])}
 MERGE = {"prefix_output": randn(5, 3, 16), "suffix_output": randn(5, 3, 16), "prefix_lse": randn(3, 5), "suffix_lse": randn(3, 5)}
+ROWS = randn(DIM, 4), randn(DIM, 4), -torch.ones(DIM, 2), randn(2, 4), randn(2, 4)
+MAMBA1 = dict(zip(("u", "delta", "A", "B", "C"), ROWS, strict=True)) | {
+    "ssm_states": randn(4, DIM, 2),
+    "query_start_loc": starts_of([2, 2]),
+}
 SIGMOID = "fused_sigmoid_gating_delta_rule_update"
 
 
@@ -47,6 +52,7 @@ SIGMOID = "fused_sigmoid_gating_delta_rule_update"
         ("vllm", SIGMOID, VLLM_GDN | {"inplace_final_state": False}, "inplace_final_state=False"),
         ("vllm", SIGMOID, VLLM_GDN | {"ssm_state_indices": None}, "ssm_state_indices is None"),
         ("vllm", SIGMOID, VLLM_GDN | {"num_accepted_tokens": SLOTS}, "no column per token"),
+        ("vllm", "selective_scan_fn", MAMBA1 | {"initial_state_idx": SLOTS}, "initial_state_idx: a sequence has one slot"),
         ("vllm", "mamba_chunk_scan_combined_varlen", vllm_call(state_dtype=torch.float64), "state_dtype is float64"),
         ("vllm", "chunk_gated_delta_rule", delta_vllm_call(initial_state=delta_states(3)), "initial_states is"),
         ("vllm", "fi_chunk_gated_delta_rule", delta_vllm_call(initial_state=delta_states(4), checkpoint_every_n_tokens=64),
@@ -55,6 +61,8 @@ SIGMOID = "fused_sigmoid_gating_delta_rule_update"
         ("sglang", "selective_state_update", SSU | {"enable_stochastic_rounding": True}, "goes with a float16 state"),
         ("sglang", "selective_state_update", SSU | {"intermediate_states_buffer": torch.zeros(2, 3, 4, 8, 16), "cache_steps": 2},
          "cache_steps is 2"),
+        ("sglang", "MambaMixer1._selective_scan",
+         {"x": randn(4, DIM), "dt": randn(4, DIM), "A": MAMBA1["A"], "B": randn(4, 2), "C": randn(4, 3), "h0": randn(DIM, 2)}, "C is"),
         ("sglang", "mamba_chunk_scan_combined", sglang_call(seq_idx=None), "return_varlen_states without seq_idx"),
         ("sglang", "chunk_gated_delta_rule", delta_operands(1, 4) | {"initial_state": delta_states(4)}, "initial_state_indices is None"),
         ("sglang", "TritonGDNKernel.extend",

@@ -226,6 +226,8 @@ def on_cpu(monkeypatch):
     for module in (measure, prompts):
         monkeypatch.setattr(module, "kernels", lambda step: step() is None or 5)
     monkeypatch.setattr(prompts, "peak_bytes", lambda step: step() and 7)
+    monkeypatch.setattr(prompts, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(prompts, "seconds", lambda step: step() and 0.1)
     monkeypatch.setattr(measure, "captured", refuse)
     monkeypatch.setattr(hf, "warm", lambda model, batches, prompt_length, fuse=False: 0)
 
@@ -249,25 +251,59 @@ def test_prompts_are_measured_patched_and_not(on_cpu, preset):
     rows, failed = run.family(preset, (1, 2), Options(layers=2, rounds=2, prompts=(3, 70)), "cpu")
     assert not failed and [(row.batch, row.length) for row in rows] == [(1, 3), (1, 70), (2, 3), (2, 70)]
     for row in rows:
-        assert row.ms.keys() == {PLAIN, PATCHED} and min(row.ms.values()) > 0 and row.speedup(PATCHED) == row.ms[PLAIN] / row.ms[PATCHED]
+        assert row.ms.keys() == {PLAIN, PATCHED, FUSED} and min(row.ms.values()) > 0
+        assert all(row.speedup(way) == row.ms[PLAIN] / row.ms[way] for way in (PATCHED, FUSED))
         assert row.kernels == dict.fromkeys(row.ms, 5) and row.memory == dict.fromkeys(row.ms, 7) and not row.notes
-        assert 0 < row.apart < 0.1
+        assert row.apart.keys() == {PATCHED, FUSED} and all(0 < apart < 0.1 for apart in row.apart.values())
     assert "a prompt of 70: ms to the first token transformers " in run.line(rows[1])
 
 
-def test_prompts_that_transformers_has_no_memory_for(on_cpu, monkeypatch):
-    """Chunks are as long as the model's own, and what is patched is measured all the same."""
+@pytest.mark.parametrize(("fits", "found"), [(4, "of 5 tokens: "), (5, "")])
+def test_prompts_that_transformers_has_no_memory_for(on_cpu, monkeypatch, fits, found):
+    """Chunks are as long as the model's own, and what is patched is measured all the same; also where a part of the prompt does fit."""
+    monkeypatch.setattr(prompts, "FEWEST", 1)
     own = modeling("mamba2").mamba2_chunk_scan
 
-    def no_memory(*args, **kwargs):
+    def no_memory(x, *args, **kwargs):
         assert kwargs["chunk_size"] == 256
-        raise torch.OutOfMemoryError("too much\nof it")
+        if x.shape[1] > fits:
+            raise torch.OutOfMemoryError("too much\nof it")
+        return own(x, *args, **kwargs)
 
     monkeypatch.setattr(modeling("mamba2"), "mamba2_chunk_scan", no_memory)
     monkeypatch.setattr(no_memory, "__wrapped__", own, raising=False)
-    rows, failed = run.family(narrow(), (1,), Options(layers=2, rounds=1, prompts=(5,)), "cpu")
-    assert not failed and rows[0].ms.keys() == rows[0].memory.keys() == {PATCHED} and rows[0].apart is rows[0].speedup(PATCHED) is None
-    assert rows[0].notes == dict.fromkeys((f"{PLAIN} {unit}" for unit in ("ms", "kernels", "memory")), "OutOfMemoryError: too much")
+    rows, failed = run.family(narrow(), (1,), Options(layers=2, rounds=1, prompts=(40,)), "cpu")
+    assert not failed and rows[0].ms.keys() == rows[0].memory.keys() == {PATCHED, FUSED}
+    assert not rows[0].apart and rows[0].speedup(PATCHED) is rows[0].speedup(FUSED) is None
+    reason = f"{found}OutOfMemoryError: too much"
+    assert rows[0].notes == dict.fromkeys((f"{PLAIN} {unit}" for unit in ("ms", "kernels", "memory")), reason)
+
+
+@pytest.mark.parametrize(
+    ("free", "taken", "reason"),
+    [
+        (55, 0.3, "it would need 56 GiB beside the weights, and 55 are free"),
+        (56, 0.3, ""),
+        (56, 0.5, "it would take 4 s"),
+    ],
+)
+def test_passes_that_would_be_too_large_or_too_long_are_not_made(on_cpu, monkeypatch, free, taken, reason):
+    """An eighth of the prompt tells."""
+    seen = []
+    monkeypatch.setattr(prompts, "FEWEST", 1)
+    monkeypatch.setattr(prompts, "peak_bytes", lambda step: step() and 7 << 30)
+    monkeypatch.setattr(prompts, "free_bytes", lambda: free << 30)
+    monkeypatch.setattr(prompts, "seconds", lambda step: taken)
+    monkeypatch.setattr(prompts, "Greedy", lambda model, ids: seen.append(ids.shape[1]) or Greedy(model, ids))
+    model = narrow().for_prompts.build(2, torch.bfloat16, "cpu")
+    found = prompts.measured(model, 1, 72, Options(rounds=1))
+    assert found["notes"] == (dict.fromkeys((f"{PLAIN} {unit}" for unit in ("ms", "kernels", "memory")), reason) if reason else {})
+    assert set(seen) == {9, 72} and (PLAIN in found["ms"]) == (not reason) and {PATCHED, FUSED} <= found["ms"].keys()
+
+
+def test_a_family_of_whose_prompts_nothing_is_fused_has_no_such_way(on_cpu):
+    assert prompts._fuses(tiny("qwen3_5")) and prompts._fuses(tiny("kimi_linear"))
+    assert not prompts._fuses(tiny("mamba")) and not prompts._fuses(tiny("lfm2"))
 
 
 def test_a_family_without_fused_layers_has_no_such_way(on_cpu, monkeypatch):

@@ -72,17 +72,21 @@ def test_a_fused_familys_ways_have_their_cells():
 
 def test_prompts_have_a_table_of_their_own():
     named = {"family": "mamba2", "like": "Codestral", "served": 8, "layers": 8, "batch": 1}
-    numbers = {"ms": {PLAIN: 90.0, PATCHED: 30.0}, "kernels": {PLAIN: 700, PATCHED: 200}, "memory": {PLAIN: 3 << 29, PATCHED: 1 << 30}}
-    both = PromptRow(**named, length=2048, **numbers, apart=0.004)
+    ways = (PLAIN, PATCHED, FUSED)
+    numbers = {"ms": (90.0, 30.0, 20.0), "kernels": (700, 200, 150), "memory": (3 << 29, 1 << 30, 1 << 29)}
+    named_by_way = {unit: dict(zip(ways, values, strict=True)) for unit, values in numbers.items()}
+    both = PromptRow(**named, length=2048, **named_by_way, apart={PATCHED: 0.004, FUSED: 0.003})
     notes = dict.fromkeys((f"{PLAIN} {unit}" for unit in ("ms", "kernels", "memory")), "OutOfMemoryError: too much")
     ours = PromptRow(**named, length=8192, ms={PATCHED: 99.0}, kernels={PATCHED: 200}, memory={PATCHED: 1 << 32}, notes=notes)
     text = as_markdown(Report(FACTS, prompts=[both, ours]))
     first, second = table(text, PROMPT_COLUMNS)
     assert first == {
         "family": "mamba2", "as wide as": "Codestral", "layers": "8", "batch": "1", "prompt": "2048", "transformers ms": "90.00",
-        "patched ms": "30.00 (3.0 ×)", "kernels": "700", "patched kernels": "200", "GiB": "1.50", "patched GiB": "1.00", "apart": "4.0e-03",
+        "patched ms": "30.00 (3.0 ×)", "fused ms": "20.00 (4.5 ×)", "kernels": "700", "patched kernels": "200", "fused kernels": "150",
+        "GiB": "1.50", "patched GiB": "1.00", "fused GiB": "0.50", "apart": "4.0e-03", "fused apart": "3.0e-03",
     }  # fmt: skip
     assert second["transformers ms"] == second["kernels"] == second["GiB"] == "- (1)" and second["patched ms"] == "99.00"
+    assert second["fused ms"] == second["fused apart"] == second["apart"] == ""
     assert "(1) OutOfMemoryError: too much" in text and "to the first token behind it; bf16" in text
 
 

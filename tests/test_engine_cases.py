@@ -15,11 +15,15 @@ from ssmgen.calls import planning
 from ssmgen.emulator import run_source
 from ssmgen.render import render
 
+ONE_OF_EACH = [*{(f.arguments, f.relay): f for f in FORMS if "noisy" not in f.id}.values()]  # kind of arguments
 named = pytest.mark.parametrize("form", FORMS, ids=lambda f: f.id)
 
 
-@named
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    ("form", "mode"),
+    [(f, mode) for f in FORMS for mode in (torch.no_grad, torch.inference_mode) if mode is torch.no_grad or f in ONE_OF_EACH],
+    ids=lambda value: getattr(value, "id", None),
+)
 def test_results_are_within_the_families_bounds(request, form, mode):
     function = getattr(request.getfixturevalue(form.engine), form.name)
     with mode():
@@ -87,9 +91,8 @@ def emulated(monkeypatch):
 
 
 @needs_emulator
-@pytest.mark.parametrize("form", {(f.arguments, f.relay): f for f in FORMS if "noisy" not in f.id}.values(), ids=lambda f: f.id)
+@pytest.mark.parametrize("form", ONE_OF_EACH, ids=lambda f: f.id)
 def test_kernels_of_what_the_engines_pass(request, form, emulated):
-    """One form of each kind of arguments."""
     function = getattr(request.getfixturevalue(form.engine), form.name)
     with torch.no_grad():
         call = form.make("cpu")

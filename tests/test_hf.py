@@ -21,6 +21,7 @@ from hf_cases import (
     modeling,
     of_prompts,
     prompt_calls,
+    scans_of_a_layer,
     snapshot,
     states_of,
     unserved,
@@ -77,7 +78,7 @@ def test_greedy_generation_is_unchanged_and_ours(name):
         assert a.dtype == b.dtype and a.shape == b.shape
         close(a, b, of=b)
 
-    layers, steps, heads = convolutions(model), TOKENS - 1, 2 if name == "zamba" else 1  # zamba calls once per head
+    layers, steps, heads = convolutions(model), TOKENS - 1, scans_of_a_layer(name)
     expected = {"causal_conv1d_update": layers * steps}
     if SCANS[name]:
         expected[SCANS[name]] = layers * steps * heads

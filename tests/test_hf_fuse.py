@@ -22,6 +22,7 @@ from hf_cases import (
     fused_calls,
     fused_label,
     fused_operator,
+    gated_norms,
     generate,
     mixers,
     of_prompts,
@@ -80,6 +81,7 @@ def test_greedy_generation_is_unchanged_and_every_step_is_one_call_per_layer(nam
     assert patch.calls() == fused_calls(name, model, TOKENS - 1)
     layers = len(mixers(model))
     prompt = dict.fromkeys(of_prompts(name).values(), layers)
+    prompt |= {"gated_rms_norm": len(found)} if (found := gated_norms(model)) else {}
     assert Counter(c.function.__name__ for c in calls) == prompt | {fused_operator(name)[1]: layers * (TOKENS - 1)}
     assert not [w for w in recwarn if w.category is RuntimeWarning]
 

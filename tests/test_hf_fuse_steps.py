@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
 
 from hf_cases import (
+    DELTA_RULE,
     TINY,
     DecodeStep,
     assert_close,
@@ -23,6 +24,8 @@ from hf_cases import (
     fused_calls,
     fused_label,
     fused_operator,
+    fused_prompt_calls,
+    gated_norms,
     generate,
     last_logits,
     mixer_class,
@@ -209,7 +212,7 @@ def test_a_static_cache_which_transformers_compiles(name):
     with hf.patch(model, fuse=True) as patch:
         got = generate(model, TOKENS, cache_implementation="static", compile_config=compile_config)
     assert torch.equal(got.sequences, want.sequences)
-    assert patch.calls() == prompt_calls(name, model), "the steps were compiled: not counted"
+    assert patch.calls() == fused_prompt_calls(name, model), "the steps were compiled: not counted"
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
@@ -312,7 +315,11 @@ def test_warm_asks_for_the_kernels_of_every_call_at_every_batch_size(name, monke
     monkeypatch.setattr(api, "warm", warm)
     assert hf.warm(model, batches=[1, 64, 8], fuse=True) == 0
     functions, sizes = [*of_prompts(name).values(), fused_operator(name)[1]], ((1, (1, 8, 64)), (2, (8, 64)))
-    assert Counter(asked) == {(f, n, batches): len(mixers(model)) for f in functions for n, batches in sizes}
+    want = {(f, n, batches): len(mixers(model)) for f in functions for n, batches in sizes}
+    rows = 8 * 4 if DELTA_RULE in of_prompts(name) else 1  # of a norm, where each token's head is one
+    if norms := len(gated_norms(model)):
+        want |= {("gated_rms_norm", n * rows, tuple(size * rows for size in batches)): norms for n, batches in sizes}
+    assert Counter(asked) == want
 
 
 def test_every_kind_is_known_to_patch_and_has_a_tiny_model():

@@ -18,6 +18,7 @@ from hf_cases import (
     assert_same_generation,
     convolutions,
     fused_calls,
+    fused_prompt_calls,
     generate,
     mixers,
     modeling,
@@ -25,6 +26,7 @@ from hf_cases import (
     of_prompts,
     prompt_calls,
     prompted,
+    scans_of_a_layer,
 )
 from selection import kept
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -33,11 +35,12 @@ import ssmgen
 from ssmgen.compat import hf
 from ssmgen.compat import hf_functions as functions
 from ssmgen.compat.hf_layers import LAYERS
+from ssmgen.compat.hf_norms import NORMS
 from ssmgen.errors import ArgumentError
 from ssmgen.spec import Pdl
 
 every_kind = pytest.mark.parametrize("name", PROMPTED)
-THOROUGH = ("bamba", "qwen3_next")  # one with a Mamba-2, one with a delta rule
+THOROUGH = ("jamba", "bamba", "qwen3_next")  # one with a Mamba, one with a Mamba-2, one with a delta rule
 MAMBA2 = [name for name in PROMPTED if "mamba2_chunk_scan" in of_prompts(name)]
 
 
@@ -93,21 +96,24 @@ def test_a_prompt_without_a_cache(name):
     assert not got.states and patch.calls() == prompt_calls(name, model)
 
 
-@every_kind
+@pytest.mark.parametrize(
+    "name", [*PROMPTED, *kept((f"fused {name}" for name in PROMPTED if name in NORMS), lambda fused: fused.endswith(THOROUGH))]
+)
 def test_padding_on_the_left(name):
     """A row's states are those of the row by itself, as padding is masked ahead of the convolution and behind it."""
+    *fuse, name = name.split()
     model = prompted(name)
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1, :4] = 0
     want = Prompt.run(model, 9, attention_mask=mask)
-    with hf.patch(model) as patch:
+    with hf.patch(model, fuse=bool(fuse)) as patch:
         got = Prompt.run(model, 9, attention_mask=mask)
         alone = Prompt.run(model, 9, rows=slice(1, 2), tokens=slice(4, 9))
     assert_same(got, want)
-    assert patch.calls() == {label: hf.Calls(2 * calls.ssmgen, 0) for label, calls in prompt_calls(name, model).items()}
-    states = [state for state in got.states if state.dim() == 4]
-    assert states
-    for state, by_itself in zip(states, [state for state in alone.states if state.dim() == 4], strict=True):
+    counted = (fused_prompt_calls if fuse else prompt_calls)(name, model)
+    assert patch.calls() == {label: hf.Calls(2 * calls.ssmgen, 0) for label, calls in counted.items()}
+    assert got.recurrent
+    for state, by_itself in zip(got.recurrent, alone.recurrent, strict=True):
         assert_close(state[1:], by_itself)
 
 
@@ -159,7 +165,8 @@ def test_a_card_launches_the_scan_while_the_convolution_ends(name):
     model = prompted(name).bfloat16()
     with hf.patch(model), functions.recording() as calls:
         Prompt.run(model, 65)
-    assert [call.function.__name__ for call in calls] == [*of_prompts(name).values()] * convolutions(model)
+    convolution, scan = of_prompts(name).values()
+    assert [call.function.__name__ for call in calls] == [convolution, *[scan] * scans_of_a_layer(name)] * convolutions(model)
     with torch.no_grad():
         for call in calls:
             chosen = ssmgen.explain(call.function, *call.args, arch="sm_90a", **call.kwargs).chosen

@@ -208,6 +208,22 @@ def test_each_block_of_a_cluster_has_its_barriers_and_reads_its_peers():
     assert torch.equal(out, want)
 
 
+@emulated
+def test_a_block_stores_to_its_peers():
+    sent = """  load_4_shared(numbers, 4 * t, r);
+  store_4_to_peer(numbers, 4 * t, 1 - rank, r);
+  cluster_arrive();
+  cluster_wait();
+  load_4_shared(numbers, 4 * t, r);
+"""
+    first = "  cluster_arrive();\n  cluster_wait();\n"  # nobody stores before all have loaded what will be overwritten
+    text = PEERS.replace("  load_4_from_peer(numbers, 4 * t, 1 - rank, r);\n", sent.replace("  store_4", f"{first}  store_4"))
+    out, want = run_peers(text)
+    assert torch.equal(out, want)
+    with pytest.raises(EmulatorError, match="with no barrier between"):
+        run_peers(text.replace(f"{first}  store_4", "  store_4"))
+
+
 TOGETHER = "  cluster_arrive();\n  cluster_wait();\n"
 PEER_BUGS = {
     "no barrier of the cluster": (TOGETHER, "", "load from numbers of a peer that may not have begun: no barrier of the"),

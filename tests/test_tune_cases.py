@@ -58,6 +58,7 @@ def test_cases_pose_what_the_operator_tunes(operator, monkeypatch):
     monkeypatch.setattr(bench.bench_of("combine_splits"), "SHAPES", [(16, 2)])
     monkeypatch.setattr(bench.bench_of("chunk_scan"), "SHAPES", [(2, 1, 1, 64)])
     monkeypatch.setattr(bench.bench_of("chunk_delta_rule"), "SHAPES", [(1, 2, 1, 64)])
+    monkeypatch.setattr(bench.bench_of("selective_scan"), "SHAPES", [(16, 1, 64)])
     names = [m for m in ("mamba-130m", "rwkv7-1.5b") if cases.used(operator, [m])][:1]
     found = []
     for case in itertools.islice(cases.cases(operator, names, batches=(2,), device="cpu"), 3):

@@ -35,7 +35,7 @@ def test_wheel_holds_the_templates_and_builds_kernels_from_another_directory(tmp
     program = (
         "import sys, ssmgen, ssmgen.render\n"
         f"assert ssmgen.__file__.startswith({str(site)!r}) and str(ssmgen.render.templates_dir()).endswith('_templates')\n"
-        "sys.argv[1:] = ['build', '--model', 'mamba2-130m', '--arch', 'sm_90a', '--max-batch', '1', '--json']\n"
+        "sys.argv[1:] = ['build', '--model', 'mamba2-130m', '--op', 'selective_state_update', '--arch', 'sm_80', '--json']\n"
         "from ssmgen.cli import main; main()\n"
     )
     env = {"PYTHONPATH": str(site), "HOME": str(elsewhere), "PATH": "/usr/bin:/bin"}

@@ -104,7 +104,7 @@ def _pool_fits(views: Views, sequences: int, axes: str, inner: tuple[int, ...], 
         problems.append("final_states is given together with state, which takes its place")
     if "initial_states" in views and "has_initial_state" in views:
         problems.append("initial_states and has_initial_state are both given: each says what a sequence starts from")
-    if state.dim() != 4 or tuple(state.shape[1:]) != inner:
+    if state.dim() != 1 + len(inner) or tuple(state.shape[1:]) != inner:
         problems.append(f"state is {list(state.shape)}, not [slots, {axes}] = [slots, {', '.join(map(str, inner))}]")
         return False
     if "state_indices" not in views and state.shape[0] < sequences:
@@ -130,9 +130,9 @@ def check_layout(views: Views, rows: Sequence[str], written: Sequence[str], narr
     """Dtypes that go together, and strides. rows: operands of one dtype, that of the first, whose last axis is contiguous; narrow_from_one:
     those whose first axis may have a stride of 64 bits, beside states."""
     like, *others = [n for n in rows if n in views]
-    problems += _unlike(views, like, others)
+    problems += unlike(views, like, others)
     first, *others = [n for n in STATES if n in views] or [""]
-    problems += _unlike(views, first, others)
+    problems += unlike(views, first, others)
     for name in rows:
         if name in views and views[name].stride(-1) != 1 and views[name].shape[-1] > 1:
             problems.append(f"{name} has strides {list(views[name].stride())}; its rows must be contiguous")
@@ -153,7 +153,7 @@ def check_layout(views: Views, rows: Sequence[str], written: Sequence[str], narr
     ]
 
 
-def _unlike(views: Views, first: str, others: Sequence[str]) -> list[str]:
+def unlike(views: Views, first: str, others: Sequence[str]) -> list[str]:
     """Which of the others are of another dtype than the first."""
     return [
         f"{n} is {views[n].dtype}, {first} is {views[first].dtype}".replace("torch.", "")

@@ -37,7 +37,7 @@ def run(function: Callable[..., Any], names: Sequence[str], args: Sequence[Any],
     """The result of a call with DTensors. Raises ArgumentError on all ranks alike, before anything is communicated."""
     rule = _rule_of(function.__name__)
     given = _by_name(rule, names, args, kwargs)
-    sharding = _sharding_of(function.__name__, rule, given)
+    sharding = _sharding_of(function.__name__, rule.of(given), given)
     return sharding.result(given, function(**sharding.local(given)))
 
 
@@ -45,7 +45,7 @@ def local_arguments(function: Callable[..., Any], names: Sequence[str], args: Se
     """This rank's arguments, by name, of a call with DTensors. Raises as `run`."""
     rule = _rule_of(function.__name__)
     given = _by_name(rule, names, args, kwargs)
-    return _sharding_of(function.__name__, rule, given).local(given)
+    return _sharding_of(function.__name__, rule.of(given), given).local(given)
 
 
 def _rule_of(function: str) -> Rule:
@@ -79,7 +79,7 @@ def _sharding_of(function: str, rule: Rule, given: Mapping[str, Any]) -> Shardin
         for n, t in given.items()
         if isinstance(t, Tensor)
     ]
-    key = (function, given.get("philox_rounds"), *parts)
+    key = (function, None if rule.variant is None else (*rule.axes.values(),), given.get("philox_rounds"), *parts)
     found = _known.get(key)
     if found is None:
         found = Sharding(function, rule, given)

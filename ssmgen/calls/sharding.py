@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 # Operands that say where sequences lie, which those of every layer share.
 CONTROL = dict.fromkeys(("state_indices", "dst_state_indices", "parents"), "batch|batch column") | dict.fromkeys(
@@ -28,6 +28,11 @@ class Rule(NamedTuple):
     by_sequence: bool = True  # whether sequences may be on several ranks
     layers: bool = False  # whether all but CONTROL may have a layers axis in front
     tuples: Mapping[str, tuple[str, ...]] = {}  # parameters that are several tensors, and what these are called
+    variant: Callable[[Mapping[str, Any]], Mapping[str, str]] | None = None  # the axes that hang on a call's other arguments
+
+    def of(self, given: Mapping[str, Any]) -> Rule:
+        """The rule of a call with these arguments."""
+        return self if self.variant is None else self._replace(axes={**self.axes, **self.variant(given)})
 
     def axes_of(self, name: str, dims: Mapping[str, int], dim: int) -> tuple[str, ...]:
         """A word per axis of a tensor with `dim` of them, in a call whose tensors have `dims`. None where that is no form of the parameter,

@@ -1,11 +1,11 @@
 """transformers' models generate with ssmgen: `patch()` puts its functions into their modeling files, `warm(model)` prepares its kernels.
 
 Of a modeling file the state update of a decode step, the convolution's update, the convolution over a prompt and the scan over it of a
-Mamba-2, a gated delta rule or Kimi delta attention are replaced, each on its own; of MiniMax's layers of Lightning attention, which have no
-such functions, the forward; with `fuse=True` also whole decode layers, between their projections. Other scans over a prompt stay as they
-are. The modeling files look these functions up at every call, so models made before and after patching use them, and all models of one kind
-do. A call that ssmgen does not serve goes to transformers' own function, with a warning once per reason: where an operand requires grad,
-for one.
+Mamba, a Mamba-2, a gated delta rule or Kimi delta attention are replaced, each on its own; of MiniMax's layers of Lightning attention,
+which have no such functions, the forward; with `fuse=True` also whole decode layers, between their projections, and gated norms. Other
+scans over a prompt stay as they are. The modeling files look these functions up at every call, so models made before and after patching
+use them, and all models of one kind do. A call that ssmgen does not serve goes to transformers' own function, with a warning once per
+reason: where an operand requires grad, for one.
 
 Written for transformers 5.17 to 5.23; 5.16 works as well, and 5.15 but for whole layers. Older ones are refused.
 """
@@ -17,6 +17,7 @@ import re
 import threading
 import warnings
 from collections.abc import Iterable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,11 +27,12 @@ from ..errors import PatchError, bullets
 from . import hf_functions as functions
 from . import hf_layers as layers
 from . import hf_lightning as lightning
+from . import hf_norms as norms
 from .hf_functions import FUNCTIONS, Replacement
 
 _CONV = ("causal_conv1d_update", "causal_conv1d_fn")
 _SCANS = {
-    ("mamba_selective_state_update",): ("mamba", "falcon_mamba", "jamba", "zamba"),
+    ("mamba_selective_state_update", "mamba_selective_scan"): ("mamba", "falcon_mamba", "jamba", "zamba"),
     ("mamba2_selective_state_update", "mamba2_chunk_scan"): ("mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"),
     ("torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"): (
         "qwen3_next",
@@ -124,7 +126,7 @@ def patch(models: str | torch.nn.Module | Iterable[str | torch.nn.Module] = "aut
     """Puts ssmgen's functions into modeling files of transformers.
 
     fuse: also whole decode layers, of the models that ssmgen has them for: convolution, state update, gates and norm, in one call between
-        the layer's projections
+        the layer's projections; and gated norms, of prompts above all, in one launch
     models: "auto" for all that ssmgen knows and the installed transformers has; names of its model folders, such as "mamba2"; or models,
         whose kinds are patched: a function is a modeling file's, and so another model of the same kind has it too
     Patches may overlap: a function goes back to the original when the last patch that has it is undone.
@@ -134,7 +136,9 @@ def patch(models: str | torch.nn.Module | Iterable[str | torch.nn.Module] = "aut
     names = _names(models)
     wanted = [(name, function) for name in names for function in MODELS.get(name, ())]
     wanted += [(name, lightning.CLASSES[name]) for name in names if name in lightning.CLASSES]
-    wanted += [(name, layers.LAYERS[name].name) for name in names if fuse and name in layers.LAYERS]
+    if fuse:
+        wanted += [(name, layers.LAYERS[name].name) for name in names if name in layers.LAYERS]
+        wanted += [(name, norms.NORMS[name]) for name in names if norms.has(_modeling(name), name)]
     with _lock:
         objections = {pair: words for pair in wanted if (words := _objection(*pair))}
         if objections:
@@ -214,9 +218,14 @@ def _objection(model: str, function: str) -> str:
     if original is None:
         return "this transformers has no such function"
     if isinstance(original, type):
-        return (lightning if lightning.CLASSES.get(model) == function else layers).objection(original)
+        return _of_class(model, function).objection(original)
     differences = functions.unknown_parameters(FUNCTIONS[function], original)
     return f"its parameters are others than expected: {', '.join(differences)}" if differences else ""
+
+
+def _of_class(model: str, name: str) -> ModuleType:
+    """The module that replaces a class's forward: its `objection` and its `run`."""
+    return next((m for m, names in ((lightning, lightning.CLASSES), (norms, norms.NORMS)) if names.get(model) == name), layers)
 
 
 def _replacement(model: str, function: str) -> Replacement:
@@ -224,9 +233,8 @@ def _replacement(model: str, function: str) -> Replacement:
     known = _active.get((model, function))
     if known is None or not known.in_place:
         label, module = f"{model}.{function}", _modeling(model)
-        if isinstance(mixer := getattr(module, function), type):
-            run_layer = (lightning if lightning.CLASSES.get(model) == function else layers).run_layer
-            known = Replacement(label, mixer, "forward", run_layer)
+        if isinstance(owner := getattr(module, function), type):
+            known = Replacement(label, owner, "forward", _of_class(model, function).run)
         else:
             known = Replacement(label, module, function, functions.run_function)
         _active[model, function] = known
@@ -257,7 +265,8 @@ def warm(model: torch.nn.Module, batches: Iterable[int] = (1,), prompt_length: i
                     prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=2, min_new_tokens=2, do_sample=False, num_beams=1
                 )
             for call in calls:
-                api.warm(call.function, *call.args, batches=[n for n in sizes if n >= batch], **call.kwargs)
+                rows = call.args[0].shape[0] // batch  # of a sequence: more than one where tokens and heads are on the same axis
+                api.warm(call.function, *call.args, batches=[n * rows for n in sizes if n >= batch], **call.kwargs)
         if not any(c.ssmgen for c in handle.calls().values()):
             raise PatchError("no layer of the model called a function of ssmgen's; the warnings say why")
     return runtime.loaded_count() - loaded

@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +31,10 @@ from ..families.chunk_linear_attention.problem import LinearPromptProblem, Rule
 from ..families.chunk_scan import call as native_scan
 from ..families.chunk_scan.spec import ScanProblem
 from ..families.linear_attention import call as linear_attention
+from ..families.selective_scan import call as native_selective_scan
 from ..families.selective_state_update import call as selective_state_update
 from ..spec import DType
+from . import mamba1_prompts
 
 _recording = threading.local()  # .calls: a list while this thread records
 
@@ -84,6 +87,23 @@ def mamba_selective_state_update(
 ) -> Tensor:  # fmt: skip
     """state [batch, dim, N] or [batch, heads, headdim, N] in place; the others as in ssmgen.selective_state_update."""
     return call(selective_state_update.selective_state_update, state, hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus)
+
+
+def mamba_selective_scan(
+    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
+    delta_bias: Tensor | None = None, delta_softplus: bool = False, return_last_state: bool = False, use_mambapy: bool = False,
+    use_associative_scan: bool = False, **kwargs: Any,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """hidden_states, dt, z [batch, channels, T]; A [channels, N]; B, C [batch, N, T] -> a new tensor like hidden_states, or with
+    return_last_state (that, states [batch, channels, N] f32).
+
+    use_mambapy and use_associative_scan choose among transformers' own scans: they are not looked at.
+    """
+    if given := [name for name in ("seq_idx", "cu_seqlens") if kwargs.get(name) is not None]:
+        raise ArgumentError("mamba_selective_scan", [f"{' and '.join(given)}: packed sequences are not told apart here"])
+    operands = mamba1_prompts.Operands(hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus)
+    run = partial(call, native_selective_scan.selective_scan)
+    return mamba1_prompts.scan("mamba_selective_scan", operands, run, return_final_states=return_last_state)
 
 
 def mamba2_chunk_scan(
@@ -200,6 +220,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_update": causal_conv1d_update,
     "causal_conv1d_fn": causal_conv1d_fn,
     "mamba_selective_state_update": mamba_selective_state_update,
+    "mamba_selective_scan": mamba_selective_scan,
     "mamba2_selective_state_update": mamba_selective_state_update,
     "mamba2_chunk_scan": mamba2_chunk_scan,
     "torch_chunk_gated_delta_rule": torch_chunk_gated_delta_rule,

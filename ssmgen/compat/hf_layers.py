@@ -195,7 +195,7 @@ def objection(mixer: type) -> str:
     return "" if found[:4] == expected else f"its forward takes {', '.join(found)}, not {', '.join(expected)}"
 
 
-def run_layer(replacement: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
+def run(replacement: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
     """What stands for a mixer's forward."""
     fused = next(fused for fused in LAYERS.values() if fused.name == replacement.module.__name__)
     refused: WeakSet[torch.nn.Module] = WeakSet()  # mixers that are not asked again: their projections would be computed twice

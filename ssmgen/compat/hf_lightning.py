@@ -53,7 +53,7 @@ def lightning(mixer: Any, hidden_states: Tensor, attention_mask: Tensor | None, 
     return mixer.out_proj(torch.sigmoid(mixer.output_gate(hidden_states)) * normed), state
 
 
-def run_layer(replacement: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
+def run(replacement: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
     """What stands for a mixer's forward."""
 
     def run(

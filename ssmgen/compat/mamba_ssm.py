@@ -1,4 +1,5 @@
-"""mamba_ssm.ops.triton's functions: selective_state_update, and ssd_combined's mamba_chunk_scan_combined, forward only."""
+"""mamba_ssm.ops' functions, forward only: selective_scan_interface's selective_scan_fn, and of triton selective_state_update and
+ssd_combined's mamba_chunk_scan_combined."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..families.selective_state_update.call import selective_state_update as _native
+from . import mamba1_prompts as _mamba1
 from . import mamba_prompts as _prompts
 from .operands import takes as _takes
 
@@ -29,6 +31,31 @@ def selective_state_update(
     negative arguments. Raises ssmgen.errors.ArgumentError.
     """
     return _native(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_indices=state_batch_indices)
+
+
+@_takes("return_last_state", **_mamba1.PADDED)
+def selective_scan_fn(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """As in mamba-ssm 2.3: u [batch, D, T] -> a new tensor like it, or (that, the states after the last token [batch, D, N] f32).
+
+    delta, z: like u   A: [D, N]   B, C: [batch, N, T] or [batch, G, N, T]   D, delta_bias: [D]
+
+    Raises UnsupportedError for A, B or C that are complex, and B or C that are the same for all tokens, [D, N]; and what
+    ssmgen.selective_scan raises: ArgumentError (a ValueError) where an operand requires grad while grad is enabled, for one.
+    """
+    operands = _mamba1.Operands(u, delta, A, B, C, D, z, delta_bias, delta_softplus)
+    found: Tensor | tuple[Tensor, Tensor] = _mamba1.scan("mamba_ssm's selective_scan_fn", operands, return_final_states=return_last_state)
+    return found
 
 
 @_takes("return_final_states return_varlen_states", **_prompts.PADDED)

@@ -20,8 +20,8 @@ from ..families.causal_conv1d_update.call import causal_conv1d_update as _conv_u
 from ..families.combine_splits.call import combine_splits
 from ..families.selective_state_update.call import selective_state_update as _ssu
 from . import gated_delta, replacing
-from . import mamba_prompts as _prompts
 from . import sglang_delta as _delta
+from . import sglang_mamba as _mamba
 from .gated_delta import first as _first
 from .lightning import lightning_attention as lightning_attention
 from .lightning import linear_decode_forward_triton as linear_decode_forward_triton
@@ -29,6 +29,7 @@ from .operands import takes as _takes
 from .sglang_delta import chunk_gated_delta_rule as chunk_gated_delta_rule
 from .sglang_delta import chunk_kda as chunk_kda
 from .sglang_lightning import seg_la_fwd as seg_la_fwd
+from .sglang_mamba import mamba_chunk_scan_combined as mamba_chunk_scan_combined
 
 
 @_takes(
@@ -196,67 +197,6 @@ def causal_conv1d_fn(
     )  # fmt: skip
 
 
-@_takes(
-    "return_final_states return_varlen_states return_intermediate_states return_track_states",
-    **_prompts.PADDED,
-    out=_prompts.ROWS,
-    track_seq_idx="[count]",
-    track_end_locs="[count]",
-)
-def mamba_chunk_scan_combined(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    chunk_indices: Tensor | None = None,
-    chunk_offsets: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    out: Tensor | None = None,
-    return_final_states: bool = False,
-    return_varlen_states: bool = False,
-    return_intermediate_states: bool = False,
-    state_dtype: torch.dtype | None = None,
-    return_track_states: bool = False,
-    track_seq_idx: Tensor | None = None,
-    track_end_locs: Tensor | None = None,
-) -> Tensor | tuple[Tensor | None, ...] | None:
-    """Prompts of Mamba-2: writes out [batch, T, H, P], and returns states. x, z: like out; dt [batch, T, H]; B, C [batch, T, G, N].
-
-    return_varlen_states: sequences are packed in one row, as cu_seqlens [sequences + 1] says; initial_states [sequences, H, P, N], and the
-        states after each are returned. Without it rows are sequences, parted by seq_idx; initial_states [batch, H, P, N]
-    return_final_states: [batch, H, P, N] f32, after each row
-    return_intermediate_states: [batch, chunks, H, P, N], before each chunk of chunk_size tokens of a row; the first is the initial state
-    return_track_states: those, the varlen states, and [1, count, H, P, N], after track_end_locs [count] tokens of the packed row; None
-        without track_end_locs or track_seq_idx
-    state_dtype: that of all but the final ones; C's if None
-    Returns what is asked for, in the order intermediate, final, varlen; None for nothing.
-    chunk_indices, chunk_offsets and, of packed sequences, seq_idx follow from the others: ignored. States between chunks are f32.
-    """
-    name = "sglang's mamba_chunk_scan_combined"
-    if return_track_states and not return_varlen_states:
-        raise ArgumentError(name, ["return_track_states goes with return_varlen_states, for packed sequences"])
-    tracked = return_track_states and track_seq_idx is not None and track_end_locs is not None and track_end_locs.numel() > 0
-    chunks, final = return_track_states or return_intermediate_states, return_final_states and not return_track_states
-    wanted = _prompts.Wanted(chunks, final, return_varlen_states, track_end_locs if tracked else None)
-    written = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-    found = _prompts.combined(
-        name, wanted, _prompts.Operands(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit), written, chunk_size=chunk_size,
-        initial_states=initial_states, seq_idx=seq_idx, cu_seqlens=cu_seqlens, state_dtype=state_dtype,
-    )  # fmt: skip
-    if return_track_states:
-        return found.chunks, found.varlen, found.ends
-    return _prompts.only((found.chunks, found.final, found.varlen))
-
-
 @_takes(**gated_delta.PACKED)
 def fused_recurrent_gated_delta_rule_packed_decode(
     mixed_qkv: Tensor,
@@ -362,6 +302,7 @@ _ENGINE = replacing.Engine(
     [
         replacing.Replacement(f"{_MAMBA}.triton_ops.mamba_ssm", "selective_state_update", selective_state_update),
         replacing.Replacement(f"{_MAMBA}.triton_ops.ssd_combined", "mamba_chunk_scan_combined", mamba_chunk_scan_combined),
+        replacing.Replacement(f"{_LAYERS}.mamba.mamba1", _mamba.METHOD, _mamba.selective_scan),
         replacing.Replacement(f"{_MAMBA}.causal_conv1d_triton", "causal_conv1d_update", causal_conv1d_update_triton),
         replacing.Replacement(f"{_LAYERS}.mamba.causal_conv1d", "causal_conv1d_update", causal_conv1d_update),
         replacing.Replacement(f"{_LAYERS}.mamba.causal_conv1d", "causal_conv1d_fn", causal_conv1d_fn),

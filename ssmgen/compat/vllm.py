@@ -20,7 +20,6 @@ from ..families.causal_conv1d_update.call import causal_conv1d_update as _conv_u
 from ..families.linear_attention.call import gated_delta_rule as _gated_delta_rule
 from ..families.selective_state_update.call import selective_state_update as _ssu
 from . import gated_delta, replacing
-from . import mamba_prompts as _prompts
 from . import vllm_delta as _delta
 from .gated_delta import first as _first
 from .lightning import lightning_attention as lightning_attention
@@ -31,6 +30,8 @@ from .vllm_delta import chunk_kda as chunk_kda
 from .vllm_delta import chunk_kda_with_fused_gate as chunk_kda_with_fused_gate
 from .vllm_delta import chunk_kda_with_safe_gate as chunk_kda_with_safe_gate
 from .vllm_delta import fi_chunk_gated_delta_rule as fi_chunk_gated_delta_rule
+from .vllm_mamba import mamba_chunk_scan_combined_varlen as mamba_chunk_scan_combined_varlen
+from .vllm_mamba import selective_scan_fn as selective_scan_fn
 from .vllm_merging import merge_attn_states as merge_attn_states
 
 _BY_TOKEN = "[N] or [N, T]"
@@ -170,67 +171,6 @@ def causal_conv1d_fn(
     )  # fmt: skip
 
 
-@_takes(
-    "return_intermediate_states",
-    **dict.fromkeys(("x", "z", "out"), "[tokens, H, P]"), **dict.fromkeys(("B", "C"), "[tokens, G, N]"), dt="[tokens, H]",
-    cu_seqlens="[N + 1]", cu_chunk_seqlens="[chunks + 1]", initial_states="[N, H, P, d_state]", final_states_out="[slots, H, P, d_state]",
-    final_state_indices="[N]",
-)  # fmt: skip
-def mamba_chunk_scan_combined_varlen(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,
-    cu_seqlens: Tensor,
-    cu_chunk_seqlens: Tensor | None,
-    last_chunk_indices: Tensor | None,
-    seq_idx: Tensor | None,
-    out: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    return_intermediate_states: bool = False,
-    state_dtype: torch.dtype | None = None,
-    final_states_out: Tensor | None = None,
-    final_state_indices: Tensor | None = None,
-) -> Tensor | None:
-    """Prompts of Mamba-2, packed: writes out [tokens, H, P], and returns or writes states.
-
-    x, z: [tokens, H, P]   dt: [tokens, H]   B, C: [tokens, G, N]   cu_seqlens: [sequences + 1]   initial_states: [sequences, H, P, N]
-    return_intermediate_states: -> [chunks, H, P, N], the states after each of vLLM's chunks, which may end anywhere in a sequence, at
-        cu_chunk_seqlens [chunks + 1]
-    final_states_out: -> None, and this pool [slots, H, P, N] receives the states after each sequence in final_state_indices [sequences]
-    Otherwise -> [sequences, H, P, N], those states. state_dtype: that of the ones returned; C's if None
-    chunk_size, last_chunk_indices and seq_idx follow from the others or divide vLLM's work: ignored. States between chunks are f32.
-    """
-    name = "vllm's mamba_chunk_scan_combined_varlen"
-    problems = ["out is None, and outputs are not returned"] if out is None else []
-    if final_states_out is not None and return_intermediate_states:
-        problems.append("final_states_out is given together with return_intermediate_states, in whose place it is")
-    if final_states_out is not None and final_state_indices is None:
-        problems.append("final_states_out is given without final_state_indices")
-    if return_intermediate_states and cu_chunk_seqlens is None:
-        problems.append("return_intermediate_states asks for states at the ends of chunks, and cu_chunk_seqlens is None")
-    if problems:
-        raise ArgumentError(name, problems)
-    operands = _prompts.Operands(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit)
-    if final_states_out is not None and final_state_indices is not None:
-        slots = final_state_indices[: cu_seqlens.shape[0] - 1]
-        _prompts.scan_into_slots(operands, out, final_states_out, slots, initial_states=initial_states, cu_seqlens=cu_seqlens)
-        return None
-    dtype, positions = _prompts.state_dtype_of(name, state_dtype, C), None
-    if return_intermediate_states and cu_chunk_seqlens is not None:
-        positions = cu_chunk_seqlens[1:]
-    last, after = (dtype, None) if positions is None else (None, dtype)
-    states = _prompts.scan(operands, out, initial_states=initial_states, cu_seqlens=cu_seqlens, last=last, positions=positions, after=after)
-    return states.last if positions is None else states.after
-
-
 @_takes(**gated_delta.PACKED)
 def fused_recurrent_gated_delta_rule_packed_decode(
     mixed_qkv: Tensor,
@@ -331,6 +271,7 @@ _ENGINE = replacing.Engine(
     "vllm", "0.33.0",
     [
         replacing.Replacement(f"{_OPS}.mamba_ssm", "selective_state_update", selective_state_update),
+        replacing.Replacement(f"{_OPS}.mamba_ssm", "selective_scan_fn", selective_scan_fn),
         replacing.Replacement(f"{_OPS}.ssd_combined", "mamba_chunk_scan_combined_varlen", mamba_chunk_scan_combined_varlen),
         replacing.Replacement(f"{_OPS}.causal_conv1d", "causal_conv1d_update", causal_conv1d_update),
         replacing.Replacement(f"{_OPS}.causal_conv1d", "causal_conv1d_fn", causal_conv1d_fn),

@@ -5,15 +5,11 @@
 // and come after the wait in a kernel that has one; lanes must meet at the same shuffle; shared memory must be written before it is
 // read. The first violation ends the launch with a sentence about it.
 //
-// Every kernel is compiled with this, so it holds words only: what they do is in machine.cpp.
+// Every kernel is compiled with this, so it holds words only, and none of the standard library's headers, which take longer to read than a
+// kernel: what the words do is in machine.cpp.
 #ifndef SSMGEN_EMULATOR_HPP
 #define SSMGEN_EMULATOR_HPP
 #define SSMGEN_EMULATOR 1
-
-#include <cmath>
-#include <cstring>
-#include <type_traits>
-#include <utility>
 
 #include "machine.hpp"
 
@@ -30,13 +26,13 @@ template <class T>
 u64 to_bits(T v) {
   static_assert(sizeof(T) <= 8, "a shuffle moves 8 bytes at most");
   u64 r = 0;
-  std::memcpy(&r, &v, sizeof(T));
+  __builtin_memcpy(&r, &v, sizeof(T));
   return r;
 }
 template <class T>
 T from_bits(u64 v) {
   T r;
-  std::memcpy(&r, &v, sizeof(T));
+  __builtin_memcpy(&r, &v, sizeof(T));
   return r;
 }
 
@@ -73,13 +69,17 @@ class Shared {
 };
 
 // A kernel's arguments as the driver takes them: an array of pointers to each.
-template <class... A, std::size_t... I>
-void call(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {
-  kernel(*static_cast<std::remove_reference_t<A>*>(arguments[I])...);
+template <class T>
+T& argument(void**& next) {
+  return *static_cast<T*>(*next++);
 }
 template <class... A>
+struct Call {
+  Call(void (*kernel)(A...), A&... arguments) { kernel(arguments...); }
+};
+template <class... A>
 void call(void (*kernel)(A...), void** arguments) {
-  call(kernel, arguments, std::index_sequence_for<A...>{});
+  Call<A...>{kernel, argument<A>(arguments)...};  // in braces: one after the other
 }
 
 }  // namespace emulator
@@ -98,7 +98,14 @@ void call(void (*kernel)(A...), void** arguments) {
 #define DYNAMIC_SHARED(type, name) EMULATED_SHARED(type, name, emulator::kDynamic, 16)
 #define SWIZZLED_SHARED(type, name) EMULATED_SHARED(type, name, emulator::kDynamic, 1024)
 
-// CUDA's own functions.
+// CUDA's own functions. Those that C has too are C's.
+
+extern "C" {
+float ceilf(float), cosf(float), exp2f(float), expf(float), expm1f(float), fabsf(float), floorf(float), log1pf(float), log2f(float), logf(float);
+float rintf(float), roundf(float), sinf(float), sqrtf(float), tanhf(float), truncf(float);
+float copysignf(float, float), fmaxf(float, float), fminf(float, float), fmodf(float, float), powf(float, float);
+float fmaf(float, float, float);
+}
 
 inline unsigned __float_as_uint(float v) { return emulator::from_bits<unsigned>(emulator::to_bits(v)); }
 inline float __uint_as_float(unsigned v) { return emulator::from_bits<float>(v); }
@@ -380,6 +387,11 @@ template <class T>
 inline void load_4_from_peer(const emulator::Shared<T>& own, unsigned i, unsigned rank, unsigned* r) {
   static_assert(sizeof(T) == 4, "four words are four elements");
   emulator::load_4_from_peer(own.array(), rank, i, r);
+}
+template <class T>
+inline void store_4_to_peer(const emulator::Shared<T>& own, unsigned i, unsigned rank, const unsigned* v) {
+  static_assert(sizeof(T) == 4, "four words are four elements");
+  emulator::store_4_to_peer(own.array(), rank, i, v);
 }
 inline void wait_for_upstream() { emulator::wait_for_upstream(); }
 inline void allow_dependents() {}

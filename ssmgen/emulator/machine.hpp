@@ -52,6 +52,7 @@ const void* shared_load(SharedArray* array, long long i);
 void* shared_store(SharedArray* array, long long i);
 void* shared_store_to_peer(SharedArray* array, u32 rank, long long i);
 void load_4_from_peer(SharedArray* array, u32 rank, long long i, u32* r);
+void store_4_to_peer(SharedArray* array, u32 rank, long long i, const u32* v);
 void load_4_shared(SharedArray* from, long long i, u32* r);
 void store_4_shared(SharedArray* to, long long i, const u32* v);
 void load_pair(u32* r, SharedArray* from, long long i);

@@ -88,6 +88,13 @@ void load_4(SharedArray& array, u32 rank, long long i, u32* r) {
   std::memcpy(r, array.values.data() + (rank * array.count + i) * array.element, 16);
 }
 
+void store_4(SharedArray& array, u32 rank, long long i, const u32* v) {
+  check_place(array, i, 16, "store of four words");
+  check_sums(v, 16);
+  for (u32 done = 0; done < 16; done += array.element)
+    std::memcpy(claim(array, rank, i + done / array.element, "store"), reinterpret_cast<const char*>(v) + done, array.element);
+}
+
 }  // namespace
 
 void note_reader(SharedArray::Cell& c) {
@@ -179,11 +186,11 @@ void load_4_from_peer(SharedArray* array, u32 rank, long long i, u32* r) {
 
 void load_4_shared(SharedArray* from, long long i, u32* r) { load_4(*from, machine->rank, i, r); }
 
-void store_4_shared(SharedArray* to, long long i, const u32* v) {
-  check_place(*to, i, 16, "store of four words");
-  check_sums(v, 16);
-  for (u32 done = 0; done < 16; done += to->element)
-    std::memcpy(claim(*to, machine->rank, i + done / to->element, "store"), reinterpret_cast<const char*>(v) + done, to->element);
+void store_4_to_peer(SharedArray* array, u32 rank, long long i, const u32* v) {
+  check_peer(*array, rank, "store to ");
+  store_4(*array, rank, i, v);
 }
+
+void store_4_shared(SharedArray* to, long long i, const u32* v) { store_4(*to, machine->rank, i, v); }
 
 }  // namespace emulator

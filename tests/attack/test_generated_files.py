@@ -27,7 +27,7 @@ def few(monkeypatch):
     chosen = [pair for pair in generate.default_variants() if pair[0].stem.startswith("ssu_h1p")]
     chosen = [next(pair for pair in chosen if str(pair[1]) == arch) for arch in generate.ARCHS]
     monkeypatch.setattr(generate, "default_variants", lambda: chosen)
-    monkeypatch.setattr(generate, "_resources", lambda source: Resources(len(source.text) % 99, 0, 0, 0, 0))
+    monkeypatch.setattr(generate, "_resources", lambda source, cache: Resources(len(source.text) % 99, 0, 0, 0, 0))
     return chosen
 
 

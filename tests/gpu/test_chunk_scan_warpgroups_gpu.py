@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"),
 ]
 
-PARTS = {128: 1, 32: 1, 24: 4, 16: 6}  # by heads: how many blocks divide a sequence
+PARTS = {128: 1, 32: 3, 24: 4, 16: 6, 8: 8}  # by heads: how many blocks divide a sequence
 LENGTHS = (1, 15, 63, 64, 65, 127, 129, 300, 511, 512, 513, 700, 1023, 1025, 1500)
 of_heads = pytest.mark.parametrize("heads", PARTS)
 

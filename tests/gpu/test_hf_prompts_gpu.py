@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
 
-from hf_cases import PROMPTED, Prompt, generate, norm_of_error, prompt_calls, prompted
+from hf_cases import PROMPTED, Prompt, fused_prompt_calls, generate, norm_of_error, prompt_calls, prompted
 
 import ssmgen
 from ssmgen import runtime
@@ -23,6 +23,8 @@ _HYBRID = {**_WIDE, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 2,
 _DELTA = {**_WIDE, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
 # Heads of models that are in use, in two layers or as many as the tiny model has; their chunks are of a usual length
 REAL = {
+    **dict.fromkeys(("mamba", "falcon_mamba"), {**_WIDE, "intermediate_size": 512, "state_size": 16, "time_step_rank": 16}),
+    **dict.fromkeys(("jamba", "zamba"), {**_WIDE, "mamba_d_state": 16, "mamba_dt_rank": 16}),
     "mamba2": {**_WIDE, "num_heads": 8, "head_dim": 64, "state_size": 128, "n_groups": 8, "num_hidden_layers": 2, "chunk_size": 64},
     "bamba": {**_HYBRID, "num_hidden_layers": 2, "attn_layer_indices": [1], "mamba_chunk_size": 64},
     "falcon_h1": {
@@ -74,15 +76,16 @@ def test_prompts_and_those_behind_them(name, sizes, dtype):
 
 
 @every_case
-def test_padding_on_the_left(name, sizes):
+@pytest.mark.parametrize("fuse", [False, True], ids=["patched", "fused"])
+def test_padding_on_the_left(name, sizes, fuse):
     model = prompted(name, **sizes).bfloat16().cuda()
     mask = torch.ones(2, 100, dtype=torch.long, device="cuda")
     mask[1, :37] = 0
     exact, theirs = (Prompt.run(m, 100, attention_mask=mask) for m in (copy.deepcopy(model).float(), model))
-    with hf.patch(model) as patch:
+    with hf.patch(model, fuse=fuse) as patch:
         ours = Prompt.run(model, 100, attention_mask=mask)
     assert_as_near(ours, theirs, exact)
-    assert patch.calls() == prompt_calls(name, model)
+    assert patch.calls() == (fused_prompt_calls if fuse else prompt_calls)(name, model)
 
 
 @every_case

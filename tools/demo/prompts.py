@@ -1,19 +1,23 @@
 """What `python -m tools.demo --prompt` measures of a model: the time to the first token.
 
 Milliseconds: one pass over a prompt, the choice of the first token behind it and the cache that it leaves, which is what generate() begins
-with; on the wall clock, synchronised ahead of the pass and behind it. transformers and patched take turns, in the opposite order every
-other round; each gets the median of its rounds. patch(fuse=True) does not change prompts. Chunks of transformers' own scan are as long as
-the family's configuration has them by default.
+with; on the wall clock, synchronised ahead of the pass and behind it. transformers, patched and fused (patch(fuse=True), where it replaces
+something of a prompt's) take turns, in the opposite order every other round; each gets the median of its rounds. Chunks of transformers'
+own scan are as long as the family's configuration has them by default.
+
+transformers' own pass is left out, with the reason, where it would need more memory than is free, or take longer than 3 s: an eighth of the
+prompt says so, as both grow with its length at least.
 
 Kernels: those that torch.profiler sees in one pass, without copies and fills by the driver.
 
 Memory: what a pass needs at its peak beside what was there before it: activations and the cache, not the weights.
 
-Apart: the L2 norm of the difference of the last token's logits, patched and not, over that of the logits. Both are of bf16.
+Apart: the L2 norm of the difference of the last token's logits, patched or fused and not, over that of the logits. All are of bf16.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,9 +26,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ssmgen.compat import hf
+
 from . import DemoError
 from .decode import Greedy, prompt
-from .measure import PATCHED, PLAIN, Options, Way, first_line, interleaved_ms, kernels, plain_attention, release, served
+from .measure import FUSED, PATCHED, PLAIN, Options, Way, first_line, interleaved_ms, kernels, plain_attention, release, served
+
+# Of a prompt, what tells of all of it: an eighth, and tokens that a chunk of transformers' own is padded to; seconds of a pass.
+PART, FEWEST, LONGEST = 8, 256, 3.0
+UNITS = ("ms", "kernels", "memory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,24 +53,31 @@ class PromptRow:
     ms: Mapping[str, float]
     kernels: Mapping[str, int]
     memory: Mapping[str, int]
-    apart: float | None = None
+    apart: Mapping[str, float] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def speedup(self, way: str) -> float | None:
-        return self.ms[PLAIN] / self.ms[way] if PLAIN in self.ms else None  # patched is always there
+        return self.ms[PLAIN] / self.ms[way] if PLAIN in self.ms and way in self.ms else None
 
 
 def measured(model: torch.nn.Module, batch: int, length: int, options: Options) -> dict[str, Any]:
     """ms, kernels, memory, apart and notes of a PromptRow, of a model on a CUDA device.
 
-    Where transformers' own pass needs more memory than there is, that has a note. Raises what the patched one does, and DemoError if a call
-    of it was left to transformers.
+    Where transformers' own pass is too large or too long, that has a note. Raises what a patched one does, and DemoError if a call of it is
+    left to transformers.
     """
     ids = prompt(batch, model.config.vocab_size, next(model.parameters()).device, length)
-    ways = {PLAIN: Way(partial(Greedy, model, ids)), PATCHED: Way(partial(Greedy, model, ids), partial(served, model))}
+    step = partial(Greedy, model, ids)
+    ways = {PLAIN: Way(step), PATCHED: Way(step, partial(served, model))}
+    if _fuses(model):
+        ways[FUSED] = Way(step, partial(served, model, True))
     found: dict[str, Any] = {"kernels": {}, "memory": {}, "notes": {}}
     logits: dict[str, Tensor] = {}
     with plain_attention():
+        if reason := too_much(model, ids):
+            found["notes"] |= dict.fromkeys((f"{PLAIN} {unit}" for unit in UNITS), reason)
+            del ways[PLAIN]
+        release()
         for name, way in list(ways.items()):
             try:
                 with way.within():
@@ -68,13 +85,49 @@ def measured(model: torch.nn.Module, batch: int, length: int, options: Options) 
                     found["memory"][name] = peak_bytes(way.step)
                     _count(name, way, found)
             except torch.OutOfMemoryError as e:
-                if name == PATCHED:
+                if name != PLAIN:
                     raise
-                found["notes"] |= dict.fromkeys((f"{name} {unit}" for unit in ("ms", "kernels", "memory")), first_line(e))
+                found["notes"] |= dict.fromkeys((f"{name} {unit}" for unit in UNITS), first_line(e))
                 del ways[name]
             release()
         found["ms"] = interleaved_ms(ways, 1, options.rounds, torch.cuda.synchronize)
-    return found | {"apart": _apart(logits[PATCHED], logits[PLAIN]) if PLAIN in logits else None}
+    others = [name for name in logits if name != PLAIN and PLAIN in logits]
+    return found | {"apart": {name: _apart(logits[name], logits[PLAIN]) for name in others}}
+
+
+def _fuses(model: torch.nn.Module) -> bool:
+    """Whether patch(fuse=True) replaces more of the model than patch() does."""
+    with hf.patch(model, fuse=True) as fused, hf.patch(model) as patched:
+        return set(fused.replaced) != set(patched.replaced)
+
+
+def too_much(model: torch.nn.Module, ids: Tensor) -> str:
+    """Why transformers' own pass over a prompt [batch, tokens] is not made, or nothing."""
+    part = ids[:, : max(FEWEST, ids.shape[1] // PART)]
+    times, step = ids.shape[1] / part.shape[1], partial(Greedy, model, part)
+    try:
+        needed = peak_bytes(step) * times
+    except torch.OutOfMemoryError as e:
+        return f"of {part.shape[1]} tokens: {first_line(e)}"
+    if needed > (free := free_bytes()):
+        return f"it would need {needed / 2**30:.0f} GiB beside the weights, and {free / 2**30:.0f} are free"
+    taken = seconds(step) * times
+    return f"it would take {taken:.0f} s" if taken > LONGEST else ""
+
+
+def seconds(step: Callable[[], Any]) -> float:
+    """What a call takes on the wall clock."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def free_bytes() -> int:
+    """Bytes of the device that a pass may have."""
+    release()
+    return torch.cuda.mem_get_info()[0]
 
 
 def _count(name: str, way: Way, found: dict[str, Any]) -> None:

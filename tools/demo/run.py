@@ -157,7 +157,7 @@ def _prompted(preset: Preset, batches: tuple[int, ...], options: Options, device
 def line(row: Row | PromptRow) -> str:
     """What a row says while others are measured."""
     if isinstance(row, PromptRow):
-        ms = ", ".join(f"{way} {row.ms[way]:.1f}" for way in (PLAIN, PATCHED) if way in row.ms)
+        ms = ", ".join(f"{way} {row.ms[way]:.1f}" for way in (PLAIN, PATCHED, FUSED) if way in row.ms)
         return f"{row.family}, batch {row.batch}, a prompt of {row.length}: ms to the first token {ms}"
     ms = ", ".join(f"{way} {row.ms[way]:.2f}" for way in (PLAIN, PATCHED, FUSED, GRAPH, FUSED_GRAPH) if way in row.ms)
     return f"{row.family}, batch {row.batch}: ms per token {ms}; {row.same} of {row.tokens} tokens the same"

@@ -42,8 +42,8 @@ def _memory(way: str) -> Callable[[PromptRow], str | None]:
     return lambda row: f"{row.memory[way] / 2**30:.2f}" if way in row.memory else None
 
 
-def _apart(row: PromptRow) -> str:
-    return "" if row.apart is None else f"{row.apart:.1e}"
+def _apart(way: str) -> Callable[[PromptRow], str | None]:
+    return lambda row: f"{row.apart[way]:.1e}" if way in row.apart else None
 
 
 _MODEL = (
@@ -74,11 +74,16 @@ PROMPT_COLUMNS = (
     Column("transformers ms", _ms(PLAIN), f"{PLAIN} ms"),
     Column("patched ms", _ms(PATCHED)),
     Column("", _speedup(PATCHED)),
+    Column("fused ms", _ms(FUSED)),
+    Column("", _speedup(FUSED)),
     Column("kernels", _kernels(PLAIN), f"{PLAIN} kernels"),
     Column("patched kernels", _kernels(PATCHED), f"{PATCHED} kernels"),
+    Column("fused kernels", _kernels(FUSED), f"{FUSED} kernels"),
     Column("GiB", _memory(PLAIN), f"{PLAIN} memory"),
     Column("patched GiB", _memory(PATCHED)),
-    Column("apart", _apart),
+    Column("fused GiB", _memory(FUSED)),
+    Column("apart", _apart(PATCHED)),
+    Column("fused apart", _apart(FUSED)),
 )
 
 
@@ -95,7 +100,8 @@ def shown(report: Report) -> Shown:
     """What a report has measured: decode steps or prompts."""
     if report.prompts:
         words = "Milliseconds, kernels and memory beside the weights, of a pass over a prompt to the first token behind it"
-        return Shown(words, "Apart: the relative difference of that token's logits.", PROMPT_COLUMNS, report.prompts)
+        meant = "Fused: patch(fuse=True), where it changes prompts. Apart: the relative difference of that token's logits."
+        return Shown(words, meant, PROMPT_COLUMNS, report.prompts)
     return Shown("Milliseconds and kernels per token of greedy decoding", "Fused: families whose layers are fused.", COLUMNS, report.rows)
 
 

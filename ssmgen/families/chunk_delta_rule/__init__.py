@@ -2,12 +2,17 @@
 
 from ...family import Family, Kernels
 
+PART = "it is one of a call's kernels, and is checked with the last of them: give that one's spec"
+
 FAMILY = Family(
     name="chunk_delta_rule",
     kernels=(
         Kernels("chain:ChainSpec", "problem:DeltaProblem"),
         Kernels("warpgroups:WarpgroupChainSpec"),
-        Kernels("prepare:PrepareSpec", unchecked="it is the first of two kernels, and is checked with the second: give that one's spec"),
+        Kernels("prepare:PrepareSpec", unchecked=PART),
+        Kernels("segments:SumsSpec", unchecked=PART),
+        Kernels("segments:WarpgroupSumsSpec", unchecked=PART),
+        Kernels("segments:JoinSpec", unchecked=PART),
     ),
     functions={"chunk_gated_delta_rule": "call:chunk_gated_delta_rule", "chunk_delta_rule": "call:chunk_delta_rule"},
     helpers={"chunk_delta_rule_workspace": "call:chunk_delta_rule_workspace"},

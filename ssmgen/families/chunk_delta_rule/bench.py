@@ -38,8 +38,8 @@ from ...bench.rows import Point
 from ...bench.schema import COUNT, TEXT
 from ...errors import SsmgenError
 from ...models import Model
-from .problem import workspace_bytes
 from .reference import chunk_delta_rule as reference
+from .segments import workspace_for
 
 SHAPES = [
     *((16, 64, 1, tokens) for tokens in (2048, 8192, 32768)),
@@ -102,7 +102,9 @@ class Case:
         self.g, self.beta = -0.1 * torch.rand(self.sets, *lead, HV, device=self.device), made(HV).sigmoid()
         self.out = torch.empty_like(self.v)
         self.states = torch.zeros(self.sets, count, HV, self.head_v, self.head_k, device=self.device)
-        self.workspace = torch.empty(workspace_bytes(count * length, count, HV), dtype=torch.uint8, device=self.device)
+        longest = count * length if self.form is Form.POOL else length
+        size = workspace_for(count * length, count, HV, self.head_k, self.head_v, None, longest)
+        self.workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
         self.copied = [torch.empty(self.sets, self.bytes_moved // 8, device=self.device) for _ in range(2)]
         cuts = torch.randperm(count * length - 1)[: count - 1].sort().values + 1
         self.starts = torch.tensor([0, *cuts.tolist(), count * length], dtype=torch.int32, device=self.device)

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from ...calls.public import Call, operator
+from ...calls.scalars import integer
 from .planning import CALLERS, Options
-from .problem import workspace_bytes
+from .segments import MOST, workspace_for
+
+SEGMENTS = integer(f"an integer from 1 to {MOST}", 1, MOST)
 
 
 class _States(NamedTuple):
@@ -29,7 +32,7 @@ class _States(NamedTuple):
     out: Tensor | None
 
 
-@operator(like="v")
+@operator(like="v", segments=SEGMENTS)
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -56,6 +59,7 @@ def chunk_gated_delta_rule(
     checkpoint_positions: Tensor | None = None,
     checkpoints_out: Tensor | None = None,
     return_checkpoints: bool = False,
+    segments: int | None = None,
     workspace: Tensor | None = None,
     out: Tensor | None = None,
     pdl: bool | None = None,
@@ -65,8 +69,8 @@ def chunk_gated_delta_rule(
     HV heads of V value and K key channels, multiples of 16 up to 256; HK heads of q and k, of which each serves HV / HK of v. […] is
     [batch, T], or for packed sequences with cu_seqlens [tokens] or [1, tokens]. The states are those that `gated_delta_rule` goes on from.
     Products are of v's 16-bit dtype, summed in f32; decays, the inverse within a chunk of 64 tokens and the state between chunks are f32.
-    The bits do not depend on the batch or on packing, and a sequence cut at multiples of 64 tokens, with f32 states, gives those of the
-    whole. With v of f16, the state and what is added to it must stay within f16's range.
+    The bits do not depend on the batch or on packing, and with segments=1 a sequence cut at multiples of 64 tokens, with f32 states,
+    gives those of the whole. With v of f16, the state and what is added to it must stay within f16's range.
 
     q, k: […, HK, K], v, out: […, HV, V], bf16 or f16, all of one dtype
     g: […, HV], log decay, at most 0; with A_log [HV] the raw gate, of which the log decay is -e^A_log softplus(g + dt_bias), dt_bias [HV]
@@ -91,10 +95,12 @@ def chunk_gated_delta_rule(
     checkpoints_out: [count, HV, V, K], receives those states, of the dtype of the others. A position of another kind, in no sequence (or in
         one whose slot is none) leaves its row alone
     return_checkpoints: also return them, in checkpoints_out if that is given, else new ones of the other states' dtype or f32
+    segments: parts of a sequence, of whole chunks of 64 tokens, that are computed side by side, 1 … 1024 at most; 1 leaves it whole. None:
+        as its own length, the heads of v and V say: whole where heads are many, or it is short. Three or more have other bits than one
     workspace: [bytes] uint8, what one kernel leaves for the next: chunk_delta_rule_workspace says how large, and it may be used again as
         soon as the call is enqueued on the same stream; None for a new one
     out: None for a new one, dense
-    pdl: whether the first of the two kernels may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and
+    pdl: whether the first of its kernels may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and
         later)
 
     Returns out, or out and what else was asked for: (out[, final states][, checkpoints]). CPU tensors run the reference implementation,
@@ -113,12 +119,12 @@ def chunk_gated_delta_rule(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
         checkpoints_out, return_checkpoints, workspace, out,
     )  # fmt: skip
-    how = Options(gate, _beta(beta_sigmoid, allow_neg_eigval), use_qk_l2norm, _scale(scale, q), state_layout, pad_slot_id)
+    how = Options(gate, _beta(beta_sigmoid, allow_neg_eigval), use_qk_l2norm, _scale(scale, q), state_layout, pad_slot_id, segments)
     objections += _beta_objections(beta_sigmoid, allow_neg_eigval)
     return cast(Tensor, _call("chunk_gated_delta_rule", (q, k, v, g, beta, A_log, dt_bias), states, how, pdl, objections))
 
 
-@operator(like="v")
+@operator(like="v", segments=SEGMENTS)
 def chunk_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -141,6 +147,7 @@ def chunk_delta_rule(
     checkpoint_positions: Tensor | None = None,
     checkpoints_out: Tensor | None = None,
     return_checkpoints: bool = False,
+    segments: int | None = None,
     workspace: Tensor | None = None,
     out: Tensor | None = None,
     pdl: bool | None = None,
@@ -154,14 +161,19 @@ def chunk_delta_rule(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
         checkpoints_out, return_checkpoints, workspace, out,
     )  # fmt: skip
-    how = Options("none", _beta(beta_sigmoid, allow_neg_eigval), use_qk_l2norm, _scale(scale, q), state_layout, pad_slot_id)
+    how = Options("none", _beta(beta_sigmoid, allow_neg_eigval), use_qk_l2norm, _scale(scale, q), state_layout, pad_slot_id, segments)
     objections = _beta_objections(beta_sigmoid, allow_neg_eigval)
     return cast(Tensor, _call("chunk_delta_rule", (q, k, v, None, beta, None, None), states, how, pdl, objections))
 
 
-def chunk_delta_rule_workspace(tokens: int, sequences: int, heads: int) -> int:
-    """Bytes of a workspace for so many tokens in all (batch times T), sequences and heads of v: also for fewer of each."""
-    return workspace_bytes(tokens, sequences, heads)
+def chunk_delta_rule_workspace(
+    tokens: int, sequences: int, heads: int, head_k: int = 128, head_v: int = 128, segments: int | None = None
+) -> int:
+    """Bytes of a workspace for so many tokens in all (batch times T), sequences and heads of v: also for fewer tokens or sequences.
+
+    segments: as of the call. Where a sequence may be cut into segments, their states take 4 K (V + max(K, V)) bytes each and head.
+    """
+    return workspace_for(tokens, sequences, heads, head_k, head_v, segments, tokens)
 
 
 def _beta(beta_sigmoid: bool, allow_neg_eigval: bool) -> str:
@@ -198,7 +210,8 @@ def _call(
                 checkpoints = v.new_empty((s.checkpoint_positions.numel(), *inner), dtype=dtype)
             if workspace is None:
                 tokens = v.shape[0] if v.dim() == 3 else v.shape[0] * v.shape[1]
-                workspace = v.new_empty(workspace_bytes(tokens, count, heads), dtype=torch.uint8)
+                size = workspace_for(tokens, count, heads, head_k, head_v, options.segments, v.shape[-3])
+                workspace = v.new_empty(size, dtype=torch.uint8)
         elif workspace is None:
             workspace = v.new_empty(0, dtype=torch.uint8)
     if s.return_checkpoints and s.checkpoint_positions is None:

@@ -38,6 +38,7 @@ class ChainSpec(DeltaSpec, DeltaProblem):
     written: ClassVar[tuple[str, ...]] = ("out", "final_states", "state", "checkpoints")
 
     terms: ClassVar[int] = 1  # 16-bit terms of an operand of a product
+    sums: ClassVar[bool] = False  # whether it makes N and M of segments, and no outputs
 
     tile: int = 64  # rows of the state (value channels) per block, 16 per walker
     stages: int = 2  # chunks in shared memory: that which is computed, and those on their way
@@ -64,7 +65,17 @@ class ChainSpec(DeltaSpec, DeltaProblem):
 
     @property
     def ahead(self) -> tuple[KernelSpec, ...]:
-        return (PrepareSpec(**of_problem(self, ChunkProblem), pdl=self.ahead_pdl),)
+        from .segments import JoinSpec
+
+        prepare = PrepareSpec(**of_problem(self, ChunkProblem), pdl=self.ahead_pdl)
+        return (prepare, self.summing(), JoinSpec.of(self)) if self.divided else (prepare,)
+
+    def summing(self) -> ChainSpec:
+        """The kernel that makes N and M of segments."""
+        from .segments import SumsSpec, of_sums
+
+        tile = max(t for t in TILES if t <= self.tile and self.head_k % t == 0)
+        return SumsSpec(**of_sums(self), tile=tile, stages=self.stages, fetchers=self.fetchers, min_blocks=self.min_blocks)
 
     @property
     def threads_per_block(self) -> int:
@@ -76,13 +87,15 @@ class ChainSpec(DeltaSpec, DeltaProblem):
         return self.head_v // self.tile
 
     def blocks(self, counts: Counts) -> int:
-        return counts.sequences * counts.heads * self.tiles
+        further = self.candidates(counts.tokens, counts.sequences) * (self.segments - 1)  # than each sequence's first segment
+        return (counts.sequences + further) * counts.heads * self.tiles
 
     @property
     def stem(self) -> str:
         blocks = f"b{self.min_blocks}" if self.min_blocks > 1 else ""
         shape = f"k{self.head_k}v{self.head_v}_{self.state.value}_{self.x.value}_{self.layout.value}"
-        return f"delta_chain_{shape}_t{self.tile}s{self.stages}f{self.fetchers}{blocks}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+        segments = f"n{self.segments}" if self.divided else ""
+        return f"delta_chain_{shape}_t{self.tile}s{self.stages}f{self.fetchers}{blocks}{segments}{'' if self.pdl is Pdl.OFF else '_pdl'}"
 
     @property
     def row_words(self) -> int:
@@ -150,6 +163,17 @@ def space(problem: DeltaProblem, arch: Arch) -> Iterator[ChainSpec]:
 
 def candidates(problem: DeltaProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
+    from .segments import why_not
+
+    if problem.divided:  # as many parts of a sequence are walked at once
+        rules = _rules(problem, size * problem.segments, arch, pdl)
+        yield from ((f"up to {problem.segments} segments, {rule}", spec, why) for rule, spec, why in rules)
+    else:
+        yield "segments", None, why_not(problem, size)
+        yield from _rules(problem, size, arch, pdl)
+
+
+def _rules(problem: DeltaProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
     from .warpgroups import by_warpgroups
 
     edge = {"pdl": Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF, "ahead_pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}

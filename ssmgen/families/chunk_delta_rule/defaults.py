@@ -29,6 +29,9 @@ DEFAULTS = {
         ),
         30,
     ),
+    "Gated DeltaNet of few heads, packed, in segments": Default(
+        DeltaProblem(**GATED, cu_seqlens=Index.I32, initial=True, final=True, segments=8, segment_chunks=16), 8
+    ),
     "DeltaNet, f16, as it is given": Default(
         DeltaProblem(head_k=64, head_v=64, x=DType.F16, beta=DType.F32, state=DType.BF16, final=True), 16
     ),

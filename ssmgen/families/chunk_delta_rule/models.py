@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...models import Ask, Model, Role, Wanted
 from ...spec import DType, Index, Layout
 from ..linear_attention.models import LinearAttention
 from .problem import OPERATOR, DeltaProblem, Gate
+from .segments import LEAST, by_rule
 
 # What calls have beside shapes and dtypes, by who makes them. Batches leave their states, and behind a cache that has tokens begin with
 # some.
@@ -57,6 +59,8 @@ class DeltaAsk(Ask):
                     if wanted.intermediates and wanted.update_state:
                         found.append(DeltaProblem(**packed | SGLANG, index=index, checkpoints=Index.I32))
                         found.append(DeltaProblem(**packed | VLLM | {"l2norm": False}, checkpoints=Index.I64))
+        few: dict[str, Any] = {"segments": by_rule(model.nheads, model.dim_v), "segment_chunks": LEAST}
+        found += [replace(problem, **few) for problem in found if few["segments"] > 1]  # of prompts that are cut
         return list(dict.fromkeys(found))
 
     def size(self, model: Model, wanted: Wanted, batch: int) -> int:

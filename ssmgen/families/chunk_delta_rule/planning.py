@@ -19,8 +19,9 @@ from ...engine.tiles import maps
 from ...errors import ArgumentError
 from ...spec import Layout, Loads
 from ..linear_attention.problem import Beta
-from .problem import CHUNK, OPERATOR, DeltaProblem, Gate, chunks_of, workspace_bytes
+from .problem import CHUNK, OPERATOR, DeltaProblem, Gate, chunks_of
 from .reference import chunk_delta_rule as reference
+from .segments import asked, workspace_for
 from .spec import Counts, DeltaSpec
 
 NAMES = (
@@ -34,7 +35,7 @@ ALIGNMENT = 16  # of the workspace, whose images are copied so many bytes at onc
 
 
 class Options(NamedTuple):
-    """What a call says beside its tensors: the gate and the form of beta by their names in problem.py."""
+    """What a call says beside its tensors: the gate and the form of beta by their names in problem.py; segments: None for the rule's."""
 
     gate: str = "none"
     beta: str = "plain"
@@ -42,6 +43,7 @@ class Options(NamedTuple):
     scale: float = 1.0
     state_layout: str = "vk"
     pad_slot_id: int = -1
+    segments: int | None = None
 
 
 def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
@@ -65,7 +67,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     if not _shapes_fit(views, options, problems):
         return {}
     prompts.check_layout({n: t for n, t in views.items() if n != "workspace"}, ROWS, WRITTEN, tuple(_PER_TOKEN), problems)
-    _check_workspace(views, problems)
+    _check_workspace(views, options.segments, problems)
     return views
 
 
@@ -91,10 +93,11 @@ def _shapes_fit(views: Mapping[str, Tensor], options: Options, problems: list[st
     return all(fits)
 
 
-def _check_workspace(views: Mapping[str, Tensor], problems: list[str]) -> None:
+def _check_workspace(views: Mapping[str, Tensor], segments: int | None, problems: list[str]) -> None:
     workspace, v = views["workspace"], views["v"]
     batch, length, heads, _ = v.shape
-    wanted = workspace_bytes(batch * length, prompts.sequences_of(views, "v"), heads)
+    sizes = batch * length, prompts.sequences_of(views, "v"), heads, views["q"].shape[3], v.shape[3]
+    wanted = workspace_for(*sizes, segments, length)
     if workspace.device != v.device:
         problems.append(f"workspace is on {workspace.device}, v is on {v.device}")
     if workspace.dtype != torch.uint8 or workspace.dim() != 1 or not workspace.is_contiguous():
@@ -102,7 +105,7 @@ def _check_workspace(views: Mapping[str, Tensor], problems: list[str]) -> None:
     elif workspace.numel() < wanted:
         problems.append(
             f"workspace has {workspace.numel()} bytes, and this call needs {wanted}: "
-            f"chunk_delta_rule_workspace({batch * length}, {prompts.sequences_of(views, 'v')}, {heads})"
+            f"chunk_delta_rule_workspace({', '.join(map(str, sizes))}{'' if segments is None else f', {segments}'})"
         )
 
 
@@ -119,6 +122,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         return INDEX[views[name].dtype if name in views else None]
 
     more = {"state": dtype(states[0])} if states else {}
+    _, length, heads, head_v = views["v"].shape
+    more |= asked(options.segments, heads, head_v, length)
     return DeltaProblem(
         head_k=views["q"].shape[3],
         head_v=views["v"].shape[3],
@@ -156,7 +161,7 @@ _AXES = {
 def counts_of(views: Mapping[str, Tensor]) -> Counts:
     batch, length, heads, _ = views["v"].shape
     sequences = prompts.sequences_of(views, "v")
-    return Counts(chunks_of(batch * length, sequences), sequences, heads, heads // views["q"].shape[2])
+    return Counts(chunks_of(batch * length, sequences), sequences, heads, heads // views["q"].shape[2], batch * length)
 
 
 def kernel_values(spec: DeltaSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, Value]:
@@ -192,6 +197,7 @@ FAMILY = Family(
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
     named: dict[str, Any] = {n: t for n, t in views.items() if n != "workspace"}
     how = options._asdict()
+    del how["segments"]  # token by token there are none
     reference(**named, beta_form=how.pop("beta"), **how, dtype=dtype)
 
 
@@ -201,7 +207,7 @@ _library.define(
     "chunk_delta_rule(str name, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? cu_seqlens, "
     "Tensor? initial_states, Tensor(a!)? final_states, Tensor(b!)? state, Tensor? state_indices, Tensor? has_initial_state, "
     "Tensor? checkpoint_positions, Tensor(c!)? checkpoints, Tensor(d!) workspace, Tensor(e!) out, str gate, str beta_form, bool l2norm, "
-    "float scale, str state_layout, int pad_slot_id, bool? pdl) -> ()",
+    "float scale, str state_layout, int pad_slot_id, int? segments, bool? pdl) -> ()",
     tags=torch.Tag.needs_fixed_stride_order,
 )
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
-from ...spec import DType, Index, Layout, Loads, Problem, must
+from ...spec import LATER, DType, Index, Layout, Loads, Problem, must
 from ..linear_attention.problem import Beta
 
 OPERATOR = "chunk_delta_rule"
@@ -75,8 +75,50 @@ class ChunkProblem(Problem):
         ]
 
 
+def cut_from(least: int) -> int:
+    """Chunks from which on a sequence is cut into segments of at least so many: three of them, or of single chunks two."""
+    return 3 * least if least > 1 else 2
+
+
+class Divided:
+    """How sequences are cut into segments: by their own lengths, and by fields of a problem or of a kernel's spec."""
+
+    __slots__ = ()
+    head_k: int
+    head_v: int
+    segments: int
+    segment_chunks: int
+
+    @property
+    def divided(self) -> bool:
+        """Whether sequences may be cut."""
+        return self.segments > 1
+
+    @property
+    def span(self) -> int:
+        """Tokens of the shortest sequence that is cut."""
+        return (cut_from(self.segment_chunks) - 1) * CHUNK + 1
+
+    def cut(self, chunks: int) -> tuple[int, int]:
+        """(segments, chunks of each but the last) of a sequence of so many chunks."""
+        if not self.divided or chunks < cut_from(self.segment_chunks):
+            return 1, chunks
+        each = -(-chunks // min(self.segments, chunks // self.segment_chunks))
+        return -(-chunks // each), each
+
+    def candidates(self, tokens: int, sequences: int) -> int:
+        """Sequences that may be cut, of so many of so many tokens in all. Where fewer than all may be, a sequence that is cut is the one
+        with the candidate's number ceil(begin / span), where begin is its first token: no two have the same."""
+        return min(sequences, -(-tokens // self.span)) if self.divided else 0
+
+    @property
+    def room(self) -> int:
+        """f32 numbers of a segment and head in the workspace: N, then M; of a first segment, in place of M, what it begins in."""
+        return (self.head_v + max(self.head_v, self.head_k)) * self.head_k
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaProblem(ChunkProblem):
+class DeltaProblem(ChunkProblem, Divided):
     """What a call fixes: that, and states."""
 
     head_v: int  # channels of v and out
@@ -89,6 +131,8 @@ class DeltaProblem(ChunkProblem):
     index: Index = Index.NONE  # type of state_indices
     checkpoints: Index = Index.NONE  # type of checkpoint_positions; how many they are is an argument of the kernel
     state_loads: Loads = Loads.VECTOR  # of states: pairs of numbers
+    segments: int = field(default=1, metadata=LATER)  # of a sequence, at most
+    segment_chunks: int = field(default=1, metadata=LATER)  # of a segment, at least: a sequence of few chunks has fewer segments
 
     @property
     def marked(self) -> bool:
@@ -109,6 +153,7 @@ class DeltaProblem(ChunkProblem):
             *must(not (self.pool and self.final), "a pool takes the place of final_states"),
             *must(not (self.started and self.initial), "initial_states and has_initial_state both say what a sequence starts from"),
             *must(self.pool or (self.index is Index.NONE and not self.started), "slots and has_initial_state are of a pool"),
+            *must(self.segments >= 1 and self.segment_chunks >= 1, "a sequence has at least one segment, and a segment one chunk"),
         ]
 
 
@@ -121,6 +166,6 @@ def chunks_of(tokens: int, sequences: int) -> int:
     return tokens // CHUNK + sequences
 
 
-def workspace_bytes(tokens: int, sequences: int, heads: int) -> int:
+def image_bytes(tokens: int, sequences: int, heads: int) -> int:
     """What the images of all chunks take: that of number n and head h lies at (n heads + h) IMAGE."""
     return chunks_of(tokens, sequences) * heads * IMAGE

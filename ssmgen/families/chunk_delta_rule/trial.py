@@ -10,7 +10,8 @@ from ...engine.trial import INTEGERS, Trial, boundaries, cycled, slot_indices, t
 from ...spec import DType, Index, Layout, Loads
 from .chain import ChainSpec
 from .planning import CALLERS, NAMES, WRITTEN, Options
-from .problem import CHUNK, OPERATOR, Gate, workspace_bytes
+from .problem import CHUNK, OPERATOR, Gate, cut_from
+from .segments import workspace_for
 from .warpgroups import WarpgroupChainSpec
 
 HEADS, KEY_HEADS = 2, 1
@@ -19,10 +20,11 @@ SLACK = {DType.BF16: 1e-2, DType.F16: 1.6e-3}
 
 
 def operands(spec: ChainSpec, batch: int, seed: int) -> dict[str, Tensor]:
-    """Sequences of more than a chunk; packed ones also of less, of one token and of none."""
+    """Sequences of more than a chunk, or of enough to be cut into segments; packed ones also of less, of one token and of none."""
     g = torch.Generator().manual_seed(seed)
-    counts = cycled((CHUNK + 5, 3, 0, CHUNK, 1), batch)
-    lead = (1, sum(counts)) if spec.ragged else (batch, CHUNK + 5)
+    length = (cut_from(spec.segment_chunks) if spec.divided else 1) * CHUNK + 5
+    counts = cycled((length, 3, 0, CHUNK, 1), batch)
+    lead = (1, sum(counts)) if spec.ragged else (batch, length)
     slots = batch if spec.index is Index.NONE else 3 * batch
 
     def rows(heads: int, channels: int) -> Tensor:
@@ -56,7 +58,9 @@ def operands(spec: ChainSpec, batch: int, seed: int) -> dict[str, Tensor]:
     if spec.index is not Index.NONE:
         made["state_indices"] = slot_indices(spec.index, batch, slots, g)
     made["has_initial_state"] = torch.arange(batch) % 3 == 0
-    made["workspace"] = torch.full((workspace_bytes(lead[0] * lead[1], batch, HEADS),), 0xFF, dtype=torch.uint8)
+    segments = spec.segments if spec.divided else 1
+    size = workspace_for(lead[0] * lead[1], batch, HEADS, spec.head_k, spec.head_v, segments, lead[1])
+    made["workspace"] = torch.full((size,), 0xFF, dtype=torch.uint8)
     used = {name for part in spec.kernels for name in part.operands()}
     return {name: made[name] for name in NAMES if name in used}
 
@@ -71,7 +75,7 @@ def _states(spec: ChainSpec, count: int, g: Generator) -> Tensor:
 
 
 def chunk_delta_rule(spec: ChainSpec, batch: int, seed: int) -> Trial:
-    options = Options(spec.gate.value, spec.beta_form.value, spec.l2norm, spec.head_k**-0.5, spec.layout.value)
+    options = Options(spec.gate.value, spec.beta_form.value, spec.l2norm, spec.head_k**-0.5, spec.layout.value, segments=spec.segments)
     name = OPERATOR if spec.gate is Gate.NONE else "chunk_gated_delta_rule"
     return trial(CALLERS[name], operands(spec, batch, seed), options, slack=dict.fromkeys(WRITTEN, SLACK[spec.x]), between=("workspace",))
 

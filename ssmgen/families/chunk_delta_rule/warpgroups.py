@@ -56,6 +56,12 @@ class WarpgroupChainSpec(ChainSpec):
     def stem(self) -> str:
         return super().stem.replace("delta_chain_", "delta_chain_wg_", 1)
 
+    def summing(self) -> ChainSpec:
+        from .segments import WarpgroupSumsSpec, of_sums
+
+        tile = TILES[-1] if self.head_k % TILES[-1] == 0 and self.head_v % TILES[-1] == 0 else ROWS
+        return WarpgroupSumsSpec(**of_sums(self), tile=tile, stages=self.stages)
+
     @property
     def stage_bytes(self) -> int:
         """k, q, v, T, P with room for all rows of their panels, and coefficients, each from a multiple of 1024 on."""

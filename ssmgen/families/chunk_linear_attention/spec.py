@@ -38,6 +38,8 @@ class LinearSpec(KernelSpec, ImageProblem):
     here: ClassVar[tuple[str, ...]]  # roles of the operands that the kernel takes, where the problem has them
     written: ClassVar[tuple[str, ...]]  # those of them that it writes
     scaled: ClassVar[bool] = False  # whether it takes the scale, and what else gates are made with
+    sums: ClassVar[bool] = False  # sequences are whole: what the chains' texts ask of chunk_delta_rule's, whose may be cut into segments
+    divided: ClassVar[bool] = False
 
     pdl: Pdl = Pdl.OFF
 

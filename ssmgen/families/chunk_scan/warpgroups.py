@@ -22,6 +22,8 @@ from .spec import CHUNK, ScanProblem, ScanSpec
 ROWS = 64  # of a state, that a warpgroup holds
 THREADS = 512
 REGISTERS = (64, 120, 208)  # of threads that fetch, prepare and walk: of the second there are twice as many, and all begin with 128
+# (blocks of a sequence, parts): so many clusters of so many blocks are on a card of 132 SMs at once. More wait for others to end.
+PARTS = ((8, 8), (16, 6), (30, 4), (36, 3))
 LEAST = 8  # chunks of a part: with fewer, what parts exchange takes longer than they do
 
 
@@ -41,7 +43,7 @@ class WarpgroupScanSpec(ScanSpec):
         columns = tuple(sorted({CHUNK, self.d_state}))
         return Needs(
             math=True, matrices=True, copies=self.ragged, barriers=True, maps=True, elements=self.state_loads is Loads.ELEMENT,
-            bytes=self.started, warpgroups=columns, mma=self.x.value,
+            bytes=self.started, meetings=self.parts > 1, warpgroups=columns, mma=self.x.value,
         )  # fmt: skip
 
     @property
@@ -130,6 +132,6 @@ def warpgroup_space(problem: ScanProblem, arch: Arch) -> Iterator[ScanSpec]:
 def by_warpgroups(problem: ScanProblem, heads: int, pdl: Pdl) -> Iterator[tuple[str, ScanSpec | None, str]]:
     """(rule, spec, ""), best first: parts where the heads of one sequence leave most of the card idle."""
     blocks = heads * (problem.headdim // ROWS)
-    parts = 6 if blocks <= 16 else 4 if blocks <= 30 else 1
+    parts = next((parts for most, parts in PARTS if blocks <= most), 1)
     for stages in (4, 2):  # an even number: each warpgroup that prepares then sees all uses of half of them
         yield f"warpgroups, {stages} stages", _spec(problem, parts=parts, stages=stages, pdl=pdl), ""

@@ -1,0 +1,190 @@
+"""Segments of chunk_delta_rule: where heads are few and a prompt is long, its parts are walked side by side.
+
+Over a segment of whole chunks the state goes from S to S M + N, V x K, rows first: N is what zeros become, M [K, K] what rows of the
+identity do, with v = 0. One kernel makes N and M of all segments but the last; a second one joins them, S <- S M + N in f32, one segment
+after the other; then the chain walks all of them at once, each from its own state, and writes outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from ...spec import LATER, Arch, DType, Index, KernelSpec, Needs, Pdl, must
+from ..linear_attention.problem import Beta
+from .chain import ChainSpec
+from .problem import CHUNK, COEFFICIENTS, PANEL_BYTES, PANELS, DeltaProblem, Divided, Gate, cut_from, image_bytes
+from .spec import Counts, DeltaSpec, of_problem
+from .warpgroups import ROWS, SMS, WarpgroupChainSpec
+
+MOST = 1024  # that a call may ask for
+LEAST = 16  # chunks of a segment, as the rule has it: below, starts of blocks and the join take what the segments save
+
+
+def by_rule(heads: int, head_v: int) -> int:
+    """Segments of a sequence at most, by the heads of v and their sizes: as many as fill the card. Two save too little: the first of
+    them is walked before both are."""
+    most = SMS // (heads * -(-head_v // ROWS)) if heads and head_v else 1
+    return most if most > 2 else 1
+
+
+def asked(segments: int | None, heads: int, head_v: int, longest: int) -> dict[str, Any]:
+    """The fields of a problem that say it: of what a call asks for (None: the rule), where no sequence has more tokens than `longest`."""
+    most, least = (by_rule(heads, head_v), LEAST) if segments is None else (segments, 1)
+    cut = most > 1 and longest > (cut_from(least) - 1) * CHUNK
+    return {"segments": most, "segment_chunks": least} if cut else {}
+
+
+def workspace_for(tokens: int, sequences: int, heads: int, head_k: int, head_v: int, segments: int | None, longest: int) -> int:
+    """Bytes that a call needs: images, and behind them what segments leave, of segment i of candidate c and head h at
+    ((c (segments - 1) + i) heads + h) room."""
+    cut = DeltaProblem(head_k=head_k, head_v=head_v, **asked(segments, heads, head_v, longest))
+    kept = cut.candidates(tokens, sequences) * (cut.segments - 1)
+    return image_bytes(tokens, sequences, heads) + kept * heads * cut.room * 4
+
+
+def why_not(problem: DeltaProblem, heads: int) -> str:
+    """Why a call's sequences are not cut."""
+    if by_rule(heads, problem.head_v) == 1:
+        return f"{heads} heads of {problem.head_v} rows fill {SMS} SMs with less than three segments: sequences are not cut"
+    return f"not asked for, or no sequence has {cut_from(LEAST)} chunks of {CHUNK} tokens: none is cut"
+
+
+def of_sums(spec: ChainSpec) -> dict[str, Any]:
+    """The fields of the kernel that makes a call's N and M: those that it hangs on, and of others the default."""
+    kept = of_problem(spec, DeltaProblem) | {"g": None, "gate": Gate.NONE, "A_log": None, "dt_bias": None, "l2norm": False}
+    kept |= {"beta": DType.BF16, "beta_form": Beta.PLAIN, "final": False, "checkpoints": Index.NONE}
+    return kept | {"pool": spec.started or spec.index is not Index.NONE, "pdl": spec.pdl}
+
+
+class _Sums(ChainSpec):
+    """What both forms of that kernel have in common. A block walks `tile` rows of N, or of M, over one segment."""
+
+    here: ClassVar[tuple[str, ...]] = (
+        "images", "k", "v", "cu_seqlens", "initial_states", "state", "state_indices", "has_initial_state",
+    )  # fmt: skip
+    written: ClassVar[tuple[str, ...]] = ("images",)
+    sums: ClassVar[bool] = True
+
+    @property
+    def ahead(self) -> tuple[KernelSpec, ...]:
+        return ()
+
+    @property
+    def tiles(self) -> int:
+        return (self.head_v + self.head_k) // self.tile
+
+    def blocks(self, counts: Counts) -> int:
+        return self.candidates(counts.tokens, counts.sequences) * (self.segments - 1) * counts.heads * self.tiles
+
+    @property
+    def stem(self) -> str:
+        return super().stem.replace("delta_chain_", "delta_sums_", 1)
+
+    def constants(self) -> dict[str, Any]:
+        return super().constants() | {"kept": ""}
+
+    def violations(self, arch: Arch) -> list[str]:
+        return super().violations(arch) or [
+            *must(self.divided, "a sequence of one segment has no sums"),
+            *must(self.head_k % self.tile == 0, f"tile {self.tile} does not divide K {self.head_k}"),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumsSpec(_Sums, ChainSpec):
+    """N and M of segments, by each warp's products."""
+
+    family: ClassVar[str] = "chunk_delta_rule_sums"
+
+    @property
+    def dynamic_bytes(self) -> int:
+        """k, v, T and coefficients of each stage's chunk."""
+        return self.stages * (4 * CHUNK * (self.row_words + self.v_words) + sum(PANEL_BYTES) + 4 * COEFFICIENTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarpgroupSumsSpec(_Sums, WarpgroupChainSpec):
+    """N and M of segments, by warpgroups: one fetches, the others walk."""
+
+    family: ClassVar[str] = "chunk_delta_rule_warpgroup_sums"
+
+    @property
+    def mapped(self) -> dict[str, int]:
+        return {"k": self.head_k, "v": self.tile}
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, copies=False)  # chunks of segments but the last are whole
+
+    @property
+    def threads_per_block(self) -> int:
+        return 128 * (1 + self.tile // ROWS)
+
+    @property
+    def stage_bytes(self) -> int:
+        return CHUNK * 2 * (self.head_k + self.tile) + PANELS * PANEL_BYTES[0] + -(-4 * COEFFICIENTS // 1024) * 1024
+
+    @property
+    def dynamic_bytes(self) -> int:
+        return self.stages * self.stage_bytes
+
+    def constants(self) -> dict[str, Any]:
+        return super().constants() | {"registers": (40, 0, 232)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinSpec(DeltaSpec, Divided):
+    """States between segments, S <- S M + N in f32. A block has some rows of one head's state, and walks the segments."""
+
+    family: ClassVar[str] = "chunk_delta_rule_join"
+    template: ClassVar[str] = "chunk_delta_rule/join.cu.j2"
+    here: ClassVar[tuple[str, ...]] = ("images", "cu_seqlens")
+    written: ClassVar[tuple[str, ...]] = ("images",)
+    rows: ClassVar[int] = 8
+    min_blocks: ClassVar[int] = 1
+    marked: ClassVar[bool] = False
+
+    head_v: int
+    segments: int = field(default=2, metadata=LATER)
+    segment_chunks: int = field(default=1, metadata=LATER)
+
+    @classmethod
+    def of(cls, spec: ChainSpec) -> JoinSpec:
+        same = {name: getattr(spec, name) for name in ("head_k", "head_v", "cu_seqlens", "segments", "segment_chunks", "pdl")}
+        return cls(**same)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(bytes=True)
+
+    @property
+    def parts(self) -> int:
+        return 4 if self.head_k <= 128 else 2
+
+    @property
+    def batch(self) -> int:
+        own = self.head_k // self.parts
+        return max(n for n in range(1, 33) if own % n == 0)
+
+    @property
+    def threads_per_block(self) -> int:
+        return self.head_k * self.parts
+
+    @property
+    def stem(self) -> str:
+        return f"delta_join_k{self.head_k}v{self.head_v}_n{self.segments}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+
+    def blocks(self, counts: Counts) -> int:
+        return self.candidates(counts.tokens, counts.sequences) * counts.heads * (self.head_v // self.rows)
+
+    @property
+    def shared_bytes(self) -> int:
+        return 4 * self.rows * self.head_k * (1 + self.parts)
+
+    def violations(self, arch: Arch) -> list[str]:
+        return self.faults() or [
+            *must(self.head_v % self.rows == 0, f"V {self.head_v} is not a multiple of {self.rows}"),
+            *must(self.divided, "a sequence of one segment has nothing to join"),
+            *self.common_violations(arch, self.shared_bytes),
+        ]

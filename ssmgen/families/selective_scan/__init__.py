@@ -1,0 +1,16 @@
+"""selective_scan: Mamba-1 over prompts, token by token with states in registers."""
+
+from ...family import Family, Kernels
+
+FAMILY = Family(
+    name="selective_scan",
+    kernels=(Kernels("spec:SelectiveSpec", "problem:SelectiveProblem"),),
+    functions={"selective_scan": "call:selective_scan"},
+    bench={"selective_scan": "bench"},
+    tuning="tuning:TUNING",
+    defaults="defaults:DEFAULTS",
+    sharding="sharding:RULES",
+    trials="trial:TRIALS",
+    asks="models:ASKS",
+    page="operators/selective_scan.md",
+)

@@ -1,0 +1,49 @@
+"""What the prompts of Mamba-1 models ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...models import Ask, Model, Role, Wanted
+from ...spec import DType, Index
+from ..selective_state_update.models import Mamba
+from .problem import OPERATOR, Order, SelectiveProblem
+
+# What lies contiguous: mamba-ssm and transformers have tokens, of B and C too; serving engines hand on views whose channels are.
+TOKENS: dict[str, Any] = {"layout": Order.FIRST, "key_layout": Order.FIRST}
+BATCHES: tuple[dict[str, Any], ...] = (TOKENS | {"final": True}, {"final": True})
+POOL: dict[str, Any] = {"cu_seqlens": Index.I32, "pool": True, "started": True}
+
+
+class SelectiveAsk(Ask):
+    """The prompts of Mamba-1 models; neither tokens nor channels are among what is asked.
+
+    Without slots, batches in both layouts, from zeros; with slots, packed sequences of a pool that says itself which of them go on, whose
+    channels are contiguous. Built when a call asks for them: other states, and rows that begin at odd places.
+    """
+
+    operator = OPERATOR
+    role = Role.SCAN
+    options = frozenset(("pools", "tokens"))
+
+    def used_by(self, model: Model) -> bool:
+        return model.kind == "mamba1"
+
+    def absent(self, model: Model, asked: str) -> str:
+        return f"{model.name} is no Mamba-1, and {asked} is for those"
+
+    def problems(self, model: Model, wanted: Wanted) -> Sequence[SelectiveProblem]:
+        if not isinstance(model, Mamba) or not self.used_by(model):
+            return []
+        same: dict[str, Any] = {"d_state": model.d_state, "x": wanted.io, "D": DType.F32, "z": True, "delta_bias": DType.F32}
+        kinds = [
+            kind for index in wanted.indices for kind in (BATCHES if index is Index.NONE else [POOL | {"index": index}])
+        ]  # fmt: skip
+        return list(dict.fromkeys(SelectiveProblem(**same, **kind, state=s) for s in wanted.states or (model.state,) for kind in kinds))
+
+    def size(self, model: Model, wanted: Wanted, batch: int) -> int:
+        return batch * (model.headdim if isinstance(model, Mamba) else 0)
+
+
+ASKS = {OPERATOR: SelectiveAsk()}

@@ -1,0 +1,260 @@
+"""A call of selective_scan: its operands checked, turned into a problem, and planned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import runtime
+from ...arguments import Value
+from ...calls import checks, prompts
+from ...calls.checks import DTYPES, INDEX
+from ...calls.planning import Caller, Family
+from ...calls.prompts import STATES
+from ...spec import Loads
+from .problem import OPERATOR, Order, SelectiveProblem
+from .reference import selective_scan as reference
+from .spec import SelectiveSpec
+
+NAMES = (
+    "u", "delta", "A", "B", "C", "D", "z", "delta_bias", "cu_seqlens", "initial_states", "final_states", "state", "state_indices",
+    "has_initial_state", "out",
+)  # fmt: skip
+WRITTEN = ("out", "final_states", "state")
+ROWS, KEYS = ("u", "delta", "z", "out"), ("B", "C")
+_LAST = {Order.FIRST: 1, Order.LAST: -1}  # which axis of a view is contiguous
+
+
+class Options(NamedTuple):
+    """What a call says beside its tensors."""
+
+    delta_softplus: bool = False
+    channels_first: bool = False
+    pad_slot_id: int = -1
+
+
+def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
+    """The operands as [batch, T, dim] and [batch, T, G, N]; of packed sequences, the batch is 1.
+
+    Adds to `problems`; what comes back is only usable if that is nothing.
+    """
+    if not checks.check_tensors(named, problems):
+        return {}
+    checks.check_common(named, "u", problems, "the scan of a prompt")
+    u, ragged, first = named["u"], "cu_seqlens" in named, options.channels_first
+    words = "dim, T" if first else "T, dim"
+    if u.dim() not in ((2, 3) if ragged else (3,)) or (ragged and u.dim() == 3 and u.shape[0] != 1):
+        packed = words.replace("T", "tokens")
+        wanted = f"[{packed}] or [1, {packed}], as cu_seqlens asks for" if ragged else f"[batch, {words}]"
+        problems.append(f"u is {list(u.shape)}, not {wanted}")
+        return {}
+    if named["A"].dim() != 2:
+        problems.append(f"A is {list(named['A'].shape)}, not [dim, N]")
+        return {}
+    views = dict(named)
+    for name in ROWS:
+        if name in views and views[name].dim() == u.dim():
+            views[name] = _with_batch(views[name].transpose(-1, -2) if first else views[name], 3)
+    for name in KEYS:
+        if views[name].dim() == u.dim():
+            views[name] = views[name].unsqueeze(-3 if first else -2)
+        if views[name].dim() == u.dim() + 1:
+            views[name] = _with_batch(views[name].movedim(-1, -3) if first else views[name], 4)
+    if not _shapes_fit(named, views, problems, words):
+        return {}
+    _check_layout(views, problems)
+    return views
+
+
+def _with_batch(t: Tensor, axes: int) -> Tensor:
+    return t if t.dim() == axes else t.unsqueeze(0)
+
+
+def _shapes_fit(named: Mapping[str, Tensor], views: Mapping[str, Tensor], problems: list[str], words: str) -> bool:
+    (batch, length, dim), (_, N) = views["u"].shape, views["A"].shape
+    sequences = prompts.sequences_of(views, "u")
+    if sequences < 0:
+        problems.append("cu_seqlens is empty; it is [sequences + 1]")
+        return False
+    allowed: dict[str, checks.Shapes] = {
+        "A": {"[dim, N]": (dim, N)},
+        **dict.fromkeys(("D", "delta_bias"), {"[dim]": (dim,)}),
+        "cu_seqlens": {"[sequences + 1]": (sequences + 1,)},
+    }
+    fits = [checks.check_shape(name, views[name], allowed[name], problems) for name in views if name in allowed]
+    for name in ROWS[1:]:
+        if name in views and views[name].shape != views["u"].shape:
+            problems.append(f"{name} is {list(named[name].shape)}, u is {list(named['u'].shape)}; both are […, {words}]")
+            fits.append(False)
+    G = views["B"].shape[2] if views["B"].dim() == 4 else 1
+    for name in KEYS:
+        if tuple(views[name].shape) != (batch, length, G, N):
+            axes = "G, N, T] or […, N, T" if words == "dim, T" else "T, G, N] or […, T, N"
+            problems.append(f"{name} is {list(named[name].shape)}, not […, {axes}], as u {list(named['u'].shape)} and N {N} ask for")
+            fits.append(False)
+    fits.append(prompts.states_fit(views, sequences, "dim, N", (dim, N), problems))
+    if G < 1 or dim % G:
+        problems.append(f"u has {dim} channels, which is not a multiple of the {G} groups of B")
+        fits.append(False)
+    return all(fits)
+
+
+def _check_layout(views: Mapping[str, Tensor], problems: list[str]) -> None:
+    problems += prompts.unlike(views, "u", [n for n in (*ROWS[1:], *KEYS) if n in views])
+    first, *others = [n for n in STATES if n in views] or [""]
+    problems += prompts.unlike(views, first, others)
+    if views["A"].dtype in DTYPES and views["A"].dtype is not torch.float32:
+        problems.append(f"A is {views['A'].dtype}, not float32".replace("torch.", ""))
+    for name in STATES:
+        if name in views and views[name].stride(2) != 1 and views[name].shape[2] > 1:
+            problems.append(f"{name} has strides {list(views[name].stride())}; the states of a channel must be contiguous")
+    for name in WRITTEN:
+        if name in views and checks.overlaps_itself(views[name]):
+            problems.append(f"{name} has strides {list(views[name].stride())}: two of its elements share memory")
+    for name, t in views.items():
+        narrow = t.stride()[1:] if name in (*ROWS, *KEYS, *STATES) else t.stride()
+        if any(s >= 2**32 for s in narrow):
+            problems.append(f"{name} has strides {list(t.stride())}; kernels take strides below 2^32 elements")
+    if max(views["u"].shape) >= 2**31:
+        problems.append(f"u is {list(views['u'].shape)}; kernels take axes below 2^31")
+
+
+def _order(views: Mapping[str, Tensor], names: Sequence[str]) -> Order:
+    """The axis along which more of these operands are contiguous, the first one if that does not tell."""
+    there = [views[n] for n in names if n in views]
+    first = sum(t.stride(1) == 1 and t.stride(-1) != 1 for t in there)
+    last = sum(t.stride(-1) == 1 and t.stride(1) != 1 for t in there)
+    return Order.FIRST if first > last else Order.LAST
+
+
+def _together(views: Mapping[str, Tensor], pointers: Mapping[str, int], names: Sequence[str], order: Order) -> int:
+    """Bytes of all of these operands, of one dtype, that can be copied at once, from where any group begins; 0 where only elements can."""
+    copied = [n for n in names if n in views]
+    one = views[copied[0]].element_size()
+    sizes = [size for size in (16, 8, 4) if size >= one]
+    if order is Order.FIRST and "cu_seqlens" in views:  # packed sequences begin at any token
+        sizes = [one] if one == 4 else []
+    if order is Order.LAST and names is ROWS and (groups := views["B"].shape[2]) > 1:
+        sizes = [size for size in sizes if views["u"].shape[2] // groups * one % size == 0]
+    fit = (s for s in sizes if all(checks.aligned(views[n], pointers[n], s // one, _LAST[order]) for n in copied))
+    return next(fit, 0)
+
+
+def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> SelectiveProblem:
+    """The problem that checked operands pose, given where they lie."""
+    states = [n for n in STATES if n in views]
+
+    def dtype(name: str) -> Any:
+        return DTYPES[views[name].dtype] if name in views else None
+
+    def index(name: str) -> Any:
+        return INDEX[views[name].dtype if name in views else None]
+
+    more = {"state": dtype(states[0])} if states else {}
+    order, key_layout = _order(views, ROWS), _order(views, KEYS)
+    return SelectiveProblem(
+        d_state=views["A"].shape[1],
+        layout=order,
+        copy=_together(views, pointers, ROWS, order),
+        key_layout=key_layout,
+        key_copy=_together(views, pointers, KEYS, key_layout),
+        x=dtype("u"),
+        D=dtype("D"),
+        z="z" in views,
+        delta_bias=dtype("delta_bias"),
+        delta_softplus=options.delta_softplus,
+        cu_seqlens=index("cu_seqlens"),
+        initial="initial_states" in views,
+        final="final_states" in views,
+        pool="state" in views,
+        started="has_initial_state" in views,
+        index=index("state_indices"),
+        state_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], 4) for n in states) else Loads.ELEMENT,
+        **more,
+    )
+
+
+_AXES = {
+    **dict.fromkeys(ROWS, {"batch": 0, "token": 1, "channel": 2}),
+    **dict.fromkeys(KEYS, {"batch": 0, "token": 1, "group": 2, "n": 3}),
+    "A": {"channel": 0, "n": 1},
+    **dict.fromkeys(("D", "delta_bias"), {"channel": 0}),
+    **dict.fromkeys(STATES, {"slot": 0, "channel": 1}),
+    **dict.fromkeys(("cu_seqlens", "state_indices", "has_initial_state"), {"sequence": 0}),
+}
+
+
+def kernel_values(spec: SelectiveSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, Value]:
+    """Every kernel argument that is not a pointer."""
+    _, length, dim = views["u"].shape
+    channels = dim // views["B"].shape[2]
+    values: dict[str, Value] = {"tokens": length, "groups": views["B"].shape[2], "group_channels": channels}
+    values |= {"blocks": -(-channels // spec.channels), "pad_slot_id": options.pad_slot_id}
+    values |= {"slots": views["state"].shape[0] if "state" in views else 0}
+    values |= {f"{operand}_{axis}": views[operand].stride(_AXES[operand][axis]) for operand, axis in spec.strides()}
+    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+
+
+def grid_of(spec: SelectiveSpec, views: Mapping[str, Tensor]) -> int:
+    groups, dim = views["B"].shape[2], views["u"].shape[2]
+    return prompts.sequences_of(views, "u") * groups * -(-dim // groups // spec.channels)
+
+
+def size_of(views: Mapping[str, Tensor]) -> int:
+    """Channels of all sequences; 0 if nothing is to be written."""
+    writes = views["u"].numel() or any(n in views for n in ("final_states", "state"))
+    return prompts.sequences_of(views, "u") * views["u"].shape[2] if writes else 0
+
+
+FAMILY = Family(
+    OPERATOR,
+    written=WRITTEN,
+    problem_of=problem_of,
+    size_of=size_of,
+    grid_of=grid_of,
+    values_of=kernel_values,
+    in_place=(("final_states", "initial_states"),),
+)
+
+
+def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
+    named: dict[str, Any] = dict(views)
+    reference(**named, delta_softplus=options.delta_softplus, pad_slot_id=options.pad_slot_id, dtype=dtype)
+
+
+# torch.library: what torch.compile and opcheck see.
+_library = torch.library.Library("ssmgen", "FRAGMENT")
+_library.define(
+    "selective_scan(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, Tensor? cu_seqlens, "
+    "Tensor? initial_states, Tensor(a!)? final_states, Tensor(b!)? state, Tensor? state_indices, Tensor? has_initial_state, "
+    "Tensor(c!) out, bool delta_softplus, bool channels_first, int pad_slot_id, bool? pdl) -> ()",
+    tags=torch.Tag.needs_fixed_stride_order,
+)
+
+
+def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
+    torch.ops.ssmgen.selective_scan(*given, *options, pdl)
+
+
+def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
+    """(given, options, pdl) of what torch's dispatcher gives."""
+    given, (*options, pdl) = args[: len(NAMES)], args[len(NAMES) :]
+    return tuple(given), Options(*options), pdl
+
+
+@torch.library.impl(_library, "selective_scan", "CUDA")
+@torch.library.impl(_library, "selective_scan", "CPU")
+def _op(*args: Any) -> None:
+    CALLER.plan(*_received(args))()
+
+
+@torch.library.register_fake("ssmgen::selective_scan", lib=_library)
+def _fake(*args: Any) -> None:
+    CALLER.foresee(*_received(args))
+
+
+_required = frozenset(("u", "delta", "A", "B", "C", "out"))
+CALLER = Caller(FAMILY, OPERATOR, NAMES, _required, views_of, run_reference, _dispatch, runtime.Patterns())

@@ -1,0 +1,244 @@
+"""selective_scan: Mamba-1 over whole sequences, token by token, with the states of a channel in registers.
+
+With d = softplus(delta + bias), per token, channel and state n
+
+    h_n <- 2^(d A_n log2(e)) h_n + d u B_n        y = sum_n C_n h_n + D u, times silu(z)
+
+A block has `channels` channels of one sequence, and walks its tokens in tiles of `tile`, which come by asynchronous copies. Threads share a
+tile's d, d u, and B and C as f32, through shared memory; then `lanes` lanes per channel walk its tokens, with d_state / lanes states each
+in registers; then threads share what makes y the output.
+Of exponentials 16 per clock and SM come from the special function units, in eight cycles for a warp; a walk has 6.5 instructions for each.
+So `polynomial` of every 4 tokens x 4 states come from a polynomial on the FMA pipe instead, in 11 instructions: with 1, both take as long.
+y is summed over quads of states, then pairwise: the same tree for any number of lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from itertools import product
+from typing import Any, ClassVar
+
+from ...occupancy import LIMITS, SHARED_RESERVED
+from ...spec import SM90, Arch, Index, KernelSpec, Loads, Needs, Param, Pdl, is_pow2, must
+from .problem import OPERATOR, Order, SelectiveProblem
+
+SIZE, MAX_SIZE = "channels of all sequences", 2**31 - 1  # what the rules look at
+STATES = ("initial_states", "final_states", "state")
+ROWS, KEYS = ("u", "delta", "z", "out"), ("B", "C")
+
+GROUP = 4  # tokens whose y are summed at once
+MOST_STATES = 32  # per lane
+STATIC = 48 << 10  # bytes of shared memory that a text may declare
+# (token, state) of a group of 4 x 4 whose exponentials come from the polynomial, as many as `polynomial` says: spread over tokens first, so
+# that both pipes have something to do at any time.
+TURNS = [(token, n) for n in (3, 1, 2, 0) for token in (3, 1, 2, 0)]
+
+# 2^f = 1 + f c1 + … + f^6 c6 for f in -0.5 … 0.5, minimax of the relative error (2.6e-9 before rounding; 8.4e-8 in f32): c6 first.
+EXPONENTIAL = ("0.000155946778", "0.00134066434", "0.00961769279", "0.0555031039", "0.240226522", "0.693147242", "1.")
+
+_INTEGER = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectiveSpec(KernelSpec, SelectiveProblem):
+    """A problem, and how one variant computes it. No choice here but `polynomial` changes a bit of the result."""
+
+    family: ClassVar[str] = OPERATOR
+    template: ClassVar[str] = "selective_scan/selective_scan.cu.j2"
+
+    lanes: int  # per channel
+    warps: int  # of a block
+    tile: int  # tokens in shared memory
+    polynomial: int = 1  # of 16 exponentials, those that come from the polynomial
+    min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
+    pdl: Pdl = Pdl.OFF
+
+    @property
+    def needs(self) -> Needs:
+        small = self.x.size == 2
+        return Needs(math=True, copies=True, bytes=self.started, shared_pairs=small, shared_quads=not small)
+
+    @property
+    def order(self) -> tuple[str | int, ...]:
+        return self.family, self.polynomial
+
+    @property
+    def threads_per_block(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def channels(self) -> int:
+        """Channels of a block."""
+        return 32 * self.warps // self.lanes
+
+    @property
+    def padded(self) -> int:
+        """States as they are summed: a power of two of quads; those beyond d_state are 0."""
+        return 4 << max(0, (self.d_state - 1) // 4).bit_length()
+
+    @property
+    def quads(self) -> int:
+        """Four states each, of a lane."""
+        return self.padded // (4 * self.lanes)
+
+    @property
+    def stem(self) -> str:
+        where = self.layout.value + ("" if self.copy else "_any")
+        how = f"l{self.lanes}w{self.warps}t{self.tile}p{self.polynomial}" + (f"b{self.min_blocks}" if self.min_blocks > 1 else "")
+        return f"selective_scan_n{self.d_state}_{where}_{self.state.value}_{self.x.value}_{how}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+
+    # Shared memory, in 32-bit words: two stages of u, delta, z, B and C as they are, with rows of the contiguous axis.
+
+    def _words(self, layout: Order, inner: int, apart: int) -> int:
+        """From one row to the next one, of `inner` numbers or of a tile's tokens; apart: so many more, for rows of tokens."""
+        return -(-(inner if layout is Order.LAST else self.tile) * self.x.size // 16) * 4 + (0 if layout is Order.LAST else apart)
+
+    @property
+    def row_words(self) -> int:
+        """Threads read 4 runs of 4 tokens, of several channels: their rows meet all banks."""
+        runs = 4 * self.x.size
+        return self._words(self.layout, self.channels, runs if self.tile > 16 else 0)
+
+    @property
+    def key_words(self) -> int:
+        return self._words(self.key_layout, self.padded, 4)
+
+    @property
+    def stage_words(self) -> int:
+        rows = self.tile if self.layout is Order.LAST else self.channels
+        keys = self.tile if self.key_layout is Order.LAST else self.padded
+        return (3 if self.z else 2) * rows * self.row_words + 2 * keys * self.key_words
+
+    @property
+    def pitch(self) -> int:
+        """Pairs of d and d u from one token's to the next one's."""
+        return self.channels + (4 if self.layout is Order.LAST else 1)
+
+    @property
+    def dynamic_bytes(self) -> int:
+        return 4 * 2 * self.stage_words
+
+    @property
+    def static_bytes(self) -> int:
+        return self.tile * (8 * self.pitch + 2 * 4 * self.padded) + 4 * self.channels * (
+            (self.D is not None) + (self.delta_bias is not None)
+        )
+
+    def violations(self, arch: Arch) -> list[str]:
+        if problems := [
+            *self.faults(),
+            *must(is_pow2(self.lanes) and self.lanes <= 32, f"lanes {self.lanes} are not 1, 2, 4 … 32"),
+            *must(is_pow2(self.warps) and self.warps <= 32, f"warps {self.warps} are not 1, 2, 4 … 32"),
+        ]:
+            return problems
+        most = LIMITS[arch.number].shared - SHARED_RESERVED if arch.number in LIMITS else 48 << 10
+        shared = self.dynamic_bytes + self.static_bytes
+        return [
+            *must(self.quads >= 1, f"{self.lanes} lanes are too many for {self.padded} states, four of each at least"),
+            *must(4 * self.quads <= MOST_STATES, f"{4 * self.quads} states of a lane are more than {MOST_STATES}"),
+            *must(self.channels >= 8, f"{self.channels} channels of a block are fewer than 8"),
+            *must(is_pow2(self.tile) and 8 <= self.tile <= 128, f"tile {self.tile} is not 8, 16 … 128"),
+            *must(0 <= self.polynomial <= len(TURNS), f"polynomial {self.polynomial} is not 0 … {len(TURNS)}"),
+            *must(self.min_blocks >= 1, "min_blocks is not positive"),
+            *must(self.static_bytes <= STATIC, f"{self.static_bytes} bytes of shared memory exceed the {STATIC} that a text may declare"),
+            *must(shared <= most, f"{shared} bytes of shared memory exceed the {most} of {arch}"),
+            *must(arch >= Arch(80), f"asynchronous copies and bf16 need sm_80, not {arch}"),
+            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
+        ]
+
+    def operands(self) -> list[str]:
+        """Tensor arguments in order."""
+        there = {
+            **dict.fromkeys(("u", "delta", "A", "B", "C"), True),
+            "D": self.D is not None,
+            "z": self.z,
+            "delta_bias": self.delta_bias is not None,
+            "cu_seqlens": self.ragged,
+            "initial_states": self.initial,
+            "final_states": self.final,
+            "state": self.pool,
+            "state_indices": self.index is not Index.NONE,
+            "has_initial_state": self.started,
+            "out": True,
+        }
+        return [name for name, given in there.items() if given]
+
+    def strides(self) -> list[tuple[str, str]]:
+        """(operand, axis) of every stride the kernel takes, in elements. Those of batches and slots are 64-bit."""
+        batch = [] if self.ragged else ["batch"]
+        across = {Order.LAST: ["token"], Order.FIRST: ["channel"]}[self.layout] if self.copy else ["token", "channel"]
+        keys = {Order.LAST: ["token"], Order.FIRST: ["n"]}[self.key_layout] if self.key_copy else ["token", "n"]
+        axes = {
+            **dict.fromkeys(ROWS, [*batch, *across]),
+            **dict.fromkeys(KEYS, [*batch, "group", *keys]),
+            "A": ["channel", "n"],
+            **dict.fromkeys(("D", "delta_bias"), ["channel"]),
+            **dict.fromkeys(STATES, ["slot", "channel"]),
+            **dict.fromkeys(("cu_seqlens", "state_indices", "has_initial_state"), ["sequence"]),
+        }
+        return [(operand, axis) for operand in self.operands() for axis in axes[operand]]
+
+    def parameters(self) -> list[Param]:
+        """Pointers come first."""
+        element: dict[str, Any] = dict.fromkeys((*ROWS, *KEYS), self.x.value) | dict.fromkeys(STATES, self.state.value)
+        element |= {"A": "f32", "cu_seqlens": _INTEGER[self.cu_seqlens], "state_indices": _INTEGER[self.index], "has_initial_state": "u8"}
+        element |= {name: dtype.value for name in ("D", "delta_bias") if (dtype := getattr(self, name)) is not None}
+        pointers = [Param.pointer(op, element[op], const=op not in ("out", "final_states", "state")) for op in self.operands()]
+        wide = [Param.i64("slots"), Param.i64("pad_slot_id")] if self.index is not Index.NONE else []
+        wide += [Param.i64(f"{op}_{axis}") for op, axis in self.strides() if axis in ("batch", "slot")]
+        narrow = [Param.u32(f"{op}_{axis}") for op, axis in self.strides() if axis not in ("batch", "slot")]
+        return [*pointers, *wide, *map(Param.u32, ("tokens", "groups", "group_channels", "blocks")), *narrow]
+
+    def constants(self) -> dict[str, Any]:
+        return {
+            "first": self.layout is Order.FIRST,
+            "key_first": self.key_layout is Order.FIRST,
+            "vector_state": self.state_loads is Loads.VECTOR and self.d_state % 4 == 0,
+            "pooled": self.index is not Index.NONE,
+            "past": "state" if self.started else "initial_states" if self.initial else "",  # what holds the state before the first token
+            "past_slot": "sequence" if self.pool and self.initial else "slot",
+            "kept": "state" if self.pool else "final_states" if self.final else "",  # what receives the last one
+            "turns": sum(1 << (4 * token + n) for token, n in TURNS[: self.polynomial]),
+            "exponential": EXPONENTIAL,
+            "group": GROUP,
+            "evenly": self.tile >= 4 * self.lanes,  # whether a tile has four tokens for each lane
+            "softplus": self.delta_softplus,
+            "sigmoid": False,
+            "silu": self.z,
+        }
+
+
+def _spec(problem: SelectiveProblem, **how: Any) -> SelectiveSpec:
+    return SelectiveSpec(**{f.name: getattr(problem, f.name) for f in fields(SelectiveProblem)}, **how)
+
+
+def space(problem: SelectiveProblem, arch: Arch) -> Iterator[SelectiveSpec]:
+    """Every legal variant of a problem within the axes worth trying."""
+    for lanes, warps, tile, polynomial, pdl in product((1, 2, 4, 8, 16), (2, 4), (16, 32, 64), (0, 1, 2, 3, 4), Pdl):
+        spec = _spec(problem, lanes=lanes, warps=warps, tile=tile, polynomial=polynomial, pdl=pdl)
+        if not spec.violations(arch):
+            yield spec
+
+
+# Fewer lanes share more of a token's work, but there must be threads: 2 warps for each scheduler of 132 SMs, at least. One lane for 16
+# states would save 5 % of the instructions, but leaves ptxas no register to spare with as many threads as that needs.
+TWO_LANES = 24576
+TILES = {2: (32, 16, 8), 4: (64, 32, 16, 8)}  # by lanes of 16 states: larger ones leave room for fewer blocks
+RESIDENT = {2: 4, 4: 1}
+
+
+def candidates(problem: SelectiveProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, SelectiveSpec | None, str]]:
+    """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
+    wait = Pdl.TRIGGER_LOADED if pdl else Pdl.OFF
+    padded = 4 << max(0, (problem.d_state - 1) // 4).bit_length()
+    quads = padded // 4  # of a channel
+    least = max(1, 4 * quads // MOST_STATES)
+    for lanes, above in ((2, TWO_LANES), (4, 0)):
+        scaled = min(quads, 32, max(least, lanes * quads // 4))
+        if size < above:
+            yield f"{scaled} lanes", None, f"{size} channels of all sequences are below {above}"
+            continue
+        for tile in TILES[lanes]:
+            spec = _spec(problem, lanes=scaled, warps=max(4, scaled // 4), tile=tile, min_blocks=RESIDENT[lanes], pdl=wait)
+            yield f"{scaled} lane{'s' * (scaled > 1)}, tile {tile}", spec, ""

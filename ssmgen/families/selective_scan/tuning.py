@@ -1,0 +1,20 @@
+"""What is tuned of selective_scan: prompts of models, or the benchmark's shapes, whose batches and lengths are their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from ...bench.multiplied import PROMPT
+from ...models import Model
+from ...tune.cases import Case, case_of
+from . import bench
+
+
+def cases(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
+    asked = [((m.shape[0], batch, PROMPT), m.shape[1]) for m in given for batch in batches]
+    for (shape, d_state), form in product(asked or [(shape, 16) for shape in bench.SHAPES], bench.Form):
+        yield case_of(f"selective scan, {form.value} {shape} of {d_state} states", bench.Case(shape, form, d_state, device))
+
+
+TUNING = {"selective_scan": cases}

@@ -1,0 +1,149 @@
+"""selective_scan on a card: the laws of its results at the sizes of models, offsets beyond 32 bits, and the same bits every time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import selective_cases as laws
+import torch
+from scan_cases import bits
+from selective_cases import BF16, F16, F32, Sizes, make, same, starts_of
+
+import ssmgen
+from ssmgen import registry, runtime
+from ssmgen.families.selective_scan.problem import OPERATOR, SelectiveProblem
+from ssmgen.spec import Arch, changed
+
+pytestmark = pytest.mark.gpu
+
+MODEL = Sizes(dim=1536, device="cuda")
+EXACT = replace(MODEL, dim=256, x=F32)
+SIZE = {"few": 1, "many": 65536}  # channels of all sequences, as the rules count them
+
+
+def served(size: int, **how: Any) -> Any:
+    """What runs a call by the rule for so many channels, or as a variant of that."""
+
+    def spec(problem: SelectiveProblem) -> Any:
+        arch = runtime.device_arch(torch.cuda.current_device())
+        return changed(registry.select(OPERATOR, problem, size, arch, arch >= Arch(90)), **how)
+
+    return partial(laws.launched, function=ssmgen.selective_scan, spec=spec)
+
+
+by_rules = pytest.mark.parametrize("run", [ssmgen.selective_scan, *(served(n) for n in SIZE.values())], ids=["served", *SIZE])
+
+
+@by_rules
+@pytest.mark.parametrize(
+    ("sizes", "tokens", "kind"),
+    [
+        (EXACT, 1000, {}),
+        (EXACT, 1000, {"step": 3.0, "decay": 4.0}),
+        (EXACT, 4096, {"step": 0.01, "decay": 1e-3}),
+        (MODEL, 300, {"z": False}),
+        (replace(MODEL, dim=264, groups=2, x=F16), 300, {}),
+        (replace(EXACT, d_state=64), 300, {}),
+        (replace(EXACT, dim=100, d_state=256), 70, {}),
+        (replace(EXACT, dim=101, d_state=5), 70, {}),
+    ],
+    ids=["f32", "strong-decay", "long-memory", "bf16", "f16-groups", "n64", "n256", "n5"],
+)
+def test_results_are_those_of_float64(run, sizes, tokens, kind):
+    laws.is_accurate(run, sizes, tokens, **kind)
+
+
+@by_rules
+def test_lengths_are_accurate(run):
+    laws.lengths_are_accurate(run, EXACT)
+
+
+@by_rules
+def test_packing_changes_no_bit(run):
+    laws.packing_changes_no_bit(run, MODEL, (*laws.LENGTHS, 1000))
+
+
+@by_rules
+@pytest.mark.parametrize("cut", [4, 64, 1000])
+def test_a_cut_changes_no_bit(run, cut):
+    laws.a_cut_changes_no_bit(run, MODEL, 2048, cut)
+
+
+@by_rules
+@pytest.mark.parametrize("state", [F32, BF16])
+def test_a_pool_is_touched_where_it_should_be(run, state):
+    laws.a_pool_is_touched_where_it_should_be(run, MODEL, state)
+
+
+@by_rules
+@pytest.mark.parametrize("sizes", [MODEL, EXACT, replace(MODEL, dim=1540, groups=2, x=F16)], ids=["bf16", "f32", "f16-groups"])
+def test_layout_changes_no_bit(run, sizes):
+    laws.layout_changes_no_bit(run, sizes, 150)
+
+
+@by_rules
+def test_decoding_goes_on(run):
+    laws.decoding_goes_on(run, MODEL, 100)
+
+
+@pytest.mark.parametrize("x", [BF16, F32])
+@pytest.mark.parametrize("first", [False, True])
+def test_variants_are_bit_equal(x, first):
+    call: dict[str, Any] = make(replace(MODEL, x=x), 2, 333) | {"return_final_states": True}
+    call = laws.channels_first(call, True) if first else call
+    wanted = ssmgen.selective_scan(**call)
+    plain = {"min_blocks": 1}
+    for how in (
+        {"lanes": 1, "tile": 16},
+        {"lanes": 2, "tile": 32},
+        {"lanes": 4, "warps": 2},
+        {"tile": 8},
+        {"lanes": 2, "tile": 8, "warps": 8},
+    ):
+        found = served(1, **plain | how)(**call)
+        assert all(same(a, b) for a, b in zip(found, wanted, strict=True)), how
+
+
+def test_the_same_bits_every_time():
+    call = make(MODEL, 4, 300) | {"return_final_states": True}
+    seen = {tuple(int(bits(t).sum(dtype=torch.int64)) for t in ssmgen.selective_scan(**call)) for _ in range(300)}
+    assert len(seen) == 1
+
+
+def test_programmatic_launches_change_no_bit():
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("programmatic dependent launch needs sm_90")
+    call = make(MODEL, 2, 700)
+    assert same(ssmgen.selective_scan(**call, pdl=True), ssmgen.selective_scan(**call, pdl=False))
+
+
+def test_in_a_graph():
+    call = make(MODEL, 300)
+    call |= {"cu_seqlens": starts_of((100, 200), "cuda"), "out": torch.empty_like(call["u"])}
+    state = torch.zeros(2, MODEL.dim, MODEL.d_state, device="cuda")
+    ssmgen.selective_scan(**call, state=state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ssmgen.selective_scan(**call, state=state)
+    call["cu_seqlens"].copy_(starts_of((64, 236), "cuda"))  # other lengths, the same graph
+    graph.replay()
+    assert same(call["out"], ssmgen.selective_scan(**call | {"out": torch.empty_like(call["out"])}))
+
+
+def test_offsets_beyond_32_bits():
+    """Tokens that lie 2^31 elements from the first, and a slot that does."""
+    tokens, sizes = 70, Sizes(dim=64, device="cuda")
+    apart = 2**31 // 69 // 8 * 8 + 8
+    if torch.cuda.mem_get_info()[0] < 14 * 2**30:
+        pytest.skip("needs 14 GiB of the card's memory")
+    call = make(sizes, tokens) | {"cu_seqlens": starts_of((tokens,), "cuda")}
+    far = torch.empty(tokens * apart, dtype=BF16, device="cuda").as_strided((tokens, 64), (apart, 1))
+    far.copy_(call["u"])
+    slot = 2**31 // (64 * 16) + 1
+    pool = torch.empty((slot + 1) * 64 * 16, dtype=BF16, device="cuda").view(-1, 64, 16)
+    wanted, state = ssmgen.selective_scan(**call, return_final_states=True)
+    found = ssmgen.selective_scan(**call | {"u": far}, state=pool, state_indices=torch.tensor([slot], device="cuda"))
+    assert same(found, wanted) and same(pool[slot], state[0].to(BF16))
