@@ -120,6 +120,9 @@ SIGNATURES = {
     ),
     (f"{_ATTENTION}.linear.lightning_attn", "lightning_attention"): _LIGHTNING,
     (f"{_ATTENTION}.linear.lightning_attn", "linear_decode_forward_triton"): _LIGHTNING_STEP,
+    (f"{_ATTENTION}.linear.seg_la", "seg_la_fwd"): (
+        "q, k, v, s, decay_scales, meta, caches=None, cache_indices=None, track_lens=None, track_state_indices=None, softmax_scale=None"
+    ),
     (f"{_LAYERS}.linear.kernels.gdn_triton", "TritonGDNKernel.extend"): (
         "self, q, k, v, g, beta, *, ssm_states, cache_indices, query_start_loc, inplace_update=True, **kwargs"
     ),
@@ -221,7 +224,8 @@ IMPORTS = {
     # Its own function of this name is another one.
     f"{_ATTENTION}.helion.kda_prefill": f"from {_ATTENTION}.fla.kda import chunk_kda as triton_chunk_kda",
     f"{_LAYERS}.linear.lightning_backend": (
-        f"from {_ATTENTION}.linear.lightning_attn import lightning_attention, linear_decode_forward_triton"
+        f"from {_ATTENTION}.linear.lightning_attn import lightning_attention, linear_decode_forward_triton\n"
+        f"from {_ATTENTION}.linear.seg_la import seg_la_fwd"
     ),
     "sglang.srt.models.lfm2": f"{_TRITON}\n{_WRAPPED}",
     "sglang.srt.models.lfm2_moe": _WRAPPED,

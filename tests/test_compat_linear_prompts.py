@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -324,7 +325,40 @@ def test_lightning_prompts_and_their_next_token(engine, request):
     assert torch.equal(pool, kept)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("padded", [False, True])
+def test_sglang_segments_and_their_next_tokens(sglang, padded, dtype):
+    """Prompts and steps of a pool's slots; a fresh sequence does not read its own, and one of no slot writes none."""
+    call, pool = call_of("lightning_attn", True, 1, sum(LENGTHS)), pages(9, HK, K, V, dtype=dtype)
+    q, k, v = (call[n][0] for n in "qkv")
+    slope, slots, kept = torch.tensor([0.3, 0.01]).view(HK, 1, 1), SLOTS.clone(), pool.clone()
+    slots[0] = -1 if padded else slots[0]
+    read = torch.tensor([True, True, False, True])
+    meta = SimpleNamespace(batch_size=4, q_offsets=starts_of(LENGTHS), s_offsets=slots, s_scales=read, mask=None)
+    backend = import_module("sglang.srt.layers.attention.linear.lightning_backend")
+    o = backend.seg_la_fwd(q, k, v, pool, slope, meta, softmax_scale=0.5)
+    gamma = {"g_gamma": -slope.flatten(), "scale": 0.5, "output_final_state": True}
+    before = kept[SLOTS.long()] * read[:, None, None, None]
+    y, S = fla.fused_recurrent_simple_gla(*(call[n] for n in "qkv"), **gamma, initial_state=before, cu_seqlens=starts_of(LENGTHS))
+    first = LENGTHS[0] if padded else 0
+    assert close(o[first:], y[0, first:].double())
+    written = SLOTS[int(padded) :].long()
+    assert close(pool[written], S[int(padded) :].double())
+    now, meta.batch_size = pool.clone(), 4
+    step = backend.seg_la_fwd(q[:4], k[:4], v[:4], pool, slope, meta, softmax_scale=0.5)
+    rows = [t[:4].unsqueeze(1) for t in (q, k, v)]
+    y, S = fla.fused_recurrent_simple_gla(*rows, **gamma, initial_state=now[SLOTS.long()])
+    assert close(step[int(padded) :], y[int(padded) :, 0].double()) and close(pool[written], S[int(padded) :].double())
+    pool[written] = kept[written]
+    assert torch.equal(pool, kept)
+
+
 POOL = randn(9, HV, V, K, seed=12, dtype=F32)
+SEGMENTS = {n: call_of("lightning_attn", True, 1, 9)[n][0] for n in "qkv"} | {
+    "s": POOL[:, :HK].transpose(2, 3),
+    "decay_scales": POOL[0, 0, :HK, 0],
+}
+META = SimpleNamespace(batch_size=4, q_offsets=starts_of(LENGTHS), s_offsets=SLOTS, s_scales=SLOTS)
 KEPT = {"initial_state": randn(4, HV, K, V, seed=12, dtype=BF16), "output_final_state": True}
 ATTENTION = {n: t.transpose(1, 2) for n, t in call_of("lightning_attn", True, 2, 7).items() if n in "qkv"}
 WAYS = {
@@ -358,6 +392,12 @@ def test_nothing_of_a_tensor_is_read_by_the_host(way):
             sglang_call("kda", POOL, track_state=POOL[:4], track_chunk_idx=SLOTS, cu_seqlens=None), ArgumentError, "without cu_seqlens",
         ),
         (vllm.lightning_attention, {n: X["kda"][n] for n in "qkv"} | {"ed": POOL[0, 0]}, ArgumentError, "slope"),
+        (sglang.seg_la_fwd, SEGMENTS | {"meta": META, "track_lens": SLOTS}, UnsupportedError, "track_lens is given"),
+        (sglang.seg_la_fwd, SEGMENTS | {"meta": META, "caches": POOL}, UnsupportedError, "caches is given"),
+        (
+            sglang.seg_la_fwd,
+            SEGMENTS | {"meta": SimpleNamespace(**vars(META) | {"q_offsets": SLOTS})}, ArgumentError, r"meta.q_offsets is \[4\]",
+        ),
         (
             vllm.linear_decode_forward_triton,
             ATTENTION | {"kv_caches": POOL.transpose(2, 3), "slope_rate": POOL[0, 0, 0, :HK], "slot_idx": SLOTS[:2]},

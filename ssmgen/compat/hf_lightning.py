@@ -23,7 +23,7 @@ CLASSES = {"minimax": "MiniMaxLightningAttention"}
 _PARAMETERS = ["self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values"]
 
 
-def objection(mixer: type) -> str:
+def objection(mixer: Any) -> str:
     """What keeps a mixer's forward from being replaced, or nothing."""
     found = list(inspect.signature(mixer.forward).parameters)
     return "" if found[:5] == _PARAMETERS else f"its forward takes {', '.join(found)}, not {', '.join(_PARAMETERS)}"

@@ -28,6 +28,7 @@ from .lightning import linear_decode_forward_triton as linear_decode_forward_tri
 from .operands import takes as _takes
 from .sglang_delta import chunk_gated_delta_rule as chunk_gated_delta_rule
 from .sglang_delta import chunk_kda as chunk_kda
+from .sglang_lightning import seg_la_fwd as seg_la_fwd
 from .sglang_mamba import mamba_chunk_scan_combined as mamba_chunk_scan_combined
 
 

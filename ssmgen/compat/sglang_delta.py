@@ -18,6 +18,7 @@ from .gated_delta import shaped as _shaped
 from .lightning import lightning_attention, linear_decode_forward_triton
 from .operands import takes as _takes
 from .replacing import Replacement
+from .sglang_lightning import seg_la_fwd
 
 
 @_takes("head_first inplace_update", **_prompts.PACKED, initial_state="[slots, HV, V, K]", initial_state_indices="[N]")
@@ -273,4 +274,5 @@ REPLACEMENTS = [
     Replacement(f"{_ATTENTION}.fla.kda", "chunk_kda", chunk_kda),
     Replacement(f"{_ATTENTION}.linear.lightning_attn", "lightning_attention", lightning_attention),
     Replacement(f"{_ATTENTION}.linear.lightning_attn", "linear_decode_forward_triton", linear_decode_forward_triton),
+    Replacement(f"{_ATTENTION}.linear.seg_la", "seg_la_fwd", seg_la_fwd),
 ]
