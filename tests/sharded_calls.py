@@ -115,6 +115,14 @@ def scan_checkpoints(device: str) -> Tensors:
     return call | {"seq_idx": torch.tensor([[0, 0, 1, 1, 0]] * BATCH, device=device).int()}
 
 
+def channels_first(device: str) -> Tensors:
+    """Of Mamba-1, over prompts of one group of channels."""
+    rows = {name: normal(device, BATCH, H * P, 9, dtype=BF16) for name in ("u", "delta", "z")}
+    keys = {name: normal(device, BATCH, N, 9, dtype=BF16) for name in ("B", "C")}
+    states = {"A": -normal(device, H * P, N, positive=True), "state": normal(device, BATCH, H * P, N)}
+    return rows | keys | states | {"channels_first": True, "delta_softplus": True}
+
+
 def calls(device: str) -> dict[str, tuple[str, Tensors]]:
     """(function, its arguments by name) of each case; a rank's own tensors are drawn the same on all."""
     torch.manual_seed(0)
@@ -136,6 +144,7 @@ def calls(device: str) -> dict[str, tuple[str, Tensors]]:
         "simple-gla-scan": ("chunk_simple_gla", linear(device, "simple_gla", 2, (70,))),
         "lightning-scan": ("chunk_lightning_attn", linear(device, "lightning_attn", 2, (70,))),
         "scan-checkpoints": ("chunk_scan", scan_checkpoints(device)),
+        "selective-scan-channels-first": ("selective_scan", channels_first(device)),
         "replay": ("replay_selective_state_update", replay(device)),
         "gdn-shared-keys": ("gated_delta_rule", linear(device, "gated_delta_rule", 1)),
         "gdn-tokens": ("gated_delta_rule", linear(device, "gated_delta_rule", 2, (3,))),

@@ -26,7 +26,7 @@ def distribute(mesh: Any, function: str, call: Tensors, over: str | None, placed
     """The call's tensors on the mesh: all that is written sharded `over` "head" or "batch", the others too ("sharded") or "replicated"."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    rule = RULES[function]
+    rule = RULES[function].of(call)
     dims = {n: t.dim() for n, t in call.items() if isinstance(t, torch.Tensor)}
     anchor = next(n for n in rule.anchors if n in dims)
 

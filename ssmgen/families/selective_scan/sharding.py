@@ -22,6 +22,8 @@ def _per_token(given: Mapping[str, Any]) -> dict[str, str]:
 RULES = {
     "selective_scan": Rule(
         {
+            **dict.fromkeys(("u", "delta", "z", "out"), "batch token head|token head"),  # where channels come last
+            **dict.fromkeys(("B", "C"), "batch token group n|batch token n|token n"),
             "A": "head n",
             **dict.fromkeys(("D", "delta_bias"), "head"),
             **dict.fromkeys(("initial_states", "final_states_out", "state"), "batch head n"),
