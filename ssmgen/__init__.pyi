@@ -11,6 +11,13 @@ from .families.causal_conv1d_update.call import causal_conv1d_update as causal_c
 from .families.chunk_delta_rule.call import chunk_delta_rule as chunk_delta_rule
 from .families.chunk_delta_rule.call import chunk_delta_rule_workspace as chunk_delta_rule_workspace
 from .families.chunk_delta_rule.call import chunk_gated_delta_rule as chunk_gated_delta_rule
+from .families.chunk_linear_attention.call import chunk_comba as chunk_comba
+from .families.chunk_linear_attention.call import chunk_dplr_delta_rule as chunk_dplr_delta_rule
+from .families.chunk_linear_attention.call import chunk_gdn2 as chunk_gdn2
+from .families.chunk_linear_attention.call import chunk_gla as chunk_gla
+from .families.chunk_linear_attention.call import chunk_kda as chunk_kda
+from .families.chunk_linear_attention.call import chunk_linear_attention_workspace as chunk_linear_attention_workspace
+from .families.chunk_linear_attention.call import chunk_rwkv7 as chunk_rwkv7
 from .families.chunk_scan.attention import chunk_lightning_attn as chunk_lightning_attn
 from .families.chunk_scan.attention import chunk_simple_gla as chunk_simple_gla
 from .families.chunk_scan.call import chunk_scan as chunk_scan

@@ -15,6 +15,9 @@ _OPS, _FLA, _GDN = (
     "vllm.model_executor.layers.mamba.gdn",
 )
 _MAMBA, _ATTENTION, _LAYERS = "sglang.kernels.ops.mamba", "sglang.kernels.ops.attention", "sglang.srt.layers.attention"
+_KIMI, _GLM = "vllm.models.kimi_k3.nvidia.ops.third_party.kda", "vllm.models.glm5next.nvidia.ops.third_party.kda"
+_LIGHTNING = "q, k, v, ed, block_size=256, kv_history=None"
+_LIGHTNING_STEP = "q, k, v, kv_caches, slope_rate, slot_idx, BLOCK_SIZE=32"
 _PACKED = "mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, use_qk_l2norm_in_kernel=False"
 
 SIGNATURES = {
@@ -58,6 +61,20 @@ SIGNATURES = {
         "q, k, v, g, beta, initial_state, output_final_state, cu_seqlens=None, use_qk_l2norm_in_kernel=True, state_checkpoints=None, "
         "checkpoint_cu_starts=None, checkpoint_every_n_tokens=0, use_cp='auto'"
     ),
+    (f"{_FLA}.kda", "chunk_kda"): (
+        "q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None, "
+        "**kwargs"
+    ),
+    (f"{_KIMI}.chunk", "chunk_kda_with_fused_gate"): (
+        "q, k, v, raw_g, raw_beta, A_log, g_bias, scale=None, initial_state=None, output_final_state=False, lower_bound=None, "
+        "use_qk_l2norm_in_kernel=False, cu_seqlens=None, out=None, **kwargs"
+    ),
+    (f"{_GLM}.kernels", "chunk_kda_with_fused_gate"): (
+        "q, k, v, raw_g, beta, A_log, g_bias, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, "
+        "cu_seqlens=None, safe_gate=False, lower_bound=-5.0, **kwargs"
+    ),
+    ("vllm.model_executor.layers.lightning_attn", "lightning_attention"): _LIGHTNING,
+    ("vllm.model_executor.layers.lightning_attn", "linear_decode_forward_triton"): _LIGHTNING_STEP,
     ("vllm.v1.attention.ops.merge_attn_states", "merge_attn_states"): (
         "output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None, prefill_tokens_with_context=None, output_scale=None"
     ),
@@ -96,6 +113,13 @@ SIGNATURES = {
         "q, k, v, g, beta, scale=None, initial_state=None, initial_state_indices=None, cu_seqlens=None, head_first=False, "
         "use_qk_l2norm_in_kernel=False, inplace_update=True"
     ),
+    (f"{_ATTENTION}.fla.kda", "chunk_kda"): (
+        "q, k, v, g, beta, scale=None, initial_state=None, initial_state_indices=None, use_qk_l2norm_in_kernel=False, cu_seqlens=None, "
+        "A_log=None, dt_bias=None, lower_bound=None, output_intermediate_states=False, track_state=None, track_chunk_idx=None, "
+        "beta_is_raw=False, chunk_indices=None, chunk_offsets=None, **kwargs"
+    ),
+    (f"{_ATTENTION}.linear.lightning_attn", "lightning_attention"): _LIGHTNING,
+    (f"{_ATTENTION}.linear.lightning_attn", "linear_decode_forward_triton"): _LIGHTNING_STEP,
     (f"{_LAYERS}.linear.kernels.gdn_triton", "TritonGDNKernel.extend"): (
         "self, q, k, v, g, beta, *, ssm_states, cache_indices, query_start_loc, inplace_update=True, **kwargs"
     ),
@@ -136,6 +160,13 @@ class ChunkGatedDeltaRule:
         return fi_chunk_gated_delta_rule(q=q, k=k, v=v, g=g, beta=beta, **options)
 """
 
+# Imported when a step has prompts.
+_PREFILL = f"""\
+def prefill(**call):
+    from {_KIMI} import chunk_kda_with_fused_gate
+    return chunk_kda_with_fused_gate(**call)
+"""
+
 IMPORTS = {
     _FLA: (
         "from .chunk import chunk_gated_delta_rule\n"
@@ -147,12 +178,17 @@ IMPORTS = {
     "vllm.model_executor.layers.mamba.short_conv": _CONV,
     f"{_GDN}.qwen_gdn_linear_attn": f"{_CONV}\n{_CUSTOM_OP.format(fla=_FLA)}\nfrom {_FLA} import {_PACKED_AND_SIGMOID}",
     f"{_GDN}.olmo_gdn_linear_attn": f"{_CONV}\nfrom {_FLA} import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule",
-    f"{_GDN}.kimi_gdn_linear_attn": "from ..ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update",
-    "vllm.model_executor.models.bailing_moe_v3": _CONV,
-    "vllm.models.kimi_k3.nvidia.kda": _CONV,
+    f"{_GDN}.kimi_gdn_linear_attn": f"from ..ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update\n{_PREFILL}",
+    "vllm.model_executor.models.bailing_moe_v3": f"{_CONV}\nfrom {_FLA}.kda import chunk_kda",
+    _KIMI: "from .chunk import chunk_kda_with_fused_gate",
+    _GLM: "from .kernels import chunk_kda_with_fused_gate",
+    "vllm.model_executor.layers.mamba.linear.minimax_linear_attn": (
+        "from vllm.model_executor.layers.lightning_attn import lightning_attention, linear_decode_forward_triton"
+    ),
+    "vllm.models.kimi_k3.nvidia.kda": f"{_CONV}\n{_PREFILL}",
     "vllm.models.kimi_k3.nvidia.mla": _MERGE,
     "vllm.models.kimi_k3.amd.kda": _CONV,
-    "vllm.models.glm5next.common.kda": _CONV,
+    "vllm.models.glm5next.common.kda": f"{_CONV}\nfrom {_GLM} import chunk_kda_with_fused_gate",
     "vllm.v1.attention.backends.flash_attn": _MERGE,
     "vllm.v1.attention.backends.rocm_aiter_fa": _MERGE,
     "vllm.v1.attention.backends.flashinfer": _MERGE,
@@ -179,7 +215,13 @@ IMPORTS = {
         f"from {_ATTENTION}.linear.fused_sigmoid_gating_recurrent import fused_sigmoid_gating_delta_rule_update"
     ),
     f"{_LAYERS}.linear.kernels.kda_triton": (
+        f"from {_ATTENTION}.fla.kda import chunk_kda\n"
         f"from {_ATTENTION}.linear.fused_sigmoid_gating_recurrent import fused_sigmoid_gating_delta_rule_update"
+    ),
+    # Its own function of this name is another one.
+    f"{_ATTENTION}.helion.kda_prefill": f"from {_ATTENTION}.fla.kda import chunk_kda as triton_chunk_kda",
+    f"{_LAYERS}.linear.lightning_backend": (
+        f"from {_ATTENTION}.linear.lightning_attn import lightning_attention, linear_decode_forward_triton"
     ),
     "sglang.srt.models.lfm2": f"{_TRITON}\n{_WRAPPED}",
     "sglang.srt.models.lfm2_moe": _WRAPPED,

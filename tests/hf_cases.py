@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ssmgen.compat import hf, hf_layers
-from ssmgen.compat.hf_functions import delta_faults
+from ssmgen.compat.hf_functions import delta_faults, kda_faults
 from ssmgen.compat.hf_layers import LAYERS
 from ssmgen.compat.hf_norms import NORMS
 
@@ -28,7 +28,7 @@ _GDN = {
 }  # fmt: skip
 
 _LATENT = {
-    "num_key_value_heads": 4, "linear_num_heads": 4, "linear_head_dim": 8, "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 4,
+    "num_key_value_heads": 4, "linear_num_heads": 4, "linear_head_dim": 16, "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 4,
     "qk_nope_head_dim": 8, "v_head_dim": 8, "moe_intermediate_size": 16,
 }  # fmt: skip
 
@@ -251,11 +251,10 @@ def last_logits(step: DecodeStep, cache: Any, steps: int) -> torch.Tensor:
     return logits
 
 
-DELTA_RULE = "torch_chunk_gated_delta_rule"
-MAMBA1 = "mamba_selective_scan"
-OF_PROMPTS = {
-    "causal_conv1d_fn": "causal_conv1d", MAMBA1: "selective_scan", "mamba2_chunk_scan": "chunk_scan", DELTA_RULE: "chunk_gated_delta_rule",
-}  # fmt: skip
+DELTA_RULE, KDA, MAMBA1 = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba_selective_scan"
+OF_PROMPTS = {"causal_conv1d_fn": "causal_conv1d", MAMBA1: "selective_scan", "mamba2_chunk_scan": "chunk_scan"}
+OF_PROMPTS |= {DELTA_RULE: "chunk_gated_delta_rule", KDA: "chunk_kda"}
+_FAULTS = {OF_PROMPTS[DELTA_RULE]: delta_faults, OF_PROMPTS[KDA]: kda_faults}
 
 
 def of_prompts(name: str) -> dict[str, str]:
@@ -265,7 +264,7 @@ def of_prompts(name: str) -> dict[str, str]:
 
 def unserved(function: str, dtype: torch.dtype) -> list[str]:
     """Why a card computes no such call of a tiny model, in words; nothing where it does."""
-    return list(delta_faults(16, 16, dtype)) if function == OF_PROMPTS[DELTA_RULE] else []
+    return list(_FAULTS[function](16, 16, dtype)) if function in _FAULTS else []
 
 
 def prompt_calls(name: str, model: torch.nn.Module) -> dict[str, hf.Calls]:
@@ -287,11 +286,26 @@ PROMPTED = [name for name in TINY if len(of_prompts(name)) > 1]
 def prompted(name: str, **changes: Any) -> torch.nn.Module:
     """A tiny model whose layers scan prompts, and in which nothing is chosen: its experts all take part, and attention goes to all tokens
     alike or nearly so, so that roundings stay small."""
-    experts = TINY[name].get("num_local_experts", TINY[name].get("num_experts"))
-    even = {} if experts is None else {"num_experts_per_tok": experts}
-    even |= {"initializer_range": 0.05} if DELTA_RULE in of_prompts(name) else {}
-    even |= {"indexer_budget": 256} if "indexer_budget" in TINY[name] else {}
+    experts = [TINY[name][n] for n in ("num_local_experts", "num_experts", "n_routed_experts") if n in TINY[name]]
+    even = {"num_experts_per_tok": experts[0]} if experts else {}
+    even |= {"initializer_range": 0.05} if {DELTA_RULE, KDA} & of_prompts(name).keys() else {}
+    even |= {option: size for option, size in (("indexer_budget", 256), ("index_topk", 1024)) if option in TINY[name]}
+    even |= {"topk_group": TINY[name]["n_group"]} if "n_group" in TINY[name] else {}
     return built(name, **even | changes)
+
+
+def minimax(**changes: Any) -> torch.nn.Module:
+    """MiniMax's, in f32, in evaluation mode, on the CPU; its experts all take part, so that roundings stay small."""
+    from transformers import MiniMaxConfig, MiniMaxForCausalLM
+
+    sizes = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+        "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "block_size": 4,
+        "num_local_experts": 2, "num_experts_per_tok": 2, "initializer_range": 0.2, "max_position_embeddings": 256, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    return MiniMaxForCausalLM(MiniMaxConfig(**sizes | changes)).eval()
 
 
 class Prompt:
@@ -342,7 +356,9 @@ def fused_label(name: str) -> str:
 
 def fused_operator(name: str) -> tuple[Any, str]:
     """(module, name) of the operator that computes the layer, where the layer looks it up."""
-    return (hf_layers.native_gdn, "gdn_layer") if name.startswith("qwen") else (hf_layers.native_mamba2, "mamba2_layer")
+    if name.startswith("qwen"):
+        return hf_layers.native_gdn, "gdn_layer"
+    return (hf_layers.native_gdn, "kda_layer") if KDA in hf.MODELS[name] else (hf_layers.native_mamba2, "mamba2_layer")
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:

@@ -54,6 +54,9 @@ VARIANTS = {
     "qwen3_5-heads-alike": ("qwen3_5", {"linear_num_key_heads": 4}),
     "qwen3_next-heads-alike": ("qwen3_next", {"linear_num_key_heads": 4}),
     "qwen3_5-wide-values": ("qwen3_5", {"linear_value_head_dim": 32}),
+    "kimi_linear": ("kimi_linear", {}),
+    "glm5_next-unbounded": ("glm5_next", {"linear_lower_bound": None}),
+    "bailing_hybrid-unbounded": ("bailing_hybrid", {"kda_safe_gate": False}),
 }
 
 
@@ -86,7 +89,8 @@ def test_greedy_generation_is_unchanged_and_every_step_is_one_call_per_layer(nam
 def distinct(model):
     """The model, with weights that differ where a new model has ones."""
     for mixer in mixers(model):
-        for parameter in (*mixer.norm.parameters(), mixer.dt_bias, getattr(mixer, "D", mixer.dt_bias)):
+        norm, gate = (mixer.norm, mixer) if hasattr(mixer, "norm") else (mixer.o_norm, mixer.forget_gate)
+        for parameter in (*norm.parameters(), gate.dt_bias, getattr(gate, "D", gate.dt_bias)):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     return model
 

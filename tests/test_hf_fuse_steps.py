@@ -185,7 +185,7 @@ def test_a_decode_step_compiles_into_one_graph(name):
         counted = patch.calls()
         got, targets = compiled_nodes(step, copy.deepcopy(step.cache))
     assert_close(got, want)
-    node = "delta_layer" if fused_operator(name)[1] == "gdn_layer" else fused_operator(name)[1]  # which torch knows by its kernels' name
+    node = "mamba2_layer" if fused_operator(name)[1] == "mamba2_layer" else "delta_layer"  # which torch knows by its kernels' name
     assert targets == {node: len(mixers(model))}
     assert patch.calls() == counted
 

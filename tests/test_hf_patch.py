@@ -17,6 +17,7 @@ from hf_cases import assert_same, built, generate, modeling, replaced, snapshot
 
 from ssmgen.compat import hf
 from ssmgen.compat.hf_functions import FUNCTIONS, unknown_parameters
+from ssmgen.compat.hf_lightning import CLASSES
 from ssmgen.errors import PatchError
 
 ROOT = Path(__file__).parent.parent
@@ -31,10 +32,10 @@ def nothing_stays_patched():
 def test_auto_replaces_all_that_is_known_and_undo_restores_every_attribute():
     before = snapshot()
     patch = hf.patch()
-    assert set(patch.replaced) == {f"{name}.{f}" for name in before for f in hf.MODELS[name]}
+    functions = {f"{name}.{f}" for name in before for f in hf.MODELS[name]}
+    assert set(patch.replaced) == functions | {f"{name}.{c}" for name, c in CLASSES.items()}
     after = snapshot()
-    changed = {f"{name}.{a}" for name in before for a in before[name] if after[name][a] is not before[name][a]}
-    assert changed == set(patch.replaced)
+    assert {f"{name}.{a}" for name in before for a in before[name] if after[name][a] is not before[name][a]} == functions
     patch.undo()
     assert_same(snapshot(), before)
     patch.undo()
@@ -117,6 +118,7 @@ def test_what_is_not_known_is_refused_in_one_message():
 
 def test_a_name_that_this_transformers_lacks(monkeypatch):
     monkeypatch.setitem(hf.MODELS, "mamba9", ("causal_conv1d_fn",))
+    monkeypatch.setattr(hf, "KNOWN", (*hf.KNOWN, "mamba9"))
     with pytest.raises(PatchError, match="mamba9 is not in transformers"):
         hf.patch("mamba9")
     with hf.patch() as patch:

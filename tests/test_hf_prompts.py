@@ -11,6 +11,7 @@ pytest.importorskip("transformers", minversion="5.17", reason="needs transformer
 
 from hf_cases import (
     DELTA_RULE,
+    KDA,
     PROMPTED,
     Prompt,
     assert_close,
@@ -142,7 +143,7 @@ def test_16_bit_prompts_are_no_farther_from_the_same_weights_in_f32(name, dtype)
     assert [state.dtype for state in ours.states] == [state.dtype for state in theirs.states]
 
 
-@pytest.mark.parametrize("name", [*MAMBA2, "qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("name", [*MAMBA2, "qwen3_next", "qwen3_5", "kimi_linear"])
 def test_packed_sequences_are_kept_apart(name):
     """Which transformers' own functions refuse. A layer gives each what it gives by itself."""
     layer = mixers(prompted(name))[0]
@@ -150,7 +151,7 @@ def test_packed_sequences_are_kept_apart(name):
     tokens = torch.randn(1, 9, 32)
     where = {"seq_idx": torch.tensor([[0] * 4 + [1] * 5], dtype=torch.int32)}
     *_, scan = of_prompts(name)
-    if scan == DELTA_RULE:  # which is told so, and the convolution ahead of it as above
+    if scan in (DELTA_RULE, KDA):  # which is told so, and the convolution ahead of it as above
         where["cu_seq_lens_q"] = torch.tensor([0, 4, 9], dtype=torch.int32)
     with hf.patch(name) as patch, torch.no_grad():
         packed = layer(tokens, **where)

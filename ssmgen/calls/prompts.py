@@ -2,14 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from . import checks
 
 STATES = ("initial_states", "final_states", "state", "checkpoints")
 Views = Mapping[str, Tensor]
+# Operands of a call over sequences, behind those of its tokens.
+CONTROL = (
+    "cu_seqlens", "initial_states", "final_states", "state", "state_indices", "has_initial_state", "checkpoint_positions", "checkpoints",
+    "workspace", "out",
+)  # fmt: skip
+
+
+class States(NamedTuple):
+    """What a function is given of sequences, states and the memory that it writes."""
+
+    cu_seqlens: Tensor | None
+    initial_states: Tensor | None
+    return_final_states: bool
+    final_states_out: Tensor | None
+    state: Tensor | None
+    state_indices: Tensor | None
+    has_initial_state: Tensor | None
+    checkpoint_positions: Tensor | None
+    checkpoints_out: Tensor | None
+    return_checkpoints: bool
+    workspace: Tensor | None
+    out: Tensor | None
+
+    def operands(self, v: Any, head_k: int | None, layout: str, bytes_of: Callable[[int, int], int]) -> tuple[Tensor | None, ...]:
+        """What CONTROL names, with tensors made for what is written and was not given; where v or K is nothing to go by, checks object to that.
+
+        v: […, HV, V], as the function has it; bytes_of: a workspace for so many tokens and sequences.
+        """
+        final, checkpoints, workspace, out = self.final_states_out, self.checkpoints_out, self.workspace, self.out
+        if isinstance(v, Tensor):
+            out = v.new_empty(v.shape) if out is None else out
+            if v.dim() in (3, 4) and head_k is not None:
+                count = v.shape[0] if not isinstance(self.cu_seqlens, Tensor) else max(self.cu_seqlens.numel() - 1, 0)
+                heads, head_v = v.shape[-2:]
+                inner = (heads, head_k, head_v) if layout == "kv" else (heads, head_v, head_k)
+                dtypes = [t.dtype for t in (self.initial_states, self.final_states_out, self.state) if isinstance(t, Tensor)]
+                dtype = dtypes[0] if dtypes else torch.float32
+                if self.return_final_states and final is None:
+                    final = v.new_empty((count, *inner), dtype=dtype)
+                if self.return_checkpoints and checkpoints is None and isinstance(self.checkpoint_positions, Tensor):
+                    checkpoints = v.new_empty((self.checkpoint_positions.numel(), *inner), dtype=dtype)
+                if workspace is None:
+                    tokens = v.shape[0] if v.dim() == 3 else v.shape[0] * v.shape[1]
+                    workspace = v.new_empty(bytes_of(tokens, count), dtype=torch.uint8)
+            elif workspace is None:
+                workspace = v.new_empty(0, dtype=torch.uint8)
+        return (
+            self.cu_seqlens, self.initial_states, final, self.state, self.state_indices, self.has_initial_state, self.checkpoint_positions,
+            checkpoints, workspace, out,
+        )  # fmt: skip
+
+    def returns(self, operands: tuple[Tensor | None, ...]) -> tuple[str, ...]:
+        """Names of the operands that the function returns. operands: by CONTROL."""
+        made = dict(zip(CONTROL, operands, strict=True))
+        asked = {"final_states": self.return_final_states, "checkpoints": self.return_checkpoints}
+        return ("out", *(name for name, wanted in asked.items() if wanted and made[name] is not None))
+
+    @property
+    def objections(self) -> tuple[str, ...]:
+        if self.return_checkpoints and self.checkpoint_positions is None:
+            return ("return_checkpoints asks for states after tokens, and checkpoint_positions, which names those, is not given",)
+        return ()
 
 
 def sequences_of(views: Views, like: str) -> int:
@@ -102,3 +167,51 @@ def together(views: Views, pointers: Mapping[str, int], rows: Sequence[str]) -> 
     copied = [n for n in rows if n in views]
     one = views[copied[0]].element_size()
     return next((size for size in (16, 8, 4) if all(checks.aligned(views[n], pointers[n], size // one) for n in copied)), 2)
+
+
+Passed = Callable[[int, Tensor], None]  # is told the state after so many of a sequence's tokens
+# (its first state [HV, V, K], its row of the batch and its tokens, what is to be told) -> (its last state, its output [T, HV, V])
+Walk = Callable[[Tensor, int, slice, Passed], tuple[Tensor, Tensor]]
+
+
+def walked(views: Views, head_k: int, layout: str, pad_slot_id: int, chunk: int, walk: Walk, dtype: torch.dtype) -> None:
+    """Writes out, states and checkpoints of all sequences of a call as `walk` makes them, each rounded once, for references in PyTorch.
+
+    views: v, out [B, T, HV, V] and what belongs to sequences and states; chunk: tokens, at multiples of which there are checkpoints
+    """
+    v, out, starts, slots = views["v"], views["out"], views.get("cu_seqlens"), views.get("state_indices")
+    turned = {name: views[name].transpose(2, 3) if layout == "kv" else views[name] for name in STATES if name in views}
+    initial, state, started = turned.get("initial_states"), turned.get("state"), views.get("has_initial_state")
+    kept = turned.get("final_states", state)
+    rows: dict[int, list[int]] = {}  # of checkpoints by position
+    for i, position in enumerate(views["checkpoint_positions"].tolist() if "checkpoint_positions" in views else ()):
+        rows.setdefault(position, []).append(i)
+    for s, (row, span) in enumerate(_spans(v, starts)):
+        slot = s if slots is None else int(slots[s])
+        if state is not None and not (0 <= slot < state.shape[0] and (slots is None or slot != pad_slot_id)):
+            out[row, span] = 0
+            continue
+        length, first = span.stop - span.start, span.start + row * v.shape[1]
+        if state is not None and not length:
+            continue
+        S = v.new_zeros(v.shape[2], v.shape[3], head_k, dtype=dtype)
+        if initial is not None:
+            S = initial[s].to(dtype).contiguous()
+        elif state is not None and started is not None and bool(started[s]):
+            S = state[slot].to(dtype).contiguous()
+
+        def passed(count: int, S: Tensor, first: int = first, length: int = length) -> None:
+            if first + count in rows and (count % chunk == 0 or count == length):
+                turned["checkpoints"][rows[first + count]] = S.to(turned["checkpoints"].dtype)
+
+        S, y = walk(S, row, span, passed)
+        out[row, span] = y.to(out.dtype)
+        if kept is not None:
+            kept[slot] = S.to(kept.dtype)
+
+
+def _spans(v: Tensor, starts: Tensor | None) -> list[tuple[int, slice]]:
+    """(row of the batch, tokens) of each sequence; one that ends before it begins, or outside of the tokens, has none."""
+    if starts is None:
+        return [(b, slice(0, v.shape[1])) for b in range(v.shape[0])]
+    return [(0, slice(a, b) if 0 <= a < b <= v.shape[1] else slice(0, 0)) for a, b in pairwise(starts.tolist())]

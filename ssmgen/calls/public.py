@@ -32,6 +32,7 @@ class Call(NamedTuple):
     pdl: bool | None = None
     returns: tuple[str, ...] = ("out",)  # names of the operands that the function returns
     objections: tuple[str, ...] = ()  # to what is no tensor
+    before: Callable[[], Any] | None = None  # what torch does ahead of every launch: it makes an operand of arguments
 
     @property
     def result(self) -> Any:
@@ -49,13 +50,23 @@ class Call(NamedTuple):
         problems = list(self.objections)
         if not checks.check_tensors(self.operands, problems) or problems:
             torch.ops.ssmgen.refuse(self.caller.name, problems)
+        if self.before is not None:
+            self.before()
         self.caller.dispatch(self.given, self.options, self.pdl)
 
     def plan(self) -> Callable[[], None]:
         """What runs the call. Raises what the public function does."""
         if self.objections:
             self.caller.checked(self.operands, self.options, self.pdl, self.objections)  # raises, with all else that is wrong
-        return self.caller.plan(self.given, self.options, self.pdl, self.objections)
+        plan, before = self.caller.plan(self.given, self.options, self.pdl, self.objections), self.before
+        if before is None:
+            return plan
+
+        def both() -> None:
+            before()
+            plan()
+
+        return both
 
     def launch_with(self, spec: KernelSpec) -> runtime.Launch | runtime.Chain:
         """The launch of a variant of the call's problem; `at(pointers)` of it is a plan. Raises ArgumentError; LoadError."""
@@ -208,6 +219,8 @@ class _Memory(runtime.Table):
         self, key: Any, values: tuple[Any, ...], call: Call, build: Callable[..., Call], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[], None]:
         """The plan of a call that is not known yet. The next one like it is found, if the arguments say all there is to say of it."""
+        if call.before is not None:
+            return call.plan()
         tensors = [i for i, v in enumerate(values) if is_memory(type(v))]
         scalars = [i for i, v in enumerate(values) if type(v) in _SCALARS]
         given = {id(values[i]): i for i in tensors}

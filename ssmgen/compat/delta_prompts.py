@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,16 +29,24 @@ class Operands(NamedTuple):
     beta: Tensor
 
 
-def scan(
-    operands: Operands, out: Tensor, *, initial_states: Tensor | None = None, last: Tensor | None = None, state: Tensor | None = None,
-    positions: Tensor | None = None, checkpoints: Tensor | None = None, **options: Any,
+def scan(operands: Operands, out: Tensor, **states: Any) -> None:
+    """The delta rule of a prompt into out; what else it takes is run's."""
+    if operands.g is None:
+        run(chunk_delta_rule, (*operands[:3], operands.beta), out, **states)
+    else:
+        run(chunk_gated_delta_rule, operands, out, **states)
+
+
+def run(
+    function: Callable[..., Any], operands: Sequence[Tensor | None], out: Tensor, *, initial_states: Tensor | None = None,
+    last: Tensor | None = None, state: Tensor | None = None, positions: Tensor | None = None, checkpoints: Tensor | None = None,
+    **options: Any,
 ) -> None:  # fmt: skip
-    """The delta rule of a prompt into out, into `last` or the slots of a pool `state`, and at positions into checkpoints.
+    """A function of prompts into out, into `last` or the slots of a pool `state`, and at positions into checkpoints.
 
     A kernel has one dtype for all states: the pool's, or theirs, or where they differ f32, from which each is rounded once. To a pool of
     16 bits, states to start from must be of its dtype.
     """
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in operands[:3])
     given = [t for t in (initial_states, last, checkpoints) if t is not None]
     dtypes = {t.dtype for t in given} if state is None else {state.dtype}
     held = dtypes.pop() if len(dtypes) == 1 else torch.float32
@@ -47,20 +55,18 @@ def scan(
             initial_states = initial_states.contiguous()
         if held == torch.float32 and initial_states.dtype in STATE_DTYPES:
             initial_states = initial_states.to(held)
-    final, kept = _as_held("final_states", last, held), _as_held("checkpoints", checkpoints, held)
+    final, kept = (_as_held(function.__name__, n, t, held) for n, t in (("final_states", last), ("checkpoints", checkpoints)))
     more: dict[str, Any] = {"initial_states": initial_states, "final_states_out": final, "state": state, "checkpoint_positions": positions}
     more |= options | {"checkpoints_out": kept, "out": out}
-    if operands.g is None:
-        chunk_delta_rule(q, k, v, operands.beta, **more)
-    else:
-        chunk_gated_delta_rule(q, k, v, operands.g, operands.beta, **more)
+    rows = [t if t is None or t.dim() < out.dim() or t.stride(-1) == 1 else t.contiguous() for t in operands]
+    function(*rows, **{name: value for name, value in more.items() if value is not None})
     if last is not None and final is not None and final is not last:
         last.copy_(final)
     if checkpoints is not None and kept is not None and kept is not checkpoints:
         checkpoints.copy_(kept)
 
 
-def _as_held(name: str, t: Tensor | None, held: torch.dtype) -> Tensor | None:
+def _as_held(function: str, name: str, t: Tensor | None, held: torch.dtype) -> Tensor | None:
     """A tensor that receives states, as the kernel is given it: itself, or a copy of the kernel's dtype.
 
     Raises ArgumentError for what a copy hides from the call's own checks.
@@ -68,7 +74,7 @@ def _as_held(name: str, t: Tensor | None, held: torch.dtype) -> Tensor | None:
     if t is None or t.dtype == held or t.dtype not in STATE_DTYPES:
         return t
     if overlaps_itself(t):
-        raise ArgumentError("chunk_gated_delta_rule", [f"{name} has strides {list(t.stride())}: two of its elements share memory"])
+        raise ArgumentError(function, [f"{name} has strides {list(t.stride())}: two of its elements share memory"])
     return t.to(held)
 
 

@@ -1,4 +1,4 @@
-"""fla.ops' fused_recurrent functions of gated delta rules and their relatives, and its functions for prompts of delta rules, as in
+"""fla.ops' fused_recurrent functions of gated delta rules and their relatives, and its functions for prompts of them, as in
 flash-linear-attention 0.6; forward only.
 
 q, k: [B, T, H, K]; v: [B, T, HV, V]; further operands as noted, where HV is a multiple of H. With cu_seqlens [N + 1], B is 1 and T counts
@@ -13,7 +13,6 @@ grad, for one.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -22,12 +21,24 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ..families.linear_attention import call as native
-from . import delta_prompts as _prompts
-from .gated_delta import new_output as _new_output
+from .fla_arguments import STATES as _STATES
+from .fla_arguments import Result
+from .fla_arguments import beta_of as _beta
+from .fla_arguments import forward_only as _forward_only
+from .fla_arguments import gate as _gate
+from .fla_arguments import v_first as _v_first
+from .fla_prompts import chunk_comba as chunk_comba
+from .fla_prompts import chunk_delta_rule as chunk_delta_rule
+from .fla_prompts import chunk_dplr_delta_rule as chunk_dplr_delta_rule
+from .fla_prompts import chunk_gated_delta_rule as chunk_gated_delta_rule
+from .fla_prompts import chunk_gdn as chunk_gdn
+from .fla_prompts import chunk_gdn2 as chunk_gdn2
+from .fla_prompts import chunk_gla as chunk_gla
+from .fla_prompts import chunk_kda as chunk_kda
+from .fla_prompts import chunk_lightning_attn as chunk_lightning_attn
+from .fla_prompts import chunk_rwkv7 as chunk_rwkv7
+from .fla_prompts import chunk_simple_gla as chunk_simple_gla
 from .operands import takes as _takes
-
-Result = tuple[Tensor, Tensor | None]
-_STATES = {"initial_state": "[N, HV, K, V] or, with state_v_first, [N, HV, V, K]", "cu_seqlens": "[N + 1]", "v": "[B, T, HV, V]"}
 
 
 def _run(
@@ -55,44 +66,6 @@ def _run(
         cu_seqlens=cu_seqlens, update_state=bool(output_final_state), out=o, **options,
     )  # fmt: skip
     return o, state if output_final_state else None
-
-
-def _v_first(state_v_first: bool, others: dict[str, Any]) -> bool:
-    """state_v_first, or what its old name says. Nothing else may be among the keywords."""
-    if "transpose_state_layout" in others:
-        if state_v_first or not isinstance(others["transpose_state_layout"], bool):
-            problem = "state_v_first and transpose_state_layout, True or False, are the same argument: give one"
-            raise ArgumentError("flash-linear-attention's function", [problem])
-        warnings.warn("transpose_state_layout is now called state_v_first", DeprecationWarning, stacklevel=3)
-        state_v_first = others.pop("transpose_state_layout")
-    _none_of(others)
-    return state_v_first
-
-
-def _none_of(others: dict[str, Any]) -> None:
-    if others:
-        raise NotImplementedError(f"ssmgen does not know the argument {', '.join(others)}, and does not ignore it")
-
-
-def _forward_only(reverse: bool) -> None:
-    if reverse:
-        raise NotImplementedError("reverse=True: ssmgen computes decode steps, which go forward in time only")
-
-
-def _gate(
-    name: str, use_gate_in_kernel: bool, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None = None
-) -> tuple[Tensor | None, Tensor | None, float | None]:
-    if not use_gate_in_kernel:
-        return None, None, None
-    if A_log is None and lower_bound is None:
-        raise ArgumentError(name, ["use_gate_in_kernel=True, and A_log is None"])
-    return A_log, dt_bias, lower_bound
-
-
-def _beta(name: str, beta: Tensor | None, v: Tensor, sigmoid: bool = False, allow_neg_eigval: bool = False) -> Tensor:
-    if allow_neg_eigval and not sigmoid:
-        raise ArgumentError(name, ["allow_neg_eigval=True needs use_beta_sigmoid_in_kernel=True"])
-    return v.new_ones(()).expand(v.shape[:-1]) if beta is None else beta  # one element, with strides of zero
 
 
 @_takes("output_final_state state_v_first use_gate_in_kernel use_beta_sigmoid_in_kernel allow_neg_eigval", q="[B, T, H, K]", **_STATES)
@@ -255,74 +228,3 @@ def fused_recurrent_dplr_delta_rule(
     """q, k, a, b, gk [B, T, H, K], gk the log decay; v [B, T, H, V]."""
     _forward_only(reverse)
     return _run(native.dplr_delta_rule, (q, k, v, a, b, gk), q, v, scale, initial_state, output_final_state, False, cu_seqlens, like=v)
-
-
-def _chunked(
-    operands: _prompts.Operands, initial_state: Tensor | None, output_final_state: bool, state_v_first: bool, cu_seqlens: Tensor | None,
-    **options: Any,
-) -> Result:  # fmt: skip
-    """A prompt's o, of q's dtype, and final states, new and f32."""
-    q, _, v, *_ = operands
-    layout, out = "vk" if state_v_first else "kv", _new_output(q, v)
-    final = _prompts.states_of(q, v, _prompts.sequences_of(v, cu_seqlens), layout) if output_final_state else None
-    _prompts.scan(
-        operands, out, initial_states=initial_state, last=final, cu_seqlens=cu_seqlens, state_layout=layout, **options,
-    )  # fmt: skip
-    return out, final
-
-
-def _check_chunk_size(name: str, others: dict[str, Any]) -> None:
-    """Takes chunk_size out of the keywords: it divides fla's work, and changes no result."""
-    size = others.pop("chunk_size", 64)
-    if isinstance(size, bool) or size not in (16, 32, 64):
-        raise ArgumentError(name, [f"chunk_size is {size!r}, not 16, 32 or 64"])
-
-
-@_takes(
-    "output_final_state state_v_first use_beta_sigmoid_in_kernel allow_neg_eigval",
-    q="[B, T, H, K]", k="[B, T, H, K]", g="[B, T, HV]", beta="[B, T, HV]", **_STATES,
-)  # fmt: skip
-def chunk_gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
-    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    chunk_indices: Tensor | None = None, cp_context: Any = None, **kwargs: Any,
-) -> Result:  # fmt: skip
-    """g, beta [B, T, HV]. q, k and v are bf16 or f16, one dtype. Also use_gate_in_kernel with A_log and dt_bias, [HV], and chunk_size.
-
-    cu_seqlens_cpu, chunk_indices and chunk_size follow from cu_seqlens, or divide fla's work: ignored. Raises NotImplementedError for
-    cp_context. Unlike there, states between chunks are f32, and normalised q and k are not rounded.
-    """
-    name = "chunk_gated_delta_rule"
-    if cp_context is not None:
-        raise NotImplementedError("cp_context: ssmgen does not divide a sequence among devices")
-    _check_chunk_size(name, kwargs)
-    if not isinstance(in_kernel := kwargs.pop("use_gate_in_kernel", False), bool):
-        raise ArgumentError(name, [f"use_gate_in_kernel is a {type(in_kernel).__name__}, not True or False"])
-    raw = _gate(name, in_kernel, kwargs.pop("A_log", None), kwargs.pop("dt_bias", None))
-    state_v_first = _v_first(state_v_first, kwargs)
-    if g is None:
-        raise ArgumentError(name, ["g is None; without a decay it is chunk_delta_rule"])
-    return _chunked(
-        _prompts.Operands(q, k, v, g, _beta(name, beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval)), initial_state,
-        output_final_state, state_v_first, cu_seqlens, scale=scale, use_qk_l2norm=use_qk_l2norm_in_kernel, A_log=raw[0], dt_bias=raw[1],
-        beta_sigmoid=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
-    )  # fmt: skip
-
-
-chunk_gdn = chunk_gated_delta_rule
-
-
-@_takes("output_final_state", q="[B, T, H, K]", k="[B, T, H, K]", beta="[B, T, HV]", **_STATES)
-def chunk_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
-    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None, **kwargs: Any,
-) -> Result:  # fmt: skip
-    """chunk_gated_delta_rule without a decay. Also chunk_size, which is ignored, as cu_seqlens_cpu is."""
-    _check_chunk_size("chunk_delta_rule", kwargs)
-    _none_of(kwargs)
-    return _chunked(
-        _prompts.Operands(q, k, v, None, beta), initial_state, output_final_state, False, cu_seqlens, scale=scale,
-        use_qk_l2norm=use_qk_l2norm_in_kernel,
-    )  # fmt: skip

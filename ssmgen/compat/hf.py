@@ -1,10 +1,11 @@
 """transformers' models generate with ssmgen: `patch()` puts its functions into their modeling files, `warm(model)` prepares its kernels.
 
 Of a modeling file the state update of a decode step, the convolution's update, the convolution over a prompt and the scan over it of a
-Mamba, a Mamba-2 or a gated delta rule are replaced, each on its own; with `fuse=True` also whole decode layers, between their projections,
-and gated norms. Other scans over a prompt stay as they are. The modeling files look these functions up at every call, so models made before
-and after patching use them, and all models of one kind do. A call that ssmgen does not serve goes to transformers' own function, with a
-warning once per reason: where an operand requires grad, for one.
+Mamba, a Mamba-2, a gated delta rule or Kimi delta attention are replaced, each on its own; of MiniMax's layers of Lightning attention,
+which have no such functions, the forward; with `fuse=True` also whole decode layers, between their projections, and gated norms. Other
+scans over a prompt stay as they are. The modeling files look these functions up at every call, so models made before and after patching
+use them, and all models of one kind do. A call that ssmgen does not serve goes to transformers' own function, with a warning once per
+reason: where an operand requires grad, for one.
 
 Written for transformers 5.17 to 5.23; 5.16 works as well, and 5.15 but for whole layers. Older ones are refused.
 """
@@ -24,6 +25,7 @@ from .. import api, runtime
 from ..errors import PatchError, bullets
 from . import hf_functions as functions
 from . import hf_layers as layers
+from . import hf_lightning as lightning
 from . import hf_norms as norms
 from .hf_functions import FUNCTIONS, Replacement
 
@@ -38,11 +40,13 @@ _SCANS = {
         "qwen4_exp",
         "olmo_hybrid",
     ),
-    ("recurrent_kimi_delta_attention",): ("kimi_linear", "glm5_next", "bailing_hybrid"),
+    ("recurrent_kimi_delta_attention", "chunk_kimi_delta_attention"): ("kimi_linear", "glm5_next", "bailing_hybrid"),
 }
 _CONV_ONLY = ("lfm2", "lfm2_moe", "lfm3")
 MODELS = {m: (*_CONV, *scans) for scans, models in _SCANS.items() for m in models} | dict.fromkeys(_CONV_ONLY, _CONV)
 """Functions that are replaced, by the name of transformers' model folder."""
+KNOWN = (*MODELS, *lightning.CLASSES)
+"""Names of transformers' model folders of which something is replaced."""
 
 _lock = threading.Lock()
 _active: dict[tuple[str, str], Replacement] = {}  # by model and function; what `patch` put in place and no `undo` has taken out
@@ -129,7 +133,8 @@ def patch(models: str | torch.nn.Module | Iterable[str | torch.nn.Module] = "aut
     Raises PatchError for what is not known, listing all of it, before anything is replaced.
     """
     names = _names(models)
-    wanted = [(name, function) for name in names for function in MODELS[name]]
+    wanted = [(name, function) for name in names for function in MODELS.get(name, ())]
+    wanted += [(name, lightning.CLASSES[name]) for name in names if name in lightning.CLASSES]
     if fuse:
         wanted += [(name, layers.LAYERS[name].name) for name in names if name in layers.LAYERS]
         wanted += [(name, norms.NORMS[name]) for name in names if norms.has(_modeling(name), name)]
@@ -152,7 +157,7 @@ def _names(models: str | torch.nn.Module | Iterable[str | torch.nn.Module]) -> l
     """Names of model folders, whose modeling files are imported. Raises PatchError."""
     version = _transformers_version()
     if isinstance(models, str) and models == "auto":
-        return [name for name in MODELS if _modeling(name) is not None]
+        return [name for name in KNOWN if _modeling(name) is not None]
     problems: list[str] = []
     names: dict[str, None] = {}  # a set that keeps its order
     for m in (models,) if isinstance(models, (str, torch.nn.Module)) else models:
@@ -161,14 +166,14 @@ def _names(models: str | torch.nn.Module | Iterable[str | torch.nn.Module]) -> l
             names |= dict.fromkeys(kinds)
             if not kinds:
                 problems.append(f"{type(m).__name__} has no layer of a model that is known")
-        elif m not in MODELS:
+        elif m not in KNOWN:
             problems.append(f"{m!r} is not known")
         elif _modeling(m) is None:
             problems.append(f"{m} is not in transformers {version}")
         else:
             names[m] = None
     if problems:
-        raise PatchError(f"cannot patch:\n{bullets(problems)}\nNothing was replaced. Known are: {', '.join(MODELS)}.")
+        raise PatchError(f"cannot patch:\n{bullets(problems)}\nNothing was replaced. Known are: {', '.join(KNOWN)}.")
     return list(names)
 
 
@@ -200,7 +205,14 @@ def _modeling(name: str) -> Any | None:
 def _kinds(model: torch.nn.Module) -> list[str]:
     """Names of the model folders that the classes of a model's layers come from."""
     modules = {c.__module__ for layer in model.modules() for c in type(layer).__mro__}
-    return [name for name in MODELS if f"transformers.models.{name}.modeling_{name}" in modules]
+    return [name for name in KNOWN if f"transformers.models.{name}.modeling_{name}" in modules]
+
+
+def _kind_of(model: str, function: str) -> Any:
+    """The module that has what stands for a class's forward."""
+    if function == norms.NORMS.get(model):
+        return norms
+    return lightning if function == lightning.CLASSES.get(model) else layers
 
 
 def _objection(model: str, function: str) -> str:
@@ -212,7 +224,7 @@ def _objection(model: str, function: str) -> str:
     if original is None:
         return "this transformers has no such function"
     if isinstance(original, type):
-        return (norms if function == norms.NORMS.get(model) else layers).objection(original)
+        return _kind_of(model, function).objection(original)
     differences = functions.unknown_parameters(FUNCTIONS[function], original)
     return f"its parameters are others than expected: {', '.join(differences)}" if differences else ""
 
@@ -223,8 +235,7 @@ def _replacement(model: str, function: str) -> Replacement:
     if known is None or not known.in_place:
         label, module = f"{model}.{function}", _modeling(model)
         if isinstance(owner := getattr(module, function), type):
-            run = norms.run_norm if function == norms.NORMS.get(model) else layers.run_layer
-            known = Replacement(label, owner, "forward", run)
+            known = Replacement(label, owner, "forward", _kind_of(model, function).run_layer)
         else:
             known = Replacement(label, module, function, functions.run_function)
         _active[model, function] = known

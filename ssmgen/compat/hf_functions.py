@@ -26,11 +26,14 @@ from ..families.causal_conv1d import call as native_conv
 from ..families.causal_conv1d_update import call as native_update
 from ..families.chunk_delta_rule import call as native_delta
 from ..families.chunk_delta_rule.problem import DeltaProblem
+from ..families.chunk_linear_attention import call as native_linear
+from ..families.chunk_linear_attention.problem import LinearPromptProblem, Rule
 from ..families.chunk_scan import call as native_scan
 from ..families.chunk_scan.spec import ScanProblem
 from ..families.linear_attention import call as linear_attention
 from ..families.selective_scan import call as native_selective_scan
 from ..families.selective_state_update import call as selective_state_update
+from ..spec import DType
 from . import mamba1_prompts
 
 _recording = threading.local()  # .calls: a list while this thread records
@@ -138,20 +141,44 @@ def torch_chunk_gated_delta_rule(
     With output_final_state the state is updated in place and returned itself, or made, in f32, where there is none; without, it is only
     read. chunk_size is not looked at: ssmgen's chunks have 64 tokens. cu_seqlens [sequences + 1] keeps packed sequences apart.
     """
-    if cu_seqlens is None and kwargs.get("seq_idx") is not None:
-        raise ArgumentError("torch_chunk_gated_delta_rule", ["seq_idx is given: packed sequences are told apart by cu_seqlens"])
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))  # they are not behind a window of the cache
+    operands = (query, key, value, g, beta)
+    return _chunked(
+        native_delta.chunk_gated_delta_rule, operands, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, kwargs
+    )
+
+
+def chunk_kimi_delta_attention(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None, **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The same as torch_chunk_gated_delta_rule, with g [batch, T, HV, K]. Layers pass cu_seqlens on as they are given it, cu_seq_lens_q."""
+    operands = (query, key, value, g, beta)
+    cu_seqlens = kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
+    return _chunked(native_linear.chunk_kda, operands, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, kwargs)
+
+
+def _chunked(
+    function: Callable[..., Any], operands: tuple[Tensor, ...], state: Tensor | None, keep: bool, l2norm: bool, cu_seqlens: Tensor | None,
+    others: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    if cu_seqlens is None and others.get("seq_idx") is not None:
+        raise ArgumentError(function.__name__, ["seq_idx is given: packed sequences are told apart by cu_seqlens"])
+    rows = (t if t.dim() < 4 or t.stride(-1) == 1 else t.contiguous() for t in operands)  # they are not behind a window of the cache
     found = call(
-        native_delta.chunk_gated_delta_rule, q, k, v, g, beta, use_qk_l2norm=use_qk_l2norm_in_kernel, state_layout="kv",
-        cu_seqlens=cu_seqlens, initial_states=initial_state, return_final_states=bool(output_final_state),
-        final_states_out=initial_state if output_final_state else None,
+        function, *rows, use_qk_l2norm=l2norm, state_layout="kv", cu_seqlens=cu_seqlens, initial_states=state,
+        return_final_states=bool(keep), final_states_out=state if keep else None,
     )  # fmt: skip
-    return found if output_final_state else (found, None)
+    return found if keep else (found, None)
 
 
 def delta_faults(head_k: int, head_v: int, dtype: torch.dtype) -> tuple[str, ...]:
     """The same as scan_faults, of heads of a delta rule."""
     return tuple(DeltaProblem(head_k=head_k, head_v=head_v, x=DTYPES[dtype]).faults())
+
+
+def kda_faults(head_k: int, head_v: int, dtype: torch.dtype) -> tuple[str, ...]:
+    """The same, of heads of Kimi delta attention."""
+    return tuple(LinearPromptProblem(head_k=head_k, head_v=head_v, rule=Rule.DELTA, x=DTYPES[dtype], gk=DType.F32).faults())
 
 
 def torch_recurrent_gated_delta_rule(
@@ -198,8 +225,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": mamba2_chunk_scan,
     "torch_chunk_gated_delta_rule": torch_chunk_gated_delta_rule,
     "torch_recurrent_gated_delta_rule": torch_recurrent_gated_delta_rule,
+    "chunk_kimi_delta_attention": chunk_kimi_delta_attention,
     "recurrent_kimi_delta_attention": recurrent_kimi_delta_attention,
 }
+_FAULTS = {torch_chunk_gated_delta_rule: delta_faults, chunk_kimi_delta_attention: kda_faults}  # of what begins with query, key and value
 
 
 def unknown_parameters(ours: Callable[..., Any], theirs: Callable[..., Any]) -> list[str]:
@@ -297,13 +326,13 @@ def _ends_a_trace(ours: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     dtypes = [t.dtype for t in _tensors(args, kwargs) if t.is_floating_point()]
     if any(a not in native_conv.ACTIVATIONS for a in named) or any(d not in DTYPES for d in dtypes):
         return True
-    if ours not in (mamba2_chunk_scan, torch_chunk_gated_delta_rule) or not args[0].is_cuda:
-        return False
-    if ours is mamba2_chunk_scan:
+    if ours is mamba2_chunk_scan and args[0].is_cuda:
         x, _, _, B, *_ = args
         return bool(scan_faults(x.shape[-1], B.shape[-1], x.dtype))
+    if (faults := _FAULTS.get(ours)) is None or not args[0].is_cuda:
+        return False
     query, _, value, *_ = args
-    return bool(delta_faults(query.shape[-1], value.shape[-1], query.dtype))
+    return bool(faults(query.shape[-1], value.shape[-1], query.dtype))
 
 
 def calling_layer() -> str:

@@ -122,11 +122,53 @@ def gated_delta_net(project: Callable[[Any, Tensor], tuple[Tensor, ...]], mixer:
     return mixer.out_proj(y.unsqueeze(1))
 
 
+def _kimi(mixer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """(the raw gate, z), both of low rank."""
+    gate = mixer.forget_gate
+    return gate.f_b_proj(gate.f_a_proj(hidden_states)), mixer.g_b_proj(mixer.g_a_proj(hidden_states))
+
+
+def _bailing(mixer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """(the raw gate, z)"""
+    return mixer.forget_gate.f_proj(hidden_states), mixer.g_proj(hidden_states)
+
+
+def _no_bound(gate: Any) -> float | None:
+    return None
+
+
+def _glm_bound(gate: Any) -> float | None:
+    return gate.safe_gate_lower_bound
+
+
+def _bailing_bound(gate: Any) -> float | None:
+    return gate.lower_bound if gate.safe_gate else None
+
+
+def kimi_delta_attention(
+    project: Callable[[Any, Tensor], tuple[Tensor, Tensor]], bound_of: Callable[[Any], float | None], mixer: Any, hidden_states: Tensor,
+    cache_params: Any,
+) -> Tensor:  # fmt: skip
+    """hidden_states [batch, 1, hidden] of KimiLinearDeltaAttention and its kin; project: what makes gates; bound_of: their lower bound."""
+    layer = cache_params.layers[mixer.layer_idx]
+    window, state = layer.conv_states[0], layer.recurrent_states[0]
+    mixed = torch.cat([projection(hidden_states) for projection in (mixer.q_proj, mixer.k_proj, mixer.v_proj)], dim=-1)
+    gate, z = project(mixer, hidden_states)
+    conv, forget, norm = mixer.conv1d, mixer.forget_gate, mixer.o_norm
+    y = call(
+        native_gdn.kda_layer, mixed.squeeze(1), gate.squeeze(1), mixer.b_proj(hidden_states).squeeze(1), z.squeeze(1), window, state,
+        arrivals(layer, mixer.num_heads, state), conv.weight.squeeze(1), conv.bias, forget.A_log.flatten(), forget.dt_bias, norm.weight,
+        lower_bound=bound_of(forget), norm_eps=norm.variance_epsilon, norm_activation=norm.activation, state_layout="kv",
+    )  # fmt: skip
+    return mixer.o_proj(y.unsqueeze(1))
+
+
 class Fused(NamedTuple):
     """A class of a modeling file, and its decode step."""
 
     name: str
     step: Callable[[Any, Tensor, Any], Tensor]
+    masked: bool = False  # a step without padding has a mask too, [batch, 1]
 
 
 LAYERS: dict[str, Fused] = {
@@ -139,6 +181,9 @@ LAYERS: dict[str, Fused] = {
     "qwen3_next": Fused("Qwen3NextGatedDeltaNet", partial(gated_delta_net, _qwen3_next)),
     "qwen3_5": Fused("Qwen3_5GatedDeltaNet", partial(gated_delta_net, _qwen3_5)),
     "qwen3_5_moe": Fused("Qwen3_5MoeGatedDeltaNet", partial(gated_delta_net, _qwen3_5)),
+    "kimi_linear": Fused("KimiLinearDeltaAttention", partial(kimi_delta_attention, _kimi, _no_bound)),
+    "glm5_next": Fused("Glm5NextTextLinearAttention", partial(kimi_delta_attention, _kimi, _glm_bound), masked=True),
+    "bailing_hybrid": Fused("BailingHybridDeltaAttention", partial(kimi_delta_attention, _bailing, _bailing_bound)),
 }
 """Mixers by the name of transformers' model folder."""
 
@@ -152,15 +197,17 @@ def objection(mixer: type) -> str:
 
 def run_layer(replacement: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
     """What stands for a mixer's forward."""
-    step = next(fused.step for fused in LAYERS.values() if fused.name == replacement.module.__name__)
+    fused = next(fused for fused in LAYERS.values() if fused.name == replacement.module.__name__)
     refused: WeakSet[torch.nn.Module] = WeakSet()  # mixers that are not asked again: their projections would be computed twice
 
     def run(self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        if is_step(self, hidden_states, cache_params, attention_mask):
+        masks = fused.masked and attention_mask is not None and attention_mask.shape == hidden_states.shape[:2]
+        if is_step(self, hidden_states, cache_params, None if masks else attention_mask):
             if not is_compiling() and self in refused:
                 replacement.kept += 1
             else:
-                result, reason = attempt(replacement, step, self, hidden_states, cache_params)
+                given = (hidden_states * attention_mask[:, :, None]).to(hidden_states.dtype) if masks else hidden_states
+                result, reason = attempt(replacement, fused.step, self, given, cache_params)
                 if reason is None:
                     return result
                 refused.add(self)

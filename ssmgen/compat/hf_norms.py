@@ -60,7 +60,7 @@ def gated_rms_norm(norm: Any, hidden_states: Tensor, gate: Tensor | None) -> Ten
     return out
 
 
-def run_norm(replacement: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
+def run_layer(replacement: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
     """What stands for a norm's forward: the original one, without a count, with grad enabled, and in compiled code of other dtypes."""
 
     def run(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Any:

@@ -32,8 +32,9 @@ REFUSALS = (ArgumentError, UnsupportedError, CaptureError, NotBuiltError)
 
 # What SSMGEN_ENGINE_KEEP can name, of all engines.
 NAMES = (
-    "causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "fi_chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule",
-    "fused_recurrent_gated_delta_rule_packed_decode", "fused_sigmoid_gating_delta_rule_update", "mamba_chunk_scan_combined",
+    "causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "chunk_kda", "chunk_kda_with_fused_gate",
+    "fi_chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "fused_recurrent_gated_delta_rule_packed_decode",
+    "fused_sigmoid_gating_delta_rule_update", "lightning_attention", "linear_decode_forward_triton", "mamba_chunk_scan_combined",
     "mamba_chunk_scan_combined_varlen", "merge_attn_states", "merge_state", "selective_scan_fn", "selective_state_update",
     "MambaMixer1._selective_scan", "TritonGDNKernel.extend",
 )  # fmt: skip

@@ -23,8 +23,11 @@ from . import gated_delta, replacing
 from . import sglang_delta as _delta
 from . import sglang_mamba as _mamba
 from .gated_delta import first as _first
+from .lightning import lightning_attention as lightning_attention
+from .lightning import linear_decode_forward_triton as linear_decode_forward_triton
 from .operands import takes as _takes
 from .sglang_delta import chunk_gated_delta_rule as chunk_gated_delta_rule
+from .sglang_delta import chunk_kda as chunk_kda
 from .sglang_mamba import mamba_chunk_scan_combined as mamba_chunk_scan_combined
 
 
@@ -310,10 +313,7 @@ _ENGINE = replacing.Engine(
             f"{_ATTENTION}.linear.fused_sigmoid_gating_recurrent", "fused_sigmoid_gating_delta_rule_update",
             fused_sigmoid_gating_delta_rule_update,
         ),
-        replacing.Replacement(f"{_ATTENTION}.fla.chunk", "chunk_gated_delta_rule", chunk_gated_delta_rule),
-        replacing.Replacement(
-            f"{_LAYERS}.linear.kernels.gdn_triton", _delta.METHOD, _delta.extend, says=_delta.SAYS, behind=_delta.with_tracked_states
-        ),
+        *_delta.REPLACEMENTS,
         replacing.Replacement(f"{_LAYERS}.merge_state", "merge_state", merge_state),
     ],
 )  # fmt: skip

@@ -1,8 +1,9 @@
-"""SGLang's functions for prompts of gated delta rules, as in SGLang 0.5.23: the one that its Triton backend calls, and that backend's."""
+"""SGLang's functions for prompts of gated delta rules and of Kimi delta attention, as in SGLang 0.5.23: those that its Triton backends
+call, and of the first that backend's method."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -10,9 +11,13 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, UnsupportedError
+from ..families.chunk_linear_attention.call import chunk_kda as _chunk_kda
 from . import delta_prompts as _prompts
 from .gated_delta import new_output as _new_output
+from .gated_delta import shaped as _shaped
+from .lightning import lightning_attention, linear_decode_forward_triton
 from .operands import takes as _takes
+from .replacing import Replacement
 
 
 @_takes("head_first inplace_update", **_prompts.PACKED, initial_state="[slots, HV, V, K]", initial_state_indices="[N]")
@@ -40,26 +45,45 @@ def chunk_gated_delta_rule(
     Raises UnsupportedError without a pool and its indices, and with head_first.
     """
     reasons = [] if not head_first else ["head_first=True: operands are [B, T, heads, …]"]
-    needed = {"initial_state": initial_state, "initial_state_indices": initial_state_indices}
-    reasons += [f"{what} is None: ssmgen's states are a pool" for what, t in needed.items() if t is None]
-    if reasons or initial_state is None or initial_state_indices is None:
-        raise UnsupportedError("sglang's chunk_gated_delta_rule", reasons)
-    indices = {"initial_state_indices": initial_state_indices, "cu_seqlens": cu_seqlens}
-    if problems := _prompts.objections(v, indices, {"initial_state": initial_state}):
-        raise ArgumentError("sglang's chunk_gated_delta_rule", problems)
-    sequences = _prompts.sequences_of(v, cu_seqlens)
-    slots = initial_state_indices[:sequences]
-    before, out = _prompts.gathered(initial_state, slots), _new_output(q, v)
-    rows, positions = _chunks(v, cu_seqlens)
-    chunks = initial_state.new_empty((positions.numel(), *initial_state.shape[1:]))
-    pool = {"state": initial_state, "state_indices": slots} if inplace_update else {}
-    _prompts.scan(
-        _prompts.Operands(q, k, v, g, beta), out, initial_states=before, cu_seqlens=cu_seqlens, scale=scale,
-        use_qk_l2norm=use_qk_l2norm_in_kernel, positions=positions, checkpoints=chunks, **pool,
+    pool, indices = _pool_of("sglang's chunk_gated_delta_rule", v, initial_state, initial_state_indices, cu_seqlens, reasons)
+    operands = _prompts.Operands(q, k, v, g, beta)
+    out, chunks = _with_chunks(
+        _prompts.chunk_gated_delta_rule, operands, pool, indices, cu_seqlens, inplace_update, scale=scale,
+        use_qk_l2norm=use_qk_l2norm_in_kernel,
     )  # fmt: skip
+    return out, None, chunks
+
+
+def _pool_of(
+    name: str, v: Tensor, pool: Tensor | None, indices: Tensor | None, cu_seqlens: Tensor | None, reasons: list[str]
+) -> tuple[Tensor, Tensor]:
+    """The pool, and the slots of the sequences. Raises UnsupportedError without one of them and for `reasons`, ArgumentError otherwise."""
+    needed = {"initial_state": pool, "initial_state_indices": indices}
+    reasons += [f"{what} is None: ssmgen's states are a pool" for what, t in needed.items() if t is None]
+    if reasons or pool is None or indices is None:
+        raise UnsupportedError(name, reasons)
+    if problems := _prompts.objections(v, {"initial_state_indices": indices, "cu_seqlens": cu_seqlens}, {"initial_state": pool}):
+        raise ArgumentError(name, problems)
+    return pool, indices[: _prompts.sequences_of(v, cu_seqlens)]
+
+
+def _with_chunks(
+    function: Callable[..., Any], operands: Sequence[Tensor | None], pool: Tensor, slots: Tensor, cu_seqlens: Tensor | None, in_place: bool,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(output, states before each chunk [B, chunks, HV, V, K] of the pool's dtype)."""
+    q, _, v, *_ = operands
+    assert q is not None and v is not None  # looked at before
+    before, out = _prompts.gathered(pool, slots), _new_output(q, v)
+    rows, positions = _chunks(v, cu_seqlens)
+    chunks = pool.new_empty((positions.numel(), *pool.shape[1:]))
+    into = {"state": pool, "state_indices": slots} if in_place else {}
+    _prompts.run(
+        function, operands, out, initial_states=before, cu_seqlens=cu_seqlens, positions=positions, checkpoints=chunks, **into, **options
+    )
     if chunks.numel():
         chunks.index_copy_(0, rows, before)  # ahead of a first chunk is no token whose state it could be
-    return out, None, chunks.unflatten(0, (v.shape[0], positions.numel() // max(v.shape[0], 1)))
+    return out, chunks.unflatten(0, (v.shape[0], positions.numel() // max(v.shape[0], 1)))
 
 
 def _chunks(v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -98,27 +122,45 @@ def _extended(
     name, tracked, chunk = "sglang's TritonGDNKernel.extend", track_state, track_chunk_idx
     indices = {"cache_indices": cache_indices, "query_start_loc": query_start_loc, "track_chunk_idx": chunk}
     problems = _prompts.objections(v, indices, {"ssm_states": ssm_states, "track_state": tracked})
-    sequences = query_start_loc.shape[0] - 1
-    problems += [] if (tracked is None) == (chunk is None) else ["track_state and track_chunk_idx go together"]
-    if chunk is not None and chunk.shape[0] != sequences:
-        problems.append(f"track_chunk_idx is {list(chunk.shape)}, not [N] as query_start_loc [{sequences} + 1] asks for")
-    if problems:
+    if problems := problems + _tracking(query_start_loc, tracked, chunk):
         raise ArgumentError(name, problems)
-    slots, out, operands = cache_indices[:sequences], _new_output(q, v), _prompts.Operands(q, k, v, g, beta)
-    before = None if inplace_update and tracked is None else _prompts.gathered(ssm_states, slots)
-    options: dict[str, Any] = {"cu_seqlens": query_start_loc, "use_qk_l2norm": True}
-    if inplace_update:
-        options |= {"state": ssm_states, "state_indices": slots, "has_initial_state": slots >= 0}
+    out = _with_tracked(
+        _prompts.chunk_gated_delta_rule, _prompts.Operands(q, k, v, g, beta), ssm_states, cache_indices[: query_start_loc.shape[0] - 1],
+        query_start_loc, inplace_update, tracked, chunk, use_qk_l2norm=True,
+    )  # fmt: skip
+    return out, None, None
+
+
+def _tracking(starts: Tensor, tracked: Tensor | None, chunk: Tensor | None) -> list[str]:
+    """What is wrong of states that are wanted after so many chunks."""
+    problems = [] if (tracked is None) == (chunk is None) else ["track_state and track_chunk_idx go together"]
+    if chunk is not None and chunk.shape[:1] != (sequences := starts.shape[0] - 1,):
+        problems.append(f"track_chunk_idx is {list(chunk.shape)}, not [N] as query_start_loc [{sequences} + 1] asks for")
+    return problems
+
+
+def _with_tracked(
+    function: Callable[..., Any], operands: Sequence[Tensor | None], pool: Tensor, slots: Tensor, starts: Tensor | None, in_place: bool,
+    tracked: Tensor | None, chunk: Tensor | None, **options: Any,
+) -> Tensor:  # fmt: skip
+    """The output of sequences in a pool, and of packed ones, in `tracked`, the states after so many chunks."""
+    q, _, v, *_ = operands
+    assert q is not None and v is not None  # looked at before
+    out = _new_output(q, v)
+    before = None if in_place and tracked is None else _prompts.gathered(pool, slots)
+    options["cu_seqlens"] = starts
+    if in_place:
+        options |= {"state": pool, "state_indices": slots, "has_initial_state": slots >= 0}
     else:
         options["initial_states"] = before
-    if tracked is None or chunk is None or before is None:
-        _prompts.scan(operands, out, **options)
-        return out, None, None
-    positions = torch.add(query_start_loc[:-1], chunk.clamp(min=0), alpha=_prompts.CHUNK)
-    _prompts.scan(operands, out, positions=positions, checkpoints=tracked, **options)
+    if tracked is None or chunk is None or before is None or starts is None:
+        _prompts.run(function, operands, out, **options)
+        return out
+    positions = torch.add(starts[:-1], chunk.clamp(min=0), alpha=_prompts.CHUNK)
+    _prompts.run(function, operands, out, positions=positions, checkpoints=tracked, **options)
     # Ahead of a first chunk is no token whose state it could be.
     torch.where((chunk == 0)[:, None, None, None], before.to(tracked.dtype), tracked, out=tracked)
-    return out, None, None
+    return out
 
 
 def extend(
@@ -151,6 +193,63 @@ def extend(
     return found
 
 
+@_takes(
+    "output_intermediate_states beta_is_raw", **{n: shape for n, shape in _prompts.PACKED.items() if n != "g"},
+    initial_state="[slots, HV, V, K]", initial_state_indices="[N]", track_state="[N, HV, V, K]", track_chunk_idx="[N]",
+)  # fmt: skip
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    output_intermediate_states: bool = False,
+    track_state: Tensor | None = None,
+    track_chunk_idx: Tensor | None = None,
+    beta_is_raw: bool = False,
+    chunk_indices: Tensor | None = None,
+    chunk_offsets: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | tuple[Tensor, Tensor | None]:
+    """output [B, T, HV, V] of q's dtype, or with output_intermediate_states (output, states before each chunk), as those of
+    chunk_gated_delta_rule; or (output, None) where track_state receives the states that are wanted of them.
+
+    q, k: [B, T, H, K]   v: [B, T, HV, V]   g: as many elements as [B, T, HV, K], the log decay, or with A_log the raw gate
+    beta: [B, T, HV], with beta_is_raw a logit   A_log, dt_bias: as many elements as [HV], [HV, K]
+    lower_bound: with A_log, the log decay is lower_bound sigmoid(e^A_log (g + dt_bias)); without it not looked at, as there
+    initial_state: [slots, HV, V, K], a pool, which receives the states after each sequence   cu_seqlens: [N + 1], with B = 1; else N is B
+    initial_state_indices: [N], slots; a negative one, or none of the pool's, is padding
+    track_state, with track_chunk_idx [N] and cu_seqlens: as those of `extend`   Other keywords are ignored, as there.
+    Raises UnsupportedError without a pool and its indices.
+    """
+    name = "sglang's chunk_kda"
+    pool, slots = _pool_of(name, v, initial_state, initial_state_indices, cu_seqlens, [])
+    operands: tuple[Tensor | None, ...] = (q, k, v, _shaped(g, (*v.shape[:3], k.shape[-1])), beta)
+    options: dict[str, Any] = {"scale": scale, "use_qk_l2norm": use_qk_l2norm_in_kernel, "beta_sigmoid": beta_is_raw}
+    if A_log is not None:
+        operands += (A_log.reshape(-1), None if dt_bias is None else dt_bias.reshape(-1))
+        options["lower_bound"] = lower_bound
+    if output_intermediate_states and track_state is None:
+        return _with_chunks(_chunk_kda, operands, pool, slots, cu_seqlens, True, **options)
+    problems = _prompts.objections(v, {"track_chunk_idx": track_chunk_idx}, {"track_state": track_state})
+    if track_state is not None and cu_seqlens is None:
+        problems.append("track_state without cu_seqlens")
+    if cu_seqlens is not None:
+        problems += _tracking(cu_seqlens, track_state, track_chunk_idx)
+    if problems:
+        raise ArgumentError(name, problems)
+    out = _with_tracked(_chunk_kda, operands, pool, slots, cu_seqlens, True, track_state, track_chunk_idx, **options)
+    return (out, None) if output_intermediate_states else out
+
+
 def with_tracked_states(original: Callable[..., Any]) -> Callable[..., Any]:
     """SGLang's own method, for calls that ssmgen refuses: it gives all states ahead of chunks, and does not know track_state."""
 
@@ -165,5 +264,13 @@ def with_tracked_states(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-METHOD = "TritonGDNKernel.extend"
-SAYS = {"supports_track_state_snapshot": True}
+_ATTENTION, _LAYERS = "sglang.kernels.ops.attention", "sglang.srt.layers.attention.linear.kernels"
+REPLACEMENTS = [
+    Replacement(f"{_ATTENTION}.fla.chunk", "chunk_gated_delta_rule", chunk_gated_delta_rule),
+    Replacement(
+        f"{_LAYERS}.gdn_triton", "TritonGDNKernel.extend", extend, says={"supports_track_state_snapshot": True}, behind=with_tracked_states
+    ),
+    Replacement(f"{_ATTENTION}.fla.kda", "chunk_kda", chunk_kda),
+    Replacement(f"{_ATTENTION}.linear.lightning_attn", "lightning_attention", lightning_attention),
+    Replacement(f"{_ATTENTION}.linear.lightning_attn", "linear_decode_forward_triton", linear_decode_forward_triton),
+]

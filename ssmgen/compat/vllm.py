@@ -17,17 +17,22 @@ from torch import Tensor
 from ..errors import ArgumentError, UnsupportedError
 from ..families.causal_conv1d.call import causal_conv1d as _conv
 from ..families.causal_conv1d_update.call import causal_conv1d_update as _conv_update
-from ..families.combine_splits.call import combine_splits
 from ..families.linear_attention.call import gated_delta_rule as _gated_delta_rule
 from ..families.selective_state_update.call import selective_state_update as _ssu
 from . import gated_delta, replacing
-from . import merging as _merging
+from . import vllm_delta as _delta
 from .gated_delta import first as _first
+from .lightning import lightning_attention as lightning_attention
+from .lightning import linear_decode_forward_triton as linear_decode_forward_triton
 from .operands import takes as _takes
 from .vllm_delta import chunk_gated_delta_rule as chunk_gated_delta_rule
+from .vllm_delta import chunk_kda as chunk_kda
+from .vllm_delta import chunk_kda_with_fused_gate as chunk_kda_with_fused_gate
+from .vllm_delta import chunk_kda_with_safe_gate as chunk_kda_with_safe_gate
 from .vllm_delta import fi_chunk_gated_delta_rule as fi_chunk_gated_delta_rule
 from .vllm_mamba import mamba_chunk_scan_combined_varlen as mamba_chunk_scan_combined_varlen
 from .vllm_mamba import selective_scan_fn as selective_scan_fn
+from .vllm_merging import merge_attn_states as merge_attn_states
 
 _BY_TOKEN = "[N] or [N, T]"
 
@@ -257,50 +262,11 @@ def fused_sigmoid_gating_delta_rule_update(
     return out, initial_state
 
 
-_ROWS, _LSES = "[tokens, heads, head_dim]", "[heads, tokens]"
-
-
-@_takes(output=_ROWS, prefix_output=_ROWS, prefix_lse=_LSES, suffix_output=_ROWS, suffix_lse=_LSES, output_lse=_LSES)
-def merge_attn_states(
-    output: Tensor,
-    prefix_output: Tensor,
-    prefix_lse: Tensor,
-    suffix_output: Tensor,
-    suffix_lse: Tensor,
-    output_lse: Tensor | None = None,
-    prefill_tokens_with_context: int | None = None,
-    output_scale: Tensor | None = None,
-) -> None:
-    """The attention to a shared prefix and to the rest, merged. Writes output and output_lse.
-
-    output, prefix_output, suffix_output: [tokens, heads, head_dim], head_dim a multiple of 4 up to 1024
-    LSEs: [heads, tokens] f32, natural logarithms; +inf and -inf, and NaN too, are those of nothing
-    prefill_tokens_with_context: tokens from there on have no prefix: the suffix is copied
-    Raises UnsupportedError with output_scale (FP8 outputs).
-    """
-    if output_scale is not None:
-        raise UnsupportedError("vllm's merge_attn_states", ["output_scale: outputs are f32, f16 or bf16"])
-    lse_out = None if output_lse is None else output_lse.t()
-    outputs, lses = (prefix_output, suffix_output), (prefix_lse.t(), suffix_lse.t())
-    n = prefill_tokens_with_context
-    if n is None or (type(n) is int and n >= output.shape[0]):
-        combine_splits(outputs, lses, out=output, lse_out=lse_out)
-        return
-    given = (output, *outputs) if output_lse is None else (output, *outputs, output_lse, prefix_lse, suffix_lse)
-    _merging.check_copies(n, given)
-    lse_head = None if lse_out is None else lse_out[:n]
-    combine_splits([t[:n] for t in outputs], [t[:n] for t in lses], out=output[:n], lse_out=lse_head)
-    output[n:].copy_(suffix_output[n:])
-    if output_lse is not None:
-        output_lse[:, n:].copy_(suffix_lse[:, n:])
-
-
 def _pad(null_block_id: int | None) -> int:
     return -1 if null_block_id is None else null_block_id
 
 
-_MAMBA, _FLA = "vllm.model_executor.layers.mamba", "vllm.third_party.flash_linear_attention.ops"
-_OPS, _QWEN = f"{_MAMBA}.ops", f"{_MAMBA}.gdn.qwen_gdn_linear_attn"
+_OPS, _FLA = "vllm.model_executor.layers.mamba.ops", "vllm.third_party.flash_linear_attention.ops"
 _ENGINE = replacing.Engine(
     "vllm", "0.33.0",
     [
@@ -316,8 +282,7 @@ _ENGINE = replacing.Engine(
         replacing.Replacement(
             f"{_FLA}.fused_sigmoid_gating", "fused_sigmoid_gating_delta_rule_update", fused_sigmoid_gating_delta_rule_update
         ),
-        replacing.Replacement(f"{_FLA}.chunk", "chunk_gated_delta_rule", chunk_gated_delta_rule),
-        replacing.Replacement(_QWEN, "fi_chunk_gated_delta_rule", fi_chunk_gated_delta_rule),
+        *_delta.REPLACEMENTS,
         replacing.Replacement("vllm.v1.attention.ops.merge_attn_states", "merge_attn_states", merge_attn_states),
     ],
 )  # fmt: skip

@@ -365,6 +365,10 @@ inline void store_quad(Place to, int ahead, const unsigned* v) { emulator::store
 [[gnu::always_inline]] inline void load_matrices_transposed(unsigned (&r)[4], Place from, int ahead) {
   emulator::load_matrices(r, from.array, from.i + ahead, true);
 }
+[[gnu::always_inline]] inline void store_matrices_transposed(Place to, int ahead, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
+  const unsigned r[4] = {r0, r1, r2, r3};
+  emulator::store_matrices_transposed(to.array, to.i + ahead, r);
+}
 
 inline void prefetch_l2(const void* p, int bytes) { emulator::prefetch(p, bytes); }
 inline void touch_l2(const void* p) { emulator::touch(p); }

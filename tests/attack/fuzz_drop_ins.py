@@ -261,6 +261,45 @@ def _delta_prompts() -> list[Form]:
     ]
 
 
+def _linear_prompts() -> list[Form]:
+    """Those of linear attentions."""
+
+    def row(names: str, *lead: int) -> Arguments:
+        made = {n: rand(*lead, H, K) / 3 for n in ("q", "k", "p", "r", "erase")} | {"v": rand(*lead, H, V), "write": rand(*lead, H, V)}
+        sixteen = {n: t.to(torch.bfloat16) for n, t in made.items()}
+        given = sixteen | {"g": decay(*lead, H, K), "head": decay(*lead, H), "beta": rand(*lead, H).sigmoid()}
+        return {n: given[m or n] for n, _, m in (word.partition("=") for word in names.split())}
+
+    packed = {"cu_seqlens": ints(0, 2, 5), "output_final_state": True, "initial_state": rand(2, H, K, V)}
+    turned, gate = packed | {"initial_state": rand(2, H, V, K)}, {"A_log": rand(H), "dt_bias": rand(H * K)}
+    raw = gate | {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "lower_bound": -5.0, "safe_gate": True}
+    pool = {"initial_state": rand(SLOTS, H, V, K), "initial_state_indices": ints(3, 1), "cu_seqlens": ints(0, 2, 5)}
+    tracked = {"track_state": rand(2, H, V, K), "track_chunk_idx": ints(0, -1), "output_intermediate_states": True}
+    rows = {n: rand(B, H, 1, w) for n, w in (("q", K), ("k", K), ("v", V))}
+    kimi = {"A_log": rand(H), "g_bias": rand(H * K), "lower_bound": -5.0, "out": rand(1, TOKENS, H, V).to(torch.bfloat16)}
+    return [
+        _theirs(fla, "chunk_kda", row("q k v g beta", 1, TOKENS) | packed | raw | {"use_beta_sigmoid_in_kernel": True}, "", "packed"),
+        _theirs(fla, "chunk_kda", row("q k v g beta", B, T) | {"state_v_first": True, "output_final_state": True}, "", "rows"),
+        _theirs(fla, "chunk_gdn2", row("q k v g b=erase w=write", 1, TOKENS) | {n: _again(t) for n, t in packed.items()}),
+        _theirs(fla, "chunk_comba", row("q k v p g=head beta", 1, TOKENS) | packed),
+        _theirs(fla, "chunk_gla", row("q k v g", 1, TOKENS) | packed),
+        _theirs(fla, "chunk_rwkv7", row("r w=g k v a=p b=erase", 1, TOKENS) | packed),
+        _theirs(fla, "chunk_dplr_delta_rule", row("q k v a=p b=erase gk=g", B, T) | {"output_final_state": True, "lower_bound": -9.0}),
+        _theirs(fla, "chunk_simple_gla", row("q k v g=head", 1, TOKENS) | packed),
+        _theirs(fla, "chunk_lightning_attn", row("q k v", B, T) | {"layer_idx": 1, "num_layers": 4, "output_final_state": True}),
+        _theirs(vllm, "chunk_kda", row("q k v g beta", 1, TOKENS) | turned),
+        _theirs(vllm, "chunk_kda_with_fused_gate", row("q k v raw_g=g raw_beta=beta", 1, TOKENS) | turned | kimi, "out"),
+        _theirs(vllm, "chunk_kda_with_safe_gate", row("q k v raw_g=g beta", 1, TOKENS) | turned | {"A_log": rand(H), "g_bias": None}),
+        _theirs(sglang, "chunk_kda", row("q k v g beta", 1, TOKENS) | pool | gate, "initial_state", "raw"),
+        _theirs(sglang, "chunk_kda", row("q k v g beta", 1, TOKENS) | pool | tracked, "initial_state track_state", "tracked"),
+        _theirs(sglang, "lightning_attention", rows | {"ed": rand(H).abs(), "kv_history": rand(B, H, K, V)}),
+        _theirs(
+            sglang, "linear_decode_forward_triton",
+            rows | {"kv_caches": rand(SLOTS, H, K, V), "slope_rate": rand(H).abs(), "slot_idx": ints(3, 1)}, "kv_caches",
+        ),
+    ]  # fmt: skip
+
+
 def drop_ins() -> list[Form]:
     """Calls with other packages' signatures, the same after every `native()`."""
-    return [*_dao(), *_fla(), *_flashinfer(), *_engines(), *_prompts(), *_delta_prompts()]
+    return [*_dao(), *_fla(), *_flashinfer(), *_engines(), *_prompts(), *_delta_prompts(), *_linear_prompts()]

@@ -1,4 +1,5 @@
-"""Drop-ins for prompts of delta rules on a card: what they give on CPU tensors, without a synchronisation, and in CUDA graphs."""
+"""Drop-ins for prompts of delta rules and linear attentions on a card: what they give on CPU tensors, without a synchronisation, and in
+CUDA graphs."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from delta_oracles import BF16, CHUNK, F32, HV, SLOTS, K, V, checkpointed, operands, randn, starts_of, states, vllm_call
+from delta_oracles import BF16, CHUNK, F32, HK, HV, SLOTS, K, V, checkpointed, operands, randn, starts_of, states, vllm_call
 from engine_calls import pages
 from scan_cases import error, same
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from ssmgen.compat import fla, flashinfer, sglang, sglang_delta, vllm
 
@@ -49,7 +51,60 @@ def backend(pool: Tensor, **more: Any) -> dict[str, Any]:
     return call | {"self": None} | tracked | more
 
 
+def per_channel(names: str, **more: Any) -> dict[str, Any]:
+    """Packed operands of a rule that decays per key channel; what plays a key is of length about one."""
+    tokens = sum(LENGTHS)
+    call = operands(1, tokens) | {"g": logsigmoid(randn(1, tokens, HV, K, seed=2, dtype=F32) + 3)}
+    keys = (randn(1, tokens, 3, HV, K, seed=9, dtype=F32) / K**0.5).bfloat16()
+    call |= {"a": -keys[:, :, 0], "b": keys[:, :, 0], "r": keys[:, :, 1], "key": keys[:, :, 2], "p": keys[:, :, 0, :HK]}
+    call |= {"erase": randn(1, tokens, HV, K, seed=10).sigmoid(), "write": randn(1, tokens, HV, V, seed=11).sigmoid()}
+    call |= {"raw": randn(1, tokens, HV, K, seed=12), "logit": randn(1, tokens, HV, seed=13), "head": call["g"][..., 0].contiguous()}
+    call |= {"A_log": randn(HV, seed=4, dtype=F32), "dt_bias": randn(HV * K, seed=5, dtype=F32)}
+    words = [word.partition("=") for word in names.split()]
+    return {name: call[other or name] for name, _, other in words} | {"cu_seqlens": STARTS} | more
+
+
+def of_attention(**more: Any) -> dict[str, Any]:
+    """Lightning attention's: rows of heads."""
+    rows = {n: randn(2, HV, 150, width, seed=s) for s, (n, width) in enumerate((("q", K), ("k", K), ("v", V)))}
+    return rows | {"ed": torch.linspace(0.01, 0.5, HV), "kv_history": randn(2, HV, K, V, seed=7, dtype=F32)} | more
+
+
+FINAL, KEPT = {"output_final_state": True}, {"initial_state": states(4, layout="kv"), "output_final_state": True}
+RAW = {"use_qk_l2norm_in_kernel": True, "lower_bound": -5.0}
+
 WAYS = {
+    "fla-kda": (fla.chunk_kda, lambda: per_channel("q k v g beta", **KEPT)),
+    "fla-kda-raw": (
+        fla.chunk_kda,
+        lambda: per_channel(
+            "q k v g=raw beta=logit A_log dt_bias", use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, **RAW, **KEPT,
+        ),
+    ),
+    "fla-gdn2": (fla.chunk_gdn2, lambda: per_channel("q k v g b=erase w=write", **KEPT)),
+    "fla-comba": (fla.chunk_comba, lambda: per_channel("q k v p g=head beta", **KEPT)),
+    "fla-gla": (fla.chunk_gla, lambda: per_channel("q k v g", **KEPT)),
+    "fla-rwkv7": (fla.chunk_rwkv7, lambda: per_channel("r w=g k=key v a b", **KEPT)),
+    "fla-simple_gla": (fla.chunk_simple_gla, lambda: per_channel("q k v g=head", **KEPT)),
+    "vllm-kda": (vllm.chunk_kda, lambda: per_channel("q k v g beta", initial_state=states(4), **FINAL)),
+    "vllm-kimi": (
+        vllm.chunk_kda_with_fused_gate,
+        lambda: per_channel("q k v raw_g=raw raw_beta=logit A_log g_bias=dt_bias", initial_state=states(4), **FINAL, **RAW),
+    ),
+    "sglang-kda": (
+        sglang.chunk_kda,
+        lambda: per_channel(
+            "q k v g beta", initial_state=pages(9, HV, V, K, gap=8), initial_state_indices=SLOTS, output_intermediate_states=True
+        ),
+    ),
+    "sglang-kda-tracked": (
+        sglang.chunk_kda,
+        lambda: per_channel(
+            "q k v g=raw beta=logit A_log dt_bias", initial_state=states(9), initial_state_indices=SLOTS, beta_is_raw=True,
+            track_state=torch.zeros(4, HV, V, K), track_chunk_idx=torch.tensor([2, 0, 0, 1], dtype=torch.int32), **RAW,
+        ),
+    ),
+    "lightning": (vllm.lightning_attention, of_attention),
     "fla-rows": (fla.chunk_gated_delta_rule, raw),
     "fla-packed": (
         fla.chunk_gated_delta_rule, lambda: packed(initial_state=states(4, BF16, "kv"), output_final_state=True),

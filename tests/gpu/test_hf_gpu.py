@@ -9,7 +9,19 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
 
-from hf_cases import TINY, DecodeStep, built, change_rates, convolutions, fused_calls, fused_label, generate, prompt_calls, states_of
+from hf_cases import (
+    TINY,
+    DecodeStep,
+    built,
+    change_rates,
+    convolutions,
+    fused_calls,
+    fused_label,
+    generate,
+    minimax,
+    prompt_calls,
+    states_of,
+)
 
 from ssmgen import runtime
 from ssmgen.compat import hf
@@ -34,6 +46,7 @@ REAL_FUSED = {
     },
     "qwen3_5": {"hidden_size": 256, "linear_num_value_heads": 8, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
     "qwen3_next": {"hidden_size": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    "kimi_linear": {"hidden_size": 256, "linear_head_dim": 128},
 }  # fmt: skip
 FUSED = [(name, {}) for name in LAYERS] + list(REAL_FUSED.items())
 CASES = [(name, {}) for name in TINY] + list(REAL.items())
@@ -87,6 +100,20 @@ def test_no_call_of_a_bf16_model_is_left_to_the_original(name):
     assert all(torch.isfinite(logits).all() for logits in got.logits)
     calls = patch.calls()
     assert len(calls) == len(hf.MODELS[name]) and not any(c.original for c in calls.values())
+
+
+@pytest.mark.parametrize("head_dim", [16, 128])
+def test_minimax_generates_the_same_tokens(head_dim, launched):
+    """Its layers have no convolution, and no function of their own for prompts and steps."""
+    model = minimax(head_dim=head_dim).cuda()
+    want = generate(model, TOKENS)
+    with hf.patch(model) as patch:
+        got = generate(model, TOKENS)
+    assert torch.equal(got.sequences, want.sequences)
+    ours, theirs = ((*found.logits, *found.past_key_values.linear_cache[::2]) for found in (got, want))
+    for a, b in zip(ours, theirs, strict=True):
+        close(a, b)
+    assert patch.calls() == {"minimax.MiniMaxLightningAttention": hf.Calls(2 * TOKENS, 0)} and len(launched) >= 2 * TOKENS
 
 
 @pytest.mark.parametrize("name", REAL)

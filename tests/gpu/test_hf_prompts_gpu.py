@@ -36,6 +36,7 @@ REAL = {
     "zamba2": {**_WIDE, "n_mamba_heads": 8, "mamba_d_state": 64, "mamba_ngroups": 1, "chunk_size": 64},
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp"), _DELTA),
     "olmo_hybrid": {**_WIDE, "linear_key_head_dim": 96, "linear_value_head_dim": 192},
+    **dict.fromkeys(("kimi_linear", "glm5_next", "bailing_hybrid"), {**_WIDE, "linear_head_dim": 128}),
 }  # fmt: skip
 CASES = [(name, {}) for name in PROMPTED] + [(name, REAL[name]) for name in PROMPTED]
 every_case = pytest.mark.parametrize(("name", "sizes"), CASES, ids=[name + ("-real" if sizes else "") for name, sizes in CASES])
@@ -114,7 +115,11 @@ def test_f32_prompts(name):
         assert (a - b).abs().max() <= 1e-3 * b.abs().max()
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("mamba2", torch.bfloat16), ("mamba2", torch.float32), ("qwen3_5", torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("mamba2", torch.bfloat16), ("mamba2", torch.float32), ("qwen3_5", torch.bfloat16), ("kimi_linear", torch.bfloat16)],
+    ids=str,
+)
 def test_a_compiled_prompt(name, dtype):
     model = prompted(name, **REAL[name]).to(dtype).cuda()
     ids = torch.arange(3, 63, device="cuda").view(2, 30)
@@ -128,7 +133,7 @@ def test_a_compiled_prompt(name, dtype):
     assert (got - want).abs().max() <= (2e-2 if dtype == torch.bfloat16 else 1e-3) * want.abs().max()
 
 
-@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next", "kimi_linear"])
 def test_a_warm_model_loads_nothing(name):
     model = prompted(name, **REAL[name]).bfloat16().cuda()
     ssmgen.warm(model, batches=[1, 2], prompt_length=5)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
 from ...occupancy import LIMITS, SHARED_RESERVED
-from ...spec import SM90, Arch, KernelSpec, Param, Pdl, must
+from ...spec import SM90, Arch, KernelSpec, Param, Pdl, Problem, must
 from .problem import CHUNK, COEFFICIENTS, COEFFICIENTS_AT, IMAGE, P_AT, PANEL_BYTES, PANELS, T_AT, ChunkProblem, Gate
 
 _STATES = ("initial_states", "final_states", "state", "checkpoints")
@@ -113,6 +113,6 @@ class DeltaSpec(KernelSpec, ChunkProblem):
         ]
 
 
-def of_problem(problem: ChunkProblem, kind: type[ChunkProblem]) -> dict[str, Any]:
+def of_problem(problem: Problem, kind: type[Problem]) -> dict[str, Any]:
     """The fields of a spec that are those of a kind of problem."""
     return {f.name: getattr(problem, f.name) for f in fields(kind)}

@@ -1,5 +1,23 @@
 """chunk_linear_attention: KDA, GLA and others whose state decays per key channel, over prompts, in chunks of tokens on the tensor cores."""
 
-from ...family import Family
+from ...family import Family, Kernels
 
-FAMILY = Family(name="chunk_linear_attention", kernels=())
+_FUNCTIONS = ("chunk_kda", "chunk_gla", "chunk_gdn2", "chunk_comba", "chunk_rwkv7", "chunk_dplr_delta_rule")
+
+FAMILY = Family(
+    name="chunk_linear_attention",
+    kernels=(
+        Kernels("chain:ChainSpec", "problem:LinearPromptProblem"),
+        Kernels("warpgroups:WarpgroupChainSpec"),
+        Kernels("prepare:PrepareSpec", unchecked="it is the first of two kernels, and is checked with the second: give that one's spec"),
+    ),
+    functions={name: f"call:{name}" for name in _FUNCTIONS},
+    helpers={"chunk_linear_attention_workspace": "call:chunk_linear_attention_workspace"},
+    bench={"chunk_linear_attention": "bench"},
+    tuning="tuning:TUNING",
+    defaults="defaults:DEFAULTS",
+    sharding="sharding:RULES",
+    trials="trial:TRIALS",
+    asks="models:ASKS",
+    page="operators/chunk_linear_attention.md",
+)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
+
+from ...spec import DType, Index, Layout, Loads, Problem, must
+from ..chunk_delta_rule.problem import INTEGERS
+from ..linear_attention.problem import Beta, Gate
 
 OPERATOR = "chunk_linear_attention"
 SIZE, MAX_SIZE = "heads", 2**31 - 1  # what the rules look at: sequences are not among it, so that bits do not depend on how many there are
@@ -33,6 +38,113 @@ class Rule(Enum):
     def tokens(self) -> int:
         """Tokens per chunk; part of the result's bits."""
         return ROWS // 2 if self is Rule.LOW_RANK else ROWS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageProblem(Problem):
+    """What the images of chunks hang on: keys and gates. Heads, tokens, strides, the scale and the lower bound are not among it.
+
+    An operand's dtype is None when there is no such operand. The state decays by g, per head, or by gk, per key channel, or by neither.
+    """
+
+    head_k: int  # key channels
+    rule: Rule = Rule.DELTA
+    x: DType = DType.BF16  # of q, k, v, read, write and out
+    g: DType | None = None
+    gk: DType | None = None
+    gate: Gate = Gate.LOG
+    A_log: DType | None = None
+    dt_bias: DType | None = None  # per head with g, per key channel with gk
+    beta: DType | None = None
+    beta_form: Beta = Beta.PLAIN
+    read: bool = False  # there is a key that is read with; without, it is k
+    write: bool = False  # low rank: there is a vector that is written
+    erase: DType | None = None  # factor, per key channel, of the key that is read with
+    alpha: DType | None = None  # low rank: the vector written is -(read∘alpha)
+    l2norm: bool = False  # q, k and read are divided by their norms
+    cu_seqlens: Index = Index.NONE  # type of it: tokens are packed sequences
+    copy: int = 16  # bytes of q, k, v, read, write and out that lie together and aligned
+    loads: Loads = Loads.VECTOR  # of gk, erase, alpha and a dt_bias per channel: eight neighbours, at once if they are aligned
+
+    @property
+    def ragged(self) -> bool:
+        return self.cu_seqlens is not Index.NONE
+
+    @property
+    def decay(self) -> DType | None:
+        """Of the operand that says how the state decays."""
+        return self.gk or self.g
+
+    @property
+    def image(self) -> Image:
+        return image_of(self.head_k, self.rule)
+
+    def elements(self) -> dict[str, str]:
+        """{role: type of its elements} of the operands that there are."""
+        keys = {name: self.x.value for name in ("read", "write") if getattr(self, name)}
+        gates = ("g", "gk", "beta", "A_log", "dt_bias", "erase", "alpha")
+        own = {name: dtype.value for name in gates if (dtype := getattr(self, name)) is not None}
+        starts = {"cu_seqlens": INTEGERS[self.cu_seqlens]} if self.ragged else {}
+        return {"q": self.x.value, "k": self.x.value, **keys, **own, **starts, "images": "u8"}
+
+    def faults(self) -> list[str]:
+        """What no variant could serve."""
+        low_rank, raw = self.rule is Rule.LOW_RANK, self.gate in (Gate.SOFTPLUS, Gate.BOUNDED)
+        return [
+            *must(self.head_k % 16 == 0 and 16 <= self.head_k <= 256, f"K {self.head_k} is not 16 … 256 in steps of 16"),
+            *must(self.x is not DType.F32, "q, k and v are f32: products are of bf16 or f16 numbers"),
+            *must(
+                self.copy in (4, 8, 16),
+                "q, k, v or out begins, or has tokens or heads that begin, at an odd element: kernels copy 4 bytes at once, or 8 or 16",
+            ),
+            *must(not (self.g and self.gk), "a state decays by g or by gk, not by both"),
+            *must(self.gate is Gate.LOG or self.decay is not None, "a gate needs g or gk"),
+            *must(self.gate is not Gate.SOFTPLUS or self.A_log is not None, "the softplus gate needs A_log"),
+            *must(raw or not (self.A_log or self.dt_bias), "A_log and dt_bias belong to a gate"),
+            *must(self.rule.reads or not (self.beta or self.read or self.erase), "beta, read and erase belong to a delta rule"),
+            *must(low_rank == (self.write or self.alpha is not None), "the low-rank form has write or alpha, and no other has"),
+            *must(not low_rank or self.read, "the low-rank form needs `read`"),
+            *must(not (self.write and self.alpha), "write and alpha exclude each other"),
+            *must(not low_rank or not (self.beta or self.erase), "the low-rank form has no beta or erase"),
+            *must(not (low_rank and self.l2norm), "the low-rank form takes normalised keys"),
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearPromptProblem(ImageProblem):
+    """What a call fixes: that, and states."""
+
+    head_v: int  # channels of v and out
+    state: DType = DType.F32  # of all states
+    layout: Layout = Layout.VK
+    initial: bool = False  # initial_states are read
+    final: bool = False  # final_states are written
+    pool: bool = False  # `state` is written, in place of final_states, and read where has_initial_state says so
+    started: bool = False  # there is a has_initial_state
+    index: Index = Index.NONE  # type of state_indices
+    checkpoints: Index = Index.NONE  # type of checkpoint_positions; how many they are is an argument of the kernel
+    state_loads: Loads = Loads.VECTOR  # of states: pairs of numbers
+
+    @property
+    def marked(self) -> bool:
+        """Whether states are asked for at positions."""
+        return self.checkpoints is not Index.NONE
+
+    def elements(self) -> dict[str, str]:
+        there = {"initial_states": self.initial, "final_states": self.final, "state": self.pool, "checkpoints": self.marked}
+        found = {"v": self.x.value, "out": self.x.value} | {name: self.state.value for name, given in there.items() if given}
+        found |= {"state_indices": INTEGERS[self.index], "checkpoint_positions": INTEGERS[self.checkpoints]}
+        found |= {"has_initial_state": "u8" if self.started else ""}
+        return ImageProblem.elements(self) | {name: element for name, element in found.items() if element}
+
+    def faults(self) -> list[str]:
+        return [
+            *ImageProblem.faults(self),
+            *must(self.head_v % 16 == 0 and 16 <= self.head_v <= 256, f"V {self.head_v} is not 16 … 256 in steps of 16"),
+            *must(not (self.pool and self.final), "a pool takes the place of final_states"),
+            *must(not (self.started and self.initial), "initial_states and has_initial_state both say what a sequence starts from"),
+            *must(self.pool or (self.index is Index.NONE and not self.started), "slots and has_initial_state are of a pool"),
+        ]
 
 
 class Image(NamedTuple):

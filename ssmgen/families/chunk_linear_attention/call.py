@@ -1,0 +1,287 @@
+"""chunk_linear_attention: KDA, GLA, GDN-2, Comba, RWKV-7 and DPLR over prompts, on torch tensors."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ...calls import checks
+from ...calls.prompts import States
+from ...calls.public import Call, operator
+from ...errors import ArgumentError
+from .operands import OPERANDS
+from .planning import CALLERS, WHAT, Options
+from .problem import OPERATOR, Rule, workspace_bytes
+
+
+@operator(like="v")
+def chunk_kda(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, *,
+    lower_bound: float | None = None, use_qk_l2norm: bool = False, beta_sigmoid: bool = False, allow_neg_eigval: bool = False,
+    scale: float | None = None, state_layout: str = "vk", cu_seqlens: Tensor | None = None, initial_states: Tensor | None = None,
+    return_final_states: bool = False, final_states_out: Tensor | None = None, state: Tensor | None = None,
+    state_indices: Tensor | None = None, has_initial_state: Tensor | None = None, pad_slot_id: int = -1,
+    checkpoint_positions: Tensor | None = None, checkpoints_out: Tensor | None = None, return_checkpoints: bool = False,
+    workspace: Tensor | None = None, out: Tensor | None = None, pdl: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Whole sequences of Kimi delta attention, per token: S <- S D + beta (v - S D k) k^T, with D = diag(e^g);  out = scale S q.
+
+    HV heads of V value and K key channels, multiples of 16 up to 256; HK heads of q and k, of which each serves HV / HK of v. […] is
+    [batch, T], or for packed sequences with cu_seqlens [tokens] or [1, tokens]. The states are those that `kda` goes on from.
+    Products are of v's 16-bit dtype, summed in f32; decays, the inverse within a chunk of 64 tokens and the state between chunks are f32.
+    The bits do not depend on the batch or on packing, and a sequence cut at multiples of 64 tokens, with f32 states, gives those of the
+    whole. With v of f16, the state and what is added to it must stay within f16's range.
+
+    q, k: […, HK, K], v, out: […, HV, V], bf16 or f16, all of one dtype
+    g: […, HV, K], log decay of each key channel, at most 0; with A_log [HV] the raw gate, of which the log decay is
+        -e^A_log softplus(g + dt_bias), or with lower_bound lower_bound sigmoid(e^A_log (g + dt_bias)), in which A_log may be missing;
+        dt_bias [HV, K], [HV K] or None
+    beta: […, HV]; beta_sigmoid: it is a logit; allow_neg_eigval: twice its sigmoid. One per value channel, as `kda` takes it, is refused
+        g, beta, A_log and dt_bias are f32, bf16 or f16, each its own. Tokens and heads may have any distance; rows are contiguous, and
+        those of q, k, v and out begin at multiples of 4 bytes (fastest: of 16)
+    use_qk_l2norm: q and k are divided by sqrt(|x|^2 + 1e-6) first
+    scale: factor of the output; None for K^-0.5
+    state_layout: "vk" for states [·, HV, V, K], "kv" for [·, HV, K, V]; never inferred
+    cu_seqlens: [sequences + 1] int32 or int64 on the device, where each packed sequence starts. A sequence may have no tokens; tokens of no
+        sequence get no output. States are then per sequence
+    initial_states: [sequences, HV, V, K] f32, f16 or bf16, states before the first token; zeros if None
+    return_final_states: also return the states after the last token, in final_states_out if that is given (which may be initial_states),
+        else new ones of initial_states' dtype or f32
+    state: [slots, HV, V, K], a pool in place of final states: receives the state after each sequence. Without initial_states it holds the
+        one before it too, where has_initial_state, [sequences] bool, is true. A sequence without tokens leaves its slot alone
+    state_indices: [sequences] int32 or int64, slot of each sequence; None for slot = sequence. Slots must be distinct
+    pad_slot_id: a sequence whose slot is negative, equals it or is no slot of the pool gets a zero output and touches no state
+    checkpoint_positions: [count] int32 or int64 on the device, ascending: after how many tokens the state is asked for too, 1 … tokens of
+        the packed axis or of the flattened batch (b T + t). Each a multiple of 64 tokens behind its sequence's start, or its end
+    checkpoints_out: [count, HV, V, K], receives those states, of the dtype of the others. A position of another kind, in no sequence (or in
+        one whose slot is none) leaves its row alone
+    return_checkpoints: also return them, in checkpoints_out if that is given, else new ones of the other states' dtype or f32
+    workspace: [bytes] uint8, what one kernel leaves for the next: chunk_linear_attention_workspace says how large, and it may be used again
+        as soon as the call is enqueued on the same stream; None for a new one
+    out: None for a new one, dense
+    pdl: whether the first of the two kernels may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and
+        later)
+
+    Returns out, or out and what else was asked for: (out[, final states][, checkpoints]). CPU tensors run the reference implementation,
+    token by token.
+    Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError for what no kernel serves;
+    CaptureError when a kernel would have to be built during a CUDA graph capture; NotBuiltError, CompileError, LoadError, LaunchError.
+    Source: Kimi Team 2025 (arXiv 2510.26692).
+    """
+    states = States(
+        cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
+        checkpoints_out, return_checkpoints, workspace, out,
+    )  # fmt: skip
+    gate, beta_form = _gate(A_log, lower_bound), _beta(beta_sigmoid, allow_neg_eigval)
+    how = Options("delta", gate, beta_form, use_qk_l2norm, _scale(scale, q), lower_bound or 0.0, state_layout, pad_slot_id)
+    objections = _gate_objections(A_log, dt_bias, lower_bound) + _beta_objections(beta_sigmoid, allow_neg_eigval)
+    tokens = {"q": q, "k": k, "v": v, "gk": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
+    return cast(Tensor, _call("chunk_kda", tokens, states, how, pdl, objections))
+
+
+@operator(like="v")
+def chunk_gla(
+    q: Tensor, k: Tensor, v: Tensor, gk: Tensor | None = None, gv: Tensor | None = None, *,
+    scale: float | None = None, state_layout: str = "vk", cu_seqlens: Tensor | None = None, initial_states: Tensor | None = None,
+    return_final_states: bool = False, final_states_out: Tensor | None = None, state: Tensor | None = None,
+    state_indices: Tensor | None = None, has_initial_state: Tensor | None = None, pad_slot_id: int = -1,
+    checkpoint_positions: Tensor | None = None, checkpoints_out: Tensor | None = None, return_checkpoints: bool = False,
+    workspace: Tensor | None = None, out: Tensor | None = None, pdl: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Whole sequences of gated linear attention, per token: S <- S D + v k^T, with D = diag(e^gk);  out = scale S q.
+
+    gk: […, HV, K], log decay of each key channel, at most 0; None for none
+    gv: refused: a decay per value channel, which `gla` takes, has no form in chunks
+
+    Everything else as chunk_kda; the states are those that `gla` goes on from. Source: Yang et al. 2023 (arXiv 2312.06635).
+    """
+    states = States(
+        cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
+        checkpoints_out, return_checkpoints, workspace, out,
+    )  # fmt: skip
+    objections = () if gv is None else (_GV,)
+    how = Options("plain", scale=_scale(scale, q), state_layout=state_layout, pad_slot_id=pad_slot_id)
+    return cast(Tensor, _call("chunk_gla", {"q": q, "k": k, "v": v, "gk": gk}, states, how, pdl, objections))
+
+
+@operator(like="v")
+def chunk_gdn2(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, *,
+    lower_bound: float | None = None, use_qk_l2norm: bool = False,
+    scale: float | None = None, state_layout: str = "vk", cu_seqlens: Tensor | None = None, initial_states: Tensor | None = None,
+    return_final_states: bool = False, final_states_out: Tensor | None = None, state: Tensor | None = None,
+    state_indices: Tensor | None = None, has_initial_state: Tensor | None = None, pad_slot_id: int = -1,
+    checkpoint_positions: Tensor | None = None, checkpoints_out: Tensor | None = None, return_checkpoints: bool = False,
+    workspace: Tensor | None = None, out: Tensor | None = None, pdl: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Whole sequences of Gated DeltaNet 2, per token: S <- S D + (w v - S D (b k)) k^T, with D = diag(e^g);  out = scale S q.
+
+    g, A_log, dt_bias, lower_bound: as those of chunk_kda
+    b: […, HV, K] f32, bf16 or f16, the erase gate, applied to k behind its norm
+    w: […, HV, V] f32, bf16 or f16, the write gate. torch multiplies it with v, and rounds to v's dtype, ahead of the two kernels: a third
+        one, and a new tensor as large as v, in every call
+
+    Everything else as chunk_kda; the states are those that `gdn2` goes on from. Source: flash-linear-attention, fla.ops.gdn2.
+    """
+    states = States(
+        cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
+        checkpoints_out, return_checkpoints, workspace, out,
+    )  # fmt: skip
+    gate = _gate(A_log, lower_bound)
+    how = Options("delta", gate, "plain", use_qk_l2norm, _scale(scale, q), lower_bound or 0.0, state_layout, pad_slot_id)
+    product, wrong = _product(v, w)
+    tokens = {"q": q, "k": k, "v": product, "gk": g, "erase": b, "A_log": A_log, "dt_bias": dt_bias}
+    call = _call("chunk_gdn2", tokens, states, how, pdl, wrong + _gate_objections(A_log, dt_bias, lower_bound))
+    return cast(Tensor, call if wrong else call._replace(before=partial(torch.mul, v, w, out=product)))
+
+
+@operator(like="v")
+def chunk_comba(
+    q: Tensor, k: Tensor, v: Tensor, p: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, *,
+    use_qk_l2norm: bool = False, beta_sigmoid: bool = False,
+    scale: float | None = None, state_layout: str = "vk", cu_seqlens: Tensor | None = None, initial_states: Tensor | None = None,
+    return_final_states: bool = False, final_states_out: Tensor | None = None, state: Tensor | None = None,
+    state_indices: Tensor | None = None, has_initial_state: Tensor | None = None, pad_slot_id: int = -1,
+    checkpoint_positions: Tensor | None = None, checkpoints_out: Tensor | None = None, return_checkpoints: bool = False,
+    workspace: Tensor | None = None, out: Tensor | None = None, pdl: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Whole sequences of Comba, per token: S <- a S + beta (v - S p) k^T, with a = e^g;  out = scale S q.
+
+    p: […, HK, K], of v's dtype, what the state is read with; use_qk_l2norm normalises it too
+    g: […, HV], log decay, at most 0; with A_log [HV] the raw gate, of which the log decay is -e^A_log softplus(g + dt_bias), dt_bias [HV]
+        or None
+
+    Everything else as chunk_kda; the states are those that `comba` goes on from. Source: Hu et al. 2025 (arXiv 2506.02475), as fla's fused
+    kernel does.
+    """
+    states = States(
+        cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
+        checkpoints_out, return_checkpoints, workspace, out,
+    )  # fmt: skip
+    how = Options("old", _gate(A_log, None), _beta(beta_sigmoid), use_qk_l2norm, _scale(scale, q), 0.0, state_layout, pad_slot_id)
+    tokens = {"q": q, "k": k, "v": v, "read": p, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
+    return cast(Tensor, _call("chunk_comba", tokens, states, how, pdl, _gate_objections(A_log, dt_bias, None)))
+
+
+@operator(like="v")
+def chunk_rwkv7(
+    r: Tensor, w: Tensor, k: Tensor, v: Tensor, kk: Tensor, a: Tensor, *,
+    scale: float | None = 1.0, state_layout: str = "vk", cu_seqlens: Tensor | None = None, initial_states: Tensor | None = None,
+    return_final_states: bool = False, final_states_out: Tensor | None = None, state: Tensor | None = None,
+    state_indices: Tensor | None = None, has_initial_state: Tensor | None = None, pad_slot_id: int = -1,
+    checkpoint_positions: Tensor | None = None, checkpoints_out: Tensor | None = None, return_checkpoints: bool = False,
+    workspace: Tensor | None = None, out: Tensor | None = None, pdl: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Whole sequences of RWKV-7, per token: S <- S D - (S kk) (kk a)^T + v k^T, with D = diag(e^w);  out = S r, with scale 1 unless given.
+
+    r, k, kk: […, HK, K], of v's dtype; a: […, HK, K] and w: […, HV, K], f32, bf16 or f16, each its own; w: log decay, at most 0
+
+    Everything else as chunk_kda, but that a chunk has 32 tokens: checkpoints lie, and a sequence may be cut, at multiples of 32. The states
+    are those that `rwkv7` goes on from. Source: Peng et al. 2025 (arXiv 2503.14456).
+    """
+    states = States(
+        cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
+        checkpoints_out, return_checkpoints, workspace, out,
+    )  # fmt: skip
+    how = Options("low_rank", scale=_scale(scale, r), state_layout=state_layout, pad_slot_id=pad_slot_id)
+    return cast(Tensor, _call("chunk_rwkv7", {"q": r, "gk": w, "k": k, "v": v, "read": kk, "alpha": a}, states, how, pdl))
+
+
+@operator(like="v")
+def chunk_dplr_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor | None = None, *,
+    scale: float | None = None, state_layout: str = "vk", cu_seqlens: Tensor | None = None, initial_states: Tensor | None = None,
+    return_final_states: bool = False, final_states_out: Tensor | None = None, state: Tensor | None = None,
+    state_indices: Tensor | None = None, has_initial_state: Tensor | None = None, pad_slot_id: int = -1,
+    checkpoint_positions: Tensor | None = None, checkpoints_out: Tensor | None = None, return_checkpoints: bool = False,
+    workspace: Tensor | None = None, out: Tensor | None = None, pdl: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Whole sequences of the rule diagonal plus low rank, per token: S <- S D + (S a) b^T + v k^T, with D = diag(e^gk);  out = scale S q.
+
+    q, k, a, b: […, HK, K], of v's dtype; gk: […, HV, K] f32, bf16 or f16, log decay, at most 0, or None for none
+
+    Everything else as chunk_rwkv7, but for the scale, which is as in chunk_kda. The states are those that `dplr_delta_rule` goes on from.
+    Source: flash-linear-attention, fla.ops.generalized_delta_rule.
+    """
+    states = States(
+        cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
+        checkpoints_out, return_checkpoints, workspace, out,
+    )  # fmt: skip
+    how = Options("low_rank", scale=_scale(scale, q), state_layout=state_layout, pad_slot_id=pad_slot_id)
+    tokens = {"q": q, "k": k, "v": v, "read": a, "write": b, "gk": gk}
+    return cast(Tensor, _call("chunk_dplr_delta_rule", tokens, states, how, pdl))
+
+
+def chunk_linear_attention_workspace(tokens: int, sequences: int, heads: int, head_k: int, rule: str = "delta") -> int:
+    """Bytes of a workspace for so many tokens in all (batch times T), sequences, heads of v and key channels: also for fewer of the first
+    three.
+
+    rule: "delta" of chunk_kda and chunk_gdn2, "plain" of chunk_gla, "old" of chunk_comba, "low_rank" of chunk_rwkv7 and
+        chunk_dplr_delta_rule. Raises ArgumentError for another one.
+    """
+    rules = [kind.value for kind in Rule]
+    if rule not in rules:
+        raise ArgumentError(f"{OPERATOR}_workspace", [f"rule is {rule!r}, not one of {', '.join(rules)}"])
+    return workspace_bytes(tokens, sequences, heads, head_k, Rule(rule))
+
+
+_GV = (
+    "gv, a log decay per value channel, has no form in chunks: the products over tokens would be others for every value channel. "
+    "gla takes it, token by token"
+)
+
+
+def _gate(A_log: Tensor | None, lower_bound: float | None) -> str:
+    return "bounded" if lower_bound is not None else "log" if A_log is None else "softplus"
+
+
+def _gate_objections(A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> tuple[str, ...]:
+    if dt_bias is None or A_log is not None or lower_bound is not None:
+        return ()
+    return ("dt_bias is given without A_log: it belongs to a raw gate, and g is a log decay",)
+
+
+def _beta(beta_sigmoid: bool, allow_neg_eigval: bool = False) -> str:
+    return "plain" if not beta_sigmoid else "twice_sigmoid" if allow_neg_eigval else "sigmoid"
+
+
+def _beta_objections(beta_sigmoid: bool, allow_neg_eigval: bool) -> tuple[str, ...]:
+    return ("allow_neg_eigval doubles the sigmoid of beta: give beta_sigmoid too",) if allow_neg_eigval and not beta_sigmoid else ()
+
+
+def _scale(scale: float | None, q: Tensor) -> float:
+    if scale is not None:
+        return scale
+    return q.shape[-1] ** -0.5 if isinstance(q, Tensor) and q.dim() and q.shape[-1] else 1.0
+
+
+def _product(v: Tensor, w: Tensor) -> tuple[Tensor, tuple[str, ...]]:
+    """(memory for v times w, why there can be no such product)"""
+    problems: list[str] = []
+    given = {"v": v, "w": w}
+    if not checks.check_tensors(given, problems):
+        return v, tuple(p for p in problems if p.startswith("w "))  # those of v are among what the call checks
+    checks.check_common(given, "v", problems, WHAT)
+    checks.check_shape("w", w, {"[…, HV, V]": tuple(v.shape)}, problems)
+    return (v, tuple(p for p in problems if p.startswith("w "))) if problems else (torch.empty_like(v, memory_format=_DENSE), ())
+
+
+_DENSE = torch.contiguous_format
+
+
+def _call(
+    name: str, tokens: dict[str, Tensor | None], states: States, options: Options, pdl: bool | None, objections: tuple[str, ...] = ()
+) -> Call:
+    """The call of a function, of its operands by their roles, with tensors made for what it writes and was not given."""
+    q, v = tokens["q"], tokens["v"]
+    head_k = q.shape[-1] if isinstance(q, Tensor) and isinstance(v, Tensor) and q.dim() == v.dim() else None
+
+    def bytes_of(count: int, sequences: int) -> int:
+        return workspace_bytes(count, sequences, cast(Tensor, v).shape[-2], cast(int, head_k), Rule(options.rule))
+
+    behind = states.operands(v, head_k, options.state_layout, bytes_of)
+    given = (*(tokens.get(role) for role in OPERANDS), *behind)
+    return Call(CALLERS[name], given, options, pdl, states.returns(behind), objections + states.objections)

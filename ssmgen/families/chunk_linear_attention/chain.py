@@ -1,0 +1,214 @@
+"""The second kernel of chunk_linear_attention: a sequence's chunks one after the other, from their images, by each warp's own products.
+
+A block walks a sequence for `tile` rows of one head's state. Some of its warps, the walkers, hold 16 of these rows each in f32, in the
+registers in which products are summed, from the first chunk to the last; the others fetch what later chunks need. All products are made
+transposed: rounded, the state is the first operand of those with E and Q, and so are X^T and u^T of theirs. Nothing passes between
+warps, and shared memory holds second operands only, as they lie in images.
+
+Of the low-rank form, rows of the first half of a chunk read nothing and make no output: of E, Q, T and P only the others are fetched, and u
+of the first half is v.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from ...spec import SM90, Arch, Index, KernelSpec, Loads, Needs, Pdl, must
+from .prepare import PrepareSpec
+from .problem import BLOCK, BLOCK_BYTES, MAX_SIZE, OPERATOR, PANEL, PANEL_BYTES, PANELS, ROWS, SIZE, ImageProblem, LinearPromptProblem
+from .spec import Counts, LinearSpec, of_problem
+
+__all__ = ["MAX_SIZE", "OPERATOR", "SIZE", "ChainSpec", "candidates", "space"]
+
+# Powers of two, by which rows of v are turned in shared memory. With 128, ptxas leaves a thread 168 registers.
+TILES = (16, 32, 64)
+# Blocks of 32 rows of one sequence: up to so many have an SM each, whose shared memory then serves two warps. Four would wait for it.
+FEW = 128
+
+
+class Stage(NamedTuple):
+    """Where the parts of a chunk begin in shared memory, in words, behind E; and how many it takes. Decays lie behind all chunks.
+
+    E, Q and v have as many rows as a chunk has tokens, and so has each panel of T and P, with room for those that are zero.
+    """
+
+    q: int
+    w: int
+    v: int
+    t: int
+    p: int
+    words: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainSpec(LinearSpec, LinearPromptProblem):
+    """A problem, and how it is computed: by this kernel behind the one that prepares. No choice here changes a bit of the result."""
+
+    family: ClassVar[str] = OPERATOR
+    template: ClassVar[str] = "chunk_linear_attention/chain.cu.j2"
+    here: ClassVar[tuple[str, ...]] = (
+        "images", "v", "cu_seqlens", "initial_states", "final_states", "state", "state_indices", "has_initial_state",
+        "checkpoint_positions", "checkpoints", "out",
+    )  # fmt: skip
+    written: ClassVar[tuple[str, ...]] = ("out", "final_states", "state", "checkpoints")
+
+    terms: ClassVar[int] = 1  # 16-bit terms of an operand of a product
+
+    tile: int = 64  # rows of the state (value channels) per block, 16 per walker
+    stages: int = 2  # chunks in shared memory: that which is computed, and those on their way
+    fetchers: int = 2  # warps
+    min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
+    ahead_pdl: Pdl = Pdl.OFF  # of the kernel that prepares
+
+    @property
+    def needs(self) -> Needs:
+        elements = self.state_loads is Loads.ELEMENT
+        return Needs(
+            matrices=True, matrix_turns=True, matrix_stores=True, shared_pairs=True, shared_quads=True, places=True, copies=True,
+            meetings=True, bytes=True, elements=elements, mma=self.x.value,
+        )  # fmt: skip
+
+    @property
+    def early(self) -> bool:
+        """Whether what the kernel ahead does not write is read before the wait for it."""
+        return self.pdl not in (Pdl.OFF, Pdl.TRIGGER_TOP)
+
+    def early_operands(self) -> list[str]:
+        late = ("workspace", "out", "final_states", "checkpoints")
+        return [name for name in self.operands() if self.early and name not in late]
+
+    @property
+    def ahead(self) -> tuple[KernelSpec, ...]:
+        return (PrepareSpec(**of_problem(self, ImageProblem), pdl=self.ahead_pdl),)
+
+    @property
+    def threads_per_block(self) -> int:
+        return 32 * (self.tile // 16 + self.fetchers)
+
+    @property
+    def tiles(self) -> int:
+        """Blocks per head."""
+        return self.head_v // self.tile
+
+    def blocks(self, counts: Counts) -> int:
+        return counts.sequences * counts.heads * self.tiles
+
+    @property
+    def stem(self) -> str:
+        blocks = f"b{self.min_blocks}" if self.min_blocks > 1 else ""
+        shape = f"{self.rule.value}_k{self.head_k}v{self.head_v}_{self.state.value}_{self.x.value}_{self.layout.value}"
+        return f"linear_chain_{shape}_t{self.tile}s{self.stages}f{self.fetchers}{blocks}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+
+    @property
+    def v_words(self) -> int:
+        """32-bit words from one token's v to the next one's."""
+        return self.tile // 2
+
+    @property
+    def stage(self) -> Stage:
+        tokens, columns, reads = self.rule.tokens, -(-self.head_k // BLOCK), self.rule.reads
+        matrix, panels = columns * tokens * 32, PANELS * tokens * PANEL // 2
+        w = matrix * (1 + reads)
+        v = w + columns * ROWS * 32
+        t = v + tokens * self.v_words
+        p = t + panels * reads
+        return Stage(matrix * reads, w, v, t, p, p + panels)
+
+    @property
+    def pieces(self) -> list[tuple[int, int, int]]:
+        """(first byte in an image, bytes, first word in shared memory) of everything but decays, as it lies together in both."""
+        image, stage, tokens = self.image, self.stage, self.rule.tokens
+        first = ROWS - tokens  # of the rows that read
+        found: list[tuple[int, int, int]] = []
+        for begin, at in ((image.e, 0), (image.q, stage.q))[not self.rule.reads :]:
+            found += [(begin + c * BLOCK_BYTES + first * 128, tokens * 128, at + c * tokens * 32) for c in range(-(-self.head_k // BLOCK))]
+        found.append((image.w, image.t - image.w, stage.w))
+        for begin, at in ((image.t, stage.t), (image.p, stage.p))[not self.rule.reads :]:
+            for c in range(PANELS):
+                above, row = sum(PANEL_BYTES[:c]), max(first, PANEL * c)
+                rows = ROWS - row
+                found.append((begin + above + (row - PANEL * c) * 32, rows * 32, at + (c * tokens + row - first) * 8))
+        joined = found[:1]
+        for begin, count, at in found[1:]:
+            last, size, there = joined[-1]
+            if last + size == begin and there + size // 4 == at:
+                joined[-1] = last, size + count, there
+            else:
+                joined.append((begin, count, at))
+        return joined
+
+    @property
+    def dynamic_bytes(self) -> int:
+        """v and the image of each stage's chunk."""
+        return self.stages * 4 * (self.stage.words + self.head_k)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.dynamic_bytes
+
+    def constants(self) -> dict[str, Any]:
+        return super().constants() | {
+            "at": self.stage,
+            "pieces": self.pieces,
+            "places": min(4, self.head_k // 16),  # from which a lane reads 16 of the 64 columns of a block
+            "vector_state": self.state_loads is Loads.VECTOR,
+            "pooled": self.index is not Index.NONE,
+            "past": "state" if self.started else "initial_states" if self.initial else "",  # what holds the state before the first token
+            "past_slot": "sequence" if self.pool and self.initial else "slot",
+            "kept": "state" if self.pool else "final_states" if self.final else "",  # what receives the last one
+        }
+
+    def violations(self, arch: Arch) -> list[str]:
+        if problems := [
+            *self.faults(),
+            *must(self.tile in TILES, f"tile {self.tile} is not {', '.join(map(str, TILES))}"),
+        ]:
+            return problems
+        return [
+            *must(self.head_v % self.tile == 0, f"tile {self.tile} does not divide V {self.head_v}"),
+            *must(1 <= self.stages <= 4, f"stages {self.stages} are not 1 … 4"),
+            *must(self.min_blocks >= 1, f"min_blocks {self.min_blocks} is not positive"),
+            *must(self.fetchers in (1, 2, 4), f"fetchers {self.fetchers} are not 1, 2 or 4"),
+            *must(self.min_blocks == 1 or self.tile <= 32, f"{self.min_blocks} blocks of {self.tile} rows leave too few registers"),
+            *must(arch >= SM90 or self.ahead_pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
+            *self.common_violations(arch, self.shared_bytes),
+        ]
+
+
+def _spec(problem: LinearPromptProblem, **how: Any) -> ChainSpec:
+    return ChainSpec(**of_problem(problem, LinearPromptProblem), **how)
+
+
+def space(problem: LinearPromptProblem, arch: Arch) -> Iterator[ChainSpec]:
+    """Every legal variant of a problem within the axes worth trying."""
+    from .warpgroups import warpgroup_space
+
+    yield from warpgroup_space(problem, arch)
+    inner = Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF
+    for tile in TILES:
+        for stages in (1, 2, 3):
+            for fetchers in (1, 2, 4):
+                for ahead in Pdl:
+                    spec = _spec(problem, tile=tile, stages=stages, fetchers=fetchers, pdl=inner, ahead_pdl=ahead)
+                    if not spec.violations(arch):
+                        yield spec
+
+
+def candidates(problem: LinearPromptProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
+    """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
+    from .warpgroups import by_warpgroups
+
+    edge = {"pdl": Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF, "ahead_pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
+    yield from by_warpgroups(problem, size, edge)
+    tiles = [t for t in TILES if problem.head_v % t == 0]
+    few = [t for t in tiles if t <= 32]
+    tile = few[-1] if size * problem.head_v // 32 <= FEW else tiles[-1]
+    how: dict[str, Any] = edge | {"fetchers": 4 if problem.copy < 16 else 2}
+    # With three stages a chunk has the time of two to come, with two that of one; with one, nothing overlaps.
+    yield "three stages", _spec(problem, tile=tile, stages=3, **how), ""
+    yield "two stages", _spec(problem, tile=tile, stages=2, **how), ""
+    yield "narrow", _spec(problem, tile=few[-1], stages=2, **how), ""
+    yield "one stage", _spec(problem, tile=tile, stages=1, **how), ""
+    yield "generic", _spec(problem, tile=16, stages=1, **how), ""

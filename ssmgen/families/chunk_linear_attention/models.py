@@ -1,0 +1,73 @@
+"""What the prompts of models ask for whose state decays per key channel."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from ...models import Ask, Model, Role, Wanted
+from ...spec import DType, Index
+from ..linear_attention.models import LinearAttention
+from ..linear_attention.problem import Beta
+from .problem import OPERATOR, LinearPromptProblem, Rule
+
+# What calls have beside shapes and dtypes. Batches leave their states, and behind a cache that has tokens begin with some; packed sequences
+# have those of a pool, or dense ones.
+BATCHES: tuple[dict[str, Any], ...] = ({"final": True}, {"initial": True, "final": True})
+OWN: dict[str, Any] = {"pool": True, "started": True}
+DENSE: dict[str, Any] = {"initial": True, "final": True}
+
+
+class LinearAsk(Ask):
+    """The prompts of KDA and RWKV-7 models; neither tokens nor heads are among what is asked.
+
+    KDA's gates are log decays in f32, with betas of the activations' dtype, sigmoid and all, as transformers has them; or the projections'
+    own, for the kernel to finish, as decode steps take them. Without slots, batches, new and behind a cache. With slots, packed sequences:
+    of a pool that says itself which of them go on, and with dense states; with `intermediates` also the pool's after chunks.
+    """
+
+    operator = OPERATOR
+    role = Role.SCAN
+    options = frozenset(("pools", "tokens", "layout", "intermediates"))
+
+    def used_by(self, model: Model) -> bool:
+        return model.kind in ("kda", "rwkv7")
+
+    def absent(self, model: Model, asked: str) -> str:
+        return f"the state of {model.name} does not decay per key channel, and {asked} is for those that do"
+
+    def takes(self, model: Model) -> Collection[str]:
+        return self.options
+
+    def problems(self, model: Model, wanted: Wanted) -> Sequence[LinearPromptProblem]:
+        if not isinstance(model, LinearAttention):
+            return []
+        found: list[LinearPromptProblem] = []
+        for state in wanted.states or (model.state,):
+            for recurrence in _recurrences(model, wanted.io):
+                same = recurrence | {"head_k": model.dim_k, "head_v": model.dim_v, "x": wanted.io, "layout": wanted.layout, "state": state}
+                for index in wanted.indices:
+                    if index is Index.NONE:
+                        found += [LinearPromptProblem(**same | kind) for kind in BATCHES]
+                        continue
+                    packed = same | {"cu_seqlens": Index.I32}
+                    found += [LinearPromptProblem(**packed | OWN, index=index), LinearPromptProblem(**packed | DENSE)]
+                    if wanted.intermediates and wanted.update_state:
+                        found.append(LinearPromptProblem(**packed | OWN, index=index, checkpoints=Index.I32))
+        return list(dict.fromkeys(found))
+
+    def size(self, model: Model, wanted: Wanted, batch: int) -> int:
+        return model.nheads
+
+
+def _recurrences(model: LinearAttention, io: DType) -> Iterator[dict[str, Any]]:
+    """What there is beside q, k and v, in the forms that it comes in."""
+    if model.kind == "rwkv7":
+        yield {"rule": Rule.LOW_RANK, "gk": io, "read": True, "alpha": io}
+        return
+    yield {"gk": DType.F32, "beta": io, "l2norm": True}
+    form = Beta.TWICE_SIGMOID if model.allow_neg_eigval else Beta.SIGMOID
+    yield {"gk": io, "dt_bias": DType.F32, "gate": model.gate, "A_log": DType.F32, "beta": io, "beta_form": form, "l2norm": True}
+
+
+ASKS = {OPERATOR: LinearAsk()}

@@ -1,0 +1,266 @@
+"""A call of chunk_linear_attention's functions: its operands checked, turned into a problem, and planned."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import runtime
+from ...arguments import Value
+from ...calls import checks, prompts
+from ...calls.checks import DTYPES, INDEX
+from ...calls.planning import Caller, Family
+from ...calls.prompts import STATES
+from ...engine.tiles import maps
+from ...errors import ArgumentError
+from ...spec import Layout, Loads
+from ..linear_attention.problem import Beta, Gate
+from .operands import ALIKE, CHANNELS, FUNCTIONS, OF_KEYS, OPERANDS, PER_TOKEN
+from .problem import OPERATOR, LinearPromptProblem, Rule, chunks_of, workspace_bytes
+from .reference import chunk_linear_attention as reference
+from .spec import Counts, LinearSpec
+
+NAMES = (*OPERANDS, *prompts.CONTROL)
+WRITTEN = ("out", "final_states", "state", "checkpoints", "workspace")
+ALIGNMENT = 16  # of the workspace, whose images are copied so many bytes at once
+WHAT = "linear attention over a prompt"
+
+
+class Options(NamedTuple):
+    """What a call says beside its tensors: rule, gate and the form of beta by their names in problem.py."""
+
+    rule: str
+    gate: str = "log"
+    beta: str = "plain"
+    l2norm: bool = False
+    scale: float = 1.0
+    lower_bound: float = 0.0
+    state_layout: str = "vk"
+    pad_slot_id: int = -1
+
+
+def views_of(words: Mapping[str, str], named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
+    """The operands as [batch, T, HK, K], [batch, T, HV, K], [batch, T, HV, V], [batch, T, HV], and a dt_bias of gk as [HV, K]; of packed
+    sequences, the batch is 1.
+
+    words: what the function calls its operands, where not by their roles. Adds to `problems`, in these words; what comes back is only
+    usable if that is nothing.
+    """
+    found: list[str] = []
+    views = _checked(named, options, found)
+    said = re.compile(rf"^({'|'.join(words)})(?= (?:is|has|requires) )")
+    problems += [said.sub(lambda m: words[m[0]], problem) for problem in found] if words else found
+    return views
+
+
+def _checked(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
+    if not checks.check_tensors(named, problems):
+        return {}
+    checks.check_common({n: t for n, t in named.items() if n != "workspace"}, "v", problems, WHAT)
+    views, v, ragged = dict(named), named["v"], "cu_seqlens" in named
+    if v.dim() not in ((3, 4) if ragged else (4,)) or (ragged and v.dim() == 4 and v.shape[0] != 1):
+        wanted = "[tokens, HV, V] or [1, tokens, HV, V], as cu_seqlens asks for" if ragged else "[batch, T, HV, V]"
+        problems.append(f"v is {list(v.shape)}, not {wanted}")
+        return {}
+    if "beta" in views and views["beta"].shape == v.shape:
+        problems.append(_BETA.format(list(views.pop("beta").shape)))
+    if v.dim() == 3:
+        views |= {n: t.unsqueeze(0) for n, t in views.items() if t.dim() == PER_TOKEN.get(n, 0) - 1}
+    if views["q"].dim() != 4:
+        problems.append(f"q is {list(views['q'].shape)}, not […, HK, K] as v {list(named['v'].shape)} asks for")
+        return {}
+    if not _shapes_fit(views, options, problems):
+        return {}
+    if "gk" in views and "dt_bias" in views and views["dt_bias"].dim() == 1:
+        views["dt_bias"] = views["dt_bias"].unflatten(0, views["gk"].shape[2:])
+    prompts.check_layout({n: t for n, t in views.items() if n != "workspace"}, ALIKE, WRITTEN, tuple(PER_TOKEN), problems)
+    for name in CHANNELS:
+        if name in views and views[name].dim() > 1 and views[name].stride(-1) != 1 and views[name].shape[-1] > 1:
+            problems.append(f"{name} has strides {list(views[name].stride())}; its rows must be contiguous")
+    _check_workspace(views, options, problems)
+    return views
+
+
+_BETA = (
+    "beta is {}, one per value channel, which has no form in chunks: each of them would have a triangular inverse of its own. "
+    "The decode steps take it, token by token"
+)
+
+
+def _shapes_fit(views: Mapping[str, Tensor], options: Options, problems: list[str]) -> bool:
+    (batch, length, HV, V), (HK, K) = views["v"].shape, views["q"].shape[2:]
+    sequences = prompts.sequences_of(views, "v")
+    if sequences < 0:
+        problems.append("cu_seqlens is empty; it is [sequences + 1]")
+        return False
+    allowed: dict[str, checks.Shapes] = {
+        **dict.fromkeys(OF_KEYS, {"[…, HK, K]": (batch, length, HK, K)}),
+        **dict.fromkeys(("gk", "erase"), {"[…, HV, K]": (batch, length, HV, K)}),
+        "out": {"[…, HV, V]": (batch, length, HV, V)},
+        **dict.fromkeys(("g", "beta"), {"[…, HV]": (batch, length, HV)}),
+        "A_log": {"[HV]": (HV,)},
+        "dt_bias": {"[HV, K]": (HV, K), "[HV K]": (HV * K,)} if "gk" in views else {"[HV]": (HV,)},
+        "cu_seqlens": {"[sequences + 1]": (sequences + 1,)},
+    }
+    fits = [checks.check_shape(name, views[name], allowed[name], problems) for name in views if name in allowed]
+    axes, inner = ("HV, K, V", (HV, K, V)) if options.state_layout == "kv" else ("HV, V, K", (HV, V, K))
+    fits.append(prompts.states_fit(views, sequences, axes, inner, problems))
+    if HK < 1 or HV % HK:
+        problems.append(f"v has {HV} heads, which is not a multiple of the {HK} key heads")
+        fits.append(False)
+    return all(fits)
+
+
+def _check_workspace(views: Mapping[str, Tensor], options: Options, problems: list[str]) -> None:
+    workspace, v = views["workspace"], views["v"]
+    batch, length, heads, _ = v.shape
+    asked = batch * length, prompts.sequences_of(views, "v"), heads, views["q"].shape[3]
+    wanted = workspace_bytes(*asked, Rule(options.rule))
+    if workspace.device != v.device:
+        problems.append(f"workspace is on {workspace.device}, v is on {v.device}")
+    if workspace.dtype != torch.uint8 or workspace.dim() != 1 or not workspace.is_contiguous():
+        problems.append(f"workspace is {checks.describe(workspace)}, not dense bytes: [{wanted} or more] uint8")
+    elif workspace.numel() < wanted:
+        said = f"{OPERATOR}_workspace({', '.join(map(str, asked))}, {options.rule!r})"
+        problems.append(f"workspace has {workspace.numel()} bytes, and this call needs {wanted}: {said}")
+
+
+def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> LinearPromptProblem:
+    """The problem that checked operands pose, given where they lie. Raises ArgumentError where the workspace cannot lie there."""
+    if pointers["workspace"] % ALIGNMENT:
+        raise ArgumentError(OPERATOR, [f"workspace does not begin at a multiple of {ALIGNMENT} bytes"])
+    states = [n for n in STATES if n in views]
+
+    def dtype(name: str) -> Any:
+        return DTYPES[views[name].dtype] if name in views else None
+
+    def index(name: str) -> Any:
+        return INDEX[views[name].dtype if name in views else None]
+
+    wide = [n for n in CHANNELS if n in views and views[n].dim() > 1]
+    more = {"state": dtype(states[0])} if states else {}
+    return LinearPromptProblem(
+        head_k=views["q"].shape[3],
+        head_v=views["v"].shape[3],
+        rule=Rule(options.rule),
+        x=dtype("v"),
+        **{name: dtype(name) for name in ("g", "gk", "A_log", "dt_bias", "beta", "erase", "alpha")},
+        gate=Gate(options.gate),
+        beta_form=Beta(options.beta),
+        read="read" in views,
+        write="write" in views,
+        l2norm=options.l2norm,
+        cu_seqlens=index("cu_seqlens"),
+        layout=Layout(options.state_layout) if states else Layout.VK,
+        initial="initial_states" in views,
+        final="final_states" in views,
+        pool="state" in views,
+        started="has_initial_state" in views,
+        index=index("state_indices"),
+        checkpoints=index("checkpoint_positions"),
+        copy=prompts.together(views, pointers, ALIKE),
+        loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], 8) for n in wide) else Loads.ELEMENT,
+        state_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], 2) for n in states) else Loads.ELEMENT,
+        **more,
+    )
+
+
+_AXES = {
+    **dict.fromkeys(PER_TOKEN, {"batch": 0, "token": 1, "head": 2}),
+    **dict.fromkeys(("A_log", "dt_bias"), {"head": 0}),
+    **dict.fromkeys(STATES, {"slot": 0, "head": 1}),
+    **dict.fromkeys(("cu_seqlens", "state_indices", "has_initial_state"), {"sequence": 0}),
+    "checkpoint_positions": {"position": 0},
+}
+
+
+def counts_of(views: Mapping[str, Tensor], rule: Rule) -> Counts:
+    batch, length, heads, _ = views["v"].shape
+    sequences = prompts.sequences_of(views, "v")
+    return Counts(chunks_of(batch * length, sequences, rule), sequences, heads, heads // views["q"].shape[2])
+
+
+def kernel_values(spec: LinearSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, Value]:
+    """Every kernel argument that is not a pointer."""
+    counts = counts_of(views, spec.rule)
+    values: dict[str, Value] = {"tokens": views["v"].shape[1], "sequences": counts.sequences, "heads": counts.heads}
+    values |= {"group_heads": counts.group_heads, "scale": options.scale, "lower_bound": options.lower_bound}
+    values |= {"pad_slot_id": options.pad_slot_id, "slots": views["state"].shape[0] if "state" in views else 0}
+    values |= {"positions": views["checkpoints"].shape[0] if "checkpoints" in views else 0}
+    values |= spec.counted(counts)
+    values |= {f"{operand}_{axis}": views[operand].stride(_AXES[operand][axis]) for operand, axis in spec.strides()}
+    values |= maps(views, spec.mapped, spec.rule.tokens)
+    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+
+
+def size_of(views: Mapping[str, Tensor]) -> int:
+    """Heads of v; 0 if nothing is to be written."""
+    writes = views["v"].numel() or any(n in views for n in ("final_states", "state"))
+    return views["v"].shape[2] if prompts.sequences_of(views, "v") and writes else 0
+
+
+FAMILY = Family(
+    OPERATOR,
+    written=WRITTEN,
+    problem_of=problem_of,
+    size_of=size_of,
+    grid_of=lambda spec, views: spec.blocks(counts_of(views, spec.rule)),
+    values_of=kernel_values,
+    in_place=(("final_states", "initial_states"),),
+)
+
+
+def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
+    named: dict[str, Any] = {n: t for n, t in views.items() if n != "workspace"}
+    how = options._asdict()
+    reference(**named, beta_form=how.pop("beta"), **how, dtype=dtype)
+
+
+# torch.library: what torch.compile and opcheck see.
+_library = torch.library.Library("ssmgen", "FRAGMENT")
+_library.define(
+    f"{OPERATOR}(str name, Tensor q, Tensor k, Tensor v, {', '.join(f'Tensor? {n}' for n in OPERANDS[3:])}, Tensor? cu_seqlens, "
+    "Tensor? initial_states, Tensor(a!)? final_states, Tensor(b!)? state, Tensor? state_indices, Tensor? has_initial_state, "
+    "Tensor? checkpoint_positions, Tensor(c!)? checkpoints, Tensor(d!) workspace, Tensor(e!) out, str rule, str gate, str beta_form, "
+    "bool l2norm, float scale, float lower_bound, str state_layout, int pad_slot_id, bool? pdl) -> ()",
+    tags=torch.Tag.needs_fixed_stride_order,
+)
+
+
+def _dispatch(name: str, given: Sequence[Any], options: Options, pdl: bool | None) -> None:
+    torch.ops.ssmgen.chunk_linear_attention(name, *given, *options, pdl)
+
+
+def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
+    """(given, options, pdl) of what torch's dispatcher gives."""
+    given, (*options, pdl) = args[: len(NAMES)], args[len(NAMES) :]
+    return tuple(given), Options(*options), pdl
+
+
+@torch.library.impl(_library, OPERATOR, "CUDA")
+@torch.library.impl(_library, OPERATOR, "CPU")
+def _op(name: str, *args: Any) -> None:
+    CALLERS[name].plan(*_received(args))()
+
+
+@torch.library.register_fake(f"ssmgen::{OPERATOR}", lib=_library)
+def _fake(name: str, *args: Any) -> None:
+    CALLERS[name].foresee(*_received(args))
+
+
+_REQUIRED = frozenset(("q", "k", "v", "workspace", "out"))
+_patterns = runtime.Patterns()
+
+
+def _caller(name: str) -> Caller:
+    required, words = FUNCTIONS[name]
+    views = partial(views_of, words)
+    return Caller(FAMILY, name, NAMES, _REQUIRED.union(required), views, run_reference, partial(_dispatch, name), _patterns)
+
+
+CALLERS = {name: _caller(name) for name in FUNCTIONS}

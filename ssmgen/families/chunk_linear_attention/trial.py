@@ -1,0 +1,111 @@
+"""Trials of chunk_linear_attention: operands from a spec alone, and what becomes of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Generator, Tensor
+
+from ...calls.checks import TORCH_DTYPES
+from ...engine.trial import INTEGERS, Trial, boundaries, cycled, randn, slot_indices, trial
+from ...spec import DType, Index, Layout, Loads
+from ..linear_attention.problem import Gate
+from .chain import ChainSpec
+from .operands import ALIKE
+from .planning import CALLERS, NAMES, WRITTEN, Options
+from .problem import Rule, workspace_bytes
+from .warpgroups import WarpgroupChainSpec
+
+HEADS, KEY_HEADS = 2, 1
+LOWER_BOUND = -2.0
+# More than one rounding's norm error: of E, Q, W, T, P, states, and what is added to them, each before its product.
+SLACK = {DType.BF16: 1e-2, DType.F16: 1.6e-3}
+
+
+def operands(spec: ChainSpec, batch: int, seed: int) -> dict[str, Tensor]:
+    """Sequences of more than a chunk; packed ones also of less, of one token and of none."""
+    g = torch.Generator().manual_seed(seed)
+    chunk = spec.rule.tokens
+    counts = cycled((chunk + 5, 3, 0, chunk, 1), batch)
+    lead = (1, sum(counts)) if spec.ragged else (batch, chunk + 5)
+    slots = batch if spec.index is Index.NONE else 3 * batch
+    made = {name: _rows(spec, lead, name, g) for name in ALIKE}
+    made["out"].fill_(float("nan"))
+    made |= _gates(spec, lead, g)
+    if spec.ragged:
+        made["cu_seqlens"] = boundaries(counts, spec.cu_seqlens)
+    counted = {"initial_states": batch, "final_states": batch, "state": slots}
+    if spec.marked:  # before, at and behind each row's first chunk's end, and nowhere
+        total = lead[0] * lead[1]
+        near = [s + t for s in range(0, total, lead[1]) for t in (1, chunk - 1, chunk, chunk + 1) if s + t <= total]
+        made["checkpoint_positions"] = torch.tensor(sorted({0, *near, total, total + 1})).to(INTEGERS[spec.checkpoints])
+        counted["checkpoints"] = made["checkpoint_positions"].numel()
+    made |= {name: _states(spec, count, g) for name, count in counted.items()}
+    if spec.index is not Index.NONE:
+        made["state_indices"] = slot_indices(spec.index, batch, slots, g)
+    made["has_initial_state"] = torch.arange(batch) % 3 == 0
+    size = workspace_bytes(lead[0] * lead[1], batch, HEADS, spec.head_k, spec.rule)
+    made["workspace"] = torch.full((size,), 0xFF, dtype=torch.uint8)
+    used = {name for part in spec.kernels for name in part.operands()}
+    return {name: made[name] for name in NAMES if name in used}
+
+
+def _rows(spec: ChainSpec, lead: tuple[int, ...], name: str, g: Generator) -> Tensor:
+    """A slice of a wider tensor, whose tokens begin at multiples of so many bytes as are copied at once."""
+    heads, channels = (HEADS, spec.head_v) if name in ("v", "out") else (KEY_HEADS, spec.head_k)
+    gap = spec.copy // TORCH_DTYPES[spec.x].itemsize
+    wide = torch.randn(*lead, heads, channels + gap, generator=g)
+    if name in ("k", "read", "write") and not spec.l2norm:  # longer keys than 1 make the state grow
+        wide /= spec.head_k**0.5 * (1 if name == "k" else 2)
+    return wide.to(TORCH_DTYPES[spec.x])[..., gap:]
+
+
+def _gates(spec: ChainSpec, lead: tuple[int, ...], g: Generator) -> dict[str, Tensor]:
+    """All that is of its own dtype: per head, or per channel, and then aligned if the spec is made for that."""
+    odd, per_channel = spec.loads is Loads.ELEMENT, (HEADS, spec.head_k)
+    bias = per_channel if spec.gk is not None else (HEADS,)
+    shapes = {
+        "g": (*lead, HEADS), "beta": (*lead, HEADS), "gk": (*lead, *per_channel), "erase": (*lead, *per_channel),
+        "alpha": (*lead, KEY_HEADS, spec.head_k), "A_log": (HEADS,), "dt_bias": bias,
+    }  # fmt: skip
+    made = {}
+    for name, shape in shapes.items():
+        if (dtype := getattr(spec, name)) is not None:
+            made[name] = randn(dtype, *shape, odd=odd, g=g) if shape[-2:] == per_channel or name == "alpha" else _dense(dtype, shape, g)
+            made[name].abs_().clamp_(max=1)
+    for name in ("g", "gk"):
+        if name in made and spec.gate is Gate.LOG:
+            made[name].mul_(-0.2)
+    return {name: t.neg_() if name in ("A_log", "dt_bias") else t for name, t in made.items()}
+
+
+def _dense(dtype: DType, shape: tuple[int, ...], g: Generator) -> Tensor:
+    return torch.randn(shape, generator=g).to(TORCH_DTYPES[dtype])
+
+
+def _states(spec: ChainSpec, count: int, g: Generator) -> Tensor:
+    """Pairs of numbers lie at multiples of two, or at odd places."""
+    inner = HEADS * spec.head_v * spec.head_k
+    odd = spec.state_loads is Loads.ELEMENT
+    wide = torch.randn(count, inner + (1 if odd else 2), generator=g).to(TORCH_DTYPES[spec.state])
+    shape = (spec.head_k, spec.head_v) if spec.layout is Layout.KV else (spec.head_v, spec.head_k)
+    return wide[:, 1 if odd else 0 :][:, :inner].view(count, HEADS, *shape)
+
+
+def chunk_linear_attention(spec: ChainSpec, batch: int, seed: int) -> Trial:
+    options = Options(
+        spec.rule.value, spec.gate.value, spec.beta_form.value, spec.l2norm, spec.head_k**-0.5, LOWER_BOUND, spec.layout.value
+    )  # fmt: skip
+    named = operands(spec, batch, seed)
+    slack = dict.fromkeys(WRITTEN, SLACK[spec.x])
+    return trial(CALLERS[_function(spec)], named, options, slack=slack, between=("workspace",))
+
+
+def _function(spec: ChainSpec) -> str:
+    """The public function whose calls pose such problems."""
+    if spec.rule is Rule.LOW_RANK:
+        return "chunk_rwkv7" if spec.alpha is not None else "chunk_dplr_delta_rule"
+    by_rule = {Rule.PLAIN: "chunk_gla", Rule.OLD: "chunk_comba", Rule.DELTA: "chunk_gdn2" if spec.erase is not None else "chunk_kda"}
+    return by_rule[spec.rule]
+
+
+TRIALS = {ChainSpec: chunk_linear_attention, WarpgroupChainSpec: chunk_linear_attention}

@@ -1,0 +1,287 @@
+"""chunk_linear_attention on a card: the laws of its results at sizes of models, offsets beyond 32 bits, and the same bits every time."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import linear_laws as laws
+import pytest
+import torch
+from linear_cases import ADVERSARIAL, BF16, BOUNDS, F16, F32, FUNCTIONS, NAN, Case, error, launched, make, public, same, starts_of
+from scan_cases import bits
+from ssu_cases import Memory
+
+import ssmgen
+from ssmgen import runtime
+from ssmgen.families.chunk_linear_attention.chain import ChainSpec, candidates
+from ssmgen.families.chunk_linear_attention.problem import LinearPromptProblem
+from ssmgen.spec import Arch
+
+pytestmark = pytest.mark.gpu
+
+KDA = Case(heads=4, key_heads=2, head_k=128, head_v=128, device="cuda")
+RWKV7 = replace(KDA, function="chunk_rwkv7", key_heads=4, head_k=64, head_v=64)
+GLA = replace(KDA, function="chunk_gla")
+HARD = ("near keys, steps of 1", "no decay", "-5", "one channel never")
+RAGGED = (0, 1, 31, 32, 65, 300)
+
+
+def by_warps(problem: LinearPromptProblem) -> ChainSpec:
+    """The variant for this card whose products are each warp's own: wherever warpgroups would come first, this one's bits are others."""
+    arch = runtime.device_arch(torch.cuda.current_device())
+    rules = candidates(problem, 1, arch, arch >= Arch(90))
+    return next(spec for _, spec, _ in rules if type(spec) is ChainSpec and not spec.violations(arch))
+
+
+BY_WARPS = partial(launched, spec=by_warps)
+by_both = pytest.mark.parametrize("run", [public, BY_WARPS], ids=["served", "warps"])
+each = pytest.mark.parametrize("case", [replace(KDA, function=name) for name in FUNCTIONS], ids=FUNCTIONS)
+three = pytest.mark.parametrize("case", [KDA, GLA, RWKV7], ids=["kda", "gla", "rwkv7"])
+
+
+@by_both
+@each
+@pytest.mark.parametrize("kind", [{}, *(ADVERSARIAL[name] for name in HARD)], ids=["random", *HARD])
+def test_results_are_those_of_float64(case, run, kind):
+    laws.is_accurate(run, case, 200, **kind)
+
+
+@by_both
+@pytest.mark.parametrize("function", ["chunk_kda", "chunk_gla", "chunk_rwkv7"])
+@pytest.mark.parametrize(
+    "sizes",
+    [{"x": F16}, {"head_k": 64, "head_v": 64}, {"head_k": 96, "head_v": 192, "key_heads": 4}, {"head_k": 256, "head_v": 64}],
+    ids=["f16", "k64", "k96v192", "k256v64"],
+)
+def test_results_of_other_sizes(function, run, sizes):
+    laws.is_accurate(run, replace(KDA, function=function, **sizes), 200)
+
+
+def test_a_longer_prompt_of_a_model():
+    laws.is_accurate(public, replace(KDA, heads=32, key_heads=32), 600, **ADVERSARIAL["slow"])
+
+
+@by_both
+@three
+def test_lengths_are_accurate(case, run):
+    laws.lengths_are_accurate(run, case, RAGGED)
+
+
+@by_both
+@each
+def test_packing_changes_no_bit(case, run):
+    laws.packing_changes_no_bit(run, case, RAGGED)
+
+
+@by_both
+@three
+@pytest.mark.parametrize("at", [64, 1984])
+def test_a_cut_changes_no_bit(case, run, at):
+    laws.a_cut_changes_no_bit(run, case, 2048, at)
+
+
+def test_a_cut_within_64_tokens_changes_no_bit():
+    laws.a_cut_changes_no_bit(public, RWKV7, 200, 96)
+
+
+@by_both
+@three
+@pytest.mark.parametrize(("state", "layout"), [(F32, "vk"), (BF16, "kv")])
+def test_a_pool_is_touched_where_it_should_be(case, run, state, layout):
+    laws.a_pool_is_touched_where_it_should_be(run, case, state, layout)
+
+
+@by_both
+@three
+def test_neighbours_do_not_matter(case, run):
+    laws.neighbours_do_not_matter(run, case, RAGGED)
+
+
+@by_both
+@pytest.mark.parametrize(("state", "index"), [(F32, torch.int32), (BF16, torch.int64), (F32, None)])
+def test_states_of_a_pool_may_begin_elsewhere(run, state, index):
+    laws.states_of_a_pool_may_begin_elsewhere(run, KDA, state, index)
+
+
+@pytest.mark.parametrize(("run", "offset"), [(public, 8), (BY_WARPS, 8), (BY_WARPS, 4), (BY_WARPS, 2)])
+@three
+def test_layout_changes_no_bit(case, run, offset):
+    laws.layout_changes_no_bit(run, case, offset)
+
+
+@by_both
+@three
+@pytest.mark.parametrize("state", [F32, BF16])
+def test_order_of_states_changes_no_bit(case, run, state):
+    laws.order_of_states_changes_no_bit(run, case, state)
+
+
+@each
+def test_gates_agree(case):
+    laws.gates_agree(public, case)
+
+
+@by_both
+@each
+def test_decoding_goes_on(case, run):
+    laws.decoding_goes_on(run, case, 100)
+
+
+@by_both
+@three
+@pytest.mark.parametrize("state", [F32, BF16])
+def test_checkpoints_are_final_states(case, run, state):
+    laws.checkpoints_are_final_states(run, case, state, RAGGED)
+
+
+@by_both
+@three
+def test_batches_change_no_bit(case, run):
+    laws.batches_change_no_bit(run, case)
+
+
+def test_nothing_is_written_beyond_what_is_said():
+    """Guarded buffers on all sides, of poison; the workspace as large as it says."""
+    lengths = (65, 0, 130, 1)
+    for case in (KDA, GLA, RWKV7):
+        memory = Memory("cuda")
+        call = make(case, sum(lengths)) | {"cu_seqlens": starts_of(lengths, "cuda")}
+        wanted, last = public(case, **call, return_final_states=True)
+        for name in case.per_token:
+            call[name] = memory.fill(name, call[name])
+        out = memory.fill("out", torch.full_like(wanted, NAN))
+        final = memory.fill("final_states", torch.full_like(last, NAN))
+        size = ssmgen.chunk_linear_attention_workspace(sum(lengths), len(lengths), case.heads, case.head_k, case.rule.value)
+        room = memory.fill("workspace", torch.full((size // 4,), NAN, device="cuda"))
+        memory.seal()
+        public(case, **call, out=out, return_final_states=True, final_states_out=final, workspace=room.view(torch.uint8))
+        assert not memory.untouched(dict.fromkeys(("out", "final_states", "workspace"))) and same(out, wanted) and same(final, last)
+
+
+def digest(*tensors: Any) -> str:
+    return hashlib.sha256(b"".join(bits(t).cpu().numpy().tobytes() for t in tensors)).hexdigest()
+
+
+@by_both
+@three
+def test_the_same_bits_every_time(case, run):
+    """One call behind the other, so that each one's first kernel may meet the last one of the call before, in one workspace."""
+    call = make(case, 4, 300) | {"workspace": torch.full((2 * 10**7,), 0xFF, dtype=torch.uint8, device="cuda")}
+    sums, seen = set(), set()
+    for i in range(300):
+        out, state = run(case, **call, return_final_states=True)
+        total = bits(out).sum(dtype=torch.int64), bits(state).sum(dtype=torch.int64)
+        sums.add(tuple(map(int, total)))
+        if i % 100 == 0:
+            seen.add(digest(out, state))
+    assert len(sums) == len(seen) == 1
+
+
+@three
+def test_programmatic_launches_change_no_bit(case):
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("programmatic dependent launch needs sm_90")
+    call = make(case, 2, 300)
+    assert same(public(case, **call, pdl=True), public(case, **call, pdl=False))
+
+
+@three
+def test_in_a_graph(case):
+    """Other lengths in the same graph, and many replays behind each other."""
+    call = make(case, 300)
+    call |= {"cu_seqlens": starts_of((100, 200), "cuda"), "out": torch.empty_like(call["v"])}
+    state = torch.zeros(2, *case.state, device="cuda")
+    wanted = public(case, **call, state=state).clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        public(case, **call, state=state)
+    for lengths in ((100, 200), (64, 236), (0, 300)):
+        call["out"].zero_()
+        call["cu_seqlens"].copy_(starts_of(lengths, "cuda"))
+        for _ in range(20):
+            graph.replay()
+        found, last = call["out"].clone(), state.clone()
+        again = torch.full_like(state, NAN)
+        assert same(found, public(case, **call | {"out": torch.empty_like(found)}, state=again))
+        served = [i for i, n in enumerate(lengths) if n]
+        assert same(last[served], again[served])
+        assert lengths != (100, 200) or same(found, wanted)
+
+
+@torch.no_grad()
+def test_compiled_by_torch():
+    call, before = make(KDA, 2, 130), laws.states(KDA, 2)
+
+    def layer(before: torch.Tensor, **call: Any) -> Any:
+        out, state = ssmgen.chunk_kda(**call, initial_states=before, return_final_states=True)
+        return out * 2, state + 1
+
+    wanted = layer(before, **call)
+    compiled = torch.compile(layer, fullgraph=True)
+    assert all(same(a, b) for _ in range(2) for a, b in zip(compiled(before, **call), wanted, strict=True))
+
+
+def test_a_bound_call_of_gdn2_weighs_what_it_is_given():
+    case = replace(KDA, function="chunk_gdn2")
+    call = make(case, 1, 70)
+    bound = ssmgen.bind(ssmgen.chunk_gdn2, **call)
+    first = bound().clone()
+    call["w"].mul_(0.5)
+    assert same(bound(), public(case, **call)) and not same(first, bound.out)
+
+
+@by_both
+@three
+def test_a_prompt_in_pieces_and_then_steps(case, run):
+    """The same tokens in one call; in pieces of whole chunks; and, behind two of them, step by step."""
+    call, pieces = make(case, 1, 300), (128, 64, 108)
+    whole, last = run(case, **call, return_final_states=True)
+    state, outs, begin = torch.zeros(1, *case.state, device="cuda"), [], 0
+    for count in pieces:
+        piece = laws.cut(case, call, slice(None), slice(begin, begin + count))
+        if count % 64:
+            stepped = state.clone()
+            steps = case.decode(stepped, **piece)
+            assert error(steps, whole[:, begin:].double().cpu()) <= 2 * BOUNDS[BF16]
+            assert error(stepped, last.double().cpu()) <= 2 * BOUNDS[BF16]
+        out, state = run(case, **piece, initial_states=state, return_final_states=True, final_states_out=state)
+        outs.append(out)
+        begin += count
+    assert same(torch.cat(outs, 1), whole) and same(state, last)
+
+
+def test_offsets_beyond_32_bits():
+    """Tokens that lie 2^31 elements from the first, and a slot that does."""
+    if torch.cuda.mem_get_info()[0] < 14 * 2**30:
+        pytest.skip("needs 14 GiB of the card's memory")
+    case, tokens = replace(KDA, heads=2, key_heads=1, head_k=64, head_v=64), 70
+    apart = 2**31 // 69 // 8 * 8 + 8
+    call = make(case, tokens)
+    far = torch.empty(tokens * apart, dtype=BF16, device="cuda").as_strided((tokens, 2, 64), (apart, 64, 1))
+    far.copy_(call["v"])
+    slot = 2**31 // (2 * 64 * 64) + 1
+    pool = torch.empty((slot + 1) * 2 * 64 * 64, dtype=BF16, device="cuda").view(-1, 2, 64, 64)
+    starts = starts_of((tokens,), "cuda")
+    wanted, state = public(case, **call, cu_seqlens=starts, return_final_states=True)
+    more = {"cu_seqlens": starts, "state": pool, "state_indices": torch.tensor([slot], device="cuda")}
+    assert same(public(case, **call | {"v": far}, **more), wanted) and same(pool[slot], state[0].to(BF16))
+    del pool, far
+    gates = torch.empty(tokens * apart, dtype=BF16, device="cuda").as_strided((tokens, 2, 64), (apart, 64, 1))
+    gates.copy_(call["g"])
+    assert same(public(case, **call | {"g": gates}, cu_seqlens=starts), public(case, **call | {"g": gates.clone()}, cu_seqlens=starts))
+
+
+def test_images_beyond_32_bits():
+    """A workspace of more than 4 GiB: the last sequence's output is what it is alone."""
+    heads, count, length = 64, 32, 4096  # 4.7 GB of images, 1.1 GB of out
+    if torch.cuda.mem_get_info()[0] < 20 * 2**30:
+        pytest.skip("needs 20 GiB of the card's memory")
+    case = replace(KDA, heads=heads, key_heads=1, head_k=64, head_v=64)
+    one = make(case, 1, length)
+    call = {n: t.expand(count, *t.shape[1:]) if n in case.per_token else t for n, t in one.items()}
+    assert ssmgen.chunk_linear_attention_workspace(count * length, count, heads, 64) > 2**32
+    out = public(case, **call)
+    assert same(out[-1], public(case, **one)[0]) and same(out[0], out[-1])

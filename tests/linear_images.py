@@ -1,0 +1,214 @@
+"""chunk_linear_attention: what the first kernel leaves for the second, in float64, and as the bytes that it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from types import SimpleNamespace
+
+import torch
+from delta_images import ROUNDED
+from torch import Tensor
+
+from ssmgen.families.chunk_linear_attention.problem import (
+    BLOCK,
+    BLOCK_BYTES,
+    PANEL,
+    PANEL_BYTES,
+    PANELS,
+    ROWS,
+    ImageProblem,
+    Rule,
+    chunks_of,
+)
+from ssmgen.families.linear_attention.problem import Beta
+from ssmgen.families.linear_attention.reference import log_decay, normalised
+
+MATRICES, SQUARES = ("E", "Q", "W"), ("T", "P")
+
+
+@dataclass(frozen=True)
+class Images:
+    """What the first kernel leaves, by number of a chunk and head; served: [numbers], tokens of each, 0 of nobody's. Without a rule that
+    reads, E and T are there, and are not kept."""
+
+    E: Tensor  # [numbers, HV, 64, K]
+    Q: Tensor
+    W: Tensor
+    T: Tensor  # [numbers, HV, 64, 64]
+    P: Tensor
+    decay: Tensor  # [numbers, HV, K]
+    served: Tensor
+
+    @staticmethod
+    def kept(rule: Rule) -> list[str]:
+        return ["E"] * rule.reads + ["Q", "W"] + ["T"] * rule.reads + ["P"]
+
+
+def decays_of(views: Mapping[str, Tensor], problem: ImageProblem, lower_bound: float) -> Tensor:
+    """[B, T, HV, K] in float64: what the state is multiplied with at each token."""
+    A_log, dt_bias = (views[n].double() if n in views else None for n in ("A_log", "dt_bias"))
+    form = SimpleNamespace(gate=problem.gate.value)
+    if problem.gk is not None:
+        log = log_decay(views["gk"].double(), form, None if A_log is None else A_log[:, None], dt_bias, lower_bound)
+    elif problem.g is not None:
+        log = log_decay(views["g"].double(), form, A_log, dt_bias, lower_bound)[..., None].expand(*views["g"].shape, problem.head_k)
+    else:
+        return torch.ones(*views["q"].shape[:2], _heads(views), problem.head_k, dtype=torch.float64)
+    return log.exp()
+
+
+def _heads(views: Mapping[str, Tensor]) -> int:
+    return next(views[n].shape[2] for n in ("v", "gk", "g", "erase", "beta", "q") if n in views)
+
+
+def operands_of(views: Mapping[str, Tensor], problem: ImageProblem, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(q, e, w, second w) of each token and head of v, [B, T, HV, K] in float64: what it reads with, and writes with. Of the low-rank form
+    w is of v, and the second one of what is read; others have zeros there."""
+    heads = _heads(views)
+    key = {n: views[n].double() for n in ("q", "k", "read", "write", "alpha") if n in views}
+    if problem.l2norm:
+        key |= {n: normalised(key[n]) for n in ("q", "k", "read") if n in key}
+    key = {n: t.repeat_interleave(heads // t.shape[2], 2) for n, t in key.items()}
+    read = key.get("read", key["k"]) * (views["erase"].double() if "erase" in views else 1)
+    second = torch.zeros_like(key["k"])
+    if problem.rule is Rule.LOW_RANK:
+        second = key["write"] if "write" in key else -(read * key["alpha"])
+        read = -read
+    w = key["k"]
+    if "beta" in views:
+        beta = views["beta"].double()
+        if problem.beta_form is not Beta.PLAIN:
+            beta = torch.sigmoid(beta) * (2 if problem.beta_form is Beta.TWICE_SIGMOID else 1)
+        w = w * beta[..., None]
+    return scale * key["q"], read, w, second
+
+
+def spans_of(views: Mapping[str, Tensor]) -> list[tuple[int, int, int]]:
+    """(row of the batch, first token, behind the last one) of each sequence."""
+    batch, length = views["q"].shape[:2]
+    if "cu_seqlens" not in views:
+        return [(b, 0, length) for b in range(batch)]
+    starts = views["cu_seqlens"].tolist()
+    return [(0, a, b) if 0 <= a < b <= length else (0, 0, 0) for a, b in pairwise(starts)]
+
+
+def images_of(views: Mapping[str, Tensor], problem: ImageProblem, scale: float = 1.0, lower_bound: float = 0.0) -> Images:
+    """In float64, of a call's operands by their roles, in token form: q, k, read, write, alpha [B, T, HK, K], gk, erase [B, T, HV, K], g,
+    beta [B, T, HV], A_log [HV], dt_bias [HV] or [HV, K], cu_seqlens. Where there is no token, T is the identity and all else is zero."""
+    operands, a = operands_of(views, problem, scale), decays_of(views, problem, lower_bound)
+    (batch, length), heads, K, step = views["q"].shape[:2], _heads(views), problem.head_k, problem.rule.tokens
+    spans = spans_of(views)
+    numbers = chunks_of(batch * length, len(spans), problem.rule)
+    matrix, square = torch.zeros(numbers, heads, ROWS, K, dtype=torch.float64), torch.zeros(numbers, heads, ROWS, ROWS, dtype=torch.float64)
+    served = torch.zeros(numbers, dtype=torch.int64)
+    found = Images(matrix, matrix.clone(), matrix.clone(), square, square.clone(), matrix[:, :, 0].clone(), served)
+    for s, (row, begin, end) in enumerate(spans):
+        for n, start in enumerate(range(begin, end, step)):
+            at, count = (begin + row * length) // step + s + n, min(step, end - start)
+            own = (row, slice(start, start + count))
+            assert not served[at], "two chunks have one number"
+            served[at] = count
+            for h in range(heads):
+                one = [torch.zeros(step, K, dtype=torch.float64).index_copy(0, torch.arange(count), t[own][:, h]) for t in operands]
+                decay = torch.ones(step, K, dtype=torch.float64).index_copy(0, torch.arange(count), a[own][:, h])
+                for field, value in zip(("E", "Q", "W", "T", "P", "decay"), _image(problem.rule, *one, decay), strict=True):
+                    getattr(found, field)[at, h] = value
+    return found
+
+
+def _image(rule: Rule, q: Tensor, e: Tensor, w: Tensor, second: Tensor, a: Tensor) -> tuple[Tensor, ...]:
+    """(E, Q, W, T, P, decay) of a chunk's tokens."""
+    tokens = torch.arange(ROWS) % rule.tokens
+    reading = (torch.arange(ROWS) >= ROWS - rule.tokens).double()[:, None]
+    count = len(a)
+    behind = torch.ones(count, count).tril(-1).bool()[..., None]
+    through = torch.where(behind, a[:, None], 1.0).cumprod(0)  # [i, j]: what is left at i of what was there behind j
+    since = a.cumprod(0)
+    ahead, since_ahead = through, since  # of what e reads
+    if rule in (Rule.OLD, Rule.LOW_RANK):
+        ahead, since_ahead = torch.cat([through[:1], through[:-1]]), torch.cat([torch.ones_like(a[:1]), since[:-1]])
+    E, Q = reading * (e * since_ahead)[tokens], reading * (q * since)[tokens]
+    written = torch.cat([w, second]) if rule is Rule.LOW_RANK else w
+    W = written * through[-1][tokens]
+    later, now = tokens[:, None] > tokens, tokens[:, None] == tokens
+    pairs = tokens[:, None].expand(ROWS, ROWS), tokens.expand(ROWS, ROWS)
+    A = torch.einsum("ic,jc,ijc->ij", reading * e[tokens], written, ahead[pairs]) * later
+    P = torch.einsum("ic,jc,ijc->ij", reading * q[tokens], written, through[pairs]) * (later | now)
+    T = torch.linalg.inv(torch.eye(ROWS, dtype=torch.float64) + A)
+    return E, Q, W, T, P, since[-1]
+
+
+def _panels() -> Tensor:
+    """[64, 64]: where a number of T or P lies among the 16-bit numbers of its panels; -1 for those that are not kept."""
+    rows, columns = torch.meshgrid(torch.arange(ROWS), torch.arange(ROWS), indexing="ij")
+    panel, inner = columns // PANEL, columns % PANEL
+    begins = torch.tensor([0, *PANEL_BYTES]).cumsum(0)[:PANELS][panel] // 2
+    half = (inner // 8) ^ (rows // 4 % 2)
+    return torch.where(rows >= PANEL * panel, begins + (rows - PANEL * panel) * PANEL + half * 8 + inner % 8, -1)
+
+
+def _blocks(head_k: int) -> Tensor:
+    """[64, K]: where a number of E, Q or W lies among the 16-bit numbers of its blocks."""
+    rows, columns = torch.meshgrid(torch.arange(ROWS), torch.arange(head_k), indexing="ij")
+    piece = columns % BLOCK // 8 ^ rows % 8
+    return columns // BLOCK * (BLOCK_BYTES // 2) + rows * BLOCK + piece * 8 + columns % 8
+
+
+def _begins(problem: ImageProblem) -> dict[str, int]:
+    image = problem.image
+    return dict(zip(("E", "Q", "W", "T", "P"), image[:5], strict=True))
+
+
+def pack(images: Images, problem: ImageProblem) -> Tensor:
+    """The bytes that the first kernel should leave, but for roundings; NaN where nothing is written."""
+    (numbers, heads, K), x = images.decay.shape, {"bf16": torch.bfloat16, "f16": torch.float16}[problem.x.value]
+    image = problem.image
+    found = torch.full((numbers, heads, image.bytes), 0xFF, dtype=torch.uint8)
+    halves = found.view(torch.int16)
+    begins = _begins(problem)
+    for name in Images.kept(problem.rule):
+        places = _blocks(K) if name in MATRICES else _panels()
+        there = places >= 0
+        halves[..., begins[name] // 2 + places[there]] = getattr(images, name)[..., there].to(x).view(torch.int16)
+    found[..., image.decay : image.decay + 4 * K] = images.decay.float().contiguous().view(torch.uint8)
+    found[images.served == 0] = 0xFF
+    return found.flatten()
+
+
+def unpack(workspace: Tensor, images: Images, problem: ImageProblem) -> Images:
+    """What is in a workspace, as the images of the same call would be."""
+    (numbers, heads, K), x = images.decay.shape, {"bf16": torch.bfloat16, "f16": torch.float16}[problem.x.value]
+    image, begins = problem.image, _begins(problem)
+    found = workspace.cpu()[: numbers * heads * image.bytes].view(numbers, heads, image.bytes)
+    halves = found.contiguous().view(x)
+    read = {name: getattr(images, name) for name in ("E", "T")}
+    for name in Images.kept(problem.rule):
+        places = _blocks(K) if name in MATRICES else _panels()
+        values = halves[..., begins[name] // 2 + places.clamp(min=0)].double()
+        read[name] = torch.where(places >= 0, values, 0.0)
+    decay = found[..., image.decay : image.decay + 4 * K].contiguous().view(torch.float32).double()
+    return Images(**read, decay=decay, served=images.served)
+
+
+def images_are_right(found: Images, wanted: Images, problem: ImageProblem, bound: float | None = None, decay: float = 1e-5) -> None:
+    """Matrices within `bound`, decays within `decay`, relative L2 by chunk and head; what is zero, or of the identity, exactly so. Of a few
+    tokens, half more is allowed: nothing averages up to three roundings of each."""
+    x = {"bf16": torch.bfloat16, "f16": torch.float16}[problem.x.value]
+    limit = ROUNDED[x] if bound is None else bound
+    for at in torch.nonzero(wanted.served).flatten().tolist():
+        few = 1.5 if wanted.served[at] < 16 else 1.0
+        for name in (*Images.kept(problem.rule), "decay"):
+            ours, theirs = getattr(found, name)[at], getattr(wanted, name)[at]
+            assert ours.isfinite().all(), (name, at)
+            exact = (theirs == 0) | (theirs == 1)
+            if name in SQUARES:
+                exact &= torch.ones(ROWS, ROWS).triu().bool() if name == "T" else torch.ones(ROWS, ROWS).triu(1).bool()
+            if name != "decay":
+                assert torch.equal(ours[exact], theirs[exact]), (name, at)
+            apart, allowed = (
+                (ours - theirs).flatten(1).norm(dim=1),
+                (decay if name == "decay" else few * limit) * theirs.flatten(1).norm(dim=1),
+            )
+            assert (apart <= allowed + 1e-30).all(), (name, at, (apart / theirs.flatten(1).norm(dim=1)).tolist())

@@ -1,0 +1,243 @@
+"""chunk_linear_attention: the laws of its results, for whatever runs a call: a card, or the emulator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from linear_cases import BF16, BOUNDS, F16, F32, HARD, NAN, STORED, Case, Run, error, exact, make, same, starts_of
+from ssu_cases import Memory
+from torch import Tensor
+
+# Relative L2 error of a few tokens: what is rounded for products is, each by up to 2^-9, and nothing averages that.
+FEW = {BF16: 9e-3, F16: 1.5e-3}
+
+
+def tokens_of(case: Case, call: Mapping[str, Any], span: slice) -> dict[str, Any]:
+    """The call on some of its packed tokens, as a batch of one."""
+    return {n: t[span][None] if n in case.per_token else t for n, t in call.items()}
+
+
+def cut(case: Case, call: Mapping[str, Any], *at: Any) -> dict[str, Any]:
+    """The call with this index into what tokens have."""
+    return {n: t[at] if n in case.per_token else t for n, t in call.items()}
+
+
+def states(case: Case, count: int, dtype: torch.dtype = F32, seed: int = 1) -> Tensor:
+    return torch.randn(count, *case.state, generator=torch.Generator().manual_seed(seed)).to(case.device, dtype)
+
+
+def is_accurate(run: Run, case: Case, tokens: int, **kind: float) -> None:
+    """Accuracy with a state to start from."""
+    call = make(case, 2, tokens, **kind) | {"initial_states": states(case, 2)}
+    bound = (HARD if kind else BOUNDS)[case.x]
+    wanted = exact(case, call, return_final_states=True)
+    out, last = run(case, **call, return_final_states=True)
+    errors = error(out, wanted["out"]), error(last, wanted["final_states"])
+    assert max(errors) <= bound, errors
+
+
+def lengths_are_accurate(run: Run, case: Case, lengths: Sequence[int]) -> None:
+    """Accuracy of packed sequences of so many tokens, and of each one's state."""
+    call = make(case, sum(lengths)) | {"cu_seqlens": starts_of(lengths, case.device), "return_final_states": True}
+    wanted = exact(case, call)
+    out, last = run(case, **call)
+    for i, (begin, length) in enumerate(zip(call["cu_seqlens"].tolist(), lengths, strict=False)):
+        if length:
+            bound = (BOUNDS if length > 16 else FEW)[case.x]
+            assert error(out[begin : begin + length], wanted["out"][0, begin : begin + length]) <= bound, length
+            assert error(last[i], wanted["final_states"][i]) <= bound, length
+        else:
+            assert not last[i].any()
+
+
+def packing_changes_no_bit(run: Run, case: Case, lengths: Sequence[int]) -> None:
+    call = make(case, sum(lengths))
+    starts = starts_of(lengths, case.device)
+    packed, last = run(case, **call, cu_seqlens=starts, return_final_states=True)
+    for i, length in enumerate(lengths):
+        span = slice(int(starts[i]), int(starts[i + 1]))
+        if length:
+            out, own = run(case, **tokens_of(case, call, span), return_final_states=True)
+            assert same(out[0], packed[span]) and same(own[0], last[i]), length
+        else:
+            assert not last[i].any()
+
+
+def a_cut_changes_no_bit(run: Run, case: Case, tokens: int, at: int) -> None:
+    """at: a multiple of a chunk's tokens."""
+    call = make(case, 1, tokens)
+    whole, last = run(case, **call, return_final_states=True)
+    first, state = run(case, **cut(case, call, slice(None), slice(0, at)), return_final_states=True)
+    rest = cut(case, call, slice(None), slice(at, None))
+    second, end = run(case, **rest, initial_states=state, return_final_states=True, final_states_out=state)
+    assert same(torch.cat([first, second], 1), whole) and same(end, last) and end is state
+
+
+def a_pool_is_touched_where_it_should_be(run: Run, case: Case, state: torch.dtype, layout: str = "vk") -> None:
+    """Slots that nobody has hold NaN, and so do those of sequences that start from nothing, those of none and tokens of no sequence."""
+    lengths, slots, started = (65, 7, 0, 16, 64), (3, 20, 7, 0, -1), (True, True, True, False, True)
+    memory, tokens = Memory(case.device), sum(lengths) + 9
+    call = make(case, tokens)
+    for name in case.per_token:
+        call[name][-9:] = NAN
+        call[name] = memory.fill(name, call[name])
+    HV, V, K = case.state
+    shape = (9, HV, K, V) if layout == "kv" else (9, HV, V, K)
+    pool = memory.fill("state", torch.full(shape, NAN, dtype=state, device=case.device))
+    pool[3] = torch.randn(shape[1:], generator=torch.Generator().manual_seed(1)).to(case.device, state)
+    out = memory.fill("out", torch.full_like(call["v"], NAN))
+    call |= {"cu_seqlens": starts_of(lengths, case.device, torch.int64), "state": pool, "out": out, "state_layout": layout}
+    call |= {"state_indices": torch.tensor(slots).int().to(case.device), "has_initial_state": torch.tensor(started).to(case.device)}
+    wanted = exact(case, call)
+    memory.seal()
+    run(case, **call)
+    assert not memory.untouched({"state": torch.tensor([3, 0], device=case.device), "out": torch.arange(tokens - 9, device=case.device)})
+    for begin, end, slot in ((0, 65, 3), (72, 88, 0)):
+        assert error(out[begin:end], wanted["out"][0, begin:end]) <= BOUNDS[case.x]
+        assert error(pool[slot], wanted["state"][slot]) <= BOUNDS[case.x] + STORED[state]
+    assert not out[65:72].any() and not out[88:152].any()
+
+
+def neighbours_do_not_matter(run: Run, case: Case, lengths: Sequence[int]) -> None:
+    """NaN in all other sequences, and in tokens of none, changes no bit of a sequence, of its state neither."""
+    call = make(case, sum(lengths) + 9)
+    starts = starts_of((4, *lengths), case.device)[1:]
+    plain, last = run(case, **call, cu_seqlens=starts, return_final_states=True)
+    for i, length in enumerate(lengths):
+        span = slice(int(starts[i]), int(starts[i]) + length)
+        poisoned = {n: torch.full_like(call[n], NAN) for n in case.per_token}
+        for name, t in poisoned.items():
+            t[span] = call[name][span]
+        out, own = run(case, **call | poisoned, cu_seqlens=starts, return_final_states=True)
+        assert same(out[span], plain[span]) and same(own[i], last[i]), length
+
+
+def states_of_a_pool_may_begin_elsewhere(run: Run, case: Case, state: torch.dtype, index: torch.dtype | None) -> None:
+    """From dense states into a pool: the bits of the call without one; a sequence of no slot or without tokens touches none."""
+    lengths = (65, 7, 0, 16)
+    memory, call = Memory(case.device), make(case, sum(lengths))
+    call |= {"cu_seqlens": starts_of(lengths, case.device), "initial_states": states(case, len(lengths), state)}
+    wanted, last = run(case, **call, return_final_states=True)
+    slots = [0, 1, 2, 3] if index is None else [4, 9, 1, 0]
+    pool = memory.fill("state", torch.full((9, *case.state), NAN, dtype=state, device=case.device))
+    given = {} if index is None else {"state_indices": torch.tensor(slots, dtype=index, device=case.device)}
+    memory.seal()
+    out = run(case, **call, state=pool, **given)
+    served = [i for i in range(4) if lengths[i] and slots[i] < 9]
+    assert not memory.untouched({"state": torch.tensor([slots[i] for i in served], device=case.device)})
+    assert all(same(pool[slots[i]], last[i]) for i in served)
+    if index is not None:
+        assert not out[65:72].any()
+        wanted[65:72] = 0
+    assert same(out, wanted)
+
+
+def layout_changes_no_bit(run: Run, case: Case, offset: int) -> None:
+    """What tokens have are slices of wider tensors, `offset` elements from multiples of 16 bytes."""
+    call = make(case, 2, 70)
+    wanted = run(case, **call)
+
+    def moved(t: Tensor) -> Tensor:
+        """The same, in rows that begin and end with others' numbers."""
+        wide = torch.full((*t.shape[:-1], t.shape[-1] + offset), NAN, dtype=t.dtype, device=t.device)
+        wide[..., offset:] = t
+        return wide[..., offset:]
+
+    out = moved(torch.full_like(call["v"], NAN))
+    run(case, **{n: moved(t) if n in case.per_token else t for n, t in call.items()}, out=out)
+    assert same(out, wanted)
+
+
+def order_of_states_changes_no_bit(run: Run, case: Case, state: torch.dtype) -> None:
+    """States in the layout kv are the transposes of those in vk."""
+    call, before = make(case, 2, 70), states(case, 2, state)
+    out, last = run(case, **call, initial_states=before, return_final_states=True)
+    turned = before.transpose(2, 3).contiguous()
+    found, theirs = run(case, **call, initial_states=turned, return_final_states=True, state_layout="kv")
+    assert same(found, out) and same(theirs.transpose(2, 3), last)
+
+
+def gates(case: Case, tokens: int = 70) -> list[dict[str, Any]]:
+    """What gates and betas of a function may be, beside what `make` has."""
+    g = torch.Generator().manual_seed(3)
+    HV, _, K = case.state
+
+    def randn(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+        return torch.randn(*shape, generator=g).to(case.device, dtype)
+
+    name = next(n for n in ("g", "gk", "w") if n in case.per_token)
+    inner = (HV,) if case.function == "chunk_comba" else (HV, K)
+    variants: list[dict[str, Any]] = [
+        {name: -0.3 * torch.rand(1, tokens, *inner, generator=g).to(case.device, dtype)} for dtype in (BF16, F16)
+    ]
+    if case.function in ("chunk_gla", "chunk_dplr_delta_rule"):
+        variants.append({name: None})
+    if case.function in ("chunk_kda", "chunk_gdn2", "chunk_comba"):
+        raw = {"g": randn(1, tokens, *inner), "A_log": -randn(HV).abs()}
+        variants += [raw, raw | {"g": raw["g"].to(BF16), "dt_bias": randn(*inner)}]
+        if case.function != "chunk_comba":
+            variants += [raw | {"dt_bias": randn(HV * K, dtype=F16), "lower_bound": -5.0}, {"g": raw["g"], "lower_bound": -2.0}]
+    if "beta" in case.per_token:
+        variants += [{"beta": randn(1, tokens, HV), "beta_sigmoid": True}]
+    if case.function == "chunk_kda":
+        variants += [{"beta": randn(1, tokens, HV, dtype=BF16), "beta_sigmoid": True, "allow_neg_eigval": True}]
+    return variants
+
+
+def gates_agree(run: Run, case: Case) -> None:
+    """Raw gates, bounded ones and none, logits of beta, and gates of all dtypes: what the reference makes of them."""
+    call = make(case, 1, 70)
+    for more in gates(case):
+        wanted = exact(case, call | more, return_final_states=True)
+        out, last = run(case, **call | more, return_final_states=True)
+        errors = error(out, wanted["out"]), error(last, wanted["final_states"])
+        assert max(errors) <= BOUNDS[case.x], (errors, more.keys())
+
+
+def decoding_goes_on(run: Run, case: Case, tokens: int) -> None:
+    """The state that a prompt leaves is the one that the next step reads."""
+    call = make(case, 2, tokens + 1)
+    wanted = exact(case, call, return_final_states=True)
+    _, state = run(case, **cut(case, call, slice(None), slice(0, -1)), return_final_states=True)
+    out = case.decode(state, **cut(case, call, slice(None), -1))
+    assert error(out, wanted["out"][:, -1]) <= FEW[case.x] and error(state, wanted["final_states"]) <= BOUNDS[case.x]
+
+
+def checkpoints_are_final_states(run: Run, case: Case, state: torch.dtype, lengths: Sequence[int]) -> None:
+    """A checkpoint is, bit for bit, the final state of a call that ends there; positions of no chunk's end leave their rows alone."""
+    memory, tokens = Memory(case.device), sum(lengths)
+    call, starts = make(case, tokens), starts_of(lengths, case.device)
+    before = states(case, len(lengths), state)
+    ends = [(i, n) for i, k in enumerate(lengths) for n in (*range(case.chunk, k, case.chunk), k) if n]
+    served = {int(starts[i]) + n: (i, n) for i, n in ends}
+    others = {int(s) + 17 for s, k in zip(starts, lengths, strict=False) if k > 17} - served.keys()
+    listed = [-5, 0, *sorted({*served, *others}), tokens + 1, 2**31 - 1]
+    positions = torch.tensor(listed, dtype=torch.int32 if state is F32 else torch.int64, device=case.device)
+    kept = memory.fill("checkpoints", torch.full((len(listed), *case.state), NAN, dtype=state, device=case.device))
+    more: dict[str, Any] = {"initial_states": before, "return_final_states": True, "cu_seqlens": starts}
+    plain = run(case, **call, **more)
+    memory.seal()
+    marked = run(case, **call, **more, checkpoint_positions=positions, checkpoints_out=kept, return_checkpoints=True)
+    assert marked[2] is kept and all(same(a, b) for a, b in zip(marked, plain, strict=False))
+    rows = [i for i, position in enumerate(listed) if position in served]
+    assert not memory.untouched({"checkpoints": torch.tensor(rows, device=case.device)})
+    for row in rows:
+        s, count = served[listed[row]]
+        span = slice(int(starts[s]), int(starts[s]) + count)
+        _, last = run(case, **tokens_of(case, call, span), initial_states=before[s : s + 1], return_final_states=True)
+        assert same(last[0], kept[row]), (s, count)
+
+
+def batches_change_no_bit(run: Run, case: Case) -> None:
+    """A sequence's bits are those that it has alone; checkpoints go through the flattened batch."""
+    call, end = make(case, 3, 70), case.chunk
+    positions = torch.tensor([end, 70, 141, 140 + end, 210, 211], device=case.device)
+    plain, last, kept = run(case, **call, return_final_states=True, checkpoint_positions=positions, return_checkpoints=True)
+    assert kept.dtype == F32 and same(kept[1], last[0]) and same(kept[4], last[2])
+    for i in range(3):
+        out, own = run(case, **cut(case, call, slice(i, i + 1)), return_final_states=True)
+        assert same(out[0], plain[i]) and same(own[0], last[i])
+    _, first = run(case, **cut(case, call, slice(2, 3), slice(0, end)), return_final_states=True)
+    assert same(kept[3], first[0])
