@@ -52,14 +52,7 @@ def served(form: Any, segments: int) -> Any:
 @pytest.mark.parametrize(("sizes", "form"), FORMS, ids=["warps", "warpgroups"])
 @pytest.mark.parametrize("kind", every_other([{}, *ADVERSARIAL.values()]), ids=["random", *ADVERSARIAL])
 def test_errors_are_those_of_one_segment(sizes, form, kind):
-    """To a twentieth, of outputs and of states, also with a state to start from and a key that all have in common."""
-    sizes = replace(sizes, heads=1)
-    call = make(sizes, 1, 7 * CHUNK, **kind) | {"initial_states": laws.states(sizes, 1), "return_final_states": True}
-    wanted = exact(call)
-    plain, cut = served(form, 1)(**call), served(form, 4)(**call)
-    assert kind.get("gate") == 40 or not same(cut[0], plain[0])  # nothing goes from one segment to the next
-    for name, found, whole in zip(("out", "final_states"), cut, plain, strict=True):
-        assert laws.error(found, wanted[name]) <= 1.05 * laws.error(whole, wanted[name]), name
+    laws.segments_are_as_accurate(served(form, 1), served(form, 4), replace(sizes, heads=1), 7 * CHUNK, **kind)
 
 
 @needs_emulator
