@@ -193,10 +193,12 @@ def unpack(workspace: Tensor, images: Images, problem: ImageProblem) -> Images:
 
 
 def images_are_right(found: Images, wanted: Images, problem: ImageProblem, bound: float | None = None, decay: float = 1e-5) -> None:
-    """Matrices within `bound`, decays within `decay`, relative L2 by chunk and head; what is zero, or of the identity, exactly so."""
+    """Matrices within `bound`, decays within `decay`, relative L2 by chunk and head; what is zero, or of the identity, exactly so. Of a few
+    tokens, half more is allowed: nothing averages up to three roundings of each."""
     x = {"bf16": torch.bfloat16, "f16": torch.float16}[problem.x.value]
     limit = ROUNDED[x] if bound is None else bound
     for at in torch.nonzero(wanted.served).flatten().tolist():
+        few = 1.5 if wanted.served[at] < 16 else 1.0
         for name in (*Images.kept(problem.rule), "decay"):
             ours, theirs = getattr(found, name)[at], getattr(wanted, name)[at]
             assert ours.isfinite().all(), (name, at)
@@ -205,5 +207,8 @@ def images_are_right(found: Images, wanted: Images, problem: ImageProblem, bound
                 exact &= torch.ones(ROWS, ROWS).triu().bool() if name == "T" else torch.ones(ROWS, ROWS).triu(1).bool()
             if name != "decay":
                 assert torch.equal(ours[exact], theirs[exact]), (name, at)
-            apart, allowed = (ours - theirs).flatten(1).norm(dim=1), (decay if name == "decay" else limit) * theirs.flatten(1).norm(dim=1)
+            apart, allowed = (
+                (ours - theirs).flatten(1).norm(dim=1),
+                (decay if name == "decay" else few * limit) * theirs.flatten(1).norm(dim=1),
+            )
             assert (apart <= allowed + 1e-30).all(), (name, at, (apart / theirs.flatten(1).norm(dim=1)).tolist())

@@ -1,9 +1,9 @@
 """The first kernel of chunk_linear_attention: what of a chunk does not hang on the state, of all chunks and heads at once.
 
-A block has a chunk of one head, and each of its four warps 16 rows. A warp makes their decays, and what of A and P is on the diagonal: there,
-what is written is walked with from token to token, in f32, and meets each later key with the decay between, whatever that is. Then it makes
-its rows of E, Q and W. Products of the tensor cores, of decayed 16-bit keys, are what is below the diagonal; and so T is, of tf32, beside
-substitution in f32 on its diagonal.
+A block has a chunk of one head, each of its four warps 16 rows, and a lane eight channels of four rows. In f32, from token to token, what
+is written decays and meets what reads it, within a lane's rows: those are the 4 x 4 blocks on the diagonals of A and P. Blocks of 4 x 4,
+8 x 8, 16 x 16 and 32 x 32 below are products of 16-bit numbers that have decayed from, and to, where the later rows begin: no decay is
+divided by. T comes from substitution in f32 on its diagonal, and products of tf32 below.
 Bytes per token and head: those of keys and gates read, 6 K + 160 written.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from ...arguments import divisor
-from ...spec import Arch, Loads, Needs, Param, Pdl, must
+from ...spec import Arch, Loads, Needs, Param, Pdl
 from ..linear_attention.problem import Beta, Gate
 from .problem import ROWS, Rule
 from .spec import Counts, LinearSpec
@@ -47,13 +47,10 @@ class PrepareSpec(LinearSpec):
     written: ClassVar[tuple[str, ...]] = ("images",)
     scaled: ClassVar[bool] = True
 
-    min_blocks: int = 3  # blocks per SM that ptxas must leave registers for: with 3, a thread has 168
-
     @property
     def needs(self) -> Needs:
-        return Needs(
-            math=True, elements=self.loads is Loads.ELEMENT, bytes=True, matrices=True, places=True, copies=True, mma=self.x.value, tf32=True
-        )  # fmt: skip
+        elements = self.loads is Loads.ELEMENT
+        return Needs(math=True, elements=elements, bytes=True, matrices=True, places=True, copies=True, mma=self.x.value, tf32=True)
 
     @property
     def threads_per_block(self) -> int:
@@ -62,8 +59,7 @@ class PrepareSpec(LinearSpec):
     @property
     def stem(self) -> str:
         shape = f"{self.rule.value}_k{self.head_k}_{self.x.value}_{self.gate.value}"
-        blocks = "" if self.min_blocks == 3 else f"_b{self.min_blocks}"
-        return f"linear_prepare_{shape}{blocks}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+        return f"linear_prepare_{shape}{'' if self.pdl is Pdl.OFF else '_pdl'}"
 
     def blocks(self, counts: Counts) -> int:
         return counts.chunks * counts.heads
@@ -73,6 +69,11 @@ class PrepareSpec(LinearSpec):
 
     def counted(self, counts: Counts) -> dict[str, int]:
         return {**divisor("chunk_blocks", counts.heads), **divisor("key_blocks", counts.group_heads)}
+
+    @property
+    def min_blocks(self) -> int:
+        """Blocks per SM that ptxas must leave registers for: with 3, a thread has 168, with 2 all that there are."""
+        return 2 if self.head_k > WIDEST or self.erase is not None else 3
 
     @property
     def slab(self) -> int:
@@ -101,10 +102,7 @@ class PrepareSpec(LinearSpec):
         return 4 * self.places.words
 
     def violations(self, arch: Arch) -> list[str]:
-        return self.faults() or [
-            *must(1 <= self.min_blocks <= 8, f"min_blocks {self.min_blocks} are not 1 … 8"),
-            *self.common_violations(arch, self.dynamic_bytes),
-        ]
+        return self.faults() or self.common_violations(arch, self.dynamic_bytes)
 
     def constants(self) -> dict[str, Any]:
         return super().constants() | {
