@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -21,8 +21,9 @@ from ssmgen.families.chunk_linear_attention.prepare import PrepareSpec
 from ssmgen.families.chunk_linear_attention.problem import ImageProblem, Rule, chunks_of, workspace_bytes
 from ssmgen.families.chunk_linear_attention.spec import Counts, of_problem
 from ssmgen.families.linear_attention.problem import Beta, Gate
+from ssmgen.nvrtc import compile_cubin
 from ssmgen.render import render
-from ssmgen.spec import Arch, Loads, Pdl
+from ssmgen.spec import Arch, DType, Index, Loads, Pdl
 
 SM80 = Arch.parse("sm_80")
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
@@ -234,6 +235,31 @@ def test_a_cut_changes_no_bit(sizes):
     rest = prepared(sizes, {n: t[1:, 2 * step :] for n, t in views.items()})
     first = views["q"].shape[1] // step + 1
     assert torch.equal(rest[:2], whole[first + 2 : first + 4])
+
+
+SPEC = PrepareSpec(head_k=128, gk=DType.F32, beta=DType.BF16, l2norm=True)
+LOW = {"rule": Rule.LOW_RANK, "read": True, "beta": None, "l2norm": False}
+VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
+    "kda": ({}, "sm_90a"),
+    "kda-raw": ({"gk": DType.BF16, "gate": Gate.SOFTPLUS, "A_log": DType.F32, "dt_bias": DType.F32, "cu_seqlens": Index.I32}, "sm_120"),
+    "rwkv7": (LOW | {"head_k": 64, "alpha": DType.BF16}, "sm_80"),
+    "k256": ({"head_k": 256, "erase": DType.BF16, "x": DType.F16}, "sm_90a"),
+}
+
+
+@pytest.mark.parametrize(("fields", "arch"), VARIANTS.values(), ids=VARIANTS)
+def test_no_variant_spills(fields, arch):
+    spec, arch = replace(SPEC, **fields), Arch.parse(arch)
+    resources = compile_cubin(render(spec, arch), arch, str(spec)).resources
+    assert not resources.spills and not resources.stack, f"{spec}: {resources}"
+
+
+@pytest.mark.parametrize("rule", Rule)
+@pytest.mark.parametrize("head_k", [16, 128, 144, 256])
+def test_every_card_has_the_shared_memory(rule, head_k):
+    low = rule is Rule.LOW_RANK
+    fields = {"read": rule in (Rule.OLD, Rule.LOW_RANK), "write": low, "beta": DType.F32 if rule is Rule.DELTA else None}
+    assert not replace(SPEC, head_k=head_k, rule=rule, l2norm=False, **fields).violations(Arch(86))
 
 
 MISTAKES = {

@@ -72,7 +72,7 @@ class ImageProblem(Problem):
 
     @property
     def decay(self) -> DType | None:
-        """Of the operand that says how the state decays."""
+        """The dtype of what says how the state decays."""
         return self.gk or self.g
 
     @property
