@@ -37,7 +37,7 @@ class States(NamedTuple):
     out: Tensor | None
 
     def operands(self, v: Any, head_k: int | None, layout: str, bytes_of: Callable[[int, int], int]) -> tuple[Tensor | None, ...]:
-        """What CONTROL names, with tensors made for what is written and was not given; where v or K is nothing to go by, checks object to that.
+        """What CONTROL names, with tensors made for what is written and was not given. Where v or K is nothing to go by, there are none.
 
         v: […, HV, V], as the function has it; bytes_of: a workspace for so many tokens and sequences.
         """
