@@ -18,7 +18,7 @@ from ssmgen.emulator.check import check
 from ssmgen.errors import ArgumentError, SpecError
 from ssmgen.families.selective_scan.problem import OPERATOR, Order, SelectiveProblem
 from ssmgen.families.selective_scan.spec import EXPONENTIAL, TURNS, SelectiveSpec, candidates, space
-from ssmgen.models import models
+from ssmgen.models import Wanted, asks, find_model, models
 from ssmgen.registry import select
 from ssmgen.spec import Arch, DType, Index, Loads, parse_spec
 
@@ -263,6 +263,13 @@ def test_the_rules_take_fewer_lanes_where_there_are_many_channels():
     assert lanes(8192) == 4 and lanes(65536) == 2
 
 
-def test_models_ask_for_it():
-    asked = {m.name for m in models().values() if m.kind == "mamba1"}
-    assert {"mamba-130m", "mamba-2.8b"} <= asked
+def test_models_ask_for_the_layouts_that_callers_have():
+    asked = asks()[OPERATOR]
+    assert {m.name for m in models().values() if asked.used_by(m)} == {m.name for m in models().values() if m.kind == "mamba1"}
+    call = make(SMALL, 2, 8) | {"return_final_states": True}
+    first = laws.channels_first(call, True)
+    packed = make(SMALL, 16) | {"cu_seqlens": torch.tensor([0, 16]).int(), "state": laws.states(SMALL, 1)}
+    packed |= {"state_indices": torch.zeros(1).int(), "has_initial_state": torch.zeros(1, dtype=torch.bool)}
+    forms = [call, first, first | {n: laws.channels_first(call, False)[n] for n in "BC"}, packed]
+    built = {p for index in (Index.NONE, Index.I32) for p in asked.problems(find_model("mamba-130m"), Wanted(indices=(index,)))}
+    assert {ssmgen.selective_scan.build(**form).problem()[0] for form in forms} == built

@@ -10,17 +10,17 @@ from ...spec import DType, Index
 from ..selective_state_update.models import Mamba
 from .problem import OPERATOR, Order, SelectiveProblem
 
-# What lies contiguous: mamba-ssm and transformers have tokens, of B and C too; serving engines hand on views whose channels are.
+# What lies contiguous: mamba-ssm has tokens, of B and C too, transformers states of those; serving engines have views whose channels are.
 TOKENS: dict[str, Any] = {"layout": Order.FIRST, "key_layout": Order.FIRST}
-BATCHES: tuple[dict[str, Any], ...] = (TOKENS | {"final": True}, {"final": True})
+BATCHES: tuple[dict[str, Any], ...] = (TOKENS | {"final": True}, {"layout": Order.FIRST, "final": True}, {"final": True})
 POOL: dict[str, Any] = {"cu_seqlens": Index.I32, "pool": True, "started": True}
 
 
 class SelectiveAsk(Ask):
     """The prompts of Mamba-1 models; neither tokens nor channels are among what is asked.
 
-    Without slots, batches in both layouts, from zeros; with slots, packed sequences of a pool that says itself which of them go on, whose
-    channels are contiguous. Built when a call asks for them: other states, and rows that begin at odd places.
+    Without slots, batches in all three layouts, from zeros; with slots, packed sequences, whose channels are contiguous, of a pool that
+    says itself which of them go on. Built when a call asks for them: other states, and rows that begin at odd places.
     """
 
     operator = OPERATOR

@@ -224,8 +224,9 @@ def space(problem: SelectiveProblem, arch: Arch) -> Iterator[SelectiveSpec]:
 # Fewer lanes share more of a token's work, but there must be threads: 2 warps for each scheduler of 132 SMs, at least. One lane for 16
 # states would save 5 % of the instructions, but leaves ptxas no register to spare with as many threads as that needs.
 TWO_LANES = 24576
-TILES = {2: (32, 16, 8), 4: (64, 32, 16, 8)}  # by lanes of 16 states: larger ones leave room for fewer blocks
-RESIDENT = {2: 4, 4: 1}
+RESIDENT = {2: 4, 4: 1}  # blocks per SM, by lanes of 16 states
+# By those too: larger ones leave room for fewer blocks. Rows of tokens are apart, but for those of 16.
+TILES = {(2, Order.LAST): (32, 16, 8), (2, Order.FIRST): (16, 8), (4, Order.LAST): (64, 32, 16, 8), (4, Order.FIRST): (64, 32, 16, 8)}
 
 
 def candidates(problem: SelectiveProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, SelectiveSpec | None, str]]:
@@ -239,6 +240,6 @@ def candidates(problem: SelectiveProblem, size: int, arch: Arch, pdl: bool) -> I
         if size < above:
             yield f"{scaled} lanes", None, f"{size} channels of all sequences are below {above}"
             continue
-        for tile in TILES[lanes]:
+        for tile in TILES[lanes, problem.layout]:
             spec = _spec(problem, lanes=scaled, warps=max(4, scaled // 4), tile=tile, min_blocks=RESIDENT[lanes], pdl=wait)
             yield f"{scaled} lane{'s' * (scaled > 1)}, tile {tile}", spec, ""
