@@ -118,6 +118,7 @@ def test_what_is_not_known_is_refused_in_one_message():
 
 def test_a_name_that_this_transformers_lacks(monkeypatch):
     monkeypatch.setitem(hf.MODELS, "mamba9", ("causal_conv1d_fn",))
+    monkeypatch.setattr(hf, "KNOWN", (*hf.KNOWN, "mamba9"))
     with pytest.raises(PatchError, match="mamba9 is not in transformers"):
         hf.patch("mamba9")
     with hf.patch() as patch:
