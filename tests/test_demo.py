@@ -163,7 +163,8 @@ def test_scans_of_f32_prompts_on_a_card_may_be_left_to_transformers(dtype, may):
     with FakeTensorMode():
         weight = torch.empty(1, dtype=dtype, device="cuda")
     model = SimpleNamespace(parameters=lambda: iter([weight]))
-    for label in ("mamba2.mamba2_chunk_scan", "olmo_hybrid.torch_chunk_gated_delta_rule"):
+    scans = ("mamba2.mamba2_chunk_scan", "olmo_hybrid.torch_chunk_gated_delta_rule", "kimi_linear.chunk_kimi_delta_attention")
+    for label in scans:
         assert measure._unscanned(label, model) == may
     assert not measure._unscanned("olmo_hybrid.torch_recurrent_gated_delta_rule", model)
 

@@ -95,7 +95,7 @@ def served(model: torch.nn.Module, fuse: bool = False) -> Iterator[None]:
 def _unscanned(label: str, model: torch.nn.Module) -> bool:
     """Delta rules have no kernel for f32, and Mamba-2's long rows take more shared memory than some GPUs have."""
     weight = next(model.parameters())
-    scan = label.partition(".")[2] in ("mamba2_chunk_scan", "torch_chunk_gated_delta_rule")
+    scan = label.partition(".")[2] in ("mamba2_chunk_scan", "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
     return scan and weight.is_cuda and weight.dtype == torch.float32
 
 
