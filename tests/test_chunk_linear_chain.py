@@ -208,7 +208,7 @@ def test_boundaries_that_make_no_sense_are_sequences_without_tokens():
 
 @needs_emulator
 def test_rows_that_are_not_read_may_hold_anything():
-    """Of E, Q, T and P of the low-rank form, the first half."""
+    """The first half of E, Q, T and P, of the low-rank form."""
     p = prompt(70, rule=Rule.LOW_RANK, K=80, V=16)
     made, image, filled = images(p), p.problem.image, images(p)
     for begin in (image.e, image.q):

@@ -60,7 +60,7 @@ class WarpgroupChainSpec(ChainSpec):
 
     @property
     def dynamic_bytes(self) -> int:
-        """Those of the stages, whose parts begin at multiples of 1024 bytes, and o."""
+        """Bytes of the stages, whose parts begin at multiples of 1024 bytes, and o."""
         return super().dynamic_bytes + self.rule.tokens * 2 * self.tile
 
     @property
