@@ -146,7 +146,7 @@ class RowSpec(KernelSpec, RowProblem):
 
 def axes() -> Iterator[dict[str, Any]]:
     """The choices worth trying, legal for some problems: what a tuner searches, and what the tests hold to be bit-equal."""
-    tried = {
+    tried: dict[str, tuple[Any, ...]] = {
         "lanes": (1, 2, 4, 8, 16, 32),
         "vec": (2, 4, 8),
         "ilp": (1, 2, 4, 8),
