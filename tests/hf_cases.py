@@ -346,7 +346,7 @@ def mixer_class(name: str) -> type[torch.nn.Module]:
 
 def mixers(model: torch.nn.Module) -> list[Any]:
     """The model's layers that are fused."""
-    classes = tuple(mixer_class(name) for name in LAYERS)
+    classes = tuple(mixer_class(name) for name in LAYERS if known(name))
     return [layer for layer in model.modules() if isinstance(layer, classes)]
 
 
@@ -401,7 +401,7 @@ def replaced() -> dict[str, Any]:
     """What patches replace: functions of modeling files and forwards of layers."""
     here = [name for name in TINY if known(name)]
     functions = {f"{name}.{f}": getattr(modeling(name), f) for name in here for f in hf.MODELS[name] if hasattr(modeling(name), f)}
-    functions |= {fused_label(name): vars(mixer_class(name))["forward"] for name in LAYERS}
+    functions |= {fused_label(name): vars(mixer_class(name))["forward"] for name in LAYERS if known(name)}
     norms = {name: getattr(modeling(name), NORMS[name], None) for name in here if name in NORMS}
     return functions | {f"{name}.{NORMS[name]}": vars(norm)["forward"] for name, norm in norms.items() if norm is not None}
 

@@ -24,6 +24,7 @@ from hf_cases import (
     fused_operator,
     gated_norms,
     generate,
+    known,
     mixers,
     of_prompts,
     replaced,
@@ -155,7 +156,7 @@ def test_multipliers_of_another_dtype_than_the_weights():
 
 def test_auto_fuses_all_kinds():
     with hf.patch(fuse=True) as patch:
-        assert {fused_label(name) for name in LAYERS} <= set(patch.replaced)
+        assert {fused_label(name) for name in LAYERS if known(name)} <= set(patch.replaced)
         generate(built("mamba2"), 2)
     assert patch.calls()[fused_label("mamba2")].ssmgen > 0
     with hf.patch() as patch:
