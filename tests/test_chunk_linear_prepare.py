@@ -243,7 +243,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
     "kda": ({}, "sm_90a"),
     "kda-raw": ({"gk": DType.BF16, "gate": Gate.SOFTPLUS, "A_log": DType.F32, "dt_bias": DType.F32, "cu_seqlens": Index.I32}, "sm_120"),
     "rwkv7": (LOW | {"head_k": 64, "alpha": DType.BF16}, "sm_80"),
-    "k256": ({"head_k": 256, "erase": DType.BF16, "x": DType.F16}, "sm_90a"),
+    "gdn2": ({"beta": None, "erase": DType.BF16, "x": DType.F16}, "sm_90"),
+    "k256": ({"head_k": 256}, "sm_90a"),
 }
 
 

@@ -73,7 +73,7 @@ class PrepareSpec(LinearSpec):
     @property
     def min_blocks(self) -> int:
         """Blocks per SM that ptxas must leave registers for: with 3, a thread has 168, with 2 all that there are."""
-        return 2 if self.head_k > WIDEST or self.erase is not None else 3
+        return 2 if self.head_k > WIDEST or self.loads is Loads.ELEMENT else 3
 
     @property
     def slab(self) -> int:
