@@ -18,12 +18,10 @@ COMBA: dict[str, Any] = {"rule": Rule.OLD, "head_k": 128, "head_v": 128, "g": DT
 LOW_RANK: dict[str, Any] = {"rule": Rule.LOW_RANK, "head_k": 64, "head_v": 64, "read": True}
 
 DEFAULTS = {
-    "KDA, a batch from zeros": Default(LinearPromptProblem(**KDA, final=True), 32),
+    "KDA, a batch from zeros, as transformers has states": Default(LinearPromptProblem(**KDA, final=True, layout=Layout.KV), 32),
     "KDA of Kimi-Linear, packed, with a pool": Default(LinearPromptProblem(**KDA | RAW, gate=Gate.SOFTPLUS, **POOL), 32),
     "KDA with a bounded gate, packed, states in and out, and for a cache of prefixes": Default(
-        LinearPromptProblem(
-            **KDA | RAW, gate=Gate.BOUNDED, cu_seqlens=Index.I32, initial=True, final=True, checkpoints=Index.I32, layout=Layout.KV
-        ),
+        LinearPromptProblem(**KDA | RAW, gate=Gate.BOUNDED, cu_seqlens=Index.I32, initial=True, final=True, checkpoints=Index.I32),
         96,
     ),
     "GLA, a batch from zeros": Default(LinearPromptProblem(rule=Rule.PLAIN, head_k=128, head_v=128, gk=DType.F32, final=True), 32),
