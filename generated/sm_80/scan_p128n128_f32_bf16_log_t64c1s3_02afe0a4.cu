@@ -525,7 +525,7 @@ scan_p128n128_f32_bf16_log_t64c1s3_02afe0a4(
     return;
   }
 
-  // Lane l of the first mixer has tokens 2 l and 2 l + 1 of a chunk. Their g is asked for a chunk ahead of its use.
+  // Lane l of the first mixer has tokens 2 l and 2 l + 1 of a chunk. Their g is asked for a chunk ahead of its use, or two where a sequence is divided.
   f32 raw_g[2];
   const auto ask_for_steps = [&](u32 n) {
 #pragma unroll

@@ -595,7 +595,7 @@ scan_p128n64_f32_bf16_t64c1s3_24e1b167(
     return;
   }
 
-  // Lane l of the first mixer has tokens 2 l and 2 l + 1 of a chunk. Their dt is asked for a chunk ahead of its use.
+  // Lane l of the first mixer has tokens 2 l and 2 l + 1 of a chunk. Their dt is asked for a chunk ahead of its use, or two where a sequence is divided.
   const float rate = to_float(load(A + u64(head) * A_head)) * kLog2E;
   bf16 raw_dt[2];
   const auto ask_for_steps = [&](u32 n) {

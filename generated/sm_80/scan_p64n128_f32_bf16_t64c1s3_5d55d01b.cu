@@ -545,7 +545,7 @@ scan_p64n128_f32_bf16_t64c1s3_5d55d01b(
     return;
   }
 
-  // Lane l of the first mixer has tokens 2 l and 2 l + 1 of a chunk. Their dt is asked for a chunk ahead of its use.
+  // Lane l of the first mixer has tokens 2 l and 2 l + 1 of a chunk. Their dt is asked for a chunk ahead of its use, or two where a sequence is divided.
   const float rate = to_float(load(A + u64(head) * A_head)) * kLog2E;
   const float bias = to_float(load(dt_bias + u64(head) * dt_bias_head));
   bf16 raw_dt[2];

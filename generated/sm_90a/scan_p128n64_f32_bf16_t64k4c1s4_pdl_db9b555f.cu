@@ -671,7 +671,7 @@ scan_p128n64_f32_bf16_t64k4c1s4_pdl_db9b555f(
   }
   cluster_arrive();
 
-  // Lane l of the first mixer has tokens 2 l and 2 l + 1 of a chunk. Their dt is asked for a chunk ahead of its use.
+  // Lane l of the first mixer has tokens 2 l and 2 l + 1 of a chunk. Their dt is asked for a chunk ahead of its use, or two where a sequence is divided.
   const float rate = to_float(load(A + u64(head) * A_head)) * kLog2E;
   // Of two chunks: those that are only passed take less time than dt takes to come.
   struct Asked {

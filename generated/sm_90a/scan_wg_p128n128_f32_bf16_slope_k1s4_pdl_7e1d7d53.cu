@@ -654,9 +654,9 @@ scan_wg_p128n128_f32_bf16_slope_k1s4_pdl_7e1d7d53(
         const float block_first = __shfl_sync(0xffffffffu, s[0], lane & ~7u);
         wait_empty(i);
         const u32 at = i % kStages * (kChunk / 2) + lane;
-        steps[2 * at] = Pair{s[0], d[0]}, steps[2 * at + 1] = Pair{s[1], d[1]};
         readings[at] = Pair{exp2_approx(s[0]), exp2_approx(s[1])};
         additions[2 * at] = exp2_approx(last - s[0]) * d[0], additions[2 * at + 1] = exp2_approx(last - s[1]) * d[1];
+        steps[2 * at] = Pair{s[0], d[0]}, steps[2 * at + 1] = Pair{s[1], d[1]};
         row_factors[2 * at] = exp2_approx(s[0] - block_first), row_factors[2 * at + 1] = exp2_approx(s[1] - block_first);
 #pragma unroll
         for (u32 block = 0; block < 4; ++block) {

@@ -130,6 +130,10 @@ DEVICE void load_matrices_transposed(u32 (&r)[4], T* from, u32 i) {
                : "memory");
 }
 
+// So many threads of a block, whole warps, wait for each other at its barrier 1 … 15, wherever each of them is in the text, and see what
+// the others have stored. __syncthreads is barrier 0, and one place for all.
+DEVICE void meet(u32 barrier, u32 threads) { asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+
 // Barriers in shared memory (sm_90): elements of an array of u64. A phase is over when `count` threads have arrived and all bytes that they
 // said to expect have been copied; those that wait for its parity, 0 for the first, then see what was stored ahead of the arrivals.
 // One thread prepares them, and __syncthreads stands behind.
@@ -325,12 +329,18 @@ DEVICE void store_to_peer(float* own, u32 i, u32 rank, float v) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(u32(__cvta_generic_to_shared(own + i))), "r"(rank));
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(v) : "memory");
 }
-// Four words from where the block of that rank has the same shared array, an aligned place of it.
+// Four words from where the block of that rank has the same shared array, an aligned place of it; and to there.
 template <class T>
 DEVICE void load_4_from_peer(T* own, u32 i, u32 rank, u32* r) {
   u32 there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(u32(__cvta_generic_to_shared(own + i))), "r"(rank));
   asm volatile("ld.shared::cluster.v4.u32 { %0, %1, %2, %3 }, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(there) : "memory");
+}
+template <class T>
+DEVICE void store_4_to_peer(T* own, u32 i, u32 rank, const u32* v) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(u32(__cvta_generic_to_shared(own + i))), "r"(rank));
+  asm volatile("st.shared::cluster.v4.u32 [%0], { %1, %2, %3, %4 };" ::"r"(there), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
 
 // Programmatic dependent launch: this kernel may start before the one ahead of it in the stream has ended. Nothing that kernel may
@@ -628,21 +638,27 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
       }
       if (steps_end <= summed + kStages) meet_parts();
     } else if (warp < 3) {
-      // Lane l has tokens 2 l and 2 l + 1 of a chunk. Their dt is asked for when those of the warp's chunk before are in use.
+      // Lane l has tokens 2 l and 2 l + 1 of a chunk. Their dt is asked for when those of the warp's chunk before are in use, or of that before it.
       // What a warp does for a chunk is a chain; one alone would be what all others wait for. They are two, so that each has stages of its own.
       const float rate = to_float(load(A + u64(head) * A_head)) * kLog2E;
       const float bias = to_float(load(dt_bias + u64(head) * dt_bias_head));
-      bf16 raw_dt[2];
-      const auto ask_for_steps = [&](u32 n) {
+      // Of two chunks: those that are only passed take less time than dt takes to come.
+      struct Asked {
+        bf16 raw_dt[2];
+      } asked[2] = {};
+      const auto ask_for_steps = [&](u32 n, Asked& own) {
+        auto& raw_dt = own.raw_dt;
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const u32 token = n * kChunk + 2 * lane + e;
           if (token < length) raw_dt[e] = load(dt + u64(token) * dt_token);
         }
       };
-      if (warp - 1 < steps_end) ask_for_steps(chunk_of(warp - 1));
+      if (warp - 1 < steps_end) ask_for_steps(chunk_of(warp - 1), asked[0]);
+      if (warp + 1 < steps_end) ask_for_steps(chunk_of(warp + 1), asked[1]);
       bool met = false;
-      for (u32 i = warp - 1; i < steps_end; i += 2) {
+      const auto make_steps = [&](u32 i, Asked& own_steps) {
+        const auto& raw_dt = own_steps.raw_dt;
         const u32 n = chunk_of(i);
         float d[2];
 #pragma unroll
@@ -651,7 +667,7 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
           v = softplus(v);
           d[e] = n * kChunk + 2 * lane + e < length ? v : 0.f;  // past the last token nothing decays, and nothing is added
         }
-        if (i + 2 < steps_end) ask_for_steps(chunk_of(i + 2));
+        if (i + 4 < steps_end) ask_for_steps(chunk_of(i + 4), own_steps);
         const float own[2] = {d[0] * rate, fmaf(d[1], rate, d[0] * rate)};
         float total = own[1];
 #pragma unroll
@@ -666,9 +682,13 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
         if (i >= summed + kStages && !met) meet_parts(), met = true;
         wait_empty(i);
         const u32 at = i % kStages * (kChunk / 2) + lane;
-        steps[2 * at] = Pair{s[0], d[0]}, steps[2 * at + 1] = Pair{s[1], d[1]};
         readings[at] = Pair{exp2_approx(s[0]), exp2_approx(s[1])};
         additions[2 * at] = exp2_approx(last - s[0]) * d[0], additions[2 * at + 1] = exp2_approx(last - s[1]) * d[1];
+        if (i < summed) {  // sums take no more
+          arrive_together(full, i % kStages, lane);
+          return;
+        }
+        steps[2 * at] = Pair{s[0], d[0]}, steps[2 * at + 1] = Pair{s[1], d[1]};
         row_factors[2 * at] = exp2_approx(s[0] - block_first), row_factors[2 * at + 1] = exp2_approx(s[1] - block_first);
 #pragma unroll
         for (u32 block = 0; block < 4; ++block) {
@@ -678,6 +698,10 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
               Pair{ahead ? exp2_approx(first_of - s[0]) * d[0] : 0.f, ahead ? exp2_approx(first_of - s[1]) * d[1] : 0.f};
         }
         arrive_together(full, i % kStages, lane);
+      };
+      for (u32 i = warp - 1; i < steps_end; i += 4) {
+        make_steps(i, asked[0]);
+        if (i + 2 < steps_end) make_steps(i + 2, asked[1]);
       }
       if (!met) meet_parts();
     } else {
@@ -732,7 +756,8 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
       ++uses;
     }
     meet_parts();
-    cluster_wait();  // now M and y may be where the part's state was
+    cluster_wait();
+    meet(1, 384);  // now M and y may be where the part's state was
     for (u32 i = lane; i < 16 * 32; i += 32) tiles[kAtMix + buffer * kBlock + row_block * 512 + i] = 0;  // above the diagonal it stays so
     __syncwarp();
     const u32 first_step = summed + (summed + buffer) % 2;
@@ -805,23 +830,50 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
     }
     const u32 state_lane = 4 * (threadIdx.x % 128);
 #pragma unroll
-    for (u32 e = 0; e < kState / 2; ++e) tiles[kAtMix + e / 4 * 512 + state_lane + e % 4] = __float_as_uint(S[e]), S[e] = 0.f;
+    for (u32 e = 0; e < kState / 2; ++e) tiles[kAtMix + e / 4 * 512 + state_lane + e % 4] = __float_as_uint(S[e]);
     if (threadIdx.x % 128 < 4) part_decay[threadIdx.x % 128] = __float_as_uint(total);
     cluster_arrive();
     cluster_wait();
-    for (u32 earlier = 0; earlier < min(rank, last_part); ++earlier) {  // what comes before this part, in order
-      u32 by[4];
-      load_4_from_peer(part_decay, 0, earlier, by);
+
+    // All sums are there. A block joins them for some of the state's columns, from the sequence's first part to its last; where a part's sum was, it
+    // leaves what that part begins with. So each sum is read once: peers' shared memory gives a block about 10 bytes a cycle.
+    float by[kParts - 1];
 #pragma unroll
-      for (u32 e = 0; e < kState / 2; e += 4) {
-        u32 own_sum[4];
-        load_4_from_peer(tiles, kAtMix + e / 4 * 512 + state_lane, earlier, own_sum);
+    for (u32 r = 0; r < kParts - 1; ++r) {
+      u32 word[4];
+      load_4_from_peer(part_decay, 0, r, word);
+      by[r] = __uint_as_float(word[0]);
+    }
 #pragma unroll
-        for (u32 f = 0; f < 4; ++f) S[e + f] = fmaf(S[e + f], __uint_as_float(by[0]), __uint_as_float(own_sum[f]));
+    for (u32 j = 0; j < (kState / 8 + kParts - 1) / kParts; ++j) {
+      const u32 i = j * kParts + rank, at = kAtMix + i * 512 + state_lane;
+      if (i >= kState / 8) continue;
+      float start[4] = {};
+      u32 sum[kParts - 1][4];
+#pragma unroll
+      for (u32 r = 0; r < kParts - 1; ++r) load_4_from_peer(tiles, at, r, sum[r]);
+#pragma unroll
+      for (u32 r = 0; r < kParts; ++r) {
+        u32 word[4];
+#pragma unroll
+        for (u32 e = 0; e < 4; ++e) word[e] = __float_as_uint(start[e]);
+        store_4_to_peer(tiles, at, r, word);
+        if (r < kParts - 1) {
+#pragma unroll
+          for (u32 e = 0; e < 4; ++e) start[e] = fmaf(start[e], by[r], __uint_as_float(sum[r][e]));
+        }
       }
     }
     cluster_arrive();
-    cluster_wait();  // all have read what they start from, and what was added
+    cluster_wait();
+#pragma unroll
+    for (u32 i = 0; i < kState / 8; ++i) {
+      u32 word[4];
+      load_4_shared(tiles, kAtMix + i * 512 + state_lane, word);
+#pragma unroll
+      for (u32 e = 0; e < 4; ++e) S[4 * i + e] = __uint_as_float(word[e]);
+    }
+    meet(1, 384);  // now M and y may be there
     wgmma_landed(S);  // where it comes from hangs on a branch: ptxas puts moves between the products otherwise
 
     // y is made as y^T, rows of x's columns: then the state, as it is summed, is the first operand of its product with C, and x that of both others.
