@@ -195,7 +195,7 @@ def test_tasks():
     assert suite.tasks() == {op: {} for op in benchmarks()} and suite.tasks(quick=True) == {op: bench_of(op).QUICK for op in benchmarks()}
     mamba1, mamba2 = suite.tasks(model="mamba-130m"), suite.tasks(model="nemotron-h-8b", tp=8, quick=True)
     conv = ["causal_conv1d", "causal_conv1d_update"]
-    assert list(mamba1) == [*conv, "selective_state_update"] and mamba1["causal_conv1d_update"]["dim"] == 1536
+    assert list(mamba1) == [*conv, "selective_scan", "selective_state_update"] and mamba1["causal_conv1d_update"]["dim"] == 1536
     assert set(mamba2) == {"selective_state_update", "replay_selective_state_update", "chunk_scan", *conv, "gated_rms_norm", "mamba2_layer"}
     assert mamba2["mamba2_layer"] == {"names": ("nemotron-h-8b",), "tp": 8, "batches": (1, 64), "states": (DType.BF16,)}
     assert mamba2["gated_rms_norm"]["shapes"] == ((1, 1024),) and mamba2["gated_rms_norm"]["rows"] == (1, 128)

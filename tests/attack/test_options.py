@@ -43,6 +43,7 @@ TAKEN: dict[str, set[str]] = {
     "pad_slot_id": INTEGERS,
     "state_layout": {"vk", "kv"},
     "dt_limit": {"none", "limits", "half limits"},
+    "segments": POSITIVE - {"2^31"} | {"none"},
     "philox_rounds": {"0", "1", "7", "32", "int8"},
     "replay_selective_state_update.philox_rounds": {"0", "1", "7", "int8"},
     "checkpoint_selective_state_update.philox_rounds": {"0", "1", "7", "int8"},

@@ -82,7 +82,7 @@ def test_a_keyword_of_another_function_is_refused_and_that_one_named(name):
             "gdn_layer, kda_layer, gated_delta_rule, kda, gdn2, comba, ",
         ),
         ("gated_delta_rule", {"w": torch.zeros(2)}, "gdn2, rwkv7 and rwkv6 have it"),
-        ("gated_delta_rule", {"p": torch.zeros(2)}, "comba has it"),
+        ("gated_delta_rule", {"p": torch.zeros(2)}, "chunk_comba and comba have it"),
         ("gla", {"ring": None}, "gated_delta_rule, kda, delta_rule, gated_delta_rule_commit and kda_commit have it"),
         ("gated_delta_rule", {"erase": torch.zeros(2)}, "no function has it"),
     ],
