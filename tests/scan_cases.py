@@ -17,7 +17,6 @@ from ssmgen import registry, runtime
 from ssmgen.arguments import Arguments
 from ssmgen.emulator import EmulatorError, run_source
 from ssmgen.families.chunk_scan import call as op
-from ssmgen.families.chunk_scan.reference import chunk_scan as reference
 from ssmgen.families.chunk_scan.spec import ScanProblem, ScanSpec, candidates
 from ssmgen.render import render
 from ssmgen.spec import Arch, Pdl
@@ -139,7 +138,7 @@ def exact(call: Mapping[str, Any], **more: Any) -> dict[str, Tensor]:
     built = ssmgen.chunk_scan.build(**call, **more)
     views = {n: t.cpu() for n, t in op.CALLER.checked(built.operands, built.options, None).items()}
     wanted = {n: views[n].double() for n in op.FAMILY.written if n in views}
-    reference(**views | wanted, **built.options._asdict(), dtype=torch.float64)
+    op.run_reference(views | wanted, built.options, torch.float64)
     return wanted
 
 

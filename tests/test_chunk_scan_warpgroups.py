@@ -216,6 +216,7 @@ def test_what_serves_which_heads():
         return spec.parts if isinstance(spec, WarpgroupScanSpec) else None
 
     assert (parts(8), parts(16), parts(24), parts(32), parts(37), parts(128)) == (8, 6, 4, 3, 1, 1)
+    assert [parts(16, replace(problem, segments=n)) for n in (1, 3, 1000)] == [1, 3, 8] and parts(128, replace(problem, segments=2)) == 2
     for other in ({"seq_idx": True}, {"checkpoints": Index.I32}, {"copy": 8}, {"headdim": 80}, {"d_state": 256}, {"x": DType.F32}):
         assert parts(32, replace(problem, **other)) is None
     assert not isinstance(select(OPERATOR, problem, 32, Arch(80), False), WarpgroupScanSpec)

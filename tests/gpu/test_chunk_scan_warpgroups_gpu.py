@@ -80,8 +80,9 @@ def test_a_pool_is_touched_where_it_should_be(heads, state):
 
 @pytest.mark.parametrize("cut", [64, 640, 1472])
 def test_a_cut_changes_no_bit(cut):
-    """Where no sequence is divided."""
+    """Where no sequence is divided: of many heads, or because it is asked for."""
     laws.a_cut_changes_no_bit(by(128), sizes_of(128), 1500, cut)
+    laws.a_cut_changes_no_bit(partial(ssmgen.chunk_scan, segments=1), sizes_of(16), 1500, cut)
 
 
 @of_heads

@@ -15,6 +15,7 @@ from ...calls.checks import DTYPES, INDEX
 from ...calls.planning import Caller, Family
 from ...calls.prompts import STATES
 from ...calls.public import Call, operator
+from ...calls.scalars import integer
 from ...engine.tiles import maps
 from ...spec import Loads
 from .reference import chunk_scan as reference
@@ -36,9 +37,13 @@ class Options(NamedTuple):
     pad_slot_id: int = -1
     scale: float = 1.0  # of linear attention, and whether a g per head is a slope
     slope: bool = False
+    segments: int | None = None
 
 
-@operator(like="x")
+SEGMENTS = integer("an integer from 1 to 1024", 1, 1024)  # as of other families, whose sequences have more
+
+
+@operator(like="x", segments=SEGMENTS)
 def chunk_scan(
     x: Tensor,
     dt: Tensor,
@@ -63,6 +68,7 @@ def chunk_scan(
     checkpoint_positions: Tensor | None = None,
     checkpoints_out: Tensor | None = None,
     return_checkpoints: bool = False,
+    segments: int | None = None,
     out: Tensor | None = None,
     pdl: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
@@ -72,7 +78,7 @@ def chunk_scan(
     [batch, T], or for packed sequences with cu_seqlens [tokens] or [1, tokens].
     Products are of x's 16-bit dtype, or of three bf16 terms per f32, summed in f32; decays and the state between chunks of 64 tokens are
     f32. The bits do not depend on the batch or on packing. A sequence cut at multiples of 64 tokens, with f32 states, gives those of the
-    whole; but not on sm_90a with H P / 64 up to 30, where blocks divide a sequence by its length.
+    whole; but on sm_90a with H P / 64 up to 36, where blocks divide a sequence by its length, only with segments=1.
     With x of f16, the state, and dt x and C B with their decays, must stay within f16's range.
 
     x, z, out: […, H, P] bf16, f16 or f32, one dtype with B and C          dt: […, H]
@@ -96,6 +102,8 @@ def chunk_scan(
     checkpoints_out: [count, H, P, N], receives those states, of the dtype of the others. A position in no sequence (or in one whose slot is
         none) leaves its row alone
     return_checkpoints: also return them, in checkpoints_out if that is given, else new ones of the other states' dtype or f32
+    segments: parts of a sequence that blocks of a cluster compute side by side, on sm_90a, 1 … 1024 at most (8 are the most there are); 1
+        leaves it whole. None: as its own length and H P say. Elsewhere parts change no bit, and this is not looked at
     out: None for a new one, dense
     pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
 
@@ -124,7 +132,7 @@ def chunk_scan(
     )  # fmt: skip
     asked = {"final_states": return_final_states and final is not None, "checkpoints": return_checkpoints and checkpoints is not None}
     returns = ("out", *(name for name, wanted in asked.items() if wanted))
-    return cast(Tensor, Call(CALLER, given, Options(dt_softplus, dt_limit, pad_slot_id), pdl, returns, objections))
+    return cast(Tensor, Call(CALLER, given, Options(dt_softplus, dt_limit, pad_slot_id, segments=segments), pdl, returns, objections))
 
 
 def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
@@ -235,6 +243,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         checkpoints=index("checkpoint_positions"),
         copy=prompts.together(views, pointers, ROWS),
         state_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], 2) for n in states) else Loads.ELEMENT,
+        segments=options.segments or 0,
         **more,
     )
 
@@ -291,7 +300,9 @@ FAMILY = Family(
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
     named: dict[str, Any] = dict(views)
-    reference(**named, **options._asdict(), dtype=dtype)
+    how = options._asdict()
+    del how["segments"]  # token by token there are none
+    reference(**named, **how, dtype=dtype)
 
 
 # torch.library: what torch.compile and opcheck see.
@@ -300,19 +311,19 @@ _library.define(
     "chunk_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, Tensor? cu_seqlens, "
     "Tensor? seq_idx, Tensor? initial_states, Tensor(a!)? final_states, Tensor(b!)? state, Tensor? state_indices, "
     "Tensor? has_initial_state, Tensor? checkpoint_positions, Tensor(c!)? checkpoints, Tensor(d!) out, "
-    "bool dt_softplus, float[]? dt_limit, int pad_slot_id, bool? pdl) -> ()",
+    "bool dt_softplus, float[]? dt_limit, int pad_slot_id, int? segments, bool? pdl) -> ()",
     tags=torch.Tag.needs_fixed_stride_order,
 )
 
 
 def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    torch.ops.ssmgen.chunk_scan(*given, options.dt_softplus, options.dt_limit, options.pad_slot_id, pdl)
+    torch.ops.ssmgen.chunk_scan(*given, options.dt_softplus, options.dt_limit, options.pad_slot_id, options.segments, pdl)
 
 
 def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
     """(given, options, pdl) of what torch's dispatcher gives."""
-    *given, dt_softplus, dt_limit, pad_slot_id, pdl = args
-    return tuple(given), Options(dt_softplus, None if dt_limit is None else tuple(dt_limit), pad_slot_id), pdl
+    *given, dt_softplus, dt_limit, pad_slot_id, segments, pdl = args
+    return tuple(given), Options(dt_softplus, None if dt_limit is None else tuple(dt_limit), pad_slot_id, segments=segments), pdl
 
 
 @torch.library.impl(_library, "chunk_scan", "CUDA")

@@ -80,6 +80,7 @@ class ScanProblem(Problem):
     checkpoints: Index = Index.NONE  # type of checkpoint_positions; how many they are is an argument of the kernel
     copy: int = 16  # bytes of x, B, C, z and out that lie together and aligned
     state_loads: Loads = Loads.VECTOR  # of states: pairs of numbers
+    segments: int = field(default=0, metadata=LATER)  # of a sequence, at most, where blocks divide it and bits tell; 0: as heads say
 
     @property
     def terms(self) -> int:

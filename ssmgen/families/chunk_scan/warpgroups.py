@@ -24,6 +24,7 @@ THREADS = 512
 REGISTERS = (64, 120, 208)  # of threads that fetch, prepare and walk: of the second there are twice as many, and all begin with 128
 # (blocks of a sequence, parts): so many clusters of so many blocks are on a card of 132 SMs at once. More wait for others to end.
 PARTS = ((8, 8), (16, 6), (30, 4), (36, 3))
+MOST = 8  # parts: the blocks of a cluster
 LEAST = 8  # chunks of a part: with fewer, what parts exchange takes longer than they do
 
 
@@ -99,7 +100,7 @@ class WarpgroupScanSpec(ScanSpec):
             *must(self.d_state in (64, 128), f"d_state {self.d_state} is not 64 or 128"),
             *must(self.copy == 16, "x, B, C, z or out do not begin at multiples of 16 bytes"),
             *must(self.stages in (2, 4, 6) and self.min_blocks == 1, f"stages {self.stages} are not 2, 4 or 6, or min_blocks is not 1"),
-            *must(1 <= self.parts <= 8, f"parts {self.parts} are not 1 … 8"),
+            *must(1 <= self.parts <= MOST, f"parts {self.parts} are not 1 … {MOST}"),
             *must(self.shared_bytes <= most, f"{self.shared_bytes} bytes of shared memory exceed the {most} of {arch}"),
         ]
 
@@ -132,6 +133,6 @@ def warpgroup_space(problem: ScanProblem, arch: Arch) -> Iterator[ScanSpec]:
 def by_warpgroups(problem: ScanProblem, heads: int, pdl: Pdl) -> Iterator[tuple[str, ScanSpec | None, str]]:
     """(rule, spec, ""), best first: parts where the heads of one sequence leave most of the card idle."""
     blocks = heads * (problem.headdim // ROWS)
-    parts = next((parts for most, parts in PARTS if blocks <= most), 1)
+    parts = min(problem.segments, MOST) or next((parts for most, parts in PARTS if blocks <= most), 1)
     for stages in (4, 2):  # an even number: each warpgroup that prepares then sees all uses of half of them
         yield f"warpgroups, {stages} stages", _spec(problem, parts=parts, stages=stages, pdl=pdl), ""
