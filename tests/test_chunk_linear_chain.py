@@ -232,7 +232,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "kv": {"layout": Layout.KV, "state": DType.BF16, "x": DType.F16, "copy": 4, "rule": Rule.PLAIN},
     "low rank": {"rule": Rule.LOW_RANK, "read": True, "write": True, "stages": 1},
-    "k128": {"head_k": 128, "tile": 16, "stages": 1, "checkpoints": Index.I32},  # K above 128 leaves too few registers for a state that is read
+    "k128": {"head_k": 128, "tile": 16, "stages": 1, "checkpoints": Index.I32},  # above, registers are too few
     "k256": {"head_k": 256, "tile": 16, "stages": 1, "checkpoints": Index.I32, "rule": Rule.PLAIN},
 }  # fmt: skip
 
