@@ -61,6 +61,16 @@ def test_packed_sequences_in_a_pool_and_a_cut_change_no_bit(form):
         laws.packing_and_cuts_change_no_bit(scan, form, SMALL, (3, 70, 0, 64), 64)
 
 
+@pytest.mark.parametrize("form", ["log", "slope"])
+def test_segments_say_how_many_blocks_divide_a_sequence(form):
+    name, call = make(form, Sizes(heads=2, headdim=64, d_state=64), 1, 70)
+    function = getattr(ssmgen, name)
+    for segments, parts in ((None, 8), (1, 1), (3, 3), (1024, 8)):
+        chosen = ssmgen.explain(function, **call, segments=segments, arch="sm_90a").chosen
+        assert "warpgroups" in str(chosen.spec) and chosen.spec.cluster_blocks == parts
+        assert laws.same(function(**call, segments=segments), function(**call))  # of the reference, which has none
+
+
 SPEC = {"headdim": 16, "d_state": 32, **WITHOUT_DT, "tile": 16, "stages": 2}
 SPECS = [
     ScanSpec(**SPEC, gate=Gate.LOG, g=DType.BF16, cu_seqlens=Index.I64, initial=True, final=True),

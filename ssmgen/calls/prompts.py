@@ -18,6 +18,7 @@ CONTROL = (
     "cu_seqlens", "initial_states", "final_states", "state", "state_indices", "has_initial_state", "checkpoint_positions", "checkpoints",
     "workspace", "out",
 )  # fmt: skip
+_FINAL, _CHECKPOINTS = CONTROL.index("final_states"), CONTROL.index("checkpoints")
 
 
 class States(NamedTuple):
@@ -44,16 +45,11 @@ class States(NamedTuple):
         final, checkpoints, workspace, out = self.final_states_out, self.checkpoints_out, self.workspace, self.out
         if isinstance(v, Tensor):
             out = v.new_empty(v.shape) if out is None else out
-            if v.dim() in (3, 4) and head_k is not None:
+            unmade = self.return_final_states and final is None, self.return_checkpoints and checkpoints is None
+            if (workspace is None or True in unmade) and v.dim() in (3, 4) and head_k is not None:
                 count = v.shape[0] if not isinstance(self.cu_seqlens, Tensor) else max(self.cu_seqlens.numel() - 1, 0)
-                heads, head_v = v.shape[-2:]
-                inner = (heads, head_k, head_v) if layout == "kv" else (heads, head_v, head_k)
-                dtypes = [t.dtype for t in (self.initial_states, self.final_states_out, self.state) if isinstance(t, Tensor)]
-                dtype = dtypes[0] if dtypes else torch.float32
-                if self.return_final_states and final is None:
-                    final = v.new_empty((count, *inner), dtype=dtype)
-                if self.return_checkpoints and checkpoints is None and isinstance(self.checkpoint_positions, Tensor):
-                    checkpoints = v.new_empty((self.checkpoint_positions.numel(), *inner), dtype=dtype)
+                if True in unmade:
+                    final, checkpoints = self._made(v, head_k, layout, count)
                 if workspace is None:
                     tokens = v.shape[0] if v.dim() == 3 else v.shape[0] * v.shape[1]
                     workspace = v.new_empty(bytes_of(tokens, count), dtype=torch.uint8)
@@ -64,11 +60,27 @@ class States(NamedTuple):
             checkpoints, workspace, out,
         )  # fmt: skip
 
+    def _made(self, v: Tensor, head_k: int, layout: str, count: int) -> tuple[Tensor | None, Tensor | None]:
+        """(final states, checkpoints), made where they are asked for and not given. count: sequences."""
+        final, checkpoints = self.final_states_out, self.checkpoints_out
+        heads, head_v = v.shape[-2:]
+        inner = (heads, head_k, head_v) if layout == "kv" else (heads, head_v, head_k)
+        dtypes = [t.dtype for t in (self.initial_states, self.final_states_out, self.state) if isinstance(t, Tensor)]
+        dtype = dtypes[0] if dtypes else torch.float32
+        if self.return_final_states and final is None:
+            final = v.new_empty((count, *inner), dtype=dtype)
+        if self.return_checkpoints and checkpoints is None and isinstance(self.checkpoint_positions, Tensor):
+            checkpoints = v.new_empty((self.checkpoint_positions.numel(), *inner), dtype=dtype)
+        return final, checkpoints
+
     def returns(self, operands: tuple[Tensor | None, ...]) -> tuple[str, ...]:
         """Names of the operands that the function returns. operands: by CONTROL."""
-        made = dict(zip(CONTROL, operands, strict=True))
-        asked = {"final_states": self.return_final_states, "checkpoints": self.return_checkpoints}
-        return ("out", *(name for name, wanted in asked.items() if wanted and made[name] is not None))
+        names: tuple[str, ...] = ("out",)
+        if self.return_final_states and operands[_FINAL] is not None:
+            names += ("final_states",)
+        if self.return_checkpoints and operands[_CHECKPOINTS] is not None:
+            names += ("checkpoints",)
+        return names
 
     @property
     def objections(self) -> tuple[str, ...]:

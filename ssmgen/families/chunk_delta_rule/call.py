@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import cast
 
-import torch
 from torch import Tensor
 
+from ...calls.prompts import States
 from ...calls.public import Call, operator
 from ...calls.scalars import integer
+from ..linear_attention.switches import beta_objections, beta_of, gate_objections, scale_of
 from .planning import CALLERS, Options
 from .segments import MOST, workspace_for
 
 SEGMENTS = integer(f"an integer from 1 to {MOST}", 1, MOST)
-
-
-class _States(NamedTuple):
-    """What both functions take of states and sequences, as they call it."""
-
-    cu_seqlens: Tensor | None
-    initial_states: Tensor | None
-    return_final_states: bool
-    final_states_out: Tensor | None
-    state: Tensor | None
-    state_indices: Tensor | None
-    has_initial_state: Tensor | None
-    checkpoint_positions: Tensor | None
-    checkpoints_out: Tensor | None
-    return_checkpoints: bool
-    workspace: Tensor | None
-    out: Tensor | None
 
 
 @operator(like="v", segments=SEGMENTS)
@@ -110,17 +94,15 @@ def chunk_gated_delta_rule(
     Source: Yang et al. 2024 (arXiv 2412.06464).
     """
     gate = "linear" if linear_gate else "log" if A_log is None else "raw"
-    objections: tuple[str, ...] = ()
+    objections = gate_objections(A_log, dt_bias)
     if linear_gate and not (A_log is None and dt_bias is None):
         objections = ("linear_gate says that g is the decay itself, and A_log and dt_bias make a raw gate a log decay",)
-    elif dt_bias is not None and A_log is None:
-        objections = ("dt_bias is given without A_log: it belongs to a raw gate, and g is a log decay",)
-    states = _States(
+    states = States(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
         checkpoints_out, return_checkpoints, workspace, out,
     )  # fmt: skip
-    how = Options(gate, _beta(beta_sigmoid, allow_neg_eigval), use_qk_l2norm, _scale(scale, q), state_layout, pad_slot_id, segments)
-    objections += _beta_objections(beta_sigmoid, allow_neg_eigval)
+    how = Options(gate, beta_of(beta_sigmoid, allow_neg_eigval), use_qk_l2norm, scale_of(scale, q), state_layout, pad_slot_id, segments)
+    objections += beta_objections(beta_sigmoid, allow_neg_eigval)
     return cast(Tensor, _call("chunk_gated_delta_rule", (q, k, v, g, beta, A_log, dt_bias), states, how, pdl, objections))
 
 
@@ -157,12 +139,12 @@ def chunk_delta_rule(
     The states are those that `delta_rule` goes on from. Everything else as chunk_gated_delta_rule.
     Source: Yang et al. 2024 (arXiv 2406.06484).
     """
-    states = _States(
+    states = States(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
         checkpoints_out, return_checkpoints, workspace, out,
     )  # fmt: skip
-    how = Options("none", _beta(beta_sigmoid, allow_neg_eigval), use_qk_l2norm, _scale(scale, q), state_layout, pad_slot_id, segments)
-    objections = _beta_objections(beta_sigmoid, allow_neg_eigval)
+    how = Options("none", beta_of(beta_sigmoid, allow_neg_eigval), use_qk_l2norm, scale_of(scale, q), state_layout, pad_slot_id, segments)
+    objections = beta_objections(beta_sigmoid, allow_neg_eigval)
     return cast(Tensor, _call("chunk_delta_rule", (q, k, v, None, beta, None, None), states, how, pdl, objections))
 
 
@@ -176,53 +158,16 @@ def chunk_delta_rule_workspace(
     return workspace_for(tokens, sequences, heads, head_k, head_v, segments, tokens)
 
 
-def _beta(beta_sigmoid: bool, allow_neg_eigval: bool) -> str:
-    return "plain" if not beta_sigmoid else "twice_sigmoid" if allow_neg_eigval else "sigmoid"
-
-
-def _beta_objections(beta_sigmoid: bool, allow_neg_eigval: bool) -> tuple[str, ...]:
-    return ("allow_neg_eigval doubles the sigmoid of beta: give beta_sigmoid too",) if allow_neg_eigval and not beta_sigmoid else ()
-
-
-def _scale(scale: float | None, q: Tensor) -> float:
-    if scale is not None:
-        return scale
-    return q.shape[-1] ** -0.5 if isinstance(q, Tensor) and q.dim() and q.shape[-1] else 1.0
-
-
 def _call(
-    name: str, operands: tuple[Tensor | None, ...], s: _States, options: Options, pdl: bool | None, objections: tuple[str, ...]
+    name: str, operands: tuple[Tensor | None, ...], states: States, options: Options, pdl: bool | None, objections: tuple[str, ...]
 ) -> Call:
     """The call of a function, with tensors made for what it writes and was not given; the checks object to the rest."""
     q, _, v, *_ = operands
-    final, checkpoints, workspace, out = s.final_states_out, s.checkpoints_out, s.workspace, s.out
-    if isinstance(v, Tensor) and isinstance(q, Tensor):
-        out = v.new_empty(v.shape) if out is None else out
-        if v.dim() in (3, 4) and q.dim() == v.dim():
-            count = v.shape[0] if not isinstance(s.cu_seqlens, Tensor) else max(s.cu_seqlens.numel() - 1, 0)
-            (heads, head_v), head_k = v.shape[-2:], q.shape[-1]
-            inner = (heads, head_k, head_v) if options.state_layout == "kv" else (heads, head_v, head_k)
-            dtypes = [t.dtype for t in (s.initial_states, s.final_states_out, s.state) if isinstance(t, Tensor)]
-            dtype = dtypes[0] if dtypes else torch.float32
-            if s.return_final_states and final is None:
-                final = v.new_empty((count, *inner), dtype=dtype)
-            if s.return_checkpoints and checkpoints is None and isinstance(s.checkpoint_positions, Tensor):
-                checkpoints = v.new_empty((s.checkpoint_positions.numel(), *inner), dtype=dtype)
-            if workspace is None:
-                tokens = v.shape[0] if v.dim() == 3 else v.shape[0] * v.shape[1]
-                size = workspace_for(tokens, count, heads, head_k, head_v, options.segments, v.shape[-3])
-                workspace = v.new_empty(size, dtype=torch.uint8)
-        elif workspace is None:
-            workspace = v.new_empty(0, dtype=torch.uint8)
-    if s.return_checkpoints and s.checkpoint_positions is None:
-        objections += ("return_checkpoints asks for states after tokens, and checkpoint_positions, which names those, is not given",)
-    given = (
-        *operands, s.cu_seqlens, s.initial_states, final, s.state, s.state_indices, s.has_initial_state, s.checkpoint_positions,
-        checkpoints, workspace, out,
-    )  # fmt: skip
-    asked = {
-        "final_states": s.return_final_states and final is not None,
-        "checkpoints": s.return_checkpoints and checkpoints is not None,
-    }
-    returns = ("out", *(n for n, wanted in asked.items() if wanted))
-    return Call(CALLERS[name], given, options, pdl, returns, objections)
+    head_k = q.shape[-1] if isinstance(q, Tensor) and isinstance(v, Tensor) and q.dim() == v.dim() else None
+
+    def bytes_of(tokens: int, sequences: int) -> int:
+        *_, longest, heads, head_v = cast(Tensor, v).shape
+        return workspace_for(tokens, sequences, heads, cast(int, head_k), head_v, options.segments, longest)
+
+    behind = states.operands(v, head_k, options.state_layout, bytes_of)
+    return Call(CALLERS[name], (*operands, *behind), options, pdl, states.returns(behind), objections + states.objections)

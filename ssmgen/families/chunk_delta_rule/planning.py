@@ -24,10 +24,7 @@ from .reference import chunk_delta_rule as reference
 from .segments import asked, workspace_for
 from .spec import Counts, DeltaSpec
 
-NAMES = (
-    "q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "initial_states", "final_states", "state", "state_indices",
-    "has_initial_state", "checkpoint_positions", "checkpoints", "workspace", "out",
-)  # fmt: skip
+NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", *prompts.CONTROL)
 WRITTEN = ("out", "final_states", "state", "checkpoints", "workspace")
 ROWS = ("v", "q", "k", "out")  # of one dtype, with channels behind heads
 _PER_TOKEN = dict.fromkeys(ROWS, 4) | {"g": 3, "beta": 3}

@@ -31,7 +31,6 @@ class PrepareSpec(DeltaSpec):
     template: ClassVar[str] = "chunk_delta_rule/prepare.cu.j2"
     here: ClassVar[tuple[str, ...]] = ("q", "k", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "images")
     written: ClassVar[tuple[str, ...]] = ("images",)
-    scaled: ClassVar[bool] = True
 
     min_blocks: int = 4  # blocks per SM that ptxas must leave registers for: with 4, a thread has 128
 
@@ -41,6 +40,10 @@ class PrepareSpec(DeltaSpec):
             math=True, logs=self.gate is Gate.LINEAR, bytes=True, matrices=True, places=True, copies=True, meetings=True,
             mma=self.x.value, tf32=True,
         )  # fmt: skip
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        return ("scale",)
 
     @property
     def threads_per_block(self) -> int:

@@ -7,6 +7,7 @@ from enum import Enum
 
 from ...spec import LATER, DType, Index, Layout, Loads, Problem, must
 from ..linear_attention.problem import Beta
+from .chunked import INTEGERS, Chunked, Stated
 
 OPERATOR = "chunk_delta_rule"
 SIZE, MAX_SIZE = "heads", 2**31 - 1  # what the rules look at: sequences are not among it, so that bits do not depend on how many there are
@@ -22,9 +23,6 @@ IMAGE = 11136  # bytes of a chunk and head: T, P, coefficients, and what brings 
 T_AT, P_AT, COEFFICIENTS_AT = 0, sum(PANEL_BYTES), 2 * sum(PANEL_BYTES)
 
 
-INTEGERS = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
-
-
 class Gate(Enum):
     """How the operand g says by what a token's state decays."""
 
@@ -35,7 +33,7 @@ class Gate(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkProblem(Problem):
+class ChunkProblem(Problem, Chunked):
     """What the images of chunks hang on: q, k and gates. Heads, tokens, strides and scale are not among it."""
 
     head_k: int  # channels of q and k
@@ -49,10 +47,6 @@ class ChunkProblem(Problem):
     l2norm: bool = False  # q and k are divided by their norms
     cu_seqlens: Index = Index.NONE  # type of it: tokens are packed sequences
     copy: int = 16  # bytes of q, k, v and out that lie together and aligned
-
-    @property
-    def ragged(self) -> bool:
-        return self.cu_seqlens is not Index.NONE
 
     def elements(self) -> dict[str, str]:
         """{role: type of its elements} of the operands that there are."""
@@ -118,7 +112,7 @@ class Divided:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaProblem(ChunkProblem, Divided):
+class DeltaProblem(ChunkProblem, Stated, Divided):
     """What a call fixes: that, and states."""
 
     head_v: int  # channels of v and out
@@ -134,25 +128,13 @@ class DeltaProblem(ChunkProblem, Divided):
     segments: int = field(default=1, metadata=LATER)  # of a sequence, at most
     segment_chunks: int = field(default=1, metadata=LATER)  # of a segment, at least: a sequence of few chunks has fewer segments
 
-    @property
-    def marked(self) -> bool:
-        """Whether states are asked for at positions."""
-        return self.checkpoints is not Index.NONE
-
     def elements(self) -> dict[str, str]:
-        there = {"initial_states": self.initial, "final_states": self.final, "state": self.pool, "checkpoints": self.marked}
-        found = {"v": self.x.value, "out": self.x.value} | {name: self.state.value for name, given in there.items() if given}
-        found |= {"state_indices": INTEGERS[self.index], "checkpoint_positions": INTEGERS[self.checkpoints]}
-        found |= {"has_initial_state": "u8" if self.started else ""}
-        return ChunkProblem.elements(self) | {name: element for name, element in found.items() if element}
+        return ChunkProblem.elements(self) | self.state_elements()
 
     def faults(self) -> list[str]:
         return [
             *ChunkProblem.faults(self),
-            *must(self.head_v % 16 == 0 and 16 <= self.head_v <= 256, f"V {self.head_v} is not 16 … 256 in steps of 16"),
-            *must(not (self.pool and self.final), "a pool takes the place of final_states"),
-            *must(not (self.started and self.initial), "initial_states and has_initial_state both say what a sequence starts from"),
-            *must(self.pool or (self.index is Index.NONE and not self.started), "slots and has_initial_state are of a pool"),
+            *self.state_faults(),
             *must(self.segments >= 1 and self.segment_chunks >= 1, "a sequence has at least one segment, and a segment one chunk"),
         ]
 

@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 
 from ...spec import LATER, Arch, DType, Index, KernelSpec, Needs, Pdl, must
 from ..linear_attention.problem import Beta
+from .by_warpgroups import ROWS, SMS
 from .chain import ChainSpec
 from .problem import CHUNK, COEFFICIENTS, PANEL_BYTES, PANELS, DeltaProblem, Divided, Gate, cut_from, image_bytes
 from .spec import Counts, DeltaSpec, of_problem
-from .warpgroups import ROWS, SMS, WarpgroupChainSpec
+from .warpgroups import WarpgroupChainSpec
 
 MOST = 1024  # that a call may ask for
 LEAST = 16  # chunks of a segment, as the rule has it: below, starts of blocks and the join take what the segments save

@@ -9,22 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
-from ...spec import Arch, Loads, Needs, Pdl, must
+from ...spec import Arch, Loads, Needs
+from .by_warpgroups import ROWS, TILES, ByWarpgroups, rules, variants
 from .chain import ChainSpec
 from .problem import CHUNK, COEFFICIENTS, PANEL_BYTES, PANELS, DeltaProblem
 from .spec import of_problem
 
-ROWS = 64  # of a state, that a warpgroup holds
-SMS = 132  # of an H100 or H200
-TILES = (64, 128)
-# {(tile, K): those of threads that fetch, that write, and that hold the state}. A warpgroup of the last has 64 rows.
-REGISTERS = {(64, 64): (56, 88, 240), (64, 128): (56, 88, 240), (128, 64): (56, 56, 200), (128, 128): (48, 32, 216)}
-
 
 @dataclass(frozen=True, kw_only=True)
-class WarpgroupChainSpec(ChainSpec):
+class WarpgroupChainSpec(ByWarpgroups, ChainSpec):
     """A problem, and how warpgroups compute it. No choice here changes a bit of the result; those of the other chain are others."""
 
     family: ClassVar[str] = "chunk_delta_rule_warpgroups"
@@ -45,14 +41,6 @@ class WarpgroupChainSpec(ChainSpec):
         return {"k": self.head_k, "q": self.head_k, "v": self.tile}
 
     @property
-    def order(self) -> tuple[str | int, ...]:
-        return (self.family,)
-
-    @property
-    def threads_per_block(self) -> int:
-        return 128 * (2 + self.tile // ROWS)
-
-    @property
     def stem(self) -> str:
         return super().stem.replace("delta_chain_", "delta_chain_wg_", 1)
 
@@ -71,29 +59,8 @@ class WarpgroupChainSpec(ChainSpec):
     def dynamic_bytes(self) -> int:
         return self.stages * self.stage_bytes + CHUNK * 2 * self.tile
 
-    @property
-    def shared_bytes(self) -> int:
-        """Beside those, barriers, and what it takes to begin at a multiple of 1024."""
-        return self.dynamic_bytes + 1024
-
-    def violations(self, arch: Arch) -> list[str]:
-        if problems := self.faults():
-            return problems
-        return [
-            *must(str(arch) == "sm_90a", f"products of warpgroups need sm_90a, not {arch}"),
-            *must(self.tile in TILES, f"tile {self.tile} is not 64 or 128"),
-            *must(self.tile not in TILES or self.head_v % self.tile == 0, f"tile {self.tile} does not divide V {self.head_v}"),
-            *must(self.head_k in (64, 128), f"K {self.head_k} is not 64 or 128"),
-            *must(self.tile == ROWS or not self.marked, "states at positions, with 128 rows of a block, leave too few registers"),
-            *must(self.copy == 16, "q, k, v or out do not begin at multiples of 16 bytes"),
-            *must(2 <= self.stages <= 4, f"stages {self.stages} are not 2 … 4"),
-            *must(self.min_blocks == 1, f"min_blocks {self.min_blocks} is not 1: roles of warps have registers of their own"),
-            *must(self.fetchers == 1, f"fetchers {self.fetchers} is not 1: it is a warpgroup that fetches"),
-            *self.common_violations(arch, self.shared_bytes),
-        ]
-
     def constants(self) -> dict[str, Any]:
-        return super().constants() | {"registers": REGISTERS[self.tile, self.head_k], "stage_words": self.stage_bytes // 4}
+        return super().constants() | {"stage_words": self.stage_bytes // 4}
 
 
 def _spec(problem: DeltaProblem, **how: Any) -> WarpgroupChainSpec:
@@ -102,17 +69,9 @@ def _spec(problem: DeltaProblem, **how: Any) -> WarpgroupChainSpec:
 
 def warpgroup_space(problem: DeltaProblem, arch: Arch) -> Iterator[WarpgroupChainSpec]:
     """Every legal variant within the axes worth trying."""
-    for tile in TILES:
-        for stages in (2, 3, 4):
-            for ahead in Pdl:
-                spec = _spec(problem, tile=tile, stages=stages, pdl=Pdl.TRIGGER_LOADED, ahead_pdl=ahead)
-                if not spec.violations(arch):
-                    yield spec
+    return variants(partial(_spec, problem), arch)
 
 
 def by_warpgroups(problem: DeltaProblem, heads: int, edge: dict[str, Any]) -> Iterator[tuple[str, WarpgroupChainSpec | None, str]]:
-    """(rule, spec, ""), best first: 128 rows of a block where 64 make more blocks of one sequence than there are SMs. edge: waits."""
-    tiles = (128, 64) if heads * problem.head_v > SMS * ROWS else (64,)
-    for tile in tiles:
-        for stages in (3, 2):
-            yield f"warpgroups, {tile} rows, {stages} stages", _spec(problem, tile=tile, stages=stages, **edge), ""
+    """(rule, spec, ""), best first. edge: how its kernels wait."""
+    return rules(partial(_spec, problem, **edge), problem.head_v, heads)

@@ -12,6 +12,7 @@ from ...calls import checks
 from ...calls.prompts import States
 from ...calls.public import Call, operator
 from ...errors import ArgumentError
+from ..linear_attention.switches import beta_objections, beta_of, gate_objections, gate_of, scale_of
 from .operands import OPERANDS
 from .planning import CALLERS, WHAT, Options
 from .problem import OPERATOR, Rule, workspace_bytes
@@ -75,9 +76,9 @@ def chunk_kda(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
         checkpoints_out, return_checkpoints, workspace, out,
     )  # fmt: skip
-    gate, beta_form = _gate(A_log, lower_bound), _beta(beta_sigmoid, allow_neg_eigval)
-    how = Options("delta", gate, beta_form, use_qk_l2norm, _scale(scale, q), lower_bound or 0.0, state_layout, pad_slot_id)
-    objections = _gate_objections(A_log, dt_bias, lower_bound) + _beta_objections(beta_sigmoid, allow_neg_eigval)
+    gate, beta_form = gate_of(A_log, lower_bound), beta_of(beta_sigmoid, allow_neg_eigval)
+    how = Options("delta", gate, beta_form, use_qk_l2norm, scale_of(scale, q), lower_bound or 0.0, state_layout, pad_slot_id)
+    objections = gate_objections(A_log, dt_bias, lower_bound) + beta_objections(beta_sigmoid, allow_neg_eigval)
     tokens = {"q": q, "k": k, "v": v, "gk": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
     return cast(Tensor, _call("chunk_kda", tokens, states, how, pdl, objections))
 
@@ -103,7 +104,7 @@ def chunk_gla(
         checkpoints_out, return_checkpoints, workspace, out,
     )  # fmt: skip
     objections = () if gv is None else (_GV,)
-    how = Options("plain", scale=_scale(scale, q), state_layout=state_layout, pad_slot_id=pad_slot_id)
+    how = Options("plain", scale=scale_of(scale, q), state_layout=state_layout, pad_slot_id=pad_slot_id)
     return cast(Tensor, _call("chunk_gla", {"q": q, "k": k, "v": v, "gk": gk}, states, how, pdl, objections))
 
 
@@ -130,11 +131,11 @@ def chunk_gdn2(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
         checkpoints_out, return_checkpoints, workspace, out,
     )  # fmt: skip
-    gate = _gate(A_log, lower_bound)
-    how = Options("delta", gate, "plain", use_qk_l2norm, _scale(scale, q), lower_bound or 0.0, state_layout, pad_slot_id)
+    gate = gate_of(A_log, lower_bound)
+    how = Options("delta", gate, "plain", use_qk_l2norm, scale_of(scale, q), lower_bound or 0.0, state_layout, pad_slot_id)
     product, wrong = _product(v, w)
     tokens = {"q": q, "k": k, "v": product, "gk": g, "erase": b, "A_log": A_log, "dt_bias": dt_bias}
-    call = _call("chunk_gdn2", tokens, states, how, pdl, wrong + _gate_objections(A_log, dt_bias, lower_bound))
+    call = _call("chunk_gdn2", tokens, states, how, pdl, wrong + gate_objections(A_log, dt_bias, lower_bound))
     return cast(Tensor, call if wrong else call._replace(before=partial(torch.mul, v, w, out=product)))
 
 
@@ -161,9 +162,9 @@ def chunk_comba(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
         checkpoints_out, return_checkpoints, workspace, out,
     )  # fmt: skip
-    how = Options("old", _gate(A_log, None), _beta(beta_sigmoid), use_qk_l2norm, _scale(scale, q), 0.0, state_layout, pad_slot_id)
+    how = Options("old", gate_of(A_log, None), beta_of(beta_sigmoid), use_qk_l2norm, scale_of(scale, q), 0.0, state_layout, pad_slot_id)
     tokens = {"q": q, "k": k, "v": v, "read": p, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
-    return cast(Tensor, _call("chunk_comba", tokens, states, how, pdl, _gate_objections(A_log, dt_bias, None)))
+    return cast(Tensor, _call("chunk_comba", tokens, states, how, pdl, gate_objections(A_log, dt_bias)))
 
 
 @operator(like="v")
@@ -186,7 +187,7 @@ def chunk_rwkv7(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
         checkpoints_out, return_checkpoints, workspace, out,
     )  # fmt: skip
-    how = Options("low_rank", scale=_scale(scale, r), state_layout=state_layout, pad_slot_id=pad_slot_id)
+    how = Options("low_rank", scale=scale_of(scale, r), state_layout=state_layout, pad_slot_id=pad_slot_id)
     return cast(Tensor, _call("chunk_rwkv7", {"q": r, "gk": w, "k": k, "v": v, "read": kk, "alpha": a}, states, how, pdl))
 
 
@@ -210,7 +211,7 @@ def chunk_dplr_delta_rule(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
         checkpoints_out, return_checkpoints, workspace, out,
     )  # fmt: skip
-    how = Options("low_rank", scale=_scale(scale, q), state_layout=state_layout, pad_slot_id=pad_slot_id)
+    how = Options("low_rank", scale=scale_of(scale, q), state_layout=state_layout, pad_slot_id=pad_slot_id)
     tokens = {"q": q, "k": k, "v": v, "read": a, "write": b, "gk": gk}
     return cast(Tensor, _call("chunk_dplr_delta_rule", tokens, states, how, pdl))
 
@@ -232,30 +233,6 @@ _GV = (
     "gv, a log decay per value channel, has no form in chunks: the products over tokens would be others for every value channel. "
     "gla takes it, token by token"
 )
-
-
-def _gate(A_log: Tensor | None, lower_bound: float | None) -> str:
-    return "bounded" if lower_bound is not None else "log" if A_log is None else "softplus"
-
-
-def _gate_objections(A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> tuple[str, ...]:
-    if dt_bias is None or A_log is not None or lower_bound is not None:
-        return ()
-    return ("dt_bias is given without A_log: it belongs to a raw gate, and g is a log decay",)
-
-
-def _beta(beta_sigmoid: bool, allow_neg_eigval: bool = False) -> str:
-    return "plain" if not beta_sigmoid else "twice_sigmoid" if allow_neg_eigval else "sigmoid"
-
-
-def _beta_objections(beta_sigmoid: bool, allow_neg_eigval: bool) -> tuple[str, ...]:
-    return ("allow_neg_eigval doubles the sigmoid of beta: give beta_sigmoid too",) if allow_neg_eigval and not beta_sigmoid else ()
-
-
-def _scale(scale: float | None, q: Tensor) -> float:
-    if scale is not None:
-        return scale
-    return q.shape[-1] ** -0.5 if isinstance(q, Tensor) and q.dim() and q.shape[-1] else 1.0
 
 
 def _product(v: Tensor, w: Tensor) -> tuple[Tensor, tuple[str, ...]]:

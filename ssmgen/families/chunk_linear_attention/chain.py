@@ -13,19 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
-from ...spec import SM90, Arch, Index, KernelSpec, Loads, Needs, Pdl, must
+from ...spec import SM90, Arch, KernelSpec, Pdl
+from ..chunk_delta_rule.chunked import TILES, Chain, by_warps, edge_of
 from .prepare import PrepareSpec
 from .problem import BLOCK, BLOCK_BYTES, MAX_SIZE, OPERATOR, PANEL, PANEL_BYTES, PANELS, ROWS, SIZE, ImageProblem, LinearPromptProblem
 from .spec import Counts, LinearSpec, of_problem
 
-__all__ = ["MAX_SIZE", "OPERATOR", "SIZE", "ChainSpec", "candidates", "space"]
-
-# Powers of two, by which rows of v are turned in shared memory. With 128, ptxas leaves a thread 168 registers.
-TILES = (16, 32, 64)
-# Blocks of 32 rows of one sequence: up to so many have an SM each, whose shared memory then serves two warps. Four would wait for it.
-FEW = 128
+__all__ = ["MAX_SIZE", "OPERATOR", "SIZE", "TILES", "ChainSpec", "candidates", "space"]
 
 
 class Stage(NamedTuple):
@@ -43,7 +40,7 @@ class Stage(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChainSpec(LinearSpec, LinearPromptProblem):
+class ChainSpec(Chain, LinearSpec, LinearPromptProblem):
     """A problem, and how it is computed: by this kernel behind the one that prepares. No choice here changes a bit of the result."""
 
     family: ClassVar[str] = OPERATOR
@@ -52,9 +49,6 @@ class ChainSpec(LinearSpec, LinearPromptProblem):
         "images", "v", "cu_seqlens", "initial_states", "final_states", "state", "state_indices", "has_initial_state",
         "checkpoint_positions", "checkpoints", "out",
     )  # fmt: skip
-    written: ClassVar[tuple[str, ...]] = ("out", "final_states", "state", "checkpoints")
-
-    terms: ClassVar[int] = 1  # 16-bit terms of an operand of a product
 
     tile: int = 64  # rows of the state (value channels) per block, 16 per walker
     stages: int = 2  # chunks in shared memory: that which is computed, and those on their way
@@ -63,34 +57,8 @@ class ChainSpec(LinearSpec, LinearPromptProblem):
     ahead_pdl: Pdl = Pdl.OFF  # of the kernel that prepares
 
     @property
-    def needs(self) -> Needs:
-        elements = self.state_loads is Loads.ELEMENT
-        return Needs(
-            matrices=True, matrix_turns=True, matrix_stores=True, shared_pairs=True, shared_quads=True, places=True, copies=True,
-            meetings=True, bytes=True, elements=elements, mma=self.x.value,
-        )  # fmt: skip
-
-    @property
-    def early(self) -> bool:
-        """Whether what the kernel ahead does not write is read before the wait for it."""
-        return self.pdl not in (Pdl.OFF, Pdl.TRIGGER_TOP)
-
-    def early_operands(self) -> list[str]:
-        late = ("workspace", "out", "final_states", "checkpoints")
-        return [name for name in self.operands() if self.early and name not in late]
-
-    @property
     def ahead(self) -> tuple[KernelSpec, ...]:
         return (PrepareSpec(**of_problem(self, ImageProblem), pdl=self.ahead_pdl),)
-
-    @property
-    def threads_per_block(self) -> int:
-        return 32 * (self.tile // 16 + self.fetchers)
-
-    @property
-    def tiles(self) -> int:
-        """Blocks per head."""
-        return self.head_v // self.tile
 
     def blocks(self, counts: Counts) -> int:
         return counts.sequences * counts.heads * self.tiles
@@ -100,11 +68,6 @@ class ChainSpec(LinearSpec, LinearPromptProblem):
         blocks = f"b{self.min_blocks}" if self.min_blocks > 1 else ""
         shape = f"{self.rule.value}_k{self.head_k}v{self.head_v}_{self.state.value}_{self.x.value}_{self.layout.value}"
         return f"linear_chain_{shape}_t{self.tile}s{self.stages}f{self.fetchers}{blocks}{'' if self.pdl is Pdl.OFF else '_pdl'}"
-
-    @property
-    def v_words(self) -> int:
-        """32-bit words from one token's v to the next one's."""
-        return self.tile // 2
 
     @property
     def stage(self) -> Stage:
@@ -144,37 +107,12 @@ class ChainSpec(LinearSpec, LinearPromptProblem):
         """v and the image of each stage's chunk."""
         return self.stages * 4 * (self.stage.words + self.head_k)
 
-    @property
-    def shared_bytes(self) -> int:
-        return self.dynamic_bytes
-
     def constants(self) -> dict[str, Any]:
         return super().constants() | {
             "at": self.stage,
             "pieces": self.pieces,
             "places": min(4, self.head_k // 16),  # from which a lane reads 16 of the 64 columns of a block
-            "vector_state": self.state_loads is Loads.VECTOR,
-            "pooled": self.index is not Index.NONE,
-            "past": "state" if self.started else "initial_states" if self.initial else "",  # what holds the state before the first token
-            "past_slot": "sequence" if self.pool and self.initial else "slot",
-            "kept": "state" if self.pool else "final_states" if self.final else "",  # what receives the last one
         }
-
-    def violations(self, arch: Arch) -> list[str]:
-        if problems := [
-            *self.faults(),
-            *must(self.tile in TILES, f"tile {self.tile} is not {', '.join(map(str, TILES))}"),
-        ]:
-            return problems
-        return [
-            *must(self.head_v % self.tile == 0, f"tile {self.tile} does not divide V {self.head_v}"),
-            *must(1 <= self.stages <= 4, f"stages {self.stages} are not 1 … 4"),
-            *must(self.min_blocks >= 1, f"min_blocks {self.min_blocks} is not positive"),
-            *must(self.fetchers in (1, 2, 4), f"fetchers {self.fetchers} are not 1, 2 or 4"),
-            *must(self.min_blocks == 1 or self.tile <= 32, f"{self.min_blocks} blocks of {self.tile} rows leave too few registers"),
-            *must(arch >= SM90 or self.ahead_pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
-            *self.common_violations(arch, self.shared_bytes),
-        ]
 
 
 def _spec(problem: LinearPromptProblem, **how: Any) -> ChainSpec:
@@ -200,15 +138,7 @@ def candidates(problem: LinearPromptProblem, size: int, arch: Arch, pdl: bool) -
     """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
     from .warpgroups import by_warpgroups
 
-    edge = {"pdl": Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF, "ahead_pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
+    edge = edge_of(arch, pdl)
     yield from by_warpgroups(problem, size, edge)
-    tiles = [t for t in TILES if problem.head_v % t == 0]
-    few = [t for t in tiles if t <= 32]
-    tile = few[-1] if size * problem.head_v // 32 <= FEW else tiles[-1]
-    how: dict[str, Any] = edge | {"fetchers": 4 if problem.copy < 16 else 2}
-    # With three stages a chunk has the time of two to come, with two that of one; with one, nothing overlaps.
-    yield "three stages", _spec(problem, tile=tile, stages=3, **how), ""
-    yield "two stages", _spec(problem, tile=tile, stages=2, **how), ""
-    yield "narrow", _spec(problem, tile=few[-1], stages=2, **how), ""
-    yield "one stage", _spec(problem, tile=tile, stages=1, **how), ""
-    yield "generic", _spec(problem, tile=16, stages=1, **how), ""
+    make = partial(_spec, problem, **edge, fetchers=4 if problem.copy < 16 else 2)
+    yield from by_warps(make, problem.head_v, size)

@@ -45,12 +45,15 @@ class PrepareSpec(LinearSpec):
         "q", "k", "read", "write", "g", "gk", "beta", "A_log", "dt_bias", "erase", "alpha", "cu_seqlens", "images",
     )  # fmt: skip
     written: ClassVar[tuple[str, ...]] = ("images",)
-    scaled: ClassVar[bool] = True
 
     @property
     def needs(self) -> Needs:
         elements = self.loads is Loads.ELEMENT
         return Needs(math=True, elements=elements, bytes=True, matrices=True, places=True, copies=True, mma=self.x.value, tf32=True)
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        return ("scale", "lower_bound") if self.gate is Gate.BOUNDED else ("scale",)
 
     @property
     def threads_per_block(self) -> int:

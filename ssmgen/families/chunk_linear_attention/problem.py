@@ -7,7 +7,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from ...spec import DType, Index, Layout, Loads, Problem, must
-from ..chunk_delta_rule.problem import INTEGERS
+from ..chunk_delta_rule.chunked import INTEGERS, Chunked, Stated
 from ..linear_attention.problem import Beta, Gate
 
 OPERATOR = "chunk_linear_attention"
@@ -41,7 +41,7 @@ class Rule(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageProblem(Problem):
+class ImageProblem(Problem, Chunked):
     """What the images of chunks hang on: keys and gates. Heads, tokens, strides, the scale and the lower bound are not among it.
 
     An operand's dtype is None when there is no such operand. The state decays by g, per head, or by gk, per key channel, or by neither.
@@ -65,10 +65,6 @@ class ImageProblem(Problem):
     cu_seqlens: Index = Index.NONE  # type of it: tokens are packed sequences
     copy: int = 16  # bytes of q, k, v, read, write and out that lie together and aligned
     loads: Loads = Loads.VECTOR  # of gk, erase, alpha and a dt_bias per channel: eight neighbours, at once if they are aligned
-
-    @property
-    def ragged(self) -> bool:
-        return self.cu_seqlens is not Index.NONE
 
     @property
     def decay(self) -> DType | None:
@@ -111,7 +107,7 @@ class ImageProblem(Problem):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinearPromptProblem(ImageProblem):
+class LinearPromptProblem(ImageProblem, Stated):
     """What a call fixes: that, and states."""
 
     head_v: int  # channels of v and out
@@ -125,26 +121,11 @@ class LinearPromptProblem(ImageProblem):
     checkpoints: Index = Index.NONE  # type of checkpoint_positions; how many they are is an argument of the kernel
     state_loads: Loads = Loads.VECTOR  # of states: pairs of numbers
 
-    @property
-    def marked(self) -> bool:
-        """Whether states are asked for at positions."""
-        return self.checkpoints is not Index.NONE
-
     def elements(self) -> dict[str, str]:
-        there = {"initial_states": self.initial, "final_states": self.final, "state": self.pool, "checkpoints": self.marked}
-        found = {"v": self.x.value, "out": self.x.value} | {name: self.state.value for name, given in there.items() if given}
-        found |= {"state_indices": INTEGERS[self.index], "checkpoint_positions": INTEGERS[self.checkpoints]}
-        found |= {"has_initial_state": "u8" if self.started else ""}
-        return ImageProblem.elements(self) | {name: element for name, element in found.items() if element}
+        return ImageProblem.elements(self) | self.state_elements()
 
     def faults(self) -> list[str]:
-        return [
-            *ImageProblem.faults(self),
-            *must(self.head_v % 16 == 0 and 16 <= self.head_v <= 256, f"V {self.head_v} is not 16 … 256 in steps of 16"),
-            *must(not (self.pool and self.final), "a pool takes the place of final_states"),
-            *must(not (self.started and self.initial), "initial_states and has_initial_state both say what a sequence starts from"),
-            *must(self.pool or (self.index is Index.NONE and not self.started), "slots and has_initial_state are of a pool"),
-        ]
+        return ImageProblem.faults(self) + self.state_faults()
 
 
 class Image(NamedTuple):

@@ -15,7 +15,7 @@ from ...arguments import Value
 from ...calls.planning import Caller, Family
 from ...calls.public import Call, operator
 from . import call as scan
-from .call import Options
+from .call import SEGMENTS, Options
 from .spec import ATTENTION, OPERATOR, ScanProblem, ScanSpec
 
 _T = TypeVar("_T")
@@ -24,7 +24,7 @@ _WORDS = {"chunk_simple_gla": ATTENTION, "chunk_lightning_attn": ATTENTION | {"g
 _ROLES = {word: role for words in _WORDS.values() for role, word in words.items()}
 
 
-@operator(like="v")
+@operator(like="v", segments=SEGMENTS)
 def chunk_simple_gla(
     q: Tensor,
     k: Tensor,
@@ -40,6 +40,7 @@ def chunk_simple_gla(
     state_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
     pad_slot_id: int = -1,
+    segments: int | None = None,
     out: Tensor | None = None,
     pdl: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -52,8 +53,8 @@ def chunk_simple_gla(
     q, k: […, HK, K], v, out: […, HV, V], bf16, f16 or f32, all of one dtype
     g: […, HV] or [HV], f32, bf16 or f16, log decay of each token or of all, at most 0; None for none
     scale: factor of the output; None for K^-0.5
-    cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, pad_slot_id, out, pdl: as
-        those of chunk_scan
+    cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, pad_slot_id, segments, out,
+        pdl: as those of chunk_scan
 
     Returns out, or (out, final states). CPU tensors run the reference implementation, token by token.
     Raises what chunk_scan raises.
@@ -61,11 +62,11 @@ def chunk_simple_gla(
     """
     return _call(
         "chunk_simple_gla", q, k, v, g, scale, cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices,
-        has_initial_state, pad_slot_id, out, pdl,
+        has_initial_state, pad_slot_id, segments, out, pdl,
     )  # fmt: skip
 
 
-@operator(like="v")
+@operator(like="v", segments=SEGMENTS)
 def chunk_lightning_attn(
     q: Tensor,
     k: Tensor,
@@ -81,6 +82,7 @@ def chunk_lightning_attn(
     state_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
     pad_slot_id: int = -1,
+    segments: int | None = None,
     out: Tensor | None = None,
     pdl: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -92,14 +94,14 @@ def chunk_lightning_attn(
     """
     return _call(
         "chunk_lightning_attn", q, k, v, slope, scale, cu_seqlens, initial_states, return_final_states, final_states_out, state,
-        state_indices, has_initial_state, pad_slot_id, out, pdl,
+        state_indices, has_initial_state, pad_slot_id, segments, out, pdl,
     )  # fmt: skip
 
 
 def _call(
     name: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float | None, cu_seqlens: Tensor | None,
     initial_states: Tensor | None, return_final_states: bool, final: Tensor | None, state: Tensor | None, state_indices: Tensor | None,
-    has_initial_state: Tensor | None, pad_slot_id: int, out: Tensor | None, pdl: bool | None,
+    has_initial_state: Tensor | None, pad_slot_id: int, segments: int | None, out: Tensor | None, pdl: bool | None,
 ) -> Tensor:  # fmt: skip
     if isinstance(v, Tensor) and isinstance(k, Tensor):  # else the checks object
         out = v.new_empty(v.shape) if out is None else out
@@ -111,7 +113,7 @@ def _call(
         scale = k.shape[-1] ** -0.5 if isinstance(k, Tensor) and k.dim() and k.shape[-1] else 1.0
     given = (v, g, k, q, cu_seqlens, initial_states, final, state, state_indices, has_initial_state, out)
     returns = ("out", "final_states") if return_final_states and final is not None else ("out",)
-    options = Options(pad_slot_id=pad_slot_id, scale=scale, slope=name == "chunk_lightning_attn")
+    options = Options(pad_slot_id=pad_slot_id, scale=scale, slope=name == "chunk_lightning_attn", segments=segments)
     return cast(Tensor, Call(CALLERS[name], given, options, pdl, returns))
 
 
@@ -158,19 +160,19 @@ _library = torch.library.Library("ssmgen", "FRAGMENT")
 _library.define(
     "chunk_attention(str name, Tensor v, Tensor? g, Tensor k, Tensor q, Tensor? cu_seqlens, Tensor? initial_states, "
     "Tensor(a!)? final_states, Tensor(b!)? state, Tensor? state_indices, Tensor? has_initial_state, Tensor(c!) out, int pad_slot_id, "
-    "float scale, bool slope, bool? pdl) -> ()",
+    "float scale, bool slope, int? segments, bool? pdl) -> ()",
     tags=torch.Tag.needs_fixed_stride_order,
 )
 
 
 def _dispatch(name: str, given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    torch.ops.ssmgen.chunk_attention(name, *given, options.pad_slot_id, options.scale, options.slope, pdl)
+    torch.ops.ssmgen.chunk_attention(name, *given, options.pad_slot_id, options.scale, options.slope, options.segments, pdl)
 
 
 def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
     """(given, options, pdl) of what torch's dispatcher gives."""
-    *given, pad_slot_id, scale, slope, pdl = args
-    return tuple(given), Options(pad_slot_id=pad_slot_id, scale=scale, slope=slope), pdl
+    *given, pad_slot_id, scale, slope, segments, pdl = args
+    return tuple(given), Options(pad_slot_id=pad_slot_id, scale=scale, slope=slope, segments=segments), pdl
 
 
 @torch.library.impl(_library, "chunk_attention", "CUDA")

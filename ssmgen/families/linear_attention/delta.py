@@ -6,25 +6,8 @@ from torch import Tensor
 
 from ...calls.public import operator
 from .options import PoolOptions, Ring, commit, decode
+from .switches import beta_objections, beta_of, gate_objections, gate_of
 from .views import Form
-
-
-def _gate_objections(g: str, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None = None) -> tuple[str, ...]:
-    if dt_bias is None or A_log is not None or lower_bound is not None:
-        return ()
-    return (f"dt_bias is given without A_log: it belongs to a raw gate, and {g} is a log decay",)
-
-
-def _beta_objections(beta_sigmoid: bool, allow_neg_eigval: bool) -> tuple[str, ...]:
-    return ("allow_neg_eigval doubles the sigmoid of beta: give beta_sigmoid too",) if allow_neg_eigval and not beta_sigmoid else ()
-
-
-def _gate(A_log: Tensor | None, lower_bound: float | None) -> str:
-    return "bounded" if lower_bound is not None else "log" if A_log is None else "softplus"
-
-
-def _beta(beta_sigmoid: bool, allow_neg_eigval: bool) -> str:
-    return "plain" if not beta_sigmoid else "twice_sigmoid" if allow_neg_eigval else "sigmoid"
 
 
 @operator(like="v")
@@ -46,8 +29,8 @@ def gated_delta_rule(
     Everything else: see PoolOptions
     Source: Yang et al. 2024 (arXiv 2412.06464).
     """
-    form = Form("decayed", _gate(A_log, None), _beta(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
-    objections = _gate_objections("g", A_log, dt_bias) + _beta_objections(beta_sigmoid, allow_neg_eigval)
+    form = Form("decayed", gate_of(A_log, None), beta_of(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
+    objections = gate_objections(A_log, dt_bias) + beta_objections(beta_sigmoid, allow_neg_eigval)
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
         update_state, out, pdl, ring,
@@ -71,8 +54,8 @@ def kda(
         lower_bound sigmoid(e^A_log (g + dt_bias)), in which A_log may be missing; dt_bias [HV, K], [HV K] or None
     Otherwise as gated_delta_rule. Source: Kimi Team 2025 (arXiv 2510.26692).
     """
-    form = Form("decayed", _gate(A_log, lower_bound), _beta(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
-    objections = _gate_objections("g", A_log, dt_bias, lower_bound) + _beta_objections(beta_sigmoid, allow_neg_eigval)
+    form = Form("decayed", gate_of(A_log, lower_bound), beta_of(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
+    objections = gate_objections(A_log, dt_bias, lower_bound) + beta_objections(beta_sigmoid, allow_neg_eigval)
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
         update_state, out, pdl, ring,
@@ -96,8 +79,8 @@ def gdn2(
     g, A_log, dt_bias, lower_bound: as in kda           b: […, HV, K]; w: […, HV, V], both applied as they are
     Otherwise as gated_delta_rule. Source: flash-linear-attention, fla.ops.gdn2.
     """
-    form = Form("decayed", _gate(A_log, lower_bound), "plain", use_qk_l2norm)
-    objections = _gate_objections("g", A_log, dt_bias, lower_bound)
+    form = Form("decayed", gate_of(A_log, lower_bound), "plain", use_qk_l2norm)
+    objections = gate_objections(A_log, dt_bias, lower_bound)
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
         update_state, out, pdl,
@@ -117,8 +100,8 @@ def delta_rule(
     pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """DeltaNet: S <- S + beta (v - S k) k^T. Operands as in gated_delta_rule. Source: Yang et al. 2024 (arXiv 2406.06484)."""
-    form = Form("decayed", "log", _beta(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
-    objections = _beta_objections(beta_sigmoid, allow_neg_eigval)
+    form = Form("decayed", "log", beta_of(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
+    objections = beta_objections(beta_sigmoid, allow_neg_eigval)
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
         update_state, out, pdl, ring,
@@ -139,8 +122,8 @@ def comba(
 
     use_qk_l2norm normalises p too. Otherwise as gated_delta_rule. Source: Hu et al. 2025 (arXiv 2506.02475), as fla's fused kernel does.
     """
-    form = Form("old", _gate(A_log, None), _beta(beta_sigmoid, False), use_qk_l2norm)
-    objections = _gate_objections("g", A_log, dt_bias)
+    form = Form("old", gate_of(A_log, None), beta_of(beta_sigmoid, False), use_qk_l2norm)
+    objections = gate_objections(A_log, dt_bias)
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
         update_state, out, pdl,
@@ -161,8 +144,8 @@ def gated_delta_rule_commit(
     num_accepted_tokens: [batch] int32 or int64: how many of the sequence's tokens to replay; 0, or a number out of range, changes nothing
     Other arguments as in gated_delta_rule and PoolOptions; the result is that of gated_delta_rule on those tokens, bit for bit.
     """
-    form = Form("decayed", _gate(A_log, None), _beta(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
-    objections = _gate_objections("g", A_log, dt_bias) + _beta_objections(beta_sigmoid, allow_neg_eigval)
+    form = Form("decayed", gate_of(A_log, None), beta_of(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
+    objections = gate_objections(A_log, dt_bias) + beta_objections(beta_sigmoid, allow_neg_eigval)
     return commit(
         "gated_delta_rule_commit", form, state, ring, num_accepted_tokens, A_log, dt_bias, per_channel=False,
         state_layout=state_layout, state_indices=state_indices, pad_slot_id=pad_slot_id, pdl=pdl, objections=objections,
@@ -176,8 +159,8 @@ def kda_commit(
     state_layout: str = "vk", state_indices: Tensor | None = None, pad_slot_id: int = -1, pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """The same as gated_delta_rule_commit, for kda: ring.g is [slots, T, HV, K]."""
-    form = Form("decayed", _gate(A_log, lower_bound), _beta(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
-    objections = _gate_objections("g", A_log, dt_bias, lower_bound) + _beta_objections(beta_sigmoid, allow_neg_eigval)
+    form = Form("decayed", gate_of(A_log, lower_bound), beta_of(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
+    objections = gate_objections(A_log, dt_bias, lower_bound) + beta_objections(beta_sigmoid, allow_neg_eigval)
     return commit(
         "kda_commit", form, state, ring, num_accepted_tokens, A_log, dt_bias, per_channel=True, lower_bound=lower_bound,
         state_layout=state_layout, state_indices=state_indices, pad_slot_id=pad_slot_id, pdl=pdl, objections=objections,
