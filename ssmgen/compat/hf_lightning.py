@@ -43,9 +43,7 @@ def lightning(mixer: Any, hidden_states: Tensor, attention_mask: Tensor | None, 
         out = call(linear_attention.lightning_attn, state, q, k, v, slope, scale=1.0, state_layout="kv")
     else:
         before = None if state is None else state.transpose(-1, -2).contiguous()
-        out, last = call(
-            attention.chunk_lightning_attn, q, k, v, slope, scale=1.0, initial_states=before, return_final_states=True
-        )  # fmt: skip
+        out, last = call(attention.chunk_lightning_attn, q, k, v, slope, scale=1.0, initial_states=before, return_final_states=True)
         state = last.transpose(-1, -2).to(v.dtype).contiguous()
     normed = mixer.norm(out.reshape(batch, tokens, heads * width))
     if cache is not None:

@@ -11,7 +11,6 @@ from ..errors import ArgumentError
 from ..families.chunk_linear_attention.call import chunk_kda as _chunk_kda
 from . import delta_prompts as _prompts
 from .gated_delta import new_output as _new_output
-from .lightning import lightning_attention, linear_decode_forward_triton
 from .operands import takes as _takes
 from .replacing import Replacement
 
@@ -193,6 +192,4 @@ REPLACEMENTS = [
     Replacement(f"{_FLA}.kda", "chunk_kda", chunk_kda),
     Replacement(f"{_MODELS}.kimi_k3.nvidia.ops.third_party.kda.chunk", "chunk_kda_with_fused_gate", chunk_kda_with_fused_gate),
     Replacement(f"{_MODELS}.glm5next.nvidia.ops.third_party.kda.kernels", "chunk_kda_with_fused_gate", chunk_kda_with_safe_gate),
-    Replacement(f"{_LAYERS}.lightning_attn", "lightning_attention", lightning_attention),
-    Replacement(f"{_LAYERS}.lightning_attn", "linear_decode_forward_triton", linear_decode_forward_triton),
 ]
