@@ -40,9 +40,9 @@ def chunk_gated_delta_rule(
     """
     out = _output(q, v, core_attn_out)
     final = _prompts.states_of(q, v, _prompts.sequences_of(v, cu_seqlens)) if output_final_state else None
-    _prompts.scan(
-        _prompts.Operands(q, k, v, g, beta), out, initial_states=initial_state, last=final, cu_seqlens=cu_seqlens, scale=scale,
-        use_qk_l2norm=use_qk_l2norm_in_kernel,
+    _prompts.run(
+        _prompts.chunk_gated_delta_rule, (q, k, v, g, beta), out, initial_states=initial_state, last=final, cu_seqlens=cu_seqlens,
+        scale=scale, use_qk_l2norm=use_qk_l2norm_in_kernel,
     )  # fmt: skip
     return out, final
 
@@ -82,9 +82,9 @@ def fi_chunk_gated_delta_rule(
     )
     out = _new_output(q, v)
     final = _prompts.states_of(q, v, _prompts.sequences_of(v, cu_seqlens)) if output_final_state else None
-    _prompts.scan(
-        _prompts.Operands(q, k, v, g, beta), out, initial_states=initial_state, last=final, cu_seqlens=cu_seqlens, positions=positions,
-        checkpoints=state_checkpoints, use_qk_l2norm=use_qk_l2norm_in_kernel,
+    _prompts.run(
+        _prompts.chunk_gated_delta_rule, (q, k, v, g, beta), out, initial_states=initial_state, last=final, cu_seqlens=cu_seqlens,
+        positions=positions, checkpoints=state_checkpoints, use_qk_l2norm=use_qk_l2norm_in_kernel,
     )  # fmt: skip
     return out, final
 
