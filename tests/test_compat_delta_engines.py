@@ -235,6 +235,7 @@ def test_kernels_make_what_is_asked_for(way, monkeypatch):
     [
         (vllm.chunk_gated_delta_rule, vllm_call(core_attn_out=torch.zeros(9, dtype=BF16)), ArgumentError, r"core_attn_out is \[9\]"),
         (vllm.chunk_gated_delta_rule, vllm_call(initial_state=states(3)), ArgumentError, "initial_states"),
+        (vllm.chunk_gated_delta_rule, vllm_call(g=None), ArgumentError, "g is None"),
         (vllm.fi_chunk_gated_delta_rule, vllm_call(initial_state=states(4), cu_seqlens=None), ArgumentError, "cu_seqlens is None"),
         (sglang.chunk_gated_delta_rule, sglang_call(), UnsupportedError, "initial_state is None"),
         (sglang.chunk_gated_delta_rule, sglang_call(initial_state=states(9), head_first=True), UnsupportedError, "head_first=True"),

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..calls.checks import overlaps_itself
+from ..calls.checks import DTYPES, overlaps_itself
 from ..errors import ArgumentError
 from ..families.chunk_delta_rule.call import chunk_delta_rule, chunk_gated_delta_rule
 
 CHUNK = 64  # tokens, counted from a sequence's start: the places where a state can be asked for
-STATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 # Of `takes`: what all that look like flash-linear-attention's function have.
 PACKED = {"q": "[B, T, H, K]", "k": "[B, T, H, K]", "v": "[B, T, HV, V]", "g": "[B, T, HV]", "beta": "[B, T, HV]", "cu_seqlens": "[N + 1]"}
@@ -53,7 +52,7 @@ def run(
     if initial_states is not None:
         if not initial_states[:1, :1].is_contiguous():
             initial_states = initial_states.contiguous()
-        if held == torch.float32 and initial_states.dtype in STATE_DTYPES:
+        if held == torch.float32 and initial_states.dtype in DTYPES:
             initial_states = initial_states.to(held)
     final, kept = (_as_held(function.__name__, n, t, held) for n, t in (("final_states", last), ("checkpoints", checkpoints)))
     more: dict[str, Any] = {"initial_states": initial_states, "final_states_out": final, "state": state, "checkpoint_positions": positions}
@@ -71,7 +70,7 @@ def _as_held(function: str, name: str, t: Tensor | None, held: torch.dtype) -> T
 
     Raises ArgumentError for what a copy hides from the call's own checks.
     """
-    if t is None or t.dtype == held or t.dtype not in STATE_DTYPES:
+    if t is None or t.dtype == held or t.dtype not in DTYPES:
         return t
     if overlaps_itself(t):
         raise ArgumentError(function, [f"{name} has strides {list(t.stride())}: two of its elements share memory"])

@@ -218,13 +218,13 @@ def _objection(model: str, function: str) -> str:
     if original is None:
         return "this transformers has no such function"
     if isinstance(original, type):
-        return _of_class(model, function).objection(original)
+        return _forward_module(model, function).objection(original)
     differences = functions.unknown_parameters(FUNCTIONS[function], original)
     return f"its parameters are others than expected: {', '.join(differences)}" if differences else ""
 
 
-def _of_class(model: str, name: str) -> ModuleType:
-    """The module that replaces a class's forward: its `objection` and its `run`."""
+def _forward_module(model: str, name: str) -> ModuleType:
+    """The module of what replaces the forward of a class: its `objection` and its `run`."""
     return next((m for m, names in ((lightning, lightning.CLASSES), (norms, norms.NORMS)) if names.get(model) == name), layers)
 
 
@@ -234,7 +234,7 @@ def _replacement(model: str, function: str) -> Replacement:
     if known is None or not known.in_place:
         label, module = f"{model}.{function}", _modeling(model)
         if isinstance(owner := getattr(module, function), type):
-            known = Replacement(label, owner, "forward", _of_class(model, function).run)
+            known = Replacement(label, owner, "forward", _forward_module(model, function).run)
         else:
             known = Replacement(label, module, function, functions.run_function)
         _active[model, function] = known

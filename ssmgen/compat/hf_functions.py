@@ -161,6 +161,7 @@ def _chunked(
     function: Callable[..., Any], operands: tuple[Tensor, ...], state: Tensor | None, keep: bool, l2norm: bool, cu_seqlens: Tensor | None,
     others: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """A prompt's output, and where it is to be kept the state behind it: the one given, written in place, or a new one."""
     if cu_seqlens is None and others.get("seq_idx") is not None:
         raise ArgumentError(function.__name__, ["seq_idx is given: packed sequences are told apart by cu_seqlens"])
     rows = (t if t.dim() < 4 or t.stride(-1) == 1 else t.contiguous() for t in operands)  # they are not behind a window of the cache
@@ -243,6 +244,13 @@ def unknown_parameters(ours: Callable[..., Any], theirs: Callable[..., Any]) -> 
 
 
 _KEYWORDS = ("seq_idx", "cu_seqlens")  # which models only pass by name
+
+
+def other_forward(owner: Any, *expected: str, more: bool = True) -> str:
+    """What keeps a forward from being replaced by one of these parameters, or nothing; more: it may have others behind them."""
+    found = list(inspect.signature(owner.forward).parameters)
+    same = (found[: len(expected)] if more else found) == list(expected)
+    return "" if same else f"its forward takes {', '.join(found)}, not {', '.join(expected)}"
 
 
 class Replacement:

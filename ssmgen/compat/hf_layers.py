@@ -6,7 +6,6 @@ original forward's.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from torch.compiler import is_compiling
 from ..calls.checks import DTYPES
 from ..families.delta_layer import call as native_gdn
 from ..families.mamba2_layer import call as native_mamba2
-from .hf_functions import Replacement, attempt, call
+from .hf_functions import Replacement, attempt, call, other_forward
 
 _ATTRIBUTE = "_ssmgen_arrivals"  # of a layer of transformers' cache, beside the states that it belongs to
 
@@ -190,9 +189,7 @@ LAYERS: dict[str, Fused] = {
 
 def objection(mixer: type) -> str:
     """What keeps a mixer's forward from being replaced, or nothing."""
-    found = list(inspect.signature(mixer.forward).parameters)
-    expected = ["self", "hidden_states", "cache_params", "attention_mask"]
-    return "" if found[:4] == expected else f"its forward takes {', '.join(found)}, not {', '.join(expected)}"
+    return other_forward(mixer, "self", "hidden_states", "cache_params", "attention_mask")
 
 
 def run(replacement: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:

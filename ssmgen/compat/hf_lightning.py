@@ -5,7 +5,6 @@ Between the layer's projections one call of ssmgen's is made. The state stays wh
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,18 +14,15 @@ from torch.compiler import is_compiling
 
 from ..families.chunk_scan import attention
 from ..families.linear_attention import call as linear_attention
-from .hf_functions import Replacement, attempt, call
+from .hf_functions import Replacement, attempt, call, other_forward
 
 CLASSES = {"minimax": "MiniMaxLightningAttention"}
 """Classes whose forward is replaced, by the name of transformers' model folder."""
 
-_PARAMETERS = ["self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values"]
-
 
 def objection(mixer: Any) -> str:
     """What keeps a mixer's forward from being replaced, or nothing."""
-    found = list(inspect.signature(mixer.forward).parameters)
-    return "" if found[:5] == _PARAMETERS else f"its forward takes {', '.join(found)}, not {', '.join(_PARAMETERS)}"
+    return other_forward(mixer, "self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values")
 
 
 def lightning(mixer: Any, hidden_states: Tensor, attention_mask: Tensor | None, cache: Any) -> tuple[Tensor, Tensor]:
@@ -43,9 +39,7 @@ def lightning(mixer: Any, hidden_states: Tensor, attention_mask: Tensor | None, 
         out = call(linear_attention.lightning_attn, state, q, k, v, slope, scale=1.0, state_layout="kv")
     else:
         before = None if state is None else state.transpose(-1, -2).contiguous()
-        out, last = call(
-            attention.chunk_lightning_attn, q, k, v, slope, scale=1.0, initial_states=before, return_final_states=True
-        )  # fmt: skip
+        out, last = call(attention.chunk_lightning_attn, q, k, v, slope, scale=1.0, initial_states=before, return_final_states=True)
         state = last.transpose(-1, -2).to(v.dtype).contiguous()
     normed = mixer.norm(out.reshape(batch, tokens, heads * width))
     if cache is not None:

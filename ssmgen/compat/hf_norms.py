@@ -5,7 +5,6 @@ Whole decode layers have the norm in their own kernels. Over a prompt it is a do
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.compiler import is_compiling
 
 from ..calls.checks import DTYPES
 from ..families.gated_rms_norm import call as native
-from .hf_functions import Replacement, attempt, call
+from .hf_functions import Replacement, attempt, call, other_forward
 
 NORMS = {
     "mamba2": "MambaRMSNormGated",
@@ -43,8 +42,7 @@ def has(modeling: Any, model: str) -> bool:
 
 def objection(norm: Any) -> str:
     """What keeps a norm's forward from being replaced, or nothing."""
-    found, expected = list(inspect.signature(norm.forward).parameters), ["self", "hidden_states", "gate"]
-    return "" if found == expected else f"its forward takes {', '.join(found)}, not {', '.join(expected)}"
+    return other_forward(norm, "self", "hidden_states", "gate", more=False)
 
 
 def gated_rms_norm(norm: Any, hidden_states: Tensor, gate: Tensor | None) -> Tensor:

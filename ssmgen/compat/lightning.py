@@ -28,9 +28,7 @@ def lightning_attention(
     out = torch.empty_like(v.transpose(1, 2), dtype=q.dtype, memory_format=torch.contiguous_format)
     final = _prompts.states_of(q, v, v.shape[0])
     before = None if kv_history is None else kv_history.transpose(-1, -2)
-    _prompts.run(
-        chunk_lightning_attn, (q, k, v, ed.reshape(-1)), out.transpose(1, 2), initial_states=before, last=final, scale=1.0,
-    )  # fmt: skip
+    _prompts.run(chunk_lightning_attn, (q, k, v, ed.reshape(-1)), out.transpose(1, 2), initial_states=before, last=final, scale=1.0)
     return out, final.transpose(-1, -2).unsqueeze(2)
 
 

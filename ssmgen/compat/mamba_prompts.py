@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..calls.checks import DTYPES
 from ..errors import ArgumentError, UnsupportedError
 from ..families.chunk_scan.call import chunk_scan
 
@@ -16,8 +17,6 @@ from ..families.chunk_scan.call import chunk_scan
 ROWS, GROUPS = "[batch, T, H, P]", "[batch, T, G, N]"
 PADDED = {"x": ROWS, "z": ROWS, "dt": "[batch, T, H]", "B": GROUPS, "C": GROUPS, "initial_states": "[batch, H, P, N]"}
 PADDED |= {"seq_idx": "[batch, T]", "cu_seqlens": "[sequences + 1]", "A": "[H]", "D": "[H] or [H, P]", "dt_bias": "[H]"}
-
-_STATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Operands(NamedTuple):
@@ -63,7 +62,7 @@ def scan(
     x = operands.x
     dtypes = {d for d in (last, after, None if initial_states is None else initial_states.dtype) if d is not None}
     held = dtypes.pop() if len(dtypes) == 1 else torch.float32
-    if initial_states is not None and initial_states.dtype in _STATE_DTYPES:
+    if initial_states is not None and initial_states.dtype in DTYPES:
         initial_states = initial_states.to(held)
     inner, sequences = (*x.shape[-2:], operands.B.shape[-1]), x.shape[0] if cu_seqlens is None else max(cu_seqlens.numel() - 1, 0)
     final = None if last is None else x.new_empty((sequences, *inner), dtype=held)
@@ -83,7 +82,7 @@ def scan_into_slots(
     States to start from are of the pool's dtype, or become f32 without loss where it is.
     """
     ours = operands.as_ours()
-    if initial_states is not None and pool.dtype == torch.float32 and initial_states.dtype in _STATE_DTYPES:
+    if initial_states is not None and pool.dtype == torch.float32 and initial_states.dtype in DTYPES:
         initial_states = initial_states.to(pool.dtype)
     chunk_scan(
         *ours[:-1], dt_limit=ours.dt_limit, cu_seqlens=cu_seqlens, initial_states=initial_states, state=pool, state_indices=slots, out=out
@@ -93,7 +92,7 @@ def scan_into_slots(
 def state_dtype_of(name: str, state_dtype: torch.dtype | None, C: Tensor) -> torch.dtype:
     """The dtype that states are returned in; as in mamba-ssm, C's if none is said."""
     dtype = C.dtype if state_dtype is None else state_dtype
-    if dtype not in _STATE_DTYPES:
+    if dtype not in DTYPES:
         raise UnsupportedError(name, [f"state_dtype is {dtype}: ssmgen's states are float32, float16 or bfloat16".replace("torch.", "")])
     return dtype
 

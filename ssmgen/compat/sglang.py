@@ -1,4 +1,5 @@
-"""SGLang's functions for Mamba, convolutions, gated delta rules and merged attention, as in SGLang 0.5.23; and its plugin, `register`.
+"""SGLang's functions for Mamba, convolutions, delta rules, Lightning attention and merged attention, as in SGLang 0.5.23; and its plugin,
+`register`.
 
 Slots: pad_slot_id (-1) is padding. A padded sequence, which is also one whose slot is negative or none of the pool's, gets a zero output
 and touches no state; SGLang leaves some of these outputs as they were, or computes them from a state of zeros. Index tensors may have more
@@ -315,6 +316,9 @@ _ENGINE = replacing.Engine(
             fused_sigmoid_gating_delta_rule_update,
         ),
         *_delta.REPLACEMENTS,
+        replacing.Replacement(f"{_ATTENTION}.linear.lightning_attn", "lightning_attention", lightning_attention),
+        replacing.Replacement(f"{_ATTENTION}.linear.lightning_attn", "linear_decode_forward_triton", linear_decode_forward_triton),
+        replacing.Replacement(f"{_ATTENTION}.linear.seg_la", "seg_la_fwd", seg_la_fwd),
         replacing.Replacement(f"{_LAYERS}.merge_state", "merge_state", merge_state),
     ],
 )  # fmt: skip

@@ -15,10 +15,8 @@ from ..families.chunk_linear_attention.call import chunk_kda as _chunk_kda
 from . import delta_prompts as _prompts
 from .gated_delta import new_output as _new_output
 from .gated_delta import shaped as _shaped
-from .lightning import lightning_attention, linear_decode_forward_triton
 from .operands import takes as _takes
 from .replacing import Replacement
-from .sglang_lightning import seg_la_fwd
 
 
 @_takes("head_first inplace_update", **_prompts.PACKED, initial_state="[slots, HV, V, K]", initial_state_indices="[N]")
@@ -272,7 +270,4 @@ REPLACEMENTS = [
         f"{_LAYERS}.gdn_triton", "TritonGDNKernel.extend", extend, says={"supports_track_state_snapshot": True}, behind=with_tracked_states
     ),
     Replacement(f"{_ATTENTION}.fla.kda", "chunk_kda", chunk_kda),
-    Replacement(f"{_ATTENTION}.linear.lightning_attn", "lightning_attention", lightning_attention),
-    Replacement(f"{_ATTENTION}.linear.lightning_attn", "linear_decode_forward_triton", linear_decode_forward_triton),
-    Replacement(f"{_ATTENTION}.linear.seg_la", "seg_la_fwd", seg_la_fwd),
 ]

@@ -1,4 +1,5 @@
-"""vLLM's functions for Mamba, short convolutions, gated delta rules and merged attention, as in vLLM 0.33; and its plugin, `register`.
+"""vLLM's functions for Mamba, short convolutions, delta rules, Lightning attention and merged attention, as in vLLM 0.33; and its plugin,
+`register`.
 
 Slots: null_block_id (0) is padding. A padded sequence, which is also one whose slot is negative or none of the pool's, gets a zero
 output and touches no state; vLLM leaves some of these outputs as they were, or computes them from a state of zeros.
@@ -267,6 +268,7 @@ def _pad(null_block_id: int | None) -> int:
 
 
 _OPS, _FLA = "vllm.model_executor.layers.mamba.ops", "vllm.third_party.flash_linear_attention.ops"
+_LIGHTNING = "vllm.model_executor.layers.lightning_attn"
 _ENGINE = replacing.Engine(
     "vllm", "0.33.0",
     [
@@ -283,6 +285,8 @@ _ENGINE = replacing.Engine(
             f"{_FLA}.fused_sigmoid_gating", "fused_sigmoid_gating_delta_rule_update", fused_sigmoid_gating_delta_rule_update
         ),
         *_delta.REPLACEMENTS,
+        replacing.Replacement(_LIGHTNING, "lightning_attention", lightning_attention),
+        replacing.Replacement(_LIGHTNING, "linear_decode_forward_triton", linear_decode_forward_triton),
         replacing.Replacement("vllm.v1.attention.ops.merge_attn_states", "merge_attn_states", merge_attn_states),
     ],
 )  # fmt: skip

@@ -11,7 +11,6 @@ from ..errors import ArgumentError
 from ..families.chunk_linear_attention.call import chunk_kda as _chunk_kda
 from . import delta_prompts as _prompts
 from .gated_delta import new_output as _new_output
-from .lightning import lightning_attention, linear_decode_forward_triton
 from .operands import takes as _takes
 from .replacing import Replacement
 
@@ -41,9 +40,9 @@ def chunk_gated_delta_rule(
     """
     out = _output(q, v, core_attn_out)
     final = _prompts.states_of(q, v, _prompts.sequences_of(v, cu_seqlens)) if output_final_state else None
-    _prompts.scan(
-        _prompts.Operands(q, k, v, g, beta), out, initial_states=initial_state, last=final, cu_seqlens=cu_seqlens, scale=scale,
-        use_qk_l2norm=use_qk_l2norm_in_kernel,
+    _prompts.run(
+        _prompts.chunk_gated_delta_rule, (q, k, v, g, beta), out, initial_states=initial_state, last=final, cu_seqlens=cu_seqlens,
+        scale=scale, use_qk_l2norm=use_qk_l2norm_in_kernel,
     )  # fmt: skip
     return out, final
 
@@ -83,9 +82,9 @@ def fi_chunk_gated_delta_rule(
     )
     out = _new_output(q, v)
     final = _prompts.states_of(q, v, _prompts.sequences_of(v, cu_seqlens)) if output_final_state else None
-    _prompts.scan(
-        _prompts.Operands(q, k, v, g, beta), out, initial_states=initial_state, last=final, cu_seqlens=cu_seqlens, positions=positions,
-        checkpoints=state_checkpoints, use_qk_l2norm=use_qk_l2norm_in_kernel,
+    _prompts.run(
+        _prompts.chunk_gated_delta_rule, (q, k, v, g, beta), out, initial_states=initial_state, last=final, cu_seqlens=cu_seqlens,
+        positions=positions, checkpoints=state_checkpoints, use_qk_l2norm=use_qk_l2norm_in_kernel,
     )  # fmt: skip
     return out, final
 
@@ -193,6 +192,4 @@ REPLACEMENTS = [
     Replacement(f"{_FLA}.kda", "chunk_kda", chunk_kda),
     Replacement(f"{_MODELS}.kimi_k3.nvidia.ops.third_party.kda.chunk", "chunk_kda_with_fused_gate", chunk_kda_with_fused_gate),
     Replacement(f"{_MODELS}.glm5next.nvidia.ops.third_party.kda.kernels", "chunk_kda_with_fused_gate", chunk_kda_with_safe_gate),
-    Replacement(f"{_LAYERS}.lightning_attn", "lightning_attention", lightning_attention),
-    Replacement(f"{_LAYERS}.lightning_attn", "linear_decode_forward_triton", linear_decode_forward_triton),
 ]

@@ -37,9 +37,7 @@ class SelectiveAsk(Ask):
         if not isinstance(model, Mamba) or not self.used_by(model):
             return []
         same: dict[str, Any] = {"d_state": model.d_state, "x": wanted.io, "D": DType.F32, "z": True, "delta_bias": DType.F32}
-        kinds = [
-            kind for index in wanted.indices for kind in (BATCHES if index is Index.NONE else [POOL | {"index": index}])
-        ]  # fmt: skip
+        kinds = [kind for index in wanted.indices for kind in (BATCHES if index is Index.NONE else [POOL | {"index": index}])]
         return list(dict.fromkeys(SelectiveProblem(**same, **kind, state=s) for s in wanted.states or (model.state,) for kind in kinds))
 
     def size(self, model: Model, wanted: Wanted, batch: int) -> int:

@@ -13,18 +13,16 @@ from ...arguments import Value
 from ...calls import checks, prompts
 from ...calls.checks import DTYPES, INDEX
 from ...calls.planning import Caller, Family
-from ...calls.prompts import STATES
 from ...spec import Loads
 from .problem import OPERATOR, Order, SelectiveProblem
 from .reference import selective_scan as reference
-from .spec import SelectiveSpec
+from .spec import KEYS, ROWS, STATES, SelectiveSpec
 
 NAMES = (
     "u", "delta", "A", "B", "C", "D", "z", "delta_bias", "cu_seqlens", "initial_states", "final_states", "state", "state_indices",
     "has_initial_state", "out",
 )  # fmt: skip
 WRITTEN = ("out", "final_states", "state")
-ROWS, KEYS = ("u", "delta", "z", "out"), ("B", "C")
 _LAST = {Order.FIRST: 1, Order.LAST: -1}  # which axis of a view is contiguous
 
 

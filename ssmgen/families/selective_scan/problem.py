@@ -45,6 +45,11 @@ class SelectiveProblem(Problem):
     def ragged(self) -> bool:
         return self.cu_seqlens is not Index.NONE
 
+    @property
+    def padded(self) -> int:
+        """States of a channel as they are summed: a power of two of quads; those beyond d_state are 0."""
+        return 4 << max(0, (self.d_state - 1) // 4).bit_length()
+
     def faults(self) -> list[str]:
         """What no variant could serve."""
         return [

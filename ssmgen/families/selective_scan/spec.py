@@ -73,11 +73,6 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
         return 32 * self.warps // self.lanes
 
     @property
-    def padded(self) -> int:
-        """States as they are summed: a power of two of quads; those beyond d_state are 0."""
-        return 4 << max(0, (self.d_state - 1) // 4).bit_length()
-
-    @property
     def quads(self) -> int:
         """Four states each, of a lane."""
         return self.padded // (4 * self.lanes)
@@ -232,8 +227,7 @@ TILES = {(2, Order.LAST): (32, 16, 8), (2, Order.FIRST): (16, 8), (4, Order.LAST
 def candidates(problem: SelectiveProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, SelectiveSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
     wait = Pdl.TRIGGER_LOADED if pdl else Pdl.OFF
-    padded = 4 << max(0, (problem.d_state - 1) // 4).bit_length()
-    quads = padded // 4  # of a channel
+    quads = problem.padded // 4  # of a channel
     least = max(1, 4 * quads // MOST_STATES)
     for lanes, above in ((2, TWO_LANES), (4, 0)):
         scaled = min(quads, 32, max(least, lanes * quads // 4))
