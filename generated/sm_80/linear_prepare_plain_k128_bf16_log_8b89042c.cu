@@ -712,20 +712,21 @@ linear_prepare_plain_k128_bf16_log_8b89042c(
       // Rows of band 2, or 3, with columns of 0 and 1, all as of the middle; and those of band 1 with 0, or of 3 with 2.
       const u32 rows_at[2] = {high ? kAtMore + (which ? 0 : 3 * kBand) + left : matrix + 2 * kBand + left, matrix + (high ? 3 : 1) * kBand + left};
       const u32 columns_at[3] = {right, kAtMore + kBand + right, (high ? kAtMore + 2 * kBand : kAtW) + right};
-      if (which)
+      if (which) {
 #pragma unroll 4
-      for (int step = 0; step < kSlab / 16; ++step) {
-        const u32 by = 8 * (step % 4), block = step / 4 * kBlock;
-        u32 a[2][4];
+        for (int step = 0; step < kSlab / 16; ++step) {
+          const u32 by = 8 * (step % 4), block = step / 4 * kBlock;
+          u32 a[2][4];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) load_matrices(a[i], tiles, (rows_at[i] ^ by) + block);
+          for (int i = 0; i < 2; ++i) load_matrices(a[i], tiles, (rows_at[i] ^ by) + block);
 #pragma unroll
-        for (int i = 0; i < 3; ++i) {
-          const u32 (&own)[4] = a[i / 2];
-          u32 b[4];
-          load_matrices(b, tiles, (columns_at[i] ^ by) + block);
-          mma_bf16(products[i][0], own[0], own[1], own[2], own[3], b[0], b[1]);
-          mma_bf16(products[i][1], own[0], own[1], own[2], own[3], b[2], b[3]);
+          for (int i = 0; i < 3; ++i) {
+            const u32 (&own)[4] = a[i / 2];
+            u32 b[4];
+            load_matrices(b, tiles, (columns_at[i] ^ by) + block);
+            mma_bf16(products[i][0], own[0], own[1], own[2], own[3], b[0], b[1]);
+            mma_bf16(products[i][1], own[0], own[1], own[2], own[3], b[2], b[3]);
+          }
         }
       }
     }

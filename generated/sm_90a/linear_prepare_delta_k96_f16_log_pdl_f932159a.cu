@@ -799,9 +799,9 @@ linear_prepare_delta_k96_f16_log_pdl_f932159a(
       ask(first + 64, first_row, piece);  // once more than there are blocks, or what it gets would have its registers all the time
       // To the image: block by block, pieces exchanged by rows.
       const u32 from = block * 4096 + (16 * warp + first_row) * 64 + (piece ^ first_row % 8) * 8;
-      if (first + piece * 8 < kHead)
 #pragma unroll
       for (u32 n = 0; n < 4; ++n) {
+        if (first + piece * 8 >= kHead) break;
         X* const to = image + ((from ^ 8 * n) + 64 * n);
         Pack<X, 8> rounded;
         pack(key[n], rounded);
