@@ -92,7 +92,7 @@ def scan_into_slots(
 def state_dtype_of(name: str, state_dtype: torch.dtype | None, C: Tensor) -> torch.dtype:
     """The dtype that states are returned in; as in mamba-ssm, C's if none is said."""
     dtype = C.dtype if state_dtype is None else state_dtype
-    if dtype not in DTYPES:
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise UnsupportedError(name, [f"state_dtype is {dtype}: ssmgen's states are float32, float16 or bfloat16".replace("torch.", "")])
     return dtype
 
