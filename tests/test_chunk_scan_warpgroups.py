@@ -11,7 +11,7 @@ import attention_cases
 import pytest
 import scan_cases as laws
 import torch
-from scan_cases import BF16, F16, F32, SM90, Sizes, emulated, make, same
+from scan_cases import BF16, BOUNDS, F16, F32, SM90, Sizes, emulated, error, exact, make, same
 from selection import every_other
 
 import ssmgen
@@ -156,6 +156,49 @@ def test_states_of_sequences_without_tokens(state, parts):
 
 
 @needs_emulator
+def test_ids_are_sequences():
+    laws.ids_are_sequences(by(), SMALL, (1, 63, 64, 7, 0, 57, 10))
+
+
+@needs_emulator
+def test_ids_go_on():
+    laws.ids_go_on(by(), SMALL)
+
+
+@needs_emulator
+@pytest.mark.parametrize(("state", "ids"), [(F32, False), (F32, True), (BF16, False)], ids=["f32", "ids", "bf16"])
+def test_checkpoints_are_final_states(state, ids):
+    laws.checkpoints_are_final_states(by(1, 4), SMALL, state, ids=ids, lengths=(5, 0, 64, 130, 7))
+
+
+@needs_emulator
+def test_checkpoints_of_a_batch():
+    laws.checkpoints_of_a_batch(by(), SMALL)
+
+
+@needs_emulator
+@pytest.mark.parametrize("parts", [2, 3])
+def test_ids_and_checkpoints_in_parts(parts):
+    """Of a divided sequence a checkpoint is not the final state of a call that ends there, which is divided elsewhere; but for the last one."""
+    tokens = PART + 200
+    call = make(SMALL, 1, tokens, decay=0.02) | {"initial_states": torch.full((1, 1, 64, 64), 1e30)}
+    call["seq_idx"] = (torch.arange(tokens) // 150).int()[None]  # first anew within the first part; at no part's beginning
+    listed = torch.tensor([140, 150, 151, PART, PART + 1, PART + 199, tokens])
+    more = {"return_final_states": True, "checkpoint_positions": listed, "return_checkpoints": True}
+    wanted, found = exact(call, **more), by(parts, 4)(**call, **more)
+    for name, own in zip(("out", "final_states", "checkpoints"), found, strict=True):
+        early = {"out": (slice(None), slice(150)), "checkpoints": slice(1)}.get(name, slice(0))  # with what is left of 1e30
+        late = {"out": (slice(None), slice(150, None)), "checkpoints": slice(1, None)}.get(name, slice(None))
+        assert error(own[late], wanted[name][late]) <= BOUNDS[BF16], name
+        assert name == "final_states" or error(own[early], wanted[name][early]) <= BOUNDS[BF16], name
+    plain = by(parts, 4)(**call, return_final_states=True)
+    assert all(same(a, b) for a, b in zip(found, plain, strict=False)) and same(found[2][-1], found[1][0])
+    same_ids = call | {"seq_idx": torch.full_like(call["seq_idx"], 7)}
+    del call["seq_idx"]
+    assert same(by(parts, 4)(**same_ids), by(parts, 4)(**call))
+
+
+@needs_emulator
 @pytest.mark.parametrize("form", attention_cases.FORMS)
 def test_linear_attention(form):
     sizes = replace(SMALL, heads=2)
@@ -183,6 +226,10 @@ SPECS = [
     ),
     WarpgroupScanSpec(**SHAPE, parts=3, dt_limit=True, dt_softplus=False, initial=True, state_loads=Loads.ELEMENT),
     WarpgroupScanSpec(**SHAPE, **WITHOUT_DT, gate=Gate.LOG, g=DType.BF16, cu_seqlens=Index.I64, final=True),
+    WarpgroupScanSpec(**SHAPE, parts=2, seq_idx=True, checkpoints=Index.I32, initial=True, final=True, D=DType.BF16, dt_bias=DType.BF16),
+    WarpgroupScanSpec(
+        **SHAPE, cu_seqlens=Index.I32, pool=True, started=True, index=Index.I32, state=DType.BF16, checkpoints=Index.I64, z=True
+    ),
 ]
 
 
@@ -217,7 +264,8 @@ def test_what_serves_which_heads():
 
     assert (parts(8), parts(16), parts(24), parts(32), parts(37), parts(128)) == (8, 6, 4, 3, 1, 1)
     assert [parts(16, replace(problem, segments=n)) for n in (1, 3, 1000)] == [1, 3, 8] and parts(128, replace(problem, segments=2)) == 2
-    for other in ({"seq_idx": True}, {"checkpoints": Index.I32}, {"copy": 8}, {"headdim": 80}, {"d_state": 256}, {"x": DType.F32}):
+    assert [parts(16, replace(problem, **more)) for more in ({"seq_idx": True}, {"checkpoints": Index.I32})] == [6, 6]
+    for other in ({"copy": 8}, {"headdim": 80}, {"d_state": 256}, {"x": DType.F32}):
         assert parts(32, replace(problem, **other)) is None
     assert not isinstance(select(OPERATOR, problem, 32, Arch(80), False), WarpgroupScanSpec)
     assert {s.parts for s in warpgroup_space(problem, SM90)} == {1}

@@ -85,7 +85,7 @@ class WarpgroupScanSpec(ScanSpec):
     @property
     def shared_bytes(self) -> int:
         """Beside those, numbers of each token of a stage, barriers, and what it takes to begin at a multiple of 1024."""
-        return self.dynamic_bytes + self.stages * CHUNK * (8 + 4 + 4 + 4 + 16) + 256 + 1024
+        return self.dynamic_bytes + self.stages * CHUNK * (8 + 4 + 4 + 4 + 16 + 4 * self.seq_idx) + 256 + 1024
 
     def violations(self, arch: Arch) -> list[str]:
         if problems := self.faults():
@@ -95,7 +95,6 @@ class WarpgroupScanSpec(ScanSpec):
             *must(str(arch) == "sm_90a", f"products of warpgroups need sm_90a, not {arch}"),
             *must(self.tile == ROWS and self.headdim % ROWS == 0, f"headdim {self.headdim} is no multiple of a warpgroup's {ROWS} rows"),
             *must(self.terms == 1, f"products of warpgroups are of bf16 or f16, not {self.x.value}"),
-            *must(not (self.seq_idx or self.marked), "seq_idx and checkpoints are for other variants"),
             *must(not self.D_rows, "D is one number of a head, which M takes on its diagonal"),
             *must(self.d_state in (64, 128), f"d_state {self.d_state} is not 64 or 128"),
             *must(self.copy == 16, "x, B, C, z or out do not begin at multiples of 16 bytes"),
