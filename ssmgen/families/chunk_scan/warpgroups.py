@@ -3,7 +3,8 @@
 A block has four warpgroups. The first fetches: C, B, x and z of chunks, and dt, of which it makes decays. Two prepare every other chunk
 each: M, x with what is left of each token at the chunk's end, and y's way out of shared memory. The fourth walks: it holds 64 rows of the
 state in f32, in the registers in which products are summed, from the first chunk to the last. It makes y^T, so that the state, rounded, is
-there as the first operand, and nothing of the state goes through shared memory.
+there as the first operand, and nothing of the state goes through shared memory. States at listed positions are copies of it that a product
+of their own goes on from.
 
 With `parts` a cluster's blocks divide a sequence: each sums what its own part adds to a state of zeros, reads what those ahead of it have
 summed, and goes over its part again. That is exact, but its order of summation is another.
