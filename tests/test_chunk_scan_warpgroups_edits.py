@@ -80,6 +80,19 @@ EDITS = {
     "parts: overwritten before they are read": (2, "meet(1, 384);", "", "has written, with no barrier"),
     "parts: of other lengths": (2, "summed = rank < last_part ? own : 0", "summed = rank < last_part ? own - 1 : 0", "off"),
     "parts: their decays": (2, "by[r] = __uint_as_float(word[0])", "by[r] = 1.f", "off"),
+    "sums: of x not weighed yet": (2, "barrier_wait(weighed, i % kStages, i / kStages % 2);", "", "product of tiles["),
+    "sums: of another round": (
+        2,
+        "barrier_wait(weighed, i % kStages, i / kStages % 2);",
+        "barrier_wait(weighed, i % kStages, 0);",
+        "of weighed[0]",
+    ),
+    "sums: x not fenced": (
+        2,
+        "      fence_for_async();\n      arrive_together(weighed",
+        "      arrive_together(weighed",
+        "no fence_for_async between",
+    ),
     "no upstream": (1, "  wait_for_upstream();", "  ", "before the wait for the upstream kernel"),
 }
 
