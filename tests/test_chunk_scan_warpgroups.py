@@ -1,4 +1,4 @@
-"""chunk_scan by warpgroups: the laws of its results in the emulator, and that wrong kernels are found."""
+"""chunk_scan by warpgroups: the laws of its results in the emulator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import attention_cases
 import pytest
 import scan_cases as laws
 import torch
-from scan_cases import BF16, F16, F32, SM90, Sizes, emulated, make, same
+from scan_cases import BF16, BOUNDS, F16, F32, SM90, Sizes, emulated, error, exact, make, same
 from selection import every_other
 
 import ssmgen
@@ -156,6 +156,49 @@ def test_states_of_sequences_without_tokens(state, parts):
 
 
 @needs_emulator
+def test_ids_are_sequences():
+    laws.ids_are_sequences(by(), SMALL, (1, 63, 64, 7, 0, 57, 10))
+
+
+@needs_emulator
+def test_ids_go_on():
+    laws.ids_go_on(by(), SMALL)
+
+
+@needs_emulator
+@pytest.mark.parametrize(("state", "ids"), [(F32, False), (F32, True), (BF16, False)], ids=["f32", "ids", "bf16"])
+def test_checkpoints_are_final_states(state, ids):
+    laws.checkpoints_are_final_states(by(1, 4), SMALL, state, ids=ids, lengths=(5, 0, 64, 130, 7))
+
+
+@needs_emulator
+def test_checkpoints_of_a_batch():
+    laws.checkpoints_of_a_batch(by(), SMALL)
+
+
+@needs_emulator
+@pytest.mark.parametrize("parts", [2, 3])
+def test_ids_and_checkpoints_in_parts(parts):
+    """A checkpoint is not bit for bit the final state of a call that ends there, which is divided elsewhere; but the last one is."""
+    tokens = PART + 200
+    call = make(SMALL, 1, tokens, decay=0.02) | {"initial_states": torch.full((1, 1, 64, 64), 1e30)}
+    call["seq_idx"] = (torch.arange(tokens) // 150).int()[None]  # first anew within the first part; at no part's beginning
+    listed = torch.tensor([140, 150, 151, PART, PART + 1, PART + 199, tokens])
+    more = {"return_final_states": True, "checkpoint_positions": listed, "return_checkpoints": True}
+    wanted, found = exact(call, **more), by(parts, 4)(**call, **more)
+    for name, own in zip(("out", "final_states", "checkpoints"), found, strict=True):
+        early = {"out": (slice(None), slice(150)), "checkpoints": slice(1)}.get(name, slice(0))  # with what is left of 1e30
+        late = {"out": (slice(None), slice(150, None)), "checkpoints": slice(1, None)}.get(name, slice(None))
+        assert error(own[late], wanted[name][late]) <= BOUNDS[BF16], name
+        assert name == "final_states" or error(own[early], wanted[name][early]) <= BOUNDS[BF16], name
+    plain = by(parts, 4)(**call, return_final_states=True)
+    assert all(same(a, b) for a, b in zip(found, plain, strict=False)) and same(found[2][-1], found[1][0])
+    same_ids = call | {"seq_idx": torch.full_like(call["seq_idx"], 7)}
+    del call["seq_idx"]
+    assert same(by(parts, 4)(**same_ids), by(parts, 4)(**call))
+
+
+@needs_emulator
 @pytest.mark.parametrize("form", attention_cases.FORMS)
 def test_linear_attention(form):
     sizes = replace(SMALL, heads=2)
@@ -183,6 +226,10 @@ SPECS = [
     ),
     WarpgroupScanSpec(**SHAPE, parts=3, dt_limit=True, dt_softplus=False, initial=True, state_loads=Loads.ELEMENT),
     WarpgroupScanSpec(**SHAPE, **WITHOUT_DT, gate=Gate.LOG, g=DType.BF16, cu_seqlens=Index.I64, final=True),
+    WarpgroupScanSpec(**SHAPE, parts=2, seq_idx=True, checkpoints=Index.I32, initial=True, final=True, D=DType.BF16, dt_bias=DType.BF16),
+    WarpgroupScanSpec(
+        **SHAPE, cu_seqlens=Index.I32, pool=True, started=True, index=Index.I32, state=DType.BF16, checkpoints=Index.I64, z=True
+    ),
 ]
 
 
@@ -217,111 +264,11 @@ def test_what_serves_which_heads():
 
     assert (parts(8), parts(16), parts(24), parts(32), parts(37), parts(128)) == (8, 6, 4, 3, 1, 1)
     assert [parts(16, replace(problem, segments=n)) for n in (1, 3, 1000)] == [1, 3, 8] and parts(128, replace(problem, segments=2)) == 2
-    for other in ({"seq_idx": True}, {"checkpoints": Index.I32}, {"copy": 8}, {"headdim": 80}, {"d_state": 256}, {"x": DType.F32}):
+    assert [parts(16, replace(problem, **more)) for more in ({"seq_idx": True}, {"checkpoints": Index.I32})] == [6, 6]
+    for other in ({"copy": 8}, {"headdim": 80}, {"d_state": 256}, {"x": DType.F32}):
         assert parts(32, replace(problem, **other)) is None
     assert not isinstance(select(OPERATOR, problem, 32, Arch(80), False), WarpgroupScanSpec)
     assert {s.parts for s in warpgroup_space(problem, SM90)} == {1}
-
-
-# Mistakes. (parts, what stands in the text, what stands there instead, words of what is found; off: a result is)
-
-EDITS = {
-    "M: no wait for a chunk": (
-        1,
-        "      wait_full(i);\n      const Matrix rows_of_C",
-        "      const Matrix rows_of_C",
-        "in shared memory, which",
-    ),
-    "M: no wait for a part's chunk": (2, "i < summed; i += 2) {\n      wait_full(i);", "i < summed; i += 2) {", "in shared memory, which"),
-    "M: one arrival too few": (
-        1,
-        "arrive_together(prepared, buffer, lane);",
-        "if (row_block) arrive_together(prepared, buffer, lane);",
-        "nobody ends",
-    ),
-    "M: the phase before": (1, "barrier_wait(prepared, i % 2, i / 2 % 2)", "barrier_wait(prepared, i % 2, 0)", "tiles["),
-    "M: zeros in other lanes' places": (
-        1,
-        "= 0;  // above the diagonal it stays so\n    __syncwarp();\n",
-        "= 0;\n",
-        "also writes, with no barrier",
-    ),
-    "copies: no wait for room": (
-        1,
-        "        wait_empty(i);\n        if (lane == 0)",
-        "        if (lane == 0)",
-        "copies to, and that thread has not waited",
-    ),
-    "copies: fewer bytes expected": (1, "full, stage, 4 * kStageWords", "full, stage, 4 * kAtX", "nobody ends"),
-    "copies: of one chunk only": (1, "token = n * kChunk", "token = 0", "off"),
-    "decays: one warp for all chunks": (1, "i = warp - 1; i < steps_end; i += 2", "i = warp - 1; i < steps_end; i += 1", "readings["),
-    "room before it is free": (1, "barrier_init(empty, i, 8)", "barrier_init(empty, i, 4)", "has read, with no barrier between"),
-    "prepared: not fenced": (
-        1,
-        "      fence_for_async();\n      arrive_together(prepared",
-        "      arrive_together(prepared",
-        "no fence_for_async between",
-    ),
-    "prepared: not waited for": (1, "      wait_prepared(i);\n      float of_state", "      float of_state", "product of tiles["),
-    "M and x: made anew too early": (1, "barrier_wait(walked, buffer, (uses + 1) % 2);", "", "tiles["),
-    "y: read too early": (1, "barrier_wait(walked, buffer, (uses - 1) % 2);\n      write(", "write(", "has read, with no barrier between"),
-    "y: made anew too early": (1, "barrier_wait(written, buffer, (turn + 1) % 2);", "", "tiles["),
-    "y: products not waited for": (1, "wgmma_wait<1>();", "", "names as landed what products in flight sum up"),
-    "state: changed in flight": (
-        1,
-        "      wgmma_wait<0>();\n      wgmma_landed(S);\n      arrive_together(empty, stage",
-        "      arrive_together(empty, stage",
-        "in flight",
-    ),
-    "state: products not fenced": (
-        1,
-        "      wgmma_fence();\n#pragma unroll\n      for (u32 k = 0; k < kState / 16; ++k) wgmma_64<",
-        "      for (u32 k = 0; k < kState / 16; ++k) wgmma_64<",
-        "no wgmma_fence",
-    ),
-    "state: not decayed": (1, "decay(next > i ? by : 1.f);", "", "off"),
-    "state: decayed at the end": (1, "decay(next > i ? by : 1.f);", "decay(by);", "off"),
-    "parts: read before they are there": (
-        2,
-        "    cluster_arrive();\n    cluster_wait();\n\n",
-        "",
-        "a peer that may not have begun",
-    ),
-    "parts: begun before they are joined": (
-        2,
-        "    cluster_arrive();\n    cluster_wait();\n#pragma unroll\n    for (u32 i",
-        "#pragma unroll\n    for (u32 i",
-        "has read, with no barrier",
-    ),
-    "parts: overwritten before they are read": (2, "meet(1, 384);", "", "has written, with no barrier"),
-    "parts: of other lengths": (2, "summed = rank < last_part ? own : 0", "summed = rank < last_part ? own - 1 : 0", "off"),
-    "parts: their decays": (2, "by[r] = __uint_as_float(word[0])", "by[r] = 1.f", "off"),
-    "no upstream": (1, "  wait_for_upstream();", "  ", "before the wait for the upstream kernel"),
-}
-
-
-@needs_emulator
-@pytest.mark.parametrize("edit", every_other(EDITS))
-def test_broken_kernels_are_found(edit):
-    parts, old, new, words = EDITS[edit]
-    with laws.found(words):
-        laws.is_accurate(by(parts, 4, change=laws.edited(old, new)), SMALL, 330 if parts == 1 else PART + 200, 0.1)
-
-
-# Of the last chunk of a packed sequence, behind which another's tokens lie.
-PACKED_EDITS = {
-    "copies not waited for": ("wait_all_copies();", "", "copy to"),
-    "copies not fenced": ("fence_for_async();\n          arrive_together(full", "arrive_together(full", "no fence_for_async between"),
-    "copied whole": ("rows < kChunk)", "rows < 0)", "off"),
-}
-
-
-@needs_emulator
-@pytest.mark.parametrize("edit", PACKED_EDITS)
-def test_broken_kernels_of_packed_sequences_are_found(edit):
-    old, new, words = PACKED_EDITS[edit]
-    with laws.found(words):
-        laws.neighbours_do_not_matter(by(1, 2, change=laws.edited(old, new)), SMALL, (65, 3))
 
 
 def test_tuning_chooses_within_a_form():

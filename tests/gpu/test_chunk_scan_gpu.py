@@ -17,8 +17,8 @@ pytestmark = pytest.mark.gpu
 
 MODEL = Sizes(heads=16, groups=2, headdim=64, d_state=128, device="cuda")
 WIDE = replace(MODEL, heads=128, groups=8)
-# What serves a call may be warpgroups, or each warp for itself: laws of bits hold within one of them. Positions and ids go to the latter,
-# by which blocks may divide a sequence.
+# What serves a call may be warpgroups, or each warp for itself: laws of bits hold within one of them. By the latter, blocks that divide a
+# sequence change no bit.
 BY_WARPS = partial(laws.launched, spec=laws.by_warps)
 DIVIDED = partial(laws.launched, spec=partial(laws.by_warps, heads=1))
 by_both = pytest.mark.parametrize("scan", [ssmgen.chunk_scan, BY_WARPS, DIVIDED], ids=["served", "warps", "divided"])

@@ -11,7 +11,7 @@ import attention_cases
 import pytest
 import scan_cases as laws
 import torch
-from scan_cases import BF16, F16, F32, SM90, Sizes, make, same
+from scan_cases import BF16, BOUNDS, F16, F32, SM90, Sizes, error, exact, make, same
 
 import ssmgen
 from ssmgen.families.chunk_scan.spec import OPERATOR, ScanProblem
@@ -83,6 +83,48 @@ def test_a_cut_changes_no_bit(cut):
     """Where no sequence is divided: of many heads, or because it is asked for."""
     laws.a_cut_changes_no_bit(by(128), sizes_of(128), 1500, cut)
     laws.a_cut_changes_no_bit(partial(ssmgen.chunk_scan, segments=1), sizes_of(16), 1500, cut)
+
+
+# Where no sequence is divided: of many heads, or because it is asked for.
+whole = pytest.mark.parametrize(
+    ("heads", "scan"), [(128, by(128)), (16, partial(ssmgen.chunk_scan, segments=1))], ids=["128-heads", "one-segment"]
+)
+
+
+@whole
+def test_ids_are_sequences(heads, scan):
+    laws.ids_are_sequences(scan, sizes_of(heads), (*laws.LENGTHS, 1000))
+
+
+@of_heads
+def test_ids_go_on(heads):
+    laws.ids_go_on(by(heads), sizes_of(heads))
+
+
+@whole
+@pytest.mark.parametrize(("state", "ids"), [(F32, False), (F32, True), (BF16, False), (F16, False)], ids=["f32", "ids", "bf16", "f16"])
+def test_checkpoints_are_final_states(heads, scan, state, ids):
+    laws.checkpoints_are_final_states(scan, sizes_of(heads), state, ids=ids, lengths=(*laws.LENGTHS, 700))
+
+
+@whole
+def test_checkpoints_of_a_batch(heads, scan):
+    laws.checkpoints_of_a_batch(scan, sizes_of(heads))
+
+
+@of_heads
+def test_ids_and_checkpoints_of_long_sequences(heads):
+    """Divided or not, they are right, and change no bit of what is there without positions."""
+    tokens = 1500
+    call = make(sizes_of(heads), 2, tokens, decay=0.02)
+    call["seq_idx"] = (torch.arange(tokens, device="cuda") // 350).int().repeat(2, 1)
+    listed = torch.tensor([1, 63, 350, 351, 512, 513, 700, 1499, 1500, 1501, 2200, 3000], device="cuda")
+    more = {"return_final_states": True, "checkpoint_positions": listed, "return_checkpoints": True}
+    wanted, found = exact(call, **more), by(heads)(**call, **more)
+    for name, own in zip(("out", "final_states", "checkpoints"), found, strict=True):
+        assert error(own, wanted[name]) <= BOUNDS[BF16], name
+    plain = by(heads)(**call, return_final_states=True)
+    assert all(same(a, b) for a, b in zip(found, plain, strict=False)) and same(found[2][-1], found[1][1])
 
 
 @of_heads

@@ -98,7 +98,8 @@ def chunk_scan(
     state_indices: [sequences] int32 or int64, slot of each sequence; None for slot = sequence. Slots must be distinct
     pad_slot_id: a sequence whose slot is negative, equals it or is no slot of the pool gets a zero output and touches no state
     checkpoint_positions: [count] int32 or int64 on the device, ascending: after how many tokens the state is asked for too, 1 … tokens of
-        the packed axis or of the flattened batch (b T + t). Any of them; the states are the final ones of a call that ends there
+        the packed axis or of the flattened batch (b T + t). Any of them; the states are the final ones of a call that ends there, bit for
+        bit where a sequence cut there would keep its bits
     checkpoints_out: [count, H, P, N], receives those states, of the dtype of the others. A position in no sequence (or in one whose slot is
         none) leaves its row alone
     return_checkpoints: also return them, in checkpoints_out if that is given, else new ones of the other states' dtype or f32

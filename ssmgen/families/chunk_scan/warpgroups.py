@@ -3,7 +3,8 @@
 A block has four warpgroups. The first fetches: C, B, x and z of chunks, and dt, of which it makes decays. Two prepare every other chunk
 each: M, x with what is left of each token at the chunk's end, and y's way out of shared memory. The fourth walks: it holds 64 rows of the
 state in f32, in the registers in which products are summed, from the first chunk to the last. It makes y^T, so that the state, rounded, is
-there as the first operand, and nothing of the state goes through shared memory.
+there as the first operand, and nothing of the state goes through shared memory. States at listed positions are copies of it that a product
+of their own goes on from.
 
 With `parts` a cluster's blocks divide a sequence: each sums what its own part adds to a state of zeros, reads what those ahead of it have
 summed, and goes over its part again. That is exact, but its order of summation is another.
@@ -85,7 +86,7 @@ class WarpgroupScanSpec(ScanSpec):
     @property
     def shared_bytes(self) -> int:
         """Beside those, numbers of each token of a stage, barriers, and what it takes to begin at a multiple of 1024."""
-        return self.dynamic_bytes + self.stages * CHUNK * (8 + 4 + 4 + 4 + 16) + 256 + 1024
+        return self.dynamic_bytes + self.stages * CHUNK * (8 + 4 + 4 + 4 + 16 + 4 * self.seq_idx) + 256 + 1024
 
     def violations(self, arch: Arch) -> list[str]:
         if problems := self.faults():
@@ -95,7 +96,6 @@ class WarpgroupScanSpec(ScanSpec):
             *must(str(arch) == "sm_90a", f"products of warpgroups need sm_90a, not {arch}"),
             *must(self.tile == ROWS and self.headdim % ROWS == 0, f"headdim {self.headdim} is no multiple of a warpgroup's {ROWS} rows"),
             *must(self.terms == 1, f"products of warpgroups are of bf16 or f16, not {self.x.value}"),
-            *must(not (self.seq_idx or self.marked), "seq_idx and checkpoints are for other variants"),
             *must(not self.D_rows, "D is one number of a head, which M takes on its diagonal"),
             *must(self.d_state in (64, 128), f"d_state {self.d_state} is not 64 or 128"),
             *must(self.copy == 16, "x, B, C, z or out do not begin at multiples of 16 bytes"),
