@@ -245,7 +245,7 @@ def test_run_of_prompts(without_a_gpu, called):
         assert (row["served_us"], row["mul_ratio"], row["tbs"]) == (2.0, 0.5, row["bytes"] / 2e6) and row["out_error"] < 6e-3
         assert row["spec"].startswith("causal_conv1d:") and row["rule"] and row["compile_seconds"] > 0
     assert rows[0]["peer_ratio"] == {"causal_conv1d": 0.25} and set(rows[0]["host_us"]) == {"ssmgen", "ssmgen_bound", "causal_conv1d"}
-    assert said[0] == "channel_first plain (2, 24, 40): 2.00 us, 0.00 TB/s, 0.500 x mul"
+    assert said[0] == "channel_first plain (2, 24, 40): 2.00 us, 0.00 TB/s, 0.500 x mul, 0.250 x causal_conv1d"
     lines = forward.table(found).splitlines()
     assert len(lines) == 4 + 4 and lines[2] == "causal_conv1d: width 4, bf16, bias, SiLU; (batch, dim, length)"
     assert " ".join(lines[4].split())[:75] == "channel_first plain (2, 24, 40) 2.00 0.00 2.00 4.00 0.500 8.00 0.25 1.00 1."

@@ -48,7 +48,15 @@ EDITS = {
     ),
     "prepared: not waited for": (1, "      wait_prepared(i);\n      float of_state", "      float of_state", "product of tiles["),
     "M and x: made anew too early": (1, "barrier_wait(walked, buffer, (uses + 1) % 2);", "", "tiles["),
-    "y: read too early": (1, "barrier_wait(walked, buffer, (uses - 1) % 2);\n      write(", "write(", "has read, with no barrier between"),
+    "y: left too early": (1, "barrier_wait(walked, buffer, i / 2 % 2);", "", "in shared memory, which"),
+    "y: not fenced": (1, "      fence_for_async();\n      wait_full(next);", "      wait_full(next);", "no fence_for_async between"),
+    "y: made anew while it leaves": (
+        1,
+        "wait_boxes_read();\n        }\n        if (lane == 0) barrier_arrive(written, buffer);",
+        "barrier_arrive(written, buffer);\n        }",
+        "box has not waited for it",
+    ),
+    "y: of the chunk before": (1, "store_box(out_tiles, n * kChunk", "store_box(out_tiles, n / 2 * kChunk", "off"),
     "y: made anew too early": (1, "barrier_wait(written, buffer, (turn + 1) % 2);", "", "tiles["),
     "y: products not waited for": (1, "wgmma_wait<1>();", "", "names as landed what products in flight sum up"),
     "state: changed in flight": (
@@ -106,10 +114,13 @@ def test_broken_kernels_are_found(edit):
 
 
 # Of the last chunk of a packed sequence, behind which another's tokens lie.
+LAST = "rows < kChunk) {  // what follows is another sequence's\n"
 PACKED_EDITS = {
     "copies not waited for": ("wait_all_copies();", "", "copy to"),
     "copies not fenced": ("fence_for_async();\n          arrive_together(full", "arrive_together(full", "no fence_for_async between"),
-    "copied whole": ("rows < kChunk)", "rows < 0)", "off"),
+    "copied whole": (f"{LAST}          const u64", f"{LAST.replace('kChunk', '0')}          const u64", "off"),
+    "y: whole": (f"{LAST}          X* const", f"{LAST.replace('kChunk', '0')}          X* const", "also writes, with no barrier"),
+    "y: not all of it": ("row < rows; row += 4", "row < rows - 1; row += 4", "off"),
 }
 
 

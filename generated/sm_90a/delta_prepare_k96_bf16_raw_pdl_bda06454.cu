@@ -29,9 +29,8 @@ constexpr int kThreads = 32 * kWarps;
 // Tokens stand in bands of 16, and matrices fall into blocks of 16 rows and columns. The tensor cores count a band's tokens as s = 8 n + 2 t + e,
 // which is token 4 t + 2 n + e: then lane 4 g + t has four neighbouring columns of two rows of a block, `row` and two below.
 //
-// Words of shared memory. Rows of q and k are 4 words apart, modulo 32, and 8 more after every 8 of them: the eight tokens that are read as a
-// matrix meet all banks.
-constexpr int kRowWords = kHead / 2 + 4, kBandWords = 16 * kRowWords + 16, kTileWords = kChunk / 16 * kBandWords;
+// Words of shared memory. Rows of q and k begin at multiples of 128 bytes, as copies of 16 pass by eights there.
+constexpr int kRowWords = (kHead + 63) / 64 * 32, kBandWords = 16 * kRowWords, kTileWords = kChunk * kRowWords;
 // Behind the products, their sums lie there: blocks on and below the diagonal, of k k^T and of q k^T, as lanes have them; and a warp's own.
 constexpr int kBlockWords = 256, kSumWords = 10 * kBlockWords;
 constexpr int kAtOwn = 2 * kSumWords, kOwnWords = 1568;
@@ -337,20 +336,25 @@ DEVICE void to_array(const Quad& q, float* f) {
 // kernel of short threads would spend before its first load.
 DEVICE u32 divide(u32 n, u32 magic, u32 shift) { return (__umulhi(n, magic) + n) >> shift; }
 
+// Pieces of 16 bytes in rows of 128: token `token`'s lie at piece ^ turn_of(token). The eight tokens that are read as a matrix have all eight turns.
+DEVICE constexpr u32 turn_of(u32 token) { return token % 2 + token / 4 % 4 * 2; }
+
 // Asks for q or k of a chunk's first `rows` tokens; the rest becomes zero.
 template <class Array>
 DEVICE void copy_tokens(Array& tiles, u32 at, const X* from, u32 stride, u32 rows) {
   constexpr u32 kAtOnce = kCopy / 4, kPieces = kHead / (2 * kAtOnce), kRows = kThreads / kPieces;  // words; of a row; rows at once
-  const u32 row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
+  constexpr bool kApart = (kRows & (kRows - 1)) == 0;  // then no bit of `row` is one of i's
+  const u32 row = threadIdx.x / kPieces, word = threadIdx.x % kPieces * kAtOnce, turned = word / 4 % 8 ^ turn_of(row);
   if (row >= kRows) return;
-  from += piece * (2 * kAtOnce);
+  from += word * 2;
+  at += row * kRowWords + word / 32 * 32 + word % 4;
   const X* source = from + u64(row) * stride;
 #pragma unroll 8
   for (u32 i = 0; i < kChunk; i += kRows) {
     if (kChunk % kRows && row + i >= kChunk) continue;
     const bool there = row + i < rows;
-    const u32 gap = kRows % 8 ? (row + i) / 8 * 8 : row / 8 * 8 + i;
-    copy_async<kCopy>(tiles, at + (row + i) * kRowWords + gap + piece * kAtOnce, there ? source : from, there ? kCopy : 0);
+    const u32 piece = kApart ? turned ^ turn_of(i) : word / 4 % 8 ^ turn_of(row + i);
+    copy_async<kCopy>(tiles, at + i * kRowWords + piece * 4, there ? source : from, there ? kCopy : 0);
     source += u64(kRows) * stride;
   }
 }
@@ -360,41 +364,41 @@ DEVICE void copy_tokens(Array& tiles, u32 at, const X* from, u32 stride, u32 row
 template <int kMatrix, int kHigh, class Array, class Norms>
 DEVICE void multiply(Array& tiles, Norms& norms, float scale, u32 lane) {
   constexpr int kBands[2] = {kHigh, 3 - kHigh};
-  // Lane 8 m + r names row r of matrix m. A first operand takes two matrices one below the other, then the two beside them; a second one takes
-  // two beside each other, then the two below.
+  // Lane 8 m + r names row r of matrix m: two matrices one below the other, then the two beside them. That is a band as a first operand; as a
+  // second one, it is matrices 0 and 2 for its first eight rows, 1 and 3 for the others.
   const auto token = [](u32 s) { return s % 2 + s % 8 / 2 * 4 + s / 8 * 2; };
-  const auto within = [&](u32 s, u32 half) { return token(s) * kRowWords + token(s) / 8 * 8 + half * 4; };
-  const u32 at_left = within(lane % 16, lane / 16), at_right = within(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-  Place left = place_in(tiles, kMatrix * kTileWords + at_left), right = place_in(tiles, at_right);
-  Place same = place_in(tiles, kMatrix * kTileWords + at_right);
+  const u32 at = token(lane % 16) * kRowWords + (lane / 16 ^ lane % 8) * 4;
+  Place left = place_in(tiles, kMatrix * kTileWords + at), right = place_in(tiles, at);
+  // Sixteen channels further on are pieces ^ 2, and 32 further on ^ 4: words in either direction.
+  const int by_16 = lane & 2 ? -8 : 8;
+  int by_32 = lane & 4 ? -16 : 16;
   float sum[5][2][4] = {};
   float square[2][2][4] = {};  // q q^T of a band, whose diagonal is |q|^2; |k|^2 is on that of k k^T
+  const auto multiply_band = [](float (&d)[2][4], const u32 (&a)[4], const u32 (&b)[4]) {
+    mma_bf16(d[0], a[0], a[1], a[2], a[3], b[0], b[2]);
+    mma_bf16(d[1], a[0], a[1], a[2], a[3], b[1], b[3]);
+  };
 #pragma unroll 2
   for (int step = 0; step < kHead / 16; ++step) {
     u32 a[2][4];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       load_matrices(a[i], left, kBands[i] * kBandWords);
-      if constexpr (kMatrix == 1) {
-        u32 b[4];
-        load_matrices(b, same, kBands[i] * kBandWords);
-        mma_bf16(square[i][0], a[i][0], a[i][1], a[i][2], a[i][3], b[0], b[1]);
-        mma_bf16(square[i][1], a[i][0], a[i][1], a[i][2], a[i][3], b[2], b[3]);
-      }
+      if constexpr (kMatrix == 1) multiply_band(square[i], a[i], a[i]);
     }
 #pragma unroll
     for (int column = 0; column <= kHigh; ++column) {
-      u32 b[4];
-      load_matrices(b, right, column * kBandWords);
+      u32 loaded[4];
+      const bool here = kMatrix == 0 && (column == kBands[0] || column == kBands[1]);  // k is both operands
+      if (!here) load_matrices(loaded, right, column * kBandWords);
+      const u32 (&b)[4] = here ? a[column != kHigh] : loaded;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (column > kBands[i]) continue;
-        float (&own)[2][4] = sum[i * (kHigh + 1) + column];
-        mma_bf16(own[0], a[i][0], a[i][1], a[i][2], a[i][3], b[0], b[1]);
-        mma_bf16(own[1], a[i][0], a[i][1], a[i][2], a[i][3], b[2], b[3]);
-      }
+      for (int i = 0; i < 2; ++i)
+        if (column <= kBands[i]) multiply_band(sum[i * (kHigh + 1) + column], a[i], b);
     }
-    left = left + 8, right = right + 8, same = same + 8;
+    const int by = step % 2 ? by_32 - by_16 : by_16;
+    if (step % 2) by_32 = 32 - by_32;
+    left = left + by, right = right + by;
   }
   const u32 quad = lane / 4;
   const u32 diagonal = quad * 4 + quad / 2;  // the lane that has it for this lane's rows

@@ -251,8 +251,7 @@ def _tokens(row: Mapping[str, Any]) -> str:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    others = "".join(f", {ratio:.3f} x {name}" for name, ratio in row["peer_ratio"].items())
-    return f"{row['model']} {row['state']} batch {row['batch']} T {_tokens(row)}: {row['served_us']:.2f} us, {row['tbs']:.2f} TB/s{others}"
+    return f"{row['model']} {row['state']} batch {row['batch']} T {_tokens(row)}: {row['served_us']:.2f} us, {row['tbs']:.2f} TB/s"
 
 
 def table(report: Mapping[str, Any]) -> str:

@@ -60,7 +60,7 @@ def case(report: dict[str, Any], named: Mapping[str, Any], watch: Watch, line: C
     """Gives a row that says which case it is, for what is measured to be added to it, and takes it into the report.
 
     A case that raises (a result that is wrong, a kernel that cannot be had, too little memory) is one of the report's failed ones, with the
-    reason, and the next goes on. line: says what a finished row says.
+    reason, and the next goes on. line: says what a finished row says, but for its peers.
     """
     words, row = point_of(report, named).words, dict(named)
     watch.case(words)
@@ -71,7 +71,7 @@ def case(report: dict[str, Any], named: Mapping[str, Any], watch: Watch, line: C
         watch.ends(f"{words}: FAILED: {e}")
     else:
         report["rows"].append(row)
-        watch.ends(line(row))
+        watch.ends(line(row) + "".join(f", {ratio:.3f} x {name}" for name, ratio in row["peer_ratio"].items()))
 
 
 def gates(gate: Callable[[Any], Outcome], variants: Sequence[Any]) -> list[Outcome]:

@@ -31,6 +31,7 @@ MACHINE = (
     "memory.cpp",
     "copies.cpp",
     "barriers.cpp",
+    "boxes.cpp",
     "products.cpp",
     "arithmetic.cpp",
 )

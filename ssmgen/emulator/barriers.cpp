@@ -20,13 +20,6 @@ void tell(u32 thread, std::vector<u32>& gathered) {
   t.moment = 0;
 }
 
-Barrier& barrier_of(SharedArray* array, long long i) {
-  shared_load(array, i);  // it has been prepared, and a barrier lies between
-  for (auto& b : machine->barriers)
-    if (b->array == array && b->rank == machine->rank && b->i == i) return *b;
-  machine->fail(element(*array, i) + " in shared memory is used as a barrier, and was not prepared as one");
-}
-
 u64 bytes_of(const Barrier& b) {
   u64 bytes = 0;
   for (const Copy& copy : b.copies) bytes += copy.elements * copy.to->element;
@@ -92,6 +85,13 @@ Barrier& arrive(SharedArray* array, long long i) {
 
 }  // namespace
 
+Barrier& barrier_of(SharedArray* array, long long i) {
+  shared_load(array, i);  // it has been prepared, and a barrier lies between
+  for (auto& b : machine->barriers)
+    if (b->array == array && b->rank == machine->rank && b->i == i) return *b;
+  machine->fail(element(*array, i) + " in shared memory is used as a barrier, and was not prepared as one");
+}
+
 void barrier_init(SharedArray* array, long long i, u32 count) {
   if (!count) machine->fail("barrier " + element(*array, i) + " is prepared for nobody");
   claim(*array, machine->rank, i, "store");
@@ -151,33 +151,6 @@ void copy_bulk(SharedArray* to, long long i, const void* from, u32 bytes, Shared
   b.copies.push_back(Copy{to, i, bytes / to->element, p, bytes, std::string(p, bytes), machine->current, machine->me().clock});
   take_off(b.copies.back());
   ++machine->me().clock, machine->me().moment = 0;  // what it does now is not ordered by the copy's landing
-}
-
-// Rows of 128 bytes, 16 at once; what the tensor lacks is zero, and counts.
-void copy_box(SharedArray* to, long long i, const TensorMap& map, const u32* from, SharedArray* barriers, long long at) {
-  Barrier& b = barrier_of(barriers, at);
-  check_place(*to, i, 1024, "copy of a box");
-  if (map.box[0] * map.element != 128 || map.box[3] != 1 || map.box[4] != 1) machine->fail("copy of a box whose rows are not 128 bytes, or of several heads");
-  for (u32 block = 0, row = 0; block < map.box[2]; ++block) {
-    for (u32 token = 0; token < map.box[1]; ++token, ++row) {
-      const u32 place[5] = {from[0], from[1] + token, from[2] + block, from[3], from[4]};
-      bool there = true;
-      const char* p = map.begin + u64(place[0]) * map.element;
-      for (u32 axis = 0; axis < 5; ++axis) {
-        there = there && place[axis] < map.sizes[axis];
-        if (axis) p += place[axis] * map.strides[axis - 1];
-      }
-      for (u32 piece = 0; piece < 8; ++piece) {
-        const u32 bytes = there && (piece * 16 + 16) / map.element <= map.sizes[0] - place[0] ? 16 : 0;
-        if (bytes) machine->access(p + piece * 16, 16, Access::kCopy, 16);
-        const long long byte = row * 128 + (piece ^ row % 8) * 16;
-        const char* asked = bytes ? p + piece * 16 : map.begin;
-        b.copies.push_back(Copy{to, i + byte / to->element, 16 / to->element, asked, bytes, std::string(asked, bytes), machine->current, machine->me().clock});
-        take_off(b.copies.back());
-      }
-    }
-  }
-  ++machine->me().clock, machine->me().moment = 0;  // what it does now is not ordered by the copies' landing
 }
 
 // Ends phases that somebody waits for. Copies land no earlier: when no thread can go on without them.

@@ -112,6 +112,7 @@ void check_ended() {
     const Copy& copy = t.copies[std::max(t.landed, t.entrusted) - t.landed];
     machine->fail("has ended without waiting for its copy to " + element(*copy.to, copy.i));
   }
+  if (!t.stores.empty()) machine->fail("has ended without waiting for its box from " + element(*t.stores[0].from, t.stores[0].i) + " to be read");
   check_products_ended();
 }
 

@@ -280,6 +280,14 @@ inline void copy_box(const emulator::Shared<T>& to, unsigned i, const TensorMap&
   emulator::copy_box(to.array(), i, map, from, barriers.array(), b);
 }
 
+template <class T>
+inline void store_box(const TensorMap& map, unsigned token, unsigned columns, unsigned head, unsigned row, const emulator::Shared<T>& from, unsigned i) {
+  static_assert(16 % sizeof(T) == 0, "a copy is one of whole elements");
+  const unsigned to[5] = {0, token, columns, head, row};
+  emulator::store_box(map, to, from.array(), i);
+}
+inline void wait_boxes_read() { emulator::wait_boxes_read(); }
+
 using emulator::Matrix;
 inline Matrix operator+(Matrix m, unsigned bytes) { return m.byte += bytes, m; }
 template <class T>

@@ -80,6 +80,8 @@ struct TensorMap {
 };
 static_assert(sizeof(TensorMap) == 128, "a tensor map has 128 bytes");
 void copy_box(SharedArray* to, long long i, const TensorMap& map, const u32* from, SharedArray* barriers, long long b);
+void store_box(const TensorMap& map, const u32* to, SharedArray* from, long long i);
+void wait_boxes_read();
 
 // Products of warpgroups.
 struct Matrix {

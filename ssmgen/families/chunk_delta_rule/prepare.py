@@ -70,8 +70,8 @@ class PrepareSpec(DeltaSpec):
     @property
     def dynamic_bytes(self) -> int:
         """q and k; then, in their place, the products, and what each warp has of its own."""
-        band_words = 16 * (self.head_k // 2 + 4) + 16
-        return 4 * max(2 * BANDS * band_words, SUM_WORDS + WARPS * OWN_WORDS)
+        row_words = -(-self.head_k // 64) * 32
+        return 4 * max(2 * CHUNK * row_words, SUM_WORDS + WARPS * OWN_WORDS)
 
     @property
     def shared_bytes(self) -> int:

@@ -231,8 +231,7 @@ def point(report: Mapping[str, Any], row: Mapping[str, Any]) -> Point:
 
 def _line(row: Mapping[str, Any]) -> str:
     what = f"{row['state']} {'step' if not row['window'] else 'ring'} T {row['tokens']} K {row['accepted']} batch {row['batch']}"
-    others = "".join(f", {ratio:.3f} x {name}" for name, ratio in row["peer_ratio"].items())
-    return f"{what}: {row['served_us']:.2f} us, {row['tbs']:.2f} TB/s{others}"
+    return f"{what}: {row['served_us']:.2f} us, {row['tbs']:.2f} TB/s"
 
 
 COLUMNS = (
