@@ -31,10 +31,11 @@ class WarpgroupChainSpec(ByWarpgroups, ChainSpec):
 
     stages: int = 3
     readers: int = field(default=0, metadata=LATER)  # warpgroups that make o from S and u as they are handed: none, or the one that writes it
+    woven: bool = field(default=False, metadata=LATER)  # whether S is summed up by halves of its columns, and o's products stand between
 
     @property
     def needs(self) -> Needs:
-        columns = (CHUNK,) if self.readers else tuple(sorted({CHUNK, self.head_k}))
+        columns = (CHUNK,) if self.readers or self.woven else tuple(sorted({CHUNK, self.head_k}))
         return Needs(
             matrices=True, copies=self.ragged, barriers=True, maps=True, elements=self.state_loads is Loads.ELEMENT, bytes=True,
             shared_pairs=True, warpgroups=columns, panels=True, meetings=self.readers > 0, mma=self.x.value,
@@ -46,7 +47,7 @@ class WarpgroupChainSpec(ByWarpgroups, ChainSpec):
 
     @property
     def stem(self) -> str:
-        return super().stem.replace("delta_chain_", f"delta_chain_wg_{'r_' if self.readers else ''}", 1)
+        return super().stem.replace("delta_chain_", f"delta_chain_wg_{'r_' if self.readers else 'w_' if self.woven else ''}", 1)
 
     def summing(self) -> ChainSpec:
         from .segments import WarpgroupSumsSpec, of_sums
