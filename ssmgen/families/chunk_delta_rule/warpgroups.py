@@ -72,7 +72,7 @@ class WarpgroupChainSpec(ByWarpgroups, ChainSpec):
         ]
 
     def constants(self) -> dict[str, Any]:
-        more = {"registers": READING} if self.readers else {"registers": (56, 88, 248)} if self.woven else {}
+        more = {"registers": READING} if self.readers else {}
         return super().constants() | {"stage_words": self.stage_bytes // 4} | more
 
 
