@@ -2,21 +2,24 @@
 
 A block has a warpgroup that fetches, one that writes o, and one for every 64 rows of the state, which it holds in f32, in the registers in
 which products are summed. Everything is made transposed: the state, X and u, rounded, are there as first operands, and nothing
-passes between the warps that make them. What the state does not wait for, S q^T and P u, is asked for where it would wait.
+passes between the warps that make them. What the state does not wait for, S q^T and P u, is asked for where it would wait; or, with
+`readers`, made by the warpgroup that writes o, to which S and u are handed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from ...spec import Arch, Loads, Needs
+from ...spec import LATER, Arch, Loads, Needs, must
 from .by_warpgroups import ROWS, TILES, ByWarpgroups, rules, variants
 from .chain import ChainSpec
 from .problem import CHUNK, COEFFICIENTS, PANEL_BYTES, PANELS, DeltaProblem
 from .spec import of_problem
+
+READING = (56, 152, 240)  # registers of threads that fetch, that make o from what they are handed, and that hold the state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +30,15 @@ class WarpgroupChainSpec(ByWarpgroups, ChainSpec):
     template: ClassVar[str] = "chunk_delta_rule/warpgroups/chain.cu.j2"
 
     stages: int = 3
+    readers: int = field(default=0, metadata=LATER)  # warpgroups that make o from S and u as they are handed: none, or the one that writes it
+    woven: bool = field(default=False, metadata=LATER)  # whether S is summed up by halves of its columns, and o's products stand between
 
     @property
     def needs(self) -> Needs:
-        columns = tuple(sorted({CHUNK, self.head_k}))
+        columns = (CHUNK,) if self.readers or self.woven else tuple(sorted({CHUNK, self.head_k}))
         return Needs(
             matrices=True, copies=self.ragged, barriers=True, maps=True, elements=self.state_loads is Loads.ELEMENT, bytes=True,
-            shared_pairs=True, warpgroups=columns, panels=True, mma=self.x.value,
+            shared_pairs=True, warpgroups=columns, panels=True, meetings=self.readers > 0, mma=self.x.value,
         )  # fmt: skip
 
     @property
@@ -42,7 +47,7 @@ class WarpgroupChainSpec(ByWarpgroups, ChainSpec):
 
     @property
     def stem(self) -> str:
-        return super().stem.replace("delta_chain_", "delta_chain_wg_", 1)
+        return super().stem.replace("delta_chain_", f"delta_chain_wg_{'r_' if self.readers else 'w_' if self.woven else ''}", 1)
 
     def summing(self) -> ChainSpec:
         from .segments import WarpgroupSumsSpec, of_sums
@@ -57,10 +62,18 @@ class WarpgroupChainSpec(ByWarpgroups, ChainSpec):
 
     @property
     def dynamic_bytes(self) -> int:
-        return self.stages * self.stage_bytes + CHUNK * 2 * self.tile
+        """Bytes of the stages, of o, and of S and u as they are handed over."""
+        return self.stages * self.stage_bytes + CHUNK * 2 * self.tile + self.readers * ROWS * 2 * (self.head_k + CHUNK)
+
+    def violations(self, arch: Arch) -> list[str]:
+        return super().violations(arch) + [
+            *must(self.readers in (0, 1), f"readers {self.readers} are not 0 or 1"),
+            *must(not self.readers or self.tile == ROWS, f"readers are of blocks of {ROWS} rows, not of {self.tile}: more leave too few registers"),
+        ]
 
     def constants(self) -> dict[str, Any]:
-        return super().constants() | {"stage_words": self.stage_bytes // 4}
+        more = {"registers": READING} if self.readers else {}
+        return super().constants() | {"stage_words": self.stage_bytes // 4} | more
 
 
 def _spec(problem: DeltaProblem, **how: Any) -> WarpgroupChainSpec:

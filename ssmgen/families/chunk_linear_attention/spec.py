@@ -33,6 +33,8 @@ class LinearSpec(ChunkKernel, ImageProblem):
 
     sums: ClassVar[bool] = False  # sequences are whole: what the chains' texts ask of chunk_delta_rule's, whose may be cut into segments
     divided: ClassVar[bool] = False
+    readers: ClassVar[int] = 0
+    woven: ClassVar[bool] = False
 
     pdl: Pdl = Pdl.OFF
 
