@@ -13,6 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from .arguments import Arguments, Packed, Tiles, Value
 from .cache.entry import Entry
 from .cache.store import shared_cache
+from .enqueue import LaunchConfig, enqueuing
 from .errors import CaptureError, CompilerMissingError, LaunchError, LoadError, TensorMapError
 from .render import uses_pdl
 from .spec import MAP_BYTES, Arch, KernelSpec
@@ -30,6 +32,10 @@ current_raw_stream: Callable[[int], int] = getattr(
     "_cuda_getCurrentRawStream",  # 0.1 us where torch.cuda.current_stream() takes 3.1
     lambda index: torch.cuda.current_stream(index).cuda_stream,
 )
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
+STREAMS = 256  # for which something is kept: they come and go
 
 
 @functools.cache
@@ -159,90 +165,87 @@ def tensor_map(tiles: Tiles, address: int) -> bytes:
 class Launch:
     """A kernel with everything but its pointers: device, grid and the other arguments."""
 
-    __slots__ = ("arguments", "configs", "device", "enqueue", "grid", "handle", "kernel", "watch_device")
+    __slots__ = ("arguments", "configs", "device", "grid", "kernel", "watch_device")
 
     def __init__(self, kernel: Kernel, device: int, grid: int, values: Mapping[str, Value]):
         """`values` holds every kernel argument that is not a pointer, by name."""
         self.kernel, self.device, self.grid = kernel, device, grid
         self.arguments = Arguments(kernel.spec, values, tensor_map)
-        self.handle, self.enqueue = kernel.handle, driver().cuLaunchKernelEx
-        self.configs: dict[int, Any] = {}  # by stream: launching changes nothing, so threads share a plan without a lock
+        self.configs: dict[int, LaunchConfig] = {}  # by stream: launching changes nothing, so threads share a plan without a lock
         self.watch_device = torch.cuda.device_count() > 1
         if kernel.spec.dynamic_bytes:
             kernel.allow_shared(device)
 
-    def configure(self, stream: int) -> Any:
+    def configure(self, stream: int) -> LaunchConfig:
         """The launch configuration for a stream. The programmatic attribute is set if and only if the kernel waits."""
-        cu = driver()
-        config = cu.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = self.grid, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = self.kernel.spec.threads_per_block, 1, 1
-        config.sharedMemBytes = self.kernel.spec.dynamic_bytes
-        config.hStream = stream
-        if self.kernel.pdl:
-            attribute = cu.CUlaunchAttribute()
-            attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [attribute], 1
-        if len(self.configs) >= 256:  # streams come and go
+        spec = self.kernel.spec
+        config = LaunchConfig.of(self.grid, spec.threads_per_block, spec.dynamic_bytes, stream, self.kernel.pdl)
+        if len(self.configs) >= STREAMS:
             self.configs.clear()
         self.configs[stream] = config
         return config
 
+    def on(self, stream: int, packed: Packed) -> Callable[[], int]:
+        """What enqueues it there with these arguments, and returns the driver's error, 0 if there is none."""
+        enqueue = enqueuing(self.configs.get(stream) or self.configure(stream), self.kernel.handle, packed.address)
+        return partial(self._there, enqueue) if stream == 0 and self.watch_device else enqueue
+
+    def _there(self, enqueue: Callable[[], int]) -> int:
+        """Handle 0 is the default stream of the *current* context."""
+        if current_device() == self.device:
+            return enqueue()
+        with torch.cuda.device(self.device):
+            return enqueue()
+
     def at(self, pointers: Sequence[int]) -> Plan:
         """The plan for one set of pointers."""
-        return Plan(self, self.arguments.at(pointers))
+        return plan_of([(self, self.arguments.at(pointers))])
+
+    def failed(self, code: int, enqueue: Callable[[], int]) -> None:
+        """Raises LaunchError, unless it works now."""
+        if code == driver().CUresult.CUDA_ERROR_INVALID_CONTEXT:  # a new thread has no context until its first torch call
+            ensure_context(self.device)
+            code = enqueue()
+        if code:
+            spec, name = self.kernel.spec, driver().CUresult(code).name
+            raise LaunchError(str(spec), name, self.grid, spec.threads_per_block, str(self.arguments.values))
 
 
 class Chain:
-    """Launches in a row; each takes, of a call's pointers, those at its positions."""
+    """Launches in a row on one device; each takes, of a call's pointers, those at its positions."""
 
     __slots__ = ("launches", "positions")
 
     def __init__(self, launches: Sequence[Launch], positions: Sequence[Sequence[int]]):
         self.launches, self.positions = launches, positions
 
-    def at(self, pointers: Sequence[int]) -> Callable[[], None]:
+    def at(self, pointers: Sequence[int]) -> Plan:
         """The plan for one set of pointers."""
-        plans = [launch.at([pointers[i] for i in positions]) for launch, positions in zip(self.launches, self.positions, strict=True)]
-
-        def run() -> None:
-            for plan in plans:
-                plan()
-
-        return run if len(plans) > 1 else plans[0]
+        rows = zip(self.launches, self.positions, strict=True)
+        return plan_of([(launch, launch.arguments.at([pointers[i] for i in positions])) for launch, positions in rows])
 
 
-class Plan:
-    """A launch ready to go: `plan()` enqueues it on the current stream of its device. Never changes, so threads may share it."""
+Plan = Callable[[], None]  # enqueues launches, in a row, on the current stream of their device, or raises LaunchError; threads may share it
 
-    __slots__ = ("_packed", "address", "launch")
 
-    def __init__(self, launch: Launch, packed: Packed):
-        self.launch, self._packed, self.address = launch, packed, packed.address
+def plan_of(parts: Sequence[tuple[Launch, Packed]]) -> Plan:
+    """The plan of launches with their arguments. It is a function with what it needs in cells: an object takes 0.1 us more to call."""
+    device = parts[0][0].device
+    known: dict[int, list[tuple[Launch, Callable[[], int]]]] = {}  # by stream
 
-    def __call__(self) -> None:
-        """Raises LaunchError."""
-        launch = self.launch
-        stream = current_raw_stream(launch.device)
-        config = launch.configs.get(stream) or launch.configure(stream)
-        if stream == 0 and launch.watch_device and torch.cuda.current_device() != launch.device:
-            # Handle 0 is the default stream of the *current* context.
-            with torch.cuda.device(launch.device):
-                (code,) = launch.enqueue(config, launch.handle, self.address, 0)
-        else:
-            (code,) = launch.enqueue(config, launch.handle, self.address, 0)
-        if code:
-            self._failed(code, config)
+    def ready(stream: int) -> list[tuple[Launch, Callable[[], int]]]:
+        if len(known) >= STREAMS:
+            known.clear()
+        found = known[stream] = [(launch, launch.on(stream, packed)) for launch, packed in parts]
+        return found
 
-    def _failed(self, code: Any, config: Any) -> None:
-        launch = self.launch
-        if code == driver().CUresult.CUDA_ERROR_INVALID_CONTEXT:  # a new thread has no context until its first torch call
-            ensure_context(launch.device)
-            (code,) = launch.enqueue(config, launch.handle, self.address, 0)
-        if code:
-            spec = launch.kernel.spec
-            raise LaunchError(str(spec), code.name, launch.grid, spec.threads_per_block, str(launch.arguments.values))
+    def plan() -> None:
+        stream = current_raw_stream(device)
+        for launch, enqueue in known.get(stream) or ready(stream):
+            if code := enqueue():
+                launch.failed(code, enqueue)
+
+    return plan
 
 
 def _nothing() -> None:
@@ -250,7 +253,7 @@ def _nothing() -> None:
 
 
 def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """A predicate: do these tensors have the types, shapes, strides, dtypes, devices and grad flags of the given ones?
+    """A predicate: are these tensors, with the types, shapes, strides, dtypes, devices and grad flags of the given ones?
 
     torch's own guard object compares 11 tensors in 1.3 us; the same in Python takes 3. It answers no when one object comes twice,
     so such patterns, and releases of torch without it, use the Python form.
@@ -266,10 +269,23 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
             pass
 
     def describe(ts: Sequence[torch.Tensor]) -> list[tuple]:
-        return [(type(t), t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in ts]
+        return [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in ts]
 
-    expected = describe(tensors)
-    return lambda *ts: describe(ts) == expected
+    types, expected = [*map(type, tensors)], describe(tensors)
+    return lambda *ts: [*map(type, ts)] == types and describe(ts) == expected
+
+
+# What inductor's kernels allocate with: on the current device, past the dispatcher, in half of the time.
+_empty: Callable[..., torch.Tensor] | None = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
+def maker(like: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """What makes tensors of the layout and dtype of one, on its device. Their elements may be anything."""
+    anywhere = partial(torch.empty_strided, like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    if _empty is None or not like.is_cuda:
+        return anywhere
+    index, here = like.device.index, partial(_empty, tuple(like.shape), like.stride(), like.dtype)
+    return lambda: here() if current_device() == index else anywhere()
 
 
 _data_ptr = torch.Tensor.data_ptr
@@ -296,7 +312,7 @@ class Pattern:
         self._resolve = resolve
         self.plans: dict[tuple[int, ...], Callable[[], None]] = {}
 
-    def add(self, pointers: tuple[int, ...]) -> Callable[[], None]:
+    def add(self, pointers: tuple[int, ...]) -> Plan:
         """The plan for pointers not seen before. Raises what `resolve` raises."""
         launch = self._resolve(pointers)
         if len(self.plans) >= self.limit:

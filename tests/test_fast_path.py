@@ -74,6 +74,21 @@ def test_a_new_output_is_made_each_time(launched):
     assert [call["out"] for call in launched] == [out.data_ptr() for out in outs] and launched.made == 1
 
 
+def test_calls_in_turn_of_one_form(launched):
+    """The same names, other numbers of rows and other types: neither is taken for the one before it."""
+    one, two = Step("gated_delta_rule", BF16), Step("gated_delta_rule", BF16)
+    fewer = {n: t[:2] for n, t in two.inputs.items()}
+    options = two.options | {"state_indices": two.options["state_indices"][:2]}
+    for _ in range(3):
+        one.function(one.state, **one.inputs, **one.options, num_accepted_tokens=None)
+        assert launched[-1] | pointers(one) == launched[-1]
+        out = one.function(two.state, **fewer, **options, num_accepted_tokens=None)
+        assert launched[-1]["q"] == two.inputs["q"].data_ptr() and len(out) == 2
+        with pytest.raises(ArgumentError, match="num_accepted_tokens is a list"):
+            one.function(one.state, **one.inputs, **one.options, num_accepted_tokens=[1])
+    assert launched.made == 2 and len(launched) == 6
+
+
 def test_commits(launched):
     step, accepted = Step("kda", BF16), torch.tensor([1, 2, 3])
     for _ in range(3):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from ssu_cases import BF16, Case, assert_matches, expected, make_call
 
-from ssmgen import emulator, runtime
+from ssmgen import emulator, enqueue, runtime
 from ssmgen.arguments import Arguments
+from ssmgen.enqueue import LaunchConfig
 from ssmgen.errors import LaunchError
 from ssmgen.families.selective_state_update import planning as op
 from ssmgen.families.selective_state_update.spec import SsuSpec
@@ -41,11 +44,11 @@ def fake(monkeypatch):
     """A driver whose launches are recorded, on a stream of the test's choice."""
     state = SimpleNamespace(stream=0, calls=[], results=[])
 
-    def enqueue(config, handle, address, extra):
-        state.calls.append((config, handle, address, extra))
-        return (state.results.pop(0) if state.results else runtime.driver().CUresult.CUDA_SUCCESS,)
+    def launch(config, handle, address, extra):
+        state.calls.append((config._obj, handle.value, address.value, extra))
+        return state.results.pop(0) if state.results else 0
 
-    monkeypatch.setattr(runtime.driver(), "cuLaunchKernelEx", enqueue)
+    monkeypatch.setattr(enqueue, "launcher", lambda: launch)
     monkeypatch.setattr(runtime, "current_raw_stream", lambda device: state.stream)
     return state
 
@@ -63,7 +66,7 @@ def test_every_argument_arrives_where_the_parameter_list_has_it(fake):
     names = [p.name for p in SPEC.parameters()]
     assert [found[n] for n in names[: len(pointers)]] == pointers
     assert {n: found[n] for n in names[len(pointers) :]} == values_of(SPEC)
-    assert handle == 4711 and extra == 0
+    assert handle == 4711 and extra is None
     assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (12, 1, 1) and (config.blockDimX, config.blockDimY) == (64, 1)
 
 
@@ -76,26 +79,41 @@ def test_plans_of_one_launch_do_not_share_their_pointers(fake):
 
 
 @pytest.mark.parametrize("pdl", [False, True])
-def test_the_programmatic_attribute_is_the_kernel_s(fake, pdl):
-    launch_of(pdl=pdl).at([0] * 9)()
-    config = fake.calls[0][0]
-    assert config.numAttrs == int(pdl)
+def test_a_configuration_is_laid_out_as_the_driver_s(pdl):
+    """Byte by byte that of the bindings, but for where the attribute lies; which is as theirs."""
+    cu, ours = runtime.driver(), LaunchConfig.of(12, 64, 1 << 16, 0x7000, pdl)
+    theirs, attribute = cu.CUlaunchConfig(), cu.CUlaunchAttribute()
+    theirs.gridDimX, theirs.gridDimY, theirs.gridDimZ, theirs.blockDimX, theirs.blockDimY, theirs.blockDimZ = 12, 1, 1, 64, 1, 1
+    theirs.sharedMemBytes, theirs.hStream = 1 << 16, 0x7000
+    attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
     if pdl:
-        cu = runtime.driver()
-        assert config.attrs[0].id == cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        assert config.attrs[0].value.programmaticStreamSerializationAllowed == 1
+        theirs.attrs, theirs.numAttrs = [attribute], 1
+    got, want = bytearray(ours), bytearray(ctypes.string_at(int(theirs.getPtr()), ctypes.sizeof(ours)))
+    at = LaunchConfig.attrs.offset
+    where = ctypes.c_void_p.from_buffer(want, at).value
+    if pdl:
+        assert bytes(ours.attrs[0]) == ctypes.string_at(where, ctypes.sizeof(ours.attrs[0]))
+        got[at : at + 8] = want[at : at + 8]
+    assert got == want and (where is not None) is pdl
+
+
+def test_dependent_launch_is_the_kernel_s(fake):
+    for pdl in (False, True):
+        launch_of(pdl=pdl).at([0] * 9)()
+    assert [config.numAttrs for config, *_ in fake.calls] == [0, 1]
 
 
 def test_each_stream_has_a_configuration_made_once(fake):
     plan = launch_of().at([0] * 9)
     for fake.stream in (5, 7, 5, 7, 0):
         plan()
-    streams = [int(config.hStream) for config, *_ in fake.calls]
+    streams = [config.hStream or 0 for config, *_ in fake.calls]
     assert streams == [5, 7, 5, 7, 0] and fake.calls[0][0] is fake.calls[2][0]
 
 
 def test_a_failed_launch_says_what_was_launched(fake):
-    fake.results = [runtime.driver().CUresult.CUDA_ERROR_INVALID_VALUE]
+    fake.results = [int(runtime.driver().CUresult.CUDA_ERROR_INVALID_VALUE)]
     with pytest.raises(LaunchError, match=r"CUDA_ERROR_INVALID_VALUE\n  grid 12, block 64\n  .*'pad_slot_id': -7"):
         launch_of().at([0] * 9)()
 
@@ -103,9 +121,39 @@ def test_a_failed_launch_says_what_was_launched(fake):
 def test_a_thread_without_a_context_gets_one_and_launches_again(fake, monkeypatch):
     made = []
     monkeypatch.setattr(runtime, "ensure_context", made.append)
-    fake.results = [runtime.driver().CUresult.CUDA_ERROR_INVALID_CONTEXT]
+    fake.results = [int(runtime.driver().CUresult.CUDA_ERROR_INVALID_CONTEXT)]
     launch_of().at([0] * 9)()
     assert made == [0] and len(fake.calls) == 2
+
+
+def test_launches_in_a_row_stop_at_the_one_that_fails(fake):
+    other = replace(SPEC, tile=32)
+    launches = [launch_of(), launch_of(other, grid=13), launch_of()]
+    plan = runtime.Chain(launches, [range(9), range(9, 18), range(9)]).at(range(18))
+    plan()
+    assert [read_arguments(address, SPEC)["state"] for _, _, address, _ in fake.calls] == [0, 9, 0]
+    fake.results = [0, int(runtime.driver().CUresult.CUDA_ERROR_INVALID_VALUE)]
+    with pytest.raises(LaunchError, match=r"tile=32.*\n  grid 13, block 64"):
+        plan()
+    assert len(fake.calls) == 5
+
+
+@pytest.mark.parametrize(("stream", "current", "entered"), [(0, 1, [0]), (0, 0, []), (5, 1, [])])
+def test_a_default_stream_is_that_of_the_tensors_device(fake, monkeypatch, stream, current, entered):
+    """Its handle is 0 on every device, so the launch's has to be the current one."""
+    seen = []
+
+    @contextmanager
+    def device(index):
+        seen.append(index)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(runtime, "current_device", lambda: current)
+    fake.stream = stream
+    launch_of().at([0] * 9)()
+    assert seen == entered and len(fake.calls) == 1
 
 
 @pytest.mark.skipif(not emulator.available(), reason="needs g++")
@@ -119,11 +167,11 @@ def test_a_plan_run_by_the_emulator(fake, monkeypatch):
     spec = select("selective_state_update", problem, 5, SM90, True)
     grid = 5 * spec.nheads * spec.tiles
 
-    def enqueue(config, handle, address, extra):
-        emulator.run(spec, SM90, config.gridDimX, SimpleNamespace(address=address), named)
-        return (runtime.driver().CUresult.CUDA_SUCCESS,)
+    def launch(config, handle, address, extra):
+        emulator.run(spec, SM90, config._obj.gridDimX, SimpleNamespace(address=address.value), named)
+        return 0
 
-    monkeypatch.setattr(runtime.driver(), "cuLaunchKernelEx", enqueue)
+    monkeypatch.setattr(enqueue, "launcher", lambda: launch)
     launch_of(spec, True, op.kernel_values(spec, views, call.options), grid).at([t.data_ptr() for t in named.values()])()
     assert_matches(call, want)
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, wraps
-from operator import itemgetter
+from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.nn import Parameter
 
 from .. import runtime
 from ..spec import KernelSpec
 from . import checks, sharded
 from .checks import in_memory
-from .planning import Caller, grid_of, is_memory, launch_of
+from .memory import Memory
+from .planning import Caller, grid_of, launch_of
 from .scalars import Scalar, Scalars
 
 P = ParamSpec("P")  # apart from R: type checkers read no assignment of both
@@ -123,8 +122,7 @@ def operator(like: str, **own: Scalar) -> Callable[[Callable[P, R]], Callable[P,
         names = scalars.names
         made = in_memory(builder)
         position = names.index(like)
-        recall = _Memory()
-        known = recall.rows
+        recall = Memory()
 
         @wraps(builder)
         def build(*args: Any, **kwargs: Any) -> Call:
@@ -140,28 +138,17 @@ def operator(like: str, **own: Scalar) -> Callable[[Callable[P, R]], Callable[P,
                 call = build(*args, **kwargs)
                 call.dispatch()
                 return call.result
+            values, form = (*args, *kwargs.values()), (len(args), *kwargs)
+            latest_form, again = recall.latest
+            found = again(values) if form == latest_form else None
+            if found is not None:
+                return found
             size = args[position] if len(args) > position else kwargs.get(like)
-            values = (*args, *kwargs.values())
-            try:
-                key = (*map(type, values), *kwargs, getattr(size, "shape", None))
-                rows = known.get(key)
-                if rows is None and not _PLAIN.issuperset(map(type, values)):
-                    values, key = _flat(values, size, kwargs)
-                    rows = known.get(key)
-            except RuntimeError:  # a nested tensor has no shape
-                build(*args, **kwargs)  # says so
-                raise
-            except TypeError:  # sizes that are symbols, as fake tensors may have them
-                rows = None
-            if rows is None and sharded.is_sharded(values):
+            key, found = recall.repeated(form, size, values)
+            if found is not None:
+                return found
+            if sharded.is_sharded(values):
                 return on_shards(args, kwargs)
-            for kept, kept_of, alike, new, result in rows or ():
-                tensors = alike.pick(values)
-                if alike.matches(*tensors) and kept_of(values) == kept:
-                    if new:
-                        tensors += tuple([make() for make in new])
-                    alike.plan(tensors)()
-                    return result(tensors)
             call = build(*args, **kwargs)
             (recall.learn(key, values, call, build, args, kwargs) if on_card(call) else call.plan())()
             return call.result
@@ -175,85 +162,5 @@ def operator(like: str, **own: Scalar) -> Callable[[Callable[P, R]], Callable[P,
     return public
 
 
-_TENSORS = frozenset((Tensor, Parameter))
-_SCALARS = frozenset((type(None), bool, int, float, str))
-_PLAIN = _TENSORS | _SCALARS
-
-
 def on_card(call: Call) -> bool:
     return isinstance(call.given[0], Tensor) and call.given[0].is_cuda
-
-
-def _flat(values: tuple[Any, ...], size: Any, names: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """(values with those in tuples and lists in their places, the key of such a call)"""
-    flat: list[Any] = []
-    lengths: list[int | None] = []  # of lists negative: what takes a tuple may refuse a list
-    for v in values:
-        if isinstance(v, tuple):
-            flat += v
-            lengths.append(len(v))
-        elif isinstance(v, list):
-            flat += v
-            lengths.append(~len(v))
-        else:
-            flat.append(v)
-            lengths.append(None)
-    first = size[0] if isinstance(size, (tuple, list)) and size else size
-    return tuple(flat), (*map(type, flat), *lengths, *names, getattr(first, "shape", None))
-
-
-class _Known(NamedTuple):
-    """Calls that differ in nothing but where their tensors lie."""
-
-    scalars: Any
-    scalars_of: Callable[[tuple[Any, ...]], Any]  # of the arguments
-    pattern: runtime.Pattern
-    new: tuple[Callable[[], Tensor], ...]  # of the tensors that the function makes
-    result: Callable[[tuple[Tensor, ...]], Any]  # of the given and the new ones
-
-
-class _Memory(runtime.Table):
-    """The calls of one public function by their arguments as they came."""
-
-    def learn(
-        self, key: Any, values: tuple[Any, ...], call: Call, build: Callable[..., Call], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Callable[[], None]:
-        """The plan of a call that is not known yet. The next one like it is found, if the arguments say all there is to say of it."""
-        if call.before is not None:
-            return call.plan()
-        tensors = [i for i, v in enumerate(values) if is_memory(type(v))]
-        scalars = [i for i, v in enumerate(values) if type(v) in _SCALARS]
-        given = {id(values[i]): i for i in tensors}
-        operands = call.operands
-        if len(given) < len(tensors):  # one comes twice: which is which can be seen of a call with aliases
-            alias = [v.detach() if i in tensors else v for i, v in enumerate(values)]
-            given = {id(alias[i]): i for i in tensors}
-            seen = build(*_like(args, it := iter(alias)), **dict(zip(kwargs, _like(kwargs.values(), it), strict=True))).operands
-        else:
-            seen = operands
-        positions = {name: given[id(t)] for name, t in seen.items() if id(t) in given}
-        if len(tensors) + len(scalars) < len(values) or len(positions) < len(tensors):  # what is compared nowhere may matter
-            return call.plan()
-        new = {name: t for name, t in operands.items() if name not in positions}
-        named = {name: operands[name] for name in (*positions, *new)}
-        made = call.caller.pattern(named, call.options, call.pdl, call.objections, values, list(positions.values()))
-        makers = tuple(partial(torch.empty_strided, t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in new.values())
-        names = list(named)
-        result = itemgetter(*[names.index(name) for name in call.returns])
-        scalars_of = itemgetter(*scalars) if scalars else _no_scalars
-        plan = made.plan(tuple(named.values()))
-        self.add(key, _Known(scalars_of(values), scalars_of, made, makers, result))
-        return plan
-
-
-def _no_scalars(values: tuple[Any, ...]) -> None:
-    return None
-
-
-def _like(values: Any, flat: Any) -> list[Any]:
-    """The next of the flat values, in tuples and lists as `values` are."""
-    return [_again(v, [next(flat) for _ in v]) if isinstance(v, (tuple, list)) else next(flat) for v in values]
-
-
-def _again(v: Any, items: list[Any]) -> Any:
-    return type(v)(*items) if hasattr(v, "_fields") else type(v)(items)

@@ -62,14 +62,25 @@ def f32_is_f32(monkeypatch):
 @pytest.fixture
 def launched(monkeypatch):
     """Our launches so far, as a list."""
-    launches, enqueue = [], runtime.Plan.__call__
+    launches, on = [], runtime.Launch.on
 
-    def count(plan):
-        launches.append(str(plan.launch.kernel.spec))
-        enqueue(plan)
+    def counting(launch, stream, packed):
+        enqueue = on(launch, stream, packed)
 
-    monkeypatch.setattr(runtime.Plan, "__call__", count)
-    return launches
+        def counted():
+            launches.append(str(launch.kernel.spec))
+            return enqueue()
+
+        return counted
+
+    def forget():  # plans keep what enqueues them
+        for table in list(runtime._tables):
+            table.clear()
+
+    forget()
+    monkeypatch.setattr(runtime.Launch, "on", counting)
+    yield launches
+    forget()
 
 
 def close(got, want):

@@ -1,0 +1,145 @@
+"""What a public function remembers of its calls: one like one seen before reaches neither what sorts its arguments nor the checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from .. import runtime
+from .planning import is_memory
+
+if TYPE_CHECKING:
+    from .public import Call
+
+_SCALARS = frozenset((type(None), bool, int, float, str))
+_data_ptr = Tensor.data_ptr
+
+
+class Memory(runtime.Table):
+    """The calls of one public function. A row makes a call that differs in nothing but where its tensors lie, and returns its result; None
+    where the arguments are others. Its key is the form of the arguments, their number and names, and how many elements one has."""
+
+    latest: tuple[Any, Callable[[tuple[Any, ...]], Any]]  # form and row of the last call that was known: a layer's is often the next one's
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clear()
+
+    def clear(self) -> None:
+        super().clear()
+        self.latest = None, lambda values: None
+
+    def repeated(self, form: tuple[Any, ...], size: Any, values: tuple[Any, ...]) -> tuple[Any, Any]:
+        """(key, result) of a call that is not like the latest one; no result where it is not known, and no key for sizes that are symbols,
+        as fake tensors may have them."""
+        first = size[0] if isinstance(size, (tuple, list)) and size else size
+        try:
+            key = (*form, first.numel() if isinstance(first, Tensor) else 0)
+            rows = self.rows.get(key, ())
+        except (RuntimeError, TypeError):
+            return None, None
+        for again in rows:
+            found = again(values)
+            if found is not None:
+                self.latest = form, again
+                return key, found
+        return key, None
+
+    def learn(
+        self, key: Any, values: tuple[Any, ...], call: Call, build: Callable[..., Call], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[], None]:
+        """The plan of a call that is not known yet. The next one like it is found, if the arguments say all there is to say of it."""
+        if call.before is not None:
+            return call.plan()
+        flat_of = _flattening(values)
+        flat: Sequence[Any] = values if flat_of is None else flat_of(values) or ()
+        tensors = [i for i, v in enumerate(flat) if is_memory(type(v))]
+        plain = [i for i, v in enumerate(flat) if type(v) in _SCALARS]
+        given = {id(flat[i]): i for i in tensors}
+        operands = call.operands
+        if len(given) < len(tensors):  # one comes twice: which is which can be seen of a call with aliases
+            alias = [v.detach() if i in tensors else v for i, v in enumerate(flat)]
+            given = {id(alias[i]): i for i in tensors}
+            seen = build(*_like(args, it := iter(alias)), **dict(zip(kwargs, _like(kwargs.values(), it), strict=True))).operands
+        else:
+            seen = operands
+        positions = {name: given[id(t)] for name, t in seen.items() if id(t) in given}
+        if len(tensors) + len(plain) < len(flat) or len(positions) < len(tensors):  # what is compared nowhere may matter
+            return call.plan()
+        new = {name: t for name, t in operands.items() if name not in positions}
+        named = {name: operands[name] for name in (*positions, *new)}
+        made = call.caller.pattern(named, call.options, call.pdl, call.objections, flat, list(positions.values()))
+        plan = made.plan(tuple(named.values()))
+        result = itemgetter(*[list(named).index(name) for name in call.returns])
+        self.add(key, _row(flat_of, _picking(plain), flat, made, tuple(map(runtime.maker, new.values())), result))
+        return plan
+
+
+def _row(
+    flat_of: Callable[[tuple[Any, ...]], Any] | None,
+    plain_of: Callable[[Any], Sequence[Any]],
+    seen: Sequence[Any],
+    pattern: runtime.Pattern,
+    new: tuple[Callable[[], Tensor], ...],
+    result: Callable[[tuple[Tensor, ...]], Any],
+) -> Callable[[tuple[Any, ...]], Any]:
+    """A row of Memory, of a call that was seen with these flat arguments.
+
+    flat_of: the arguments with those in tuples and lists in their places; None if there are none such. plain_of: of flat arguments, those
+    that are no tensors. new: makes each tensor that the function makes. result: of tensors, those given and then the new ones
+    """
+    pick, matches, plans, add = pattern.pick, pattern.matches, pattern.plans, pattern.add
+    plain = (*map(type, rest := plain_of(seen)), *rest)  # types first: nothing is compared with what is of another type
+
+    def again(values: tuple[Any, ...]) -> Any:
+        flat = values if flat_of is None else flat_of(values)
+        if flat is None or (plain and (*map(type, rest := plain_of(flat)), *rest) != plain):
+            return None
+        tensors = pick(flat)
+        if not matches(*tensors):
+            return None
+        for make in new:
+            tensors += (make(),)
+        pointers = (*map(_data_ptr, tensors),)
+        (plans.get(pointers) or add(pointers))()
+        return result(tensors)
+
+    return again
+
+
+def _flattening(values: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], list[Any] | None] | None:
+    """What puts those in tuples and lists in their places, in values of the same types and lengths, and returns None for others. None
+    where there are neither tuples nor lists."""
+    several = [(i, type(v), len(v)) for i, v in enumerate(values) if isinstance(v, (tuple, list))]
+
+    def flat_of(values: tuple[Any, ...]) -> list[Any] | None:
+        flat: list[Any] = []
+        start = 0
+        for i, kind, length in several:
+            v = values[i]
+            if type(v) is not kind or len(v) != length:
+                return None
+            flat += values[start:i]
+            flat += v
+            start = i + 1
+        flat += values[start:]
+        return flat
+
+    return flat_of if several else None
+
+
+def _picking(positions: Sequence[int]) -> Callable[[Any], Sequence[Any]]:
+    """An itemgetter that returns several values also where they are one or none."""
+    return itemgetter(*positions) if len(positions) > 1 else itemgetter(slice(*(positions[0], positions[0] + 1) if positions else (0,)))
+
+
+def _like(values: Any, flat: Any) -> list[Any]:
+    """The next of the flat values, in tuples and lists as `values` are."""
+    return [_again(v, [next(flat) for _ in v]) if isinstance(v, (tuple, list)) else next(flat) for v in values]
+
+
+def _again(v: Any, items: list[Any]) -> Any:
+    return type(v)(*items) if hasattr(v, "_fields") else type(v)(items)

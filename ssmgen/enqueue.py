@@ -1,0 +1,52 @@
+"""The driver's launch and its structures, by ctypes: the bindings, which convert every argument, take the host 0.6 us more a call."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute with one of the values that are an int."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("gridDimX", ctypes.c_uint), ("gridDimY", ctypes.c_uint), ("gridDimZ", ctypes.c_uint),
+        ("blockDimX", ctypes.c_uint), ("blockDimY", ctypes.c_uint), ("blockDimZ", ctypes.c_uint),
+        ("sharedMemBytes", ctypes.c_uint), ("hStream", ctypes.c_void_p),
+        ("attrs", ctypes.POINTER(LaunchAttribute)), ("numAttrs", ctypes.c_uint),
+    )  # fmt: skip
+
+    @classmethod
+    def of(cls, blocks: int, threads: int, shared: int, stream: int, pdl: bool) -> LaunchConfig:
+        """Of a grid of one axis. pdl: the kernel may start while the one ahead of it in the stream ends; shared: dynamic bytes."""
+        config = cls(blocks, 1, 1, threads, 1, 1, shared, stream)
+        if pdl:
+            config.attrs = ctypes.pointer(LaunchAttribute(PROGRAMMATIC_STREAM_SERIALIZATION, b"", 1))  # which the structure keeps
+            config.numAttrs = 1
+        return config
+
+
+@functools.cache
+def launcher() -> Callable[..., int]:
+    """cuLaunchKernelEx. It lets go of the GIL: a launch may have to wait for the host function of another thread."""
+    driver: Any = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    launch: Callable[..., int] = driver.cuLaunchKernelEx
+    return launch
+
+
+def enqueuing(config: LaunchConfig, kernel: int, arguments: int) -> Callable[[], int]:
+    """A call of the launch, which returns the driver's error. It keeps the configuration; kernel: a handle; arguments: where the array
+    of their addresses is, which the caller keeps."""
+    # Without argtypes, and with objects of its own, ctypes has nothing to convert.
+    return functools.partial(launcher(), ctypes.byref(config), ctypes.c_void_p(kernel), ctypes.c_void_p(arguments), None)
