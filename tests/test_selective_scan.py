@@ -71,6 +71,23 @@ def test_either_exponential_is_accurate(polynomial):
     assert same(run(**call, initial_states=before, return_final_states=True)[1], before)
 
 
+@needs_emulator
+def test_decays_of_f32_operands_are_off_to_neither_side():
+    """Special function units may be off by 2 units of the last place, and always to the same side; 300 tokens of long memory keep that."""
+
+    def change(text: str) -> str:
+        old = "exp2_approx(step.low * a[s])"
+        assert old in text, "the edit no longer applies"
+        return text.replace(old, f"__uint_as_float(__float_as_uint({old}) - 2)")
+
+    call = make(EXACT, 1, 300, **KINDS["long memory"]) | {"initial_states": laws.states(EXACT, 1), "return_final_states": True}
+    wanted = laws.exact(call)
+    out, last = emulated(**call, change=change)
+    assert laws.error(out, wanted["out"]) <= 1e-6 and laws.error(last, wanted["final_states"]) <= 1e-6
+    _, last = emulated(**call, change=change, spec=variant(polynomial=1))
+    assert laws.error(last, wanted["final_states"]) > 1e-5
+
+
 @by_both
 def test_lengths_are_accurate(run):
     laws.lengths_are_accurate(run, EXACT)
@@ -120,7 +137,7 @@ def test_variants_are_bit_equal(first, d_state):
         {"lanes": 2},
         {"tile": 32},
         {"warps": 2},
-        {"lanes": 8, "tile": 32, "warps": 4} if d_state > 16 else {"lanes": 1},
+        {"lanes": 8, "warps": 4} if d_state > 16 else {"lanes": 1},
     ]
     wanted = emulated(**call)
     for how in hows:
