@@ -17,13 +17,13 @@ y is summed over quads of states, then pairwise: the same tree for any number of
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import product
 from typing import Any, ClassVar
 
 from ...occupancy import LIMITS, SHARED_RESERVED
-from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, is_pow2, must
-from .problem import OPERATOR, Order, SelectiveProblem
+from ...spec import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, is_pow2, must
+from .problem import CUT, OPERATOR, Order, SelectiveProblem, cut_from
 
 SIZE, MAX_SIZE = "channels of all sequences", 2**31 - 1  # what the rules look at
 STATES = ("initial_states", "final_states", "state")
@@ -44,7 +44,7 @@ _INTEGER = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
 
 @dataclass(frozen=True, kw_only=True)
 class SelectiveSpec(KernelSpec, SelectiveProblem):
-    """A problem, and how one variant computes it. No choice here but `polynomial` changes a bit of the result."""
+    """A problem, and how one variant computes it. No choice here but `polynomial` and `parts` changes a bit of the result."""
 
     family: ClassVar[str] = OPERATOR
     template: ClassVar[str] = "selective_scan/selective_scan.cu.j2"
@@ -55,6 +55,7 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
     polynomial: int = 1  # of 16 exponentials, those that come from the polynomial
     min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
     pdl: Pdl = Pdl.OFF
+    parts: int = field(default=1, metadata=LATER)  # of a sequence, at most, each by a block of a cluster: the problem's segments, or 1
 
     @property
     def needs(self) -> Needs:
@@ -63,7 +64,11 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
 
     @property
     def order(self) -> tuple[str | int, ...]:
-        return self.family, self.polynomial
+        return self.family, self.polynomial, self.parts
+
+    @property
+    def cluster_blocks(self) -> int:
+        return self.parts
 
     @property
     def threads_per_block(self) -> int:
@@ -87,6 +92,7 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
     def stem(self) -> str:
         where = self.layout.value + ("" if self.copy else "_any")
         how = f"l{self.lanes}w{self.warps}t{self.tile}p{self.polynomial}" + (f"b{self.min_blocks}" if self.min_blocks > 1 else "")
+        how += f"k{self.parts}" if self.parts > 1 else ""
         return f"selective_scan_n{self.d_state}_{where}_{self.state.value}_{self.x.value}_{how}{'' if self.pdl is Pdl.OFF else '_pdl'}"
 
     # Shared memory, in 32-bit words: two stages of u, delta, z, B and C as they are, with rows of the contiguous axis.
@@ -123,14 +129,18 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
         return GROUP * self.threads_per_block + 4
 
     @property
+    def sum_words(self) -> int:
+        """Room for those of a tile; or for what each part but the last leaves: the states of each thread, and its sum of d."""
+        return max(self.tile // GROUP * self.sum_pitch, (self.parts - 1) * self.threads_per_block * (4 * self.quads + 1))
+
+    @property
     def dynamic_bytes(self) -> int:
         return 4 * 2 * self.stage_words
 
     @property
     def static_bytes(self) -> int:
-        return self.tile * (8 * self.pitch + self.sum_pitch + 4 * 4 * self.padded) + 4 * self.channels * (
-            (self.D is not None) + (self.delta_bias is not None)
-        )
+        by_channel = (self.D is not None) + (self.delta_bias is not None)
+        return self.tile * (8 * self.pitch + 4 * 4 * self.padded) + 4 * self.sum_words + 4 * self.channels * by_channel
 
     def violations(self, arch: Arch) -> list[str]:
         if problems := [
@@ -148,6 +158,8 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
             *must(is_pow2(self.tile) and 8 <= self.tile <= 128, f"tile {self.tile} is not 8, 16 … 128"),
             *must(0 <= self.polynomial <= len(TURNS), f"polynomial {self.polynomial} is not 0 … {len(TURNS)}"),
             *must(self.min_blocks >= 1, "min_blocks is not positive"),
+            *must(self.parts in (1, self.segments), f"parts {self.parts} are not 1 or the {self.segments} segments of the problem"),
+            *must(arch >= SM90 or self.parts == 1, f"the parts of a sequence are blocks of a cluster, which needs sm_90, not {arch}"),
             *must(self.static_bytes <= STATIC, f"{self.static_bytes} bytes of shared memory exceed the {STATIC} that a text may declare"),
             *must(shared <= most, f"{shared} bytes of shared memory exceed the {most} of {arch}"),
             *must(arch >= Arch(80), f"asynchronous copies and bf16 need sm_80, not {arch}"),
@@ -206,6 +218,8 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
             "past": "state" if self.started else "initial_states" if self.initial else "",  # what holds the state before the first token
             "past_slot": "sequence" if self.pool and self.initial else "slot",
             "kept": "state" if self.pool else "final_states" if self.final else "",  # what receives the last one
+            "cut": CUT,
+            "cut_from": cut_from(self.segment_tokens),
             "turns": sum(1 << (4 * token + n) for token, n in TURNS[: self.polynomial]),
             "exponential": EXPONENTIAL,
             "group": GROUP,
@@ -222,8 +236,9 @@ def _spec(problem: SelectiveProblem, **how: Any) -> SelectiveSpec:
 
 def space(problem: SelectiveProblem, arch: Arch) -> Iterator[SelectiveSpec]:
     """Every legal variant of a problem within the axes worth trying."""
-    for lanes, warps, tile, polynomial, pdl in product((1, 2, 4, 8), (2, 4), (16, 32, 64), (0, 1, 2, 3, 4), Pdl):
-        spec = _spec(problem, lanes=lanes, warps=warps, tile=tile, polynomial=polynomial, pdl=pdl)
+    shares = (0, 1, 2, 3, 4) if problem.x.size == 2 else (POLYNOMIAL[problem.x],)
+    for lanes, warps, tile, polynomial, pdl in product((1, 2, 4, 8), (2, 4), (16, 32, 64), shares, Pdl):
+        spec = _spec(problem, lanes=lanes, warps=warps, tile=tile, polynomial=polynomial, pdl=pdl, parts=_parts(problem, arch))
         if not spec.violations(arch):
             yield spec
 
@@ -241,17 +256,26 @@ RESIDENT = {2: 4, 4: 1}  # blocks per SM, by lanes of 16 states
 TILES = {2: (16, 8), 4: (32, 16, 8)}
 
 
+def _parts(problem: SelectiveProblem, arch: Arch) -> int:
+    return problem.segments if arch >= SM90 else 1
+
+
 def candidates(problem: SelectiveProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, SelectiveSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
     wait = Pdl.TRIGGER_LOADED if pdl else Pdl.OFF
     quads = problem.padded // 4  # of a channel
     least = max(1, 4 * quads // MOST_STATES)
+    parts = _parts(problem, arch)
     for lanes, above in ((2, TWO_LANES), (4, 0)):
         scaled = min(quads, 8, max(least, lanes * quads // 4))
+        if parts > 1 and lanes == 2:
+            yield f"{scaled} lanes", None, "sequences may be cut, of few channels"
+            continue
         if size < above:
             yield f"{scaled} lanes", None, f"{size} channels of all sequences are below {above}"
             continue
         for tile in TILES[lanes]:
             how = {"warps": 4, "tile": tile, "polynomial": POLYNOMIAL[problem.x], "min_blocks": RESIDENT[lanes]}
-            spec = _spec(problem, lanes=scaled, **how, pdl=wait)
-            yield f"{scaled} lane{'s' * (scaled > 1)}, tile {tile}", spec, ""
+            spec = _spec(problem, lanes=scaled, **how, pdl=wait, parts=parts)
+            words = [*([f"up to {parts} parts"] if parts > 1 else []), f"{scaled} lane{'s' * (scaled > 1)}", f"tile {tile}"]
+            yield ", ".join(words), spec, ""
