@@ -22,7 +22,8 @@ class SelectiveAsk(Ask):
     """The prompts of Mamba-1 models; neither tokens nor channels are among what is asked.
 
     Without slots, batches in all three layouts, from zeros; with slots, packed sequences, whose channels are contiguous, of a pool that
-    says itself which of them go on; where channels are few, also for prompts that are long enough to be cut. Built when a call asks for them: other states, and rows that begin at odd places.
+    says itself which of them go on. Where channels are few, also for prompts that are long enough to be cut. Built when a call asks for
+    them: other states, and rows that begin at odd places.
     """
 
     operator = OPERATOR
@@ -41,7 +42,7 @@ class SelectiveAsk(Ask):
         same: dict[str, Any] = {"d_state": model.d_state, "x": wanted.io, "D": DType.F32, "z": True, "delta_bias": DType.F32}
         kinds = [kind for index in wanted.indices for kind in (BATCHES if index is Index.NONE else [POOL | {"index": index}])]
         found = [SelectiveProblem(**same, **kind, state=s) for s in wanted.states or (model.state,) for kind in kinds]
-        few = asked(None, model.headdim, model.d_state, sys.maxsize)
+        few: dict[str, Any] = asked(None, model.headdim, model.d_state, sys.maxsize)
         return list(dict.fromkeys(found + [replace(problem, **few) for problem in found if few]))  # and of prompts that are cut
 
     def size(self, model: Model, wanted: Wanted, batch: int) -> int:

@@ -14,7 +14,7 @@ MAX_STATE = 256
 # multiples of CUT tokens, which all tiles divide: how does not hang on the variant.
 CUT = 128
 MOST = 8  # parts
-LEAST = 256  # tokens of a part, as the rule has it; and there are four at least: all but the last are gone over twice, the first ones in turn
+LEAST = 256  # tokens of a part, as the rule has it. There are four at least: with P, a sequence takes the time of two of them
 STATES_OF_CARD = 66 * 512  # of all channels of a sequence: half as many blocks as there are SMs, of 512 states each
 MOST_PADDED = 64  # states of a channel of which parts keep each other's
 
