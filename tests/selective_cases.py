@@ -61,7 +61,7 @@ def emulated(*, spec: Any = None, arch: Arch = SM90, change: Callable[[str], str
         made = (spec or variant())(op.FAMILY.problem_of(views, where, call.options))
         packed = Arguments(made, op.FAMILY.values_of(made, views, call.options)).at([where[n] for n in made.operands()])
         launch = made.name, op.FAMILY.grid_of(made, views), made.threads_per_block, packed, call.operands, op.FAMILY.written
-        run_source(change(render(made, arch)), *launch, made.dynamic_bytes)
+        run_source(change(render(made, arch)), *launch, made.dynamic_bytes, cluster=made.cluster_blocks)
     return call.result
 
 

@@ -17,6 +17,7 @@ from ssmgen import emulator
 from ssmgen.emulator.check import check
 from ssmgen.errors import ArgumentError, SpecError
 from ssmgen.families.selective_scan.problem import OPERATOR, Order, SelectiveProblem
+from ssmgen.families.selective_scan.problem import asked as segments_asked
 from ssmgen.families.selective_scan.spec import EXPONENTIAL, TURNS, SelectiveSpec, candidates, space
 from ssmgen.models import Wanted, asks, find_model, models
 from ssmgen.registry import select
@@ -71,6 +72,23 @@ def test_either_exponential_is_accurate(polynomial):
     assert same(run(**call, initial_states=before, return_final_states=True)[1], before)
 
 
+@needs_emulator
+def test_decays_of_f32_operands_are_off_to_neither_side():
+    """Special function units may be off by 2 units of the last place, and always to the same side; 300 tokens of long memory keep that."""
+
+    def change(text: str) -> str:
+        old = "exp2_approx(step.low * a[s])"
+        assert old in text, "the edit no longer applies"
+        return text.replace(old, f"__uint_as_float(__float_as_uint({old}) - 2)")
+
+    call = make(EXACT, 1, 300, **KINDS["long memory"]) | {"initial_states": laws.states(EXACT, 1), "return_final_states": True}
+    wanted = laws.exact(call)
+    out, last = emulated(**call, change=change)
+    assert laws.error(out, wanted["out"]) <= 1e-6 and laws.error(last, wanted["final_states"]) <= 1e-6
+    _, last = emulated(**call, change=change, spec=variant(polynomial=1))
+    assert laws.error(last, wanted["final_states"]) > 1e-5
+
+
 @by_both
 def test_lengths_are_accurate(run):
     laws.lengths_are_accurate(run, EXACT)
@@ -120,7 +138,7 @@ def test_variants_are_bit_equal(first, d_state):
         {"lanes": 2},
         {"tile": 32},
         {"warps": 2},
-        {"lanes": 8, "tile": 32, "warps": 4} if d_state > 16 else {"lanes": 1},
+        {"lanes": 8, "warps": 4} if d_state > 16 else {"lanes": 1},
     ]
     wanted = emulated(**call)
     for how in hows:
@@ -271,5 +289,7 @@ def test_models_ask_for_the_layouts_that_callers_have():
     packed = make(SMALL, 16) | {"cu_seqlens": torch.tensor([0, 16]).int(), "state": laws.states(SMALL, 1)}
     packed |= {"state_indices": torch.zeros(1).int(), "has_initial_state": torch.zeros(1, dtype=torch.bool)}
     forms = [call, first, first | {n: laws.channels_first(call, False)[n] for n in "BC"}, packed]
+    few = segments_asked(None, SMALL.dim, SMALL.d_state, 4096)
     built = {p for index in (Index.NONE, Index.I32) for p in asked.problems(find_model("mamba-130m"), Wanted(indices=(index,)))}
-    assert {ssmgen.selective_scan.build(**form).problem()[0] for form in forms} == built
+    found = {ssmgen.selective_scan.build(**form).problem()[0] for form in forms}
+    assert found | {replace(problem, **few) for problem in found} == built

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from ...calls.public import Call, operator
+from ...calls.scalars import integer
 from ..causal_conv1d.call import new_like
 from .planning import CALLER, Options
 
+SEGMENTS = integer("an integer from 1 to 1024", 1, 1024)  # as of other families, whose sequences have more
 
-@operator(like="u")
+
+@operator(like="u", segments=SEGMENTS)
 def selective_scan(
     u: Tensor,
     delta: Tensor,
@@ -33,6 +36,7 @@ def selective_scan(
     state_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
     pad_slot_id: int = -1,
+    segments: int | None = None,
     out: Tensor | None = None,
     pdl: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -40,7 +44,7 @@ def selective_scan(
 
     dim channels with N states each, 1 … 256; G groups of channels, which share B and C. The states are those that
     `selective_state_update` goes on from. All arithmetic is f32; nothing is assumed of A but its sign. The bits do not depend on the batch,
-    on packing or on layout, and a sequence cut at multiples of 4 tokens, with f32 states, gives those of the whole.
+    on packing or on layout, and with segments=1 a sequence cut at multiples of 4 tokens, with f32 states, gives those of the whole.
 
     u, delta, z, out: [batch, T, dim], or for packed sequences with cu_seqlens [tokens, dim] or [1, tokens, dim]
     B, C: [batch, T, G, N] or [batch, T, N], of packed sequences [tokens, G, N] or [tokens, N] (or the former with a batch of one)
@@ -59,6 +63,9 @@ def selective_scan(
         one before it too, where has_initial_state, [sequences] bool, is true. A sequence without tokens leaves its slot alone
     state_indices: [sequences] int32 or int64, slot of each sequence; None for slot = sequence. Slots must be distinct
     pad_slot_id: a sequence whose slot is negative, equals it or is no slot of the pool gets a zero output and touches no state
+    segments: parts of a sequence that are walked side by side, 1 … 1024 at most (8 are the most there are, of 128 tokens or more; of more
+        than 64 states, or where there are no clusters, 1); 1 leaves it whole. None: as its own length, dim and N say: whole where
+        channels are many, or it is short. Two or more have other bits than one
     out: of u's dtype; None for a new one, laid out like u
     pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
 
@@ -78,4 +85,4 @@ def selective_scan(
         u, delta, A, B, C, D, z, delta_bias, cu_seqlens, initial_states, final, state, state_indices, has_initial_state, out,
     )  # fmt: skip
     returns = ("out", "final_states") if return_final_states and final is not None else ("out",)
-    return cast(Tensor, Call(CALLER, given, Options(delta_softplus, channels_first, pad_slot_id), pdl, returns))
+    return cast(Tensor, Call(CALLER, given, Options(delta_softplus, channels_first, pad_slot_id, segments), pdl, returns))

@@ -7,7 +7,7 @@ from typing import Any
 from ...defaults import Default
 from ...spec import DType, Index, Loads
 from .models import TOKENS
-from .problem import Order, SelectiveProblem
+from .problem import LEAST, MOST, Order, SelectiveProblem
 
 MAMBA: dict[str, Any] = {"d_state": 16, "D": DType.F32, "z": True, "delta_bias": DType.F32}
 MANY, FEW = 65536, 8192  # channels of all sequences
@@ -15,6 +15,9 @@ MANY, FEW = 65536, 8192  # channels of all sequences
 DEFAULTS = {
     "Mamba-1, a batch from zeros": Default(SelectiveProblem(**MAMBA, **TOKENS, final=True), FEW),
     "Mamba-1, a large batch from zeros": Default(SelectiveProblem(**MAMBA, **TOKENS, final=True), MANY),
+    "Mamba-1, a long sequence of few channels": Default(
+        SelectiveProblem(**MAMBA, **TOKENS, final=True, segments=MOST, segment_tokens=LEAST), 1536
+    ),
     "Mamba-1, packed, with a pool": Default(
         SelectiveProblem(**MAMBA, cu_seqlens=Index.I32, pool=True, started=True, index=Index.I32, state=DType.BF16), FEW
     ),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...models import Ask, Model, Role, Wanted
 from ...spec import DType, Index
 from ..selective_state_update.models import Mamba
-from .problem import OPERATOR, Order, SelectiveProblem
+from .problem import OPERATOR, Order, SelectiveProblem, asked
 
 # What lies contiguous: mamba-ssm has tokens, of B and C too, transformers states of those; serving engines have views whose channels are.
 TOKENS: dict[str, Any] = {"layout": Order.FIRST, "key_layout": Order.FIRST}
@@ -20,7 +22,8 @@ class SelectiveAsk(Ask):
     """The prompts of Mamba-1 models; neither tokens nor channels are among what is asked.
 
     Without slots, batches in all three layouts, from zeros; with slots, packed sequences, whose channels are contiguous, of a pool that
-    says itself which of them go on. Built when a call asks for them: other states, and rows that begin at odd places.
+    says itself which of them go on. Where channels are few, also for prompts that are long enough to be cut. Built when a call asks for
+    them: other states, and rows that begin at odd places.
     """
 
     operator = OPERATOR
@@ -38,7 +41,9 @@ class SelectiveAsk(Ask):
             return []
         same: dict[str, Any] = {"d_state": model.d_state, "x": wanted.io, "D": DType.F32, "z": True, "delta_bias": DType.F32}
         kinds = [kind for index in wanted.indices for kind in (BATCHES if index is Index.NONE else [POOL | {"index": index}])]
-        return list(dict.fromkeys(SelectiveProblem(**same, **kind, state=s) for s in wanted.states or (model.state,) for kind in kinds))
+        found = [SelectiveProblem(**same, **kind, state=s) for s in wanted.states or (model.state,) for kind in kinds]
+        few: dict[str, Any] = asked(None, model.headdim, model.d_state, sys.maxsize)
+        return list(dict.fromkeys(found + [replace(problem, **few) for problem in found if few]))  # and of prompts that are cut
 
     def size(self, model: Model, wanted: Wanted, batch: int) -> int:
         return batch * (model.headdim if isinstance(model, Mamba) else 0)

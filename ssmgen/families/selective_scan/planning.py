@@ -14,7 +14,7 @@ from ...calls import checks, prompts
 from ...calls.checks import DTYPES, INDEX
 from ...calls.planning import Caller, Family
 from ...spec import Loads
-from .problem import OPERATOR, Order, SelectiveProblem
+from .problem import OPERATOR, Order, SelectiveProblem, asked
 from .reference import selective_scan as reference
 from .spec import KEYS, ROWS, STATES, SelectiveSpec
 
@@ -32,6 +32,7 @@ class Options(NamedTuple):
     delta_softplus: bool = False
     channels_first: bool = False
     pad_slot_id: int = -1
+    segments: int | None = None
 
 
 def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
@@ -151,7 +152,9 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     def index(name: str) -> Any:
         return INDEX[views[name].dtype if name in views else None]
 
-    more = {"state": dtype(states[0])} if states else {}
+    more: dict[str, Any] = {"state": dtype(states[0])} if states else {}
+    _, longest, dim = views["u"].shape
+    more |= asked(options.segments, dim, views["A"].shape[1], longest)
     order, key_layout = _order(views, ROWS), _order(views, KEYS)
     return SelectiveProblem(
         d_state=views["A"].shape[1],
@@ -198,7 +201,7 @@ def kernel_values(spec: SelectiveSpec, views: Mapping[str, Tensor], options: Opt
 
 def grid_of(spec: SelectiveSpec, views: Mapping[str, Tensor]) -> int:
     groups, dim = views["B"].shape[2], views["u"].shape[2]
-    return prompts.sequences_of(views, "u") * groups * -(-dim // groups // spec.channels)
+    return prompts.sequences_of(views, "u") * groups * -(-dim // groups // spec.channels) * spec.parts
 
 
 def size_of(views: Mapping[str, Tensor]) -> int:
@@ -228,7 +231,7 @@ _library = torch.library.Library("ssmgen", "FRAGMENT")
 _library.define(
     "selective_scan(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, Tensor? cu_seqlens, "
     "Tensor? initial_states, Tensor(a!)? final_states, Tensor(b!)? state, Tensor? state_indices, Tensor? has_initial_state, "
-    "Tensor(c!) out, bool delta_softplus, bool channels_first, int pad_slot_id, bool? pdl) -> ()",
+    "Tensor(c!) out, bool delta_softplus, bool channels_first, int pad_slot_id, int? segments, bool? pdl) -> ()",
     tags=torch.Tag.needs_fixed_stride_order,
 )
 

@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
-from ...spec import DType, Index, Loads, Problem, must
+from ...spec import LATER, DType, Index, Loads, Problem, must
 
 OPERATOR = "selective_scan"
 MAX_STATE = 256
+
+# Where a sequence's channels are few, parts of it are walked side by side, by the blocks of a cluster. It is cut by its own length, at
+# multiples of CUT tokens, which all tiles divide: how does not hang on the variant.
+CUT = 128
+MOST = 8  # parts
+LEAST = 256  # tokens of a part, as the rule has it. There are four at least: with P, a sequence takes the time of two of them
+STATES_OF_CARD = 66 * 512  # of all channels of a sequence: half as many blocks as there are SMs, of 512 states each
+MOST_PADDED = 64  # states of a channel of which parts keep each other's
+
+
+def asked(segments: int | None, dim: int, d_state: int, longest: int) -> dict[str, int]:
+    """The fields of a problem that say how sequences are cut: as a call asks for (None: the rule), where none is longer than `longest`."""
+    padded = padded_states(d_state)
+    most, least = (MOST if dim * padded <= STATES_OF_CARD else 1, LEAST) if segments is None else (min(segments, MOST), CUT)
+    cut = most > 1 and padded <= MOST_PADDED and longest >= cut_from(least)
+    return {"segments": most, "segment_tokens": least} if cut else {}
+
+
+def cut_from(least: int) -> int:
+    """Tokens from which on a sequence is cut into parts of at least so many."""
+    return 2 * CUT if least <= CUT else 4 * least
+
+
+def padded_states(d_state: int) -> int:
+    """States of a channel as they are summed: a power of two of quads; those beyond d_state are 0."""
+    return 4 << max(0, (d_state - 1) // 4).bit_length()
 
 
 class Order(Enum):
@@ -40,6 +66,8 @@ class SelectiveProblem(Problem):
     started: bool = False  # there is a has_initial_state
     index: Index = Index.NONE  # type of state_indices
     state_loads: Loads = Loads.VECTOR  # of states: four numbers at once
+    segments: int = field(default=1, metadata=LATER)  # of a sequence, at most
+    segment_tokens: int = field(default=CUT, metadata=LATER)  # of a segment, at least: a short sequence has fewer
 
     @property
     def ragged(self) -> bool:
@@ -47,8 +75,15 @@ class SelectiveProblem(Problem):
 
     @property
     def padded(self) -> int:
-        """States of a channel as they are summed: a power of two of quads; those beyond d_state are 0."""
-        return 4 << max(0, (self.d_state - 1) // 4).bit_length()
+        return padded_states(self.d_state)
+
+    def cut(self, tokens: int) -> tuple[int, int]:
+        """(parts, tokens of each but the last) of a sequence of so many tokens."""
+        if self.segments == 1 or tokens < cut_from(self.segment_tokens):
+            return 1, tokens
+        most = min(self.segments, tokens // self.segment_tokens)
+        each = -(-tokens // (most * CUT)) * CUT
+        return -(-tokens // each), each
 
     def faults(self) -> list[str]:
         """What no variant could serve."""
@@ -60,5 +95,7 @@ class SelectiveProblem(Problem):
             ),
             *must(not (self.pool and self.final), "a pool takes the place of final_states"),
             *must(not (self.started and self.initial), "initial_states and has_initial_state both say what a sequence starts from"),
+            *must(1 <= self.segments <= MOST, f"segments {self.segments} are not 1 … {MOST}"),
+            *must(self.segment_tokens >= CUT, f"segments of {self.segment_tokens} tokens are less than {CUT}"),
             *must(self.pool or (self.index is Index.NONE and not self.started), "slots and has_initial_state are of a pool"),
         ]

@@ -4,24 +4,26 @@ With d = softplus(delta + bias), per token, channel and state n
 
     h_n <- 2^(d A_n log2(e)) h_n + d u B_n        y = sum_n C_n h_n + D u, times silu(z)
 
-A block has `channels` channels of one sequence, and walks its tokens in tiles of `tile`, which come by asynchronous copies. Threads share a
-tile's d, d u, and B and C as f32, through shared memory; then `lanes` lanes per channel walk its tokens, with d_state / lanes states each
-in registers; then threads share what makes y the output.
-Of exponentials 16 per clock and SM come from the special function units, in eight cycles for a warp; a walk has 6.5 instructions for each.
-So `polynomial` of every 4 tokens x 4 states come from a polynomial on the FMA pipe instead, in 11 instructions: with 1, both take as long.
+A block has `channels` channels of one sequence, and walks its tokens in tiles of `tile`, which come by asynchronous copies; B and C become
+f32 in shared memory, a tile ahead. The rest of a tile is each warp's own: its lanes share d and d u of its channels, through shared memory;
+then `lanes` lanes per channel walk the tokens, with d_state / lanes states each in registers, and leave their sums of C h; then they share
+what makes these the output.
+Of exponentials 16 per clock and SM come from the special function units, in eight cycles for a warp; a walk has 6.7 instructions for each,
+and three more are its share of the rest, of which the special function units have 1.5 cycles. So `polynomial` of every 4 tokens x 4 states
+come from a polynomial on the FMA pipe instead, in 11 instructions.
 y is summed over quads of states, then pairwise: the same tree for any number of lanes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import product
 from typing import Any, ClassVar
 
 from ...occupancy import LIMITS, SHARED_RESERVED
-from ...spec import SM90, Arch, Index, KernelSpec, Loads, Needs, Param, Pdl, is_pow2, must
-from .problem import OPERATOR, Order, SelectiveProblem
+from ...spec import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, is_pow2, must
+from .problem import CUT, OPERATOR, Order, SelectiveProblem, cut_from
 
 SIZE, MAX_SIZE = "channels of all sequences", 2**31 - 1  # what the rules look at
 STATES = ("initial_states", "final_states", "state")
@@ -42,7 +44,7 @@ _INTEGER = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
 
 @dataclass(frozen=True, kw_only=True)
 class SelectiveSpec(KernelSpec, SelectiveProblem):
-    """A problem, and how one variant computes it. No choice here but `polynomial` changes a bit of the result."""
+    """A problem, and how one variant computes it. No choice here but `polynomial` and `parts` changes a bit of the result."""
 
     family: ClassVar[str] = OPERATOR
     template: ClassVar[str] = "selective_scan/selective_scan.cu.j2"
@@ -53,6 +55,7 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
     polynomial: int = 1  # of 16 exponentials, those that come from the polynomial
     min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
     pdl: Pdl = Pdl.OFF
+    parts: int = field(default=1, metadata=LATER)  # of a sequence, at most, each by a block of a cluster: the problem's segments, or 1
 
     @property
     def needs(self) -> Needs:
@@ -61,7 +64,11 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
 
     @property
     def order(self) -> tuple[str | int, ...]:
-        return self.family, self.polynomial
+        return self.family, self.polynomial, self.parts
+
+    @property
+    def cluster_blocks(self) -> int:
+        return self.parts
 
     @property
     def threads_per_block(self) -> int:
@@ -73,6 +80,10 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
         return 32 * self.warps // self.lanes
 
     @property
+    def warp_channels(self) -> int:
+        return 32 // self.lanes
+
+    @property
     def quads(self) -> int:
         """Four states each, of a lane."""
         return self.padded // (4 * self.lanes)
@@ -81,23 +92,25 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
     def stem(self) -> str:
         where = self.layout.value + ("" if self.copy else "_any")
         how = f"l{self.lanes}w{self.warps}t{self.tile}p{self.polynomial}" + (f"b{self.min_blocks}" if self.min_blocks > 1 else "")
+        how += f"k{self.parts}" if self.parts > 1 else ""
         return f"selective_scan_n{self.d_state}_{where}_{self.state.value}_{self.x.value}_{how}{'' if self.pdl is Pdl.OFF else '_pdl'}"
 
     # Shared memory, in 32-bit words: two stages of u, delta, z, B and C as they are, with rows of the contiguous axis.
 
-    def _words(self, layout: Order, inner: int, apart: int) -> int:
-        """From one row to the next one, of `inner` numbers or of a tile's tokens; apart: so many more, for rows of tokens."""
-        return -(-(inner if layout is Order.LAST else self.tile) * self.x.size // 16) * 4 + (0 if layout is Order.LAST else apart)
+    def _words(self, layout: Order, inner: int) -> int:
+        """Of a row of `inner` numbers, or of a tile's tokens."""
+        return -(-(inner if layout is Order.LAST else self.tile) * self.x.size // 16) * 4
 
     @property
     def row_words(self) -> int:
-        """Threads read 4 runs of 4 tokens, of several channels: their rows meet all banks."""
-        runs = 4 * self.x.size
-        return self._words(self.layout, self.channels, runs if self.tile > 16 else 0)
+        """From one row to the next one. Lanes of a warp read neighbouring runs of several rows, which meet all banks."""
+        if self.layout is Order.LAST:
+            return self._words(self.layout, self.channels) + max(4, self.warp_channels // 4 * self.x.size)
+        return self._words(self.layout, self.channels) + (4 * self.x.size if self.tile > 16 else 0)
 
     @property
     def key_words(self) -> int:
-        return self._words(self.key_layout, self.padded, 4)
+        return self._words(self.key_layout, self.padded) + (0 if self.key_layout is Order.LAST else 4)
 
     @property
     def stage_words(self) -> int:
@@ -108,7 +121,17 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
     @property
     def pitch(self) -> int:
         """Pairs of d and d u from one token's to the next one's."""
-        return self.channels + (4 if self.layout is Order.LAST else 1)
+        return self.channels + (self.warp_channels // 4 if self.layout is Order.LAST else 1)
+
+    @property
+    def sum_pitch(self) -> int:
+        """Sums of each lane, from those of 4 tokens to the next ones."""
+        return GROUP * self.threads_per_block + 4
+
+    @property
+    def sum_words(self) -> int:
+        """Room for those of a tile; or for what each part but the last leaves: the states of each thread, and its sum of d."""
+        return max(self.tile // GROUP * self.sum_pitch, (self.parts - 1) * self.threads_per_block * (4 * self.quads + 1))
 
     @property
     def dynamic_bytes(self) -> int:
@@ -116,14 +139,13 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
 
     @property
     def static_bytes(self) -> int:
-        return self.tile * (8 * self.pitch + 2 * 4 * self.padded) + 4 * self.channels * (
-            (self.D is not None) + (self.delta_bias is not None)
-        )
+        by_channel = (self.D is not None) + (self.delta_bias is not None)
+        return self.tile * (8 * self.pitch + 4 * 4 * self.padded) + 4 * self.sum_words + 4 * self.channels * by_channel
 
     def violations(self, arch: Arch) -> list[str]:
         if problems := [
             *self.faults(),
-            *must(is_pow2(self.lanes) and self.lanes <= 32, f"lanes {self.lanes} are not 1, 2, 4 … 32"),
+            *must(is_pow2(self.lanes) and self.lanes <= 8, f"lanes {self.lanes} are not 1, 2, 4 or 8"),
             *must(is_pow2(self.warps) and self.warps <= 32, f"warps {self.warps} are not 1, 2, 4 … 32"),
         ]:
             return problems
@@ -136,6 +158,8 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
             *must(is_pow2(self.tile) and 8 <= self.tile <= 128, f"tile {self.tile} is not 8, 16 … 128"),
             *must(0 <= self.polynomial <= len(TURNS), f"polynomial {self.polynomial} is not 0 … {len(TURNS)}"),
             *must(self.min_blocks >= 1, "min_blocks is not positive"),
+            *must(self.parts in (1, self.segments), f"parts {self.parts} are not 1 or the {self.segments} segments of the problem"),
+            *must(arch >= SM90 or self.parts == 1, f"the parts of a sequence are blocks of a cluster, which needs sm_90, not {arch}"),
             *must(self.static_bytes <= STATIC, f"{self.static_bytes} bytes of shared memory exceed the {STATIC} that a text may declare"),
             *must(shared <= most, f"{shared} bytes of shared memory exceed the {most} of {arch}"),
             *must(arch >= Arch(80), f"asynchronous copies and bf16 need sm_80, not {arch}"),
@@ -194,6 +218,8 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
             "past": "state" if self.started else "initial_states" if self.initial else "",  # what holds the state before the first token
             "past_slot": "sequence" if self.pool and self.initial else "slot",
             "kept": "state" if self.pool else "final_states" if self.final else "",  # what receives the last one
+            "cut": CUT,
+            "cut_from": cut_from(self.segment_tokens),
             "turns": sum(1 << (4 * token + n) for token, n in TURNS[: self.polynomial]),
             "exponential": EXPONENTIAL,
             "group": GROUP,
@@ -210,18 +236,28 @@ def _spec(problem: SelectiveProblem, **how: Any) -> SelectiveSpec:
 
 def space(problem: SelectiveProblem, arch: Arch) -> Iterator[SelectiveSpec]:
     """Every legal variant of a problem within the axes worth trying."""
-    for lanes, warps, tile, polynomial, pdl in product((1, 2, 4, 8, 16), (2, 4), (16, 32, 64), (0, 1, 2, 3, 4), Pdl):
-        spec = _spec(problem, lanes=lanes, warps=warps, tile=tile, polynomial=polynomial, pdl=pdl)
+    shares = (0, 1, 2, 3, 4) if problem.x.size == 2 else (POLYNOMIAL[problem.x],)
+    for lanes, warps, tile, polynomial, pdl in product((1, 2, 4, 8), (2, 4), (16, 32, 64), shares, Pdl):
+        spec = _spec(problem, lanes=lanes, warps=warps, tile=tile, polynomial=polynomial, pdl=pdl, parts=_parts(problem, arch))
         if not spec.violations(arch):
             yield spec
 
+
+# Of 16 exponentials. What the special function units make may be off by 2 units of the last place, and to one side. Where decays are near 1
+# that adds up: 0.1 * 2^-24 on average would leave 1.4e-5 of a state after 4096 tokens (on an H200 it was 1.3e-5), the polynomial's rounding
+# leaves 1.2e-6. With f32 operands that counts.
+POLYNOMIAL = {DType.BF16: 1, DType.F16: 1, DType.F32: len(TURNS)}
 
 # Fewer lanes share more of a token's work, but there must be threads: 2 warps for each scheduler of 132 SMs, at least. One lane for 16
 # states would save 5 % of the instructions, but leaves ptxas no register to spare with as many threads as that needs.
 TWO_LANES = 24576
 RESIDENT = {2: 4, 4: 1}  # blocks per SM, by lanes of 16 states
 # By those too: larger ones leave room for fewer blocks. Rows of tokens are apart, but for those of 16.
-TILES = {(2, Order.LAST): (32, 16, 8), (2, Order.FIRST): (16, 8), (4, Order.LAST): (64, 32, 16, 8), (4, Order.FIRST): (64, 32, 16, 8)}
+TILES = {2: (16, 8), 4: (32, 16, 8)}
+
+
+def _parts(problem: SelectiveProblem, arch: Arch) -> int:
+    return problem.segments if arch >= SM90 else 1
 
 
 def candidates(problem: SelectiveProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, SelectiveSpec | None, str]]:
@@ -229,11 +265,17 @@ def candidates(problem: SelectiveProblem, size: int, arch: Arch, pdl: bool) -> I
     wait = Pdl.TRIGGER_LOADED if pdl else Pdl.OFF
     quads = problem.padded // 4  # of a channel
     least = max(1, 4 * quads // MOST_STATES)
+    parts = _parts(problem, arch)
     for lanes, above in ((2, TWO_LANES), (4, 0)):
-        scaled = min(quads, 32, max(least, lanes * quads // 4))
+        scaled = min(quads, 8, max(least, lanes * quads // 4))
+        if parts > 1 and lanes == 2:
+            yield f"{scaled} lanes", None, "sequences may be cut, of few channels"
+            continue
         if size < above:
             yield f"{scaled} lanes", None, f"{size} channels of all sequences are below {above}"
             continue
-        for tile in TILES[lanes, problem.layout]:
-            spec = _spec(problem, lanes=scaled, warps=max(4, scaled // 4), tile=tile, min_blocks=RESIDENT[lanes], pdl=wait)
-            yield f"{scaled} lane{'s' * (scaled > 1)}, tile {tile}", spec, ""
+        for tile in TILES[lanes]:
+            how = {"warps": 4, "tile": tile, "polynomial": POLYNOMIAL[problem.x], "min_blocks": RESIDENT[lanes]}
+            spec = _spec(problem, lanes=scaled, **how, pdl=wait, parts=parts)
+            words = [*([f"up to {parts} parts"] if parts > 1 else []), f"{scaled} lane{'s' * (scaled > 1)}", f"tile {tile}"]
+            yield ", ".join(words), spec, ""
