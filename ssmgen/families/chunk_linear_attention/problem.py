@@ -18,8 +18,7 @@ BLOCK = 64  # columns of one that lie together, 128 bytes a row
 BLOCK_BYTES = ROWS * BLOCK * 2
 PANEL = 16  # columns of T or P that lie together
 PANELS = ROWS // PANEL
-# A panel begins with the row that its first column crosses the diagonal in: what is above is zero, and is not kept.
-PANEL_BYTES = tuple((ROWS - PANEL * c) * PANEL * 2 for c in range(PANELS))
+SQUARE_BYTES = PANEL * PANEL * 2  # of 16 rows of one
 
 
 class Rule(Enum):
@@ -38,6 +37,21 @@ class Rule(Enum):
     def tokens(self) -> int:
         """Tokens per chunk; part of the result's bits."""
         return ROWS // 2 if self is Rule.LOW_RANK else ROWS
+
+    @property
+    def weighs(self) -> bool:
+        """Whether steps and norms are in rows of T, not in what is written; then T's blocks on the diagonal have two terms."""
+        return self in (Rule.DELTA, Rule.OLD)
+
+    @property
+    def silent(self) -> int:
+        """Rows of a chunk that read nothing and make no output, the first ones: of E, Q, T and P they are zero, and are not kept."""
+        return ROWS - self.tokens
+
+    @property
+    def panel_bytes(self) -> tuple[int, ...]:
+        """Bytes of T's or P's panels. One begins with the row that its first column crosses the diagonal in, as what is above is zero."""
+        return tuple((ROWS - max(self.silent, PANEL * c)) * PANEL * 2 for c in range(PANELS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,24 +143,28 @@ class LinearPromptProblem(ImageProblem, Stated):
 
 
 class Image(NamedTuple):
-    """Where the parts of a chunk and head's image begin, in bytes, and how many it takes. E and T are there if the rule reads."""
+    """Where the parts of a chunk and head's image begin, in bytes, and how many it takes. E and T are there if the rule reads; rest, second
+    terms of the four blocks on T's diagonal, if it weighs."""
 
     e: int
     q: int
     w: int
     t: int
+    rest: int
     p: int
     decay: int
     bytes: int
 
 
 def image_of(head_k: int, rule: Rule) -> Image:
-    matrix, panels, reads = -(-head_k // BLOCK) * BLOCK_BYTES, sum(PANEL_BYTES), int(rule.reads)
-    q = reads * matrix
-    t = q + 2 * matrix
-    p = t + reads * panels
+    blocks, panels, reads = -(-head_k // BLOCK), sum(rule.panel_bytes), int(rule.reads)
+    q = reads * blocks * rule.tokens * BLOCK * 2
+    w = q + blocks * rule.tokens * BLOCK * 2
+    t = w + blocks * BLOCK_BYTES
+    rest = t + reads * panels
+    p = rest + rule.weighs * PANELS * SQUARE_BYTES
     decay = p + panels
-    return Image(0, q, q + matrix, t, p, decay, -(-(decay + 4 * head_k) // 128) * 128)
+    return Image(0, q, w, t, rest, p, decay, -(-(decay + 4 * head_k) // 128) * 128)
 
 
 def chunks_of(tokens: int, sequences: int, rule: Rule) -> int:

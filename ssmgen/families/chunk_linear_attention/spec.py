@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from ...spec import Pdl
 from ..chunk_delta_rule.chunked import ChunkKernel, Counts, of_problem
-from .problem import BLOCK, BLOCK_BYTES, PANEL_BYTES, PANELS, ROWS, ImageProblem, Rule
+from .problem import BLOCK, BLOCK_BYTES, PANELS, ROWS, ImageProblem, Rule
 
 __all__ = ["Counts", "LinearSpec", "of_problem"]
 
@@ -46,5 +46,6 @@ class LinearSpec(ChunkKernel, ImageProblem):
             "block_bytes": BLOCK_BYTES,
             "image": self.image,
             "panels": PANELS,
-            "panel_bytes": PANEL_BYTES,
+            "panel_bytes": self.rule.panel_bytes,
+            "weighs": self.rule.weighs,
         }

@@ -15,9 +15,12 @@ from typing import Any, ClassVar
 
 from ...spec import Arch, Loads, Needs, must
 from ..chunk_delta_rule.by_warpgroups import ROWS, ByWarpgroups, rules, variants
-from .chain import ChainSpec
-from .problem import LinearPromptProblem, Rule
+from .chain import ChainSpec, Stage
+from .problem import PANEL, PANELS, LinearPromptProblem, Rule
+from .problem import ROWS as ROWS_OF_CHUNK
 from .spec import of_problem
+
+HALF = 32  # rows of T in one product's sums: those of a whole chunk would be a quarter more products, and need more room for zeros
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,7 @@ class WarpgroupChainSpec(ByWarpgroups, ChainSpec):
 
     @property
     def needs(self) -> Needs:
-        columns = tuple(sorted({self.rule.tokens, self.head_k}))
+        columns = tuple(sorted({self.rule.tokens, self.head_k} | ({HALF} if self.rule.reads else set())))
         return Needs(
             matrices=True, copies=self.ragged, barriers=True, maps=True, elements=self.state_loads is Loads.ELEMENT, bytes=True,
             shared_pairs=True, places=True, placed_stores=True, warpgroups=columns, panels=True, mma=self.x.value,
@@ -41,6 +44,37 @@ class WarpgroupChainSpec(ByWarpgroups, ChainSpec):
     @property
     def mapped(self) -> dict[str, int]:
         return {"v": self.tile}
+
+    @property
+    def stage(self) -> Stage:
+        """As whole panels of P, and halves of T's: with room for what is zero. Parts begin at multiples of 1024 bytes."""
+        image, rows = self.image, self.rule.tokens
+        v = image.t // 4
+        t = v + rows * self.v_words
+        rest = t + sum(_half_words(self.rule)) * self.rule.reads
+        p = rest + (image.p - image.rest) // 4 * self.rule.weighs
+        return Stage(image.q // 4, image.w // 4, t, rest, p, v, p + PANELS * rows * PANEL // 2)
+
+    @property
+    def pieces(self) -> list[tuple[int, int, int]]:
+        image, stage, rule = self.image, self.stage, self.rule
+        found = [(0, image.t, 0)]
+        squares = ((image.p, stage.p, (rule.tokens * PANEL // 2,) * PANELS),)
+        if rule.reads:
+            squares = ((image.t, stage.t, _half_words(rule)), *squares)
+        for begin, at, words in squares:
+            for c, count in enumerate(rule.panel_bytes):
+                found.append((begin + sum(rule.panel_bytes[:c]), count, at + sum(words[: c + 1]) - count // 4))
+        if rule.weighs:
+            found.append((image.rest, image.p - image.rest, stage.rest))
+        joined: list[tuple[int, int, int]] = []
+        for piece in sorted(found):
+            last, size, there = joined[-1] if joined else (-1, 0, 0)
+            if (last + size, there + size // 4) == (piece[0], piece[2]):
+                joined[-1] = last, size + piece[1], there
+            else:
+                joined.append(piece)
+        return joined
 
     @property
     def stem(self) -> str:
@@ -58,7 +92,13 @@ class WarpgroupChainSpec(ByWarpgroups, ChainSpec):
         )
 
     def constants(self) -> dict[str, Any]:
-        return super().constants() | {"tile_rows": self.rule.tokens}
+        words = _half_words(self.rule)
+        return super().constants() | {"tile_rows": self.rule.tokens, "half": HALF, "half_panels": [sum(words[:c]) for c in range(PANELS)]}
+
+
+def _half_words(rule: Rule) -> tuple[int, ...]:
+    """32-bit words of T's panels, each from the half of 32 rows on that its first column crosses the diagonal in."""
+    return tuple((ROWS_OF_CHUNK - max(rule.silent, PANEL * c // HALF * HALF)) * PANEL // 2 for c in range(PANELS))
 
 
 def _spec(problem: LinearPromptProblem, **how: Any) -> WarpgroupChainSpec:
