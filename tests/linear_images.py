@@ -13,10 +13,8 @@ from torch import Tensor
 
 from ssmgen.families.chunk_linear_attention.problem import (
     BLOCK,
-    BLOCK_BYTES,
     PANEL,
     PANELS,
-    SQUARE_BYTES,
     ROWS,
     ImageProblem,
     Rule,
@@ -101,8 +99,8 @@ def spans_of(views: Mapping[str, Tensor]) -> list[tuple[int, int, int]]:
 
 def images_of(views: Mapping[str, Tensor], problem: ImageProblem, scale: float = 1.0, lower_bound: float = 0.0) -> Images:
     """In float64, of a call's operands by their roles, in token form: q, k, read, write, alpha [B, T, HK, K], gk, erase [B, T, HV, K], g,
-    beta [B, T, HV], A_log [HV], dt_bias [HV] or [HV, K], cu_seqlens. Where there is no token, all is zero; but of a rule that does not weigh,
-    T is the identity."""
+    beta [B, T, HV], A_log [HV], dt_bias [HV] or [HV, K], cu_seqlens. Where there is no token, all is zero; but of a rule that does not
+    weigh, T is the identity."""
     *operands, weights = operands_of(views, problem, scale)
     a = decays_of(views, problem, lower_bound)
     (batch, length), heads, K, step = views["q"].shape[:2], _heads(views), problem.head_k, problem.rule.tokens
@@ -167,7 +165,8 @@ def _rest() -> Tensor:
 
 
 def _blocks(head_k: int, first: int) -> Tensor:
-    """[64, K]: where a number of E, Q or W lies among the 16-bit numbers of its blocks, of whose rows the `first` are not kept; -1 of these."""
+    """[64, K]: where a number of E, Q or W lies among the 16-bit numbers of its blocks; -1 of the `first` rows, where these are not
+    kept."""
     rows, columns = torch.meshgrid(torch.arange(ROWS), torch.arange(head_k), indexing="ij")
     piece = columns % BLOCK // 8 ^ rows % 8
     places = columns // BLOCK * ((ROWS - first) * BLOCK) + (rows - first) * BLOCK + piece * 8 + columns % 8

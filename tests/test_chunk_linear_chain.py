@@ -249,7 +249,13 @@ def test_an_image_is_what_is_read(rule):
     """Every byte of it but decays goes to one place, which nothing else has; zeros above T's and P's diagonal, and rows that read nothing,
     are not kept."""
     more = {"read": True, "write": True} if rule is Rule.LOW_RANK else {}
-    for make, head_k, tile in ((ChainSpec, 64, 64), (ChainSpec, 80, 16), (ChainSpec, 256, 16), (WarpgroupChainSpec, 64, 128), (WarpgroupChainSpec, 128, 64)):
+    for make, head_k, tile in (
+        (ChainSpec, 64, 64),
+        (ChainSpec, 80, 16),
+        (ChainSpec, 256, 16),
+        (WarpgroupChainSpec, 64, 128),
+        (WarpgroupChainSpec, 128, 64),
+    ):
         spec = make(**of_problem(replace(SPEC, head_k=head_k, rule=rule, **more), LinearPromptProblem), tile=tile)
         bytes_of = sorted((begin, begin + count) for begin, count, _ in spec.pieces)
         words_of = sorted((word, word + count // 4) for _, count, word in spec.pieces)

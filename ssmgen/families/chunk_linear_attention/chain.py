@@ -55,16 +55,28 @@ class ChainSpec(Chain, LinearSpec, LinearPromptProblem):
 
     @property
     def ahead(self) -> tuple[KernelSpec, ...]:
-        return (PrepareSpec(**of_problem(self, ImageProblem), pdl=self.ahead_pdl),)
+        from .segments import JoinSpec
+
+        prepare = PrepareSpec(**of_problem(self, ImageProblem), pdl=self.ahead_pdl)
+        return (prepare, self.summing(), JoinSpec.of(self)) if self.divided else (prepare,)
+
+    def summing(self) -> ChainSpec:
+        """The kernel that makes N and M of segments."""
+        from .segments import SumsSpec, of_sums
+
+        tile = max(t for t in TILES if t <= self.tile and self.head_k % t == 0)
+        return SumsSpec(**of_sums(self), tile=tile, stages=self.stages, fetchers=self.fetchers, min_blocks=self.min_blocks)
 
     def blocks(self, counts: Counts) -> int:
-        return counts.sequences * counts.heads * self.tiles
+        further = self.candidates(counts.tokens, counts.sequences) * (self.segments - 1)  # than each sequence's first segment
+        return (counts.sequences + further) * counts.heads * self.tiles
 
     @property
     def stem(self) -> str:
         blocks = f"b{self.min_blocks}" if self.min_blocks > 1 else ""
         shape = f"{self.rule.value}_k{self.head_k}v{self.head_v}_{self.state.value}_{self.x.value}_{self.layout.value}"
-        return f"linear_chain_{shape}_t{self.tile}s{self.stages}f{self.fetchers}{blocks}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+        segments = f"n{self.segments}" if self.divided else ""
+        return f"linear_chain_{shape}_t{self.tile}s{self.stages}f{self.fetchers}{blocks}{segments}{'' if self.pdl is Pdl.OFF else '_pdl'}"
 
     @property
     def stage(self) -> Stage:
@@ -111,6 +123,18 @@ def space(problem: LinearPromptProblem, arch: Arch) -> Iterator[ChainSpec]:
 
 def candidates(problem: LinearPromptProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
+    from ..chunk_delta_rule.segments import why_not
+
+    if problem.divided:  # as many parts of a sequence are walked at once
+        rules = _rules(problem, size * problem.segments, arch, pdl)
+        yield from ((f"up to {problem.segments} segments, {rule}", spec, why) for rule, spec, why in rules)
+    else:
+        if problem.rule.weighs:
+            yield "segments", None, why_not(problem.head_v, size)
+        yield from _rules(problem, size, arch, pdl)
+
+
+def _rules(problem: LinearPromptProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
     from .warpgroups import by_warpgroups
 
     edge = edge_of(arch, pdl)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from ...spec import DType, Index, Layout, Loads, Problem, must
+from ...spec import LATER, DType, Index, Layout, Loads, Problem, must
 from ..chunk_delta_rule.chunked import INTEGERS, Chunked, Stated
+from ..chunk_delta_rule.problem import Divided
 from ..linear_attention.problem import Beta, Gate
 
 OPERATOR = "chunk_linear_attention"
@@ -121,7 +122,7 @@ class ImageProblem(Problem, Chunked):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinearPromptProblem(ImageProblem, Stated):
+class LinearPromptProblem(ImageProblem, Stated, Divided):
     """What a call fixes: that, and states."""
 
     head_v: int  # channels of v and out
@@ -134,12 +135,19 @@ class LinearPromptProblem(ImageProblem, Stated):
     index: Index = Index.NONE  # type of state_indices
     checkpoints: Index = Index.NONE  # type of checkpoint_positions; how many they are is an argument of the kernel
     state_loads: Loads = Loads.VECTOR  # of states: pairs of numbers
+    segments: int = field(default=1, metadata=LATER)  # of a sequence, at most
+    segment_chunks: int = field(default=1, metadata=LATER)  # of a segment, at least: a sequence of few chunks has fewer segments
 
     def elements(self) -> dict[str, str]:
         return ImageProblem.elements(self) | self.state_elements()
 
     def faults(self) -> list[str]:
-        return ImageProblem.faults(self) + self.state_faults()
+        return [
+            *ImageProblem.faults(self),
+            *self.state_faults(),
+            *must(self.segments >= 1 and self.segment_chunks >= 1, "a sequence has at least one segment, and a segment one chunk"),
+            *must(self.rule.weighs or not self.divided, "only what reads the state by one key per token is cut into segments"),
+        ]
 
 
 class Image(NamedTuple):

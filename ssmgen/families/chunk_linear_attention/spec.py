@@ -31,8 +31,7 @@ __all__ = ["Counts", "LinearSpec", "of_problem"]
 class LinearSpec(ChunkKernel, ImageProblem):
     """How one of the two kernels computes its part."""
 
-    sums: ClassVar[bool] = False  # sequences are whole: what the chains' texts ask of chunk_delta_rule's, whose may be cut into segments
-    divided: ClassVar[bool] = False
+    sums: ClassVar[bool] = False  # whether it makes N and M of segments, and no outputs
 
     pdl: Pdl = Pdl.OFF
 

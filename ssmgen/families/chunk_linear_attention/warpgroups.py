@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from ...spec import Arch, Loads, Needs, must
-from ..chunk_delta_rule.by_warpgroups import ROWS, ByWarpgroups, rules, variants
+from ..chunk_delta_rule.by_warpgroups import ROWS, TILES, ByWarpgroups, rules, variants
 from .chain import ChainSpec, Stage
 from .problem import PANEL, PANELS, LinearPromptProblem, Rule
 from .problem import ROWS as ROWS_OF_CHUNK
@@ -51,34 +51,29 @@ class WarpgroupChainSpec(ByWarpgroups, ChainSpec):
         image, rows = self.image, self.rule.tokens
         v = image.t // 4
         t = v + rows * self.v_words
-        rest = t + sum(_half_words(self.rule)) * self.rule.reads
+        rest = t + sum(half_words(self.rule)) * self.rule.reads
         p = rest + (image.p - image.rest) // 4 * self.rule.weighs
         return Stage(image.q // 4, image.w // 4, t, rest, p, v, p + PANELS * rows * PANEL // 2)
 
     @property
     def pieces(self) -> list[tuple[int, int, int]]:
         image, stage, rule = self.image, self.stage, self.rule
-        found = [(0, image.t, 0)]
-        squares = ((image.p, stage.p, (rule.tokens * PANEL // 2,) * PANELS),)
+        found = [(0, image.t, 0), *panels(image.p, stage.p, rule, (rule.tokens * PANEL // 2,) * PANELS)]
         if rule.reads:
-            squares = ((image.t, stage.t, _half_words(rule)), *squares)
-        for begin, at, words in squares:
-            for c, count in enumerate(rule.panel_bytes):
-                found.append((begin + sum(rule.panel_bytes[:c]), count, at + sum(words[: c + 1]) - count // 4))
+            found += panels(image.t, stage.t, rule, half_words(rule))
         if rule.weighs:
             found.append((image.rest, image.p - image.rest, stage.rest))
-        joined: list[tuple[int, int, int]] = []
-        for piece in sorted(found):
-            last, size, there = joined[-1] if joined else (-1, 0, 0)
-            if (last + size, there + size // 4) == (piece[0], piece[2]):
-                joined[-1] = last, size + piece[1], there
-            else:
-                joined.append(piece)
-        return joined
+        return joined(found)
 
     @property
     def stem(self) -> str:
         return super().stem.replace("linear_chain_", "linear_chain_wg_", 1)
+
+    def summing(self) -> ChainSpec:
+        from .segments import WarpgroupSumsSpec, of_sums
+
+        tile = TILES[-1] if self.head_k % TILES[-1] == 0 and self.head_v % TILES[-1] == 0 else ROWS
+        return WarpgroupSumsSpec(**of_sums(self), tile=tile, stages=self.stages)
 
     @property
     def dynamic_bytes(self) -> int:
@@ -87,18 +82,38 @@ class WarpgroupChainSpec(ByWarpgroups, ChainSpec):
 
     def violations(self, arch: Arch) -> list[str]:
         return super().violations(arch) + must(
-            self.tile != 2 * ROWS or self.head_k == 64 or self.rule not in (Rule.DELTA, Rule.OLD),
+            self.tile != 2 * ROWS or self.head_k == 64 or not self.rule.weighs or self.sums,
             "64 rows of a chunk that read 128 columns, with 128 rows of a block, leave too few registers",
         )
 
     def constants(self) -> dict[str, Any]:
-        words = _half_words(self.rule)
+        words = half_words(self.rule)
         return super().constants() | {"tile_rows": self.rule.tokens, "half": HALF, "half_panels": [sum(words[:c]) for c in range(PANELS)]}
 
 
-def _half_words(rule: Rule) -> tuple[int, ...]:
+def half_words(rule: Rule) -> tuple[int, ...]:
     """32-bit words of T's panels, each from the half of 32 rows on that its first column crosses the diagonal in."""
     return tuple((ROWS_OF_CHUNK - max(rule.silent, PANEL * c // HALF * HALF)) * PANEL // 2 for c in range(PANELS))
+
+
+def panels(begin: int, at: int, rule: Rule, words: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """Pieces of T's or P's panels, which begin there in an image, and in shared memory take so many words each, zeros first."""
+    found = []
+    for c, count in enumerate(rule.panel_bytes):
+        found.append((begin + sum(rule.panel_bytes[:c]), count, at + sum(words[: c + 1]) - count // 4))
+    return found
+
+
+def joined(pieces: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Pieces that lie together in both places as one."""
+    found: list[tuple[int, int, int]] = []
+    for piece in sorted(pieces):
+        last, size, there = found[-1] if found else (-1, 0, 0)
+        if (last + size, there + size // 4) == (piece[0], piece[2]):
+            found[-1] = last, size + piece[1], there
+        else:
+            found.append(piece)
+    return found
 
 
 def _spec(problem: LinearPromptProblem, **how: Any) -> WarpgroupChainSpec:
