@@ -122,7 +122,9 @@ def _views(p: Prompt) -> dict[str, Tensor]:
 def recurrence(p: Prompt, before: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
     """(out, states after each sequence) in float64, token by token: states are [HV, V, K]."""
     views = _views(p)
-    q, e, w, second = (t[0][:, :, None] for t in operands_of(views, p.problem, 1.0))
+    *operands, weight = operands_of(views, p.problem, 1.0)
+    operands[2] = operands[2] * weight[..., None]
+    q, e, w, second = (t[0][:, :, None] for t in operands)
     a, v = decays_of(views, p.problem, 0.0)[0][:, :, None], p.v.double()[..., None]
     out, states = torch.zeros(p.v.shape, dtype=F64), []
     for i, (begin, end) in enumerate(p.spans()):

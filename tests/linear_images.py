@@ -13,9 +13,7 @@ from torch import Tensor
 
 from ssmgen.families.chunk_linear_attention.problem import (
     BLOCK,
-    BLOCK_BYTES,
     PANEL,
-    PANEL_BYTES,
     PANELS,
     ROWS,
     ImageProblem,
@@ -63,26 +61,31 @@ def _heads(views: Mapping[str, Tensor]) -> int:
     return next(views[n].shape[2] for n in ("v", "gk", "g", "erase", "beta", "q") if n in views)
 
 
-def operands_of(views: Mapping[str, Tensor], problem: ImageProblem, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(q, e, w, second w) of each token and head of v, [B, T, HV, K] in float64: what it reads with, and writes with. Of the low-rank form
-    w is of v, and the second one of what is read; others have zeros there."""
+def operands_of(views: Mapping[str, Tensor], problem: ImageProblem, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(q, e, w, second w, weight) of each token and head of v, [B, T, HV, K] and weights [B, T, HV] in float64: what it reads with, and
+    writes with, times its weight. Of the low-rank form w is of v, and the second one of what is read; others have zeros there."""
     heads = _heads(views)
     key = {n: views[n].double() for n in ("q", "k", "read", "write", "alpha") if n in views}
+    weight = torch.ones(*views["q"].shape[:2], heads, dtype=torch.float64)
     if problem.l2norm:
+        norm = torch.rsqrt(key["k"].square().sum(-1, keepdim=True) + 1e-6)
+        whole = norm.log2().floor().exp2() if problem.rule.weighs else norm
+        weight = weight * (norm / whole)[..., 0].repeat_interleave(heads // norm.shape[2], 2)
+        written = key["k"] * whole
         key |= {n: normalised(key[n]) for n in ("q", "k", "read") if n in key}
+        key["w"] = written
     key = {n: t.repeat_interleave(heads // t.shape[2], 2) for n, t in key.items()}
     read = key.get("read", key["k"]) * (views["erase"].double() if "erase" in views else 1)
     second = torch.zeros_like(key["k"])
     if problem.rule is Rule.LOW_RANK:
         second = key["write"] if "write" in key else -(read * key["alpha"])
         read = -read
-    w = key["k"]
     if "beta" in views:
         beta = views["beta"].double()
         if problem.beta_form is not Beta.PLAIN:
             beta = torch.sigmoid(beta) * (2 if problem.beta_form is Beta.TWICE_SIGMOID else 1)
-        w = w * beta[..., None]
-    return scale * key["q"], read, w, second
+        weight = weight * beta
+    return scale * key["q"], read, key.get("w", key["k"]), second, weight
 
 
 def spans_of(views: Mapping[str, Tensor]) -> list[tuple[int, int, int]]:
@@ -96,8 +99,10 @@ def spans_of(views: Mapping[str, Tensor]) -> list[tuple[int, int, int]]:
 
 def images_of(views: Mapping[str, Tensor], problem: ImageProblem, scale: float = 1.0, lower_bound: float = 0.0) -> Images:
     """In float64, of a call's operands by their roles, in token form: q, k, read, write, alpha [B, T, HK, K], gk, erase [B, T, HV, K], g,
-    beta [B, T, HV], A_log [HV], dt_bias [HV] or [HV, K], cu_seqlens. Where there is no token, T is the identity and all else is zero."""
-    operands, a = operands_of(views, problem, scale), decays_of(views, problem, lower_bound)
+    beta [B, T, HV], A_log [HV], dt_bias [HV] or [HV, K], cu_seqlens. Where there is no token, all is zero; but of a rule that does not
+    weigh, T is the identity."""
+    *operands, weights = operands_of(views, problem, scale)
+    a = decays_of(views, problem, lower_bound)
     (batch, length), heads, K, step = views["q"].shape[:2], _heads(views), problem.head_k, problem.rule.tokens
     spans = spans_of(views)
     numbers = chunks_of(batch * length, len(spans), problem.rule)
@@ -113,12 +118,13 @@ def images_of(views: Mapping[str, Tensor], problem: ImageProblem, scale: float =
             for h in range(heads):
                 one = [torch.zeros(step, K, dtype=torch.float64).index_copy(0, torch.arange(count), t[own][:, h]) for t in operands]
                 decay = torch.ones(step, K, dtype=torch.float64).index_copy(0, torch.arange(count), a[own][:, h])
-                for field, value in zip(("E", "Q", "W", "T", "P", "decay"), _image(problem.rule, *one, decay), strict=True):
+                weight = torch.zeros(step, dtype=torch.float64).index_copy(0, torch.arange(count), weights[own][:, h])
+                for field, value in zip(("E", "Q", "W", "T", "P", "decay"), _image(problem.rule, *one, decay, weight), strict=True):
                     getattr(found, field)[at, h] = value
     return found
 
 
-def _image(rule: Rule, q: Tensor, e: Tensor, w: Tensor, second: Tensor, a: Tensor) -> tuple[Tensor, ...]:
+def _image(rule: Rule, q: Tensor, e: Tensor, w: Tensor, second: Tensor, a: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     """(E, Q, W, T, P, decay) of a chunk's tokens."""
     tokens = torch.arange(ROWS) % rule.tokens
     reading = (torch.arange(ROWS) >= ROWS - rule.tokens).double()[:, None]
@@ -136,29 +142,45 @@ def _image(rule: Rule, q: Tensor, e: Tensor, w: Tensor, second: Tensor, a: Tenso
     pairs = tokens[:, None].expand(ROWS, ROWS), tokens.expand(ROWS, ROWS)
     A = torch.einsum("ic,jc,ijc->ij", reading * e[tokens], written, ahead[pairs]) * later
     P = torch.einsum("ic,jc,ijc->ij", reading * q[tokens], written, through[pairs]) * (later | now)
-    T = torch.linalg.inv(torch.eye(ROWS, dtype=torch.float64) + A)
+    by = weight if rule.weighs else torch.ones(ROWS, dtype=torch.float64)
+    T = by[:, None] * torch.linalg.inv(torch.eye(ROWS, dtype=torch.float64) + A * by)
     return E, Q, W, T, P, since[-1]
 
 
-def _panels() -> Tensor:
+def _panels(rule: Rule) -> Tensor:
     """[64, 64]: where a number of T or P lies among the 16-bit numbers of its panels; -1 for those that are not kept."""
     rows, columns = torch.meshgrid(torch.arange(ROWS), torch.arange(ROWS), indexing="ij")
     panel, inner = columns // PANEL, columns % PANEL
-    begins = torch.tensor([0, *PANEL_BYTES]).cumsum(0)[:PANELS][panel] // 2
-    half = (inner // 8) ^ (rows // 4 % 2)
-    return torch.where(rows >= PANEL * panel, begins + (rows - PANEL * panel) * PANEL + half * 8 + inner % 8, -1)
+    begins = torch.tensor([0, *rule.panel_bytes]).cumsum(0)[:PANELS][panel] // 2
+    half, first = (inner // 8) ^ (rows // 4 % 2), (PANEL * panel).clamp(min=rule.silent)
+    return torch.where(rows >= first, begins + (rows - first) * PANEL + half * 8 + inner % 8, -1)
 
 
-def _blocks(head_k: int) -> Tensor:
-    """[64, K]: where a number of E, Q or W lies among the 16-bit numbers of its blocks."""
+def _rest() -> Tensor:
+    """[64, 64]: where the second term of a number of T lies among theirs; -1 for those that have none."""
+    rows, columns = torch.meshgrid(torch.arange(ROWS), torch.arange(ROWS), indexing="ij")
+    inner = columns % PANEL
+    places = rows * PANEL + ((inner // 8) ^ (rows // 4 % 2)) * 8 + inner % 8
+    return torch.where(rows // PANEL == columns // PANEL, places, -1)
+
+
+def _blocks(head_k: int, first: int) -> Tensor:
+    """[64, K]: where a number of E, Q or W lies among the 16-bit numbers of its blocks; -1 of the `first` rows, where these are not
+    kept."""
     rows, columns = torch.meshgrid(torch.arange(ROWS), torch.arange(head_k), indexing="ij")
     piece = columns % BLOCK // 8 ^ rows % 8
-    return columns // BLOCK * (BLOCK_BYTES // 2) + rows * BLOCK + piece * 8 + columns % 8
+    places = columns // BLOCK * ((ROWS - first) * BLOCK) + (rows - first) * BLOCK + piece * 8 + columns % 8
+    return torch.where(rows >= first, places, -1)
+
+
+def _places(name: str, problem: ImageProblem) -> Tensor:
+    rule = problem.rule
+    return _panels(rule) if name in SQUARES else _blocks(problem.head_k, 0 if name == "W" else rule.silent)
 
 
 def _begins(problem: ImageProblem) -> dict[str, int]:
     image = problem.image
-    return dict(zip(("E", "Q", "W", "T", "P"), image[:5], strict=True))
+    return dict(zip(("E", "Q", "W", "T", "rest", "P"), image[:6], strict=True))
 
 
 def pack(images: Images, problem: ImageProblem) -> Tensor:
@@ -169,9 +191,13 @@ def pack(images: Images, problem: ImageProblem) -> Tensor:
     halves = found.view(torch.int16)
     begins = _begins(problem)
     for name in Images.kept(problem.rule):
-        places = _blocks(K) if name in MATRICES else _panels()
-        there = places >= 0
-        halves[..., begins[name] // 2 + places[there]] = getattr(images, name)[..., there].to(x).view(torch.int16)
+        places = _places(name, problem)
+        there, values = places >= 0, getattr(images, name)
+        halves[..., begins[name] // 2 + places[there]] = values[..., there].to(x).view(torch.int16)
+        if name == "T" and problem.rule.weighs:
+            there = _rest() >= 0
+            rest = (values - values.to(x).double())[..., there]
+            halves[..., begins["rest"] // 2 + _rest()[there]] = rest.to(x).view(torch.int16)
     found[..., image.decay : image.decay + 4 * K] = images.decay.float().contiguous().view(torch.uint8)
     found[images.served == 0] = 0xFF
     return found.flatten()
@@ -185,9 +211,13 @@ def unpack(workspace: Tensor, images: Images, problem: ImageProblem) -> Images:
     halves = found.contiguous().view(x)
     read = {name: getattr(images, name) for name in ("E", "T")}
     for name in Images.kept(problem.rule):
-        places = _blocks(K) if name in MATRICES else _panels()
-        values = halves[..., begins[name] // 2 + places.clamp(min=0)].double()
-        read[name] = torch.where(places >= 0, values, 0.0)
+        for part, places in ((name, _places(name, problem)), *((("rest", _rest()),) if name == "T" and problem.rule.weighs else ())):
+            values = halves[..., begins[part] // 2 + places.clamp(min=0)].double()
+            kept = torch.where(places >= 0, values, 0.0)
+            read[name] = read[name] + kept if part == "rest" else kept
+        if name == "T" and not problem.rule.weighs:
+            silent = torch.arange(problem.rule.silent)
+            read[name][..., silent, silent] = 1.0  # and is not kept
     decay = found[..., image.decay : image.decay + 4 * K].contiguous().view(torch.float32).double()
     return Images(**read, decay=decay, served=images.served)
 

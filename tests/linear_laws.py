@@ -38,6 +38,15 @@ def is_accurate(run: Run, case: Case, tokens: int, **kind: float) -> None:
     assert max(errors) <= bound, errors
 
 
+def is_accurate_from_zeros(run: Run, case: Case, tokens: int) -> None:
+    """Of keys that are nearly one, with steps of 1 and no decay: what queries unlike them see is small, and rounding errors are not."""
+    call = make(case, 1, tokens, near=0.05, step=1.0, gate=0.0) | {"return_final_states": True}
+    wanted = exact(case, call)
+    out, last = run(case, **call)
+    errors = error(out, wanted["out"]), error(last, wanted["final_states"])
+    assert max(errors) <= HARD[case.x], errors
+
+
 def lengths_are_accurate(run: Run, case: Case, lengths: Sequence[int]) -> None:
     """Accuracy of packed sequences of so many tokens, and of each one's state."""
     call = make(case, sum(lengths)) | {"cu_seqlens": starts_of(lengths, case.device), "return_final_states": True}

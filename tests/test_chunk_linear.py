@@ -111,6 +111,12 @@ def test_many_tokens(function, form):
 
 
 @needs_emulator
+@pytest.mark.parametrize("form", [ChainSpec, WarpgroupChainSpec])
+def test_keys_that_are_nearly_one_from_zeros(form):
+    laws.is_accurate_from_zeros(served_by(form), Case(head_k=64, head_v=64, heads=1), 260)
+
+
+@needs_emulator
 @each
 def test_lengths_are_accurate(case):
     laws.lengths_are_accurate(emulated, case, (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65))

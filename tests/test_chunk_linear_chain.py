@@ -10,7 +10,7 @@ from typing import Any
 import linear_chain_cases as cases
 import pytest
 import torch
-from linear_chain_cases import BF16, F16, F32, SM80, SM90, Prompt, hard, images, poisoned, prompt, recurrence, walked
+from linear_chain_cases import BF16, F16, F32, SM80, SM90, Prompt, hard, poisoned, prompt, recurrence, walked
 from scan_cases import error, same
 from selection import every_other, kept
 from ssu_cases import Memory
@@ -18,7 +18,9 @@ from ssu_cases import Memory
 from ssmgen import emulator
 from ssmgen.emulator import EmulatorError
 from ssmgen.families.chunk_linear_attention.chain import TILES, ChainSpec
-from ssmgen.families.chunk_linear_attention.problem import Rule
+from ssmgen.families.chunk_linear_attention.problem import LinearPromptProblem, Rule
+from ssmgen.families.chunk_linear_attention.spec import of_problem
+from ssmgen.families.chunk_linear_attention.warpgroups import WarpgroupChainSpec
 from ssmgen.nvrtc import compile_cubin
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index, Layout, Loads, Pdl
@@ -206,22 +208,6 @@ def test_boundaries_that_make_no_sense_are_sequences_without_tokens():
     assert (found["out"] == 7.0).all() and not found["final_states"].any()
 
 
-@needs_emulator
-def test_rows_that_are_not_read_may_hold_anything():
-    """The first half of E, Q, T and P, of the low-rank form."""
-    p = prompt(70, rule=Rule.LOW_RANK, K=80, V=16)
-    made, image, filled = images(p), p.problem.image, images(p)
-    for begin in (image.e, image.q):
-        for block in range(2):
-            filled[..., begin + block * 8192 : begin + block * 8192 + 4096] = 0xFF
-    for begin in (image.t, image.p):
-        filled[..., begin : begin + 1024] = 0xFF
-        filled[..., begin + 2048 : begin + 2048 + 512] = 0xFF
-    assert not torch.equal(filled, made)
-    a, b = walked(p, given={"images": filled}), walked(p)
-    assert same(a["out"], b["out"]) and same(a["final_states"], b["final_states"])
-
-
 # Choices and texts.
 
 SPEC = ChainSpec(head_k=128, head_v=128, initial=True, final=True, cu_seqlens=Index.I32, tile=32)  # a lane's text is that of 64 rows
@@ -259,19 +245,26 @@ def test_the_wait_precedes_every_access():
 
 
 @pytest.mark.parametrize("rule", Rule, ids=lambda rule: rule.value)
-def test_pieces_are_what_is_read(rule):
-    """Every byte of an image but decays and what lies above T's and P's diagonal, or is of rows that read nothing, goes to one place."""
+def test_an_image_is_what_is_read(rule):
+    """Every byte of it but decays goes to one place, which nothing else has; zeros above T's and P's diagonal, and rows that read nothing,
+    are not kept."""
     more = {"read": True, "write": True} if rule is Rule.LOW_RANK else {}
-    for head_k, tile in ((64, 64), (80, 16), (256, 16)):
-        spec = replace(SPEC, head_k=head_k, tile=tile, rule=rule, **more)
+    for make, head_k, tile in (
+        (ChainSpec, 64, 64),
+        (ChainSpec, 80, 16),
+        (ChainSpec, 256, 16),
+        (WarpgroupChainSpec, 64, 128),
+        (WarpgroupChainSpec, 128, 64),
+    ):
+        spec = make(**of_problem(replace(SPEC, head_k=head_k, rule=rule, **more), LinearPromptProblem), tile=tile)
         bytes_of = sorted((begin, begin + count) for begin, count, _ in spec.pieces)
         words_of = sorted((word, word + count // 4) for _, count, word in spec.pieces)
-        apart = [all(a[1] <= b[0] for a, b in pairwise(found)) for found in (bytes_of, words_of)]
-        assert all(apart) and bytes_of[-1][1] <= spec.image.decay and words_of[-1][1] <= spec.stage.words
-        matrices, panels = -(-head_k // 64) * 8192, 5120 if rule is not Rule.LOW_RANK else 3584
-        wanted = {Rule.PLAIN: 2 * matrices + panels, Rule.LOW_RANK: 2 * matrices + 2 * panels}.get(rule, 3 * matrices + 2 * panels)
-        assert sum(count for _, count, _ in spec.pieces) == wanted
-        assert all(begin % 16 == count % 16 == word % 4 == 0 for begin, count, word in spec.pieces)
+        words_of.append((spec.stage.v, spec.stage.v + rule.tokens * spec.v_words))
+        assert all(a[1] == b[0] for a, b in pairwise(bytes_of)) and bytes_of[0][0] == 0 and bytes_of[-1][1] == spec.image.decay
+        assert all(a[1] <= b[0] for a, b in pairwise(sorted(words_of))) and max(words_of)[1] <= spec.stage.words
+        blocks = -(-head_k // 64) * 8192
+        wanted = {Rule.PLAIN: 2 * blocks + 5120, Rule.LOW_RANK: 2 * blocks + 2 * 3584}.get(rule, 3 * blocks + 2 * 5120 + 2048)
+        assert spec.image.decay == wanted and all(begin % 16 == count % 16 == word % 4 == 0 for begin, count, word in spec.pieces)
 
 
 def test_every_machine_has_a_variant():

@@ -272,16 +272,17 @@ EDITS = {
     "copies: fewer bytes than come": ("4 * kWalkers * kBlock);\n", "2 * kWalkers * kBlock);\n", "nobody ends"),
     "copies: of one chunk only": ("v_tiles, n * kChunk,", "v_tiles, 0,", "off"),
     "copies: not waited for": ("barrier_wait(full, stage, phase);", "", "in shared memory, wh"),
-    "image: fewer bytes than expected": ("image + 59392, 4 * kHeadK, full", "image + 59392, 4 * kHeadK - 16, full", "nobody ends"),
+    "image: fewer bytes than expected": ("image + 61440, 4 * kHeadK, full", "image + 59392, 4 * kHeadK - 16, full", "nobody ends"),
     "image: of the chunk before": ("images + ((first_chunk + n)", "images + ((first_chunk + n / 2)", "off"),
-    "above the diagonal: not cleared": ("< i / kPanel % 4 * 16)", "< i / kPanel % 3 * 16)", "nothing has written"),
+    "above the diagonal of P: not cleared": ("< i / kPanel % 4 * 16)", "< i / kPanel % 3 * 16)", "nothing has written"),
+    "above the diagonal of T: not cleared": ("kAtT + 1280 + i % 128", "kAtT + 1152 + i % 128", "nothing has written|has read"),
     "decay: of another stage": ("kAtDecay + stage * kHeadK + 8", "kAtDecay + (stage ^ 1) * kHeadK + 8", "in shared memory, wh|off"),
     "decay: of other columns": ("+ 8 * i + 2 * part, decay", "+ 8 * i, decay", "off"),
     "state: changed in flight": ("wgmma_wait<1>();\n      wgmma_landed(S);", "", "in flight"),
     "state: not decayed": ("S[r] = S[r] * __uint", "S[r] = S[r] + 0.f * __uint", "off"),
     "state: of the next chunk, rounded late": ("round_state(0);\n      wgmma_fence();", "wgmma_fence();", "off"),
     "X: read in flight": ("      wgmma_wait<0>();\n      wgmma_landed(sum_e);\n    }\n", "    }\n", "in flight"),
-    "u: read in flight": ("wgmma_wait<1>();\n      wgmma_landed(fresh);", "wgmma_landed(fresh);", "names as landed what products"),
+    "u: read in flight": ("wgmma_wait<1>();\n      landed_u();", "landed_u();", "names as landed what products"),
     "u: not fenced": ("      if (c > 0) round_u(c);\n        wgmma_fence();", "      if (c > 0) round_u(c);", "changed since the last"),
     "u: of X": ("      round_u(0);\n", "", "off"),
     "o: read too early": ("barrier_wait(made, walker, n % 2);", "", "in shared memory, wh"),
@@ -316,7 +317,7 @@ def _found(rule: Rule, old: str, new: str, words: str) -> None:
         assert old in source, "the edit no longer applies"
         return source.replace(old, new)
 
-    p = prompt(330, K=128 if "59392" in old else 64, V=64, decay=0.02, rule=rule)
+    p = prompt(330, K=128 if "61440" in old else 64, V=64, decay=0.02, rule=rule)
     try:
         assert accurate(chain(p, change=change, batch="v_tiles" in old), p), "off"
     except EmulatorError as e:

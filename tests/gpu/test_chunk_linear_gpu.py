@@ -10,7 +10,23 @@ from typing import Any
 import linear_laws as laws
 import pytest
 import torch
-from linear_cases import ADVERSARIAL, BF16, BOUNDS, F16, F32, FUNCTIONS, NAN, Case, error, launched, make, public, same, starts_of
+from linear_cases import (
+    ADVERSARIAL,
+    BF16,
+    BOUNDS,
+    F16,
+    F32,
+    FUNCTIONS,
+    NAN,
+    Case,
+    error,
+    launched,
+    make,
+    problem_of,
+    public,
+    same,
+    starts_of,
+)
 from scan_cases import bits
 from ssu_cases import Memory
 
@@ -58,6 +74,25 @@ def test_results_are_those_of_float64(case, run, kind):
 )
 def test_results_of_other_sizes(function, run, sizes):
     laws.is_accurate(run, replace(KDA, function=function, **sizes), 200)
+
+
+@by_both
+def test_keys_that_are_nearly_one_from_zeros(run):
+    laws.is_accurate_from_zeros(run, replace(KDA, head_k=64, head_v=64), 260)
+
+
+@by_both
+@pytest.mark.parametrize("function", ["chunk_kda", "chunk_comba", "chunk_gdn2"])
+def test_segments(function, run):
+    """A prompt that the rule cuts, as others in the batch do not matter: what one segment leaves, but for roundings."""
+    case, lengths = replace(KDA, function=function, heads=4, key_heads=2), (3500, 0, 64, 5000)
+    call = make(case, sum(lengths), gate=0.05) | {"cu_seqlens": starts_of(lengths, "cuda"), "return_final_states": True}
+    assert problem_of(case, **call).segments > 2
+    (cut, last), (whole, states) = run(case, **call), run(case, **call, segments=1)
+    assert error(cut, whole.double().cpu()) <= BOUNDS[BF16] and error(last, states.double().cpu()) <= BOUNDS[BF16]
+    assert same(cut[3500:3564], whole[3500:3564]) and same(last[2], states[2])
+    alone, own = run(case, **laws.tokens_of(case, {n: t for n, t in call.items() if n != "cu_seqlens"}, slice(3564, 8564)))
+    assert same(alone[0], cut[3564:]) and same(own[0], last[3])
 
 
 def test_a_longer_prompt_of_a_model():
@@ -154,7 +189,7 @@ def test_nothing_is_written_beyond_what_is_said():
             call[name] = memory.fill(name, call[name])
         out = memory.fill("out", torch.full_like(wanted, NAN))
         final = memory.fill("final_states", torch.full_like(last, NAN))
-        size = ssmgen.chunk_linear_attention_workspace(sum(lengths), len(lengths), case.heads, case.head_k, case.rule.value)
+        size = ssmgen.chunk_linear_attention_workspace(sum(lengths), len(lengths), case.heads, case.head_k, case.rule.value, case.head_v)
         room = memory.fill("workspace", torch.full((size // 4,), NAN, device="cuda"))
         memory.seal()
         public(case, **call, out=out, return_final_states=True, final_states_out=final, workspace=room.view(torch.uint8))

@@ -103,7 +103,7 @@ def candidates(problem: DeltaProblem, size: int, arch: Arch, pdl: bool) -> Itera
         rules = _rules(problem, size * problem.segments, arch, pdl)
         yield from ((f"up to {problem.segments} segments, {rule}", spec, why) for rule, spec, why in rules)
     else:
-        yield "segments", None, why_not(problem, size)
+        yield "segments", None, why_not(problem.head_v, size)
         yield from _rules(problem, size, arch, pdl)
 
 

@@ -14,11 +14,13 @@ from ...spec import LATER, Arch, DType, Index, KernelSpec, Needs, Pdl, must
 from ..linear_attention.problem import Beta
 from .by_warpgroups import ROWS, SMS
 from .chain import ChainSpec
+from .chunked import Chain, ChunkKernel
 from .problem import CHUNK, COEFFICIENTS, PANEL_BYTES, PANELS, DeltaProblem, Divided, Gate, cut_from, image_bytes
 from .spec import Counts, DeltaSpec, of_problem
 from .warpgroups import WarpgroupChainSpec
 
 MOST = 1024  # that a call may ask for
+SUMMING = (40, 0, 232)  # registers of threads that fetch, and that hold the state; nobody writes
 LEAST = 16  # chunks of a segment, as the rule has it: below, starts of blocks and the join take what the segments save
 
 
@@ -44,10 +46,10 @@ def workspace_for(tokens: int, sequences: int, heads: int, head_k: int, head_v: 
     return image_bytes(tokens, sequences, heads) + kept * heads * cut.room * 4
 
 
-def why_not(problem: DeltaProblem, heads: int) -> str:
+def why_not(head_v: int, heads: int) -> str:
     """Why a call's sequences are not cut."""
-    if by_rule(heads, problem.head_v) == 1:
-        return f"{heads} heads of {problem.head_v} rows fill {SMS} SMs with less than three segments: sequences are not cut"
+    if by_rule(heads, head_v) == 1:
+        return f"{heads} heads of {head_v} rows fill {SMS} SMs with less than three segments: sequences are not cut"
     return f"not asked for, or no sequence has {cut_from(LEAST)} chunks of {CHUNK} tokens: none is cut"
 
 
@@ -58,12 +60,11 @@ def of_sums(spec: ChainSpec) -> dict[str, Any]:
     return kept | {"pool": spec.started or spec.index is not Index.NONE, "pdl": spec.pdl}
 
 
-class _Sums(ChainSpec):
-    """What both forms of that kernel have in common. A block walks `tile` rows of N, or of M, over one segment."""
+class Sums(Chain, Divided):
+    """What kernels that make N and M of segments have in common: a block walks `tile` rows of N, or of M, over one segment, as a chain
+    would, and writes no outputs."""
 
-    here: ClassVar[tuple[str, ...]] = (
-        "images", "k", "v", "cu_seqlens", "initial_states", "state", "state_indices", "has_initial_state",
-    )  # fmt: skip
+    __slots__ = ()
     written: ClassVar[tuple[str, ...]] = ("images",)
     sums: ClassVar[bool] = True
 
@@ -80,7 +81,7 @@ class _Sums(ChainSpec):
 
     @property
     def stem(self) -> str:
-        return super().stem.replace("delta_chain_", "delta_sums_", 1)
+        return super().stem.replace("_chain_", "_sums_", 1)
 
     def constants(self) -> dict[str, Any]:
         return super().constants() | {"kept": ""}
@@ -92,11 +93,15 @@ class _Sums(ChainSpec):
         ]
 
 
+_HERE = ("images", "k", "v", "cu_seqlens", "initial_states", "state", "state_indices", "has_initial_state")
+
+
 @dataclass(frozen=True, kw_only=True)
-class SumsSpec(_Sums, ChainSpec):
+class SumsSpec(Sums, ChainSpec):
     """N and M of segments, by each warp's products."""
 
     family: ClassVar[str] = "chunk_delta_rule_sums"
+    here: ClassVar[tuple[str, ...]] = _HERE
 
     @property
     def dynamic_bytes(self) -> int:
@@ -105,10 +110,11 @@ class SumsSpec(_Sums, ChainSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarpgroupSumsSpec(_Sums, WarpgroupChainSpec):
+class WarpgroupSumsSpec(Sums, WarpgroupChainSpec):
     """N and M of segments, by warpgroups: one fetches, the others walk."""
 
     family: ClassVar[str] = "chunk_delta_rule_warpgroup_sums"
+    here: ClassVar[tuple[str, ...]] = _HERE
 
     @property
     def mapped(self) -> dict[str, int]:
@@ -131,14 +137,13 @@ class WarpgroupSumsSpec(_Sums, WarpgroupChainSpec):
         return self.stages * self.stage_bytes
 
     def constants(self) -> dict[str, Any]:
-        return super().constants() | {"registers": (40, 0, 232)}
+        return super().constants() | {"registers": SUMMING}
 
 
-@dataclass(frozen=True, kw_only=True)
-class JoinSpec(DeltaSpec, Divided):
+class Join(ChunkKernel, Divided):
     """States between segments, S <- S M + N in f32. A block has some rows of one head's state, and walks the segments."""
 
-    family: ClassVar[str] = "chunk_delta_rule_join"
+    __slots__ = ()
     template: ClassVar[str] = "chunk_delta_rule/join.cu.j2"
     here: ClassVar[tuple[str, ...]] = ("images", "cu_seqlens")
     written: ClassVar[tuple[str, ...]] = ("images",)
@@ -146,14 +151,7 @@ class JoinSpec(DeltaSpec, Divided):
     min_blocks: ClassVar[int] = 1
     marked: ClassVar[bool] = False
 
-    head_v: int
-    segments: int = field(default=2, metadata=LATER)
-    segment_chunks: int = field(default=1, metadata=LATER)
-
-    @classmethod
-    def of(cls, spec: ChainSpec) -> JoinSpec:
-        same = {name: getattr(spec, name) for name in ("head_k", "head_v", "cu_seqlens", "segments", "segment_chunks", "pdl")}
-        return cls(**same)
+    pdl: Pdl
 
     @property
     def needs(self) -> Needs:
@@ -174,7 +172,8 @@ class JoinSpec(DeltaSpec, Divided):
 
     @property
     def stem(self) -> str:
-        return f"delta_join_k{self.head_k}v{self.head_v}_n{self.segments}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+        kind = self.family.removeprefix("chunk_").split("_")[0]
+        return f"{kind}_join_k{self.head_k}v{self.head_v}_n{self.segments}{'' if self.pdl is Pdl.OFF else '_pdl'}"
 
     def blocks(self, counts: Counts) -> int:
         return self.candidates(counts.tokens, counts.sequences) * counts.heads * (self.head_v // self.rows)
@@ -189,3 +188,23 @@ class JoinSpec(DeltaSpec, Divided):
             *must(self.divided, "a sequence of one segment has nothing to join"),
             *self.common_violations(arch, self.shared_bytes),
         ]
+
+
+def joining(spec: Any) -> dict[str, Any]:
+    """The fields of the kernel that joins a call's segments, which its last kernel has too."""
+    return {name: getattr(spec, name) for name in ("head_k", "head_v", "cu_seqlens", "segments", "segment_chunks", "pdl")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinSpec(Join, DeltaSpec):
+    """That of the delta rule."""
+
+    family: ClassVar[str] = "chunk_delta_rule_join"
+
+    head_v: int
+    segments: int = field(default=2, metadata=LATER)
+    segment_chunks: int = field(default=1, metadata=LATER)
+
+    @classmethod
+    def of(cls, spec: ChainSpec) -> JoinSpec:
+        return cls(**joining(spec))

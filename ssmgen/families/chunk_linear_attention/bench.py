@@ -39,7 +39,8 @@ from ...bench.schema import COUNT, TEXT
 from ...errors import SsmgenError
 from ...models import Model
 from .planning import run_reference
-from .problem import Rule, workspace_bytes
+from .problem import Rule
+from .segments import workspace_for
 
 SET_BYTES, MIN_SETS = 640e6, 2
 HOST_TOKENS = 2048  # host times are of cases up to this
@@ -137,7 +138,7 @@ class Case:
             operands["k"] /= self.head_k**0.5
         self.operands = operands
         self.states = torch.zeros(self.sets, count, HV, self.head_v, self.head_k, device=self.device)
-        size = workspace_bytes(count * length, count, HV, self.head_k, self.form.rule)
+        size = workspace_for(count * length, count, HV, self.head_k, self.head_v, self.form.rule, None, length)
         self.workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
         self.copied = [torch.empty(self.sets, self.bytes_moved // 8, device=self.device) for _ in range(2)]
         self.expected: dict[str, Tensor] = {}

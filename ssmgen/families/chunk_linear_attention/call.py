@@ -11,14 +11,19 @@ from torch import Tensor
 from ...calls import checks
 from ...calls.prompts import States
 from ...calls.public import Call, operator
+from ...calls.scalars import integer
 from ...errors import ArgumentError
+from ..chunk_delta_rule.segments import MOST
 from ..linear_attention.switches import beta_objections, beta_of, gate_objections, gate_of, scale_of
 from .operands import OPERANDS
 from .planning import CALLERS, WHAT, Options
-from .problem import OPERATOR, Rule, workspace_bytes
+from .problem import OPERATOR, Rule
+from .segments import workspace_for
+
+SEGMENTS = integer(f"an integer from 1 to {MOST}", 1, MOST)
 
 
-@operator(like="v")
+@operator(like="v", segments=SEGMENTS)
 def chunk_kda(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, *,
     lower_bound: float | None = None, use_qk_l2norm: bool = False, beta_sigmoid: bool = False, allow_neg_eigval: bool = False,
@@ -26,15 +31,15 @@ def chunk_kda(
     return_final_states: bool = False, final_states_out: Tensor | None = None, state: Tensor | None = None,
     state_indices: Tensor | None = None, has_initial_state: Tensor | None = None, pad_slot_id: int = -1,
     checkpoint_positions: Tensor | None = None, checkpoints_out: Tensor | None = None, return_checkpoints: bool = False,
-    workspace: Tensor | None = None, out: Tensor | None = None, pdl: bool | None = None,
+    segments: int | None = None, workspace: Tensor | None = None, out: Tensor | None = None, pdl: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Whole sequences of Kimi delta attention, per token: S <- S D + beta (v - S D k) k^T, with D = diag(e^g);  out = scale S q.
 
     HV heads of V value and K key channels, multiples of 16 up to 256; HK heads of q and k, of which each serves HV / HK of v. […] is
     [batch, T], or for packed sequences with cu_seqlens [tokens] or [1, tokens]. The states are those that `kda` goes on from.
     Products are of v's 16-bit dtype, summed in f32; decays, the inverse within a chunk of 64 tokens and the state between chunks are f32.
-    The bits do not depend on the batch or on packing, and a sequence cut at multiples of 64 tokens, with f32 states, gives those of the
-    whole. With v of f16, the state and what is added to it must stay within f16's range.
+    The bits do not depend on the batch or on packing, and with segments=1 a sequence cut at multiples of 64 tokens, with f32 states,
+    gives those of the whole. With v of f16, the state and what is added to it must stay within f16's range.
 
     q, k: […, HK, K], v, out: […, HV, V], bf16 or f16, all of one dtype
     g: […, HV, K], log decay of each key channel, at most 0; with A_log [HV] the raw gate, of which the log decay is
@@ -60,10 +65,12 @@ def chunk_kda(
     checkpoints_out: [count, HV, V, K], receives those states, of the dtype of the others. A position of another kind, in no sequence (or in
         one whose slot is none) leaves its row alone
     return_checkpoints: also return them, in checkpoints_out if that is given, else new ones of the other states' dtype or f32
+    segments: parts of a sequence, of whole chunks of 64 tokens, that are computed side by side, 1 … 1024 at most; 1 leaves it whole. None:
+        as its own length, the heads of v and V say: whole where heads are many, or it is short. Three or more have other bits than one
     workspace: [bytes] uint8, what one kernel leaves for the next: chunk_linear_attention_workspace says how large, and it may be used again
         as soon as the call is enqueued on the same stream; None for a new one
     out: None for a new one, dense
-    pdl: whether the first of the two kernels may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and
+    pdl: whether the first of the kernels may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and
         later)
 
     Returns out, or out and what else was asked for: (out[, final states][, checkpoints]). CPU tensors run the reference implementation,
@@ -77,7 +84,7 @@ def chunk_kda(
         checkpoints_out, return_checkpoints, workspace, out,
     )  # fmt: skip
     gate, beta_form = gate_of(A_log, lower_bound), beta_of(beta_sigmoid, allow_neg_eigval)
-    how = Options("delta", gate, beta_form, use_qk_l2norm, scale_of(scale, q), lower_bound or 0.0, state_layout, pad_slot_id)
+    how = Options("delta", gate, beta_form, use_qk_l2norm, scale_of(scale, q), lower_bound or 0.0, state_layout, pad_slot_id, segments)
     objections = gate_objections(A_log, dt_bias, lower_bound) + beta_objections(beta_sigmoid, allow_neg_eigval)
     tokens = {"q": q, "k": k, "v": v, "gk": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
     return cast(Tensor, _call("chunk_kda", tokens, states, how, pdl, objections))
@@ -97,7 +104,8 @@ def chunk_gla(
     gk: […, HV, K], log decay of each key channel, at most 0; None for none
     gv: refused: a decay per value channel, which `gla` takes, has no form in chunks
 
-    Everything else as chunk_kda; the states are those that `gla` goes on from. Source: Yang et al. 2023 (arXiv 2312.06635).
+    Everything else as chunk_kda, but that no sequence is cut into segments; the states are those that `gla` goes on from.
+    Source: Yang et al. 2023 (arXiv 2312.06635).
     """
     states = States(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
@@ -108,7 +116,7 @@ def chunk_gla(
     return cast(Tensor, _call("chunk_gla", {"q": q, "k": k, "v": v, "gk": gk}, states, how, pdl, objections))
 
 
-@operator(like="v")
+@operator(like="v", segments=SEGMENTS)
 def chunk_gdn2(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, *,
     lower_bound: float | None = None, use_qk_l2norm: bool = False,
@@ -116,7 +124,7 @@ def chunk_gdn2(
     return_final_states: bool = False, final_states_out: Tensor | None = None, state: Tensor | None = None,
     state_indices: Tensor | None = None, has_initial_state: Tensor | None = None, pad_slot_id: int = -1,
     checkpoint_positions: Tensor | None = None, checkpoints_out: Tensor | None = None, return_checkpoints: bool = False,
-    workspace: Tensor | None = None, out: Tensor | None = None, pdl: bool | None = None,
+    segments: int | None = None, workspace: Tensor | None = None, out: Tensor | None = None, pdl: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Whole sequences of Gated DeltaNet 2, per token: S <- S D + (w v - S D (b k)) k^T, with D = diag(e^g);  out = scale S q.
 
@@ -132,14 +140,14 @@ def chunk_gdn2(
         checkpoints_out, return_checkpoints, workspace, out,
     )  # fmt: skip
     gate = gate_of(A_log, lower_bound)
-    how = Options("delta", gate, "plain", use_qk_l2norm, scale_of(scale, q), lower_bound or 0.0, state_layout, pad_slot_id)
+    how = Options("delta", gate, "plain", use_qk_l2norm, scale_of(scale, q), lower_bound or 0.0, state_layout, pad_slot_id, segments)
     product, wrong = _product(v, w)
     tokens = {"q": q, "k": k, "v": product, "gk": g, "erase": b, "A_log": A_log, "dt_bias": dt_bias}
     call = _call("chunk_gdn2", tokens, states, how, pdl, wrong + gate_objections(A_log, dt_bias, lower_bound))
     return cast(Tensor, call if wrong else call._replace(before=partial(torch.mul, v, w, out=product)))
 
 
-@operator(like="v")
+@operator(like="v", segments=SEGMENTS)
 def chunk_comba(
     q: Tensor, k: Tensor, v: Tensor, p: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, *,
     use_qk_l2norm: bool = False, beta_sigmoid: bool = False,
@@ -147,7 +155,7 @@ def chunk_comba(
     return_final_states: bool = False, final_states_out: Tensor | None = None, state: Tensor | None = None,
     state_indices: Tensor | None = None, has_initial_state: Tensor | None = None, pad_slot_id: int = -1,
     checkpoint_positions: Tensor | None = None, checkpoints_out: Tensor | None = None, return_checkpoints: bool = False,
-    workspace: Tensor | None = None, out: Tensor | None = None, pdl: bool | None = None,
+    segments: int | None = None, workspace: Tensor | None = None, out: Tensor | None = None, pdl: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Whole sequences of Comba, per token: S <- a S + beta (v - S p) k^T, with a = e^g;  out = scale S q.
 
@@ -162,7 +170,9 @@ def chunk_comba(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
         checkpoints_out, return_checkpoints, workspace, out,
     )  # fmt: skip
-    how = Options("old", gate_of(A_log, None), beta_of(beta_sigmoid), use_qk_l2norm, scale_of(scale, q), 0.0, state_layout, pad_slot_id)
+    how = Options(
+        "old", gate_of(A_log, None), beta_of(beta_sigmoid), use_qk_l2norm, scale_of(scale, q), 0.0, state_layout, pad_slot_id, segments
+    )
     tokens = {"q": q, "k": k, "v": v, "read": p, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
     return cast(Tensor, _call("chunk_comba", tokens, states, how, pdl, gate_objections(A_log, dt_bias)))
 
@@ -180,8 +190,8 @@ def chunk_rwkv7(
 
     r, k, kk: […, HK, K], of v's dtype; a: […, HK, K] and w: […, HV, K], f32, bf16 or f16, each its own; w: log decay, at most 0
 
-    Everything else as chunk_kda, but that a chunk has 32 tokens: checkpoints lie, and a sequence may be cut, at multiples of 32. The states
-    are those that `rwkv7` goes on from. Source: Peng et al. 2025 (arXiv 2503.14456).
+    Everything else as chunk_kda, but that a chunk has 32 tokens: checkpoints lie, and a sequence may be cut, at multiples of 32; and that
+    none is cut into segments. The states are those that `rwkv7` goes on from. Source: Peng et al. 2025 (arXiv 2503.14456).
     """
     states = States(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
@@ -216,17 +226,21 @@ def chunk_dplr_delta_rule(
     return cast(Tensor, _call("chunk_dplr_delta_rule", tokens, states, how, pdl))
 
 
-def chunk_linear_attention_workspace(tokens: int, sequences: int, heads: int, head_k: int, rule: str = "delta") -> int:
+def chunk_linear_attention_workspace(
+    tokens: int, sequences: int, heads: int, head_k: int, rule: str = "delta", head_v: int = 128, segments: int | None = None
+) -> int:
     """Bytes of a workspace for so many tokens in all (batch times T), sequences, heads of v and key channels: also for fewer of the first
     three.
 
     rule: "delta" of chunk_kda and chunk_gdn2, "plain" of chunk_gla, "old" of chunk_comba, "low_rank" of chunk_rwkv7 and
         chunk_dplr_delta_rule. Raises ArgumentError for another one.
+    head_v, segments: value channels, and as of the call: where a sequence may be cut into segments, their states take
+        4 K (V + max(K, V)) bytes each and head.
     """
     rules = [kind.value for kind in Rule]
     if rule not in rules:
         raise ArgumentError(f"{OPERATOR}_workspace", [f"rule is {rule!r}, not one of {', '.join(rules)}"])
-    return workspace_bytes(tokens, sequences, heads, head_k, Rule(rule))
+    return workspace_for(tokens, sequences, heads, head_k, head_v, Rule(rule), segments, tokens)
 
 
 _GV = (
@@ -257,7 +271,8 @@ def _call(
     head_k = q.shape[-1] if isinstance(q, Tensor) and isinstance(v, Tensor) and q.dim() == v.dim() else None
 
     def bytes_of(count: int, sequences: int) -> int:
-        return workspace_bytes(count, sequences, cast(Tensor, v).shape[-2], cast(int, head_k), Rule(options.rule))
+        *_, longest, heads, head_v = cast(Tensor, v).shape
+        return workspace_for(count, sequences, heads, cast(int, head_k), head_v, Rule(options.rule), options.segments, longest)
 
     behind = states.operands(v, head_k, options.state_layout, bytes_of)
     given = (*(tokens.get(role) for role in OPERANDS), *behind)

@@ -5,8 +5,7 @@ registers in which products are summed, from the first chunk to the last; the ot
 transposed: rounded, the state is the first operand of those with E and Q, and so are X^T and u^T of theirs. Nothing passes between
 warps, and shared memory holds second operands only, as they lie in images.
 
-Of the low-rank form, rows of the first half of a chunk read nothing and make no output: of E, Q, T and P only the others are fetched, and u
-of the first half is v.
+Of the low-rank form, rows of the first half of a chunk read nothing and make no output: u of them is v.
 """
 
 from __future__ import annotations
@@ -19,23 +18,21 @@ from typing import Any, ClassVar, NamedTuple
 from ...spec import SM90, Arch, KernelSpec, Pdl
 from ..chunk_delta_rule.chunked import TILES, Chain, by_warps, edge_of
 from .prepare import PrepareSpec
-from .problem import BLOCK, BLOCK_BYTES, MAX_SIZE, OPERATOR, PANEL, PANEL_BYTES, PANELS, ROWS, SIZE, ImageProblem, LinearPromptProblem
+from .problem import MAX_SIZE, OPERATOR, SIZE, ImageProblem, LinearPromptProblem
 from .spec import Counts, LinearSpec, of_problem
 
 __all__ = ["MAX_SIZE", "OPERATOR", "SIZE", "TILES", "ChainSpec", "candidates", "space"]
 
 
 class Stage(NamedTuple):
-    """Where the parts of a chunk begin in shared memory, in words, behind E; and how many it takes. Decays lie behind all chunks.
-
-    E, Q and v have as many rows as a chunk has tokens, and so has each panel of T and P, with room for those that are zero.
-    """
+    """Where the parts of a chunk begin in shared memory, in words, behind E; and how many it takes. Decays lie behind all chunks."""
 
     q: int
     w: int
-    v: int
     t: int
+    rest: int
     p: int
+    v: int
     words: int
 
 
@@ -58,49 +55,39 @@ class ChainSpec(Chain, LinearSpec, LinearPromptProblem):
 
     @property
     def ahead(self) -> tuple[KernelSpec, ...]:
-        return (PrepareSpec(**of_problem(self, ImageProblem), pdl=self.ahead_pdl),)
+        from .segments import JoinSpec
+
+        prepare = PrepareSpec(**of_problem(self, ImageProblem), pdl=self.ahead_pdl)
+        return (prepare, self.summing(), JoinSpec.of(self)) if self.divided else (prepare,)
+
+    def summing(self) -> ChainSpec:
+        """The kernel that makes N and M of segments."""
+        from .segments import SumsSpec, of_sums
+
+        tile = max(t for t in TILES if t <= self.tile and self.head_k % t == 0)
+        return SumsSpec(**of_sums(self), tile=tile, stages=self.stages, fetchers=self.fetchers, min_blocks=self.min_blocks)
 
     def blocks(self, counts: Counts) -> int:
-        return counts.sequences * counts.heads * self.tiles
+        further = self.candidates(counts.tokens, counts.sequences) * (self.segments - 1)  # than each sequence's first segment
+        return (counts.sequences + further) * counts.heads * self.tiles
 
     @property
     def stem(self) -> str:
         blocks = f"b{self.min_blocks}" if self.min_blocks > 1 else ""
         shape = f"{self.rule.value}_k{self.head_k}v{self.head_v}_{self.state.value}_{self.x.value}_{self.layout.value}"
-        return f"linear_chain_{shape}_t{self.tile}s{self.stages}f{self.fetchers}{blocks}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+        segments = f"n{self.segments}" if self.divided else ""
+        return f"linear_chain_{shape}_t{self.tile}s{self.stages}f{self.fetchers}{blocks}{segments}{'' if self.pdl is Pdl.OFF else '_pdl'}"
 
     @property
     def stage(self) -> Stage:
-        tokens, columns, reads = self.rule.tokens, -(-self.head_k // BLOCK), self.rule.reads
-        matrix, panels = columns * tokens * 32, PANELS * tokens * PANEL // 2
-        w = matrix * (1 + reads)
-        v = w + columns * ROWS * 32
-        t = v + tokens * self.v_words
-        p = t + panels * reads
-        return Stage(matrix * reads, w, v, t, p, p + panels)
+        image = self.image
+        v = image.decay // 4
+        return Stage(image.q // 4, image.w // 4, image.t // 4, image.rest // 4, image.p // 4, v, v + self.rule.tokens * self.v_words)
 
     @property
     def pieces(self) -> list[tuple[int, int, int]]:
         """(first byte in an image, bytes, first word in shared memory) of everything but decays, as it lies together in both."""
-        image, stage, tokens = self.image, self.stage, self.rule.tokens
-        first = ROWS - tokens  # of the rows that read
-        found: list[tuple[int, int, int]] = []
-        for begin, at in ((image.e, 0), (image.q, stage.q))[not self.rule.reads :]:
-            found += [(begin + c * BLOCK_BYTES + first * 128, tokens * 128, at + c * tokens * 32) for c in range(-(-self.head_k // BLOCK))]
-        found.append((image.w, image.t - image.w, stage.w))
-        for begin, at in ((image.t, stage.t), (image.p, stage.p))[not self.rule.reads :]:
-            for c in range(PANELS):
-                above, row = sum(PANEL_BYTES[:c]), max(first, PANEL * c)
-                rows = ROWS - row
-                found.append((begin + above + (row - PANEL * c) * 32, rows * 32, at + (c * tokens + row - first) * 8))
-        joined = found[:1]
-        for begin, count, at in found[1:]:
-            last, size, there = joined[-1]
-            if last + size == begin and there + size // 4 == at:
-                joined[-1] = last, size + count, there
-            else:
-                joined.append((begin, count, at))
-        return joined
+        return [(0, self.image.decay, 0)]
 
     @property
     def dynamic_bytes(self) -> int:
@@ -136,6 +123,18 @@ def space(problem: LinearPromptProblem, arch: Arch) -> Iterator[ChainSpec]:
 
 def candidates(problem: LinearPromptProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
+    from ..chunk_delta_rule.segments import why_not
+
+    if problem.divided:  # as many parts of a sequence are walked at once
+        rules = _rules(problem, size * problem.segments, arch, pdl)
+        yield from ((f"up to {problem.segments} segments, {rule}", spec, why) for rule, spec, why in rules)
+    else:
+        if problem.rule.weighs:
+            yield "segments", None, why_not(problem.head_v, size)
+        yield from _rules(problem, size, arch, pdl)
+
+
+def _rules(problem: LinearPromptProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
     from .warpgroups import by_warpgroups
 
     edge = edge_of(arch, pdl)

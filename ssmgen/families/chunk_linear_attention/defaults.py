@@ -24,6 +24,9 @@ DEFAULTS = {
         LinearPromptProblem(**KDA | RAW, gate=Gate.BOUNDED, cu_seqlens=Index.I32, initial=True, final=True, checkpoints=Index.I32),
         96,
     ),
+    "KDA of few heads, packed, in segments": Default(
+        LinearPromptProblem(**KDA, cu_seqlens=Index.I32, initial=True, final=True, segments=4, segment_chunks=16), 16
+    ),
     "GLA, a batch from zeros": Default(LinearPromptProblem(rule=Rule.PLAIN, head_k=128, head_v=128, gk=DType.F32, final=True), 32),
     "GDN-2, f16, 4 bytes at once": Default(LinearPromptProblem(**GDN2, **ODD, initial=True, final=True), 16),
     "Comba": Default(LinearPromptProblem(**COMBA, final=True), 16),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...models import Ask, Model, Role, Wanted
 from ...spec import DType, Index
+from ..chunk_delta_rule.segments import LEAST, by_rule
 from ..linear_attention.models import LinearAttention
 from ..linear_attention.problem import Beta
 from .problem import OPERATOR, LinearPromptProblem, Rule
@@ -54,6 +56,8 @@ class LinearAsk(Ask):
                     found += [LinearPromptProblem(**packed | OWN, index=index), LinearPromptProblem(**packed | DENSE)]
                     if wanted.intermediates and wanted.update_state:
                         found.append(LinearPromptProblem(**packed | OWN, index=index, checkpoints=Index.I32))
+        few: dict[str, Any] = {"segments": by_rule(model.nheads, model.dim_v), "segment_chunks": LEAST}
+        found += [replace(problem, **few) for problem in found if few["segments"] > 1 and problem.rule.weighs]  # of prompts that are cut
         return list(dict.fromkeys(found))
 
     def size(self, model: Model, wanted: Wanted, batch: int) -> int:

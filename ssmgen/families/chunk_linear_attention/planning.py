@@ -21,8 +21,9 @@ from ...errors import ArgumentError
 from ...spec import Layout, Loads
 from ..linear_attention.problem import Beta, Gate
 from .operands import ALIKE, CHANNELS, FUNCTIONS, OF_KEYS, OPERANDS, PER_TOKEN
-from .problem import OPERATOR, LinearPromptProblem, Rule, chunks_of, workspace_bytes
+from .problem import OPERATOR, LinearPromptProblem, Rule, chunks_of
 from .reference import chunk_linear_attention as reference
+from .segments import cut_by, workspace_for
 from .spec import Counts, LinearSpec
 
 NAMES = (*OPERANDS, *prompts.CONTROL)
@@ -42,6 +43,7 @@ class Options(NamedTuple):
     lower_bound: float = 0.0
     state_layout: str = "vk"
     pad_slot_id: int = -1
+    segments: int | None = None  # None for the rule's
 
 
 def views_of(words: Mapping[str, str], named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
@@ -120,13 +122,14 @@ def _check_workspace(views: Mapping[str, Tensor], options: Options, problems: li
     workspace, v = views["workspace"], views["v"]
     batch, length, heads, _ = v.shape
     asked = batch * length, prompts.sequences_of(views, "v"), heads, views["q"].shape[3]
-    wanted = workspace_bytes(*asked, Rule(options.rule))
+    wanted = workspace_for(*asked, v.shape[3], Rule(options.rule), options.segments, length)
     if workspace.device != v.device:
         problems.append(f"workspace is on {workspace.device}, v is on {v.device}")
     if workspace.dtype != torch.uint8 or workspace.dim() != 1 or not workspace.is_contiguous():
         problems.append(f"workspace is {checks.describe(workspace)}, not dense bytes: [{wanted} or more] uint8")
     elif workspace.numel() < wanted:
-        said = f"{OPERATOR}_workspace({', '.join(map(str, asked))}, {options.rule!r})"
+        cut = f", {v.shape[3]}{'' if options.segments is None else f', {options.segments}'}" if Rule(options.rule).weighs else ""
+        said = f"{OPERATOR}_workspace({', '.join(map(str, asked))}, {options.rule!r}{cut})"
         problems.append(f"workspace has {workspace.numel()} bytes, and this call needs {wanted}: {said}")
 
 
@@ -144,6 +147,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
 
     wide = [n for n in CHANNELS if n in views and views[n].dim() > 1]
     more = {"state": dtype(states[0])} if states else {}
+    _, length, heads, head_v = views["v"].shape
+    more |= cut_by(Rule(options.rule), options.segments, heads, head_v, length)
     return LinearPromptProblem(
         head_k=views["q"].shape[3],
         head_v=views["v"].shape[3],
@@ -182,7 +187,7 @@ _AXES = {
 def counts_of(views: Mapping[str, Tensor], rule: Rule) -> Counts:
     batch, length, heads, _ = views["v"].shape
     sequences = prompts.sequences_of(views, "v")
-    return Counts(chunks_of(batch * length, sequences, rule), sequences, heads, heads // views["q"].shape[2])
+    return Counts(chunks_of(batch * length, sequences, rule), sequences, heads, heads // views["q"].shape[2], batch * length)
 
 
 def kernel_values(spec: LinearSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, Value]:
@@ -218,6 +223,7 @@ FAMILY = Family(
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
     named: dict[str, Any] = {n: t for n, t in views.items() if n != "workspace"}
     how = options._asdict()
+    del how["segments"]  # token by token there are none
     reference(**named, beta_form=how.pop("beta"), **how, dtype=dtype)
 
 
@@ -227,7 +233,8 @@ _library.define(
     f"{OPERATOR}(str name, Tensor q, Tensor k, Tensor v, {', '.join(f'Tensor? {n}' for n in OPERANDS[3:])}, Tensor? cu_seqlens, "
     "Tensor? initial_states, Tensor(a!)? final_states, Tensor(b!)? state, Tensor? state_indices, Tensor? has_initial_state, "
     "Tensor? checkpoint_positions, Tensor(c!)? checkpoints, Tensor(d!) workspace, Tensor(e!) out, str rule, str gate, str beta_form, "
-    "bool l2norm, float scale, float lower_bound, str state_layout, int pad_slot_id, bool? pdl) -> ()",
+    "bool l2norm, float scale, float lower_bound, str state_layout, int pad_slot_id, "
+    "int? segments, bool? pdl) -> ()",
     tags=torch.Tag.needs_fixed_stride_order,
 )
 

@@ -94,7 +94,7 @@ class PrepareSpec(LinearSpec):
         more = (3 if self.own_e else 2) * matrix
         sums = more + matrix
         scales = sums + WARPS * self.slab
-        blocks = scales + 3 * ROWS
+        blocks = scales + (4 if self.rule.weighs else 3) * ROWS
         mixed = blocks + WARPS * SQUARE_WORDS
         half = mixed + WARPS * SQUARE_WORDS
         return _Places(more, sums, scales, blocks, mixed, half, half + (2 * SQUARE_WORDS if self.rule is Rule.LOW_RANK else 0))

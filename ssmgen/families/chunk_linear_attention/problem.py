@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from ...spec import DType, Index, Layout, Loads, Problem, must
+from ...spec import LATER, DType, Index, Layout, Loads, Problem, must
 from ..chunk_delta_rule.chunked import INTEGERS, Chunked, Stated
+from ..chunk_delta_rule.problem import Divided
 from ..linear_attention.problem import Beta, Gate
 
 OPERATOR = "chunk_linear_attention"
@@ -18,8 +19,7 @@ BLOCK = 64  # columns of one that lie together, 128 bytes a row
 BLOCK_BYTES = ROWS * BLOCK * 2
 PANEL = 16  # columns of T or P that lie together
 PANELS = ROWS // PANEL
-# A panel begins with the row that its first column crosses the diagonal in: what is above is zero, and is not kept.
-PANEL_BYTES = tuple((ROWS - PANEL * c) * PANEL * 2 for c in range(PANELS))
+SQUARE_BYTES = PANEL * PANEL * 2  # of 16 rows of one
 
 
 class Rule(Enum):
@@ -38,6 +38,21 @@ class Rule(Enum):
     def tokens(self) -> int:
         """Tokens per chunk; part of the result's bits."""
         return ROWS // 2 if self is Rule.LOW_RANK else ROWS
+
+    @property
+    def weighs(self) -> bool:
+        """Whether steps and norms are in rows of T, not in what is written; then T's blocks on the diagonal have two terms."""
+        return self in (Rule.DELTA, Rule.OLD)
+
+    @property
+    def silent(self) -> int:
+        """Rows of a chunk that read nothing and make no output, the first ones: of E, Q, T and P they are zero, and are not kept."""
+        return ROWS - self.tokens
+
+    @property
+    def panel_bytes(self) -> tuple[int, ...]:
+        """Bytes of T's or P's panels. One begins with the row that its first column crosses the diagonal in, as what is above is zero."""
+        return tuple((ROWS - max(self.silent, PANEL * c)) * PANEL * 2 for c in range(PANELS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +122,7 @@ class ImageProblem(Problem, Chunked):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinearPromptProblem(ImageProblem, Stated):
+class LinearPromptProblem(ImageProblem, Stated, Divided):
     """What a call fixes: that, and states."""
 
     head_v: int  # channels of v and out
@@ -120,33 +135,44 @@ class LinearPromptProblem(ImageProblem, Stated):
     index: Index = Index.NONE  # type of state_indices
     checkpoints: Index = Index.NONE  # type of checkpoint_positions; how many they are is an argument of the kernel
     state_loads: Loads = Loads.VECTOR  # of states: pairs of numbers
+    segments: int = field(default=1, metadata=LATER)  # of a sequence, at most
+    segment_chunks: int = field(default=1, metadata=LATER)  # of a segment, at least: a sequence of few chunks has fewer segments
 
     def elements(self) -> dict[str, str]:
         return ImageProblem.elements(self) | self.state_elements()
 
     def faults(self) -> list[str]:
-        return ImageProblem.faults(self) + self.state_faults()
+        return [
+            *ImageProblem.faults(self),
+            *self.state_faults(),
+            *must(self.segments >= 1 and self.segment_chunks >= 1, "a sequence has at least one segment, and a segment one chunk"),
+            *must(self.rule.weighs or not self.divided, "only what reads the state by one key per token is cut into segments"),
+        ]
 
 
 class Image(NamedTuple):
-    """Where the parts of a chunk and head's image begin, in bytes, and how many it takes. E and T are there if the rule reads."""
+    """Where the parts of a chunk and head's image begin, in bytes, and how many it takes. E and T are there if the rule reads; rest, second
+    terms of the four blocks on T's diagonal, if it weighs."""
 
     e: int
     q: int
     w: int
     t: int
+    rest: int
     p: int
     decay: int
     bytes: int
 
 
 def image_of(head_k: int, rule: Rule) -> Image:
-    matrix, panels, reads = -(-head_k // BLOCK) * BLOCK_BYTES, sum(PANEL_BYTES), int(rule.reads)
-    q = reads * matrix
-    t = q + 2 * matrix
-    p = t + reads * panels
+    blocks, panels, reads = -(-head_k // BLOCK), sum(rule.panel_bytes), int(rule.reads)
+    q = reads * blocks * rule.tokens * BLOCK * 2
+    w = q + blocks * rule.tokens * BLOCK * 2
+    t = w + blocks * BLOCK_BYTES
+    rest = t + reads * panels
+    p = rest + rule.weighs * PANELS * SQUARE_BYTES
     decay = p + panels
-    return Image(0, q, q + matrix, t, p, decay, -(-(decay + 4 * head_k) // 128) * 128)
+    return Image(0, q, w, t, rest, p, decay, -(-(decay + 4 * head_k) // 128) * 128)
 
 
 def chunks_of(tokens: int, sequences: int, rule: Rule) -> int:

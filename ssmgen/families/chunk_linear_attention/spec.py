@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from ...spec import Pdl
 from ..chunk_delta_rule.chunked import ChunkKernel, Counts, of_problem
-from .problem import BLOCK, BLOCK_BYTES, PANEL_BYTES, PANELS, ROWS, ImageProblem, Rule
+from .problem import BLOCK, BLOCK_BYTES, PANELS, ROWS, ImageProblem, Rule
 
 __all__ = ["Counts", "LinearSpec", "of_problem"]
 
@@ -31,9 +31,8 @@ __all__ = ["Counts", "LinearSpec", "of_problem"]
 class LinearSpec(ChunkKernel, ImageProblem):
     """How one of the two kernels computes its part."""
 
-    sums: ClassVar[bool] = False  # sequences are whole: what the chains' texts ask of chunk_delta_rule's, whose may be cut into segments
-    divided: ClassVar[bool] = False
-    readers: ClassVar[int] = 0
+    sums: ClassVar[bool] = False  # whether it makes N and M of segments, and no outputs
+    readers: ClassVar[int] = 0  # what else the chains' texts ask of chunk_delta_rule's
     woven: ClassVar[bool] = False
 
     pdl: Pdl = Pdl.OFF
@@ -48,5 +47,6 @@ class LinearSpec(ChunkKernel, ImageProblem):
             "block_bytes": BLOCK_BYTES,
             "image": self.image,
             "panels": PANELS,
-            "panel_bytes": PANEL_BYTES,
+            "panel_bytes": self.rule.panel_bytes,
+            "weighs": self.rule.weighs,
         }

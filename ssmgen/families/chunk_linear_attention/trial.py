@@ -8,11 +8,13 @@ from torch import Generator, Tensor
 from ...calls.checks import TORCH_DTYPES
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, randn, slot_indices, trial
 from ...spec import DType, Index, Layout, Loads
+from ..chunk_delta_rule.problem import cut_from
 from ..linear_attention.problem import Gate
 from .chain import ChainSpec
 from .operands import ALIKE
 from .planning import CALLERS, NAMES, WRITTEN, Options
-from .problem import Rule, workspace_bytes
+from .problem import Rule
+from .segments import workspace_for
 from .warpgroups import WarpgroupChainSpec
 
 HEADS, KEY_HEADS = 2, 1
@@ -22,11 +24,12 @@ SLACK = {DType.BF16: 1e-2, DType.F16: 1.6e-3}
 
 
 def operands(spec: ChainSpec, batch: int, seed: int) -> dict[str, Tensor]:
-    """Sequences of more than a chunk; packed ones also of less, of one token and of none."""
+    """Sequences of more than a chunk, or of enough to be cut into segments; packed ones also of less, of one token and of none."""
     g = torch.Generator().manual_seed(seed)
     chunk = spec.rule.tokens
-    counts = cycled((chunk + 5, 3, 0, chunk, 1), batch)
-    lead = (1, sum(counts)) if spec.ragged else (batch, chunk + 5)
+    length = (cut_from(spec.segment_chunks) if spec.divided else 1) * chunk + 5
+    counts = cycled((length, 3, 0, chunk, 1), batch)
+    lead = (1, sum(counts)) if spec.ragged else (batch, length)
     slots = batch if spec.index is Index.NONE else 3 * batch
     made = {name: _rows(spec, lead, name, g) for name in ALIKE}
     made["out"].fill_(float("nan"))
@@ -43,7 +46,8 @@ def operands(spec: ChainSpec, batch: int, seed: int) -> dict[str, Tensor]:
     if spec.index is not Index.NONE:
         made["state_indices"] = slot_indices(spec.index, batch, slots, g)
     made["has_initial_state"] = torch.arange(batch) % 3 == 0
-    size = workspace_bytes(lead[0] * lead[1], batch, HEADS, spec.head_k, spec.rule)
+    segments = spec.segments if spec.divided else 1
+    size = workspace_for(lead[0] * lead[1], batch, HEADS, spec.head_k, spec.head_v, spec.rule, segments, lead[1])
     made["workspace"] = torch.full((size,), 0xFF, dtype=torch.uint8)
     used = {name for part in spec.kernels for name in part.operands()}
     return {name: made[name] for name in NAMES if name in used}
@@ -93,7 +97,8 @@ def _states(spec: ChainSpec, count: int, g: Generator) -> Tensor:
 
 def chunk_linear_attention(spec: ChainSpec, batch: int, seed: int) -> Trial:
     options = Options(
-        spec.rule.value, spec.gate.value, spec.beta_form.value, spec.l2norm, spec.head_k**-0.5, LOWER_BOUND, spec.layout.value
+        spec.rule.value, spec.gate.value, spec.beta_form.value, spec.l2norm, spec.head_k**-0.5, LOWER_BOUND, spec.layout.value,
+        segments=spec.segments,
     )  # fmt: skip
     named = operands(spec, batch, seed)
     slack = dict.fromkeys(WRITTEN, SLACK[spec.x])

@@ -14,10 +14,13 @@ from functools import partial
 from typing import Any, ClassVar
 
 from ...spec import Arch, Loads, Needs, must
-from ..chunk_delta_rule.by_warpgroups import ROWS, ByWarpgroups, rules, variants
-from .chain import ChainSpec
-from .problem import LinearPromptProblem, Rule
+from ..chunk_delta_rule.by_warpgroups import ROWS, TILES, ByWarpgroups, rules, variants
+from .chain import ChainSpec, Stage
+from .problem import PANEL, PANELS, LinearPromptProblem, Rule
+from .problem import ROWS as ROWS_OF_CHUNK
 from .spec import of_problem
+
+HALF = 32  # rows of T in one product's sums: those of a whole chunk would be a quarter more products, and need more room for zeros
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,7 @@ class WarpgroupChainSpec(ByWarpgroups, ChainSpec):
 
     @property
     def needs(self) -> Needs:
-        columns = tuple(sorted({self.rule.tokens, self.head_k}))
+        columns = tuple(sorted({self.rule.tokens, self.head_k} | ({HALF} if self.rule.reads else set())))
         return Needs(
             matrices=True, copies=self.ragged, barriers=True, maps=True, elements=self.state_loads is Loads.ELEMENT, bytes=True,
             shared_pairs=True, places=True, placed_stores=True, warpgroups=columns, panels=True, mma=self.x.value,
@@ -43,8 +46,34 @@ class WarpgroupChainSpec(ByWarpgroups, ChainSpec):
         return {"v": self.tile}
 
     @property
+    def stage(self) -> Stage:
+        """As whole panels of P, and halves of T's: with room for what is zero. Parts begin at multiples of 1024 bytes."""
+        image, rows = self.image, self.rule.tokens
+        v = image.t // 4
+        t = v + rows * self.v_words
+        rest = t + sum(half_words(self.rule)) * self.rule.reads
+        p = rest + (image.p - image.rest) // 4 * self.rule.weighs
+        return Stage(image.q // 4, image.w // 4, t, rest, p, v, p + PANELS * rows * PANEL // 2)
+
+    @property
+    def pieces(self) -> list[tuple[int, int, int]]:
+        image, stage, rule = self.image, self.stage, self.rule
+        found = [(0, image.t, 0), *panels(image.p, stage.p, rule, (rule.tokens * PANEL // 2,) * PANELS)]
+        if rule.reads:
+            found += panels(image.t, stage.t, rule, half_words(rule))
+        if rule.weighs:
+            found.append((image.rest, image.p - image.rest, stage.rest))
+        return joined(found)
+
+    @property
     def stem(self) -> str:
         return super().stem.replace("linear_chain_", "linear_chain_wg_", 1)
+
+    def summing(self) -> ChainSpec:
+        from .segments import WarpgroupSumsSpec, of_sums
+
+        tile = TILES[-1] if self.head_k % TILES[-1] == 0 and self.head_v % TILES[-1] == 0 else ROWS
+        return WarpgroupSumsSpec(**of_sums(self), tile=tile, stages=self.stages)
 
     @property
     def dynamic_bytes(self) -> int:
@@ -53,12 +82,38 @@ class WarpgroupChainSpec(ByWarpgroups, ChainSpec):
 
     def violations(self, arch: Arch) -> list[str]:
         return super().violations(arch) + must(
-            self.tile != 2 * ROWS or self.head_k == 64 or self.rule not in (Rule.DELTA, Rule.OLD),
+            self.tile != 2 * ROWS or self.head_k == 64 or not self.rule.weighs or self.sums,
             "64 rows of a chunk that read 128 columns, with 128 rows of a block, leave too few registers",
         )
 
     def constants(self) -> dict[str, Any]:
-        return super().constants() | {"tile_rows": self.rule.tokens}
+        words = half_words(self.rule)
+        return super().constants() | {"tile_rows": self.rule.tokens, "half": HALF, "half_panels": [sum(words[:c]) for c in range(PANELS)]}
+
+
+def half_words(rule: Rule) -> tuple[int, ...]:
+    """32-bit words of T's panels, each from the half of 32 rows on that its first column crosses the diagonal in."""
+    return tuple((ROWS_OF_CHUNK - max(rule.silent, PANEL * c // HALF * HALF)) * PANEL // 2 for c in range(PANELS))
+
+
+def panels(begin: int, at: int, rule: Rule, words: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """Pieces of T's or P's panels, which begin there in an image, and in shared memory take so many words each, zeros first."""
+    found = []
+    for c, count in enumerate(rule.panel_bytes):
+        found.append((begin + sum(rule.panel_bytes[:c]), count, at + sum(words[: c + 1]) - count // 4))
+    return found
+
+
+def joined(pieces: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Pieces that lie together in both places as one."""
+    found: list[tuple[int, int, int]] = []
+    for piece in sorted(pieces):
+        last, size, there = found[-1] if found else (-1, 0, 0)
+        if (last + size, there + size // 4) == (piece[0], piece[2]):
+            found[-1] = last, size + piece[1], there
+        else:
+            found.append(piece)
+    return found
 
 
 def _spec(problem: LinearPromptProblem, **how: Any) -> WarpgroupChainSpec:
