@@ -63,11 +63,12 @@ in_parts = pytest.mark.parametrize("parts", [1, 2])
         (SMALL, 2, 2 * PART, 1e-3, {}),
         (SMALL, 3, 2 * PART + 66, 1e-3, {"z": True}),  # the last of three has a chunk and a part of one
         (SMALL, 3, PART + 1, 0.1, {}),  # and none here
+        (SMALL, 2, 2 * PART + 300, 1e-2, {}),  # eleven and ten: buffers change sides between the sums and the walk, and phases their parity
         (SMALL, 2, PART + 200, 16.0, {"step": 3.0}),
         (Sizes(heads=4, groups=2, headdim=64, d_state=128), 1, 70, 0.1, {}),
         (Sizes(heads=1, headdim=128, d_state=64), 2, PART + 65, 0.1, {}),
     ],
-    ids=["plain", "long-memory", "strong-decay", "f16-gate", "2-parts", "3-parts", "a-part-of-3", "strong-in-parts", "model", "p128"],
+    ids=["plain", "long-memory", "strong-decay", "f16-gate", "2-parts", "3-parts", "a-part-of-3", "odd-parts", "strong-in-parts", "model", "p128"],
 )
 def test_results_are_those_of_float64(sizes, parts, stages, tokens, decay, more):
 
