@@ -9,7 +9,7 @@ passes between the warps that make them. What the state does not wait for, S q^T
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from .chain import ChainSpec
 from .problem import CHUNK, COEFFICIENTS, PANEL_BYTES, PANELS, DeltaProblem
 from .spec import of_problem
 
+ORDER: dict[str, Any] = {}  # of products, in the rule's blocks of 64 rows: {}, {"readers": 1} or {"woven": True}
 READING = (56, 152, 240)  # registers of threads that fetch, that make o from what they are handed, and that hold the state
 
 
@@ -30,8 +31,8 @@ class WarpgroupChainSpec(ByWarpgroups, ChainSpec):
     template: ClassVar[str] = "chunk_delta_rule/warpgroups/chain.cu.j2"
 
     stages: int = 3
-    readers: int = field(default=0, metadata=LATER)  # warpgroups that make o from S and u as they are handed: none, or the one that writes it
-    woven: bool = field(default=False, metadata=LATER)  # whether S is summed up by halves of its columns, and o's products stand between
+    readers: int = field(default=0, metadata=LATER)  # warpgroups that make o, from S and u as they are handed: 0, or 1, which writes it
+    woven: bool = field(default=False, metadata=LATER)  # S is summed up by halves of its columns; arithmetic stands behind single products
 
     @property
     def needs(self) -> Needs:
@@ -66,9 +67,12 @@ class WarpgroupChainSpec(ByWarpgroups, ChainSpec):
         return self.stages * self.stage_bytes + CHUNK * 2 * self.tile + self.readers * ROWS * 2 * (self.head_k + CHUNK)
 
     def violations(self, arch: Arch) -> list[str]:
-        return super().violations(arch) + [
+        ordered = self.readers > 0 or self.woven
+        return [
+            *super().violations(arch),
             *must(self.readers in (0, 1), f"readers {self.readers} are not 0 or 1"),
-            *must(not self.readers or self.tile == ROWS, f"readers are of blocks of {ROWS} rows, not of {self.tile}: more leave too few registers"),
+            *must(not (self.readers and self.woven), "readers or woven: either says who makes o's products, and when"),
+            *must(self.tile == ROWS or not ordered, f"readers and woven are of {ROWS} rows: with {self.tile} there are too few registers"),
         ]
 
     def constants(self) -> dict[str, Any]:
@@ -82,9 +86,14 @@ def _spec(problem: DeltaProblem, **how: Any) -> WarpgroupChainSpec:
 
 def warpgroup_space(problem: DeltaProblem, arch: Arch) -> Iterator[WarpgroupChainSpec]:
     """Every legal variant within the axes worth trying."""
-    return variants(partial(_spec, problem), arch)
+    for order in ({}, {"readers": 1}, {"woven": True}):
+        yield from variants(partial(_spec, problem, **order), arch)
 
 
 def by_warpgroups(problem: DeltaProblem, heads: int, edge: dict[str, Any]) -> Iterator[tuple[str, WarpgroupChainSpec | None, str]]:
     """(rule, spec, ""), best first. edge: how its kernels wait."""
-    return rules(partial(_spec, problem, **edge), problem.head_v, heads)
+
+    def make(tile: int, stages: int) -> WarpgroupChainSpec:
+        return _spec(problem, tile=tile, stages=stages, **edge, **(ORDER if tile == ROWS else {}))
+
+    return rules(make, problem.head_v, heads)
