@@ -93,6 +93,16 @@ def test_who_makes_products_and_when_changes_no_bit(how, kind):
 
 
 @needs_emulator
+@pytest.mark.parametrize("how", every_other([{"woven": True}, {}, {"readers": 1}]), ids=str)
+def test_copies_for_each_other_change_no_bit(how):
+    """Of two blocks, which have the same k, q and images; ends of packed sequences each copies for itself."""
+    p = prompt(200, 0, 3, 64, K=128, V=128)
+    given = {"before": states_of(p), "stages": 2}
+    found, wanted = chain(p, paired=True, **given, **how), chain(p, **given)
+    assert all(same(found[name], wanted[name]) for name in wanted)
+
+
+@needs_emulator
 def test_packing_changes_no_bit():
     p = prompt(*LENGTHS, **SMALL)
     packed = chain(p)
@@ -255,6 +265,7 @@ def test_what_is_legal():
     assert found == ["tile", "stages", "min_blocks", "fetchers", "shared memory"]
     both = WarpgroupChainSpec(head_k=128, head_v=128, tile=128, stages=2, readers=1, woven=True).violations(SM90)
     assert len(both) == 2 and "readers or woven" in both[0] and "of 64 rows" in both[1]
+    assert len(WarpgroupChainSpec(head_k=128, head_v=192, paired=True).violations(SM90)) == 1
     assert WarpgroupChainSpec(head_k=128, head_v=128, readers=2, stages=2).violations(SM90) == ["readers 2 are not 0 or 1"]
 
 
@@ -304,10 +315,17 @@ WOVEN_EDITS = {
     "o: made anew too early": ("barrier_wait(written, walker, (n + 1) % 2);", "", "has read, with no barrier between"),
     "room: given too early": ("barrier_init(empty, i, 4 * kWalkers)", "barrier_init(empty, i, 2 * kWalkers)", "before it looks"),
 }  # fmt: skip
+PAIRED_EDITS = {
+    "begins by itself": ("  __syncthreads();\n  cluster_arrive();\n  cluster_wait();", "  __syncthreads();", "a peer that may not have begun"),
+    "copies: to itself only": ("copy_box_to(3, tiles, at + rank", "copy_box_to(1, tiles, at + rank", "nobody ends"),
+    "copies: of the same columns": ("k_tiles, token, rank,", "k_tiles, token, 0,", "off"),
+    "room: not asked of the other": ("_at_peer(empty, stage, rank ^ 1)", "(empty, stage)", "in shared memory, wh"),
+}  # fmt: skip
 ALL_EDITS: dict[str, tuple[tuple[str, str, str], dict[str, Any]]] = {
     **{name: (edit, {}) for name, edit in EDITS.items()},
     **{f"readers: {name}": (edit, ORDERS["readers"]) for name, edit in READERS_EDITS.items()},
     **{f"woven: {name}": (edit, ORDERS["woven"]) for name, edit in WOVEN_EDITS.items()},
+    **{f"paired: {name}": (edit, {"woven": True, "paired": True}) for name, edit in PAIRED_EDITS.items()},
 }
 
 
@@ -320,7 +338,8 @@ def test_broken_kernels_are_found(edit):
         assert old in source, "the edit no longer applies"
         return source.replace(old, new)
 
-    p = prompt(330, **SMALL | ({"K": 128} if how else {}), decay=0.02)  # of 128 columns there are halves
+    more = {"K": 128, "V": 128 if "paired" in how else 64} if how else {}  # of 128 columns there are halves
+    p = prompt(330, **SMALL | more, decay=0.02)
     try:
         assert accurate(chain(p, change=change, **how), p), "off"
     except EmulatorError as e:

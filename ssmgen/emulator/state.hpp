@@ -36,6 +36,7 @@ struct Copy {
   u32 bytes;          // read; the rest is zero
   std::string asked;  // what was there when it was asked for
   u32 thread, clock;  // that asked
+  u32 rank;           // of the block to which it goes
 };
 
 // An arrival of a thread, once so many of its copies have landed, counted from its first.

@@ -35,6 +35,7 @@ class LinearSpec(ChunkKernel, ImageProblem):
     divided: ClassVar[bool] = False
     readers: ClassVar[int] = 0
     woven: ClassVar[bool] = False
+    paired: ClassVar[bool] = False
 
     pdl: Pdl = Pdl.OFF
 
