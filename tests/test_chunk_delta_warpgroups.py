@@ -316,7 +316,7 @@ WOVEN_EDITS = {
     "room: given too early": ("barrier_init(empty, i, 4 * kWalkers)", "barrier_init(empty, i, 2 * kWalkers)", "before it looks"),
 }  # fmt: skip
 PAIRED_EDITS = {
-    "begins by itself": ("  __syncthreads();\n  cluster_arrive();\n  cluster_wait();", "  __syncthreads();", "a peer that may not have begun"),
+    "begins by itself": ("  __syncthreads();\n  cluster_arrive();\n  cluster_wait();", "  __syncthreads();", "may not have begun"),
     "copies: to itself only": ("copy_box_to(3, tiles, at + rank", "copy_box_to(1, tiles, at + rank", "nobody ends"),
     "copies: of the same columns": ("k_tiles, token, rank,", "k_tiles, token, 0,", "off"),
     "room: not asked of the other": ("_at_peer(empty, stage, rank ^ 1)", "(empty, stage)", "in shared memory, wh"),
