@@ -20,6 +20,13 @@ void tell(u32 thread, std::vector<u32>& gathered) {
   t.moment = 0;
 }
 
+Barrier& barrier_of(SharedArray* array, long long i, u32 rank) {
+  note_reader(readable(*array, rank, i, "load"));  // it has been prepared, and a barrier lies between
+  for (auto& b : machine->barriers)
+    if (b->array == array && b->rank == rank && b->i == i) return *b;
+  machine->fail(element(*array, i) + " in shared memory is used as a barrier, and was not prepared as one");
+}
+
 u64 bytes_of(const Barrier& b) {
   u64 bytes = 0;
   for (const Copy& copy : b.copies) bytes += copy.elements * copy.to->element;
@@ -75,8 +82,8 @@ bool complete(Barrier& b) {
 }
 
 // One arrival fewer is missing.
-Barrier& arrive(SharedArray* array, long long i) {
-  Barrier& b = barrier_of(array, i);
+Barrier& arrive(SharedArray* array, long long i, u32 rank) {
+  Barrier& b = barrier_of(array, i, rank);
   if (!b.missing)
     machine->fail("arrives at " + element(*array, i) + ", at which all " + std::to_string(b.count) + " have arrived and copies are in flight");
   --b.missing;
@@ -84,13 +91,6 @@ Barrier& arrive(SharedArray* array, long long i) {
 }
 
 }  // namespace
-
-Barrier& barrier_of(SharedArray* array, long long i) {
-  shared_load(array, i);  // it has been prepared, and a barrier lies between
-  for (auto& b : machine->barriers)
-    if (b->array == array && b->rank == machine->rank && b->i == i) return *b;
-  machine->fail(element(*array, i) + " in shared memory is used as a barrier, and was not prepared as one");
-}
 
 void barrier_init(SharedArray* array, long long i, u32 count) {
   if (!count) machine->fail("barrier " + element(*array, i) + " is prepared for nobody");
@@ -103,15 +103,17 @@ void barrier_init(SharedArray* array, long long i, u32 count) {
   machine->barriers.emplace_back(new Barrier{array, machine->rank, i, count, count, 0, 0, {}, {}, {}, never, {none, none}});
 }
 
-void barrier_arrive(SharedArray* array, long long i, u32 bytes) {
-  Barrier& b = arrive(array, i);
+void barrier_arrive(SharedArray* array, long long i, u32 bytes, u32 rank) {
+  if (rank == kOwn) rank = machine->rank;
+  else check_peer(*array, rank, "arrival at ");
+  Barrier& b = arrive(array, i, rank);
   b.expected += bytes;
   tell(machine->current, b.gathered);
   if (!in_flight(b)) complete(b);
 }
 
 void barrier_arrive_with_copies(SharedArray* array, long long i) {
-  Barrier& b = arrive(array, i);
+  Barrier& b = arrive(array, i, machine->rank);
   Thread& t = machine->me();
   t.entrusted = t.landed + t.copies.size();
   b.arrivals.push_back(Arrival{machine->current, t.clock, t.entrusted, t.seen});
@@ -125,7 +127,7 @@ void end_phases() {
 }
 
 void barrier_wait(SharedArray* array, long long i, u32 parity) {
-  Barrier& b = barrier_of(array, i);
+  Barrier& b = barrier_of(array, i, machine->rank);
   if (parity > 1) machine->fail("waits for parity " + std::to_string(parity) + " of " + element(*array, i));
   long long& last = b.waited_for[machine->current];
   const auto has = [&](long long phase) { return u32(phase & 1) == parity; };
@@ -142,14 +144,31 @@ void barrier_wait(SharedArray* array, long long i, u32 parity) {
   learn(machine->me().seen, b.gathered);
 }
 
-void copy_bulk(SharedArray* to, long long i, const void* from, u32 bytes, SharedArray* barriers, long long at) {
-  Barrier& b = barrier_of(barriers, at);
+// Blocks of the cluster to which a copy goes.
+std::vector<u32> ranks_of(const SharedArray& to, u32 blocks) {
+  if (blocks == kOwn) return {machine->rank};
+  std::vector<u32> ranks;
+  for (u32 rank = 0; rank < 16; ++rank) {
+    if (!(blocks >> rank & 1)) continue;
+    check_peer(to, rank, "copy to ");
+    ranks.push_back(rank);
+  }
+  return ranks;
+}
+
+void ask_for(const Copy& copy, SharedArray* barriers, long long at) {
+  Barrier& b = barrier_of(barriers, at, copy.rank);
+  b.copies.push_back(copy);
+  take_off(b.copies.back());
+}
+
+void copy_bulk(SharedArray* to, long long i, const void* from, u32 bytes, SharedArray* barriers, long long at, u32 blocks) {
   check_place(*to, i, 16, "copy");
   if (!bytes || bytes % 16) machine->fail("bulk copy of " + std::to_string(bytes) + " bytes, which is no multiple of 16");
   machine->access(from, bytes, Access::kCopy, 16);
   const char* p = static_cast<const char*>(from);
-  b.copies.push_back(Copy{to, i, bytes / to->element, p, bytes, std::string(p, bytes), machine->current, machine->me().clock});
-  take_off(b.copies.back());
+  for (u32 rank : ranks_of(*to, blocks))
+    ask_for(Copy{to, i, bytes / to->element, p, bytes, std::string(p, bytes), machine->current, machine->me().clock, rank}, barriers, at);
   ++machine->me().clock, machine->me().moment = 0;  // what it does now is not ordered by the copy's landing
 }
 

@@ -32,15 +32,16 @@ void for_pieces(const TensorMap& map, const u32* from, const Work& work) {
 
 }  // namespace
 
-void copy_box(SharedArray* to, long long i, const TensorMap& map, const u32* from, SharedArray* barriers, long long at) {
-  Barrier& b = barrier_of(barriers, at);
+void copy_box(SharedArray* to, long long i, const TensorMap& map, const u32* from, SharedArray* barriers, long long at, u32 blocks) {
+  const std::vector<u32> ranks = ranks_of(*to, blocks);
   check_box(*to, i, map);
   for_pieces(map, from, [&](u32 byte, const char* p, bool there) {
     const u32 bytes = there ? 16 : 0;
     if (bytes) machine->access(p, 16, Access::kCopy, 16);
     const char* asked = bytes ? p : map.begin;
-    b.copies.push_back(Copy{to, i + byte / to->element, 16 / to->element, asked, bytes, std::string(asked, bytes), machine->current, machine->me().clock});
-    take_off(b.copies.back());
+    const std::string there_now(asked, bytes);
+    for (u32 rank : ranks)
+      ask_for(Copy{to, i + byte / to->element, 16 / to->element, asked, bytes, there_now, machine->current, machine->me().clock, rank}, barriers, at);
   });
   ++machine->me().clock, machine->me().moment = 0;  // what it does now is not ordered by the copies' landing
 }

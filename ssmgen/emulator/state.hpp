@@ -36,6 +36,7 @@ struct Copy {
   u32 bytes;          // read; the rest is zero
   std::string asked;  // what was there when it was asked for
   u32 thread, clock;  // that asked
+  u32 rank;           // of the block to which it goes
 };
 
 // An arrival of a thread, once so many of its copies have landed, counted from its first.
@@ -292,7 +293,8 @@ void end_phases();                        // of which nothing is missing any mor
 void check_barriers_ended();
 void check_products_ended();       // of this thread
 bool visible(u32 moment);          // to this thread's products and boxes, what was stored then
-Barrier& barrier_of(SharedArray* array, long long i);
+std::vector<u32> ranks_of(const SharedArray& to, u32 blocks);      // of the cluster, to which a copy goes
+void ask_for(const Copy& copy, SharedArray* barriers, long long b);  // a copy that lands with the phase of a barrier of the block that it goes to
 void check_warpgroups_ended();
 std::string product_reader(const SharedArray& array, u32 rank, long long i);
 float from_bf16(u16 v);
