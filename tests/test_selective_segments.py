@@ -62,7 +62,7 @@ def test_variants_are_bit_equal(first):
 
 
 MISTAKES = {
-    "too early": ("    cluster_wait();\n    if (rank + 1 < parts) ask", "    if (rank + 1 < parts) ask"),
+    "too early": ("    cluster_wait();\n    if (rank + 1 < parts) {", "    if (rank + 1 < parts) {"),
     "decay": ("total += ", "total -= "),
     "every part's state": ("rank + 1 == parts && there", "there"),
 }
