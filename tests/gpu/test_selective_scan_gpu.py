@@ -69,7 +69,7 @@ def test_packing_changes_no_bit(run):
 @by_rules
 @pytest.mark.parametrize("cut", [4, 64, 1000])
 def test_a_cut_changes_no_bit(run, cut):
-    laws.a_cut_changes_no_bit(run, MODEL, 2048, cut)
+    laws.a_cut_changes_no_bit(partial(run, segments=1), MODEL, 2048, cut)
 
 
 @by_rules
@@ -87,6 +87,39 @@ def test_layout_changes_no_bit(run, sizes):
 @by_rules
 def test_decoding_goes_on(run):
     laws.decoding_goes_on(run, MODEL, 100)
+
+
+in_parts = pytest.mark.parametrize("segments", [None, 3, 8])
+
+
+@in_parts
+@pytest.mark.parametrize(
+    "sizes", [MODEL, EXACT, replace(EXACT, d_state=64), replace(EXACT, dim=101, d_state=5)], ids=["bf16", "f32", "n64", "n5"]
+)
+@pytest.mark.parametrize("kind", [{}, {"step": 0.01, "decay": 1e-3}, {"step": 3.0, "decay": 4.0}], ids=["trained", "memory", "decay"])
+def test_segments_are_accurate(segments, sizes, kind):
+    laws.is_accurate(partial(ssmgen.selective_scan, segments=segments), sizes, 2100, **kind)
+
+
+@in_parts
+@pytest.mark.parametrize("sizes", [MODEL, replace(EXACT, groups=2)], ids=["bf16", "f32-groups"])
+def test_segments_hang_on_nothing_but_the_sequence(segments, sizes):
+    run = partial(ssmgen.selective_scan, segments=segments)
+    laws.packing_changes_no_bit(run, sizes, (2100, 0, 1024, 5, 384, 1500))
+    laws.neighbours_do_not_matter(run, sizes, (1100, 9, 1024))
+    laws.layout_changes_no_bit(run, sizes, 1100)
+    laws.a_pool_is_touched_where_it_should_be(run, sizes, F32)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_variants_of_segments_are_bit_equal(first):
+    call: dict[str, Any] = make(MODEL, 2, 1500) | {"return_final_states": True}
+    call = laws.channels_first(call, True) if first else call
+    wanted = ssmgen.selective_scan(**call)
+    assert not same(ssmgen.selective_scan(**call, segments=1)[1], wanted[1]), "nothing was cut"
+    for how in ({"lanes": 2, "tile": 16}, {"tile": 8}, {"warps": 2}):
+        assert all(same(a, b) for a, b in zip(served(1, **how)(**call), wanted, strict=True)), how
+    assert all(same(t, wanted[1]) for t in (ssmgen.selective_scan(**call)[1] for _ in range(50)))
 
 
 @pytest.mark.parametrize("x", [BF16, F32])

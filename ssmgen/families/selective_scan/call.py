@@ -65,7 +65,7 @@ def selective_scan(
     pad_slot_id: a sequence whose slot is negative, equals it or is no slot of the pool gets a zero output and touches no state
     segments: parts of a sequence that are walked side by side, 1 … 1024 at most (8 are the most there are, of 128 tokens or more; of more
         than 64 states, or where there are no clusters, 1); 1 leaves it whole. None: as its own length, dim and N say: whole where
-        channels are many, or it is short. Two or more have other bits than one
+        channels are many, or it is short. Three or more have other bits than one
     out: of u's dtype; None for a new one, laid out like u
     pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
 

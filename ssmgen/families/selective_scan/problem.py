@@ -15,14 +15,21 @@ MAX_STATE = 256
 CUT = 128
 MOST = 8  # parts
 LEAST = 256  # tokens of a part, as the rule has it. There are four at least: with P, a sequence takes the time of two of them
-STATES_OF_CARD = 66 * 512  # of all channels of a sequence: half as many blocks as there are SMs, of 512 states each
+FEWEST = 6  # parts that the rule asks for: fewer save too little of what they add
+OF_BLOCK, BLOCKS_OF_CARD = 512, 3 * 132  # states of a block's channels, as the rule has it; blocks that an H200 has at once
 MOST_PADDED = 64  # states of a channel of which parts keep each other's
+
+
+def by_rule(dim: int, padded: int) -> int:
+    """Parts of a sequence at most, by its channels and the states of each: as many as are on the card at once."""
+    most = min(MOST, BLOCKS_OF_CARD // -(-dim * padded // OF_BLOCK)) if dim else 1
+    return most if most >= FEWEST else 1
 
 
 def asked(segments: int | None, dim: int, d_state: int, longest: int) -> dict[str, int]:
     """The fields of a problem that say how sequences are cut: as a call asks for (None: the rule), where none is longer than `longest`."""
     padded = padded_states(d_state)
-    most, least = (MOST if dim * padded <= STATES_OF_CARD else 1, LEAST) if segments is None else (min(segments, MOST), CUT)
+    most, least = (by_rule(dim, padded), LEAST) if segments is None else (min(segments, MOST), CUT)
     cut = most > 1 and padded <= MOST_PADDED and longest >= cut_from(least)
     return {"segments": most, "segment_tokens": least} if cut else {}
 

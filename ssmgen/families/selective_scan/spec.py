@@ -251,8 +251,8 @@ POLYNOMIAL = {DType.BF16: 1, DType.F16: 1, DType.F32: len(TURNS)}
 # Fewer lanes share more of a token's work, but there must be threads: 2 warps for each scheduler of 132 SMs, at least. One lane for 16
 # states would save 5 % of the instructions, but leaves ptxas no register to spare with as many threads as that needs.
 TWO_LANES = 24576
-RESIDENT = {2: 4, 4: 1}  # blocks per SM, by lanes of 16 states
-# By those too: larger ones leave room for fewer blocks. Rows of tokens are apart, but for those of 16.
+RESIDENT, RESIDENT_PARTS = {2: 4, 4: 1}, 3  # blocks per SM, by lanes of 16 states; and of sequences that are cut
+# By those too: larger ones have less work of their own, and leave room for fewer blocks.
 TILES = {2: (16, 8), 4: (32, 16, 8)}
 
 
@@ -275,7 +275,8 @@ def candidates(problem: SelectiveProblem, size: int, arch: Arch, pdl: bool) -> I
             yield f"{scaled} lanes", None, f"{size} channels of all sequences are below {above}"
             continue
         for tile in TILES[lanes]:
-            how = {"warps": 4, "tile": tile, "polynomial": POLYNOMIAL[problem.x], "min_blocks": RESIDENT[lanes]}
+            how = {"warps": 4, "tile": tile, "polynomial": POLYNOMIAL[problem.x]}
+            how["min_blocks"] = RESIDENT[lanes] if parts == 1 else RESIDENT_PARTS
             spec = _spec(problem, lanes=scaled, **how, pdl=wait, parts=parts)
             words = [*([f"up to {parts} parts"] if parts > 1 else []), f"{scaled} lane{'s' * (scaled > 1)}", f"tile {tile}"]
             yield ", ".join(words), spec, ""
