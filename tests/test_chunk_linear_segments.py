@@ -242,8 +242,8 @@ def test_broken_kernels_are_found(edit):
     def two_stages(problem: LinearPromptProblem) -> Any:
         return WarpgroupChainSpec(**of_problem(problem, LinearPromptProblem), tile=64, stages=2, pdl=Pdl.TRIGGER_LOADED)
 
-    # Four segments, from a state that lives long.
-    call = make(WIDE, 500, gate=0.02, step=0.1) | {"cu_seqlens": starts_of((500,), "cpu"), "state": laws.states(WIDE, 1)}
+    # Four segments of three chunks, from a state that lives long.
+    call = make(WIDE, 760, gate=0.02, step=0.1) | {"cu_seqlens": starts_of((760,), "cpu"), "state": laws.states(WIDE, 1)}
     call |= {"has_initial_state": torch.tensor([True]), "segments": 4}
     wanted = exact(WIDE, call)
     try:
