@@ -193,6 +193,19 @@ def test_what_is_hard(sizes, kind, change):
 
 
 @needs_emulator
+def test_blocks_on_the_diagonal_have_two_terms():
+    """They are off by less than half of what one term would leave: without decay just E is rounded ahead of them, and averages up. And W is
+    exact, keys times powers of two."""
+    sizes = Sizes(gate=None, l2norm=True, form=Beta.SIGMOID)
+    found, wanted, problem = run(sizes, make(sizes, 1, 64, near=0.05))
+    images = unpack(found.flatten(), wanted, problem)
+    for c in range(0, 64, 16):
+        ours, theirs = (t.T[0, :, c : c + 16, c : c + 16] for t in (images, wanted))
+        assert (ours - theirs).norm() <= 0.5 * (theirs.to(BF16).double() - theirs).norm()
+    assert torch.equal(images.W[0], wanted.W[0])
+
+
+@needs_emulator
 def test_what_never_decays_is_kept():
     """Not by what a decay of one, or nearly one, is rounded to, token by token: a chunk's is within 2^-22 of what it should be."""
     sizes = Sizes()

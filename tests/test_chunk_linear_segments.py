@@ -48,9 +48,9 @@ def served(form: Any, segments: int) -> Any:
 
 @needs_emulator
 @FORMS
-@pytest.mark.parametrize("kind", every_other(["random", "near keys, steps of 1", "slow", "one channel never"]))
+@pytest.mark.parametrize("kind", every_other(["random", "near keys, steps of 1", "slow"]))
 def test_errors_are_those_of_one_segment(case, form, kind):
-    """To a twentieth, from a state that most of what decays slowly is still in at the end."""
+    """To a twentieth, from a state that is still there at the end where decays are slow."""
     case = replace(case, heads=1)
     call = make(case, 1, 400, **ADVERSARIAL.get(kind, {})) | {"initial_states": laws.states(case, 1), "return_final_states": True}
     wanted = exact(case, call)
@@ -221,7 +221,7 @@ EDITS = {
     "M: a column's decay": ("sums", "S[r] = S[r] * __uint", "S[r] = S[r] + 0.f * __uint", "off"),
     "sums: no wait": ("sums", "    wait_for_upstream();\n    float* const left", "    float* const left", "before the wait"),
     "sums: state changed in flight": ("sums", "wgmma_wait<0>();\n      wgmma_landed(S);", "", "in flight"),
-    "sums: second terms": ("sums", "load_matrices(b, rests, at + c * 128)", "load_matrices(b, rests, c * 128)", "in shared"),
+    "sums: room too early": ("sums", "barrier_init(empty, i, 4 * kWalkers)", "barrier_init(empty, i, 2 * kWalkers)", "before it looks"),
     "join: without M": ("join", "fmaf(S[row], M[i], sum[row])", "sum[row]", "off"),
     "outputs: all final": ("chain", "if (segment + 1 == cut.segments) ", "", "also writes"),
     "outputs: v of the first segment": ("chain", "origin + before;", "origin;", "also writes"),
@@ -242,8 +242,8 @@ def test_broken_kernels_are_found(edit):
     def two_stages(problem: LinearPromptProblem) -> Any:
         return WarpgroupChainSpec(**of_problem(problem, LinearPromptProblem), tile=64, stages=2, pdl=Pdl.TRIGGER_LOADED)
 
-    # Four segments, from a state that lives long.
-    call = make(WIDE, 500, gate=0.02, step=0.1) | {"cu_seqlens": starts_of((500,), "cpu"), "state": laws.states(WIDE, 1)}
+    # Four segments of three chunks, from a state that lives long.
+    call = make(WIDE, 760, gate=0.02, step=0.1) | {"cu_seqlens": starts_of((760,), "cpu"), "state": laws.states(WIDE, 1)}
     call |= {"has_initial_state": torch.tensor([True]), "segments": 4}
     wanted = exact(WIDE, call)
     try:

@@ -4,7 +4,7 @@ A block has a chunk of one head, each of its four warps 16 rows, and a lane eigh
 is written decays and meets what reads it, within a lane's rows: those are the 4 x 4 blocks on the diagonals of A and P. Blocks of 4 x 4,
 8 x 8, 16 x 16 and 32 x 32 below are products of 16-bit numbers that have decayed from, and to, where the later rows begin: no decay is
 divided by. T comes from substitution in f32 on its diagonal, and products of tf32 below.
-Bytes per token and head: those of keys and gates read, 6 K + 160 written.
+Bytes per token and head: those of keys and gates read, 6 K + 192 written.
 """
 
 from __future__ import annotations
