@@ -98,7 +98,7 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
     # Shared memory, in 32-bit words: two stages of u, delta, z, B and C as they are, with rows of the contiguous axis.
 
     def _words(self, layout: Order, inner: int) -> int:
-        """Of a row of `inner` numbers, or of a tile's tokens."""
+        """32-bit words of a row of `inner` numbers, or of a tile's tokens."""
         return -(-(inner if layout is Order.LAST else self.tile) * self.x.size // 16) * 4
 
     @property
