@@ -8,10 +8,11 @@ from torch import Generator, Tensor
 from ...calls.checks import TORCH_DTYPES
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, randn, slot_indices, trial
 from ...spec import DType, Index, Layout, Loads
+from ..chunk_delta_rule.chunk_calls import WRITTEN
 from ..linear_attention.problem import Gate
 from .chain import ChainSpec
 from .operands import ALIKE
-from .planning import CALLERS, NAMES, WRITTEN, Options
+from .planning import CALLERS, NAMES, Options
 from .problem import Rule, workspace_bytes
 from .warpgroups import WarpgroupChainSpec
 
