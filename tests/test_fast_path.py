@@ -74,19 +74,22 @@ def test_a_new_output_is_made_each_time(launched):
     assert [call["out"] for call in launched] == [out.data_ptr() for out in outs] and launched.made == 1
 
 
-def test_calls_in_turn_of_one_form(launched):
-    """The same names, other numbers of rows and other types: neither is taken for the one before it."""
+@pytest.mark.parametrize("again", [1, 3])
+def test_calls_in_turn_of_one_form(launched, again):
+    """The same names, other numbers of rows and other types: neither is taken for the one before it, however often that came."""
     one, two = Step("gated_delta_rule", BF16), Step("gated_delta_rule", BF16)
     fewer = {n: t[:2] for n, t in two.inputs.items()}
     options = two.options | {"state_indices": two.options["state_indices"][:2]}
     for _ in range(3):
-        one.function(one.state, **one.inputs, **one.options, num_accepted_tokens=None)
-        assert launched[-1] | pointers(one) == launched[-1]
-        out = one.function(two.state, **fewer, **options, num_accepted_tokens=None)
-        assert launched[-1]["q"] == two.inputs["q"].data_ptr() and len(out) == 2
+        for _ in range(again):
+            one.function(one.state, **one.inputs, **one.options, num_accepted_tokens=None)
+            assert launched[-1] | pointers(one) == launched[-1]
+        for _ in range(again):
+            out = one.function(two.state, **fewer, **options, num_accepted_tokens=None)
+            assert launched[-1]["q"] == two.inputs["q"].data_ptr() and len(out) == 2
         with pytest.raises(ArgumentError, match="num_accepted_tokens is a list"):
             one.function(one.state, **one.inputs, **one.options, num_accepted_tokens=[1])
-    assert launched.made == 2 and len(launched) == 6
+    assert launched.made == 2 and len(launched) == 6 * again
 
 
 def test_commits(launched):

@@ -14,15 +14,24 @@ from .planning import is_memory
 if TYPE_CHECKING:
     from .public import Call
 
+Row = Callable[[tuple[Any, ...]], Any]
 _SCALARS = frozenset((type(None), bool, int, float, str))
 _data_ptr = Tensor.data_ptr
+
+
+def _no_row(values: tuple[Any, ...]) -> None:
+    """A row of no call."""
+
+
+_NONE = None, _no_row
 
 
 class Memory(runtime.Table):
     """The calls of one public function. A row makes a call that differs in nothing but where its tensors lie, and returns its result; None
     where the arguments are others. Its key is the form of the arguments, their number and names, and how many elements one has."""
 
-    latest: tuple[Any, Callable[[tuple[Any, ...]], Any]]  # form and row of the last call that was known: a layer's is often the next one's
+    latest: tuple[Any, Row]  # form and row of calls that come again and again, as those of layers do, and not in turn with others
+    _last: Row  # that the table had
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +39,7 @@ class Memory(runtime.Table):
 
     def clear(self) -> None:
         super().clear()
-        self.latest = None, lambda values: None
+        self.latest, self._last = _NONE, _no_row
 
     def repeated(self, form: tuple[Any, ...], size: Any, values: tuple[Any, ...]) -> tuple[Any, Any]:
         """(key, result) of a call that is not like the latest one; no result where it is not known, and no key for sizes that are symbols,
@@ -44,7 +53,7 @@ class Memory(runtime.Table):
         for again in rows:
             found = again(values)
             if found is not None:
-                self.latest = form, again
+                self.latest, self._last = (form, again) if again is self._last else _NONE, again
                 return key, found
         return key, None
 
@@ -85,7 +94,7 @@ def _row(
     pattern: runtime.Pattern,
     new: tuple[Callable[[], Tensor], ...],
     result: Callable[[tuple[Tensor, ...]], Any],
-) -> Callable[[tuple[Any, ...]], Any]:
+) -> Row:
     """A row of Memory, of a call that was seen with these flat arguments.
 
     flat_of: the arguments with those in tuples and lists in their places; None if there are none such. plain_of: of flat arguments, those

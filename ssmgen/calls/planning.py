@@ -38,18 +38,32 @@ class Family(NamedTuple):
 
 def check_overlap(family: Family, name: str, layout: Views, where: Mapping[str, int]) -> None:
     """Raises ArgumentError when something that is written shares memory with anything else."""
-    ranges = {n: (p, p + checks.extent(layout[n])) for n, p in where.items()}
-    written = {n: ranges[n] for n in family.written if n in ranges}
-    read = {n: r for n, r in ranges.items() if n not in written}
-    for target, source in family.in_place:
-        if target in written and source in read:
-            a, b = layout[target], layout[source]
-            if where[target] == where[source] and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype:
+    overlap_check(family, name, layout)(where)
+
+
+def overlap_check(family: Family, name: str, layout: Views) -> Callable[[Mapping[str, int]], None]:
+    """The check of operands so laid out, of where they lie: it raises ArgumentError as check_overlap does."""
+    extents = {n: checks.extent(t) for n, t in layout.items()}
+    pairs = [(a, b) for a, b in family.in_place if a in layout and b in layout and _alike(layout[a], layout[b])]
+
+    def check(where: Mapping[str, int]) -> None:
+        ranges = {n: (p, p + extents[n]) for n, p in where.items()}
+        written = {n: ranges[n] for n in family.written if n in ranges}
+        read = {n: r for n, r in ranges.items() if n not in written}
+        for target, source in pairs:
+            if target in written and source in read and where[target] == where[source]:
                 del read[source]
-    problems: list[str] = []
-    checks.check_overlap(written, read, problems)
-    if problems:
-        raise ArgumentError(name, problems)
+        problems: list[str] = []
+        checks.check_overlap(written, read, problems)
+        if problems:
+            raise ArgumentError(name, problems)
+
+    return check
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Whether an element of one lies where the same of the other does, when both begin at one address."""
+    return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
 
 
 def grid_of(family: Family, name: str, spec: KernelSpec, views: Views) -> int:
@@ -87,10 +101,11 @@ def new_pattern(
     size = family.size_of(views)
     layout = {n: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for n, t in views.items()}
     launches: dict[Any, runtime.Launch | runtime.Chain] = {}  # alignment is part of the problem
+    check = overlap_check(family, name, layout)
 
     def resolve(pointers: tuple[int, ...]) -> runtime.Launch | runtime.Chain | None:
         where = dict(zip(names, pointers, strict=True))
-        check_overlap(family, name, layout, where)
+        check(where)
         if size == 0:
             return None
         problem = family.problem_of(layout, where, options)

@@ -16,19 +16,17 @@ from ...calls.checks import DTYPES, INDEX
 from ...calls.planning import Caller, Family
 from ...calls.prompts import STATES
 from ...engine.tiles import maps
-from ...errors import ArgumentError
 from ...spec import Layout, Loads
 from ..linear_attention.problem import Beta
+from .chunk_calls import WRITTEN, axes_of, check_alignment, check_workspace, size_of, v_sizes
 from .problem import CHUNK, OPERATOR, DeltaProblem, Gate, chunks_of
 from .reference import chunk_delta_rule as reference
 from .segments import asked, workspace_for
 from .spec import Counts, DeltaSpec
 
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", *prompts.CONTROL)
-WRITTEN = ("out", "final_states", "state", "checkpoints", "workspace")
 ROWS = ("v", "q", "k", "out")  # of one dtype, with channels behind heads
 _PER_TOKEN = dict.fromkeys(ROWS, 4) | {"g": 3, "beta": 3}
-ALIGNMENT = 16  # of the workspace, whose images are copied so many bytes at once
 
 
 class Options(NamedTuple):
@@ -64,7 +62,10 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     if not _shapes_fit(views, options, problems):
         return {}
     prompts.check_layout({n: t for n, t in views.items() if n != "workspace"}, ROWS, WRITTEN, tuple(_PER_TOKEN), problems)
-    _check_workspace(views, options.segments, problems)
+    sizes = *v_sizes(views), views["q"].shape[3], views["v"].shape[3]
+    segments, length = options.segments, views["v"].shape[1]
+    said = f"{OPERATOR}_workspace({', '.join(map(str, sizes))}{'' if segments is None else f', {segments}'})"
+    check_workspace(views, workspace_for(*sizes, segments, length), said, problems)
     return views
 
 
@@ -90,26 +91,9 @@ def _shapes_fit(views: Mapping[str, Tensor], options: Options, problems: list[st
     return all(fits)
 
 
-def _check_workspace(views: Mapping[str, Tensor], segments: int | None, problems: list[str]) -> None:
-    workspace, v = views["workspace"], views["v"]
-    batch, length, heads, _ = v.shape
-    sizes = batch * length, prompts.sequences_of(views, "v"), heads, views["q"].shape[3], v.shape[3]
-    wanted = workspace_for(*sizes, segments, length)
-    if workspace.device != v.device:
-        problems.append(f"workspace is on {workspace.device}, v is on {v.device}")
-    if workspace.dtype != torch.uint8 or workspace.dim() != 1 or not workspace.is_contiguous():
-        problems.append(f"workspace is {checks.describe(workspace)}, not dense bytes: [{wanted} or more] uint8")
-    elif workspace.numel() < wanted:
-        problems.append(
-            f"workspace has {workspace.numel()} bytes, and this call needs {wanted}: "
-            f"chunk_delta_rule_workspace({', '.join(map(str, sizes))}{'' if segments is None else f', {segments}'})"
-        )
-
-
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> DeltaProblem:
     """The problem that checked operands pose, given where they lie. Raises ArgumentError where the workspace cannot lie there."""
-    if pointers["workspace"] % ALIGNMENT:
-        raise ArgumentError(OPERATOR, [f"workspace does not begin at a multiple of {ALIGNMENT} bytes"])
+    check_alignment(OPERATOR, pointers)
     states = [n for n in STATES if n in views]
 
     def dtype(name: str) -> Any:
@@ -146,13 +130,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     )
 
 
-_AXES = {
-    **dict.fromkeys(_PER_TOKEN, {"batch": 0, "token": 1, "head": 2}),
-    **dict.fromkeys(("A_log", "dt_bias"), {"head": 0}),
-    **dict.fromkeys(STATES, {"slot": 0, "head": 1}),
-    **dict.fromkeys(("cu_seqlens", "state_indices", "has_initial_state"), {"sequence": 0}),
-    "checkpoint_positions": {"position": 0},
-}
+_AXES = axes_of(_PER_TOKEN)
 
 
 def counts_of(views: Mapping[str, Tensor]) -> Counts:
@@ -172,12 +150,6 @@ def kernel_values(spec: DeltaSpec, views: Mapping[str, Tensor], options: Options
     values |= {f"{operand}_{axis}": views[operand].stride(_AXES[operand][axis]) for operand, axis in spec.strides()}
     values |= maps(views, spec.mapped, CHUNK)
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
-
-
-def size_of(views: Mapping[str, Tensor]) -> int:
-    """Heads of v; 0 if nothing is to be written."""
-    writes = views["v"].numel() or any(n in views for n in ("final_states", "state"))
-    return views["v"].shape[2] if prompts.sequences_of(views, "v") and writes else 0
 
 
 FAMILY = Family(

@@ -9,7 +9,8 @@ from ...calls.checks import TORCH_DTYPES
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, slot_indices, trial
 from ...spec import DType, Index, Layout, Loads
 from .chain import ChainSpec
-from .planning import CALLERS, NAMES, WRITTEN, Options
+from .chunk_calls import WRITTEN
+from .planning import CALLERS, NAMES, Options
 from .problem import CHUNK, OPERATOR, Gate, cut_from
 from .segments import workspace_for
 from .warpgroups import WarpgroupChainSpec

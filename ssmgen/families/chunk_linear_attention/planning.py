@@ -17,8 +17,8 @@ from ...calls.checks import DTYPES, INDEX
 from ...calls.planning import Caller, Family
 from ...calls.prompts import STATES
 from ...engine.tiles import maps
-from ...errors import ArgumentError
 from ...spec import Layout, Loads
+from ..chunk_delta_rule.chunk_calls import WRITTEN, axes_of, check_alignment, check_workspace, size_of, v_sizes
 from ..linear_attention.problem import Beta, Gate
 from .operands import ALIKE, CHANNELS, FUNCTIONS, OF_KEYS, OPERANDS, PER_TOKEN
 from .problem import OPERATOR, LinearPromptProblem, Rule, chunks_of
@@ -27,8 +27,6 @@ from .segments import cut_by, workspace_for
 from .spec import Counts, LinearSpec
 
 NAMES = (*OPERANDS, *prompts.CONTROL)
-WRITTEN = ("out", "final_states", "state", "checkpoints", "workspace")
-ALIGNMENT = 16  # of the workspace, whose images are copied so many bytes at once
 WHAT = "linear attention over a prompt"
 
 
@@ -84,7 +82,12 @@ def _checked(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     for name in CHANNELS:
         if name in views and views[name].dim() > 1 and views[name].stride(-1) != 1 and views[name].shape[-1] > 1:
             problems.append(f"{name} has strides {list(views[name].stride())}; its rows must be contiguous")
-    _check_workspace(views, options, problems)
+    v = views["v"]
+    sizes = *v_sizes(views), views["q"].shape[3]
+    rule, segments = Rule(options.rule), options.segments
+    cut = f", {v.shape[3]}{'' if segments is None else f', {segments}'}" if rule.weighs else ""
+    said = f"{OPERATOR}_workspace({', '.join(map(str, sizes))}, {options.rule!r}{cut})"
+    check_workspace(views, workspace_for(*sizes, v.shape[3], rule, segments, v.shape[1]), said, problems)
     return views
 
 
@@ -118,25 +121,9 @@ def _shapes_fit(views: Mapping[str, Tensor], options: Options, problems: list[st
     return all(fits)
 
 
-def _check_workspace(views: Mapping[str, Tensor], options: Options, problems: list[str]) -> None:
-    workspace, v = views["workspace"], views["v"]
-    batch, length, heads, _ = v.shape
-    asked = batch * length, prompts.sequences_of(views, "v"), heads, views["q"].shape[3]
-    wanted = workspace_for(*asked, v.shape[3], Rule(options.rule), options.segments, length)
-    if workspace.device != v.device:
-        problems.append(f"workspace is on {workspace.device}, v is on {v.device}")
-    if workspace.dtype != torch.uint8 or workspace.dim() != 1 or not workspace.is_contiguous():
-        problems.append(f"workspace is {checks.describe(workspace)}, not dense bytes: [{wanted} or more] uint8")
-    elif workspace.numel() < wanted:
-        cut = f", {v.shape[3]}{'' if options.segments is None else f', {options.segments}'}" if Rule(options.rule).weighs else ""
-        said = f"{OPERATOR}_workspace({', '.join(map(str, asked))}, {options.rule!r}{cut})"
-        problems.append(f"workspace has {workspace.numel()} bytes, and this call needs {wanted}: {said}")
-
-
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> LinearPromptProblem:
     """The problem that checked operands pose, given where they lie. Raises ArgumentError where the workspace cannot lie there."""
-    if pointers["workspace"] % ALIGNMENT:
-        raise ArgumentError(OPERATOR, [f"workspace does not begin at a multiple of {ALIGNMENT} bytes"])
+    check_alignment(OPERATOR, pointers)
     states = [n for n in STATES if n in views]
 
     def dtype(name: str) -> Any:
@@ -175,13 +162,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     )
 
 
-_AXES = {
-    **dict.fromkeys(PER_TOKEN, {"batch": 0, "token": 1, "head": 2}),
-    **dict.fromkeys(("A_log", "dt_bias"), {"head": 0}),
-    **dict.fromkeys(STATES, {"slot": 0, "head": 1}),
-    **dict.fromkeys(("cu_seqlens", "state_indices", "has_initial_state"), {"sequence": 0}),
-    "checkpoint_positions": {"position": 0},
-}
+_AXES = axes_of(PER_TOKEN)
 
 
 def counts_of(views: Mapping[str, Tensor], rule: Rule) -> Counts:
@@ -201,12 +182,6 @@ def kernel_values(spec: LinearSpec, views: Mapping[str, Tensor], options: Option
     values |= {f"{operand}_{axis}": views[operand].stride(_AXES[operand][axis]) for operand, axis in spec.strides()}
     values |= maps(views, spec.mapped, spec.rule.tokens)
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
-
-
-def size_of(views: Mapping[str, Tensor]) -> int:
-    """Heads of v; 0 if nothing is to be written."""
-    writes = views["v"].numel() or any(n in views for n in ("final_states", "state"))
-    return views["v"].shape[2] if prompts.sequences_of(views, "v") and writes else 0
 
 
 FAMILY = Family(

@@ -8,11 +8,12 @@ from torch import Generator, Tensor
 from ...calls.checks import TORCH_DTYPES
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, randn, slot_indices, trial
 from ...spec import DType, Index, Layout, Loads
+from ..chunk_delta_rule.chunk_calls import WRITTEN
 from ..chunk_delta_rule.problem import cut_from
 from ..linear_attention.problem import Gate
 from .chain import ChainSpec
 from .operands import ALIKE
-from .planning import CALLERS, NAMES, WRITTEN, Options
+from .planning import CALLERS, NAMES, Options
 from .problem import Rule
 from .segments import workspace_for
 from .warpgroups import WarpgroupChainSpec
