@@ -39,7 +39,8 @@ def is_accurate(run: Run, case: Case, tokens: int, **kind: float) -> None:
 
 
 def is_accurate_from_zeros(run: Run, case: Case, tokens: int) -> None:
-    """Of keys that are nearly one, with steps of 1 and no decay: what queries unlike them see is small, and rounding errors are not."""
+    """Accuracy from zeros, of keys that are nearly one, with steps of 1 and no decay: what queries unlike them see is small, and errors are
+    not."""
     call = make(case, 1, tokens, near=0.05, step=1.0, gate=0.0) | {"return_final_states": True}
     wanted = exact(case, call)
     out, last = run(case, **call)

@@ -197,7 +197,7 @@ def joining(spec: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class JoinSpec(Join, DeltaSpec):
-    """That of the delta rule."""
+    """States between segments of the delta rule."""
 
     family: ClassVar[str] = "chunk_delta_rule_join"
 

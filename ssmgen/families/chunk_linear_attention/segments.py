@@ -102,7 +102,7 @@ class WarpgroupSumsSpec(Sums, WarpgroupChainSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class JoinSpec(Join, LinearSpec):
-    """States between segments."""
+    """States between segments of these attentions."""
 
     family: ClassVar[str] = "chunk_linear_attention_join"
 
