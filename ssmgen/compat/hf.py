@@ -137,7 +137,7 @@ def patch(models: str | torch.nn.Module | Iterable[str | torch.nn.Module] = "aut
     wanted = [(name, function) for name in names for function in MODELS.get(name, ())]
     wanted += [(name, lightning.CLASSES[name]) for name in names if name in lightning.CLASSES]
     if fuse:
-        wanted += [(name, layers.LAYERS[name].name) for name in names if name in layers.LAYERS]
+        wanted += [(name, layers.CLASSES[name]) for name in names if name in layers.CLASSES]
         wanted += [(name, norms.NORMS[name]) for name in names if norms.has(_modeling(name), name)]
     with _lock:
         objections = {pair: words for pair in wanted if (words := _objection(*pair))}
