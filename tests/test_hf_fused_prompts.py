@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import Counter
 
 import pytest
@@ -29,6 +30,7 @@ from ssmgen.compat.hf_functions import recording
 from ssmgen.compat.hf_layers import CLASSES
 from ssmgen.errors import UnsupportedError
 
+PADDED = ("111111111 001111111 010110111 000000011 000000000", "11111 01011 00011 00000 00111")  # rows of a prompt and of one behind it
 WIDTH = 4  # of every tiny model's convolution
 FIRST = ("mamba", "mamba2", "qwen3_next", "kimi_linear")  # one of each kind of layer
 every_kind = pytest.mark.parametrize("name", CLASSES)
@@ -49,7 +51,7 @@ def nothing_stays_patched():
 
 
 class Layer:
-    """A mixer with weights that differ where a new model's do not, and its cache."""
+    """A mixer with weights that differ where a new model's do not."""
 
     def __init__(self, name, **changes):
         self.model = prompted(name, **changes)
@@ -58,7 +60,7 @@ class Layer:
         for parameter in self.mixer.parameters():
             if parameter.dim() == 1:
                 torch.nn.init.uniform_(parameter, 0.2, 1.2)
-        self.cache = self.new_cache()
+        self.projection = getattr(self.mixer, "out_proj", None) or self.mixer.o_proj
 
     def new_cache(self):
         from transformers import DynamicCache
@@ -68,10 +70,6 @@ class Layer:
     def __call__(self, hidden, cache, mask=None):
         with torch.no_grad():
             return self.mixer(hidden, cache_params=cache, attention_mask=mask)
-
-
-def states(cache):
-    return states_of_cache(cache)
 
 
 # A row is what it is by itself.
@@ -84,10 +82,8 @@ def test_a_row_is_what_it_is_by_itself_wherever_its_padding_is(name, changes):
     The rows of both have: no padding; some on the left; gaps; fewer tokens than the window, and none.
     """
     layer = Layer(name, **changes)
-    pieces = []
-    for i, rows in enumerate((["111111111", "001111111", "010110111", "000000011", "000000000"], ["11111", "01011", "00001", "00000", "00111"])):
-        mask = torch.tensor([[int(c) for c in row] for row in rows])
-        pieces.append((torch.randn(*mask.shape, 32, generator=torch.Generator().manual_seed(i)), mask))
+    masks = [torch.tensor([[int(c) for c in row] for row in rows.split()]) for rows in PADDED]
+    pieces = [(torch.randn(*mask.shape, 32), mask) for mask in masks]
     cache, alone = layer.new_cache(), [layer.new_cache() for _ in range(5)]
     with hf.patch(name, fuse=True) as patch:
         for hidden, mask in pieces:
@@ -97,35 +93,30 @@ def test_a_row_is_what_it_is_by_itself_wherever_its_padding_is(name, changes):
                     continue
                 want = layer(hidden[row : row + 1, real], alone[row])
                 assert_close(got[row : row + 1, real], want)
-                for batched, single in zip(states(cache), states(alone[row]), strict=True):
+                for batched, single in zip(states_of_cache(cache), states_of_cache(alone[row]), strict=True):
                     assert_close(batched[row : row + 1], single)
-            assert torch.equal(got[mask == 0], layer.mixer.get_submodule(OUT[name])(torch.zeros(int((mask == 0).sum()), got_inner(layer))))
-    assert patch.calls().keys() == {fused_label(name)}
-
-
-OUT = dict.fromkeys(CLASSES, "out_proj") | dict.fromkeys(("kimi_linear", "glm5_next", "bailing_hybrid"), "o_proj")
-
-
-def got_inner(layer):
-    return getattr(layer.mixer, "out_proj", getattr(layer.mixer, "o_proj", None)).in_features
+            padding = torch.zeros(int((mask == 0).sum()), layer.projection.in_features)
+            assert torch.equal(got[mask == 0], layer.projection(padding))
+    assert fused_label(name) in patch.calls() and not patch.calls().keys() & prompt_calls(name, layer.model).keys()
 
 
 @every_kind
 def test_a_prompt_in_pieces_is_the_whole_prompt(name):
-    """As long as the window or shorter, of one token too, whose step ends it; transformers' Mamba begins each from a state of zeros."""
+    """Longer than the convolution's window and shorter. Transformers' Mamba begins each from a state of zeros."""
     model = prompted(name)
     want = Prompt.run(model, 16)
+    counts = "position_ids" in inspect.signature(model.forward).parameters  # transformers' Bamba begins anew where it is not told
     logits, how = [], {}
     with hf.patch(model, fuse=True) as patch:
-        for piece in (slice(0, 7), slice(7, 10), slice(10, 15), slice(15, 16)):
-            got = Prompt.run(model, 16, tokens=piece, **how)
-            how = {want.cache_name: got.cache}
+        for first, end in ((0, 7), (7, 10), (10, 16)):
+            how |= {"position_ids": torch.arange(first, end).expand(2, -1)} if counts else {}
+            got = Prompt.run(model, 16, tokens=slice(first, end), **how)
+            how[want.cache_name] = got.cache
             logits.append(got.logits)
     assert_close(torch.cat(logits, dim=1), want.logits)
     for ours, theirs in zip(got.states, want.states, strict=True):
         assert_close(ours, theirs)
-    pieces = 3 if "selective" in str(of_prompts(name)) else 4
-    assert patch.calls()[fused_label(name)] == hf.Calls(pieces * fused_prompt_calls(name, model)[fused_label(name)].ssmgen, 0)
+    assert patch.calls() == {label: hf.Calls(3 * calls.ssmgen, 0) for label, calls in fused_prompt_calls(name, model).items()}
 
 
 @pytest.mark.parametrize("name", kept(CLASSES, lambda name: name in FIRST))
@@ -137,7 +128,8 @@ def test_prompts_of_mixed_lengths_generate_what_each_does(name):
     ids = torch.randint(3, 64, (3, longest), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]).long()
     ids = torch.where(mask.bool(), ids, 0)
-    want = [model.generate(ids[i : i + 1, longest - n :], attention_mask=mask[i : i + 1, longest - n :], **how) for i, n in enumerate(lengths)]
+    rows = [(ids[i : i + 1, longest - n :], mask[i : i + 1, longest - n :]) for i, n in enumerate(lengths)]
+    want = [model.generate(tokens, attention_mask=real, **how) for tokens, real in rows]
     with hf.patch(model, fuse=True):
         got = model.generate(ids, attention_mask=mask, **how)
     assert [row[longest:].tolist() for row in got] == [row[0, -4:].tolist() for row in want]
@@ -191,13 +183,11 @@ def test_what_refuses_has_changed_nothing(name, monkeypatch):
     assert patch.calls().items() >= prompt_calls(name, model).items()
 
 
-@pytest.mark.parametrize("where", ["seq_idx", "cu_seq_lens_q"])
-def test_sequences_that_the_caller_has_packed_are_for_the_functions(where):
-    layer = Layer("qwen3_next")
-    told = {"seq_idx": torch.tensor([[0] * 4 + [1] * 5], dtype=torch.int32), "cu_seq_lens_q": torch.tensor([0, 4, 9], dtype=torch.int32)}
-    with hf.patch("qwen3_next", fuse=True) as patch, torch.no_grad():
-        layer.mixer(torch.randn(1, 9, 32), **(told if where == "cu_seq_lens_q" else {"seq_idx": torch.zeros(1, 9, dtype=torch.int32)} | told))
-    assert fused_label("qwen3_next") not in patch.calls()
+def test_sequences_that_the_caller_has_packed_are_for_the_functions():
+    layer = Layer("mamba2")
+    with hf.patch("mamba2", fuse=True) as patch, torch.no_grad():
+        layer.mixer(torch.randn(1, 9, 32), seq_idx=torch.tensor([[0] * 4 + [1] * 5], dtype=torch.int32))
+    assert fused_label("mamba2") not in patch.calls() and patch.calls()["mamba2.mamba2_chunk_scan"] == hf.Calls(1, 0)
 
 
 # Packing.
