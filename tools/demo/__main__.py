@@ -24,7 +24,7 @@ from .table import as_markdown, kernel_lists, print_table
 @click.option("--layers", type=click.IntRange(1), default=8, show_default=True, help="Of each model; at least one of each kind it has.")
 @click.option("--tokens", type=click.IntRange(2), default=16, show_default=True, help="Steps per round, and tokens that are compared.")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
-@click.option("--kernels", is_flag=True, help="Of prompts, list the kernels by name, with their launches and time; in the JSON too.")
+@click.option("--kernels", is_flag=True, help="Of patched prompts, list kernels by name, with launches and time; in the JSON too.")
 @click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write all that was measured here.")
 @click.option("--markdown", is_flag=True, help="Print the table in Markdown, as is done where the output is no terminal.")
 def demo(names, batches, prompts, layers, tokens, rounds, kernels, file, markdown) -> None:

@@ -104,7 +104,7 @@ def measured(model: torch.nn.Module, batch: int, length: int, options: Options) 
                     logits[name] = _last_logits(model, ids)
                     found["memory"][name] = peak_bytes(way.step)
                     _count(name, way, found)
-                    if options.by_kernel:
+                    if options.by_kernel and name != PLAIN:  # a profile of its 100 000 launches takes half a minute
                         found["by_kernel"][name] = kernels_by_name(way.step)
             except torch.OutOfMemoryError as e:
                 if name != PLAIN:
