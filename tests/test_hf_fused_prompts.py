@@ -77,7 +77,7 @@ class Layer:
 
 @pytest.mark.parametrize(("name", "changes"), MIXERS.values(), ids=MIXERS)
 def test_a_row_is_what_it_is_by_itself_wherever_its_padding_is(name, changes):
-    """Of a prompt and of another one behind it: what the layer gives, its window and its state; where there is padding, what it makes of 0.
+    """A prompt and another one behind it: what the layer gives, its window and its state; where there is padding, what it makes of 0.
 
     The rows of both have: no padding; some on the left; gaps; fewer tokens than the window, and none.
     """

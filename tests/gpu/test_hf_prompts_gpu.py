@@ -110,7 +110,7 @@ def test_a_fused_prompt_in_two_pieces(name, sizes):
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "qwen3_next", "kimi_linear"])
 def test_padding_asks_the_host_nothing(name):
-    """Of a prompt and of one behind it, once their kernels are there."""
+    """Neither a prompt nor one behind it does, once their kernels are there."""
     from transformers import DynamicCache
 
     model = prompted(name).bfloat16().cuda()

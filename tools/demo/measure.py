@@ -146,7 +146,7 @@ def kernels_by_name(step: Callable[[], Any]) -> dict[str, Launches]:
 
 
 def summed(times: Iterable[tuple[str, float]]) -> dict[str, Launches]:
-    """Of names and microseconds, those first that take longest together."""
+    """Launches by name, of names and microseconds: those first that take longest together."""
     found: dict[str, Launches] = {}
     for name, us in times:
         before = found.get(name, Launches(0, 0.0))

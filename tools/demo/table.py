@@ -145,7 +145,7 @@ def _joined(columns: tuple[Column, ...], texts: list[str]) -> list[str]:
 
 
 def kernel_lists(report: Report, width: int = 100) -> Iterator[str]:
-    """Of each prompt and way whose kernels were listed, those that take longest together first; names are cut at `width`."""
+    """A text for each prompt and way whose kernels were listed, longest first; names are cut at `width`."""
     for row in report.prompts:
         for way, launches in row.by_kernel.items():
             total, count = sum(k.us for k in launches.values()), sum(k.count for k in launches.values())
