@@ -14,7 +14,7 @@ from hf_models import tiny as tiny
 
 from ssmgen.compat import hf, hf_layers
 from ssmgen.compat.hf_functions import delta_faults, kda_faults
-from ssmgen.compat.hf_layers import LAYERS
+from ssmgen.compat.hf_layers import CLASSES
 from ssmgen.compat.hf_norms import NORMS
 
 
@@ -191,17 +191,17 @@ def norm_of_error(got: Prompt, exact: Prompt) -> float:
 
 def mixer_class(name: str) -> type[torch.nn.Module]:
     """The class of a model's layers that `patch(fuse=True)` knows."""
-    return getattr(modeling(name), LAYERS[name].name)
+    return getattr(modeling(name), CLASSES[name])
 
 
 def mixers(model: torch.nn.Module) -> list[Any]:
     """The model's layers that are fused."""
-    classes = tuple(mixer_class(name) for name in LAYERS if known(name))
+    classes = tuple(mixer_class(name) for name in CLASSES if known(name))
     return [layer for layer in model.modules() if isinstance(layer, classes)]
 
 
 def fused_label(name: str) -> str:
-    return f"{name}.{LAYERS[name].name}"
+    return f"{name}.{CLASSES[name]}"
 
 
 def fused_operator(name: str) -> tuple[Any, str]:
@@ -228,7 +228,9 @@ def assert_same_generation(got: Any, want: Any) -> None:
 
 def fused_calls(name: str, model: torch.nn.Module, steps: int) -> dict[str, hf.Calls]:
     """The calls of a fused generation with so many decode steps."""
-    return {**fused_prompt_calls(name, model), fused_label(name): hf.Calls(convolutions(model) * steps, 0)}
+    calls = fused_prompt_calls(name, model)
+    prompts = calls.get(fused_label(name), hf.Calls(0, 0)).ssmgen
+    return {**calls, fused_label(name): hf.Calls(prompts + convolutions(model) * steps, 0)}
 
 
 def gated_norms(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -242,16 +244,19 @@ def norm_label(norm: torch.nn.Module) -> str:
 
 
 def fused_prompt_calls(name: str, model: torch.nn.Module) -> dict[str, hf.Calls]:
-    """The calls of a prompt with `fuse=True`: a norm's once in every layer that has one."""
+    """The calls of a prompt with `fuse=True`: one of every layer, or where it is not fused, its functions' and its norm's."""
+    calls = prompt_calls(name, model)
+    if name in CLASSES and not any(c.original for c in calls.values()):
+        return {fused_label(name): hf.Calls(convolutions(model), 0)}
     found = gated_norms(model)
-    return prompt_calls(name, model) | ({norm_label(found[0]): hf.Calls(len(found), 0)} if found else {})
+    return calls | ({norm_label(found[0]): hf.Calls(len(found), 0)} if found else {})
 
 
 def replaced() -> dict[str, Any]:
     """What patches replace: functions of modeling files and forwards of layers."""
     here = [name for name in TINY if known(name)]
     functions = {f"{name}.{f}": getattr(modeling(name), f) for name in here for f in hf.MODELS[name] if hasattr(modeling(name), f)}
-    functions |= {fused_label(name): vars(mixer_class(name))["forward"] for name in LAYERS if known(name)}
+    functions |= {fused_label(name): vars(mixer_class(name))["forward"] for name in CLASSES if known(name)}
     norms = {name: getattr(modeling(name), NORMS[name], None) for name in here if name in NORMS}
     return functions | {f"{name}.{NORMS[name]}": vars(norm)["forward"] for name, norm in norms.items() if norm is not None}
 

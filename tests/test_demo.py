@@ -18,7 +18,7 @@ from ssmgen.bench.progress import Watch
 from ssmgen.compat import hf
 from tools.demo import DemoError, measure, prompts, run
 from tools.demo.decode import PROMPT, Greedy, prompt
-from tools.demo.measure import FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Options, Way
+from tools.demo.measure import FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Launches, Options, Way
 from tools.demo.presets import OTHERS, SHARED, Preset, chosen, presets
 
 HERE = [preset.name for preset in chosen(())]
@@ -226,6 +226,7 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     for module in (measure, prompts):
         monkeypatch.setattr(module, "kernels", lambda step: step() is None or 5)
+    monkeypatch.setattr(prompts, "kernels_by_name", lambda step: step() and {"gemm": Launches(2, 3.0)})
     monkeypatch.setattr(prompts, "peak_bytes", lambda step: step() and 7)
     monkeypatch.setattr(prompts, "free_bytes", lambda: 1000)
     monkeypatch.setattr(prompts, "seconds", lambda step: step() and 0.1)
@@ -255,8 +256,39 @@ def test_prompts_are_measured_patched_and_not(on_cpu, preset):
         assert row.ms.keys() == {PLAIN, PATCHED, FUSED} and min(row.ms.values()) > 0
         assert all(row.speedup(way) == row.ms[PLAIN] / row.ms[way] for way in (PATCHED, FUSED))
         assert row.kernels == dict.fromkeys(row.ms, 5) and row.memory == dict.fromkeys(row.ms, 7) and not row.notes
+        assert row.without > 0 and not row.by_kernel
         assert row.apart.keys() == {PATCHED, FUSED} and all(0 < apart < 0.1 for apart in row.apart.values())
     assert "a prompt of 70: ms to the first token transformers " in run.line(rows[1])
+
+
+def test_kernels_of_prompts_are_listed_where_that_is_asked_for(on_cpu):
+    options = Options(layers=2, rounds=1, prompts=(3,), by_kernel=True)
+    rows, failed = run.family(narrow(), (1,), options, "cpu")
+    assert not failed and rows[0].by_kernel == dict.fromkeys((PATCHED, FUSED), {"gemm": Launches(2, 3.0)})
+
+
+def test_kernels_are_summed_by_name_and_the_longest_come_first():
+    found = measure.summed([("norm", 2.0), ("gemm", 3.0), ("norm", 4.0)])
+    assert list(found.items()) == [("norm", Launches(2, 6.0)), ("gemm", Launches(1, 3.0))]
+
+
+def test_recurrent_layers_are_bypassed_and_come_back():
+    model = tiny("qwen3_5")
+    layers = [layer for layer in model.modules() if type(layer).__name__ == "Qwen3_5GatedDeltaNet"]
+    ids = prompt(2, 64, "cpu", 5)
+    with torch.no_grad():
+        want = model(ids).logits
+        with prompts.bypassed(model):
+            x = torch.randn(2, 5, 32)
+            assert len(layers) == 2 and all(layer(hidden_states=x) is x for layer in layers)
+            assert not torch.equal(model(ids).logits, want)
+        assert torch.equal(model(ids).logits, want)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_the_rest_of_every_model_can_be_timed_without_its_recurrent_layers(name):
+    model, found = tiny(name), {"notes": {}}
+    assert prompts._without(model, lambda: Greedy(model, prompt(2, 64, "cpu")), found) is not None and not found["notes"]
 
 
 @pytest.mark.parametrize(("fits", "found"), [(4, "of 5 tokens: "), (5, "")])
@@ -303,8 +335,8 @@ def test_passes_that_would_be_too_large_or_too_long_are_not_made(on_cpu, monkeyp
 
 
 def test_a_family_of_whose_prompts_nothing_is_fused_has_no_such_way(on_cpu):
-    assert prompts._fuses(tiny("qwen3_5")) and prompts._fuses(tiny("kimi_linear"))
-    assert not prompts._fuses(tiny("mamba")) and not prompts._fuses(tiny("lfm2"))
+    assert all(prompts._fuses(tiny(name)) for name in ("qwen3_5", "kimi_linear", "mamba"))
+    assert not prompts._fuses(tiny("zamba")) and not prompts._fuses(tiny("lfm2"))
 
 
 def test_a_family_without_fused_layers_has_no_such_way(on_cpu, monkeypatch):

@@ -14,10 +14,10 @@ pytest.importorskip("transformers", minversion="5.17", reason="needs transformer
 
 from tools.demo import DemoError, run
 from tools.demo.__main__ import demo
-from tools.demo.measure import FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Options, Row
+from tools.demo.measure import FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Launches, Options, Row
 from tools.demo.prompts import PromptRow
 from tools.demo.run import Failure, Report
-from tools.demo.table import COLUMNS, PROMPT_COLUMNS, as_markdown, print_table
+from tools.demo.table import COLUMNS, PROMPT_COLUMNS, as_markdown, kernel_lists, print_table
 
 FACTS = {"device": "GPU", "torch": "2.11", "transformers": "5.17", "date": "2026-01-02T03:04:05", "kernel_packages": []}
 
@@ -75,19 +75,30 @@ def test_prompts_have_a_table_of_their_own():
     ways = (PLAIN, PATCHED, FUSED)
     numbers = {"ms": (90.0, 30.0, 20.0), "kernels": (700, 200, 150), "memory": (3 << 29, 1 << 30, 1 << 29)}
     named_by_way = {unit: dict(zip(ways, values, strict=True)) for unit, values in numbers.items()}
-    both = PromptRow(**named, length=2048, **named_by_way, apart={PATCHED: 0.004, FUSED: 0.003})
+    both = PromptRow(**named, length=2048, **named_by_way, without=6.0, apart={PATCHED: 0.004, FUSED: 0.003})
     notes = dict.fromkeys((f"{PLAIN} {unit}" for unit in ("ms", "kernels", "memory")), "OutOfMemoryError: too much")
     ours = PromptRow(**named, length=8192, ms={PATCHED: 99.0}, kernels={PATCHED: 200}, memory={PATCHED: 1 << 32}, notes=notes)
     text = as_markdown(Report(FACTS, prompts=[both, ours]))
     first, second = table(text, PROMPT_COLUMNS)
     assert first == {
         "family": "mamba2", "as wide as": "Codestral", "layers": "8", "batch": "1", "prompt": "2048", "transformers ms": "90.00",
-        "patched ms": "30.00 (3.0 ×)", "fused ms": "20.00 (4.5 ×)", "kernels": "700", "patched kernels": "200", "fused kernels": "150",
-        "GiB": "1.50", "patched GiB": "1.00", "fused GiB": "0.50", "apart": "4.0e-03", "fused apart": "3.0e-03",
+        "patched ms": "30.00 (3.0 ×)", "fused ms": "20.00 (4.5 ×)", "without ms": "6.00", "kernels": "700", "patched kernels": "200",
+        "fused kernels": "150", "GiB": "1.50", "patched GiB": "1.00", "fused GiB": "0.50", "apart": "4.0e-03", "fused apart": "3.0e-03",
     }  # fmt: skip
     assert second["transformers ms"] == second["kernels"] == second["GiB"] == "- (1)" and second["patched ms"] == "99.00"
     assert second["fused ms"] == second["fused apart"] == second["apart"] == ""
     assert "(1) OutOfMemoryError: too much" in text and "to the first token behind it; bf16" in text
+
+
+def test_kernels_of_a_prompt_are_listed_by_way():
+    named = {"family": "mamba2", "like": "Codestral", "served": 8, "layers": 8, "batch": 1, "ms": {}, "kernels": {}, "memory": {}}
+    launches = {"gemm" * 40: Launches(2, 3000.0), "norm": Launches(8, 500.0)}
+    report = Report(FACTS, prompts=[PromptRow(**named, length=64, by_kernel={PATCHED: launches})])
+    (text,) = kernel_lists(report, width=20)
+    head, first, second = text.split("\n")[1:]
+    assert head == "mamba2, batch 1, a prompt of 64, patched: 10 launches, 3.50 ms"
+    assert first.split() == ["3.000", "ms", "2", "gemm" * 5] and second.split() == ["0.500", "ms", "8", "norm"]
+    assert report.as_dict()["prompts"][0]["by_kernel"][PATCHED]["norm"] == {"count": 8, "us": 500.0}
 
 
 def test_a_terminal_gets_the_same_cells():
@@ -123,6 +134,7 @@ def test_wrong_command_lines(tmp_path):
     assert invoke("--batch", "0").exit_code == 2
     result = invoke("--json", str(tmp_path / "none" / "a.json"))
     assert result.exit_code == 2 and "there is no directory" in result.stderr
+    assert invoke("--kernels").exit_code == 2 and "name a length with --prompt" in invoke("--kernels").stderr
 
 
 def test_without_transformers_it_says_what_to_install(monkeypatch):
@@ -151,3 +163,5 @@ def test_a_run_is_printed_and_saved(monkeypatch, tmp_path):
     for args, sizes, lengths in (((), (1, 64), ()), (two, (1,), (512, 64)), (("--batch", "8", *two), (8,), (512, 64))):
         invoke("--model", "mamba2", *args)
         assert asked[-1] == (["mamba2"], sizes, Options(prompts=lengths))
+    invoke("--prompt", "64", "--kernels")
+    assert asked[-1][2] == Options(prompts=(64,), by_kernel=True)

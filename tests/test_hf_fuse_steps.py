@@ -67,7 +67,7 @@ def test_left_padding_and_beams(name):
     with hf.patch(model, fuse=True) as patch:
         got = generate(model, TOKENS, **how)
     assert torch.equal(got.sequences, want.sequences)
-    assert patch.calls()[fused_label(name)] == hf.Calls(convolutions(model) * (TOKENS - 1), 0)
+    assert patch.calls() == {fused_label(name): hf.Calls(convolutions(model) * TOKENS, 0)}
 
 
 @one_of_each
@@ -92,7 +92,7 @@ def test_a_cache_goes_on_at_another_batch_size_and_beside_its_copy(name):
             got = logits()
     for a, b in zip(got, want, strict=True):
         assert_close(a, b)
-    assert patch.calls()[fused_label(name)] == hf.Calls(len(want) * convolutions(model), 0)
+    assert patch.calls()[fused_label(name)] == hf.Calls((1 + len(want)) * convolutions(model), 0)
 
 
 @one_of_each
@@ -134,7 +134,7 @@ def test_steps_in_inference_mode_and_out_of_it(name):
         got = logits()
     for a, b in zip(got, want, strict=True):
         assert_close(a, b)
-    assert patch.calls()[fused_label(name)] == hf.Calls(3 * convolutions(model), 0)
+    assert patch.calls()[fused_label(name)] == hf.Calls((1 + 3) * convolutions(model), 0)
 
 
 def test_counts_that_a_capture_makes_are_not_kept(monkeypatch):
@@ -239,12 +239,13 @@ def test_patches_overlap():
     again = hf.patch(model, fuse=True)
     generate(model, 2)
     assert whole.calls() == again.calls() == fused_calls("mamba2", model, 1)
-    assert plain.calls() == prompt_calls("mamba2", model)
+    assert not plain.calls()
     whole.undo()
     assert mixer_class("mamba2").forward is not original
     again.undo()
     assert mixer_class("mamba2").forward is original
     generate(model, 2)
+    assert plain.calls().items() > prompt_calls("mamba2", model).items()
     assert plain.calls()["mamba2.mamba2_selective_state_update"] == hf.Calls(3, 0)
     plain.undo()
 
@@ -278,7 +279,7 @@ def test_an_error_names_the_layer(name, error, monkeypatch):
     words = rf"^{fused_label(name)}, in {LAYERS[name].name} of layer [1-9]: "
     with hf.patch(model, fuse=True) as patch, pytest.raises(type(error), match=words):
         generate(model, 2)
-    assert patch.calls()[fused_label(name)] == hf.Calls(1, 0), "the original does not mend it"
+    assert patch.calls()[fused_label(name)] == hf.Calls(convolutions(model) + 1, 0), "the original does not mend it"
 
 
 @pytest.mark.parametrize("names", [("mamba2", "qwen3_5"), ("mamba2", "mamba2")], ids=["two-kinds", "one-kind"])

@@ -2,7 +2,7 @@
 
 Of a modeling file the state update of a decode step, the convolution's update, the convolution over a prompt and the scan over it of a
 Mamba, a Mamba-2, a gated delta rule or Kimi delta attention are replaced, each on its own; of MiniMax's layers of Lightning attention,
-which have no such functions, the forward; with `fuse=True` also whole decode layers, between their projections, and gated norms. Other
+which have no such functions, the forward; with `fuse=True` also whole layers, between their projections, and gated norms. Other
 scans over a prompt stay as they are. The modeling files look these functions up at every call, so models made before and after patching
 use them, and all models of one kind do. A call that ssmgen does not serve goes to transformers' own function, with a warning once per
 reason: where an operand requires grad, for one.
@@ -125,8 +125,8 @@ class Patch:
 def patch(models: str | torch.nn.Module | Iterable[str | torch.nn.Module] = "auto", *, fuse: bool = False) -> Patch:
     """Puts ssmgen's functions into modeling files of transformers.
 
-    fuse: also whole decode layers, of the models that ssmgen has them for: convolution, state update, gates and norm, in one call between
-        the layer's projections; and gated norms, of prompts above all, in one launch
+    fuse: also whole layers, of the models that ssmgen has them for: at a decode step convolution, state update, gates and norm are one call
+        between the layer's projections, over a prompt three; and gated norms are one launch
     models: "auto" for all that ssmgen knows and the installed transformers has; names of its model folders, such as "mamba2"; or models,
         whose kinds are patched: a function is a modeling file's, and so another model of the same kind has it too
     Patches may overlap: a function goes back to the original when the last patch that has it is undone.
@@ -137,7 +137,7 @@ def patch(models: str | torch.nn.Module | Iterable[str | torch.nn.Module] = "aut
     wanted = [(name, function) for name in names for function in MODELS.get(name, ())]
     wanted += [(name, lightning.CLASSES[name]) for name in names if name in lightning.CLASSES]
     if fuse:
-        wanted += [(name, layers.LAYERS[name].name) for name in names if name in layers.LAYERS]
+        wanted += [(name, layers.CLASSES[name]) for name in names if name in layers.CLASSES]
         wanted += [(name, norms.NORMS[name]) for name in names if norms.has(_modeling(name), name)]
     with _lock:
         objections = {pair: words for pair in wanted if (words := _objection(*pair))}
@@ -150,7 +150,7 @@ def patch(models: str | torch.nn.Module | Iterable[str | torch.nn.Module] = "aut
 
 
 def fusible(model: torch.nn.Module) -> bool:
-    """Whether `patch(model, fuse=True)` replaces whole layers of it."""
+    """Whether `patch(model, fuse=True)` replaces whole decode layers of it."""
     return any(name in layers.LAYERS for name in _kinds(model))
 
 
@@ -248,7 +248,7 @@ def warm(model: torch.nn.Module, batches: Iterable[int] = (1,), prompt_length: i
         sizes, as two; what its layers call is then prepared for all sizes. The model need not be patched, and stays as it was.
     fuse: as `patch` is told; where it already is patched like that, this may be left out
     A prompt of another length may need another kernel of the convolution, which its first call compiles; so may one that goes on from a
-    cache another scan.
+    cache another scan, and one with padding those of packed sequences.
     Returns the number of kernels that were not loaded before. Raises PatchError, and what ssmgen.warm does: ArgumentError
     for a model that is not on a CUDA device.
     """

@@ -119,12 +119,16 @@ def mamba2_chunk_scan(
     if kwargs.get("cu_seqlens") is not None:
         raise ArgumentError("mamba2_chunk_scan", ["cu_seqlens is given: packed sequences are told apart by seq_idx"])
     x, B, C = (t if t.stride(-1) == 1 else t.contiguous() for t in (hidden_states, B, C))  # they are not behind a window of the cache
-    low, high = dt_limit
-    within = dt_softplus and low <= 0 and high == math.inf
     return call(
-        native_scan.chunk_scan, x, dt, A, B, C, D, kwargs.get("z"), dt_bias, dt_softplus, dt_limit=None if within else (low, high),
+        native_scan.chunk_scan, x, dt, A, B, C, D, kwargs.get("z"), dt_bias, dt_softplus, dt_limit=limits(dt_softplus, dt_limit),
         seq_idx=seq_idx, initial_states=initial_states, return_final_states=return_final_states,
     )  # fmt: skip
+
+
+def limits(softplus: bool, dt_limit: tuple[float, float]) -> tuple[float, float] | None:
+    """dt_limit, or None where a softplus is within it: a kernel with limits is another one."""
+    low, high = dt_limit
+    return None if softplus and low <= 0 and high == math.inf else (low, high)
 
 
 def scan_faults(headdim: int, d_state: int, dtype: torch.dtype) -> tuple[str, ...]:

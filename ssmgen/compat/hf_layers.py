@@ -1,7 +1,7 @@
 """Whole decode layers of transformers' models: what `patch(fuse=True)` puts in the place of a mixer's forward.
 
-A decode step goes from the in-projection to the out-projection in one call of ssmgen's. All else, prompts and training among it, is the
-original forward's.
+A decode step goes from the in-projection to the out-projection in one call of ssmgen's, a prompt in one call each of its convolution, its
+scan and its norm. All else, training and compiled prompts among it, is the original forward's.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch.compiler import is_compiling
 from ..calls.checks import DTYPES
 from ..families.delta_layer import call as native_gdn
 from ..families.mamba2_layer import call as native_mamba2
+from . import hf_projections as projections
+from . import hf_prompts as prompts
 from .hf_functions import Replacement, attempt, call, other_forward
 
 _ATTRIBUTE = "_ssmgen_arrivals"  # of a layer of transformers' cache, beside the states that it belongs to
@@ -46,26 +48,12 @@ def is_step(mixer: Any, hidden_states: Tensor, cache_params: Any, attention_mask
     """Whether a forward is a decode step that may be fused."""
     if cache_params is None or attention_mask is not None or hidden_states.shape[1] != 1 or torch.is_grad_enabled():
         return False
-    if mixer.activation not in ("silu", "swish") or _is_elsewhere(mixer.conv1d):
+    if mixer.activation not in ("silu", "swish") or projections.is_elsewhere(mixer.conv1d):
         return False
     if is_compiling() and hidden_states.dtype not in DTYPES:
         return False
     layer = cache_params.layers[mixer.layer_idx]
     return cache_params.has_previous_state(mixer.layer_idx, state_idx=0) and not getattr(layer, "record_past", False)
-
-
-def _is_elsewhere(layer: torch.nn.Module) -> bool:
-    """Whether accelerate brings the layer's weights when it is called: a fused step does not call it."""
-    hook = layer.__dict__.get("_hf_hook")
-    return hook is not None and getattr(hook, "offload", True)
-
-
-def _in_proj(mixer: Any, hidden_states: Tensor) -> Tensor:
-    return mixer.in_proj(hidden_states)
-
-
-def _falcon_h1(mixer: Any, hidden_states: Tensor) -> Tensor:
-    return mixer.in_proj(hidden_states * mixer.ssm_in_multiplier) * mixer.mup_vector
 
 
 def mamba2(project: Callable[[Any, Tensor], Tensor], mixer: Any, hidden_states: Tensor, cache_params: Any) -> Tensor:
@@ -95,53 +83,17 @@ def _norm(mixer: Any, channels: int) -> dict[str, Any]:
     }
 
 
-def _qwen3_next(mixer: Any, hidden_states: Tensor) -> tuple[Tensor, ...]:
-    """(mixed q, k and v; z; b; a)"""
-    query, key, value, z, b, a = mixer.fix_query_key_value_ordering(mixer.in_proj_qkvz(hidden_states), mixer.in_proj_ba(hidden_states))
-    mixed = torch.cat([t.flatten(2) for t in (query, key, value)], dim=-1)
-    return mixed.squeeze(1), z.flatten(1), b.squeeze(1), a.squeeze(1)
-
-
-def _qwen3_5(mixer: Any, hidden_states: Tensor) -> tuple[Tensor, ...]:
-    """(mixed q, k and v; z; b; a)"""
-    projections = (mixer.in_proj_qkv, mixer.in_proj_z, mixer.in_proj_b, mixer.in_proj_a)
-    return tuple(projection(hidden_states).squeeze(1) for projection in projections)
-
-
 def gated_delta_net(project: Callable[[Any, Tensor], tuple[Tensor, ...]], mixer: Any, hidden_states: Tensor, cache_params: Any) -> Tensor:
     """hidden_states [batch, 1, hidden] of Qwen3NextGatedDeltaNet and its kin; project: the in-projections."""
     layer = cache_params.layers[mixer.layer_idx]
     window, state = layer.conv_states[0], layer.recurrent_states[0]
-    mixed, z, b, a = project(mixer, hidden_states)
+    mixed, z, b, a = (t.squeeze(1) for t in project(mixer, hidden_states))
     conv, norm = mixer.conv1d, mixer.norm
     y = call(
         native_gdn.gdn_layer, mixed, a, b, z, window, state, arrivals(layer, mixer.num_k_heads, state), conv.weight.squeeze(1), conv.bias,
         mixer.A_log, mixer.dt_bias, norm.weight, norm_eps=norm.variance_epsilon, state_layout="kv",
     )  # fmt: skip
     return mixer.out_proj(y.unsqueeze(1))
-
-
-def _kimi(mixer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """(the raw gate, z), both of low rank."""
-    gate = mixer.forget_gate
-    return gate.f_b_proj(gate.f_a_proj(hidden_states)), mixer.g_b_proj(mixer.g_a_proj(hidden_states))
-
-
-def _bailing(mixer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """(the raw gate, z)"""
-    return mixer.forget_gate.f_proj(hidden_states), mixer.g_proj(hidden_states)
-
-
-def _no_bound(gate: Any) -> float | None:
-    return None
-
-
-def _glm_bound(gate: Any) -> float | None:
-    return gate.safe_gate_lower_bound
-
-
-def _bailing_bound(gate: Any) -> float | None:
-    return gate.lower_bound if gate.safe_gate else None
 
 
 def kimi_delta_attention(
@@ -151,7 +103,7 @@ def kimi_delta_attention(
     """hidden_states [batch, 1, hidden] of KimiLinearDeltaAttention and its kin; project: what makes gates; bound_of: their lower bound."""
     layer = cache_params.layers[mixer.layer_idx]
     window, state = layer.conv_states[0], layer.recurrent_states[0]
-    mixed = torch.cat([projection(hidden_states) for projection in (mixer.q_proj, mixer.k_proj, mixer.v_proj)], dim=-1)
+    mixed = projections.qkv(mixer, hidden_states)
     gate, z = project(mixer, hidden_states)
     conv, forget, norm = mixer.conv1d, mixer.forget_gate, mixer.o_norm
     y = call(
@@ -171,20 +123,23 @@ class Fused(NamedTuple):
 
 
 LAYERS: dict[str, Fused] = {
-    "mamba2": Fused("Mamba2Mixer", partial(mamba2, _in_proj)),
-    "bamba": Fused("BambaMixer", partial(mamba2, _in_proj)),
-    "falcon_h1": Fused("FalconH1Mixer", partial(mamba2, _falcon_h1)),
-    "granitemoehybrid": Fused("GraniteMoeHybridMambaLayer", partial(mamba2, _in_proj)),
-    "nemotron_h": Fused("NemotronHMamba2Mixer", partial(mamba2, _in_proj)),
-    "zamba2": Fused("Zamba2MambaMixer", partial(mamba2, _in_proj)),
-    "qwen3_next": Fused("Qwen3NextGatedDeltaNet", partial(gated_delta_net, _qwen3_next)),
-    "qwen3_5": Fused("Qwen3_5GatedDeltaNet", partial(gated_delta_net, _qwen3_5)),
-    "qwen3_5_moe": Fused("Qwen3_5MoeGatedDeltaNet", partial(gated_delta_net, _qwen3_5)),
-    "kimi_linear": Fused("KimiLinearDeltaAttention", partial(kimi_delta_attention, _kimi, _no_bound)),
-    "glm5_next": Fused("Glm5NextTextLinearAttention", partial(kimi_delta_attention, _kimi, _glm_bound), masked=True),
-    "bailing_hybrid": Fused("BailingHybridDeltaAttention", partial(kimi_delta_attention, _bailing, _bailing_bound)),
+    "mamba2": Fused("Mamba2Mixer", partial(mamba2, projections.in_proj)),
+    "bamba": Fused("BambaMixer", partial(mamba2, projections.in_proj)),
+    "falcon_h1": Fused("FalconH1Mixer", partial(mamba2, projections.falcon_h1)),
+    "granitemoehybrid": Fused("GraniteMoeHybridMambaLayer", partial(mamba2, projections.in_proj)),
+    "nemotron_h": Fused("NemotronHMamba2Mixer", partial(mamba2, projections.in_proj)),
+    "zamba2": Fused("Zamba2MambaMixer", partial(mamba2, projections.in_proj)),
+    "qwen3_next": Fused("Qwen3NextGatedDeltaNet", partial(gated_delta_net, projections.qwen3_next)),
+    "qwen3_5": Fused("Qwen3_5GatedDeltaNet", partial(gated_delta_net, projections.qwen3_5)),
+    "qwen3_5_moe": Fused("Qwen3_5MoeGatedDeltaNet", partial(gated_delta_net, projections.qwen3_5)),
+    "kimi_linear": Fused("KimiLinearDeltaAttention", partial(kimi_delta_attention, projections.kimi, projections.no_bound)),
+    "glm5_next": Fused("Glm5NextTextLinearAttention", partial(kimi_delta_attention, projections.kimi, projections.glm_bound), masked=True),
+    "bailing_hybrid": Fused("BailingHybridDeltaAttention", partial(kimi_delta_attention, projections.bailing, projections.bailing_bound)),
 }
-"""Mixers by the name of transformers' model folder."""
+"""Mixers with decode steps, by the name of transformers' model folder."""
+CLASSES = {"mamba": "MambaMixer", "falcon_mamba": "FalconMambaMixer", "jamba": "JambaMambaMixer"}
+CLASSES |= {name: fused.name for name, fused in LAYERS.items()}
+"""Mixers whose forward is replaced; of Mamba's only prompts are."""
 
 
 def objection(mixer: type) -> str:
@@ -193,13 +148,18 @@ def objection(mixer: type) -> str:
 
 
 def run(replacement: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for a mixer's forward."""
-    fused = next(fused for fused in LAYERS.values() if fused.name == replacement.module.__name__)
+    """What stands for a mixer's forward.
+
+    What a prompt's calls refuse goes on to the original forward, whose functions are replaced as well and say why.
+    """
+    name = replacement.module.__name__
+    fused, layer = next((fused for fused in LAYERS.values() if fused.name == name), None), prompts.PROMPTS[name]
     refused: WeakSet[torch.nn.Module] = WeakSet()  # mixers that are not asked again: their projections would be computed twice
+    unread: WeakSet[torch.nn.Module] = WeakSet()  # the same, of prompts
 
     def run(self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        masks = fused.masked and attention_mask is not None and attention_mask.shape == hidden_states.shape[:2]
-        if is_step(self, hidden_states, cache_params, None if masks else attention_mask):
+        masks = fused is not None and fused.masked and attention_mask is not None and attention_mask.shape == hidden_states.shape[:2]
+        if fused is not None and is_step(self, hidden_states, cache_params, None if masks else attention_mask):
             if not is_compiling() and self in refused:
                 replacement.kept += 1
             else:
@@ -209,6 +169,11 @@ def run(replacement: Replacement, original: Callable[..., Any]) -> Callable[...,
                     return result
                 refused.add(self)
                 replacement.keep(reason)
+        elif prompts.is_prompt(self, hidden_states, cache_params, attention_mask, kwargs) and self not in unread:
+            result, reason = attempt(replacement, prompts.run, layer, self, hidden_states, cache_params, attention_mask)
+            if reason is None:
+                return result
+            unread.add(self)
         return original(self, hidden_states, cache_params, attention_mask, **kwargs)
 
     return run

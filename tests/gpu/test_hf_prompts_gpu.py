@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import torch
 
 pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
 
-from hf_cases import PROMPTED, Prompt, fused_prompt_calls, generate, norm_of_error, prompt_calls, prompted
+from hf_cases import PROMPTED, Prompt, fused_label, fused_prompt_calls, generate, mixers, norm_of_error, prompt_calls, prompted
 
 import ssmgen
 from ssmgen import runtime
 from ssmgen.compat import hf
+from ssmgen.compat.hf_layers import CLASSES
 
 pytestmark = pytest.mark.gpu
 
@@ -86,6 +88,45 @@ def test_padding_on_the_left(name, sizes, fuse):
         ours = Prompt.run(model, 100, attention_mask=mask)
     assert_as_near(ours, theirs, exact)
     assert patch.calls() == (fused_prompt_calls if fuse else prompt_calls)(name, model)
+
+
+@pytest.mark.parametrize(("name", "sizes"), [case for case in CASES if case[0] in CLASSES])
+def test_a_fused_prompt_in_two_pieces(name, sizes):
+    """As near to the whole prompt in f32 as transformers' own whole one."""
+    model = prompted(name, **sizes).bfloat16().cuda()
+    exact, theirs = (Prompt.run(m, 165) for m in (copy.deepcopy(model).float(), model))
+    how = {}
+    with hf.patch(model, fuse=True) as patch:
+        for first, end in ((0, 65), (65, 165)):
+            if "position_ids" in inspect.signature(model.forward).parameters:
+                how["position_ids"] = torch.arange(first, end, device="cuda").expand(2, -1)
+            ours = Prompt.run(model, 165, tokens=slice(first, end), **how)
+            how[ours.cache_name] = ours.cache
+    assert patch.calls() == doubled(fused_prompt_calls(name, model))
+    for whole in (exact, theirs):
+        whole.logits = whole.logits[:, 65:]
+    assert_as_near(ours, theirs, exact)
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "qwen3_next", "kimi_linear"])
+def test_padding_asks_the_host_nothing(name):
+    """Neither a prompt nor one behind it does, once their kernels are there."""
+    from transformers import DynamicCache
+
+    model = prompted(name).bfloat16().cuda()
+    layer, hidden = mixers(model)[0], torch.randn(2, 9, 32, device="cuda").bfloat16()
+    with hf.patch(model, fuse=True) as patch, torch.no_grad():
+        for mode in ("default", "error"):
+            cache = DynamicCache(config=model.config)
+            for length in (9, 5):
+                mask = torch.ones(2, length, dtype=torch.long, device="cuda")
+                mask[1, :2] = 0
+                torch.cuda.set_sync_debug_mode(mode)
+                try:
+                    layer(hidden[:, :length], cache_params=cache, attention_mask=mask)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+    assert patch.calls() == {fused_label(name): hf.Calls(4, 0)}
 
 
 @every_case

@@ -14,7 +14,7 @@ from ssmgen.cli import Command
 from . import run as demonstration
 from .measure import Options
 from .presets import chosen
-from .table import as_markdown, print_table
+from .table import as_markdown, kernel_lists, print_table
 
 
 @click.command(cls=Command)
@@ -24,9 +24,10 @@ from .table import as_markdown, print_table
 @click.option("--layers", type=click.IntRange(1), default=8, show_default=True, help="Of each model; at least one of each kind it has.")
 @click.option("--tokens", type=click.IntRange(2), default=16, show_default=True, help="Steps per round, and tokens that are compared.")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--kernels", is_flag=True, help="Of patched prompts, list kernels by name, with launches and time; in the JSON too.")
 @click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write all that was measured here.")
 @click.option("--markdown", is_flag=True, help="Print the table in Markdown, as is done where the output is no terminal.")
-def demo(names, batches, prompts, layers, tokens, rounds, file, markdown) -> None:
+def demo(names, batches, prompts, layers, tokens, rounds, kernels, file, markdown) -> None:
     """Decode with models of Hugging Face transformers: as they are, patched, and patched in a CUDA graph.
 
     Needs a GPU. Builds a model of each family with random weights, as wide as a public one and with fewer layers; nothing is downloaded.
@@ -36,11 +37,13 @@ def demo(names, batches, prompts, layers, tokens, rounds, file, markdown) -> Non
     """
     if file and not file.parent.is_dir():
         raise click.UsageError(f"--json: there is no directory {file.parent}")
+    if kernels and not prompts:
+        raise click.UsageError("--kernels is of prompts: name a length with --prompt")
     demonstration.need_transformers()
     presets = chosen(names)
     demonstration.need_device()
     demonstration.quiet()
-    options = Options(layers=layers, tokens=tokens, rounds=rounds, prompts=tuple(dict.fromkeys(prompts)))
+    options = Options(layers=layers, tokens=tokens, rounds=rounds, prompts=tuple(dict.fromkeys(prompts)), by_kernel=kernels)
     sizes = tuple(dict.fromkeys(batches)) or ((1,) if prompts else (1, 64))
     with watching() as watch:
         report = demonstration.run(presets, sizes, options, watch)
@@ -50,6 +53,8 @@ def demo(names, batches, prompts, layers, tokens, rounds, file, markdown) -> Non
         click.echo(as_markdown(report))
     else:
         print_table(report)
+    for text in kernel_lists(report):
+        click.echo(text)
     report.check()
 
 

@@ -29,8 +29,9 @@ class Greedy:
         parameters = inspect.signature(model.forward).parameters
         self.takes = "cache_params" if "cache_params" in parameters else "past_key_values"
         cache = None if steps is None else _static(model, ids.shape[1] + steps)
+        last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}  # as generate() asks for them
         with torch.no_grad():
-            out = model(input_ids=ids, use_cache=True, **{self.takes: cache})
+            out = model(input_ids=ids, use_cache=True, **{self.takes: cache}, **last)
             self.cache = out[self.takes]
             self.token = _likeliest(out.logits)
         # As generate() passes it: not every family counts what is in its cache

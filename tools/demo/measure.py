@@ -19,7 +19,7 @@ import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,6 +45,7 @@ class Options:
     tokens: int = 16
     rounds: int = 5
     prompts: tuple[int, ...] = ()  # lengths; without any, decode steps are measured
+    by_kernel: bool = False  # the kernels of a prompt are listed by name
 
 
 class Way(NamedTuple):
@@ -127,10 +128,40 @@ def kernels(step: Callable[[], Any]) -> int:
     return len(found)
 
 
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """A kernel's launches in one call, and the microseconds that they take together."""
+
+    count: int
+    us: float
+
+
+def kernels_by_name(step: Callable[[], Any]) -> dict[str, Launches]:
+    """The kernels that a call launches, copies and fills too, those first that take longest together."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+        torch.cuda.synchronize()
+    return summed((event.name, event.time_range.elapsed_us()) for event in profile.events() if on_device(event))
+
+
+def summed(times: Iterable[tuple[str, float]]) -> dict[str, Launches]:
+    """Launches by name, of names and microseconds: those first that take longest together."""
+    found: dict[str, Launches] = {}
+    for name, us in times:
+        before = found.get(name, Launches(0, 0.0))
+        found[name] = Launches(before.count + 1, before.us + us)
+    return dict(sorted(found.items(), key=lambda item: -item[1].us))
+
+
+def on_device(event: Any) -> bool:
+    return event.device_type == torch.autograd.DeviceType.CUDA
+
+
 def kernel_names(events: Any) -> list[str]:
     """The names of the kernels in a profile's events, without copies and fills."""
-    on_device = [event.name for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
-    return [name for name in on_device if not name.startswith(("Memcpy", "Memset"))]
+    names = [event.name for event in events if on_device(event)]
+    return [name for name in names if not name.startswith(("Memcpy", "Memset"))]
 
 
 def captured(model: torch.nn.Module, ids: torch.Tensor, room: int, fuse: bool) -> Captured:

@@ -8,7 +8,9 @@ own scan are as long as the family's configuration has them by default.
 transformers' own pass is left out, with the reason, where it would need more memory than is free, or take longer than 3 s: an eighth of the
 prompt says so, as both grow with its length at least.
 
-Kernels: those that torch.profiler sees in one pass, without copies and fills by the driver.
+Without: the same of the model as it is, but that its recurrent layers give back what they are given: what all else takes.
+
+Kernels: those that torch.profiler sees in one pass, without copies and fills by the driver; with --kernels also by name, these included.
 
 Memory: what a pass needs at its peak beside what was there before it: activations and the cache, not the weights.
 
@@ -17,8 +19,9 @@ Apart: the L2 norm of the difference of the last token's logits, patched or fuse
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,11 +33,26 @@ from ssmgen.compat import hf
 
 from . import DemoError
 from .decode import Greedy, prompt
-from .measure import FUSED, PATCHED, PLAIN, Options, Way, first_line, interleaved_ms, kernels, plain_attention, release, served
+from .measure import (
+    FUSED,
+    PATCHED,
+    PLAIN,
+    Launches,
+    Options,
+    Way,
+    first_line,
+    interleaved_ms,
+    kernels,
+    kernels_by_name,
+    plain_attention,
+    release,
+    served,
+)  # fmt: skip
 
 # Of a prompt, what tells of all of it: an eighth, and tokens that a chunk of transformers' own is padded to; seconds of a pass.
 PART, FEWEST, LONGEST = 8, 256, 3.0
 UNITS = ("ms", "kernels", "memory")
+WITHOUT = "without"  # the recurrent layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +71,9 @@ class PromptRow:
     ms: Mapping[str, float]
     kernels: Mapping[str, int]
     memory: Mapping[str, int]
+    without: float | None = None  # ms of the model without its recurrent layers
     apart: Mapping[str, float] = field(default_factory=dict)
+    by_kernel: Mapping[str, Mapping[str, Launches]] = field(default_factory=dict)  # where it was asked for
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def speedup(self, way: str) -> float | None:
@@ -61,7 +81,7 @@ class PromptRow:
 
 
 def measured(model: torch.nn.Module, batch: int, length: int, options: Options) -> dict[str, Any]:
-    """ms, kernels, memory, apart and notes of a PromptRow, of a model on a CUDA device.
+    """ms, without, kernels, memory, apart, by_kernel and notes of a PromptRow, of a model on a CUDA device.
 
     Where transformers' own pass is too large or too long, that has a note. Raises what a patched one does, and DemoError if a call of it is
     left to transformers.
@@ -71,7 +91,7 @@ def measured(model: torch.nn.Module, batch: int, length: int, options: Options) 
     ways = {PLAIN: Way(step), PATCHED: Way(step, partial(served, model))}
     if _fuses(model):
         ways[FUSED] = Way(step, partial(served, model, True))
-    found: dict[str, Any] = {"kernels": {}, "memory": {}, "notes": {}}
+    found: dict[str, Any] = {"kernels": {}, "memory": {}, "notes": {}, "by_kernel": {}}
     logits: dict[str, Tensor] = {}
     with plain_attention():
         if reason := too_much(model, ids):
@@ -84,15 +104,45 @@ def measured(model: torch.nn.Module, batch: int, length: int, options: Options) 
                     logits[name] = _last_logits(model, ids)
                     found["memory"][name] = peak_bytes(way.step)
                     _count(name, way, found)
+                    if options.by_kernel and name != PLAIN:  # a profile of its 100 000 launches takes half a minute
+                        found["by_kernel"][name] = kernels_by_name(way.step)
             except torch.OutOfMemoryError as e:
                 if name != PLAIN:
                     raise
                 found["notes"] |= dict.fromkeys((f"{name} {unit}" for unit in UNITS), first_line(e))
                 del ways[name]
             release()
+        if without := _without(model, step, found):
+            ways[WITHOUT] = without
         found["ms"] = interleaved_ms(ways, 1, options.rounds, torch.cuda.synchronize)
+        found["without"] = found["ms"].pop(WITHOUT, None)
     others = [name for name in logits if name != PLAIN and PLAIN in logits]
     return found | {"apart": {name: _apart(logits[name], logits[PLAIN]) for name in others}}
+
+
+def _without(model: torch.nn.Module, step: Callable[[], Any], found: dict[str, Any]) -> Way | None:
+    """The way without recurrent layers, or none and a note, of a model that cannot do without."""
+    way = Way(step, partial(bypassed, model))
+    try:
+        with way.within():
+            way.step()
+    except Exception as e:  # whatever the others miss of them
+        found["notes"][WITHOUT] = first_line(e)
+        return None
+    return way
+
+
+@contextlib.contextmanager
+def bypassed(model: torch.nn.Module) -> Iterator[None]:
+    """Layers with a short convolution give back what they are given."""
+    layers = [m for m in model.modules() if any(isinstance(child, torch.nn.Conv1d) for child in m.children())]
+    try:
+        for layer in layers:
+            layer.forward = lambda hidden_states, *args, **kwargs: hidden_states
+        yield
+    finally:
+        for layer in layers:
+            vars(layer).pop("forward", None)
 
 
 def _fuses(model: torch.nn.Module) -> bool:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from .measure import FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Row
 from .presets import SHARED
-from .prompts import PromptRow
+from .prompts import WITHOUT, PromptRow
 from .run import Report
 
 
@@ -76,6 +76,7 @@ PROMPT_COLUMNS = (
     Column("", _speedup(PATCHED)),
     Column("fused ms", _ms(FUSED)),
     Column("", _speedup(FUSED)),
+    Column("without ms", lambda row: None if row.without is None else f"{row.without:.2f}", WITHOUT),
     Column("kernels", _kernels(PLAIN), f"{PLAIN} kernels"),
     Column("patched kernels", _kernels(PATCHED), f"{PATCHED} kernels"),
     Column("fused kernels", _kernels(FUSED), f"{FUSED} kernels"),
@@ -100,7 +101,10 @@ def shown(report: Report) -> Shown:
     """What a report has measured: decode steps or prompts."""
     if report.prompts:
         words = "Milliseconds, kernels and memory beside the weights, of a pass over a prompt to the first token behind it"
-        meant = "Fused: patch(fuse=True), where it changes prompts. Apart: the relative difference of that token's logits."
+        meant = (
+            "Fused: patch(fuse=True), where it changes prompts. Without: its recurrent layers giving back what they are given. "
+            "Apart: the relative difference of that token's logits."
+        )
         return Shown(words, meant, PROMPT_COLUMNS, report.prompts)
     return Shown("Milliseconds and kernels per token of greedy decoding", "Fused: families whose layers are fused.", COLUMNS, report.rows)
 
@@ -138,6 +142,15 @@ def _joined(columns: tuple[Column, ...], texts: list[str]) -> list[str]:
         elif text and text != found[-1]:  # the same footnote says why either is missing
             found[-1] += f" ({text})".replace(" ", "\N{NO-BREAK SPACE}")
     return found
+
+
+def kernel_lists(report: Report, width: int = 100) -> Iterator[str]:
+    """A text for each prompt and way whose kernels were listed, longest first; names are cut at `width`."""
+    for row in report.prompts:
+        for way, launches in row.by_kernel.items():
+            total, count = sum(k.us for k in launches.values()), sum(k.count for k in launches.values())
+            head = f"{row.family}, batch {row.batch}, a prompt of {row.length}, {way}: {count} launches, {total / 1e3:.2f} ms"
+            yield "\n".join(["", head, *(f"{k.us / 1e3:9.3f} ms {k.count:5} {name[:width]}" for name, k in launches.items())])
 
 
 def print_table(report: Report, console: Console | None = None) -> None:

@@ -1,0 +1,63 @@
+"""What the projections of transformers' mixers give, of a decode step and of a prompt, and what gates of theirs are bounded by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_elsewhere(layer: torch.nn.Module) -> bool:
+    """Whether accelerate brings the layer's weights when it is called: what is fused does not call it."""
+    hook = layer.__dict__.get("_hf_hook")
+    return hook is not None and getattr(hook, "offload", True)
+
+
+def in_proj(mixer: Any, hidden_states: Tensor) -> Tensor:
+    return mixer.in_proj(hidden_states)
+
+
+def falcon_h1(mixer: Any, hidden_states: Tensor) -> Tensor:
+    return mixer.in_proj(hidden_states * mixer.ssm_in_multiplier) * mixer.mup_vector
+
+
+def qkv(mixer: Any, hidden_states: Tensor) -> Tensor:
+    """[batch, T, channels of q, k and v]"""
+    return torch.cat([projection(hidden_states) for projection in (mixer.q_proj, mixer.k_proj, mixer.v_proj)], dim=-1)
+
+
+def qwen3_next(mixer: Any, hidden_states: Tensor) -> tuple[Tensor, ...]:
+    """(mixed q, k and v; z; b; a), each [batch, T, ·]"""
+    query, key, value, z, b, a = mixer.fix_query_key_value_ordering(mixer.in_proj_qkvz(hidden_states), mixer.in_proj_ba(hidden_states))
+    mixed = torch.cat([t.flatten(2) for t in (query, key, value)], dim=-1)
+    return mixed, z.flatten(2), b, a
+
+
+def qwen3_5(mixer: Any, hidden_states: Tensor) -> tuple[Tensor, ...]:
+    """(mixed q, k and v; z; b; a), each [batch, T, ·]"""
+    projections = (mixer.in_proj_qkv, mixer.in_proj_z, mixer.in_proj_b, mixer.in_proj_a)
+    return tuple(projection(hidden_states) for projection in projections)
+
+
+def kimi(mixer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """(the raw gate, z), both of low rank."""
+    gate = mixer.forget_gate
+    return gate.f_b_proj(gate.f_a_proj(hidden_states)), mixer.g_b_proj(mixer.g_a_proj(hidden_states))
+
+
+def bailing(mixer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """(the raw gate, z)"""
+    return mixer.forget_gate.f_proj(hidden_states), mixer.g_proj(hidden_states)
+
+
+def no_bound(gate: Any) -> float | None:
+    return None
+
+
+def glm_bound(gate: Any) -> float | None:
+    return gate.safe_gate_lower_bound
+
+
+def bailing_bound(gate: Any) -> float | None:
+    return gate.lower_bound if gate.safe_gate else None
