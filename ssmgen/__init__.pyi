@@ -1,6 +1,7 @@
 """What editors and type checkers see: the public names, which the package finds when they are first used. A test holds it to them."""
 
 from . import errors as errors
+from .accelerating import accelerate as accelerate
 from .api import BoundCall as BoundCall
 from .api import bind as bind
 from .api import explain as explain

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..calls.checks import DTYPES
 from ..errors import ArgumentError, UnsupportedError
 from ..families.gated_rms_norm import plain as native
+from ..families.gated_rms_norm.spec import MAX_GROUP
 from .hf_functions import Replacement, attempt, call
 
 # Recognising norms.
@@ -66,7 +66,10 @@ STYLES = [
 @cache
 def style_of(norm: type) -> Style | None:
     """What a class of norms computes, or None for something else: tried on numbers in bf16, of which casts at other places give others."""
-    if not (norm.__name__.endswith("RMSNorm") and issubclass(norm, torch.nn.Module)) or len(inspect.signature(norm.forward).parameters) != 2:
+    if (
+        not (norm.__name__.endswith("RMSNorm") and issubclass(norm, torch.nn.Module))
+        or len(inspect.signature(norm.forward).parameters) != 2
+    ):
         return None
     g, grouped = torch.Generator("cpu").manual_seed(0), "group_size" in inspect.signature(norm.__init__).parameters
     x, weight = (torch.randn(shape, generator=g, device="cpu").bfloat16() for shape in ((8, 64), (64,)))
@@ -123,6 +126,13 @@ class Last(threading.local):
     def set(self, total: Tensor, site: tuple[Any, int] | None, norm: Any = None, normed: Tensor | None = None) -> None:
         self.total, self.site, self.norm, self.normed = ref(total), site, norm, normed
 
+    def drop_unused(self) -> None:
+        """Forgets a norm that was computed and not called: it is not the one behind that sum."""
+        if self.normed is not None and self.site is not None:
+            block, number = self.site
+            _links[block].pop(number, None)
+            self.forget()
+
     def forget(self) -> None:
         self.site = self.norm = self.normed = None
 
@@ -135,6 +145,7 @@ def add(block: Any, number: int, residual: Tensor, x: Tensor) -> Tensor:
     """residual + x: with the norm behind it, if that is known."""
     if is_compiling() or torch.is_grad_enabled():
         return residual + x
+    _last.drop_unused()
     links = _links.get(block)
     link = None if links is None else links.get(number)
     norm = None if link is None else link.norm()
@@ -157,17 +168,19 @@ def add(block: Any, number: int, residual: Tensor, x: Tensor) -> Tensor:
 def _together(norm: Any, cast: bool, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor] | None:
     """(what the norm gives, the sum), or None where no kernel rounds as the two by themselves do."""
     style = style_of(type(norm))
-    weight = norm.weight if style is not None and style.weighted else None
-    if style is None or x.shape != residual.shape or not (x.is_contiguous() and residual.is_contiguous()):
+    if style is None or x.shape != residual.shape:
         return None
-    normed = torch.promote_types(x.dtype, residual.dtype) if weight is None or not cast else weight.dtype
-    if weight is not None and style.result(normed, weight.dtype) != normed:
+    weight = norm.weight if style.weighted else None
+    given = torch.promote_types(x.dtype, residual.dtype) if weight is None or not cast else weight.dtype  # to the norm
+    if _faults(norm, style, given, x.shape[-1]):
         return None
-    given = {} if normed == x.dtype else {"out": torch.empty_like(x, dtype=normed)}
+    rows, added = _in_rows(x), _in_rows(residual)
+    more = _told(norm, style) if given == x.dtype else _told(norm, style) | {"out": torch.empty_like(rows, dtype=given)}
     try:
-        return call(native.rms_norm, x, weight, getattr(norm, style.eps), residual=residual, **_told(norm, style), **given)
+        normed, total = call(native.rms_norm, rows, weight, getattr(norm, style.eps), residual=added, **more)
     except (ArgumentError, UnsupportedError):  # before anything was launched or written
         return None
+    return (normed, total) if rows is x else (normed.view(x.shape), total.view(x.shape))
 
 
 def _told(norm: Any, style: Style) -> dict[str, Any]:
@@ -194,21 +207,30 @@ def _learn(site: tuple[Any, int] | None, norm: Any, cast: bool) -> None:
 
 
 def rms_norm(norm: Any, style: Style, x: Tensor) -> Tensor:
-    """The norm by itself, in one launch. Raises UnsupportedError where weights would make f32 of 16 bits, which are rounded in between."""
+    """The norm by itself, in one launch. Raises UnsupportedError where none computes it as the model does."""
     weight = norm.weight if style.weighted else None
-    if weight is not None and (result := style.result(x.dtype, weight.dtype)) != x.dtype:
-        raise UnsupportedError("rms_norm", [f"weight is {weight.dtype} and makes {result} of {x.dtype}".replace("torch.", "")])
-    out: Tensor = call(native.rms_norm, _in_rows(x), weight, getattr(norm, style.eps), **_told(norm, style))
-    return out
+    if reasons := _faults(norm, style, x.dtype, x.shape[-1]):
+        raise UnsupportedError("rms_norm", reasons)
+    rows = _in_rows(x)
+    out: Tensor = call(native.rms_norm, rows, weight, getattr(norm, style.eps), **_told(norm, style))
+    return out if rows is x else out.view(x.shape)
+
+
+def _faults(norm: Any, style: Style, dtype: torch.dtype, width: int) -> list[str]:
+    """Why no kernel computes a norm of such numbers, in words that do not depend on how many there are."""
+    size = norm.group_size or width if style.grouped else width
+    found = [] if 4 <= size <= MAX_GROUP and size % 4 == 0 else [f"its groups have {size} elements, not a multiple of 4, 4 … {MAX_GROUP}"]
+    if (
+        style.weighted and (result := style.result(dtype, norm.weight.dtype)) != dtype
+    ):  # v is rounded to the one, what is given to the other
+        found.append(f"weight is {norm.weight.dtype} and makes {result} of {dtype}".replace("torch.", ""))
+    return found
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """x, or a copy where the kernel cannot reach its rows."""
-    if x.is_contiguous():
-        return x
-    rows = [(n, s) for n, s in zip(x.shape[:-2], x.stride()[:-2], strict=True) if n != 1]
-    lie = x.stride(-1) == 1 and all(outer == inner * n for (_, outer), (n, inner) in zip(rows, rows[1:], strict=False))
-    return x if lie else x.contiguous()
+    """x, of tokens that are alone in their sequences; else [rows, channels], so that prompts and steps have the same kernels."""
+    alone = x.dim() < 3 or x.shape[-2] == 1
+    return x if alone and x.is_contiguous() else x.reshape(-1, x.shape[-1])
 
 
 # Replacing.
@@ -280,7 +302,9 @@ class _Sums(ast.NodeTransformer):
             case ast.Assign(targets=[ast.Name(name)], value=ast.BinOp(ast.Name(a), ast.Add(), ast.Name(b))) if name in (a, b) and a != b:
                 residual = a if b == name else b
                 self._replace(node, residual, ast.Name(name, ast.Load()))
-            case ast.Assign(targets=[ast.Name()], value=ast.BinOp(ast.Name(residual), ast.Add(), (ast.Call() | ast.BinOp(_, ast.Mult())) as x)):
+            case ast.Assign(
+                targets=[ast.Name()], value=ast.BinOp(ast.Name(residual), ast.Add(), (ast.Call() | ast.BinOp(_, ast.Mult())) as x)
+            ):
                 self._replace(node, residual, x)
         return node
 
