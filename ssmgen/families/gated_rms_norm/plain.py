@@ -49,8 +49,8 @@ def rms_norm(
     and no batch size changes a bit. The sum is rounded to residual_out's dtype, and what is normed is that, rounded to out's dtype, as it
     is where a model rounds what goes into its norm.
 
-    x, residual, out, residual_out: [*rows, groups, size], or [*rows, groups * size] with group_size; f32, f16 or bf16 each. The last axis is
-        contiguous; rows and groups may have any distance. Several axes of rows must lie in one another densely, or with one distance
+    x, residual, out, residual_out: [*rows, groups, size], or [*rows, groups * size] with group_size; f32, f16 or bf16 each. The last axis
+        is contiguous; rows and groups may have any distance. Several axes of rows must lie in one another densely, or with one distance
     size: a multiple of 4, 4 … 16384
     weight: [size], for all groups, or [groups * size] or [groups, size]; f32, f16 or bf16; None for 1
     unit_offset: multiplies by 1 + weight, as models do whose weights are around 0
