@@ -42,10 +42,11 @@ class Style(NamedTuple):
 
     def of(self, x: Tensor, weight: Tensor, eps: float, group_size: int | None) -> Tensor:
         """The same, cast by cast."""
-        v = x.float().unflatten(-1, (-1, group_size or x.shape[-1]))
+        v: Tensor = x.float().unflatten(-1, (-1, group_size or x.shape[-1]))
         v = (v * torch.rsqrt(v.pow(2).mean(-1, keepdim=True) + eps)).flatten(-2)
         if self.rounded:
-            return weight * v.to(x.dtype)
+            v = weight * v.to(x.dtype)
+            return v
         if self.weighted:
             v = v * (1.0 + weight.float() if self.unit_offset else weight.float())
         return v.to(x.dtype)
@@ -64,7 +65,7 @@ STYLES = [
 
 
 @cache
-def style_of(norm: type) -> Style | None:
+def style_of(norm: Any) -> Style | None:
     """What a class of norms computes, or None for something else: tried on numbers in bf16, of which casts at other places give others."""
     if (
         not (norm.__name__.endswith("RMSNorm") and issubclass(norm, torch.nn.Module))
@@ -89,18 +90,21 @@ def style_of(norm: type) -> Style | None:
 _EPS = {"variance_epsilon": 0.125, "eps": 0.25}
 
 
-def _stand_in(norm: type, weight: Tensor, group_size: int | None) -> Callable[[Tensor], Tensor]:
+def _stand_in(norm: Any, weight: Tensor, group_size: int | None) -> Callable[[Tensor], Tensor]:
     """The forward of an object of the class that nothing has made, with these numbers."""
     made: Any = norm.__new__(norm)
     torch.nn.Module.__init__(made)
     vars(made).update(_EPS, weight=weight, group_size=group_size)
-    return torch.no_grad()(made.forward)
+    forward: Callable[[Tensor], Tensor] = torch.no_grad()(made.forward)
+    return forward
 
 
 @cache  # as they are before any of them is replaced
 def classes(modeling: ModuleType) -> tuple[str, ...]:
     """Names of a modeling file's own classes that are replaced: norms, and blocks."""
-    own = [c for c in vars(modeling).values() if isinstance(c, type) and c.__module__ == modeling.__name__ and "forward" in vars(c)]
+    own: list[Any] = [
+        c for c in vars(modeling).values() if isinstance(c, type) and c.__module__ == modeling.__name__ and "forward" in vars(c)
+    ]
     kinds = [c for c in own if issubclass(c, torch.nn.Module)]
     return tuple(c.__name__ for c in kinds if style_of(c) is not None or has_sums(c))
 
@@ -167,7 +171,8 @@ def add(block: Any, number: int, residual: Tensor, x: Tensor) -> Tensor:
 
 def _together(norm: Any, cast: bool, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor] | None:
     """(what the norm gives, the sum), or None where no kernel rounds as the two by themselves do."""
-    style = style_of(type(norm))
+    kind: Any = type(norm)
+    style = style_of(kind)
     if style is None or x.shape != residual.shape:
         return None
     weight = norm.weight if style.weighted else None
@@ -190,12 +195,12 @@ def _told(norm: Any, style: Style) -> dict[str, Any]:
 
 def normed(norm: Any, total: Tensor) -> Tensor:
     """norm(total.to(dtype=norm.weight.dtype))"""
-    if is_compiling() or _last.total() is not total:
-        return norm(total.to(dtype=norm.weight.dtype))
-    if _last.norm is norm:
-        return norm(total)  # which is not looked at: the norm is known
-    site = _last.site
-    result = norm(total.to(dtype=norm.weight.dtype))
+    behind = not (is_compiling() or torch.is_grad_enabled()) and _last.total() is total
+    if behind and _last.norm is norm:
+        known: Tensor = norm(total)  # which is not looked at
+        return known
+    site = _last.site if behind else None
+    result: Tensor = norm(total.to(dtype=norm.weight.dtype))
     _learn(site, norm, cast=True)
     return result
 
@@ -351,7 +356,7 @@ def _tree(forward: Any) -> tuple[ast.Module, int] | None:
     return ast.fix_missing_locations(maker), sums.count if sums.norms else 0
 
 
-def has_sums(block: type) -> bool:
+def has_sums(block: Any) -> bool:
     """Whether the forward of a class has sums that can be replaced."""
     found = _tree(Forward(block).forward)
     return found is not None and found[1] > 0

@@ -15,8 +15,6 @@ DEFAULTS = {
     "Mamba-2": Default(MAMBA2, 8),
     "a long row of f32": Default(NormProblem(size=10240, x=DType.F32, weight=DType.F32), 1),
     "between layers, the residual in f32": Default(BETWEEN, 1),
-    "between layers, 1 + weight": Default(
-        NormProblem(size=2048, gate=None, unit_offset=True, **dict.fromkeys(("residual", "sum"), DType.BF16)), 8
-    ),
+    "between layers, 1 + weight": Default(NormProblem(size=2048, gate=None, unit_offset=True, residual=DType.BF16, sum=DType.BF16), 8),
     "bare, not aligned": Default(NormProblem(size=100, gate=None, weight=None, out=DType.F16, loads=Loads.ELEMENT), MAX_SIZE),
 }

@@ -109,7 +109,7 @@ FAMILY = Family(
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    how = {"eps": options.eps, "unit_offset": options.unit_offset, "rounded": options.round_before_weight}
+    how: dict[str, Any] = {"eps": options.eps, "unit_offset": options.unit_offset, "rounded": options.round_before_weight}
     reference(**{**views, **how}, dtype=dtype)
 
 

@@ -20,7 +20,7 @@ def operands(spec: NormSpec, batch: int, seed: int) -> dict[str, Tensor]:
     made = {}
     for role in spec.roles():
         values = torch.randn(shape.get(role, (batch, groups, spec.size)), generator=g)
-        made[role] = wide(values, spec.sum if role == "residual_out" else getattr(spec, role), odd)
+        made[role] = wide(values, getattr(spec, "sum" if role == "residual_out" else role), odd)
     for role in WRITTEN:
         if role in made:
             made[role].fill_(float("nan"))
