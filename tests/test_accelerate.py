@@ -29,11 +29,12 @@ def of_transformers(model, ids, count, **how):
     return model.generate(ids, **{"attention_mask": torch.ones_like(ids), "max_new_tokens": count, "do_sample": False, **how})
 
 
-@pytest.mark.parametrize("name", ["mamba2", "qwen3_next", "jamba"])
-def test_it_generates_what_the_model_does(name):
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+def test_it_generates_what_the_model_does(name, monkeypatch):
     """Also from the second prompt on, on the same cache, and where that needs a longer one."""
+    monkeypatch.setattr(hf_generate, "ROOM", 8)
     model = built(name)
-    prompts = [(IDS, 5), (IDS[:, :3] + 20, 3), (IDS, 5), (IDS.repeat(1, 40), 60)]
+    prompts = [(IDS, 3), (IDS[:, :3] + 20, 5), (IDS, 8)]
     want = [of_transformers(model, ids, count) for ids, count in prompts]
     with ssmgen.accelerate(model) as fast:
         got = [fast.generate(ids, count) for ids, count in prompts]
@@ -54,12 +55,12 @@ def test_padded_prompts_give_the_tokens_of_transformers():
 def test_sequences_end_where_those_of_transformers_do(ends):
     model = built("mamba2")
     model.generation_config.eos_token_id = None
-    free = of_transformers(model, IDS, 40)[:, 5:]
+    free = of_transformers(model, IDS, 20)[:, 5:]
     tokens = {"one row": [int(free[0, 7])], "both rows": [int(free[0, 7]), int(free[1, 3])], "at once": [int(free[0, 0]), int(free[1, 0])]}
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = tokens[ends], 0
-    want = of_transformers(model, IDS, 40)
+    want = of_transformers(model, IDS, 20)
     with ssmgen.accelerate(model) as fast:
-        assert torch.equal(fast.generate(IDS, 40), want)
+        assert torch.equal(fast.generate(IDS, 20), want)
 
 
 def test_what_was_done_and_what_was_not_is_told():

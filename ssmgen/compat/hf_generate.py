@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import ArgumentError, PatchError
 from . import hf
 
+ROOM = 256  # tokens of a cache, at least: a longer one means another capture
 CHECKED = 16  # tokens between two looks at whether all sequences have ended: a look waits for the device
 
 
@@ -56,7 +57,7 @@ class Accelerated:
         steps = self._steps.get(batch)
         if steps is None or steps.room < room:
             self._steps.pop(batch, None)  # its memory ahead of the new one's
-            steps = self._steps[batch] = Steps(self.model, batch, max(256, 1 << (room - 1).bit_length()))
+            steps = self._steps[batch] = Steps(self.model, batch, max(ROOM, 1 << (room - 1).bit_length()))
         return steps
 
     def _by_transformers(self, input_ids: Tensor, max_new_tokens: int, attention_mask: Tensor | None) -> Tensor:
