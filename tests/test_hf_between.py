@@ -85,7 +85,7 @@ def test_sums_are_computed_with_the_norms_behind_them(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("f32", [True, False], ids=["residual-f32", "residual-alike"])
 def test_a_residual_in_f32_and_one_of_the_models_dtype(f32, dtype):
-    """Of a 16-bit model, the hidden states behind every block: the sums are exact, and rounded as the model rounds them."""
+    """Hidden states behind every block: the sums are exact, and rounded as the model rounds them."""
     model = built("mamba2", residual_in_fp32=f32).to(dtype)
     with torch.no_grad():
         step = DecodeStep(model)
@@ -113,7 +113,7 @@ class Operations(TorchDispatchMode):
 
 
 def test_a_step_has_few_operations_beside_ours(monkeypatch):
-    """Of mamba2, two matrix products a layer; ahead of them the embedding, and behind them that of the head and its casts."""
+    """A mamba2 has two matrix products a layer; ahead of them the embedding, and behind them the head's and its casts."""
     model = built("mamba2").bfloat16()
     for module, name in ((hf_between.native, "rms_norm"), (hf_layers.native_mamba2, "mamba2_layer")):
         monkeypatch.setattr(module, name, partial(_apart, getattr(module, name)))

@@ -53,7 +53,7 @@ class Accelerated:
             return steps.generate(input_ids, max_new_tokens, attention_mask if padded else None, self.left)
 
     def _steps_of(self, batch: int, room: int) -> Steps:
-        """Those of a batch size, with a longer cache if need be."""
+        """The steps of a batch size, with a longer cache if need be."""
         steps = self._steps.get(batch)
         if steps is None or steps.room < room:
             self._steps.pop(batch, None)  # its memory ahead of the new one's
@@ -197,7 +197,7 @@ class Steps:
         self.captures = device.type == "cuda"
 
     def generate(self, ids: Tensor, count: int, mask: Tensor | None, left: list[str]) -> Tensor:
-        """Accelerated.generate; mask: None for none. A reason why no step can be captured goes to `left`."""
+        """Does what Accelerated.generate says; mask: None for none. A reason why no step can be captured goes to `left`."""
         found = ids.new_empty(ids.shape[0], count)
         ends, pad = _ends(self.model)
         for i in range(count):

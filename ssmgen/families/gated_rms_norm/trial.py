@@ -28,7 +28,7 @@ def operands(spec: NormSpec, batch: int, seed: int) -> dict[str, Tensor]:
 
 
 def norm(spec: NormSpec, batch: int, seed: int) -> Trial:
-    """Of the public function that has such kernels."""
+    """A trial of the public function that has such kernels."""
     if spec.residual or spec.unit_offset or spec.rounded:
         slack = {"out": TOLERANCE[spec.out] + TOLERANCE[spec.sum or spec.out]}  # rounded ahead of the weight, and of the norm
         options = plain.Options(1e-5, None, spec.unit_offset, spec.rounded)
