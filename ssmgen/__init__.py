@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 
 _AROUND = {  # what is no family's
     "BoundCall": "api",
+    "accelerate": "accelerating",
     "bind": "api",
     "explain": "api",
     "is_warm": "api",

@@ -1,6 +1,7 @@
 """What editors and type checkers see: the public names, which the package finds when they are first used. A test holds it to them."""
 
 from . import errors as errors
+from .accelerating import accelerate as accelerate
 from .api import BoundCall as BoundCall
 from .api import bind as bind
 from .api import explain as explain
@@ -25,6 +26,7 @@ from .families.combine_splits.call import combine_splits as combine_splits
 from .families.delta_layer.call import gdn_layer as gdn_layer
 from .families.delta_layer.call import kda_layer as kda_layer
 from .families.gated_rms_norm.call import gated_rms_norm as gated_rms_norm
+from .families.gated_rms_norm.plain import rms_norm as rms_norm
 from .families.linear_attention.call import Ring as Ring
 from .families.linear_attention.call import comba as comba
 from .families.linear_attention.call import delta_rule as delta_rule

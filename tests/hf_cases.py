@@ -12,7 +12,7 @@ import torch
 from hf_models import TINY
 from hf_models import tiny as tiny
 
-from ssmgen.compat import hf, hf_layers
+from ssmgen.compat import hf, hf_between, hf_layers
 from ssmgen.compat.hf_functions import delta_faults, kda_faults
 from ssmgen.compat.hf_layers import CLASSES
 from ssmgen.compat.hf_norms import NORMS
@@ -230,7 +230,8 @@ def fused_calls(name: str, model: torch.nn.Module, steps: int) -> dict[str, hf.C
     """The calls of a fused generation with so many decode steps."""
     calls = fused_prompt_calls(name, model)
     prompts = calls.get(fused_label(name), hf.Calls(0, 0)).ssmgen
-    return {**calls, fused_label(name): hf.Calls(prompts + convolutions(model) * steps, 0)}
+    norms = {label: hf.Calls(count * (steps + 1), 0) for label, count in norms_of_a_pass(model).items()}
+    return {**calls, fused_label(name): hf.Calls(prompts + convolutions(model) * steps, 0), **norms}
 
 
 def gated_norms(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -243,13 +244,33 @@ def norm_label(norm: torch.nn.Module) -> str:
     return f"{type(norm).__module__.split('.')[2]}.{type(norm).__name__}"
 
 
+def norms_of_a_pass(model: torch.nn.Module) -> dict[str, int]:
+    """How often a pass of the model calls its norms without a gate, by label. A module that several layers share is called by each."""
+    counts: dict[str, int] = {}
+
+    def count(norm: torch.nn.Module, *_: Any) -> None:
+        counts[norm_label(norm)] = counts.get(norm_label(norm), 0) + 1
+
+    norms = [layer for layer in model.modules() if hf_between.style_of(type(layer)) is not None]
+    hooks = [norm.register_forward_hook(count) for norm in norms]
+    patched = {r: (r.served, r.kept) for r in hf._active.values()}  # whose calls this pass is none of
+    with torch.no_grad():
+        model(input_ids=torch.ones(1, 1, dtype=torch.long, device=next(model.parameters()).device))
+    for hook in hooks:
+        hook.remove()
+    for replacement, before in patched.items():
+        replacement.served, replacement.kept = before
+    return counts
+
+
 def fused_prompt_calls(name: str, model: torch.nn.Module) -> dict[str, hf.Calls]:
     """The calls of a prompt with `fuse=True`: one of every layer, or where it is not fused, its functions' and its norm's."""
     calls = prompt_calls(name, model)
+    between = {label: hf.Calls(count, 0) for label, count in norms_of_a_pass(model).items()}
     if name in CLASSES and not any(c.original for c in calls.values()):
-        return {fused_label(name): hf.Calls(convolutions(model), 0)}
+        return {fused_label(name): hf.Calls(convolutions(model), 0)} | between
     found = gated_norms(model)
-    return calls | ({norm_label(found[0]): hf.Calls(len(found), 0)} if found else {})
+    return calls | ({norm_label(found[0]): hf.Calls(len(found), 0)} if found else {}) | between
 
 
 def replaced() -> dict[str, Any]:

@@ -26,6 +26,7 @@ from hf_cases import (
     generate,
     known,
     mixers,
+    norms_of_a_pass,
     of_prompts,
     replaced,
     unserved,
@@ -83,6 +84,7 @@ def test_greedy_generation_is_unchanged_and_every_step_is_one_call_per_layer(nam
     layers = len(mixers(model))
     prompt = dict.fromkeys(of_prompts(name).values(), layers)
     prompt |= {"gated_rms_norm": len(found)} if (found := gated_norms(model)) else {}
+    prompt["rms_norm"] = TOKENS * sum(norms_of_a_pass(model).values())  # of the steps, too
     assert Counter(c.function.__name__ for c in calls) == prompt | {fused_operator(name)[1]: layers * (TOKENS - 1)}
     assert not [w for w in recwarn if w.category is RuntimeWarning]
 

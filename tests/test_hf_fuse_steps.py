@@ -30,6 +30,7 @@ from hf_cases import (
     last_logits,
     mixer_class,
     mixers,
+    norms_of_a_pass,
     of_prompts,
     prompt_calls,
     replaced,
@@ -320,7 +321,10 @@ def test_warm_asks_for_the_kernels_of_every_call_at_every_batch_size(name, monke
     rows = 8 * 4 if DELTA_RULE in of_prompts(name) else 1  # of a norm, where each token's head is one
     if norms := len(gated_norms(model)):
         want |= {("gated_rms_norm", n * rows, tuple(size * rows for size in batches)): norms for n, batches in sizes}
-    assert Counter(asked) == want
+    between = [(rows, batches) for function, rows, batches in asked if function == "rms_norm"]
+    assert Counter(ask for ask in asked if ask[0] != "rms_norm") == want
+    assert len(between) == 2 * 2 * sum(norms_of_a_pass(model).values()), "of two prompts and two steps"
+    assert all(batches in {tuple(rows // n * size for size in of) for n, of in sizes} for rows, batches in between)
 
 
 def test_every_kind_is_known_to_patch_and_has_a_tiny_model():

@@ -24,6 +24,7 @@ import torch
 
 from .. import api, runtime
 from ..errors import PatchError, bullets
+from . import hf_between as between
 from . import hf_functions as functions
 from . import hf_layers as layers
 from . import hf_lightning as lightning
@@ -139,6 +140,7 @@ def patch(models: str | torch.nn.Module | Iterable[str | torch.nn.Module] = "aut
     if fuse:
         wanted += [(name, layers.CLASSES[name]) for name in names if name in layers.CLASSES]
         wanted += [(name, norms.NORMS[name]) for name in names if norms.has(_modeling(name), name)]
+        wanted += [(name, found) for name in names for found in between.classes(_modeling(name)) if (name, found) not in wanted]
     with _lock:
         objections = {pair: words for pair in wanted if (words := _objection(*pair))}
         if objections:
@@ -215,6 +217,8 @@ def _objection(model: str, function: str) -> str:
     if known is not None and known.in_place:
         return ""
     original = getattr(_modeling(model), function, None)
+    if _is_between(model, function):
+        return ""
     if original is None:
         return "this transformers has no such function"
     if isinstance(original, type):
@@ -228,12 +232,21 @@ def _forward_module(model: str, name: str) -> ModuleType:
     return next((m for m, names in ((lightning, lightning.CLASSES), (norms, norms.NORMS)) if names.get(model) == name), layers)
 
 
+def _is_between(model: str, name: str) -> bool:
+    """Whether it is a class that stands between layers, which nobody lists."""
+    listed = (lightning.CLASSES.get(model), norms.NORMS.get(model), layers.LAYERS[model].name if model in layers.LAYERS else None)
+    return name not in listed and name in between.classes(_modeling(model))
+
+
 def _replacement(model: str, function: str) -> Replacement:
     """What stands in place of a function to which there is no objection, put there if need be."""
     known = _active.get((model, function))
     if known is None or not known.in_place:
         label, module = f"{model}.{function}", _modeling(model)
-        if isinstance(owner := getattr(module, function), type):
+        owner = getattr(module, function)
+        if _is_between(model, function):
+            known = Replacement(label, between.Forward(owner), "forward", between.run)
+        elif isinstance(owner, type):
             known = Replacement(label, owner, "forward", _forward_module(model, function).run)
         else:
             known = Replacement(label, module, function, functions.run_function)

@@ -19,7 +19,7 @@ from ...calls.public import Call, operator
 from ...calls.scalars import NOT_NEGATIVE, integer, one_of
 from ...spec import Loads
 from .reference import gated_rms_norm as reference
-from .spec import MAX_GROUP, OPERATOR, Activation, NormProblem, NormSpec
+from .spec import MAX_GROUP, OPERATOR, WRITTEN, Activation, NormProblem, NormSpec
 
 NAMES = ("x", "gate", "weight", "out")
 ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU, "sigmoid": Activation.SIGMOID}
@@ -103,16 +103,16 @@ def _in_rows(name: str, t: Tensor, groups: int, size: int, problems: list[str]) 
     return t.as_strided((rows, groups, size), (step, t.stride(-2) if apart else size, 1))
 
 
-def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
-    """x, gate and out as [rows, groups, size], the weight as [groups, size]. Adds to `problems`; what comes back is only usable if that
-    is nothing."""
+def views_of(named: Mapping[str, Any], options: Any, problems: list[str], what: str = "the gated norm") -> dict[str, Tensor]:
+    """The weight as [groups, size], and all else, which is like x, as [rows, groups, size]. Adds to `problems`; what comes back is only
+    usable if that is nothing."""
     if not checks.check_tensors(named, problems):
         return {}
-    checks.check_common(named, "x", problems, "the gated norm")
+    checks.check_common(named, "x", problems, what)
     x = named["x"]
     found = _groups_of(x, options.group_size, problems)
     like_x = {"that of x": tuple(x.shape)}
-    fits = [checks.check_shape(name, t, like_x, problems) for name, t in named.items() if name in ("gate", "out")]
+    fits = [checks.check_shape(name, t, like_x, problems) for name, t in named.items() if name not in ("x", "weight")]
     if found is None or not all(fits):
         return {}
     groups, size = found
@@ -124,8 +124,9 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
             problems.append(f"{name} has strides {list(t.stride())}; its last axis must be contiguous")
         if any(s >= 2**32 for s in t.stride()):
             problems.append(f"{name} has strides {list(t.stride())}; kernels take strides below 2^32 elements")
-    if checks.overlaps_itself(named["out"]):
-        problems.append(f"out has strides {list(named['out'].stride())}: two of its elements share memory")
+    for name in WRITTEN:
+        if name in named and checks.overlaps_itself(named[name]):
+            problems.append(f"{name} has strides {list(named[name].stride())}: two of its elements share memory")
     if x.numel() // size >= 2**31:
         problems.append(f"x is {list(x.shape)}; kernels take rows and groups of them below 2^31")
     views = {name: _in_rows(name, t, groups, size, problems) for name, t in named.items() if name != "weight"}
@@ -147,6 +148,11 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         "activation": ACTIVATIONS[options.activation] if gated else Activation.SILU,
         "grouped": views["x"].shape[1] > 1,
     }
+    return loaded(problem, views, pointers)
+
+
+def loaded(problem: Mapping[str, Any], views: Mapping[str, Tensor], pointers: Mapping[str, int]) -> NormProblem:
+    """The problem of these fields, with what remains to be said: how operands that lie there can be loaded."""
     vec = NormProblem(**problem).widest
     aligned = all(checks.aligned(t, pointers[name], vec) for name, t in views.items())
     return NormProblem(**problem, loads=Loads.VECTOR if aligned else Loads.ELEMENT)
@@ -156,7 +162,7 @@ def grid_of(spec: NormSpec, views: Mapping[str, Tensor]) -> int:
     return -(-size_of(views) // spec.teams)
 
 
-def kernel_values(spec: NormSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, int | float]:
+def kernel_values(spec: NormSpec, views: Mapping[str, Tensor], options: Any) -> dict[str, int | float]:
     """Every kernel argument that is not a pointer."""
     values: dict[str, int | float] = {"units": size_of(views), "eps": options.eps} | divisor("groups", views["out"].shape[1])
     for role, name in zip(spec.roles(), spec.operands(), strict=True):

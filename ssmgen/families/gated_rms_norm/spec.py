@@ -1,4 +1,5 @@
-"""gated_rms_norm: the norm behind the state update of Mamba-2, gated delta rule and KDA layers, with its gate.
+"""gated_rms_norm: the norm behind the state update of Mamba-2, gated delta rule and KDA layers, with its gate; and the one between layers,
+which has none, and may add what a layer gives to what went into it.
 
 A team of threads owns one group: `vec` neighbouring elements per thread and pass, all of them in registers, so that x and the gate are
 read once. Teams are a part of a warp, a warp, or a block. Bytes per group: size * (sizeof(x) + sizeof(gate) + sizeof(out)); the weight
@@ -11,15 +12,16 @@ the whole group; where a neighbour is missing, nothing is added.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from ...engine.norm import Activation
-from ...spec import SM90, Arch, DType, KernelSpec, Loads, Param, Pdl, Problem, is_pow2, must
+from ...spec import LATER, SM90, Arch, DType, KernelSpec, Loads, Param, Pdl, Problem, is_pow2, must
 
 OPERATOR = "gated_rms_norm"
 SIZE, MAX_SIZE = "groups", 2**17  # what the rules look at; beyond, nothing changes
 
+WRITTEN = ("out", "residual_out")
 MAX_GROUP = 16384
 HELD = 32  # elements of a group that a thread holds, at most
 
@@ -37,6 +39,11 @@ class NormProblem(Problem):
     activation: Activation = Activation.SILU
     grouped: bool = False  # rows have several groups
     loads: Loads = Loads.VECTOR  # of all operands: aligned to the widest vector
+    # Of norms without a gate, as rms_norm has them
+    residual: DType | None = field(default=None, metadata=LATER)  # added to x
+    sum: DType | None = field(default=None, metadata=LATER)  # that of what the sum is written to
+    unit_offset: bool = field(default=False, metadata=LATER)  # 1 + weight multiplies
+    rounded: bool = field(default=False, metadata=LATER)  # to out's dtype, ahead of the weight
 
     @property
     def widest(self) -> int:
@@ -49,6 +56,14 @@ class NormProblem(Problem):
             *must(4 <= self.size <= MAX_GROUP and self.size % 4 == 0, f"size {self.size} is not a multiple of 4 up to {MAX_GROUP}"),
             *must(self.gate is not None or not self.norm_first, "norm_first is of a gate, and there is none"),
             *must(self.gate is not None or self.activation is Activation.SILU, "the activation is of a gate, and there is none"),
+            *must(
+                self.gate is None or not (self.residual or self.unit_offset or self.rounded), "a gate goes with no residual and no rounding"
+            ),
+            *must((self.residual is None) == (self.sum is None), "a residual and what receives its sum go together"),
+            *must(
+                self.weight is not None or not (self.unit_offset or self.rounded),
+                "unit_offset and rounded are of a weight, and there is none",
+            ),
         ]
 
 
@@ -86,7 +101,9 @@ class NormSpec(KernelSpec, NormProblem):
     def stem(self) -> str:
         how = f"v{self.vec}t{self.team}x{self.threads}{'' if self.pdl is Pdl.OFF else '_pdl'}"
         gate = f"_{self.gate.value}{'_first' if self.norm_first else ''}_{self.activation.value}" if self.gate else ""
-        return f"norm{self.size}{'s' if self.grouped else ''}_{self.x.value}_{self.out.value}{gate}_{how}"
+        added = f"_add_{self.residual.value}_{self.sum.value}" if self.residual and self.sum else ""
+        weighed = ("_rounded" if self.rounded else "") + ("_plus1" if self.unit_offset else "")
+        return f"norm{self.size}{'s' if self.grouped else ''}_{self.x.value}_{self.out.value}{gate}{added}{weighed}_{how}"
 
     def violations(self, arch: Arch) -> list[str]:
         warps = self.team % 32 == 0
@@ -113,7 +130,15 @@ class NormSpec(KernelSpec, NormProblem):
 
     def roles(self) -> list[str]:
         """Tensor arguments in order, as the template names them."""
-        there = {"x": True, "gate": self.gate is not None, "weight": self.weight is not None, "out": True}
+        added = self.residual is not None
+        there = {
+            "x": True,
+            "residual": added,
+            "gate": self.gate is not None,
+            "weight": self.weight is not None,
+            "out": True,
+            "residual_out": added,
+        }
         return [name for name, given in there.items() if given]
 
     def operands(self) -> list[str]:
@@ -126,9 +151,16 @@ class NormSpec(KernelSpec, NormProblem):
         return [(role, axis) for role in self.roles() for axis in axes if (role, axis) != ("weight", "row")]
 
     def parameters(self) -> list[Param]:
-        dtypes = {"x": self.x, "gate": self.gate, "weight": self.weight, "out": self.out}
+        dtypes = {
+            "x": self.x,
+            "residual": self.residual,
+            "gate": self.gate,
+            "weight": self.weight,
+            "out": self.out,
+            "residual_out": self.sum,
+        }
         element = {role: dtype.value for role, dtype in dtypes.items() if dtype}
-        pointers = [Param.pointer(role, element[role], const=role != "out") for role in self.roles()]
+        pointers = [Param.pointer(role, element[role], const=role not in WRITTEN) for role in self.roles()]
         units = [Param.u32("units")] if self.teams > 1 else []
         groups = Param.divisor("groups") if self.grouped else []
         return [*pointers, *units, *groups, *(Param.u32(f"{role}_{axis}") for role, axis in self.strides()), Param.f32("eps")]
@@ -147,6 +179,8 @@ class NormSpec(KernelSpec, NormProblem):
             "warps": max(1, self.team // 32),
             "warp_sums": _pow2(max(1, self.team // 32)),
             "offsets": self._offsets(),
+            "rounds_sum": self.residual is not None and self.out not in (self.sum, DType.F32),
+            "rounds_normed": self.rounded and self.out is not DType.F32,
             "pooled": False,  # rows have slots, and those without one are not written
             # Of many elements, those of the weight wait until the gate's, or what x came in, need no registers any more.
             "late_weight": self.weight is not None and self.passes * self.vec > 8,

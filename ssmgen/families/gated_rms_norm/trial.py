@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...engine.trial import Trial, trial, wide
+from ...engine.trial import TOLERANCE, Trial, trial, wide
 from ...spec import Loads
+from . import plain
 from .call import CALLER, Options
-from .spec import NormSpec
+from .spec import WRITTEN, NormSpec
 
 
 def operands(spec: NormSpec, batch: int, seed: int) -> dict[str, Tensor]:
@@ -19,13 +20,20 @@ def operands(spec: NormSpec, batch: int, seed: int) -> dict[str, Tensor]:
     made = {}
     for role in spec.roles():
         values = torch.randn(shape.get(role, (batch, groups, spec.size)), generator=g)
-        made[role] = wide(values, getattr(spec, role), odd)
-    made["out"].fill_(float("nan"))
+        made[role] = wide(values, getattr(spec, "sum" if role == "residual_out" else role), odd)
+    for role in WRITTEN:
+        if role in made:
+            made[role].fill_(float("nan"))
     return made
 
 
-def gated_rms_norm(spec: NormSpec, batch: int, seed: int) -> Trial:
+def norm(spec: NormSpec, batch: int, seed: int) -> Trial:
+    """A trial of the public function that has such kernels."""
+    if spec.residual or spec.unit_offset or spec.rounded:
+        slack = {"out": TOLERANCE[spec.out] + TOLERANCE[spec.sum or spec.out]}  # rounded ahead of the weight, and of the norm
+        options = plain.Options(1e-5, None, spec.unit_offset, spec.rounded)
+        return trial(plain.CALLER, operands(spec, batch, seed), options, slack=slack)
     return trial(CALLER, operands(spec, batch, seed), Options(1e-5, spec.norm_first, spec.activation.value))
 
 
-TRIALS = {NormSpec: gated_rms_norm}
+TRIALS = {NormSpec: norm}

@@ -1,0 +1,294 @@
+"""One call that makes a model of transformers fast: `ssmgen.accelerate`."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, PatchError
+from . import hf
+
+ROOM = 256  # tokens of a cache, at least: a longer one means another capture
+CHECKED = 16  # tokens between two looks at whether all sequences have ended: a look waits for the device
+
+
+class Accelerated:
+    """What `accelerate` did to a model: `done` and `left`, in sentences, of which str() is a list. A context manager that undoes it.
+
+    generate() decodes greedily, with one CUDA graph per token where steps can be captured; `model.generate` is patched and fused.
+    """
+
+    def __init__(self, model: Any, patch: hf.Patch, done: list[str], left: list[str], steps: bool):
+        self.model, self.patch = model, patch
+        self.done, self.left = done, left
+        self._steps_are_known = steps
+        self._steps: dict[int, Steps] = {}  # by batch size
+        self._undone = False
+
+    def generate(self, input_ids: Tensor, max_new_tokens: int = 20, *, attention_mask: Tensor | None = None) -> Tensor:
+        """[batch, length + tokens]: the prompts, and behind them the likeliest tokens, at most so many.
+
+        input_ids: [batch, length], on the model's device   attention_mask: [batch, length], 0 where a prompt is padded, on its left
+        A sequence that has ended goes on with the padding token; once all have, nothing is added. What ends a sequence, and what pads it,
+        the model's generation_config says; nothing else of that counts. The first call of a batch size, and a call that needs a longer
+        cache than those before, captures a step. A step that cannot be captured runs as it is, with a warning, and `left` says why.
+        Padded prompts of models with attention go to model.generate, whose steps see the mask.
+        Raises ArgumentError listing all that is wrong, and what the model's forward raises; PatchError behind undo().
+        """
+        if self._undone:
+            raise PatchError("this acceleration has been undone: call ssmgen.accelerate(model) again, or model.generate")
+        if problems := _problems(self.model, input_ids, max_new_tokens, attention_mask):
+            raise ArgumentError("generate", problems)
+        padded = attention_mask is not None and not bool(attention_mask.all())
+        batch, room = input_ids.shape[0], input_ids.shape[1] + max_new_tokens
+        steps = self._steps_of(batch, room) if self._steps_are_known else None
+        if steps is None or (padded and steps.attends):
+            return self._by_transformers(input_ids, max_new_tokens, attention_mask)
+        with torch.no_grad():
+            return steps.generate(input_ids, max_new_tokens, attention_mask if padded else None, self.left)
+
+    def _steps_of(self, batch: int, room: int) -> Steps:
+        """The steps of a batch size, with a longer cache if need be."""
+        steps = self._steps.get(batch)
+        if steps is None or steps.room < room:
+            self._steps.pop(batch, None)  # its memory ahead of the new one's
+            steps = self._steps[batch] = Steps(self.model, batch, max(ROOM, 1 << (room - 1).bit_length()))
+        return steps
+
+    def _by_transformers(self, input_ids: Tensor, max_new_tokens: int, attention_mask: Tensor | None) -> Tensor:
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        found: Tensor = self.model.generate(
+            input_ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, num_beams=1, use_cache=True
+        )
+        return found
+
+    def undo(self) -> None:
+        """Puts transformers' own functions back, and frees caches and graphs. A second time: nothing. Raises what Patch.undo does."""
+        self._steps.clear()
+        self._undone = True
+        self.patch.undo()
+
+    def __enter__(self) -> Accelerated:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.undo()
+
+    def __str__(self) -> str:
+        lines = [*(f"  + {words}" for words in self.done), *(f"  - {words}" for words in self.left)]
+        return "\n".join([f"{type(self.model).__name__} on {_device(self.model)}, {_dtype(self.model)}", *lines])
+
+
+def accelerate(model: torch.nn.Module, batches: Iterable[int] = (1,), *, prompt_length: int = 8) -> Accelerated:
+    """Patches and fuses a model of transformers, loads its kernels, and gives it a `generate` that replays a CUDA graph per token.
+
+    batches: sizes whose kernels are loaded now; others are when they come first   prompt_length: tokens of the prompt that this takes
+    Returns what it did and what it could not do, which str() tells, and which undoes it. On a CPU nothing is loaded and nothing captured:
+    ssmgen's reference implementation computes.
+    Raises PatchError for a model that is not known, and what hf.patch and hf.warm do; then nothing stays replaced.
+    """
+    batches = tuple(batches)
+    patch = hf.patch(model, fuse=True)
+    try:
+        done, left = _replaced(model, patch)
+        device = _device(model)
+        if device == "several devices":
+            left.append("kernels are not loaded ahead, and steps are not captured: the model is on several devices")
+        elif not device.startswith("cuda"):
+            left.append(f"kernels are not loaded, and steps are not captured: the model is on {device}, where the reference computes")
+        else:
+            count = hf.warm(model, batches, prompt_length, fuse=True)
+            done.append(f"{count} kernels were compiled or loaded, for batches of {', '.join(map(str, batches))}")
+        why = _without_steps(model)
+        if why:
+            left.append(f"generate is model.generate: {why}")
+        elif device.startswith("cuda"):
+            done.append("generate captures a step of each batch size at its first call, and replays it for every token")
+    except BaseException:
+        patch.undo()
+        raise
+    return Accelerated(model, patch, done, left, steps=not why)
+
+
+def _replaced(model: torch.nn.Module, patch: hf.Patch) -> tuple[list[str], list[str]]:
+    classes = [name for name in patch.replaced if name.partition(".")[2][:1].isupper()]
+    functions = [name for name in patch.replaced if name not in classes]
+    done = [f"{len(functions)} functions and the forwards of {len(classes)} classes are ssmgen's: {', '.join(patch.replaced)}"]
+    left = [] if hf.fusible(model) else ["no layer of this kind is fused: a decode step of one is several calls"]
+    return done, left
+
+
+def _without_steps(model: Any) -> str:
+    """Why a model has no steps on a cache that stays where it lies, in words, or nothing. Tries a prompt of two tokens and a step."""
+    if _cache_name(model) is None:
+        return "its forward takes neither past_key_values nor cache_params"
+    try:
+        steps = Steps(model, 1, 8)
+        if any(getattr(steps.cache, "is_sliding", ())):
+            return "some of its layers attend to a window, whose place in the cache the host counts"
+        with torch.no_grad():
+            steps.begin(torch.zeros(1, 2, dtype=torch.long, device=steps.token.device), None)
+            steps.step()
+    except Exception as e:  # whatever a configuration lacks, or a layer of a cache like this
+        return f"it does not run on transformers' StaticCache: {_first_line(e)}"
+    return ""
+
+
+def _first_line(e: Exception) -> str:
+    return f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
+
+
+def _cache(model: Any, room: int) -> Any:
+    from transformers import StaticCache
+
+    return StaticCache(config=model.config, max_cache_len=room)
+
+
+def _cache_name(model: Any) -> str | None:
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache_params", "past_key_values") if name in parameters), None)
+
+
+def _device(model: torch.nn.Module) -> str:
+    devices = {str(p.device) for p in model.parameters()}
+    return devices.pop() if len(devices) == 1 else "several devices"
+
+
+def _dtype(model: torch.nn.Module) -> str:
+    return ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
+
+
+def _problems(model: torch.nn.Module, ids: Any, count: Any, mask: Any) -> list[str]:
+    if not isinstance(ids, Tensor):
+        return [f"input_ids is {type(ids).__name__}, not a tensor [batch, length]"]
+    problems = []
+    if ids.dim() != 2 or not ids.numel() or ids.dtype not in (torch.int32, torch.int64):
+        problems.append(f"input_ids is {ids.dtype} {list(ids.shape)}, not int32 or int64 [batch, length], of one token or more")
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        problems.append(f"max_new_tokens is {count!r}, not 1 or more")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
+        found = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        problems.append(f"attention_mask is {found}, not that of input_ids, {list(ids.shape)}")
+    where = next(model.parameters()).device
+    tensors = {"input_ids": ids, "attention_mask": mask}
+    problems += [f"{n} is on {t.device}, the model on {where}" for n, t in tensors.items() if isinstance(t, Tensor) and t.device != where]
+    return [problem.replace("torch.", "") for problem in problems]
+
+
+class Steps:
+    """Greedy steps of a model at one batch size, on a cache that stays where it lies, with room for so many tokens."""
+
+    def __init__(self, model: Any, batch: int, room: int):
+        self.model, self.room = model, room
+        self.cache, self.name = _cache(model, room), _cache_name(model)
+        parameters = inspect.signature(model.forward).parameters
+        self.of_prompt = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        device = next(model.parameters()).device
+        self.token = torch.zeros(batch, 1, dtype=torch.long, device=device)
+        self.position = torch.zeros_like(self.token) if "position_ids" in parameters else None  # not every model counts its cache's tokens
+        self.attends = any(hasattr(layer, "max_cache_len") for layer in self.cache.layers)  # to all tokens before one
+        self.graph: Any = None
+        self.captured: tuple[int, ...] = ()  # where the cache lay then
+        self.captures = device.type == "cuda"
+
+    def generate(self, ids: Tensor, count: int, mask: Tensor | None, left: list[str]) -> Tensor:
+        """Does what Accelerated.generate says; mask: None for none. A reason why no step can be captured goes to `left`."""
+        found = ids.new_empty(ids.shape[0], count)
+        ends, pad = _ends(self.model)
+        for i in range(count):
+            if ends and i and i % CHECKED == 0 and _length(found[:, :i], ends) is not None:
+                found = found[:, :i]
+                break
+            if i == 0:
+                self.begin(ids, mask)
+            else:
+                self._next(i, left)
+            found[:, i : i + 1].copy_(self.token)
+        return torch.cat([ids, _ended(found, ends, pad)], dim=1)
+
+    def begin(self, ids: Tensor, mask: Tensor | None) -> None:
+        """The prompt, from an empty cache."""
+        self.cache.reset()
+        more = {} if mask is None else {"attention_mask": mask}
+        out = self.model(input_ids=ids, use_cache=True, **{str(self.name): self.cache}, **more, **self.of_prompt)
+        self._take(out.logits)
+        if self.position is not None:
+            self.position.fill_(ids.shape[1])
+        if self.graph is not None and self.captured != self._places():
+            self.graph = None
+
+    def step(self) -> None:
+        more = {} if self.position is None else {"position_ids": self.position}
+        out = self.model(input_ids=self.token, use_cache=True, **{str(self.name): self.cache}, **more)
+        if self.position is not None:
+            self.position.add_(1)
+        self._take(out.logits)
+
+    def _take(self, logits: Tensor) -> None:
+        torch.argmax(logits[:, -1], dim=-1, keepdim=True, out=self.token)
+
+    def _next(self, i: int, left: list[str]) -> None:
+        """The i-th token behind the first. The second one's step is what libraries do at first, and the third one's is captured."""
+        if self.graph is None and self.captures and i > 1:
+            self._capture(left)
+        if self.graph is None:
+            self.step()
+        else:
+            self.graph.replay()
+
+    def _capture(self, left: list[str]) -> None:
+        """A step in a CUDA graph, which does nothing now."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        here = torch.cuda.stream(torch.cuda.current_stream())  # a capture that fails may leave its own stream current
+        try:
+            with here, torch.cuda.graph(graph):
+                self.step()
+        except Exception as e:  # whatever a model's step does that cannot be captured
+            self.captures, self.graph = False, None
+            why = f"steps of {len(self.token)} sequences are not captured: {_first_line(e)}"
+            left.append(why)
+            warnings.warn(why, RuntimeWarning, stacklevel=5)
+        else:
+            self.graph, self.captured = graph, self._places()
+
+    def _places(self) -> tuple[int, ...]:
+        """Where the cache's tensors lie."""
+        held = (t for layer in self.cache.layers for value in vars(layer).values() for t in _tensors(value))
+        return tuple([t.data_ptr() for t in held])
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    values = value.values() if isinstance(value, dict) else [value]
+    return [t for t in values if isinstance(t, Tensor)]
+
+
+def _ends(model: Any) -> tuple[list[int], int]:
+    """(tokens that end a sequence, the one behind them)"""
+    told = model.generation_config
+    ends = told.eos_token_id
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    pad = told.pad_token_id if told.pad_token_id is not None else ends[0] if ends else 0
+    return ends, int(pad)
+
+
+def _length(found: Tensor, ends: list[int]) -> int | None:
+    """The length at which all rows have ended; None where one has not."""
+    ended = torch.isin(found, found.new_tensor(ends))
+    first = torch.where(ended.any(1), ended.int().argmax(1) + 1, found.shape[1] + 1)
+    last = int(first.max())
+    return None if last > found.shape[1] else last
+
+
+def _ended(found: Tensor, ends: list[int], pad: int) -> Tensor:
+    """Rows without what is behind their end, and without columns behind the last one's."""
+    if not ends:
+        return found
+    ended = torch.isin(found, found.new_tensor(ends))
+    behind = (ended.int().cumsum(1) - ended.int()) > 0
+    return found.masked_fill(behind, pad)[:, : _length(found, ends)]

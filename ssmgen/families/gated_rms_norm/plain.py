@@ -1,0 +1,145 @@
+"""rms_norm: the norm between layers, with what a layer gives added to what went into it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ... import runtime
+from ...calls.checks import DTYPES
+from ...calls.planning import Caller, Family
+from ...calls.public import Call, operator
+from ...calls.scalars import NOT_NEGATIVE, integer
+from .call import grid_of, kernel_values, loaded, size_of, views_of
+from .reference import rms_norm as reference
+from .spec import OPERATOR, WRITTEN, NormProblem
+
+NAMES = ("x", "residual", "weight", "out", "residual_out")
+
+
+class Options(NamedTuple):
+    """What a call says beside its tensors."""
+
+    eps: float = 1e-6
+    group_size: int | None = None
+    unit_offset: bool = False
+    round_before_weight: bool = False
+
+
+@operator(like="x", eps=NOT_NEGATIVE, group_size=integer("an integer"))
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    residual: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    unit_offset: bool = False,
+    round_before_weight: bool = False,
+    group_size: int | None = None,
+    out: Tensor | None = None,
+    pdl: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """out = v rsqrt(mean(v^2) + eps) weight, with v = x; with a residual, v = residual_out = residual + x.
+
+    The mean is over a group: the last axis, or each `group_size` neighbours of it. Arithmetic is f32, in one order of summation; no variant
+    and no batch size changes a bit. The sum is rounded to residual_out's dtype, and what is normed is that, rounded to out's dtype, as it
+    is where a model rounds what goes into its norm.
+
+    x, residual, out, residual_out: [*rows, groups, size], or [*rows, groups * size] with group_size; f32, f16 or bf16 each. The last axis
+        is contiguous; rows and groups may have any distance. Several axes of rows must lie in one another densely, or with one distance
+    size: a multiple of 4, 4 … 16384
+    weight: [size], for all groups, or [groups * size] or [groups, size]; f32, f16 or bf16; None for 1
+    unit_offset: multiplies by 1 + weight, as models do whose weights are around 0
+    round_before_weight: rounds what is normalised to out's dtype ahead of the weight, as models do that multiply in it
+    out: x's shape; may be x or residual itself; None for a new one of x's dtype
+    residual_out: goes with residual; may be residual itself; None for a new one of the dtype that PyTorch gives residual + x
+    pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
+
+    Returns out, with a residual (out, residual_out). CPU tensors run the reference implementation.
+    Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError; CaptureError when a
+    kernel would have to be built during a CUDA graph capture; NotBuiltError, CompileError, LoadError, LaunchError.
+    Source: Zhang & Sennrich 2019 (arXiv 1910.07467).
+    """
+    if isinstance(x, Tensor):
+        out = x.new_empty(x.shape) if out is None else out
+        if residual_out is None and isinstance(residual, Tensor):
+            residual_out = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
+    options = Options(eps, group_size, unit_offset, round_before_weight)
+    returns = ("out",) if residual_out is None else ("out", "residual_out")
+    return cast("Tensor | tuple[Tensor, Tensor]", Call(CALLER, (x, residual, weight, out, residual_out), options, pdl, returns))
+
+
+def plain_views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
+    """Like `views_of`, which knows no residual."""
+    if ("residual" in named) != ("residual_out" in named):
+        problems.append("residual_out is given without residual, which it receives the sum of")
+    if "weight" not in named and (options.unit_offset or options.round_before_weight):
+        problems.append("unit_offset and round_before_weight are of a weight, and weight is None")
+    return views_of(named, options, problems, "the norm")
+
+
+def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> NormProblem:
+    """The problem that checked operands pose, given where they lie."""
+    dtypes = {name: DTYPES[views[name].dtype] if name in views else None for name in NAMES}
+    problem = {
+        "size": views["x"].shape[-1],
+        **{name: dtypes[name] for name in ("x", "residual", "weight", "out")},
+        "gate": None,
+        "sum": dtypes["residual_out"],
+        "grouped": views["x"].shape[1] > 1,
+        "unit_offset": options.unit_offset,
+        "rounded": options.round_before_weight and views["out"].dtype != torch.float32,
+    }
+    return loaded(problem, views, pointers)
+
+
+FAMILY = Family(
+    OPERATOR,
+    written=WRITTEN,
+    problem_of=problem_of,
+    size_of=size_of,
+    grid_of=grid_of,
+    values_of=kernel_values,
+    in_place=(("out", "x"), ("out", "residual"), ("residual_out", "residual"), ("residual_out", "x")),
+)
+
+
+def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
+    how: dict[str, Any] = {"eps": options.eps, "unit_offset": options.unit_offset, "rounded": options.round_before_weight}
+    reference(**{**views, **how}, dtype=dtype)
+
+
+# torch.library: what torch.compile and opcheck see.
+_library = torch.library.Library("ssmgen", "FRAGMENT")
+_library.define(
+    "rms_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor(a!) out, Tensor(b!)? residual_out, float eps, SymInt? group_size, "
+    "bool unit_offset, bool round_before_weight, bool? pdl) -> ()",
+    tags=torch.Tag.needs_fixed_stride_order,
+)
+
+
+def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
+    torch.ops.ssmgen.rms_norm(*given, *options, pdl)
+
+
+def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
+    """(given, options, pdl) of what torch's dispatcher gives."""
+    return args[: len(NAMES)], Options(*args[len(NAMES) : -1]), args[-1]
+
+
+@torch.library.impl(_library, "rms_norm", "CUDA")
+@torch.library.impl(_library, "rms_norm", "CPU")
+def _op(*args: Any) -> None:
+    CALLER.plan(*_received(args))()
+
+
+@torch.library.register_fake("ssmgen::rms_norm", lib=_library)
+def _fake(*args: Any) -> None:
+    CALLER.foresee(*_received(args))
+
+
+CALLER = Caller(FAMILY, "rms_norm", NAMES, frozenset(("x", "out")), plain_views_of, run_reference, _dispatch, runtime.Patterns())
