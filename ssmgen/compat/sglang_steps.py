@@ -81,11 +81,12 @@ def causal_conv1d_fn_triton(
     if block_table is not None:
         raise UnsupportedError("sglang's causal_conv1d_fn", ["block_table: a sequence has one slot here"])
     sequences = query_start_loc.shape[0] - 1
-    out: Tensor = _conv(
-        x, weight, bias, activation="silu" if activation is True else activation or None, query_start_loc=query_start_loc, conv_states=conv_states[..., : weight.shape[1] - 1],
-        conv_state_indices=_first(cache_indices, sequences), has_initial_state=_first(has_initial_state, sequences),
-        pad_slot_id=pad_slot_id,
+    found: Any = _conv(
+        x, weight, bias, activation="silu" if activation is True else activation or None, query_start_loc=query_start_loc,
+        conv_states=conv_states[..., : weight.shape[1] - 1], conv_state_indices=_first(cache_indices, sequences),
+        has_initial_state=_first(has_initial_state, sequences), pad_slot_id=pad_slot_id,
     )  # fmt: skip
+    out: Tensor = found
     return out
 
 
