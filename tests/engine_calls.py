@@ -33,8 +33,7 @@ def replaced(tmp_path, monkeypatch, plugin, package: str):
             if module.startswith(f"{package}.") and not module.endswith("ssu_dispatch"):
                 vars(found).update({n: f for n, f in vars(import_module(module)).items() if callable(f) and hasattr(f, "__wrapped__")})
         for r in plugin._ENGINE.replacements:
-            if r.function.__name__ not in vars(found):
-                setattr(found, r.function.__name__, place_of(r.module, r.name))
+            setattr(found, r.function.__name__, place_of(r.module, r.name))
         (dispatch,) = [import_module(m) for m in IMPORTS if m.startswith(f"{package}.") and m.endswith("ssu_dispatch")]
         to_nearest = SimpleNamespace(enable_stochastic_rounding=False, stochastic_rounding_philox_rounds=0)
         found.ssu_backend = dispatch.TritonSSUBackend(to_nearest)
