@@ -229,8 +229,7 @@ IMPORTS = {
     f"{_GDN}.kimi_gdn_linear_attn": f"from ..ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update\n{_PREFILL}",
     "vllm.model_executor.models.bailing_moe_v3": f"{_CONV}\nfrom {_FLA}.kda import {_BAILING}",
     _KIMI: (
-        "from .chunk import chunk_kda_with_fused_gate\n"
-        "from .fused_recurrent import fused_recurrent_kda, fused_recurrent_kda_packed_decode"
+        "from .chunk import chunk_kda_with_fused_gate\nfrom .fused_recurrent import fused_recurrent_kda, fused_recurrent_kda_packed_decode"
     ),
     _GLM: "from .kernels import chunk_kda_with_fused_gate, fused_recurrent_kda",
     "vllm.models.muse_spark.nvidia.model": f"from {_FLA}.fused_norm_gate import rms_norm_gated",

@@ -1,4 +1,4 @@
-"""vLLM's and SGLang's steps of Kimi delta attention, drafts of gated delta rules, gated norms and what else their layers call, in float64."""
+"""vLLM's and SGLang's steps of Kimi delta attention, drafts of delta rules, gated norms and what else their layers call, in float64."""
 
 from __future__ import annotations
 
