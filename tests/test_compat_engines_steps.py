@@ -159,7 +159,7 @@ def test_what_the_norm_refuses_leaves_the_states_of_drafts(vllm):
 @pytest.mark.parametrize("first", [True, False], ids=["norm first", "gate first"])
 @pytest.mark.parametrize("form", ["vllm", "vllm in place", "sglang", "mixer"])
 def test_norms_of_rows(request, form, first, group):
-    """Of groups of them too. Gates are parts of wider rows."""
+    """Also by groups of channels. Gates are parts of wider rows."""
     engine = request.getfixturevalue("sglang" if "sglang" in form else "vllm")
     x, weight, how = randn(12, 24), randn(24, seed=1), {"eps": 1e-4, "group_size": group, "norm_before_gate": first}
     wide = randn(12, 31, seed=2)[:, 4:28]

@@ -36,8 +36,8 @@ def normed(
 def rms_norm_gated(
     x: Tensor,
     g: Tensor,
-    weight: Tensor,
-    bias: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
     activation: str = "swish",
     residual: Tensor | None = None,
     prenorm: bool = False,
