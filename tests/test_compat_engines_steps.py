@@ -124,11 +124,13 @@ def gated(x: Tensor, z: Tensor, weight: Tensor, eps: float, act=silu, first: boo
 
 
 def draft_call(x: dict[str, Tensor], state: Tensor, **more) -> dict:
-    mixed = torch.cat([*(x[n].flatten(1) for n in "qkv"), randn(sum(LENGTHS), 3)], 1)[:, :-3]
+    """Arguments of fused_gdn_decode_post_conv_mtp. Rows are parts of wider ones."""
+    mixed = torch.cat([*(x[n].flatten(1) for n in "qkv"), randn(sum(LENGTHS), 8)], 1)[:, :-8]
     call = {"mixed_qkv": mixed, "a": x["a"], "b": x["b"], "A_log": x["A_log"], "dt_bias": x["dt_bias"], "state": state}
-    call |= {"state_indices": TABLE[:4], "cu_seqlens": starts_of(LENGTHS), "num_accepted_tokens": ACCEPTED[:4], "scale": K**-0.5}
-    wide = randn(sum(LENGTHS), HV * V + 5, seed=3)[:, : HV * V].unflatten(1, (HV, V))
-    return call | {"output_gate": wide, "norm_weight": randn(V, seed=4)} | more
+    call |= {"state_indices": TABLE[:4], "cu_seqlens": starts_of(LENGTHS), "num_accepted_tokens": ACCEPTED[:4]}
+    heads, size = x["v"].shape[1:]
+    wide = randn(sum(LENGTHS), heads * size + 8, seed=3)[:, :-8].unflatten(1, (heads, size))
+    return call | {"output_gate": wide, "norm_weight": randn(size, seed=4), "scale": x["q"].shape[-1] ** -0.5} | more
 
 
 @pytest.mark.parametrize("activation", ["silu", "sigmoid"])
