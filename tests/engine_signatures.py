@@ -94,6 +94,10 @@ SIGNATURES = {
         "ssm_state_indices=None, num_accepted_tokens=None, out=None, sigmoid_beta=False, a_log=None, g_bias=None, compute_gate=False, "
         "lower_bound=-5.0, **kwargs"
     ),
+    ("vllm.model_executor.layers.mamba.linear.bailing_linear_attn", "bailing_linear_attention_decode_spec"): (
+        "q, k, v, kv_cache, slope_rate, state_indices_tensor, query_start_loc, num_accepted_tokens, q_start, q_end, slot_start, slot_end, "
+        "block_size"
+    ),
     ("vllm._custom_ops", "fused_gdn_decode_post_conv_mtp"): (
         "mixed_qkv, a, b, A_log, dt_bias, state_indices, cu_seqlens, num_accepted_tokens, state, output_gate, norm_weight, out=None, "
         "scale=128**-0.5, norm_eps=1e-05, output_gate_activation='silu'"

@@ -147,6 +147,33 @@ def test_vllm_drafts_with_their_norm(vllm, activation, given):
     assert (got.double() - want).abs().max() <= 1e-4 * want.abs().max()
 
 
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_vllm_drafts_of_lightning_attention(vllm, ahead):
+    """Behind tokens and sequences of others; a count of 0 is like 1, and one beyond the columns like all of them."""
+    table = torch.where(TABLE[:4] == 0, -1, TABLE[:4])
+    table[2] = -1
+    lengths, accepted = [3, 1, 2, 2], torch.tensor([2, 0, 1, 9])
+    q, k, v = (randn(ahead + sum(lengths) + 1, HV, size, seed=s) for s, size in enumerate((K, K, V)))
+    slopes, pool = randn(HV, seed=5).abs(), randn(17, HV, K, V, seed=6)
+    before = pool.clone()
+    slots = torch.cat([torch.full((ahead, 3), 16), table]).int()
+    got = vllm.bailing_linear_attention_decode_spec(
+        q, k, v, pool, slopes.view(1, HV, 1), slots, starts_of(lengths) + ahead, accepted, ahead, ahead + sum(lengths), ahead, None, 32
+    )
+    want, outputs = before.double(), torch.zeros(sum(lengths), HV, V, dtype=torch.float64)
+    for n, (start, stop) in enumerate(pairwise(starts_of(lengths).tolist())):
+        slot = int(table[n, min(max(int(accepted[n]), 1), 3) - 1])
+        if slot < 0:
+            continue
+        S = before[slot].double()
+        for t in range(start, stop):
+            S = S * (-slopes.double()).exp()[:, None, None] + k[ahead + t].double()[..., None] * v[ahead + t].double()[:, None]
+            outputs[t] = (S * q[ahead + t].double()[..., None]).sum(1)
+            if (to := int(table[n, t - start])) >= 0:
+                want[to] = S
+    assert near(got, outputs.flatten(1)) and near(pool, want)
+
+
 @pytest.mark.refused
 def test_what_the_norm_refuses_leaves_the_states_of_drafts(vllm):
     """It is behind the delta rule, whose step the engine's own must not find done."""

@@ -33,8 +33,8 @@ REFUSALS = (ArgumentError, UnsupportedError, CaptureError, NotBuiltError)
 
 # What SSMGEN_ENGINE_KEEP can name, of all engines.
 NAMES = (
-    "causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "chunk_kda", "chunk_kda_with_fused_gate",
-    "fi_chunk_gated_delta_rule", "fused_gdn_decode_post_conv_mtp", "fused_recurrent_gated_delta_rule",
+    "bailing_linear_attention_decode_spec", "causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "chunk_kda",
+    "chunk_kda_with_fused_gate", "fi_chunk_gated_delta_rule", "fused_gdn_decode_post_conv_mtp", "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gated_delta_rule_packed_decode", "fused_recurrent_kda", "fused_recurrent_kda_fwd",
     "fused_recurrent_kda_packed_decode", "fused_sigmoid_gating_delta_rule_update", "layer_norm_fwd", "lightning_attention",
     "linear_decode_forward_triton", "mamba_chunk_scan_combined", "mamba_chunk_scan_combined_varlen", "merge_attn_states", "merge_state",

@@ -39,6 +39,7 @@ from .vllm_merging import merge_attn_states as merge_attn_states
 from .vllm_norms import layer_norm_fwd as layer_norm_fwd
 from .vllm_norms import mixer2_rms_norm_gated as mixer2_rms_norm_gated
 from .vllm_norms import rms_norm_gated as rms_norm_gated
+from .vllm_steps import bailing_linear_attention_decode_spec as bailing_linear_attention_decode_spec
 from .vllm_steps import fused_gdn_decode_post_conv_mtp as fused_gdn_decode_post_conv_mtp
 from .vllm_steps import fused_recurrent_kda as fused_recurrent_kda
 from .vllm_steps import fused_recurrent_kda_fwd as fused_recurrent_kda_fwd

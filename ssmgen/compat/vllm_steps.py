@@ -1,10 +1,11 @@
-"""vLLM's functions for decode steps of Kimi delta attention, and for drafts of gated delta rules with the norm behind them, as in vLLM
-0.33."""
+"""vLLM's functions for decode steps of Kimi delta attention, for drafts of gated delta rules with the norm behind them, and for drafts of
+Bailing's Lightning attention, as in vLLM 0.33."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..calls.public import call_of
@@ -12,6 +13,7 @@ from ..errors import ArgumentError
 from ..families.gated_rms_norm.call import gated_rms_norm
 from ..families.linear_attention.call import gated_delta_rule as _gated_delta_rule
 from ..families.linear_attention.call import kda as _kda
+from ..families.linear_attention.call import lightning_attn as _lightning_attn
 from . import gated_delta
 from .gated_delta import first as _first
 from .gated_delta import shaped as _shaped
@@ -232,6 +234,44 @@ def fused_gdn_decode_post_conv_mtp(
     return out
 
 
+@_takes(
+    **dict.fromkeys(("q", "k", "v"), "[tokens, H, K]"), kv_cache="[slots, H, K, V]", state_indices_tensor="[N, T]",
+    query_start_loc="[N + 1]", num_accepted_tokens="[N]",
+)  # fmt: skip
+def bailing_linear_attention_decode_spec(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_cache: Tensor,
+    slope_rate: Tensor,
+    state_indices_tensor: Tensor,
+    query_start_loc: Tensor,
+    num_accepted_tokens: Tensor,
+    q_start: int,
+    q_end: int | None,
+    slot_start: int,
+    slot_end: int | None,
+    block_size: int,
+) -> Tensor:
+    """A new output [tokens, H V] of q's dtype; the states are updated in place, and the scale is one.
+
+    q, k, v: [tokens, H, K], of which those from q_start to q_end count   kv_cache: [slots, H, K, V], a pool; negative slots are padding
+    state_indices_tensor: [N, T], of which the rows from slot_start to slot_end count: each token's state goes to its own column
+    num_accepted_tokens: [N], the column that is read is this less one, 0 being like 1   query_start_loc: [N + 1]   block_size: ignored
+    One launch for vLLM's one per token; the states of a call stay f32 between its tokens.
+    """
+    table = state_indices_tensor[slot_start:slot_end]
+    q, k, v = (t[q_start:q_end] for t in (q, k, v))
+    starts = query_start_loc[: table.shape[0] + 1]
+    out = torch.zeros(v.shape, dtype=q.dtype, device=v.device)
+    _lightning_attn(
+        kv_cache, q, k, v, slope_rate.reshape(-1), scale=1.0, state_layout="kv", state_indices=table, dst_state_indices=table,
+        num_accepted_tokens=num_accepted_tokens[: table.shape[0]].clamp(1, max(table.shape[1], 1)),
+        cu_seqlens=starts - q_start if q_start else starts, out=out,
+    )  # fmt: skip
+    return out.flatten(1)
+
+
 _FLA, _MODELS = "vllm.third_party.flash_linear_attention.ops", "vllm.models"
 _KIMI, _GLM = f"{_MODELS}.kimi_k3.nvidia.ops.third_party.kda", f"{_MODELS}.glm5next.nvidia.ops.third_party.kda"
 REPLACEMENTS = [
@@ -240,5 +280,9 @@ REPLACEMENTS = [
     Replacement(f"{_KIMI}.fused_recurrent", "fused_recurrent_kda", fused_recurrent_kda_with_fused_gate),
     Replacement(f"{_KIMI}.fused_recurrent", "fused_recurrent_kda_packed_decode", fused_recurrent_kda_packed_decode),
     Replacement(f"{_GLM}.kernels", "fused_recurrent_kda", fused_recurrent_kda_with_safe_gate),
+    Replacement(
+        "vllm.model_executor.layers.mamba.linear.bailing_linear_attn", "bailing_linear_attention_decode_spec",
+        bailing_linear_attention_decode_spec,
+    ),
     Replacement("vllm._custom_ops", "fused_gdn_decode_post_conv_mtp", fused_gdn_decode_post_conv_mtp),
-]
+]  # fmt: skip
