@@ -291,7 +291,7 @@ _STEPS = replace(_GDN, scale=None, lengths=(1,) * 6, tokens=1)
 _GDN_DRAFTS = replace(_STEPS, lengths=(3, 2, 1, 0, 3, 4), dst="own", accepted=I32, slot_gap=8)
 _KDA = {"rule": "kda", "bias": "flat"}
 _PACKED_KDA = "fused_recurrent_kda_packed_decode"
-_ROWS, _HEADS = replace(norm_cases.MAMBA, id="rows", layout="gaps"), replace(norm_cases.KDA, id="heads", rows=(1, 5))
+_ROWS, _HEADS = replace(norm_cases.MAMBA, id="rows", layout="gaps"), replace(norm_cases.KDA, id="heads", rows=(1, 5), in_place="x")
 _PAIR = replace(combine_cases.PAIR, id="pair")
 _SSU, _UPDATE, _SIGMOID = "selective_state_update", "causal_conv1d_update", "fused_sigmoid_gating_delta_rule_update"
 _PACKED_DECODE = "fused_recurrent_gated_delta_rule_packed_decode"

@@ -220,8 +220,11 @@ def test_norms_of_heads(request, engine, activation, dtype):
     """The gate has the same elements in other axes, and a distance between rows."""
     x, g = randn(1, 5, 3, 16).to(dtype), randn(5, 3 * 16 + 8, seed=1).to(dtype)[:, :48].unflatten(1, (3, 16))
     weight = randn(16, seed=2)
+    want, wide = gated(x, g[None], weight, 1e-5, silu if activation == "swish" else torch.sigmoid), torch.cat([x, x], -1)[..., :16]
+    other = request.getfixturevalue(engine).rms_norm_gated(wide, g, weight, None, activation, eps=1e-5)
+    assert torch.equal(wide, x), "only what is dense is overwritten"
     got = request.getfixturevalue(engine).rms_norm_gated(x, g, weight, None, activation, eps=1e-5)
-    want = gated(x, g[None], weight, 1e-5, silu if activation == "swish" else torch.sigmoid)
+    assert got is x and torch.equal(got, other)
     torch.testing.assert_close(got.double(), want, rtol=2**-8 if dtype == BF16 else 1e-5, atol=1e-6)
     assert got.dtype == dtype and got.shape == x.shape
 

@@ -44,7 +44,8 @@ def rms_norm_gated(
     residual_in_fp32: bool = False,
     eps: float = 1e-6,
 ) -> Tensor:
-    """x rsqrt(mean(x^2) + eps) weight act(g), over the last axis -> a new tensor like x: the norm of layers of delta rules.
+    """x rsqrt(mean(x^2) + eps) weight act(g), over the last axis: the norm of layers of delta rules. A dense x is overwritten and
+    returned, as there; else there is a new tensor.
 
     x: [*rows, size]   g: as many elements, with any distance between rows   weight: [size], or None, as is bias
     activation: "swish", its other name "silu", or "sigmoid"
@@ -53,4 +54,5 @@ def rms_norm_gated(
     name = "the engine's rms_norm_gated"
     if residual is not None or prenorm:
         raise UnsupportedError(name, ["residual and prenorm: nothing is added, and nothing else returned"])
-    return normed(name, x, shaped(g, tuple(x.shape)), weight, bias, eps, activation=activation)
+    into = x if x.is_contiguous() else None
+    return normed(name, x, shaped(g, tuple(x.shape)), weight, bias, eps, activation=activation, out=into)
