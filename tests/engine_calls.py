@@ -17,7 +17,8 @@ from ssmgen.compat import sglang, vllm
 
 
 def replaced(tmp_path, monkeypatch, plugin, package: str):
-    """The engine's functions by name, as its layers hold them; and ssu_backend, its backend of Mamba's."""
+    """The engine's functions by name, as its layers hold them, those of the same name by that of the drop-in; and ssu_backend, its backend
+    of Mamba's."""
     if torch.version.cuda is None:
         monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delenv("SSMGEN_ENGINE_KEEP", raising=False)
@@ -31,6 +32,8 @@ def replaced(tmp_path, monkeypatch, plugin, package: str):
         for module in IMPORTS:
             if module.startswith(f"{package}.") and not module.endswith("ssu_dispatch"):
                 vars(found).update({n: f for n, f in vars(import_module(module)).items() if callable(f) and hasattr(f, "__wrapped__")})
+        for r in plugin._ENGINE.replacements:
+            setattr(found, r.function.__name__, place_of(r.module, r.name))
         (dispatch,) = [import_module(m) for m in IMPORTS if m.startswith(f"{package}.") and m.endswith("ssu_dispatch")]
         to_nearest = SimpleNamespace(enable_stochastic_rounding=False, stochastic_rounding_philox_rounds=0)
         found.ssu_backend = dispatch.TritonSSUBackend(to_nearest)

@@ -15,6 +15,7 @@ import combine_cases
 import conv_cases
 import conv_laws
 import la_cases
+import norm_cases
 import ssu_cases
 import ssu_token_cases
 from conv_cases import I32, ROLL
@@ -24,7 +25,7 @@ from torch import Tensor
 
 _POSITIONAL = ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "dt_softplus")
 _MAKERS = {ssu_cases: ssu_cases.make_call, ssu_token_cases: ssu_token_cases.make_call, la_cases: la_cases.make_call}
-_MAKERS |= {conv_laws: conv_cases.make, combine_cases: combine_cases.make}
+_MAKERS |= {conv_laws: conv_cases.make, combine_cases: combine_cases.make, norm_cases: norm_cases.make}
 
 
 @dataclass(frozen=True)
@@ -211,6 +212,29 @@ def _vllm_sigmoid(given: dict[str, Any]) -> dict[str, Any]:
     return _vllm_rule(given) | _gate(given) | {"is_kda": given["g"].dim() > given["beta"].dim()}
 
 
+def _kimi(given: dict[str, Any]) -> dict[str, Any]:
+    rest = {n: t for n, t in _vllm_rule(given).items() if n != "use_qk_l2norm_in_kernel"}
+    return rest | _kimi_gate(given) | {"out": given["out"]}
+
+
+def _kimi_gate(given: dict[str, Any]) -> dict[str, Any]:
+    return {"raw_g": given["g"], "raw_beta": given["beta"], "lower_bound": given.get("lower_bound")} | {
+        n: given[n] for n in ("A_log", "dt_bias")
+    }
+
+
+def _kimi_packed(given: dict[str, Any]) -> dict[str, Any]:
+    packed, gate = _packed_decode(given), _kimi_gate(given)
+    gate |= {n: gate[n][None] for n in ("raw_g", "raw_beta")}
+    rest = {"mixed_qkv": packed["mixed_qkv"], "state_indices": packed["ssm_state_indices"], "initial_state": given["state"]}
+    return rest | gate | {"scale": given["scale"], "out": given["out"][None]}
+
+
+def _packed_of_channels(given: dict[str, Any]) -> dict[str, Any]:
+    """The gate per key channel is one row."""
+    return _packed_decode(given) | {"a": given["g"].flatten(1), "lower_bound": given.get("lower_bound")}
+
+
 def _sglang_sigmoid(given: dict[str, Any]) -> dict[str, Any]:
     return {n: given[n] for n in ("q", "k", "v", "cu_seqlens")} | _gate(given) | {
         "A_log": given["A_log"][None, None, :, None], "softplus_beta": 1.0, "softplus_threshold": 20.0, "use_qk_l2norm_in_kernel": True,
@@ -218,6 +242,24 @@ def _sglang_sigmoid(given: dict[str, Any]) -> dict[str, Any]:
         "is_kda": given["g"].dim() > given["beta"].dim(), "lower_bound": given.get("lower_bound"),
         "disable_state_update": not given["update_state"],
     }  # fmt: skip
+
+
+# Norms
+
+
+def _row_norm(given: dict[str, Any]) -> dict[str, Any]:
+    how = {n: given[n] for n in ("x", "weight", "eps", "group_size", "norm_before_gate", "activation")}
+    return how | {"bias": None, "z": given["gate"], "is_rms_norm": True}
+
+
+def _row_norm_into(given: dict[str, Any]) -> dict[str, Any]:
+    return _row_norm(given) | {"out": given["out"]}
+
+
+def _head_norm(given: dict[str, Any]) -> dict[str, Any]:
+    """The gate has an axis less."""
+    how = {n: given[n] for n in ("x", "weight", "eps", "activation")}
+    return how | {"g": given["gate"][0] if given["gate"].dim() > 3 else given["gate"], "bias": None}
 
 
 # Merging
@@ -248,6 +290,8 @@ _GDN = la_cases.Case("gdn", **RAW, V=128, state=BF16, scale=0.25, batch=6)
 _STEPS = replace(_GDN, scale=None, lengths=(1,) * 6, tokens=1)
 _GDN_DRAFTS = replace(_STEPS, lengths=(3, 2, 1, 0, 3, 4), dst="own", accepted=I32, slot_gap=8)
 _KDA = {"rule": "kda", "bias": "flat"}
+_PACKED_KDA = "fused_recurrent_kda_packed_decode"
+_ROWS, _HEADS = replace(norm_cases.MAMBA, id="rows", layout="gaps"), replace(norm_cases.KDA, id="heads", rows=(1, 5), in_place="x")
 _PAIR = replace(combine_cases.PAIR, id="pair")
 _SSU, _UPDATE, _SIGMOID = "selective_state_update", "causal_conv1d_update", "fused_sigmoid_gating_delta_rule_update"
 _PACKED_DECODE = "fused_recurrent_gated_delta_rule_packed_decode"
@@ -279,6 +323,11 @@ def _vllm() -> list[Form]:
         form("gdn-drafts", _SIGMOID, la_cases, _GDN_DRAFTS, _vllm_sigmoid),
         form("kda-drafts", _SIGMOID, la_cases, _GDN_DRAFTS, _vllm_sigmoid, **_KDA),
         form("gdn-gates", "fused_recurrent_gated_delta_rule", la_cases, _STEPS, _vllm_gates, gate="log", beta="plain", lengths=()),
+        form("kda-raw-drafts", "fused_recurrent_kda_with_fused_gate", la_cases, _GDN_DRAFTS, _kimi, **_KDA),
+        form("kda-bounded", "fused_recurrent_kda_with_fused_gate", la_cases, _STEPS, _kimi, gate="bounded", **_KDA),
+        form("kda-packed", _PACKED_KDA, la_cases, _GDN, _kimi_packed, packed=8, **_KDA),
+        form("norm-rows", "layer_norm_fwd", norm_cases, _ROWS, _row_norm_into),
+        form("norm-heads", "rms_norm_gated", norm_cases, _HEADS, _head_norm),
         form("merge", "merge_attn_states", combine_cases, _PAIR, _vllm_merge),
         form("merge-in-place", "merge_attn_states", combine_cases, _PAIR, _vllm_merge, in_place=True),
     ]
@@ -305,6 +354,10 @@ def _sglang() -> list[Form]:
         form("gdn-verify", _SIGMOID, la_cases, _STEPS, _sglang_sigmoid, update=False, lengths=(3, 2, 1, 0, 3, 4)),
         form("kda-steps", _SIGMOID, la_cases, _STEPS, _sglang_sigmoid, **_KDA),
         form("kda-bounded", _SIGMOID, la_cases, _STEPS, _sglang_sigmoid, gate="bounded", **_KDA),
+        form("kda-packed", _PACKED_KDA, la_cases, _GDN, _packed_of_channels, packed=8, **_KDA),
+        form("kda-packed-bounded", _PACKED_KDA, la_cases, _GDN, _packed_of_channels, packed=8, gate="bounded", **_KDA),
+        form("norm-rows", "mixer2_rms_norm_gated", norm_cases, _ROWS, _row_norm),
+        form("norm-heads", "rms_norm_gated", norm_cases, _HEADS, _head_norm),
         form("merge", "merge_state", combine_cases, _PAIR, _sglang_merge),
     ]
 

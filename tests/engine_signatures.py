@@ -18,6 +18,7 @@ _MAMBA, _ATTENTION, _LAYERS = "sglang.kernels.ops.mamba", "sglang.kernels.ops.at
 _KIMI, _GLM = "vllm.models.kimi_k3.nvidia.ops.third_party.kda", "vllm.models.glm5next.nvidia.ops.third_party.kda"
 _LIGHTNING = "q, k, v, ed, block_size=256, kv_history=None"
 _LIGHTNING_STEP = "q, k, v, kv_caches, slope_rate, slot_idx, BLOCK_SIZE=32"
+_NORM = "x, g, weight, bias, activation='swish', residual=None, prenorm=False, residual_in_fp32=False, eps=1e-06"
 _PACKED = "mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, use_qk_l2norm_in_kernel=False"
 
 SIGNATURES = {
@@ -73,6 +74,40 @@ SIGNATURES = {
         "q, k, v, raw_g, beta, A_log, g_bias, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, "
         "cu_seqlens=None, safe_gate=False, lower_bound=-5.0, **kwargs"
     ),
+    (f"{_FLA}.kda", "fused_recurrent_kda"): (
+        "q, k, v, g, beta=None, scale=None, initial_state=None, inplace_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=None, "
+        "ssm_state_indices=None, **kwargs"
+    ),
+    (f"{_FLA}.kda", "fused_recurrent_kda_fwd"): (
+        "q, k, v, g, beta, scale, initial_state, inplace_final_state=True, cu_seqlens=None, ssm_state_indices=None, "
+        "num_accepted_tokens=None, use_qk_l2norm_in_kernel=False"
+    ),
+    (f"{_KIMI}.fused_recurrent", "fused_recurrent_kda"): (
+        "q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens, ssm_state_indices, num_accepted_tokens=None, "
+        "out=None, fuse_gate=None"
+    ),
+    (f"{_KIMI}.fused_recurrent", "fused_recurrent_kda_packed_decode"): (
+        "mixed_qkv, raw_g, raw_beta, A_log, dt_bias, lower_bound, initial_state, state_indices, scale=None, out=None"
+    ),
+    (f"{_GLM}.kernels", "fused_recurrent_kda"): (
+        "q, k, v, g, beta=None, scale=None, initial_state=None, inplace_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=None, "
+        "ssm_state_indices=None, num_accepted_tokens=None, out=None, sigmoid_beta=False, a_log=None, g_bias=None, compute_gate=False, "
+        "lower_bound=-5.0, **kwargs"
+    ),
+    ("vllm.model_executor.layers.mamba.linear.bailing_linear_attn", "bailing_linear_attention_decode_spec"): (
+        "q, k, v, kv_cache, slope_rate, state_indices_tensor, query_start_loc, num_accepted_tokens, q_start, q_end, slot_start, slot_end, "
+        "block_size"
+    ),
+    ("vllm._custom_ops", "fused_gdn_decode_post_conv_mtp"): (
+        "mixed_qkv, a, b, A_log, dt_bias, state_indices, cu_seqlens, num_accepted_tokens, state, output_gate, norm_weight, out=None, "
+        "scale=128**-0.5, norm_eps=1e-05, output_gate_activation='silu'"
+    ),
+    (f"{_FLA}.layernorm_guard", "layer_norm_fwd"): (
+        "x, weight, bias, eps, z=None, out=None, group_size=None, norm_before_gate=True, is_rms_norm=False, activation='swish'"
+    ),
+    (f"{_FLA}.kda", "rms_norm_gated"): _NORM,
+    (f"{_FLA}.fused_norm_gate", "rms_norm_gated"): _NORM,
+    (f"{_OPS}.layernorm_gated", "rms_norm_gated"): "x, weight, bias, z=None, eps=1e-06, group_size=None, norm_before_gate=True",
     ("vllm.model_executor.layers.lightning_attn", "lightning_attention"): _LIGHTNING,
     ("vllm.model_executor.layers.lightning_attn", "linear_decode_forward_triton"): _LIGHTNING_STEP,
     ("vllm.v1.attention.ops.merge_attn_states", "merge_attn_states"): (
@@ -118,6 +153,17 @@ SIGNATURES = {
         "A_log=None, dt_bias=None, lower_bound=None, output_intermediate_states=False, track_state=None, track_chunk_idx=None, "
         "beta_is_raw=False, chunk_indices=None, chunk_offsets=None, **kwargs"
     ),
+    (f"{_ATTENTION}.fla.fused_recurrent", "fused_recurrent_kda_packed_decode"): f"{_PACKED}, lower_bound=None",
+    (f"{_MAMBA}.causal_conv1d_triton", "causal_conv1d_fn"): (
+        "x, weight, bias, conv_states, query_start_loc, seq_lens_cpu, cache_indices=None, has_initial_state=None, activation='silu', "
+        "pad_slot_id=-1, validate_data=False, block_table=None, **kwargs"
+    ),
+    (f"{_ATTENTION}.fla.fused_norm_gate", "rms_norm_gated"): _NORM,
+    (f"{_ATTENTION}.fla.layernorm_gated", "rms_norm_gated"): (
+        "*, x, weight, bias, z=None, eps=1e-06, group_size=None, norm_before_gate=True, is_rms_norm=False, activation='swish'"
+    ),
+    # Of sgl_kernel, from which this module imports it.
+    (f"{_LAYERS}.flashattention_backend", "merge_state_v2"): "v_a, s_a, v_b, s_b, v_merged=None, s_merged=None",
     (f"{_ATTENTION}.linear.lightning_attn", "lightning_attention"): _LIGHTNING,
     (f"{_ATTENTION}.linear.lightning_attn", "linear_decode_forward_triton"): _LIGHTNING_STEP,
     (f"{_ATTENTION}.linear.seg_la", "seg_la_fwd"): (
@@ -131,6 +177,7 @@ SIGNATURES = {
 
 _CONV = f"from {_OPS}.causal_conv1d import causal_conv1d_fn, causal_conv1d_update"
 _MERGE = "from vllm.v1.attention.ops.merge_attn_states import merge_attn_states"
+_BAILING = "chunk_kda, fused_recurrent_kda, fused_recurrent_kda_fwd"
 _PACKED_AND_SIGMOID = "fused_recurrent_gated_delta_rule_packed_decode, fused_sigmoid_gating_delta_rule_update"
 _TRITON = f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_update as causal_conv1d_update_triton"
 _WRAPPED = f"from {_LAYERS}.mamba.causal_conv1d import causal_conv1d_fn, causal_conv1d_update"
@@ -177,21 +224,26 @@ IMPORTS = {
         "from .fused_sigmoid_gating import fused_sigmoid_gating_delta_rule_update"
     ),
     "vllm.model_executor.layers.mamba.mamba_mixer": f"{_CONV}\nfrom {_OPS}.mamba_ssm import selective_scan_fn",
-    "vllm.model_executor.layers.mamba.mamba_mixer2": f"{_CONV}\nfrom {_OPS}.ssd_combined import mamba_chunk_scan_combined_varlen",
+    "vllm.model_executor.layers.mamba.mamba_mixer2": (
+        f"{_CONV}\nfrom {_OPS}.ssd_combined import mamba_chunk_scan_combined_varlen\nfrom {_OPS}.layernorm_gated import rms_norm_gated"
+    ),
     "vllm.model_executor.layers.mamba.short_conv": _CONV,
     f"{_GDN}.qwen_gdn_linear_attn": f"{_CONV}\n{_CUSTOM_OP.format(fla=_FLA)}\nfrom {_FLA} import {_PACKED_AND_SIGMOID}",
     f"{_GDN}.olmo_gdn_linear_attn": f"{_CONV}\nfrom {_FLA} import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule",
     f"{_GDN}.kimi_gdn_linear_attn": f"from ..ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update\n{_PREFILL}",
-    "vllm.model_executor.models.bailing_moe_v3": f"{_CONV}\nfrom {_FLA}.kda import chunk_kda",
-    _KIMI: "from .chunk import chunk_kda_with_fused_gate",
-    _GLM: "from .kernels import chunk_kda_with_fused_gate",
+    "vllm.model_executor.models.bailing_moe_v3": f"{_CONV}\nfrom {_FLA}.kda import {_BAILING}",
+    _KIMI: (
+        "from .chunk import chunk_kda_with_fused_gate\nfrom .fused_recurrent import fused_recurrent_kda, fused_recurrent_kda_packed_decode"
+    ),
+    _GLM: "from .kernels import chunk_kda_with_fused_gate, fused_recurrent_kda",
+    "vllm.models.muse_spark.nvidia.model": f"from {_FLA}.fused_norm_gate import rms_norm_gated",
     "vllm.model_executor.layers.mamba.linear.minimax_linear_attn": (
         "from vllm.model_executor.layers.lightning_attn import lightning_attention, linear_decode_forward_triton"
     ),
     "vllm.models.kimi_k3.nvidia.kda": f"{_CONV}\n{_PREFILL}",
     "vllm.models.kimi_k3.nvidia.mla": _MERGE,
     "vllm.models.kimi_k3.amd.kda": _CONV,
-    "vllm.models.glm5next.common.kda": f"{_CONV}\nfrom {_GLM} import chunk_kda_with_fused_gate",
+    "vllm.models.glm5next.common.kda": f"{_CONV}\nfrom {_GLM} import chunk_kda_with_fused_gate, fused_recurrent_kda",
     "vllm.v1.attention.backends.flash_attn": _MERGE,
     "vllm.v1.attention.backends.rocm_aiter_fa": _MERGE,
     "vllm.v1.attention.backends.flashinfer": _MERGE,
@@ -203,13 +255,18 @@ IMPORTS = {
         noise=", enable_stochastic_rounding=c.enable_stochastic_rounding, cache_philox_rounds=c.stochastic_rounding_philox_rounds",
     ),
     f"{_LAYERS}.linear.gdn_backend": (
-        f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_update\n"
+        f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_fn, causal_conv1d_update\n"
         f"from {_LAYERS}.mamba.causal_conv1d import causal_conv1d_fn as causal_conv1d_fn_cuda\n"
         "causal_conv1d_fn = causal_conv1d_fn_cuda"
     ),
-    f"{_LAYERS}.linear.kda_backend": f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_update",
+    f"{_LAYERS}.linear.kda_backend": f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_fn, causal_conv1d_update",
+    f"{_LAYERS}.linear.kda_prefill_graph": f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_fn",
+    f"{_LAYERS}.mamba.mixer2_rms_norm_gated": f"from {_ATTENTION}.fla.layernorm_gated import rms_norm_gated",
     f"{_MAMBA}.triton_ops": "from .ssd_combined import mamba_chunk_scan_combined",
-    f"{_LAYERS}.mamba.causal_conv1d": f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_update as _causal_conv1d_update_triton",
+    f"{_LAYERS}.mamba.causal_conv1d": (
+        f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_fn as _causal_conv1d_fn_triton\n"
+        f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_update as _causal_conv1d_update_triton"
+    ),
     f"{_LAYERS}.mamba.mamba": f"from {_MAMBA}.triton_ops import mamba_chunk_scan_combined\n{_TRITON}\n{_WRAPPED}",
     f"{_LAYERS}.mamba.mamba1": (f"from {_LAYERS}.mamba.mamba import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_update_triton"),
     f"{_LAYERS}.linear.kernels.gdn_triton": (
@@ -218,6 +275,7 @@ IMPORTS = {
         f"from {_ATTENTION}.linear.fused_sigmoid_gating_recurrent import fused_sigmoid_gating_delta_rule_update"
     ),
     f"{_LAYERS}.linear.kernels.kda_triton": (
+        f"from {_ATTENTION}.fla.fused_recurrent import fused_recurrent_kda_packed_decode\n"
         f"from {_ATTENTION}.fla.kda import chunk_kda\n"
         f"from {_ATTENTION}.linear.fused_sigmoid_gating_recurrent import fused_sigmoid_gating_delta_rule_update"
     ),

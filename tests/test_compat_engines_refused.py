@@ -33,6 +33,9 @@ MAMBA1 = dict(zip(("u", "delta", "A", "B", "C"), ROWS, strict=True)) | {
     "ssm_states": randn(4, DIM, 2),
     "query_start_loc": starts_of([2, 2]),
 }
+KDA = {n: G[n] for n in ("q", "k", "v")} | {"g": randn(1, 2, HV, K), "beta": G["b"].sigmoid(), "initial_state": POOL}
+KDA |= {"ssm_state_indices": SLOTS, "cu_seqlens": starts_of([1, 1])}
+NORM = {"x": randn(4, 16), "weight": randn(16)}
 SIGMOID = "fused_sigmoid_gating_delta_rule_update"
 
 
@@ -57,6 +60,15 @@ SIGMOID = "fused_sigmoid_gating_delta_rule_update"
         ("vllm", "chunk_gated_delta_rule", delta_vllm_call(initial_state=delta_states(3)), "initial_states is"),
         ("vllm", "fi_chunk_gated_delta_rule", delta_vllm_call(initial_state=delta_states(4), checkpoint_every_n_tokens=64),
          "needs state_checkpoints"),
+        ("vllm", "fused_recurrent_kda_fwd", KDA | {"scale": 1.0, "inplace_final_state": False}, "inplace_final_state=False"),
+        ("vllm", "fused_recurrent_kda_with_safe_gate", KDA | {"compute_gate": True, "g_bias": BIAS}, "a_log is None"),
+        ("vllm", "fused_gdn_decode_post_conv_mtp",
+         {"mixed_qkv": randn(2, 99), "a": G["a"][0], "b": G["b"][0], "A_log": G["A_log"], "dt_bias": G["dt_bias"],
+          "state_indices": SLOTS[:, None], "cu_seqlens": starts_of([1, 1]), "num_accepted_tokens": SLOTS, "state": POOL,
+          "output_gate": randn(2, HV, V), "norm_weight": randn(V)}, "mixed_qkv has 99 channels"),
+        ("vllm", "layer_norm_fwd", NORM | {"bias": randn(16), "eps": 1e-5, "is_rms_norm": True}, "bias: a norm without one"),
+        ("vllm", "layer_norm_fwd", NORM | {"bias": None, "eps": 1e-5}, "is_rms_norm=False"),
+        ("vllm", "rms_norm_gated", NORM | {"g": randn(4, 16), "bias": None, "residual": randn(4, 16)}, "residual and prenorm"),
         ("vllm", "merge_attn_states", MERGE | {"output": torch.empty(5, 3, 16), "output_scale": torch.ones(1)}, "output_scale"),
         ("sglang", "selective_state_update", SSU | {"enable_stochastic_rounding": True}, "goes with a float16 state"),
         ("sglang", "selective_state_update", SSU | {"intermediate_states_buffer": torch.zeros(2, 3, 4, 8, 16), "cache_steps": 2},
@@ -71,6 +83,9 @@ SIGMOID = "fused_sigmoid_gating_delta_rule_update"
         ("sglang", "causal_conv1d_update_triton", CONV | {"retrieve_parent_token": torch.zeros(2, 1)}, "a draft tree"),
         ("sglang", "causal_conv1d_update_triton", CONV | {"cache_seqlens": SLOTS}, "cache_seqlens"),
         ("sglang", "causal_conv1d_fn", PACKED | {"block_table": SLOTS}, "block_table"),
+        ("sglang", "causal_conv1d_fn_triton", PACKED | {"block_table": SLOTS, "seq_lens_cpu": [2, 2]}, "block_table"),
+        ("sglang", "mixer2_rms_norm_gated", NORM | {"bias": None}, "is_rms_norm=False"),
+        ("sglang", "mixer2_rms_norm_gated", NORM | {"bias": None, "z": randn(2, 2, 8), "is_rms_norm": True}, "they have as many elements"),
         ("sglang", SIGMOID, SGLANG_GDN | {"intermediate_states_buffer": POOL[None]}, "intermediate_states_buffer"),
         ("sglang", SIGMOID, SGLANG_GDN | {"retrieve_parent_token": SLOTS[None]}, "retrieve_parent_token"),
         ("sglang", SIGMOID, SGLANG_GDN | {"cache_ring": True}, "cache_ring"),

@@ -45,28 +45,40 @@ PACKED = {"ssm_state_indices": "[B]"}
 LOGITS = {"q": "[B, T, HK, K]", "k": "[B, T, HK, K]", "v": "[B, T, HV, V]"}
 
 
-def packed_decode(
-    mixed_qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, scale: float, initial_state: Tensor, out: Tensor,
-    ssm_state_indices: Tensor, use_qk_l2norm_in_kernel: bool, pad_slot_id: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One token per sequence, of which q, k and v lie behind each other in a row of mixed_qkv [B, 2 HK K + HV V]."""
-    name = "fused_recurrent_gated_delta_rule_packed_decode"
-    if mixed_qkv.dim() != 2 or initial_state.dim() != 4 or out.dim() != 4 or out.shape[1] != 1:
-        shapes = f"{list(mixed_qkv.shape)}, {list(initial_state.shape)} and {list(out.shape)}"
-        raise ArgumentError(name, [f"mixed_qkv, initial_state and out are {shapes}, not [B, channels], [slots, HV, V, K], [B, 1, HV, V]"])
-    _, HV, V, K = initial_state.shape
+def unpacked(name: str, mixed_qkv: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k [B, HK, K], v [B, HV, V]): views of rows of mixed_qkv [B, 2 HK K + HV V], for a pool [slots, HV, V, K]."""
+    if mixed_qkv.dim() != 2 or state.dim() != 4:
+        shapes = f"{list(mixed_qkv.shape)} and {list(state.shape)}"
+        raise ArgumentError(name, [f"mixed_qkv and the pool of states are {shapes}, not [B, channels] and [slots, HV, V, K]"])
+    _, HV, V, K = state.shape
     keys, rest = divmod(mixed_qkv.shape[1] - HV * V, 2 * K) if K else (0, 0)
     if keys <= 0 or rest:
         problem = f"mixed_qkv has {mixed_qkv.shape[1]} channels, which is not 2 HK K + HV V with K = {K}, HV = {HV}, V = {V}"
         raise ArgumentError(name, [problem])
     B = mixed_qkv.shape[0]
     q, k, v = mixed_qkv.split((keys * K, keys * K, HV * V), 1)
+    return q.view(B, keys, K), k.view(B, keys, K), v.view(B, HV, V)
+
+
+def packed_decode(
+    mixed_qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, scale: float, initial_state: Tensor, out: Tensor,
+    ssm_state_indices: Tensor, use_qk_l2norm_in_kernel: bool, pad_slot_id: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One token per sequence, of which q, k and v lie behind each other in a row of mixed_qkv [B, 2 HK K + HV V]."""
+    name = "fused_recurrent_gated_delta_rule_packed_decode"
+    q, k, v = unpacked(name, mixed_qkv, initial_state)
     gated_delta_rule(
-        initial_state, q.view(B, keys, K), k.view(B, keys, K), v.view(B, HV, V), a, b, A_log, dt_bias,
-        use_qk_l2norm=use_qk_l2norm_in_kernel, beta_sigmoid=True, scale=scale, state_indices=first(ssm_state_indices, B),
-        pad_slot_id=pad_slot_id, out=out[:, 0],
+        initial_state, q, k, v, a, b, A_log, dt_bias, use_qk_l2norm=use_qk_l2norm_in_kernel, beta_sigmoid=True, scale=scale,
+        state_indices=first(ssm_state_indices, q.shape[0]), pad_slot_id=pad_slot_id, out=of_one_token(name, out),
     )  # fmt: skip
     return out, initial_state
+
+
+def of_one_token(name: str, out: Tensor) -> Tensor:
+    """out [B, 1, HV, V] as [B, HV, V]."""
+    if out.dim() != 4 or out.shape[1] != 1:
+        raise ArgumentError(name, [f"out is {list(out.shape)}, not [B, 1, HV, V]"])
+    return out[:, 0]
 
 
 def from_logits(

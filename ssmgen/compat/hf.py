@@ -29,6 +29,7 @@ from . import hf_functions as functions
 from . import hf_layers as layers
 from . import hf_lightning as lightning
 from . import hf_norms as norms
+from . import hf_remote as remote
 from .hf_functions import FUNCTIONS, Replacement
 
 _CONV = ("causal_conv1d_update", "causal_conv1d_fn")
@@ -94,7 +95,7 @@ class Patch:
                 r.owners.remove(self)
                 if r.owners:
                     continue
-                key = tuple(label.split("."))
+                key = label.rpartition(".")[::2]
                 if _active.get(key) is r:  # else another one of ours is on top of what came between
                     del _active[key]
                 if r.in_place:
@@ -129,11 +130,14 @@ def patch(models: str | torch.nn.Module | Iterable[str | torch.nn.Module] = "aut
     fuse: also whole layers, of the models that ssmgen has them for: at a decode step convolution, state update, gates and norm are one call
         between the layer's projections, over a prompt three; and gated norms are one launch
     models: "auto" for all that ssmgen knows and the installed transformers has; names of its model folders, such as "mamba2"; or models,
-        whose kinds are patched: a function is a modeling file's, and so another model of the same kind has it too
+        whose kinds are patched: a function is a modeling file's, and so another model of the same kind has it too. Of a model whose code
+        came with its checkpoint, functions of transformers' names and parameters, and those of mamba-ssm, causal-conv1d and
+        flash-linear-attention, are replaced in its own module, and in layers that keep them
     Patches may overlap: a function goes back to the original when the last patch that has it is undone.
     Warns of a function that this transformers does not have as expected, and leaves it alone.
     Raises PatchError for what is not known, listing all of it, before anything is replaced.
     """
+    models = models if isinstance(models, (str, torch.nn.Module)) else list(models)
     names = _names(models)
     wanted = [(name, function) for name in names for function in MODELS.get(name, ())]
     wanted += [(name, lightning.CLASSES[name]) for name in names if name in lightning.CLASSES]
@@ -146,9 +150,9 @@ def patch(models: str | torch.nn.Module | Iterable[str | torch.nn.Module] = "aut
         if objections:
             lines = bullets([f"{name}.{function}: {words}" for (name, function), words in objections.items()])
             warnings.warn(f"these functions are not replaced:\n{lines}", RuntimeWarning, stacklevel=2)
-        if len(objections) == len(wanted):
+        if wanted and len(objections) == len(wanted):
             raise PatchError("none of these models has a function to replace; ssmgen knows transformers 5.15 and later")
-        return Patch([_replacement(*pair) for pair in wanted if pair not in objections])
+        return Patch([_replacement(*pair) for pair in wanted if pair not in objections] + _of_checkpoints(models))
 
 
 def fusible(model: torch.nn.Module) -> bool:
@@ -167,8 +171,8 @@ def _names(models: str | torch.nn.Module | Iterable[str | torch.nn.Module]) -> l
         if isinstance(m, torch.nn.Module):
             kinds = _kinds(m)
             names |= dict.fromkeys(kinds)
-            if not kinds:
-                problems.append(f"{type(m).__name__} has no layer of a model that is known")
+            if not kinds and not any(map(remote.bound, remote.modules_of(m))):
+                problems.append(remote.missing(m))
         elif m not in KNOWN:
             problems.append(f"{m!r} is not known")
         elif _modeling(m) is None:
@@ -252,6 +256,22 @@ def _replacement(model: str, function: str) -> Replacement:
             known = Replacement(label, module, function, functions.run_function)
         _active[model, function] = known
     return known
+
+
+def _of_checkpoints(models: str | torch.nn.Module | Iterable[str | torch.nn.Module]) -> list[Replacement]:
+    """What stands in modules that came with checkpoints, and in the layers of these models."""
+    found = []
+    for model in (models,) if isinstance(models, torch.nn.Module) else models:
+        if not isinstance(model, torch.nn.Module):
+            continue
+        for module in remote.modules_of(model):
+            for name, ours in remote.bound(module).items():
+                known = _active.get((module.__name__, name))
+                if not isinstance(known, remote.Replacement) or not known.in_place:
+                    known = _active[module.__name__, name] = remote.Replacement(module, name, ours)
+                known.rebind(model)
+                found.append(known)
+    return found
 
 
 def warm(model: torch.nn.Module, batches: Iterable[int] = (1,), prompt_length: int = 8, *, fuse: bool = False) -> int:

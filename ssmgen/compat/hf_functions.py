@@ -307,9 +307,9 @@ def attempt(replacement: Replacement, ours: Callable[..., Any], *args: Any, **kw
     return result, None
 
 
-def run_function(replacement: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for a function of a modeling file."""
-    ours = FUNCTIONS[replacement.name]
+def run_function(replacement: Replacement, original: Callable[..., Any], ours: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """What stands for a function of a modeling file; ours: None for that of its name."""
+    ours = FUNCTIONS[replacement.name] if ours is None else ours
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(args, kwargs)):

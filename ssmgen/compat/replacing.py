@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from ..errors import ArgumentError, CaptureError, NotBuiltError, UnsupportedError
 from ..settings import kept_functions
@@ -32,11 +33,13 @@ REFUSALS = (ArgumentError, UnsupportedError, CaptureError, NotBuiltError)
 
 # What SSMGEN_ENGINE_KEEP can name, of all engines.
 NAMES = (
-    "causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "chunk_kda", "chunk_kda_with_fused_gate",
-    "fi_chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "fused_recurrent_gated_delta_rule_packed_decode",
-    "fused_sigmoid_gating_delta_rule_update", "lightning_attention", "linear_decode_forward_triton", "mamba_chunk_scan_combined",
-    "mamba_chunk_scan_combined_varlen", "merge_attn_states", "merge_state", "seg_la_fwd", "selective_scan_fn", "selective_state_update",
-    "MambaMixer1._selective_scan", "TritonGDNKernel.extend",
+    "bailing_linear_attention_decode_spec", "causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "chunk_kda",
+    "chunk_kda_with_fused_gate", "fi_chunk_gated_delta_rule", "fused_gdn_decode_post_conv_mtp", "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule_packed_decode", "fused_recurrent_kda", "fused_recurrent_kda_fwd",
+    "fused_recurrent_kda_packed_decode", "fused_sigmoid_gating_delta_rule_update", "layer_norm_fwd", "lightning_attention",
+    "linear_decode_forward_triton", "mamba_chunk_scan_combined", "mamba_chunk_scan_combined_varlen", "merge_attn_states", "merge_state",
+    "merge_state_v2", "rms_norm_gated", "seg_la_fwd", "selective_scan_fn", "selective_state_update", "MambaMixer1._selective_scan",
+    "TritonGDNKernel.extend",
 )  # fmt: skip
 
 # What warm() is to those who do not make the calls themselves.
@@ -51,6 +54,7 @@ class Replacement:
 
     says: attributes that its class gets too, where the engine looks up what the method can do
     behind: makes of the engine's own one the method that does what is refused, as its class now says more than that can do
+    traced: torch.compile may trace calls of it, which stay the engine's own
     """
 
     module: str
@@ -58,6 +62,7 @@ class Replacement:
     function: Callable[..., Any]
     says: Mapping[str, Any] = field(default_factory=dict)
     behind: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    traced: bool = False
 
     @property
     def place(self) -> str:
@@ -228,7 +233,14 @@ def _with_the_original_behind(r: Replacement, original: Callable[..., Any], log:
                 log.warning("%s's own %s runs, not ssmgen's (said once for calls like this): %s%s", engine, r.name, e, advice)
         return behind(*args, **kwargs)
 
-    return call
+    if not r.traced:
+        return call
+
+    @wraps(original)
+    def run_or_traced(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) if is_compiling() else call(*args, **kwargs)
+
+    return run_or_traced
 
 
 def _kind(e: Exception) -> tuple[type, str]:

@@ -1,5 +1,5 @@
-"""SGLang's functions for Mamba, convolutions, delta rules, Lightning attention and merged attention, as in SGLang 0.5.23; and its plugin,
-`register`.
+"""SGLang's functions for Mamba, convolutions, delta rules, Lightning attention, gated norms and merged attention, as in SGLang 0.5.23; and
+its plugin, `register`.
 
 Slots: pad_slot_id (-1) is padding. A padded sequence, which is also one whose slot is negative or none of the pool's, gets a zero output
 and touches no state; SGLang leaves some of these outputs as they were, or computes them from a state of zeros. Index tensors may have more
@@ -23,6 +23,7 @@ from ..families.selective_state_update.call import selective_state_update as _ss
 from . import gated_delta, replacing
 from . import sglang_delta as _delta
 from . import sglang_mamba as _mamba
+from . import sglang_steps as _steps
 from .gated_delta import first as _first
 from .lightning import lightning_attention as lightning_attention
 from .lightning import linear_decode_forward_triton as linear_decode_forward_triton
@@ -31,6 +32,11 @@ from .sglang_delta import chunk_gated_delta_rule as chunk_gated_delta_rule
 from .sglang_delta import chunk_kda as chunk_kda
 from .sglang_lightning import seg_la_fwd as seg_la_fwd
 from .sglang_mamba import mamba_chunk_scan_combined as mamba_chunk_scan_combined
+from .sglang_steps import causal_conv1d_fn_triton as causal_conv1d_fn_triton
+from .sglang_steps import fused_recurrent_kda_packed_decode as fused_recurrent_kda_packed_decode
+from .sglang_steps import merge_state_v2 as merge_state_v2
+from .sglang_steps import mixer2_rms_norm_gated as mixer2_rms_norm_gated
+from .sglang_steps import rms_norm_gated as rms_norm_gated
 
 
 @_takes(
@@ -316,6 +322,7 @@ _ENGINE = replacing.Engine(
             fused_sigmoid_gating_delta_rule_update,
         ),
         *_delta.REPLACEMENTS,
+        *_steps.REPLACEMENTS,
         replacing.Replacement(f"{_ATTENTION}.linear.lightning_attn", "lightning_attention", lightning_attention),
         replacing.Replacement(f"{_ATTENTION}.linear.lightning_attn", "linear_decode_forward_triton", linear_decode_forward_triton),
         replacing.Replacement(f"{_ATTENTION}.linear.seg_la", "seg_la_fwd", seg_la_fwd),

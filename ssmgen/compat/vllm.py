@@ -1,5 +1,5 @@
-"""vLLM's functions for Mamba, short convolutions, delta rules, Lightning attention and merged attention, as in vLLM 0.33; and its plugin,
-`register`.
+"""vLLM's functions for Mamba, short convolutions, delta rules, Lightning attention, gated norms and merged attention, as in vLLM 0.33; and
+its plugin, `register`.
 
 Slots: null_block_id (0) is padding. A padded sequence, which is also one whose slot is negative or none of the pool's, gets a zero
 output and touches no state; vLLM leaves some of these outputs as they were, or computes them from a state of zeros.
@@ -22,6 +22,8 @@ from ..families.linear_attention.call import gated_delta_rule as _gated_delta_ru
 from ..families.selective_state_update.call import selective_state_update as _ssu
 from . import gated_delta, replacing
 from . import vllm_delta as _delta
+from . import vllm_norms as _norms
+from . import vllm_steps as _steps
 from .gated_delta import first as _first
 from .lightning import lightning_attention as lightning_attention
 from .lightning import linear_decode_forward_triton as linear_decode_forward_triton
@@ -34,6 +36,16 @@ from .vllm_delta import fi_chunk_gated_delta_rule as fi_chunk_gated_delta_rule
 from .vllm_mamba import mamba_chunk_scan_combined_varlen as mamba_chunk_scan_combined_varlen
 from .vllm_mamba import selective_scan_fn as selective_scan_fn
 from .vllm_merging import merge_attn_states as merge_attn_states
+from .vllm_norms import layer_norm_fwd as layer_norm_fwd
+from .vllm_norms import mixer2_rms_norm_gated as mixer2_rms_norm_gated
+from .vllm_norms import rms_norm_gated as rms_norm_gated
+from .vllm_steps import bailing_linear_attention_decode_spec as bailing_linear_attention_decode_spec
+from .vllm_steps import fused_gdn_decode_post_conv_mtp as fused_gdn_decode_post_conv_mtp
+from .vllm_steps import fused_recurrent_kda as fused_recurrent_kda
+from .vllm_steps import fused_recurrent_kda_fwd as fused_recurrent_kda_fwd
+from .vllm_steps import fused_recurrent_kda_packed_decode as fused_recurrent_kda_packed_decode
+from .vllm_steps import fused_recurrent_kda_with_fused_gate as fused_recurrent_kda_with_fused_gate
+from .vllm_steps import fused_recurrent_kda_with_safe_gate as fused_recurrent_kda_with_safe_gate
 
 _BY_TOKEN = "[N] or [N, T]"
 
@@ -285,6 +297,8 @@ _ENGINE = replacing.Engine(
             f"{_FLA}.fused_sigmoid_gating", "fused_sigmoid_gating_delta_rule_update", fused_sigmoid_gating_delta_rule_update
         ),
         *_delta.REPLACEMENTS,
+        *_steps.REPLACEMENTS,
+        *_norms.REPLACEMENTS,
         replacing.Replacement(_LIGHTNING, "lightning_attention", lightning_attention),
         replacing.Replacement(_LIGHTNING, "linear_decode_forward_triton", linear_decode_forward_triton),
         replacing.Replacement("vllm.v1.attention.ops.merge_attn_states", "merge_attn_states", merge_attn_states),

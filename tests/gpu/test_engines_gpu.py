@@ -12,7 +12,9 @@ import torch
 from engine_calls import no_call_goes_to_the_engine, sglang_functions, vllm_functions  # noqa: F401
 from engine_cases import FORMS, SHARED, load, operands, padded_with
 from engine_stand_ins import answer
+from test_compat_engines_steps import TABLE, draft_call
 from test_ops import Loaded
+from torch_conv import randn
 
 from ssmgen import runtime
 
@@ -185,3 +187,27 @@ def test_stochastic_rounding_is_the_backend_s_setting(vllm):
     off = [(s.double() - states[0].double()).abs() for s in states]
     assert all(d.max() > 0 and (d <= 2.0**-10 * states[0].double().abs() + 2.0**-24).all() for d in off[1:])
     assert not torch.equal(states[1], states[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_drafts_with_their_norm(vllm, graph, dtype):
+    """What the two references give on the CPU, within roundings to the output's dtype ahead of the norm and behind it."""
+    shapes = {"q": (6, 2, 128), "k": (6, 2, 128), "v": (6, 4, 64), "a": (6, 4), "b": (6, 4), "A_log": (4,), "dt_bias": (4,)}
+    x = {n: randn(*shape, seed=seed) for seed, (n, shape) in enumerate(shapes.items())}
+    state = randn(int(TABLE.max()) + 2, 4, 64, 128, seed=9).to(dtype)
+    call = draft_call(x, state)
+    call = {n: t.to(dtype) if n in ("mixed_qkv", "output_gate") else t for n, t in call.items()}
+    there = {n: t.cuda() if isinstance(t, torch.Tensor) else t for n, t in call.items()}
+    want, own = vllm.fused_gdn_decode_post_conv_mtp(**call), there["state"].clone()
+    got = vllm.fused_gdn_decode_post_conv_mtp(**there)
+    if graph:
+        recorded = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(recorded):
+            got = vllm.fused_gdn_decode_post_conv_mtp(**there)
+        there["state"].copy_(own)
+        recorded.replay()
+    torch.cuda.synchronize()
+    eps = torch.finfo(dtype).eps
+    for a, b in ((got, want), (there["state"], state)):
+        torch.testing.assert_close(a.cpu().double(), b.double(), rtol=0, atol=max(4 * eps, 1e-4) * float(b.double().abs().max()))
