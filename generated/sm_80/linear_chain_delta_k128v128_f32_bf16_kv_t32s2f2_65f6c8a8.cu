@@ -36,10 +36,10 @@ constexpr int kThreads = 32 * (kWalkers + kFetchers);
 constexpr int kSteps = kHeadK / 16;     // products that a column of S Q^T takes
 
 // Words of shared memory. E, Q and W are blocks of 64 columns, rows of 32 words; T and P panels of 16 columns, rows of 8.
-constexpr int kBlock = kChunk * 32, kPanel = kChunk * 8, kVWords = kTile / 2;
-constexpr int kAtQ = 4096, kAtW = 8192, kAtV = 12288, kAtT = 13312, kAtP = 15360;
-constexpr int kStageWords = 17408, kAtDecay = kStages * kStageWords;  // kHeadK floats of each stage, behind them all
-constexpr int kImage = 59904;  // bytes from one image to the next
+constexpr int kBlock = kChunk * 32, kVWords = kTile / 2;
+constexpr int kAtQ = 4096, kAtW = 8192, kAtT = 12288, kAtRest = 13568, kAtP = 14080, kAtV = 15360;
+constexpr int kStageWords = 16384, kAtDecay = kStages * kStageWords;  // kHeadK floats of each stage, behind them all
+constexpr int kImage = 61952;  // bytes from one image to the next
 
 // PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
 // upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
@@ -337,6 +337,8 @@ DEVICE u32 by_columns(u32 lane) {
 // v, and later o: pieces of 4 words are turned by their row, so that eight rows meet all banks.
 DEVICE u32 turned(u32 row, u32 piece) { return piece ^ (row / 2 % 4); }
 
+// T or P: 16 columns of it from the row on in which they meet the diagonal. Its two pieces of a row are exchanged in every other four rows.
+DEVICE constexpr u32 panel(u32 c) { return 512 * c - 64 * c * (c - 1); }
 // Rows of a block have their pieces of 4 words at piece ^ (row % 8): where a lane finds its row of four matrices, of columns 16 c and up. By
 // columns: two beside each other, then the two below; by rows, the other way round.
 DEVICE u32 block_by_columns(u32 c, u32 lane) { return (lane % 8 + lane / 16 * 8) * 32 + ((2 * c + lane / 8 % 2) ^ lane % 8) * 4; }
@@ -415,15 +417,8 @@ linear_chain_delta_k128v128_f32_bf16_kv_t32s2f2_65f6c8a8(
       if (n < chunks) {
         const u32 at = n % kStages * kStageWords, at_decay = kAtDecay + n % kStages * kHeadK;
         const u8* const image = images + ((first_chunk + n) * heads + head) * kImage;
-        copy_words<12288>(tiles, at + 0, image + 0, thread);
-        copy_words<512>(tiles, at + 13312, image + 49152, thread);
-        copy_words<384>(tiles, at + 13952, image + 51200, thread);
-        copy_words<256>(tiles, at + 14592, image + 52736, thread);
-        copy_words<640>(tiles, at + 15232, image + 53760, thread);
-        copy_words<384>(tiles, at + 16000, image + 56320, thread);
-        copy_words<256>(tiles, at + 16640, image + 57856, thread);
-        copy_words<128>(tiles, at + 17280, image + 58880, thread);
-        copy_words<kHeadK>(tiles, at_decay, image + 59392, thread);
+        copy_words<15360>(tiles, at + 0, image + 0, thread);
+        copy_words<kHeadK>(tiles, at_decay, image + 61440, thread);
       }
       commit_copies();
     };
@@ -550,10 +545,14 @@ linear_chain_delta_k128v128_f32_bf16_kv_t32s2f2_65f6c8a8(
 #pragma unroll
       for (int block = c; block < kChunk / 16; ++block) {
         u32 b[4];
-        load_matrices(b, panels, c * kPanel + block * 128);
+        load_matrices(b, panels, panel(c) + (block - c) * 128);
         mma_bf16(product[2 * block], x[c][0], x[c][1], x[c][2], x[c][3], b[0], b[1]);
         mma_bf16(product[2 * block + 1], x[c][0], x[c][1], x[c][2], x[c][3], b[2], b[3]);
       }
+      u32 rest[4];
+      load_matrices(rest, panels, kAtRest - kAtT + c * 128);
+      mma_bf16(product[2 * c], x[c][0], x[c][1], x[c][2], x[c][3], rest[0], rest[1]);
+      mma_bf16(product[2 * c + 1], x[c][0], x[c][1], x[c][2], x[c][3], rest[2], rest[3]);
     };
     solve(0);
 #pragma unroll
@@ -565,7 +564,7 @@ linear_chain_delta_k128v128_f32_bf16_kv_t32s2f2_65f6c8a8(
 #pragma unroll
       for (int block = c; block < kChunk / 16; ++block) {
         u32 b[4];
-        load_matrices(b, panels, kAtP - kAtT + c * kPanel + block * 128);
+        load_matrices(b, panels, kAtP - kAtT + panel(c) + (block - c) * 128);
         mma_bf16(result[2 * block], u[0], u[1], u[2], u[3], b[0], b[1]);
         mma_bf16(result[2 * block + 1], u[0], u[1], u[2], u[3], b[2], b[3]);
       }

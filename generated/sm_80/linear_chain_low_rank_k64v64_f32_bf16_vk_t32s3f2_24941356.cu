@@ -37,10 +37,10 @@ constexpr int kThreads = 32 * (kWalkers + kFetchers);
 constexpr int kSteps = kHeadK / 16;     // products that a column of S Q^T takes
 
 // Words of shared memory. E, Q and W are blocks of 64 columns, rows of 32 words; T and P panels of 16 columns, rows of 8.
-constexpr int kBlock = kChunk * 32, kPanel = kChunk * 8, kVWords = kTile / 2;
-constexpr int kAtQ = 1024, kAtW = 2048, kAtV = 4096, kAtT = 4608, kAtP = 5632;
-constexpr int kStageWords = 6656, kAtDecay = kStages * kStageWords;  // kHeadK floats of each stage, behind them all
-constexpr int kImage = 35072;  // bytes from one image to the next
+constexpr int kBlock = kChunk * 32, kVWords = kTile / 2;
+constexpr int kAtQ = 1024, kAtW = 2048, kAtT = 4096, kAtP = 4992, kAtV = 5888;
+constexpr int kStageWords = 6400, kAtDecay = kStages * kStageWords;  // kHeadK floats of each stage, behind them all
+constexpr int kImage = 23808;  // bytes from one image to the next
 
 // PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
 // upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
@@ -338,6 +338,8 @@ DEVICE u32 by_columns(u32 lane) {
 // v, and later o: pieces of 4 words are turned by their row, so that eight rows meet all banks.
 DEVICE u32 turned(u32 row, u32 piece) { return piece ^ (row / 2 % 4); }
 
+// T or P: 16 columns of it from the row on in which they meet the diagonal. Its two pieces of a row are exchanged in every other four rows.
+DEVICE constexpr u32 panel(u32 c) { return 256 * c - 0 * c * (c - 1); }
 // Rows of a block have their pieces of 4 words at piece ^ (row % 8): where a lane finds its row of four matrices, of columns 16 c and up. By
 // columns: two beside each other, then the two below; by rows, the other way round.
 DEVICE u32 block_by_columns(u32 c, u32 lane) { return (lane % 8 + lane / 16 * 8) * 32 + ((2 * c + lane / 8 % 2) ^ lane % 8) * 4; }
@@ -425,15 +427,8 @@ linear_chain_low_rank_k64v64_f32_bf16_vk_t32s3f2_24941356(
       if (n < chunks) {
         const u32 at = n % kStages * kStageWords, at_decay = kAtDecay + n % kStages * kHeadK;
         const u8* const image = images + ((first_chunk + n) * heads + head) * kImage;
-        copy_words<1024>(tiles, at + 0, image + 4096, thread);
-        copy_words<3072>(tiles, at + 1024, image + 12288, thread);
-        copy_words<256>(tiles, at + 4608, image + 25600, thread);
-        copy_words<512>(tiles, at + 4864, image + 27136, thread);
-        copy_words<128>(tiles, at + 5504, image + 29184, thread);
-        copy_words<256>(tiles, at + 5632, image + 30720, thread);
-        copy_words<512>(tiles, at + 5888, image + 32256, thread);
-        copy_words<128>(tiles, at + 6528, image + 34304, thread);
-        copy_words<kHeadK>(tiles, at_decay, image + 34816, thread);
+        copy_words<5888>(tiles, at + 0, image + 0, thread);
+        copy_words<kHeadK>(tiles, at_decay, image + 23552, thread);
       }
       commit_copies();
     };
@@ -573,7 +568,7 @@ linear_chain_low_rank_k64v64_f32_bf16_vk_t32s3f2_24941356(
 #pragma unroll
       for (int block = max(c - (kRows - kChunk) / 16, 0); block < kChunk / 16; ++block) {
         u32 b[4];
-        load_matrices(b, panels, c * kPanel + block * 128);
+        load_matrices(b, panels, panel(c) + (block - max(c - (kRows - kChunk) / 16, 0)) * 128);
         mma_bf16(product[2 * block], x[c][0], x[c][1], x[c][2], x[c][3], b[0], b[1]);
         mma_bf16(product[2 * block + 1], x[c][0], x[c][1], x[c][2], x[c][3], b[2], b[3]);
       }
@@ -593,7 +588,7 @@ linear_chain_low_rank_k64v64_f32_bf16_vk_t32s3f2_24941356(
 #pragma unroll
       for (int block = max(c - (kRows - kChunk) / 16, 0); block < kChunk / 16; ++block) {
         u32 b[4];
-        load_matrices(b, panels, kAtP - kAtT + c * kPanel + block * 128);
+        load_matrices(b, panels, kAtP - kAtT + panel(c) + (block - max(c - (kRows - kChunk) / 16, 0)) * 128);
         mma_bf16(result[2 * block], u[0], u[1], u[2], u[3], b[0], b[1]);
         mma_bf16(result[2 * block + 1], u[0], u[1], u[2], u[3], b[2], b[3]);
       }

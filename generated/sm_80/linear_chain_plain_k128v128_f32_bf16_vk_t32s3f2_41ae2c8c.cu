@@ -35,10 +35,10 @@ constexpr int kFetchers = 2;        // warps that ask for what chunks need
 constexpr int kThreads = 32 * (kWalkers + kFetchers);
 constexpr int kSteps = kHeadK / 16;     // products that a column of S Q^T takes
 
-// Words of shared memory. Q and W are blocks of 64 columns, rows of 32 words; T and P panels of 16 columns, rows of 8.
-constexpr int kBlock = kChunk * 32, kPanel = kChunk * 8, kVWords = kTile / 2;
-constexpr int kAtQ = 0, kAtW = 4096, kAtV = 8192, kAtP = 9216;
-constexpr int kStageWords = 11264, kAtDecay = kStages * kStageWords;  // kHeadK floats of each stage, behind them all
+// Words of shared memory. Q and W are blocks of 64 columns, rows of 32 words; P is panels of 16 columns, rows of 8.
+constexpr int kBlock = kChunk * 32, kVWords = kTile / 2;
+constexpr int kAtQ = 0, kAtW = 4096, kAtP = 8192, kAtV = 9472;
+constexpr int kStageWords = 10496, kAtDecay = kStages * kStageWords;  // kHeadK floats of each stage, behind them all
 constexpr int kImage = 38400;  // bytes from one image to the next
 
 // PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
@@ -337,6 +337,8 @@ DEVICE u32 by_columns(u32 lane) {
 // v, and later o: pieces of 4 words are turned by their row, so that eight rows meet all banks.
 DEVICE u32 turned(u32 row, u32 piece) { return piece ^ (row / 2 % 4); }
 
+// T or P: 16 columns of it from the row on in which they meet the diagonal. Its two pieces of a row are exchanged in every other four rows.
+DEVICE constexpr u32 panel(u32 c) { return 512 * c - 64 * c * (c - 1); }
 // Rows of a block have their pieces of 4 words at piece ^ (row % 8): where a lane finds its row of four matrices, of columns 16 c and up. By
 // columns: two beside each other, then the two below; by rows, the other way round.
 DEVICE u32 block_by_columns(u32 c, u32 lane) { return (lane % 8 + lane / 16 * 8) * 32 + ((2 * c + lane / 8 % 2) ^ lane % 8) * 4; }
@@ -415,11 +417,7 @@ linear_chain_plain_k128v128_f32_bf16_vk_t32s3f2_41ae2c8c(
       if (n < chunks) {
         const u32 at = n % kStages * kStageWords, at_decay = kAtDecay + n % kStages * kHeadK;
         const u8* const image = images + ((first_chunk + n) * heads + head) * kImage;
-        copy_words<8192>(tiles, at + 0, image + 0, thread);
-        copy_words<512>(tiles, at + 9216, image + 32768, thread);
-        copy_words<384>(tiles, at + 9856, image + 34816, thread);
-        copy_words<256>(tiles, at + 10496, image + 36352, thread);
-        copy_words<128>(tiles, at + 11136, image + 37376, thread);
+        copy_words<9472>(tiles, at + 0, image + 0, thread);
         copy_words<kHeadK>(tiles, at_decay, image + 37888, thread);
       }
       commit_copies();
@@ -537,7 +535,7 @@ linear_chain_plain_k128v128_f32_bf16_vk_t32s3f2_41ae2c8c(
 #pragma unroll
       for (int block = c; block < kChunk / 16; ++block) {
         u32 b[4];
-        load_matrices(b, panels, c * kPanel + block * 128);
+        load_matrices(b, panels, panel(c) + (block - c) * 128);
         mma_bf16(result[2 * block], u[0], u[1], u[2], u[3], b[0], b[1]);
         mma_bf16(result[2 * block + 1], u[0], u[1], u[2], u[3], b[2], b[3]);
       }

@@ -40,13 +40,13 @@ constexpr int kAtBlocks = 8640, kAtMixed = 9696;  // 16 x 16 blocks: those of -A
 constexpr int kAtHalf = 10752;  // those of -A between the halves of a chunk's rows
 constexpr int kFactorPitch = 16, kFactorWords = 16 * kFactorPitch + 8;
 constexpr int kInversePitch = 20, kInverseWords = 16 * kInversePitch + 8;  // blocks of T, by columns; eight of a block meet all banks
-constexpr u32 kImage = 35072;  // bytes, and those of its parts
-constexpr u32 kAtImageE = 0, kAtImageQ = 8192, kAtImageW = 16384, kAtImageT = 24576, kAtImageP = 29696, kAtImageDecay = 34816;
+constexpr u32 kImage = 23808;  // bytes, and those of its parts
+constexpr u32 kAtImageE = 0, kAtImageQ = 4096, kAtImageW = 8192, kAtImageT = 16384, kAtImageP = 19968, kAtImageDecay = 23552;
 // The tensor cores count a band's rows as s = 8 n + 2 t + e, which is row 4 t + 2 n + e: then lane 4 g + t has four neighbouring columns of
 // two rows of a block, `row` and two below. The eight rows that are read as a matrix, and eight neighbours, meet all banks.
 DEVICE constexpr u32 row_of(u32 s) { return s % 2 + s % 8 / 2 * 4 + s / 8 * 2; }
 DEVICE constexpr u32 place_of(u32 row, u32 piece) { return row * 32 + (piece ^ (row % 2 + row / 4 * 2)) * 4; }  // of a block's piece
-DEVICE constexpr u32 panel_of(int row, int column) { return column * 2048 - column * (column - 1) / 2 * 512 + (row - column) * 512; }  // bytes
+DEVICE constexpr u32 panel_of(int row, int column) { return column * 1024 + (row - max(column, 2)) * 512; }  // bytes; of rows that read
 DEVICE constexpr int below(int row, int column) { return row * (row - 1) / 2 + column; }  // number of a block below the diagonal
 
 // PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
@@ -629,26 +629,25 @@ linear_prepare_low_rank_k64_bf16_log_8c18652e(
           store_piece(query[n], n % 2 ? odd : even, 32 * n);
         }
       }
-      if (warp < 2) {
-#pragma unroll
-        for (int n = 0; n < 4; ++n)
-#pragma unroll
-          for (int c = 0; c < 8; ++c) key[n][c] = query[n][c] = 0.f;
-      }
       if (warp == 0 && fourth == 0) {
         const float all[8] = {1.f, 1.f, 1.f, 1.f, 1.f, 1.f, 1.f, 1.f};
         store_f32(reinterpret_cast<f32*>(image) + kAtImageDecay / 4 + first + piece * 8, all);
       }
       // To the image: block by block, pieces exchanged by rows.
       const u32 from = block * 4096 + (16 * warp + first_row) * 64 + (piece ^ first_row % 8) * 8;
+      const u32 to_reading = (32 * block + 32) * 64;  // E and Q have the second half of rows
 #pragma unroll
       for (u32 n = 0; n < 4; ++n) {
         X* const to = image + ((from ^ 8 * n) + 64 * n);
         Pack<X, 8> rounded;
-        pack(key[n], rounded);
-        store_vector(to + kAtImageE / 2, rounded);
-        pack(query[n], rounded);
-        store_vector(to + kAtImageQ / 2, rounded);
+        if (warp >= 2) {
+          pack(key[n], rounded);
+          store_vector(to + kAtImageE / 2 - to_reading, rounded);
+        }
+        if (warp >= 2) {
+          pack(query[n], rounded);
+          store_vector(to + kAtImageQ / 2 - to_reading, rounded);
+        }
         pack(written[n], rounded);
         store_vector(to + kAtImageW / 2, rounded);
       }
@@ -680,11 +679,8 @@ linear_prepare_low_rank_k64_bf16_log_8c18652e(
     Block mixed;
     load_rows<kFactorPitch>(mixed, place_in(tiles, own_p + row * kFactorPitch + 4 * part4), 0);
     store_p(mixed, band, warp);
-    if (warp < 2) {  // what writes v reads nothing
-      const Block none = {};
-      store_p(none, warp, warp);
-      store_p(none, warp + 1, warp);
-    }
+    const Block none = {};
+    if (warp == 1) store_p(none, 2, 1);  // of later tokens
   }
   const int high = warp % 2;
   const int bands[1] = {3}, columns[1] = {2 * high};
@@ -751,7 +747,7 @@ linear_prepare_low_rank_k64_bf16_log_8c18652e(
       block[i / 4][i % 4] = __uint_as_float(load_word(by_rows, band * kInverseWords + (i / 4 * 2 + i % 2) * kInversePitch + i % 4 / 2 * 2));
   };
   const int column = warp;
-  const auto store_t = [&](const Block& block, int band) { store_to_image(to + (kAtImageT + panel_of(band, column)) / 2, block); };
+  const auto store_t = [&](const Block& block, int band) { if (band >= 2) store_to_image(to + (kAtImageT + panel_of(band, column)) / 2, block); };
   Block inverse, low;
   load_inverse(inverse, column);
   store_t(inverse, column);

@@ -40,7 +40,7 @@ constexpr u32 kEarly = kSteps / 4;  // of those of S Q^T, that are made ahead of
 constexpr u32 kBlock = kChunk * 32, kPanel = kChunk * 8;
 constexpr u32 kAtQ = 1024, kAtW = 2048, kAtV = 4096, kAtT = 5120, kAtP = 6144;
 constexpr u32 kStageWords = 7168, kAtO = kStages * kStageWords, kAtDecay = kAtO + kWalkers * kBlock;  // kHeadK floats of each stage
-constexpr u32 kImage = 35072;  // bytes from one image to the next
+constexpr u32 kImage = 23808;  // bytes from one image to the next
 
 // PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
 // upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
@@ -562,8 +562,10 @@ linear_chain_wg_low_rank_k64v64_f32_bf16_vk_t64s3f1_pdl_d320c48a(
     for (u32 i = 0; i < kWalkers; ++i) barrier_init(made, i, 4), barrier_init(written, i, 4);
   }
   // Above the diagonal T and P are zero: no copy goes there.
-  for (u32 i = threadIdx.x; i < kStages * 8 * kPanel; i += kThreads)
-    if (i % kPanel / 8 + kRows - kChunk < i / kPanel % 4 * 16) tiles[i / (8 * kPanel) * kStageWords + kAtT + i % (8 * kPanel)] = 0;
+  for (u32 i = threadIdx.x; i < kStages * 4 * kPanel; i += kThreads)
+    if (i % kPanel / 8 + kRows - kChunk < i / kPanel % 4 * 16) tiles[i / (4 * kPanel) * kStageWords + kAtP + i % (4 * kPanel)] = 0;
+  // Of T, in the half that is summed up with the rows of the diagonal: 16 rows of the last panel.
+  for (u32 i = threadIdx.x; i < kStages * 128; i += kThreads) tiles[i / 128 * kStageWords + kAtT + 768 + i % 128] = 0;
   fence_for_async();
   __syncthreads();
   allow_dependents();
@@ -585,15 +587,11 @@ linear_chain_wg_low_rank_k64v64_f32_bf16_vk_t64s3f1_pdl_d320c48a(
       if (warp == 0) {
         const u8* image = images + ((first_chunk + n) * heads + head) * kImage;
         barrier_arrive_expecting(full, stage, 23552 + 4 * kHeadK);
-        copy_bulk(tiles, at + 0, image + 4096, 4096, full, stage);
-        copy_bulk(tiles, at + 1024, image + 12288, 12288, full, stage);
-        copy_bulk(tiles, at + 5120, image + 25600, 1024, full, stage);
-        copy_bulk(tiles, at + 5376, image + 27136, 2048, full, stage);
-        copy_bulk(tiles, at + 6016, image + 29184, 512, full, stage);
-        copy_bulk(tiles, at + 6144, image + 30720, 1024, full, stage);
-        copy_bulk(tiles, at + 6400, image + 32256, 2048, full, stage);
-        copy_bulk(tiles, at + 7040, image + 34304, 512, full, stage);
-        copy_bulk(tiles, kAtDecay + stage * kHeadK, image + 34816, 4 * kHeadK, full, stage);
+        copy_bulk(tiles, at + 0, image + 0, 16384, full, stage);
+        copy_bulk(tiles, at + 5120, image + 16384, 3072, full, stage);
+        copy_bulk(tiles, at + 6016, image + 19456, 3584, full, stage);
+        copy_bulk(tiles, at + 7040, image + 23040, 512, full, stage);
+        copy_bulk(tiles, kAtDecay + stage * kHeadK, image + 23552, 4 * kHeadK, full, stage);
       } else {
         barrier_arrive_expecting(full, stage, 4 * kWalkers * kBlock);
         copy_box(tiles, at + kAtV, v_tiles, u32(first) + n * kChunk, tile * kWalkers, head, 0, full, stage);
@@ -707,12 +705,29 @@ linear_chain_wg_low_rank_k64v64_f32_bf16_vk_t64s3f1_pdl_d320c48a(
 #pragma unroll 1
     for (u32 n = 0; n < chunks; ++n) {
       const u32 next = n + 1 == chunks ? stage : stage + 1 < kStages ? stage + 1 : 0, next_at = next * kStageWords;  // of the last chunk, again
-      float fresh[kChunk / 2];  // u^T
+      float fresh[kChunk / 32][16];  // u^T, of every 32 tokens
       const auto make_X = [&](u32 c) {  // of 16 rows
 #pragma unroll
         for (u32 r = 4 * c; r < 4 * c + 4; ++r) x[r] = round_pair(X{}, -sum_e[2 * r - kChunk / 2], -sum_e[2 * r - kChunk / 2 + 1]);
       };
-      const auto solve = [&](u32 c) { wgmma_32<false>(fresh, x + 4 * c, panels + 4 * at + c * (4 * kPanel), c > 0); };
+      constexpr u32 kHalfPanels[4] = {0, 256, 512, 768};
+      const auto solve = [&](u32 c) {
+#pragma unroll
+        for (u32 half = 0; half < kChunk / 32; ++half)
+          wgmma_32<false>(fresh[half], x + 4 * c, panels + 4 * at + 4 * (kHalfPanels[c] + (half - 0) * 256), c > 0);
+      };
+      const auto landed_u = [&] {
+#pragma unroll
+        for (u32 half = 0; half < kChunk / 32; ++half) wgmma_landed(fresh[half]);
+      };
+      const auto round_u = [&](u32 c) {
+#pragma unroll
+        for (u32 r = 0; r < 8; r += 2) {
+          const float* const sum = fresh[(c - 2) / 2] + (c - 2) % 2 * 8 + r;
+          x[4 * c + r / 2] = round_pair(X{}, sum[0], sum[1]);
+        }
+      };
+      const auto update = [&](u32 c) { wgmma_64<true>(S, x + 4 * c, columns + 4 * at + c * 2048, 1); };
       // What other products would wait for is made, part by part, while these go on.
       wgmma_fence();
 #pragma unroll
@@ -726,11 +741,6 @@ linear_chain_wg_low_rank_k64v64_f32_bf16_vk_t64s3f1_pdl_d320c48a(
         solve(c);
       }
       wgmma_commit();
-      const auto round_u = [&](u32 c) {
-#pragma unroll
-        for (u32 r = 4 * c; r < 4 * c + 4; ++r) x[r] = round_pair(X{}, fresh[2 * r - kChunk / 2], fresh[2 * r + 1 - kChunk / 2]);
-      };
-      const auto update = [&](u32 c) { wgmma_64<true>(S, x + 4 * c, columns + 4 * at + c * 2048, 1); };
       wgmma_fence();
 #pragma unroll
       for (u32 step = kEarly; step < kSteps; ++step) multiply(sum_q, step, at + kAtQ, step == 0);
@@ -740,7 +750,7 @@ linear_chain_wg_low_rank_k64v64_f32_bf16_vk_t64s3f1_pdl_d320c48a(
       update(0), update(1);  // by v, while u is made
       wgmma_commit();
       wgmma_wait<2>();
-      wgmma_landed(fresh);
+      landed_u();
 #pragma unroll
       for (u32 c = 2; c < kRows / 16; ++c) {
         round_u(c);

@@ -37,9 +37,9 @@ constexpr u32 kEarly = kSteps / 4;  // of those of S Q^T, that are made ahead of
 // Words of shared memory. A block is 64 columns of E, Q, v or o, rows of 128 bytes, and one of W has kRows of them; a panel 16 columns of T or P,
 // rows of 32.
 constexpr u32 kBlock = kChunk * 32, kPanel = kChunk * 8;
-constexpr u32 kAtQ = 4096, kAtW = 8192, kAtV = 12288, kAtT = 14336, kAtP = 16384;
+constexpr u32 kAtQ = 4096, kAtW = 8192, kAtV = 12288, kAtT = 14336, kAtRest = 15872, kAtP = 16384;
 constexpr u32 kStageWords = 18432, kAtO = kStages * kStageWords, kAtDecay = kAtO + kWalkers * kBlock;  // kHeadK floats of each stage
-constexpr u32 kImage = 59904;  // bytes from one image to the next
+constexpr u32 kImage = 61952;  // bytes from one image to the next
 
 // PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
 // upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
@@ -244,6 +244,32 @@ template <u32 Count>
 DEVICE void wgmma_landed(float (&d)[Count]) {
 #pragma unroll
   for (u32 i = 0; i < Count; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+// d = a b, or d += a b: 64 rows, 32 columns, summed over 16. A lane has of its warp's 16 rows what it has of mma's: d[4 i …] of columns 8 i and up.
+template <bool kByColumns>
+DEVICE void wgmma_32(float (&d)[16], const u32* a, Matrix b, u32 sum) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %21, 0; "
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 { "
+      "%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15"
+      " }, { %16, %17, %18, %19 }, %20, p, 1, 1, %22; }"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(sum), "n"(int(kByColumns)));
+}
+// The same with the first operand in shared memory too: by columns, it has one block of 64.
+template <bool kFirstByColumns, bool kByColumns>
+DEVICE void wgmma_32_shared(float (&d)[16], Matrix a, Matrix b, u32 sum) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %18, 0; "
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 { "
+      "%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15"
+      " }, %16, %17, p, 1, 1, %19, %20; }"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+      : "l"(a.bits), "l"(b.bits), "r"(sum), "n"(int(kFirstByColumns)), "n"(int(kByColumns)));
 }
 // d = a b, or d += a b: 64 rows, 64 columns, summed over 16. A lane has of its warp's 16 rows what it has of mma's: d[4 i …] of columns 8 i and up.
 template <bool kByColumns>
@@ -551,8 +577,11 @@ linear_chain_wg_old_k128v128_f32_bf16_vk_t64s3f1_pdl_ffe988d9(
     for (u32 i = 0; i < kWalkers; ++i) barrier_init(made, i, 4), barrier_init(written, i, 4);
   }
   // Above the diagonal T and P are zero: no copy goes there.
-  for (u32 i = threadIdx.x; i < kStages * 8 * kPanel; i += kThreads)
-    if (i % kPanel / 8 < i / kPanel % 4 * 16) tiles[i / (8 * kPanel) * kStageWords + kAtT + i % (8 * kPanel)] = 0;
+  for (u32 i = threadIdx.x; i < kStages * 4 * kPanel; i += kThreads)
+    if (i % kPanel / 8 < i / kPanel % 4 * 16) tiles[i / (4 * kPanel) * kStageWords + kAtP + i % (4 * kPanel)] = 0;
+  // Of T, in the half that is summed up with the rows of the diagonal: 16 rows of the second panel and of the last one.
+  for (u32 i = threadIdx.x; i < kStages * 128; i += kThreads) tiles[i / 128 * kStageWords + kAtT + 512 + i % 128] = 0;
+  for (u32 i = threadIdx.x; i < kStages * 128; i += kThreads) tiles[i / 128 * kStageWords + kAtT + 1280 + i % 128] = 0;
   fence_for_async();
   __syncthreads();
   allow_dependents();
@@ -566,16 +595,15 @@ linear_chain_wg_old_k128v128_f32_bf16_vk_t64s3f1_pdl_ffe988d9(
       if (lane) continue;
       if (warp == 0) {
         const u8* image = images + ((first_chunk + n) * heads + head) * kImage;
-        barrier_arrive_expecting(full, stage, 59392 + 4 * kHeadK);
+        barrier_arrive_expecting(full, stage, 61440 + 4 * kHeadK);
         copy_bulk(tiles, at + 0, image + 0, 49152, full, stage);
         copy_bulk(tiles, at + 14336, image + 49152, 2048, full, stage);
-        copy_bulk(tiles, at + 14976, image + 51200, 1536, full, stage);
-        copy_bulk(tiles, at + 15616, image + 52736, 1024, full, stage);
-        copy_bulk(tiles, at + 16256, image + 53760, 2560, full, stage);
-        copy_bulk(tiles, at + 17024, image + 56320, 1536, full, stage);
-        copy_bulk(tiles, at + 17664, image + 57856, 1024, full, stage);
-        copy_bulk(tiles, at + 18304, image + 58880, 512, full, stage);
-        copy_bulk(tiles, kAtDecay + stage * kHeadK, image + 59392, 4 * kHeadK, full, stage);
+        copy_bulk(tiles, at + 14976, image + 51200, 2560, full, stage);
+        copy_bulk(tiles, at + 15744, image + 53760, 4608, full, stage);
+        copy_bulk(tiles, at + 17024, image + 58368, 1536, full, stage);
+        copy_bulk(tiles, at + 17664, image + 59904, 1024, full, stage);
+        copy_bulk(tiles, at + 18304, image + 60928, 512, full, stage);
+        copy_bulk(tiles, kAtDecay + stage * kHeadK, image + 61440, 4 * kHeadK, full, stage);
       } else {
         barrier_arrive_expecting(full, stage, 4 * kWalkers * kBlock);
         copy_box(tiles, at + kAtV, v_tiles, n * kChunk, tile * kWalkers, head, sequence, full, stage);
@@ -624,6 +652,7 @@ linear_chain_wg_old_k128v128_f32_bf16_vk_t64s3f1_pdl_ffe988d9(
 
     const auto wait_full = [&](u32 stage, u32 phase) { barrier_wait(full, stage, phase); };
     const Matrix rows = matrix_by_rows(tiles, 0), columns = matrix_by_columns(tiles, kAtW, 4 * kRows * 32), panels = matrix_by_short_rows(tiles, kAtT);
+    const Place rests = place_in(tiles, kAtRest + (lane % 8 + lane / 16 * 8) * 8 + (lane / 8 % 2 ^ lane % 8 / 4) * 4);
     u32 rounded[kHeadK / 4];  // the state before a chunk
     const auto round_state = [&](u32 step) {
 #pragma unroll
@@ -676,7 +705,7 @@ linear_chain_wg_old_k128v128_f32_bf16_vk_t64s3f1_pdl_ffe988d9(
 #pragma unroll 1
     for (u32 n = 0; n < chunks; ++n) {
       const u32 next = n + 1 == chunks ? stage : stage + 1 < kStages ? stage + 1 : 0, next_at = next * kStageWords;  // of the last chunk, again
-      float fresh[kChunk / 2];  // u^T
+      float fresh[kChunk / 32][16];  // u^T, of every 32 tokens
       const auto make_X = [&](u32 c) {  // of 16 rows
 #pragma unroll
         for (u32 r = 4 * c; r < 4 * c + 4; ++r) {
@@ -684,7 +713,34 @@ linear_chain_wg_old_k128v128_f32_bf16_vk_t64s3f1_pdl_ffe988d9(
           x[r] = round_pair(X{}, own.low - sum_e[2 * r], own.high - sum_e[2 * r + 1]);
         }
       };
-      const auto solve = [&](u32 c) { wgmma_64<false>(fresh, x + 4 * c, panels + 4 * at + c * (4 * kPanel), c > 0); };
+      constexpr u32 kHalfPanels[4] = {0, 512, 1024, 1280};
+      const auto solve = [&](u32 c) {
+#pragma unroll
+        for (u32 half = c / 2; half < kChunk / 32; ++half)
+          wgmma_32<false>(fresh[half], x + 4 * c, panels + 4 * at + 4 * (kHalfPanels[c] + (half - c / 2) * 256), c > 0);
+      };
+      const auto landed_u = [&] {
+#pragma unroll
+        for (u32 half = 0; half < kChunk / 32; ++half) wgmma_landed(fresh[half]);
+        // Second terms of T's blocks on the diagonal, by this warp's own products: they are too few for a warpgroup's. All of them come at once, ahead
+        // of what is asked for next.
+#pragma unroll
+        for (u32 c = 0; c < kRows / 16; ++c) {
+          float(&sums)[2][4] = reinterpret_cast<float(&)[2][4]>(fresh[c / 2][c % 2 * 8]);
+          u32 b[4];
+          load_matrices(b, rests, at + c * 128);
+          mma_bf16(sums[0], x[4 * c], x[4 * c + 1], x[4 * c + 2], x[4 * c + 3], b[0], b[1]);
+          mma_bf16(sums[1], x[4 * c], x[4 * c + 1], x[4 * c + 2], x[4 * c + 3], b[2], b[3]);
+        }
+      };
+      const auto round_u = [&](u32 c) {
+#pragma unroll
+        for (u32 r = 0; r < 8; r += 2) {
+          const float* const sum = fresh[c / 2] + c % 2 * 8 + r;
+          x[4 * c + r / 2] = round_pair(X{}, sum[0], sum[1]);
+        }
+      };
+      const auto update = [&](u32 c) { wgmma_128<true>(S, x + 4 * c, columns + 4 * at + c * 2048, 1); };
       // What other products would wait for is made, part by part, while these go on.
       wgmma_fence();
 #pragma unroll
@@ -697,18 +753,13 @@ linear_chain_wg_old_k128v128_f32_bf16_vk_t64s3f1_pdl_ffe988d9(
         solve(c);
       }
       wgmma_commit();
-      const auto round_u = [&](u32 c) {
-#pragma unroll
-        for (u32 r = 4 * c; r < 4 * c + 4; ++r) x[r] = round_pair(X{}, fresh[2 * r], fresh[2 * r + 1]);
-      };
-      const auto update = [&](u32 c) { wgmma_128<true>(S, x + 4 * c, columns + 4 * at + c * 2048, 1); };
       wgmma_fence();
 #pragma unroll
       for (u32 step = kEarly; step < kSteps / 2; ++step) multiply(sum_q, step, at + kAtQ, step == 0);
       wgmma_commit();
       decay_state(stage, 0, kHeadK / 16);
       wgmma_wait<1>();
-      wgmma_landed(fresh);
+      landed_u();
       round_u(0);
       wgmma_fence();
 #pragma unroll

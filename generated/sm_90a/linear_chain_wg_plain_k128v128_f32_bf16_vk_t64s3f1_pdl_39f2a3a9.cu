@@ -33,7 +33,7 @@ constexpr u32 kWalkers = kTile / 64;    // warpgroups that hold 64 rows of the s
 constexpr int kThreads = 384;
 constexpr u32 kSteps = kHeadK / 16;     // products that a column of S Q^T takes
 
-// Words of shared memory. A block is 64 columns of Q, v or o, rows of 128 bytes, and one of W has kRows of them; a panel 16 columns of T or P,
+// Words of shared memory. A block is 64 columns of Q, v or o, rows of 128 bytes, and one of W has kRows of them; a panel 16 columns of P,
 // rows of 32.
 constexpr u32 kBlock = kChunk * 32, kPanel = kChunk * 8;
 constexpr u32 kAtQ = 0, kAtW = 4096, kAtV = 8192, kAtP = 10240;

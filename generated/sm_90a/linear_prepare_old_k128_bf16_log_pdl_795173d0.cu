@@ -4,7 +4,8 @@
 //   pdl=trigger_loaded
 //
 // Of each chunk and head, with gamma the running sum of log2 decays of a key channel, and of the token before where it says ahead:
-//     E_i = e_i 2^gamma_i(ahead)        A_ij = sum of e_i w_j 2^(gamma_i(ahead) - gamma_j), j < i        T = (I + A)^-1
+// w = k times the power of two up to 1 / |k|, and what else it is to be multiplied with is its weight c.
+//     E_i = e_i 2^gamma_i(ahead)        A_ij = c_j sum of e_i w_j 2^(gamma_i(ahead) - gamma_j), j < i        T = diag(c) (I + A)^-1
 //     Q_i = scale q_i 2^gamma_i        W_j = w_j 2^(gamma_last - gamma_j)        decay = 2^gamma_last
 //     P_ij = scale sum of q_i w_j 2^(gamma_i - gamma_j), j <= i
 
@@ -34,12 +35,12 @@ constexpr int kBlock = 16 * 32, kBand = kBlocks * kBlock, kMatrix = 4 * kBand;
 constexpr int kAtW = kMatrix, kAtE = 2 * kMatrix;  // behind q
 constexpr int kAtMore = 12288;  // another one: of what is multiplied, where keys leave no place for it
 constexpr int kAtSums = 16384;  // of a band's log2 decays, by channels
-constexpr int kAtScales = 16896;  // factors of rows: of E, Q, W
-constexpr int kAtBlocks = 17088, kAtMixed = 18144;  // 16 x 16 blocks: those of -A, then of T; and of P
+constexpr int kAtScales = 16896;  // factors of rows: of E, Q, W; and of T
+constexpr int kAtBlocks = 17152, kAtMixed = 18208;  // 16 x 16 blocks: those of -A, then of T; and of P
 constexpr int kFactorPitch = 16, kFactorWords = 16 * kFactorPitch + 8;
 constexpr int kInversePitch = 20, kInverseWords = 16 * kInversePitch + 8;  // blocks of T, by columns; eight of a block meet all banks
-constexpr u32 kImage = 59904;  // bytes, and those of its parts
-constexpr u32 kAtImageE = 0, kAtImageQ = 16384, kAtImageW = 32768, kAtImageT = 49152, kAtImageP = 54272, kAtImageDecay = 59392;
+constexpr u32 kImage = 61952;  // bytes, and those of its parts
+constexpr u32 kAtImageE = 0, kAtImageQ = 16384, kAtImageW = 32768, kAtImageT = 49152, kAtImageRest = 54272, kAtImageP = 56320, kAtImageDecay = 61440;
 // The tensor cores count a band's rows as s = 8 n + 2 t + e, which is row 4 t + 2 n + e: then lane 4 g + t has four neighbouring columns of
 // two rows of a block, `row` and two below. The eight rows that are read as a matrix, and eight neighbours, meet all banks.
 DEVICE constexpr u32 row_of(u32 s) { return s % 2 + s % 8 / 2 * 4 + s / 8 * 2; }
@@ -470,7 +471,8 @@ linear_prepare_old_k128_bf16_log_pdl_795173d0(
     if (lane < 16) {
       tiles[kAtScales + row] = __float_as_uint(1.f);
       tiles[kAtScales + 64 + row] = __float_as_uint(scale);
-      tiles[kAtScales + 128 + row] = __float_as_uint(weight);
+      tiles[kAtScales + 128 + row] = __float_as_uint(1.f);
+      tiles[kAtScales + 192 + row] = __float_as_uint(weight);
     }
   }
   __syncwarp();
@@ -516,7 +518,9 @@ linear_prepare_old_k128_bf16_log_pdl_795173d0(
             norm[m] = rsqrt_approx((quad % 2 ? square[m][side][2 * side + 1] : square[m][side][2 * side]) + 1e-6f);
           tiles[at] = __float_as_uint(__uint_as_float(tiles[at]) * norm[2]);
           tiles[at + 64] = __float_as_uint(__uint_as_float(tiles[at + 64]) * norm[0]);
-          tiles[at + 128] = __float_as_uint(__uint_as_float(tiles[at + 128]) * norm[1]);
+          // Keys stay as they are but for a power of two: no rounding moves them, where nothing decays.
+          tiles[at + 128] = __float_as_uint(__uint_as_float(tiles[at + 128]) * __uint_as_float(__float_as_uint(norm[1]) & 0x7f800000u));
+          tiles[at + 192] = __float_as_uint(__uint_as_float(tiles[at + 192]) * __uint_as_float((__float_as_uint(norm[1]) & 0x007fffffu) | 0x3f800000u));
         }
       }
     }
@@ -596,10 +600,11 @@ linear_prepare_old_k128_bf16_log_pdl_795173d0(
           near[v] = kept + __shfl_xor_sync(0xffffffffu, given, by);
         }
       }
+      const float weight = __uint_as_float(load_word(place_in(tiles, kAtScales + 192 + 16 * warp + first_row + piece / 2), 0));  // of A's column
 #pragma unroll
       for (u32 e = 0; e < 2; ++e) {
         const u32 i = piece / 2, j = piece % 2 * 2 + e;
-        add(j <= i ? own_p + (first_row + i) * kFactorPitch + first_row + j : own_a + (first_row + j) * kFactorPitch + first_row + i, j <= i ? near[e] : -near[e]);
+        add(j <= i ? own_p + (first_row + i) * kFactorPitch + first_row + j : own_a + (first_row + j) * kFactorPitch + first_row + i, j <= i ? near[e] : near[e] * -weight);
       }
 
       // Rows of e and q are one first operand, in the place of q or of w; those of w are a second one. Their pieces are exchanged by rows.
@@ -672,11 +677,12 @@ linear_prepare_old_k128_bf16_log_pdl_795173d0(
         // Of the former, each lane has two numbers that are wanted.
         const u32 half = lane % 4 / 2 * 8;
         const u32 at4 = (half + 4 + quad % 4) * kFactorPitch + half + lane % 2 * 2, at8 = (8 + quad) * kFactorPitch + lane % 4 * 2;
+        const Place weights4 = place_in(tiles, kAtScales + 192 + 16 * warp + half + lane % 2 * 2), weights8 = place_in(tiles, kAtScales + 192 + 16 * warp + lane % 4 * 2);
 #pragma unroll
         for (u32 e = 0; e < 2; ++e) {
           const float sum = half ? within[0][2 + e] : within[0][e];
-          add((quad < 4 ? own_a : own_p) + at4 + e, quad < 4 ? -sum : sum);
-          add(own_a + at8 + e, -within[1][e]);
+          add((quad < 4 ? own_a : own_p) + at4 + e, quad < 4 ? sum * -__uint_as_float(load_word(weights4, e)) : sum);
+          add(own_a + at8 + e, within[1][e] * -__uint_as_float(load_word(weights8, e)));
           add(own_p + at8 + e, within[1][2 + e]);
         }
       }
@@ -812,11 +818,13 @@ linear_prepare_old_k128_bf16_log_pdl_795173d0(
   if (warp < 2) {
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
+      u32 weight[4];  // of A's columns
+      load_quad(place_in(tiles, kAtScales + 192 + 4 * part4), 16 * columns[i], weight);
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         u32 word[4];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) word[e] = __float_as_uint(-products[i][n][e]);
+        for (int e = 0; e < 4; ++e) word[e] = __float_as_uint(products[i][n][e] * -__uint_as_float(weight[2 * n + e % 2]));
         store_quad(sums, below(bands[i], columns[i]) * 256 + n * 128, word);
       }
     }
@@ -866,7 +874,22 @@ linear_prepare_old_k128_bf16_log_pdl_795173d0(
       block[i / 4][i % 4] = __uint_as_float(load_word(by_rows, band * kInverseWords + (i / 4 * 2 + i % 2) * kInversePitch + i % 4 / 2 * 2));
   };
   const int column = warp;
-  const auto store_t = [&](const Block& block, int band) { store_to_image(to + (kAtImageT + panel_of(band, column)) / 2, block); };
+  const Place weights = place_in(tiles, kAtScales + 192 + row);
+  const auto store_t = [&](const Block& block, int band) {
+    Block weighed, left;
+    float flat[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) flat[i] = weighed[i / 4][i % 4] = block[i / 4][i % 4] * __uint_as_float(load_word(weights, 16 * band + i % 4 / 2 * 2));
+    store_to_image(to + (kAtImageT + panel_of(band, column)) / 2, weighed);
+    if (band != column) return;
+    // Where keys are nearly one, what 16 bits leave of numbers near the diagonal is several times all other roundings together.
+    Pack<X, 8> rounded;
+    pack(flat, rounded);
+    unpack(rounded, flat);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) left[i / 4][i % 4] = weighed[i / 4][i % 4] - flat[i];
+    store_to_image(to + kAtImageRest / 2 + band * 256, left);
+  };
   Block inverse, low;
   load_inverse(inverse, column);
   store_t(inverse, column);

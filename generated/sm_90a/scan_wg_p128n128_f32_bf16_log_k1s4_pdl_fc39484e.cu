@@ -646,7 +646,7 @@ scan_wg_p128n128_f32_bf16_log_k1s4_pdl_fc39484e(
           store_box(out_tiles, n * kChunk, tile, head, sequence, tiles, at);
           wait_boxes_read();
         }
-        if (lane == 0) barrier_arrive(written, buffer);
+        arrive_together(written, buffer, lane);
       }
     }
   } else if (warp < 12) {

@@ -688,12 +688,11 @@ scan_wg_p128n128_f32_bf16_slope_k1s4_pdl_7e1d7d53(
             load_4_shared(tiles, at + row * 32 + (lane % 8 ^ row % 8) * 4, piece);
             store_4xu32(to + u64(row) * out_token, piece);
           }
-          __syncwarp();
         } else if (lane == 0) {
           store_box(out_tiles, u32(first) + n * kChunk, tile, head, 0, tiles, at);
           wait_boxes_read();
         }
-        if (lane == 0) barrier_arrive(written, buffer);
+        arrive_together(written, buffer, lane);
       }
     }
   } else if (warp < 12) {

@@ -714,12 +714,11 @@ scan_wg_p64n128_bf16_bf16_k1s4_pdl_e25d6971(
             load_4_shared(tiles, at + row * 32 + (lane % 8 ^ row % 8) * 4, piece);
             store_4xu32(to + u64(row) * out_token, piece);
           }
-          __syncwarp();
         } else if (lane == 0) {
           store_box(out_tiles, u32(first) + n * kChunk, tile, head, 0, tiles, at);
           wait_boxes_read();
         }
-        if (lane == 0) barrier_arrive(written, buffer);
+        arrive_together(written, buffer, lane);
       }
     }
   } else if (warp < 12) {

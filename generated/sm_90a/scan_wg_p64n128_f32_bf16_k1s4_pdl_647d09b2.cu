@@ -662,7 +662,7 @@ scan_wg_p64n128_f32_bf16_k1s4_pdl_647d09b2(
           store_box(out_tiles, n * kChunk, tile, head, sequence, tiles, at);
           wait_boxes_read();
         }
-        if (lane == 0) barrier_arrive(written, buffer);
+        arrive_together(written, buffer, lane);
       }
     }
   } else if (warp < 12) {

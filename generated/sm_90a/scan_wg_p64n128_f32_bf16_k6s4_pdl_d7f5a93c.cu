@@ -651,12 +651,14 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_d7f5a93c(
   // there when they have done with M and x.
   SHARED(u64, full, kStages);
   SHARED(u64, empty, kStages);
+  SHARED(u64, weighed, kStages);  // x, by whoever prepares, for sums
   SHARED(u64, prepared, 2);
   SHARED(u64, walked, 2);
   SHARED(u64, written, 2);
   if (threadIdx.x == 0) {
     for (u32 i = 0; i < kStages; ++i) barrier_init(full, i, 2), barrier_init(empty, i, 8);
     for (u32 i = 0; i < 2; ++i) barrier_init(prepared, i, 4), barrier_init(walked, i, 4), barrier_init(written, i, 1);
+    for (u32 i = 0; i < kStages; ++i) barrier_init(weighed, i, 4);
   }
   __syncthreads();
   const auto wait_full = [&](u32 i) { barrier_wait(full, i % kStages, i / kStages % 2); };
@@ -769,7 +771,7 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_d7f5a93c(
       meet_parts();
       for (u32 i = summed; i < steps_end; ++i) {
         const u32 n = chunk_of(i), buffer = i % 2, at = kAtY + buffer * kBlock;
-        barrier_wait(walked, buffer, i / 2 % 2);
+        barrier_wait(walked, buffer, (i - summed) / 2 % 2);
         if (const u32 rows = length - n * kChunk; rows < kChunk) {  // what follows is another sequence's
           X* const to = out + u64(n) * kChunk * out_token + lane % 8 * 8;
           for (u32 row = lane / 8; row < rows; row += 4) {
@@ -777,12 +779,11 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_d7f5a93c(
             load_4_shared(tiles, at + row * 32 + (lane % 8 ^ row % 8) * 4, piece);
             store_4xu32(to + u64(row) * out_token, piece);
           }
-          __syncwarp();
         } else if (lane == 0) {
           store_box(out_tiles, u32(first) + n * kChunk, tile, head, 0, tiles, at);
           wait_boxes_read();
         }
-        if (lane == 0) barrier_arrive(written, buffer);
+        arrive_together(written, buffer, lane);
       }
     }
   } else if (warp < 12) {
@@ -791,7 +792,7 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_d7f5a93c(
     const u32 first_token = row_block * 16 + lane / 8, piece = lane % 8;  // of a warp's 16 tokens, four at once
     const u32 even = first_token * 32 + (piece ^ first_token % 8) * 4, odd = (even ^ 16) + 4 * 32;  // where a lane's 16 bytes are, of these four and of the next
     const auto place_of = [&](u32 j) { return (j % 2 ? odd : even) + j / 2 * (8 * 32); };
-    const auto weigh = [&](u32 i) {
+    const auto weigh = [&](u32 i, u32 to) {
       const u32 stage = i % kStages;
       u32 words[4][4];
       float weight[4];
@@ -807,19 +808,17 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_d7f5a93c(
           const Pair own_x = widen_pair(X{}, words[j][w]);
           words[j][w] = round_pair(X{}, own_x.low * weight[j], own_x.high * weight[j]);
         }
-        store_4_shared(tiles, kAtWeighed + buffer * kBlock + place_of(j), words[j]);
+        store_4_shared(tiles, to + place_of(j), words[j]);
       }
     };
     const float skip = to_float(load(D + u64(head) * D_head));
     u32 uses = 0;  // of this warpgroup's buffers
     for (u32 i = buffer; i < summed; i += 2) {
       wait_full(i);
-      barrier_wait(walked, buffer, (uses + 1) % 2);
-      weigh(i);
+      weigh(i, i % kStages * kStageWords + kAtX);
       fence_for_async();
-      arrive_together(prepared, buffer, lane);
+      arrive_together(weighed, i % kStages, lane);
       arrive_together(empty, i % kStages, lane);
-      ++uses;
     }
     meet_parts();
     cluster_wait();
@@ -847,7 +846,7 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_d7f5a93c(
         case 2: make_rows_of_M<2>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane); break;
         case 3: make_rows_of_M<3>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane); break;
       }
-      weigh(i);
+      weigh(i, kAtWeighed + buffer * kBlock);
       fence_for_async();
       arrive_together(prepared, buffer, lane);
       arrive_together(empty, stage, lane);
@@ -864,25 +863,34 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_d7f5a93c(
 #pragma unroll
       for (u32 e = 0; e < kState / 2; ++e) S[e] = S[e] * by;
     };
-    const auto add = [&](u32 i) {  // issues what a chunk adds to the state
-      const Matrix x_weighed = matrix_by_columns(tiles, kAtWeighed + i % 2 * kBlock, 0), columns_of_B = matrix_by_columns(tiles, i % kStages * kStageWords + kAtB, 4 * kBlock);
+    const auto add = [&](u32 i, u32 at_weighed) {  // issues what a chunk adds to the state
+      const Matrix x_weighed = matrix_by_columns(tiles, at_weighed, 0), columns_of_B = matrix_by_columns(tiles, i % kStages * kStageWords + kAtB, 4 * kBlock);
 #pragma unroll
       for (u32 k = 0; k < 4; ++k) wgmma_128_shared<true, true>(S, x_weighed + k * 2048, columns_of_B + k * 2048, 1);
       wgmma_commit();
     };
-    const auto wait_prepared = [&](u32 i) { barrier_wait(prepared, i % 2, i / 2 % 2); };
-    float total = 1.f;
-    for (u32 i = 0; i < summed; ++i) {
+    const auto wait_prepared = [&](u32 i) { barrier_wait(prepared, i % 2, (i - summed) / 2 % 2); };
+    // Sums: x is weighed where it lies, and so up to all stages are ahead. While products are made, the next chunk is waited for.
+    const auto wait_weighed = [&](u32 i) {
       wait_full(i);
-      wait_prepared(i);
-      total = total * decay_of(i);
-      decay(decay_of(i));
+      barrier_wait(weighed, i % kStages, i / kStages % 2);
+    };
+    float total = 1.f, left = 1.f;
+    if (summed > 0) {
+      wait_weighed(0);
+      left = decay_of(0);
+    }
+    for (u32 i = 0; i < summed; ++i) {
+      const u32 next = min(i + 1, summed - 1);  // of the last one, again: products in flight stand no branches
+      total = total * left;
+      decay(left);
       wgmma_fence();
-      add(i);
+      add(i, i % kStages * kStageWords + kAtX);
+      wait_weighed(next);
+      left = decay_of(next);
       wgmma_wait<0>();
       wgmma_landed(S);
       arrive_together(empty, i % kStages, lane);
-      arrive_together(walked, i % 2, lane);
     }
     const u32 state_lane = 4 * (threadIdx.x % 128);
 #pragma unroll
@@ -900,32 +908,39 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_d7f5a93c(
       load_4_from_peer(part_decay, 0, r, word);
       by[r] = __uint_as_float(word[0]);
     }
+    // All is asked for before anything is joined: the state's registers are free meanwhile.
+    constexpr u32 kShares = (kState / 8 + kParts - 1) / kParts;
+    float begun[kShares][4] = {};
+    u32 sum[kShares][kParts - 1][4];
 #pragma unroll
-    for (u32 j = 0; j < (kState / 8 + kParts - 1) / kParts; ++j) {
-      const u32 i = j * kParts + rank, at = kAtMix + i * 512 + state_lane;
+    for (u32 j = 0; j < kShares; ++j) {
+      const u32 i = j * kParts + rank;
       if (i >= kState / 8) continue;
-      float start[4] = {};
       {
         const State* const from = initial_states + slot * initial_states_slot + u64(head) * initial_states_head + state_at;
 #pragma unroll
           for (u32 side = 0; side < 2; ++side) {
             float values[2];
             unpack(load_vector<State, 2>(from + side * 8 * kState + i * 8), values);
-            start[2 * side] = values[0], start[2 * side + 1] = values[1];
+            begun[j][2 * side] = values[0], begun[j][2 * side + 1] = values[1];
           }
       }
-      u32 sum[kParts - 1][4];
 #pragma unroll
-      for (u32 r = 0; r < kParts - 1; ++r) load_4_from_peer(tiles, at, r, sum[r]);
+      for (u32 r = 0; r < kParts - 1; ++r) load_4_from_peer(tiles, kAtMix + i * 512 + state_lane, r, sum[j][r]);
+    }
+#pragma unroll
+    for (u32 j = 0; j < kShares; ++j) {
+      const u32 i = j * kParts + rank;
+      if (i >= kState / 8) continue;
 #pragma unroll
       for (u32 r = 0; r < kParts; ++r) {
         u32 word[4];
 #pragma unroll
-        for (u32 e = 0; e < 4; ++e) word[e] = __float_as_uint(start[e]);
-        store_4_to_peer(tiles, at, r, word);
+        for (u32 e = 0; e < 4; ++e) word[e] = __float_as_uint(begun[j][e]);
+        store_4_to_peer(tiles, kAtMix + i * 512 + state_lane, r, word);
         if (r < kParts - 1) {
 #pragma unroll
-          for (u32 e = 0; e < 4; ++e) start[e] = fmaf(start[e], by[r], __uint_as_float(sum[r][e]));
+          for (u32 e = 0; e < 4; ++e) begun[j][e] = fmaf(begun[j][e], by[r], __uint_as_float(sum[j][r][e]));
         }
       }
     }
@@ -1039,7 +1054,7 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_d7f5a93c(
 #pragma unroll
       for (u32 k = 0; k < 4; ++k) wgmma_64_shared<true, false>(of_chunk, columns_of_x + k * 2048, rows_of_M + k * 32, k > 0);
       wgmma_commit();
-      add(i);
+      add(i, kAtWeighed + buffer * kBlock);
       barrier_wait(written, buffer, (turn + 1) % 2);
       wgmma_wait<1>();
       wgmma_landed(of_state);

@@ -23,17 +23,19 @@ constexpr int kState = 16;    // of a channel
 constexpr int kLanes = 2;     // per channel
 constexpr int kQuads = 2;     // of states, per lane
 constexpr int kThreads = 128;
+constexpr int kOfWarp = 32 / kLanes;  // channels
 constexpr int kChannels = kThreads / kLanes;  // of a block
 constexpr int kTile = 16;    // tokens
 
 constexpr int kAll = kLanes * kQuads;  // quads of states; those beyond kState are 0
-// Words of a stage of shared memory: u, delta, z, B and C as they are, rows of tokens.
+// Words of a stage of shared memory, of which there are two: u, delta, z as they are; and behind them two of B and C; rows of tokens.
 constexpr int kRows = kChannels, kInner = kTile, kRowWords = 8;
 constexpr int kKeys = 4 * kAll, kKeyInner = kTile, kKeyWords = 12;
-constexpr int kAtDelta = kRows * kRowWords, kAtZ = 2 * kAtDelta, kAtB = 3 * kAtDelta, kAtC = kAtB + kKeys * kKeyWords, kStageWords = kAtC + kKeys * kKeyWords;
-constexpr int kRuns = kInner / 4, kBeside = kRuns < 4 ? kRuns : 4;  // of 4 neighbours in a row; those that neighbouring threads have
-// Pairs of d and d u: from one token's to the next one's, and from one of a run's to the next one's. Eight channels and four runs meet all banks.
-constexpr int kPitch = 65, kNext = kPitch;
+constexpr int kAtDelta = kRows * kRowWords, kAtZ = 2 * kAtDelta, kStageWords = 3 * kAtDelta, kAtKeys = 2 * kStageWords;
+// Of those a warp has its own channels': rows, and runs of 4 neighbours in each; runs that neighbouring lanes have.
+constexpr int kOwnRows = kOfWarp, kRuns = kTile / 4, kBeside = kRuns < 4 ? kRuns : 4;
+// Pairs of d and d u from one token's to the next one's, and sums of lanes from 4 tokens' to the next ones'. Eight channels and four runs meet all banks.
+constexpr int kPitch = 65, kSumPitch = 516;
 // Of 4 tokens x 4 states, those whose exponentials come from the FMA pipe, 1 of 16: bit 4 token + state.
 constexpr u32 kPolynomial = 32768;
 
@@ -307,23 +309,23 @@ DEVICE float exp2_polynomial(float d, float a) {
   return __uint_as_float(__float_as_uint(p) + (__float_as_uint(shifted) << 23));
 }
 
-// Asks for a tile of an operand: Rows of it, `inner` of Inner neighbours each; what is not there becomes zero. A thread has the same piece of
-// every so many rows.
-template <int Rows, int Inner, int Pitch, int Copy, class Array>
-DEVICE void copy_tile(Array& tiles, int at, const X* from, u32 stride, u32 rows, u32 inner) {
+// Asks for a tile of an operand, Rows of Inner neighbours each; of it there are `rows` of `inner`, and what is
+// not there becomes zero. Whole: all of it is. A thread has the same piece of every so many rows.
+template <int Rows, int Inner, int Pitch, int Copy, bool Whole, class Array>
+DEVICE void copy_tile(Array& tiles, int at, const X* operand, u32 stride, u32 rows, u32 inner) {
   constexpr int kAtOnce = Copy / int(sizeof(X)), kPieces = (Inner + kAtOnce - 1) / kAtOnce;
   static_assert(kThreads % kPieces == 0 || kPieces % kThreads == 0, "pieces are a power of two, and threads have it as a factor");
 #pragma unroll
   for (int across = 0; across < kPieces; across += kThreads) {
     constexpr int kStep = kPieces < kThreads ? kThreads / kPieces : 1;  // rows
     const u32 thread = threadIdx.x, first = thread / kPieces, piece = across + thread % kPieces;
-    const u32 bytes = piece * kAtOnce < inner ? min(inner - piece * kAtOnce, u32(kAtOnce)) * u32(sizeof(X)) : 0;
-    const X* source = from + u64(first) * stride + piece * kAtOnce;
+    const X* source = operand + (u64(first) * stride + piece * kAtOnce);
+    const u32 bytes = Whole || piece * kAtOnce < inner ? (Whole ? Copy : min(inner - piece * kAtOnce, u32(kAtOnce)) * u32(sizeof(X))) : 0;
     const int to = at + int(first * Pitch + piece * (Copy / 4));
 #pragma unroll
-    for (int row = 0; row < Rows; row += kStep) {
-      const bool there = first + row < rows;
-      if (Rows % kStep == 0 || first + row < Rows) copy_async<Copy>(tiles, to + row * Pitch, there && bytes ? source : from, there ? bytes : 0);
+    for (int i = 0; i < Rows; i += kStep) {
+      const bool there = Whole || first + i < rows;
+      if (Rows % kStep == 0 || first + i < Rows) copy_async<Copy>(tiles, to + i * Pitch, there && bytes ? source : operand, there ? bytes : 0);
       source += u64(kStep) * stride;
     }
   }
@@ -341,7 +343,8 @@ selective_scan_n16_first_f32_bf16_l2w4t16p1b4_pdl_4085bbe0(
   // Blocks walk the channels of a group, then the groups, then the sequences.
   const u32 block = blockIdx.x % blocks, group = blockIdx.x / blocks % groups, sequence = blockIdx.x / blocks / groups;
   const u32 base = group * group_channels + block * kChannels, width = min(group_channels - block * kChannels, u32(kChannels));
-  const int part = threadIdx.x % kLanes, place = threadIdx.x / kLanes;  // which of a channel's lanes, and which of the channels' places
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int part = lane % kLanes, place = threadIdx.x / kLanes;  // which of a channel's lanes, and which of the channels' places
   const int own = place;  // and the channel
 
   wait_for_upstream();  // above: arithmetic on arguments only; below: everything that touches memory
@@ -357,23 +360,50 @@ selective_scan_n16_first_f32_bf16_l2w4t16p1b4_pdl_4085bbe0(
   const u32 tiles = (length + kTile - 1) / kTile;
 
   DYNAMIC_SHARED(u32, stages);
-  SHARED(Pair, steps, kTile * kPitch);     // d and d u; then y in place of d
-  SHARED(Quad, keys, 2 * kTile * kAll);    // B, then C
+  SHARED(Pair, steps, kTile * kPitch);     // d and d u
+  ALIGNED_SHARED(float, sums, 2064);  // y of 4 tokens, as each lane has it
+  SHARED(Quad, keys, 2 * 2 * kTile * kAll);  // of two tiles: B, then C
   SHARED(float, biases, kChannels);
   SHARED(float, skips, kChannels);
-  const auto ask_for = [&](u32 n) {  // a tile's operands
-    if (n < tiles) {
-      const int at = int(n % 2 * kStageWords);
-      const u32 from = n * kTile, rows = min(length - from, u32(kTile));
-      copy_tile<kRows, kInner, kRowWords, 16>(stages, at, u + u64(0) * u_channel + from, u_channel, width, rows);
-      copy_tile<kRows, kInner, kRowWords, 16>(stages, at + kAtDelta, delta + u64(0) * delta_channel + from, delta_channel, width, rows);
-      copy_tile<kRows, kInner, kRowWords, 16>(stages, at + kAtZ, z + u64(0) * z_channel + from, z_channel, width, rows);
-      copy_tile<kKeys, kKeyInner, kKeyWords, 16>(stages, at + kAtB, B + from, B_n, kState, rows);
-      copy_tile<kKeys, kKeyInner, kKeyWords, 16>(stages, at + kAtC, C + from, C_n, kState, rows);
+  // Tiles are asked for in order: operands' pointers are those of the next one.
+  const auto ask_for = [&](u32 n) {  // what a tile's channels have
+    if (n >= tiles) return;
+    const int at = int(n % 2 * kStageWords);
+    const u32 rows = min(length - n * kTile, u32(kTile));
+    if (rows == kTile && width == kChannels) {
+      copy_tile<kRows, kInner, kRowWords, 16, true>(stages, at, u, u_channel, width, rows);
+      copy_tile<kRows, kInner, kRowWords, 16, true>(stages, at + kAtDelta, delta, delta_channel, width, rows);
+      copy_tile<kRows, kInner, kRowWords, 16, true>(stages, at + kAtZ, z, z_channel, width, rows);
+    } else {
+      copy_tile<kRows, kInner, kRowWords, 16, false>(stages, at, u, u_channel, width, rows);
+      copy_tile<kRows, kInner, kRowWords, 16, false>(stages, at + kAtDelta, delta, delta_channel, width, rows);
+      copy_tile<kRows, kInner, kRowWords, 16, false>(stages, at + kAtZ, z, z_channel, width, rows);
     }
+    u += kTile;
+    delta += kTile;
+    z += kTile;
+  };
+  const auto ask_for_keys = [&](u32 n) {  // a tile's B and C
+    if (n >= tiles) return;
+    const int at = kAtKeys + int(n % 2 * (2 * kKeys * kKeyWords));
+    const u32 rows = min(length - n * kTile, u32(kTile));
+    if (rows == kTile) {
+      copy_tile<kKeys, kKeyInner, kKeyWords, 16, true>(stages, at, B, B_n, kState, rows);
+      copy_tile<kKeys, kKeyInner, kKeyWords, 16, true>(stages, at + kKeys * kKeyWords, C, C_n, kState, rows);
+    } else {
+      copy_tile<kKeys, kKeyInner, kKeyWords, 16, false>(stages, at, B, B_n, kState, rows);
+      copy_tile<kKeys, kKeyInner, kKeyWords, 16, false>(stages, at + kKeys * kKeyWords, C, C_n, kState, rows);
+    }
+    B += kTile;
+    C += kTile;
+  };
+  const auto ask_for_first = [&] {
+    ask_for_keys(0);
+    commit_copies();
+    ask_for(0), ask_for_keys(1);
     commit_copies();
   };
-  ask_for(0);
+  ask_for_first();
   allow_dependents();
 
   for (u32 i = threadIdx.x; i < kChannels; i += kThreads) biases[i] = i < width ? to_float(load(delta_bias + u64(base + i) * delta_bias_channel)) : 0.f;
@@ -389,60 +419,83 @@ selective_scan_n16_first_f32_bf16_l2w4t16p1b4_pdl_4085bbe0(
     h[i] = 0.f;
   }
 
-  // What threads share: runs of 4 neighbours. Each has the same runs of every tile: so nobody else reads the d, or y, that it overwrites.
-  constexpr int kBands = kRuns / kBeside, kStep = kThreads / kBeside;  // of a row, which threads take at once; rows that they take at once
-  constexpr int kItems = kRows * kRuns / kThreads;
-  static_assert(kItems * kThreads == kRows * kRuns, "of each thread");
-  const int beside = threadIdx.x % kBeside, start = threadIdx.x / kBeside;
-  const auto row_of = [&](int i) { return kStep < kRows ? start + i % (kRows / kStep) * kStep : start % kRows; };
+  // What the lanes of a warp share of its channels: runs of 4 neighbours. Each has the same runs of every tile.
+  constexpr int kBands = kRuns / kBeside, kStep = 32 / kBeside;  // of a row, which lanes take at once; rows that they take at once
+  constexpr int kItems = kOwnRows * kRuns / 32;
+  static_assert(kItems * 32 == kOwnRows * kRuns, "of each lane");
+  const int beside = lane % kBeside, start = lane / kBeside;
+  const auto row_of = [&](int i) {
+    return warp * kOfWarp + (kStep < kOwnRows ? start + i % (kOwnRows / kStep) * kStep : start % kOwnRows);
+  };
   const auto run_of = [&](int i) {
-    return beside + kBeside * (kBands == 1 ? 0 : kStep < kRows ? i / (kRows / kStep) : start / kRows + i * (kStep / kRows));
+    return beside + kBeside * (kBands == 1 ? 0 : kStep < kOwnRows ? i / (kOwnRows / kStep) : start / kOwnRows + i * (kStep / kOwnRows));
   };
-  const auto steps_at = [&](int i) { return 4 * run_of(i) * kPitch + row_of(i); };
-  const auto channel_of = [&](int i, int j) { return row_of(i); };
-  const auto load_run = [&](int at, float (&f)[4]) {
-    Pack<X, 4> raw;
-    load_shared_2xu32(stages, at, raw.word);
-    unpack(raw, f);
-  };
+  const auto step_at = [&](int i, int j) { return (4 * run_of(i) + j) * kPitch + row_of(i); };
+  const auto sum_at = [&](int i, int j) { return run_of(i) * kSumPitch + row_of(i) * (4 * kLanes) + j; };
   const auto words_at = [&](int i) { return row_of(i) * kRowWords + run_of(i) * Pack<X, 4>::kWords; };
+  const auto load_run = [&](int at, Pack<X, 4>& raw) { load_shared_2xu32(stages, at, raw.word); };
+  constexpr int kAtOnce = kItems < 4 ? kItems : 4;  // runs whose loads stand ahead of what is made of them and stored: they keep their order
 
-  // The output of tile n, from y.
-  const auto output_of = [&](int from, int i, float (&values)[4]) {
+  // What a run's output takes of its inputs.
+  struct Inputs {
+    Pack<X, 4> u, z;
+  };
+  const auto load_inputs = [&](int from, int i, Inputs& raw) {
+    load_run(from + words_at(i), raw.u);
+    load_run(from + kAtZ + words_at(i), raw.z);
+  };
+  const auto output_of = [&](int i, const Inputs& raw, float (&values)[4]) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const Pair y = steps[steps_at(i) + j * kNext];
-      values[j] = y.low;
+      float y[kLanes];  // of each lane
+#pragma unroll
+      for (int l = 0; l < kLanes; ++l) y[l] = sums[sum_at(i, j) + 4 * l];
+#pragma unroll
+      for (int apart = 1; apart < kLanes; apart *= 2) {
+#pragma unroll
+        for (int l = 0; l < kLanes; l += 2 * apart) y[l] += y[l + apart];
+      }
+      values[j] = y[0];
     }
-    float of_u[4];
-    load_run(from + words_at(i), of_u);
+    float u4[4];
+    unpack(raw.u, u4);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) values[j] = fmaf(skips[channel_of(i, j)], of_u[j], values[j]);
-    float of_z[4];
-    load_run(from + kAtZ + words_at(i), of_z);
+    for (int j = 0; j < 4; ++j) values[j] = fmaf(skips[row_of(i)], u4[j], values[j]);
+    float z4[4];
+    unpack(raw.z, z4);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) values[j] *= silu(of_z[j]);
+    for (int j = 0; j < 4; ++j) values[j] *= silu(z4[j]);
   };
   const auto finish = [&](u32 n) {
     const int from = int(n % 2 * kStageWords);
     const int rows = int(min(length - n * kTile, u32(kTile)));
     X* const to = out + u64(0) * out_channel + n * kTile;
     if (rows == kTile && width == kChannels) {
-#pragma unroll 
-      for (int i = 0; i < kItems; ++i) {
-        float values[4];
-        output_of(from, i, values);
-        X* const there = to + u64(row_of(i)) * out_channel + 4 * run_of(i);
-        Pack<X, 4> rounded;
-        pack(values, rounded);
-        store_vector(there, rounded);
+#pragma unroll 1
+      for (int first = 0; first < kItems; first += kAtOnce) {
+        Inputs raw[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) load_inputs(from, first + i, raw[i]);
+        float values[kAtOnce][4];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) output_of(first + i, raw[i], values[i]);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          X* const there = to + u64(row_of(first + i)) * out_channel + 4 * run_of(first + i);
+          Pack<X, 4> rounded;
+          pack(values[i], rounded);
+          store_vector(there, rounded);
+        }
       }
       return;
     }
 #pragma unroll 1
     for (int i = 0; i < kItems; ++i) {
+      if (4 * run_of(i) >= rows) continue;
       float values[4];
-      output_of(from, i, values);
+      Inputs raw;
+      load_inputs(from, i, raw);
+      output_of(i, raw, values);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int token = 4 * run_of(i) + j, channel = row_of(i);
@@ -451,35 +504,48 @@ selective_scan_n16_first_f32_bf16_l2w4t16p1b4_pdl_4085bbe0(
     }
   };
 
-  // d and d u of tile n; B and C as f32.
+  // d and d u of tile n.
   const auto prepare = [&](u32 n) {
     const int from = int(n % 2 * kStageWords);
     const int rows = int(min(length - n * kTile, u32(kTile)));
-#pragma unroll 
-    for (int i = 0; i < kItems; ++i) {
-      float of_u[4], d[4];
-      load_run(from + words_at(i), of_u);
-      load_run(from + kAtDelta + words_at(i), d);
+#pragma unroll 1
+    for (int first = 0; first < kItems; first += kAtOnce) {
+      Pack<X, 4> of_u[kAtOnce], of_delta[kAtOnce];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        d[j] += biases[channel_of(i, j)];
-        d[j] = softplus(d[j]);
-        steps[steps_at(i) + j * kNext] = Pair{d[j], d[j] * of_u[j]};
+      for (int i = 0; i < kAtOnce; ++i) {
+        load_run(from + words_at(first + i), of_u[i]);
+        load_run(from + kAtDelta + words_at(first + i), of_delta[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        float u4[4], d[4];
+        unpack(of_u[i], u4), unpack(of_delta[i], d);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          d[j] += biases[row_of(first + i)];
+          d[j] = softplus(d[j]);
+          steps[step_at(first + i, j)] = Pair{d[j], d[j] * u4[j]};
+        }
       }
     }
     if (rows < kTile) {  // tokens that are not there leave the states as they are
       for (int i = 0; i < kItems; ++i) {
         for (int j = 0; j < 4; ++j)
-          if (4 * run_of(i) + j >= rows) steps[steps_at(i) + j * kNext] = Pair{0.f, 0.f};
+          if (4 * run_of(i) + j >= rows) steps[step_at(i, j)] = Pair{0.f, 0.f};
       }
     }
+  };
+
+  // B and C of tile n as f32, by all threads of the block.
+  const auto widen = [&](u32 n) {
+    const int from = kAtKeys + int(n % 2 * (2 * kKeys * kKeyWords)), stage = int(n % 2 * (2 * kTile * kAll));
     constexpr int kFew = 2, kKeyItems = 2 * kTile / kFew * kAll;  // tokens at once
 #pragma unroll 
     for (int i = 0; i < kKeyItems; i += kThreads) {
       const int item = i + int(threadIdx.x), which = item / (kTile / kFew * kAll);  // B or C
       const int quad = item % kAll, token = item / kAll % (kTile / kFew) * kFew;
       if (kKeyItems % kThreads && item >= kKeyItems) break;
-      const int at = from + kAtB + which * (kAtC - kAtB), to = which * (kTile * kAll) + token * kAll + quad;
+      const int at = from + which * (kKeys * kKeyWords), to = stage + which * (kTile * kAll) + token * kAll + quad;
       float values[kFew][4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -492,8 +558,9 @@ selective_scan_n16_first_f32_bf16_l2w4t16p1b4_pdl_4085bbe0(
     }
   };
 
-  // A lane's states pass a tile, of which so many tokens are there, in groups of 4; what is behind the last one has d = 0.
-  const auto walk = [&](int rows) {
+  // A lane's states pass a tile in groups of 4 tokens; what is behind the last one has d = 0.
+  const auto walk = [&](u32 n) {
+    const int rows = int(min(length - n * kTile, u32(kTile))), stage = int(n % 2 * (2 * kTile * kAll));
 #pragma unroll 1
     for (int t = 0; t < rows; t += 4) {
       float y[4];
@@ -503,14 +570,14 @@ selective_scan_n16_first_f32_bf16_l2w4t16p1b4_pdl_4085bbe0(
         float sums[kQuads];
 #pragma unroll
         for (int q = 0; q < kQuads; ++q) {
-          const int from = (t + i) * kAll + part * kQuads + q;
+          const int from = stage + (t + i) * kAll + part * kQuads + q;
           const Quad b = keys[from], c = keys[kTile * kAll + from];
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            const int n = 4 * q + j;
-            const float decay = kPolynomial >> (4 * i + j) & 1 ? exp2_polynomial(fminf(step.low, most[n]), a[n]) : exp2_approx(step.low * a[n]);
-            h[n] = fmaf(decay, h[n], step.high * b.f[j]);
-            sums[q] = j == 0 ? c.f[0] * h[n] : fmaf(c.f[j], h[n], sums[q]);
+            const int s = 4 * q + j;
+            const float decay = kPolynomial >> (4 * i + j) & 1 ? exp2_polynomial(fminf(step.low, most[s]), a[s]) : exp2_approx(step.low * a[s]);
+            h[s] = fmaf(decay, h[s], step.high * b.f[j]);
+            sums[q] = j == 0 ? c.f[0] * h[s] : fmaf(c.f[j], h[s], sums[q]);
           }
         }
 #pragma unroll
@@ -520,26 +587,26 @@ selective_scan_n16_first_f32_bf16_l2w4t16p1b4_pdl_4085bbe0(
         }
         y[i] = sums[0];
       }
-      // Of what the lanes of a channel have for 4 tokens, each gets the sum for two of them.
-      const bool odd = part % 2;
-      float two[2];
+      // What its lanes have is added up where the output is made.
 #pragma unroll
-      for (int i = 0; i < 2; ++i) two[i] = (odd ? y[2 * i + 1] : y[2 * i]) + __shfl_xor_sync(0xffffffffu, odd ? y[2 * i] : y[2 * i + 1], 1);
-      __syncwarp();  // both lanes have read d
-#pragma unroll
-      for (int i = 0; i < 2; ++i) steps[(t + 2 * i + part) * kPitch + place] = Pair{two[i], 0.f};
+      for (int i = 0; i < 4; ++i) sums[t / 4 * kSumPitch + (place * kLanes + part) * 4 + i] = y[i];
     }
   };
 
-  for (u32 n = 0;; ++n) {
+  wait_copies<1>();
+  __syncthreads();
+  if (tiles > 0) widen(0);
+  for (u32 n = 0; n < tiles; ++n) {
     wait_copies<0>();
-    __syncthreads();  // tile n is there for all, and y of tile n - 1
-    if (n > 0) finish(n - 1);
-    if (n >= tiles) break;
+    __syncthreads();  // tile n is there for all, and the next one's keys as they are; what was of tile n - 1 is free
+    ask_for(n + 1), ask_for_keys(n + 2);
+    commit_copies();
+    if (n + 1 < tiles) widen(n + 1);
     prepare(n);
-    __syncthreads();  // d, d u, B and C are; what was of tile n - 1 is free
-    ask_for(n + 1);
-    walk(int(min(length - n * kTile, u32(kTile))));
+    __syncwarp();  // a warp's channels are its own
+    walk(n);
+    __syncwarp();
+    finish(n);
   }
   if (there) {
     State* const to = final_states + slot * final_states_slot + u64(base + own) * final_states_channel + part * (4 * kQuads);
