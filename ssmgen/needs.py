@@ -27,9 +27,7 @@ class Needs:
     placed_stores: bool = False  # stores of matrices there, beside those
     copies: bool = False  # asynchronous copies to shared memory
     barriers: bool = False  # those of shared memory, and the bulk copies that arrive there; from sm_90 on
-    multicast: bool = False  # those that go to several blocks of a cluster, and arrivals at their barriers
     maps: bool = False  # copies of boxes by tensor maps; sm_90a
-    box_stores: bool = False  # and the way back
     warpgroups: tuple[int, ...] = ()  # columns of the products that warpgroups make, of `mma`'s type; sm_90a
     panels: bool = False  # their operands whose rows are 16 numbers
     meetings: bool = False  # barriers that threads of a block meet at from several places of the text

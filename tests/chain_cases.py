@@ -177,7 +177,7 @@ def walked(
     if grid:
         source = change(render(spec, arch))
         launch = spec.name, grid, spec.threads_per_block, packed, operands, spec.written, spec.dynamic_bytes
-        run_source(source, *launch, early=spec.early_operands(), cluster=spec.cluster_blocks)
+        run_source(source, *launch, early=spec.early_operands())
     return {name: named[name] for name in spec.roles() if name in spec.written}
 
 

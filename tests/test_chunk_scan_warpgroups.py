@@ -68,7 +68,19 @@ in_parts = pytest.mark.parametrize("parts", [1, 2])
         (Sizes(heads=4, groups=2, headdim=64, d_state=128), 1, 70, 0.1, {}),
         (Sizes(heads=1, headdim=128, d_state=64), 2, PART + 65, 0.1, {}),
     ],
-    ids=["plain", "long-memory", "strong-decay", "f16-gate", "2-parts", "3-parts", "a-part-of-3", "odd-parts", "strong-in-parts", "model", "p128"],
+    ids=[
+        "plain",
+        "long-memory",
+        "strong-decay",
+        "f16-gate",
+        "2-parts",
+        "3-parts",
+        "a-part-of-3",
+        "odd-parts",
+        "strong-in-parts",
+        "model",
+        "p128",
+    ],
 )
 def test_results_are_those_of_float64(sizes, parts, stages, tokens, decay, more):
 

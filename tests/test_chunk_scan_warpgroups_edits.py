@@ -48,15 +48,7 @@ EDITS = {
     ),
     "prepared: not waited for": (1, "      wait_prepared(i);\n      float of_state", "      float of_state", "product of tiles["),
     "M and x: made anew too early": (1, "barrier_wait(walked, buffer, (uses + 1) % 2);", "", "tiles["),
-    "y: left too early": (1, "barrier_wait(walked, buffer, i / 2 % 2);\n", "\n", "in shared memory, which"),
-    "y: not fenced": (1, "      fence_for_async();\n      wait_full(next);", "      wait_full(next);", "no fence_for_async between"),
-    "y: made anew while it leaves": (
-        1,
-        "wait_boxes_read();\n        }\n        arrive_together(written, buffer, lane);",
-        "}\n        arrive_together(written, buffer, lane);\n        if (lane == 0) wait_boxes_read();",
-        "has read, with no barrier between",
-    ),
-    "y: of the chunk before": (1, "store_box(out_tiles, n * kChunk", "store_box(out_tiles, n / 2 * kChunk", "off"),
+    "y: read too early": (1, "barrier_wait(walked, buffer, (uses - 1) % 2);\n      write(", "write(", "has read, with no barrier between"),
     "y: made anew too early": (1, "barrier_wait(written, buffer, (turn + 1) % 2);", "", "tiles["),
     "y: products not waited for": (1, "wgmma_wait<1>();", "", "names as landed what products in flight sum up"),
     "state: changed in flight": (
@@ -88,19 +80,6 @@ EDITS = {
     "parts: overwritten before they are read": (2, "meet(1, 384);", "", "has written, with no barrier"),
     "parts: of other lengths": (2, "summed = rank < last_part ? own : 0", "summed = rank < last_part ? own - 1 : 0", "off"),
     "parts: their decays": (2, "by[r] = __uint_as_float(word[0])", "by[r] = 1.f", "off"),
-    "sums: of x not weighed yet": (2, "barrier_wait(weighed, i % kStages, i / kStages % 2);", "", "product of tiles["),
-    "sums: of another round": (
-        2,
-        "barrier_wait(weighed, i % kStages, i / kStages % 2);",
-        "barrier_wait(weighed, i % kStages, 0);",
-        "of weighed[0]",
-    ),
-    "sums: x not fenced": (
-        2,
-        "      fence_for_async();\n      arrive_together(weighed",
-        "      arrive_together(weighed",
-        "no fence_for_async between",
-    ),
     "no upstream": (1, "  wait_for_upstream();", "  ", "before the wait for the upstream kernel"),
 }
 
@@ -114,13 +93,10 @@ def test_broken_kernels_are_found(edit):
 
 
 # Of the last chunk of a packed sequence, behind which another's tokens lie.
-LAST = "rows < kChunk) {  // what follows is another sequence's\n"
 PACKED_EDITS = {
     "copies not waited for": ("wait_all_copies();", "", "copy to"),
     "copies not fenced": ("fence_for_async();\n          arrive_together(full", "arrive_together(full", "no fence_for_async between"),
-    "copied whole": (f"{LAST}          const u64", f"{LAST.replace('kChunk', '0')}          const u64", "off"),
-    "y: whole": (f"{LAST}          X* const", f"{LAST.replace('kChunk', '0')}          X* const", "also writes, with no barrier"),
-    "y: not all of it": ("row < rows; row += 4", "row < rows - 1; row += 4", "off"),
+    "copied whole": ("rows < kChunk)", "rows < 0)", "off"),
 }
 
 

@@ -175,15 +175,6 @@ DEVICE void copy_box(T* to, u32 i, const TensorMap& map, u32 token, u32 columns,
                "l"(&map), "r"(0), "r"(token), "r"(columns), "r"(head), "r"(row), "r"(barrier_at(barriers, b))
                : "memory");
 }
-// The way back, of a box that all have written who have passed fence_for_async and told this thread. What the tensor lacks stays out.
-template <class T>
-DEVICE void store_box(const TensorMap& map, u32 token, u32 columns, u32 head, u32 row, T* from, u32 i) {
-  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, { %1, %2, %3, %4, %5 }], [%6];" ::"l"(&map), "r"(0), "r"(token),
-               "r"(columns), "r"(head), "r"(row), "r"(u32(__cvta_generic_to_shared(from + i)))
-               : "memory");
-}
-// For all boxes that this thread stores: then their places in shared memory are free. In memory they are at the kernel's end.
-DEVICE void wait_boxes_read() { asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // Products of warpgroups (sm_90a): four warps, the first a multiple of four, have 16 rows of a result each. The second operand is read from
 // shared memory while they go on: a Matrix of 16-bit numbers, whose rows of 64 are 128 bytes each, eight of them 1024 bytes, from a multiple
@@ -540,10 +531,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 scan_wg_p64n128_f32_bf16_k1s4_pdl_647d09b2(
     const bf16* x, const bf16* dt, const f32* A, const bf16* B, const bf16* C, const bf16* D, const bf16* dt_bias,
     f32* final_states, bf16* out, const __grid_constant__ TensorMap C_tiles, const __grid_constant__ TensorMap B_tiles,
-    const __grid_constant__ TensorMap x_tiles, const __grid_constant__ TensorMap out_tiles, i64 x_batch, i64 dt_batch,
-    i64 B_batch, i64 C_batch, i64 final_states_slot, i64 out_batch, u32 tokens, u32 heads, u32 group_heads, u32 x_token,
-    u32 x_head, u32 dt_token, u32 dt_head, u32 A_head, u32 B_token, u32 B_group, u32 C_token, u32 C_group, u32 D_head,
-    u32 D_row, u32 dt_bias_head, u32 final_states_head, u32 out_token, u32 out_head) {
+    const __grid_constant__ TensorMap x_tiles, i64 x_batch, i64 dt_batch, i64 B_batch, i64 C_batch,
+    i64 final_states_slot, i64 out_batch, u32 tokens, u32 heads, u32 group_heads, u32 x_token, u32 x_head, u32 dt_token,
+    u32 dt_head, u32 A_head, u32 B_token, u32 B_group, u32 C_token, u32 C_group, u32 D_head, u32 D_row,
+    u32 dt_bias_head, u32 final_states_head, u32 out_token, u32 out_head) {
   // Blocks walk the parts of a sequence, then the rows of a head, then the heads, which share B and C, then the sequences.
   const u32 tile = blockIdx.x / kParts % kTiles;
   const u32 item = blockIdx.x / kParts / kTiles;
@@ -581,7 +572,7 @@ scan_wg_p64n128_f32_bf16_k1s4_pdl_647d09b2(
   SHARED(u64, written, 2);
   if (threadIdx.x == 0) {
     for (u32 i = 0; i < kStages; ++i) barrier_init(full, i, 2), barrier_init(empty, i, 8);
-    for (u32 i = 0; i < 2; ++i) barrier_init(prepared, i, 4), barrier_init(walked, i, 4), barrier_init(written, i, 1);
+    for (u32 i = 0; i < 2; ++i) barrier_init(prepared, i, 4), barrier_init(walked, i, 4), barrier_init(written, i, 4);
   }
   __syncthreads();
   const auto wait_full = [&](u32 i) { barrier_wait(full, i % kStages, i / kStages % 2); };
@@ -654,16 +645,6 @@ scan_wg_p64n128_f32_bf16_k1s4_pdl_647d09b2(
         }
         arrive_together(full, i % kStages, lane);
       }
-    } else {
-      for (u32 i = summed; i < steps_end; ++i) {
-        const u32 n = chunk_of(i), buffer = i % 2, at = kAtY + buffer * kBlock;
-        barrier_wait(walked, buffer, i / 2 % 2);
-        if (lane == 0) {
-          store_box(out_tiles, n * kChunk, tile, head, sequence, tiles, at);
-          wait_boxes_read();
-        }
-        arrive_together(written, buffer, lane);
-      }
     }
   } else if (warp < 12) {
     give_registers<120>();
@@ -690,11 +671,24 @@ scan_wg_p64n128_f32_bf16_k1s4_pdl_647d09b2(
         store_4_shared(tiles, kAtWeighed + buffer * kBlock + place_of(j), words[j]);
       }
     };
+    const auto write = [&](u32 i) {  // y of a step
+      const u32 n = chunk_of(i), rows = length - n * kChunk;
+      X* to = out + (u64(n) * kChunk + first_token) * out_token + piece * 8;
+      u32 pieces[4][4];
+#pragma unroll
+      for (u32 j = 0; j < 4; ++j) load_4_shared(tiles, kAtY + buffer * kBlock + place_of(j), pieces[j]);
+#pragma unroll
+      for (u32 j = 0; j < 4; ++j) {
+        if (first_token + 4 * j < rows) store_4xu32(to, pieces[j]);
+        to += u64(4) * out_token;
+      }
+    };
     const float skip = to_float(load(D + u64(head) * D_head));
-    u32 uses = 0;  // of this warpgroup's buffers
+    u32 uses = 0, made = 0;  // of this warpgroup's buffers: of weighed x, and of M and y
     for (u32 i = lane; i < 16 * 32; i += 32) tiles[kAtMix + buffer * kBlock + row_block * 512 + i] = 0;  // above the diagonal it stays so
     __syncwarp();
-    for (u32 i = summed + (summed + buffer) % 2; i < steps_end; i += 2) {
+    const u32 first_step = summed + (summed + buffer) % 2;
+    for (u32 i = first_step; i < steps_end; i += 2) {
       const u32 stage = i % kStages;
       wait_full(i);
       const Matrix rows_of_C = matrix_by_rows(tiles, stage * kStageWords), rows_of_B = matrix_by_rows(tiles, stage * kStageWords + kAtB);
@@ -708,7 +702,7 @@ scan_wg_p64n128_f32_bf16_k1s4_pdl_647d09b2(
       wgmma_commit();
       wgmma_wait<0>();
       wgmma_landed(product);
-      barrier_wait(walked, buffer, (uses + 1) % 2);  // with M and weighed x of this warpgroup's chunk before
+      barrier_wait(walked, buffer, (uses + 1) % 2);  // with M and weighed x of this warpgroup's chunk before, whose y is there
       switch (row_block) {  // each its own text: how much there is to do below the diagonal is known
         case 0: make_rows_of_M<0>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane); break;
         case 1: make_rows_of_M<1>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane); break;
@@ -720,6 +714,15 @@ scan_wg_p64n128_f32_bf16_k1s4_pdl_647d09b2(
       arrive_together(prepared, buffer, lane);
       arrive_together(empty, stage, lane);
       ++uses;
+      if (made > 0) {
+        write(i - 2);
+        arrive_together(written, buffer, lane);
+      }
+      ++made;
+    }
+    if (made > 0) {
+      barrier_wait(walked, buffer, (uses - 1) % 2);
+      write(first_step + 2 * (made - 1));
     }
   } else {
     take_registers<208>();
@@ -785,7 +788,6 @@ scan_wg_p64n128_f32_bf16_k1s4_pdl_647d09b2(
         const u32 token = 8 * b + lane / 16 * 8 + lane % 8, piece = 2 * own_warp + lane / 8 % 2;
         store_matrices_transposed(tiles, kAtY + buffer * kBlock + token * 32 + (piece ^ token % 8) * 4, rows_of_y[0], rows_of_y[1], rows_of_y[2], rows_of_y[3]);
       }
-      fence_for_async();
       wait_full(next);  // of the last chunk, again: products in flight stand no branches
       const float by = decay_of(next);
       wgmma_wait<0>();

@@ -201,15 +201,6 @@ DEVICE void copy_box(T* to, u32 i, const TensorMap& map, u32 token, u32 columns,
                "l"(&map), "r"(0), "r"(token), "r"(columns), "r"(head), "r"(row), "r"(barrier_at(barriers, b))
                : "memory");
 }
-// The way back, of a box that all have written who have passed fence_for_async and told this thread. What the tensor lacks stays out.
-template <class T>
-DEVICE void store_box(const TensorMap& map, u32 token, u32 columns, u32 head, u32 row, T* from, u32 i) {
-  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, { %1, %2, %3, %4, %5 }], [%6];" ::"l"(&map), "r"(0), "r"(token),
-               "r"(columns), "r"(head), "r"(row), "r"(u32(__cvta_generic_to_shared(from + i)))
-               : "memory");
-}
-// For all boxes that this thread stores: then their places in shared memory are free. In memory they are at the kernel's end.
-DEVICE void wait_boxes_read() { asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // Products of warpgroups (sm_90a): four warps, the first a multiple of four, have 16 rows of a result each. The second operand is read from
 // shared memory while they go on: a Matrix of 16-bit numbers, whose rows of 64 are 128 bytes each, eight of them 1024 bytes, from a multiple
@@ -606,11 +597,10 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_d7f5a93c(
     const bf16* x, const bf16* dt, const f32* A, const bf16* B, const bf16* C, const bf16* D, const bf16* dt_bias,
     const int* cu_seqlens, const f32* initial_states, const int* checkpoint_positions, f32* checkpoints, bf16* out,
     const __grid_constant__ TensorMap C_tiles, const __grid_constant__ TensorMap B_tiles,
-    const __grid_constant__ TensorMap x_tiles, const __grid_constant__ TensorMap out_tiles, i64 initial_states_slot,
-    i64 checkpoints_slot, u32 tokens, u32 heads, u32 group_heads, u32 positions, u32 x_token, u32 x_head, u32 dt_token,
-    u32 dt_head, u32 A_head, u32 B_token, u32 B_group, u32 C_token, u32 C_group, u32 D_head, u32 D_row,
-    u32 dt_bias_head, u32 cu_seqlens_sequence, u32 initial_states_head, u32 checkpoint_positions_position,
-    u32 checkpoints_head, u32 out_token, u32 out_head) {
+    const __grid_constant__ TensorMap x_tiles, i64 initial_states_slot, i64 checkpoints_slot, u32 tokens, u32 heads,
+    u32 group_heads, u32 positions, u32 x_token, u32 x_head, u32 dt_token, u32 dt_head, u32 A_head, u32 B_token,
+    u32 B_group, u32 C_token, u32 C_group, u32 D_head, u32 D_row, u32 dt_bias_head, u32 cu_seqlens_sequence,
+    u32 initial_states_head, u32 checkpoint_positions_position, u32 checkpoints_head, u32 out_token, u32 out_head) {
   // Blocks walk the parts of a sequence, then the rows of a head, then the heads, which share B and C, then the sequences.
   const u32 tile = blockIdx.x / kParts % kTiles;
   const u32 rank = blockIdx.x % kParts;
@@ -651,14 +641,12 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_d7f5a93c(
   // there when they have done with M and x.
   SHARED(u64, full, kStages);
   SHARED(u64, empty, kStages);
-  SHARED(u64, weighed, kStages);  // x, by whoever prepares, for sums
   SHARED(u64, prepared, 2);
   SHARED(u64, walked, 2);
   SHARED(u64, written, 2);
   if (threadIdx.x == 0) {
     for (u32 i = 0; i < kStages; ++i) barrier_init(full, i, 2), barrier_init(empty, i, 8);
-    for (u32 i = 0; i < 2; ++i) barrier_init(prepared, i, 4), barrier_init(walked, i, 4), barrier_init(written, i, 1);
-    for (u32 i = 0; i < kStages; ++i) barrier_init(weighed, i, 4);
+    for (u32 i = 0; i < 2; ++i) barrier_init(prepared, i, 4), barrier_init(walked, i, 4), barrier_init(written, i, 4);
   }
   __syncthreads();
   const auto wait_full = [&](u32 i) { barrier_wait(full, i % kStages, i / kStages % 2); };
@@ -769,22 +757,6 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_d7f5a93c(
       if (!met) meet_parts();
     } else {
       meet_parts();
-      for (u32 i = summed; i < steps_end; ++i) {
-        const u32 n = chunk_of(i), buffer = i % 2, at = kAtY + buffer * kBlock;
-        barrier_wait(walked, buffer, (i - summed) / 2 % 2);
-        if (const u32 rows = length - n * kChunk; rows < kChunk) {  // what follows is another sequence's
-          X* const to = out + u64(n) * kChunk * out_token + lane % 8 * 8;
-          for (u32 row = lane / 8; row < rows; row += 4) {
-            u32 piece[4];
-            load_4_shared(tiles, at + row * 32 + (lane % 8 ^ row % 8) * 4, piece);
-            store_4xu32(to + u64(row) * out_token, piece);
-          }
-        } else if (lane == 0) {
-          store_box(out_tiles, u32(first) + n * kChunk, tile, head, 0, tiles, at);
-          wait_boxes_read();
-        }
-        arrive_together(written, buffer, lane);
-      }
     }
   } else if (warp < 12) {
     give_registers<120>();
@@ -792,7 +764,7 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_d7f5a93c(
     const u32 first_token = row_block * 16 + lane / 8, piece = lane % 8;  // of a warp's 16 tokens, four at once
     const u32 even = first_token * 32 + (piece ^ first_token % 8) * 4, odd = (even ^ 16) + 4 * 32;  // where a lane's 16 bytes are, of these four and of the next
     const auto place_of = [&](u32 j) { return (j % 2 ? odd : even) + j / 2 * (8 * 32); };
-    const auto weigh = [&](u32 i, u32 to) {
+    const auto weigh = [&](u32 i) {
       const u32 stage = i % kStages;
       u32 words[4][4];
       float weight[4];
@@ -808,24 +780,39 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_d7f5a93c(
           const Pair own_x = widen_pair(X{}, words[j][w]);
           words[j][w] = round_pair(X{}, own_x.low * weight[j], own_x.high * weight[j]);
         }
-        store_4_shared(tiles, to + place_of(j), words[j]);
+        store_4_shared(tiles, kAtWeighed + buffer * kBlock + place_of(j), words[j]);
+      }
+    };
+    const auto write = [&](u32 i) {  // y of a step
+      const u32 n = chunk_of(i), rows = length - n * kChunk;
+      X* to = out + (u64(n) * kChunk + first_token) * out_token + piece * 8;
+      u32 pieces[4][4];
+#pragma unroll
+      for (u32 j = 0; j < 4; ++j) load_4_shared(tiles, kAtY + buffer * kBlock + place_of(j), pieces[j]);
+#pragma unroll
+      for (u32 j = 0; j < 4; ++j) {
+        if (first_token + 4 * j < rows) store_4xu32(to, pieces[j]);
+        to += u64(4) * out_token;
       }
     };
     const float skip = to_float(load(D + u64(head) * D_head));
-    u32 uses = 0;  // of this warpgroup's buffers
+    u32 uses = 0, made = 0;  // of this warpgroup's buffers: of weighed x, and of M and y
     for (u32 i = buffer; i < summed; i += 2) {
       wait_full(i);
-      weigh(i, i % kStages * kStageWords + kAtX);
+      barrier_wait(walked, buffer, (uses + 1) % 2);
+      weigh(i);
       fence_for_async();
-      arrive_together(weighed, i % kStages, lane);
+      arrive_together(prepared, buffer, lane);
       arrive_together(empty, i % kStages, lane);
+      ++uses;
     }
     meet_parts();
     cluster_wait();
     meet(1, 384);  // now M and y may be where the part's state was
     for (u32 i = lane; i < 16 * 32; i += 32) tiles[kAtMix + buffer * kBlock + row_block * 512 + i] = 0;  // above the diagonal it stays so
     __syncwarp();
-    for (u32 i = summed + (summed + buffer) % 2; i < steps_end; i += 2) {
+    const u32 first_step = summed + (summed + buffer) % 2;
+    for (u32 i = first_step; i < steps_end; i += 2) {
       const u32 stage = i % kStages;
       wait_full(i);
       const Matrix rows_of_C = matrix_by_rows(tiles, stage * kStageWords), rows_of_B = matrix_by_rows(tiles, stage * kStageWords + kAtB);
@@ -839,18 +826,27 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_d7f5a93c(
       wgmma_commit();
       wgmma_wait<0>();
       wgmma_landed(product);
-      barrier_wait(walked, buffer, (uses + 1) % 2);  // with M and weighed x of this warpgroup's chunk before
+      barrier_wait(walked, buffer, (uses + 1) % 2);  // with M and weighed x of this warpgroup's chunk before, whose y is there
       switch (row_block) {  // each its own text: how much there is to do below the diagonal is known
         case 0: make_rows_of_M<0>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane); break;
         case 1: make_rows_of_M<1>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane); break;
         case 2: make_rows_of_M<2>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane); break;
         case 3: make_rows_of_M<3>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane); break;
       }
-      weigh(i, kAtWeighed + buffer * kBlock);
+      weigh(i);
       fence_for_async();
       arrive_together(prepared, buffer, lane);
       arrive_together(empty, stage, lane);
       ++uses;
+      if (made > 0) {
+        write(i - 2);
+        arrive_together(written, buffer, lane);
+      }
+      ++made;
+    }
+    if (made > 0) {
+      barrier_wait(walked, buffer, (uses - 1) % 2);
+      write(first_step + 2 * (made - 1));
     }
   } else {
     take_registers<208>();
@@ -863,34 +859,25 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_d7f5a93c(
 #pragma unroll
       for (u32 e = 0; e < kState / 2; ++e) S[e] = S[e] * by;
     };
-    const auto add = [&](u32 i, u32 at_weighed) {  // issues what a chunk adds to the state
-      const Matrix x_weighed = matrix_by_columns(tiles, at_weighed, 0), columns_of_B = matrix_by_columns(tiles, i % kStages * kStageWords + kAtB, 4 * kBlock);
+    const auto add = [&](u32 i) {  // issues what a chunk adds to the state
+      const Matrix x_weighed = matrix_by_columns(tiles, kAtWeighed + i % 2 * kBlock, 0), columns_of_B = matrix_by_columns(tiles, i % kStages * kStageWords + kAtB, 4 * kBlock);
 #pragma unroll
       for (u32 k = 0; k < 4; ++k) wgmma_128_shared<true, true>(S, x_weighed + k * 2048, columns_of_B + k * 2048, 1);
       wgmma_commit();
     };
-    const auto wait_prepared = [&](u32 i) { barrier_wait(prepared, i % 2, (i - summed) / 2 % 2); };
-    // Sums: x is weighed where it lies, and so up to all stages are ahead. While products are made, the next chunk is waited for.
-    const auto wait_weighed = [&](u32 i) {
-      wait_full(i);
-      barrier_wait(weighed, i % kStages, i / kStages % 2);
-    };
-    float total = 1.f, left = 1.f;
-    if (summed > 0) {
-      wait_weighed(0);
-      left = decay_of(0);
-    }
+    const auto wait_prepared = [&](u32 i) { barrier_wait(prepared, i % 2, i / 2 % 2); };
+    float total = 1.f;
     for (u32 i = 0; i < summed; ++i) {
-      const u32 next = min(i + 1, summed - 1);  // of the last one, again: products in flight stand no branches
-      total = total * left;
-      decay(left);
+      wait_full(i);
+      wait_prepared(i);
+      total = total * decay_of(i);
+      decay(decay_of(i));
       wgmma_fence();
-      add(i, i % kStages * kStageWords + kAtX);
-      wait_weighed(next);
-      left = decay_of(next);
+      add(i);
       wgmma_wait<0>();
       wgmma_landed(S);
       arrive_together(empty, i % kStages, lane);
+      arrive_together(walked, i % 2, lane);
     }
     const u32 state_lane = 4 * (threadIdx.x % 128);
 #pragma unroll
@@ -908,39 +895,32 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_d7f5a93c(
       load_4_from_peer(part_decay, 0, r, word);
       by[r] = __uint_as_float(word[0]);
     }
-    // All is asked for before anything is joined: the state's registers are free meanwhile.
-    constexpr u32 kShares = (kState / 8 + kParts - 1) / kParts;
-    float begun[kShares][4] = {};
-    u32 sum[kShares][kParts - 1][4];
 #pragma unroll
-    for (u32 j = 0; j < kShares; ++j) {
-      const u32 i = j * kParts + rank;
+    for (u32 j = 0; j < (kState / 8 + kParts - 1) / kParts; ++j) {
+      const u32 i = j * kParts + rank, at = kAtMix + i * 512 + state_lane;
       if (i >= kState / 8) continue;
+      float start[4] = {};
       {
         const State* const from = initial_states + slot * initial_states_slot + u64(head) * initial_states_head + state_at;
 #pragma unroll
           for (u32 side = 0; side < 2; ++side) {
             float values[2];
             unpack(load_vector<State, 2>(from + side * 8 * kState + i * 8), values);
-            begun[j][2 * side] = values[0], begun[j][2 * side + 1] = values[1];
+            start[2 * side] = values[0], start[2 * side + 1] = values[1];
           }
       }
+      u32 sum[kParts - 1][4];
 #pragma unroll
-      for (u32 r = 0; r < kParts - 1; ++r) load_4_from_peer(tiles, kAtMix + i * 512 + state_lane, r, sum[j][r]);
-    }
-#pragma unroll
-    for (u32 j = 0; j < kShares; ++j) {
-      const u32 i = j * kParts + rank;
-      if (i >= kState / 8) continue;
+      for (u32 r = 0; r < kParts - 1; ++r) load_4_from_peer(tiles, at, r, sum[r]);
 #pragma unroll
       for (u32 r = 0; r < kParts; ++r) {
         u32 word[4];
 #pragma unroll
-        for (u32 e = 0; e < 4; ++e) word[e] = __float_as_uint(begun[j][e]);
-        store_4_to_peer(tiles, kAtMix + i * 512 + state_lane, r, word);
+        for (u32 e = 0; e < 4; ++e) word[e] = __float_as_uint(start[e]);
+        store_4_to_peer(tiles, at, r, word);
         if (r < kParts - 1) {
 #pragma unroll
-          for (u32 e = 0; e < 4; ++e) begun[j][e] = fmaf(begun[j][e], by[r], __uint_as_float(sum[j][r][e]));
+          for (u32 e = 0; e < 4; ++e) start[e] = fmaf(start[e], by[r], __uint_as_float(sum[r][e]));
         }
       }
     }
@@ -1054,7 +1034,7 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_d7f5a93c(
 #pragma unroll
       for (u32 k = 0; k < 4; ++k) wgmma_64_shared<true, false>(of_chunk, columns_of_x + k * 2048, rows_of_M + k * 32, k > 0);
       wgmma_commit();
-      add(i, kAtWeighed + buffer * kBlock);
+      add(i);
       barrier_wait(written, buffer, (turn + 1) % 2);
       wgmma_wait<1>();
       wgmma_landed(of_state);
@@ -1072,7 +1052,6 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_d7f5a93c(
         const u32 token = 8 * b + lane / 16 * 8 + lane % 8, piece = 2 * own_warp + lane / 8 % 2;
         store_matrices_transposed(tiles, kAtY + buffer * kBlock + token * 32 + (piece ^ token % 8) * 4, rows_of_y[0], rows_of_y[1], rows_of_y[2], rows_of_y[3]);
       }
-      fence_for_async();
       wait_full(next);  // of the last chunk, again: products in flight stand no branches
       const float by = decay_of(next);
       wgmma_wait<0>();

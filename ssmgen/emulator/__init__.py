@@ -31,7 +31,6 @@ MACHINE = (
     "memory.cpp",
     "copies.cpp",
     "barriers.cpp",
-    "boxes.cpp",
     "products.cpp",
     "arithmetic.cpp",
 )

@@ -20,10 +20,10 @@ void tell(u32 thread, std::vector<u32>& gathered) {
   t.moment = 0;
 }
 
-Barrier& barrier_of(SharedArray* array, long long i, u32 rank) {
-  note_reader(readable(*array, rank, i, "load"));  // it has been prepared, and a barrier lies between
+Barrier& barrier_of(SharedArray* array, long long i) {
+  shared_load(array, i);  // it has been prepared, and a barrier lies between
   for (auto& b : machine->barriers)
-    if (b->array == array && b->rank == rank && b->i == i) return *b;
+    if (b->array == array && b->rank == machine->rank && b->i == i) return *b;
   machine->fail(element(*array, i) + " in shared memory is used as a barrier, and was not prepared as one");
 }
 
@@ -82,8 +82,8 @@ bool complete(Barrier& b) {
 }
 
 // One arrival fewer is missing.
-Barrier& arrive(SharedArray* array, long long i, u32 rank) {
-  Barrier& b = barrier_of(array, i, rank);
+Barrier& arrive(SharedArray* array, long long i) {
+  Barrier& b = barrier_of(array, i);
   if (!b.missing)
     machine->fail("arrives at " + element(*array, i) + ", at which all " + std::to_string(b.count) + " have arrived and copies are in flight");
   --b.missing;
@@ -103,17 +103,15 @@ void barrier_init(SharedArray* array, long long i, u32 count) {
   machine->barriers.emplace_back(new Barrier{array, machine->rank, i, count, count, 0, 0, {}, {}, {}, never, {none, none}});
 }
 
-void barrier_arrive(SharedArray* array, long long i, u32 bytes, u32 rank) {
-  if (rank == kOwn) rank = machine->rank;
-  else check_peer(*array, rank, "arrival at ");
-  Barrier& b = arrive(array, i, rank);
+void barrier_arrive(SharedArray* array, long long i, u32 bytes) {
+  Barrier& b = arrive(array, i);
   b.expected += bytes;
   tell(machine->current, b.gathered);
   if (!in_flight(b)) complete(b);
 }
 
 void barrier_arrive_with_copies(SharedArray* array, long long i) {
-  Barrier& b = arrive(array, i, machine->rank);
+  Barrier& b = arrive(array, i);
   Thread& t = machine->me();
   t.entrusted = t.landed + t.copies.size();
   b.arrivals.push_back(Arrival{machine->current, t.clock, t.entrusted, t.seen});
@@ -127,7 +125,7 @@ void end_phases() {
 }
 
 void barrier_wait(SharedArray* array, long long i, u32 parity) {
-  Barrier& b = barrier_of(array, i, machine->rank);
+  Barrier& b = barrier_of(array, i);
   if (parity > 1) machine->fail("waits for parity " + std::to_string(parity) + " of " + element(*array, i));
   long long& last = b.waited_for[machine->current];
   const auto has = [&](long long phase) { return u32(phase & 1) == parity; };
@@ -144,32 +142,42 @@ void barrier_wait(SharedArray* array, long long i, u32 parity) {
   learn(machine->me().seen, b.gathered);
 }
 
-// Blocks of the cluster to which a copy goes.
-std::vector<u32> ranks_of(const SharedArray& to, u32 blocks) {
-  if (blocks == kOwn) return {machine->rank};
-  std::vector<u32> ranks;
-  for (u32 rank = 0; rank < 16; ++rank) {
-    if (!(blocks >> rank & 1)) continue;
-    check_peer(to, rank, "copy to ");
-    ranks.push_back(rank);
-  }
-  return ranks;
-}
-
-void ask_for(const Copy& copy, SharedArray* barriers, long long at) {
-  Barrier& b = barrier_of(barriers, at, copy.rank);
-  b.copies.push_back(copy);
-  take_off(b.copies.back());
-}
-
-void copy_bulk(SharedArray* to, long long i, const void* from, u32 bytes, SharedArray* barriers, long long at, u32 blocks) {
+void copy_bulk(SharedArray* to, long long i, const void* from, u32 bytes, SharedArray* barriers, long long at) {
+  Barrier& b = barrier_of(barriers, at);
   check_place(*to, i, 16, "copy");
   if (!bytes || bytes % 16) machine->fail("bulk copy of " + std::to_string(bytes) + " bytes, which is no multiple of 16");
   machine->access(from, bytes, Access::kCopy, 16);
   const char* p = static_cast<const char*>(from);
-  for (u32 rank : ranks_of(*to, blocks))
-    ask_for(Copy{to, i, bytes / to->element, p, bytes, std::string(p, bytes), machine->current, machine->me().clock, rank}, barriers, at);
+  b.copies.push_back(Copy{to, i, bytes / to->element, p, bytes, std::string(p, bytes), machine->current, machine->me().clock});
+  take_off(b.copies.back());
   ++machine->me().clock, machine->me().moment = 0;  // what it does now is not ordered by the copy's landing
+}
+
+// Rows of 128 bytes, 16 at once; what the tensor lacks is zero, and counts.
+void copy_box(SharedArray* to, long long i, const TensorMap& map, const u32* from, SharedArray* barriers, long long at) {
+  Barrier& b = barrier_of(barriers, at);
+  check_place(*to, i, 1024, "copy of a box");
+  if (map.box[0] * map.element != 128 || map.box[3] != 1 || map.box[4] != 1) machine->fail("copy of a box whose rows are not 128 bytes, or of several heads");
+  for (u32 block = 0, row = 0; block < map.box[2]; ++block) {
+    for (u32 token = 0; token < map.box[1]; ++token, ++row) {
+      const u32 place[5] = {from[0], from[1] + token, from[2] + block, from[3], from[4]};
+      bool there = true;
+      const char* p = map.begin + u64(place[0]) * map.element;
+      for (u32 axis = 0; axis < 5; ++axis) {
+        there = there && place[axis] < map.sizes[axis];
+        if (axis) p += place[axis] * map.strides[axis - 1];
+      }
+      for (u32 piece = 0; piece < 8; ++piece) {
+        const u32 bytes = there && (piece * 16 + 16) / map.element <= map.sizes[0] - place[0] ? 16 : 0;
+        if (bytes) machine->access(p + piece * 16, 16, Access::kCopy, 16);
+        const long long byte = row * 128 + (piece ^ row % 8) * 16;
+        const char* asked = bytes ? p + piece * 16 : map.begin;
+        b.copies.push_back(Copy{to, i + byte / to->element, 16 / to->element, asked, bytes, std::string(asked, bytes), machine->current, machine->me().clock});
+        take_off(b.copies.back());
+      }
+    }
+  }
+  ++machine->me().clock, machine->me().moment = 0;  // what it does now is not ordered by the copies' landing
 }
 
 // Ends phases that somebody waits for. Copies land no earlier: when no thread can go on without them.

@@ -280,14 +280,6 @@ inline void copy_box(const emulator::Shared<T>& to, unsigned i, const TensorMap&
   emulator::copy_box(to.array(), i, map, from, barriers.array(), b);
 }
 
-template <class T>
-inline void store_box(const TensorMap& map, unsigned token, unsigned columns, unsigned head, unsigned row, const emulator::Shared<T>& from, unsigned i) {
-  static_assert(16 % sizeof(T) == 0, "a copy is one of whole elements");
-  const unsigned to[5] = {0, token, columns, head, row};
-  emulator::store_box(map, to, from.array(), i);
-}
-inline void wait_boxes_read() { emulator::wait_boxes_read(); }
-
 using emulator::Matrix;
 inline Matrix operator+(Matrix m, unsigned bytes) { return m.byte += bytes, m; }
 template <class T>
@@ -390,22 +382,6 @@ inline void touch_l2(const void* p) { emulator::touch(p); }
 inline void meet(unsigned barrier, unsigned threads) { emulator::meet_at(barrier, threads); }
 inline void cluster_arrive() { emulator::cluster_arrive(); }
 inline void cluster_wait() { emulator::cluster_wait(); }
-template <class T>
-inline void copy_bulk_to(unsigned short blocks, const emulator::Shared<T>& to, unsigned i, const void* from, unsigned bytes,
-                         const emulator::Shared<unsigned long long>& barriers, unsigned b) {
-  static_assert(16 % sizeof(T) == 0, "a copy is one of whole elements");
-  emulator::copy_bulk(to.array(), i, from, bytes, barriers.array(), b, blocks);
-}
-template <class T>
-inline void copy_box_to(unsigned short blocks, const emulator::Shared<T>& to, unsigned i, const TensorMap& map, unsigned token, unsigned columns,
-                        unsigned head, unsigned row, const emulator::Shared<unsigned long long>& barriers, unsigned b) {
-  static_assert(16 % sizeof(T) == 0, "a copy is one of whole elements");
-  const unsigned from[5] = {0, token, columns, head, row};
-  emulator::copy_box(to.array(), i, map, from, barriers.array(), b, blocks);
-}
-inline void barrier_arrive_at_peer(const emulator::Shared<unsigned long long>& barriers, unsigned i, unsigned rank) {
-  emulator::barrier_arrive(barriers.array(), i, 0, rank);
-}
 inline void store_to_peer(emulator::Shared<float>& own, unsigned i, unsigned rank, float v) { own.store_to_peer(rank, i, v); }
 template <class T>
 inline void load_4_from_peer(const emulator::Shared<T>& own, unsigned i, unsigned rank, unsigned* r) {

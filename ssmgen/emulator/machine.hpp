@@ -67,11 +67,10 @@ void wait_all_copies();
 
 // Barriers in shared memory, and copies that land with their phases.
 void barrier_init(SharedArray* array, long long i, u32 count);
-constexpr u32 kOwn = ~0u;  // in place of ranks of blocks
-void barrier_arrive(SharedArray* array, long long i, u32 bytes, u32 rank = kOwn);
+void barrier_arrive(SharedArray* array, long long i, u32 bytes);
 void barrier_arrive_with_copies(SharedArray* array, long long i);
 void barrier_wait(SharedArray* array, long long i, u32 parity);
-void copy_bulk(SharedArray* to, long long i, const void* from, u32 bytes, SharedArray* barriers, long long b, u32 blocks = kOwn);
+void copy_bulk(SharedArray* to, long long i, const void* from, u32 bytes, SharedArray* barriers, long long b);
 // A tensor map as arguments.Tiles describes it. Strides are bytes, of all axes but the first.
 struct TensorMap {
   char* begin;
@@ -80,9 +79,7 @@ struct TensorMap {
   char rest[44];
 };
 static_assert(sizeof(TensorMap) == 128, "a tensor map has 128 bytes");
-void copy_box(SharedArray* to, long long i, const TensorMap& map, const u32* from, SharedArray* barriers, long long b, u32 blocks = kOwn);
-void store_box(const TensorMap& map, const u32* to, SharedArray* from, long long i);
-void wait_boxes_read();
+void copy_box(SharedArray* to, long long i, const TensorMap& map, const u32* from, SharedArray* barriers, long long b);
 
 // Products of warpgroups.
 struct Matrix {

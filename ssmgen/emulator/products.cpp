@@ -136,6 +136,22 @@ Part part_of(const Matrix& b, u32 columns, bool by_columns, u32 from, u32 count)
   return part;
 }
 
+// Whether this thread's products see what was stored then: a fence lies behind the store and ahead of this thread, by whichever thread.
+bool visible(u32 moment) {
+  Machine& m = *machine;
+  const Moment& then = m.moments[moment];
+  const auto by = [&](u32 thread) {
+    const auto& fences = m.threads[thread].fences;
+    const auto behind = [&](const Fence& f) { return moment < f.moment && m.precedes(then, m.moments[f.moment], f.cluster_waited, f.seen); };
+    const auto first = std::partition_point(fences.begin(), fences.end(), [&](const Fence& f) { return !behind(f); });
+    return first != fences.end() && m.ordered(first->moment);
+  };
+  if (then.bulk || by(then.thread) || by(m.current)) return true;
+  for (u32 thread = 0; thread < m.threads.size(); ++thread)
+    if (by(thread)) return true;
+  return false;
+}
+
 template <class Work>
 void for_cells(const Part& part, u32 rank, const Work& work) {
   for (u32 p = 0; p < part.pieces.size(); ++p)
@@ -247,22 +263,6 @@ void land(u32 first, const Product& product) {
 
 }  // namespace
 
-// Whether this thread's products see what was stored then: a fence lies behind the store and ahead of this thread, by whichever thread.
-bool visible(u32 moment) {
-  Machine& m = *machine;
-  const Moment& then = m.moments[moment];
-  const auto by = [&](u32 thread) {
-    const auto& fences = m.threads[thread].fences;
-    const auto behind = [&](const Fence& f) { return moment < f.moment && m.precedes(then, m.moments[f.moment], f.cluster_waited, f.seen); };
-    const auto first = std::partition_point(fences.begin(), fences.end(), [&](const Fence& f) { return !behind(f); });
-    return first != fences.end() && m.ordered(first->moment);
-  };
-  if (then.bulk || by(then.thread) || by(m.current)) return true;
-  for (u32 thread = 0; thread < m.threads.size(); ++thread)
-    if (by(thread)) return true;
-  return false;
-}
-
 void wgmma(float* d, const u32* a, const Matrix& b, u32 columns, bool by_columns, u32 sum) {
   const Asked own{d, a, {}, false, b, columns, by_columns, sum != 0};
   together(__builtin_return_address(0), &own, issue);
@@ -348,10 +348,6 @@ std::string product_reader(const SharedArray& array, u32 rank, long long i) {
           for_cells(*part, rank, [&](u32, u32 cell, u64) { reads |= cell == i; });
       if (reads) return "thread " + std::to_string(w * kWarp % machine->block);
     }
-  for (const Thread& t : machine->threads)
-    for (const Store& store : t.stores)
-      if (store.from == &array && (&t - machine->threads.data()) / machine->block == rank && i >= store.i && i < store.i + store.elements)
-        return "thread " + std::to_string((&t - machine->threads.data()) % machine->block) + "'s box";
   return "a thread";
 }
 

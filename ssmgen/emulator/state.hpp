@@ -36,7 +36,6 @@ struct Copy {
   u32 bytes;          // read; the rest is zero
   std::string asked;  // what was there when it was asked for
   u32 thread, clock;  // that asked
-  u32 rank;           // of the block to which it goes
 };
 
 // An arrival of a thread, once so many of its copies have landed, counted from its first.
@@ -44,14 +43,6 @@ struct Arrival {
   u32 thread, clock;
   u64 copies;
   std::vector<u32> seen;
-};
-
-// 16 bytes of a box on their way from shared memory: so many elements of an array, from its i-th on. to: nullptr where the tensor has no place.
-struct Store {
-  SharedArray* from;
-  long long i;
-  u32 elements;
-  char* to;
 };
 
 constexpr long long kNever = -2;  // -1 is the phase before the first, which is over
@@ -102,7 +93,6 @@ struct Thread {
   std::vector<Copy> copies;  // in flight, in order
   std::vector<u32> groups;   // how many of them each group has; those behind belong to none yet
   u64 landed = 0, entrusted = 0;  // copies: those that are not in flight any more, and those that barriers wait for, from the first on
-  std::vector<Store> stores;  // of boxes, that nobody has waited for
   std::vector<Fence> fences;    // in order
   bool fenced = false;          // since products were last waited for
   std::vector<char> registers;  // the stack as it was then, down to `lowest`
@@ -191,7 +181,7 @@ struct SharedArray {
     u32 when = 0;             // it was written; 0: it was not
     u32 readers[2] = {0, 0};  // since then, the last of two threads, of two warps if there were: whoever writes next, one is another
     u32 in_flight = 0;        // when a copy to here was asked for that has not landed; 0: there is none
-    u32 products = 0;         // in flight that read it, and boxes
+    u32 products = 0;         // in flight that read it
   };
   const void* site;
   std::string name;
@@ -292,9 +282,6 @@ void land_copies(u32 thread, u64 count);  // that thread's first ones
 void end_phases();                        // of which nothing is missing any more
 void check_barriers_ended();
 void check_products_ended();       // of this thread
-bool visible(u32 moment);          // to this thread's products and boxes, what was stored then
-std::vector<u32> ranks_of(const SharedArray& to, u32 blocks);      // of the cluster, to which a copy goes
-void ask_for(const Copy& copy, SharedArray* barriers, long long b);  // a copy that lands with the phase of a barrier of the block that it goes to
 void check_warpgroups_ended();
 std::string product_reader(const SharedArray& array, u32 rank, long long i);
 float from_bf16(u16 v);

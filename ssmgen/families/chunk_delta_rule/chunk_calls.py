@@ -49,7 +49,6 @@ def axes_of(per_token: Iterable[str]) -> dict[str, dict[str, int]]:
     }
 
 
-def size_of(views: Views) -> int:
-    """Heads of v; 0 if nothing is to be written."""
-    writes = views["v"].numel() or any(n in views for n in ("final_states", "state"))
-    return views["v"].shape[2] if prompts.sequences_of(views, "v") and writes else 0
+def writes(views: Views) -> bool:
+    """Whether there is anything to be written."""
+    return prompts.sequences_of(views, "v") > 0 and bool(views["v"].numel() or any(n in views for n in ("final_states", "state")))

@@ -64,7 +64,7 @@ class DeltaAsk(Ask):
         return list(dict.fromkeys(found))
 
     def size(self, model: Model, wanted: Wanted, batch: int) -> int:
-        return model.nheads
+        return model.nheads * batch
 
 
 ASKS = {OPERATOR: DeltaAsk()}

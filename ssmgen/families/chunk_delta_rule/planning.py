@@ -18,7 +18,7 @@ from ...calls.prompts import STATES
 from ...engine.tiles import maps
 from ...spec import Layout, Loads
 from ..linear_attention.problem import Beta
-from .chunk_calls import WRITTEN, axes_of, check_alignment, check_workspace, size_of, v_sizes
+from .chunk_calls import WRITTEN, axes_of, check_alignment, check_workspace, v_sizes, writes
 from .problem import CHUNK, OPERATOR, DeltaProblem, Gate, chunks_of
 from .reference import chunk_delta_rule as reference
 from .segments import asked, workspace_for
@@ -150,6 +150,11 @@ def kernel_values(spec: DeltaSpec, views: Mapping[str, Tensor], options: Options
     values |= {f"{operand}_{axis}": views[operand].stride(_AXES[operand][axis]) for operand, axis in spec.strides()}
     values |= maps(views, spec.mapped, CHUNK)
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+
+
+def size_of(views: Mapping[str, Tensor]) -> int:
+    """Heads of v, of all sequences; 0 if nothing is to be written."""
+    return views["v"].shape[2] * prompts.sequences_of(views, "v") if writes(views) else 0
 
 
 FAMILY = Family(

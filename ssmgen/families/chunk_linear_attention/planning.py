@@ -18,7 +18,7 @@ from ...calls.planning import Caller, Family
 from ...calls.prompts import STATES
 from ...engine.tiles import maps
 from ...spec import Layout, Loads
-from ..chunk_delta_rule.chunk_calls import WRITTEN, axes_of, check_alignment, check_workspace, size_of, v_sizes
+from ..chunk_delta_rule.chunk_calls import WRITTEN, axes_of, check_alignment, check_workspace, v_sizes, writes
 from ..linear_attention.problem import Beta, Gate
 from .operands import ALIKE, CHANNELS, FUNCTIONS, OF_KEYS, OPERANDS, PER_TOKEN
 from .problem import OPERATOR, LinearPromptProblem, Rule, chunks_of
@@ -182,6 +182,11 @@ def kernel_values(spec: LinearSpec, views: Mapping[str, Tensor], options: Option
     values |= {f"{operand}_{axis}": views[operand].stride(_AXES[operand][axis]) for operand, axis in spec.strides()}
     values |= maps(views, spec.mapped, spec.rule.tokens)
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+
+
+def size_of(views: Mapping[str, Tensor]) -> int:
+    """Heads of v; 0 if nothing is to be written."""
+    return views["v"].shape[2] if writes(views) else 0
 
 
 FAMILY = Family(

@@ -34,9 +34,6 @@ class LinearSpec(ChunkKernel, ImageProblem):
     """How one of the two kernels computes its part."""
 
     sums: ClassVar[bool] = False  # whether it makes N and M of segments, and no outputs
-    readers: ClassVar[int] = 0  # what else the chains' texts ask of chunk_delta_rule's
-    woven: ClassVar[bool] = False
-    paired: ClassVar[bool] = False
 
     pdl: Pdl = Pdl.OFF
 

@@ -1,7 +1,7 @@
 """chunk_scan by warpgroups: the tensor cores of sm_90a, which read operands from shared memory by themselves.
 
-A block has four warpgroups. The first fetches: C, B, x and z of chunks, and dt, of which it makes decays; and a warp of it writes y. Two
-prepare every other chunk each: M, and x with what is left of each token at the chunk's end. The fourth walks: it holds 64 rows of the
+A block has four warpgroups. The first fetches: C, B, x and z of chunks, and dt, of which it makes decays. Two prepare every other chunk
+each: M, x with what is left of each token at the chunk's end, and y's way out of shared memory. The fourth walks: it holds 64 rows of the
 state in f32, in the registers in which products are summed, from the first chunk to the last. It makes y^T, so that the state, rounded, is
 there as the first operand, and nothing of the state goes through shared memory. States at listed positions are copies of it that a product
 of their own goes on from.
@@ -44,8 +44,8 @@ class WarpgroupScanSpec(ScanSpec):
     def needs(self) -> Needs:
         columns = tuple(sorted({CHUNK, self.d_state}))
         return Needs(
-            math=True, matrices=True, copies=self.ragged, barriers=True, maps=True, box_stores=True,
-            elements=self.state_loads is Loads.ELEMENT, bytes=self.started, meetings=self.parts > 1, warpgroups=columns, mma=self.x.value,
+            math=True, matrices=True, copies=self.ragged, barriers=True, maps=True, elements=self.state_loads is Loads.ELEMENT,
+            bytes=self.started, meetings=self.parts > 1, warpgroups=columns, mma=self.x.value,
         )  # fmt: skip
 
     @property
@@ -106,8 +106,7 @@ class WarpgroupScanSpec(ScanSpec):
 
     @property
     def mapped(self) -> dict[str, int]:
-        """Operands that tensor maps describe; `out` by its tile too, where it leaves."""
-        return {"C": self.d_state, "B": self.d_state, "x": self.tile, "out": self.tile} | ({"z": self.tile} if self.z else {})
+        return {"C": self.d_state, "B": self.d_state, "x": self.tile} | ({"z": self.tile} if self.z else {})
 
     def parameters(self) -> list[Param]:
         given = super().parameters()
