@@ -39,8 +39,7 @@ def is_accurate(run: Run, case: Case, tokens: int, **kind: float) -> None:
     assert max(errors) <= bound, errors
 
 
-# Of one head 1.44e-2, of four 1.54e-2, where 1.5e-2 is asked for; by docs/operators/chunk_linear_attention.md the roundings of P and U make 1e-2
-# each of it.
+# Of one head 1.44e-2, of four 1.54e-2, where 1.5e-2 is asked for; by the operator's page the roundings of P and U make 1e-2 each of it.
 NOT_YET = pytest.mark.xfail(reason="outputs of keys that are nearly one, from zeros, are off by up to 1.6e-2", strict=True)
 
 
