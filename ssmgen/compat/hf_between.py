@@ -15,7 +15,7 @@ import textwrap
 import threading
 from collections.abc import Callable
 from functools import cache
-from types import ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -366,7 +366,7 @@ def rewritten(forward: Any) -> Callable[..., Any]:
     """A forward of the same source but for its sums, with the same globals, in which what is patched is looked up as before."""
     found = _tree(forward)
     assert found is not None, "of `classes`, and these have sums"
-    made: dict[str, Any] = {}
-    exec(compile(found[0], inspect.getsourcefile(forward) or "<forward>", "exec"), forward.__globals__, made)
-    run: Callable[..., Any] = made["make"](add, normed)
+    module = compile(found[0], inspect.getsourcefile(forward) or "<forward>", "exec")  # of which nothing is run but its one function
+    maker = next(constant for constant in module.co_consts if isinstance(constant, CodeType))
+    run: Callable[..., Any] = FunctionType(maker, forward.__globals__)(add, normed)
     return run
