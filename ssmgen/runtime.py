@@ -291,6 +291,11 @@ def maker(like: torch.Tensor) -> Callable[[], torch.Tensor]:
 _data_ptr = torch.Tensor.data_ptr
 
 
+def picking(positions: Sequence[int]) -> Callable[[Any], Any]:
+    """An itemgetter that returns several values also where they are one or none."""
+    return itemgetter(*positions) if len(positions) > 1 else itemgetter(slice(*(positions[0], positions[0] + 1) if positions else (0,)))
+
+
 class Pattern:
     """The calls that differ in nothing but where their tensors lie.
 
@@ -304,7 +309,7 @@ class Pattern:
 
     def __init__(self, given: Sequence[Any], resolve: Callable[[tuple[int, ...]], Launch | Chain | None], positions: Sequence[int]):
         tensors = [given[i] for i in positions]
-        self.pick = itemgetter(*positions)
+        self.pick = picking(positions)
         guard = tensor_guard(tensors)
         # Weights may require grad where no graph is recorded. Elsewhere such a call is not one like this, and the checks refuse it.
         needs_grad = any(t.requires_grad for t in tensors)

@@ -74,6 +74,15 @@ def test_a_new_output_is_made_each_time(launched):
     assert [call["out"] for call in launched] == [out.data_ptr() for out in outs] and launched.made == 1
 
 
+def test_a_call_of_a_single_tensor(launched):
+    """Each of them has rows, which are none of the call's tensors."""
+    x = torch.randn(3, 16)
+    for given in (x, x, x + 1, torch.randn(4, 16)):
+        out = ssmgen.rms_norm(given)
+        assert launched[-1] == {"x": given.data_ptr(), "out": out.data_ptr()} and out.shape == given.shape
+    assert launched.made == 2
+
+
 @pytest.mark.parametrize("again", [1, 3])
 def test_calls_in_turn_of_one_form(launched, again):
     """The same names, other numbers of rows and other types: neither is taken for the one before it, however often that came."""

@@ -83,7 +83,7 @@ class Memory(runtime.Table):
         made = call.caller.pattern(named, call.options, call.pdl, call.objections, flat, list(positions.values()))
         plan = made.plan(tuple(named.values()))
         result = itemgetter(*[list(named).index(name) for name in call.returns])
-        self.add(key, _row(flat_of, _picking(plain), flat, made, tuple(map(runtime.maker, new.values())), result))
+        self.add(key, _row(flat_of, runtime.picking(plain), flat, made, tuple(map(runtime.maker, new.values())), result))
         return plan
 
 
@@ -138,11 +138,6 @@ def _flattening(values: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], list[Any
         return flat
 
     return flat_of if several else None
-
-
-def _picking(positions: Sequence[int]) -> Callable[[Any], Sequence[Any]]:
-    """An itemgetter that returns several values also where they are one or none."""
-    return itemgetter(*positions) if len(positions) > 1 else itemgetter(slice(*(positions[0], positions[0] + 1) if positions else (0,)))
 
 
 def _like(values: Any, flat: Any) -> list[Any]:
