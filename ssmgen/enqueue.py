@@ -29,7 +29,7 @@ class LaunchConfig(ctypes.Structure):
 
     @classmethod
     def of(cls, blocks: int, threads: int, shared: int, stream: int, pdl: bool) -> LaunchConfig:
-        """Of a grid of one axis. pdl: the kernel may start while the one ahead of it in the stream ends; shared: dynamic bytes."""
+        """A launch of a grid of one axis. pdl: the kernel may start while the one ahead of it in the stream ends; shared: dynamic bytes."""
         config = cls(blocks, 1, 1, threads, 1, 1, shared, stream)
         if pdl:
             config.attrs = ctypes.pointer(LaunchAttribute(PROGRAMMATIC_STREAM_SERIALIZATION, b"", 1))  # which the structure keeps

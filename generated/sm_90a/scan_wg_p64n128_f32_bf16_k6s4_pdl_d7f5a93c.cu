@@ -903,11 +903,11 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_d7f5a93c(
       {
         const State* const from = initial_states + slot * initial_states_slot + u64(head) * initial_states_head + state_at;
 #pragma unroll
-          for (u32 side = 0; side < 2; ++side) {
-            float values[2];
-            unpack(load_vector<State, 2>(from + side * 8 * kState + i * 8), values);
-            start[2 * side] = values[0], start[2 * side + 1] = values[1];
-          }
+        for (u32 side = 0; side < 2; ++side) {
+          float values[2];
+          unpack(load_vector<State, 2>(from + side * 8 * kState + i * 8), values);
+          start[2 * side] = values[0], start[2 * side + 1] = values[1];
+        }
       }
       u32 sum[kParts - 1][4];
 #pragma unroll

@@ -15,11 +15,13 @@ def is_elsewhere(layer: torch.nn.Module) -> bool:
 
 
 def in_proj(mixer: Any, hidden_states: Tensor) -> Tensor:
-    return mixer.in_proj(hidden_states)
+    projected: Tensor = mixer.in_proj(hidden_states)
+    return projected
 
 
 def falcon_h1(mixer: Any, hidden_states: Tensor) -> Tensor:
-    return mixer.in_proj(hidden_states * mixer.ssm_in_multiplier) * mixer.mup_vector
+    projected: Tensor = mixer.in_proj(hidden_states * mixer.ssm_in_multiplier) * mixer.mup_vector
+    return projected
 
 
 def qkv(mixer: Any, hidden_states: Tensor) -> Tensor:
@@ -56,8 +58,10 @@ def no_bound(gate: Any) -> float | None:
 
 
 def glm_bound(gate: Any) -> float | None:
-    return gate.safe_gate_lower_bound
+    bound: float | None = gate.safe_gate_lower_bound
+    return bound
 
 
 def bailing_bound(gate: Any) -> float | None:
-    return gate.lower_bound if gate.safe_gate else None
+    bound: float | None = gate.lower_bound if gate.safe_gate else None
+    return bound

@@ -42,11 +42,13 @@ class Packing(NamedTuple):
 
     def pack(self, tokens: Tensor) -> Tensor:
         """[batch, T, channels] -> [1, batch * T, channels]"""
-        return tokens.flatten(0, 1).index_select(0, self.order)[None]
+        packed: Tensor = tokens.flatten(0, 1).index_select(0, self.order)[None]
+        return packed
 
     def unpack(self, packed: Tensor, batch: int) -> Tensor:
         """[1, batch * T, channels] -> [batch, T, channels]"""
-        return packed[0].index_select(0, self.place).unflatten(0, (batch, -1))
+        rows: Tensor = packed[0].index_select(0, self.place).unflatten(0, (batch, -1))
+        return rows
 
     def window(self, packed: Tensor, width: int, before: Tensor | None) -> Tensor:
         """The last `width` of each row's inputs [1, batch * T, channels], behind those from before: [batch, channels, width]."""
@@ -65,7 +67,8 @@ def packing_of(mask: Tensor) -> Packing:
     version = None if mask.is_inference() else mask._version
     known = getattr(mask, _ATTRIBUTE, None)
     if known is not None and known[0] == version:
-        return known[1]
+        same: Packing = known[1]
+        return same
     real = mask != 0
     counts, flat = real.sum(1), real.flatten()
     starts = pad(counts.cumsum(0), (1, 0))

@@ -89,10 +89,13 @@ def _combine() -> list[Form]:
 
 def _norm() -> list[Form]:
     x = {"x": rand(B, T, H, P), "gate": rand(B, T, H, P), "weight": rand(P), "eps": 1e-5}
+    sums = {"x": rand(B, H * P, dtype=BF16), "residual": rand(B, H * P), "residual_out": rand(B, H * P), "out": rand(B, H * P)}
     flat = {"x": rand(B, H * P, dtype=BF16), "gate": rand(B, H * P), "weight": rand(H, P), "group_size": P, "out": rand(B, H * P)}
     return [
         _native(ssmgen.gated_rms_norm, "heads", x | {"norm_before_gate": True, "activation": "sigmoid"}, "out"),
         _native(ssmgen.gated_rms_norm, "flat", flat, "out"),
+        _native(ssmgen.rms_norm, "plain", {"x": rand(B, T, P), "weight": rand(P), "eps": 1e-5, "out": rand(B, T, P)}, "out"),
+        _native(ssmgen.rms_norm, "sum", sums, "out residual_out"),
     ]
 
 

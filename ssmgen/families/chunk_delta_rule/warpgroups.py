@@ -73,5 +73,5 @@ def warpgroup_space(problem: DeltaProblem, arch: Arch) -> Iterator[WarpgroupChai
 
 
 def by_warpgroups(problem: DeltaProblem, heads: int, edge: dict[str, Any]) -> Iterator[tuple[str, WarpgroupChainSpec | None, str]]:
-    """(rule, spec, ""), best first. edge: how its kernels wait."""
-    return rules(partial(_spec, problem, **edge), problem.head_v, heads)
+    """(rule, spec, ""), best first. heads: of all sequences; edge: how its kernels wait."""
+    return rules(partial(_spec, problem, **edge), problem.head_v, heads, wide=(2, 3))
