@@ -93,7 +93,7 @@ def posed(dim: int, tokens: int, segments: int | None = None, d_state: int = 16)
 
 
 def test_few_channels_and_many_tokens_are_cut():
-    assert [posed(dim, 4 * LEAST).segments for dim in (64, 1536, 2048, 2560)] == [MOST, MOST, 6, 1]
+    assert [posed(dim, 4 * LEAST).segments for dim in (64, 1056, 1057, 2048)] == [MOST, MOST, 1, 1]
     assert posed(2048, 4 * LEAST - 1).segments == 1
     assert posed(64, 4 * LEAST, d_state=256).segments == 1, "too many states"
     assert posed(4096, 2 * CUT, 3).segments == 3 and posed(4096, 2 * CUT - 1, 3).segments == 1

@@ -55,7 +55,7 @@ class Packing(NamedTuple):
         first, end = self.starts[:-1, None], self.starts[1:, None]
         places = end + torch.arange(-width, 0, device=packed.device)
         own = (places >= first)[:, None]
-        found = packed[0].index_select(0, places.clamp(min=0).flatten()).unflatten(0, places.shape).transpose(1, 2)
+        found: Tensor = packed[0].index_select(0, places.clamp(min=0).flatten()).unflatten(0, places.shape).transpose(1, 2)
         if before is None:
             return found.masked_fill(~own, 0)
         columns = (places - first + width).clamp(max=width - 1)[:, None].expand(-1, before.shape[1], -1)

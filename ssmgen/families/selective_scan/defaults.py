@@ -16,7 +16,7 @@ DEFAULTS = {
     "Mamba-1, a batch from zeros": Default(SelectiveProblem(**MAMBA, **TOKENS, final=True), FEW),
     "Mamba-1, a large batch from zeros": Default(SelectiveProblem(**MAMBA, **TOKENS, final=True), MANY),
     "Mamba-1, a long sequence of few channels": Default(
-        SelectiveProblem(**MAMBA, **TOKENS, final=True, segments=MOST, segment_tokens=LEAST), 1536
+        SelectiveProblem(**MAMBA, **TOKENS, final=True, segments=MOST, segment_tokens=LEAST), 768
     ),
     "Mamba-1, packed, with a pool": Default(
         SelectiveProblem(**MAMBA, cu_seqlens=Index.I32, pool=True, started=True, index=Index.I32, state=DType.BF16), FEW
