@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Iterable, Iterator
@@ -13,11 +14,10 @@ from ..errors import CacheError, RemoteError, SsmgenError
 from ..spec import Arch
 from .entry import Entry
 from .layer import Layer
-from .remote import ALL, SharedStore, index_path, object_path
+from .remote import ALL, CLAIM_SECONDS, SharedStore, claim_path, index_path, object_path
 from .signing import Index, Listed
 
 PARALLEL = 8  # requests at once
-ATTEMPTS = 5  # to write an index that another sender with the same key is writing, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +76,35 @@ def _own(store: SharedStore, sender: str, arch: str, name: str) -> dict[str, Lis
         return {}
 
 
+@contextlib.contextmanager
+def _alone(store: SharedStore, sender: str, arch: str) -> Iterator[None]:
+    """Waits until no other sender with this key writes this index; for CLAIM_SECONDS at most: what one that died left is not for ever."""
+    path, deadline = f"{claim_path(sender)}-{arch}", time.monotonic() + CLAIM_SECONDS
+    while True:
+        try:
+            store.transport.put(path, b"push", new=True)
+            break
+        except FileExistsError:
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(random.uniform(0.1, 0.3))
+    try:
+        yield
+    finally:
+        store.transport.remove(path)
+
+
 def _list(store: SharedStore, sender: str, arch: str, folded: dict[str, Listed], fresh: dict[str, Listed]) -> int:
     """Adds entries to one's own index, and looks whether they are in it: fsspec has no write that fails if somebody else wrote."""
-    for attempt in range(ATTEMPTS):
+    with _alone(store, sender, arch):
         before = _own(store, sender, arch, ALL)
-        wanted = {**folded, **before, **fresh}
-        if wanted == before:
+        if (wanted := {**folded, **before, **fresh}) == before:
             return len(before)
-        if attempt:
-            time.sleep(random.uniform(0.0, 0.2 * attempt))
         store.transport.put(index_path(sender, arch, ALL), Index(arch, wanted).to_bytes(store.signer()))
-    if {**folded, **fresh}.items() <= (final := _own(store, sender, arch, ALL)).items():
-        return len(final)
+        if _own(store, sender, arch, ALL) == wanted:
+            return len(wanted)
     place = f"{store.transport.url}/{index_path(sender, arch, ALL)}"
-    raise RemoteError(place, "does not keep what is written to it: another sender writes it with the same key")
+    raise RemoteError(place, "is not as it was just written: another sender writes it with the same key")
 
 
 def listed(store: SharedStore, archs: Iterable[str] = ()) -> Iterator[Found]:

@@ -43,6 +43,10 @@ def index_path(signer: str = "", arch: Arch | str = "", name: str = "") -> str:
     return "/".join(filter(None, (f"v{SCHEMA}", "index", signer, str(arch), name)))
 
 
+def claim_path(key: str) -> str:
+    return f"v{SCHEMA}/claims/{key}"
+
+
 class SharedStore:
     """A process's view of a shared store."""
 
@@ -176,7 +180,7 @@ class SharedStore:
         finally:
             if claimed and not self._rests("write"):
                 with contextlib.suppress(RemoteError):  # it delays others by a wait of CLAIM_SECONDS, once
-                    self.transport.remove(_claim_path(key))
+                    self.transport.remove(claim_path(key))
 
     def publish(self, entry: Entry) -> None:
         """Sends what was compiled here, if that is asked for."""
@@ -205,7 +209,7 @@ class SharedStore:
 
     def _claim(self, key: str) -> bool:
         try:
-            self.transport.put(_claim_path(key), os.urandom(8).hex().encode(), new=True)
+            self.transport.put(claim_path(key), os.urandom(8).hex().encode(), new=True)
             return True
         except FileExistsError:
             return False
@@ -246,7 +250,3 @@ class SharedStore:
                 return
             self._warned.add(kind)
         warnings.warn(f"ssmgen {text}", stacklevel=2)
-
-
-def _claim_path(key: str) -> str:
-    return f"v{SCHEMA}/claims/{key}"

@@ -57,7 +57,11 @@ class Fsspec:
 
     def put(self, path: str, data: bytes, new: bool = False) -> None:
         def request(system: Any, full: str) -> None:
-            if new:
+            if new and self.local:  # fsspec looks first and then writes
+                os.makedirs(os.path.dirname(full), exist_ok=True)
+                with open(full, "xb") as file:
+                    file.write(data)
+            elif new:
                 system.pipe_file(full, data, mode="create")
             elif self.local:  # where writing takes time, and a reader might see half of it
                 temporary = f"{full}.tmp-{os.urandom(8).hex()}"

@@ -13,10 +13,9 @@ import warnings
 
 from ssmgen import nvrtc
 from ssmgen.cache import store
-from ssmgen.families.slot_copy.spec import SlotCopySpec
 from ssmgen.nvrtc import Compiled
 
-from .kernels import ARCH, BUILD, OPTIONS, made
+from .kernels import ARCH, BUILD, OPTIONS, made, spec
 
 
 def use_slept_compiler(seconds: float) -> list[float]:
@@ -41,7 +40,7 @@ def main() -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for number in range(1, kernels + 1):
-            entry, hit = store.shared_cache().get(SlotCopySpec(slot_bytes=512 * number, threads=32), ARCH)
+            entry, hit = store.shared_cache().get(spec(number), ARCH)
             hits += hit
             if entry.cubin != made(number).cubin:
                 raise SystemExit(f"kernel {number} is a wrong one")
