@@ -10,8 +10,10 @@ import time
 import warnings
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
+import fsspec
 import pytest
 from click.testing import CliRunner
 
@@ -25,16 +27,14 @@ from ssmgen.cli import main
 from ssmgen.errors import ConfigError, NotBuiltError, RemoteError
 from ssmgen.settings import ANYONE, Remote
 
-fsspec = pytest.importorskip("fsspec")
-pytest.importorskip("cryptography")
-for needed in ("s3fs", "moto", "flask"):
-    pytest.importorskip(needed, reason="the extra [test] has it")
+if missing := [name for name in ("cryptography", "flask", "flask_cors", "moto", "s3fs") if find_spec(name) is None]:
+    pytest.skip(f"the extra [test] has what is missing: {', '.join(missing)}", allow_module_level=True)
 
-from tools.fleet.kernels import ARCH, made, spec  # noqa: E402
-from tools.fleet.processes import ROOT, remote_of, start_all, summary  # noqa: E402
-from tools.fleet.simulation import simulate  # noqa: E402
-from tools.fleet.stand_in import Fault, s3  # noqa: E402
-from tools.fleet.start import use_slept_compiler  # noqa: E402
+from tools.fleet.kernels import ARCH, made, spec
+from tools.fleet.processes import ROOT, remote_of, start_all, summary
+from tools.fleet.simulation import simulate
+from tools.fleet.stand_in import Fault, s3
+from tools.fleet.start import use_slept_compiler
 
 ONE = made(1)
 
@@ -174,12 +174,14 @@ def test_a_pushed_kernel_costs_one_request_and_the_index_one_for_all(server, sen
 
 def test_forked_child_asks_through_a_client_of_its_own(server, sender, reader, tmp_path, compiled):
     url = fresh(server)
-    pushed(sender(url), tmp_path / "from", 1, 2)
+    pushed(sender(url), tmp_path / "from", 1, 2, 3)
     cache = Cache(tmp_path / "a", remote=SharedStore(reader(url)))
     assert cache.get(spec(1), ARCH)[1]
     if not (child := os.fork()):
         os._exit(0 if cache.get(spec(2), ARCH)[1] and not compiled else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with no_warning():
+        assert cache.get(spec(3), ARCH)[1], "the parent's client is as it was"
 
 
 def test_importing_the_cache_imports_none_of_its_packages():
@@ -491,6 +493,8 @@ def test_push_takes_in_what_processes_sent(url, sender, reader, tmp_path):
     assert (done.sent, done.there, done.listed) == (1, 0, 2)
     assert shared.transport.names(index_path(shared.sender(), ARCH)) == [ALL]
     assert exchange.push(shared, [layer]) == exchange.Pushed(0, 0, 1, 2)
+    shared.publish(made(2))
+    assert exchange.push(shared, []) == exchange.Pushed(0, 0, 0, 2) and shared.transport.names(index_path(shared.sender(), ARCH)) == [ALL]
     into = Layer(tmp_path / "to")
     assert exchange.pull(SharedStore(reader(url)), into) == (2, 0, []) and exchange.pull(SharedStore(reader(url)), into) == (0, 2, [])
     assert {entry.key for _, entry in into.entries()} == {made(1).key, made(2).key}

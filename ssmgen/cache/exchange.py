@@ -52,7 +52,8 @@ def push(store: SharedStore, layers: Iterable[Layer], again: bool = False) -> Pu
         for _, entry in layer.entries():
             by_arch.setdefault(entry.arch, {}).setdefault(entry.key, entry)
     sent = size = there = listed = 0
-    for arch, entries in sorted(by_arch.items()):
+    for arch in sorted({*by_arch, *filter(_is_arch, store.transport.names(index_path(sender)))}):
+        entries = by_arch.get(arch, {})
         before = _own(store, sender, arch, ALL)
         new = [entry for key, entry in entries.items() if again or key not in before]
         with ThreadPoolExecutor(PARALLEL) as pool:

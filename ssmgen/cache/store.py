@@ -49,7 +49,7 @@ class Cache:
     @classmethod
     def from_environment(cls) -> Cache:
         remote = settings.remote()
-        return cls(settings.cache_dir(), settings.read_only_layers(), remote and SharedStore(remote))
+        return cls(settings.cache_dir(), settings.read_only_layers(), SharedStore(remote) if remote else None)
 
     def _usable(self, layer: Layer, missing: bool = False) -> bool:
         """Whether its root is believed, or missing and may be; else there is a warning. A first look: each use checks what it opens."""

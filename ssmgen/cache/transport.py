@@ -14,6 +14,11 @@ from .signing import INSTALL
 T = TypeVar("T")
 
 
+# Clients of the process that this one was forked from, kept for ever: a client that ends here takes its sockets out of an epoll instance
+# that both processes share, and the other one's next request hangs.
+_inherited: list[tuple[int, Any, str]] = []
+
+
 class Transport(Protocol):
     """What a shared store must be able to do; paths are below its root. Each may raise RemoteError, within a bounded time."""
 
@@ -129,12 +134,14 @@ class Fsspec:
         """(file system, root in it), made in the process that asks: clients do not survive a fork."""
         with self._mutex:
             if self._made is None or self._made[0] != os.getpid():
+                if self._made:
+                    _inherited.append(self._made)
                 try:
                     import fsspec
 
-                    # No listings from memory: others write, too. No instance that other code of the process may hold.
+                    # No listings from memory: others write, too.
                     options = {"auto_mkdir": True} if self.local else {"use_listings_cache": False}
-                    system, root = fsspec.core.url_to_fs(self.url, skip_instance_cache=True, **options)
+                    system, root = fsspec.core.url_to_fs(self.url, **options)
                 except ImportError as e:
                     raise RemoteError(self.url, f"needs a package that is not installed ({_first_line(e)}): {INSTALL}") from e
                 except Exception as e:  # of any library: unknown protocols, credentials, regions

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from collections import Counter
 from pathlib import Path
+
+from ssmgen.cache.exchange import push
+from ssmgen.cache.remote import SharedStore
+from ssmgen.settings import Remote
 
 from .processes import remote_of, start_all, summary
 from .simulation import simulate
@@ -17,15 +22,19 @@ def _requests(counts: Counter[str]) -> str:
 
 
 def starts(given: argparse.Namespace) -> None:
-    """Three times: without a store, with an empty one that is written back to, and with what that left."""
+    """Three times: without a store, with an empty one that is written back to, and with what that left, in one index."""
     print(f"{given.processes} processes, each as a machine of its own; {given.kernels} kernels; compiling is a sleep of {given.compile} s")
     with tempfile.TemporaryDirectory() as folder, s3() as store:
         root, more = Path(folder), {**store.variables, "SSMGEN_CACHE_REMOTE_SECONDS": "60"}
         for name, remote in {
             "no store": {},
             "empty store, written back": remote_of(store.url, root, writes=True) | more,
-            "the store that they left": remote_of(store.url, root, writes=False) | more,
+            "what they sent, pushed": remote_of(store.url, root, writes=False) | more,
         }.items():
+            if name.startswith("what"):
+                os.environ.update(store.variables)
+                described = Remote(store.url, signing_key=root / "key.pem")
+                print(f"  ssmgen cache push: {push(SharedStore(described), []).listed} kernels in one index")
             store.requests.clear()
             done = start_all(given.processes, given.kernels, given.compile, root / name, remote)
             print(f"{name:28}{summary(done)}")
