@@ -49,9 +49,12 @@ class StandIn:
 
 def kind(method: str, path: str) -> str:
     """What a request is for, as figures are printed by."""
-    what = next((word for word in ("objects", "claims") if f"/{word}/" in path), "index" if "/index/" in path else "other")
-    if what == "index":
-        what = "list" if "list-type" in path else "whole index" if path.endswith("/all") else "index of one"
+    if "list-type" in path:
+        what = "list"
+    elif "/index/" in path:
+        what = "whole index" if path.endswith("/all") else "index of one"
+    else:
+        what = next((word for word in ("objects", "claims") if f"/{word}/" in path), "other")
     return f"{method} {what}"
 
 
