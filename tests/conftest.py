@@ -12,6 +12,7 @@ import pytest
 import torch
 
 pytest_plugins = ["worker_memory"]
+pytest.register_assert_rewrite("remote_cases")  # a plugin of some modules, which import it first
 
 # One cache for the whole run and all its workers, unless the caller names one.
 os.environ.setdefault("SSMGEN_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"ssmgen-tests-{os.getuid()}"))
