@@ -6,7 +6,7 @@ import threading
 
 import pytest
 from click.testing import CliRunner
-from remote_cases import MARKS, ONE, fresh, pushed
+from remote_cases import MARKS, ONE, fresh, got, no_warning, one_warning, pushed
 
 from ssmgen.cache import exchange
 from ssmgen.cache.layer import Layer
@@ -50,6 +50,28 @@ def test_push_takes_in_what_processes_sent(url, sender, reader, tmp_path):
     assert exchange.pull(SharedStore(reader(url)), into) == (2, 0, []) and exchange.pull(SharedStore(reader(url)), into) == (0, 2, [])
     assert {entry.key for _, entry in into.entries()} == {made(1).key, made(2).key}
     assert exchange.pull(SharedStore(reader(url)), Layer(tmp_path / "none"), ["sm_80"]) == (0, 0, [])
+
+
+def test_push_signs_nothing_that_somebody_else_wrote(sender, tmp_path):
+    """Not even where anyone is trusted: whoever trusts the key does not."""
+    described = sender("memory://shared", anyone=True)
+    shared = pushed(described, tmp_path / "from", 1)
+    for name in (ALL, made(2).key):
+        forged = Index(str(ARCH), {made(2).key: shared.send(made(2))}).to_bytes(None)
+        shared.transport.put(index_path(shared.sender(), ARCH, name), forged)
+    assert exchange.push(shared, [Layer(tmp_path / "from")]).listed == 1
+    assert [found.key for found in exchange.listed(SharedStore(sender("memory://shared")))] == [made(1).key]
+
+
+def test_push_prefers_what_processes_sent_beside_a_damaged_entry(sender, reader, tmp_path, compiled):
+    shared = pushed(sender("memory://shared"), tmp_path / "from", 1)
+    (found,) = exchange.listed(shared)
+    shared.transport.put(found.path, b"damaged")
+    with one_warning("is not what the index says"):
+        assert not got(sender("memory://shared"), tmp_path / "a")
+    exchange.push(shared, [])
+    with no_warning():
+        assert got(reader("memory://shared"), tmp_path / "b")
 
 
 def test_names_in_a_store_lead_nowhere_else(sender, tmp_path):

@@ -99,7 +99,7 @@ def _list(store: SharedStore, sender: str, arch: str, folded: dict[str, Listed],
     """Adds entries to one's own index, and looks whether they are in it: fsspec has no write that fails if somebody else wrote."""
     with _alone(store, sender, arch):
         before = _own(store, sender, arch, ALL)
-        if (wanted := {**folded, **before, **fresh}) == before:
+        if (wanted := {**before, **folded, **fresh}) == before:  # a process compiles and sends what it could not load from here
             return len(before)
         store.transport.put(index_path(sender, arch, ALL), Index(arch, wanted).to_bytes(store.signer()))
         if _own(store, sender, arch, ALL) == wanted:

@@ -111,9 +111,13 @@ class SharedStore:
         return Entry.from_bytes(data)
 
     def index(self, signer: str, arch: Arch | str, name: str) -> Index:
-        """An index as it is now. Raises as `load` does."""
+        """An index as it is now. Raises as `load` does.
+
+        Where anyone is trusted, those of trusted keys are verified all the same: `push` signs again what it finds in its own.
+        """
         data = self.transport.get(index_path(signer, arch, name), MAX_INDEX_BYTES)
-        return Index.from_bytes(data, str(arch), None if self.remote.anyone else signer)
+        unverified = self.remote.anyone and signer not in self.trusted()
+        return Index.from_bytes(data, str(arch), None if unverified else signer)
 
     def _index(self, signer: str, arch: Arch, name: str) -> Index | None:
         """The same, where one that is wrong counts as none, with a warning."""
