@@ -105,6 +105,14 @@ class CacheError(SsmgenError, OSError):
         self.path, self.reason = str(path), reason
 
 
+class RemoteError(SsmgenError, OSError):
+    """A store that machines share cannot be used as asked. Calls do without it, with a warning; commands that are about it fail."""
+
+    def __init__(self, place: str, reason: str):
+        super().__init__(f"{place} {reason}")
+        self.place, self.reason = place, reason
+
+
 class ConfigError(SsmgenError, ValueError):
     """An environment variable has a value that means nothing."""
 

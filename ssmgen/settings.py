@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import ConfigError
 
+ANYONE = "anyone-who-can-write-there"
+
 VARIABLES = {
     "SSMGEN_CACHE_DIR": "directory that compiled kernels are read from and written to (default: $XDG_CACHE_HOME/ssmgen or ~/.cache/ssmgen)",
     "SSMGEN_CACHE_PATH": "read-only cache directories that are searched first, separated by ':'",
+    "SSMGEN_CACHE_REMOTE": "URL of a store that machines share (s3://, gs://, file://, any that fsspec knows), asked after the directories",
+    "SSMGEN_CACHE_REMOTE_KEYS": "ed25519 public keys whose signed entries of that store are loaded: 64 hex digits each, separated by ','",
+    "SSMGEN_CACHE_REMOTE_SECONDS": "longest wait for one request to that store (default: 10)",
+    "SSMGEN_CACHE_REMOTE_SIGN": "file with the ed25519 private key (PEM) that signs what is sent there; its public key is trusted, too",
+    "SSMGEN_CACHE_REMOTE_TRUST": f"signed (default), or {ANYONE}: then nothing there needs a signature",
+    "SSMGEN_CACHE_REMOTE_WRITE": "deny (default) or allow: with allow, what this process compiles is sent there",
     "SSMGEN_COMPILE": "allow (default) or deny: with deny, a kernel that is in no cache is an error",
     "SSMGEN_ENGINE_KEEP": "functions of vLLM and SGLang that the plugins leave as they are, separated by ',', or all (default: none)",
 }
@@ -42,12 +52,68 @@ def _directory(variable: str, text: str) -> Path:
         raise ConfigError(variable, text, "names a home directory that does not exist") from None
 
 
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A store that machines share, as the environment describes it."""
+
+    url: str
+    trusted: tuple[str, ...] = ()  # public keys, 64 hex digits each
+    anyone: bool = False  # what others than these have put there is loaded, too
+    signing_key: Path | None = None
+    writes: bool = False  # what is compiled here is sent there
+    seconds: float = 10.0  # at most, for one request
+
+
+def remote() -> Remote | None:
+    """The shared store; None if there is none. Raises ConfigError."""
+    url = os.environ.get("SSMGEN_CACHE_REMOTE", "")
+    if not url:
+        return None
+    if "://" not in url:
+        raise ConfigError("SSMGEN_CACHE_REMOTE", url, "is no URL; a directory is file:///its/path")
+    trust = os.environ.get("SSMGEN_CACHE_REMOTE_TRUST") or "signed"
+    if trust not in ("signed", ANYONE):
+        raise ConfigError("SSMGEN_CACHE_REMOTE_TRUST", trust, f"is neither signed nor {ANYONE}")
+    file = os.environ.get("SSMGEN_CACHE_REMOTE_SIGN", "")
+    signing_key = _directory("SSMGEN_CACHE_REMOTE_SIGN", file) if file else None
+    trusted, writes = _public_keys(), _allowed("SSMGEN_CACHE_REMOTE_WRITE", "deny")
+    if trust == "signed" and not signing_key:
+        if writes:
+            raise ConfigError("SSMGEN_CACHE_REMOTE_WRITE", "allow", "needs a key to sign with: name its file in SSMGEN_CACHE_REMOTE_SIGN")
+        if not trusted:
+            raise ConfigError("SSMGEN_CACHE_REMOTE", url, "has nothing that is trusted; SSMGEN_CACHE_REMOTE_KEYS and _SIGN name keys")
+    return Remote(url, trusted, trust == ANYONE, signing_key, writes, _seconds("SSMGEN_CACHE_REMOTE_SECONDS", 10.0))
+
+
+def _public_keys() -> tuple[str, ...]:
+    given = os.environ.get("SSMGEN_CACHE_REMOTE_KEYS", "")
+    keys = [key.lower() for word in given.split(",") if (key := word.strip())]
+    if wrong := [key for key in keys if not re.fullmatch(r"[0-9a-f]{64}", key)]:
+        raise ConfigError("SSMGEN_CACHE_REMOTE_KEYS", given, f"has what are no public keys of 64 hex digits: {', '.join(wrong)}")
+    return tuple(dict.fromkeys(keys))
+
+
+def _seconds(variable: str, default: float) -> float:
+    text = os.environ.get(variable) or str(default)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 3600:
+        raise ConfigError(variable, text, "is no number of seconds above 0, 3600 at most")
+    return value
+
+
+def _allowed(variable: str, default: str) -> bool:
+    value = os.environ.get(variable, default)
+    if value not in ("allow", "deny"):
+        raise ConfigError(variable, value, "is neither allow nor deny")
+    return value == "allow"
+
+
 def may_compile() -> bool:
     """Raises ConfigError."""
-    value = os.environ.get("SSMGEN_COMPILE", "allow")
-    if value not in ("allow", "deny"):
-        raise ConfigError("SSMGEN_COMPILE", value, "is neither allow nor deny")
-    return value == "allow"
+    return _allowed("SSMGEN_COMPILE", "allow")
 
 
 def kept_functions() -> frozenset[str]:

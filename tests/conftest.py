@@ -12,11 +12,12 @@ import pytest
 import torch
 
 pytest_plugins = ["worker_memory"]
+pytest.register_assert_rewrite("remote_cases")  # a plugin of some modules, which import it first
 
 # One cache for the whole run and all its workers, unless the caller names one.
 os.environ.setdefault("SSMGEN_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"ssmgen-tests-{os.getuid()}"))
-os.environ.pop("SSMGEN_CACHE_PATH", None)
-os.environ.pop("SSMGEN_COMPILE", None)
+for variable in [name for name in os.environ if name.startswith(("SSMGEN_CACHE_PATH", "SSMGEN_CACHE_REMOTE", "SSMGEN_COMPILE"))]:
+    del os.environ[variable]
 
 # Workers share the processors: each with a thread per processor, they wait for each other.
 torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))

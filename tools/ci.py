@@ -27,8 +27,8 @@ NEW = "channel_mix"  # a family's name, of none that there is
 # its time without them, and without the longest tests of such kind in other files.
 OTHERS = (
     "cache*", "causal_*", "chunk_*", "combine_*", "compat*", "copies", "delta_*", "demo*", "emulator", "engine_*", "gated_*", "gdn_*",
-    "hf*", "kda_*", "linear_*", "mamba2_*", "models_scans", "norm_*", "nvrtc", "products*", "replay*", "ring", "selective_*", "stochastic",
-    "wheel", "worker_memory",
+    "hf*", "kda_*", "linear_*", "mamba2_*", "models_scans", "norm_*", "nvrtc", "products*", "remote*", "replay*", "ring", "selective_*",
+    "stochastic", "wheel", "worker_memory",
 )  # fmt: skip
 LONG = ("test_its_tests_pass", "test_the_guides_command_lines_work", "test_two_ranks_agree_with_one")
 UNTRACKED = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "build", "dist", "site")

@@ -1,4 +1,4 @@
-"""The cache of a process: memory, then layers, then the compiler."""
+"""The cache of a process: memory, then layers, then a shared store, then the compiler."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ from ..spec import Arch, KernelSpec
 from .entry import MAX_HEADER_BYTES, Entry, cache_key
 from .layer import Layer
 from .process_lock import process_lock
+from .remote import SharedStore
 
 
 class Cache:
-    """Memory, then read-only layers, then the user's directory, then the compiler."""
+    """Memory, then read-only layers, then the user's directory, then a store that machines share, then the compiler."""
 
-    def __init__(self, writable: Path | None, read_only: Iterable[Path] = ()):
+    def __init__(self, writable: Path | None, read_only: Iterable[Path] = (), remote: SharedStore | None = None):
         self._memory: dict[str, Entry] = {}
         self._warned: set[Path | None] = set()  # roots; one warning each
         self._compiler_build: str | None = None
+        self.remote = remote
         self._renew_locks()
         _caches.add(self)
         self.writable = None if writable is None else Layer(writable)
@@ -41,10 +43,13 @@ class Cache:
     def _renew_locks(self) -> None:
         self._locks: dict[str, threading.Lock] = {}
         self._mutex = threading.Lock()
+        if self.remote:
+            self.remote.renew_locks()
 
     @classmethod
     def from_environment(cls) -> Cache:
-        return cls(settings.cache_dir(), settings.read_only_layers())
+        remote = settings.remote()
+        return cls(settings.cache_dir(), settings.read_only_layers(), SharedStore(remote) if remote else None)
 
     def _usable(self, layer: Layer, missing: bool = False) -> bool:
         """Whether its root is believed, or missing and may be; else there is a warning. A first look: each use checks what it opens."""
@@ -82,32 +87,52 @@ class Cache:
         with lock:
             if entry := self._look_up(key, source, spec.name, arch):
                 return entry, True
-            if not settings.may_compile():
+            if not self.remote and not settings.may_compile():
                 raise NotBuiltError(str(spec), str(arch))
             with process_lock(key):
                 entry = self._look_up(key, source, spec.name, arch)  # another process may have just built it
                 if entry:
                     return entry, True
-                done = nvrtc.compile_cubin(source, arch, str(spec))
-                entry = Entry(
-                    key=key,
-                    spec=str(spec),
-                    symbol=spec.name,
-                    arch=str(arch),
-                    compiler=self.compiler_build(),
-                    options=nvrtc.options_for(arch),
-                    resources=done.resources,
-                    seconds=done.seconds,
-                    source=source,
-                    cubin=done.cubin,
-                )
-                self._memory[key] = entry
-                if self.writable:
-                    try:
-                        self.writable.write(entry)
-                    except OSError as e:
-                        self._warn(self.writable, e)
+                entry, fetched = self._fetched_or_compiled(key, source, spec, arch)
+                self._keep(entry)
+            return entry, fetched
+
+    def _fetched_or_compiled(self, key: str, source: str, spec: KernelSpec, arch: Arch) -> tuple[Entry, bool]:
+        if self.remote is None:
+            return self._compiled(key, source, spec, arch), False
+        if entry := self.remote.fetch(key, spec.name, arch):
+            return entry, True
+        if not settings.may_compile():
+            raise NotBuiltError(str(spec), str(arch))
+        with self.remote.turn(key, spec.name, arch) as sent:
+            if sent:
+                return sent, True
+            entry = self._compiled(key, source, spec, arch)
+            self.remote.publish(entry)
             return entry, False
+
+    def _compiled(self, key: str, source: str, spec: KernelSpec, arch: Arch) -> Entry:
+        done = nvrtc.compile_cubin(source, arch, str(spec))
+        return Entry(
+            key=key,
+            spec=str(spec),
+            symbol=spec.name,
+            arch=str(arch),
+            compiler=self.compiler_build(),
+            options=nvrtc.options_for(arch),
+            resources=done.resources,
+            seconds=done.seconds,
+            source=source,
+            cubin=done.cubin,
+        )
+
+    def _keep(self, entry: Entry) -> None:
+        self._memory[entry.key] = entry
+        if self.writable:
+            try:
+                self.writable.write(entry)
+            except OSError as e:
+                self._warn(self.writable, e)
 
     def _key(self, spec: KernelSpec, arch: Arch) -> tuple[str, str]:
         source = render(spec, arch)
@@ -176,7 +201,7 @@ _shared_mutex = threading.Lock()
 def shared_cache() -> Cache:
     """The process's cache; made anew when the environment variables that describe it change."""
     global _shared
-    described = (settings.cache_dir(), tuple(settings.read_only_layers()))
+    described = (settings.cache_dir(), tuple(settings.read_only_layers()), settings.remote())
     with _shared_mutex:
         if _shared is None or _shared[0] != described:
             _shared = described, Cache.from_environment()

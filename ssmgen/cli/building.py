@@ -54,7 +54,7 @@ def build(
         raise click.UsageError("--op goes with --model and --all")
     if model:
         refuse_others(model, call)
-    cache = Cache(_prepared(out)) if out else shared_cache()
+    cache = Cache(prepared(out)) if out else shared_cache()
     work: dict[tuple[KernelSpec, Arch], None] = {}
     finished: list[Built] = []
     try:
@@ -105,7 +105,7 @@ def build(
         sys.exit(EXIT_FAILURE)
 
 
-def _prepared(out: Path) -> Path:
+def prepared(out: Path) -> Path:
     """The directory, made if it was not there. Raises FileError if nothing can be kept in it: before minutes of compiling."""
     try:
         directory = out.resolve()

@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 import math
 import sys
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import click
 
-from ..cache.layer import STALE_SECONDS
+from .. import settings
+from ..cache import exchange
+from ..cache.layer import STALE_SECONDS, Layer
 from ..cache.process_lock import sweep
+from ..cache.remote import SharedStore
+from ..cache.signing import Signer
 from ..cache.store import shared_cache
 from ..cache.upkeep import collect_garbage, verify
 from ..errors import CacheError
-from .options import EXIT_FAILURE, json_option
+from ..spec import Arch
+from .building import prepared
+from .options import EXIT_FAILURE, ArchType, Folder, json_option
 
 
 @click.group()
@@ -46,13 +53,74 @@ def cache_ls(as_json: bool) -> None:
 
 
 @cache.command("verify")
-def cache_verify() -> None:
+@click.option("--remote", is_flag=True, help="Check the shared store instead: signatures of its indexes, and all entries that they list.")
+def cache_verify(remote: bool) -> None:
     """Check every entry's digest and key, and who may write it. Exits with 1 when one cannot be used; it is replaced when it is needed."""
+    if remote:
+        _verify_remote()
     wrong = [item for layer in shared_cache().layers for item in verify(layer)]
     for path, reason in wrong:
         click.echo(_shown(f"{path}: {reason}"))
     click.echo(f"{len(wrong)} damaged", err=True)
     sys.exit(EXIT_FAILURE if wrong else 0)
+
+
+def _verify_remote() -> NoReturn:
+    store = _store()
+    sound, wrong = exchange.verify(store)
+    for path, reason in wrong:
+        click.echo(_shown(f"{store.remote.url}/{path}: {reason}"))
+    for name in exchange.foreign(store):
+        click.echo(_shown(f"{store.remote.url}: what {name} sent is not trusted and was not looked at"))
+    click.echo(f"{sound} sound, {len(wrong)} damaged", err=True)
+    sys.exit(EXIT_FAILURE if wrong else 0)
+
+
+@cache.command("push")
+@click.option("--from", "layer", type=Folder(), help="Send this layer, of `ssmgen build --out`. Default: all directories of the cache.")
+@click.option("--again", is_flag=True, help="Send what is there already, too: mends a store whose objects are damaged.")
+def cache_push(layer: Path | None, again: bool) -> None:
+    """Send compiled kernels to the shared store of SSMGEN_CACHE_REMOTE, and sign them with the key of SSMGEN_CACHE_REMOTE_SIGN.
+
+    Processes that trust this key load them from there.
+    """
+    store = _store()
+    if layer and not layer.is_dir():
+        raise CacheError(layer, "is no directory")
+    pushed = exchange.push(store, [Layer(layer)] if layer else shared_cache().layers, again)
+    click.echo(
+        f"{pushed.sent} entries sent, {pushed.sent_bytes / 2**20:.1f} MiB; {pushed.there} were there; "
+        f"{pushed.listed} are listed by {store.sender()}"
+    )
+
+
+@cache.command("pull")
+@click.option("--arch", "archs", type=ArchType(), help="Only these, separated by commas. Default: all.")
+@click.option("--out", type=Folder(), help="Write a cache layer here instead of to the user's cache.")
+def cache_pull(archs: list[Arch] | None, out: Path | None) -> None:
+    """Copy what trusted keys vouch for from the shared store into a directory. Exits with 1 if something there cannot be used."""
+    store = _store()
+    into = Layer(prepared(out)) if out else shared_cache().writable
+    if into is None:
+        raise CacheError("the cache", "has no directory that this user may write; nothing was copied")
+    written, there, wrong = exchange.pull(store, into, map(str, archs or ()))
+    for path, reason in wrong:
+        click.echo(_shown(f"{store.remote.url}/{path}: {reason}"))
+    click.echo(f"{written} entries written, {there} were there, {len(wrong)} cannot be used")
+    sys.exit(EXIT_FAILURE if wrong else 0)
+
+
+@cache.command("key")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+def cache_key(file: Path) -> None:
+    """Make an ed25519 key to sign with in FILE, unless one is there, and print its public key, for SSMGEN_CACHE_REMOTE_KEYS."""
+    click.echo((Signer.load(file) if file.exists() else Signer.make(file)).public)
+
+
+def _store() -> SharedStore:
+    if (remote := settings.remote()) is None:
+        raise click.UsageError("there is no shared store; name its URL in SSMGEN_CACHE_REMOTE")
+    return SharedStore(remote)
 
 
 def _number(context: click.Context, parameter: click.Parameter, value: float) -> float:

@@ -72,7 +72,7 @@ def variants(make: Callable[..., W], arch: Arch) -> Iterator[W]:
 
 
 def rules(make: Callable[..., W], head_v: int, heads: int, wide: tuple[int, ...] = (3, 2)) -> Iterator[tuple[str, W | None, str]]:
-    """(rule, spec, ""), best first: 128 rows of a block, with as many stages as `wide` says, where 64 make more blocks than there are SMs."""
+    """(rule, spec, ""), best first: 128 rows of a block, with `wide` stages, where 64 make more blocks than there are SMs."""
     tiles = (128, 64) if heads * head_v > SMS * ROWS else (64,)
     for tile in tiles:
         for stages in (3, 2) if tile == ROWS else wide:
