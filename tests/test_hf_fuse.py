@@ -209,7 +209,7 @@ def test_prompts_of_one_token_and_without_a_cache(name):
         want = model(input_ids=ids, use_cache=True).logits, model(input_ids=ids, use_cache=False).logits
         with hf.patch(model, fuse=True) as patch:
             got = model(input_ids=ids, use_cache=True).logits, model(input_ids=ids, use_cache=False).logits
-    assert patch.calls() == {fused_label(name): hf.Calls(2 * convolutions(model), 0)}
+    assert patch.calls() == {label: hf.Calls(2 * c.ssmgen, 0) for label, c in fused_calls(name, model, 0).items()}
     for a, b in zip(got, want, strict=True):
         assert_close(a, b)
 
