@@ -244,8 +244,11 @@ def norm_label(norm: torch.nn.Module) -> str:
     return f"{type(norm).__module__.split('.')[2]}.{type(norm).__name__}"
 
 
-def norms_of_a_pass(model: torch.nn.Module) -> dict[str, int]:
-    """How often a pass of the model calls its norms without a gate, by label. A module that several layers share is called by each."""
+def norms_of_a_pass(model: torch.nn.Module, mask: torch.Tensor | None = None) -> dict[str, int]:
+    """How often a pass of the model calls its norms without a gate, by label. A module that several layers share is called by each.
+
+    mask: of the prompt, [batch, T], or None for a token by itself; an indexer of blocks calls one for every token that sees a block.
+    """
     counts: dict[str, int] = {}
 
     def count(norm: torch.nn.Module, *_: Any) -> None:
@@ -255,7 +258,10 @@ def norms_of_a_pass(model: torch.nn.Module) -> dict[str, int]:
     hooks = [norm.register_forward_hook(count) for norm in norms]
     patched = {r: (r.served, r.kept) for r in hf._active.values()}  # whose calls this pass is none of
     with torch.no_grad():
-        model(input_ids=torch.ones(1, 1, dtype=torch.long, device=next(model.parameters()).device))
+        if mask is None:
+            model(input_ids=torch.ones(1, 1, dtype=torch.long, device=next(model.parameters()).device))
+        else:
+            model(input_ids=torch.ones_like(mask), attention_mask=mask)
     for hook in hooks:
         hook.remove()
     for replacement, before in patched.items():
@@ -263,10 +269,11 @@ def norms_of_a_pass(model: torch.nn.Module) -> dict[str, int]:
     return counts
 
 
-def fused_prompt_calls(name: str, model: torch.nn.Module) -> dict[str, hf.Calls]:
-    """The calls of a prompt with `fuse=True`: one of every layer, or where it is not fused, its functions' and its norm's."""
+def fused_prompt_calls(name: str, model: torch.nn.Module, mask: torch.Tensor | None = None) -> dict[str, hf.Calls]:
+    """The calls of a prompt with `fuse=True`: one of every layer, or where it is not fused, its functions' and its norm's. mask: see
+    `norms_of_a_pass`."""
     calls = prompt_calls(name, model)
-    between = {label: hf.Calls(count, 0) for label, count in norms_of_a_pass(model).items()}
+    between = {label: hf.Calls(count, 0) for label, count in norms_of_a_pass(model, mask).items()}
     if name in CLASSES and not any(c.original for c in calls.values()):
         return {fused_label(name): hf.Calls(convolutions(model), 0)} | between
     found = gated_norms(model)

@@ -32,7 +32,7 @@ _IMAGES = {
 # What the configuration of a model is told, by its folder's name
 TINY: dict[str, dict[str, Any]] = {
     "mamba": {"state_size": 8, "num_hidden_layers": 3},
-    "falcon_mamba": {"state_size": 8, "num_hidden_layers": 3},
+    "falcon_mamba": {"state_size": 8, "time_step_rank": 4, "num_hidden_layers": 3},  # of which a norm takes 4 or more
     "jamba": {
         **_ATTENTION,
         "num_hidden_layers": 4,

@@ -43,6 +43,41 @@ def test_it_generates_what_the_model_does(name, monkeypatch):
     assert calls and not any(c.original for c in calls.values())
 
 
+def test_a_longer_prompt_behind_a_shorter_one_on_the_same_cache():
+    """Qwen4 keeps the positions of all tokens beside the cache, or in it: a prompt has those of its own tokens."""
+    model = built("qwen4_exp")
+    prompts = [(IDS, 2), (IDS, 24)]
+    want = [of_transformers(model, ids, count) for ids, count in prompts]
+    with ssmgen.accelerate(model) as fast:
+        got = [fast.generate(ids, count) for ids, count in prompts]
+        positions = [*_found(fast._steps[2].cache, "position_ids")]
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert positions and all(p.shape[-1] == 5 + 23 for p in positions)
+
+
+def _found(cache, word):
+    return (v for held in (cache, *cache.layers) for name, v in vars(held).items() if word in name and isinstance(v, torch.Tensor))
+
+
+def test_a_step_that_replaces_what_the_cache_holds_is_not_captured(monkeypatch):
+    """It would be one that nothing has computed; and the host would count on from it where the capture fails."""
+    tried = []
+    monkeypatch.setattr(hf_generate.Steps, "_capture", lambda steps: tried.append(steps.room) or "tried")
+    for name in ("mamba2", "qwen3_next"):
+        with ssmgen.accelerate(built(name)) as fast:
+            fast._steps_of(2, 64).captures = True
+            with pytest.warns(RuntimeWarning, match="not captured: tried"):
+                fast.generate(IDS, 4)
+        assert tried.pop() and not tried
+    model = built("qwen4_exp")
+    want = of_transformers(model, IDS, 24)
+    with ssmgen.accelerate(model) as fast:
+        fast._steps_of(2, 64).captures = True
+        with pytest.warns(RuntimeWarning, match="steps of 2 sequences are not captured: each makes a new .*position_ids of the cache"):
+            got = fast.generate(IDS, 24)
+    assert not tried and torch.equal(got, want) and "position_ids" in fast.left[-1]
+
+
 def test_padded_prompts_give_the_tokens_of_transformers():
     for name in ("mamba2", "qwen3_next"):  # without attention, and with it
         model, mask = built(name), torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])

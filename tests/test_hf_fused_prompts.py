@@ -18,6 +18,7 @@ from hf_cases import (
     fused_prompt_calls,
     mixers,
     norm_of_error,
+    norms_of_a_pass,
     of_prompts,
     prompt_calls,
     prompted,
@@ -139,7 +140,7 @@ def test_prompts_of_mixed_lengths_generate_what_each_does(name):
 
 
 @every_kind
-def test_a_layer_is_one_convolution_one_scan_and_one_norm(name):
+def test_a_layer_is_one_convolution_one_scan_and_one_gated_norm(name):
     model = prompted(name)
     want = Prompt.run(model, 6, use_cache=False)
     with hf.patch(model, fuse=True) as patch, recording() as calls:
@@ -147,7 +148,9 @@ def test_a_layer_is_one_convolution_one_scan_and_one_norm(name):
     assert_close(got.logits, want.logits)
     layers = patch.calls()[fused_label(name)].ssmgen
     ours = [*of_prompts(name).values(), *(["gated_rms_norm"] if any("RMSNormGated" in type(m).__name__ for m in model.modules()) else [])]
-    assert Counter(call.function.__name__ for call in calls) == dict.fromkeys(ours, layers) and layers == len(mixers(model))
+    counts = Counter(call.function.__name__ for call in calls)
+    assert counts.pop("rms_norm") == sum(norms_of_a_pass(model, torch.ones(2, 6, dtype=torch.long)).values())
+    assert counts == dict.fromkeys(ours, layers) and layers == len(mixers(model))
 
 
 @pytest.mark.parametrize("name", kept(CLASSES, lambda name: name in FIRST))

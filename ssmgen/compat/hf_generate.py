@@ -186,6 +186,7 @@ class Steps:
     def __init__(self, model: Any, batch: int, room: int):
         self.model, self.room = model, room
         self.cache, self.name = _cache(model, room), _cache_name(model)
+        self.own = frozenset(vars(self.cache))  # attributes that no model has added
         parameters = inspect.signature(model.forward).parameters
         self.of_prompt = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         device = next(model.parameters()).device
@@ -193,7 +194,7 @@ class Steps:
         self.position = torch.zeros_like(self.token) if "position_ids" in parameters else None  # not every model counts its cache's tokens
         self.attends = any(hasattr(layer, "max_cache_len") for layer in self.cache.layers)  # to all tokens before one
         self.graph: Any = None
-        self.captured: tuple[int, ...] = ()  # where the cache lay then
+        self.captured: dict[Any, Any] = {}  # what the cache held then
         self.captures = device.type == "cuda"
 
     def generate(self, ids: Tensor, count: int, mask: Tensor | None, left: list[str]) -> Tensor:
@@ -214,12 +215,14 @@ class Steps:
     def begin(self, ids: Tensor, mask: Tensor | None) -> None:
         """The prompt, from an empty cache."""
         self.cache.reset()
+        for added in vars(self.cache).keys() - self.own:  # Qwen4's positions of an earlier prompt, which reset() leaves
+            delattr(self.cache, added)
         more = {} if mask is None else {"attention_mask": mask}
         out = self.model(input_ids=ids, use_cache=True, **{str(self.name): self.cache}, **more, **self.of_prompt)
         self._take(out.logits)
         if self.position is not None:
             self.position.fill_(ids.shape[1])
-        if self.graph is not None and self.captured != self._places():
+        if self.graph is not None and _moved(self.captured, self._held()):
             self.graph = None
 
     def step(self) -> None:
@@ -233,16 +236,22 @@ class Steps:
         torch.argmax(logits[:, -1], dim=-1, keepdim=True, out=self.token)
 
     def _next(self, i: int, left: list[str]) -> None:
-        """The i-th token behind the first. The second one's step is what libraries do at first, and the third one's is captured."""
-        if self.graph is None and self.captures and i > 1:
-            self._capture(left)
-        if self.graph is None:
+        """The i-th token behind the first. The second one's step is what libraries do at first, and the third one's is captured, unless
+        the second one's has put something else in the place of what the cache held: a replay would not."""
+        if self.graph is None and self.captures and i > 1 and (why := self._capture()):
+            self._leave(why, left)
+        if self.graph is not None:
+            self.graph.replay()
+        elif not self.captures:
             self.step()
         else:
-            self.graph.replay()
+            before = self._held()
+            self.step()
+            if moved := _moved(before, self._held()):
+                self._leave(f"each makes a new {', '.join(moved)} of the cache", left)
 
-    def _capture(self, left: list[str]) -> None:
-        """A step in a CUDA graph, which does nothing now."""
+    def _capture(self) -> str:
+        """A step in a CUDA graph, which does nothing now. Returns why there is none, or nothing."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         here = torch.cuda.stream(torch.cuda.current_stream())  # a capture that fails may leave its own stream current
@@ -250,22 +259,30 @@ class Steps:
             with here, torch.cuda.graph(graph):
                 self.step()
         except Exception as e:  # whatever a model's step does that cannot be captured
-            self.captures, self.graph = False, None
-            why = f"steps of {len(self.token)} sequences are not captured: {_first_line(e)}"
-            left.append(why)
-            warnings.warn(why, RuntimeWarning, stacklevel=5)
-        else:
-            self.graph, self.captured = graph, self._places()
+            return _first_line(e)
+        self.graph, self.captured = graph, self._held()
+        return ""
 
-    def _places(self) -> tuple[int, ...]:
-        """Where the cache's tensors lie."""
-        held = (t for layer in self.cache.layers for value in vars(layer).values() for t in _tensors(value))
-        return tuple([t.data_ptr() for t in held])
+    def _leave(self, why: str, left: list[str]) -> None:
+        """Steps stay as they are."""
+        self.captures = False
+        left.append(f"steps of {len(self.token)} sequences are not captured: {why}")
+        warnings.warn(left[-1], RuntimeWarning, stacklevel=5)
+
+    def _held(self) -> dict[Any, Any]:
+        """What the cache and its layers hold, by owner, name and key: where a tensor lies, and all else itself."""
+        owners = enumerate(map(vars, (self.cache, *self.cache.layers)))
+        items = [((i, name), value) for i, held in owners for name, value in held.items() if value is not self.cache.layers]
+        return {(*at, key): v.data_ptr() if isinstance(v, Tensor) else v for at, value in items for key, v in _parts(value)}
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    values = value.values() if isinstance(value, dict) else [value]
-    return [t for t in values if isinstance(t, Tensor)]
+def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
+    return value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else [(None, value)]
+
+
+def _moved(before: dict[Any, Any], now: dict[Any, Any]) -> list[str]:
+    """Names of what is no more what it was."""
+    return sorted({at[1] for at, value in before.items() if at not in now or now[at] != value})
 
 
 def _ends(model: Any) -> tuple[list[int], int]:

@@ -21,6 +21,7 @@ REAL = {
     "mamba2": {"hidden_size": 256, "num_heads": 8, "head_dim": 64, "state_size": 128, "n_groups": 8},
     "qwen3_next": {"hidden_size": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
 }
+WIDE = {"mamba2": {"hidden_size": 512, "num_heads": 64}, "nemotron_h": {"hidden_size": 512}, "qwen3_5": {"hidden_size": 512}}
 
 
 @pytest.fixture(autouse=True)
@@ -64,10 +65,10 @@ def test_a_captured_bf16_step_gives_the_tokens_of_eager_ones(name, sizes):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["mamba2", "nemotron_h", "qwen3_5"])
+@pytest.mark.parametrize("name", WIDE)
 def test_norms_between_layers_round_where_the_models_do(name, dtype):
     """Hidden states behind each block of a wide model's step: as far from f32's as the model's own, or nearer, but for roundings."""
-    model = built(name, hidden_size=512).cuda()
+    model = built(name, **WIDE[name]).cuda()
     ids = prompts(model)[0]
 
     def states(model):

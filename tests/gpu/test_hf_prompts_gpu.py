@@ -87,7 +87,7 @@ def test_padding_on_the_left(name, sizes, fuse):
     with hf.patch(model, fuse=fuse) as patch:
         ours = Prompt.run(model, 100, attention_mask=mask)
     assert_as_near(ours, theirs, exact)
-    assert patch.calls() == (fused_prompt_calls if fuse else prompt_calls)(name, model)
+    assert patch.calls() == (fused_prompt_calls(name, model, mask) if fuse else prompt_calls(name, model))
 
 
 @pytest.mark.parametrize(("name", "sizes"), [case for case in CASES if case[0] in CLASSES])
