@@ -110,8 +110,8 @@ def test_padding_on_the_left(name):
         got = Prompt.run(model, 9, attention_mask=mask)
         alone = Prompt.run(model, 9, rows=slice(1, 2), tokens=slice(4, 9))
     assert_same(got, want)
-    counted = (fused_prompt_calls if fuse else prompt_calls)(name, model)
-    assert patch.calls() == {label: hf.Calls(2 * calls.ssmgen, 0) for label, calls in counted.items()}
+    counted = [fused_prompt_calls(name, model, m) if fuse else prompt_calls(name, model) for m in (mask, mask[1:, 4:])]
+    assert patch.calls() == {label: hf.Calls(sum(calls[label].ssmgen for calls in counted), 0) for label in counted[0]}
     assert got.recurrent
     for state, by_itself in zip(got.recurrent, alone.recurrent, strict=True):
         assert_close(state[1:], by_itself)
