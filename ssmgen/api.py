@@ -103,6 +103,12 @@ def _specs(operator: Callable[..., Any], batches: Iterable[int], args: Any, kwar
     return list(dict.fromkeys(part for spec in specs for part in spec.kernels)), device.index
 
 
+def size_of(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
+    """The size of a call, by which its variant is chosen, in the operator's unit (`registry.unit`)."""
+    size: int = _call(operator, args, kwargs).problem()[1]
+    return size
+
+
 def warm(operator: Callable[..., Any], *args: Any, batches: Iterable[int] = (), **kwargs: Any) -> int:
     """Compiles and loads what a call needs: `warming.warm` of an operator."""
     specs, device = _specs(operator, batches, args, kwargs)

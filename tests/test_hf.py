@@ -290,9 +290,14 @@ def test_warm_asks_for_the_kernels_of_every_call_at_every_batch_size(monkeypatch
     before = snapshot()
     monkeypatch.setattr(api, "warm", warm)
     assert hf.warm(model, batches=[1, 64, 8]) == 0
-    functions = ("causal_conv1d", "chunk_gated_delta_rule", "causal_conv1d_update", "gated_delta_rule")
-    layers = convolutions(model)
-    assert Counter(asked) == {(f, n, sizes): layers for f in functions for n, sizes in ((1, (1, 8, 64)), (2, (8, 64)))}
+    units = {
+        "causal_conv1d": 4,
+        "chunk_gated_delta_rule": 4,
+        "causal_conv1d_update": 1,
+        "gated_delta_rule": 1,
+    }  # of a sequence: KiB; heads of v
+    want = {(f, n, tuple(unit * size for size in sizes)) for f, unit in units.items() for n, sizes in ((1, (1, 8, 64)), (2, (8, 64)))}
+    assert Counter(asked) == dict.fromkeys(want, convolutions(model))
     assert_same(snapshot(), before)
 
 

@@ -13,7 +13,6 @@ import torch
 pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
 
 from hf_cases import (
-    DELTA_RULE,
     TINY,
     DecodeStep,
     assert_close,
@@ -310,21 +309,20 @@ def test_two_threads(names):
 def test_warm_asks_for_the_kernels_of_every_call_at_every_batch_size(name, monkeypatch):
     model, asked = built(name), []
 
-    def warm(function, *args, batches=(), **kwargs):
-        asked.append((function.__name__, args[0].shape[0], tuple(batches)))
+    def warm(function, x, *args, batches=(), **kwargs):
+        asked.append((function.__name__, x.numel() // (kwargs.get("group_size") or x.shape[-1]), list(batches)))
         return 0
 
     monkeypatch.setattr(api, "warm", warm)
     assert hf.warm(model, batches=[1, 64, 8], fuse=True) == 0
-    functions, sizes = [*of_prompts(name).values(), fused_operator(name)[1]], ((1, (1, 8, 64)), (2, (8, 64)))
-    want = {(f, n, batches): len(mixers(model)) for f in functions for n, batches in sizes}
-    rows = 8 * 4 if DELTA_RULE in of_prompts(name) else 1  # of a norm, where each token's head is one
-    if norms := len(gated_norms(model)):
-        want |= {("gated_rms_norm", n * rows, tuple(size * rows for size in batches)): norms for n, batches in sizes}
-    between = [(rows, batches) for function, rows, batches in asked if function == "rms_norm"]
-    assert Counter(ask for ask in asked if ask[0] != "rms_norm") == want
-    assert len(between) == 2 * 2 * sum(norms_of_a_pass(model).values()), "of two prompts and two steps"
-    assert all(batches in {tuple(rows // n * size for size in of) for n, of in sizes} for rows, batches in between)
+    of_prompt, step = of_prompts(name).values(), fused_operator(name)[1]
+    between = 2 * sum(norms_of_a_pass(model).values())  # of a prompt and of a step
+    calls = dict.fromkeys([*of_prompt, step], len(mixers(model))) | {"gated_rms_norm": len(gated_norms(model)), "rms_norm": between}
+    assert Counter(function for function, _, _ in asked) == {function: 2 * count for function, count in calls.items() if count}
+    for function, groups, sizes in asked:
+        assert len(sizes) in (2, 3) and min(sizes) > 0 and sizes == sorted(set(sizes)), function
+        if function not in of_prompt:  # whose sizes are those of the layer's sequences, and of the norms' groups
+            assert sizes in ([groups, groups * 8, groups * 64], [groups * 4, groups * 32]), function
 
 
 def test_every_kind_is_known_to_patch_and_has_a_tiny_model():

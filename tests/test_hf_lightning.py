@@ -132,4 +132,7 @@ def test_warm_asks_for_the_kernels_of_prompts_and_steps(monkeypatch):
     asked = []
     monkeypatch.setattr(api, "warm", lambda function, *args, batches=(), **kwargs: asked.append((function.__name__, tuple(batches))) or 0)
     assert hf.warm(tiny(), batches=[1, 8]) == 0
-    assert set(asked) == {(f, b) for f in ("chunk_lightning_attn", "lightning_attn") for b in ((1, 8), (8,))}
+    heads = 2  # the unit of a prompt's sizes
+    assert set(asked) == {("lightning_attn", (1, 8)), ("lightning_attn", (8,))} | {
+        ("chunk_lightning_attn", s) for s in ((heads, 8 * heads), (4 * heads,))
+    }

@@ -298,8 +298,10 @@ def warm(model: torch.nn.Module, batches: Iterable[int] = (1,), prompt_length: i
                     prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=2, min_new_tokens=2, do_sample=False, num_beams=1
                 )
             for call in calls:
-                rows = call.args[0].shape[0] // batch  # of a sequence: more than one where tokens and heads are on the same axis
-                api.warm(call.function, *call.args, batches=[n * rows for n in sizes if n >= batch], **call.kwargs)
+                # In the operator's unit, which is not always sequences: groups of norms, KiB of convolutions. Where it does not grow with
+                # the batch, as chunk_scan's heads do not, more sizes are prepared than come.
+                size = api.size_of(call.function, *call.args, **call.kwargs)
+                api.warm(call.function, *call.args, batches=[size * n // batch for n in sizes if n >= batch], **call.kwargs)
         if not any(c.ssmgen for c in handle.calls().values()):
             raise PatchError("no layer of the model called a function of ssmgen's; the warnings say why")
     return runtime.loaded_count() - loaded
