@@ -12,7 +12,7 @@ import torch
 from ssu_cases import BF16, Case, assert_matches, expected, make_call
 
 import ssmgen
-from ssmgen import runtime
+from ssmgen import registry, runtime
 from ssmgen.errors import ArgumentError, CaptureError, LaunchError
 
 pytestmark = pytest.mark.gpu
@@ -252,7 +252,9 @@ def test_the_tensors_decide_the_device(current, own_stream):
 
 def test_error_of_the_driver_names_the_launch():
     call = make_call(M2, "cuda")
-    plan = ssmgen.selective_state_update.build(*call.args, **call.kwargs).plan()
-    broken = runtime.Launch(plan.launch.kernel, plan.launch.device, 0, plan.launch.arguments.values).at([0] * 10)
+    built = ssmgen.selective_state_update.build(*call.args, **call.kwargs)
+    problem, size, device, _ = built.problem()
+    launch = built.launch_with(registry.select(built.caller.family.operator, problem, size, runtime.device_arch(device.index), True))
+    broken = runtime.Launch(launch.kernel, launch.device, 0, launch.arguments.values).at([0] * 10)
     with pytest.raises(LaunchError, match="grid 0"):
         broken()
