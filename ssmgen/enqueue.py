@@ -1,4 +1,4 @@
-"""The driver's launch and its structures, by ctypes, which has nothing to convert at a call: 3.05 us, nearly all of it the driver's."""
+"""The driver's launch and its structures, by ctypes, which has nothing to convert at a call: 3.05 us each on an H200's host."""
 
 from __future__ import annotations
 

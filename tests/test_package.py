@@ -95,8 +95,9 @@ def test_default_variants_show_every_form_of_all_operators():
     for holds, kinds in ("layout", 3), ("advance", 3), ("count", 2), ("tokens", 2), ("loads", 2), ("saved", 2):
         assert len({getattr(spec, holds) for spec in update}) == kinds, holds
     scans = [spec for spec, _ in generate.default_variants() if spec.family == "chunk_scan"]  # on sm_90a most are by warpgroups
-    for holds in ("z", "pool", "final", "initial", "ragged", "dt_softplus", "dt_limit", "copy", "state_loads", "state", "stages"):
-        assert len({getattr(spec, holds) for spec in scans}) > 1, holds
+    for holds in ("z", "pool", "final", "initial", "ragged", "dt_softplus", "dt_limit", "copy", "state_loads", "state"):
+        assert len({getattr(spec, holds) for spec in scans}) == 2, holds
+    assert len({spec.stages for spec in scans}) == 4
     assert {spec.terms for spec in scans} == {1, 3} and len({spec.x for spec in scans}) == 3
     combined = [spec for spec in found if spec.family == "combine_splits"]
     for holds in ("pair", "indexed", "sink", "mask", "lse_out", "skip_single", "in_place", "loads", "loops", "vec"):

@@ -16,7 +16,7 @@ CUT = 128
 MOST = 8  # parts
 LEAST = 256  # tokens of a part, as the rule has it. There are four at least: with P, a sequence takes the time of two of them
 FEWEST = 8  # parts that the rule asks for: fewer save too little of what they add
-OF_BLOCK, BLOCKS_OF_CARD = 512, 2 * 132  # states of a block's channels, as the rule has it; blocks that an H200 walks at full speed
+OF_BLOCK, BLOCKS_OF_CARD = 512, 2 * 132  # states of a block's channels, as the rule has it; blocks: two for each SM of an H200
 MOST_PADDED = 64  # states of a channel of which parts keep each other's
 
 
