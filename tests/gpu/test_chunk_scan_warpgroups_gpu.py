@@ -12,6 +12,7 @@ import pytest
 import scan_cases as laws
 import torch
 from scan_cases import BF16, BOUNDS, F16, F32, SM90, Sizes, error, exact, make, same
+from scan_repeats import others_in_graphs
 
 import ssmgen
 from ssmgen.families.chunk_scan.spec import OPERATOR, ScanProblem
@@ -157,6 +158,12 @@ def test_the_same_bits_every_time(heads):
         seen.add((int(laws.bits(out).sum(dtype=torch.int64)), int(laws.bits(state).sum(dtype=torch.int64))))
     assert len(seen) == 1
     assert len({hashlib.sha256(laws.bits(scan(**call)).cpu().numpy().tobytes()).hexdigest() for _ in range(10)}) == 1
+
+
+@of_heads
+def test_the_same_bits_ten_thousand_times(heads):
+    """In graphs."""
+    assert not others_in_graphs(by(heads), make(sizes_of(heads), 2, 1100))
 
 
 @of_heads
