@@ -266,7 +266,7 @@ def kernel_values(spec: ScanSpec, views: Mapping[str, Tensor], options: Options)
     values: dict[str, Value] = {"tokens": length, "heads": heads, "group_heads": heads // views["B"].shape[2]}
     values |= {"pad_slot_id": options.pad_slot_id, "slots": views["state"].shape[0] if "state" in views else 0}
     values |= {"positions": views["checkpoints"].shape[0] if "checkpoints" in views else 0}
-    values |= {"scale": options.scale, "parts": _parts(spec, views)}
+    values |= {"scale": options.scale, "parts": _parts(spec, views), "items": grid_of(spec, views)}
     values |= dict(zip(("dt_low", "dt_high"), options.dt_limit or (), strict=False))
     values |= {f"{operand}_{axis}": views[operand].stride(_AXES[operand][axis]) for operand, axis in spec.strides()}
     values |= maps(views, spec.mapped, CHUNK)

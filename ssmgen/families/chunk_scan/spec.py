@@ -162,6 +162,11 @@ class ScanSpec(KernelSpec, ScanProblem):
         return self.parts if self.overwrites else 1
 
     @property
+    def stays(self) -> bool:
+        """Whether blocks are as many as there is room for, and go on from one sequence to the next. By warpgroups."""
+        return False
+
+    @property
     def walkers(self) -> int:
         return self.tile // 16
 
@@ -313,6 +318,7 @@ class ScanSpec(KernelSpec, ScanProblem):
         limits = [Param.f32("dt_low"), Param.f32("dt_high")] if self.dt_limit else []
         scale = [Param.f32("scale")] if self.attention else []
         counts = ["tokens", "heads", "group_heads", *(["positions"] if self.marked else [])]
+        counts += ["items"] if self.stays else []
         counts += ["parts"] if self.parts > 1 and self.cluster_blocks == 1 else []
         return [*pointers, *wide, *map(Param.u32, counts), *narrow, *limits, *scale]
 
@@ -334,6 +340,7 @@ class ScanSpec(KernelSpec, ScanProblem):
             "sums": SUMS,
             "passing": PASSING,
             "dwindling": math.log2(1 - PASSING),
+            "own": "",  # ahead of the names of operands that begin with a block's sequence
         }
 
 

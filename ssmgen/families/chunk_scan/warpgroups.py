@@ -6,6 +6,10 @@ state in f32, in the registers in which products are summed, from the first chun
 there as the first operand, and nothing of the state goes through shared memory. States at listed positions are copies of it that a product
 of their own goes on from.
 
+With `stays` there are as many blocks as SMs, and each goes on from one sequence to the next, without a bit that is another: fetchers and
+preparers are ahead of the walkers there too, so that neither the beginning of a sequence nor its end is waited for. The fourth warp that
+fetches lists what the block does, of 32 sequences the longest first.
+
 With `parts` a cluster's blocks divide a sequence: each sums what its own part adds to a state of zeros, reads what those ahead of it have
 summed, and goes over its part again. That is exact, but its order of summation is another.
 """
@@ -13,11 +17,12 @@ summed, and goes over its part again. That is exact, but its order of summation 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from itertools import product
 from typing import Any, ClassVar
 
 from ...occupancy import LIMITS, SHARED_RESERVED
-from ...spec import Arch, Loads, Needs, Param, Pdl, must
+from ...spec import LATER, Arch, Loads, Needs, Param, Pdl, must
 from .spec import CHUNK, ScanProblem, ScanSpec
 
 ROWS = 64  # of a state, that a warpgroup holds
@@ -26,6 +31,7 @@ REGISTERS = (64, 120, 208)  # of threads that fetch, prepare and walk: of the se
 # (blocks of a sequence, parts): so many clusters of so many blocks are on a card of 132 SMs at once. More wait for others to end.
 PARTS = ((8, 8), (16, 6), (30, 4), (36, 3))
 MOST = 8  # parts: the blocks of a cluster
+LISTED = 8  # items that a block that stays knows of at once: with sequences of one chunk each, its roles are at most 6 of them apart
 LEAST = 8  # chunks of a part: with fewer, what parts exchange takes longer than they do
 
 
@@ -39,6 +45,7 @@ class WarpgroupScanSpec(ScanSpec):
     tile: int = ROWS
     stages: int = 4
     parts: int = 1  # blocks that divide a sequence
+    stays: bool = field(default=False, metadata=LATER)  # blocks are as many as SMs, and go on from one sequence to the next
 
     @property
     def needs(self) -> Needs:
@@ -62,7 +69,8 @@ class WarpgroupScanSpec(ScanSpec):
 
     @property
     def stem(self) -> str:
-        return super().stem.replace("scan_", "scan_wg_", 1).replace(f"t{self.tile}", "k1" if self.parts == 1 else "", 1)
+        parts = "stay" if self.stays else "k1" if self.parts == 1 else ""
+        return super().stem.replace("scan_", "scan_wg_", 1).replace(f"t{self.tile}", parts, 1)
 
     # Rows of shared memory are 128 bytes.
 
@@ -86,7 +94,8 @@ class WarpgroupScanSpec(ScanSpec):
     @property
     def shared_bytes(self) -> int:
         """Beside those, numbers of each token of a stage, barriers, and what it takes to begin at a multiple of 1024."""
-        return self.dynamic_bytes + self.stages * CHUNK * (8 + 4 + 4 + 4 + 16 + 4 * self.seq_idx) + 256 + 1024
+        listed = LISTED * 80 if self.stays else 0
+        return self.dynamic_bytes + self.stages * CHUNK * (8 + 4 + 4 + 4 + 16 + 4 * self.seq_idx) + 256 + listed + 1024
 
     def violations(self, arch: Arch) -> list[str]:
         if problems := self.faults():
@@ -101,6 +110,7 @@ class WarpgroupScanSpec(ScanSpec):
             *must(self.copy == 16, "x, B, C, z or out do not begin at multiples of 16 bytes"),
             *must(self.stages in (2, 4, 6) and self.min_blocks == 1, f"stages {self.stages} are not 2, 4 or 6, or min_blocks is not 1"),
             *must(1 <= self.parts <= MOST, f"parts {self.parts} are not 1 … {MOST}"),
+            *must(self.parts == 1 or not self.stays, "blocks of a cluster do not stay"),
             *must(self.shared_bytes <= most, f"{self.shared_bytes} bytes of shared memory exceed the {most} of {arch}"),
         ]
 
@@ -114,7 +124,7 @@ class WarpgroupScanSpec(ScanSpec):
         return [*given[:pointers], *(Param.tiles(f"{operand}_tiles") for operand in self.mapped), *given[pointers:]]
 
     def constants(self) -> dict[str, Any]:
-        return super().constants() | {"registers": REGISTERS, "least": LEAST}
+        return super().constants() | {"registers": REGISTERS, "least": LEAST, "listed": LISTED, "own": "own_" if self.stays else ""}
 
 
 def _spec(problem: ScanProblem, **how: Any) -> WarpgroupScanSpec:
@@ -123,9 +133,9 @@ def _spec(problem: ScanProblem, **how: Any) -> WarpgroupScanSpec:
 
 def warpgroup_space(problem: ScanProblem, arch: Arch) -> Iterator[ScanSpec]:
     """Every legal variant within the axes worth trying, but for parts, which change bits."""
-    for stages in (2, 4, 6):
+    for stages, stays in product((2, 4, 6), (False, True)):
         for pdl in Pdl:
-            spec = _spec(problem, stages=stages, pdl=pdl)
+            spec = _spec(problem, stages=stages, stays=stays, pdl=pdl)
             if not spec.violations(arch):
                 yield spec
 
