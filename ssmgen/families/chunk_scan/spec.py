@@ -167,6 +167,11 @@ class ScanSpec(KernelSpec, ScanProblem):
         return False
 
     @property
+    def ends(self) -> bool:
+        """Whether one of the blocks that divide a sequence has its first part and its last. By warpgroups."""
+        return False
+
+    @property
     def walkers(self) -> int:
         return self.tile // 16
 

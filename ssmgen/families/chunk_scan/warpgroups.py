@@ -12,6 +12,7 @@ fetches lists what the block does, of 32 sequences the longest first.
 
 With `parts` a cluster's blocks divide a sequence: each sums what its own part adds to a state of zeros, reads what those ahead of it have
 summed, and goes over its part again. That is exact, but its order of summation is another.
+With `ends` the first of them walks the first part meanwhile, from whose state the others go on, and has the last part behind that.
 """
 
 from __future__ import annotations
@@ -32,12 +33,16 @@ REGISTERS = (64, 120, 208)  # of threads that fetch, prepare and walk: of the se
 PARTS = ((8, 8), (16, 6), (30, 4), (36, 3))
 MOST = 8  # parts: the blocks of a cluster
 LISTED = 8  # items that a block that stays knows of at once: with sequences of one chunk each, its roles are at most 6 of them apart
+LEAD = (
+    3,
+    7,
+)  # chunks that the first block walks, and that others sum meanwhile: expected are 1550 cycles of each of the former, and 600 of the latter
 LEAST = 8  # chunks of a part: with fewer, what parts exchange takes longer than they do
 
 
 @dataclass(frozen=True, kw_only=True)
 class WarpgroupScanSpec(ScanSpec):
-    """A problem, and how warpgroups compute it. Only `parts` changes bits of the result."""
+    """A problem, and how warpgroups compute it. Only `parts` and `ends` change bits of the result."""
 
     family: ClassVar[str] = "chunk_scan_warpgroups"
     template: ClassVar[str] = "chunk_scan/warpgroups/scan.cu.j2"
@@ -46,6 +51,7 @@ class WarpgroupScanSpec(ScanSpec):
     stages: int = 4
     parts: int = 1  # blocks that divide a sequence
     stays: bool = field(default=False, metadata=LATER)  # blocks are as many as SMs, and go on from one sequence to the next
+    ends: bool = field(default=False, metadata=LATER)  # the first of the blocks that divide a sequence has its first part and its last
 
     @property
     def needs(self) -> Needs:
@@ -61,7 +67,7 @@ class WarpgroupScanSpec(ScanSpec):
 
     @property
     def order(self) -> tuple[str | int, ...]:
-        return self.family, self.parts
+        return (self.family, self.parts, "ends") if self.ends else (self.family, self.parts)
 
     @property
     def cluster_blocks(self) -> int:
@@ -111,6 +117,7 @@ class WarpgroupScanSpec(ScanSpec):
             *must(self.stages in (2, 4, 6) and self.min_blocks == 1, f"stages {self.stages} are not 2, 4 or 6, or min_blocks is not 1"),
             *must(1 <= self.parts <= MOST, f"parts {self.parts} are not 1 … {MOST}"),
             *must(self.parts == 1 or not self.stays, "blocks of a cluster do not stay"),
+            *must(self.parts > 1 or not self.ends, "a sequence that no blocks divide has no ends to be shared"),
             *must(self.shared_bytes <= most, f"{self.shared_bytes} bytes of shared memory exceed the {most} of {arch}"),
         ]
 
@@ -124,7 +131,13 @@ class WarpgroupScanSpec(ScanSpec):
         return [*given[:pointers], *(Param.tiles(f"{operand}_tiles") for operand in self.mapped), *given[pointers:]]
 
     def constants(self) -> dict[str, Any]:
-        return super().constants() | {"registers": REGISTERS, "least": LEAST, "listed": LISTED, "own": "own_" if self.stays else ""}
+        return super().constants() | {
+            "registers": REGISTERS,
+            "least": LEAST,
+            "lead": LEAD,
+            "listed": LISTED,
+            "own": "own_" if self.stays else "",
+        }
 
 
 def _spec(problem: ScanProblem, **how: Any) -> WarpgroupScanSpec:
