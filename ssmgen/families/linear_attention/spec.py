@@ -24,6 +24,7 @@ from .operands import KEY_VECTORS, OF_KEY_HEADS, OPTIONAL, RINGED, ROW_SCALARS, 
 from .problem import Delta, Gate, LinearAttentionProblem, Tokens
 
 OPERATOR = "linear_attention"
+MAX_SHARED = 48 * 1024  # bytes, of static arrays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
     family: ClassVar[str] = OPERATOR
     template: ClassVar[str] = "linear_attention/linear_attention.cu.j2"
 
-    chunk: int = 8  # tokens staged at a time, where a call has several
+    chunk: int = 8  # tokens staged at a time, where a call has several; fewer where so many have no room
 
     def violations(self, arch: Arch) -> list[str]:
         found = RowSpec.violations(self, arch)
@@ -41,7 +42,7 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
             return found
         return [
             *must(not self.several or self.tile == self.rows_per_step, "several tokens need all rows of a tile in flight at once"),
-            *must(self.shared_bytes <= 48 * 1024, f"{self.shared_bytes} bytes of shared memory exceed 48 KiB"),
+            *must(self.shared_bytes <= MAX_SHARED, f"{self.shared_bytes} bytes of shared memory exceed 48 KiB"),
             *must(not self.prefetch or self.accepted is Index.NONE, "the bulk L2 prefetch does not know the column that is started from"),
             *must(not self.frozen or (self.lanes, self.vec) == (4, 8), "tensor cores take 4 lanes of 8 elements to a row"),
             *must(not self.frozen or self.ilp in (2, 4), f"tensor cores take 2 or 4 rows to a team, not {self.ilp}"),
@@ -243,4 +244,11 @@ def candidates(problem: LinearAttentionProblem, batch: int, arch: Arch, pdl: boo
     for rule, how, reason in row_engine.choices(problem, rules, batch, arch, pdl):
         if how is not None and problem.accepted is not Index.NONE:
             how["prefetch"] = 0
-        yield rule, None if how is None else LinearAttentionSpec(**given, **how), reason
+        yield rule, None if how is None else _fitting(LinearAttentionSpec(**given, **how)), reason
+
+
+def _fitting(spec: LinearAttentionSpec) -> LinearAttentionSpec:
+    """With as many tokens staged as there is room for."""
+    while spec.shared_bytes > MAX_SHARED and spec.chunk > 1:
+        spec = replace(spec, chunk=spec.chunk // 2)
+    return spec
