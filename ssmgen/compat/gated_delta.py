@@ -88,7 +88,8 @@ def from_logits(
     """The gated delta rule of a raw gate a and a logit b of beta, or KDA, whose gate is per key channel -> a new tensor [B, T, HV, V].
 
     state: [slots, HV, V, K], or [slots, page] of pages that begin with it, as vLLM's warm-up has it
-    q, k: [B, T, HK, K]   v: [B, T, HV, V]; with cu_seqlens, tokens of all rows behind each other   a: as many elements as [B, T, HV], of KDA [B, T, HV, K], in any split of axes; b as [B, T, HV]
+    q, k: [B, T, HK, K]   v: [B, T, HV, V]; with cu_seqlens, tokens of all rows behind each other
+    a: as many elements as [B, T, HV], of KDA [B, T, HV, K], in any split of axes; b as [B, T, HV]
     """
     shape, K = v.shape, k.shape[-1]
     if options.get("cu_seqlens") is not None and shape[0] != 1:
