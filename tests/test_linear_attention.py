@@ -159,7 +159,7 @@ WRONG = [
     ({"state": lambda n: n["state"][0]}, "state is [4, 64, 128], not [slots, heads, V, K]"),
     ({"state": lambda n: n["state"][:, :3]}, "state has 3 heads, not a multiple of the 2 of q and k"),
     ({"state": lambda n: n["state"][:1].expand(5, -1, -1, -1)}, "which overlap"),
-    ({"state": lambda n: n["state"].mT.contiguous().mT}, "its last three axes must be dense"),
+    ({"state": lambda n: n["state"].mT.contiguous().mT}, "its last two axes must be dense"),
     ({"state_layout": "kv"}, "in layout 'kv', whose K is 64; q has K = 128"),
     ({"state_layout": "vkv"}, "state_layout is 'vkv', not 'vk' or 'kv'"), ({"scale": "one"}, "scale is 'one', not a number"),
     ({"state_indices": None}, "dst_state_indices is given without state_indices"), ({"q": None}, "q is a NoneType, not a tensor"),

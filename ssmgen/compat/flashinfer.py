@@ -8,7 +8,7 @@ Deliberate differences:
   such a slot is not written. FlashInfer takes slot 0, leaves the output as it was, or reads beyond the pool. Slot 0 is like any other.
 - Operands and states are f32, f16 or bf16, each its own: f16 is not rounded to bf16 on the way.
 - K and V are not tied to 128, nor T to one or several: a buffer or disable_state_update goes with T = 1 too.
-- A state whose last three axes are not dense is refused, not copied there and back.
+- A state whose last two axes are not dense is refused, not copied there and back.
 
 Raises NotImplementedError for what only FlashInfer's other kernels do, and what ssmgen.gated_delta_rule raises.
 """
