@@ -5,19 +5,26 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import socket
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from .. import __version__
 from .. import tuned as table
 from ..catalog import parse
+from ..crew import LEASE, LEASE_HELP, Crew, seat
 from ..errors import SsmgenError
 from ..family import records
+
+if TYPE_CHECKING:
+    from .search import Bench, Outcome
 
 TUNED = tuple(name for family in records() if family.tuning for name in family.bench)
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
@@ -44,17 +51,22 @@ class Duration(click.ParamType):
 @click.option("--budget", type=Duration(), default="60s", show_default=True, help="Stop after so long, between two cases.")
 @click.option("--again", is_flag=True, help="Measure what is known already, too.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The table to write. Default: yours of this GPU.")
+@click.option("--lease", type=click.FloatRange(1), default=LEASE, show_default=True, help=LEASE_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
-def tune(op, models, batches, tokens, tp, budget, again, out, as_json) -> None:
+def tune(op, models, batches, tokens, tp, budget, again, out, lease, as_json) -> None:
     """Measure which variant is the fastest on this GPU, and serve it from now on.
 
     Every legal variant of a call is considered; those that may win are compiled, checked bit for bit against the one that the rules would
     serve, and timed in turn with it. The table grows with each case: stop it whenever you like, and go on with the same command.
+    Processes that torchrun started, one for each card, share the cases.
     """
     from .cases import cases, used
-    from .search import Bench, Outcome
+    from .crew import take_card
+    from .search import Bench
     from .search import tune as run
 
+    if here := seat():
+        take_card(here)
     bench = Bench.here()
     path = out or table.overlay_path(bench.gpu)
     if path is None:
@@ -66,9 +78,44 @@ def tune(op, models, batches, tokens, tp, budget, again, out, as_json) -> None:
         click.echo(f"{'' if bar.hidden else chr(13)}{describe(outcome)}", err=True)
 
     names = [name for name in TUNED if used(name, models)] if op == "all" else (op,)
-    work = itertools.chain.from_iterable(cases(name, models, batches, tokens, tp) for name in names)
-    with bar:
-        outcomes = run(bench, work, path, budget, again, done)
+
+    def work() -> Iterable[Any]:
+        return itertools.chain.from_iterable(cases(name, models, batches, tokens, tp) for name in names)
+
+    if here:
+        task = (
+            f"ssmgen {__version__} tune {op}, models {models}, batches {batches}, tokens {tokens}, tp {tp}, budget {budget}, again {again}"
+        )
+        code = _tuned_by_crew(Crew(here, f"{task}, {bench.gpu}, NVRTC {bench.compiler}", lease, f"{bench.gpu} of {socket.gethostname()}"),
+                              bench, path, as_json, work=work, budget=budget, again=again, done=done)  # fmt: skip
+    else:
+        with bar:
+            outcomes = run(bench, work(), path, budget, again, done)
+        code = _told(outcomes, bench, path, as_json)
+    if code:
+        sys.exit(code)
+
+
+def _tuned_by_crew(crew: Crew, bench: Bench, path: Path, as_json: bool, **share: Any) -> int:
+    """This process's share, and, if it is the one that publishes, what the command prints; the exit code of all."""
+    from .crew import hold_card, tune_share, tuned_by_all
+
+    with crew:
+        hold_card(crew)
+        start = time.perf_counter()
+        tune_share(crew, bench, path=path, **share)
+
+        def publish(told: dict[int, dict[str, Any]]) -> int:
+            seconds = time.perf_counter() - start
+            outcomes = tuned_by_all(told, bench, path)
+            click.echo(crew.account(told, seconds, "cases"), err=True)
+            return _told(outcomes, bench, path, as_json)
+
+        return crew.finish(publish)
+
+
+def _told(outcomes: list[Outcome], bench: Bench, path: Path, as_json: bool) -> int:
+    """Prints what became of cases; the exit code."""
     rows = [o.row for o in outcomes if o.row is not None]
     failed = [o for o in outcomes if o.row is None]
     if as_json:
@@ -78,7 +125,7 @@ def tune(op, models, batches, tokens, tp, budget, again, out, as_json) -> None:
         click.echo(f"{len(rows)} cases in {path}" + (f"; {gain(rows)}" if rows else ""))
     if failed:
         click.echo("".join(f"{o.label}: {o.why}\n" for o in failed), err=True, nl=False)
-        sys.exit(1)
+    return 1 if failed else 0
 
 
 def describe(outcome: Any) -> str:

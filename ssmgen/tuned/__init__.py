@@ -8,6 +8,7 @@ A row of the user's table that could never have been measured is left out, and t
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import settings
+from ..cache.process_lock import process_lock
 from ..cache.trust import distrust, make_private
 from ..catalog import OPERATOR_OF, OPERATORS, name_of, parse
 from ..errors import SpecError, SsmgenError
@@ -213,6 +215,13 @@ def write(path: Path, gpu: str, rows: Iterable[Row]) -> None:
         os.replace(temporary, path)
     except OSError as e:
         raise TableError(f"{path} cannot be written: {e}") from e
+
+
+def merge(path: Path, gpu: str, rows: Iterable[Row]) -> None:
+    """Puts rows into a table beside what is there. Processes of one machine wait for each other; those of several, on a shared file
+    system, may lose each other's. Raises TableError."""
+    with process_lock(hashlib.sha256(str(path.resolve()).encode()).hexdigest()):
+        write(path, gpu, (read(path) | {row.key: row for row in rows}).values())
 
 
 def rows_of(gpu: str) -> dict[tuple[str, str, bool, int], Row]:
