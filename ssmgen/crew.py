@@ -24,7 +24,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -112,7 +112,8 @@ class Crew:
     def __exit__(self, *raised: object) -> None:
         self._ending.set()
         with contextlib.suppress(CrewError):  # rank 0 may have ended, and the store with it
-            self._ask("set", f"idle/{self.me}", "1")
+            for key in f"idle/{self.me}", f"bye/{self.seat.rank}":
+                self._ask("set", key, "1")
 
     def _connected(self, server: bool) -> Any:
         from torch.distributed import PrefixStore, TCPStore
@@ -173,7 +174,8 @@ class Crew:
         Items of processes that have died come last. work: gives the same items in the same order in every process, whenever it is
         called; it makes those of others, too, which should cost little beside doing them.
         """
-        mine, left = self._next(), range(0)
+        mine = self._next()
+        left: Sequence[int] = ()
         for number, item in enumerate(work()):
             if stop():
                 return
