@@ -22,6 +22,7 @@ from ..catalog import parse
 from ..crew import LEASE, LEASE_HELP, Crew, seat
 from ..errors import SsmgenError
 from ..family import records
+from ..spec import flat, text_of
 
 if TYPE_CHECKING:
     from .search import Bench, Outcome
@@ -91,6 +92,8 @@ def tune(op, models, batches, tokens, tp, budget, again, out, lease, as_json) ->
     else:
         with bar:
             outcomes = run(bench, work(), path, budget, again, done)
+        seconds = time.monotonic() - start
+        click.echo(f"{len(outcomes)} cases in {seconds:.1f} s, {len(outcomes) / seconds:.2f} a second", err=True)
         code = _told(outcomes, bench, path, as_json)
     if code:
         sys.exit(code)
@@ -147,15 +150,46 @@ def gain(rows: list[table.Row]) -> str:
 
 @click.command()
 @click.option("--gpu", help="Its name, as torch has it. Default: all that there are tables for.")
+@click.option(
+    "--lost",
+    type=click.FloatRange(0),
+    help="Only rows on which today's rules lose more than so many percent; exits with 1 if there are any.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
-def tuned(gpu, as_json) -> None:
-    """List the measured choices, and those that are no longer believed."""
+def tuned(gpu, lost, as_json) -> None:
+    """List the measured choices, what the rules lose to each, and which are no longer believed.
+
+    With --lost, a row whose variant the rules choose by now counts as one on which they lose nothing, and stale rows are left out.
+    """
     found = [(name, row, table.staleness(row)) for name in ([gpu] if gpu else table.gpus()) for row in table.rows_of(name).values()]
+    losses = {row: table.loss(row) for _, row, stale in found if not stale}
+    kept = found if lost is None else [(name, row, stale) for name, row, stale in found if losses.get(row, 0.0) > lost / 100]
     if as_json:
-        click.echo(json.dumps([{"gpu": name, "stale": stale or None} | asdict(row) for name, row, stale in found], indent=1))
-        return
-    for name, row, stale in found:
-        spec = row.spec if stale else parse(row.spec).name
-        click.echo(f"{name}  {row.label:60} {row.us:9.2f} us {row.rule_us / row.us:7.3f} x  {'STALE: ' + stale if stale else spec}")
-    fresh = [row for _, row, stale in found if not stale]
-    click.echo(f"{len(found)} rows, {len(found) - len(fresh)} stale" + (f"; {gain(fresh)}" if fresh else ""), err=True)
+        click.echo(
+            json.dumps([{"gpu": name, "stale": s or None, "lost": losses.get(row)} | asdict(row) for name, row, s in kept], indent=1)
+        )
+    else:
+        for name, row, stale in kept:
+            what = f"STALE: {stale}" if stale else parse(row.spec).name if lost is None else _otherwise(row)
+            click.echo(f"{name}  {row.label:60} {row.us:9.2f} us {100 * losses.get(row, row.rule_us / row.us - 1):5.1f} %  {what}")
+    for name in dict.fromkeys(name for name, _, _ in found):
+        own = [row for owner, row, _ in found if owner == name]
+        click.echo(f"{name}: {len(own)} rows, {sum(row not in losses for row in own)} stale{_lost(own, losses)}", err=True)
+    if lost is not None and kept:
+        sys.exit(1)
+
+
+def _lost(rows: list[table.Row], losses: dict[table.Row, float]) -> str:
+    """What rules lose to those rows that are believed, in words."""
+    known = [row for row in rows if row in losses]
+    if not known:
+        return ""
+    worst = max(known, key=losses.__getitem__)
+    mean = statistics.mean(losses[row] for row in known)
+    return f"; the rules lose {100 * mean:.2f} % in the mean, {100 * losses[worst]:.1f} % at most ({worst.label})"
+
+
+def _otherwise(row: table.Row) -> str:
+    """What the variant of a row has otherwise than the rules' one."""
+    ruled = flat(table.ruled(row))
+    return ", ".join(f"{name}={text_of(v)} (rules {text_of(ruled[name])})" for name, v in flat(parse(row.spec)).items() if v != ruled[name])

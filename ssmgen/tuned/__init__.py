@@ -297,6 +297,21 @@ def staleness(row: Row, arch: Arch | None = None) -> str:
     return "" if code == row.code else f"the variant's code has changed since {row.date}"
 
 
+def ruled(row: Row) -> KernelSpec:
+    """What the rules choose today, where a row that is believed was measured."""
+    from .. import registry  # which asks for rows
+
+    spec, kind = parse(row.spec), _problem_of(row.operator)
+    problem = kind(**{f.name: getattr(spec, f.name) for f in fields(kind)})
+    return registry.select(row.operator, problem, row.size, Arch.parse(row.arch), row.pdl)
+
+
+def loss(row: Row) -> float:
+    """What the rules lose to a row that is believed, as a part of its time: nothing where they choose its variant by now, else what they
+    lost when it was measured."""
+    return 0.0 if str(ruled(row)) == row.spec else row.rule_us / row.us - 1
+
+
 def alike(spec: KernelSpec) -> list[KernelSpec]:
     """The variant for each problem of its bucket that differs in its slot index: what a row of it may serve."""
     kinds = [field.name for field in fields(spec) if field.name == "index"]
