@@ -116,8 +116,10 @@ class Crew:
                 self._ask("set", key, "1")
 
     def _connected(self, server: bool) -> Any:
-        from torch.distributed import PrefixStore, TCPStore
-
+        try:
+            from torch.distributed import PrefixStore, TCPStore
+        except ImportError as e:
+            raise CrewError(f"processes share work through the store of torch.distributed, which cannot be imported: {e}") from e
         wait = datetime.timedelta(seconds=CONNECT_SECONDS)
         store = TCPStore(self.seat.host, self.seat.port, None, server, wait, wait_for_workers=False)
         store.set_timeout(datetime.timedelta(seconds=REQUEST_SECONDS))
