@@ -142,7 +142,7 @@ class Crew:
             return getattr(self._store, request)(*words)
 
     def _beat(self) -> None:
-        """By a connection of its own: the other one may be waiting for an answer."""
+        """Gives signs of life by a connection of its own: the other one may be waiting for an answer."""
         with contextlib.suppress(RuntimeError):  # the next request of the others says it
             store = self._connected(server=False)
             while not self._ending.wait(self.lease / BEATS):

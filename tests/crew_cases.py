@@ -33,7 +33,7 @@ class FakeCall:
 
 
 def begin(own: list[int]) -> None:
-    """Of a case or a compilation: waits for the others, and dies if it is to."""
+    """Begins a case or a compilation: waits for the others, and dies if it is to."""
     folder, own_rank = Path(os.environ["SSMGEN_CACHE_DIR"]), os.environ.get("RANK", "0")
     (folder / f"rank{own_rank}").touch()
     while len(list(folder.glob("rank*"))) < int(os.environ.get("WORLD_SIZE", "1")):
