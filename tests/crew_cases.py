@@ -10,7 +10,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ssmgen import nvrtc, registry
 from ssmgen.cli import main
@@ -50,28 +52,30 @@ def slow_times(calls, sets, specs, rounds, captures) -> dict[KernelSpec, float]:
     return {spec: 2.0 + (7 * spec.tile + calls[0].size) % 13 / 10 for spec in specs}
 
 
-def stand_in() -> None:
+def stand_in(put: Callable[[Any, str, Any], None]) -> None:
     """Puts a card's stand-in, and one operator's cases, in the place of what `tune` uses; a death in that of a compilation."""
     begun: list[int] = []
     variants = [s for s in registry.OPERATORS[OP].space(PROBLEM, SM90) if s.pdl.value != "off"][:6]
+    bench = search.Bench(GPU, model.Card(SM90, 132, 4.2), "CUDA 13.0", "a build")
 
     def promising(call, rule, bench, pdl):
         begin(begun)
         return variants
 
-    search._promising, search._times = promising, slow_times
-    search.check_bits, search._never_spills = (lambda *_: None), (lambda *_: True)
-    search.Bench.here = classmethod(lambda cls: search.Bench(GPU, model.Card(SM90, 132, 4.2), "CUDA 13.0", "a build"))
-    cases.cases = lambda *_: (cases.Case(f"size {n}", 2, lambda i, n=n: FakeCall(n), lambda: None) for n in SIZES)
-    cases.used = lambda operator, names: operator == OP
-    crew.hold_card = lambda crew: None
     compile_cubin = nvrtc.compile_cubin
 
     def compiling(*words):
         begin(begun)
         return compile_cubin(*words)
 
-    nvrtc.compile_cubin = compiling
+    put(search, "_promising", promising)
+    put(search, "_times", slow_times)
+    put(search, "check_bits", lambda *_: None)
+    put(search, "_never_spills", lambda *_: True)
+    put(search.Bench, "here", classmethod(lambda cls: bench))
+    put(cases, "cases", lambda *_: (cases.Case(f"size {n}", 2, lambda i, n=n: FakeCall(n), lambda: None) for n in SIZES))
+    put(crew, "hold_card", lambda crew: None)
+    put(nvrtc, "compile_cubin", compiling)
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
@@ -82,6 +86,6 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    stand_in()
+    stand_in(setattr)
     sys.argv[0] = "ssmgen"
     main()
