@@ -1,15 +1,16 @@
 """A crew: processes that share a list of work, each item of which one of them does.
 
 They are started by torchrun, Slurm or anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and meet in nothing but
-torch.distributed's store. There is no collective operation, so that nobody waits for a process that has died. Keys of the store:
+torch.distributed's store. There is no collective operation, so that nobody waits for a process that has died. Keys of the store, under
+ssmgen/TURN/, where a turn is one task; the next one begins when its result is there:
 
     first/task       what all of them do
     next             how many items have been handed out
-    claim/N          whose item N is: "attempt.rank.nonce#times", where `times` counts the processes that have had it
+    claim/N          whose item N is: "MEMBER#times", where `times` counts the processes that have had it
     done/N           what became of item N, as JSON; the first one to say so is believed
     beat/MEMBER      counts up while a process lives; one that is silent for a lease, by the clock of whoever looks, counts as dead
     idle/MEMBER      set by a process that takes no more items
-    member/RANK      the process that has a rank now, and name/RANK what people call it
+    member/RANK      the process that has a rank now, "rank.nonce", so that one before it is dead; name/RANK is what people call it
     publisher        who writes the result: rank 0, or another one if that is dead
     result, bye/…    the exit code of all, and who has read it
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import json
 import os
 import secrets
@@ -56,7 +58,6 @@ class Seat:
     host: str
     port: int
     hosted: bool = False  # by torchrun, which then outlives rank 0; else rank 0 is the store's server
-    attempt: int = 0  # of torchrun, which starts all of them again after one has died
 
 
 def seat() -> Seat | None:
@@ -73,7 +74,7 @@ def seat() -> Seat | None:
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Seat(
         rank, world, _number("LOCAL_RANK", 0, 0), _number("LOCAL_WORLD_SIZE", 1, 1), os.environ["MASTER_ADDR"],
-        _number("MASTER_PORT", 0, 1), hosted, _number("TORCHELASTIC_RESTART_COUNT", 0, 0),
+        _number("MASTER_PORT", 0, 1), hosted,
     )  # fmt: skip
 
 
@@ -94,15 +95,21 @@ class Crew:
     def __init__(self, seat: Seat, task: str, lease: float = LEASE, name: str = ""):
         self.seat, self.task, self.lease = seat, task, lease
         self.name = name or f"process {os.getpid()} on {socket.gethostname()}"
-        self.me = f"{seat.attempt}.{seat.rank}.{secrets.token_hex(6)}"
+        self.me = f"{seat.rank}.{secrets.token_hex(6)}"
         self._ending = threading.Event()
         self._seen: dict[str, tuple[bytes, float]] = {}  # what was last read of a key that should change, and when that was new
 
     def __enter__(self) -> Crew:
         with self._asking():
-            self._store = self._connected(server=self.seat.rank == 0 and not self.seat.hosted)
-        if (task := self.first("task", self.task)) != self.task:
-            raise CrewError(f"rank {self.seat.rank} was started for other work:\n  {self.task}\nthan another one:\n  {task}")
+            store = self._connected(server=self.seat.rank == 0 and not self.seat.hosted)
+        from torch.distributed import PrefixStore
+
+        for self._turn in itertools.count():
+            self._store = PrefixStore(f"ssmgen/{self._turn}", store)
+            if (task := self.first("task", self.task)) == self.task:
+                break
+            if not self._ask("check", ["result"]):
+                raise CrewError(f"rank {self.seat.rank} was started for other work:\n  {self.task}\nthan another one:\n  {task}")
         self._ask("add", f"beat/{self.me}", 1)
         self._ask("set", f"name/{self.seat.rank}", self.name)
         self._ask("set", f"member/{self.seat.rank}", self.me)
@@ -117,13 +124,13 @@ class Crew:
 
     def _connected(self, server: bool) -> Any:
         try:
-            from torch.distributed import PrefixStore, TCPStore
+            from torch.distributed import TCPStore
         except ImportError as e:
             raise CrewError(f"processes share work through the store of torch.distributed, which cannot be imported: {e}") from e
         wait = datetime.timedelta(seconds=CONNECT_SECONDS)
         store = TCPStore(self.seat.host, self.seat.port, None, server, wait, wait_for_workers=False)
         store.set_timeout(datetime.timedelta(seconds=REQUEST_SECONDS))
-        return PrefixStore("ssmgen", store)
+        return store
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
@@ -146,7 +153,7 @@ class Crew:
         with contextlib.suppress(RuntimeError):  # the next request of the others says it
             store = self._connected(server=False)
             while not self._ending.wait(self.lease / BEATS):
-                store.add(f"beat/{self.me}", 1)
+                store.add(f"ssmgen/{self._turn}/beat/{self.me}", 1)
 
     def _read(self, key: str) -> str:
         """What stands there; empty if nothing does."""
@@ -160,13 +167,12 @@ class Crew:
         return now - self._seen[key][1] > self.lease
 
     def _dead(self, member: str) -> bool:
-        """torchrun starts an attempt when it has ended the one before it."""
-        return int(member.partition(".")[0]) < self.seat.attempt or self._still(f"beat/{member}")
+        """Whether another process has its rank, as after torchrun has started all of them again, or it has been silent for a lease."""
+        return self._read(f"member/{member.partition('.')[0]}") != member or self._still(f"beat/{member}")
 
     def _gone(self, rank: int) -> bool:
         """Whether a rank takes no more items: idle, dead, or not come within a lease."""
-        member = self._read(f"member/{rank}")
-        if not member or int(member.partition(".")[0]) < self.seat.attempt:
+        if not (member := self._read(f"member/{rank}")):
             return self._still(f"member/{rank}")
         return bool(self._ask("check", [f"idle/{member}"])) or self._dead(member)
 

@@ -34,13 +34,11 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def crew_of(world: int, attempt: int = 0, lease: float = LEASE):
+def crew_of(world: int, lease: float = LEASE):
     """Members of a crew in this process; the first of them hosts the store."""
     port = free_port()
     with contextlib.ExitStack() as stack:
-        yield [
-            stack.enter_context(Crew(Seat(n, world, n, world, "127.0.0.1", port, attempt=attempt), "a task", lease)) for n in range(world)
-        ]
+        yield [stack.enter_context(Crew(Seat(n, world, n, world, "127.0.0.1", port), "a task", lease)) for n in range(world)]
 
 
 def silence(member: Crew) -> None:
@@ -140,11 +138,11 @@ def test_another_publishes_for_the_dead_one():
 
 
 def test_after_a_new_start_nobody_waits_for_the_old_processes():
-    """As torchrun does it: all of an attempt have ended when the next one begins, and the store is the same."""
+    """As torchrun does it: all have ended when all are started again, and the store is the same."""
     with crew_of(2, lease=60) as old:
         number, _ = next(old[1].take(lambda: range(5)))
         host = old[0].seat
-        seats = [Seat(n, 2, n, 2, host.host, host.port, hosted=True, attempt=1) for n in range(2)]
+        seats = [Seat(n, 2, n, 2, host.host, host.port, hosted=True) for n in range(2)]
         with Crew(seats[0], "a task", 60) as a, Crew(seats[1], "a task", 60) as b:
             start = time.monotonic()
             did, told, _ = together(a, b, count=5)
@@ -167,6 +165,19 @@ def test_budgets_end_it_with_items_left():
 def test_processes_with_other_work_are_refused():
     with crew_of(1) as (first,), pytest.raises(CrewError, match=r"(?s)rank 1 was started for other work:.*another.*than.*a task"):
         Crew(Seat(1, 2, 1, 2, "127.0.0.1", first.seat.port), "another", LEASE).__enter__()
+
+
+def test_one_task_after_the_other_in_one_store():
+    """As when a job's processes build, and tune then."""
+    with crew_of(1) as (first,):
+        again = Seat(0, 1, 0, 1, "127.0.0.1", first.seat.port, hosted=True)
+        assert first.finish(lambda told: 3) == 3
+        with Crew(again, "a second task", LEASE) as second:
+            for number, _ in second.take(lambda: range(2)):
+                second.done(number, {})
+            assert second.finish(lambda told: len(told)) == 2
+        with Crew(again, "a task", LEASE) as known:
+            assert known.finish(lambda told: 5) == 3, "as it ended"
 
 
 def test_who_is_left_without_the_store_says_so():
@@ -200,10 +211,9 @@ def test_seats_are_what_torchrun_says(monkeypatch):
         "MASTER_ADDR": "there",
         "MASTER_PORT": "29500",
         "LOCAL_RANK": "1",
-        "TORCHELASTIC_RESTART_COUNT": "2",
     }.items():
         monkeypatch.setenv(name, value)
-    assert seat() == Seat(3, 4, 1, 1, "there", 29500, attempt=2)
+    assert seat() == Seat(3, 4, 1, 1, "there", 29500)
     for name, value in {"RANK": "4", "MASTER_PORT": "x", "WORLD_SIZE": "-1"}.items():
         with monkeypatch.context() as context, pytest.raises(ConfigError, match=name):
             context.setenv(name, value)

@@ -72,11 +72,15 @@ def tune(op, models, batches, tokens, tp, budget, again, out, lease, as_json) ->
     path = out or table.overlay_path(bench.gpu)
     if path is None:
         raise SsmgenError("there is no cache directory to keep a table in: give --out, or set SSMGEN_CACHE_DIR")
-    start, bar = time.monotonic(), click.progressbar(length=int(budget), label="tuning", file=sys.stderr, hidden=not sys.stderr.isatty())
+    start, bar = (
+        time.monotonic(),
+        click.progressbar(length=int(budget), label="tuning", file=sys.stderr, hidden=bool(here) or not sys.stderr.isatty()),
+    )
 
     def done(outcome: Outcome) -> None:
         bar.update(max(0, min(int(time.monotonic() - start), int(budget)) - bar.pos))
-        click.echo(f"{'' if bar.hidden else chr(13)}{describe(outcome)}", err=True)
+        who = f"rank {here.rank}: " if here else "" if bar.hidden else chr(13)
+        click.echo(f"{who}{describe(outcome)}", err=True)
 
     names = [name for name in TUNED if used(name, models)] if op == "all" else (op,)
 
