@@ -11,6 +11,7 @@ ssmgen/TURN/, where a turn is one task; the next one begins when its result is t
     beat/MEMBER      counts up while a process lives; one that is silent for a lease, by the clock of whoever looks, counts as dead
     idle/MEMBER      set by a process that takes no more items
     member/RANK      the process that has a rank now, "rank.nonce", so that one before it is dead; name/RANK is what people call it
+    holder/THING     the process that has what only one may have
     publisher        who writes the result: rank 0, or another one if that is dead
     result, bye/…    the exit code of all, and who has read it
 """
@@ -226,10 +227,23 @@ class Crew:
         """What the first of the processes said under a key; this one's value if it is the first."""
         return str(self._ask("compare_set", f"first/{key}", "", value).decode())
 
+    def holder(self, what: str) -> int | None:
+        """Whose a thing is that one process may have: the rank of another one that lives; None if it is this one's from now on."""
+        key, beats = f"holder/{what}", dict[str, str]()
+        while (held := self._read(key)) != self.me:
+            if not held or self._ask("check", [f"idle/{held}"]) or self._dead(held):
+                self._ask("compare_set", key, held, self.me)
+                continue
+            now = self._read(f"beat/{held}")
+            if beats.setdefault(held, now) != now:
+                return int(held.partition(".")[0])
+            self._wait()
+        return None
+
     def done(self, number: int, value: dict[str, Any]) -> None:
         """Says what became of an item; value: of what JSON has."""
         times = self._read(f"claim/{number}").partition("#")[2]
-        told = value | {"rank": self.seat.rank, "taken_over": times not in ("", "1")}
+        told = value | {"rank": self.seat.rank, "member": self.me, "taken_over": times not in ("", "1")}
         self._ask("compare_set", f"done/{number}", "", json.dumps(told))
 
     def finish(self, publish: Callable[[dict[int, dict[str, Any]]], int]) -> int:
@@ -274,19 +288,22 @@ class Crew:
         return {number: json.loads(text) for number, text in said if text}
 
     def account(self, results: dict[int, dict[str, Any]], seconds: float, what: str) -> str:
-        """Who did what, in lines. results: as `finish` gives them, with `seconds` of each."""
-        lines = []
+        """Who did what, in lines. results: as `finish` gives them, with `seconds` of each; seconds: since these processes began."""
+        lines, before = [], 0
         for rank in range(self.seat.world):
             own = [r for r in results.values() if r["rank"] == rank]
-            over = sum(r["taken_over"] for r in own)
-            name = self._read(f"name/{rank}") or "has never come"
-            dead = "" if rank == self.seat.rank or not name or self._idle(rank) else ", no longer there"
-            busy = sum(r.get("seconds", 0.0) for r in own)
-            lines.append(f"  rank {rank}, {name}{dead}: {len(own)} {what}" + f", {over} taken over" * bool(over) + f", busy {busy:.1f} s")
-        lost = sum("lost" in r for r in results.values())
-        rate = len(results) / seconds if seconds else 0.0
-        first = f"{len(results)} {what} by {self.seat.world} processes in {seconds:.1f} s, {rate:.2f} a second"
+            member = self._read(f"member/{rank}")
+            before += sum(r["member"] != member for r in own)
+            name = self._read(f"name/{rank}") or "which has not come"
+            gone = member and rank != self.seat.rank and not self._ask("check", [f"idle/{member}"])
+            over, busy = sum(r["taken_over"] for r in own), sum(r.get("seconds", 0.0) for r in own)
+            lines.append(
+                f"  rank {rank}, {name}{', no longer there' * bool(gone)}: {len(own)} {what}"
+                + f", {over} taken over" * bool(over)
+                + f", busy {busy:.1f} s"
+            )
+        lost, now = sum("lost" in r for r in results.values()), len(results) - before
+        again = f", {before} of them before all were started again, the rest" * bool(before)
+        rate = now / seconds if seconds else 0.0
+        first = f"{len(results)} {what} by {self.seat.world} processes{again} in {seconds:.1f} s, {rate:.2f} a second"
         return "\n".join([first + f"; {lost} given up" * bool(lost), *lines])
-
-    def _idle(self, rank: int) -> bool:
-        return bool(self._ask("check", [f"idle/{self._read(f'member/{rank}')}"]))

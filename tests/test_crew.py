@@ -126,7 +126,9 @@ def test_an_item_that_ends_processes_is_given_up():
         told = {}
         members[0].finish(lambda said: told.update(said) or 0)
         assert f"{crew.ATTEMPTS} processes have ended" in told[0]["lost"]
-        assert "1 given up" in members[0].account(told, 1.0, "things")
+        members[0].seat = Seat(0, 6, 0, 6, "127.0.0.1", 1)
+        text = members[0].account(told, 1.0, "things")
+        assert "1 given up" in text and "rank 5, which has not come: 0 things" in text
 
 
 def test_another_publishes_for_the_dead_one():
@@ -147,6 +149,11 @@ def test_after_a_new_start_nobody_waits_for_the_old_processes():
             start = time.monotonic()
             did, told, _ = together(a, b, count=5)
             assert time.monotonic() - start < 20 and number in did[0] + did[1] and list(told) == list(range(5))
+            assert "5 things by 2 processes in 1.0 s, 5.00 a second" in a.account(told, 1.0, "things")
+            told[0]["member"] = old[told[0]["rank"]].me
+            assert "5 things by 2 processes, 1 of them before all were started again, the rest in 1.0 s, 4.00 a s" in a.account(
+                told, 1.0, "things"
+            )
 
 
 def test_budgets_end_it_with_items_left():
@@ -165,6 +172,13 @@ def test_budgets_end_it_with_items_left():
 def test_processes_with_other_work_are_refused():
     with crew_of(1) as (first,), pytest.raises(CrewError, match=r"(?s)rank 1 was started for other work:.*another.*than.*a task"):
         Crew(Seat(1, 2, 1, 2, "127.0.0.1", first.seat.port), "another", LEASE).__enter__()
+
+
+def test_what_one_may_have_is_had_by_one_that_lives():
+    with crew_of(2) as members:
+        assert [members[n].holder("a card") for n in (1, 0, 1)] == [None, 1, None] and members[0].holder("another") is None
+        silence(members[1])
+        assert members[0].holder("a card") is None
 
 
 def test_one_task_after_the_other_in_one_store():

@@ -29,8 +29,7 @@ def take_card(seat: Seat) -> None:
 def hold_card(crew: Crew) -> None:
     """Raises CrewError if another rank measures on this process's card: their times would be of both."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    holder = crew.first(f"card/{properties.uuid}", str(crew.seat.rank))
-    if holder != str(crew.seat.rank):
+    if (holder := crew.holder(f"card {properties.uuid}")) is not None:
         raise CrewError(
             f"ranks {holder} and {crew.seat.rank} have one card, {properties.name} {properties.uuid}: start a process for each card"
         )
