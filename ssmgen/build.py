@@ -99,19 +99,27 @@ def build(
 def build_share(crew: Crew, work: Sequence[tuple[KernelSpec, Arch]], cache: Cache, jobs: int, max_spill: int) -> None:
     """Compiles this process's share of what is missing, and tells the others how long that took; whoever publishes finds it in the cache.
 
-    A KeyboardInterrupt goes on to the caller, and what is at hand is not waited for.
+    After a variant that cannot be kept no further ones are begun. A KeyboardInterrupt goes on to the caller, and what is at hand is not
+    waited for.
     """
-    items, taking, ended = crew.take(lambda: work), threading.Lock(), threading.Event()
+    taking, ended = threading.Lock(), threading.Event()
+    items = crew.take(lambda: work, ended.is_set)
 
     def some() -> None:
-        while not ended.is_set():
-            with taking:
-                number, pair = next(items, (0, None))
-            if pair is None:
-                return
-            start = time.perf_counter()
-            (built,) = build([pair], cache, 1, max_spill, keep=True)
-            crew.done(number, {"seconds": time.perf_counter() - start, "hit": built.hit})
+        try:
+            while not ended.is_set():
+                with taking:
+                    number, pair = next(items, (0, None))
+                if pair is None:
+                    return
+                start = time.perf_counter()
+                (built,) = build([pair], cache, 1, max_spill, keep=True)
+                crew.done(number, {"seconds": time.perf_counter() - start, "hit": built.hit})
+                if isinstance(built.error, NotKeptError):
+                    ended.set()
+        except BaseException:
+            ended.set()  # or the other threads would wait for what this one has in hand
+            raise
 
     pool = ThreadPoolExecutor(jobs)
     try:

@@ -9,18 +9,22 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import crew_cases
 import pytest
 from click.testing import CliRunner
 
-from ssmgen import crew
+from ssmgen import crew, registry
 from ssmgen import tuned as table
+from ssmgen.build import NotKeptError, build_share, built_by_all
 from ssmgen.cache.layer import Layer
+from ssmgen.cache.store import Cache
 from ssmgen.cli import main
 from ssmgen.crew import Crew, CrewError, Seat, seat
 from ssmgen.errors import ConfigError
+from ssmgen.spec import SM90
 from ssmgen.tune.crew import take_card
 
 SCRIPT = str(Path(crew_cases.__file__))
@@ -181,6 +185,31 @@ def test_what_one_may_have_is_had_by_one_that_lives():
         assert members[0].holder("a card") is None
 
 
+def test_a_share_of_a_build_ends_where_it_fails(tmp_path):
+    """In one of its threads, or for want of a place: what is left of it is others'."""
+    spec = registry.select(crew_cases.OP, crew_cases.PROBLEM, 1, SM90, True)
+    work = [(replace(spec, tile=spec.tile << n), SM90) for n in range(3)]
+
+    def broken(*words):
+        raise MemoryError
+
+    def cache() -> Cache:
+        found = Cache(tmp_path / "none")
+        found.writable = None  # as when there is no home
+        return found
+
+    with crew_of(1) as (first,), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Cache, "get", broken)
+        with pytest.raises(MemoryError):
+            build_share(first, work, cache(), 2, 0)
+    with crew_of(1) as (first,):
+        build_share(first, work, cache(), 1, 0)
+        told = {}
+        first.finish(lambda said: told.update(said) or 0)
+        built, *_ = built_by_all(told, work, cache=cache(), jobs=1, keep=True)
+        assert list(told) == [0] and isinstance(built.error, NotKeptError)
+
+
 def test_one_task_after_the_other_in_one_store():
     """As when a job's processes build, and tune then."""
     with crew_of(1) as (first,):
@@ -249,7 +278,13 @@ def run(*command, folder: Path, **more: str) -> subprocess.Popen[str]:
 
 
 def torchrun(*command, folder: Path, processes: int, restarts: int = 0, **more: str) -> subprocess.Popen[str]:
-    options = ["--standalone", f"--nproc-per-node={processes}", f"--max-restarts={restarts}", "--monitor-interval=0.1"]
+    options = [
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        f"--nproc-per-node={processes}",
+        f"--max-restarts={restarts}",
+        "--monitor-interval=0.1",
+    ]
     return run("-m", "torch.distributed.run", *options, *command, folder=folder, **more)
 
 

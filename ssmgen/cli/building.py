@@ -98,7 +98,8 @@ def _built_by_crew(
     from ..build import build_share, built_by_all
 
     names = "\n".join(f"{spec} {arch}" for spec, arch in work)
-    task = f"ssmgen {__version__} build of {len(work)} variants, digest {hashlib.sha256(names.encode()).hexdigest()[:16]}"
+    digest = hashlib.sha256(names.encode()).hexdigest()[:16]
+    task = f"ssmgen {__version__} build of {len(work)} variants, digest {digest}, max spill {max_spill}, NVRTC {cache.compiler_build()}"
     jobs = jobs or max(1, (os.cpu_count() or 1) // seat.local_world)
     with Crew(seat, task, lease) as ours:
         start = time.perf_counter()

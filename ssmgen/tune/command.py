@@ -72,10 +72,8 @@ def tune(op, models, batches, tokens, tp, budget, again, out, lease, as_json) ->
     path = out or table.overlay_path(bench.gpu)
     if path is None:
         raise SsmgenError("there is no cache directory to keep a table in: give --out, or set SSMGEN_CACHE_DIR")
-    start, bar = (
-        time.monotonic(),
-        click.progressbar(length=int(budget), label="tuning", file=sys.stderr, hidden=bool(here) or not sys.stderr.isatty()),
-    )
+    start, hidden = time.monotonic(), here is not None or not sys.stderr.isatty()
+    bar = click.progressbar(length=int(budget), label="tuning", file=sys.stderr, hidden=hidden)
 
     def done(outcome: Outcome) -> None:
         bar.update(max(0, min(int(time.monotonic() - start), int(budget)) - bar.pos))
