@@ -26,6 +26,7 @@ from .families.combine_splits.call import combine_splits as combine_splits
 from .families.delta_layer.call import gdn_layer as gdn_layer
 from .families.delta_layer.call import kda_layer as kda_layer
 from .families.gated_rms_norm.call import gated_rms_norm as gated_rms_norm
+from .families.gated_rms_norm.centred import gated_layer_norm as gated_layer_norm
 from .families.gated_rms_norm.plain import rms_norm as rms_norm
 from .families.linear_attention.call import Ring as Ring
 from .families.linear_attention.call import comba as comba

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from . import registry
 from .cache.entry import Entry
 from .cache.store import Cache
 from .catalog import OPERATOR_OF, OPERATORS
+from .crew import Crew, CrewError
 from .errors import SpillError, SsmgenError
 from .models import Wanted, models
 from .spec import SM90, Arch, DType, KernelSpec, Problem
@@ -90,6 +94,51 @@ def build(
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     return sorted(results, key=lambda b: order[b.spec, b.arch])
+
+
+def build_share(crew: Crew, work: Sequence[tuple[KernelSpec, Arch]], cache: Cache, jobs: int, max_spill: int) -> None:
+    """Compiles this process's share of what is missing, and tells the others how long that took; whoever publishes finds it in the cache.
+
+    After a variant that cannot be kept no further ones are begun. A KeyboardInterrupt goes on to the caller, and what is at hand is not
+    waited for.
+    """
+    taking, ended = threading.Lock(), threading.Event()
+    items = crew.take(lambda: work, ended.is_set)
+
+    def some() -> None:
+        try:
+            while not ended.is_set():
+                with taking:
+                    number, pair = next(items, (0, None))
+                if pair is None:
+                    return
+                start = time.perf_counter()
+                (built,) = build([pair], cache, 1, max_spill, keep=True)
+                crew.done(number, {"seconds": time.perf_counter() - start, "hit": built.hit})
+                if isinstance(built.error, NotKeptError):
+                    ended.set()
+        except BaseException:
+            ended.set()  # or the other threads would wait for what this one has in hand
+            raise
+
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        for future in [pool.submit(some) for _ in range(jobs)]:
+            future.result()
+    finally:
+        ended.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def built_by_all(told: Mapping[int, Mapping[str, Any]], work: Sequence[tuple[KernelSpec, Arch]], **how: Any) -> list[Built]:
+    """What `build` gives for all of the work, after processes have done their shares: what is there is found, what is not is compiled
+    now, and what processes have died of is not tried again. told: what they said, by number. how: as to `build`."""
+    pairs = list(work)
+    lost = {pairs[n]: CrewError(f"{pairs[n][0].name} for {pairs[n][1]}: {said['lost']}") for n, said in told.items() if "lost" in said}
+    missed = {pairs[n] for n, said in told.items() if said.get("hit") is False}
+    found = {(b.spec, b.arch): b for b in build([pair for pair in pairs if pair not in lost], **how)}
+    found |= {pair: Built(*pair, None, False, error) for pair, error in lost.items()}
+    return [replace(found[pair], hit=found[pair].hit and pair not in missed) for pair in pairs if pair in found]
 
 
 def _cancel(futures: Iterable[Future[Built]]) -> None:

@@ -70,6 +70,7 @@ class Case:
     update: bool = True
     packed: int | None = None  # q, k, v are slices of one tensor, from this element on; g and beta of another
     slot_gap: int = 0  # elements between slots
+    head_gap: int = 0  # elements between the heads of one
     out_gap: bool = False  # out has strides of its own
     layout: str = "vk"
 
@@ -133,6 +134,8 @@ def matrix() -> list[Case]:
         *vary(GDN, i64_pad7={"index": I64, "pad_slot_id": 7}, dst={"dst": "row", "batch": 11}, out_gap={"out_gap": True, "V": 96}),
         *vary(GDN, dst_i64_pad3={"dst": "row", "batch": 11, "index": I64, "pad_slot_id": 3, "state": BF16}, no_update={"update": False}),
         *vary(GDN, slot_gap={"slot_gap": 4096}, slot_gap_odd={"slot_gap": 3}, slot_gap_dst={"slot_gap": 1, "state": F16, "dst": "row"}),
+        *vary(GDN, head_gap={"head_gap": 64}, head_gap_odd={"head_gap": 3, "slot_gap": 1, "state": BF16, "dst": "row"}),
+        *vary(many, head_gap={"head_gap": 32, "kept": 0, "dst": "token"}, head_gap_bf16={"head_gap": 8, "update": False, "state": BF16}),
         *vary(GDN, tail={"V": 72, "state": BF16, "out_gap": True}, dst_accepted={"dst": "row", "accepted": I32, "batch": 11}),
         *vary(many, tail={"V": 72, "dst": "token", "kept": 0}, dst={"dst": "row", "batch": 11, "state": BF16}, each={"dst": "token"}),
         *vary(many, each_i64_pad5={"dst": "token", "index": I64, "pad_slot_id": 5, "state": BF16, "slot_gap": 1}),
@@ -241,7 +244,8 @@ def make_call(case: Case, device: str, seed: int = 0) -> Call:
     kwargs = {n: memory.fill(n, torch.tensor(t, dtype=other.get(n, case.index))) for n, t in indices.items()}
     lead = (sum(case.lengths) or B,) if case.tokens is None else (1, sum(case.lengths)) if case.lengths else (B, case.tokens)
     per_head = (HV, V, K) if case.layout == "vk" else (HV, K, V)
-    kwargs["state"] = state = memory.view("state", (slots, *per_head), (HV * V * K + case.slot_gap, V * K, per_head[2], 1), case.state)
+    apart = V * K + case.head_gap
+    kwargs["state"] = state = memory.view("state", (slots, *per_head), (HV * apart + case.slot_gap, apart, per_head[2], 1), case.state)
     state.fill_(float("nan"))
     for slot in {s.slot for s in sequences} - {-1}:
         state[slot] = torch.randn(per_head, generator=g)

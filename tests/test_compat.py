@@ -287,6 +287,27 @@ def test_flashinfer_mtp_gives_each_token_a_slot():
     assert torch.equal(pool, before), "another slot was written"
 
 
+def test_flashinfer_mtp_gives_the_last_state_a_slot_of_its_own_too():
+    """Beside those of each token, and where the last one has none; not of a padded sequence, and not to a slot that is none."""
+    pool = states(16 + SLOTS)
+    before, slots = pool.clone(), torch.arange(SLOTS, SLOTS + B * 3).reshape(B, 3).int()
+    slots[1, 2] = -1
+    read, last = torch.tensor([6, 1, -1, 3]), torch.tensor([0, 2, 4, -1])
+    out, _ = flashinfer_call("mtp", pool, read, ssm_state_indices=slots, output_state_indices=last, disable_state_update=False)
+    want_o, want, each = recurrence(before[read.clamp(min=0)])
+    assert close(out[[0, 1, 3]], want_o[[0, 1, 3]]) and not out[2].any()
+    assert close(pool[[0, 2]], want[:2])
+    written = slots[[0, 1, 3]][slots[[0, 1, 3]] >= 0].tolist()
+    assert close(pool[written], each[[0, 1, 3]][slots[[0, 1, 3]] >= 0])
+    pool[[*written, 0, 2]] = before[[*written, 0, 2]]
+    assert torch.equal(pool, before), "another slot was written"
+    flashinfer_call("mtp", pool, read, ssm_state_indices=slots, output_state_indices=torch.full((B,), -1), disable_state_update=False)
+    assert torch.equal(pool[0], before[0]), "nothing to copy"
+    pool.copy_(before)
+    flashinfer_call("mtp", pool, READ, ssm_state_indices=slots, output_state_indices=READ, disable_state_update=False)
+    assert torch.equal(pool[:SLOTS], before[:SLOTS]), "the slots that were read, named again, are not written"
+
+
 POOL = {"initial_state": torch.zeros(8, HV, V, K), "initial_state_indices": READ}
 ON = {"disable_state_update": False}
 
@@ -304,7 +325,7 @@ ON = {"disable_state_update": False}
         (ArgumentError, "decode_pretranspose", POOL, "both state and initial_state"),
         (ArgumentError, "mtp", {"ssm_state_indices": READ[:, None], "disable_state_update": True}, "is not False"),
         (ArgumentError, "mtp", {"ssm_state_indices": READ} | ON, r"not \[batch, tokens\]"),
-        (ArgumentError, "mtp", {"ssm_state_indices": READ[:, None], "output_state_indices": READ} | ON, "both say"),
+        (ArgumentError, "mtp", {"ssm_state_indices": READ[:, None], "output_state_indices": READ[:2]} | ON, r"not \[batch\]"),
         (ArgumentError, "decode", {}, "in layout 'kv', whose K is 20"),
     ],
 )

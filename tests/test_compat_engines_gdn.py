@@ -161,6 +161,20 @@ def test_sglang_sigmoid_gating(sglang, gate, disabled):
     assert near(state, want) and not out[0, 1].any()
 
 
+def test_sglang_rows_beside_sequences(sglang):
+    """[B, T] with cu_seqlens: the tokens of all rows behind each other, whose sequences end anywhere."""
+    x, slots = gdn_operands(6), torch.tensor([3, 1], dtype=torch.int32)
+    how = {"use_qk_l2norm_in_kernel": True, "softplus_beta": 1.0, "softplus_threshold": 20.0, "cu_seqlens": starts_of([4, 2])}
+    how |= {"A_log": x["A_log"], "dt_bias": x["dt_bias"], "initial_state_indices": slots}
+    outs, states = [], []
+    for lead in (1, 6), (2, 3):
+        states.append(torch.ones(5, HV, V, K))
+        tokens = {n: x[n].unflatten(0, lead) for n in "qkvab"}
+        outs.append(sglang.fused_sigmoid_gating_delta_rule_update(**tokens, initial_state_source=states[-1], **how))
+    assert outs[1].shape == (2, 3, HV, V) and torch.equal(outs[0].flatten(0, 1), outs[1].flatten(0, 1))
+    assert torch.equal(*states) and not torch.equal(states[0][1], states[0][0])
+
+
 # Merging
 
 

@@ -56,7 +56,8 @@ def test_hooks_ahead_of_a_commit_are_steps():
 
 
 def test_every_data_file_has_its_commands_and_they_parse():
-    assert {path.name for path in measure.DATA.iterdir()} == {f"{name}.json.gz" for name in measure.COMMANDS}
+    names = {path.name.removesuffix(".json.gz") for path in measure.DATA.iterdir()}
+    assert names >= {f"h200-{what}" for what in measure.COMMANDS} and all(map(measure.commands_of, names))
     for command in (line for lines in measure.COMMANDS.values() for line in lines):
         words, found, context = shlex.split(command), main, click.Context(main)
         while isinstance(found, click.Group):
@@ -76,8 +77,10 @@ def test_a_data_file_holds_all_reports_of_its_commands(tmp_path):
 
     path = measure.refresh("h200-flashinfer", tmp_path, run)
     first = path.read_bytes()
-    assert load([path]).reports == [told] * len(measure.COMMANDS["h200-flashinfer"]) and all(words[-1] == "--json" for words in asked)
+    assert load([path]).reports == [told] * len(measure.COMMANDS["flashinfer"]) and all(words[-1] == "--json" for words in asked)
     assert measure.refresh("h200-flashinfer", tmp_path, run).read_bytes() == first
+    with pytest.raises(ValueError, match="h100-flashinfer would be of NVIDIA H200"):
+        measure.refresh("h100-flashinfer", tmp_path, run)
 
 
 def test_a_measurement_that_fails_leaves_the_data_as_it_is(tmp_path):

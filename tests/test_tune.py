@@ -203,6 +203,20 @@ def test_stale_rows_are_listed_as_such():
     )
 
 
+def test_what_the_rules_lose_is_listed():
+    chosen_by_now = registry.select(OP, PROBLEM, 16, SM90, True)
+    lost, little = row(us=2.0, rule_us=2.5), row(size=32, us=2.0, rule_us=2.02)
+    ship(lost, little, replace(row(spec=chosen_by_now, us=2.0, rule_us=2.5), size=16), row(size=64, code="old"))
+    result = CliRunner().invoke(main, ["tuned", "--lost", "3"])
+    listed = [line for line in result.stdout.splitlines() if line]
+    assert result.exit_code == 1 and len(listed) == 1, "neither what the rules choose by now, nor little, nor what is stale"
+    assert "25.0 %" in listed[0] and f"tile={OTHER.tile} (rules {RULE.tile})" in listed[0] and "headdim" not in listed[0]
+    assert "4 rows, 1 stale; the rules lose 8.67 % in the mean, 25.0 % at most (a case)" in result.stderr
+    told = json.loads(CliRunner().invoke(main, ["tuned", "--json"]).stdout)
+    assert [r["lost"] for r in told] == [0.25, 0.0, pytest.approx(0.01), None]
+    assert CliRunner().invoke(main, ["tuned", "--lost", "30"]).exit_code == 0
+
+
 def test_what_is_tuned_is_built():
     ship(row())
     without, both = (specs_for([PROBLEM], SM90, (True,), gpus=gpus) for gpus in ((None,), (None, GPU)))

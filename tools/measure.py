@@ -1,13 +1,15 @@
 """Measures what the documentation shows, again: `python -m tools.measure NAME …`. Needs a GPU, and the peers that a table names.
 
 Writes docs/data/NAME.json.gz, which `ssmgen bench render` shows; `transformers` writes the table of docs/migrate/transformers.md. Tables of
-docs/performance.md are taken from such results by hand: each says its command.
+docs/performance.md are taken from such results by hand: each says its command. A NAME is a card and what is measured on it, h200-all or
+h100-all; each report has the ceilings of its card.
 """
 
 from __future__ import annotations
 
 import argparse
 import gzip
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,20 +23,26 @@ DATA, PAGE = ROOT / "docs" / "data", ROOT / "docs" / "migrate" / "transformers.m
 BEGIN, END = "<!-- python -m tools.measure transformers -->\n", "<!-- end -->\n"  # around the page's table
 
 LAYER = "--state bf16 --state f32"
-COMMANDS = {  # data file -> the commands of `ssmgen` whose reports are in it
-    "h200-all": ["bench all --quick"],
-    "h200-flashinfer": [
+COMMANDS = {  # what is measured -> the commands of `ssmgen` whose reports are in its file
+    "all": ["bench all --quick"],
+    "flashinfer": [
         "bench replay_selective_state_update --state bf16",
         "bench replay_selective_state_update --state bf16 --with-conv1d --window 0 --batch 1 --batch 4 --batch 16 --batch 64",
         "bench combine_splits",
         "bench selective_state_update --model nemotron-h-8b --tp 8 --state bf16 --tokens 6",
         "bench selective_state_update --model nemotron-h-8b --tp 8 --state bf16 --batch 1 --batch 8",
     ],
-    "h200-mamba2-layer": [f"bench mamba2_layer --model nemotron-h-8b {LAYER} --batch 1 --batch 4 --batch 16 --batch 64"],
-    "h200-gdn-layer": [f"bench gdn_layer --model qwen3.5-35b-a3b {LAYER} --batch 1 --batch 4 --batch 16 --batch 64"],
-    "h200-gdn-layer-397b": [f"bench gdn_layer --model qwen3.5-397b-a17b {LAYER} --batch 1"],
-    "h200-kda-layer": [f"bench kda_layer --model kimi-linear-48b-a3b {LAYER} --batch 1 --batch 4 --batch 64"],
+    "mamba2-layer": [f"bench mamba2_layer --model nemotron-h-8b {LAYER} --batch 1 --batch 4 --batch 16 --batch 64"],
+    "gdn-layer": [f"bench gdn_layer --model qwen3.5-35b-a3b {LAYER} --batch 1 --batch 4 --batch 16 --batch 64"],
+    "gdn-layer-397b": [f"bench gdn_layer --model qwen3.5-397b-a17b {LAYER} --batch 1"],
+    "kda-layer": [f"bench kda_layer --model kimi-linear-48b-a3b {LAYER} --batch 1 --batch 4 --batch 64"],
 }
+
+
+def commands_of(name: str) -> list[str]:
+    """The commands whose reports are in a data file; none if its name says nothing that is known."""
+    card, _, what = name.partition("-")
+    return COMMANDS.get(what, []) if card else []
 
 
 def output(module: str, *words: str) -> str:
@@ -43,13 +51,20 @@ def output(module: str, *words: str) -> str:
 
 
 def refresh(name: str, data: Path = DATA, run: Callable[..., str] = output) -> Path:
-    """Measures a data file and writes it; its path. The file that is there stays until all of it is measured."""
+    """Measures a data file and writes it; its path. The file that is there stays until all of it is measured.
+
+    Raises ValueError where that was measured on another card than its name says.
+    """
     with tempfile.TemporaryDirectory() as folder:
         paths = []
-        for i, command in enumerate(COMMANDS[name]):
+        for i, command in enumerate(commands_of(name)):
             paths.append(Path(folder) / f"{i}.json")
             paths[-1].write_text(run("ssmgen", *command.split(), "--json"))
-        text = as_json(load(paths), alone=False)
+        suite = load(paths)
+    card = name.partition("-")[0]
+    if wrong := {report["device"] for report in suite.reports if card.upper() not in re.split(r"\W+", report["device"].upper())}:
+        raise ValueError(f"{name} would be of {', '.join(sorted(wrong))}")
+    text = as_json(suite, alone=False)
     path = data / f"{name}.json.gz"
     path.write_bytes(gzip.compress(text.encode(), mtime=0))  # the same results, the same bytes
     return path
@@ -64,7 +79,7 @@ def refresh_transformers(page: Path = PAGE, run: Callable[..., str] = output) ->
 
 
 def main() -> None:
-    known = [*COMMANDS, "transformers"]
+    known = [*(f"CARD-{what}" for what in COMMANDS), "transformers"]
     parser = argparse.ArgumentParser(
         prog="python -m tools.measure", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -73,12 +88,15 @@ def main() -> None:
     given = parser.parse_args()
     if given.list:
         for name in COMMANDS:
-            print(f"{name}:", *COMMANDS[name], sep="\n  ssmgen ")
+            print(f"CARD-{name}:", *COMMANDS[name], sep="\n  ssmgen ")
         print("transformers:", "python -m tools.demo --markdown", sep="\n  ")
-    elif not given.names or (unknown := [name for name in given.names if name not in known]):
+    elif not given.names or (unknown := [name for name in given.names if name != "transformers" and not commands_of(name)]):
         parser.error(f"give some of {', '.join(known)}" + (f", not {' or '.join(unknown)}" if given.names else ""))
     for name in given.names:
-        print(refresh_transformers() if name == "transformers" else refresh(name))
+        try:
+            print(refresh_transformers() if name == "transformers" else refresh(name))
+        except ValueError as e:
+            parser.exit(1, f"{e}\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -14,10 +15,12 @@ from typing import Any, NoReturn
 
 import click
 
+from .. import __version__, crew
 from .. import tuned as table
 from ..build import Built
 from ..cache.store import Cache, shared_cache
 from ..cache.trust import distrust
+from ..crew import LEASE, LEASE_HELP, Crew, Seat
 from ..errors import ModelError
 from ..files import FileError
 from ..spec import Arch, KernelSpec
@@ -34,14 +37,15 @@ from .options import BUILT, EXIT_FAILURE, EXIT_INTERRUPTED, Folder, arch_option,
 @click.option("--max-spill", type=click.IntRange(0), default=0, show_default=True, help="Spilled bytes to accept per variant.")
 @click.option("--jobs", type=click.IntRange(1), help="Parallel compilations. Default: one per processor.")
 @click.option("--out", type=Folder(), help="Write a cache layer here instead of to the user's cache.")
+@click.option("--lease", type=click.FloatRange(1), default=LEASE, show_default=True, help=LEASE_HELP)
 @json_option
 def build(
     model: str | None, pdl: bool | None, everything: bool, op: str | None, specs: tuple[str, ...], archs: list[Arch], max_batch: int,
-    max_spill: int, jobs: int | None, out: Path | None, as_json: bool, **call: Any,
+    max_spill: int, jobs: int | None, out: Path | None, lease: float, as_json: bool, **call: Any,
 ) -> None:  # fmt: skip
     """Compile kernels ahead of time. Needs no GPU.
 
-    The directory written by --out can be shipped, and named in SSMGEN_CACHE_PATH.
+    The directory written by --out can be shipped, and named in SSMGEN_CACHE_PATH. Processes that torchrun started share the work.
     """
     from ..build import build as run
     from ..build import specs_for
@@ -57,6 +61,7 @@ def build(
     cache = Cache(prepared(out)) if out else shared_cache()
     work: dict[tuple[KernelSpec, Arch], None] = {}
     finished: list[Built] = []
+    here = crew.seat()
     try:
         work |= dict.fromkeys((resolve(text, cache), arch) for text in specs for arch in archs)
         for name in list(models()) if everything else [model] if model else []:
@@ -68,17 +73,49 @@ def build(
         if not work:
             raise ModelError(f"{model} does not use {op}")
 
-        start = time.perf_counter()
-        with click.progressbar(length=len(work), label="building", file=sys.stderr, hidden=as_json) as bar:
+        if here:
+            code = _built_by_crew(here, list(work), cache, jobs, max_spill, lease, as_json)
+        else:
+            start = time.perf_counter()
+            with click.progressbar(length=len(work), label="building", file=sys.stderr, hidden=as_json) as bar:
 
-            def done(built: Built) -> None:
-                finished.append(built)
-                bar.update(1)
+                def done(built: Built) -> None:
+                    finished.append(built)
+                    bar.update(1)
 
-            results = run(list(work), cache, jobs, max_spill, done, keep=True)
+                results = run(list(work), cache, jobs, max_spill, done, keep=True)
+            code = _told(results, len(work), time.perf_counter() - start, as_json)
     except KeyboardInterrupt:
-        _interrupted(sum(built.error is None for built in finished), len(work), cache)
-    seconds = time.perf_counter() - start
+        _interrupted(None if here else sum(built.error is None for built in finished), len(work), cache)
+    if code:
+        sys.exit(code)
+
+
+def _built_by_crew(
+    seat: Seat, work: list[tuple[KernelSpec, Arch]], cache: Cache, jobs: int | None, max_spill: int, lease: float, as_json: bool
+) -> int:
+    """This process's share of a build, and, if it is the one that publishes, what the command prints; the exit code of all."""
+    from ..build import build_share, built_by_all
+
+    names = "\n".join(f"{spec} {arch}" for spec, arch in work)
+    digest = hashlib.sha256(names.encode()).hexdigest()[:16]
+    task = f"ssmgen {__version__} build of {len(work)} variants, digest {digest}, max spill {max_spill}, NVRTC {cache.compiler_build()}"
+    jobs = jobs or max(1, (os.cpu_count() or 1) // seat.local_world)
+    with Crew(seat, task, lease) as ours:
+        start = time.perf_counter()
+        build_share(ours, work, cache, jobs, max_spill)
+
+        def publish(told: dict[int, dict[str, Any]]) -> int:
+            seconds = time.perf_counter() - start
+            results = built_by_all(told, work, cache=cache, jobs=jobs, max_spill=max_spill, keep=True)
+            click.echo(ours.account(told, seconds, "variants"), err=True)
+            return _told(results, len(work), time.perf_counter() - start, as_json)
+
+        return ours.finish(publish)
+
+
+def _told(results: list[Built], count: int, seconds: float, as_json: bool) -> int:
+    """Prints what became of variants; the exit code. count: of those that were asked for."""
     failed = [b for b in results if b.error]
     if as_json:
         rows = [
@@ -96,13 +133,12 @@ def build(
             f"{len(results)} variants in {seconds:.2f} s: {len(fresh)} compiled"
             + (f" ({sum(fresh) / len(fresh):.3f} s each, {max(fresh):.3f} at most)" if fresh else "")
             + f", {len(results) - len(fresh) - len(failed)} found, {len(failed)} failed"
-            + (f", {len(work) - len(results)} not begun" if len(work) > len(results) else "")
+            + (f", {count - len(results)} not begun" if count > len(results) else "")
         )
         if built:
             click.echo(f"registers {min(e.resources.registers for e in built)} … {max(e.resources.registers for e in built)}, "
                        f"spilled bytes at most {max(e.resources.spills for e in built)}")  # fmt: skip
-    if failed:
-        sys.exit(EXIT_FAILURE)
+    return EXIT_FAILURE if failed else 0
 
 
 def prepared(out: Path) -> Path:
@@ -120,12 +156,16 @@ def prepared(out: Path) -> Path:
         raise FileError(f"kernels cannot be kept in {out}: {getattr(e, 'strerror', None) or e}") from e
 
 
-def _interrupted(kept: int, count: int, cache: Cache) -> NoReturn:
-    """Ends the process at once: nobody waits for what NVRTC is at, and joining that may take many seconds."""
+def _interrupted(kept: int | None, count: int, cache: Cache) -> NoReturn:
+    """Ends the process at once: nobody waits for what NVRTC is at, and joining that may take many seconds.
+
+    kept: None if others have a part in it.
+    """
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         where = f" in {cache.writable.root}" if cache.writable else ""
-        click.echo(f"\ninterrupted: {kept} of {count} variants are kept{where}. The same command goes on: it finds them.", err=True)
+        what = "what was compiled is" if kept is None else f"{kept} of {count} variants are"
+        click.echo(f"\ninterrupted: {what} kept{where}. The same command goes on: it finds them.", err=True)
         sys.stdout.flush()
     finally:
         os._exit(EXIT_INTERRUPTED)

@@ -3,10 +3,13 @@ flash-linear-attention's norm and of mamba-ssm's."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from ..errors import UnsupportedError
 from ..families.gated_rms_norm.call import gated_rms_norm
+from ..families.gated_rms_norm.centred import gated_layer_norm
 from .gated_delta import shaped
 from .operands import takes
 
@@ -15,21 +18,19 @@ def normed(
     name: str, x: Tensor, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, *, group_size: int | None = None,
     norm_before_gate: bool = True, activation: str = "swish", is_rms_norm: bool = True, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The gated RMS norm of the last axis, or of each group_size neighbours of it, into out; None for a new one like x.
+    """The gated RMS norm of the last axis, or of each group_size neighbours of it, into out; None for a new one like x. Without is_rms_norm
+    the mean is subtracted, and a bias added.
 
-    Raises UnsupportedError for a bias, and for a norm that subtracts the mean.
+    Raises UnsupportedError for a bias of an RMS norm.
     """
-    reasons = [] if is_rms_norm else ["is_rms_norm=False: a norm that subtracts the mean"]
-    if bias is not None:
-        reasons.append("bias: a norm without one is all that there is")
-    if reasons:
-        raise UnsupportedError(name, reasons)
+    if is_rms_norm and bias is not None:
+        raise UnsupportedError(name, ["bias: RMS norms have none here"])
     rows, gates = (t if t is None or not t.dim() or t.stride(-1) == 1 else t.contiguous() for t in (x, gate))
     assert rows is not None
-    found: Tensor = gated_rms_norm(
-        rows, gates, weight, eps, norm_before_gate=norm_before_gate, activation=activation, group_size=group_size, out=out
-    )
-    return found
+    how: dict[str, Any] = {"norm_before_gate": norm_before_gate, "activation": activation, "group_size": group_size, "out": out}
+    if is_rms_norm:
+        return gated_rms_norm(rows, gates, weight, eps, **how)
+    return gated_layer_norm(rows, gates, weight, bias, eps, **how)
 
 
 @takes("prenorm")

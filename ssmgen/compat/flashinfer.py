@@ -8,7 +8,7 @@ Deliberate differences:
   such a slot is not written. FlashInfer takes slot 0, leaves the output as it was, or reads beyond the pool. Slot 0 is like any other.
 - Operands and states are f32, f16 or bf16, each its own: f16 is not rounded to bf16 on the way.
 - K and V are not tied to 128, nor T to one or several: a buffer or disable_state_update goes with T = 1 too.
-- A state whose last three axes are not dense is refused, not copied there and back.
+- A state whose last two axes are not dense is refused, not copied there and back.
 
 Raises NotImplementedError for what only FlashInfer's other kernels do, and what ssmgen.gated_delta_rule raises.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import warnings
 
+import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, UnsupportedError
@@ -164,6 +165,7 @@ def gated_delta_rule_mtp(
     """initial_state: pool [slots, HV, V, K], read at initial_state_indices [B], written there or at output_state_indices [B].
 
     ssm_state_indices: [B, T], the slot for the state after each token; the slot read from is then not written
+    output_state_indices beside it: the state after the last token goes there too, by a copy that is a pass of its own
     disable_state_update: None is True, with a warning, as long as FlashInfer's default is that
     intermediate_states_buffer: [B or more, T or more, HV, V, K]
     """
@@ -178,17 +180,44 @@ def gated_delta_rule_mtp(
     problems = []
     if ssm_state_indices is not None and disable_state_update:
         problems.append("ssm_state_indices is given, and disable_state_update is not False")
-    if ssm_state_indices is not None and output_state_indices is not None:
-        problems.append("ssm_state_indices and output_state_indices both say where the last state goes")
     if ssm_state_indices is not None and ssm_state_indices.dim() != 2:
         problems.append(f"ssm_state_indices is {list(ssm_state_indices.shape)}, not [batch, tokens]")
     if problems:
         raise ArgumentError("gated_delta_rule_mtp", problems)
-    return _run(
-        q, k, v, initial_state, A_log, a, dt_bias, b, scale, output, use_qk_l2norm, read=initial_state_indices,
-        write=output_state_indices if ssm_state_indices is None else ssm_state_indices, kept=intermediate_states_buffer,
-        update=not disable_state_update,
+    write, last = output_state_indices if ssm_state_indices is None else ssm_state_indices, None
+    if ssm_state_indices is not None and output_state_indices is not None and output_state_indices is not initial_state_indices:
+        write, last = _with_last(ssm_state_indices, output_state_indices, initial_state.shape[0])
+    found = _run(
+        q, k, v, initial_state, A_log, a, dt_bias, b, scale, output, use_qk_l2norm, read=initial_state_indices, write=write,
+        kept=intermediate_states_buffer, update=not disable_state_update,
     )  # fmt: skip
+    if last is not None:
+        _copy_slots(initial_state, *last, _is_slot(initial_state_indices, initial_state.shape[0]))
+    return found
+
+
+def _is_slot(index: Tensor, slots: int) -> Tensor:
+    return (index >= 0) & (index < slots)
+
+
+def _with_last(each: Tensor, last: Tensor, slots: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """(slots [B, T] that are written, then a copy from and to slots [B]): the state after the last token goes to the slots `last` as well,
+    at once where it has none in `each`."""
+    if last.shape != each.shape[:1] or not each.numel():
+        problem = f"output_state_indices is {list(last.shape)}, not [batch] of ssm_state_indices, which is {list(each.shape)}"
+        raise ArgumentError("gated_delta_rule_mtp", [problem])
+    own = each[:, -1]
+    at_once = torch.where(_is_slot(own, slots), own, last.to(own))
+    return torch.cat([each[:, :-1], at_once[:, None]], 1), (own.long(), last.long())
+
+
+def _copy_slots(pool: Tensor, source: Tensor, target: Tensor, there: Tensor) -> None:
+    """Copies states from slot to slot [B], where both are the pool's and a sequence is there. The device decides: what is not to be copied
+    repeats the first that is, or, if none is, writes slot 0 over itself."""
+    there = there & _is_slot(source, pool.shape[0]) & _is_slot(target, pool.shape[0])
+    row = torch.where(there, torch.arange(len(there), device=there.device), there.int().argmax())
+    source, target = (torch.where(there.any(), index[row], 0) for index in (source, target))
+    pool.index_copy_(0, target, pool[source])
 
 
 _ALGORITHMS = ("auto", "simple", "vertical", "horizontal", "async_horizontal")

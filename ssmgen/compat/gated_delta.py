@@ -88,17 +88,22 @@ def from_logits(
     """The gated delta rule of a raw gate a and a logit b of beta, or KDA, whose gate is per key channel -> a new tensor [B, T, HV, V].
 
     state: [slots, HV, V, K], or [slots, page] of pages that begin with it, as vLLM's warm-up has it
-    q, k: [B, T, HK, K]   v: [B, T, HV, V]   a: as many elements as [B, T, HV], of KDA [B, T, HV, K], in any split of axes; b as [B, T, HV]
+    q, k: [B, T, HK, K]   v: [B, T, HV, V]; with cu_seqlens, tokens of all rows behind each other
+    a: as many elements as [B, T, HV], of KDA [B, T, HV, K], in any split of axes; b as [B, T, HV]
     """
-    lead, K = tuple(v.shape[:3]), k.shape[-1]
+    shape, K = v.shape, k.shape[-1]
+    if options.get("cu_seqlens") is not None and shape[0] != 1:
+        q, k, v = (t.flatten(0, 1)[None] for t in (q, k, v))
+    lead = tuple(v.shape[:3])
     if state.dim() == 2 and state.shape[1] >= (size := math.prod((*v.shape[2:], K))):
         state = state[:, :size].unflatten(1, (*v.shape[2:], K))
     function, how = (kda, {"lower_bound": lower_bound}) if is_kda else (gated_delta_rule, {})
     gate = shaped(a, (*lead, K) if is_kda else lead)
-    return function(
+    out = function(
         state, q, k, v, gate, shaped(b, lead), shaped(A_log, (A_log.numel(),)), shaped(dt_bias, (dt_bias.numel(),)), beta_sigmoid=True,
         out=new_output(q, v), **how, **options,
     )  # fmt: skip
+    return shaped(out, shape)
 
 
 def on_a_pool(

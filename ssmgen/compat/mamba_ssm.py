@@ -1,5 +1,5 @@
-"""mamba_ssm.ops' functions, forward only: selective_scan_interface's selective_scan_fn, and of triton selective_state_update and
-ssd_combined's mamba_chunk_scan_combined."""
+"""mamba_ssm.ops' functions, forward only: selective_scan_interface's selective_scan_fn, and of triton selective_state_update,
+ssd_combined's mamba_chunk_scan_combined, and layernorm_gated's layernorm_fn and rmsnorm_fn."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..families.selective_state_update.call import selective_state_update as _native
+from . import engine_norms as _norms
 from . import mamba1_prompts as _mamba1
 from . import mamba_prompts as _prompts
 from .operands import takes as _takes
@@ -31,6 +32,42 @@ def selective_state_update(
     negative arguments. Raises ssmgen.errors.ArgumentError.
     """
     return _native(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_indices=state_batch_indices)
+
+
+@_takes("norm_before_gate is_rms_norm")
+def layernorm_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    z: Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    is_rms_norm: bool = False,
+) -> Tensor:
+    """x, z: [*rows, channels] -> a new tensor like x: the norm of all channels, or of each group_size, gated by silu(z).
+
+    weight, bias: [channels]   norm_before_gate: the gate is applied behind the norm, else ahead of it
+    is_rms_norm: without the mean. Raises UnsupportedError for a bias of such a norm; and what ssmgen.gated_layer_norm raises.
+    """
+    return _norms.normed(
+        "mamba_ssm's layernorm_fn", x, z, weight, bias, eps, group_size=group_size, norm_before_gate=norm_before_gate,
+        is_rms_norm=is_rms_norm,
+    )  # fmt: skip
+
+
+@_takes("norm_before_gate")
+def rmsnorm_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    z: Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+) -> Tensor:
+    """As layernorm_fn with is_rms_norm."""
+    return _norms.normed("mamba_ssm's rmsnorm_fn", x, z, weight, bias, eps, group_size=group_size, norm_before_gate=norm_before_gate)
 
 
 @_takes("return_last_state", **_mamba1.PADDED)

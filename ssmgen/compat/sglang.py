@@ -262,7 +262,7 @@ def fused_sigmoid_gating_delta_rule_update(
 ) -> Tensor:
     """-> a new output [B, T, HV, V] of q's dtype; the states of initial_state_source [slots, HV, V, K] are updated, unless disabled.
 
-    q, k: [B, T, HK, K]; v: [B, T, HV, V]; with cu_seqlens [N + 1], B is 1   initial_state_indices: [N]
+    q, k: [B, T, HK, K]; v: [B, T, HV, V]; with cu_seqlens [N + 1], the tokens of all rows behind each other   initial_state_indices: [N]
     a: raw gate, [B, T, HV] or [tokens, HV], of KDA per key channel, and with lower_bound a bounded one; b: logit of beta, like [B, T, HV]
     Raises UnsupportedError for kept states, draft trees, rings, CuTe DSL's rounding, and another softplus than beta = 1, threshold = 20.
     """

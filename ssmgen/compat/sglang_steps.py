@@ -107,7 +107,8 @@ def mixer2_rms_norm_gated(
     [tokens, heads, size]. The function rms_norm_gated of sglang.kernels.ops.attention.fla.layernorm_gated.
 
     weight: [channels]   group_size: channels of a group, None for all   norm_before_gate: z is applied behind the norm, else ahead of it
-    activation: "swish", "silu" or "sigmoid"   Raises UnsupportedError for a bias, and without is_rms_norm.
+    activation: "swish", "silu" or "sigmoid"   Without is_rms_norm the mean is subtracted.
+    Raises UnsupportedError for a bias of an RMS norm.
     """
     name, shape = "sglang's rms_norm_gated", x.shape
     if z is not None and z.dim() == 3 and x.dim() == 2:

@@ -27,7 +27,8 @@ def layer_norm_fwd(
 
     x, z, out: [rows, channels]; out may be x   weight: [channels]   group_size: channels of a group, None for all
     norm_before_gate: the gate act(z) is applied behind the norm, else ahead of it   activation: "swish", "silu" or "sigmoid"
-    Raises UnsupportedError for a bias, and without is_rms_norm.
+    Without is_rms_norm the mean is subtracted.
+    Raises UnsupportedError for a bias of an RMS norm.
     """
     found = _norms.normed(
         "vllm's layer_norm_fwd", x, z, weight, bias, eps, group_size=group_size, norm_before_gate=norm_before_gate, activation=activation,

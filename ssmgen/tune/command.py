@@ -5,19 +5,27 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import socket
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from .. import __version__
 from .. import tuned as table
 from ..catalog import parse
+from ..crew import LEASE, LEASE_HELP, Crew, seat
 from ..errors import SsmgenError
 from ..family import records
+from ..spec import flat, text_of
+
+if TYPE_CHECKING:
+    from .search import Bench, Outcome
 
 TUNED = tuple(name for family in records() if family.tuning for name in family.bench)
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
@@ -44,31 +52,75 @@ class Duration(click.ParamType):
 @click.option("--budget", type=Duration(), default="60s", show_default=True, help="Stop after so long, between two cases.")
 @click.option("--again", is_flag=True, help="Measure what is known already, too.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The table to write. Default: yours of this GPU.")
+@click.option("--lease", type=click.FloatRange(1), default=LEASE, show_default=True, help=LEASE_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
-def tune(op, models, batches, tokens, tp, budget, again, out, as_json) -> None:
+def tune(op, models, batches, tokens, tp, budget, again, out, lease, as_json) -> None:
     """Measure which variant is the fastest on this GPU, and serve it from now on.
 
     Every legal variant of a call is considered; those that may win are compiled, checked bit for bit against the one that the rules would
     serve, and timed in turn with it. The table grows with each case: stop it whenever you like, and go on with the same command.
+    Processes that torchrun started, one for each card, share the cases.
     """
     from .cases import cases, used
-    from .search import Bench, Outcome
+    from .crew import take_card
+    from .search import Bench
     from .search import tune as run
 
+    if here := seat():
+        take_card(here)
     bench = Bench.here()
     path = out or table.overlay_path(bench.gpu)
     if path is None:
         raise SsmgenError("there is no cache directory to keep a table in: give --out, or set SSMGEN_CACHE_DIR")
-    start, bar = time.monotonic(), click.progressbar(length=int(budget), label="tuning", file=sys.stderr, hidden=not sys.stderr.isatty())
+    start, hidden = time.monotonic(), here is not None or not sys.stderr.isatty()
+    bar = click.progressbar(length=int(budget), label="tuning", file=sys.stderr, hidden=hidden)
 
     def done(outcome: Outcome) -> None:
         bar.update(max(0, min(int(time.monotonic() - start), int(budget)) - bar.pos))
-        click.echo(f"{'' if bar.hidden else chr(13)}{describe(outcome)}", err=True)
+        who = f"rank {here.rank}: " if here else "" if bar.hidden else chr(13)
+        click.echo(f"{who}{describe(outcome)}", err=True)
 
     names = [name for name in TUNED if used(name, models)] if op == "all" else (op,)
-    work = itertools.chain.from_iterable(cases(name, models, batches, tokens, tp) for name in names)
-    with bar:
-        outcomes = run(bench, work, path, budget, again, done)
+
+    def work() -> Iterable[Any]:
+        return itertools.chain.from_iterable(cases(name, models, batches, tokens, tp) for name in names)
+
+    if here:
+        task = (
+            f"ssmgen {__version__} tune {op}, models {models}, batches {batches}, tokens {tokens}, tp {tp}, budget {budget}, again {again}"
+        )
+        code = _tuned_by_crew(Crew(here, f"{task}, {bench.gpu}, NVRTC {bench.compiler}", lease, f"{bench.gpu} of {socket.gethostname()}"),
+                              bench, path, as_json, work=work, budget=budget, again=again, done=done)  # fmt: skip
+    else:
+        with bar:
+            outcomes = run(bench, work(), path, budget, again, done)
+        seconds = time.monotonic() - start
+        click.echo(f"{len(outcomes)} cases in {seconds:.1f} s, {len(outcomes) / seconds:.2f} a second", err=True)
+        code = _told(outcomes, bench, path, as_json)
+    if code:
+        sys.exit(code)
+
+
+def _tuned_by_crew(crew: Crew, bench: Bench, path: Path, as_json: bool, **share: Any) -> int:
+    """This process's share, and, if it is the one that publishes, what the command prints; the exit code of all."""
+    from .crew import hold_card, tune_share, tuned_by_all
+
+    with crew:
+        hold_card(crew)
+        start = time.perf_counter()
+        tune_share(crew, bench, path=path, **share)
+
+        def publish(told: dict[int, dict[str, Any]]) -> int:
+            seconds = time.perf_counter() - start
+            outcomes = tuned_by_all(told, bench, path)
+            click.echo(crew.account(told, seconds, "cases"), err=True)
+            return _told(outcomes, bench, path, as_json)
+
+        return crew.finish(publish)
+
+
+def _told(outcomes: list[Outcome], bench: Bench, path: Path, as_json: bool) -> int:
+    """Prints what became of cases; the exit code."""
     rows = [o.row for o in outcomes if o.row is not None]
     failed = [o for o in outcomes if o.row is None]
     if as_json:
@@ -78,7 +130,7 @@ def tune(op, models, batches, tokens, tp, budget, again, out, as_json) -> None:
         click.echo(f"{len(rows)} cases in {path}" + (f"; {gain(rows)}" if rows else ""))
     if failed:
         click.echo("".join(f"{o.label}: {o.why}\n" for o in failed), err=True, nl=False)
-        sys.exit(1)
+    return 1 if failed else 0
 
 
 def describe(outcome: Any) -> str:
@@ -100,15 +152,46 @@ def gain(rows: list[table.Row]) -> str:
 
 @click.command()
 @click.option("--gpu", help="Its name, as torch has it. Default: all that there are tables for.")
+@click.option(
+    "--lost",
+    type=click.FloatRange(0),
+    help="Only rows on which today's rules lose more than so many percent; exits with 1 if there are any.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
-def tuned(gpu, as_json) -> None:
-    """List the measured choices, and those that are no longer believed."""
+def tuned(gpu, lost, as_json) -> None:
+    """List the measured choices, what the rules lose to each, and which are no longer believed.
+
+    With --lost, a row whose variant the rules choose by now counts as one on which they lose nothing, and stale rows are left out.
+    """
     found = [(name, row, table.staleness(row)) for name in ([gpu] if gpu else table.gpus()) for row in table.rows_of(name).values()]
+    losses = {row: table.loss(row) for _, row, stale in found if not stale}
+    kept = found if lost is None else [(name, row, stale) for name, row, stale in found if losses.get(row, 0.0) > lost / 100]
     if as_json:
-        click.echo(json.dumps([{"gpu": name, "stale": stale or None} | asdict(row) for name, row, stale in found], indent=1))
-        return
-    for name, row, stale in found:
-        spec = row.spec if stale else parse(row.spec).name
-        click.echo(f"{name}  {row.label:60} {row.us:9.2f} us {row.rule_us / row.us:7.3f} x  {'STALE: ' + stale if stale else spec}")
-    fresh = [row for _, row, stale in found if not stale]
-    click.echo(f"{len(found)} rows, {len(found) - len(fresh)} stale" + (f"; {gain(fresh)}" if fresh else ""), err=True)
+        click.echo(
+            json.dumps([{"gpu": name, "stale": s or None, "lost": losses.get(row)} | asdict(row) for name, row, s in kept], indent=1)
+        )
+    else:
+        for name, row, stale in kept:
+            what = f"STALE: {stale}" if stale else parse(row.spec).name if lost is None else _otherwise(row)
+            click.echo(f"{name}  {row.label:60} {row.us:9.2f} us {100 * losses.get(row, row.rule_us / row.us - 1):5.1f} %  {what}")
+    for name in dict.fromkeys(name for name, _, _ in found):
+        own = [row for owner, row, _ in found if owner == name]
+        click.echo(f"{name}: {len(own)} rows, {sum(row not in losses for row in own)} stale{_lost(own, losses)}", err=True)
+    if lost is not None and kept:
+        sys.exit(1)
+
+
+def _lost(rows: list[table.Row], losses: dict[table.Row, float]) -> str:
+    """What rules lose to those rows that are believed, in words."""
+    known = [row for row in rows if row in losses]
+    if not known:
+        return ""
+    worst = max(known, key=losses.__getitem__)
+    mean = statistics.mean(losses[row] for row in known)
+    return f"; the rules lose {100 * mean:.2f} % in the mean, {100 * losses[worst]:.1f} % at most ({worst.label})"
+
+
+def _otherwise(row: table.Row) -> str:
+    """What the variant of a row has otherwise than the rules' one."""
+    ruled = flat(table.ruled(row))
+    return ", ".join(f"{name}={text_of(v)} (rules {text_of(ruled[name])})" for name, v in flat(parse(row.spec)).items() if v != ruled[name])

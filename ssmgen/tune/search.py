@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from .cases import Case
 
 COMPILED, TIMED, FINAL = 48, 16, 5  # variants that are compiled, that are timed, and that are timed again
 OUTPUTS = frozenset(("out", "lse_out", "final_states", "intermediate_states", "intermediate_conv_window", "mix", "sums"))  # never read
+KNOWN = "known"  # why there is an outcome, where nothing was measured
 GAIN = 0.985  # of the rules' time: what is not better than that is noise, and the rules' choice is kept
 
 
@@ -78,18 +79,22 @@ def tune(
     for case in work:
         if budget is not None and time.monotonic() - start > budget:
             break
-        known = rows.get(_key(case.call(0)))
-        if known is not None and not again and not table.staleness(known, bench.card.arch):
-            outcome = Outcome(case.label, known, "known")
-        else:
-            outcome = _tuned(case, bench)
-            if outcome.row is not None:
-                rows[outcome.row.key] = outcome.row
-                table.write(path, bench.gpu, rows.values())
+        outcome = outcome_of(case, bench, rows, again)
+        if outcome.row is not None and outcome.why != KNOWN:
+            rows[outcome.row.key] = outcome.row
+            table.write(path, bench.gpu, rows.values())
         outcomes.append(outcome)
         done(outcome)
     registry.forget()
     return outcomes
+
+
+def outcome_of(case: Case, bench: Bench, rows: Mapping[Any, table.Row], again: bool) -> Outcome:
+    """What becomes of a case: the row that is there and is believed, or, if there is none or `again`, one that is measured now."""
+    known = rows.get(_key(case.call(0)))
+    if known is not None and not again and not table.staleness(known, bench.card.arch):
+        return Outcome(case.label, known, KNOWN)
+    return _tuned(case, bench)
 
 
 def _key(call: Call) -> tuple[str, str, bool, int]:

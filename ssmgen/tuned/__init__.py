@@ -8,6 +8,7 @@ A row of the user's table that could never have been measured is left out, and t
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import settings
+from ..cache.process_lock import process_lock
 from ..cache.trust import distrust, make_private
 from ..catalog import OPERATOR_OF, OPERATORS, name_of, parse
 from ..errors import SpecError, SsmgenError
@@ -215,6 +217,13 @@ def write(path: Path, gpu: str, rows: Iterable[Row]) -> None:
         raise TableError(f"{path} cannot be written: {e}") from e
 
 
+def merge(path: Path, gpu: str, rows: Iterable[Row]) -> None:
+    """Puts rows into a table beside what is there. Processes of one machine wait for each other; those of several, on a shared file
+    system, may lose each other's. Raises TableError."""
+    with process_lock(hashlib.sha256(str(path.resolve()).encode()).hexdigest()):
+        write(path, gpu, (read(path) | {row.key: row for row in rows}).values())
+
+
 def rows_of(gpu: str) -> dict[tuple[str, str, bool, int], Row]:
     """The rows for a GPU by key, the user's over the package's."""
     path = overlay_path(gpu)
@@ -286,6 +295,21 @@ def staleness(row: Row, arch: Arch | None = None) -> str:
     except SpecError as e:
         return f"its variant is no more: {e.problems[0]}"
     return "" if code == row.code else f"the variant's code has changed since {row.date}"
+
+
+def ruled(row: Row) -> KernelSpec:
+    """What the rules choose today, where a row that is believed was measured."""
+    from .. import registry  # which asks for rows
+
+    spec, kind = parse(row.spec), _problem_of(row.operator)
+    problem = kind(**{f.name: getattr(spec, f.name) for f in fields(kind)})
+    return registry.select(row.operator, problem, row.size, Arch.parse(row.arch), row.pdl)
+
+
+def loss(row: Row) -> float:
+    """What the rules lose to a row that is believed, as a part of its time: nothing where they choose its variant by now, else what they
+    lost when it was measured."""
+    return 0.0 if str(ruled(row)) == row.spec else row.rule_us / row.us - 1
 
 
 def alike(spec: KernelSpec) -> list[KernelSpec]:

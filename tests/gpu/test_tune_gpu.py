@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
+
+import crew_cases
 import pytest
 import torch
 
@@ -78,3 +83,38 @@ def test_the_tables_of_this_gpu_can_be_served(tmp_path):
     todo = {(part, Arch.parse(row.arch)) for row in rows for spec in [parse(row.spec)] for part in spec.kernels}
     failed = [b for b in build(list(todo), Cache(tmp_path)) if b.error]
     assert not failed, failed[0].error
+
+
+# Several processes. Norms compile fast; two sizes of one model's.
+NORMS = ["tune", "gated_rms_norm", "--model", "qwen3-next-80b-a3b", "--batch", "1", "--batch", "64", "--budget", "5m"]
+
+
+def started(folder, *command, **variables) -> subprocess.Popen[str]:
+    env = crew_cases.environment(folder, **variables)
+    return subprocess.Popen([sys.executable, *command], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_processes_on_one_card_are_refused(tmp_path):
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": "0"}
+    words = ("-m", "ssmgen", *NORMS, "--out", str(tmp_path / "table.json"), "--lease", "5")
+    processes = [started(tmp_path, *words, **where, RANK=str(n), LOCAL_RANK=str(n)) for n in range(2)]
+    errors = [process.communicate(timeout=300)[1] for process in processes]
+    assert 1 in [process.returncode for process in processes] and "have one card" in "".join(errors), errors
+
+
+@pytest.mark.skipif("__import__('torch').cuda.device_count() < 2")
+def test_two_cards_tune_what_one_tunes(tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ssmgen")
+    tables = []
+    for name, command in {"one": ("-m", "ssmgen"), "two": torchrun}.items():
+        path = tmp_path / f"{name}.json"
+        process = started(tmp_path, *command, *NORMS, "--out", str(path))
+        _, err = process.communicate(timeout=600)
+        assert process.returncode == 0, err
+        tables.append(table.read(path))
+    one, two = tables
+    assert one.keys() == two.keys() and len(one) >= 2
+    assert err.count("busy") == 2 and "by 2 processes in" in err

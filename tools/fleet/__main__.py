@@ -1,4 +1,5 @@
-"""`python -m tools.fleet start`: processes that start cold at once against a real S3 server. `simulate`: a model of a thousand."""
+"""`python -m tools.fleet start`: processes that start cold at once against a real S3 server. `simulate`: a model of a thousand.
+`share`: what sharing work costs."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from ssmgen.cache.exchange import push
 from ssmgen.cache.remote import SharedStore
 from ssmgen.settings import Remote
 
+from .crew import shared
 from .processes import remote_of, start_all, summary
 from .simulation import simulate
 from .stand_in import s3
@@ -58,6 +60,12 @@ def model(given: argparse.Namespace) -> None:
                 print(_requests(modelled.requests), flush=True)
 
 
+def share(given: argparse.Namespace) -> None:
+    """Processes that torchrun starts and that share sleeps."""
+    for processes in given.processes:
+        print(shared(given.items, given.seconds, processes), end="", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.fleet", description=__doc__)
     commands = parser.add_subparsers(required=True)
@@ -71,6 +79,11 @@ def main() -> None:
         else:
             command.add_argument("--starts", type=int, default=1000)
             command.add_argument("--delay", type=float, default=0.02, help="Seconds per request.")
+    sharing = commands.add_parser("share", help=share.__doc__)
+    sharing.set_defaults(work=share)
+    sharing.add_argument("--items", type=int, default=200)
+    sharing.add_argument("--seconds", type=float, default=0.25, help="Of each item.")
+    sharing.add_argument("--processes", type=int, nargs="+", default=[2, 4, 8])
     given = parser.parse_args()
     given.work(given)
 

@@ -7,9 +7,9 @@ moves as many bytes.
 Forms. batch: sequences of equal lengths, [batch, T], from zeros, which leave their final states. pool: the same tokens packed as sequences
 of different lengths, which go on from slots of a pool, and leave their states there. delta_rule: as batch, without decays.
 
-Peer: flash-linear-attention's chunk_gated_delta_rule, or chunk_delta_rule, of batches; q and k are repeated for its heads of v outside of
-the timing. It returns new tensors; those are kept until the set's next turn, so that its outputs rotate too. Host times are eager calls,
-arguments at hand.
+Peers, of batches: flash-linear-attention's chunk_gated_delta_rule, or chunk_delta_rule; q and k are repeated for its heads of v outside of
+the timing. FlashInfer's chunk_gated_delta_rule; linear decays and f32 betas are made outside of the timing. What they return is kept until
+the set's next turn, so that their outputs rotate too. Host times are eager calls, arguments at hand.
 """
 
 from __future__ import annotations
@@ -184,7 +184,22 @@ def fla(case: Case) -> reports.Peer | None:
     return keeping(function, calls)
 
 
-PEERS = {"fla": fla}
+def flashinfer(case: Case) -> reports.Peer | None:
+    function = reports.imported("flashinfer.gdn_prefill", "chunk_gated_delta_rule")
+    if function is None or case.form is not Form.BATCH:
+        return None
+    count, length = case.shape[2:]
+    shared = {"cu_seqlens": torch.arange(count + 1, device=case.device) * length, "max_seqlen": length, "output_final_state": True}
+    calls = []
+    for i in range(case.sets):
+        flat = {n: t[i].flatten(0, 1) for n, t in {"q": case.q, "k": case.k, "v": case.v}.items()}
+        gates = {"g": case.g[i].exp().flatten(0, 1), "beta": case.beta[i].float().flatten(0, 1)}
+        left = {"output": torch.empty_like(flat["v"]), "output_state": torch.empty_like(case.states[i])}
+        calls.append(flat | gates | left | shared | {"use_qk_l2norm_in_kernel": True})
+    return keeping(function, calls)
+
+
+PEERS = {"fla": fla, "flashinfer": flashinfer}
 
 
 @torch.no_grad()
@@ -225,17 +240,17 @@ def _what(row: Mapping[str, Any]) -> str:
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """The report for a terminal. `ratio`: of our time to the peer's."""
-    peer = next(iter(PEERS))
+    """The report for a terminal. `ratio`: of our time to the peer's, named left of it."""
     ours, host = f"{'us':>9}{'TB/s':>7}{'no pdl':>9}{'mul':>9}{'x mul':>8}", f"{'host us':>9}{'bound':>7}{'compile s':>11}"
-    heading = f"{ours}{'fla':>11}{'ratio':>7}{host}"
+    heading = f"{ours}{''.join(f'{peer:>11}  ratio' for peer in PEERS)}{host}"
     first = "chunk_delta_rule: heads of k x heads of v x sequences x tokens"
     lines = [*reports.head(report), first, f"{'case':32}{heading}  rule"]
     for row in report["rows"]:
         us, host = row["us"], row["host_us"]
         lines.append(
             f"{_what(row):32}" + cell(row["served_us"], 9) + cell(row["tbs"], 7) + cell(us["ssmgen"], 9) + cell(us["mul"], 9)
-            + cell(row["mul_ratio"], 8, 3) + cell(us.get(peer), 11) + cell(row["peer_ratio"].get(peer), 7) + cell(host.get("ssmgen"), 9)
-            + cell(host.get("ssmgen_bound"), 7) + cell(row["compile_seconds"], 11, 3) + f"  {row['rule']}"
+            + cell(row["mul_ratio"], 8, 3)
+            + "".join(cell(us.get(peer), 11) + cell(row["peer_ratio"].get(peer), 7) for peer in PEERS)
+            + cell(host.get("ssmgen"), 9) + cell(host.get("ssmgen_bound"), 7) + cell(row["compile_seconds"], 11, 3) + f"  {row['rule']}"
         )  # fmt: skip
     return "\n".join(lines)

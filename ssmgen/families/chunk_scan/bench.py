@@ -8,8 +8,9 @@ of different lengths, which go on from slots of a pool, and leave their states t
 with a log decay per token, bf16, and of chunk_lightning_attn with a slope per head; heads, groups, headdim and d_state are those of v, of q
 and k, V and K.
 
-Peer: mamba-ssm's mamba_chunk_scan_combined with chunks of 256, of batches. It returns new tensors; those are kept until the set's next
-turn, so that its outputs rotate too. Host times are eager calls, arguments at hand.
+Peers: mamba-ssm's mamba_chunk_scan_combined with chunks of 256, of batches; of simple_gla and lightning flash-linear-attention's
+chunk_simple_gla, with g or g_gamma. They return new tensors; those are kept until the set's next turn, so that their outputs rotate too.
+Host times are eager calls, arguments at hand.
 """
 
 from __future__ import annotations
@@ -184,7 +185,19 @@ def mamba_ssm(case: Case) -> reports.Peer | None:
     return keeping(function, calls)
 
 
-PEERS = {"mamba_ssm.mamba_chunk_scan_combined": mamba_ssm}
+def fla(case: Case) -> reports.Peer | None:
+    """chunk_simple_gla, which takes a decay per head too, where there are as many heads of q and k as of v."""
+    function = reports.imported("fla.ops.simple_gla", "chunk_simple_gla")
+    if function is None or case.form not in (Form.SIMPLE_GLA, Form.LIGHTNING) or case.shape[0] != case.shape[1]:
+        return None
+    calls = []
+    for i in range(case.sets):
+        decay = {"g": case.logs[i]} if case.form is Form.SIMPLE_GLA else {"g_gamma": case.A}
+        calls.append({"q": case.C[i], "k": case.B[i], "v": case.x[i], "output_final_state": True} | decay)
+    return keeping(function, calls)
+
+
+PEERS = {"mamba_ssm.mamba_chunk_scan_combined": mamba_ssm, "fla": fla}
 
 
 @torch.no_grad()
@@ -226,12 +239,12 @@ def _what(row: Mapping[str, Any]) -> str:
 
 def table(report: Mapping[str, Any]) -> str:
     """The report for a terminal. `ratio`: of our time to the peer's."""
-    peer = next(iter(PEERS))
     ours, host = f"{'us':>9}{'TB/s':>7}{'no pdl':>9}{'mul':>9}{'x mul':>8}", f"{'host us':>9}{'bound':>7}{'compile s':>11}"
-    heading = f"{ours}{'mamba-ssm':>11}{'ratio':>7}{host}"
+    heading = f"{ours}{'peer':>11}{'ratio':>7}{host}"
     lines = [*reports.head(report), "chunk_scan: heads x groups x sequences x tokens", f"{'case':32}{heading}  rule"]
     for row in report["rows"]:
         us, host = row["us"], row["host_us"]
+        peer = next((name for name in PEERS if name in us), "")
         lines.append(
             f"{_what(row):32}" + cell(row["served_us"], 9) + cell(row["tbs"], 7) + cell(us["ssmgen"], 9) + cell(us["mul"], 9)
             + cell(row["mul_ratio"], 8, 3) + cell(us.get(peer), 11) + cell(row["peer_ratio"].get(peer), 7) + cell(host.get("ssmgen"), 9)

@@ -1,5 +1,5 @@
 """gated_rms_norm: the norm between a state and the output projection, by itself and as the last kernel of a decode layer;
-rms_norm: the one between layers, which adds the residual."""
+rms_norm: the one between layers, which adds the residual; gated_layer_norm: one that subtracts the mean."""
 
 from ...family import Family, Kernels
 
@@ -9,7 +9,7 @@ FAMILY = Family(
         Kernels("spec:NormSpec", "spec:NormProblem"),
         Kernels("layer_spec:LayerGatedNormSpec", unchecked="it is the last kernel of a layer and is checked with that layer's spec"),
     ),
-    functions={"gated_rms_norm": "call:gated_rms_norm", "rms_norm": "plain:rms_norm"},
+    functions={"gated_rms_norm": "call:gated_rms_norm", "gated_layer_norm": "centred:gated_layer_norm", "rms_norm": "plain:rms_norm"},
     bench={"gated_rms_norm": "bench"},
     asks="models:ASKS",
     tuning="tuning:TUNING",

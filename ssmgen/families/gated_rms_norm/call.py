@@ -19,7 +19,7 @@ from ...calls.public import Call, operator
 from ...calls.scalars import NOT_NEGATIVE, integer, one_of
 from ...spec import Loads
 from .reference import gated_rms_norm as reference
-from .spec import MAX_GROUP, OPERATOR, WRITTEN, Activation, NormProblem, NormSpec
+from .spec import MAX_GROUP, OPERATOR, SHARED, WRITTEN, Activation, NormProblem, NormSpec
 
 NAMES = ("x", "gate", "weight", "out")
 ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU, "sigmoid": Activation.SIGMOID}
@@ -104,20 +104,21 @@ def _in_rows(name: str, t: Tensor, groups: int, size: int, problems: list[str]) 
 
 
 def views_of(named: Mapping[str, Any], options: Any, problems: list[str], what: str = "the gated norm") -> dict[str, Tensor]:
-    """The weight as [groups, size], and all else, which is like x, as [rows, groups, size]. Adds to `problems`; what comes back is only
-    usable if that is nothing."""
+    """The weight and the bias as [groups, size], and all else, which is like x, as [rows, groups, size]. Adds to `problems`; what comes
+    back is only usable if that is nothing."""
     if not checks.check_tensors(named, problems):
         return {}
     checks.check_common(named, "x", problems, what)
     x = named["x"]
     found = _groups_of(x, options.group_size, problems)
     like_x = {"that of x": tuple(x.shape)}
-    fits = [checks.check_shape(name, t, like_x, problems) for name, t in named.items() if name not in ("x", "weight")]
+    fits = [checks.check_shape(name, t, like_x, problems) for name, t in named.items() if name != "x" and name not in SHARED]
     if found is None or not all(fits):
         return {}
     groups, size = found
     weights = {"[size]": (size,), "[groups * size]": (groups * size,), "[groups, size]": (groups, size)}
-    if "weight" in named and not checks.check_shape("weight", named["weight"], weights, problems):
+    fits = [checks.check_shape(name, named[name], weights, problems) for name in SHARED if name in named]
+    if not all(fits):
         return {}
     for name, t in named.items():
         if t.stride(-1) != 1:
@@ -129,11 +130,12 @@ def views_of(named: Mapping[str, Any], options: Any, problems: list[str], what: 
             problems.append(f"{name} has strides {list(named[name].stride())}: two of its elements share memory")
     if x.numel() // size >= 2**31:
         problems.append(f"x is {list(x.shape)}; kernels take rows and groups of them below 2^31")
-    views = {name: _in_rows(name, t, groups, size, problems) for name, t in named.items() if name != "weight"}
-    if "weight" in named:
-        w = named["weight"]
-        apart = w.stride(0) if w.dim() == 2 else size if w.numel() > size else 0
-        views["weight"] = w.as_strided((groups, size), (apart, 1))
+    views = {name: _in_rows(name, t, groups, size, problems) for name, t in named.items() if name not in SHARED}
+    for name in SHARED:
+        if name in named:
+            w = named[name]
+            apart = w.stride(0) if w.dim() == 2 else size if w.numel() > size else 0
+            views[name] = w.as_strided((groups, size), (apart, 1))
     return {name: views[name] for name in named}
 
 
@@ -166,7 +168,7 @@ def kernel_values(spec: NormSpec, views: Mapping[str, Tensor], options: Any) -> 
     """Every kernel argument that is not a pointer."""
     values: dict[str, int | float] = {"units": size_of(views), "eps": options.eps} | divisor("groups", views["out"].shape[1])
     for role, name in zip(spec.roles(), spec.operands(), strict=True):
-        axes = ("group",) if role == "weight" else ("row", "group")
+        axes = ("group",) if role in SHARED else ("row", "group")
         values |= {f"{role}_{axis}": views[name].stride(i) for i, axis in enumerate(axes)}
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
 

@@ -16,5 +16,6 @@ DEFAULTS = {
     "a long row of f32": Default(NormProblem(size=10240, x=DType.F32, weight=DType.F32), 1),
     "between layers, the residual in f32": Default(BETWEEN, 1),
     "between layers, 1 + weight": Default(NormProblem(size=2048, gate=None, unit_offset=True, residual=DType.BF16, sum=DType.BF16), 8),
+    "a layer norm": Default(NormProblem(size=1280, norm_first=True, centred=True, bias=DType.BF16, grouped=True), 8),
     "bare, not aligned": Default(NormProblem(size=100, gate=None, weight=None, out=DType.F16, loads=Loads.ELEMENT), MAX_SIZE),
 }

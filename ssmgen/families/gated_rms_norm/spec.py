@@ -1,12 +1,12 @@
-"""gated_rms_norm: the norm behind the state update of Mamba-2, gated delta rule and KDA layers, with its gate; and the one between layers,
-which has none, and may add what a layer gives to what went into it.
+"""gated_rms_norm: the norm behind the state update of Mamba-2, gated delta rule and KDA layers, with its gate; the one between layers,
+which has none, and may add what a layer gives to what went into it; and gated_layer_norm, which subtracts the mean and may add a bias.
 
 A team of threads owns one group: `vec` neighbouring elements per thread and pass, all of them in registers, so that x and the gate are
 read once. Teams are a part of a warp, a warp, or a block. Bytes per group: size * (sizeof(x) + sizeof(gate) + sizeof(out)); the weight
 stays in L2.
 
 The sum of squares has one order, whatever the variant: a chain over 4 neighbours, then pairs of neighbours, pairs of those, and so on up to
-the whole group; where a neighbour is missing, nothing is added.
+the whole group; where a neighbour is missing, nothing is added. So has the sum that a mean is of, which is subtracted ahead of that.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ OPERATOR = "gated_rms_norm"
 SIZE, MAX_SIZE = "groups", 2**17  # what the rules look at; beyond, nothing changes
 
 WRITTEN = ("out", "residual_out")
+SHARED = ("weight", "bias")  # by all rows
 MAX_GROUP = 16384
 HELD = 32  # elements of a group that a thread holds, at most
 
@@ -44,6 +45,9 @@ class NormProblem(Problem):
     sum: DType | None = field(default=None, metadata=LATER)  # that of what the sum is written to
     unit_offset: bool = field(default=False, metadata=LATER)  # 1 + weight multiplies
     rounded: bool = field(default=False, metadata=LATER)  # to out's dtype, ahead of the weight
+    # Of gated_layer_norm
+    centred: bool = field(default=False, metadata=LATER)  # the mean is subtracted
+    bias: DType | None = field(default=None, metadata=LATER)  # added behind the weight
 
     @property
     def widest(self) -> int:
@@ -63,6 +67,11 @@ class NormProblem(Problem):
             *must(
                 self.weight is not None or not (self.unit_offset or self.rounded),
                 "unit_offset and rounded are of a weight, and there is none",
+            ),
+            *must(self.centred or self.bias is None, "a bias is of a norm that subtracts the mean"),
+            *must(
+                not self.centred or not (self.residual or self.unit_offset or self.rounded),
+                "a norm that subtracts the mean goes with no residual and no rounding",
             ),
         ]
 
@@ -103,6 +112,7 @@ class NormSpec(KernelSpec, NormProblem):
         gate = f"_{self.gate.value}{'_first' if self.norm_first else ''}_{self.activation.value}" if self.gate else ""
         added = f"_add_{self.residual.value}_{self.sum.value}" if self.residual and self.sum else ""
         weighed = ("_rounded" if self.rounded else "") + ("_plus1" if self.unit_offset else "")
+        weighed += ("_centred" if self.centred else "") + (f"_bias_{self.bias.value}" if self.bias else "")
         return f"norm{self.size}{'s' if self.grouped else ''}_{self.x.value}_{self.out.value}{gate}{added}{weighed}_{how}"
 
     def violations(self, arch: Arch) -> list[str]:
@@ -136,6 +146,7 @@ class NormSpec(KernelSpec, NormProblem):
             "residual": added,
             "gate": self.gate is not None,
             "weight": self.weight is not None,
+            "bias": self.bias is not None,
             "out": True,
             "residual_out": added,
         }
@@ -148,7 +159,7 @@ class NormSpec(KernelSpec, NormProblem):
     def strides(self) -> list[tuple[str, str]]:
         """(role, axis) of every stride the kernel takes, in elements."""
         axes = ("row", "group") if self.grouped else ("row",)
-        return [(role, axis) for role in self.roles() for axis in axes if (role, axis) != ("weight", "row")]
+        return [(role, axis) for role in self.roles() for axis in axes if not (role in SHARED and axis == "row")]
 
     def parameters(self) -> list[Param]:
         dtypes = {
@@ -156,6 +167,7 @@ class NormSpec(KernelSpec, NormProblem):
             "residual": self.residual,
             "gate": self.gate,
             "weight": self.weight,
+            "bias": self.bias,
             "out": self.out,
             "residual_out": self.sum,
         }
@@ -182,8 +194,8 @@ class NormSpec(KernelSpec, NormProblem):
             "rounds_sum": self.residual is not None and self.out not in (self.sum, DType.F32),
             "rounds_normed": self.rounded and self.out is not DType.F32,
             "pooled": False,  # rows have slots, and those without one are not written
-            # Of many elements, those of the weight wait until the gate's, or what x came in, need no registers any more.
-            "late_weight": self.weight is not None and self.passes * self.vec > 8,
+            # Of many elements, those of the weight and the bias wait until the gate's, or what x came in, need no registers any more.
+            "late_weight": (self.weight is not None or self.bias is not None) and self.passes * self.vec > 8,
         }
 
 

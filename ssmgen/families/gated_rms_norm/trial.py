@@ -7,16 +7,16 @@ from torch import Tensor
 
 from ...engine.trial import TOLERANCE, Trial, trial, wide
 from ...spec import Loads
-from . import plain
+from . import centred, plain
 from .call import CALLER, Options
-from .spec import WRITTEN, NormSpec
+from .spec import SHARED, WRITTEN, NormSpec
 
 
 def operands(spec: NormSpec, batch: int, seed: int) -> dict[str, Tensor]:
     """Groups with gaps between them, three in a row if they may be several; each has a weight of its own then."""
     g = torch.Generator().manual_seed(seed)
     groups, odd = 3 if spec.grouped else 1, spec.loads is Loads.ELEMENT
-    shape = {"weight": (groups, spec.size)}
+    shape = dict.fromkeys(SHARED, (groups, spec.size))
     made = {}
     for role in spec.roles():
         values = torch.randn(shape.get(role, (batch, groups, spec.size)), generator=g)
@@ -33,7 +33,8 @@ def norm(spec: NormSpec, batch: int, seed: int) -> Trial:
         slack = {"out": TOLERANCE[spec.out] + TOLERANCE[spec.sum or spec.out]}  # rounded ahead of the weight, and of the norm
         options = plain.Options(1e-5, None, spec.unit_offset, spec.rounded)
         return trial(plain.CALLER, operands(spec, batch, seed), options, slack=slack)
-    return trial(CALLER, operands(spec, batch, seed), Options(1e-5, spec.norm_first, spec.activation.value))
+    caller = centred.CALLER if spec.centred else CALLER
+    return trial(caller, operands(spec, batch, seed), Options(1e-5, spec.norm_first, spec.activation.value))
 
 
 TRIALS = {NormSpec: norm}

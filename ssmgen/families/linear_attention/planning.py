@@ -76,12 +76,13 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         ring=Ring.STORE if ring else Ring.NONE,
         intermediates=kept is not None,
         state_loads=Loads.VECTOR if all(checks.aligned(t, pointers[n], wide, along) for n, t in states) else Loads.ELEMENT,
+        heads_apart=HV > 1 and state.stride(1) != V * K,
         operand_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], lane) for n in vectors) else Loads.ELEMENT,
     ).for_tokens(views["q"].shape[1])
 
 
 _AXES = {
-    "state": {"slot": 0},
+    "state": {"slot": 0, "head": 1},
     "A_log": {"head": 0},
     "dt_bias": {"head": 0, "n": 1},
     "state_indices": {"batch": 0, "column": 1},

@@ -88,6 +88,7 @@ class LinearAttentionProblem(RowProblem):
     intermediates: bool = False  # the state after each token also goes to a buffer [batch, tokens, …]
     state_loads: Loads = Loads.VECTOR
     operand_loads: Loads = Loads.VECTOR  # of the operands with an element per key channel
+    heads_apart: bool = field(default=False, metadata=LATER)  # heads of the state do not lie behind each other: a distance is given
 
     @property
     def heads(self) -> int:
@@ -183,6 +184,7 @@ class LinearAttentionProblem(RowProblem):
             ),
             *must(not (self.write and self.alpha), "write and alpha exclude each other"),
             *must(not self.low_rank or not (self.beta or self.w or self.erase), "the low-rank form has no beta, w or erase"),
+            *must(not (self.heads_apart and self.layers), "a commit of several layers takes states whose heads are dense"),
             *must(self.gate is Gate.LOG or bool(self.g or self.gk), "a gate needs g or gk"),
             *must(self.gate is Gate.LOG or not (self.g and self.gk), "a gate computes g or gk, not both"),
             *must(self.gate not in (Gate.LOG, Gate.SLOPE) or not (self.A_log or self.dt_bias), "A_log and dt_bias belong to a gate"),

@@ -24,6 +24,7 @@ from .operands import KEY_VECTORS, OF_KEY_HEADS, OPTIONAL, RINGED, ROW_SCALARS, 
 from .problem import Delta, Gate, LinearAttentionProblem, Tokens
 
 OPERATOR = "linear_attention"
+MAX_SHARED = 48 * 1024  # bytes, of static arrays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
     family: ClassVar[str] = OPERATOR
     template: ClassVar[str] = "linear_attention/linear_attention.cu.j2"
 
-    chunk: int = 8  # tokens staged at a time, where a call has several
+    chunk: int = 8  # tokens staged at a time, where a call has several; fewer where so many have no room
 
     def violations(self, arch: Arch) -> list[str]:
         found = RowSpec.violations(self, arch)
@@ -41,8 +42,9 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
             return found
         return [
             *must(not self.several or self.tile == self.rows_per_step, "several tokens need all rows of a tile in flight at once"),
-            *must(self.shared_bytes <= 48 * 1024, f"{self.shared_bytes} bytes of shared memory exceed 48 KiB"),
+            *must(self.shared_bytes <= MAX_SHARED, f"{self.shared_bytes} bytes of shared memory exceed 48 KiB"),
             *must(not self.prefetch or self.accepted is Index.NONE, "the bulk L2 prefetch does not know the column that is started from"),
+            *must(not self.prefetch or not self.heads_apart, "the bulk L2 prefetch takes heads that lie behind each other"),
             *must(not self.frozen or (self.lanes, self.vec) == (4, 8), "tensor cores take 4 lanes of 8 elements to a row"),
             *must(not self.frozen or self.ilp in (2, 4), f"tensor cores take 2 or 4 rows to a team, not {self.ilp}"),
         ]
@@ -65,7 +67,7 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
         kind = {Delta.NONE: kind, Delta.DECAYED: "delta", Delta.OLD: "lowrank" if self.low_rank else "olddelta"}[self.delta]
         decay = "".join(name for name in ("g", "gk", "gv") if getattr(self, name))
         tokens = [] if self.tokens is Tokens.ONE else ["frozen" if self.frozen else self.tokens.value]
-        shape = f"h{self.nheads}v{self.dim_v}k{self.dim_k}g{self.key_heads}_{self.state.value}"
+        shape = f"h{self.nheads}v{self.dim_v}k{self.dim_k}g{self.key_heads}_{self.state.value}{'_apart' if self.heads_apart else ''}"
         return "_".join([kind, *([decay] if decay else []), shape, *tokens, *tokens_kept, self.how()])
 
     def _given(self, names: Sequence[str]) -> list[str]:
@@ -150,7 +152,7 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
         element = ["n"] if self.operand_loads is Loads.ELEMENT else []
         head_only = self.gk is None  # dt_bias
         axes = {
-            "state": [*layer, "slot"],
+            "state": [*layer, "slot", *(["head"] if self.heads_apart else [])],
             **{name: [*layer, *batch, *token, "head", *element] for name in KEY_VECTORS},
             **{name: [*layer, *batch, *token, "head", "row"] for name in (*ROW_SCALARS, "out")},
             "g": [*layer, *batch, *token, "head"],
@@ -165,7 +167,7 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
             "intermediate_states": ["batch", "token"],
         }
         return [
-            (op, axis, "i64" if op == "intermediate_states" or axis in ("slot", "layer") else "u32")
+            (op, axis, "i64" if op in ("state", "intermediate_states") or axis in ("slot", "layer") else "u32")
             for op in self.operands()
             for axis in axes[op]
         ]
@@ -241,6 +243,13 @@ def candidates(problem: LinearAttentionProblem, batch: int, arch: Arch, pdl: boo
     given = {f.name: getattr(problem, f.name) for f in fields(LinearAttentionProblem)}
     rules = FROZEN if problem.frozen else SEVERAL_TOKENS if problem.several else ONE_TOKEN
     for rule, how, reason in row_engine.choices(problem, rules, batch, arch, pdl):
-        if how is not None and problem.accepted is not Index.NONE:
+        if how is not None and (problem.accepted is not Index.NONE or problem.heads_apart):
             how["prefetch"] = 0
-        yield rule, None if how is None else LinearAttentionSpec(**given, **how), reason
+        yield rule, None if how is None else _fitting(LinearAttentionSpec(**given, **how)), reason
+
+
+def _fitting(spec: LinearAttentionSpec) -> LinearAttentionSpec:
+    """With as many tokens staged as there is room for."""
+    while spec.shared_bytes > MAX_SHARED and spec.chunk > 1:
+        spec = replace(spec, chunk=spec.chunk // 2)
+    return spec

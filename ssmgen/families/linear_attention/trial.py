@@ -33,7 +33,7 @@ def operands(spec: LinearAttentionSpec, batch: int, seed: int) -> dict[str, Tens
     layers = (2,) if spec.layers else ()
     lead = {Tokens.ONE: (batch,), Tokens.MANY: (batch, max(counts)), Tokens.RAGGED: (sum(counts),)}[spec.tokens]
     lead = (*layers, slots, max(counts)) if spec.commit else lead
-    state = _states(spec, *layers, slots)
+    state = _states(spec, *layers, slots, apart=spec.heads_apart)
     made["state"] = state.copy_(torch.randn(state.shape, generator=g))
     made["out"] = _placed(spec, "out", torch.full((*lead, spec.nheads, spec.dim_v), float("nan")))
     if spec.intermediates:  # one column too many; or one too few, where calls may keep fewer than they have tokens
@@ -59,9 +59,10 @@ def _slots(spec: LinearAttentionSpec, counts: list[int], g: Generator) -> tuple[
     return slots, made | indices
 
 
-def _states(spec: LinearAttentionSpec, *lead: int) -> Tensor:
+def _states(spec: LinearAttentionSpec, *lead: int, apart: bool = False) -> Tensor:
     inner = (spec.dim_k, spec.dim_v) if spec.interleaved else (spec.dim_v, spec.dim_k)
-    return states(spec.state, lead, (spec.nheads, *inner), 1 if spec.state_loads is Loads.ELEMENT else 16)
+    gap = 1 if spec.state_loads is Loads.ELEMENT else 16
+    return states(spec.state, (*lead, spec.nheads), inner, gap) if apart else states(spec.state, lead, (spec.nheads, *inner), gap)
 
 
 def _shape(spec: LinearAttentionSpec, name: str, lead: tuple[int, ...], layers: tuple[int, ...]) -> tuple[int, ...]:

@@ -166,11 +166,14 @@ def _check_layout(views: Mapping[str, Tensor], options: Options, batch: int, pro
     state, out, kept = views["state"], views["out"], views.get("intermediate_states")
     slots, HV, V, K = state.shape
     dense = (V * K, K, 1) if options.layout == "vk" else (V * K, 1, V)
-    for name, t in (("state", state), ("intermediate_states", kept)):
-        if t is not None and any(n > 1 and have != want for n, have, want in zip((HV, V, K), t.stride()[-3:], dense, strict=True)):
-            problems.append(f"{name} has strides {list(t.stride())}; its last three axes must be dense")
-    if slots > 1 and state.stride(0) < HV * V * K:
+    for name, t, axes, words in (("state", state, 2, "two"), ("intermediate_states", kept, 3, "three")):
+        sizes = (HV, V, K)[-axes:]
+        if t is not None and any(n > 1 and have != want for n, have, want in zip(sizes, t.stride()[-axes:], dense[-axes:], strict=True)):
+            problems.append(f"{name} has strides {list(t.stride())}; its last {words} axes must be dense")
+    if slots > 1 and (HV == 1 or state.stride(1) == V * K) and state.stride(0) < HV * V * K:
         problems.append(f"state has slots {state.stride(0)} elements apart, which overlap")
+    elif checks.overlaps_itself(state):
+        problems.append(f"state has strides {list(state.stride())}: two of its states share memory")
     if kept is not None:
         if kept.dtype != state.dtype:
             problems.append(f"intermediate_states is {kept.dtype}, not the state's {state.dtype}")

@@ -1,0 +1,309 @@
+"""A crew: processes that share a list of work, each item of which one of them does.
+
+They are started by torchrun, Slurm or anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and meet in nothing but
+torch.distributed's store. There is no collective operation, so that nobody waits for a process that has died. Keys of the store, under
+ssmgen/TURN/, where a turn is one task; the next one begins when its result is there:
+
+    first/task       what all of them do
+    next             how many items have been handed out
+    claim/N          whose item N is: "MEMBER#times", where `times` counts the processes that have had it
+    done/N           what became of item N, as JSON; the first one to say so is believed
+    beat/MEMBER      counts up while a process lives; one that is silent for a lease, by the clock of whoever looks, counts as dead
+    idle/MEMBER      set by a process that takes no more items
+    member/RANK      the process that has a rank now, "rank.nonce", so that one before it is dead; name/RANK is what people call it
+    holder/THING     the process that has what only one may have
+    publisher        who writes the result: rank 0, or another one if that is dead
+    result, bye/…    the exit code of all, and who has read it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from .errors import ConfigError, SsmgenError
+
+T = TypeVar("T")
+LEASE = 20.0  # seconds of silence after which a process counts as dead
+BEATS = 5  # signs of life in a lease: an interpreter may be kept from one or two of them
+LOOKS = 20  # at the store, in a lease, by who waits for others; every LOOK_SECONDS at least
+LOOK_SECONDS = 0.25
+ATTEMPTS = 3  # processes that may die with an item in their hands; then it is given up, so that it does not end all of them
+CONNECT_SECONDS = 60.0  # for the store to be there
+REQUEST_SECONDS = 60.0  # longest wait for an answer of the store
+LEASE_HELP = "Of several processes: how many seconds of silence count as death."
+
+
+class CrewError(SsmgenError):
+    """Processes that share work cannot go on as they were started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a process sits among those that share its work."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    host: str
+    port: int
+    hosted: bool = False  # by torchrun, which then outlives rank 0; else rank 0 is the store's server
+
+
+def seat() -> Seat | None:
+    """This process's, by the variables that torchrun sets; None if it works alone. Raises ConfigError."""
+    world = _number("WORLD_SIZE", 1, 1)
+    if world == 1:
+        return None
+    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        problem = f"says that others share this work, and {', '.join(missing)} not where they are: torchrun sets all of them"
+        raise ConfigError("WORLD_SIZE", str(world), problem)
+    rank = _number("RANK", 0, 0)
+    if rank >= world:
+        raise ConfigError("RANK", str(rank), f"is none of {world} ranks")
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Seat(
+        rank, world, _number("LOCAL_RANK", 0, 0), _number("LOCAL_WORLD_SIZE", 1, 1), os.environ["MASTER_ADDR"],
+        _number("MASTER_PORT", 0, 1), hosted,
+    )  # fmt: skip
+
+
+def _number(variable: str, default: int, least: int) -> int:
+    text = os.environ.get(variable) or str(max(default, least))
+    if not text.isascii() or not text.isdigit() or int(text) < least:
+        raise ConfigError(variable, text, f"is no whole number from {least}")
+    return int(text)
+
+
+class Crew:
+    """One process's part in it; a context manager, within which it counts as alive.
+
+    task: says what all of them do, in the same words in each. Raises CrewError, here and in every method, if the store cannot be
+    reached, or has been told another task.
+    """
+
+    def __init__(self, seat: Seat, task: str, lease: float = LEASE, name: str = ""):
+        self.seat, self.task, self.lease = seat, task, lease
+        self.name = name or f"process {os.getpid()} on {socket.gethostname()}"
+        self.me = f"{seat.rank}.{secrets.token_hex(6)}"
+        self._ending = threading.Event()
+        self._seen: dict[str, tuple[bytes, float]] = {}  # what was last read of a key that should change, and when that was new
+
+    def __enter__(self) -> Crew:
+        with self._asking():
+            store = self._connected(server=self.seat.rank == 0 and not self.seat.hosted)
+        from torch.distributed import PrefixStore
+
+        for self._turn in itertools.count():
+            self._store = PrefixStore(f"ssmgen/{self._turn}", store)
+            if (task := self.first("task", self.task)) == self.task:
+                break
+            if not self._ask("check", ["result"]):
+                raise CrewError(f"rank {self.seat.rank} was started for other work:\n  {self.task}\nthan another one:\n  {task}")
+        self._ask("add", f"beat/{self.me}", 1)
+        self._ask("set", f"name/{self.seat.rank}", self.name)
+        self._ask("set", f"member/{self.seat.rank}", self.me)
+        threading.Thread(target=self._beat, daemon=True).start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._ending.set()
+        with contextlib.suppress(CrewError):  # rank 0 may have ended, and the store with it
+            for key in f"idle/{self.me}", f"bye/{self.seat.rank}":
+                self._ask("set", key, "1")
+
+    def _connected(self, server: bool) -> Any:
+        try:
+            from torch.distributed import TCPStore
+        except ImportError as e:
+            raise CrewError(f"processes share work through the store of torch.distributed, which cannot be imported: {e}") from e
+        wait = datetime.timedelta(seconds=CONNECT_SECONDS)
+        store = TCPStore(self.seat.host, self.seat.port, None, server, wait, wait_for_workers=False)
+        store.set_timeout(datetime.timedelta(seconds=REQUEST_SECONDS))
+        return store
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """What torch says of a store becomes a CrewError."""
+        try:
+            yield
+        except RuntimeError as e:
+            whose = "torchrun, or the process that hosts it, has ended" if self.seat.hosted else "rank 0, which hosts it, has ended"
+            raise CrewError(
+                f"rank {self.seat.rank} cannot reach the store at {self.seat.host}:{self.seat.port}: {str(e).splitlines()[0]}\n"
+                f"Perhaps {whose}. What was done is kept: the same command finds it and goes on. Without WORLD_SIZE, it works alone."
+            ) from e
+
+    def _ask(self, request: str, *words: Any) -> Any:
+        with self._asking():
+            return getattr(self._store, request)(*words)
+
+    def _beat(self) -> None:
+        """Gives signs of life by a connection of its own: the other one may be waiting for an answer."""
+        with contextlib.suppress(RuntimeError):  # the next request of the others says it
+            store = self._connected(server=False)
+            while not self._ending.wait(self.lease / BEATS):
+                store.add(f"ssmgen/{self._turn}/beat/{self.me}", 1)
+
+    def _read(self, key: str) -> str:
+        """What stands there; empty if nothing does."""
+        return self._ask("get", key).decode() if self._ask("check", [key]) else ""
+
+    def _still(self, key: str) -> bool:
+        """Whether a key has been as it is for a lease."""
+        now, value = time.monotonic(), self._read(key).encode()
+        if key not in self._seen or self._seen[key][0] != value:
+            self._seen[key] = value, now
+        return now - self._seen[key][1] > self.lease
+
+    def _dead(self, member: str) -> bool:
+        """Whether another process has its rank, as after torchrun has started all of them again, or it has been silent for a lease."""
+        return self._read(f"member/{member.partition('.')[0]}") != member or self._still(f"beat/{member}")
+
+    def _gone(self, rank: int) -> bool:
+        """Whether a rank takes no more items: idle, dead, or not come within a lease."""
+        if not (member := self._read(f"member/{rank}")):
+            return self._still(f"member/{rank}")
+        return bool(self._ask("check", [f"idle/{member}"])) or self._dead(member)
+
+    def take(self, work: Callable[[], Iterable[T]], stop: Callable[[], bool] = lambda: False) -> Iterator[tuple[int, T]]:
+        """(number, item) of each that is this process's to do, until all are done or stop() says so. Say `done` of each.
+
+        Items of processes that have died come last. work: gives the same items in the same order in every process, whenever it is
+        called; it makes those of others, too, which should cost little beside doing them.
+        """
+        mine = self._next()
+        left: Sequence[int] = ()
+        for number, item in enumerate(work()):
+            if stop():
+                return
+            left = range(number + 1)
+            if number == mine:
+                yield number, item
+                mine = self._next()
+        while not stop() and (left := [n for n in left if not self._ask("check", [f"done/{n}"])]):
+            if found := {number for number in left if self._taken_over(number)}:
+                yield from ((number, item) for number, item in enumerate(work()) if number in found)
+            else:
+                self._wait()
+
+    def _next(self) -> int:
+        """The number of an item that nobody has had; beyond the last one when there is none."""
+        while True:
+            number = int(self._ask("add", "next", 1)) - 1
+            mine = f"{self.me}#1"
+            if self._ask("compare_set", f"claim/{number}", "", mine) == mine.encode():
+                return number
+
+    def _taken_over(self, number: int) -> bool:
+        """Whether an item that is not done is this process's now."""
+        key = f"claim/{number}"
+        held = self._read(key)
+        owner, _, times = held.partition("#")
+        if owner == self.me:
+            return False  # another thread is at it
+        if not (self._ask("check", [f"idle/{owner}"]) or self._dead(owner) if held else self._still(key)):
+            return False
+        mine = f"{self.me}#{int(times or 0) + 1}"
+        if self._ask("compare_set", key, held, mine) != mine.encode() or self._ask("check", [f"done/{number}"]):
+            return False
+        if int(times or 0) >= ATTEMPTS:
+            self.done(number, {"lost": f"{times} processes have ended while they were at it; nobody else has tried"})
+            return False
+        return True
+
+    def first(self, key: str, value: str) -> str:
+        """What the first of the processes said under a key; this one's value if it is the first."""
+        return str(self._ask("compare_set", f"first/{key}", "", value).decode())
+
+    def holder(self, what: str) -> int | None:
+        """Whose a thing is that one process may have: the rank of another one that lives; None if it is this one's from now on."""
+        key, beats = f"holder/{what}", dict[str, str]()
+        while (held := self._read(key)) != self.me:
+            if not held or self._ask("check", [f"idle/{held}"]) or self._dead(held):
+                self._ask("compare_set", key, held, self.me)
+                continue
+            now = self._read(f"beat/{held}")
+            if beats.setdefault(held, now) != now:
+                return int(held.partition(".")[0])
+            self._wait()
+        return None
+
+    def done(self, number: int, value: dict[str, Any]) -> None:
+        """Says what became of an item; value: of what JSON has."""
+        times = self._read(f"claim/{number}").partition("#")[2]
+        told = value | {"rank": self.seat.rank, "member": self.me, "taken_over": times not in ("", "1")}
+        self._ask("compare_set", f"done/{number}", "", json.dumps(told))
+
+    def finish(self, publish: Callable[[dict[int, dict[str, Any]]], int]) -> int:
+        """Waits until nobody takes more, and has one process publish; the exit code that it gave, in all of them.
+
+        publish: gets what was said of the items that are done, by number, in order. If who publishes dies, another one does it again.
+        """
+        self._ask("set", f"idle/{self.me}", "1")
+        others = [rank for rank in range(self.seat.world) if rank != self.seat.rank]
+        while not self._ask("check", ["result"]):
+            gone = [self._gone(rank) for rank in others]  # of all: each one's silence is counted from the first look at it
+            if all(gone) and self._publishes():
+                code = publish(self._results())
+                self._ask("compare_set", "result", "", str(code))
+            else:
+                self._wait()
+        code = int(self._ask("get", "result"))
+        self._ask("set", f"bye/{self.seat.rank}", "1")
+        if self.seat.rank == 0 and not self.seat.hosted:  # the store ends with this process
+            while [rank for rank in others if not self._left(rank)]:
+                self._wait()
+        return code
+
+    def _wait(self) -> None:
+        time.sleep(min(self.lease / LOOKS, LOOK_SECONDS))
+
+    def _publishes(self) -> bool:
+        held = self._read("publisher")
+        if held != self.me:
+            first = self._read("member/0") if self.seat.rank else ""
+            if (held and not self._dead(held)) or (not held and first and not self._dead(first)):
+                return False
+            self._ask("compare_set", "publisher", held, self.me)
+        return self._read("publisher") == self.me
+
+    def _left(self, rank: int) -> bool:
+        member = self._read(f"member/{rank}")
+        return bool(self._ask("check", [f"bye/{rank}"])) or (self._dead(member) if member else self._still(f"member/{rank}"))
+
+    def _results(self) -> dict[int, dict[str, Any]]:
+        said = ((number, self._read(f"done/{number}")) for number in range(int(self._ask("add", "next", 0))))
+        return {number: json.loads(text) for number, text in said if text}
+
+    def account(self, results: dict[int, dict[str, Any]], seconds: float, what: str) -> str:
+        """Who did what, in lines. results: as `finish` gives them, with `seconds` of each; seconds: since these processes began."""
+        lines, before = [], 0
+        for rank in range(self.seat.world):
+            own = [r for r in results.values() if r["rank"] == rank]
+            member = self._read(f"member/{rank}")
+            before += sum(r["member"] != member for r in own)
+            name = self._read(f"name/{rank}") or "which has not come"
+            gone = member and rank != self.seat.rank and not self._ask("check", [f"idle/{member}"])
+            over, busy = sum(r["taken_over"] for r in own), sum(r.get("seconds", 0.0) for r in own)
+            lines.append(
+                f"  rank {rank}, {name}{', no longer there' * bool(gone)}: {len(own)} {what}"
+                + f", {over} taken over" * bool(over)
+                + f", busy {busy:.1f} s"
+            )
+        lost, now = sum("lost" in r for r in results.values()), len(results) - before
+        again = f", {before} of them before all were started again, the rest" * bool(before)
+        rate = now / seconds if seconds else 0.0
+        first = f"{len(results)} {what} by {self.seat.world} processes{again} in {seconds:.1f} s, {rate:.2f} a second"
+        return "\n".join([first + f"; {lost} given up" * bool(lost), *lines])

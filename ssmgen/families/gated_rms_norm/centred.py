@@ -1,0 +1,115 @@
+"""gated_layer_norm: the gated norm that subtracts the mean, with a bias."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ... import runtime
+from ...calls.checks import DTYPES
+from ...calls.planning import Caller, Family
+from ...calls.public import Call, operator
+from ...calls.scalars import NOT_NEGATIVE, integer
+from .call import ACTIVATION, ACTIVATIONS, Options, grid_of, kernel_values, loaded, size_of, views_of
+from .reference import gated_rms_norm as reference
+from .spec import OPERATOR, Activation, NormProblem
+
+NAMES = ("x", "gate", "weight", "bias", "out")
+
+
+@operator(like="x", eps=NOT_NEGATIVE, activation=ACTIVATION, group_size=integer("an integer"))
+def gated_layer_norm(
+    x: Tensor,
+    gate: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    norm_before_gate: bool = False,
+    activation: str = "silu",
+    group_size: int | None = None,
+    out: Tensor | None = None,
+    pdl: bool | None = None,
+) -> Tensor:
+    """out = n(x act(gate)) weight + bias; with norm_before_gate, out = (n(x) weight + bias) act(gate). n(v) = (v - mean) rsqrt(var + eps).
+
+    Mean and variance, which divides by the number of elements, are over a group: the last axis, or each `group_size` neighbours of it.
+    Arithmetic is f32; the mean is subtracted before squares are summed. No variant and no batch size changes a bit.
+
+    bias: as weight: [size], for all groups, or [groups * size] or [groups, size]; f32, f16 or bf16; None for 0
+    Everything else, the result and what is raised: as gated_rms_norm.
+    Source: Ba et al. 2016 (arXiv 1607.06450); Dao & Gu 2024 (arXiv 2405.21060).
+    """
+    if out is None and isinstance(x, Tensor):
+        out = x.new_empty(x.shape)
+    return cast(Tensor, Call(CALLER, (x, gate, weight, bias, out), Options(eps, norm_before_gate, activation, group_size), pdl))
+
+
+def layer_views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
+    return views_of(named, options, problems, "the gated layer norm")
+
+
+def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> NormProblem:
+    """The problem that checked operands pose, given where they lie."""
+    gated = "gate" in views
+    problem: dict[str, Any] = {
+        "size": views["x"].shape[-1],
+        **{name: DTYPES[views[name].dtype] if name in views else None for name in NAMES},
+        "centred": True,
+        "norm_first": gated and options.norm_before_gate,
+        "activation": ACTIVATIONS[options.activation] if gated else Activation.SILU,
+        "grouped": views["x"].shape[1] > 1,
+    }
+    return loaded(problem, views, pointers)
+
+
+FAMILY = Family(
+    OPERATOR,
+    written=("out",),
+    problem_of=problem_of,
+    size_of=size_of,
+    grid_of=grid_of,
+    values_of=kernel_values,
+    in_place=(("out", "x"), ("out", "gate")),
+)
+
+
+def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
+    activation = ACTIVATIONS[options.activation].value
+    how: dict[str, Any] = {"eps": options.eps, "norm_before_gate": options.norm_before_gate, "activation": activation, "centred": True}
+    reference(**{**views, **how}, dtype=dtype)
+
+
+# torch.library: what torch.compile and opcheck see.
+_library = torch.library.Library("ssmgen", "FRAGMENT")
+_library.define(
+    "gated_layer_norm(Tensor x, Tensor? gate, Tensor? weight, Tensor? bias, Tensor(a!) out, float eps, bool norm_before_gate, "
+    "str activation, SymInt? group_size, bool? pdl) -> ()",
+    tags=torch.Tag.needs_fixed_stride_order,
+)
+
+
+def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
+    torch.ops.ssmgen.gated_layer_norm(*given, *options, pdl)
+
+
+def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
+    """(given, options, pdl) of what torch's dispatcher gives."""
+    return args[: len(NAMES)], Options(*args[len(NAMES) : -1]), args[-1]
+
+
+@torch.library.impl(_library, "gated_layer_norm", "CUDA")
+@torch.library.impl(_library, "gated_layer_norm", "CPU")
+def _op(*args: Any) -> None:
+    CALLER.plan(*_received(args))()
+
+
+@torch.library.register_fake("ssmgen::gated_layer_norm", lib=_library)
+def _fake(*args: Any) -> None:
+    CALLER.foresee(*_received(args))
+
+
+CALLER = Caller(FAMILY, "gated_layer_norm", NAMES, frozenset(("x", "out")), layer_views_of, run_reference, _dispatch, runtime.Patterns())
