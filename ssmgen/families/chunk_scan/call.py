@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,6 +21,7 @@ from ...engine.tiles import maps
 from ...spec import Loads
 from .reference import chunk_scan as reference
 from .spec import CHUNK, OPERATOR, Gate, ScanProblem, ScanSpec
+from .warpgroups import many_short
 
 NAMES = (
     "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "cu_seqlens", "seq_idx", "initial_states", "final_states", "state", "state_indices",
@@ -220,7 +222,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         return INDEX[views[name].dtype if name in views else None]
 
     more = {"state": dtype(states[0])} if states else {}
-    return ScanProblem(
+    problem = ScanProblem(
         headdim=views["x"].shape[3],
         d_state=views["B"].shape[3],
         x=dtype("x"),
@@ -247,6 +249,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         segments=options.segments or 0,
         **more,
     )
+    batch, tokens, heads, _ = views["x"].shape
+    return replace(problem, short=True) if many_short(problem, heads, _sequences(views), batch * tokens) else problem
 
 
 _AXES = {

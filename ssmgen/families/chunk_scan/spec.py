@@ -81,6 +81,7 @@ class ScanProblem(Problem):
     copy: int = 16  # bytes of x, B, C, z and out that lie together and aligned
     state_loads: Loads = Loads.VECTOR  # of states: pairs of numbers
     segments: int = field(default=0, metadata=LATER)  # of a sequence, at most, where blocks divide it and bits tell; 0: as heads say
+    short: bool = field(default=False, metadata=LATER)  # sequences are many and short (warpgroups.py has the numbers); no bit hangs on it
 
     @property
     def terms(self) -> int:

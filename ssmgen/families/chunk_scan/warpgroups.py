@@ -6,9 +6,9 @@ state in f32, in the registers in which products are summed, from the first chun
 there as the first operand, and nothing of the state goes through shared memory. States at listed positions are copies of it that a product
 of their own goes on from.
 
-With `stays` there are as many blocks as SMs, and each goes on from one sequence to the next, without a bit that is another: fetchers and
-preparers are ahead of the walkers there too, so that neither the beginning of a sequence nor its end is waited for. The fourth warp that
-fetches lists what the block does, of 32 sequences the longest first.
+With `stays`, where sequences are many and short, there are as many blocks as SMs, and each goes on from one sequence to the next, without a
+bit that is another: fetchers and preparers are ahead of the walkers there too, so that neither the beginning of a sequence nor its end is
+waited for. The fourth warp that fetches lists what the block does, of 32 sequences the longest first.
 
 With `parts` a cluster's blocks divide a sequence: each sums what its own part adds to a state of zeros, reads what those ahead of it have
 summed, and goes over its part again. That is exact, but its order of summation is another.
@@ -19,12 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from itertools import product
 from typing import Any, ClassVar
 
 from ...occupancy import LIMITS, SHARED_RESERVED
 from ...spec import LATER, Arch, Loads, Needs, Param, Pdl, must
-from .spec import CHUNK, ScanProblem, ScanSpec
+from .spec import CHUNK, SMS, ScanProblem, ScanSpec
 
 ROWS = 64  # of a state, that a warpgroup holds
 THREADS = 512
@@ -33,11 +34,9 @@ REGISTERS = (64, 120, 208)  # of threads that fetch, prepare and walk: of the se
 PARTS = ((8, 8), (16, 6), (30, 4), (36, 3))
 MOST = 8  # parts: the blocks of a cluster
 LISTED = 8  # items that a block that stays knows of at once: with sequences of one chunk each, its roles are at most 6 of them apart
-LEAD = (
-    3,
-    7,
-)  # chunks that the first block walks, and that others sum meanwhile: expected are 1550 cycles of each of the former, and 600 of the latter
+LEAD = (1, 2)  # chunks that the first block walks, and that others sum meanwhile. With 16 and 24 heads 3 : 7 and 1 : 3 are slower
 LEAST = 8  # chunks of a part: with fewer, what parts exchange takes longer than they do
+SHORT, SHORT_PACKED = 2048, 1024  # tokens of a call's sequences, on average, up to which blocks stay; longer packed ones lose by it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +139,24 @@ class WarpgroupScanSpec(ScanSpec):
         }
 
 
+def parts_of(problem: ScanProblem, heads: int) -> int:
+    """Blocks that divide a sequence: several where the heads of one leave most of the card idle, or where a call asks for them."""
+    blocks = heads * (problem.headdim // ROWS)
+    return min(problem.segments, MOST) or next((parts for most, parts in PARTS if blocks <= most), 1)
+
+
+@lru_cache(maxsize=1024)
+def may_stay(problem: ScanProblem, heads: int) -> bool:
+    """Whether blocks stay where a call's sequences are many and short: warpgroups serve it, and nothing divides its sequences."""
+    return parts_of(problem, heads) == 1 and not _spec(problem, stages=2, stays=True).violations(Arch(90, "a"))
+
+
+def many_short(problem: ScanProblem, heads: int, sequences: int, tokens: int) -> bool:
+    """Whether a call has more heads of sequences than there are SMs, and sequences, of so many tokens in all, that are short."""
+    blocks, most = sequences * heads * (problem.headdim // ROWS), SHORT_PACKED if problem.ragged else SHORT
+    return blocks > SMS[90] and tokens <= most * sequences and may_stay(problem, heads)
+
+
 def _spec(problem: ScanProblem, **how: Any) -> WarpgroupScanSpec:
     return WarpgroupScanSpec(**{f.name: getattr(problem, f.name) for f in fields(ScanProblem)}, **how)
 
@@ -154,8 +171,13 @@ def warpgroup_space(problem: ScanProblem, arch: Arch) -> Iterator[ScanSpec]:
 
 
 def by_warpgroups(problem: ScanProblem, heads: int, pdl: Pdl) -> Iterator[tuple[str, ScanSpec | None, str]]:
-    """(rule, spec, ""), best first: parts where the heads of one sequence leave most of the card idle."""
-    blocks = heads * (problem.headdim // ROWS)
-    parts = min(problem.segments, MOST) or next((parts for most, parts in PARTS if blocks <= most), 1)
+    """(rule, spec or None, why it does not apply), best first: parts where heads are few, blocks that stay where sequences are short."""
+    parts = parts_of(problem, heads)
+    stays = problem.short and parts == 1
+    if not stays:
+        most = f"a call has at most {SMS[90]} heads of sequences, or more than {SHORT} tokens of each (packed: {SHORT_PACKED} on average)"
+        yield "warpgroups, blocks that stay", None, f"{parts} blocks divide a sequence" if parts > 1 else most
+    form = f"{parts} parts, " if parts > 1 else "blocks that stay, " if stays else ""
     for stages in (4, 2):  # an even number: each warpgroup that prepares then sees all uses of half of them
-        yield f"warpgroups, {stages} stages", _spec(problem, parts=parts, stages=stages, pdl=pdl), ""
+        spec = _spec(problem, parts=parts, ends=parts > 1, stays=stays, stages=stages, pdl=pdl)
+        yield f"warpgroups, {form}{stages} stages", spec, ""
