@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import hf_ahead as ahead
+
 
 def is_elsewhere(layer: torch.nn.Module) -> bool:
     """Whether accelerate brings the layer's weights when it is called: what is fused does not call it."""
@@ -15,6 +17,7 @@ def is_elsewhere(layer: torch.nn.Module) -> bool:
 
 
 def in_proj(mixer: Any, hidden_states: Tensor) -> Tensor:
+    ahead.reads(mixer.in_proj, hidden_states)
     projected: Tensor = mixer.in_proj(hidden_states)
     return projected
 
