@@ -172,7 +172,7 @@ def test_what_is_asked_for():
     off = ssmgen.rms_norm.build(**call | {"prefetch": call["prefetch"][8:]}).problem()[0]
     assert not off.prefetch and off == ssmgen.rms_norm.build(**{n: v for n, v in call.items() if n != "prefetch"}).problem()[0]
     assert not registry.select(kernels.OPERATOR, replace(off, prefetch=True), 3, Arch(80), False).prefetch
-    with pytest.raises(ArgumentError, match="prefetch has strides .*must be contiguous"):
+    with pytest.raises(ArgumentError, match=r"prefetch has strides .*must be contiguous"):
         ssmgen.rms_norm(**call | {"prefetch": torch.empty(64, 64).t()})
     with pytest.raises(ArgumentError, match="prefetch is a list, not a tensor"):
         ssmgen.rms_norm(**call | {"prefetch": [1]})

@@ -121,8 +121,8 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
 # torch.library: what torch.compile and opcheck see.
 _library = torch.library.Library("ssmgen", "FRAGMENT")
 _library.define(
-    "rms_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor(a!) out, Tensor(b!)? residual_out, Tensor? prefetch, float eps, SymInt? group_size, "
-    "bool unit_offset, bool round_before_weight, bool? pdl) -> ()",
+    "rms_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor(a!) out, Tensor(b!)? residual_out, Tensor? prefetch, float eps, "
+    "SymInt? group_size, bool unit_offset, bool round_before_weight, bool? pdl) -> ()",
     tags=torch.Tag.needs_fixed_stride_order,
 )
 
