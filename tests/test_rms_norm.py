@@ -13,12 +13,11 @@ import ssmgen
 from ssmgen import registry
 from ssmgen.arguments import Arguments
 from ssmgen.emulator import run_source
-from ssmgen.engine import ahead
 from ssmgen.errors import ArgumentError
 from ssmgen.families.gated_rms_norm import plain as op
 from ssmgen.families.gated_rms_norm import spec as kernels
 from ssmgen.render import render
-from ssmgen.spec import Arch, Pdl
+from ssmgen.spec import Pdl
 
 # x, residual, residual_out, weight and out; rows, size; options
 CASES: dict[str, dict[str, Any]] = {
@@ -32,7 +31,6 @@ CASES: dict[str, dict[str, Any]] = {
     "f16": {"x": F16, "residual": F16, "weight": F16, "out": F16, "round_before_weight": True, "unit_offset": True},
     "groups": {"residual": BF16, "unit_offset": True, "group_size": 64, "size": 256},
     "long": {"residual": F32, "round_before_weight": True, "size": 4096, "rows": 1},
-    "asking": {"residual": F32, "round_before_weight": True, "size": 320, "prefetch": 35 * 2048 + 1000},  # two blocks for 35 pieces
     "odd": {"residual": F32, "round_before_weight": True, "size": 100, "odd": True},
 }
 cases = pytest.mark.parametrize("name", CASES)
@@ -52,8 +50,6 @@ def operands(name: str, seed: int = 0) -> dict[str, Any]:
         call["residual"] = made(residual)
         call["residual_out"] = torch.full(shape, float("nan"), dtype=case.get("residual_out", residual))
     call["out"] = torch.full(shape, float("nan"), dtype=case["out"])
-    if "prefetch" in case:
-        call["prefetch"] = torch.zeros(case["prefetch"], dtype=BF16)
     return call | {o: case[o] for o in ("unit_offset", "round_before_weight", "group_size") if o in case}
 
 
@@ -98,9 +94,7 @@ def emulate(call: dict[str, Any], spec: kernels.NormSpec | None = None) -> None:
     views = op.CALLER.checked(named, built.options, None)
     packed = Arguments(spec, op.kernel_values(spec, views, built.options)).at([t.data_ptr() for t in named.values()])
     assert spec.operands() == list(named)
-    run_source(
-        render(spec, SM90), spec.name, op.grid_of(spec, views), spec.threads, packed, named, kernels.WRITTEN, early=spec.early_operands()
-    )
+    run_source(render(spec, SM90), spec.name, op.grid_of(spec, views), spec.threads, packed, named, kernels.WRITTEN)
 
 
 @needs_emulator
@@ -160,24 +154,6 @@ def test_everything_wrong_is_said_at_once():
         ssmgen.rms_norm(x, residual=torch.randn(2, 32))
 
 
-def test_what_is_asked_for():
-    """All of what is small, pieces all over what is large, nothing off the grid or on a GPU that cannot; any dtype, but no gaps."""
-    call = operands("asking")
-    for size, pieces, distance in ((100, 0, 0), (5 * 4096 + 1, 5, 4096), (80 << 20, 4096, 5 * 4096)):
-        call["prefetch"] = torch.empty(size, dtype=torch.uint8, device="meta")
-        assert ahead.values_of(call, 3) == {"other_blocks": 3, "pieces": pieces, "piece_distance": distance}
-        assert ahead.blocks_of(call) == -(-pieces // 32) and pieces * 4096 <= ahead.MOST
-    call["prefetch"] = torch.empty(9000, dtype=torch.uint8)
-    assert ssmgen.rms_norm.build(**call).problem()[0].prefetch
-    off = ssmgen.rms_norm.build(**call | {"prefetch": call["prefetch"][8:]}).problem()[0]
-    assert not off.prefetch and off == ssmgen.rms_norm.build(**{n: v for n, v in call.items() if n != "prefetch"}).problem()[0]
-    assert not registry.select(kernels.OPERATOR, replace(off, prefetch=True), 3, Arch(80), False).prefetch
-    with pytest.raises(ArgumentError, match=r"prefetch has strides .*must be contiguous"):
-        ssmgen.rms_norm(**call | {"prefetch": torch.empty(64, 64).t()})
-    with pytest.raises(ArgumentError, match="prefetch is a list, not a tensor"):
-        ssmgen.rms_norm(**call | {"prefetch": [1]})
-
-
 def test_what_a_spec_with_a_gate_has_not():
     spec = kernels.NormProblem(size=64, residual=kernels.DType.BF16)
     assert spec.faults() == ["a gate goes with no residual and no rounding", "a residual and what receives its sum go together"]
@@ -194,5 +170,5 @@ def test_torch_compile_and_opcheck():
     call = [operands("mamba2")[n] for n in ("x", "residual", "weight")]
     got, want = torch.compile(layer, fullgraph=True, backend="aot_eager")(*call), layer(*call)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
-    tensors = [operands("asking")[n] for n in op.NAMES]
+    tensors = [operands("mamba2")[n] for n in op.NAMES]
     torch.library.opcheck(torch.ops.ssmgen.rms_norm.default, (*tensors, 1e-6, None, False, True, None))

@@ -26,7 +26,6 @@ from torch.compiler import is_compiling
 from ..errors import ArgumentError, UnsupportedError
 from ..families.gated_rms_norm import plain as native
 from ..families.gated_rms_norm.spec import MAX_GROUP
-from . import hf_ahead as ahead
 from .hf_functions import Replacement, attempt, call
 
 # Recognising norms.
@@ -183,7 +182,7 @@ def _together(norm: Any, cast: bool, residual: Tensor, x: Tensor) -> tuple[Tenso
     rows, added = _in_rows(x), _in_rows(residual)
     more = _told(norm, style) if given == x.dtype else _told(norm, style) | {"out": torch.empty_like(rows, dtype=given)}
     try:
-        normed, total = call(native.rms_norm, rows, weight, getattr(norm, style.eps), residual=added, **more, **ahead.behind(norm, x))
+        normed, total = call(native.rms_norm, rows, weight, getattr(norm, style.eps), residual=added, **more)
     except (ArgumentError, UnsupportedError):  # before anything was launched or written
         return None
     return (normed, total) if rows is x else (normed.view(x.shape), total.view(x.shape))
@@ -218,7 +217,7 @@ def rms_norm(norm: Any, style: Style, x: Tensor) -> Tensor:
     if reasons := _faults(norm, style, x.dtype, x.shape[-1]):
         raise UnsupportedError("rms_norm", reasons)
     rows = _in_rows(x)
-    out: Tensor = call(native.rms_norm, rows, weight, getattr(norm, style.eps), **_told(norm, style), **ahead.behind(norm, x))
+    out: Tensor = call(native.rms_norm, rows, weight, getattr(norm, style.eps), **_told(norm, style))
     return out if rows is x else out.view(x.shape)
 
 
@@ -285,11 +284,11 @@ def _norm_run(replacement: Replacement, original: Callable[..., Any], style: Sty
             _last.forget()
             if known is not None:
                 replacement.served += 1
-                return ahead.gave(self, known)
+                return known
             _learn(site, self, cast=False)
         result, reason = attempt(replacement, rms_norm, self, style, hidden_states)
         if reason is None:
-            return ahead.gave(self, result)
+            return result
         replacement.keep(reason)
         return original(self, hidden_states)
 

@@ -18,7 +18,6 @@ from torch.compiler import is_compiling
 from ..calls.checks import DTYPES
 from ..families.delta_layer import call as native_gdn
 from ..families.mamba2_layer import call as native_mamba2
-from . import hf_ahead as ahead
 from . import hf_projections as projections
 from . import hf_prompts as prompts
 from .hf_functions import Replacement, attempt, call, other_forward
@@ -76,14 +75,12 @@ def _norm(mixer: Any, channels: int) -> dict[str, Any]:
         return {}
     norm = mixer.norm
     told = norm.__dict__
-    how = {
+    return {
         "norm_weight": norm.weight,
         "norm_eps": norm.variance_epsilon,
         "norm_group_size": told.get("group_size") or channels // told.get("n_groups", 1),
         "norm_before_gate": told.get("norm_before_gate", False),
     }
-    asked = ahead.weight_of(mixer.out_proj, norm.weight)
-    return how if asked is None else how | {"prefetch": asked}
 
 
 def gated_delta_net(project: Callable[[Any, Tensor], tuple[Tensor, ...]], mixer: Any, hidden_states: Tensor, cache_params: Any) -> Tensor:

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import hf_ahead as ahead
-
 
 def is_elsewhere(layer: torch.nn.Module) -> bool:
     """Whether accelerate brings the layer's weights when it is called: what is fused does not call it."""
@@ -17,7 +15,6 @@ def is_elsewhere(layer: torch.nn.Module) -> bool:
 
 
 def in_proj(mixer: Any, hidden_states: Tensor) -> Tensor:
-    ahead.reads(mixer.in_proj, hidden_states)
     projected: Tensor = mixer.in_proj(hidden_states)
     return projected
 

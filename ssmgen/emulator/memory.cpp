@@ -62,12 +62,13 @@ SharedArray::Cell& cell(SharedArray& array, long long i, const char* what, u32 r
 
 // What a thread's prefetch has to keep to, whatever it asks for.
 void check_prefetch(const char* p, u64 bytes) {
-  for (const Operand& o : machine->operands) {
-    if (p < o.begin || p + bytes > o.begin + o.bytes) continue;
-    if (machine->pdl && !machine->me().waited && !o.early) machine->fail("prefetch before the wait for the upstream kernel");
-    return;
-  }
+  for (const Operand& o : machine->operands)
+    if (p >= o.begin && p + bytes <= o.begin + o.bytes) return;
   machine->fail("prefetch outside of every operand" + machine->nearest(p));
+}
+
+void check_waited() {
+  if (machine->pdl && !machine->me().waited) machine->fail("prefetch before the wait for the upstream kernel");
 }
 
 // Of a cluster whose blocks are known to run.
@@ -137,11 +138,13 @@ void store(void* to, const void* from, u32 bytes) {
 void check_atomic(const void* address, u32 bytes) { machine->access(address, bytes, Access::kAtomic, bytes); }
 
 void prefetch(const void* address, int bytes) {
+  check_waited();
   if (reinterpret_cast<std::uintptr_t>(address) % 16 || bytes % 16)
     machine->fail("prefetch of an address or a size that is not a multiple of 16");
   check_prefetch(static_cast<const char*>(address), bytes);
 }
 void touch(const void* address) {
+  check_waited();
   check_prefetch(static_cast<const char*>(address), 1);
 }
 

@@ -14,7 +14,6 @@ from ..arguments import divisor
 from ..calls import checks
 from ..calls.checks import DTYPES, INDEX
 from ..spec import Index, KernelSpec, Loads, PoolMode, Update
-from . import ahead
 from .norm import Activation, LayerNorm, LayerNormSpec
 from .short_conv import CHANNELS, ShortConv
 from .window import MAX_WIDTH, Saved, StateLayout
@@ -137,7 +136,6 @@ def norm_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], size: int,
         first=first,
         activation=Activation(activation),
         loads=Loads.VECTOR if all(checks.aligned(t, pointers[n], vector) for n, t in grouped.items()) else Loads.ELEMENT,
-        prefetch=ahead.is_asked_for(views, pointers),
     )
 
 
@@ -197,7 +195,6 @@ def _norm_values(spec: LayerNormSpec, views: Mapping[str, Tensor]) -> dict[str, 
     *rows, groups, _ = grouped["out"].shape
     axis_of = {"row": 0, "sequence": 0, "token": 1, "group": -2}
     values = {"units": math.prod(rows) * groups} | divisor("groups", groups)
-    values |= ahead.values_of(views, -(-values["units"] // spec.teams))
     values |= {f"{role}_{axis}": grouped[role].stride(axis_of[axis]) for role, axis in spec.strides()}
     if "state_indices" in views:
         values |= {"state_indices_row": views["state_indices"].stride(0), "state_indices_column": views["state_indices"].stride(-1)}
@@ -208,8 +205,7 @@ def grid_of(spec: Any, views: Mapping[str, Tensor]) -> int:
     """Blocks of one of a layer's kernels."""
     *rows, heads, channels = views["out"].shape
     if isinstance(spec, LayerNormSpec):
-        units = math.prod(rows) * (heads * channels // spec.size)
-        return -(-units // spec.teams) + (ahead.blocks_of(views) if spec.prefetch else 0)
+        return -(-math.prod(rows) * (heads * channels // spec.size) // spec.teams)
     blocks: int = rows[0] * spec.nheads * spec.tiles
     return blocks
 

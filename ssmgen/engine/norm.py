@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ..spec import BARE, LATER, DType, Loads, Part, must
+from ..spec import BARE, DType, Loads, Part, must
 
 
 class Activation(Enum):
@@ -26,7 +26,6 @@ class LayerNorm(Part):
     first: bool = False  # z gates what is normed already
     activation: Activation = Activation.SILU
     loads: Loads = Loads.VECTOR
-    prefetch: bool = field(default=False, metadata=LATER)  # L2 is asked for what the kernel behind it reads
 
     def faults(self, channels: int) -> list[str]:
         """Why its groups do not make up rows of so many channels."""
@@ -40,7 +39,6 @@ class LayerNormSpec:
     __slots__ = ()
 
     size: int  # elements of a group
-    prefetch: bool
 
     @property
     def teams(self) -> int:

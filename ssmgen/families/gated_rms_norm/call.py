@@ -17,7 +17,6 @@ from ...calls.checks import DTYPES
 from ...calls.planning import Caller, Family
 from ...calls.public import Call, operator
 from ...calls.scalars import NOT_NEGATIVE, integer, one_of
-from ...engine import ahead
 from ...spec import Loads
 from .reference import gated_rms_norm as reference
 from .spec import MAX_GROUP, OPERATOR, WRITTEN, Activation, NormProblem, NormSpec
@@ -155,20 +154,18 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
 def loaded(problem: Mapping[str, Any], views: Mapping[str, Tensor], pointers: Mapping[str, int]) -> NormProblem:
     """The problem of these fields, with what remains to be said: how operands that lie there can be loaded."""
     vec = NormProblem(**problem).widest
-    aligned = all(checks.aligned(t, pointers[name], vec) for name, t in views.items() if name != ahead.NAME)
-    asked = ahead.is_asked_for(views, pointers)
-    return NormProblem(**problem, loads=Loads.VECTOR if aligned else Loads.ELEMENT, prefetch=asked)
+    aligned = all(checks.aligned(t, pointers[name], vec) for name, t in views.items())
+    return NormProblem(**problem, loads=Loads.VECTOR if aligned else Loads.ELEMENT)
 
 
 def grid_of(spec: NormSpec, views: Mapping[str, Tensor]) -> int:
-    return -(-size_of(views) // spec.teams) + (ahead.blocks_of(views) if spec.prefetch else 0)
+    return -(-size_of(views) // spec.teams)
 
 
 def kernel_values(spec: NormSpec, views: Mapping[str, Tensor], options: Any) -> dict[str, int | float]:
     """Every kernel argument that is not a pointer."""
     values: dict[str, int | float] = {"units": size_of(views), "eps": options.eps} | divisor("groups", views["out"].shape[1])
-    values |= ahead.values_of(views, -(-size_of(views) // spec.teams))
-    for role, name in zip(spec.roles(), spec.operands(), strict=False):  # what is asked for has no strides
+    for role, name in zip(spec.roles(), spec.operands(), strict=True):
         axes = ("group",) if role == "weight" else ("row", "group")
         values |= {f"{role}_{axis}": views[name].stride(i) for i, axis in enumerate(axes)}
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}

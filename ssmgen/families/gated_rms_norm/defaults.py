@@ -1,7 +1,5 @@
 """Default variants of gated_rms_norm: a delta rule's with few groups and with many, a Mamba-2's, the other branches."""
 
-from dataclasses import replace
-
 from ...defaults import Default
 from ...models import find_model
 from ...spec import DType, Loads
@@ -17,7 +15,6 @@ DEFAULTS = {
     "Mamba-2": Default(MAMBA2, 8),
     "a long row of f32": Default(NormProblem(size=10240, x=DType.F32, weight=DType.F32), 1),
     "between layers, the residual in f32": Default(BETWEEN, 1),
-    "between layers, asking for the next weight": Default(replace(BETWEEN, prefetch=True), 1),
     "between layers, 1 + weight": Default(NormProblem(size=2048, gate=None, unit_offset=True, residual=DType.BF16, sum=DType.BF16), 8),
     "bare, not aligned": Default(NormProblem(size=100, gate=None, weight=None, out=DType.F16, loads=Loads.ELEMENT), MAX_SIZE),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from ...engine import ahead
 from ...engine.layer import Layer
 from ...engine.norm import LayerNormSpec
 from ...spec import LATER, Index, KernelSpec, Param, Pdl, must
@@ -44,8 +43,7 @@ class LayerGatedNormSpec(NormSpec, LayerNormSpec):
 
     def operands(self) -> list[str]:
         pooled = ["state_indices"] if self.index is not Index.NONE else []
-        asked = [ahead.NAME] if self.prefetch else []
-        return [*_NAMES.values(), *asked, *pooled, *(["num_accepted_tokens"] if self.accepted is not Index.NONE else [])]
+        return [*_NAMES.values(), *pooled, *(["num_accepted_tokens"] if self.accepted is not Index.NONE else [])]
 
     def early_operands(self) -> list[str]:
         return [name for name in self.operands() if name != "out"] if self.pdl is not Pdl.OFF else []
@@ -63,7 +61,7 @@ class LayerGatedNormSpec(NormSpec, LayerNormSpec):
         if self.accepted is not Index.NONE:
             pointers += [Param.pointer("num_accepted_tokens", integer[self.accepted])]
             strides += [Param.u32("state_indices_column"), Param.u32("num_accepted_tokens_row"), Param.u32("columns")]
-        first = len(self.roles()) + self.prefetch  # pointers come first
+        first = len(self.roles())  # pointers come first
         return [*params[:first], *pointers, Param.i64("slots"), Param.i64("pad_slot_id"), *params[first:], *strides]
 
     def constants(self) -> dict[str, Any]:
@@ -87,7 +85,6 @@ class NormedLayer(Layer):
             activation=norm.activation,
             grouped=norm.grouped,
             loads=norm.loads,
-            prefetch=norm.prefetch,
         )
 
     def norm_faults(self) -> list[str]:

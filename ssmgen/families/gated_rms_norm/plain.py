@@ -13,12 +13,11 @@ from ...calls.checks import DTYPES
 from ...calls.planning import Caller, Family
 from ...calls.public import Call, operator
 from ...calls.scalars import NOT_NEGATIVE, integer
-from ...engine import ahead
 from .call import grid_of, kernel_values, loaded, size_of, views_of
 from .reference import rms_norm as reference
 from .spec import OPERATOR, WRITTEN, NormProblem
 
-NAMES = ("x", "residual", "weight", "out", "residual_out", ahead.NAME)
+NAMES = ("x", "residual", "weight", "out", "residual_out")
 
 
 class Options(NamedTuple):
@@ -41,7 +40,6 @@ def rms_norm(
     unit_offset: bool = False,
     round_before_weight: bool = False,
     group_size: int | None = None,
-    prefetch: Tensor | None = None,
     out: Tensor | None = None,
     pdl: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -57,9 +55,6 @@ def rms_norm(
     weight: [size], for all groups, or [groups * size] or [groups, size]; f32, f16 or bf16; None for 1
     unit_offset: multiplies by 1 + weight, as models do whose weights are around 0
     round_before_weight: rounds what is normalised to out's dtype ahead of the weight, as models do that multiply in it
-    prefetch: what the next kernel reads, such as the weight of the projection behind the norm: contiguous, of any shape and dtype. On sm_90
-        and later up to 16 MiB of it are asked for to the L2 cache. No result changes; where it does not begin at a multiple of 16 bytes,
-        nothing is asked for
     out: x's shape; may be x or residual itself; None for a new one of x's dtype
     residual_out: goes with residual; may be residual itself; None for a new one of the dtype that PyTorch gives residual + x
     pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
@@ -75,21 +70,21 @@ def rms_norm(
             residual_out = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
     options = Options(eps, group_size, unit_offset, round_before_weight)
     returns = ("out",) if residual_out is None else ("out", "residual_out")
-    return cast("Tensor | tuple[Tensor, Tensor]", Call(CALLER, (x, residual, weight, out, residual_out, prefetch), options, pdl, returns))
+    return cast("Tensor | tuple[Tensor, Tensor]", Call(CALLER, (x, residual, weight, out, residual_out), options, pdl, returns))
 
 
 def plain_views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
-    """Like `views_of`, which knows no residual, and nothing that is asked for."""
+    """Like `views_of`, which knows no residual."""
     if ("residual" in named) != ("residual_out" in named):
         problems.append("residual_out is given without residual, which it receives the sum of")
     if "weight" not in named and (options.unit_offset or options.round_before_weight):
         problems.append("unit_offset and round_before_weight are of a weight, and weight is None")
-    return ahead.apart(named, "x", problems, lambda others: views_of(others, options, problems, "the norm"))
+    return views_of(named, options, problems, "the norm")
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> NormProblem:
     """The problem that checked operands pose, given where they lie."""
-    dtypes = {name: DTYPES[views[name].dtype] if name in views else None for name in NAMES if name != ahead.NAME}
+    dtypes = {name: DTYPES[views[name].dtype] if name in views else None for name in NAMES}
     problem = {
         "size": views["x"].shape[-1],
         **{name: dtypes[name] for name in ("x", "residual", "weight", "out")},
@@ -115,14 +110,14 @@ FAMILY = Family(
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
     how: dict[str, Any] = {"eps": options.eps, "unit_offset": options.unit_offset, "rounded": options.round_before_weight}
-    reference(**{**{name: t for name, t in views.items() if name != ahead.NAME}, **how}, dtype=dtype)
+    reference(**{**views, **how}, dtype=dtype)
 
 
 # torch.library: what torch.compile and opcheck see.
 _library = torch.library.Library("ssmgen", "FRAGMENT")
 _library.define(
-    "rms_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor(a!) out, Tensor(b!)? residual_out, Tensor? prefetch, float eps, "
-    "SymInt? group_size, bool unit_offset, bool round_before_weight, bool? pdl) -> ()",
+    "rms_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor(a!) out, Tensor(b!)? residual_out, float eps, SymInt? group_size, "
+    "bool unit_offset, bool round_before_weight, bool? pdl) -> ()",
     tags=torch.Tag.needs_fixed_stride_order,
 )
 

@@ -12,12 +12,11 @@ the whole group; where a neighbour is missing, nothing is added.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from ...engine import ahead
 from ...engine.norm import Activation
-from ...spec import LATER, SM90, Arch, DType, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
+from ...spec import LATER, SM90, Arch, DType, KernelSpec, Loads, Param, Pdl, Problem, is_pow2, must
 
 OPERATOR = "gated_rms_norm"
 SIZE, MAX_SIZE = "groups", 2**17  # what the rules look at; beyond, nothing changes
@@ -45,7 +44,6 @@ class NormProblem(Problem):
     sum: DType | None = field(default=None, metadata=LATER)  # that of what the sum is written to
     unit_offset: bool = field(default=False, metadata=LATER)  # 1 + weight multiplies
     rounded: bool = field(default=False, metadata=LATER)  # to out's dtype, ahead of the weight
-    prefetch: bool = field(default=False, metadata=LATER)  # L2 is asked for what the kernel behind it reads
 
     @property
     def widest(self) -> int:
@@ -100,16 +98,11 @@ class NormSpec(KernelSpec, NormProblem):
         return self.threads
 
     @property
-    def needs(self) -> Needs:
-        return replace(super().needs, prefetch=self.prefetch)
-
-    @property
     def stem(self) -> str:
         how = f"v{self.vec}t{self.team}x{self.threads}{'' if self.pdl is Pdl.OFF else '_pdl'}"
         gate = f"_{self.gate.value}{'_first' if self.norm_first else ''}_{self.activation.value}" if self.gate else ""
         added = f"_add_{self.residual.value}_{self.sum.value}" if self.residual and self.sum else ""
         weighed = ("_rounded" if self.rounded else "") + ("_plus1" if self.unit_offset else "")
-        weighed += "_ask" if self.prefetch else ""
         return f"norm{self.size}{'s' if self.grouped else ''}_{self.x.value}_{self.out.value}{gate}{added}{weighed}_{how}"
 
     def violations(self, arch: Arch) -> list[str]:
@@ -133,7 +126,6 @@ class NormSpec(KernelSpec, NormProblem):
             *must(held <= most, f"a thread of {self.threads} would hold {held} elements of its group, above {most}"),
             *must(arch >= Arch(80), f"bf16 arithmetic needs sm_80, not {arch}"),
             *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
-            *must(arch >= SM90 or not self.prefetch, f"the bulk L2 prefetch needs sm_90, not {arch}"),
         ]
 
     def roles(self) -> list[str]:
@@ -150,11 +142,8 @@ class NormSpec(KernelSpec, NormProblem):
         return [name for name, given in there.items() if given]
 
     def operands(self) -> list[str]:
-        """The same as the call names them, and what is asked for."""
-        return [*self.roles(), *([ahead.NAME] if self.prefetch else [])]
-
-    def early_operands(self) -> list[str]:
-        return [ahead.NAME] if self.prefetch and self.pdl is not Pdl.OFF else []
+        """The same as the call names them."""
+        return self.roles()
 
     def strides(self) -> list[tuple[str, str]]:
         """(role, axis) of every stride the kernel takes, in elements."""
@@ -172,12 +161,9 @@ class NormSpec(KernelSpec, NormProblem):
         }
         element = {role: dtype.value for role, dtype in dtypes.items() if dtype}
         pointers = [Param.pointer(role, element[role], const=role not in WRITTEN) for role in self.roles()]
-        asked = [Param.u32("other_blocks"), Param.u32("pieces"), Param.u32("piece_distance")] if self.prefetch else []
-        pointers += [Param.pointer(ahead.NAME, "char")] if self.prefetch else []
         units = [Param.u32("units")] if self.teams > 1 else []
         groups = Param.divisor("groups") if self.grouped else []
-        strides = [Param.u32(f"{role}_{axis}") for role, axis in self.strides()]
-        return [*pointers, *units, *groups, *strides, Param.f32("eps"), *asked]
+        return [*pointers, *units, *groups, *(Param.u32(f"{role}_{axis}") for role, axis in self.strides()), Param.f32("eps")]
 
     def _offsets(self) -> dict[str, str]:
         """What is added to the operands to get to a thread's first element."""
@@ -198,8 +184,6 @@ class NormSpec(KernelSpec, NormProblem):
             "pooled": False,  # rows have slots, and those without one are not written
             # Of many elements, those of the weight wait until the gate's, or what x came in, need no registers any more.
             "late_weight": self.weight is not None and self.passes * self.vec > 8,
-            "piece": ahead.PIECE,
-            "asking": ahead.PER_BLOCK,
         }
 
 
@@ -243,8 +227,6 @@ def space(problem: NormProblem, arch: Arch) -> Iterator[NormSpec]:
 def candidates(problem: NormProblem, groups: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, NormSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one applies to every legal problem."""
     how: dict[str, Any] = {"pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
-    if arch < SM90 and problem.prefetch:  # which changes no result
-        problem = replace(problem, prefetch=False)
     if groups > FEW:
         yield "few-groups", None, f"{groups} groups are above {FEW}"
     else:

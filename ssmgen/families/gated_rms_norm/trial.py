@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...engine import ahead
 from ...engine.trial import TOLERANCE, Trial, trial, wide
 from ...spec import Loads
 from . import plain
@@ -25,17 +24,12 @@ def operands(spec: NormSpec, batch: int, seed: int) -> dict[str, Tensor]:
     for role in WRITTEN:
         if role in made:
             made[role].fill_(float("nan"))
-    return made | ({ahead.NAME: asked()} if spec.prefetch else {})
-
-
-def asked() -> Tensor:
-    """Bytes that two blocks ask for, the second one for some, and a few more."""
-    return torch.zeros((ahead.PER_BLOCK + 3) * ahead.PIECE + 100, dtype=torch.uint8)
+    return made
 
 
 def norm(spec: NormSpec, batch: int, seed: int) -> Trial:
     """A trial of the public function that has such kernels."""
-    if spec.residual or spec.unit_offset or spec.rounded or spec.prefetch:
+    if spec.residual or spec.unit_offset or spec.rounded:
         slack = {"out": TOLERANCE[spec.out] + TOLERANCE[spec.sum or spec.out]}  # rounded ahead of the weight, and of the norm
         options = plain.Options(1e-5, None, spec.unit_offset, spec.rounded)
         return trial(plain.CALLER, operands(spec, batch, seed), options, slack=slack)

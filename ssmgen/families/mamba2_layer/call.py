@@ -43,7 +43,6 @@ def mamba2_layer(
     rand_seed: Tensor | None = None,
     philox_rounds: int = 10,
     pad_slot_id: int = -1,
-    prefetch: Tensor | None = None,
     out: Tensor | None = None,
     pdl: bool | None = None,
 ) -> Tensor:
@@ -77,7 +76,6 @@ def mamba2_layer(
         slot dst_state_indices[b, t], if there is one. The window is that of the slot in the first column, of length width - 2 + T or more:
         its history begins at entry num_accepted_tokens - 1, and the new inputs are put behind it, at the front. A count that is no column,
         or whose history is not in the window, is padding, and so is a sequence without either slot
-    prefetch: as in rms_norm, of the norm: what the next kernel reads, such as the out-projection's weight
     pdl: whether the kernels may start while the ones ahead of them in the stream end; None = where the device can (sm_90 and later)
 
     Returns out (new, of xBC's dtype, if not given). CPU tensors run the reference implementation.
@@ -91,7 +89,6 @@ def mamba2_layer(
     given = (
         xBC, state, conv_state, conv_weight, conv_bias, dt, A, D, z, dt_bias, norm_weight, out, state_indices, rand_seed, arrivals,
         dst_state_indices, num_accepted_tokens, intermediate_states, intermediate_conv_window, intermediate_state_indices,
-        prefetch,
     )  # fmt: skip
     said = (norm_eps, norm_group_size, norm_before_gate, dt_softplus, dt_limit, A_is_log, pad_slot_id, philox_rounds, update_state)
     return cast(Tensor, Call(CALLER, given, Options(*said), pdl))

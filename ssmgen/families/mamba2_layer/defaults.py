@@ -16,7 +16,6 @@ VERIFY = layer(MODEL, DType.F32, tokens=8, intermediates=True, update_state=Fals
 DEFAULTS = {
     "windows as runs": Default(layer(MODEL, DType.BF16), 1),
     "with the input that has left the convolution": Default(layer(MODEL, DType.BF16, window=(StateLayout.RUNS, 4)), 1),
-    "asking for the next weight": Default(changed(layer(MODEL, DType.BF16, window=(StateLayout.RUNS, 4)), norm_prefetch=True), 1),
     "windows of channels": Default(layer(MODEL, DType.BF16, window=CHANNELS), 1),
     "f32 state": Default(layer(MODEL, DType.F32), 1),
     "no norm, no slots": Default(layer("falcon-h1-7b", DType.F32, Index.NONE, (StateLayout.RUNS, 4)), 1),

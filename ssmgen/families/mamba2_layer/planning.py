@@ -81,9 +81,8 @@ _library.define(
     "mamba2_layer(Tensor xBC, Tensor(a!) state, Tensor(b!) conv_state, Tensor conv_weight, Tensor? conv_bias, Tensor dt, Tensor A, "
     "Tensor? D, Tensor? z, Tensor? dt_bias, Tensor? norm_weight, Tensor(c!) out, Tensor? state_indices, Tensor? rand_seed, "
     "Tensor(d!) arrivals, Tensor? dst_state_indices, Tensor? num_accepted_tokens, Tensor(e!)? intermediate_states, "
-    "Tensor(f!)? intermediate_conv_window, Tensor? intermediate_state_indices, Tensor? prefetch, float eps, int? group_size, "
-    "bool norm_before_gate, bool dt_softplus, float[]? dt_limit, bool A_is_log, int pad_slot_id, int philox_rounds, "
-    "bool update_state, bool? pdl) -> ()",
+    "Tensor(f!)? intermediate_conv_window, Tensor? intermediate_state_indices, float eps, int? group_size, bool norm_before_gate, "
+    "bool dt_softplus, float[]? dt_limit, bool A_is_log, int pad_slot_id, int philox_rounds, bool update_state, bool? pdl) -> ()",
     tags=torch.Tag.needs_fixed_stride_order,
 )
 

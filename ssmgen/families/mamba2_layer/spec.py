@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from ...engine import rows as row_engine
 from ...engine.layer import with_registers
 from ...engine.rows import RowSpec, Rule
-from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, PoolMode, Update, changed, must
+from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, PoolMode, Update, must
 from ..gated_rms_norm.layer_spec import NormedLayer
 from ..gated_rms_norm.spec import FEW
 from ..selective_state_update.problem import SsuProblem
@@ -192,8 +192,6 @@ def _registers_of_tokens(problem: Mamba2LayerProblem, how: dict[str, Any], arch:
 
 def candidates(problem: Mamba2LayerProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, Mamba2LayerSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
-    if arch < SM90 and problem.norm.prefetch:  # which changes no result
-        problem = changed(problem, norm_prefetch=False)
     norm_threads = 32 if batch * (problem.conv.tokens or 1) * problem.norm_groups <= FEW else 128
     rules = _rules_of_tokens(problem) if problem.several else FOUR_BYTES if problem.state is DType.F32 else TWO_BYTES
     for rule, how, reason in row_engine.choices(problem, rules, batch, arch, pdl):

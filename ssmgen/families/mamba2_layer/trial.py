@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from ...calls.checks import TORCH_DTYPES
-from ...engine import ahead
 from ...engine.layer_trial import Maker, layer_trial, lead_of
 from ...engine.trial import Trial
 from ...spec import Index, Loads
-from ..gated_rms_norm.trial import asked
 from .planning import CALLER
 from .spec import Mamba2LayerSpec
 from .views import Options
@@ -41,7 +39,6 @@ def operands(spec: Mamba2LayerSpec, batch: int, seed: int) -> dict[str, Tensor]:
         "norm_weight": spec.norm.weight and make.randn(spec.norm.weight, inner),
         "out": torch.full((*lead, inner + (1 if odd else 8)), float("nan"), dtype=TORCH_DTYPES[spec.out])[..., :inner],
         "arrivals": torch.zeros(slots, G, dtype=torch.int32),
-        ahead.NAME: asked() if spec.norm.prefetch else None,
         **(several if "state_indices" in several else several | make.slots(spec.index, slots, batch)),
     }
     if spec.philox_rounds:

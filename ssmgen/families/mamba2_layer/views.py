@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...calls import checks
-from ...engine import ahead, layer_tokens, layer_views
+from ...engine import layer_tokens, layer_views
 from ..selective_state_update.views import check_seed
 
 NAMES = (
     "xBC", "state", "conv_state", "conv_weight", "conv_bias", "dt", "A", "D", "z", "dt_bias", "norm_weight", "out", "state_indices",
-    "rand_seed", "arrivals", *layer_tokens.OPTIONAL, ahead.NAME,
+    "rand_seed", "arrivals", *layer_tokens.OPTIONAL,
 )  # fmt: skip
 REQUIRED = frozenset(("xBC", "state", "conv_state", "conv_weight", "dt", "A", "out", "arrivals"))
 _TOKENWISE = ("xBC", "dt", "z", "out")
@@ -49,12 +49,6 @@ def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str])
     """The operands with heads: z, out [batch(, tokens), H, P]; A, D, dt_bias [H, P]; norm_weight [groups, size]; rand_seed [slots].
 
     There is a tokens axis where the call is one of several. Adds to `problems` all that is wrong."""
-    if ahead.NAME in named and "norm_weight" not in named:
-        problems.append(f"{ahead.NAME} is given without norm_weight: the norm's kernel asks for it, and there is none")
-    return ahead.apart(named, "state", problems, lambda others: _views_of(others, options, problems))
-
-
-def _views_of(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
     check_seed(named, options.update_state, problems)
     if not checks.check_tensors(named, problems):
         return {}
