@@ -321,10 +321,11 @@ def rank_main(rank: int, ranks: int, port: int, device_type: str, directory: str
     dist.destroy_process_group()
 
 
-def failures(ranks: int, device_type: str, directory: Path, all_cases: Cases) -> str:
-    """What went wrong on so many processes, by case and rank, as text. All cases share the processes, which take seconds to start."""
+def failures(ranks: int, device_type: str, directory: Path, all_cases: Cases, least: int = 90) -> str:
+    """What went wrong on so many processes, by case and rank, as text. All cases share the processes, which take seconds to start.
+    least: cases that there are at least."""
     arguments = (ranks, free_port(), device_type, str(directory), all_cases)
     torch.multiprocessing.spawn(rank_main, arguments, ranks)
     found = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(ranks)]
-    assert all(len(of_rank) >= 90 for of_rank in found)
+    assert all(len(of_rank) >= least for of_rank in found)
     return "\n".join(f"{case}, rank {rank}:\n{of_rank[case]}" for rank, of_rank in enumerate(found) for case in of_rank if of_rank[case])

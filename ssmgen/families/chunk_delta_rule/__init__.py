@@ -20,6 +20,7 @@ FAMILY = Family(
     tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     sharding="sharding:RULES",
+    context="context:RULES",
     trials="trial:TRIALS",
     asks="models:ASKS",
     page="operators/chunk_delta_rule.md",

@@ -14,6 +14,7 @@ FAMILY = Family(
     tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     sharding="sharding:RULES",
+    context="context:RULES",
     trials="trial:TRIALS",
     asks="models:ASKS",
     page="operators/chunk_scan.md",

@@ -1,0 +1,86 @@
+"""How sequences of chunk_scan's functions go on from one rank's tokens to the next one's: M is a number of each head, its decay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, softplus
+
+from ...calls.context import Arguments, Context
+from .spec import CHUNK
+
+# Natural logarithm of a decay of which no finite f32 leaves anything that f32 has: 2^-300.
+NOTHING = -208.0
+
+
+def logs_of(given: Arguments) -> Tensor:
+    """[batch, T, H] f32, log decay of each token, or [H], of all."""
+    if "dt" not in given:
+        g = given["g"] if "g" in given else given["slope"]
+        if g is None:
+            return given["v"].new_zeros(given["v"].shape[-2], dtype=torch.float32)
+        return -g.float() if "slope" in given else g.float()
+    d = given["dt"].float()
+    d = d if given.get("dt_bias") is None else d + given["dt_bias"].float()
+    d = softplus(d) if given.get("dt_softplus") else d
+    d = d if given.get("dt_limit") is None else d.clamp(*given["dt_limit"])
+    return d * given["A"].float()
+
+
+def sums_of(given: Arguments, name: str) -> tuple[Tensor, Tensor]:
+    """Of log decays [batch, T, H]: sums over chunks of tokens [batch, chunks, H] f64, and over all those above zero [batch, 1, H]."""
+    x, logs = given[name], logs_of(given)
+    if logs.dim() == 1:
+        logs = logs.expand(*x.shape[:-1])
+    logs = logs if logs.dim() == 3 else logs.unsqueeze(0)
+    if given.get("cu_seqlens") is not None:
+        there = torch.arange(logs.shape[1], device=logs.device) >= given["cu_seqlens"][0]
+        logs = torch.where(there[:, None], logs, 0)
+    chunks = pad(logs, (0, 0, 0, -logs.shape[1] % CHUNK)).unflatten(1, (-1, CHUNK))
+    return chunks.sum(2).double(), logs.clamp(min=0).sum(1, keepdim=True).double()
+
+
+def ends(function: Callable[..., Any], given: dict[str, Any], start: Tensor, middle: bool) -> tuple[Tensor, Tensor | None]:
+    """N, the final state of a call over the last tokens alone, where those ahead of them have decayed to nothing; M."""
+    name = "x" if "x" in given else "v"
+    sums, growth = sums_of(given, name)
+    if len(sums) == 1:
+        # What chunk i adds decays by what is behind it, at least, and by itself.
+        behind = pad(sums.flip(1).cumsum(1).flip(1)[:, 1:], (0, 0, 0, 1))
+        seen = ~(behind + growth <= NOTHING).all(2)[0]
+        numbers = torch.arange(len(seen), device=seen.device)
+        first = torch.where(seen, numbers, len(seen)).min().view(1) * CHUNK
+        cut = given.get("cu_seqlens")
+        own = torch.zeros_like(first) if cut is None else cut[:1].long()
+        start = torch.where((first > own).view(1, 1, 1, 1), 0, start)
+        tokens = torch.full_like(first, given[name].shape[-3])
+        given = given | {"cu_seqlens": torch.cat([torch.maximum(first, own), tokens]).to(torch.int32 if cut is None else cut.dtype)}
+    _, N = function(**given, initial_states=start, return_final_states=True)
+    return N, sums.sum(1).exp().float() if middle else None
+
+
+def blank(given: Arguments) -> tuple[Tensor, Tensor]:
+    x, B = (given["x"], given["B"]) if "x" in given else (given["v"], given["k"])
+    heads, rows = x.shape[-2:]
+    return x.new_zeros((1, heads, rows, B.shape[-1]), dtype=torch.float32), x.new_ones((1, heads), dtype=torch.float32)
+
+
+def passed(S: Tensor, N: Tensor, M: Tensor, given: Arguments) -> Tensor:
+    return S * M.double()[:, :, None, None] + N.double()
+
+
+def _rule(name: str, *refused: str) -> Context:
+    def cheap(given: Arguments) -> bool:
+        return given[name].dim() == 3 or len(given[name]) == 1
+
+    return Context("cu_seqlens", (name, -3), blank, ends, passed, cheap, ("state", "state_indices", "has_initial_state", *refused))
+
+
+RULES = {
+    "chunk_scan": _rule("x", "seq_idx", "checkpoint_positions", "checkpoints_out", "return_checkpoints"),
+    "chunk_simple_gla": _rule("v"),
+    "chunk_lightning_attn": _rule("v"),
+}
