@@ -26,7 +26,8 @@ def _rules() -> dict[str, Any]:
 
 def __getattr__(name: str) -> Callable[..., Any]:
     if name.startswith("_") or name not in _rules():
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(functions()) if name[:1] != '_' else 'none such'}")
+        there = "" if name.startswith("_") else f"; it has {', '.join(functions())}"
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{there}")
     globals()[name] = found = _over_ranks(name)
     return found
 

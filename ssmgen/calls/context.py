@@ -1,9 +1,9 @@
 """Public functions on sequences whose tokens lie on several ranks, one rank's behind the other's.
 
 Over some tokens of a sequence its state goes from S to S M + N, exactly: N is what they make of zeros, and M does not hang on S. Each rank but
-the last one makes N of the sequence that goes on behind its tokens, and M if that sequence began before them. These are exchanged, once; each
-rank joins those before it, in their order, and runs the function over its own tokens from there. A convolution's last inputs go on the same
-way, but for how they are joined.
+the last one makes N of the sequence that goes on behind its tokens, and M if that sequence began before them. These are exchanged, once;
+each rank joins those before it, in their order, and runs the function over its own tokens from there. A convolution's last inputs go on the
+same way, but for how they are joined.
 
 Nothing here reads a device's memory: which sequences a rank has part of is worked out on the device, from where packed sequences start.
 """
@@ -17,9 +17,26 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
+from . import planning
 
 Arguments = Mapping[str, Any]
 STATES = ("initial_states", "return_final_states", "final_states_out")
+
+
+class Asked(NamedTuple):
+    """What is asked of a rank's tokens ahead of the exchange."""
+
+    N: bool
+    M: bool
+
+
+class Ends(NamedTuple):
+    """What a rank's tokens do to the state of the sequences that go on behind them, where that was asked for."""
+
+    N: Tensor | None  # from what they begin in
+    M: Tensor | None = None
+    # (the state that they begin in, whether final ones are asked for) -> those; writes out. None: the function does, as if nothing were made
+    finish: Callable[[Tensor | None, bool], Tensor | None] | None = None
 
 
 class Context(NamedTuple):
@@ -28,10 +45,10 @@ class Context(NamedTuple):
     starts: str  # the parameter that says where packed sequences start
     tokens: tuple[str, int]  # an operand of every token, and which of its axes, counted from the last, these are
     blank: Callable[[Arguments], tuple[Tensor, Tensor]]  # N and M of one sequence over no tokens, N of the dtype that is exchanged
-    # (function, its arguments, what the sequences begin in, whether M is asked for) -> N, from there, and M
-    ends: Callable[[Callable[..., Any], dict[str, Any], Tensor, bool], tuple[Tensor, Tensor | None]]
+    # (function, its arguments, what the sequences begin in or None for zeros, what is asked for)
+    ends: Callable[[Any, dict[str, Any], Tensor | None, Asked], Ends]
     passed: Callable[[Tensor, Tensor, Tensor, Arguments], Tensor]  # (S, N, M, arguments) -> the state behind their tokens
-    cheap: Callable[[Arguments], bool]  # whether `ends` takes less than the function, which makes N too
+    cheap: Callable[[Arguments], bool]  # whether `ends` takes less time than the function, which makes N too
     refused: tuple[str, ...] = ()  # parameters that have no meaning here
 
 
@@ -56,19 +73,19 @@ def run(function: Callable[..., Any], rule: Context, given: dict[str, Any], grou
         found = function(**given, **place.all, initial_states=states, return_final_states=final)
         return found[1] if final else None
 
-    final, (N, M) = None, place.blank
-    at_once = first and not rule.cheap(given)  # nothing is waited for, and N is among what the function makes
+    final, (N, M), begun = None, place.blank, Ends(place.start)
+    cheap = place.tokens > 0 and rule.cheap(given | place.all)
+    at_once = first and not cheap  # nothing is waited for, and N is among what the function makes
     if at_once:
         final = whole(place.initial, True)
-        N = place.ending(final)
-    elif not last:
-        N = place.start
-        if place.tokens:
-            N, found = rule.ends(function, given | place.tail, place.start, not first)
-            M = M if found is None else found
+        begun = Ends(place.ending(final))
+    elif place.tokens and (not last or (cheap and place.goes_on)):
+        begun = rule.ends(function, given | place.tail, place.start, Asked(not last, not (first or last)))
+    N, M = N if begun.N is None else begun.N, M if begun.M is None else begun.M
     S = _joined(rule, given, place, ranks, N, M)
     if not at_once:
-        final = whole(place.initial if S is None else place.going_on(S), wanted)
+        states = place.initial if S is None else place.going_on(S)
+        final = (begun.finish if place.goes_on and begun.finish else whole)(states, wanted)
     if not wanted:
         return given["out"]
     states = ranks.summed(place.own(final)).to(place.returned if final_out is None else final_out.dtype)
@@ -83,7 +100,8 @@ def _checked(function: Any, rule: Context, given: Arguments) -> Mapping[str, Ten
         for name in rule.refused
         if given.get(name) is not None and given[name] is not False
     ]
-    call.caller.checked(call.operands, call.options, call.pdl, (*call.objections, *refused))
+    views = call.caller.checked(call.operands, call.options, call.pdl, (*call.objections, *refused))
+    planning.check_overlap(call.caller.family, function.__name__, views, {n: t.data_ptr() for n, t in call.operands.items()})
     operands: Mapping[str, Tensor] = call.operands
     return operands
 
@@ -106,9 +124,9 @@ def _joined(rule: Context, given: Arguments, place: Place, ranks: Ranks, N: Tens
 class Place:
     """What a rank has of a call's sequences."""
 
-    tail: dict[str, Any] = {}  # arguments of a call over the tokens of sequences that go on on the next rank
+    goes_on: bool = False  # whether all tokens are of those sequences
     begun: Tensor | None = None  # [ranks - 1], whether the sequence that goes on behind a rank began on it; None: the first rank's did
-    start: Tensor  # what those sequences begin in here, as far as it is known
+    start: Tensor | None  # what those sequences begin in here, as far as it is known; None for zeros
 
     def __init__(self, rule: Context, given: Arguments, ranks: Ranks, initial: Tensor | None, sequences: int, crossing: int):
         """crossing: sequences that may go on on the next rank."""
@@ -121,6 +139,7 @@ class Place:
         self.returned = N.dtype if initial is None else initial.dtype
         self.initial = None if initial is None else initial.to(N.dtype)
         self.all: dict[str, Any] = {}  # arguments of a call over all tokens
+        self.tail: dict[str, Any] = {}  # and over those of sequences that go on on the next rank
 
 
 class Rows(Place):
@@ -129,7 +148,7 @@ class Rows(Place):
     def __init__(self, rule: Context, given: Arguments, ranks: Ranks, initial: Tensor | None):
         count = given[rule.tokens[0]].shape[0]
         super().__init__(rule, given, ranks, initial, count, count)
-        self.start = self.zeros if self.rank or self.initial is None else self.initial
+        self.start, self.goes_on = None if self.rank else self.initial, True
 
     def ending(self, final: Tensor) -> Tensor:
         """Final states of the sequences that go on, of those of all."""
@@ -160,13 +179,14 @@ class Packed(Place):
         self.owned = there & (whole[1:] > begin) & (whole[1:] <= ends[self.rank])
         if self.rank == 0:
             self.owned = self.owned | ~there  # of sequences without tokens the first rank has what they begin in
-        self.start = self.blank[0]
+        self.start = None
         if not self.last:
             own = slice(self.rank, self.rank + 1)
             cut = torch.where(self.crosses[own], first[own] - begin, self.tokens).clamp(min=0)
             self.tail = {rule.starts: torch.cat([cut, each]).to(starts.dtype)}
             if self.initial is not None:
-                self.start = torch.where(_beside(self.begun[own], self.start), self.initial[self.crossing[own]], self.start)
+                begins_in = self.initial[self.crossing[own]]
+                self.start = torch.where(_beside(self.begun[own], begins_in), begins_in, 0)
 
     def ending(self, final: Tensor) -> Tensor:
         return final[self.crossing[:1]]  # the first rank's

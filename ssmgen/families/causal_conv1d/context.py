@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...calls.context import Arguments, Context
+from ...calls.context import Arguments, Asked, Context, Ends
 
 
 def blank(given: Arguments) -> tuple[Tensor, Tensor]:
@@ -16,16 +15,19 @@ def blank(given: Arguments) -> tuple[Tensor, Tensor]:
     return x.new_zeros((1, x.shape[-2], width - 1)), x.new_zeros((1, 1))
 
 
-def ends(function: Callable[..., Any], given: dict[str, Any], start: Tensor, middle: bool) -> tuple[Tensor, Tensor | None]:
-    x, kept = given["x"], start.shape[-1]
+def ends(function: Any, given: dict[str, Any], start: Tensor | None, asked: Asked) -> Ends:
+    if not asked.N:
+        return Ends(None)
+    x, kept = given["x"], given["weight"].shape[1] - 1
     x = x if x.dim() == 3 else x.unsqueeze(0)
+    start = x.new_zeros((len(x), x.shape[1], kept)) if start is None else start
     tokens = x.shape[-1]
     count = torch.full((1,), tokens, device=x.device)
     if given.get("query_start_loc") is not None:
         count = count - given["query_start_loc"][:1]
     new = count.clamp(max=kept).to(x.dtype).expand(len(x), 1)
     latest = torch.nn.functional.pad(x[..., max(tokens - kept, 0) :], (max(kept - tokens, 0), 0))
-    return passed(start, latest, new, given), new
+    return Ends(passed(start, latest, new, given), new)
 
 
 def passed(S: Tensor, N: Tensor, M: Tensor, given: Arguments) -> Tensor:

@@ -13,6 +13,8 @@ FAMILY = Family(
         Kernels("segments:SumsSpec", unchecked=PART),
         Kernels("segments:WarpgroupSumsSpec", unchecked=PART),
         Kernels("segments:JoinSpec", unchecked=PART),
+        Kernels("segments:EndsSpec", unchecked=PART),
+        Kernels("segments:WarpgroupEndsSpec", unchecked=PART),
     ),
     functions={"chunk_gated_delta_rule": "call:chunk_gated_delta_rule", "chunk_delta_rule": "call:chunk_delta_rule"},
     helpers={"chunk_delta_rule_workspace": "call:chunk_delta_rule_workspace"},

@@ -15,6 +15,8 @@ FAMILY = Family(
         Kernels("segments:SumsSpec", unchecked=PART),
         Kernels("segments:WarpgroupSumsSpec", unchecked=PART),
         Kernels("segments:JoinSpec", unchecked=PART),
+        Kernels("segments:EndsSpec", unchecked=PART),
+        Kernels("segments:WarpgroupEndsSpec", unchecked=PART),
     ),
     functions={name: f"call:{name}" for name in _FUNCTIONS},
     helpers={"chunk_linear_attention_workspace": "call:chunk_linear_attention_workspace"},

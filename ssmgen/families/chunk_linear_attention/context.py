@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..chunk_delta_rule.context import RULE
+from ..chunk_delta_rule.context import rule
 from .operands import FUNCTIONS
 
-RULES = dict.fromkeys(FUNCTIONS, RULE)
+_PARTS = ("chunk_kda", "chunk_gdn2", "chunk_comba")  # whose sequences are cut into segments too
+RULES = {name: rule("v", *(("w",) if name == "chunk_gdn2" else ()), parts=name in _PARTS) for name in FUNCTIONS}

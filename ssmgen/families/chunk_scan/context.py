@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, softplus
 
-from ...calls.context import Arguments, Context
+from ...calls.context import Arguments, Asked, Context, Ends
 from .spec import CHUNK
 
 # Natural logarithm of a decay of which no finite f32 leaves anything that f32 has: 2^-300.
@@ -43,8 +42,10 @@ def sums_of(given: Arguments, name: str) -> tuple[Tensor, Tensor]:
     return chunks.sum(2).double(), logs.clamp(min=0).sum(1, keepdim=True).double()
 
 
-def ends(function: Callable[..., Any], given: dict[str, Any], start: Tensor, middle: bool) -> tuple[Tensor, Tensor | None]:
+def ends(function: Any, given: dict[str, Any], start: Tensor | None, asked: Asked) -> Ends:
     """N, the final state of a call over the last tokens alone, where those ahead of them have decayed to nothing; M."""
+    if not asked.N:
+        return Ends(None)
     name = "x" if "x" in given else "v"
     sums, growth = sums_of(given, name)
     if len(sums) == 1:
@@ -55,11 +56,11 @@ def ends(function: Callable[..., Any], given: dict[str, Any], start: Tensor, mid
         first = torch.where(seen, numbers, len(seen)).min().view(1) * CHUNK
         cut = given.get("cu_seqlens")
         own = torch.zeros_like(first) if cut is None else cut[:1].long()
-        start = torch.where((first > own).view(1, 1, 1, 1), 0, start)
+        start = None if start is None else torch.where((first > own).view(1, 1, 1, 1), 0, start)
         tokens = torch.full_like(first, given[name].shape[-3])
         given = given | {"cu_seqlens": torch.cat([torch.maximum(first, own), tokens]).to(torch.int32 if cut is None else cut.dtype)}
     _, N = function(**given, initial_states=start, return_final_states=True)
-    return N, sums.sum(1).exp().float() if middle else None
+    return Ends(N, sums.sum(1).exp().float() if asked.M else None)
 
 
 def blank(given: Arguments) -> tuple[Tensor, Tensor]:
