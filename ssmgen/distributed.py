@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .family import parts, public_names
+from .family import public_names
 
 __all__ = ["functions"]
 
@@ -19,9 +19,10 @@ def functions() -> list[str]:
     return sorted(_rules())
 
 
-@functools.cache
 def _rules() -> dict[str, Any]:
-    return parts("context")
+    from .calls.context_rules import RULES
+
+    return RULES
 
 
 def __getattr__(name: str) -> Callable[..., Any]:

@@ -12,10 +12,13 @@ from sharded_calls import BF16, F32, H, N, P, Tensors, linear, mamba, normal
 import ssmgen
 from ssmgen import distributed
 from ssmgen.calls.sharding_rules import RULES
+from ssmgen.errors import ArgumentError
 
 PIECES = {2: (61, 39), 4: (33, 40, 0, 27)}  # tokens of each rank, by how many ranks there are
 TOKENS = 100
 # Sequences begin on an edge, have no tokens, end on the rank where they began, and go over one, two and all edges.
+EXACT = ("chunk_scan", "chunk_simple_gla", "chunk_lightning_attn", "causal_conv1d")  # f32 is among what they take
+THOROUGH = ("chunk_scan", "chunk_kda", "causal_conv1d")  # one of each kind: the others in two forms
 STARTS = {"several": (0, 20, 33, 33, 61, 90, 100), "one": (0, 100), "gaps": (5, 70, 98)}
 
 
@@ -59,7 +62,7 @@ def packed(function: str, call: Tensors, starts: tuple[int, ...]) -> Tensors:
 def states(function: str, call: Tensors, dtype: torch.dtype = F32) -> torch.Tensor:
     """What its sequences begin in."""
     starts = call.get("cu_seqlens", call.get("query_start_loc"))
-    count = 4 if starts is None else len(starts) - 1
+    count = len(next(call[n] for n in ("x", "v") if n in call)) if starts is None else len(starts) - 1
     some = next(t for t in call.values() if isinstance(t, torch.Tensor))
     if function == "causal_conv1d":
         return normal(some.device, count, 24, 3, dtype=call["x"].dtype)
@@ -108,18 +111,60 @@ def agrees(mesh: Any, function: str, call: Tensors, begin: torch.Tensor | None, 
     assert torch.equal(again[1], ends)
 
 
+def dtensors_agree(mesh: Any, function: str, call: Tensors, bounds: tuple[float, float], over_heads: bool = False) -> None:
+    """Tensors sharded over their tokens, and on another axis of the mesh over heads: outputs lie as they do, final states everywhere."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    if over_heads:
+        mesh = init_device_mesh(mesh.device_type, (2, mesh.size() // 2))
+    dims = {n: t.dim() for n, t in call.items() if isinstance(t, torch.Tensor)}
+
+    def placed(n: str) -> list[Any]:
+        words = RULES[function].axes_of(n, dims, dims[n])
+        heads = [Shard(words.index("head")) if "head" in words else Replicate()] if over_heads else []
+        return [*heads, Shard(words.index("token")) if "token" in words else Replicate()]
+
+    theirs = {n: distribute_tensor(call[n], mesh, placed(n)) if n in dims and call[n].is_floating_point() else call[n] for n in call}
+    out, final = exact(function, call | {"return_final_states": True})
+    got, ends = getattr(ssmgen, function)(**theirs, return_final_states=True)
+    like = next(theirs[n] for n in ("x", "v") if n in theirs)
+    assert got.placements == like.placements and got.shape == like.shape and not ends.placements[-1].is_shard()
+    close(got.full_tensor(), out, bounds[0])
+    close(ends.full_tensor(), final, bounds[1])
+
+
+def all_that_is_wrong_is_said(mesh: Any, call: Tensors) -> None:
+    """On all ranks, before they wait for each other."""
+    wrong = call | {"A": call["A"][:1], "state": states("chunk_scan", call), "return_checkpoints": True}
+    mine = divided("chunk_scan", wrong, PIECES[mesh.size()], mesh.get_local_rank())
+    try:
+        distributed.chunk_scan(**mine, group=mesh.get_group())
+    except ArgumentError as e:
+        assert [p.partition(" is ")[0] for p in e.problems if "belongs to one device" in p] == ["state", "return_checkpoints"]
+        assert any(p.startswith("A is [1]") for p in e.problems)
+    else:
+        raise AssertionError("nothing was wrong")
+
+
 def cases(device: str) -> dict[str, Callable[[Any], None]]:
     """References on the CPU work in f32: a state is off by some ulps of a sum of 100 tokens, an output of 16 bits by their rounding."""
     found: dict[str, Callable[[Any], None]] = {}
     for function in distributed.functions():
         torch.manual_seed(0)
-        dtype = F32 if function in ("chunk_scan", "chunk_simple_gla", "chunk_lightning_attn", "causal_conv1d") else BF16
+        dtype = F32 if function in EXACT else BF16
         call = inputs(function, device, dtype)
         bounds = (2e-6 if dtype is F32 else 2.0**-8, 2e-6)
-        kv = {} if "state_layout" not in getattr(ssmgen, function).names else {"state_layout": "kv"}
-        forms = {"rows": call, "kv" if kv else "": call | kv} | {how: packed(function, call, STARTS[how]) for how in STARTS}
-        for how, form in forms.items():
-            if how:
-                begin = states(function, form) if how != "one" else None
-                found[f"{function}-{how}"] = partial(agrees, function=function, call=form, begin=begin, bounds=bounds)
+        forms = {"rows": call} | {how: packed(function, call, STARTS[how]) for how in STARTS}
+        if "state_layout" in getattr(ssmgen, function).names:
+            forms["kv"] = call | {"state_layout": "kv"}
+        for how in forms if function in THOROUGH else ("rows", "several"):
+            if how in forms:
+                begin = states(function, forms[how]) if how != "one" else None
+                found[f"{function}-{how}"] = partial(agrees, function=function, call=forms[how], begin=begin, bounds=bounds)
+        if function in THOROUGH:
+            found[f"{function}-dtensors"] = partial(dtensors_agree, function=function, call=call, bounds=bounds)
+        if function in ("chunk_scan", "chunk_kda"):
+            found[f"{function}-dtensors-heads"] = partial(dtensors_agree, function=function, call=call, bounds=bounds, over_heads=True)
+    found["wrong"] = partial(all_that_is_wrong_is_said, call=inputs("chunk_scan", device, F32))
     return found
