@@ -18,12 +18,14 @@ from sharded_calls import BF16, F32
 from sharded_cases import failures
 
 import ssmgen
-from ssmgen import distributed, emulator, registry
+from ssmgen import distributed, emulator
 from ssmgen.calls.context import Asked
+from ssmgen.calls.kernels import Kernels
 from ssmgen.errors import ArgumentError
 from ssmgen.families.chunk_delta_rule import context as delta
 from ssmgen.families.chunk_delta_rule.parts import Parts, parts_of
 from ssmgen.families.chunk_scan import context as scan
+from ssmgen.families.chunk_scan import parts as scan_parts
 from ssmgen.spec import Arch, Pdl
 
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
@@ -61,42 +63,37 @@ def test_of_a_rank_only_tokens_that_are_seen_behind_it_are_gone_over(rate, seen)
     torch.testing.assert_close(found.M, torch.exp(-tokens * torch.tensor([[rate, 2 * rate]])))
 
 
-def test_where_states_grow_all_tokens_are_gone_over():
-    call = {"x": torch.zeros(1, 256, 1, 16), "dt": torch.full((1, 256, 1), 5.0), "A": torch.tensor([-1.0])}
-    call |= {"B": torch.zeros(1, 256, 1, 16), "C": torch.zeros(1, 256, 1, 16)}
-    call["dt"][:, 10:12] = -150.0  # by e^300, 1200 have decayed
-    call["x"][:, 0], call["B"][:, 0] = 1.0, 1.0
+def test_what_may_have_grown_is_seen():
+    """By as much as all tokens whose decay is above 1 may have made of it, wherever these are; and so is what nobody can tell."""
+    sums = torch.tensor([[-100.0, -100.0, torch.nan], [-100.0, -100.0, 0.0], [-300.0, -300.0, 0.0]]).double()
+    assert scan.seen_from(sums, torch.tensor([[0.0, 100.0, 0.0]]).double()).tolist() == [2, 1, 0]
+    call = {"x": torch.zeros(1, 70, 1, 16), "dt": torch.tensor([-3.0] * 2 + [1.0] * 68).view(1, 70, 1), "A": torch.tensor([-2.0])}
     sums, growth = scan.sums_of(call, "x")
-    assert float(growth) == 300 and sums.shape == (1, 4, 1)
-    call["dt"][:, 12:] = 0.5
-    found = scan.ends(ssmgen.chunk_scan, call, None, Asked(True, False))
-    assert float(found.N.min()) > 1e30 and found.M is None
+    assert sums.flatten().tolist() == [12.0 - 124.0, -12.0] and growth.flatten().tolist() == [12.0]
 
 
-# Delta rules: kernels.
+# Kernels, in the emulator.
 
 
-class Emulated(Parts):
+class Emulated(Kernels):
     """A call's kernels in the emulator."""
 
     arch = Arch.parse("sm_90a")
 
-    def kernels(self) -> Any:
-        call = self.call
-        views = call.caller.checked(call.operands, call.options, None)
-        problem = call.caller.family.problem_of(views, {n: t.data_ptr() for n, t in call.operands.items()}, call.options)
-        size = call.caller.family.size_of(views)
-        chain = registry.select(call.caller.family.operator, problem, size, self.arch, self.arch >= Arch(90))
-        return chain.ahead[0], chain
+    def chosen(self) -> Any:
+        return self.choose(self.arch, None)
 
     def launch(self, kernel: Any) -> None:
-        views = self.call.caller.checked(self.call.operands, self.call.options, None)
         call = SimpleNamespace(caller=self.call.caller, options=self.call.options, operands=self.operands)
-        launch_emulated(kernel, views, call, self.arch)
+        launch_emulated(kernel, self.views, call, self.arch)
 
 
 class EmulatedByWarps(Emulated):
     arch = Arch(80)
+
+
+def parts(function: Any, call: dict[str, Any], launcher: Any = Emulated) -> Parts:
+    return type("Parts", (Parts,), {"launcher": launcher})(function, call)
 
 
 def tokens_of(name: str, tokens: int, dim: int = 64) -> dict[str, Any]:
@@ -109,7 +106,7 @@ def tokens_of(name: str, tokens: int, dim: int = 64) -> dict[str, Any]:
 
 @needs_emulator
 @pytest.mark.parametrize(
-    ("name", "kind", "tokens", "parts", "layout"),
+    ("name", "kind", "tokens", "count", "layout"),
     [
         ("chunk_gated_delta_rule", Emulated, 330, 3, "vk"),
         ("chunk_kda", Emulated, 200, 3, "kv"),  # of 2, 2 and no chunks
@@ -117,18 +114,46 @@ def tokens_of(name: str, tokens: int, dim: int = 64) -> dict[str, Any]:
         ("chunk_kda", EmulatedByWarps, 130, 1, "vk"),
     ],
 )
-def test_kernels_make_ends_and_go_on_from_a_state_that_comes_later(name, kind, tokens, parts, layout):
+def test_kernels_make_ends_and_go_on_from_a_state_that_comes_later(name, kind, tokens, count, layout):
     function, call = getattr(ssmgen, name), tokens_of(name, tokens) | {"state_layout": layout}
     plain = {n: t for n, t in call.items() if n != "out"}
     S = torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(1))
     _, N = function(**plain, return_final_states=True)
     M = delta.transitions(("v",), function, plain)
     want, final = function(**plain, initial_states=S, return_final_states=True)
-    found = kind(function, call | {"segments": parts}).ends(None, Asked(True, True))
+    found = parts(function, call | {"segments": count}, kind).ends(None, Asked(True, True))
     assert error(found.N, N) <= BOUNDS[BF16] and error(found.M, M) <= BOUNDS[BF16]
     assert error(delta.passed(S.double(), found.N, found.M, call), final) <= BOUNDS[BF16]
     states = found.finish(S, True)
     assert error(call["out"], want) <= BOUNDS[BF16] and error(states, final) <= BOUNDS[BF16]
+
+
+@needs_emulator
+@pytest.mark.parametrize(("name", "begin"), [("chunk_scan", None), ("chunk_scan", 70), ("chunk_simple_gla", None)])
+def test_a_kernel_makes_what_tokens_add_to_a_state(name, begin, monkeypatch):
+    """In parts of 3, 3 and 2 chunks, the last one of which is short; of the first head all of them count, of the second one some. Nothing
+    else is read."""
+    monkeypatch.setattr(scan_parts, "LEAST", 2)
+    monkeypatch.setattr(scan_parts, "MOST", 3)
+    g, tokens, heads = torch.Generator().manual_seed(0), 500, 2
+    x, B, C = (torch.randn(1, tokens, *inner, generator=g).bfloat16() for inner in ((heads, 64), (1, 64), (1, 64)))
+    rates = torch.tensor([0.001, 1.0])
+    if name == "chunk_scan":
+        call = {"x": x, "dt": torch.full((1, tokens, heads), 0.5).bfloat16(), "A": -2 * rates, "B": B, "C": C}
+    else:
+        call = {"q": C, "k": B, "v": x, "g": -rates}
+    function, operand = getattr(ssmgen, name), "x" if name == "chunk_scan" else "v"
+    more = {} if begin is None else {"cu_seqlens": torch.tensor([begin, tokens]).int()}
+    _, N = function(**call, **more, return_final_states=True)
+    x[:, : 512 - 4 * 64, 1] = torch.nan  # 4 chunks and a short one are seen, of 1 in 64 tokens
+    if begin:
+        x[:, :begin] = torch.nan
+    parts = type("Parts", (scan_parts.Parts,), {"launcher": Emulated})(function, call | more, operand)
+    sums, growth = scan.sums_of(call | more, operand)
+    first = scan.seen_from(sums[0], growth[0])
+    assert parts.count == 3 and first.tolist() == [0, 4]
+    found = parts.added(parts.served(), sums[0], first)
+    assert error(found[:, 0], N[:, 0]) <= BOUNDS[BF16] and error(found[:, 1], N[:, 1]) <= BOUNDS[BF16]
 
 
 @needs_emulator
@@ -140,19 +165,19 @@ def test_what_nobody_asks_for_is_not_made():
     S = torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(1))
     want, final = ssmgen.chunk_gated_delta_rule(**plain, initial_states=S, return_final_states=True)
     _, N = ssmgen.chunk_gated_delta_rule(**plain, return_final_states=True)
-    first = Emulated(ssmgen.chunk_gated_delta_rule, call)
+    first = parts(ssmgen.chunk_gated_delta_rule, call)
     first.made.fill_(torch.nan)
     found = first.ends(None, Asked(True, False))
     assert error(found.N, N) <= BOUNDS[BF16] and found.M is None and first.made[:, :, 64:].isnan().all()
-    assert error(Emulated(ssmgen.chunk_gated_delta_rule, call).ends(S, Asked(True, False)).N, final) <= BOUNDS[BF16]
-    last = Emulated(ssmgen.chunk_gated_delta_rule, call)
+    assert error(parts(ssmgen.chunk_gated_delta_rule, call).ends(S, Asked(True, False)).N, final) <= BOUNDS[BF16]
+    last = parts(ssmgen.chunk_gated_delta_rule, call)
     last.made.fill_(torch.nan)
     found = last.ends(None, Asked(False, False))
     assert found.N is None and found.finish(S, False) is None and last.made.isnan().all()
     assert error(call["out"], want) <= BOUNDS[BF16]
     tail = {n: t[0, 70:].unsqueeze(0) if n in ("q", "k", "v", "g", "beta") else t for n, t in plain.items()}
     _, N = ssmgen.chunk_gated_delta_rule(**tail, return_final_states=True)
-    packed = Emulated(ssmgen.chunk_gated_delta_rule, call | {"segments": 2, "cu_seqlens": torch.tensor([70, 200]).int()})
+    packed = parts(ssmgen.chunk_gated_delta_rule, call | {"segments": 2, "cu_seqlens": torch.tensor([70, 200]).int()})
     assert packed.call.operands["cu_seqlens"].tolist() == [70, 198, 200]
     assert error(packed.ends(None, Asked(True, False)).N, N) <= BOUNDS[BF16]
 
@@ -165,7 +190,7 @@ def test_the_last_kernel_reads_nothing_early():
         def launch(self, kernel: Any) -> None:
             launched.append(kernel)
 
-    Listed(ssmgen.chunk_kda, tokens_of("chunk_kda", 130)).ends(None, Asked(True, True)).finish(None, False)
+    parts(ssmgen.chunk_kda, tokens_of("chunk_kda", 130), Listed).ends(None, Asked(True, True)).finish(None, False)
     assert [kernel.family.rpartition("_")[2] for kernel in launched] == ["prepare", "ends", "warpgroups"]
     assert launched[-1].pdl is Pdl.OFF and not launched[-1].early_operands()
 

@@ -57,12 +57,12 @@ def run(function: Callable[..., Any], rule: Context, given: dict[str, Any], grou
 
     Raises ArgumentError before anything is launched or communicated.
     """
-    made = _checked(function, rule, given)
+    out = _checked(function, rule, given)
     ranks = Ranks(function.__name__, group)
     if ranks.count == 1:
         return function(**given)
     initial, wanted, final_out, starts = (given.pop(name, None) for name in (*STATES, rule.starts))
-    given |= {name: made[name] for name in ("out", "workspace") if name in made}  # each pass writes the same
+    given["out"] = out  # which every pass over tokens may write
     place = Rows(rule, given, ranks, initial) if starts is None else Packed(rule, given, ranks, initial, starts)
     first, last = ranks.rank == 0, ranks.rank + 1 == ranks.count
 
@@ -87,13 +87,13 @@ def run(function: Callable[..., Any], rule: Context, given: dict[str, Any], grou
         states = place.initial if S is None else place.going_on(S)
         final = (begun.finish if place.goes_on and begun.finish else whole)(states, wanted)
     if not wanted:
-        return given["out"]
+        return out
     states = ranks.summed(place.own(final)).to(place.returned if final_out is None else final_out.dtype)
-    return given["out"], states if final_out is None else final_out.copy_(states)
+    return out, states if final_out is None else final_out.copy_(states)
 
 
-def _checked(function: Any, rule: Context, given: Arguments) -> Mapping[str, Tensor]:
-    """The operands of the call, with tensors made for what it writes. Raises ArgumentError listing all that is wrong with it."""
+def _checked(function: Any, rule: Context, given: Arguments) -> Tensor:
+    """What the call writes its output to, given or new. Raises ArgumentError listing all that is wrong with it."""
     call = function.build(**given)
     refused = [
         f"{name} is given, which belongs to one device: states go in by initial_states, and come out by return_final_states"
@@ -102,8 +102,8 @@ def _checked(function: Any, rule: Context, given: Arguments) -> Mapping[str, Ten
     ]
     views = call.caller.checked(call.operands, call.options, call.pdl, (*call.objections, *refused))
     planning.check_overlap(call.caller.family, function.__name__, views, {n: t.data_ptr() for n, t in call.operands.items()})
-    operands: Mapping[str, Tensor] = call.operands
-    return operands
+    out: Tensor = call.operands["out"]
+    return out
 
 
 def _joined(rule: Context, given: Arguments, place: Place, ranks: Ranks, N: Tensor, M: Tensor) -> Tensor | None:

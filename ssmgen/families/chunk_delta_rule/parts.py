@@ -13,15 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import registry, runtime
 from ...calls.context import Asked, Ends
-from ...calls.planning import grid_of
-from ...spec import SM90, KernelSpec, Pdl
+from ...calls.kernels import Kernels
+from ...spec import Pdl
 from .by_warpgroups import ROWS, SMS
 from .problem import CHUNK
 from .segments import LEAST
-
-_kernels, _launches = runtime.Table(), runtime.Table()
 
 
 def parts_of(tokens: int, heads: int, head_v: int, asked: int | None) -> int:
@@ -33,6 +30,8 @@ def parts_of(tokens: int, heads: int, head_v: int, asked: int | None) -> int:
 
 class Parts:
     """The call over the parts of some tokens."""
+
+    launcher = Kernels
 
     def __init__(self, function: Any, given: dict[str, Any]):
         """given: a call's arguments, of a batch of one sequence, or with two starts, of the sequence that its last tokens are of."""
@@ -48,9 +47,10 @@ class Parts:
         state = (self.head_k, self.head_v) if self.turned else (self.head_v, self.head_k)
         self.states = v.new_empty((self.count, heads, *state), dtype=torch.float32)
         own = {"cu_seqlens": starts, "initial_states": self.states, "return_final_states": True, "segments": 1}
+        own |= {"workspace": None}  # of more sequences than the call has
         self.call = function.build(**given | own)
         self.made = v.new_empty((self.count, heads, self.head_v + self.head_k, self.head_k), dtype=torch.float32)
-        self.operands = self.call.operands | {"ends": self.made}
+        self.kernels = self.launcher(self.call, {"ends": self.made})
         if self.call.before is not None:
             self.call.before()
 
@@ -58,10 +58,10 @@ class Parts:
         """N and M of all tokens, and what goes on from there."""
         several = self.count > 1
         transitions = several or asked.M or (asked.N and start is not None)
-        prepare, chain = self.kernels()
-        self.launch(prepare)
+        chain = self.kernels.chosen()
+        self.kernels.launch(chain.ahead[0])
         if several or asked.N:
-            self.launch(chain.ending(transitions))
+            self.kernels.launch(chain.ending(transitions))
         by: list[Tensor] = []  # M and N from the first part to each
         to: list[Tensor] = []
         for part in range(self.count if several or asked.N else 0):
@@ -78,7 +78,7 @@ class Parts:
             if ahead is not None:
                 later = torch.matmul(self._rows(S).double(), ahead[0]) + ahead[1]
                 self.states[1:] = self._rows(later)
-            self.launch(replace(chain, pdl=Pdl.OFF))
+            self.kernels.launch(replace(chain, pdl=Pdl.OFF))  # ahead of it is what is not ours: nothing may be read early
             states: Tensor = self.call.operands["final_states"]
             return states[-1:] if final else None
 
@@ -91,44 +91,3 @@ class Parts:
     def _rows(self, states: Tensor) -> Tensor:
         """States as N and M are, or these as states are."""
         return states.mT if self.turned else states
-
-    # What is launched. The key has all that a kernel and its launch hang on.
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        call = self.call
-        laid = [(n, t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for n, t in self.operands.items()]
-        return (call.caller.name, call.options, call.pdl, self.states.device, *laid)
-
-    def kernels(self) -> tuple[KernelSpec, Any]:
-        """The first and the last of the call. Between them is what no kernel of ours does, so that the last one reads nothing early."""
-        if found := _kernels.rows.get(self.key):
-            return found[0]
-        call, index = self.call, self.states.device.index
-        views = call.caller.checked(call.operands, call.options, call.pdl, call.objections)
-        where = {name: t.data_ptr() for name, t in call.operands.items()}
-        problem, size, arch = (
-            call.caller.family.problem_of(views, where, call.options),
-            call.caller.family.size_of(views),
-            runtime.device_arch(index),
-        )
-        pdl = arch >= SM90 if call.pdl is None else call.pdl
-        chain: Any = registry.select(call.caller.family.operator, problem, size, arch, pdl, runtime.device_name(index))
-        found = chain.ahead[0], chain
-        _kernels.add(self.key, found)
-        return found
-
-    def launch(self, kernel: Any) -> None:
-        key = (kernel, self.key)
-        if not (found := _launches.rows.get(key)):
-            _launches.add(key, self._launch(kernel))
-            found = _launches.rows[key]
-        found[0].at([self.operands[name].data_ptr() for name in kernel.operands()])()
-
-    def _launch(self, kernel: Any) -> runtime.Launch:
-        call, index = self.call, self.states.device.index
-        views = call.caller.checked(call.operands, call.options, call.pdl, call.objections)
-        values = call.caller.family.values_of(kernel, views, call.options)
-        return runtime.Launch(
-            runtime.load(kernel, index, call.caller.name), index, grid_of(call.caller.family, call.caller.name, kernel, views), values
-        )

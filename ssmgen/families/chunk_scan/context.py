@@ -9,29 +9,31 @@ from torch import Tensor
 from torch.nn.functional import pad, softplus
 
 from ...calls.context import Arguments, Asked, Context, Ends
+from .parts import Parts
 from .spec import CHUNK
 
 # Natural logarithm of a decay of which no finite f32 leaves anything that f32 has: 2^-300.
 NOTHING = -208.0
 
 
-def logs_of(given: Arguments) -> Tensor:
-    """[batch, T, H] f32, log decay of each token, or [H], of all."""
+def logs_of(given: Arguments) -> Tensor | None:
+    """[batch, T, H] f32, log decay of each token, or [H], of all; None for none."""
     if "dt" not in given:
-        g = given["g"] if "g" in given else given["slope"]
-        if g is None:
-            return given["v"].new_zeros(given["v"].shape[-2], dtype=torch.float32)
-        return -g.float() if "slope" in given else g.float()
+        g, slope = given.get("g"), given.get("slope")
+        return g.float() if g is not None else None if slope is None else -slope.float()
     d = given["dt"].float()
     d = d if given.get("dt_bias") is None else d + given["dt_bias"].float()
     d = softplus(d) if given.get("dt_softplus") else d
     d = d if given.get("dt_limit") is None else d.clamp(*given["dt_limit"])
-    return d * given["A"].float()
+    logs: Tensor = d * given["A"].float()
+    return logs
 
 
 def sums_of(given: Arguments, name: str) -> tuple[Tensor, Tensor]:
     """Of log decays [batch, T, H]: sums over chunks of tokens [batch, chunks, H] f64, and over all those above zero [batch, 1, H]."""
     x, logs = given[name], logs_of(given)
+    if logs is None:
+        logs = x.new_zeros(x.shape[-2], dtype=torch.float32)
     if logs.dim() == 1:
         logs = logs.expand(*x.shape[:-1])
     logs = logs if logs.dim() == 3 else logs.unsqueeze(0)
@@ -42,25 +44,42 @@ def sums_of(given: Arguments, name: str) -> tuple[Tensor, Tensor]:
     return chunks.sum(2).double(), logs.clamp(min=0).sum(1, keepdim=True).double()
 
 
+def seen_from(sums: Tensor, growth: Tensor) -> Tensor:
+    """[H], the first chunk of which something is left behind the last, as far as anybody can tell. sums: [chunks, H]; growth: [1, H]."""
+    # What chunk i adds decays by what is behind it, at least, and by itself.
+    behind = pad(sums.flip(0).cumsum(0).flip(0)[1:], (0, 0, 0, 1))
+    numbers = torch.arange(len(sums), device=sums.device)[:, None]
+    return torch.where(behind + growth <= NOTHING, len(sums), numbers).amin(0)
+
+
 def ends(function: Any, given: dict[str, Any], start: Tensor | None, asked: Asked) -> Ends:
-    """N, the final state of a call over the last tokens alone, where those ahead of them have decayed to nothing; M."""
+    """N of the tokens of which something is left, where there is one sequence; M."""
     if not asked.N:
         return Ends(None)
     name = "x" if "x" in given else "v"
     sums, growth = sums_of(given, name)
-    if len(sums) == 1:
-        # What chunk i adds decays by what is behind it, at least, and by itself.
-        behind = pad(sums.flip(1).cumsum(1).flip(1)[:, 1:], (0, 0, 0, 1))
-        seen = ~(behind + growth <= NOTHING).all(2)[0]
-        numbers = torch.arange(len(seen), device=seen.device)
-        first = torch.where(seen, numbers, len(seen)).min().view(1) * CHUNK
-        cut = given.get("cu_seqlens")
-        own = torch.zeros_like(first) if cut is None else cut[:1].long()
-        start = None if start is None else torch.where((first > own).view(1, 1, 1, 1), 0, start)
-        tokens = torch.full_like(first, given[name].shape[-3])
-        given = given | {"cu_seqlens": torch.cat([torch.maximum(first, own), tokens]).to(torch.int32 if cut is None else cut.dtype)}
-    _, N = function(**given, initial_states=start, return_final_states=True)
-    return Ends(N, sums.sum(1).exp().float() if asked.M else None)
+    M = sums.sum(1).exp()
+    if len(sums) > 1:
+        _, N = function(**given, initial_states=start, return_final_states=True)
+        return Ends(N, M.float())
+    first, parts = seen_from(sums[0], growth[0]), Parts(function, given, name)
+    spec = parts.served() if given[name].is_cuda else None
+    if spec is None:
+        return Ends(last_tokens(function, given, name, first.min(), start), M.float())
+    N = parts.added(spec, sums[0], first)
+    return Ends((N if start is None else passed(start, N, M, given)).float(), M.float())
+
+
+def last_tokens(function: Any, given: dict[str, Any], name: str, first: Tensor, start: Tensor | None) -> Tensor:
+    """N by the function itself, over tokens from such a chunk on."""
+    cut, begin = given.get("cu_seqlens"), first.view(1) * CHUNK
+    own = torch.zeros_like(begin) if cut is None else cut[:1].long()
+    start = None if start is None else torch.where((begin > own).view(1, 1, 1, 1), 0, start)
+    tokens = torch.full_like(begin, given[name].shape[-3])
+    starts = torch.cat([torch.maximum(begin, own), tokens]).to(torch.int32 if cut is None else cut.dtype)
+    _, N = function(**given | {"cu_seqlens": starts}, initial_states=start, return_final_states=True)
+    assert isinstance(N, Tensor)
+    return N
 
 
 def blank(given: Arguments) -> tuple[Tensor, Tensor]:
