@@ -16,10 +16,10 @@ from ssmgen.errors import ArgumentError
 
 PIECES = {2: (61, 39), 4: (33, 40, 0, 27)}  # tokens of each rank, by how many ranks there are
 TOKENS = 100
-# Sequences begin on an edge, have no tokens, end on the rank where they began, and go over one, two and all edges.
+# Sequences begin on an edge, have no tokens, end on the rank where they began, and go over one, two and all edges; or there are tokens of none.
 EXACT = ("chunk_scan", "chunk_simple_gla", "chunk_lightning_attn", "causal_conv1d")  # f32 is among what they take
 THOROUGH = ("chunk_scan", "chunk_kda", "causal_conv1d")  # one of each kind: the others in two forms
-STARTS = {"several": (0, 20, 33, 33, 61, 90, 100), "one": (0, 100), "gaps": (5, 70, 98)}
+STARTS = {"several": (0, 20, 33, 33, 61, 90, 100), "one": (0, 100), "gaps": (5, 40, 70)}
 
 
 def inputs(name: str, device: str, dtype: torch.dtype) -> Tensors:
@@ -134,6 +134,14 @@ def dtensors_agree(mesh: Any, function: str, call: Tensors, bounds: tuple[float,
     close(ends.full_tensor(), final, bounds[1])
 
 
+def nothing_goes_on(mesh: Any, call: Tensors) -> None:
+    """A convolution of width 1, and packed sequences that are none."""
+    pieces, rank = PIECES[mesh.size()], mesh.get_local_rank()
+    mine = {n: t.clone() for n, t in divided("causal_conv1d", call, pieces, rank).items()}
+    want = divided("causal_conv1d", {"x": ssmgen.causal_conv1d(**call)}, pieces, rank)["x"]
+    assert torch.equal(distributed.causal_conv1d(**mine, group=mesh.get_group()), want)
+
+
 def all_that_is_wrong_is_said(mesh: Any, call: Tensors) -> None:
     """On all ranks, before they wait for each other."""
     wrong = call | {"A": call["A"][:1], "state": states("chunk_scan", call), "return_checkpoints": True}
@@ -166,5 +174,10 @@ def cases(device: str) -> dict[str, Callable[[Any], None]]:
             found[f"{function}-dtensors"] = partial(dtensors_agree, function=function, call=call, bounds=bounds)
         if function in ("chunk_scan", "chunk_kda"):
             found[f"{function}-dtensors-heads"] = partial(dtensors_agree, function=function, call=call, bounds=bounds, over_heads=True)
+    plain = {"x": normal(device, 24, TOKENS), "weight": normal(device, 24, 1)}
+    found["no-window"] = partial(nothing_goes_on, call=plain | {"query_start_loc": torch.tensor(STARTS["several"], device=device).int()})
+    found["no-sequence"] = partial(
+        nothing_goes_on, call=plain | {"query_start_loc": torch.zeros(1, device=device).int(), "out": torch.ones(24, TOKENS)}
+    )
     found["wrong"] = partial(all_that_is_wrong_is_said, call=inputs("chunk_scan", device, F32))
     return found

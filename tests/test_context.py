@@ -1,5 +1,5 @@
-"""Sequences over several ranks: processes on the CPU, each with some of the tokens, against float64 on whole sequences; and what kernels make
-of a rank's tokens ahead of the exchange, in the emulator."""
+"""Sequences over several ranks: processes on the CPU, each with some of the tokens, against float64 on whole sequences; and what
+kernels make of a rank's tokens ahead of the exchange, in the emulator."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Public functions on sequences whose tokens lie on several ranks, one rank's behind the other's.
 
-Over some tokens of a sequence its state goes from S to S M + N, exactly: N is what they make of zeros, and M does not hang on S. Each rank but
-the last one makes N of the sequence that goes on behind its tokens, and M if that sequence began before them. These are exchanged, once;
-each rank joins those before it, in their order, and runs the function over its own tokens from there. A convolution's last inputs go on the
-same way, but for how they are joined.
+Over some tokens of a sequence its state goes from S to S M + N, exactly: N is what they make of zeros, and M does not hang on S. Each rank
+but the last one makes N of the sequence that goes on behind its tokens, and M if that sequence began before them. These are exchanged,
+once; each rank joins those before it, in their order, and runs the function over its own tokens from there. A convolution's last inputs go
+on the same way, but for how they are joined.
 
 Nothing here reads a device's memory: which sequences a rank has part of is worked out on the device, from where packed sequences start.
 """
@@ -35,7 +35,7 @@ class Ends(NamedTuple):
 
     N: Tensor | None  # from what they begin in
     M: Tensor | None = None
-    # (the state that they begin in, whether final ones are asked for) -> those; writes out. None: the function does, as if nothing were made
+    # (the state that they begin in, whether final ones are asked for) -> those; writes out. None: the function does that
     finish: Callable[[Tensor | None, bool], Tensor | None] | None = None
 
 
@@ -59,11 +59,15 @@ def run(function: Callable[..., Any], rule: Context, given: dict[str, Any], grou
     """
     out = _checked(function, rule, given)
     ranks = Ranks(function.__name__, group)
-    if ranks.count == 1:
+    starts = given.get(rule.starts)
+    if ranks.count == 1 or (starts is not None and starts.numel() == 1):
         return function(**given)
-    initial, wanted, final_out, starts = (given.pop(name, None) for name in (*STATES, rule.starts))
+    asked = {name: given.pop(name, None) for name in (*STATES, rule.starts)}
+    initial, wanted, final_out, _ = asked.values()
     given["out"] = out  # which every pass over tokens may write
     place = Rows(rule, given, ranks, initial) if starts is None else Packed(rule, given, ranks, initial, starts)
+    if not place.blank[0].numel():  # no state, or no sequence: nothing goes on
+        return function(**given, **asked | {"return_final_states": bool(wanted)} | place.all)
     first, last = ranks.rank == 0, ranks.rank + 1 == ranks.count
 
     def whole(states: Tensor | None, final: bool) -> Tensor | None:
@@ -78,7 +82,7 @@ def run(function: Callable[..., Any], rule: Context, given: dict[str, Any], grou
     at_once = first and not cheap  # nothing is waited for, and N is among what the function makes
     if at_once:
         final = whole(place.initial, True)
-        begun = Ends(place.ending(final))
+        begun = Ends(None if final is None else place.ending(final))
     elif place.tokens and (not last or (cheap and place.goes_on)):
         begun = rule.ends(function, given | place.tail, place.start, Asked(not last, not (first or last)))
     N, M = N if begun.N is None else begun.N, M if begun.M is None else begun.M
@@ -86,7 +90,7 @@ def run(function: Callable[..., Any], rule: Context, given: dict[str, Any], grou
     if not at_once:
         states = place.initial if S is None else place.going_on(S)
         final = (begun.finish if place.goes_on and begun.finish else whole)(states, wanted)
-    if not wanted:
+    if not wanted or final is None:
         return out
     states = ranks.summed(place.own(final)).to(place.returned if final_out is None else final_out.dtype)
     return out, states if final_out is None else final_out.copy_(states)
@@ -172,7 +176,7 @@ class Packed(Place):
         ends = ranks.gathered(each)[:, 0].cumsum(0)  # of the ranks' tokens
         begin, self.edges, whole = ends[self.rank] - self.tokens, ends[:-1], starts.long()
         self.all = {rule.starts: (whole - begin).clamp(0, self.tokens).to(starts.dtype)}
-        self.crossing = (torch.searchsorted(whole, self.edges) - 1).clamp(min=0)  # which sequence may cross an edge
+        self.crossing = (torch.searchsorted(whole, self.edges) - 1).clamp(0, len(whole) - 2)  # which sequence may cross an edge
         first, self.crosses = whole[self.crossing], (whole[self.crossing] < self.edges) & (whole[self.crossing + 1] > self.edges)
         self.begun = first >= torch.cat([ends.new_zeros(1), ends[:-2]])
         there = (whole[1:] > whole[:-1]) & (whole[1:] <= ends[-1])

@@ -195,11 +195,8 @@ class Sharding:
 
         words, groups = self.axes[name], self._size(name, "group")
         shared = groups % self.heads != 0
-        along = {
-            "head": "head" if "head" in words else "group" if "group" in words and not shared else "",
-            "batch": "batch",
-            "token": "token",
-        }
+        along = {kind: kind for kind in ("batch", "token")}
+        along["head"] = "head" if "head" in words else "group" if "group" in words and not shared else ""
         placements = [Shard(words.index(along[kind])) if kind and along[kind] in words else Replicate() for kind in self.kinds]
         if shared and self.heads % groups:
             problems.append(f"{name} has {groups} groups (or key heads), which {self.heads} parts of the heads neither divide nor share")

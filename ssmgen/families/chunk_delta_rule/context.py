@@ -42,8 +42,8 @@ def transitions(rows: Iterable[str], function: Any, given: dict[str, Any]) -> Te
 
 
 def blank(given: Arguments) -> tuple[Tensor, Tensor]:
-    v, k = given["v"], given["k"]
-    heads, head_v, head_k = *v.shape[-2:], k.shape[-1]
+    v: Tensor = given["v"]
+    (heads, head_v), head_k = v.shape[-2:], given["k"].shape[-1]
     state = (head_k, head_v) if given.get("state_layout") == "kv" else (head_v, head_k)
     identity = torch.eye(head_k, dtype=torch.float32, device=v.device).expand(1, heads, head_k, head_k)
     return v.new_zeros((1, heads, *state), dtype=torch.float32), identity

@@ -35,8 +35,8 @@ class Parts:
 
     def __init__(self, function: Any, given: dict[str, Any]):
         """given: a call's arguments, of a batch of one sequence, or with two starts, of the sequence that its last tokens are of."""
-        v, k, cut = given["v"], given["k"], given.get("cu_seqlens")
-        tokens, heads, self.head_v, self.head_k = *v.shape[-3:], k.shape[-1]
+        v, cut = given["v"], given.get("cu_seqlens")
+        (tokens, heads, self.head_v), self.head_k = v.shape[-3:], given["k"].shape[-1]
         self.count = parts_of(tokens, heads, self.head_v, given.get("segments"))
         self.turned = given.get("state_layout") == "kv"
         numbers = torch.arange(self.count + 1, dtype=torch.int32, device=v.device)
@@ -65,10 +65,9 @@ class Parts:
         by: list[Tensor] = []  # M and N from the first part to each
         to: list[Tensor] = []
         for part in range(self.count if several or asked.N else 0):
-            N, M = self.made[part, :, : self.head_v].double(), self.made[part, :, self.head_v :].double() if transitions else None
+            N, M = self.made[part].double().split((self.head_v, self.head_k), 1)
             to.append(torch.baddbmm(N, to[-1], M) if part else N)
-            if transitions:
-                by.append(by[-1] @ M if part else M)
+            by.append(by[-1] @ M if part else M)  # without transitions it is nothing, and not used
         ahead = (torch.stack(by[:-1]), torch.stack(to[:-1])) if several else None
 
         def finish(S: Tensor | None, final: bool) -> Tensor | None:

@@ -73,7 +73,7 @@ class ChainSpec(Chain, LinearSpec, LinearPromptProblem):
         from .segments import EndsSpec, of_sums
 
         tile = max(t for t in TILES if t <= self.tile and self.head_k % t == 0)
-        how = {"tile": tile, "stages": self.stages, "fetchers": self.fetchers, "min_blocks": self.min_blocks}
+        how: dict[str, Any] = {"tile": tile, "stages": self.stages, "fetchers": self.fetchers, "min_blocks": self.min_blocks}
         return EndsSpec(**of_ends(of_sums(self), transitions), **how)
 
     def blocks(self, counts: Counts) -> int:

@@ -48,4 +48,5 @@ class Parts:
         behind = torch.nn.functional.pad(sums.flip(0).cumsum(0).flip(0), (0, 0, 0, 1))
         decays = behind[self.each :: self.each]
         decays = torch.nn.functional.pad(decays, (0, 0, 0, self.count - len(decays))).exp()  # behind the last one's last chunk is nothing
-        return (self.made.double() * decays[:, :, None, None]).sum(0, keepdim=True)
+        added: Tensor = (self.made.double() * decays[:, :, None, None]).sum(0, keepdim=True)
+        return added
