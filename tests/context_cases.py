@@ -16,7 +16,7 @@ from ssmgen.errors import ArgumentError
 
 PIECES = {2: (61, 39), 4: (33, 40, 0, 27)}  # tokens of each rank, by how many ranks there are
 TOKENS = 100
-# Sequences begin on an edge, have no tokens, end on the rank where they began, and go over one, two and all edges; or there are tokens of none.
+# Sequences begin on an edge, have no tokens, end on the rank where they began, and go over one, two and all edges; some tokens are of none.
 EXACT = ("chunk_scan", "chunk_simple_gla", "chunk_lightning_attn", "causal_conv1d")  # f32 is among what they take
 THOROUGH = ("chunk_scan", "chunk_kda", "causal_conv1d")  # one of each kind: the others in two forms
 STARTS = {"several": (0, 20, 33, 33, 61, 90, 100), "one": (0, 100), "gaps": (5, 40, 70)}
@@ -181,3 +181,59 @@ def cases(device: str) -> dict[str, Callable[[Any], None]]:
     )
     found["wrong"] = partial(all_that_is_wrong_is_said, call=inputs("chunk_scan", device, F32))
     return found
+
+
+# On cards.
+
+
+def long(name: str, device: str, tokens: int) -> Tensors:
+    """A batch of one sequence, of sizes that warpgroups take."""
+    heads = {"q": 2, "k": 2, "v": 4, "B": 2, "C": 2, "x": 4}
+    call: Tensors = {n: normal(device, 1, tokens, heads[n], 128, dtype=BF16) for n in ("xBC" if name == "chunk_scan" else "qkv")}
+    if name == "chunk_scan":  # some heads forget within a chunk, others nothing
+        return call | {
+            "dt": normal(device, 1, tokens, 4, dtype=BF16),
+            "A": -torch.tensor([1e-4, 1e-2, 1.0, 50.0], device=device),
+            "dt_softplus": True,
+        }
+    gate = (1, tokens, 4, 128) if name == "chunk_kda" else (1, tokens, 4)
+    call |= {"g": -normal(device, *gate, positive=True) / 100}
+    return call | {"beta": torch.sigmoid(normal(device, 1, tokens, 4)), "use_qk_l2norm": True}
+
+
+def agrees_on_cards(mesh: Any, function: str, call: Tensors, begin: torch.Tensor | None, captured: bool = False) -> None:
+    """With the same call on one card, but for roundings of products."""
+    tokens = next(call[n] for n in ("x", "v") if n in call).shape[0 if "cu_seqlens" in call else 1]
+    group, rank, pieces = mesh.get_group(), mesh.get_local_rank(), (tokens * 3 // 5, tokens - tokens * 3 // 5)
+    call = call | ({} if begin is None else {"initial_states": begin}) | {"return_final_states": True}
+    mine = divided(function, call, pieces, rank)
+    run = partial(getattr(distributed, function), **mine, group=group)
+    want, final = getattr(ssmgen, function)(**call)
+    got, ends = run()
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own threads may call what a capture forbids
+            got, ends = run()
+        got.fill_(torch.nan)
+        ends.fill_(torch.nan)
+        graph.replay()
+    close(got, divided(function, {"out": want}, pieces, rank)["out"].cpu(), 1e-2)
+    close(ends, final.cpu(), 1e-2)
+
+
+def cases_on_cards(device: str) -> dict[str, Callable[[Any], None]]:
+    found: dict[str, Callable[[Any], None]] = {}
+    for function in ("chunk_scan", "chunk_gated_delta_rule", "chunk_kda"):
+        torch.manual_seed(0)
+        call = long(function, device, 3000)
+        begin = normal(device, 1, 4, 128, 128)
+        found[f"{function}-row"] = partial(agrees_on_cards, function=function, call=call, begin=None)
+        found[f"{function}-row-from-a-state"] = partial(agrees_on_cards, function=function, call=call, begin=begin)
+        form = packed(function, call, (0, 700, 2900, 3000))
+        found[f"{function}-packed"] = partial(agrees_on_cards, function=function, call=form, begin=begin.expand(3, -1, -1, -1).contiguous())
+    return found
+
+
+def cases_over_nccl(device: str) -> dict[str, Callable[[Any], None]]:
+    graphs = {f"{name}-graph": partial(case, captured=True) for name, case in cases_on_cards(device).items()}  # type: ignore[call-arg]
+    return cases_on_cards(device) | graphs

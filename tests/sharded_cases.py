@@ -299,17 +299,18 @@ Cases = Callable[[str], dict[str, Callable[[Any], None]]]  # of a device
 
 
 def rank_main(rank: int, ranks: int, port: int, device_type: str, directory: str, all_cases: Cases) -> None:
-    """One rank: runs all cases, and writes what went wrong, by case."""
+    """One rank: runs all cases, and writes what went wrong, by case. device_type: "cuda" for a card each, over NCCL; "shared" for one that
+    all share, over gloo; "cpu"."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NCCL_NVLS_ENABLE": "0"}
     torch.set_num_threads(1)
-    device = f"cuda:{rank}" if device_type == "cuda" else "cpu"
+    device = {"cuda": f"cuda:{rank}", "shared": "cuda:0"}.get(device_type, "cpu")
     if device_type == "cuda":
         torch.cuda.set_device(rank)
     how = {"backend": "nccl", "device_id": torch.device(device)} if device_type == "cuda" else {"backend": "gloo"}
     dist.init_process_group(**how, rank=rank, world_size=ranks)
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh, outcomes = init_device_mesh(device_type, (ranks,)), {}
+    mesh, outcomes = init_device_mesh("cpu" if device_type == "shared" else device_type, (ranks,)), {}
     for name, case in all_cases(device).items():
         try:
             case(mesh)

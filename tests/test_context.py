@@ -64,12 +64,12 @@ def test_of_a_rank_only_tokens_that_are_seen_behind_it_are_gone_over(rate, seen)
 
 
 def test_what_may_have_grown_is_seen():
-    """By as much as all tokens whose decay is above 1 may have made of it, wherever these are; and so is what nobody can tell."""
+    """By as much as all tokens may have made of it, if one has a decay above 1; and so is what nobody can tell."""
     sums = torch.tensor([[-100.0, -100.0, torch.nan], [-100.0, -100.0, 0.0], [-300.0, -300.0, 0.0]]).double()
     assert scan.seen_from(sums, torch.tensor([[0.0, 100.0, 0.0]]).double()).tolist() == [2, 1, 0]
     call = {"x": torch.zeros(1, 70, 1, 16), "dt": torch.tensor([-3.0] * 2 + [1.0] * 68).view(1, 70, 1), "A": torch.tensor([-2.0])}
     sums, growth = scan.sums_of(call, "x")
-    assert sums.flatten().tolist() == [12.0 - 124.0, -12.0] and growth.flatten().tolist() == [12.0]
+    assert sums.flatten().tolist() == [12.0 - 124.0, -12.0] and growth.flatten().tolist() == [70 * 6.0]
 
 
 # Kernels, in the emulator.

@@ -16,32 +16,37 @@ from .spec import CHUNK
 NOTHING = -208.0
 
 
-def logs_of(given: Arguments) -> Tensor | None:
-    """[batch, T, H] f32, log decay of each token, or [H], of all; None for none."""
-    if "dt" not in given:
-        g, slope = given.get("g"), given.get("slope")
-        return g.float() if g is not None else None if slope is None else -slope.float()
-    d = given["dt"].float()
-    d = d if given.get("dt_bias") is None else d + given["dt_bias"].float()
-    d = softplus(d) if given.get("dt_softplus") else d
-    d = d if given.get("dt_limit") is None else d.clamp(*given["dt_limit"])
-    logs: Tensor = d * given["A"].float()
-    return logs
+def steps_of(given: Arguments, name: str) -> tuple[Tensor, Tensor]:
+    """[batch, T, H] f32 and [H] f32, whose products are the tokens' log decays."""
+    x = given[name]
+    one = x.new_ones(x.shape[-2], dtype=torch.float32)
+    g, slope = given.get("g"), given.get("slope")
+    if "dt" in given:
+        bias = given.get("dt_bias")
+        d = given["dt"].float() if bias is None else torch.add(given["dt"], bias.float())
+        d = softplus(d) if given.get("dt_softplus") else d
+        d = d if given.get("dt_limit") is None else d.clamp(*given["dt_limit"])
+        steps, rate = d, given["A"].float()
+    elif g is not None and g.dim() > 1:
+        steps, rate = g.float(), one
+    else:
+        rate = -slope.float() if slope is not None else 0 * one if g is None else g.float()
+        steps = one.expand(x.shape[:-1])
+    return steps if steps.dim() == 3 else steps.unsqueeze(0), rate
 
 
 def sums_of(given: Arguments, name: str) -> tuple[Tensor, Tensor]:
-    """Of log decays [batch, T, H]: sums over chunks of tokens [batch, chunks, H] f64, and over all those above zero [batch, 1, H]."""
-    x, logs = given[name], logs_of(given)
-    if logs is None:
-        logs = x.new_zeros(x.shape[-2], dtype=torch.float32)
-    if logs.dim() == 1:
-        logs = logs.expand(*x.shape[:-1])
-    logs = logs if logs.dim() == 3 else logs.unsqueeze(0)
+    """Of log decays: sums over chunks of tokens [batch, chunks, H] f64; and how much a state may grow by those above zero, at most,
+    [batch, 1, H] f64."""
+    steps, rate = steps_of(given, name)
+    tokens = steps.shape[1]
     if given.get("cu_seqlens") is not None:
-        there = torch.arange(logs.shape[1], device=logs.device) >= given["cu_seqlens"][0]
-        logs = torch.where(there[:, None], logs, 0)
-    chunks = pad(logs, (0, 0, 0, -logs.shape[1] % CHUNK)).unflatten(1, (-1, CHUNK))
-    return chunks.sum(2).double(), logs.clamp(min=0).sum(1, keepdim=True).double()
+        there = torch.arange(tokens, device=steps.device) >= given["cu_seqlens"][0]
+        steps = torch.where(there[:, None], steps, 0)
+    least, most = steps.aminmax(dim=1, keepdim=True)
+    growth = torch.maximum(least * rate, most * rate).clamp(min=0).double() * tokens
+    steps = pad(steps, (0, 0, 0, -tokens % CHUNK)) if tokens % CHUNK else steps
+    return steps.unflatten(1, (-1, CHUNK)).sum(2).double() * rate.double(), growth
 
 
 def seen_from(sums: Tensor, growth: Tensor) -> Tensor:
