@@ -1,6 +1,16 @@
-"""Sequences over several GPUs: functions of ssmgen on parts of sequences, which the ranks of a process group have one behind the other.
+"""Functions over whole sequences whose tokens lie on several ranks of a process group, one rank's behind the other's.
 
-`ssmgen.distributed.NAME(…, group=None)` takes this rank's tokens and the other arguments of `ssmgen.NAME`, and returns this rank's output.
+`ssmgen.distributed.NAME(…, group=None)` takes the arguments of `ssmgen.NAME` and returns what it does, of this rank's tokens:
+
+group: a torch.distributed.ProcessGroup, whose ranks all make the call; None for all processes
+tokens: this rank's, as many as it has; those of rank 0 come first. Other arguments are the same on all ranks, and of the same kinds
+cu_seqlens (query_start_loc): where sequences start among the tokens of all ranks
+initial_states: [sequences, …], of all sequences
+return_final_states: also return the final states of all sequences, on all ranks
+pools, checkpoints and seq_idx are refused
+
+The results are those of one device but for the order in which f32 sums are made. Raises ArgumentError listing all that is wrong, before
+anything is launched or communicated, and what the function raises. A guide of its own says what is communicated, and what this can gain.
 """
 
 from __future__ import annotations

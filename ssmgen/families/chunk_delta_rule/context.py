@@ -19,12 +19,12 @@ from .parts import Parts
 
 
 def parted(rows: Iterable[str], function: Any, given: dict[str, Any], start: Tensor | None, asked: Asked) -> Ends:
-    """By the kernels that make N and M, where these can."""
+    """N and M by the kernels that make them, where these can."""
     return Parts(function, given).ends(start, asked) if cheap(given) else whole(rows, function, given, start, asked)
 
 
 def whole(rows: Iterable[str], function: Any, given: dict[str, Any], start: Tensor | None, asked: Asked) -> Ends:
-    """By the function itself. rows: its parameters that are v, or are multiplied with it."""
+    """N and M by the function itself. rows: its parameters that are v, or are multiplied with it."""
     _, N = function(**given, initial_states=start, return_final_states=True)
     return Ends(N, transitions(rows, function, given) if asked.M else None)
 

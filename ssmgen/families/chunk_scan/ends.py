@@ -25,7 +25,7 @@ class EndsSpec(WarpgroupScanSpec):
 
     @classmethod
     def of(cls, spec: ScanSpec) -> EndsSpec:
-        """Of the tokens of a call, which these variants of it serve."""
+        """The variant for the tokens of a call that `spec` serves."""
         kept = {f.name: getattr(spec, f.name) for f in fields(ScanProblem)}
         kept |= dict.fromkeys(("z", "D_rows", "initial", "final", "pool", "started", "seq_idx"), False)
         kept |= {"D": None, "index": Index.NONE, "checkpoints": Index.NONE, "segments": 0, "state_loads": Loads.VECTOR}
