@@ -36,7 +36,7 @@ def steps_of(given: Arguments, name: str) -> tuple[Tensor, Tensor]:
 
 
 def sums_of(given: Arguments, name: str) -> tuple[Tensor, Tensor]:
-    """Of log decays: sums over chunks of tokens [batch, chunks, H] f64; and how much a state may grow by those above zero, at most,
+    """Sums of log decays over chunks of tokens [batch, chunks, H] f64; and by how much a state may grow, at most, by those above zero
     [batch, 1, H] f64."""
     steps, rate = steps_of(given, name)
     tokens = steps.shape[1]
