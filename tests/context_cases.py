@@ -11,6 +11,9 @@ from sharded_calls import BF16, F32, H, N, P, Tensors, linear, mamba, normal
 
 import ssmgen
 from ssmgen import distributed
+from ssmgen.calls import context
+from ssmgen.calls.context import Asked, Ends
+from ssmgen.calls.context_rules import RULES as CONTEXTS
 from ssmgen.calls.sharding_rules import RULES
 from ssmgen.errors import ArgumentError
 
@@ -134,6 +137,33 @@ def dtensors_agree(mesh: Any, function: str, call: Tensors, bounds: tuple[float,
     close(ends.full_tensor(), final, bounds[1])
 
 
+def what_is_begun_is_finished(mesh: Any, call: Tensors, form: Tensors) -> None:
+    """A family may begin ahead of the exchange, on the last rank too, and go on from there; with packed sequences it begins anew."""
+    function, rule, asked = ssmgen.chunk_delta_rule, CONTEXTS["chunk_delta_rule"], []
+    ranks, rank, finished = mesh.size(), mesh.get_local_rank(), []
+
+    def ends(function: Any, given: Tensors, start: torch.Tensor | None, what: Asked) -> Ends:
+        def finish(S: torch.Tensor | None, final: bool) -> torch.Tensor | None:
+            finished.append(final)
+            result = function(**given, initial_states=S, return_final_states=final)
+            return result[1] if final else None
+
+        asked.append(what)
+        found = rule.ends(function, given, start, what) if what.N else Ends(None)
+        return found._replace(finish=finish)
+
+    for arguments, again in ((call, True), (form, False)):
+        mine = divided("chunk_delta_rule", arguments, PIECES[ranks], rank) | {"return_final_states": True}
+        want = distributed.chunk_delta_rule(**mine, group=mesh.get_group())
+        asked.clear(), finished.clear()
+        got = context.run(function, rule._replace(cheap=lambda given: True, ends=ends), mine, mesh.get_group())
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+        there = PIECES[ranks][rank] > 0
+        last = rank + 1 == ranks
+        assert finished == [True] * (there and again)
+        assert asked == [Asked(not last, not last and rank > 0)] * (there and (again or not last))
+
+
 def nothing_goes_on(mesh: Any, call: Tensors) -> None:
     """A convolution of width 1, and packed sequences that are none."""
     pieces, rank = PIECES[mesh.size()], mesh.get_local_rank()
@@ -179,6 +209,9 @@ def cases(device: str) -> dict[str, Callable[[Any], None]]:
     found["no-sequence"] = partial(
         nothing_goes_on, call=plain | {"query_start_loc": torch.zeros(1, device=device).int(), "out": torch.ones(24, TOKENS)}
     )
+    delta = inputs("chunk_delta_rule", device, BF16)
+    several = packed("chunk_delta_rule", delta, STARTS["several"])
+    found["begun"] = partial(what_is_begun_is_finished, call=delta, form=several)
     found["wrong"] = partial(all_that_is_wrong_is_said, call=inputs("chunk_scan", device, F32))
     return found
 
@@ -235,5 +268,5 @@ def cases_on_cards(device: str) -> dict[str, Callable[[Any], None]]:
 
 
 def cases_over_nccl(device: str) -> dict[str, Callable[[Any], None]]:
-    graphs = {f"{name}-graph": partial(case, captured=True) for name, case in cases_on_cards(device).items()}  # type: ignore[call-arg]
+    graphs = {f"{name}-graph": partial(case, captured=True) for name, case in cases_on_cards(device).items()}
     return cases_on_cards(device) | graphs
