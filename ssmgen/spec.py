@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple, TypeVar, cast, get_type_hints
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast, get_args, get_type_hints
 
 from .errors import SpecError
 from .needs import Needs
@@ -31,6 +31,24 @@ class DType(Enum):
     def size(self) -> int:
         """Bytes per element."""
         return 4 if self is DType.F32 else 2
+
+
+class Narrow(Enum):
+    """Element types of states in fewer bits, whose every row has a scale: the state is the element times that."""
+
+    I16 = "i16"
+    I8 = "i8"
+    E4M3 = "e4m3"
+
+    @property
+    def size(self) -> int:
+        """Bytes per element."""
+        return 2 if self is Narrow.I16 else 1
+
+    @property
+    def largest(self) -> int:
+        """What the largest element of a row is stored as."""
+        return {Narrow.I16: 32767, Narrow.I8: 127, Narrow.E4M3: 448}[self]
 
 
 class Index(Enum):
@@ -361,7 +379,12 @@ def _value(kind: Any, text: str) -> Any:
         return text == "yes"
     if kind is int:
         return int(text)
-    return None if text == "none" else DType(text)  # DType | None
+    if text == "none" and type(None) in get_args(kind):
+        return None
+    found = [member for enum in get_args(kind) if enum is not type(None) for member in enum if member.value == text]  # DType | Narrow | None
+    if not found:
+        raise ValueError(text)
+    return found[0]
 
 
 _hints = _by_class(get_type_hints)  # 0.4 ms, which a table of some hundred rows would take for each

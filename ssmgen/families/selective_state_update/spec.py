@@ -15,11 +15,12 @@ from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
 from ...engine.rows import RowSpec, Rule
-from ...spec import LATER, Arch, DType, Index, Loads, Needs, Param, Pdl, PoolMode, Update, must
+from ...spec import LATER, Arch, DType, Index, Loads, Narrow, Needs, Param, Pdl, PoolMode, Update, must
 from .problem import SsuProblem
 
 OPERATOR = "selective_state_update"
 SHARED_BYTES = 48 * 1024
+FP8 = Arch(89)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +36,13 @@ class SsuSpec(RowSpec, SsuProblem):
         return f"selective_state_update/{'several_tokens' if self.several else 'one_token'}.cu.j2"
 
     def violations(self, arch: Arch) -> list[str]:
-        return RowSpec.violations(self, arch) or staged_violations(self)
+        modern = must(arch >= FP8 or Narrow.E4M3 not in self.narrow, f"fp8 states need sm_89, not {arch}")
+        return RowSpec.violations(self, arch) or staged_violations(self) or modern
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, streaming=self.intermediates)
+        by_byte = any(t.size == 1 for t in self.narrow) and self.state_loads is Loads.ELEMENT
+        return replace(super().needs, streaming=self.intermediates, narrow=bool(self.narrow), bytes=by_byte)
 
     @property
     def shared_bytes(self) -> int:
@@ -67,6 +70,8 @@ class SsuSpec(RowSpec, SsuProblem):
             "intermediate_states": self.intermediates,
             "intermediate_state_indices": self.intermediate_indices is not Index.NONE,
             "rand_seed": self.philox_rounds,
+            "state_scale": self.scaled,
+            "intermediate_state_scales": isinstance(self.intermediate_states, Narrow),
         }  # fmt: skip
         return ["state", "x", "dt", "A", "B", "C", *(name for name, there in optional.items() if there)]
 
@@ -91,18 +96,22 @@ class SsuSpec(RowSpec, SsuProblem):
             "intermediate_states": ["row", "token"],
             "intermediate_state_indices": ["batch"],
             "rand_seed": ["slot"],
+            "state_scale": ["slot", "head", "row"],
+            "intermediate_state_scales": ["kept", "token", "head", "row"],
         }
         wide = {("state", "slot"), ("intermediate_states", "row"), ("intermediate_states", "token")}
+        wide |= {("state_scale", "slot"), ("intermediate_state_scales", "kept"), ("intermediate_state_scales", "token")}
         wide |= set() if self.several else {("rand_seed", "slot")}
         return [(op, axis, "i64" if (op, axis) in wide else "u32") for op in self.operands() for axis in axes[op]]
 
     def parameters(self) -> list[Param]:
-        element = {f.name: getattr(self, f.name).value for f in fields(self) if isinstance(getattr(self, f.name), DType)}
+        element = {f.name: getattr(self, f.name).value for f in fields(self) if isinstance(getattr(self, f.name), (DType, Narrow))}
         integer = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
         element |= dict.fromkeys(("state_indices", "dst_state_indices"), integer[self.index])
         element |= {"num_accepted_tokens": integer[self.accepted], "cu_seqlens": integer[self.cu_seqlens]}
         element |= {"parents": integer[self.parents], "intermediate_state_indices": integer[self.intermediate_indices], "rand_seed": "i64"}
-        written = ("state", "out", "intermediate_states")
+        element |= dict.fromkeys(("state_scale", "intermediate_state_scales"), "f32")
+        written = ("state", "out", "intermediate_states", "state_scale", "intermediate_state_scales")
         pointers = [Param.pointer(op, element[op], const=op not in written) for op in self.operands()]
         strides = [(Param.i64 if width == "i64" else Param.u32)(f"{op}_{axis}") for op, axis, width in self.strides()]
         strides.sort(key=lambda p: p.code != "q")  # 8-byte arguments first: no padding anywhere in the buffer
@@ -138,6 +147,7 @@ class SsuSpec(RowSpec, SsuProblem):
             "tree": self.parents is not Index.NONE,
             "rows_by_index": self.intermediate_indices is not Index.NONE,
             "rounded": self.rounded,
+            "narrow_noise": self.rounded & {t.value for t in self.narrow},
             "tail": self.headdim % self.tile != 0,
             "vector_state": self.state_loads is Loads.VECTOR,
             "vector_operands": self.operand_loads is Loads.VECTOR,
@@ -166,7 +176,7 @@ def _spec(problem: SsuProblem, how: dict[str, Any]) -> SsuSpec:
 
 def space(problem: SsuProblem, arch: Arch) -> Iterator[SsuSpec]:
     """Every legal variant of a problem within the axes worth trying."""
-    specs = (_spec(problem, how) for how in row_engine.axes())
+    specs = (_spec(problem, how) for how in row_engine.axes(16 if problem.narrow else 8))
     return (spec for spec in specs if not spec.violations(arch))
 
 
