@@ -26,13 +26,14 @@ from ...bench.progress import PRINTING, Watch
 from ...bench.report import GATE, HOST_BATCH, MAX_SETS, MIN_SETS, cell
 from ...bench.rows import Point
 from ...bench.schema import COUNT, FLAG, TEXT
-from ...calls.checks import TORCH_DTYPES
+from ...calls.checks import NARROW, STORED_DTYPES
+from ...engine.narrow_reference import widened
 from ...errors import SsmgenError
 from ...models import Model, find_model
 from ...spec import SM90, DType, must
 from .models import Mamba
 from .reference import selective_state_update as reference
-from .views import views_of
+from .views import SCALES, views_of
 
 DEFAULT_CASES = [
     ("nemotron-h-8b", DType.BF16),
@@ -99,20 +100,28 @@ class Case:
             self.A = (-torch.rand(H, device=device) - 0.1)[:, None, None].expand(H, P, N)
             self.D = rand(H)[:, None].expand(H, P)
             self.dt_bias = (torch.rand(H, device=device) - 4).bfloat16()[:, None].expand(H, P)
-        self.kept = None
+        narrow = self.state.dtype in NARROW
+        self.scale = torch.rand(*self.state.shape[:-1], device=device) / 30 if narrow else None
+        self.kept = self.kept_scales = None
         if self.intermediates:
             count = max(1, min(self.sets, int(POOL_BYTES) // (B * self.tokens * self.slot_bytes)))
             self.kept = torch.empty(count, B, self.tokens, H, P, N, device=device, dtype=self.state.dtype)
+            self.kept_scales = torch.empty(count, B, self.tokens, H, P, device=device) if narrow else None
 
     def arguments(self, i: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         z = None if self.z is None else self.z[i]
         args = (self.state, self.x[i], self.dt[i], self.A, self.B[i], self.C[i], self.D, z, self.dt_bias, True)
-        kept = {} if self.kept is None else {"intermediate_states": self.kept[i % len(self.kept)], "update_state": False}
+        kept: dict[str, Any] = {} if self.scale is None else {"state_scale": self.scale}
+        if self.kept is not None:
+            kept |= {"intermediate_states": self.kept[i % len(self.kept)], "update_state": False}
+        if self.kept_scales is not None:
+            kept["intermediate_state_scales"] = self.kept_scales[i % len(self.kept_scales)]
         return args, {"state_indices": self.slots[i], "out": self.out[i]} | kept
 
     @property
     def slot_bytes(self) -> int:
-        return self.state[0].numel() * self.state.element_size()
+        scales = 0 if self.scale is None else self.scale[0].nbytes
+        return self.state[0].numel() * self.state.element_size() + scales
 
     @property
     def passes(self) -> int:
@@ -146,13 +155,18 @@ class Case:
         small = named | {n: named[n][rows] for n in ("x", "dt", "B", "C", "z", "out", "intermediate_states") if n in named}
         small |= {"state": self.state[touched], "state_indices": rows}
         options = {"dt_softplus": True, "update_state": self.kept is None}
+        small |= {} if self.scale is None else {"state_scale": self.scale[touched]}
+        small |= {} if self.kept_scales is None else {"intermediate_state_scales": self.kept_scales[0][rows]}
         views = views_of(small, (True, None, -1, 0, self.kept is None), [])
-        written = {n: views[n].double() for n in ("state", "out", "intermediate_states") if n in views}
+        written = {n: widened(views[n], views.pop(SCALES.get(n, ""), None), torch.float64) for n in (*SCALES, "out") if n in views}
         reference(**views | written, **options, dtype=torch.float64)
         self.out.fill_(float("nan"))
         ssmgen.selective_state_update(*args, **kwargs, pdl=pdl)
-        results = {"state": self.state[touched], "out": self.out[0][rows]}
-        results |= {} if self.kept is None else {"intermediate_states": self.kept[0][rows]}
+        state_scale = None if self.scale is None else self.scale[touched]
+        results = {"state": widened(self.state[touched], state_scale, torch.float64), "out": self.out[0][rows]}
+        if self.kept is not None:
+            kept_scales = None if self.kept_scales is None else self.kept_scales[0][rows]
+            results["intermediate_states"] = widened(self.kept[0][rows], kept_scales, torch.float64)
         errors = {n: norm_error(t, written[n].view(t.shape)) for n, t in results.items()}
         out_error, error = errors.pop("out"), max(errors.values())
         if not (error < GATE[self.state.dtype] + (self.tokens - 1) * GATE[torch.float32] and out_error < 1e-2):
@@ -226,7 +240,7 @@ def run(
     steps = {model.name: [T for T in tokens or [1] if T == 1 or model.kind != "mamba1"] for model, _ in models}
     watch.begins(report["op"], sum(len(steps[model.name]) for model, _ in models) * len(sizes))
     for model, state_type in models:
-        dtype = TORCH_DTYPES[state_type]
+        dtype = STORED_DTYPES[state_type]
         shape = (model.headdim, model.d_state) if model.kind == "mamba1" else (model.nheads, model.headdim, model.d_state)
         least = math.ceil(POOL_BYTES / (torch.Size(shape).numel() * dtype.itemsize))
         state = reports.normal_pool(max(least, MIN_SETS * max(sizes)), shape, dtype, "cuda")
