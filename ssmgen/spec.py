@@ -51,6 +51,11 @@ class Narrow(Enum):
         return {Narrow.I16: 32767, Narrow.I8: 127, Narrow.E4M3: 448}[self]
 
 
+def stored_type(text: str) -> DType | Narrow:
+    """The type of a state that has this name. Raises ValueError."""
+    return DType(text) if text in DType._value2member_map_ else Narrow(text)
+
+
 class Index(Enum):
     """Type of a slot index tensor; NONE means slot = position in the batch."""
 
@@ -381,7 +386,8 @@ def _value(kind: Any, text: str) -> Any:
         return int(text)
     if text == "none" and type(None) in get_args(kind):
         return None
-    found = [member for enum in get_args(kind) if enum is not type(None) for member in enum if member.value == text]  # DType | Narrow | None
+    enums = [enum for enum in get_args(kind) if enum is not type(None)]  # DType | Narrow | None
+    found = [member for enum in enums for member in enum if member.value == text]
     if not found:
         raise ValueError(text)
     return found[0]

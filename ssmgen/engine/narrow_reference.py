@@ -19,8 +19,8 @@ def widened(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 def narrowed(state: Tensor, dtype: torch.dtype, seed: int = 0, rounds: int = 0, slot: int = 0, stream: int = 0) -> tuple[Tensor, Tensor]:
     """(elements of `dtype`, scales [heads, headdim] float32) of a slot's new state [heads, headdim, d_state].
 
-    A row's scale is its greatest size over the largest number of the type. Elements are rounded to nearest even, or with the slot's noise if
-    there are rounds of it. A row with a number that is not finite has NaN or infinity for a scale.
+    A row's scale is its greatest size over the largest number of the type. Elements are rounded to nearest even, or with the slot's noise
+    if there are rounds of it. A row with a number that is not finite has NaN or infinity for a scale.
     """
     scale = (state.abs().amax(-1).clamp(min=_SMALLEST) * (1 / torch.tensor(NARROW[dtype].largest, dtype=state.dtype))).float()
     values = state / scale.to(state.dtype)[..., None]

@@ -30,7 +30,7 @@ from ...calls.checks import NARROW, STORED_DTYPES
 from ...engine.narrow_reference import widened
 from ...errors import SsmgenError
 from ...models import Model, find_model
-from ...spec import SM90, DType, must
+from ...spec import SM90, DType, Narrow, must
 from .models import Mamba
 from .reference import selective_state_update as reference
 from .views import SCALES, views_of
@@ -47,7 +47,7 @@ POOL_BYTES = 640e6  # slots are drawn at random from a pool of ten times the L2 
 
 OPTIONS = (
     cli.several("--model", "names", str, help="May repeat. Default: those of docs/performance.md."),
-    cli.states,
+    cli.stored,
     cli.batches,
     cli.tokens,
     cli.intermediates,
@@ -217,7 +217,7 @@ def mistakes(
 
 def run(
     names: Sequence[str] = (),
-    states: Sequence[DType] = (),
+    states: Sequence[DType | Narrow] = (),
     batches: Sequence[int] = (),
     rounds: int = 7,
     peers: bool = True,

@@ -46,9 +46,9 @@ def selective_state_update(
     H heads of P rows (headdim), N = d_state, G groups of heads that share B and C. Without heads (Mamba-1) drop the H and G axes.
     […] is [batch] for one token per sequence, [batch, T] for several, or [tokens] (also [1, tokens]) for packed sequences with cu_seqlens.
     Several tokens, and all arguments that belong to them, need heads, with A, dt and dt_bias tied: [H], or views with stride 0.
-    Every floating tensor may be f32, f16 or bf16, each its own, and states int16, int8 or float8_e4m3fn with scales; arithmetic is f32, the state is carried from token to token in f32, and
-    the output comes from the new state before that is rounded. All tensors may be strided views; only the last three axes of states must
-    be dense.
+    Every floating tensor may be f32, f16 or bf16, each its own, and states also int16, int8 or float8_e4m3fn, with scales; arithmetic is
+    f32, the state is carried from token to token in f32, and the output comes from the new state before that is rounded. All tensors may
+    be strided views; only the last three axes of states must be dense.
 
     state: [slots, H, P, N], updated in place          x, dt, z, out: […, H, P]; dt also […, H]
     A: [H, P, N] or [H], negative                      B, C: […, G, N]

@@ -38,7 +38,7 @@ class SsuProblem(RowProblem):
     cu_seqlens: Index = field(default=Index.NONE, metadata=LATER)  # sequences of different lengths, packed
     accepted: Index = field(default=Index.NONE, metadata=LATER)  # type of num_accepted_tokens, which picks the column of state_indices
     update: Update = field(default=Update.FINAL, metadata=LATER)
-    intermediate_states: DType | Narrow | None = field(default=None, metadata=LATER)  # the state after each token: to a buffer [rows, tokens, …]
+    intermediate_states: DType | Narrow | None = field(default=None, metadata=LATER)  # after each token, in a buffer [rows, tokens, …]
     intermediate_indices: Index = field(default=Index.NONE, metadata=LATER)  # type of the rows' numbers in that buffer
     parents: Index = field(default=Index.NONE, metadata=LATER)  # a draft tree
 

@@ -147,6 +147,7 @@ class SsuSpec(RowSpec, SsuProblem):
             "tree": self.parents is not Index.NONE,
             "rows_by_index": self.intermediate_indices is not Index.NONE,
             "rounded": self.rounded,
+            "kept_scaled": isinstance(self.intermediate_states, Narrow),
             "narrow_noise": self.rounded & {t.value for t in self.narrow},
             "tail": self.headdim % self.tile != 0,
             "vector_state": self.state_loads is Loads.VECTOR,
@@ -184,6 +185,10 @@ WIDE = [  # d_state above 32
     Rule("latency", 48, tile_kib=16),
     Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),
 ]
+ONE_BYTE = [  # of such states; by count, not measured: a step less of fixed instructions, and as many bytes ahead as with two
+    Rule("latency", 48, tile_kib=16),
+    Rule("bandwidth", float("inf"), tile_kib=16, prefetch=528, steps=2),
+]
 NARROW = [
     Rule("latency", 4, tile_kib=8, pdl=Pdl.TRIGGER_SLOT),
     Rule("middle", 20, tile_kib=16),
@@ -198,7 +203,8 @@ SEVERAL_TOKENS = [  # measured on an H200 with every token's state kept; docs/pe
 
 def candidates(problem: SsuProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, SsuSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
-    rules = SEVERAL_TOKENS if problem.several else NARROW if problem.d_state <= 32 else WIDE
+    wide = ONE_BYTE if problem.state.size == 1 else WIDE
+    rules = SEVERAL_TOKENS if problem.several else NARROW if problem.d_state <= 32 else wide
     for rule, how, reason in row_engine.choices(problem, rules, batch, arch, pdl):
         if how is not None and problem.accepted is not Index.NONE:
             how["prefetch"] = 0

@@ -33,7 +33,9 @@ def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str])
     if not checks.check_tensors(named, problems):
         return {}
     checks.check_common(named, "state", problems, narrow=SCALES)
-    problems += [f"{scales} is given without {of}" for of, scales in SCALES.items() if scales in named and of not in named]
+    if "intermediate_state_scales" in named and "intermediate_states" not in named:
+        problems.append("intermediate_state_scales is given without intermediate_states")
+        named = {n: t for n, t in named.items() if n != "intermediate_state_scales"}
     several = named["x"].dim() > 3 or not update_state or any(name in named for name in OF_SEVERAL)
     return _token_views(named, update_state, problems) if several else _headed_views(dict(named), problems)
 
