@@ -208,8 +208,8 @@ class Model:
         """One tensor-parallel rank's share. Raises ModelError when the heads (Mamba-1: channels) do not divide."""
         raise NotImplementedError
 
-    def problem(self, state: DType, index: Index, pool: PoolMode, *_: Any, **call: Any) -> Problem:  # each kind has its own keywords
-        """What one kind of decode step asks for, in the dtypes of transformers and the serving engines."""
+    def problem(self, state: Any, index: Index, pool: PoolMode, *_: Any, **call: Any) -> Problem:  # each kind has its own keywords
+        """What one kind of decode step asks for, in the dtypes of transformers and the serving engines. state: a DType, of some Narrow."""
         raise NotImplementedError
 
     def problems(

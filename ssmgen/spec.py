@@ -14,46 +14,13 @@ from dataclasses import MISSING, Field, dataclass, fields, replace
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast, get_args, get_type_hints
 
+from .element_types import DType as DType
+from .element_types import Narrow as Narrow
+from .element_types import stored_type as stored_type
 from .errors import SpecError
 from .needs import Needs
 
 T = TypeVar("T")
-
-
-class DType(Enum):
-    """Element types; the value is the name used in specs and in generated code."""
-
-    F32 = "f32"
-    F16 = "f16"
-    BF16 = "bf16"
-
-    @property
-    def size(self) -> int:
-        """Bytes per element."""
-        return 4 if self is DType.F32 else 2
-
-
-class Narrow(Enum):
-    """Element types of states in fewer bits, whose every row has a scale: the state is the element times that."""
-
-    I16 = "i16"
-    I8 = "i8"
-    E4M3 = "e4m3"
-
-    @property
-    def size(self) -> int:
-        """Bytes per element."""
-        return 2 if self is Narrow.I16 else 1
-
-    @property
-    def largest(self) -> int:
-        """What the largest element of a row is stored as."""
-        return {Narrow.I16: 32767, Narrow.I8: 127, Narrow.E4M3: 448}[self]
-
-
-def stored_type(text: str) -> DType | Narrow:
-    """The type of a state that has this name. Raises ValueError."""
-    return DType(text) if text in DType._value2member_map_ else Narrow(text)
 
 
 class Index(Enum):

@@ -35,12 +35,13 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         return Loads.VECTOR if aligned else Loads.ELEMENT
 
     several = views["x"].dim() == 4
+    types: dict[str, Any] = {n: STATES[t.dtype] for n, t in views.items() if n not in (*CONTROL, "intermediate_states")}
     return SsuProblem(
         d_state=N,
         headdim=P,
         nheads=H,
         ngroups=views["B"].shape[-2],
-        **{n: STATES[t.dtype] for n, t in views.items() if n not in (*CONTROL, "intermediate_states")},
+        **types,
         tied=tied,
         dt_softplus=dt_softplus,
         dt_limit=dt_limit is not None,
