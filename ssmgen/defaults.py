@@ -20,6 +20,9 @@ from .models import find_model
 from .spec import SM90, Arch, DType, Index, KernelSpec, Pdl, Problem, entries, text_of
 
 
+FIRST = Arch(80)
+
+
 @dataclass(frozen=True, slots=True)
 class Default:
     """What calls ask for, and of which size (see `registry.unit`): the variants of every size, if none is given.
@@ -29,7 +32,7 @@ class Default:
 
     problem: Problem
     size: int | None = None
-    since: Arch = Arch(80)
+    since: Arch = FIRST
 
     def specs(self, arch: Arch) -> list[KernelSpec]:
         """The kernels that serve it, with programmatic dependent launch where there is such a thing; none of what cannot be had."""
