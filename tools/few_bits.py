@@ -55,9 +55,7 @@ def main() -> None:
     print(f"norm error after {steps} tokens, of outputs / of the state; decay per token: {', '.join(map(str, DECAYS))}")
     for name, (dtype, rounds) in ROUNDINGS.items():
         outputs, state = run(dtype, rounds, steps)
-        cells = [
-            f"{norm_error(outputs[:, h], exact[0][:, h]):.1e} / {norm_error(state[h], exact[1][h]):.1e}" for h in range(len(DECAYS))
-        ]
+        cells = [f"{norm_error(outputs[:, h], exact[0][:, h]):.1e} / {norm_error(state[h], exact[1][h]):.1e}" for h in range(len(DECAYS))]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
