@@ -19,7 +19,6 @@ from .family import records
 from .models import find_model
 from .spec import SM90, Arch, DType, Index, KernelSpec, Pdl, Problem, entries, text_of
 
-
 FIRST = Arch(80)
 
 

@@ -106,6 +106,7 @@ class Arch:
 
 
 SM90 = Arch(90)
+FP8 = Arch(89)  # has conversions of it
 
 
 MAP_BYTES = 128  # of a tensor map

@@ -2,8 +2,7 @@
 
 from ...defaults import Default
 from ...models import find_model
-from ...spec import DType, Index, Narrow, PoolMode
-from .spec import FP8
+from ...spec import FP8, DType, Index, Narrow, PoolMode
 
 TREE = {
     "intermediates": True, "intermediate_indices": Index.I32, "parents": Index.I32, "cu_seqlens": Index.I32, "accepted": Index.I32,

@@ -15,12 +15,11 @@ from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
 from ...engine.rows import RowSpec, Rule
-from ...spec import LATER, Arch, DType, Index, Loads, Narrow, Needs, Param, Pdl, PoolMode, Update, must
+from ...spec import FP8, LATER, Arch, DType, Index, Loads, Narrow, Needs, Param, Pdl, PoolMode, Update, must
 from .problem import SsuProblem
 
 OPERATOR = "selective_state_update"
 SHARED_BYTES = 48 * 1024
-FP8 = Arch(89)
 
 
 @dataclass(frozen=True, kw_only=True)
