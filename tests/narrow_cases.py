@@ -11,7 +11,7 @@ from torch import Tensor
 import ssmgen
 from ssmgen.calls.checks import NARROW
 from ssmgen.calls.public import call_of
-from ssmgen.engine.narrow_reference import widened
+from ssmgen.engine.narrow_reference import narrowed, widened
 from ssmgen.families.selective_state_update.reference import selective_state_update as reference
 from ssmgen.families.selective_state_update.views import SCALES, views_of
 
@@ -198,3 +198,28 @@ def assert_matches(call: Call) -> None:
 
 def bits(t: Tensor) -> Tensor:
     return t.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[t.element_size()])
+
+
+RINGED = 2, 8, 32, 1, 8, 3, 5  # H, P, N, G, R, T, slots of a replay on a ring, of three sequences
+
+
+def ringed(dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
+    """FlashInfer's arguments of a step on three sequences."""
+    H, P, N, G, R, _, SLOTS = RINGED
+    g = torch.Generator().manual_seed(seed)
+    state, scale = narrowed(torch.randn(SLOTS, H, P, N, generator=g), dtype)
+    call = {"state": state, "state_scale": scale, "x_cache": torch.zeros(SLOTS, H, R, P), "B_cache": torch.zeros(SLOTS, G, R, N)}
+    call |= {
+        "dt_cache": torch.zeros(SLOTS, H, R),
+        "ring_start": torch.zeros(SLOTS).int(),
+        "prev_num_accepted_tokens": torch.zeros(SLOTS).int(),
+    }
+    call |= {"A": -torch.rand(H, generator=g), "state_batch_indices": torch.tensor([3, 0, 4]).int()}
+    return call | ringed_tokens(seed)
+
+
+def ringed_tokens(seed: int) -> dict[str, Tensor]:
+    (H, P, N, G, _, T, _), g = RINGED, torch.Generator().manual_seed(seed + 1)
+    made = {"x": torch.randn(3, T, H, P, generator=g), "dt": torch.rand(3, T, H, generator=g)[..., None].expand(3, T, H, P)}
+    made |= {n: torch.randn(3, T, G, N, generator=g) for n in ("B", "C")}
+    return made | {"out": torch.full((3, T, H, P), torch.nan)}

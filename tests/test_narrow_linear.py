@@ -94,7 +94,10 @@ def test_a_step_is_that_of_f32_rounded(dtype):
         ({"state_scale": None}, "state is int8 without state_scale"),
         ({"state_scale": torch.ones(SLOTS, H, K)}, r"state_scale is \[5, 2, 32\], not \[slots, heads, V\] = \[5, 2, 8\]"),
         ({"state": torch.zeros(SLOTS, H, V, K)}, "state_scale is given, and state is float32"),
-        ({"intermediate_states": torch.zeros(B, 1, H, V, K, dtype=torch.int8)}, "intermediate_states is int8|intermediate_states is torch.int8"),
+        (
+            {"intermediate_states": torch.zeros(B, 1, H, V, K, dtype=torch.int8)},
+            "intermediate_states is int8|intermediate_states is torch.int8",
+        ),
     ],
 )
 def test_says_what_is_wrong(change, words):

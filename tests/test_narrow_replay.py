@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from narrow_cases import RINGED, ringed, ringed_tokens
 from torch import Tensor
 
 import ssmgen
@@ -16,13 +17,14 @@ from ssmgen.calls.checks import NARROW
 from ssmgen.compat.flashinfer import checkpointing_ssu
 from ssmgen.emulator import run
 from ssmgen.emulator.check import check, trial_of
-from ssmgen.engine.narrow_reference import narrowed, widened
+from ssmgen.engine.narrow_reference import widened
 from ssmgen.errors import ArgumentError
 from ssmgen.families.replay_selective_state_update.problem import History, ReplayProblem
 from ssmgen.families.replay_selective_state_update.spec import space
 from ssmgen.spec import Arch, DType, Index, Loads, Narrow
 
 SM90 = Arch.parse("sm_90a")
+H, P, N, _, R, T, SLOTS = RINGED
 emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPE = {"nheads": 2, "headdim": 32, "d_state": 64, "ngroups": 1, "D": DType.BF16, "dt_bias": DType.BF16, "index": Index.I32}
@@ -61,37 +63,13 @@ def test_variants_leave_the_same_bits(state):
     assert len(results) > 2 and all(torch.equal(a, b) for other in results for a, b in zip(other, results[0], strict=True))
 
 
-H, P, N, G, R, T, SLOTS = 2, 8, 32, 1, 8, 3, 5
-
-
-def ringed(dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
-    """FlashInfer's arguments of a step on three sequences."""
-    g = torch.Generator().manual_seed(seed)
-    state, scale = narrowed(torch.randn(SLOTS, H, P, N, generator=g), dtype)
-    call = {"state": state, "state_scale": scale, "x_cache": torch.zeros(SLOTS, H, R, P), "B_cache": torch.zeros(SLOTS, G, R, N)}
-    call |= {
-        "dt_cache": torch.zeros(SLOTS, H, R),
-        "ring_start": torch.zeros(SLOTS).int(),
-        "prev_num_accepted_tokens": torch.zeros(SLOTS).int(),
-    }
-    call |= {"A": -torch.rand(H, generator=g), "state_batch_indices": torch.tensor([3, 0, 4]).int()}
-    return call | tokens(seed)
-
-
-def tokens(seed: int) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(seed + 1)
-    made = {"x": torch.randn(3, T, H, P, generator=g), "dt": torch.rand(3, T, H, generator=g)[..., None].expand(3, T, H, P)}
-    made |= {n: torch.randn(3, T, G, N, generator=g) for n in ("B", "C")}
-    return made | {"out": torch.full((3, T, H, P), torch.nan)}
-
-
 @pytest.mark.parametrize("dtype", list(NARROW))
 def test_steps_are_those_of_a_recurrence_that_rounds_where_the_state_is_written(dtype):
     call, pick = ringed(dtype), random.Random(0)
     exact = {slot: widened(call["state"][slot], call["state_scale"][slot], torch.float64) for slot in (3, 0, 4)}
     history: dict[int, list] = {slot: [] for slot in exact}
     for i in range(12):
-        call |= tokens(10 + i)
+        call |= ringed_tokens(10 + i)
         checkpointing_ssu(**call)
         for row, slot in enumerate(exact):
             count, stored = pick.randint(0, T), None

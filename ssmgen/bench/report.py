@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import __version__, api, nvrtc
 from ..calls.checks import NARROW
+from ..engine.narrow_reference import widened
 from ..errors import SsmgenError
 from ..family import records
 from ..render import render
@@ -98,6 +99,16 @@ def normal_pool(slots: int, shape: Sequence[int], dtype: torch.dtype, device: to
         else:
             part.normal_()
     return pool
+
+
+def scales_of(pool: Tensor) -> Tensor | None:
+    """Scales of the rows of a pool of fewer bits, such that its numbers are of the size of one; None of any other."""
+    return torch.rand(*pool.shape[:-1], device=pool.device) / 30 if pool.dtype in NARROW else None
+
+
+def numbers(pool: Tensor, scale: Tensor | None, slots: Tensor) -> Tensor:
+    """Copies of the states of slots, as f32 numbers if they have fewer bits."""
+    return pool[slots] if scale is None else widened(pool[slots], scale[slots], torch.float32)
 
 
 def slot_copies(state: Tensor, slots: Tensor, pdls: Sequence[bool]) -> dict[str, timing.Launch]:

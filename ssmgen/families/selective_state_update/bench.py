@@ -101,7 +101,7 @@ class Case:
             self.D = rand(H)[:, None].expand(H, P)
             self.dt_bias = (torch.rand(H, device=device) - 4).bfloat16()[:, None].expand(H, P)
         narrow = self.state.dtype in NARROW
-        self.scale = torch.rand(*self.state.shape[:-1], device=device) / 30 if narrow else None
+        self.scale = reports.scales_of(self.state)
         self.kept = self.kept_scales = None
         if self.intermediates:
             count = max(1, min(self.sets, int(POOL_BYTES) // (B * self.tokens * self.slot_bytes)))
@@ -182,19 +182,22 @@ def flashinfer(case: Case) -> reports.Peer | None:
     calls = []
     for i in range(case.sets):
         (state, x, dt, A, B, C, D, z, dt_bias, softplus), given = case.arguments(i)
-        options = {"z": z, "dt_bias": dt_bias, "dt_softplus": softplus, "state_batch_indices": given["state_indices"], "out": given["out"]}
+        options: dict[str, Any] = {} if case.scale is None else {"state_scale": case.scale}
+        options |= {"z": z, "dt_bias": dt_bias, "dt_softplus": softplus, "state_batch_indices": given["state_indices"], "out": given["out"]}
         if case.tokens > 1:
             options |= {"cache_steps": case.tokens, "disable_state_update": case.intermediates}
             if case.intermediates:  # without rows, FlashInfer takes the slots for them
                 rows = torch.arange(case.batch, device=x.device, dtype=given["state_indices"].dtype)
                 options |= {"intermediate_states_buffer": given["intermediate_states"], "intermediate_state_indices": rows}
+                if case.kept_scales is not None:
+                    options["intermediate_state_scales"] = given["intermediate_state_scales"]
         calls.append(((state, x, dt, A, B, C, D), options))
     return lambda i: function(*calls[i][0], **calls[i][1])
 
 
 def mamba_ssm(case: Case) -> reports.Peer | None:
     function = reports.imported("mamba_ssm.ops.triton.selective_state_update", "selective_state_update")
-    if function is None or case.tokens > 1:
+    if function is None or case.tokens > 1 or case.scale is not None:
         return None
     calls = [case.arguments(i) for i in range(case.sets)]
     return lambda i: function(*calls[i][0], state_batch_indices=calls[i][1]["state_indices"])
