@@ -13,14 +13,16 @@ import ssmgen
 from ssmgen import emulator, registry
 from ssmgen.arguments import Arguments
 from ssmgen.calls.checks import NARROW
+from ssmgen.catalog import parse
 from ssmgen.emulator import run_source
 from ssmgen.engine.narrow_reference import narrowed, rounded_narrow, widened
 from ssmgen.errors import ArgumentError
 from ssmgen.families.selective_state_update import planning as op
 from ssmgen.families.selective_state_update.spec import space
+from ssmgen.models import Wanted, find_model
 from ssmgen.needs import Needs
 from ssmgen.render import _environment, render
-from ssmgen.spec import Arch, KernelSpec, Param
+from ssmgen.spec import Arch, KernelSpec, Narrow, Param
 
 SM90 = Arch.parse("sm_90a")
 emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")
@@ -213,6 +215,15 @@ def test_says_what_is_wrong(change, words):
     with pytest.raises(ArgumentError, match=words):
         ssmgen.selective_state_update(**given)
     assert all(torch.equal(bits(given[n]), bits(t)) for n, t in before.items())
+
+
+def test_models_ask_for_them_where_they_are_served():
+    asked = find_model("nemotron-h-8b").asked(Wanted(states=(Narrow.I8,), replay=6))
+    states = {type(p).__name__: p.state for p in asked if hasattr(p, "state")}
+    assert states["SsuProblem"] is states["ReplayProblem"] is Narrow.I8 and "Mamba2LayerProblem" not in states
+    assert not any(p.faults() for p in asked)
+    text = str(registry.select("selective_state_update", asked[0], 64, SM90, True))
+    assert "state=i8" in text and str(parse(text)) == text
 
 
 def test_fp8_needs_its_conversions():
