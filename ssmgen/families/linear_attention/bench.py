@@ -148,9 +148,7 @@ class Case:
     def arguments(self, i: int) -> dict[str, Any]:
         """Keywords of the i-th call."""
         call = {"state": self.state, **{n: t[i] for n, t in self.operands.items()}, **self.weights, **OPS[self.op].options}
-        call |= {"state_indices": self.slots[i], "out": self.out[i]}
-        if self.scale is not None:
-            call["state_scale"] = self.scale
+        call |= {"state_indices": self.slots[i], "out": self.out[i]} | ({} if self.scale is None else {"state_scale": self.scale})
         if self.targets is not None:
             call["dst_state_indices"] = self.targets[i]
         if self.kept is not None:
@@ -199,11 +197,8 @@ class Case:
         indices = [name for name in ("state_indices", "dst_state_indices") if name in call]
         touched = torch.cat([call[name][rows] for name in indices]).long()
         own = torch.arange(len(touched), device=rows.device).split(len(rows))
-        small = (
-            {n: v for n, v in call.items() if n not in ("ring", "state_scale")}
-            | {"state": reports.numbers(self.state, self.scale, touched)}
-            | dict(zip(indices, own, strict=True))
-        )
+        small = {n: v for n, v in call.items() if n not in ("ring", "state_scale")} | dict(zip(indices, own, strict=True))
+        small["state"] = reports.numbers(self.state, self.scale, touched)
         small |= {n: call[n][rows] for n in (*self.operands, "out", "intermediate_states") if n in call}
         given, options = call_of(self.function, **small)[1:3]
         views = token_views({name: t for name, t in zip(NAMES, given, strict=True) if t is not None}, options, [])
