@@ -105,8 +105,8 @@ class Arch:
         return f"sm_{self.number}{self.suffix}"
 
 
-SM90 = Arch(90)
 FP8 = Arch(89)  # has conversions of it
+SM90 = Arch(90)
 
 
 MAP_BYTES = 128  # of a tensor map
