@@ -184,9 +184,13 @@ WIDE = [  # d_state above 32
     Rule("latency", 48, tile_kib=16),
     Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),
 ]
-ONE_BYTE = [  # of such states; by count, not measured: a step less of fixed instructions, and as many bytes ahead as with two
+ONE_BYTE = [  # of such states: fewer fixed instructions in several steps, and as many bytes ahead as with two
     Rule("latency", 48, tile_kib=16),
     Rule("bandwidth", float("inf"), tile_kib=16, prefetch=528, steps=2),
+]
+INT8 = [  # two rows at once leave room for more warps
+    Rule("latency", 48, tile_kib=16),
+    Rule("bandwidth", float("inf"), tile_kib=16, prefetch=528, steps=4, ilp=2),
 ]
 NARROW = [
     Rule("latency", 4, tile_kib=8, pdl=Pdl.TRIGGER_SLOT),
@@ -202,7 +206,7 @@ SEVERAL_TOKENS = [  # measured on an H200 with every token's state kept; docs/pe
 
 def candidates(problem: SsuProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, SsuSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
-    wide = ONE_BYTE if problem.state.size == 1 else WIDE
+    wide = INT8 if problem.state is Narrow.I8 else ONE_BYTE if problem.state.size == 1 else WIDE
     rules = SEVERAL_TOKENS if problem.several else NARROW if problem.d_state <= 32 else wide
     for rule, how, reason in row_engine.choices(problem, rules, batch, arch, pdl):
         if how is not None and problem.accepted is not Index.NONE:
