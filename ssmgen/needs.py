@@ -13,7 +13,8 @@ class Needs:
     math: bool = False  # exponentials and reciprocals
     logs: bool = False  # logarithms, beside those
     elements: bool = False  # vectors gathered from elements that are not aligned, or not neighbours
-    bytes: bool = False  # 8-bit loads
+    bytes: bool = False  # 8-bit loads, and with `narrow` stores
+    narrow: bool = False  # states in fewer bits
     raw: bool = False  # stores of numbers that are copied, and not computed with
     streaming: bool = False  # stores that need not stay in L2
     prefetch: bool = False  # bulk requests to L2
