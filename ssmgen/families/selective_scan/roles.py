@@ -1,0 +1,145 @@
+"""selective_scan by warps of two kinds: those that walk, and aides that prepare what they walk and make the output of it.
+
+Of a tile, aides copy the operands, and make d, d u, and B and C as f32, ahead of the walk; behind it they add up the sums of C h, and make
+D u, the gate and the output. Warps that walk have no other work, and lanes have the states of one or two channels each, which share a load
+of B and C; exponentials are made some tokens ahead of the states that they are for, also across tiles. So each scheduler has two kinds of
+warps, and what one kind waits for is the other's time. All meet once for each tile.
+
+Sums are those of `SelectiveSpec`, in their order: the two give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from itertools import product
+from typing import Any, ClassVar
+
+from ...spec import Arch, Needs, Pdl, is_pow2, must
+from .problem import Order, SelectiveProblem
+from .spec import GROUP, MOST_STATES, POLYNOMIAL, SelectiveSpec, parts_of
+
+AHEAD = 8  # states of a lane, at most, where there are registers for exponentials ahead of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolesSpec(SelectiveSpec):
+    """A problem, and how warps of two kinds compute it. No choice here but `polynomial` and `parts` changes a bit of the result."""
+
+    family: ClassVar[str] = "selective_scan_roles"
+    template: ClassVar[str] = "selective_scan/roles/scan.cu.j2"
+
+    abreast: int = 2  # channels of a lane
+    aides: int = 4  # warps of a block, beside the `warps` that walk
+    lead: int = 2  # tokens by which exponentials are made ahead
+
+    @property
+    def needs(self) -> Needs:
+        pairs = self.x.size == 2 or self.layout is Order.LAST
+        return Needs(math=True, copies=True, bytes=self.started, shared_pairs=pairs, shared_quads=True, places=True)
+
+    @property
+    def order(self) -> tuple[str | int, ...]:
+        return SelectiveSpec.family, self.polynomial, self.parts
+
+    @property
+    def threads_per_block(self) -> int:
+        return 32 * (self.warps + self.aides)
+
+    @property
+    def places(self) -> int:
+        """What a block has of lanes that share a channel, or two."""
+        return 32 * self.warps // self.lanes
+
+    @property
+    def channels(self) -> int:
+        return self.places * self.abreast
+
+    @property
+    def ahead_of_states(self) -> bool:
+        return 4 * self.quads * self.abreast <= AHEAD
+
+    @property
+    def stages(self) -> int:
+        """Tiles as they are: one whose output is made, one that is walked, the next one, one that is prepared, and those on their way."""
+        return 5 if self.tile >= 32 else 6
+
+    @property
+    def stem(self) -> str:
+        how = f"r{self.aides}c{self.abreast}e{self.lead}"
+        return super().stem.replace(f"p{self.polynomial}", f"p{self.polynomial}{how}", 1)
+
+    # Shared memory, in 32-bit words: the stages, d and d u of three tiles, sums of two; B and C of two as f32.
+
+    @property
+    def row_words(self) -> int:
+        """From one row to the next one. Where lanes have neighbouring runs of several rows, these are an odd number of four banks apart."""
+        words = self._words(self.layout, self.channels)
+        return words | 4 if self.layout is Order.FIRST else words
+
+    @property
+    def pitch(self) -> int:
+        """From d and d u of a token and the channels abreast to the next token's; or from those of two tokens and a channel."""
+        return 4 * (self.places + (self.layout is Order.FIRST))
+
+    @property
+    def step_words(self) -> int:
+        """Those of a tile."""
+        return self.tile * self.abreast // 2 * self.pitch
+
+    @property
+    def sum_pitch(self) -> int:
+        """From 4 tokens' sums of a lane, of all places, to the next lane's: eight neighbouring lanes of a warp meet all banks."""
+        return GROUP * (self.places + (8 // self.lanes - self.places) % 8)
+
+    @property
+    def sum_run(self) -> int:
+        """From 4 tokens' sums to the next ones'."""
+        words = self.abreast * self.lanes * self.sum_pitch
+        return words + ((2 * GROUP - words) % 32 if self.layout is Order.FIRST else 0)
+
+    @property
+    def sum_words(self) -> int:
+        """Those of a tile."""
+        return self.tile // GROUP * self.sum_run
+
+    @property
+    def dynamic_bytes(self) -> int:
+        return 4 * (self.stages * self.stage_words + 3 * self.step_words + 2 * self.sum_words)
+
+    @property
+    def static_bytes(self) -> int:
+        by_channel = (self.D is not None) + (self.delta_bias is not None)
+        left = (self.parts - 1) * 32 * self.warps * self.abreast * (4 * self.quads + 1)
+        return 16 * self.tile * self.padded + 4 * left + 4 * self.channels * by_channel
+
+    def violations(self, arch: Arch) -> list[str]:
+        if problems := [
+            *must(is_pow2(self.aides) and self.aides <= 16, f"aides {self.aides} are not 1, 2, 4 … 16"),
+            *must(self.abreast in (1, 2), f"abreast {self.abreast} is not 1 or 2"),
+            *must(1 <= self.lead <= GROUP, f"lead {self.lead} is not 1 … {GROUP}"),
+        ]:
+            return problems
+        states = 4 * self.quads * self.abreast
+        return [
+            *super().violations(arch),
+            *must(self.warps + self.aides <= 32, f"{self.warps} and {self.aides} warps are more than 32"),
+            *must(self.abreast == 1 or states <= MOST_STATES, f"{states} states of a lane are more than {MOST_STATES}"),
+        ]
+
+    def constants(self) -> dict[str, Any]:
+        return super().constants() | {
+            "ahead": self.ahead_of_states,
+            "one_cell": self.tile * self.channels <= 8 * 32 * self.aides,  # of 4 tokens and 2 channels, for each of the aides' lanes
+            "load_four": "load_shared_2xu32" if self.x.size == 2 else "load_4_shared",  # numbers
+        }
+
+
+def roles_space(problem: SelectiveProblem, arch: Arch) -> Iterator[RolesSpec]:
+    """Every legal variant within the axes worth trying."""
+    fixed: dict[str, Any] = {f.name: getattr(problem, f.name) for f in fields(SelectiveProblem)} | {"parts": parts_of(problem, arch)}
+    shares = (0, 1, 2) if problem.x.size == 2 else (POLYNOMIAL[problem.x],)
+    for lanes, warps, abreast, tile, polynomial, pdl in product((2, 4, 8), (4, 8), (1, 2), (16, 32), shares, Pdl):
+        spec = RolesSpec(**fixed, lanes=lanes, warps=warps, abreast=abreast, tile=tile, polynomial=polynomial, pdl=pdl)
+        if not spec.violations(arch):
+            yield spec
