@@ -113,6 +113,16 @@ class RolesSpec(SelectiveSpec):
         left = (self.parts - 1) * 32 * self.warps * self.abreast * (4 * self.quads + 1)
         return 16 * self.tile * self.padded + 4 * left + 4 * self.channels * by_channel
 
+    @property
+    def pieces(self) -> tuple[int, int]:
+        """Copies of a row, of u and its kin, and of B and C."""
+        inner = self.channels if self.layout is Order.LAST else self.tile
+        key_inner = self.padded if self.key_layout is Order.LAST else self.tile
+        return (
+            inner * self.x.size // self.copy if self.copy else 0,
+            key_inner * self.x.size // self.key_copy if self.key_copy else 0,
+        )
+
     def violations(self, arch: Arch) -> list[str]:
         if problems := [
             *must(is_pow2(self.aides) and self.aides <= 16, f"aides {self.aides} are not 1, 2, 4 … 16"),
@@ -120,17 +130,20 @@ class RolesSpec(SelectiveSpec):
             *must(1 <= self.lead <= GROUP, f"lead {self.lead} is not 1 … {GROUP}"),
         ]:
             return problems
-        states = 4 * self.quads * self.abreast
+        states, hands = 4 * self.quads * self.abreast, 32 * self.aides
         return [
             *super().violations(arch),
             *must(self.warps + self.aides <= 32, f"{self.warps} and {self.aides} warps are more than 32"),
+            *must(max(self.pieces) <= hands, f"a row is copied in {max(self.pieces)} pieces, more than the {hands} lanes of aides"),
             *must(self.abreast == 1 or states <= MOST_STATES, f"{states} states of a lane are more than {MOST_STATES}"),
         ]
 
     def constants(self) -> dict[str, Any]:
         return super().constants() | {
             "ahead": self.ahead_of_states,
-            "one_cell": self.tile * self.channels <= 8 * 32 * self.aides,  # of 4 tokens and 2 channels, for each of the aides' lanes
+            "few_cells": self.tile * self.channels <= 2 * 8 * 32 * self.aides,  # 2 of 4 tokens and 2 channels, at most, for each lane of aides
+            "shared_rows": self.copy > 0,
+            "shared_keys": self.key_copy > 0 and self.d_state == self.padded,
             "load_four": "load_shared_2xu32" if self.x.size == 2 else "load_4_shared",  # numbers
         }
 
