@@ -57,7 +57,7 @@ class RolesSpec(SelectiveSpec):
 
     @property
     def ahead_of_states(self) -> bool:
-        return 4 * self.quads * self.abreast <= AHEAD
+        return self.lead > 0 and 4 * self.quads * self.abreast <= AHEAD
 
     @property
     def stages(self) -> int:
@@ -78,9 +78,19 @@ class RolesSpec(SelectiveSpec):
         return words | 4 if self.layout is Order.FIRST else words
 
     @property
+    def half(self) -> int:
+        """Quads ahead of those of odd channels, where a lane has one: four banks' quads lie between them and their neighbours."""
+        return self.places // 2 + (4 - self.places // 2) % 8
+
+    @property
+    def places_quads(self) -> int:
+        """Of a row of steps or sums, one for each place."""
+        return self.places if self.abreast == 2 else self.half + self.places // 2
+
+    @property
     def pitch(self) -> int:
         """From d and d u of a token and the channels abreast to the next token's; or from those of two tokens and a channel."""
-        return 4 * (self.places + (self.layout is Order.FIRST))
+        return 4 * (self.places_quads + (self.layout is Order.FIRST))
 
     @property
     def step_words(self) -> int:
@@ -90,7 +100,8 @@ class RolesSpec(SelectiveSpec):
     @property
     def sum_pitch(self) -> int:
         """From 4 tokens' sums of a lane, of all places, to the next lane's: eight neighbouring lanes of a warp meet all banks."""
-        return GROUP * (self.places + (8 // self.lanes - self.places) % 8)
+        apart = 8 // self.lanes if self.abreast == 2 else max(1, 4 // self.lanes)
+        return GROUP * (self.places_quads + (apart - self.places_quads) % 8)
 
     @property
     def sum_run(self) -> int:
@@ -127,7 +138,7 @@ class RolesSpec(SelectiveSpec):
         if problems := [
             *must(is_pow2(self.aides) and self.aides <= 16, f"aides {self.aides} are not 1, 2, 4 … 16"),
             *must(self.abreast in (1, 2), f"abreast {self.abreast} is not 1 or 2"),
-            *must(1 <= self.lead <= GROUP, f"lead {self.lead} is not 1 … {GROUP}"),
+            *must(0 <= self.lead <= GROUP, f"lead {self.lead} is not 0 … {GROUP}"),
         ]:
             return problems
         states, hands = 4 * self.quads * self.abreast, 32 * self.aides
