@@ -31,6 +31,7 @@ class RolesSpec(SelectiveSpec):
 
     abreast: int = 2  # channels of a lane
     aides: int = 4  # warps of a block, beside the `warps` that walk
+    apart: bool = False  # whether those that make the output are others than those that prepare, half of the aides each
     lead: int = 2  # tokens by which exponentials are made ahead
 
     @property
@@ -45,6 +46,11 @@ class RolesSpec(SelectiveSpec):
     @property
     def threads_per_block(self) -> int:
         return 32 * (self.warps + self.aides)
+
+    @property
+    def hands(self) -> int:
+        """Threads that share a tile's work of a kind."""
+        return 32 * self.aides // (1 + self.apart)
 
     @property
     def places(self) -> int:
@@ -66,7 +72,7 @@ class RolesSpec(SelectiveSpec):
 
     @property
     def stem(self) -> str:
-        how = f"r{self.aides}c{self.abreast}e{self.lead}"
+        how = f"r{self.aides}{'s' * self.apart}c{self.abreast}e{self.lead}"
         return super().stem.replace(f"p{self.polynomial}", f"p{self.polynomial}{how}", 1)
 
     # Shared memory, in 32-bit words: the stages, d and d u of three tiles, sums of two; B and C of two as f32.
@@ -137,22 +143,23 @@ class RolesSpec(SelectiveSpec):
     def violations(self, arch: Arch) -> list[str]:
         if problems := [
             *must(is_pow2(self.aides) and self.aides <= 16, f"aides {self.aides} are not 1, 2, 4 … 16"),
+            *must(self.aides > 1 or not self.apart, "one warp is not two kinds of aides"),
             *must(self.abreast in (1, 2), f"abreast {self.abreast} is not 1 or 2"),
             *must(0 <= self.lead <= GROUP, f"lead {self.lead} is not 0 … {GROUP}"),
         ]:
             return problems
-        states, hands = 4 * self.quads * self.abreast, 32 * self.aides
+        states, pieces = 4 * self.quads * self.abreast, max(self.pieces)
         return [
             *super().violations(arch),
             *must(self.warps + self.aides <= 32, f"{self.warps} and {self.aides} warps are more than 32"),
-            *must(max(self.pieces) <= hands, f"a row is copied in {max(self.pieces)} pieces, more than the {hands} lanes of aides"),
+            *must(pieces <= self.hands, f"a row is copied in {pieces} pieces, more than {self.hands} lanes of aides"),
             *must(self.abreast == 1 or states <= MOST_STATES, f"{states} states of a lane are more than {MOST_STATES}"),
         ]
 
     def constants(self) -> dict[str, Any]:
         return super().constants() | {
             "ahead": self.ahead_of_states,
-            "few_cells": self.tile * self.channels <= 2 * 8 * 32 * self.aides,  # 2 of 4 tokens and 2 channels, at most, for each lane of aides
+            "few_cells": self.tile * self.channels <= 2 * 8 * self.hands,  # 2 of 4 tokens and 2 channels, at most, for each lane of aides
             "shared_rows": self.copy > 0,
             "shared_keys": self.key_copy > 0 and self.d_state == self.padded,
             "load_four": "load_shared_2xu32" if self.x.size == 2 else "load_4_shared",  # numbers
