@@ -73,6 +73,7 @@ HOWS: list[dict[str, Any]] = [
     {"abreast": 2, "lead": 4, "tile": 32, "aides": 4},
     {"abreast": 2, "lead": 1, "tile": 8, "aides": 2, "warps": 2},
     {"lanes": 2, "lead": 3, "tile": 32},
+    {"aides": 2, "apart": True, "lead": 0},
 ]
 
 
@@ -136,7 +137,9 @@ def test_variants_that_cannot_be_say_why():
     for how, words in (
         ({"aides": 3}, "aides 3 are not 1, 2, 4"),
         ({"abreast": 3}, "abreast 3 is not 1 or 2"),
-        ({"lead": 5}, "lead 5 is not 1 … 4"),
+        ({"lead": 5}, "lead 5 is not 0 … 4"),
+        ({"apart": True}, "one warp is not two kinds of aides"),
+        ({"copy": 4, "warps": 16}, "a row is copied in 64 pieces, more than 32 lanes of aides"),
         ({"d_state": 256, "lanes": 8, "abreast": 2, "tile": 8}, "64 states of a lane are more than 32"),
         ({"warps": 32}, "32 and 1 warps are more than 32"),
     ):
@@ -151,4 +154,4 @@ def test_they_are_tried_and_are_no_rule_yet():
     assert found == list(roles_space(problem, SM90)) and len(found) > 20
     plain = {spec.order for spec in tried if not isinstance(spec, RolesSpec)}
     assert {spec.order for spec in found} <= plain, "bits are those of a form without roles"
-    assert {f.name for f in fields(RolesSpec)} - {f.name for f in fields(type(variant()(problem)))} == {"abreast", "aides", "lead"}
+    assert {f.name for f in fields(RolesSpec)} - {f.name for f in fields(type(variant()(problem)))} == {"abreast", "aides", "apart", "lead"}

@@ -36,8 +36,7 @@ class RolesSpec(SelectiveSpec):
 
     @property
     def needs(self) -> Needs:
-        pairs = self.x.size == 2 or self.layout is Order.LAST
-        return Needs(math=True, copies=True, bytes=self.started, shared_pairs=pairs, shared_quads=True, places=True)
+        return Needs(math=True, copies=True, bytes=self.started, places=True, placed_pairs=True)
 
     @property
     def order(self) -> tuple[str | int, ...]:
@@ -160,6 +159,8 @@ class RolesSpec(SelectiveSpec):
         return super().constants() | {
             "ahead": self.ahead_of_states,
             "few_cells": self.tile * self.channels <= 2 * 8 * self.hands,  # 2 of 4 tokens and 2 channels, at most, for each lane of aides
+            "shared_rows": self.copy > 0,
+            "shared_keys": self.key_copy > 0 and self.d_state == self.padded,
             "shared_rows": self.copy > 0,
             "shared_keys": self.key_copy > 0 and self.d_state == self.padded,
             "load_four": "load_shared_2xu32" if self.x.size == 2 else "load_4_shared",  # numbers
