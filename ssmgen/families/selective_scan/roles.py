@@ -32,7 +32,7 @@ class RolesSpec(SelectiveSpec):
     abreast: int = 2  # channels of a lane
     aides: int = 4  # warps of a block, beside the `warps` that walk
     apart: bool = False  # whether those that make the output are others than those that prepare, half of the aides each
-    lead: int = 2  # tokens by which exponentials are made ahead
+    lead: int = 1  # tokens by which exponentials are made ahead
 
     @property
     def needs(self) -> Needs:
@@ -161,9 +161,6 @@ class RolesSpec(SelectiveSpec):
             "few_cells": self.tile * self.channels <= 2 * 8 * self.hands,  # 2 of 4 tokens and 2 channels, at most, for each lane of aides
             "shared_rows": self.copy > 0,
             "shared_keys": self.key_copy > 0 and self.d_state == self.padded,
-            "shared_rows": self.copy > 0,
-            "shared_keys": self.key_copy > 0 and self.d_state == self.padded,
-            "load_four": "load_shared_2xu32" if self.x.size == 2 else "load_4_shared",  # numbers
         }
 
 
