@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
@@ -145,6 +146,28 @@ def test_variants_that_cannot_be_say_why():
     ):
         with pytest.raises(SpecError, match=words):
             replace(spec, **how).check(SM90)
+
+
+def times_of(quads: list[int]) -> int:
+    """Times that shared memory is accessed for 16 bytes of each lane: a quarter of a warp at once, if all are in other banks."""
+    quarters = [set(quads[i : i + 8]) for i in range(0, 32, 8)]
+    return sum(max(Counter(q % 8 for q in quarter).values()) for quarter in quarters)
+
+
+@pytest.mark.parametrize("layout", Order)
+@pytest.mark.parametrize(
+    "how", [{}, {"warps": 8}, {"lanes": 2}, {"abreast": 2}, {"abreast": 2, "tile": 16}, {"abreast": 2, "lanes": 2, "tile": 8}]
+)
+def test_lanes_meet_all_banks(how, layout):
+    """Sums where lanes leave them, and where aides add them up; and steps where they are walked."""
+    made = by(**{"warps": 4, "aides": 4, "tile": 32} | how)(SelectiveProblem(d_state=16, layout=layout, z=True))
+    pairs, beside = made.channels // 2, min(4, made.tile // 4)
+    place = [lane // made.lanes for lane in range(32)]
+    at = [p if made.abreast == 2 else p % 2 * made.half + p // 2 for p in place]
+    cells = [(lane // pairs, lane % pairs) if layout is Order.LAST else (lane % beside, lane // beside) for lane in range(32)]
+    assert times_of([lane % made.lanes * made.sum_pitch // 4 + at[lane] for lane in range(32)]) == 4
+    assert times_of([run * made.sum_run // 4 + pair for run, pair in cells]) == 4
+    assert times_of(at) == 4
 
 
 def test_they_are_tried_and_are_no_rule_yet():

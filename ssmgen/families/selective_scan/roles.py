@@ -112,7 +112,8 @@ class RolesSpec(SelectiveSpec):
     def sum_run(self) -> int:
         """From 4 tokens' sums to the next ones'."""
         words = self.abreast * self.lanes * self.sum_pitch
-        return words + ((2 * GROUP - words) % 32 if self.layout is Order.FIRST else 0)
+        beside = min(4, self.tile // GROUP)  # runs that neighbouring lanes have, where tokens lie together
+        return words + ((8 // beside * GROUP - words) % 32 if self.layout is Order.FIRST else 0)
 
     @property
     def sum_words(self) -> int:
