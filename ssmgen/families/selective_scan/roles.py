@@ -53,7 +53,7 @@ class RolesSpec(SelectiveSpec):
 
     @property
     def places(self) -> int:
-        """What a block has of lanes that share a channel, or two."""
+        """Groups of lanes of a block that share a channel, or two."""
         return 32 * self.warps // self.lanes
 
     @property
@@ -78,7 +78,7 @@ class RolesSpec(SelectiveSpec):
 
     @property
     def row_words(self) -> int:
-        """From one row to the next one. Where lanes have neighbouring runs of several rows, these are an odd number of four banks apart."""
+        """Words from one row to the next one. Where lanes have neighbouring runs of several rows, these are an odd number of four banks apart."""
         words = self._words(self.layout, self.channels)
         return words | 4 if self.layout is Order.FIRST else words
 
@@ -89,35 +89,35 @@ class RolesSpec(SelectiveSpec):
 
     @property
     def places_quads(self) -> int:
-        """Of a row of steps or sums, one for each place."""
+        """Quads of a row of steps or of sums, one for each place."""
         return self.places if self.abreast == 2 else self.half + self.places // 2
 
     @property
     def pitch(self) -> int:
-        """From d and d u of a token and the channels abreast to the next token's; or from those of two tokens and a channel."""
+        """Words from d and d u of a token and the channels abreast to the next token's; or from those of two tokens and a channel."""
         return 4 * (self.places_quads + (self.layout is Order.FIRST))
 
     @property
     def step_words(self) -> int:
-        """Those of a tile."""
+        """Words of d and d u of a tile."""
         return self.tile * self.abreast // 2 * self.pitch
 
     @property
     def sum_pitch(self) -> int:
-        """From 4 tokens' sums of a lane, of all places, to the next lane's: eight neighbouring lanes of a warp meet all banks."""
+        """Words from 4 tokens' sums of a lane, of all places, to the next lane's: eight neighbouring lanes of a warp meet all banks."""
         apart = 8 // self.lanes if self.abreast == 2 else max(1, 4 // self.lanes)
         return GROUP * (self.places_quads + (apart - self.places_quads) % 8)
 
     @property
     def sum_run(self) -> int:
-        """From 4 tokens' sums to the next ones'."""
+        """Words from 4 tokens' sums to the next ones'."""
         words = self.abreast * self.lanes * self.sum_pitch
         beside = min(4, self.tile // GROUP)  # runs that neighbouring lanes have, where tokens lie together
         return words + ((8 // beside * GROUP - words) % 32 if self.layout is Order.FIRST else 0)
 
     @property
     def sum_words(self) -> int:
-        """Those of a tile."""
+        """Words of the sums of a tile."""
         return self.tile // GROUP * self.sum_run
 
     @property
