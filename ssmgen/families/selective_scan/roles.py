@@ -78,7 +78,7 @@ class RolesSpec(SelectiveSpec):
 
     @property
     def row_words(self) -> int:
-        """Words from one row to the next one. Where lanes have neighbouring runs of several rows, these are an odd number of four banks apart."""
+        """Words from one row to the next one: where lanes have runs of several rows, an odd number of four banks."""
         words = self._words(self.layout, self.channels)
         return words | 4 if self.layout is Order.FIRST else words
 
