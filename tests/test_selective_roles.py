@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,10 +15,11 @@ from selective_cases import BF16, F16, F32, SM90, Sizes, emulated, make, same, v
 from ssmgen import emulator
 from ssmgen.emulator.check import check
 from ssmgen.errors import SpecError
-from ssmgen.families.selective_scan.problem import Order, SelectiveProblem
+from ssmgen.families.selective_scan.problem import OPERATOR, Order, SelectiveProblem
 from ssmgen.families.selective_scan.roles import RolesSpec, roles_space
 from ssmgen.families.selective_scan.spec import space
-from ssmgen.spec import DType, Index, Loads, changed, flat
+from ssmgen.registry import select
+from ssmgen.spec import Arch, DType, Index, Loads, changed, flat
 
 SMALL = Sizes()
 EXACT = replace(SMALL, x=F32)
@@ -170,11 +171,21 @@ def test_lanes_meet_all_banks(how, layout):
     assert times_of(at) == 4
 
 
-def test_they_are_tried_and_are_no_rule_yet():
+def test_they_are_tried_and_their_bits_are_of_a_form_without_roles():
     problem = SelectiveProblem(d_state=16, z=True)
     tried = list(space(problem, SM90))
     found = [spec for spec in tried if isinstance(spec, RolesSpec)]
     assert found == list(roles_space(problem, SM90)) and len(found) > 20
-    plain = {spec.order for spec in tried if not isinstance(spec, RolesSpec)}
-    assert {spec.order for spec in found} <= plain, "bits are those of a form without roles"
-    assert {f.name for f in fields(RolesSpec)} - {f.name for f in fields(type(variant()(problem)))} == {"abreast", "aides", "apart", "lead"}
+    assert {spec.order for spec in found} <= {spec.order for spec in tried if not isinstance(spec, RolesSpec)}
+
+
+@pytest.mark.parametrize("layout", Order)
+def test_the_rule_takes_them_for_one_sequence_of_many_channels(layout):
+    def chosen(size: int, arch: Arch = SM90, **how: Any) -> bool:
+        fixed: dict[str, Any] = {"d_state": 16, "layout": layout, "key_layout": layout, "z": True, "D": DType.F32, "delta_bias": DType.F32}
+        return isinstance(select(OPERATOR, SelectiveProblem(**fixed | how), size, arch, arch >= SM90), RolesSpec)
+
+    assert chosen(8192) and chosen(5120) and chosen(8192, d_state=13, x=DType.F16, final=True)
+    assert not chosen(4096) and not chosen(2 * 8192) and not chosen(65536), "not measured, or no gain"
+    assert not any(chosen(8192, **how) for how in ({"x": DType.F32}, {"d_state": 32}, {"copy": 0}, {"segments": 8}))
+    assert not chosen(8192, Arch.parse("sm_80")), "there is less shared memory"

@@ -19,6 +19,7 @@ from ssmgen.emulator.check import check
 from ssmgen.errors import ArgumentError, SpecError
 from ssmgen.families.selective_scan.problem import OPERATOR, Order, SelectiveProblem
 from ssmgen.families.selective_scan.problem import asked as segments_asked
+from ssmgen.families.selective_scan.roles import RolesSpec
 from ssmgen.families.selective_scan.spec import EXPONENTIAL, TURNS, SelectiveSpec, candidates, space
 from ssmgen.models import Wanted, asks, find_model, models
 from ssmgen.registry import select
@@ -269,7 +270,7 @@ def test_every_size_has_a_variant(arch):
                 problem = SelectiveProblem(d_state=d_state, x=x, layout=layout, copy=copy, key_layout=layout, z=True, final=True)
                 for size in (1, 8192, 24576, 65536):
                     spec = select(OPERATOR, problem, size, target, target >= SM90)
-                    assert parse_spec(str(spec), {OPERATOR: SelectiveSpec}) == spec
+                    assert parse_spec(str(spec), {OPERATOR: SelectiveSpec, RolesSpec.family: RolesSpec}) == spec
 
 
 def test_variants_that_cannot_be_say_why():

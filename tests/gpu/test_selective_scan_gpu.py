@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 MODEL = Sizes(dim=1536, device="cuda")
 FEW = replace(MODEL, dim=768)  # channels: the rule cuts long sequences of these
 EXACT = replace(MODEL, dim=256, x=F32)
-SIZE = {"few": 1, "many": 65536}  # channels of all sequences, as the rules count them
+SIZE = {"few": 1, "roles": 8192, "many": 65536}  # channels of all sequences, as the rules count them
 
 
 def served(size: int, **how: Any) -> Any:

@@ -270,6 +270,9 @@ def candidates(problem: SelectiveProblem, size: int, arch: Arch, pdl: bool) -> I
     quads = problem.padded // 4  # of a channel
     least = max(1, 4 * quads // MOST_STATES)
     parts = parts_of(problem, arch)
+    from .roles import by_roles
+
+    yield from by_roles(problem, size, wait, parts)
     for lanes, above in ((2, TWO_LANES), (4, 0)):
         scaled = min(quads, 8, max(least, lanes * quads // 4))
         if parts > 1 and lanes == 2:
