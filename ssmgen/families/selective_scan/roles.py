@@ -187,5 +187,5 @@ def by_roles(problem: SelectiveProblem, size: int, wait: Pdl, parts: int) -> Ite
         yield name, None, f"{size} channels of all sequences are not {low} … {high}"
     else:
         fixed: dict[str, Any] = {f.name: getattr(problem, f.name) for f in fields(SelectiveProblem)}
-        how = {"lanes": 4, "warps": 8, "tile": 32, "polynomial": POLYNOMIAL[problem.x], "pdl": wait}
+        how: dict[str, Any] = {"lanes": 4, "warps": 8, "tile": 32, "polynomial": POLYNOMIAL[problem.x], "pdl": wait}
         yield name, RolesSpec(**fixed, **how, abreast=1, aides=8, apart=True), ""
