@@ -25,6 +25,7 @@ class Needs:
     matrix_turns: bool = False  # matrices whose rows and columns are exchanged in registers
     matrix_stores: bool = False  # stores of matrices to shared memory, from sm_90 on; warpgroups have them
     places: bool = False  # loads and stores of words, one or four at once, at known distances from a lane's place in shared memory
+    placed_pairs: bool = False  # loads of two words there, beside those
     placed_stores: bool = False  # stores of matrices there, beside those
     copies: bool = False  # asynchronous copies to shared memory
     barriers: bool = False  # those of shared memory, and the bulk copies that arrive there; from sm_90 on

@@ -369,6 +369,7 @@ inline Place place_in(const emulator::Shared<T>& array, unsigned i) {
 }
 inline Place operator+(Place p, int words) { return p.i += words, p; }
 inline unsigned load_word(Place from, int ahead) { return *static_cast<const unsigned*>(emulator::shared_load(from.array, from.i + ahead)); }
+inline void load_pair(Place from, int ahead, unsigned* r) { emulator::load_pair(r, from.array, from.i + ahead); }
 inline void load_quad(Place from, int ahead, unsigned* r) { emulator::load_4_shared(from.array, from.i + ahead, r); }
 inline void store_quad(Place to, int ahead, const unsigned* v) { emulator::store_4_shared(to.array, to.i + ahead, v); }
 [[gnu::always_inline]] inline void load_matrices(unsigned (&r)[4], Place from, int ahead) {
