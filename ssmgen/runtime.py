@@ -66,6 +66,11 @@ def device_name(index: int) -> str:
     return torch.cuda.get_device_name(index)
 
 
+@functools.cache
+def device_sms(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
 def name_of_gpu(arch: Arch) -> str | None:
     """The name of this process's first GPU, if it is of that architecture."""
     here = torch.cuda.is_available() and device_arch(0) == arch
@@ -168,8 +173,9 @@ class Launch:
     __slots__ = ("arguments", "configs", "device", "grid", "kernel", "watch_device")
 
     def __init__(self, kernel: Kernel, device: int, grid: int, values: Mapping[str, Value]):
-        """`values` holds every kernel argument that is not a pointer, by name."""
-        self.kernel, self.device, self.grid = kernel, device, grid
+        """`values` holds every kernel argument that is not a pointer, by name; `grid` is of blocks that do not stay."""
+        self.kernel, self.device = kernel, device
+        self.grid = min(grid, device_sms(device)) if kernel.spec.stays else grid
         self.arguments = Arguments(kernel.spec, values, tensor_map)
         self.configs: dict[int, LaunchConfig] = {}  # by stream: launching changes nothing, so threads share a plan without a lock
         self.watch_device = torch.cuda.device_count() > 1

@@ -107,8 +107,6 @@ class Arch:
 
 FP8 = Arch(89)  # has conversions of it
 SM90 = Arch(90)
-
-
 MAP_BYTES = 128  # of a tensor map
 
 
@@ -157,8 +155,7 @@ def is_pow2(n: int) -> bool:
 
 # Of a field that its family got later: said only where it is not its default, so that variants without it keep their names and texts.
 LATER = {"later": True}
-# Of a field of a part: texts call it by the part's own name.
-BARE = {"bare": True}
+BARE = {"bare": True}  # of a field of a part: texts call it by the part's own name
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +269,11 @@ class KernelSpec:
         """Blocks of a thread-block cluster; 1 where they have nothing to do with each other."""
         return 1
 
+    @property
+    def stays(self) -> bool:
+        """Whether a block goes on with the work of those that there is no room for: a launch then has one block per SM, at most."""
+        return False
+
     def operands(self) -> list[str]:
         """The tensors whose pointers a launch takes, in this order."""
         raise NotImplementedError
@@ -347,9 +349,7 @@ def _value(kind: Any, text: str) -> Any:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind(text)
     if kind is bool:
-        if text not in ("yes", "no"):
-            raise ValueError(text)
-        return text == "yes"
+        return bool(("no", "yes").index(text))
     if kind is int:
         return int(text)
     if text == "none" and type(None) in get_args(kind):
@@ -390,8 +390,7 @@ def parse_spec(text: str, families: dict[str, type[KernelSpec]]) -> KernelSpec:
         except ValueError:
             problems.append(f"{key}={value!r} is not a {getattr(kind, '__name__', kind)}")
     missing = [name for name, entry in known.items() if name not in named and entry.field.default is MISSING]
-    if missing:
-        problems.append(f"missing: {', '.join(missing)}")
+    problems += must(not missing, f"missing: {', '.join(missing)}")
     if problems:
         raise SpecError(text, problems)
     return made(cls, values)

@@ -15,7 +15,7 @@ from torch import Tensor
 import ssmgen
 from ssmgen import registry, runtime
 from ssmgen.arguments import Arguments
-from ssmgen.emulator import EmulatorError, run_source
+from ssmgen.emulator import SMS, EmulatorError, run_source
 from ssmgen.families.chunk_scan import call as op
 from ssmgen.families.chunk_scan.spec import ScanProblem, ScanSpec, candidates
 from ssmgen.render import render
@@ -55,6 +55,7 @@ def emulated(
         spec = spec(problem) if callable(spec) else spec or registry.select(op.OPERATOR, problem, size, arch, arch >= Arch(90))
         packed = Arguments(spec, family.values_of(spec, views, call.options)).at([where[n] for n in spec.operands()])
         text, grid = change(render(spec, arch)), family.grid_of(spec, views)
+        grid = min(grid, SMS) if spec.stays else grid
         launch = spec.name, grid, spec.threads_per_block, packed, call.operands, family.written, spec.dynamic_bytes
         run_source(text, *launch, cluster=spec.cluster_blocks)
     return call.result

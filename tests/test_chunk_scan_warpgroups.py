@@ -20,7 +20,7 @@ from ssmgen.emulator.check import check
 from ssmgen.families.chunk_scan.spec import OPERATOR, WITHOUT_DT, Gate, ScanProblem, ScanSpec, space
 from ssmgen.families.chunk_scan.warpgroups import LEAST, WarpgroupScanSpec, warpgroup_space
 from ssmgen.nvrtc import compile_cubin
-from ssmgen.registry import select
+from ssmgen.registry import explain, select
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index, Loads, Pdl
 
@@ -284,8 +284,40 @@ def test_what_serves_which_heads():
     assert {s.parts for s in warpgroup_space(problem, SM90)} == {1}
 
 
+def test_blocks_stay_where_sequences_are_many_and_short():
+    """More heads of them than SMs, of at most 2048 tokens each; of packed ones 1024, on average, since their lengths are not looked at."""
+
+    def served(heads: int, sequences: int, tokens: int, packed: bool = False, **more: Any) -> ScanSpec:
+        lead = (1, sequences * tokens) if packed else (sequences, tokens)
+        x, B, A = (torch.empty(*shape, dtype=BF16, device="meta") for shape in ((*lead, heads, 64), (*lead, 1, 128), (heads,)))
+        call = {"x": x, "B": B, "C": B, "dt": x[..., 0], "A": A} | more
+        if packed:
+            call["cu_seqlens"] = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
+        found, size, *_ = ssmgen.chunk_scan.build(**call).problem()
+        return select(OPERATOR, found, size, SM90, True)
+
+    def stays(*given: Any, **more: Any) -> bool:
+        return served(*given, **more).stays
+
+    assert [stays(66, n, 1) for n in (2, 3)] == [False, True] and [stays(133, 1, n) for n in (2048, 2049)] == [True, False]
+    assert [stays(67, 2, n, True) for n in (1, 1024, 1025)] == [True, True, False]
+    assert not stays(36, 16, 1) and served(36, 16, 1).parts == 3 and stays(36, 16, 1, segments=1), "few heads: sequences are divided"
+    assert str(served(36, 16, 1)) == str(served(36, 1, 1)), "where nothing stays, a call of short sequences is one like others"
+
+
+def test_what_is_explained():
+    problem = ScanProblem(headdim=64, d_state=128)
+
+    def said(heads: int, **more: Any) -> str:
+        return str(explain(OPERATOR, replace(problem, **more), heads, SM90, True))
+
+    assert "-> warpgroups, blocks that stay, 4 stages" in said(128, short=True)
+    assert "warpgroups, blocks that stay: a call has at most 132 heads" in said(128) and "-> warpgroups, 4 stages" in said(128)
+    assert "warpgroups, blocks that stay: 6 blocks divide a sequence" in said(16) and "-> warpgroups, 6 parts, 4 stages" in said(16)
+
+
 def test_tuning_chooses_within_a_form():
     """Bits of the two differ, and so do those of sequences that are divided and that are not."""
     problem = ScanProblem(headdim=64, d_state=128)
     assert {s.order for s in space(problem, SM90)} == {("chunk_scan", 1), ("chunk_scan_warpgroups", 1)}
-    assert [select(OPERATOR, problem, heads, SM90, True).order[1] for heads in (16, 24, 128)] == [6, 4, 1]
+    assert [select(OPERATOR, problem, heads, SM90, True).order[1:] for heads in (16, 24, 128)] == [(6, "ends"), (4, "ends"), (1,)]

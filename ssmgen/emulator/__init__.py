@@ -38,6 +38,7 @@ MACHINE = (
 COMMON = ("-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC")
 # A kernel's time goes into g++, least at -O0. A library with unique symbols would never be unloaded.
 FLAGS = (*COMMON, "-O0", "-fno-thread-jumps", "-fno-gnu-unique", "-Wno-unknown-pragmas")
+SMS = 3  # of the card that is emulated: blocks that stay are as many
 LOADED = 64  # kernels that stay loaded, about 0.2 MB each
 
 
@@ -176,4 +177,5 @@ def run(
 ) -> None:
     """Renders a spec and runs it; otherwise as `run_source`."""
     early, cluster, shared = spec.early_operands(), spec.cluster_blocks, spec.dynamic_bytes
+    grid = min(grid, SMS) if spec.stays else grid
     run_source(render(spec, arch), spec.name, grid, spec.threads_per_block, packed, operands, writable, shared, early, cluster)

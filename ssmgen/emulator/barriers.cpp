@@ -205,6 +205,16 @@ void Machine::share(u32 first, u32 count, u32 mask) {
     if (takes_part(i)) threads[first + i].seen = all;
 }
 
+// This thread arrives at a barrier of the cluster, or has waited for it: what it has seen by barriers in shared memory, others have seen behind that.
+void Machine::gather(u32 number) {
+  if (barriers.empty()) return;
+  if (gathered.size() <= number) gathered.resize(number + 1);
+  tell(current, gathered[number]);
+}
+void Machine::spread(u32 number) {
+  if (number < gathered.size()) learn(me().seen, gathered[number]);
+}
+
 void Machine::fail_of_deadlock() {
   std::string what;
   for (const auto& b : barriers) {

@@ -72,6 +72,7 @@ void Machine::run_cluster() {
     t.landed = t.entrusted = 0;
   }
   barriers.clear();
+  gathered.clear();
   warps = std::vector<Warp>((count + kWarp - 1) / kWarp);
   steps.assign(cluster * ((block + kWarpgroup - 1) / kWarpgroup), {});
   for (;;) {
@@ -174,6 +175,8 @@ bool Machine::settle_cluster() {
   for (Thread& t : threads) {
     if (t.state != State::kAtCluster || t.cluster_arrived > least) continue;
     t.cluster_waited = t.cluster_arrived, t.state = State::kRunning;
+    select(u32(&t - threads.data()));
+    spread(t.cluster_waited - 1);
     moved = true;
   }
   return moved;
@@ -184,6 +187,7 @@ u64 meet(Kind kind, u32 mask, u64 value, u32 source) { return machine->meet(kind
 void cluster_arrive() {
   Thread& t = machine->me();
   if (t.cluster_arrived++ != t.cluster_waited) machine->fail("arrives at a barrier of the cluster again without waiting");
+  machine->gather(t.cluster_waited);
   t.moment = 0;
 }
 void cluster_wait() {

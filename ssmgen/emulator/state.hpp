@@ -217,6 +217,7 @@ class Machine {
   std::vector<Moment> moments;
   std::vector<std::unique_ptr<SharedArray>> shared;
   std::vector<std::unique_ptr<Barrier>> barriers;
+  std::vector<std::vector<u32>> gathered;  // at each barrier of the cluster, what those that arrived have seen
   std::vector<Warp> warps;
   std::vector<std::vector<Step>> steps;  // of each warpgroup
   jmp_buf scheduler;
@@ -264,6 +265,8 @@ class Machine {
   bool settle_cluster();
   [[noreturn]] void fail_of_deadlock();
   void share(u32 first, u32 count, u32 mask);
+  void gather(u32 number);
+  void spread(u32 number);
 };
 
 extern Machine* machine;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,6 +21,7 @@ from ...engine.tiles import maps
 from ...spec import Loads
 from .reference import chunk_scan as reference
 from .spec import CHUNK, OPERATOR, Gate, ScanProblem, ScanSpec
+from .warpgroups import many_short
 
 NAMES = (
     "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "cu_seqlens", "seq_idx", "initial_states", "final_states", "state", "state_indices",
@@ -220,7 +222,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         return INDEX[views[name].dtype if name in views else None]
 
     more = {"state": dtype(states[0])} if states else {}
-    return ScanProblem(
+    problem = ScanProblem(
         headdim=views["x"].shape[3],
         d_state=views["B"].shape[3],
         x=dtype("x"),
@@ -247,6 +249,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         segments=options.segments or 0,
         **more,
     )
+    batch, tokens, heads, _ = views["x"].shape
+    return replace(problem, short=True) if many_short(problem, heads, _sequences(views), batch * tokens) else problem
 
 
 _AXES = {
@@ -266,7 +270,7 @@ def kernel_values(spec: ScanSpec, views: Mapping[str, Tensor], options: Options)
     values: dict[str, Value] = {"tokens": length, "heads": heads, "group_heads": heads // views["B"].shape[2]}
     values |= {"pad_slot_id": options.pad_slot_id, "slots": views["state"].shape[0] if "state" in views else 0}
     values |= {"positions": views["checkpoints"].shape[0] if "checkpoints" in views else 0}
-    values |= {"scale": options.scale, "parts": _parts(spec, views)}
+    values |= {"scale": options.scale, "parts": _parts(spec, views), "items": grid_of(spec, views)}
     values |= dict(zip(("dt_low", "dt_high"), options.dt_limit or (), strict=False))
     values |= {f"{operand}_{axis}": views[operand].stride(_AXES[operand][axis]) for operand, axis in spec.strides()}
     values |= maps(views, spec.mapped, CHUNK)

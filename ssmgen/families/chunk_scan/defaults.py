@@ -15,6 +15,7 @@ DEFAULTS = {
     "Mamba-2, a batch from zeros": Default(ScanProblem(**MAMBA2, final=True), 128),
     "Mamba-2, a batch from zeros, few heads": Default(ScanProblem(**MAMBA2, final=True), 16),
     "Mamba-2, packed, with a pool": Default(ScanProblem(**MAMBA2, state=DType.BF16, **POOL), 128),
+    "Mamba-2, packed, with a pool, many short sequences": Default(ScanProblem(**MAMBA2, state=DType.BF16, **POOL, short=True), 128),
     "Mamba-2, packed, with states for a cache of prefixes": Default(
         ScanProblem(**MAMBA2, state=DType.BF16, **POOL, checkpoints=Index.I32), 128
     ),

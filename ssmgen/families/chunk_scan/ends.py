@@ -20,7 +20,7 @@ class EndsSpec(WarpgroupScanSpec):
 
     family: ClassVar[str] = "chunk_scan_warpgroup_ends"
     template: ClassVar[str] = "chunk_scan/warpgroups/ends.cu.j2"
-    ends: ClassVar[bool] = True
+    states_alone: ClassVar[bool] = True
     written: ClassVar[tuple[str, ...]] = ("ends",)
 
     @classmethod

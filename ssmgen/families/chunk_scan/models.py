@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...models import Ask, Model, Role, Wanted
@@ -10,6 +11,7 @@ from ...spec import DType, Index
 from ..linear_attention.models import LinearAttention
 from ..selective_state_update.models import Mamba
 from .spec import OPERATOR, WITHOUT_DT, Gate, ScanProblem
+from .warpgroups import may_stay
 
 # Which states a call has. Batches leave theirs, behind a cache that has tokens also begin with it; packed sequences are those of `PACKED`.
 BATCHES: tuple[dict[str, Any], ...] = ({"final": True}, {"initial": True, "final": True})
@@ -25,6 +27,7 @@ class ScanAsk(Ask):
     model has such. With slots, packed sequences: of a pool that says itself which of them go on; into a pool from nothing or from dense
     states (vLLM); and of dense states alone (SGLang, TensorRT-LLM). With `intermediates`, of Mamba-2 also vLLM's states after chunks, but
     beside rows of 256, where a few registers spill, which a build refuses.
+    Each also as calls of many short sequences pose it, where blocks by warpgroups then stay.
     Built when a call asks for them: z, which gates behind the scan elsewhere, seq_idx, and batches that leave no state.
     """
 
@@ -54,7 +57,8 @@ class ScanAsk(Ask):
             same |= WITHOUT_DT | {"headdim": model.dim_v, "d_state": model.dim_k, "gate": Gate.SLOPE, "g": DType.F32}
             batches, packed = BATCHES[:1], (OWN_POOL,)
         kinds = [kind for index in wanted.indices for kind in (batches if index is Index.NONE else _by_slots(packed, index))]
-        return list(dict.fromkeys(ScanProblem(**same, **kind, state=s) for s in wanted.states or (model.state,) for kind in kinds))
+        found = list(dict.fromkeys(ScanProblem(**same, **kind, state=s) for s in wanted.states or (model.state,) for kind in kinds))
+        return found + [replace(problem, short=True) for problem in found if may_stay(problem, model.nheads)]
 
     def size(self, model: Model, wanted: Wanted, batch: int) -> int:
         return model.nheads

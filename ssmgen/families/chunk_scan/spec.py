@@ -81,6 +81,7 @@ class ScanProblem(Problem):
     copy: int = 16  # bytes of x, B, C, z and out that lie together and aligned
     state_loads: Loads = Loads.VECTOR  # of states: pairs of numbers
     segments: int = field(default=0, metadata=LATER)  # of a sequence, at most, where blocks divide it and bits tell; 0: as heads say
+    short: bool = field(default=False, metadata=LATER)  # sequences are many and short (warpgroups.py has the numbers); no bit hangs on it
 
     @property
     def terms(self) -> int:
@@ -135,7 +136,7 @@ class ScanSpec(KernelSpec, ScanProblem):
 
     family: ClassVar[str] = OPERATOR
     template: ClassVar[str] = "chunk_scan/chunk_scan.cu.j2"
-    ends: ClassVar[bool] = False  # whether it makes what tokens add to a state of zeros, and no outputs
+    states_alone: ClassVar[bool] = False  # whether it makes what tokens add to a state of zeros, and no outputs
 
     tile: int  # rows of headdim per block, 16 per walker
     stages: int = 3  # chunks in shared memory: that of the walkers, that of the mixers, and those on their way
@@ -161,6 +162,16 @@ class ScanSpec(KernelSpec, ScanProblem):
     def cluster_blocks(self) -> int:
         """Parts know of each other only where the last one overwrites what all begin with."""
         return self.parts if self.overwrites else 1
+
+    @property
+    def stays(self) -> bool:
+        """Whether blocks are as many as there is room for, and go on from one sequence to the next. By warpgroups."""
+        return False
+
+    @property
+    def ends(self) -> bool:
+        """Whether one of the blocks that divide a sequence has its first part and its last. By warpgroups."""
+        return False
 
     @property
     def walkers(self) -> int:
@@ -315,6 +326,7 @@ class ScanSpec(KernelSpec, ScanProblem):
         limits = [Param.f32("dt_low"), Param.f32("dt_high")] if self.dt_limit else []
         scale = [Param.f32("scale")] if self.attention else []
         counts = ["tokens", "heads", "group_heads", *(["positions"] if self.marked else [])]
+        counts += ["items"] if self.stays else []
         counts += ["parts"] if self.parts > 1 and self.cluster_blocks == 1 else []
         return [*pointers, *wide, *map(Param.u32, counts), *narrow, *limits, *scale]
 
@@ -336,6 +348,7 @@ class ScanSpec(KernelSpec, ScanProblem):
             "sums": SUMS,
             "passing": PASSING,
             "dwindling": math.log2(1 - PASSING),
+            "own": "",  # ahead of the names of operands that begin with a block's sequence
         }
 
 

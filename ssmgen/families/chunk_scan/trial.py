@@ -13,7 +13,7 @@ from ...spec import DType, Index, Loads
 from .attention import CALLERS
 from .call import CALLER, Options
 from .spec import CHUNK, Gate, ScanSpec
-from .warpgroups import LEAST, WarpgroupScanSpec
+from .warpgroups import LEAD, LEAST, WarpgroupScanSpec
 
 HEADS, GROUPS = 2, 1
 # More than one rounding's norm error: of states, M and what is added to states, each before its product.
@@ -24,7 +24,8 @@ def operands(spec: ScanSpec, batch: int, seed: int) -> dict[str, Tensor]:
     """Sequences of more than a chunk, and where blocks divide them, of more than one of them takes; packed ones also of less, of one token
     and of none."""
     g = torch.Generator().manual_seed(seed)
-    most = (LEAST if spec.parts > 1 else 1) * CHUNK + 5
+    least = LEAST * (LEAD[0] + LEAD[1]) // LEAD[1] if spec.ends else LEAST if spec.parts > 1 else 1
+    most = least * CHUNK + 5
     counts = cycled((most, 3, 0, CHUNK, 1), batch)
     lead = (1, sum(counts)) if spec.ragged else (batch, most)
     slots = batch if spec.index is Index.NONE else 3 * batch

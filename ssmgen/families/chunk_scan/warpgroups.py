@@ -6,19 +6,26 @@ state in f32, in the registers in which products are summed, from the first chun
 there as the first operand, and nothing of the state goes through shared memory. States at listed positions are copies of it that a product
 of their own goes on from.
 
+With `stays`, where sequences are many and short, there are as many blocks as SMs, and each goes on from one sequence to the next, without a
+bit that is another: fetchers and preparers are ahead of the walkers there too, so that neither the beginning of a sequence nor its end is
+waited for. The fourth warp that fetches lists what the block does, of 32 sequences the longest first.
+
 With `parts` a cluster's blocks divide a sequence: each sums what its own part adds to a state of zeros, reads what those ahead of it have
 summed, and goes over its part again. That is exact, but its order of summation is another.
+With `ends` the first of them walks the first part meanwhile, from whose state the others go on, and has the last part behind that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from itertools import product
 from typing import Any, ClassVar
 
 from ...occupancy import LIMITS, SHARED_RESERVED
-from ...spec import Arch, Loads, Needs, Param, Pdl, must
-from .spec import CHUNK, ScanProblem, ScanSpec
+from ...spec import LATER, Arch, Loads, Needs, Param, Pdl, must
+from .spec import CHUNK, SMS, ScanProblem, ScanSpec
 
 ROWS = 64  # of a state, that a warpgroup holds
 THREADS = 512
@@ -26,12 +33,15 @@ REGISTERS = (64, 120, 208)  # of threads that fetch, prepare and walk: of the se
 # (blocks of a sequence, parts): so many clusters of so many blocks are on a card of 132 SMs at once. More wait for others to end.
 PARTS = ((8, 8), (16, 6), (30, 4), (36, 3))
 MOST = 8  # parts: the blocks of a cluster
+LISTED = 8  # items that a block that stays knows of at once: with sequences of one chunk each, its roles are at most 6 of them apart
+LEAD = (1, 2)  # chunks that the first block walks, and that others sum meanwhile. With 16 and 24 heads 3 : 7 and 1 : 3 are slower
 LEAST = 8  # chunks of a part: with fewer, what parts exchange takes longer than they do
+SHORT, SHORT_PACKED = 2048, 1024  # tokens of a call's sequences, on average, up to which blocks stay; longer packed ones lose by it
 
 
 @dataclass(frozen=True, kw_only=True)
 class WarpgroupScanSpec(ScanSpec):
-    """A problem, and how warpgroups compute it. Only `parts` changes bits of the result."""
+    """A problem, and how warpgroups compute it. Only `parts` and `ends` change bits of the result."""
 
     family: ClassVar[str] = "chunk_scan_warpgroups"
     template: ClassVar[str] = "chunk_scan/warpgroups/scan.cu.j2"
@@ -39,6 +49,8 @@ class WarpgroupScanSpec(ScanSpec):
     tile: int = ROWS
     stages: int = 4
     parts: int = 1  # blocks that divide a sequence
+    stays: bool = field(default=False, metadata=LATER)  # blocks are as many as SMs, and go on from one sequence to the next
+    ends: bool = field(default=False, metadata=LATER)  # the first of the blocks that divide a sequence has its first part and its last
 
     @property
     def needs(self) -> Needs:
@@ -54,7 +66,7 @@ class WarpgroupScanSpec(ScanSpec):
 
     @property
     def order(self) -> tuple[str | int, ...]:
-        return self.family, self.parts
+        return (self.family, self.parts, "ends") if self.ends else (self.family, self.parts)
 
     @property
     def cluster_blocks(self) -> int:
@@ -62,7 +74,8 @@ class WarpgroupScanSpec(ScanSpec):
 
     @property
     def stem(self) -> str:
-        return super().stem.replace("scan_", "scan_wg_", 1).replace(f"t{self.tile}", "k1" if self.parts == 1 else "", 1)
+        parts = "stay" if self.stays else "k1" if self.parts == 1 else ""
+        return super().stem.replace("scan_", "scan_wg_", 1).replace(f"t{self.tile}", parts, 1)
 
     # Rows of shared memory are 128 bytes.
 
@@ -86,7 +99,8 @@ class WarpgroupScanSpec(ScanSpec):
     @property
     def shared_bytes(self) -> int:
         """Beside those, numbers of each token of a stage, barriers, and what it takes to begin at a multiple of 1024."""
-        return self.dynamic_bytes + self.stages * CHUNK * (8 + 4 + 4 + 4 + 16 + 4 * self.seq_idx) + 256 + 1024
+        listed = LISTED * 80 if self.stays else 0
+        return self.dynamic_bytes + self.stages * CHUNK * (8 + 4 + 4 + 4 + 16 + 4 * self.seq_idx) + 256 + listed + 1024
 
     def violations(self, arch: Arch) -> list[str]:
         if problems := self.faults():
@@ -101,6 +115,8 @@ class WarpgroupScanSpec(ScanSpec):
             *must(self.copy == 16, "x, B, C, z or out do not begin at multiples of 16 bytes"),
             *must(self.stages in (2, 4, 6) and self.min_blocks == 1, f"stages {self.stages} are not 2, 4 or 6, or min_blocks is not 1"),
             *must(1 <= self.parts <= MOST, f"parts {self.parts} are not 1 … {MOST}"),
+            *must(self.parts == 1 or not self.stays, "blocks of a cluster do not stay"),
+            *must(self.parts > 1 or not self.ends, "a sequence that no blocks divide has no ends to be shared"),
             *must(self.shared_bytes <= most, f"{self.shared_bytes} bytes of shared memory exceed the {most} of {arch}"),
         ]
 
@@ -114,7 +130,31 @@ class WarpgroupScanSpec(ScanSpec):
         return [*given[:pointers], *(Param.tiles(f"{operand}_tiles") for operand in self.mapped), *given[pointers:]]
 
     def constants(self) -> dict[str, Any]:
-        return super().constants() | {"registers": REGISTERS, "least": LEAST}
+        return super().constants() | {
+            "registers": REGISTERS,
+            "least": LEAST,
+            "lead": LEAD,
+            "listed": LISTED,
+            "own": "own_" if self.stays else "",
+        }
+
+
+def parts_of(problem: ScanProblem, heads: int) -> int:
+    """Blocks that divide a sequence: several where the heads of one leave most of the card idle, or where a call asks for them."""
+    blocks = heads * (problem.headdim // ROWS)
+    return min(problem.segments, MOST) or next((parts for most, parts in PARTS if blocks <= most), 1)
+
+
+@lru_cache(maxsize=1024)
+def may_stay(problem: ScanProblem, heads: int) -> bool:
+    """Whether blocks stay where a call's sequences are many and short: warpgroups serve it, and nothing divides its sequences."""
+    return parts_of(problem, heads) == 1 and not _spec(problem, stages=2, stays=True).violations(Arch(90, "a"))
+
+
+def many_short(problem: ScanProblem, heads: int, sequences: int, tokens: int) -> bool:
+    """Whether a call has more heads of sequences than there are SMs, and sequences, of so many tokens in all, that are short."""
+    blocks, most = sequences * heads * (problem.headdim // ROWS), SHORT_PACKED if problem.ragged else SHORT
+    return blocks > SMS[90] and tokens <= most * sequences and may_stay(problem, heads)
 
 
 def _spec(problem: ScanProblem, **how: Any) -> WarpgroupScanSpec:
@@ -123,16 +163,21 @@ def _spec(problem: ScanProblem, **how: Any) -> WarpgroupScanSpec:
 
 def warpgroup_space(problem: ScanProblem, arch: Arch) -> Iterator[ScanSpec]:
     """Every legal variant within the axes worth trying, but for parts, which change bits."""
-    for stages in (2, 4, 6):
+    for stages, stays in product((2, 4, 6), (False, True)):
         for pdl in Pdl:
-            spec = _spec(problem, stages=stages, pdl=pdl)
+            spec = _spec(problem, stages=stages, stays=stays, pdl=pdl)
             if not spec.violations(arch):
                 yield spec
 
 
 def by_warpgroups(problem: ScanProblem, heads: int, pdl: Pdl) -> Iterator[tuple[str, ScanSpec | None, str]]:
-    """(rule, spec, ""), best first: parts where the heads of one sequence leave most of the card idle."""
-    blocks = heads * (problem.headdim // ROWS)
-    parts = min(problem.segments, MOST) or next((parts for most, parts in PARTS if blocks <= most), 1)
+    """(rule, spec or None, why it does not apply), best first: parts where heads are few, blocks that stay where sequences are short."""
+    parts = parts_of(problem, heads)
+    stays = problem.short and parts == 1
+    if not stays:
+        most = f"a call has at most {SMS[90]} heads of sequences, or more than {SHORT} tokens of each (packed: {SHORT_PACKED} on average)"
+        yield "warpgroups, blocks that stay", None, f"{parts} blocks divide a sequence" if parts > 1 else most
+    form = f"{parts} parts, " if parts > 1 else "blocks that stay, " if stays else ""
     for stages in (4, 2):  # an even number: each warpgroup that prepares then sees all uses of half of them
-        yield f"warpgroups, {stages} stages", _spec(problem, parts=parts, stages=stages, pdl=pdl), ""
+        spec = _spec(problem, parts=parts, ends=parts > 1, stays=stays, stages=stages, pdl=pdl)
+        yield f"warpgroups, {form}{stages} stages", spec, ""

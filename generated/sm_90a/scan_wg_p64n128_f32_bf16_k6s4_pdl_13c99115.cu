@@ -2,7 +2,7 @@
 //   headdim=64  d_state=128  state=f32  x=bf16  dt=bf16  A=f32  D=bf16  dt_bias=bf16  z=no  gate=dt  g=none
 //   dt_softplus=yes  dt_limit=no  cu_seqlens=none  initial=no  final=yes  pool=no  started=no  index=none
 //   seq_idx=no  checkpoints=none  copy=16  state_loads=vector  tile=64  stages=4  min_blocks=1  pdl=trigger_loaded
-//   parts=6
+//   parts=6  ends=yes
 //
 // With d_i = softplus(dt_i + bias) and s_i = log2(e) A (d_0 + ... + d_i) within a chunk that begins in state S:
 //     M_ij = (C_i . B_j) 2^(s_i - s_j) d_j, j <= i
@@ -555,7 +555,7 @@ DEVICE void make_rows_of_M(const float (&product)[32], Words& tiles, u32 to, Ste
 // ---- The kernel. ----
 
 extern "C" __global__ void __cluster_dims__(6) __launch_bounds__(kThreads, 1)
-scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
+scan_wg_p64n128_f32_bf16_k6s4_pdl_13c99115(
     const bf16* x, const bf16* dt, const f32* A, const bf16* B, const bf16* C, const bf16* D, const bf16* dt_bias,
     f32* final_states, bf16* out, const __grid_constant__ TensorMap C_tiles, const __grid_constant__ TensorMap B_tiles,
     const __grid_constant__ TensorMap x_tiles, i64 x_batch, i64 dt_batch, i64 B_batch, i64 C_batch,
@@ -580,12 +580,15 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
   C += i64(sequence) * C_batch + u64(group) * C_group;
   out += i64(sequence) * out_batch + u64(head) * out_head + tile * kTile;
   const u32 chunks = (length + kChunk - 1) / kChunk;
-  // Each block first sums what its own part adds to the state, which those behind it wait for, and then goes over it again. How a sequence is
-  // divided depends on its length alone.
-  const u32 share = max((chunks + kParts - 1) / kParts, 8u), last_part = chunks ? (chunks - 1) / share : 0;
-  const u32 first_chunk = min(rank * share, chunks), own = min(chunks - first_chunk, share);
-  const u32 summed = rank < last_part ? own : 0, steps_end = summed + own;
-  const auto chunk_of = [&](u32 i) { return first_chunk + (i < summed ? i : i - summed); };
+  // The first block has both ends of a sequence: it walks the first part while the others sum what theirs add to the state, which those behind wait for,
+  // and the last part, whose sum nobody waits for, while they walk theirs. How a sequence is divided depends on its length alone.
+  const u32 share = max((2 * chunks + (2 * kParts + 1 - 1)) / (2 * kParts + 1), 8u);
+  const u32 shortest = share * 1 / 2, lead = chunks > 8 + shortest ? shortest : chunks;  // of which others sum 2 chunks in the time of 1
+  const u32 behind = (chunks - lead + share - 1) / share, own_part = rank ? rank : behind;  // parts behind the first: the last of them is the first block's
+  const u32 first_chunk = own_part ? min(lead + (own_part - 1) * share, chunks) : chunks;
+  const u32 own = rank ? (rank < behind ? share : 0) : chunks - first_chunk;
+  const u32 summed = rank ? own : lead, steps_end = summed + own;
+  const auto chunk_of = [&](u32 i) { return i >= summed ? first_chunk + (i - summed) : rank ? first_chunk + i : i; };
 
   SWIZZLED_SHARED(u32, tiles);                     // C, B, x of chunks, kStages of them; then M, y and weighed x of two
   SHARED(Pair, steps, kStages * kChunk);           // s and d of each token
@@ -594,8 +597,8 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
   // 2^(s_i - s_j) of i and j in different blocks of 16 tokens is 2^(s_i - s_b) 2^(s_b - s_j), b the first of the later one: neither is above 1.
   SHARED(float, row_factors, kStages * kChunk);            // 2^(s_i - s_b)
   SHARED(Pair, column_factors, kStages * 4 * kChunk / 2);  // 2^(s_b - s_j) d_j of two tokens, for each block b; zero from its first token on
-  // What this part adds to the state lies where M and y will be, once all have read it.
   ALIGNED_SHARED(u32, part_decay, 4);  // how much this part decays what came before, a float four times
+  SHARED(u32, exchange_of, kParts);  // where each block has what parts exchange: in the stage of its last step before that
   // What is filled, and what is free again: chunks, by the fetchers for all others; M and weighed x, for the walkers; and y, by these, which is
   // there when they have done with M and x.
   SHARED(u64, full, kStages);
@@ -606,6 +609,7 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
   if (threadIdx.x == 0) {
     for (u32 i = 0; i < kStages; ++i) barrier_init(full, i, 2), barrier_init(empty, i, 8);
     for (u32 i = 0; i < 2; ++i) barrier_init(prepared, i, 4), barrier_init(walked, i, 4), barrier_init(written, i, 4);
+    for (u32 r = 0; r < kParts; ++r) exchange_of[r] = ((r == 0 ? lead : r < behind ? share : 0) + kStages - 1) % kStages * kStageWords;
   }
   __syncthreads();
   const auto wait_full = [&](u32 i) { barrier_wait(full, i % kStages, i / kStages % 2); };
@@ -626,8 +630,8 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
       const u32 row = sequence;
       for (u32 i = 0; i < steps_end; ++i) {
         const u32 n = chunk_of(i), stage = i % kStages, at = stage * kStageWords, token = n * kChunk;
-        if (i == summed + kStages) meet_parts();
-        const bool again = i >= summed;  // sums alone need neither C
+        if (i == summed + kStages - 1) meet_parts();
+        const bool again = i >= summed || rank == 0;  // sums alone need neither C
         wait_empty(i);
         if (lane == 0) {
           barrier_arrive_expecting(full, stage, 4 * (again ? kStageWords : kAtX + kBlock - kAtB));
@@ -636,7 +640,7 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
           copy_box(tiles, at + kAtX, x_tiles, token, tile, head, row, full, stage);
         }
       }
-      if (steps_end <= summed + kStages) meet_parts();
+      if (steps_end <= summed + kStages - 1) meet_parts();
     } else if (warp < 3) {
       // Lane l has tokens 2 l and 2 l + 1 of a chunk. Their dt is asked for when those of the warp's chunk before are in use, or of that before it.
       // What a warp does for a chunk is a chain; one alone would be what all others wait for. They are two, so that each has stages of its own.
@@ -679,12 +683,12 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
         const float s[2] = {lane ? before + own[0] : own[0], lane ? before + own[1] : own[1]};
         const float last = __shfl_sync(0xffffffffu, s[1], 31);
         const float block_first = __shfl_sync(0xffffffffu, s[0], lane & ~7u);
-        if (i >= summed + kStages && !met) meet_parts(), met = true;
+        if (i >= summed + kStages - 1 && !met) meet_parts(), met = true;
         wait_empty(i);
         const u32 at = i % kStages * (kChunk / 2) + lane;
         readings[at] = Pair{exp2_approx(s[0]), exp2_approx(s[1])};
         additions[2 * at] = exp2_approx(last - s[0]) * d[0], additions[2 * at + 1] = exp2_approx(last - s[1]) * d[1];
-        if (i < summed) {  // sums take no more
+        if (i < summed && rank) {  // sums take no more
           arrive_together(full, i % kStages, lane);
           return;
         }
@@ -746,24 +750,23 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
     };
     const float skip = to_float(load(D + u64(head) * D_head));
     u32 uses = 0, made = 0;  // of this warpgroup's buffers: of weighed x, and of M and y
-    for (u32 i = buffer; i < summed; i += 2) {
-      wait_full(i);
-      barrier_wait(walked, buffer, (uses + 1) % 2);
-      weigh(i);
-      fence_for_async();
-      arrive_together(prepared, buffer, lane);
-      arrive_together(empty, i % kStages, lane);
-      ++uses;
-    }
-    meet_parts();
-    cluster_wait();
-    meet(1, 384);  // now M and y may be where the part's state was
+    bool met = false;
     for (u32 i = lane; i < 16 * 32; i += 32) tiles[kAtMix + buffer * kBlock + row_block * 512 + i] = 0;  // above the diagonal it stays so
     __syncwarp();
-    const u32 first_step = summed + (summed + buffer) % 2;
+    const u32 first_step = buffer;
     for (u32 i = first_step; i < steps_end; i += 2) {
       const u32 stage = i % kStages;
+      if (i >= summed + 2 && !met) meet_parts(), met = true;  // ahead of what is not fetched before parts are joined
       wait_full(i);
+      if (i < summed && rank) {  // its sum alone
+        barrier_wait(walked, buffer, (uses + 1) % 2);
+        weigh(i);
+        fence_for_async();
+        arrive_together(prepared, buffer, lane);
+        arrive_together(empty, stage, lane);
+        ++uses;
+        continue;
+      }
       const Matrix rows_of_C = matrix_by_rows(tiles, stage * kStageWords), rows_of_B = matrix_by_rows(tiles, stage * kStageWords + kAtB);
       float product[32];
       wgmma_fence();
@@ -793,14 +796,19 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
       }
       ++made;
     }
+    if (!met) meet_parts();
     if (made > 0) {
       barrier_wait(walked, buffer, (uses - 1) % 2);
-      write(first_step + 2 * (made - 1));
+      write(first_step + 2 * (uses - 1));
     }
   } else {
     take_registers<208>();
     // A warp has 16 rows of the state. Its lane has rows quad and quad + 8, of every 8 columns two: S[4 i + 2 side + e] is of column 8 i + 2 part + e.
     float S[kState / 2] = {};
+    if (rank) {  // a block without a part adds nothing, not even a sign to a zero
+#pragma unroll
+      for (u32 e = 0; e < kState / 2; ++e) S[e] = -0.f;
+    }
     const u32 own_warp = warp - 12;
     const u32 state_at = (tile * kTile + own_warp * 16 + quad) * kState + 2 * part;
     const auto decay_of = [&](u32 i) { return Pair(readings[i % kStages * (kChunk / 2) + kChunk / 2 - 1]).high; };
@@ -816,121 +824,184 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
     };
     const auto wait_prepared = [&](u32 i) { barrier_wait(prepared, i % 2, i / 2 % 2); };
     float total = 1.f;
-    for (u32 i = 0; i < summed; ++i) {
-      wait_full(i);
-      wait_prepared(i);
-      total = total * decay_of(i);
-      decay(decay_of(i));
-      wgmma_fence();
-      add(i);
-      wgmma_wait<0>();
-      wgmma_landed(S);
-      arrive_together(empty, i % kStages, lane);
-      arrive_together(walked, i % 2, lane);
-    }
-    const u32 state_lane = 4 * (threadIdx.x % 128);
+    if (rank && summed) {
+      float other[kState / 2];
 #pragma unroll
-    for (u32 e = 0; e < kState / 2; ++e) tiles[kAtMix + e / 4 * 512 + state_lane + e % 4] = __float_as_uint(S[e]);
-    if (threadIdx.x % 128 < 4) part_decay[threadIdx.x % 128] = __float_as_uint(total);
-    cluster_arrive();
-    cluster_wait();
-
-    // All sums are there. A block joins them for some of the state's columns, from the sequence's first part to its last; where a part's sum was, it
-    // leaves what that part begins with. So each sum is read once: peers' shared memory gives a block about 10 bytes a cycle.
-    float by[kParts - 1];
+      for (u32 e = 0; e < kState / 2; ++e) other[e] = -0.f;
+      const auto decay_of_sum = [&](float (&sum)[kState / 2], float by) {
 #pragma unroll
-    for (u32 r = 0; r < kParts - 1; ++r) {
-      u32 word[4];
-      load_4_from_peer(part_decay, 0, r, word);
-      by[r] = __uint_as_float(word[0]);
-    }
+        for (u32 e = 0; e < kState / 2; ++e) sum[e] = sum[e] * by;
+      };
+      const auto add_to = [&](float (&sum)[kState / 2], u32 i) {
+        const Matrix x_weighed = matrix_by_columns(tiles, kAtWeighed + i % 2 * kBlock, 0), columns_of_B = matrix_by_columns(tiles, i % kStages * kStageWords + kAtB, 4 * kBlock);
 #pragma unroll
-    for (u32 j = 0; j < (kState / 8 + kParts - 1) / kParts; ++j) {
-      const u32 i = j * kParts + rank, at = kAtMix + i * 512 + state_lane;
-      if (i >= kState / 8) continue;
-      float start[4] = {};
-      u32 sum[kParts - 1][4];
+        for (u32 k = 0; k < 4; ++k) wgmma_128_shared<true, true>(sum, x_weighed + k * 2048, columns_of_B + k * 2048, 1);
+        wgmma_commit();
+      };
+      const auto join_with = [&](float by) {  // of the chunk behind those of S
 #pragma unroll
-      for (u32 r = 0; r < kParts - 1; ++r) load_4_from_peer(tiles, at, r, sum[r]);
-#pragma unroll
-      for (u32 r = 0; r < kParts; ++r) {
-        u32 word[4];
-#pragma unroll
-        for (u32 e = 0; e < 4; ++e) word[e] = __float_as_uint(start[e]);
-        store_4_to_peer(tiles, at, r, word);
-        if (r < kParts - 1) {
-#pragma unroll
-          for (u32 e = 0; e < 4; ++e) start[e] = fmaf(start[e], by[r], __uint_as_float(sum[r][e]));
-        }
+        for (u32 e = 0; e < kState / 2; ++e) S[e] = fmaf(S[e], by, other[e]);
+      };
+      const auto done_with = [&](u32 i) {
+        if (i + 1 < summed) arrive_together(empty, i % kStages, lane);
+        arrive_together(walked, i % 2, lane);
+      };
+      float before = 1.f;  // decay of the chunk before
+      u32 i = 0;
+      for (; i + 1 < summed; i += 2) {
+        wait_full(i);
+        wait_full(i + 1);
+        const float first = decay_of(i), second = decay_of(i + 1);
+        decay_of_sum(S, before * first);
+        decay_of_sum(other, first * second);
+        total = total * first * second;
+        before = second;
+        wait_prepared(i);
+        wgmma_fence();
+        add_to(S, i);
+        wait_prepared(i + 1);
+        wgmma_fence();  // behind a branch, or ptxas adds one
+        add_to(other, i + 1);
+        wgmma_wait<1>();
+        wgmma_landed(S);
+        done_with(i);
+        wgmma_wait<0>();
+        wgmma_landed(other);
+        done_with(i + 1);
+      }
+      join_with(before);
+      if (i < summed) {  // one is left
+        wait_full(i);
+        const float last = decay_of(i);
+        decay_of_sum(S, last);
+        total = total * last;
+        wait_prepared(i);
+        wgmma_fence();
+        add_to(S, i);
+        wgmma_wait<0>();
+        wgmma_landed(S);
+        done_with(i);
       }
     }
-    cluster_arrive();
-    cluster_wait();
+    const u32 y_from = rank ? summed : 0;  // the step that makes the block's first y
+    for (u32 phase = rank ? 1 : 0; phase < 2; ++phase) {
+      if (phase) {
+        const u32 state_lane = 4 * (threadIdx.x % 128), own_exchange = exchange_of[rank] + state_lane;
+        meet(1, 128);  // products of all four warps have read that stage
 #pragma unroll
-    for (u32 i = 0; i < kState / 8; ++i) {
-      u32 word[4];
-      load_4_shared(tiles, kAtMix + i * 512 + state_lane, word);
+        for (u32 i = 0; i < kState / 8; ++i) {
+          u32 word[4];
 #pragma unroll
-      for (u32 e = 0; e < 4; ++e) S[4 * i + e] = __uint_as_float(word[e]);
-    }
-    meet(1, 384);  // now M and y may be there
-    wgmma_landed(S);  // where it comes from hangs on a branch: ptxas puts moves between the products otherwise
-
-    // y is made as y^T, rows of x's columns: then the state, as it is summed, is the first operand of its product with C, and x that of both others.
-    // Nothing of the state goes through shared memory.
-    u32 rounded[kState / 4];  // the state before a chunk
-    const auto round_state = [&] {
-#pragma unroll
-      for (u32 k = 0; k < kState / 4; ++k) rounded[k] = round_pair(X{}, S[2 * k], S[2 * k + 1]);
-    };
-    if (summed < steps_end) {
-      wait_full(summed);
-      round_state();
-      decay(decay_of(summed));
-    }
-    for (u32 i = summed; i < steps_end; ++i) {
-      const u32 stage = i % kStages, buffer = i % 2, turn = (i - summed) / 2, next = min(i + 1, steps_end - 1);
-      const Matrix rows_of_C = matrix_by_rows(tiles, stage * kStageWords), rows_of_M = matrix_by_rows(tiles, kAtMix + buffer * kBlock);
-      const Matrix columns_of_x = matrix_by_columns(tiles, stage * kStageWords + kAtX, 0);
-      Pair factors[8];
-#pragma unroll
-      for (u32 b = 0; b < 8; ++b) factors[b] = readings[stage * (kChunk / 2) + 4 * b + part];
-      wait_prepared(i);
-      float of_state[32], of_chunk[32];  // y's parts
-      wgmma_fence();
-#pragma unroll
-      for (u32 k = 0; k < kState / 16; ++k) wgmma_64<false>(of_state, rounded + 4 * k, rows_of_C + (k / 4 * (4 * kBlock) + k % 4 * 32), k > 0);
-#pragma unroll
-      for (u32 k = 0; k < 4; ++k) wgmma_64_shared<true, false>(of_chunk, columns_of_x + k * 2048, rows_of_M + k * 32, k > 0);
-      wgmma_commit();
-      add(i);
-      barrier_wait(written, buffer, (turn + 1) % 2);
-      wgmma_wait<1>();
-      wgmma_landed(of_state);
-      wgmma_landed(of_chunk);
-#pragma unroll
-      for (u32 b = 0; b < 8; b += 2) {
-        u32 rows_of_y[4];
-#pragma unroll
-        for (u32 r = 0; r < 4; ++r) {
-          const u32 at = 4 * b + 2 * r;
-          const Pair factor = factors[b + r / 2];
-          float y[2] = {fmaf(of_state[at], factor.low, of_chunk[at]), fmaf(of_state[at + 1], factor.high, of_chunk[at + 1])};
-          rows_of_y[r] = round_pair(X{}, y[0], y[1]);
+          for (u32 e = 0; e < 4; ++e) word[e] = __float_as_uint(S[4 * i + e]);
+          store_4_shared(tiles, own_exchange + i * 512, word);
         }
-        const u32 token = 8 * b + lane / 16 * 8 + lane % 8, piece = 2 * own_warp + lane / 8 % 2;
-        store_matrices_transposed(tiles, kAtY + buffer * kBlock + token * 32 + (piece ^ token % 8) * 4, rows_of_y[0], rows_of_y[1], rows_of_y[2], rows_of_y[3]);
+        if (threadIdx.x % 128 < 4) part_decay[threadIdx.x % 128] = __float_as_uint(total);
+        cluster_arrive();
+        cluster_wait();
+
+        // All sums are there, and the state behind the first part. A block joins them for some of the state's columns; where a part's sum was, it leaves
+        // what that part begins with, and with the first block what the last part begins with. So each sum is read once.
+        float by[kParts];
+#pragma unroll
+        for (u32 r = 1; r < kParts; ++r) {
+          u32 word[4];
+          load_4_from_peer(part_decay, 0, r, word);
+          by[r] = __uint_as_float(word[0]);
+        }
+#pragma unroll
+        for (u32 j = 0; j < (kState / 8 + kParts - 1) / kParts; ++j) {
+          const u32 i = j * kParts + rank, at = i * 512 + state_lane;
+          if (i >= kState / 8) continue;
+          u32 sum[kParts][4];
+#pragma unroll
+          for (u32 r = 0; r < kParts; ++r) load_4_from_peer(tiles, exchange_of[r] + at, r, sum[r]);
+          u32 start[4];
+#pragma unroll
+          for (u32 e = 0; e < 4; ++e) start[e] = sum[0][e];
+#pragma unroll
+          for (u32 r = 1; r < kParts; ++r) {
+            store_4_to_peer(tiles, exchange_of[r] + at, r, start);
+#pragma unroll
+            for (u32 e = 0; e < 4; ++e) {
+              const float before = __uint_as_float(start[e]);
+              start[e] = __float_as_uint(fmaf(before, by[r], __uint_as_float(sum[r][e])));
+            }
+          }
+          store_4_to_peer(tiles, exchange_of[0] + at, 0, start);
+        }
+        cluster_arrive();
+        cluster_wait();
+#pragma unroll
+        for (u32 i = 0; i < kState / 8; ++i) {
+          u32 word[4];
+          load_4_shared(tiles, own_exchange + i * 512, word);
+#pragma unroll
+          for (u32 e = 0; e < 4; ++e) S[4 * i + e] = __uint_as_float(word[e]);
+        }
+        if (summed) {
+          fence_for_async();
+          arrive_together(empty, (summed - 1) % kStages, lane);
+        }
       }
-      wait_full(next);  // of the last chunk, again: products in flight stand no branches
-      const float by = decay_of(next);
-      wgmma_wait<0>();
-      wgmma_landed(S);
-      arrive_together(empty, stage, lane);
-      arrive_together(walked, i % 2, lane);
-      round_state();
-      decay(next > i ? by : 1.f);
+      const u32 begin = phase ? summed : 0, end = phase ? steps_end : summed;
+      wgmma_landed(S);  // where it comes from hangs on a branch: ptxas puts moves between the products otherwise
+
+      // y is made as y^T, rows of x's columns: then the state, as it is summed, is the first operand of its product with C, and x that of both others.
+      // Nothing of the state goes through shared memory.
+      u32 rounded[kState / 4];  // the state before a chunk
+      const auto round_state = [&] {
+#pragma unroll
+        for (u32 k = 0; k < kState / 4; ++k) rounded[k] = round_pair(X{}, S[2 * k], S[2 * k + 1]);
+      };
+      if (begin < end) {
+        wait_full(begin);
+        round_state();
+        decay(decay_of(begin));
+      }
+      for (u32 i = begin; i < end; ++i) {
+        const u32 stage = i % kStages, buffer = i % 2, turn = (i - y_from) / 2, next = min(i + 1, end - 1);
+        const Matrix rows_of_C = matrix_by_rows(tiles, stage * kStageWords), rows_of_M = matrix_by_rows(tiles, kAtMix + buffer * kBlock);
+        const Matrix columns_of_x = matrix_by_columns(tiles, stage * kStageWords + kAtX, 0);
+        Pair factors[8];
+#pragma unroll
+        for (u32 b = 0; b < 8; ++b) factors[b] = readings[stage * (kChunk / 2) + 4 * b + part];
+        wait_prepared(i);
+        float of_state[32], of_chunk[32];  // y's parts
+        wgmma_fence();
+#pragma unroll
+        for (u32 k = 0; k < kState / 16; ++k) wgmma_64<false>(of_state, rounded + 4 * k, rows_of_C + (k / 4 * (4 * kBlock) + k % 4 * 32), k > 0);
+#pragma unroll
+        for (u32 k = 0; k < 4; ++k) wgmma_64_shared<true, false>(of_chunk, columns_of_x + k * 2048, rows_of_M + k * 32, k > 0);
+        wgmma_commit();
+        add(i);
+        barrier_wait(written, buffer, (turn + 1) % 2);
+        wgmma_wait<1>();
+        wgmma_landed(of_state);
+        wgmma_landed(of_chunk);
+#pragma unroll
+        for (u32 b = 0; b < 8; b += 2) {
+          u32 rows_of_y[4];
+#pragma unroll
+          for (u32 r = 0; r < 4; ++r) {
+            const u32 at = 4 * b + 2 * r;
+            const Pair factor = factors[b + r / 2];
+            float y[2] = {fmaf(of_state[at], factor.low, of_chunk[at]), fmaf(of_state[at + 1], factor.high, of_chunk[at + 1])};
+            rows_of_y[r] = round_pair(X{}, y[0], y[1]);
+          }
+          const u32 token = 8 * b + lane / 16 * 8 + lane % 8, piece = 2 * own_warp + lane / 8 % 2;
+          store_matrices_transposed(tiles, kAtY + buffer * kBlock + token * 32 + (piece ^ token % 8) * 4, rows_of_y[0], rows_of_y[1], rows_of_y[2], rows_of_y[3]);
+        }
+        wait_full(next);  // of the last chunk, again: products in flight stand no branches
+        const float by = decay_of(next);
+        wgmma_wait<0>();
+        wgmma_landed(S);
+        if (i + 1 != summed) arrive_together(empty, stage, lane);
+        arrive_together(walked, i % 2, lane);
+        round_state();
+        decay(next > i ? by : 1.f);
+      }
     }
-    if (rank != last_part) return;
+    if (rank) return;
     State* const to = final_states + slot * final_states_slot + u64(head) * final_states_head + state_at;
 #pragma unroll
     for (u32 i = 0; i < kState / 8; ++i) {
@@ -943,5 +1014,5 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_c70466fa(
       }
     }
   }
-  if (warp < 4) cluster_wait();
+  if (warp < 12) cluster_wait();
 }
