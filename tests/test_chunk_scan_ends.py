@@ -45,7 +45,7 @@ def by(parts: int, stages: int = 2, **more: Any) -> laws.Scan:
     ("sizes", "parts", "stages", "tokens", "decay", "more"),
     [
         (SMALL, 2, 2, WHOLE + 1, 1e-3, {}),  # the last part has one token
-        (SMALL, 2, 4, 64 * 21, 1e-3, {}),  # odd parts: buffers change sides, and phases their parity
+        (SMALL, 2, 4, 64 * 26, 1e-3, {}),  # 5 chunks, and 11, and 10: buffers change sides, and phases their parity
         (SMALL, 3, 4, 64 * 29 - 3, 1e-2, {"z": True}),
         (SMALL, 4, 4, 64 * 14, 16.0, {"step": 3.0}),  # two of the four have no part
         (Sizes(heads=2, groups=1, headdim=64, d_state=128), 2, 4, 64 * 13, 0.1, {}),

@@ -12,7 +12,8 @@ waited for. The fourth warp that fetches lists what the block does, of 32 sequen
 
 With `parts` a cluster's blocks divide a sequence: each sums what its own part adds to a state of zeros, reads what those ahead of it have
 summed, and goes over its part again. That is exact, but its order of summation is another.
-With `ends` the first of them walks the first part meanwhile, from whose state the others go on, and has the last part behind that.
+With `ends`, which all have by the rules, the first of them walks the first part meanwhile, from whose state the others go on, and has the
+last part behind that.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MOST = 8  # parts: the blocks of a cluster
 LISTED = 8  # items that a block that stays knows of at once: with sequences of one chunk each, its roles are at most 6 of them apart
 LEAD = (1, 2)  # chunks that the first block walks, and that others sum meanwhile. With 16 and 24 heads 3 : 7 and 1 : 3 are slower
 LEAST = 8  # chunks of a part: with fewer, what parts exchange takes longer than they do
-SHORT, SHORT_PACKED = 2048, 1024  # tokens of a call's sequences, on average, up to which blocks stay; longer packed ones lose by it
+SHORT, SHORT_PACKED = 2048, 1024  # tokens of a call's sequences, on average with which blocks stay. Packed ones of 2048 gain 1 % or lose 4
 
 
 @dataclass(frozen=True, kw_only=True)
