@@ -19,16 +19,24 @@ from .family import records
 from .models import find_model
 from .spec import SM90, Arch, DType, Index, KernelSpec, Pdl, Problem, entries, text_of
 
+FIRST = Arch(80)
+
 
 @dataclass(frozen=True, slots=True)
 class Default:
-    """What calls ask for, and of which size (see `registry.unit`): the variants of every size, if none is given."""
+    """What calls ask for, and of which size (see `registry.unit`): the variants of every size, if none is given.
+
+    since: the first architecture that has it.
+    """
 
     problem: Problem
     size: int | None = None
+    since: Arch = FIRST
 
     def specs(self, arch: Arch) -> list[KernelSpec]:
-        """The kernels that serve it, with programmatic dependent launch where there is such a thing."""
+        """The kernels that serve it, with programmatic dependent launch where there is such a thing; none of what cannot be had."""
+        if arch < self.since:
+            return []
         if self.size is None:
             return specs_for([self.problem], arch, pdl=(True,))
         return list(registry.select(OPERATOR_OF[type(self.problem)], self.problem, self.size, arch, arch >= SM90).kernels)

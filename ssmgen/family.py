@@ -42,6 +42,7 @@ class Family:
     types: Mapping[str, str] = field(default_factory=dict)  # of arguments: public name -> place
     helpers: Mapping[str, str] = field(default_factory=dict)  # functions that say what arguments must be: public name -> place
     sharding: str | None = None  # place of {public name: Rule}
+    context: str | None = None  # place of {public name: Context}, of functions whose sequences may lie on several ranks
     trials: str | None = None  # place of {spec class: what makes a Trial}
     bench: Mapping[str, str] = field(default_factory=dict)  # name of a benchmark -> place of its Bench
     copies: str | None = None  # place of what makes the copies that benchmarks are measured against; of one family
@@ -73,7 +74,7 @@ def public_names() -> dict[str, tuple[Family, str]]:
 
 
 def parts(field: str) -> dict[Any, Any]:
-    """What all records have in one of these fields, in one: `sharding`, `trials`, `tuning`, `models`, `asks` or `defaults`."""
+    """What all records have in one of these fields, in one: `sharding`, `context`, `trials`, `tuning`, `models`, `asks` or `defaults`."""
     found: dict[Any, Any] = {}
     for family in records():
         if place := getattr(family, field):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,7 +31,7 @@ SLOTS = (Index.NONE, Index.I32)
 class Wanted:
     """The calls that kernels are wanted for, as the options of `ssmgen build` say. Each operator heeds what it takes (`Ask.takes`)."""
 
-    states: tuple[DType, ...] = ()  # of recurrent states; each model's own if none is given
+    states: tuple[Any, ...] = ()  # of recurrent states, DType or Narrow; each model's own if none is given
     indices: tuple[Index, ...] = SLOTS
     pools: tuple[PoolMode, ...] = (PoolMode.SINGLE,)
     io: DType = DType.BF16  # of activations
@@ -75,6 +75,7 @@ class Ask:
     options: frozenset[str] = OPTIONS  # that it takes; where it is asked for by name, others are an error
     switch: str = ""  # the field of `Wanted` without which it is not asked for: a number of tokens, up to `most`
     most: int = 0
+    narrow: bool = False  # whether its states may have fewer bits
 
     def used_by(self, model: Model) -> bool:
         """Whether a model, or one rank's share of it, has something for it to do."""
@@ -83,6 +84,18 @@ class Ask:
     def problems(self, model: Model, wanted: Wanted) -> Sequence[Problem]:
         """What a model that uses it asks for; nothing without slot indices where they are needed."""
         raise NotImplementedError
+
+    def heeded(self, model: Model, wanted: Wanted) -> Wanted | None:
+        """What it can do of that, beside other operators: without states in fewer bits, if it takes none. None if nothing is left.
+
+        Raises ModelError where it decodes the model, and so would have to take them.
+        """
+        floats = tuple(state for state in wanted.states if isinstance(state, DType))
+        if self.narrow or floats == wanted.states:
+            return wanted
+        if self.role is Role.STATE:
+            raise ModelError(f"{model.name} is decoded by {model.function}, which has no states in fewer bits")
+        return replace(wanted, states=floats) if floats or self.role not in (Role.REPLAY, Role.LAYER) else None
 
     def absent(self, model: Model, asked: str) -> str:
         """Why a model does not use it, in words. asked: the operator, or the option that is for it."""
@@ -195,13 +208,13 @@ class Model:
         """One tensor-parallel rank's share. Raises ModelError when the heads (Mamba-1: channels) do not divide."""
         raise NotImplementedError
 
-    def problem(self, state: DType, index: Index, pool: PoolMode, *_: Any, **call: Any) -> Problem:  # each kind has its own keywords
-        """What one kind of decode step asks for, in the dtypes of transformers and the serving engines."""
+    def problem(self, state: Any, index: Index, pool: PoolMode, *_: Any, **call: Any) -> Problem:  # each kind has its own keywords
+        """What one kind of decode step asks for, in the dtypes of transformers and the serving engines. state: a DType, of some Narrow."""
         raise NotImplementedError
 
     def problems(
         self,
-        states: tuple[DType, ...] = (),
+        states: tuple[Any, ...] = (),
         indices: tuple[Index, ...] = SLOTS,
         pools: tuple[PoolMode, ...] = (PoolMode.SINGLE,),
         **call: Any,
@@ -214,7 +227,8 @@ class Model:
     def asked(self, wanted: Wanted, *of: Role) -> list[Problem]:
         """What the model asks of all the operators that it uses, or of those that do these parts."""
         found = [ask for ask in asks().values() if ask.used_by(self) and (ask.role in of if of else ask.serves(wanted))]
-        return [problem for ask in found for problem in ask.problems(self, wanted)]
+        heeded = [(ask, ask.heeded(self, wanted)) for ask in found]
+        return [problem for ask, own in heeded if own is not None for problem in ask.problems(self, own)]
 
     def convolutions(self, indices: tuple[Index, ...] = SLOTS, io: DType = DType.BF16, tokens: int = 1) -> list[Problem]:
         """What its short convolution asks for, over prompts and in decoding."""

@@ -13,7 +13,8 @@ class Needs:
     math: bool = False  # exponentials and reciprocals
     logs: bool = False  # logarithms, beside those
     elements: bool = False  # vectors gathered from elements that are not aligned, or not neighbours
-    bytes: bool = False  # 8-bit loads
+    bytes: bool = False  # 8-bit loads, and with `narrow` stores
+    narrow: bool = False  # states in fewer bits
     raw: bool = False  # stores of numbers that are copied, and not computed with
     streaming: bool = False  # stores that need not stay in L2
     prefetch: bool = False  # bulk requests to L2
@@ -24,6 +25,7 @@ class Needs:
     matrix_turns: bool = False  # matrices whose rows and columns are exchanged in registers
     matrix_stores: bool = False  # stores of matrices to shared memory, from sm_90 on; warpgroups have them
     places: bool = False  # loads and stores of words, one or four at once, at known distances from a lane's place in shared memory
+    placed_pairs: bool = False  # loads of two words there, beside those
     placed_stores: bool = False  # stores of matrices there, beside those
     copies: bool = False  # asynchronous copies to shared memory
     barriers: bool = False  # those of shared memory, and the bulk copies that arrive there; from sm_90 on

@@ -11,7 +11,7 @@ from pathlib import Path
 import jinja2
 
 from .forks import whole
-from .spec import SM90, Arch, DType, KernelSpec, Pdl, flat
+from .spec import SM90, Arch, DType, KernelSpec, Narrow, Pdl, flat
 
 PDL_WAIT = "griddepcontrol.wait"
 
@@ -50,7 +50,7 @@ def render(spec: KernelSpec, arch: Arch) -> str:
             s=spec,
             arch=arch,
             facts=_facts(spec),
-            dtypes={v.value for v in flat(spec).values() if isinstance(v, DType)} | {needs.mma},
+            dtypes={v.value for v in flat(spec).values() if isinstance(v, (DType, Narrow))} | {needs.mma},
             needs=needs,
             clusters=spec.cluster_blocks > 1,
             waits=spec.pdl is not Pdl.OFF,

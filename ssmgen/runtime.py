@@ -281,6 +281,14 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     return lambda *ts: [*map(type, ts)] == types and describe(ts) == expected
 
 
+def matching(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A predicate: may these tensors stand for the given ones in a call like theirs?"""
+    guard = tensor_guard(tensors)
+    # Weights may require grad where no graph is recorded. Elsewhere such a call is not one like this, and the checks refuse it.
+    needs_grad = any(t.requires_grad for t in tensors)
+    return (lambda *ts: not torch.is_grad_enabled() and guard(*ts)) if needs_grad else guard
+
+
 # What inductor's kernels allocate with: on the current device, past the dispatcher, in half of the time.
 _empty: Callable[..., torch.Tensor] | None = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
@@ -316,10 +324,7 @@ class Pattern:
     def __init__(self, given: Sequence[Any], resolve: Callable[[tuple[int, ...]], Launch | Chain | None], positions: Sequence[int]):
         tensors = [given[i] for i in positions]
         self.pick = picking(positions)
-        guard = tensor_guard(tensors)
-        # Weights may require grad where no graph is recorded. Elsewhere such a call is not one like this, and the checks refuse it.
-        needs_grad = any(t.requires_grad for t in tensors)
-        self.matches = (lambda *ts: not torch.is_grad_enabled() and guard(*ts)) if needs_grad else guard
+        self.matches = matching(tensors)
         self._resolve = resolve
         self.plans: dict[tuple[int, ...], Callable[[], None]] = {}
 

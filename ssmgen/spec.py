@@ -12,25 +12,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple, TypeVar, cast, get_type_hints
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast, get_args, get_type_hints
 
+from .element_types import DType as DType
+from .element_types import Narrow as Narrow
+from .element_types import stored_type as stored_type
 from .errors import SpecError
 from .needs import Needs
 
 T = TypeVar("T")
-
-
-class DType(Enum):
-    """Element types; the value is the name used in specs and in generated code."""
-
-    F32 = "f32"
-    F16 = "f16"
-    BF16 = "bf16"
-
-    @property
-    def size(self) -> int:
-        """Bytes per element."""
-        return 4 if self is DType.F32 else 2
 
 
 class Index(Enum):
@@ -115,6 +105,7 @@ class Arch:
         return f"sm_{self.number}{self.suffix}"
 
 
+FP8 = Arch(89)  # has conversions of it
 SM90 = Arch(90)
 MAP_BYTES = 128  # of a tensor map
 
@@ -361,7 +352,13 @@ def _value(kind: Any, text: str) -> Any:
         return bool(("no", "yes").index(text))
     if kind is int:
         return int(text)
-    return None if text == "none" else DType(text)  # DType | None
+    if text == "none" and type(None) in get_args(kind):
+        return None
+    enums = [enum for enum in get_args(kind) if enum is not type(None)]  # DType | Narrow | None
+    found = [member for enum in enums for member in enum if member.value == text]
+    if not found:
+        raise ValueError(text)
+    return found[0]
 
 
 _hints = _by_class(get_type_hints)  # 0.4 ms, which a table of some hundred rows would take for each

@@ -299,17 +299,18 @@ Cases = Callable[[str], dict[str, Callable[[Any], None]]]  # of a device
 
 
 def rank_main(rank: int, ranks: int, port: int, device_type: str, directory: str, all_cases: Cases) -> None:
-    """One rank: runs all cases, and writes what went wrong, by case."""
+    """One rank: runs all cases, and writes what went wrong, by case. device_type: "cuda" for a card each, over NCCL; "shared" for one that
+    all share, over gloo; "cpu"."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NCCL_NVLS_ENABLE": "0"}
     torch.set_num_threads(1)
-    device = f"cuda:{rank}" if device_type == "cuda" else "cpu"
+    device = {"cuda": f"cuda:{rank}", "shared": "cuda:0"}.get(device_type, "cpu")
     if device_type == "cuda":
         torch.cuda.set_device(rank)
     how = {"backend": "nccl", "device_id": torch.device(device)} if device_type == "cuda" else {"backend": "gloo"}
     dist.init_process_group(**how, rank=rank, world_size=ranks)
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh, outcomes = init_device_mesh(device_type, (ranks,)), {}
+    mesh, outcomes = init_device_mesh("cpu" if device_type == "shared" else device_type, (ranks,)), {}
     for name, case in all_cases(device).items():
         try:
             case(mesh)
@@ -321,10 +322,11 @@ def rank_main(rank: int, ranks: int, port: int, device_type: str, directory: str
     dist.destroy_process_group()
 
 
-def failures(ranks: int, device_type: str, directory: Path, all_cases: Cases) -> str:
-    """What went wrong on so many processes, by case and rank, as text. All cases share the processes, which take seconds to start."""
+def failures(ranks: int, device_type: str, directory: Path, all_cases: Cases, least: int = 90) -> str:
+    """What went wrong on so many processes, by case and rank, as text. All cases share the processes, which take seconds to start.
+    least: cases that there are at least."""
     arguments = (ranks, free_port(), device_type, str(directory), all_cases)
     torch.multiprocessing.spawn(rank_main, arguments, ranks)
     found = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(ranks)]
-    assert all(len(of_rank) >= 90 for of_rank in found)
+    assert all(len(of_rank) >= least for of_rank in found)
     return "\n".join(f"{case}, rank {rank}:\n{of_rank[case]}" for rank, of_rank in enumerate(found) for case in of_rank if of_rank[case])

@@ -112,7 +112,7 @@ def test_many_tokens(function, form):
 
 @needs_emulator
 @pytest.mark.parametrize("form", [ChainSpec, WarpgroupChainSpec])
-@pytest.mark.parametrize("heads", [1, pytest.param(4, marks=laws.NOT_YET)])
+@pytest.mark.parametrize("heads", [1, 4])
 def test_keys_that_are_nearly_one_from_zeros(form, heads):
     laws.is_accurate_from_zeros(served_by(form), Case(head_k=64, head_v=64, heads=heads, key_heads=heads), 260)
 

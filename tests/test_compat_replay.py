@@ -341,8 +341,8 @@ def test_flashinfer_pdl(enable_pdl, monkeypatch):
 @pytest.mark.parametrize(
     ("error", "change", "words"),
     [
-        (UnsupportedError, {"state_scale": torch.ones(SLOTS, H, P)}, "8-bit states"),
-        (UnsupportedError, {"state": torch.zeros(SLOTS, H, P, N, dtype=torch.int8)}, "8-bit states"),
+        (ArgumentError, {"state_scale": torch.ones(SLOTS, H, P)}, "state_scale is given, and state is"),
+        (ArgumentError, {"state": torch.zeros(SLOTS, H, P, N, dtype=torch.int8)}, "state is int8 without state_scale"),
         (ArgumentError, {"out": None}, "out is None"),
         (ArgumentError, {"algorithm": "best"}, "algorithm is 'best'"),
         (ArgumentError, {"max_seqlen": 3}, "go together"),

@@ -166,8 +166,8 @@ def test_padding_is_zero_and_noise_stays_within_a_place():
 @pytest.mark.parametrize(
     ("error", "change", "words"),
     [
-        (UnsupportedError, {"state_scale": torch.zeros(SLOTS, H, P)}, "state_scale: states are f32, f16 or bf16"),
-        (NotImplementedError, {"intermediate_state_scales": torch.zeros(B, T, H, P)}, "intermediate_state_scales"),
+        (ArgumentError, {"state_scale": torch.zeros(SLOTS, H, P)}, "state_scale is given, and state is float32, not int16, int8 or"),
+        (ArgumentError, {"intermediate_state_scales": torch.zeros(B, T, H, P)}, "intermediate_state_scales is given without"),
         (UnsupportedError, {"backend": "cake"}, "backend='cake'"), (ArgumentError, {"algorithm": "fast"}, "algorithm is 'fast'"),
         (ArgumentError, {"cache_steps": 2}, "cache_steps is 2, and x has 3 tokens"),
         (ArgumentError, {"rand_seed": torch.zeros(2, dtype=torch.int64)}, "rand_seed has 2 elements"),
@@ -183,3 +183,26 @@ def test_says_why_not(error, change, words):
     with pytest.raises(error, match=words):
         call(state, operands(B, T), state_batch_indices=READ, **change)
     assert torch.equal(state, before)
+
+
+@pytest.mark.parametrize("axes", [3, 4])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int8, torch.float8_e4m3fn])
+def test_states_with_scales(dtype, axes):
+    """A row's scale, written in place, makes its greatest element the largest number of the type."""
+    largest = {torch.int16: 32767, torch.int8: 127, torch.float8_e4m3fn: 448}[dtype]
+    state, scale, x = (states() * 20).to(dtype), torch.rand(SLOTS, H, P) + 0.1, operands(B, T)
+    start = state.double() * scale.double()[..., None]
+    kept, kept_scales = torch.zeros(SLOTS, T, H, P, N, dtype=dtype), torch.zeros(SLOTS, T, H, P)
+    given = scale if axes == 3 else scale[..., None]
+    out = call(
+        state, x, state_batch_indices=READ, state_scale=given, intermediate_states_buffer=kept, intermediate_state_scales=kept_scales,
+        cache_steps=T,
+    )  # fmt: skip
+    want, each = expected(x, start[READ.long()])
+    assert torch.allclose(out.double(), want, rtol=1e-4, atol=1e-3)
+    slots = READ.long()
+    for stored, scales, near in ((state[slots], scale[slots], each[:, -1]), (kept[slots], kept_scales[slots], each)):
+        most = near.abs().amax(-1, keepdim=True)
+        assert torch.allclose(scales.double(), most[..., 0] / largest, rtol=1e-4)
+        step = near.abs() / 8 + most / 448 / 64 if dtype == torch.float8_e4m3fn else most / largest
+        assert ((stored.double() * scales.double()[..., None] - near).abs() <= 0.51 * step + 1e-5 * most).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import wraps
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ from ssmgen.bench.progress import Watch
 from ssmgen.compat import hf
 from tools.demo import DemoError, measure, prompts, run
 from tools.demo.decode import PROMPT, Greedy, prompt
-from tools.demo.measure import FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Launches, Options, Way
+from tools.demo.measure import ACCELERATED, FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Launches, Options, Way
 from tools.demo.presets import OTHERS, SHARED, Preset, chosen, presets
 
 HERE = [preset.name for preset in chosen(())]
@@ -241,11 +242,29 @@ def test_a_family_is_measured_at_each_batch_size(on_cpu):
     rows, failed = run.family(narrow(), (1, 2), FEW, "cpu")
     assert not failed and [row.batch for row in rows] == [1, 2]
     for row in rows:
-        assert row.ms.keys() == {PLAIN, PATCHED, FUSED} and min(row.ms.values()) > 0 and row.kernels == dict.fromkeys(row.ms, 5)
+        assert row.kernels == dict.fromkeys((PLAIN, PATCHED, FUSED), 5) and row.ms.keys() == {*row.kernels, ACCELERATED}
+        assert min(row.ms[way] for way in row.kernels) > 0 and row.speedup(ACCELERATED) == row.ms[PLAIN] / row.ms[ACCELERATED]
         assert (row.same, row.tokens, row.served, row.layers) == (12, 12, 2, 2)
         assert row.notes == dict.fromkeys((f"{GRAPH} ms", f"{FUSED_GRAPH} ms"), "RuntimeError: no stream to capture")
         assert row.speedup(GRAPH) is row.speedup(FUSED_GRAPH) is None
         assert row.speedup(PATCHED) == row.ms[PLAIN] / row.ms[PATCHED]
+
+
+def test_accelerate_is_timed_by_token_and_leaves_the_model_as_it_was(monkeypatch):
+    """What three tokens more take than one, by a clock of one second per call of the model."""
+    model, clock = narrow().build(2, torch.float32, "cpu"), SimpleNamespace(now=0.0)
+    model.generation_config.eos_token_id = [*range(1024)]  # each would end it
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock.now)
+    ids, forward = prompt(2, 1024, "cpu"), model.forward
+
+    @wraps(forward)
+    def timed(**inputs):
+        clock.now += 1.0
+        return forward(**inputs)
+
+    model.forward = timed
+    assert measure.accelerated_ms(model, ids, Options(tokens=3, rounds=1), lambda: None) == 1000.0
+    assert clock.now >= 4 + 5 and len(model.generation_config.eos_token_id) == 1024 and not hf._active
 
 
 @pytest.mark.parametrize("preset", [narrow(), narrow_delta_rule()], ids=lambda preset: preset.name)

@@ -14,7 +14,7 @@ pytest.importorskip("transformers", minversion="5.17", reason="needs transformer
 
 from tools.demo import DemoError, run
 from tools.demo.__main__ import demo
-from tools.demo.measure import FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Launches, Options, Row
+from tools.demo.measure import ACCELERATED, FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Launches, Options, Row
 from tools.demo.prompts import PromptRow
 from tools.demo.run import Failure, Report
 from tools.demo.table import COLUMNS, PROMPT_COLUMNS, as_markdown, kernel_lists, print_table
@@ -50,8 +50,8 @@ def test_markdown_has_a_line_per_row_and_a_footnote_per_reason():
     first, jamba, bamba, zamba = table(text)
     assert first == {
         "family": "mamba2", "as wide as": "Codestral", "layers": "8", "batch": "1", "transformers ms": "6.00", "patched ms": "3.00 (2.0 ×)",
-        "fused ms": "", "graph ms": "0.50 (12.0 ×)", "fused graph ms": "", "kernels": "400", "patched kernels": "200", "fused kernels": "",
-        "same tokens": "48/48",
+        "fused ms": "", "graph ms": "0.50 (12.0 ×)", "fused graph ms": "", "accelerate ms": "", "kernels": "400", "patched kernels": "200",
+        "fused kernels": "", "same tokens": "48/48",
     }  # fmt: skip
     assert jamba["layers"] == "7 of 8"
     assert jamba["graph ms"] == bamba["graph ms"] == "- (1)"
@@ -63,10 +63,11 @@ def test_markdown_has_a_line_per_row_and_a_footnote_per_reason():
 
 def test_a_fused_familys_ways_have_their_cells():
     ms = {PLAIN: 6.0, PATCHED: 3.0, FUSED: 2.0, GRAPH: 0.5, FUSED_GRAPH: 0.25}
-    fused, eager = row(ms=ms, kernels=dict(zip(ms, (400, 200, 100, 200, 100), strict=True))), dict(ms)
+    fused, eager = row(ms=ms | {ACCELERATED: 0.2}, kernels=dict(zip(ms, (400, 200, 100, 200, 100), strict=True))), dict(ms)
     del eager[FUSED_GRAPH]
     first, second = table(as_markdown(Report(FACTS, [fused, row(ms=eager, notes={f"{FUSED_GRAPH} ms": "no capture"})])))
     assert (first["fused ms"], first["fused kernels"], first["fused graph ms"]) == ("2.00 (3.0 ×)", "100", "0.25 (24.0 ×)")
+    assert (first["accelerate ms"], second["accelerate ms"]) == ("0.20 (30.0 ×)", "")
     assert second["fused graph ms"] == "- (1)"
 
 

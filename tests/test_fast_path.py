@@ -216,6 +216,24 @@ def test_what_lies_between_two_kernels_is_made_each_time(launched):
     assert launched.made == 2
 
 
+def test_a_product_ahead_of_the_kernels_is_made_each_time(launched, monkeypatch):
+    """GDN-2's weighed v: of the tensors of each call, also where two of them are one, and of a call that is found again."""
+    made = []
+    monkeypatch.setattr(torch, "mul", lambda a, b, out: made.append((a.data_ptr(), b.data_ptr(), out.data_ptr())) or out)
+    q, k, g, b = (torch.zeros(2, 5, 2, 32, dtype=BF16) for _ in range(4))
+    v, w, other = (torch.zeros(2, 5, 2, 32, dtype=BF16) for _ in range(3))
+    for weights in (w, other, w, v, v, other, other.float(), w.float()):
+        out = ssmgen.chunk_gdn2(q, k, v, g, b, weights, scale=1.0)
+        product = launched[-1]["v"]
+        assert made[-1] == (v.data_ptr(), weights.data_ptr(), product) and len(made) == len(launched)
+        assert product not in (v.data_ptr(), weights.data_ptr()) and launched[-1] | named(q=q, erase=b, out=out) == launched[-1]
+    assert launched.made == 3  # with weights of v's dtype, with v itself, and with weights of f32
+    for wrong, words in (({"w": w[:, :4]}, "w is"), ({"w": None}, "w is a NoneType"), ({"v": v.float()}, "float32")):
+        with pytest.raises(ArgumentError, match=words):
+            ssmgen.chunk_gdn2(**{"q": q, "k": k, "v": v, "g": g, "b": b, "w": w} | wrong, scale=1.0)
+    assert len(made) == len(launched) == 8
+
+
 def test_an_argument_that_nothing_compares_is_not_taken_on_trust(launched):
     """A seed without rounds is no operand: such a call is found by its operands, and not by its arguments."""
     x, bc, state, A = torch.zeros(3, 4, 8), torch.zeros(3, 1, 16), torch.zeros(3, 4, 8, 16), -torch.ones(4)

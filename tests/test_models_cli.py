@@ -29,7 +29,7 @@ def test_build_chooses_by_operator(own_cache):
         assert all(v["resources"]["spill_stores"] == 0 and v["error"] is None for v in rows)
         return {v["spec"].partition(":")[0] for v in rows}
 
-    assert families() == {"selective_state_update", "selective_scan", "causal_conv1d", "causal_conv1d_update"}
+    assert families() == {"selective_state_update", "selective_scan", "selective_scan_roles", "causal_conv1d", "causal_conv1d_update"}
     norms = json.loads(ran("build", "--model", "kimi-linear-48b-a3b", "--op", "gated_rms_norm", "--no-pdl", "--json"))["variants"]
     assert norms and {v["spec"].partition(":")[0] for v in norms} == {"gated_rms_norm"}
     assert "does not use gated_rms_norm" in ran("build", "--model", "mamba-130m", "--op", "gated_rms_norm", code=1)

@@ -124,7 +124,7 @@ def test_a_long_stride_is_refused():
 
 def operands(case: Case):
     call = make_call(case, "cpu")
-    tensors = [*call.args[:9], call.kwargs["out"], call.kwargs.get("state_indices"), call.kwargs.get("dst_state_indices"), *[None] * 6]
+    tensors = [*call.args[:9], call.kwargs["out"], call.kwargs.get("state_indices"), call.kwargs.get("dst_state_indices"), *[None] * 8]
     return call, (*tensors, case.softplus, None if case.limit is None else list(case.limit), case.pad_slot_id, 0, True, None)
 
 

@@ -14,7 +14,7 @@ from ssmgen.cli import main
 from ssmgen.families.replay_selective_state_update.defaults import DEFAULTS
 from ssmgen.families.replay_selective_state_update.spec import OPERATOR, History, Part
 from ssmgen.models import find_model, models
-from ssmgen.spec import DType, Index
+from ssmgen.spec import DType, Index, Narrow
 
 BF16 = torch.bfloat16
 
@@ -100,5 +100,5 @@ def test_committed_defaults_show_replays():
     for arch in generate.ARCHS:
         found = [spec for spec, a in generate.default_variants() if str(a) == arch and spec.family == OPERATOR]
         assert {spec.part for spec in found} == set(Part) and {spec.history for spec in found} == set(History)
-        assert {spec.state for spec in found} == {DType.F32, DType.BF16} and {spec.index for spec in found} == {Index.I32}
+        assert {spec.state for spec in found} == {DType.F32, DType.BF16, Narrow.I8} and {spec.index for spec in found} == {Index.I32}
         assert {spec.window for spec in found} == {8, 16} and len(found) == len({spec.name for spec in found}) == len(DEFAULTS) + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from ssmgen.emulator.check import check
 from ssmgen.errors import ArgumentError, SpecError
 from ssmgen.families.selective_scan.problem import OPERATOR, Order, SelectiveProblem
 from ssmgen.families.selective_scan.problem import asked as segments_asked
+from ssmgen.families.selective_scan.roles import RolesSpec
 from ssmgen.families.selective_scan.spec import EXPONENTIAL, TURNS, SelectiveSpec, candidates, space
 from ssmgen.models import Wanted, asks, find_model, models
 from ssmgen.registry import select
@@ -31,18 +33,30 @@ by_both = pytest.mark.parametrize(
 )
 
 
-def test_exponentials_of_the_polynomial_are_accurate():
-    """In f32, operation by operation, as the kernel has it: products of d and A log2(e) down to -126."""
-    x = torch.cat([-torch.linspace(0, 126, 2_000_001), -torch.logspace(-40, 0, 200_001), -torch.arange(127.0), -torch.arange(126.0) - 0.5])
-    magic = torch.tensor(12582912.0)
-    shifted = x + magic
-    f = x - (shifted - magic)
+def polynomial_of(d: Tensor, a: Tensor) -> Tensor:
+    """In f32, operation by operation, as the kernel has it: an fma is one rounding of what float64 holds exactly, or to 2^-53 of it."""
+
+    def fma(x: Tensor, y: Tensor, z: Tensor | float) -> Tensor:
+        return (x.double() * y.double() + z).float()
+
+    shifted = fma(d, a, 12582912.0)
+    f = fma(d, a, -(shifted.double() - 12582912.0))
     p = torch.full_like(f, float(EXPONENTIAL[0]))
     for c in EXPONENTIAL[1:]:
-        p = (p.double() * f.double() + float(torch.tensor(float(c)))).float()  # one rounding, as fma has
-    found = (p.view(torch.int32) + (shifted.view(torch.int32) << 23)).view(torch.float32).double()
-    worst = ((found - torch.exp2(x.double())) / torch.exp2(x.double())).abs().max()
-    assert worst <= 1.0e-7 and bool((found[x == 0] == 1).all())
+        p = fma(p, f, float(torch.tensor(float(c))))
+    return (p.view(torch.int32) + (shifted.view(torch.int32) << 23)).view(torch.float32)
+
+
+def test_exponentials_of_the_polynomial_are_accurate():
+    """Down to 2^-126: of any number, and of products of steps with trained-like A, which are not rounded on their way."""
+    x = torch.cat([-torch.linspace(0, 126, 2_000_001), -torch.logspace(-40, 0, 200_001), -torch.arange(127.0), -torch.arange(126.0) - 0.5])
+    A, g = make(replace(SMALL, dim=4096))["A"].flatten() * math.log2(math.e), torch.Generator().manual_seed(2)
+    steps = torch.exp(torch.rand(8, A.numel(), generator=g) * math.log(1e5) + math.log(1e-4))
+    for d, a in ((x, torch.ones_like(x)), (torch.minimum(steps, 125.999 / -A), A.expand_as(steps))):
+        wanted = torch.exp2(d.double() * a.double())
+        found = polynomial_of(d, a).double()
+        assert ((found - wanted) / wanted).abs().max() <= 1.0e-7
+        assert bool((found[d * a == 0] == 1).all()) and bool((found <= 1).all())
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -256,7 +270,7 @@ def test_every_size_has_a_variant(arch):
                 problem = SelectiveProblem(d_state=d_state, x=x, layout=layout, copy=copy, key_layout=layout, z=True, final=True)
                 for size in (1, 8192, 24576, 65536):
                     spec = select(OPERATOR, problem, size, target, target >= SM90)
-                    assert parse_spec(str(spec), {OPERATOR: SelectiveSpec}) == spec
+                    assert parse_spec(str(spec), {OPERATOR: SelectiveSpec, RolesSpec.family: RolesSpec}) == spec
 
 
 def test_variants_that_cannot_be_say_why():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -45,6 +46,18 @@ def test_the_test_that_passes_the_bound_is_named_and_the_run_fails(tmp_path, lar
 def test_below_the_bound_the_run_passes_and_says_how_much_was_held(tmp_path):
     code, said = run(tmp_path, "itself", 1024, "-n", "1")
     assert code == 0 and "Most memory held: a worker 3" in said, said
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc")
+def test_large_blocks_go_back_when_they_are_freed():
+    """Also behind a larger one, and with small ones between that live on."""
+    one = b"x" * (30 << 20)
+    del one
+    before = worker_memory.held("VmRSS")
+    blocks = [(b"x" * (2 << 20), b"x" * (100 << 10)) for _ in range(20)]
+    small = [b for _, b in blocks]
+    del blocks
+    assert worker_memory.held("VmRSS") < before + 15 and len(small) == 20
 
 
 def test_this_suite_is_bounded(pytestconfig):

@@ -584,12 +584,20 @@ linear_chain_delta_k128v128_f32_bf16_vk_t32s2f2_34d127b9(
 #pragma unroll
       for (int r = 0; r < 4; ++r) x[c][r] = round_pair(X{}, product[2 * c + r / 2][r % 2 * 2], product[2 * c + r / 2][r % 2 * 2 + 1]);
       const u32(&u)[4] = x[c];
+      u32 left[4];  // of keys that are nearly one, o is what is left of much larger u: there u has a second term
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const Pair first = widen_pair(X{}, u[r]);
+        left[r] = round_pair(X{}, product[2 * c + r / 2][r % 2 * 2] - first.low, product[2 * c + r / 2][r % 2 * 2 + 1] - first.high);
+      }
 #pragma unroll
       for (int block = c; block < kChunk / 16; ++block) {
         u32 b[4];
         load_matrices(b, panels, kAtP - kAtT + panel(c) + (block - c) * 128);
         mma_bf16(result[2 * block], u[0], u[1], u[2], u[3], b[0], b[1]);
         mma_bf16(result[2 * block + 1], u[0], u[1], u[2], u[3], b[2], b[3]);
+        mma_bf16(result[2 * block], left[0], left[1], left[2], left[3], b[0], b[1]);
+        mma_bf16(result[2 * block + 1], left[0], left[1], left[2], left[3], b[2], b[3]);
       }
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {

@@ -773,16 +773,24 @@ linear_chain_wg_old_k128v128_f32_bf16_vk_t64s3f1_pdl_ffe988d9(
         update(c);
       }
       wgmma_commit();
+      // Of keys that are nearly one, o is what is left of much larger u: there u has a second term. The state does not wait for it.
+      u32 rest[kRows / 4];
+#pragma unroll
+      for (u32 r = 0; r < kRows / 4; ++r) {
+        const Pair first = widen_pair(X{}, x[r]);
+        const float* const sum = fresh[r / 8] + 2 * (r % 8);
+        rest[r] = round_pair(X{}, sum[0] - first.low, sum[1] - first.high);
+      }
       wait_full(next, phase ^ (next < stage));
       wgmma_fence();
-      const auto add = [&](u32 c) { wgmma_64<false>(sum_q, x + 4 * c, panels + 4 * (at + kAtP - kAtT) + c * (4 * kPanel), 1); };
-      add(0), add(1);
+      const auto add = [&](const u32* u, u32 c) { wgmma_64<false>(sum_q, u + 4 * c, panels + 4 * (at + kAtP - kAtT) + c * (4 * kPanel), 1); };
+      add(x, 0), add(x, 1);
       wgmma_commit();
       wgmma_wait<1>();
       wgmma_landed(S);
       round_state(0);
       wgmma_fence();
-      add(2), add(3);
+      add(x, 2), add(x, 3), add(rest, 0), add(rest, 1), add(rest, 2), add(rest, 3);
       wgmma_commit();
       wgmma_fence();
       multiply(sum_e, 0, next_at, true);

@@ -660,12 +660,13 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_bd929492(
   };
   allow_dependents();
 
-  // The cluster meets twice: when all have what their parts add, and when all have read it. The others of a block say at once that they are there.
+  // The cluster meets twice: when all have what their parts add, and when all have read it. Nobody works between having arrived at the first meeting
+  // and waiting for it: compute-sanitizer, which holds up who has arrived, would not end.
   const auto meet_parts = [] {
+    cluster_arrive();
     cluster_wait();
     cluster_arrive();
   };
-  if (warp < 12) cluster_arrive();
   if (warp < 4) {
     give_registers<64>();
     if (warp == 0) {

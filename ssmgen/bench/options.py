@@ -8,20 +8,20 @@ from typing import Any
 
 import click
 
-from ..spec import DType
+from ..spec import DType, Narrow
 
 Option = Callable[[Any], Any]
 
 
 class Choice(click.Choice):
-    """An option whose texts are an enum's values; the command gets the member."""
+    """An option whose texts are the values of enums; the command gets the member."""
 
-    def __init__(self, enum: type[Enum]):
-        super().__init__([member.value for member in enum])
-        self.enum = enum
+    def __init__(self, *enums: type[Enum]):
+        self.members = {member.value: member for enum in enums for member in enum}
+        super().__init__(list(self.members))
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        return value if isinstance(value, self.enum) else self.enum(super().convert(value, param, ctx))
+        return value if isinstance(value, Enum) else self.members[super().convert(value, param, ctx)]
 
 
 class Shape(click.ParamType):
@@ -55,6 +55,7 @@ def several(flag: str, name: str, kind: Any, **how: Any) -> Option:
 
 batches = several("--batch", "batches", click.IntRange(1), help="May repeat. Default: 1 … 256, or 1, 8, 32, 128.")
 states = several("--state", "states", Choice(DType), help="State dtype; may repeat. Default: the model's or operator's.")
+stored = several("--state", "states", Choice(DType, Narrow), help="State dtype; may repeat. Default: the model's or operator's.")
 tokens = several("--tokens", "tokens", click.IntRange(1), help="Per sequence; may repeat. Default: 1.")
 intermediates = click.option(
     "--intermediates/--no-intermediates", default=None, help="Keep each token's state. Default: if they are several."

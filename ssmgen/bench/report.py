@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from .. import __version__, api, nvrtc
+from ..calls.checks import NARROW
+from ..engine.narrow_reference import widened
 from ..errors import SsmgenError
 from ..family import records
 from ..render import render
@@ -26,6 +28,7 @@ Outcome = TypeVar("Outcome")
 
 MIN_SETS, MAX_SETS = 4, 512
 GATE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}  # norm error of what is stored: its rounding
+GATE |= {torch.int16: 5e-5, torch.int8: 1.2e-2, torch.float8_e4m3fn: 4e-2}  # with a scale per row of normal values
 
 HOST_BATCH = 8  # host times are of batches up to this
 
@@ -88,11 +91,24 @@ def gates(gate: Callable[[Any], Outcome], variants: Sequence[Any]) -> list[Outco
 
 
 def normal_pool(slots: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """[slots, *shape], normally distributed; filled in parts, which need less memory."""
+    """[slots, *shape], normally distributed, in fewer bits with a deviation of 30; filled in parts, which need less memory."""
     pool = torch.empty(slots, *shape, dtype=dtype, device=device)
     for part in pool.split(max(1, slots // 16)):
-        part.normal_()
+        if dtype in NARROW:
+            part.copy_(torch.randn(part.shape, device=device).mul_(30).clamp_(-120, 120))
+        else:
+            part.normal_()
     return pool
+
+
+def scales_of(pool: Tensor) -> Tensor | None:
+    """Scales of the rows of a pool of fewer bits, such that its numbers are of the size of one; None of any other."""
+    return torch.rand(*pool.shape[:-1], device=pool.device) / 30 if pool.dtype in NARROW else None
+
+
+def numbers(pool: Tensor, scale: Tensor | None, slots: Tensor) -> Tensor:
+    """Copies of the states of slots, as f32 numbers if they have fewer bits."""
+    return pool[slots] if scale is None else widened(pool[slots], scale[slots], torch.float32)
 
 
 def slot_copies(state: Tensor, slots: Tensor, pdls: Sequence[bool]) -> dict[str, timing.Launch]:

@@ -12,7 +12,7 @@ from .. import runtime
 from .planning import is_memory
 
 if TYPE_CHECKING:
-    from .public import Call
+    from .public import Before, Call
 
 Row = Callable[[tuple[Any, ...]], Any]
 _SCALARS = frozenset((type(None), bool, int, float, str))
@@ -61,30 +61,40 @@ class Memory(runtime.Table):
         self, key: Any, values: tuple[Any, ...], call: Call, build: Callable[..., Call], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[], None]:
         """The plan of a call that is not known yet. The next one like it is found, if the arguments say all there is to say of it."""
-        if call.before is not None:
-            return call.plan()
         flat_of = _flattening(values)
         flat: Sequence[Any] = values if flat_of is None else flat_of(values) or ()
         tensors = [i for i, v in enumerate(flat) if is_memory(type(v))]
         plain = [i for i, v in enumerate(flat) if type(v) in _SCALARS]
         given = {id(flat[i]): i for i in tensors}
-        operands = call.operands
+        operands, seen = call.operands, call
         if len(given) < len(tensors):  # one comes twice: which is which can be seen of a call with aliases
             alias = [v.detach() if i in tensors else v for i, v in enumerate(flat)]
             given = {id(alias[i]): i for i in tensors}
-            seen = build(*_like(args, it := iter(alias)), **dict(zip(kwargs, _like(kwargs.values(), it), strict=True))).operands
-        else:
-            seen = operands
-        positions = {name: given[id(t)] for name, t in seen.items() if id(t) in given}
-        if len(tensors) + len(plain) < len(flat) or len(positions) < len(tensors):  # what is compared nowhere may matter
+            seen = build(*_like(args, it := iter(alias)), **dict(zip(kwargs, _like(kwargs.values(), it), strict=True)))
+        positions = {name: given[id(t)] for name, t in seen.operands.items() if id(t) in given}
+        aside = [given[id(t)] for t in seen.before.given if id(t) in given] if seen.before else []
+        if len(tensors) + len(plain) < len(flat) or {*positions.values(), *aside} != {*tensors}:  # what is compared nowhere may matter
             return call.plan()
+        before = call.before
+        if before is not None:  # what it makes comes behind the arguments, as if it were one
+            positions |= {name: len(flat) for name, t in operands.items() if t is before.out}
+        taken = flat if before is None else [*flat, before.out]
         new = {name: t for name, t in operands.items() if name not in positions}
         named = {name: operands[name] for name in (*positions, *new)}
-        made = call.caller.pattern(named, call.options, call.pdl, call.objections, flat, list(positions.values()))
+        made = call.caller.pattern(named, call.options, call.pdl, call.objections, taken, list(positions.values()))
         plan = made.plan(tuple(named.values()))
         result = itemgetter(*[list(named).index(name) for name in call.returns])
-        self.add(key, _row(flat_of, runtime.picking(plain), flat, made, tuple(map(runtime.maker, new.values())), result))
-        return plan
+        makers = tuple(map(runtime.maker, new.values()))
+        if before is None:
+            self.add(key, _row(flat_of, runtime.picking(plain), flat, made, makers, result))
+            return plan
+        self.add(key, _behind(before, flat_of, aside, flat, _row(None, runtime.picking(plain), taken, made, makers, result)))
+
+        def both() -> None:
+            before()
+            plan()
+
+        return both
 
 
 def _row(
@@ -115,6 +125,22 @@ def _row(
         pointers = (*map(_data_ptr, tensors),)
         (plans.get(pointers) or add(pointers))()
         return result(tensors)
+
+    return again
+
+
+def _behind(before: Before, flat_of: Callable[[tuple[Any, ...]], Any] | None, aside: Sequence[int], seen: Sequence[Any], row: Row) -> Row:
+    """A row of a call with a `before`, whose arguments lie aside. row: of the flat arguments and what it makes, behind them; where that
+    knows no such call, it is made in vain."""
+    function, make, pick = before.function, runtime.maker(before.out), runtime.picking(aside)
+    matches = runtime.matching(pick(seen))
+
+    def again(values: tuple[Any, ...]) -> Any:
+        flat = values if flat_of is None else flat_of(values)
+        if flat is None or not matches(*(given := pick(flat))):
+            return None
+        function(*given, out=(made := make()))
+        return row((*flat, made))
 
     return again
 

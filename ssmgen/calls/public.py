@@ -22,6 +22,17 @@ P = ParamSpec("P")  # apart from R: type checkers read no assignment of both
 R = TypeVar("R")
 
 
+class Before(NamedTuple):
+    """What torch does ahead of every launch of a call: it makes an operand, new in each call, of arguments that are none."""
+
+    function: Callable[..., Any]  # of `given`, with what it writes as `out`
+    given: tuple[Tensor, ...]
+    out: Tensor
+
+    def __call__(self) -> None:
+        self.function(*self.given, out=self.out)
+
+
 class Call(NamedTuple):
     """What a public function makes of its arguments."""
 
@@ -31,7 +42,7 @@ class Call(NamedTuple):
     pdl: bool | None = None
     returns: tuple[str, ...] = ("out",)  # names of the operands that the function returns
     objections: tuple[str, ...] = ()  # to what is no tensor
-    before: Callable[[], Any] | None = None  # what torch does ahead of every launch: it makes an operand of arguments
+    before: Before | None = None
 
     @property
     def result(self) -> Any:

@@ -5,6 +5,7 @@ sharded over its slots a call over sequences. Other operands are redistributed t
 a copy would be lost. For this reason it is no sharding strategy of DTensor's own, which may redistribute every argument of an operator.
 
 Heads have nothing to do with each other, nor have sequences: a call communicates only what is redistributed, and the mesh changes no bit.
+Tokens do: where those of a whole sequence are sharded, `context` takes over, on that axis of the mesh.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def run(function: Callable[..., Any], names: Sequence[str], args: Sequence[Any],
     rule = _rule_of(function.__name__)
     given = _by_name(rule, names, args, kwargs)
     sharding = _sharding_of(function.__name__, rule.of(given), given)
-    return sharding.result(given, function(**sharding.local(given)))
+    local = sharding.local(given)
+    return sharding.result(given, function(**local) if "token" not in sharding.kinds else sharding.over_tokens(function, given, local))
 
 
 def local_arguments(function: Callable[..., Any], names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,13 +105,15 @@ class Sharding:
         self.sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
         self._check_mesh(tensors, mesh)
         self.anchor: str = next(n for n in self.rule.anchors if n in tensors)
+        self.of_tokens = next((n for n in reversed(self.rule.anchors) if n in tensors), self.anchor)
         self.dims = {n: t.dim() for n, t in tensors.items()}
         self.shapes = {n: t.shape for n, t in tensors.items()}
         self.axes = {n: self.rule.axes_of(n, self.dims, dim) for n, dim in self.dims.items()}
         everywhere = (Replicate(),) * mesh.ndim
         self.placements = {n: tuple(t.placements) if isinstance(t, DTensor) else everywhere for n, t in tensors.items()}
         problems: list[str] = []
-        self.kinds = [self._kind(axis, problems) for axis in range(mesh.ndim)]  # what the mesh's axes divide: "head", "batch" or nothing
+        # What the mesh's axes divide: "head", "batch", "token" or nothing.
+        self.kinds = [self._kind(axis, problems) for axis in range(mesh.ndim)]
         self.heads = 1  # parts that the heads are in
         for axis, kind in enumerate(self.kinds):
             self.heads *= self.sizes[axis] if kind == "head" else 1
@@ -136,6 +140,8 @@ class Sharding:
     def _kind(self, axis: int, problems: list[str]) -> str | None:
         from torch.distributed.tensor import Replicate, Shard
 
+        if self._has_tokens(axis):
+            return "token"
         placement, words = self.placements[self.anchor][axis], self.axes[self.anchor]
         if isinstance(placement, Replicate):
             return None
@@ -148,6 +154,17 @@ class Sharding:
             problems.append(f"{where} and is updated in place: it must be {legal} or Replicate()")
         return None
 
+    def _has_tokens(self, axis: int) -> bool:
+        """Whether this axis of the mesh divides the tokens, of a function whose sequences may lie on several ranks."""
+        from torch.distributed.tensor import Shard
+
+        placement, words = self.placements[self.of_tokens][axis], self.axes[self.of_tokens]
+        if type(placement) is not Shard or placement.dim >= len(words) or words[placement.dim] != "token":
+            return False
+        from .context_rules import RULES
+
+        return self.function in RULES
+
     def _size(self, name: str, word: str) -> int:
         """The size of the operand's axis that the rule calls so; 1 where it has none."""
         return self.shapes[name][self.axes[name].index(word)] if word in self.axes[name] else 1
@@ -159,6 +176,8 @@ class Sharding:
             problems.append(f"{self.anchor} has {count} heads (or channels), which do not divide into {self.heads} equal parts")
         if noise and "rand_seed" in self.axes and ("head" in self.kinds or "batch" in self.kinds):
             problems.append("rand_seed is given: its noise goes by an element's place in the pool, which a shard does not know")
+        if self.kinds.count("token") > 1:
+            problems.append(f"{self.of_tokens}'s tokens are sharded over several axes of the mesh; they may be over one")
         if "batch" not in self.kinds:
             return
         if not self.rule.by_sequence:
@@ -176,7 +195,8 @@ class Sharding:
 
         words, groups = self.axes[name], self._size(name, "group")
         shared = groups % self.heads != 0
-        along = {"head": "head" if "head" in words else "group" if "group" in words and not shared else "", "batch": "batch"}
+        along = {kind: kind for kind in ("batch", "token")}
+        along["head"] = "head" if "head" in words else "group" if "group" in words and not shared else ""
         placements = [Shard(words.index(along[kind])) if kind and along[kind] in words else Replicate() for kind in self.kinds]
         if shared and self.heads % groups:
             problems.append(f"{name} has {groups} groups (or key heads), which {self.heads} parts of the heads neither divide nor share")
@@ -199,6 +219,14 @@ class Sharding:
             if f"{name}.{fields[0]}" in local:
                 local[name] = tuple([local.pop(f"{name}.{field}") for field in fields])
         return local
+
+    def over_tokens(self, function: Callable[..., Any], given: Mapping[str, Any], local: dict[str, Any]) -> Any:
+        """What the function returns on this rank, whose sequences' other tokens are on others."""
+        from . import context
+        from .context_rules import RULES
+
+        group = self._mesh(given).get_group(self.kinds.index("token"))
+        return context.run(function, RULES[self.function], local, group)
 
     def _local(self, name: str, t: Any, here: Sequence[int]) -> Tensor:
         words, have, wanted = self.axes[name], self.placements[name], self.wanted[name]
@@ -241,7 +269,8 @@ class Sharding:
         placements = [Shard(words.index(kind)) if kind in words else Replicate() for kind in self.kinds]
         shape, stride = list(local.shape), list(local.stride())
         sizes = {"head": local.shape[words.index("head")] * self.heads if "head" in words else 1, "batch": self._size(self.anchor, "batch")}
-        for word in ("head", "batch"):  # sequences may be in unequal parts
+        sizes["token"] = self._size(self.of_tokens, "token")
+        for word in ("head", "batch", "token"):  # sequences and tokens may be in unequal parts
             if word in words and word in self.kinds:
                 axis = words.index(word)
                 for i, s in enumerate(stride):

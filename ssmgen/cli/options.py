@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from ..catalog import OPERATORS
 from ..errors import SsmgenError
 from ..family import public_names
 from ..models import OPTIONS, Ask, Wanted, asks, find_model
-from ..spec import Arch, DType, Index, Layout, PoolMode, Problem, Ring
+from ..spec import Arch, DType, Index, Layout, Narrow, PoolMode, Problem, Ring, stored_type
 
 BUILT = [*asks(), *(name for name in OPERATORS if name in public_names() and name not in asks())]
 SWITCHES: dict[str, Ask] = {ask.switch: ask for ask in asks().values() if ask.switch}  # by the option that asks for them
@@ -45,8 +46,8 @@ class Folder(click.Path):
             self.fail(f"{str(value)!r} is no directory: {getattr(e, 'strerror', None) or e}", param, ctx)
 
 
-def _names(enum: type) -> click.Choice:
-    return click.Choice([member.value for member in enum])
+def _names(*enums: type[Enum]) -> click.Choice:
+    return click.Choice([member.value for enum in enums for member in enum])
 
 
 arch_option = click.option("--arch", "archs", type=ArchType(), default="sm_90a", show_default=True, help="Targets, separated by commas.")
@@ -54,7 +55,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Machine-read
 model_options = [
     click.option("--model", help="A model of `ssmgen models`."),
     click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks."),
-    click.option("--state", "states", type=_names(DType), multiple=True, help="State dtype; may repeat. Default: the model's."),
+    click.option("--state", "states", type=_names(DType, Narrow), multiple=True, help="State dtype; may repeat. Default: the model's."),
     click.option("--io", type=_names(DType), default="bf16", show_default=True, help="Dtype of activations: not of state and f32 weights."),
     click.option("--index", "indices", type=_names(Index), multiple=True, help="Slot index type; may repeat. Default: none and i32."),
     click.option("--pool", "pools", type=_names(PoolMode), multiple=True, help="May repeat. Default: single."),
@@ -96,7 +97,7 @@ def wanted_of(states: Any, io: str, indices: Any, pools: Any, no_update: bool, *
     if more["window"] and not more["replay"]:
         raise click.UsageError("--window goes with --replay")
     enums = {name: enum(more[name]) for name, enum in (("layout", Layout), ("ring", Ring)) if more[name]}
-    repeated = {"states": tuple(map(DType, states)), "indices": tuple(map(Index, indices)), "pools": tuple(map(PoolMode, pools))}
+    repeated = {"states": tuple(map(stored_type, states)), "indices": tuple(map(Index, indices)), "pools": tuple(map(PoolMode, pools))}
     said = {name: value for name, value in (more | enums | repeated).items() if value}
     wanted = Wanted(**said, io=DType(io), update_state=not no_update)
     given = said.keys() | ({"update_state"} if no_update else set())
@@ -115,4 +116,6 @@ def problems_of(name: str, operator: str | None, tp: int, **options: Any) -> lis
     if refused := given & OPTIONS - set(ask.takes(model)):
         flags = sorted(_FLAGS.get(option, option) for option in refused)
         raise click.UsageError(f"{operator or model.function} of {name} does not take {', '.join(f'--{flag}' for flag in flags)}")
+    if operator and not ask.narrow and any(isinstance(state, Narrow) for state in wanted.states):
+        raise click.UsageError(f"{operator} has no states in fewer bits; --state takes {', '.join(t.value for t in DType)} of it")
     return ask.problems(model, wanted) if operator else model.asked(wanted)

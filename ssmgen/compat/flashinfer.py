@@ -267,7 +267,9 @@ def selective_state_update(
     dst_state_batch_indices: (batch,), or (batch, T) for the state after each token
     intermediate_states_buffer: (rows, T or more, H, P, N), by intermediate_state_indices (batch,), or else by the slot that is read
     retrieve_parent_token: (batch, T), a draft tree: of SGLang's variant, not of FlashInfer's
-    rand_seed: one int64, on the device, of the noise of f16 and bf16 states
+    state_scale: (slots, H, P), also with a last axis of 1, f32, of an int16, int8 or float8_e4m3fn state; written with it
+    intermediate_state_scales: (rows, T or more, H, P) f32, the same of intermediate_states_buffer
+    rand_seed: one int64, on the device, of the noise of states that are not f32
 
     Deliberate differences:
     - A sequence that reads from pad_slot_id, a negative slot or none of the pool's gets a zero output. A state that would go to such a slot
@@ -277,16 +279,15 @@ def selective_state_update(
       wants disable_state_update.
     - Noise is that of Triton's randint4x for four neighbours, in the order of memory, and rounding is exact for subnormal numbers;
       FlashInfer's noise depends on its kernel.
+    - int8 and float8_e4m3fn states too, which FlashInfer has in its checkpointing_ssu alone, and noise with scales. To integers what lies
+      in the middle goes to the even one; the scale of a row of zeros is tiny, not 1.
     - D may be missing, and A, dt and dt_bias need not be tied where there is one token. The output is of x's shape, also without heads.
 
-    Raises UnsupportedError for scaled (int16) states and other packages' kernels, and what ssmgen.selective_state_update raises.
+    Raises UnsupportedError for other packages' kernels, and what ssmgen.selective_state_update raises.
     """
-    scales = {"state_scale": state_scale, "intermediate_state_scales": intermediate_state_scales}
-    reasons = [f"{name}: states are f32, f16 or bf16, without scales" for name, t in scales.items() if t is not None]
     if backend not in ("auto", "flashinfer"):
-        reasons.append(f"backend={backend!r} names kernels that ssmgen does not have; it takes 'auto' and 'flashinfer'")
-    if reasons:
-        raise UnsupportedError("FlashInfer's selective_state_update", reasons)
+        reason = f"backend={backend!r} names kernels that ssmgen does not have; it takes 'auto' and 'flashinfer'"
+        raise UnsupportedError("FlashInfer's selective_state_update", [reason])
     problems = []
     if algorithm not in _ALGORITHMS:
         problems.append(f"algorithm is {algorithm!r}, not one of {', '.join(_ALGORITHMS)}")
@@ -306,10 +307,14 @@ def selective_state_update(
     if write is not None and write.dim() == 2 and x.dim() == 3 and cu_seqlens is None:
         write = _first_column(write, write.shape[0])
     read, write = _of_one_type(read, write)
+    if state_scale is not None and state_scale.dim() == 4:
+        state_scale = state_scale.squeeze(-1)
+    if state_scale is not None and state.dim() == 3 and state_scale.dim() == 3:  # of one head
+        state_scale = state_scale.squeeze(1)
     return _native_ssu(
         state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_indices=read, dst_state_indices=write,
         num_accepted_tokens=num_accepted_tokens, cu_seqlens=cu_seqlens, parents=retrieve_parent_token,
         intermediate_states=intermediate_states_buffer, intermediate_state_indices=intermediate_state_indices,
-        update_state=not disable_state_update, rand_seed=None if rand_seed is None else rand_seed.reshape(1), philox_rounds=philox_rounds,
-        pad_slot_id=pad_slot_id, out=out,
+        update_state=not disable_state_update, state_scale=state_scale, intermediate_state_scales=intermediate_state_scales,
+        rand_seed=None if rand_seed is None else rand_seed.reshape(1), philox_rounds=philox_rounds, pad_slot_id=pad_slot_id, out=out,
     )  # fmt: skip

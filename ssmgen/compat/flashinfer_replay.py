@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError
 from ..families.replay_selective_state_update.call import checkpoint_selective_state_update as _native
 from .operands import takes as _takes
 
 NAME = "flashinfer's checkpointing_ssu"
-QUANTIZED = (torch.int8, torch.float8_e4m3fn)
 
 
 def _tokens_first(cache: Any) -> Any:
@@ -56,6 +54,7 @@ def checkpointing_ssu(
     """Writes out in place, and returns it; also the history, and the state of slots that must make room.
 
     state: [slots, H, P, N]   x_cache: [slots, H, R, P]   B_cache: [slots, G, R, N]   dt_cache: [slots, H, R] f32
+    state_scale: [slots, H, P] f32, of an int8 or float8_e4m3fn state, and here of an int16 one too; written where the state is
     x, z, out: [batch, T, H, P]   B, C: [batch, T, G, N]   D: [H, P]   dt [batch, T, H, P], A [H, P, N] and dt_bias [H, P]: one value per
     head, expanded. With cu_seqlens [batch + 1], batch is 1 and T counts the tokens of all sequences, none longer than max_seqlen.
     The caller moves ring_start and sets prev_num_accepted_tokens, both [slots] int32: a step of T tokens catches up where
@@ -67,11 +66,9 @@ def checkpointing_ssu(
 
     Unlike there: a padded sequence, which is also one whose slot is negative or none of the pool's, gets a zero output; products are exact
     to 2^-24, not of factors rounded to bf16; the window R - T is up to 32, and T may be longer; every operand beside x, B, C and the
-    history may have a dtype of its own; bf16 states are rounded stochastically too.
-    Raises UnsupportedError for 8-bit states and their state_scale, and what ssmgen.checkpoint_selective_state_update raises.
+    history may have a dtype of its own; states of all types but f32 are rounded stochastically too.
+    Raises what ssmgen.checkpoint_selective_state_update does.
     """
-    if state_scale is not None or getattr(state, "dtype", None) in QUANTIZED:
-        raise UnsupportedError(NAME, ["state_scale and 8-bit states: ssmgen's states are f32, f16 or bf16"])
     problems = ["out is None; it is needed, as there"] if out is None else []
     if algorithm not in ("auto", "monolith", "two-kernel"):
         problems.append(f"algorithm is {algorithm!r}, not 'auto', 'monolith' or 'two-kernel'")
@@ -90,7 +87,7 @@ def checkpointing_ssu(
     seed = rand_seed.reshape(1) if isinstance(rand_seed, Tensor) and rand_seed.numel() == 1 else rand_seed
     _native(
         state, _tokens_first(x_cache), _tokens_first(B_cache), dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, D, z,
-        dt_bias, dt_softplus, state_indices=state_batch_indices, cu_seqlens=cu_seqlens, rand_seed=seed, philox_rounds=philox_rounds,
-        max_tokens=max_seqlen, pad_slot_id=pad_slot_id, out=result, pdl=None if enable_pdl else False,
+        dt_bias, dt_softplus, state_indices=state_batch_indices, cu_seqlens=cu_seqlens, state_scale=state_scale, rand_seed=seed,
+        philox_rounds=philox_rounds, max_tokens=max_seqlen, pad_slot_id=pad_slot_id, out=result, pdl=None if enable_pdl else False,
     )  # fmt: skip
     return out

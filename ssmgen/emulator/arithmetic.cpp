@@ -82,6 +82,24 @@ float from_f16(u16 h) {
   return h & 0x8000 ? -v : v;
 }
 
+// 1, 4 and 3 bits: no infinity, and 0x7f is NaN. Below 2^-6 in steps of 2^-9.
+u16 e4m3_to_f16(unsigned char v) {
+  const u32 size = v & 127;
+  if (size == 127) return 0x7fff;
+  const float number = size < 8 ? std::ldexp(float(size), -9) : std::ldexp(float(size % 8 + 8), int(size / 8) - 10);
+  return to_f16(v & 128 ? -number : number);
+}
+
+unsigned char to_e4m3(float v) {
+  const float size = std::fabs(checked(v));
+  const unsigned char sign = std::signbit(v) ? 128 : 0;
+  if (size != size) return 127;
+  if (size >= 448.f) return sign | 126;
+  const int exponent = size < 0.015625f ? -6 : std::ilogb(size);
+  const int steps = int(std::nearbyint(std::ldexp(size, 3 - exponent)));  // of 2^(exponent - 3): 8 … 16, or fewer of what is subnormal
+  return sign | static_cast<unsigned char>(8 * (exponent + 6) + steps);
+}
+
 float exp2_flushed(float v) { return flush(std::exp2(flush(checked(v)))); }
 float rsqrt_flushed(float v) { return flush(1.f / std::sqrt(flush(checked(v)))); }
 float rcp_flushed(float v) { return flush(1.f / flush(checked(v))); }

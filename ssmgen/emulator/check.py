@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from ..accuracy import norm_error
 from ..arguments import Arguments
-from ..calls.checks import DTYPES
+from ..calls.checks import STATES
+from ..engine.narrow_reference import widened
 from ..engine.trial import TOLERANCE, Trial
 from ..errors import SsmgenError
 from ..family import parts, records
@@ -35,18 +37,27 @@ def check(spec: KernelSpec, arch: Arch, batch: int = 3, seed: int = 0) -> Outcom
     """
     spec.check(arch)
     trial = trial_of(spec, batch, seed)
-    before = {name: trial.views[name].clone() for name in trial.written}
-    expected = {name: t.double() if t.is_floating_point() else t.clone() for name, t in before.items()}
-    trial.reference(trial.views | expected)
+    before = _numbers(trial, trial.written)
+    expected = {name: t.to(torch.float64, copy=True) if t.is_floating_point() else t.clone() for name, t in before.items()}
+    plain = {name: t for name, t in trial.views.items() if name not in trial.scales.values()}
+    trial.reference(plain | _numbers(trial, trial.scales) | expected)
     for part in spec.kernels:
         values, grid = trial.launch_of(part)
         named = {name: trial.named[name] for name in part.operands()}
         packed = Arguments(part, values).at([t.data_ptr() for t in named.values()])
         run(part, arch, grid, packed, named, trial.written)
-    errors = {name: _error(trial.views[name], before[name], expected[name]) for name in trial.written if name not in trial.between}
+    results = _numbers(trial, trial.written)
+    errors = {name: _error(results[name], before[name], expected[name]) for name in results if name not in trial.between}
     passed = all(error <= _limit(trial, name) for name, error in errors.items())
     blocks = trial.launch_of(spec)[1]
     return Outcome(max((e for name, e in errors.items() if name != "out"), default=0.0), errors.get("out", 0.0), blocks, passed)
+
+
+def _numbers(trial: Trial, names: Iterable[str]) -> dict[str, Tensor]:
+    """Copies of operands, states in fewer bits as numbers, and not their scales."""
+    scales, views = trial.scales, trial.views
+    wanted = [name for name in names if name not in scales.values()]
+    return {n: widened(views[n], views[scales[n]], torch.float64) if n in scales else views[n].clone() for n in wanted}
 
 
 def trial_of(spec: KernelSpec, batch: int, seed: int) -> Trial:
@@ -67,7 +78,7 @@ def _unchecked(kind: type[KernelSpec]) -> str:
 def _limit(trial: Trial, name: str) -> float:
     if name in trial.exact:
         return 0.0
-    rounding = TOLERANCE[DTYPES[trial.views[name].dtype]]
+    rounding = TOLERANCE[STATES[trial.views[name].dtype]]
     return (max(rounding, 1e-5) if name == "out" else rounding) + (trial.tokens - 1) * TOLERANCE[DType.F32] + trial.slack.get(name, 0.0)
 
 

@@ -193,6 +193,7 @@ inline unsigned load_u32(const void* p) { return emulated_load<unsigned>(p); }
 inline unsigned long long load_u64(const void* p) { return emulated_load<unsigned long long>(p); }
 inline void load_2xu32(const void* p, unsigned* r) { emulator::load(p, r, 8); }
 inline void load_4xu32(const void* p, unsigned* r) { emulator::load(p, r, 16); }
+inline void store_u8(void* p, unsigned char v) { emulator::store(p, &v, 1); }
 inline void store_u16(void* p, unsigned short v) { emulator::store(p, &v, 2); }
 inline void store_u32(void* p, unsigned v) { emulator::store(p, &v, 4); }
 inline void store_2xu32(void* p, const unsigned* v) { emulator::store(p, v, 8); }
@@ -204,6 +205,10 @@ inline unsigned round_2xbf16(float low, float high) { return round_bf16(low) | u
 inline unsigned short round_f16(float v) { return emulator::to_f16(v); }
 inline unsigned round_2xf16(float low, float high) { return round_f16(low) | unsigned(round_f16(high)) << 16; }
 inline float widen_f16(unsigned short v) { return emulator::from_f16(v); }
+inline unsigned widen_2xe4m3(unsigned short v) { return emulator::e4m3_to_f16(v & 255) | unsigned(emulator::e4m3_to_f16(v >> 8)) << 16; }
+inline unsigned round_2xe4m3(float low, float high) { return emulator::to_e4m3(low) | unsigned(emulator::to_e4m3(high)) << 8; }
+inline float max_nan(float a, float b) { return a != a || b != b ? __uint_as_float(0x7fffffffu) : fmaxf(a, b); }
+inline int round_to_int(float v) { return v != v ? 0 : int(rintf(fminf(fmaxf(v, -2147483648.f), 2147483520.f))); }
 
 inline float exp2_approx(float v) { return emulator::exp2_flushed(v); }
 inline float rsqrt_approx(float v) { return emulator::rsqrt_flushed(v); }
@@ -364,6 +369,7 @@ inline Place place_in(const emulator::Shared<T>& array, unsigned i) {
 }
 inline Place operator+(Place p, int words) { return p.i += words, p; }
 inline unsigned load_word(Place from, int ahead) { return *static_cast<const unsigned*>(emulator::shared_load(from.array, from.i + ahead)); }
+inline void load_pair(Place from, int ahead, unsigned* r) { emulator::load_pair(r, from.array, from.i + ahead); }
 inline void load_quad(Place from, int ahead, unsigned* r) { emulator::load_4_shared(from.array, from.i + ahead, r); }
 inline void store_quad(Place to, int ahead, const unsigned* v) { emulator::store_4_shared(to.array, to.i + ahead, v); }
 [[gnu::always_inline]] inline void load_matrices(unsigned (&r)[4], Place from, int ahead) {

@@ -104,6 +104,8 @@ void check_sums(const void* numbers, u32 bytes);
 u16 to_bf16(float v);
 u16 to_f16(float v);
 float from_f16(u16 h);
+u16 e4m3_to_f16(unsigned char v);
+unsigned char to_e4m3(float v);
 float exp2_flushed(float v);
 float rsqrt_flushed(float v);
 float rcp_flushed(float v);

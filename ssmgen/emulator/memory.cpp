@@ -25,11 +25,12 @@ void Machine::access(const void* address, u32 bytes, Access kind, u32 alignment)
   if (!in->writable) fail(std::string(what) + " to " + in->name + ", which is read only");
   if (kind == Access::kAtomic) return;
   auto& cells = writers[in - operands.data()];
-  if (!cells) cells.reset(static_cast<u32*>(std::calloc(in->bytes / 2 + 1, sizeof(u32))));
+  const u32 grain = in->element == 1 ? 1 : 2;  // bytes that one thread writes
+  if (!cells) cells.reset(static_cast<u32*>(std::calloc(in->bytes / grain + 1, sizeof(u32))));
   if (!cells) throw std::bad_alloc();
   const u32 moment = now();
-  for (u32 i = 0; i < bytes; i += 2) {
-    u32& w = cells[(p + i - in->begin) / 2];
+  for (u32 i = 0; i < bytes; i += grain) {
+    u32& w = cells[(p + i - in->begin) / grain];
     if (w && !ordered(w))
       fail("store to an address that thread " + thread_of(w) + " of block " + std::to_string(moments[w].block) +
            " also writes, with no barrier between" + nearest(p));

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calls.checks import TORCH_DTYPES
+from ..calls.checks import STORED_DTYPES, TORCH_DTYPES
 from ..calls.planning import Caller
-from ..spec import DType, Index, Loads
+from ..spec import DType, Index, Loads, Narrow
 from .layer import Layer
 from .trial import INTEGERS, TOLERANCE, Trial, randn, trial
 
@@ -28,9 +28,9 @@ class Maker:
     def randn(self, dtype: DType, *shape: int, odd: bool = False) -> Tensor:
         return randn(dtype, *shape, odd=odd, g=self.generator)
 
-    def state(self, dtype: DType, slots: int, shape: tuple[int, ...], odd: bool) -> Tensor:
+    def state(self, dtype: DType | Narrow, slots: int, shape: tuple[int, ...], odd: bool) -> Tensor:
         size = torch.Size(shape).numel()
-        pool = torch.randn(slots, size + (1 if odd else 16), generator=self.generator).to(TORCH_DTYPES[dtype])
+        pool = torch.randn(slots, size + (1 if odd else 16), generator=self.generator).to(STORED_DTYPES[dtype])
         return pool[:, :size].unflatten(1, shape)
 
     def convolution(self, spec: Layer, slots: int, batch: int, channels: int) -> dict[str, Tensor | None]:
@@ -61,10 +61,10 @@ class Maker:
         wide = torch.full((rows, spec.conv.tokens + 1, row), 7.0, dtype=TORCH_DTYPES[spec.conv_dtype])
         return wide[..., : channels * (length + gap)].unflatten(-1, (channels, length + gap))[..., :length]
 
-    def states(self, dtype: DType, rows: int, tokens: int, shape: tuple[int, ...], odd: bool) -> Tensor:
+    def states(self, dtype: DType | Narrow, rows: int, tokens: int, shape: tuple[int, ...], odd: bool) -> Tensor:
         """A buffer for the states after each token, with one column too many."""
         size = torch.Size(shape).numel()
-        wide = torch.full((rows, tokens + 1, size + (1 if odd else 16)), 7.0, dtype=TORCH_DTYPES[dtype])
+        wide = torch.full((rows, tokens + 1, size + (1 if odd else 16)), 7.0, dtype=STORED_DTYPES[dtype])
         return wide[..., :size].unflatten(-1, shape)
 
     def rows(self, index: Index, rows: int, batch: int) -> Tensor | None:
@@ -85,7 +85,7 @@ class Maker:
         return slots, {"state_indices": source, "dst_state_indices": target, "num_accepted_tokens": counts.to(INTEGERS[count])}
 
     def several(
-        self, spec: Any, slots: int, batch: int, kept: DType | None, shape: tuple[int, ...], channels: int
+        self, spec: Any, slots: int, batch: int, kept: DType | Narrow | None, shape: tuple[int, ...], channels: int
     ) -> tuple[int, dict[str, Any]]:
         """(size of the pool, what calls of several tokens have beside), with states of this type and shape after each token."""
         found: dict[str, Any] = {}

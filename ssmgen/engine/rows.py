@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from ..spec import SM90, Arch, DType, KernelSpec, Loads, Needs, Pdl, Problem, is_pow2, must
+from ..spec import SM90, Arch, DType, KernelSpec, Loads, Narrow, Needs, Pdl, Problem, is_pow2, must
 
 
 class RowProblem(Problem):
@@ -36,8 +36,13 @@ class RowProblem(Problem):
         raise NotImplementedError
 
     @property
-    def row_dtype(self) -> DType:
+    def row_dtype(self) -> DType | Narrow:
         raise NotImplementedError
+
+    @property
+    def scaled(self) -> bool:
+        """Whether every row of the state has a scale."""
+        return isinstance(self.row_dtype, Narrow)
 
     @property
     def row_loads(self) -> Loads:
@@ -74,7 +79,7 @@ class RowSpec(KernelSpec, RowProblem):
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, prefetch=self.prefetch > 0)
+        return replace(super().needs, prefetch=self.prefetch > 0, lines=self.prefetch > 0 and self.scaled)
 
     @property
     def passes(self) -> int:
@@ -144,11 +149,11 @@ class RowSpec(KernelSpec, RowProblem):
         return "_".join([text, *([f"pf{self.prefetch}"] if self.prefetch else []), *([] if self.pdl is Pdl.OFF else ["pdl"])])
 
 
-def axes() -> Iterator[dict[str, Any]]:
+def axes(most_vec: int = 8) -> Iterator[dict[str, Any]]:
     """The choices worth trying, legal for some problems: what a tuner searches, and what the tests hold to be bit-equal."""
     tried: dict[str, tuple[Any, ...]] = {
         "lanes": (1, 2, 4, 8, 16, 32),
-        "vec": (2, 4, 8),
+        "vec": tuple(vec for vec in (2, 4, 8, 16) if vec <= most_vec),
         "ilp": (1, 2, 4, 8),
         "tile": (8, 16, 32, 64, 128, 256),
         "threads": (32, 64, 128, 256),

@@ -45,10 +45,14 @@ def rounded(values: Tensor, dtype: torch.dtype, random: Tensor) -> Tensor:
     return result.to(torch.int32).to(torch.int16).view(dtype)
 
 
+def words_of(count: int, seed: int, rounds: int, slot: int, stream: int, device: torch.device) -> Tensor:
+    """[count] int64: the random 32-bit words of a slot's elements, of which four neighbours share a counter."""
+    first = torch.arange(slot * count, (slot + 1) * count, 4, device=device)
+    return torch.stack(philox(seed, first, rounds, stream), -1).view(-1)
+
+
 def stored(state: Tensor, dtype: torch.dtype, seed: int, rounds: int, slot: int, stream: int = 0) -> Tensor:
     """A slot's new state [heads, headdim, d_state] as it is stored: with the slot's noise in float16 and bfloat16, else to nearest."""
     if not rounds or dtype not in (torch.float16, torch.bfloat16):
         return state.to(dtype)
-    first = torch.arange(slot * state.numel(), (slot + 1) * state.numel(), 4, device=state.device)
-    random = torch.stack(philox(seed, first, rounds, stream), -1)
-    return rounded(state.reshape(-1), dtype, random.view(-1)).view(state.shape)
+    return rounded(state.reshape(-1), dtype, words_of(state.numel(), seed, rounds, slot, stream, state.device)).view(state.shape)

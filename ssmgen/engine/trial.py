@@ -14,13 +14,14 @@ import torch
 from torch import Generator, Tensor
 
 from ..arguments import Value
-from ..calls.checks import TORCH_DTYPES
+from ..calls.checks import NARROW, STORED_DTYPES, TORCH_DTYPES
 from ..calls.planning import Caller
-from ..spec import DType, Index, KernelSpec
+from ..spec import DType, Index, KernelSpec, Narrow
 
 INTEGERS = {Index.I32: torch.int32, Index.I64: torch.int64}
-# Norm error that one rounding to the dtype, and f32 arithmetic, leave.
-TOLERANCE = {DType.F32: 2e-6, DType.F16: 6e-4, DType.BF16: 5e-3}
+# Norm error that one rounding to the dtype, and f32 arithmetic, leave; with scales, of rows of normal values.
+TOLERANCE: dict[DType | Narrow, float] = {DType.F32: 2e-6, DType.F16: 6e-4, DType.BF16: 5e-3}
+TOLERANCE |= {Narrow.I16: 6e-5, Narrow.I8: 1.5e-2, Narrow.E4M3: 4e-2}
 
 Views = dict[str, Tensor]
 
@@ -37,6 +38,7 @@ class Trial(NamedTuple):
     exact: tuple[str, ...] = ()  # of what is written: copies of inputs
     slack: Mapping[str, float] = {}  # of what is written: more than one rounding's norm error, for what is rounded on the way there
     tokens: int = 1  # through which an error may grow, at most
+    scales: Mapping[str, str] = {}  # {state: its scales}, of those that are written in fewer bits: they are compared as numbers
 
 
 def trial(
@@ -102,12 +104,27 @@ def runs(values: Tensor, dtype: DType) -> Tensor:
     return torch.empty_strided(values.shape, strides[::-1], dtype=TORCH_DTYPES[dtype]).copy_(values)
 
 
-def states(dtype: DType, lead: Sequence[int], inner: Sequence[int], gap: int) -> Tensor:
+def states(dtype: DType | Narrow, lead: Sequence[int], inner: Sequence[int], gap: int) -> Tensor:
     """Not filled yet: dense states [inner], `gap` elements between one and the next of those that `lead`, one axis or two, counts."""
     dense = torch.empty(*inner, device="meta")
     apart = dense.numel() + gap
     strides = [apart * lead[-1], apart][-len(lead) :]
-    return torch.empty_strided((*lead, *inner), (*strides, *dense.stride()), dtype=TORCH_DTYPES[dtype])
+    return torch.empty_strided((*lead, *inner), (*strides, *dense.stride()), dtype=STORED_DTYPES[dtype])
+
+
+def fill(state: Tensor, g: Generator) -> Tensor:
+    """Normal values; in fewer bits about a third of the largest."""
+    values = torch.randn(state.shape, generator=g)
+    if state.dtype in NARROW:
+        most = NARROW[state.dtype].largest
+        values = (values * (most / 3)).clamp(-most, most)
+    return state.copy_(values)
+
+
+def scales(state: Tensor, g: Generator) -> Tensor:
+    """A scale for each row, such that it is of the size of one; rows are not neighbours in memory."""
+    wide = torch.rand(*state.shape[:-1], 2, generator=g) + 0.5
+    return (wide * (3 / NARROW[state.dtype].largest))[..., 0]
 
 
 def slot_indices(index: Index, batch: int, slots: int, g: Generator) -> Tensor:

@@ -96,17 +96,23 @@ def _commit(name: str) -> tuple[Callable[..., Any], Arguments]:
     return getattr(ssmgen, f"{name}_commit"), given
 
 
-def wrong(kwargs: Arguments) -> Iterator[tuple[str, Arguments]]:
-    """The arguments with one axis of one tensor an element longer, one shorter, or with an axis more."""
+def wrong(kwargs: Arguments) -> Iterator[tuple[str, Callable[[], Arguments]]]:
+    """What makes the arguments with one axis of one tensor an element longer, one shorter, or with an axis more."""
     leaves, tree = pytree.tree_flatten(kwargs)
     names = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(kwargs)[0]]
     for i, t in enumerate(leaves):
         if not isinstance(t, Tensor):
             continue
-        changed = [(f"[{a}] + 1", t.new_zeros([n + (b == a) for b, n in enumerate(t.shape)])) for a in range(t.dim())]
-        changed += [(f"[{a}] - 1", t.narrow(a, 0, n - 1)) for a, n in enumerate(t.shape) if n]
-        for how, new in [*changed, ("[None]", t[None])]:
-            yield f"{names[i]}{how}", pytree.tree_unflatten([new if v is t else v for v in leaves], tree)
+        longer = [[n + (b == a) for b, n in enumerate(t.shape)] for a in range(t.dim())]
+        changed = [(f"[{a}] + 1", partial(t.new_zeros, shape)) for a, shape in enumerate(longer)]
+        changed += [(f"[{a}] - 1", partial(t.narrow, a, 0, n - 1)) for a, n in enumerate(t.shape) if n]
+        for how, new in [*changed, ("[None]", partial(t.unsqueeze, 0))]:
+            yield f"{names[i]}{how}", partial(_with, leaves, tree, t, new)
+
+
+def _with(leaves: list[Any], tree: Any, old: Tensor, new: Callable[[], Tensor]) -> Arguments:
+    made = new()
+    return pytree.tree_unflatten([made if v is old else v for v in leaves], tree)
 
 
 # What is said of a call: the sentences of its error, or what its results are.
@@ -160,7 +166,8 @@ def disagreements(
     """Where any of `ways` says another thing than a call in memory, of the form itself and of the chosen wrong ones; counts all."""
     function, kwargs = form.make()
     found = []
-    for how, given in [("as it is", kwargs), *choose(list(wrong(kwargs)))]:
+    for how, make in [("as it is", lambda: kwargs), *choose(list(wrong(kwargs)))]:
+        given = make()
         want = of_memory(function, given)
         counts["refused" if isinstance(want, list) else "taken"] += 1
         for way, said_by in ways.items():

@@ -77,7 +77,7 @@ def test_results_of_other_sizes(function, run, sizes):
 
 
 @by_both
-@pytest.mark.parametrize("heads", [1, pytest.param(4, marks=laws.NOT_YET)])
+@pytest.mark.parametrize("heads", [1, 4])
 def test_keys_that_are_nearly_one_from_zeros(run, heads):
     laws.is_accurate_from_zeros(run, replace(KDA, head_k=64, head_v=64, heads=heads, key_heads=heads), 260)
 

@@ -14,7 +14,7 @@ from tools.demo import measure, run
 from tools.demo import presets as known
 from tools.demo.__main__ import demo
 from tools.demo.decode import Greedy, prompt
-from tools.demo.measure import FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Options
+from tools.demo.measure import ACCELERATED, FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Options
 from tools.demo.presets import Preset
 from tools.demo.run import Report
 
@@ -38,7 +38,8 @@ def test_a_family_is_measured_in_every_way(name):
     rows, failed = run.family(narrow(name), (1, 3), Options(layers=2, tokens=4, rounds=2))
     Report({}, rows, failed).check()
     for row in rows:
-        assert not row.notes and row.ms.keys() == row.kernels.keys() == {PLAIN, PATCHED, FUSED, GRAPH, FUSED_GRAPH}
+        assert not row.notes and row.ms.keys() == {*row.kernels, ACCELERATED}
+        assert row.kernels.keys() == {PLAIN, PATCHED, FUSED, GRAPH, FUSED_GRAPH} and row.ms[ACCELERATED] < row.ms[PLAIN]
         assert row.kernels[FUSED] < row.kernels[PATCHED] < row.kernels[PLAIN] and row.kernels[GRAPH] > 0 and row.same == row.tokens == 24
         assert row.ms[GRAPH] < row.ms[PLAIN]
 
@@ -76,4 +77,5 @@ def test_the_command_prints_and_saves(monkeypatch, tmp_path):
     assert result.exit_code == 0, result.stderr
     assert "| mamba2 | none | 2 | 2 |" in result.stdout
     saved = json.loads(file.read_text())
-    assert saved["device"] == torch.cuda.get_device_name() and saved["rows"][0]["ms"].keys() == {PLAIN, PATCHED, FUSED, GRAPH, FUSED_GRAPH}
+    ways = {PLAIN, PATCHED, FUSED, GRAPH, FUSED_GRAPH, ACCELERATED}
+    assert saved["device"] == torch.cuda.get_device_name() and saved["rows"][0]["ms"].keys() == ways

@@ -15,14 +15,15 @@ from selective_cases import BF16, F16, F32, Sizes, make, same, starts_of
 import ssmgen
 from ssmgen import registry, runtime
 from ssmgen.families.selective_scan.problem import OPERATOR, SelectiveProblem
-from ssmgen.spec import Arch, changed
+from ssmgen.families.selective_scan.roles import RolesSpec
+from ssmgen.spec import Arch, changed, flat
 
 pytestmark = pytest.mark.gpu
 
 MODEL = Sizes(dim=1536, device="cuda")
 FEW = replace(MODEL, dim=768)  # channels: the rule cuts long sequences of these
 EXACT = replace(MODEL, dim=256, x=F32)
-SIZE = {"few": 1, "many": 65536}  # channels of all sequences, as the rules count them
+SIZE = {"few": 1, "roles": 8192, "many": 65536}  # channels of all sequences, as the rules count them
 
 
 def served(size: int, **how: Any) -> Any:
@@ -139,6 +140,27 @@ def test_variants_are_bit_equal(x, first):
     ):
         found = served(1, **plain | how)(**call)
         assert all(same(a, b) for a, b in zip(found, wanted, strict=True)), how
+
+
+@pytest.mark.parametrize("x", [BF16, F32])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("tokens", [1, 31, 333, 1024])
+def test_roles_change_no_bit(x, first, tokens):
+    """Nor do they in any of a hundred launches of each."""
+    call: dict[str, Any] = make(replace(MODEL, x=x), 2, tokens) | {"return_final_states": True}
+    call = laws.channels_first(call, True) if first else call
+    wanted = ssmgen.selective_scan(**call, segments=1)
+    small = {"warps": 4, "tile": 16}
+    for how in (small, small | {"abreast": 1, "lead": 2}, small | {"aides": 8, "apart": True}, {"warps": 8, "abreast": 1, "tile": 8}):
+
+        def spec(problem: SelectiveProblem, how: dict[str, Any] = how) -> RolesSpec:
+            arch = runtime.device_arch(torch.cuda.current_device())
+            plain = registry.select(OPERATOR, problem, 1, arch, arch >= Arch(90))
+            return changed(RolesSpec(**flat(plain)), **{"min_blocks": 1, "lanes": 4} | how)
+
+        run = partial(laws.launched, function=ssmgen.selective_scan, spec=spec, segments=1)
+        for _ in range(100):
+            assert all(same(a, b) for a, b in zip(run(**call), wanted, strict=True)), how
 
 
 def test_the_same_bits_every_time():

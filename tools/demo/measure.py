@@ -4,8 +4,9 @@ Milliseconds per token: a loop of greedy decode steps behind a short prompt, on 
 it but not in it. The ways of decoding take turns, in the opposite order every other round; each gets the median of its rounds.
 transformers, patched and fused (patch(fuse=True), of families that have such layers) run the same eager step on the cache that generate()
 makes, which grows. A graph replays one captured step on transformers' StaticCache; its first tokens are those of eager steps on such a
-cache. generate() itself adds host time of its own to each token. Attention is without cuDNN, which plans anew for each length of the
-cache, some 20 ms, and would charge that to whoever comes to a length first.
+cache. generate() itself adds host time of its own to each token. accelerate is the generate of ssmgen.accelerate(model), which replays such
+a graph of the fused model, per token behind the first: what so many more take than one, apart from the others and behind them. Attention is
+without cuDNN, which plans anew for each length of the cache, some 20 ms, and would charge that to whoever comes to a length first.
 
 Kernels: those that torch.profiler sees in one step, without copies and fills by the driver.
 
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ssmgen import accelerate
 from ssmgen.compat import hf
 
 from . import DemoError
@@ -34,6 +36,7 @@ from .decode import PROMPT, Captured, Greedy, prompt
 from .presets import Preset
 
 PLAIN, PATCHED, FUSED, GRAPH, FUSED_GRAPH = "transformers", "patched", "fused", "graph", "fused graph"
+ACCELERATED = "accelerate"
 WARM_STEPS, CHECKED = 3, 4
 SPARE = 16  # steps of a static cache for all that is not timed
 FEWEST = 2  # layers of the model in f32
@@ -193,7 +196,34 @@ def decoded(model: torch.nn.Module, batch: int, options: Options) -> dict[str, A
                 except DemoError as e:
                     notes[f"{name} kernels"] = first_line(e)
         ms = interleaved_ms(ways, options.tokens, options.rounds, torch.cuda.synchronize)
+        try:
+            ms[ACCELERATED] = accelerated_ms(model, ids, options, torch.cuda.synchronize)
+        except Exception as e:  # whatever a step on a cache of its own does
+            notes[f"{ACCELERATED} ms"] = first_line(e)
     return {"ms": ms, "kernels": counts, "notes": notes}
+
+
+def accelerated_ms(model: torch.nn.Module, ids: torch.Tensor, options: Options, synchronize: Callable[[], None]) -> float:
+    """Median milliseconds of generate's tokens behind the first; none ends a sequence. Raises DemoError where no step is captured."""
+
+    def seconds(count: int) -> float:
+        synchronize()
+        start = time.perf_counter()
+        fast.generate(ids, count)
+        synchronize()
+        return time.perf_counter() - start
+
+    told, more = model.generation_config, options.tokens
+    ends, told.eos_token_id = told.eos_token_id, None
+    try:
+        with accelerate(model, (len(ids),), prompt_length=ids.shape[1]) as fast:
+            fast.generate(ids, more + 1)  # captures
+            eager = [words for words in fast.left if "not captured" in words or "generate is" in words]
+            if eager and ids.is_cuda:
+                raise DemoError("; ".join(eager))
+            return statistics.median(seconds(more + 1) - seconds(1) for _ in range(options.rounds)) * 1e3 / more
+    finally:
+        told.eos_token_id = ends
 
 
 def _ways(model: torch.nn.Module, ids: torch.Tensor, options: Options) -> tuple[dict[str, Way], dict[str, str]]:

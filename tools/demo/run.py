@@ -18,7 +18,7 @@ from ssmgen.errors import bullets
 from . import DemoError
 from . import measure as measuring
 from . import prompts as prompting
-from .measure import FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Options, Row
+from .measure import ACCELERATED, FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Options, Row
 from .presets import Preset
 from .prompts import PromptRow
 
@@ -159,5 +159,5 @@ def line(row: Row | PromptRow) -> str:
     if isinstance(row, PromptRow):
         ms = ", ".join(f"{way} {row.ms[way]:.1f}" for way in (PLAIN, PATCHED, FUSED) if way in row.ms)
         return f"{row.family}, batch {row.batch}, a prompt of {row.length}: ms to the first token {ms}"
-    ms = ", ".join(f"{way} {row.ms[way]:.2f}" for way in (PLAIN, PATCHED, FUSED, GRAPH, FUSED_GRAPH) if way in row.ms)
+    ms = ", ".join(f"{way} {row.ms[way]:.2f}" for way in (PLAIN, PATCHED, FUSED, GRAPH, FUSED_GRAPH, ACCELERATED) if way in row.ms)
     return f"{row.family}, batch {row.batch}: ms per token {ms}; {row.same} of {row.tokens} tokens the same"

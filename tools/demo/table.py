@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .measure import FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Row
+from .measure import ACCELERATED, FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Row
 from .presets import SHARED
 from .prompts import WITHOUT, PromptRow
 from .run import Report
@@ -63,6 +63,8 @@ COLUMNS = (
     Column("", _speedup(GRAPH), f"{GRAPH} ms"),
     Column("fused graph ms", _ms(FUSED_GRAPH), f"{FUSED_GRAPH} ms"),
     Column("", _speedup(FUSED_GRAPH), f"{FUSED_GRAPH} ms"),
+    Column("accelerate ms", _ms(ACCELERATED), f"{ACCELERATED} ms"),
+    Column("", _speedup(ACCELERATED), f"{ACCELERATED} ms"),
     Column("kernels", _kernels(PLAIN), f"{PLAIN} kernels"),
     Column("patched kernels", _kernels(PATCHED), f"{PATCHED} kernels"),
     Column("fused kernels", _kernels(FUSED), f"{FUSED} kernels"),

@@ -11,6 +11,7 @@ FAMILY = Family(
     tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     sharding="sharding:RULES",
+    context="context:RULES",
     trials="trial:TRIALS",
     page="operators/causal_conv1d.md",
 )

@@ -163,6 +163,7 @@ class Chain(ChunkKernel, Stated):
     __slots__ = ()
     written: ClassVar[tuple[str, ...]] = ("out", "final_states", "state", "checkpoints")
     terms: ClassVar[int] = 1  # 16-bit terms of an operand of a product
+    ends: ClassVar[bool] = False  # whether it makes N and M of whole sequences, and no outputs
 
     state_loads: Loads
     tile: int

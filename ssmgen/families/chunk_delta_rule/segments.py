@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from ...spec import LATER, Arch, DType, Index, KernelSpec, Needs, Pdl, must
+from ...spec import LATER, Arch, DType, Index, KernelSpec, Layout, Loads, Needs, Pdl, must
 from ..linear_attention.problem import Beta
 from .by_warpgroups import ROWS, SMS
 from .chain import ChainSpec
@@ -67,6 +67,7 @@ class Sums(Chain, Divided):
     __slots__ = ()
     written: ClassVar[tuple[str, ...]] = ("images",)
     sums: ClassVar[bool] = True
+    transitions: bool = True  # M too
 
     @property
     def ahead(self) -> tuple[KernelSpec, ...]:
@@ -88,7 +89,7 @@ class Sums(Chain, Divided):
 
     def violations(self, arch: Arch) -> list[str]:
         return super().violations(arch) or [
-            *must(self.divided, "a sequence of one segment has no sums"),
+            *must(self.divided or self.ends, "a sequence of one segment has no sums"),
             *must(self.head_k % self.tile == 0, f"tile {self.tile} does not divide K {self.head_k}"),
         ]
 
@@ -138,6 +139,58 @@ class WarpgroupSumsSpec(Sums, WarpgroupChainSpec):
 
     def constants(self) -> dict[str, Any]:
         return super().constants() | {"registers": SUMMING}
+
+
+class Ends(Sums):
+    """What kernels that make N and M of whole sequences have in common, from zeros: what these begin in need not be there yet.
+
+    ends: [sequences, HV, V + K, K] f32, N and below it M, which without `transitions` is left alone
+    """
+
+    __slots__ = ()
+    here: ClassVar[tuple[str, ...]] = ("images", "k", "v", "cu_seqlens", "ends")
+    written: ClassVar[tuple[str, ...]] = ("ends",)
+    ends: ClassVar[bool] = True
+
+    @property
+    def tiles(self) -> int:
+        return (self.head_v + self.head_k * self.transitions) // self.tile
+
+    def blocks(self, counts: Counts) -> int:
+        return counts.sequences * counts.heads * self.tiles
+
+    def elements(self) -> dict[str, str]:
+        return super().elements() | {"ends": "f32"}
+
+    @property
+    def stem(self) -> str:
+        return super().stem.replace("_sums_", "_ends_" if self.transitions else "_ends_n_", 1)
+
+
+def of_ends(fields: dict[str, Any], transitions: bool) -> dict[str, Any]:
+    """The fields of a kernel that makes ends, of those of a kernel that makes sums."""
+    nothing = {"initial": False, "pool": False, "started": False, "index": Index.NONE, "segments": 1, "segment_chunks": 1}
+    return fields | nothing | {"state": DType.F32, "layout": Layout.VK, "state_loads": Loads.VECTOR, "transitions": transitions}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndsSpec(Ends, SumsSpec):
+    """N and M of sequences, by each warp's products."""
+
+    family: ClassVar[str] = "chunk_delta_rule_ends"
+    here: ClassVar[tuple[str, ...]] = Ends.here
+
+    transitions: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarpgroupEndsSpec(Ends, WarpgroupSumsSpec):
+    """N and M of sequences, by warpgroups."""
+
+    family: ClassVar[str] = "chunk_delta_rule_warpgroup_ends"
+    here: ClassVar[tuple[str, ...]] = Ends.here
+
+    transitions: bool = True
 
 
 class Join(ChunkKernel, Divided):

@@ -50,6 +50,12 @@ class WarpgroupChainSpec(ByWarpgroups, ChainSpec):
         tile = TILES[-1] if self.head_k % TILES[-1] == 0 and self.head_v % TILES[-1] == 0 else ROWS
         return WarpgroupSumsSpec(**of_sums(self), tile=tile, stages=self.stages)
 
+    def ending(self, transitions: bool) -> ChainSpec:
+        from .segments import WarpgroupEndsSpec, of_ends, of_sums
+
+        wide = self.head_k % TILES[-1] == 0 and self.head_v % TILES[-1] == 0 and transitions
+        return WarpgroupEndsSpec(**of_ends(of_sums(self), transitions), tile=TILES[-1] if wide else ROWS, stages=self.stages)
+
     @property
     def stage_bytes(self) -> int:
         """k, q, v, T, P with room for all rows of their panels, and coefficients, each from a multiple of 1024 on."""

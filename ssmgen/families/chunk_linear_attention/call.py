@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import cast
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from ...calls import checks
 from ...calls.prompts import States
-from ...calls.public import Call, operator
+from ...calls.public import Before, Call, operator
 from ...calls.scalars import integer
 from ...errors import ArgumentError
 from ..chunk_delta_rule.segments import MOST
@@ -144,7 +143,7 @@ def chunk_gdn2(
     product, wrong = _product(v, w)
     tokens = {"q": q, "k": k, "v": product, "gk": g, "erase": b, "A_log": A_log, "dt_bias": dt_bias}
     call = _call("chunk_gdn2", tokens, states, how, pdl, wrong + gate_objections(A_log, dt_bias, lower_bound))
-    return cast(Tensor, call if wrong else call._replace(before=partial(torch.mul, v, w, out=product)))
+    return cast(Tensor, call if wrong else call._replace(before=Before(torch.mul, (v, w), product)))
 
 
 @operator(like="v", segments=SEGMENTS)

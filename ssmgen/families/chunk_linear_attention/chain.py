@@ -67,6 +67,15 @@ class ChainSpec(Chain, LinearSpec, LinearPromptProblem):
         tile = max(t for t in TILES if t <= self.tile and self.head_k % t == 0)
         return SumsSpec(**of_sums(self), tile=tile, stages=self.stages, fetchers=self.fetchers, min_blocks=self.min_blocks)
 
+    def ending(self, transitions: bool) -> ChainSpec:
+        """The kernel that makes N of whole sequences, with `transitions` M too, from the images of this one."""
+        from ..chunk_delta_rule.segments import of_ends
+        from .segments import EndsSpec, of_sums
+
+        tile = max(t for t in TILES if t <= self.tile and self.head_k % t == 0)
+        how: dict[str, Any] = {"tile": tile, "stages": self.stages, "fetchers": self.fetchers, "min_blocks": self.min_blocks}
+        return EndsSpec(**of_ends(of_sums(self), transitions), **how)
+
     def blocks(self, counts: Counts) -> int:
         further = self.candidates(counts.tokens, counts.sequences) * (self.segments - 1)  # than each sequence's first segment
         return (counts.sequences + further) * counts.heads * self.tiles

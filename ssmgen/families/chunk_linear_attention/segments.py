@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from ...spec import LATER, Index, Needs
 from ..chunk_delta_rule.by_warpgroups import ROWS
-from ..chunk_delta_rule.segments import SUMMING, Join, Sums, asked, joining
+from ..chunk_delta_rule.segments import SUMMING, Ends, Join, Sums, asked, joining
 from ..linear_attention.problem import Beta, Gate
 from .chain import ChainSpec, Stage
 from .problem import LinearPromptProblem, Rule, workspace_bytes
@@ -15,6 +15,7 @@ from .spec import LinearSpec, of_problem
 from .warpgroups import WarpgroupChainSpec, half_words, joined, panels
 
 _HERE = ("images", "v", "cu_seqlens", "initial_states", "state", "state_indices", "has_initial_state")
+_ENDS = ("images", "v", "cu_seqlens", "ends")
 
 
 def cut_by(rule: Rule, segments: int | None, heads: int, head_v: int, longest: int) -> dict[str, Any]:
@@ -98,6 +99,26 @@ class WarpgroupSumsSpec(Sums, WarpgroupChainSpec):
 
     def constants(self) -> dict[str, Any]:
         return super().constants() | {"registers": SUMMING, "filled_by": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndsSpec(Ends, SumsSpec):
+    """N and M of sequences, by each warp's products."""
+
+    family: ClassVar[str] = "chunk_linear_attention_ends"
+    here: ClassVar[tuple[str, ...]] = _ENDS
+
+    transitions: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarpgroupEndsSpec(Ends, WarpgroupSumsSpec):
+    """N and M of sequences, by warpgroups."""
+
+    family: ClassVar[str] = "chunk_linear_attention_warpgroup_ends"
+    here: ClassVar[tuple[str, ...]] = _ENDS
+
+    transitions: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

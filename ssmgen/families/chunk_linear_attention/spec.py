@@ -10,10 +10,10 @@ number, a chunk that begins in S gives
     X = v - E S^T        u = T X        o = Q S^T + P u        S <- S diag(decay) + u^T W
 
 What reads the state before its decay has gamma of the token before in E and A. beta and what a key's norm is beside a power of two are in
-c: so W is k itself where nothing decays, and T takes their rounding, whose blocks on the diagonal have a second term. Where a rule has
-neither (plain, low rank), c is 1. The first kernel makes all but X, u and o, of all chunks at once, and leaves for each chunk and head an
-*image*; the last one walks a sequence's chunks with a head's S, some of its rows, in f32 in registers. Two more, between them, serve
-sequences that are cut into segments (segments.py).
+c: so W is k itself where nothing decays, and T takes their rounding, whose blocks on the diagonal have a second term, as u has in P u.
+Where a rule has neither (plain, low rank), c is 1. The first kernel makes all but X, u and o, of all chunks at once, and leaves for each
+chunk and head an *image*; the last one walks a sequence's chunks with a head's S, some of its rows, in f32 in registers. Two more, between
+them, serve sequences that are cut into segments (segments.py).
 Bytes per token and head: 4 V of v and out, 2 x (6 K + 192 + K / 16) of images, and q, k and gates once.
 """
 

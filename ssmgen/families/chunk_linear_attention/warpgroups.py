@@ -75,6 +75,13 @@ class WarpgroupChainSpec(ByWarpgroups, ChainSpec):
         tile = TILES[-1] if self.head_k % TILES[-1] == 0 and self.head_v % TILES[-1] == 0 else ROWS
         return WarpgroupSumsSpec(**of_sums(self), tile=tile, stages=self.stages)
 
+    def ending(self, transitions: bool) -> ChainSpec:
+        from ..chunk_delta_rule.segments import of_ends
+        from .segments import WarpgroupEndsSpec, of_sums
+
+        wide = self.head_k % TILES[-1] == 0 and self.head_v % TILES[-1] == 0 and transitions
+        return WarpgroupEndsSpec(**of_ends(of_sums(self), transitions), tile=TILES[-1] if wide else ROWS, stages=self.stages)
+
     @property
     def dynamic_bytes(self) -> int:
         """Bytes of the stages, whose parts begin at multiples of 1024 bytes, and o."""

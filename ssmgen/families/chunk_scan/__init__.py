@@ -4,7 +4,11 @@ from ...family import Family, Kernels
 
 FAMILY = Family(
     name="chunk_scan",
-    kernels=(Kernels("spec:ScanSpec", "spec:ScanProblem"), Kernels("warpgroups:WarpgroupScanSpec")),
+    kernels=(
+        Kernels("spec:ScanSpec", "spec:ScanProblem"),
+        Kernels("warpgroups:WarpgroupScanSpec"),
+        Kernels("ends:EndsSpec", unchecked="it is no call's kernel, but made for those of several ranks"),
+    ),
     functions={
         "chunk_scan": "call:chunk_scan",
         "chunk_simple_gla": "attention:chunk_simple_gla",
@@ -14,6 +18,7 @@ FAMILY = Family(
     tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     sharding="sharding:RULES",
+    context="context:RULES",
     trials="trial:TRIALS",
     asks="models:ASKS",
     page="operators/chunk_scan.md",

@@ -136,6 +136,7 @@ class ScanSpec(KernelSpec, ScanProblem):
 
     family: ClassVar[str] = OPERATOR
     template: ClassVar[str] = "chunk_scan/chunk_scan.cu.j2"
+    states_alone: ClassVar[bool] = False  # whether it makes what tokens add to a state of zeros, and no outputs
 
     tile: int  # rows of headdim per block, 16 per walker
     stages: int = 3  # chunks in shared memory: that of the walkers, that of the mixers, and those on their way
@@ -305,6 +306,7 @@ class ScanSpec(KernelSpec, ScanProblem):
             "seq_idx": [*batch, "token"],
             **dict.fromkeys(("initial_states", "final_states", "state", "checkpoints"), ["slot", "head"]),
             "checkpoint_positions": ["position"],
+            **dict.fromkeys(("since", "ends"), []),
             **dict.fromkeys(("cu_seqlens", "state_indices", "has_initial_state"), ["sequence"]),
         }
         return [(role, axis) for role in self.roles() for axis in axes[role]]
@@ -315,8 +317,8 @@ class ScanSpec(KernelSpec, ScanProblem):
         element: dict[str, Any] = dict.fromkeys(("x", "B", "C", "z", "out"), self.x.value) | dict.fromkeys(states, self.state.value)
         element |= {name: getattr(self, name).value for name in ("dt", "A", "g", "D", "dt_bias") if name in self.roles()}
         element |= {"cu_seqlens": _INTEGER[self.cu_seqlens], "state_indices": _INTEGER[self.index], "has_initial_state": "u8"}
-        element |= {"seq_idx": "int", "checkpoint_positions": _INTEGER[self.checkpoints]}
-        written = ("out", "final_states", "state", "checkpoints")
+        element |= {"seq_idx": "int", "checkpoint_positions": _INTEGER[self.checkpoints], "since": "int", "ends": "f32"}
+        written = ("out", "final_states", "state", "checkpoints", "ends")
         pointers = [Param.pointer(op, element[op], const=op not in written) for op in self.roles()]
         wide = [Param.i64("slots"), Param.i64("pad_slot_id")] if self.index is not Index.NONE else []
         wide += [Param.i64(f"{op}_{axis}") for op, axis in self.strides() if axis in ("batch", "slot")]

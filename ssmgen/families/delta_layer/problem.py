@@ -72,6 +72,7 @@ class DeltaLayerProblem(NormedLayer, LinearAttentionProblem):
             *must(self.norm.weight is None or self.norm.size == self.dim_v, f"groups of {self.norm.size} are not heads of {self.dim_v}"),
             *must(self.ring is Ring.NONE and not (self.layers or self.frozen), "a layer keeps no ring, and has no ring to replay"),
             *must(self.tokens is not Tokens.RAGGED, "a layer of several tokens takes as many of every sequence, and no packed ones"),
+            *must(not self.scaled, "a layer's states are f32, f16 or bf16"),
             *must(self.several or self.update is Update.FINAL, "a layer's call of one token updates the state"),
             *must(
                 self.pool is PoolMode.SINGLE or self.update is Update.EACH,

@@ -35,11 +35,11 @@ from ...bench.progress import PRINTING, Watch
 from ...bench.report import GATE, HOST_BATCH, MAX_SETS, MIN_SETS, cell
 from ...bench.rows import Point
 from ...bench.schema import COUNT, FLAG, TEXT
-from ...calls.checks import TORCH_DTYPES
+from ...calls.checks import STORED_DTYPES
 from ...calls.public import call_of
 from ...errors import SsmgenError
 from ...models import Model
-from ...spec import SM90, DType, PoolMode, must
+from ...spec import SM90, DType, Narrow, PoolMode, must
 from .bench_recurrences import OPS, VALUES, Operand, operands
 from .models import LinearAttention
 from .operands import NAMES
@@ -50,7 +50,7 @@ POOL_BYTES = 4 * 2**30  # of the state; and at most, of the buffers of intermedi
 
 
 OPTIONS = (
-    cli.states,
+    cli.stored,
     cli.batches,
     cli.tokens,
     cli.intermediates,
@@ -112,6 +112,7 @@ class Case:
             self.operands["p"] = self.operands["k"].clone()  # as in the models; with another one the state grows without bound
         self.weights = {name: rand(o, dtype=torch.float32) for name, o in operands(recurrence.weights).items()}
         self.out = torch.empty_like(self.operands["v"])
+        self.scale = reports.scales_of(self.state)
         self.kept = self.raw = None
         if self.ring:
             kept = {n: self.operands[n] for n in ("k", "v", "g", "beta")}
@@ -147,7 +148,7 @@ class Case:
     def arguments(self, i: int) -> dict[str, Any]:
         """Keywords of the i-th call."""
         call = {"state": self.state, **{n: t[i] for n, t in self.operands.items()}, **self.weights, **OPS[self.op].options}
-        call |= {"state_indices": self.slots[i], "out": self.out[i]}
+        call |= {"state_indices": self.slots[i], "out": self.out[i]} | ({} if self.scale is None else {"state_scale": self.scale})
         if self.targets is not None:
             call["dst_state_indices"] = self.targets[i]
         if self.kept is not None:
@@ -179,11 +180,12 @@ class Case:
         for written in [call["out"], *([self.kept[0]] if self.kept is not None else [])]:
             written.fill_(float("nan"))
         self.function(**call, pdl=pdl)
-        results = {"state": self.state[touched], "out": call["out"][rows]}
+        results = {"state": reports.numbers(self.state, self.scale, touched), "out": call["out"][rows]}
         if self.kept is not None:
             results["intermediate_states"] = self.kept[0][rows]
         errors = {name: norm_error(result, expected[name]) for name, result in results.items()}
-        limits = {name: GATE[result.dtype] + (self.tokens - 1) * GATE[torch.float32] for name, result in results.items()}
+        stored = {name: self.state.dtype if name == "state" else result.dtype for name, result in results.items()}
+        limits = {name: GATE[dtype] + (self.tokens - 1) * GATE[torch.float32] for name, dtype in stored.items()}
         if not all(errors[name] < limits[name] for name in errors):
             found = ", ".join(f"{name} error {error:.1e}" for name, error in errors.items())
             raise SsmgenError(f"{self.op} batch {self.batch}, {self.tokens} tokens, {self.pool.value} pool: {found}; not timed")
@@ -195,7 +197,8 @@ class Case:
         indices = [name for name in ("state_indices", "dst_state_indices") if name in call]
         touched = torch.cat([call[name][rows] for name in indices]).long()
         own = torch.arange(len(touched), device=rows.device).split(len(rows))
-        small = {n: v for n, v in call.items() if n != "ring"} | {"state": self.state[touched]} | dict(zip(indices, own, strict=True))
+        small = {n: v for n, v in call.items() if n not in ("ring", "state_scale")} | dict(zip(indices, own, strict=True))
+        small["state"] = reports.numbers(self.state, self.scale, touched)
         small |= {n: call[n][rows] for n in (*self.operands, "out", "intermediate_states") if n in call}
         given, options = call_of(self.function, **small)[1:3]
         views = token_views({name: t for name, t in zip(NAMES, given, strict=True) if t is not None}, options, [])
@@ -248,7 +251,7 @@ PEERS = {"flashinfer": flashinfer, "fla": fla}
 @torch.no_grad()
 def run(
     op: str,
-    states: Sequence[DType] = (),
+    states: Sequence[DType | Narrow] = (),
     batches: Sequence[int] = (),
     tokens: Sequence[int] = (),
     pools: Sequence[PoolMode] = (),
@@ -277,7 +280,7 @@ def run(
     points = list(itertools.product(pools or [PoolMode.SINGLE], tokens or [1], batches or recurrence.batches))
     watch.begins(op, len(state_types) * len(points))
     for state_type in state_types:
-        dtype = TORCH_DTYPES[state_type]
+        dtype = STORED_DTYPES[state_type]
         count = partial(pool_slots, heads * values * dim * dtype.itemsize)
         state = reports.normal_pool(max(count(B, pool) for pool, _, B in points), (heads, values, dim), dtype, "cuda")
         for pool, T, B in points:

@@ -17,6 +17,7 @@ def gated_delta_rule(
     use_qk_l2norm: bool = False, beta_sigmoid: bool = False, allow_neg_eigval: bool = False,
     scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
+    state_scale: Tensor | None = None,
     intermediate_states: Tensor | None = None, update_state: bool = True, ring: Ring | None = None, out: Tensor | None = None,
     pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
@@ -33,7 +34,7 @@ def gated_delta_rule(
     objections = gate_objections(A_log, dt_bias) + beta_objections(beta_sigmoid, allow_neg_eigval)
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
-        update_state, out, pdl, ring,
+        update_state, out, pdl, ring, state_scale,
     )  # fmt: skip
     return decode("gated_delta_rule", form, pool, state, q, k, v, g, None, None, beta, A_log, dt_bias, objections=objections)
 
@@ -45,6 +46,7 @@ def kda(
     lower_bound: float | None = None, use_qk_l2norm: bool = False, beta_sigmoid: bool = False, allow_neg_eigval: bool = False,
     scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
+    state_scale: Tensor | None = None,
     intermediate_states: Tensor | None = None, update_state: bool = True, ring: Ring | None = None, out: Tensor | None = None,
     pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
@@ -58,7 +60,7 @@ def kda(
     objections = gate_objections(A_log, dt_bias, lower_bound) + beta_objections(beta_sigmoid, allow_neg_eigval)
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
-        update_state, out, pdl, ring,
+        update_state, out, pdl, ring, state_scale,
     )  # fmt: skip
     return decode(
         "kda", form, pool, state, q, k, v, None, g, None, beta, A_log, dt_bias, lower_bound=lower_bound, objections=objections
@@ -72,6 +74,7 @@ def gdn2(
     lower_bound: float | None = None, use_qk_l2norm: bool = False,
     scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
+    state_scale: Tensor | None = None,
     intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """Gated DeltaNet 2: S <- S D + (w v - S D (b k)) k^T, with an erase gate per key channel and a write gate per value channel.
@@ -83,7 +86,7 @@ def gdn2(
     objections = gate_objections(A_log, dt_bias, lower_bound)
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
-        update_state, out, pdl,
+        update_state, out, pdl, state_scale=state_scale,
     )  # fmt: skip
     return decode(
         "gdn2", form, pool, state, q, k, v, None, g, None, None, A_log, dt_bias, None, b, w, lower_bound=lower_bound, objections=objections
@@ -96,6 +99,7 @@ def delta_rule(
     use_qk_l2norm: bool = False, beta_sigmoid: bool = False, allow_neg_eigval: bool = False,
     scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
+    state_scale: Tensor | None = None,
     intermediate_states: Tensor | None = None, update_state: bool = True, ring: Ring | None = None, out: Tensor | None = None,
     pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
@@ -104,7 +108,7 @@ def delta_rule(
     objections = beta_objections(beta_sigmoid, allow_neg_eigval)
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
-        update_state, out, pdl, ring,
+        update_state, out, pdl, ring, state_scale,
     )  # fmt: skip
     return decode("delta_rule", form, pool, state, q, k, v, None, None, None, beta, objections=objections)
 
@@ -116,6 +120,7 @@ def comba(
     use_qk_l2norm: bool = False, beta_sigmoid: bool = False,
     scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
+    state_scale: Tensor | None = None,
     intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """Comba: S <- a S + beta (v - S p) k^T, a = e^g: it reads the state before its decay, with a key p […, HK, K] of its own.
@@ -126,7 +131,7 @@ def comba(
     objections = gate_objections(A_log, dt_bias)
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
-        update_state, out, pdl,
+        update_state, out, pdl, state_scale=state_scale,
     )  # fmt: skip
     return decode("comba", form, pool, state, q, k, v, g, None, None, beta, A_log, dt_bias, p, objections=objections)
 

@@ -109,6 +109,7 @@ class LinearAttentionAsk(StateAsk):
 
     operator = OPERATOR
     options = OPTIONS
+    narrow = True
 
 
 KINDS = dict.fromkeys(("gated_delta_rule", "kda", "lightning_attn", "rwkv7"), LinearAttention)

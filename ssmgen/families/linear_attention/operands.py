@@ -45,7 +45,7 @@ KEY_VECTORS = OF_KEY_HEADS + OF_HEADS
 CONTROL = ("state_indices", "dst_state_indices", "num_accepted_tokens", "cu_seqlens")
 RINGED = ("k", "v", "g", "gk", "beta")
 RINGS = tuple(f"ring_{name}" for name in RINGED)
-NAMES = ("state", *OPERANDS, "out", *CONTROL, "intermediate_states", *RINGS)
+NAMES = ("state", *OPERANDS, "out", *CONTROL, "intermediate_states", *RINGS, "state_scale")
 
 
 class Function(NamedTuple):

@@ -27,6 +27,9 @@ class PoolOptions(NamedTuple):
     cu_seqlens: [batch + 1] int32 or int64, where each sequence's tokens start; ends with their number. A sequence may have none
     intermediate_states: [batch, T or more, HV, V, K] (or K, V) of the state's dtype: receives the state after each token
     update_state: False leaves the pool as it is
+    state_scale: [slots, HV, V] f32, of a state of int16, int8 or float8_e4m3fn in layout "vk", which is its elements times the scale of
+        their row, the K elements of a value channel; written with the state, see selective_state_update. Not with intermediate_states, nor
+        with a ring
     ring: of gated_delta_rule, delta_rule and kda alone: receives the tokens' raw k, v, g and beta in the sequence's slot
     out: of v's shape; None for a new one
     pdl: whether the kernel may start while the one ahead of it in the stream ends (it waits before it reads anything); None = where the
@@ -45,6 +48,7 @@ class PoolOptions(NamedTuple):
     out: Tensor | None
     pdl: bool | None
     ring: Ring | None = None
+    state_scale: Tensor | None = None
 
 
 _CONTIGUOUS = torch.contiguous_format
@@ -66,7 +70,7 @@ def decode(
     given = (
         state, q, k, v, g, gk, gv, beta, A_log, dt_bias, read, erase, w, write, alpha, bonus, out, pool.state_indices,
         pool.dst_state_indices, pool.num_accepted_tokens, pool.cu_seqlens, pool.intermediate_states,
-        *_by_operand(pool.ring, gk is not None),
+        *_by_operand(pool.ring, gk is not None), pool.state_scale,
     )  # fmt: skip
     how = Options(form, scale, lower_bound or 0.0, pool.state_layout, pool.pad_slot_id, pool.update_state)
     return cast(Tensor, Call(CALLERS[name], given, how, pool.pdl, objections=objections + ring_objections(pool.ring)))
@@ -81,7 +85,8 @@ def commit(
     k, v, g, gk, beta = _by_operand(ring, per_channel)
     none = (None,) * 6  # read … bonus
     given = (
-        state, None, k, v, g, gk, None, beta, A_log, dt_bias, *none, None, state_indices, None, num_accepted_tokens, None, None, *_NO_RING
+        state, None, k, v, g, gk, None, beta, A_log, dt_bias, *none, None, state_indices, None, num_accepted_tokens, None, None, *_NO_RING,
+        None,
     )  # fmt: skip
     how = Options(form, 1.0, lower_bound or 0.0, state_layout, pad_slot_id, True, commit=True)
     return cast(Tensor, Call(CALLERS[name], given, how, pdl, ("state",), objections + ring_objections(ring)))

@@ -16,6 +16,7 @@ def gla(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, gk: Tensor | None = None, gv: Tensor | None = None, *,
     scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
+    state_scale: Tensor | None = None,
     intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """Gated linear attention: S <- S D + v k^T, with a log decay gk […, HV, K] per key channel, gv […, HV, V] per value channel, or both.
@@ -24,7 +25,7 @@ def gla(
     """
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
-        update_state, out, pdl,
+        update_state, out, pdl, state_scale=state_scale,
     )  # fmt: skip
     return decode("gla", _PLAIN, pool, state, q, k, v, None, gk, gv)
 
@@ -34,6 +35,7 @@ def simple_gla(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, *,
     scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
+    state_scale: Tensor | None = None,
     intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """Linear attention with a log decay g […, HV] or [HV] per head, or none: S <- e^g S + v k^T.
@@ -42,7 +44,7 @@ def simple_gla(
     """
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
-        update_state, out, pdl,
+        update_state, out, pdl, state_scale=state_scale,
     )  # fmt: skip
     return decode("simple_gla", _PLAIN, pool, state, q, k, v, g)
 
@@ -52,6 +54,7 @@ def lightning_attn(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, slope: Tensor, *,
     scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
+    state_scale: Tensor | None = None,
     intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """Lightning attention (MiniMax): S <- e^-slope S + v k^T, with a slope [HV] per head that no token changes.
@@ -60,6 +63,6 @@ def lightning_attn(
     """
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
-        update_state, out, pdl,
+        update_state, out, pdl, state_scale=state_scale,
     )  # fmt: skip
     return decode("lightning_attn", _SLOPE, pool, state, q, k, v, slope)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ... import runtime
 from ...calls import checks
-from ...calls.checks import DTYPES, INDEX
+from ...calls.checks import INDEX, STATES
 from ...calls.planning import Caller, Family
 from ...spec import Index, Layout, Loads, PoolMode, Ring, Update
 from . import commit
@@ -50,7 +50,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     states = [("state", state), *([("intermediate_states", kept)] if kept is not None else [])]
     wide = lane if options.layout == "vk" else min(16 // state.element_size(), V & -V)
     vectors = [n for n in (*KEY_VECTORS, "ring_k", "ring_gk") if n in views] + (["dt_bias"] if "gk" in views and "dt_bias" in views else [])
-    present: dict[str, Any] = {n: DTYPES[t.dtype] for n, t in views.items() if n not in (*CONTROL, "intermediate_states", *RINGS)}
+    others = (*CONTROL, "intermediate_states", *RINGS, "state_scale")
+    present: dict[str, Any] = {n: STATES[t.dtype] for n, t in views.items() if n not in others}
 
     def index(name: str) -> Index:
         return INDEX[views[name].dtype if name in views else None]
@@ -90,6 +91,7 @@ _AXES = {
     "num_accepted_tokens": {"batch": 0},
     "intermediate_states": {"batch": 0, "token": 1},
     **dict.fromkeys(RINGS, {"slot": 0, "token": 1, "head": 2}),
+    "state_scale": {"slot": 0, "head": 1, "row": 2},
 }
 
 
@@ -122,7 +124,7 @@ def grid_of(spec: LinearAttentionSpec, views: Mapping[str, Tensor]) -> int:
 
 FAMILY = Family(
     OPERATOR,
-    written=("out", "state", "intermediate_states", *RINGS),
+    written=("out", "state", "intermediate_states", *RINGS, "state_scale"),
     problem_of=problem_of,
     size_of=lambda views: batch_of(views) if views["v"].numel() else 0,
     grid_of=grid_of,
@@ -146,8 +148,8 @@ _library.define(
     "Tensor(b!)? out, "
     "Tensor? state_indices, Tensor? dst_state_indices, Tensor? num_accepted_tokens, Tensor? cu_seqlens, "
     "Tensor(c!)? intermediate_states, Tensor(d!)? ring_k, Tensor(e!)? ring_v, Tensor(f!)? ring_g, Tensor(g!)? ring_gk, "
-    "Tensor(h!)? ring_beta, str delta, str gate, str beta_form, bool l2norm, float scale, float lower_bound, str layout, "
-    "int pad_slot_id, bool update_state, bool commit, bool? pdl) -> ()",
+    "Tensor(h!)? ring_beta, Tensor(i!)? state_scale, str delta, str gate, str beta_form, bool l2norm, float scale, "
+    "float lower_bound, str layout, int pad_slot_id, bool update_state, bool commit, bool? pdl) -> ()",
     tags=torch.Tag.needs_fixed_stride_order,
 )
 

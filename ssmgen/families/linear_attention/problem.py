@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from ...engine.rows import RowProblem
-from ...spec import LATER, DType, Index, Layout, Loads, PoolMode, Ring, Update, must
+from ...spec import LATER, DType, Index, Layout, Loads, Narrow, PoolMode, Ring, Update, must
 
 
 class Delta(Enum):
@@ -56,7 +56,7 @@ class LinearAttentionProblem(RowProblem):
     delta: Delta = Delta.DECAYED
     layout: Layout = Layout.VK
     tokens: Tokens = Tokens.ONE
-    state: DType = DType.F32
+    state: DType | Narrow = DType.F32
     q: DType = DType.BF16
     k: DType = DType.BF16
     v: DType = DType.BF16
@@ -103,7 +103,7 @@ class LinearAttentionProblem(RowProblem):
         return self.dim_k
 
     @property
-    def row_dtype(self) -> DType:
+    def row_dtype(self) -> DType | Narrow:
         return self.state
 
     @property
@@ -209,5 +209,9 @@ class LinearAttentionProblem(RowProblem):
             *must(not (self.low_rank and self.l2norm), "the low-rank form takes normalised keys"),
             *must(self.several or not (self.intermediates or self.update is Update.EACH), "a state per token needs tokens=many or ragged"),
             *must(not self.frozen or self.may_freeze, "the state can be frozen only where `may_freeze` says so"),
+            *must(
+                not self.scaled or (self.layout is Layout.VK and self.ring is Ring.NONE and not self.intermediates),
+                "states in fewer bits are of layout vk, without a ring and intermediate states",
+            ),
             *must(not self.beta_rows or self.beta is not None, "beta_rows needs beta"),
         ]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...engine.narrow_reference import narrowed, widened
 from ..selective_state_update.reference import softplus, start_slot
 from .operands import OF_KEY_HEADS, OPERANDS, RINGED, WEIGHTS
 
@@ -83,7 +84,7 @@ def linear_attention(
 
     Computes in `dtype`; carries the state through a call's tokens unrounded; writes state, intermediates and out, each rounded once.
     """
-    state, out = views["state"], views["out"]
+    state, out, scales = views["state"], views["out"], views.get("state_scale")
     starts = views["cu_seqlens"].tolist() if "cu_seqlens" in views else None
     batch, heads = (out.shape[0] if starts is None else len(starts) - 1), out.shape[2]
     weights = {n: views[n].to(dtype) for n in WEIGHTS if n in views}
@@ -91,6 +92,12 @@ def linear_attention(
 
     def valid(slot: int) -> bool:
         return 0 <= slot < state.shape[0] and ("state_indices" not in views or slot != pad_slot_id)
+
+    def keep(target: int, S: Tensor) -> None:
+        if scales is None:
+            state[target] = S.to(state.dtype)
+        else:
+            state[target], scales[target] = narrowed(S, state.dtype)
 
     for b in range(batch):
         row, span = (b, range(out.shape[1])) if starts is None else (0, range(starts[b], starts[b + 1]))
@@ -100,7 +107,7 @@ def linear_attention(
         if not valid(slot):
             out[row, span.start : span.stop] = 0
             continue
-        S = state[slot].to(dtype)
+        S = widened(state[slot], None if scales is None else scales[slot], dtype)
         results = []
         for i, t in enumerate(span):
             x = {n: views[n][row, t].to(dtype) for n in tokenwise}
@@ -116,10 +123,10 @@ def linear_attention(
                 columns = views["dst_state_indices"].shape[1]
                 target = int(views["dst_state_indices"][b, i]) if i < columns else -1
                 if valid(target):
-                    state[target] = S.to(state.dtype)
+                    keep(target, S)
         if update_state and ("dst_state_indices" not in views or views["dst_state_indices"].dim() == 1):
             target = int(views["dst_state_indices"][b]) if "dst_state_indices" in views else slot
             if valid(target):
-                state[target] = S.to(state.dtype)
+                keep(target, S)
         if results:
             out[row, span.start : span.stop] = torch.stack(results).to(out.dtype)

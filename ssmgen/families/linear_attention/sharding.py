@@ -11,11 +11,12 @@ _AXES = {
     "out": OPERANDS["v"],
     "state": "batch head row n",
     "intermediate_states": "batch token head row n",
+    "state_scale": "batch head row",
     "ring.k": "batch token group n",
     **dict.fromkeys(("ring.v", "ring.g", "ring.beta"), "batch token head n|batch token head"),
     **CONTROL,
 }
-_WRITTEN = ("state", "out", "intermediate_states", *[f"ring.{name}" for name in _RING])
+_WRITTEN = ("state", "out", "intermediate_states", "state_scale", *[f"ring.{name}" for name in _RING])
 _commit = Rule(_AXES, ("state",), returns=("state",), by_sequence=False, layers=True, tuples={"ring": _RING})
 
 RULES = {

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
 from ...engine.rows import RowSpec, Rule
-from ...spec import Arch, DType, Index, Loads, Needs, Param, PoolMode, Ring, Update, must
+from ...spec import FP8, Arch, DType, Index, Loads, Narrow, Needs, Param, PoolMode, Ring, Update, must
 from .operands import KEY_VECTORS, OF_KEY_HEADS, OPTIONAL, RINGED, ROW_SCALARS, WEIGHTS
 from .problem import Delta, Gate, LinearAttentionProblem, Tokens
 
@@ -42,6 +42,7 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
             return found
         return [
             *must(not self.several or self.tile == self.rows_per_step, "several tokens need all rows of a tile in flight at once"),
+            *must(arch >= FP8 or self.state is not Narrow.E4M3, f"fp8 states need sm_89, not {arch}"),
             *must(self.shared_bytes <= MAX_SHARED, f"{self.shared_bytes} bytes of shared memory exceed 48 KiB"),
             *must(not self.prefetch or self.accepted is Index.NONE, "the bulk L2 prefetch does not know the column that is started from"),
             *must(not self.prefetch or not self.heads_apart, "the bulk L2 prefetch takes heads that lie behind each other"),
@@ -58,7 +59,9 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
     @property
     def needs(self) -> Needs:
         mma = self.state.value if self.frozen else ""
-        return replace(super().needs, mma=mma, raw=self.ring is Ring.STORE, streaming=self.intermediates)
+        by_byte = self.scaled and self.state.size == 1 and self.state_loads is Loads.ELEMENT
+        raw = self.ring is Ring.STORE
+        return replace(super().needs, mma=mma, raw=raw, streaming=self.intermediates, narrow=self.scaled, bytes=by_byte)
 
     @property
     def stem(self) -> str:
@@ -138,7 +141,20 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
         ]
         if self.commit:
             return ["state", "k", "v", *self._given(OPTIONAL), *control]
-        return ["state", "q", "k", "v", *self._given(OPTIONAL), "out", *control, *(f"ring_{name}" for name in self.ringed())]
+        return [
+            "state",
+            "q",
+            "k",
+            "v",
+            *self._given(OPTIONAL),
+            "out",
+            *control,
+            *(f"ring_{name}" for name in self.ringed()),
+            *self._scales(),
+        ]
+
+    def _scales(self) -> list[str]:
+        return ["state_scale"] if self.scaled else []
 
     def ringed(self) -> list[str]:
         """Operands that the ring keeps."""
@@ -165,6 +181,7 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
             "num_accepted_tokens": ["batch"],
             "cu_seqlens": [],
             "intermediate_states": ["batch", "token"],
+            "state_scale": ["slot", "head", "row"],
         }
         return [
             (op, axis, "i64" if op in ("state", "intermediate_states") or axis in ("slot", "layer") else "u32")
@@ -173,13 +190,13 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
         ]
 
     def parameters(self) -> list[Param]:
-        element = {f.name: getattr(self, f.name).value for f in fields(self) if isinstance(getattr(self, f.name), DType)}
+        element = {f.name: getattr(self, f.name).value for f in fields(self) if isinstance(getattr(self, f.name), (DType, Narrow))}
         integer = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
         element |= dict.fromkeys(("state_indices", "dst_state_indices"), integer[self.index])
         element |= {"num_accepted_tokens": integer[self.accepted], "cu_seqlens": integer[self.cu_seqlens]}
-        element["intermediate_states"] = self.state.value
+        element |= {"intermediate_states": self.state.value, "state_scale": "f32"}
         element |= {f"ring_{name}": element[name] for name in self.ringed()}
-        written = ("state", "out", "intermediate_states", *(f"ring_{name}" for name in self.ringed()))
+        written = ("state", "out", "intermediate_states", "state_scale", *(f"ring_{name}" for name in self.ringed()))
         pointers = [Param.pointer(op, element[op], const=op not in written) for op in self.operands()]
         strides = [(Param.i64 if width == "i64" else Param.u32)(f"{op}_{axis}") for op, axis, width in self.strides()]
         strides.sort(key=lambda p: p.code != "q")  # 8-byte arguments first: no padding anywhere in the buffer
@@ -210,6 +227,7 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
             "in_place": (),  # vectors of a token that are staged as they come, ahead of their preparation
             "rows_by_index": False,  # of intermediate states
             "scalars": self.token_scalars(),
+            "narrow_noise": False,
             "tail": self.dim_v % self.tile != 0,
             "vector_state": self.state_loads is Loads.VECTOR,
             "vector_operands": self.operand_loads is Loads.VECTOR,
@@ -219,7 +237,7 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
 def space(problem: LinearAttentionProblem, arch: Arch) -> Iterator[LinearAttentionSpec]:
     """Every legal variant of a problem within the axes worth trying."""
     given = {f.name: getattr(problem, f.name) for f in fields(LinearAttentionProblem)}
-    specs = (LinearAttentionSpec(**given, **how) for how in row_engine.axes())
+    specs = (LinearAttentionSpec(**given, **how) for how in row_engine.axes(16 if problem.scaled else 8))
     return (spec for spec in specs if not spec.violations(arch))
 
 
@@ -227,6 +245,10 @@ ONE_TOKEN = [
     Rule("smallest", 8, tile_kib=8, ilp=2),
     Rule("latency", 48, tile_kib=16),
     Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),
+]
+ONE_BYTE = [  # of such states; by count, not measured: a sixth fewer instructions in two steps
+    Rule("latency", 48, tile_kib=8),
+    Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264, steps=2),
 ]
 FROZEN = [
     Rule("latency", 32, tile_kib=8, ilp=2),
@@ -241,7 +263,8 @@ SEVERAL_TOKENS = [
 def candidates(problem: LinearAttentionProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, LinearAttentionSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
     given = {f.name: getattr(problem, f.name) for f in fields(LinearAttentionProblem)}
-    rules = FROZEN if problem.frozen else SEVERAL_TOKENS if problem.several else ONE_TOKEN
+    one = ONE_BYTE if problem.state.size == 1 else ONE_TOKEN
+    rules = FROZEN if problem.frozen else SEVERAL_TOKENS if problem.several else one
     for rule, how, reason in row_engine.choices(problem, rules, batch, arch, pdl):
         if how is not None and (problem.accepted is not Index.NONE or problem.heads_apart):
             how["prefetch"] = 0

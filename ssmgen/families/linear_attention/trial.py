@@ -6,7 +6,7 @@ import torch
 from torch import Generator, Tensor
 
 from ...calls.checks import TORCH_DTYPES
-from ...engine.trial import INTEGERS, Trial, boundaries, cycled, ordered, slots_of, states, trial
+from ...engine.trial import INTEGERS, Trial, boundaries, cycled, fill, ordered, scales, slots_of, states, trial
 from ...spec import Index, Loads, PoolMode, Update
 from .operands import KEY_VECTORS, OF_KEY_HEADS
 from .planning import CALLERS
@@ -34,7 +34,9 @@ def operands(spec: LinearAttentionSpec, batch: int, seed: int) -> dict[str, Tens
     lead = {Tokens.ONE: (batch,), Tokens.MANY: (batch, max(counts)), Tokens.RAGGED: (sum(counts),)}[spec.tokens]
     lead = (*layers, slots, max(counts)) if spec.commit else lead
     state = _states(spec, *layers, slots, apart=spec.heads_apart)
-    made["state"] = state.copy_(torch.randn(state.shape, generator=g))
+    made["state"] = fill(state, g)
+    if spec.scaled:
+        made["state_scale"] = scales(state, g)
     made["out"] = _placed(spec, "out", torch.full((*lead, spec.nheads, spec.dim_v), float("nan")))
     if spec.intermediates:  # one column too many; or one too few, where calls may keep fewer than they have tokens
         made["intermediate_states"] = _states(spec, batch, max(counts) + (-1 if spec.tokens is Tokens.RAGGED else 1)).fill_(7.0)
@@ -103,7 +105,8 @@ def linear_attention(spec: LinearAttentionSpec, batch: int, seed: int) -> Trial:
         CALLERS["gated_delta_rule_commit" if spec.commit else "gated_delta_rule"],  # all recurrences are checked and launched alike
         operands(spec, batch, seed),
         options,
-        kept=() if update else ("state",),
+        kept=() if update else ("state", "state_scale"),
+        scales={"state": "state_scale"} if spec.scaled else {},
         tokens=max(tokens_of(spec, batch)),
     )
 

@@ -57,7 +57,7 @@ def token_views(named: Mapping[str, Tensor], options: Options, problems: list[st
     """Views of the operands in token form. Adds to `problems`; what comes back is only usable if that is nothing."""
     if not checks.check_tensors(named, problems):
         return {}
-    checks.check_common(named, "state", problems)
+    checks.check_common(named, "state", problems, narrow={"state": "state_scale"})
     before = len(problems)
     state, q, v = named["state"], named["q"], named["v"]
     ragged = "cu_seqlens" in named
@@ -83,6 +83,7 @@ def token_views(named: Mapping[str, Tensor], options: Options, problems: list[st
     if H == 0 or HV % H:
         problems.append(f"state has {HV} heads, not a multiple of the {H} of q and k")
     allowed = _shapes(views, lead, batch, ragged)
+    allowed["state_scale"] = {"[slots, heads, V]": tuple(state.shape[:3])}
     if any(n in views for n in RINGS):
         allowed |= _ring_shapes(views, lead, ragged, problems)
     fits = [checks.check_shape(n, t, allowed[n], problems) for n, t in views.items() if n in allowed]
@@ -179,8 +180,9 @@ def _check_layout(views: Mapping[str, Tensor], options: Options, batch: int, pro
             problems.append(f"intermediate_states is {kept.dtype}, not the state's {state.dtype}")
         if checks.overlaps_itself(kept):
             problems.append(f"intermediate_states has strides {list(kept.stride())}: two of its states share memory")
-    if checks.overlaps_itself(out):
-        problems.append(f"out has strides {list(out.stride())}: two of its elements share memory")
+    for name, t in (("out", out), ("state_scale", views.get("state_scale"))):
+        if t is not None and checks.overlaps_itself(t):
+            problems.append(f"{name} has strides {list(t.stride())}: two of its elements share memory")
     source, target = views.get("state_indices"), views.get("dst_state_indices")
     if source is None:
         if slots < batch:
@@ -199,5 +201,5 @@ def _check_layout(views: Mapping[str, Tensor], options: Options, batch: int, pro
     for name, t in views.items():
         if name not in ("state", "intermediate_states", "cu_seqlens", *RINGS):
             # Offsets over batch and token are 64-bit products of 32-bit strides.
-            first = 0 if name in (*WEIGHTS, *CONTROL) else 2
+            first = 0 if name in (*WEIGHTS, *CONTROL) else 1 if name == "state_scale" else 2
             checks.check_strides_fit(name, t, first, problems)

@@ -29,10 +29,10 @@ from ...bench.progress import PRINTING, Watch
 from ...bench.report import HOST_BATCH, cell
 from ...bench.rows import Point
 from ...bench.schema import COUNT, FLAG, PART, TEXT
-from ...calls.checks import TORCH_DTYPES
+from ...calls.checks import STORED_DTYPES
 from ...models import Model
 from ...render import render
-from ...spec import Arch, DType, KernelSpec
+from ...spec import Arch, DType, KernelSpec, Narrow
 from ..selective_state_update.models import Mamba
 from .bench_case import ACCEPTED, SHAPE, TOKENS, Case, Form, forms
 from .problem import MAX_TOKENS
@@ -42,7 +42,7 @@ WINDOWS = (0, 16)
 
 
 OPTIONS = (
-    cli.several("--state", "states", cli.Choice(DType), help="State dtype; may repeat. Default: bf16."),
+    cli.several("--state", "states", cli.Choice(DType, Narrow), help="State dtype; may repeat. Default: bf16."),
     cli.several("--batch", "batches", click.IntRange(1), help="May repeat. Default: 1, 8, 64, 256."),
     cli.several("--tokens", "tokens", click.IntRange(1, MAX_TOKENS), help="Per sequence; may repeat. Default: 6."),
     cli.several("--accepted", "accepted", click.IntRange(0, MAX_TOKENS), help="Tokens of the history that count; may repeat. Default: 3."),
@@ -88,6 +88,7 @@ def flashinfer(case: Case) -> reports.Peer | None:
         ours = case.arguments(i)
         call = {n: ours[n] for n in names} | {"x_cache": x_cache, "B_cache": B_cache, "dt_cache": dt_cache, "ring_start": start}
         calls.append(call | {"state_batch_indices": ours["state_indices"], "rand_seed": ours.get("rand_seed"), "enable_pdl": True})
+        calls[-1] |= {} if case.scale is None else {"state_scale": case.scale}
     return lambda i: function(**calls[i])
 
 
@@ -181,7 +182,7 @@ def mistakes(**chosen: Any) -> list[str]:
 
 @torch.no_grad()
 def run(
-    states: Sequence[DType] = (),
+    states: Sequence[DType | Narrow] = (),
     batches: Sequence[int] = (),
     tokens: Sequence[int] = (),
     accepted: Sequence[int] = (),
@@ -212,7 +213,7 @@ def run(
     for state, window, share, T, K, batch in points:
         named = {"state": state.value, "window": window, "writing": share, "tokens": T, "accepted": K, "batch": batch}
         with reports.case(report, named, watch, _line) as row:
-            case = partial(Case, batch, T, K, window, share, shape, TORCH_DTYPES[state], rounding, precision, with_conv1d, device)
+            case = partial(Case, batch, T, K, window, share, shape, STORED_DTYPES[state], rounding, precision, with_conv1d, device)
             row |= measure(case(), (two_kernels, external_pdl, internal_pdl), peers, rounds, watch)
     return report
 

@@ -84,6 +84,7 @@ class Case:
             return torch.randn(*sizes, device=device).bfloat16()
 
         self.state = reports.normal_pool(slots, (H, P, N), self.dtype, device)
+        self.scale = reports.scales_of(self.state)
         self.slots = torch.randperm(slots, device=device).view(self.sets, B).int()
         self.history = {"old_x": randn(slots, R, H, P), "old_B": randn(slots, *both, R, G, N)}
         self.history["old_dt"] = torch.rand(slots, *both, H, R, device=device) / 8
@@ -141,6 +142,7 @@ class Case:
         call |= {"D": self.D[:, None].expand(H, P), "dt_bias": self.dt_bias[:, None].expand(H, P), "dt_softplus": True}
         call |= {"precision": self.precision, "after_conv": self.conv, "two_kernels": form.two_kernels}
         call |= {"internal_pdl": form.internal} if form.two_kernels else {}
+        call |= {} if self.scale is None else {"state_scale": self.scale}
         return call | ({"rand_seed": self.seed} if self.rounding else {})
 
     def conv_arguments(self, i: int) -> dict[str, Any]:
@@ -167,7 +169,7 @@ class Case:
         call = self.arguments(0, form)
         rows = torch.linspace(0, self.batch - 1, min(self.batch, CHECKED), device=self.slots.device).long()
         touched = self.slots[0][rows].long()
-        small = {n: t[touched] for n, t in self.history.items()} | {"state": self.state[touched]}
+        small = {n: t[touched] for n, t in self.history.items()} | {"state": reports.numbers(self.state, self.scale, touched)}
         call["out"].fill_(float("nan"))
         if self.conv:
             ssmgen.causal_conv1d_update(**self.conv_arguments(0), pdl=form.external)
@@ -177,7 +179,10 @@ class Case:
         views = replay_call.views_of(small, options, [])  # the call itself was checked
         views |= {"state": small["state"].double(), "out": torch.zeros_like(small["out"], dtype=torch.float64)}
         replay_call.run_reference(views, options, torch.float64)
-        state_error, out_error = norm_error(self.state[touched], views["state"]), norm_error(call["out"][rows], views["out"])
+        state_error, out_error = (
+            norm_error(reports.numbers(self.state, self.scale, touched), views["state"]),
+            norm_error(call["out"][rows], views["out"]),
+        )
         kept = all(torch.equal(self.history[n][touched], views[n]) for n in ("old_x", "old_B"))
         kept = kept and norm_error(self.history["old_dt"][touched], views["old_dt"]) < 1e-5
         slack = PRECISION_GATE[self.precision]

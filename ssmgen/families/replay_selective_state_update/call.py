@@ -33,6 +33,7 @@ def replay_selective_state_update(
     *,
     state_indices: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    state_scale: Tensor | None = None,
     rand_seed: Tensor | None = None,
     philox_rounds: int = 10,
     arrivals: Tensor | None = None,
@@ -59,7 +60,9 @@ def replay_selective_state_update(
     x, z, out: [batch, T, H, P]; dt: [batch, T, H] or [batch, T, H, P] with equal P; B, C: [batch, T, G, N]
     A, dt_bias: [H] or expanded from it; D: [H] or [H, P]          cu_seqlens: [batch + 1]; then x is [tokens, H, P], and so on
     state_indices: [batch] int32 or int64, slot of each sequence; None for slot = sequence. Slots must be distinct, else they race
-    rand_seed: [1] or [slots] int64, with which f16 and bf16 states are rounded stochastically (Philox-4x32, `philox_rounds`), by the
+    state_scale: [slots, H, P] f32, of a state of int16, int8 or float8_e4m3fn, which is its elements times the scale of their row; written
+        where the state is. See selective_state_update
+    rand_seed: [1] or [slots] int64, with which states, but f32 ones, are rounded stochastically (Philox-4x32, `philox_rounds`), by the
         seed and the element's place in the pool; None for rounding to nearest. Finite numbers stay finite
     arrivals: [slots] int32 of zeros, kept by the caller: the kernel then does the bookkeeping of the slots it serves: it flips
         cache_buf_idx, sets prev_num_accepted_tokens to 0, to which the caller adds what is accepted, and adds 1 to a seed per slot that it
@@ -79,7 +82,7 @@ def replay_selective_state_update(
     """
     given = (
         state, old_x, old_B, old_dt, old_dA_cumsum, cache_buf_idx, None, prev_num_accepted_tokens, x, dt, A, B, C, D, z, dt_bias, out,
-        state_indices, cu_seqlens, rand_seed, arrivals,
+        state_indices, cu_seqlens, rand_seed, arrivals, state_scale,
     )  # fmt: skip
     options = Options(dt_softplus, pad_slot_id, philox_rounds, precision, after_conv, None, two_kernels, internal_pdl)
     return call("replay_selective_state_update", given, options, pdl)
@@ -105,6 +108,7 @@ def checkpoint_selective_state_update(
     *,
     state_indices: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    state_scale: Tensor | None = None,
     rand_seed: Tensor | None = None,
     philox_rounds: int = 10,
     arrivals: Tensor | None = None,
@@ -132,7 +136,7 @@ def checkpoint_selective_state_update(
     """
     given = (
         state, old_x, old_B, old_dt, None, None, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, D, z, dt_bias, out,
-        state_indices, cu_seqlens, rand_seed, arrivals,
+        state_indices, cu_seqlens, rand_seed, arrivals, state_scale,
     )  # fmt: skip
     options = Options(dt_softplus, pad_slot_id, philox_rounds, precision, after_conv, max_tokens, two_kernels, internal_pdl)
     return call("checkpoint_selective_state_update", given, options, pdl)
@@ -151,6 +155,7 @@ def materialize_selective_state(
     ring_start: Tensor | None = None,
     A: Tensor | None = None,
     state_indices: Tensor | None = None,
+    state_scale: Tensor | None = None,
     max_tokens: int = 0,
     pad_slot_id: int = -1,
     precision: str = "f32",
@@ -162,17 +167,18 @@ def materialize_selective_state(
     state, old_x, old_B, old_dt, prev_num_accepted_tokens: of replay_selective_state_update, with its old_dA_cumsum and cache_buf_idx; or of
         checkpoint_selective_state_update, with its ring_start, A and max_tokens. Nothing of them is changed
     state_indices: [batch] int32 or int64; None for all slots. One that is no slot of the pool, or equals pad_slot_id, gives zeros
+    state_scale: of a state in fewer bits; out is then f32, f16 or bf16
     out: [batch, H, P, N] of the state's dtype, dense but for the distance between its states
 
     Returns out (new, if not given). Raises what replay_selective_state_update does.
     """
     if out is None and isinstance(state, Tensor):
         slots = state_indices.numel() if isinstance(state_indices, Tensor) else len(state) if state.dim() else 0
-        out = torch.empty((slots, *state.shape[1:]), dtype=state.dtype, device=state.device)
+        out = torch.empty((slots, *state.shape[1:]), dtype=state.dtype if state_scale is None else torch.float32, device=state.device)
     rate = A if cache_buf_idx is None else None
     given = (
         state, old_x, old_B, old_dt, old_dA_cumsum, cache_buf_idx, ring_start, prev_num_accepted_tokens, None, None, rate, None,
-        None, None, None, None, out, state_indices, None, None, None,
+        None, None, None, None, out, state_indices, None, None, None, state_scale,
     )  # fmt: skip
     options = Options(False, pad_slot_id, 0, precision, False, max_tokens, materialize=True)
     return call("materialize_selective_state", given, options, pdl)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ...defaults import Default
-from ...spec import DType, Index
+from ...spec import DType, Index, Narrow
 from .spec import History, ReplayProblem
 
 SHAPE: dict[str, Any] = {
@@ -12,6 +12,7 @@ SHAPE: dict[str, Any] = {
 
 DEFAULTS = {
     "the last step's history": Default(ReplayProblem(**SHAPE, state=DType.BF16), 1),
+    "a ring, int8 state, rounded": Default(ReplayProblem(**SHAPE, state=Narrow.I8, history=History.RING, window=16, philox_rounds=10), 64),
     "a ring": Default(ReplayProblem(**SHAPE, state=DType.BF16, history=History.RING, window=16), 1),
     "f32 state": Default(ReplayProblem(**SHAPE, state=DType.F32), 1),
     "two kernels behind the convolution": Default(ReplayProblem(**SHAPE, state=DType.BF16, two_kernels=True, after_conv=True), 1),

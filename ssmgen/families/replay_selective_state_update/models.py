@@ -18,6 +18,7 @@ class ReplayAsk(Ask):
     operator = OPERATOR
     role = Role.REPLAY
     switch, most = "replay", MAX_TOKENS
+    narrow = True
 
     def used_by(self, model: Model) -> bool:
         return model.kind == "mamba2"

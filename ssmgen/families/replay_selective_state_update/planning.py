@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ... import runtime
 from ...calls import checks
-from ...calls.checks import DTYPES, INDEX
+from ...calls.checks import DTYPES, INDEX, NARROW, STATES
 from ...calls.planning import Caller, Family
 from ...calls.public import Call
 from ...calls.scalars import one_of
@@ -22,7 +22,7 @@ from .spec import OPERATOR, ReplaySpec
 
 NAMES = (
     "state", "old_x", "old_B", "old_dt", "old_dA_cumsum", "cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "x", "dt", "A", "B",
-    "C", "D", "z", "dt_bias", "out", "state_indices", "cu_seqlens", "rand_seed", "arrivals", "mix", "sums",
+    "C", "D", "z", "dt_bias", "out", "state_indices", "cu_seqlens", "rand_seed", "arrivals", "state_scale", "mix", "sums",
 )  # fmt: skip
 PRECISIONS = {"f32": 3, "bf16x2": 2, "bf16": 1}
 PRECISION = one_of(f"one of {', '.join(map(repr, PRECISIONS))}", *PRECISIONS)
@@ -78,7 +78,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     problems += [f"{name} is needed" for name in needed if named.get(name) is None]
     if not checks.check_tensors(named, problems) or not all(name in named for name in needed):
         return {}
-    checks.check_common(named, "state", problems)
+    checks.check_common(named, "state", problems, narrow={"state": "state_scale"})
     state, old_x, old_B = named["state"], named["old_x"], named["old_B"]
     step, ragged, materialize = "cache_buf_idx" in named, "cu_seqlens" in named, options.materialize
     if state.dim() != 4:
@@ -132,6 +132,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
         **dict.fromkeys(("cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "arrivals"), ("[slots]", (slots,))),
         **dict.fromkeys(("A", "dt_bias"), ("[heads]", (H,))),
         "D": ("[heads, headdim]", (H, P)),
+        "state_scale": ("[slots, heads, headdim]", (slots, H, P)),
         "state_indices": ("[batch]", (batch,)),
         "cu_seqlens": ("[batch + 1]", (batch + 1,)),
     }
@@ -157,7 +158,7 @@ def _check_dtypes(named: Mapping[str, Tensor], problems: list[str]) -> None:
     for name in ("old_dt", "old_dA_cumsum"):
         if name in named and named[name].dtype != torch.float32:
             problems.append(f"{name} is {named[name].dtype}, not float32")
-    if "x" not in named and named["out"].dtype != named["state"].dtype:
+    if "x" not in named and named["out"].dtype != named["state"].dtype and named["state"].dtype not in NARROW:
         problems.append(f"out is {named['out'].dtype}, state is {named['state'].dtype}")
     if "rand_seed" in named:
         seeds, slots = named["rand_seed"], named["state"].shape[0]
@@ -200,7 +201,7 @@ def _check_layout(views: Mapping[str, Tensor], batch: int, problems: list[str]) 
             problems.append(f"{name} has strides {list(t.stride())}; its last three axes must be dense, {[P * N, N, 1]}")
         elif t.shape[0] > 1 and t.stride(0) < H * P * N:
             problems.append(f"{name} has slots {t.stride(0)} elements apart, which overlap")
-    for name in ("out", "old_x", "old_B", "old_dt", "old_dA_cumsum"):
+    for name in ("out", "old_x", "old_B", "old_dt", "old_dA_cumsum", "state_scale"):
         if name in views and checks.overlaps_itself(views[name]):
             problems.append(f"{name} has strides {list(views[name].stride())}: two of its elements share memory")
     for name in ("cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "arrivals", "rand_seed", "cu_seqlens"):
@@ -248,7 +249,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     states = ["state", *(["out"] if materialize else [])]
 
     def dtype(name: str) -> Any:
-        return DTYPES[views[name].dtype] if name in views and not materialize else None
+        return DTYPES[views[name].dtype] if name in views and (not materialize or (name == "out" and "state_scale" in views)) else None
 
     def index(name: str) -> Index:
         return INDEX[views[name].dtype if name in views else None]
@@ -261,7 +262,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         headdim=P,
         nheads=H,
         ngroups=views["old_B"].shape[-2],
-        state=DTYPES[state.dtype],
+        state=STATES[state.dtype],
         x=DTYPES[views["old_x"].dtype],
         **given,
         dt_softplus=options.dt_softplus,
@@ -292,6 +293,7 @@ _AXES = {
     **dict.fromkeys(("x", "z", "out", "dt"), {"batch": 0, "token": 1, "head": 2, "row": 3}),
     **dict.fromkeys(("B", "C"), {"batch": 0, "token": 1, "group": 2, "n": 3}),
     "D": {"head": 0, "row": 1},
+    "state_scale": {"slot": 0, "head": 1, "row": 2},
 }
 
 
@@ -320,7 +322,7 @@ FAMILY = Family(
     OPERATOR,
     written=(
         "out", "state", "old_x", "old_B", "old_dt", "old_dA_cumsum", "cache_buf_idx", "ring_start", "prev_num_accepted_tokens",
-        "rand_seed", "arrivals", "mix", "sums",
+        "rand_seed", "arrivals", "state_scale", "mix", "sums",
     ),
     problem_of=problem_of,
     size_of=lambda views: batch_of(views) if views["out"].numel() else 0,
@@ -342,9 +344,9 @@ _library.define(
     "replay_selective_state_update(str name, Tensor(a!) state, Tensor(b!) old_x, Tensor(c!) old_B, Tensor(d!) old_dt, "
     "Tensor(e!)? old_dA_cumsum, Tensor(f!)? cache_buf_idx, Tensor(g!)? ring_start, Tensor(h!) prev_num_accepted_tokens, Tensor? x, "
     "Tensor? dt, Tensor? A, Tensor? B, Tensor? C, Tensor? D, Tensor? z, Tensor? dt_bias, Tensor(i!) out, Tensor? state_indices, "
-    "Tensor? cu_seqlens, Tensor(j!)? rand_seed, Tensor(k!)? arrivals, Tensor(l!)? mix, Tensor(m!)? sums, bool dt_softplus, "
-    "int pad_slot_id, int philox_rounds, str precision, bool after_conv, int? max_tokens, bool two_kernels, bool internal_pdl, "
-    "bool materialize, bool? pdl) -> ()",
+    "Tensor? cu_seqlens, Tensor(j!)? rand_seed, Tensor(k!)? arrivals, Tensor(n!)? state_scale, Tensor(l!)? mix, Tensor(m!)? sums, "
+    "bool dt_softplus, int pad_slot_id, int philox_rounds, str precision, bool after_conv, int? max_tokens, bool two_kernels, "
+    "bool internal_pdl, bool materialize, bool? pdl) -> ()",
     tags=torch.Tag.needs_fixed_stride_order,
 )
 

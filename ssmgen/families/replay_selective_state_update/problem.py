@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from ...spec import DType, Index, Loads, Problem, must
+from ...spec import DType, Index, Loads, Narrow, Problem, must
 
 MAX_TOKENS = 32
 
@@ -26,7 +26,7 @@ class ReplayProblem(Problem):
     headdim: int
     nheads: int
     ngroups: int
-    state: DType = DType.F32
+    state: DType | Narrow = DType.F32
     x: DType = DType.BF16  # of B, C and their history too
     dt: DType = DType.BF16
     A: DType = DType.F32
@@ -49,6 +49,11 @@ class ReplayProblem(Problem):
     terms: int = 3  # bf16 terms of an f32 in a product
     state_loads: Loads = Loads.VECTOR
     operand_loads: Loads = Loads.VECTOR  # of x, B, C, z, out and the history
+
+    @property
+    def scaled(self) -> bool:
+        """Whether every row of the state has a scale."""
+        return isinstance(self.state, Narrow)
 
     def faults(self) -> list[str]:
         """What no variant could serve."""

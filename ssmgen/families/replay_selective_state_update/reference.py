@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
+from ...engine.narrow_reference import narrowed, widened
 from ...engine.stochastic_reference import stored
 from .spec import History
 
@@ -32,6 +33,7 @@ def replay_selective_state_update(
     cu_seqlens: Tensor | None = None,
     rand_seed: Tensor | None = None,
     arrivals: Tensor | None = None,
+    state_scale: Tensor | None = None,
     *,
     window: int,
     dt_softplus: bool,
@@ -69,7 +71,7 @@ def replay_selective_state_update(
         def of_heads(t: Tensor) -> Tensor:
             return t.to(dtype).repeat_interleave(H // G, 0)[:, None]  # [H, 1, N]
 
-        S = state[slot].to(dtype)
+        S = widened(state[slot], None if state_scale is None else state_scale[slot], dtype)
         past = torch.zeros(H, dtype=dtype, device=state.device)
         for k in places:
             step = old_dt[slot][buffer][:, k].to(dtype)
@@ -84,7 +86,11 @@ def replay_selective_state_update(
             continue
         T = end - begin
         if valid if history is History.STEP else valid + T > window:
-            state[slot] = stored(S, state.dtype, _seed_of(rand_seed, slot), philox_rounds, slot)
+            noise = _seed_of(rand_seed, slot), philox_rounds, slot
+            if state_scale is None:
+                state[slot] = stored(S, state.dtype, *noise)
+            else:
+                state[slot], state_scale[slot] = narrowed(S, state.dtype, *noise)
             emptied = True
         else:
             emptied = False

@@ -7,6 +7,7 @@ from ..selective_state_update.sharding import AXES
 
 _AXES = AXES | {
     "state": "batch head row n",
+    "state_scale": "batch head row",
     "old_x": "batch token head row",
     "old_B": "batch buffer token group n|batch token group n",
     **dict.fromkeys(("old_dt", "old_dA_cumsum"), "batch buffer head token|batch head token"),
@@ -14,6 +15,7 @@ _AXES = AXES | {
 }
 _WRITTEN = (
     "state", "old_x", "old_B", "old_dt", "old_dA_cumsum", "cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "arrivals", "out",
+    "state_scale",
 )  # fmt: skip
 _step = Rule(_AXES, _WRITTEN, "x")
 

@@ -18,7 +18,7 @@ from enum import Enum
 from itertools import product
 from typing import Any, ClassVar
 
-from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, must
+from ...spec import FP8, SM90, Arch, DType, Index, KernelSpec, Loads, Narrow, Needs, Param, Pdl, must
 from .problem import History, ReplayProblem
 
 OPERATOR = "replay_selective_state_update"
@@ -52,7 +52,10 @@ class ReplaySpec(KernelSpec, ReplayProblem):
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, mma="bf16", prefetch=self.prefetch > 0)
+        narrow = self.scaled and self.part is not Part.PRECOMPUTE
+        by_byte = narrow and self.state.size == 1 and self.state_loads is Loads.ELEMENT
+        ahead = self.prefetch > 0
+        return replace(super().needs, mma="bf16", prefetch=ahead, lines=ahead and narrow, narrow=narrow, bytes=by_byte)
 
     @property
     def tile(self) -> int:
@@ -85,8 +88,8 @@ class ReplaySpec(KernelSpec, ReplayProblem):
 
     @property
     def vec(self) -> int:
-        """Elements of the state in 16 bytes."""
-        return 16 // self.state.size
+        """Elements of the state in 16 bytes; of 8 bits in 8, with which all else lies as with 16 bits."""
+        return 16 // max(2, self.state.size)
 
     @property
     def stem(self) -> str:
@@ -158,6 +161,7 @@ class ReplaySpec(KernelSpec, ReplayProblem):
             *must(0 <= self.helpers <= 8, f"helpers {self.helpers} are not 0 … 8"),
             *must(not self.helpers or self.part is not Part.PRECOMPUTE, "helpers are for kernels that go through the states"),
             *must(self.shared_bytes <= 48 * 1024, f"{self.shared_bytes} bytes of shared memory exceed 48 KiB"),
+            *must(arch >= FP8 or self.state is not Narrow.E4M3, f"fp8 states need sm_89, not {arch}"),
             *must(arch >= Arch(80), f"bf16 arithmetic needs sm_80, not {arch}"),
             *must(self.part is Part.MAIN or self.ahead_pdl is Pdl.OFF, "ahead_pdl is of main"),
             *must(arch >= SM90 or self.pdl is self.ahead_pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
@@ -196,7 +200,8 @@ class ReplaySpec(KernelSpec, ReplayProblem):
 
     @property
     def state_terms(self) -> int:
-        return min(self.terms, {DType.BF16: 1, DType.F16: 2, DType.F32: 3}[self.state])
+        """The same of what the state holds; 8 bits are one term, exactly."""
+        return min(self.terms, {DType.F16: 2, Narrow.I16: 2, DType.F32: 3}.get(self.state, 1))
 
     @property
     def write_terms(self) -> int:
@@ -243,6 +248,7 @@ class ReplaySpec(KernelSpec, ReplayProblem):
             "cu_seqlens": self.cu_seqlens is not Index.NONE,
             "rand_seed": applies and bool(self.philox_rounds),
             "arrivals": applies and self.advance,
+            "state_scale": applies and self.scaled,
             "mix": split,
             "sums": split,
         }
@@ -251,9 +257,9 @@ class ReplaySpec(KernelSpec, ReplayProblem):
     def written(self) -> list[str]:
         """Operands that the kernel may write."""
         names = {
-            Part.FUSED: ["state", "old_x", "old_B", "old_dt", "old_dA_cumsum", "out"],
+            Part.FUSED: ["state", "state_scale", "old_x", "old_B", "old_dt", "old_dA_cumsum", "out"],
             Part.PRECOMPUTE: ["old_B", "old_dt", "old_dA_cumsum", "mix", "sums"],
-            Part.MAIN: ["state", "old_x", "out"],
+            Part.MAIN: ["state", "state_scale", "old_x", "out"],
         }[self.part]
         if self.materialize:
             return ["out"]
@@ -279,19 +285,20 @@ class ReplaySpec(KernelSpec, ReplayProblem):
             "D": ["head", "row"],
             "dt_bias": ["head"],
             "rand_seed": ["slot"],
+            "state_scale": ["slot", "head", "row"],
         }
         if self.materialize:
             axes["out"] = ["slot"]
         return [(operand, axis) for operand in self.operands() for axis in axes.get(operand, [])]
 
     def parameters(self) -> list[Param]:
-        element = {f.name: getattr(self, f.name).value for f in fields(self) if isinstance(getattr(self, f.name), DType)}
+        element = {f.name: getattr(self, f.name).value for f in fields(self) if isinstance(getattr(self, f.name), (DType, Narrow))}
         element |= dict.fromkeys(("B", "C", "old_x", "old_B"), self.x.value)
-        element |= dict.fromkeys(("old_dt", "old_dA_cumsum", "mix", "sums"), "f32")
+        element |= dict.fromkeys(("old_dt", "old_dA_cumsum", "mix", "sums", "state_scale"), "f32")
         element |= dict.fromkeys(("cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "arrivals"), "int")
         element |= {"state_indices": _INTEGER.get(self.index, ""), "cu_seqlens": _INTEGER.get(self.cu_seqlens, ""), "rand_seed": "i64"}
         if self.materialize:
-            element["out"] = self.state.value
+            element["out"] = self.out.value if self.scaled else self.state.value
         pointers = [Param.pointer(op, element[op], const=op not in self.written()) for op in self.operands()]
         pooled = self.index is not Index.NONE
         wide = [Param.i64("slots"), Param.i64("pad_slot_id")] if pooled else []
@@ -318,6 +325,7 @@ class ReplaySpec(KernelSpec, ReplayProblem):
             "there": not self.materialize,  # the tokens
             "x_fits": " && tile * kTile + column < kHeadDim" if self.headdim % self.tile else "",
             "rounded": {self.state.value} if self.philox_rounds else set(),
+            "narrow_noise": self.scaled and bool(self.philox_rounds),
             # Pairs of terms of the two factors of a product; what is left out is below 2^-24 of it.
             "state_C": [(a, b) for a, b in products if a < self.state_terms and b < self.x_terms],
             "C_B": [(a, b) for a, b in products if a < self.x_terms and b < self.x_terms],

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...calls.checks import TORCH_DTYPES
-from ...engine.trial import INTEGERS, Trial, boundaries, cycled, randn, states, trial
+from ...engine.trial import INTEGERS, Trial, boundaries, cycled, fill, randn, scales, states, trial
 from ...errors import SsmgenError
 from ...spec import Index, Loads
 from .planning import CALLERS, PRECISIONS, Options
@@ -35,7 +35,7 @@ def operands(spec: ReplaySpec, batch: int, seed: int) -> dict[str, Tensor]:
     rate = -(torch.rand(H, generator=g) + 0.1).to(TORCH_DTYPES[spec.A])
     valid = torch.tensor(cycled((2, 0, spec.window, 1), slots), dtype=torch.int32)
     made = {
-        "state": state.copy_(torch.randn(state.shape, generator=g)),
+        "state": fill(state, g),
         "old_x": like_x(slots, room, H, P),
         "old_B": like_x(slots, *both, room, G, N),
         "old_dt": torch.rand(slots, *both, H, room, generator=g),
@@ -58,7 +58,9 @@ def operands(spec: ReplaySpec, batch: int, seed: int) -> dict[str, Tensor]:
         "sums": torch.full((batch, H, spec.tokens), float("nan")),
     }
     if spec.materialize:
-        made["out"] = torch.full((batch, H, P, N), float("nan"), dtype=state.dtype)
+        made["out"] = torch.full((batch, H, P, N), float("nan"), dtype=TORCH_DTYPES[spec.out] if spec.scaled else state.dtype)
+    if spec.scaled:
+        made["state_scale"] = scales(state, g)
     if spec.index is not Index.NONE:
         made["state_indices"] = torch.randperm(slots, generator=g)[:batch].to(INTEGERS[spec.index])
         made["state_indices"][1:2] = -1
@@ -96,9 +98,10 @@ def replay(spec: ReplaySpec, batch: int, seed: int) -> Trial:
         spec.dt_softplus, -1, spec.philox_rounds, precision, spec.after_conv, room, spec.two_kernels, materialize=spec.materialize
     )
     written = tuple(dict.fromkeys(name for part in spec.kernels for name in part.written()))
-    exact = tuple(n for n in written if n not in ("state", "out", "old_dt", "old_dA_cumsum", *BETWEEN))
+    exact = tuple(n for n in written if n not in ("state", "state_scale", "out", "old_dt", "old_dA_cumsum", *BETWEEN))
     tokens = spec.window + spec.tokens
-    return trial(CALLERS[OPERATOR], named, options, written=written, between=BETWEEN, exact=exact, tokens=tokens)
+    scaled = {"state": "state_scale"} if spec.scaled else {}
+    return trial(CALLERS[OPERATOR], named, options, written=written, between=BETWEEN, exact=exact, tokens=tokens, scales=scaled)
 
 
 TRIALS = {ReplaySpec: replay}

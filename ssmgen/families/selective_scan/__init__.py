@@ -4,7 +4,7 @@ from ...family import Family, Kernels
 
 FAMILY = Family(
     name="selective_scan",
-    kernels=(Kernels("spec:SelectiveSpec", "problem:SelectiveProblem"),),
+    kernels=(Kernels("spec:SelectiveSpec", "problem:SelectiveProblem"), Kernels("roles:RolesSpec")),
     functions={"selective_scan": "call:selective_scan"},
     bench={"selective_scan": "bench"},
     tuning="tuning:TUNING",

@@ -238,9 +238,12 @@ def space(problem: SelectiveProblem, arch: Arch) -> Iterator[SelectiveSpec]:
     """Every legal variant of a problem within the axes worth trying."""
     shares = (0, 1, 2, 3, 4) if problem.x.size == 2 else (POLYNOMIAL[problem.x],)
     for lanes, warps, tile, polynomial, pdl in product((1, 2, 4, 8), (2, 4), (16, 32, 64), shares, Pdl):
-        spec = _spec(problem, lanes=lanes, warps=warps, tile=tile, polynomial=polynomial, pdl=pdl, parts=_parts(problem, arch))
+        spec = _spec(problem, lanes=lanes, warps=warps, tile=tile, polynomial=polynomial, pdl=pdl, parts=parts_of(problem, arch))
         if not spec.violations(arch):
             yield spec
+    from .roles import roles_space
+
+    yield from roles_space(problem, arch)
 
 
 # Of 16 exponentials. What the special function units make may be off by 2 units of the last place, and to one side. Where decays are near 1
@@ -256,7 +259,8 @@ RESIDENT, RESIDENT_PARTS = {2: 4, 4: 1}, 3  # blocks per SM, by lanes of 16 stat
 TILES = {2: (16, 8), 4: (32, 16, 8)}
 
 
-def _parts(problem: SelectiveProblem, arch: Arch) -> int:
+def parts_of(problem: SelectiveProblem, arch: Arch) -> int:
+    """Parts of a sequence, at most, each by a block of a cluster."""
     return problem.segments if arch >= SM90 else 1
 
 
@@ -265,7 +269,10 @@ def candidates(problem: SelectiveProblem, size: int, arch: Arch, pdl: bool) -> I
     wait = Pdl.TRIGGER_LOADED if pdl else Pdl.OFF
     quads = problem.padded // 4  # of a channel
     least = max(1, 4 * quads // MOST_STATES)
-    parts = _parts(problem, arch)
+    parts = parts_of(problem, arch)
+    from .roles import by_roles
+
+    yield from by_roles(problem, size, wait, parts)
     for lanes, above in ((2, TWO_LANES), (4, 0)):
         scaled = min(quads, 8, max(least, lanes * quads // 4))
         if parts > 1 and lanes == 2:

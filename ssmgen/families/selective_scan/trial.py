@@ -12,6 +12,7 @@ from ...engine.trial import Trial, boundaries, cycled, ordered, slot_indices, tr
 from ...spec import DType, Index, Loads
 from .planning import CALLER, Options
 from .problem import Order
+from .roles import RolesSpec
 from .spec import SelectiveSpec
 
 GROUPS = 2
@@ -62,4 +63,7 @@ def selective_scan(spec: SelectiveSpec, batch: int, seed: int) -> Trial:
     return trial(CALLER, operands(spec, batch, seed), Options(spec.delta_softplus), slack=slack)
 
 
-TRIALS: dict[type[SelectiveSpec], Callable[[SelectiveSpec, int, int], Trial]] = {SelectiveSpec: selective_scan}
+TRIALS: dict[type[SelectiveSpec], Callable[[SelectiveSpec, int, int], Trial]] = {
+    SelectiveSpec: selective_scan,
+    RolesSpec: selective_scan,
+}

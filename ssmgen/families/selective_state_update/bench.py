@@ -26,13 +26,14 @@ from ...bench.progress import PRINTING, Watch
 from ...bench.report import GATE, HOST_BATCH, MAX_SETS, MIN_SETS, cell
 from ...bench.rows import Point
 from ...bench.schema import COUNT, FLAG, TEXT
-from ...calls.checks import TORCH_DTYPES
+from ...calls.checks import NARROW, STORED_DTYPES
+from ...engine.narrow_reference import widened
 from ...errors import SsmgenError
 from ...models import Model, find_model
-from ...spec import SM90, DType, must
+from ...spec import SM90, DType, Narrow, must
 from .models import Mamba
 from .reference import selective_state_update as reference
-from .views import views_of
+from .views import SCALES, views_of
 
 DEFAULT_CASES = [
     ("nemotron-h-8b", DType.BF16),
@@ -46,7 +47,7 @@ POOL_BYTES = 640e6  # slots are drawn at random from a pool of ten times the L2 
 
 OPTIONS = (
     cli.several("--model", "names", str, help="May repeat. Default: those of docs/performance.md."),
-    cli.states,
+    cli.stored,
     cli.batches,
     cli.tokens,
     cli.intermediates,
@@ -99,20 +100,28 @@ class Case:
             self.A = (-torch.rand(H, device=device) - 0.1)[:, None, None].expand(H, P, N)
             self.D = rand(H)[:, None].expand(H, P)
             self.dt_bias = (torch.rand(H, device=device) - 4).bfloat16()[:, None].expand(H, P)
-        self.kept = None
+        narrow = self.state.dtype in NARROW
+        self.scale = reports.scales_of(self.state)
+        self.kept = self.kept_scales = None
         if self.intermediates:
             count = max(1, min(self.sets, int(POOL_BYTES) // (B * self.tokens * self.slot_bytes)))
             self.kept = torch.empty(count, B, self.tokens, H, P, N, device=device, dtype=self.state.dtype)
+            self.kept_scales = torch.empty(count, B, self.tokens, H, P, device=device) if narrow else None
 
     def arguments(self, i: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         z = None if self.z is None else self.z[i]
         args = (self.state, self.x[i], self.dt[i], self.A, self.B[i], self.C[i], self.D, z, self.dt_bias, True)
-        kept = {} if self.kept is None else {"intermediate_states": self.kept[i % len(self.kept)], "update_state": False}
+        kept: dict[str, Any] = {} if self.scale is None else {"state_scale": self.scale}
+        if self.kept is not None:
+            kept |= {"intermediate_states": self.kept[i % len(self.kept)], "update_state": False}
+        if self.kept_scales is not None:
+            kept["intermediate_state_scales"] = self.kept_scales[i % len(self.kept_scales)]
         return args, {"state_indices": self.slots[i], "out": self.out[i]} | kept
 
     @property
     def slot_bytes(self) -> int:
-        return self.state[0].numel() * self.state.element_size()
+        scales = 0 if self.scale is None else self.scale[0].nbytes
+        return self.state[0].numel() * self.state.element_size() + scales
 
     @property
     def passes(self) -> int:
@@ -146,13 +155,18 @@ class Case:
         small = named | {n: named[n][rows] for n in ("x", "dt", "B", "C", "z", "out", "intermediate_states") if n in named}
         small |= {"state": self.state[touched], "state_indices": rows}
         options = {"dt_softplus": True, "update_state": self.kept is None}
+        small |= {} if self.scale is None else {"state_scale": self.scale[touched]}
+        small |= {} if self.kept_scales is None else {"intermediate_state_scales": self.kept_scales[0][rows]}
         views = views_of(small, (True, None, -1, 0, self.kept is None), [])
-        written = {n: views[n].double() for n in ("state", "out", "intermediate_states") if n in views}
+        written = {n: widened(views[n], views.pop(SCALES.get(n, ""), None), torch.float64) for n in (*SCALES, "out") if n in views}
         reference(**views | written, **options, dtype=torch.float64)
         self.out.fill_(float("nan"))
         ssmgen.selective_state_update(*args, **kwargs, pdl=pdl)
-        results = {"state": self.state[touched], "out": self.out[0][rows]}
-        results |= {} if self.kept is None else {"intermediate_states": self.kept[0][rows]}
+        state_scale = None if self.scale is None else self.scale[touched]
+        results = {"state": widened(self.state[touched], state_scale, torch.float64), "out": self.out[0][rows]}
+        if self.kept is not None:
+            kept_scales = None if self.kept_scales is None else self.kept_scales[0][rows]
+            results["intermediate_states"] = widened(self.kept[0][rows], kept_scales, torch.float64)
         errors = {n: norm_error(t, written[n].view(t.shape)) for n, t in results.items()}
         out_error, error = errors.pop("out"), max(errors.values())
         if not (error < GATE[self.state.dtype] + (self.tokens - 1) * GATE[torch.float32] and out_error < 1e-2):
@@ -168,19 +182,22 @@ def flashinfer(case: Case) -> reports.Peer | None:
     calls = []
     for i in range(case.sets):
         (state, x, dt, A, B, C, D, z, dt_bias, softplus), given = case.arguments(i)
-        options = {"z": z, "dt_bias": dt_bias, "dt_softplus": softplus, "state_batch_indices": given["state_indices"], "out": given["out"]}
+        options: dict[str, Any] = {} if case.scale is None else {"state_scale": case.scale}
+        options |= {"z": z, "dt_bias": dt_bias, "dt_softplus": softplus, "state_batch_indices": given["state_indices"], "out": given["out"]}
         if case.tokens > 1:
             options |= {"cache_steps": case.tokens, "disable_state_update": case.intermediates}
             if case.intermediates:  # without rows, FlashInfer takes the slots for them
                 rows = torch.arange(case.batch, device=x.device, dtype=given["state_indices"].dtype)
                 options |= {"intermediate_states_buffer": given["intermediate_states"], "intermediate_state_indices": rows}
+                if case.kept_scales is not None:
+                    options["intermediate_state_scales"] = given["intermediate_state_scales"]
         calls.append(((state, x, dt, A, B, C, D), options))
     return lambda i: function(*calls[i][0], **calls[i][1])
 
 
 def mamba_ssm(case: Case) -> reports.Peer | None:
     function = reports.imported("mamba_ssm.ops.triton.selective_state_update", "selective_state_update")
-    if function is None or case.tokens > 1:
+    if function is None or case.tokens > 1 or case.scale is not None:
         return None
     calls = [case.arguments(i) for i in range(case.sets)]
     return lambda i: function(*calls[i][0], state_batch_indices=calls[i][1]["state_indices"])
@@ -203,7 +220,7 @@ def mistakes(
 
 def run(
     names: Sequence[str] = (),
-    states: Sequence[DType] = (),
+    states: Sequence[DType | Narrow] = (),
     batches: Sequence[int] = (),
     rounds: int = 7,
     peers: bool = True,
@@ -226,7 +243,7 @@ def run(
     steps = {model.name: [T for T in tokens or [1] if T == 1 or model.kind != "mamba1"] for model, _ in models}
     watch.begins(report["op"], sum(len(steps[model.name]) for model, _ in models) * len(sizes))
     for model, state_type in models:
-        dtype = TORCH_DTYPES[state_type]
+        dtype = STORED_DTYPES[state_type]
         shape = (model.headdim, model.d_state) if model.kind == "mamba1" else (model.nheads, model.headdim, model.d_state)
         least = math.ceil(POOL_BYTES / (torch.Size(shape).numel() * dtype.itemsize))
         state = reports.normal_pool(max(least, MIN_SETS * max(sizes)), shape, dtype, "cuda")

@@ -33,6 +33,8 @@ def selective_state_update(
     intermediate_states: Tensor | None = None,
     intermediate_state_indices: Tensor | None = None,
     update_state: bool = True,
+    state_scale: Tensor | None = None,
+    intermediate_state_scales: Tensor | None = None,
     rand_seed: Tensor | None = None,
     philox_rounds: int = 10,
     pad_slot_id: int = -1,
@@ -44,9 +46,9 @@ def selective_state_update(
     H heads of P rows (headdim), N = d_state, G groups of heads that share B and C. Without heads (Mamba-1) drop the H and G axes.
     […] is [batch] for one token per sequence, [batch, T] for several, or [tokens] (also [1, tokens]) for packed sequences with cu_seqlens.
     Several tokens, and all arguments that belong to them, need heads, with A, dt and dt_bias tied: [H], or views with stride 0.
-    Every floating tensor may be f32, f16 or bf16, each its own; arithmetic is f32, the state is carried from token to token in f32, and
-    the output comes from the new state before that is rounded. All tensors may be strided views; only the last three axes of states must
-    be dense.
+    Every floating tensor may be f32, f16 or bf16, each its own, and states also int16, int8 or float8_e4m3fn, with scales; arithmetic is
+    f32, the state is carried from token to token in f32, and the output comes from the new state before that is rounded. All tensors may
+    be strided views; only the last three axes of states must be dense.
 
     state: [slots, H, P, N], updated in place          x, dt, z, out: […, H, P]; dt also […, H]
     A: [H, P, N] or [H], negative                      B, C: […, G, N]
@@ -62,7 +64,10 @@ def selective_state_update(
     parents: [batch, T] int32 or int64, a draft tree: token t goes on from the state after token parents[b, t], as intermediate_states
         (which it needs) holds it, rounded; where that is no earlier token, or none whose state is kept, from the state after token
         t - 1, unrounded. Of packed sequences, parents and dst_state_indices may have any number of columns
-    rand_seed: [1] or [slots] int64, on the device: f16 and bf16 states are rounded stochastically, with Philox noise of so many rounds
+    state_scale: [slots, H, P] f32, for a state of int16, int8 or float8_e4m3fn, and for no other: the state is its elements times the scale
+        of their row. Updated in place, with the state: a row's greatest size over 32767, 127 or 448, so that its greatest element is that
+    intermediate_state_scales: [rows, T or more, H, P] f32, the same of intermediate_states, which may be of another type than the pool
+    rand_seed: [1] or [slots] int64, on the device: states, but f32 ones, are rounded stochastically, with Philox noise of so many rounds
         (philox_rounds 0: to nearest), without bias for subnormal numbers too; what is finite stays finite. The noise is that of Triton's
         randint4x(seed of the slot written, element): element number slot H P N + (h P + p) N + n takes word n % 4 of the counter of the
         first of its four neighbours. Intermediate states take the seed and the elements of the slot read, in streams of their own per
@@ -88,6 +93,6 @@ def selective_state_update(
         rand_seed, philox_rounds = None, 0
     given = (
         state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices, num_accepted_tokens, cu_seqlens, parents,
-        intermediate_states, intermediate_state_indices, rand_seed,
+        intermediate_states, intermediate_state_indices, rand_seed, state_scale, intermediate_state_scales,
     )  # fmt: skip
     return cast(Tensor, Call(CALLER, given, (dt_softplus, dt_limit, pad_slot_id, philox_rounds, update_state), pdl))

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ...errors import ModelError
 from ...models import SEVERAL, Model, StateAsk
-from ...spec import DType, Index, PoolMode, Update
+from ...spec import DType, Index, Narrow, PoolMode, Update
 from .problem import SsuProblem
 from .spec import OPERATOR
 
@@ -63,7 +63,7 @@ class Mamba(Model):
 
     def problem(
         self,
-        state: DType,
+        state: DType | Narrow,
         index: Index,
         pool: PoolMode,
         io: DType = DType.BF16,
@@ -108,6 +108,7 @@ class SsuAsk(StateAsk):
 
     operator = OPERATOR
     options = SEVERAL | {"pools"}
+    narrow = True
 
     def takes(self, model: Model) -> Collection[str]:
         return ("pools",) if model.kind == "mamba1" else self.options

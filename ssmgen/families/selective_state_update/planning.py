@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ... import runtime
 from ...calls import checks
-from ...calls.checks import DTYPES, INDEX
+from ...calls.checks import INDEX, STATES
 from ...calls.planning import Caller, Family
 from ...spec import Index, Loads, PoolMode, Update
 from .problem import SsuProblem
@@ -35,12 +35,13 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         return Loads.VECTOR if aligned else Loads.ELEMENT
 
     several = views["x"].dim() == 4
+    types: dict[str, Any] = {n: STATES[t.dtype] for n, t in views.items() if n not in (*CONTROL, "intermediate_states")}
     return SsuProblem(
         d_state=N,
         headdim=P,
         nheads=H,
         ngroups=views["B"].shape[-2],
-        **{n: DTYPES[t.dtype] for n, t in views.items() if n not in (*CONTROL, "intermediate_states")},
+        **types,
         tied=tied,
         dt_softplus=dt_softplus,
         dt_limit=dt_limit is not None,
@@ -53,7 +54,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         cu_seqlens=index("cu_seqlens"),
         accepted=index("num_accepted_tokens"),
         update=Update.NONE if not update_state else Update.EACH if target is not None and target.dim() == 2 else Update.FINAL,
-        intermediate_states=None if kept is None else DTYPES[kept.dtype],
+        intermediate_states=None if kept is None else STATES[kept.dtype],
         intermediate_indices=index("intermediate_state_indices"),
         parents=index("parents"),
     )
@@ -70,6 +71,8 @@ _AXES: dict[str, dict[str, int]] = {
     "intermediate_states": {"row": 0, "token": 1},
     "intermediate_state_indices": {"batch": 0},
     "rand_seed": {"slot": 0},
+    "state_scale": {"slot": 0, "head": 1, "row": 2},
+    "intermediate_state_scales": {"kept": 0, "token": 1, "head": 2, "row": 3},
 }
 _TOKENWISE_AXES = {"batch": 0, "token": 1, "head": -2, "group": -2, "row": -1, "n": -1}
 _COLUMNS = {
@@ -103,7 +106,7 @@ def sequences(views: Mapping[str, Tensor]) -> int:
 
 FAMILY = Family(
     OPERATOR,
-    written=("out", "state", "intermediate_states"),
+    written=("out", "state", "intermediate_states", "state_scale", "intermediate_state_scales"),
     problem_of=problem_of,
     size_of=lambda views: sequences(views) if views["x"].numel() else 0,
     grid_of=lambda spec, views: sequences(views) * spec.nheads * spec.tiles,
@@ -124,7 +127,8 @@ _library = torch.library.Library("ssmgen", "FRAGMENT")
 _library.define(
     "selective_state_update(Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, "
     "Tensor? dt_bias, Tensor(b!) out, Tensor? state_indices, Tensor? dst_state_indices, Tensor? num_accepted_tokens, Tensor? cu_seqlens, "
-    "Tensor? parents, Tensor(c!)? intermediate_states, Tensor? intermediate_state_indices, Tensor? rand_seed, bool dt_softplus, "
+    "Tensor? parents, Tensor(c!)? intermediate_states, Tensor? intermediate_state_indices, Tensor? rand_seed, "
+    "Tensor(d!)? state_scale, Tensor(e!)? intermediate_state_scales, bool dt_softplus, "
     "float[]? dt_limit, int pad_slot_id, int philox_rounds, bool update_state, bool? pdl) -> ()",
     tags=torch.Tag.needs_fixed_stride_order,
 )

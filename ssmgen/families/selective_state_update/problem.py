@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ...engine.rows import RowProblem
-from ...spec import LATER, DType, Index, Loads, PoolMode, Update, must
+from ...spec import LATER, DType, Index, Loads, Narrow, PoolMode, Update, must
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +16,7 @@ class SsuProblem(RowProblem):
     headdim: int
     nheads: int = 1
     ngroups: int = 1
-    state: DType = DType.F32
+    state: DType | Narrow = DType.F32
     x: DType = DType.BF16
     dt: DType = DType.BF16
     A: DType = DType.F32
@@ -33,12 +33,12 @@ class SsuProblem(RowProblem):
     pool: PoolMode = PoolMode.SINGLE
     state_loads: Loads = Loads.VECTOR
     operand_loads: Loads = Loads.VECTOR  # of A, B and C; the other operands are one scalar per row
-    philox_rounds: int = field(default=0, metadata=LATER)  # of the noise that f16 and bf16 states are rounded with; 0 = to nearest
+    philox_rounds: int = field(default=0, metadata=LATER)  # of the noise that states are rounded with, but f32; 0 = to nearest
     several: bool = field(default=False, metadata=LATER)  # operands have a tokens axis; all that follows needs it
     cu_seqlens: Index = field(default=Index.NONE, metadata=LATER)  # sequences of different lengths, packed
     accepted: Index = field(default=Index.NONE, metadata=LATER)  # type of num_accepted_tokens, which picks the column of state_indices
     update: Update = field(default=Update.FINAL, metadata=LATER)
-    intermediate_states: DType | None = field(default=None, metadata=LATER)  # the state after each token: to a buffer [rows, tokens, …]
+    intermediate_states: DType | Narrow | None = field(default=None, metadata=LATER)  # after each token, in a buffer [rows, tokens, …]
     intermediate_indices: Index = field(default=Index.NONE, metadata=LATER)  # type of the rows' numbers in that buffer
     parents: Index = field(default=Index.NONE, metadata=LATER)  # a draft tree
 
@@ -55,7 +55,7 @@ class SsuProblem(RowProblem):
         return self.headdim
 
     @property
-    def row_dtype(self) -> DType:
+    def row_dtype(self) -> DType | Narrow:
         return self.state
 
     @property
@@ -71,10 +71,15 @@ class SsuProblem(RowProblem):
         return self.cu_seqlens is not Index.NONE
 
     @property
+    def narrow(self) -> set[Narrow]:
+        """Types of the states in fewer bits."""
+        return {t for t in (self.state, self.intermediate_states) if isinstance(t, Narrow)}
+
+    @property
     def rounded(self) -> set[str]:
         """Types that noise is rounded to."""
         stored = [self.intermediate_states, *([] if self.update is Update.NONE else [self.state])]
-        return {t.value for t in stored if t in (DType.F16, DType.BF16)} if self.philox_rounds else set()
+        return {t.value for t in stored if t not in (None, DType.F32)} if self.philox_rounds else set()
 
     def faults(self) -> list[str]:
         """What no variant could serve."""
@@ -86,7 +91,8 @@ class SsuProblem(RowProblem):
             *must(self.headdim * self.d_state * self.nheads < 2**31, "one slot of the state has 2^31 elements or more"),
             *must(self.pool is PoolMode.SINGLE or self.index is not Index.NONE, "a split pool needs slot indices"),
             *must(not self.philox_rounds or self.d_state % 4 == 0, f"noise comes for 4 elements of a row, and d_state is {self.d_state}"),
-            *must(not self.philox_rounds or bool(self.rounded), "noise is for f16 and bf16 states that are written"),
+            *must(not self.philox_rounds or bool(self.rounded), "noise is for states that are written, but for f32"),
+            *must(not self.narrow or self.d_state % 4 == 0, f"states in fewer bits need a d_state of a multiple of 4, not {self.d_state}"),
             *(self._faults_of_tokens() if self.several else self._faults_of_one()),
         ]
 

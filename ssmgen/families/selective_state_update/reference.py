@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...engine.narrow_reference import narrowed, widened
 from ...engine.stochastic_reference import stored
 
 
@@ -59,7 +60,7 @@ def selective_state_update(
     **views: Tensor,
 ) -> None:
     """Operands in the headed form: state [slots, H, P, N]; x, dt, z, out [batch, H, P]; A [H, P, N]; B, C [batch, G, N];
-    D, dt_bias [H, P]; rand_seed [slots].
+    D, dt_bias [H, P]; rand_seed [slots]; state_scale [slots, H, P].
 
     Several tokens: x, dt, z, out [batch, T, H, P]; B, C [batch, T, G, N]; intermediate_states [rows, T, H, P, N]; parents [batch, T]; with
     cu_seqlens, batch is 1 and T counts the tokens of all sequences. Computes in `dtype`; carries the state through a call's tokens
@@ -69,16 +70,20 @@ def selective_state_update(
         views |= {n: views[n].unsqueeze(1) for n in ("x", "dt", "z", "out", "B", "C") if n in views}
     state, out, target = views["state"], views["out"], views.get("dst_state_indices")
     kept, parents = views.get("intermediate_states"), views.get("parents")
+    scales, kept_scales = views.get("state_scale"), views.get("intermediate_state_scales")
     starts = views["cu_seqlens"].tolist() if "cu_seqlens" in views else None
     weights = {n: views[n].to(dtype) for n in ("A", "D", "dt_bias") if n in views}
 
     def valid(slot: int) -> bool:
         return 0 <= slot < state.shape[0] and ("state_indices" not in views or slot != pad_slot_id)
 
-    def keep(where: Tensor, slot: int, h: Tensor, of: int, stream: int = 0) -> None:
-        """Stores a state in a slot, or in a column of a row, with the noise of slot `of`."""
+    def keep(where: Tensor, at: Any, h: Tensor, scales: Tensor | None, of: int, stream: int = 0) -> None:
+        """Stores a state in a slot, or in a column of a row, with its scales if there are any, and with the noise of slot `of`."""
         seed = int(views["rand_seed"][of]) if philox_rounds else 0
-        where[slot] = stored(h, where.dtype, seed, philox_rounds, of, stream)
+        if scales is None:
+            where[at] = stored(h, where.dtype, seed, philox_rounds, of, stream)
+        else:
+            where[at], scales[at] = narrowed(h, where.dtype, seed, philox_rounds, of, stream)
 
     for b in range(out.shape[0] if starts is None else len(starts) - 1):
         row, span = (b, range(out.shape[1])) if starts is None else (0, range(starts[b], starts[b + 1]))
@@ -89,21 +94,21 @@ def selective_state_update(
         if not valid(slot) or (parents is not None and not keeps):
             out[row, span.start : span.stop] = 0
             continue
-        h = state[slot].to(dtype)
+        h = widened(state[slot], None if scales is None else scales[slot], dtype)
         results = []
         for i, t in enumerate(span):
             parent = int(parents[b, i]) if parents is not None and i < parents.shape[1] else -1
             if 0 <= parent < min(i, kept.shape[1] if keeps else 0):
-                h = kept[row_kept, parent].to(dtype)
+                h = widened(kept[row_kept, parent], None if kept_scales is None else kept_scales[row_kept, parent], dtype)
             token = {n: views[n][row, t].to(dtype) for n in ("x", "dt", "z", "B", "C") if n in views}
             h, y = one_token(h, token, weights, dt_softplus, dt_limit)
             results.append(y)
             if keeps and i < kept.shape[1]:
-                keep(kept[row_kept], i, h, slot, 1 + i)
+                keep(kept, (row_kept, i), h, kept_scales, slot, 1 + i)
             if update_state and target is not None and target.dim() == 2 and i < target.shape[1] and valid(int(target[b, i])):
-                keep(state, int(target[b, i]), h, int(target[b, i]))
+                keep(state, int(target[b, i]), h, scales, int(target[b, i]))
         last = slot if target is None else int(target[b]) if target.dim() == 1 else -1
         if update_state and valid(last):
-            keep(state, last, h, last)
+            keep(state, last, h, scales, last)
         if results:
             out[row, span.start : span.stop] = torch.stack(results).to(out.dtype)

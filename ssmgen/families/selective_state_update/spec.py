@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
 from ...engine.rows import RowSpec, Rule
-from ...spec import LATER, Arch, DType, Index, Loads, Needs, Param, Pdl, PoolMode, Update, must
+from ...spec import FP8, LATER, Arch, DType, Index, Loads, Narrow, Needs, Param, Pdl, PoolMode, Update, must
 from .problem import SsuProblem
 
 OPERATOR = "selective_state_update"
@@ -35,11 +35,13 @@ class SsuSpec(RowSpec, SsuProblem):
         return f"selective_state_update/{'several_tokens' if self.several else 'one_token'}.cu.j2"
 
     def violations(self, arch: Arch) -> list[str]:
-        return RowSpec.violations(self, arch) or staged_violations(self)
+        modern = must(arch >= FP8 or Narrow.E4M3 not in self.narrow, f"fp8 states need sm_89, not {arch}")
+        return RowSpec.violations(self, arch) or staged_violations(self) or modern
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, streaming=self.intermediates)
+        by_byte = any(t.size == 1 for t in self.narrow) and self.state_loads is Loads.ELEMENT
+        return replace(super().needs, streaming=self.intermediates, narrow=bool(self.narrow), bytes=by_byte)
 
     @property
     def shared_bytes(self) -> int:
@@ -67,6 +69,8 @@ class SsuSpec(RowSpec, SsuProblem):
             "intermediate_states": self.intermediates,
             "intermediate_state_indices": self.intermediate_indices is not Index.NONE,
             "rand_seed": self.philox_rounds,
+            "state_scale": self.scaled,
+            "intermediate_state_scales": isinstance(self.intermediate_states, Narrow),
         }  # fmt: skip
         return ["state", "x", "dt", "A", "B", "C", *(name for name, there in optional.items() if there)]
 
@@ -91,18 +95,22 @@ class SsuSpec(RowSpec, SsuProblem):
             "intermediate_states": ["row", "token"],
             "intermediate_state_indices": ["batch"],
             "rand_seed": ["slot"],
+            "state_scale": ["slot", "head", "row"],
+            "intermediate_state_scales": ["kept", "token", "head", "row"],
         }
         wide = {("state", "slot"), ("intermediate_states", "row"), ("intermediate_states", "token")}
+        wide |= {("state_scale", "slot"), ("intermediate_state_scales", "kept"), ("intermediate_state_scales", "token")}
         wide |= set() if self.several else {("rand_seed", "slot")}
         return [(op, axis, "i64" if (op, axis) in wide else "u32") for op in self.operands() for axis in axes[op]]
 
     def parameters(self) -> list[Param]:
-        element = {f.name: getattr(self, f.name).value for f in fields(self) if isinstance(getattr(self, f.name), DType)}
+        element = {f.name: getattr(self, f.name).value for f in fields(self) if isinstance(getattr(self, f.name), (DType, Narrow))}
         integer = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
         element |= dict.fromkeys(("state_indices", "dst_state_indices"), integer[self.index])
         element |= {"num_accepted_tokens": integer[self.accepted], "cu_seqlens": integer[self.cu_seqlens]}
         element |= {"parents": integer[self.parents], "intermediate_state_indices": integer[self.intermediate_indices], "rand_seed": "i64"}
-        written = ("state", "out", "intermediate_states")
+        element |= dict.fromkeys(("state_scale", "intermediate_state_scales"), "f32")
+        written = ("state", "out", "intermediate_states", "state_scale", "intermediate_state_scales")
         pointers = [Param.pointer(op, element[op], const=op not in written) for op in self.operands()]
         strides = [(Param.i64 if width == "i64" else Param.u32)(f"{op}_{axis}") for op, axis, width in self.strides()]
         strides.sort(key=lambda p: p.code != "q")  # 8-byte arguments first: no padding anywhere in the buffer
@@ -138,6 +146,8 @@ class SsuSpec(RowSpec, SsuProblem):
             "tree": self.parents is not Index.NONE,
             "rows_by_index": self.intermediate_indices is not Index.NONE,
             "rounded": self.rounded,
+            "kept_scaled": isinstance(self.intermediate_states, Narrow),
+            "narrow_noise": self.rounded & {t.value for t in self.narrow},
             "tail": self.headdim % self.tile != 0,
             "vector_state": self.state_loads is Loads.VECTOR,
             "vector_operands": self.operand_loads is Loads.VECTOR,
@@ -166,13 +176,21 @@ def _spec(problem: SsuProblem, how: dict[str, Any]) -> SsuSpec:
 
 def space(problem: SsuProblem, arch: Arch) -> Iterator[SsuSpec]:
     """Every legal variant of a problem within the axes worth trying."""
-    specs = (_spec(problem, how) for how in row_engine.axes())
+    specs = (_spec(problem, how) for how in row_engine.axes(16 if problem.narrow else 8))
     return (spec for spec in specs if not spec.violations(arch))
 
 
 WIDE = [  # d_state above 32
     Rule("latency", 48, tile_kib=16),
     Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),
+]
+ONE_BYTE = [  # of such states: fewer fixed instructions in several steps, and as many bytes ahead as with two
+    Rule("latency", 48, tile_kib=16),
+    Rule("bandwidth", float("inf"), tile_kib=16, prefetch=528, steps=2),
+]
+INT8 = [  # two rows at once leave room for more warps
+    Rule("latency", 48, tile_kib=16),
+    Rule("bandwidth", float("inf"), tile_kib=16, prefetch=528, steps=4, ilp=2),
 ]
 NARROW = [
     Rule("latency", 4, tile_kib=8, pdl=Pdl.TRIGGER_SLOT),
@@ -188,7 +206,8 @@ SEVERAL_TOKENS = [  # measured on an H200 with every token's state kept; docs/pe
 
 def candidates(problem: SsuProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, SsuSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
-    rules = SEVERAL_TOKENS if problem.several else NARROW if problem.d_state <= 32 else WIDE
+    wide = INT8 if problem.state is Narrow.I8 else ONE_BYTE if problem.state.size == 1 else WIDE
+    rules = SEVERAL_TOKENS if problem.several else NARROW if problem.d_state <= 32 else wide
     for rule, how, reason in row_engine.choices(problem, rules, batch, arch, pdl):
         if how is not None and problem.accepted is not Index.NONE:
             how["prefetch"] = 0

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from ...calls.checks import TORCH_DTYPES
-from ...engine.trial import INTEGERS, Trial, boundaries, cycled, ordered, slot_indices, slots_of, states, trial, wide
+from ...engine.trial import INTEGERS, Trial, boundaries, cycled, fill, ordered, scales, slot_indices, slots_of, states, trial, wide
 from ...spec import DType, Index, Loads, PoolMode, Update
 from .planning import CALLER
 from .spec import SsuSpec
+from .views import SCALES
 
 LIMIT = (0.01, 0.1)  # of dt: in the midst of what softplus gives
 
@@ -30,7 +31,7 @@ def one_operands(spec: SsuSpec, batch: int, seed: int) -> dict[str, Tensor]:
 
     odd = spec.operand_loads is Loads.ELEMENT
     state = states(spec.state, (slots,), (H, P, N), 1 if spec.state_loads is Loads.ELEMENT else 0)
-    state.copy_(randn(spec.state, slots, H, P, N))
+    fill(state, g) if spec.scaled else state.copy_(randn(spec.state, slots, H, P, N))
 
     decay = -(torch.rand(H, 1 if spec.tied else P, 1 if spec.tied else N, generator=g) + 0.1).to(TORCH_DTYPES[spec.A])
     if odd and not spec.tied:
@@ -58,6 +59,8 @@ def one_operands(spec: SsuSpec, batch: int, seed: int) -> dict[str, Tensor]:
             made["dst_state_indices"] = torch.where(source < 0, source, order[B : 2 * B])
     if spec.philox_rounds:
         made["rand_seed"] = torch.randint(-(2**62), 2**62, (slots,), generator=g)
+    if spec.scaled:
+        made["state_scale"] = scales(state, g)
     return ordered(spec, made)
 
 
@@ -82,7 +85,7 @@ def tokens_operands(spec: SsuSpec, batch: int, seed: int) -> dict[str, Tensor]:
     made |= {n: torch.randn(H, generator=g).to(TORCH_DTYPES[getattr(spec, n)]) for n in ("D", "dt_bias") if n in spec.operands()}
     made["A"] = -(torch.rand(H, generator=g) + 0.1).to(TORCH_DTYPES[spec.A])
     made["state"] = state = states(spec.state, (slots,), (H, P, N), gap)
-    state.copy_(torch.randn(state.shape, generator=g))
+    fill(state, g)
     if spec.intermediate_states:  # one column too many; or one too few, where calls may keep fewer than they have tokens
         columns = most + (-1 if spec.ragged else 1)
         made["intermediate_states"] = states(spec.intermediate_states, (2 * batch, columns), (H, P, N), gap).fill_(7.0)
@@ -92,6 +95,7 @@ def tokens_operands(spec: SsuSpec, batch: int, seed: int) -> dict[str, Tensor]:
         made["parents"] = torch.randint(-1, most, (batch, most), generator=g).to(INTEGERS[spec.parents])
     if spec.philox_rounds:
         made["rand_seed"] = torch.randint(-(2**62), 2**62, (slots,), generator=g)
+    made |= {name: scales(made[of], g) for of, name in SCALES.items() if name in spec.operands()}
     return ordered(spec, made)
 
 
@@ -99,10 +103,11 @@ def selective_state_update(spec: SsuSpec, batch: int, seed: int) -> Trial:
     update = spec.update is not Update.NONE
     how = (spec.dt_softplus, LIMIT if spec.dt_limit else None, -1)
     options = (*how, spec.philox_rounds, update)
+    scaled = {of: name for of, name in SCALES.items() if name in spec.operands()}
     if not spec.several:
-        return trial(CALLER, one_operands(spec, batch, seed), options, without_noise=(*how, 0, update))
-    kept = () if update else ("state",)
-    return trial(CALLER, tokens_operands(spec, batch, seed), options, kept=kept, tokens=spec.chunk + 1)
+        return trial(CALLER, one_operands(spec, batch, seed), options, without_noise=(*how, 0, update), scales=scaled)
+    kept = () if update else ("state", "state_scale")
+    return trial(CALLER, tokens_operands(spec, batch, seed), options, kept=kept, tokens=spec.chunk + 1, scales=scaled)
 
 
 TRIALS = {SsuSpec: selective_state_update}

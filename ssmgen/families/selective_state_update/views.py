@@ -12,11 +12,14 @@ from ...calls import checks
 
 NAMES = (
     "state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "out", "state_indices", "dst_state_indices", "num_accepted_tokens",
-    "cu_seqlens", "parents", "intermediate_states", "intermediate_state_indices", "rand_seed",
+    "cu_seqlens", "parents", "intermediate_states", "intermediate_state_indices", "rand_seed", "state_scale", "intermediate_state_scales",
 )  # fmt: skip
-OF_SEVERAL = NAMES[12:17]  # operands of calls of several tokens alone
+OF_SEVERAL = (*NAMES[12:17], NAMES[19])  # operands of calls of several tokens alone
 CONTROL = NAMES[10:15] + NAMES[16:]
+SCALES = {"state": "state_scale", "intermediate_states": "intermediate_state_scales"}  # of states in fewer bits
 _TOKENWISE = ("x", "dt", "z", "out", "B", "C")
+
+_ROUNDED = (torch.float16, torch.bfloat16, *checks.NARROW)
 
 # What a call says beside its tensors: dt_softplus, dt_limit, pad_slot_id, philox_rounds, update_state.
 Options = tuple[Any, ...]
@@ -29,7 +32,10 @@ def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str])
     check_seed(named, update_state, problems)
     if not checks.check_tensors(named, problems):
         return {}
-    checks.check_common(named, "state", problems)
+    checks.check_common(named, "state", problems, narrow=SCALES)
+    if "intermediate_state_scales" in named and "intermediate_states" not in named:
+        problems.append("intermediate_state_scales is given without intermediate_states")
+        named = {n: t for n, t in named.items() if n != "intermediate_state_scales"}
     several = named["x"].dim() > 3 or not update_state or any(name in named for name in OF_SEVERAL)
     return _token_views(named, update_state, problems) if several else _headed_views(dict(named), problems)
 
@@ -37,8 +43,8 @@ def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str])
 def check_seed(named: Mapping[str, Tensor], update_state: bool, problems: list[str]) -> None:
     """Whether a state is written that noise is for. Adds to `problems` if not."""
     stored = [named.get("intermediate_states"), *([named["state"]] if update_state else [])]
-    if "rand_seed" in named and not any(isinstance(t, Tensor) and t.dtype in (torch.float16, torch.bfloat16) for t in stored):
-        problems.append("rand_seed is given, and no state is written in float16 or bfloat16")
+    if "rand_seed" in named and not any(isinstance(t, Tensor) and t.dtype in _ROUNDED for t in stored):
+        problems.append("rand_seed is given, and no state is written in float16 or bfloat16, or in fewer bits with scales")
 
 
 def is_tied(views: Mapping[str, Tensor]) -> bool:
@@ -84,6 +90,7 @@ def _headed_views(named: dict[str, Tensor], problems: list[str]) -> dict[str, Te
             "C": {"[batch, groups, d_state]": (batch, G, N)},
             "D": {"[heads, headdim]": (H, P), "[heads]": (H,)},
             "dt_bias": {"[heads, headdim]": (H, P), "[heads]": (H,)},
+            "state_scale": {"[slots, heads, headdim]": (state.shape[0], H, P)},
         }  # fmt: skip
         if G == 0 or H % G:
             problems.append(f"B is {list(B.shape)} but heads {H} is not a multiple of its groups {G}")
@@ -93,6 +100,7 @@ def _headed_views(named: dict[str, Tensor], problems: list[str]) -> dict[str, Te
             "A": {"[dim, d_state]": (P, N)},
             **dict.fromkeys(("B", "C"), {"[batch, d_state]": (batch, N)}),
             **dict.fromkeys(("D", "dt_bias"), {"[dim]": (P,)}),
+            "state_scale": {"[slots, dim]": (state.shape[0], P)},
         }
     allowed |= dict.fromkeys(("state_indices", "dst_state_indices"), {"[batch]": (batch,)})
     allowed["rand_seed"] = {"[1]": (1,), "[slots]": (state.shape[0],)}
@@ -116,15 +124,16 @@ def _headed_views(named: dict[str, Tensor], problems: list[str]) -> dict[str, Te
 
 
 def _check_layout(views: dict[str, Tensor], problems: list[str]) -> None:
-    state, x, out = views["state"], views["x"], views["out"]
+    state, x = views["state"], views["x"]
     slots, H, P, N = state.shape
     dense = (P * N, N, 1)
     if any(n > 1 and have != want for n, have, want in zip((H, P, N), state.stride()[1:], dense, strict=True)):
         problems.append(f"state has strides {list(state.stride())}; its last three axes must be dense, {list(dense)}")
     elif slots > 1 and state.stride(0) < H * P * N:
         problems.append(f"state has slots {state.stride(0)} elements apart, which overlap")
-    if checks.overlaps_itself(out):
-        problems.append(f"out has strides {list(out.stride())}: two of its elements share memory")
+    for name in ("out", "state_scale"):
+        if name in views and checks.overlaps_itself(views[name]):
+            problems.append(f"{name} has strides {list(views[name].stride())}: two of its elements share memory")
     source, target = views.get("state_indices"), views.get("dst_state_indices")
     if source is None and slots < x.shape[0]:
         problems.append(f"state has {slots} slots for a batch of {x.shape[0]}, and there are no state_indices")
@@ -189,6 +198,7 @@ def _shapes(named: Mapping[str, Tensor], lead: Sequence[int], batch: int, ragged
         **dict.fromkeys(("D", "dt_bias"), {"[heads, headdim]": (H, P), "[heads]": (H,)}),
         "cu_seqlens": {"[batch + 1]": (batch + 1,)},
         "rand_seed": {"[1]": (1,), "[slots]": (named["state"].shape[0],)},
+        "state_scale": {"[slots, heads, headdim]": (named["state"].shape[0], H, P)},
         **dict.fromkeys(("state_indices", "dst_state_indices", "num_accepted_tokens", "intermediate_state_indices"), per_sequence),
     }
     if "num_accepted_tokens" in named:
@@ -205,6 +215,7 @@ def _shapes(named: Mapping[str, Tensor], lead: Sequence[int], batch: int, ragged
         columns = kept[1] if len(kept) == 5 and (ragged or kept[1] >= T) else T
         words = "[rows, tokens or more" if by_index else "[batch or more, tokens or more"
         allowed["intermediate_states"] = {f"{words}, heads, headdim, d_state]": (rows, columns, H, P, N)}
+        allowed["intermediate_state_scales"] = {"[rows, tokens, heads, headdim] as intermediate_states": (rows, columns, H, P)}
     return allowed
 
 
@@ -217,7 +228,7 @@ def _check_layout_of_tokens(views: Mapping[str, Tensor], update_state: bool, bat
             problems.append(f"{name} has strides {list(t.stride())}; its last three axes must be dense, {list(dense)}")
     if slots > 1 and state.stride(0) < H * P * N:
         problems.append(f"state has slots {state.stride(0)} elements apart, which overlap")
-    for name in ("out", "intermediate_states"):
+    for name in ("out", "intermediate_states", *SCALES.values()):
         if name in views and checks.overlaps_itself(views[name]):
             problems.append(f"{name} has strides {list(views[name].stride())}: two of its elements share memory")
     source, target = views.get("state_indices"), views.get("dst_state_indices")
@@ -240,4 +251,5 @@ def _check_layout_of_tokens(views: Mapping[str, Tensor], update_state: bool, bat
     for name, t in views.items():
         if name not in ("state", "intermediate_states", "cu_seqlens"):
             # Offsets over batch and token are 64-bit products of 32-bit strides.
-            checks.check_strides_fit(name, t, 2 if name in _TOKENWISE else 0, problems)
+            first = 2 if name in (*_TOKENWISE, "intermediate_state_scales") else 1 if name == "state_scale" else 0
+            checks.check_strides_fit(name, t, first, problems)

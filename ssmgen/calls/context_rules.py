@@ -1,0 +1,8 @@
+"""How sequences of all families' functions go on over several ranks, by public function. Imported when the first such call comes."""
+
+from __future__ import annotations
+
+from ..family import parts
+from .context import Context
+
+RULES: dict[str, Context] = parts("context")

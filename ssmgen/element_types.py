@@ -1,0 +1,41 @@
+"""Types of what tensors hold, by the names that specs and generated code have for them."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class DType(Enum):
+    """Element types; the value is the name used in specs and in generated code."""
+
+    F32 = "f32"
+    F16 = "f16"
+    BF16 = "bf16"
+
+    @property
+    def size(self) -> int:
+        """Bytes per element."""
+        return 4 if self is DType.F32 else 2
+
+
+class Narrow(Enum):
+    """Element types of states in fewer bits, whose every row has a scale: the state is the element times that."""
+
+    I16 = "i16"
+    I8 = "i8"
+    E4M3 = "e4m3"
+
+    @property
+    def size(self) -> int:
+        """Bytes per element."""
+        return 2 if self is Narrow.I16 else 1
+
+    @property
+    def largest(self) -> int:
+        """What the largest element of a row is stored as."""
+        return {Narrow.I16: 32767, Narrow.I8: 127, Narrow.E4M3: 448}[self]
+
+
+def stored_type(text: str) -> DType | Narrow:
+    """The type of a state that has this name. Raises ValueError."""
+    return DType(text) if text in DType._value2member_map_ else Narrow(text)

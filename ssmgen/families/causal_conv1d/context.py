@@ -1,0 +1,49 @@
+"""How causal_conv1d's sequences go on from one rank's tokens to the next one's: by the last inputs. M is how many of them are new."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...calls.context import Arguments, Asked, Context, Ends
+
+
+def blank(given: Arguments) -> tuple[Tensor, Tensor]:
+    x, width = given["x"], given["weight"].shape[1]
+    return x.new_zeros((1, x.shape[-2], width - 1)), x.new_zeros((1, 1))
+
+
+def ends(function: Any, given: dict[str, Any], start: Tensor | None, asked: Asked) -> Ends:
+    if not asked.N:
+        return Ends(None)
+    x, kept = given["x"], given["weight"].shape[1] - 1
+    x = x if x.dim() == 3 else x.unsqueeze(0)
+    start = x.new_zeros((len(x), x.shape[1], kept)) if start is None else start
+    tokens = x.shape[-1]
+    count = torch.full((1,), tokens, device=x.device)
+    if given.get("query_start_loc") is not None:
+        count = count - given["query_start_loc"][:1]
+    new = count.clamp(max=kept).to(x.dtype).expand(len(x), 1)
+    latest = torch.nn.functional.pad(x[..., max(tokens - kept, 0) :], (max(kept - tokens, 0), 0))
+    return Ends(passed(start, latest, new, given), new)
+
+
+def passed(S: Tensor, N: Tensor, M: Tensor, given: Arguments) -> Tensor:
+    kept, new = S.shape[-1], M.long()[:, :, None]
+    places = torch.arange(kept, device=S.device).view(1, 1, kept).expand(S.shape)
+    return torch.where(places >= kept - new, N, S.gather(2, (places + new).clamp(max=max(kept - 1, 0))))
+
+
+RULES = {
+    "causal_conv1d": Context(
+        "query_start_loc",
+        ("x", -1),
+        blank,
+        ends,
+        passed,
+        lambda given: True,
+        ("seq_idx", "conv_states", "conv_state_indices", "has_initial_state"),
+    )
+}

@@ -1,0 +1,111 @@
+"""How sequences of chunk_scan's functions go on from one rank's tokens to the next one's: M is a number of each head, its decay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, softplus
+
+from ...calls.context import Arguments, Asked, Context, Ends
+from .parts import Parts
+from .spec import CHUNK
+
+# Natural logarithm of a decay of which no finite f32 leaves anything that f32 has: 2^-300.
+NOTHING = -208.0
+
+
+def steps_of(given: Arguments, name: str) -> tuple[Tensor, Tensor]:
+    """[batch, T, H] f32 and [H] f32, whose products are the tokens' log decays."""
+    x = given[name]
+    one = x.new_ones(x.shape[-2], dtype=torch.float32)
+    g, slope = given.get("g"), given.get("slope")
+    if "dt" in given:
+        bias = given.get("dt_bias")
+        d = given["dt"].float() if bias is None else torch.add(given["dt"], bias.float())
+        d = softplus(d) if given.get("dt_softplus") else d
+        d = d if given.get("dt_limit") is None else d.clamp(*given["dt_limit"])
+        steps, rate = d, given["A"].float()
+    elif g is not None and g.dim() > 1:
+        steps, rate = g.float(), one
+    else:
+        rate = -slope.float() if slope is not None else 0 * one if g is None else g.float()
+        steps = one.expand(x.shape[:-1])
+    return steps if steps.dim() == 3 else steps.unsqueeze(0), rate
+
+
+def sums_of(given: Arguments, name: str) -> tuple[Tensor, Tensor]:
+    """Sums of log decays over chunks of tokens [batch, chunks, H] f64; and by how much a state may grow, at most, by those above zero
+    [batch, 1, H] f64."""
+    steps, rate = steps_of(given, name)
+    tokens = steps.shape[1]
+    if given.get("cu_seqlens") is not None:
+        there = torch.arange(tokens, device=steps.device) >= given["cu_seqlens"][0]
+        steps = torch.where(there[:, None], steps, 0)
+    least, most = steps.aminmax(dim=1, keepdim=True)
+    growth = torch.maximum(least * rate, most * rate).clamp(min=0).double() * tokens
+    steps = pad(steps, (0, 0, 0, -tokens % CHUNK)) if tokens % CHUNK else steps
+    return steps.unflatten(1, (-1, CHUNK)).sum(2).double() * rate.double(), growth
+
+
+def seen_from(sums: Tensor, growth: Tensor) -> Tensor:
+    """[H], the first chunk of which something is left behind the last, as far as anybody can tell. sums: [chunks, H]; growth: [1, H]."""
+    # What chunk i adds decays by what is behind it, at least, and by itself.
+    behind = pad(sums.flip(0).cumsum(0).flip(0)[1:], (0, 0, 0, 1))
+    numbers = torch.arange(len(sums), device=sums.device)[:, None]
+    return torch.where(behind + growth <= NOTHING, len(sums), numbers).amin(0)
+
+
+def ends(function: Any, given: dict[str, Any], start: Tensor | None, asked: Asked) -> Ends:
+    """N of the tokens of which something is left, where there is one sequence; M."""
+    if not asked.N:
+        return Ends(None)
+    name = "x" if "x" in given else "v"
+    sums, growth = sums_of(given, name)
+    M = sums.sum(1).exp()
+    if len(sums) > 1:
+        _, N = function(**given, initial_states=start, return_final_states=True)
+        return Ends(N, M.float())
+    first, parts = seen_from(sums[0], growth[0]), Parts(function, given, name)
+    spec = parts.served() if given[name].is_cuda else None
+    if spec is None:
+        return Ends(last_tokens(function, given, name, first.min(), start), M.float())
+    N = parts.added(spec, sums[0], first)
+    return Ends((N if start is None else passed(start, N, M, given)).float(), M.float())
+
+
+def last_tokens(function: Any, given: dict[str, Any], name: str, first: Tensor, start: Tensor | None) -> Tensor:
+    """N by the function itself, over tokens from such a chunk on."""
+    cut, begin = given.get("cu_seqlens"), first.view(1) * CHUNK
+    own = torch.zeros_like(begin) if cut is None else cut[:1].long()
+    start = None if start is None else torch.where((begin > own).view(1, 1, 1, 1), 0, start)
+    tokens = torch.full_like(begin, given[name].shape[-3])
+    starts = torch.cat([torch.maximum(begin, own), tokens]).to(torch.int32 if cut is None else cut.dtype)
+    _, N = function(**given | {"cu_seqlens": starts}, initial_states=start, return_final_states=True)
+    assert isinstance(N, Tensor)
+    return N
+
+
+def blank(given: Arguments) -> tuple[Tensor, Tensor]:
+    x, B = (given["x"], given["B"]) if "x" in given else (given["v"], given["k"])
+    heads, rows = x.shape[-2:]
+    return x.new_zeros((1, heads, rows, B.shape[-1]), dtype=torch.float32), x.new_ones((1, heads), dtype=torch.float32)
+
+
+def passed(S: Tensor, N: Tensor, M: Tensor, given: Arguments) -> Tensor:
+    return S * M.double()[:, :, None, None] + N.double()
+
+
+def _rule(name: str, *refused: str) -> Context:
+    def cheap(given: Arguments) -> bool:
+        return given[name].dim() == 3 or len(given[name]) == 1
+
+    return Context("cu_seqlens", (name, -3), blank, ends, passed, cheap, ("state", "state_indices", "has_initial_state", *refused))
+
+
+RULES = {
+    "chunk_scan": _rule("x", "seq_idx", "checkpoint_positions", "checkpoints_out", "return_checkpoints"),
+    "chunk_simple_gla": _rule("v"),
+    "chunk_lightning_attn": _rule("v"),
+}

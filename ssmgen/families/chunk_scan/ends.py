@@ -1,0 +1,52 @@
+"""What tokens add to a state of zeros, by warpgroups: chunk_scan's first half where a sequence's other tokens lie on other ranks.
+
+A rank's tokens are parts, each a packed sequence, and a block has a part of a head. Of a head whose decays leave nothing of a chunk behind
+the last part, nothing is read: `since` says from which chunk of each part on. Where all heads forget soon, that is next to nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from ...spec import Arch, Index, Loads, Pdl, must
+from .spec import CHUNK, ScanProblem, ScanSpec
+from .warpgroups import WarpgroupScanSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndsSpec(WarpgroupScanSpec):
+    """[sequences, H, P, N] f32, of packed sequences, from chunk since[sequence, head] on."""
+
+    family: ClassVar[str] = "chunk_scan_warpgroup_ends"
+    template: ClassVar[str] = "chunk_scan/warpgroups/ends.cu.j2"
+    states_alone: ClassVar[bool] = True
+    written: ClassVar[tuple[str, ...]] = ("ends",)
+
+    @classmethod
+    def of(cls, spec: ScanSpec) -> EndsSpec:
+        """The variant for the tokens of a call that `spec` serves."""
+        kept = {f.name: getattr(spec, f.name) for f in fields(ScanProblem)}
+        kept |= dict.fromkeys(("z", "D_rows", "initial", "final", "pool", "started", "seq_idx"), False)
+        kept |= {"D": None, "index": Index.NONE, "checkpoints": Index.NONE, "segments": 0, "state_loads": Loads.VECTOR}
+        return cls(**kept, stages=4, pdl=Pdl.OFF)
+
+    def roles(self) -> list[str]:
+        others = ("C", "out")
+        return [*(role for role in super().roles() if role not in others), "since", "ends"]
+
+    @property
+    def mapped(self) -> dict[str, int]:
+        return {"B": self.d_state, "x": self.tile}
+
+    @property
+    def dynamic_bytes(self) -> int:
+        """Stages of B and x, and two of x with its weights."""
+        return 2 * CHUNK * (self.stages * (self.d_state + self.tile) + 2 * self.tile)
+
+    @property
+    def stem(self) -> str:
+        return super().stem.replace("scan_wg_", "scan_ends_", 1)
+
+    def violations(self, arch: Arch) -> list[str]:
+        return super().violations(arch) + must(self.ragged, "sequences are packed: a rank's tokens are several")

@@ -1,0 +1,52 @@
+"""A rank's tokens of one sequence, in parts that blocks go over side by side, to make what they add to its state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...calls.kernels import Kernels
+from .ends import EndsSpec
+from .spec import CHUNK
+from .warpgroups import WarpgroupScanSpec
+
+MOST, LEAST = 8, 16  # parts, and chunks of one: heads that keep all are then on many SMs
+
+
+class Parts:
+    """Some tokens of one sequence, in parts of whole chunks but for the first one, which begins with the sequence, and the last one."""
+
+    launcher = Kernels
+
+    def __init__(self, function: Any, given: dict[str, Any], name: str):
+        """name: of x. given: a call's arguments, of a batch of one sequence, or with two starts."""
+        x, d_state, cut = given[name], given["B" if name == "x" else "k"].shape[-1], given.get("cu_seqlens")
+        self.tokens, heads, rows = x.shape[-3:]
+        self.chunks = -(-self.tokens // CHUNK)
+        self.count = max(1, min(MOST, self.chunks // LEAST))
+        self.each = -(-self.chunks // self.count)
+        starts = torch.arange(self.count + 1, device=x.device).mul(self.each * CHUNK).clamp(max=self.tokens)
+        self.starts = starts if cut is None else torch.maximum(starts, cut[:1])
+        self.call = function.build(**given | {"cu_seqlens": self.starts.int(), "segments": None})
+        self.since = torch.empty((self.count, heads), dtype=torch.int32, device=x.device)
+        self.made = x.new_empty((self.count, heads, rows, d_state), dtype=torch.float32)
+        self.kernels = self.launcher(self.call, {"since": self.since, "ends": self.made})
+
+    def served(self) -> EndsSpec | None:
+        """The variant for these tokens, if there is one."""
+        spec = self.kernels.chosen()
+        found = EndsSpec.of(spec) if isinstance(spec, WarpgroupScanSpec) else None
+        return None if found is None or found.violations(self.kernels.arch) else found
+
+    def added(self, spec: EndsSpec, sums: Tensor, first: Tensor) -> Tensor:
+        """[1, H, P, N] f64, what they add to a state of zeros. sums: [chunks, H] f64, log decays of chunks of all tokens; first: [H], the
+        first of these that is seen behind the last."""
+        self.since.copy_((first * CHUNK - self.starts[:-1, None]).clamp(min=0) // CHUNK)
+        self.kernels.launch(spec)
+        behind = torch.nn.functional.pad(sums.flip(0).cumsum(0).flip(0), (0, 0, 0, 1))
+        decays = behind[self.each :: self.each]
+        decays = torch.nn.functional.pad(decays, (0, 0, 0, self.count - len(decays))).exp()  # behind the last one's last chunk is nothing
+        added: Tensor = (self.made.double() * decays[:, :, None, None]).sum(0, keepdim=True)
+        return added

@@ -1,0 +1,191 @@
+"""selective_scan by warps of two kinds: those that walk, and aides that prepare what they walk and make the output of it.
+
+Of a tile, aides copy the operands, and make d, d u, and B and C as f32, ahead of the walk; behind it they add up the sums of C h, and make
+D u, the gate and the output. Warps that walk have no other work, and lanes have the states of one or two channels each, which share a load
+of B and C; exponentials are made some tokens ahead of the states that they are for, also across tiles. So each scheduler has two kinds of
+warps, and what one kind waits for is the other's time. All meet once for each tile.
+
+Sums are those of `SelectiveSpec`, in their order: the two give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from itertools import product
+from typing import Any, ClassVar
+
+from ...spec import Arch, Needs, Pdl, is_pow2, must
+from .problem import Order, SelectiveProblem
+from .spec import GROUP, MOST_STATES, POLYNOMIAL, SelectiveSpec, parts_of
+
+# Channels of all sequences, from and to: more than a block of 32 on each of 132 SMs would hold, and no more than one of 64 does. On an H200
+# 32768 tokens of 8192 channels took 2062 us in place of 2350, tokens contiguous.
+MEASURED = (132 * 32 + 1, 132 * 64)
+AHEAD = 8  # states of a lane, at most, where there are registers for exponentials ahead of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolesSpec(SelectiveSpec):
+    """A problem, and how warps of two kinds compute it. No choice here but `polynomial` and `parts` changes a bit of the result."""
+
+    family: ClassVar[str] = "selective_scan_roles"
+    template: ClassVar[str] = "selective_scan/roles/scan.cu.j2"
+
+    abreast: int = 2  # channels of a lane
+    aides: int = 4  # warps of a block, beside the `warps` that walk
+    apart: bool = False  # whether those that make the output are others than those that prepare, half of the aides each
+    lead: int = 1  # tokens by which exponentials are made ahead
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(math=True, copies=True, bytes=self.started, places=True, placed_pairs=True)
+
+    @property
+    def order(self) -> tuple[str | int, ...]:
+        return SelectiveSpec.family, self.polynomial, self.parts
+
+    @property
+    def threads_per_block(self) -> int:
+        return 32 * (self.warps + self.aides)
+
+    @property
+    def hands(self) -> int:
+        """Threads that share a tile's work of a kind."""
+        return 32 * self.aides // (1 + self.apart)
+
+    @property
+    def places(self) -> int:
+        """Groups of lanes of a block that share a channel, or two."""
+        return 32 * self.warps // self.lanes
+
+    @property
+    def channels(self) -> int:
+        return self.places * self.abreast
+
+    @property
+    def ahead_of_states(self) -> bool:
+        return self.lead > 0 and 4 * self.quads * self.abreast <= AHEAD
+
+    @property
+    def stages(self) -> int:
+        """Tiles as they are: one whose output is made, one that is walked, the next one, one that is prepared, and those on their way."""
+        return 5 if self.tile >= 32 else 6
+
+    @property
+    def stem(self) -> str:
+        how = f"r{self.aides}{'s' * self.apart}c{self.abreast}e{self.lead}"
+        return super().stem.replace(f"p{self.polynomial}", f"p{self.polynomial}{how}", 1)
+
+    # Shared memory, in 32-bit words: the stages, d and d u of three tiles, sums of two; B and C of two as f32.
+
+    @property
+    def row_words(self) -> int:
+        """Words from one row to the next one: where lanes have runs of several rows, an odd number of four banks."""
+        words = self._words(self.layout, self.channels)
+        return words | 4 if self.layout is Order.FIRST else words
+
+    @property
+    def half(self) -> int:
+        """Quads ahead of those of odd channels, where a lane has one: four banks' quads lie between them and their neighbours."""
+        return self.places // 2 + (4 - self.places // 2) % 8
+
+    @property
+    def places_quads(self) -> int:
+        """Quads of a row of steps or of sums, one for each place."""
+        return self.places if self.abreast == 2 else self.half + self.places // 2
+
+    @property
+    def pitch(self) -> int:
+        """Words from d and d u of a token and the channels abreast to the next token's; or from those of two tokens and a channel."""
+        return 4 * (self.places_quads + (self.layout is Order.FIRST))
+
+    @property
+    def step_words(self) -> int:
+        """Words of d and d u of a tile."""
+        return self.tile * self.abreast // 2 * self.pitch
+
+    @property
+    def sum_pitch(self) -> int:
+        """Words from 4 tokens' sums of a lane, of all places, to the next lane's: eight neighbouring lanes of a warp meet all banks."""
+        apart = 8 // self.lanes if self.abreast == 2 else max(1, 4 // self.lanes)
+        return GROUP * (self.places_quads + (apart - self.places_quads) % 8)
+
+    @property
+    def sum_run(self) -> int:
+        """Words from 4 tokens' sums to the next ones'."""
+        words = self.abreast * self.lanes * self.sum_pitch
+        beside = min(4, self.tile // GROUP)  # runs that neighbouring lanes have, where tokens lie together
+        return words + ((8 // beside * GROUP - words) % 32 if self.layout is Order.FIRST else 0)
+
+    @property
+    def sum_words(self) -> int:
+        """Words of the sums of a tile."""
+        return self.tile // GROUP * self.sum_run
+
+    @property
+    def dynamic_bytes(self) -> int:
+        return 4 * (self.stages * self.stage_words + 3 * self.step_words + 2 * self.sum_words)
+
+    @property
+    def static_bytes(self) -> int:
+        by_channel = (self.D is not None) + (self.delta_bias is not None)
+        left = (self.parts - 1) * 32 * self.warps * self.abreast * (4 * self.quads + 1)
+        return 16 * self.tile * self.padded + 4 * left + 4 * self.channels * by_channel
+
+    @property
+    def pieces(self) -> tuple[int, int]:
+        """Copies of a row, of u and its kin, and of B and C."""
+        inner = self.channels if self.layout is Order.LAST else self.tile
+        key_inner = self.padded if self.key_layout is Order.LAST else self.tile
+        return (
+            inner * self.x.size // self.copy if self.copy else 0,
+            key_inner * self.x.size // self.key_copy if self.key_copy else 0,
+        )
+
+    def violations(self, arch: Arch) -> list[str]:
+        if problems := [
+            *must(is_pow2(self.aides) and self.aides <= 16, f"aides {self.aides} are not 1, 2, 4 … 16"),
+            *must(self.aides > 1 or not self.apart, "one warp is not two kinds of aides"),
+            *must(self.abreast in (1, 2), f"abreast {self.abreast} is not 1 or 2"),
+            *must(0 <= self.lead <= GROUP, f"lead {self.lead} is not 0 … {GROUP}"),
+        ]:
+            return problems
+        states, pieces = 4 * self.quads * self.abreast, max(self.pieces)
+        return [
+            *super().violations(arch),
+            *must(self.warps + self.aides <= 32, f"{self.warps} and {self.aides} warps are more than 32"),
+            *must(pieces <= self.hands, f"a row is copied in {pieces} pieces, more than {self.hands} lanes of aides"),
+            *must(self.abreast == 1 or states <= MOST_STATES, f"{states} states of a lane are more than {MOST_STATES}"),
+        ]
+
+    def constants(self) -> dict[str, Any]:
+        return super().constants() | {
+            "ahead": self.ahead_of_states,
+            "few_cells": self.tile * self.channels <= 2 * 8 * self.hands,  # 2 of 4 tokens and 2 channels, at most, for each lane of aides
+            "shared_rows": self.copy > 0,
+            "shared_keys": self.key_copy > 0 and self.d_state == self.padded,
+        }
+
+
+def roles_space(problem: SelectiveProblem, arch: Arch) -> Iterator[RolesSpec]:
+    """Every legal variant within the axes worth trying."""
+    fixed: dict[str, Any] = {f.name: getattr(problem, f.name) for f in fields(SelectiveProblem)} | {"parts": parts_of(problem, arch)}
+    shares = (0, 1, 2) if problem.x.size == 2 else (POLYNOMIAL[problem.x],)
+    for lanes, warps, abreast, tile, polynomial, pdl in product((2, 4, 8), (4, 8), (1, 2), (16, 32), shares, Pdl):
+        spec = RolesSpec(**fixed, lanes=lanes, warps=warps, abreast=abreast, tile=tile, polynomial=polynomial, pdl=pdl)
+        if not spec.violations(arch):
+            yield spec
+
+
+def by_roles(problem: SelectiveProblem, size: int, wait: Pdl, parts: int) -> Iterator[tuple[str, RolesSpec | None, str]]:
+    """One candidate: for 16 states and 16-bit operands that can be copied, of one sequence of many channels or a few of fewer."""
+    name, (low, high) = "4 lanes by roles, tile 32", MEASURED
+    if problem.padded != 16 or problem.x.size != 2 or not problem.copy or not problem.key_copy or parts > 1:
+        yield name, None, "it is for 16 states and whole sequences of 16-bit operands that can be copied"
+    elif not low <= size <= high:
+        yield name, None, f"{size} channels of all sequences are not {low} … {high}"
+    else:
+        fixed: dict[str, Any] = {f.name: getattr(problem, f.name) for f in fields(SelectiveProblem)}
+        how: dict[str, Any] = {"lanes": 4, "warps": 8, "tile": 32, "polynomial": POLYNOMIAL[problem.x], "pdl": wait}
+        yield name, RolesSpec(**fixed, **how, abreast=1, aides=8, apart=True), ""

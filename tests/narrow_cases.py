@@ -1,0 +1,225 @@
+"""Calls of selective_state_update whose states have fewer bits, in memory whose gaps are filled; and what they should leave there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ssmgen
+from ssmgen.calls.checks import NARROW
+from ssmgen.calls.public import call_of
+from ssmgen.engine.narrow_reference import narrowed, widened
+from ssmgen.families.selective_state_update.reference import selective_state_update as reference
+from ssmgen.families.selective_state_update.views import SCALES, views_of
+
+I8, I16, E4M3 = torch.int8, torch.int16, torch.float8_e4m3fn
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+WRITTEN = ("state", "state_scale", "out", "intermediate_states", "intermediate_state_scales")
+DECAY_ERROR = 2.0**-18  # of numbers in f32 arithmetic, beside the greatest of their row: see ssu_cases.expected
+EXCESS_ERROR = 2.0**-8  # of what one step of a stored int8 is worth
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the matrix; `id` is readable."""
+
+    id: str
+    state: torch.dtype = I8
+    heads: int = 4  # 0: no heads axis (Mamba-1)
+    headdim: int = 64
+    d_state: int = 128
+    groups: int = 2
+    tokens: int = 0  # 0: no tokens axis
+    lengths: tuple[int, ...] = ()  # packed
+    kept: torch.dtype | None = None
+    tree: bool = False
+    dst: str = ""  # row or token
+    update: bool = True
+    index: torch.dtype | None = torch.int32
+    gap: int = 0  # elements between slots
+    scale_gap: int = 0  # elements between the scales of rows
+    noise: int = 0  # rounds
+    z: bool = False
+    batch: int = 4
+
+
+def matrix() -> list[Case]:
+    def vary(prefix: str, **cases: dict[str, Any]) -> list[Case]:
+        return [Case(f"{prefix}-{name}", **how) for name, how in cases.items()]
+
+    tree = {"tokens": 5, "tree": True, "kept": I8}
+    return [
+        *vary("one", i8={}, i16={"state": I16}, e4m3={"state": E4M3}, split={"dst": "row"}, no_pool={"index": None}),
+        *vary("one", odd={"gap": 1, "index": torch.int64}, odd_i16={"state": I16, "gap": 3, "dst": "row"}, scales={"scale_gap": 1}),
+        *vary("one", n96={"d_state": 96}, n256={"d_state": 256, "state": E4M3}, n4={"d_state": 4}),
+        *vary("one", p80={"headdim": 80, "state": E4M3, "z": True}),
+        *vary("one", mamba1={"heads": 0, "d_state": 16, "z": True}, mamba1_i16={"heads": 0, "d_state": 16, "state": I16, "dst": "row"}),
+        *vary("noise", i8={"noise": 10}, i16={"noise": 4, "state": I16}, e4m3={"noise": 7, "state": E4M3, "dst": "row"}),
+        *vary("several", i8={"tokens": 9}, i16={"tokens": 3, "state": I16}, e4m3={"tokens": 3, "state": E4M3, "headdim": 80}),
+        *vary("several", kept={"tokens": 3, "kept": I8}, kept_only={"tokens": 3, "kept": E4M3, "state": BF16, "update": False}),
+        *vary("several", each={"tokens": 3, "dst": "token"}, mixed={"tokens": 3, "kept": I16, "state": E4M3, "noise": 5}),
+        *vary("several", kept_f32={"tokens": 2, "kept": F32, "gap": 1}, f32_kept={"tokens": 2, "kept": I8, "state": F32, "update": False}),
+        *vary("several", packed={"lengths": (3, 0, 5, 1)}, packed_each={"lengths": (3, 0, 5, 1), "dst": "token", "state": I16}),
+        *vary("tree", i8=tree, p72=tree | {"headdim": 72, "kept": E4M3, "state": I16}, noise=tree | {"noise": 3, "state": F16}),
+    ]  # fmt: skip
+
+
+def stored_values(shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generator) -> Tensor:
+    if dtype not in NARROW:
+        return torch.randn(shape, generator=g).to(dtype)
+    most = NARROW[dtype].largest
+    return (torch.randn(shape, generator=g) * most / 4).clamp(-most, most).to(dtype)
+
+
+class Call:
+    """The arguments of a case, and copies of the whole buffers that they lie in."""
+
+    def __init__(self, case: Case, device: str = "cpu", seed: int = 0):
+        self.case, self.device, g = case, device, torch.Generator().manual_seed(seed)
+        self.buffers: dict[str, Tensor] = {}
+        self.used: dict[str, int] = {}  # of a buffer's last axis
+        H, P, N, G = max(case.heads, 1), case.headdim, case.d_state, case.groups if case.heads else 1
+        lead: tuple[int, ...] = (sum(case.lengths),) if case.lengths else (case.batch, case.tokens) if case.tokens else (case.batch,)
+        row, group = ((H, P), (G, N)) if case.heads else ((P,), (N,))
+        most = max(case.lengths, default=case.tokens)
+        slots = case.batch * (2 + most) if case.index else case.batch
+        self.named = {
+            **{n: torch.randn(*lead, *row, generator=g).bfloat16().to(device) for n in ("x", *(["z"] if case.z else []))},
+            **{n: torch.randn(*lead, *group, generator=g).bfloat16().to(device) for n in ("B", "C")},
+            "dt": torch.randn(*lead, H if case.heads else P, generator=g).to(device),
+            "A": -torch.rand((H,) if case.heads else (P, N), generator=g).to(device) - 0.05,
+            "D": torch.randn(H if case.heads else P, generator=g).to(device),
+            "state": self.states("state", (slots,), row, N, case.state, case.gap, g),
+            "out": torch.full((*lead, *row), float("nan"), dtype=BF16, device=device),
+        }
+        if case.state in NARROW:
+            self.named["state_scale"] = self.scales("state_scale", (slots, *row), g)
+        order = torch.randperm(slots, generator=g).to(case.index or torch.int32)
+        if case.index:
+            source, target = order[: case.batch].clone(), order[case.batch : case.batch * 2].clone()
+            source[1], target[2:3] = -1, -1
+            self.named["state_indices"] = source.to(device)
+            columns = order[case.batch : case.batch * (1 + most)].view(case.batch, -1) if case.dst == "token" else target
+            self.named |= {"dst_state_indices": columns.to(device)} if case.dst else {}
+        if case.lengths:
+            self.named["cu_seqlens"] = torch.tensor([0, *case.lengths]).cumsum(0).int().to(device)
+        if case.kept:
+            rows = (case.batch, case.tokens + 1)
+            self.named["intermediate_states"] = self.states("intermediate_states", rows, row, N, case.kept, case.gap, g)
+            if case.kept in NARROW:
+                self.named["intermediate_state_scales"] = self.scales("intermediate_state_scales", (*rows, *row), g)
+        if case.tree:
+            self.named["parents"] = torch.randint(-1, case.tokens, (case.batch, case.tokens), generator=g).int().to(device)
+        if case.noise:
+            self.named["rand_seed"] = torch.randint(-(2**62), 2**62, (slots,), generator=g).to(device)
+        self.before = {n: t.clone() for n, t in self.buffers.items()}
+
+    def states(self, name: str, lead: tuple, row: tuple, N: int, dtype: torch.dtype, gap: int, g: torch.Generator) -> Tensor:
+        """Between gaps of `gap` elements, or of 16 where slots are to be aligned."""
+        size = torch.Size((*row, N)).numel()
+        self.buffers[name] = stored_values((*lead, size + (gap or 16)), dtype, g).to(self.device)
+        self.used[name] = size
+        return self.buffers[name][..., :size].unflatten(-1, (*row, N))
+
+    def scales(self, name: str, shape: tuple[int, ...], g: torch.Generator) -> Tensor:
+        self.buffers[name] = (torch.rand(*shape, 1 + self.case.scale_gap, generator=g) * 0.05 + 0.001).to(self.device)
+        self.used[name] = 1
+        return self.buffers[name][..., 0]
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        return self.named | {"dt_softplus": True, "update_state": self.case.update, "philox_rounds": self.case.noise}
+
+    @property
+    def public(self) -> Any:
+        """What the public function makes of it."""
+        return call_of(ssmgen.selective_state_update, **self.kwargs)
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        return True, None, -1, self.case.noise, self.case.update
+
+    def run(self) -> None:
+        ssmgen.selective_state_update(**self.kwargs)
+
+    def numbers(self) -> dict[str, Tensor]:
+        """What the operands that are written stand for, in float64 on the CPU: numbers where there are scales; and the scales."""
+        views = views_of({n: t.cpu() for n, t in self.named.items()}, self.options, [])
+        found = {
+            n: widened(views[n], views.get(SCALES.get(n, "")), torch.float64) for n in ("state", "intermediate_states", "out") if n in views
+        }
+        return found | {n: views[n].double() for n in SCALES.values() if n in views}
+
+
+def assert_matches(call: Call) -> None:
+    """Runs the float64 reference of the untouched call beside the results: without rounding of states, from which what is stored may be a
+    step, or half of one, away; what is not written is as it was."""
+    fresh = Call(call.case)
+    views = views_of(fresh.named, fresh.options, problems := [])
+    assert not problems, problems
+    start = {n: t.clone() for n, t in fresh.numbers().items()}
+    want = {n: t.clone() for n, t in start.items() if n not in SCALES.values()}
+    plain = {n: t for n, t in views.items() if n not in SCALES.values()} | want
+    if call.case.tree:  # goes on from what was rounded
+        plain |= {n: views[n] for n in ("intermediate_states", "intermediate_state_scales") if n in views}
+    options = {"dt_softplus": True, "update_state": call.case.update, "philox_rounds": 0 if not call.case.tree else call.case.noise}
+    reference(**plain, **options, dtype=torch.float64)
+    if call.case.tree:
+        want["intermediate_states"] = fresh.numbers()["intermediate_states"]
+    got = call.numbers()
+    for name, scales in SCALES.items():
+        if name not in got:
+            continue
+        dtype, changed = call.named[name].dtype, (want[name] != start[name]).flatten(-2).any(-1)
+        assert torch.equal(got[name][~changed], start[name][~changed]), name
+        near = want[name][changed]
+        most = near.abs().amax(-1, keepdim=True)
+        error = (got[name][changed] - near).abs()
+        if dtype not in NARROW:
+            assert (error <= 2.0**-7 * near.abs() + DECAY_ERROR * most).all(), name
+            continue
+        assert torch.equal(got[scales][~changed], start[scales][~changed]), scales
+        step, arithmetic = most / NARROW[dtype].largest, DECAY_ERROR * most
+        own_scale = got[scales][changed][..., None]
+        arithmetic = arithmetic + (EXCESS_ERROR * 0.06 if call.case.state == I8 else 0)  # 0.06 is the greatest scale to begin with
+        assert ((own_scale - step).abs() <= arithmetic).all(), f"{scales}: not the greatest over {NARROW[dtype].largest}"
+        steps = 1 if call.case.noise or call.case.tree else 0.5
+        size = torch.maximum(near.abs() / 8, step / 2.0**9 * 8) if dtype == E4M3 else step  # of a step: 3 bits, or those of a subnormal
+        assert (error <= steps * size * (1 + 1e-3) + 2 * arithmetic).all(), f"{name} is off by {float((error / size).max()):.3f} steps"
+    out = (got["out"] - want["out"]).abs()
+    assert (out <= 2.0**-8 * want["out"].abs() + 2.0**-6 * want["out"].abs().mean()).all(), float(out.max())
+    for name, buffer in call.buffers.items():  # gaps between slots and between scales
+        used = call.used[name]
+        assert torch.equal(bits(buffer)[..., used:], bits(call.before[name])[..., used:]), f"a gap of {name}"
+
+
+def bits(t: Tensor) -> Tensor:
+    return t.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[t.element_size()])
+
+
+RINGED = 2, 8, 32, 1, 8, 3, 5  # H, P, N, G, R, T, slots of a replay on a ring, of three sequences
+
+
+def ringed(dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
+    """FlashInfer's arguments of a step on three sequences."""
+    H, P, N, G, R, _, SLOTS = RINGED
+    g = torch.Generator().manual_seed(seed)
+    state, scale = narrowed(torch.randn(SLOTS, H, P, N, generator=g), dtype)
+    call = {"state": state, "state_scale": scale, "x_cache": torch.zeros(SLOTS, H, R, P), "B_cache": torch.zeros(SLOTS, G, R, N)}
+    call |= {
+        "dt_cache": torch.zeros(SLOTS, H, R),
+        "ring_start": torch.zeros(SLOTS).int(),
+        "prev_num_accepted_tokens": torch.zeros(SLOTS).int(),
+    }
+    call |= {"A": -torch.rand(H, generator=g), "state_batch_indices": torch.tensor([3, 0, 4]).int()}
+    return call | ringed_tokens(seed)
+
+
+def ringed_tokens(seed: int) -> dict[str, Tensor]:
+    (H, P, N, G, _, T, _), g = RINGED, torch.Generator().manual_seed(seed + 1)
+    made = {"x": torch.randn(3, T, H, P, generator=g), "dt": torch.rand(3, T, H, generator=g)[..., None].expand(3, T, H, P)}
+    made |= {n: torch.randn(3, T, G, N, generator=g) for n in ("B", "C")}
+    return made | {"out": torch.full((3, T, H, P), torch.nan)}
