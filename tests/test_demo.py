@@ -364,7 +364,7 @@ def test_a_family_of_whose_prompts_nothing_is_fused_has_no_such_way(on_cpu, monk
 def test_a_family_without_fused_layers_has_no_such_way(on_cpu, monkeypatch):
     monkeypatch.setattr(hf, "fusible", lambda model: False)
     rows, failed = run.family(narrow(), (1,), FEW, "cpu")
-    assert not failed and rows[0].ms.keys() == {PLAIN, PATCHED} and rows[0].notes.keys() == {f"{GRAPH} ms"}
+    assert not failed and rows[0].ms.keys() == {PLAIN, PATCHED, ACCELERATED} and rows[0].notes.keys() == {f"{GRAPH} ms"}
 
 
 def test_what_fails_is_named_and_the_others_go_on(on_cpu, monkeypatch):

@@ -348,19 +348,6 @@ def test_token_t_equals_single_steps(case):
 
 
 @emulated
-@pytest.mark.parametrize("rule", ["gla", "kda"])
-def test_long_rows_leave_room_for_fewer_tokens(rule):
-    """K = 512: fewer are staged at a time, and the results are the usual ones."""
-    case = Case("long", rule=rule, heads=1, group=1, K=512, V=64, tokens=5, batch=1, out=F32)
-    call = make_call(case, "cpu")
-    want = expected(call)
-    spec = select(call)
-    assert 1 <= spec.chunk < 8 and spec.shared_bytes <= 48 * 1024 < replace(spec, chunk=2 * spec.chunk).shared_bytes
-    emulate(call, spec)
-    assert_matches(call, want)
-
-
-@emulated
 @pytest.mark.parametrize("rule", ["gated_delta_rule", "rwkv7"])
 def test_a_sequence_in_company_equals_it_alone(rule):
     """In a packed batch, and in a call of its own with a tokens axis."""

@@ -611,7 +611,8 @@ ssu_tokens_h128p64n128g8_i8_l8v16i4t64x128_8cfd47ff(
             pack_scaled_stochastic(h[i][p], packed, inverse, intermediate_states_seed, u64(slot) * kSlotElements + first_element + n, 1 + t);
             store_vector_streaming(kept + n, packed);
           }
-        }}
+        }
+      }
     }
   }
 }

@@ -678,7 +678,7 @@ linear_chain_wg_delta_k128v128_f32_bf16_vk_t64s3f1_pdl_0bb76563(
       }
     }
   } else {
-    take_registers<240>();
+    take_registers<248>();
     // 16 rows of the state: S[4 i + 2 side + e] is of row quad + 8 side, column 8 i + 2 part + e. The sums of other products are likewise, of tokens
     // instead of columns; and words of first operands are pairs of those, in the same order.
     float S[kHeadK / 2] = {};

@@ -621,7 +621,8 @@ ssu_tokens_h128p64n128g8_i8_l8v16i4t64x128_pdl_c96d9336(
             pack_scaled_stochastic(h[i][p], packed, inverse, intermediate_states_seed, u64(slot) * kSlotElements + first_element + n, 1 + t);
             store_vector_streaming(kept + n, packed);
           }
-        }}
+        }
+      }
     }
   }
 }

@@ -94,6 +94,7 @@ def _norm() -> list[Form]:
     return [
         _native(ssmgen.gated_rms_norm, "heads", x | {"norm_before_gate": True, "activation": "sigmoid"}, "out"),
         _native(ssmgen.gated_rms_norm, "flat", flat, "out"),
+        _native(ssmgen.gated_layer_norm, "heads", x | {"bias": rand(P), "norm_before_gate": True}, "out"),
         _native(ssmgen.rms_norm, "plain", {"x": rand(B, T, P), "weight": rand(P), "eps": 1e-5, "out": rand(B, T, P)}, "out"),
         _native(ssmgen.rms_norm, "sum", sums, "out residual_out"),
     ]

@@ -80,6 +80,9 @@ def _all() -> dict[str, dict[str, Any]]:
         "causal_conv1d_update": {"x": x, "conv_state": randn(SLOTS, 24, 3), "weight": randn(24, 4), "out": torch.zeros(B, 24)},
         "combine_splits": {"o": randn(3, B, H, 8), "lse": randn(3, B, H), "out": torch.zeros(B, H, 8)},
         "gated_rms_norm": {"x": randn(B, 32), "gate": randn(B, 32), "weight": torch.ones(32), "out": torch.zeros(B, 32)},
+        "gated_layer_norm": {
+            "x": randn(B, 32), "gate": randn(B, 32), "weight": torch.ones(32), "bias": torch.zeros(32), "out": torch.zeros(B, 32),
+        },
         "rms_norm": {"x": randn(B, 32), "weight": torch.ones(32), "residual": randn(B, 32), "out": torch.zeros(B, 32)},
         "gated_delta_rule": linear(g=gate, beta=beta),
         "kda": linear(g=channel_gate, beta=beta),

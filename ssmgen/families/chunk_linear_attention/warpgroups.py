@@ -94,8 +94,15 @@ class WarpgroupChainSpec(ByWarpgroups, ChainSpec):
         )
 
     def constants(self) -> dict[str, Any]:
-        words = half_words(self.rule)
-        return super().constants() | {"tile_rows": self.rule.tokens, "half": HALF, "half_panels": [sum(words[:c]) for c in range(PANELS)]}
+        words, base = half_words(self.rule), super().constants()
+        if self.rule.weighs and self.marked and self.tile == ROWS:
+            base["registers"] = WEIGHING
+        return base | {"tile_rows": self.rule.tokens, "half": HALF, "half_panels": [sum(words[:c]) for c in range(PANELS)]}
+
+
+# Of a warp that fetches, that writes o, and that holds the state, where u has a second term and states at positions are wanted: with 240 of the
+# last some variants spill.
+WEIGHING = (56, 88, 248)
 
 
 def half_words(rule: Rule) -> tuple[int, ...]:

@@ -272,7 +272,7 @@ def candidates(problem: LinearAttentionProblem, batch: int, arch: Arch, pdl: boo
 
 
 def _fitting(spec: LinearAttentionSpec) -> LinearAttentionSpec:
-    """With as many tokens staged as there is room for."""
+    """The variant that stages as many of its tokens at a time as there is room for."""
     while spec.shared_bytes > MAX_SHARED and spec.chunk > 1:
         spec = replace(spec, chunk=spec.chunk // 2)
     return spec

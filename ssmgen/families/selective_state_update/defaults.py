@@ -18,11 +18,11 @@ DEFAULTS = {
     ),
     "Mamba-2, f32 state, no slots, gate": Default(find_model("falcon-h1-7b").problem(DType.F32, Index.NONE, PoolMode.SINGLE)),
     "Mamba-1": Default(find_model("mamba-130m").problem(DType.F32, Index.I32, PoolMode.SINGLE)),
-    "Mamba-1, no slots": Default(find_model("falcon-mamba-7b").problem(DType.F32, Index.NONE, PoolMode.SINGLE)),
+    "Mamba-1, no slots": Default(find_model("falcon-mamba-7b").problem(DType.F32, Index.NONE, PoolMode.SINGLE), 128),
     "verify: each token's state, the pool as it is": Default(
         NEMOTRON.problem(DType.BF16, Index.I32, PoolMode.SINGLE, tokens=4, intermediates=True, update_state=False), 1
     ),
-    "Mamba-2, int8 state": Default(NEMOTRON.problem(Narrow.I8, Index.I32, PoolMode.SINGLE)),
+    "Mamba-2, int8 state": Default(NEMOTRON.problem(Narrow.I8, Index.I32, PoolMode.SINGLE), 128),
     "Mamba-2, fp8 state": Default(NEMOTRON.problem(Narrow.E4M3, Index.I32, PoolMode.SINGLE), 128, FP8),
     "Mamba-2, int16 state, rounded, slots to read and to write": Default(
         NEMOTRON.problem(Narrow.I16, Index.I32, PoolMode.SPLIT, philox_rounds=10), 128
