@@ -87,6 +87,17 @@ def test_a_state_is_overwritten_in_place():
     assert same(out, again) and same(last, own)
 
 
+def test_checkpoints_of_packed_sequences():
+    """Of a sequence that does not begin at the first token, in all of its parts: each is the state in which the sequence would end there."""
+    lengths = (70, 0, WHOLE + 200)
+    call = make(SMALL, sum(lengths)) | {"cu_seqlens": laws.starts_of(lengths, "cpu")}
+    listed = torch.tensor([1, 70, 71, 300, 70 + WHOLE // 2, 70 + WHOLE, sum(lengths) - 100, sum(lengths)])
+    wanted = exact(call, checkpoint_positions=listed, return_checkpoints=True)["checkpoints"]
+    _, found = by(2, 4)(**call, checkpoint_positions=listed, return_checkpoints=True)
+    assert error(found, wanted) <= BOUNDS[BF16]
+    assert max(error(a, b) for a, b in zip(found, wanted, strict=True)) <= 2 * BOUNDS[BF16], "one of them"
+
+
 def test_stages_change_no_bit():
     call = make(SMALL, 1, WHOLE + 130) | {"return_final_states": True}
     assert all(same(a, b) for a, b in zip(by(2, 2)(**call), by(2, 4)(**call), strict=True))

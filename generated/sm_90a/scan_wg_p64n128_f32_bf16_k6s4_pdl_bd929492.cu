@@ -1011,7 +1011,7 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_bd929492(
           arrive_together(empty, (summed - 1) % kStages, lane);
         }
       }
-      const u32 begin = phase ? summed : 0, end = phase ? steps_end : summed;
+      const u32 own_begin = phase ? summed : 0, own_end = phase ? steps_end : summed;
       wgmma_landed(S);  // where it comes from hangs on a branch: ptxas puts moves between the products otherwise
 
       // y is made as y^T, rows of x's columns: then the state, as it is summed, is the first operand of its product with C, and x that of both others.
@@ -1024,7 +1024,7 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_bd929492(
 
       // `mark` is the next position of this sequence, which is due after so many of its tokens; there is none: never.
       const i64 start = begin;
-      u32 mark = first_above(checkpoint_positions, checkpoint_positions_position, positions, start + i64(chunk_of(begin)) * kChunk, lane);
+      u32 mark = first_above(checkpoint_positions, checkpoint_positions_position, positions, start + i64(chunk_of(own_begin)) * kChunk, lane);
       const auto next_due = [&] {
         const i64 after = mark < positions ? load(checkpoint_positions + u64(mark) * checkpoint_positions_position) - start : 0;
         return after > 0 && after <= i64(length) ? u32(after) : ~0u;
@@ -1091,14 +1091,14 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_bd929492(
           due = next_due();
         }
       };
-      if (begin < end) {
-        wait_full(begin);
-        keep_marked(begin);
+      if (own_begin < own_end) {
+        wait_full(own_begin);
+        keep_marked(own_begin);
         round_state();
-        decay(decay_of(begin));
+        decay(decay_of(own_begin));
       }
-      for (u32 i = begin; i < end; ++i) {
-        const u32 stage = i % kStages, buffer = i % 2, turn = (i - y_from) / 2, next = min(i + 1, end - 1);
+      for (u32 i = own_begin; i < own_end; ++i) {
+        const u32 stage = i % kStages, buffer = i % 2, turn = (i - y_from) / 2, next = min(i + 1, own_end - 1);
         const Matrix rows_of_C = matrix_by_rows(tiles, stage * kStageWords), rows_of_M = matrix_by_rows(tiles, kAtMix + buffer * kBlock);
         const Matrix columns_of_x = matrix_by_columns(tiles, stage * kStageWords + kAtX, 0);
         Pair factors[8];

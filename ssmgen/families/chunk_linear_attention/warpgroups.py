@@ -100,8 +100,8 @@ class WarpgroupChainSpec(ByWarpgroups, ChainSpec):
         return base | {"tile_rows": self.rule.tokens, "half": HALF, "half_panels": [sum(words[:c]) for c in range(PANELS)]}
 
 
-# Of a warp that fetches, that writes o, and that holds the state, where u has a second term and states at positions are wanted: with 240 of the
-# last some variants spill.
+# Of a warp that fetches, that writes o, and that holds the state, where u has a second term and states at positions are wanted: with 240 of
+# the last some variants spill.
 WEIGHING = (56, 88, 248)
 
 
