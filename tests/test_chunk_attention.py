@@ -130,4 +130,4 @@ def test_what_a_model_asks_for():
     assert {(p.gate, p.g, p.headdim, p.d_state) for p in problems} == {(Gate.SLOPE, DType.F32, 128, 128)}
     assert {p.pool for p in problems} == {True, False} and not [fault for p in problems for fault in p.faults()]
     for problem in problems:
-        assert not next(candidates(problem, 1, SM90, True))[1].violations(SM90)
+        assert not next(spec for _, spec, _ in candidates(problem, 1, SM90, True) if spec).violations(SM90)

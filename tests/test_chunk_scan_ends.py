@@ -88,7 +88,7 @@ def test_a_state_is_overwritten_in_place():
 
 
 def test_checkpoints_of_packed_sequences():
-    """Of a sequence that does not begin at the first token, in all of its parts: each is the state in which it would end there."""
+    """Each is the state in which its sequence, which begins behind others, would end there; they lie in all parts."""
     lengths = (70, 0, WHOLE + 200)
     call = make(SMALL, sum(lengths)) | {"cu_seqlens": laws.starts_of(lengths, "cpu")}
     listed = torch.tensor([1, 70, 71, 300, 70 + WHOLE // 2, 70 + WHOLE, sum(lengths) - 100, sum(lengths)])
