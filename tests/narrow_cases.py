@@ -186,8 +186,7 @@ def assert_matches(call: Call) -> None:
         own_scale = got[scales][changed][..., None]
         arithmetic = arithmetic + (EXCESS_ERROR * 0.06 if call.case.state == I8 else 0)  # 0.06 is the greatest scale to begin with
         assert ((own_scale - step).abs() <= arithmetic).all(), f"{scales}: not the greatest over {NARROW[dtype].largest}"
-        # A token of a tree begins with what its parent was rounded to, which may be a step off itself.
-        steps = 2 if call.case.tree else 1 if call.case.noise else 0.5
+        steps = 1 if call.case.noise or call.case.tree else 0.5
         size = torch.maximum(near.abs() / 8, step / 2.0**9 * 8) if dtype == E4M3 else step  # of a step: 3 bits, or those of a subnormal
         assert (error <= steps * size * (1 + 1e-3) + 2 * arithmetic).all(), f"{name} is off by {float((error / size).max()):.3f} steps"
     out = (got["out"] - want["out"]).abs()
