@@ -255,9 +255,11 @@ def _sequences(views: Mapping[str, Tensor]) -> int:
 
 
 def _pieces(spec: ConvSpec, views: Mapping[str, Tensor]) -> int:
-    """How many pieces a row is cut into; of packed sequences, how many numbers their pieces get (templates/lib/sequences.cuh.j2)."""
+    """How many pieces a row is cut into; channel-last, how many numbers packed sequences' pieces get (templates/lib/sequences.cuh.j2)."""
     tokens = views["x"].shape[2] + (spec.vec - 1 if spec.shifted else 0)
-    return tokens // spec.piece + _sequences(views) if spec.ragged else max(1, -(-tokens // spec.piece))
+    if spec.ragged and spec.layout is ConvLayout.LAST:
+        return tokens // spec.piece + _sequences(views)
+    return max(1, -(-tokens // spec.piece))
 
 
 def grid_of(spec: ConvSpec, views: Mapping[str, Tensor]) -> int:
@@ -266,7 +268,10 @@ def grid_of(spec: ConvSpec, views: Mapping[str, Tensor]) -> int:
     warps = spec.threads // 32
     if spec.layout is ConvLayout.LAST:
         return -(-rows // warps) * _channel_blocks(spec, dim) if rows + warps < 2**31 else 2**31
-    blocks = -(-rows * dim // warps)
+    if spec.seq_idx:
+        blocks = -(-batch * dim // warps) * _pieces(spec, views)
+    else:
+        blocks = -(-rows * dim // warps)
     return blocks if blocks * warps < 2**31 else 2**31  # a warp's number is divided
 
 

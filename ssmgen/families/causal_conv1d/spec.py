@@ -95,7 +95,7 @@ class ConvSpec(KernelSpec, ConvProblem):
 
     @property
     def needs(self) -> Needs:
-        return Needs(math=self.silu, bytes=self.started, lines=self.ragged)
+        return Needs(math=self.silu, bytes=self.started, lines=self.ragged and self.layout is ConvLayout.LAST)
 
     @property
     def threads_per_block(self) -> int:
@@ -105,6 +105,11 @@ class ConvSpec(KernelSpec, ConvProblem):
     def piece(self) -> int:
         """Tokens that a warp takes of a sequence."""
         return self.vectors * (32 * self.vec if self.layout is ConvLayout.FIRST else 1)
+
+    @property
+    def head_lanes(self) -> int:
+        """Channel-first packed sequences: lanes for what tokens of a sequence look at before it, a power of two."""
+        return 1 << (self.width - 2).bit_length()
 
     @property
     def stem(self) -> str:
@@ -190,6 +195,7 @@ class ConvSpec(KernelSpec, ConvProblem):
             "vector": self.loads is Loads.VECTOR,
             "shifted": self.shifted,
             "vector_taps": self.taps is Loads.VECTOR,
+            "heads": self.ragged and self.layout is ConvLayout.FIRST and self.width > 1,
             "past": "conv_states" if self.started else "initial_states" if self.initial else "",  # what holds the tokens before the first
             "kept": "conv_states" if self.pool else "final_states" if self.final else "",  # what receives the last tokens
         }
@@ -231,12 +237,17 @@ def _resident(problem: ConvProblem, arch: Arch) -> int:
 def candidates(problem: ConvProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ConvSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
     wait = Pdl.TRIGGER_LOADED if pdl else Pdl.OFF
+    how: dict[str, Any]
     if problem.layout is ConvLayout.FIRST:
-        registers = {"min_blocks": 4} if problem.ragged else {}  # or ptxas spills a few bytes, to stay below 40 registers
-        yield "rows", _spec(problem, **registers, vec=16 // problem.x.size, vectors=2, pdl=wait), ""
+        how = {"vec": 16 // problem.x.size, "pdl": wait}
+        if problem.ragged:  # what a warp asks about sequences is for more tokens where there are enough for all
+            many = size > SMALL_KIB and problem.loads is Loads.VECTOR
+            yield "packed", _spec(problem, **how, vectors=4 if many else 2, min_blocks=8), ""
+        else:
+            yield "rows", _spec(problem, **how, vectors=2), ""
         return
     # Of wide convolutions, lanes hold half as many channels, or their taps would leave room for few threads.
-    how: dict[str, Any] = {"vec": 2 if problem.width > 6 else 8 // problem.x.size, "pdl": wait}
+    how = {"vec": 2 if problem.width > 6 else 8 // problem.x.size, "pdl": wait}
     resident = _resident(problem, arch)
     if size <= SMALL_KIB:
         yield "small", _spec(problem, **how, vectors=6 if resident > 1 else 8, min_blocks=0 if resident == 7 else min(4, resident)), ""
