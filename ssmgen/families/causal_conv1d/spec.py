@@ -53,6 +53,11 @@ class ConvProblem(Problem):
     def ragged(self) -> bool:
         return self.query_start_loc is not Index.NONE
 
+    @property
+    def words(self) -> bool:
+        """Whether lanes have channels two by two, which lie in a word or in two: channel-last elements of unit stride, of 16 bits."""
+        return self.unit and self.x.size == 2
+
     def faults(self) -> list[str]:
         """What no variant could serve."""
         stateful = self.initial or self.final or self.pool
@@ -132,7 +137,7 @@ class ConvSpec(KernelSpec, ConvProblem):
             *must(self.taps is Loads.ELEMENT or run % 4 == 0, f"taps of {run} bytes are not whole words"),
             *must(self.taps is Loads.ELEMENT or not first or run in (4, 8, 16, 32), f"taps of {run} bytes do not keep their alignment"),
             *must(
-                self.taps is Loads.ELEMENT or first or self.loads is Loads.VECTOR,
+                self.taps is Loads.ELEMENT or first or self.loads is Loads.VECTOR or self.words,
                 "taps of channels that a lane holds apart are not one run",
             ),
             *must(arch >= Arch(80), f"bf16 arithmetic needs sm_80, not {arch}"),
@@ -195,6 +200,7 @@ class ConvSpec(KernelSpec, ConvProblem):
             "vector": self.loads is Loads.VECTOR,
             "shifted": self.shifted,
             "vector_taps": self.taps is Loads.VECTOR,
+            "words": self.words,
             "heads": self.ragged and self.layout is ConvLayout.FIRST and self.width > 1,
             "past": "conv_states" if self.started else "initial_states" if self.initial else "",  # what holds the tokens before the first
             "kept": "conv_states" if self.pool else "final_states" if self.final else "",  # what receives the last tokens
@@ -222,13 +228,19 @@ def space(problem: ConvProblem, arch: Arch) -> Iterator[ConvSpec]:
 SMALL_KIB = 16 * 1024
 
 
+def _tokens(problem: ConvProblem) -> int:
+    """Tokens per lane, channel-last. A wide convolution is bound by its instructions, 26 an output with 8 tokens and 23 with 16."""
+    plain = problem.loads is Loads.VECTOR and problem.x.size == 2 and not (problem.seq_idx or problem.initial or problem.started)
+    return 16 if problem.width > 6 and plain else 8
+
+
 def _resident(problem: ConvProblem, arch: Arch) -> int:
     """Blocks of 128 threads per SM, channel-last, that registers suffice for without spilling."""
     if problem.width > 6:
-        return 1
+        return 7 if _tokens(problem) == 16 else 1
     extra = problem.seq_idx + (problem.initial or problem.started) + max(0, problem.width - 4)
     if problem.loads is Loads.ELEMENT:
-        return 1 if extra else 5
+        return 1 if extra else 6 if problem.words else 5
     if problem.ragged and extra == 1 and arch.number // 10 == 10:  # where 6 cost 8 bytes of spills
         return 5
     return (7, 6, 5, 1, 1)[extra]
@@ -241,8 +253,9 @@ def candidates(problem: ConvProblem, size: int, arch: Arch, pdl: bool) -> Iterat
     if problem.layout is ConvLayout.FIRST:
         how = {"vec": 16 // problem.x.size, "pdl": wait}
         if problem.ragged:  # what a warp asks about sequences is for more tokens where there are enough for all
-            many = size > SMALL_KIB and problem.loads is Loads.VECTOR
-            yield "packed", _spec(problem, **how, vectors=4 if many else 2, min_blocks=8), ""
+            vector = problem.loads is Loads.VECTOR
+            many = size > SMALL_KIB and vector
+            yield "packed", _spec(problem, **how, vectors=4 if many else 2, min_blocks=8 if vector and problem.width <= 6 else 4), ""
         else:
             yield "rows", _spec(problem, **how, vectors=2), ""
         return
@@ -250,8 +263,9 @@ def candidates(problem: ConvProblem, size: int, arch: Arch, pdl: bool) -> Iterat
     how = {"vec": 2 if problem.width > 6 else 8 // problem.x.size, "pdl": wait}
     resident = _resident(problem, arch)
     if size <= SMALL_KIB:
-        yield "small", _spec(problem, **how, vectors=6 if resident > 1 else 8, min_blocks=0 if resident == 7 else min(4, resident)), ""
+        tokens = 6 if resident > 1 and problem.width <= 6 else 8
+        yield "small", _spec(problem, **how, vectors=tokens, min_blocks=0 if resident == 7 else min(4, resident)), ""
     else:
         yield "small", None, f"{size} KiB of x are above {SMALL_KIB}"
-        yield "resident", _spec(problem, **how, vectors=8, min_blocks=resident), ""
+        yield "resident", _spec(problem, **how, vectors=_tokens(problem), min_blocks=resident), ""
     yield "generic", _spec(problem, **how, vectors=8, min_blocks=1), ""
