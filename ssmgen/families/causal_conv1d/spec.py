@@ -1,8 +1,9 @@
 """causal_conv1d: the short depthwise convolution ahead of a recurrence, over whole sequences.
 
 Every token is read once and written once; the floor is the speed of an elementwise copy. Channel-first: a warp takes a piece of one
-channel's row, in 16-byte vectors along the length, and hands the halo on by shuffles. Channel-last: a warp takes some tokens of 32
-neighbouring vectors of channels, and reads the halo again (from L1, mostly).
+channel's row, in 16-byte vectors along the length, and hands the halo on by shuffles; packed sequences are one row, and the first tokens of
+each are convolved apart. Channel-last: a warp takes some tokens of 32 neighbouring vectors of channels, and reads the halo again (from L1,
+mostly).
 """
 
 from __future__ import annotations
@@ -237,7 +238,7 @@ def _tokens(problem: ConvProblem) -> int:
 def _resident(problem: ConvProblem, arch: Arch) -> int:
     """Blocks of 128 threads per SM, channel-last, that registers suffice for without spilling."""
     if problem.width > 6:
-        return 7 if _tokens(problem) == 16 else 1
+        return 6 if _tokens(problem) == 16 else 1
     extra = problem.seq_idx + (problem.initial or problem.started) + max(0, problem.width - 4)
     if problem.loads is Loads.ELEMENT:
         return 1 if extra else 6 if problem.words else 5
@@ -257,7 +258,8 @@ def candidates(problem: ConvProblem, size: int, arch: Arch, pdl: bool) -> Iterat
             many = size > SMALL_KIB and vector
             yield "packed", _spec(problem, **how, vectors=4 if many else 2, min_blocks=8 if vector and problem.width <= 6 else 4), ""
         else:
-            yield "rows", _spec(problem, **how, vectors=2), ""
+            # The warps of a block share a piece's seq_idx in L1: 8 of them leave half a byte per token and channel to L2.
+            yield "rows", _spec(problem, **how, vectors=2, threads=256 if problem.seq_idx else 128), ""
         return
     # Of wide convolutions, lanes hold half as many channels, or their taps would leave room for few threads.
     how = {"vec": 2 if problem.width > 6 else 8 // problem.x.size, "pdl": wait}
