@@ -230,7 +230,7 @@ SMALL_KIB = 16 * 1024
 
 
 def _tokens(problem: ConvProblem) -> int:
-    """Tokens per lane, channel-last. A wide convolution is bound by its instructions, 26 an output with 8 tokens and 23 with 16."""
+    """Tokens per lane, channel-last. A wide convolution takes 26 instructions an output with 8 tokens, 23 with 16."""
     plain = problem.loads is Loads.VECTOR and problem.x.size == 2 and not (problem.seq_idx or problem.initial or problem.started)
     return 16 if problem.width > 6 and plain else 8
 
@@ -253,10 +253,11 @@ def candidates(problem: ConvProblem, size: int, arch: Arch, pdl: bool) -> Iterat
     how: dict[str, Any]
     if problem.layout is ConvLayout.FIRST:
         how = {"vec": 16 // problem.x.size, "pdl": wait}
-        if problem.ragged:  # what a warp asks about sequences is for more tokens where there are enough for all
+        if problem.ragged:
+            # What a warp asks about sequences is for more tokens where there are enough for all warps. 64 registers do, but for the widest.
             vector = problem.loads is Loads.VECTOR
-            many = size > SMALL_KIB and vector
-            yield "packed", _spec(problem, **how, vectors=4 if many else 2, min_blocks=8 if vector and problem.width <= 6 else 4), ""
+            vectors, blocks = 4 if vector and size > SMALL_KIB else 2, 8 if vector and problem.width <= 6 else 4
+            yield "packed", _spec(problem, **how, vectors=vectors, min_blocks=blocks), ""
         else:
             # The warps of a block share a piece's seq_idx in L1: 8 of them leave half a byte per token and channel to L2.
             yield "rows", _spec(problem, **how, vectors=2, threads=256 if problem.seq_idx else 128), ""
@@ -265,8 +266,8 @@ def candidates(problem: ConvProblem, size: int, arch: Arch, pdl: bool) -> Iterat
     how = {"vec": 2 if problem.width > 6 else 8 // problem.x.size, "pdl": wait}
     resident = _resident(problem, arch)
     if size <= SMALL_KIB:
-        tokens = 6 if resident > 1 and problem.width <= 6 else 8
-        yield "small", _spec(problem, **how, vectors=tokens, min_blocks=0 if resident == 7 else min(4, resident)), ""
+        tokens, blocks = (8, 1) if resident == 1 or problem.width > 6 else (6, 0 if resident == 7 else min(4, resident))
+        yield "small", _spec(problem, **how, vectors=tokens, min_blocks=blocks), ""
     else:
         yield "small", None, f"{size} KiB of x are above {SMALL_KIB}"
         yield "resident", _spec(problem, **how, vectors=_tokens(problem), min_blocks=resident), ""
