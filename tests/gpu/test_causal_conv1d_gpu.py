@@ -213,9 +213,11 @@ def launch(spec: KernelSpec, call: Call) -> runtime.Plan:
 VARIED = [
     replace(FIRST, id="first-states", dim=64, length=5000, **STATEFUL),
     replace(FIRST, id="first-packed-shifted", layout="first_slice", lengths=(3, 0, 3000, 1, 270, 511), **POOL),
+    replace(FIRST, id="first-packed-beside", dim=64, lengths=(253, 1, 1, 1, 250, 3, 0, 2, 500, 2, 1, 9, 0) * 3, **POOL),
     replace(FIRST, id="first-f32-seq-idx", x=F32, seq_idx=True),
     replace(LAST, id="last-seq-idx", seq_idx=True, dim=264, length=700),
     replace(LAST, id="last-packed", dim=264, lengths=(*SHORT, 900), **POOL),
+    replace(LAST, id="last-odd-pool", layout="last_odd", dim=517, lengths=(*SHORT, 300), **POOL),
     replace(LAST, id="last-odd-states", layout="last_odd", dim=261, length=900, **STATEFUL),
     UpdateCase("shift", dim=2064, batch=9),
     UpdateCase("shift-t3-odd", tokens=3, dim=261, layout="odd", state="any"),
