@@ -241,7 +241,7 @@ def _resident(problem: ConvProblem, arch: Arch) -> int:
         return 6 if _tokens(problem) == 16 else 1
     extra = problem.seq_idx + (problem.initial or problem.started) + max(0, problem.width - 4)
     if problem.loads is Loads.ELEMENT:
-        return 1 if extra else 6 if problem.words else 5
+        return 1 if extra else 7 if problem.words else 5
     if problem.ragged and extra == 1 and arch.number // 10 == 10:  # where 6 cost 8 bytes of spills
         return 5
     return (7, 6, 5, 1, 1)[extra]
