@@ -82,7 +82,7 @@ def test_cases_of_several_tokens_are_legal_and_pass_the_gate(name, dtype, interm
     assert case.bytes_moved == (4 if intermediates else 2) * BATCH * case.piece_bytes
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("normed", BF16), ("gdn", F32), ("bounded", BF16)])
+@pytest.mark.parametrize(("name", "dtype"), [("normed", BF16), ("gdn", F32), ("bounded", BF16)], ids=["normed", "gdn", "bounded"])
 def test_cases_of_a_slot_per_token_are_legal_and_pass_the_gate(name, dtype):
     """Each token's state goes to a slot of its own; nobody else's slot is touched."""
     one, T = case_of(name, dtype, 3 * BATCH), 3
