@@ -22,7 +22,6 @@ from ssmgen.errors import SsmgenError
 from ssmgen.families.selective_state_update.spec import SsuProblem
 from ssmgen.models import find_model
 from ssmgen.spec import SM90, Arch, DType, Index, Loads, Pdl, PoolMode
-from ssmgen.spec import changed as varied
 from ssmgen.tune import cases, model, search
 
 GPU, OP = "Test GPU 7", "selective_state_update"
@@ -176,24 +175,6 @@ def test_a_row_serves_every_problem_of_its_bucket():
     for problem in (replace(PROBLEM, index=Index.I64), replace(PROBLEM, index=Index.NONE, dt_bias=DType.F32)):
         spec = chosen(8, problem=problem).spec
         assert spec == replace(OTHER, index=problem.index, dt_bias=problem.dt_bias)
-
-
-@pytest.mark.parametrize("several", [{}, {"tokens": 4}], ids=["one", "slots"])
-@pytest.mark.parametrize("model", ["nemotron-h-8b", "qwen3.5-35b-a3b"])
-def test_rows_of_layers_are_served(model, several):
-    """Also with other types of what is beside the states; and each kernel of the row's variant is legal, the norm's too."""
-    problem = find_model(model).layers((DType.BF16,), (Index.I32,), **several)[-1]
-    operator = OPERATOR_OF[type(problem)]
-    rule = registry.select(operator, problem, 8, SM90, True)
-    other = next(
-        s for s in OPERATORS[operator].space(problem, SM90) if s.pdl is rule.pdl and s.threads != rule.threads and s.order == rule.order
-    )
-    named = {"operator": operator, "problem": table.bucket(problem), "spec": str(other), "runner_up": search.difference(other, rule)}
-    ship(replace(row(), **named, code=table.code_digest(other, SM90)))
-    for posed in (problem, varied(problem, conv_weight=DType.F32), varied(problem, index=Index.I64)):
-        found = registry.explain(operator, posed, 8, SM90, True, GPU).chosen
-        assert found.rule == "tuned" and found.spec.threads == other.threads != rule.threads
-        assert not any(kernel.violations(SM90) for kernel in found.spec.kernels)
 
 
 @pytest.mark.parametrize(

@@ -73,17 +73,6 @@ def test_cases_pose_what_the_operator_tunes(operator, monkeypatch):
     assert found
 
 
-@pytest.mark.parametrize("operator", ["mamba2_layer", "gdn_layer"])
-def test_layers_of_several_tokens_have_two_forms(operator, monkeypatch):
-    monkeypatch.setattr(layers, "POOL_BYTES", 1)
-    model = {"mamba2_layer": "mamba2-130m", "gdn_layer": "qwen3.5-35b-a3b"}[operator]
-    kept, by_slot = itertools.islice(cases.cases(operator, [model], batches=(2,), tokens=(3,), tp=8, device="cpu"), 2)
-    assert kept.label.endswith("T 3 kept batch 2") and by_slot.label.endswith("T 3 by slot batch 2")
-    for case, update in ((kept, "none"), (by_slot, "each")):
-        problem = case.call(case.sets - 1).problem()[0]
-        assert problem.update.value == update and problem.conv.tokens == 3 and problem.intermediates == (case is kept)
-
-
 def test_models_that_do_not_use_an_operator():
     with pytest.raises(SsmgenError, match=r"rwkv7-1\.5b: not decoded by selective_state_update"):
         next(cases.cases(OP, ["rwkv7-1.5b"]))
