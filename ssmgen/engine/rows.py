@@ -149,15 +149,16 @@ class RowSpec(KernelSpec, RowProblem):
         return "_".join([text, *([f"pf{self.prefetch}"] if self.prefetch else []), *([] if self.pdl is Pdl.OFF else ["pdl"])])
 
 
-def axes(most_vec: int = 8) -> Iterator[dict[str, Any]]:
-    """The choices worth trying, legal for some problems: what a tuner searches, and what the tests hold to be bit-equal."""
+def axes(most_vec: int = 8, ahead: int = 264) -> Iterator[dict[str, Any]]:
+    """The choices worth trying, legal for some problems: what a tuner searches, and what the tests hold to be bit-equal. ahead: blocks by
+    which L2 is asked, where it is."""
     tried: dict[str, tuple[Any, ...]] = {
         "lanes": (1, 2, 4, 8, 16, 32),
         "vec": tuple(vec for vec in (2, 4, 8, 16) if vec <= most_vec),
         "ilp": (1, 2, 4, 8),
         "tile": (8, 16, 32, 64, 128, 256),
         "threads": (32, 64, 128, 256),
-        "prefetch": (0, 264),
+        "prefetch": (0, ahead),
         "pdl": tuple(Pdl),
     }
     for values in product(*tried.values()):

@@ -149,7 +149,7 @@ def _spec(problem: Mamba2LayerProblem, how: dict[str, Any], **norm: Any) -> Mamb
 
 def space(problem: Mamba2LayerProblem, arch: Arch) -> Iterator[Mamba2LayerSpec]:
     """Every legal variant of a problem within the axes worth trying."""
-    specs = (_spec(problem, how) for how in row_engine.axes())
+    specs = (_spec(problem, how) for how in row_engine.axes(ahead=132))
     return (spec for spec in specs if not spec.violations(arch))
 
 
