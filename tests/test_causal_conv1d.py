@@ -11,9 +11,6 @@ import conv_laws as laws
 import pytest
 import torch
 from conv_cases import (
-    BF16,
-    F16,
-    F32,
     FIRST,
     I32,
     I64,
@@ -29,11 +26,11 @@ from conv_cases import (
     make,
     make_call,
     make_update,
-    matrix,
-    update_matrix,
 )
 from conv_laws import LAST_AXIS, SM90, Draw, assert_matches, emulate, emulated, equal, expected, needs_emulator
+from conv_matrices import matrix, update_matrix
 from selection import every_other
+from ssu_cases import BF16, F16, F32
 from varying import named
 
 import ssmgen
@@ -136,6 +133,7 @@ SPREAD = [
     UpdateCase("shift-t3", tokens=3),
     UpdateCase("roll-channels-t5", ROLL, tokens=5, state="channels"),
     UpdateCase("ring-any-packed", RING, state="any", dim=37, layout="odd", lengths=(3, 1, 0, 9, 2), extra=2),
+    UpdateCase("tree", tokens=6, parents=I32, saved="windows"),
 ]
 
 
@@ -185,6 +183,13 @@ def test_ring_equals_shift(state_len, tokens):
 @pytest.mark.parametrize(("last", "tokens"), [(False, 4), (True, 5)], ids=["windows", "channels"])
 def test_speculation_equals_the_accepted_history(last, tokens):
     laws.speculation_equals_the_accepted_history(forward, update, Draw("cpu", BF16, last), tokens)
+
+
+@needs_emulator
+@pytest.mark.parametrize("law", [laws.a_chain_is_no_tree, laws.each_path_equals_the_path_alone, laws.the_order_of_siblings_changes_nothing])
+@pytest.mark.parametrize(("last", "state_len", "width"), [(False, 3, 4), (False, 4, 4), (True, 6, 3)], ids=["runs", "longer", "channels"])
+def test_draft_trees(law, last, state_len, width):
+    law(update, Draw("cpu", BF16, last, width=width), state_len)
 
 
 @needs_emulator
@@ -276,6 +281,11 @@ SPECULATIVE = UpdateCase("speculative", ROLL, tokens=4, batch=5)
         (UpdateCase("u"), {"intermediate_conv_window": torch.zeros(5, 1, 40, 3, dtype=BF16)}, "[6 or more, 1 or more, 40, 3]"),
         (UpdateCase("u"), {"query_start_loc": torch.zeros(0, dtype=I32)}, "query_start_loc is empty"),
         (UpdateCase("u", lengths=(1, 2)), {"x": lambda k: k["x"][None]}, "x is [1, 3, 40], not [tokens, dim], as query_start_loc asks for"),
+        (UpdateCase("u"), {"parents": torch.zeros(6, 1, dtype=I32)}, "parents is given, and x has one token per sequence"),
+        (UpdateCase("u", tokens=2), {"parents": torch.zeros(6, 3, dtype=I32)}, "parents is [6, 3], not [batch, T] = [6, 2]"),
+        (UpdateCase("u", tokens=2), {"parents": torch.zeros(6, 2)}, "parents is torch.float32, not int32 or int64"),
+        (UpdateCase("u", tokens=2), {"parents": torch.zeros(6, 2, dtype=I32), "out": lambda k: k["x"]}, "out overlaps x in memory"),
+        (UpdateCase("u", lengths=(1, 2)), {"parents": torch.zeros(2, dtype=I32)}, "parents is [2], not [batch, T]"),
         (UpdateCase("u", RING), {"cache_seqlens": torch.zeros(5, dtype=I32)}, "cache_seqlens is [5], not [batch] = [6]"),
         (UpdateCase("u", RING), {"cache_seqlens": torch.zeros(6)}, "cache_seqlens is torch.float32, not int32 or int64"),
         (SPECULATIVE, {"conv_state": lambda k: k["conv_state"][..., 1:]}, "state_len 5 is below width - 2 + T = 6"),
@@ -319,6 +329,7 @@ def test_parameters_are_taken_without_grad_mode():
 # Registration with torch.
 
 REGISTERED = [replace(WHOLE, **STATEFUL), replace(WHOLE, seq_idx=True), PACKED, SPECULATIVE, UpdateCase("ring", RING, saved="windows")]
+REGISTERED += [UpdateCase("tree", tokens=3, parents=I32, saved="windows")]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -12,6 +12,7 @@ RULES = {
             "weight": "head tap",
             "bias": "head",
             "intermediate_conv_window": "batch token head tap",
+            "parents": "batch token",
             **dict.fromkeys(("cache_seqlens", "conv_state_indices", "num_accepted_tokens", "intermediate_state_indices"), "batch"),
         },
         ("conv_state", "intermediate_conv_window", "out"),

@@ -7,12 +7,12 @@ of a 16-bit convolution of width 4, of which 12 are the window's.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar
 
 from ...engine.window import Saved, StateLayout
-from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
+from ...spec import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
 from ..causal_conv1d.spec import MAX_WIDTH
 
 OPERATOR = "causal_conv1d_update"
@@ -61,6 +61,12 @@ class UpdateProblem(Problem):
     saved_index: Index = Index.NONE  # type of intermediate_state_indices
     loads: Loads = Loads.VECTOR  # x and out
     taps: Loads = Loads.VECTOR
+    parents: Index = field(default=Index.NONE, metadata=LATER)  # a draft tree, whose tokens' windows are of their ancestors' inputs
+
+    @property
+    def several(self) -> bool:
+        """Whether x and out have a token axis that the kernel steps along."""
+        return self.count is not Tokens.FIXED or self.tokens > 1
 
     @property
     def runs_lens(self) -> tuple[int, ...]:
@@ -87,6 +93,7 @@ class UpdateProblem(Problem):
                 "runs that roll need a fixed number of tokens",
             ),
             *must(self.saved is not Saved.NO or self.saved_index is Index.NONE, "slots of windows that are not saved"),
+            *must(self.several or self.parents is Index.NONE, "a draft tree has several tokens"),
         ]
 
 
@@ -137,6 +144,7 @@ class UpdateSpec(KernelSpec, UpdateProblem):
             "conv_state_indices": self.index is not Index.NONE,
             "num_accepted_tokens": self.advance is Advance.ROLL,
             "query_start_loc": self.count is Tokens.RAGGED,
+            "parents": self.parents is not Index.NONE,
             "intermediate_conv_window": self.saved is not Saved.NO,
             "intermediate_state_indices": self.saved_index is not Index.NONE,
             "out": True,
@@ -145,7 +153,7 @@ class UpdateSpec(KernelSpec, UpdateProblem):
 
     def strides(self) -> list[tuple[str, str]]:
         """(operand, axis) of every stride the kernel takes, in elements."""
-        several = ["token"] if self.count is not Tokens.FIXED or self.tokens > 1 else []
+        several = ["token"] if self.several else []
         tokens = [*([] if self.count is Tokens.RAGGED else ["batch"]), *(["dim"] if self.loads is Loads.ELEMENT else []), *several]
         ours = {StateLayout.RUNS: [], StateLayout.CHANNELS: ["tap"], StateLayout.ANY: ["dim", "tap"]}[self.layout]
         axes = {
@@ -153,6 +161,7 @@ class UpdateSpec(KernelSpec, UpdateProblem):
             "conv_state": ["slot", *ours],
             "weight": ["dim", "tap"] if self.taps is Loads.ELEMENT else [],
             "bias": ["dim"] if self.taps is Loads.ELEMENT else [],
+            "parents": ["sequence", "token"],
             "intermediate_conv_window": ["slot", "token", *(["dim", "tap"] if self.saved is Saved.ANY else [])],
             "out": tokens,
         }
@@ -164,7 +173,7 @@ class UpdateSpec(KernelSpec, UpdateProblem):
         element |= {"weight": self.weight.value} | ({"bias": self.bias.value} if self.bias else {})
         element |= dict.fromkeys(("cache_seqlens", "num_accepted_tokens"), ints[self.position])
         element |= {"conv_state_indices": ints[self.index], "query_start_loc": ints[self.query_start_loc]}
-        element |= {"intermediate_state_indices": ints[self.saved_index]}
+        element |= {"intermediate_state_indices": ints[self.saved_index], "parents": ints[self.parents]}
         written = ("out", "conv_state", "intermediate_conv_window")
         pointers = [Param.pointer(op, element[op], const=op not in written) for op in self.operands()]
         wide = [Param.i64("slots"), Param.i64("pad_slot_id")] if self.index is not Index.NONE else []
@@ -174,6 +183,7 @@ class UpdateSpec(KernelSpec, UpdateProblem):
         sizes += [] if self.count is Tokens.FIXED else ["length"]  # COUNTED: tokens per sequence; RAGGED: tokens in all
         sizes += [] if self.layout is StateLayout.RUNS else ["state_len"]
         sizes += [] if self.saved is Saved.NO else ["window_tokens"]
+        sizes += ["parent_columns"] if self.parents is not Index.NONE and self.count is Tokens.RAGGED else []
         narrow = [Param.u32(f"{op}_{axis}") for op, axis in self.strides() if axis != "slot"]
         return [*pointers, *wide, *Param.divisor("channel_blocks"), *map(Param.u32, sizes), *narrow]
 
@@ -182,7 +192,8 @@ class UpdateSpec(KernelSpec, UpdateProblem):
             "pooled": self.index is not Index.NONE,
             "ragged": self.count is Tokens.RAGGED,
             "fixed": self.count is Tokens.FIXED,
-            "several": self.count is not Tokens.FIXED or self.tokens > 1,
+            "several": self.several,
+            "tree": self.parents is not Index.NONE,
             "vector": self.loads is Loads.VECTOR,
             "vector_taps": self.taps is Loads.VECTOR,
             # Whether lanes have all of their channels, or none: vectors are used for numbers of channels that they divide.
@@ -195,12 +206,13 @@ class UpdateSpec(KernelSpec, UpdateProblem):
         }
 
 
-def tokens_of(width: int, length: int, query_start_loc: Index) -> tuple[int, Tokens]:
+def tokens_of(width: int, length: int, query_start_loc: Index, parents: Index = Index.NONE) -> tuple[int, Tokens]:
     """(tokens per pass, how they are counted) for so many per sequence, or in all where sequences are packed."""
     some = 4 if width <= 5 else 2  # what the registers hold beside the taps
     if query_start_loc is not Index.NONE:
         return some, Tokens.RAGGED
-    return (length, Tokens.FIXED) if length <= MAX_TOKENS else (some, Tokens.COUNTED)
+    most = MAX_TOKENS if parents is Index.NONE else some  # of a tree, they hold each token's window
+    return (length, Tokens.FIXED) if length <= most else (some, Tokens.COUNTED)
 
 
 def _spec(problem: UpdateProblem, **how: Any) -> UpdateSpec:

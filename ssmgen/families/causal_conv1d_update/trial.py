@@ -18,6 +18,7 @@ def operands(spec: UpdateSpec, batch: int, seed: int) -> dict[str, Tensor]:
     vector, ragged = spec.loads is Loads.VECTOR, spec.count is Tokens.RAGGED
     most = {Tokens.FIXED: spec.tokens, Tokens.COUNTED: MAX_TOKENS + 1, Tokens.RAGGED: spec.tokens + 2}[spec.count]
     counts = cycled((most, 2, 0, 1), batch)
+    columns = most - (1 if ragged else 0)  # of what there is per token: too few, where sequences are packed
     dim = spec.vec * (spec.threads + 3) + (0 if spec.constants()["whole"] else 1)
     slots = batch if spec.index is Index.NONE else 3 * batch
     extra = {Advance.SHIFT: 2, Advance.ROLL: most, Advance.RING: 2}[spec.advance]
@@ -48,6 +49,8 @@ def operands(spec: UpdateSpec, batch: int, seed: int) -> dict[str, Tensor]:
         made["conv_state_indices"] = slot_indices(spec.index, batch, slots, g)
     if ragged:
         made["query_start_loc"] = boundaries(counts, spec.query_start_loc)
+    if spec.parents is not Index.NONE:
+        made["parents"] = torch.randint(-1, most, (batch, columns), generator=g).to(INTEGERS[spec.parents])
     if spec.saved is not Saved.NO:  # one token too many; or one too few, where sequences are packed
         windows = torch.full((batch, most + (-1 if ragged else 1), dim, spec.width - 1), 7.0)
         made["intermediate_conv_window"] = runs(windows, spec.x) if spec.saved is Saved.RUNS else wide(windows, spec.x, True)
