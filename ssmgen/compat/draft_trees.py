@@ -1,4 +1,4 @@
-"""Draft trees as SGLang says them: each token's first child and next sibling."""
+"""SGLang's verification of drafts: trees, of which each token's first child and next sibling are given, and the states after each token."""
 
 from __future__ import annotations
 
@@ -33,3 +33,13 @@ def parents_of(
         eldest = eldest.gather(1, eldest)
     child = next_token[:, :, None] == tokens
     return child.int().argmax(1).gather(1, eldest)
+
+
+def steps_of(function: str, buffer: Tensor, cache_steps: int | None, rows: Tensor | None) -> Tensor:
+    """The buffer that receives the states after each token. Raises ArgumentError unless it has cache_steps of them, and rows are named."""
+    problems = [] if rows is not None else ["intermediate_states_buffer is given without intermediate_state_indices"]
+    if buffer.dim() != 5 or buffer.shape[1] != cache_steps:
+        problems.append(f"cache_steps is {cache_steps}, and intermediate_states_buffer is {list(buffer.shape)}")
+    if problems:
+        raise ArgumentError(function, problems)
+    return buffer

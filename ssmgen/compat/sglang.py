@@ -25,6 +25,7 @@ from . import sglang_delta as _delta
 from . import sglang_mamba as _mamba
 from . import sglang_steps as _steps
 from .draft_trees import parents_of as _parents_of
+from .draft_trees import steps_of as _steps_of
 from .gated_delta import first as _first
 from .lightning import lightning_attention as lightning_attention
 from .lightning import linear_decode_forward_triton as linear_decode_forward_triton
@@ -239,7 +240,10 @@ def fused_recurrent_gated_delta_rule_packed_decode(
 _FLAGS = "is_kda disable_state_update cache_ring match_cutedsl_decode"
 
 
-@_takes(_FLAGS, **gated_delta.LOGITS, initial_state_indices="[N]", cu_seqlens="[N + 1]")
+@_takes(
+    _FLAGS, **gated_delta.LOGITS, initial_state_indices="[N]", cu_seqlens="[N + 1]", intermediate_state_indices="[N]",
+    intermediate_states_buffer="[rows, cache_steps, HV, V, K]", retrieve_parent_token="[N, T]",
+)  # fmt: skip
 def fused_sigmoid_gating_delta_rule_update(
     A_log: Tensor,
     a: Tensor,
@@ -273,11 +277,13 @@ def fused_sigmoid_gating_delta_rule_update(
 
     q, k: [B, T, HK, K]; v: [B, T, HV, V]; with cu_seqlens [N + 1], the tokens of all rows behind each other   initial_state_indices: [N]
     a: raw gate, [B, T, HV] or [tokens, HV], of KDA per key channel, and with lower_bound a bounded one; b: logit of beta, like [B, T, HV]
-    Raises UnsupportedError for kept states, draft trees, rings, CuTe DSL's rounding, and another softplus than beta = 1, threshold = 20.
+    intermediate_states_buffer: [rows, cache_steps, HV, V, K] of the states' dtype receives the state after each token, in the row
+    intermediate_state_indices [N]; a row that is not there is not written
+    retrieve_parent_token: [N, T or more], a draft tree, whose tokens go on from that buffer; without it as any tokens, as there
+    Raises UnsupportedError for rings, CuTe DSL's rounding, and another softplus than beta = 1, threshold = 20.
     """
+    name = "sglang's fused_sigmoid_gating_delta_rule_update"
     pairs = {
-        "intermediate_states_buffer: kept by rows that are named": intermediate_states_buffer is not None,
-        "retrieve_parent_token: a draft tree": retrieve_parent_token is not None,
         "cache_ring: ssmgen's ring keeps other tensors": cache_ring,
         "match_cutedsl_decode: the rounding of another kernel": match_cutedsl_decode,
         "initial_state_source is None: ssmgen's states are a pool": initial_state_source is None,
@@ -287,11 +293,19 @@ def fused_sigmoid_gating_delta_rule_update(
         ),
     }
     if reasons := [reason for reason, present in pairs.items() if present]:
-        raise UnsupportedError("sglang's fused_sigmoid_gating_delta_rule_update", reasons)
+        raise UnsupportedError(name, reasons)
     sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    kept: dict[str, Tensor | None] = {}
+    if intermediate_states_buffer is not None:
+        tree = _first(retrieve_parent_token, sequences)
+        kept = {
+            "intermediate_states": _steps_of(name, intermediate_states_buffer, cache_steps, intermediate_state_indices),
+            "intermediate_state_indices": _first(intermediate_state_indices, sequences),
+            "parents": tree if tree is None or cu_seqlens is not None else tree[:, : v.shape[1]],
+        }
     return gated_delta.from_logits(
         initial_state_source, q, k, v, a, b, A_log, dt_bias, is_kda, lower_bound, use_qk_l2norm=use_qk_l2norm_in_kernel, scale=scale,
-        state_indices=_first(initial_state_indices, sequences), cu_seqlens=cu_seqlens, update_state=not disable_state_update,
+        state_indices=_first(initial_state_indices, sequences), cu_seqlens=cu_seqlens, update_state=not disable_state_update, **kept,
     )  # fmt: skip
 
 
