@@ -15,7 +15,7 @@ from torch import Tensor
 import ssmgen
 from ssmgen.families.causal_conv1d import call as forward_op
 from ssmgen.families.causal_conv1d_update import call as update_op
-from ssmgen.families.causal_conv1d_update.spec import Advance
+from ssmgen.families.causal_conv1d_update.spec import CHILDREN, Advance
 
 I32, I64 = torch.int32, torch.int64
 SHIFT, ROLL, RING = Advance.SHIFT, Advance.ROLL, Advance.RING
@@ -81,6 +81,7 @@ class UpdateCase:
     saved_index: torch.dtype | None = None
     saved_tokens: int = 0  # of them, beyond or (negative) below the most
     parents: torch.dtype | None = None  # of a draft tree
+    children: torch.dtype | None = None  # of one that is given by first children and next siblings
     in_place: bool = False
     out: str = ""
     pad_slot_id: int = -1
@@ -250,6 +251,20 @@ def make_call(case: Case, device: str, seed: int = 0) -> Call:
     return Call(forward_op, memory, kwargs, case, written)
 
 
+def tree_of(tokens: int, g: torch.Generator) -> tuple[list[int], list[int]]:
+    """First children and next siblings, -1 for none: each token but the first is the child of an earlier one, or nobody's."""
+    children, siblings = [-1] * tokens, [-1] * tokens
+    for t in range(1, tokens):
+        parent = int(torch.randint(-1, t, (1,), generator=g))
+        if parent >= 0 and (at := children[parent]) < 0:
+            children[parent] = t
+        elif parent >= 0:
+            while siblings[at] >= 0:
+                at = siblings[at]
+            siblings[at] = t
+    return children, siblings
+
+
 def make_update(case: UpdateCase, device: str, seed: int = 0) -> Call:
     """The same for decode steps; sequence 2 of a rolling window has too small a count, and sequence 5 too large a one."""
     g, memory = torch.Generator().manual_seed(seed), Memory(device)
@@ -287,6 +302,12 @@ def make_update(case: UpdateCase, device: str, seed: int = 0) -> Call:
         tree = [[kinds[int(torch.randint(6, (1,), generator=g))](t) for t in range(columns)] for _ in range(count)]
         kwargs["parents"] = memory.view("parents", (count, columns), (2 * columns + 1, 2), case.parents)
         kwargs["parents"].copy_(torch.tensor(tree))
+    if case.children:
+        trees = [tree_of(case.longest, g) for _ in range(count)]
+        made = dict(zip(CHILDREN, zip(*trees, strict=True), strict=False)) | {"parents_out": [[77] * case.longest] * count}
+        kwargs |= {n: memory.view(n, (count, case.longest), (2 * case.longest + 1, 2), case.children) for n in CHILDREN}
+        for name in CHILDREN:
+            kwargs[name].copy_(torch.tensor(made[name]))
     if case.saved:
         rows, columns = count + 2, case.longest + case.saved_tokens
         windows = torch.full((rows, columns, case.dim, history), 3.0, dtype=case.x)
@@ -302,8 +323,8 @@ def make_update(case: UpdateCase, device: str, seed: int = 0) -> Call:
             row = [{3: -1, 5: rows}.get(s, (s + 1) % count) for s in range(count)]
             kwargs["intermediate_state_indices"] = memory.fill("intermediate_state_indices", torch.tensor(row, dtype=case.saved_index))
     memory.seal()
-    written = {"out": "x" if case.in_place else "out", "conv_state": "conv_state", "intermediate_conv_window": "intermediate_conv_window"}
-    return Call(update_op, memory, kwargs, case, {n: b for n, b in written.items() if n != "intermediate_conv_window" or case.saved})
+    written = {n: n for n in update_op.FAMILY.written if n in kwargs} | {"out": "x" if case.in_place else "out"}
+    return Call(update_op, memory, kwargs, case, written)
 
 
 def make(case: Any, device: str, seed: int = 0) -> Call:

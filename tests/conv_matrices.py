@@ -111,6 +111,13 @@ def update_matrix() -> list[UpdateCase]:
             tree_packed={**packed, "parents": I64, **indexed, "saved_tokens": -3},
             tree_one={**packed, "parents": I32, "lengths": (1,)},
         ),
+        *vary(
+            shift,
+            children={"children": I32, "tokens": 4, **wide},
+            children_t20={"children": I64, "tokens": 20},
+            tree_t1={"children": I64, "tokens": 1},
+        ),
+        *vary(plain, children={"children": I64, "tokens": 9, "saved": "odd"}),
         *vary(roll, tree={"parents": I32}, tree_t9={"parents": I32, "tokens": 9, "state": "channels", "saved": "channels"}),
         *vary(ring, tree={"parents": I32, "tokens": 6}, tree_packed={**packed, **anywhere, "parents": I32}),
     ]

@@ -40,6 +40,7 @@ from ssmgen.families.causal_conv1d import spec as conv
 from ssmgen.families.causal_conv1d.spec import ConvProblem
 from ssmgen.families.causal_conv1d_update import call as update_op
 from ssmgen.families.causal_conv1d_update import spec as step
+from ssmgen.families.causal_conv1d_update.spec import CHILDREN
 from ssmgen.spec import Arch, KernelSpec, Pdl
 
 # The reference.
@@ -224,6 +225,7 @@ def bad(case: Any, change: dict[str, Any]) -> str:
     return str(e.value)
 
 
+TREE = {name: torch.zeros(6, 2, dtype=I32) for name in CHILDREN}
 WHOLE = replace(FIRST, id="whole", length=16, batch=2)
 PACKED = replace(LAST, id="packed", lengths=(3, 0, 4), **POOL)
 SPECULATIVE = UpdateCase("speculative", ROLL, tokens=4, batch=5)
@@ -281,7 +283,12 @@ SPECULATIVE = UpdateCase("speculative", ROLL, tokens=4, batch=5)
         (UpdateCase("u"), {"intermediate_conv_window": torch.zeros(5, 1, 40, 3, dtype=BF16)}, "[6 or more, 1 or more, 40, 3]"),
         (UpdateCase("u"), {"query_start_loc": torch.zeros(0, dtype=I32)}, "query_start_loc is empty"),
         (UpdateCase("u", lengths=(1, 2)), {"x": lambda k: k["x"][None]}, "x is [1, 3, 40], not [tokens, dim], as query_start_loc asks for"),
-        (UpdateCase("u"), {"parents": torch.zeros(6, 1, dtype=I32)}, "parents is given, and x has one token per sequence"),
+        (UpdateCase("u", tokens=2), dict.fromkeys(CHILDREN[:2], torch.zeros(6, 2, dtype=I32)), "given: a tree by children takes them all"),
+        (UpdateCase("u", tokens=2), dict.fromkeys(("parents", *CHILDREN), torch.zeros(6, 2, dtype=I32)), "both say what the tree is"),
+        (UpdateCase("u", lengths=(1, 2)), dict.fromkeys(CHILDREN, torch.zeros(2, 2, dtype=I32)), "of packed sequences, give parents"),
+        (UpdateCase("u", tokens=129), dict.fromkeys(CHILDREN, torch.zeros(6, 129, dtype=I32)), "of more than 128, give parents"),
+        (UpdateCase("u", tokens=2), TREE | {"next_siblings": torch.zeros(6, 2, dtype=I64)}, "they are of one dtype"),
+        (UpdateCase("u", tokens=2), TREE | {"parents_out": torch.zeros(1, dtype=I32).expand(6, 2)}, "two of its elements share memory"),
         (UpdateCase("u", tokens=2), {"parents": torch.zeros(6, 3, dtype=I32)}, "parents is [6, 3], not [batch, T] = [6, 2]"),
         (UpdateCase("u", tokens=2), {"parents": torch.zeros(6, 2)}, "parents is torch.float32, not int32 or int64"),
         (UpdateCase("u", tokens=2), {"parents": torch.zeros(6, 2, dtype=I32), "out": lambda k: k["x"]}, "out overlaps x in memory"),
@@ -329,7 +336,7 @@ def test_parameters_are_taken_without_grad_mode():
 # Registration with torch.
 
 REGISTERED = [replace(WHOLE, **STATEFUL), replace(WHOLE, seq_idx=True), PACKED, SPECULATIVE, UpdateCase("ring", RING, saved="windows")]
-REGISTERED += [UpdateCase("tree", tokens=3, parents=I32, saved="windows")]
+REGISTERED += [UpdateCase("tree", tokens=3, parents=I32, saved="windows"), UpdateCase("children", tokens=3, children=I64)]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -63,6 +63,12 @@ STEP_SPEC = UpdateSpec(width=4, state_len=3, vec=4)
         ),
         (STEP_SPEC, {"saved_index": Index.I32}, "slots of windows that are not saved"),
         (STEP_SPEC, {"parents": Index.I32}, "a draft tree has several tokens"),
+        (replace(STEP_SPEC, tokens=2), {"parents": Index.I32, "children": Index.I32}, "parents and children both say what the tree is"),
+        (
+            replace(STEP_SPEC, tokens=2),
+            {"children": Index.I32, "count": Tokens.RAGGED, "query_start_loc": Index.I32},
+            "first children and next siblings are of sequences with the same number of tokens",
+        ),
         (STEP_SPEC, {"threads": 2048}, "threads 2048 is not 32 … 1024"),
         (STEP_SPEC, {"vec": 8}, "vec 8 of bf16 is not 4 or 8 bytes"),
     ],
@@ -133,7 +139,7 @@ def test_what_is_switched_off_is_not_in_the_text():
             "find_sequence",
             "griddepcontrol.wait",
         )
-        for word in (*absent, "parent", "intermediate", "cache_seqlens", "accepted", "struct f16"):
+        for word in (*absent, "parent", "elder", "intermediate", "cache_seqlens", "accepted", "struct f16"):
             assert word not in text.split("#define DEVICE")[1], word
 
 
@@ -159,6 +165,8 @@ EDITS = {
     "count out of range": (SPECULATED, "accepted >= 1 && accepted + kWidth - 2 <= i64(state_len)", "true", "outside"),
     "siblings in a row": (UpdateCase("u", tokens=5, parents=I32), "u64(parent) < u64(t) ? int(parent)", "false ? 0", "off by"),
     "a parent that is later": (UpdateCase("u", tokens=5, parents=I32), "u64(parent) < u64(t)", "parent >= 0", "off by"),
+    "parents of elders": (UpdateCase("u", tokens=9, children=I32), "parent_of_eldest[eldest]", "parent_of_eldest[t]", "differs"),
+    "no barrier in a tree": (UpdateCase("u", tokens=9, children=I32), "= -1;\n  }\n  __syncthreads();", "= -1;\n  }", "no barrier between"),
     "windows in a row": (
         UpdateCase("u", tokens=5, parents=I32, saved="windows"),
         "after[i] = path[t][i + 1]",

@@ -79,7 +79,7 @@ SIGMOID = "fused_sigmoid_gating_delta_rule_update"
         ("sglang", "TritonGDNKernel.extend",
          delta_operands(1, 4) | {"self": None, "ssm_states": delta_states(4), "cache_indices": SLOTS.float(),
                                  "query_start_loc": starts_of([2, 2])}, "cache_indices is float32"),
-        ("sglang", "causal_conv1d_update_triton", CONV | {"retrieve_next_token": torch.zeros(2, 1)}, "a draft tree needs"),
+        ("sglang", "causal_conv1d_update_triton", CONV | {"retrieve_next_token": SLOTS[:, None]}, "a tree by children takes them all"),
         ("sglang", "causal_conv1d_update_triton", CONV | {"cache_seqlens": SLOTS}, "cache_seqlens"),
         ("sglang", "causal_conv1d_fn", PACKED | {"block_table": SLOTS}, "block_table"),
         ("sglang", "causal_conv1d_fn_triton", PACKED | {"block_table": SLOTS, "seq_lens_cpu": [2, 2]}, "block_table"),

@@ -33,8 +33,8 @@ class Family(NamedTuple):
     size_of: Callable[[Views], int]  # what the rules look at; 0 if there is nothing to do
     grid_of: Callable[[Any, Views], int]  # blocks of a spec's launch
     values_of: Callable[[Any, Views, Any], Mapping[str, Value]]  # every kernel argument that is not a pointer
-    # (written, read) that may be the same memory, element by element; with a third name, unless that operand is given
-    in_place: tuple[tuple[str, str] | tuple[str, str, str], ...] = ()
+    # (written, read) that may be the same memory, element by element; unless an operand that is named behind them is given
+    in_place: tuple[tuple[str, ...], ...] = ()
 
 
 def check_overlap(family: Family, name: str, layout: Views, where: Mapping[str, int]) -> None:

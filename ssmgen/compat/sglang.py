@@ -24,7 +24,6 @@ from . import gated_delta, replacing
 from . import sglang_delta as _delta
 from . import sglang_mamba as _mamba
 from . import sglang_steps as _steps
-from .draft_trees import parents_of as _parents_of
 from .draft_trees import steps_of as _steps_of
 from .gated_delta import first as _first
 from .lightning import lightning_attention as lightning_attention
@@ -152,29 +151,27 @@ def causal_conv1d_update_triton(
     conv_state: [slots, dim, width - 1 or more] of x's dtype; without num_accept_tokens, the first width - 1 entries are the history
     intermediate_conv_window: [rows, T or more, dim, width - 1], the history after each token, by intermediate_state_indices
     retrieve_next_token, retrieve_next_sibling: [batch, T], a draft tree: each token's first child and next sibling, or -1
-    retrieve_parent_token: [batch, T], written: their parents, by a few kernels of torch's; without such a tree it is ignored, as there
+    retrieve_parent_token: [batch, T], written: their parents; without retrieve_next_token it is ignored, as there
     metadata and validate_data change no result: ignored
     Raises UnsupportedError for cache_seqlens, which SGLang's kernel does not read either.
     """
-    name, batch, tokens = "sglang's causal_conv1d_update", x.shape[0], x.shape[2] if x.dim() == 3 else 1
     if cache_seqlens is not None:
-        raise UnsupportedError(name, ["cache_seqlens: a ring, in the function that is named for it"])
-    parents = kept_parents = None
-    if retrieve_next_token is not None or retrieve_next_sibling is not None:
-        kept_parents = _first(retrieve_parent_token, batch)
-        children = _first(retrieve_next_token, batch), _first(retrieve_next_sibling, batch)
-        parents = _parents_of(name, (batch, tokens), *children, kept_parents)
+        reason = "cache_seqlens: a ring, in the function that is named for it"
+        raise UnsupportedError("sglang's causal_conv1d_update", [reason])
+    batch, tree = x.shape[0], {}
+    if retrieve_next_token is not None:
+        tree = {
+            "first_children": _first(retrieve_next_token, batch), "next_siblings": _first(retrieve_next_sibling, batch),
+            "parents_out": _first(retrieve_parent_token, batch),
+        }  # fmt: skip
     if num_accept_tokens is None:
         conv_state = conv_state[..., : weight.shape[1] - 1]
     rows = None if intermediate_conv_window is None else _first(intermediate_state_indices, batch)
-    out = _conv_update(
+    return _conv_update(
         x, conv_state, weight, bias, activation, conv_state_indices=_first(conv_state_indices, batch),
         num_accepted_tokens=_first(num_accept_tokens, batch), intermediate_conv_window=intermediate_conv_window,
-        intermediate_state_indices=rows, pad_slot_id=pad_slot_id, parents=parents if tokens > 1 else None,
+        intermediate_state_indices=rows, pad_slot_id=pad_slot_id, **tree,
     )  # fmt: skip
-    if parents is not None and kept_parents is not None:
-        kept_parents.copy_(parents)
-    return out
 
 
 @_takes(

@@ -38,6 +38,18 @@ def paths(count: int, width: int, parents: list[int]) -> list[list[int]]:
     return found
 
 
+def parents_of(first_children: Tensor, next_siblings: Tensor) -> Tensor:
+    """The parent of each token, [batch, tokens]; 0 of nobody's child. Children and siblings that are no later tokens are none."""
+    parents = torch.zeros_like(first_children)
+    for row, children, siblings in zip(parents, first_children.tolist(), next_siblings.tolist(), strict=True):
+        for token, (child, sibling) in enumerate(zip(children, siblings, strict=True)):
+            if token < child < len(row):
+                row[child] = token
+            if token < sibling < len(row):
+                row[sibling] = row[token]
+    return parents
+
+
 def step(
     x: Tensor,
     conv_state: Tensor,
@@ -51,18 +63,23 @@ def step(
     num_accepted_tokens: Tensor | None = None,
     query_start_loc: Tensor | None = None,
     parents: Tensor | None = None,
+    first_children: Tensor | None = None,
+    next_siblings: Tensor | None = None,
+    parents_out: Tensor | None = None,
     intermediate_conv_window: Tensor | None = None,
     intermediate_state_indices: Tensor | None = None,
     pad_slot_id: int = -1,
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """x, out: [batch, dim, tokens], with query_start_loc [1, dim, tokens]; conv_state [slots, dim, state_len]; weight [dim, width];
-    parents [batch, tokens]; intermediate_conv_window [·, tokens, dim, width - 1]. Computes in `dtype`; writes out, rounded once, and
-    copies of inputs.
+    parents, first_children, next_siblings, parents_out [batch, tokens]; intermediate_conv_window [·, tokens, dim, width - 1]. Computes in
+    `dtype`; writes out, rounded once, copies of inputs, and a tree's parents.
     """
     width, (slots, _, state_len) = weight.shape[1], conv_state.shape
     history = width - 1
     starts = None if query_start_loc is None else query_start_loc.tolist()
+    if first_children is not None and next_siblings is not None and parents_out is not None:
+        parents = parents_out.copy_(parents_of(first_children, next_siblings))
     for s in range(x.shape[0] if starts is None else len(starts) - 1):
         row, span = (s, slice(None)) if starts is None else (0, slice(starts[s], starts[s + 1]))
         tokens, result = x[row, :, span].clone(), out[row, :, span]

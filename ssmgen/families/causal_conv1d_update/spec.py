@@ -20,6 +20,10 @@ OPERATOR = "causal_conv1d_update"
 MAX_TOKENS = 16  # that a kernel is made for; of longer calls, and of packed sequences, it takes some at a time
 
 
+MAX_TREE = 128  # tokens of a sequence whose tree is given by children: parents are made in shared memory
+CHILDREN = ("first_children", "next_siblings", "parents_out")
+
+
 class Advance(Enum):
     """What happens to the window of inputs that a slot holds.
 
@@ -62,11 +66,16 @@ class UpdateProblem(Problem):
     loads: Loads = Loads.VECTOR  # x and out
     taps: Loads = Loads.VECTOR
     parents: Index = field(default=Index.NONE, metadata=LATER)  # a draft tree, whose tokens' windows are of their ancestors' inputs
+    children: Index = field(default=Index.NONE, metadata=LATER)  # or type of first children and next siblings, and of parents to write
 
     @property
     def several(self) -> bool:
         """Whether x and out have a token axis that the kernel steps along."""
         return self.count is not Tokens.FIXED or self.tokens > 1
+
+    @property
+    def tree(self) -> Index:
+        return self.parents if self.children is Index.NONE else self.children
 
     @property
     def runs_lens(self) -> tuple[int, ...]:
@@ -93,7 +102,12 @@ class UpdateProblem(Problem):
                 "runs that roll need a fixed number of tokens",
             ),
             *must(self.saved is not Saved.NO or self.saved_index is Index.NONE, "slots of windows that are not saved"),
-            *must(self.several or self.parents is Index.NONE, "a draft tree has several tokens"),
+            *must(self.several or self.tree is Index.NONE, "a draft tree has several tokens"),
+            *must(Index.NONE in (self.parents, self.children), "parents and children both say what the tree is"),
+            *must(
+                self.children is Index.NONE or self.count is not Tokens.RAGGED,
+                "first children and next siblings are of sequences with the same number of tokens",
+            ),
         ]
 
 
@@ -145,6 +159,7 @@ class UpdateSpec(KernelSpec, UpdateProblem):
             "num_accepted_tokens": self.advance is Advance.ROLL,
             "query_start_loc": self.count is Tokens.RAGGED,
             "parents": self.parents is not Index.NONE,
+            **dict.fromkeys(CHILDREN, self.children is not Index.NONE),
             "intermediate_conv_window": self.saved is not Saved.NO,
             "intermediate_state_indices": self.saved_index is not Index.NONE,
             "out": True,
@@ -161,7 +176,7 @@ class UpdateSpec(KernelSpec, UpdateProblem):
             "conv_state": ["slot", *ours],
             "weight": ["dim", "tap"] if self.taps is Loads.ELEMENT else [],
             "bias": ["dim"] if self.taps is Loads.ELEMENT else [],
-            "parents": ["sequence", "token"],
+            **dict.fromkeys(("parents", *CHILDREN), ["sequence", "token"]),
             "intermediate_conv_window": ["slot", "token", *(["dim", "tap"] if self.saved is Saved.ANY else [])],
             "out": tokens,
         }
@@ -174,7 +189,8 @@ class UpdateSpec(KernelSpec, UpdateProblem):
         element |= dict.fromkeys(("cache_seqlens", "num_accepted_tokens"), ints[self.position])
         element |= {"conv_state_indices": ints[self.index], "query_start_loc": ints[self.query_start_loc]}
         element |= {"intermediate_state_indices": ints[self.saved_index], "parents": ints[self.parents]}
-        written = ("out", "conv_state", "intermediate_conv_window")
+        element |= dict.fromkeys(CHILDREN, ints[self.children])
+        written = ("out", "conv_state", "intermediate_conv_window", "parents_out")
         pointers = [Param.pointer(op, element[op], const=op not in written) for op in self.operands()]
         wide = [Param.i64("slots"), Param.i64("pad_slot_id")] if self.index is not Index.NONE else []
         wide += [Param.i64("window_rows")] if self.saved is not Saved.NO else []
@@ -193,7 +209,9 @@ class UpdateSpec(KernelSpec, UpdateProblem):
             "ragged": self.count is Tokens.RAGGED,
             "fixed": self.count is Tokens.FIXED,
             "several": self.several,
-            "tree": self.parents is not Index.NONE,
+            "tree": self.tree is not Index.NONE,
+            "children": self.children is not Index.NONE,
+            "most": MAX_TREE,
             "vector": self.loads is Loads.VECTOR,
             "vector_taps": self.taps is Loads.VECTOR,
             # Whether lanes have all of their channels, or none: vectors are used for numbers of channels that they divide.
@@ -206,13 +224,13 @@ class UpdateSpec(KernelSpec, UpdateProblem):
         }
 
 
-def tokens_of(width: int, length: int, query_start_loc: Index, parents: Index = Index.NONE) -> tuple[int, Tokens]:
+def tokens_of(width: int, length: int, query_start_loc: Index, tree: Index = Index.NONE) -> tuple[int, Tokens]:
     """(tokens per pass, how they are counted) for so many per sequence, or in all where sequences are packed."""
     some = 4 if width <= 5 else 2  # what the registers hold beside the taps
     if query_start_loc is not Index.NONE:
         return some, Tokens.RAGGED
-    most = MAX_TOKENS if parents is Index.NONE else some  # of a tree, they hold each token's window
-    return (length, Tokens.FIXED) if length <= most else (some, Tokens.COUNTED)
+    fixed = range(1, MAX_TOKENS + 1) if tree is Index.NONE else range(2, some + 1)  # of a tree, they hold each token's window
+    return (length, Tokens.FIXED) if length in fixed else (some, Tokens.COUNTED)
 
 
 def _spec(problem: UpdateProblem, **how: Any) -> UpdateSpec:
