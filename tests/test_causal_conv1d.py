@@ -10,23 +10,7 @@ from typing import Any
 import conv_laws as laws
 import pytest
 import torch
-from conv_cases import (
-    FIRST,
-    I32,
-    I64,
-    LAST,
-    POOL,
-    RING,
-    ROLL,
-    SHORT,
-    STATEFUL,
-    Call,
-    Case,
-    UpdateCase,
-    make,
-    make_call,
-    make_update,
-)
+from conv_cases import FIRST, I32, I64, LAST, POOL, RING, ROLL, SHORT, STATEFUL, Call, Case, UpdateCase, make, make_call, make_update
 from conv_laws import LAST_AXIS, SM90, Draw, assert_matches, emulate, emulated, equal, expected, needs_emulator
 from conv_matrices import matrix, update_matrix
 from selection import every_other

@@ -11,22 +11,7 @@ from dataclasses import replace
 import conv_laws as laws
 import pytest
 import torch
-from conv_cases import (
-    FIRST,
-    I32,
-    LAST,
-    POOL,
-    RING,
-    ROLL,
-    SHIFT,
-    SHORT,
-    STATEFUL,
-    Call,
-    Case,
-    UpdateCase,
-    make,
-    make_update,
-)
+from conv_cases import FIRST, I32, LAST, POOL, RING, ROLL, SHIFT, SHORT, STATEFUL, Call, Case, UpdateCase, make, make_update
 from conv_laws import LAST_AXIS, Draw, activated, assert_matches, bits, equal, expected, needs_emulator
 from conv_matrices import matrix, update_matrix
 from ssu_cases import BF16, F16, F32
