@@ -21,6 +21,7 @@ STATES: dict[torch.dtype, DType | Narrow] = {**DTYPES, **NARROW}
 INDEX = {None: Index.NONE, torch.int32: Index.I32, torch.int64: Index.I64}
 COUNTS = (  # integers, like the indices
     "num_accepted_tokens", "cu_seqlens", "query_start_loc", "cache_seqlens", "parents", "num_splits", "checkpoint_positions",
+    "first_children", "next_siblings", "parents_out",
 )  # fmt: skip
 EXACT = {
     **dict.fromkeys(("seq_idx", "cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "arrivals"), torch.int32),

@@ -79,4 +79,5 @@ class DeltaLayerProblem(NormedLayer, LinearAttentionProblem):
                 "the window and the state of a layer are updated in place, unless each token has a slot",
             ),
             *must(self.intermediates or self.intermediate_indices is Index.NONE, "rows of states that are not kept"),
+            *must(self.parents is self.kept_index is Index.NONE, "a layer takes no draft trees, and has its own rows of states"),
         ]

@@ -19,7 +19,7 @@ def gated_delta_rule(
     num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
     state_scale: Tensor | None = None,
     intermediate_states: Tensor | None = None, update_state: bool = True, ring: Ring | None = None, out: Tensor | None = None,
-    pdl: bool | None = None,
+    pdl: bool | None = None, parents: Tensor | None = None, intermediate_state_indices: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Gated DeltaNet (Qwen3-Next, Qwen3.5, OLMo-Hybrid): S <- a S + beta (v - a S k) k^T, with a = e^g.
 
@@ -34,7 +34,7 @@ def gated_delta_rule(
     objections = gate_objections(A_log, dt_bias) + beta_objections(beta_sigmoid, allow_neg_eigval)
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
-        update_state, out, pdl, ring, state_scale,
+        update_state, out, pdl, ring, state_scale, parents, intermediate_state_indices,
     )  # fmt: skip
     return decode("gated_delta_rule", form, pool, state, q, k, v, g, None, None, beta, A_log, dt_bias, objections=objections)
 
@@ -48,7 +48,7 @@ def kda(
     num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
     state_scale: Tensor | None = None,
     intermediate_states: Tensor | None = None, update_state: bool = True, ring: Ring | None = None, out: Tensor | None = None,
-    pdl: bool | None = None,
+    pdl: bool | None = None, parents: Tensor | None = None, intermediate_state_indices: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Kimi delta attention (Kimi-Linear): gated delta rule with a decay per key channel: S <- S D + beta (v - S D k) k^T, D = diag(e^g).
 
@@ -60,7 +60,7 @@ def kda(
     objections = gate_objections(A_log, dt_bias, lower_bound) + beta_objections(beta_sigmoid, allow_neg_eigval)
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
-        update_state, out, pdl, ring, state_scale,
+        update_state, out, pdl, ring, state_scale, parents, intermediate_state_indices,
     )  # fmt: skip
     return decode(
         "kda", form, pool, state, q, k, v, None, g, None, beta, A_log, dt_bias, lower_bound=lower_bound, objections=objections
@@ -101,14 +101,14 @@ def delta_rule(
     num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
     state_scale: Tensor | None = None,
     intermediate_states: Tensor | None = None, update_state: bool = True, ring: Ring | None = None, out: Tensor | None = None,
-    pdl: bool | None = None,
+    pdl: bool | None = None, parents: Tensor | None = None, intermediate_state_indices: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """DeltaNet: S <- S + beta (v - S k) k^T. Operands as in gated_delta_rule. Source: Yang et al. 2024 (arXiv 2406.06484)."""
     form = Form("decayed", "log", beta_of(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
     objections = beta_objections(beta_sigmoid, allow_neg_eigval)
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
-        update_state, out, pdl, ring, state_scale,
+        update_state, out, pdl, ring, state_scale, parents, intermediate_state_indices,
     )  # fmt: skip
     return decode("delta_rule", form, pool, state, q, k, v, None, None, None, beta, objections=objections)
 

@@ -89,6 +89,8 @@ class LinearAttentionProblem(RowProblem):
     state_loads: Loads = Loads.VECTOR
     operand_loads: Loads = Loads.VECTOR  # of the operands with an element per key channel
     heads_apart: bool = field(default=False, metadata=LATER)  # heads of the state do not lie behind each other: a distance is given
+    parents: Index = field(default=Index.NONE, metadata=LATER)  # a draft tree
+    kept_index: Index = field(default=Index.NONE, metadata=LATER)  # type of the rows' numbers in the buffer of intermediate states
 
     @property
     def heads(self) -> int:
@@ -208,6 +210,8 @@ class LinearAttentionProblem(RowProblem):
             *must(self.bonus is None or not (read or self.l2norm), "a bonus goes with no delta rule, and with keys as they are"),
             *must(not (self.low_rank and self.l2norm), "the low-rank form takes normalised keys"),
             *must(self.several or not (self.intermediates or self.update is Update.EACH), "a state per token needs tokens=many or ragged"),
+            *must(self.intermediates or self.parents is Index.NONE, "a draft tree needs intermediate states"),
+            *must(self.intermediates or self.kept_index is Index.NONE, "rows of intermediate states without such states"),
             *must(not self.frozen or self.may_freeze, "the state can be frozen only where `may_freeze` says so"),
             *must(
                 not self.scaled or (self.layout is Layout.VK and self.ring is Ring.NONE and not self.intermediates),

@@ -53,15 +53,16 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
     @property
     def shared_bytes(self) -> int:
         """Staged tokens."""
-        token = len(self.token_vectors()) * self.dim_k + 8 + len(self.row_scalars()) * self.tile
+        tree = 1 if self.parents is not Index.NONE else 0
+        token = len(self.token_vectors()) * self.dim_k + 8 + len(self.row_scalars()) * self.tile + tree
         return 4 * self.chunk * token if self.staged else 0
 
     @property
     def needs(self) -> Needs:
         mma = self.state.value if self.frozen else ""
         by_byte = self.scaled and self.state.size == 1 and self.state_loads is Loads.ELEMENT
-        raw = self.ring is Ring.STORE
-        return replace(super().needs, mma=mma, raw=raw, streaming=self.intermediates, narrow=self.scaled, bytes=by_byte)
+        raw, streaming = self.ring is Ring.STORE, self.intermediates and self.parents is Index.NONE
+        return replace(super().needs, mma=mma, raw=raw, streaming=streaming, narrow=self.scaled, bytes=by_byte)
 
     @property
     def stem(self) -> str:
@@ -150,11 +151,10 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
             "out",
             *control,
             *(f"ring_{name}" for name in self.ringed()),
-            *self._scales(),
+            *(["state_scale"] if self.scaled else []),
+            *(["parents"] if self.parents is not Index.NONE else []),
+            *(["intermediate_state_indices"] if self.kept_index is not Index.NONE else []),
         ]
-
-    def _scales(self) -> list[str]:
-        return ["state_scale"] if self.scaled else []
 
     def ringed(self) -> list[str]:
         """Operands that the ring keeps."""
@@ -182,6 +182,8 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
             "cu_seqlens": [],
             "intermediate_states": ["batch", "token"],
             "state_scale": ["slot", "head", "row"],
+            "parents": ["batch", "token"],
+            "intermediate_state_indices": ["batch"],
         }
         return [
             (op, axis, "i64" if op in ("state", "intermediate_states") or axis in ("slot", "layer") else "u32")
@@ -195,12 +197,14 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
         element |= dict.fromkeys(("state_indices", "dst_state_indices"), integer[self.index])
         element |= {"num_accepted_tokens": integer[self.accepted], "cu_seqlens": integer[self.cu_seqlens]}
         element |= {"intermediate_states": self.state.value, "state_scale": "f32"}
+        element |= {"parents": integer[self.parents], "intermediate_state_indices": integer[self.kept_index]}
         element |= {f"ring_{name}": element[name] for name in self.ringed()}
         written = ("state", "out", "intermediate_states", "state_scale", *(f"ring_{name}" for name in self.ringed()))
         pointers = [Param.pointer(op, element[op], const=op not in written) for op in self.operands()]
         strides = [(Param.i64 if width == "i64" else Param.u32)(f"{op}_{axis}") for op, axis, width in self.strides()]
         strides.sort(key=lambda p: p.code != "q")  # 8-byte arguments first: no padding anywhere in the buffer
         slots = [] if self.index is Index.NONE and not self.commit else [Param.i64("slots"), Param.i64("pad_slot_id")]
+        slots += [] if self.kept_index is Index.NONE else [Param.i64("kept_rows")]
         counts = [
             *([Param.u32("most_tokens")] if self.commit else [Param.u32("tokens")] if self.tokens is Tokens.MANY else []),
             *([Param.u32("sequences")] if self.layers else []),
@@ -208,6 +212,7 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
             *([Param.u32("columns")] if self.accepted is not Index.NONE and not self.commit else []),
             *([Param.u32("dst_columns")] if self.update is Update.EACH and self.tokens is Tokens.RAGGED else []),
             *([Param.u32("rows_kept")] if self.intermediates and self.tokens is Tokens.RAGGED else []),
+            *([Param.u32("parent_columns")] if self.parents is not Index.NONE and self.tokens is Tokens.RAGGED else []),
         ]
         factors = [*([] if self.commit else [Param.f32("scale")]), *([Param.f32("lower_bound")] if self.gate is Gate.BOUNDED else [])]
         return [*pointers, *slots, *strides, *counts, *factors]
@@ -225,7 +230,8 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
             "of_key_heads": OF_KEY_HEADS,
             "convolved": (),  # operands that the kernel makes itself
             "in_place": (),  # vectors of a token that are staged as they come, ahead of their preparation
-            "rows_by_index": False,  # of intermediate states
+            "rows_by_index": self.kept_index is not Index.NONE,  # of intermediate states
+            "tree": self.parents is not Index.NONE,
             "scalars": self.token_scalars(),
             "narrow_noise": False,
             "tail": self.dim_v % self.tile != 0,
