@@ -8,11 +8,11 @@ narrow ones a warp holds many. The traffic is twice the state, all else a few pe
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from ..spec import SM90, Arch, DType, KernelSpec, Loads, Narrow, Needs, Pdl, Problem, is_pow2, must
+from ..spec import LATER, SM90, Arch, DType, KernelSpec, Loads, Narrow, Needs, Pdl, Problem, is_pow2, must
 
 
 class RowProblem(Problem):
@@ -76,10 +76,18 @@ class RowSpec(KernelSpec, RowProblem):
     min_blocks: int = 0  # blocks per SM that ptxas must leave registers for; 0 = its own choice
     prefetch: int = 0  # ask L2 for the tile of the block this many blocks ahead; 0 = off
     pdl: Pdl = Pdl.OFF
+    # Warps that the lanes of an interleaved row lie in, whose sums meet in shared memory; neighbouring lanes are then of neighbouring rows,
+    # so that a warp reads long pieces of memory. 0: the lanes of a row are neighbours in a warp.
+    row_warps: int = field(default=0, metadata=LATER)
 
     @property
     def needs(self) -> Needs:
         return replace(super().needs, prefetch=self.prefetch > 0, lines=self.prefetch > 0 and self.scaled)
+
+    @property
+    def warp_lanes(self) -> int:
+        """Lanes of a row in a warp."""
+        return self.lanes // max(1, self.row_warps)
 
     @property
     def passes(self) -> int:
@@ -106,7 +114,11 @@ class RowSpec(KernelSpec, RowProblem):
 
     def violations(self, arch: Arch) -> list[str]:
         shape = [
-            *must(is_pow2(self.lanes) and self.lanes <= 32, f"lanes {self.lanes} is not a power of two up to 32"),
+            *must(self.row_warps == 0 or is_pow2(self.row_warps), f"row_warps {self.row_warps} is not a power of two, or 0"),
+            *must(
+                is_pow2(self.lanes) and max(1, self.row_warps) <= self.lanes <= 32 * max(1, self.row_warps),
+                f"lanes {self.lanes} is not a power of two up to 32{f' for each of {self.row_warps} warps' if self.row_warps else ''}",
+            ),
             *must(is_pow2(self.ilp), f"ilp {self.ilp} is not a power of two"),
             *must(is_pow2(self.vec), f"vec {self.vec} is not a power of two"),
             *must(self.threads % 32 == 0 and 32 <= self.threads <= 1024, f"threads {self.threads} is not 32 … 1024 in steps of 32"),
@@ -123,8 +135,15 @@ class RowSpec(KernelSpec, RowProblem):
                 f"{'ilp' if self.interleaved else 'vec'} {vector} of {self.row_dtype.value} is not 4 to 16 bytes wide",
             ),
             *must(
-                not self.interleaved or self.vec == 4,
+                not self.interleaved or self.vec == 4 or self.row_warps > 0,
                 f"vec {self.vec} of interleaved rows is not 4, the chain that every variant sums alike",
+            ),
+            *must(not self.row_warps or self.interleaved, "only interleaved rows have lanes that are not neighbours"),
+            *must(not self.row_warps or self.vec in (4, 8), f"vec {self.vec} of rows across warps is not 4 or 8"),
+            *must(not self.row_warps or self.ilp % 4 == 0, f"ilp {self.ilp} of rows across warps is not a multiple of 4"),
+            *must(
+                not self.row_warps or self.threads % (32 * self.row_warps) == 0,
+                f"{self.threads} threads are not a multiple of {self.row_warps} warps",
             ),
             *must(not self.interleaved or rows % self.ilp == 0, f"{rows} interleaved rows are not a multiple of ilp {self.ilp}"),
             *must(self.vec >= min(4, n), f"vec {self.vec} is below 4, the chain that every variant sums alike"),
@@ -136,17 +155,21 @@ class RowSpec(KernelSpec, RowProblem):
             *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
             *must(arch >= SM90 or not self.prefetch, f"the bulk L2 prefetch needs sm_90, not {arch}"),
             *must(
-                not self.prefetch or (self.row_loads is Loads.VECTOR and self.vec * self.row_dtype.size == 16),
+                not self.prefetch or (self.row_loads is Loads.VECTOR and vector * self.row_dtype.size == 16),
                 "the bulk L2 prefetch needs an aligned state in 16-byte vectors",
             ),
-            *must(not self.prefetch or not self.interleaved, "the bulk L2 prefetch needs tiles that are contiguous"),
+            *must(
+                not self.prefetch or not self.interleaved or self.row_warps > 0,
+                "the bulk L2 prefetch of interleaved rows goes with lanes that are not neighbours",
+            ),
             *must(not self.prefetch or rows % self.tile == 0, f"the bulk L2 prefetch needs {rows} rows to be whole tiles of {self.tile}"),
         ]
 
     def how(self) -> str:
         """The tuning choices, for a name."""
         text = f"l{self.lanes}v{self.vec}i{self.ilp}t{self.tile}x{self.threads}"
-        return "_".join([text, *([f"pf{self.prefetch}"] if self.prefetch else []), *([] if self.pdl is Pdl.OFF else ["pdl"])])
+        across = [f"w{self.row_warps}"] if self.row_warps else []
+        return "_".join([text, *across, *([f"pf{self.prefetch}"] if self.prefetch else []), *([] if self.pdl is Pdl.OFF else ["pdl"])])
 
 
 def axes(most_vec: int = 8) -> Iterator[dict[str, Any]]:

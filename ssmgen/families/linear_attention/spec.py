@@ -52,16 +52,22 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
 
     @property
     def shared_bytes(self) -> int:
-        """Staged tokens."""
+        """Staged tokens, and the sums of rows that lie in several warps."""
         token = len(self.token_vectors()) * self.dim_k + 8 + len(self.row_scalars()) * self.tile
-        return 4 * self.chunk * token if self.staged else 0
+        return (4 * self.chunk * token if self.staged else 0) + self._bytes_across_warps
+
+    @property
+    def _bytes_across_warps(self) -> int:
+        parts = self.row_warps * self.passes  # of a sum
+        teams = self.threads // self.lanes
+        return 4 * ((len(self.row_sums()) * parts + len(self.row_values())) * self.rows_per_step + 4 * parts * teams) if parts else 0
 
     @property
     def needs(self) -> Needs:
         mma = self.state.value if self.frozen else ""
         by_byte = self.scaled and self.state.size == 1 and self.state_loads is Loads.ELEMENT
         raw = self.ring is Ring.STORE
-        return replace(super().needs, mma=mma, raw=raw, streaming=self.intermediates, narrow=self.scaled, bytes=by_byte)
+        return replace(super().needs, mma=mma, raw=raw, streaming=self.intermediates, narrow=self.scaled, bytes=by_byte, shared_quads=self.row_warps > 0)
 
     @property
     def stem(self) -> str:
@@ -117,6 +123,14 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
             *(["mix_key"] if self.low_rank or self.bonus else []),
             *(["step"] if self.beta is not None and not self.beta_rows else []),
         ]
+
+    def row_sums(self) -> list[str]:
+        """Sums over a row that a token takes."""
+        return [*(["p_sum"] if self.delta is not Delta.NONE else []), *(["y_sum"] if not self.commit else [])]
+
+    def row_values(self) -> list[str]:
+        """What all lanes of a row need of those that its owner knows."""
+        return ["added", *(["value"] if self.low_rank else []), *(["row_decay"] if self.gv else [])]
 
     @property
     def recurrence(self) -> str:
@@ -237,7 +251,9 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
 def space(problem: LinearAttentionProblem, arch: Arch) -> Iterator[LinearAttentionSpec]:
     """Every legal variant of a problem within the axes worth trying."""
     given = {f.name: getattr(problem, f.name) for f in fields(LinearAttentionProblem)}
-    specs = (LinearAttentionSpec(**given, **how) for how in row_engine.axes(16 if problem.scaled else 8))
+    across = (0, 1, 2, 4, 8) if problem.interleaved else (0,)
+    how = ({**axes, "row_warps": warps} for axes in row_engine.axes(16 if problem.scaled else 8) for warps in across)
+    specs = (LinearAttentionSpec(**given, **axes) for axes in how)
     return (spec for spec in specs if not spec.violations(arch))
 
 
