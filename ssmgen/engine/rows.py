@@ -172,7 +172,7 @@ class RowSpec(KernelSpec, RowProblem):
         return "_".join([text, *across, *([f"pf{self.prefetch}"] if self.prefetch else []), *([] if self.pdl is Pdl.OFF else ["pdl"])])
 
 
-def axes(most_vec: int = 8) -> Iterator[dict[str, Any]]:
+def axes(most_vec: int = 8, interleaved: bool = False) -> Iterator[dict[str, Any]]:
     """The choices worth trying, legal for some problems: what a tuner searches, and what the tests hold to be bit-equal."""
     tried: dict[str, tuple[Any, ...]] = {
         "lanes": (1, 2, 4, 8, 16, 32),
@@ -182,6 +182,7 @@ def axes(most_vec: int = 8) -> Iterator[dict[str, Any]]:
         "threads": (32, 64, 128, 256),
         "prefetch": (0, 264),
         "pdl": tuple(Pdl),
+        "row_warps": (0, 1, 2, 4, 8) if interleaved else (0,),
     }
     for values in product(*tried.values()):
         how = dict(zip(tried, values, strict=True))

@@ -251,9 +251,8 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
 def space(problem: LinearAttentionProblem, arch: Arch) -> Iterator[LinearAttentionSpec]:
     """Every legal variant of a problem within the axes worth trying."""
     given = {f.name: getattr(problem, f.name) for f in fields(LinearAttentionProblem)}
-    across = (0, 1, 2, 4, 8) if problem.interleaved else (0,)
-    how = ({**axes, "row_warps": warps} for axes in row_engine.axes(16 if problem.scaled else 8) for warps in across)
-    specs = (LinearAttentionSpec(**given, **axes) for axes in how)
+    axes = row_engine.axes(16 if problem.scaled else 8, problem.interleaved)
+    specs = (LinearAttentionSpec(**given, **how) for how in axes)
     return (spec for spec in specs if not spec.violations(arch))
 
 
