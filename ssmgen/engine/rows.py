@@ -193,6 +193,9 @@ def axes(most_vec: int = 8, interleaved: bool = False) -> Iterator[dict[str, Any
 # ---------------------------------------------------------------------------------------------------------------------------------
 # Choosing a variant. Measured on an H200 (132 SMs); docs/performance.md holds what was tried.
 
+MOST_ROW_WARPS = 8  # that a row's lanes lie in
+MOST_HELD = 96  # elements of a lane whose rows lie across warps
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -229,8 +232,32 @@ def layout(problem: RowProblem, ilp: int = 4) -> dict[str, int]:
     return {"vec": vec, "lanes": lanes, "ilp": min(ilp, lanes) if problem.lanes_per_row else max(1, min(ilp, lanes, 8 // passes))}
 
 
+def across_warps(problem: RowProblem, tile_kib: int) -> dict[str, int]:
+    """The lane map of interleaved rows whose lanes lie across warps; empty where none is worth it.
+
+    A warp reads pieces of 128 bytes, or of 64 where a block with longer ones would take more than `tile_kib`. A lane holds 8 neighbours of
+    a row, or 4 of one that is short or goes into passes.
+    """
+    n, together = problem.row_elements, 16 // problem.row_dtype.size
+    if not problem.interleaved or problem.row_loads is not Loads.VECTOR:
+        return {}
+    odd = n // (n & -n)
+    for teams in (8, 4):
+        in_warp = 32 // teams
+        vec = 8 if odd == 1 and n >= 8 * in_warp else 4
+        lanes = n // odd // vec
+        fits = problem.rows % (teams * together) == 0 and (16 * teams * n <= tile_kib * 1024 or teams == 4)
+        if fits and max(in_warp, together) <= lanes <= MOST_ROW_WARPS * in_warp and together * n // lanes <= MOST_HELD:
+            return {"vec": vec, "lanes": lanes, "ilp": together, "row_warps": lanes // in_warp}
+    return {}
+
+
 def fit(problem: RowProblem, rule: Rule) -> dict[str, int]:
     """Lanes, rows and threads for a problem: about tile_kib per block, in a number of warps that divides the rows if one near does."""
+    chosen = across_warps(problem, rule.tile_kib)
+    if chosen:
+        tile = 32 // (chosen["lanes"] // chosen["row_warps"]) * chosen["ilp"]
+        return chosen | {"threads": 32 * chosen["row_warps"], "tile": tile}
     chosen = layout(problem, rule.ilp)
     per_warp = 32 // chosen["lanes"] * chosen["ilp"]
     row_bytes = problem.row_elements * problem.row_dtype.size
@@ -254,8 +281,9 @@ def choices(
             continue
         taken = True
         how = fit(problem, rule)
-        aligned = problem.row_loads is Loads.VECTOR and how["vec"] * problem.row_dtype.size == 16
-        whole = problem.rows % how["tile"] == 0 and not problem.interleaved
+        vector = how["ilp"] if problem.interleaved else how["vec"]
+        aligned = problem.row_loads is Loads.VECTOR and vector * problem.row_dtype.size == 16
+        whole = problem.rows % how["tile"] == 0 and (not problem.interleaved or how.get("row_warps", 0) > 0)
         prefetch = rule.prefetch if aligned and whole and arch >= SM90 else 0
         yield rule.name, how | {"prefetch": prefetch, "pdl": rule.pdl if pdl else Pdl.OFF}, ""
     how = layout(problem)

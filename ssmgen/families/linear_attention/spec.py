@@ -67,7 +67,8 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
         mma = self.state.value if self.frozen else ""
         by_byte = self.scaled and self.state.size == 1 and self.state_loads is Loads.ELEMENT
         raw = self.ring is Ring.STORE
-        return replace(super().needs, mma=mma, raw=raw, streaming=self.intermediates, narrow=self.scaled, bytes=by_byte, shared_quads=self.row_warps > 0)
+        needs = replace(super().needs, mma=mma, raw=raw, streaming=self.intermediates, narrow=self.scaled, bytes=by_byte)
+        return replace(needs, shared_quads=self.row_warps > 0)
 
     @property
     def stem(self) -> str:
