@@ -6,20 +6,21 @@ import random
 from dataclasses import replace
 
 import pytest
-from la_cases import BF16, F16, F32, GDN, I32, RAW, Case, assert_matches, expected, make_call
+from la_cases import BF16, F16, F32, GDN, I32, RAW, Call, Case, assert_matches, expected, make_call
 from norm_cases import needs_emulator
-from test_linear_attention import SM80, SM90, emulate, equal, select
+from test_linear_attention import SM80, SM90, emulate, equal
 
 from ssmgen.emulator import EmulatorError
 from ssmgen.engine.rows import across_warps
 from ssmgen.families.linear_attention.problem import LinearAttentionProblem
-from ssmgen.families.linear_attention.spec import candidates, space
+from ssmgen.families.linear_attention.spec import LinearAttentionSpec, candidates, space
 from ssmgen.render import render
 from ssmgen.spec import DType, Index, Layout, Loads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 KV = replace(GDN, layout="kv", out=F32)
+LARGE = 3000  # sequences, whose states the rules take across warps
 NINE = replace(KV, tokens=9, batch=2, heads=2)
 SMALL = {"heads": 2, "group": 1, "K": 64, "V": 32, "index": None, "batch": 2, "out": F32, "layout": "kv"}
 PROBLEM = LinearAttentionProblem(
@@ -38,17 +39,22 @@ def test_rules_of_any_shape_are_legal(state, loads):
             assert found and not [words for spec in found for words in spec.violations(arch)], (k, v)
 
 
-@pytest.mark.parametrize(
-    ("state", "dim_k", "most"), [(DType.BF16, 64, 8), (DType.BF16, 128, 16), (DType.F32, 128, 16), (DType.F32, 256, 32)]
-)
-def test_neighbouring_lanes_read_whole_lines(state, dim_k, most):
-    """16 bytes each of 8 lanes, in a block of as many KiB; without them where rows do not make up such pieces, or elements are gathered."""
+@pytest.mark.parametrize("piece", [64, 128, 256])
+@pytest.mark.parametrize(("state", "dim_k"), [(DType.BF16, 64), (DType.BF16, 128), (DType.F32, 128), (DType.F32, 96)])
+def test_neighbouring_lanes_read_whole_pieces(state, dim_k, piece):
+    """16 bytes each; shorter ones where rows do not make up such pieces, and none where elements are gathered or rows are contiguous."""
     problem = replace(PROBLEM, dim_k=dim_k, state=state)
-    how = across_warps(problem, most)
-    assert 32 * how["row_warps"] // how["lanes"] * how["ilp"] * state.size == 128
-    assert dim_k * 128 <= most * 1024 and how["lanes"] * how["vec"] == dim_k
-    assert not across_warps(replace(problem, layout=Layout.VK), most)
-    assert not across_warps(replace(problem, state_loads=Loads.ELEMENT), most) and not across_warps(replace(problem, dim_v=24), most)
+
+    def read(rows: int) -> int:
+        how = across_warps(replace(problem, dim_v=rows), piece)
+        passes = dim_k // (how["lanes"] * how["vec"])
+        assert passes in (1, 3) and passes * how["lanes"] * how["vec"] == dim_k
+        return 32 * how["row_warps"] // how["lanes"] * how["ilp"] * state.size
+
+    assert read(256) == piece and read(64 // state.size) == 64 and read(3 * 64 // state.size) == 64
+    assert not across_warps(replace(problem, dim_v=20), piece) and not across_warps(problem, 0)
+    assert not across_warps(replace(problem, layout=Layout.VK), piece)
+    assert not across_warps(replace(problem, state_loads=Loads.ELEMENT), piece)
 
 
 VARIED = [
@@ -75,13 +81,20 @@ def test_variants_are_bit_equal(case):
         assert all(equal(a, b) for a, b in zip(results[-1], results[0], strict=True)), spec
 
 
+def across(call: Call) -> LinearAttentionSpec:
+    """The variant that many such sequences take, without a prefetch."""
+    found = next(spec for _, spec, _ in candidates(call.problem, LARGE, SM90, True) if spec)
+    assert found.row_warps
+    return replace(found, prefetch=0)
+
+
 @needs_emulator
 def test_prefetch_asks_for_every_tile_ahead():
     """Not contiguous tiles, but pieces that make up the heads of the pool, and nothing outside of it."""
     for ahead in (1, 3):
-        call = make_call(replace(KV, V=128, K=64, heads=2, state=BF16, batch=4), "cpu")
+        call = make_call(replace(KV, V=128, heads=2, state=BF16, batch=4), "cpu")
         want = expected(call)
-        spec = replace(select(call), prefetch=ahead)
+        spec = replace(across(call), prefetch=ahead)
         assert spec.row_warps and spec.tiles == 2
         emulate(call, spec)
         assert_matches(call, want)
@@ -102,8 +115,8 @@ def test_broken_template(edit):
     case, old, new, words = EDITS[edit]
     call = make_call(case, "cpu")
     want = expected(call)
-    assert old in render(select(call), SM90), "the edit no longer applies"
+    assert old in render(across(call), SM90), "the edit no longer applies"
     with pytest.raises((EmulatorError, AssertionError)) as e:
-        emulate(call, change=lambda source: source.replace(old, new, 1))
+        emulate(call, across(call), change=lambda source: source.replace(old, new, 1))
         assert_matches(call, want)
     assert words in str(e.value)

@@ -208,6 +208,7 @@ class Rule:
     pdl: Pdl = Pdl.TRIGGER_LOADED
     steps: int = 1  # in which a block walks its rows
     ilp: int = 4  # 8 needs too many registers, 2 leaves too little in flight once the card is full
+    piece: int = 0  # bytes that a warp reads of interleaved rows at a time, their lanes across warps; 0: a row's lanes are neighbours
 
 
 def layout(problem: RowProblem, ilp: int = 4) -> dict[str, int]:
@@ -232,40 +233,35 @@ def layout(problem: RowProblem, ilp: int = 4) -> dict[str, int]:
     return {"vec": vec, "lanes": lanes, "ilp": min(ilp, lanes) if problem.lanes_per_row else max(1, min(ilp, lanes, 8 // passes))}
 
 
-def across_warps(problem: RowProblem, tile_kib: int) -> dict[str, int]:
-    """The lane map of interleaved rows whose lanes lie across warps; empty where none is worth it.
-
-    A warp reads pieces of 128 bytes, or of 64 where a block with longer ones would take more than `tile_kib`. A lane holds 8 neighbours of
-    a row, or 4 of one that is short or goes into passes.
+def across_warps(problem: RowProblem, piece: int) -> dict[str, int]:
+    """The lane map of interleaved rows whose lanes lie across warps, which read pieces of so many bytes, or of fewer where the rows do not
+    make up those; empty where there is none. A lane holds 8 neighbours of a row, or 4 of one that is short or goes into passes.
     """
     n, together = problem.row_elements, 16 // problem.row_dtype.size
     if not problem.interleaved or problem.row_loads is not Loads.VECTOR:
         return {}
     odd = n // (n & -n)
-    for teams in (8, 4):
+    for teams in (t for t in (16, 8, 4) if 16 * t <= piece):
         in_warp = 32 // teams
         vec = 8 if odd == 1 and n >= 8 * in_warp else 4
         lanes = n // odd // vec
-        fits = problem.rows % (teams * together) == 0 and (16 * teams * n <= tile_kib * 1024 or teams == 4)
-        if fits and max(in_warp, together) <= lanes <= MOST_ROW_WARPS * in_warp and together * n // lanes <= MOST_HELD:
+        held = together * n // lanes
+        if problem.rows % (teams * together) == 0 and max(in_warp, together) <= lanes <= MOST_ROW_WARPS * in_warp and held <= MOST_HELD:
             return {"vec": vec, "lanes": lanes, "ilp": together, "row_warps": lanes // in_warp}
     return {}
 
 
 def fit(problem: RowProblem, rule: Rule) -> dict[str, int]:
     """Lanes, rows and threads for a problem: about tile_kib per block, in a number of warps that divides the rows if one near does."""
-    chosen = across_warps(problem, rule.tile_kib)
-    if chosen:
-        tile = 32 // (chosen["lanes"] // chosen["row_warps"]) * chosen["ilp"]
-        return chosen | {"threads": 32 * chosen["row_warps"], "tile": tile}
-    chosen = layout(problem, rule.ilp)
-    per_warp = 32 // chosen["lanes"] * chosen["ilp"]
+    chosen = across_warps(problem, rule.piece) or layout(problem, rule.ilp)
+    together = chosen.get("row_warps", 1)  # warps
+    rows = 32 * together // chosen["lanes"] * chosen["ilp"]  # of theirs
     row_bytes = problem.row_elements * problem.row_dtype.size
-    most = max(1, min(8, rule.tile_kib * 1024 // (row_bytes * per_warp), -(-problem.rows // per_warp)))
-    fitting = [w for w in range(most * 3 // 2, most // 2, -1) if problem.rows % (w * per_warp) == 0]
+    most = max(1, min(8 // together, rule.tile_kib * 1024 // (row_bytes * rows), -(-problem.rows // rows)))
+    fitting = [w for w in range(most * 3 // 2, most // 2, -1) if problem.rows % (w * rows) == 0 and w * together <= 12]
     warps = most if most in fitting or not fitting else fitting[0]
     steps = rule.steps if warps % rule.steps == 0 else 1
-    return chosen | {"threads": 32 * warps // steps, "tile": warps * per_warp}
+    return chosen | {"threads": 32 * together * warps // steps, "tile": warps * rows}
 
 
 def choices(
