@@ -12,7 +12,7 @@ DEFAULTS = {
     "gated delta rule, keys first, slots to read and to write": Default(
         QWEN.problem(DType.F32, Index.I64, PoolMode.SPLIT, layout=Layout.KV), 1
     ),
-    "gated delta rule, keys first, many sequences": Default(QWEN.problem(DType.BF16, *SLOTS, layout=Layout.KV)),
+    "gated delta rule, keys first, many sequences": Default(QWEN.problem(DType.BF16, *SLOTS, layout=Layout.KV), 256),
     "several tokens, each one's state": Default(QWEN.problem(DType.BF16, *SLOTS, tokens=4, intermediates=True), 1),
     "frozen": Default(QWEN.problem(DType.BF16, *SLOTS, tokens=4, update_state=False), 1),
     "frozen, with a ring": Default(QWEN.problem(DType.BF16, *SLOTS, tokens=4, update_state=False, ring=Ring.STORE), 1),

@@ -20,10 +20,8 @@ def copy(state: Tensor, slots: Tensor, pdl: bool) -> Launch:
     words = state.stride(0) * state.element_size() // 4
     launch = runtime.Launch(kernel, device, slots.shape[1] * spec.blocks_per_slot, {"state_slot": words})
     plans = [launch.at((state.data_ptr(), row.data_ptr())) for row in slots]
-    owners = state, slots  # plans have their addresses alone
 
-    def run(i: int) -> object:
-        assert owners
+    def run(i: int, owners: object = (state, slots)) -> object:  # plans have their addresses alone
         return plans[i]()
 
     return run
