@@ -85,11 +85,6 @@ class RowSpec(KernelSpec, RowProblem):
         return replace(super().needs, prefetch=self.prefetch > 0, lines=self.prefetch > 0 and self.scaled)
 
     @property
-    def warp_lanes(self) -> int:
-        """Lanes of a row in a warp."""
-        return self.lanes // max(1, self.row_warps)
-
-    @property
     def passes(self) -> int:
         return self.row_elements // (self.lanes * self.vec)
 
@@ -254,14 +249,14 @@ def across_warps(problem: RowProblem, piece: int) -> dict[str, int]:
 def fit(problem: RowProblem, rule: Rule) -> dict[str, int]:
     """Lanes, rows and threads for a problem: about tile_kib per block, in a number of warps that divides the rows if one near does."""
     chosen = across_warps(problem, rule.piece) or layout(problem, rule.ilp)
-    together = chosen.get("row_warps", 1)  # warps
-    rows = 32 * together // chosen["lanes"] * chosen["ilp"]  # of theirs
+    together = chosen.get("row_warps", 1)  # warps of a group
+    rows = 32 * together // chosen["lanes"] * chosen["ilp"]  # that a group has
     row_bytes = problem.row_elements * problem.row_dtype.size
     most = max(1, min(8 // together, rule.tile_kib * 1024 // (row_bytes * rows), -(-problem.rows // rows)))
-    fitting = [w for w in range(most * 3 // 2, most // 2, -1) if problem.rows % (w * rows) == 0 and w * together <= 12]
-    warps = most if most in fitting or not fitting else fitting[0]
-    steps = rule.steps if warps % rule.steps == 0 else 1
-    return chosen | {"threads": 32 * together * warps // steps, "tile": warps * rows}
+    fitting = [n for n in range(most * 3 // 2, most // 2, -1) if problem.rows % (n * rows) == 0]
+    groups = most if most in fitting or not fitting else fitting[0]
+    steps = rule.steps if groups % rule.steps == 0 else 1
+    return chosen | {"threads": 32 * together * groups // steps, "tile": groups * rows}
 
 
 def choices(
