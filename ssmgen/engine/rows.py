@@ -8,11 +8,11 @@ narrow ones a warp holds many. The traffic is twice the state, all else a few pe
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from ..spec import SM90, Arch, DType, KernelSpec, Loads, Narrow, Needs, Pdl, Problem, is_pow2, must
+from ..spec import LATER, SM90, Arch, DType, KernelSpec, Loads, Narrow, Needs, Pdl, Problem, is_pow2, must
 
 
 class RowProblem(Problem):
@@ -76,6 +76,9 @@ class RowSpec(KernelSpec, RowProblem):
     min_blocks: int = 0  # blocks per SM that ptxas must leave registers for; 0 = its own choice
     prefetch: int = 0  # ask L2 for the tile of the block this many blocks ahead; 0 = off
     pdl: Pdl = Pdl.OFF
+    # Warps that the lanes of an interleaved row lie in, whose sums meet in shared memory; neighbouring lanes are then of neighbouring rows,
+    # so that a warp reads long pieces of memory. 0: the lanes of a row are neighbours in a warp.
+    row_warps: int = field(default=0, metadata=LATER)
 
     @property
     def needs(self) -> Needs:
@@ -106,7 +109,11 @@ class RowSpec(KernelSpec, RowProblem):
 
     def violations(self, arch: Arch) -> list[str]:
         shape = [
-            *must(is_pow2(self.lanes) and self.lanes <= 32, f"lanes {self.lanes} is not a power of two up to 32"),
+            *must(self.row_warps == 0 or is_pow2(self.row_warps), f"row_warps {self.row_warps} is not a power of two, or 0"),
+            *must(
+                is_pow2(self.lanes) and max(1, self.row_warps) <= self.lanes <= 32 * max(1, self.row_warps),
+                f"lanes {self.lanes} is not a power of two up to 32{f' for each of {self.row_warps} warps' if self.row_warps else ''}",
+            ),
             *must(is_pow2(self.ilp), f"ilp {self.ilp} is not a power of two"),
             *must(is_pow2(self.vec), f"vec {self.vec} is not a power of two"),
             *must(self.threads % 32 == 0 and 32 <= self.threads <= 1024, f"threads {self.threads} is not 32 … 1024 in steps of 32"),
@@ -123,8 +130,15 @@ class RowSpec(KernelSpec, RowProblem):
                 f"{'ilp' if self.interleaved else 'vec'} {vector} of {self.row_dtype.value} is not 4 to 16 bytes wide",
             ),
             *must(
-                not self.interleaved or self.vec == 4,
+                not self.interleaved or self.vec == 4 or self.row_warps > 0,
                 f"vec {self.vec} of interleaved rows is not 4, the chain that every variant sums alike",
+            ),
+            *must(not self.row_warps or self.interleaved, "only interleaved rows have lanes that are not neighbours"),
+            *must(not self.row_warps or self.vec in (4, 8), f"vec {self.vec} of rows across warps is not 4 or 8"),
+            *must(not self.row_warps or self.ilp % 4 == 0, f"ilp {self.ilp} of rows across warps is not a multiple of 4"),
+            *must(
+                not self.row_warps or self.threads % (32 * self.row_warps) == 0,
+                f"{self.threads} threads are not a multiple of {self.row_warps} warps",
             ),
             *must(not self.interleaved or rows % self.ilp == 0, f"{rows} interleaved rows are not a multiple of ilp {self.ilp}"),
             *must(self.vec >= min(4, n), f"vec {self.vec} is below 4, the chain that every variant sums alike"),
@@ -136,20 +150,24 @@ class RowSpec(KernelSpec, RowProblem):
             *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
             *must(arch >= SM90 or not self.prefetch, f"the bulk L2 prefetch needs sm_90, not {arch}"),
             *must(
-                not self.prefetch or (self.row_loads is Loads.VECTOR and self.vec * self.row_dtype.size == 16),
+                not self.prefetch or (self.row_loads is Loads.VECTOR and vector * self.row_dtype.size == 16),
                 "the bulk L2 prefetch needs an aligned state in 16-byte vectors",
             ),
-            *must(not self.prefetch or not self.interleaved, "the bulk L2 prefetch needs tiles that are contiguous"),
+            *must(
+                not self.prefetch or not self.interleaved or self.row_warps > 0,
+                "the bulk L2 prefetch of interleaved rows goes with lanes that are not neighbours",
+            ),
             *must(not self.prefetch or rows % self.tile == 0, f"the bulk L2 prefetch needs {rows} rows to be whole tiles of {self.tile}"),
         ]
 
     def how(self) -> str:
         """The tuning choices, for a name."""
         text = f"l{self.lanes}v{self.vec}i{self.ilp}t{self.tile}x{self.threads}"
-        return "_".join([text, *([f"pf{self.prefetch}"] if self.prefetch else []), *([] if self.pdl is Pdl.OFF else ["pdl"])])
+        across = [f"w{self.row_warps}"] if self.row_warps else []
+        return "_".join([text, *across, *([f"pf{self.prefetch}"] if self.prefetch else []), *([] if self.pdl is Pdl.OFF else ["pdl"])])
 
 
-def axes(most_vec: int = 8, ahead: int = 264) -> Iterator[dict[str, Any]]:
+def axes(most_vec: int = 8, ahead: int = 264, interleaved: bool = False) -> Iterator[dict[str, Any]]:
     """The choices worth trying, legal for some problems: what a tuner searches, and what the tests hold to be bit-equal. ahead: blocks by
     which L2 is asked, where it is."""
     tried: dict[str, tuple[Any, ...]] = {
@@ -160,6 +178,7 @@ def axes(most_vec: int = 8, ahead: int = 264) -> Iterator[dict[str, Any]]:
         "threads": (32, 64, 128, 256),
         "prefetch": (0, ahead),
         "pdl": tuple(Pdl),
+        "row_warps": (0, 1, 2, 4, 8) if interleaved else (0,),
     }
     for values in product(*tried.values()):
         how = dict(zip(tried, values, strict=True))
@@ -169,6 +188,9 @@ def axes(most_vec: int = 8, ahead: int = 264) -> Iterator[dict[str, Any]]:
 
 # ---------------------------------------------------------------------------------------------------------------------------------
 # Choosing a variant. Measured on an H200 (132 SMs); docs/performance.md holds what was tried.
+
+MOST_ROW_WARPS = 8  # that a row's lanes lie in
+MOST_HELD = 96  # elements of a lane whose rows lie across warps
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +204,7 @@ class Rule:
     pdl: Pdl = Pdl.TRIGGER_LOADED
     steps: int = 1  # in which a block walks its rows
     ilp: int = 4  # 8 needs too many registers, 2 leaves too little in flight once the card is full
+    piece: int = 0  # bytes that a warp reads of interleaved rows at a time, their lanes across warps; 0: a row's lanes are neighbours
 
 
 def layout(problem: RowProblem, ilp: int = 4) -> dict[str, int]:
@@ -206,16 +229,35 @@ def layout(problem: RowProblem, ilp: int = 4) -> dict[str, int]:
     return {"vec": vec, "lanes": lanes, "ilp": min(ilp, lanes) if problem.lanes_per_row else max(1, min(ilp, lanes, 8 // passes))}
 
 
+def across_warps(problem: RowProblem, piece: int) -> dict[str, int]:
+    """The lane map of interleaved rows whose lanes lie across warps, which read pieces of so many bytes, or of fewer where the rows do not
+    make up those; empty where there is none. A lane holds 8 neighbours of a row, or 4 of one that is short or goes into passes.
+    """
+    n, together = problem.row_elements, 16 // problem.row_dtype.size
+    if not problem.interleaved or problem.row_loads is not Loads.VECTOR:
+        return {}
+    odd = n // (n & -n)
+    for teams in (t for t in (16, 8, 4) if 16 * t <= piece):
+        in_warp = 32 // teams
+        vec = 8 if odd == 1 and n >= 8 * in_warp else 4
+        lanes = n // odd // vec
+        held = together * n // lanes
+        if problem.rows % (teams * together) == 0 and max(in_warp, together) <= lanes <= MOST_ROW_WARPS * in_warp and held <= MOST_HELD:
+            return {"vec": vec, "lanes": lanes, "ilp": together, "row_warps": lanes // in_warp}
+    return {}
+
+
 def fit(problem: RowProblem, rule: Rule) -> dict[str, int]:
     """Lanes, rows and threads for a problem: about tile_kib per block, in a number of warps that divides the rows if one near does."""
-    chosen = layout(problem, rule.ilp)
-    per_warp = 32 // chosen["lanes"] * chosen["ilp"]
+    chosen = across_warps(problem, rule.piece) or layout(problem, rule.ilp)
+    together = chosen.get("row_warps", 1)  # warps of a group
+    rows = 32 * together // chosen["lanes"] * chosen["ilp"]  # that a group has
     row_bytes = problem.row_elements * problem.row_dtype.size
-    most = max(1, min(8, rule.tile_kib * 1024 // (row_bytes * per_warp), -(-problem.rows // per_warp)))
-    fitting = [w for w in range(most * 3 // 2, most // 2, -1) if problem.rows % (w * per_warp) == 0]
-    warps = most if most in fitting or not fitting else fitting[0]
-    steps = rule.steps if warps % rule.steps == 0 else 1
-    return chosen | {"threads": 32 * warps // steps, "tile": warps * per_warp}
+    most = max(1, min(8 // together, rule.tile_kib * 1024 // (row_bytes * rows), -(-problem.rows // rows)))
+    fitting = [n for n in range(most * 3 // 2, most // 2, -1) if problem.rows % (n * rows) == 0]
+    groups = most if most in fitting or not fitting else fitting[0]
+    steps = rule.steps if groups % rule.steps == 0 else 1
+    return chosen | {"threads": 32 * together * groups // steps, "tile": groups * rows}
 
 
 def choices(
@@ -231,8 +273,9 @@ def choices(
             continue
         taken = True
         how = fit(problem, rule)
-        aligned = problem.row_loads is Loads.VECTOR and how["vec"] * problem.row_dtype.size == 16
-        whole = problem.rows % how["tile"] == 0 and not problem.interleaved
+        vector = how["ilp"] if problem.interleaved else how["vec"]
+        aligned = problem.row_loads is Loads.VECTOR and vector * problem.row_dtype.size == 16
+        whole = problem.rows % how["tile"] == 0 and (not problem.interleaved or how.get("row_warps", 0) > 0)
         prefetch = rule.prefetch if aligned and whole and arch >= SM90 else 0
         yield rule.name, how | {"prefetch": prefetch, "pdl": rule.pdl if pdl else Pdl.OFF}, ""
     how = layout(problem)

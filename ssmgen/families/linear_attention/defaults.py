@@ -16,6 +16,7 @@ DEFAULTS = {
     "gated delta rule, keys first, slots to read and to write": Default(
         QWEN.problem(DType.F32, Index.I64, PoolMode.SPLIT, layout=Layout.KV), 1
     ),
+    "gated delta rule, keys first, many sequences": Default(QWEN.problem(DType.BF16, *SLOTS, layout=Layout.KV), 256),
     "several tokens, each one's state": Default(QWEN.problem(DType.BF16, *SLOTS, tokens=4, intermediates=True), 1),
     "a draft tree, its states in rows by number": Default(
         QWEN.problem(DType.BF16, *SLOTS, tokens=4, intermediates=True, update_state=False, **BY_ROW), 1

@@ -52,17 +52,24 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
 
     @property
     def shared_bytes(self) -> int:
-        """Staged tokens."""
+        """Staged tokens, and the sums of rows that lie in several warps."""
         tree = 1 if self.parents is not Index.NONE else 0
         token = len(self.token_vectors()) * self.dim_k + 8 + len(self.row_scalars()) * self.tile + tree
-        return 4 * self.chunk * token if self.staged else 0
+        return (4 * self.chunk * token if self.staged else 0) + self._bytes_across_warps
+
+    @property
+    def _bytes_across_warps(self) -> int:
+        parts = self.row_warps * self.passes  # of a sum
+        teams = self.threads // self.lanes
+        return 4 * ((len(self.row_sums()) * parts + len(self.row_values())) * self.rows_per_step + 4 * parts * teams) if parts else 0
 
     @property
     def needs(self) -> Needs:
         mma = self.state.value if self.frozen else ""
         by_byte = self.scaled and self.state.size == 1 and self.state_loads is Loads.ELEMENT
         raw, streaming = self.ring is Ring.STORE, self.intermediates and self.parents is Index.NONE
-        return replace(super().needs, mma=mma, raw=raw, streaming=streaming, narrow=self.scaled, bytes=by_byte)
+        needs = replace(super().needs, mma=mma, raw=raw, streaming=streaming, narrow=self.scaled, bytes=by_byte)
+        return replace(needs, shared_quads=self.row_warps > 0)
 
     @property
     def stem(self) -> str:
@@ -118,6 +125,14 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
             *(["mix_key"] if self.low_rank or self.bonus else []),
             *(["step"] if self.beta is not None and not self.beta_rows else []),
         ]
+
+    def row_sums(self) -> list[str]:
+        """Sums over a row that a token takes."""
+        return [*(["p_sum"] if self.delta is not Delta.NONE else []), *(["y_sum"] if not self.commit else [])]
+
+    def row_values(self) -> list[str]:
+        """What all lanes of a row need of those that its owner knows."""
+        return ["added", *(["value"] if self.low_rank else []), *(["row_decay"] if self.gv else [])]
 
     @property
     def recurrence(self) -> str:
@@ -243,7 +258,8 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
 def space(problem: LinearAttentionProblem, arch: Arch) -> Iterator[LinearAttentionSpec]:
     """Every legal variant of a problem within the axes worth trying."""
     given = {f.name: getattr(problem, f.name) for f in fields(LinearAttentionProblem)}
-    specs = (LinearAttentionSpec(**given, **how) for how in row_engine.axes(16 if problem.scaled else 8))
+    axes = row_engine.axes(16 if problem.scaled else 8, interleaved=problem.interleaved)
+    specs = (LinearAttentionSpec(**given, **how) for how in axes)
     return (spec for spec in specs if not spec.violations(arch))
 
 
@@ -256,6 +272,11 @@ ONE_BYTE = [  # of such states; by count, not measured: a sixth fewer instructio
     Rule("latency", 48, tile_kib=8),
     Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264, steps=2),
 ]
+# Of keys-first states, by bytes of an element. Measured with traffic of 512 and 1024 MiB; smaller calls go as before.
+KEYS_FIRST = {
+    2: [*ONE_TOKEN[:-1], Rule("bandwidth", float("inf"), tile_kib=16, piece=128, prefetch=264)],
+    4: [*ONE_TOKEN[:-1], Rule("bandwidth", float("inf"), tile_kib=32, piece=128, prefetch=132)],
+}
 FROZEN = [
     Rule("latency", 32, tile_kib=8, ilp=2),
     Rule("bandwidth", float("inf"), tile_kib=16),
@@ -264,13 +285,18 @@ SEVERAL_TOKENS = [
     Rule("latency", 48, tile_kib=8),
     Rule("bandwidth", float("inf"), tile_kib=8, prefetch=132),
 ]
+SEVERAL_KEYS_FIRST = [
+    SEVERAL_TOKENS[0],
+    Rule("bandwidth", float("inf"), tile_kib=16, piece=128, prefetch=132),
+]  # as one token; not measured
 
 
 def candidates(problem: LinearAttentionProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, LinearAttentionSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
     given = {f.name: getattr(problem, f.name) for f in fields(LinearAttentionProblem)}
-    one = ONE_BYTE if problem.state.size == 1 else ONE_TOKEN
-    rules = FROZEN if problem.frozen else SEVERAL_TOKENS if problem.several else one
+    one = KEYS_FIRST[problem.state.size] if problem.interleaved else ONE_BYTE if problem.state.size == 1 else ONE_TOKEN
+    several = SEVERAL_KEYS_FIRST if problem.interleaved else SEVERAL_TOKENS
+    rules = FROZEN if problem.frozen else several if problem.several else one
     for rule, how, reason in row_engine.choices(problem, rules, batch, arch, pdl):
         if how is not None and (problem.accepted is not Index.NONE or problem.heads_apart):
             how["prefetch"] = 0
