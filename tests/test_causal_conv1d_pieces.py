@@ -7,8 +7,9 @@ from dataclasses import replace
 import conv_laws as laws
 import pytest
 import torch
-from conv_cases import BF16, F16, F32, FIRST, LAST, POOL, SHORT, STATEFUL, Case, make
+from conv_cases import FIRST, LAST, POOL, SHORT, STATEFUL, Case, make
 from conv_laws import SM90, Draw, assert_matches, emulate, emulated, equal, expected, needs_emulator
+from ssu_cases import BF16, F16, F32
 from varying import named, vary
 
 from ssmgen import registry
