@@ -13,6 +13,7 @@ from ... import runtime
 from ...calls import checks
 from ...calls.checks import INDEX, STATES
 from ...calls.planning import Caller, Family
+from ...engine.rows import loaded
 from ...spec import Index, Layout, Loads, PoolMode, Ring, Update
 from . import commit
 from .operands import CONTROL, FUNCTIONS, KEY_VECTORS, NAMES, OPTIONAL, RINGS
@@ -56,7 +57,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     def index(name: str) -> Index:
         return INDEX[views[name].dtype if name in views else None]
 
-    return LinearAttentionProblem(
+    problem = LinearAttentionProblem(
         dim_k=K,
         dim_v=V,
         nheads=HV,
@@ -79,7 +80,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         state_loads=Loads.VECTOR if all(checks.aligned(t, pointers[n], wide, along) for n, t in states) else Loads.ELEMENT,
         heads_apart=HV > 1 and state.stride(1) != V * K,
         operand_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], lane) for n in vectors) else Loads.ELEMENT,
-    ).for_tokens(views["q"].shape[1])
+    )
+    return loaded(problem).for_tokens(views["q"].shape[1])
 
 
 _AXES = {

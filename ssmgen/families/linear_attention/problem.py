@@ -160,12 +160,12 @@ class LinearAttentionProblem(RowProblem):
         """What no variant could serve."""
         read = self.delta is not Delta.NONE
         return [
-            *must(self.dim_k >= 4 and self.dim_k % 4 == 0, f"dim_k {self.dim_k} is not a multiple of 4"),
+            *must(self.dim_k >= 1, f"dim_k {self.dim_k} is not positive"),
             *must(self.dim_k <= 1024, f"dim_k {self.dim_k} is above 1024"),
             *must(self.dim_v >= 1, f"dim_v {self.dim_v} is not positive"),
             *must(
-                not self.interleaved or self.dim_v * self.state.size % 4 == 0,
-                f"layout kv needs an even dim_v, not {self.dim_v}, with {self.state.value} states",
+                not self.guarded or self.state_loads is self.operand_loads is Loads.ELEMENT,
+                f"dim_k {self.dim_k} with dim_v {self.dim_v} in layout {self.layout.value} needs loads by elements",
             ),
             *must(
                 self.key_heads >= 1 and self.nheads % self.key_heads == 0,

@@ -53,7 +53,7 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
     @property
     def shared_bytes(self) -> int:
         """Staged tokens."""
-        token = len(self.token_vectors()) * self.dim_k + 8 + len(self.row_scalars()) * self.tile
+        token = len(self.token_vectors()) * self.row_room + 8 + len(self.row_scalars()) * self.tile
         return 4 * self.chunk * token if self.staged else 0
 
     @property
@@ -61,7 +61,8 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
         mma = self.state.value if self.frozen else ""
         by_byte = self.scaled and self.state.size == 1 and self.state_loads is Loads.ELEMENT
         raw = self.ring is Ring.STORE
-        return replace(super().needs, mma=mma, raw=raw, streaming=self.intermediates, narrow=self.scaled, bytes=by_byte)
+        needs = replace(super().needs, mma=mma, raw=raw, streaming=self.intermediates, narrow=self.scaled)
+        return replace(needs, bytes=by_byte, guarded=self.guarded)
 
     @property
     def stem(self) -> str:

@@ -12,6 +12,7 @@ from ... import runtime
 from ...calls import checks
 from ...calls.checks import INDEX, STATES
 from ...calls.planning import Caller, Family
+from ...engine.rows import loaded
 from ...spec import Index, Loads, PoolMode, Update
 from .problem import SsuProblem
 from .reference import selective_state_update as reference
@@ -36,7 +37,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
 
     several = views["x"].dim() == 4
     types: dict[str, Any] = {n: STATES[t.dtype] for n, t in views.items() if n not in (*CONTROL, "intermediate_states")}
-    return SsuProblem(
+    problem = SsuProblem(
         d_state=N,
         headdim=P,
         nheads=H,
@@ -58,6 +59,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         intermediate_indices=index("intermediate_state_indices"),
         parents=index("parents"),
     )
+    return loaded(problem)
 
 
 _AXES: dict[str, dict[str, int]] = {
