@@ -5,8 +5,10 @@ from __future__ import annotations
 from itertools import cycle
 from typing import Any
 
+import combine_cases
 import la_cases
 import narrow_cases
+import norm_cases
 import ssu_cases
 import ssu_token_cases
 from la_cases import RAW
@@ -66,4 +68,22 @@ def narrow() -> list[narrow_cases.Case]:
             (33, narrow_cases.E4M3, 0, None),
             (6, narrow_cases.I8, 3, narrow_cases.I16),
         )
+    ]
+
+
+def norms() -> list[norm_cases.Case]:
+    GDN, MAMBA = norm_cases.GDN, norm_cases.MAMBA
+    return [
+        *norm_cases.vary(GDN, **{f"{n}": {"size": n} for n in (1, 2, 3, 5, 33, 129, 1026, 16383)}),
+        *norm_cases.vary(MAMBA, n7={"size": 7, "x": F32}, n35_odd={"size": 35, "layout": "odd", "out_layout": "odd"}, n130={"size": 130}),
+        *norm_cases.vary(norm_cases.PLAIN, in_x={"size": 9, "in_place": "x"}, f16={"size": 77, "x": F16, "out": F16, "weight": F16}),
+    ]
+
+
+def splits() -> list[combine_cases.Case]:
+    DENSE, PREFIX, PAIR = combine_cases.DENSE, combine_cases.PREFIX, combine_cases.PAIR
+    return [
+        *combine_cases.vary(DENSE, **{f"d{n}": {"d_v": n} for n in (1, 2, 3, 65, 258, 1023)}, bf16={"d_v": 35, "o": BF16, "splits": 40}),
+        *combine_cases.vary(PREFIX, d5={"d_v": 5, "skip_single": True, "mask": True}, d130={"d_v": 130}),
+        *combine_cases.vary(PAIR, d7={"d_v": 7}, in_place={"d_v": 515, "in_place": True, "o": F32, "out": F32}),
     ]

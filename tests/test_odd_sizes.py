@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import combine_cases
 import la_cases
 import narrow_cases
+import norm_cases
 import odd_sizes
 import pytest
 import ssu_cases
@@ -66,6 +68,24 @@ def test_states_in_fewer_bits(case):
     call = narrow_cases.Call(case)
     emulate_narrow(call)
     narrow_cases.assert_matches(call)
+
+
+@emulated
+@named(odd_sizes.norms())
+def test_gated_rms_norm(case):
+    call = norm_cases.make(case, "cpu")
+    want = norm_cases.expected(call)
+    norm_cases.emulate(call)
+    norm_cases.assert_matches(call, want)
+
+
+@emulated
+@named(odd_sizes.splits())
+def test_combine_splits(case):
+    call = combine_cases.make(case, "cpu")
+    want = combine_cases.expected(call)
+    combine_cases.emulate(call)
+    combine_cases.assert_matches(call, want)
 
 
 @emulated

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import combine_cases
 import la_cases
 import narrow_cases
+import norm_cases
 import odd_sizes
 import pytest
 import ssu_cases
@@ -52,3 +54,19 @@ def test_states_in_fewer_bits(case):
     call = narrow_cases.Call(case, "cuda")
     call.run()
     narrow_cases.assert_matches(call)
+
+
+@named(odd_sizes.norms())
+def test_gated_rms_norm(case):
+    call = norm_cases.make(case, "cuda")
+    want = norm_cases.expected(call)
+    call.run()
+    norm_cases.assert_matches(call, want)
+
+
+@named(odd_sizes.splits())
+def test_combine_splits(case):
+    call = combine_cases.make(case, "cuda")
+    want = combine_cases.expected(call)
+    call.run()
+    combine_cases.assert_matches(call, want)
