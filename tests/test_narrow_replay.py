@@ -68,7 +68,7 @@ def test_variants_leave_the_same_bits(state):
 @emulated
 @pytest.mark.parametrize("dtype", list(NARROW))
 def test_a_state_that_is_written_is_rounded_once(dtype, monkeypatch):
-    """Of f32 tokens, all of whose bits count beside a step of int16: half a step from float64, and what f32 arithmetic is off by."""
+    """Half a step from float64, and what f32 arithmetic is off by; tokens are f32, all of whose bits count beside a step of int16."""
 
     def plan(caller, given, options, pdl, objections=()):
         named = caller.named(given)

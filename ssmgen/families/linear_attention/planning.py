@@ -79,6 +79,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         intermediates=kept is not None,
         state_loads=Loads.VECTOR if all(checks.aligned(t, pointers[n], wide, along) for n, t in states) else Loads.ELEMENT,
         heads_apart=HV > 1 and state.stride(1) != V * K,
+        zero_padding=options.zero_padding,
         operand_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], lane) for n in vectors) else Loads.ELEMENT,
     )
     return loaded(problem).for_tokens(views["q"].shape[1])
@@ -135,11 +136,12 @@ FAMILY = Family(
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    form, scale, lower_bound, _, pad_slot_id, update_state, is_commit = options
+    form, scale, lower_bound, _, pad_slot_id, update_state, is_commit, zero_padding = options
     if is_commit:
         commit.reference(views, form, pad_slot_id, lower_bound, dtype)
     else:
         how: dict[str, Any] = {"scale": scale, "lower_bound": lower_bound, "pad_slot_id": pad_slot_id, "update_state": update_state}
+        how["zero_padding"] = zero_padding
         reference(views, form, **how, dtype=dtype)
 
 
@@ -151,7 +153,7 @@ _library.define(
     "Tensor? state_indices, Tensor? dst_state_indices, Tensor? num_accepted_tokens, Tensor? cu_seqlens, "
     "Tensor(c!)? intermediate_states, Tensor(d!)? ring_k, Tensor(e!)? ring_v, Tensor(f!)? ring_g, Tensor(g!)? ring_gk, "
     "Tensor(h!)? ring_beta, Tensor(i!)? state_scale, str delta, str gate, str beta_form, bool l2norm, float scale, "
-    "float lower_bound, str layout, int pad_slot_id, bool update_state, bool commit, bool? pdl) -> ()",
+    "float lower_bound, str layout, int pad_slot_id, bool update_state, bool commit, bool zero_padding, bool? pdl) -> ()",
     tags=torch.Tag.needs_fixed_stride_order,
 )
 

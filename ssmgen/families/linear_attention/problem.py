@@ -89,6 +89,7 @@ class LinearAttentionProblem(RowProblem):
     state_loads: Loads = Loads.VECTOR
     operand_loads: Loads = Loads.VECTOR  # of the operands with an element per key channel
     heads_apart: bool = field(default=False, metadata=LATER)  # heads of the state do not lie behind each other: a distance is given
+    zero_padding: bool = field(default=True, metadata=LATER)  # the output of padded rows is zero; else it stays as it is
 
     @property
     def heads(self) -> int:

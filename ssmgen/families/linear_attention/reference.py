@@ -75,6 +75,7 @@ def linear_attention(
     lower_bound: float = 0.0,
     pad_slot_id: int = -1,
     update_state: bool = True,
+    zero_padding: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Operands in token form: state [slots, HV, V, K]; q, k, read, write, alpha [B, T, HK, K]; gk, erase [B, T, HV, K]; v, gv, w, out
@@ -105,7 +106,8 @@ def linear_attention(
             continue
         slot = start_slot(views, b)
         if not valid(slot):
-            out[row, span.start : span.stop] = 0
+            if zero_padding:
+                out[row, span.start : span.stop] = 0
             continue
         S = widened(state[slot], None if scales is None else scales[slot], dtype)
         results = []

@@ -41,6 +41,7 @@ class SsuProblem(RowProblem):
     intermediate_states: DType | Narrow | None = field(default=None, metadata=LATER)  # after each token, in a buffer [rows, tokens, …]
     intermediate_indices: Index = field(default=Index.NONE, metadata=LATER)  # type of the rows' numbers in that buffer
     parents: Index = field(default=Index.NONE, metadata=LATER)  # a draft tree
+    zero_padding: bool = field(default=True, metadata=LATER)  # the output of padded rows is zero; else it stays as it is
 
     @property
     def heads(self) -> int:
