@@ -65,7 +65,7 @@ def combine_splits(
     `lse.t()` of [heads, n]). Any strides are taken as they are, but d_v is contiguous. Arithmetic is f32, in one order of summation; no
     variant and no batch size changes a bit. Weights are relative to the largest one of their row.
 
-    o: [splits, *rows, d_v] f32, f16 or bf16, normalised; d_v 1 … 1024, slower if no multiple of 4; splits without a limit
+    o: [splits, *rows, d_v] f32, f16 or bf16, normalised; d_v 1 … 1024, element by element if no multiple of 4; splits without a limit
     lse: [splits, *rows] f32. A split whose LSE is +inf, -inf or NaN is empty. What is empty, or weighs less than 2^-126 of the largest,
         is not in the sum: it may hold anything
     o, lse as pairs of tensors, [*rows, d_v] and [*rows]: the two splits, wherever they lie

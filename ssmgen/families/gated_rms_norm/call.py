@@ -55,7 +55,7 @@ def gated_rms_norm(
 
     x, gate, out: [*rows, groups, size], or [*rows, groups * size] with group_size; f32, f16 or bf16 each. The last axis is contiguous; rows
         and groups may have any distance. Several axes of rows must lie in one another densely, or with one distance
-    size: 1 … 16384; what is no multiple of 4 is loaded and stored element by element, which is slower
+    size: 1 … 16384; what is no multiple of 4 is loaded and stored element by element
     gate: None for none: the plain norm of each group
     weight: [size], for all groups, or [groups * size] or [groups, size]; f32, f16 or bf16; None for 1
     norm_before_gate: False as in Mamba-2 layers, True as in gated delta rule and KDA layers
