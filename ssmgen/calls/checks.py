@@ -146,6 +146,11 @@ def check_pdl(pdl: bool | None, views: Mapping[str, Tensor], problems: list[str]
             problems.append(f"pdl needs sm_90 or later; {device} is {arch}")
 
 
+def padding_objections(zero_padding: bool, out: object) -> tuple[str, ...]:
+    """What is wrong, in words, with leaving the output of padded rows as it is: there must be one."""
+    return () if zero_padding or out is not None else ("zero_padding=False leaves the output of padded rows as it is: give it, as out",)
+
+
 def overlaps_itself(t: Tensor) -> bool:
     """Whether two indices may reach one element. Exact for the strides that views and slices have."""
     reach = 1

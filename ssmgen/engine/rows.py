@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 from ..spec import LATER, SM90, Arch, DType, KernelSpec, Loads, Narrow, Needs, Pdl, Problem, is_pow2, must
 
@@ -49,6 +49,13 @@ class RowProblem(Problem):
         raise NotImplementedError
 
     @property
+    def guarded(self) -> bool:
+        """Whether a row is no whole number of the 4 neighbours that every sum begins with, or rows that lie beside each other do not fill a
+        word: elements are then loaded and stored one by one, as many as there are, and the others are 0."""
+        beside = self.interleaved and self.rows * self.row_dtype.size % 4 != 0
+        return self.row_elements % 4 != 0 or beside
+
+    @property
     def lanes_per_row(self) -> int | None:
         """Lanes per row, where the kernel prescribes them; else None."""
         return None
@@ -62,6 +69,9 @@ class RowProblem(Problem):
     def interleaved(self) -> bool:
         """Whether neighbouring rows, and not the elements of a row, are contiguous. Then 16-byte vectors hold an element of `ilp` rows."""
         return False
+
+
+P = TypeVar("P", bound=RowProblem)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +95,18 @@ class RowSpec(KernelSpec, RowProblem):
         return replace(super().needs, prefetch=self.prefetch > 0, lines=self.prefetch > 0 and self.scaled)
 
     @property
+    def warp_lanes(self) -> int:
+        """Lanes of a row in a warp."""
+        return self.lanes // max(1, self.row_warps)
+
+    @property
     def passes(self) -> int:
-        return self.row_elements // (self.lanes * self.vec)
+        return -(-self.row_elements // (self.lanes * self.vec))
+
+    @property
+    def row_room(self) -> int:
+        """Elements of a row that its lanes have registers for."""
+        return self.passes * self.lanes * self.vec
 
     @property
     def rows_per_step(self) -> int:
@@ -101,6 +121,11 @@ class RowSpec(KernelSpec, RowProblem):
     @property
     def threads_per_block(self) -> int:
         return self.threads
+
+    @property
+    def owned_once(self) -> bool:
+        """Whether a lane owns the scalars of one row of all steps, and not of one in each: fewer addresses, loads and stores."""
+        return False
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -140,9 +165,19 @@ class RowSpec(KernelSpec, RowProblem):
                 not self.row_warps or self.threads % (32 * self.row_warps) == 0,
                 f"{self.threads} threads are not a multiple of {self.row_warps} warps",
             ),
-            *must(not self.interleaved or rows % self.ilp == 0, f"{rows} interleaved rows are not a multiple of ilp {self.ilp}"),
+            *must(
+                not self.interleaved or self.guarded or rows % self.ilp == 0,
+                f"{rows} interleaved rows are not a multiple of ilp {self.ilp}",
+            ),
             *must(self.vec >= min(4, n), f"vec {self.vec} is below 4, the chain that every variant sums alike"),
-            *must(self.passes * self.lanes * self.vec == n, f"a row of {n} is not a multiple of lanes {self.lanes} x vec {self.vec}"),
+            *must(
+                self.row_room == n if not self.guarded else (self.lanes, self.vec) == guarded_lanes(self),
+                f"a row of {n} is not a multiple of lanes {self.lanes} x vec {self.vec}"
+                if not self.guarded
+                else f"a row of {n}, guarded, has lanes and vec {guarded_lanes(self)}, with which all variants sum alike",
+            ),
+            *must(not self.guarded or self.row_loads is Loads.ELEMENT, "guarded rows are loaded by elements"),
+            *must(not (self.guarded and self.row_warps), "guarded rows lie in one warp"),
             *must(self.ilp <= self.lanes, f"ilp {self.ilp} exceeds lanes {self.lanes}: a lane owns the scalars of one row"),
             *must(self.tile % self.rows_per_step == 0, f"tile {self.tile} is not a multiple of the {self.rows_per_step} rows in flight"),
             *must(self.tile < rows + self.rows_per_step, f"tile {self.tile} exceeds the {rows} rows of a head"),
@@ -207,6 +242,18 @@ class Rule:
     piece: int = 0  # bytes that a warp reads of interleaved rows at a time, their lanes across warps; 0: a row's lanes are neighbours
 
 
+def loaded(problem: P) -> P:
+    """The problem, whose guarded rows, if they are, and operands are loaded by elements wherever they lie."""
+    how: dict[str, Any] = dict.fromkeys(("state_loads", "operand_loads"), Loads.ELEMENT)
+    return replace(problem, **how) if problem.guarded else problem
+
+
+def guarded_lanes(problem: RowProblem) -> tuple[int, int]:
+    """(lanes, vec) of guarded rows: 4 elements per lane and pass, and no more lanes than that takes, but one for each row of a word."""
+    lanes = min(32, 1 << (-(-problem.row_elements // 4) - 1).bit_length())
+    return (max(lanes, 4 // problem.row_dtype.size) if problem.interleaved else lanes), 4
+
+
 def layout(problem: RowProblem, ilp: int = 4) -> dict[str, int]:
     """The lane map: 16 bytes of a row per lane, or 32 of a row longer than 256 bytes. An odd factor of its length goes into passes.
 
@@ -214,6 +261,10 @@ def layout(problem: RowProblem, ilp: int = 4) -> dict[str, int]:
     it holds more than 64 elements.
     """
     n, size = problem.row_elements, problem.row_dtype.size
+    if problem.guarded:
+        lanes, vec = guarded_lanes(problem)
+        passes = -(-n // (lanes * vec))
+        return {"vec": vec, "lanes": lanes, "ilp": 4 // size if problem.interleaved else max(1, min(ilp, lanes, 8 // passes))}
     odd = n // (n & -n)  # 3 for 96
     even = n // odd
     if problem.interleaved:

@@ -7,6 +7,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from ...calls.checks import padding_objections
 from ...calls.public import Call
 from .planning import CALLERS
 from .views import Form, Options, ring_objections
@@ -24,6 +25,7 @@ class PoolOptions(NamedTuple):
     num_accepted_tokens: [batch] int32 or int64, from 1: the sequence starts from the slot in that column of state_indices
     pad_slot_id: a sequence whose slot is negative, equals it or is no slot of the pool, or whose count of accepted tokens is out of range,
         gets a zero output and touches no state
+    zero_padding: False leaves the output of such a sequence as it is, in an `out` that is given
     cu_seqlens: [batch + 1] int32 or int64, where each sequence's tokens start; ends with their number. A sequence may have none
     intermediate_states: [batch, T or more, HV, V, K] (or K, V) of the state's dtype: receives the state after each token
     intermediate_state_indices: of gated_delta_rule, delta_rule and kda alone: [batch] int32 or int64, the row of intermediate_states, which
@@ -56,6 +58,7 @@ class PoolOptions(NamedTuple):
     state_scale: Tensor | None = None
     parents: Tensor | None = None
     intermediate_state_indices: Tensor | None = None
+    zero_padding: bool = True
 
 
 _CONTIGUOUS = torch.contiguous_format
@@ -70,6 +73,7 @@ def decode(
 ) -> Tensor:  # fmt: skip
     """The call of a function: of its tensors by their roles in the recurrence (spec.py)."""
     scale, out = pool.scale, pool.out
+    objections += padding_objections(pool.zero_padding, out)
     if out is None:
         out = torch.empty_like(v, memory_format=_CONTIGUOUS) if isinstance(v, Tensor) else v  # the checks object to v
     if scale is None:
@@ -79,7 +83,7 @@ def decode(
         pool.dst_state_indices, pool.num_accepted_tokens, pool.cu_seqlens, pool.intermediate_states,
         *_by_operand(pool.ring, gk is not None), pool.state_scale, pool.parents, pool.intermediate_state_indices,
     )  # fmt: skip
-    how = Options(form, scale, lower_bound or 0.0, pool.state_layout, pool.pad_slot_id, pool.update_state)
+    how = Options(form, scale, lower_bound or 0.0, pool.state_layout, pool.pad_slot_id, pool.update_state, zero_padding=pool.zero_padding)
     return cast(Tensor, Call(CALLERS[name], given, how, pool.pdl, objections=objections + ring_objections(pool.ring)))
 
 

@@ -13,6 +13,7 @@ from ... import runtime
 from ...calls import checks
 from ...calls.checks import INDEX, STATES
 from ...calls.planning import Caller, Family
+from ...engine.rows import loaded
 from ...spec import Index, Layout, Loads, PoolMode, Ring, Update
 from . import commit
 from .operands import CONTROL, FUNCTIONS, KEPT, KEY_VECTORS, NAMES, OPTIONAL, RINGS
@@ -56,7 +57,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     def index(name: str) -> Index:
         return INDEX[views[name].dtype if name in views else None]
 
-    return LinearAttentionProblem(
+    problem = LinearAttentionProblem(
         dim_k=K,
         dim_v=V,
         nheads=HV,
@@ -80,8 +81,10 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         kept_index=index("intermediate_state_indices"),
         state_loads=Loads.VECTOR if all(checks.aligned(t, pointers[n], wide, along) for n, t in states) else Loads.ELEMENT,
         heads_apart=HV > 1 and state.stride(1) != V * K,
+        zero_padding=options.zero_padding,
         operand_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], lane) for n in vectors) else Loads.ELEMENT,
-    ).for_tokens(views["q"].shape[1])
+    )
+    return loaded(problem).for_tokens(views["q"].shape[1])
 
 
 _AXES = {
@@ -147,11 +150,12 @@ FAMILY = Family(
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    form, scale, lower_bound, _, pad_slot_id, update_state, is_commit = options
+    form, scale, lower_bound, _, pad_slot_id, update_state, is_commit, zero_padding = options
     if is_commit:
         commit.reference(views, form, pad_slot_id, lower_bound, dtype)
     else:
         how: dict[str, Any] = {"scale": scale, "lower_bound": lower_bound, "pad_slot_id": pad_slot_id, "update_state": update_state}
+        how["zero_padding"] = zero_padding
         reference(views, form, **how, dtype=dtype)
 
 
@@ -164,7 +168,7 @@ _library.define(
     "Tensor(c!)? intermediate_states, Tensor(d!)? ring_k, Tensor(e!)? ring_v, Tensor(f!)? ring_g, Tensor(g!)? ring_gk, "
     "Tensor(h!)? ring_beta, Tensor(i!)? state_scale, Tensor? parents, Tensor? intermediate_state_indices, "
     "str delta, str gate, str beta_form, bool l2norm, float scale, float lower_bound, str layout, "
-    "int pad_slot_id, bool update_state, bool commit, bool? pdl) -> ()",
+    "int pad_slot_id, bool update_state, bool commit, bool zero_padding, bool? pdl) -> ()",
     tags=torch.Tag.needs_fixed_stride_order,
 )
 

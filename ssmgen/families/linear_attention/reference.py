@@ -75,6 +75,7 @@ def linear_attention(
     lower_bound: float = 0.0,
     pad_slot_id: int = -1,
     update_state: bool = True,
+    zero_padding: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Operands in token form: state [slots, HV, V, K]; q, k, read, write, alpha [B, T, HK, K]; gk, erase [B, T, HV, K]; v, gv, w, out
@@ -107,7 +108,8 @@ def linear_attention(
         slot, row_kept = start_slot(views, b), int(views["intermediate_state_indices"][b]) if "intermediate_state_indices" in views else b
         keeps = kept is not None and 0 <= row_kept < kept.shape[0]
         if not valid(slot) or (parents is not None and not keeps):
-            out[row, span.start : span.stop] = 0
+            if zero_padding:
+                out[row, span.start : span.stop] = 0
             continue
         S = widened(state[slot], None if scales is None else scales[slot], dtype)
         results = []

@@ -54,7 +54,7 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
     def shared_bytes(self) -> int:
         """Staged tokens, and the sums of rows that lie in several warps."""
         tree = 1 if self.parents is not Index.NONE else 0
-        token = len(self.token_vectors()) * self.dim_k + 8 + len(self.row_scalars()) * self.tile + tree
+        token = len(self.token_vectors()) * self.row_room + 8 + len(self.row_scalars()) * self.tile + tree
         return (4 * self.chunk * token if self.staged else 0) + self._bytes_across_warps
 
     @property
@@ -69,7 +69,7 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
         by_byte = self.scaled and self.state.size == 1 and self.state_loads is Loads.ELEMENT
         raw, streaming = self.ring is Ring.STORE, self.intermediates and self.parents is Index.NONE
         needs = replace(super().needs, mma=mma, raw=raw, streaming=streaming, narrow=self.scaled, bytes=by_byte)
-        return replace(needs, shared_quads=self.row_warps > 0)
+        return replace(needs, shared_quads=self.row_warps > 0, guarded=self.guarded)
 
     @property
     def stem(self) -> str:

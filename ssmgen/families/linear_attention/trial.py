@@ -106,7 +106,8 @@ def _placed(spec: LinearAttentionSpec, name: str, values: Tensor, dense: bool = 
 def linear_attention(spec: LinearAttentionSpec, batch: int, seed: int) -> Trial:
     form = Form(spec.delta.value, spec.gate.value, spec.beta_form.value, spec.l2norm)
     update = spec.update is not Update.NONE
-    options = Options(form, spec.dim_k**-0.5, LOWER_BOUND, spec.layout.value, update_state=update, commit=spec.commit)
+    said = {"update_state": update, "commit": spec.commit, "zero_padding": spec.zero_padding}
+    options = Options(form, spec.dim_k**-0.5, LOWER_BOUND, spec.layout.value, **said)
     return trial(
         CALLERS["gated_delta_rule_commit" if spec.commit else "gated_delta_rule"],  # all recurrences are checked and launched alike
         operands(spec, batch, seed),

@@ -51,6 +51,7 @@ class Options(NamedTuple):
     pad_slot_id: int = -1
     update_state: bool = True
     commit: bool = False  # k, v, g and beta are a ring's, and there is no q and no output
+    zero_padding: bool = True
 
 
 def token_views(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
