@@ -61,6 +61,7 @@ VARIED = [
     Case("gdn-ragged", **RAW, **SMALL | {"index": I32, "batch": 5}, state=BF16, lengths=(9, 2, 1, 0, 3), dst="token", kept=2),
     Case("kda", rule="kda", **RAW, **SMALL), Case("gla-f16-t3", rule="gla", **SMALL, state=F16, tokens=3),
     Case("rwkv7-k96-t2", rule="rwkv7", **SMALL | {"K": 96, "V": 40}, tokens=2), Case("rwkv6", rule="rwkv6", **SMALL, state=BF16),
+    Case("gdn-tree", **RAW, **SMALL, state=BF16, tokens=9, kept=0, parents=I32, rows=I32),
     Case("comba-k128v72", rule="comba", **RAW, **SMALL | {"K": 128, "V": 72}, state=BF16),
 ]  # fmt: skip
 
