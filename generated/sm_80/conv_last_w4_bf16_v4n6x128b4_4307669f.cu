@@ -271,8 +271,8 @@ conv_last_w4_bf16_v4n6x128b4_4307669f(
   const u32 sequence = span.sequence, start = span.start, stop = min(span.stop, length);
   const u32 piece = item - (start / kPiece + sequence);
   const int tokens = int(stop) - int(start);
-  const int first = int(piece * kPiece);
-  if (first >= tokens) return;
+  const int first = int(piece * kPiece);  // below 0: of tokens before the first sequence
+  if (u32(first) >= u32(tokens)) return;
   x += u64(start) * x_length + channel;
   out += u64(start) * out_length + channel;
 

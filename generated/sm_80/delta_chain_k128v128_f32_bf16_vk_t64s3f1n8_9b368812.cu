@@ -390,16 +390,16 @@ template <u32 Words, bool kWhole, class Array, class T, class At>
 DEVICE void copy_some_tokens(Array& tiles, const T* from, u32 stride, u32 rows, u32 thread, const At& place_of) {
   constexpr u32 kAtOnce = kCopy / 4, kPieces = Words / kAtOnce, kCopiers = 32 * kFetchers;
   constexpr bool kFits = kPieces <= kCopiers;                        // a row into the threads
-  constexpr u32 kRows = power_of_two(kFits ? kCopiers / kPieces : 1);  // at once, by so many of the threads
+  constexpr u32 kRowsAtOnce = power_of_two(kFits ? kCopiers / kPieces : 1);  // at once, by so many of the threads
   const u32 first = kFits ? thread / kPieces : 0;
-  if (first >= kRows) return;
+  if (first >= kRowsAtOnce) return;
   for (u32 piece = kFits ? thread % kPieces : thread; piece < kPieces; piece += kCopiers) {
     const T* source = from + u64(first) * stride + piece * (2 * kAtOnce);
 #pragma unroll 16
-    for (u32 row = 0; row < kChunk; row += kRows) {
+    for (u32 row = 0; row < kChunk; row += kRowsAtOnce) {
       const bool there = kWhole || first + row < rows;
       copy_async<kCopy>(tiles, place_of(first + row, piece * kAtOnce), there ? source : from, there ? kCopy : 0);
-      source += u64(kRows) * stride;
+      source += u64(kRowsAtOnce) * stride;
     }
   }
 }

@@ -249,7 +249,7 @@ layer_gated_norm128s_bf16_bf16_bf16_first_silu_v8t16x128_88935643(
     if (there) raw_x[p] = load_vector<X, kVec>(x + p * kStep);
   }
 
-  const auto is_slot = [&](i64 slot) { return u64(slot) < u64(slots) && slot != pad_slot_id; };
+  const auto is_slot = [&](i64 number) { return u64(number) < u64(slots) && number != pad_slot_id; };
   const bool live = in_range && is_slot(slot) && is_slot(window_slot);  // a padded row stays zero; its gate may be anything
   float value[kPasses][kVec];
 #pragma unroll

@@ -375,16 +375,16 @@ template <u32 Words, bool kWhole, class Array, class T, class At>
 DEVICE void copy_some_tokens(Array& tiles, const T* from, u32 stride, u32 rows, u32 thread, const At& place_of) {
   constexpr u32 kAtOnce = kCopy / 4, kPieces = Words / kAtOnce, kCopiers = 32 * kFetchers;
   constexpr bool kFits = kPieces <= kCopiers;                        // a row into the threads
-  constexpr u32 kRows = power_of_two(kFits ? kCopiers / kPieces : 1);  // at once, by so many of the threads
+  constexpr u32 kRowsAtOnce = power_of_two(kFits ? kCopiers / kPieces : 1);  // at once, by so many of the threads
   const u32 first = kFits ? thread / kPieces : 0;
-  if (first >= kRows) return;
+  if (first >= kRowsAtOnce) return;
   for (u32 piece = kFits ? thread % kPieces : thread; piece < kPieces; piece += kCopiers) {
     const T* source = from + u64(first) * stride + piece * (2 * kAtOnce);
 #pragma unroll 16
-    for (u32 row = 0; row < kChunk; row += kRows) {
+    for (u32 row = 0; row < kChunk; row += kRowsAtOnce) {
       const bool there = kWhole || first + row < rows;
       copy_async<kCopy>(tiles, place_of(first + row, piece * kAtOnce), there ? source : from, there ? kCopy : 0);
-      source += u64(kRows) * stride;
+      source += u64(kRowsAtOnce) * stride;
     }
   }
 }
@@ -614,8 +614,8 @@ linear_chain_delta_k128v128_f32_bf16_vk_t64s2f2_b023f35d(
       u32 left[4];  // of keys that are nearly one, o is what is left of much larger u: there u has a second term
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        const Pair first = widen_pair(X{}, u[r]);
-        left[r] = round_pair(X{}, product[2 * c + r / 2][r % 2 * 2] - first.low, product[2 * c + r / 2][r % 2 * 2 + 1] - first.high);
+        const Pair of_u = widen_pair(X{}, u[r]);
+        left[r] = round_pair(X{}, product[2 * c + r / 2][r % 2 * 2] - of_u.low, product[2 * c + r / 2][r % 2 * 2 + 1] - of_u.high);
       }
 #pragma unroll
       for (int block = c; block < kChunk / 16; ++block) {

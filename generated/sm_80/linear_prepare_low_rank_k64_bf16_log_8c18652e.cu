@@ -542,7 +542,7 @@ linear_prepare_low_rank_k64_bf16_log_8c18652e(
       // Rows of e and q are one first operand, in the place of q or of w; those of w are a second one. Their pieces are exchanged by rows.
       const u32 scratch = kAtMore + own_band, quarter = fourth / 2 * 4, eighth = fourth % 2 * 4;
       const auto row_at = [&](u32 at, u32 row) { return at + row * 32 + (piece ^ row % 8) * 4; };
-      const auto behind_it = [&](u32 at, u32 rows) { return place_in(tiles, (at ^ 4 * rows) + 32 * rows); };  // of four rows, from a multiple of 4 on
+      const auto behind_it = [&](u32 at, u32 distance) { return place_in(tiles, (at ^ 4 * distance) + 32 * distance); };  // of four distance, from a multiple of 4 on
       __syncwarp();
       if (fourth % 2 == 0) {
 #pragma unroll
@@ -558,12 +558,12 @@ linear_prepare_low_rank_k64_bf16_log_8c18652e(
 #pragma unroll
       for (int c = 0; c < 8; ++c) {
         other[c] = __shfl_xor_sync(0xffffffffu, total[c], 8);
-        const float behind = fourth % 2 ? 1.f : other[c], before = fourth % 2 ? other[c] : 1.f;
+        const float behind = fourth % 2 ? 1.f : other[c], ahead = fourth % 2 ? other[c] : 1.f;
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           written[n][c] = written[n][c] * behind;
-          key[n][c] = key[n][c] * before;
-          query[n][c] = query[n][c] * before;
+          key[n][c] = key[n][c] * ahead;
+          query[n][c] = query[n][c] * ahead;
         }
         total[c] = total[c] * other[c];
       }
@@ -580,12 +580,12 @@ linear_prepare_low_rank_k64_bf16_log_8c18652e(
 #pragma unroll
       for (int c = 0; c < 8; ++c) {
         other[c] = __shfl_xor_sync(0xffffffffu, total[c], 16);
-        const float behind = fourth < 2 ? other[c] : 1.f, before = fourth < 2 ? 1.f : other[c];
+        const float behind = fourth < 2 ? other[c] : 1.f, ahead = fourth < 2 ? 1.f : other[c];
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           written[n][c] = written[n][c] * behind;
-          key[n][c] = key[n][c] * before;
-          query[n][c] = query[n][c] * before;
+          key[n][c] = key[n][c] * ahead;
+          query[n][c] = query[n][c] * ahead;
         }
       }
       __syncwarp();
@@ -611,8 +611,8 @@ linear_prepare_low_rank_k64_bf16_log_8c18652e(
         const u32 at4 = (half + 4 + quad % 4) * kFactorPitch + half + lane % 2 * 2, at8 = (8 + quad) * kFactorPitch + lane % 4 * 2;
 #pragma unroll
         for (u32 e = 0; e < 2; ++e) {
-          const float sum = half ? within[0][2 + e] : within[0][e];
-          add((quad < 4 ? own_a : own_p) + at4 + e, quad < 4 ? -sum : sum);
+          const float wanted = half ? within[0][2 + e] : within[0][e];
+          add((quad < 4 ? own_a : own_p) + at4 + e, quad < 4 ? -wanted : wanted);
           add(own_a + at8 + e, -within[1][e]);
           add(own_p + at8 + e, within[1][2 + e]);
         }
@@ -724,14 +724,14 @@ linear_prepare_low_rank_k64_bf16_log_8c18652e(
         second[i - 8] = sum;
       }
       __syncwarp();
-      const Place to = place_in(tiles, kAtBlocks + band * kInverseWords + column * kInversePitch);
+      const Place into = place_in(tiles, kAtBlocks + band * kInverseWords + column * kInversePitch);
 #pragma unroll
       for (int i = 0; i < 16; i += 4) {
         u32 word[2][4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) word[0][e] = __float_as_uint(first[i + e]), word[1][e] = i < 8 ? 0 : __float_as_uint(second[i % 8 + e]);
-        store_quad(to, i, word[0]);
-        store_quad(to, 8 * kInversePitch + i, word[1]);
+        store_quad(into, i, word[0]);
+        store_quad(into, 8 * kInversePitch + i, word[1]);
       }
     }
     __syncwarp();

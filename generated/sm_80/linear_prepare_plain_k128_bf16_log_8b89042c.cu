@@ -456,9 +456,9 @@ linear_prepare_plain_k128_bf16_log_8b89042c(
 
   // Past the last token it asks for that one's, and past the last channel for the last piece's, which it then leaves alone: no branch is needed.
   Pack<f32, 8> raw[4];
-  const auto ask = [&](u32 channel, u32 row, u32 piece) {
+  const auto ask = [&](u32 channel, u32 row, u32 slice) {
 #pragma unroll
-    for (int n = 0; n < 4; ++n) raw[n] = load_vector<f32, 8>(gk + u64(min(first_token + row + n, rows - 1)) * gk_token + min(channel + piece * 8, u32(kHead - 8)));
+    for (int n = 0; n < 4; ++n) raw[n] = load_vector<f32, 8>(gk + u64(min(first_token + row + n, rows - 1)) * gk_token + min(channel + slice * 8, u32(kHead - 8)));
   };
 
   const auto add = [&](u32 at, float v) { tiles[at] = __float_as_uint(__uint_as_float(tiles[at]) + v); };  // to a block on the diagonal
@@ -553,7 +553,7 @@ linear_prepare_plain_k128_bf16_log_8b89042c(
       // Rows of e and q are one first operand, in the place of q or of w; those of w are a second one. Their pieces are exchanged by rows.
       const u32 scratch = kAtMore + own_band, quarter = fourth / 2 * 4, eighth = fourth % 2 * 4;
       const auto row_at = [&](u32 at, u32 row) { return at + row * 32 + (piece ^ row % 8) * 4; };
-      const auto behind_it = [&](u32 at, u32 rows) { return place_in(tiles, (at ^ 4 * rows) + 32 * rows); };  // of four rows, from a multiple of 4 on
+      const auto behind_it = [&](u32 at, u32 distance) { return place_in(tiles, (at ^ 4 * distance) + 32 * distance); };  // of four distance, from a multiple of 4 on
       __syncwarp();
       if (fourth % 2 == 0) {
 #pragma unroll
@@ -568,11 +568,11 @@ linear_prepare_plain_k128_bf16_log_8b89042c(
 #pragma unroll
       for (int c = 0; c < 8; ++c) {
         other[c] = __shfl_xor_sync(0xffffffffu, total[c], 8);
-        const float behind = fourth % 2 ? 1.f : other[c], before = fourth % 2 ? other[c] : 1.f;
+        const float behind = fourth % 2 ? 1.f : other[c], ahead = fourth % 2 ? other[c] : 1.f;
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           written[n][c] = written[n][c] * behind;
-          query[n][c] = query[n][c] * before;
+          query[n][c] = query[n][c] * ahead;
         }
         total[c] = total[c] * other[c];
       }
@@ -588,11 +588,11 @@ linear_prepare_plain_k128_bf16_log_8b89042c(
 #pragma unroll
       for (int c = 0; c < 8; ++c) {
         other[c] = __shfl_xor_sync(0xffffffffu, total[c], 16);
-        const float behind = fourth < 2 ? other[c] : 1.f, before = fourth < 2 ? 1.f : other[c];
+        const float behind = fourth < 2 ? other[c] : 1.f, ahead = fourth < 2 ? 1.f : other[c];
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           written[n][c] = written[n][c] * behind;
-          query[n][c] = query[n][c] * before;
+          query[n][c] = query[n][c] * ahead;
         }
       }
       __syncwarp();
@@ -618,8 +618,8 @@ linear_prepare_plain_k128_bf16_log_8b89042c(
         const u32 at4 = (half + 4 + quad % 4) * kFactorPitch + half + lane % 2 * 2, at8 = (8 + quad) * kFactorPitch + lane % 4 * 2;
 #pragma unroll
         for (u32 e = 0; e < 2; ++e) {
-          const float sum = half ? within[0][2 + e] : within[0][e];
-          if (quad >= 4) add(own_p + at4 + e, sum);
+          const float wanted = half ? within[0][2 + e] : within[0][e];
+          if (quad >= 4) add(own_p + at4 + e, wanted);
           add(own_p + at8 + e, within[1][2 + e]);
         }
       }
@@ -655,18 +655,18 @@ linear_prepare_plain_k128_bf16_log_8b89042c(
         left(all);
         store_f32(reinterpret_cast<f32*>(image) + kAtImageDecay / 4 + first + piece * 8, all);
       }
-      float before[8] = {}, behind[8] = {};
+      float ahead[8] = {}, behind[8] = {};
       // The first band's columns, and the last one's rows, as of the middle too.
       if (warp == 0) {
-        add_band(before, 1);
-        left(before);
+        add_band(ahead, 1);
+        left(ahead);
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
-          multiply(written[n], before);
+          multiply(written[n], ahead);
           store_piece(written[n], n % 2 ? odd : even, 32 * n);
         }
 #pragma unroll
-        for (int c = 0; c < 8; ++c) before[c] = 0.f;
+        for (int c = 0; c < 8; ++c) ahead[c] = 0.f;
       }
       if (warp == 3) {
         add_band(behind, 2);
@@ -679,16 +679,16 @@ linear_prepare_plain_k128_bf16_log_8b89042c(
 #pragma unroll
         for (int c = 0; c < 8; ++c) behind[c] = 0.f;
       }
-      if (warp >= 1) add_band(before, 0);
-      if (warp >= 2) add_band(before, 1);
+      if (warp >= 1) add_band(ahead, 0);
+      if (warp >= 2) add_band(ahead, 1);
       if (warp <= 1) add_band(behind, 2);
       if (warp <= 2) add_band(behind, 3);
-      left(before);
+      left(ahead);
       left(behind);
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         multiply(written[n], behind);
-        multiply(query[n], before);
+        multiply(query[n], ahead);
       }
       ask(first + 64, first_row, piece);  // once more than there are blocks, or what it gets would have its registers all the time
       // To the image: block by block, pieces exchanged by rows.

@@ -448,7 +448,7 @@ mamba2_layer_t3_h24p128n256g1_f32_final_l32v4i4t32x256_e36871af(
   const u32 part = lane % kLanes;
   const u32 row_in_tile = owned_row - tile * kTile;
   // Quarter z of pass p of a token's vector: neighbouring lanes read neighbouring 16 bytes.
-  const auto quad = [&](u32 c, int p, int z) { return c * kVectorQuads + (p * kQuads + z) * kLanes + part; };
+  const auto quad = [&](u32 c, int p, int quarter) { return c * kVectorQuads + (p * kQuads + quarter) * kLanes + part; };
 
   constexpr u32 count = kChunk;  // all tokens at once
 #pragma unroll
@@ -543,9 +543,9 @@ mamba2_layer_t3_h24p128n256g1_f32_final_l32v4i4t32x256_e36871af(
     for (int p = 0; p < kPasses; ++p) {
       float b[kVec], c_[kVec];
 #pragma unroll
-      for (int z = 0; z < kQuads; ++z) {
-        to_array(B_staged[quad(t, p, z)], b + 4 * z);
-        to_array(C_staged[quad(t, p, z)], c_ + 4 * z);
+      for (int i = 0; i < kQuads; ++i) {
+        to_array(B_staged[quad(t, p, i)], b + 4 * i);
+        to_array(C_staged[quad(t, p, i)], c_ + 4 * i);
       }
 #pragma unroll
       for (int i = 0; i < kIlp; ++i) {

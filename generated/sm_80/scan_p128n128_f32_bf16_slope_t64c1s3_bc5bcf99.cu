@@ -544,9 +544,9 @@ scan_p128n128_f32_bf16_slope_t64c1s3_bc5bcf99(
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
         const float values[2] = {S[i][2 * side], S[i][2 * side + 1]};
-        Pack<State, 2> rounded;
-        pack(values, rounded);
-        store_vector(to + side * 8 * kState + i * 8, rounded);
+        Pack<State, 2> stored;
+        pack(values, stored);
+        store_vector(to + side * 8 * kState + i * 8, stored);
       }
     }
     return;
@@ -564,13 +564,13 @@ scan_p128n128_f32_bf16_slope_t64c1s3_bc5bcf99(
       own[e] = there ? rate : 0.f;
     }
     own[1] = own[0] + own[1];
-    float total = own[1];
+    float up_to = own[1];
 #pragma unroll
     for (u32 by = 1; by < 32; by *= 2) {
-      const float before = __shfl_up_sync(0xffffffffu, total, by);
-      if (lane >= by) total = total + before;
+      const float before = __shfl_up_sync(0xffffffffu, up_to, by);
+      if (lane >= by) up_to = up_to + before;
     }
-    const float before = __shfl_up_sync(0xffffffffu, total, 1);
+    const float before = __shfl_up_sync(0xffffffffu, up_to, 1);
     const float s[2] = {lane ? before + own[0] : own[0], lane ? before + own[1] : own[1]};
     const float last = __shfl_sync(0xffffffffu, s[1], 31);
     const u32 at = n % 3 * (kChunk / 2) + lane;

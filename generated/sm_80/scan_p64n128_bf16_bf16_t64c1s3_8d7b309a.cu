@@ -485,22 +485,22 @@ scan_p64n128_bf16_bf16_t64c1s3_8d7b309a(
     // stays as it is, and few columns at a time leave S its registers.
     const auto keep_marked = [&](u32 n) {
       while (due - n * kChunk - 1 < kChunk) {
-        const u32 count = due - n * kChunk, first = n % 3 * kChunk;
+        const u32 count = due - n * kChunk, at_first = n % 3 * kChunk;
         float d[2];
 #pragma unroll
-        for (int e = 0; e < 2; ++e) d[e] = 2 * lane + e < count ? Pair(steps[first + 2 * lane + e]).high : 0.f;
+        for (int e = 0; e < 2; ++e) d[e] = 2 * lane + e < count ? Pair(steps[at_first + 2 * lane + e]).high : 0.f;
         const float own[2] = {d[0] * rate, fmaf(d[1], rate, d[0] * rate)};
-        float total = own[1];
+        float up_to = own[1];
 #pragma unroll
         for (u32 by = 1; by < 32; by *= 2) {
-          const float before = __shfl_up_sync(0xffffffffu, total, by);
-          if (lane >= by) total = total + before;
+          const float before = __shfl_up_sync(0xffffffffu, up_to, by);
+          if (lane >= by) up_to = up_to + before;
         }
-        const float before = __shfl_up_sync(0xffffffffu, total, 1);
+        const float before = __shfl_up_sync(0xffffffffu, up_to, 1);
         const float s[2] = {lane ? before + own[0] : own[0], lane ? before + own[1] : own[1]};
         const float last = __shfl_sync(0xffffffffu, s[1], 31);
         const float weight[2] = {exp2_approx(last - s[0]) * d[0], exp2_approx(last - s[1]) * d[1]};
-        const float decay = exp2_approx(last);
+        const float kept = exp2_approx(last);
         const u32 at = n % kStages * kStageWords;
         const u32 at_X = at + kAtX + 8 * warp + by_columns<kXWords>(lane), at_B = at + kAtB + by_rows<kRowWords>(lane);
         u32 added[kChunk / 16][4];
@@ -510,9 +510,9 @@ scan_p64n128_bf16_bf16_t64c1s3_8d7b309a(
           load_matrices_transposed(value, tiles, at_X + k * (16 * kXWords));
 #pragma unroll
           for (int r = 0; r < 4; ++r) {
-            const Pair own = widen_pair(X{}, value[r]);
+            const Pair pair = widen_pair(X{}, value[r]);
             const u32 of = part + 8 * k + r / 2 * 4;
-            const float low = own.low * __shfl_sync(0xffffffffu, weight[0], of), high = own.high * __shfl_sync(0xffffffffu, weight[1], of);
+            const float low = pair.low * __shfl_sync(0xffffffffu, weight[0], of), high = pair.high * __shfl_sync(0xffffffffu, weight[1], of);
             added[k][r] = round_pair(X{}, 2 * of < count ? low : 0.f, 2 * of + 1 < count ? high : 0.f);
           }
         }
@@ -521,7 +521,7 @@ scan_p64n128_bf16_bf16_t64c1s3_8d7b309a(
         for (int i = 0; i < kState / 8; i += 2) {
           float sum[2][4];
 #pragma unroll
-          for (int e = 0; e < 8; ++e) sum[e / 4][e % 4] = S[i + e / 4][e % 4] * decay;
+          for (int e = 0; e < 8; ++e) sum[e / 4][e % 4] = S[i + e / 4][e % 4] * kept;
 #pragma unroll
           for (int k = 0; k < kChunk / 16; ++k) {
             u32 b[4];
@@ -532,9 +532,9 @@ scan_p64n128_bf16_bf16_t64c1s3_8d7b309a(
 #pragma unroll
           for (int half = 0; half < 4; ++half) {
             const float values[2] = {sum[half / 2][half % 2 * 2], sum[half / 2][half % 2 * 2 + 1]};
-            Pack<State, 2> rounded;
-            pack(values, rounded);
-            store_vector(to + half % 2 * 8 * kState + (i + half / 2) * 8, rounded);
+            Pack<State, 2> stored;
+            pack(values, stored);
+            store_vector(to + half % 2 * 8 * kState + (i + half / 2) * 8, stored);
           }
         }
         ++mark;
@@ -653,9 +653,9 @@ scan_p64n128_bf16_bf16_t64c1s3_8d7b309a(
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
         const float values[2] = {S[i][2 * side], S[i][2 * side + 1]};
-        Pack<State, 2> rounded;
-        pack(values, rounded);
-        store_vector(to + side * 8 * kState + i * 8, rounded);
+        Pack<State, 2> stored;
+        pack(values, stored);
+        store_vector(to + side * 8 * kState + i * 8, stored);
       }
     }
     return;
@@ -682,13 +682,13 @@ scan_p64n128_bf16_bf16_t64c1s3_8d7b309a(
       d[e] = n * kChunk + 2 * lane + e < length ? v : 0.f;  // past the last token nothing decays, and nothing is added
     }
     const float own[2] = {d[0] * rate, fmaf(d[1], rate, d[0] * rate)};
-    float total = own[1];
+    float up_to = own[1];
 #pragma unroll
     for (u32 by = 1; by < 32; by *= 2) {
-      const float before = __shfl_up_sync(0xffffffffu, total, by);
-      if (lane >= by) total = total + before;
+      const float before = __shfl_up_sync(0xffffffffu, up_to, by);
+      if (lane >= by) up_to = up_to + before;
     }
-    const float before = __shfl_up_sync(0xffffffffu, total, 1);
+    const float before = __shfl_up_sync(0xffffffffu, up_to, 1);
     const float s[2] = {lane ? before + own[0] : own[0], lane ? before + own[1] : own[1]};
     const float last = __shfl_sync(0xffffffffu, s[1], 31);
     const u32 at = n % 3 * (kChunk / 2) + lane;

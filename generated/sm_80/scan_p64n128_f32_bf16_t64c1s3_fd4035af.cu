@@ -543,9 +543,9 @@ scan_p64n128_f32_bf16_t64c1s3_fd4035af(
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
         const float values[2] = {S[i][2 * side], S[i][2 * side + 1]};
-        Pack<State, 2> rounded;
-        pack(values, rounded);
-        store_vector(to + side * 8 * kState + i * 8, rounded);
+        Pack<State, 2> stored;
+        pack(values, stored);
+        store_vector(to + side * 8 * kState + i * 8, stored);
       }
     }
     return;
@@ -589,13 +589,13 @@ scan_p64n128_f32_bf16_t64c1s3_fd4035af(
     if (lane) from[0] = max(from[0], earlier);
     const bool apart = from[1] == 2 * lane + 2;  // the second token begins anew
     const float own[2] = {d[0] * rate, apart ? d[1] * rate : fmaf(d[1], rate, d[0] * rate)};
-    float total = own[1];
+    float up_to = own[1];
 #pragma unroll
     for (u32 by = 1; by < 32; by *= 2) {
-      const float before = __shfl_up_sync(0xffffffffu, total, by);
-      if (lane >= by && from[1] <= 2 * (lane - by + 1)) total = total + before;
+      const float before = __shfl_up_sync(0xffffffffu, up_to, by);
+      if (lane >= by && from[1] <= 2 * (lane - by + 1)) up_to = up_to + before;
     }
-    const float before = __shfl_up_sync(0xffffffffu, total, 1);
+    const float before = __shfl_up_sync(0xffffffffu, up_to, 1);
     const float s[2] = {lane && from[0] <= 2 * lane ? before + own[0] : own[0], lane && from[1] <= 2 * lane ? before + own[1] : own[1]};
     const u32 last_from = __shfl_sync(0xffffffffu, from[1], 31);
     const float last = __shfl_sync(0xffffffffu, s[1], 31);

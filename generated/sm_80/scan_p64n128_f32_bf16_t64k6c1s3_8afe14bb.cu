@@ -588,9 +588,9 @@ scan_p64n128_f32_bf16_t64k6c1s3_8afe14bb(
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
         const float values[2] = {S[i][2 * side], S[i][2 * side + 1]};
-        Pack<State, 2> rounded;
-        pack(values, rounded);
-        store_vector(to + side * 8 * kState + i * 8, rounded);
+        Pack<State, 2> stored;
+        pack(values, stored);
+        store_vector(to + side * 8 * kState + i * 8, stored);
       }
     }
     return;
@@ -603,8 +603,8 @@ scan_p64n128_f32_bf16_t64k6c1s3_8afe14bb(
   struct Asked {
     bf16 raw_dt[2];
   } asked[2] = {};
-  const auto ask_for_steps = [&](u32 n, Asked& own) {
-    auto& raw_dt = own.raw_dt;
+  const auto ask_for_steps = [&](u32 n, Asked& mine) {
+    auto& raw_dt = mine.raw_dt;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const u32 token = n * kChunk + 2 * lane + e;
@@ -622,13 +622,13 @@ scan_p64n128_f32_bf16_t64k6c1s3_8afe14bb(
       d[e] = n * kChunk + 2 * lane + e < length ? v : 0.f;  // past the last token nothing decays, and nothing is added
     }
     const float own[2] = {d[0] * rate, fmaf(d[1], rate, d[0] * rate)};
-    float total = own[1];
+    float up_to = own[1];
 #pragma unroll
     for (u32 by = 1; by < 32; by *= 2) {
-      const float before = __shfl_up_sync(0xffffffffu, total, by);
-      if (lane >= by) total = total + before;
+      const float before = __shfl_up_sync(0xffffffffu, up_to, by);
+      if (lane >= by) up_to = up_to + before;
     }
-    const float before = __shfl_up_sync(0xffffffffu, total, 1);
+    const float before = __shfl_up_sync(0xffffffffu, up_to, 1);
     const float s[2] = {lane ? before + own[0] : own[0], lane ? before + own[1] : own[1]};
     const float last = __shfl_sync(0xffffffffu, s[1], 31);
     const u32 at = n % 3 * (kChunk / 2) + lane;

@@ -525,13 +525,13 @@ scan_p64n256_f32_f16_t32s2_dc198c39(
       d[e] = n * kChunk + 2 * lane + e < length ? v : 0.f;  // past the last token nothing decays, and nothing is added
     }
     const float own[2] = {d[0] * rate, fmaf(d[1], rate, d[0] * rate)};
-    float total = own[1];
+    float up_to = own[1];
 #pragma unroll
     for (u32 by = 1; by < 32; by *= 2) {
-      const float before = __shfl_up_sync(0xffffffffu, total, by);
-      if (lane >= by) total = total + before;
+      const float before = __shfl_up_sync(0xffffffffu, up_to, by);
+      if (lane >= by) up_to = up_to + before;
     }
-    const float before = __shfl_up_sync(0xffffffffu, total, 1);
+    const float before = __shfl_up_sync(0xffffffffu, up_to, 1);
     const float s[2] = {lane ? before + own[0] : own[0], lane ? before + own[1] : own[1]};
     const float last = __shfl_sync(0xffffffffu, s[1], 31);
     const u32 at = n % 3 * (kChunk / 2) + lane;

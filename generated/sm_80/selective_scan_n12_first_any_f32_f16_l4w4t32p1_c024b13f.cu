@@ -317,9 +317,9 @@ DEVICE void copy_tile(Array& tiles, int at, const X* operand, u32 stride, u32 ro
 // The same by single elements, at any distances.
 template <int Rows, int Inner, int Pitch, class Array>
 DEVICE void gather_tile(Array& tiles, int at, const X* from, u32 stride, u32 inner_stride, u32 rows, u32 inner) {
-  constexpr u32 kOfWord = 4 / int(sizeof(X)), kWords = (Inner + kOfWord - 1) / kOfWord, kAll = Rows * kWords;
+  constexpr u32 kOfWord = 4 / int(sizeof(X)), kWords = (Inner + kOfWord - 1) / kOfWord, kItems = Rows * kWords;
 #pragma unroll 4
-  for (u32 i = threadIdx.x; i < kAll; i += kThreads) {
+  for (u32 i = threadIdx.x; i < kItems; i += kThreads) {
     const u32 row = i / kWords, word = i % kWords;
     const X* p = from + u64(row) * stride + u64(word * kOfWord) * inner_stride;
     u32 bits = 0;
@@ -511,7 +511,7 @@ selective_scan_n12_first_any_f32_f16_l4w4t32p1_c024b13f(
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const Pair step = steps[(t + i) * kPitch + place];
-        float sums[kQuads];
+        float of_quads[kQuads];
 #pragma unroll
         for (int q = 0; q < kQuads; ++q) {
           const int from = stage + (t + i) * kAll + part * kQuads + q;
@@ -521,15 +521,15 @@ selective_scan_n12_first_any_f32_f16_l4w4t32p1_c024b13f(
             const int s = 4 * q + j;
             const float decay = kPolynomial >> (4 * i + j) & 1 ? exp2_polynomial(fminf(step.low, most[s]), a[s]) : exp2_approx(step.low * a[s]);
             h[s] = fmaf(decay, h[s], step.high * b.f[j]);
-            sums[q] = j == 0 ? c.f[0] * h[s] : fmaf(c.f[j], h[s], sums[q]);
+            of_quads[q] = j == 0 ? c.f[0] * h[s] : fmaf(c.f[j], h[s], of_quads[q]);
           }
         }
 #pragma unroll
         for (int apart = 1; apart < kQuads; apart *= 2) {
 #pragma unroll
-          for (int q = 0; q < kQuads; q += 2 * apart) sums[q] += sums[q + apart];
+          for (int q = 0; q < kQuads; q += 2 * apart) of_quads[q] += of_quads[q + apart];
         }
-        y[i] = sums[0];
+        y[i] = of_quads[0];
       }
       // What its lanes have is added up where the output is made.
 #pragma unroll

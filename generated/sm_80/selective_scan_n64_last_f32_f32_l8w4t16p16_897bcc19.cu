@@ -454,10 +454,10 @@ selective_scan_n64_last_f32_f32_l8w4t16p16_897bcc19(
         for (int i = 0; i < kAtOnce; ++i) output_of(first + i, raw[i], values[i]);
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-          X* const there = to + u64(row_of(first + i)) * out_token + 4 * run_of(first + i);
+          X* const at_out = to + u64(row_of(first + i)) * out_token + 4 * run_of(first + i);
           Pack<X, 4> rounded;
           pack(values[i], rounded);
-          store_vector(there, rounded);
+          store_vector(at_out, rounded);
         }
       }
       return;
@@ -538,7 +538,7 @@ selective_scan_n64_last_f32_f32_l8w4t16p16_897bcc19(
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const Pair step = steps[(t + i) * kPitch + place];
-        float sums[kQuads];
+        float of_quads[kQuads];
 #pragma unroll
         for (int q = 0; q < kQuads; ++q) {
           const int from = stage + (t + i) * kAll + part * kQuads + q;
@@ -548,15 +548,15 @@ selective_scan_n64_last_f32_f32_l8w4t16p16_897bcc19(
             const int s = 4 * q + j;
             const float decay = kPolynomial >> (4 * i + j) & 1 ? exp2_polynomial(fminf(step.low, most[s]), a[s]) : exp2_approx(step.low * a[s]);
             h[s] = fmaf(decay, h[s], step.high * b.f[j]);
-            sums[q] = j == 0 ? c.f[0] * h[s] : fmaf(c.f[j], h[s], sums[q]);
+            of_quads[q] = j == 0 ? c.f[0] * h[s] : fmaf(c.f[j], h[s], of_quads[q]);
           }
         }
 #pragma unroll
         for (int apart = 1; apart < kQuads; apart *= 2) {
 #pragma unroll
-          for (int q = 0; q < kQuads; q += 2 * apart) sums[q] += sums[q + apart];
+          for (int q = 0; q < kQuads; q += 2 * apart) of_quads[q] += of_quads[q + apart];
         }
-        y[i] = sums[0];
+        y[i] = of_quads[0];
       }
       // What its lanes have is added up where the output is made.
 #pragma unroll

@@ -397,7 +397,7 @@ ssu_tokens_h128p64n128g8_bf16_l16v8i4t32x128_eee46fd7(
   const u32 part = lane % kLanes;
   const u32 row_in_tile = owned_row - tile * kTile;
   // Quarter z of pass p of a token's vector: neighbouring lanes read neighbouring 16 bytes.
-  const auto quad = [&](u32 c, int p, int z) { return c * kVectorQuads + (p * kQuads + z) * kLanes + part; };
+  const auto quad = [&](u32 c, int p, int quarter) { return c * kVectorQuads + (p * kQuads + quarter) * kLanes + part; };
 
   float h[kIlp][kPasses][kVec];  // the rows, through all tokens
 #pragma unroll
@@ -422,9 +422,9 @@ ssu_tokens_h128p64n128g8_bf16_l16v8i4t32x128_eee46fd7(
         unpack(chunk.B[r][p], b);
         unpack(chunk.C[r][p], c_);
 #pragma unroll
-        for (int z = 0; z < kQuads; ++z) {
-          B_staged[quad(c, p, z)] = quad_of(b + 4 * z);
-          C_staged[quad(c, p, z)] = quad_of(c_ + 4 * z);
+        for (int i = 0; i < kQuads; ++i) {
+          B_staged[quad(c, p, i)] = quad_of(b + 4 * i);
+          C_staged[quad(c, p, i)] = quad_of(c_ + 4 * i);
         }
       }
       float delta = to_float(chunk.dt[r]) + to_float(raw_bias);
@@ -453,9 +453,9 @@ ssu_tokens_h128p64n128g8_bf16_l16v8i4t32x128_eee46fd7(
       for (int p = 0; p < kPasses; ++p) {
         float b[kVec], c_[kVec];
 #pragma unroll
-        for (int z = 0; z < kQuads; ++z) {
-          to_array(B_staged[quad(c, p, z)], b + 4 * z);
-          to_array(C_staged[quad(c, p, z)], c_ + 4 * z);
+        for (int i = 0; i < kQuads; ++i) {
+          to_array(B_staged[quad(c, p, i)], b + 4 * i);
+          to_array(C_staged[quad(c, p, i)], c_ + 4 * i);
         }
 #pragma unroll
         for (int i = 0; i < kIlp; ++i) {

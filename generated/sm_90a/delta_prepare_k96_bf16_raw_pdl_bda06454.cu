@@ -664,14 +664,14 @@ delta_prepare_k96_bf16_raw_pdl_bda06454(
       second[i - 8] = sum;
     }
     __syncwarp();
-    const Place to = place_in(tiles, own + kAtBlocks + band * kInverseWords + column * kInversePitch);
+    const Place into = place_in(tiles, own + kAtBlocks + band * kInverseWords + column * kInversePitch);
 #pragma unroll
     for (int i = 0; i < 16; i += 4) {
       u32 word[2][4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) word[0][e] = __float_as_uint(first[i + e]), word[1][e] = i < 8 ? 0 : __float_as_uint(second[i % 8 + e]);
-      store_quad(to, i, word[0]);
-      store_quad(to, 8 * kInversePitch + i, word[1]);
+      store_quad(into, i, word[0]);
+      store_quad(into, 8 * kInversePitch + i, word[1]);
     }
   }
   __syncwarp();

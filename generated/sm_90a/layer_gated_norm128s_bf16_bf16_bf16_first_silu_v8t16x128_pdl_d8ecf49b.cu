@@ -261,7 +261,7 @@ layer_gated_norm128s_bf16_bf16_bf16_first_silu_v8t16x128_pdl_d8ecf49b(
   }
   allow_dependents();
 
-  const auto is_slot = [&](i64 slot) { return u64(slot) < u64(slots) && slot != pad_slot_id; };
+  const auto is_slot = [&](i64 number) { return u64(number) < u64(slots) && number != pad_slot_id; };
   const bool live = in_range && is_slot(slot) && is_slot(window_slot);  // a padded row stays zero; its gate may be anything
   float value[kPasses][kVec];
 #pragma unroll

@@ -667,8 +667,8 @@ linear_chain_wg_old_k128v128_f32_bf16_vk_t64s3f1_pdl_ffe988d9(
         for (u32 r = 4 * i; r < 4 * i + 4; ++r) S[r] = S[r] * __uint_as_float(decay[r % 2]);
       }
     };
-    const auto multiply = [&](float(&sum)[kChunk / 2], u32 step, u32 at, bool first) {
-      wgmma_64<false>(sum, rounded + 4 * step, rows + 4 * at + (step / 4 * (4 * kBlock) + step % 4 * 32), !first);
+    const auto multiply = [&](float(&sum)[kChunk / 2], u32 step, u32 at, bool anew) {
+      wgmma_64<false>(sum, rounded + 4 * step, rows + 4 * at + (step / 4 * (4 * kBlock) + step % 4 * 32), !anew);
     };
     const auto ask_for_v = [&](u32 at, u32(&x)[kRows / 4]) {
       const Place own = place_in(tiles, at + kAtV + walker * kBlock + tile_by_columns(0, own_warp, lane));
@@ -777,9 +777,9 @@ linear_chain_wg_old_k128v128_f32_bf16_vk_t64s3f1_pdl_ffe988d9(
       u32 rest[kRows / 4];
 #pragma unroll
       for (u32 r = 0; r < kRows / 4; ++r) {
-        const Pair first = widen_pair(X{}, x[r]);
+        const Pair of_x = widen_pair(X{}, x[r]);
         const float* const sum = fresh[r / 8] + 2 * (r % 8);
-        rest[r] = round_pair(X{}, sum[0] - first.low, sum[1] - first.high);
+        rest[r] = round_pair(X{}, sum[0] - of_x.low, sum[1] - of_x.high);
       }
       wait_full(next, phase ^ (next < stage));
       wgmma_fence();

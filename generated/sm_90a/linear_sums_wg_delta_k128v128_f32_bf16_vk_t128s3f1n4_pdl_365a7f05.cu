@@ -715,8 +715,8 @@ linear_sums_wg_delta_k128v128_f32_bf16_vk_t128s3f1n4_pdl_365a7f05(
         for (u32 r = 4 * i; r < 4 * i + 4; ++r) S[r] = S[r] * __uint_as_float(decay[r % 2]);
       }
     };
-    const auto multiply = [&](float(&sum)[kChunk / 2], u32 step, u32 at, bool first) {
-      wgmma_64<false>(sum, rounded + 4 * step, rows + 4 * at + (step / 4 * (4 * kBlock) + step % 4 * 32), !first);
+    const auto multiply = [&](float(&sum)[kChunk / 2], u32 step, u32 at, bool anew) {
+      wgmma_64<false>(sum, rounded + 4 * step, rows + 4 * at + (step / 4 * (4 * kBlock) + step % 4 * 32), !anew);
     };
     const auto ask_for_v = [&](u32 at, u32(&x)[kRows / 4]) {
       const Place own = place_in(tiles, at + kAtV + walker * kBlock + tile_by_columns(0, own_warp, lane));

@@ -685,13 +685,13 @@ scan_wg_p64n128_bf16_bf16_k1s4_pdl_c4be1622(
         }
         if (i + 2 < steps_end) ask_for_steps(chunk_of(i + 2));
         const float own[2] = {d[0] * rate, fmaf(d[1], rate, d[0] * rate)};
-        float total = own[1];
+        float up_to = own[1];
 #pragma unroll
         for (u32 by = 1; by < 32; by *= 2) {
-          const float before = __shfl_up_sync(0xffffffffu, total, by);
-          if (lane >= by) total = total + before;
+          const float before = __shfl_up_sync(0xffffffffu, up_to, by);
+          if (lane >= by) up_to = up_to + before;
         }
-        const float before = __shfl_up_sync(0xffffffffu, total, 1);
+        const float before = __shfl_up_sync(0xffffffffu, up_to, 1);
         const float s[2] = {lane ? before + own[0] : own[0], lane ? before + own[1] : own[1]};
         const float last = __shfl_sync(0xffffffffu, s[1], 31);
         const float block_first = __shfl_sync(0xffffffffu, s[0], lane & ~7u);
@@ -839,27 +839,27 @@ scan_wg_p64n128_bf16_bf16_k1s4_pdl_c4be1622(
     u32 due = next_due();
     // The state in which a sequence would end there: sums are those of a chunk whose other tokens are past the end, products go on from S, which
     // stays as it is.
-    const auto keep_marked = [&](u32 i) {
-      const u32 n = chunk_of(i);
+    const auto keep_marked = [&](u32 marked) {
+      const u32 n = chunk_of(marked);
       while (due - n * kChunk - 1 < kChunk) {
-        const u32 count = due - n * kChunk, first = i % kStages * kChunk;
+        const u32 count = due - n * kChunk, at_first = marked % kStages * kChunk;
         const float rate = to_float(load(A + u64(head) * A_head)) * kLog2E;  // anew: registers are few
         float d[2];
 #pragma unroll
-        for (int e = 0; e < 2; ++e) d[e] = 2 * lane + e < count ? Pair(steps[first + 2 * lane + e]).high : 0.f;
+        for (int e = 0; e < 2; ++e) d[e] = 2 * lane + e < count ? Pair(steps[at_first + 2 * lane + e]).high : 0.f;
         const float own[2] = {d[0] * rate, fmaf(d[1], rate, d[0] * rate)};
-        float total = own[1];
+        float up_to = own[1];
 #pragma unroll
         for (u32 by = 1; by < 32; by *= 2) {
-          const float before = __shfl_up_sync(0xffffffffu, total, by);
-          if (lane >= by) total = total + before;
+          const float before = __shfl_up_sync(0xffffffffu, up_to, by);
+          if (lane >= by) up_to = up_to + before;
         }
-        const float before = __shfl_up_sync(0xffffffffu, total, 1);
+        const float before = __shfl_up_sync(0xffffffffu, up_to, 1);
         const float s[2] = {lane ? before + own[0] : own[0], lane ? before + own[1] : own[1]};
         const float last = __shfl_sync(0xffffffffu, s[1], 31);
         const float weight[2] = {exp2_approx(last - s[0]) * d[0], exp2_approx(last - s[1]) * d[1]};
-        const float decay = exp2_approx(last);
-        const u32 at = i % kStages * kStageWords;
+        const float kept = exp2_approx(last);
+        const u32 at = marked % kStages * kStageWords;
         const Matrix columns_of_B = matrix_by_columns(tiles, at + kAtB, 4 * kBlock);
         u32 added[kChunk / 4];
 #pragma unroll
@@ -868,15 +868,15 @@ scan_wg_p64n128_bf16_bf16_k1s4_pdl_c4be1622(
           load_matrices_transposed(value, tiles, at + kAtX + tile_by_columns(16 * k, own_warp, lane));
 #pragma unroll
           for (u32 r = 0; r < 4; ++r) {
-            const Pair own = widen_pair(X{}, value[r]);
+            const Pair pair = widen_pair(X{}, value[r]);
             const u32 of = part + 8 * k + r / 2 * 4;
-            const float low = own.low * __shfl_sync(0xffffffffu, weight[0], of), high = own.high * __shfl_sync(0xffffffffu, weight[1], of);
+            const float low = pair.low * __shfl_sync(0xffffffffu, weight[0], of), high = pair.high * __shfl_sync(0xffffffffu, weight[1], of);
             added[4 * k + r] = round_pair(X{}, 2 * of < count ? low : 0.f, 2 * of + 1 < count ? high : 0.f);
           }
         }
         float sum[kState / 2];
 #pragma unroll
-        for (u32 e = 0; e < kState / 2; ++e) sum[e] = S[e] * decay;
+        for (u32 e = 0; e < kState / 2; ++e) sum[e] = S[e] * kept;
         wgmma_fence();
 #pragma unroll
         for (u32 k = 0; k < kChunk / 16; ++k) wgmma_128<true>(sum, added + 4 * k, columns_of_B + k * 2048, 1);
@@ -889,9 +889,9 @@ scan_wg_p64n128_bf16_bf16_k1s4_pdl_c4be1622(
 #pragma unroll
           for (u32 side = 0; side < 2; ++side) {
             const float values[2] = {sum[4 * i + 2 * side], sum[4 * i + 2 * side + 1]};
-            Pack<State, 2> rounded;
-            pack(values, rounded);
-            store_vector(to + side * 8 * kState + i * 8, rounded);
+            Pack<State, 2> stored;
+            pack(values, stored);
+            store_vector(to + side * 8 * kState + i * 8, stored);
           }
         }
         ++mark;
@@ -953,9 +953,9 @@ scan_wg_p64n128_bf16_bf16_k1s4_pdl_c4be1622(
 #pragma unroll
       for (u32 side = 0; side < 2; ++side) {
         const float values[2] = {S[4 * i + 2 * side], S[4 * i + 2 * side + 1]};
-        Pack<State, 2> rounded;
-        pack(values, rounded);
-        store_vector(to + side * 8 * kState + i * 8, rounded);
+        Pack<State, 2> stored;
+        pack(values, stored);
+        store_vector(to + side * 8 * kState + i * 8, stored);
       }
     }
   }

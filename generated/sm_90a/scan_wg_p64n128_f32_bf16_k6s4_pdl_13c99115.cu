@@ -586,8 +586,8 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_13c99115(
   const u32 shortest = share * 1 / 2, lead = chunks > 8 + shortest ? shortest : chunks;  // of which others sum 2 chunks in the time of 1
   const u32 behind = (chunks - lead + share - 1) / share, own_part = rank ? rank : behind;  // parts behind the first: the last of them is the first block's
   const u32 first_chunk = own_part ? min(lead + (own_part - 1) * share, chunks) : chunks;
-  const u32 own = rank ? (rank < behind ? share : 0) : chunks - first_chunk;
-  const u32 summed = rank ? own : lead, steps_end = summed + own;
+  const u32 own_chunks = rank ? (rank < behind ? share : 0) : chunks - first_chunk;
+  const u32 summed = rank ? own_chunks : lead, steps_end = summed + own_chunks;
   const auto chunk_of = [&](u32 i) { return i >= summed ? first_chunk + (i - summed) : rank ? first_chunk + i : i; };
 
   SWIZZLED_SHARED(u32, tiles);                     // C, B, x of chunks, kStages of them; then M, y and weighed x of two
@@ -651,8 +651,8 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_13c99115(
       struct Asked {
         bf16 raw_dt[2];
       } asked[2] = {};
-      const auto ask_for_steps = [&](u32 n, Asked& own) {
-        auto& raw_dt = own.raw_dt;
+      const auto ask_for_steps = [&](u32 n, Asked& mine) {
+        auto& raw_dt = mine.raw_dt;
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const u32 token = n * kChunk + 2 * lane + e;
@@ -674,13 +674,13 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_13c99115(
         }
         if (i + 4 < steps_end) ask_for_steps(chunk_of(i + 4), own_steps);
         const float own[2] = {d[0] * rate, fmaf(d[1], rate, d[0] * rate)};
-        float total = own[1];
+        float up_to = own[1];
 #pragma unroll
         for (u32 by = 1; by < 32; by *= 2) {
-          const float before = __shfl_up_sync(0xffffffffu, total, by);
-          if (lane >= by) total = total + before;
+          const float before = __shfl_up_sync(0xffffffffu, up_to, by);
+          if (lane >= by) up_to = up_to + before;
         }
-        const float before = __shfl_up_sync(0xffffffffu, total, 1);
+        const float before = __shfl_up_sync(0xffffffffu, up_to, 1);
         const float s[2] = {lane ? before + own[0] : own[0], lane ? before + own[1] : own[1]};
         const float last = __shfl_sync(0xffffffffu, s[1], 31);
         const float block_first = __shfl_sync(0xffffffffu, s[0], lane & ~7u);
@@ -852,10 +852,10 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_13c99115(
       for (; i + 1 < summed; i += 2) {
         wait_full(i);
         wait_full(i + 1);
-        const float first = decay_of(i), second = decay_of(i + 1);
-        decay_of_sum(S, before * first);
-        decay_of_sum(other, first * second);
-        total = total * first * second;
+        const float of_first = decay_of(i), second = decay_of(i + 1);
+        decay_of_sum(S, before * of_first);
+        decay_of_sum(other, of_first * second);
+        total = total * of_first * second;
         before = second;
         wait_prepared(i);
         wgmma_fence();
@@ -1009,9 +1009,9 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_13c99115(
 #pragma unroll
       for (u32 side = 0; side < 2; ++side) {
         const float values[2] = {S[4 * i + 2 * side], S[4 * i + 2 * side + 1]};
-        Pack<State, 2> rounded;
-        pack(values, rounded);
-        store_vector(to + side * 8 * kState + i * 8, rounded);
+        Pack<State, 2> stored;
+        pack(values, stored);
+        store_vector(to + side * 8 * kState + i * 8, stored);
       }
     }
   }

@@ -628,8 +628,8 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_bd929492(
   const u32 shortest = share * 1 / 2, lead = chunks > 8 + shortest ? shortest : chunks;  // of which others sum 2 chunks in the time of 1
   const u32 behind = (chunks - lead + share - 1) / share, own_part = rank ? rank : behind;  // parts behind the first: the last of them is the first block's
   const u32 first_chunk = own_part ? min(lead + (own_part - 1) * share, chunks) : chunks;
-  const u32 own = rank ? (rank < behind ? share : 0) : chunks - first_chunk;
-  const u32 summed = rank ? own : lead, steps_end = summed + own;
+  const u32 own_chunks = rank ? (rank < behind ? share : 0) : chunks - first_chunk;
+  const u32 summed = rank ? own_chunks : lead, steps_end = summed + own_chunks;
   const auto chunk_of = [&](u32 i) { return i >= summed ? first_chunk + (i - summed) : rank ? first_chunk + i : i; };
 
   SWIZZLED_SHARED(u32, tiles);                     // C, B, x of chunks, kStages of them; then M, y and weighed x of two
@@ -703,8 +703,8 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_bd929492(
       struct Asked {
         bf16 raw_dt[2];
       } asked[2] = {};
-      const auto ask_for_steps = [&](u32 n, Asked& own) {
-        auto& raw_dt = own.raw_dt;
+      const auto ask_for_steps = [&](u32 n, Asked& mine) {
+        auto& raw_dt = mine.raw_dt;
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const u32 token = n * kChunk + 2 * lane + e;
@@ -726,13 +726,13 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_bd929492(
         }
         if (i + 4 < steps_end) ask_for_steps(chunk_of(i + 4), own_steps);
         const float own[2] = {d[0] * rate, fmaf(d[1], rate, d[0] * rate)};
-        float total = own[1];
+        float up_to = own[1];
 #pragma unroll
         for (u32 by = 1; by < 32; by *= 2) {
-          const float before = __shfl_up_sync(0xffffffffu, total, by);
-          if (lane >= by) total = total + before;
+          const float before = __shfl_up_sync(0xffffffffu, up_to, by);
+          if (lane >= by) up_to = up_to + before;
         }
-        const float before = __shfl_up_sync(0xffffffffu, total, 1);
+        const float before = __shfl_up_sync(0xffffffffu, up_to, 1);
         const float s[2] = {lane ? before + own[0] : own[0], lane ? before + own[1] : own[1]};
         const float last = __shfl_sync(0xffffffffu, s[1], 31);
         const float block_first = __shfl_sync(0xffffffffu, s[0], lane & ~7u);
@@ -919,10 +919,10 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_bd929492(
       for (; i + 1 < summed; i += 2) {
         wait_full(i);
         wait_full(i + 1);
-        const float first = decay_of(i), second = decay_of(i + 1);
-        decay_of_sum(S, before * first);
-        decay_of_sum(other, first * second);
-        total = total * first * second;
+        const float of_first = decay_of(i), second = decay_of(i + 1);
+        decay_of_sum(S, before * of_first);
+        decay_of_sum(other, of_first * second);
+        total = total * of_first * second;
         before = second;
         wait_prepared(i);
         wgmma_fence();
@@ -1032,27 +1032,27 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_bd929492(
       u32 due = next_due();
       // The state in which a sequence would end there: sums are those of a chunk whose other tokens are past the end, products go on from S, which
       // stays as it is.
-      const auto keep_marked = [&](u32 i) {
-        const u32 n = chunk_of(i);
+      const auto keep_marked = [&](u32 marked) {
+        const u32 n = chunk_of(marked);
         while (due - n * kChunk - 1 < kChunk) {
-          const u32 count = due - n * kChunk, first = i % kStages * kChunk;
+          const u32 count = due - n * kChunk, at_first = marked % kStages * kChunk;
           const float rate = to_float(load(A + u64(head) * A_head)) * kLog2E;  // anew: registers are few
           float d[2];
 #pragma unroll
-          for (int e = 0; e < 2; ++e) d[e] = 2 * lane + e < count ? Pair(steps[first + 2 * lane + e]).high : 0.f;
+          for (int e = 0; e < 2; ++e) d[e] = 2 * lane + e < count ? Pair(steps[at_first + 2 * lane + e]).high : 0.f;
           const float own[2] = {d[0] * rate, fmaf(d[1], rate, d[0] * rate)};
-          float total = own[1];
+          float up_to = own[1];
 #pragma unroll
           for (u32 by = 1; by < 32; by *= 2) {
-            const float before = __shfl_up_sync(0xffffffffu, total, by);
-            if (lane >= by) total = total + before;
+            const float before = __shfl_up_sync(0xffffffffu, up_to, by);
+            if (lane >= by) up_to = up_to + before;
           }
-          const float before = __shfl_up_sync(0xffffffffu, total, 1);
+          const float before = __shfl_up_sync(0xffffffffu, up_to, 1);
           const float s[2] = {lane ? before + own[0] : own[0], lane ? before + own[1] : own[1]};
           const float last = __shfl_sync(0xffffffffu, s[1], 31);
           const float weight[2] = {exp2_approx(last - s[0]) * d[0], exp2_approx(last - s[1]) * d[1]};
-          const float decay = exp2_approx(last);
-          const u32 at = i % kStages * kStageWords;
+          const float kept = exp2_approx(last);
+          const u32 at = marked % kStages * kStageWords;
           const Matrix columns_of_B = matrix_by_columns(tiles, at + kAtB, 4 * kBlock);
           u32 added[kChunk / 4];
 #pragma unroll
@@ -1061,15 +1061,15 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_bd929492(
             load_matrices_transposed(value, tiles, at + kAtX + tile_by_columns(16 * k, own_warp, lane));
 #pragma unroll
             for (u32 r = 0; r < 4; ++r) {
-              const Pair own = widen_pair(X{}, value[r]);
+              const Pair pair = widen_pair(X{}, value[r]);
               const u32 of = part + 8 * k + r / 2 * 4;
-              const float low = own.low * __shfl_sync(0xffffffffu, weight[0], of), high = own.high * __shfl_sync(0xffffffffu, weight[1], of);
+              const float low = pair.low * __shfl_sync(0xffffffffu, weight[0], of), high = pair.high * __shfl_sync(0xffffffffu, weight[1], of);
               added[4 * k + r] = round_pair(X{}, 2 * of < count ? low : 0.f, 2 * of + 1 < count ? high : 0.f);
             }
           }
           float sum[kState / 2];
 #pragma unroll
-          for (u32 e = 0; e < kState / 2; ++e) sum[e] = S[e] * decay;
+          for (u32 e = 0; e < kState / 2; ++e) sum[e] = S[e] * kept;
           wgmma_fence();
 #pragma unroll
           for (u32 k = 0; k < kChunk / 16; ++k) wgmma_128<true>(sum, added + 4 * k, columns_of_B + k * 2048, 1);
@@ -1082,9 +1082,9 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_bd929492(
 #pragma unroll
             for (u32 side = 0; side < 2; ++side) {
               const float values[2] = {sum[4 * i + 2 * side], sum[4 * i + 2 * side + 1]};
-              Pack<State, 2> rounded;
-              pack(values, rounded);
-              store_vector(to + side * 8 * kState + i * 8, rounded);
+              Pack<State, 2> stored;
+              pack(values, stored);
+              store_vector(to + side * 8 * kState + i * 8, stored);
             }
           }
           ++mark;
