@@ -13,12 +13,12 @@ from the tensor cores, where numbers travel as sums of bf16 terms: exact ones, o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from itertools import product
 from typing import Any, ClassVar
 
-from ...spec import FP8, SM90, Arch, DType, Index, KernelSpec, Loads, Narrow, Needs, Param, Pdl, must
+from ...spec import FP8, LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Narrow, Needs, Param, Pdl, must
 from .problem import History, ReplayProblem
 
 OPERATOR = "replay_selective_state_update"
@@ -49,18 +49,22 @@ class ReplaySpec(KernelSpec, ReplayProblem):
     prefetch: int = 0  # ask L2 for the tile of the block this many blocks ahead; 0 = off
     pdl: Pdl = Pdl.OFF
     ahead_pdl: Pdl = Pdl.OFF  # MAIN: of the kernel ahead of it
+    walk: int = field(default=0, metadata=LATER)  # 16 rows so often are a warp's own, with all else in its registers; 0 = blocks share
 
     @property
     def needs(self) -> Needs:
         narrow = self.scaled and self.part is not Part.PRECOMPUTE
         by_byte = narrow and self.state.size == 1 and self.state_loads is Loads.ELEMENT
         ahead = self.prefetch > 0
-        return replace(super().needs, mma="bf16", prefetch=ahead, lines=ahead and narrow, narrow=narrow, bytes=by_byte)
+        turns = self.walk > 0
+        return replace(
+            super().needs, mma="bf16", prefetch=ahead, lines=ahead and narrow, narrow=narrow, bytes=by_byte, matrix_turns=turns
+        )
 
     @property
     def tile(self) -> int:
-        """Rows of headdim per block."""
-        return 16 * self.warps
+        """Rows of headdim per block, or with `walk` of all heads."""
+        return 16 * self.warps * max(1, self.walk)
 
     @property
     def tiles(self) -> int:
@@ -70,6 +74,8 @@ class ReplaySpec(KernelSpec, ReplayProblem):
     @property
     def blocks(self) -> int:
         """Per sequence."""
+        if self.walk:
+            return self.nheads * self.headdim // self.tile
         return self.nheads // self.group_heads if self.part is Part.PRECOMPUTE else self.nheads * self.tiles
 
     @property
@@ -78,7 +84,7 @@ class ReplaySpec(KernelSpec, ReplayProblem):
 
     @property
     def traffic(self) -> tuple[int, int]:
-        tile = min(self.tile, self.headdim) * self.d_state * self.state.size
+        tile = min(self.tile, self.headdim * (self.nheads if self.walk else 1)) * self.d_state * self.state.size
         return tile, tile
 
     @property
@@ -105,7 +111,7 @@ class ReplaySpec(KernelSpec, ReplayProblem):
                 shape,
                 f"{self.history.value}{self.window}",
                 kind,
-                f"w{self.warps}" + (f"h{self.helpers}" if self.helpers else ""),
+                f"w{self.warps}" + (f"x{self.walk}" if self.walk else "") + (f"h{self.helpers}" if self.helpers else ""),
                 *extras,
                 *pdl,
             ]
@@ -142,11 +148,12 @@ class ReplaySpec(KernelSpec, ReplayProblem):
     def violations(self, arch: Arch) -> list[str]:
         if not 1 <= self.warps <= 16:
             return [*self.faults(), f"warps {self.warps} are not 1 … 16"]
-        whole = self.headdim % self.tile == 0
+        whole = self.walk > 0 or self.headdim % self.tile == 0
         return [
             *self.faults(),
+            *self._walk_violations(),
             *must(
-                self.part is Part.PRECOMPUTE or self.tile < self.headdim + 16,
+                self.part is Part.PRECOMPUTE or self.walk > 0 or self.tile < self.headdim + 16,
                 f"{self.warps} warps of 16 rows exceed the {self.headdim} rows of a head",
             ),
             *must((self.part is Part.FUSED) != self.two_kernels, f"{self.part.value} is of {'two kernels' if self.two_kernels else 'one'}"),
@@ -170,6 +177,23 @@ class ReplaySpec(KernelSpec, ReplayProblem):
                 not self.prefetch or (self.state_loads is Loads.VECTOR and whole and self.part is not Part.PRECOMPUTE),
                 "the bulk L2 prefetch needs whole, aligned tiles of the state",
             ),
+        ]
+
+    def _walk_violations(self) -> list[str]:
+        """What a warp with rows of its own cannot do, if there are such."""
+        if not self.walk:
+            return []
+        rows, half = 16 * self.walk, (DType.BF16, DType.F16)
+        return [
+            *must(1 <= self.walk <= 8, f"walk {self.walk} is not 0 … 8"),
+            *must(self.headdim % rows == 0, f"{rows} rows of a warp do not divide the {self.headdim} of a head"),
+            *must(self.nheads * self.headdim % self.tile == 0, f"{self.tile} rows of a block do not divide those of {self.nheads} heads"),
+            *must(self.part is Part.FUSED and not self.materialize, "rows of a warp's own are for the one kernel that has tokens"),
+            *must(not self.helpers, "rows of a warp's own leave nothing to helpers"),
+            *must(max(self.tokens, self.window) <= 16, f"{self.tokens} tokens on {self.window} are more than a warp's registers hold, 16"),
+            *must(self.x is DType.BF16, f"a warp turns x, B and C of bf16 by itself, not {self.x.value}"),
+            *must(self.out in half and self.z in (None, *half), "a warp turns z and out of 16 bits by itself"),
+            *must(self.operand_loads is self.state_loads is Loads.VECTOR, "rows of a warp's own are read by vectors"),
         ]
 
     # --- what is staged in shared memory
@@ -210,6 +234,8 @@ class ReplaySpec(KernelSpec, ReplayProblem):
 
     @property
     def shared_bytes(self) -> int:
+        if self.walk:
+            return 0
         rows = self.window * self.old_pitch + (0 if self.materialize else 2 * self.tokens * self.pitch)
         total = self.x_terms * rows * 2 * self.vec
         if self.part is Part.MAIN:
@@ -316,14 +342,14 @@ class ReplaySpec(KernelSpec, ReplayProblem):
             "pooled": self.index is not Index.NONE,
             "ragged": self.cu_seqlens is not Index.NONE,
             "step": self.history is History.STEP,
-            "tail": self.headdim % self.tile != 0,
+            "tail": not self.walk and self.headdim % self.tile != 0,
             "vector_state": self.state_loads is Loads.VECTOR,
             "vector": self.operand_loads is Loads.VECTOR,
             "makes": self.part is not Part.MAIN and not self.materialize,
             "applies": self.part is not Part.PRECOMPUTE,
             "several": self.part is Part.PRECOMPUTE,
             "there": not self.materialize,  # the tokens
-            "x_fits": " && tile * kTile + column < kHeadDim" if self.headdim % self.tile else "",
+            "x_fits": " && tile * kTile + column < kHeadDim" if not self.walk and self.headdim % self.tile else "",
             "rounded": {self.state.value} if self.philox_rounds else set(),
             "narrow_noise": self.scaled and bool(self.philox_rounds),
             # Pairs of terms of the two factors of a product; what is left out is below 2^-24 of it.
