@@ -23,12 +23,13 @@ from ssmgen.families.replay_selective_state_update import spec as family
 from ssmgen.families.replay_selective_state_update.spec import History, Part, ReplayProblem, ReplaySpec
 from ssmgen.nvrtc import compile_cubin
 from ssmgen.render import render, uses_pdl
-from ssmgen.spec import Arch, DType, Index, Loads, Pdl
+from ssmgen.spec import Arch, DType, Index, Loads, Narrow, Pdl
 
 SM80, SM90 = Arch.parse("sm_80"), Arch.parse("sm_90a")
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 F32, BF = DType.F32, DType.BF16
 SMALL = ReplaySpec(d_state=32, headdim=16, nheads=2, ngroups=1, warps=1, index=Index.I32, out=F32, state=F32)
+OWN_ROWS = replace(SMALL, walk=1, out=BF)
 EARLY = {"pdl": Pdl.TRIGGER_LOADED, "after_conv": True}
 TWO = {"two_kernels": True, "part": Part.MAIN}
 EDGES = {"pdl": Pdl.TRIGGER_LOADED, "ahead_pdl": Pdl.TRIGGER_LOADED}
@@ -54,6 +55,17 @@ MATRIX = {
         SMALL, **RUNG, state=DType.BF16, philox_rounds=7, advance=True, cu_seqlens=Index.I64, index=Index.I64, helpers=1
     ),
     "ring-two-kernels-elements": replace(SMALL, **RUNG, **TWO, state=DType.F16, operand_loads=Loads.ELEMENT, dt_bias=DType.BF16),
+    "own-rows-f32": replace(SMALL, walk=1, out=BF, dt_bias=BF),
+    "own-rows-two-at-a-time-early-advance": replace(
+        SMALL, state=BF, walk=2, warps=2, headdim=32, out=BF, D=F32, z=DType.F16, prefetch=1, advance=True, **EARLY
+    ),
+    "own-rows-three-ragged-t16": replace(
+        SMALL, state=DType.F16, walk=3, warps=4, headdim=48, nheads=4, ngroups=2, tokens=16, window=16, cu_seqlens=Index.I32, out=BF
+    ),
+    "own-rows-four-ring": replace(SMALL, **RUNG, state=BF, walk=4, headdim=64, window=16, out=DType.F16, D=F32, pdl=Pdl.WAIT),
+    "own-rows-i8-ring-philox": replace(
+        SMALL, **RUNG, state=Narrow.I8, walk=2, warps=2, headdim=32, philox_rounds=7, advance=True, prefetch=1, out=BF
+    ),
     "materialize-step": replace(SMALL, materialize=True, pdl=Pdl.WAIT, headdim=24, warps=2),
     "materialize-ring-f16": replace(SMALL, **RUNG, materialize=True, state=DType.F16, x=DType.F16, window=24, state_loads=Loads.ELEMENT),
 }
@@ -115,6 +127,26 @@ def test_variants_are_bit_equal(name):
     first = results["plain"]
     for variant, found in results.items():
         assert not [n for n, t in found.items() if not same(t, first[n])], f"{variant} differs"
+
+
+OWN = {
+    "step-bf16-D-z": replace(STEP, state=BF16, out=BF16, headdim=32, heads=4, groups=2, batch=4, z=BF16),
+    "ring-f16-philox": replace(RING, state=F16, out=F16, headdim=32, heads=2, groups=1, window=16, tokens=12, seeds="one"),
+}
+
+
+@needs_emulator
+@pytest.mark.parametrize("name", OWN)
+def test_warps_with_rows_of_their_own_are_bit_equal(name):
+    """Once and twice 16 rows; and blocks whose warps share all else."""
+    results = []
+    for how in ({"warps": 2}, {"warps": 2, "walk": 1}, {"warps": 2, "walk": 2, "prefetch": 1}):
+        call = make(OWN[name], "cpu")
+        spec = family._spec(call.problem, **how)
+        assert not spec.violations(SM90)
+        results.append(emulate(call, spec))
+    for found in results[1:]:
+        assert not [n for n, t in found.items() if not same(t, results[0][n])]
 
 
 @needs_emulator
@@ -212,6 +244,16 @@ def test_the_first_of_two_kernels_is_checked_with_the_second():
         (SMALL, {"d_state": 256, "x": F32, "tokens": 32, "window": 32}, "bytes of shared memory exceed 48 KiB"),
         (SMALL, {"prefetch": 264, "state_loads": Loads.ELEMENT}, "needs whole, aligned tiles of the state"),
         (SMALL, {"headdim": 24, "warps": 1, "prefetch": 264}, "needs whole, aligned tiles of the state"),
+        (OWN_ROWS, {"walk": 9}, "walk 9 is not 0 … 8"),
+        (OWN_ROWS, {"walk": 2}, "32 rows of a warp do not divide the 16 of a head"),
+        (OWN_ROWS, {"warps": 3}, "48 rows of a block do not divide those of 2 heads"),
+        (OWN_ROWS, {"materialize": True}, "for the one kernel that has tokens"),
+        (OWN_ROWS, {"helpers": 1}, "leave nothing to helpers"),
+        (OWN_ROWS, {"window": 24}, "8 tokens on 24 are more than a warp's registers hold, 16"),
+        (OWN_ROWS, {"x": DType.F16}, "of bf16 by itself, not f16"),
+        (OWN_ROWS, {"out": F32}, "z and out of 16 bits"),
+        (OWN_ROWS, {"z": F32}, "z and out of 16 bits"),
+        (OWN_ROWS, {"operand_loads": Loads.ELEMENT}, "read by vectors"),
     ],
 )
 def test_violations_in_words(spec, change, words):
