@@ -56,10 +56,9 @@ class ReplaySpec(KernelSpec, ReplayProblem):
         narrow = self.scaled and self.part is not Part.PRECOMPUTE
         by_byte = narrow and self.state.size == 1 and self.state_loads is Loads.ELEMENT
         ahead = self.prefetch > 0
-        turns = self.walk > 0
-        return replace(
-            super().needs, mma="bf16", prefetch=ahead, lines=ahead and narrow, narrow=narrow, bytes=by_byte, matrix_turns=turns
-        )
+        own = {"matrix_turns": True, "noise_at_once": self.philox_rounds > 0 and not self.scaled} if self.walk else {}
+        needs = replace(super().needs, **own)
+        return replace(needs, mma="bf16", prefetch=ahead, lines=ahead and narrow, narrow=narrow, bytes=by_byte)
 
     @property
     def tile(self) -> int:
