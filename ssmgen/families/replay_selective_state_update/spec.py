@@ -14,34 +14,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from enum import Enum
 from itertools import product
 from typing import Any, ClassVar
 
-from ...spec import FP8, LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Narrow, Needs, Param, Pdl, must
+from ...spec import FP8, LATER, SM90, Arch, DType, Index, Loads, Narrow, Needs, Pdl, must
+from .arguments import Part as Part
+from .arguments import ReplayArguments
 from .problem import History, ReplayProblem
 
 OPERATOR = "replay_selective_state_update"
 
-_INTEGER = {Index.I32: "int", Index.I64: "i64"}
-
-
-class Part(Enum):
-    """One kernel, or two: one that makes `mix` and keeps the new inputs, and one that goes through the states."""
-
-    FUSED = "fused"
-    PRECOMPUTE = "precompute"
-    MAIN = "main"
-
 
 @dataclass(frozen=True, kw_only=True)
-class ReplaySpec(KernelSpec, ReplayProblem):
+class ReplaySpec(ReplayArguments):
     """A problem, and how one variant computes it. No choice here changes a bit of the result."""
 
     family: ClassVar[str] = OPERATOR
     template: ClassVar[str] = "replay_selective_state_update/replay_selective_state_update.cu.j2"
 
-    part: Part = Part.FUSED
     warps: int = 4  # of 16 rows each
     helpers: int = 0  # warps that do all but the rows, which then have that much less to do; 0 = each does its part of everything
     group_heads: int = 1  # PRECOMPUTE: heads of a group per block
@@ -49,7 +39,7 @@ class ReplaySpec(KernelSpec, ReplayProblem):
     prefetch: int = 0  # ask L2 for the tile of the block this many blocks ahead; 0 = off
     pdl: Pdl = Pdl.OFF
     ahead_pdl: Pdl = Pdl.OFF  # MAIN: of the kernel ahead of it
-    walk: int = field(default=0, metadata=LATER)  # 16 rows so often are a warp's own, with all else in its registers; 0 = blocks share
+    walk: int = field(default=0, metadata=LATER)  # times 16 rows that a warp goes through by itself; 0 = a block's warps share all else
 
     @property
     def needs(self) -> Needs:
@@ -244,95 +234,6 @@ class ReplaySpec(KernelSpec, ReplayProblem):
             total += 0 if self.materialize else 4 * self.tokens * self.mix_pitch
         return total
 
-    # --- arguments
-
-    def operands(self) -> list[str]:
-        """Tensor arguments in order."""
-        step, ring = self.history is History.STEP, self.history is History.RING
-        makes, applies = self.part is not Part.MAIN, self.part is not Part.PRECOMPUTE
-        split = self.part is not Part.FUSED
-        there = {
-            "state": applies,
-            "old_x": applies,
-            "old_B": True,
-            "old_dt": True,
-            "old_dA_cumsum": step,
-            "cache_buf_idx": step,
-            "ring_start": ring,
-            "prev_num_accepted_tokens": True,
-            "x": applies and not self.materialize,
-            "dt": makes and not self.materialize,
-            "A": (makes and not self.materialize) or ring,
-            "B": makes and not self.materialize,
-            "C": not self.materialize,
-            "D": applies and self.D is not None and not self.materialize,
-            "z": applies and self.z is not None and not self.materialize,
-            "dt_bias": makes and self.dt_bias is not None and not self.materialize,
-            "out": applies,
-            "state_indices": self.index is not Index.NONE,
-            "cu_seqlens": self.cu_seqlens is not Index.NONE,
-            "rand_seed": applies and bool(self.philox_rounds),
-            "arrivals": applies and self.advance,
-            "state_scale": applies and self.scaled,
-            "mix": split,
-            "sums": split,
-        }
-        return [name for name, given in there.items() if given]
-
-    def written(self) -> list[str]:
-        """Operands that the kernel may write."""
-        names = {
-            Part.FUSED: ["state", "state_scale", "old_x", "old_B", "old_dt", "old_dA_cumsum", "out"],
-            Part.PRECOMPUTE: ["old_B", "old_dt", "old_dA_cumsum", "mix", "sums"],
-            Part.MAIN: ["state", "state_scale", "old_x", "out"],
-        }[self.part]
-        if self.materialize:
-            return ["out"]
-        kept = ["cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "rand_seed", "arrivals"]
-        return [name for name in self.operands() if name in names or (name in kept and "arrivals" in self.operands())]
-
-    def strides(self) -> list[tuple[str, str]]:
-        """(operand, axis) of every stride the kernel takes, in elements. Only the distance between slots is 64-bit."""
-        batch = ["batch"] if self.cu_seqlens is Index.NONE else []
-        inner = ["n"] if self.operand_loads is Loads.ELEMENT else []
-        row = ["row"] if self.operand_loads is Loads.ELEMENT else []
-        buffer = ["buffer"] if self.history is History.STEP else []
-        axes = {
-            "state": ["slot"],
-            "old_x": ["slot", "token", "head", *row],
-            "old_B": ["slot", *buffer, "token", "group", *inner],
-            "old_dt": ["slot", *buffer, "head", "token"],
-            "old_dA_cumsum": ["slot", *buffer, "head", "token"],
-            **dict.fromkeys(("x", "z", "out"), [*batch, "token", "head", *row]),
-            "dt": [*batch, "token", "head"],
-            **dict.fromkeys(("B", "C"), [*batch, "token", "group", *inner]),
-            "A": ["head"],
-            "D": ["head", "row"],
-            "dt_bias": ["head"],
-            "rand_seed": ["slot"],
-            "state_scale": ["slot", "head", "row"],
-        }
-        if self.materialize:
-            axes["out"] = ["slot"]
-        return [(operand, axis) for operand in self.operands() for axis in axes.get(operand, [])]
-
-    def parameters(self) -> list[Param]:
-        element = {f.name: getattr(self, f.name).value for f in fields(self) if isinstance(getattr(self, f.name), (DType, Narrow))}
-        element |= dict.fromkeys(("B", "C", "old_x", "old_B"), self.x.value)
-        element |= dict.fromkeys(("old_dt", "old_dA_cumsum", "mix", "sums", "state_scale"), "f32")
-        element |= dict.fromkeys(("cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "arrivals"), "int")
-        element |= {"state_indices": _INTEGER.get(self.index, ""), "cu_seqlens": _INTEGER.get(self.cu_seqlens, ""), "rand_seed": "i64"}
-        if self.materialize:
-            element["out"] = self.out.value if self.scaled else self.state.value
-        pointers = [Param.pointer(op, element[op], const=op not in self.written()) for op in self.operands()]
-        pooled = self.index is not Index.NONE
-        wide = [Param.i64("slots"), Param.i64("pad_slot_id")] if pooled else []
-        wide += [Param.i64(f"{op}_{axis}") for op, axis in self.strides() if axis == "slot"]
-        narrow = [*(["state_indices_batch"] if pooled else []), "window", *(["ring"] if self.history is History.RING else [])]
-        narrow += [] if self.materialize else ["tokens" if self.cu_seqlens is Index.NONE else "total_tokens"]
-        narrow += [f"{op}_{axis}" for op, axis in self.strides() if axis != "slot"]
-        return [*pointers, *wide, *map(Param.u32, narrow)]
-
     # --- for the template
 
     def constants(self) -> dict[str, Any]:
@@ -378,12 +279,37 @@ def space(problem: ReplayProblem, arch: Arch) -> Iterator[ReplaySpec]:
         spec = _spec(problem, part=part, pdl=pdl, **how)
         if not spec.violations(arch):
             yield spec
+    for walk, warps, prefetch, pdl in product(range(1, 6), (1, 2, 4), (0, 32, 64, 132, 264), Pdl):
+        spec = _spec(problem, part=part, walk=walk, warps=warps, prefetch=prefetch, pdl=pdl)
+        if not spec.violations(arch):
+            yield spec
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
 # Choosing a variant, by the heads of all sequences. Measured on an H200 (132 SMs); docs/performance.md holds what was tried.
 
 LATENCY, MIDDLE, BANDWIDTH = 64, 256, 768  # heads
+OWN = 1024  # warps that are enough to go through rows of their own, several times 16 each
+AHEAD = 4 << 20  # bytes of states that they ask L2 for ahead of their turn
+
+
+def _own(problem: ReplayProblem, heads: int, arch: Arch) -> dict[str, Any] | None:
+    """Choices for warps with rows of their own, which have a third of the instructions; None where they lack registers, or do not apply."""
+    half = (DType.BF16, DType.F16)
+    small = problem.window + problem.tokens <= 24 and problem.d_state <= 128 and problem.state in half and problem.x is DType.BF16
+    vectors = problem.state_loads is problem.operand_loads is Loads.VECTOR
+    if not small or not vectors or problem.headdim % 16 or problem.materialize or problem.two_kernels:
+        return None
+    if problem.out not in half or problem.z not in (None, *half):
+        return None
+    times = problem.headdim // 16
+    walk = max(n for n in range(1, 6) if times % n == 0 and (n == 1 or heads * times // n >= OWN))
+    most = 2 if problem.window + problem.tokens > 16 else 4  # of 172 registers, more blocks of two warps fit than of four
+    warps = max(n for n in (1, 2, 4) if n <= most and problem.nheads * times // walk % n == 0)
+    how: dict[str, Any] = {"warps": warps, "walk": walk}
+    if heads >= BANDWIDTH and arch >= SM90:
+        how["prefetch"] = AHEAD // (16 * walk * warps * problem.d_state * problem.state.size)
+    return how
 
 
 def _how(problem: ReplayProblem, heads: int, arch: Arch) -> tuple[str, dict[str, Any]]:
@@ -397,6 +323,8 @@ def _how(problem: ReplayProblem, heads: int, arch: Arch) -> tuple[str, dict[str,
         return "latency", {"warps": 2, "helpers": 4 if long else 1 if problem.state is DType.F32 else 2}
     if heads <= MIDDLE and problem.d_state * problem.state.size <= 512:
         return "middle", {"warps": 4, "helpers": 2}
+    if own := _own(problem, heads, arch):
+        return "own rows", own
     many = {"warps": 5 if problem.headdim % 80 == 0 else 4}
     whole = problem.headdim % (16 * many["warps"]) == 0 and problem.state_loads is Loads.VECTOR
     # Four blocks per SM, where that costs no spills: ptxas leaves room for three.
