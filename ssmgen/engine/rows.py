@@ -100,6 +100,11 @@ class RowSpec(KernelSpec, RowProblem):
         return self.threads
 
     @property
+    def owned_once(self) -> bool:
+        """Whether a lane owns the scalars of one row of all steps, and not of one in each: fewer addresses, loads and stores."""
+        return False
+
+    @property
     def traffic(self) -> tuple[int, int]:
         row = self.row_elements * self.row_dtype.size
         return min(self.tile, self.rows) * row, self.rows_per_step * row

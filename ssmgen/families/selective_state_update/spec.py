@@ -44,6 +44,11 @@ class SsuSpec(RowSpec, SsuProblem):
         return replace(super().needs, streaming=self.intermediates, narrow=bool(self.narrow), bytes=by_byte)
 
     @property
+    def owned_once(self) -> bool:
+        steps, whole = self.tile // self.rows_per_step, self.rows % self.tile == 0
+        return self.scaled and self.tied and not self.several and whole and 1 < self.ilp < self.lanes == steps * self.ilp
+
+    @property
     def shared_bytes(self) -> int:
         """Staged tokens: B and C, x and z of the tile's rows, dt, its decay and a parent."""
         return 4 * self.chunk * (2 * self.d_state + len(self.row_scalars()) * self.tile + 3) if self.several else 0
