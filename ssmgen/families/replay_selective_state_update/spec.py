@@ -46,8 +46,8 @@ class ReplaySpec(ReplayArguments):
         narrow = self.scaled and self.part is not Part.PRECOMPUTE
         by_byte = narrow and self.state.size == 1 and self.state_loads is Loads.ELEMENT
         ahead = self.prefetch > 0
-        own = {"matrix_turns": True, "noise_at_once": self.philox_rounds > 0 and not self.scaled} if self.walk else {}
-        needs = replace(super().needs, **own)
+        noise = self.walk > 0 and self.philox_rounds > 0 and not self.scaled
+        needs = replace(super().needs, matrix_turns=self.walk > 0, noise_at_once=noise)
         return replace(needs, mma="bf16", prefetch=ahead, lines=ahead and narrow, narrow=narrow, bytes=by_byte)
 
     @property
