@@ -289,12 +289,13 @@ def space(problem: ReplayProblem, arch: Arch) -> Iterator[ReplaySpec]:
 # Choosing a variant, by the heads of all sequences. Measured on an H200 (132 SMs); docs/performance.md holds what was tried.
 
 LATENCY, MIDDLE, BANDWIDTH = 64, 256, 768  # heads
-OWN = 1024  # warps that are enough to go through rows of their own, several times 16 each
+OWN_FROM = MIDDLE + 1  # heads from which warps go through rows of their own
+OWN = 1024  # of such warps, enough: with more rows, each goes through several times 16
 AHEAD = 4 << 20  # bytes of states that they ask L2 for ahead of their turn
 
 
 def _own(problem: ReplayProblem, heads: int, arch: Arch) -> dict[str, Any] | None:
-    """Choices for warps with rows of their own, which have a third of the instructions; None where they lack registers, or do not apply."""
+    """Choices for warps with rows of their own, which have half of the instructions; None where they lack registers or cannot."""
     half = (DType.BF16, DType.F16)
     small = problem.window + problem.tokens <= 24 and problem.d_state <= 128 and problem.state in half and problem.x is DType.BF16
     vectors = problem.state_loads is problem.operand_loads is Loads.VECTOR
@@ -315,6 +316,8 @@ def _own(problem: ReplayProblem, heads: int, arch: Arch) -> dict[str, Any] | Non
 def _how(problem: ReplayProblem, heads: int, arch: Arch) -> tuple[str, dict[str, Any]]:
     """(rule, choices) for so many heads. Warps are of 16 rows each."""
     long = problem.tokens > 8
+    if heads >= OWN_FROM and (own := _own(problem, heads, arch)):
+        return "own rows", own
     if max(problem.tokens, problem.window) > 16:  # what a thread brings of so many rows is too much beside its share of the state
         return "long", {"warps": 2, "helpers": 4}
     if problem.materialize:
@@ -323,8 +326,6 @@ def _how(problem: ReplayProblem, heads: int, arch: Arch) -> tuple[str, dict[str,
         return "latency", {"warps": 2, "helpers": 4 if long else 1 if problem.state is DType.F32 else 2}
     if heads <= MIDDLE and problem.d_state * problem.state.size <= 512:
         return "middle", {"warps": 4, "helpers": 2}
-    if own := _own(problem, heads, arch):
-        return "own rows", own
     many = {"warps": 5 if problem.headdim % 80 == 0 else 4}
     whole = problem.headdim % (16 * many["warps"]) == 0 and problem.state_loads is Loads.VECTOR
     # Four blocks per SM, where that costs no spills: ptxas leaves room for three.
