@@ -305,8 +305,7 @@ def _own(problem: ReplayProblem, heads: int, arch: Arch) -> dict[str, Any] | Non
         return None
     times = problem.headdim // 16
     walk = max(n for n in range(1, 6) if times % n == 0 and (n == 1 or heads * times // n >= OWN))
-    most = 2 if problem.window + problem.tokens > 16 else 4  # of 172 registers, more blocks of two warps fit than of four
-    warps = max(n for n in (1, 2, 4) if n <= most and problem.nheads * times // walk % n == 0)
+    warps = 1 if problem.nheads * times // walk % 2 else 2  # of 165 … 200 registers: more blocks of two warps fit than of four
     how: dict[str, Any] = {"warps": warps, "walk": walk}
     if heads >= BANDWIDTH and arch >= SM90:
         how["prefetch"] = AHEAD // (16 * walk * warps * problem.d_state * problem.state.size)
