@@ -132,7 +132,9 @@ def test_variants_are_bit_equal(name):
 OWN = {
     "step-bf16-D-z": replace(STEP, state=BF16, out=BF16, headdim=32, heads=4, groups=2, batch=4, z=BF16),
     "ring-f16-philox": replace(RING, state=F16, out=F16, headdim=32, heads=2, groups=1, window=16, tokens=12, seeds="one"),
+    "step-bf16-philox": replace(STEP, state=BF16, out=BF16, headdim=32, heads=2, groups=1, batch=4, seeds="slots"),
 }
+EXTREMES = torch.tensor([3.3895e38, -3.3895e38, 3.3762e38, float("inf"), float("-inf"), float("nan"), 1e-40, 0.0], dtype=BF16)
 
 
 @needs_emulator
@@ -142,6 +144,12 @@ def test_warps_with_rows_of_their_own_are_bit_equal(name):
     results = []
     for how in ({"warps": 2}, {"warps": 2, "walk": 1}, {"warps": 2, "walk": 2, "prefetch": 1}):
         call = make(OWN[name], "cpu")
+        if call.kwargs["state"].dtype == BF16:
+            call.kwargs["state"][..., ::5, :8] = EXTREMES
+            call.kwargs["A"].zero_()  # so that they stay, and what is added to them is of the size of their last place
+            call.kwargs["old_dA_cumsum"].mul_(0)
+            for operand in ("old_x", "old_B"):
+                call.kwargs[operand].mul_(1e18)
         spec = family._spec(call.problem, **how)
         assert not spec.violations(SM90)
         results.append(emulate(call, spec))
