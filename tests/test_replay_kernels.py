@@ -140,9 +140,10 @@ EXTREMES = torch.tensor([3.3895e38, -3.3895e38, 3.3762e38, float("inf"), float("
 @needs_emulator
 @pytest.mark.parametrize("name", OWN)
 def test_warps_with_rows_of_their_own_are_bit_equal(name):
-    """Once and twice 16 rows; and blocks whose warps share all else."""
+    """Blocks whose warps share all else; twice 16 rows each, and in one case once."""
     results = []
-    for how in ({"warps": 2}, {"warps": 2, "walk": 1}, {"warps": 2, "walk": 2, "prefetch": 1}):
+    once = [{"warps": 2, "walk": 1}] if name == "step-bf16-D-z" else []
+    for how in ({"warps": 2}, {"warps": 2, "walk": 2, "prefetch": 1}, *once):
         call = make(OWN[name], "cpu")
         if call.kwargs["state"].dtype == BF16:
             call.kwargs["state"][..., ::5, :8] = EXTREMES
