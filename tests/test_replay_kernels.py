@@ -32,6 +32,7 @@ SMALL = ReplaySpec(d_state=32, headdim=16, nheads=2, ngroups=1, warps=1, index=I
 OWN_ROWS = replace(SMALL, walk=1, out=BF)
 EARLY = {"pdl": Pdl.TRIGGER_LOADED, "after_conv": True}
 TWO = {"two_kernels": True, "part": Part.MAIN}
+NOISE = {"philox_rounds": 10}
 EDGES = {"pdl": Pdl.TRIGGER_LOADED, "ahead_pdl": Pdl.TRIGGER_LOADED}
 RUNG = {"history": History.RING}
 ALL_F16 = {"x": DType.F16, "out": DType.F16, "z": DType.F16, "dt": DType.F16, "D": DType.BF16}
@@ -335,6 +336,8 @@ CHOSEN: dict[str, list[tuple[str, int, dict[str, Any]]]] = {  # shape, batch, th
         ("small", 1, {"state": BF, "D": F32, "dt_bias": F32, "after_conv": True}),
         ("small", 8, {"state": F32}),
         ("small", 256, {"state": BF, "D": F32, "z": BF}),
+        ("small", 64, {"state": BF, "D": F32, "z": BF, **NOISE}),
+        ("p80", 64, {"state": BF, "advance": True, "cu_seqlens": Index.I32, **NOISE}),
         ("large", 32, {"state": DType.F16, "philox_rounds": 10, "advance": True, "cu_seqlens": Index.I32}),
         ("medium", 64, {"state": F32, **RUNG, "window": 16}),
         ("p80", 64, {"state": BF, "tokens": 16, "window": 16}),
@@ -344,6 +347,29 @@ CHOSEN: dict[str, list[tuple[str, int, dict[str, Any]]]] = {  # shape, batch, th
     "sm_100a": [("small", 64, {"state": DType.F16, "philox_rounds": 10})],
     "sm_120": [("p80", 8, {"state": BF, "after_conv": True})],
 }
+
+
+@pytest.mark.parametrize(
+    ("more", "batch", "how"),
+    [
+        ({}, 48, (4, 1, 264)),
+        ({"nheads": 1, "headdim": 96}, 1000, (2, 1, 264)),
+        ({"nheads": 1, "headdim": 80}, 1000, (1, 1, 264)),
+        ({"out": DType.F16, "z": BF}, 1000, (4, 1, 264)),
+        ({}, 47, (4, 0, 0)),
+        ({"philox_rounds": 0}, 1000, (4, 0, 264)),
+        (RUNG | {"window": 8}, 1000, (4, 0, 264)),
+        ({"state": DType.F16}, 1000, (4, 0, 264)),
+        ({"tokens": 16, "window": 16}, 1000, (4, 0, 264)),
+        ({"out": F32}, 1000, (4, 0, 264)),
+        ({"two_kernels": True}, 1000, (4, 0, 264)),
+    ],
+)
+def test_states_that_every_step_rounds_get_warps_with_rows_of_their_own(more, batch, how):
+    given: dict[str, Any] = {"d_state": 128, "headdim": 64, "nheads": 16, "ngroups": 1, "index": Index.I32, "state": BF} | NOISE | more
+    for arch, prefetch in ((SM90, how[2]), (SM80, 0)):
+        spec = registry.select(op.OPERATOR, ReplayProblem(**given), batch, arch, False)
+        assert (spec.warps, spec.walk, spec.prefetch) == (how[0], how[1], prefetch)
 
 
 def chosen(shape: str, batch: int, more: dict[str, Any], arch: Arch) -> tuple[ReplaySpec, ...]:

@@ -69,9 +69,8 @@ def at_shapes() -> list[Case]:
             cases += vary(wide, t32_bf16={"tokens": 32, "window": 32, "state": BF16}, two_t16={"two_kernels": True, "tokens": 16})
     cases = [replace(c, window=16) if not c.ring and c.tokens > c.window else c for c in cases]
     large = replace(STEP, heads=16, headdim=64, d_state=128, groups=1, tokens=6, state=BF16)
-    own = [replace(large, id=f"step-own-b{n}", batch=n, out=BF16) for n in (20, 40, 100)]
-    own.append(replace(own[-1], id="ring-own-b70", ring=True, window=16, batch=70))
-    own.append(replace(own[2], id="step-own-advance", arrivals=True, z=F16))
+    own = [replace(large, id=f"step-own-b{n}", batch=n, out=BF16, seeds="slots") for n in (48, 100)]  # warps with rows of their own
+    own.append(replace(own[-1], id="step-own-advance", arrivals=True, z=F16))
     return [*cases, *own, *[replace(large, id=f"step-h16-b{n}", batch=n) for n in (1, 4, 32, 100)]]
 
 
