@@ -13,6 +13,7 @@ class Needs:
     math: bool = False  # exponentials and reciprocals
     logs: bool = False  # logarithms, beside those
     elements: bool = False  # vectors gathered from elements that are not aligned, or not neighbours
+    guarded: bool = False  # of those, only some
     bytes: bool = False  # 8-bit loads, and with `narrow` stores
     narrow: bool = False  # states in fewer bits
     noise_at_once: bool = False  # stochastic rounding of several vectors of 16-bit numbers together

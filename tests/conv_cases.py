@@ -9,14 +9,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from ssu_cases import BF16, F16, F32, Memory
+from ssu_cases import BF16, Memory
 from torch import Tensor
-from varying import vary
 
 import ssmgen
 from ssmgen.families.causal_conv1d import call as forward_op
 from ssmgen.families.causal_conv1d_update import call as update_op
-from ssmgen.families.causal_conv1d_update.spec import Advance
+from ssmgen.families.causal_conv1d_update.spec import CHILDREN, Advance
 
 I32, I64 = torch.int32, torch.int64
 SHIFT, ROLL, RING = Advance.SHIFT, Advance.ROLL, Advance.RING
@@ -81,6 +80,8 @@ class UpdateCase:
     saved: str = ""  # what is contiguous in the windows that are saved; or: odd
     saved_index: torch.dtype | None = None
     saved_tokens: int = 0  # of them, beyond or (negative) below the most
+    parents: torch.dtype | None = None  # of a draft tree
+    children: torch.dtype | None = None  # of one that is given by first children and next siblings
     in_place: bool = False
     out: str = ""
     pad_slot_id: int = -1
@@ -114,99 +115,6 @@ PACKED = (3, 0, 700, 1, 2, 530, 17)
 SHORT = (3, 0, 25, 1, 2, 40, 17)
 STATEFUL = {"initial": True, "final": "new"}
 POOL = {"pool": True, "started": True, "index": I64}
-
-
-def matrix() -> list[Case]:
-    kinds = list(KINDS.values())
-    first, first_slice, last, odd = (KINDS[k] for k in ("first", "first-slice", "last", "last-odd"))
-    types = [(F32, F32, F32), (F16, F16, F16), (BF16, F32, F32), (F16, F32, BF16), (F32, BF16, None), (BF16, F16, None)]
-    names = {F32: "f32", F16: "f16", BF16: "bf16", None: "none"}
-    packed = {"lengths": PACKED, **POOL}
-    short = {"lengths": SHORT, **POOL}
-    many = (5, 1, 0, 2)
-    cases = [
-        *kinds,
-        *[replace(c, id=f"{k}-w{w}") for k, c in KINDS.items() if k != "last-any" for w in range(1, 9) if w != 4],
-        *[replace(c, id=f"{c.id}-{'-'.join(names[n] for n in t)}", x=t[0], weight=t[1], bias=t[2]) for c in kinds[::2] for t in types],
-        *[r for c in kinds for r in vary(c, bare={"bias": None, "silu": False}, states=STATEFUL, seq_idx={"seq_idx": True, "x": F32})],
-        *[r for c in kinds for r in vary(c, ids_states={"seq_idx": True, **STATEFUL, "states": "windows", "width": 3})],
-        *[replace(c, id=f"{c.id}-packed", **(packed if "first" in c.id else short)) for c in kinds],
-        *[replace(c, id=f"{c.id}-packed-states", lengths=SHORT, **STATEFUL, starts=I64, three=True, x=F32, width=3) for c in kinds],
-        *[replace(c, id=f"{c.id}-pool", **POOL, batch=5, length=9, states="windows") for c in kinds[::3]],
-        *[replace(c, id=f"{c.id}-n{n}", length=n, **STATEFUL) for c in kinds for n in (1, 2)],
-        *[
-            replace(c, id=f"{c.id}-{len(n)}-sequences", lengths=n, dim=8, **POOL)
-            for c in (first_slice, last)
-            for n in (many * 17, many * 260)
-        ],
-        *vary(first, in_place_states={"initial": True, "final": "in_place"}, wild={"scale": 40.0}, taps_odd={"taps": "odd"}),
-        *vary(last, in_place_states={"initial": True, "final": "in_place"}, wild={"scale": 40.0}, taps_odd={"taps": "odd"}),
-        *vary(first, taps_across={"taps": "transposed"}, out_shifted={"out": "first_slice"}, out_last={"out": "last"}, dim1={"dim": 1}),
-        *vary(first, b0_final={"final": "new"}, b1_initial={"initial": True, "states": "gaps"}, pad5={**packed, "pad_slot_id": 5}),
-        *vary(first_slice, out_aligned={"out": "first"}, out_dense={"out": "first_dense", **STATEFUL}, f32_w8={"x": F32, "width": 8}),
-        *vary(last, taps_across={"taps": "transposed"}, out_odd={"out": "last_odd"}, out_first={"out": "first"}, dim1={"dim": 1}),
-        *vary(last, b0_final={"final": "new"}, b1_initial={"initial": True, "states": "gaps"}, pad5={**short, "pad_slot_id": 5}),
-        *vary(
-            last, pool_fresh={"lengths": SHORT, "pool": True, "index": I32}, pool_order={"lengths": SHORT, "pool": True, "started": True}
-        ),
-        *vary(odd, pool_gaps={**short, "states": "gaps", "starts": I64, "index": I32}, w8_packed={**short, "width": 8, "x": F32}),
-        *vary(first, packed_gaps={**packed, "states": "gaps", "starts": I64, "index": I32}, packed_w8={**packed, "width": 8, "x": F32}),
-        *vary(first, none={"length": 0}, packed_none={"lengths": (0, 0, 0), **POOL}, packed_none_final={"lengths": (0, 0), **STATEFUL}),
-        *vary(last, none_final={"length": 0, **STATEFUL}, none_pool={"length": 0, **POOL}),
-    ]
-    assert len({c.id for c in cases}) == len(cases)
-    return cases
-
-
-def update_matrix() -> list[UpdateCase]:
-    shift, roll, ring = UpdateCase("shift"), UpdateCase("roll", ROLL, tokens=4), UpdateCase("ring", RING, state="channels", extra=3)
-    channels = replace(shift, id="shift-channels", state="channels")
-    plain = replace(shift, id="shift-any", state="any", dim=37, layout="odd")
-    types = [(F32, F32, F32), (F16, F16, F16), (BF16, F32, F32), (F16, BF16, F32), (F32, F16, None), (BF16, BF16, None)]
-    packed = {"lengths": (3, 1, 0, 9, 2, 4, 6), "tokens": None}
-    saved = {"windows": {"saved": "windows"}, "channels": {"saved": "channels"}, "odd": {"saved": "odd", "dim": 37}}
-    indexed = {"saved_index": I32, "saved": "windows", "batch": 8}
-    bases = [shift, channels, plain]
-    anywhere = {"state": "any", "dim": 37, "layout": "odd", "taps": "odd"}
-    cases = [
-        *[replace(shift, id=f"shift-t{t}", tokens=t) for t in (*range(1, 17), 20)],
-        *[replace(channels, id=f"shift-channels-t{t}", tokens=t, extra=t % 4) for t in (1, 2, 3, 5, 9, 16, 20)],
-        *[replace(c, id=f"{c.id}-w{w}", width=w) for c in bases for w in (2, 3, 5, 6, 7, 8)],
-        *[replace(plain, id=f"shift-any-t{t}", tokens=t, extra=t % 3) for t in (1, 3, 20)],
-        *[replace(c, id=f"{c.id}-types-{i}", x=t[0], weight=t[1], bias=t[2]) for c in bases for i, t in enumerate(types)],
-        *[replace(c, id=f"{c.id}-longer", extra=5, tokens=3) for c in bases],
-        *[replace(c, id=f"{c.id}-longer-in-place", extra=2, tokens=4, in_place=True) for c in bases],
-        *[replace(shift, id=f"shift-dim{d}", dim=d) for d in (1, 2, 4, 100, 516, 2064)],
-        *vary(shift, bare={"bias": None, "silu": False}, odd_x={"layout": "odd", "tokens": 2}, x_tokens={"layout": "windows", "tokens": 3}),
-        *vary(shift, in_place={"in_place": True}, no_pool={"index": None}, i64_pad3={"index": I64, "pad_slot_id": 3, "batch": 9}),
-        *vary(shift, batch130={"batch": 130}, batch130_odd={"batch": 131, **anywhere}, batch1={"batch": 1}, taps={"taps": "transposed"}),
-        *vary(
-            shift, state_odd={"state": "channels_odd"}, out_odd={"out": "odd"}, in_place_t3={"in_place": True, "tokens": 3, "layout": "odd"}
-        ),
-        *[replace(roll, id=f"roll-t{t}", tokens=t) for t in (None, 1, 2, 3, 5, 8, 16, 20)],
-        *[replace(roll, id=f"roll-w{w}", width=w, x=x) for w, x in ((2, F32), (3, F16), (5, BF16), (8, F32))],
-        *vary(roll, i64={"position": I64}, longer={"extra": 3}, channels={"state": "channels"}, any=anywhere, in_place={"in_place": True}),
-        *vary(roll, channels_t16={"state": "channels", "tokens": 16, "extra": 1}, t20_any={**anywhere, "tokens": 20, "width": 2}),
-        *vary(roll, packed={**packed}, packed_any={**packed, **anywhere, "position": I64}, saved=saved["windows"]),
-        *vary(
-            ring, t1={}, t4={"tokens": 4}, t16={"tokens": 16}, t20={"tokens": 20}, least={"extra": 0}, i64={"position": I64, "tokens": 2}
-        ),
-        *vary(
-            ring, windows={"state": "windows", "tokens": 3}, any={**anywhere, "tokens": 3}, packed=packed, packed_any={**packed, **anywhere}
-        ),
-        *vary(
-            ring, w8={"width": 8, "x": F32, "tokens": 5}, w2={"width": 2, "x": F16, "extra": 0, "tokens": 5}, in_place={"in_place": True}
-        ),
-        *vary(shift, packed=packed, packed_i64={**packed, "starts": I64, "x": F32}, packed_channels={**packed, "state": "channels"}),
-        *vary(shift, packed_any={**packed, **anywhere, "extra": 3}, packed_in_place={**packed, "in_place": True, "extra": 2}),
-        *[replace(shift, id=f"shift-saved-{k}", tokens=3, **s) for k, s in saved.items()],
-        *[replace(shift, id=f"shift-saved-{k}-w2-f32", width=2, x=F32, **s) for k, s in saved.items()],
-        *vary(shift, saved_rows={**indexed, "tokens": 4}, saved_rows_i64={**indexed, "saved_index": I64, "saved": "odd", "dim": 37}),
-        *vary(shift, saved_packed={**packed, **indexed, "saved_tokens": -3}, saved_wide={**indexed, "tokens": 2, "saved_tokens": 3}),
-        *vary(ring, saved={"saved": "channels", "tokens": 3}, saved_t20={"saved": "windows", "tokens": 20}),
-    ]
-    assert len({c.id for c in cases}) == len(cases)
-    return cases
 
 
 # Where [batch, dim, length] lies: (strides, offset) of it.
@@ -343,6 +251,20 @@ def make_call(case: Case, device: str, seed: int = 0) -> Call:
     return Call(forward_op, memory, kwargs, case, written)
 
 
+def tree_of(tokens: int, g: torch.Generator) -> tuple[list[int], list[int]]:
+    """First children and next siblings, -1 for none: each token but the first is the child of an earlier one, or nobody's."""
+    children, siblings = [-1] * tokens, [-1] * tokens
+    for t in range(1, tokens):
+        parent = int(torch.randint(-1, t, (1,), generator=g))
+        if parent >= 0 and (at := children[parent]) < 0:
+            children[parent] = t
+        elif parent >= 0:
+            while siblings[at] >= 0:
+                at = siblings[at]
+            siblings[at] = t
+    return children, siblings
+
+
 def make_update(case: UpdateCase, device: str, seed: int = 0) -> Call:
     """The same for decode steps; sequence 2 of a rolling window has too small a count, and sequence 5 too large a one."""
     g, memory = torch.Generator().manual_seed(seed), Memory(device)
@@ -374,6 +296,18 @@ def make_update(case: UpdateCase, device: str, seed: int = 0) -> Call:
     if case.advance is RING:
         seen = [(0, 5, 17, 2, 1000, 3)[s % 6] for s in range(count)]
         kwargs["cache_seqlens"] = memory.fill("cache_seqlens", torch.tensor(seen, dtype=case.position))
+    if case.parents:  # the token before, the first, two back; and what is none: itself, a later one, negative
+        kinds = (lambda t: t - 1, lambda t: 0, lambda t: t - 2, lambda t: t, lambda t: t + 2, lambda t: -9)
+        columns = max(case.longest - (2 if case.lengths else 0), 1)
+        tree = [[kinds[int(torch.randint(6, (1,), generator=g))](t) for t in range(columns)] for _ in range(count)]
+        kwargs["parents"] = memory.view("parents", (count, columns), (2 * columns + 1, 2), case.parents)
+        kwargs["parents"].copy_(torch.tensor(tree))
+    if case.children:
+        trees = [tree_of(case.longest, g) for _ in range(count)]
+        made = dict(zip(CHILDREN, zip(*trees, strict=True), strict=False)) | {"parents_out": [[77] * case.longest] * count}
+        kwargs |= {n: memory.view(n, (count, case.longest), (2 * case.longest + 1, 2), case.children) for n in CHILDREN}
+        for name in CHILDREN:
+            kwargs[name].copy_(torch.tensor(made[name]))
     if case.saved:
         rows, columns = count + 2, case.longest + case.saved_tokens
         windows = torch.full((rows, columns, case.dim, history), 3.0, dtype=case.x)
@@ -389,8 +323,8 @@ def make_update(case: UpdateCase, device: str, seed: int = 0) -> Call:
             row = [{3: -1, 5: rows}.get(s, (s + 1) % count) for s in range(count)]
             kwargs["intermediate_state_indices"] = memory.fill("intermediate_state_indices", torch.tensor(row, dtype=case.saved_index))
     memory.seal()
-    written = {"out": "x" if case.in_place else "out", "conv_state": "conv_state", "intermediate_conv_window": "intermediate_conv_window"}
-    return Call(update_op, memory, kwargs, case, {n: b for n, b in written.items() if n != "intermediate_conv_window" or case.saved})
+    written = {n: n for n in update_op.FAMILY.written if n in kwargs} | {"out": "x" if case.in_place else "out"}
+    return Call(update_op, memory, kwargs, case, written)
 
 
 def make(case: Any, device: str, seed: int = 0) -> Call:

@@ -82,7 +82,7 @@ def assert_matches(call: Call, want: Expected) -> None:
     wrong = call.memory.untouched(dict.fromkeys(call.written.values()))
     assert not wrong, f"changed outside what the call may write: {wrong}"
     for name, state in want.kept.items():
-        different = (bits(call.views[name].cpu()) != bits(state)).nonzero()
+        different = (call.views[name].cpu() != state if name == "parents_out" else bits(call.views[name].cpu()) != bits(state)).nonzero()
         assert not len(different), f"{name} differs in {len(different)} elements, the first of them {different[0].tolist()}"
     out = call.views["out"].detach().cpu().double()
     difference = torch.where(want.bound > 0, (out - want.out).abs() / want.bound, torch.where(out == want.out, 0.0, torch.inf))
@@ -207,6 +207,46 @@ def speculation_equals_the_accepted_history(forward: Any, update: Any, draw: Dra
             full = torch.cat([history[b], x[b]], 1)
             assert equal(forward(full[None], *draw.weights, activation="silu")[0, :, -tokens:], out[b])
             history[b] = full[:, : full.shape[1] - tokens + accepted[b]]
+
+
+TREE = (-1, 0, 0, 1, 1, 2, 5, 0, 3)  # parents: each earlier, so that any order in which they stay so is the same tree
+
+
+def a_tree(update: Any, draw: Draw, x: Tensor, past: Tensor, parents: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(outputs, windows after each token, state) of a call."""
+    batch, dim, T = x.shape
+    state, windows = past.clone(), x.new_zeros(batch, T, dim, draw.width - 1)
+    tree = {} if parents is None else {"parents": draw.ints([list(parents)] * batch)}
+    return update(x, state, *draw.weights, "silu", intermediate_conv_window=windows, **tree), windows, state
+
+
+def a_chain_is_no_tree(update: Any, draw: Draw, state_len: int, tokens: int = 7) -> None:
+    """Also where numbers are no earlier token's: each then goes on from the one before it."""
+    x, past = draw.tokens(3, length=tokens), draw.states(3, state_len)
+    want = a_tree(update, draw, x, past, None)
+    for parents in (range(-1, tokens - 1), [-1] * tokens, range(tokens), [2**31 - 1] * tokens, [-(2**31)] * tokens):
+        assert all(map(equal, a_tree(update, draw, x, past, parents), want)), parents
+
+
+def each_path_equals_the_path_alone(update: Any, draw: Draw, state_len: int) -> None:
+    x, past = draw.tokens(2, length=len(TREE)), draw.states(2, state_len)
+    out, windows, state = a_tree(update, draw, x, past, TREE)
+    assert equal(state, a_tree(update, draw, x, past, None)[2]), "the state receives the inputs in their order"
+    for t in range(len(TREE)):
+        path = [t]
+        while path[0] > 0:
+            path.insert(0, TREE[path[0]])
+        alone, kept, _ = a_tree(update, draw, x[..., path], past, None)
+        assert equal(alone[..., -1], out[..., t]) and equal(kept[:, -1], windows[:, t]), f"path {path}"
+
+
+def the_order_of_siblings_changes_nothing(update: Any, draw: Draw, state_len: int) -> None:
+    x, past = draw.tokens(2, length=len(TREE)), draw.states(2, state_len)
+    out, windows, _ = a_tree(update, draw, x, past, TREE)
+    order = [0, 7, 2, 1, 5, 4, 3, 6, 8]  # the tokens, by their numbers above
+    parents = [-1, *(order.index(TREE[t]) for t in order[1:])]
+    again, kept, _ = a_tree(update, draw, x[..., order], past, parents)
+    assert equal(again, out[..., order]) and equal(kept, windows[:, order])
 
 
 def packed_equals_each_sequence(forward: Any, draw: Draw, lengths: tuple[int, ...] = (5, 0, 300, 1, 2, 33)) -> None:

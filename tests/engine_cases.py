@@ -18,7 +18,7 @@ import la_cases
 import norm_cases
 import ssu_cases
 import ssu_token_cases
-from conv_cases import I32, ROLL
+from conv_cases import I32, I64, ROLL
 from la_cases import RAW
 from ssu_cases import BF16, F16, F32
 from torch import Tensor
@@ -235,8 +235,16 @@ def _packed_of_channels(given: dict[str, Any]) -> dict[str, Any]:
     return _packed_decode(given) | {"a": given["g"].flatten(1), "lower_bound": given.get("lower_bound")}
 
 
+def _sglang_drafts(given: dict[str, Any]) -> dict[str, Any]:
+    kept = given["intermediate_states"]
+    rows = {"intermediate_state_indices": longer(given["intermediate_state_indices"]), "cache_steps": kept.shape[1]}
+    tree = {"retrieve_parent_token": longer(given["parents"])} if "parents" in given else {}
+    return _sglang_sigmoid(given) | {"intermediate_states_buffer": kept} | rows | tree
+
+
 def _sglang_sigmoid(given: dict[str, Any]) -> dict[str, Any]:
-    return {n: given[n] for n in ("q", "k", "v", "cu_seqlens")} | _gate(given) | {
+    tokens = {n: given[n] for n in ("q", "k", "v", "cu_seqlens") if n in given}
+    return tokens | _gate(given) | {
         "A_log": given["A_log"][None, None, :, None], "softplus_beta": 1.0, "softplus_threshold": 20.0, "use_qk_l2norm_in_kernel": True,
         "initial_state_source": given["state"], "initial_state_indices": longer(given["state_indices"]),
         "is_kda": given["g"].dim() > given["beta"].dim(), "lower_bound": given.get("lower_bound"),
@@ -289,6 +297,7 @@ _PROMPTS = replace(conv_cases.LAST, id="prompts", lengths=conv_cases.SHORT, pool
 _GDN = la_cases.Case("gdn", **RAW, V=128, state=BF16, scale=0.25, batch=6)
 _STEPS = replace(_GDN, scale=None, lengths=(1,) * 6, tokens=1)
 _GDN_DRAFTS = replace(_STEPS, lengths=(3, 2, 1, 0, 3, 4), dst="own", accepted=I32, slot_gap=8)
+_KEPT = replace(_STEPS, lengths=(3, 2, 1, 0, 3, 4), kept=0, rows=I32, update=False)
 _KDA = {"rule": "kda", "bias": "flat"}
 _PACKED_KDA = "fused_recurrent_kda_packed_decode"
 _ROWS, _HEADS = replace(norm_cases.MAMBA, id="rows", layout="gaps"), replace(norm_cases.KDA, id="heads", rows=(1, 5), in_place="x")
@@ -352,6 +361,10 @@ def _sglang() -> list[Form]:
         form("gdn-packed", _PACKED_DECODE, la_cases, _GDN, _packed_decode, packed=8),
         form("gdn-steps", _SIGMOID, la_cases, _STEPS, _sglang_sigmoid),
         form("gdn-verify", _SIGMOID, la_cases, _STEPS, _sglang_sigmoid, update=False, lengths=(3, 2, 1, 0, 3, 4)),
+        form("gdn-kept", _SIGMOID, la_cases, _KEPT, _sglang_drafts),
+        form("gdn-tree", _SIGMOID, la_cases, _KEPT, _sglang_drafts, parents=I32),
+        form("gdn-tree-rows", _SIGMOID, la_cases, _KEPT, _sglang_drafts, parents=I32, lengths=(), tokens=4),
+        form("kda-tree", _SIGMOID, la_cases, _KEPT, _sglang_drafts, parents=I64, update=True, **_KDA),
         form("kda-steps", _SIGMOID, la_cases, _STEPS, _sglang_sigmoid, **_KDA),
         form("kda-bounded", _SIGMOID, la_cases, _STEPS, _sglang_sigmoid, gate="bounded", **_KDA),
         form("kda-packed", _PACKED_KDA, la_cases, _GDN, _packed_of_channels, packed=8, **_KDA),

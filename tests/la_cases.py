@@ -67,6 +67,8 @@ class Case:
     dst: str = ""  # row: one slot per sequence; token: one per token; own: those that the sequence may start from
     accepted: torch.dtype | None = None
     kept: int | None = None  # columns of intermediate_states, beyond the most tokens; if negative, dst_state_indices has as few
+    parents: torch.dtype | None = None  # of a draft tree
+    rows: torch.dtype | None = None  # of the rows of intermediate_states, which then are more; a sequence's may be none
     update: bool = True
     packed: int | None = None  # q, k, v are slices of one tensor, from this element on; g and beta of another
     slot_gap: int = 0  # elements between slots
@@ -174,6 +176,8 @@ class Sequence:
     tokens: int
     slot: int  # where it starts from; -1: it is padding
     targets: Mapping[int, int]  # {token: slot that receives the state after it}
+    kept: int  # its row of intermediate_states; -1: none
+    parents: tuple[int, ...]  # of its tokens; -1: the token before
 
 
 @dataclass
@@ -216,12 +220,20 @@ def _slots(case: Case, g: torch.Generator) -> tuple[int, dict[str, Any], list[Se
         width = range(longest + min(case.kept or 0, 0))
         fresh = [[invalid[(b + t) % 3] if (b + t) % 4 == 1 else next(order) for t in width] for b in range(B)]
         indices["dst_state_indices"] = rows if case.dst == "own" else fresh
+    rows, columns = [-7 if case.rows and b % 6 == 3 else (2 * b + 1 if case.rows else b) for b in range(B)], longest + (case.kept or 0)
+    indices |= {"intermediate_state_indices": rows} if case.rows else {}
+    trees: list[list[int]] = [[]] * B
+    if case.parents:  # a token back, two back, the first; and what is none: itself, a later one, far off, negative
+        made = [lambda t: t - 1, lambda t: 0, lambda t: t - 2, lambda t: t, lambda t: t + 1, lambda t: 2**31 - 1, lambda t: -7]
+        trees = [[made[(b + t * t) % 7](t) for t in range(longest - (1 if case.lengths else 0))] for b in range(B)]
+        indices["parents"] = trees
     sequences, edges = [], [sum(case.lengths[:b]) for b in range(B + 1)]
     for b, (n, to) in enumerate(zip(case.counts, indices.get("dst_state_indices", starts), strict=True)):
-        slot = -1 if starts[b] in invalid else starts[b]
+        slot = -1 if starts[b] in invalid or (case.parents and rows[b] < 0) else starts[b]
         targets = dict(enumerate(to[:n])) if isinstance(to, list) else {n - 1: to}
         targets = {t: s for t, s in targets.items() if case.update and n and slot >= 0 and s not in invalid}
-        sequences.append(Sequence(0 if case.lengths else b, edges[b], n, slot, targets))
+        parents = tuple(p if 0 <= p < min(t, columns) else -1 for t, p in enumerate([*trees[b], *[-1] * n][:n]))
+        sequences.append(Sequence(0 if case.lengths else b, edges[b], n, slot, targets, rows[b], parents))
     indices |= {"cu_seqlens": edges} if case.lengths else {}
     return slots, indices, sequences
 
@@ -241,6 +253,7 @@ def make_call(case: Case, device: str, seed: int = 0) -> Call:
     B, HV, HK, K, V = len(case.counts), case.heads, case.heads // case.group, case.K, case.V
     slots, indices, sequences = _slots(case, g)
     other = {"cu_seqlens": I32 if case.index is I64 else I64, "num_accepted_tokens": case.accepted}
+    other |= {"parents": case.parents, "intermediate_state_indices": case.rows}
     kwargs = {n: memory.fill(n, torch.tensor(t, dtype=other.get(n, case.index))) for n, t in indices.items()}
     lead = (sum(case.lengths) or B,) if case.tokens is None else (1, sum(case.lengths)) if case.lengths else (B, case.tokens)
     per_head = (HV, V, K) if case.layout == "vk" else (HV, K, V)
@@ -278,7 +291,7 @@ def make_call(case: Case, device: str, seed: int = 0) -> Call:
     strides = (2 * strides[0] + 6, *[2 * s for s in strides[1:]]) if case.out_gap else strides
     kwargs["out"] = memory.view("out", values["v"].shape, strides, case.out or values["v"].dtype)
     if case.kept is not None:
-        kept = (B, max(case.counts) + case.kept, *per_head)
+        kept = (2 * B if case.rows else B, max(case.counts) + case.kept, *per_head)
         kwargs["intermediate_states"] = memory.fill("intermediate_states", torch.full(kept, 7.0, dtype=case.state))
     options = {
         "use_qk_l2norm": case.l2norm, "beta_sigmoid": case.beta != "plain", "allow_neg_eigval": case.beta == "twice", "scale": case.scale,
@@ -340,15 +353,20 @@ def expected(call: Call, any_order: bool = False) -> dict[str, dict[Any, Approx]
     want: dict[str, dict[Any, Approx]] = {"state": {}, "intermediate_states": {}, "out": {}}
     weights = {n: views[n] for n in ("A_log", "dt_bias") if n in views}
     kept = views["intermediate_states"].shape[1] if "intermediate_states" in views else 0
-    for b, s in enumerate(call.sequences):
-        S, reach = exact(views["state"][s.slot]), views["state"][s.slot].double().abs()
+    for s in call.sequences:
+        S, reach, after = exact(views["state"][s.slot]), views["state"][s.slot].double().abs(), {}
         for i in range(s.tokens if s.slot >= 0 else 0):
             at = s.row, s.start + i
+            if s.parents[i] >= 0:
+                S, reach = after[s.parents[i]]
             x = {n: t[at] for n, t in views.items() if n in OPERANDS and n not in weights}
             x |= {n: x[n].repeat_interleave(call.case.group, 0) for n in OF_KEY_HEADS if n in x}
             x = {n: exact(t if t.dim() == 2 else t[:, None]) for n, t in (x | weights).items()}
             S, reach, want["out"][at] = step(S, reach, x, options, roundings)
-            want["intermediate_states"] |= {(b, i): S} if i < kept else {}
+            if s.kept >= 0 and i < kept:
+                want["intermediate_states"][s.kept, i] = S
+                half = 0 if call.case.state is F32 else ulp(S.size, call.case.state) / 2  # what a token that goes on from it reads
+                after[i] = Approx(S.value, S.error + half), reach
             want["state"] |= {s.targets[i]: S} if i in s.targets else {}
     return want
 

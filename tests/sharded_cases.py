@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sharded_calls import BATCH, BF16, STEPS, H, P, Tensors, calls, linear, mamba, normal, pool
+from sharded_calls import BATCH, BF16, STEPS, H, N, P, Tensors, calls, linear, mamba, normal, pool
 
 import ssmgen
 from ssmgen.calls.sharding_rules import RULES
@@ -225,6 +225,32 @@ def compiled(mesh: Any, device: str) -> None:
         same(got, want)
 
 
+def channels_of_a_layer(mesh: Any, device: str) -> None:
+    """Each rank has a window of its heads' x, B and C; what is projected is a sum that is still in parts, or a shard along a wrong axis."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+    torch.manual_seed(0)
+    rank, parts, G = mesh.get_local_rank(), mesh.size(), mesh.size()
+    kinds = [H * P, G * N, G * N]
+    call = {name: t for name, t in mamba(device, G).items() if name in ("state", "dt", "A", "D", "dt_bias")}
+    call |= {"xBC": normal(device, BATCH, sum(kinds), dtype=BF16), "conv_state": normal(device, BATCH, sum(kinds), 3, dtype=BF16)}
+    call |= {"conv_weight": normal(device, sum(kinds), 4), "conv_bias": None, "z": normal(device, BATCH, H * P, dtype=BF16)}
+    call |= {"arrivals": torch.zeros(BATCH, G, dtype=torch.int32, device=device)}
+
+    def mine(t: torch.Tensor) -> torch.Tensor:
+        return torch.cat([kind.chunk(parts, 1)[rank] for kind in t.split(kinds, 1)], 1)
+
+    theirs = {n: distribute_tensor(t.clone(), mesh, [Replicate()]) for n, t in call.items() if t is not None and n != "arrivals"}
+    theirs |= {"arrivals": call["arrivals"].clone(), "conv_bias": None, "z": theirs["z"].redistribute(placements=[Shard(0)])}
+    theirs |= {"state": distribute_tensor(call["state"].clone(), mesh, [Shard(1)])}
+    theirs |= {"conv_state": DTensor.from_local(mine(call["conv_state"]), mesh, [Shard(1)])}
+    for placement, part in ((Partial(), call["xBC"] * (rank == 0)), (Shard(0), call["xBC"].chunk(parts)[rank])):
+        theirs["xBC"] = DTensor.from_local(part, mesh, [placement])
+        same(ssmgen.mamba2_layer(**theirs), ssmgen.mamba2_layer(**call))
+    same(theirs["state"], call["state"])
+    assert torch.equal(theirs["conv_state"].to_local(), mine(call["conv_state"]))
+
+
 def cases(device: str) -> dict[str, Callable[[Any], None]]:
     found: dict[str, Callable[[Any], None]] = {}
     for name, (function, call) in calls(device).items():
@@ -236,6 +262,7 @@ def cases(device: str) -> dict[str, Callable[[Any], None]]:
     return found | {
         "layer-mamba2": lambda mesh: layer(mesh, device, "mamba2"),
         "layer-gdn": lambda mesh: layer(mesh, device, "gdn"),
+        "layer-channels": lambda mesh: channels_of_a_layer(mesh, device),
         "redistributed": lambda mesh: other_placements_are_redistributed(mesh, device),
         "unequal": lambda mesh: sequences_in_unequal_parts(mesh, device),
         "ring": lambda mesh: a_ring_and_its_commit(mesh, device),

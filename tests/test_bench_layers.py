@@ -82,6 +82,38 @@ def test_cases_of_several_tokens_are_legal_and_pass_the_gate(name, dtype, interm
     assert case.bytes_moved == (4 if intermediates else 2) * BATCH * case.piece_bytes
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("normed", BF16), ("gdn", F32), ("bounded", BF16)], ids=["normed", "gdn", "bounded"])
+def test_cases_of_a_slot_per_token_are_legal_and_pass_the_gate(name, dtype):
+    """Each token's state goes to a slot of its own; nobody else's slot is touched."""
+    one, T = case_of(name, dtype, 3 * BATCH), 3
+    case = bench.case_of(one.op, one.model, one.state, BATCH, T, by_slot=True)
+    before = case.state.clone(), case.conv_state.clone()
+    state_error, out_error = case.gate()
+    assert state_error < report.GATE[dtype] + 3e-3 and out_error < 2 * report.GATE[BF16] and case.sets >= 4
+    assert torch.equal(case.state, before[0]) and torch.equal(case.conv_state, before[1]), "timed calls begin with the same"
+    assert case.slots.shape == (case.sets, BATCH, T) and case.slots.unique().numel() == case.slots.numel()
+    call = case.arguments(case.sets - 1)
+    problem = ssmgen.explain(case.function, **call, arch="sm_90a").problem
+    assert problem in case.model.layers((problem.state,), (problem.index,), tokens=T)
+    assert (problem.update.value, problem.conv.len) == ("each", 5)
+    window = case.model.layer_channels * 5 * 2
+    assert case.bytes_moved == BATCH * (4 * case.state[0].nbytes + 2 * window)
+    case.function(**call)
+    used = call["state_indices"].flatten().long()
+    others = [slot for slot in range(len(case.state)) if slot not in used]
+    assert torch.equal(case.state[others], before[0][others])
+    assert not any(torch.equal(case.state[slot], before[0][slot]) for slot in used)
+
+
+@pytest.mark.parametrize("name", ["gdn", "kda"])
+def test_cases_of_keys_first_are_legal_and_pass_the_gate(name):
+    one = case_of(name)
+    case = bench.case_of(one.op, one.model, one.state, BATCH, layout="kv")
+    case.gate()
+    assert ssmgen.explain(case.function, **case.arguments(0), arch="sm_90a").problem.interleaved
+    assert case.chain(0)[1].arguments["state_layout"] == "kv" and bench.peers_of(case) == {}
+
+
 @pytest.mark.parametrize("wrong", ["intermediate_states", "intermediate_conv_window", "out"])
 def test_the_gate_stops_what_is_wrong_with_several_tokens(wrong, monkeypatch):
     def function(**call):
@@ -254,6 +286,9 @@ def test_peers_that_do_not_serve_a_state(packages):
         ("gdn_layer", ["--batch", "0"], "0 is not in the range"),
         ("mamba2_layer", ["--tokens", "9"], "a layer takes up to 8 tokens of a sequence, not 9"),
         ("mamba2_layer", ["--intermediates"], "--intermediates needs --tokens of more than 1"),
+        ("gdn_layer", ["--slot-per-token"], "--slot-per-token needs --tokens of more than 1"),
+        ("kda_layer", ["--slot-per-token", "--intermediates", "--tokens", "2"], "--slot-per-token keeps every token's state in the pool"),
+        ("mamba2_layer", ["--state-layout", "kv"], "No such option"),
     ],
 )
 def test_options_that_do_not_apply_are_usage_errors(op, args, message):
@@ -268,7 +303,7 @@ def test_options_reach_the_benchmark(monkeypatch):
     result = CliRunner().invoke(cli.main, ["bench", "mamba2_layer", *args])
     assert result.exit_code == 0, result.output
     wanted = {"op": "mamba2_layer", "names": ("nemotron-h-8b",), "states": (DType.F16,), "batches": (7,), "tp": 2, "tokens": (4,)}
-    assert seen.pop("watch") and seen == wanted | {"peers": False, "rounds": 7, "intermediates": None}
+    assert seen.pop("watch") and seen == wanted | {"peers": False, "rounds": 7, "intermediates": None, "by_slot": False}
 
 
 @pytest.mark.parametrize("name", ["normed", "gdn", "kda"])
@@ -319,6 +354,14 @@ def test_run_of_several_tokens(monkeypatch):
     assert found["rows"][1]["copy_ratio"] is None and found["rows"][1]["specs"][0].startswith("mamba2_layer:")
     final = bench.run("mamba2_layer", ["nemotron-h-8b"], **options | {"tokens": [2]}, intermediates=False)["rows"][0]
     assert final["copy_ratio"] == 1.0 and parse(final["specs"][0]).update.value == "final"
+    monkeypatch.setattr(bench, "_compile_seconds", lambda text, arch, spec: 0.1)
+    by_slot = bench.run("mamba2_layer", ["nemotron-h-8b"], **options | {"tokens": [2]}, by_slot=True)
+    assert not by_slot["failed"] and parse(by_slot["rows"][0]["specs"][0]).update.value == "each"
+    assert "  2s" in bench.table(by_slot) and by_slot["rows"][0]["copy_ratio"] is None
+    turned = bench.run("gdn_layer", ["qwen3.5-35b-a3b"], **options | {"tokens": [1]}, layouts=["vk", "kv"], peers=False)
+    assert not turned["failed"] and [bench.point(turned, row).case for row in turned["rows"]] == [
+        f"qwen3.5-35b-a3b, 4 heads, bf16{layout} state" for layout in ("", " kv")
+    ]
     assert "  2+" in bench.table(found) and bench.point(found, found["rows"][1]).case.endswith("bf16 state, 2+ tokens")
 
 

@@ -10,30 +10,11 @@ from typing import Any
 import conv_laws as laws
 import pytest
 import torch
-from conv_cases import (
-    BF16,
-    F16,
-    F32,
-    FIRST,
-    I32,
-    I64,
-    LAST,
-    POOL,
-    RING,
-    ROLL,
-    SHORT,
-    STATEFUL,
-    Call,
-    Case,
-    UpdateCase,
-    make,
-    make_call,
-    make_update,
-    matrix,
-    update_matrix,
-)
+from conv_cases import FIRST, I32, I64, LAST, POOL, RING, ROLL, SHORT, STATEFUL, Call, Case, UpdateCase, make, make_call, make_update
 from conv_laws import LAST_AXIS, SM90, Draw, assert_matches, emulate, emulated, equal, expected, needs_emulator
+from conv_matrices import matrix, update_matrix
 from selection import every_other
+from ssu_cases import BF16, F16, F32
 from varying import named
 
 import ssmgen
@@ -43,6 +24,7 @@ from ssmgen.families.causal_conv1d import spec as conv
 from ssmgen.families.causal_conv1d.spec import ConvProblem
 from ssmgen.families.causal_conv1d_update import call as update_op
 from ssmgen.families.causal_conv1d_update import spec as step
+from ssmgen.families.causal_conv1d_update.spec import CHILDREN
 from ssmgen.spec import Arch, KernelSpec, Pdl
 
 # The reference.
@@ -136,6 +118,7 @@ SPREAD = [
     UpdateCase("shift-t3", tokens=3),
     UpdateCase("roll-channels-t5", ROLL, tokens=5, state="channels"),
     UpdateCase("ring-any-packed", RING, state="any", dim=37, layout="odd", lengths=(3, 1, 0, 9, 2), extra=2),
+    UpdateCase("tree", tokens=6, parents=I32, saved="windows"),
 ]
 
 
@@ -188,6 +171,13 @@ def test_speculation_equals_the_accepted_history(last, tokens):
 
 
 @needs_emulator
+@pytest.mark.parametrize("law", [laws.a_chain_is_no_tree, laws.each_path_equals_the_path_alone, laws.the_order_of_siblings_changes_nothing])
+@pytest.mark.parametrize(("last", "state_len", "width"), [(False, 3, 4), (False, 4, 4), (True, 6, 3)], ids=["runs", "longer", "channels"])
+def test_draft_trees(law, last, state_len, width):
+    law(update, Draw("cpu", BF16, last, width=width), state_len)
+
+
+@needs_emulator
 @LAST_AXIS
 def test_packed_sequences_equal_each_alone(last):
     laws.packed_equals_each_sequence(forward, Draw("cpu", BF16, last))
@@ -219,6 +209,7 @@ def bad(case: Any, change: dict[str, Any]) -> str:
     return str(e.value)
 
 
+TREE = {name: torch.zeros(6, 2, dtype=I32) for name in CHILDREN}
 WHOLE = replace(FIRST, id="whole", length=16, batch=2)
 PACKED = replace(LAST, id="packed", lengths=(3, 0, 4), **POOL)
 SPECULATIVE = UpdateCase("speculative", ROLL, tokens=4, batch=5)
@@ -276,6 +267,16 @@ SPECULATIVE = UpdateCase("speculative", ROLL, tokens=4, batch=5)
         (UpdateCase("u"), {"intermediate_conv_window": torch.zeros(5, 1, 40, 3, dtype=BF16)}, "[6 or more, 1 or more, 40, 3]"),
         (UpdateCase("u"), {"query_start_loc": torch.zeros(0, dtype=I32)}, "query_start_loc is empty"),
         (UpdateCase("u", lengths=(1, 2)), {"x": lambda k: k["x"][None]}, "x is [1, 3, 40], not [tokens, dim], as query_start_loc asks for"),
+        (UpdateCase("u", tokens=2), dict.fromkeys(CHILDREN[:2], torch.zeros(6, 2, dtype=I32)), "given: a tree by children takes them all"),
+        (UpdateCase("u", tokens=2), dict.fromkeys(("parents", *CHILDREN), torch.zeros(6, 2, dtype=I32)), "both say what the tree is"),
+        (UpdateCase("u", lengths=(1, 2)), dict.fromkeys(CHILDREN, torch.zeros(2, 2, dtype=I32)), "of packed sequences, give parents"),
+        (UpdateCase("u", tokens=129), dict.fromkeys(CHILDREN, torch.zeros(6, 129, dtype=I32)), "of more than 128, give parents"),
+        (UpdateCase("u", tokens=2), TREE | {"next_siblings": torch.zeros(6, 2, dtype=I64)}, "they are of one dtype"),
+        (UpdateCase("u", tokens=2), TREE | {"parents_out": torch.zeros(1, dtype=I32).expand(6, 2)}, "two of its elements share memory"),
+        (UpdateCase("u", tokens=2), {"parents": torch.zeros(6, 3, dtype=I32)}, "parents is [6, 3], not [batch, T] = [6, 2]"),
+        (UpdateCase("u", tokens=2), {"parents": torch.zeros(6, 2)}, "parents is torch.float32, not int32 or int64"),
+        (UpdateCase("u", tokens=2), {"parents": torch.zeros(6, 2, dtype=I32), "out": lambda k: k["x"]}, "out overlaps x in memory"),
+        (UpdateCase("u", lengths=(1, 2)), {"parents": torch.zeros(2, dtype=I32)}, "parents is [2], not [batch, T]"),
         (UpdateCase("u", RING), {"cache_seqlens": torch.zeros(5, dtype=I32)}, "cache_seqlens is [5], not [batch] = [6]"),
         (UpdateCase("u", RING), {"cache_seqlens": torch.zeros(6)}, "cache_seqlens is torch.float32, not int32 or int64"),
         (SPECULATIVE, {"conv_state": lambda k: k["conv_state"][..., 1:]}, "state_len 5 is below width - 2 + T = 6"),
@@ -319,6 +320,7 @@ def test_parameters_are_taken_without_grad_mode():
 # Registration with torch.
 
 REGISTERED = [replace(WHOLE, **STATEFUL), replace(WHOLE, seq_idx=True), PACKED, SPECULATIVE, UpdateCase("ring", RING, saved="windows")]
+REGISTERED += [UpdateCase("tree", tokens=3, parents=I32, saved="windows"), UpdateCase("children", tokens=3, children=I64)]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import cycle, product
 
 import pytest
-from conv_cases import FIRST, LAST, POOL, RING, ROLL, SHORT, STATEFUL, UpdateCase, make
+from conv_cases import FIRST, I32, LAST, POOL, RING, ROLL, SHORT, STATEFUL, UpdateCase, make
 from conv_laws import SM90, assert_matches, emulate, expected, needs_emulator
 from selection import kept
 
@@ -62,6 +62,13 @@ STEP_SPEC = UpdateSpec(width=4, state_len=3, vec=4)
             "runs that roll need a fixed number of tokens",
         ),
         (STEP_SPEC, {"saved_index": Index.I32}, "slots of windows that are not saved"),
+        (STEP_SPEC, {"parents": Index.I32}, "a draft tree has several tokens"),
+        (replace(STEP_SPEC, tokens=2), {"parents": Index.I32, "children": Index.I32}, "parents and children both say what the tree is"),
+        (
+            replace(STEP_SPEC, tokens=2),
+            {"children": Index.I32, "count": Tokens.RAGGED, "query_start_loc": Index.I32},
+            "first children and next siblings are of sequences with the same number of tokens",
+        ),
         (STEP_SPEC, {"threads": 2048}, "threads 2048 is not 32 … 1024"),
         (STEP_SPEC, {"vec": 8}, "vec 8 of bf16 is not 4 or 8 bytes"),
     ],
@@ -132,7 +139,7 @@ def test_what_is_switched_off_is_not_in_the_text():
             "find_sequence",
             "griddepcontrol.wait",
         )
-        for word in (*absent, "intermediate", "cache_seqlens", "accepted", "struct f16"):
+        for word in (*absent, "parent", "elder", "intermediate", "cache_seqlens", "accepted", "struct f16"):
             assert word not in text.split("#define DEVICE")[1], word
 
 
@@ -152,10 +159,29 @@ EDITS = {
     "no padding": (replace(LAST, lengths=SHORT, **POOL), "if (u64(slot) >= u64(slots) || slot == pad_slot_id)", "if (false)", "outside"),
     "past kept by all pieces": (replace(LAST, **STATEFUL), "if (first == 0) {\n    Pack", "if (true) {\n    Pack", "no barrier between"),
     "other segments": (replace(LAST, seq_idx=True), "id[t + k] == id[t + kWidth - 1]", "true", "off by"),
-    "channels past the last": (ODD, "if (channel + j * kApart < dim) store", "store", "no barrier between"),
+    "channels past the last": (ODD, "if (c < dim && lane > 0) store", "if (lane > 0) store", "no barrier between"),
+    "heads of the piece before": (
+        replace(FIRST, lengths=(510, 90)),
+        "starts_at(next - 1) + kWidth - 1",
+        "starts_at(next - 1)",
+        "no barrier",
+    ),
+    "heads not replaced": (replace(FIRST, lengths=(300, 90), **STATEFUL), "__any_sync(0xffffffffu, begins)", "false", "differs"),
+    "indices not compared": (replace(FIRST, seq_idx=True), "alike[u] = __all_sync(0xffffffffu, same)", "alike[u] = true", "off by"),
+    "halves of words": (replace(ODD, dim=300), "is_odd(i) ? 0x5432 : 0x3210", "0x3210", "off by"),
     "window in the wrong order": (UpdateCase("u", tokens=2), "window[i] = window[i + 1]", "window[i] = window[i]", "differs"),
     "padded sequence written": (UpdateCase("u"), "u64(slot) < u64(slots) && slot != pad_slot_id", "true", "outside of every operand"),
     "count out of range": (SPECULATED, "accepted >= 1 && accepted + kWidth - 2 <= i64(state_len)", "true", "outside"),
+    "siblings in a row": (UpdateCase("u", tokens=5, parents=I32), "u64(parent) < u64(t) ? int(parent)", "false ? 0", "off by"),
+    "a parent that is later": (UpdateCase("u", tokens=5, parents=I32), "u64(parent) < u64(t)", "parent >= 0", "off by"),
+    "parents of elders": (UpdateCase("u", tokens=9, children=I32), "parent_of_eldest[eldest]", "parent_of_eldest[t]", "differs"),
+    "no barrier in a tree": (UpdateCase("u", tokens=9, children=I32), "= -1;\n  }\n  __syncthreads();", "= -1;\n  }", "no barrier between"),
+    "windows in a row": (
+        UpdateCase("u", tokens=5, parents=I32, saved="windows"),
+        "after[i] = path[t][i + 1]",
+        "after[i] = window[i]",
+        "differs",
+    ),
     "ring one behind": (UpdateCase("u", RING, state="channels", extra=2), "u32(kWidth - 1 + first", "u32(kWidth + first", "differs"),
 }
 
@@ -209,16 +235,18 @@ def sampled_updates(advance: Advance, widths: range) -> list[KernelSpec]:
     types, counts = cycle((DType.BF16, DType.F32, DType.F16)), cycle((1, 4, None, 2, 20, 3, 8))
     position = Index.NONE if advance is Advance.SHIFT else Index.I32
     specs: dict[KernelSpec, None] = {}
-    for width, layout in product(widths, StateLayout):
+    for width, layout, tree in product(widths, StateLayout, (Index.NONE, Index.I64)):
         starts = Index.I32 if (T := next(counts)) is None else Index.NONE
-        tokens, count = step.tokens_of(width, T or 1, starts)
+        if T == 1 and tree is not Index.NONE:
+            T = 6
+        tokens, count = step.tokens_of(width, T or 1, starts, tree)
         runs = layout is StateLayout.RUNS
         if runs and (advance is Advance.RING or (advance is Advance.ROLL and count is not Tokens.FIXED)):
             continue
         loads = Loads.ELEMENT if layout is StateLayout.ANY else Loads.VECTOR
         problem = UpdateProblem(
             width=width, x=next(types), weight=DType.F32, bias=DType.F32, advance=advance, position=position, tokens=tokens, count=count,
-            query_start_loc=starts, index=Index.I32, layout=layout, loads=loads, taps=loads,
+            query_start_loc=starts, index=Index.I32, layout=layout, loads=loads, taps=loads, parents=tree,
         )  # fmt: skip
         for length in problem.runs_lens if runs else (0,):
             specs[registry.select(step.OPERATOR, replace(problem, state_len=length), 64, SM90, True)] = None

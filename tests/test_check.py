@@ -126,6 +126,8 @@ CONVOLUTIONS = {
     "last": f"{LAST},{WIDE}",
     "last-sparse-states": f"{LAST},width=5,{SPARSE},seq_idx=yes,initial=yes,final=yes",
     "last-varlen": f"{LAST},{WIDE},{VARLEN}",
+    "last-words": f"{LAST},{WIDE},loads=element,unit=yes",
+    "last-words-varlen-f16": f"{LAST},{WIDE},x=f16,{SPARSE},unit=yes,{VARLEN}",
     "last-pool-f16": f"{LAST},width=2,x=f16,weight=f32,pool=yes,taps=element",
     "update": f"{UPDATE},state_len=3,index=i32",
     "update-channels": f"{UPDATE},layout=channels,index=i64",

@@ -201,7 +201,7 @@ MISTAKES = {
     "sums take the place of what is read": ("  meet(1, kThreads);\n", "", "shared memory"),
     "sums are read early": ("  __syncthreads();\n  if (!serves) return;\n", "  if (!serves) return;\n", "shared memory"),
     "blocks are read early": ("  __syncwarp();\n\n  // (I + A) T", "\n  // (I + A) T", "shared memory"),
-    "blocks take the place of what is read": ("    __syncwarp();\n    const Place to", "    const Place to", "shared memory"),
+    "blocks take the place of what is read": ("    __syncwarp();\n    const Place into", "    const Place into", "shared memory"),
     "upstream is not waited for": ("\n  wait_for_upstream();", "\n", "wait"),
     "rows behind the end": ("there ? source : from, there ? kCopy : 0", "source, kCopy", "beyond|outside|operand"),
 }

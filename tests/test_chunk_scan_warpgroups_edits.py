@@ -78,7 +78,7 @@ EDITS = {
         "has read, with no barrier",
     ),
     "parts: overwritten before they are read": (2, "meet(1, 384);", "", "has written, with no barrier"),
-    "parts: of other lengths": (2, "summed = rank < last_part ? own : 0", "summed = rank < last_part ? own - 1 : 0", "off"),
+    "parts: of other lengths": (2, "summed = rank < last_part ? own_chunks : 0", "summed = rank < last_part ? own_chunks - 1 : 0", "off"),
     "parts: their decays": (2, "by[r] = __uint_as_float(word[0])", "by[r] = 1.f", "off"),
     "no upstream": (1, "  wait_for_upstream();", "  ", "before the wait for the upstream kernel"),
 }

@@ -41,8 +41,8 @@ ANY = CombineSpec(
 @pytest.mark.parametrize(
     ("spec", "change", "words"),
     [
-        (MANY, {"d_v": 66}, "d_v 66 is not a multiple of 4 up to 1024"),
-        (MANY, {"d_v": 2048}, "d_v 2048 is not a multiple of 4"),
+        (MANY, {"d_v": 66}, "d_v 66 needs loads by elements"),
+        (MANY, {"d_v": 2048}, "d_v 2048 is not 1 … 1024"),
         (MANY, {"max_splits": 7}, "max_splits 7 is none of 2, 4, 8,"),
         (MANY, {"axes": 4}, "axes 4 is not 1 … 3"),
         (TWO, {"max_splits": 4}, "a pair has two splits"),

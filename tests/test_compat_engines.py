@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -243,3 +243,30 @@ def test_sglang_convolution_keeps_windows_of_drafts(sglang):
         assert close(out[b], conv(before[slots[b]], x[b], weight, bias, "silu"))
         assert torch.equal(windows[[3, 0][b]], inputs.unfold(1, 3, 1)[:, 1:].transpose(0, 1)) and torch.equal(pool[slots[b]], inputs[:, 3:])
     assert not windows[[1, 2, 4]].any()
+
+
+@pytest.mark.parametrize(("children", "siblings", "parents"), [
+    ([1, 3, -1, -1], [-1, 2, -1, -1], [0, 0, 0, 1]), ([1, 2, 3, -1], [-1, -1, -1, -1], [0, 0, 1, 2]),
+    ([1, 5, 6, -1, -1, -1, -1, -1], [-1, 2, 3, 4, -1, -1, 7, -1], [0, 0, 0, 0, 0, 1, 2, 2]), ([-1], [-1], [0]),
+])  # fmt: skip
+def test_sglang_convolution_along_draft_trees(sglang, children, siblings, parents):
+    """Children and siblings are given, parents written; a token's window is its ancestors'. Buffers are longer than the batch."""
+    weight, bias = taps(4)
+    pool, before = stored(9, 3)
+    T = len(children)
+    x, slots, windows = randn(2, DIM, T), torch.tensor([4, 2], dtype=torch.int32), torch.zeros(5, T, DIM, 3)
+    tree = {n: torch.tensor([v] * 3, dtype=torch.int32) for n, v in (("next_token", children), ("next_sibling", siblings))}
+    written = torch.full((3, T), 77, dtype=torch.int32)
+    out = sglang.causal_conv1d_update_triton(
+        x, pool, weight, bias, "silu", conv_state_indices=slots, intermediate_conv_window=windows,
+        intermediate_state_indices=torch.tensor([3, 0, 1]), retrieve_next_token=tree["next_token"],
+        retrieve_next_sibling=tree["next_sibling"], retrieve_parent_token=written,
+    )  # fmt: skip
+    assert written.tolist() == [parents, parents, [77] * T]
+    for b, t in product(range(2), range(T)):
+        path = [t]
+        while path[0] > 0:
+            path.insert(0, parents[path[0]])
+        inputs = torch.cat([before[slots[b]], x[b][:, path]], 1)[:, -4:]
+        assert close(out[b, :, t : t + 1], conv(inputs[:, :3], inputs[:, 3:], weight, bias, "silu"))
+        assert torch.equal(windows[[3, 0][b], t], inputs[:, 1:])

@@ -39,8 +39,8 @@ ODD = NormSpec(size=100, gate=None, weight=None, out=DType.F32, loads=Loads.ELEM
 @pytest.mark.parametrize(
     ("spec", "change", "words"),
     [
-        (HEAD, {"size": 130}, "size 130 is not a multiple of 4 up to 16384"),
-        (HEAD, {"size": 16388}, "size 16388 is not a multiple of 4"),
+        (HEAD, {"size": 130}, "size 130 needs loads by elements"),
+        (HEAD, {"size": 16388}, "size 16388 is not 1 … 16384"),
         (ODD, {"norm_first": True}, "norm_first is of a gate, and there is none"),
         (ODD, {"activation": Activation.SIGMOID}, "the activation is of a gate, and there is none"),
         (HEAD, {"vec": 2}, "vec 2 is not 4 or 8"),

@@ -125,7 +125,7 @@ def test_a_long_stride_is_refused():
 def operands(case: Case):
     call = make_call(case, "cpu")
     tensors = [*call.args[:9], call.kwargs["out"], call.kwargs.get("state_indices"), call.kwargs.get("dst_state_indices"), *[None] * 8]
-    return call, (*tensors, case.softplus, None if case.limit is None else list(case.limit), case.pad_slot_id, 0, True, None)
+    return call, (*tensors, case.softplus, None if case.limit is None else list(case.limit), case.pad_slot_id, 0, True, True, None)
 
 
 @pytest.mark.parametrize("case", [M2, Case("m1", headdim=32, d_state=16, tied=False, z=BF16, limit=(0.0, 0.1))], ids=lambda c: c.id)

@@ -65,7 +65,7 @@ MATRIX = {
     ),
     "own-rows-four-ring": replace(SMALL, **RUNG, state=BF, walk=4, headdim=64, window=16, out=DType.F16, D=F32, pdl=Pdl.WAIT),
     "own-rows-i8-ring-philox": replace(
-        SMALL, **RUNG, state=Narrow.I8, walk=2, warps=2, headdim=32, philox_rounds=7, advance=True, prefetch=1, out=BF
+        SMALL, **RUNG, state=Narrow.I8, walk=2, warps=2, headdim=32, philox_rounds=7, advance=True, prefetch=1, out=BF, zero_padding=False
     ),
     "materialize-step": replace(SMALL, materialize=True, pdl=Pdl.WAIT, headdim=24, warps=2),
     "materialize-ring-f16": replace(SMALL, **RUNG, materialize=True, state=DType.F16, x=DType.F16, window=24, state_loads=Loads.ELEMENT),

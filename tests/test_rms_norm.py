@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "f16": {"x": F16, "residual": F16, "weight": F16, "out": F16, "round_before_weight": True, "unit_offset": True},
     "groups": {"residual": BF16, "unit_offset": True, "group_size": 64, "size": 256},
     "long": {"residual": F32, "round_before_weight": True, "size": 4096, "rows": 1},
+    "any": {"residual": BF16, "round_before_weight": True, "size": 387, "rows": 2},
     "odd": {"residual": F32, "round_before_weight": True, "size": 100, "odd": True},
 }
 cases = pytest.mark.parametrize("name", CASES)

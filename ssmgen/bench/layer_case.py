@@ -29,9 +29,9 @@ BF16 = torch.bfloat16
 BETWEEN = 1e-3  # norm error of a state, of convolved inputs that fall on another side when they are rounded
 
 
-def window_bytes(model: Model) -> int:
-    """Bytes of one sequence's window."""
-    return model.layer_channels * (model.conv_width - 1) * BF16.itemsize
+def window_bytes(model: Model, more: int = 0) -> int:
+    """Bytes of one sequence's window, which holds so many inputs more than the taps need."""
+    return model.layer_channels * (model.conv_width - 1 + more) * BF16.itemsize
 
 
 def copied_bytes(model: Model, state_bytes: int) -> int:
@@ -63,20 +63,25 @@ class Case:
     batch: int
     tokens: int = 1  # of a sequence; of several, inputs and outputs have an axis
     intermediates: bool = False  # state and window after each token are kept, and the pools are as they were
+    by_slot: bool = False  # each token's state has a slot, and a call starts where the last one's accepted tokens end
+    layout: str = "vk"  # of states; "kv" has keys first
     sets: int = field(init=False)
 
     def __post_init__(self) -> None:
         slots, device, B = len(self.state), self.state.device, self.batch
         channels, width = self.model.layer_channels, self.model.conv_width
         pieces = self.state.nbytes // copied_bytes(self.model, self.state[0].nbytes)
-        self.sets = max(1, min(MAX_SETS, pieces // B))
-        drawn = torch.randperm(slots, device=device)[: self.sets * B].to(torch.int32).view(self.sets, B)
-        self.slots = pad(drawn, (0, -B % 8))[:, :B]  # every row starts at a multiple of 32 bytes, as FlashInfer assumes
+        each = self.tokens if self.by_slot else 1  # slots of a sequence
+        self.sets = max(1, min(MAX_SETS, pieces // (B * each)))
+        drawn = torch.randperm(slots, device=device)[: self.sets * B * each].to(torch.int32)
+        # Every row starts at a multiple of 32 bytes, as FlashInfer assumes, which has no slots of tokens.
+        self.slots = drawn.view(self.sets, B, each) if self.by_slot else pad(drawn.view(self.sets, B), (0, -B % 8))[:, :B]
+        self.accepted = torch.randint(1, self.tokens + 1, (self.sets, B), device=device, dtype=torch.int32)
 
         def rand(*shape: int) -> Tensor:
             return torch.randn(self.sets, *shape, device=device, dtype=BF16)
 
-        self.conv_state = reports.normal_pool(slots, (channels, width - 1), torch.bfloat16, device)
+        self.conv_state = reports.normal_pool(slots, (channels, width - 1 + self.rolled), torch.bfloat16, device)
         self.arrivals = torch.zeros(slots, self.model.shape[2], device=device, dtype=torch.int32)
         self.conv_weight = rand(channels, width) / width**0.5
         self.conv_bias = rand(channels) if self.model.conv_bias else None
@@ -95,6 +100,11 @@ class Case:
     def lead(self) -> tuple[int, ...]:
         """Axes ahead of the channels."""
         return (self.batch,) if self.tokens == 1 else (self.batch, self.tokens)
+
+    @property
+    def rolled(self) -> int:
+        """Inputs that a window holds beyond those that the taps need: it is put on by all tokens, of which some count."""
+        return self.tokens - 1 if self.by_slot else 0
 
     def made_by_head(self, rand: Callable[..., Tensor]) -> dict[str, Tensor]:
         """What the recurrence takes by head. rand: of a shape, normally distributed for each set."""
@@ -135,15 +145,23 @@ class Case:
 
     @property
     def bytes_moved(self) -> int:
+        if self.by_slot:
+            return self.batch * ((1 + self.tokens) * self.state[0].nbytes + 2 * window_bytes(self.model, self.rolled))
         return (1 + self.tokens if self.intermediates else 2) * self.batch * self.piece_bytes
 
     def arguments(self, i: int) -> dict[str, Any]:
         """Keywords of the i-th call."""
-        pools = {"state": self.state, "conv_state": self.conv_state, "arrivals": self.arrivals, "state_indices": self.slots[i]}
+        pools = {"state": self.state, "conv_state": self.conv_state, "arrivals": self.arrivals, **self.places(i)}
         call = pools | {name: t[i] for name, t in self.by_head.items()} | self._norm(i) | {"out": self.out[i]}
         call |= {"conv_weight": self.conv_weight[i], "conv_bias": None if self.conv_bias is None else self.conv_bias[i]}
         call |= self._kept(i) | ({"update_state": False} if self.intermediates else {})
         return call | self.options | {self.inputs: self.mixed[i]}
+
+    def places(self, i: int) -> dict[str, Tensor]:
+        """Where the i-th call's states are, and where each token's go."""
+        if not self.by_slot:
+            return {"state_indices": self.slots[i]}
+        return {"state_indices": self.slots[i], "dst_state_indices": self.slots[i], "num_accepted_tokens": self.accepted[i]}
 
     def _kept(self, i: int) -> dict[str, Tensor]:
         return {name: t[i % len(t)] for name, t in self.kept.items()}
@@ -163,7 +181,9 @@ class Case:
         convolved, y = (t[i] for t in self.between)
         x, out = (t if self.tokens == 1 else t.transpose(1, 2) for t in (self.mixed[i], convolved))
         conv = {"x": x, "conv_state": self.conv_state, "weight": self.conv_weight[i], "activation": "silu"}
-        conv |= {"bias": None if self.conv_bias is None else self.conv_bias[i], "conv_state_indices": self.slots[i], "out": out}
+        conv |= {"bias": None if self.conv_bias is None else self.conv_bias[i], "out": out}
+        conv |= {"conv_state_indices": self.slots[i][:, 0] if self.by_slot else self.slots[i]}
+        conv |= {"num_accepted_tokens": self.accepted[i]} if self.by_slot else {}
         kept = self._kept(i)
         conv |= {"intermediate_conv_window": kept["intermediate_conv_window"]} if kept else {}
         steps = [Step(getattr(ssmgen, operators_of(Role.CONVOLUTION)), conv)]
@@ -210,17 +230,18 @@ class Case:
         """What the first call makes of these rows, in float64."""
         call = self.arguments(0)
         touched = call["state_indices"][rows].long()
-        by_sequence = ("xBC", "mixed_qkv", "dt", "a", "b", "g", "beta", "z", "out", *self.kept)
+        by_sequence = ("xBC", "mixed_qkv", "dt", "a", "b", "g", "beta", "z", "out", "num_accepted_tokens", *self.kept)
         small = call | {n: call[n][rows] for n in by_sequence if call.get(n) is not None}
-        small |= {n: call[n][touched] for n in ("state", "conv_state", "arrivals")} | {
-            "state_indices": torch.arange(len(rows), device=rows.device)
-        }
+        small |= {n: call[n][touched.flatten()] for n in ("state", "conv_state", "arrivals")}
+        own = torch.arange(touched.numel(), device=rows.device).view(touched.shape)
+        small |= {n: own for n in ("state_indices", "dst_state_indices") if n in call}
         built = self.function.build(**small)
         views = built.caller.views_of(built.operands, built.options, [])
         written = ("state", "conv_state", "out", *self.kept)
         views |= {n: views[n].double() for n in written}
         built.caller.reference(views, built.options, torch.float64)
-        return {n: views[n] for n in written}
+        turned = ("state", "intermediate_states") if self.layout == "kv" else ()  # which the reference has with keys last
+        return {n: views[n].mT if n in turned else views[n] for n in written}
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[Callable[[], tuple[Tensor, ...]]]:
@@ -257,8 +278,9 @@ class Case:
         # The convolution by itself moves its window, whatever is kept.
         same = all(torch.equal(a, b) for n, a, b in zip(names, ours, theirs, strict=True) if n != "conv_state" or not self.kept)
         found = {name: t[rows] for name, t in zip(names, ours, strict=True)}
+        expected = {name: t.reshape(found[name].shape) for name, t in expected.items()}
         copies = [name for name in found if "conv" in name]
-        errors = {n: norm_error(t, expected[n].view_as(t)) for n, t in found.items() if n not in copies}
+        errors = {n: norm_error(t, expected[n]) for n, t in found.items() if n not in copies}
         moved = all(torch.equal(found[n].double(), expected[n]) for n in copies) and not self.arrivals.any()
         limits = dict.fromkeys(("state", "intermediate_states"), GATE[self.state.dtype] + self.tokens * BETWEEN) | {
             "out": 2 * GATE[BF16]

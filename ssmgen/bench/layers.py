@@ -3,7 +3,8 @@ MODELS, timed by default; CASES, by operator; and PEERS.
 
 Slots are drawn at random from a pool of 640 MB of states, or of four batches if that is more. Every input set has slots, inputs, outputs
 and weights of its own: in a model they are another layer's. Windows hold width - 1 inputs per channel, contiguous. TB/s counts states and
-windows, read and written; of several tokens whose states and windows are kept one by one, read once and written as often. The ceiling is
+windows, read and written; of several tokens whose states and windows are kept one by one, read once and written as often. So are states
+that have a slot per token, which begin after a random number of the last call's tokens; their windows roll. The ceiling is
 the slot copy in place of as many bytes (up to whole 2 KiB), of one piece per sequence; there is none of states that are kept.
 
 chain: the convolution's step, then the recurrence's, then the norm, as operators of ssmgen; its results must have the same bits. Peers are
@@ -50,10 +51,13 @@ OPTIONS = (
     cli.several("--batch", "batches", click.IntRange(1), help="May repeat. Default: 1 … 64, 256."),
     cli.tokens,
     click.option("--intermediates/--no-intermediates", default=None, help="Keep every token's. Default: if there are several."),
+    click.option("--slot-per-token", "by_slot", is_flag=True, help="Several tokens: each one's state in a slot of the pool."),
     cli.tp,
 )
 REPORT = schema.Report(
-    {"model": TEXT, "heads": COUNT, "state": TEXT, "batch": COUNT, "tokens?": COUNT, "intermediates?": FLAG}, row=schema.COPY
+    {"model": TEXT, "heads": COUNT, "state": TEXT, "batch": COUNT, "tokens?": COUNT, "intermediates?": FLAG}
+    | {"by_slot?": FLAG, "layout?": TEXT},
+    row=schema.COPY,
 )
 QUICK: dict[str, Any] = {"batches": (1, 64), "states": (DType.BF16,)}
 POOL_BYTES = 640e6
@@ -150,9 +154,9 @@ def served(case: Case, arch: Arch) -> dict[str, Any]:
     return {"specs": [str(spec) for spec in parts], "rule": chosen.rule, "compile_seconds": seconds}
 
 
-def case_of(op: str, *args: Any) -> Case:
+def case_of(op: str, *args: Any, **how: Any) -> Case:
     """A case of the kind that the operator's family has."""
-    return bench_of(op).CASES[op](op, *args)
+    return bench_of(op).CASES[op](op, *args, **how)
 
 
 def measure(case: Case, peers: bool, ceiling: float, rounds: int, watch: Watch) -> dict[str, Any]:
@@ -162,7 +166,7 @@ def measure(case: Case, peers: bool, ceiling: float, rounds: int, watch: Watch) 
     state_errors, out_errors = zip(*reports.gates(case.gate, pdls), strict=True)
     others = peers_of(case) if peers and case.tokens == 1 else {}
     contenders = {"ssmgen_pdl" if pdl else "ssmgen": case.bound(pdl) for pdl in pdls} | {"chain": case.bound_chain(pdls[0])}
-    contenders |= ({} if case.intermediates else case.copies(pdls)) | others
+    contenders |= ({} if case.intermediates or case.by_slot else case.copies(pdls)) | others
     watch.timing(len(contenders))
     us = timing.device_us(contenders, case.sets, rounds)
     time = us.get("ssmgen_pdl", us["ssmgen"])  # pdl=None is pdl=True where the device can
@@ -183,12 +187,16 @@ def measure(case: Case, peers: bool, ceiling: float, rounds: int, watch: Watch) 
     }
 
 
-def mistakes(op: str, names: Sequence[str] = (), tokens: Sequence[int] = (), intermediates: bool | None = None, **others: Any) -> list[str]:
+def mistakes(
+    op: str, names: Sequence[str] = (), tokens: Sequence[int] = (), intermediates: bool | None = None, by_slot: bool = False, **others: Any
+) -> list[str]:
     """What options of the command line do not go together, in words."""
     wrong, most = [name for name in names if find_model(name).layer_function != op], max(tokens, default=1)
     return [
         *must(not wrong, f"{', '.join(wrong)}: without layers that {op} is for"),
         *must(not intermediates or most > 1, "--intermediates needs --tokens of more than 1"),
+        *must(not by_slot or min(tokens, default=1) > 1, "--slot-per-token needs --tokens of more than 1"),
+        *must(not (by_slot and intermediates), "--slot-per-token keeps every token's state in the pool, and --intermediates beside it"),
         *must(most <= MAX_TOKENS, f"a layer takes up to {MAX_TOKENS} tokens of a sequence, not {most}"),
     ]
 
@@ -212,29 +220,35 @@ def run(
     *,
     tokens: Sequence[int] = (),
     intermediates: bool | None = None,
+    by_slot: bool = False,
+    layouts: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The whole report, as JSON would hold it; whatever is empty or None is the default. intermediates: of calls with several tokens.
+    """The whole report, as JSON would hold it; whatever is empty or None is the default. intermediates, by_slot: of calls with several
+    tokens. layouts: of states, where a layer has several.
 
     Raises SsmgenError without a GPU, and for models without such layers.
     """
     report = reports.begin(f"{__doc__} {bench_of(op).__doc__}") | {"op": op}
-    if wrong := mistakes(op, names, tokens, intermediates):
+    if wrong := mistakes(op, names, tokens, intermediates, by_slot):
         raise SsmgenError("; ".join(wrong))
-    kinds = list(product([find_model(name).divided(tp) for name in names or bench_of(op).MODELS[op]], states or STATES))
+    found = [find_model(name).divided(tp) for name in names or bench_of(op).MODELS[op]]
+    kinds = list(product(found, states or STATES, layouts or ("vk",)))
     sizes = list(batches or BATCHES)
     counts = list(tokens or (1,))
     watch.begins(op, len(kinds) * len(sizes) * len(counts))
-    for model, state_type in kinds:
+    for model, state_type, layout in kinds:
         rows, elements, _ = model.shape
-        shape, dtype = (model.nheads, rows, elements), TORCH_DTYPES[state_type]
+        inner = (rows, elements) if layout == "vk" else (elements, rows)
+        shape, dtype = (model.nheads, *inner), TORCH_DTYPES[state_type]
         state_bytes = math.prod(shape) * dtype.itemsize
         slots = functools.partial(pool_slots, copied_bytes(model, state_bytes), state_bytes)
-        state = reports.normal_pool(slots(max(sizes)), shape, dtype, device)
+        most = max(counts) if by_slot else 1
+        state = reports.normal_pool(slots(max(sizes) * most), shape, dtype, device)
         for batch, count in product(sizes, counts):
-            kept = count > 1 and intermediates is not False
+            how = {"intermediates": count > 1 and intermediates is not False and not by_slot, "by_slot": by_slot, "layout": layout}
             named = {"model": model.name, "heads": model.nheads, "state": state_type.value, "batch": batch, "tokens": count}
-            with reports.case(report, named | {"intermediates": kept}, watch, _line) as row:
-                case = case_of(op, model, state[: slots(batch)], batch, count, kept)
+            with reports.case(report, named | how, watch, _line) as row:
+                case = case_of(op, model, state[: slots(batch * (count if by_slot else 1))], batch, count, **how)
                 row |= measure(case, peers, report["ceilings_tbs"]["in_place"], rounds, watch)
         del state
     return report
@@ -242,35 +256,40 @@ def run(
 
 def point(report: Mapping[str, Any], row: Mapping[str, Any]) -> Point:
     tokens = f", {_tokens(row)} tokens" if row.get("tokens", 1) > 1 else ""
-    return Point(f"{row['model']}, {row['heads']} heads, {row['state']} state{tokens}", "batch", str(row["batch"]), "in_place")
+    return Point(f"{row['model']}, {row['heads']} heads, {_state(row)} state{tokens}", "batch", str(row["batch"]), "in_place")
 
 
 def _tokens(row: Mapping[str, Any]) -> str:
-    """How many, and whether each one's state and window are kept."""
-    return f"{row.get('tokens', 1)}{'+' if row.get('intermediates') else ''}"
+    """How many, and whether each one's state and window are kept, or its state has a slot."""
+    return f"{row.get('tokens', 1)}{'+' if row.get('intermediates') else 's' if row.get('by_slot') else ''}"
+
+
+def _state(row: Mapping[str, Any]) -> str:
+    """The states' type, and whether keys come first."""
+    return row["state"] + (" kv" if row.get("layout") == "kv" else "")
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    return f"{row['model']} {row['state']} batch {row['batch']} T {_tokens(row)}: {row['served_us']:.2f} us, {row['tbs']:.2f} TB/s"
+    return f"{row['model']} {_state(row)} batch {row['batch']} T {_tokens(row)}: {row['served_us']:.2f} us, {row['tbs']:.2f} TB/s"
 
 
 def table(report: Mapping[str, Any]) -> str:
     """The report for a terminal. Behind the chain's and each peer's time, the ratio of ours to it; `x copy`: to the slot copy. T with
-    a +: each token's state and window are kept."""
+    a +: each token's state and window are kept; with an s: its state has a slot."""
     peers = list(dict.fromkeys(name for row in report["rows"] for name in row["peer_ratio"]))
     names = "".join(f"{name:>11}{'ratio':>7}" for name in peers)
     heading = f"{'us':>9}{'TB/s':>7}{'ceiling':>8}{'no pdl':>9}{'copy':>9}{'x copy':>8}{names}{'host us':>9}{'bound':>7}{'chain':>7}"
     lines = [
         *reports.head(report),
         f"{report['op']}: whole layers",
-        f"{'model':20}{'state':6}{'batch':>6}{'T':>4}{heading}{'compile s':>11}  rule",
+        f"{'model':20}{'state':8}{'batch':>6}{'T':>4}{heading}{'compile s':>11}  rule",
     ]
     for row in report["rows"]:
         us, host = row["us"], row["host_us"]
         others = "".join(cell(us.get(name), 11) + cell(row["peer_ratio"].get(name), 7) for name in peers)
         copy = min((us[name] for name in ("copy", "copy_pdl") if name in us), default=None)
         lines.append(
-            f"{row['model']:20}{row['state']:6}{row['batch']:6}{_tokens(row):>4}" + cell(row["served_us"], 9) + cell(row["tbs"], 7)
+            f"{row['model']:20}{_state(row):8}{row['batch']:6}{_tokens(row):>4}" + cell(row["served_us"], 9) + cell(row["tbs"], 7)
             + cell(row["ceiling_fraction"], 8) + cell(us["ssmgen"], 9) + cell(copy, 9) + cell(row["copy_ratio"], 8, 3) + others
             + cell(host.get("ssmgen"), 9) + cell(host.get("ssmgen_bound"), 7) + cell(host.get("chain"), 7)
             + cell(row["compile_seconds"], 11, 3) + f"  {row['rule']}"

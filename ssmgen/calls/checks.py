@@ -21,6 +21,7 @@ STATES: dict[torch.dtype, DType | Narrow] = {**DTYPES, **NARROW}
 INDEX = {None: Index.NONE, torch.int32: Index.I32, torch.int64: Index.I64}
 COUNTS = (  # integers, like the indices
     "num_accepted_tokens", "cu_seqlens", "query_start_loc", "cache_seqlens", "parents", "num_splits", "checkpoint_positions",
+    "first_children", "next_siblings", "parents_out",
 )  # fmt: skip
 EXACT = {
     **dict.fromkeys(("seq_idx", "cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "arrivals"), torch.int32),
@@ -143,6 +144,11 @@ def check_pdl(pdl: bool | None, views: Mapping[str, Tensor], problems: list[str]
         arch = runtime.device_arch(device.index)
         if arch < SM90:
             problems.append(f"pdl needs sm_90 or later; {device} is {arch}")
+
+
+def padding_objections(zero_padding: bool, out: object) -> tuple[str, ...]:
+    """What is wrong, in words, with leaving the output of padded rows as it is: there must be one."""
+    return () if zero_padding or out is not None else ("zero_padding=False leaves the output of padded rows as it is: give it, as out",)
 
 
 def overlaps_itself(t: Tensor) -> bool:

@@ -33,7 +33,8 @@ class Family(NamedTuple):
     size_of: Callable[[Views], int]  # what the rules look at; 0 if there is nothing to do
     grid_of: Callable[[Any, Views], int]  # blocks of a spec's launch
     values_of: Callable[[Any, Views, Any], Mapping[str, Value]]  # every kernel argument that is not a pointer
-    in_place: tuple[tuple[str, str], ...] = ()  # (written, read) that may be the same memory, element by element
+    # (written, read) that may be the same memory, element by element; unless an operand that is named behind them is given
+    in_place: tuple[tuple[str, ...], ...] = ()
 
 
 def check_overlap(family: Family, name: str, layout: Views, where: Mapping[str, int]) -> None:
@@ -44,7 +45,8 @@ def check_overlap(family: Family, name: str, layout: Views, where: Mapping[str, 
 def overlap_check(family: Family, name: str, layout: Views) -> Callable[[Mapping[str, int]], None]:
     """The check of operands so laid out, of where they lie: it raises ArgumentError as check_overlap does."""
     extents = {n: checks.extent(t) for n, t in layout.items()}
-    pairs = [(a, b) for a, b in family.in_place if a in layout and b in layout and _alike(layout[a], layout[b])]
+    allowed = [(a, b) for a, b, *unless in family.in_place if not any(name in layout for name in unless)]
+    pairs = [(a, b) for a, b in allowed if a in layout and b in layout and _alike(layout[a], layout[b])]
 
     def check(where: Mapping[str, int]) -> None:
         ranges = {n: (p, p + extents[n]) for n, p in where.items()}

@@ -108,7 +108,10 @@ class Sharding:
         self.of_tokens = next((n for n in reversed(self.rule.anchors) if n in tensors), self.anchor)
         self.dims = {n: t.dim() for n, t in tensors.items()}
         self.shapes = {n: t.shape for n, t in tensors.items()}
-        self.axes = {n: self.rule.axes_of(n, self.dims, dim) for n, dim in self.dims.items()}
+        found = {n: self.rule.axes_of(n, self.dims, dim) for n, dim in self.dims.items()}
+        self.axes = {n: tuple([_KINDS if "+" in word else word.partition("/")[0] for word in words]) for n, words in found.items()}
+        self.kinds_of = {n: _kinds(word) for n, words in found.items() for word in words if "+" in word}
+        self.together = {n: int(word.partition("/")[2]) for n, words in found.items() for word in words if "/" in word}
         everywhere = (Replicate(),) * mesh.ndim
         self.placements = {n: tuple(t.placements) if isinstance(t, DTensor) else everywhere for n, t in tensors.items()}
         problems: list[str] = []
@@ -174,6 +177,11 @@ class Sharding:
         count = self._size(self.anchor, "head")
         if count % self.heads:
             problems.append(f"{self.anchor} has {count} heads (or channels), which do not divide into {self.heads} equal parts")
+        for name, heads in self.together.items():
+            if self.heads > 1 and count // self.heads % heads:
+                problems.append(
+                    f"{name} is given: {heads} of the {count} heads go together, and would lie on several of {self.heads} ranks"
+                )
         if noise and "rand_seed" in self.axes and ("head" in self.kinds or "batch" in self.kinds):
             problems.append("rand_seed is given: its noise goes by an element's place in the pool, which a shard does not know")
         if self.kinds.count("token") > 1:
@@ -196,8 +204,12 @@ class Sharding:
         words, groups = self.axes[name], self._size(name, "group")
         shared = groups % self.heads != 0
         along = {kind: kind for kind in ("batch", "token")}
-        along["head"] = "head" if "head" in words else "group" if "group" in words and not shared else ""
+        along["head"] = next((word for word in ("head", _KINDS, "" if shared else "group") if word in words), "")
         placements = [Shard(words.index(along[kind])) if kind and along[kind] in words else Replicate() for kind in self.kinds]
+        if _KINDS in words and "head" in self.kinds:
+            here = [self.placements[name][axis].is_shard(words.index(_KINDS)) for axis, kind in enumerate(self.kinds) if kind == "head"]
+            if any(here) and not all(here):
+                problems.append(f"{name} is {_words(self.placements[name])}: its channels are sharded as the heads are, or not at all")
         if shared and self.heads % groups:
             problems.append(f"{name} has {groups} groups (or key heads), which {self.heads} parts of the heads neither divide nor share")
         if name in self.rule.written and name != self.anchor:
@@ -230,6 +242,11 @@ class Sharding:
 
     def _local(self, name: str, t: Any, here: Sequence[int]) -> Tensor:
         words, have, wanted = self.axes[name], self.placements[name], self.wanted[name]
+        divided = _KINDS in words and "head" in self.kinds and not any(p.is_shard(words.index(_KINDS)) for p in have)
+        if divided:  # each kind by itself, out of what every rank has
+            from torch.distributed.tensor import Replicate
+
+            wanted = tuple([Replicate() if kind == "head" else wanted[axis] for axis, kind in enumerate(self.kinds)])
         everywhere = all(p.is_replicate() for p in have)
         if have != wanted and not everywhere:
             t = t.redistribute(placements=wanted)
@@ -239,14 +256,25 @@ class Sharding:
                 if p.is_shard():
                     start, length = _part(local.shape[p.dim], self.sizes[axis], here[axis])
                     local = local.narrow(p.dim, start, length)
+        part = 0  # this rank's, of the heads
+        for axis, kind in enumerate(self.kinds):
+            if kind == "head":
+                part = part * self.sizes[axis] + here[axis]
+        if divided:
+            local = self._of_each_kind(name, local, words.index(_KINDS), part)
         groups = self._size(name, "group")
         if groups > 1 and groups % self.heads:
-            part = 0  # this rank's, of the heads
-            for axis, kind in enumerate(self.kinds):
-                if kind == "head":
-                    part = part * self.sizes[axis] + here[axis]
             local = local.narrow(words.index("group"), part * groups // self.heads, 1)
         return local
+
+    def _of_each_kind(self, name: str, t: Tensor, dim: int, part: int) -> Tensor:
+        """A copy of the channels that a part of the heads has: of each kind its share, or that of the group which it shares with others."""
+        pieces, start = [], 0
+        for count, size in self.kinds_of[name]:
+            first, length = part * count // self.heads, max(count // self.heads, 1)
+            pieces.append(t.narrow(dim, start + first * size, length * size))
+            start += count * size
+        return torch.cat(pieces, dim)
 
     def _mesh(self, given: Mapping[str, Any]) -> Any:
         """The mesh of these tensors. An earlier call that was divided likewise may have been on an equal one of other process groups."""
@@ -285,6 +313,14 @@ def _part(size: int, parts: int, part: int) -> tuple[int, int]:
     most = -(-size // parts)
     start = min(size, most * part)
     return start, min(most, size - start)
+
+
+_KINDS = "kinds"  # in the place of an axis of several
+
+
+def _kinds(word: str) -> list[tuple[int, int]]:
+    """(how many, channels of each) of an axis of several kinds: "4x64" is four of 64 channels."""
+    return [(int(count), int(size)) for count, size in (kind.split(":")[1].split("x") for kind in word.split("+"))]
 
 
 def _words(placements: Iterable[Any]) -> str:

@@ -16,12 +16,14 @@ class Rule(NamedTuple):
 
     axes: by parameter (of the k in a tuple that is called ring "ring.k"), one word per axis. Three of the words mean something: "head" (of
         the state; a channel, where there are no heads), "group" (of heads that share it) and "batch" (also: slot). `*` stands for the axes
-        ahead of the heads, of which the first is the batch; `|` separates forms, of which the number of axes picks one
+        ahead of the heads, of which the first is the batch; `|` separates forms, of which the number of axes picks one. An axis of several
+        kinds, one behind the other, has their numbers and channels: "group:2x64+head:4x32". "head/4" is of heads, four of which go together
     """
 
     axes: Mapping[str, str]
     written: tuple[str, ...]
     like: str = ""  # the parameter whose number of axes says how many `*` stands for; one if there is none
+    inner: int = 2  # axes of that one which `*` does not stand for
     anchors: tuple[str, ...] = ("state",)  # the first that is there says what is sharded
     returns: tuple[str, ...] = ("out",)
     asked: Mapping[str, str] = {}  # of what is returned, the parameters without which it is not
@@ -38,7 +40,7 @@ class Rule(NamedTuple):
         """A word per axis of a tensor with `dim` of them, in a call whose tensors have `dims`. None where that is no form of the parameter,
         which the call itself will say."""
         layers = 1 if self.layers and dims["state"] == 5 and name not in CONTROL else 0
-        lead = max(dims.get(self.like, 3) - 2, 1)  # an operand of Mamba-1 has no heads, only channels
+        lead = max(dims.get(self.like, 1 + self.inner) - self.inner, 1)  # an operand of Mamba-1 has no heads, only channels
         ahead = ("batch", *["token"] * (lead - 1))
         for form in self.axes.get(name, "").split("|"):
             words = form.split()

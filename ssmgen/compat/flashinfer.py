@@ -5,7 +5,8 @@ place. Each returns (output, state or pool), output of shape [B, T, HV, V] and o
 
 Deliberate differences:
 - A sequence that reads from a negative slot, or from none of the pool's, gets a zero output and touches nothing; a state that would go to
-  such a slot is not written. FlashInfer takes slot 0, leaves the output as it was, or reads beyond the pool. Slot 0 is like any other.
+  such a slot is not written. FlashInfer takes slot 0, leaves the output as it was, or reads beyond the pool. Slot 0 is like any other;
+  null_slot=0 makes it nobody's, as a negative one is, and zero_padding=False leaves such a sequence's output, which must be given.
 - Operands and states are f32, f16 or bf16, each its own: f16 is not rounded to bf16 on the way.
 - K and V are not tied to 128, nor T to one or several: a buffer or disable_state_update goes with T = 1 too.
 - A state whose last two axes are not dense is refused, not copied there and back.
@@ -37,18 +38,19 @@ from .operands import takes as _takes
 def _run(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor, A_log: Tensor, a: Tensor, dt_bias: Tensor, b: Tensor, scale: float | None,
     output: Tensor | None, use_qk_l2norm: bool, state_layout: str = "vk", read: Tensor | None = None, write: Tensor | None = None,
-    kept: Tensor | None = None, update: bool = True,
+    kept: Tensor | None = None, update: bool = True, null_slot: int = -1, zero_padding: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if not update:
         write = None  # where nothing is written, as there
     read, write = _of_one_type(read, write)
-    output = v.new_empty(v.shape, dtype=q.dtype) if output is None else output
-    _native(
+    if output is None and zero_padding:  # else it must be given, which the function says
+        output = v.new_empty(v.shape, dtype=q.dtype)
+    found = _native(
         state, q, k, v, a, b, A_log, dt_bias, use_qk_l2norm=use_qk_l2norm, beta_sigmoid=True, scale=scale, state_layout=state_layout,
         state_indices=read, dst_state_indices=write, intermediate_states=None if kept is None else kept[: q.shape[0]],
-        update_state=update, out=output,
+        update_state=update, pad_slot_id=null_slot, zero_padding=zero_padding, out=output,
     )  # fmt: skip
-    return output, state
+    return found, state
 
 
 def _check_backend(backend: str) -> None:
@@ -86,10 +88,14 @@ def gated_delta_rule_decode_pretranspose(
     intermediate_states_buffer: Tensor | None = None,
     disable_state_update: bool = False,
     backend: str = "auto",
+    *,
+    null_slot: int = -1,
+    zero_padding: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """state: [B, HV, V, K]; or None, and a pool initial_state [slots, HV, V, K] with initial_state_indices [B].
 
     output_state_indices: [B], slots to write, None for those read   intermediate_states_buffer: [B or more, T or more, HV, V, K]
+    null_slot, zero_padding: not FlashInfer's: whose slot is null_slot is padding; zero_padding=False leaves the output of what is
     """
     _check_backend(backend)
     if initial_state is not None and initial_state.dim() == 5:
@@ -109,6 +115,7 @@ def gated_delta_rule_decode_pretranspose(
     return _run(
         q, k, v, held, A_log, a, dt_bias, b, scale, output, use_qk_l2norm,
         read=initial_state_indices, write=output_state_indices, kept=intermediate_states_buffer, update=not disable_state_update,
+        null_slot=null_slot, zero_padding=zero_padding,
     )  # fmt: skip
 
 
@@ -161,6 +168,9 @@ def gated_delta_rule_mtp(
     replayssm_rawk: Tensor | None = None,
     replayssm_g: Tensor | None = None,
     replayssm_beta: Tensor | None = None,
+    *,
+    null_slot: int = -1,
+    zero_padding: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """initial_state: pool [slots, HV, V, K], read at initial_state_indices [B], written there or at output_state_indices [B].
 
@@ -168,6 +178,7 @@ def gated_delta_rule_mtp(
     output_state_indices beside it: the state after the last token goes there too, by a copy that is a pass of its own
     disable_state_update: None is True, with a warning, as long as FlashInfer's default is that
     intermediate_states_buffer: [B or more, T or more, HV, V, K]
+    null_slot, zero_padding: as in gated_delta_rule_decode_pretranspose
     """
     if cache_replayssm or any(t is not None for t in (replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta)):
         raise NotImplementedError(
@@ -186,35 +197,35 @@ def gated_delta_rule_mtp(
         raise ArgumentError("gated_delta_rule_mtp", problems)
     write, last = output_state_indices if ssm_state_indices is None else ssm_state_indices, None
     if ssm_state_indices is not None and output_state_indices is not None and output_state_indices is not initial_state_indices:
-        write, last = _with_last(ssm_state_indices, output_state_indices, initial_state.shape[0])
+        write, last = _with_last(ssm_state_indices, output_state_indices, initial_state.shape[0], null_slot)
     found = _run(
         q, k, v, initial_state, A_log, a, dt_bias, b, scale, output, use_qk_l2norm, read=initial_state_indices, write=write,
-        kept=intermediate_states_buffer, update=not disable_state_update,
+        kept=intermediate_states_buffer, update=not disable_state_update, null_slot=null_slot, zero_padding=zero_padding,
     )  # fmt: skip
     if last is not None:
-        _copy_slots(initial_state, *last, _is_slot(initial_state_indices, initial_state.shape[0]))
+        _copy_slots(initial_state, *last, _is_slot(initial_state_indices, initial_state.shape[0], null_slot), null_slot)
     return found
 
 
-def _is_slot(index: Tensor, slots: int) -> Tensor:
-    return (index >= 0) & (index < slots)
+def _is_slot(index: Tensor, slots: int, null_slot: int) -> Tensor:
+    return (index >= 0) & (index < slots) & (index != null_slot)
 
 
-def _with_last(each: Tensor, last: Tensor, slots: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def _with_last(each: Tensor, last: Tensor, slots: int, null_slot: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """(slots [B, T] that are written, then a copy from and to slots [B]): the state after the last token goes to the slots `last` as well,
     at once where it has none in `each`."""
     if last.shape != each.shape[:1] or not each.numel():
         problem = f"output_state_indices is {list(last.shape)}, not [batch] of ssm_state_indices, which is {list(each.shape)}"
         raise ArgumentError("gated_delta_rule_mtp", [problem])
     own = each[:, -1]
-    at_once = torch.where(_is_slot(own, slots), own, last.to(own))
+    at_once = torch.where(_is_slot(own, slots, null_slot), own, last.to(own))
     return torch.cat([each[:, :-1], at_once[:, None]], 1), (own.long(), last.long())
 
 
-def _copy_slots(pool: Tensor, source: Tensor, target: Tensor, there: Tensor) -> None:
+def _copy_slots(pool: Tensor, source: Tensor, target: Tensor, there: Tensor, null_slot: int) -> None:
     """Copies states from slot to slot [B], where both are the pool's and a sequence is there. The device decides: what is not to be copied
     repeats the first that is, or, if none is, writes slot 0 over itself."""
-    there = there & _is_slot(source, pool.shape[0]) & _is_slot(target, pool.shape[0])
+    there = there & _is_slot(source, pool.shape[0], null_slot) & _is_slot(target, pool.shape[0], null_slot)
     row = torch.where(there, torch.arange(len(there), device=there.device), there.int().argmax())
     source, target = (torch.where(there.any(), index[row], 0) for index in (source, target))
     pool.index_copy_(0, target, pool[source])
@@ -259,6 +270,8 @@ def selective_state_update(
     num_accepted_tokens: Tensor | None = None,
     backend: str = "auto",
     retrieve_parent_token: Tensor | None = None,
+    *,
+    zero_padding: bool = True,
 ) -> Tensor:
     """One token per sequence, x (batch, H, P) or (batch, dim); several, (batch, T, H, P); or packed, (tokens, H, P) with cu_seqlens.
 
@@ -272,8 +285,8 @@ def selective_state_update(
     rand_seed: one int64, on the device, of the noise of states that are not f32
 
     Deliberate differences:
-    - A sequence that reads from pad_slot_id, a negative slot or none of the pool's gets a zero output. A state that would go to such a slot
-      is not written.
+    - A sequence that reads from pad_slot_id, a negative slot or none of the pool's gets a zero output, or with zero_padding=False, which is
+      not FlashInfer's, keeps what `out` has. A state that would go to such a slot is not written.
     - All arguments go together and mean the same, whatever the algorithm: the final state is written unless disable_state_update, with
       intermediate states too; a destination and disable_state_update contradict each other; num_accepted_tokens without destinations
       wants disable_state_update.
@@ -316,5 +329,6 @@ def selective_state_update(
         num_accepted_tokens=num_accepted_tokens, cu_seqlens=cu_seqlens, parents=retrieve_parent_token,
         intermediate_states=intermediate_states_buffer, intermediate_state_indices=intermediate_state_indices,
         update_state=not disable_state_update, state_scale=state_scale, intermediate_state_scales=intermediate_state_scales,
-        rand_seed=None if rand_seed is None else rand_seed.reshape(1), philox_rounds=philox_rounds, pad_slot_id=pad_slot_id, out=out,
+        rand_seed=None if rand_seed is None else rand_seed.reshape(1), philox_rounds=philox_rounds, pad_slot_id=pad_slot_id,
+        zero_padding=zero_padding, out=out,
     )  # fmt: skip

@@ -50,6 +50,8 @@ def checkpointing_ssu(
     cb_old: Tensor | None = None,
     precompute_heads_per_cta: int = 0,
     algorithm: str = "auto",
+    *,
+    zero_padding: bool = True,
 ) -> Tensor:
     """Writes out in place, and returns it; also the history, and the state of slots that must make room.
 
@@ -63,6 +65,8 @@ def checkpointing_ssu(
     enable_pdl: starts while the kernel ahead in the stream ends, and waits for it before it reads anything; where the device can
     d_split, precompute_heads_per_cta, algorithm, and the scratch cb_scaled, cumAdt_vec and cb_old choose among FlashInfer's kernels and
     change no result: ignored.
+
+    zero_padding: not FlashInfer's: False leaves the output of padded sequences as it is
 
     Unlike there: a padded sequence, which is also one whose slot is negative or none of the pool's, gets a zero output; products are exact
     to 2^-24, not of factors rounded to bf16; the window R - T is up to 32, and T may be longer; every operand beside x, B, C and the
@@ -88,6 +92,7 @@ def checkpointing_ssu(
     _native(
         state, _tokens_first(x_cache), _tokens_first(B_cache), dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, D, z,
         dt_bias, dt_softplus, state_indices=state_batch_indices, cu_seqlens=cu_seqlens, state_scale=state_scale, rand_seed=seed,
-        philox_rounds=philox_rounds, max_tokens=max_seqlen, pad_slot_id=pad_slot_id, out=result, pdl=None if enable_pdl else False,
+        philox_rounds=philox_rounds, max_tokens=max_seqlen, pad_slot_id=pad_slot_id,
+        zero_padding=zero_padding, out=result, pdl=None if enable_pdl else False,
     )  # fmt: skip
     return out

@@ -24,6 +24,7 @@ from . import gated_delta, replacing
 from . import sglang_delta as _delta
 from . import sglang_mamba as _mamba
 from . import sglang_steps as _steps
+from .draft_trees import steps_of as _steps_of
 from .gated_delta import first as _first
 from .lightning import lightning_attention as lightning_attention
 from .lightning import linear_decode_forward_triton as linear_decode_forward_triton
@@ -123,6 +124,9 @@ def causal_conv1d_update(
     conv_state_indices="[batch]",
     num_accept_tokens="[batch]",
     intermediate_state_indices="[batch]",
+    retrieve_next_token="[batch, T]",
+    retrieve_next_sibling="[batch, T]",
+    retrieve_parent_token="[batch, T]",
 )
 def causal_conv1d_update_triton(
     x: Tensor,
@@ -146,24 +150,27 @@ def causal_conv1d_update_triton(
 
     conv_state: [slots, dim, width - 1 or more] of x's dtype; without num_accept_tokens, the first width - 1 entries are the history
     intermediate_conv_window: [rows, T or more, dim, width - 1], the history after each token, by intermediate_state_indices
+    retrieve_next_token, retrieve_next_sibling: [batch, T], a draft tree: each token's first child and next sibling, or -1
+    retrieve_parent_token: [batch, T], written: their parents; without retrieve_next_token it is ignored, as there
     metadata and validate_data change no result: ignored
-    Raises UnsupportedError for draft trees (retrieve_*), and for cache_seqlens, which SGLang's kernel does not read either.
+    Raises UnsupportedError for cache_seqlens, which SGLang's kernel does not read either.
     """
-    tree = {"retrieve_next_token": retrieve_next_token, "retrieve_next_sibling": retrieve_next_sibling}
-    tree["retrieve_parent_token"] = retrieve_parent_token
-    reasons = [f"{name}: a convolution along a draft tree" for name, t in tree.items() if t is not None]
     if cache_seqlens is not None:
-        reasons.append("cache_seqlens: a ring, in the function that is named for it")
-    if reasons:
-        raise UnsupportedError("sglang's causal_conv1d_update", reasons)
+        reason = "cache_seqlens: a ring, in the function that is named for it"
+        raise UnsupportedError("sglang's causal_conv1d_update", [reason])
+    batch, tree = x.shape[0], {}
+    if retrieve_next_token is not None:
+        tree = {
+            "first_children": _first(retrieve_next_token, batch), "next_siblings": _first(retrieve_next_sibling, batch),
+            "parents_out": _first(retrieve_parent_token, batch),
+        }  # fmt: skip
     if num_accept_tokens is None:
         conv_state = conv_state[..., : weight.shape[1] - 1]
-    batch = x.shape[0]
     rows = None if intermediate_conv_window is None else _first(intermediate_state_indices, batch)
     return _conv_update(
         x, conv_state, weight, bias, activation, conv_state_indices=_first(conv_state_indices, batch),
         num_accepted_tokens=_first(num_accept_tokens, batch), intermediate_conv_window=intermediate_conv_window,
-        intermediate_state_indices=rows, pad_slot_id=pad_slot_id,
+        intermediate_state_indices=rows, pad_slot_id=pad_slot_id, **tree,
     )  # fmt: skip
 
 
@@ -230,7 +237,10 @@ def fused_recurrent_gated_delta_rule_packed_decode(
 _FLAGS = "is_kda disable_state_update cache_ring match_cutedsl_decode"
 
 
-@_takes(_FLAGS, **gated_delta.LOGITS, initial_state_indices="[N]", cu_seqlens="[N + 1]")
+@_takes(
+    _FLAGS, **gated_delta.LOGITS, initial_state_indices="[N]", cu_seqlens="[N + 1]", intermediate_state_indices="[N]",
+    intermediate_states_buffer="[rows, cache_steps, HV, V, K]", retrieve_parent_token="[N, T]",
+)  # fmt: skip
 def fused_sigmoid_gating_delta_rule_update(
     A_log: Tensor,
     a: Tensor,
@@ -264,11 +274,13 @@ def fused_sigmoid_gating_delta_rule_update(
 
     q, k: [B, T, HK, K]; v: [B, T, HV, V]; with cu_seqlens [N + 1], the tokens of all rows behind each other   initial_state_indices: [N]
     a: raw gate, [B, T, HV] or [tokens, HV], of KDA per key channel, and with lower_bound a bounded one; b: logit of beta, like [B, T, HV]
-    Raises UnsupportedError for kept states, draft trees, rings, CuTe DSL's rounding, and another softplus than beta = 1, threshold = 20.
+    intermediate_states_buffer: [rows, cache_steps, HV, V, K] of the states' dtype receives the state after each token, in the row
+    intermediate_state_indices [N]; a row that is not there is not written
+    retrieve_parent_token: [N, T or more], a draft tree, whose tokens go on from that buffer; without it as any tokens, as there
+    Raises UnsupportedError for rings, CuTe DSL's rounding, and another softplus than beta = 1, threshold = 20.
     """
+    name = "sglang's fused_sigmoid_gating_delta_rule_update"
     pairs = {
-        "intermediate_states_buffer: kept by rows that are named": intermediate_states_buffer is not None,
-        "retrieve_parent_token: a draft tree": retrieve_parent_token is not None,
         "cache_ring: ssmgen's ring keeps other tensors": cache_ring,
         "match_cutedsl_decode: the rounding of another kernel": match_cutedsl_decode,
         "initial_state_source is None: ssmgen's states are a pool": initial_state_source is None,
@@ -278,11 +290,19 @@ def fused_sigmoid_gating_delta_rule_update(
         ),
     }
     if reasons := [reason for reason, present in pairs.items() if present]:
-        raise UnsupportedError("sglang's fused_sigmoid_gating_delta_rule_update", reasons)
+        raise UnsupportedError(name, reasons)
     sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    kept: dict[str, Tensor | None] = {}
+    if intermediate_states_buffer is not None:
+        tree = _first(retrieve_parent_token, sequences)
+        kept = {
+            "intermediate_states": _steps_of(name, intermediate_states_buffer, cache_steps, intermediate_state_indices),
+            "intermediate_state_indices": _first(intermediate_state_indices, sequences),
+            "parents": tree if tree is None or cu_seqlens is not None else tree[:, : v.shape[1]],
+        }
     return gated_delta.from_logits(
         initial_state_source, q, k, v, a, b, A_log, dt_bias, is_kda, lower_bound, use_qk_l2norm=use_qk_l2norm_in_kernel, scale=scale,
-        state_indices=_first(initial_state_indices, sequences), cu_seqlens=cu_seqlens, update_state=not disable_state_update,
+        state_indices=_first(initial_state_indices, sequences), cu_seqlens=cu_seqlens, update_state=not disable_state_update, **kept,
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ def merge_attn_states(
 ) -> None:
     """The attention to a shared prefix and to the rest, merged. Writes output and output_lse.
 
-    output, prefix_output, suffix_output: [tokens, heads, head_dim], head_dim a multiple of 4 up to 1024
+    output, prefix_output, suffix_output: [tokens, heads, head_dim], head_dim 1 … 1024
     LSEs: [heads, tokens] f32, natural logarithms; +inf and -inf, and NaN too, are those of nothing
     prefill_tokens_with_context: tokens from there on have no prefix: the suffix is copied
     Raises UnsupportedError with output_scale (FP8 outputs).

@@ -8,11 +8,11 @@ narrow ones a warp holds many. The traffic is twice the state, all else a few pe
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
-from ..spec import SM90, Arch, DType, KernelSpec, Loads, Narrow, Needs, Pdl, Problem, is_pow2, must
+from ..spec import LATER, SM90, Arch, DType, KernelSpec, Loads, Narrow, Needs, Pdl, Problem, is_pow2, must
 
 
 class RowProblem(Problem):
@@ -49,6 +49,13 @@ class RowProblem(Problem):
         raise NotImplementedError
 
     @property
+    def guarded(self) -> bool:
+        """Whether a row is no whole number of the 4 neighbours that every sum begins with, or rows that lie beside each other do not fill a
+        word: elements are then loaded and stored one by one, as many as there are, and the others are 0."""
+        beside = self.interleaved and self.rows * self.row_dtype.size % 4 != 0
+        return self.row_elements % 4 != 0 or beside
+
+    @property
     def lanes_per_row(self) -> int | None:
         """Lanes per row, where the kernel prescribes them; else None."""
         return None
@@ -64,6 +71,9 @@ class RowProblem(Problem):
         return False
 
 
+P = TypeVar("P", bound=RowProblem)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowSpec(KernelSpec, RowProblem):
     """How one variant walks the rows of a problem; the family's spec inherits which. No choice here changes a bit of the result."""
@@ -76,14 +86,27 @@ class RowSpec(KernelSpec, RowProblem):
     min_blocks: int = 0  # blocks per SM that ptxas must leave registers for; 0 = its own choice
     prefetch: int = 0  # ask L2 for the tile of the block this many blocks ahead; 0 = off
     pdl: Pdl = Pdl.OFF
+    # Warps that the lanes of an interleaved row lie in, whose sums meet in shared memory; neighbouring lanes are then of neighbouring rows,
+    # so that a warp reads long pieces of memory. 0: the lanes of a row are neighbours in a warp.
+    row_warps: int = field(default=0, metadata=LATER)
 
     @property
     def needs(self) -> Needs:
         return replace(super().needs, prefetch=self.prefetch > 0, lines=self.prefetch > 0 and self.scaled)
 
     @property
+    def warp_lanes(self) -> int:
+        """Lanes of a row in a warp."""
+        return self.lanes // max(1, self.row_warps)
+
+    @property
     def passes(self) -> int:
-        return self.row_elements // (self.lanes * self.vec)
+        return -(-self.row_elements // (self.lanes * self.vec))
+
+    @property
+    def row_room(self) -> int:
+        """Elements of a row that its lanes have registers for."""
+        return self.passes * self.lanes * self.vec
 
     @property
     def rows_per_step(self) -> int:
@@ -111,7 +134,11 @@ class RowSpec(KernelSpec, RowProblem):
 
     def violations(self, arch: Arch) -> list[str]:
         shape = [
-            *must(is_pow2(self.lanes) and self.lanes <= 32, f"lanes {self.lanes} is not a power of two up to 32"),
+            *must(self.row_warps == 0 or is_pow2(self.row_warps), f"row_warps {self.row_warps} is not a power of two, or 0"),
+            *must(
+                is_pow2(self.lanes) and max(1, self.row_warps) <= self.lanes <= 32 * max(1, self.row_warps),
+                f"lanes {self.lanes} is not a power of two up to 32{f' for each of {self.row_warps} warps' if self.row_warps else ''}",
+            ),
             *must(is_pow2(self.ilp), f"ilp {self.ilp} is not a power of two"),
             *must(is_pow2(self.vec), f"vec {self.vec} is not a power of two"),
             *must(self.threads % 32 == 0 and 32 <= self.threads <= 1024, f"threads {self.threads} is not 32 … 1024 in steps of 32"),
@@ -128,12 +155,29 @@ class RowSpec(KernelSpec, RowProblem):
                 f"{'ilp' if self.interleaved else 'vec'} {vector} of {self.row_dtype.value} is not 4 to 16 bytes wide",
             ),
             *must(
-                not self.interleaved or self.vec == 4,
+                not self.interleaved or self.vec == 4 or self.row_warps > 0,
                 f"vec {self.vec} of interleaved rows is not 4, the chain that every variant sums alike",
             ),
-            *must(not self.interleaved or rows % self.ilp == 0, f"{rows} interleaved rows are not a multiple of ilp {self.ilp}"),
+            *must(not self.row_warps or self.interleaved, "only interleaved rows have lanes that are not neighbours"),
+            *must(not self.row_warps or self.vec in (4, 8), f"vec {self.vec} of rows across warps is not 4 or 8"),
+            *must(not self.row_warps or self.ilp % 4 == 0, f"ilp {self.ilp} of rows across warps is not a multiple of 4"),
+            *must(
+                not self.row_warps or self.threads % (32 * self.row_warps) == 0,
+                f"{self.threads} threads are not a multiple of {self.row_warps} warps",
+            ),
+            *must(
+                not self.interleaved or self.guarded or rows % self.ilp == 0,
+                f"{rows} interleaved rows are not a multiple of ilp {self.ilp}",
+            ),
             *must(self.vec >= min(4, n), f"vec {self.vec} is below 4, the chain that every variant sums alike"),
-            *must(self.passes * self.lanes * self.vec == n, f"a row of {n} is not a multiple of lanes {self.lanes} x vec {self.vec}"),
+            *must(
+                self.row_room == n if not self.guarded else (self.lanes, self.vec) == guarded_lanes(self),
+                f"a row of {n} is not a multiple of lanes {self.lanes} x vec {self.vec}"
+                if not self.guarded
+                else f"a row of {n}, guarded, has lanes and vec {guarded_lanes(self)}, with which all variants sum alike",
+            ),
+            *must(not self.guarded or self.row_loads is Loads.ELEMENT, "guarded rows are loaded by elements"),
+            *must(not (self.guarded and self.row_warps), "guarded rows lie in one warp"),
             *must(self.ilp <= self.lanes, f"ilp {self.ilp} exceeds lanes {self.lanes}: a lane owns the scalars of one row"),
             *must(self.tile % self.rows_per_step == 0, f"tile {self.tile} is not a multiple of the {self.rows_per_step} rows in flight"),
             *must(self.tile < rows + self.rows_per_step, f"tile {self.tile} exceeds the {rows} rows of a head"),
@@ -141,29 +185,35 @@ class RowSpec(KernelSpec, RowProblem):
             *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
             *must(arch >= SM90 or not self.prefetch, f"the bulk L2 prefetch needs sm_90, not {arch}"),
             *must(
-                not self.prefetch or (self.row_loads is Loads.VECTOR and self.vec * self.row_dtype.size == 16),
+                not self.prefetch or (self.row_loads is Loads.VECTOR and vector * self.row_dtype.size == 16),
                 "the bulk L2 prefetch needs an aligned state in 16-byte vectors",
             ),
-            *must(not self.prefetch or not self.interleaved, "the bulk L2 prefetch needs tiles that are contiguous"),
+            *must(
+                not self.prefetch or not self.interleaved or self.row_warps > 0,
+                "the bulk L2 prefetch of interleaved rows goes with lanes that are not neighbours",
+            ),
             *must(not self.prefetch or rows % self.tile == 0, f"the bulk L2 prefetch needs {rows} rows to be whole tiles of {self.tile}"),
         ]
 
     def how(self) -> str:
         """The tuning choices, for a name."""
         text = f"l{self.lanes}v{self.vec}i{self.ilp}t{self.tile}x{self.threads}"
-        return "_".join([text, *([f"pf{self.prefetch}"] if self.prefetch else []), *([] if self.pdl is Pdl.OFF else ["pdl"])])
+        across = [f"w{self.row_warps}"] if self.row_warps else []
+        return "_".join([text, *across, *([f"pf{self.prefetch}"] if self.prefetch else []), *([] if self.pdl is Pdl.OFF else ["pdl"])])
 
 
-def axes(most_vec: int = 8) -> Iterator[dict[str, Any]]:
-    """The choices worth trying, legal for some problems: what a tuner searches, and what the tests hold to be bit-equal."""
+def axes(most_vec: int = 8, ahead: int = 264, interleaved: bool = False) -> Iterator[dict[str, Any]]:
+    """The choices worth trying, legal for some problems: what a tuner searches, and what the tests hold to be bit-equal. ahead: blocks by
+    which L2 is asked, where it is."""
     tried: dict[str, tuple[Any, ...]] = {
         "lanes": (1, 2, 4, 8, 16, 32),
         "vec": tuple(vec for vec in (2, 4, 8, 16) if vec <= most_vec),
         "ilp": (1, 2, 4, 8),
         "tile": (8, 16, 32, 64, 128, 256),
         "threads": (32, 64, 128, 256),
-        "prefetch": (0, 264),
+        "prefetch": (0, ahead),
         "pdl": tuple(Pdl),
+        "row_warps": (0, 1, 2, 4, 8) if interleaved else (0,),
     }
     for values in product(*tried.values()):
         how = dict(zip(tried, values, strict=True))
@@ -173,6 +223,9 @@ def axes(most_vec: int = 8) -> Iterator[dict[str, Any]]:
 
 # ---------------------------------------------------------------------------------------------------------------------------------
 # Choosing a variant. Measured on an H200 (132 SMs); docs/performance.md holds what was tried.
+
+MOST_ROW_WARPS = 8  # that a row's lanes lie in
+MOST_HELD = 96  # elements of a lane whose rows lie across warps
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +239,19 @@ class Rule:
     pdl: Pdl = Pdl.TRIGGER_LOADED
     steps: int = 1  # in which a block walks its rows
     ilp: int = 4  # 8 needs too many registers, 2 leaves too little in flight once the card is full
+    piece: int = 0  # bytes that a warp reads of interleaved rows at a time, their lanes across warps; 0: a row's lanes are neighbours
+
+
+def loaded(problem: P) -> P:
+    """The problem, whose guarded rows, if they are, and operands are loaded by elements wherever they lie."""
+    how: dict[str, Any] = dict.fromkeys(("state_loads", "operand_loads"), Loads.ELEMENT)
+    return replace(problem, **how) if problem.guarded else problem
+
+
+def guarded_lanes(problem: RowProblem) -> tuple[int, int]:
+    """(lanes, vec) of guarded rows: 4 elements per lane and pass, and no more lanes than that takes, but one for each row of a word."""
+    lanes = min(32, 1 << (-(-problem.row_elements // 4) - 1).bit_length())
+    return (max(lanes, 4 // problem.row_dtype.size) if problem.interleaved else lanes), 4
 
 
 def layout(problem: RowProblem, ilp: int = 4) -> dict[str, int]:
@@ -195,6 +261,10 @@ def layout(problem: RowProblem, ilp: int = 4) -> dict[str, int]:
     it holds more than 64 elements.
     """
     n, size = problem.row_elements, problem.row_dtype.size
+    if problem.guarded:
+        lanes, vec = guarded_lanes(problem)
+        passes = -(-n // (lanes * vec))
+        return {"vec": vec, "lanes": lanes, "ilp": 4 // size if problem.interleaved else max(1, min(ilp, lanes, 8 // passes))}
     odd = n // (n & -n)  # 3 for 96
     even = n // odd
     if problem.interleaved:
@@ -210,16 +280,35 @@ def layout(problem: RowProblem, ilp: int = 4) -> dict[str, int]:
     return {"vec": vec, "lanes": lanes, "ilp": min(ilp, lanes) if problem.lanes_per_row else max(1, min(ilp, lanes, 8 // passes))}
 
 
+def across_warps(problem: RowProblem, piece: int) -> dict[str, int]:
+    """The lane map of interleaved rows whose lanes lie across warps, which read pieces of so many bytes, or of fewer where the rows do not
+    make up those; empty where there is none. A lane holds 8 neighbours of a row, or 4 of one that is short or goes into passes.
+    """
+    n, together = problem.row_elements, 16 // problem.row_dtype.size
+    if not problem.interleaved or problem.row_loads is not Loads.VECTOR:
+        return {}
+    odd = n // (n & -n)
+    for teams in (t for t in (16, 8, 4) if 16 * t <= piece):
+        in_warp = 32 // teams
+        vec = 8 if odd == 1 and n >= 8 * in_warp else 4
+        lanes = n // odd // vec
+        held = together * n // lanes
+        if problem.rows % (teams * together) == 0 and max(in_warp, together) <= lanes <= MOST_ROW_WARPS * in_warp and held <= MOST_HELD:
+            return {"vec": vec, "lanes": lanes, "ilp": together, "row_warps": lanes // in_warp}
+    return {}
+
+
 def fit(problem: RowProblem, rule: Rule) -> dict[str, int]:
     """Lanes, rows and threads for a problem: about tile_kib per block, in a number of warps that divides the rows if one near does."""
-    chosen = layout(problem, rule.ilp)
-    per_warp = 32 // chosen["lanes"] * chosen["ilp"]
+    chosen = across_warps(problem, rule.piece) or layout(problem, rule.ilp)
+    together = chosen.get("row_warps", 1)  # warps of a group
+    rows = 32 * together // chosen["lanes"] * chosen["ilp"]  # that a group has
     row_bytes = problem.row_elements * problem.row_dtype.size
-    most = max(1, min(8, rule.tile_kib * 1024 // (row_bytes * per_warp), -(-problem.rows // per_warp)))
-    fitting = [w for w in range(most * 3 // 2, most // 2, -1) if problem.rows % (w * per_warp) == 0]
-    warps = most if most in fitting or not fitting else fitting[0]
-    steps = rule.steps if warps % rule.steps == 0 else 1
-    return chosen | {"threads": 32 * warps // steps, "tile": warps * per_warp}
+    most = max(1, min(8 // together, rule.tile_kib * 1024 // (row_bytes * rows), -(-problem.rows // rows)))
+    fitting = [n for n in range(most * 3 // 2, most // 2, -1) if problem.rows % (n * rows) == 0]
+    groups = most if most in fitting or not fitting else fitting[0]
+    steps = rule.steps if groups % rule.steps == 0 else 1
+    return chosen | {"threads": 32 * together * groups // steps, "tile": groups * rows}
 
 
 def choices(
@@ -235,8 +324,9 @@ def choices(
             continue
         taken = True
         how = fit(problem, rule)
-        aligned = problem.row_loads is Loads.VECTOR and how["vec"] * problem.row_dtype.size == 16
-        whole = problem.rows % how["tile"] == 0 and not problem.interleaved
+        vector = how["ilp"] if problem.interleaved else how["vec"]
+        aligned = problem.row_loads is Loads.VECTOR and vector * problem.row_dtype.size == 16
+        whole = problem.rows % how["tile"] == 0 and (not problem.interleaved or how.get("row_warps", 0) > 0)
         prefetch = rule.prefetch if aligned and whole and arch >= SM90 else 0
         yield rule.name, how | {"prefetch": prefetch, "pdl": rule.pdl if pdl else Pdl.OFF}, ""
     how = layout(problem)

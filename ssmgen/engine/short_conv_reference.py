@@ -8,18 +8,46 @@ from torch import Tensor
 
 def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, dtype: torch.dtype) -> Tensor:
     """inputs: [dim, width - 1 + tokens], the history first. Returns [dim, tokens], in `dtype`; the oldest tap is added first."""
-    width = weight.shape[1]
-    tokens = inputs.shape[1] - width + 1
-    total = torch.zeros(inputs.shape[0], tokens, dtype=dtype, device=inputs.device)
+    return over_windows(inputs.unfold(1, weight.shape[1], 1), weight, bias, silu, dtype)
+
+
+def over_windows(windows: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, dtype: torch.dtype) -> Tensor:
+    """The same of each token's inputs, windows [dim, tokens, width]."""
+    total = torch.zeros(windows.shape[:2], dtype=dtype, device=windows.device)
     if bias is not None:
         total = total + bias.to(dtype)[:, None]
-    for j in range(width):
-        total = total + weight[:, j, None].to(dtype) * inputs[:, j : j + tokens].to(dtype)
+    for j in range(weight.shape[1]):
+        total = total + weight[:, j, None].to(dtype) * windows[:, :, j].to(dtype)
     return total * torch.sigmoid(total) if silu else total
 
 
 def valid_slot(slot: int, slots: int, pad_slot_id: int) -> bool:
     return 0 <= slot < slots and slot != pad_slot_id
+
+
+def paths(count: int, width: int, parents: list[int]) -> list[list[int]]:
+    """Where, behind a history of width - 1 inputs, the inputs of each token's window are: its ancestors', and its own as the last."""
+    found = []
+    for token in range(count):
+        path, at = [token], token
+        while len(path) < width:
+            named = parents[at] if 0 < at < len(parents) else -1
+            at = named if 0 <= named < at else at - 1
+            path.insert(0, at)
+        found.append([width - 1 + at for at in path])
+    return found
+
+
+def parents_of(first_children: Tensor, next_siblings: Tensor) -> Tensor:
+    """The parent of each token, [batch, tokens]; 0 of nobody's child. Children and siblings that are no later tokens are none."""
+    parents = torch.zeros_like(first_children)
+    for row, children, siblings in zip(parents, first_children.tolist(), next_siblings.tolist(), strict=True):
+        for token, (child, sibling) in enumerate(zip(children, siblings, strict=True)):
+            if token < child < len(row):
+                row[child] = token
+            if token < sibling < len(row):
+                row[sibling] = row[token]
+    return parents
 
 
 def step(
@@ -34,17 +62,24 @@ def step(
     conv_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
     query_start_loc: Tensor | None = None,
+    parents: Tensor | None = None,
+    first_children: Tensor | None = None,
+    next_siblings: Tensor | None = None,
+    parents_out: Tensor | None = None,
     intermediate_conv_window: Tensor | None = None,
     intermediate_state_indices: Tensor | None = None,
     pad_slot_id: int = -1,
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """x, out: [batch, dim, tokens], with query_start_loc [1, dim, tokens]; conv_state [slots, dim, state_len]; weight [dim, width];
-    intermediate_conv_window [·, tokens, dim, width - 1]. Computes in `dtype`; writes out, rounded once, and copies of inputs.
+    parents, first_children, next_siblings, parents_out [batch, tokens]; intermediate_conv_window [·, tokens, dim, width - 1]. Computes in
+    `dtype`; writes out, rounded once, copies of inputs, and a tree's parents.
     """
     width, (slots, _, state_len) = weight.shape[1], conv_state.shape
     history = width - 1
     starts = None if query_start_loc is None else query_start_loc.tolist()
+    if first_children is not None and next_siblings is not None and parents_out is not None:
+        parents = parents_out.copy_(parents_of(first_children, next_siblings))
     for s in range(x.shape[0] if starts is None else len(starts) - 1):
         row, span = (s, slice(None)) if starts is None else (0, slice(starts[s], starts[s + 1]))
         tokens, result = x[row, :, span].clone(), out[row, :, span]
@@ -64,12 +99,13 @@ def step(
             entries = (seen - history + torch.arange(history)) % state_len
         state = conv_state[slot]
         inputs = torch.cat([state[:, entries], tokens], 1)
-        result.copy_(convolve(inputs, weight, bias, silu, dtype))
+        windows = inputs[:, paths(count, width, [] if parents is None else parents[s].tolist())]
+        result.copy_(over_windows(windows, weight, bias, silu, dtype))
         if intermediate_conv_window is not None:
             target = s if intermediate_state_indices is None else int(intermediate_state_indices[s])
             if 0 <= target < intermediate_conv_window.shape[0]:
                 for t in range(min(count, intermediate_conv_window.shape[1])):
-                    intermediate_conv_window[target, t] = inputs[:, t + 1 : t + width]
+                    intermediate_conv_window[target, t] = windows[:, t, 1:]
         if cache_seqlens is not None:
             for t in range(count):
                 state[:, (seen + t) % state_len] = tokens[:, t]

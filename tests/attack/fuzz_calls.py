@@ -11,6 +11,7 @@ from family_cases import cases
 from torch import Tensor
 
 import ssmgen
+from ssmgen.families.causal_conv1d_update.spec import CHILDREN
 from ssmgen.families.linear_attention.operands import FUNCTIONS
 
 Arguments = dict[str, Any]
@@ -48,15 +49,18 @@ def ints(*values: Any, dtype: torch.dtype = I32) -> Tensor:
 def _conv_update() -> list[Form]:
     def form(id: str, x: Tensor, length: int = WIDTH - 1, **more: Any) -> Form:
         given = {"x": x, "conv_state": rand(SLOTS, DIM, length), "weight": rand(DIM, WIDTH), "bias": rand(DIM), "activation": "silu"}
-        return _native(ssmgen.causal_conv1d_update, id, given | more, "out conv_state intermediate_conv_window")
+        return _native(ssmgen.causal_conv1d_update, id, given | more, "out conv_state intermediate_conv_window parents_out")
 
     slots = {"conv_state_indices": ints(2, 0)}
     windows = {"intermediate_conv_window": rand(B, T, DIM, WIDTH - 1), "intermediate_state_indices": ints(1, 0)}
+    tree = ints([1, -1, -1], [1, 2, -1]), ints([-1, 2, -1], [-1, -1, -1]), ints([0] * T, [0] * T)
     return [
         form("one", rand(B, DIM), out=rand(B, DIM), pad_slot_id=-1, **slots),
         form("ring", rand(B, DIM, T), WIDTH + 2, cache_seqlens=ints(0, 5)),
         form("accepted", rand(B, DIM, T), WIDTH + T, num_accepted_tokens=ints(1, 2), **slots, **windows),
         form("packed", rand(TOKENS, DIM), query_start_loc=ints(0, 2, 5), **slots),
+        form("parents", rand(B, DIM, T), parents=ints([-1, 0, 0], [-1, 0, 1]), **slots, **windows),
+        form("children", rand(B, DIM, T), **dict(zip(CHILDREN, tree, strict=True)), **slots),
     ]
 
 
@@ -211,6 +215,7 @@ def _rules() -> list[Form]:
         forms += [
             form("ring", name, (B, T), update_state=False, ring=ring(per_channel), use_qk_l2norm=True, **slots),
             form("packed", name, (TOKENS,), cu_seqlens=ints(0, 2, 5), beta_sigmoid=True, pad_slot_id=-1, **table),
+            form("tree", name, (B, T), parents=ints([-1, 0, 0], [-1, 0, 1]), intermediate_state_indices=ints(1, 0), **kept, **slots),
             form("kv", name, state_layout="kv", state=rand(SLOTS, H, K, V), dst_state_indices=ints(1, 3), **slots),
         ]
     gates = {"A_log": rand(H), "dt_bias": rand(H)}

@@ -164,6 +164,10 @@ def _engines() -> list[Form]:
     logits = gdn((1, TOKENS)) | by_token | {"cu_seqlens": ints(0, 2, 5), "use_qk_l2norm_in_kernel": True}
     source = {"softplus_beta": 1.0, "softplus_threshold": 20.0, "initial_state_source": rand(SLOTS, H, V, K)}
     source |= {"initial_state_indices": ints(2, 1, 0)}
+    steps = {"intermediate_states_buffer": rand(SLOTS, T, H, V, K), "cache_steps": T, "intermediate_state_indices": ints(2, 1, 0)}
+    steps |= {"retrieve_parent_token": ints([0, 0, 0], [0, 0, 1])}
+    tree = {"retrieve_next_token": ints([1, -1, -1], [1, 2, -1]), "retrieve_next_sibling": ints([-1, 2, -1], [-1, -1, -1])}
+    tree |= {"retrieve_parent_token": ints([0] * T, [0] * T)}
     channels = {"a": rand(B, T, H, K), "dt_bias": rand(H * K), "is_kda": True, "lower_bound": -5.0}
     out = {"prefix_output": rand(T, H, 8), "suffix_output": rand(T, H, 8), "output": rand(T, H, 8)}
     lse = {"prefix_lse": rand(H, T), "suffix_lse": rand(H, T), "output_lse": rand(H, T)}
@@ -194,9 +198,11 @@ def _engines() -> list[Form]:
         s(update, x | slots | {"cache_seqlens": ints(0, 5, 1)}, "ring", "x"),
         s("causal_conv1d_update_triton", tokens | slots | windows | {"num_accept_tokens": ints(1, 2, 1)}, "drafts"),
         s("causal_conv1d_update_triton", x | slots, "one"),
+        s("causal_conv1d_update_triton", tokens | slots | tree, "tree", "retrieve_parent_token"),
         s("causal_conv1d_fn", prompts),
         s("fused_recurrent_gated_delta_rule_packed_decode", {n: t if t is None else _again(t) for n, t in qkv.items()}),
         s(rule, gdn() | source | {"disable_state_update": True}, "verify"),
+        s(rule, gdn() | source | steps, "tree"),
         s(rule, gdn() | source | channels, "kda"),
         s("merge_state", merged, "", "output output_lse"),
     ]

@@ -20,6 +20,7 @@ from ssmgen.families.linear_attention.operands import FUNCTIONS
 
 KEYWORDS = {name: list(signature(function).parameters) for name, function in BY_NAME.items()}
 RINGED = ("gated_delta_rule", "delta_rule", "kda")
+VERIFYING = {"ring", "parents", "intermediate_state_indices"}  # of these alone
 RESULTS = (Tensor, Tensor | tuple[Tensor, Tensor], Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor])
 POOLED = tuple(name for name, function in FUNCTIONS.items() if not function.commit)
 
@@ -44,11 +45,11 @@ def test_the_options_of_a_pool_are_keywords_of_all_that_decode():
     ours = dict.fromkeys(PoolOptions._fields)
     for name in POOLED:
         parameters = signature(BY_NAME[name]).parameters
-        mine = [n for n in ours if n != "ring" or name in RINGED]
-        assert all(parameters[n].kind is Parameter.KEYWORD_ONLY for n in mine) and ("ring" in parameters) is (name in RINGED)
+        mine = [n for n in ours if n not in VERIFYING or name in RINGED]
+        assert all(parameters[n].kind is Parameter.KEYWORD_ONLY for n in mine) and set(parameters) & VERIFYING == VERIFYING & set(mine)
         assert [str(parameters[n].annotation) for n in mine] == [str(PoolOptions.__annotations__[n].__forward_arg__) for n in mine]
     defaults = {n: signature(ssmgen.kda).parameters[n].default for n in ours}
-    assert defaults == dict.fromkeys(ours) | {"state_layout": "vk", "pad_slot_id": -1, "update_state": True}
+    assert defaults == dict.fromkeys(ours) | {"state_layout": "vk", "pad_slot_id": -1, "update_state": True, "zero_padding": True}
     assert signature(ssmgen.rwkv7).parameters["scale"].default == 1.0
 
 

@@ -11,28 +11,10 @@ from dataclasses import replace
 import conv_laws as laws
 import pytest
 import torch
-from conv_cases import (
-    BF16,
-    F16,
-    F32,
-    FIRST,
-    I32,
-    LAST,
-    POOL,
-    RING,
-    ROLL,
-    SHIFT,
-    SHORT,
-    STATEFUL,
-    Call,
-    Case,
-    UpdateCase,
-    make,
-    make_update,
-    matrix,
-    update_matrix,
-)
+from conv_cases import FIRST, I32, LAST, POOL, RING, ROLL, SHIFT, SHORT, STATEFUL, Call, Case, UpdateCase, make, make_update
 from conv_laws import LAST_AXIS, Draw, activated, assert_matches, bits, equal, expected, needs_emulator
+from conv_matrices import matrix, update_matrix
+from ssu_cases import BF16, F16, F32
 from varying import named
 
 import ssmgen
@@ -175,6 +157,13 @@ def test_speculation_equals_the_accepted_history(tokens, last):
     laws.speculation_equals_the_accepted_history(forward, update, Draw(DEVICE, BF16, last, dim=256), tokens, steps=30)
 
 
+@pytest.mark.parametrize("law", [laws.a_chain_is_no_tree, laws.each_path_equals_the_path_alone, laws.the_order_of_siblings_changes_nothing])
+@pytest.mark.parametrize(("last", "state_len", "width"), [(False, 3, 4), (False, 4, 4), (True, 6, 3), (True, 7, 8)])
+def test_draft_trees(law, last, state_len, width):
+    for dtype in NAMES:
+        law(update, Draw(DEVICE, dtype, last, dim=264, width=width), state_len)
+
+
 @LAST_AXIS
 def test_packed_sequences_equal_each_alone(last):
     laws.packed_equals_each_sequence(forward, Draw(DEVICE, BF16, last, dim=264), (5, 0, 3000, 1, 2, 33))
@@ -213,14 +202,17 @@ def launch(spec: KernelSpec, call: Call) -> runtime.Plan:
 VARIED = [
     replace(FIRST, id="first-states", dim=64, length=5000, **STATEFUL),
     replace(FIRST, id="first-packed-shifted", layout="first_slice", lengths=(3, 0, 3000, 1, 270, 511), **POOL),
+    replace(FIRST, id="first-packed-beside", dim=64, lengths=(253, 1, 1, 1, 250, 3, 0, 2, 500, 2, 1, 9, 0) * 3, **POOL),
     replace(FIRST, id="first-f32-seq-idx", x=F32, seq_idx=True),
     replace(LAST, id="last-seq-idx", seq_idx=True, dim=264, length=700),
     replace(LAST, id="last-packed", dim=264, lengths=(*SHORT, 900), **POOL),
+    replace(LAST, id="last-odd-pool", layout="last_odd", dim=517, lengths=(*SHORT, 300), **POOL),
     replace(LAST, id="last-odd-states", layout="last_odd", dim=261, length=900, **STATEFUL),
     UpdateCase("shift", dim=2064, batch=9),
     UpdateCase("shift-t3-odd", tokens=3, dim=261, layout="odd", state="any"),
     UpdateCase("roll-t5", ROLL, tokens=5, dim=264),
     UpdateCase("ring-packed", RING, state="channels", dim=264, lengths=(3, 1, 0, 9, 2), extra=2),
+    UpdateCase("tree-t8", tokens=8, parents=I32, dim=264, saved="windows"),
 ]
 
 

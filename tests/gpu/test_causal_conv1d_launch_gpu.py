@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from conv_cases import BF16, F16, F32, FIRST, I64, LAST, POOL, ROLL, SHORT, STATEFUL, Call, Case, UpdateCase, make, make_call
+from conv_cases import BF16, FIRST, I64, LAST, POOL, ROLL, SHORT, STATEFUL, Call, Case, UpdateCase, make, make_call
 from conv_laws import LAST_AXIS, Draw, assert_matches, bits, equal, expected
+from ssu_cases import F16, F32
 from test_selective_state_update import after_a_producer, needs_pdl
 from varying import named
 

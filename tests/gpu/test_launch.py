@@ -200,7 +200,7 @@ def test_torch_compile_and_opcheck():
     call, eager = make_call(M2, "cuda"), make_call(M2, "cuda")
     state, x, dt, A, B, C, D, z, dt_bias, softplus = call.args
     idx, out = call.kwargs["state_indices"], call.kwargs["out"]
-    operands = (state, x, dt, A, B, C, D, z, dt_bias, out, idx, *[None] * 9, softplus, None, -1, 0, True, None)
+    operands = (state, x, dt, A, B, C, D, z, dt_bias, out, idx, *[None] * 9, softplus, None, -1, 0, True, True, None)
     torch.library.opcheck(torch.ops.ssmgen.selective_state_update.default, operands)
 
     def step(*args):

@@ -210,6 +210,9 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         vector = dim % lane == 0 and all(checks.aligned(views[n], pointers[n], lane, 1) for n in ("x", "out"))
     ragged = "query_start_loc" in views
     shifted = first and vector and (ragged or not all(checks.aligned(views[n], pointers[n], 16 // size, 2) for n in ("x", "out")))
+    unit = not first and not vector and across and (out.stride(1) == 1 or dim == 1)
+    two = unit and size == 2 and dim % 2 == 0
+    run = 1 if first else lane if vector else 2 if two else 0  # channels whose taps a lane loads at once
     return ConvProblem(
         layout=ConvLayout.FIRST if first else ConvLayout.LAST,
         width=width,
@@ -226,8 +229,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         index=INDEX[views["conv_state_indices"].dtype if "conv_state_indices" in views else None],
         loads=Loads.VECTOR if vector else Loads.ELEMENT,
         shifted=shifted,
-        unit=not first and not vector and across and (out.stride(1) == 1 or dim == 1),
-        taps=Loads.VECTOR if (first or vector) and taps_are_runs(views, pointers, 1 if first else lane) else Loads.ELEMENT,
+        unit=unit,
+        taps=Loads.VECTOR if run and taps_are_runs(views, pointers, run) else Loads.ELEMENT,
     )
 
 
@@ -255,9 +258,11 @@ def _sequences(views: Mapping[str, Tensor]) -> int:
 
 
 def _pieces(spec: ConvSpec, views: Mapping[str, Tensor]) -> int:
-    """How many pieces a row is cut into; of packed sequences, how many numbers their pieces get (templates/lib/sequences.cuh.j2)."""
+    """How many pieces a row is cut into; channel-last, how many numbers packed sequences' pieces get (templates/lib/sequences.cuh.j2)."""
     tokens = views["x"].shape[2] + (spec.vec - 1 if spec.shifted else 0)
-    return tokens // spec.piece + _sequences(views) if spec.ragged else max(1, -(-tokens // spec.piece))
+    if spec.ragged and spec.layout is ConvLayout.LAST:
+        return tokens // spec.piece + _sequences(views)
+    return max(1, -(-tokens // spec.piece))
 
 
 def grid_of(spec: ConvSpec, views: Mapping[str, Tensor]) -> int:
@@ -266,7 +271,7 @@ def grid_of(spec: ConvSpec, views: Mapping[str, Tensor]) -> int:
     warps = spec.threads // 32
     if spec.layout is ConvLayout.LAST:
         return -(-rows // warps) * _channel_blocks(spec, dim) if rows + warps < 2**31 else 2**31
-    blocks = -(-rows * dim // warps)
+    blocks = -(-batch * dim // warps) * _pieces(spec, views) if spec.seq_idx else -(-rows * dim // warps)
     return blocks if blocks * warps < 2**31 else 2**31  # a warp's number is divided
 
 

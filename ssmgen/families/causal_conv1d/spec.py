@@ -1,8 +1,9 @@
 """causal_conv1d: the short depthwise convolution ahead of a recurrence, over whole sequences.
 
 Every token is read once and written once; the floor is the speed of an elementwise copy. Channel-first: a warp takes a piece of one
-channel's row, in 16-byte vectors along the length, and hands the halo on by shuffles. Channel-last: a warp takes some tokens of 32
-neighbouring vectors of channels, and reads the halo again (from L1, mostly).
+channel's row, in 16-byte vectors along the length, and hands the halo on by shuffles; packed sequences are one row, and the first tokens of
+each are convolved apart. Channel-last: a warp takes some tokens of 32 neighbouring vectors of channels, and reads the halo again (from L1,
+mostly).
 """
 
 from __future__ import annotations
@@ -53,6 +54,11 @@ class ConvProblem(Problem):
     def ragged(self) -> bool:
         return self.query_start_loc is not Index.NONE
 
+    @property
+    def words(self) -> bool:
+        """Whether lanes have channels two by two, which lie in a word or in two: channel-last elements of unit stride, of 16 bits."""
+        return self.unit and self.x.size == 2
+
     def faults(self) -> list[str]:
         """What no variant could serve."""
         stateful = self.initial or self.final or self.pool
@@ -95,7 +101,7 @@ class ConvSpec(KernelSpec, ConvProblem):
 
     @property
     def needs(self) -> Needs:
-        return Needs(math=self.silu, bytes=self.started, lines=self.ragged)
+        return Needs(math=self.silu, bytes=self.started, lines=self.ragged and self.layout is ConvLayout.LAST)
 
     @property
     def threads_per_block(self) -> int:
@@ -105,6 +111,11 @@ class ConvSpec(KernelSpec, ConvProblem):
     def piece(self) -> int:
         """Tokens that a warp takes of a sequence."""
         return self.vectors * (32 * self.vec if self.layout is ConvLayout.FIRST else 1)
+
+    @property
+    def head_lanes(self) -> int:
+        """Channel-first packed sequences: lanes for what tokens of a sequence look at before it, a power of two."""
+        return 1 << (self.width - 2).bit_length()
 
     @property
     def stem(self) -> str:
@@ -127,7 +138,7 @@ class ConvSpec(KernelSpec, ConvProblem):
             *must(self.taps is Loads.ELEMENT or run % 4 == 0, f"taps of {run} bytes are not whole words"),
             *must(self.taps is Loads.ELEMENT or not first or run in (4, 8, 16, 32), f"taps of {run} bytes do not keep their alignment"),
             *must(
-                self.taps is Loads.ELEMENT or first or self.loads is Loads.VECTOR,
+                self.taps is Loads.ELEMENT or first or self.loads is Loads.VECTOR or self.words,
                 "taps of channels that a lane holds apart are not one run",
             ),
             *must(arch >= Arch(80), f"bf16 arithmetic needs sm_80, not {arch}"),
@@ -190,6 +201,8 @@ class ConvSpec(KernelSpec, ConvProblem):
             "vector": self.loads is Loads.VECTOR,
             "shifted": self.shifted,
             "vector_taps": self.taps is Loads.VECTOR,
+            "words": self.words,
+            "heads": self.ragged and self.layout is ConvLayout.FIRST and self.width > 1,
             "past": "conv_states" if self.started else "initial_states" if self.initial else "",  # what holds the tokens before the first
             "kept": "conv_states" if self.pool else "final_states" if self.final else "",  # what receives the last tokens
         }
@@ -216,13 +229,19 @@ def space(problem: ConvProblem, arch: Arch) -> Iterator[ConvSpec]:
 SMALL_KIB = 16 * 1024
 
 
+def _tokens(problem: ConvProblem) -> int:
+    """Tokens per lane, channel-last. A wide convolution takes 26 instructions an output with 8 tokens, 23 with 16."""
+    plain = problem.loads is Loads.VECTOR and problem.x.size == 2 and not (problem.seq_idx or problem.initial or problem.started)
+    return 16 if problem.width > 6 and plain else 8
+
+
 def _resident(problem: ConvProblem, arch: Arch) -> int:
     """Blocks of 128 threads per SM, channel-last, that registers suffice for without spilling."""
     if problem.width > 6:
-        return 1
+        return 6 if _tokens(problem) == 16 else 1
     extra = problem.seq_idx + (problem.initial or problem.started) + max(0, problem.width - 4)
     if problem.loads is Loads.ELEMENT:
-        return 1 if extra else 5
+        return 1 if extra else 7 if problem.words else 5
     if problem.ragged and extra == 1 and arch.number // 10 == 10:  # where 6 cost 8 bytes of spills
         return 5
     return (7, 6, 5, 1, 1)[extra]
@@ -231,16 +250,25 @@ def _resident(problem: ConvProblem, arch: Arch) -> int:
 def candidates(problem: ConvProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ConvSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
     wait = Pdl.TRIGGER_LOADED if pdl else Pdl.OFF
+    how: dict[str, Any]
     if problem.layout is ConvLayout.FIRST:
-        registers = {"min_blocks": 4} if problem.ragged else {}  # or ptxas spills a few bytes, to stay below 40 registers
-        yield "rows", _spec(problem, **registers, vec=16 // problem.x.size, vectors=2, pdl=wait), ""
+        how = {"vec": 16 // problem.x.size, "pdl": wait}
+        if problem.ragged:
+            # What a warp asks about sequences is for more tokens where there are enough for all warps. 64 registers do, but for the widest.
+            vector = problem.loads is Loads.VECTOR
+            vectors, blocks = 4 if vector and size > SMALL_KIB else 2, 8 if vector and problem.width <= 6 else 4
+            yield "packed", _spec(problem, **how, vectors=vectors, min_blocks=blocks), ""
+        else:
+            # The warps of a block share a piece's seq_idx in L1: 8 of them leave half a byte per token and channel to L2.
+            yield "rows", _spec(problem, **how, vectors=2, threads=256 if problem.seq_idx else 128), ""
         return
     # Of wide convolutions, lanes hold half as many channels, or their taps would leave room for few threads.
-    how: dict[str, Any] = {"vec": 2 if problem.width > 6 else 8 // problem.x.size, "pdl": wait}
+    how = {"vec": 2 if problem.width > 6 else 8 // problem.x.size, "pdl": wait}
     resident = _resident(problem, arch)
     if size <= SMALL_KIB:
-        yield "small", _spec(problem, **how, vectors=6 if resident > 1 else 8, min_blocks=0 if resident == 7 else min(4, resident)), ""
+        tokens, blocks = (8, 1) if resident == 1 or problem.width > 6 else (6, 0 if resident == 7 else min(4, resident))
+        yield "small", _spec(problem, **how, vectors=tokens, min_blocks=blocks), ""
     else:
         yield "small", None, f"{size} KiB of x are above {SMALL_KIB}"
-        yield "resident", _spec(problem, **how, vectors=8, min_blocks=resident), ""
+        yield "resident", _spec(problem, **how, vectors=_tokens(problem), min_blocks=resident), ""
     yield "generic", _spec(problem, **how, vectors=8, min_blocks=1), ""

@@ -39,7 +39,8 @@ def operands(spec: ConvSpec, batch: int, seed: int) -> dict[str, Tensor]:
     first, vector = spec.layout is ConvLayout.FIRST, spec.loads is Loads.VECTOR
     counts = cycled((spec.piece + 5, 2, 0, 3, spec.piece), batch)
     rows, length = (1, sum(counts)) if spec.ragged else (batch, 2 * spec.piece + 5)
-    dim = 3 if first else 33 * spec.vec + (0 if vector else 1)
+    # Channel-last, a lane has channels behind another warp's; of words, the warp between the first and the last one reads whole ones.
+    dim = 3 if first else (65 if spec.words else 33) * spec.vec + (0 if vector or spec.taps is Loads.VECTOR else 1)
     slots = batch if spec.index is Index.NONE else 3 * batch
 
     def along(values: Tensor) -> Tensor:

@@ -18,11 +18,11 @@ from ...spec import Index, Loads
 from ..causal_conv1d.call import ACTIVATION, ACTIVATIONS, check_convolution, check_strides, new_like, taps_are_runs
 from ..causal_conv1d.spec import MAX_WIDTH
 from .reference import causal_conv1d_update as reference
-from .spec import OPERATOR, Advance, Saved, StateLayout, Tokens, UpdateProblem, UpdateSpec, tokens_of
+from .spec import CHILDREN, MAX_TREE, OPERATOR, Advance, Saved, StateLayout, Tokens, UpdateProblem, UpdateSpec, tokens_of
 
 NAMES = (
     "x", "conv_state", "weight", "bias", "cache_seqlens", "conv_state_indices", "num_accepted_tokens", "query_start_loc",
-    "intermediate_conv_window", "intermediate_state_indices", "out",
+    "parents", "first_children", "next_siblings", "parents_out", "intermediate_conv_window", "intermediate_state_indices", "out",
 )  # fmt: skip
 
 
@@ -38,6 +38,10 @@ def causal_conv1d_update(
     conv_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
     query_start_loc: Tensor | None = None,
+    parents: Tensor | None = None,
+    first_children: Tensor | None = None,
+    next_siblings: Tensor | None = None,
+    parents_out: Tensor | None = None,
     intermediate_conv_window: Tensor | None = None,
     intermediate_state_indices: Tensor | None = None,
     pad_slot_id: int = -1,
@@ -59,10 +63,16 @@ def causal_conv1d_update(
     conv_state_indices: [batch] int32 or int64, slot of each sequence; None for slot = sequence. Slots must be distinct, else rows race
     query_start_loc: [batch + 1] int32 or int64, where each packed sequence starts; one without tokens is left alone, and tokens behind the
         last one get no output
+    parents: [batch, T] int32 or int64, a draft tree: token t goes on from token parents[t], an earlier one of the sequence, so that its
+        window is its ancestors' inputs, and ahead of them the history; any other number means the token before it. Of packed sequences it
+        may have any number of columns. What conv_state receives is the inputs in the order of the tokens, tree or not: to go on from a
+        token of a tree, take its intermediate_conv_window
+    first_children, next_siblings, parents_out: [batch, T], all int32 or all int64: instead, for trees of up to 128 tokens a sequence, each
+        token's first child and its next sibling, which are later tokens, or -1; and what receives the parents, of nobody's child 0
     intermediate_conv_window: [batch, T or more, dim, width - 1] of x's dtype: receives the history after each token, in the row of the
         sequence or of intermediate_state_indices, [batch] int32 or int64; a row that is not there is not written
     pad_slot_id: a sequence whose slot is negative, equals it or is no slot of the pool gets a zero output and touches no state
-    out: x itself for in place; None for a new one laid out like x
+    out: x itself for in place, but not with a draft tree; None for a new one laid out like x
     pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
 
     Returns out. CPU tensors run the reference implementation. Raises what causal_conv1d does.
@@ -71,8 +81,8 @@ def causal_conv1d_update(
     if out is None and isinstance(x, Tensor):
         out = x.new_empty(x.shape) if x.dim() == 2 else new_like(x)
     given = (
-        x, conv_state, weight, bias, cache_seqlens, conv_state_indices, num_accepted_tokens, query_start_loc, intermediate_conv_window,
-        intermediate_state_indices, out,
+        x, conv_state, weight, bias, cache_seqlens, conv_state_indices, num_accepted_tokens, query_start_loc, parents, first_children,
+        next_siblings, parents_out, intermediate_conv_window, intermediate_state_indices, out,
     )  # fmt: skip
     return cast(Tensor, Call(CALLER, given, (activation, pad_slot_id), pdl))
 
@@ -108,6 +118,7 @@ def views_of(named: Mapping[str, Any], options: tuple[Any, int], problems: list[
         **dict.fromkeys(("cache_seqlens", "conv_state_indices", "num_accepted_tokens", "intermediate_state_indices"), per_sequence),
     }
     fits = [checks.check_shape(name, t, allowed[name], problems) for name, t in named.items() if name in allowed]
+    fits += [_check_tree(named, batch, None if ragged else T, problems)]
     fits += [_check_state(named, batch, dim, width, None if ragged else T, problems)]
     if "intermediate_conv_window" in named:
         fits += [_check_windows(named, batch, dim, width, None if ragged else T, problems)]
@@ -123,6 +134,27 @@ def views_of(named: Mapping[str, Any], options: tuple[Any, int], problems: list[
     for name, t in views.items():
         check_strides(name, t, problems)
     return views
+
+
+def _check_tree(named: Mapping[str, Tensor], batch: int, tokens: int | None, problems: list[str]) -> bool:
+    before, children = len(problems), [n for n in CHILDREN if n in named]
+    given = [n for n in ("parents", *CHILDREN) if n in named]
+    if children and len(children) < len(CHILDREN):
+        problems.append(f"{' and '.join(children)} of {', '.join(CHILDREN)} given: a tree by children takes them all")
+    if children and "parents" in named:
+        problems.append(f"parents and {children[0]} both say what the tree is: give one of them")
+    if children and tokens is None:
+        problems.append(f"{children[0]} is given with query_start_loc: of packed sequences, give parents")
+    if children and (tokens or 0) > MAX_TREE:
+        problems.append(f"{children[0]} is given, and x has {tokens} tokens per sequence: of more than {MAX_TREE}, give parents")
+    if len({named[n].dtype for n in children}) > 1:
+        problems.append(", ".join(f"{n} is {named[n].dtype}" for n in children) + ": they are of one dtype")
+    for name in given:
+        columns = named[name].shape[-1] if tokens is None and named[name].dim() else tokens or 0
+        checks.check_shape(name, named[name], {"[batch, T]": (batch, columns)}, problems)
+    if "parents_out" in named and checks.overlaps_itself(named["parents_out"]):
+        problems.append(f"parents_out has strides {list(named['parents_out'].stride())}: two of its elements share memory")
+    return len(problems) == before
 
 
 def _check_state(named: Mapping[str, Tensor], batch: int, dim: int, width: int, tokens: int | None, problems: list[str]) -> bool:
@@ -161,7 +193,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         return INDEX[views[name].dtype if name in views else None]
 
     starts = index("query_start_loc")
-    tokens, count = tokens_of(width, T, starts)
+    parents, children = index("parents"), index("first_children")
+    tokens, count = tokens_of(width, T, starts, parents if children is Index.NONE else children)
     advance = Advance.RING if "cache_seqlens" in views else Advance.ROLL if "num_accepted_tokens" in views else Advance.SHIFT
     lane = 8 // x.element_size()  # channels of a lane
     whole = dim % lane == 0
@@ -204,6 +237,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         saved_index=index("intermediate_state_indices"),
         loads=Loads.VECTOR if vector else Loads.ELEMENT,
         taps=Loads.VECTOR if whole and taps_are_runs(views, pointers, lane) else Loads.ELEMENT,
+        parents=parents,
+        children=children,
     )
 
 
@@ -212,6 +247,7 @@ _AXES = {
     "conv_state": {"slot": 0, "dim": 1, "tap": 2},
     "weight": {"dim": 0, "tap": 1},
     "bias": {"dim": 0},
+    **dict.fromkeys(("parents", *CHILDREN), {"sequence": 0, "token": 1}),
     "intermediate_conv_window": {"slot": 0, "token": 1, "dim": 2, "tap": 3},
 }
 
@@ -236,6 +272,8 @@ def kernel_values(spec: UpdateSpec, views: Mapping[str, Tensor], options: tuple[
     values |= {"slots": slots, "state_len": state_len, "pad_slot_id": options[1]}
     if "intermediate_conv_window" in views:
         values["window_rows"], values["window_tokens"] = views["intermediate_conv_window"].shape[:2]
+    if "parents" in views:
+        values["parent_columns"] = views["parents"].shape[1]
     for operand, axis in spec.strides():
         values[f"{operand}_{axis}"] = views[operand].stride(_AXES[operand][axis] if operand in _AXES else 0)
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
@@ -243,12 +281,12 @@ def kernel_values(spec: UpdateSpec, views: Mapping[str, Tensor], options: tuple[
 
 FAMILY = Family(
     OPERATOR,
-    written=("out", "conv_state", "intermediate_conv_window"),
+    written=("out", "conv_state", "intermediate_conv_window", "parents_out"),
     problem_of=problem_of,
     size_of=lambda views: _sequences(views) if views["x"].numel() else 0,
     grid_of=grid_of,
     values_of=kernel_values,
-    in_place=(("out", "x"),),
+    in_place=(("out", "x", "parents", "first_children"),),  # of a tree, inputs are read again when outputs have been written
 )
 
 
@@ -260,8 +298,10 @@ def run_reference(views: Mapping[str, Tensor], options: tuple[Any, int], dtype: 
 _library = torch.library.Library("ssmgen", "FRAGMENT")
 _library.define(
     "causal_conv1d_update(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, Tensor? cache_seqlens, "
-    "Tensor? conv_state_indices, Tensor? num_accepted_tokens, Tensor? query_start_loc, Tensor(b!)? intermediate_conv_window, "
-    "Tensor? intermediate_state_indices, Tensor(c!) out, bool silu, int pad_slot_id, bool? pdl) -> ()",
+    "Tensor? conv_state_indices, Tensor? num_accepted_tokens, Tensor? query_start_loc, Tensor? parents, "
+    "Tensor? first_children, Tensor? next_siblings, Tensor(d!)? parents_out, "
+    "Tensor(b!)? intermediate_conv_window, Tensor? intermediate_state_indices, Tensor(c!) out, bool silu, "
+    "int pad_slot_id, bool? pdl) -> ()",
     tags=torch.Tag.needs_fixed_stride_order,
 )
 

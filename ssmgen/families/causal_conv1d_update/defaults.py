@@ -13,9 +13,13 @@ PACKED: dict[str, Any] = {"count": Tokens.RAGGED, "query_start_loc": Index.I32, 
 ANYWHERE: dict[str, Any] = {"layout": StateLayout.ANY, "loads": Loads.ELEMENT, "taps": Loads.ELEMENT}
 SAVED: dict[str, Any] = {"saved": Saved.RUNS, "saved_index": Index.I32}
 
+VERIFIED: dict[str, Any] = {"index": Index.I32, "count": Tokens.COUNTED, "tokens": 4, **SAVED}
+
 DEFAULTS = {
     **{f"Mamba-2: {words(p)}": Default(p) for p in find_model("nemotron-h-8b").convolutions((Index.I32,)) if isinstance(p, UpdateProblem)},
     "a window that rolls": Default(UpdateProblem(width=4, tokens=4, state_len=6, **ROLL), 1),
     "packed, each token's window": Default(UpdateProblem(width=4, layout=StateLayout.CHANNELS, **SAVED, **ROLL, **PACKED), 1),
+    "a draft tree by parents, each token's window": Default(UpdateProblem(width=4, state_len=3, parents=Index.I32, **VERIFIED), 1),
+    "a draft tree by children, each token's window": Default(UpdateProblem(width=4, state_len=3, children=Index.I64, **VERIFIED), 1),
     "a ring, not aligned": Default(UpdateProblem(width=4, advance=Advance.RING, position=Index.I32, **ANYWHERE), 1),
 }

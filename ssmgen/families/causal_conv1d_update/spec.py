@@ -7,17 +7,21 @@ of a 16-bit convolution of width 4, of which 12 are the window's.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar
 
 from ...engine.window import Saved, StateLayout
-from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
+from ...spec import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
 from ..causal_conv1d.spec import MAX_WIDTH
 
 OPERATOR = "causal_conv1d_update"
 
 MAX_TOKENS = 16  # that a kernel is made for; of longer calls, and of packed sequences, it takes some at a time
+
+
+MAX_TREE = 128  # tokens of a sequence whose tree is given by children: parents are made in shared memory
+CHILDREN = ("first_children", "next_siblings", "parents_out")
 
 
 class Advance(Enum):
@@ -61,6 +65,17 @@ class UpdateProblem(Problem):
     saved_index: Index = Index.NONE  # type of intermediate_state_indices
     loads: Loads = Loads.VECTOR  # x and out
     taps: Loads = Loads.VECTOR
+    parents: Index = field(default=Index.NONE, metadata=LATER)  # a draft tree, whose tokens' windows are of their ancestors' inputs
+    children: Index = field(default=Index.NONE, metadata=LATER)  # or type of first children and next siblings, and of parents to write
+
+    @property
+    def several(self) -> bool:
+        """Whether x and out have a token axis that the kernel steps along."""
+        return self.count is not Tokens.FIXED or self.tokens > 1
+
+    @property
+    def tree(self) -> Index:
+        return self.parents if self.children is Index.NONE else self.children
 
     @property
     def runs_lens(self) -> tuple[int, ...]:
@@ -87,6 +102,12 @@ class UpdateProblem(Problem):
                 "runs that roll need a fixed number of tokens",
             ),
             *must(self.saved is not Saved.NO or self.saved_index is Index.NONE, "slots of windows that are not saved"),
+            *must(self.several or self.tree is Index.NONE, "a draft tree has several tokens"),
+            *must(Index.NONE in (self.parents, self.children), "parents and children both say what the tree is"),
+            *must(
+                self.children is Index.NONE or self.count is not Tokens.RAGGED,
+                "first children and next siblings are of sequences with the same number of tokens",
+            ),
         ]
 
 
@@ -137,6 +158,8 @@ class UpdateSpec(KernelSpec, UpdateProblem):
             "conv_state_indices": self.index is not Index.NONE,
             "num_accepted_tokens": self.advance is Advance.ROLL,
             "query_start_loc": self.count is Tokens.RAGGED,
+            "parents": self.parents is not Index.NONE,
+            **dict.fromkeys(CHILDREN, self.children is not Index.NONE),
             "intermediate_conv_window": self.saved is not Saved.NO,
             "intermediate_state_indices": self.saved_index is not Index.NONE,
             "out": True,
@@ -145,7 +168,7 @@ class UpdateSpec(KernelSpec, UpdateProblem):
 
     def strides(self) -> list[tuple[str, str]]:
         """(operand, axis) of every stride the kernel takes, in elements."""
-        several = ["token"] if self.count is not Tokens.FIXED or self.tokens > 1 else []
+        several = ["token"] if self.several else []
         tokens = [*([] if self.count is Tokens.RAGGED else ["batch"]), *(["dim"] if self.loads is Loads.ELEMENT else []), *several]
         ours = {StateLayout.RUNS: [], StateLayout.CHANNELS: ["tap"], StateLayout.ANY: ["dim", "tap"]}[self.layout]
         axes = {
@@ -153,6 +176,7 @@ class UpdateSpec(KernelSpec, UpdateProblem):
             "conv_state": ["slot", *ours],
             "weight": ["dim", "tap"] if self.taps is Loads.ELEMENT else [],
             "bias": ["dim"] if self.taps is Loads.ELEMENT else [],
+            **dict.fromkeys(("parents", *CHILDREN), ["sequence", "token"]),
             "intermediate_conv_window": ["slot", "token", *(["dim", "tap"] if self.saved is Saved.ANY else [])],
             "out": tokens,
         }
@@ -164,8 +188,9 @@ class UpdateSpec(KernelSpec, UpdateProblem):
         element |= {"weight": self.weight.value} | ({"bias": self.bias.value} if self.bias else {})
         element |= dict.fromkeys(("cache_seqlens", "num_accepted_tokens"), ints[self.position])
         element |= {"conv_state_indices": ints[self.index], "query_start_loc": ints[self.query_start_loc]}
-        element |= {"intermediate_state_indices": ints[self.saved_index]}
-        written = ("out", "conv_state", "intermediate_conv_window")
+        element |= {"intermediate_state_indices": ints[self.saved_index], "parents": ints[self.parents]}
+        element |= dict.fromkeys(CHILDREN, ints[self.children])
+        written = ("out", "conv_state", "intermediate_conv_window", "parents_out")
         pointers = [Param.pointer(op, element[op], const=op not in written) for op in self.operands()]
         wide = [Param.i64("slots"), Param.i64("pad_slot_id")] if self.index is not Index.NONE else []
         wide += [Param.i64("window_rows")] if self.saved is not Saved.NO else []
@@ -174,6 +199,7 @@ class UpdateSpec(KernelSpec, UpdateProblem):
         sizes += [] if self.count is Tokens.FIXED else ["length"]  # COUNTED: tokens per sequence; RAGGED: tokens in all
         sizes += [] if self.layout is StateLayout.RUNS else ["state_len"]
         sizes += [] if self.saved is Saved.NO else ["window_tokens"]
+        sizes += ["parent_columns"] if self.parents is not Index.NONE and self.count is Tokens.RAGGED else []
         narrow = [Param.u32(f"{op}_{axis}") for op, axis in self.strides() if axis != "slot"]
         return [*pointers, *wide, *Param.divisor("channel_blocks"), *map(Param.u32, sizes), *narrow]
 
@@ -182,7 +208,10 @@ class UpdateSpec(KernelSpec, UpdateProblem):
             "pooled": self.index is not Index.NONE,
             "ragged": self.count is Tokens.RAGGED,
             "fixed": self.count is Tokens.FIXED,
-            "several": self.count is not Tokens.FIXED or self.tokens > 1,
+            "several": self.several,
+            "tree": self.tree is not Index.NONE,
+            "children": self.children is not Index.NONE,
+            "most": MAX_TREE,
             "vector": self.loads is Loads.VECTOR,
             "vector_taps": self.taps is Loads.VECTOR,
             # Whether lanes have all of their channels, or none: vectors are used for numbers of channels that they divide.
@@ -195,12 +224,13 @@ class UpdateSpec(KernelSpec, UpdateProblem):
         }
 
 
-def tokens_of(width: int, length: int, query_start_loc: Index) -> tuple[int, Tokens]:
+def tokens_of(width: int, length: int, query_start_loc: Index, tree: Index = Index.NONE) -> tuple[int, Tokens]:
     """(tokens per pass, how they are counted) for so many per sequence, or in all where sequences are packed."""
     some = 4 if width <= 5 else 2  # what the registers hold beside the taps
     if query_start_loc is not Index.NONE:
         return some, Tokens.RAGGED
-    return (length, Tokens.FIXED) if length <= MAX_TOKENS else (some, Tokens.COUNTED)
+    fixed = range(1, MAX_TOKENS + 1) if tree is Index.NONE else range(2, some + 1)  # of a tree, they hold each token's window
+    return (length, Tokens.FIXED) if length in fixed else (some, Tokens.COUNTED)
 
 
 def _spec(problem: UpdateProblem, **how: Any) -> UpdateSpec:

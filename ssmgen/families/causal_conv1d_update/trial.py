@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from ...engine.trial import INTEGERS, Trial, boundaries, cycled, ordered, runs, 
 from ...spec import Index, Loads
 from ..causal_conv1d.trial import taps
 from .call import CALLER
-from .spec import MAX_TOKENS, Advance, Saved, StateLayout, Tokens, UpdateSpec
+from .spec import CHILDREN, MAX_TOKENS, Advance, Saved, StateLayout, Tokens, UpdateSpec
 
 
 def operands(spec: UpdateSpec, batch: int, seed: int) -> dict[str, Tensor]:
@@ -18,6 +20,7 @@ def operands(spec: UpdateSpec, batch: int, seed: int) -> dict[str, Tensor]:
     vector, ragged = spec.loads is Loads.VECTOR, spec.count is Tokens.RAGGED
     most = {Tokens.FIXED: spec.tokens, Tokens.COUNTED: MAX_TOKENS + 1, Tokens.RAGGED: spec.tokens + 2}[spec.count]
     counts = cycled((most, 2, 0, 1), batch)
+    columns = most - (1 if ragged else 0)  # of what there is per token: too few, where sequences are packed
     dim = spec.vec * (spec.threads + 3) + (0 if spec.constants()["whole"] else 1)
     slots = batch if spec.index is Index.NONE else 3 * batch
     extra = {Advance.SHIFT: 2, Advance.ROLL: most, Advance.RING: 2}[spec.advance]
@@ -48,6 +51,19 @@ def operands(spec: UpdateSpec, batch: int, seed: int) -> dict[str, Tensor]:
         made["conv_state_indices"] = slot_indices(spec.index, batch, slots, g)
     if ragged:
         made["query_start_loc"] = boundaries(counts, spec.query_start_loc)
+    if spec.parents is not Index.NONE:
+        made["parents"] = torch.randint(-1, most, (batch, columns), generator=g).to(INTEGERS[spec.parents])
+    if spec.children is not Index.NONE:  # each token's parent is one before it, so that of a parent's children the first is its first child
+        for name in CHILDREN:
+            made[name] = torch.full((batch, most), -1, dtype=INTEGERS[spec.children])
+        for b, t in product(range(batch), range(1, most)):
+            parent = int(torch.randint(t, (1,), generator=g))
+            children = made["parents_out"][b]
+            if children[parent] < 0:
+                made["first_children"][b, parent] = t
+            else:
+                made["next_siblings"][b, children[parent]] = t
+            children[parent] = t  # the last of them so far
     if spec.saved is not Saved.NO:  # one token too many; or one too few, where sequences are packed
         windows = torch.full((batch, most + (-1 if ragged else 1), dim, spec.width - 1), 7.0)
         made["intermediate_conv_window"] = runs(windows, spec.x) if spec.saved is Saved.RUNS else wide(windows, spec.x, True)
@@ -57,7 +73,7 @@ def operands(spec: UpdateSpec, batch: int, seed: int) -> dict[str, Tensor]:
 
 
 def causal_conv1d_update(spec: UpdateSpec, batch: int, seed: int) -> Trial:
-    return trial(CALLER, operands(spec, batch, seed), (spec.silu, -1), exact=("conv_state", "intermediate_conv_window"))
+    return trial(CALLER, operands(spec, batch, seed), (spec.silu, -1), exact=("conv_state", "intermediate_conv_window", "parents_out"))
 
 
 TRIALS = {UpdateSpec: causal_conv1d_update}

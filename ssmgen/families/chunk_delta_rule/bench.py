@@ -8,8 +8,8 @@ Forms. batch: sequences of equal lengths, [batch, T], from zeros, which leave th
 of different lengths, which go on from slots of a pool, and leave their states there. delta_rule: as batch, without decays.
 
 Peers, of batches: flash-linear-attention's chunk_gated_delta_rule, or chunk_delta_rule; q and k are repeated for its heads of v outside of
-the timing. FlashInfer's chunk_gated_delta_rule; linear decays and f32 betas are made outside of the timing. What they return is kept until
-the set's next turn, so that their outputs rotate too. Host times are eager calls, arguments at hand.
+the timing. FlashInfer's chunk_gated_delta_rule; linear decays and f32 betas are made outside of the timing. FlashQLA's. What they return is
+kept until the set's next turn, so that their outputs rotate too. Host times are eager calls, arguments at hand.
 """
 
 from __future__ import annotations
@@ -199,7 +199,15 @@ def flashinfer(case: Case) -> reports.Peer | None:
     return keeping(function, calls)
 
 
-PEERS = {"fla": fla, "flashinfer": flashinfer}
+def flash_qla(case: Case) -> reports.Peer | None:
+    function = reports.imported("flash_qla", "chunk_gated_delta_rule")
+    if function is None or case.form is not Form.BATCH:
+        return None
+    names, how = ("q", "k", "v", "g", "beta"), {"output_final_state": True, "use_qk_l2norm_in_kernel": True, "state_v_first": True}
+    return keeping(function, [{n: t for n, t in case.arguments(i).items() if n in names} | how for i in range(case.sets)])
+
+
+PEERS = {"fla": fla, "flashinfer": flashinfer, "flash_qla": flash_qla}
 
 
 @torch.no_grad()

@@ -65,7 +65,7 @@ def combine_splits(
     `lse.t()` of [heads, n]). Any strides are taken as they are, but d_v is contiguous. Arithmetic is f32, in one order of summation; no
     variant and no batch size changes a bit. Weights are relative to the largest one of their row.
 
-    o: [splits, *rows, d_v] f32, f16 or bf16, normalised; d_v a multiple of 4 up to 1024; splits without a limit
+    o: [splits, *rows, d_v] f32, f16 or bf16, normalised; d_v 1 … 1024, element by element if no multiple of 4; splits without a limit
     lse: [splits, *rows] f32. A split whose LSE is +inf, -inf or NaN is empty. What is empty, or weighs less than 2^-126 of the largest,
         is not in the sum: it may hold anything
     o, lse as pairs of tensors, [*rows, d_v] and [*rows]: the two splits, wherever they lie
@@ -120,8 +120,8 @@ def _shapes_fit(named: Mapping[str, Tensor], problems: list[str]) -> bool:
         problems.append(f"num_splits is {list(named['num_splits'].shape)}, not [batch + 1]")
         return False
     d_v = o.shape[-1]
-    if d_v % 4 or not 4 <= d_v <= 1024:
-        problems.append(f"o is {list(o.shape)}: d_v {d_v} is not a multiple of 4 up to 1024")
+    if not 1 <= d_v <= 1024:
+        problems.append(f"o is {list(o.shape)}: d_v {d_v} is not 1 … 1024")
     rows = o.shape[:-1] if pair else (*([named["num_splits"].numel() - 1] if indexed else []), *o.shape[1:-1])
     words, of_rows = ("[batch, *rows", "[batch, *rows]") if indexed else ("[*rows", "[*rows]")
     allowed = {
@@ -223,8 +223,9 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         "skip_single": options.skip_single,
         "in_place": pointers.get("lse_out") in (pointers["lse"], pointers.get("lse_other", 0)),
     }
-    vec = CombineProblem(**problem).widest
-    aligned = all(checks.aligned(views[n], pointers[n], vec) for n in ("o", "o_other", "out") if n in views)
+    plain = CombineProblem(**problem)
+    wide = [n for n in ("o", "o_other", "out") if n in views]
+    aligned = not plain.partial and all(checks.aligned(views[n], pointers[n], plain.widest) for n in wide)
     return CombineProblem(**problem, loads=Loads.VECTOR if aligned else Loads.ELEMENT)
 
 

@@ -49,13 +49,19 @@ class CombineProblem(Problem):
         return 16 // self.o.size if self.loads is Loads.VECTOR and self.d_v % (16 // self.o.size) == 0 else 4
 
     @property
+    def partial(self) -> bool:
+        """Whether the last of a row's vectors is not whole: o and out are then loaded and stored by elements, as many as there are."""
+        return self.d_v % 4 != 0
+
+    @property
     def indexed(self) -> bool:
         return self.num_splits is not Index.NONE
 
     def faults(self) -> list[str]:
         """What no variant could serve."""
         return [
-            *must(4 <= self.d_v <= MAX_D_V and self.d_v % 4 == 0, f"d_v {self.d_v} is not a multiple of 4 up to {MAX_D_V}"),
+            *must(1 <= self.d_v <= MAX_D_V, f"d_v {self.d_v} is not 1 … {MAX_D_V}"),
+            *must(not self.partial or self.loads is Loads.ELEMENT, f"d_v {self.d_v} needs loads by elements"),
             *must(self.max_splits in (0, *BOUNDS), f"max_splits {self.max_splits} is none of {', '.join(map(str, BOUNDS))}, 0 for any"),
             *must(1 <= self.axes <= len(AXES), f"axes {self.axes} is not 1 … {len(AXES)}"),
             *must(not self.pair or self.max_splits == 2, "a pair has two splits"),
@@ -102,7 +108,7 @@ class CombineSpec(KernelSpec, CombineProblem):
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, bytes=self.mask)
+        return replace(super().needs, bytes=self.mask, guarded=self.partial)
 
     @property
     def threads_per_block(self) -> int:

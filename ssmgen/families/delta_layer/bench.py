@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import click
 import torch
 from torch import Tensor
 
 import ssmgen
 
-from ...bench import layer_case
+from ...bench import layer_case, layers
+from ...bench import options as cli
 from ...bench import report as reports
 from ...bench.layer_case import EPS, Step
-from ...bench.layers import OPTIONS, QUICK, REPORT, Launch, Peer, between_ours, convolution, mistakes, of_model, point, run, table
+from ...bench.layers import QUICK, REPORT, Launch, Peer, between_ours, convolution, mistakes, of_model, point, run, table
 from ..causal_conv1d_update.bench import dao_step
 from ..linear_attention.bench_recurrences import OPS
 from ..linear_attention.models import LinearAttention
@@ -24,6 +26,10 @@ from ..linear_attention.problem import Gate
 
 __all__ = ["CASES", "MODELS", "OPTIONS", "PEERS", "QUICK", "REPORT", "Case", "mistakes", "of_model", "point", "run", "table"]
 
+OPTIONS = (
+    *layers.OPTIONS,
+    cli.several("--state-layout", "layouts", click.Choice(["vk", "kv"]), help="kv: keys first; may repeat. Default: vk."),
+)
 MODELS = {"gdn_layer": ("qwen3.5-35b-a3b", "qwen3.5-397b-a17b"), "kda_layer": ("kimi-linear-48b-a3b", "kimi-k3")}
 LOWER_BOUND = -5.0  # Kimi-K3's
 
@@ -37,6 +43,10 @@ class Case(layer_case.Case):
     gates: ClassVar[tuple[str, str]]  # the operands that the recurrence by itself calls g and beta
     rule: ClassVar[Callable[..., Any]]
 
+    @property
+    def options(self) -> dict[str, Any]:
+        return {} if self.layout == "vk" else {"state_layout": self.layout}
+
     def update(self, i: int, convolved: Tensor, out: Tensor) -> Step:
         H, (P, N, G) = self.model.nheads, self.model.shape
         given = {name: t[i] for name, t in self.by_head.items()}
@@ -47,7 +57,7 @@ class Case(layer_case.Case):
         if self.tokens == 1:  # as flash-linear-attention takes them
             tokenwise = {name: t.unsqueeze(1) for name, t in tokenwise.items()}
         call = tokenwise | {"A_log": given["A_log"], "dt_bias": given["dt_bias"], **self.options}
-        call |= {"state": self.state, "state_indices": self.slots[i], "use_qk_l2norm": True, "beta_sigmoid": True}
+        call |= {"state": self.state, **self.places(i), "use_qk_l2norm": True, "beta_sigmoid": True}
         return Step(type(self).rule, call)
 
 
@@ -77,12 +87,12 @@ class KdaCase(Case):
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"lower_bound": LOWER_BOUND} if self.model.gate is Gate.BOUNDED else {}
+        return super().options | ({"lower_bound": LOWER_BOUND} if self.model.gate is Gate.BOUNDED else {})
 
 
 def flashinfer(case: Case) -> Launch | None:
     """FlashInfer's state update between our convolution and our norm."""
-    served = isinstance(case, GdnCase) and case.state.dtype == torch.bfloat16 and case.state.shape[2:] == (128, 128)
+    served = isinstance(case, GdnCase) and case.layout == "vk" and case.state.dtype == torch.bfloat16 and case.state.shape[2:] == (128, 128)
     function = reports.imported("flashinfer.gdn_kernels.gdn_decode_bf16_state", "gated_delta_rule") if served else None
     if function is None:
         return None
@@ -97,7 +107,7 @@ def flashinfer(case: Case) -> Launch | None:
 
 def fla(case: Case, state: Tensor | None = None) -> Launch | None:
     """Triton's recurrence and norm. state: [batch, heads, K, V] f32, to begin every set with; else out of the pool's memory."""
-    served = isinstance(case, GdnCase)
+    served = isinstance(case, GdnCase) and case.layout == "vk"
     update = reports.imported("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule") if served else None
     norm = reports.imported("fla.modules.fused_norm_gate", "rms_norm_gated") if served else None
     if update is None or norm is None:

@@ -73,10 +73,12 @@ class DeltaLayerProblem(NormedLayer, LinearAttentionProblem):
             *must(self.ring is Ring.NONE and not (self.layers or self.frozen), "a layer keeps no ring, and has no ring to replay"),
             *must(self.tokens is not Tokens.RAGGED, "a layer of several tokens takes as many of every sequence, and no packed ones"),
             *must(not self.scaled, "a layer's states are f32, f16 or bf16"),
+            *must(not self.guarded, f"a layer's dim_k is a multiple of 4, not {self.dim_k}"),
             *must(self.several or self.update is Update.FINAL, "a layer's call of one token updates the state"),
             *must(
                 self.pool is PoolMode.SINGLE or self.update is Update.EACH,
                 "the window and the state of a layer are updated in place, unless each token has a slot",
             ),
             *must(self.intermediates or self.intermediate_indices is Index.NONE, "rows of states that are not kept"),
+            *must(self.parents is self.kept_index is Index.NONE, "a layer takes no draft trees, and has its own rows of states"),
         ]

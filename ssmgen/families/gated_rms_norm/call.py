@@ -55,7 +55,7 @@ def gated_rms_norm(
 
     x, gate, out: [*rows, groups, size], or [*rows, groups * size] with group_size; f32, f16 or bf16 each. The last axis is contiguous; rows
         and groups may have any distance. Several axes of rows must lie in one another densely, or with one distance
-    size: a multiple of 4, 4 … 16384
+    size: 1 … 16384; what is no multiple of 4 is loaded and stored element by element
     gate: None for none: the plain norm of each group
     weight: [size], for all groups, or [groups * size] or [groups, size]; f32, f16 or bf16; None for 1
     norm_before_gate: False as in Mamba-2 layers, True as in gated delta rule and KDA layers
@@ -79,8 +79,8 @@ def _groups_of(x: Tensor, group_size: int | None, problems: list[str]) -> tuple[
         problems.append("x is [], not [*rows, groups, size]")
         return None
     size = x.shape[-1] if group_size is None else group_size
-    if not 4 <= size <= MAX_GROUP or size % 4:
-        problems.append(f"x is {list(x.shape)}: its groups have {size} elements, which is not a multiple of 4, 4 … {MAX_GROUP}")
+    if not 1 <= size <= MAX_GROUP:
+        problems.append(f"x is {list(x.shape)}: its groups have {size} elements, not 1 … {MAX_GROUP}")
         return None
     if x.shape[-1] % size:
         problems.append(f"x is {list(x.shape)}: group_size {size} does not divide its last axis")
@@ -155,8 +155,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
 
 def loaded(problem: Mapping[str, Any], views: Mapping[str, Tensor], pointers: Mapping[str, int]) -> NormProblem:
     """The problem of these fields, with what remains to be said: how operands that lie there can be loaded."""
-    vec = NormProblem(**problem).widest
-    aligned = all(checks.aligned(t, pointers[name], vec) for name, t in views.items())
+    plain = NormProblem(**problem)
+    aligned = not plain.partial and all(checks.aligned(t, pointers[name], plain.widest) for name, t in views.items())
     return NormProblem(**problem, loads=Loads.VECTOR if aligned else Loads.ELEMENT)
 
 

@@ -34,6 +34,7 @@ class LayerGatedNormSpec(NormSpec, LayerNormSpec):
             *NormProblem.faults(self),
             *must(self.gate is not None and self.weight is not None, "the norm of a layer has a gate and a weight"),
             *must(self.x == self.out, "the norm of a layer is in place"),
+            *must(not self.partial, f"the norm of a layer has groups of a multiple of 4 elements, not of {self.size}"),
             *must(self.tokens >= 1, f"{self.tokens} tokens per sequence"),
             *must(self.accepted is Index.NONE or self.index is not Index.NONE, "num_accepted_tokens needs slot indices"),
         ]
@@ -88,7 +89,8 @@ class NormedLayer(Layer):
         )
 
     def norm_faults(self) -> list[str]:
-        return self.norm_problem().faults() if self.norm.weight else []
+        partial = must(self.norm.size % 4 == 0, f"the norm of a layer has groups of a multiple of 4 elements, not of {self.norm.size}")
+        return [*partial, *self.norm_problem().faults()] if self.norm.weight else []
 
     def norm_kernels(self, threads: int) -> tuple[KernelSpec, ...]:
         if self.norm.weight is None:

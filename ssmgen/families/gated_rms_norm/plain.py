@@ -51,7 +51,7 @@ def rms_norm(
 
     x, residual, out, residual_out: [*rows, groups, size], or [*rows, groups * size] with group_size; f32, f16 or bf16 each. The last axis
         is contiguous; rows and groups may have any distance. Several axes of rows must lie in one another densely, or with one distance
-    size: a multiple of 4, 4 … 16384
+    size: 1 … 16384; what is no multiple of 4 is loaded and stored element by element
     weight: [size], for all groups, or [groups * size] or [groups, size]; f32, f16 or bf16; None for 1
     unit_offset: multiplies by 1 + weight, as models do whose weights are around 0
     round_before_weight: rounds what is normalised to out's dtype ahead of the weight, as models do that multiply in it

@@ -12,11 +12,11 @@ the whole group; where a neighbour is missing, nothing is added. So has the sum 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from ...engine.norm import Activation
-from ...spec import LATER, SM90, Arch, DType, KernelSpec, Loads, Param, Pdl, Problem, is_pow2, must
+from ...spec import LATER, SM90, Arch, DType, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
 
 OPERATOR = "gated_rms_norm"
 SIZE, MAX_SIZE = "groups", 2**17  # what the rules look at; beyond, nothing changes
@@ -54,10 +54,16 @@ class NormProblem(Problem):
         """Elements per access, at most."""
         return 8 if self.size % 8 == 0 and self.x is not DType.F32 else 4
 
+    @property
+    def partial(self) -> bool:
+        """Whether the last of a group's vectors is not whole: operands are then loaded and stored by elements, as many as there are."""
+        return self.size % 4 != 0
+
     def faults(self) -> list[str]:
         """What no variant could serve."""
         return [
-            *must(4 <= self.size <= MAX_GROUP and self.size % 4 == 0, f"size {self.size} is not a multiple of 4 up to {MAX_GROUP}"),
+            *must(1 <= self.size <= MAX_GROUP, f"size {self.size} is not 1 … {MAX_GROUP}"),
+            *must(not self.partial or self.loads is Loads.ELEMENT, f"size {self.size} needs loads by elements"),
             *must(self.gate is not None or not self.norm_first, "norm_first is of a gate, and there is none"),
             *must(self.gate is not None or self.activation is Activation.SILU, "the activation is of a gate, and there is none"),
             *must(
@@ -128,7 +134,8 @@ class NormSpec(KernelSpec, NormProblem):
         held, most = self.passes * self.vec, HELD if self.threads <= 512 else HELD // 2
         return [
             *self.faults(),
-            *must(self.size % self.vec == 0, f"size {self.size} is not a multiple of vec {self.vec}"),
+            *must(self.partial or self.size % self.vec == 0, f"size {self.size} is not a multiple of vec {self.vec}"),
+            *must(not self.partial or self.vec == 4, f"vec {self.vec} is not 4, which size {self.size} needs"),
             *must(self.passes == 1 or is_pow2(self.team), f"team {self.team} is no power of two, and has {self.passes} passes to sum"),
             *must(self.threads % 32 == 0 and 32 <= self.threads <= 1024, f"threads {self.threads} is not 32 … 1024 in steps of 32"),
             *must(self.threads % self.team == 0, f"threads {self.threads} is not a multiple of team {self.team}"),
@@ -137,6 +144,10 @@ class NormSpec(KernelSpec, NormProblem):
             *must(arch >= Arch(80), f"bf16 arithmetic needs sm_80, not {arch}"),
             *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
         ]
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, guarded=self.partial)
 
     def roles(self) -> list[str]:
         """Tensor arguments in order, as the template names them."""

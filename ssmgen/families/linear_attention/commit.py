@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...calls import checks
 from ...calls.checks import DTYPES
+from ...engine.rows import loaded
 from ...spec import Index, Layout, Loads, PoolMode, Ring
 from .operands import RINGED
 from .problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
@@ -84,7 +85,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     along, wide = (-1, lane) if options.layout == "vk" else (-2, min(16 // state.element_size(), V & -V))
     vectors = [n for n in ("k", "gk") if n in views] + (["dt_bias"] if "gk" in views and "dt_bias" in views else [])
     present: dict[str, Any] = {n: DTYPES[t.dtype] for n, t in views.items() if n not in ("state_indices", "num_accepted_tokens")}
-    return LinearAttentionProblem(
+    problem = LinearAttentionProblem(
         dim_k=K,
         dim_v=V,
         nheads=HV,
@@ -105,6 +106,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         state_loads=Loads.VECTOR if checks.aligned(state, pointers["state"], wide, along) else Loads.ELEMENT,
         operand_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], lane) for n in vectors) else Loads.ELEMENT,
     )
+    return loaded(problem)
 
 
 _AXES = {

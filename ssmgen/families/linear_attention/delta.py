@@ -16,10 +16,10 @@ def gated_delta_rule(
     *,
     use_qk_l2norm: bool = False, beta_sigmoid: bool = False, allow_neg_eigval: bool = False,
     scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, zero_padding: bool = True, cu_seqlens: Tensor | None = None,
     state_scale: Tensor | None = None,
     intermediate_states: Tensor | None = None, update_state: bool = True, ring: Ring | None = None, out: Tensor | None = None,
-    pdl: bool | None = None,
+    pdl: bool | None = None, parents: Tensor | None = None, intermediate_state_indices: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Gated DeltaNet (Qwen3-Next, Qwen3.5, OLMo-Hybrid): S <- a S + beta (v - a S k) k^T, with a = e^g.
 
@@ -34,7 +34,7 @@ def gated_delta_rule(
     objections = gate_objections(A_log, dt_bias) + beta_objections(beta_sigmoid, allow_neg_eigval)
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
-        update_state, out, pdl, ring, state_scale,
+        update_state, out, pdl, ring, state_scale, parents, intermediate_state_indices, zero_padding,
     )  # fmt: skip
     return decode("gated_delta_rule", form, pool, state, q, k, v, g, None, None, beta, A_log, dt_bias, objections=objections)
 
@@ -45,10 +45,10 @@ def kda(
     *,
     lower_bound: float | None = None, use_qk_l2norm: bool = False, beta_sigmoid: bool = False, allow_neg_eigval: bool = False,
     scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, zero_padding: bool = True, cu_seqlens: Tensor | None = None,
     state_scale: Tensor | None = None,
     intermediate_states: Tensor | None = None, update_state: bool = True, ring: Ring | None = None, out: Tensor | None = None,
-    pdl: bool | None = None,
+    pdl: bool | None = None, parents: Tensor | None = None, intermediate_state_indices: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Kimi delta attention (Kimi-Linear): gated delta rule with a decay per key channel: S <- S D + beta (v - S D k) k^T, D = diag(e^g).
 
@@ -60,7 +60,7 @@ def kda(
     objections = gate_objections(A_log, dt_bias, lower_bound) + beta_objections(beta_sigmoid, allow_neg_eigval)
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
-        update_state, out, pdl, ring, state_scale,
+        update_state, out, pdl, ring, state_scale, parents, intermediate_state_indices, zero_padding,
     )  # fmt: skip
     return decode(
         "kda", form, pool, state, q, k, v, None, g, None, beta, A_log, dt_bias, lower_bound=lower_bound, objections=objections
@@ -73,7 +73,7 @@ def gdn2(
     dt_bias: Tensor | None = None, *,
     lower_bound: float | None = None, use_qk_l2norm: bool = False,
     scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, zero_padding: bool = True, cu_seqlens: Tensor | None = None,
     state_scale: Tensor | None = None,
     intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
@@ -86,7 +86,7 @@ def gdn2(
     objections = gate_objections(A_log, dt_bias, lower_bound)
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
-        update_state, out, pdl, state_scale=state_scale,
+        update_state, out, pdl, state_scale=state_scale, zero_padding=zero_padding,
     )  # fmt: skip
     return decode(
         "gdn2", form, pool, state, q, k, v, None, g, None, None, A_log, dt_bias, None, b, w, lower_bound=lower_bound, objections=objections
@@ -98,17 +98,17 @@ def delta_rule(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *,
     use_qk_l2norm: bool = False, beta_sigmoid: bool = False, allow_neg_eigval: bool = False,
     scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, zero_padding: bool = True, cu_seqlens: Tensor | None = None,
     state_scale: Tensor | None = None,
     intermediate_states: Tensor | None = None, update_state: bool = True, ring: Ring | None = None, out: Tensor | None = None,
-    pdl: bool | None = None,
+    pdl: bool | None = None, parents: Tensor | None = None, intermediate_state_indices: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """DeltaNet: S <- S + beta (v - S k) k^T. Operands as in gated_delta_rule. Source: Yang et al. 2024 (arXiv 2406.06484)."""
     form = Form("decayed", "log", beta_of(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
     objections = beta_objections(beta_sigmoid, allow_neg_eigval)
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
-        update_state, out, pdl, ring, state_scale,
+        update_state, out, pdl, ring, state_scale, parents, intermediate_state_indices, zero_padding,
     )  # fmt: skip
     return decode("delta_rule", form, pool, state, q, k, v, None, None, None, beta, objections=objections)
 
@@ -119,7 +119,7 @@ def comba(
     dt_bias: Tensor | None = None, *,
     use_qk_l2norm: bool = False, beta_sigmoid: bool = False,
     scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, zero_padding: bool = True, cu_seqlens: Tensor | None = None,
     state_scale: Tensor | None = None,
     intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
@@ -131,7 +131,7 @@ def comba(
     objections = gate_objections(A_log, dt_bias)
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
-        update_state, out, pdl, state_scale=state_scale,
+        update_state, out, pdl, state_scale=state_scale, zero_padding=zero_padding,
     )  # fmt: skip
     return decode("comba", form, pool, state, q, k, v, g, None, None, beta, A_log, dt_bias, p, objections=objections)
 

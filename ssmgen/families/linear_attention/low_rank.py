@@ -15,7 +15,7 @@ _LOW_RANK = Form("old")
 def rwkv7(
     state: Tensor, r: Tensor, w: Tensor, k: Tensor, v: Tensor, kk: Tensor, a: Tensor, *,
     scale: float | None = 1.0, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, zero_padding: bool = True, cu_seqlens: Tensor | None = None,
     state_scale: Tensor | None = None,
     intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
@@ -25,7 +25,7 @@ def rwkv7(
     """
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
-        update_state, out, pdl, state_scale=state_scale,
+        update_state, out, pdl, state_scale=state_scale, zero_padding=zero_padding,
     )  # fmt: skip
     return decode("rwkv7", _LOW_RANK, pool, state, r, k, v, None, w, read=kk, alpha=a)
 
@@ -34,7 +34,7 @@ def rwkv7(
 def dplr_delta_rule(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor | None = None, *,
     scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, zero_padding: bool = True, cu_seqlens: Tensor | None = None,
     state_scale: Tensor | None = None,
     intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
@@ -45,6 +45,6 @@ def dplr_delta_rule(
     """
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
-        update_state, out, pdl, state_scale=state_scale,
+        update_state, out, pdl, state_scale=state_scale, zero_padding=zero_padding,
     )  # fmt: skip
     return decode("dplr_delta_rule", _LOW_RANK, pool, state, q, k, v, None, gk, read=a, write=b)

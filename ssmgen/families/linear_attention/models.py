@@ -69,8 +69,10 @@ class LinearAttention(Model):
         layout: Layout = Layout.VK,
         ring: Ring = Ring.NONE,
         layers: bool = False,
+        **more: Any,
     ) -> LinearAttentionProblem:
-        """intermediates, update_state, layout, ring: as in PoolOptions; or a commit of a ring, of one layer or of several."""
+        """intermediates, update_state, layout, ring: as in PoolOptions; or a commit of a ring, of one layer or of several. more: other
+        fields of the problem."""
         commit = ring is Ring.COMMIT
         operands: dict[str, Any] = dict.fromkeys(("k", "v") if commit else ("q", "k", "v", "out"), io)
         found = LinearAttentionProblem(
@@ -90,6 +92,7 @@ class LinearAttention(Model):
             intermediates=intermediates,
             **operands,
             **self._recurrence(io),
+            **more,
         )
         return found.for_tokens(tokens)
 

@@ -45,7 +45,8 @@ KEY_VECTORS = OF_KEY_HEADS + OF_HEADS
 CONTROL = ("state_indices", "dst_state_indices", "num_accepted_tokens", "cu_seqlens")
 RINGED = ("k", "v", "g", "gk", "beta")
 RINGS = tuple(f"ring_{name}" for name in RINGED)
-NAMES = ("state", *OPERANDS, "out", *CONTROL, "intermediate_states", *RINGS, "state_scale")
+KEPT = ("parents", "intermediate_state_indices")  # of intermediate states
+NAMES = ("state", *OPERANDS, "out", *CONTROL, "intermediate_states", *RINGS, "state_scale", *KEPT)
 
 
 class Function(NamedTuple):

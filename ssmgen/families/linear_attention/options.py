@@ -7,6 +7,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from ...calls.checks import padding_objections
 from ...calls.public import Call
 from .planning import CALLERS
 from .views import Form, Options, ring_objections
@@ -24,8 +25,14 @@ class PoolOptions(NamedTuple):
     num_accepted_tokens: [batch] int32 or int64, from 1: the sequence starts from the slot in that column of state_indices
     pad_slot_id: a sequence whose slot is negative, equals it or is no slot of the pool, or whose count of accepted tokens is out of range,
         gets a zero output and touches no state
+    zero_padding: False leaves the output of such a sequence as it is, in an `out` that is given
     cu_seqlens: [batch + 1] int32 or int64, where each sequence's tokens start; ends with their number. A sequence may have none
     intermediate_states: [batch, T or more, HV, V, K] (or K, V) of the state's dtype: receives the state after each token
+    intermediate_state_indices: of gated_delta_rule, delta_rule and kda alone: [batch] int32 or int64, the row of intermediate_states, which
+        may have any number of them, of each sequence; one that is not there is not written
+    parents: of the same: [batch, T] int32 or int64, a draft tree; needs intermediate_states. Token t goes on from the state after token
+        parents[t], an earlier one of the sequence, as intermediate_states holds it; any other number means the state after token t - 1,
+        unrounded. Of packed sequences it may have any number of columns. A sequence whose row is not there is padding
     update_state: False leaves the pool as it is
     state_scale: [slots, HV, V] f32, of a state of int16, int8 or float8_e4m3fn in layout "vk", which is its elements times the scale of
         their row, the K elements of a value channel; written with the state, see selective_state_update. Not with intermediate_states, nor
@@ -49,6 +56,9 @@ class PoolOptions(NamedTuple):
     pdl: bool | None
     ring: Ring | None = None
     state_scale: Tensor | None = None
+    parents: Tensor | None = None
+    intermediate_state_indices: Tensor | None = None
+    zero_padding: bool = True
 
 
 _CONTIGUOUS = torch.contiguous_format
@@ -63,6 +73,7 @@ def decode(
 ) -> Tensor:  # fmt: skip
     """The call of a function: of its tensors by their roles in the recurrence (spec.py)."""
     scale, out = pool.scale, pool.out
+    objections += padding_objections(pool.zero_padding, out)
     if out is None:
         out = torch.empty_like(v, memory_format=_CONTIGUOUS) if isinstance(v, Tensor) else v  # the checks object to v
     if scale is None:
@@ -70,9 +81,9 @@ def decode(
     given = (
         state, q, k, v, g, gk, gv, beta, A_log, dt_bias, read, erase, w, write, alpha, bonus, out, pool.state_indices,
         pool.dst_state_indices, pool.num_accepted_tokens, pool.cu_seqlens, pool.intermediate_states,
-        *_by_operand(pool.ring, gk is not None), pool.state_scale,
+        *_by_operand(pool.ring, gk is not None), pool.state_scale, pool.parents, pool.intermediate_state_indices,
     )  # fmt: skip
-    how = Options(form, scale, lower_bound or 0.0, pool.state_layout, pool.pad_slot_id, pool.update_state)
+    how = Options(form, scale, lower_bound or 0.0, pool.state_layout, pool.pad_slot_id, pool.update_state, zero_padding=pool.zero_padding)
     return cast(Tensor, Call(CALLERS[name], given, how, pool.pdl, objections=objections + ring_objections(pool.ring)))
 
 
@@ -86,7 +97,7 @@ def commit(
     none = (None,) * 6  # read … bonus
     given = (
         state, None, k, v, g, gk, None, beta, A_log, dt_bias, *none, None, state_indices, None, num_accepted_tokens, None, None, *_NO_RING,
-        None,
+        None, None, None,
     )  # fmt: skip
     how = Options(form, 1.0, lower_bound or 0.0, state_layout, pad_slot_id, True, commit=True)
     return cast(Tensor, Call(CALLERS[name], given, how, pdl, ("state",), objections + ring_objections(ring)))

@@ -15,7 +15,7 @@ _PLAIN, _SLOPE = Form("none"), Form("none", "slope")
 def gla(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, gk: Tensor | None = None, gv: Tensor | None = None, *,
     scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, zero_padding: bool = True, cu_seqlens: Tensor | None = None,
     state_scale: Tensor | None = None,
     intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
@@ -25,7 +25,7 @@ def gla(
     """
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
-        update_state, out, pdl, state_scale=state_scale,
+        update_state, out, pdl, state_scale=state_scale, zero_padding=zero_padding,
     )  # fmt: skip
     return decode("gla", _PLAIN, pool, state, q, k, v, None, gk, gv)
 
@@ -34,7 +34,7 @@ def gla(
 def simple_gla(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, *,
     scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, zero_padding: bool = True, cu_seqlens: Tensor | None = None,
     state_scale: Tensor | None = None,
     intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
@@ -44,7 +44,7 @@ def simple_gla(
     """
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
-        update_state, out, pdl, state_scale=state_scale,
+        update_state, out, pdl, state_scale=state_scale, zero_padding=zero_padding,
     )  # fmt: skip
     return decode("simple_gla", _PLAIN, pool, state, q, k, v, g)
 
@@ -53,7 +53,7 @@ def simple_gla(
 def lightning_attn(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, slope: Tensor, *,
     scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, cu_seqlens: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, zero_padding: bool = True, cu_seqlens: Tensor | None = None,
     state_scale: Tensor | None = None,
     intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
@@ -63,6 +63,6 @@ def lightning_attn(
     """
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
-        update_state, out, pdl, state_scale=state_scale,
+        update_state, out, pdl, state_scale=state_scale, zero_padding=zero_padding,
     )  # fmt: skip
     return decode("lightning_attn", _SLOPE, pool, state, q, k, v, slope)

@@ -13,9 +13,10 @@ from ... import runtime
 from ...calls import checks
 from ...calls.checks import INDEX, STATES
 from ...calls.planning import Caller, Family
+from ...engine.rows import loaded
 from ...spec import Index, Layout, Loads, PoolMode, Ring, Update
 from . import commit
-from .operands import CONTROL, FUNCTIONS, KEY_VECTORS, NAMES, OPTIONAL, RINGS
+from .operands import CONTROL, FUNCTIONS, KEPT, KEY_VECTORS, NAMES, OPTIONAL, RINGS
 from .problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
 from .reference import linear_attention as reference
 from .spec import OPERATOR, LinearAttentionSpec
@@ -50,13 +51,13 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     states = [("state", state), *([("intermediate_states", kept)] if kept is not None else [])]
     wide = lane if options.layout == "vk" else min(16 // state.element_size(), V & -V)
     vectors = [n for n in (*KEY_VECTORS, "ring_k", "ring_gk") if n in views] + (["dt_bias"] if "gk" in views and "dt_bias" in views else [])
-    others = (*CONTROL, "intermediate_states", *RINGS, "state_scale")
+    others = (*CONTROL, "intermediate_states", *RINGS, "state_scale", *KEPT)
     present: dict[str, Any] = {n: STATES[t.dtype] for n, t in views.items() if n not in others}
 
     def index(name: str) -> Index:
         return INDEX[views[name].dtype if name in views else None]
 
-    return LinearAttentionProblem(
+    problem = LinearAttentionProblem(
         dim_k=K,
         dim_v=V,
         nheads=HV,
@@ -76,10 +77,14 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         pool=PoolMode.SPLIT if target is not None else PoolMode.SINGLE,
         ring=Ring.STORE if ring else Ring.NONE,
         intermediates=kept is not None,
+        parents=index("parents"),
+        kept_index=index("intermediate_state_indices"),
         state_loads=Loads.VECTOR if all(checks.aligned(t, pointers[n], wide, along) for n, t in states) else Loads.ELEMENT,
         heads_apart=HV > 1 and state.stride(1) != V * K,
+        zero_padding=options.zero_padding,
         operand_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], lane) for n in vectors) else Loads.ELEMENT,
-    ).for_tokens(views["q"].shape[1])
+    )
+    return loaded(problem).for_tokens(views["q"].shape[1])
 
 
 _AXES = {
@@ -92,6 +97,16 @@ _AXES = {
     "intermediate_states": {"batch": 0, "token": 1},
     **dict.fromkeys(RINGS, {"slot": 0, "token": 1, "head": 2}),
     "state_scale": {"slot": 0, "head": 1, "row": 2},
+    "parents": {"batch": 0, "token": 1},
+    "intermediate_state_indices": {"batch": 0},
+}
+
+
+_COLUMNS = {
+    "columns": "state_indices",
+    "dst_columns": "dst_state_indices",
+    "rows_kept": "intermediate_states",
+    "parent_columns": "parents",
 }
 
 
@@ -108,9 +123,11 @@ def kernel_values(spec: LinearAttentionSpec, views: Mapping[str, Tensor], option
         values |= {f"{operand}_{axis}": commit.stride(views, operand, axis) for operand, axis, _ in spec.strides()}
     else:
         values |= dict.fromkeys(("tokens", "total_tokens"), views["out"].shape[1])
-        for name, operand in (("columns", "state_indices"), ("dst_columns", "dst_state_indices"), ("rows_kept", "intermediate_states")):
+        for name, operand in _COLUMNS.items():
             if operand in views and views[operand].dim() > 1:
                 values[name] = views[operand].shape[1]
+        if "intermediate_states" in views:
+            values["kept_rows"] = views["intermediate_states"].shape[0]
         token_axes = {"batch": 0, "token": 1, "head": 2, "row": 3, "n": 3}
         for operand, axis, _ in spec.strides():
             values[f"{operand}_{axis}"] = views[operand].stride(_AXES.get(operand, token_axes)[axis])
@@ -133,11 +150,12 @@ FAMILY = Family(
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    form, scale, lower_bound, _, pad_slot_id, update_state, is_commit = options
+    form, scale, lower_bound, _, pad_slot_id, update_state, is_commit, zero_padding = options
     if is_commit:
         commit.reference(views, form, pad_slot_id, lower_bound, dtype)
     else:
         how: dict[str, Any] = {"scale": scale, "lower_bound": lower_bound, "pad_slot_id": pad_slot_id, "update_state": update_state}
+        how["zero_padding"] = zero_padding
         reference(views, form, **how, dtype=dtype)
 
 
@@ -148,8 +166,9 @@ _library.define(
     "Tensor(b!)? out, "
     "Tensor? state_indices, Tensor? dst_state_indices, Tensor? num_accepted_tokens, Tensor? cu_seqlens, "
     "Tensor(c!)? intermediate_states, Tensor(d!)? ring_k, Tensor(e!)? ring_v, Tensor(f!)? ring_g, Tensor(g!)? ring_gk, "
-    "Tensor(h!)? ring_beta, Tensor(i!)? state_scale, str delta, str gate, str beta_form, bool l2norm, float scale, "
-    "float lower_bound, str layout, int pad_slot_id, bool update_state, bool commit, bool? pdl) -> ()",
+    "Tensor(h!)? ring_beta, Tensor(i!)? state_scale, Tensor? parents, Tensor? intermediate_state_indices, "
+    "str delta, str gate, str beta_form, bool l2norm, float scale, float lower_bound, str layout, "
+    "int pad_slot_id, bool update_state, bool commit, bool zero_padding, bool? pdl) -> ()",
     tags=torch.Tag.needs_fixed_stride_order,
 )
 

@@ -89,6 +89,9 @@ class LinearAttentionProblem(RowProblem):
     state_loads: Loads = Loads.VECTOR
     operand_loads: Loads = Loads.VECTOR  # of the operands with an element per key channel
     heads_apart: bool = field(default=False, metadata=LATER)  # heads of the state do not lie behind each other: a distance is given
+    zero_padding: bool = field(default=True, metadata=LATER)  # the output of padded rows is zero; else it stays as it is
+    parents: Index = field(default=Index.NONE, metadata=LATER)  # a draft tree
+    kept_index: Index = field(default=Index.NONE, metadata=LATER)  # type of the rows' numbers in the buffer of intermediate states
 
     @property
     def heads(self) -> int:
@@ -160,12 +163,12 @@ class LinearAttentionProblem(RowProblem):
         """What no variant could serve."""
         read = self.delta is not Delta.NONE
         return [
-            *must(self.dim_k >= 4 and self.dim_k % 4 == 0, f"dim_k {self.dim_k} is not a multiple of 4"),
+            *must(self.dim_k >= 1, f"dim_k {self.dim_k} is not positive"),
             *must(self.dim_k <= 1024, f"dim_k {self.dim_k} is above 1024"),
             *must(self.dim_v >= 1, f"dim_v {self.dim_v} is not positive"),
             *must(
-                not self.interleaved or self.dim_v * self.state.size % 4 == 0,
-                f"layout kv needs an even dim_v, not {self.dim_v}, with {self.state.value} states",
+                not self.guarded or self.state_loads is self.operand_loads is Loads.ELEMENT,
+                f"dim_k {self.dim_k} with dim_v {self.dim_v} in layout {self.layout.value} needs loads by elements",
             ),
             *must(
                 self.key_heads >= 1 and self.nheads % self.key_heads == 0,
@@ -208,6 +211,8 @@ class LinearAttentionProblem(RowProblem):
             *must(self.bonus is None or not (read or self.l2norm), "a bonus goes with no delta rule, and with keys as they are"),
             *must(not (self.low_rank and self.l2norm), "the low-rank form takes normalised keys"),
             *must(self.several or not (self.intermediates or self.update is Update.EACH), "a state per token needs tokens=many or ragged"),
+            *must(self.intermediates or self.parents is Index.NONE, "a draft tree needs intermediate states"),
+            *must(self.intermediates or self.kept_index is Index.NONE, "rows of intermediate states without such states"),
             *must(not self.frozen or self.may_freeze, "the state can be frozen only where `may_freeze` says so"),
             *must(
                 not self.scaled or (self.layout is Layout.VK and self.ring is Ring.NONE and not self.intermediates),

@@ -75,18 +75,20 @@ def linear_attention(
     lower_bound: float = 0.0,
     pad_slot_id: int = -1,
     update_state: bool = True,
+    zero_padding: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Operands in token form: state [slots, HV, V, K]; q, k, read, write, alpha [B, T, HK, K]; gk, erase [B, T, HV, K]; v, gv, w, out
     [B, T, HV, V]; g [B, T, HV]; beta [B, T, HV] or [B, T, HV, V]; A_log [HV]; dt_bias [HV] or [HV, K]; intermediate_states
-    [batch, T, HV, V, K]; ring_k and others [slots, T, …], which receive k and others. With cu_seqlens, B is 1 and T counts the tokens of
-    all sequences.
+    [rows, T, HV, V, K]; parents [batch, T]; ring_k and others [slots, T, …], which receive k and others. With cu_seqlens, B is 1 and T
+    counts the tokens of all sequences.
 
     Computes in `dtype`; carries the state through a call's tokens unrounded; writes state, intermediates and out, each rounded once.
     """
     state, out, scales = views["state"], views["out"], views.get("state_scale")
     starts = views["cu_seqlens"].tolist() if "cu_seqlens" in views else None
     batch, heads = (out.shape[0] if starts is None else len(starts) - 1), out.shape[2]
+    kept, parents = views.get("intermediate_states"), views.get("parents")
     weights = {n: views[n].to(dtype) for n in WEIGHTS if n in views}
     tokenwise = [n for n in OPERANDS if n in views and n not in WEIGHTS]
 
@@ -103,13 +105,18 @@ def linear_attention(
         row, span = (b, range(out.shape[1])) if starts is None else (0, range(starts[b], starts[b + 1]))
         if starts is not None and not (0 <= starts[b] < starts[b + 1] <= out.shape[1]):
             continue
-        slot = start_slot(views, b)
-        if not valid(slot):
-            out[row, span.start : span.stop] = 0
+        slot, row_kept = start_slot(views, b), int(views["intermediate_state_indices"][b]) if "intermediate_state_indices" in views else b
+        keeps = kept is not None and 0 <= row_kept < kept.shape[0]
+        if not valid(slot) or (parents is not None and not keeps):
+            if zero_padding:
+                out[row, span.start : span.stop] = 0
             continue
         S = widened(state[slot], None if scales is None else scales[slot], dtype)
         results = []
         for i, t in enumerate(span):
+            parent = int(parents[b, i]) if parents is not None and i < parents.shape[1] else -1
+            if 0 <= parent < min(i, kept.shape[1] if keeps else 0):
+                S = kept[row_kept, parent].to(dtype)
             x = {n: views[n][row, t].to(dtype) for n in tokenwise}
             x |= {n: x[n].repeat_interleave(heads // x[n].shape[0], 0) for n in OF_KEY_HEADS if n in x}
             S, y = one_token(S, x | weights, form, scale, lower_bound)
@@ -117,8 +124,8 @@ def linear_attention(
             for n in RINGED:
                 if f"ring_{n}" in views:
                     views[f"ring_{n}"][slot, i] = views[n][row, t]
-            if "intermediate_states" in views and i < views["intermediate_states"].shape[1]:
-                views["intermediate_states"][b, i] = S.to(state.dtype)
+            if keeps and i < kept.shape[1]:
+                kept[row_kept, i] = S.to(state.dtype)
             if update_state and "dst_state_indices" in views and views["dst_state_indices"].dim() == 2:
                 columns = views["dst_state_indices"].shape[1]
                 target = int(views["dst_state_indices"][b, i]) if i < columns else -1

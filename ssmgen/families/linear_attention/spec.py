@@ -52,16 +52,24 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
 
     @property
     def shared_bytes(self) -> int:
-        """Staged tokens."""
-        token = len(self.token_vectors()) * self.dim_k + 8 + len(self.row_scalars()) * self.tile
-        return 4 * self.chunk * token if self.staged else 0
+        """Staged tokens, and the sums of rows that lie in several warps."""
+        tree = 1 if self.parents is not Index.NONE else 0
+        token = len(self.token_vectors()) * self.row_room + 8 + len(self.row_scalars()) * self.tile + tree
+        return (4 * self.chunk * token if self.staged else 0) + self._bytes_across_warps
+
+    @property
+    def _bytes_across_warps(self) -> int:
+        parts = self.row_warps * self.passes  # of a sum
+        teams = self.threads // self.lanes
+        return 4 * ((len(self.row_sums()) * parts + len(self.row_values())) * self.rows_per_step + 4 * parts * teams) if parts else 0
 
     @property
     def needs(self) -> Needs:
         mma = self.state.value if self.frozen else ""
         by_byte = self.scaled and self.state.size == 1 and self.state_loads is Loads.ELEMENT
-        raw = self.ring is Ring.STORE
-        return replace(super().needs, mma=mma, raw=raw, streaming=self.intermediates, narrow=self.scaled, bytes=by_byte)
+        raw, streaming = self.ring is Ring.STORE, self.intermediates and self.parents is Index.NONE
+        needs = replace(super().needs, mma=mma, raw=raw, streaming=streaming, narrow=self.scaled, bytes=by_byte)
+        return replace(needs, shared_quads=self.row_warps > 0, guarded=self.guarded)
 
     @property
     def stem(self) -> str:
@@ -118,6 +126,14 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
             *(["step"] if self.beta is not None and not self.beta_rows else []),
         ]
 
+    def row_sums(self) -> list[str]:
+        """Sums over a row that a token takes."""
+        return [*(["p_sum"] if self.delta is not Delta.NONE else []), *(["y_sum"] if not self.commit else [])]
+
+    def row_values(self) -> list[str]:
+        """What all lanes of a row need of those that its owner knows."""
+        return ["added", *(["value"] if self.low_rank else []), *(["row_decay"] if self.gv else [])]
+
     @property
     def recurrence(self) -> str:
         """The partial that has this recurrence."""
@@ -150,11 +166,10 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
             "out",
             *control,
             *(f"ring_{name}" for name in self.ringed()),
-            *self._scales(),
+            *(["state_scale"] if self.scaled else []),
+            *(["parents"] if self.parents is not Index.NONE else []),
+            *(["intermediate_state_indices"] if self.kept_index is not Index.NONE else []),
         ]
-
-    def _scales(self) -> list[str]:
-        return ["state_scale"] if self.scaled else []
 
     def ringed(self) -> list[str]:
         """Operands that the ring keeps."""
@@ -182,6 +197,8 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
             "cu_seqlens": [],
             "intermediate_states": ["batch", "token"],
             "state_scale": ["slot", "head", "row"],
+            "parents": ["batch", "token"],
+            "intermediate_state_indices": ["batch"],
         }
         return [
             (op, axis, "i64" if op in ("state", "intermediate_states") or axis in ("slot", "layer") else "u32")
@@ -195,12 +212,14 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
         element |= dict.fromkeys(("state_indices", "dst_state_indices"), integer[self.index])
         element |= {"num_accepted_tokens": integer[self.accepted], "cu_seqlens": integer[self.cu_seqlens]}
         element |= {"intermediate_states": self.state.value, "state_scale": "f32"}
+        element |= {"parents": integer[self.parents], "intermediate_state_indices": integer[self.kept_index]}
         element |= {f"ring_{name}": element[name] for name in self.ringed()}
         written = ("state", "out", "intermediate_states", "state_scale", *(f"ring_{name}" for name in self.ringed()))
         pointers = [Param.pointer(op, element[op], const=op not in written) for op in self.operands()]
         strides = [(Param.i64 if width == "i64" else Param.u32)(f"{op}_{axis}") for op, axis, width in self.strides()]
         strides.sort(key=lambda p: p.code != "q")  # 8-byte arguments first: no padding anywhere in the buffer
         slots = [] if self.index is Index.NONE and not self.commit else [Param.i64("slots"), Param.i64("pad_slot_id")]
+        slots += [] if self.kept_index is Index.NONE else [Param.i64("kept_rows")]
         counts = [
             *([Param.u32("most_tokens")] if self.commit else [Param.u32("tokens")] if self.tokens is Tokens.MANY else []),
             *([Param.u32("sequences")] if self.layers else []),
@@ -208,6 +227,7 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
             *([Param.u32("columns")] if self.accepted is not Index.NONE and not self.commit else []),
             *([Param.u32("dst_columns")] if self.update is Update.EACH and self.tokens is Tokens.RAGGED else []),
             *([Param.u32("rows_kept")] if self.intermediates and self.tokens is Tokens.RAGGED else []),
+            *([Param.u32("parent_columns")] if self.parents is not Index.NONE and self.tokens is Tokens.RAGGED else []),
         ]
         factors = [*([] if self.commit else [Param.f32("scale")]), *([Param.f32("lower_bound")] if self.gate is Gate.BOUNDED else [])]
         return [*pointers, *slots, *strides, *counts, *factors]
@@ -225,7 +245,8 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
             "of_key_heads": OF_KEY_HEADS,
             "convolved": (),  # operands that the kernel makes itself
             "in_place": (),  # vectors of a token that are staged as they come, ahead of their preparation
-            "rows_by_index": False,  # of intermediate states
+            "rows_by_index": self.kept_index is not Index.NONE,  # of intermediate states
+            "tree": self.parents is not Index.NONE,
             "scalars": self.token_scalars(),
             "narrow_noise": False,
             "tail": self.dim_v % self.tile != 0,
@@ -237,7 +258,8 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
 def space(problem: LinearAttentionProblem, arch: Arch) -> Iterator[LinearAttentionSpec]:
     """Every legal variant of a problem within the axes worth trying."""
     given = {f.name: getattr(problem, f.name) for f in fields(LinearAttentionProblem)}
-    specs = (LinearAttentionSpec(**given, **how) for how in row_engine.axes(16 if problem.scaled else 8))
+    axes = row_engine.axes(16 if problem.scaled else 8, interleaved=problem.interleaved)
+    specs = (LinearAttentionSpec(**given, **how) for how in axes)
     return (spec for spec in specs if not spec.violations(arch))
 
 
@@ -250,6 +272,11 @@ ONE_BYTE = [  # of such states; by count, not measured: a sixth fewer instructio
     Rule("latency", 48, tile_kib=8),
     Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264, steps=2),
 ]
+# Of keys-first states, by bytes of an element. Measured with traffic of 512 and 1024 MiB; smaller calls go as before.
+KEYS_FIRST = {
+    2: [*ONE_TOKEN[:-1], Rule("bandwidth", float("inf"), tile_kib=16, piece=128, prefetch=264)],
+    4: [*ONE_TOKEN[:-1], Rule("bandwidth", float("inf"), tile_kib=32, piece=128, prefetch=132)],
+}
 FROZEN = [
     Rule("latency", 32, tile_kib=8, ilp=2),
     Rule("bandwidth", float("inf"), tile_kib=16),
@@ -258,13 +285,18 @@ SEVERAL_TOKENS = [
     Rule("latency", 48, tile_kib=8),
     Rule("bandwidth", float("inf"), tile_kib=8, prefetch=132),
 ]
+SEVERAL_KEYS_FIRST = [
+    SEVERAL_TOKENS[0],
+    Rule("bandwidth", float("inf"), tile_kib=16, piece=128, prefetch=132),
+]  # as one token; not measured
 
 
 def candidates(problem: LinearAttentionProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, LinearAttentionSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
     given = {f.name: getattr(problem, f.name) for f in fields(LinearAttentionProblem)}
-    one = ONE_BYTE if problem.state.size == 1 else ONE_TOKEN
-    rules = FROZEN if problem.frozen else SEVERAL_TOKENS if problem.several else one
+    one = KEYS_FIRST[problem.state.size] if problem.interleaved else ONE_BYTE if problem.state.size == 1 else ONE_TOKEN
+    several = SEVERAL_KEYS_FIRST if problem.interleaved else SEVERAL_TOKENS
+    rules = FROZEN if problem.frozen else several if problem.several else one
     for rule, how, reason in row_engine.choices(problem, rules, batch, arch, pdl):
         if how is not None and (problem.accepted is not Index.NONE or problem.heads_apart):
             how["prefetch"] = 0

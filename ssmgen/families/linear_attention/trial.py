@@ -6,7 +6,7 @@ import torch
 from torch import Generator, Tensor
 
 from ...calls.checks import TORCH_DTYPES
-from ...engine.trial import INTEGERS, Trial, boundaries, cycled, fill, ordered, scales, slots_of, states, trial
+from ...engine.trial import INTEGERS, Trial, boundaries, cycled, fill, ordered, scales, slot_indices, slots_of, states, trial
 from ...spec import Index, Loads, PoolMode, Update
 from .operands import KEY_VECTORS, OF_KEY_HEADS
 from .planning import CALLERS
@@ -39,7 +39,13 @@ def operands(spec: LinearAttentionSpec, batch: int, seed: int) -> dict[str, Tens
         made["state_scale"] = scales(state, g)
     made["out"] = _placed(spec, "out", torch.full((*lead, spec.nheads, spec.dim_v), float("nan")))
     if spec.intermediates:  # one column too many; or one too few, where calls may keep fewer than they have tokens
-        made["intermediate_states"] = _states(spec, batch, max(counts) + (-1 if spec.tokens is Tokens.RAGGED else 1)).fill_(7.0)
+        by_index, ragged = spec.kept_index is not Index.NONE, spec.tokens is Tokens.RAGGED
+        rows, columns = 2 * batch if by_index else batch, max(counts) + (-1 if ragged else 1)
+        made["intermediate_states"] = _states(spec, rows, columns).fill_(7.0)
+    if spec.kept_index is not Index.NONE:
+        made["intermediate_state_indices"] = slot_indices(spec.kept_index, batch, 2 * batch, g)
+    if spec.parents is not Index.NONE:
+        made["parents"] = torch.randint(-1, max(counts), (batch, max(counts)), generator=g).to(INTEGERS[spec.parents])
     for name in spec.ringed():
         made[f"ring_{name}"] = _placed(spec, name, torch.full(_shape(spec, name, (slots, max(counts) + 1), layers), 7.0), dense=True)
     for name in [n for n in spec.operands() if n not in made]:
@@ -100,7 +106,8 @@ def _placed(spec: LinearAttentionSpec, name: str, values: Tensor, dense: bool = 
 def linear_attention(spec: LinearAttentionSpec, batch: int, seed: int) -> Trial:
     form = Form(spec.delta.value, spec.gate.value, spec.beta_form.value, spec.l2norm)
     update = spec.update is not Update.NONE
-    options = Options(form, spec.dim_k**-0.5, LOWER_BOUND, spec.layout.value, update_state=update, commit=spec.commit)
+    said = {"update_state": update, "commit": spec.commit, "zero_padding": spec.zero_padding}
+    options = Options(form, spec.dim_k**-0.5, LOWER_BOUND, spec.layout.value, **said)
     return trial(
         CALLERS["gated_delta_rule_commit" if spec.commit else "gated_delta_rule"],  # all recurrences are checked and launched alike
         operands(spec, batch, seed),

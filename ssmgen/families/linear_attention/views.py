@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...calls import checks
-from .operands import CONTROL, OF_HEADS, OF_KEY_HEADS, OPERANDS, RINGED, RINGS, ROW_SCALARS, SHARED, WEIGHTS
+from .operands import CONTROL, KEPT, OF_HEADS, OF_KEY_HEADS, OPERANDS, RINGED, RINGS, ROW_SCALARS, SHARED, WEIGHTS
 
 
 class RawInputs(NamedTuple):
@@ -51,6 +51,7 @@ class Options(NamedTuple):
     pad_slot_id: int = -1
     update_state: bool = True
     commit: bool = False  # k, v, g and beta are a ring's, and there is no q and no output
+    zero_padding: bool = True
 
 
 def token_views(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
@@ -116,6 +117,7 @@ def _shapes(views: Mapping[str, Tensor], lead: Sequence[int], batch: int, ragged
         "dt_bias": {"[heads, K]": (HV, K), "[heads * K]": (HV * K,)} if "gk" in views else {"[heads]": (HV,)},
         "num_accepted_tokens": {"[batch]": (batch,)},
         "state_indices": {"[batch]": (batch,)},
+        "intermediate_state_indices": {"[batch]": (batch,)},
         "dst_state_indices": {"[batch]": (batch,)},
         "cu_seqlens": {"[batch + 1]": (batch + 1,)},
     }
@@ -130,7 +132,11 @@ def _shapes(views: Mapping[str, Tensor], lead: Sequence[int], batch: int, ragged
     if "intermediate_states" in views:
         kept = views["intermediate_states"]
         at_least = kept.shape[1] if kept.dim() == 5 and (ragged or kept.shape[1] >= T) else T
-        allowed["intermediate_states"] = {"[batch, tokens or more, heads, V, K]": (batch, at_least, HV, V, K)}
+        by_index = "intermediate_state_indices" in views and kept.dim() == 5
+        words = "[rows, tokens or more, heads, V, K]" if by_index else "[batch, tokens or more, heads, V, K]"
+        allowed["intermediate_states"] = {words: (kept.shape[0] if by_index else batch, at_least, HV, V, K)}
+    if "parents" in views:
+        allowed["parents"] = {"[batch, tokens]": (batch, views["parents"].shape[-1] if ragged and views["parents"].dim() == 2 else T)}
     return allowed
 
 
@@ -180,6 +186,8 @@ def _check_layout(views: Mapping[str, Tensor], options: Options, batch: int, pro
             problems.append(f"intermediate_states is {kept.dtype}, not the state's {state.dtype}")
         if checks.overlaps_itself(kept):
             problems.append(f"intermediate_states has strides {list(kept.stride())}: two of its states share memory")
+    else:
+        problems += [f"{n} is given without intermediate_states" for n in KEPT if n in views]
     for name, t in (("out", out), ("state_scale", views.get("state_scale"))):
         if t is not None and checks.overlaps_itself(t):
             problems.append(f"{name} has strides {list(t.stride())}: two of its elements share memory")
@@ -201,5 +209,5 @@ def _check_layout(views: Mapping[str, Tensor], options: Options, batch: int, pro
     for name, t in views.items():
         if name not in ("state", "intermediate_states", "cu_seqlens", *RINGS):
             # Offsets over batch and token are 64-bit products of 32-bit strides.
-            first = 0 if name in (*WEIGHTS, *CONTROL) else 1 if name == "state_scale" else 2
+            first = 0 if name in (*WEIGHTS, *CONTROL, *KEPT) else 1 if name == "state_scale" else 2
             checks.check_strides_fit(name, t, first, problems)

@@ -10,6 +10,7 @@ FAMILY = Family(
     asks="models:ASKS",
     tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
+    sharding="sharding:RULES",
     trials="trial:TRIALS",
     page="operators/decode_layers.md",
 )

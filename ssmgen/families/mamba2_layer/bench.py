@@ -54,7 +54,7 @@ class Case(layer_case.Case):
         call |= {name: given[name][..., None].expand(*given[name].shape, P) for name in ("dt", "D", "dt_bias")}
         call |= {"state": self.state, "A": given["A"][:, None, None].expand(H, P, N), "dt_softplus": True}
         call |= {"z": self.z[i].unflatten(-1, (H, P))} if self.model.gate else {}
-        return Step(ssmgen.selective_state_update, call | {"state_indices": self.slots[i], "out": out})
+        return Step(ssmgen.selective_state_update, call | self.places(i) | {"out": out})
 
 
 def flashinfer(case: Case) -> Launch | None:

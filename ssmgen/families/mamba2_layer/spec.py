@@ -53,6 +53,7 @@ class Mamba2LayerProblem(NormedLayer, SsuProblem):
             *self.layer_faults(self.nheads, self.headdim),
             *must(self.norm.weight is None or self.z is None, "z gates by itself or in the norm"),
             *must(not self.narrow, "a layer's states are f32, f16 or bf16"),
+            *must(not self.guarded, f"a layer's d_state is a multiple of 4, not {self.d_state}"),
             *must(self.tied, "a layer's A, dt and dt_bias are one value per head"),
             *must(self.x == self.B == self.C, "x, B and C are of one dtype: they are one tensor"),
             *must(not self.ragged and self.parents is Index.NONE, "a layer takes no packed sequences and no draft trees"),
@@ -149,7 +150,7 @@ def _spec(problem: Mamba2LayerProblem, how: dict[str, Any], **norm: Any) -> Mamb
 
 def space(problem: Mamba2LayerProblem, arch: Arch) -> Iterator[Mamba2LayerSpec]:
     """Every legal variant of a problem within the axes worth trying."""
-    specs = (_spec(problem, how) for how in row_engine.axes())
+    specs = (_spec(problem, how) for how in row_engine.axes(ahead=132))
     return (spec for spec in specs if not spec.violations(arch))
 
 

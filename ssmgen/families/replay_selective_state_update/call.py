@@ -38,6 +38,7 @@ def replay_selective_state_update(
     philox_rounds: int = 10,
     arrivals: Tensor | None = None,
     pad_slot_id: int = -1,
+    zero_padding: bool = True,
     precision: str = "f32",
     after_conv: bool = False,
     two_kernels: bool = False,
@@ -68,6 +69,7 @@ def replay_selective_state_update(
         cache_buf_idx, sets prev_num_accepted_tokens to 0, to which the caller adds what is accepted, and adds 1 to a seed per slot that it
         has used. Without it the caller does this between the steps
     pad_slot_id: a sequence whose slot is negative, equals it or is no slot of the pool gets a zero output and touches nothing
+    zero_padding: False leaves the output of such a sequence as it is, in an `out` that is given
     precision: of products: "f32" (exact to 2^-24), "bf16x2" (2^-16) or "bf16" (2^-8, what other packages compute)
     after_conv: the kernel ahead in the stream is this package's causal_conv1d_update, of x, B and C: all else is then read before it ends
     two_kernels: one that prepares, for several heads of a group at a time, what the tokens have to do with each other and with the
@@ -84,7 +86,9 @@ def replay_selective_state_update(
         state, old_x, old_B, old_dt, old_dA_cumsum, cache_buf_idx, None, prev_num_accepted_tokens, x, dt, A, B, C, D, z, dt_bias, out,
         state_indices, cu_seqlens, rand_seed, arrivals, state_scale,
     )  # fmt: skip
-    options = Options(dt_softplus, pad_slot_id, philox_rounds, precision, after_conv, None, two_kernels, internal_pdl)
+    options = Options(
+        dt_softplus, pad_slot_id, philox_rounds, precision, after_conv, None, two_kernels, internal_pdl, zero_padding=zero_padding
+    )
     return call("replay_selective_state_update", given, options, pdl)
 
 
@@ -114,6 +118,7 @@ def checkpoint_selective_state_update(
     arrivals: Tensor | None = None,
     max_tokens: int | None = None,
     pad_slot_id: int = -1,
+    zero_padding: bool = True,
     precision: str = "f32",
     after_conv: bool = False,
     two_kernels: bool = False,
@@ -138,7 +143,9 @@ def checkpoint_selective_state_update(
         state, old_x, old_B, old_dt, None, None, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, D, z, dt_bias, out,
         state_indices, cu_seqlens, rand_seed, arrivals, state_scale,
     )  # fmt: skip
-    options = Options(dt_softplus, pad_slot_id, philox_rounds, precision, after_conv, max_tokens, two_kernels, internal_pdl)
+    options = Options(
+        dt_softplus, pad_slot_id, philox_rounds, precision, after_conv, max_tokens, two_kernels, internal_pdl, zero_padding=zero_padding
+    )
     return call("checkpoint_selective_state_update", given, options, pdl)
 
 

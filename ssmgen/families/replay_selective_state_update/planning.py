@@ -40,16 +40,18 @@ class Options(NamedTuple):
     two_kernels: bool = False
     internal_pdl: bool = True
     materialize: bool = False
+    zero_padding: bool = True
 
 
 def call(name: str, given: tuple[Any, ...], options: Options, pdl: bool | None) -> Tensor:
     """The call of the public function `name`; `given` by NAMES without mix and sums. Makes these and an output, where there is none."""
     named = dict(zip(NAMES, (*given, None, None), strict=True))
+    objections = checks.padding_objections(options.zero_padding, named["out"])
     if named["out"] is None and isinstance(named["x"], Tensor):
         named["out"] = torch.empty_like(named["x"], memory_format=torch.contiguous_format)
     if options.two_kernels:
         named |= _between(named, options)
-    return cast(Tensor, Call(CALLERS[name], tuple(named.values()), options, pdl))
+    return cast(Tensor, Call(CALLERS[name], tuple(named.values()), options, pdl, objections=objections))
 
 
 def _between(given: Mapping[str, Any], options: Options) -> dict[str, Tensor]:
@@ -280,6 +282,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         terms=PRECISIONS[options.precision],
         state_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], N) for n in states) else Loads.ELEMENT,
         operand_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], 8) for n in vectors) else Loads.ELEMENT,
+        zero_padding=options.zero_padding,
     )
 
 
@@ -335,6 +338,7 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
     rounds = options.philox_rounds if "rand_seed" in views else 0
     how: dict[str, Any] = {"dt_softplus": options.dt_softplus, "pad_slot_id": options.pad_slot_id, "philox_rounds": rounds}
     views = {name: t for name, t in views.items() if name not in ("mix", "sums")}
+    how["zero_padding"] = options.zero_padding
     reference(**{**views, **how}, window=window_of(views, options), dtype=dtype)
 
 
@@ -346,7 +350,7 @@ _library.define(
     "Tensor? dt, Tensor? A, Tensor? B, Tensor? C, Tensor? D, Tensor? z, Tensor? dt_bias, Tensor(i!) out, Tensor? state_indices, "
     "Tensor? cu_seqlens, Tensor(j!)? rand_seed, Tensor(k!)? arrivals, Tensor(n!)? state_scale, Tensor(l!)? mix, Tensor(m!)? sums, "
     "bool dt_softplus, int pad_slot_id, int philox_rounds, str precision, bool after_conv, int? max_tokens, bool two_kernels, "
-    "bool internal_pdl, bool materialize, bool? pdl) -> ()",
+    "bool internal_pdl, bool materialize, bool zero_padding, bool? pdl) -> ()",
     tags=torch.Tag.needs_fixed_stride_order,
 )
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
-from ...spec import DType, Index, Loads, Narrow, Problem, must
+from ...spec import LATER, DType, Index, Loads, Narrow, Problem, must
 
 MAX_TOKENS = 32
 
@@ -49,6 +49,7 @@ class ReplayProblem(Problem):
     terms: int = 3  # bf16 terms of an f32 in a product
     state_loads: Loads = Loads.VECTOR
     operand_loads: Loads = Loads.VECTOR  # of x, B, C, z, out and the history
+    zero_padding: bool = field(default=True, metadata=LATER)  # the output of padded sequences is zero; else it stays as it is
 
     @property
     def scaled(self) -> bool:

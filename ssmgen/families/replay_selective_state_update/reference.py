@@ -39,6 +39,7 @@ def replay_selective_state_update(
     dt_softplus: bool,
     pad_slot_id: int = -1,
     philox_rounds: int = 0,
+    zero_padding: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Updates `out`, `state` and the history in place. Views as planning.py makes them:
@@ -57,7 +58,7 @@ def replay_selective_state_update(
         row = i if cu_seqlens is None else 0
         slot = i if state_indices is None else int(state_indices[i])
         if not 0 <= slot < state.shape[0] or slot == pad_slot_id:
-            if x is not None:
+            if x is not None and zero_padding:
                 out[row, begin:end] = 0
             continue
         if x is not None and end <= begin:

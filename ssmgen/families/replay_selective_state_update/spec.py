@@ -218,8 +218,8 @@ class ReplaySpec(ReplayArguments):
 
     @property
     def write_terms(self) -> int:
-        """The same of what is added to the state: 2^-17 is far below the rounding of a 16-bit one."""
-        return min(self.terms, 3 if self.state is DType.F32 else 2)
+        """The same of what is added to the state: 2^-17 is far below the rounding of f16, but half of the greatest one of int16."""
+        return min(self.terms, 3 if self.state in (DType.F32, Narrow.I16) else 2)
 
     @property
     def shared_bytes(self) -> int:

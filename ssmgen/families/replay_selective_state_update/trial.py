@@ -95,8 +95,9 @@ def replay(spec: ReplaySpec, batch: int, seed: int) -> Trial:
     precision = {terms: name for name, terms in PRECISIONS.items()}[spec.terms]
     room = named["old_x"].shape[1] - spec.window
     options = Options(
-        spec.dt_softplus, -1, spec.philox_rounds, precision, spec.after_conv, room, spec.two_kernels, materialize=spec.materialize
-    )
+        spec.dt_softplus, -1, spec.philox_rounds, precision, spec.after_conv, room, spec.two_kernels, materialize=spec.materialize,
+        zero_padding=spec.zero_padding,
+    )  # fmt: skip
     written = tuple(dict.fromkeys(name for part in spec.kernels for name in part.written()))
     exact = tuple(n for n in written if n not in ("state", "state_scale", "out", "old_dt", "old_dA_cumsum", *BETWEEN))
     tokens = spec.window + spec.tokens

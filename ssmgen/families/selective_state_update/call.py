@@ -7,8 +7,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from ...calls.checks import padding_objections
 from ...calls.public import Call, operator
 from .planning import CALLER
+from .views import Options
 
 
 @operator(like="x")
@@ -38,6 +40,7 @@ def selective_state_update(
     rand_seed: Tensor | None = None,
     philox_rounds: int = 10,
     pad_slot_id: int = -1,
+    zero_padding: bool = True,
     out: Tensor | None = None,
     pdl: bool | None = None,
 ) -> Tensor:
@@ -74,6 +77,7 @@ def selective_state_update(
         token. The same seed draws the same noise: change it between calls
     pad_slot_id: a row whose slot is negative, equals it or is no slot of the pool, or whose count of accepted tokens is out of range, gets
         a zero output and touches no state; nor does, with parents, one whose row of intermediate_states is not there
+    zero_padding: False leaves the output of such a row as it is, in an `out` that is given
     pdl: whether the kernel may start while the one ahead of it in the stream ends (it waits before it reads anything); None =
         where the device can (sm_90 and later)
 
@@ -87,6 +91,7 @@ def selective_state_update(
     kernel would have to be built during a CUDA graph capture; NotBuiltError, CompileError, LoadError, LaunchError.
     Source: Gu & Dao 2023 (arXiv 2312.00752), Dao & Gu 2024 (arXiv 2405.21060); draft trees: SGLang.
     """
+    objections = padding_objections(zero_padding, out)
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x  # the checks object to x
     if rand_seed is None or philox_rounds == 0:
@@ -95,4 +100,5 @@ def selective_state_update(
         state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices, num_accepted_tokens, cu_seqlens, parents,
         intermediate_states, intermediate_state_indices, rand_seed, state_scale, intermediate_state_scales,
     )  # fmt: skip
-    return cast(Tensor, Call(CALLER, given, (dt_softplus, dt_limit, pad_slot_id, philox_rounds, update_state), pdl))
+    options = Options(dt_softplus, dt_limit, pad_slot_id, philox_rounds, update_state, zero_padding)
+    return cast(Tensor, Call(CALLER, given, options, pdl, objections=objections))

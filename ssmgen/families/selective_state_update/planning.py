@@ -12,6 +12,7 @@ from ... import runtime
 from ...calls import checks
 from ...calls.checks import INDEX, STATES
 from ...calls.planning import Caller, Family
+from ...engine.rows import loaded
 from ...spec import Index, Loads, PoolMode, Update
 from .problem import SsuProblem
 from .reference import selective_state_update as reference
@@ -21,7 +22,7 @@ from .views import CONTROL, NAMES, Options, is_tied, views_of
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> SsuProblem:
     """The problem that checked operands pose, given where they lie."""
-    dt_softplus, dt_limit, _, philox_rounds, update_state = options
+    dt_softplus, dt_limit, _, philox_rounds, update_state, zero_padding = Options(*options)
     state, kept, target = views["state"], views.get("intermediate_states"), views.get("dst_state_indices")
     _, H, P, N = state.shape
     tied = is_tied(views)
@@ -36,7 +37,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
 
     several = views["x"].dim() == 4
     types: dict[str, Any] = {n: STATES[t.dtype] for n, t in views.items() if n not in (*CONTROL, "intermediate_states")}
-    return SsuProblem(
+    problem = SsuProblem(
         d_state=N,
         headdim=P,
         nheads=H,
@@ -57,7 +58,9 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         intermediate_states=None if kept is None else STATES[kept.dtype],
         intermediate_indices=index("intermediate_state_indices"),
         parents=index("parents"),
+        zero_padding=zero_padding,
     )
+    return loaded(problem)
 
 
 _AXES: dict[str, dict[str, int]] = {
@@ -115,10 +118,10 @@ FAMILY = Family(
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    dt_softplus, dt_limit, pad_slot_id, philox_rounds, update_state = options
+    dt_softplus, dt_limit, pad_slot_id, philox_rounds, update_state, zero_padding = Options(*options)
     reference(
         **views, dt_softplus=dt_softplus, dt_limit=dt_limit, pad_slot_id=pad_slot_id, philox_rounds=philox_rounds,
-        update_state=update_state, dtype=dtype,
+        update_state=update_state, zero_padding=zero_padding, dtype=dtype,
     )  # fmt: skip
 
 
@@ -129,21 +132,21 @@ _library.define(
     "Tensor? dt_bias, Tensor(b!) out, Tensor? state_indices, Tensor? dst_state_indices, Tensor? num_accepted_tokens, Tensor? cu_seqlens, "
     "Tensor? parents, Tensor(c!)? intermediate_states, Tensor? intermediate_state_indices, Tensor? rand_seed, "
     "Tensor(d!)? state_scale, Tensor(e!)? intermediate_state_scales, bool dt_softplus, "
-    "float[]? dt_limit, int pad_slot_id, int philox_rounds, bool update_state, bool? pdl) -> ()",
+    "float[]? dt_limit, int pad_slot_id, int philox_rounds, bool update_state, bool zero_padding, bool? pdl) -> ()",
     tags=torch.Tag.needs_fixed_stride_order,
 )
 
 
 def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
     """The call through torch's dispatcher, which comes back below with plain tensors, or traces it."""
-    dt_softplus, dt_limit, *rest = options
+    dt_softplus, dt_limit, *rest = Options(*options)
     torch.ops.ssmgen.selective_state_update(*given, dt_softplus, None if dt_limit is None else list(dt_limit), *rest, pdl)
 
 
 def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
     """(given, options, pdl) of what torch's dispatcher gives."""
     given, (dt_softplus, dt_limit, *rest, pdl) = args[: len(NAMES)], args[len(NAMES) :]
-    return given, (dt_softplus, None if dt_limit is None else tuple(dt_limit), *rest), pdl
+    return given, Options(dt_softplus, None if dt_limit is None else tuple(dt_limit), *rest), pdl
 
 
 @torch.library.impl(_library, "selective_state_update", "CUDA")

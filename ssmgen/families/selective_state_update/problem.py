@@ -41,6 +41,7 @@ class SsuProblem(RowProblem):
     intermediate_states: DType | Narrow | None = field(default=None, metadata=LATER)  # after each token, in a buffer [rows, tokens, …]
     intermediate_indices: Index = field(default=Index.NONE, metadata=LATER)  # type of the rows' numbers in that buffer
     parents: Index = field(default=Index.NONE, metadata=LATER)  # a draft tree
+    zero_padding: bool = field(default=True, metadata=LATER)  # the output of padded rows is zero; else it stays as it is
 
     @property
     def heads(self) -> int:
@@ -61,6 +62,11 @@ class SsuProblem(RowProblem):
     @property
     def row_loads(self) -> Loads:
         return self.state_loads
+
+    @property
+    def guarded(self) -> bool:
+        """Also a row of 2 is a whole number of them in a single token's kernel, but where 4 elements make a word."""
+        return self.d_state % 4 != 0 and (self.d_state != 2 or self.several or bool(self.narrow))
 
     @property
     def intermediates(self) -> bool:
@@ -84,15 +90,18 @@ class SsuProblem(RowProblem):
     def faults(self) -> list[str]:
         """What no variant could serve."""
         return [
-            *must(self.d_state >= 2 and self.d_state % min(4, self.d_state) == 0, f"d_state {self.d_state} is not 2 or a multiple of 4"),
+            *must(self.d_state >= 1, f"d_state {self.d_state} is not positive"),
             *must(self.d_state <= 1024, f"d_state {self.d_state} is above 1024"),
+            *must(
+                not self.guarded or self.state_loads is self.operand_loads is Loads.ELEMENT,
+                f"d_state {self.d_state} needs loads by elements",
+            ),
             *must(self.headdim >= 1, f"headdim {self.headdim} is not positive"),
             *must(self.nheads % self.ngroups == 0, f"nheads {self.nheads} is not a multiple of ngroups {self.ngroups}"),
             *must(self.headdim * self.d_state * self.nheads < 2**31, "one slot of the state has 2^31 elements or more"),
             *must(self.pool is PoolMode.SINGLE or self.index is not Index.NONE, "a split pool needs slot indices"),
             *must(not self.philox_rounds or self.d_state % 4 == 0, f"noise comes for 4 elements of a row, and d_state is {self.d_state}"),
             *must(not self.philox_rounds or bool(self.rounded), "noise is for states that are written, but for f32"),
-            *must(not self.narrow or self.d_state % 4 == 0, f"states in fewer bits need a d_state of a multiple of 4, not {self.d_state}"),
             *(self._faults_of_tokens() if self.several else self._faults_of_one()),
         ]
 
@@ -104,7 +113,6 @@ class SsuProblem(RowProblem):
     def _faults_of_tokens(self) -> list[str]:
         return [
             *must(self.tied, "several tokens need A, dt and dt_bias tied per head: [heads], or views with stride 0"),
-            *must(self.d_state % 4 == 0, f"several tokens need a d_state of a multiple of 4, not {self.d_state}"),
             *must(self.pool is PoolMode.SINGLE or self.update is not Update.NONE, "a split pool that is not written"),
             *must(self.update is not Update.EACH or self.pool is PoolMode.SPLIT, "a state per token needs a slot for each"),
             *must(self.accepted is Index.NONE or self.index is not Index.NONE, "num_accepted_tokens needs slot indices"),

@@ -56,6 +56,7 @@ def selective_state_update(
     pad_slot_id: int = -1,
     philox_rounds: int = 0,
     update_state: bool = True,
+    zero_padding: bool = True,
     dtype: torch.dtype = torch.float32,
     **views: Tensor,
 ) -> None:
@@ -92,7 +93,8 @@ def selective_state_update(
         slot, row_kept = start_slot(views, b), int(views["intermediate_state_indices"][b]) if "intermediate_state_indices" in views else b
         keeps = kept is not None and 0 <= row_kept < kept.shape[0]
         if not valid(slot) or (parents is not None and not keeps):
-            out[row, span.start : span.stop] = 0
+            if zero_padding:
+                out[row, span.start : span.stop] = 0
             continue
         h = widened(state[slot], None if scales is None else scales[slot], dtype)
         results = []

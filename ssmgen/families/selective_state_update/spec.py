@@ -41,7 +41,7 @@ class SsuSpec(RowSpec, SsuProblem):
     @property
     def needs(self) -> Needs:
         by_byte = any(t.size == 1 for t in self.narrow) and self.state_loads is Loads.ELEMENT
-        return replace(super().needs, streaming=self.intermediates, narrow=bool(self.narrow), bytes=by_byte)
+        return replace(super().needs, streaming=self.intermediates, narrow=bool(self.narrow), bytes=by_byte, guarded=self.guarded)
 
     @property
     def owned_once(self) -> bool:
@@ -51,7 +51,7 @@ class SsuSpec(RowSpec, SsuProblem):
     @property
     def shared_bytes(self) -> int:
         """Staged tokens: B and C, x and z of the tile's rows, dt, its decay and a parent."""
-        return 4 * self.chunk * (2 * self.d_state + len(self.row_scalars()) * self.tile + 3) if self.several else 0
+        return 4 * self.chunk * (2 * self.row_room + len(self.row_scalars()) * self.tile + 3) if self.several else 0
 
     @property
     def stem(self) -> str:

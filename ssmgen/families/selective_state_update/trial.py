@@ -102,10 +102,10 @@ def tokens_operands(spec: SsuSpec, batch: int, seed: int) -> dict[str, Tensor]:
 def selective_state_update(spec: SsuSpec, batch: int, seed: int) -> Trial:
     update = spec.update is not Update.NONE
     how = (spec.dt_softplus, LIMIT if spec.dt_limit else None, -1)
-    options = (*how, spec.philox_rounds, update)
+    options = (*how, spec.philox_rounds, update, spec.zero_padding)
     scaled = {of: name for of, name in SCALES.items() if name in spec.operands()}
     if not spec.several:
-        return trial(CALLER, one_operands(spec, batch, seed), options, without_noise=(*how, 0, update), scales=scaled)
+        return trial(CALLER, one_operands(spec, batch, seed), options, without_noise=(*how, 0, update, spec.zero_padding), scales=scaled)
     kept = () if update else ("state", "state_scale")
     return trial(CALLER, tokens_operands(spec, batch, seed), options, kept=kept, tokens=spec.chunk + 1, scales=scaled)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,14 +21,22 @@ _TOKENWISE = ("x", "dt", "z", "out", "B", "C")
 
 _ROUNDED = (torch.float16, torch.bfloat16, *checks.NARROW)
 
-# What a call says beside its tensors: dt_softplus, dt_limit, pad_slot_id, philox_rounds, update_state.
-Options = tuple[Any, ...]
+
+class Options(NamedTuple):
+    """What a call says beside its tensors."""
+
+    dt_softplus: bool
+    dt_limit: tuple[float, float] | None
+    pad_slot_id: int
+    philox_rounds: int
+    update_state: bool
+    zero_padding: bool = True
 
 
 def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
     """The operands as the reference takes them, with a tokens axis where there may be several. Adds to `problems` all that is wrong with
     dtypes, devices, shapes and strides; what comes back is only usable if that is nothing."""
-    *_, update_state = options
+    update_state = options[4]
     check_seed(named, update_state, problems)
     if not checks.check_tensors(named, problems):
         return {}

@@ -20,7 +20,11 @@ def copy(state: Tensor, slots: Tensor, pdl: bool) -> Launch:
     words = state.stride(0) * state.element_size() // 4
     launch = runtime.Launch(kernel, device, slots.shape[1] * spec.blocks_per_slot, {"state_slot": words})
     plans = [launch.at((state.data_ptr(), row.data_ptr())) for row in slots]
-    return lambda i: plans[i]()
+
+    def run(i: int, owners: object = (state, slots)) -> object:  # plans have their addresses alone
+        return plans[i]()
+
+    return run
 
 
 def copies(state: Tensor, slots: Tensor, pdls: Sequence[bool]) -> dict[str, Launch]:

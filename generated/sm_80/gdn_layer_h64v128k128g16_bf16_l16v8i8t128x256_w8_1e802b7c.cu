@@ -5,8 +5,8 @@
 //   cu_seqlens=none  update=final  pool=single  ring=none  layers=no  frozen=no  intermediates=no
 //   state_loads=vector  operand_loads=vector  conv_width=4  conv_weight=bf16  conv_bias=none  conv_len=3
 //   conv_layout=runs  conv_loads=vector  conv_taps=vector  norm=bf16  norm_gate=bf16  norm_size=128
-//   norm_grouped=yes  norm_first=yes  norm_activation=silu  norm_loads=vector  lanes=16  vec=4  ilp=8  tile=64
-//   threads=128  min_blocks=1  prefetch=0  pdl=off  chunk=8  norm_inside=no  norm_threads=128
+//   norm_grouped=yes  norm_first=yes  norm_activation=silu  norm_loads=vector  lanes=16  vec=8  ilp=8  tile=128
+//   threads=256  min_blocks=1  prefetch=0  pdl=off  row_warps=8  chunk=8  norm_inside=no  norm_threads=128
 // A row of the state, S, for each value channel:
 //     p = <D S, k>
 //     e = beta (v - p)
@@ -30,13 +30,15 @@ struct bf16 { u16 bits; };
 using State = bf16;
 constexpr int kHeads = 64, kHeadsPerKey = 4, kDimV = 128, kDimK = 128;
 constexpr int kLanes = 16;   // lanes per row: a team
-constexpr int kVec = 4;     // neighbouring elements of a row per lane and pass
+constexpr int kVec = 8;     // neighbouring elements of a row per lane and pass
 constexpr int kIlp = 8;     // rows in flight per team
-constexpr int kTile = 64;   // rows per block
-constexpr int kThreads = 128;
+constexpr int kTile = 128;   // rows per block
+constexpr int kThreads = 256;
 
 constexpr int kPasses = kDimK / (kLanes * kVec);
-constexpr int kTeams = 32 / kLanes;  // of a warp
+constexpr int kRowWarps = 8;  // warps that the lanes of a row lie in
+constexpr int kWarpLanes = kLanes / kRowWarps;  // of them in each
+constexpr int kTeams = 32 / kWarpLanes;  // of a warp
 constexpr int kSteps = kTile / (kThreads / kLanes * kIlp);
 constexpr int kTiles = (kDimV + kTile - 1) / kTile;  // blocks per head
 
@@ -113,6 +115,19 @@ DEVICE float rcp_approx(float v) {
   float r;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
   return r;
+}
+
+// Four words of shared memory, aligned.
+template <class T>
+DEVICE void load_4_shared(T* from, u32 i, u32* r) {
+  asm volatile("ld.shared.v4.u32 { %0, %1, %2, %3 }, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(u32(__cvta_generic_to_shared(from + i)))
+               : "memory");
+}
+template <class T>
+DEVICE void store_4_shared(T* to, u32 i, const u32* v) {
+  asm volatile("st.shared.v4.u32 [%0], { %1, %2, %3, %4 };" ::"r"(u32(__cvta_generic_to_shared(to + i))), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
 
 #endif
@@ -269,6 +284,91 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   return sum_passes(v[0]);
 }
 
+// Shared memory is declared with these two, so that the emulator can watch it.
+#ifndef SSMGEN_EMULATOR
+#define SHARED(type, name, count) __shared__ type name[count]
+#define DYNAMIC_SHARED(type, name)                                \
+  extern __shared__ __align__(16) unsigned char dynamic_shared[]; \
+  type* name = reinterpret_cast<type*>(dynamic_shared)
+#endif
+// What 16-byte copies and matrices need of an array whose elements are smaller; dynamic shared memory has it.
+#ifndef SSMGEN_EMULATOR
+#define ALIGNED_SHARED(type, name, count) __shared__ __align__(16) type name[count]
+#endif
+
+// Four floats that travel together.
+struct alignas(16) Quad {
+  float f[4];
+};
+DEVICE Quad quad_of(const float* f) { return Quad{{f[0], f[1], f[2], f[3]}}; }
+DEVICE void to_array(const Quad& q, float* f) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) f[i] = q.f[i];
+}
+
+// The canonical sum over the lanes of a team that lie Stride apart in a warp. Of Rows rows, a lane is left with those whose number has
+// its own, `part`, in the low bits: Rows / Lanes of them, or one where there are fewer rows than lanes.
+template <int Lanes, int Stride, int Rows, int Passes>
+DEVICE void sum_apart(float (&v)[Rows][Passes], u32 part) {
+  int rows = Rows;
+#pragma unroll
+  for (int mask = 1; mask < Lanes; mask *= 2) {
+    if (rows > 1) {
+      rows /= 2;
+      const bool odd = part & mask;
+#pragma unroll
+      for (int i = 0; i < Rows / 2; ++i) {
+        if (i >= rows) continue;
+#pragma unroll
+        for (int p = 0; p < Passes; ++p) {
+          const float keep = odd ? v[2 * i + 1][p] : v[2 * i][p];
+          const float give = odd ? v[2 * i][p] : v[2 * i + 1][p];
+          v[i][p] = keep + __shfl_xor_sync(0xffffffffu, give, mask * Stride);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int p = 0; p < Passes; ++p) v[0][p] = v[0][p] + __shfl_xor_sync(0xffffffffu, v[0][p], mask * Stride);
+    }
+  }
+}
+
+// Such sums of a warp, in shared memory, those of row or team i of n at [warp, pass, i]; and the sum over the warps, then the passes.
+template <int Lanes, int Stride, int Rows, int Passes, class Parts>
+DEVICE void put_sums(Parts& parts, float (&v)[Rows][Passes], u32 warp, u32 part, u32 first, u32 n) {
+  constexpr int kKept = Rows < Lanes ? Rows : Lanes;  // lanes that are left with other rows than their neighbours
+  sum_apart<Lanes, Stride>(v, part);
+  if (part >= kKept) return;
+#pragma unroll
+  for (int i = 0; i < Rows / kKept; ++i)
+#pragma unroll
+    for (int p = 0; p < Passes; ++p) parts[(warp * Passes + p) * n + first + i * kKept + part] = v[i][p];
+}
+template <int Warps, int Passes, class Parts>
+DEVICE float sum_of_warps(Parts& parts, u32 i, u32 n) {
+  float of_pass[Passes];
+#pragma unroll
+  for (int p = 0; p < Passes; ++p) {
+    float of_warp[Warps];
+#pragma unroll
+    for (int w = 0; w < Warps; ++w) of_warp[w] = parts[(w * Passes + p) * n + i];
+    of_pass[p] = sum_passes(of_warp);
+  }
+  return sum_passes(of_pass);
+}
+
+// What the lanes of a row all need of what one of them knows, from shared memory.
+template <int Rows, class Values>
+DEVICE void take_values(Values& from, u32 first, float (&values)[Rows]) {
+#pragma unroll
+  for (int i = 0; i < Rows; i += 4) {
+    u32 word[4];
+    load_4_shared(from, first + i, word);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) values[i + j] = __uint_as_float(word[j]);
+  }
+}
+
 // Single elements, as bits: for what is copied and not computed with, and for what no vector can reach.
 template <class T>
 DEVICE u32 load_bits(const T* p) {
@@ -307,28 +407,10 @@ DEVICE Pack<T, N> zero_pack() {
   return r;
 }
 
-// Shared memory is declared with these two, so that the emulator can watch it.
-#ifndef SSMGEN_EMULATOR
-#define SHARED(type, name, count) __shared__ type name[count]
-#define DYNAMIC_SHARED(type, name)                                \
-  extern __shared__ __align__(16) unsigned char dynamic_shared[]; \
-  type* name = reinterpret_cast<type*>(dynamic_shared)
-#endif
-
-// Four floats that travel together.
-struct alignas(16) Quad {
-  float f[4];
-};
-DEVICE Quad quad_of(const float* f) { return Quad{{f[0], f[1], f[2], f[3]}}; }
-DEVICE void to_array(const Quad& q, float* f) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) f[i] = q.f[i];
-}
-
 // ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-gdn_layer_h64v128k128g16_bf16_l16v4i8t64x128_ccc236a7(
+gdn_layer_h64v128k128g16_bf16_l16v8i8t128x256_w8_1e802b7c(
     bf16* state, bf16* conv_state, const bf16* mixed_qkv, const bf16* conv_weight, const bf16* g, const bf16* beta,
     const f32* A_log, const bf16* dt_bias, bf16* out, const int* state_indices, int* arrivals, i64 slots,
     i64 pad_slot_id, i64 state_slot, i64 conv_state_slot, i64 arrivals_slot, u32 mixed_qkv_batch, u32 g_batch,
@@ -346,13 +428,17 @@ gdn_layer_h64v128k128g16_bf16_l16v4i8t64x128_ccc236a7(
   const u32 group = head / kHeadsPerKey;  // of the heads that share a key head
 
   const u32 lane = threadIdx.x % 32;
-  const u32 team = lane / kLanes;
-  const u32 offset = lane % kLanes * kVec;  // of the lane's first element in a row
-  const u32 first_row = tile * kTile + threadIdx.x / 32 * (kIlp * kTeams) + team * kIlp;
+  // Neighbouring lanes are of neighbouring rows, so that a warp asks for long pieces of memory; a row's other lanes are in other warps.
+  const u32 team = lane % kTeams;
+  const u32 row_warp = threadIdx.x / 32 % kRowWarps;
+  const u32 part = row_warp * kWarpLanes + lane / kTeams;  // of the row
+  const u32 offset = part * kVec;  // of the lane's first element in a row
+  const u32 team_in_block = threadIdx.x / (32 * kRowWarps) * kTeams + team;
+  const u32 first_row = tile * kTile + team_in_block * kIlp;
   constexpr int kRowStep = 1;  // between the rows of a team: a vector of memory holds one element of each
   constexpr int kStepRows = kTile / kSteps;
   // In a step, rows first_row + step * kStepRows + i * kRowStep, i < kIlp, are the team's; the lane itself owns the scalars of one.
-  const u32 owned_row = first_row + lane % kIlp * kRowStep;
+  const u32 owned_row = first_row + part % kIlp * kRowStep;
 
   // The short convolution: of the channels of the group, which other blocks convolve as well, and of the block's own rows.
   constexpr u32 convolves = kConv;
@@ -397,7 +483,7 @@ gdn_layer_h64v128k128g16_bf16_l16v4i8t64x128_ccc236a7(
 
   __syncwarp();  // no instruction; but without it ptxas moves all of the loads above to below the branch, and they wait for the slot
   if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // a padded row: zero output, no state touched
-    if (lane % kLanes < kIlp)
+    if (part < kIlp)
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const u32 row = owned_row + step * kStepRows;
@@ -483,12 +569,11 @@ gdn_layer_h64v128k128g16_bf16_l16v4i8t64x128_ccc236a7(
     float write[kPasses][kVec];
     float forget, read_scale, query_scale, write_scale, mix, step;
   };
-  const auto team_dot = [&](const float (&a)[kPasses][kVec], const float (&b)[kPasses][kVec]) {
-    float part[1][kPasses];
-#pragma unroll
-    for (int p = 0; p < kPasses; ++p) part[0][p] = dot(a[p], b[p]);
-    return sum_over_team<kLanes>(part, lane);
-  };
+  constexpr u32 kTeamsOfBlock = kThreads / kLanes;
+  const u32 own_lane = lane / kTeams, first_in_block = team_in_block * kIlp;
+  SHARED(float, p_sum_parts, kRowWarps * kPasses * kStepRows);  // of each warp
+  SHARED(float, y_sum_parts, kRowWarps * kPasses * kStepRows);  // of each warp
+  ALIGNED_SHARED(float, added_rows, kStepRows);
   const auto prepare = [&](const Raw& raw) {
     Token token;
     float k_[kPasses][kVec];
@@ -501,10 +586,32 @@ gdn_layer_h64v128k128g16_bf16_l16v4i8t64x128_ccc236a7(
         to_array(of_group[(kDimK + n) / 4], k_[p] + j);
       }
     }
-    const float k_norm = rsqrt_approx(team_dot(k_, k_) + 1e-6f);
-    const float q_norm = rsqrt_approx(team_dot(token.query, token.query) + 1e-6f) * scale;
+    SHARED(float, k_k_parts, kRowWarps * kPasses * kTeamsOfBlock);
+    {
+      float share[1][kPasses];
+#pragma unroll
+      for (int p = 0; p < kPasses; ++p) share[0][p] = dot(k_[p], k_[p]);
+      put_sums<kWarpLanes, kTeams>(k_k_parts, share, row_warp, own_lane, team_in_block, kTeamsOfBlock);
+    }
+    SHARED(float, query_query_parts, kRowWarps * kPasses * kTeamsOfBlock);
+    {
+      float share[1][kPasses];
+#pragma unroll
+      for (int p = 0; p < kPasses; ++p) share[0][p] = dot(token.query[p], token.query[p]);
+      put_sums<kWarpLanes, kTeams>(query_query_parts, share, row_warp, own_lane, team_in_block, kTeamsOfBlock);
+    }
+    SHARED(float, k_query_parts, kRowWarps * kPasses * kTeamsOfBlock);
+    {
+      float share[1][kPasses];
+#pragma unroll
+      for (int p = 0; p < kPasses; ++p) share[0][p] = dot(k_[p], token.query[p]);
+      put_sums<kWarpLanes, kTeams>(k_query_parts, share, row_warp, own_lane, team_in_block, kTeamsOfBlock);
+    }
+    __syncthreads();
+    const float k_norm = rsqrt_approx(sum_of_warps<kRowWarps, kPasses>(k_k_parts, team_in_block, kTeamsOfBlock) + 1e-6f);
+    const float q_norm = rsqrt_approx(sum_of_warps<kRowWarps, kPasses>(query_query_parts, team_in_block, kTeamsOfBlock) + 1e-6f) * scale;
 
-    token.mix = team_dot(k_, token.query) * q_norm * k_norm;
+    token.mix = sum_of_warps<kRowWarps, kPasses>(k_query_parts, team_in_block, kTeamsOfBlock) * q_norm * k_norm;
     token.forget = exp2_approx(-rate * softplus(to_float(raw.g) + to_float(raw_dt_bias)) * kLog2E);
     token.step = sigmoid(to_float(raw.beta));
     token.query_scale = q_norm * token.forget;
@@ -546,14 +653,22 @@ gdn_layer_h64v128k128g16_bf16_l16v4i8t64x128_ccc236a7(
         p_sum[i][p] = dot(h[i][p], token.write[p]);
         y_sum[i][p] = dot(h[i][p], token.query[p]);
       }
-    const float held = token.read_scale * sum_over_team<kLanes>(p_sum, lane);  // p
-    const float seen = sum_over_team<kLanes>(y_sum, lane);  // <D∘S, q>
+    put_sums<kWarpLanes, kTeams>(p_sum_parts, p_sum, row_warp, own_lane, first_in_block, kStepRows);
+    put_sums<kWarpLanes, kTeams>(y_sum_parts, y_sum, row_warp, own_lane, first_in_block, kStepRows);
+    __syncthreads();
+    const float held = token.read_scale * sum_of_warps<kRowWarps, kPasses>(p_sum_parts, first_in_block + part % kIlp, kStepRows);  // p
+    const float seen = sum_of_warps<kRowWarps, kPasses>(y_sum_parts, first_in_block + part % kIlp, kStepRows);  // <D∘S, q>
     const float error = token.step * (v_owned - held);  // e
     const float result = fmaf(error, token.mix, token.query_scale * seen);  // o
     const float added = error * token.write_scale;
+    if (part < kIlp) added_rows[first_in_block + part] = added;
+    __syncthreads();
+    float added_of[kIlp];
+    take_values(added_rows, first_in_block, added_of);
+
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
-      const float a = __shfl_sync(0xffffffffu, added, i, kLanes);
+      const float a = added_of[i];
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) {
 #pragma unroll
@@ -573,7 +688,7 @@ gdn_layer_h64v128k128g16_bf16_l16v4i8t64x128_ccc236a7(
       }
     }
     const u32 row = owned_row + step * kStepRows;
-    if (lane % kLanes < kIlp) store(out + row * out_row, result);
+    if (part < kIlp) store(out + row * out_row, result);
   }
 
   SHARED(int, last_block, 1);

@@ -1,0 +1,25 @@
+"""What the axes of mamba2_layer's tensors are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...engine.layer_sharding import rule_of, sizes
+
+_AXES = {**dict.fromkeys(("A", "dt_bias"), "head"), "dt": "* head", "D": "head row|head", "norm_weight": "row", "rand_seed": "batch"}
+
+
+def _kinds(given: Mapping[str, Any]) -> dict[str, str]:
+    if (found := sizes(given)) is None:
+        return {}
+    H, P, N, G = found
+    axes = {"channels": f"head:{H}x{P}+group:{G}x{N}+group:{G}x{N}"}
+    weight: Any = given.get("norm_weight")
+    if hasattr(weight, "shape"):  # of the channels that are normed together
+        size = given.get("norm_group_size") or H * P
+        axes["norm_weight"] = f"{'head' if weight.shape == (H * P,) else 'row'}/{max(size // max(P, 1), 1)}"
+    return axes
+
+
+RULES = {"mamba2_layer": rule_of("xBC", _AXES, _kinds)}
