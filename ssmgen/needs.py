@@ -16,6 +16,7 @@ class Needs:
     guarded: bool = False  # of those, only some
     bytes: bool = False  # 8-bit loads, and with `narrow` stores
     narrow: bool = False  # states in fewer bits
+    noise_at_once: bool = False  # stochastic rounding of several vectors of 16-bit numbers together
     raw: bool = False  # stores of numbers that are copied, and not computed with
     streaming: bool = False  # stores that need not stay in L2
     prefetch: bool = False  # bulk requests to L2

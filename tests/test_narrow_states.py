@@ -79,6 +79,26 @@ def test_variants_are_bit_equal(case):
         assert all(map(torch.equal, results[-1], results[0])), spec
 
 
+OWNED = [
+    Case("i8-split-z", **SMALL, dst="row", z=True), Case("e4m3-noise", **SMALL, state=E4M3, noise=3), Case("n128", headdim=32, batch=2),
+]  # fmt: skip
+
+
+@emulated
+@pytest.mark.parametrize("case", OWNED, ids=lambda c: c.id)
+def test_who_owns_a_rows_scalars_changes_no_bit(case):
+    """A lane for all steps of its block, or one in each."""
+    specs = list(space(Call(case).public.problem()[0], SM90))
+    once, each = (next(s for s in specs if s.owned_once is owned and s.tile > s.rows_per_step) for owned in (True, False))
+    results = []
+    for spec in (once, each):
+        call = Call(case)
+        emulate(call, spec)
+        assert_matches(call)
+        results.append([bits(call.named[n]) for n in WRITTEN if n in call.named])
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 def test_what_a_row_is_stored_as(dtype):
     """The greatest is the type's largest, others are half a step away at most; rows of zeros, of the tiniest and of no numbers."""

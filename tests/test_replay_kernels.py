@@ -23,14 +23,16 @@ from ssmgen.families.replay_selective_state_update import spec as family
 from ssmgen.families.replay_selective_state_update.spec import History, Part, ReplayProblem, ReplaySpec
 from ssmgen.nvrtc import compile_cubin
 from ssmgen.render import render, uses_pdl
-from ssmgen.spec import Arch, DType, Index, Loads, Pdl
+from ssmgen.spec import Arch, DType, Index, Loads, Narrow, Pdl
 
 SM80, SM90 = Arch.parse("sm_80"), Arch.parse("sm_90a")
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 F32, BF = DType.F32, DType.BF16
 SMALL = ReplaySpec(d_state=32, headdim=16, nheads=2, ngroups=1, warps=1, index=Index.I32, out=F32, state=F32)
+OWN_ROWS = replace(SMALL, walk=1, out=BF)
 EARLY = {"pdl": Pdl.TRIGGER_LOADED, "after_conv": True}
 TWO = {"two_kernels": True, "part": Part.MAIN}
+NOISE = {"philox_rounds": 10}
 EDGES = {"pdl": Pdl.TRIGGER_LOADED, "ahead_pdl": Pdl.TRIGGER_LOADED}
 RUNG = {"history": History.RING}
 ALL_F16 = {"x": DType.F16, "out": DType.F16, "z": DType.F16, "dt": DType.F16, "D": DType.BF16}
@@ -54,6 +56,17 @@ MATRIX = {
         SMALL, **RUNG, state=DType.BF16, philox_rounds=7, advance=True, cu_seqlens=Index.I64, index=Index.I64, helpers=1
     ),
     "ring-two-kernels-elements": replace(SMALL, **RUNG, **TWO, state=DType.F16, operand_loads=Loads.ELEMENT, dt_bias=DType.BF16),
+    "own-rows-f32": replace(SMALL, walk=1, out=BF, dt_bias=BF),
+    "own-rows-two-at-a-time-early-advance": replace(
+        SMALL, state=BF, walk=2, warps=2, headdim=32, out=BF, D=F32, z=DType.F16, prefetch=1, advance=True, **EARLY
+    ),
+    "own-rows-three-ragged-t16": replace(
+        SMALL, state=DType.F16, walk=3, warps=4, headdim=48, nheads=4, ngroups=2, tokens=16, window=16, cu_seqlens=Index.I32, out=BF
+    ),
+    "own-rows-four-ring": replace(SMALL, **RUNG, state=BF, walk=4, headdim=64, window=16, out=DType.F16, D=F32, pdl=Pdl.WAIT),
+    "own-rows-i8-ring-philox": replace(
+        SMALL, **RUNG, state=Narrow.I8, walk=2, warps=2, headdim=32, philox_rounds=7, advance=True, prefetch=1, out=BF, zero_padding=False
+    ),
     "materialize-step": replace(SMALL, materialize=True, pdl=Pdl.WAIT, headdim=24, warps=2),
     "materialize-ring-f16": replace(SMALL, **RUNG, materialize=True, state=DType.F16, x=DType.F16, window=24, state_loads=Loads.ELEMENT),
 }
@@ -117,6 +130,35 @@ def test_variants_are_bit_equal(name):
         assert not [n for n, t in found.items() if not same(t, first[n])], f"{variant} differs"
 
 
+OWN = {
+    "step-bf16-D-z": replace(STEP, state=BF16, out=BF16, headdim=32, heads=4, groups=2, batch=4, z=BF16),
+    "ring-f16-philox": replace(RING, state=F16, out=F16, headdim=32, heads=2, groups=1, window=16, tokens=12, seeds="one"),
+    "step-bf16-philox": replace(STEP, state=BF16, out=BF16, headdim=32, heads=2, groups=1, batch=4, seeds="slots"),
+}
+EXTREMES = torch.tensor([3.3895e38, -3.3895e38, 3.3762e38, float("inf"), float("-inf"), float("nan"), 1e-40, 0.0], dtype=BF16)
+
+
+@needs_emulator
+@pytest.mark.parametrize("name", OWN)
+def test_warps_with_rows_of_their_own_are_bit_equal(name):
+    """Blocks whose warps share all else; twice 16 rows each, and in one case once."""
+    results = []
+    once = [{"warps": 2, "walk": 1}] if name == "step-bf16-D-z" else []
+    for how in ({"warps": 2}, {"warps": 2, "walk": 2, "prefetch": 1}, *once):
+        call = make(OWN[name], "cpu")
+        if call.kwargs["state"].dtype == BF16:
+            call.kwargs["state"][..., ::5, :8] = EXTREMES
+            call.kwargs["A"].zero_()  # so that they stay, and what is added to them is of the size of their last place
+            call.kwargs["old_dA_cumsum"].mul_(0)
+            for operand in ("old_x", "old_B"):
+                call.kwargs[operand].mul_(1e18)
+        spec = family._spec(call.problem, **how)
+        assert not spec.violations(SM90)
+        results.append(emulate(call, spec))
+    for found in results[1:]:
+        assert not [n for n, t in found.items() if not same(t, results[0][n])]
+
+
 @needs_emulator
 def test_emulated_noise_has_the_bits_of_the_reference():
     """The places of the noise, not only its size. What is added to a 16-bit state, here of eight entries, is exact to 2^-17 each, which
@@ -151,6 +193,9 @@ EDITS = {
     "the buffer that is read": (SMALL, "(read_buffer ^ 1)", "read_buffer", "state"),
     "past the ring": (MOVED, "ring_first + k < ring ?", "true ?", "state"),
     "state written too early": (MOVED, "valid + tokens > window", "valid + tokens >= window", "state"),
+    "own rows: entries that do not count": (OWN_ROWS, "k < valid ?", "k < window ?", "out"),
+    "own rows: a side of them too far": (replace(OWN_ROWS, headdim=32), "2 * side)", "4 * side)", "state"),
+    "own rows: a warp too many": (replace(OWN_ROWS, advance=True), "== kParts * kHeads - 1", "== kParts * kHeads", "state"),
     "a block too many": (MOVED, "== kTiles * kHeads - 1", "== kTiles * kHeads", "state"),
 }
 
@@ -212,6 +257,16 @@ def test_the_first_of_two_kernels_is_checked_with_the_second():
         (SMALL, {"d_state": 256, "x": F32, "tokens": 32, "window": 32}, "bytes of shared memory exceed 48 KiB"),
         (SMALL, {"prefetch": 264, "state_loads": Loads.ELEMENT}, "needs whole, aligned tiles of the state"),
         (SMALL, {"headdim": 24, "warps": 1, "prefetch": 264}, "needs whole, aligned tiles of the state"),
+        (OWN_ROWS, {"walk": 9}, "walk 9 is not 0 … 8"),
+        (OWN_ROWS, {"walk": 2}, "32 rows of a warp do not divide the 16 of a head"),
+        (OWN_ROWS, {"warps": 3}, "48 rows of a block do not divide those of 2 heads"),
+        (OWN_ROWS, {"materialize": True}, "for the one kernel that has tokens"),
+        (OWN_ROWS, {"helpers": 1}, "leave nothing to helpers"),
+        (OWN_ROWS, {"window": 24}, "8 tokens on 24 are more than a warp's registers hold, 16"),
+        (OWN_ROWS, {"x": DType.F16}, "of bf16 by itself, not f16"),
+        (OWN_ROWS, {"out": F32}, "z and out of 16 bits"),
+        (OWN_ROWS, {"z": F32}, "z and out of 16 bits"),
+        (OWN_ROWS, {"operand_loads": Loads.ELEMENT}, "read by vectors"),
     ],
 )
 def test_violations_in_words(spec, change, words):
@@ -281,6 +336,8 @@ CHOSEN: dict[str, list[tuple[str, int, dict[str, Any]]]] = {  # shape, batch, th
         ("small", 1, {"state": BF, "D": F32, "dt_bias": F32, "after_conv": True}),
         ("small", 8, {"state": F32}),
         ("small", 256, {"state": BF, "D": F32, "z": BF}),
+        ("small", 64, {"state": BF, "D": F32, "z": BF, **NOISE}),
+        ("p80", 64, {"state": BF, "advance": True, "cu_seqlens": Index.I32, **NOISE}),
         ("large", 32, {"state": DType.F16, "philox_rounds": 10, "advance": True, "cu_seqlens": Index.I32}),
         ("medium", 64, {"state": F32, **RUNG, "window": 16}),
         ("p80", 64, {"state": BF, "tokens": 16, "window": 16}),
@@ -290,6 +347,29 @@ CHOSEN: dict[str, list[tuple[str, int, dict[str, Any]]]] = {  # shape, batch, th
     "sm_100a": [("small", 64, {"state": DType.F16, "philox_rounds": 10})],
     "sm_120": [("p80", 8, {"state": BF, "after_conv": True})],
 }
+
+
+@pytest.mark.parametrize(
+    ("more", "batch", "how"),
+    [
+        ({}, 48, (4, 1, 264)),
+        ({"nheads": 1, "headdim": 96}, 1000, (2, 1, 264)),
+        ({"nheads": 1, "headdim": 80}, 1000, (1, 1, 264)),
+        ({"out": DType.F16, "z": BF}, 1000, (4, 1, 264)),
+        ({}, 47, (4, 0, 0)),
+        ({"philox_rounds": 0}, 1000, (4, 0, 264)),
+        (RUNG | {"window": 8}, 1000, (4, 0, 264)),
+        ({"state": DType.F16}, 1000, (4, 0, 264)),
+        ({"tokens": 16, "window": 16}, 1000, (4, 0, 264)),
+        ({"out": F32}, 1000, (4, 0, 264)),
+        ({"two_kernels": True}, 1000, (4, 0, 264)),
+    ],
+)
+def test_states_that_every_step_rounds_get_warps_with_rows_of_their_own(more, batch, how):
+    given: dict[str, Any] = {"d_state": 128, "headdim": 64, "nheads": 16, "ngroups": 1, "index": Index.I32, "state": BF} | NOISE | more
+    for arch, prefetch in ((SM90, how[2]), (SM80, 0)):
+        spec = registry.select(op.OPERATOR, ReplayProblem(**given), batch, arch, False)
+        assert (spec.warps, spec.walk, spec.prefetch) == (how[0], how[1], prefetch)
 
 
 def chosen(shape: str, batch: int, more: dict[str, Any], arch: Arch) -> tuple[ReplaySpec, ...]:

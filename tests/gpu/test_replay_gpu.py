@@ -69,7 +69,9 @@ def at_shapes() -> list[Case]:
             cases += vary(wide, t32_bf16={"tokens": 32, "window": 32, "state": BF16}, two_t16={"two_kernels": True, "tokens": 16})
     cases = [replace(c, window=16) if not c.ring and c.tokens > c.window else c for c in cases]
     large = replace(STEP, heads=16, headdim=64, d_state=128, groups=1, tokens=6, state=BF16)
-    return [*cases, *[replace(large, id=f"step-h16-b{n}", batch=n) for n in (1, 4, 32, 100)]]
+    own = [replace(large, id=f"step-own-b{n}", batch=n, out=BF16, seeds="slots") for n in (48, 100)]  # warps with rows of their own
+    own.append(replace(own[-1], id="step-own-advance", arrivals=True, z=F16))
+    return [*cases, *own, *[replace(large, id=f"step-h16-b{n}", batch=n) for n in (1, 4, 32, 100)]]
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +178,9 @@ VARIED = [
     replace(STEP, id="step-t16-philox", state=F16, tokens=16, window=16, seeds="slots", arrivals=True, **shaped("h32g2")),
     replace(STEP, id="step-t32", state=BF16, tokens=32, window=32, **shaped("h16")),
     replace(RING, id="ring-advance", state=BF16, window=16, arrivals=True, seeds="one", **shaped("h16")),
+    replace(STEP, id="own-bf16", state=BF16, out=BF16, tokens=6, z=BF16, **shaped("h16")),
+    replace(STEP, id="own-f16-ragged", state=F16, out=BF16, **RAGGED, **shaped("h24p80")),
+    replace(RING, id="own-philox-advance", state=BF16, out=F16, window=16, arrivals=True, seeds="slots", **shaped("h16")),
     replace(RING, id="ring-odd-f32", layout="odd", state_gap=3, **RAGGED, **shaped("h24p80")),
 ]
 
@@ -188,7 +193,8 @@ def test_variants_are_bit_equal(case):
     for i, kind in enumerate(kinds):
         specs = list(family.space(make(replace(case, **kind), DEVICE).problem, arch()))
         assert specs, f"no variant of {kind}"
-        picked = random.Random(i).sample(specs, min(8, len(specs)))
+        own = [spec for spec in specs if spec.walk]  # by warps with rows of their own
+        picked = random.Random(i).sample(specs, min(8, len(specs))) + random.Random(i).sample(own, min(6, len(own)))
         variants += [(kind, spec) for spec in (*picked, chosen(make(replace(case, **kind), DEVICE)))]
     prepare([spec for _, spec in variants])
     want, first = expected(make(case, DEVICE)), None

@@ -14,6 +14,7 @@ DEFAULTS = {
     "the last step's history": Default(ReplayProblem(**SHAPE, state=DType.BF16), 1),
     "a ring, int8 state, rounded": Default(ReplayProblem(**SHAPE, state=Narrow.I8, history=History.RING, window=16, philox_rounds=10), 64),
     "a ring": Default(ReplayProblem(**SHAPE, state=DType.BF16, history=History.RING, window=16), 1),
+    "the last step's history, of many heads, rounded": Default(ReplayProblem(**SHAPE, state=DType.BF16, philox_rounds=10), 64),
     "f32 state": Default(ReplayProblem(**SHAPE, state=DType.F32), 1),
     "two kernels behind the convolution": Default(ReplayProblem(**SHAPE, state=DType.BF16, two_kernels=True, after_conv=True), 1),
 }

@@ -13,35 +13,25 @@ from the tensor cores, where numbers travel as sums of bf16 terms: exact ones, o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from enum import Enum
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any, ClassVar
 
-from ...spec import FP8, SM90, Arch, DType, Index, KernelSpec, Loads, Narrow, Needs, Param, Pdl, must
+from ...spec import FP8, LATER, SM90, Arch, DType, Index, Loads, Narrow, Needs, Pdl, must
+from .arguments import Part as Part
+from .arguments import ReplayArguments
 from .problem import History, ReplayProblem
 
 OPERATOR = "replay_selective_state_update"
 
-_INTEGER = {Index.I32: "int", Index.I64: "i64"}
-
-
-class Part(Enum):
-    """One kernel, or two: one that makes `mix` and keeps the new inputs, and one that goes through the states."""
-
-    FUSED = "fused"
-    PRECOMPUTE = "precompute"
-    MAIN = "main"
-
 
 @dataclass(frozen=True, kw_only=True)
-class ReplaySpec(KernelSpec, ReplayProblem):
+class ReplaySpec(ReplayArguments):
     """A problem, and how one variant computes it. No choice here changes a bit of the result."""
 
     family: ClassVar[str] = OPERATOR
     template: ClassVar[str] = "replay_selective_state_update/replay_selective_state_update.cu.j2"
 
-    part: Part = Part.FUSED
     warps: int = 4  # of 16 rows each
     helpers: int = 0  # warps that do all but the rows, which then have that much less to do; 0 = each does its part of everything
     group_heads: int = 1  # PRECOMPUTE: heads of a group per block
@@ -49,18 +39,21 @@ class ReplaySpec(KernelSpec, ReplayProblem):
     prefetch: int = 0  # ask L2 for the tile of the block this many blocks ahead; 0 = off
     pdl: Pdl = Pdl.OFF
     ahead_pdl: Pdl = Pdl.OFF  # MAIN: of the kernel ahead of it
+    walk: int = field(default=0, metadata=LATER)  # times 16 rows that a warp goes through by itself; 0 = a block's warps share all else
 
     @property
     def needs(self) -> Needs:
         narrow = self.scaled and self.part is not Part.PRECOMPUTE
         by_byte = narrow and self.state.size == 1 and self.state_loads is Loads.ELEMENT
         ahead = self.prefetch > 0
-        return replace(super().needs, mma="bf16", prefetch=ahead, lines=ahead and narrow, narrow=narrow, bytes=by_byte)
+        noise = self.walk > 0 and self.philox_rounds > 0 and not self.scaled
+        needs = replace(super().needs, matrix_turns=self.walk > 0, noise_at_once=noise)
+        return replace(needs, mma="bf16", prefetch=ahead, lines=ahead and narrow, narrow=narrow, bytes=by_byte)
 
     @property
     def tile(self) -> int:
-        """Rows of headdim per block."""
-        return 16 * self.warps
+        """Rows of headdim per block, or with `walk` of all heads."""
+        return 16 * self.warps * max(1, self.walk)
 
     @property
     def tiles(self) -> int:
@@ -70,6 +63,8 @@ class ReplaySpec(KernelSpec, ReplayProblem):
     @property
     def blocks(self) -> int:
         """Per sequence."""
+        if self.walk:
+            return self.nheads * self.headdim // self.tile
         return self.nheads // self.group_heads if self.part is Part.PRECOMPUTE else self.nheads * self.tiles
 
     @property
@@ -78,7 +73,7 @@ class ReplaySpec(KernelSpec, ReplayProblem):
 
     @property
     def traffic(self) -> tuple[int, int]:
-        tile = min(self.tile, self.headdim) * self.d_state * self.state.size
+        tile = min(self.tile, self.headdim * (self.nheads if self.walk else 1)) * self.d_state * self.state.size
         return tile, tile
 
     @property
@@ -105,7 +100,7 @@ class ReplaySpec(KernelSpec, ReplayProblem):
                 shape,
                 f"{self.history.value}{self.window}",
                 kind,
-                f"w{self.warps}" + (f"h{self.helpers}" if self.helpers else ""),
+                f"w{self.warps}" + (f"x{self.walk}" if self.walk else "") + (f"h{self.helpers}" if self.helpers else ""),
                 *extras,
                 *pdl,
             ]
@@ -142,11 +137,12 @@ class ReplaySpec(KernelSpec, ReplayProblem):
     def violations(self, arch: Arch) -> list[str]:
         if not 1 <= self.warps <= 16:
             return [*self.faults(), f"warps {self.warps} are not 1 … 16"]
-        whole = self.headdim % self.tile == 0
+        whole = self.walk > 0 or self.headdim % self.tile == 0
         return [
             *self.faults(),
+            *self._walk_violations(),
             *must(
-                self.part is Part.PRECOMPUTE or self.tile < self.headdim + 16,
+                self.part is Part.PRECOMPUTE or self.walk > 0 or self.tile < self.headdim + 16,
                 f"{self.warps} warps of 16 rows exceed the {self.headdim} rows of a head",
             ),
             *must((self.part is Part.FUSED) != self.two_kernels, f"{self.part.value} is of {'two kernels' if self.two_kernels else 'one'}"),
@@ -170,6 +166,23 @@ class ReplaySpec(KernelSpec, ReplayProblem):
                 not self.prefetch or (self.state_loads is Loads.VECTOR and whole and self.part is not Part.PRECOMPUTE),
                 "the bulk L2 prefetch needs whole, aligned tiles of the state",
             ),
+        ]
+
+    def _walk_violations(self) -> list[str]:
+        """What a warp with rows of its own cannot do, if there are such."""
+        if not self.walk:
+            return []
+        rows, half = 16 * self.walk, (DType.BF16, DType.F16)
+        return [
+            *must(1 <= self.walk <= 8, f"walk {self.walk} is not 0 … 8"),
+            *must(self.headdim % rows == 0, f"{rows} rows of a warp do not divide the {self.headdim} of a head"),
+            *must(self.nheads * self.headdim % self.tile == 0, f"{self.tile} rows of a block do not divide those of {self.nheads} heads"),
+            *must(self.part is Part.FUSED and not self.materialize, "rows of a warp's own are for the one kernel that has tokens"),
+            *must(not self.helpers, "rows of a warp's own leave nothing to helpers"),
+            *must(max(self.tokens, self.window) <= 16, f"{self.tokens} tokens on {self.window} are more than a warp's registers hold, 16"),
+            *must(self.x is DType.BF16, f"a warp turns x, B and C of bf16 by itself, not {self.x.value}"),
+            *must(self.out in half and self.z in (None, *half), "a warp turns z and out of 16 bits by itself"),
+            *must(self.operand_loads is self.state_loads is Loads.VECTOR, "rows of a warp's own are read by vectors"),
         ]
 
     # --- what is staged in shared memory
@@ -210,6 +223,8 @@ class ReplaySpec(KernelSpec, ReplayProblem):
 
     @property
     def shared_bytes(self) -> int:
+        if self.walk:
+            return 0
         rows = self.window * self.old_pitch + (0 if self.materialize else 2 * self.tokens * self.pitch)
         total = self.x_terms * rows * 2 * self.vec
         if self.part is Part.MAIN:
@@ -219,95 +234,6 @@ class ReplaySpec(KernelSpec, ReplayProblem):
             total += 0 if self.materialize else 4 * self.tokens * self.mix_pitch
         return total
 
-    # --- arguments
-
-    def operands(self) -> list[str]:
-        """Tensor arguments in order."""
-        step, ring = self.history is History.STEP, self.history is History.RING
-        makes, applies = self.part is not Part.MAIN, self.part is not Part.PRECOMPUTE
-        split = self.part is not Part.FUSED
-        there = {
-            "state": applies,
-            "old_x": applies,
-            "old_B": True,
-            "old_dt": True,
-            "old_dA_cumsum": step,
-            "cache_buf_idx": step,
-            "ring_start": ring,
-            "prev_num_accepted_tokens": True,
-            "x": applies and not self.materialize,
-            "dt": makes and not self.materialize,
-            "A": (makes and not self.materialize) or ring,
-            "B": makes and not self.materialize,
-            "C": not self.materialize,
-            "D": applies and self.D is not None and not self.materialize,
-            "z": applies and self.z is not None and not self.materialize,
-            "dt_bias": makes and self.dt_bias is not None and not self.materialize,
-            "out": applies,
-            "state_indices": self.index is not Index.NONE,
-            "cu_seqlens": self.cu_seqlens is not Index.NONE,
-            "rand_seed": applies and bool(self.philox_rounds),
-            "arrivals": applies and self.advance,
-            "state_scale": applies and self.scaled,
-            "mix": split,
-            "sums": split,
-        }
-        return [name for name, given in there.items() if given]
-
-    def written(self) -> list[str]:
-        """Operands that the kernel may write."""
-        names = {
-            Part.FUSED: ["state", "state_scale", "old_x", "old_B", "old_dt", "old_dA_cumsum", "out"],
-            Part.PRECOMPUTE: ["old_B", "old_dt", "old_dA_cumsum", "mix", "sums"],
-            Part.MAIN: ["state", "state_scale", "old_x", "out"],
-        }[self.part]
-        if self.materialize:
-            return ["out"]
-        kept = ["cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "rand_seed", "arrivals"]
-        return [name for name in self.operands() if name in names or (name in kept and "arrivals" in self.operands())]
-
-    def strides(self) -> list[tuple[str, str]]:
-        """(operand, axis) of every stride the kernel takes, in elements. Only the distance between slots is 64-bit."""
-        batch = ["batch"] if self.cu_seqlens is Index.NONE else []
-        inner = ["n"] if self.operand_loads is Loads.ELEMENT else []
-        row = ["row"] if self.operand_loads is Loads.ELEMENT else []
-        buffer = ["buffer"] if self.history is History.STEP else []
-        axes = {
-            "state": ["slot"],
-            "old_x": ["slot", "token", "head", *row],
-            "old_B": ["slot", *buffer, "token", "group", *inner],
-            "old_dt": ["slot", *buffer, "head", "token"],
-            "old_dA_cumsum": ["slot", *buffer, "head", "token"],
-            **dict.fromkeys(("x", "z", "out"), [*batch, "token", "head", *row]),
-            "dt": [*batch, "token", "head"],
-            **dict.fromkeys(("B", "C"), [*batch, "token", "group", *inner]),
-            "A": ["head"],
-            "D": ["head", "row"],
-            "dt_bias": ["head"],
-            "rand_seed": ["slot"],
-            "state_scale": ["slot", "head", "row"],
-        }
-        if self.materialize:
-            axes["out"] = ["slot"]
-        return [(operand, axis) for operand in self.operands() for axis in axes.get(operand, [])]
-
-    def parameters(self) -> list[Param]:
-        element = {f.name: getattr(self, f.name).value for f in fields(self) if isinstance(getattr(self, f.name), (DType, Narrow))}
-        element |= dict.fromkeys(("B", "C", "old_x", "old_B"), self.x.value)
-        element |= dict.fromkeys(("old_dt", "old_dA_cumsum", "mix", "sums", "state_scale"), "f32")
-        element |= dict.fromkeys(("cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "arrivals"), "int")
-        element |= {"state_indices": _INTEGER.get(self.index, ""), "cu_seqlens": _INTEGER.get(self.cu_seqlens, ""), "rand_seed": "i64"}
-        if self.materialize:
-            element["out"] = self.out.value if self.scaled else self.state.value
-        pointers = [Param.pointer(op, element[op], const=op not in self.written()) for op in self.operands()]
-        pooled = self.index is not Index.NONE
-        wide = [Param.i64("slots"), Param.i64("pad_slot_id")] if pooled else []
-        wide += [Param.i64(f"{op}_{axis}") for op, axis in self.strides() if axis == "slot"]
-        narrow = [*(["state_indices_batch"] if pooled else []), "window", *(["ring"] if self.history is History.RING else [])]
-        narrow += [] if self.materialize else ["tokens" if self.cu_seqlens is Index.NONE else "total_tokens"]
-        narrow += [f"{op}_{axis}" for op, axis in self.strides() if axis != "slot"]
-        return [*pointers, *wide, *map(Param.u32, narrow)]
-
     # --- for the template
 
     def constants(self) -> dict[str, Any]:
@@ -316,14 +242,14 @@ class ReplaySpec(KernelSpec, ReplayProblem):
             "pooled": self.index is not Index.NONE,
             "ragged": self.cu_seqlens is not Index.NONE,
             "step": self.history is History.STEP,
-            "tail": self.headdim % self.tile != 0,
+            "tail": not self.walk and self.headdim % self.tile != 0,
             "vector_state": self.state_loads is Loads.VECTOR,
             "vector": self.operand_loads is Loads.VECTOR,
             "makes": self.part is not Part.MAIN and not self.materialize,
             "applies": self.part is not Part.PRECOMPUTE,
             "several": self.part is Part.PRECOMPUTE,
             "there": not self.materialize,  # the tokens
-            "x_fits": " && tile * kTile + column < kHeadDim" if self.headdim % self.tile else "",
+            "x_fits": " && tile * kTile + column < kHeadDim" if not self.walk and self.headdim % self.tile else "",
             "rounded": {self.state.value} if self.philox_rounds else set(),
             "narrow_noise": self.scaled and bool(self.philox_rounds),
             # Pairs of terms of the two factors of a product; what is left out is below 2^-24 of it.
@@ -353,12 +279,27 @@ def space(problem: ReplayProblem, arch: Arch) -> Iterator[ReplaySpec]:
         spec = _spec(problem, part=part, pdl=pdl, **how)
         if not spec.violations(arch):
             yield spec
+    for walk, warps, ahead, pdl in product((1, 2, 4), (2, 4), (0, 264), Pdl):
+        spec = _spec(problem, part=part, walk=walk, warps=warps, prefetch=ahead // walk, pdl=pdl)
+        if not spec.violations(arch):
+            yield spec
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
 # Choosing a variant, by the heads of all sequences. Measured on an H200 (132 SMs); docs/performance.md holds what was tried.
 
 LATENCY, MIDDLE, BANDWIDTH = 64, 256, 768  # heads
+
+
+def _noisy(problem: ReplayProblem, arch: Arch) -> dict[str, Any] | None:
+    """Choices for bf16 states of many heads that every step rounds stochastically: warps with rows of their own were measured to be faster
+    there. None for all else: unrounded states were slower so, those of a ring most, and nothing else was timed.
+    """
+    measured = problem.state is DType.BF16 and problem.history is History.STEP and max(problem.tokens, problem.window) <= 8
+    if not (problem.philox_rounds and measured) or problem.d_state > 128:
+        return None
+    warps = next((n for n in (4, 2) if problem.nheads * problem.headdim % (16 * n) == 0), 1)
+    return {"warps": warps, "walk": 1, "prefetch": 264 if arch >= SM90 else 0}
 
 
 def _how(problem: ReplayProblem, heads: int, arch: Arch) -> tuple[str, dict[str, Any]]:
@@ -389,7 +330,10 @@ def candidates(problem: ReplayProblem, batch: int, arch: Arch, pdl: bool) -> Ite
     if problem.two_kernels:
         inner = Pdl.TRIGGER_LOADED if problem.internal_pdl and arch >= SM90 else Pdl.OFF
         edge = {"part": Part.MAIN, "pdl": inner, "ahead_pdl": wait}
-    rule, how = _how(problem, batch * problem.nheads, arch)
+    heads = batch * problem.nheads
+    if heads >= BANDWIDTH and (noisy := _noisy(problem, arch)):
+        yield "noise", _spec(problem, **edge, **noisy), ""
+    rule, how = _how(problem, heads, arch)
     yield rule, _spec(problem, **edge, **how), ""
     for warps in (4, 2, 1):  # what a small head, or shared memory, has room for
         yield f"{warps} warps", _spec(problem, **edge, warps=warps), ""

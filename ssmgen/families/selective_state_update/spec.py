@@ -44,6 +44,11 @@ class SsuSpec(RowSpec, SsuProblem):
         return replace(super().needs, streaming=self.intermediates, narrow=bool(self.narrow), bytes=by_byte, guarded=self.guarded)
 
     @property
+    def owned_once(self) -> bool:
+        steps, whole = self.tile // self.rows_per_step, self.rows % self.tile == 0
+        return self.scaled and self.tied and not self.several and whole and 1 < self.ilp < self.lanes == steps * self.ilp
+
+    @property
     def shared_bytes(self) -> int:
         """Staged tokens: B and C, x and z of the tile's rows, dt, its decay and a parent."""
         return 4 * self.chunk * (2 * self.row_room + len(self.row_scalars()) * self.tile + 3) if self.several else 0
@@ -188,9 +193,9 @@ ONE_BYTE = [  # of such states: fewer fixed instructions in several steps, and a
     Rule("latency", 48, tile_kib=16),
     Rule("bandwidth", float("inf"), tile_kib=16, prefetch=528, steps=2),
 ]
-INT8 = [  # two rows at once leave room for more warps
+INT8 = [  # two rows at once leave room for more warps; 528 tiles ahead were measured to be 1 % slower than 264
     Rule("latency", 48, tile_kib=16),
-    Rule("bandwidth", float("inf"), tile_kib=16, prefetch=528, steps=4, ilp=2),
+    Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264, steps=4, ilp=2),
 ]
 NARROW = [
     Rule("latency", 4, tile_kib=8, pdl=Pdl.TRIGGER_SLOT),
