@@ -175,7 +175,9 @@ def space(problem: DeltaLayerProblem, arch: Arch) -> Iterator[DeltaLayerSpec]:
     """Every legal variant of a problem within the axes worth trying."""
     given = _given(problem)
     norms = ({}, {"norm_inside": True}, {"norm_inside": True, "clustered": True})[: 1 if problem.several else 3]
-    specs = (DeltaLayerSpec(**given, **how, **norm) for how in row_engine.axes(ahead=132, interleaved=problem.interleaved) for norm in norms)
+    specs = (
+        DeltaLayerSpec(**given, **how, **norm) for how in row_engine.axes(ahead=132, interleaved=problem.interleaved) for norm in norms
+    )
     return (spec for spec in specs if not spec.violations(arch))
 
 
