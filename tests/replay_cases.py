@@ -316,4 +316,6 @@ def assert_matches(call: Call, want: dict[str, Tensor], scale: float = 1.0) -> N
         for i in range(len(got)):  # slots, or sequences
             same = name in before and torch.equal(exact[i].nan_to_num(7.0), before[name][i].double().nan_to_num(7.0))
             error = norm_error(got[i].nan_to_num(), exact[i].nan_to_num())
-            assert error <= (0 if same else bound), f"{name}[{i}] is off by {error:.2e}, the bound is {bound:.2e}"
+            # No kernel is nearer than the exact result, rounded: of a few large elements that is farther than the bound of many.
+            nearest = norm_error(exact[i].to(got.dtype).nan_to_num(), exact[i].nan_to_num()) + BOUND[F32]
+            assert error <= (0 if same else max(bound, nearest)), f"{name}[{i}] is off by {error:.2e}, the bound is {bound:.2e}"

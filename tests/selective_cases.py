@@ -44,7 +44,7 @@ def variant(**how: Any) -> Callable[[SelectiveProblem], SelectiveSpec]:
     """What makes a problem's variant of small blocks, which takes the emulator little time."""
 
     def of(problem: SelectiveProblem) -> SelectiveSpec:
-        chosen: Any = registry.select(OPERATOR, problem, 1, SM90, True)
+        chosen: Any = registry.select(OPERATOR, problem, 10_000, SM90, True)  # channels: more than are walked by roles
         spec = changed(chosen, **{"lanes": min(4, chosen.padded // 4), "warps": 1, "tile": 16, "min_blocks": 1} | how)
         assert not (found := spec.violations(SM90)), found
         return spec

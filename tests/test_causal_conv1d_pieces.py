@@ -65,7 +65,7 @@ def test_segments_longer_than_vectors_of_a_warp(dtype):
     replace(FIRST, id="w8-f32", seq_idx=True, width=8, x=F32, length=600),
 )
 def test_indices_that_come_back_join_what_they_parted(case):
-    """Of the indices 0 1 0 the last token's taps leave out the one in the middle alone."""
+    """With the indices 0 1 0, the last token's taps leave out the one in the middle alone."""
     call = make(case, "cpu")
     ids, x = call.views["seq_idx"], call.views["x"]
     g = torch.Generator().manual_seed(0)

@@ -180,12 +180,12 @@ def test_they_are_tried_and_their_bits_are_of_a_form_without_roles():
 
 
 @pytest.mark.parametrize("layout", Order)
-def test_the_rule_takes_them_for_one_sequence_of_many_channels(layout):
+def test_the_rule_takes_them_for_what_one_block_per_sm_has(layout):
     def chosen(size: int, arch: Arch = SM90, **how: Any) -> bool:
         fixed: dict[str, Any] = {"d_state": 16, "layout": layout, "key_layout": layout, "z": True, "D": DType.F32, "delta_bias": DType.F32}
         return isinstance(select(OPERATOR, SelectiveProblem(**fixed | how), size, arch, arch >= SM90), RolesSpec)
 
-    assert chosen(8192) and chosen(5120) and chosen(8192, d_state=13, x=DType.F16, final=True)
-    assert not chosen(4096) and not chosen(2 * 8192) and not chosen(65536), "not measured, or no gain"
+    assert chosen(8192) and chosen(1536) and chosen(8192, d_state=13, x=DType.F16, final=True)
+    assert not chosen(8 * 1536) and not chosen(2 * 8192) and not chosen(65536), "no gain"
     assert not any(chosen(8192, **how) for how in ({"x": DType.F32}, {"d_state": 32}, {"copy": 0}, {"segments": 8}))
     assert not chosen(8192, Arch.parse("sm_80")), "there is less shared memory"

@@ -300,8 +300,8 @@ conv_first_w4_bf16_v8n2x128_pdl_21d098b1(
       Pack<X, kVec> neighbour;
 #pragma unroll
       for (int w = 0; w < Pack<X, kVec>::kWords; ++w) {
-        const int end = (w + 1) * (4 / int(sizeof(X))) - h * kVec + kWidth - 1;  // of the word's tokens in the window
-        if (end > 0) neighbour.word[w] = __shfl_sync(0xffffffffu, wraps ? before.word[w] : own[u].word[w], (lane + 32 - h) % 32);
+        const int until = (w + 1) * (4 / int(sizeof(X))) - h * kVec + kWidth - 1;  // of the word's tokens in the window
+        if (until > 0) neighbour.word[w] = __shfl_sync(0xffffffffu, wraps ? before.word[w] : own[u].word[w], (lane + 32 - h) % 32);
         else neighbour.word[w] = 0;
       }
       float tokens_of[kVec];

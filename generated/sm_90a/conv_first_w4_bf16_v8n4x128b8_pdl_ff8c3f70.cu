@@ -322,10 +322,10 @@ conv_first_w4_bf16_v8n4x128b8_pdl_ff8c3f70(
     stop = begins ? max(start, min(starts_at(sequence + 1), tokens)) : start;
     slot = begins ? load_slot(sequence) : -1;
     const bool started = begins && load_u8(has_initial_state + u64(sequence) * has_initial_state_sequence);
-    const int t = start + int(head);
+    int t = start + int(head);
     token = t < stop ? load_bits(x + t) : 0u;
-    latest = 0;
-    if (const int t = stop - (kWidth - 1) + int(head); t >= start && t < stop) latest = load_bits(x + t);
+    t = stop - (kWidth - 1) + int(head);
+    latest = t >= start && t < stop ? load_bits(x + t) : 0u;
     valid = is_slot(slot);
     earlier = 0;
     if (valid && started && head < kWidth - 1)
@@ -365,8 +365,8 @@ conv_first_w4_bf16_v8n4x128b8_pdl_ff8c3f70(
       Pack<X, kVec> neighbour;
 #pragma unroll
       for (int w = 0; w < Pack<X, kVec>::kWords; ++w) {
-        const int end = (w + 1) * (4 / int(sizeof(X))) - h * kVec + kWidth - 1;  // of the word's tokens in the window
-        if (end > 0) neighbour.word[w] = __shfl_sync(0xffffffffu, wraps ? before.word[w] : own[u].word[w], (lane + 32 - h) % 32);
+        const int until = (w + 1) * (4 / int(sizeof(X))) - h * kVec + kWidth - 1;  // of the word's tokens in the window
+        if (until > 0) neighbour.word[w] = __shfl_sync(0xffffffffu, wraps ? before.word[w] : own[u].word[w], (lane + 32 - h) % 32);
         else neighbour.word[w] = 0;
       }
       float tokens_of[kVec];
@@ -400,17 +400,17 @@ conv_first_w4_bf16_v8n4x128b8_pdl_ff8c3f70(
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
       const int from = int(head) + j - (kWidth - 1);  // below 0: of the state, or nothing
-      const u32 own = __shfl_sync(0xffffffffu, token, int(lane - head) + max(from, 0));
-      const u32 before = __shfl_sync(0xffffffffu, earlier, int(lane - head) + min(int(head) + j, kHeadLanes - 1));
-      sum = fmaf(taps[j], value_of(from >= 0 ? own : before), sum);
+      const u32 here = __shfl_sync(0xffffffffu, token, int(lane - head) + max(from, 0));
+      const u32 remembered = __shfl_sync(0xffffffffu, earlier, int(lane - head) + min(int(head) + j, kHeadLanes - 1));
+      sum = fmaf(taps[j], value_of(from >= 0 ? here : remembered), sum);
     }
     sum = silu(sum);
     const int t = start + int(head);
     if (valid && head < kWidth - 1 && t < stop) store(out + t, sum);
     u32 kept_bits = latest;
     const int count = stop - start;
-    const u32 before = __shfl_sync(0xffffffffu, earlier, int(lane - head) + min(int(head) + count, kHeadLanes - 1));
-    if (int(head) + count < kWidth - 1) kept_bits = before;
+    const u32 remembered = __shfl_sync(0xffffffffu, earlier, int(lane - head) + min(int(head) + count, kHeadLanes - 1));
+    if (int(head) + count < kWidth - 1) kept_bits = remembered;
     if (valid && stop > start && head < kWidth - 1)
       store_bits(conv_states + slot * conv_states_slot + u64(channel) * conv_states_dim + u64(head) * conv_states_tap, kept_bits);
     for (u32 padded = __ballot_sync(0xffffffffu, begins && head == 0 && !valid); padded;) {

@@ -327,13 +327,14 @@ DEVICE float max_over_team(float (&v)[Rows], u32 lane) {
   }
   return v[0];
 }
-// The greatest size of a row's numbers; NaN if one is.
+// The greatest size of a row's numbers; NaN if one is. Of two as floats, then as integers, which are ordered alike, and of
+// which one instruction takes three.
 template <int Passes, int N>
 DEVICE float size_of(const float (&f)[Passes][N]) {
-  float r = fabsf(f[0][0]);
+  int r = 0;
 #pragma unroll
-  for (int i = 1; i < Passes * N; ++i) r = max_nan(r, fabsf(f[i / N][i % N]));
-  return r;
+  for (int i = 0; i < Passes * N; i += 2) r = max(r, __float_as_int(max_nan(fabsf(f[i / N][i % N]), fabsf(f[i / N][i % N + 1]))));
+  return __int_as_float(r);
 }
 // The scale of a row of that size, which has an inverse. Of a row with a number that is not finite none is, once it is stored.
 template <class T>
@@ -381,7 +382,7 @@ ssu_h128p64n128g8_e4m3_l8v16i4t64x64_pf528_pdl_84300ddf(
   constexpr int kRowStep = kTeams;  // between the rows of a team: a warp reads neighbouring ones at once
   constexpr int kStepRows = kTile / kSteps;
   // In a step, rows first_row + step * kStepRows + i * kRowStep, i < kIlp, are the team's; the lane itself owns the scalars of one.
-  const u32 owned_row = first_row + lane % kIlp * kRowStep;
+  const u32 owned_row = first_row + lane % kLanes / kIlp * kStepRows + lane % kIlp * kRowStep;  // of all steps, lane by lane
 
   B += u64(batch) * B_batch + group * B_group + offset;
   C += u64(batch) * C_batch + group * C_group + offset;
@@ -405,18 +406,11 @@ ssu_h128p64n128g8_e4m3_l8v16i4t64x64_pf528_pdl_84300ddf(
   const auto raw_dt = load(dt);
   const auto raw_A = load(A);
   const auto raw_bias = load(dt_bias);
-  bf16 raw_x[kSteps];
-  bf16 raw_D[kSteps];
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    const u32 row = owned_row + step * kStepRows;
-    raw_x[step] = load(x + row * x_row);
-    raw_D[step] = load(D + row * D_row);
-  }
+  const auto raw_x = load(x + owned_row * x_row);
+  const auto raw_D = load(D + owned_row * D_row);
 
   struct Rows {  // what one step reads, as it comes from memory
     Pack<State, kVec> state[kIlp][kPasses];
-    float scale;  // of the row that the lane owns
   };
   const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kRowStep; };
   const auto element_of = [&](int step, int i) { return (step * kStepRows + i * kRowStep) * kDState; };  // from `state`
@@ -424,12 +418,7 @@ ssu_h128p64n128g8_e4m3_l8v16i4t64x64_pf528_pdl_84300ddf(
 
   __syncwarp();  // no instruction; but without it ptxas moves all of the loads above to below the branch, and they wait for the slot
   if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // a padded row: zero output, no state touched
-    if (lane % kLanes < kIlp)
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        const u32 row = owned_row + step * kStepRows;
-        store(out + row * out_row, 0.f);
-      }
+    store(out + owned_row * out_row, 0.f);
     return;
   }
   const State* src = state + slot * state_slot;
@@ -455,8 +444,8 @@ ssu_h128p64n128g8_e4m3_l8v16i4t64x64_pf528_pdl_84300ddf(
         rows.state[i][p] = load_vector<State, kVec>(src + element_of(step, i) + n);
       }
     }
-    rows.scale = load(scales + slot * state_scale_slot + (owned_row + step * kStepRows) * state_scale_row);
   };
+  float scale = load(scales + slot * state_scale_slot + owned_row * state_scale_row);
   load_state(next, 0);
   allow_dependents();
 
@@ -469,6 +458,9 @@ ssu_h128p64n128g8_e4m3_l8v16i4t64x64_pf528_pdl_84300ddf(
   float delta = to_float(raw_dt) + to_float(raw_bias);
   delta = softplus(delta);
   const float decay = exp2_approx(delta * kLog2E * to_float(raw_A));  // exp(dt A)
+  const float x_owned = to_float(raw_x), dt_x = delta * x_owned;
+  const float scaled_decay = scale * decay;  // what turns what is stored into decayed numbers
+  float y[kSteps * kIlp][kPasses];
 
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
@@ -477,29 +469,25 @@ ssu_h128p64n128g8_e4m3_l8v16i4t64x64_pf528_pdl_84300ddf(
       load_state(next, step + 1);
     }
 
-    const float x_owned = to_float(raw_x[step]);
-    const float dt_x = delta * x_owned;
-    const float scaled_decay = rows.scale * decay;  // what turns what is stored into decayed numbers
-
-    float y[kIlp][kPasses];
     float h[kIlp][kPasses][kVec];
     Pack<State, kVec> packed[kIlp][kPasses];
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
-      const float dx = __shfl_sync(0xffffffffu, dt_x, i, kLanes);
-      const float kept = __shfl_sync(0xffffffffu, scaled_decay, i, kLanes);
+      const float dx = __shfl_sync(0xffffffffu, dt_x, step * kIlp + i, kLanes);
+      const float kept = __shfl_sync(0xffffffffu, scaled_decay, step * kIlp + i, kLanes);
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) {
         unpack(rows.state[i][p], h[i][p]);
 #pragma unroll
         for (int j = 0; j < kVec; ++j) h[i][p][j] = fmaf(h[i][p][j], kept, dx * b[p][j]);
-        y[i][p] = dot(h[i][p], c[p]);  // of the new state before it is rounded
+        y[step * kIlp + i][p] = dot(h[i][p], c[p]);  // of the new state before it is rounded
       }
     }
     float sizes[kIlp];
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) sizes[i] = size_of(h[i]);
-    const float scale = scale_of(State{}, max_over_team<kLanes>(sizes, lane)), inverse_scale = rcp_approx(scale);
+    const float new_scale = scale_of(State{}, max_over_team<kLanes>(sizes, lane)), inverse_scale = rcp_approx(new_scale);
+    if (lane % kLanes / kIlp == step) scale = new_scale;
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
       const float inverse = __shfl_sync(0xffffffffu, inverse_scale, i, kLanes);
@@ -516,10 +504,10 @@ ssu_h128p64n128g8_e4m3_l8v16i4t64x64_pf528_pdl_84300ddf(
       }
     }
 
-    float result = sum_over_team<kLanes>(y, lane);
-    result = fmaf(to_float(raw_D[step]), x_owned, result);
-    const u32 row = owned_row + step * kStepRows;
-    if (lane % kLanes < kIlp) store(out + row * out_row, result);
-    if (lane % kLanes < kIlp) store(scales + slot * state_scale_slot + row * state_scale_row, scale);
   }
+
+  float result = sum_over_team<kLanes>(y, lane);
+  result = fmaf(to_float(raw_D), x_owned, result);
+  store(out + owned_row * out_row, result);
+  store(scales + slot * state_scale_slot + owned_row * state_scale_row, scale);
 }

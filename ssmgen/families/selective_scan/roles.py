@@ -19,9 +19,10 @@ from ...spec import Arch, Needs, Pdl, is_pow2, must
 from .problem import Order, SelectiveProblem
 from .spec import GROUP, MOST_STATES, POLYNOMIAL, SelectiveSpec, parts_of
 
-# Channels of all sequences, from and to: more than a block of 32 on each of 132 SMs would hold, and no more than one of 64 does. On an H200
-# 32768 tokens of 8192 channels took 2062 us in place of 2350, tokens contiguous.
-MEASURED = (132 * 32 + 1, 132 * 64)
+# Channels of all sequences, up to which blocks have so many warps that walk, and as many aides: each of 132 SMs has one block at most.
+# On an H200 one sequence took, without roles and so, 106 and 61 us (2048 tokens of 1536 channels), 109 and 80 (3072), 420 and 319 (8192
+# tokens of 4096), 2350 and 2062 (32768 tokens of 8192).
+BLOCKS = tuple((132 * 8 * warps, warps) for warps in (2, 4, 8))
 AHEAD = 8  # states of a lane, at most, where there are registers for exponentials ahead of them
 
 
@@ -179,13 +180,13 @@ def roles_space(problem: SelectiveProblem, arch: Arch) -> Iterator[RolesSpec]:
 
 
 def by_roles(problem: SelectiveProblem, size: int, wait: Pdl, parts: int) -> Iterator[tuple[str, RolesSpec | None, str]]:
-    """One candidate: for 16 states and 16-bit operands that can be copied, of one sequence of many channels or a few of fewer."""
-    name, (low, high) = "4 lanes by roles, tile 32", MEASURED
+    """One candidate: for 16 states and 16-bit operands that can be copied, of as many channels as a block of each SM can have."""
+    name, warps = "4 lanes by roles, tile 32", next((warps for most, warps in BLOCKS if size <= most), 0)
     if problem.padded != 16 or problem.x.size != 2 or not problem.copy or not problem.key_copy or parts > 1:
         yield name, None, "it is for 16 states and whole sequences of 16-bit operands that can be copied"
-    elif not low <= size <= high:
-        yield name, None, f"{size} channels of all sequences are not {low} … {high}"
+    elif not warps:
+        yield name, None, f"{size} channels of all sequences are above {BLOCKS[-1][0]}"
     else:
         fixed: dict[str, Any] = {f.name: getattr(problem, f.name) for f in fields(SelectiveProblem)}
-        how: dict[str, Any] = {"lanes": 4, "warps": 8, "tile": 32, "polynomial": POLYNOMIAL[problem.x], "pdl": wait}
-        yield name, RolesSpec(**fixed, **how, abreast=1, aides=8, apart=True), ""
+        how: dict[str, Any] = {"lanes": 4, "warps": warps, "tile": 32, "polynomial": POLYNOMIAL[problem.x], "pdl": wait}
+        yield f"{name}, {warps} warps walk", RolesSpec(**fixed, **how, abreast=1, aides=warps, apart=True), ""
