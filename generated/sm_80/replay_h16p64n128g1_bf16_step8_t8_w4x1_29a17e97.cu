@@ -552,17 +552,17 @@ replay_h16p64n128g1_bf16_step8_t8_w4x1_29a17e97(
   float read[kTokens / 8][2][4] = {};  // of both sides, tokens 8 i + 2 part and the one after; even and odd spans apart
 #pragma unroll
   for (int span = 0; span < kSpans; ++span) {
-          Term<kVec> terms[2][kStateTerms];
-          split(rows[span][0], terms[0]);
-          split(rows[span][1], terms[1]);
+    Term<kVec> terms[2][kStateTerms];
+    split(rows[span][0], terms[0]);
+    split(rows[span][1], terms[1]);
 #pragma unroll
-          for (int i = 0; i < kTokens / 8; ++i) {
-            const auto& c = raw_C[i][span];
+    for (int i = 0; i < kTokens / 8; ++i) {
+      const auto& c = raw_C[i][span];
 #pragma unroll
-            for (int w = 0; w < kVec / 2; w += 2) {
-              mma_bf16(read[i][span % 2], terms[0][0].word[w], terms[1][0].word[w], terms[0][0].word[w + 1], terms[1][0].word[w + 1], c.word[w], c.word[w + 1]);
-            }
-          }
+      for (int w = 0; w < kVec / 2; w += 2) {
+        mma_bf16(read[i][span % 2], terms[0][0].word[w], terms[1][0].word[w], terms[0][0].word[w + 1], terms[1][0].word[w + 1], c.word[w], c.word[w + 1]);
+      }
+    }
   }
 
   const float old_step = raw_old_dt, old_sum = raw_old_dA_cumsum;
