@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from ssmgen.errors import SsmgenError
@@ -86,10 +86,13 @@ class Runs:
             head = "\n".join(log.splitlines()[:MOST])
             with self.given.log.open("a") as file:
                 file.write(f"{made}\n{head}\n{located(log, texts)}\n")
-        self.rows.append(made)
-        if tool != "none" or not made.clean:
-            print(made, flush=True)
+        self.add(made)
         return made
+
+    def add(self, made: Row) -> None:
+        self.rows.append(made)
+        if made.tool != "none" or not made.clean:
+            print(made, flush=True)
 
 
 def run(command: Sequence[str], limit: float) -> tuple[str, int | None]:
@@ -111,7 +114,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="runs at once")
     parser.add_argument("--seconds", type=float, default=150, help="that a run may take")
     parser.add_argument("--port", type=int, default=49152, help=f"the first of {PORTS} for each run at once")
-    parser.add_argument("--within", type=float, default=float("inf"), help="seconds for everything")
+    parser.add_argument("--within", type=float, default=24 * 3600, help="seconds for everything")
     parser.add_argument("--log", type=Path, help="a file to which what was reported is added")
     parser.add_argument("--list", action="store_true", help="names only")
     parser.add_argument("--pass-on", action="append", default=[], metavar="OPTION", help="to the sanitizer, such as --racecheck-report=all")
@@ -134,18 +137,16 @@ def main() -> None:
     rows: list[Row] = []
     runs = Runs(given, rows)
     with tempfile.TemporaryDirectory() as root, ProcessPoolExecutor(given.jobs) as making, ThreadPoolExecutor(given.jobs) as running:
-
-        def started(case: Case, folder: Path, made: Future[None]) -> None:
-            if problem := made.exception():
-                rows.append(Row(case.name, "none", f"no image: {str(problem).splitlines()[0][:100]}", 0.0, "", str(problem)))
-                print(rows[-1], flush=True)
-            else:
-                running.submit(runs.of, case, folder).add_done_callback(lambda future: future.result())
-
-        for i, case in enumerate(cases):
-            folder = Path(root, str(i))
-            making.submit(images.write, case, folder).add_done_callback(lambda made, c=case, f=folder: started(c, f, made))
-        making.shutdown()
+        made = {making.submit(images.write, case, Path(root, str(i))): (case, Path(root, str(i))) for i, case in enumerate(cases)}
+        try:
+            for image in as_completed(made, timeout=given.within):
+                case, folder = made[image]
+                if problem := image.exception():
+                    runs.add(Row(case.name, "none", f"no image: {str(problem).splitlines()[0][:100]}", 0.0, "", str(problem)))
+                else:
+                    running.submit(runs.of, case, folder)
+        except TimeoutError:
+            making.shutdown(wait=False, cancel_futures=True)
     finish(given, cases, rows, time.monotonic() - runs.start)
 
 
@@ -155,11 +156,14 @@ def finish(given: argparse.Namespace, cases: Sequence[Case], rows: Sequence[Row]
     runs = [r for r in rows if r.tool != "none"]
     missed = [r for r in runs if r.case in planted and r.clean]
     found = [r for r in rows if r.case not in planted and not r.clean]
+    unseen = {case.name for case in cases} - {r.case for r in rows}
     plain = {r.case: r.digest for r in rows if r.tool == "none"}
     others = [r for r in runs if r.digest and r.digest != plain[r.case] and r.case not in planted]
-    print(f"{len(cases)} kernels, {len(runs)} runs under {given.sanitizer} in {seconds:.0f} s: {len(found)} with something to say", end="")
-    print(f", {len(others)} with other results, {len(missed)} errors not found" if planted else f", {len(others)} with other results")
-    sys.exit(bool(found or missed or others))
+    print(
+        f"{len(cases)} kernels, {len(runs)} runs under {given.sanitizer} in {seconds:.0f} s: {len(found)} with something to say, "
+        f"{len(others)} with other results, {len(missed)} of planted errors with nothing; {len(unseen)} kernels not run"
+    )
+    sys.exit(bool(found or missed or others or unseen))
 
 
 if __name__ == "__main__":

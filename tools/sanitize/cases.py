@@ -9,12 +9,13 @@ from typing import Any
 from ssmgen.defaults import Default, named
 from ssmgen.errors import SpecError
 from ssmgen.family import parts
-from ssmgen.spec import SM90, Arch, Index, KernelSpec, Narrow, changed, text_of
+from ssmgen.spec import Arch, Index, KernelSpec, Narrow, changed, text_of
 
 from .edits import EDITS
 
+SM90A = Arch(90, "a")
 PROMPTS = ("chunk_scan", "chunk_delta_rule", "chunk_linear_attention", "selective_scan")
-# 12 chunks of 64 tokens, or 24 of 32, and a rest: each of at most 4 stages is used again and again, and a segment of 256 has others behind it.
+# 12 chunks of 64 tokens, or 24 of 32, and a rest: each of at most 4 stages is used again and again, and of segments of 256 there are 4.
 TOKENS = 12 * 64 + 5
 LONG = 6 * 8 * 64 + 5  # of which each of 6 blocks has a part
 
@@ -91,8 +92,11 @@ def edited(cases: Sequence[Case], edits: Sequence[str]) -> list[Case]:
     return [replace(case, edit=edit) for edit in edits for case in cases if EDITS[edit].changes(case.spec, case.arch)]
 
 
-def chosen(words: list[str], arch: Arch = Arch(SM90.number, "a")) -> list[Case]:
-    """Those that have one of these words in their name, call or spec, in the order of the words; all, if there are none. Raises SpecError."""
+def chosen(words: Sequence[str], arch: Arch = SM90A) -> list[Case]:
+    """Those that have one of these words in their name, call or spec, in the order of the words; all, if there are none.
+
+    Raises SpecError where a word is of none.
+    """
     cases = every(arch)
     if not words:
         return cases

@@ -52,9 +52,7 @@ class Edit:
 
 EDITS = {
     "each lane arrives": Edit((*COUNTED_BY_LANES, (BY_ONE, "  __syncwarp();\n" + ARRIVE.format("", ""))), planted=False),
-    "a lane does not arrive": Edit(
-        (*COUNTED_BY_LANES, (BY_ONE, "  if (lane != 31)\n  " + ARRIVE.format(", %1", ', "r"(lane ? 1 : 2)')))
-    ),
+    "a lane does not arrive": Edit((*COUNTED_BY_LANES, (BY_ONE, "  if (lane != 31)\n  " + ARRIVE.format(", %1", ', "r"(lane ? 1 : 2)')))),
     "one arrives for others that may not be done": Edit(((BY_ONE, "  if (lane == 0) barrier_arrive(barriers, i);"),)),
     "no wait for a chunk": Edit((("      wait_full(i);\n      const Matrix rows_of_C", "      const Matrix rows_of_C"),)),
 }

@@ -1,4 +1,4 @@
-"""Launches the kernels of an image: `python -m tools.sanitize.replay FOLDER …`. By ctypes, as starting torch under the sanitizer takes long.
+"""Launches the kernels of images: `python -m tools.sanitize.replay FOLDER …`. By ctypes: torch takes long to start under the sanitizer.
 
 Each operand is an allocation of its own. A line per image says a digest of what was written: of one image it is the same in every run.
 """

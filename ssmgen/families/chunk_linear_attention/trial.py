@@ -25,8 +25,8 @@ SLACK = {DType.BF16: 1e-2, DType.F16: 1.6e-3}
 
 
 def operands(spec: ChainSpec, batch: int, seed: int, tokens: int = 0) -> dict[str, Tensor]:
-    """Sequences of more than a chunk, or of enough to be cut into segments, and of so many tokens at least; packed ones also of less, of one
-    token and of none."""
+    """Sequences of more than a chunk, or of enough to be cut into segments, and of so many tokens at least; packed ones also of less, of
+    one token and of none."""
     g = torch.Generator().manual_seed(seed)
     chunk = spec.rule.tokens
     length = max((cut_from(spec.segment_chunks) if spec.divided else 1) * chunk + 5, tokens)
