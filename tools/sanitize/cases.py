@@ -72,9 +72,10 @@ def _specs(arch: Arch) -> Iterator[tuple[str, KernelSpec]]:
 
 def every(arch: Arch) -> list[Case]:
     """Prompts' kernels by warpgroups and by roles ahead, then the others of prompts."""
-    known, cases = parts("trials"), {}
-    for call, spec in _specs(arch):
-        if type(spec) in known and not spec.violations(arch) and spec not in cases:
+    known, cases, found = parts("trials"), {}, [*_specs(arch)]
+    ahead = {part for _, spec in found for part in spec.ahead}  # which run with theirs
+    for call, spec in found:
+        if type(spec) in known and not spec.violations(arch) and spec not in {*cases, *ahead}:
             tokens = TOKENS if spec.family.startswith(PROMPTS) else None
             cases[spec] = [Case(spec, arch, call, 5 if spec.stays else 3, tokens)]
             if getattr(spec, "ends", False):
@@ -88,7 +89,7 @@ def _turn(case: Case) -> tuple[bool, bool, bool]:
 
 
 def edited(cases: Sequence[Case], edits: Sequence[str]) -> list[Case]:
-    """Of each kernel that these edits change, one case per edit."""
+    """One case per edit, and kernel that it changes."""
     return [replace(case, edit=edit) for edit in edits for case in cases if EDITS[edit].changes(case.spec, case.arch)]
 
 
