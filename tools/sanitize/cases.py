@@ -71,7 +71,7 @@ def _specs(arch: Arch) -> Iterator[tuple[str, KernelSpec]]:
 
 
 def every(arch: Arch) -> list[Case]:
-    """Prompts' kernels by warpgroups and by roles ahead, then the others of prompts."""
+    """Prompts' kernels by warpgroups and by roles ahead, then the others of prompts; the longest prompts at the end."""
     known, cases, found = parts("trials"), {}, [*_specs(arch)]
     ahead = {part for _, spec in found for part in spec.ahead}  # which run with theirs
     for call, spec in found:
@@ -85,7 +85,7 @@ def every(arch: Arch) -> list[Case]:
 
 def _turn(case: Case) -> tuple[bool, bool, bool]:
     wanted = any(word in case.spec.family for word in ("warpgroups", "roles"))
-    return case.tokens is None, not wanted, case.tokens == LONG
+    return case.tokens == LONG, case.tokens is None, not wanted
 
 
 def edited(cases: Sequence[Case], edits: Sequence[str]) -> list[Case]:
