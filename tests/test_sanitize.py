@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import sys
 
 import pytest
 
@@ -12,6 +13,7 @@ from ssmgen.emulator.check import trial_of
 from ssmgen.errors import SpecError
 from ssmgen.render import render
 from ssmgen.spec import MAP_BYTES
+from tools.sanitize import __main__ as program
 from tools.sanitize import images, replay, reports
 from tools.sanitize.cases import TOKENS, chosen, edited
 from tools.sanitize.edits import EDITS
@@ -134,3 +136,11 @@ def test_tensor_maps_are_asked_for_as_calls_have_them(monkeypatch):
     monkeypatch.setattr(replay, "cuda", Driver)
     tiles = replay.value_of({"tiles": ["x", [64, 7, 1, 2, 3], [288, 16, 144, 4096], [64, 64, 1, 1, 1]]})
     assert tiles.operand == "x" and len(replay.tensor_map(tiles, 256)) == MAP_BYTES
+
+
+def test_what_no_time_is_left_for_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["sanitize", "combine_splits", "--sanitizer", sys.executable, "--jobs", "1", "--within", "0.001"])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert ended.value.code == 1 and "0 runs" in said and int(said.split()[0]) >= int(said.split()[-4]) > 3

@@ -146,7 +146,8 @@ def main() -> None:
                 else:
                     running.submit(runs.of, case, folder)
         except TimeoutError:
-            making.shutdown(wait=False, cancel_futures=True)
+            for image in made:
+                image.cancel()
     finish(given, cases, rows, time.monotonic() - runs.start)
 
 
