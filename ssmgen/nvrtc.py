@@ -93,17 +93,18 @@ def options_for(arch: Arch) -> tuple[str, ...]:
     return (f"--gpu-architecture={arch}", *OPTIONS, *(("--no-cache",) if version() >= (12, 9) else ()))
 
 
-def compile_cubin(source: str, arch: Arch, spec: str) -> Compiled:
-    """Compiles a rendered source.
+def compile_cubin(source: str, arch: Arch, spec: str, *more: str) -> Compiled:
+    """Compiles a rendered source. more: options of the compiler's, beside those that all have.
 
     Raises CompileError with the log and the numbered lines around each error; of PTX where ptxas serialises products of warpgroups.
     """
     start = time.perf_counter()
-    done = _run(source, options_for(arch), spec, want="cubin")
+    options = (*options_for(arch), *more)
+    done = _run(source, options, spec, want="cubin")
     if serialised := SERIALISED.findall(done.log):
         log = "\n".join(serialised)
         named = {int(n) for n in re.findall(r"\bline (\d+)", log)}
-        raise CompileError(UNSERIALISED, spec, options_for(arch), log, numbered(compile_ptx(source, arch, spec), named))
+        raise CompileError(UNSERIALISED, spec, options, log, numbered(compile_ptx(source, arch, spec), named))
     return Compiled(done.output, parse_resources(done.log), time.perf_counter() - start)
 
 

@@ -60,12 +60,15 @@ def _numbers(trial: Trial, names: Iterable[str]) -> dict[str, Tensor]:
     return {n: widened(views[n], views[scales[n]], torch.float64) if n in scales else views[n].clone() for n in wanted}
 
 
-def trial_of(spec: KernelSpec, batch: int, seed: int) -> Trial:
-    """What its family's record makes of it. Raises SsmgenError where that has no trial of such specs."""
+def trial_of(spec: KernelSpec, batch: int, seed: int, tokens: int | None = None) -> Trial:
+    """What its family's record makes of it. tokens: that the longest sequence has at least, of families that take prompts.
+
+    Raises SsmgenError where there is no trial of such specs.
+    """
     make = parts("trials").get(type(spec))
     if make is None:
         raise SsmgenError(f"{spec.family} cannot be checked: {_unchecked(type(spec))}")
-    trial: Trial = make(spec, batch, seed)
+    trial: Trial = make(spec, batch, seed) if tokens is None else make(spec, batch, seed, tokens)
     return trial
 
 

@@ -20,10 +20,11 @@ HEADS, KEY_HEADS = 2, 1
 SLACK = {DType.BF16: 1e-2, DType.F16: 1.6e-3}
 
 
-def operands(spec: ChainSpec, batch: int, seed: int) -> dict[str, Tensor]:
-    """Sequences of more than a chunk, or of enough to be cut into segments; packed ones also of less, of one token and of none."""
+def operands(spec: ChainSpec, batch: int, seed: int, tokens: int = 0) -> dict[str, Tensor]:
+    """Sequences of more than a chunk, or of enough to be cut into segments, and of so many tokens at least; packed ones also of less, of
+    one token and of none."""
     g = torch.Generator().manual_seed(seed)
-    length = (cut_from(spec.segment_chunks) if spec.divided else 1) * CHUNK + 5
+    length = max((cut_from(spec.segment_chunks) if spec.divided else 1) * CHUNK + 5, tokens)
     counts = cycled((length, 3, 0, CHUNK, 1), batch)
     lead = (1, sum(counts)) if spec.ragged else (batch, length)
     slots = batch if spec.index is Index.NONE else 3 * batch
@@ -75,10 +76,11 @@ def _states(spec: ChainSpec, count: int, g: Generator) -> Tensor:
     return wide[:, 1 if odd else 0 :][:, :inner].view(count, HEADS, *shape)
 
 
-def chunk_delta_rule(spec: ChainSpec, batch: int, seed: int) -> Trial:
+def chunk_delta_rule(spec: ChainSpec, batch: int, seed: int, tokens: int = 0) -> Trial:
     options = Options(spec.gate.value, spec.beta_form.value, spec.l2norm, spec.head_k**-0.5, spec.layout.value, segments=spec.segments)
     name = OPERATOR if spec.gate is Gate.NONE else "chunk_gated_delta_rule"
-    return trial(CALLERS[name], operands(spec, batch, seed), options, slack=dict.fromkeys(WRITTEN, SLACK[spec.x]), between=("workspace",))
+    named = operands(spec, batch, seed, tokens)
+    return trial(CALLERS[name], named, options, slack=dict.fromkeys(WRITTEN, SLACK[spec.x]), between=("workspace",))
 
 
 TRIALS = {ChainSpec: chunk_delta_rule, WarpgroupChainSpec: chunk_delta_rule}

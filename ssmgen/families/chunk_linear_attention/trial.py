@@ -24,11 +24,12 @@ LOWER_BOUND = -2.0
 SLACK = {DType.BF16: 1e-2, DType.F16: 1.6e-3}
 
 
-def operands(spec: ChainSpec, batch: int, seed: int) -> dict[str, Tensor]:
-    """Sequences of more than a chunk, or of enough to be cut into segments; packed ones also of less, of one token and of none."""
+def operands(spec: ChainSpec, batch: int, seed: int, tokens: int = 0) -> dict[str, Tensor]:
+    """Sequences of more than a chunk, or of enough to be cut into segments, and of so many tokens at least; packed ones also of less, of
+    one token and of none."""
     g = torch.Generator().manual_seed(seed)
     chunk = spec.rule.tokens
-    length = (cut_from(spec.segment_chunks) if spec.divided else 1) * chunk + 5
+    length = max((cut_from(spec.segment_chunks) if spec.divided else 1) * chunk + 5, tokens)
     counts = cycled((length, 3, 0, chunk, 1), batch)
     lead = (1, sum(counts)) if spec.ragged else (batch, length)
     slots = batch if spec.index is Index.NONE else 3 * batch
@@ -96,12 +97,12 @@ def _states(spec: ChainSpec, count: int, g: Generator) -> Tensor:
     return wide[:, 1 if odd else 0 :][:, :inner].view(count, HEADS, *shape)
 
 
-def chunk_linear_attention(spec: ChainSpec, batch: int, seed: int) -> Trial:
+def chunk_linear_attention(spec: ChainSpec, batch: int, seed: int, tokens: int = 0) -> Trial:
     options = Options(
         spec.rule.value, spec.gate.value, spec.beta_form.value, spec.l2norm, spec.head_k**-0.5, LOWER_BOUND, spec.layout.value,
         segments=spec.segments,
     )  # fmt: skip
-    named = operands(spec, batch, seed)
+    named = operands(spec, batch, seed, tokens)
     slack = dict.fromkeys(WRITTEN, SLACK[spec.x])
     return trial(CALLERS[_function(spec)], named, options, slack=slack, between=("workspace",))
 

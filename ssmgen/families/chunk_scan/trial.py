@@ -20,12 +20,12 @@ HEADS, GROUPS = 2, 1
 SLACK = {DType.BF16: 4e-3, DType.F16: 6e-4, DType.F32: 1e-5}
 
 
-def operands(spec: ScanSpec, batch: int, seed: int) -> dict[str, Tensor]:
-    """Sequences of more than a chunk, and where blocks divide them, of more than one of them takes; packed ones also of less, of one token
-    and of none."""
+def operands(spec: ScanSpec, batch: int, seed: int, tokens: int = 0) -> dict[str, Tensor]:
+    """Sequences of more than a chunk, and where blocks divide them, of more than one of them takes, and of so many tokens at least; packed
+    ones also of less, of one token and of none."""
     g = torch.Generator().manual_seed(seed)
     least = LEAST * (LEAD[0] + LEAD[1]) // LEAD[1] if spec.ends else LEAST if spec.parts > 1 else 1
-    most = least * CHUNK + 5
+    most = max(least * CHUNK + 5, tokens)
     counts = cycled((most, 3, 0, CHUNK, 1), batch)
     lead = (1, sum(counts)) if spec.ragged else (batch, most)
     slots = batch if spec.index is Index.NONE else 3 * batch
@@ -77,8 +77,8 @@ def _states(spec: ScanSpec, count: int, g: Generator) -> Tensor:
     return wide[:, 1 if odd else 0 :][:, :inner].view(count, HEADS, spec.headdim, spec.d_state)
 
 
-def chunk_scan(spec: ScanSpec, batch: int, seed: int) -> Trial:
-    named = operands(spec, batch, seed)
+def chunk_scan(spec: ScanSpec, batch: int, seed: int, tokens: int = 0) -> Trial:
+    named = operands(spec, batch, seed, tokens)
     slack = dict.fromkeys(CALLER.family.written, SLACK[spec.x])
     if spec.attention:
         name = "chunk_lightning_attn" if spec.gate is Gate.SLOPE else "chunk_simple_gla"
@@ -87,4 +87,4 @@ def chunk_scan(spec: ScanSpec, batch: int, seed: int) -> Trial:
     return trial(CALLER, named, Options(spec.dt_softplus, limit), slack=slack)
 
 
-TRIALS: dict[type[ScanSpec], Callable[[ScanSpec, int, int], Trial]] = {ScanSpec: chunk_scan, WarpgroupScanSpec: chunk_scan}
+TRIALS: dict[type[ScanSpec], Callable[..., Trial]] = {ScanSpec: chunk_scan, WarpgroupScanSpec: chunk_scan}

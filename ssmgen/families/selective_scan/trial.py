@@ -20,12 +20,13 @@ GROUPS = 2
 SLACK = {DType.BF16: 0.0, DType.F16: 0.0, DType.F32: 1e-5}
 
 
-def operands(spec: SelectiveSpec, batch: int, seed: int) -> dict[str, Tensor]:
-    """Sequences of more than a tile, channels of more than a block; packed sequences also of less than a tile, of one token and of none."""
+def operands(spec: SelectiveSpec, batch: int, seed: int, tokens: int = 0) -> dict[str, Tensor]:
+    """Sequences of more than a tile, and of so many tokens at least, channels of more than a block; packed sequences also of less than a
+    tile, of one token and of none."""
     g = torch.Generator().manual_seed(seed)
-    most = spec.tile + 5
+    most = max(spec.tile + 5, tokens)
     counts = cycled((most, 3, 0, spec.tile, 1), batch)
-    rows, tokens = (1, sum(counts)) if spec.ragged else (batch, most)
+    rows, length = (1, sum(counts)) if spec.ragged else (batch, most)
     dim, N = GROUPS * (spec.channels + 8), spec.d_state
     slots = batch if spec.index is Index.NONE else 3 * batch
 
@@ -40,12 +41,12 @@ def operands(spec: SelectiveSpec, batch: int, seed: int) -> dict[str, Tensor]:
     def plain(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=g)
 
-    made = {name: along(plain(rows, tokens, dim), spec.layout, spec.copy) for name in ("u", "delta", "z")}
+    made = {name: along(plain(rows, length, dim), spec.layout, spec.copy) for name in ("u", "delta", "z")}
     if not spec.delta_softplus:
         made["delta"].abs_()
     made["A"] = -torch.exp(torch.rand(dim, N, generator=g) * 5.0 - 2.0)
-    made |= {name: along(plain(rows, tokens, GROUPS, N), spec.key_layout, spec.key_copy) for name in ("B", "C")}
-    made["out"] = along(torch.full((rows, tokens, dim), float("nan")), spec.layout, spec.copy)
+    made |= {name: along(plain(rows, length, GROUPS, N), spec.key_layout, spec.key_copy) for name in ("B", "C")}
+    made["out"] = along(torch.full((rows, length, dim), float("nan")), spec.layout, spec.copy)
     made |= {name: plain(dim).to(TORCH_DTYPES[dtype]) for name in ("D", "delta_bias") if (dtype := getattr(spec, name)) is not None}
     if spec.ragged:
         made["cu_seqlens"] = boundaries(counts, spec.cu_seqlens)
@@ -58,12 +59,12 @@ def operands(spec: SelectiveSpec, batch: int, seed: int) -> dict[str, Tensor]:
     return ordered(spec, made)
 
 
-def selective_scan(spec: SelectiveSpec, batch: int, seed: int) -> Trial:
+def selective_scan(spec: SelectiveSpec, batch: int, seed: int, tokens: int = 0) -> Trial:
     slack = dict.fromkeys(CALLER.family.written, SLACK[spec.x]) | dict.fromkeys(("final_states", "state"), 1e-5)
-    return trial(CALLER, operands(spec, batch, seed), Options(spec.delta_softplus), slack=slack)
+    return trial(CALLER, operands(spec, batch, seed, tokens), Options(spec.delta_softplus), slack=slack)
 
 
-TRIALS: dict[type[SelectiveSpec], Callable[[SelectiveSpec, int, int], Trial]] = {
+TRIALS: dict[type[SelectiveSpec], Callable[..., Trial]] = {
     SelectiveSpec: selective_scan,
     RolesSpec: selective_scan,
 }
