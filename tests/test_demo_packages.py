@@ -29,7 +29,7 @@ ONCE = Options(layers=2, tokens=3, rounds=1, prompts=(9,))
 
 
 class Lengths(list[int]):
-    """Of the prompts that a package was called with. error: what it raises."""
+    """Those of the prompts that a package was called with. error: what it raises."""
 
     error: Exception | None = None
 

@@ -113,7 +113,8 @@ def shown(report: Report) -> Shown:
         words = "Milliseconds, kernels and memory beside the weights, of a pass over a prompt to the first token behind it"
         meant = (
             "Fused: patch(fuse=True), where it changes prompts. Without: its recurrent layers giving back what they are given. "
-            "Apart: the relative difference of that token's logits."
+            "Apart: the relative difference of that token's logits; same tokens: of the greedy ones behind the prompt; both against "
+            "transformers' own functions, or against the packages where there is none of these."
         )
         return Shown(words, meant, _of(PROMPT_COLUMNS, report.prompts), report.prompts)
     words = "Milliseconds and kernels per token of greedy decoding"
