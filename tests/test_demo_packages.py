@@ -13,6 +13,7 @@ pytest.importorskip("transformers", minversion="5.17", reason="needs transformer
 from demo_cases import narrow
 from demo_cases import on_cpu as on_cpu
 from hf_cases import convolutions, modeling, tiny
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
 from ssmgen.compat import hf
@@ -122,3 +123,13 @@ def test_measuring_a_family_leaves_its_functions_as_they_were(on_cpu, package):
     before = dict(vars(modeling("mamba2")))
     run.family(narrow(), (1,), ONCE, "cpu")
     assert vars(modeling("mamba2")) == before
+
+
+def test_models_are_transformers_own_where_a_package_has_registered_others(monkeypatch):
+    """As flash-linear-attention does, when it is imported, for mamba and mamba2."""
+    own = type(narrow().config(2))
+    other = type("Mamba2Config", (PreTrainedConfig,), {"model_type": "mamba2"})
+    monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", {})
+    AutoConfig.register("mamba2", other, exist_ok=True)
+    assert CONFIG_MAPPING["mamba2"] is other and type(narrow().config(2)) is own
+    assert type(narrow().build(2, torch.float32, "cpu")).__module__ == "transformers.models.mamba2.modeling_mamba2"
