@@ -11,7 +11,9 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
 
-from hf_cases import TINY, modeling, tiny
+from demo_cases import FEW, narrow, narrow_delta_rule
+from demo_cases import on_cpu as on_cpu
+from hf_cases import modeling, tiny
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
@@ -23,20 +25,6 @@ from tools.demo.measure import ACCELERATED, FUSED, FUSED_GRAPH, GRAPH, PATCHED, 
 from tools.demo.presets import OTHERS, SHARED, Preset, chosen, presets
 
 HERE = [preset.name for preset in chosen(())]
-NARROW = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "chunk_size": 4}
-
-
-def narrow(**changes) -> Preset:
-    """mamba2, as the presets have it but for its width."""
-    return Preset(name="mamba2", like="none", kind="mamba2", source="these tests", sizes={**NARROW, **changes})
-
-
-def narrow_delta_rule() -> Preset:
-    """qwen3_5, with one layer of each kind."""
-    kinds = {"pattern": ("linear_attention", "full_attention"), "pattern_as": "layer_types"}
-    return Preset(
-        name="qwen3_5", like="none", kind="qwen3_5_text", source="these tests", sizes=TINY["qwen3_5"] | {"hidden_size": 32}, **kinds
-    )
 
 
 # The models.
@@ -215,27 +203,6 @@ def test_no_kernel_in_a_profile_is_an_error(monkeypatch):
 
 
 # A run, with what needs a device replaced.
-
-
-@pytest.fixture
-def on_cpu(monkeypatch):
-    """decoded() and what is around it run on CPU tensors: five kernels a step, and no capture."""
-
-    def refuse(model, ids, room, fuse):
-        raise RuntimeError("no stream to capture\nwith more below") from None
-
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    for module in (measure, prompts):
-        monkeypatch.setattr(module, "kernels", lambda step: step() is None or 5)
-    monkeypatch.setattr(prompts, "kernels_by_name", lambda step: step() and {"gemm": Launches(2, 3.0)})
-    monkeypatch.setattr(prompts, "peak_bytes", lambda step: step() and 7)
-    monkeypatch.setattr(prompts, "free_bytes", lambda: 1000)
-    monkeypatch.setattr(prompts, "seconds", lambda step: step() and 0.1)
-    monkeypatch.setattr(measure, "captured", refuse)
-    monkeypatch.setattr(hf, "warm", lambda model, batches, prompt_length, fuse=False: 0)
-
-
-FEW = Options(layers=2, tokens=2, rounds=2)
 
 
 def test_a_family_is_measured_at_each_batch_size(on_cpu):

@@ -15,6 +15,7 @@ pytest.importorskip("transformers", minversion="5.17", reason="needs transformer
 from tools.demo import DemoError, run
 from tools.demo.__main__ import demo
 from tools.demo.measure import ACCELERATED, FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Launches, Options, Row
+from tools.demo.packages import PACKAGES
 from tools.demo.prompts import PromptRow
 from tools.demo.run import Failure, Report
 from tools.demo.table import COLUMNS, PROMPT_COLUMNS, as_markdown, kernel_lists, print_table
@@ -38,7 +39,7 @@ def table(text: str, columns=COLUMNS) -> list[dict[str, str]]:
     """Rows of a table in Markdown, by title, with ordinary blanks."""
     lines = [line.replace("\N{NO-BREAK SPACE}", " ") for line in text.splitlines() if line.startswith("|")]
     titles = cells(lines[0])
-    assert titles == [column.title for column in columns if column.title]
+    assert titles == [column.title for column in columns if column.title and not column.title.startswith(PACKAGES)]
     return [dict(zip(titles, cells(line), strict=True)) for line in lines[2:]]
 
 
@@ -76,7 +77,8 @@ def test_prompts_have_a_table_of_their_own():
     ways = (PLAIN, PATCHED, FUSED)
     numbers = {"ms": (90.0, 30.0, 20.0), "kernels": (700, 200, 150), "memory": (3 << 29, 1 << 30, 1 << 29)}
     named_by_way = {unit: dict(zip(ways, values, strict=True)) for unit, values in numbers.items()}
-    both = PromptRow(**named, length=2048, **named_by_way, without=6.0, apart={PATCHED: 0.004, FUSED: 0.003})
+    tokens = {"same": {PATCHED: 16, FUSED: 15}, "tokens": 16}
+    both = PromptRow(**named, length=2048, **named_by_way, without=6.0, apart={PATCHED: 0.004, FUSED: 0.003}, **tokens)
     notes = dict.fromkeys((f"{PLAIN} {unit}" for unit in ("ms", "kernels", "memory")), "OutOfMemoryError: too much")
     ours = PromptRow(**named, length=8192, ms={PATCHED: 99.0}, kernels={PATCHED: 200}, memory={PATCHED: 1 << 32}, notes=notes)
     text = as_markdown(Report(FACTS, prompts=[both, ours]))
@@ -85,9 +87,10 @@ def test_prompts_have_a_table_of_their_own():
         "family": "mamba2", "as wide as": "Codestral", "layers": "8", "batch": "1", "prompt": "2048", "transformers ms": "90.00",
         "patched ms": "30.00 (3.0 ×)", "fused ms": "20.00 (4.5 ×)", "without ms": "6.00", "kernels": "700", "patched kernels": "200",
         "fused kernels": "150", "GiB": "1.50", "patched GiB": "1.00", "fused GiB": "0.50", "apart": "4.0e-03", "fused apart": "3.0e-03",
+        "same tokens": "patched 16/16, fused 15/16",
     }  # fmt: skip
     assert second["transformers ms"] == second["kernels"] == second["GiB"] == "- (1)" and second["patched ms"] == "99.00"
-    assert second["fused ms"] == second["fused apart"] == second["apart"] == ""
+    assert second["fused ms"] == second["fused apart"] == second["apart"] == second["same tokens"] == ""
     assert "(1) OutOfMemoryError: too much" in text and "to the first token behind it; bf16" in text
 
 
@@ -166,3 +169,5 @@ def test_a_run_is_printed_and_saved(monkeypatch, tmp_path):
         assert asked[-1] == (["mamba2"], sizes, Options(prompts=lengths))
     invoke("--prompt", "64", "--kernels")
     assert asked[-1][2] == Options(prompts=(64,), by_kernel=True)
+    invoke("--prompt", "64", "--longest", "0.5")
+    assert asked[-1][2] == Options(prompts=(64,), longest=0.5)

@@ -16,6 +16,7 @@ from docs_pages import ROOT
 from ssmgen.bench.formats import load
 from ssmgen.cli import main
 from tools import ci, measure
+from tools.demo.__main__ import demo
 
 
 def test_steps_are_named_in_order_and_unknown_ones_refused(monkeypatch, capsys):
@@ -94,9 +95,12 @@ def test_a_measurement_that_fails_leaves_the_data_as_it_is(tmp_path):
     assert (tmp_path / "h200-all.json.gz").read_bytes() == b"as it was"
 
 
-def test_the_table_of_transformers_is_put_into_its_page(tmp_path):
-    page = tmp_path / "page.md"
+@pytest.mark.parametrize("name", measure.TABLES)
+def test_a_table_of_transformers_is_put_into_its_page(tmp_path, name):
+    page, asked, begin = tmp_path / "page.md", [], measure.begin(name)
     page.write_text(measure.PAGE.read_text())
-    before, rest = page.read_text().split(measure.BEGIN)
-    measure.refresh_transformers(page, lambda *words: "| a table |\n")
-    assert page.read_text() == f"{before}{measure.BEGIN}\n| a table |\n\n{measure.END}{rest.split(measure.END)[1]}"
+    before, rest = page.read_text().split(begin)
+    measure.refresh_table(name, page, lambda *words: asked.append(words) or "| a table |\n")
+    assert page.read_text() == f"{before}{begin}\n| a table |\n\n{measure.END}{rest.partition(measure.END)[2]}"
+    ((module, *options),) = asked
+    assert module == "tools.demo" and demo.make_context("demo", options).params["markdown"]

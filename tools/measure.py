@@ -1,8 +1,9 @@
 """Measures what the documentation shows, again: `python -m tools.measure NAME …`. Needs a GPU, and the peers that a table names.
 
-Writes docs/data/NAME.json.gz, which `ssmgen bench render` shows; `transformers` writes the table of docs/migrate/transformers.md. Tables of
-docs/performance.md are taken from such results by hand: each says its command. A NAME is a card and what is measured on it, h200-all or
-h100-all; each report has the ceilings of its card.
+Writes docs/data/NAME.json.gz, which `ssmgen bench render` shows; `transformers` and `prompts` write the tables of
+docs/migrate/transformers.md, of decode steps and of prompts; with mamba-ssm, causal-conv1d and flash-linear-attention installed these
+have transformers with them, too. Tables of docs/performance.md are taken from such results by hand: each says its command. A NAME is a
+card and what is measured on it, h200-all or h100-all; each report has the ceilings of its card.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from ssmgen.bench.formats import as_json, load
 
 ROOT = Path(__file__).parents[1]
 DATA, PAGE = ROOT / "docs" / "data", ROOT / "docs" / "migrate" / "transformers.md"
-BEGIN, END = "<!-- python -m tools.measure transformers -->\n", "<!-- end -->\n"  # around the page's table
+END = "<!-- end -->\n"  # of a table of the page
+TABLES = {  # their names -> the options of tools.demo
+    "transformers": "--markdown",
+    "prompts": "--markdown --prompt 2048 --prompt 8192 --longest 1 --model mamba2 --model nemotron_h --model bamba --model mamba "
+    "--model falcon_mamba --model jamba --model kimi_linear --model qwen3_next --model qwen3_5",
+}
 
 LAYER = "--state bf16 --state f32"
 COMMANDS = {  # what is measured -> the commands of `ssmgen` whose reports are in its file
@@ -70,16 +76,21 @@ def refresh(name: str, data: Path = DATA, run: Callable[..., str] = output) -> P
     return path
 
 
-def refresh_transformers(page: Path = PAGE, run: Callable[..., str] = output) -> Path:
-    """Measures the table of transformers' models and puts it into its page; the page's path."""
-    table = run("tools.demo", "--markdown")
-    before, rest = page.read_text().split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n{table.strip()}\n\n{END}{rest.split(END)[1]}")
+def begin(name: str) -> str:
+    """The line ahead of a table of the page."""
+    return f"<!-- python -m tools.measure {name} -->\n"
+
+
+def refresh_table(name: str, page: Path = PAGE, run: Callable[..., str] = output) -> Path:
+    """Measures a table of transformers' models and puts it into its page; the page's path."""
+    table = run("tools.demo", *TABLES[name].split())
+    before, rest = page.read_text().split(begin(name))
+    page.write_text(f"{before}{begin(name)}\n{table.strip()}\n\n{END}{rest.partition(END)[2]}")
     return page
 
 
 def main() -> None:
-    known = [*(f"CARD-{what}" for what in COMMANDS), "transformers"]
+    known = [*(f"CARD-{what}" for what in COMMANDS), *TABLES]
     parser = argparse.ArgumentParser(
         prog="python -m tools.measure", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -89,12 +100,13 @@ def main() -> None:
     if given.list:
         for name in COMMANDS:
             print(f"CARD-{name}:", *COMMANDS[name], sep="\n  ssmgen ")
-        print("transformers:", "python -m tools.demo --markdown", sep="\n  ")
-    elif not given.names or (unknown := [name for name in given.names if name != "transformers" and not commands_of(name)]):
+        for name, options in TABLES.items():
+            print(f"{name}:", f"python -m tools.demo {options}", sep="\n  ")
+    elif not given.names or (unknown := [name for name in given.names if name not in TABLES and not commands_of(name)]):
         parser.error(f"give some of {', '.join(known)}" + (f", not {' or '.join(unknown)}" if given.names else ""))
     for name in given.names:
         try:
-            print(refresh_transformers() if name == "transformers" else refresh(name))
+            print(refresh_table(name) if name in TABLES else refresh(name))
         except ValueError as e:
             parser.exit(1, f"{e}\n")
 

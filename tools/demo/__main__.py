@@ -24,16 +24,18 @@ from .table import as_markdown, kernel_lists, print_table
 @click.option("--layers", type=click.IntRange(1), default=8, show_default=True, help="Of each model; at least one of each kind it has.")
 @click.option("--tokens", type=click.IntRange(2), default=16, show_default=True, help="Steps per round, and tokens that are compared.")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--longest", type=click.FloatRange(0), default=3.0, show_default=True, help="Seconds that transformers' own prompt may take.")
 @click.option("--kernels", is_flag=True, help="Of patched prompts, list kernels by name, with launches and time; in the JSON too.")
 @click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write all that was measured here.")
 @click.option("--markdown", is_flag=True, help="Print the table in Markdown, as is done where the output is no terminal.")
-def demo(names, batches, prompts, layers, tokens, rounds, kernels, file, markdown) -> None:
+def demo(names, batches, prompts, layers, tokens, rounds, longest, kernels, file, markdown) -> None:
     """Decode with models of Hugging Face transformers: as they are, patched, and patched in a CUDA graph.
 
     Needs a GPU. Builds a model of each family with random weights, as wide as a public one and with fewer layers; nothing is downloaded.
     Shows milliseconds and kernels per token, and that greedy generation in f32 gives the same tokens; with --prompt, milliseconds, kernels
-    and memory to the first token behind a prompt. A family that fails does not stop the others. It is named at the end, and the exit code
-    is 1.
+    and memory to the first token behind a prompt. Where mamba-ssm, causal-conv1d or flash-linear-attention are installed, transformers with
+    them is one more way, beside transformers with its own PyTorch functions. A family that fails does not stop the others. It is named at
+    the end, and the exit code is 1.
     """
     if file and not file.parent.is_dir():
         raise click.UsageError(f"--json: there is no directory {file.parent}")
@@ -43,7 +45,8 @@ def demo(names, batches, prompts, layers, tokens, rounds, kernels, file, markdow
     presets = chosen(names)
     demonstration.need_device()
     demonstration.quiet()
-    options = Options(layers=layers, tokens=tokens, rounds=rounds, prompts=tuple(dict.fromkeys(prompts)), by_kernel=kernels)
+    lengths = tuple(dict.fromkeys(prompts))
+    options = Options(layers=layers, tokens=tokens, rounds=rounds, prompts=lengths, by_kernel=kernels, longest=longest)
     sizes = tuple(dict.fromkeys(batches)) or ((1,) if prompts else (1, 64))
     with watching() as watch:
         report = demonstration.run(presets, sizes, options, watch)

@@ -2,16 +2,17 @@
 
 Milliseconds per token: a loop of greedy decode steps behind a short prompt, on the wall clock, synchronised ahead of the loop and behind
 it but not in it. The ways of decoding take turns, in the opposite order every other round; each gets the median of its rounds.
-transformers, patched and fused (patch(fuse=True), of families that have such layers) run the same eager step on the cache that generate()
-makes, which grows. A graph replays one captured step on transformers' StaticCache; its first tokens are those of eager steps on such a
-cache. generate() itself adds host time of its own to each token. accelerate is the generate of ssmgen.accelerate(model), which replays such
-a graph of the fused model, per token behind the first: what so many more take than one, apart from the others and behind them. Attention is
-without cuDNN, which plans anew for each length of the cache, some 20 ms, and would charge that to whoever comes to a length first.
+transformers with its own PyTorch functions, with the packages of kernels that it calls instead where they are installed, patched and
+fused (patch(fuse=True), of families that have such layers) run the same eager step on the cache that generate() makes, which grows. A
+graph replays one captured step on transformers' StaticCache; its first tokens are those of eager steps on such a cache. generate() itself
+adds host time of its own to each token. accelerate is the generate of ssmgen.accelerate(model), which replays such a graph of the fused
+model, per token behind the first: what so many more take than one, apart from the others and behind them. Attention is without cuDNN,
+which plans anew for each length of the cache, some 20 ms, and would charge that to whoever comes to a length first.
 
 Kernels: those that torch.profiler sees in one step, without copies and fills by the driver.
 
-Same tokens: of generate() in f32 without TF32, patched, fused and not, as one sequence and as two, on as few layers as have one of each
-kind.
+Same tokens: of generate() in f32 without TF32, patched, fused and with transformers' own functions, as one sequence and as two, on as few
+layers as have one of each kind.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from ssmgen.compat import hf
 
 from . import DemoError
 from .decode import PROMPT, Captured, Greedy, prompt
+from .packages import PACKAGES, bound, own_functions
 from .presets import Preset
 
 PLAIN, PATCHED, FUSED, GRAPH, FUSED_GRAPH = "transformers", "patched", "fused", "graph", "fused graph"
@@ -49,6 +51,7 @@ class Options:
     rounds: int = 5
     prompts: tuple[int, ...] = ()  # lengths; without any, decode steps are measured
     by_kernel: bool = False  # the kernels of a prompt are listed by name
+    longest: float = 3.0  # seconds of transformers' own pass over a prompt
 
 
 class Way(NamedTuple):
@@ -228,7 +231,11 @@ def accelerated_ms(model: torch.nn.Module, ids: torch.Tensor, options: Options, 
 
 def _ways(model: torch.nn.Module, ids: torch.Tensor, options: Options) -> tuple[dict[str, Way], dict[str, str]]:
     """(ways of decoding, why others are not there)"""
-    ways = {PLAIN: Way(Greedy(model, ids))}
+    own = partial(own_functions, model)
+    with own():
+        ways = {PLAIN: Way(Greedy(model, ids), own)}
+    if bound(model):
+        ways[PACKAGES] = Way(Greedy(model, ids))
     notes: dict[str, str] = {}
     for eager, graph, fuse in ((PATCHED, GRAPH, False), (FUSED, FUSED_GRAPH, True)):
         if fuse and not hf.fusible(model):
@@ -260,7 +267,8 @@ def same_tokens(preset: Preset, count: int, device: torch.device | str) -> tuple
     same = total = 0
     with exact_f32():
         for batch in (1, 2):
-            want = generated(model, batch, count)
+            with own_functions(model):
+                want = generated(model, batch, count)
             for fuse in (False, True)[: 1 + hf.fusible(model)]:
                 with served(model, fuse):
                     got = generated(model, batch, count)

@@ -58,9 +58,10 @@ class Preset:
 
     def config(self, layers: int) -> Any:
         """transformers' configuration. Raises DemoError where the installed transformers does not have the family."""
-        from transformers import CONFIG_MAPPING, AutoConfig
+        import transformers
 
-        if self.kind not in CONFIG_MAPPING:
+        names = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
+        if self.kind not in names:
             raise DemoError(f"this transformers has no {self.name}")
         kinds = self.kinds(layers)
         own: dict[str, Any] = {"num_hidden_layers": len(kinds)}
@@ -68,7 +69,8 @@ class Preset:
             own["attn_layer_indices"] = [i for i, kind in enumerate(kinds) if kind in OTHERS]
         elif self.pattern_as:
             own[self.pattern_as] = kinds
-        return AutoConfig.for_model(self.kind, **{**SHARED, **self.sizes, **own})
+        # Not AutoConfig.for_model: flash-linear-attention, once imported, stands there for mamba and mamba2 with models of its own
+        return getattr(transformers, names[self.kind])(**{**SHARED, **self.sizes, **own})
 
     def build(self, layers: int, dtype: torch.dtype, device: torch.device | str) -> torch.nn.Module:
         """The model for generation, with random weights: the same at every call."""

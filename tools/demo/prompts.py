@@ -1,12 +1,13 @@
 """What `python -m tools.demo --prompt` measures of a model: the time to the first token.
 
 Milliseconds: one pass over a prompt, the choice of the first token behind it and the cache that it leaves, which is what generate() begins
-with; on the wall clock, synchronised ahead of the pass and behind it. transformers, patched and fused (patch(fuse=True), where it replaces
-something of a prompt's) take turns, in the opposite order every other round; each gets the median of its rounds. Chunks of transformers'
-own scan are as long as the family's configuration has them by default.
+with; on the wall clock, synchronised ahead of the pass and behind it. transformers with its own PyTorch functions, with the packages of
+kernels that it calls instead where they are installed, patched and fused (patch(fuse=True), where it replaces something of a prompt's) take
+turns, in the opposite order every other round; each gets the median of its rounds. Chunks of transformers' scan are as long as the family's
+configuration has them by default.
 
-transformers' own pass is left out, with the reason, where it would need more memory than is free, or take longer than 3 s: an eighth of the
-prompt says so, as both grow with its length at least.
+transformers' own pass is left out, with the reason, where it would need more memory than is free, or take longer than a bound, 3 s by
+default: an eighth of the prompt says so, as both grow with its length at least.
 
 Without: the same of the model as it is, but that its recurrent layers give back what they are given: what all else takes.
 
@@ -14,7 +15,11 @@ Kernels: those that torch.profiler sees in one pass, without copies and fills by
 
 Memory: what a pass needs at its peak beside what was there before it: activations and the cache, not the weights.
 
-Apart: the L2 norm of the difference of the last token's logits, patched or fused and not, over that of the logits. All are of bf16.
+Apart: the L2 norm of the difference of the last token's logits, over that of the logits, from transformers' own, or where there are none,
+from the packages'. All are of bf16.
+
+Same tokens: how many of the greedy tokens behind the prompt are those of transformers' own pass, or of the packages'. In bf16 two likeliest
+tokens may be closer than rounding is, and all tokens behind the first other one may differ.
 """
 
 from __future__ import annotations
@@ -48,9 +53,9 @@ from .measure import (
     release,
     served,
 )  # fmt: skip
+from .packages import PACKAGES, bound, own_functions
 
-# Of a prompt, what tells of all of it: an eighth, and tokens that a chunk of transformers' own is padded to; seconds of a pass.
-PART, FEWEST, LONGEST = 8, 256, 3.0
+PART, FEWEST = 8, 256  # of a prompt, what tells of all of it: an eighth, and tokens that a chunk of transformers' own is padded to
 UNITS = ("ms", "kernels", "memory")
 WITHOUT = "without"  # the recurrent layers
 
@@ -73,6 +78,9 @@ class PromptRow:
     memory: Mapping[str, int]
     without: float | None = None  # ms of the model without its recurrent layers
     apart: Mapping[str, float] = field(default_factory=dict)
+    same: Mapping[str, int] = field(default_factory=dict)  # of so many tokens
+    tokens: int = 0
+    bound: tuple[str, ...] = ()  # functions of packages that transformers calls
     by_kernel: Mapping[str, Mapping[str, Launches]] = field(default_factory=dict)  # where it was asked for
     notes: Mapping[str, str] = field(default_factory=dict)
 
@@ -81,20 +89,20 @@ class PromptRow:
 
 
 def measured(model: torch.nn.Module, batch: int, length: int, options: Options) -> dict[str, Any]:
-    """ms, without, kernels, memory, apart, by_kernel and notes of a PromptRow, of a model on a CUDA device.
+    """What a PromptRow has from `ms` on, of a model on a CUDA device.
 
-    Where transformers' own pass is too large or too long, that has a note. Raises what a patched one does, and DemoError if a call of it is
-    left to transformers.
+    Where transformers' own pass is too large or too long, or it or the packages' fails, that has a note. Raises what a patched one does,
+    and DemoError if a call of it is left to transformers.
     """
     ids = prompt(batch, model.config.vocab_size, next(model.parameters()).device, length)
-    step = partial(Greedy, model, ids)
-    ways = {PLAIN: Way(step), PATCHED: Way(step, partial(served, model))}
-    if _fuses(model):
-        ways[FUSED] = Way(step, partial(served, model, True))
+    step, ways = partial(Greedy, model, ids), ways_of(model, ids)
     found: dict[str, Any] = {"kernels": {}, "memory": {}, "notes": {}, "by_kernel": {}}
     logits: dict[str, Tensor] = {}
+    tokens: dict[str, Tensor] = {}
     with plain_attention():
-        if reason := too_much(model, ids):
+        with ways[PLAIN].within():
+            reason = too_much(model, ids, options.longest)
+        if reason:
             found["notes"] |= dict.fromkeys((f"{PLAIN} {unit}" for unit in UNITS), reason)
             del ways[PLAIN]
         release()
@@ -106,18 +114,45 @@ def measured(model: torch.nn.Module, batch: int, length: int, options: Options) 
                     _count(name, way, found)
                     if options.by_kernel and name != PLAIN:  # a profile of its 100 000 launches takes half a minute
                         found["by_kernel"][name] = kernels_by_name(way.step)
-            except torch.OutOfMemoryError as e:
-                if name != PLAIN:
+                    tokens[name] = Greedy(model, ids).tokens(options.tokens)
+            except Exception as e:
+                if name not in (PLAIN, PACKAGES):
                     raise
                 found["notes"] |= dict.fromkeys((f"{name} {unit}" for unit in UNITS), first_line(e))
+                logits.pop(name, None)
                 del ways[name]
             release()
         if without := _without(model, step, found):
             ways[WITHOUT] = without
         found["ms"] = interleaved_ms(ways, 1, options.rounds, torch.cuda.synchronize)
         found["without"] = found["ms"].pop(WITHOUT, None)
-    others = [name for name in logits if name != PLAIN and PLAIN in logits]
-    return found | {"apart": {name: _apart(logits[name], logits[PLAIN]) for name in others}}
+    found["bound"] = tuple(b.words for b in bound(model))
+    return found | _compared(logits, tokens)
+
+
+def ways_of(model: torch.nn.Module, ids: Tensor) -> dict[str, Way]:
+    """The ways of a pass over a prompt [batch, tokens] that the model has."""
+    step = partial(Greedy, model, ids)
+    ways = {PLAIN: Way(step, partial(own_functions, model))}
+    if bound(model):
+        ways[PACKAGES] = Way(step)
+    ways[PATCHED] = Way(step, partial(served, model))
+    if _fuses(model):
+        ways[FUSED] = Way(step, partial(served, model, True))
+    return ways
+
+
+def _compared(logits: Mapping[str, Tensor], tokens: Mapping[str, Tensor]) -> dict[str, Any]:
+    """apart, same and tokens of a PromptRow: of all others than the one that they are compared with."""
+    with_what = next((name for name in (PLAIN, PACKAGES) if name in tokens), None)
+    if with_what is None:
+        return {}
+    others = [name for name in tokens if name != with_what]
+    return {
+        "apart": {name: _apart(logits[name], logits[with_what]) for name in others},
+        "same": {name: int((tokens[name] == tokens[with_what]).sum()) for name in others},
+        "tokens": tokens[with_what].numel(),
+    }
 
 
 def _without(model: torch.nn.Module, step: Callable[[], Any], found: dict[str, Any]) -> Way | None:
@@ -151,8 +186,8 @@ def _fuses(model: torch.nn.Module) -> bool:
         return set(fused.replaced) != set(patched.replaced)
 
 
-def too_much(model: torch.nn.Module, ids: Tensor) -> str:
-    """Why transformers' own pass over a prompt [batch, tokens] is not made, or nothing."""
+def too_much(model: torch.nn.Module, ids: Tensor, longest: float) -> str:
+    """Why transformers' own pass over a prompt [batch, tokens] is not made, or nothing; it may take `longest` seconds."""
     part = ids[:, : max(FEWEST, ids.shape[1] // PART)]
     times, step = ids.shape[1] / part.shape[1], partial(Greedy, model, part)
     try:
@@ -162,7 +197,7 @@ def too_much(model: torch.nn.Module, ids: Tensor) -> str:
     if needed > (free := free_bytes()):
         return f"it would need {needed / 2**30:.0f} GiB beside the weights, and {free / 2**30:.0f} are free"
     taken = seconds(step) * times
-    return f"it would take {taken:.0f} s" if taken > LONGEST else ""
+    return f"it would take {taken:.{0 if taken >= 2 else 1}f} s" if taken > longest else ""
 
 
 def seconds(step: Callable[[], Any]) -> float:

@@ -19,10 +19,11 @@ from . import DemoError
 from . import measure as measuring
 from . import prompts as prompting
 from .measure import ACCELERATED, FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Options, Row
+from .packages import PACKAGES
 from .presets import Preset
 from .prompts import PromptRow
 
-PACKAGES = ("mamba_ssm", "causal_conv1d", "fla", "kernels")  # which transformers would call in place of PyTorch operations
+INSTALLED = ("mamba_ssm", "causal_conv1d", "fla", "kernels")  # which transformers would call in place of PyTorch operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def facts(options: Options) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "kernel_packages": [name for name in PACKAGES if importlib.util.find_spec(name) is not None],
+        "kernel_packages": [name for name in INSTALLED if importlib.util.find_spec(name) is not None],
         "compiler": nvrtc.build_id(),
         "options": asdict(options),
         "method": " ".join(((prompting if options.prompts else measuring).__doc__ or "").split()),
@@ -157,7 +158,8 @@ def _prompted(preset: Preset, batches: tuple[int, ...], options: Options, device
 def line(row: Row | PromptRow) -> str:
     """What a row says while others are measured."""
     if isinstance(row, PromptRow):
-        ms = ", ".join(f"{way} {row.ms[way]:.1f}" for way in (PLAIN, PATCHED, FUSED) if way in row.ms)
+        ms = ", ".join(f"{way} {row.ms[way]:.1f}" for way in (PLAIN, PACKAGES, PATCHED, FUSED) if way in row.ms)
         return f"{row.family}, batch {row.batch}, a prompt of {row.length}: ms to the first token {ms}"
-    ms = ", ".join(f"{way} {row.ms[way]:.2f}" for way in (PLAIN, PATCHED, FUSED, GRAPH, FUSED_GRAPH, ACCELERATED) if way in row.ms)
+    ways = (PLAIN, PACKAGES, PATCHED, FUSED, GRAPH, FUSED_GRAPH, ACCELERATED)
+    ms = ", ".join(f"{way} {row.ms[way]:.2f}" for way in ways if way in row.ms)
     return f"{row.family}, batch {row.batch}: ms per token {ms}; {row.same} of {row.tokens} tokens the same"

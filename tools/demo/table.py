@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .measure import ACCELERATED, FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Row
+from .packages import PACKAGES
 from .presets import SHARED
 from .prompts import WITHOUT, PromptRow
 from .run import Report
@@ -55,6 +56,7 @@ _MODEL = (
 COLUMNS = (
     *_MODEL,
     Column("transformers ms", _ms(PLAIN)),
+    Column("packages ms", _ms(PACKAGES), f"{PACKAGES} ms"),
     Column("patched ms", _ms(PATCHED)),
     Column("", _speedup(PATCHED)),
     Column("fused ms", _ms(FUSED), f"{FUSED} ms"),
@@ -66,6 +68,7 @@ COLUMNS = (
     Column("accelerate ms", _ms(ACCELERATED), f"{ACCELERATED} ms"),
     Column("", _speedup(ACCELERATED), f"{ACCELERATED} ms"),
     Column("kernels", _kernels(PLAIN), f"{PLAIN} kernels"),
+    Column("packages kernels", _kernels(PACKAGES), f"{PACKAGES} kernels"),
     Column("patched kernels", _kernels(PATCHED), f"{PATCHED} kernels"),
     Column("fused kernels", _kernels(FUSED), f"{FUSED} kernels"),
     Column("same tokens", lambda row: f"{row.same}/{row.tokens}"),
@@ -74,19 +77,24 @@ PROMPT_COLUMNS = (
     *_MODEL,
     Column("prompt", lambda row: str(row.length)),
     Column("transformers ms", _ms(PLAIN), f"{PLAIN} ms"),
+    Column("packages ms", _ms(PACKAGES), f"{PACKAGES} ms"),
     Column("patched ms", _ms(PATCHED)),
     Column("", _speedup(PATCHED)),
     Column("fused ms", _ms(FUSED)),
     Column("", _speedup(FUSED)),
     Column("without ms", lambda row: None if row.without is None else f"{row.without:.2f}", WITHOUT),
     Column("kernels", _kernels(PLAIN), f"{PLAIN} kernels"),
+    Column("packages kernels", _kernels(PACKAGES), f"{PACKAGES} kernels"),
     Column("patched kernels", _kernels(PATCHED), f"{PATCHED} kernels"),
     Column("fused kernels", _kernels(FUSED), f"{FUSED} kernels"),
     Column("GiB", _memory(PLAIN), f"{PLAIN} memory"),
+    Column("packages GiB", _memory(PACKAGES), f"{PACKAGES} memory"),
     Column("patched GiB", _memory(PATCHED)),
     Column("fused GiB", _memory(FUSED)),
+    Column("packages apart", _apart(PACKAGES)),
     Column("apart", _apart(PATCHED)),
     Column("fused apart", _apart(FUSED)),
+    Column("same tokens", lambda row: ", ".join(f"{way} {same}/{row.tokens}" for way, same in row.same.items()) or None),
 )
 
 
@@ -105,10 +113,19 @@ def shown(report: Report) -> Shown:
         words = "Milliseconds, kernels and memory beside the weights, of a pass over a prompt to the first token behind it"
         meant = (
             "Fused: patch(fuse=True), where it changes prompts. Without: its recurrent layers giving back what they are given. "
-            "Apart: the relative difference of that token's logits."
+            "Apart: the relative difference of that token's logits; same tokens: of the greedy ones behind the prompt; both against "
+            "transformers' own functions, or against the packages where there is none of these."
         )
-        return Shown(words, meant, PROMPT_COLUMNS, report.prompts)
-    return Shown("Milliseconds and kernels per token of greedy decoding", "Fused: families whose layers are fused.", COLUMNS, report.rows)
+        return Shown(words, meant, _of(PROMPT_COLUMNS, report.prompts), report.prompts)
+    words = "Milliseconds and kernels per token of greedy decoding"
+    return Shown(words, "Fused: families whose layers are fused.", _of(COLUMNS, report.rows), report.rows)
+
+
+def _of(columns: tuple[Column, ...], rows: Sequence[Row | PromptRow]) -> tuple[Column, ...]:
+    """Columns of packages only where transformers calls any."""
+    if any(PACKAGES in row.ms or f"{PACKAGES} ms" in row.notes for row in rows):
+        return columns
+    return tuple(column for column in columns if not column.title.startswith(PACKAGES))
 
 
 def caption(report: Report) -> str:

@@ -1,0 +1,60 @@
+"""The packages of kernels that transformers calls in place of PyTorch functions of its own, where they are installed.
+
+A modeling file looks for mamba-ssm, causal-conv1d and flash-linear-attention when it is imported, and keeps its own function where a
+package cannot be imported, without a word. So what it calls is read from its functions, not from what is installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+PACKAGES = "packages"
+
+
+class Bound(NamedTuple):
+    """A function of a modeling file that calls a package's: where it stands, and the two that it may call."""
+
+    module: ModuleType
+    name: str
+    package: Callable[..., Any]
+    own: Callable[..., Any]
+
+    @property
+    def words(self) -> str:
+        """Such as "mamba2.causal_conv1d_fn: causal_conv1d.causal_conv1d_interface.causal_conv1d_fn"."""
+        return f"{self.module.__name__.split('.')[-2]}.{self.name}: {self.package.__module__}.{self.package.__qualname__}"
+
+
+def bound(model: torch.nn.Module) -> list[Bound]:
+    """The functions of the model's modeling files that call a package's; none where transformers computes all by itself."""
+    names = {c.__module__ for layer in model.modules() for c in type(layer).__mro__}
+    modules = [sys.modules[name] for name in sorted(names) if name.startswith("transformers.models.")]
+    found = []
+    for module in modules:
+        for name, function in vars(module).items():
+            if not isinstance(function, FunctionType):
+                continue
+            package, own = inspect.getclosurevars(function).nonlocals.get("implementation"), getattr(function, "__wrapped__", None)
+            if callable(package) and own is not None and package is not own:
+                found.append(Bound(module, name, package, own))
+    return found
+
+
+@contextlib.contextmanager
+def own_functions(model: torch.nn.Module) -> Iterator[None]:
+    """Within, the model's modeling files call transformers' own PyTorch functions."""
+    replaced = [(b.module, b.name, getattr(b.module, b.name)) for b in bound(model)]
+    try:
+        for module, name, function in replaced:
+            setattr(module, name, function.__wrapped__)
+        yield
+    finally:
+        for module, name, function in replaced:
+            setattr(module, name, function)
