@@ -30,7 +30,7 @@ from replay_cases import (
     matrix,
     same,
     shaped,
-)  # fmt: skip
+)
 from replay_runs import Run
 from varying import named, vary
 
