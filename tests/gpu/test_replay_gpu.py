@@ -189,7 +189,7 @@ def test_variants_are_bit_equal(case):
     for i, kind in enumerate(kinds):
         specs = list(family.space(make(replace(case, **kind), DEVICE).problem, arch()))
         assert specs, f"no variant of {kind}"
-        own = [spec for spec in specs if spec.walk]  # by warps with rows of their own
+        own = [spec for spec in specs if spec.own_rows]  # by warps with rows of their own
         picked = random.Random(i).sample(specs, min(8, len(specs))) + random.Random(i).sample(own, min(6, len(own)))
         variants += [(kind, spec) for spec in (*picked, chosen(make(replace(case, **kind), DEVICE)))]
     prepare([spec for _, spec in variants])
