@@ -191,7 +191,7 @@ EDITS = {
     "past the ring": (MOVED, "ring_first + k < ring ?", "true ?", "state"),
     "state written too early": (MOVED, "valid + tokens > window", "valid + tokens >= window", "state"),
     "own rows: entries that do not count": (OWN_ROWS, "k < valid ?", "k < window ?", "out"),
-    "own rows: a side of them too far": (replace(OWN_ROWS, headdim=32), "2 * side)", "4 * side)", "state"),
+    "own rows: a side of them too far": (replace(OWN_ROWS, headdim=32), "2 * side * kDState", "4 * side * kDState", "state"),
     "own rows: a warp too many": (replace(OWN_ROWS, advance=True), "== kParts * kHeads - 1", "== kParts * kHeads", "state"),
     "a block too many": (MOVED, "== kTiles * kHeads - 1", "== kTiles * kHeads", "state"),
 }
