@@ -71,6 +71,7 @@ def without_a_gpu(monkeypatch) -> None:
     monkeypatch.setattr(gated_rms_norm, "peers_of", lambda case: {"fla.rms_norm_gated": lambda i: None})
     monkeypatch.setattr(runtime, "device_arch", lambda index: Arch.parse("sm_90a"))
     monkeypatch.setattr(timing, "device_us", lambda contenders, sets, rounds: {n: 2.0 if "ssmgen" in n else 4.0 for n in contenders})
+    monkeypatch.setattr(timing, "sm_mhz", lambda: 1980)
     monkeypatch.setattr(timing, "host_us", lambda call: 1.0)
     for module in (layers, *{sys.modules[bench_of(op).Case.__module__] for op in benchmarks()}):
         for budget in BYTES & vars(module).keys():

@@ -269,6 +269,7 @@ def row_of(**changes):
         "ring": False, "batch": 8, "us": us,
         "served_us": 10.0, "tbs": 3.5, "copy_ratio": 10 / 9.5, "ceiling_fraction": 0.83, "peer_ratio": {"flashinfer": 0.8, "fla": 0.2},
         "host_us": {"ssmgen": 7.25, "ssmgen_bound": 3.5, "flashinfer": 17.5, "fla": 55.75}, "rule": "latency",
+        "sm_mhz": 1755,
     }  # fmt: skip
     return row | changes
 
@@ -288,9 +289,9 @@ def test_table():
         "gated_delta_rule: 64 heads, 16 key heads, K = V = 128",
     ]
     heading, first, second = lines[3:]
-    expected = "bf16 single 1 no 8 10.00 3.50 0.83 11.00 9.50 1.053 12.50 0.80 50.00 0.20 7.25 3.50 17.5/55.8 - latency"
+    expected = "bf16 single 1 no 8 10.00 3.50 0.83 11.00 9.50 1.053 12.50 0.80 50.00 0.20 7.25 3.50 17.5/55.8 - 1755 latency"
     assert " ".join(first.split()) == expected
-    assert " ".join(second.split()) == "bf16 single 4 yes 128 10.00 3.50 0.83 99.00 - - - - - - - - - latency"
+    assert " ".join(second.split()) == "bf16 single 4 yes 128 10.00 3.50 0.83 99.00 - - - - - - - - - 1755 latency"
     assert heading.index("  rule") == first.index("  latency") == second.index("  latency")
 
 

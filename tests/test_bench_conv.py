@@ -200,7 +200,7 @@ def test_options_reach_the_benchmark(monkeypatch):
     wanted = {"shapes": ((1, 2, 3), (4, 5, 6)), "layouts": (LAST,), "forms": ("odd",), "width": 4, "dtype": DType.F32}
     assert options_of(monkeypatch, forward, *args) == wanted
     args = ["causal_conv1d_update", "--batch", "2", "--tokens", "4", "--state-layout", "channels", "--dim", "64", "--width", "3"]
-    wanted = {"batches": (2,), "tokens": (4,), "layouts": ("channels",), "dim": 64, "width": 3, "dtype": DType.BF16}
+    wanted = {"batches": (2,), "tokens": (4,), "layouts": ("channels",), "dim": 64, "width": 3, "dtype": DType.BF16, "tree": False}
     assert options_of(monkeypatch, update, *args) == wanted
     assert options_of(monkeypatch, update, "causal_conv1d_update")["dim"] == 12288
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from ssmgen import cli
-from ssmgen.bench import bench_of, benchmarks, rows, suite, told
+from ssmgen.bench import bench_of, benchmarks, rows, suite, timing, told
 from ssmgen.bench.formats import load
 from ssmgen.bench.progress import Display, Watch
 from ssmgen.catalog import parse
@@ -59,12 +61,45 @@ def test_every_operators_report_is_rows_of_one_schema(op, bench):
         assert ceiling == "in_place" or row.copy == "multiplication"
         assert row.share == row.tbs / HEAD["ceilings_tbs"][ceiling]
         of_family = type(parse(row.spec.partition(";")[0])).__module__.split(".")[2]
+        assert row.sm_mhz == 1980
         assert row.compile_s > 0 and row.rule and of_family in (op, benchmarks()[op][0].name)
         assert 0 < row.out_error < 1e-2 and row.peers and all((p.us, p.ratio) == (4.0, 0.5) for p in row.peers.values())
         if raw["host_us"]:
             assert row.host_us == row.host_bound_us == 1.0 and all(p.host_us == 1.0 for p in row.peers.values())
     assert any(row.host_us for row in found)
     assert json.loads(json.dumps(report)) == report, "nothing is lost where it is saved"
+
+
+@pytest.mark.parametrize("op", benchmarks())
+def test_every_table_says_at_what_clock_a_row_was_timed(op, bench):
+    report = small_run(op)
+    table = bench_of(op).table(report).splitlines()
+    (heading,) = [line for line in table if line.endswith("   MHz  rule")]
+    at = heading.index("MHz") - 1, heading.index("MHz") + 3
+    assert [line[slice(*at)] for line in table[table.index(heading) + 1 :]] == ["1980"] * len(report["rows"])
+    for row in report["rows"]:
+        row["sm_mhz"] = None
+    assert rows.rows_of(report)[0].sm_mhz is None
+    again = bench_of(op).table(report).splitlines()
+    assert [line[slice(*at)] for line in again[table.index(heading) + 1 :]] == ["   -"] * len(report["rows"])
+
+
+def test_the_clock_is_of_the_card_in_use(monkeypatch):
+    nvml = SimpleNamespace(
+        ClockType=SimpleNamespace(SM=1),
+        init_v2=lambda: None,
+        device_get_handle_by_uuid={"GPU-abc": 7}.__getitem__,
+        device_get_clock_info=lambda handle, kind: {(7, 1): 1755}[handle, kind],
+    )
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvml", nvml)
+    monkeypatch.setattr("cuda.bindings.nvml", nvml, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", [].pop)
+    assert timing.sm_mhz() is None, "torch has no card"
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid={3: "abc"}[index]))
+    timing._handle.cache_clear()
+    assert timing.sm_mhz() == 1755
+    timing._handle.cache_clear()
 
 
 def test_rows_of_what_was_measured():

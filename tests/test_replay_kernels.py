@@ -29,7 +29,7 @@ SM80, SM90 = Arch.parse("sm_80"), Arch.parse("sm_90a")
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 F32, BF = DType.F32, DType.BF16
 SMALL = ReplaySpec(d_state=32, headdim=16, nheads=2, ngroups=1, warps=1, index=Index.I32, out=F32, state=F32)
-OWN_ROWS = replace(SMALL, walk=1, out=BF)
+OWN_ROWS = replace(SMALL, own_rows=True, out=BF)
 EARLY = {"pdl": Pdl.TRIGGER_LOADED, "after_conv": True}
 TWO = {"two_kernels": True, "part": Part.MAIN}
 NOISE = {"philox_rounds": 10}
@@ -56,16 +56,14 @@ MATRIX = {
         SMALL, **RUNG, state=DType.BF16, philox_rounds=7, advance=True, cu_seqlens=Index.I64, index=Index.I64, helpers=1
     ),
     "ring-two-kernels-elements": replace(SMALL, **RUNG, **TWO, state=DType.F16, operand_loads=Loads.ELEMENT, dt_bias=DType.BF16),
-    "own-rows-f32": replace(SMALL, walk=1, out=BF, dt_bias=BF),
-    "own-rows-two-at-a-time-early-advance": replace(
-        SMALL, state=BF, walk=2, warps=2, headdim=32, out=BF, D=F32, z=DType.F16, prefetch=1, advance=True, **EARLY
+    "own-rows-f32": replace(OWN_ROWS, dt_bias=BF),
+    "own-rows-early-advance": replace(OWN_ROWS, state=BF, warps=2, headdim=32, D=F32, z=DType.F16, prefetch=1, advance=True, **EARLY),
+    "own-rows-ragged-t16": replace(
+        OWN_ROWS, state=DType.F16, warps=4, headdim=48, nheads=4, ngroups=2, tokens=16, window=16, cu_seqlens=Index.I32
     ),
-    "own-rows-three-ragged-t16": replace(
-        SMALL, state=DType.F16, walk=3, warps=4, headdim=48, nheads=4, ngroups=2, tokens=16, window=16, cu_seqlens=Index.I32, out=BF
-    ),
-    "own-rows-four-ring": replace(SMALL, **RUNG, state=BF, walk=4, headdim=64, window=16, out=DType.F16, D=F32, pdl=Pdl.WAIT),
+    "own-rows-ring": replace(OWN_ROWS, **RUNG, state=BF, headdim=64, window=16, out=DType.F16, D=F32, pdl=Pdl.WAIT),
     "own-rows-i8-ring-philox": replace(
-        SMALL, **RUNG, state=Narrow.I8, walk=2, warps=2, headdim=32, philox_rounds=7, advance=True, prefetch=1, out=BF, zero_padding=False
+        OWN_ROWS, **RUNG, state=Narrow.I8, warps=2, headdim=32, philox_rounds=7, advance=True, prefetch=1, zero_padding=False
     ),
     "materialize-step": replace(SMALL, materialize=True, pdl=Pdl.WAIT, headdim=24, warps=2),
     "materialize-ring-f16": replace(SMALL, **RUNG, materialize=True, state=DType.F16, x=DType.F16, window=24, state_loads=Loads.ELEMENT),
@@ -141,10 +139,9 @@ EXTREMES = torch.tensor([3.3895e38, -3.3895e38, 3.3762e38, float("inf"), float("
 @needs_emulator
 @pytest.mark.parametrize("name", OWN)
 def test_warps_with_rows_of_their_own_are_bit_equal(name):
-    """Blocks whose warps share all else; twice 16 rows each, and in one case once."""
+    """And to those of blocks whose warps share all else."""
     results = []
-    once = [{"warps": 2, "walk": 1}] if name == "step-bf16-D-z" else []
-    for how in ({"warps": 2}, {"warps": 2, "walk": 2, "prefetch": 1}, *once):
+    for how in ({"warps": 2}, {"warps": 2, "own_rows": True, "prefetch": 1}):
         call = make(OWN[name], "cpu")
         if call.kwargs["state"].dtype == BF16:
             call.kwargs["state"][..., ::5, :8] = EXTREMES
@@ -194,7 +191,7 @@ EDITS = {
     "past the ring": (MOVED, "ring_first + k < ring ?", "true ?", "state"),
     "state written too early": (MOVED, "valid + tokens > window", "valid + tokens >= window", "state"),
     "own rows: entries that do not count": (OWN_ROWS, "k < valid ?", "k < window ?", "out"),
-    "own rows: a side of them too far": (replace(OWN_ROWS, headdim=32), "2 * side)", "4 * side)", "state"),
+    "own rows: a side of them too far": (replace(OWN_ROWS, headdim=32), "2 * side * kDState", "4 * side * kDState", "state"),
     "own rows: a warp too many": (replace(OWN_ROWS, advance=True), "== kParts * kHeads - 1", "== kParts * kHeads", "state"),
     "a block too many": (MOVED, "== kTiles * kHeads - 1", "== kTiles * kHeads", "state"),
 }
@@ -257,8 +254,7 @@ def test_the_first_of_two_kernels_is_checked_with_the_second():
         (SMALL, {"d_state": 256, "x": F32, "tokens": 32, "window": 32}, "bytes of shared memory exceed 48 KiB"),
         (SMALL, {"prefetch": 264, "state_loads": Loads.ELEMENT}, "needs whole, aligned tiles of the state"),
         (SMALL, {"headdim": 24, "warps": 1, "prefetch": 264}, "needs whole, aligned tiles of the state"),
-        (OWN_ROWS, {"walk": 9}, "walk 9 is not 0 … 8"),
-        (OWN_ROWS, {"walk": 2}, "32 rows of a warp do not divide the 16 of a head"),
+        (OWN_ROWS, {"headdim": 24}, "16 rows of a warp do not divide the 24 of a head"),
         (OWN_ROWS, {"warps": 3}, "48 rows of a block do not divide those of 2 heads"),
         (OWN_ROWS, {"materialize": True}, "for the one kernel that has tokens"),
         (OWN_ROWS, {"helpers": 1}, "leave nothing to helpers"),
@@ -352,24 +348,24 @@ CHOSEN: dict[str, list[tuple[str, int, dict[str, Any]]]] = {  # shape, batch, th
 @pytest.mark.parametrize(
     ("more", "batch", "how"),
     [
-        ({}, 48, (4, 1, 264)),
-        ({"nheads": 1, "headdim": 96}, 1000, (2, 1, 264)),
-        ({"nheads": 1, "headdim": 80}, 1000, (1, 1, 264)),
-        ({"out": DType.F16, "z": BF}, 1000, (4, 1, 264)),
-        ({}, 47, (4, 0, 0)),
-        ({"philox_rounds": 0}, 1000, (4, 0, 264)),
-        (RUNG | {"window": 8}, 1000, (4, 0, 264)),
-        ({"state": DType.F16}, 1000, (4, 0, 264)),
-        ({"tokens": 16, "window": 16}, 1000, (4, 0, 264)),
-        ({"out": F32}, 1000, (4, 0, 264)),
-        ({"two_kernels": True}, 1000, (4, 0, 264)),
+        ({}, 48, (4, True, 264)),
+        ({"nheads": 1, "headdim": 96}, 1000, (2, True, 264)),
+        ({"nheads": 1, "headdim": 80}, 1000, (1, True, 264)),
+        ({"out": DType.F16, "z": BF}, 1000, (4, True, 264)),
+        ({}, 47, (4, False, 0)),
+        ({"philox_rounds": 0}, 1000, (4, False, 264)),
+        (RUNG | {"window": 8}, 1000, (4, False, 264)),
+        ({"state": DType.F16}, 1000, (4, False, 264)),
+        ({"tokens": 16, "window": 16}, 1000, (4, False, 264)),
+        ({"out": F32}, 1000, (4, False, 264)),
+        ({"two_kernels": True}, 1000, (4, False, 264)),
     ],
 )
 def test_states_that_every_step_rounds_get_warps_with_rows_of_their_own(more, batch, how):
     given: dict[str, Any] = {"d_state": 128, "headdim": 64, "nheads": 16, "ngroups": 1, "index": Index.I32, "state": BF} | NOISE | more
     for arch, prefetch in ((SM90, how[2]), (SM80, 0)):
         spec = registry.select(op.OPERATOR, ReplayProblem(**given), batch, arch, False)
-        assert (spec.warps, spec.walk, spec.prefetch) == (how[0], how[1], prefetch)
+        assert (spec.warps, spec.own_rows, spec.prefetch) == (how[0], how[1], prefetch)
 
 
 def chosen(shape: str, batch: int, more: dict[str, Any], arch: Arch) -> tuple[ReplaySpec, ...]:

@@ -174,6 +174,7 @@ def measure(case: Case, peers: bool, ceiling: float, rounds: int, watch: Watch) 
     host = {"chain": case.eager_chain, **others}
     return {
         "us": us,
+        "sm_mhz": timing.sm_mhz(),
         "served_us": time,
         "bytes": case.bytes_moved,
         "tbs": case.bytes_moved / time / 1e6,
@@ -282,7 +283,7 @@ def table(report: Mapping[str, Any]) -> str:
     lines = [
         *reports.head(report),
         f"{report['op']}: whole layers",
-        f"{'model':20}{'state':8}{'batch':>6}{'T':>4}{heading}{'compile s':>11}  rule",
+        f"{'model':20}{'state':8}{'batch':>6}{'T':>4}{heading}{'compile s':>11}{reports.LAST}",
     ]
     for row in report["rows"]:
         us, host = row["us"], row["host_us"]
@@ -292,6 +293,6 @@ def table(report: Mapping[str, Any]) -> str:
             f"{row['model']:20}{_state(row):8}{row['batch']:6}{_tokens(row):>4}" + cell(row["served_us"], 9) + cell(row["tbs"], 7)
             + cell(row["ceiling_fraction"], 8) + cell(us["ssmgen"], 9) + cell(copy, 9) + cell(row["copy_ratio"], 8, 3) + others
             + cell(host.get("ssmgen"), 9) + cell(host.get("ssmgen_bound"), 7) + cell(host.get("chain"), 7)
-            + cell(row["compile_seconds"], 11, 3) + f"  {row['rule']}"
+            + cell(row["compile_seconds"], 11, 3) + reports.last(row)
         )  # fmt: skip
     return "\n".join(lines)

@@ -36,6 +36,7 @@ def measure(case: Any, peers: Mapping[str, Callable[[Any], reports.Peer | None]]
     served = us.get("ssmgen_pdl", us["ssmgen"])  # pdl=None is pdl=True where the device can
     return {
         "us": us,
+        "sm_mhz": timing.sm_mhz(),
         "served_us": served,
         "bytes": case.bytes_moved,
         "tbs": case.bytes_moved / served / 1e6,

@@ -60,5 +60,6 @@ tokens = several("--tokens", "tokens", click.IntRange(1), help="Per sequence; ma
 intermediates = click.option(
     "--intermediates/--no-intermediates", default=None, help="Keep each token's state. Default: if they are several."
 )
+tree = click.option("--tree", is_flag=True, help="A draft tree, in which each token has two children, beside the same without it.")
 tp = click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks.")
 hot = click.option("--hot/--cold", "hot", default=None, help="Whether what is read is in the L2 cache. Default: both, where it fits.")

@@ -52,6 +52,7 @@ def begin(method: str = "") -> dict[str, Any]:
         "torch": torch.__version__,
         "compiler": nvrtc.build_id(),
         "ceilings_tbs": timing.ceilings_tbs(),
+        "sm_mhz": timing.sm_mhz(),
         "method": " ".join(f"{timing.__doc__} {method}".split()),
         "rows": [],
         "failed": [],
@@ -99,6 +100,11 @@ def normal_pool(slots: int, shape: Sequence[int], dtype: torch.dtype, device: to
         else:
             part.normal_()
     return pool
+
+
+def binary_tree(batch: int, tokens: int, device: torch.device | str) -> Tensor:
+    """The parents [batch, tokens] of a draft tree in which each token has two children, as long as there are tokens."""
+    return ((torch.arange(tokens, device=device, dtype=torch.int32) - 1) // 2).repeat(batch, 1)
 
 
 def scales_of(pool: Tensor) -> Tensor | None:
@@ -183,6 +189,14 @@ def head(report: Mapping[str, Any]) -> list[str]:
         f"{report['device']}, torch {report['torch']}, NVRTC {report['compiler']}{date}",
         "ceilings, TB/s: " + ", ".join(f"{name} {tbs:.2f}" for name, tbs in report["ceilings_tbs"].items()),
     ]
+
+
+LAST = f"{'MHz':>6}  rule"  # columns of all tables
+
+
+def last(row: Mapping[str, Any]) -> str:
+    """The cells of LAST."""
+    return cell(row.get("sm_mhz"), 6, 0) + f"  {row['rule']}"
 
 
 def cell(value: float | None, width: int, digits: int = 2) -> str:

@@ -47,6 +47,7 @@ class Row:
     share: float | None = None  # of the ceiling measured in the same run
     host_us: float | None = None
     host_bound_us: float | None = None
+    sm_mhz: int | None = None  # the SM clock behind the last replay
     compile_s: float
     state_error: float | None = None
     out_error: float | None = None
@@ -112,6 +113,7 @@ def _row(report: Mapping[str, Any], row: Mapping[str, Any]) -> Row:
         share=row["tbs"] / report["ceilings_tbs"][point.ceiling] if point.ceiling else None,
         host_us=host.get("ssmgen"),
         host_bound_us=host.get("ssmgen_bound"),
+        sm_mhz=row.get("sm_mhz"),
         compile_s=row["compile_seconds"],
         state_error=row.get("state_error"),
         out_error=row.get("out_error"),

@@ -114,11 +114,13 @@ MUL: dict[str, Kind] = {"mul_ratio": RATIO}
 FAILED = {"op": TEXT, "error": TEXT}
 ROW: Fields = {
     "served_us": TIME, "tbs": PART, "host_us": by_name(TIME), "peer_ratio": by_name(RATIO), "compile_seconds": TIME, "rule": TEXT,
+    "sm_mhz?": maybe(COUNT),
     "state_error?": ERROR, "out_error?": ERROR, "spec?": TEXT, "specs?": list_of(TEXT),
     "variants?": by_name(object_of({"specs": list_of(TEXT)})),
 }  # fmt: skip
 HEAD: Fields = {
     "device": NAME, "torch": NAME, "compiler": NAME, "date?": TEXT, "ssmgen?": TEXT, "method?": TEXT, "op?": TEXT,
+    "sm_mhz?": maybe(COUNT),
     "ceilings_tbs": object_of({"in_place": SPEED, "out_of_place": SPEED}, others=False),
 }  # fmt: skip
 

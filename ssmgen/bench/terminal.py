@@ -40,7 +40,7 @@ def _table(case: str, rows: Sequence[Row], peers: Sequence[str]) -> Table:
     for peer in peers:
         table.add_column(f"{peer} us", justify="right", min_width=7)
         table.add_column("ratio", justify="right", no_wrap=True, min_width=5)
-    for name in ("host us", "bound", *(f"{peer} host" for peer in peers), "compile s"):
+    for name in ("host us", "bound", *(f"{peer} host" for peer in peers), "compile s", "MHz"):
         table.add_column(name, justify="right", min_width=5)
     table.add_column("rule", no_wrap=True, overflow="ellipsis")
     for row in rows:
@@ -56,7 +56,7 @@ def _cells(row: Row, peers: Sequence[str], copied: bool) -> list[Text]:
         cells += [number(found and found.us), ratio(found and found.ratio)]
     cells += [number(row.host_us), number(row.host_bound_us)]
     cells += [number(row.peers[peer].host_us if peer in row.peers else None) for peer in peers]
-    return [*cells, number(row.compile_s), Text(row.rule, style="dim")]
+    return [*cells, number(row.compile_s), number(row.sm_mhz, 0), Text(row.rule, style="dim")]
 
 
 def number(value: float | None, digits: int = 2) -> Text:

@@ -4,11 +4,15 @@ Device time: one CUDA graph holds a launch per input set; the sets rotate over s
 replay is queued ahead of the timed one, so that no launch gap of the host is in the time. Contenders are replayed in turn, and each
 gets the median of its rounds, divided by the launches in its graph. Gaps between launches inside the graph are included for all.
 
+The SM clock (MHz) is read when the last replay of a case has ended.
+
 Host time: the eager Python call, wall clock, with a synchronisation every 100 calls.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -70,6 +74,26 @@ def host_us(call: Callable[[], object], blocks: int = 40, calls: int = 100) -> f
         samples.append((time.perf_counter_ns() - start) / 1e3 / calls)
     torch.cuda.synchronize()
     return statistics.median(samples)
+
+
+def sm_mhz() -> int | None:
+    """The current device's SM clock as NVML reads it, in MHz; None where it cannot: without these bindings, or on a part of a card.
+
+    A card near its power limit lowers it by up to a fifth within 0.1 s. Read directly behind replays it is what they ran at last.
+    """
+    with contextlib.suppress(Exception):  # whatever a driver without NVML, or torch without a device, raises
+        from cuda.bindings import nvml
+
+        return int(nvml.device_get_clock_info(_handle(torch.cuda.current_device()), nvml.ClockType.SM))
+    return None
+
+
+@functools.cache
+def _handle(device: int) -> int:
+    from cuda.bindings import nvml
+
+    nvml.init_v2()
+    return int(nvml.device_get_handle_by_uuid(f"GPU-{torch.cuda.get_device_properties(device).uuid}"))
 
 
 def ceilings_tbs(gib: float = 4.0) -> dict[str, float]:

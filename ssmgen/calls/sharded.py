@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..errors import ArgumentError
-from .sharding import Rule
+from .sharding import KINDS, Axis, Kind, Rule
 
 
 def is_sharded(values: Iterable[Any]) -> bool:
@@ -40,7 +40,7 @@ def run(function: Callable[..., Any], names: Sequence[str], args: Sequence[Any],
     given = _by_name(rule, names, args, kwargs)
     sharding = _sharding_of(function.__name__, rule.of(given), given)
     local = sharding.local(given)
-    return sharding.result(given, function(**local) if "token" not in sharding.kinds else sharding.over_tokens(function, given, local))
+    return sharding.result(given, function(**local) if Kind.TOKEN not in sharding.kinds else sharding.over_tokens(function, given, local))
 
 
 def local_arguments(function: Callable[..., Any], names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,6 +70,7 @@ def _by_name(rule: Rule, names: Sequence[str], args: Sequence[Any], kwargs: Mapp
 
 
 _known: dict[Any, Sharding] = {}
+_UPDATED = (Kind.HEAD, Kind.BATCH)  # over which what is updated in place may be sharded
 
 
 def _sharding_of(function: str, rule: Rule, given: Mapping[str, Any]) -> Sharding:
@@ -108,18 +109,18 @@ class Sharding:
         self.of_tokens = next((n for n in reversed(self.rule.anchors) if n in tensors), self.anchor)
         self.dims = {n: t.dim() for n, t in tensors.items()}
         self.shapes = {n: t.shape for n, t in tensors.items()}
-        found = {n: self.rule.axes_of(n, self.dims, dim) for n, dim in self.dims.items()}
-        self.axes = {n: tuple([_KINDS if "+" in word else word.partition("/")[0] for word in words]) for n, words in found.items()}
-        self.kinds_of = {n: _kinds(word) for n, words in found.items() for word in words if "+" in word}
-        self.together = {n: int(word.partition("/")[2]) for n, words in found.items() for word in words if "/" in word}
+        found = {n: [Axis.of(word) for word in self.rule.axes_of(n, self.dims, dim)] for n, dim in self.dims.items()}
+        self.axes = {n: tuple([axis.word for axis in axes]) for n, axes in found.items()}
+        self.kinds_of = {n: axis.kinds for n, axes in found.items() for axis in axes if axis.kinds}
+        self.together = {n: axis.together for n, axes in found.items() for axis in axes if axis.together > 1}
         everywhere = (Replicate(),) * mesh.ndim
         self.placements = {n: tuple(t.placements) if isinstance(t, DTensor) else everywhere for n, t in tensors.items()}
         problems: list[str] = []
-        # What the mesh's axes divide: "head", "batch", "token" or nothing.
+        # What the mesh's axes divide, if anything.
         self.kinds = [self._kind(axis, problems) for axis in range(mesh.ndim)]
         self.heads = 1  # parts that the heads are in
         for axis, kind in enumerate(self.kinds):
-            self.heads *= self.sizes[axis] if kind == "head" else 1
+            self.heads *= self.sizes[axis] if kind is Kind.HEAD else 1
         self._check(given.get("philox_rounds") != 0, problems)
         self.wanted = {n: self._wanted(n, problems) for n in tensors}
         if problems:
@@ -140,19 +141,19 @@ class Sharding:
         if problems:
             raise ArgumentError(self.function, problems)
 
-    def _kind(self, axis: int, problems: list[str]) -> str | None:
+    def _kind(self, axis: int, problems: list[str]) -> Kind | None:
         from torch.distributed.tensor import Replicate, Shard
 
         if self._has_tokens(axis):
-            return "token"
+            return Kind.TOKEN
         placement, words = self.placements[self.anchor][axis], self.axes[self.anchor]
         if isinstance(placement, Replicate):
             return None
         word = words[placement.dim] if type(placement) is Shard and placement.dim < len(words) else None
-        if word == "head" or word == "batch":
-            return word
+        if word in _UPDATED:
+            return Kind(word)
         if self.anchor in self.rule.written:  # else it is gathered
-            legal = ", ".join([f"Shard({words.index(w)}) ({w})" for w in ("head", "batch") if w in words])
+            legal = ", ".join([f"Shard({words.index(w)}) ({w.value})" for w in _UPDATED if w in words])
             where = f"{self.anchor} is {placement} on axis {axis} of the mesh"
             problems.append(f"{where} and is updated in place: it must be {legal} or Replicate()")
         return None
@@ -162,7 +163,7 @@ class Sharding:
         from torch.distributed.tensor import Shard
 
         placement, words = self.placements[self.of_tokens][axis], self.axes[self.of_tokens]
-        if type(placement) is not Shard or placement.dim >= len(words) or words[placement.dim] != "token":
+        if type(placement) is not Shard or placement.dim >= len(words) or words[placement.dim] != Kind.TOKEN:
             return False
         from .context_rules import RULES
 
@@ -174,7 +175,7 @@ class Sharding:
 
     def _check(self, noise: bool, problems: list[str]) -> None:
         """What must hold of all operands together."""
-        count = self._size(self.anchor, "head")
+        count = self._size(self.anchor, Kind.HEAD)
         if count % self.heads:
             problems.append(f"{self.anchor} has {count} heads (or channels), which do not divide into {self.heads} equal parts")
         for name, heads in self.together.items():
@@ -182,18 +183,18 @@ class Sharding:
                 problems.append(
                     f"{name} is given: {heads} of the {count} heads go together, and would lie on several of {self.heads} ranks"
                 )
-        if noise and "rand_seed" in self.axes and ("head" in self.kinds or "batch" in self.kinds):
+        if noise and "rand_seed" in self.axes and (Kind.HEAD in self.kinds or Kind.BATCH in self.kinds):
             problems.append("rand_seed is given: its noise goes by an element's place in the pool, which a shard does not know")
-        if self.kinds.count("token") > 1:
+        if self.kinds.count(Kind.TOKEN) > 1:
             problems.append(f"{self.of_tokens}'s tokens are sharded over several axes of the mesh; they may be over one")
-        if "batch" not in self.kinds:
+        if Kind.BATCH not in self.kinds:
             return
         if not self.rule.by_sequence:
             problems.append(f"{self.anchor} is sharded over its first axis; it may be over its heads")
         for name in self.axes:
             if name.endswith("indices") or name in ("cu_seqlens", "query_start_loc", "checkpoint_positions"):
                 problems.append(f"{self.anchor} is sharded over its first axis, all of which {name} numbers: shard the heads")
-        counts = {n: self._size(n, "batch") for n in self.axes if "batch" in self.axes[n]}
+        counts = {n: self._size(n, Kind.BATCH) for n in self.axes if Kind.BATCH in self.axes[n]}
         if len(set(counts.values())) > 1:
             problems.append(f"{self.anchor} is sharded over its first axis, so there must be as many slots as sequences, not {counts}")
 
@@ -203,11 +204,11 @@ class Sharding:
 
         words, groups = self.axes[name], self._size(name, "group")
         shared = groups % self.heads != 0
-        along = {kind: kind for kind in ("batch", "token")}
-        along["head"] = next((word for word in ("head", _KINDS, "" if shared else "group") if word in words), "")
+        along: dict[Kind, str] = {kind: kind for kind in Kind}
+        along[Kind.HEAD] = next((word for word in (Kind.HEAD, KINDS, "" if shared else "group") if word in words), "")
         placements = [Shard(words.index(along[kind])) if kind and along[kind] in words else Replicate() for kind in self.kinds]
-        if _KINDS in words and "head" in self.kinds:
-            here = [self.placements[name][axis].is_shard(words.index(_KINDS)) for axis, kind in enumerate(self.kinds) if kind == "head"]
+        if KINDS in words and Kind.HEAD in self.kinds:
+            here = [self.placements[name][axis].is_shard(words.index(KINDS)) for axis, kind in enumerate(self.kinds) if kind is Kind.HEAD]
             if any(here) and not all(here):
                 problems.append(f"{name} is {_words(self.placements[name])}: its channels are sharded as the heads are, or not at all")
         if shared and self.heads % groups:
@@ -237,16 +238,16 @@ class Sharding:
         from . import context
         from .context_rules import RULES
 
-        group = self._mesh(given).get_group(self.kinds.index("token"))
+        group = self._mesh(given).get_group(self.kinds.index(Kind.TOKEN))
         return context.run(function, RULES[self.function], local, group)
 
     def _local(self, name: str, t: Any, here: Sequence[int]) -> Tensor:
         words, have, wanted = self.axes[name], self.placements[name], self.wanted[name]
-        divided = _KINDS in words and "head" in self.kinds and not any(p.is_shard(words.index(_KINDS)) for p in have)
+        divided = KINDS in words and Kind.HEAD in self.kinds and not any(p.is_shard(words.index(KINDS)) for p in have)
         if divided:  # each kind by itself, out of what every rank has
             from torch.distributed.tensor import Replicate
 
-            wanted = tuple([Replicate() if kind == "head" else wanted[axis] for axis, kind in enumerate(self.kinds)])
+            wanted = tuple([Replicate() if kind is Kind.HEAD else wanted[axis] for axis, kind in enumerate(self.kinds)])
         everywhere = all(p.is_replicate() for p in have)
         if have != wanted and not everywhere:
             t = t.redistribute(placements=wanted)
@@ -258,10 +259,10 @@ class Sharding:
                     local = local.narrow(p.dim, start, length)
         part = 0  # this rank's, of the heads
         for axis, kind in enumerate(self.kinds):
-            if kind == "head":
+            if kind is Kind.HEAD:
                 part = part * self.sizes[axis] + here[axis]
         if divided:
-            local = self._of_each_kind(name, local, words.index(_KINDS), part)
+            local = self._of_each_kind(name, local, words.index(KINDS), part)
         groups = self._size(name, "group")
         if groups > 1 and groups % self.heads:
             local = local.narrow(words.index("group"), part * groups // self.heads, 1)
@@ -296,15 +297,18 @@ class Sharding:
         words = self.rule.axes_of(name, self.dims, local.dim())
         placements = [Shard(words.index(kind)) if kind in words else Replicate() for kind in self.kinds]
         shape, stride = list(local.shape), list(local.stride())
-        sizes = {"head": local.shape[words.index("head")] * self.heads if "head" in words else 1, "batch": self._size(self.anchor, "batch")}
-        sizes["token"] = self._size(self.of_tokens, "token")
-        for word in ("head", "batch", "token"):  # sequences and tokens may be in unequal parts
-            if word in words and word in self.kinds:
-                axis = words.index(word)
+        sizes = {
+            Kind.HEAD: local.shape[words.index(Kind.HEAD)] * self.heads if Kind.HEAD in words else 1,
+            Kind.BATCH: self._size(self.anchor, Kind.BATCH),
+            Kind.TOKEN: self._size(self.of_tokens, Kind.TOKEN),
+        }
+        for kind in Kind:  # sequences and tokens may be in unequal parts
+            if kind in words and kind in self.kinds:
+                axis = words.index(kind)
                 for i, s in enumerate(stride):
                     if s > stride[axis] or (s == stride[axis] and i < axis):  # the axis lies within this one
-                        stride[i] = s // max(shape[axis], 1) * sizes[word]
-                shape[axis] = sizes[word]
+                        stride[i] = s // max(shape[axis], 1) * sizes[kind]
+                shape[axis] = sizes[kind]
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
 
 
@@ -313,14 +317,6 @@ def _part(size: int, parts: int, part: int) -> tuple[int, int]:
     most = -(-size // parts)
     start = min(size, most * part)
     return start, min(most, size - start)
-
-
-_KINDS = "kinds"  # in the place of an axis of several
-
-
-def _kinds(word: str) -> list[tuple[int, int]]:
-    """(how many, channels of each) of an axis of several kinds: "4x64" is four of 64 channels."""
-    return [(int(count), int(size)) for count, size in (kind.split(":")[1].split("x") for kind in word.split("+"))]
 
 
 def _words(placements: Iterable[Any]) -> str:

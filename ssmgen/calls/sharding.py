@@ -3,12 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import Any, NamedTuple
 
 # Operands that say where sequences lie, which those of every layer share.
 CONTROL = dict.fromkeys(("state_indices", "dst_state_indices", "parents"), "batch|batch column") | dict.fromkeys(
     ("num_accepted_tokens", "intermediate_state_indices"), "batch"
 )
+
+
+class Kind(str, Enum):
+    """What an axis of the mesh may divide. Each is also the word of such an axis of a tensor."""
+
+    HEAD = "head"
+    BATCH = "batch"
+    TOKEN = "token"
+
+
+class Axis(NamedTuple):
+    """An axis of a tensor, as a rule's word says it."""
+
+    word: str  # without what stands behind it; KINDS for an axis of several kinds
+    together: int = 1  # of its heads, so many go together
+    kinds: tuple[tuple[int, int], ...] = ()  # (how many, channels of each) of several kinds, one behind the other
+
+    @classmethod
+    def of(cls, word: str) -> Axis:
+        """Of "head", "head/4", or "group:2x64+head:4x32"."""
+        if "+" in word:
+            counts = [kind.partition(":")[2].split("x") for kind in word.split("+")]
+            return cls(KINDS, kinds=tuple([(int(count), int(size)) for count, size in counts]))
+        plain, _, together = word.partition("/")
+        return cls(plain, int(together or 1))
+
+
+KINDS = "kinds"
 
 
 class Rule(NamedTuple):

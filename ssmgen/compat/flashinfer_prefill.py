@@ -3,7 +3,7 @@
 Deliberate differences:
 - q, k and v are bf16 or f16 with any strides of tokens and heads, K and V multiples of 16 up to 256; g and beta are f32, bf16 or f16.
 - A sequence whose slot is negative or none of the pool's gets a zero output and touches nothing; without output_final_state, it starts
-  from zeros.
+  from zeros. FlashInfer asks for slots of the pool: it has no padding, so that there is no null_slot or zero_padding as of decode steps.
 - output_state is only written with output_final_state. Normalised q and k are not rounded on the way.
 """
 

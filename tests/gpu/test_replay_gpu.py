@@ -11,7 +11,26 @@ from typing import Any
 
 import pytest
 import torch
-from replay_cases import BF16, F16, F32, HISTORY, I32, I64, RAGGED, RING, STEP, Call, Case, assert_matches, expected, make, matrix, same
+from replay_cases import (
+    BF16,
+    F16,
+    F32,
+    HISTORY,
+    I32,
+    I64,
+    RAGGED,
+    RING,
+    SHAPES,
+    STEP,
+    Call,
+    assert_matches,
+    at_shapes,
+    expected,
+    make,
+    matrix,
+    same,
+    shaped,
+)
 from replay_runs import Run
 from varying import named, vary
 
@@ -49,29 +68,6 @@ def equal(a: Call, b: Call) -> list[str]:
 
 
 # Against float64. Outputs are f32, so that what the tensor cores leave out would show.
-
-SHAPES = {"h16": (16, 64, 128, 1), "h32g2": (32, 64, 128, 2), "h24p80": (24, 80, 128, 1)}
-STATES = {"f32": F32, "f16": F16, "bf16": BF16}
-
-
-def shaped(name: str) -> dict[str, int]:
-    return dict(zip(("heads", "headdim", "d_state", "groups"), SHAPES[name], strict=True))
-
-
-def at_shapes() -> list[Case]:
-    cases = []
-    for base in (STEP, RING):
-        for shape in SHAPES:
-            wide = replace(base, id=f"{base.id}-{shape}", tokens=6, **shaped(shape))
-            cases += vary(wide, **{f"state_{n}": {"state": t} for n, t in STATES.items()})
-            cases += vary(wide, x_f16={"x": F16, "z": F16}, x_f32={"x": F32, "dt": F32}, two={"two_kernels": True}, z={"z": BF16})
-            cases += vary(wide, t1={"tokens": 1}, t8={"tokens": 8}, t16={"tokens": 16, "window": 16}, t27={"tokens": 27, "window": 32})
-            cases += vary(wide, t32_bf16={"tokens": 32, "window": 32, "state": BF16}, two_t16={"two_kernels": True, "tokens": 16})
-    cases = [replace(c, window=16) if not c.ring and c.tokens > c.window else c for c in cases]
-    large = replace(STEP, heads=16, headdim=64, d_state=128, groups=1, tokens=6, state=BF16)
-    own = [replace(large, id=f"step-own-b{n}", batch=n, out=BF16, seeds="slots") for n in (48, 100)]  # warps with rows of their own
-    own.append(replace(own[-1], id="step-own-advance", arrivals=True, z=F16))
-    return [*cases, *own, *[replace(large, id=f"step-h16-b{n}", batch=n) for n in (1, 4, 32, 100)]]
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +189,7 @@ def test_variants_are_bit_equal(case):
     for i, kind in enumerate(kinds):
         specs = list(family.space(make(replace(case, **kind), DEVICE).problem, arch()))
         assert specs, f"no variant of {kind}"
-        own = [spec for spec in specs if spec.walk]  # by warps with rows of their own
+        own = [spec for spec in specs if spec.own_rows]  # by warps with rows of their own
         picked = random.Random(i).sample(specs, min(8, len(specs))) + random.Random(i).sample(own, min(6, len(own)))
         variants += [(kind, spec) for spec in (*picked, chosen(make(replace(case, **kind), DEVICE)))]
     prepare([spec for _, spec in variants])

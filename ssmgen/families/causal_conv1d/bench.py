@@ -241,7 +241,7 @@ def _what(row: Mapping[str, Any]) -> str:
 
 HEADING = (
     f"{'us':>9}{'TB/s':>7}{'no pdl':>9}{'mul':>9}{'x mul':>8}{'causal_conv1d':>15}{'ratio':>7}"
-    f"{'host us':>9}{'bound':>7}{'peer':>7}{'compile s':>11}  rule"
+    f"{'host us':>9}{'bound':>7}{'peer':>7}{'compile s':>11}{reports.LAST}"
 )
 
 
@@ -252,7 +252,7 @@ def columns(row: Mapping[str, Any]) -> str:
         cell(row["served_us"], 9) + cell(row["tbs"], 7) + cell(us["ssmgen"], 9) + cell(us["mul"], 9) + cell(row["mul_ratio"], 8, 3)
         + cell(us.get("causal_conv1d"), 15) + cell(row["peer_ratio"].get("causal_conv1d"), 7) + cell(host.get("ssmgen"), 9)
         + cell(host.get("ssmgen_bound"), 7) + cell(host.get("causal_conv1d"), 7, 1) + cell(row["compile_seconds"], 11, 3)
-        + f"  {row['rule']}"
+        + reports.last(row)
     )  # fmt: skip
 
 

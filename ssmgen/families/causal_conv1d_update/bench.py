@@ -3,7 +3,8 @@
 Slots are drawn at random from a pool of 640 MB, or of four batches if that is more; every set has slots and inputs of its own, weight and
 bias do not rotate. Several tokens: the window rolls, and of each sequence's last tokens a random number was accepted. TB/s counts x, out,
 the width - 1 inputs of each channel's window that are read, and all of the window that is written: 16 bytes per channel for one token,
-width 4 and 16-bit types. The ceiling is torch's multiplication in place, of as many bytes of the pool, dense.
+width 4 and 16-bit types. The ceiling is torch's multiplication in place, of as many bytes of the pool, dense. Beside a draft tree the same
+tokens are timed as a chain.
 
 Peer: Dao-AILab's causal_conv1d_update, for one token; it does not roll. It returns a new tensor; that is kept until the set's next turn.
 Host times are eager calls, arguments at hand.
@@ -29,12 +30,12 @@ from ...bench import report as reports
 from ...bench import schema
 from ...bench.multiplied import keeping, measure
 from ...bench.progress import PRINTING, Watch
-from ...bench.report import HOST_BATCH, MIN_SETS
+from ...bench.report import HOST_BATCH, MIN_SETS, cell
 from ...bench.rows import Point
-from ...bench.schema import COUNT, TEXT
+from ...bench.schema import COUNT, FLAG, TEXT
 from ...calls.checks import TORCH_DTYPES
 from ...models import Model
-from ...spec import DType
+from ...spec import DType, must
 from ..causal_conv1d.bench import DTYPE, HEADING, WIDTH, checked, columns
 from .reference import causal_conv1d_update as reference
 
@@ -51,10 +52,11 @@ OPTIONS = (
     click.option("--dim", type=click.IntRange(1), default=12288, show_default=True),
     WIDTH,
     DTYPE,
+    cli.tree,
 )
 REPORT = schema.Report(
     {"layout": TEXT, "tokens": COUNT, "batch": COUNT, "dim": COUNT, "width": COUNT, "dtype": TEXT},
-    {"dim": COUNT, "width": COUNT, "dtype": TEXT},
+    {"dim": COUNT, "width": COUNT, "dtype": TEXT, "tree?": FLAG},
     schema.MUL,
     **schema.MULTIPLIED,
 )
@@ -82,6 +84,7 @@ class Case:
     batch: int
     tokens: int = 1
     width: int = 4
+    tree: bool = False
     sets: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,6 +94,7 @@ class Case:
         self.sets = max(1, min(MAX_SETS, slots // B))
         self.slots = torch.randperm(slots, device=device)[: self.sets * B].int().view(self.sets, B)
         self.accepted = torch.randint(1, T + 1, (self.sets, B), device=device, dtype=torch.int32)
+        self.parents = reports.binary_tree(B, T, device) if self.tree else None
         x = torch.randn(self.sets, B, T, dim, device=device, dtype=dtype)
         self.x, self.out = [t.squeeze(2) if T == 1 else t.transpose(2, 3) for t in (x, torch.empty_like(x))]
         self.weight = torch.randn(dim, self.width, device=device, dtype=dtype) / self.width**0.5
@@ -115,6 +119,7 @@ class Case:
         """Keywords of the i-th call."""
         call = {"x": self.x[i], "conv_state": self.state, "weight": self.weight, "bias": self.bias, "activation": "silu"}
         call |= {"conv_state_indices": self.slots[i], "out": self.out[i]}
+        call |= {} if self.parents is None else {"parents": self.parents}
         return call | ({"num_accepted_tokens": self.accepted[i]} if self.tokens > 1 else {})
 
     def ceiling(self, i: int) -> Tensor:
@@ -131,7 +136,10 @@ class Case:
         x = call["x"][rows] if self.tokens > 1 else call["x"][rows].unsqueeze(2)
         out = torch.zeros_like(x, dtype=torch.float64)
         accepted = call["num_accepted_tokens"][rows] if self.tokens > 1 else None
-        reference(x, windows, self.weight, self.bias, out=out, silu=True, num_accepted_tokens=accepted, dtype=torch.float64)
+        parents = None if self.parents is None else self.parents[rows]
+        reference(
+            x, windows, self.weight, self.bias, out=out, silu=True, num_accepted_tokens=accepted, parents=parents, dtype=torch.float64
+        )
         call["out"].fill_(float("nan"))
         self.function(**call, pdl=pdl)
         what = f"causal_conv1d_update {self.innermost.value} batch {self.batch}, {self.tokens} tokens"
@@ -151,7 +159,16 @@ def dao(case: Case) -> reports.Peer | None:
     return keeping(function, [{n: t for n, t in case.arguments(i).items() if n != "out"} for i in range(case.sets)])
 
 
-PEERS = {"causal_conv1d": dao}
+def chain(case: Case) -> reports.Peer | None:
+    """The same call without its draft tree: each token goes on from the one before it."""
+    if case.parents is None:
+        return None
+    calls = [{n: value for n, value in case.arguments(i).items() if n != "parents"} for i in range(case.sets)]
+    bound = [ssmgen.bind(case.function, **call) for call in calls]
+    return lambda i: bound[i]()
+
+
+PEERS = {"chain": chain, "causal_conv1d": dao}
 
 
 @torch.no_grad()
@@ -162,6 +179,7 @@ def run(
     dim: int = 12288,
     width: int = 4,
     dtype: DType = DType.BF16,
+    tree: bool = False,
     rounds: int = 7,
     peers: bool = True,
     watch: Watch = PRINTING,
@@ -170,7 +188,7 @@ def run(
     """The whole report, as JSON would hold it. Raises SsmgenError without a GPU."""
     report = reports.begin(__doc__)
     sizes = list(batches or BATCHES)
-    report |= {"op": "causal_conv1d_update", "dim": dim, "width": width, "dtype": dtype.value}
+    report |= {"op": "causal_conv1d_update", "dim": dim, "width": width, "dtype": dtype.value, "tree": tree}
     pools = list(itertools.product(map(Innermost, layouts or Innermost), tokens or [1]))
     watch.begins(report["op"], len(pools) * len(sizes))
     for layout, T in pools:
@@ -182,13 +200,19 @@ def run(
             named = {"layout": layout.value, "tokens": T, "batch": batch, "dim": dim, "width": width, "dtype": dtype.value}
             with reports.case(report, named, watch, _line) as row:
                 own = pool[: max(least, MIN_SETS * batch)]
-                row |= measure(Case(own, layout, batch, T, width), PEERS if peers else {}, rounds, batch <= HOST_BATCH, watch)
+                row |= measure(Case(own, layout, batch, T, width, tree), PEERS if peers else {}, rounds, batch <= HOST_BATCH, watch)
         del pool
     return report
 
 
+def mistakes(tokens: Sequence[int], tree: bool = False, **others: Any) -> list[str]:
+    """What options of the command line do not go together, in words."""
+    return [*must(not tree or min(tokens, default=1) > 1, "--tree needs --tokens of more than 1")]
+
+
 def point(report: Mapping[str, Any], row: Mapping[str, Any]) -> Point:
     several = [f"{row['tokens']} tokens, rolling"] if row["tokens"] > 1 else []
+    several += ["a draft tree"] if report.get("tree") else []
     what = [f"{row['dim']} channels, width {row['width']}, {row['dtype']}", f"{row['layout']} contiguous", *several]
     return Point(", ".join(what), "batch", str(row["batch"]), "in_place")
 
@@ -199,10 +223,15 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """The report for a terminal. `ratio`: of our time to the peer's."""
+    """The report for a terminal. `ratio`: of our time to the peer's; `chain`: the same tokens, without a draft tree."""
+    tree = report.get("tree", False)
+
+    def chain(row: Mapping[str, Any]) -> str:
+        return cell(row["us"].get("chain"), 9) + cell(row["peer_ratio"].get("chain"), 7) if tree else ""
+
     lines = [
         *reports.head(report),
         f"causal_conv1d_update: dim {report['dim']}, width {report['width']}, {report['dtype']}, bias, SiLU; innermost in the state:",
-        f"{'innermost':10}{'T':>3}{'batch':>6}{HEADING}",
+        f"{'innermost':10}{'T':>3}{'batch':>6}" + (f"{'chain':>9}{'ratio':>7}" if tree else "") + HEADING,
     ]
-    return "\n".join(lines + [f"{row['layout']:10}{row['tokens']:3}{row['batch']:6}{columns(row)}" for row in report["rows"]])
+    return "\n".join(lines + [f"{row['layout']:10}{row['tokens']:3}{row['batch']:6}{chain(row)}{columns(row)}" for row in report["rows"]])

@@ -252,13 +252,13 @@ def table(report: Mapping[str, Any]) -> str:
     ours, host = f"{'us':>9}{'TB/s':>7}{'no pdl':>9}{'mul':>9}{'x mul':>8}", f"{'host us':>9}{'bound':>7}{'compile s':>11}"
     heading = f"{ours}{''.join(f'{peer:>11}  ratio' for peer in PEERS)}{host}"
     first = "chunk_delta_rule: heads of k x heads of v x sequences x tokens"
-    lines = [*reports.head(report), first, f"{'case':32}{heading}  rule"]
+    lines = [*reports.head(report), first, f"{'case':32}{heading}{reports.LAST}"]
     for row in report["rows"]:
         us, host = row["us"], row["host_us"]
         lines.append(
             f"{_what(row):32}" + cell(row["served_us"], 9) + cell(row["tbs"], 7) + cell(us["ssmgen"], 9) + cell(us["mul"], 9)
             + cell(row["mul_ratio"], 8, 3)
             + "".join(cell(us.get(peer), 11) + cell(row["peer_ratio"].get(peer), 7) for peer in PEERS)
-            + cell(host.get("ssmgen"), 9) + cell(host.get("ssmgen_bound"), 7) + cell(row["compile_seconds"], 11, 3) + f"  {row['rule']}"
+            + cell(host.get("ssmgen"), 9) + cell(host.get("ssmgen_bound"), 7) + cell(row["compile_seconds"], 11, 3) + reports.last(row)
         )  # fmt: skip
     return "\n".join(lines)

@@ -211,6 +211,7 @@ def measure(case: Case, peers: bool, rounds: int, watch: Watch) -> dict[str, Any
     served = us.get("ssmgen_pdl", us["ssmgen"])  # pdl=None is pdl=True where the device can
     return {
         "us": us,
+        "sm_mhz": timing.sm_mhz(),
         "served_us": served,
         "bytes": case.bytes_moved,
         "tbs": case.bytes_moved / served / 1e6,
@@ -275,7 +276,7 @@ def table(report: Mapping[str, Any]) -> str:
     """The report for a terminal. `ratio`: of our time to the peer's."""
     heading = (
         f"{'us':>9}{'TB/s':>7}{'no pdl':>9}{'mul':>9}{'x mul':>8}{'sum':>9}{'x sum':>8}{'flashinfer':>12}{'ratio':>7}"
-        f"{'host us':>9}{'bound':>7}{'peer':>7}{'compile s':>11}  rule"
+        f"{'host us':>9}{'bound':>7}{'peer':>7}{'compile s':>11}{reports.LAST}"
     )
     lines = [*reports.head(report), "combine_splits: (rows, splits), bf16 output", f"{'case':44}{heading}"]
     for row in report["rows"]:
@@ -284,6 +285,6 @@ def table(report: Mapping[str, Any]) -> str:
             f"{_what(row):44}" + cell(row["served_us"], 9) + cell(row["tbs"], 7) + cell(us["ssmgen"], 9) + cell(us["mul"], 9)
             + cell(row["mul_ratio"], 8, 3) + cell(us["sum"], 9) + cell(row["sum_ratio"], 8, 3) + cell(us.get(peer), 12)
             + cell(row["peer_ratio"].get(peer), 7) + cell(host.get("ssmgen"), 9) + cell(host.get("ssmgen_bound"), 7)
-            + cell(host.get(peer), 7, 1) + cell(row["compile_seconds"], 11, 3) + f"  {row['rule']}"
+            + cell(host.get(peer), 7, 1) + cell(row["compile_seconds"], 11, 3) + reports.last(row)
         )  # fmt: skip
     return "\n".join(lines)

@@ -198,6 +198,7 @@ def measure(case: Case, peers: bool, rounds: int, watch: Watch) -> dict[str, Any
     served = us.get("ssmgen_pdl", us["ssmgen"])  # pdl=None is pdl=True where the device can
     return {
         "us": us,
+        "sm_mhz": timing.sm_mhz(),
         "served_us": served,
         "bytes": case.bytes_moved,
         "tbs": case.bytes_moved / served / 1e6,
@@ -259,7 +260,7 @@ def table(report: Mapping[str, Any]) -> str:
     """The report for a terminal. Behind each peer's time, the ratio of ours to it."""
     peers = list(dict.fromkeys(name for row in report["rows"] for name in row["peer_ratio"]))
     names = "".join(f"{name.partition('.')[0]:>11}{'ratio':>7}" for name in peers)
-    heading = f"{'us':>9}{'TB/s':>7}{'no pdl':>9}{'mul':>9}{'x mul':>8}{names}{'host us':>9}{'bound':>7}{'compile s':>11}  rule"
+    heading = f"{'us':>9}{'TB/s':>7}{'no pdl':>9}{'mul':>9}{'x mul':>8}{names}{'host us':>9}{'bound':>7}{'compile s':>11}{reports.LAST}"
     lines = [*reports.head(report), "gated_rms_norm: rows x groups x size", f"{'case':36}{heading}"]
     for row in report["rows"]:
         us, host = row["us"], row["host_us"]
@@ -267,6 +268,6 @@ def table(report: Mapping[str, Any]) -> str:
         lines.append(
             f"{_what(row):36}" + cell(row["served_us"], 9) + cell(row["tbs"], 7) + cell(us["ssmgen"], 9) + cell(us["mul"], 9)
             + cell(row["mul_ratio"], 8, 3) + others + cell(host.get("ssmgen"), 9) + cell(host.get("ssmgen_bound"), 7)
-            + cell(row["compile_seconds"], 11, 3) + f"  {row['rule']}"
+            + cell(row["compile_seconds"], 11, 3) + reports.last(row)
         )  # fmt: skip
     return "\n".join(lines)

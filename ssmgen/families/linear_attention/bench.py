@@ -4,6 +4,7 @@ State: slots drawn at random from a pool of 4 GiB, or of four batches if that is
 Split pool: the new state goes to other random slots. Intermediates: the state after each token goes to a buffer and the pool is only
 read, 1 + tokens passes over the state; ring: only the tokens' inputs are kept and the state is read, 1 pass, and the commit of all tokens
 is timed by itself; otherwise the state is read and written, 2 passes, as the slot copy does in place. TB/s counts the state.
+Draft tree: with intermediates, from which parents' states are read, uncounted; beside it the same tokens as a chain.
 
 Peers: FlashInfer gets the same call, but no ring. flash-linear-attention has no pool: it gets f32 states, contiguous, out of the pool's
 memory; it returns new ones, and keeps none per token, so that with intermediates it does less. Host times are eager calls, arguments at
@@ -40,6 +41,7 @@ from ...calls.public import call_of
 from ...errors import SsmgenError
 from ...models import Model
 from ...spec import SM90, DType, Narrow, PoolMode, must
+from .bench_peers import chain, fla, flashinfer
 from .bench_recurrences import OPS, VALUES, Operand, operands
 from .models import LinearAttention
 from .operands import NAMES
@@ -55,6 +57,7 @@ OPTIONS = (
     cli.tokens,
     cli.intermediates,
     click.option("--ring", is_flag=True, help="Keep the tokens' inputs instead, and time the commit of all of them too."),
+    cli.tree,
     cli.several("--pool-mode", "pools", cli.Choice(PoolMode), help="May repeat. Default: single."),
     click.option("--heads", type=click.IntRange(1), help="Default: 64 for gated_delta_rule, else 32."),
     click.option("--key-heads", type=click.IntRange(1), help="Default: 16 for gated_delta_rule, else as many as heads."),
@@ -63,7 +66,7 @@ OPTIONS = (
 )
 REPORT = schema.Report(
     {"tokens": COUNT, "intermediates": FLAG, "ring": FLAG, "pool": TEXT, "state": TEXT, "batch": COUNT},
-    {"heads": COUNT, "key_heads": COUNT, "dim": COUNT, "value_dim?": COUNT},
+    {"heads": COUNT, "key_heads": COUNT, "dim": COUNT, "value_dim?": COUNT, "tree?": FLAG},
     schema.COPY,
 )
 QUICK: dict[str, Any] = {"batches": (1, 16, 128)}
@@ -89,6 +92,7 @@ class Case:
     intermediates: bool = False
     pool: PoolMode = PoolMode.SINGLE
     ring: bool = False
+    tree: bool = False
     sets: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -121,6 +125,7 @@ class Case:
         if self.intermediates:
             count = max(1, min(self.sets, POOL_BYTES // (B * T * self.slot_bytes)))
             self.kept = torch.empty(count, B, T, heads, V, K, device=device, dtype=self.state.dtype)
+        self.parents = reports.binary_tree(B, T, device) if self.tree else None
 
     @property
     def function(self) -> Callable[..., Tensor]:
@@ -153,6 +158,8 @@ class Case:
             call["dst_state_indices"] = self.targets[i]
         if self.kept is not None:
             call |= {"intermediate_states": self.kept[i % len(self.kept)], "update_state": False}
+        if self.parents is not None:
+            call |= {"parents": self.parents}
         if self.raw is not None:
             call |= {"ring": self.raw, "update_state": False}
         return call
@@ -199,7 +206,7 @@ class Case:
         own = torch.arange(len(touched), device=rows.device).split(len(rows))
         small = {n: v for n, v in call.items() if n not in ("ring", "state_scale")} | dict(zip(indices, own, strict=True))
         small["state"] = reports.numbers(self.state, self.scale, touched)
-        small |= {n: call[n][rows] for n in (*self.operands, "out", "intermediate_states") if n in call}
+        small |= {n: call[n][rows] for n in (*self.operands, "out", "intermediate_states", "parents") if n in call}
         given, options = call_of(self.function, **small)[1:3]
         views = token_views({name: t for name, t in zip(NAMES, given, strict=True) if t is not None}, options, [])
         views |= {name: views[name].double() for name in ("state", "out", "intermediate_states") if name in views}
@@ -208,44 +215,7 @@ class Case:
         return touched, views
 
 
-def flashinfer(case: Case) -> reports.Peer | None:
-    """FlashInfer's kernels for a bf16 state of 128 x 128."""
-    if case.op != "gated_delta_rule" or case.state.dtype != torch.bfloat16 or case.state.shape[2:] != (128, 128):
-        return None
-    name = "gated_delta_rule" if case.tokens == 1 and not case.intermediates else "gated_delta_rule_mtp"
-    function = reports.imported("flashinfer.gdn_kernels.gdn_decode_bf16_state", name)
-    if function is None:
-        return None
-    theirs = {
-        "g": "a", "beta": "b", "out": "output", "state": "initial_state_source", "state_indices": "initial_state_indices",
-        "dst_state_indices": "output_state_indices", "intermediate_states": "intermediate_states_buffer",
-    }  # fmt: skip
-    options = {"use_qk_l2norm_in_kernel": True} | ({"disable_state_update": True} if case.intermediates or case.ring else {})
-    calls = [{theirs.get(n, n): t for n, t in case.arguments(i).items() if isinstance(t, Tensor)} | options for i in range(case.sets)]
-    return lambda i: function(**calls[i])
-
-
-def fla(case: Case) -> reports.Peer | None:
-    """flash-linear-attention's fused_recurrent functions."""
-    recurrence = OPS[case.op]
-    _, heads, V, K = case.state.shape
-    if heads != case.key_heads and not recurrence.fla_groups:
-        return None
-    module, _, name = recurrence.fla.rpartition(".")
-    function = reports.imported(module, name)
-    if function is None:
-        return None
-    parts = case.state.flatten().view(torch.float32).split(case.batch * heads * K * V)
-    states = [part.view(case.batch, heads, K, V) for part in parts if len(part) == len(parts[0])]
-    calls = []
-    for i in range(case.sets):
-        call = {n: t[i] for n, t in case.operands.items()} | case.weights | recurrence.fla_options
-        call = {n: value for n, value in call.items() if value is not None}
-        calls.append(call | {"initial_state": states[i % len(states)], "output_final_state": True})
-    return lambda i: function(**calls[i])
-
-
-PEERS = {"flashinfer": flashinfer, "fla": fla}
+PEERS = {"chain": chain, "flashinfer": flashinfer, "fla": fla}
 
 
 @torch.no_grad()
@@ -262,6 +232,7 @@ def run(
     dim: int | None = None,
     value_dim: int | None = None,
     ring: bool = False,
+    tree: bool = False,
     rounds: int = 7,
     peers: bool = True,
     watch: Watch = PRINTING,
@@ -275,7 +246,7 @@ def run(
     recurrence = OPS[op]
     heads, key_heads, dim = shape(op, heads, key_heads, dim)
     values = value_dim or dim
-    report |= {"op": op, "heads": heads, "key_heads": key_heads, "dim": dim, "value_dim": values}
+    report |= {"op": op, "heads": heads, "key_heads": key_heads, "dim": dim, "value_dim": values, "tree": tree}
     state_types = states or [recurrence.state]
     points = list(itertools.product(pools or [PoolMode.SINGLE], tokens or [1], batches or recurrence.batches))
     watch.begins(op, len(state_types) * len(points))
@@ -288,7 +259,9 @@ def run(
             named = {"op": op, "state": state_type.value, "pool": pool.value, "tokens": T, "intermediates": kept, "ring": ring, "batch": B}
             with reports.case(report, named, watch, _line) as row:
                 own = state[: count(B, pool)]
-                row |= _measured(Case(op, own, key_heads, B, T, kept, pool, ring), report["ceilings_tbs"]["in_place"], rounds, peers, watch)
+                row |= _measured(
+                    Case(op, own, key_heads, B, T, kept, pool, ring, tree), report["ceilings_tbs"]["in_place"], rounds, peers, watch
+                )
         del state
     return report
 
@@ -301,7 +274,7 @@ def shape(op: str, heads: int | None, key_heads: int | None, dim: int | None) ->
 
 def mistakes(
     op: str, tokens: Sequence[int], pools: Sequence[PoolMode], intermediates: bool | None,
-    heads: int | None, key_heads: int | None, dim: int | None, ring: bool = False, **others: Any,
+    heads: int | None, key_heads: int | None, dim: int | None, ring: bool = False, tree: bool = False, **others: Any,
 ) -> list[str]:  # fmt: skip
     """What options of the command line do not go together, in words."""
     HV, HK, _ = shape(op, heads, key_heads, dim)
@@ -310,6 +283,11 @@ def mistakes(
         *must(key_heads is None or OPS[op].groups, f"{op} does not take --key-heads: every head has a key of its own"),
         *must(not intermediates or max(tokens, default=1) > 1, "--intermediates needs --tokens of more than 1"),
         *must(not ring or op in ("gated_delta_rule", "kda"), f"{op} has no ring"),
+        *must(not tree or min(tokens, default=1) > 1, "--tree needs --tokens of more than 1"),
+        *must(
+            not tree or not (ring or intermediates is False or PoolMode.SPLIT in pools),
+            "--tree keeps every token's state: with --intermediates",
+        ),
         *must(not (ring and intermediates), "--ring is instead of --intermediates"),
         *must(not ring or PoolMode.SPLIT not in pools, "--ring leaves the pool as it is: not with --pool-mode split"),
         *must(not intermediates or PoolMode.SPLIT not in pools, "--intermediates leaves the pool as it is: not with --pool-mode split"),
@@ -341,6 +319,7 @@ def _measured(case: Case, ceiling: float, rounds: int, peers: bool, watch: Watch
     tbs = case.state_bytes / served / 1e6
     return {
         "us": us,
+        "sm_mhz": timing.sm_mhz(),
         "served_us": served,
         "passes": case.passes,
         "state_bytes": case.state_bytes,
@@ -360,6 +339,7 @@ def point(report: Mapping[str, Any], row: Mapping[str, Any]) -> Point:
     dim, values = report["dim"], report.get("value_dim", report["dim"])
     several = [f"{row['tokens']} tokens"] if row["tokens"] > 1 else []
     kept = ["every state kept"] if row["intermediates"] else ["inputs kept in a ring"] if row["ring"] else []
+    kept += ["a draft tree"] if report.get("tree") else []
     split = ["split pool"] if row["pool"] == PoolMode.SPLIT.value else []
     what = [f"{report['heads']} heads of {values} x {dim}", f"{report['key_heads']} key heads", f"{row['state']} state"]
     return Point(", ".join([*what, *several, *kept, *split]), "batch", str(row["batch"]), "in_place")
@@ -375,12 +355,15 @@ def _line(row: Mapping[str, Any]) -> str:
 def table(report: Mapping[str, Any]) -> str:
     """The report for a terminal. `kept`: with intermediates; `ceiling`: TB/s over that of torch's multiplication in place."""
     dim, values = report["dim"], report.get("value_dim", report["dim"])
+    tree = report.get("tree", False)
+    chain = f"{'chain':>9}{'ratio':>7}" if tree else ""
     channels = f"K = V = {dim}" if values == dim else f"K = {dim}, V = {values}"
     lines = [
         *reports.head(report),
         f"{report['op']}: {report['heads']} heads, {report['key_heads']} key heads, {channels}",
         f"{'state':6}{'pool':>6}{'T':>3}{'kept':>5}{'batch':>6}{'us':>9}{'TB/s':>7}{'ceiling':>8}{'no pdl':>9}{'copy':>9}{'x copy':>8}"
-        f"{'flashinfer':>12}{'ratio':>7}{'fla':>9}{'ratio':>7}{'host us':>9}{'bound':>7}{'peers host':>12}{'commit':>9}  rule",
+        f"{chain}{'flashinfer':>12}{'ratio':>7}{'fla':>9}{'ratio':>7}{'host us':>9}{'bound':>7}{'peers host':>12}{'commit':>9}"
+        f"{reports.LAST}",
     ]
     for row in report["rows"]:
         kept = "yes" if row["intermediates"] else "ring" if row["ring"] else "no"
@@ -390,8 +373,9 @@ def table(report: Mapping[str, Any]) -> str:
         lines.append(
             f"{row['state']:6}{row['pool']:>6}{row['tokens']:3}{kept:>5}{row['batch']:6}"
             + cell(row["served_us"], 9) + cell(row["tbs"], 7) + cell(row["ceiling_fraction"], 8) + cell(us["ssmgen"], 9) + cell(copy, 9)
-            + cell(row["copy_ratio"], 8, 3) + cell(us.get("flashinfer"), 12) + cell(ratio.get("flashinfer"), 7)
+            + cell(row["copy_ratio"], 8, 3) + (cell(us.get("chain"), 9) + cell(ratio.get("chain"), 7) if tree else "")
+            + cell(us.get("flashinfer"), 12) + cell(ratio.get("flashinfer"), 7)
             + cell(us.get("fla"), 9) + cell(ratio.get("fla"), 7) + cell(host.get("ssmgen"), 9)
-            + cell(host.get("ssmgen_bound"), 7) + f"{others:>12}" + cell(us.get("commit"), 9) + f"  {row['rule']}"
+            + cell(host.get("ssmgen_bound"), 7) + f"{others:>12}" + cell(us.get("commit"), 9) + reports.last(row)
         )  # fmt: skip
     return "\n".join(lines)

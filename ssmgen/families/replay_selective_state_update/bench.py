@@ -138,6 +138,7 @@ def measure(case: Case, kernels: Sequence[bool | None], peers: bool, rounds: int
         "written": case.written,
         "sets": case.sets,
         "us": us,
+        "sm_mhz": timing.sm_mhz(),
         "served": first.name,
         "served_us": time,
         "best": next(form.name for form in wanted if us[form.name] == best),
@@ -253,7 +254,7 @@ def table(report: Mapping[str, Any]) -> str:
         f"{'state':6}{'window':>7}{'T':>3}{'K':>3}{'written':>8}{'batch':>6}{'us':>8}{'TB/s':>6}"
         + "".join(f"{head:>8}" for head, _ in COLUMNS)
         + f"{'copy':>8}{'x copy':>7}{'flashinfer':>11}{'ratio':>7}{'tensorrt':>9}{'ratio':>7}{'host us':>8}{'bound':>7}{'peer':>7}"
-        + f"{'compile s':>10}  rule",
+        + f"{'compile s':>10}{reports.LAST}",
     ]
     for row in report["rows"]:
         us, host, ratio = row["us"], row["host_us"], row["peer_ratio"]
@@ -263,6 +264,6 @@ def table(report: Mapping[str, Any]) -> str:
             + cell(row["copy_us"], 8) + cell(row["copy_ratio"], 7) + cell(us.get("flashinfer"), 11) + cell(ratio.get("flashinfer"), 7)
             + cell(us.get("tensorrt_llm"), 9) + cell(ratio.get("tensorrt_llm"), 7) + cell(host.get("ssmgen"), 8)
             + cell(host.get("ssmgen_bound"), 7) + cell(host.get("flashinfer"), 7, 1) + cell(row["compile_seconds"], 10, 3)
-            + f"  {row['rule']}"
+            + reports.last(row)
         )  # fmt: skip
     return "\n".join(lines)

@@ -39,21 +39,21 @@ class ReplaySpec(ReplayArguments):
     prefetch: int = 0  # ask L2 for the tile of the block this many blocks ahead; 0 = off
     pdl: Pdl = Pdl.OFF
     ahead_pdl: Pdl = Pdl.OFF  # MAIN: of the kernel ahead of it
-    walk: int = field(default=0, metadata=LATER)  # times 16 rows that a warp goes through by itself; 0 = a block's warps share all else
+    own_rows: bool = field(default=False, metadata=LATER)  # a warp does all that its 16 rows need by itself; else a block's warps share it
 
     @property
     def needs(self) -> Needs:
         narrow = self.scaled and self.part is not Part.PRECOMPUTE
         by_byte = narrow and self.state.size == 1 and self.state_loads is Loads.ELEMENT
         ahead = self.prefetch > 0
-        noise = self.walk > 0 and self.philox_rounds > 0 and not self.scaled
-        needs = replace(super().needs, matrix_turns=self.walk > 0, noise_at_once=noise)
+        noise = self.own_rows and self.philox_rounds > 0 and not self.scaled
+        needs = replace(super().needs, matrix_turns=self.own_rows, noise_at_once=noise)
         return replace(needs, mma="bf16", prefetch=ahead, lines=ahead and narrow, narrow=narrow, bytes=by_byte)
 
     @property
     def tile(self) -> int:
-        """Rows of headdim per block, or with `walk` of all heads."""
-        return 16 * self.warps * max(1, self.walk)
+        """Rows of headdim per block, or with own_rows of all heads."""
+        return 16 * self.warps
 
     @property
     def tiles(self) -> int:
@@ -63,7 +63,7 @@ class ReplaySpec(ReplayArguments):
     @property
     def blocks(self) -> int:
         """Per sequence."""
-        if self.walk:
+        if self.own_rows:
             return self.nheads * self.headdim // self.tile
         return self.nheads // self.group_heads if self.part is Part.PRECOMPUTE else self.nheads * self.tiles
 
@@ -73,7 +73,7 @@ class ReplaySpec(ReplayArguments):
 
     @property
     def traffic(self) -> tuple[int, int]:
-        tile = min(self.tile, self.headdim * (self.nheads if self.walk else 1)) * self.d_state * self.state.size
+        tile = min(self.tile, self.headdim * (self.nheads if self.own_rows else 1)) * self.d_state * self.state.size
         return tile, tile
 
     @property
@@ -100,7 +100,7 @@ class ReplaySpec(ReplayArguments):
                 shape,
                 f"{self.history.value}{self.window}",
                 kind,
-                f"w{self.warps}" + (f"x{self.walk}" if self.walk else "") + (f"h{self.helpers}" if self.helpers else ""),
+                f"w{self.warps}" + ("own" if self.own_rows else "") + (f"h{self.helpers}" if self.helpers else ""),
                 *extras,
                 *pdl,
             ]
@@ -137,12 +137,12 @@ class ReplaySpec(ReplayArguments):
     def violations(self, arch: Arch) -> list[str]:
         if not 1 <= self.warps <= 16:
             return [*self.faults(), f"warps {self.warps} are not 1 … 16"]
-        whole = self.walk > 0 or self.headdim % self.tile == 0
+        whole = self.own_rows or self.headdim % self.tile == 0
         return [
             *self.faults(),
-            *self._walk_violations(),
+            *self._own_rows_violations(),
             *must(
-                self.part is Part.PRECOMPUTE or self.walk > 0 or self.tile < self.headdim + 16,
+                self.part is Part.PRECOMPUTE or self.own_rows or self.tile < self.headdim + 16,
                 f"{self.warps} warps of 16 rows exceed the {self.headdim} rows of a head",
             ),
             *must((self.part is Part.FUSED) != self.two_kernels, f"{self.part.value} is of {'two kernels' if self.two_kernels else 'one'}"),
@@ -168,14 +168,13 @@ class ReplaySpec(ReplayArguments):
             ),
         ]
 
-    def _walk_violations(self) -> list[str]:
+    def _own_rows_violations(self) -> list[str]:
         """What a warp with rows of its own cannot do, if there are such."""
-        if not self.walk:
+        if not self.own_rows:
             return []
-        rows, half = 16 * self.walk, (DType.BF16, DType.F16)
+        half = (DType.BF16, DType.F16)
         return [
-            *must(1 <= self.walk <= 8, f"walk {self.walk} is not 0 … 8"),
-            *must(self.headdim % rows == 0, f"{rows} rows of a warp do not divide the {self.headdim} of a head"),
+            *must(self.headdim % 16 == 0, f"16 rows of a warp do not divide the {self.headdim} of a head"),
             *must(self.nheads * self.headdim % self.tile == 0, f"{self.tile} rows of a block do not divide those of {self.nheads} heads"),
             *must(self.part is Part.FUSED and not self.materialize, "rows of a warp's own are for the one kernel that has tokens"),
             *must(not self.helpers, "rows of a warp's own leave nothing to helpers"),
@@ -223,7 +222,7 @@ class ReplaySpec(ReplayArguments):
 
     @property
     def shared_bytes(self) -> int:
-        if self.walk:
+        if self.own_rows:
             return 0
         rows = self.window * self.old_pitch + (0 if self.materialize else 2 * self.tokens * self.pitch)
         total = self.x_terms * rows * 2 * self.vec
@@ -242,14 +241,14 @@ class ReplaySpec(ReplayArguments):
             "pooled": self.index is not Index.NONE,
             "ragged": self.cu_seqlens is not Index.NONE,
             "step": self.history is History.STEP,
-            "tail": not self.walk and self.headdim % self.tile != 0,
+            "tail": not self.own_rows and self.headdim % self.tile != 0,
             "vector_state": self.state_loads is Loads.VECTOR,
             "vector": self.operand_loads is Loads.VECTOR,
             "makes": self.part is not Part.MAIN and not self.materialize,
             "applies": self.part is not Part.PRECOMPUTE,
             "several": self.part is Part.PRECOMPUTE,
             "there": not self.materialize,  # the tokens
-            "x_fits": " && tile * kTile + column < kHeadDim" if not self.walk and self.headdim % self.tile else "",
+            "x_fits": " && tile * kTile + column < kHeadDim" if not self.own_rows and self.headdim % self.tile else "",
             "rounded": {self.state.value} if self.philox_rounds else set(),
             "narrow_noise": self.scaled and bool(self.philox_rounds),
             # Pairs of terms of the two factors of a product; what is left out is below 2^-24 of it.
@@ -279,8 +278,8 @@ def space(problem: ReplayProblem, arch: Arch) -> Iterator[ReplaySpec]:
         spec = _spec(problem, part=part, pdl=pdl, **how)
         if not spec.violations(arch):
             yield spec
-    for walk, warps, ahead, pdl in product((1, 2, 4), (2, 4), (0, 264), Pdl):
-        spec = _spec(problem, part=part, walk=walk, warps=warps, prefetch=ahead // walk, pdl=pdl)
+    for warps, prefetch, pdl in product((2, 4), (0, 264), Pdl):
+        spec = _spec(problem, part=part, own_rows=True, warps=warps, prefetch=prefetch, pdl=pdl)
         if not spec.violations(arch):
             yield spec
 
@@ -299,7 +298,7 @@ def _noisy(problem: ReplayProblem, arch: Arch) -> dict[str, Any] | None:
     if not (problem.philox_rounds and measured) or problem.d_state > 128:
         return None
     warps = next((n for n in (4, 2) if problem.nheads * problem.headdim % (16 * n) == 0), 1)
-    return {"warps": warps, "walk": 1, "prefetch": 264 if arch >= SM90 else 0}
+    return {"warps": warps, "own_rows": True, "prefetch": 264 if arch >= SM90 else 0}
 
 
 def _how(problem: ReplayProblem, heads: int, arch: Arch) -> tuple[str, dict[str, Any]]:

@@ -271,6 +271,7 @@ def _measured(case: Case, ceiling: float, rounds: int, peers: bool, watch: Watch
     copy = min((us[name] for name in ("copy_pdl", "copy") if name in us), default=None)
     return {
         "us": us,
+        "sm_mhz": timing.sm_mhz(),
         "served_us": served,
         "passes": case.passes,
         "tbs": case.state_bytes / served / 1e6,
@@ -302,7 +303,8 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         *reports.head(report),
         f"{'model':18}{'heads':>6} {'state':6}{'T':>3}{'kept':>5}{'batch':>6}{'us':>9}{'TB/s':>7}{'ceiling':>8}{'no pdl':>9}{'copy':>9}"
-        f"{'x copy':>8}{'flashinfer':>12}{'ratio':>7}{'mamba_ssm':>11}{'ratio':>7}{'host us':>9}{'bound':>7}{'peers host':>14}  rule",
+        f"{'x copy':>8}{'flashinfer':>12}{'ratio':>7}{'mamba_ssm':>11}{'ratio':>7}{'host us':>9}{'bound':>7}{'peers host':>14}"
+        f"{reports.LAST}",
     ]
     for row in report["rows"]:
         us, host, kept = row["us"], row["host_us"], "yes" if row["intermediates"] else "no"
@@ -313,6 +315,6 @@ def table(report: dict[str, Any]) -> str:
             + cell(min((us[name] for name in ("copy", "copy_pdl") if name in us), default=None), 9) + cell(row["copy_ratio"], 8, 3)
             + cell(us.get("flashinfer"), 12) + cell(row["peer_ratio"].get("flashinfer"), 7)
             + cell(us.get("mamba_ssm"), 11) + cell(row["peer_ratio"].get("mamba_ssm"), 7) + cell(host.get("ssmgen"), 9)
-            + cell(host.get("ssmgen_bound"), 7) + f"{others:>14}  {row['rule']}"
+            + cell(host.get("ssmgen_bound"), 7) + f"{others:>14}" + reports.last(row)
         )  # fmt: skip
     return "\n".join(lines)

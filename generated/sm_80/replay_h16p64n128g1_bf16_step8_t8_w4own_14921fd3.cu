@@ -3,7 +3,7 @@
 //   out=bf16  dt_softplus=yes  history=step  tokens=8  window=8  materialize=no  cu_seqlens=none  index=i32
 //   advance=no  two_kernels=no  internal_pdl=yes  after_conv=no  philox_rounds=10  terms=3  state_loads=vector
 //   operand_loads=vector  part=fused  warps=4  helpers=0  group_heads=1  min_blocks=0  prefetch=0  pdl=off
-//   ahead_pdl=off  walk=1
+//   ahead_pdl=off  own_rows=yes
 // The state S stands where the last step began. With the K entries of its history, which is the last step's tokens, and sums s of dt A:
 //     S' = exp(s_K) S + sum_k exp(s_K - s_k) dt_k x_k B_k
 //     out_t = exp(s_K + s_t) C_t S + sum_k mix[t, k] x_k + sum_{j <= t} mix[t, j] x_j + D x_t
@@ -27,8 +27,7 @@ constexpr int kWindow = 8;  // entries of the history, at most
 constexpr int kTokens = 8;  // of a step, at most
 constexpr int kEntries = 16;  // of both
 constexpr int kThreads = 128;
-constexpr int kWalk = 1;  // times 16 rows of a head are a warp's
-constexpr int kParts = kHeadDim / (16 * kWalk);  // warps per head
+constexpr int kParts = kHeadDim / 16;  // warps per head
 constexpr int kBlocks = kHeads * kParts / (kThreads / 32);  // per sequence
 constexpr int kVec = 8;  // neighbouring elements of the state per lane: 16 bytes
 constexpr int kSpans = kDState / (4 * kVec);  // of a row, each of four lanes
@@ -374,7 +373,7 @@ struct alignas(8) Pair {
 // ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-replay_h16p64n128g1_bf16_step8_t8_w4x1_29a17e97(
+replay_h16p64n128g1_bf16_step8_t8_w4own_14921fd3(
     bf16* state, bf16* old_x, bf16* old_B, f32* old_dt, f32* old_dA_cumsum, const int* cache_buf_idx,
     const int* prev_num_accepted_tokens, const bf16* x, const bf16* dt, const f32* A, const bf16* B, const bf16* C,
     const bf16* D, const bf16* dt_bias, bf16* out, const int* state_indices, const i64* rand_seed, i64 slots,
@@ -384,9 +383,9 @@ replay_h16p64n128g1_bf16_step8_t8_w4x1_29a17e97(
     u32 old_dA_cumsum_buffer, u32 old_dA_cumsum_head, u32 old_dA_cumsum_token, u32 x_batch, u32 x_token, u32 x_head,
     u32 dt_batch, u32 dt_token, u32 dt_head, u32 A_head, u32 B_batch, u32 B_token, u32 B_group, u32 C_batch,
     u32 C_token, u32 C_group, u32 D_head, u32 D_row, u32 dt_bias_head, u32 out_batch, u32 out_token, u32 out_head) {
-  // Warps walk the rows of a head, then the heads of a sequence, then the batch.
+  // Warps go through the rows of a head, 16 each, then the heads of a sequence, then the batch.
   const u32 lane = threadIdx.x % 32, warp = blockIdx.x % kBlocks * (kThreads / 32) + threadIdx.x / 32;  // of the sequence
-  const u32 batch = blockIdx.x / kBlocks, head = warp / kParts, first_row = warp % kParts * (16 * kWalk);
+  const u32 batch = blockIdx.x / kBlocks, head = warp / kParts, first_row = warp % kParts * 16;
   const u32 group = head / kHeadsPerGroup;
   const u32 quad = lane / 4, part = lane % 4;  // of a fragment: its row or column, and which two or four of what is summed over
 
@@ -398,32 +397,26 @@ replay_h16p64n128g1_bf16_step8_t8_w4x1_29a17e97(
   C += u64(batch) * C_batch + group * C_group;
   out += u64(batch) * out_batch + head * out_head;
   // A quad of lanes has a token or an entry of eight. Of its B and C a lane has kVec elements of each span, of its x, z and output four of
-  // 16 rows. Two neighbours are a word, and words of the same place an 8 x 8 matrix, which turned has a row or column per quad.
+  // the 16 rows. Two neighbours are a word, and words of the same place an 8 x 8 matrix, which turned has a row or column per quad.
   const auto bc_at = [&](int span) { return span * 4 * kVec + part * kVec; };
-  const u32 x_at = first_row + part * 4;  // and 16 on, with every 16 rows
+  const u32 x_at = first_row + part * 4;
   Pack<X, kVec> raw_B[kTokens / 8][kSpans];
   Pack<X, kVec> raw_C[kTokens / 8][kSpans];
   Pack<bf16, 4> raw_x[kTokens / 8];
-  const auto load_x = [&](int sixteen) {
 #pragma unroll
-    for (int i = 0; i < kTokens / 8; ++i) {
-      const u32 t = i * 8 + quad;
-      raw_x[i] = t < tokens ? load_vector<bf16, 4>(x + t * x_token + x_at + 16 * sixteen) : zero_pack<bf16, 4>();
+  for (int i = 0; i < kTokens / 8; ++i) {
+    const u32 t = i * 8 + quad;
+#pragma unroll
+    for (int span = 0; span < kSpans; ++span) {
+      raw_B[i][span] = t < tokens ? load_vector<X, kVec>(B + t * B_token + bc_at(span)) : zero_pack<X, kVec>();
+      raw_C[i][span] = t < tokens ? load_vector<X, kVec>(C + t * C_token + bc_at(span)) : zero_pack<X, kVec>();
     }
-  };
-  const auto load_tokens = [&] {
+  }
 #pragma unroll
-    for (int i = 0; i < kTokens / 8; ++i) {
-      const u32 t = i * 8 + quad;
-#pragma unroll
-      for (int span = 0; span < kSpans; ++span) {
-        raw_B[i][span] = t < tokens ? load_vector<X, kVec>(B + t * B_token + bc_at(span)) : zero_pack<X, kVec>();
-        raw_C[i][span] = t < tokens ? load_vector<X, kVec>(C + t * C_token + bc_at(span)) : zero_pack<X, kVec>();
-      }
-    }
-    load_x(0);
-  };
-  load_tokens();
+  for (int i = 0; i < kTokens / 8; ++i) {
+    const u32 t = i * 8 + quad;
+    raw_x[i] = t < tokens ? load_vector<bf16, 4>(x + t * x_token + x_at) : zero_pack<bf16, 4>();
+  }
   // Lane t has token t.
   const float raw_dt = lane < tokens ? to_float(load(dt + lane * dt_token)) : 0.f;
   const float raw_bias = to_float(load(dt_bias + head * dt_bias_head));
@@ -433,9 +426,7 @@ replay_h16p64n128g1_bf16_step8_t8_w4x1_29a17e97(
   if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // padding: zero output, nothing else touched
 #pragma unroll
     for (int i = 0; i < kTokens / 8; ++i) {
-#pragma unroll
-      for (int sixteen = 0; sixteen < kWalk; ++sixteen)
-        if (i * 8 + quad < tokens) store_vector(out + (i * 8 + quad) * out_token + x_at + 16 * sixteen, zero_pack<bf16, 4>());
+      if (i * 8 + quad < tokens) store_vector(out + (i * 8 + quad) * out_token + x_at, zero_pack<bf16, 4>());
     }
     return;
   }
@@ -447,18 +438,14 @@ replay_h16p64n128g1_bf16_step8_t8_w4x1_29a17e97(
   const u32 first_share = (head * kHeadDim + quad_row) * kDState + part * kVec;
   State* const from = state + slot * state_slot + first_share;
   Pack<State, kVec> rows[kSpans][2];
+#pragma unroll
+  for (int span = 0; span < kSpans; ++span) {
+#pragma unroll
+    for (int side = 0; side < 2; ++side) rows[span][side] = load_vector<State, kVec>(from + 2 * side * kDState + span * 4 * kVec);
+  }
   float skip[2];
-  const auto load_span = [&](int span, int sixteen) {
 #pragma unroll
-    for (int side = 0; side < 2; ++side) rows[span][side] = load_vector<State, kVec>(from + (16 * sixteen + 2 * side) * kDState + span * 4 * kVec);
-  };
-  const auto load_skip = [&](int sixteen) {
-#pragma unroll
-    for (int side = 0; side < 2; ++side) skip[side] = to_float(load(D + head * D_head + (quad_row + (16 * sixteen + 2 * side)) * D_row));
-  };
-#pragma unroll
-  for (int span = 0; span < kSpans; ++span) load_span(span, 0);
-  load_skip(0);
+  for (int side = 0; side < 2; ++side) skip[side] = to_float(load(D + head * D_head + (quad_row + 2 * side) * D_row));
 
   const auto scan = [&](float v) {  // sums over the lanes up to each
 #pragma unroll
@@ -533,20 +520,17 @@ replay_h16p64n128g1_bf16_step8_t8_w4x1_29a17e97(
   const float raw_old_dA_cumsum = lane < valid ? load(old_dA_cumsum_here + read_buffer * old_dA_cumsum_buffer + entry_of(lane) * old_dA_cumsum_token) : 0.f;
   Pack<X, kVec> raw_old_B[kWindow / 8][kSpans];
   Pack<X, 4> raw_old_x[kWindow / 8];
-  const auto load_old_x = [&](int sixteen) {
-#pragma unroll
-    for (int i = 0; i < kWindow / 8; ++i) {
-      const u32 k = i * 8 + quad;
-      raw_old_x[i] = k < valid ? load_vector<X, 4>(old_x_here + entry_of(k) * old_x_token + x_at + 16 * sixteen) : zero_pack<X, 4>();
-    }
-  };
 #pragma unroll
   for (int i = 0; i < kWindow / 8; ++i) {
     const u32 k = i * 8 + quad;
 #pragma unroll
     for (int span = 0; span < kSpans; ++span) raw_old_B[i][span] = k < valid ? load_vector<X, kVec>(old_B_here + read_buffer * old_B_buffer + entry_of(k) * old_B_token + bc_at(span)) : zero_pack<X, kVec>();
   }
-  load_old_x(0);
+#pragma unroll
+  for (int i = 0; i < kWindow / 8; ++i) {
+    const u32 k = i * 8 + quad;
+    raw_old_x[i] = k < valid ? load_vector<X, 4>(old_x_here + entry_of(k) * old_x_token + x_at) : zero_pack<X, 4>();
+  }
 
   // What the tokens read from the state, as it was before the history, which is still on its way.
   float read[kTokens / 8][2][4] = {};  // of both sides, tokens 8 i + 2 part and the one after; even and odd spans apart
@@ -617,92 +601,89 @@ replay_h16p64n128g1_bf16_step8_t8_w4x1_29a17e97(
     for (int e = 0; e < 2; ++e) decay[i][e] = exp2_approx((total + __shfl_sync(0xffffffffu, new_sum, i * 8 + 2 * part + e)) * kLog2E);
   }
 
+  State* const src[2] = {from, from + 2 * kDState};
+  const u32 share[2] = {first_share, first_share + 2 * kDState};
+  u32 value[kEntries / 8][1][2];  // x of history and step
 #pragma unroll
-  for (int sixteen = 0; sixteen < kWalk; ++sixteen) {
-    State* const src[2] = {from + 16 * sixteen * kDState, from + (16 * sixteen + 2) * kDState};
-    const u32 share[2] = {first_share + 16 * sixteen * kDState, first_share + (16 * sixteen + 2) * kDState};
-    u32 value[kEntries / 8][1][2];  // x of history and step
+  for (int side = 0; side < 2; ++side) {
+#pragma unroll
+    for (int i = 0; i < kWindow / 8; ++i) value[i][0][side] = transpose_matrix(raw_old_x[i].word[side]);
+#pragma unroll
+    for (int i = 0; i < kTokens / 8; ++i) value[kWindow / 8 + i][0][side] = transpose_matrix(raw_x[i].word[side]);
+  }
+  // The history gets x when it has been read.
+#pragma unroll
+  for (int i = 0; i < kTokens / 8; ++i) {
+    const u32 t = i * 8 + quad;
+    if (t < tokens) store_vector(old_x_here + new_entry(t) * old_x_token + x_at, raw_x[i]);
+  }
+  const auto both = [&](int i, int side, float (&f)[2]) { unpack(Pack<X, 2>{value[i][0][side]}, f); };
+  u32 write[kWindow / 8][kWriteTerms][2];  // dt x of the history as it is at its end
+#pragma unroll
+  for (int i = 0; i < kWindow / 8; ++i) {
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
+      float f[2];
+      both(i, side, f);
 #pragma unroll
-      for (int i = 0; i < kWindow / 8; ++i) value[i][0][side] = transpose_matrix(raw_old_x[i].word[side]);
+      for (int e = 0; e < 2; ++e) f[e] = f[e] * factor[i][e];
+      Term<2> terms[kWriteTerms];
+      split(f, terms);
 #pragma unroll
-      for (int i = 0; i < kTokens / 8; ++i) value[kWindow / 8 + i][0][side] = transpose_matrix(raw_x[i].word[side]);
+      for (int a = 0; a < kWriteTerms; ++a) write[i][a][side] = terms[a].word[0];
     }
-    // The history gets x when it has been read.
-#pragma unroll
-    for (int i = 0; i < kTokens / 8; ++i) {
-      const u32 t = i * 8 + quad;
-      if (t < tokens) store_vector(old_x_here + new_entry(t) * old_x_token + x_at + 16 * sixteen, raw_x[i]);
-    }
-    const auto both = [&](int i, int side, float (&f)[2]) { unpack(Pack<X, 2>{value[i][0][side]}, f); };
-    u32 write[kWindow / 8][kWriteTerms][2];  // dt x of the history as it is at its end
-#pragma unroll
-    for (int i = 0; i < kWindow / 8; ++i) {
-#pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        float f[2];
-        both(i, side, f);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) f[e] = f[e] * factor[i][e];
-        Term<2> terms[kWriteTerms];
-        split(f, terms);
-#pragma unroll
-        for (int a = 0; a < kWriteTerms; ++a) write[i][a][side] = terms[a].word[0];
-      }
-    }
+  }
 
+  if (empties) {
 #pragma unroll
     for (int span = 0; span < kSpans; ++span) {
-      if (empties) {
-        float h[2][kVec];
-#pragma unroll
-        for (int side = 0; side < 2; ++side) {
-          unpack(rows[span][side], h[side]);
-#pragma unroll
-          for (int j = 0; j < kVec; ++j) h[side][j] = h[side][j] * kept;
-        }
-#pragma unroll
-        for (int w = 0; w < kVec / 2; ++w) {
-          float sum[4] = {h[0][2 * w], h[0][2 * w + 1], h[1][2 * w], h[1][2 * w + 1]};
-          mma_bf16(sum, write[0][0][0], write[0][0][1], write[0][1][0], write[0][1][1], keys[span][0][0][w], keys[span][0][0][w]);
-          h[0][2 * w] = sum[0], h[0][2 * w + 1] = sum[1], h[1][2 * w] = sum[2], h[1][2 * w + 1] = sum[3];
-        }
-        Pack<State, kVec> caught_up[2];
-        const u64 first = u64(slot) * (kHeads * kHeadDim * kDState) + span * 4 * kVec, index[2] = {first + share[0], first + share[1]};
-        pack_stochastic(h, caught_up, seed, index);
-#pragma unroll
-        for (int side = 0; side < 2; ++side) {
-          store_vector(src[side] + span * 4 * kVec, caught_up[side]);
-        }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kTokens / 8; ++i) {
-      float result[4];
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-#pragma unroll
-        for (int side = 0; side < 2; ++side) result[2 * side + e] = (read[i][0][2 * side + e] + read[i][1][2 * side + e]) * decay[i][e];
-      }
-      mma_bf16(result, value[0][0][0], value[0][0][1], value[1][0][0], value[1][0][1], mix[i][0][0].word[0], mix[i][1][0].word[0]);
-      mma_bf16(result, value[0][0][0], value[0][0][1], value[1][0][0], value[1][0][1], mix[i][0][1].word[0], mix[i][1][1].word[0]);
-      mma_bf16(result, value[0][0][0], value[0][0][1], value[1][0][0], value[1][0][1], mix[i][0][2].word[0], mix[i][1][2].word[0]);
-      Pack<bf16, 4> outputs;
+      float h[2][kVec];
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
-        float f[2] = {result[2 * side], result[2 * side + 1]};
-        float own[2];
-        both(kWindow / 8 + i, side, own);
+        unpack(rows[span][side], h[side]);
 #pragma unroll
-        for (int e = 0; e < 2; ++e) f[e] = fmaf(skip[side], own[e], f[e]);
-        Pack<bf16, 2> packed;
-        pack(f, packed);
-        outputs.word[side] = transpose_matrix(packed.word[0]);
+        for (int j = 0; j < kVec; ++j) h[side][j] = h[side][j] * kept;
       }
-      const u32 t = i * 8 + quad;
-      if (t < tokens) store_vector(out + t * out_token + x_at + 16 * sixteen, outputs);
+#pragma unroll
+      for (int w = 0; w < kVec / 2; ++w) {
+        float sum[4] = {h[0][2 * w], h[0][2 * w + 1], h[1][2 * w], h[1][2 * w + 1]};
+        mma_bf16(sum, write[0][0][0], write[0][0][1], write[0][1][0], write[0][1][1], keys[span][0][0][w], keys[span][0][0][w]);
+        h[0][2 * w] = sum[0], h[0][2 * w + 1] = sum[1], h[1][2 * w] = sum[2], h[1][2 * w + 1] = sum[3];
+      }
+      Pack<State, kVec> caught_up[2];
+      const u64 first = u64(slot) * (kHeads * kHeadDim * kDState) + span * 4 * kVec, index[2] = {first + share[0], first + share[1]};
+      pack_stochastic(h, caught_up, seed, index);
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        store_vector(src[side] + span * 4 * kVec, caught_up[side]);
+      }
     }
+  }
+#pragma unroll
+  for (int i = 0; i < kTokens / 8; ++i) {
+    float result[4];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+#pragma unroll
+      for (int side = 0; side < 2; ++side) result[2 * side + e] = (read[i][0][2 * side + e] + read[i][1][2 * side + e]) * decay[i][e];
+    }
+    mma_bf16(result, value[0][0][0], value[0][0][1], value[1][0][0], value[1][0][1], mix[i][0][0].word[0], mix[i][1][0].word[0]);
+    mma_bf16(result, value[0][0][0], value[0][0][1], value[1][0][0], value[1][0][1], mix[i][0][1].word[0], mix[i][1][1].word[0]);
+    mma_bf16(result, value[0][0][0], value[0][0][1], value[1][0][0], value[1][0][1], mix[i][0][2].word[0], mix[i][1][2].word[0]);
+    Pack<bf16, 4> outputs;
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      float f[2] = {result[2 * side], result[2 * side + 1]};
+      float own[2];
+      both(kWindow / 8 + i, side, own);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) f[e] = fmaf(skip[side], own[e], f[e]);
+      Pack<bf16, 2> packed;
+      pack(f, packed);
+      outputs.word[side] = transpose_matrix(packed.word[0]);
+    }
+    const u32 t = i * 8 + quad;
+    if (t < tokens) store_vector(out + t * out_token + x_at, outputs);
   }
 
   if (warp % (kHeadsPerGroup * kParts) == 0) {  // read once more: few warps do this, and all others have their registers
