@@ -101,6 +101,6 @@ def _check_served(name: str, q: Tensor, k: Tensor, v: Tensor, backend: str) -> N
     reasons = [] if backend in ("auto", "flashinfer") else [f"backend={backend!r} names kernels of others; 'auto' and 'flashinfer' do not"]
     heads = q.shape[1], k.shape[1], v.shape[1]
     if heads[0] > heads[2] and (heads[1] != heads[2] or not heads[2] or heads[0] % heads[2]):
-        reasons.append(f"q, k and v have {heads[0]}, {heads[1]} and {heads[2]} heads: more of q than of v must be a multiple of both others")
+        reasons.append(f"q, k and v have {heads[0]}, {heads[1]} and {heads[2]} heads: if q has more, a multiple of both others")
     if reasons:
         raise UnsupportedError(name, reasons)

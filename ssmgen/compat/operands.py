@@ -66,10 +66,9 @@ def _check(function: Callable[..., Any], shapes: Mapping[str, str], args: tuple[
         words = str(signature.parameters[name].annotation).split(" | ")
         if not set(words) <= _KINDS.keys():
             continue
-        kinds = tuple(_KINDS[word] for word in words)
-        if isinstance(value, Integral) and not isinstance(value, bool) and "bool" in words and value in (0, 1):
-            continue  # a flag as an integer, as FlashInfer's own tests give one
-        if not isinstance(value, kinds) or (isinstance(value, bool) and "bool" not in words):
+        if "bool" in words and isinstance(value, Integral) and value in (0, 1):
+            continue  # a flag may be an integer that says the same
+        if not isinstance(value, tuple(_KINDS[word] for word in words)) or (isinstance(value, bool) and "bool" not in words):
             found = "None" if value is None else f"a {type(value).__name__}"
             problems.append(f"{name} is {found}, not {' or '.join(_CALLED[word] for word in words)}")
         elif isinstance(value, Tensor):
