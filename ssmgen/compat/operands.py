@@ -66,8 +66,6 @@ def _check(function: Callable[..., Any], shapes: Mapping[str, str], args: tuple[
         words = str(signature.parameters[name].annotation).split(" | ")
         if not set(words) <= _KINDS.keys():
             continue
-        if "bool" in words and isinstance(value, Integral) and value in (0, 1):
-            continue  # a flag may be an integer that says the same
         if not isinstance(value, tuple(_KINDS[word] for word in words)) or (isinstance(value, bool) and "bool" not in words):
             found = "None" if value is None else f"a {type(value).__name__}"
             problems.append(f"{name} is {found}, not {' or '.join(_CALLED[word] for word in words)}")
