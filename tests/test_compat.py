@@ -167,6 +167,12 @@ def test_fla_initial_state_of_other_dtype_and_strides():
     assert torch.equal(fla_call(initial_state=start)[0], o) and torch.equal(start, before)
 
 
+def test_fla_a_log_has_any_shape_of_hv_elements():
+    x = bag()
+    raw = {"g": x["raw"], "use_gate_in_kernel": True, "dt_bias": x["bias"]}
+    assert torch.equal(fla_call(**raw, A_log=x["A"].reshape(1, 1, H, 1))[0], fla_call(**raw, A_log=x["A"])[0])
+
+
 def test_fla_old_names_and_defaults():
     with pytest.warns(DeprecationWarning, match="state_v_first"):
         _, final = fla_call(transpose_state_layout=True, output_final_state=True)
@@ -273,6 +279,15 @@ def test_flashinfer_mtp_does_not_update_unless_told():
     assert returned is pool and torch.equal(pool, before) and close(out, want_o) and close(kept, each)
     flashinfer_call("mtp", pool, READ, disable_state_update=False)
     assert close(pool[READ.long()], want) and torch.equal(pool[[2, 4, 5, 7]], before[[2, 4, 5, 7]])
+
+
+def test_flashinfer_mtp_takes_an_integer_for_its_flag():
+    pools = [states(SLOTS) for _ in range(4)]
+    said = [flashinfer_call("mtp", pool, READ, disable_state_update=off)[0] for pool, off in zip(pools, (False, 0, True, 1), strict=True)]
+    assert all(torch.equal(o, said[0]) for o in said) and torch.equal(pools[0], pools[1]) and torch.equal(pools[2], pools[3])
+    assert not torch.equal(pools[0], pools[2]) and torch.equal(pools[2], states(SLOTS))
+    with pytest.raises(ArgumentError, match="disable_state_update is a str, not True or False or an integer or None"):
+        flashinfer_call("mtp", states(SLOTS), READ, disable_state_update="no")
 
 
 def test_flashinfer_mtp_gives_each_token_a_slot():

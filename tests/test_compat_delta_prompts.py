@@ -14,6 +14,7 @@ from delta_oracles import (
     SLOTS,
     TOKENS,
     UNTOUCHED,
+    K,
     V,
     assert_refused,
     checkpointed,
@@ -89,6 +90,11 @@ def test_fla_gates_and_logits_in_the_kernel(twice):
     )  # fmt: skip
     beta = logit.double().sigmoid() * (2 if twice else 1)
     assert close(o[0], walks(call | {"g": gates(raw, A_log, dt_bias), "beta": beta}, (20,))[0])
+    shaped, _ = fla.chunk_gated_delta_rule(
+        **call | {"g": raw, "beta": logit}, use_gate_in_kernel=True, A_log=A_log.reshape(1, 1, HV, 1), dt_bias=dt_bias,
+        use_beta_sigmoid_in_kernel=True, allow_neg_eigval=twice,
+    )  # fmt: skip
+    assert torch.equal(shaped, o), "A_log has any shape of HV elements"
     off, last = fla.chunk_gated_delta_rule(**call, use_gate_in_kernel=False, A_log=A_log, dt_bias=dt_bias)
     assert last is None and close(off[0], walks(call, (20,))[0]), "without use_gate_in_kernel they do not count"
 
@@ -139,6 +145,24 @@ def test_flashinfer_forgets_where_the_decay_is_zero():
     b["g"] = torch.cat([torch.ones(1, HV), b["g"][1:]])  # from nothing, with nothing to forget
     y = torch.cat([walk(logs(a), call["initial_state"][0])[0], walk(logs(b))[0]])
     assert close(flashinfer.chunk_gated_delta_rule(**call), y)
+
+
+def test_flashinfer_more_heads_of_q_than_of_v():
+    """Head h of q is with head h // 2 of k and v, and has a state of its own."""
+    call = flashinfer_call(output_final_state=True) | {"q": randn(TOKENS, 2 * HV, K, seed=3), "k": randn(TOKENS, HV, K, seed=4) / 6}
+    call |= {n: call[n].repeat(1, 2) * 0.9 for n in ("g", "beta")} | {"initial_state": torch.cat([states(len(LENGTHS))] * 2, 1)}
+    repeated = call | {n: call[n][:, [h // 2 for h in range(2 * HV)]] for n in ("k", "v")}
+    (output, final), (y, last) = (flashinfer.chunk_gated_delta_rule(**c) for c in (call, repeated))
+    assert output.shape == (TOKENS, 2 * HV, V) and torch.equal(output, y) and torch.equal(final, last)
+
+
+def test_flashinfer_final_state_of_a_sequence_without_tokens_is_its_initial_one():
+    before, lengths = states(2), (20, 0)
+    into = torch.full((2, *POOL), UNTOUCHED)
+    flashinfer.chunk_gated_delta_rule(**flashinfer_call(lengths, initial_state=before, output_state=into, output_final_state=True))
+    assert torch.equal(into[1], before[1])
+    flashinfer.chunk_gated_delta_rule(**flashinfer_call(lengths, output_state=into, output_final_state=True))
+    assert not into[1].any()
 
 
 @pytest.mark.parametrize("way", ["in place", "to another", "from nothing", "only read"])
@@ -213,13 +237,13 @@ PREFILL = flashinfer.chunk_gated_delta_rule
         (fla.chunk_gated_delta_rule, X | {"output_final_state": X["q"]}, ArgumentError, "output_final_state is a Tensor"),
         (fla.chunk_delta_rule, {n: X[n] for n in ("q", "k", "v", "beta")} | {"state_v_first": True}, NotImplementedError, "state_v_first"),
         (PREFILL, PACKED | {"backend": "cudnn"}, UnsupportedError, "backend='cudnn'"),
-        (PREFILL, PACKED | {"v": PACKED["v"][:, :1]}, UnsupportedError, "q has 2 heads, v 1"),
+        (PREFILL, PACKED | {"v": PACKED["v"][:, :1]}, UnsupportedError, "have 2, 2 and 1 heads"),
         (PREFILL, PACKED | {"cu_seqlens": None}, ArgumentError, "cu_seqlens is None"),
         (PREFILL, PACKED | {"use_cp": "yes"}, ArgumentError, "use_cp is 'yes'"),
         (PREFILL, PACKED | checkpointed() | {"checkpoint_every_n_tokens": 96}, ArgumentError, "is 96, not a multiple of 64"),
-        (PREFILL, PACKED | checkpointed() | {"checkpoint_every_n_tokens": 0}, ArgumentError, "go with checkpoint_every"),
+        (PREFILL, PACKED | checkpointed() | {"checkpoint_every_n_tokens": 0}, ArgumentError, "must be None without checkpoint_every"),
         (PREFILL, PACKED | checkpointed() | {"state_checkpoints": None}, ArgumentError, "needs state_checkpoints"),
-        (PREFILL, PACKED | {"state_indices": SLOTS, "output_final_state": True}, ArgumentError, "slots of a pool"),
+        (PREFILL, PACKED | {"state_indices": SLOTS, "output_final_state": True}, ArgumentError, "explicit output_state pool"),
         (
             PREFILL,
             PACKED | {"output_final_state": True, "output_state": states(4).to(torch.float8_e4m3fn)}, ArgumentError, "float8_e4m3fn",

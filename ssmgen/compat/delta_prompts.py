@@ -122,7 +122,7 @@ def places(
     if tokens and (checkpoints is None or first is None):
         problems.append("checkpoint_every_n_tokens needs state_checkpoints and checkpoint_cu_starts")
     if not tokens and not (checkpoints is None and first is None):
-        problems.append("state_checkpoints and checkpoint_cu_starts go with checkpoint_every_n_tokens")
+        problems.append("state_checkpoints and checkpoint_cu_starts must be None without checkpoint_every_n_tokens")
     if first is not None and cu_seqlens is not None:
         problems += objections(v, {"cu_seqlens": cu_seqlens, "checkpoint_cu_starts": first})
         if first.shape != cu_seqlens.shape or not first.numel():

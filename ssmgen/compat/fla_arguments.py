@@ -39,11 +39,16 @@ def forward_only(reverse: bool) -> None:
 def gate(
     name: str, use_gate_in_kernel: bool, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None = None
 ) -> tuple[Tensor | None, Tensor | None, float | None]:
-    """(A_log, dt_bias, lower_bound) of a raw gate, or None three times: without use_gate_in_kernel they do not count."""
+    """(A_log, dt_bias, lower_bound) of a raw gate, or None three times: without use_gate_in_kernel they do not count.
+
+    A_log may have any shape of HV elements, as there: its layers keep [1, 1, HV, 1].
+    """
     if not use_gate_in_kernel:
         return None, None, None
     if A_log is None and lower_bound is None:
         raise ArgumentError(name, ["use_gate_in_kernel=True, and A_log is None"])
+    if isinstance(A_log, Tensor) and A_log.dim() > 1:
+        A_log = A_log.reshape(-1)
     return A_log, dt_bias, lower_bound
 
 

@@ -160,7 +160,7 @@ def gated_delta_rule_mtp(
     output: Tensor | None = None,
     intermediate_states_buffer: Tensor | None = None,
     ssm_state_indices: Tensor | None = None,
-    disable_state_update: bool | None = None,
+    disable_state_update: bool | int | None = None,
     use_qk_l2norm: bool = True,
     output_state_indices: Tensor | None = None,
     cache_replayssm: bool = False,
@@ -176,7 +176,7 @@ def gated_delta_rule_mtp(
 
     ssm_state_indices: [B, T], the slot for the state after each token; the slot read from is then not written
     output_state_indices beside it: the state after the last token goes there too, by a copy that is a pass of its own
-    disable_state_update: None is True, with a warning, as long as FlashInfer's default is that
+    disable_state_update: None is True, with a warning, as long as FlashInfer's default is that; 0 is False, another integer True, as there
     intermediate_states_buffer: [B or more, T or more, HV, V, K]
     null_slot, zero_padding: as in gated_delta_rule_decode_pretranspose
     """

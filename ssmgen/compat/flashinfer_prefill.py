@@ -4,7 +4,9 @@ Deliberate differences:
 - q, k and v are bf16 or f16 with any strides of tokens and heads, K and V multiples of 16 up to 256; g and beta are f32, bf16 or f16.
 - A sequence whose slot is negative or none of the pool's gets a zero output and touches nothing; without output_final_state, it starts
   from zeros. FlashInfer asks for slots of the pool: it has no padding, so that there is no null_slot or zero_padding as of decode steps.
-- output_state is only written with output_final_state. Normalised q and k are not rounded on the way.
+- output_state is only written with output_final_state, and always then: a sequence without tokens leaves its initial state there, zeros
+  without one, where FlashInfer leaves what was there. Normalised q and k are not rounded on the way.
+- Where q has more heads than v, k and v are repeated for them, in copies.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ def chunk_gated_delta_rule(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Prompts of the gated delta rule, packed -> output [tokens, HV, V], or (output, states after each sequence) with output_final_state.
 
-    q, k: [tokens, H, K]   v: [tokens, HV, V]   g: [tokens, HV], the decay itself, 0 … 1, None for one; beta: like it, None for one
+    q, k: [tokens, H, K]   v: [tokens, HV, V]; or q: [tokens, HV, K] with fewer heads of k and v, as many of both
+    g: [tokens, HV], the decay itself, 0 … 1, None for one; beta: like it, None for one
     cu_seqlens: [N + 1], needed   scale: None or 0 is K^-0.5
     initial_state: [N, HV, V, K], None for zeros; output_state: the same, None for new ones of f32
     state_indices: [N], distinct slots: initial_state and output_state are pools [slots, HV, V, K], or one pool, which is then updated in
@@ -61,13 +64,15 @@ def chunk_gated_delta_rule(
         following of state_checkpoints [count, HV, V, K]; other rows stay. Those beside a pool are rounded to its dtype
     use_cp, _cp_chunk_len and max_seqlen divide FlashInfer's work: ignored   backend: "auto" or "flashinfer"
 
-    Raises UnsupportedError for another backend, for more heads of q than of v, and what ssmgen.chunk_gated_delta_rule raises.
+    Raises UnsupportedError for another backend, and what ssmgen.chunk_gated_delta_rule raises.
     """
     name = "FlashInfer's chunk_gated_delta_rule"
-    _check_served(name, q, v, backend)
+    _check_served(name, q, k, v, backend)
+    if v.shape[1] < q.shape[1]:
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     problems = _prompts.objections(v, {"state_indices": state_indices}, {"initial_state": initial_state})
     if state_indices is not None and output_final_state and output_state is None:
-        problems.append("state_indices are slots of a pool, and output_state, to which the final states go, is None")
+        problems.append("state_indices need an explicit output_state pool, to which the final states go: output_state is None")
     if not isinstance(use_cp, bool) and use_cp != "auto":
         problems.append(f"use_cp is {use_cp!r}, not 'auto', True or False")
     tokens, kept = checkpoint_every_n_tokens, state_checkpoints
@@ -91,10 +96,11 @@ def chunk_gated_delta_rule(
     return out if final is None else (out, final)
 
 
-def _check_served(name: str, q: Tensor, v: Tensor, backend: str) -> None:
+def _check_served(name: str, q: Tensor, k: Tensor, v: Tensor, backend: str) -> None:
     """Raises UnsupportedError for what FlashInfer has kernels for, and ssmgen has none."""
     reasons = [] if backend in ("auto", "flashinfer") else [f"backend={backend!r} names kernels of others; 'auto' and 'flashinfer' do not"]
-    if q.shape[1] > v.shape[1]:
-        reasons.append(f"q has {q.shape[1]} heads, v {v.shape[1]}: ssmgen's share heads of q and k, never of v")
+    heads = q.shape[1], k.shape[1], v.shape[1]
+    if heads[0] > heads[2] and (heads[1] != heads[2] or not heads[2] or heads[0] % heads[2]):
+        reasons.append(f"q, k and v have {heads[0]}, {heads[1]} and {heads[2]} heads: if q has more, a multiple of both others")
     if reasons:
         raise UnsupportedError(name, reasons)
