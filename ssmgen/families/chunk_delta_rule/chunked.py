@@ -173,7 +173,7 @@ class Chain(ChunkKernel, Stated):
     fetchers: int
     min_blocks: int
     ahead_pdl: Pdl
-    divided: Any  # whether sequences may be cut into segments
+    divided: bool  # whether sequences may be cut into segments
 
     @property
     def behind(self) -> bool:
@@ -253,7 +253,8 @@ def of_problem(problem: Problem, kind: type[Problem]) -> dict[str, Any]:
 
 def of_lead(spec: Any, kind: type[Problem]) -> dict[str, Any]:
     """The fields of the kernel that walks first segments, of a call's last one: the kernel behind it need not wait for it."""
-    return of_problem(spec, kind) | {n: getattr(spec, n) for n in ("tile", "stages", "fetchers", "min_blocks")} | {"pdl": released(spec.pdl)}
+    how = {name: getattr(spec, name) for name in ("tile", "stages", "fetchers", "min_blocks")}
+    return of_problem(spec, kind) | how | {"pdl": released(spec.pdl)}
 
 
 def released(pdl: Pdl) -> Pdl:

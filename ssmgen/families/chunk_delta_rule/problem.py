@@ -69,8 +69,8 @@ class ChunkProblem(Problem, Chunked):
         ]
 
 
-# The first segment of a sequence, which is walked while others are summed, has so many chunks for so many of each of these: a chunk is summed
-# in more time than it is walked.
+# The first segment of a sequence, which is walked while others are summed, has so many chunks for so many of each of these: to sum a chunk
+# takes longer than to walk it.
 LEAD = (9, 8)
 
 

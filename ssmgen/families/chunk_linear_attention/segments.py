@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from ...spec import LATER, Index, Needs
+from ...spec import LATER, Needs
 from ..chunk_delta_rule.by_warpgroups import ROWS
 from ..chunk_delta_rule.segments import SUMMING, Ends, Join, Lead, Sums, asked, joining, stateless
 from ..linear_attention.problem import Beta, Gate
