@@ -181,7 +181,7 @@ def test_segments_cover_a_sequence():
 
 
 def test_what_is_walked_at_once_is_as_long():
-    """Of 128 chunks on a card that 64 blocks of a prompt leave half idle: 46 while 41 are summed, then 41 and 41."""
+    """128 chunks, where 64 blocks of a prompt leave half of the card idle: 46 while 41 are summed, then 41 and 41."""
     assert DeltaProblem(head_k=128, head_v=128, segments=2, segment_chunks=LEAST).cut(128) == (3, 46, 41)
     assert DeltaProblem(head_k=128, head_v=128, segments=4, segment_chunks=LEAST).cut(128) == (5, 28, 25)
 
