@@ -219,7 +219,7 @@ def test_explain_says_it():
 
     assert "-> up to 8 segments, warpgroups, 64 rows, 3 stages" in explained(8, 8192)
     assert "-> up to 2 segments, " in explained(64, 8192, segments=2)
-    assert "segments: 64 heads of 128 rows fill 132 SMs with less than two segments" in explained(64, 8192)
+    assert "segments: 64 heads of 128 rows fill 132 SMs with less than 2 segments" in explained(64, 8192)
     assert "segments: not asked for, or no sequence has 48 chunks" in explained(8, 2048)
 
 

@@ -165,7 +165,7 @@ def test_the_rule_is_that_of_the_delta_rule():
 
     long = 3 * LEAST * 64 - 63
     for function in ("chunk_kda", "chunk_comba", "chunk_gdn2"):
-        assert posed(function, 8, long).segments == 8 and not posed(function, 8, long - 1).divided and not posed(function, 67, long).divided
+        assert posed(function, 8, long).segments == 8 and not posed(function, 8, long - 1).divided and not posed(function, 32, long).divided
         assert posed(function, 8, 99, segments=3).segments == 3 and not posed(function, 8, 10**4, segments=1).divided
     assert not posed("chunk_gla", 8, long).divided and not posed("chunk_rwkv7", 8, long).divided
     wrong = LinearPromptProblem(head_k=64, head_v=64, rule=Rule.PLAIN, segments=2).faults()
@@ -195,8 +195,8 @@ def test_a_workspace_holds_what_segments_leave():
 def test_models_of_few_heads_build_them():
     model = find_model("kimi-linear-48b-a3b")
     whole, half = (model.divided(tp).asked(Wanted(), Role.SCAN) for tp in (1, 2))
-    for asked, segments in ((whole, 2), (half, 4)):
-        assert [p.segments for p in asked if getattr(p, "divided", False)] == [segments] * (len(asked) // 2)
+    assert not [p for p in whole if getattr(p, "divided", False)]
+    assert [p.segments for p in half if getattr(p, "divided", False)] == [4] * (len(half) // 2)
 
 
 # Texts.

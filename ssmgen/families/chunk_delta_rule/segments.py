@@ -26,16 +26,19 @@ from .warpgroups import WarpgroupChainSpec
 MOST = 1024  # that a call may ask for
 SUMMING = (40, 0, 232)  # registers of threads that fetch, and that hold the state; nobody writes
 LEAST = 16  # chunks of a segment, as the rule has it: below, starts of blocks and the join take what the segments save
+FEWEST = 2  # segments behind the first, as the rule has it
 
 
-def by_rule(heads: int, head_v: int) -> int:
-    """Segments of a sequence behind its first one at most, by the heads of v and their sizes: as many as fill the card, if that is two."""
-    return max(1, SMS // (heads * -(-head_v // ROWS))) if heads and head_v else 1
+def by_rule(heads: int, head_v: int, fewest: int = FEWEST) -> int:
+    """Segments of a sequence behind its first one at most, by the heads of v and their sizes: as many as fill the card, if that is
+    `fewest`."""
+    most = SMS // (heads * -(-head_v // ROWS)) if heads and head_v else 1
+    return most if most >= fewest else 1
 
 
-def asked(segments: int | None, heads: int, head_v: int, longest: int) -> dict[str, Any]:
+def asked(segments: int | None, heads: int, head_v: int, longest: int, fewest: int = FEWEST) -> dict[str, Any]:
     """The fields of a problem that say it: of what a call asks for (None: the rule), where no sequence has more tokens than `longest`."""
-    most, least = (by_rule(heads, head_v), LEAST) if segments is None else (segments, 1)
+    most, least = (by_rule(heads, head_v, fewest), LEAST) if segments is None else (segments, 1)
     cut = most > 1 and longest > (cut_from(least) - 1) * CHUNK
     return {"segments": most, "segment_chunks": least} if cut else {}
 
@@ -48,10 +51,10 @@ def workspace_for(tokens: int, sequences: int, heads: int, head_k: int, head_v: 
     return image_bytes(tokens, sequences, heads) + kept * heads * cut.room * 4
 
 
-def why_not(head_v: int, heads: int) -> str:
+def why_not(head_v: int, heads: int, fewest: int = FEWEST) -> str:
     """Why a call's sequences are not cut."""
-    if by_rule(heads, head_v) == 1:
-        return f"{heads} heads of {head_v} rows fill {SMS} SMs with less than two segments: sequences are not cut"
+    if by_rule(heads, head_v, fewest) == 1:
+        return f"{heads} heads of {head_v} rows fill {SMS} SMs with less than {fewest} segments: sequences are not cut"
     return f"not asked for, or no sequence has {cut_from(LEAST)} chunks of {CHUNK} tokens: none is cut"
 
 

@@ -139,13 +139,14 @@ def space(problem: LinearPromptProblem, arch: Arch) -> Iterator[ChainSpec]:
 def candidates(problem: LinearPromptProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
     from ..chunk_delta_rule.segments import why_not
+    from .segments import FEWEST
 
     if problem.divided:  # as many parts of a sequence are walked at once
         rules = _rules(problem, size * problem.segments, arch, pdl)
         yield from ((f"up to {problem.segments} segments, {rule}", spec, why) for rule, spec, why in rules)
     else:
         if problem.rule.weighs:
-            yield "segments", None, why_not(problem.head_v, size)
+            yield "segments", None, why_not(problem.head_v, size, FEWEST)
         yield from _rules(problem, size, arch, pdl)
 
 
