@@ -78,7 +78,8 @@ def test_two_warpgroups_share_a_block():
     """With 128 rows of N or M each."""
     case = Case(heads=1, head_k=128, head_v=128)
     spec = variant(WarpgroupChainSpec, problem_of(case, **make(case, 1, 200), segments=4))
-    assert [part.tile for part in spec.kernels[1::2]] == [128, 64]
+    _, lead, sums, _ = spec.ahead
+    assert (lead.tile, sums.tile, spec.tile) == (64, 128, 64)
     laws.is_accurate(served(WarpgroupChainSpec, 4), case, 200)
 
 
@@ -175,15 +176,15 @@ def test_one_segment_is_the_kernel_that_knows_of_none():
     problem = LinearPromptProblem(head_k=128, head_v=128)
     spec = select(OPERATOR, problem, 4, SM90, True)
     assert "segment" not in str(spec) and len(spec.kernels) == 2 and "segment" not in render(spec, SM90)
-    assert len(select(OPERATOR, replace(problem, segments=4, segment_chunks=16), 4, SM90, True).kernels) == 4
+    assert len(select(OPERATOR, replace(problem, segments=4, segment_chunks=16), 4, SM90, True).kernels) == 5
 
 
 def test_a_workspace_holds_what_segments_leave():
     sizes = 8192, 3, 8, 128
     plain = ssmgen.chunk_linear_attention_workspace(*sizes, segments=1)
     assert plain == workspace_bytes(*sizes, Rule.DELTA)
-    # Of three sequences of 8192 tokens in all, three may be cut; of eight N and M, 128 x 128 each, are kept but of the last segment.
-    assert ssmgen.chunk_linear_attention_workspace(*sizes) == plain + 3 * 7 * 8 * 2 * 128 * 128 * 4
+    # Of three sequences of 8192 tokens in all, three may be cut; N and M, 128 x 128 each, are kept of all nine segments but the last.
+    assert ssmgen.chunk_linear_attention_workspace(*sizes) == plain + 3 * 8 * 8 * 2 * 128 * 128 * 4
     assert ssmgen.chunk_linear_attention_workspace(*sizes, "plain") == workspace_bytes(*sizes, Rule.PLAIN)
     call = make(SMALL, 1, 200)
     needed = ssmgen.chunk_linear_attention_workspace(200, 1, 2, 32, "delta", 32, 4)
@@ -219,7 +220,8 @@ def test_no_variant_spills(spec):
 EDITS = {
     "M: with v": ("sums", "tile * kWalkers, head, 0, full", "0, head, 0, full", "off"),
     "M: a column's decay": ("sums", "S[r] = S[r] * __uint", "S[r] = S[r] + 0.f * __uint", "off"),
-    "sums: no wait": ("sums", "    wait_for_upstream();\n    float* const left", "    float* const left", "before the wait"),
+    "first: no wait": ("lead", "if (warp == 0) {\n      wait_for_upstream();", "if (warp == 0) {", "before the wait"),
+    "first: not left": ("lead", "leave_state(left);", "", "off"),
     "sums: state changed in flight": ("sums", "wgmma_wait<0>();\n      wgmma_landed(S);", "", "in flight"),
     "sums: room too early": ("sums", "barrier_init(empty, i, 4 * kWalkers)", "barrier_init(empty, i, 2 * kWalkers)", "before it looks"),
     "join: without M": ("join", "fmaf(S[row], M[i], sum[row])", "sum[row]", "off"),

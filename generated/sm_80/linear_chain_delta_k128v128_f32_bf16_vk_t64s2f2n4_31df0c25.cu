@@ -335,19 +335,20 @@ DEVICE u32 by_columns(u32 lane) {
   return (lane % 8 + lane / 16 * 8) * Pitch + lane / 8 % 2 * 4;
 }
 
-constexpr u32 kSegments = 4;   // of a sequence, at most
-constexpr u32 kLeast = 16;      // chunks of a segment: a sequence of fewer than so many times kSegments has fewer segments
+constexpr u32 kSegments = 4;   // of a sequence behind its first one, at most
+constexpr u32 kLeast = 16;      // chunks of a segment: a sequence of few chunks has fewer segments
+constexpr u32 kAhead = 9, kBehind = 8;  // chunks of the first segment, for so many of each other
 constexpr u32 kSpan = 3009;    // tokens of the shortest sequence that is cut
-constexpr u32 kRoom = 32768;    // f32 numbers of a segment and head: N, then M; of a first segment, in place of M, what it begins in
+constexpr u32 kRoom = 32768;    // f32 numbers of a segment and head: N, then M; of a first segment, the state that it leaves
 
 struct Cut {
-  u32 segments, chunks;  // of each of them but the last
+  u32 segments, first, chunks;  // chunks of the first, and of each other but the last
 };
 DEVICE Cut cut_of(u32 tokens) {
   const u32 chunks = (tokens + kChunk - 1) / kChunk;
-  if (tokens < kSpan) return Cut{1, chunks};
-  const u32 each = (chunks + min(kSegments, chunks / kLeast) - 1) / min(kSegments, chunks / kLeast);
-  return Cut{(chunks + each - 1) / each, each};
+  if (tokens < kSpan) return Cut{1, chunks, 0};
+  const u32 shares = kAhead + min(kSegments, chunks / kLeast - 1) * kBehind, each = (chunks * kBehind + shares - 1) / shares, first = each * kAhead / kBehind;
+  return Cut{1 + (chunks - first + each - 1) / each, first, each};
 }
 
 // Fewer sequences than there are may be long enough. One that is has a multiple of kSpan among its tokens; the first one says which candidate it is.
@@ -426,28 +427,28 @@ DEVICE void copy_tokens(Array& tiles, const T* from, u32 stride, u32 rows, u32 t
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 linear_chain_delta_k128v128_f32_bf16_vk_t64s2f2n4_31df0c25(
-    const u8* images, const bf16* v, const int* cu_seqlens, const f32* initial_states, f32* final_states, bf16* out,
-    i64 initial_states_slot, i64 final_states_slot, u32 tokens, u32 sequences, u32 heads, u32 group_heads, u32 v_token,
-    u32 v_head, u32 cu_seqlens_sequence, u32 initial_states_head, u32 final_states_head, u32 out_token, u32 out_head) {
+    const u8* images, const bf16* v, const int* cu_seqlens, f32* final_states, bf16* out, i64 final_states_slot,
+    u32 tokens, u32 sequences, u32 heads, u32 group_heads, u32 v_token, u32 v_head, u32 cu_seqlens_sequence,
+    u32 final_states_head, u32 out_token, u32 out_head) {
   // Blocks walk the rows of a head, then the heads, then the segments.
   const u32 tile = blockIdx.x % kTiles;
   const u32 number = blockIdx.x / kTiles / heads, head = blockIdx.x / kTiles % heads;
   const u32 lane = threadIdx.x % 32, quad = lane / 4, part = lane % 4;
   const u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // as a number that all lanes are known to share
 
-  // Blocks have the first segments of all sequences; then the others, of one candidate after the other.
-  const u32 behind = number - min(number, sequences), segment = number < sequences ? 0 : 1 + behind % (kSegments - 1), asked = behind / (kSegments - 1);
-  const u32 sequence = number < sequences ? number : sequence_of(asked, cu_seqlens, cu_seqlens_sequence, tokens, sequences, lane);
+  // Blocks have segments, all but the first, of one candidate after the other.
+  const u32 segment = 1 + number % kSegments, asked = number / kSegments;
+  const u32 sequence = sequence_of(asked, cu_seqlens, cu_seqlens_sequence, tokens, sequences, lane);
   const i64 begin = load(cu_seqlens + u64(sequence) * cu_seqlens_sequence), end = load(cu_seqlens + u64(sequence + 1) * cu_seqlens_sequence);
   const i64 slot = sequence;
   const u32 whole = begin >= 0 && begin < end && end <= i64(tokens) ? u32(end - begin) : 0;
   const u64 origin = whole ? u64(begin) : 0;
   const Cut cut = cut_of(whole);
   const u32 candidate = candidate_of(sequence, origin, tokens, sequences);
-  if (segment >= cut.segments || (segment && candidate != asked)) {  // there is no such segment
+  if (segment >= cut.segments || candidate != asked) {  // there is no such segment
     return;
   }
-  const u32 before = segment * cut.chunks * kChunk, length = min(whole - before, cut.chunks * kChunk);  // tokens ahead of this segment; its own
+  const u32 before = (cut.first + (segment - 1) * cut.chunks) * kChunk, length = min(whole - before, cut.chunks * kChunk);  // tokens ahead of this segment; its own
   const u64 first = origin + before;
   v += first * v_token + u64(head) * v_head + tile * kTile;
   out += first * out_token + u64(head) * out_head + tile * kTile;
@@ -494,18 +495,6 @@ linear_chain_delta_k128v128_f32_bf16_vk_t64s2f2n4_31df0c25(
   const u32 row_of_warp = tile * kTile + 16 * warp;
   const auto S_at = [&](int i, int r) -> float& { return S[i][r]; };
   const u32 state_at = (row_of_warp + quad) * kHeadK + 2 * part;
-  if (cut.segments == 1) {
-    const State* const from = initial_states + slot * initial_states_slot + u64(head) * initial_states_head + state_at;
-#pragma unroll
-    for (int i = 0; i < kHeadK / 8; ++i) {
-#pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        float values[2];
-        unpack(load_vector<State, 2>(from + side * 8 * kHeadK + i * 8), values);
-        S_at(i, 2 * side) = values[0], S_at(i, 2 * side + 1) = values[1];
-      }
-    }
-  }
   const auto keep = [&](State* to) {
 #pragma unroll
     for (int i = 0; i < kHeadK / 8; ++i) {
@@ -518,17 +507,14 @@ linear_chain_delta_k128v128_f32_bf16_vk_t64s2f2n4_31df0c25(
       }
     }
   };
-  const float* const left = reinterpret_cast<const float*>(images + u64(tokens / kChunk + sequences) * heads * kImage) + ((u64(candidate) * (kSegments - 1) + segment) * heads + head) * kRoom + (row_of_warp + quad) * kHeadK + 2 * part;
-  if (segment || cut.segments > 1) {  // after the segment ahead; of a first segment, before it
-    const float* const from = left + (segment ? -i64(heads) * kRoom : i64(kHeadV * kHeadK));
+  const float* const left = reinterpret_cast<const float*>(images + u64(tokens / kChunk + sequences) * heads * kImage) + ((u64(candidate) * kSegments + segment - 1) * heads + head) * kRoom + (row_of_warp + quad) * kHeadK + 2 * part;  // of the segment ahead
 #pragma unroll
-    for (u32 i = 0; i < kHeadK / 8; ++i) {
+  for (u32 i = 0; i < kHeadK / 8; ++i) {
 #pragma unroll
-      for (u32 side = 0; side < 2; ++side) {
-        float values[2];
-        unpack(load_vector<f32, 2>(from + side * 8 * kHeadK + i * 8), values);
-        S_at(i, 2 * side) = values[0], S_at(i, 2 * side + 1) = values[1];
-      }
+    for (u32 side = 0; side < 2; ++side) {
+      float values[2];
+      unpack(load_vector<f32, 2>(left + side * 8 * kHeadK + i * 8), values);
+      S_at(i, 2 * side) = values[0], S_at(i, 2 * side + 1) = values[1];
     }
   }
 

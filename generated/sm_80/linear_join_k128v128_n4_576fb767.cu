@@ -176,19 +176,20 @@ DEVICE void to_array(const Quad& q, float* f) {
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
 
-constexpr u32 kSegments = 4;   // of a sequence, at most
-constexpr u32 kLeast = 16;      // chunks of a segment: a sequence of fewer than so many times kSegments has fewer segments
+constexpr u32 kSegments = 4;   // of a sequence behind its first one, at most
+constexpr u32 kLeast = 16;      // chunks of a segment: a sequence of few chunks has fewer segments
+constexpr u32 kAhead = 9, kBehind = 8;  // chunks of the first segment, for so many of each other
 constexpr u32 kSpan = 3009;    // tokens of the shortest sequence that is cut
-constexpr u32 kRoom = 32768;    // f32 numbers of a segment and head: N, then M; of a first segment, in place of M, what it begins in
+constexpr u32 kRoom = 32768;    // f32 numbers of a segment and head: N, then M; of a first segment, the state that it leaves
 
 struct Cut {
-  u32 segments, chunks;  // of each of them but the last
+  u32 segments, first, chunks;  // chunks of the first, and of each other but the last
 };
 DEVICE Cut cut_of(u32 tokens) {
   const u32 chunks = (tokens + kChunk - 1) / kChunk;
-  if (tokens < kSpan) return Cut{1, chunks};
-  const u32 each = (chunks + min(kSegments, chunks / kLeast) - 1) / min(kSegments, chunks / kLeast);
-  return Cut{(chunks + each - 1) / each, each};
+  if (tokens < kSpan) return Cut{1, chunks, 0};
+  const u32 shares = kAhead + min(kSegments, chunks / kLeast - 1) * kBehind, each = (chunks * kBehind + shares - 1) / shares, first = each * kAhead / kBehind;
+  return Cut{1 + (chunks - first + each - 1) / each, first, each};
 }
 
 // Fewer sequences than there are may be long enough. One that is has a multiple of kSpan among its tokens; the first one says which candidate it is.
@@ -237,7 +238,7 @@ linear_join_k128v128_n4_576fb767(
   SHARED(Quad, state, kHeadK * (kRows / 4));  // S by columns, four rows at once
   SHARED(float, sums, kParts * kRows * kHeadK);
   float* at = reinterpret_cast<float*>(images + u64(tokens / kChunk + sequences) * heads * kImage) +
-              (u64(asked) * (kSegments - 1) * heads + head) * kRoom + tile * kRows * kHeadK + column;  // N of a segment
+              (u64(asked) * kSegments * heads + head) * kRoom + tile * kRows * kHeadK + column;  // N of a segment
   const u64 step = u64(heads) * kRoom;
   const u32 to_M = (kHeadV - tile * kRows + part * kOwn) * kHeadK;
   float M[kBatch];

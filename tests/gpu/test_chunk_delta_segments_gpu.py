@@ -51,10 +51,11 @@ def test_errors_are_those_of_one_segment(cut, sizes, kind):
 
 
 @by_both
-def test_the_rule(cut):
-    """As a call gets it: 16 segments of a prompt of 16400 tokens; and the model's own state behind it."""
-    call = make(FEW, 1, 16400, gate=0.05) | {"return_final_states": True}
-    assert laws.problem_of(**call).segments == 16
+@pytest.mark.parametrize(("heads", "tokens", "segments"), [(4, 16400, 16), (32, 8192, 2)])
+def test_the_rule(cut, heads, tokens, segments):
+    """As a call gets it: so many segments behind the first; and the model's own state behind it."""
+    call = make(replace(FEW, heads=heads), 1, tokens, gate=0.05) | {"return_final_states": True}
+    assert laws.problem_of(**call).segments == segments
     for one, several in zip(cut(1)(**call), cut()(**call), strict=True):
         assert not same(one, several) and laws.error(several, one.double().cpu()) <= laws.BOUNDS[BF16]
 

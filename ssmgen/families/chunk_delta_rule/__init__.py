@@ -10,6 +10,8 @@ FAMILY = Family(
         Kernels("chain:ChainSpec", "problem:DeltaProblem"),
         Kernels("warpgroups:WarpgroupChainSpec"),
         Kernels("prepare:PrepareSpec", unchecked=PART),
+        Kernels("segments:LeadSpec", unchecked=PART),
+        Kernels("segments:WarpgroupLeadSpec", unchecked=PART),
         Kernels("segments:SumsSpec", unchecked=PART),
         Kernels("segments:WarpgroupSumsSpec", unchecked=PART),
         Kernels("segments:JoinSpec", unchecked=PART),

@@ -79,8 +79,9 @@ def chunk_gated_delta_rule(
     checkpoints_out: [count, HV, V, K], receives those states, of the dtype of the others. A position of another kind, in no sequence (or in
         one whose slot is none) leaves its row alone
     return_checkpoints: also return them, in checkpoints_out if that is given, else new ones of the other states' dtype or f32
-    segments: parts of a sequence, of whole chunks of 64 tokens, that are computed side by side, 1 … 1024 at most; 1 leaves it whole. None:
-        as its own length, the heads of v and V say: whole where heads are many, or it is short. Three or more have other bits than one
+    segments: parts of a sequence behind its first one, of whole chunks of 64 tokens, that are computed side by side, 1 … 1024 at most; 1
+        leaves it whole. None: as its own length, the heads of v and V say: whole where heads are many, or it is short. Three parts and
+        more have other bits than one
     workspace: [bytes] uint8, what one kernel leaves for the next: chunk_delta_rule_workspace says how large, and it may be used again as
         soon as the call is enqueued on the same stream; None for a new one
     out: None for a new one, dense
@@ -153,7 +154,7 @@ def chunk_delta_rule_workspace(
 ) -> int:
     """Bytes of a workspace for so many tokens in all (batch times T), sequences and heads of v: also for fewer tokens or sequences.
 
-    segments: as of the call. Where a sequence may be cut into segments, their states take 4 K (V + max(K, V)) bytes each and head.
+    segments: as of the call. Where a sequence may be cut into segments, their states take 4 K (V + K) bytes each and head.
     """
     return workspace_for(tokens, sequences, heads, head_k, head_v, segments, tokens)
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from ...spec import SM90, Arch, KernelSpec, Pdl
-from .chunked import TILES, Chain, by_warps, edge_of
+from .chunked import TILES, Chain, by_warps, edge_of, of_lead
 from .prepare import PrepareSpec
 from .problem import CHUNK, COEFFICIENTS, COEFFICIENTS_AT, MAX_SIZE, OPERATOR, SIZE, ChunkProblem, DeltaProblem
 from .spec import Counts, DeltaSpec, of_problem
@@ -45,7 +45,13 @@ class ChainSpec(Chain, DeltaSpec, DeltaProblem):
         from .segments import JoinSpec
 
         prepare = PrepareSpec(**of_problem(self, ChunkProblem), pdl=self.ahead_pdl)
-        return (prepare, self.summing(), JoinSpec.of(self)) if self.divided else (prepare,)
+        return (prepare, self.leading(), self.summing(), JoinSpec.of(self)) if self.divided else (prepare,)
+
+    def leading(self) -> ChainSpec:
+        """The kernel that walks first segments, and sequences that are not cut."""
+        from .segments import LeadSpec
+
+        return LeadSpec(**of_lead(self, DeltaProblem))
 
     def summing(self) -> ChainSpec:
         """The kernel that makes N and M of segments."""
@@ -63,8 +69,8 @@ class ChainSpec(Chain, DeltaSpec, DeltaProblem):
         return EndsSpec(**of_ends(of_sums(self), transitions), **how)
 
     def blocks(self, counts: Counts) -> int:
-        further = self.candidates(counts.tokens, counts.sequences) * (self.segments - 1)  # than each sequence's first segment
-        return (counts.sequences + further) * counts.heads * self.tiles
+        walked = self.candidates(counts.tokens, counts.sequences) * self.segments if self.behind else counts.sequences
+        return walked * counts.heads * self.tiles
 
     @property
     def stem(self) -> str:

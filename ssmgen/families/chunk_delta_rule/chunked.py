@@ -164,6 +164,8 @@ class Chain(ChunkKernel, Stated):
     written: ClassVar[tuple[str, ...]] = ("out", "final_states", "state", "checkpoints")
     terms: ClassVar[int] = 1  # 16-bit terms of an operand of a product
     ends: ClassVar[bool] = False  # whether it makes N and M of whole sequences, and no outputs
+    leads: ClassVar[bool] = False  # whether it walks first segments, and sequences that are not cut
+    beside: ClassVar[bool] = False  # whether it runs beside the kernel ahead of it, and waits for that when it is done itself
 
     state_loads: Loads
     tile: int
@@ -171,6 +173,16 @@ class Chain(ChunkKernel, Stated):
     fetchers: int
     min_blocks: int
     ahead_pdl: Pdl
+    divided: bool  # whether sequences may be cut into segments
+
+    @property
+    def behind(self) -> bool:
+        """Whether a block has a segment that is not a sequence's first one, and whose state comes from the workspace."""
+        return self.divided and not self.leads
+
+    def roles(self) -> list[str]:
+        starts = ("initial_states", "has_initial_state") if self.behind else ()
+        return [role for role in super().roles() if role not in starts]
 
     @property
     def needs(self) -> Needs:
@@ -186,7 +198,7 @@ class Chain(ChunkKernel, Stated):
         return self.pdl not in (Pdl.OFF, Pdl.TRIGGER_TOP)
 
     def early_operands(self) -> list[str]:
-        late = ("workspace", "out", "final_states", "checkpoints")
+        late = ("out", "final_states", "checkpoints") if self.beside else ("workspace", "out", "final_states", "checkpoints")
         return [name for name in self.operands() if self.early and name not in late]
 
     @property
@@ -211,7 +223,8 @@ class Chain(ChunkKernel, Stated):
         return super().constants() | {
             "vector_state": self.state_loads is Loads.VECTOR,
             "pooled": self.index is not Index.NONE,
-            "past": "state" if self.started else "initial_states" if self.initial else "",  # what holds the state before the first token
+            # what holds the state before the first token
+            "past": "" if self.behind else "state" if self.started else "initial_states" if self.initial else "",
             "past_slot": "sequence" if self.pool and self.initial else "slot",
             "kept": "state" if self.pool else "final_states" if self.final else "",  # what receives the last one
         }
@@ -236,6 +249,17 @@ class Chain(ChunkKernel, Stated):
 def of_problem(problem: Problem, kind: type[Problem]) -> dict[str, Any]:
     """The fields of a spec that are those of a kind of problem."""
     return {f.name: getattr(problem, f.name) for f in fields(kind)}
+
+
+def of_lead(spec: Any, kind: type[Problem]) -> dict[str, Any]:
+    """The fields of the kernel that walks first segments, of a call's last one: the kernel behind it need not wait for it."""
+    how = {name: getattr(spec, name) for name in ("tile", "stages", "fetchers", "min_blocks")}
+    return of_problem(spec, kind) | how | {"pdl": released(spec.pdl)}
+
+
+def released(pdl: Pdl) -> Pdl:
+    """How a kernel waits, that lets the one behind it start, or that starts, as soon as there is what both take."""
+    return pdl if pdl is Pdl.OFF else Pdl.TRIGGER_LOADED
 
 
 def edge_of(arch: Arch, pdl: bool) -> dict[str, Any]:

@@ -69,6 +69,11 @@ class ChunkProblem(Problem, Chunked):
         ]
 
 
+# The first segment of a sequence, which is walked while others are summed, has so many chunks for so many of each of these: to sum a chunk
+# takes longer than to walk it.
+LEAD = (9, 8)
+
+
 def cut_from(least: int) -> int:
     """Chunks from which on a sequence is cut into segments of at least so many: three of them, or of single chunks two."""
     return 3 * least if least > 1 else 2
@@ -93,12 +98,20 @@ class Divided:
         """Tokens of the shortest sequence that is cut."""
         return (cut_from(self.segment_chunks) - 1) * CHUNK + 1
 
-    def cut(self, chunks: int) -> tuple[int, int]:
-        """(segments, chunks of each but the last) of a sequence of so many chunks."""
+    @property
+    def lead(self) -> tuple[int, int]:
+        """Chunks of a first segment, for so many of each other."""
+        return LEAD
+
+    def cut(self, chunks: int) -> tuple[int, int, int]:
+        """(segments, chunks of the first, of each other but the last) of a sequence of so many chunks."""
         if not self.divided or chunks < cut_from(self.segment_chunks):
-            return 1, chunks
-        each = -(-chunks // min(self.segments, chunks // self.segment_chunks))
-        return -(-chunks // each), each
+            return 1, chunks, 0
+        ahead, behind = self.lead
+        count = min(self.segments, chunks // self.segment_chunks - 1)
+        each = -(-chunks * behind // (ahead + count * behind))
+        first = each * ahead // behind
+        return 1 - (first - chunks) // each, first, each
 
     def candidates(self, tokens: int, sequences: int) -> int:
         """Sequences that may be cut, of so many of so many tokens in all. Where fewer than all may be, a sequence that is cut is the one
@@ -107,8 +120,8 @@ class Divided:
 
     @property
     def room(self) -> int:
-        """f32 numbers of a segment and head in the workspace: N, then M; of a first segment, in place of M, what it begins in."""
-        return (self.head_v + max(self.head_v, self.head_k)) * self.head_k
+        """f32 numbers of a segment and head in the workspace: N, then M; of a first segment, the state that it leaves."""
+        return (self.head_v + self.head_k) * self.head_k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +138,7 @@ class DeltaProblem(ChunkProblem, Stated, Divided):
     index: Index = Index.NONE  # type of state_indices
     checkpoints: Index = Index.NONE  # type of checkpoint_positions; how many they are is an argument of the kernel
     state_loads: Loads = Loads.VECTOR  # of states: pairs of numbers
-    segments: int = field(default=1, metadata=LATER)  # of a sequence, at most
+    segments: int = field(default=1, metadata=LATER)  # of a sequence behind its first one, at most; 1: no sequence is cut
     segment_chunks: int = field(default=1, metadata=LATER)  # of a segment, at least: a sequence of few chunks has fewer segments
 
     def elements(self) -> dict[str, str]:

@@ -1,8 +1,12 @@
 """Segments of chunk_delta_rule: where heads are few and a prompt is long, its parts are walked side by side.
 
 Over a segment of whole chunks the state goes from S to S M + N, V x K, rows first: N is what zeros become, M [K, K] what rows of the
-identity do, with v = 0. One kernel makes N and M of all segments but the last; a second one joins them, S <- S M + N in f32, one segment
-after the other; then the chain walks all of them at once, each from its own state, and writes outputs.
+identity do, with v = 0. One kernel walks the first segment, with outputs; beside it another makes N and M of all others but the last; a
+third one joins them, S <- S M + N in f32, one segment after the other; then the chain walks all but the first at once, each from its own
+state, and writes outputs.
+
+The two that run beside each other are launches one after the other, of which the first lets the second start as soon as there are images.
+That one reads and writes nothing that the first one writes, and waits for it when it is done: so who waits for the second has both.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from ...spec import LATER, Arch, DType, Index, KernelSpec, Layout, Loads, Needs,
 from ..linear_attention.problem import Beta
 from .by_warpgroups import ROWS, SMS
 from .chain import ChainSpec
-from .chunked import Chain, ChunkKernel
+from .chunked import Chain, ChunkKernel, released
 from .problem import CHUNK, COEFFICIENTS, PANEL_BYTES, PANELS, DeltaProblem, Divided, Gate, cut_from, image_bytes
 from .spec import Counts, DeltaSpec, of_problem
 from .warpgroups import WarpgroupChainSpec
@@ -22,42 +26,81 @@ from .warpgroups import WarpgroupChainSpec
 MOST = 1024  # that a call may ask for
 SUMMING = (40, 0, 232)  # registers of threads that fetch, and that hold the state; nobody writes
 LEAST = 16  # chunks of a segment, as the rule has it: below, starts of blocks and the join take what the segments save
+FEWEST = 2  # segments behind the first, as the rule has it
 
 
-def by_rule(heads: int, head_v: int) -> int:
-    """Segments of a sequence at most, by the heads of v and their sizes: as many as fill the card. Two save too little: the first of
-    them is walked before both are."""
+def by_rule(heads: int, head_v: int, fewest: int = FEWEST) -> int:
+    """Segments of a sequence behind its first one at most, by the heads of v and their sizes: as many as fill the card, if that is
+    `fewest`."""
     most = SMS // (heads * -(-head_v // ROWS)) if heads and head_v else 1
-    return most if most > 2 else 1
+    return most if most >= fewest else 1
 
 
-def asked(segments: int | None, heads: int, head_v: int, longest: int) -> dict[str, Any]:
+def asked(segments: int | None, heads: int, head_v: int, longest: int, fewest: int = FEWEST) -> dict[str, Any]:
     """The fields of a problem that say it: of what a call asks for (None: the rule), where no sequence has more tokens than `longest`."""
-    most, least = (by_rule(heads, head_v), LEAST) if segments is None else (segments, 1)
+    most, least = (by_rule(heads, head_v, fewest), LEAST) if segments is None else (segments, 1)
     cut = most > 1 and longest > (cut_from(least) - 1) * CHUNK
     return {"segments": most, "segment_chunks": least} if cut else {}
 
 
 def workspace_for(tokens: int, sequences: int, heads: int, head_k: int, head_v: int, segments: int | None, longest: int) -> int:
     """Bytes that a call needs: images, and behind them what segments leave, of segment i of candidate c and head h at
-    ((c (segments - 1) + i) heads + h) room."""
+    ((c segments + i) heads + h) room; of the last one nothing."""
     cut = DeltaProblem(head_k=head_k, head_v=head_v, **asked(segments, heads, head_v, longest))
-    kept = cut.candidates(tokens, sequences) * (cut.segments - 1)
+    kept = cut.candidates(tokens, sequences) * cut.segments
     return image_bytes(tokens, sequences, heads) + kept * heads * cut.room * 4
 
 
-def why_not(head_v: int, heads: int) -> str:
+def why_not(head_v: int, heads: int, fewest: int = FEWEST) -> str:
     """Why a call's sequences are not cut."""
-    if by_rule(heads, head_v) == 1:
-        return f"{heads} heads of {head_v} rows fill {SMS} SMs with less than three segments: sequences are not cut"
+    if by_rule(heads, head_v, fewest) == 1:
+        return f"{heads} heads of {head_v} rows fill {SMS} SMs with less than {fewest} segments: sequences are not cut"
     return f"not asked for, or no sequence has {cut_from(LEAST)} chunks of {CHUNK} tokens: none is cut"
 
 
 def of_sums(spec: ChainSpec) -> dict[str, Any]:
     """The fields of the kernel that makes a call's N and M: those that it hangs on, and of others the default."""
     kept = of_problem(spec, DeltaProblem) | {"g": None, "gate": Gate.NONE, "A_log": None, "dt_bias": None, "l2norm": False}
-    kept |= {"beta": DType.BF16, "beta_form": Beta.PLAIN, "final": False, "checkpoints": Index.NONE}
-    return kept | {"pool": spec.started or spec.index is not Index.NONE, "pdl": spec.pdl}
+    return kept | {"beta": DType.BF16, "beta_form": Beta.PLAIN} | stateless(spec)
+
+
+def stateless(spec: Any) -> dict[str, Any]:
+    """The fields of a kernel that reads and writes no operand's states; a pool's slots say which sequences are padded."""
+    nothing = {"initial": False, "final": False, "started": False, "pool": spec.index is not Index.NONE, "checkpoints": Index.NONE}
+    return nothing | {"state": DType.F32, "layout": Layout.VK, "state_loads": Loads.VECTOR, "pdl": released(spec.pdl)}
+
+
+class Lead(Chain, Divided):
+    """What kernels that walk first segments have in common, and whole sequences that are not cut: a chain that also leaves states."""
+
+    __slots__ = ()
+    written: ClassVar[tuple[str, ...]] = (*Chain.written, "images")
+    leads: ClassVar[bool] = True
+
+    @property
+    def ahead(self) -> tuple[KernelSpec, ...]:
+        return ()
+
+    @property
+    def stem(self) -> str:
+        return super().stem.replace("_chain_", "_lead_", 1)
+
+    def violations(self, arch: Arch) -> list[str]:
+        return super().violations(arch) or must(self.divided, "a sequence of one segment has no first one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeadSpec(Lead, ChainSpec):
+    """First segments, by each warp's products."""
+
+    family: ClassVar[str] = "chunk_delta_rule_lead"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarpgroupLeadSpec(Lead, WarpgroupChainSpec):
+    """First segments, by warpgroups."""
+
+    family: ClassVar[str] = "chunk_delta_rule_warpgroup_lead"
 
 
 class Sums(Chain, Divided):
@@ -67,6 +110,7 @@ class Sums(Chain, Divided):
     __slots__ = ()
     written: ClassVar[tuple[str, ...]] = ("images",)
     sums: ClassVar[bool] = True
+    beside: ClassVar[bool] = True
     transitions: bool = True  # M too
 
     @property
@@ -85,7 +129,7 @@ class Sums(Chain, Divided):
         return super().stem.replace("_chain_", "_sums_", 1)
 
     def constants(self) -> dict[str, Any]:
-        return super().constants() | {"kept": ""}
+        return super().constants() | {"past": "", "kept": ""}
 
     def violations(self, arch: Arch) -> list[str]:
         return super().violations(arch) or [
@@ -94,7 +138,7 @@ class Sums(Chain, Divided):
         ]
 
 
-_HERE = ("images", "k", "v", "cu_seqlens", "initial_states", "state", "state_indices", "has_initial_state")
+_HERE = ("images", "k", "v", "cu_seqlens", "state_indices")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +195,7 @@ class Ends(Sums):
     here: ClassVar[tuple[str, ...]] = ("images", "k", "v", "cu_seqlens", "ends")
     written: ClassVar[tuple[str, ...]] = ("ends",)
     ends: ClassVar[bool] = True
+    beside: ClassVar[bool] = False
 
     @property
     def tiles(self) -> int:
@@ -169,8 +214,7 @@ class Ends(Sums):
 
 def of_ends(fields: dict[str, Any], transitions: bool) -> dict[str, Any]:
     """The fields of a kernel that makes ends, of those of a kernel that makes sums."""
-    nothing = {"initial": False, "pool": False, "started": False, "index": Index.NONE, "segments": 1, "segment_chunks": 1}
-    return fields | nothing | {"state": DType.F32, "layout": Layout.VK, "state_loads": Loads.VECTOR, "transitions": transitions}
+    return fields | {"pool": False, "index": Index.NONE, "segments": 1, "segment_chunks": 1, "transitions": transitions}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +247,7 @@ class Join(ChunkKernel, Divided):
     rows: ClassVar[int] = 8
     min_blocks: ClassVar[int] = 1
     marked: ClassVar[bool] = False
+    leads: ClassVar[bool] = False
 
     pdl: Pdl
 

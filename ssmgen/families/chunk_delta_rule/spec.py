@@ -10,7 +10,7 @@ With gamma the running sum of a chunk's log2 decays, and rk = 1 / |k|, rq = scal
 beta is in columns of A, not in rows: so ones are on T's diagonal, which no rounding moves, and u is without beta. T and P do not hang on S.
 The first kernel makes them, of all chunks at once, and leaves for each chunk and head an *image*; the second one walks a sequence's chunks
 with a head's S, some of its rows, in f32 in registers.
-Two more, between them, serve sequences that are cut into segments (segments.py).
+Three more, between them, serve sequences that are cut into segments (segments.py).
 Bytes per token and head: 4 V of v and out, 2 x 174 of images, 4 K / (heads of a key head) of q and k, in each kernel.
 """
 

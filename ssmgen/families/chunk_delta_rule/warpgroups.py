@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from ...spec import Arch, Loads, Needs
 from .by_warpgroups import ROWS, TILES, ByWarpgroups, rules, variants
 from .chain import ChainSpec
+from .chunked import of_lead
 from .problem import CHUNK, COEFFICIENTS, PANEL_BYTES, PANELS, DeltaProblem
 from .spec import of_problem
 
@@ -43,6 +44,11 @@ class WarpgroupChainSpec(ByWarpgroups, ChainSpec):
     @property
     def stem(self) -> str:
         return super().stem.replace("delta_chain_", "delta_chain_wg_", 1)
+
+    def leading(self) -> ChainSpec:
+        from .segments import WarpgroupLeadSpec
+
+        return WarpgroupLeadSpec(**of_lead(self, DeltaProblem))
 
     def summing(self) -> ChainSpec:
         from .segments import WarpgroupSumsSpec, of_sums

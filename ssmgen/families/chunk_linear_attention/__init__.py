@@ -12,6 +12,8 @@ FAMILY = Family(
         Kernels("chain:ChainSpec", "problem:LinearPromptProblem"),
         Kernels("warpgroups:WarpgroupChainSpec"),
         Kernels("prepare:PrepareSpec", unchecked=PART),
+        Kernels("segments:LeadSpec", unchecked=PART),
+        Kernels("segments:WarpgroupLeadSpec", unchecked=PART),
         Kernels("segments:SumsSpec", unchecked=PART),
         Kernels("segments:WarpgroupSumsSpec", unchecked=PART),
         Kernels("segments:JoinSpec", unchecked=PART),

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 from ...spec import SM90, Arch, KernelSpec, Pdl
-from ..chunk_delta_rule.chunked import TILES, Chain, by_warps, edge_of
+from ..chunk_delta_rule.chunked import TILES, Chain, by_warps, edge_of, of_lead
 from .prepare import PrepareSpec
 from .problem import MAX_SIZE, OPERATOR, SIZE, ImageProblem, LinearPromptProblem
 from .spec import Counts, LinearSpec, of_problem
@@ -58,7 +58,13 @@ class ChainSpec(Chain, LinearSpec, LinearPromptProblem):
         from .segments import JoinSpec
 
         prepare = PrepareSpec(**of_problem(self, ImageProblem), pdl=self.ahead_pdl)
-        return (prepare, self.summing(), JoinSpec.of(self)) if self.divided else (prepare,)
+        return (prepare, self.leading(), self.summing(), JoinSpec.of(self)) if self.divided else (prepare,)
+
+    def leading(self) -> ChainSpec:
+        """The kernel that walks first segments, and sequences that are not cut."""
+        from .segments import LeadSpec
+
+        return LeadSpec(**of_lead(self, LinearPromptProblem))
 
     def summing(self) -> ChainSpec:
         """The kernel that makes N and M of segments."""
@@ -77,8 +83,8 @@ class ChainSpec(Chain, LinearSpec, LinearPromptProblem):
         return EndsSpec(**of_ends(of_sums(self), transitions), **how)
 
     def blocks(self, counts: Counts) -> int:
-        further = self.candidates(counts.tokens, counts.sequences) * (self.segments - 1)  # than each sequence's first segment
-        return (counts.sequences + further) * counts.heads * self.tiles
+        walked = self.candidates(counts.tokens, counts.sequences) * self.segments if self.behind else counts.sequences
+        return walked * counts.heads * self.tiles
 
     @property
     def stem(self) -> str:
@@ -133,13 +139,14 @@ def space(problem: LinearPromptProblem, arch: Arch) -> Iterator[ChainSpec]:
 def candidates(problem: LinearPromptProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
     from ..chunk_delta_rule.segments import why_not
+    from .segments import FEWEST
 
     if problem.divided:  # as many parts of a sequence are walked at once
         rules = _rules(problem, size * problem.segments, arch, pdl)
         yield from ((f"up to {problem.segments} segments, {rule}", spec, why) for rule, spec, why in rules)
     else:
         if problem.rule.weighs:
-            yield "segments", None, why_not(problem.head_v, size)
+            yield "segments", None, why_not(problem.head_v, size, FEWEST)
         yield from _rules(problem, size, arch, pdl)
 
 

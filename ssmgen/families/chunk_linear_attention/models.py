@@ -12,6 +12,7 @@ from ..chunk_delta_rule.segments import LEAST, by_rule
 from ..linear_attention.models import LinearAttention
 from ..linear_attention.problem import Beta
 from .problem import OPERATOR, LinearPromptProblem, Rule
+from .segments import FEWEST
 
 # What calls have beside shapes and dtypes. Batches leave their states, and behind a cache that has tokens begin with some; packed sequences
 # have those of a pool, or dense ones.
@@ -56,7 +57,7 @@ class LinearAsk(Ask):
                     found += [LinearPromptProblem(**packed | OWN, index=index), LinearPromptProblem(**packed | DENSE)]
                     if wanted.intermediates and wanted.update_state:
                         found.append(LinearPromptProblem(**packed | OWN, index=index, checkpoints=Index.I32))
-        few: dict[str, Any] = {"segments": by_rule(model.nheads, model.dim_v), "segment_chunks": LEAST}
+        few: dict[str, Any] = {"segments": by_rule(model.nheads, model.dim_v, FEWEST), "segment_chunks": LEAST}
         found += [replace(problem, **few) for problem in found if few["segments"] > 1 and problem.rule.weighs]  # of prompts that are cut
         return list(dict.fromkeys(found))
 

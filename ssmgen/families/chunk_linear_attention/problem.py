@@ -135,7 +135,7 @@ class LinearPromptProblem(ImageProblem, Stated, Divided):
     index: Index = Index.NONE  # type of state_indices
     checkpoints: Index = Index.NONE  # type of checkpoint_positions; how many they are is an argument of the kernel
     state_loads: Loads = Loads.VECTOR  # of states: pairs of numbers
-    segments: int = field(default=1, metadata=LATER)  # of a sequence, at most
+    segments: int = field(default=1, metadata=LATER)  # of a sequence behind its first one, at most; 1: no sequence is cut
     segment_chunks: int = field(default=1, metadata=LATER)  # of a segment, at least: a sequence of few chunks has fewer segments
 
     def elements(self) -> dict[str, str]:

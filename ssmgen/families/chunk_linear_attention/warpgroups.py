@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from ...spec import Arch, Loads, Needs, must
 from ..chunk_delta_rule.by_warpgroups import ROWS, TILES, ByWarpgroups, rules, variants
+from ..chunk_delta_rule.chunked import of_lead
 from .chain import ChainSpec, Stage
 from .problem import PANEL, PANELS, LinearPromptProblem, Rule
 from .problem import ROWS as ROWS_OF_CHUNK
@@ -68,6 +69,11 @@ class WarpgroupChainSpec(ByWarpgroups, ChainSpec):
     @property
     def stem(self) -> str:
         return super().stem.replace("linear_chain_", "linear_chain_wg_", 1)
+
+    def leading(self) -> ChainSpec:
+        from .segments import WarpgroupLeadSpec
+
+        return WarpgroupLeadSpec(**of_lead(self, LinearPromptProblem))
 
     def summing(self) -> ChainSpec:
         from .segments import WarpgroupSumsSpec, of_sums
