@@ -29,7 +29,7 @@ class Axis(NamedTuple):
 
     @classmethod
     def of(cls, word: str) -> Axis:
-        """Of "head", "head/4", or "group:2x64+head:4x32"."""
+        """The axis that "head", "head/4" or "group:2x64+head:4x32" says."""
         if "+" in word:
             counts = [kind.partition(":")[2].split("x") for kind in word.split("+")]
             return cls(KINDS, kinds=tuple([(int(count), int(size)) for count, size in counts]))
