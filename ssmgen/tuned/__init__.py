@@ -24,7 +24,7 @@ from typing import Any
 from .. import settings
 from ..cache.process_lock import process_lock
 from ..cache.trust import distrust, make_private
-from ..catalog import OPERATOR_OF, OPERATORS, name_of, parse
+from ..catalog import OPERATOR_OF, OPERATORS, SERVED_BY, name_of, parse
 from ..errors import SpecError, SsmgenError
 from ..files import plain, read_json
 from ..render import code_digest
@@ -176,7 +176,8 @@ def _fault(row: Any) -> str:
     except SpecError as e:
         return f"arch {reprlib.repr(row['arch'])} is none: {e.problems[0]}"
     family = row["spec"].partition(":")[0]
-    return "" if name_of(family) == name_of(row["operator"]) else f"its variant is of {reprlib.repr(family)}, not of {row['operator']}"
+    served = SERVED_BY.get(name_of(family)) == name_of(row["operator"])
+    return "" if served else f"its variant is of {reprlib.repr(family)}, not of {row['operator']}"
 
 
 def _illegal(row: dict[str, Any], schema: int) -> str:
