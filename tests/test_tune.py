@@ -235,6 +235,12 @@ def test_what_the_rules_lose_is_listed():
     assert CliRunner().invoke(main, ["tuned", "--lost", "30"]).exit_code == 0
 
 
+def test_rules_that_choose_the_runner_up_by_now_lose_what_it_does():
+    second = row(us=2.0, rule_us=2.5, runner_up_us=2.02)  # the runner-up is what the rules choose
+    assert table.loss(second) == pytest.approx(0.01)
+    assert table.loss(replace(second, runner_up="tile=no")) == table.loss(replace(second, runner_up="")) == pytest.approx(0.25)
+
+
 def test_what_is_tuned_is_built():
     ship(row())
     without, both = (specs_for([PROBLEM], SM90, (True,), gpus=gpus) for gpus in ((None,), (None, GPU)))
