@@ -131,7 +131,7 @@ def _tuned(case: Case, bench: Bench) -> Outcome:
 
 
 def _finalists(us: Mapping[KernelSpec, float], rule: KernelSpec) -> list[KernelSpec]:
-    """Of variants that were timed briefly, those that were faster than the rules' choice, up to FINAL: one that was not would have to be
+    """Up to FINAL variants, those that were faster than the rules' choice when all were timed briefly: one that was not would have to be
     GAIN faster to be kept. The best of the others if there are none: it is the runner-up."""
     others = sorted((spec for spec in us if spec != rule), key=us.__getitem__)
     return [spec for spec in others[:FINAL] if us[spec] < us[rule]] or others[:1]
