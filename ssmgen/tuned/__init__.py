@@ -308,8 +308,8 @@ def ruled(row: Row) -> KernelSpec:
 
 
 def loss(row: Row) -> float:
-    """What the rules lose to a row that is believed, as a part of its time: nothing where they choose its variant by now, what the runner-up
-    does where they choose that, else what they lost when it was measured."""
+    """What the rules lose to a row that is believed, as a part of its time: nothing where they choose its variant by now, what the
+    runner-up does where they choose that, else what they lost when it was measured."""
     now = str(ruled(row))
     if now == row.spec:
         return 0.0
