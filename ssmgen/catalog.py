@@ -11,6 +11,7 @@ from .spec import KernelSpec, Problem, parse_spec
 SPECS: dict[str, type[KernelSpec]] = {}
 OPERATORS: dict[str, ModuleType] = {}  # modules with `space` and `candidates`: what the registry asks
 OPERATOR_OF: dict[type[Problem], str] = {}
+SERVED_BY: dict[str, str] = {}  # {name of a spec class: the operator whose calls its variants serve}; parts and tools serve none
 OLD_NAMES: dict[str, tuple[str, str]] = {}  # of specs and operators: {old name: (name, fields that its texts did not say)}
 
 for _family in records():
@@ -23,6 +24,7 @@ for _family in records():
             _module = sys.modules[_spec.__module__]
             OPERATORS[_spec.family] = _module
             OPERATOR_OF[_problem] = _spec.family
+            SERVED_BY |= dict.fromkeys(_family.variants_of(_problem), _spec.family)
 
 
 def name_of(name: str) -> str:

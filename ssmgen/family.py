@@ -58,6 +58,11 @@ class Family:
         found = importlib.import_module(f"{PACKAGE}.{self.name}.{module}")
         return getattr(found, name) if name else found
 
+    def variants_of(self, problem: type) -> list[str]:
+        """Names of its spec classes that serve a problem's calls: those that derive from it and are no parts of others."""
+        specs = [self.part(kernels.spec) for kernels in self.kernels if not kernels.unchecked]
+        return [spec.family for spec in specs if issubclass(spec, problem)]
+
 
 @functools.cache
 def records() -> tuple[Family, ...]:

@@ -40,11 +40,12 @@ def capture(launch: Launch, sets: int, least: int = 24) -> tuple[torch.cuda.CUDA
     return graph, repeats * sets
 
 
-def device_us(contenders: Mapping[str, Launch], sets: int, rounds: int = 7, captures: int = 2) -> dict[str, float]:
-    """Microseconds per launch of each contender: the least, over `captures` graphs, of the median of `rounds` replays."""
+def device_us(contenders: Mapping[str, Launch], sets: int, rounds: int = 7, captures: int = 2, least: int = 24) -> dict[str, float]:
+    """Microseconds per launch of each contender: the least, over `captures` graphs of at least so many launches, of the median of `rounds`
+    replays."""
     best: dict[str, float] = {}
     for _ in range(captures):
-        graphs = {name: capture(launch, sets) for name, launch in contenders.items()}
+        graphs = {name: capture(launch, sets, least) for name, launch in contenders.items()}
         times: dict[str, list[float]] = {name: [] for name in graphs}
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for _ in range(rounds):

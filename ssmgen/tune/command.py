@@ -193,5 +193,6 @@ def _lost(rows: list[table.Row], losses: dict[table.Row, float]) -> str:
 
 def _otherwise(row: table.Row) -> str:
     """What the variant of a row has otherwise than the rules' one."""
-    ruled = flat(table.ruled(row))
-    return ", ".join(f"{name}={text_of(v)} (rules {text_of(ruled[name])})" for name, v in flat(parse(row.spec)).items() if v != ruled[name])
+    ruled = {name: text_of(value) for name, value in flat(table.ruled(row)).items()}
+    mine = {name: text_of(value) for name, value in flat(parse(row.spec)).items()}
+    return ", ".join(f"{name}={v} (rules {ruled.get(name, '-')})" for name, v in mine.items() if v != ruled.get(name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ from ..spec import KernelSpec, Pdl, flat, text_of
 from . import model
 from .cases import Case
 
-COMPILED, TIMED, FINAL = 48, 16, 5  # variants that are compiled, that are timed, and that are timed again
+COMPILED, TIMED, FINAL = 48, 16, 5  # variants that are compiled, that are timed, and at most as many that are timed again
+GRAPH_US = 1000.0  # that a graph of one variant takes at least, unless 24 launches take less: what is ahead of the first is then little
 OUTPUTS = frozenset(("out", "lse_out", "final_states", "intermediate_states", "intermediate_conv_window", "mix", "sums"))  # never read
 KNOWN = "known"  # why there is an outcome, where nothing was measured
 GAIN = 0.985  # of the rules' time: what is not better than that is noise, and the rules' choice is kept
@@ -116,8 +118,7 @@ def _tuned(case: Case, bench: Bench) -> Outcome:
         return Outcome(case.label, None, str(e))
     calls = [case.call(i) for i in range(case.sets)]
     us = _times(calls, case.sets, [rule, *specs], rounds=2, captures=1)
-    finalists = sorted(us, key=us.__getitem__)[:FINAL]
-    us = _times(calls, case.sets, list(dict.fromkeys([rule, *finalists])), rounds=7, captures=2)
+    us = _times(calls, case.sets, [rule, *_finalists(us, rule)], rounds=7, captures=2)
     ranked = sorted(us, key=us.__getitem__)
     best = next((spec for spec in ranked if us[spec] < GAIN * us[rule] and _never_spills(spec, bench)), rule)
     second = next((spec for spec in ranked if spec != best), best)
@@ -127,6 +128,13 @@ def _tuned(case: Case, bench: Bench) -> Outcome:
         arch=str(bench.card.arch), driver=bench.driver, compiler=bench.compiler, date=datetime.date.today().isoformat(),
     )  # fmt: skip
     return Outcome(case.label, row)
+
+
+def _finalists(us: Mapping[KernelSpec, float], rule: KernelSpec) -> list[KernelSpec]:
+    """Up to FINAL variants, those that were faster than the rules' choice when all were timed briefly: one that was not would have to be
+    GAIN faster to be kept. The best of the others if there are none: it is the runner-up."""
+    others = sorted((spec for spec in us if spec != rule), key=us.__getitem__)
+    return [spec for spec in others[:FINAL] if us[spec] < us[rule]] or others[:1]
 
 
 def _promising(call: Call, rule: KernelSpec, bench: Bench, pdl: bool) -> list[KernelSpec]:
@@ -183,10 +191,11 @@ def _times(calls: list[Call], sets: int, specs: list[KernelSpec], rounds: int, c
     launches, pointers = {spec: calls[0].launch_with(spec) for spec in specs}, [call.pointers for call in calls]
     plans = {spec: [launch.at(at) for at in pointers] for spec, launch in launches.items()}
     contenders: dict[Any, timing.Launch] = {spec: lambda i, plan=plan: plan[i]() for spec, plan in plans.items()}
-    return timing.device_us(contenders, sets, rounds, captures)
+    (once,) = timing.device_us({specs[0]: contenders[specs[0]]}, sets, rounds=1, captures=1, least=1).values()
+    return timing.device_us(contenders, sets, rounds, captures, least=min(24, math.ceil(GRAPH_US / once)))
 
 
 def difference(spec: KernelSpec, other: KernelSpec) -> str:
     """What another variant of a problem has otherwise."""
-    mine = flat(spec)
-    return ",".join(f"{name}={text_of(value)}" for name, value in flat(other).items() if value != mine[name])
+    mine = flat(spec)  # of another class, perhaps, which has other fields
+    return ",".join(f"{name}={text_of(value)}" for name, value in flat(other).items() if name not in mine or value != mine[name])

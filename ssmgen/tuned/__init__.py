@@ -24,7 +24,7 @@ from typing import Any
 from .. import settings
 from ..cache.process_lock import process_lock
 from ..cache.trust import distrust, make_private
-from ..catalog import OPERATOR_OF, OPERATORS, name_of, parse
+from ..catalog import OPERATOR_OF, OPERATORS, SERVED_BY, name_of, parse
 from ..errors import SpecError, SsmgenError
 from ..files import plain, read_json
 from ..render import code_digest
@@ -176,7 +176,8 @@ def _fault(row: Any) -> str:
     except SpecError as e:
         return f"arch {reprlib.repr(row['arch'])} is none: {e.problems[0]}"
     family = row["spec"].partition(":")[0]
-    return "" if name_of(family) == name_of(row["operator"]) else f"its variant is of {reprlib.repr(family)}, not of {row['operator']}"
+    served = SERVED_BY.get(name_of(family)) == name_of(row["operator"])
+    return "" if served else f"its variant is of {reprlib.repr(family)}, not of {row['operator']}"
 
 
 def _illegal(row: dict[str, Any], schema: int) -> str:
@@ -307,9 +308,22 @@ def ruled(row: Row) -> KernelSpec:
 
 
 def loss(row: Row) -> float:
-    """What the rules lose to a row that is believed, as a part of its time: nothing where they choose its variant by now, else what they
-    lost when it was measured."""
-    return 0.0 if str(ruled(row)) == row.spec else row.rule_us / row.us - 1
+    """What the rules lose to a row that is believed, as a part of its time: nothing where they choose its variant by now, what the
+    runner-up does where they choose that, else what they lost when it was measured."""
+    now = str(ruled(row))
+    if now == row.spec:
+        return 0.0
+    return (row.runner_up_us if now == _runner_up(row) else row.rule_us) / row.us - 1
+
+
+def _runner_up(row: Row) -> str:
+    """The text of the second best variant; empty if it is no more, or of another class."""
+    family, _, said = row.spec.partition(":")
+    values = dict(field.split("=", 1) for text in (said, row.runner_up) for field in text.split(",") if "=" in field)
+    try:
+        return str(parse(f"{family}:{','.join(f'{name}={value}' for name, value in values.items())}"))
+    except SpecError:
+        return ""
 
 
 def alike(spec: KernelSpec) -> list[KernelSpec]:

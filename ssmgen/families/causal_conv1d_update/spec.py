@@ -248,7 +248,9 @@ def space(problem: UpdateProblem, arch: Arch) -> Iterator[UpdateSpec]:
 
 
 def candidates(problem: UpdateProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, UpdateSpec | None, str]]:
-    """(rule, spec or None, why it does not apply). One variant serves every size: docs/performance.md says what else was tried."""
+    """(rule, spec or None, why it does not apply). Nearly one variant serves every size: docs/performance.md says what else was tried."""
     one = problem.tokens == 1 and problem.saved is Saved.NO
-    how = {"min_blocks": 0 if one else 1}  # or ptxas spills a few bytes, to stay below 64 registers
+    how: dict[str, Any] = {"min_blocks": 0 if one else 1}  # or ptxas spills a few bytes, to stay below 64 registers
+    if one and batch == 1 and problem.layout is StateLayout.RUNS and problem.x.size < 4:  # measured on an H100 and an H200
+        yield "one sequence", _spec(problem, **how, vec=4 // problem.x.size, threads=64, pdl=Pdl.TRIGGER_LOADED if pdl else Pdl.OFF), ""
     yield "single", _spec(problem, **how, vec=8 // problem.x.size, pdl=Pdl.TRIGGER_LOADED if pdl else Pdl.OFF), ""

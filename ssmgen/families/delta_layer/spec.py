@@ -197,6 +197,7 @@ WHOLE = {
     4: ((128, 512, 1), (1024, 512, 2), (float("inf"), 256, 1)),
     2: ((1024, 256, 1), (float("inf"), 128, 1)),
 }
+WHOLE_PER_KEY = WHOLE | {4: ((128, 512, 1), (float("inf"), 256, 1))}  # with decays per key channel
 # Whole heads whose keys come first, in two steps, by which their rows take half the registers; normed by a kernel behind: (heads of a
 # batch, from and to; threads of a block; lanes of a row), by bytes of an element.
 TWO_STEPS = {4: (), 2: ((384, 1024, 128, 16),)}
@@ -249,7 +250,7 @@ def _whole_heads(problem: DeltaLayerProblem, heads: int, arch: Arch, pdl: bool) 
         *must(not problem.interleaved, "keys come first: a whole head takes more registers than a block has"),
         *must(heads >= FEW_HEADS, f"{heads} heads are below {FEW_HEADS}"),
     ]
-    _, threads, wider = next(row for row in WHOLE[problem.state.size] if heads <= row[0])
+    _, threads, wider = next(row for row in (WHOLE_PER_KEY if problem.gk else WHOLE)[problem.state.size] if heads <= row[0])
     return "whole heads", None if reasons else whole_heads(problem, threads, arch, pdl, wider), "; ".join(reasons)
 
 

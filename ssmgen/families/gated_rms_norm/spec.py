@@ -249,13 +249,14 @@ def space(problem: NormProblem, arch: Arch) -> Iterator[NormSpec]:
 
 def candidates(problem: NormProblem, groups: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, NormSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one applies to every legal problem."""
-    how: dict[str, Any] = {"pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
     if groups > FEW:
         yield "few-groups", None, f"{groups} groups are above {FEW}"
-    else:
-        yield "few-groups", shape(problem, problem.widest, 32, **how), ""
-    yield "many-groups", shape(problem, 8, 128, **how), ""
+    else:  # dependents have little to wait for
+        yield "few-groups", shape(problem, problem.widest, 32, pdl=Pdl.TRIGGER_TOP if pdl else Pdl.OFF), ""
+    vec = min(4, problem.widest) if problem.size <= SHORT else 0
+    yield "many-groups", shape(problem, 8, 128, vec, pdl=Pdl.TRIGGER_LOADED if pdl else Pdl.OFF), ""
 
 
 # Groups, for which small blocks reach more SMs: two of one warp for each of the H200's 132 SMs and its schedulers.
 FEW = 1056
+SHORT = 128  # elements, of which loads of 4 were measured to be faster, in many groups

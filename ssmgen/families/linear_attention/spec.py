@@ -268,6 +268,8 @@ ONE_TOKEN = [
     Rule("latency", 48, tile_kib=16),
     Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),
 ]
+TWO_BYTES = [Rule("fewest", 4, tile_kib=2, ilp=2), *ONE_TOKEN]  # of such states; measured on an H100 and an H200
+TWO_BYTES_PER_KEY = [*TWO_BYTES[:2], Rule("latency", 48, tile_kib=16, steps=2), TWO_BYTES[-1]]  # rows of a block share decays; so
 ONE_BYTE = [  # of such states; by count, not measured: a sixth fewer instructions in two steps
     Rule("latency", 48, tile_kib=8),
     Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264, steps=2),
@@ -285,6 +287,7 @@ SEVERAL_TOKENS = [
     Rule("latency", 48, tile_kib=8),
     Rule("bandwidth", float("inf"), tile_kib=8, prefetch=132),
 ]
+SEVERAL_TOKENS_F32 = [Rule("latency", 48, tile_kib=8, ilp=1), SEVERAL_TOKENS[-1]]  # measured on an H100, too
 SEVERAL_KEYS_FIRST = [
     SEVERAL_TOKENS[0],
     Rule("bandwidth", float("inf"), tile_kib=16, piece=128, prefetch=132),
@@ -294,8 +297,10 @@ SEVERAL_KEYS_FIRST = [
 def candidates(problem: LinearAttentionProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, LinearAttentionSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
     given = {f.name: getattr(problem, f.name) for f in fields(LinearAttentionProblem)}
-    one = KEYS_FIRST[problem.state.size] if problem.interleaved else ONE_BYTE if problem.state.size == 1 else ONE_TOKEN
-    several = SEVERAL_KEYS_FIRST if problem.interleaved else SEVERAL_TOKENS
+    size = problem.state.size
+    by_size = {1: ONE_BYTE, 2: TWO_BYTES_PER_KEY if problem.gk else TWO_BYTES, 4: ONE_TOKEN}
+    one = KEYS_FIRST[size] if problem.interleaved else by_size[size]
+    several = SEVERAL_KEYS_FIRST if problem.interleaved else SEVERAL_TOKENS_F32 if size == 4 else SEVERAL_TOKENS
     rules = FROZEN if problem.frozen else several if problem.several else one
     for rule, how, reason in row_engine.choices(problem, rules, batch, arch, pdl):
         if how is not None and (problem.accepted is not Index.NONE or problem.heads_apart):

@@ -309,9 +309,14 @@ def _how(problem: ReplayProblem, heads: int, arch: Arch) -> tuple[str, dict[str,
     if problem.materialize:
         return "all", {"warps": 4}
     if heads <= LATENCY:  # few blocks: what a warp has to do one after the other is what counts
-        return "latency", {"warps": 2, "helpers": 4 if long else 1 if problem.state is DType.F32 else 2}
+        if long or problem.history is not History.STEP:
+            return "latency", {"warps": 2, "helpers": 4 if long else 2}
+        if problem.state is DType.F32:
+            return "latency", {"warps": 1, "helpers": 1}
+        asked = problem.headdim % 32 == 0 and problem.state_loads is Loads.VECTOR and arch >= SM90
+        return "latency", {"warps": 2, "helpers": 2, "prefetch": 264 if asked else 0}
     if heads <= MIDDLE and problem.d_state * problem.state.size <= 512:
-        return "middle", {"warps": 4, "helpers": 2}
+        return "middle", {"warps": 4, "helpers": 2 if problem.history is History.STEP or problem.state is DType.F32 else 4}
     many = {"warps": 5 if problem.headdim % 80 == 0 else 4}
     whole = problem.headdim % (16 * many["warps"]) == 0 and problem.state_loads is Loads.VECTOR
     # Four blocks per SM, where that costs no spills: ptxas leaves room for three.

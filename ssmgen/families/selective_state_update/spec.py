@@ -189,6 +189,12 @@ WIDE = [  # d_state above 32
     Rule("latency", 48, tile_kib=16),
     Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),
 ]
+# A lane goes over a row of more than 256 bytes in two passes or more, each of which asks for its shares of all its rows: fewer rows at
+# once make more blocks, which few states need more. By bytes of an element; measured on an H100 and an H200.
+LONG_ROWS = {
+    2: [Rule("smallest", 4, tile_kib=4, ilp=1), *WIDE],
+    4: [Rule("smallest", 10, tile_kib=8, ilp=2), *WIDE],
+}
 ONE_BYTE = [  # of such states: fewer fixed instructions in several steps, and as many bytes ahead as with two
     Rule("latency", 48, tile_kib=16),
     Rule("bandwidth", float("inf"), tile_kib=16, prefetch=528, steps=2),
@@ -203,16 +209,20 @@ NARROW = [
     Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),
 ]
 SEVERAL_TOKENS = [  # measured on an H200 with every token's state kept; docs/performance.md
-    Rule("few", 1, tile_kib=4, ilp=2),
+    Rule("few", 1, tile_kib=2, ilp=1),
     Rule("latency", 48, tile_kib=8),
     Rule("bandwidth", float("inf"), tile_kib=8, prefetch=132),
 ]
+SEVERAL_TOKENS_F32 = [Rule("few", 1, tile_kib=4, ilp=2), Rule("latency", 48, tile_kib=8, ilp=1), SEVERAL_TOKENS[-1]]  # on an H100, too
 
 
 def candidates(problem: SsuProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, SsuSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
-    wide = INT8 if problem.state is Narrow.I8 else ONE_BYTE if problem.state.size == 1 else WIDE
-    rules = SEVERAL_TOKENS if problem.several else NARROW if problem.d_state <= 32 else wide
+    size = problem.state.size
+    long = LONG_ROWS.get(size, WIDE) if problem.d_state * size > 256 else WIDE
+    wide = INT8 if problem.state is Narrow.I8 else ONE_BYTE if size == 1 else long
+    several = SEVERAL_TOKENS_F32 if size == 4 else SEVERAL_TOKENS
+    rules = several if problem.several else NARROW if problem.d_state <= 32 else wide
     for rule, how, reason in row_engine.choices(problem, rules, batch, arch, pdl):
         if how is not None and problem.accepted is not Index.NONE:
             how["prefetch"] = 0

@@ -1,0 +1,51 @@
+"""Rows of tables: which variants they may name, what the rules lose to them, and what comes to be timed for them."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+from test_tune import GPU, RULE, home, row, ship
+
+from ssmgen import registry
+from ssmgen import tuned as table
+from ssmgen.build import default_problems
+from ssmgen.catalog import OPERATOR_OF, OPERATORS
+from ssmgen.cli import main
+from ssmgen.spec import Arch
+from ssmgen.tune import search
+
+__all__ = ["home"]  # a fixture of all tests here
+
+
+@pytest.mark.parametrize("operator", ["chunk_scan", "selective_scan"])
+def test_rows_of_an_operators_other_spec_classes_are_believed(operator):
+    """Some have one for kernels by warpgroups, or by roles, beside the one that is named as the operator is."""
+    arch = Arch(90, "a")
+    problem = next(p for _, p in default_problems() if OPERATOR_OF[type(p)] == operator)
+    rule = registry.select(operator, problem, 4096, arch, True)
+    alike = [s for s in OPERATORS[operator].space(problem, arch) if s != rule and s.pdl is rule.pdl and s.order == rule.order]
+    other = next(s for s in alike if s.family != operator)
+    said = {"operator": operator, "problem": table.bucket(problem), "runner_up": search.difference(other, rule), "arch": str(arch)}
+    ship(replace(row(), **said, size=4096, spec=str(other), code=table.code_digest(other, arch)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chosen = registry.explain(operator, problem, 4096, arch, True, GPU).chosen
+    assert (chosen.rule, chosen.spec) == ("tuned", other)
+    result = CliRunner().invoke(main, ["tuned", "--lost", "3"])
+    assert result.exit_code == 1 and "(rules " in result.output
+
+
+def test_rules_that_choose_the_runner_up_by_now_lose_what_it_does():
+    second = row(us=2.0, rule_us=2.5, runner_up_us=2.02)  # the runner-up is what the rules choose
+    assert table.loss(second) == pytest.approx(0.01)
+    assert table.loss(replace(second, runner_up="tile=no")) == table.loss(replace(second, runner_up="")) == pytest.approx(0.25)
+
+
+def test_what_is_timed_again():
+    slow, fast = [replace(RULE, prefetch=n) for n in (1, 2)]
+    assert search._finalists({RULE: 2.0, slow: 2.1, fast: 1.9}, RULE) == [fast]
+    assert search._finalists({RULE: 2.0, slow: 2.2, fast: 2.1}, RULE) == [fast], "the runner-up"
+    assert search._finalists({RULE: 2.0}, RULE) == []
