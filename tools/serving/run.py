@@ -1,0 +1,191 @@
+"""What is asked of the engines, and when: all are built at once, and one at a time has the GPU while anything is timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ssmgen.compat.replacing import REPLACED
+
+from .compare import Compared, compared
+from .engines import Engine, EngineError
+from .models import FEW, MODELS
+
+TOGETHER = 16384  # tokens of prompts that are timed together, at most
+SHORT = 16  # tokens of the prompts ahead of timed decode steps
+COMPARED = 16, 48  # prompts and tokens
+STEP = 8192  # tokens of an engine's step at most: half of vLLM's default for so large a GPU, for room
+SMALL_STEP = 1024  # where nothing is timed: prompts are cut, and less memory is taken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """timed: models   answered: (model, dtype) whose answers are compared, and nothing timed   batches: ascending   prompt: its tokens
+
+    steps: of decode that are timed   rounds: of timing, each with all cases of all engines   layers: 0 for each model's own number
+    seconds: after which no round begins   patience: seconds to wait for an answer   compiled: with torch.compile
+    """
+
+    timed: tuple[str, ...]
+    answered: tuple[tuple[str, str], ...] = ()
+    batches: tuple[int, ...] = (1, 8, 64, 256)
+    prompt: int = 2048
+    steps: int = 64
+    rounds: int = 5
+    layers: int = 0
+    seconds: float = 600
+    patience: float = 300
+    compiled: bool = False
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence at most; answers that are compared have prompts of 700."""
+        return max(self.prompt, 1024) + self.steps + 1
+
+    @property
+    def cases(self) -> list[Case]:
+        prompts = [Case("prompts", batch, max(1, min(self.prompt, TOGETHER // batch)), 1) for batch in self.batches]
+        return prompts + [Case("decode", batch, SHORT, self.steps) for batch in self.batches]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """what: "prompts" or "decode"   prompt: tokens of each of the prompts   steps: of decode behind them"""
+
+    what: str
+    batch: int
+    prompt: int
+    steps: int
+
+    def rate(self, engine: Engine, patience: float) -> float:
+        """Tokens a second. Of decode, the time to the first token is taken off: steps behind prompts, less the prompts."""
+        first = engine.ask("generate", patience, batch=self.batch, prompt=self.prompt, tokens=1)["seconds"]
+        if self.what == "prompts":
+            return self.batch * self.prompt / first
+        all_of_them = engine.ask("generate", patience, batch=self.batch, prompt=self.prompt, tokens=1 + self.steps)["seconds"]
+        return self.batch * self.steps / (all_of_them - first)
+
+
+@dataclass(slots=True)
+class Pair:
+    """A model without and with ssmgen. rates: of (case, with ssmgen), tokens a second of each round; outcome: of the plugin's functions"""
+
+    model: str
+    dtype: str
+    layers: int
+    timed: bool
+    engines: dict[bool, Engine] = field(default_factory=dict)
+    answers: dict[bool, dict[str, Any]] = field(default_factory=dict)
+    rates: dict[tuple[Case, bool], list[float]] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    outcome: Mapping[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def compared(self) -> Compared | None:
+        return compared(self.answers[False], self.answers[True]) if len(self.answers) == 2 else None
+
+    def attempt(self, with_ssmgen: bool, work: Callable[..., Any], *more: Any) -> Any:
+        """What work(engine, *more) returns, or None where the engine is gone; one that fails is ended, and stops no other."""
+        engine = self.engines.get(with_ssmgen)
+        if engine is None:
+            return None
+        try:
+            return work(engine, *more)
+        except EngineError as e:
+            self.failures.append(str(e))
+            engine.end()
+            del self.engines[with_ssmgen]
+            return None
+
+    def end(self) -> None:
+        for engine in self.engines.values():
+            engine.end()
+        self.engines.clear()
+
+
+def pairs_of(options: Options) -> list[Pair]:
+    timed = [Pair(model, "bfloat16", options.layers or MODELS[model].layers, True) for model in options.timed]
+    return timed + [Pair(model, dtype, FEW, False) for model, dtype in options.answered]
+
+
+def run(pairs: list[Pair], options: Options, folder: Path, note: Callable[[str], None], start: Callable[..., Engine] = Engine) -> None:
+    """Measures and compares; what is known is in the pairs at any time.
+
+    folder: for the engines' files   note: is told what is going on   start: makes engines, as Engine does
+    """
+    begin = time.monotonic()
+
+    def tell(pair: Pair, with_ssmgen: bool, said: str | None) -> None:
+        name = f"{pair.model} {pair.dtype} {'with ssmgen' if with_ssmgen else 'own'}"
+        note(f"{time.monotonic() - begin:5.0f} s  {name:36} {said or 'FAILED'}")
+
+    try:
+        for pair, with_ssmgen in _sides(pairs):
+            # where nothing is timed, Triton's first configurations: sooner, and the same sums in every run
+            variables = {} if pair.timed else {"VLLM_TRITON_FORCE_FIRST_CONFIG": "1"}
+            pair.engines[with_ssmgen] = start(f"{pair.model}-{pair.dtype}", with_ssmgen, folder, variables)
+            pair.attempt(with_ssmgen, _prepare, pair, options)
+        for pair, with_ssmgen in _sides(sorted(pairs, key=lambda pair: pair.timed)):
+            tell(pair, with_ssmgen, pair.attempt(with_ssmgen, _prepared, pair, options))
+            if with_ssmgen and not pair.timed:
+                pair.end()
+        timed = [pair for pair in pairs if pair.timed]
+        for pair, with_ssmgen in _sides(timed):
+            tell(pair, with_ssmgen, pair.attempt(with_ssmgen, _tuned, options))
+        for number in range(options.rounds):
+            if time.monotonic() - begin > options.seconds:
+                note(f"{options.seconds:.0f} s are over after {number} rounds of {options.rounds}")
+                break
+            for pair in timed:
+                _round(pair, options)
+            note(f"{time.monotonic() - begin:5.0f} s  round {number + 1} of {options.rounds}")
+    finally:
+        for pair in pairs:
+            pair.end()
+
+
+def _sides(pairs: list[Pair]) -> list[tuple[Pair, bool]]:
+    return [(pair, with_ssmgen) for pair in pairs for with_ssmgen in (False, True)]
+
+
+def _prepare(engine: Engine, pair: Pair, options: Options) -> None:
+    """All that an engine does beside the others, asked for at once: it is built, answers, and runs every case."""
+    engine.say(
+        "build", model=pair.model, layers=pair.layers, dtype=pair.dtype, longest=options.longest, compiled=options.compiled,
+        graphs=sorted({*options.batches, COMPARED[0]}) if pair.timed else [1, COMPARED[0]], step=STEP if pair.timed else SMALL_STEP,
+        folder=str(engine.folder / "model"),
+    )  # fmt: skip
+    engine.say("answers", prompts=COMPARED[0], tokens=COMPARED[1])
+    for case in options.cases if pair.timed else ():
+        engine.say("generate", batch=case.batch, prompt=case.prompt, tokens=2)
+    engine.say("state")
+
+
+def _prepared(engine: Engine, pair: Pair, options: Options) -> str:
+    """Hears what _prepare asked for."""
+    built = engine.hear(options.patience)["seconds"]
+    pair.answers[engine.with_ssmgen] = engine.hear(options.patience)
+    first = sum(engine.hear(options.patience)["seconds"] for _ in (options.cases if pair.timed else ()))
+    state = engine.hear(options.patience)
+    if engine.with_ssmgen:
+        pair.outcome, pair.warnings = state["outcome"], state["warnings"]
+        if REPLACED not in pair.outcome.values():
+            pair.failures.append("the plugin has replaced nothing: both engines are vLLM's own")
+    return f"built in {built:.1f} s, first requests {first:.1f} s"
+
+
+def _tuned(engine: Engine, options: Options) -> str:
+    return f"tuned alone in {engine.ask('tune', options.patience, prompt=options.prompt)['seconds']:.1f} s"
+
+
+def _round(pair: Pair, options: Options) -> None:
+    """Every case once, with and without ssmgen in turns."""
+    for case in options.cases:
+        for with_ssmgen in (False, True):
+            rate = pair.attempt(with_ssmgen, case.rate, options.patience)
+            if rate is not None:
+                pair.rates.setdefault((case, with_ssmgen), []).append(rate)
