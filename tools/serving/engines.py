@@ -64,7 +64,7 @@ class Engine:
         until = time.monotonic() + seconds
         while b"\n" not in self._read:
             if not select.select([self._answers], [], [], max(0.0, until - time.monotonic()))[0]:
-                raise self._failed(f"has not answered in {seconds:.0f} s")
+                raise self._failed(f"has not answered in {seconds:.1f} s")
             if not (more := os.read(self._answers, 1 << 16)):
                 raise self._failed("has ended")
             self._read += more

@@ -26,7 +26,8 @@ class Options:
     """timed: models   answered: (model, dtype) whose answers are compared, and nothing timed   batches: ascending   prompt: its tokens
 
     steps: of decode that are timed   rounds: of timing, each with all cases of all engines   layers: 0 for each model's own number
-    seconds: after which no round begins   patience: seconds to wait for an answer   compiled: with torch.compile
+    seconds: after which no round begins   patience: seconds until all engines must be ready, and for any answer from there on
+    compiled: with torch.compile
     """
 
     timed: tuple[str, ...]
@@ -130,7 +131,7 @@ def run(pairs: list[Pair], options: Options, folder: Path, note: Callable[[str],
             pair.engines[with_ssmgen] = start(f"{pair.model}-{pair.dtype}", with_ssmgen, folder, variables)
             pair.attempt(with_ssmgen, _prepare, pair, options)
         for pair, with_ssmgen in _sides(sorted(pairs, key=lambda pair: pair.timed)):
-            tell(pair, with_ssmgen, pair.attempt(with_ssmgen, _prepared, pair, options))
+            tell(pair, with_ssmgen, pair.attempt(with_ssmgen, _prepared, pair, options, begin + options.patience))
             if with_ssmgen and not pair.timed:
                 pair.end()
         timed = [pair for pair in pairs if pair.timed]
@@ -165,12 +166,15 @@ def _prepare(engine: Engine, pair: Pair, options: Options) -> None:
     engine.say("state")
 
 
-def _prepared(engine: Engine, pair: Pair, options: Options) -> str:
-    """Hears what _prepare asked for."""
-    built = engine.hear(options.patience)["seconds"]
-    pair.answers[engine.with_ssmgen] = engine.hear(options.patience)
-    first = sum(engine.hear(options.patience)["seconds"] for _ in (options.cases if pair.timed else ()))
-    state = engine.hear(options.patience)
+def _prepared(engine: Engine, pair: Pair, options: Options, until: float) -> str:
+    """Hears what _prepare asked for, until a time that is the same for all engines."""
+
+    def hear() -> dict[str, Any]:
+        return engine.hear(max(0.0, until - time.monotonic()))
+
+    built, pair.answers[engine.with_ssmgen] = hear()["seconds"], hear()
+    first = sum(hear()["seconds"] for _ in (options.cases if pair.timed else ()))
+    state = hear()
     if engine.with_ssmgen:
         pair.outcome, pair.warnings = state["outcome"], state["warnings"]
         if REPLACED not in pair.outcome.values():

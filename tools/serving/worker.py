@@ -109,7 +109,7 @@ class Server:
             for n in [_length(i)]
         ]
         said = [a.outputs[0] for a in self._generate(asked, tokens, logprobs=2)]
-        best = [[sorted((p.logprob for p in step.values()), reverse=True)[:2] for step in a.logprobs] for a in said]
+        best = [[sorted((round(p.logprob, 5) for p in step.values()), reverse=True)[:2] for step in a.logprobs] for a in said]
         return {"tokens": [list(a.token_ids) for a in said], "best": best}
 
     def generate(self, batch: int, prompt: int, tokens: int) -> dict[str, Any]:
