@@ -31,7 +31,7 @@ def served(tmp_path, monkeypatch):
         monkeypatch.setenv("SERVING_FAILS", fails)
         given = Options(**{"timed": ("mamba2", "qwen3_5"), "batches": (1, 8), "steps": 4, "rounds": 2, "patience": 120} | options)
         pairs, notes = pairs_of(given), []
-        run(pairs, given, tmp_path / "engines", notes.append, start=stand_in)
+        run(pairs, given, tmp_path / f"engines{len(list(tmp_path.iterdir()))}", notes.append, start=stand_in)
         return pairs, notes, [json.loads(line) for line in (tmp_path / "journal").read_text().splitlines()]
 
     return serve
@@ -61,6 +61,15 @@ def test_an_engine_is_built_for_its_cases(served):
     assert built["qwen3_5", True]["graphs"] == [1, 8, 16] and built["mamba2", False]["graphs"] == [1, 16]
     assert built["qwen3_5", True]["longest"] == 2048 + 4 + 1 and built["qwen3_5", True]["layers"] == MODELS["qwen3_5"].layers
     assert built["mamba2", True]["dtype"] == "float32" and built["mamba2", True]["folder"] != built["mamba2", False]["folder"]
+
+
+def test_timed_engines_apart_are_built_when_the_others_have_answered(served):
+    for apart in (True, False):
+        pairs, _, journal = served(answered=(("mamba2", "float32"),), timed=("qwen3_5",), apart=apart)
+        assert len(pairs[0].rates) == 8 and all(pair.compared for pair in pairs)
+        if apart:
+            places = [(entry["model"], entry["what"]) for entry in journal]
+            assert places.index(("qwen3_5", "build")) > max(i for i, place in enumerate(places) if place == ("mamba2", "state"))
 
 
 @pytest.mark.parametrize("fails", ["mamba2 build", "mamba2 generate", "mamba2 tune", "mamba2 state"])

@@ -42,6 +42,7 @@ def _answered(context: click.Context, parameter: click.Parameter, given: tuple[s
 @click.option("--seconds", type=float, default=600, show_default=True, help="After these no round begins.")
 @click.option("--patience", type=float, default=300, show_default=True, help="Seconds until engines must be ready.")
 @click.option("--compiled", is_flag=True, help="With torch.compile, as vLLM does unless told otherwise; takes minutes more.")
+@click.option("--apart", is_flag=True, help="Build timed engines when the others have ended: later, and with less memory.")
 @click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="For the engines' logs. Default: a temporary one.")
 @click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write all that was measured here.")
 def serving(models, answered, batches, file, folder, **given) -> None:

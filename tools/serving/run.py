@@ -27,7 +27,7 @@ class Options:
 
     steps: of decode that are timed   rounds: of timing, each with all cases of all engines   layers: 0 for each model's own number
     seconds: after which no round begins   patience: seconds until all engines must be ready, and for any answer from there on
-    compiled: with torch.compile
+    compiled: with torch.compile   apart: timed engines take memory when the others have ended
     """
 
     timed: tuple[str, ...]
@@ -40,6 +40,7 @@ class Options:
     seconds: float = 600
     patience: float = 300
     compiled: bool = False
+    apart: bool = False
 
     @property
     def longest(self) -> int:
@@ -129,12 +130,14 @@ def run(pairs: list[Pair], options: Options, folder: Path, note: Callable[[str],
             # where nothing is timed, Triton's first configurations: sooner, and the same sums in every run
             variables = {} if pair.timed else {"VLLM_TRITON_FORCE_FIRST_CONFIG": "1"}
             pair.engines[with_ssmgen] = start(f"{pair.model}-{pair.dtype}", with_ssmgen, folder, variables)
-            pair.attempt(with_ssmgen, _prepare, pair, options)
-        for pair, with_ssmgen in _sides(sorted(pairs, key=lambda pair: pair.timed)):
-            tell(pair, with_ssmgen, pair.attempt(with_ssmgen, _prepared, pair, options, begin + options.patience))
-            if with_ssmgen and not pair.timed:
-                pair.end()
-        timed = [pair for pair in pairs if pair.timed]
+        timed, answered = ([pair for pair in pairs if pair.timed is which] for which in (True, False))
+        for together in (answered, timed) if options.apart else (answered + timed,):
+            for pair, with_ssmgen in _sides(together):
+                pair.attempt(with_ssmgen, _prepare, pair, options)
+            for pair, with_ssmgen in _sides(together):
+                tell(pair, with_ssmgen, pair.attempt(with_ssmgen, _prepared, pair, options, begin + options.patience))
+                if with_ssmgen and not pair.timed:
+                    pair.end()
         for pair, with_ssmgen in _sides(timed):
             tell(pair, with_ssmgen, pair.attempt(with_ssmgen, _tuned, options))
         for number in range(options.rounds):

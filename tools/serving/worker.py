@@ -68,7 +68,9 @@ class Server:
     """A vLLM engine in this process. Requests name its methods."""
 
     def __init__(self) -> None:
-        self.llm: Any = None
+        from vllm import LLM  # some seconds, of the CPU only
+
+        self.make, self.llm = LLM, None
         self.vocabulary = 0
         self.warnings = Warnings()
         logging.getLogger("vllm.ssmgen").addHandler(self.warnings)
@@ -81,8 +83,6 @@ class Server:
         longest, step: tokens of a sequence, and of the engine's step, at most   folder: for the model's configuration
         compiled: by torch.compile, as vLLM does unless told otherwise
         """
-        from vllm import LLM
-
         from .models import config_of, pool_bytes
 
         begin = time.perf_counter()
@@ -90,7 +90,7 @@ class Server:
         self.vocabulary = config.vocab_size
         config.save_pretrained(folder)
         sequences, sizes = graphs[-1], {"cudagraph_capture_sizes": graphs}
-        self.llm = LLM(
+        self.llm = self.make(
             folder, skip_tokenizer_init=True, load_format="dummy", dtype=dtype, seed=0, max_model_len=longest, max_num_seqs=sequences,
             max_num_batched_tokens=step, enable_prefix_caching=False, disable_log_stats=True,
             compilation_config=sizes if compiled else {**sizes, "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
