@@ -145,7 +145,7 @@ def test_models_are_cut_in_proportion_and_their_states_fit(model):
 
 
 def _state_bytes(config):
-    """Of a layer: the recurrence's, f32 where the configuration says so, and the convolution's, of 16 bits."""
+    """A layer's: the recurrence's, f32 where the configuration says so, and the convolution's, of 16 bits."""
     if hasattr(config, "linear_num_value_heads"):
         keys, values = (
             config.linear_num_key_heads * config.linear_key_head_dim,

@@ -33,7 +33,7 @@ class Compared:
 
 
 def compared(own: dict[str, Any], ours: dict[str, Any]) -> Compared:
-    """Of two answers of Server.answers."""
+    """What differs between two results of Server.answers."""
     equal, gaps, within = 0, [], 0.0
     for a, b, best_a, best_b in zip(own["tokens"], ours["tokens"], own["best"], ours["best"], strict=True):
         n = next((j for j, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))

@@ -140,7 +140,7 @@ def run(pairs: list[Pair], options: Options, folder: Path, note: Callable[[str],
                     pair.end()
         for pair, with_ssmgen in _sides(timed):
             tell(pair, with_ssmgen, pair.attempt(with_ssmgen, _tuned, options))
-        for number in range(options.rounds):
+        for number in range(options.rounds if timed else 0):
             if time.monotonic() - begin > options.seconds:
                 note(f"{options.seconds:.0f} s are over after {number} rounds of {options.rounds}")
                 break
