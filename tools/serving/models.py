@@ -53,6 +53,6 @@ def config_of(model: str, layers: int, longest: int) -> Any:
 
 
 def pool_bytes(model: str, layers: int, sequences: int, wide: bool) -> int:
-    """Bytes of states and keys of so many sequences whose keys take a page a layer at most, and a tenth to spare. wide: f32, not 16 bits."""
+    """Bytes of states and keys of so many sequences whose keys take a page a layer at most, a tenth more. wide: f32, not 16 bits."""
     kinds = presets()[model].kinds(layers)
     return round(1.1 * (sequences + 8) * sum(kind not in ("mlp", "moe") for kind in kinds)) * MODELS[model].page * (2 if wide else 1)
