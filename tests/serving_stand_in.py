@@ -32,10 +32,17 @@ class StandIn:
 
     def generate(self, batch: int, prompt: int, tokens: int) -> dict[str, Any]:
         self._done("generate", batch=batch, prompt=prompt)
-        return {"seconds": batch * prompt * 1e-6 + (tokens - 1) * (0.5e-3 if self.ours else 1e-3)}
+        seconds = batch * prompt * 1e-6 + (tokens - 1) * (0.5e-3 if self.ours else 1e-3)
+        return {"seconds": seconds, "cpu": seconds / 2}
+
+    def busy(self, batch: int, prompt: int, tokens: int) -> dict[str, Any]:
+        self._done("busy", batch=batch, prompt=prompt)
+        if "blind" in os.environ.get("SERVING_FAILS", ""):
+            return {"seconds": None, "kernels": None}
+        return {"seconds": batch * 1e-6 + tokens * (0.25e-3 if self.ours else 0.75e-3), "kernels": 5 + 7 * tokens}
 
     def tune(self, prompt: int) -> dict[str, Any]:
-        return self._done("tune")
+        return self._done("tune") | {"kernels": 3}
 
     def state(self) -> dict[str, Any]:
         self._done("state")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
+import sys
+import types
 
 import pytest
 import torch
@@ -14,9 +17,9 @@ from tools.serving import __main__ as program
 from tools.serving.compare import compared
 from tools.serving.engines import Engine
 from tools.serving.models import MODELS, TIMED, config_of, pool_bytes
-from tools.serving.report import answers, as_dict, table
+from tools.serving.report import answers, as_dict, steps, table
 from tools.serving.run import Options, pairs_of, run
-from tools.serving.worker import weights_as_trained
+from tools.serving.worker import covered, forget_tuning, weights_as_trained
 
 stand_in = functools.partial(Engine, module="tests.serving_stand_in")
 
@@ -42,17 +45,25 @@ def test_rates_are_of_rounds_in_turns_with_the_gpu_to_one_engine_at_a_time(serve
     assert [(pair.model, pair.dtype, pair.timed, pair.failures) for pair in pairs] == [
         ("mamba2", "bfloat16", True, []), ("qwen3_5", "bfloat16", True, []), ("mamba2", "float32", False, []),
     ]  # fmt: skip
-    assert notes[-1].endswith("round 2 of 2") and pairs[2].rates == {}
+    assert notes[-2].endswith("round 2 of 2") and pairs[2].rates == {} and pairs[2].busy == {}
+    assert sum(note.endswith("3 kernels tuned alone in 0.0 s") for note in notes) == 4
     for pair in pairs[:2]:
         for (case, ours), rates in pair.rates.items():
             wanted = case.batch / (0.5e-3 if ours else 1e-3) if case.what == "decode" else 1e6
             assert len(rates) == 2 and rates == pytest.approx([wanted] * 2)
+            assert pair.cpu[case, ours] == pytest.approx(
+                [(0.25e-3 if ours else 0.5e-3) if case.what == "decode" else case.prompt * case.batch / 2e6] * 2
+            )
         assert len(pair.rates) == 2 * 4
+        assert {(case.batch, ours) for case, ours in pair.busy} == {(1, False), (1, True), (8, False), (8, True)}
+        assert all(busy == pytest.approx((0.25e-3 if ours else 0.75e-3, 7)) for (_, ours), busy in pair.busy.items())
     first = next(i for i, entry in enumerate(journal) if entry["what"] == "tune")
     assert all(a["end"] <= b["begin"] for a, b in zip(journal[first:], journal[first + 1 :], strict=False))
     timed = [entry for entry in journal[first:] if entry["what"] == "generate"]
     turns = [ours for i, ours in enumerate(entry["ours"] for entry in timed) if i == 0 or ours != timed[i - 1]["ours"]]
-    assert turns == [False, True] * (len(turns) // 2) and len(turns) == 2 * 2 * 2 * 4  # pairs, rounds, sides, cases
+    # in every second round the engine with ssmgen is first; two pairs of 4 cases: where one side is last and first again, turns join
+    half = [False, True] * 8
+    assert turns == half + half[:-1]
 
 
 def test_an_engine_is_built_for_its_cases(served):
@@ -96,7 +107,7 @@ def test_a_plugin_that_replaces_nothing_is_a_failure(served):
 
 def test_no_round_begins_when_time_is_over(served):
     pairs, notes, _ = served(seconds=0, timed=("mamba2",))
-    assert pairs[0].rates == {} and notes[-1] == "0 s are over after 0 rounds of 2"
+    assert pairs[0].rates == {} and "0 s are over after 0 rounds of 2" in notes
     assert pairs[0].compared is not None and pairs[0].compared.equal == 16
 
 
@@ -106,7 +117,11 @@ def test_what_is_printed(served):
     assert lines[2] == "| mamba2, 20 layers | 1 prompt of 2048 | 1 000 000 | 1 000 000 | 1.00 | 1.00 … 1.00 |"
     assert lines[-1] == "| mamba2, 20 layers | decode, 8 | 8 000 | 16 000 | 2.00 | 2.00 … 2.00 |"
     assert answers(pairs) == "mamba2 bfloat16, 20 layers: 16 of 16 equal; log-probabilities up to there within 0.0000"
+    assert steps(pairs).splitlines()[-2:] == [
+        "| mamba2 | 8 | own | 1.00 | 1.00 | 0.75 | 7 | 0.50 |", "| mamba2 | 8 | with ssmgen | 0.50 | 0.50 | 0.25 | 7 | 0.25 |",
+    ]  # fmt: skip
     said = json.loads(json.dumps(as_dict(pairs, vllm="0.33.0")))
+    assert said["models"][0]["rates"][-1]["busy"]["own"] == pytest.approx([0.75e-3, 7])
     assert said["vllm"] == "0.33.0" and len(said["models"][0]["rates"]) == 4 and len(said["models"][0]["rates"][0]["own"]) == 2
 
 
@@ -177,16 +192,29 @@ def test_weights_are_the_same_in_every_process_and_decay():
     assert one["linear.weight"].std().item() == pytest.approx(1.5 / 16, rel=0.05)
 
 
-def test_tuning_is_forgotten():
-    pytest.importorskip("triton")
-    from triton.runtime.autotuner import Autotuner
+def test_tuning_is_forgotten(monkeypatch):
+    Autotuner = type("Autotuner", (), {})
+    for name in ("triton", "triton.runtime", "triton.runtime.autotuner"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(sys.modules["triton.runtime.autotuner"], "Autotuner", Autotuner, raising=False)
+    kernel, other = Autotuner(), Autotuner()
+    kernel.cache, other.cache = {"key": "a configuration"}, {}
+    gc.freeze()  # as vLLM does
+    try:
+        assert forget_tuning() == 1
+        assert kernel.cache == {} and gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
 
-    from tools.serving.worker import forget_tuning
 
-    kernel = Autotuner.__new__(Autotuner)
-    kernel.cache = {"key": "a configuration"}
-    forget_tuning()
-    assert kernel.cache == {}
+def test_a_gpu_that_does_two_things_at_once_is_busy_once():
+    assert covered([]) == 0 and covered([(1, 3), (2, 4), (2.5, 3), (6, 7), (7, 7.5)]) == 4.5
+
+
+def test_without_a_gpu_its_part_of_a_step_is_a_dash(served):
+    pairs, _, _ = served("blind", timed=("mamba2",))
+    assert pairs[0].busy == {} and not pairs[0].failures
+    assert steps(pairs).splitlines()[-1] == "| mamba2 | 8 | with ssmgen | 0.50 | 0.50 | – | – | 0.25 |"
 
 
 def test_options_are_read(monkeypatch, tmp_path):

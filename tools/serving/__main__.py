@@ -12,7 +12,7 @@ import click
 from ssmgen.cli import Command
 
 from .models import MODELS, TIMED
-from .report import answers, as_dict, table
+from .report import answers, as_dict, steps, table
 from .run import Options, pairs_of, run
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -50,8 +50,8 @@ def serving(models, answered, batches, file, folder, **given) -> None:
 
     Needs a GPU and vLLM 0.33. Builds two engines for each model, with random weights, as wide as a public one and with fewer layers;
     nothing is downloaded. All are built at once. Then one at a time has the GPU: each tunes its Triton kernels again, and rounds follow
-    in which engines with and without ssmgen take turns. An engine that fails stops no other. What it said is printed, and the exit code
-    is 1.
+    in which engines with and without ssmgen take turns. Last, torch's profiler says how long the GPU works in decode steps. An engine
+    that fails stops no other. What it said is printed, and the exit code is 1.
     """
     timed = tuple(model for model in models or TIMED if model != "none")
     options = Options(timed=tuple(dict.fromkeys(timed)), answered=answered, batches=tuple(sorted(set(batches) or {1, 8, 64, 256})), **given)
@@ -64,6 +64,7 @@ def serving(models, answered, batches, file, folder, **given) -> None:
                 file.write_text(json.dumps(as_dict(pairs, vllm=metadata.version("vllm"), options=str(options)), indent=1), encoding="utf-8")
             click.echo(answers(pairs))
             click.echo(table(pairs))
+            click.echo(steps(pairs))
     if any(pair.failures for pair in pairs):
         raise SystemExit(1)
 

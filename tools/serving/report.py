@@ -10,6 +10,8 @@ from .run import Case, Pair
 
 HEAD = """| model | | own, tokens/s | with ssmgen | | of single rounds |
 |---|---|--:|--:|--:|---|"""
+STEPS = """| model | sequences | | a step, ms | the shortest | the GPU works | its kernels | the CPU works |
+|---|--:|---|--:|--:|--:|--:|--:|"""
 
 
 def table(pairs: list[Pair]) -> str:
@@ -24,6 +26,28 @@ def table(pairs: list[Pair]) -> str:
             spread = f"{min(ratios):.2f} … {max(ratios):.2f}" if ratios else "–"
             lines.append(f"| {pair.model}, {pair.layers} layers | {what} | {_rate(own)} | {_rate(ours)} | {ratio} | {spread} |")
     return "\n".join(lines)
+
+
+def steps(pairs: list[Pair]) -> str:
+    """Where decode steps' time goes, in Markdown, ms: medians of rounds and the shortest, what the GPU works in it, and what the CPU does.
+
+    A step that is longer while the GPU works as long is the host's. A GPU that worked less than the step waited for the host.
+    """
+    lines = [STEPS]
+    for pair in pairs:
+        for (case, with_ssmgen), rates in pair.rates.items():
+            if case.what != "decode":
+                continue
+            gpu, kernels = pair.busy.get((case, with_ssmgen), (None, None))
+            times = [case.batch / rate for rate in rates]
+            cells = [_ms(median(times)), _ms(min(times)), _ms(gpu), "–" if kernels is None else f"{kernels:.0f}"]
+            who = "with ssmgen" if with_ssmgen else "own"
+            lines.append(f"| {pair.model} | {case.batch} | {who} | {' | '.join(cells)} | {_ms(median(pair.cpu[case, with_ssmgen]))} |")
+    return "\n".join(lines)
+
+
+def _ms(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{1e3 * seconds:.2f}"
 
 
 def _rate(rates: list[float]) -> str:
@@ -55,4 +79,7 @@ def as_dict(pairs: list[Pair], **about: Any) -> dict[str, Any]:
 
 
 def _rates(pair: Pair, case: Case) -> dict[str, Any]:
-    return asdict(case) | {"own": pair.rates.get((case, False), []), "ssmgen": pair.rates.get((case, True), [])}
+    sides = {"own": (case, False), "ssmgen": (case, True)}
+    rates = {name: pair.rates.get(side, []) for name, side in sides.items()}
+    return asdict(case) | rates | {"cpu": {name: pair.cpu.get(side, []) for name, side in sides.items()},
+                                   "busy": {name: pair.busy.get(side) for name, side in sides.items()}}  # fmt: skip

@@ -18,6 +18,7 @@ TOGETHER = 16384  # tokens of prompts that are timed together, at most
 SHORT = 16  # tokens of the prompts ahead of timed decode steps
 COMPARED = 16, 48  # prompts and tokens
 STEP = 8192  # tokens of an engine's step at most: half of vLLM's default for so large a GPU, for room
+WATCHED = 16  # decode steps whose time on the GPU is looked at, behind all rounds
 SMALL_STEP = 1024  # where nothing is timed: prompts are cut, and less memory is taken
 
 
@@ -62,18 +63,33 @@ class Case:
     prompt: int
     steps: int
 
-    def rate(self, engine: Engine, patience: float) -> float:
-        """Tokens a second. Of decode, the time to the first token is taken off: steps behind prompts, less the prompts."""
-        first = engine.ask("generate", patience, batch=self.batch, prompt=self.prompt, tokens=1)["seconds"]
+    def rate(self, engine: Engine, patience: float) -> tuple[float, float]:
+        """Tokens a second, and seconds of the CPU: of all prompts, or of a decode step.
+
+        Of decode, the time to the first token is taken off: steps behind prompts, less the prompts.
+        """
+        first = engine.ask("generate", patience, batch=self.batch, prompt=self.prompt, tokens=1)
         if self.what == "prompts":
-            return self.batch * self.prompt / first
-        all_of_them = engine.ask("generate", patience, batch=self.batch, prompt=self.prompt, tokens=1 + self.steps)["seconds"]
-        return self.batch * self.steps / (all_of_them - first)
+            return self.batch * self.prompt / first["seconds"], first["cpu"]
+        all_of_them = engine.ask("generate", patience, batch=self.batch, prompt=self.prompt, tokens=1 + self.steps)
+        seconds, cpu = (all_of_them[what] - first[what] for what in ("seconds", "cpu"))
+        return self.batch * self.steps / seconds, cpu / self.steps
+
+    def busy(self, engine: Engine, patience: float) -> tuple[float, float] | None:
+        """Seconds of a decode step in which the GPU does anything, and its kernels and copies. None without a GPU."""
+        few, many = (engine.ask("busy", patience, batch=self.batch, prompt=self.prompt, tokens=n) for n in (1, 1 + WATCHED))
+        if few["seconds"] is None or many["seconds"] is None:
+            return None
+        return (many["seconds"] - few["seconds"]) / WATCHED, (many["kernels"] - few["kernels"]) / WATCHED
 
 
 @dataclass(slots=True)
 class Pair:
-    """A model without and with ssmgen. rates: of (case, with ssmgen), tokens a second of each round; outcome: of the plugin's functions"""
+    """A model without and with ssmgen. rates: of (case, with ssmgen), tokens a second of each round; outcome: of the plugin's functions
+
+    cpu: of the same, seconds of the CPU for all prompts, or a decode step   busy: of decode, seconds of a step in which the GPU does
+    anything, and its kernels and copies
+    """
 
     model: str
     dtype: str
@@ -82,6 +98,8 @@ class Pair:
     engines: dict[bool, Engine] = field(default_factory=dict)
     answers: dict[bool, dict[str, Any]] = field(default_factory=dict)
     rates: dict[tuple[Case, bool], list[float]] = field(default_factory=dict)
+    cpu: dict[tuple[Case, bool], list[float]] = field(default_factory=dict)
+    busy: dict[tuple[Case, bool], tuple[float, float]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     outcome: Mapping[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -145,8 +163,11 @@ def run(pairs: list[Pair], options: Options, folder: Path, note: Callable[[str],
                 note(f"{options.seconds:.0f} s are over after {number} rounds of {options.rounds}")
                 break
             for pair in timed:
-                _round(pair, options)
+                _round(pair, options, number)
             note(f"{time.monotonic() - begin:5.0f} s  round {number + 1} of {options.rounds}")
+        for pair in timed:
+            _watch(pair, options)
+        note(f"{time.monotonic() - begin:5.0f} s  looked at what the GPU does in {WATCHED} steps")
     finally:
         for pair in pairs:
             pair.end()
@@ -186,13 +207,23 @@ def _prepared(engine: Engine, pair: Pair, options: Options, until: float) -> str
 
 
 def _tuned(engine: Engine, options: Options) -> str:
-    return f"tuned alone in {engine.ask('tune', options.patience, prompt=options.prompt)['seconds']:.1f} s"
+    tuned = engine.ask("tune", options.patience, prompt=options.prompt)
+    return f"{tuned['kernels']} kernels tuned alone in {tuned['seconds']:.1f} s"
 
 
-def _round(pair: Pair, options: Options) -> None:
-    """Every case once, with and without ssmgen in turns."""
+def _round(pair: Pair, options: Options, number: int) -> None:
+    """Every case once, with and without ssmgen in turns; who is first changes from round to round."""
+    for case in options.cases:
+        for with_ssmgen in (number % 2 == 1, number % 2 == 0):
+            measured = pair.attempt(with_ssmgen, case.rate, options.patience)
+            if measured is not None:
+                for kept, value in zip((pair.rates, pair.cpu), measured, strict=True):
+                    kept.setdefault((case, with_ssmgen), []).append(value)
+
+
+def _watch(pair: Pair, options: Options) -> None:
+    """What the GPU does in decode steps, behind all rounds, as the profiler costs time."""
     for case in options.cases:
         for with_ssmgen in (False, True):
-            rate = pair.attempt(with_ssmgen, case.rate, options.patience)
-            if rate is not None:
-                pair.rates.setdefault((case, with_ssmgen), []).append(rate)
+            if case.what == "decode" and (busy := pair.attempt(with_ssmgen, case.busy, options.patience)) is not None:
+                pair.busy[case, with_ssmgen] = busy

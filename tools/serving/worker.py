@@ -41,16 +41,31 @@ def weights_as_trained(model: Any) -> None:
                 p.normal_(0, 1.5 * p.shape[-1] ** -0.5, generator=noise)
 
 
-def forget_tuning() -> None:
-    """Triton's autotuners choose again: what they chose while other engines were built beside them counts for nothing."""
+def forget_tuning() -> int:
+    """Triton's autotuners choose again: what they chose while other engines were built beside them counts for nothing.
+
+    Returns how many had chosen.
+    """
     from triton.runtime.autotuner import Autotuner
 
-    for kernel in gc.get_objects():
-        if type(kernel) is Autotuner:
-            kernel.cache.clear()
+    gc.unfreeze()  # vLLM freezes all that there is when it is built, and what is frozen is not listed
+    tuned = [kernel for kernel in gc.get_objects() if type(kernel) is Autotuner and kernel.cache]
+    gc.freeze()
+    for kernel in tuned:
+        kernel.cache.clear()
     chosen = sys.modules.get("vllm.model_executor.layers.mamba.ops.triton_helpers")
     if chosen is not None:
         chosen._autotuned_configs.clear()  # type: ignore[attr-defined]
+    return len(tuned)
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """How long at least one of the spans (begin, end) lasts. Kernels of dependent launches overlap, so that a sum would count twice."""
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
 
 
 class Warnings(logging.Handler):
@@ -113,19 +128,34 @@ class Server:
         return {"tokens": [list(a.token_ids) for a in said], "best": best}
 
     def generate(self, batch: int, prompt: int, tokens: int) -> dict[str, Any]:
-        """Seconds that `batch` prompts of `prompt` tokens each take to so many tokens each, all being there at once."""
+        """Seconds that `batch` prompts of `prompt` tokens each take to so many tokens each, all being there at once.
+
+        cpu: seconds of the CPU, of all threads of this process
+        """
         asked = [[(7 * i + 31 * j) % (self.vocabulary - 16) + 8 for j in range(prompt)] for i in range(batch)]
         _synchronize()
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         self._generate(asked, tokens)
-        return {"seconds": time.perf_counter() - begin}
+        return {"seconds": time.perf_counter() - begin, "cpu": time.process_time() - cpu}
+
+    def busy(self, batch: int, prompt: int, tokens: int) -> dict[str, Any]:
+        """Seconds in which the GPU does anything for what `generate` does, and its kernels and copies; None for both without a GPU."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return {"seconds": None, "kernels": None}
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            self.generate(batch, prompt, tokens)
+            _synchronize()
+        ranges = [event.time_range for event in seen.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
+        return {"seconds": 1e-6 * covered([(each.start, each.end) for each in ranges]), "kernels": len(ranges)}
 
     def tune(self, prompt: int) -> dict[str, Any]:
-        """Autotuned kernels are tuned again, with a prompt of so many tokens; nobody else is to use the GPU."""
+        """Autotuned kernels are tuned again, with a prompt of so many tokens; nobody else is to use the GPU. kernels: how many these are"""
         begin = time.perf_counter()
-        forget_tuning()
+        kernels = forget_tuning()
         self.generate(1, prompt, 2)
-        return {"seconds": time.perf_counter() - begin}
+        return {"seconds": time.perf_counter() - begin, "kernels": kernels}
 
     def state(self) -> dict[str, Any]:
         """What became of the plugin here: {function: outcome}, and its warnings; memory in bytes."""
