@@ -1,0 +1,68 @@
+"""In the place of tools.serving.worker: an engine that computes nothing, says when it was asked, and may fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tools.serving.worker import serve
+
+SLOW = 0.002  # seconds that a request takes
+
+
+class StandIn:
+    """Steps take 1 ms, with ssmgen 0.5 ms, and prompts 1 us a token. SERVING_FAILS: `MODEL REQUEST`, where an engine with ssmgen fails."""
+
+    def __init__(self) -> None:
+        self.ours = "ssmgen" in os.environ["VLLM_PLUGINS"].split(",")
+        self.journal = Path(os.environ["SERVING_JOURNAL"])
+        self.model = ""
+
+    def build(self, model: str, folder: str, **more: Any) -> dict[str, Any]:
+        self.model = model
+        return self._done("build", folder=folder, **more)
+
+    def answers(self, prompts: int, tokens: int) -> dict[str, Any]:
+        self._done("answers")
+        return {"tokens": [[i] * tokens for i in range(prompts)], "best": [[[-0.5, -1.0]] * tokens] * prompts}
+
+    def generate(self, batch: int, prompt: int, tokens: int) -> dict[str, Any]:
+        self._done("generate", batch=batch, prompt=prompt)
+        seconds = batch * prompt * 1e-6 + (tokens - 1) * (0.5e-3 if self.ours else 1e-3)
+        return {"seconds": seconds, "cpu": seconds / 2}
+
+    def busy(self, batch: int, prompt: int, tokens: int) -> dict[str, Any]:
+        self._done("busy", batch=batch, prompt=prompt)
+        if "blind" in os.environ.get("SERVING_FAILS", ""):
+            return {"seconds": None, "kernels": None}
+        return {"seconds": batch * 1e-6 + tokens * (0.25e-3 if self.ours else 0.75e-3), "kernels": 5 + 7 * tokens}
+
+    def tune(self, prompt: int) -> dict[str, Any]:
+        return self._done("tune") | {"kernels": 3}
+
+    def state(self) -> dict[str, Any]:
+        self._done("state")
+        replaced = "kept: it is another one" if "idle" in os.environ.get("SERVING_FAILS", "") else "replaced"
+        return {"outcome": {"engine.f": replaced} if self.ours else {}, "warnings": []}
+
+    def _done(self, what: str, **more: Any) -> dict[str, Any]:
+        begin = time.monotonic()
+        if self.ours and os.environ.get("SERVING_FAILS") == f"{self.model} {what}":
+            print("what it wrote last")
+            raise ValueError("no such kernel")
+        if self.ours and os.environ.get("SERVING_FAILS") == f"{self.model} {what} silently":
+            time.sleep(600)
+        time.sleep(SLOW)
+        entry = {"what": what, "model": self.model, "ours": self.ours, "begin": begin, "end": time.monotonic(), **more}
+        with self.journal.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+        return {"seconds": SLOW}
+
+
+if __name__ == "__main__":
+    with os.fdopen(int(sys.argv[1]), "w", buffering=1) as answers:
+        serve(StandIn(), sys.stdin, lambda what: print(json.dumps(what), file=answers))

@@ -1,0 +1,58 @@
+"""The models that are served: those of tools.demo, as wide as a public model, with fewer layers and a vocabulary in proportion to these."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tools.demo.presets import presets
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """architecture: vLLM's class   whole, vocabulary: layers and tokens of the public model   layers: how many are served in timed engines
+
+    page: bytes of one layer's state of a sequence, its convolution's included, where the model is of 16 bits; in hybrids an attention layer
+    has pages as large   more: what the public model's configuration says beyond tools.demo's
+
+    The head takes the part of a step that it takes in the public model. Layers are as many as leave six engines room for the states of 256
+    sequences each on a GPU of 140 GiB.
+    """
+
+    architecture: str
+    whole: int
+    vocabulary: int
+    layers: int
+    page: int
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+MODELS = {
+    "mamba2": Served("Mamba2ForCausalLM", 64, 32768, 20, 2_160_000),
+    "nemotron_h": Served("NemotronHForCausalLM", 52, 131072, 16, 4_260_000, {"mamba_ssm_cache_dtype": "float32"}),
+    "qwen3_5": Served("Qwen3_5ForCausalLM", 32, 248320, 12, 2_150_000, {"mamba_ssm_dtype": "float32"}),
+    "qwen3_next": Served("Qwen3NextForCausalLM", 48, 151936, 12, 1_100_000),
+    "olmo_hybrid": Served("OlmoHybridForCausalLM", 32, 100352, 12, 1_180_000),
+}
+TIMED = ("mamba2", "nemotron_h", "qwen3_5")
+FEW = 4  # layers where only answers are compared; more where a model's kinds of layers are more
+
+
+def config_of(model: str, layers: int, longest: int) -> Any:
+    """transformers' configuration, for sequences of so many tokens. Raises DemoError where transformers does not have the family."""
+    served, preset = MODELS[model], presets()[model].for_prompts
+    layers = len(preset.kinds(layers))
+    own = {
+        "vocab_size": math.ceil(served.vocabulary * layers / served.whole / 64) * 64,
+        "max_position_embeddings": longest,
+        "architectures": [served.architecture],
+    }
+    return replace(preset, sizes={**preset.sizes, **served.more, **own}).config(layers)
+
+
+def pool_bytes(model: str, layers: int, sequences: int, wide: bool) -> int:
+    """Bytes of states and keys of so many sequences whose keys take a page a layer at most, a tenth more. wide: f32, not 16 bits."""
+    kinds = presets()[model].kinds(layers)
+    return round(1.1 * (sequences + 8) * sum(kind not in ("mlp", "moe") for kind in kinds)) * MODELS[model].page * (2 if wide else 1)

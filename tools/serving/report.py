@@ -1,0 +1,85 @@
+"""What was measured, as a table and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+from .run import Case, Pair
+
+HEAD = """| model | | own, tokens/s | with ssmgen | | of single rounds |
+|---|---|--:|--:|--:|---|"""
+STEPS = """| model | sequences | | a step, ms | the shortest | the GPU works | its kernels | the CPU works |
+|---|--:|---|--:|--:|--:|--:|--:|"""
+
+
+def table(pairs: list[Pair]) -> str:
+    """In Markdown: medians of rounds, their ratio, and the least and greatest ratio of a round. What was not measured is a dash."""
+    lines = [HEAD]
+    for pair in pairs:
+        for case in dict.fromkeys(case for case, _ in pair.rates):
+            own, ours = (pair.rates.get((case, with_ssmgen), []) for with_ssmgen in (False, True))
+            ratios = [b / a for a, b in zip(own, ours, strict=False)]
+            what = f"{case.batch} prompt{'s' * (case.batch > 1)} of {case.prompt}" if case.what == "prompts" else f"decode, {case.batch}"
+            ratio = f"{median(ours) / median(own):.2f}" if ratios else "–"
+            spread = f"{min(ratios):.2f} … {max(ratios):.2f}" if ratios else "–"
+            lines.append(f"| {pair.model}, {pair.layers} layers | {what} | {_rate(own)} | {_rate(ours)} | {ratio} | {spread} |")
+    return "\n".join(lines)
+
+
+def steps(pairs: list[Pair]) -> str:
+    """Where decode steps' time goes, in Markdown, ms: medians of rounds and the shortest, what the GPU works in it, and what the CPU does.
+
+    A step that is longer while the GPU works as long is the host's. A GPU that worked less than the step waited for the host.
+    """
+    lines = [STEPS]
+    for pair in pairs:
+        for (case, with_ssmgen), rates in pair.rates.items():
+            if case.what != "decode":
+                continue
+            gpu, kernels = pair.busy.get((case, with_ssmgen), (None, None))
+            times = [case.batch / rate for rate in rates]
+            cells = [_ms(median(times)), _ms(min(times)), _ms(gpu), "–" if kernels is None else f"{kernels:.0f}"]
+            who = "with ssmgen" if with_ssmgen else "own"
+            lines.append(f"| {pair.model} | {case.batch} | {who} | {' | '.join(cells)} | {_ms(median(pair.cpu[case, with_ssmgen]))} |")
+    return "\n".join(lines)
+
+
+def _ms(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{1e3 * seconds:.2f}"
+
+
+def _rate(rates: list[float]) -> str:
+    return f"{median(rates):,.0f}".replace(",", " ") if rates else "–"
+
+
+def answers(pairs: list[Pair]) -> str:
+    """A line a pair: whether both gave the same tokens, and what ssmgen left to vLLM."""
+    lines = []
+    for pair in pairs:
+        lines.append(f"{pair.model} {pair.dtype}, {pair.layers} layers: {pair.compared or 'not compared'}")
+        left = [f"{place.rpartition('.')[2]} {what}" for place, what in pair.outcome.items() if what.startswith("kept")]
+        lines += [f"  {text}" for text in (*left, *pair.warnings, *pair.failures)]
+    return "\n".join(lines)
+
+
+def as_dict(pairs: list[Pair], **about: Any) -> dict[str, Any]:
+    """All of it, rates of every round included; what `about` says beside."""
+    return about | {
+        "models": [
+            {
+                "model": pair.model, "dtype": pair.dtype, "layers": pair.layers, "failures": pair.failures, "outcome": dict(pair.outcome),
+                "warnings": pair.warnings, "answers": pair.compared and pair.compared.as_dict(),
+                "rates": [_rates(pair, case) for case in dict.fromkeys(case for case, _ in pair.rates)],
+            }
+            for pair in pairs
+        ]
+    }  # fmt: skip
+
+
+def _rates(pair: Pair, case: Case) -> dict[str, Any]:
+    sides = {"own": (case, False), "ssmgen": (case, True)}
+    rates = {name: pair.rates.get(side, []) for name, side in sides.items()}
+    return asdict(case) | rates | {"cpu": {name: pair.cpu.get(side, []) for name, side in sides.items()},
+                                   "busy": {name: pair.busy.get(side) for name, side in sides.items()}}  # fmt: skip

@@ -1,0 +1,229 @@
+"""What is asked of the engines, and when: all are built at once, and one at a time has the GPU while anything is timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ssmgen.compat.replacing import REPLACED
+
+from .compare import Compared, compared
+from .engines import Engine, EngineError
+from .models import FEW, MODELS
+
+TOGETHER = 16384  # tokens of prompts that are timed together, at most
+SHORT = 16  # tokens of the prompts ahead of timed decode steps
+COMPARED = 16, 48  # prompts and tokens
+STEP = 8192  # tokens of an engine's step at most: half of vLLM's default for so large a GPU, for room
+WATCHED = 16  # decode steps whose time on the GPU is looked at, behind all rounds
+SMALL_STEP = 1024  # where nothing is timed: prompts are cut, and less memory is taken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """timed: models   answered: (model, dtype) whose answers are compared, and nothing timed   batches: ascending   prompt: its tokens
+
+    steps: of decode that are timed   rounds: of timing, each with all cases of all engines   layers: 0 for each model's own number
+    seconds: after which no round begins   patience: seconds until all engines must be ready, and for any answer from there on
+    compiled: with torch.compile   apart: timed engines take memory when the others have ended
+    """
+
+    timed: tuple[str, ...]
+    answered: tuple[tuple[str, str], ...] = ()
+    batches: tuple[int, ...] = (1, 8, 64, 256)
+    prompt: int = 2048
+    steps: int = 64
+    rounds: int = 5
+    layers: int = 0
+    seconds: float = 600
+    patience: float = 300
+    compiled: bool = False
+    apart: bool = False
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence at most; answers that are compared have prompts of 700."""
+        return max(self.prompt, 1024) + self.steps + 1
+
+    @property
+    def cases(self) -> list[Case]:
+        prompts = [Case("prompts", batch, max(1, min(self.prompt, TOGETHER // batch)), 1) for batch in self.batches]
+        return prompts + [Case("decode", batch, SHORT, self.steps) for batch in self.batches]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """what: "prompts" or "decode"   prompt: tokens of each of the prompts   steps: of decode behind them"""
+
+    what: str
+    batch: int
+    prompt: int
+    steps: int
+
+    def rate(self, engine: Engine, patience: float) -> tuple[float, float]:
+        """Tokens a second, and seconds of the CPU: of all prompts, or of a decode step.
+
+        Of decode, the time to the first token is taken off: steps behind prompts, less the prompts.
+        """
+        first = engine.ask("generate", patience, batch=self.batch, prompt=self.prompt, tokens=1)
+        if self.what == "prompts":
+            return self.batch * self.prompt / first["seconds"], first["cpu"]
+        all_of_them = engine.ask("generate", patience, batch=self.batch, prompt=self.prompt, tokens=1 + self.steps)
+        seconds, cpu = (all_of_them[what] - first[what] for what in ("seconds", "cpu"))
+        return self.batch * self.steps / seconds, cpu / self.steps
+
+    def busy(self, engine: Engine, patience: float) -> tuple[float, float] | None:
+        """Seconds of a decode step in which the GPU does anything, and its kernels and copies. None without a GPU."""
+        few, many = (engine.ask("busy", patience, batch=self.batch, prompt=self.prompt, tokens=n) for n in (1, 1 + WATCHED))
+        if few["seconds"] is None or many["seconds"] is None:
+            return None
+        return (many["seconds"] - few["seconds"]) / WATCHED, (many["kernels"] - few["kernels"]) / WATCHED
+
+
+@dataclass(slots=True)
+class Pair:
+    """A model without and with ssmgen. rates: of (case, with ssmgen), tokens a second of each round; outcome: of the plugin's functions
+
+    cpu: of the same, seconds of the CPU for all prompts, or a decode step   busy: of decode, seconds of a step in which the GPU does
+    anything, and its kernels and copies
+    """
+
+    model: str
+    dtype: str
+    layers: int
+    timed: bool
+    engines: dict[bool, Engine] = field(default_factory=dict)
+    answers: dict[bool, dict[str, Any]] = field(default_factory=dict)
+    rates: dict[tuple[Case, bool], list[float]] = field(default_factory=dict)
+    cpu: dict[tuple[Case, bool], list[float]] = field(default_factory=dict)
+    busy: dict[tuple[Case, bool], tuple[float, float]] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    outcome: Mapping[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def compared(self) -> Compared | None:
+        return compared(self.answers[False], self.answers[True]) if len(self.answers) == 2 else None
+
+    def attempt(self, with_ssmgen: bool, work: Callable[..., Any], *more: Any) -> Any:
+        """What work(engine, *more) returns, or None where the engine is gone; one that fails is ended, and stops no other."""
+        engine = self.engines.get(with_ssmgen)
+        if engine is None:
+            return None
+        try:
+            return work(engine, *more)
+        except EngineError as e:
+            self.failures.append(str(e))
+            engine.end()
+            del self.engines[with_ssmgen]
+            return None
+
+    def end(self) -> None:
+        for engine in self.engines.values():
+            engine.end()
+        self.engines.clear()
+
+
+def pairs_of(options: Options) -> list[Pair]:
+    timed = [Pair(model, "bfloat16", options.layers or MODELS[model].layers, True) for model in options.timed]
+    return timed + [Pair(model, dtype, FEW, False) for model, dtype in options.answered]
+
+
+def run(pairs: list[Pair], options: Options, folder: Path, note: Callable[[str], None], start: Callable[..., Engine] = Engine) -> None:
+    """Measures and compares; what is known is in the pairs at any time.
+
+    folder: for the engines' files   note: is told what is going on   start: makes engines, as Engine does
+    """
+    begin = time.monotonic()
+
+    def tell(pair: Pair, with_ssmgen: bool, said: str | None) -> None:
+        name = f"{pair.model} {pair.dtype} {'with ssmgen' if with_ssmgen else 'own'}"
+        note(f"{time.monotonic() - begin:5.0f} s  {name:36} {said or 'FAILED'}")
+
+    try:
+        for pair, with_ssmgen in _sides(pairs):
+            # where nothing is timed, Triton's first configurations: sooner, and the same sums in every run
+            variables = {} if pair.timed else {"VLLM_TRITON_FORCE_FIRST_CONFIG": "1"}
+            pair.engines[with_ssmgen] = start(f"{pair.model}-{pair.dtype}", with_ssmgen, folder, variables)
+        timed, answered = ([pair for pair in pairs if pair.timed is which] for which in (True, False))
+        for together in (answered, timed) if options.apart else (answered + timed,):
+            for pair, with_ssmgen in _sides(together):
+                pair.attempt(with_ssmgen, _prepare, pair, options)
+            for pair, with_ssmgen in _sides(together):
+                tell(pair, with_ssmgen, pair.attempt(with_ssmgen, _prepared, pair, options, begin + options.patience))
+                if with_ssmgen and not pair.timed:
+                    pair.end()
+        for pair, with_ssmgen in _sides(timed):
+            tell(pair, with_ssmgen, pair.attempt(with_ssmgen, _tuned, options))
+        for number in range(options.rounds if timed else 0):
+            if time.monotonic() - begin > options.seconds:
+                note(f"{options.seconds:.0f} s are over after {number} rounds of {options.rounds}")
+                break
+            for pair in timed:
+                _round(pair, options, number)
+            note(f"{time.monotonic() - begin:5.0f} s  round {number + 1} of {options.rounds}")
+        for pair in timed:
+            _watch(pair, options)
+        note(f"{time.monotonic() - begin:5.0f} s  looked at what the GPU does in {WATCHED} steps")
+    finally:
+        for pair in pairs:
+            pair.end()
+
+
+def _sides(pairs: list[Pair]) -> list[tuple[Pair, bool]]:
+    return [(pair, with_ssmgen) for pair in pairs for with_ssmgen in (False, True)]
+
+
+def _prepare(engine: Engine, pair: Pair, options: Options) -> None:
+    """All that an engine does beside the others, asked for at once: it is built, answers, and runs every case."""
+    engine.say(
+        "build", model=pair.model, layers=pair.layers, dtype=pair.dtype, longest=options.longest, compiled=options.compiled,
+        graphs=sorted({*options.batches, COMPARED[0]}) if pair.timed else [1, COMPARED[0]], step=STEP if pair.timed else SMALL_STEP,
+        folder=str(engine.folder / "model"),
+    )  # fmt: skip
+    engine.say("answers", prompts=COMPARED[0], tokens=COMPARED[1])
+    for case in options.cases if pair.timed else ():
+        engine.say("generate", batch=case.batch, prompt=case.prompt, tokens=2)
+    engine.say("state")
+
+
+def _prepared(engine: Engine, pair: Pair, options: Options, until: float) -> str:
+    """Hears what _prepare asked for, until a time that is the same for all engines."""
+
+    def hear() -> dict[str, Any]:
+        return engine.hear(max(0.0, until - time.monotonic()))
+
+    built, pair.answers[engine.with_ssmgen] = hear()["seconds"], hear()
+    first = sum(hear()["seconds"] for _ in (options.cases if pair.timed else ()))
+    state = hear()
+    if engine.with_ssmgen:
+        pair.outcome, pair.warnings = state["outcome"], state["warnings"]
+        if REPLACED not in pair.outcome.values():
+            pair.failures.append("the plugin has replaced nothing: both engines are vLLM's own")
+    return f"built in {built:.1f} s, first requests {first:.1f} s"
+
+
+def _tuned(engine: Engine, options: Options) -> str:
+    tuned = engine.ask("tune", options.patience, prompt=options.prompt)
+    return f"{tuned['kernels']} kernels tuned alone in {tuned['seconds']:.1f} s"
+
+
+def _round(pair: Pair, options: Options, number: int) -> None:
+    """Every case once, with and without ssmgen in turns; who is first changes from round to round."""
+    for case in options.cases:
+        for with_ssmgen in (number % 2 == 1, number % 2 == 0):
+            measured = pair.attempt(with_ssmgen, case.rate, options.patience)
+            if measured is not None:
+                for kept, value in zip((pair.rates, pair.cpu), measured, strict=True):
+                    kept.setdefault((case, with_ssmgen), []).append(value)
+
+
+def _watch(pair: Pair, options: Options) -> None:
+    """What the GPU does in decode steps, behind all rounds, as the profiler costs time."""
+    for case in options.cases:
+        for with_ssmgen in (False, True):
+            if case.what == "decode" and (busy := pair.attempt(with_ssmgen, case.busy, options.patience)) is not None:
+                pair.busy[case, with_ssmgen] = busy

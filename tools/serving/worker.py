@@ -1,0 +1,203 @@
+"""One live vLLM, started by tools.serving.engines: `python -m tools.serving.worker`. Each line of its standard input is a request.
+
+Requests and answers are lines of JSON; answers go to the file descriptor that its argument names, as vLLM writes to the standard output.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+LENGTHS = (1, 3, 17, 64, 130, 257, 400, 700)  # of prompts whose answers are compared: both sides of chunks
+
+
+def weights_as_trained(model: Any) -> None:
+    """Random weights of ordinary sizes, the same in every process: vLLM's dummies of 1e-3 make all tokens nearly as likely."""
+    import torch
+
+    with torch.no_grad():
+        for number, (name, p) in enumerate(sorted(model.named_parameters())):
+            if not p.is_floating_point():
+                continue
+            noise = torch.Generator(p.device).manual_seed(number)
+            last = name.rpartition(".")[2]
+            if last == "A":  # of Mamba-2, negated already
+                p.uniform_(-16, -1, generator=noise)
+            elif last == "A_log":
+                p.uniform_(0, 2.8, generator=noise)
+            elif last == "dt_bias":  # steps of 1e-3 to 0.1
+                p.uniform_(-6.9, -2.3, generator=noise)
+            elif last == "bias":
+                p.zero_()
+            elif p.dim() < 2:  # norms, D
+                p.fill_(1)
+            else:
+                p.normal_(0, 1.5 * p.shape[-1] ** -0.5, generator=noise)
+
+
+def forget_tuning() -> int:
+    """Triton's autotuners choose again: what they chose while other engines were built beside them counts for nothing.
+
+    Returns how many had chosen.
+    """
+    from triton.runtime.autotuner import Autotuner
+
+    gc.unfreeze()  # vLLM freezes all that there is when it is built, and what is frozen is not listed
+    tuned = [kernel for kernel in gc.get_objects() if type(kernel) is Autotuner and kernel.cache]
+    gc.freeze()
+    for kernel in tuned:
+        kernel.cache.clear()
+    chosen = sys.modules.get("vllm.model_executor.layers.mamba.ops.triton_helpers")
+    if chosen is not None:
+        chosen._autotuned_configs.clear()  # type: ignore[attr-defined]
+    return len(tuned)
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """How long at least one of the spans (begin, end) lasts. Kernels of dependent launches overlap, so that a sum would count twice."""
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+class Warnings(logging.Handler):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+class Server:
+    """A vLLM engine in this process. Requests name its methods."""
+
+    def __init__(self) -> None:
+        from vllm import LLM  # some seconds, of the CPU only
+
+        self.make, self.llm = LLM, None
+        self.vocabulary = 0
+        self.warnings = Warnings()
+        logging.getLogger("vllm.ssmgen").addHandler(self.warnings)
+
+    def build(
+        self, model: str, layers: int, dtype: str, graphs: list[int], longest: int, step: int, folder: str, compiled: bool
+    ) -> dict[str, Any]:  # fmt: skip
+        """Builds the engine. dtype: of weights   graphs: batches that decode steps are captured for, of which the last is the largest batch
+
+        longest, step: tokens of a sequence, and of the engine's step, at most   folder: for the model's configuration
+        compiled: by torch.compile, as vLLM does unless told otherwise
+        """
+        from .models import config_of, pool_bytes
+
+        begin = time.perf_counter()
+        config = config_of(model, layers, longest)
+        self.vocabulary = config.vocab_size
+        config.save_pretrained(folder)
+        sequences, sizes = graphs[-1], {"cudagraph_capture_sizes": graphs}
+        self.llm = self.make(
+            folder, skip_tokenizer_init=True, load_format="dummy", dtype=dtype, seed=0, max_model_len=longest, max_num_seqs=sequences,
+            max_num_batched_tokens=step, enable_prefix_caching=False, disable_log_stats=True,
+            compilation_config=sizes if compiled else {**sizes, "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+            # the pool's size is given, and nothing measured: other engines are beside this one
+            gpu_memory_utilization=0.02, kv_cache_memory_bytes=pool_bytes(model, layers, sequences, dtype == "float32"),
+            additional_config={"gdn_prefill_backend": "triton"},  # FlashInfer, Hopper's default, needs packages and nvcc
+        )  # fmt: skip
+        self.llm.apply_model(weights_as_trained)
+        return {"seconds": time.perf_counter() - begin}
+
+    def answers(self, prompts: int, tokens: int) -> dict[str, Any]:
+        """Greedy tokens of so many prompts, and the log-probabilities of the two best at each."""
+        asked = [
+            [(7 * i + 11 * n + (j % 37) * (5 + i)) % (self.vocabulary - 16) + 8 for j in range(n)]
+            for i in range(prompts)
+            for n in [_length(i)]
+        ]
+        said = [a.outputs[0] for a in self._generate(asked, tokens, logprobs=2)]
+        best = [[sorted((round(p.logprob, 5) for p in step.values()), reverse=True)[:2] for step in a.logprobs] for a in said]
+        return {"tokens": [list(a.token_ids) for a in said], "best": best}
+
+    def generate(self, batch: int, prompt: int, tokens: int) -> dict[str, Any]:
+        """Seconds that `batch` prompts of `prompt` tokens each take to so many tokens each, all being there at once.
+
+        cpu: seconds of the CPU, of all threads of this process
+        """
+        asked = [[(7 * i + 31 * j) % (self.vocabulary - 16) + 8 for j in range(prompt)] for i in range(batch)]
+        _synchronize()
+        begin, cpu = time.perf_counter(), time.process_time()
+        self._generate(asked, tokens)
+        return {"seconds": time.perf_counter() - begin, "cpu": time.process_time() - cpu}
+
+    def busy(self, batch: int, prompt: int, tokens: int) -> dict[str, Any]:
+        """Seconds in which the GPU does anything for what `generate` does, and its kernels and copies; None for both without a GPU."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return {"seconds": None, "kernels": None}
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            self.generate(batch, prompt, tokens)
+            _synchronize()
+        ranges = [event.time_range for event in seen.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
+        return {"seconds": 1e-6 * covered([(each.start, each.end) for each in ranges]), "kernels": len(ranges)}
+
+    def tune(self, prompt: int) -> dict[str, Any]:
+        """Autotuned kernels are tuned again, with a prompt of so many tokens; nobody else is to use the GPU. kernels: how many these are"""
+        begin = time.perf_counter()
+        kernels = forget_tuning()
+        self.generate(1, prompt, 2)
+        return {"seconds": time.perf_counter() - begin, "kernels": kernels}
+
+    def state(self) -> dict[str, Any]:
+        """What became of the plugin here: {function: outcome}, and its warnings; memory in bytes."""
+        if "ssmgen" not in os.environ.get("VLLM_PLUGINS", "").split(","):
+            return {"outcome": {}, "warnings": []}
+        from ssmgen.compat import vllm as plugin
+
+        return {"outcome": plugin.register(), "warnings": self.warnings.said}
+
+    def _generate(self, prompts: list[list[int]], tokens: int, **more: Any) -> Any:
+        from vllm import SamplingParams
+
+        how = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **more)
+        return self.llm.generate([{"prompt_token_ids": p} for p in prompts], how, use_tqdm=False)
+
+
+def _length(number: int) -> int:
+    return LENGTHS[number % len(LENGTHS)]
+
+
+def _synchronize() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def serve(server: Any, lines: Any, answer: Callable[[dict[str, Any]], None]) -> None:
+    """Does what each line asks for until there are no more. An error is an answer too, and the last one."""
+    for line in lines:
+        asked = json.loads(line)
+        try:
+            answer(getattr(server, asked.pop("do"))(**asked))
+        except Exception as e:
+            answer({"error": f"{type(e).__name__}: {e}"})
+            raise
+
+
+def main() -> None:
+    with os.fdopen(int(sys.argv[1]), "w", buffering=1) as answers:
+        serve(Server(), sys.stdin, lambda what: print(json.dumps(what), file=answers))
+
+
+if __name__ == "__main__":
+    main()
