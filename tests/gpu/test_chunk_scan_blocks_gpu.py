@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import scan_cases as laws
 import torch
+from repeats import others_in_graphs
 from scan_cases import F32, SM90, Sizes, make, same, starts_of
-from scan_repeats import others_in_graphs
 
 from ssmgen.families.chunk_scan.spec import OPERATOR, ScanProblem
 from ssmgen.families.chunk_scan.warpgroups import WarpgroupScanSpec

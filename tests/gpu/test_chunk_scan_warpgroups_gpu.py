@@ -11,8 +11,8 @@ import attention_cases
 import pytest
 import scan_cases as laws
 import torch
+from repeats import others_in_graphs
 from scan_cases import BF16, BOUNDS, F16, F32, SM90, Sizes, error, exact, make, same
-from scan_repeats import others_in_graphs
 
 import ssmgen
 from ssmgen.families.chunk_scan.spec import OPERATOR, ScanProblem

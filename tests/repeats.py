@@ -1,0 +1,43 @@
+"""Prompts on a card: whether many launches in graphs have the bits of one by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from scan_cases import NAN, bits
+from torch import Tensor
+
+
+def others_in_graphs(function: Callable[..., Any], call: Mapping[str, Any], launches: int = 10_000) -> int:
+    """How many numbers of so many launches are others than those of one by itself. A graph has 100 of them. Of these ten at a time follow
+    each other with nothing between, to outputs of their own, poisoned before."""
+    wanted = function(**call, return_final_states=True)
+    others = torch.zeros((), dtype=torch.int64, device=wanted[0].device)
+    ten = ten_behind_each_other(function, call, wanted, others)
+    ten()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(10):
+            ten()
+    for _ in range(launches // 100):
+        graph.replay()
+    return int(others)
+
+
+def ten_behind_each_other(
+    function: Callable[..., Any], call: Mapping[str, Any], wanted: tuple[Tensor, Tensor], others: Tensor
+) -> Callable[[], None]:
+    """What launches ten calls and adds to `others` how many of their numbers are not those that are wanted."""
+    outputs = [torch.empty(10, *t.shape, dtype=t.dtype, device=t.device) for t in wanted]
+
+    def run() -> None:
+        for t in outputs:
+            t.fill_(NAN)
+        for out, last in zip(*outputs, strict=True):
+            function(**call, out=out, final_states_out=last, return_final_states=True)
+        for t, one in zip(outputs, wanted, strict=True):
+            others.add_((bits(t) != bits(one)).sum())
+
+    return run
