@@ -114,14 +114,14 @@ def meta(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
 
 
 def test_rules():
-    few, spec = chosen(meta(64, 32, 512), meta(64, 32))
+    few, spec = chosen(meta(64, 64, 512), meta(64, 64))
     assert few == "parts-4" and (spec.parts, spec.lanes, spec.tiles, spec.threads) == (4, 32, 4, 128)
     many, spec = chosen(meta(2, 8192, 128), meta(2, 8192))
     assert many == "whole-warps" and (spec.parts, spec.max_splits) == (1, 2)
     single, spec = chosen(meta(200, 1, 64), meta(200, 1))
     assert single == "parts-8" and spec.parts == 8 and spec.max_splits == 0
     text = str(ssmgen.explain(ssmgen.combine_splits, meta(2, 8192, 128), meta(2, 8192), arch="sm_90a"))
-    assert "rows 8192" in text and "8192 rows of 32 vectors are above 8192" in text
+    assert "rows 8192" in text and "8192 rows of 32 times 4 columns are above 8192" in text
     assert ssmgen.supported(ssmgen.combine_splits, meta(2, 3, 1028), meta(2, 3), arch="sm_90a")[0] is False
 
 

@@ -97,7 +97,7 @@ def test_rules():
     few, spec = chosen(empty(1, 32, 128), empty(1, 32, 128), empty(128))
     assert few == "few-groups" and (spec.vec, spec.team, spec.threads, spec.grouped) == (8, 16, 32, True)
     many, spec = chosen(empty(512, 32, 128), empty(512, 32, 128), empty(128))
-    assert many == "many-groups" and (spec.vec, spec.team, spec.threads) == (8, 16, 128)
+    assert many == "many-groups" and (spec.vec, spec.team, spec.threads) == (4, 16, 128)
     rule, spec = chosen(empty(1, 5120), empty(1, 5120), empty(5120))
     assert rule == "few-groups" and (spec.team, spec.passes, spec.grouped) == (640, 1, False)
     assert chosen(empty(1, 8192), empty(1, 8192), group_size=1024)[1].team == 128

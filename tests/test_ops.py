@@ -234,7 +234,7 @@ def test_warm_is_for_cuda_tensors():
 def test_explain_and_supported_of_a_call_without_a_gpu():
     call = make_call(M2, "cpu")
     found = ssmgen.explain(ssmgen.selective_state_update, *call.args, **call.kwargs, arch="sm_90a")
-    assert found.chosen.rule == "latency" and found.chosen.spec.d_state == 128 and "-> latency" in str(found)
+    assert found.chosen.rule == "smallest" and found.chosen.spec.d_state == 128 and "-> smallest" in str(found)
     assert ssmgen.supported(ssmgen.selective_state_update, *call.args, **call.kwargs, arch="sm_80") == (True, [])
     wrong = {**call.kwargs, "state_indices": torch.zeros(3)}
     yes, reasons = ssmgen.supported(ssmgen.selective_state_update, *call.args, **wrong, arch="sm_80")

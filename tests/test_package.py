@@ -83,7 +83,7 @@ def test_default_variants_show_every_form_of_all_operators():
     found = [spec for spec, arch in generate.default_variants() if str(arch) == "sm_90a"]
     stems = {spec.stem.rpartition("_h")[0] for spec in found}
     assert {"delta_g", "delta_gk", "la_g", "lowrank_gk", "ssu"} <= stems
-    assert max(Counter(spec.family for spec in found).values()) < 20
+    assert max(Counter(spec.family for spec in found).values()) <= 20
     linear = [spec for spec in found if spec.family == "linear_attention"]
     for holds in ("frozen", "intermediates", "interleaved", "prefetch", "commit", "low_rank", "l2norm"):
         assert {bool(getattr(spec, holds)) for spec in linear} == {True, False}, holds

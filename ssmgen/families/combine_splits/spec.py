@@ -251,25 +251,25 @@ def space(problem: CombineProblem, arch: Arch) -> Iterator[CombineSpec]:
 
 def candidates(problem: CombineProblem, rows: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, CombineSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one applies to every legal problem."""
-    columns, splits = rows * -(-problem.d_v // 4), problem.max_splits or 2**31
-    quick = splits <= 2 or (splits <= FEW and columns <= SMALL)  # then dependents have little to wait for
+    quads, splits = rows * -(-problem.d_v // 4), problem.max_splits or 2**31
+    quick = splits <= 2 or (splits <= FEW and quads <= SMALL)  # then dependents have little to wait for
     how: dict[str, Any] = {"pdl": Pdl.OFF if not pdl else Pdl.TRIGGER_TOP if quick else Pdl.TRIGGER_LOADED}
-    if columns <= NARROW and problem.max_splits and problem.widest > 4:
+    if quads <= NARROW and problem.max_splits and problem.widest > 4:
         how["vec"] = 4  # a lane has fewer columns, and a row more lanes
-    for limit, parts, least in FILL:
-        if columns > limit:
-            yield f"parts-{parts} to {limit}", None, f"{rows} rows of {columns // rows} times 4 columns are above {limit}"
+    for rule, limit, parts, least in FILL:
+        if quads > limit:
+            yield rule, None, f"{rows} rows of {quads // rows} times 4 columns are above {limit}"
         elif splits < least:
-            yield f"parts-{parts} to {limit}", None, f"{splits} splits are below {least}"
+            yield rule, None, f"{splits} splits are below {least}"
         else:
-            both = splits == 2 and limit == FILL[0][0]
-            yield f"parts-{parts} to {limit}", _shape(problem, 2 if both else min(parts, max(1, splits // LEAST)), **how), ""
+            both = splits == 2 and limit == FILL[0][1]
+            yield rule, _shape(problem, 2 if both else min(parts, max(1, splits // LEAST)), **how), ""
     fewest = 32 // min(32, _pow2(-(-problem.d_v // how.get("vec", problem.widest))))  # whole warps to a row
     yield "whole-warps", _shape(problem, min(fewest, max(1, splits // LEAST)), **how), ""
 
 
-# (times 4 columns of the output, at most; teams that share a row's splits; splits, at least): enough teams to keep every SM asking for
-# memory. LEAST: splits that a team should have, of more than two. Measured on an H100 and an H200; docs/performance.md.
-FILL = ((2**12, 8, 1), (2**13, 4, 1), (2**15, 4, 32))
+# (rule; times 4 columns of the output, at most; teams that share a row's splits; splits, at least): enough teams to keep every SM asking
+# for memory. LEAST: splits that a team should have, of more than two. Measured on an H100 and an H200; docs/performance.md.
+FILL = (("parts-8", 2**12, 8, 1), ("parts-4", 2**13, 4, 1), ("parts-4-of-many", 2**15, 4, 32))
 LEAST = 4
 NARROW, SMALL, FEW = 2**15, 2**14, 16  # times 4 columns; and splits
