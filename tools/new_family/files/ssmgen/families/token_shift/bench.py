@@ -118,6 +118,7 @@ def measure(case: Case, peers: bool, rounds: int, watch: Watch) -> dict[str, Any
     served = us.get("ssmgen_pdl", us["ssmgen"])  # pdl=None is pdl=True where the device can
     return {
         "us": us,
+        "sm_mhz": timing.sm_mhz(),
         "served_us": served,
         "bytes": case.bytes_moved,
         "tbs": case.bytes_moved / served / 1e6,
@@ -164,11 +165,11 @@ def _line(row: Mapping[str, Any]) -> str:
 
 def table(report: Mapping[str, Any]) -> str:
     """The report for a terminal."""
-    lines = [*reports.head(report), f"{'token_shift':20}{'us':>9}{'TB/s':>7}{'mul':>9}{'x mul':>8}{'torch':>9}{'host us':>9}  rule"]
+    lines = [*reports.head(report), f"{'token_shift':20}{'us':>9}{'TB/s':>7}{'mul':>9}{'x mul':>8}{'torch':>9}{'host us':>9}{reports.LAST}"]
     for row in report["rows"]:
         us, host = row["us"], row["host_us"]
         lines.append(
             f"{_what(row):20}" + cell(row["served_us"], 9) + cell(row["tbs"], 7) + cell(us["mul"], 9) + cell(row["mul_ratio"], 8, 3)
-            + cell(us.get("torch.chain"), 9) + cell(host.get("ssmgen"), 9) + f"  {row['rule']}"
+            + cell(us.get("torch.chain"), 9) + cell(host.get("ssmgen"), 9) + reports.last(row)
         )  # fmt: skip
     return "\n".join(lines)
