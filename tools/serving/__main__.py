@@ -39,7 +39,7 @@ def _answered(context: click.Context, parameter: click.Parameter, given: tuple[s
 @click.option(
     "--layers", type=click.IntRange(0), default=0, help="Of each timed model. Default: 12 to 20, so that all engines find room in 140 GiB."
 )
-@click.option("--seconds", type=float, default=600, show_default=True, help="After these no round begins.")
+@click.option("--seconds", type=float, default=600, show_default=True, help="After these no further round begins.")
 @click.option("--patience", type=float, default=300, show_default=True, help="Seconds until engines must be ready.")
 @click.option("--compiled", is_flag=True, help="With torch.compile, as vLLM does unless told otherwise; takes minutes more.")
 @click.option("--apart", is_flag=True, help="Build timed engines when the others have ended: later, and with less memory.")

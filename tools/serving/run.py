@@ -27,7 +27,7 @@ class Options:
     """timed: models   answered: (model, dtype) whose answers are compared, and nothing timed   batches: ascending   prompt: its tokens
 
     steps: of decode that are timed   rounds: of timing, each with all cases of all engines   layers: 0 for each model's own number
-    seconds: after which no round begins   patience: seconds until all engines must be ready, and for any answer from there on
+    seconds: after which no further round begins   patience: seconds until all engines must be ready, and for any answer from there on
     compiled: with torch.compile   apart: timed engines take memory when the others have ended
     """
 
@@ -159,7 +159,7 @@ def run(pairs: list[Pair], options: Options, folder: Path, note: Callable[[str],
         for pair, with_ssmgen in _sides(timed):
             tell(pair, with_ssmgen, pair.attempt(with_ssmgen, _tuned, options))
         for number in range(options.rounds if timed else 0):
-            if time.monotonic() - begin > options.seconds:
+            if number and time.monotonic() - begin > options.seconds:
                 note(f"{options.seconds:.0f} s are over after {number} rounds of {options.rounds}")
                 break
             for pair in timed:
