@@ -116,8 +116,8 @@ def _row(
     matches, plans, add, more = pattern.matches, pattern.plans, pattern.add, len(names)
     at, by = _taking(pattern.positions, count, names)
     plain_at, plain_by = _taking(plain, count, names)
-    rest = [seen[i] for i in plain]
-    kept = (*map(type, rest), *rest)  # types first: nothing is compared with what is of another type
+    kept = (*(seen[i] for i in plain),)
+    kinds = [*map(type, kept)]
 
     def again(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         # Nothing is put in a row but what is compared: values and names of a dozen keywords, in tuples, take 0.4 us.
@@ -128,7 +128,7 @@ def _row(
                 rest = plain_at(args) if plain_at else ()
                 if plain_by:
                     rest += plain_by(kwargs)
-                if (*map(type, rest), *rest) != kept:
+                if [*map(type, rest)] != kinds or rest != kept:  # types first: nothing is compared with what is of another type
                     return None
             tensors = at(args) if at else ()
             if by:
@@ -150,8 +150,14 @@ def _taking(positions: Sequence[int], count: int, names: Sequence[str]) -> tuple
     """(what takes, of arguments without names, those at these positions; what takes the others, of those with names, which come behind
     them); None where there are none such."""
     at, by = [i for i in positions if i < count], [names[i - count] for i in positions if i >= count]
-    taken = itemgetter(*by) if len(by) > 1 else lambda kwargs: (kwargs[by[0]],)
-    return runtime.picking(at) if at else None, taken if by else None
+    return _items(at), _items(by)
+
+
+def _items(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]] | None:
+    """What takes items in a tuple, also a single one; None if there are none."""
+    if len(keys) > 1:
+        return itemgetter(*keys)
+    return (lambda items: (items[keys[0]],)) if keys else None
 
 
 def _all_of(
