@@ -299,7 +299,7 @@ def maker(like: torch.Tensor) -> Callable[[], torch.Tensor]:
     if _empty is None or not like.is_cuda:
         return anywhere
     index, here = like.device.index, partial(_empty, tuple(like.shape), like.stride(), like.dtype)
-    return lambda: here() if current_device() == index else anywhere()
+    return here if torch.cuda.device_count() == 1 else lambda: here() if current_device() == index else anywhere()
 
 
 _data_ptr = torch.Tensor.data_ptr
@@ -313,27 +313,30 @@ def picking(positions: Sequence[int]) -> Callable[[Any], Any]:
 class Pattern:
     """The calls that differ in nothing but where their tensors lie.
 
-    `given` is all that a call was given; its tensors lie at `positions`, and their pointers go to `resolve` in that order. Alignment and
-    overlap are functions of the pointers: `resolve` checks them and makes the plan, once per set of pointers.
+    `given` is all that a call was given; its tensors lie at `positions`, and their pointers go to `resolve` in that order, and behind them
+    those of tensors that were not given. Alignment and overlap are functions of the pointers: `resolve` checks them and makes the plan,
+    once per set of pointers. All else takes tensors and their pointers as they were given, `positions` of the pattern.
     """
 
-    __slots__ = ("_resolve", "matches", "pick", "plans")
+    __slots__ = ("_order", "_resolve", "matches", "pick", "plans", "positions")
 
     limit = 1024  # pointer sets remembered; caching allocators hand out the same few again and again
 
     def __init__(self, given: Sequence[Any], resolve: Callable[[tuple[int, ...]], Launch | Chain | None], positions: Sequence[int]):
-        tensors = [given[i] for i in positions]
-        self.pick = picking(positions)
-        self.matches = matching(tensors)
+        self.positions = sorted({*positions})
+        self._order = [self.positions.index(i) for i in positions]
+        self.pick = picking(self.positions)
+        self.matches = matching([given[i] for i in self.positions])
         self._resolve = resolve
         self.plans: dict[tuple[int, ...], Callable[[], None]] = {}
 
     def add(self, pointers: tuple[int, ...]) -> Plan:
         """The plan for pointers not seen before. Raises what `resolve` raises."""
-        launch = self._resolve(pointers)
+        ordered = *(pointers[i] for i in self._order), *pointers[len(self.positions) :]
+        launch = self._resolve(ordered)
         if len(self.plans) >= self.limit:
             self.plans.clear()
-        plan = self.plans[pointers] = _nothing if launch is None else launch.at(pointers)
+        plan = self.plans[pointers] = _nothing if launch is None else launch.at(ordered)
         return plan
 
     def plan(self, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:

@@ -68,6 +68,33 @@ def test_keywords_positions_and_rings_bring_the_same_pointers(launched):
     assert launched[2] == launched[5] == pointers(step, out=out, **rings(step))
 
 
+def test_keywords_in_any_order(launched):
+    """Kernels take pointers in an order of their own."""
+    step = Step("gated_delta_rule", BF16)
+    out = torch.empty_like(step.inputs["v"])
+    named = {"state": step.state, **step.inputs, **step.options, "out": out}
+    for _ in range(3):
+        assert step.function(**named) is out
+        assert step.function(**dict(reversed(named.items()))) is out
+    for _ in range(3):
+        assert step.function(**dict(reversed(named.items()))) is out
+    assert len(launched) == 9 and all(call == pointers(step, out=out) for call in launched)
+
+
+def test_as_many_arguments_by_other_names(launched):
+    """Neither is taken for the one before it."""
+    x, other, out = torch.zeros(3, 16), torch.zeros(3, 16), torch.zeros(3, 16)
+    for _ in range(3):
+        ssmgen.rms_norm(x, residual=other, out=out)
+    with pytest.raises(TypeError, match="unexpected keyword 'resdual'"):
+        ssmgen.rms_norm(x, resdual=other, out=out)
+    conv = torch.zeros(3, 24), torch.zeros(3, 24, 3), torch.zeros(24, 4)
+    for name in ("bias", "bias", "bias", "conv_state_indices", "bias"):
+        given = torch.zeros(24) if name == "bias" else torch.zeros(3, dtype=torch.int32)
+        ssmgen.causal_conv1d_update(*conv, **{name: given})
+        assert launched[-1][name] == given.data_ptr() and len({"bias", "conv_state_indices"} & set(launched[-1])) == 1
+
+
 def test_a_new_output_is_made_each_time(launched):
     step = Step("gated_delta_rule", BF16)
     outs = [step.function(step.state, **step.inputs, **step.options) for _ in range(3)]

@@ -149,19 +149,17 @@ def operator(like: str, **own: Scalar) -> Callable[[Callable[P, R]], Callable[P,
                 call = build(*args, **kwargs)
                 call.dispatch()
                 return call.result
-            values, form = (*args, *kwargs.values()), (len(args), *kwargs)
-            latest_form, again = recall.latest
-            found = again(values) if form == latest_form else None
+            found = recall.latest(args, kwargs)
             if found is not None:
                 return found
             size = args[position] if len(args) > position else kwargs.get(like)
-            key, found = recall.repeated(form, size, values)
+            key, found = recall.repeated(size, args, kwargs)
             if found is not None:
                 return found
-            if sharded.is_sharded(values):
+            if sharded.is_sharded((*args, *kwargs.values())):
                 return on_shards(args, kwargs)
             call = build(*args, **kwargs)
-            (recall.learn(key, values, call, build, args, kwargs) if on_card(call) else call.plan())()
+            (recall.learn(key, call, build, args, kwargs) if on_card(call) else call.plan())()
             return call.result
 
         def on_shards(args: Any, kwargs: Any) -> Any:
