@@ -1,10 +1,10 @@
 """fla.ops' functions for prompts, as in flash-linear-attention 0.6; forward only. Import them from `compat.fla`.
 
 q, k: [B, T, H, K]; v: [B, T, HV, V]; further operands as noted, where HV is a multiple of H. All but gates and beta are bf16 or f16, one
-dtype. With cu_seqlens [N + 1], B is 1 and T counts the tokens of all N sequences; without, N is B. initial_state: [N, HV, K, V], or
-[N, HV, V, K] with state_v_first; it is not written. Returns (o, final_state): o [B, T, HV, V] of q's dtype; final_state is a new f32 tensor
-laid out like initial_state, or None unless output_final_state. scale None is K^-0.5, beta None is one; A_log, dt_bias and lower_bound only
-count with use_gate_in_kernel.
+dtype; K and V are up to 256, and where one is no multiple of 16, rows are copied. With cu_seqlens [N + 1], B is 1 and T counts the tokens
+of all N sequences; without, N is B. initial_state: [N, HV, K, V], or [N, HV, V, K] with state_v_first; it is not written. Returns
+(o, final_state): o [B, T, HV, V] of q's dtype; final_state is a new f32 tensor laid out like initial_state, or None unless
+output_final_state. scale None is K^-0.5, beta None is one; A_log, dt_bias and lower_bound only count with use_gate_in_kernel.
 
 cu_seqlens_cpu, chunk_indices, chunk_size, use_graph and max_num_seqs follow from cu_seqlens or divide fla's work, safe_gate promises what
 ssmgen does not rely on, and disable_recompute is of training: ignored. Unlike there, states between chunks are f32, normalised q and k are
@@ -30,6 +30,7 @@ from .fla_arguments import beta_of as _beta
 from .fla_arguments import gate as _gate
 from .fla_arguments import none_of as _none_of
 from .fla_arguments import v_first as _v_first
+from .fla_widths import any_width as _any_width
 from .gated_delta import new_output as _new_output
 from .operands import takes as _takes
 
@@ -39,6 +40,7 @@ _HEADS = {"g": "[B, T, HV]", "beta": "[B, T, HV]", **_KEYS, **_STATES}
 _LOW_RANK = {"a": "[B, T, H, K]", "b": "[B, T, H, K]", "k": "[B, T, H, K]", **_STATES}
 
 
+@_any_width
 def _chunked(
     function: Callable[..., Any], operands: tuple[Tensor | None, ...], initial_state: Tensor | None, output_final_state: bool,
     state_v_first: bool, cu_seqlens: Tensor | None, **options: Any,
@@ -54,9 +56,10 @@ def _chunked(
     return out, final
 
 
+@_any_width
 def _attention(
     function: Callable[..., Any], operands: tuple[Tensor | None, ...], initial_state: Tensor | None, output_final_state: bool,
-    state_v_first: bool, cu_seqlens: Tensor | None, scale: float | None,
+    state_v_first: bool, cu_seqlens: Tensor | None, *, scale: float | None,
 ) -> Result:  # fmt: skip
     """The same of functions that know states [·, HV, V, K] alone: others are turned ahead and behind."""
     q, _, v, *_ = operands
@@ -187,7 +190,7 @@ def chunk_gdn2(
     raw = _raw_gate("chunk_gdn2", use_gate_in_kernel, kwargs, safe_gate, lower_bound)
     state_v_first = _v_first(state_v_first, kwargs)
     return _chunked(
-        linear.chunk_gdn2, (q, k, v, g, b, w), initial_state, output_final_state, state_v_first, cu_seqlens, scale=scale,
+        linear.chunk_gdn2, (q, k, v, g, b, w), initial_state, output_final_state, state_v_first, cu_seqlens, values=(2, 5), scale=scale,
         use_qk_l2norm=use_qk_l2norm_in_kernel, **raw,
     )  # fmt: skip
 
@@ -265,7 +268,7 @@ def chunk_simple_gla(
     if g is not None and g_gamma is not None:
         raise NotImplementedError("g with g_gamma: ssmgen's chunk_simple_gla has one decay per head; add g_gamma to g")
     operands = (q, k, v, g_gamma if g is None else g)
-    return _attention(attention.chunk_simple_gla, operands, initial_state, output_final_state, state_v_first, cu_seqlens, scale)
+    return _attention(attention.chunk_simple_gla, operands, initial_state, output_final_state, state_v_first, cu_seqlens, scale=scale)
 
 
 @_takes("output_final_state", **_KEYS, **_STATES)
@@ -280,4 +283,4 @@ def chunk_lightning_attn(
         raise ArgumentError("chunk_lightning_attn", [f"layer_idx is {layer_idx}, which is no layer of num_layers {num_layers}"])
     heads = q.shape[-2]
     slope = (8 / max(heads, 1) * (1 - layer_idx / num_layers)) * torch.arange(heads, dtype=torch.float32, device=q.device)
-    return _attention(attention.chunk_lightning_attn, (q, k, v, slope), initial_state, output_final_state, False, cu_seqlens, scale)
+    return _attention(attention.chunk_lightning_attn, (q, k, v, slope), initial_state, output_final_state, False, cu_seqlens, scale=scale)
