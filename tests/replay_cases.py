@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, cycle, islice
 from typing import Any
@@ -280,11 +281,45 @@ def dressed(kwargs: dict[str, Any], out: Tensor, x: Tensor, z: Tensor | None) ->
     return out if z is None else out * silu(z.double())
 
 
+def _plain(case: Case, k: dict[str, Any]) -> dict[str, Any]:
+    """Operands without the axes that are expanded."""
+    if not case.expanded:
+        return k
+    return k | {"dt": k["dt"][..., 0], "A": k["A"][:, 0, 0]} | ({"dt_bias": k["dt_bias"][:, 0]} if "dt_bias" in k else {})
+
+
+def _history(case: Case, k: dict[str, Any], slot: int) -> tuple[int, int, tuple[int, ...]]:
+    """(entries that count, the first one's place, the index of the buffer) of a slot."""
+    live = int(k["prev_num_accepted_tokens"][slot])
+    first = int(k["ring_start"][slot]) if case.ring else 0
+    return live if 0 < live <= case.window else 0, first, () if case.ring else (int(k["cache_buf_idx"][slot]),)
+
+
+def _exact(case: Case, k: dict[str, Any], slot: int, pick: int | slice) -> tuple[Tensor, Tensor]:
+    """(state behind the history, outputs) of a sequence, in float64."""
+    live, first, here = _history(case, k, slot)
+    old = [(first + i) % k["old_x"].shape[1] for i in range(live)]
+    history = k["old_x"][slot, old].double(), k["old_dt"][slot][here][:, old].double().t()
+    A, x = k["A"].double(), k["x"][pick].double()
+    S = recurrence(k["state"][slot].double(), *history, A, k["old_B"][slot][here][old].double())[1]
+    out = recurrence(S, x, sized(k, k["dt"][pick]), A, k["B"][pick].double(), k["C"][pick].double())[0]
+    return S, dressed(k, out, x, k["z"][pick] if "z" in k else None)
+
+
+def exact_outputs(call: Call) -> Iterator[Tensor]:
+    """Outputs in float64, one sequence after the other: of large pools `expected` takes eight bytes an element and more."""
+    case, k, at = call.case, _plain(call.case, call.kwargs), 0
+    for s, (slot, T) in enumerate(zip(call.slot_of, call.lengths(), strict=True)):
+        pick = slice(at, at + T) if case.lengths else s
+        at += T
+        if slot >= 0 and T:
+            yield _exact(case, k, slot, pick)[1]
+
+
 def expected(call: Call) -> dict[str, Tensor]:
     """What a call must leave, in float64 where it is floating; computed from its operands before it is made."""
     case, k = call.case, {n: t.detach().cpu().clone() if isinstance(t, Tensor) else t for n, t in call.kwargs.items()}
-    if case.expanded:
-        k |= {"dt": k["dt"][..., 0], "A": k["A"][:, 0, 0]} | ({"dt_bias": k["dt_bias"][:, 0]} if "dt_bias" in k else {})
+    k = _plain(case, k)
     for name in ("out", "state", "old_dt", "old_dA_cumsum"):
         k |= {name: k[name].double()} if name in k else {}
     room, at = k["old_x"].shape[1], 0
@@ -296,21 +331,14 @@ def expected(call: Call) -> dict[str, Tensor]:
             continue
         if T == 0:
             continue
-        live = int(k["prev_num_accepted_tokens"][slot])
-        live = live if 0 < live <= case.window else 0
-        first = int(k["ring_start"][slot]) if case.ring else 0
-        here = () if case.ring else (int(k["cache_buf_idx"][slot]),)
+        live, first, here = _history(case, k, slot)
         there = () if case.ring else (1 - here[0],)
-        old = [(first + i) % room for i in range(live)]
-        history = k["old_x"][slot, old].double(), k["old_dt"][slot][here][:, old].t()
-        A = k["A"].double()
-        S = recurrence(k["state"][slot], *history, A, k["old_B"][slot][here][old].double())[1]
+        S, k["out"][pick] = _exact(case, k, slot, pick)
         x, step = k["x"][pick], sized(k, k["dt"][pick])
-        out = recurrence(S, x.double(), step, A, k["B"][pick].double(), k["C"][pick].double())[0]
-        k["out"][pick] = dressed(k, out, x.double(), k["z"][pick] if "z" in k else None)
         empties = live > 0 if not case.ring else live + T > case.window
         if empties:
             k["state"][slot] = S
+        A = k["A"].double()
         new = [(first + live + t) % room if case.ring else t for t in range(T)]
         k["old_x"][slot, new], k["old_B"][slot][there][new] = x, k["B"][pick]
         k["old_dt"][slot][there][:, new] = step.t()

@@ -68,11 +68,11 @@ def test_every_operators_report_is_rows_of_one_schema(op, bench):
             assert row.host_us == row.host_bound_us == 1.0 and all(p.host_us == 1.0 for p in row.peers.values())
     assert any(row.host_us for row in found)
     assert json.loads(json.dumps(report)) == report, "nothing is lost where it is saved"
+    says_at_what_clock_a_row_was_timed(op, report)
 
 
-@pytest.mark.parametrize("op", benchmarks())
-def test_every_table_says_at_what_clock_a_row_was_timed(op, bench):
-    report = small_run(op)
+def says_at_what_clock_a_row_was_timed(op, report):
+    """Every operator's table."""
     table = bench_of(op).table(report).splitlines()
     (heading,) = [line for line in table if line.endswith("   MHz  rule")]
     at = heading.index("MHz") - 1, heading.index("MHz") + 3

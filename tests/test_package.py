@@ -14,11 +14,11 @@ import pytest
 from click.testing import CliRunner
 
 import ssmgen
-from ssmgen import generate
+from ssmgen import defaults, generate
 from ssmgen.cli import main
 from ssmgen.errors import DriftError
 from ssmgen.render import render
-from ssmgen.spec import flat
+from ssmgen.spec import SM90, flat
 
 ROOT = Path(ssmgen.__file__).parent.parent
 
@@ -84,6 +84,9 @@ def test_default_variants_show_every_form_of_all_operators():
     stems = {spec.stem.rpartition("_h")[0] for spec in found}
     assert {"delta_g", "delta_gk", "la_g", "lowrank_gk", "ssu"} <= stems
     assert max(Counter(spec.family for spec in found).values()) <= 20
+    served = {(family, name): {*default.specs(SM90)} for family, name, default in defaults.named()}
+    for asked, specs in served.items():
+        assert specs.difference(*(others for other, others in served.items() if other != asked)), f"{asked} shows what others do"
     linear = [spec for spec in found if spec.family == "linear_attention"]
     for holds in ("frozen", "intermediates", "interleaved", "prefetch", "commit", "low_rank", "l2norm"):
         assert {bool(getattr(spec, holds)) for spec in linear} == {True, False}, holds
@@ -177,12 +180,13 @@ def test_build_of_all_models_of_an_operator(own_cache):
 
 
 def test_built_layer_can_be_shipped(own_cache, tmp_path, monkeypatch):
-    layer = tmp_path / "layer"
-    built = json.loads(ssmgen_command("build", "--model", "mamba-130m", "--arch", "sm_90a", "--out", str(layer), "--json"))
-    assert not own_cache.exists()
+    """All of the model's operators, with one type of states and one of slots: the other types take as long again, and are built alike."""
+    layer, model = tmp_path / "layer", ["--model", "mamba-130m", "--arch", "sm_90a", "--state", "bf16", "--index", "i32", "--json"]
+    built = json.loads(ssmgen_command("build", *model, "--out", str(layer)))
+    assert not own_cache.exists() and len({v["spec"].partition(":")[0] for v in built["variants"]}) >= 3
     monkeypatch.setenv("SSMGEN_CACHE_PATH", str(layer))
     monkeypatch.setenv("SSMGEN_COMPILE", "deny")
-    again = json.loads(ssmgen_command("build", "--model", "mamba-130m", "--arch", "sm_90a", "--json"))
+    again = json.loads(ssmgen_command("build", *model))
     assert [v["key"] for v in again["variants"]] == [v["key"] for v in built["variants"]] and all(v["hit"] for v in again["variants"])
     denied = CliRunner().invoke(main, ["build", "--model", "mamba-370m"])
     assert denied.exit_code == 1 and "SSMGEN_COMPILE=deny" in denied.output

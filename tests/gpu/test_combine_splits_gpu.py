@@ -317,18 +317,23 @@ def pairs_equal(a, b) -> bool:
 
 
 @needs_pdl
-@named(
-    replace(DENSE, id="dense", o=BF16, empty=0.0, splits=40),
-    replace(PREFIX, id="prefix", o=BF16, empty=0.0),
-    replace(PAIR, id="pair", empty=0.0),
+@pytest.mark.parametrize(
+    ("case", "rule", "trigger"),
+    [
+        pytest.param(replace(DENSE, o=BF16, empty=0.0, splits=40), "parts-8", Pdl.TRIGGER_LOADED, id="dense"),
+        pytest.param(replace(DENSE, o=BF16, empty=0.0, splits=12), "parts-8", Pdl.TRIGGER_TOP, id="dense-few"),
+        pytest.param(replace(PREFIX, o=BF16, empty=0.0), "parts-8", Pdl.TRIGGER_LOADED, id="prefix"),
+        pytest.param(replace(PAIR, empty=0.0), "parts-8", Pdl.TRIGGER_TOP, id="pair"),
+    ],
 )
-def test_pdl_waits_for_a_producer_that_triggers_early(case):
+def test_pdl_waits_for_a_producer_that_triggers_early(case, rule, trigger):
     """o is what the kernel ahead still writes when this one starts; without its wait it reads too early."""
     call = make(case, DEVICE)
     right = produced(call, lambda: call.run(pdl=False))
     assert pairs_equal(right, produced(call, lambda: call.run(pdl=True))) and torch.isfinite(call.kwargs["out"]).all()
-    spec = chosen(call, pdl=True)
-    assert spec.pdl is not Pdl.OFF
+    found = registry.explain(op.OPERATOR, call.problem, op.size_of(call.views), arch(), True).chosen
+    spec = found.spec
+    assert (found.rule, spec.pdl) == (rule, trigger)
     source = render(spec, arch())
     hasty = source.replace("  wait_for_upstream();", "  ", 1)
     assert hasty != source

@@ -232,14 +232,23 @@ def all_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 @needs_pdl
-@named(replace(GDN, rows=(16,)), replace(MAMBA, groups=8), replace(MAMBA, id="mamba-one-group", groups=1, size=5120))
-def test_pdl_waits_for_a_producer_that_triggers_early(case):
+@pytest.mark.parametrize(
+    ("case", "rule", "trigger"),
+    [
+        pytest.param(replace(GDN, rows=(16,)), "few-groups", Pdl.TRIGGER_TOP, id="gdn"),
+        pytest.param(replace(MAMBA, groups=8), "few-groups", Pdl.TRIGGER_TOP, id="mamba"),
+        pytest.param(replace(MAMBA, groups=1, size=5120), "few-groups", Pdl.TRIGGER_TOP, id="mamba-one-group"),
+        pytest.param(replace(GDN, rows=(300,)), "many-groups", Pdl.TRIGGER_LOADED, id="gdn-many-groups"),
+    ],
+)
+def test_pdl_waits_for_a_producer_that_triggers_early(case, rule, trigger):
     """x is what the kernel ahead still writes when this one starts; without its wait it reads too early."""
     call = make(case, DEVICE)
     right = produced(call, lambda: call.run(pdl=False))
     assert all_equal(right, produced(call, lambda: call.run(pdl=True))) and torch.isfinite(call.out).all()
-    spec = chosen(call, pdl=True)
-    assert spec.pdl is not Pdl.OFF
+    found = registry.explain(op.OPERATOR, call.problem, op.size_of(call.views), arch(), True).chosen
+    spec = found.spec
+    assert (found.rule, spec.pdl) == (rule, trigger)
     source = render(spec, arch())
     hasty = source.replace("  wait_for_upstream();", "  ", 1)
     assert hasty != source
