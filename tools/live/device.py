@@ -13,7 +13,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 
 class Executor(interpreter.GridExecutor):
-    """Runs a grid. The convolution's function of the grid's size puts tensors among the arguments, which are converted before it is called."""
+    """Runs a grid. The convolution's function of the grid's size puts tensors among the arguments, after these were converted."""
 
     def __init__(self, fn: Any, arg_names: Any, grid: Any, *hooks: Any) -> None:
         super().__init__(fn, arg_names, partial(_sized, grid) if callable(grid) else grid, *hooks)

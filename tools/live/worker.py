@@ -31,7 +31,9 @@ class LiveServer(Server):
         if "ssmgen" in os.environ.get("VLLM_PLUGINS", "").split(","):
             from ssmgen.compat.vllm import _ENGINE
 
-            _ENGINE.replacements = tuple(replace(r, function=self._counted(r.name, r.function)) for r in _ENGINE.replacements)
+            _ENGINE.replacements = tuple(
+                replace(r, function=counted(r.function, r.name, self.taken, self.refused)) for r in _ENGINE.replacements
+            )
         super().__init__()
 
     def build(self, folder: str, step: int) -> dict[str, Any]:
@@ -54,18 +56,21 @@ class LiveServer(Server):
         calls = {"taken": self.taken, "refused": self.refused}
         return super().state() | calls | {"bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
 
-    def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls = self.refused
-            try:
-                result = function(*args, **kwargs)
-                calls = self.taken
-            finally:
-                calls[name] += 1
-            return result
 
-        return call
+def counted(function: Callable[..., Any], name: str, taken: Counter[str], refused: Counter[str]) -> Callable[..., Any]:
+    """The function, which adds each of its calls to one of the two: to `refused` where it raises."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls = refused
+        try:
+            result = function(*args, **kwargs)
+            calls = taken
+        finally:
+            calls[name] += 1
+        return result
+
+    return call
 
 
 def main() -> None:
