@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import logging
+import logging.config
 import sys
 import types
 
@@ -19,7 +21,7 @@ from tools.serving.engines import Engine
 from tools.serving.models import MODELS, TIMED, config_of, pool_bytes
 from tools.serving.report import answers, as_dict, steps, table
 from tools.serving.run import Options, pairs_of, run
-from tools.serving.worker import covered, forget_tuning, weights_as_trained
+from tools.serving.worker import Warnings, covered, forget_tuning, weights_as_trained
 
 stand_in = functools.partial(Engine, module="tests.serving_stand_in")
 
@@ -240,3 +242,16 @@ def test_what_there_is_of_an_interrupted_run_is_printed(monkeypatch):
     monkeypatch.setattr(program, "run", interrupted)
     done = CliRunner().invoke(program.serving, [])
     assert done.exit_code != 0 and "half done" in done.output
+
+
+def test_warnings_are_kept_when_the_engine_configures_logging_again(caplog):
+    """As vLLM does while it is built: handlers of the loggers below its own are gone then."""
+    logger, warnings = logging.getLogger("served.plugin"), Warnings()
+    logger.addFilter(warnings)
+    logger.addHandler(logging.NullHandler())
+    logging.config.dictConfig({"version": 1, "disable_existing_loggers": False, "loggers": {"served": {"level": "INFO"}}})
+    assert logger.handlers == []
+    logger.info("replaced")
+    logger.warning("its own %s runs", "f")
+    logger.removeFilter(warnings)
+    assert warnings.said == ["its own f runs"] and "replaced" in caplog.messages

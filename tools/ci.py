@@ -99,7 +99,12 @@ def build() -> None:
         _shell(_of_readme(r"^python3 -m venv .*ssmgen build.*").rpartition("&& ")[2], env={"SSMGEN_CACHE_DIR": cache})
 
 
-STEPS = {step.__name__: step for step in (tests, matrix, lint, types, generated, docs, family, build)}
+def engine() -> None:
+    """A live vLLM on the CPU, installed for this, gives the same greedy tokens without and with the plugin, which serves its calls."""
+    _python("tools.live")
+
+
+STEPS = {step.__name__: step for step in (tests, matrix, lint, types, generated, docs, family, build, engine)}
 
 
 def _of_readme(pattern: str) -> str:

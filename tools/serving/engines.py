@@ -66,6 +66,7 @@ class Engine:
             if not select.select([self._answers], [], [], max(0.0, until - time.monotonic()))[0]:
                 raise self._failed(f"has not answered in {seconds:.1f} s")
             if not (more := os.read(self._answers, 1 << 16)):
+                self.process.wait(seconds)  # it may still be writing why
                 raise self._failed("has ended")
             self._read += more
         line, _, self._read = self._read.partition(b"\n")

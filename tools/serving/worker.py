@@ -68,15 +68,17 @@ def covered(spans: list[tuple[float, float]]) -> float:
     return total
 
 
-class Warnings(logging.Handler):
-    """Keeps what is said."""
+class Warnings(logging.Filter):
+    """Keeps what a logger warns of. A filter, as building an engine configures logging anew, which takes handlers away."""
 
     def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__()
         self.said: list[str] = []
 
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.WARNING:
+            self.said.append(record.getMessage())
+        return True
 
 
 class Server:
@@ -88,7 +90,7 @@ class Server:
         self.make, self.llm = LLM, None
         self.vocabulary = 0
         self.warnings = Warnings()
-        logging.getLogger("vllm.ssmgen").addHandler(self.warnings)
+        logging.getLogger("vllm.ssmgen").addFilter(self.warnings)
 
     def build(
         self, model: str, layers: int, dtype: str, graphs: list[int], longest: int, step: int, folder: str, compiled: bool

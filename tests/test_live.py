@@ -1,0 +1,67 @@
+"""tools.live, as far as it goes without vLLM: what it finds wrong with answers, and what it installs."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from importlib.metadata import distributions
+
+import pytest
+
+from ssmgen.errors import UnsupportedError
+from tools.live.__main__ import HERE, SERVED, WITHIN, install, problems
+from tools.live.worker import counted
+
+OWN = {"tokens": [[3, 4], [5, 6]], "best": [[[-0.5, -1.0]] * 2] * 2}
+FINE = {"outcome": {"engine.f": "replaced"}, "warnings": [], "taken": dict.fromkeys(SERVED, 2), "refused": {}}
+
+
+def test_nothing_is_wrong_with_equal_answers_that_ssmgen_served():
+    within = {**OWN, "best": [[[-0.5 + WITHIN / 2, -1.0]] * 2] * 2}
+    assert problems(OWN, OWN, FINE) == problems(OWN, within, FINE) == []
+
+
+@pytest.mark.parametrize(
+    ("ours", "state", "said"),
+    [
+        ({"tokens": [[3, 4], [5, 7]]}, {}, "answers differ: 1 of 2 equal"),
+        ({"best": [[[-0.5 + 2 * WITHIN, -1.0]] * 2] * 2}, {}, "answers differ: 2 of 2 equal"),
+        ({}, {"taken": {}}, f"not called for {', '.join(sorted(SERVED))}"),
+        ({}, {"refused": {"selective_state_update": 3}}, "refused calls of {'selective_state_update': 3}"),
+        ({}, {"warnings": ["vllm's own f runs"]}, "warned:\n    vllm's own f runs"),
+        ({}, {"outcome": {"engine.f": "kept: its parameters are others"}}, "not replaced:\n    engine.f: kept"),
+    ],
+)
+def test_each_thing_that_is_wrong_is_said(ours, state, said):
+    (found,) = problems(OWN, OWN | ours, FINE | state)
+    assert said in found
+
+
+def test_calls_that_raise_are_not_counted_as_taken():
+    def function(fits: bool) -> int:
+        if not fits:
+            raise UnsupportedError("f", ["no kernel"])
+        return 7
+
+    taken, refused = Counter(), Counter()
+    call = counted(function, "f", taken, refused)
+    assert call(True) == call(fits=True) == 7 and call.__wrapped__ is function
+    with pytest.raises(UnsupportedError):
+        call(False)
+    assert taken == {"f": 2} and refused == {"f": 1}
+
+
+def test_packages_are_pinned_and_one_kind_of_each():
+    lines = [line for line in (HERE / "packages.txt").read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[A-Za-z0-9_-]+==[0-9][\w.]*", line) for line in lines), lines
+    names = [line.partition("==")[0] for line in lines]
+    assert names == sorted(set(names)) and {"vllm", "triton"} <= set(names)
+
+
+def test_a_folder_with_vllm_is_used_as_it_is_and_gets_the_platforms_entry_point(tmp_path):
+    (tmp_path / "vllm").mkdir()
+    install(tmp_path)
+    install(tmp_path)
+    (found,) = distributions(path=[str(tmp_path)])
+    (entry,) = found.entry_points
+    assert (entry.group, entry.name, entry.value) == ("vllm.platform_plugins", "interpreted", "tools.live.platform:activate")

@@ -1,0 +1,106 @@
+"""`python -m tools.live`: installs vLLM, lets two engines answer, compares."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ssmgen.cli import Command
+from tools.serving.compare import compared
+from tools.serving.engines import Engine, EngineError
+
+HERE = Path(__file__).parent
+VARIABLES = {
+    "CUDA_VISIBLE_DEVICES": "",  # empty, not absent: vLLM takes Triton without a GPU's driver then
+    "TRITON_INTERPRET": "1",
+    "VLLM_TRITON_FORCE_FIRST_CONFIG": "1",  # nothing is tuned
+    "OMP_NUM_THREADS": "1",
+}
+PROMPTS, TOKENS = 4, 4
+STEP = 64  # tokens of the engine's step, fewer than prompts have: the longest comes in two parts
+SERVED = {"causal_conv1d_fn", "causal_conv1d_update", "mamba_chunk_scan_combined_varlen", "selective_state_update"}
+WITHIN = 1e-4  # of log-probabilities: f32, two layers, and rounded to 1e-5 by the engine's side
+
+
+def install(packages: Path) -> None:
+    """vLLM and what it needs into a folder, without dependencies; a folder that has it stays as it is. Raises CalledProcessError."""
+    if not (packages / "vllm").is_dir():
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--only-binary=:all:", "--no-compile"]
+        subprocess.run([*pip, "--target", str(packages), "-r", str(HERE / "packages.txt")], check=True)
+    metadata = packages / "ssmgen_tools-0.dist-info"
+    metadata.mkdir(exist_ok=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: ssmgen-tools\nVersion: 0\n", encoding="utf-8")
+    (metadata / "entry_points.txt").write_text("[vllm.platform_plugins]\ninterpreted = tools.live.platform:activate\n", encoding="utf-8")
+
+
+def ask(folder: Path, patience: float) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(answers, state) of an engine without and of one with ssmgen, which work at the same time. Raises EngineError."""
+    engines: list[Engine] = []
+    try:
+        for with_ssmgen in (False, True):
+            engines.append(Engine("mamba2", with_ssmgen, folder, VARIABLES, "tools.live.worker"))
+        requests = [("build", {"step": STEP}), ("answers", {"prompts": PROMPTS, "tokens": TOKENS}), ("state", {})]
+        for engine in engines:
+            for do, more in requests:
+                engine.say(do, **more, **({"folder": str(engine.folder / "model")} if do == "build" else {}))
+        said = [[engine.hear(patience) for _ in requests] for engine in engines]
+    finally:
+        for engine in engines:
+            engine.end()
+    return [(answers, state) for _, answers, state in said]
+
+
+def problems(own: dict[str, Any], ours: dict[str, Any], state: dict[str, Any]) -> list[str]:
+    """What is wrong, in words: answers of both, and the state of the engine with ssmgen."""
+    difference = compared(own, ours)
+    kept = [f"{place}: {what}" for place, what in state["outcome"].items() if what.startswith("kept")]
+    found = [
+        (difference.equal < difference.count or difference.within > WITHIN, f"answers differ: {difference}"),
+        (SERVED - set(state["taken"]), f"ssmgen was not called for {', '.join(sorted(SERVED - set(state['taken'])))}"),
+        (state["refused"], f"ssmgen refused calls of {state['refused']}"),
+        (state["warnings"], "\n    ".join(["the plugin warned:", *state["warnings"]])),
+        (kept, "\n    ".join(["not replaced:", *kept])),
+    ]
+    return [words for wrong, words in found if wrong]
+
+
+@click.command(cls=Command)
+@click.option("--packages", type=click.Path(file_okay=False, path_type=Path), help="To keep vLLM's packages in. Default: a temporary one.")
+@click.option("--patience", type=float, default=240, show_default=True, help="Seconds that an engine may take for an answer.")
+def live(packages: Path | None, patience: float) -> None:
+    """A small Mamba-2 of random weights in a live vLLM on the CPU: greedy tokens without and with ssmgen, and calls that ssmgen took.
+
+    Installs vLLM's wheel without its dependencies (0.6 GB of downloads, 1.6 GB on disk). No compiled code of it runs: Triton's kernels
+    are interpreted. ssmgen's functions run their references, as they do for any CPU tensor, behind all that sorts and checks arguments;
+    no kernel of ssmgen runs. Ends with exit code 1 where tokens differ, where a function was not called, and where a call went to the
+    engine's own.
+    """
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as temporary:
+        packages = packages or Path(temporary) / "packages"
+        packages.mkdir(parents=True, exist_ok=True)
+        install(packages)
+        click.echo(f"vLLM installed after {time.monotonic() - begin:.0f} s")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH"))))
+        os.environ["VLLM_PLUGINS"] = "interpreted"
+        try:
+            (own, own_state), (ours, state) = ask(Path(temporary), patience)
+        except EngineError as e:
+            raise SystemExit(str(e)) from None
+    memory = ", ".join(f"{each['bytes'] / 2**30:.2f}" for each in (own_state, state))
+    click.echo(f"answers after {time.monotonic() - begin:.0f} s: {compared(own, ours)}; GiB of the two engines at most: {memory}")
+    for name, count in sorted(state["taken"].items()):
+        click.echo(f"  {count:4} calls of {name}")
+    if found := problems(own, ours, state):
+        raise SystemExit("\n".join(["vLLM with ssmgen is not as without:", *(f"  - {words}" for words in found)]))
+
+
+if __name__ == "__main__":
+    live()

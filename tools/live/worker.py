@@ -1,0 +1,82 @@
+"""One live vLLM on a CPU, started by tools.live: `python -m tools.live.worker`. It is asked as tools.serving.worker is."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from tools.serving.worker import Server, serve, weights_as_trained
+
+MAMBA2 = {
+    "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 32, "head_dim": 16, "num_heads": 8, "n_groups": 2,
+    "expand": 2, "conv_kernel": 4, "chunk_size": 64, "time_step_rank": 4, "architectures": ["Mamba2ForCausalLM"],
+}  # fmt: skip
+LONGEST = 256  # tokens of a sequence
+
+
+class LiveServer(Server):
+    """A vLLM engine in this process. Requests name its methods. Counts the calls that ssmgen's functions take, and those they refuse."""
+
+    def __init__(self) -> None:
+        self.taken: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        if "ssmgen" in os.environ.get("VLLM_PLUGINS", "").split(","):
+            from ssmgen.compat.vllm import _ENGINE
+
+            _ENGINE.replacements = tuple(
+                replace(r, function=counted(r.function, r.name, self.taken, self.refused)) for r in _ENGINE.replacements
+            )
+        super().__init__()
+
+    def build(self, folder: str, step: int) -> dict[str, Any]:
+        """Builds the engine. folder: for the model's configuration   step: tokens of the engine's step, at most"""
+        from transformers import Mamba2Config
+
+        begin = time.perf_counter()
+        Mamba2Config(**MAMBA2).save_pretrained(folder)
+        self.vocabulary = MAMBA2["vocab_size"]
+        self.llm = self.make(
+            folder, skip_tokenizer_init=True, load_format="dummy", dtype="float32", seed=0, enforce_eager=True, max_model_len=LONGEST,
+            max_num_seqs=4, max_num_batched_tokens=step, enable_prefix_caching=False, disable_log_stats=True,
+            kv_cache_memory_bytes=2**26,
+        )  # fmt: skip
+        self.llm.apply_model(weights_as_trained)
+        return {"seconds": time.perf_counter() - begin}
+
+    def state(self) -> dict[str, Any]:
+        """What Server.state says; calls by function that ssmgen took and refused; bytes of memory that this process had at most."""
+        calls = {"taken": self.taken, "refused": self.refused}
+        return super().state() | calls | {"bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+
+
+def counted(function: Callable[..., Any], name: str, taken: Counter[str], refused: Counter[str]) -> Callable[..., Any]:
+    """The function, which adds each of its calls to one of the two: to `refused` where it raises."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls = refused
+        try:
+            result = function(*args, **kwargs)
+            calls = taken
+        finally:
+            calls[name] += 1
+        return result
+
+    return call
+
+
+def main() -> None:
+    with os.fdopen(int(sys.argv[1]), "w", buffering=1) as answers:
+        serve(LiveServer(), sys.stdin, lambda what: print(json.dumps(what), file=answers))
+
+
+if __name__ == "__main__":
+    main()
