@@ -209,6 +209,20 @@ def test_convolution_of_prompts(request, engine):
     assert same(pool, want)
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_parameters_with_autograd_on(request, engine):
+    """SGLang's one_batch records its CUDA graphs so."""
+    weight, bias = map(torch.nn.Parameter, taps(4))
+    pool, before = stored(9, 3)
+    tokens, slots = randn(2, DIM), torch.tensor([4, 2], dtype=torch.int32)
+    x = tokens.clone().requires_grad_() * 1  # as a projection by parameters gives it
+    step = request.getfixturevalue(engine).causal_conv1d_update
+    out = step(x, pool, weight, bias, "silu", conv_state_indices=slots)
+    assert torch.is_grad_enabled() and not pool.requires_grad
+    for b, slot in enumerate(slots):
+        assert close(out.detach()[b, :, None], conv(before[slot], tokens[b, :, None], weight.detach(), bias.detach(), "silu"))
+
+
 @pytest.mark.parametrize("which", ["causal_conv1d_update", "causal_conv1d_update_triton"])
 def test_sglang_convolution_of_a_step(sglang, which):
     """The layers' function overwrites x; the other one does not."""

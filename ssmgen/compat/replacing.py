@@ -225,7 +225,10 @@ def _with_the_original_behind(r: Replacement, original: Callable[..., Any], log:
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return r.function(*args, **kwargs)
+            if not torch.is_grad_enabled():
+                return r.function(*args, **kwargs)
+            with torch.no_grad():  # SGLang's one_batch records its graphs with autograd on; the engine's own have no backward either
+                return r.function(*args, **kwargs)
         except REFUSALS as e:
             if (kind := _kind(e)) not in told:
                 told.add(kind)
