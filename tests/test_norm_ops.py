@@ -100,7 +100,10 @@ def test_rules():
     assert many == "many-groups" and (spec.vec, spec.team, spec.threads) == (4, 16, 128)
     rule, spec = chosen(empty(1, 5120), empty(1, 5120), empty(5120))
     assert rule == "few-groups" and (spec.team, spec.passes, spec.grouped) == (640, 1, False)
-    assert chosen(empty(1, 8192), empty(1, 8192), group_size=1024)[1].team == 128
+    some, spec = chosen(empty(64, 32, 128), empty(64, 32, 128), empty(128))
+    assert some == "some-groups" and (spec.vec, spec.team, spec.threads) == (4, 32, 128)
+    assert chosen(empty(1, 8192), empty(1, 8192), group_size=1024)[1].team == 256
+    assert chosen(empty(256, 8192), empty(256, 8192), group_size=1024)[1].team == 128
     text = str(ssmgen.explain(ssmgen.gated_rms_norm, empty(512, 32, 128), arch="sm_90a"))
     assert "groups 16384" in text and "16384 groups are above" in text
     assert ssmgen.supported(ssmgen.gated_rms_norm, empty(3, 66), arch="sm_90a")[0] is True

@@ -15,7 +15,7 @@ from docs_pages import ROOT
 
 from ssmgen.bench.formats import load
 from ssmgen.cli import main
-from tools import ci, measure
+from tools import cards, ci, measure
 from tools.demo.__main__ import demo
 
 
@@ -82,6 +82,21 @@ def test_a_data_file_holds_all_reports_of_its_commands(tmp_path):
     assert measure.refresh("h200-flashinfer", tmp_path, run).read_bytes() == first
     with pytest.raises(ValueError, match="h100-flashinfer would be of NVIDIA H200"):
         measure.refresh("h100-flashinfer", tmp_path, run)
+
+
+def test_results_that_are_there_become_a_data_file(tmp_path):
+    (tmp_path / "now.json").write_bytes(gzip.decompress((measure.DATA / "h200-all.json.gz").read_bytes()))
+    kept = measure.keep("h200-all", [tmp_path / "now.json"], tmp_path)
+    assert load([kept]).as_dict() == load([tmp_path / "now.json"]).as_dict()
+    with pytest.raises(ValueError, match="h100-all would be of NVIDIA H200"):
+        measure.keep("h100-all", [tmp_path / "now.json"], tmp_path)
+
+
+def test_the_page_of_all_operators_shows_the_data():
+    measured = cards.suites()
+    assert cards.PAGE.read_text() == cards.page_of(measured)
+    both = cards.page_of(measured | {"OTHER": measured["H200"]})  # side by side
+    assert "H200, us | TB/s | of the ceiling | ratio | OTHER, us" in both
 
 
 def test_a_measurement_that_fails_leaves_the_data_as_it_is(tmp_path):

@@ -3,7 +3,8 @@
 Writes docs/data/NAME.json.gz, which `ssmgen bench render` shows; `transformers` and `prompts` write the tables of
 docs/migrate/transformers.md, of decode steps and of prompts; with mamba-ssm, causal-conv1d and flash-linear-attention installed these
 have transformers with them, too. Tables of docs/performance.md are taken from such results by hand: each says its command. A NAME is a
-card and what is measured on it, h200-all or h100-all; each report has the ceilings of its card.
+card and what is measured on it, h200-all or h100-all; each report has the ceilings of its card. A file of all operators also makes
+docs/cards.md anew. With --from FILE, which `ssmgen bench … --json` wrote on such a card, nothing is measured, and no GPU is needed.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ssmgen.bench.formats import as_json, load
+
+from . import cards
 
 ROOT = Path(__file__).parents[1]
 DATA, PAGE = ROOT / "docs" / "data", ROOT / "docs" / "migrate" / "transformers.md"
@@ -66,7 +69,12 @@ def refresh(name: str, data: Path = DATA, run: Callable[..., str] = output) -> P
         for i, command in enumerate(commands_of(name)):
             paths.append(Path(folder) / f"{i}.json")
             paths[-1].write_text(run("ssmgen", *command.split(), "--json"))
-        suite = load(paths)
+        return keep(name, paths, data)
+
+
+def keep(name: str, paths: Sequence[Path], data: Path = DATA) -> Path:
+    """Makes a data file of what `ssmgen bench … --json` wrote; its path. Raises BenchFileError, and ValueError as `refresh`."""
+    suite = load(paths)
     card = name.partition("-")[0]
     if wrong := {report["device"] for report in suite.reports if card.upper() not in re.split(r"\W+", report["device"].upper())}:
         raise ValueError(f"{name} would be of {', '.join(sorted(wrong))}")
@@ -95,6 +103,7 @@ def main() -> None:
         prog="python -m tools.measure", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"Of {', '.join(known)}.")
+    parser.add_argument("--from", dest="files", nargs="+", type=Path, metavar="FILE", help="Results of the one NAME, measured before.")
     parser.add_argument("--list", action="store_true", help="Print the commands, and run none.")
     given = parser.parse_args()
     if given.list:
@@ -104,11 +113,15 @@ def main() -> None:
             print(f"{name}:", f"python -m tools.demo {options}", sep="\n  ")
     elif not given.names or (unknown := [name for name in given.names if name not in TABLES and not commands_of(name)]):
         parser.error(f"give some of {', '.join(known)}" + (f", not {' or '.join(unknown)}" if given.names else ""))
+    if given.files and (len(given.names) != 1 or given.names[0] in TABLES):
+        parser.error("--from goes with one NAME of a card")
     for name in given.names:
         try:
-            print(refresh_table(name) if name in TABLES else refresh(name))
+            print(refresh_table(name) if name in TABLES else keep(name, given.files) if given.files else refresh(name))
         except ValueError as e:
             parser.exit(1, f"{e}\n")
+        if name.endswith("-all"):
+            print(cards.refresh())
 
 
 if __name__ == "__main__":

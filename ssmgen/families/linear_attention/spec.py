@@ -270,6 +270,7 @@ ONE_TOKEN = [
 ]
 TWO_BYTES = [Rule("fewest", 4, tile_kib=2, ilp=2), *ONE_TOKEN]  # of such states; measured on an H100 and an H200
 TWO_BYTES_PER_KEY = [*TWO_BYTES[:2], Rule("latency", 48, tile_kib=16, steps=2), TWO_BYTES[-1]]  # rows of a block share decays; so
+NO_DELTA = [Rule("fewest", 4, tile_kib=8), *ONE_TOKEN]  # 4-byte states that nothing is read of ahead, one decay per head; so
 ONE_BYTE = [  # of such states; by count, not measured: a sixth fewer instructions in two steps
     Rule("latency", 48, tile_kib=8),
     Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264, steps=2),
@@ -298,7 +299,8 @@ def candidates(problem: LinearAttentionProblem, batch: int, arch: Arch, pdl: boo
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
     given = {f.name: getattr(problem, f.name) for f in fields(LinearAttentionProblem)}
     size = problem.state.size
-    by_size = {1: ONE_BYTE, 2: TWO_BYTES_PER_KEY if problem.gk else TWO_BYTES, 4: ONE_TOKEN}
+    plain = problem.delta is Delta.NONE and problem.gk is None
+    by_size = {1: ONE_BYTE, 2: TWO_BYTES_PER_KEY if problem.gk else TWO_BYTES, 4: NO_DELTA if plain else ONE_TOKEN}
     one = KEYS_FIRST[size] if problem.interleaved else by_size[size]
     several = SEVERAL_KEYS_FIRST if problem.interleaved else SEVERAL_TOKENS_F32 if size == 4 else SEVERAL_TOKENS
     rules = FROZEN if problem.frozen else several if problem.several else one
