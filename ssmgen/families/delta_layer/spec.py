@@ -202,6 +202,10 @@ WHOLE_PER_KEY = WHOLE | {4: ((128, 512, 1), (float("inf"), 256, 1))}  # with dec
 # batch, from and to; threads of a block; lanes of a row), by bytes of an element.
 TWO_STEPS = {4: (), 2: ((384, 1024, 128, 16),)}
 
+# Whole heads whose keys come first, of which two warps read pieces of 128 bytes and hold a row in 8 lanes: more heads of a batch than this,
+# of bf16 and one decay. Measured with 2048 heads: 1.00 of the chain where tiles of 8 warps to a row took 1.08.
+LONG_PIECES = 1024
+
 # Heads in tiles whose keys come first. Without a norm and a convolution such tiles take 1.02 … 1.08 x those of vk; of layers not measured.
 KEYS_FIRST = [*ONE_TOKEN[:-1], Rule("bandwidth", float("inf"), tile_kib=32, piece=256)]
 
@@ -219,6 +223,7 @@ def candidates(problem: DeltaLayerProblem, batch: int, arch: Arch, pdl: bool) ->
     yield _clustered_heads(problem, heads, arch, launch)
     yield _whole_heads(problem, heads, arch, pdl)
     yield _heads_in_two_steps(problem, heads, arch, launch | norm)
+    yield _heads_in_long_pieces(problem, heads, arch, launch | norm)
     rules = KEYS_FIRST if problem.interleaved else ONE_TOKEN
     for rule, how, reason in row_engine.choices(problem, rules, batch, arch, pdl):
         yield rule, None if how is None else DeltaLayerSpec(**_given(problem), **with_registers(how, arch), **norm), reason
@@ -265,6 +270,22 @@ def _heads_in_two_steps(problem: DeltaLayerProblem, heads: int, arch: Arch, more
             fits = not spec.violations(arch) and spec.tile == 2 * spec.rows_per_step
             return rule, spec if fits else None, "" if fits else f"{threads} threads do not hold half of {problem.dim_v} rows"
     return rule, None, f"measured to be slower for {heads} heads of {problem.state.value}"
+
+
+def _heads_in_long_pieces(problem: DeltaLayerProblem, heads: int, arch: Arch, more: Mapping[str, Any]) -> Choice:
+    rule = "heads in long pieces"
+    reasons = [
+        *must(problem.interleaved, "keys come last"),
+        *must(problem.state is DType.BF16 and not problem.gk, "measured for bf16 states of one decay only"),
+        *must(problem.dim_k == problem.dim_v == 128, f"measured for heads of 128 x 128, not {problem.dim_v} x {problem.dim_k}"),
+        *must(heads > LONG_PIECES, f"{heads} heads are not above {LONG_PIECES}"),
+    ]
+    if reasons:
+        return rule, None, "; ".join(reasons)
+    how = row_engine.layout(problem) | {"threads": 128, "lanes": 8, "vec": 8, "row_warps": 2, "tile": problem.dim_v, **more}
+    spec = DeltaLayerSpec(**_given(problem), **with_registers(how, arch))
+    wrong = spec.violations(arch)
+    return rule, None if wrong else spec, "; ".join(wrong)
 
 
 def whole_heads(problem: DeltaLayerProblem, threads: int, arch: Arch, pdl: bool, wider: int = 1) -> DeltaLayerSpec:

@@ -40,6 +40,7 @@ class ReplaySpec(ReplayArguments):
     pdl: Pdl = Pdl.OFF
     ahead_pdl: Pdl = Pdl.OFF  # MAIN: of the kernel ahead of it
     own_rows: bool = field(default=False, metadata=LATER)  # a warp does all that its 16 rows need by itself; else a block's warps share it
+    prefetch_inputs: bool = field(default=False, metadata=LATER)  # and for what else that block reads
 
     @property
     def needs(self) -> Needs:
@@ -48,7 +49,7 @@ class ReplaySpec(ReplayArguments):
         ahead = self.prefetch > 0
         noise = self.own_rows and self.philox_rounds > 0 and not self.scaled
         needs = replace(super().needs, matrix_turns=self.own_rows, noise_at_once=noise)
-        return replace(needs, mma="bf16", prefetch=ahead, lines=ahead and narrow, narrow=narrow, bytes=by_byte)
+        return replace(needs, mma="bf16", prefetch=ahead, lines=ahead and (narrow or self.prefetch_inputs), narrow=narrow, bytes=by_byte)
 
     @property
     def tile(self) -> int:
@@ -141,6 +142,7 @@ class ReplaySpec(ReplayArguments):
         return [
             *self.faults(),
             *self._own_rows_violations(),
+            *self._inputs_violations(),
             *must(
                 self.part is Part.PRECOMPUTE or self.own_rows or self.tile < self.headdim + 16,
                 f"{self.warps} warps of 16 rows exceed the {self.headdim} rows of a head",
@@ -166,6 +168,21 @@ class ReplaySpec(ReplayArguments):
                 not self.prefetch or (self.state_loads is Loads.VECTOR and whole and self.part is not Part.PRECOMPUTE),
                 "the bulk L2 prefetch needs whole, aligned tiles of the state",
             ),
+        ]
+
+    def _inputs_violations(self) -> list[str]:
+        """What keeps a block from asking for the inputs of another one, if it is to."""
+        if not self.prefetch_inputs:
+            return []
+        return [
+            *must(self.prefetch > 0, "inputs are asked for with the state ahead"),
+            *must(self.part is Part.FUSED and not self.materialize, "inputs ahead are for the one kernel that has tokens"),
+            *must(not self.own_rows, "rows of a warp's own are not served with inputs ahead"),
+            *must(
+                self.index is not Index.NONE and self.cu_seqlens is Index.NONE,
+                "inputs ahead are those of slots, of sequences as long as others",
+            ),
+            *must(self.x.size == 2 and self.operand_loads is Loads.VECTOR, "inputs ahead are contiguous rows of 16 bits"),
         ]
 
     def _own_rows_violations(self) -> list[str]:
@@ -278,6 +295,10 @@ def space(problem: ReplayProblem, arch: Arch) -> Iterator[ReplaySpec]:
         spec = _spec(problem, part=part, pdl=pdl, **how)
         if not spec.violations(arch):
             yield spec
+    for warps, min_blocks, pdl in product((2, 4), (0, 4), Pdl):
+        spec = _spec(problem, part=part, warps=warps, min_blocks=min_blocks, prefetch=264, prefetch_inputs=True, pdl=pdl)
+        if not spec.violations(arch):
+            yield spec
     for warps, prefetch, pdl in product((2, 4), (0, 264), Pdl):
         spec = _spec(problem, part=part, own_rows=True, warps=warps, prefetch=prefetch, pdl=pdl)
         if not spec.violations(arch):
@@ -288,6 +309,7 @@ def space(problem: ReplayProblem, arch: Arch) -> Iterator[ReplaySpec]:
 # Choosing a variant, by the heads of all sequences. Measured on an H200 (132 SMs); docs/performance.md holds what was tried.
 
 LATENCY, MIDDLE, BANDWIDTH = 64, 256, 768  # heads
+LARGEST = 4096  # whose inputs are asked for ahead, too: 4 % less time, and 5 % more with 1024; nothing between was measured
 
 
 def _noisy(problem: ReplayProblem, arch: Arch) -> dict[str, Any] | None:
@@ -319,12 +341,13 @@ def _how(problem: ReplayProblem, heads: int, arch: Arch) -> tuple[str, dict[str,
         return "middle", {"warps": 4, "helpers": 2 if problem.history is History.STEP or problem.state is DType.F32 else 4}
     many = {"warps": 5 if problem.headdim % 80 == 0 else 4}
     whole = problem.headdim % (16 * many["warps"]) == 0 and problem.state_loads is Loads.VECTOR
-    # Four blocks per SM, where that costs no spills: ptxas leaves room for three.
-    if problem.window + problem.tokens > 16 and problem.state is DType.BF16 is problem.x and problem.d_state <= 128 and arch >= SM90:
-        many["min_blocks"] = 0 if problem.two_kernels or many["warps"] > 4 else 4
     if heads < BANDWIDTH or not whole or arch < SM90:
         return "many", many
-    return "bandwidth", many | {"prefetch": 264}
+    many["prefetch"] = 264
+    plain = problem.history is History.STEP and problem.state is DType.BF16 and problem.z is None  # as measured
+    if heads >= LARGEST and plain and not _spec(problem, **many, prefetch_inputs=True).violations(arch):
+        return "largest", many | {"prefetch_inputs": True}
+    return "bandwidth", many
 
 
 def candidates(problem: ReplayProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ReplaySpec | None, str]]:
@@ -338,6 +361,13 @@ def candidates(problem: ReplayProblem, batch: int, arch: Arch, pdl: bool) -> Ite
     if heads >= BANDWIDTH and (noisy := _noisy(problem, arch)):
         yield "noise", _spec(problem, **edge, **noisy), ""
     rule, how = _how(problem, heads, arch)
+    if (
+        pdl
+        and heads > MIDDLE
+        and problem.history is History.RING
+        and not (problem.two_kernels or problem.after_conv or problem.materialize)
+    ):
+        edge["pdl"] = Pdl.WAIT  # the next step's blocks take nothing from those that still read: 2 … 3 % of bf16 states
     yield rule, _spec(problem, **edge, **how), ""
     for warps in (4, 2, 1):  # what a small head, or shared memory, has room for
         yield f"{warps} warps", _spec(problem, **edge, warps=warps), ""

@@ -5,8 +5,8 @@
 //   cu_seqlens=none  update=final  pool=single  ring=none  layers=no  frozen=no  intermediates=no
 //   state_loads=vector  operand_loads=vector  conv_width=4  conv_weight=bf16  conv_bias=none  conv_len=3
 //   conv_layout=runs  conv_loads=vector  conv_taps=vector  norm=bf16  norm_gate=bf16  norm_size=128
-//   norm_grouped=yes  norm_first=yes  norm_activation=silu  norm_loads=vector  lanes=16  vec=8  ilp=8  tile=128
-//   threads=256  min_blocks=1  prefetch=0  pdl=off  row_warps=8  chunk=8  norm_inside=no  norm_threads=128
+//   norm_grouped=yes  norm_first=yes  norm_activation=silu  norm_loads=vector  lanes=8  vec=8  ilp=8  tile=128
+//   threads=128  min_blocks=1  prefetch=0  pdl=off  row_warps=2  chunk=8  norm_inside=no  norm_threads=128
 // A row of the state, S, for each value channel:
 //     p = <D S, k>
 //     e = beta (v - p)
@@ -29,14 +29,14 @@ struct bf16 { u16 bits; };
 
 using State = bf16;
 constexpr int kHeads = 64, kHeadsPerKey = 4, kDimV = 128, kDimK = 128;
-constexpr int kLanes = 16;   // lanes per row: a team
+constexpr int kLanes = 8;   // lanes per row: a team
 constexpr int kVec = 8;     // neighbouring elements of a row per lane and pass
 constexpr int kIlp = 8;     // rows in flight per team
 constexpr int kTile = 128;   // rows per block
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 
 constexpr int kPasses = kDimK / (kLanes * kVec);
-constexpr int kRowWarps = 8;  // warps that the lanes of a row lie in
+constexpr int kRowWarps = 2;  // warps that the lanes of a row lie in
 constexpr int kWarpLanes = kLanes / kRowWarps;  // of them in each
 constexpr int kTeams = 32 / kWarpLanes;  // of a warp
 constexpr int kSteps = kTile / (kThreads / kLanes * kIlp);
@@ -410,7 +410,7 @@ DEVICE Pack<T, N> zero_pack() {
 // ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-gdn_layer_h64v128k128g16_bf16_l16v8i8t128x256_w8_1e802b7c(
+gdn_layer_h64v128k128g16_bf16_l8v8i8t128x128_w2_cfe5ef08(
     bf16* state, bf16* conv_state, const bf16* mixed_qkv, const bf16* conv_weight, const bf16* g, const bf16* beta,
     const f32* A_log, const bf16* dt_bias, bf16* out, const int* state_indices, int* arrivals, i64 slots,
     i64 pad_slot_id, i64 state_slot, i64 conv_state_slot, i64 arrivals_slot, u32 mixed_qkv_batch, u32 g_batch,
