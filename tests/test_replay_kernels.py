@@ -51,7 +51,12 @@ MATRIX = {
     ),
     "step-f32-t16": replace(SMALL, x=F32, dt=F32, tokens=16, window=16, helpers=2, headdim=32, warps=2, dt_softplus=False),
     "step-bf16-t32": replace(SMALL, state=DType.BF16, tokens=32, window=32, index=Index.NONE, prefetch=1),
+    "step-inputs-ahead": replace(
+        SMALL, state=BF, nheads=4, ngroups=2, headdim=32, prefetch=3, prefetch_inputs=True, pdl=Pdl.TRIGGER_LOADED
+    ),
+    "step-inputs-ahead-t16": replace(SMALL, headdim=48, tokens=16, window=24, index=Index.I64, prefetch=1, prefetch_inputs=True),
     "ring": replace(SMALL, **RUNG, window=16, pdl=Pdl.WAIT),
+    "ring-inputs-ahead": replace(SMALL, **RUNG, state=BF, window=16, nheads=4, ngroups=2, prefetch=2, prefetch_inputs=True),
     "ring-philox-advance-ragged": replace(
         SMALL, **RUNG, state=DType.BF16, philox_rounds=7, advance=True, cu_seqlens=Index.I64, index=Index.I64, helpers=1
     ),
@@ -366,6 +371,17 @@ def test_states_that_every_step_rounds_get_warps_with_rows_of_their_own(more, ba
     for arch, prefetch in ((SM90, how[2]), (SM80, 0)):
         spec = registry.select(op.OPERATOR, ReplayProblem(**given), batch, arch, False)
         assert (spec.warps, spec.own_rows, spec.prefetch) == (how[0], how[1], prefetch)
+
+
+def test_large_batches_have_their_inputs_asked_for_ahead():
+    """Steps of bf16 states without a gate, of 4096 heads on: the rule for what was measured."""
+    plain: dict[str, Any] = {"d_state": 128, "headdim": 64, "nheads": 16, "ngroups": 1, "index": Index.I32, "state": BF}
+    ahead = {
+        (batch, *more): registry.select(op.OPERATOR, ReplayProblem(**plain | more), batch, SM90, True).prefetch_inputs
+        for batch in (255, 256)
+        for more in ({}, {"z": BF}, {"state": F32}, {"cu_seqlens": Index.I32}, RUNG | {"window": 16})
+    }
+    assert [call for call, asked in ahead.items() if asked] == [(256,)]
 
 
 def chosen(shape: str, batch: int, more: dict[str, Any], arch: Arch) -> tuple[ReplaySpec, ...]:

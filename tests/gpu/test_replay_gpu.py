@@ -191,6 +191,7 @@ def test_variants_are_bit_equal(case):
         assert specs, f"no variant of {kind}"
         own = [spec for spec in specs if spec.own_rows]  # by warps with rows of their own
         picked = random.Random(i).sample(specs, min(8, len(specs))) + random.Random(i).sample(own, min(6, len(own)))
+        picked += [spec for spec in specs if spec.prefetch_inputs][::4]
         variants += [(kind, spec) for spec in (*picked, chosen(make(replace(case, **kind), DEVICE)))]
     prepare([spec for _, spec in variants])
     want, first = expected(make(case, DEVICE)), None

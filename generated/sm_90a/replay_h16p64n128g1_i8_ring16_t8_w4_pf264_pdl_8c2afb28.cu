@@ -2,8 +2,8 @@
 //   d_state=128  headdim=64  nheads=16  ngroups=1  state=i8  x=bf16  dt=bf16  A=f32  D=bf16  z=none  dt_bias=bf16
 //   out=bf16  dt_softplus=yes  history=ring  tokens=8  window=16  materialize=no  cu_seqlens=none  index=i32
 //   advance=no  two_kernels=no  internal_pdl=yes  after_conv=no  philox_rounds=10  terms=3  state_loads=vector
-//   operand_loads=vector  part=fused  warps=4  helpers=0  group_heads=1  min_blocks=0  prefetch=264  pdl=wait
-//   ahead_pdl=off
+//   operand_loads=vector  part=fused  warps=4  helpers=0  group_heads=1  min_blocks=0  prefetch=264
+//   pdl=trigger_loaded  ahead_pdl=off
 // The state S stands where the last step began. With the K entries of its history, which is the last step's tokens, and sums s of dt A:
 //     S' = exp(s_K) S + sum_k exp(s_K - s_k) dt_k x_k B_k
 //     out_t = exp(s_K + s_t) C_t S + sum_k mix[t, k] x_k + sum_{j <= t} mix[t, j] x_j + D x_t
@@ -142,6 +142,9 @@ DEVICE void touch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::
 // Programmatic dependent launch: this kernel may start before the one ahead of it in the stream has ended. Nothing that kernel may
 // still be reading or writing is touched before the wait.
 DEVICE void wait_for_upstream() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// The kernel behind this one may start (if it was launched to do so) and wait there. ptxas moves no memory access across this.
+DEVICE void allow_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 #endif
 
@@ -442,7 +445,7 @@ struct alignas(8) Pair {
 // ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-replay_h16p64n128g1_i8_ring16_t8_w4_pf264_pdl_db015cd4(
+replay_h16p64n128g1_i8_ring16_t8_w4_pf264_pdl_8c2afb28(
     i8* state, bf16* old_x, bf16* old_B, f32* old_dt, const int* ring_start, const int* prev_num_accepted_tokens,
     const bf16* x, const bf16* dt, const f32* A, const bf16* B, const bf16* C, const bf16* D, const bf16* dt_bias,
     bf16* out, const int* state_indices, const i64* rand_seed, f32* state_scale, i64 slots, i64 pad_slot_id,
@@ -560,6 +563,7 @@ replay_h16p64n128g1_i8_ring16_t8_w4_pf264_pdl_db015cd4(
     const i64 ahead_slot = load(state_indices + u64(ahead / (kTiles * kHeads)) * state_indices_batch);
     if (u64(ahead_slot) < u64(slots)) touch_l2(state_scale + ahead_slot * state_scale_slot + ahead / kTiles % kHeads * state_scale_head + (ahead % kTiles * kTile + threadIdx.x) * state_scale_row);
   }
+  allow_dependents();
   using Vector = Term<kVec>;
   SHARED(Vector, old_B_staged, kXTerms * kWindow * kOldPitch);
   SHARED(Vector, B_staged, kXTerms * kTokens * kPitch);
