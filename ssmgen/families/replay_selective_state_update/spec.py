@@ -40,9 +40,7 @@ class ReplaySpec(ReplayArguments):
     pdl: Pdl = Pdl.OFF
     ahead_pdl: Pdl = Pdl.OFF  # MAIN: of the kernel ahead of it
     own_rows: bool = field(default=False, metadata=LATER)  # a warp does all that its 16 rows need by itself; else a block's warps share it
-    prefetch_inputs: bool = field(
-        default=False, metadata=LATER
-    )  # L2 is asked for all else that block reads, too
+    prefetch_inputs: bool = field(default=False, metadata=LATER)  # L2 is asked for all else that block reads, too
 
     @property
     def needs(self) -> Needs:
