@@ -16,14 +16,14 @@ from torch_conv import F32, randn
 from ssmgen.compat import sglang, vllm
 
 
-def replaced(root, monkeypatch, plugin, package: str):
+def replaced(tmp_path, monkeypatch, plugin, package: str):
     """The engine's functions by name, as its layers hold them, those of the same name by that of the drop-in; and ssu_backend, its backend
-    of Mamba's. Once for a module: to write, import and replace an engine's sixty modules takes 0.1 s, more than most calls."""
+    of Mamba's."""
     if torch.version.cuda is None:
         monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delenv("SSMGEN_ENGINE_KEEP", raising=False)
-    write(root, package)
-    with importable(root, package):
+    write(tmp_path, package)
+    with importable(tmp_path, package):
         plugin.register()
         found = SimpleNamespace()
         for module, name in SIGNATURES:
@@ -41,19 +41,17 @@ def replaced(root, monkeypatch, plugin, package: str):
         plugin.unregister()
 
 
-@pytest.fixture(name="vllm", scope="module")
-def vllm_functions(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        yield from replaced(tmp_path_factory.mktemp("vllm"), monkeypatch, vllm, "vllm")
+@pytest.fixture(name="vllm")
+def vllm_functions(tmp_path, monkeypatch):
+    yield from replaced(tmp_path, monkeypatch, vllm, "vllm")
 
 
-@pytest.fixture(name="sglang", scope="module")
-def sglang_functions(tmp_path_factory):
+@pytest.fixture(name="sglang")
+def sglang_functions(tmp_path, monkeypatch):
     """causal_conv1d_update is that of the layers, causal_conv1d_update_triton the other."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        for engine in replaced(tmp_path_factory.mktemp("sglang"), monkeypatch, sglang, "sglang"):
-            engine.causal_conv1d_update = import_module("sglang.srt.models.lfm2").causal_conv1d_update
-            yield engine
+    for engine in replaced(tmp_path, monkeypatch, sglang, "sglang"):
+        engine.causal_conv1d_update = import_module("sglang.srt.models.lfm2").causal_conv1d_update
+        yield engine
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -35,7 +36,8 @@ def any_width(run: Callable[..., Result]) -> Callable[..., Result]:
         rows = {i: t for i, t in enumerate(operands) if t is not None and t.dim() == 4}
         last = (V, K) if state_v_first else (K, V)
         bias = options.get("dt_bias") if 3 in rows else None  # of a gate per key, [HV * K] or [HV, K]
-        fits = all(t.shape[-1] == (V if i in values else K) for i, t in rows.items())
+        fits = all(t.layout is torch.strided for t in (*operands, initial_state, bias) if isinstance(t, Tensor))
+        fits &= all(t.shape[-1] == (V if i in values else K) for i, t in rows.items())
         fits &= initial_state is None or initial_state.shape[-2:] == last
         fits &= bias is None or (isinstance(bias, Tensor) and bias.numel() == v.shape[-2] * K)
         if not fits:

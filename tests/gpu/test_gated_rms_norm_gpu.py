@@ -236,9 +236,10 @@ def all_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     ("case", "rule", "trigger"),
     [
         pytest.param(replace(GDN, rows=(16,)), "few-groups", Pdl.TRIGGER_TOP, id="gdn"),
-        pytest.param(replace(MAMBA, groups=8), "few-groups", Pdl.TRIGGER_TOP, id="mamba"),
+        pytest.param(replace(MAMBA, groups=8), "few-groups", Pdl.TRIGGER_LOADED, id="mamba"),
         pytest.param(replace(MAMBA, groups=1, size=5120), "few-groups", Pdl.TRIGGER_TOP, id="mamba-one-group"),
-        pytest.param(replace(GDN, rows=(300,)), "many-groups", Pdl.TRIGGER_LOADED, id="gdn-many-groups"),
+        pytest.param(replace(GDN, rows=(300,)), "some-groups", Pdl.TRIGGER_TOP, id="gdn-some-groups"),
+        pytest.param(replace(GDN, rows=(1100,)), "many-groups", Pdl.TRIGGER_LOADED, id="gdn-many-groups"),
     ],
 )
 def test_pdl_waits_for_a_producer_that_triggers_early(case, rule, trigger):
