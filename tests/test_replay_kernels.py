@@ -373,17 +373,6 @@ def test_states_that_every_step_rounds_get_warps_with_rows_of_their_own(more, ba
         assert (spec.warps, spec.own_rows, spec.prefetch) == (how[0], how[1], prefetch)
 
 
-def test_large_batches_have_their_inputs_asked_for_ahead():
-    """Steps of bf16 states without a gate, of 4096 heads on: the rule for what was measured."""
-    plain: dict[str, Any] = {"d_state": 128, "headdim": 64, "nheads": 16, "ngroups": 1, "index": Index.I32, "state": BF}
-    ahead = {
-        (batch, *more): registry.select(op.OPERATOR, ReplayProblem(**plain | more), batch, SM90, True).prefetch_inputs
-        for batch in (255, 256)
-        for more in ({}, {"z": BF}, {"state": F32}, {"cu_seqlens": Index.I32}, RUNG | {"window": 16})
-    }
-    assert [call for call, asked in ahead.items() if asked] == [(256,)]
-
-
 def chosen(shape: str, batch: int, more: dict[str, Any], arch: Arch) -> tuple[ReplaySpec, ...]:
     heads, headdim, d_state, groups = SHAPES[shape]
     problem = ReplayProblem(d_state=d_state, headdim=headdim, nheads=heads, ngroups=groups, index=Index.I32, **more)
