@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from delta_images import images_of, pack
-from scan_cases import NAN, SM90, error, same, starts_of
+from scan_cases import NAN, SM90, error, placed, same, starts_of
 from ssu_cases import BF16, F16, F32, Memory
 from torch import Tensor
 
@@ -134,10 +134,11 @@ def problem_of(function: Any = None, **kwargs: Any) -> DeltaProblem:
 def exact(call: Mapping[str, Any], function: Any = None, **more: Any) -> dict[str, Tensor]:
     """What the call must write, in float64, token by token."""
     built = (function or ssmgen.chunk_gated_delta_rule).build(**call, **more)
-    views = {n: t.cpu() for n, t in views_of(built).items()}
+    views = views_of(built)
+    views = placed(views, views["v"].shape[-2] * views["v"].shape[-1] * views["k"].shape[-1])
     wanted = {n: views[n].double() for n in op.WRITTEN if n in views and n != "workspace"}
     op.run_reference(views | wanted, built.options, torch.float64)
-    return wanted
+    return {n: t.cpu() for n, t in wanted.items()}
 
 
 # Laws.

@@ -134,13 +134,20 @@ def make(sizes: Sizes, *lead: int, seed: int = 0, decay: float = 1.0, z: bool = 
     return call | ({"z": randn(*lead, H, P)} if z else {})
 
 
+def placed(views: Mapping[str, Tensor], state: int) -> dict[str, Tensor]:
+    """Where a reference goes through tokens, each with so many elements of state: on the CPU, and where these are 2 MiB of float64 or more,
+    which take it milliseconds a token, where the operands are."""
+    return {n: t if state >= 1 << 18 else t.cpu() for n, t in views.items()}
+
+
 def exact(call: Mapping[str, Any], **more: Any) -> dict[str, Tensor]:
     """What the call must write, in float64, token by token."""
     built = ssmgen.chunk_scan.build(**call, **more)
-    views = {n: t.cpu() for n, t in op.CALLER.checked(built.operands, built.options, None).items()}
+    views = op.CALLER.checked(built.operands, built.options, None)
+    views = placed(views, views["x"].shape[-2] * views["x"].shape[-1] * views["B"].shape[-1])
     wanted = {n: views[n].double() for n in op.FAMILY.written if n in views}
     op.run_reference(views | wanted, built.options, torch.float64)
-    return wanted
+    return {n: t.cpu() for n, t in wanted.items()}
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
