@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
 from ...engine.rows import RowSpec, Rule
-from ...spec import FP8, Arch, DType, Index, Loads, Narrow, Needs, Param, PoolMode, Ring, Update, must
+from ...spec import FP8, Arch, DType, Index, Loads, Narrow, Needs, Param, Pdl, PoolMode, Ring, Update, must
 from .operands import KEY_VECTORS, OF_KEY_HEADS, OPTIONAL, RINGED, ROW_SCALARS, WEIGHTS
 from .problem import Delta, Gate, LinearAttentionProblem, Tokens
 
@@ -268,8 +268,16 @@ ONE_TOKEN = [
     Rule("latency", 48, tile_kib=16),
     Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),
 ]
-TWO_BYTES = [Rule("fewest", 4, tile_kib=2, ilp=2), *ONE_TOKEN]  # of such states; measured on an H100 and an H200
-TWO_BYTES_PER_KEY = [*TWO_BYTES[:2], Rule("latency", 48, tile_kib=16, steps=2), TWO_BYTES[-1]]  # rows of a block share decays; so
+# Of states of two bytes; measured on an H100 and an H200. 32 heads of 128 rows are 128 blocks of 32, one for an SM, and dependents may
+# start at once; of fewer or more, smaller blocks are faster.
+FEWEST = Rule("fewest", 4, tile_kib=2, ilp=2)
+TWO_BYTES = [
+    replace(FEWEST, max_mib=1),
+    Rule("a-block-each", 2, tile_kib=8, ilp=2, pdl=Pdl.TRIGGER_TOP),
+    replace(FEWEST, name="few"),
+    *ONE_TOKEN,
+]
+TWO_BYTES_PER_KEY = [FEWEST, ONE_TOKEN[0], Rule("latency", 48, tile_kib=16, steps=2), ONE_TOKEN[-1]]  # rows of a block share decays; so
 NO_DELTA = [Rule("fewest", 4, tile_kib=8), *ONE_TOKEN]  # 4-byte states that nothing is read of ahead, one decay per head; so
 ONE_BYTE = [  # of such states; by count, not measured: a sixth fewer instructions in two steps
     Rule("latency", 48, tile_kib=8),
