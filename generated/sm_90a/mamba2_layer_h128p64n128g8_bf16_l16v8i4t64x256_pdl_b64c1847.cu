@@ -4,7 +4,7 @@
 //   state_loads=vector  operand_loads=vector  conv_width=4  conv_weight=bf16  conv_bias=bf16  conv_len=4
 //   conv_layout=runs  conv_loads=vector  conv_taps=vector  norm=bf16  norm_gate=bf16  norm_size=1024
 //   norm_grouped=yes  norm_first=no  norm_activation=silu  norm_loads=vector  A_is_log=no  lanes=16  vec=8  ilp=4
-//   tile=64  threads=256  min_blocks=0  prefetch=0  pdl=trigger_loaded  norm_threads=32
+//   tile=64  threads=256  min_blocks=0  prefetch=0  pdl=trigger_top  norm_threads=32
 // A row of the state, S:
 //     S = exp(dt A) S + dt x B
 //     o = <S, C> + D x
@@ -327,7 +327,7 @@ DEVICE void to_array(const Quad& q, float* f) {
 // ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-mamba2_layer_h128p64n128g8_bf16_l16v8i4t64x256_pdl_958d3b13(
+mamba2_layer_h128p64n128g8_bf16_l16v8i4t64x256_pdl_b64c1847(
     bf16* state, bf16* conv_state, const bf16* xBC, const bf16* conv_weight, const bf16* conv_bias, const bf16* dt,
     const f32* A, const bf16* D, const bf16* dt_bias, bf16* out, const int* state_indices, int* arrivals, i64 slots,
     i64 pad_slot_id, i64 state_slot, i64 conv_state_slot, i64 arrivals_slot, u32 xBC_batch, u32 dt_batch, u32 dt_head,
@@ -337,6 +337,7 @@ mamba2_layer_h128p64n128g8_bf16_l16v8i4t64x256_pdl_958d3b13(
   const u32 batch = blockIdx.x / (kTiles * kHeads);
 
   wait_for_upstream();  // above: arithmetic on arguments only; below: everything that touches memory
+  allow_dependents();
 
   // The slot comes first: the state's address hangs on it. Then all other loads, before any result is used, because the kernel is
   // bound by the latency and the rate of memory.
@@ -423,7 +424,7 @@ mamba2_layer_h128p64n128g8_bf16_l16v8i4t64x256_pdl_958d3b13(
 #pragma unroll
   for (int r = 0; r < kConvRounds; ++r) window[r] = load_vector<Input, 4 * kLength>(conv_state + channel[r] * kLength);
   load_state(next, 0);
-  allow_dependents();
+  allow_dependents();  // repeated, because ptxas moves no load down past it
 
   SHARED(Quad, of_group, kShared / 4);  // convolved channels
   SHARED(float, own_rows, kTile);
