@@ -252,7 +252,8 @@ def space(problem: CombineProblem, arch: Arch) -> Iterator[CombineSpec]:
 def candidates(problem: CombineProblem, rows: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, CombineSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one applies to every legal problem."""
     quads, splits = rows * -(-problem.d_v // 4), problem.max_splits or 2**31
-    quick = splits <= 2 or (splits <= FEW and quads <= SMALL)  # then dependents have little to wait for
+    two = problem.o.size == 2 and SMALL < quads <= NARROW and 2 * LEAST <= splits <= FEW  # teams to a row
+    quick = splits <= 2 or (splits <= FEW and quads <= SMALL) or two  # then dependents have little to wait for
     how: dict[str, Any] = {"pdl": Pdl.OFF if not pdl else Pdl.TRIGGER_TOP if quick else Pdl.TRIGGER_LOADED}
     if quads <= NARROW and problem.max_splits and problem.widest > 4:
         how["vec"] = 4  # a lane has fewer columns, and a row more lanes
@@ -272,7 +273,7 @@ def candidates(problem: CombineProblem, rows: int, arch: Arch, pdl: bool) -> Ite
     if splits == 2 and how.get("vec", problem.widest) == 4 and not problem.pair:
         how["ilp"] = 4  # 1.5 % faster than 1, why is not known
     fewest = 32 // min(32, _pow2(-(-problem.d_v // how.get("vec", problem.widest))))  # whole warps to a row
-    yield "whole-warps", _shape(problem, min(fewest, max(1, splits // LEAST)), **how), ""
+    yield "whole-warps", _shape(problem, 2 if two else min(fewest, max(1, splits // LEAST)), **how), ""
 
 
 # (rule; times 4 columns of the output, at most; teams that share a row's splits; splits, at least): enough teams to keep every SM asking

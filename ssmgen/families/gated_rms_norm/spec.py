@@ -269,6 +269,6 @@ def candidates(problem: NormProblem, groups: int, arch: Arch, pdl: bool) -> Iter
 # Groups, for which small blocks reach more SMs: two of one warp for each of the H200's 132 SMs and its schedulers.
 FEW = 1056
 SOME = 4096  # of short ones, in which more threads, and dependents let go at once, took 11 % less (2048 of 128 elements)
-LITTLE = 2**18  # elements, up to which dependents have little to wait for; with more, those of an H100 lose 4 % by starting at once
+LITTLE = 2**19  # elements, up to which dependents have little to wait for; of 2^20 they took 4 % more by starting at once, on both cards
 MIDDLE = 1024  # elements, and some fewer: 4 to each thread were fastest in 8, 64 and 512 groups
 SHORT = 128  # elements, of which loads of 4 were measured to be faster, in many groups
