@@ -189,7 +189,8 @@ WIDE = [  # d_state above 32
     Rule("latency", 48, tile_kib=16),
     Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),
 ]
-TWO_BYTES = [Rule("fewest", 0.5, tile_kib=4, pdl=Pdl.TRIGGER_TOP, ilp=1), *WIDE]  # rows of at most 256 bytes of such states; measured on an H100 and an H200
+# Of rows of at most 256 bytes of such states; measured on an H100 and an H200.
+TWO_BYTES = [Rule("fewest", 0.5, tile_kib=4, pdl=Pdl.TRIGGER_TOP, ilp=1), *WIDE]
 # A lane goes over a row of more than 256 bytes in two passes or more, each of which asks for its shares of all its rows: fewer rows at
 # once make more blocks, which few states need more. By bytes of an element; measured on an H100 and an H200.
 LONG_ROWS = {
