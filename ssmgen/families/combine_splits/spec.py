@@ -267,8 +267,9 @@ def candidates(problem: CombineProblem, rows: int, arch: Arch, pdl: bool) -> Ite
             halves = splits == 2 and quads <= TINY and problem.d_v <= 16 * problem.widest  # of a warp, which do not wait for each other
             both = splits == 2 and TINY < quads <= FILL[0][1]
             more: dict[str, Any] = {"vec": problem.widest} if halves else {}
-            if problem.max_splits > 32 and quads > LONE:
-                more |= WALKED[problem.o.size] if least > 1 else {"pdl": Pdl.TRIGGER_TOP}
+            if problem.max_splits > 32:
+                early = quads > LONE and not problem.indexed
+                more |= WALKED[problem.o.size] if least > 1 else {"pdl": Pdl.TRIGGER_TOP} if early else {}
                 more |= {} if pdl else {"pdl": Pdl.OFF}
             yield rule, _shape(problem, 2 if both or halves else min(parts, max(1, splits // LEAST)), **how | more), ""
     if splits == 2 and how.get("vec", problem.widest) == 4 and not problem.pair:
@@ -284,7 +285,7 @@ LEAST = 4
 NARROW, SMALL, FEW = 2**15, 2**14, 16  # times 4 columns; and splits
 TINY = 2**10  # times 4 columns, up to which a team has both of two splits: two teams of a warp each wait for each other
 # Of rows of more splits than one walk of a thread holds: dependents that start at once take 3 … 5 % less where times 4 columns are above
-# LONE, and 2 … 5 % more below. In the third rule by bytes of an element: with 4 in flight and dependents let go when all is loaded such
-# rows took 25 % and 21 % more.
+# LONE, and 2 … 5 % more below (measured without num_splits). In the third rule by bytes of an element: with 4 in flight and dependents let
+# go when all is loaded such rows took 25 % and 21 % more.
 LONE = 2**11
 WALKED: dict[int, dict[str, Any]] = {4: {"ilp": 2}, 2: {"pdl": Pdl.TRIGGER_TOP}}
