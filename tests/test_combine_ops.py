@@ -11,6 +11,7 @@ from combine_cases import BF16, F16, F32, I32, INF
 import ssmgen
 from ssmgen.compat import flashinfer, vllm
 from ssmgen.errors import ArgumentError
+from ssmgen.spec import Pdl
 
 
 def operands(splits: int = 3, *rows: int, d_v: int = 64) -> dict[str, torch.Tensor]:
@@ -120,6 +121,12 @@ def test_rules():
     assert many == "whole-warps" and (spec.parts, spec.max_splits) == (1, 2)
     single, spec = chosen(meta(200, 1, 64), meta(200, 1))
     assert single == "parts-8" and spec.parts == 8 and spec.max_splits == 0
+    spec = chosen(meta(2, 16, 128, dtype=BF16), meta(2, 16))[1]
+    assert (spec.lanes, spec.parts, spec.vec) == (16, 2, 8)  # teams of half a warp
+    spec = chosen(meta(8, 1024, 128, dtype=BF16), meta(8, 1024))[1]
+    assert (spec.parts, spec.threads, spec.pdl) == (2, 64, Pdl.TRIGGER_TOP) and chosen(meta(8, 1024, 128), meta(8, 1024))[1].parts == 1
+    pdls = [chosen(meta(64, rows, 128), meta(64, rows))[1].pdl for rows in (16, 128)]
+    assert pdls == [Pdl.TRIGGER_LOADED, Pdl.TRIGGER_TOP]
     text = str(ssmgen.explain(ssmgen.combine_splits, meta(2, 8192, 128), meta(2, 8192), arch="sm_90a"))
     assert "rows 8192" in text and "8192 rows of 32 times 4 columns are above 8192" in text
     assert ssmgen.supported(ssmgen.combine_splits, meta(2, 3, 1028), meta(2, 3), arch="sm_90a")[0] is False

@@ -182,22 +182,28 @@ def space(problem: DeltaLayerProblem, arch: Arch) -> Iterator[DeltaLayerSpec]:
 
 
 # How heads lie on blocks. Measured on an H200 (132 SMs); docs/performance.md holds what was tried.
-# Clusters of blocks that norm a head together: (heads of a batch, at most; threads of a block), by whether the keys of a state come first
-# and bytes of an element.
+# Clusters of blocks that norm a head together: (heads of a batch, at most; threads of a block; rows that a thread has in flight, at
+# least), by whether the keys of a state come first and bytes of an element. Of 32 heads in bf16, on an H100 and an H200, 4 such rows, and
+# so 128 blocks, took 3 … 9 % less than 2.
 CLUSTERS = {
-    (False, 4): ((47, 128),),
-    (False, 2): ((47, 128),),
-    (True, 4): ((47, 32), (96, 128)),
-    (True, 2): ((47, 64), (96, 128)),
+    (False, 4): ((47, 128, 2),),
+    (False, 2): ((16, 128, 2), (47, 128, 4)),
+    (True, 4): ((47, 32, 2), (96, 128, 2)),
+    (True, 2): ((47, 64, 2), (96, 128, 2)),
 }
 # Whole heads to a block, which then norms them itself: (heads of a batch, at most; threads of a block; times the lanes of a row that the
-# row engine takes), by bytes of an element. Fewer heads than these leave too many SMs idle.
+# row engine takes; elements of a lane and pass, 0 for as many as that takes), by bytes of an element. Fewer heads than these leave too many
+# SMs idle.
 FEW_HEADS = 48
 WHOLE = {
-    4: ((128, 512, 1), (1024, 512, 2), (float("inf"), 256, 1)),
-    2: ((1024, 256, 1), (float("inf"), 128, 1)),
+    4: ((128, 512, 1, 0), (1024, 512, 2, 0), (float("inf"), 256, 1, 0)),
+    2: ((1024, 256, 1, 0), (float("inf"), 128, 1, 0)),
 }
-WHOLE_PER_KEY = WHOLE | {4: ((128, 512, 1), (float("inf"), 256, 1))}  # with decays per key channel
+# With decays per key channel. Two passes of 8 bytes took 8 … 10 % less than one of 16, of 256 heads on an H100 and an H200.
+WHOLE_PER_KEY = {
+    4: ((128, 512, 1, 0), (float("inf"), 256, 1, 0)),
+    2: ((1024, 256, 1, 4), *WHOLE[2][1:]),
+}
 # Whole heads whose keys come first, in two steps, by which their rows take half the registers; normed by a kernel behind: (heads of a
 # batch, from and to; threads of a block; lanes of a row), by bytes of an element.
 TWO_STEPS = {4: (), 2: ((384, 1024, 128, 16),)}
@@ -240,8 +246,8 @@ def _clustered_heads(problem: DeltaLayerProblem, heads: int, arch: Arch, launch:
     ]
     if reasons:
         return rule, None, "; ".join(reasons)
-    threads = next(threads for most, threads in rows if heads <= most)
-    for ilp in (2, 4, 8):
+    threads, least = next(how for most, *how in rows if heads <= most)
+    for ilp in (n for n in (2, 4, 8) if n >= least):
         how = row_engine.layout(problem, ilp)
         how |= {"threads": threads, "tile": threads // how["lanes"] * how["ilp"], **launch}
         spec = DeltaLayerSpec(**_given(problem), **with_registers(how, arch), norm_inside=True, clustered=True)
@@ -256,8 +262,8 @@ def _whole_heads(problem: DeltaLayerProblem, heads: int, arch: Arch, pdl: bool) 
         *must(not problem.interleaved, "keys come first: a whole head takes more registers than a block has"),
         *must(heads >= FEW_HEADS, f"{heads} heads are below {FEW_HEADS}"),
     ]
-    _, threads, wider = next(row for row in (WHOLE_PER_KEY if problem.gk else WHOLE)[problem.state.size] if heads <= row[0])
-    return "whole heads", None if reasons else whole_heads(problem, threads, arch, pdl, wider), "; ".join(reasons)
+    _, threads, *lanes = next(row for row in (WHOLE_PER_KEY if problem.gk else WHOLE)[problem.state.size] if heads <= row[0])
+    return "whole heads", None if reasons else whole_heads(problem, threads, arch, pdl, *lanes), "; ".join(reasons)
 
 
 def _heads_in_two_steps(problem: DeltaLayerProblem, heads: int, arch: Arch, more: Mapping[str, Any]) -> Choice:
@@ -289,10 +295,11 @@ def _heads_in_long_pieces(problem: DeltaLayerProblem, heads: int, arch: Arch, mo
     return rule, None if wrong else spec, "; ".join(wrong)
 
 
-def whole_heads(problem: DeltaLayerProblem, threads: int, arch: Arch, pdl: bool, wider: int = 1) -> DeltaLayerSpec:
+def whole_heads(problem: DeltaLayerProblem, threads: int, arch: Arch, pdl: bool, wider: int = 1, most_vec: int = 0) -> DeltaLayerSpec:
     """A variant with a head to a block of at most so many threads, and its norm in it; wider: 2 for twice the lanes to a row, if it is that
-    long."""
+    long; most_vec: elements of a lane and pass, if the row engine takes more."""
     how = row_engine.layout(problem)
+    how["vec"] = min(how["vec"], most_vec or how["vec"])
     passes = problem.row_elements // (how["lanes"] * how["vec"])
     how["lanes"] *= wider if passes % wider == 0 and how["lanes"] * wider <= 32 else 1
     step = threads // how["lanes"] * how["ilp"]  # rows in flight

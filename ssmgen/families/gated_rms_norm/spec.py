@@ -253,8 +253,9 @@ def candidates(problem: NormProblem, groups: int, arch: Arch, pdl: bool) -> Iter
         yield "few-groups", None, f"{groups} groups are above {FEW}"
     elif MIDDLE // 2 < problem.size <= MIDDLE:
         yield "few-groups", shape(problem, 4, 32, 4, pdl=Pdl.TRIGGER_LOADED if pdl else Pdl.OFF), ""
-    else:  # dependents have little to wait for
-        yield "few-groups", shape(problem, problem.widest, 32, pdl=Pdl.TRIGGER_TOP if pdl else Pdl.OFF), ""
+    else:
+        early = Pdl.TRIGGER_TOP if groups * problem.size <= LITTLE else Pdl.TRIGGER_LOADED
+        yield "few-groups", shape(problem, problem.widest, 32, pdl=early if pdl else Pdl.OFF), ""
     vec = min(4, problem.widest) if problem.size <= SHORT else 0
     if problem.size > SHORT:
         yield "some-groups", None, f"groups of {problem.size} are above {SHORT} elements"
@@ -268,5 +269,6 @@ def candidates(problem: NormProblem, groups: int, arch: Arch, pdl: bool) -> Iter
 # Groups, for which small blocks reach more SMs: two of one warp for each of the H200's 132 SMs and its schedulers.
 FEW = 1056
 SOME = 4096  # of short ones, in which more threads, and dependents let go at once, took 11 % less (2048 of 128 elements)
+LITTLE = 2**19  # elements, up to which dependents have little to wait for; of 2^20 they took 4 % more by starting at once, on both cards
 MIDDLE = 1024  # elements, and some fewer: 4 to each thread were fastest in 8, 64 and 512 groups
 SHORT = 128  # elements, of which loads of 4 were measured to be faster, in many groups

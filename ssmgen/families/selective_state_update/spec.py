@@ -189,7 +189,8 @@ WIDE = [  # d_state above 32
     Rule("latency", 48, tile_kib=16),
     Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),
 ]
-TWO_BYTES = [Rule("fewest", 0.5, tile_kib=8, ilp=2), *WIDE]  # rows of at most 256 bytes of such states; measured on an H100 and an H200
+# Of rows of at most 256 bytes of such states; measured on an H100 and an H200.
+TWO_BYTES = [Rule("fewest", 0.5, tile_kib=4, pdl=Pdl.TRIGGER_TOP, ilp=1), *WIDE]
 # A lane goes over a row of more than 256 bytes in two passes or more, each of which asks for its shares of all its rows: fewer rows at
 # once make more blocks, which few states need more. By bytes of an element; measured on an H100 and an H200.
 LONG_ROWS = {
@@ -218,7 +219,7 @@ SEVERAL_TOKENS = [  # measured on an H200 with every token's state kept; docs/pe
     Rule("latency", 48, tile_kib=8),
     Rule("bandwidth", float("inf"), tile_kib=8, prefetch=132),
 ]
-SEVERAL_TOKENS_F32 = [Rule("few", 1, tile_kib=4, ilp=2), Rule("latency", 48, tile_kib=8, ilp=1), SEVERAL_TOKENS[-1]]  # on an H100, too
+SEVERAL_TOKENS_F32 = [SEVERAL_TOKENS[0], Rule("latency", 48, tile_kib=8, ilp=1), SEVERAL_TOKENS[-1]]  # measured on an H100, too
 
 
 def candidates(problem: SsuProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, SsuSpec | None, str]]:

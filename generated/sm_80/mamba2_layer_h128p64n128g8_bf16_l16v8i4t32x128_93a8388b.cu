@@ -2,9 +2,9 @@
 //   d_state=128  headdim=64  nheads=128  ngroups=8  state=bf16  x=bf16  dt=bf16  A=f32  B=bf16  C=bf16  D=bf16
 //   z=none  dt_bias=bf16  out=bf16  tied=yes  dt_softplus=yes  dt_limit=no  index=i32  pool=single
 //   state_loads=vector  operand_loads=vector  conv_width=4  conv_weight=bf16  conv_bias=bf16  conv_len=3
-//   conv_layout=runs  conv_loads=vector  conv_taps=vector  norm=bf16  norm_gate=bf16  norm_size=1024
+//   conv_layout=channels  conv_loads=vector  conv_taps=vector  norm=bf16  norm_gate=bf16  norm_size=1024
 //   norm_grouped=yes  norm_first=no  norm_activation=silu  norm_loads=vector  A_is_log=no  lanes=16  vec=8  ilp=4
-//   tile=64  threads=256  min_blocks=1  prefetch=0  pdl=off  norm_threads=32
+//   tile=32  threads=128  min_blocks=1  prefetch=0  pdl=off  norm_threads=32
 // A row of the state, S:
 //     S = exp(dt A) S + dt x B
 //     o = <S, C> + D x
@@ -26,8 +26,8 @@ constexpr int kHeads = 128, kHeadsPerGroup = 16, kHeadDim = 64, kDState = 128;
 constexpr int kLanes = 16;   // lanes per row: a team
 constexpr int kVec = 8;     // neighbouring elements of a row per lane and pass
 constexpr int kIlp = 4;     // rows in flight per team
-constexpr int kTile = 64;   // rows per block
-constexpr int kThreads = 256;
+constexpr int kTile = 32;   // rows per block
+constexpr int kThreads = 128;
 
 constexpr int kPasses = kDState / (kLanes * kVec);
 constexpr int kTeams = 32 / kLanes;  // of a warp
@@ -320,12 +320,12 @@ DEVICE void to_array(const Quad& q, float* f) {
 // ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-mamba2_layer_h128p64n128g8_bf16_l16v8i4t64x256_1246d28c(
+mamba2_layer_h128p64n128g8_bf16_l16v8i4t32x128_93a8388b(
     bf16* state, bf16* conv_state, const bf16* xBC, const bf16* conv_weight, const bf16* conv_bias, const bf16* dt,
     const f32* A, const bf16* D, const bf16* dt_bias, bf16* out, const int* state_indices, int* arrivals, i64 slots,
-    i64 pad_slot_id, i64 state_slot, i64 conv_state_slot, i64 arrivals_slot, u32 xBC_batch, u32 dt_batch, u32 dt_head,
-    u32 A_head, u32 D_head, u32 D_row, u32 dt_bias_head, u32 out_batch, u32 out_head, u32 out_row,
-    u32 state_indices_batch) {
+    i64 pad_slot_id, i64 state_slot, i64 conv_state_slot, i64 arrivals_slot, u32 conv_state_tap, u32 xBC_batch,
+    u32 dt_batch, u32 dt_head, u32 A_head, u32 D_head, u32 D_row, u32 dt_bias_head, u32 out_batch, u32 out_head,
+    u32 out_row, u32 state_indices_batch) {
   // Blocks walk the tiles of a head, then the heads of a slot, then the batch: neighbours read neighbouring memory.
   const u32 batch = blockIdx.x / (kTiles * kHeads);
 
@@ -410,9 +410,16 @@ mamba2_layer_h128p64n128g8_bf16_l16v8i4t64x256_1246d28c(
     }
   };
   conv_state += slot * conv_state_slot;
-  Pack<Input, 4 * kLength> window[kConvRounds];
+  const auto entry_of = [&](int r, int i) { return conv_state + channel[r] + u64(i) * conv_state_tap; };
+  Pack<Input, 4> window[kConvRounds][kWidth - 1];
 #pragma unroll
-  for (int r = 0; r < kConvRounds; ++r) window[r] = load_vector<Input, 4 * kLength>(conv_state + channel[r] * kLength);
+  for (int r = 0; r < kConvRounds; ++r) {
+#pragma unroll
+    for (int k = 0; k < kWidth - 1; ++k) {
+      const Input* entry = entry_of(r, kLength - kWidth + 1 + k);
+      window[r][k] = load_vector<Input, 4>(entry);
+    }
+  }
   load_state(next, 0);
 
   SHARED(Quad, of_group, kShared / 4);  // convolved channels
@@ -420,21 +427,16 @@ mamba2_layer_h128p64n128g8_bf16_l16v8i4t64x256_1246d28c(
   Pack<Input, 4> inputs[kConvRounds][kWidth];  // of the four channels, for each tap
   // The oldest input leaves the window, and the token joins it.
   const auto move_window = [&](int r) {
-    Pack<Input, 4 * kLength> moved;
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-#pragma unroll
-      for (int i = 0; i < kLength; ++i) set_element(moved, c * kLength + i, element(inputs[r][kWidth - kLength + i], c));
+    for (int i = 0; i < kLength; ++i) {
+      Input* entry = entry_of(r, i);
+      store_vector(entry, inputs[r][kWidth - kLength + i]);
     }
-    store_vector(conv_state + channel[r] * kLength, moved);
   };
 #pragma unroll
   for (int r = 0; r < kConvRounds; ++r) {
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-#pragma unroll
-      for (int k = 0; k < kWidth - 1; ++k) set_element(inputs[r][k], c, element(window[r], c * kLength + kLength - kWidth + 1 + k));
-    }
+    for (int k = 0; k < kWidth - 1; ++k) inputs[r][k] = window[r][k];
     inputs[r][kWidth - 1] = newest[r];
 
     float taps[4 * kWidth], sum[4];
