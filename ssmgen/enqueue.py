@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from . import native
+
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 
 
@@ -48,5 +50,7 @@ def launcher() -> Callable[..., int]:
 def enqueuing(config: LaunchConfig, kernel: int, arguments: int) -> Callable[[], int]:
     """A call of the launch, which returns the driver's error. It keeps the configuration; kernel: a handle; arguments: where the array
     of their addresses is, which the caller keeps."""
+    if made := native.found():
+        return made.Enqueue(ctypes.cast(launcher(), ctypes.c_void_p).value, ctypes.addressof(config), kernel, arguments, config)
     # Without argtypes, and with objects of its own, ctypes has nothing to convert.
     return functools.partial(launcher(), ctypes.byref(config), ctypes.c_void_p(kernel), ctypes.c_void_p(arguments), None)
