@@ -11,7 +11,7 @@ import card_memory
 import pytest
 import torch
 
-pytest_plugins = ["worker_memory"]
+pytest_plugins = ["native_build", "worker_memory"]
 pytest.register_assert_rewrite("remote_cases")  # a plugin of some modules, which import it first
 
 # One cache for the whole run and all its workers, unless the caller names one.
