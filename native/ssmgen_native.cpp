@@ -58,6 +58,7 @@ struct Callable {
       self->body.make(args);
       return reinterpret_cast<PyObject*>(self);
     } catch (const Raised&) {
+      if (!PyErr_Occurred()) PyErr_Format(PyExc_TypeError, "%s is not made of these", type->tp_name);
     } catch (const std::exception& e) {
       PyErr_SetString(PyExc_RuntimeError, e.what());
     }
@@ -173,17 +174,18 @@ struct Modes {
   uint64_t keys(const at::Tensor& t) const { return ((t.key_set() | local.included_) - local.excluded_).raw_repr(); }
 };
 
-// What a tensor is, but for where it lies: what torch's guard object compares. None requires grad where graphs are recorded.
+// What a tensor is, but for where it lies: what torch's guard object compares. A call where graphs are recorded is not one like this.
 struct Like {
   PyTypeObject* type;
   uint64_t keys;  // of these follow its layout and kind of device, and that it is no tensor of a transform, or without memory
   at::ScalarType dtype;
   c10::DeviceIndex device;
+  bool needs_grad;
   std::vector<int64_t> sizes, strides;
 
   bool matches(const at::Tensor& t, const Modes& modes) const {
-    return modes.keys(t) == keys && t.scalar_type() == dtype && t.device().index() == device && t.sizes() == c10::IntArrayRef(sizes) &&
-           t.strides() == c10::IntArrayRef(strides) && !(modes.grad && t.requires_grad());
+    return modes.keys(t) == keys && t.scalar_type() == dtype && t.device().index() == device && t.requires_grad() == needs_grad &&
+           !(needs_grad && modes.grad) && t.sizes() == c10::IntArrayRef(sizes) && t.strides() == c10::IntArrayRef(strides);
   }
 };
 
@@ -277,7 +279,7 @@ void Row::make(PyObject* args) {
     parse(THPVariable_Check(object));
     const at::Tensor& t = THPVariable_Unpack(object);
     at.push_back(places[i]);
-    like.push_back({type_of(object), modes.keys(t), t.scalar_type(), t.device().index(), t.sizes().vec(), t.strides().vec()});
+    like.push_back({type_of(object), modes.keys(t), t.scalar_type(), t.device().index(), t.requires_grad(), t.sizes().vec(), t.strides().vec()});
     for (Py_ssize_t before : numbers_of(tensors_at)) distinct = distinct && (before == i || flat[before].get() != object);
   }
 }
@@ -352,6 +354,7 @@ PyObject* Row::call(PyObject* const* args, size_t count) {
   for (const Ref& make : new_tensors) {
     Ref made(PyObject_CallNoArgs(make.get()));
     if (!made) return nullptr;
+    if (!THPVariable_CheckExact(made.get())) return PyErr_Format(PyExc_TypeError, "what makes a tensor made something else");
     found.pointers.push_back(reinterpret_cast<uint64_t>(THPVariable_Unpack(made.get()).mutable_data_ptr()));
     found.tensors.push_back(std::move(made));
   }

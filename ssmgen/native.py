@@ -1,4 +1,4 @@
-"""ssmgen-native: what is done in calls that come again, in C++. Without it the same is done in Python, with the same results."""
+"""ssmgen-native, if it is installed: what is done in calls that come again, in C++. Python does the same without it, in more time."""
 
 from __future__ import annotations
 
@@ -13,18 +13,28 @@ from . import __version__, settings
 
 @functools.cache
 def found() -> Any:
-    """The module, if it is installed and fits; else None, with a warning where it does not fit. Raises ConfigError."""
+    """Its module; None where calls do without it, with a warning if that is because it does not fit. Raises ConfigError."""
+    module, why = _look()
+    if why.startswith("left out"):
+        warnings.warn(f"ssmgen-native is {why}", RuntimeWarning, stacklevel=2)
+    return module
+
+
+def state() -> str:
+    """Whether calls use it, and why they do not. Raises ConfigError."""
+    return _look()[1]
+
+
+def _look() -> tuple[Any, str]:
     if not settings.may_be_native():
-        return None
+        return None, "denied by SSMGEN_NATIVE"
     try:
-        import ssmgen_native
+        import ssmgen_native as module
     except ModuleNotFoundError:
-        return None
-    except ImportError as e:  # of another build of torch
-        return _left_out(str(e))
-    built, here = (ssmgen_native.ssmgen_version, ssmgen_native.torch_version), (__version__, torch.__version__)
-    return ssmgen_native if built == here else _left_out("it was built for ssmgen {} and torch {}, not for {} and {}".format(*built, *here))
-
-
-def _left_out(why: str) -> None:
-    warnings.warn(f"ssmgen-native is left out: {why}", RuntimeWarning, stacklevel=3)
+        return None, "not installed"
+    except ImportError as e:  # of a torch with other symbols
+        return None, f"left out: {e}"
+    built, here = (module.ssmgen_version, module.torch_version), (__version__, torch.__version__)
+    if built != here:
+        return None, "left out: it was built for ssmgen {} and torch {}, not for {} and {}".format(*built, *here)
+    return module, f"{__version__}, used"
