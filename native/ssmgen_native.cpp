@@ -5,9 +5,12 @@
 // It sees inside of torch's tensors, so it is of one release of torch. The GIL guards all that changes, and is let go of in a launch alone.
 #include <Python.h>
 #include <structmember.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <unordered_map>
 #include <utility>
