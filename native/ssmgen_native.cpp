@@ -5,6 +5,7 @@
 // It sees inside of torch's tensors, so it is of one release of torch. The GIL guards all that changes, and is let go of in a launch alone.
 #include <Python.h>
 #include <structmember.h>
+
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -32,15 +33,20 @@ class Ref {
   ~Ref() { Py_XDECREF(at_); }
   PyObject* get() const { return at_; }
   PyObject* give() { return std::exchange(at_, nullptr); }
-  explicit operator bool() const { return at_; }
+  explicit operator bool() const { return at_ != nullptr; }
 
  private:
   PyObject* at_ = nullptr;
 };
 
-// What is behind a Python object that is called: `T` makes itself of the arguments, or throws Raised, and answers calls.
-struct Raised {};  // a Python exception is set
+struct Raised {};  // a Python exception is set, or the arguments of a type are none of its
 
+void need(bool done) {
+  if (!done) throw Raised();
+}
+
+// A Python type whose objects are called. T makes itself of arguments, answers calls, and says what it holds; that is never taken from it
+// while it lives, so collecting circles is left to the other objects in them.
 template <class T>
 struct Callable {
   PyObject_HEAD
@@ -49,7 +55,19 @@ struct Callable {
 
   static PyObject* call(PyObject* self, PyObject* const* args, size_t count, PyObject* names) {
     if (names && PyTuple_GET_SIZE(names)) return PyErr_Format(PyExc_TypeError, "%s takes no names", Py_TYPE(self)->tp_name);
-    return reinterpret_cast<Callable*>(self)->body.call(args, PyVectorcall_NARGS(count));
+    return guarded([&] { return reinterpret_cast<Callable*>(self)->body.call(args, PyVectorcall_NARGS(count)); });
+  }
+
+  template <class F>
+  static PyObject* guarded(F f) {
+    try {
+      return f();
+    } catch (const Raised&) {
+      if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "arguments of other types");
+    } catch (const std::exception& e) {
+      PyErr_SetString(PyExc_RuntimeError, e.what());
+    }
+    return nullptr;
   }
 
   static PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
@@ -57,16 +75,8 @@ struct Callable {
     if (!self) return nullptr;
     self->vectorcall = call;
     new (&self->body) T();
-    try {
-      self->body.make(args);
-      return reinterpret_cast<PyObject*>(self);
-    } catch (const Raised&) {
-      if (!PyErr_Occurred()) PyErr_Format(PyExc_TypeError, "%s is not made of these", type->tp_name);
-    } catch (const std::exception& e) {
-      PyErr_SetString(PyExc_RuntimeError, e.what());
-    }
-    Py_DECREF(self);
-    return nullptr;
+    Ref made(reinterpret_cast<PyObject*>(self));
+    return guarded([&] { return self->body.make(args), made.give(); });
   }
 
   static void free(PyObject* self) {
@@ -102,10 +112,6 @@ struct Callable {
   }
 };
 
-void parse(bool done) {
-  if (!done) throw Raised();
-}
-
 // cuLaunchKernelEx(config, kernel, arguments), of addresses; `kept` lives as long. Returns the driver's error.
 struct Enqueue {
   using Launch = int (*)(const void* config, void* kernel, void** arguments, void** extra);
@@ -116,7 +122,7 @@ struct Enqueue {
   void make(PyObject* args) {
     unsigned long long at[4];
     PyObject* keep;
-    parse(PyArg_ParseTuple(args, "KKKKO", &at[0], &at[1], &at[2], &at[3], &keep));
+    need(PyArg_ParseTuple(args, "KKKKO", &at[0], &at[1], &at[2], &at[3], &keep));
     launch = reinterpret_cast<Launch>(at[0]);
     config = reinterpret_cast<void*>(at[1]);
     kernel = reinterpret_cast<void*>(at[2]);
@@ -144,7 +150,7 @@ struct Plan {
 
   void make(PyObject* args) {
     PyObject *index, *stream, *by_stream, *more;
-    parse(PyArg_ParseTuple(args, "OOO!O", &index, &stream, &PyDict_Type, &by_stream, &more));
+    need(PyArg_ParseTuple(args, "OOO!O", &index, &stream, &PyDict_Type, &by_stream, &more));
     device = Ref::to(index), current_stream = Ref::to(stream), known = Ref::to(by_stream), ready = Ref::to(more);
   }
 
@@ -155,16 +161,16 @@ struct Plan {
 
   PyObject* call(PyObject* const*, size_t) {
     Ref stream(PyObject_CallOneArg(current_stream.get(), device.get()));
-    if (!stream) return nullptr;
+    need(bool(stream));
     Ref launches = Ref::to(PyDict_GetItemWithError(known.get(), stream.get()));
     if (!launches && !PyErr_Occurred()) launches = Ref(PyObject_CallOneArg(ready.get(), stream.get()));
-    if (!launches) return nullptr;
+    need(launches && PyList_Check(launches.get()));
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(launches.get()); ++i) {
       PyObject* pair = PyList_GET_ITEM(launches.get(), i);
       PyObject *launch = PyTuple_GET_ITEM(pair, 0), *enqueue = PyTuple_GET_ITEM(pair, 1);
       Ref code(PyObject_CallNoArgs(enqueue));
-      if (!code) return nullptr;
-      if (PyObject_IsTrue(code.get()) && !Ref(PyObject_CallMethod(launch, "failed", "OO", code.get(), enqueue))) return nullptr;
+      need(bool(code));
+      if (PyObject_IsTrue(code.get())) need(bool(Ref(PyObject_CallMethod(launch, "failed", "OO", code.get(), enqueue))));
     }
     Py_RETURN_NONE;
   }
@@ -211,7 +217,7 @@ struct Row {
     PyTypeObject* type;
   };
   struct Found {
-    c10::SmallVector<Ref, 32> tensors;
+    c10::SmallVector<Ref, 32> tensors;  // held, as lists may lose them meanwhile
     Pointers pointers;
   };
 
@@ -236,13 +242,13 @@ struct Row {
   void make(PyObject* args);
   PyTypeObject* type_of(PyObject* value);
   bool matches(PyObject* args, PyObject* named, Found& found) const;
-  PyObject* plan_of(const Pointers& pointers);
+  Ref plan_of(const Pointers& pointers);
   PyObject* call(PyObject* const* args, size_t count);
 };
 
 std::vector<Ref> items_of(PyObject* sequence) {
   Ref fast(PySequence_Fast(sequence, "not a sequence"));
-  parse(bool(fast));
+  need(bool(fast));
   std::vector<Ref> items;
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(fast.get()); ++i) items.push_back(Ref::to(PySequence_Fast_GET_ITEM(fast.get(), i)));
   return items;
@@ -251,7 +257,7 @@ std::vector<Ref> items_of(PyObject* sequence) {
 std::vector<Py_ssize_t> numbers_of(PyObject* sequence) {
   std::vector<Py_ssize_t> numbers;
   for (auto& item : items_of(sequence)) numbers.push_back(PyLong_AsSsize_t(item.get()));
-  parse(!PyErr_Occurred());
+  need(!PyErr_Occurred());
   return numbers;
 }
 
@@ -261,7 +267,7 @@ std::vector<Py_ssize_t> numbers_of(PyObject* sequence) {
 //   plan_at: the plan for a tuple of pointers, kept for so many; new: makes each new tensor; returned: positions of these, behind the tensors
 void Row::make(PyObject* args) {
   PyObject *named, *seen, *plain_at, *tensors_at, *plan, *made, *results;
-  parse(PyArg_ParseTuple(args, "nOOOOOnOO", &positional, &named, &seen, &plain_at, &tensors_at, &plan, &limit, &made, &results));
+  need(PyArg_ParseTuple(args, "nOOOOOnOO", &positional, &named, &seen, &plain_at, &tensors_at, &plan, &limit, &made, &results));
   names = items_of(named), new_tensors = items_of(made), returned = numbers_of(results), plan_at = Ref::to(plan);
   std::vector<Ref> flat, values = items_of(seen);
   std::vector<Place> places;
@@ -277,13 +283,14 @@ void Row::make(PyObject* args) {
   }
   for (Py_ssize_t i : numbers_of(plain_at)) plain.push_back(places.at(i)), kept.push_back(Ref::to(flat.at(i).get()));
   const Modes modes;
-  for (Py_ssize_t i : numbers_of(tensors_at)) {
+  const auto tensors = numbers_of(tensors_at);
+  for (Py_ssize_t i : tensors) {
     PyObject* object = flat.at(i).get();
-    parse(THPVariable_Check(object));
+    need(THPVariable_Check(object));
     const at::Tensor& t = THPVariable_Unpack(object);
     at.push_back(places[i]);
     like.push_back({type_of(object), modes.keys(t), t.scalar_type(), t.device().index(), t.requires_grad(), t.sizes().vec(), t.strides().vec()});
-    for (Py_ssize_t before : numbers_of(tensors_at)) distinct = distinct && (before == i || flat[before].get() != object);
+    for (Py_ssize_t j : tensors) distinct = distinct && (i == j || flat.at(j).get() != object);
   }
 }
 
@@ -327,28 +334,27 @@ bool Row::matches(PyObject* args, PyObject* named, Found& found) const {
   return true;
 }
 
-PyObject* Row::plan_of(const Pointers& pointers) {
-  if (auto known = plans.find(pointers); known != plans.end()) return Py_NewRef(known->second.get());
+Ref Row::plan_of(const Pointers& pointers) {
+  if (auto known = plans.find(pointers); known != plans.end()) return Ref::to(known->second.get());
   Ref key(PyTuple_New(pointers.size()));
-  if (!key) return nullptr;
+  need(bool(key));
   for (size_t i = 0; i < pointers.size(); ++i) {
-    PyObject* number = PyLong_FromUnsignedLongLong(pointers[i]);
-    if (!number) return nullptr;
-    PyTuple_SET_ITEM(key.get(), i, number);
+    PyTuple_SET_ITEM(key.get(), i, PyLong_FromUnsignedLongLong(pointers[i]));
+    need(PyTuple_GET_ITEM(key.get(), i));
   }
   Ref plan(PyObject_CallOneArg(plan_at.get(), key.get()));
-  if (!plan) return nullptr;
+  need(bool(plan));
   if (Py_ssize_t(plans.size()) >= limit) std::exchange(plans, {});
   plans[pointers] = Ref::to(plan.get());
-  return plan.give();
+  return plan;
 }
 
 PyObject* Row::call(PyObject* const* args, size_t count) {
-  if (count != 2 || !PyTuple_Check(args[0]) || !PyDict_Check(args[1])) return PyErr_Format(PyExc_TypeError, "not (tuple, dict)");
-  Found found;  // holds the tensors: lists may lose them meanwhile
+  need(count == 2 && PyTuple_Check(args[0]) && PyDict_Check(args[1]));
+  Found found;
   try {
     if (!matches(args[0], args[1], found)) {
-      if (PyErr_Occurred()) return nullptr;
+      need(!PyErr_Occurred());
       Py_RETURN_NONE;
     }
   } catch (const std::exception&) {  // what torch refuses to say of a tensor is the checks' to say
@@ -356,16 +362,16 @@ PyObject* Row::call(PyObject* const* args, size_t count) {
   }
   for (const Ref& make : new_tensors) {
     Ref made(PyObject_CallNoArgs(make.get()));
-    if (!made) return nullptr;
-    if (!THPVariable_CheckExact(made.get())) return PyErr_Format(PyExc_TypeError, "what makes a tensor made something else");
+    need(made && THPVariable_CheckExact(made.get()));
     found.pointers.push_back(reinterpret_cast<uint64_t>(THPVariable_Unpack(made.get()).mutable_data_ptr()));
     found.tensors.push_back(std::move(made));
   }
-  Ref plan(plan_of(found.pointers));
-  if (!plan || !Ref(PyObject_CallNoArgs(plan.get()))) return nullptr;
+  Ref plan = plan_of(found.pointers);
+  need(bool(Ref(PyObject_CallNoArgs(plan.get()))));
   if (returned.size() == 1) return found.tensors[returned[0]].give();
   Ref results(PyTuple_New(returned.size()));
-  for (size_t i = 0; results && i < returned.size(); ++i) PyTuple_SET_ITEM(results.get(), i, Py_NewRef(found.tensors[returned[i]].get()));
+  need(bool(results));
+  for (size_t i = 0; i < returned.size(); ++i) PyTuple_SET_ITEM(results.get(), i, Py_NewRef(found.tensors[returned[i]].get()));
   return results.give();
 }
 
