@@ -1,18 +1,22 @@
 """Builds ssmgen-native for the torch that is installed. Plain setuptools: torch's own build extension wants ninja for a single file."""
 
-import tomllib
+import re
 from pathlib import Path
 
 import torch
 from setuptools import Extension, setup
 from torch.utils.cpp_extension import include_paths, library_paths
 
-HERE = Path(__file__).parent
-VERSION = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]["version"]
+# Of the checkout that it lies in.
+(VERSION,) = re.findall(r'^version = "(.*)"$', (Path(__file__).parents[1] / "pyproject.toml").read_text(), re.MULTILINE)
 
 setup(
     name="ssmgen-native",
     version=VERSION,
+    description="Calls of ssmgen that come again, in C++",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    install_requires=[f"ssmgen=={VERSION}", f"torch=={torch.__version__.partition('+')[0]}"],
     ext_modules=[
         Extension(
             "ssmgen_native",

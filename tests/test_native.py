@@ -110,7 +110,12 @@ def test_a_tensor_that_is_another(way, what):
 def test_arguments_that_are_others(way, change):
     seen = Calls()
     assert seen.again(**change) is None
-    assert seen.call(seen.a, seen.b, limit=(0.0, 1.0), on=True) is seen.call(seen.a, c=seen.b, limit=(0.0, 1.0), on=True) is seen.call() is None
+    assert (
+        seen.call(seen.a, seen.b, limit=(0.0, 1.0), on=True)
+        is seen.call(seen.a, c=seen.b, limit=(0.0, 1.0), on=True)
+        is seen.call()
+        is None
+    )
     assert not seen.ran
 
 
@@ -290,7 +295,12 @@ def test_a_launch_lets_go_of_the_gil():
 
 def test_wrong_arguments_are_python_errors():
     made = native_build.module()
-    for wrong in (lambda: made.Row(1), lambda: made.Row(1, (), (3,), (), (0,), id, 3, (), ()), lambda: made.Plan(0, 1, [], 2), lambda: made.Enqueue("a")):
+    for wrong in (
+        lambda: made.Row(1),
+        lambda: made.Row(1, (), (3,), (), (0,), id, 3, (), ()),
+        lambda: made.Plan(0, 1, [], 2),
+        lambda: made.Enqueue("a"),
+    ):
         with pytest.raises(TypeError):
             wrong()
     with pytest.raises((IndexError, RuntimeError)):
