@@ -40,11 +40,10 @@ class LaunchConfig(ctypes.Structure):
 
 
 @functools.cache
-def launcher() -> Callable[..., int]:
+def launcher() -> Any:
     """cuLaunchKernelEx. It lets go of the GIL: a launch may have to wait for the host function of another thread."""
     driver: Any = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-    launch: Callable[..., int] = driver.cuLaunchKernelEx
-    return launch
+    return driver.cuLaunchKernelEx
 
 
 def enqueuing(config: LaunchConfig, kernel: int, arguments: int) -> Callable[[], int]:

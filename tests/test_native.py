@@ -217,7 +217,7 @@ def test_what_is_raised_on_the_way_arrives(way):
 
 
 def test_nothing_is_held_and_nothing_let_go_of_twice(way):
-    """Of tensors, options and results, over calls that are found and calls that are not."""
+    """Tensors, options and results, over calls that are found and calls that are not."""
     seen = Calls(new=(lambda: torch.zeros(2),), returned=(0, 2))
     pair, other = (0.0, 1.0), torch.zeros(5)
     watched = (seen.a, seen.b, other, pair, seen.row, None, True)
@@ -258,7 +258,7 @@ def test_items_of_a_list_live_as_long_as_the_call(way):
     ring = [torch.zeros(64), torch.zeros(64)]
     seen = Calls(values=(torch.zeros(4), ring), names=(), new=(lambda: ring.clear() or torch.zeros(64),), returned=(1, 2, 3))
     given = [torch.full((64,), 2.0), torch.full((64,), 3.0)]
-    ring[:] = given[:1] + [torch.full((64,), 4.0)]
+    ring[:] = [given[0], torch.full((64,), 4.0)]
     first, second, _ = seen.call(torch.zeros(4), ring)
     assert not ring and first is given[0] and second.eq(4).all()
 
@@ -311,7 +311,8 @@ def test_wrong_arguments_are_python_errors():
 
 def found_in(folder: Path, *, deny: bool = False, change: str = "pass") -> tuple[str, str]:
     """(what is found, what is warned of) by a process that sees a folder."""
-    program = f"from ssmgen import native; {change}; print(native.found() and 'native'); print(native.found() and 'native'); print(native.state())"
+    asked = "print(native.found() and 'native'); " * 2
+    program = f"from ssmgen import native; {change}; {asked}print(native.state())"
     env = {"PYTHONPATH": f"{Path(ssmgen.__file__).parents[1]}:{folder}", "SSMGEN_NATIVE": "deny" if deny else "allow"}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

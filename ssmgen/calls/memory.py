@@ -85,7 +85,7 @@ class Memory(runtime.Table):
             self.add(key, row_of(len(args), [*kwargs], values, plain, *rest))
             return plan
         values_of = _all_of(len(args), [*kwargs], flat_of)
-        self.add(key, _behind(before, values_of, aside, flat, row_of(len(taken), [], taken, plain, *rest)))
+        self.add(key, _behind(before, values_of, aside, flat, row_of(len(taken), [], (*taken,), plain, *rest)))
 
         def both() -> None:
             before()
@@ -97,7 +97,7 @@ class Memory(runtime.Table):
 def row_of(
     count: int,
     names: Sequence[str],
-    values: Sequence[Any],
+    values: tuple[Any, ...],
     plain: Sequence[int],
     pattern: runtime.Pattern,
     new: Sequence[Callable[[], Tensor]],
@@ -111,9 +111,10 @@ def row_of(
     if made := native.found():
         return made.Row(count, names, values, plain, pattern.positions, pattern.at, pattern.limit, new, returned)
     flat_of = _flattening(values)
-    if flat_of is None:
+    flat = flat_of and flat_of(values)
+    if flat is None:
         return _row(count, names, values, plain, pattern, new, returned)
-    return _flat(_all_of(count, names, flat_of), _row(len(flat := flat_of(values)), [], flat, plain, pattern, new, returned))
+    return _flat(_all_of(count, names, flat_of), _row(len(flat), [], flat, plain, pattern, new, returned))
 
 
 def _row(
