@@ -332,6 +332,7 @@ def test_it_is_found_if_it_fits(tmp_path):
 
 
 def test_without_it_nothing_is_said(monkeypatch):
+    monkeypatch.delenv("SSMGEN_NATIVE")
     monkeypatch.setitem(sys.modules, "ssmgen_native", None)
     native.found.cache_clear()
     assert native.found() is None and bug_report.describe()["ssmgen-native"] == "not installed"
