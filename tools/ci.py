@@ -28,8 +28,8 @@ NEW = "channel_mix"  # a family's name, of none that there is
 OTHERS = (
     "bench_combine", "bench_conv", "bench_layers", "bench_norm", "bench_replay", "bench_trees", "build_out", "cache*", "causal_*",
     "chunk_*", "combine_*", "compat*", "context", "copies", "crew", "delta_*", "demo*", "emulator", "engine_*", "gated_*", "gdn_*", "hf*",
-    "kda_*", "layer_norm", "linear_*", "mamba2_*", "models_scans", "narrow_*", "native", "norm_*", "nvrtc", "products*", "remote*", "replay*",
-    "ring", "rms_norm", "selective_*", "stochastic", "wheel", "worker_memory",
+    "kda_*", "layer_norm", "linear_*", "mamba2_*", "models_scans", "narrow_*", "native", "norm_*", "nvrtc", "products*", "remote*",
+    "replay*", "ring", "rms_norm", "selective_*", "stochastic", "wheel", "worker_memory",
 )  # fmt: skip
 LONG = (
     "test_build_of_linear_attention", "test_built_layer_can_be_shipped", "test_its_tests_pass", "test_the_guides_command_lines_work",
