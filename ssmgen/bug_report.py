@@ -39,5 +39,11 @@ def describe() -> dict[str, Any]:
         facts["cache_layers"] = [str(layer.root) for layer in shared_cache().layers]
     except SsmgenError as e:
         facts["cache_layers"] = str(e)
+    try:
+        from . import native
+
+        facts["ssmgen-native"] = native.state()
+    except (ImportError, SsmgenError) as e:
+        facts["ssmgen-native"] = str(e)
     facts["variables"] = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     return facts

@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from . import native
+
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 
 
@@ -38,15 +40,16 @@ class LaunchConfig(ctypes.Structure):
 
 
 @functools.cache
-def launcher() -> Callable[..., int]:
+def launcher() -> Any:
     """cuLaunchKernelEx. It lets go of the GIL: a launch may have to wait for the host function of another thread."""
     driver: Any = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-    launch: Callable[..., int] = driver.cuLaunchKernelEx
-    return launch
+    return driver.cuLaunchKernelEx
 
 
 def enqueuing(config: LaunchConfig, kernel: int, arguments: int) -> Callable[[], int]:
     """A call of the launch, which returns the driver's error. It keeps the configuration; kernel: a handle; arguments: where the array
     of their addresses is, which the caller keeps."""
+    if made := native.found():
+        return made.Enqueue(ctypes.cast(launcher(), ctypes.c_void_p).value, ctypes.addressof(config), kernel, arguments, config)
     # Without argtypes, and with objects of its own, ctypes has nothing to convert.
     return functools.partial(launcher(), ctypes.byref(config), ctypes.c_void_p(kernel), ctypes.c_void_p(arguments), None)

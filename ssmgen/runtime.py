@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from . import native
 from .arguments import Arguments, Packed, Tiles, Value
 from .cache.entry import Entry
 from .cache.store import shared_cache
@@ -245,6 +246,9 @@ def plan_of(parts: Sequence[tuple[Launch, Packed]]) -> Plan:
         found = known[stream] = [(launch, launch.on(stream, packed)) for launch, packed in parts]
         return found
 
+    if made := native.found():
+        return made.Plan(device, current_raw_stream, known, ready)
+
     def plan() -> None:
         stream = current_raw_stream(device)
         for launch, enqueue in known.get(stream) or ready(stream):
@@ -339,10 +343,13 @@ class Pattern:
         plan = self.plans[pointers] = _nothing if launch is None else launch.at(ordered)
         return plan
 
-    def plan(self, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
-        """The plan for operands that match. Raises what `resolve` raises."""
-        pointers = tuple(map(_data_ptr, tensors))
+    def at(self, pointers: tuple[int, ...]) -> Plan:
+        """The plan for pointers. Raises what `resolve` raises."""
         return self.plans.get(pointers) or self.add(pointers)
+
+    def plan(self, tensors: Sequence[torch.Tensor]) -> Plan:
+        """The plan for operands that match. Raises what `resolve` raises."""
+        return self.at((*map(_data_ptr, tensors),))
 
 
 class Table:

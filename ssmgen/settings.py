@@ -21,6 +21,7 @@ VARIABLES = {
     "SSMGEN_CACHE_REMOTE_TRUST": f"signed (default), or {ANYONE}: then nothing there needs a signature",
     "SSMGEN_CACHE_REMOTE_WRITE": "deny (default) or allow: with allow, what this process compiles is sent there",
     "SSMGEN_COMPILE": "allow (default) or deny: with deny, a kernel that is in no cache is an error",
+    "SSMGEN_NATIVE": "allow (default) or deny: with deny, calls do without ssmgen-native where it is installed",
     "SSMGEN_ENGINE_KEEP": "functions of vLLM and SGLang that the plugins leave as they are, separated by ',', or all (default: none)",
 }
 
@@ -114,6 +115,11 @@ def _allowed(variable: str, default: str) -> bool:
 def may_compile() -> bool:
     """Raises ConfigError."""
     return _allowed("SSMGEN_COMPILE", "allow")
+
+
+def may_be_native() -> bool:
+    """Raises ConfigError."""
+    return _allowed("SSMGEN_NATIVE", "allow")
 
 
 def kept_functions() -> frozenset[str]:

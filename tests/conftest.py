@@ -11,11 +11,12 @@ import card_memory
 import pytest
 import torch
 
-pytest_plugins = ["worker_memory"]
+pytest_plugins = ["native_build", "worker_memory"]
 pytest.register_assert_rewrite("remote_cases")  # a plugin of some modules, which import it first
 
 # One cache for the whole run and all its workers, unless the caller names one.
 os.environ.setdefault("SSMGEN_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"ssmgen-tests-{os.getuid()}"))
+os.environ.setdefault("SSMGEN_NATIVE", "deny")  # tests that are run with ssmgen-native and without build their own
 for variable in [name for name in os.environ if name.startswith(("SSMGEN_CACHE_PATH", "SSMGEN_CACHE_REMOTE", "SSMGEN_COMPILE"))]:
     del os.environ[variable]
 

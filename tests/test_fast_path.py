@@ -21,7 +21,7 @@ class Launched(list):
 
 
 @pytest.fixture
-def launched(monkeypatch) -> Launched:
+def launched(monkeypatch, way) -> Launched:
     record = Launched()
 
     class Fake:
@@ -35,15 +35,9 @@ def launched(monkeypatch) -> Launched:
         record.made += 1
         return runtime.Pattern(given, lambda pointers: Fake(names), positions)
 
-    def forget():
-        for table in list(runtime._tables):
-            table.clear()
-
-    forget()
     monkeypatch.setattr(calls, "on_card", lambda call: True)
     monkeypatch.setattr(planning, "new_pattern", new_pattern)
-    yield record
-    forget()
+    return record
 
 
 def pointers(step: Step, **more: torch.Tensor) -> dict[str, int]:

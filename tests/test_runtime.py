@@ -39,13 +39,18 @@ def values_of(spec: SsuSpec) -> dict[str, int | float]:
     return {p.name: i + 0.5 if p.code == "f" else -7 if p.code == "q" and p.name == "pad_slot_id" else 1000 + i for i, p in enumerate(rest)}
 
 
-@pytest.fixture
-def fake(monkeypatch):
-    """A driver whose launches are recorded, on a stream of the test's choice."""
-    state = SimpleNamespace(stream=0, calls=[], results=[])
+as_launch = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
 
+
+@pytest.fixture
+def fake(monkeypatch, way):
+    """A driver whose launches are recorded, on a stream of the test's choice."""
+    state = SimpleNamespace(stream=0, calls=[], configs=[], results=[])
+
+    @as_launch
     def launch(config, handle, address, extra):
-        state.calls.append((config._obj, handle.value, address.value, extra))
+        state.configs.append(config)
+        state.calls.append((LaunchConfig.from_buffer_copy(LaunchConfig.from_address(config)), handle, address, extra))
         return state.results.pop(0) if state.results else 0
 
     monkeypatch.setattr(enqueue, "launcher", lambda: launch)
@@ -109,7 +114,7 @@ def test_each_stream_has_a_configuration_made_once(fake):
     for fake.stream in (5, 7, 5, 7, 0):
         plan()
     streams = [config.hStream or 0 for config, *_ in fake.calls]
-    assert streams == [5, 7, 5, 7, 0] and fake.calls[0][0] is fake.calls[2][0]
+    assert streams == [5, 7, 5, 7, 0] and fake.configs[0] == fake.configs[2] != fake.configs[1]
 
 
 def test_a_failed_launch_says_what_was_launched(fake):
@@ -167,8 +172,9 @@ def test_a_plan_run_by_the_emulator(fake, monkeypatch):
     spec = select("selective_state_update", problem, 5, SM90, True)
     grid = 5 * spec.nheads * spec.tiles
 
+    @as_launch
     def launch(config, handle, address, extra):
-        emulator.run(spec, SM90, config._obj.gridDimX, SimpleNamespace(address=address.value), named)
+        emulator.run(spec, SM90, LaunchConfig.from_address(config).gridDimX, SimpleNamespace(address=address), named)
         return 0
 
     monkeypatch.setattr(enqueue, "launcher", lambda: launch)

@@ -28,8 +28,8 @@ NEW = "channel_mix"  # a family's name, of none that there is
 OTHERS = (
     "accelerate", "bench_combine", "bench_conv", "bench_layers", "bench_norm", "bench_replay", "bench_trees", "build_out", "cache*",
     "causal_*", "chunk_*", "combine_*", "compat*", "context", "copies", "crew", "delta_*", "demo*", "emulator", "engine_*", "first_use",
-    "gated_*", "gdn_*", "hf*", "kda_*", "layer_norm", "linear_*", "live", "mamba2_*", "models_scans", "narrow_*", "norm_*", "nvrtc",
-    "odd_sizes", "products*", "remote*", "replay*", "ring", "rms_norm", "sanitize", "selective_*", "serving", "stochastic", "wheel",
+    "gated_*", "gdn_*", "hf*", "kda_*", "layer_norm", "linear_*", "live", "mamba2_*", "models_scans", "narrow_*", "native", "norm_*",
+    "nvrtc", "odd_sizes", "products*", "remote*", "replay*", "ring", "rms_norm", "sanitize", "selective_*", "serving", "stochastic", "wheel",
     "worker_memory",
 )  # fmt: skip
 LONG = (

@@ -16,7 +16,8 @@ from ..errors import ArgumentError
 from ..spec import SM90, DType, Index, Narrow
 
 DTYPES = {torch.float32: DType.F32, torch.float16: DType.F16, torch.bfloat16: DType.BF16}
-NARROW = {torch.int16: Narrow.I16, torch.int8: Narrow.I8, torch.float8_e4m3fn: Narrow.E4M3}  # of states whose rows have scales
+# Of states whose rows have scales.
+NARROW: dict[torch.dtype, Narrow] = {torch.int16: Narrow.I16, torch.int8: Narrow.I8, torch.float8_e4m3fn: Narrow.E4M3}
 STATES: dict[torch.dtype, DType | Narrow] = {**DTYPES, **NARROW}
 INDEX = {None: Index.NONE, torch.int32: Index.I32, torch.int64: Index.I64}
 COUNTS = (  # integers, like the indices

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .. import runtime
+from .. import native, runtime
 from .planning import is_memory
 
 if TYPE_CHECKING:
@@ -80,17 +80,12 @@ class Memory(runtime.Table):
         made = call.caller.pattern(named, call.options, call.pdl, call.objections, taken, list(positions.values()))
         plan = made.plan((*made.pick(taken), *new.values()))
         places = {name: made.positions.index(i) for name, i in positions.items()} | {n: len(made.positions) + i for i, n in enumerate(new)}
-        result = itemgetter(*[places[name] for name in call.returns])
-        makers = tuple(map(runtime.maker, new.values()))
-        if before is None and flat_of is None:
-            self.add(key, _row(len(args), [*kwargs], plain, flat, made, makers, result))
+        rest = made, [*map(runtime.maker, new.values())], [places[name] for name in call.returns]
+        if before is None:
+            self.add(key, row_of(len(args), [*kwargs], values, plain, *rest))
             return plan
         values_of = _all_of(len(args), [*kwargs], flat_of)
-        row = _row(len(taken), [], plain, taken, made, makers, result)
-        if before is None:
-            self.add(key, _flat(values_of, row))
-            return plan
-        self.add(key, _behind(before, values_of, aside, flat, row))
+        self.add(key, _behind(before, values_of, aside, flat, row_of(len(taken), [], (*taken,), plain, *rest)))
 
         def both() -> None:
             before()
@@ -99,21 +94,40 @@ class Memory(runtime.Table):
         return both
 
 
-def _row(
+def row_of(
     count: int,
     names: Sequence[str],
+    values: tuple[Any, ...],
     plain: Sequence[int],
-    seen: Sequence[Any],
     pattern: runtime.Pattern,
-    new: tuple[Callable[[], Tensor], ...],
-    result: Callable[[tuple[Tensor, ...]], Any],
+    new: Sequence[Callable[[], Tensor]],
+    returned: Sequence[int],
 ) -> Row:
     """A row of Memory, of a call that was seen with these arguments: so many without names, and then those with names.
 
-    plain: positions of those that are no tensors. new: makes each tensor that the function makes. result: of tensors, those given and then
-    the new ones
+    plain: positions of those that are no tensors, where the items of tuples and lists have places of their own, as they have for
+    the pattern. new: makes each tensor that the function makes. returned: positions of tensors, those given and then the new ones
     """
-    matches, plans, add, more = pattern.matches, pattern.plans, pattern.add, len(names)
+    if made := native.found():
+        return made.Row(count, names, values, plain, pattern.positions, pattern.at, pattern.limit, new, returned)
+    flat_of = _flattening(values)
+    flat = flat_of and flat_of(values)
+    if flat is None:
+        return _row(count, names, values, plain, pattern, new, returned)
+    return _flat(_all_of(count, names, flat_of), _row(len(flat), [], flat, plain, pattern, new, returned))
+
+
+def _row(
+    count: int,
+    names: Sequence[str],
+    seen: Sequence[Any],
+    plain: Sequence[int],
+    pattern: runtime.Pattern,
+    new: Sequence[Callable[[], Tensor]],
+    returned: Sequence[int],
+) -> Row:
+    """A row as row_of makes it in Python, of values that are in no tuples or lists."""
+    matches, plans, add, more, result = pattern.matches, pattern.plans, pattern.add, len(names), itemgetter(*returned)
     at, by = _taking(pattern.positions, count, names)
     plain_at, plain_by = _taking(plain, count, names)
     kept = (*(seen[i] for i in plain),)

@@ -16,6 +16,7 @@ from ssmgen import registry, runtime
 from ssmgen.errors import ArgumentError, CaptureError, LaunchError
 
 pytestmark = pytest.mark.gpu
+each_way = pytest.mark.usefixtures("way")  # of making calls that come again
 
 M2 = Case("m2", heads=8, groups=2, state=BF16, index=torch.int32, batch=4)
 
@@ -25,6 +26,7 @@ def fresh_case(headdim: int) -> Case:
     return replace(M2, headdim=headdim)
 
 
+@each_way
 def test_graph_replay_equals_eager():
     eager, captured = make_call(M2, "cuda"), make_call(M2, "cuda")
     steps = 4
@@ -72,6 +74,7 @@ def test_warm_covers_further_batch_sizes():
     assert ssmgen.is_warm(ssmgen.selective_state_update, *call.args, **call.kwargs, batches=(1, 64, 512))
 
 
+@each_way
 def test_stream_of_the_caller():
     """The work is ordered with what the caller's stream holds, and the legacy stream is not involved."""
     call = make_call(M2, "cuda")
@@ -90,6 +93,7 @@ def test_stream_of_the_caller():
     assert_matches(call, want)
 
 
+@each_way
 def test_bound_call_relaunches_on_the_current_stream():
     bound_call, eager = make_call(M2, "cuda"), make_call(M2, "cuda")
     bound = ssmgen.bind(ssmgen.selective_state_update, *bound_call.args, **bound_call.kwargs)
@@ -103,6 +107,7 @@ def test_bound_call_relaunches_on_the_current_stream():
     assert torch.equal(bound_call.args[0][used], eager.args[0][used])
 
 
+@each_way
 def test_threads_share_kernels_and_plans():
     """Eight threads, each on its own stream, in shapes of their own and in a common one."""
     failures = []
@@ -128,6 +133,7 @@ def test_threads_share_kernels_and_plans():
     assert not failures, failures
 
 
+@each_way
 def test_a_new_thread_without_a_context():
     call = make_call(M2, "cuda")
     want = expected(call)
@@ -149,6 +155,7 @@ def test_a_new_thread_without_a_context():
     assert_matches(call, want)
 
 
+@each_way
 def test_same_pattern_elsewhere_in_memory():
     """A plan found by its pattern is used with the new tensors' pointers, and alignment is looked at again."""
     first, second = make_call(M2, "cuda", seed=1), make_call(M2, "cuda", seed=2)
@@ -168,6 +175,7 @@ def test_same_pattern_elsewhere_in_memory():
     assert_matches(third, want)
 
 
+@each_way
 def test_changed_metadata_of_the_same_object_is_noticed():
     call = make_call(M2, "cuda")
     ssmgen.selective_state_update(*call.args, **call.kwargs)
@@ -177,6 +185,7 @@ def test_changed_metadata_of_the_same_object_is_noticed():
         ssmgen.selective_state_update(*call.args, **call.kwargs)
 
 
+@each_way
 def test_requires_grad_is_refused_only_in_grad_mode():
     call = make_call(M2, "cuda")
     weight = torch.nn.Parameter(torch.randn(8, device="cuda"))
@@ -189,6 +198,7 @@ def test_requires_grad_is_refused_only_in_grad_mode():
     torch.cuda.synchronize()
 
 
+@each_way
 def test_overlap_is_found_for_pointers_not_seen_before():
     call = make_call(Case("m2", heads=4, x=torch.float32), "cuda")
     ssmgen.selective_state_update(*call.args, **call.kwargs)
@@ -231,6 +241,7 @@ def test_fork_before_cuda_is_used():
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("current", [0, 1])
+@each_way
 @pytest.mark.parametrize("own_stream", [False, True])
 def test_the_tensors_decide_the_device(current, own_stream):
     for device in ("cuda:0", "cuda:1"):
@@ -250,6 +261,7 @@ def test_the_tensors_decide_the_device(current, own_stream):
         assert_matches(call, want)
 
 
+@each_way
 def test_error_of_the_driver_names_the_launch():
     call = make_call(M2, "cuda")
     built = ssmgen.selective_state_update.build(*call.args, **call.kwargs)
