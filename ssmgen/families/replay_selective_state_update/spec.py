@@ -34,7 +34,7 @@ class ReplaySpec(ReplayArguments):
 
     warps: int = 4  # of 16 rows each
     helpers: int = 0  # warps that do all but the rows, which then have that much less to do; 0 = each does its part of everything
-    group_heads: int = 1  # PRECOMPUTE: heads of a group per block
+    group_heads: int = 1  # heads of a group per block: of PRECOMPUTE, and of one kernel whose blocks go from head to head
     min_blocks: int = 0  # blocks per SM that ptxas must leave registers for; 0 = its own choice
     prefetch: int = 0  # ask L2 for the tile of the block this many blocks ahead; 0 = off
     pdl: Pdl = Pdl.OFF
@@ -47,9 +47,15 @@ class ReplaySpec(ReplayArguments):
         narrow = self.scaled and self.part is not Part.PRECOMPUTE
         by_byte = narrow and self.state.size == 1 and self.state_loads is Loads.ELEMENT
         ahead = self.prefetch > 0
-        noise = self.own_rows and self.philox_rounds > 0 and not self.scaled
-        needs = replace(super().needs, matrix_turns=self.own_rows, noise_at_once=noise)
+        turns = self.own_rows or self.by_group
+        noise = turns and self.philox_rounds > 0 and not self.scaled
+        needs = replace(super().needs, matrix_turns=turns, noise_at_once=noise)
         return replace(needs, mma="bf16", prefetch=ahead, lines=ahead and (narrow or self.prefetch_inputs), narrow=narrow, bytes=by_byte)
+
+    @property
+    def by_group(self) -> bool:
+        """Whether a block makes what the heads of a group share once, and then goes from head to head."""
+        return self.part is Part.FUSED and self.group_heads > 1
 
     @property
     def tile(self) -> int:
@@ -66,7 +72,7 @@ class ReplaySpec(ReplayArguments):
         """Per sequence."""
         if self.own_rows:
             return self.nheads * self.headdim // self.tile
-        return self.nheads // self.group_heads if self.part is Part.PRECOMPUTE else self.nheads * self.tiles
+        return self.nheads // self.group_heads if self.part is Part.PRECOMPUTE or self.by_group else self.nheads * self.tiles
 
     @property
     def threads_per_block(self) -> int:
@@ -75,7 +81,8 @@ class ReplaySpec(ReplayArguments):
     @property
     def traffic(self) -> tuple[int, int]:
         tile = min(self.tile, self.headdim * (self.nheads if self.own_rows else 1)) * self.d_state * self.state.size
-        return tile, tile
+        heads = self.group_heads if self.by_group else 1
+        return tile * heads, tile * heads
 
     @property
     def entries(self) -> int:
@@ -101,7 +108,10 @@ class ReplaySpec(ReplayArguments):
                 shape,
                 f"{self.history.value}{self.window}",
                 kind,
-                f"w{self.warps}" + ("own" if self.own_rows else "") + (f"h{self.helpers}" if self.helpers else ""),
+                f"w{self.warps}"
+                + ("own" if self.own_rows else "")
+                + (f"h{self.helpers}" if self.helpers else "")
+                + (f"g{self.group_heads}" if self.by_group else ""),
                 *extras,
                 *pdl,
             ]
@@ -142,6 +152,7 @@ class ReplaySpec(ReplayArguments):
         return [
             *self.faults(),
             *self._own_rows_violations(),
+            *self._by_group_violations(),
             *self._inputs_violations(),
             *must(
                 self.part is Part.PRECOMPUTE or self.own_rows or self.tile < self.headdim + 16,
@@ -149,8 +160,8 @@ class ReplaySpec(ReplayArguments):
             ),
             *must((self.part is Part.FUSED) != self.two_kernels, f"{self.part.value} is of {'two kernels' if self.two_kernels else 'one'}"),
             *must(
-                self.group_heads == 1 or (self.part is Part.PRECOMPUTE and self.nheads // self.ngroups % self.group_heads == 0),
-                f"group_heads {self.group_heads} is for precompute, and divides the heads of a group",
+                self.group_heads == 1 or (self.part is not Part.MAIN and self.nheads // self.ngroups % self.group_heads == 0),
+                f"group_heads {self.group_heads} divides the heads of a group, and is not for the second of two kernels",
             ),
             *must(
                 self.part is not Part.MAIN or self.d_state * self.state.size <= 512,
@@ -178,6 +189,7 @@ class ReplaySpec(ReplayArguments):
             *must(self.prefetch > 0, "inputs are asked for with the state ahead"),
             *must(self.part is Part.FUSED and not self.materialize, "inputs ahead are for the one kernel that has tokens"),
             *must(not self.own_rows, "rows of a warp's own are not served with inputs ahead"),
+            *must(not self.by_group, "blocks of several heads are not served with inputs ahead"),
             *must(
                 self.index is not Index.NONE and self.cu_seqlens is Index.NONE,
                 "inputs ahead are those of slots, of sequences as long as others",
@@ -189,11 +201,30 @@ class ReplaySpec(ReplayArguments):
         """What a warp with rows of its own cannot do, if there are such."""
         if not self.own_rows:
             return []
-        half = (DType.BF16, DType.F16)
         return [
             *must(self.headdim % 16 == 0, f"16 rows of a warp do not divide the {self.headdim} of a head"),
             *must(self.nheads * self.headdim % self.tile == 0, f"{self.tile} rows of a block do not divide those of {self.nheads} heads"),
-            *must(self.part is Part.FUSED and not self.materialize, "rows of a warp's own are for the one kernel that has tokens"),
+            *must(self.part is Part.FUSED, "rows of a warp's own are for one kernel"),
+            *self._turning_violations(),
+        ]
+
+    def _by_group_violations(self) -> list[str]:
+        """What a block that goes from head to head cannot do, if it is one."""
+        if not self.by_group:
+            return []
+        return [
+            *must(self.tile == self.headdim, f"a block of several heads has {self.headdim} rows of each, not {self.tile}"),
+            *must(not self.own_rows, "a block of several heads shares what they have in common"),
+            *must(not self.scaled, "a block of several heads has no scales of states"),
+            *must(self.entries <= 8 * self.warps, f"{self.warps} warps have 8 entries or tokens each, not {self.entries} in all"),
+            *self._turning_violations(),
+        ]
+
+    def _turning_violations(self) -> list[str]:
+        """What cannot be turned in the registers of a warp."""
+        half = (DType.BF16, DType.F16)
+        return [
+            *must(not self.materialize, "rows of a warp's own are for the kernel that has tokens"),
             *must(not self.helpers, "rows of a warp's own leave nothing to helpers"),
             *must(max(self.tokens, self.window) <= 16, f"{self.tokens} tokens on {self.window} are more than a warp's registers hold, 16"),
             *must(self.x is DType.BF16, f"a warp turns x, B and C of bf16 by itself, not {self.x.value}"),
@@ -241,6 +272,10 @@ class ReplaySpec(ReplayArguments):
     def shared_bytes(self) -> int:
         if self.own_rows:
             return 0
+        if self.by_group:  # fragments of C and the history's B, products of C and B, sizes of entries and tokens, and `mix` as terms
+            fragments = 32 * 2 * self.vec * (self.d_state // (4 * self.vec)) * ((self.tokens + self.window) // 8)
+            pairs, term = self.entries // 8 * (self.tokens // 8) * 32, (4, 8, 16)[self.terms - 1]
+            return fragments + 8 * pairs + self.group_heads * (4 * (3 * self.entries + self.tokens + 4) + term * pairs)
         rows = self.window * self.old_pitch + (0 if self.materialize else 2 * self.tokens * self.pitch)
         total = self.x_terms * rows * 2 * self.vec
         if self.part is Part.MAIN:
@@ -262,6 +297,8 @@ class ReplaySpec(ReplayArguments):
             "vector_state": self.state_loads is Loads.VECTOR,
             "vector": self.operand_loads is Loads.VECTOR,
             "makes": self.part is not Part.MAIN and not self.materialize,
+            "by_group": self.by_group,
+            "turns": self.own_rows or self.by_group,
             "applies": self.part is not Part.PRECOMPUTE,
             "several": self.part is Part.PRECOMPUTE,
             "there": not self.materialize,  # the tokens
