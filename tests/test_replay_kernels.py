@@ -30,6 +30,7 @@ needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++"
 F32, BF = DType.F32, DType.BF16
 SMALL = ReplaySpec(d_state=32, headdim=16, nheads=2, ngroups=1, warps=1, index=Index.I32, out=F32, state=F32)
 OWN_ROWS = replace(SMALL, own_rows=True, out=BF)
+BY_GROUP = replace(SMALL, group_heads=2, out=BF)
 EARLY = {"pdl": Pdl.TRIGGER_LOADED, "after_conv": True}
 TWO = {"two_kernels": True, "part": Part.MAIN}
 NOISE = {"philox_rounds": 10}
@@ -69,6 +70,17 @@ MATRIX = {
     "own-rows-ring": replace(OWN_ROWS, **RUNG, state=BF, headdim=64, window=16, out=DType.F16, D=F32, pdl=Pdl.WAIT),
     "own-rows-i8-ring-philox": replace(
         OWN_ROWS, **RUNG, state=Narrow.I8, warps=2, headdim=32, philox_rounds=7, advance=True, prefetch=1, zero_padding=False
+    ),
+    "by-group-early-advance": replace(
+        BY_GROUP, state=BF, warps=2, headdim=32, nheads=8, ngroups=2, group_heads=4, D=F32, z=DType.F16, prefetch=1, advance=True, **EARLY
+    ),
+    "by-group-ragged-t16-f16": replace(
+        BY_GROUP, state=DType.F16, warps=4, headdim=64, nheads=3, group_heads=3, tokens=16, window=16, cu_seqlens=Index.I32, D=BF
+    ),
+    "by-group-f32": replace(BY_GROUP, dt_bias=BF, warps=3, headdim=48),
+    "by-group-ring": replace(BY_GROUP, **RUNG, state=BF, warps=4, headdim=64, window=16, out=DType.F16, D=BF, pdl=Pdl.WAIT, prefetch=2),
+    "by-group-ring-philox": replace(
+        BY_GROUP, **RUNG, state=BF, warps=2, headdim=32, nheads=4, philox_rounds=7, advance=True, prefetch=1, zero_padding=False
     ),
     "materialize-step": replace(SMALL, materialize=True, pdl=Pdl.WAIT, headdim=24, warps=2),
     "materialize-ring-f16": replace(SMALL, **RUNG, materialize=True, state=DType.F16, x=DType.F16, window=24, state_loads=Loads.ELEMENT),
@@ -134,9 +146,9 @@ def test_variants_are_bit_equal(name):
 
 
 OWN = {
-    "step-bf16-D-z": replace(STEP, state=BF16, out=BF16, headdim=32, heads=4, groups=2, batch=4, z=BF16),
-    "ring-f16-philox": replace(RING, state=F16, out=F16, headdim=32, heads=2, groups=1, window=16, tokens=12, seeds="one"),
-    "step-bf16-philox": replace(STEP, state=BF16, out=BF16, headdim=32, heads=2, groups=1, batch=4, seeds="slots"),
+    "step-bf16-D-z": replace(STEP, state=BF16, out=BF16, headdim=64, heads=4, groups=2, batch=4, z=BF16),
+    "ring-f16-philox": replace(RING, state=F16, out=F16, headdim=64, heads=2, groups=1, window=16, tokens=12, seeds="one"),
+    "step-bf16-philox": replace(STEP, state=BF16, out=BF16, headdim=64, heads=2, groups=1, batch=4, seeds="slots"),
 }
 EXTREMES = torch.tensor([3.3895e38, -3.3895e38, 3.3762e38, float("inf"), float("-inf"), float("nan"), 1e-40, 0.0], dtype=BF16)
 
@@ -146,7 +158,8 @@ EXTREMES = torch.tensor([3.3895e38, -3.3895e38, 3.3762e38, float("inf"), float("
 def test_warps_with_rows_of_their_own_are_bit_equal(name):
     """And to those of blocks whose warps share all else."""
     results = []
-    for how in ({"warps": 2}, {"warps": 2, "own_rows": True, "prefetch": 1}):
+    by_group = {"warps": 4, "group_heads": 2, "prefetch": 1}
+    for how in ({"warps": 2}, {"warps": 2, "own_rows": True, "prefetch": 1}, by_group):
         call = make(OWN[name], "cpu")
         if call.kwargs["state"].dtype == BF16:
             call.kwargs["state"][..., ::5, :8] = EXTREMES
