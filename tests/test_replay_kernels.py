@@ -30,7 +30,7 @@ needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++"
 F32, BF = DType.F32, DType.BF16
 SMALL = ReplaySpec(d_state=32, headdim=16, nheads=2, ngroups=1, warps=1, index=Index.I32, out=F32, state=F32)
 OWN_ROWS = replace(SMALL, own_rows=True, out=BF)
-BY_GROUP = replace(SMALL, group_heads=2, out=BF)
+BY_GROUP = replace(SMALL, by_group=True, group_heads=2, out=BF)
 EARLY = {"pdl": Pdl.TRIGGER_LOADED, "after_conv": True}
 TWO = {"two_kernels": True, "part": Part.MAIN}
 NOISE = {"philox_rounds": 10}
@@ -77,7 +77,7 @@ MATRIX = {
     "by-group-ragged-t16-f16": replace(
         BY_GROUP, state=DType.F16, warps=4, headdim=64, nheads=3, group_heads=3, tokens=16, window=16, cu_seqlens=Index.I32, D=BF
     ),
-    "by-group-f32": replace(BY_GROUP, dt_bias=BF, warps=3, headdim=48),
+    "by-group-f32": replace(BY_GROUP, group_heads=1, dt_bias=BF, prefetch=1, warps=3, headdim=48),
     "by-group-ring": replace(BY_GROUP, **RUNG, state=BF, warps=4, headdim=64, window=16, out=DType.F16, D=BF, pdl=Pdl.WAIT, prefetch=2),
     "by-group-ring-philox": replace(
         BY_GROUP, **RUNG, state=BF, warps=2, headdim=32, nheads=4, philox_rounds=7, advance=True, prefetch=1, zero_padding=False
@@ -158,7 +158,7 @@ EXTREMES = torch.tensor([3.3895e38, -3.3895e38, 3.3762e38, float("inf"), float("
 def test_warps_with_rows_of_their_own_are_bit_equal(name):
     """And to those of blocks whose warps share all else."""
     results = []
-    by_group = {"warps": 4, "group_heads": 2, "prefetch": 1}
+    by_group = {"warps": 4, "by_group": True, "group_heads": 2, "prefetch": 1}
     for how in ({"warps": 2}, {"warps": 2, "own_rows": True, "prefetch": 1}, by_group):
         call = make(OWN[name], "cpu")
         if call.kwargs["state"].dtype == BF16:
@@ -266,7 +266,7 @@ def test_the_first_of_two_kernels_is_checked_with_the_second():
         (SMALL, {"warps": 2}, "2 warps of 16 rows exceed the 16 rows of a head"),
         (SMALL, {"part": Part.MAIN}, "main is of one"),
         (SMALL, {"two_kernels": True}, "fused is of two kernels"),
-        (SMALL, {"group_heads": 2}, "group_heads 2 is for precompute"),
+        (SMALL, {"group_heads": 2}, "group_heads 2 is for precompute and by_group"),
         (SMALL, {"helpers": 9}, "helpers 9 are not 0 … 8"),
         (SMALL, {"ahead_pdl": Pdl.WAIT}, "ahead_pdl is of main"),
         (SMALL, {"d_state": 256, "x": F32, "tokens": 32, "window": 32}, "bytes of shared memory exceed 48 KiB"),

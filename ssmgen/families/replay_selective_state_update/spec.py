@@ -34,12 +34,13 @@ class ReplaySpec(ReplayArguments):
 
     warps: int = 4  # of 16 rows each
     helpers: int = 0  # warps that do all but the rows, which then have that much less to do; 0 = each does its part of everything
-    group_heads: int = 1  # heads of a group per block: of PRECOMPUTE, and of one kernel whose blocks go from head to head
+    group_heads: int = 1  # PRECOMPUTE, and by_group: heads of a group per block
     min_blocks: int = 0  # blocks per SM that ptxas must leave registers for; 0 = its own choice
     prefetch: int = 0  # ask L2 for the tile of the block this many blocks ahead; 0 = off
     pdl: Pdl = Pdl.OFF
     ahead_pdl: Pdl = Pdl.OFF  # MAIN: of the kernel ahead of it
     own_rows: bool = field(default=False, metadata=LATER)  # a warp does all that its 16 rows need by itself; else a block's warps share it
+    by_group: bool = field(default=False, metadata=LATER)  # a block makes what the heads of a group share once, then goes from head to head
     prefetch_inputs: bool = field(default=False, metadata=LATER)  # L2 is asked for all else that block reads, too
 
     @property
@@ -51,11 +52,6 @@ class ReplaySpec(ReplayArguments):
         noise = turns and self.philox_rounds > 0 and not self.scaled
         needs = replace(super().needs, matrix_turns=turns, noise_at_once=noise)
         return replace(needs, mma="bf16", prefetch=ahead, lines=ahead and (narrow or self.prefetch_inputs), narrow=narrow, bytes=by_byte)
-
-    @property
-    def by_group(self) -> bool:
-        """Whether a block makes what the heads of a group share once, and then goes from head to head."""
-        return self.part is Part.FUSED and self.group_heads > 1
 
     @property
     def tile(self) -> int:
@@ -111,7 +107,7 @@ class ReplaySpec(ReplayArguments):
                 f"w{self.warps}"
                 + ("own" if self.own_rows else "")
                 + (f"h{self.helpers}" if self.helpers else "")
-                + (f"g{self.group_heads}" if self.by_group else ""),
+                + (f"by{self.group_heads}" if self.by_group else ""),
                 *extras,
                 *pdl,
             ]
@@ -160,8 +156,8 @@ class ReplaySpec(ReplayArguments):
             ),
             *must((self.part is Part.FUSED) != self.two_kernels, f"{self.part.value} is of {'two kernels' if self.two_kernels else 'one'}"),
             *must(
-                self.group_heads == 1 or (self.part is not Part.MAIN and self.nheads // self.ngroups % self.group_heads == 0),
-                f"group_heads {self.group_heads} divides the heads of a group, and is not for the second of two kernels",
+                self.group_heads == 1 or ((self.by_group or self.part is Part.PRECOMPUTE) and self.nheads // self.ngroups % self.group_heads == 0),
+                f"group_heads {self.group_heads} is for precompute and by_group, and divides the heads of a group",
             ),
             *must(
                 self.part is not Part.MAIN or self.d_state * self.state.size <= 512,
@@ -204,7 +200,7 @@ class ReplaySpec(ReplayArguments):
         return [
             *must(self.headdim % 16 == 0, f"16 rows of a warp do not divide the {self.headdim} of a head"),
             *must(self.nheads * self.headdim % self.tile == 0, f"{self.tile} rows of a block do not divide those of {self.nheads} heads"),
-            *must(self.part is Part.FUSED, "rows of a warp's own are for one kernel"),
+            *must(self.part is Part.FUSED and not self.materialize, "rows of a warp's own are for the one kernel that has tokens"),
             *self._turning_violations(),
         ]
 
@@ -213,6 +209,7 @@ class ReplaySpec(ReplayArguments):
         if not self.by_group:
             return []
         return [
+            *must(self.part is Part.FUSED and not self.materialize, "blocks of several heads are for the one kernel that has tokens"),
             *must(self.tile == self.headdim, f"a block of several heads has {self.headdim} rows of each, not {self.tile}"),
             *must(not self.own_rows, "a block of several heads shares what they have in common"),
             *must(not self.scaled, "a block of several heads has no scales of states"),
@@ -224,7 +221,6 @@ class ReplaySpec(ReplayArguments):
         """What cannot be turned in the registers of a warp."""
         half = (DType.BF16, DType.F16)
         return [
-            *must(not self.materialize, "rows of a warp's own are for the kernel that has tokens"),
             *must(not self.helpers, "rows of a warp's own leave nothing to helpers"),
             *must(max(self.tokens, self.window) <= 16, f"{self.tokens} tokens on {self.window} are more than a warp's registers hold, 16"),
             *must(self.x is DType.BF16, f"a warp turns x, B and C of bf16 by itself, not {self.x.value}"),
@@ -297,7 +293,6 @@ class ReplaySpec(ReplayArguments):
             "vector_state": self.state_loads is Loads.VECTOR,
             "vector": self.operand_loads is Loads.VECTOR,
             "makes": self.part is not Part.MAIN and not self.materialize,
-            "by_group": self.by_group,
             "turns": self.own_rows or self.by_group,
             "applies": self.part is not Part.PRECOMPUTE,
             "several": self.part is Part.PRECOMPUTE,
