@@ -78,6 +78,10 @@ MATRIX = {
         BY_GROUP, state=DType.F16, warps=4, headdim=64, nheads=3, group_heads=3, tokens=16, window=16, cu_seqlens=Index.I32, D=BF
     ),
     "by-group-f32": replace(BY_GROUP, group_heads=1, dt_bias=BF, prefetch=1, warps=3, headdim=48),
+    "by-group-inputs-ahead": replace(
+        BY_GROUP, state=BF, warps=4, headdim=64, nheads=8, ngroups=2, prefetch=1, prefetch_inputs=True, group_heads=4
+    ),
+    "by-group-ring-inputs-ahead": replace(BY_GROUP, **RUNG, warps=2, headdim=32, nheads=4, prefetch=2, prefetch_inputs=True),
     "by-group-ring": replace(BY_GROUP, **RUNG, state=BF, warps=4, headdim=64, window=16, out=DType.F16, D=BF, pdl=Pdl.WAIT, prefetch=2),
     "by-group-ring-philox": replace(
         BY_GROUP, **RUNG, state=BF, warps=2, headdim=32, nheads=4, philox_rounds=7, advance=True, prefetch=1, zero_padding=False

@@ -185,7 +185,6 @@ class ReplaySpec(ReplayArguments):
             *must(self.prefetch > 0, "inputs are asked for with the state ahead"),
             *must(self.part is Part.FUSED and not self.materialize, "inputs ahead are for the one kernel that has tokens"),
             *must(not self.own_rows, "rows of a warp's own are not served with inputs ahead"),
-            *must(not self.by_group, "blocks of several heads are not served with inputs ahead"),
             *must(
                 self.index is not Index.NONE and self.cu_seqlens is Index.NONE,
                 "inputs ahead are those of slots, of sequences as long as others",
