@@ -82,6 +82,8 @@ MATRIX = {
         BY_GROUP, state=BF, warps=4, headdim=64, nheads=8, ngroups=2, prefetch=1, prefetch_inputs=True, group_heads=4
     ),
     "by-group-ring-inputs-ahead": replace(BY_GROUP, **RUNG, warps=2, headdim=32, nheads=4, prefetch=2, prefetch_inputs=True),
+    "by-group-whole-rows": replace(BY_GROUP, state=BF, warps=2, headdim=32, whole_rows=True, d_state=128),
+    "whole-rows-f32": replace(SMALL, whole_rows=True, headdim=32, warps=2, helpers=1, philox_rounds=0),
     "by-group-ring": replace(BY_GROUP, **RUNG, state=BF, warps=4, headdim=64, window=16, out=DType.F16, D=BF, pdl=Pdl.WAIT, prefetch=2),
     "by-group-ring-philox": replace(
         BY_GROUP, **RUNG, state=BF, warps=2, headdim=32, nheads=4, philox_rounds=7, advance=True, prefetch=1, zero_padding=False
@@ -162,7 +164,7 @@ EXTREMES = torch.tensor([3.3895e38, -3.3895e38, 3.3762e38, float("inf"), float("
 def test_warps_with_rows_of_their_own_are_bit_equal(name):
     """And to those of blocks whose warps share all else."""
     results = []
-    by_group = {"warps": 4, "by_group": True, "group_heads": 2, "prefetch": 1}
+    by_group = {"warps": 4, "by_group": True, "group_heads": 2, "prefetch": 1, "whole_rows": True}
     for how in ({"warps": 2}, {"warps": 2, "own_rows": True, "prefetch": 1}, by_group):
         call = make(OWN[name], "cpu")
         if call.kwargs["state"].dtype == BF16:

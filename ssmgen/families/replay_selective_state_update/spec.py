@@ -41,6 +41,7 @@ class ReplaySpec(ReplayArguments):
     ahead_pdl: Pdl = Pdl.OFF  # MAIN: of the kernel ahead of it
     own_rows: bool = field(default=False, metadata=LATER)  # a warp does all that its 16 rows need by itself; else a block's warps share it
     by_group: bool = field(default=False, metadata=LATER)  # a block makes what the heads of a group share once, then goes from head to head
+    whole_rows: bool = field(default=False, metadata=LATER)  # a warp stores its rows of the state one after the other; else 64 bytes of eight
     prefetch_inputs: bool = field(default=False, metadata=LATER)  # L2 is asked for all else that block reads, too
 
     @property
@@ -163,6 +164,10 @@ class ReplaySpec(ReplayArguments):
                 self.part is not Part.MAIN or self.d_state * self.state.size <= 512,
                 f"of two kernels the second holds its rows twice, and {self.d_state * self.state.size} bytes of each do not fit",
             ),
+            *must(
+                not self.whole_rows or (self.state.size > 1 and not self.scaled and not self.materialize and not self.own_rows and whole),
+                "whole rows are stored of unscaled states of the kernels that share what they stage",
+            ),
             *must(0 <= self.helpers <= 8, f"helpers {self.helpers} are not 0 … 8"),
             *must(not self.helpers or self.part is not Part.PRECOMPUTE, "helpers are for kernels that go through the states"),
             *must(self.shared_bytes <= 48 * 1024, f"{self.shared_bytes} bytes of shared memory exceed 48 KiB"),
@@ -264,14 +269,19 @@ class ReplaySpec(ReplayArguments):
         return min(self.terms, 3 if self.state in (DType.F32, Narrow.I16) else 2)
 
     @property
+    def rows_bytes(self) -> int:
+        """Of rows of the state on their way out."""
+        return self.tile * self.pitch * 16 if self.whole_rows else 0
+
+    @property
     def shared_bytes(self) -> int:
         if self.own_rows:
             return 0
         if self.by_group:  # fragments of C and the history's B, products of C and B, sizes of entries and tokens, and `mix` as terms
             fragments = 32 * 2 * self.vec * (self.d_state // (4 * self.vec)) * ((self.tokens + self.window) // 8)
             pairs, term = self.entries // 8 * (self.tokens // 8) * 32, (4, 8, 16)[self.terms - 1]
-            return fragments + 8 * pairs + self.group_heads * (4 * (3 * self.entries + self.tokens + 4) + term * pairs)
-        rows = self.window * self.old_pitch + (0 if self.materialize else 2 * self.tokens * self.pitch)
+            return self.rows_bytes + fragments + 8 * pairs + self.group_heads * (4 * (3 * self.entries + self.tokens + 4) + term * pairs)
+        rows = self.rows_bytes // (self.x_terms * 2 * self.vec) + self.window * self.old_pitch + (0 if self.materialize else 2 * self.tokens * self.pitch)
         total = self.x_terms * rows * 2 * self.vec
         if self.part is Part.MAIN:
             total -= self.x_terms * self.tokens * self.pitch * 2 * self.vec
