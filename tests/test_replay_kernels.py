@@ -29,8 +29,7 @@ SM80, SM90 = Arch.parse("sm_80"), Arch.parse("sm_90a")
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 F32, BF = DType.F32, DType.BF16
 SMALL = ReplaySpec(d_state=32, headdim=16, nheads=2, ngroups=1, warps=1, index=Index.I32, out=F32, state=F32)
-OWN_ROWS = replace(SMALL, own_rows=True, out=BF)
-BY_GROUP = replace(SMALL, by_group=True, group_heads=2, out=BF)
+BY_GROUP = replace(SMALL, headdim=32, warps=2, by_group=True, group_heads=2, out=BF)
 EARLY = {"pdl": Pdl.TRIGGER_LOADED, "after_conv": True}
 TWO = {"two_kernels": True, "part": Part.MAIN}
 NOISE = {"philox_rounds": 10}
@@ -62,17 +61,8 @@ MATRIX = {
         SMALL, **RUNG, state=DType.BF16, philox_rounds=7, advance=True, cu_seqlens=Index.I64, index=Index.I64, helpers=1
     ),
     "ring-two-kernels-elements": replace(SMALL, **RUNG, **TWO, state=DType.F16, operand_loads=Loads.ELEMENT, dt_bias=DType.BF16),
-    "own-rows-f32": replace(OWN_ROWS, dt_bias=BF),
-    "own-rows-early-advance": replace(OWN_ROWS, state=BF, warps=2, headdim=32, D=F32, z=DType.F16, prefetch=1, advance=True, **EARLY),
-    "own-rows-ragged-t16": replace(
-        OWN_ROWS, state=DType.F16, warps=4, headdim=48, nheads=4, ngroups=2, tokens=16, window=16, cu_seqlens=Index.I32
-    ),
-    "own-rows-ring": replace(OWN_ROWS, **RUNG, state=BF, headdim=64, window=16, out=DType.F16, D=F32, pdl=Pdl.WAIT),
-    "own-rows-i8-ring-philox": replace(
-        OWN_ROWS, **RUNG, state=Narrow.I8, warps=2, headdim=32, philox_rounds=7, advance=True, prefetch=1, zero_padding=False
-    ),
     "by-group-early-advance": replace(
-        BY_GROUP, state=BF, warps=2, headdim=32, nheads=8, ngroups=2, group_heads=4, D=F32, z=DType.F16, prefetch=1, advance=True, **EARLY
+        BY_GROUP, state=BF, nheads=8, ngroups=2, group_heads=4, D=F32, z=DType.F16, prefetch=1, advance=True, **EARLY
     ),
     "by-group-ragged-t16-f16": replace(
         BY_GROUP, state=DType.F16, warps=4, headdim=64, nheads=3, group_heads=3, tokens=16, window=16, cu_seqlens=Index.I32, D=BF
@@ -165,7 +155,7 @@ def test_warps_with_rows_of_their_own_are_bit_equal(name):
     """And to those of blocks whose warps share all else."""
     results = []
     by_group = {"warps": 4, "by_group": True, "group_heads": 2, "prefetch": 1, "whole_rows": True}
-    for how in ({"warps": 2}, {"warps": 2, "own_rows": True, "prefetch": 1}, by_group):
+    for how in ({"warps": 2}, by_group):
         call = make(OWN[name], "cpu")
         if call.kwargs["state"].dtype == BF16:
             call.kwargs["state"][..., ::5, :8] = EXTREMES
@@ -214,9 +204,10 @@ EDITS = {
     "the buffer that is read": (SMALL, "(read_buffer ^ 1)", "read_buffer", "state"),
     "past the ring": (MOVED, "ring_first + k < ring ?", "true ?", "state"),
     "state written too early": (MOVED, "valid + tokens > window", "valid + tokens >= window", "state"),
-    "own rows: entries that do not count": (OWN_ROWS, "k < valid ?", "k < window ?", "out"),
-    "own rows: a side of them too far": (replace(OWN_ROWS, headdim=32), "2 * side * kDState", "4 * side * kDState", "state"),
-    "own rows: a warp too many": (replace(OWN_ROWS, advance=True), "== kParts * kHeads - 1", "== kParts * kHeads", "state"),
+    "by group: entries that do not count": (BY_GROUP, "k < valid ?", "k < window ?", "out"),
+    "by group: the last head's rows": (BY_GROUP, "from += kHeadDim * kDState", "from += 0", "state"),
+    "by group: a block too many": (replace(BY_GROUP, advance=True), "== kBlocks - 1", "== kBlocks", "state"),
+    "by group: of what is shared nothing is there yet": (BY_GROUP, "__syncthreads();", "__syncwarp();", "with no barrier between"),
     "a block too many": (MOVED, "== kTiles * kHeads - 1", "== kTiles * kHeads", "state"),
 }
 
@@ -278,15 +269,17 @@ def test_the_first_of_two_kernels_is_checked_with_the_second():
         (SMALL, {"d_state": 256, "x": F32, "tokens": 32, "window": 32}, "bytes of shared memory exceed 48 KiB"),
         (SMALL, {"prefetch": 264, "state_loads": Loads.ELEMENT}, "needs whole, aligned tiles of the state"),
         (SMALL, {"headdim": 24, "warps": 1, "prefetch": 264}, "needs whole, aligned tiles of the state"),
-        (OWN_ROWS, {"headdim": 24}, "16 rows of a warp do not divide the 24 of a head"),
-        (OWN_ROWS, {"warps": 3}, "48 rows of a block do not divide those of 2 heads"),
-        (OWN_ROWS, {"materialize": True}, "for the one kernel that has tokens"),
-        (OWN_ROWS, {"helpers": 1}, "leave nothing to helpers"),
-        (OWN_ROWS, {"window": 24}, "8 tokens on 24 are more than a warp's registers hold, 16"),
-        (OWN_ROWS, {"x": DType.F16}, "of bf16 by itself, not f16"),
-        (OWN_ROWS, {"out": F32}, "z and out of 16 bits"),
-        (OWN_ROWS, {"z": F32}, "z and out of 16 bits"),
-        (OWN_ROWS, {"operand_loads": Loads.ELEMENT}, "read by vectors"),
+        (BY_GROUP, {"headdim": 48}, "a block of several heads has 48 rows of each, not 32"),
+        (BY_GROUP, {"group_heads": 4}, "group_heads 4 is for precompute and by_group, and divides the heads of a group"),
+        (BY_GROUP, {"window": 16}, "2 warps have 8 entries or tokens each, not 24 in all"),
+        (BY_GROUP, {"state": Narrow.I8}, "has no scales of states"),
+        (BY_GROUP, {"materialize": True}, "for the one kernel that has tokens"),
+        (BY_GROUP, {"helpers": 1}, "leave nothing to helpers"),
+        (BY_GROUP, {"window": 24}, "8 tokens on 24 are more than a warp's registers hold, 16"),
+        (BY_GROUP, {"x": DType.F16}, "of bf16 by itself, not f16"),
+        (BY_GROUP, {"out": F32}, "z and out of 16 bits"),
+        (BY_GROUP, {"z": F32}, "z and out of 16 bits"),
+        (BY_GROUP, {"operand_loads": Loads.ELEMENT}, "read by vectors"),
     ],
 )
 def test_violations_in_words(spec, change, words):
