@@ -151,8 +151,8 @@ EXTREMES = torch.tensor([3.3895e38, -3.3895e38, 3.3762e38, float("inf"), float("
 
 @needs_emulator
 @pytest.mark.parametrize("name", OWN)
-def test_warps_with_rows_of_their_own_are_bit_equal(name):
-    """And to those of blocks whose warps share all else."""
+def test_blocks_of_several_heads_are_bit_equal(name):
+    """To those of blocks of one head."""
     results = []
     by_group = {"warps": 4, "by_group": True, "group_heads": 2, "prefetch": 1, "whole_rows": True}
     for how in ({"warps": 2}, by_group):
@@ -352,6 +352,8 @@ CHOSEN: dict[str, list[tuple[str, int, dict[str, Any]]]] = {  # shape, batch, th
         ("small", 64, {"state": BF, "D": F32, "z": BF, **NOISE}),
         ("p80", 64, {"state": BF, "advance": True, "cu_seqlens": Index.I32, **NOISE}),
         ("large", 32, {"state": DType.F16, "philox_rounds": 10, "advance": True, "cu_seqlens": Index.I32}),
+        ("small", 64, {"state": BF, "D": F32, **RUNG, "window": 16}),
+        ("p80", 64, {"state": BF, "z": BF, "advance": True, "cu_seqlens": Index.I32, **RUNG, "window": 16}),
         ("medium", 64, {"state": F32, **RUNG, "window": 16}),
         ("p80", 64, {"state": BF, "tokens": 16, "window": 16}),
         ("n256", 32, {"state": BF}),
@@ -365,24 +367,29 @@ CHOSEN: dict[str, list[tuple[str, int, dict[str, Any]]]] = {  # shape, batch, th
 @pytest.mark.parametrize(
     ("more", "batch", "how"),
     [
-        ({}, 48, (4, True, 264)),
-        ({"nheads": 1, "headdim": 96}, 1000, (2, True, 264)),
-        ({"nheads": 1, "headdim": 80}, 1000, (1, True, 264)),
-        ({"out": DType.F16, "z": BF}, 1000, (4, True, 264)),
-        ({}, 47, (4, False, 0)),
-        ({"philox_rounds": 0}, 1000, (4, False, 264)),
-        (RUNG | {"window": 8}, 1000, (4, False, 264)),
-        ({"state": DType.F16}, 1000, (4, False, 264)),
-        ({"tokens": 16, "window": 16}, 1000, (4, False, 264)),
-        ({"out": F32}, 1000, (4, False, 264)),
-        ({"two_kernels": True}, 1000, (4, False, 264)),
+        (NOISE, 48, (4, 4)),
+        (NOISE | {"nheads": 1, "headdim": 96}, 1000, (6, 1)),
+        (NOISE | {"nheads": 12, "ngroups": 2, "headdim": 80, "out": DType.F16, "z": BF}, 1000, (5, 2)),
+        (RUNG | {"window": 16}, 17, (4, 4)),
+        (NOISE, 47, None),
+        (RUNG | {"window": 16}, 16, None),
+        ({}, 1000, None),
+        (NOISE | RUNG | {"window": 8}, 1000, None),
+        (NOISE | {"state": DType.F16}, 1000, None),
+        (RUNG | {"window": 16, "state": F32}, 1000, None),
+        (NOISE | {"tokens": 16, "window": 16}, 1000, None),
+        (NOISE | {"out": F32}, 1000, None),
+        (RUNG | {"window": 16, "headdim": 24}, 1000, None),
+        (RUNG | {"window": 16, "headdim": 32}, 1000, None),
+        (NOISE | {"two_kernels": True}, 1000, None),
     ],
 )
-def test_states_that_every_step_rounds_get_warps_with_rows_of_their_own(more, batch, how):
-    given: dict[str, Any] = {"d_state": 128, "headdim": 64, "nheads": 16, "ngroups": 1, "index": Index.I32, "state": BF} | NOISE | more
-    for arch, prefetch in ((SM90, how[2]), (SM80, 0)):
+def test_many_states_that_are_rounded_or_rest_get_blocks_of_several_heads(more, batch, how):
+    """(warps, heads) of a block; None for blocks of one head's rows."""
+    given: dict[str, Any] = {"d_state": 128, "headdim": 64, "nheads": 16, "ngroups": 1, "index": Index.I32, "state": BF} | more
+    for arch in (SM90, SM80):
         spec = registry.select(op.OPERATOR, ReplayProblem(**given), batch, arch, False)
-        assert (spec.warps, spec.own_rows, spec.prefetch) == (how[0], how[1], prefetch)
+        assert ((spec.warps, spec.group_heads) if spec.by_group else None) == how
 
 
 def chosen(shape: str, batch: int, more: dict[str, Any], arch: Arch) -> tuple[ReplaySpec, ...]:
