@@ -68,12 +68,6 @@ MATRIX = {
         BY_GROUP, state=DType.F16, warps=4, headdim=64, nheads=3, group_heads=3, tokens=16, window=16, cu_seqlens=Index.I32, D=BF
     ),
     "by-group-f32": replace(BY_GROUP, group_heads=1, dt_bias=BF, prefetch=1, warps=3, headdim=48),
-    "by-group-inputs-ahead": replace(
-        BY_GROUP, state=BF, warps=4, headdim=64, nheads=8, ngroups=2, prefetch=1, prefetch_inputs=True, group_heads=4
-    ),
-    "by-group-ring-inputs-ahead": replace(BY_GROUP, **RUNG, warps=2, headdim=32, nheads=4, prefetch=2, prefetch_inputs=True),
-    "by-group-whole-rows": replace(BY_GROUP, state=BF, warps=2, headdim=32, whole_rows=True, d_state=128),
-    "whole-rows-f32": replace(SMALL, whole_rows=True, headdim=32, warps=2, helpers=1, philox_rounds=0),
     "by-group-ring": replace(BY_GROUP, **RUNG, state=BF, warps=4, headdim=64, window=16, out=DType.F16, D=BF, pdl=Pdl.WAIT, prefetch=2),
     "by-group-ring-philox": replace(
         BY_GROUP, **RUNG, state=BF, warps=2, headdim=32, nheads=4, philox_rounds=7, advance=True, prefetch=1, zero_padding=False
@@ -154,7 +148,7 @@ EXTREMES = torch.tensor([3.3895e38, -3.3895e38, 3.3762e38, float("inf"), float("
 def test_blocks_of_several_heads_are_bit_equal(name):
     """To those of blocks of one head."""
     results = []
-    by_group = {"warps": 4, "by_group": True, "group_heads": 2, "prefetch": 1, "whole_rows": True}
+    by_group = {"warps": 4, "by_group": True, "group_heads": 2, "prefetch": 1}
     for how in ({"warps": 2}, by_group):
         call = make(OWN[name], "cpu")
         if call.kwargs["state"].dtype == BF16:
@@ -273,6 +267,7 @@ def test_the_first_of_two_kernels_is_checked_with_the_second():
         (BY_GROUP, {"group_heads": 4}, "group_heads 4 is for precompute and by_group, and divides the heads of a group"),
         (BY_GROUP, {"window": 16}, "2 warps have 8 entries or tokens each, not 24 in all"),
         (BY_GROUP, {"state": Narrow.I8}, "has no scales of states"),
+        (BY_GROUP, {"prefetch": 264, "prefetch_inputs": True}, "do not ask for inputs ahead"),
         (BY_GROUP, {"materialize": True}, "for the one kernel that has tokens"),
         (BY_GROUP, {"helpers": 1}, "leave nothing to helpers"),
         (BY_GROUP, {"window": 24}, "8 tokens on 24 are more than a warp's registers hold, 16"),
@@ -370,13 +365,21 @@ CHOSEN: dict[str, list[tuple[str, int, dict[str, Any]]]] = {  # shape, batch, th
         (NOISE, 48, (4, 4)),
         (NOISE | {"nheads": 1, "headdim": 96}, 1000, (6, 1)),
         (NOISE | {"nheads": 12, "ngroups": 2, "headdim": 80, "out": DType.F16, "z": BF}, 1000, (5, 2)),
-        (RUNG | {"window": 16}, 17, (4, 4)),
+        (NOISE, 256, (4, 8)),
+        (NOISE | {"state": DType.F16}, 256, (4, 4)),
+        (RUNG | {"window": 16}, 16, (4, 1)),
+        (RUNG | {"window": 16}, 64, (4, 2)),
+        (RUNG | {"window": 16, "state": F32}, 64, (4, 1)),
+        (RUNG | {"window": 16, "state": F32}, 256, (4, 4)),
+        (NOISE | RUNG | {"window": 16}, 256, (4, 2)),
         (NOISE, 47, None),
-        (RUNG | {"window": 16}, 16, None),
+        (RUNG | {"window": 16}, 15, None),
         ({}, 1000, None),
-        (NOISE | RUNG | {"window": 8}, 1000, None),
-        (NOISE | {"state": DType.F16}, 1000, None),
-        (RUNG | {"window": 16, "state": F32}, 1000, None),
+        (NOISE | RUNG | {"window": 16}, 255, None),
+        (NOISE | {"state": DType.F16}, 255, None),
+        (RUNG | {"window": 16, "state": F32}, 63, None),
+        (RUNG | {"window": 16, "state": DType.F16}, 1000, None),
+        (RUNG | {"window": 16, "tokens": 16}, 1000, None),
         (NOISE | {"tokens": 16, "window": 16}, 1000, None),
         (NOISE | {"out": F32}, 1000, None),
         (RUNG | {"window": 16, "headdim": 24}, 1000, None),

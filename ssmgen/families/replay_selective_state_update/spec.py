@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
+from math import gcd
 from typing import Any, ClassVar
 
 from ...spec import FP8, LATER, SM90, Arch, DType, Index, Loads, Narrow, Needs, Pdl, must
@@ -40,7 +41,6 @@ class ReplaySpec(ReplayArguments):
     pdl: Pdl = Pdl.OFF
     ahead_pdl: Pdl = Pdl.OFF  # MAIN: of the kernel ahead of it
     by_group: bool = field(default=False, metadata=LATER)  # a block makes what the heads of a group share once, then goes from head to head
-    whole_rows: bool = field(default=False, metadata=LATER)  # a warp stores its rows of the state one after the other; else 64 bytes of eight
     prefetch_inputs: bool = field(default=False, metadata=LATER)  # L2 is asked for all else that block reads, too
 
     @property
@@ -158,10 +158,6 @@ class ReplaySpec(ReplayArguments):
                 self.part is not Part.MAIN or self.d_state * self.state.size <= 512,
                 f"of two kernels the second holds its rows twice, and {self.d_state * self.state.size} bytes of each do not fit",
             ),
-            *must(
-                not self.whole_rows or (self.state.size > 1 and not self.scaled and not self.materialize and whole),
-                "whole rows are stored of unscaled states of the kernels that share what they stage",
-            ),
             *must(0 <= self.helpers <= 8, f"helpers {self.helpers} are not 0 … 8"),
             *must(not self.helpers or self.part is not Part.PRECOMPUTE, "helpers are for kernels that go through the states"),
             *must(self.shared_bytes <= 48 * 1024, f"{self.shared_bytes} bytes of shared memory exceed 48 KiB"),
@@ -182,6 +178,7 @@ class ReplaySpec(ReplayArguments):
             return []
         return [
             *must(self.prefetch > 0, "inputs are asked for with the state ahead"),
+            *must(not self.by_group, "blocks of several heads do not ask for inputs ahead"),
             *must(self.part is Part.FUSED and not self.materialize, "inputs ahead are for the one kernel that has tokens"),
             *must(
                 self.index is not Index.NONE and self.cu_seqlens is Index.NONE,
@@ -244,17 +241,12 @@ class ReplaySpec(ReplayArguments):
         return min(self.terms, 3 if self.state in (DType.F32, Narrow.I16) else 2)
 
     @property
-    def rows_bytes(self) -> int:
-        """Of rows of the state on their way out."""
-        return self.tile * self.pitch * 16 if self.whole_rows else 0
-
-    @property
     def shared_bytes(self) -> int:
         if self.by_group:  # fragments of C and the history's B, products of C and B, sizes of entries and tokens, and `mix` as terms
             fragments = 32 * 2 * self.vec * (self.d_state // (4 * self.vec)) * ((self.tokens + self.window) // 8)
             pairs, term = self.entries // 8 * (self.tokens // 8) * 32, (4, 8, 16)[self.terms - 1]
-            return self.rows_bytes + fragments + 8 * pairs + self.group_heads * (4 * (3 * self.entries + self.tokens + 4) + term * pairs)
-        rows = self.rows_bytes // (self.x_terms * 2 * self.vec) + self.window * self.old_pitch + (0 if self.materialize else 2 * self.tokens * self.pitch)
+            return fragments + 8 * pairs + self.group_heads * (4 * (3 * self.entries + self.tokens + 4) + term * pairs)
+        rows = self.window * self.old_pitch + (0 if self.materialize else 2 * self.tokens * self.pitch)
         total = self.x_terms * rows * 2 * self.vec
         if self.part is Part.MAIN:
             total -= self.x_terms * self.tokens * self.pitch * 2 * self.vec
@@ -312,8 +304,9 @@ def space(problem: ReplayProblem, arch: Arch) -> Iterator[ReplaySpec]:
         spec = _spec(problem, part=part, warps=warps, min_blocks=min_blocks, prefetch=264, prefetch_inputs=True, pdl=pdl)
         if not spec.violations(arch):
             yield spec
-    for heads, pdl in product((1, 2, 4, 8), Pdl):
-        spec = _spec(problem, part=part, by_group=True, group_heads=heads, warps=max(1, problem.headdim // 16), pdl=pdl)
+    for heads, prefetch, pdl in product((1, 2, 4, 8), (0, 264), Pdl):
+        how = {"by_group": True, "group_heads": heads, "warps": problem.headdim // 16, "prefetch": prefetch}
+        spec = _spec(problem, part=part, pdl=pdl, **how)
         if not spec.violations(arch):
             yield spec
 
@@ -325,15 +318,26 @@ LATENCY, MIDDLE, BANDWIDTH = 64, 256, 768  # heads
 LARGEST = 4096  # whose inputs are asked for ahead, too: 4 % less time, and 5 % more with 1024; nothing between was measured
 
 
-def _by_group(problem: ReplayProblem, heads: int) -> dict[str, Any] | None:
+# (state, history, rounded stochastically): (heads of all sequences, at least; heads of a block that goes from one to the next), as measured.
+# Four such blocks fit an SM, 528 in all: as many heads of a block as leave about so many blocks.
+BY_GROUP: dict[tuple[Any, History, bool], tuple[tuple[int, int], ...]] = {
+    (DType.BF16, History.RING, False): ((2048, 4), (1024, 2), (256, 1)),
+    (DType.BF16, History.RING, True): ((4096, 2),),
+    (DType.F32, History.RING, False): ((4096, 4), (1024, 1)),
+    (DType.BF16, History.STEP, True): ((4096, 8), (BANDWIDTH, 4)),
+    (DType.F16, History.STEP, True): ((4096, 4),),
+}
+
+
+def _by_group(problem: ReplayProblem, heads: int, arch: Arch) -> dict[str, Any] | None:
     """Choices for blocks that go from head to head, where those were measured to be faster; None for all else."""
-    noisy = problem.philox_rounds > 0 and problem.history is History.STEP and max(problem.tokens, problem.window) <= 8
-    resting = problem.history is History.RING and not problem.philox_rounds  # most steps do not write
-    if problem.state is not DType.BF16 or problem.d_state > 128 or not (noisy and heads >= BANDWIDTH or resting and heads > MIDDLE):
+    step, noisy = problem.history is History.STEP, problem.philox_rounds > 0
+    steps = BY_GROUP.get((problem.state, problem.history, noisy), ())
+    most = next((n for least, n in steps if heads >= least), 0)
+    if not most or problem.tokens > 8 or problem.window > (8 if step else 16) or problem.d_state > 128:
         return None
-    most = 4
-    group = next(n for n in (8, 4, 2, 1) if n <= most and problem.nheads // problem.ngroups % n == 0)
-    return {"by_group": True, "group_heads": group, "warps": problem.headdim // 16}
+    group = gcd(most, problem.nheads // problem.ngroups)
+    return {"by_group": True, "group_heads": group, "warps": problem.headdim // 16, "prefetch": 264 if step and arch >= SM90 else 0}
 
 
 def _how(problem: ReplayProblem, heads: int, arch: Arch) -> tuple[str, dict[str, Any]]:
@@ -371,7 +375,7 @@ def candidates(problem: ReplayProblem, batch: int, arch: Arch, pdl: bool) -> Ite
         inner = Pdl.TRIGGER_LOADED if problem.internal_pdl and arch >= SM90 else Pdl.OFF
         edge = {"part": Part.MAIN, "pdl": inner, "ahead_pdl": wait}
     heads = batch * problem.nheads
-    if how := _by_group(problem, heads):
+    if how := _by_group(problem, heads, arch):
         yield "by group", _spec(problem, **edge, **how), ""
     rule, how = _how(problem, heads, arch)
     if (
