@@ -29,7 +29,7 @@ SM80, SM90 = Arch.parse("sm_80"), Arch.parse("sm_90a")
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 F32, BF = DType.F32, DType.BF16
 SMALL = ReplaySpec(d_state=32, headdim=16, nheads=2, ngroups=1, warps=1, index=Index.I32, out=F32, state=F32)
-OWN_ROWS = replace(SMALL, own_rows=True, out=BF)
+BY_GROUP = replace(SMALL, headdim=32, warps=2, by_group=True, group_heads=2, out=BF)
 EARLY = {"pdl": Pdl.TRIGGER_LOADED, "after_conv": True}
 TWO = {"two_kernels": True, "part": Part.MAIN}
 NOISE = {"philox_rounds": 10}
@@ -61,14 +61,16 @@ MATRIX = {
         SMALL, **RUNG, state=DType.BF16, philox_rounds=7, advance=True, cu_seqlens=Index.I64, index=Index.I64, helpers=1
     ),
     "ring-two-kernels-elements": replace(SMALL, **RUNG, **TWO, state=DType.F16, operand_loads=Loads.ELEMENT, dt_bias=DType.BF16),
-    "own-rows-f32": replace(OWN_ROWS, dt_bias=BF),
-    "own-rows-early-advance": replace(OWN_ROWS, state=BF, warps=2, headdim=32, D=F32, z=DType.F16, prefetch=1, advance=True, **EARLY),
-    "own-rows-ragged-t16": replace(
-        OWN_ROWS, state=DType.F16, warps=4, headdim=48, nheads=4, ngroups=2, tokens=16, window=16, cu_seqlens=Index.I32
+    "by-group-early-advance": replace(
+        BY_GROUP, state=BF, nheads=8, ngroups=2, group_heads=4, D=F32, z=DType.F16, prefetch=1, advance=True, **EARLY
     ),
-    "own-rows-ring": replace(OWN_ROWS, **RUNG, state=BF, headdim=64, window=16, out=DType.F16, D=F32, pdl=Pdl.WAIT),
-    "own-rows-i8-ring-philox": replace(
-        OWN_ROWS, **RUNG, state=Narrow.I8, warps=2, headdim=32, philox_rounds=7, advance=True, prefetch=1, zero_padding=False
+    "by-group-ragged-t16-f16": replace(
+        BY_GROUP, state=DType.F16, warps=4, headdim=64, nheads=3, group_heads=3, tokens=16, window=16, cu_seqlens=Index.I32, D=BF
+    ),
+    "by-group-f32": replace(BY_GROUP, group_heads=1, dt_bias=BF, prefetch=1, warps=3, headdim=48),
+    "by-group-ring": replace(BY_GROUP, **RUNG, state=BF, warps=4, headdim=64, window=16, out=DType.F16, D=BF, pdl=Pdl.WAIT, prefetch=2),
+    "by-group-ring-philox": replace(
+        BY_GROUP, **RUNG, state=BF, warps=2, headdim=32, nheads=4, philox_rounds=7, advance=True, prefetch=1, zero_padding=False
     ),
     "materialize-step": replace(SMALL, materialize=True, pdl=Pdl.WAIT, headdim=24, warps=2),
     "materialize-ring-f16": replace(SMALL, **RUNG, materialize=True, state=DType.F16, x=DType.F16, window=24, state_loads=Loads.ELEMENT),
@@ -134,19 +136,20 @@ def test_variants_are_bit_equal(name):
 
 
 OWN = {
-    "step-bf16-D-z": replace(STEP, state=BF16, out=BF16, headdim=32, heads=4, groups=2, batch=4, z=BF16),
-    "ring-f16-philox": replace(RING, state=F16, out=F16, headdim=32, heads=2, groups=1, window=16, tokens=12, seeds="one"),
-    "step-bf16-philox": replace(STEP, state=BF16, out=BF16, headdim=32, heads=2, groups=1, batch=4, seeds="slots"),
+    "step-bf16-D-z": replace(STEP, state=BF16, out=BF16, headdim=64, heads=4, groups=2, batch=4, z=BF16),
+    "ring-f16-philox": replace(RING, state=F16, out=F16, headdim=64, heads=2, groups=1, window=16, tokens=12, seeds="one"),
+    "step-bf16-philox": replace(STEP, state=BF16, out=BF16, headdim=64, heads=2, groups=1, batch=4, seeds="slots"),
 }
 EXTREMES = torch.tensor([3.3895e38, -3.3895e38, 3.3762e38, float("inf"), float("-inf"), float("nan"), 1e-40, 0.0], dtype=BF16)
 
 
 @needs_emulator
 @pytest.mark.parametrize("name", OWN)
-def test_warps_with_rows_of_their_own_are_bit_equal(name):
-    """And to those of blocks whose warps share all else."""
+def test_blocks_of_several_heads_are_bit_equal(name):
+    """To those of blocks of one head."""
     results = []
-    for how in ({"warps": 2}, {"warps": 2, "own_rows": True, "prefetch": 1}):
+    by_group = {"warps": 4, "by_group": True, "group_heads": 2, "prefetch": 1}
+    for how in ({"warps": 2}, by_group):
         call = make(OWN[name], "cpu")
         if call.kwargs["state"].dtype == BF16:
             call.kwargs["state"][..., ::5, :8] = EXTREMES
@@ -195,9 +198,10 @@ EDITS = {
     "the buffer that is read": (SMALL, "(read_buffer ^ 1)", "read_buffer", "state"),
     "past the ring": (MOVED, "ring_first + k < ring ?", "true ?", "state"),
     "state written too early": (MOVED, "valid + tokens > window", "valid + tokens >= window", "state"),
-    "own rows: entries that do not count": (OWN_ROWS, "k < valid ?", "k < window ?", "out"),
-    "own rows: a side of them too far": (replace(OWN_ROWS, headdim=32), "2 * side * kDState", "4 * side * kDState", "state"),
-    "own rows: a warp too many": (replace(OWN_ROWS, advance=True), "== kParts * kHeads - 1", "== kParts * kHeads", "state"),
+    "by group: entries that do not count": (BY_GROUP, "k < valid ?", "k < window ?", "out"),
+    "by group: the last head's rows": (BY_GROUP, "from += kHeadDim * kDState", "from += 0", "state"),
+    "by group: a block too many": (replace(BY_GROUP, advance=True), "== kBlocks - 1", "== kBlocks", "state"),
+    "by group: of what is shared nothing is there yet": (BY_GROUP, "__syncthreads();", "__syncwarp();", "with no barrier between"),
     "a block too many": (MOVED, "== kTiles * kHeads - 1", "== kTiles * kHeads", "state"),
 }
 
@@ -253,21 +257,24 @@ def test_the_first_of_two_kernels_is_checked_with_the_second():
         (SMALL, {"warps": 2}, "2 warps of 16 rows exceed the 16 rows of a head"),
         (SMALL, {"part": Part.MAIN}, "main is of one"),
         (SMALL, {"two_kernels": True}, "fused is of two kernels"),
-        (SMALL, {"group_heads": 2}, "group_heads 2 is for precompute"),
+        (SMALL, {"group_heads": 2}, "group_heads 2 is for precompute and by_group"),
         (SMALL, {"helpers": 9}, "helpers 9 are not 0 … 8"),
         (SMALL, {"ahead_pdl": Pdl.WAIT}, "ahead_pdl is of main"),
         (SMALL, {"d_state": 256, "x": F32, "tokens": 32, "window": 32}, "bytes of shared memory exceed 48 KiB"),
         (SMALL, {"prefetch": 264, "state_loads": Loads.ELEMENT}, "needs whole, aligned tiles of the state"),
         (SMALL, {"headdim": 24, "warps": 1, "prefetch": 264}, "needs whole, aligned tiles of the state"),
-        (OWN_ROWS, {"headdim": 24}, "16 rows of a warp do not divide the 24 of a head"),
-        (OWN_ROWS, {"warps": 3}, "48 rows of a block do not divide those of 2 heads"),
-        (OWN_ROWS, {"materialize": True}, "for the one kernel that has tokens"),
-        (OWN_ROWS, {"helpers": 1}, "leave nothing to helpers"),
-        (OWN_ROWS, {"window": 24}, "8 tokens on 24 are more than a warp's registers hold, 16"),
-        (OWN_ROWS, {"x": DType.F16}, "of bf16 by itself, not f16"),
-        (OWN_ROWS, {"out": F32}, "z and out of 16 bits"),
-        (OWN_ROWS, {"z": F32}, "z and out of 16 bits"),
-        (OWN_ROWS, {"operand_loads": Loads.ELEMENT}, "read by vectors"),
+        (BY_GROUP, {"headdim": 48}, "a block of several heads has 48 rows of each, not 32"),
+        (BY_GROUP, {"group_heads": 4}, "group_heads 4 is for precompute and by_group, and divides the heads of a group"),
+        (BY_GROUP, {"window": 16}, "2 warps have 8 entries or tokens each, not 24 in all"),
+        (BY_GROUP, {"state": Narrow.I8}, "has no scales of states"),
+        (BY_GROUP, {"prefetch": 264, "prefetch_inputs": True}, "do not ask for inputs ahead"),
+        (BY_GROUP, {"materialize": True}, "for the one kernel that has tokens"),
+        (BY_GROUP, {"helpers": 1}, "leave nothing to helpers"),
+        (BY_GROUP, {"window": 24}, "8 tokens on 24 are more than a warp's registers hold, 16"),
+        (BY_GROUP, {"x": DType.F16}, "of bf16 by itself, not f16"),
+        (BY_GROUP, {"out": F32}, "z and out of 16 bits"),
+        (BY_GROUP, {"z": F32}, "z and out of 16 bits"),
+        (BY_GROUP, {"operand_loads": Loads.ELEMENT}, "read by vectors"),
     ],
 )
 def test_violations_in_words(spec, change, words):
@@ -340,6 +347,8 @@ CHOSEN: dict[str, list[tuple[str, int, dict[str, Any]]]] = {  # shape, batch, th
         ("small", 64, {"state": BF, "D": F32, "z": BF, **NOISE}),
         ("p80", 64, {"state": BF, "advance": True, "cu_seqlens": Index.I32, **NOISE}),
         ("large", 32, {"state": DType.F16, "philox_rounds": 10, "advance": True, "cu_seqlens": Index.I32}),
+        ("small", 64, {"state": BF, "D": F32, **RUNG, "window": 16}),
+        ("p80", 64, {"state": BF, "z": BF, "advance": True, "cu_seqlens": Index.I32, **RUNG, "window": 16}),
         ("medium", 64, {"state": F32, **RUNG, "window": 16}),
         ("p80", 64, {"state": BF, "tokens": 16, "window": 16}),
         ("n256", 32, {"state": BF}),
@@ -353,24 +362,37 @@ CHOSEN: dict[str, list[tuple[str, int, dict[str, Any]]]] = {  # shape, batch, th
 @pytest.mark.parametrize(
     ("more", "batch", "how"),
     [
-        ({}, 48, (4, True, 264)),
-        ({"nheads": 1, "headdim": 96}, 1000, (2, True, 264)),
-        ({"nheads": 1, "headdim": 80}, 1000, (1, True, 264)),
-        ({"out": DType.F16, "z": BF}, 1000, (4, True, 264)),
-        ({}, 47, (4, False, 0)),
-        ({"philox_rounds": 0}, 1000, (4, False, 264)),
-        (RUNG | {"window": 8}, 1000, (4, False, 264)),
-        ({"state": DType.F16}, 1000, (4, False, 264)),
-        ({"tokens": 16, "window": 16}, 1000, (4, False, 264)),
-        ({"out": F32}, 1000, (4, False, 264)),
-        ({"two_kernels": True}, 1000, (4, False, 264)),
+        (NOISE, 48, (4, 4)),
+        (NOISE | {"nheads": 1, "headdim": 96}, 1000, (6, 1)),
+        (NOISE | {"nheads": 12, "ngroups": 2, "headdim": 80, "out": DType.F16, "z": BF}, 1000, (5, 2)),
+        (NOISE, 256, (4, 8)),
+        (NOISE | {"state": DType.F16}, 256, (4, 4)),
+        (RUNG | {"window": 16}, 16, (4, 1)),
+        (RUNG | {"window": 16}, 64, (4, 2)),
+        (RUNG | {"window": 16, "state": F32}, 64, (4, 1)),
+        (RUNG | {"window": 16, "state": F32}, 256, (4, 4)),
+        (NOISE | RUNG | {"window": 16}, 256, (4, 2)),
+        (NOISE, 47, None),
+        (RUNG | {"window": 16}, 15, None),
+        ({}, 1000, None),
+        (NOISE | RUNG | {"window": 16}, 255, None),
+        (NOISE | {"state": DType.F16}, 255, None),
+        (RUNG | {"window": 16, "state": F32}, 63, None),
+        (RUNG | {"window": 16, "state": DType.F16}, 1000, None),
+        (RUNG | {"window": 16, "tokens": 16}, 1000, None),
+        (NOISE | {"tokens": 16, "window": 16}, 1000, None),
+        (NOISE | {"out": F32}, 1000, None),
+        (RUNG | {"window": 16, "headdim": 24}, 1000, None),
+        (RUNG | {"window": 16, "headdim": 32}, 1000, None),
+        (NOISE | {"two_kernels": True}, 1000, None),
     ],
 )
-def test_states_that_every_step_rounds_get_warps_with_rows_of_their_own(more, batch, how):
-    given: dict[str, Any] = {"d_state": 128, "headdim": 64, "nheads": 16, "ngroups": 1, "index": Index.I32, "state": BF} | NOISE | more
-    for arch, prefetch in ((SM90, how[2]), (SM80, 0)):
+def test_many_states_that_are_rounded_or_rest_get_blocks_of_several_heads(more, batch, how):
+    """(warps, heads) of a block; None for blocks of one head's rows."""
+    given: dict[str, Any] = {"d_state": 128, "headdim": 64, "nheads": 16, "ngroups": 1, "index": Index.I32, "state": BF} | more
+    for arch in (SM90, SM80):
         spec = registry.select(op.OPERATOR, ReplayProblem(**given), batch, arch, False)
-        assert (spec.warps, spec.own_rows, spec.prefetch) == (how[0], how[1], prefetch)
+        assert ((spec.warps, spec.group_heads) if spec.by_group else None) == how
 
 
 def chosen(shape: str, batch: int, more: dict[str, Any], arch: Arch) -> tuple[ReplaySpec, ...]:

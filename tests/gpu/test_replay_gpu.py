@@ -174,9 +174,9 @@ VARIED = [
     replace(STEP, id="step-t16-philox", state=F16, tokens=16, window=16, seeds="slots", arrivals=True, **shaped("h32g2")),
     replace(STEP, id="step-t32", state=BF16, tokens=32, window=32, **shaped("h16")),
     replace(RING, id="ring-advance", state=BF16, window=16, arrivals=True, seeds="one", **shaped("h16")),
-    replace(STEP, id="own-bf16", state=BF16, out=BF16, tokens=6, z=BF16, **shaped("h16")),
-    replace(STEP, id="own-f16-ragged", state=F16, out=BF16, **RAGGED, **shaped("h24p80")),
-    replace(RING, id="own-philox-advance", state=BF16, out=F16, window=16, arrivals=True, seeds="slots", **shaped("h16")),
+    replace(STEP, id="by-group-bf16", state=BF16, out=BF16, tokens=6, z=BF16, **shaped("h16")),
+    replace(STEP, id="by-group-f16-ragged", state=F16, out=BF16, **RAGGED, **shaped("h24p80")),
+    replace(RING, id="by-group-philox-advance", state=BF16, out=F16, window=16, arrivals=True, seeds="slots", **shaped("h16")),
     replace(RING, id="ring-odd-f32", layout="odd", state_gap=3, **RAGGED, **shaped("h24p80")),
 ]
 
@@ -189,8 +189,8 @@ def test_variants_are_bit_equal(case):
     for i, kind in enumerate(kinds):
         specs = list(family.space(make(replace(case, **kind), DEVICE).problem, arch()))
         assert specs, f"no variant of {kind}"
-        own = [spec for spec in specs if spec.own_rows]  # by warps with rows of their own
-        picked = random.Random(i).sample(specs, min(8, len(specs))) + random.Random(i).sample(own, min(6, len(own)))
+        grouped = [spec for spec in specs if spec.by_group]
+        picked = random.Random(i).sample(specs, min(8, len(specs))) + random.Random(i).sample(grouped, min(6, len(grouped)))
         picked += [spec for spec in specs if spec.prefetch_inputs][::4]
         variants += [(kind, spec) for spec in (*picked, chosen(make(replace(case, **kind), DEVICE)))]
     prepare([spec for _, spec in variants])

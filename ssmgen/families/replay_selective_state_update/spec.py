@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
+from math import gcd
 from typing import Any, ClassVar
 
 from ...spec import FP8, LATER, SM90, Arch, DType, Index, Loads, Narrow, Needs, Pdl, must
@@ -34,12 +35,12 @@ class ReplaySpec(ReplayArguments):
 
     warps: int = 4  # of 16 rows each
     helpers: int = 0  # warps that do all but the rows, which then have that much less to do; 0 = each does its part of everything
-    group_heads: int = 1  # PRECOMPUTE: heads of a group per block
+    group_heads: int = 1  # PRECOMPUTE, and by_group: heads of a group per block
     min_blocks: int = 0  # blocks per SM that ptxas must leave registers for; 0 = its own choice
     prefetch: int = 0  # ask L2 for the tile of the block this many blocks ahead; 0 = off
     pdl: Pdl = Pdl.OFF
     ahead_pdl: Pdl = Pdl.OFF  # MAIN: of the kernel ahead of it
-    own_rows: bool = field(default=False, metadata=LATER)  # a warp does all that its 16 rows need by itself; else a block's warps share it
+    by_group: bool = field(default=False, metadata=LATER)  # a block makes what the heads of a group share once, then goes from head to head
     prefetch_inputs: bool = field(default=False, metadata=LATER)  # L2 is asked for all else that block reads, too
 
     @property
@@ -47,13 +48,13 @@ class ReplaySpec(ReplayArguments):
         narrow = self.scaled and self.part is not Part.PRECOMPUTE
         by_byte = narrow and self.state.size == 1 and self.state_loads is Loads.ELEMENT
         ahead = self.prefetch > 0
-        noise = self.own_rows and self.philox_rounds > 0 and not self.scaled
-        needs = replace(super().needs, matrix_turns=self.own_rows, noise_at_once=noise)
+        noise = self.by_group and self.philox_rounds > 0 and not self.scaled
+        needs = replace(super().needs, matrix_turns=self.by_group, noise_at_once=noise)
         return replace(needs, mma="bf16", prefetch=ahead, lines=ahead and (narrow or self.prefetch_inputs), narrow=narrow, bytes=by_byte)
 
     @property
     def tile(self) -> int:
-        """Rows of headdim per block, or with own_rows of all heads."""
+        """Rows of headdim per block."""
         return 16 * self.warps
 
     @property
@@ -64,9 +65,7 @@ class ReplaySpec(ReplayArguments):
     @property
     def blocks(self) -> int:
         """Per sequence."""
-        if self.own_rows:
-            return self.nheads * self.headdim // self.tile
-        return self.nheads // self.group_heads if self.part is Part.PRECOMPUTE else self.nheads * self.tiles
+        return self.nheads // self.group_heads if self.part is Part.PRECOMPUTE or self.by_group else self.nheads * self.tiles
 
     @property
     def threads_per_block(self) -> int:
@@ -74,8 +73,9 @@ class ReplaySpec(ReplayArguments):
 
     @property
     def traffic(self) -> tuple[int, int]:
-        tile = min(self.tile, self.headdim * (self.nheads if self.own_rows else 1)) * self.d_state * self.state.size
-        return tile, tile
+        tile = min(self.tile, self.headdim) * self.d_state * self.state.size
+        heads = self.group_heads if self.by_group else 1
+        return tile * heads, tile * heads
 
     @property
     def entries(self) -> int:
@@ -101,7 +101,9 @@ class ReplaySpec(ReplayArguments):
                 shape,
                 f"{self.history.value}{self.window}",
                 kind,
-                f"w{self.warps}" + ("own" if self.own_rows else "") + (f"h{self.helpers}" if self.helpers else ""),
+                f"w{self.warps}"
+                + (f"h{self.helpers}" if self.helpers else "")
+                + (f"by{self.group_heads}" if self.by_group else ""),
                 *extras,
                 *pdl,
             ]
@@ -138,19 +140,19 @@ class ReplaySpec(ReplayArguments):
     def violations(self, arch: Arch) -> list[str]:
         if not 1 <= self.warps <= 16:
             return [*self.faults(), f"warps {self.warps} are not 1 … 16"]
-        whole = self.own_rows or self.headdim % self.tile == 0
+        whole = self.headdim % self.tile == 0
         return [
             *self.faults(),
-            *self._own_rows_violations(),
+            *self._by_group_violations(),
             *self._inputs_violations(),
             *must(
-                self.part is Part.PRECOMPUTE or self.own_rows or self.tile < self.headdim + 16,
+                self.part is Part.PRECOMPUTE or self.tile < self.headdim + 16,
                 f"{self.warps} warps of 16 rows exceed the {self.headdim} rows of a head",
             ),
             *must((self.part is Part.FUSED) != self.two_kernels, f"{self.part.value} is of {'two kernels' if self.two_kernels else 'one'}"),
             *must(
-                self.group_heads == 1 or (self.part is Part.PRECOMPUTE and self.nheads // self.ngroups % self.group_heads == 0),
-                f"group_heads {self.group_heads} is for precompute, and divides the heads of a group",
+                self.group_heads == 1 or ((self.by_group or self.part is Part.PRECOMPUTE) and self.nheads // self.ngroups % self.group_heads == 0),
+                f"group_heads {self.group_heads} is for precompute and by_group, and divides the heads of a group",
             ),
             *must(
                 self.part is not Part.MAIN or self.d_state * self.state.size <= 512,
@@ -176,8 +178,8 @@ class ReplaySpec(ReplayArguments):
             return []
         return [
             *must(self.prefetch > 0, "inputs are asked for with the state ahead"),
+            *must(not self.by_group, "blocks of several heads do not ask for inputs ahead"),
             *must(self.part is Part.FUSED and not self.materialize, "inputs ahead are for the one kernel that has tokens"),
-            *must(not self.own_rows, "rows of a warp's own are not served with inputs ahead"),
             *must(
                 self.index is not Index.NONE and self.cu_seqlens is Index.NONE,
                 "inputs ahead are those of slots, of sequences as long as others",
@@ -185,15 +187,16 @@ class ReplaySpec(ReplayArguments):
             *must(self.x.size == 2 and self.operand_loads is Loads.VECTOR, "inputs ahead are contiguous rows of 16 bits"),
         ]
 
-    def _own_rows_violations(self) -> list[str]:
-        """What a warp with rows of its own cannot do, if there are such."""
-        if not self.own_rows:
+    def _by_group_violations(self) -> list[str]:
+        """What a block that goes from head to head cannot do, if it is one."""
+        if not self.by_group:
             return []
         half = (DType.BF16, DType.F16)
         return [
-            *must(self.headdim % 16 == 0, f"16 rows of a warp do not divide the {self.headdim} of a head"),
-            *must(self.nheads * self.headdim % self.tile == 0, f"{self.tile} rows of a block do not divide those of {self.nheads} heads"),
-            *must(self.part is Part.FUSED and not self.materialize, "rows of a warp's own are for the one kernel that has tokens"),
+            *must(self.part is Part.FUSED and not self.materialize, "blocks of several heads are for the one kernel that has tokens"),
+            *must(self.tile == self.headdim, f"a block of several heads has {self.headdim} rows of each, not {self.tile}"),
+            *must(not self.scaled, "a block of several heads has no scales of states"),
+            *must(self.entries <= 8 * self.warps, f"{self.warps} warps have 8 entries or tokens each, not {self.entries} in all"),
             *must(not self.helpers, "rows of a warp's own leave nothing to helpers"),
             *must(max(self.tokens, self.window) <= 16, f"{self.tokens} tokens on {self.window} are more than a warp's registers hold, 16"),
             *must(self.x is DType.BF16, f"a warp turns x, B and C of bf16 by itself, not {self.x.value}"),
@@ -239,8 +242,10 @@ class ReplaySpec(ReplayArguments):
 
     @property
     def shared_bytes(self) -> int:
-        if self.own_rows:
-            return 0
+        if self.by_group:  # fragments of C and the history's B, products of C and B, sizes of entries and tokens, and `mix` as terms
+            fragments = 32 * 2 * self.vec * (self.d_state // (4 * self.vec)) * ((self.tokens + self.window) // 8)
+            pairs, term = self.entries // 8 * (self.tokens // 8) * 32, (4, 8, 16)[self.terms - 1]
+            return fragments + 8 * pairs + self.group_heads * (4 * (3 * self.entries + self.tokens + 4) + term * pairs)
         rows = self.window * self.old_pitch + (0 if self.materialize else 2 * self.tokens * self.pitch)
         total = self.x_terms * rows * 2 * self.vec
         if self.part is Part.MAIN:
@@ -258,14 +263,14 @@ class ReplaySpec(ReplayArguments):
             "pooled": self.index is not Index.NONE,
             "ragged": self.cu_seqlens is not Index.NONE,
             "step": self.history is History.STEP,
-            "tail": not self.own_rows and self.headdim % self.tile != 0,
+            "tail": self.headdim % self.tile != 0,
             "vector_state": self.state_loads is Loads.VECTOR,
             "vector": self.operand_loads is Loads.VECTOR,
             "makes": self.part is not Part.MAIN and not self.materialize,
             "applies": self.part is not Part.PRECOMPUTE,
             "several": self.part is Part.PRECOMPUTE,
             "there": not self.materialize,  # the tokens
-            "x_fits": " && tile * kTile + column < kHeadDim" if not self.own_rows and self.headdim % self.tile else "",
+            "x_fits": " && tile * kTile + column < kHeadDim" if self.headdim % self.tile else "",
             "rounded": {self.state.value} if self.philox_rounds else set(),
             "narrow_noise": self.scaled and bool(self.philox_rounds),
             # Pairs of terms of the two factors of a product; what is left out is below 2^-24 of it.
@@ -299,8 +304,9 @@ def space(problem: ReplayProblem, arch: Arch) -> Iterator[ReplaySpec]:
         spec = _spec(problem, part=part, warps=warps, min_blocks=min_blocks, prefetch=264, prefetch_inputs=True, pdl=pdl)
         if not spec.violations(arch):
             yield spec
-    for warps, prefetch, pdl in product((2, 4), (0, 264), Pdl):
-        spec = _spec(problem, part=part, own_rows=True, warps=warps, prefetch=prefetch, pdl=pdl)
+    for heads, prefetch, pdl in product((1, 2, 4, 8), (0, 264), Pdl):
+        how = {"by_group": True, "group_heads": heads, "warps": problem.headdim // 16, "prefetch": prefetch}
+        spec = _spec(problem, part=part, pdl=pdl, **how)
         if not spec.violations(arch):
             yield spec
 
@@ -312,15 +318,26 @@ LATENCY, MIDDLE, BANDWIDTH = 64, 256, 768  # heads
 LARGEST = 4096  # whose inputs are asked for ahead, too: 4 % less time, and 5 % more with 1024; nothing between was measured
 
 
-def _noisy(problem: ReplayProblem, arch: Arch) -> dict[str, Any] | None:
-    """Choices for bf16 states of many heads that every step rounds stochastically: warps with rows of their own were measured to be faster
-    there. None for all else: unrounded states were slower so, those of a ring most, and nothing else was timed.
-    """
-    measured = problem.state is DType.BF16 and problem.history is History.STEP and max(problem.tokens, problem.window) <= 8
-    if not (problem.philox_rounds and measured) or problem.d_state > 128:
+# (state, history, rounded stochastically): (heads of all sequences, at least; heads of a block that goes from one to the next), as measured.
+# Four such blocks fit an SM, 528 in all: as many heads of a block as leave about so many blocks.
+BY_GROUP: dict[tuple[Any, History, bool], tuple[tuple[int, int], ...]] = {
+    (DType.BF16, History.RING, False): ((2048, 4), (1024, 2), (256, 1)),
+    (DType.BF16, History.RING, True): ((4096, 2),),
+    (DType.F32, History.RING, False): ((4096, 4), (1024, 1)),
+    (DType.BF16, History.STEP, True): ((4096, 8), (BANDWIDTH, 4)),
+    (DType.F16, History.STEP, True): ((4096, 4),),
+}
+
+
+def _by_group(problem: ReplayProblem, heads: int, arch: Arch) -> dict[str, Any] | None:
+    """Choices for blocks that go from head to head, where those were measured to be faster; None for all else."""
+    step, noisy = problem.history is History.STEP, problem.philox_rounds > 0
+    steps = BY_GROUP.get((problem.state, problem.history, noisy), ())
+    most = next((n for least, n in steps if heads >= least), 0)
+    if not most or problem.tokens > 8 or problem.window > (8 if step else 16) or problem.d_state > 128:
         return None
-    warps = next((n for n in (4, 2) if problem.nheads * problem.headdim % (16 * n) == 0), 1)
-    return {"warps": warps, "own_rows": True, "prefetch": 264 if arch >= SM90 else 0}
+    group = gcd(most, problem.nheads // problem.ngroups)
+    return {"by_group": True, "group_heads": group, "warps": problem.headdim // 16, "prefetch": 264 if step and arch >= SM90 else 0}
 
 
 def _how(problem: ReplayProblem, heads: int, arch: Arch) -> tuple[str, dict[str, Any]]:
@@ -358,8 +375,8 @@ def candidates(problem: ReplayProblem, batch: int, arch: Arch, pdl: bool) -> Ite
         inner = Pdl.TRIGGER_LOADED if problem.internal_pdl and arch >= SM90 else Pdl.OFF
         edge = {"part": Part.MAIN, "pdl": inner, "ahead_pdl": wait}
     heads = batch * problem.nheads
-    if heads >= BANDWIDTH and (noisy := _noisy(problem, arch)):
-        yield "noise", _spec(problem, **edge, **noisy), ""
+    if how := _by_group(problem, heads, arch):
+        yield "by group", _spec(problem, **edge, **how), ""
     rule, how = _how(problem, heads, arch)
     if (
         pdl
