@@ -2,8 +2,8 @@
 //   d_state=128  headdim=64  nheads=16  ngroups=1  state=bf16  x=bf16  dt=bf16  A=f32  D=bf16  z=none  dt_bias=bf16
 //   out=bf16  dt_softplus=yes  history=step  tokens=8  window=8  materialize=no  cu_seqlens=none  index=i32
 //   advance=no  two_kernels=no  internal_pdl=yes  after_conv=no  philox_rounds=10  terms=3  state_loads=vector
-//   operand_loads=vector  part=fused  warps=4  helpers=0  group_heads=1  min_blocks=0  prefetch=264
-//   pdl=trigger_loaded  ahead_pdl=off  own_rows=yes
+//   operand_loads=vector  part=fused  warps=4  helpers=0  group_heads=4  min_blocks=0  prefetch=264
+//   pdl=trigger_loaded  ahead_pdl=off  by_group=yes
 // The state S stands where the last step began. With the K entries of its history, which is the last step's tokens, and sums s of dt A:
 //     S' = exp(s_K) S + sum_k exp(s_K - s_k) dt_k x_k B_k
 //     out_t = exp(s_K + s_t) C_t S + sum_k mix[t, k] x_k + sum_{j <= t} mix[t, j] x_j + D x_t
@@ -27,8 +27,9 @@ constexpr int kWindow = 8;  // entries of the history, at most
 constexpr int kTokens = 8;  // of a step, at most
 constexpr int kEntries = 16;  // of both
 constexpr int kThreads = 128;
-constexpr int kParts = kHeadDim / 16;  // warps per head
-constexpr int kBlocks = kHeads * kParts / (kThreads / 32);  // per sequence
+constexpr int kGroupHeads = 4;  // heads per block, one after the other; a warp has 16 rows of each
+constexpr int kBlocks = kHeads / kGroupHeads;  // per sequence
+constexpr int kUnits = kEntries / 8;  // of 8 entries or tokens
 constexpr int kVec = 8;  // neighbouring elements of the state per lane: 16 bytes
 constexpr int kSpans = kDState / (4 * kVec);  // of a row, each of four lanes
 constexpr int kXTerms = 1;  // bf16 terms that an element of x, B or C consists of
@@ -258,6 +259,24 @@ DEVICE float log1p_unit(float u) {
 // log(1 + e^v) without overflow, and accurate where v is very negative.
 DEVICE float softplus(float v) { return fmaxf(v, 0.f) + log1p_unit(exp2_approx(-fabsf(v) * kLog2E)); }
 
+// Shared memory is declared with these two, so that the emulator can watch it.
+#ifndef SSMGEN_EMULATOR
+#define SHARED(type, name, count) __shared__ type name[count]
+#define DYNAMIC_SHARED(type, name)                                \
+  extern __shared__ __align__(16) unsigned char dynamic_shared[]; \
+  type* name = reinterpret_cast<type*>(dynamic_shared)
+#endif
+
+// Four floats that travel together.
+struct alignas(16) Quad {
+  float f[4];
+};
+DEVICE Quad quad_of(const float* f) { return Quad{{f[0], f[1], f[2], f[3]}}; }
+DEVICE void to_array(const Quad& q, float* f) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) f[i] = q.f[i];
+}
+
 // Numbers for the tensor cores: an f32 is a sum of three bf16, an f16 of two; products of terms are exact and summed in f32.
 
 // N neighbours, as the low and high halves of words.
@@ -382,11 +401,18 @@ DEVICE void pack_stochastic(const float (&f)[Vectors][N], Pack<T, N> (&v)[Vector
 struct alignas(8) Pair {
   float f[2];
 };
+struct alignas(16) Factors {
+  u32 word[4];
+};
+template <class Floats>  // what SHARED declares
+DEVICE Pair pair_at(Floats& from, u32 i) {
+  return Pair{{from[i], from[i + 1]}};
+}
 
 // ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-replay_h16p64n128g1_bf16_step8_t8_w4own_pf264_pdl_7c341183(
+replay_h16p64n128g1_bf16_step8_t8_w4by4_pf264_pdl_b38b1320(
     bf16* state, bf16* old_x, bf16* old_B, f32* old_dt, f32* old_dA_cumsum, const int* cache_buf_idx,
     const int* prev_num_accepted_tokens, const bf16* x, const bf16* dt, const f32* A, const bf16* B, const bf16* C,
     const bf16* D, const bf16* dt_bias, bf16* out, const int* state_indices, const i64* rand_seed, i64 slots,
@@ -396,9 +422,9 @@ replay_h16p64n128g1_bf16_step8_t8_w4own_pf264_pdl_7c341183(
     u32 old_dA_cumsum_buffer, u32 old_dA_cumsum_head, u32 old_dA_cumsum_token, u32 x_batch, u32 x_token, u32 x_head,
     u32 dt_batch, u32 dt_token, u32 dt_head, u32 A_head, u32 B_batch, u32 B_token, u32 B_group, u32 C_batch,
     u32 C_token, u32 C_group, u32 D_head, u32 D_row, u32 dt_bias_head, u32 out_batch, u32 out_token, u32 out_head) {
-  // Warps go through the rows of a head, 16 each, then the heads of a sequence, then the batch.
-  const u32 lane = threadIdx.x % 32, warp = blockIdx.x % kBlocks * (kThreads / 32) + threadIdx.x / 32;  // of the sequence
-  const u32 batch = blockIdx.x / kBlocks, head = warp / kParts, first_row = warp % kParts * 16;
+  // Blocks go through some heads of a sequence each; then the batch.
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const u32 batch = blockIdx.x / kBlocks, head = blockIdx.x % kBlocks * kGroupHeads;  // the first
   const u32 group = head / kHeadsPerGroup;
   const u32 quad = lane / 4, part = lane % 4;  // of a fragment: its row or column, and which two or four of what is summed over
 
@@ -417,60 +443,126 @@ replay_h16p64n128g1_bf16_step8_t8_w4own_pf264_pdl_7c341183(
   // A quad of lanes has a token or an entry of eight. Of its B and C a lane has kVec elements of each span, of its x, z and output four of
   // the 16 rows. Two neighbours are a word, and words of the same place an 8 x 8 matrix, which turned has a row or column per quad.
   const auto bc_at = [&](int span) { return span * 4 * kVec + part * kVec; };
-  const u32 x_at = first_row + part * 4;
-  Pack<X, kVec> raw_B[kTokens / 8][kSpans];
-  Pack<X, kVec> raw_C[kTokens / 8][kSpans];
+  const u32 x_at = warp * 16 + part * 4;
+  const bool of_history = warp < kWindow / 8, of_tokens = !of_history && warp < kUnits;  // what the warp has eight of
+  const u32 token = (warp - kWindow / 8) * 8 + quad;
+  Pack<X, kVec> raw_C[kTokens / 8][kSpans], raw_B[kSpans];  // B of the warp's eight
   Pack<bf16, 4> raw_x[kTokens / 8];
+  const auto load_head = [&] {  // the tokens'; then on to the next head
 #pragma unroll
-  for (int i = 0; i < kTokens / 8; ++i) {
-    const u32 t = i * 8 + quad;
-#pragma unroll
-    for (int span = 0; span < kSpans; ++span) {
-      raw_B[i][span] = t < tokens ? load_vector<X, kVec>(B + t * B_token + bc_at(span)) : zero_pack<X, kVec>();
-      raw_C[i][span] = t < tokens ? load_vector<X, kVec>(C + t * C_token + bc_at(span)) : zero_pack<X, kVec>();
+    for (int i = 0; i < kTokens / 8; ++i) {
+      const u32 t = i * 8 + quad;
+      raw_x[i] = t < tokens ? load_vector<bf16, 4>(x + t * x_token + x_at) : zero_pack<bf16, 4>();
     }
-  }
+    x += x_head;
+  };
+  const auto load_tokens = [&] {
+    if (warp < kUnits) {
 #pragma unroll
-  for (int i = 0; i < kTokens / 8; ++i) {
-    const u32 t = i * 8 + quad;
-    raw_x[i] = t < tokens ? load_vector<bf16, 4>(x + t * x_token + x_at) : zero_pack<bf16, 4>();
+      for (int i = 0; i < kTokens / 8; ++i) {
+        const u32 t = i * 8 + quad;
+#pragma unroll
+        for (int span = 0; span < kSpans; ++span) raw_C[i][span] = t < tokens ? load_vector<X, kVec>(C + t * C_token + bc_at(span)) : zero_pack<X, kVec>();
+      }
+    }
+    if (of_tokens) {
+#pragma unroll
+      for (int span = 0; span < kSpans; ++span) raw_B[span] = token < tokens ? load_vector<X, kVec>(B + token * B_token + bc_at(span)) : zero_pack<X, kVec>();
+    }
+    load_head();
+  };
+  load_tokens();
+  // Of the heads that are this warp's to prepare lane t has token t.
+  float raw_dt[1], rate[1], raw_bias[1];
+#pragma unroll
+  for (int r = 0; r < 1; ++r) {
+    const u32 h = warp + r * (kThreads / 32);
+    raw_dt[r] = lane < tokens ? to_float(load(dt + lane * dt_token + h * dt_head)) : 0.f;
+    rate[r] = to_float(load(A + (head + h) * A_head));
+    raw_bias[r] = to_float(load(dt_bias + (head + h) * dt_bias_head));
   }
-  // Lane t has token t.
-  const float raw_dt = lane < tokens ? to_float(load(dt + lane * dt_token)) : 0.f;
-  const float raw_bias = to_float(load(dt_bias + head * dt_bias_head));
-  const float rate = to_float(load(A + head * A_head));
 
   __syncwarp();  // no instruction; but without it ptxas moves all of the loads above to below the branch, and they wait for the slot
   if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // padding: zero output, nothing else touched
+    for (u32 h = 0; h < kGroupHeads; ++h) {
 #pragma unroll
-    for (int i = 0; i < kTokens / 8; ++i) {
-      if (i * 8 + quad < tokens) store_vector(out + (i * 8 + quad) * out_token + x_at, zero_pack<bf16, 4>());
+      for (int i = 0; i < kTokens / 8; ++i) {
+        if (i * 8 + quad < tokens) store_vector(out + h * out_head + (i * 8 + quad) * out_token + x_at, zero_pack<bf16, 4>());
+      }
     }
     return;
   }
   const int counted = load(prev_num_accepted_tokens + slot);
   const u32 read_buffer = u32(load(cache_buf_idx + slot)) & 1;
-  // The rows of the block 264 blocks ahead go to L2 now, so that its block finds them there.
-  constexpr u32 kRows = kThreads / 2;
-  if (threadIdx.x == 0 && blockIdx.x + kPrefetch < gridDim.x && u64(ahead_slot) < u64(slots)) {
-    const u32 row = ahead % kBlocks * kRows;
-    prefetch_l2(state + ahead_slot * state_slot + row * kDState, kRows * kDState * int(sizeof(State)));
-  }
+  // A head's states go to L2 two heads before they are needed, behind the last one those of the block 264 blocks ahead.
+  const auto ask = [&](u32 h) {
+    if (threadIdx.x != 0) return;
+    constexpr int kBytes = kHeadDim * kDState * int(sizeof(State));
+    if (h < kGroupHeads)
+      prefetch_l2(state + slot * state_slot + (head + h) * (kHeadDim * kDState), kBytes);
+    else if (blockIdx.x + kPrefetch < gridDim.x && u64(ahead_slot) < u64(slots))
+      prefetch_l2(state + ahead_slot * state_slot + (ahead % kBlocks * kGroupHeads + h - kGroupHeads) * (kHeadDim * kDState), kBytes);
+  };
+  ask(1);
 
   // Of 16 rows, quad has those whose x are of words 0 and 1: this one, and two on.
-  const u32 quad_row = first_row + quad / 2 * 4 + quad % 2;
+  const u32 quad_row = warp * 16 + quad / 2 * 4 + quad % 2;
   const u32 first_share = (head * kHeadDim + quad_row) * kDState + part * kVec;
-  State* const from = state + slot * state_slot + first_share;
+  State* from = state + slot * state_slot + first_share;
+  D += head * D_head + quad_row * D_row;
+  bf16 skip[2];  // of rows quad_row and two on
   Pack<State, kVec> rows[kSpans][2];
 #pragma unroll
   for (int span = 0; span < kSpans; ++span) {
 #pragma unroll
     for (int side = 0; side < 2; ++side) rows[span][side] = load_vector<State, kVec>(from + 2 * side * kDState + span * 4 * kVec);
   }
-  float skip[2];
-#pragma unroll
-  for (int side = 0; side < 2; ++side) skip[side] = to_float(load(D + head * D_head + (quad_row + 2 * side) * D_row));
 
+  // The history, of which lane k has the sizes of entry k.
+  X* old_x_here = old_x + slot * old_x_slot + head * old_x_head;
+  X* const old_B_here = old_B + slot * old_B_slot + group * old_B_group;
+  float* const old_dt_here = old_dt + slot * old_dt_slot + head * old_dt_head;
+  float* const old_dA_cumsum_here = old_dA_cumsum + slot * old_dA_cumsum_slot + head * old_dA_cumsum_head;
+  const u32 valid = counted > 0 && u32(counted) <= window ? u32(counted) : 0;  // entries that count; the others may be anything
+  const auto entry_of = [&](u32 k) { return k; };
+  const auto new_entry = [&](u32 t) { return t; };
+  float raw_old_dt[1], raw_old_dA_cumsum[1];
+#pragma unroll
+  for (int r = 0; r < 1; ++r) {
+    const u32 h = warp + r * (kThreads / 32);
+    raw_old_dt[r] = lane < valid ? load(old_dt_here + read_buffer * old_dt_buffer + h * old_dt_head + entry_of(lane) * old_dt_token) : 0.f;
+    raw_old_dA_cumsum[r] = lane < valid ? load(old_dA_cumsum_here + read_buffer * old_dA_cumsum_buffer + h * old_dA_cumsum_head + entry_of(lane) * old_dA_cumsum_token) : 0.f;
+  }
+  if (of_history) {
+    const u32 k = warp * 8 + quad;
+#pragma unroll
+    for (int span = 0; span < kSpans; ++span) raw_B[span] = k < valid ? load_vector<X, kVec>(old_B_here + read_buffer * old_B_buffer + entry_of(k) * old_B_token + bc_at(span)) : zero_pack<X, kVec>();
+  }
+  Pack<X, 4> raw_old_x[kWindow / 8];
+  const auto load_history_of_head = [&] {
+#pragma unroll
+    for (int i = 0; i < kWindow / 8; ++i) {
+      const u32 k = i * 8 + quad;
+      raw_old_x[i] = k < valid ? load_vector<X, 4>(old_x_here + entry_of(k) * old_x_token + x_at) : zero_pack<X, 4>();
+    }
+#pragma unroll
+    for (int side = 0; side < 2; ++side) skip[side] = load(D + 2 * side * D_row);
+    D += D_head;
+  };
+  load_history_of_head();
+  allow_dependents();
+
+  using Vector = Term<kVec>;
+  SHARED(Vector, C_staged, kTokens / 8 * kSpans * 32);
+  SHARED(Vector, keys_staged, kWindow / 8 * kSpans * 32);  // B of two entries, side by side, for column quad of each product
+  SHARED(Pair, products_staged, kUnits * (kTokens / 8) * 32);  // C_t B_j, of token quad and entries or tokens 2 part and the one after
+  SHARED(Factors, mix_staged, kGroupHeads * kUnits * (kTokens / 8) * 32);  // and what they become, as terms
+  SHARED(float, logs, kGroupHeads * kEntries);  // of what is left of an entry when the history ends; of a token, what was left before it
+  SHARED(float, steps, kGroupHeads * kEntries);
+  SHARED(float, past, kGroupHeads * kTokens);  // sums of dt A up to each token
+  SHARED(float, left, kGroupHeads * kWindow);  // what is left of an entry's dt
+  SHARED(float, decays, kGroupHeads * kTokens);  // of the state, up to each token
+  SHARED(float, keeps, kGroupHeads);  // of the state when the history ends
   const auto scan = [&](float v) {  // sums over the lanes up to each
 #pragma unroll
     for (int by = 1; by < 32; by *= 2) {
@@ -479,15 +571,46 @@ replay_h16p64n128g1_bf16_step8_t8_w4own_pf264_pdl_7c341183(
     }
     return v;
   };
-  // Lane t has the size of token t, and the sum of dt A up to it.
-  float delta = raw_dt + raw_bias;
-  delta = softplus(delta);
-  const float new_step = lane < tokens ? delta : 0.f;
-  const float new_sum = scan(rate * new_step);
-
-  // mix[t, j] = C_t B_j dt_j, decayed from entry or token j to token t: in the lane that brings it to the products with x, as terms.
-  Term<2> mix[kTokens / 8][kEntries / 8][kTerms];
-  const auto products = [&](const Pack<X, kVec>(&b)[kSpans], float (&sums)[(kTokens + 15) / 16][2][4]) {  // C_t B_j of eight j
+  if (warp == 0) {
+#pragma unroll
+    for (int i = 0; i < kTokens / 8; ++i) {
+#pragma unroll
+      for (int span = 0; span < kSpans; ++span) {
+        Term<kVec> terms[1];
+        split(raw_C[i][span], terms);
+        C_staged[(i * kSpans + span) * 32 + lane] = terms[0];
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 1; ++r) {
+    const u32 h = warp + r * (kThreads / 32);
+    // Lane t has the size of token t, and the sum of dt A up to it.
+    float delta = raw_dt[r] + raw_bias[r];
+    delta = softplus(delta);
+    const float new_step = lane < tokens ? delta : 0.f;
+    const float new_sum = scan(rate[r] * new_step);
+    const float old_step = raw_old_dt[r], old_sum = raw_old_dA_cumsum[r];
+    const float total = valid ? __shfl_sync(0xffffffffu, old_sum, valid - 1) : 0.f;  // of the history
+    const float old_log = lane < valid ? total - old_sum : 0.f;  // of what is left of entry k when the history ends
+    if (lane < kWindow) logs[h * kEntries + lane] = old_log, steps[h * kEntries + lane] = old_step, left[h * kWindow + lane] = exp2_approx(old_log * kLog2E) * old_step;
+    if (lane < kTokens) {
+      logs[h * kEntries + kWindow + lane] = -new_sum, steps[h * kEntries + kWindow + lane] = new_step, past[h * kTokens + lane] = new_sum;
+      decays[h * kTokens + lane] = exp2_approx((total + new_sum) * kLog2E);
+    }
+    if (lane == 0) keeps[h] = exp2_approx(total * kLog2E);
+    // Into the history: the sizes once in a head, and below B once in a group.
+    if (lane < tokens) {
+      store(old_dt_here + (read_buffer ^ 1) * old_dt_buffer + h * old_dt_head + new_entry(lane) * old_dt_token, new_step);
+      store(old_dA_cumsum_here + (read_buffer ^ 1) * old_dA_cumsum_buffer + h * old_dA_cumsum_head + lane * old_dA_cumsum_token, new_sum);
+    }
+  }
+  if (of_tokens && head % kHeadsPerGroup == 0 && token < tokens) {
+#pragma unroll
+    for (int span = 0; span < kSpans; ++span) store_vector(old_B_here + (read_buffer ^ 1) * old_B_buffer + new_entry(token) * old_B_token + bc_at(span), raw_B[span]);
+  }
+  if (warp < kUnits) {
+    float sums[(kTokens + 15) / 16][2][4] = {};  // two, of even and odd spans, so that neither waits for the other
 #pragma unroll
     for (int span = 0; span < kSpans; ++span) {
 #pragma unroll
@@ -495,229 +618,190 @@ replay_h16p64n128g1_bf16_step8_t8_w4own_pf264_pdl_7c341183(
         const Pack<X, kVec>&c = raw_C[t / 8][span], &d = raw_C[(t + 8) % kTokens / 8][span];
 #pragma unroll
         for (int w = 0; w < kVec / 2; w += 2)
-          mma_bf16(sums[t / 16][span % 2], c.word[w], t + 8 < kTokens ? d.word[w] : 0, c.word[w + 1], t + 8 < kTokens ? d.word[w + 1] : 0, b[span].word[w], b[span].word[w + 1]);
+          mma_bf16(sums[t / 16][span % 2], c.word[w], t + 8 < kTokens ? d.word[w] : 0, c.word[w + 1], t + 8 < kTokens ? d.word[w + 1] : 0, raw_B[span].word[w], raw_B[span].word[w + 1]);
       }
     }
-  };
-#pragma unroll
-  for (int i = 0; i < kTokens / 8; ++i) {
-    const u32 first = i * 8;
-    float sums[(kTokens + 15) / 16][2][4] = {};  // two, of even and odd spans, so that neither waits for the other
-    products(raw_B[i], sums);
-    float log[2], size[2];
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      log[e] = __shfl_sync(0xffffffffu, -new_sum, first + 2 * part + e);
-      size[e] = __shfl_sync(0xffffffffu, new_step, first + 2 * part + e);
-    }
-#pragma unroll
-    for (int t8 = 0; t8 < kTokens; t8 += 8) {
-      const u32 t = t8 + quad;
-      const float past = __shfl_sync(0xffffffffu, new_sum, t);
-      Pair mixed;
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const u32 j = first + 2 * part + e;
-        const float(&sum)[2][4] = sums[t8 / 16];
-        const int at = t8 / 8 % 2 * 2 + e;
-        mixed.f[e] = t < tokens && j <= t ? (sum[0][at] + sum[1][at]) * (exp2_approx((past + log[e]) * kLog2E) * size[e]) : 0.f;
-      }
-      split(mixed.f, mix[t8 / 8][kWindow / 8 + i]);
-    }
-  }
-
-  // The history, of which lane k has the sizes of entry k.
-  X* const old_x_here = old_x + slot * old_x_slot + head * old_x_head;
-  X* const old_B_here = old_B + slot * old_B_slot + group * old_B_group;
-  float* const old_dt_here = old_dt + slot * old_dt_slot + head * old_dt_head;
-  float* const old_dA_cumsum_here = old_dA_cumsum + slot * old_dA_cumsum_slot + head * old_dA_cumsum_head;
-  const u32 valid = counted > 0 && u32(counted) <= window ? u32(counted) : 0;  // entries that count; the others may be anything
-  const auto entry_of = [&](u32 k) { return k; };
-  const auto new_entry = [&](u32 t) { return t; };
-  // Into the history: the sizes once in a head, and below x from every warp, B once in a group.
-  if (warp % kParts == 0 && lane < tokens) {
-    store(old_dt_here + (read_buffer ^ 1) * old_dt_buffer + new_entry(lane) * old_dt_token, new_step);
-    store(old_dA_cumsum_here + (read_buffer ^ 1) * old_dA_cumsum_buffer + lane * old_dA_cumsum_token, new_sum);
-  }
-
-  const float raw_old_dt = lane < valid ? load(old_dt_here + read_buffer * old_dt_buffer + entry_of(lane) * old_dt_token) : 0.f;
-  const float raw_old_dA_cumsum = lane < valid ? load(old_dA_cumsum_here + read_buffer * old_dA_cumsum_buffer + entry_of(lane) * old_dA_cumsum_token) : 0.f;
-  Pack<X, kVec> raw_old_B[kWindow / 8][kSpans];
-  Pack<X, 4> raw_old_x[kWindow / 8];
-#pragma unroll
-  for (int i = 0; i < kWindow / 8; ++i) {
-    const u32 k = i * 8 + quad;
-#pragma unroll
-    for (int span = 0; span < kSpans; ++span) raw_old_B[i][span] = k < valid ? load_vector<X, kVec>(old_B_here + read_buffer * old_B_buffer + entry_of(k) * old_B_token + bc_at(span)) : zero_pack<X, kVec>();
-  }
-#pragma unroll
-  for (int i = 0; i < kWindow / 8; ++i) {
-    const u32 k = i * 8 + quad;
-    raw_old_x[i] = k < valid ? load_vector<X, 4>(old_x_here + entry_of(k) * old_x_token + x_at) : zero_pack<X, 4>();
-  }
-  allow_dependents();
-
-  // What the tokens read from the state, as it was before the history, which is still on its way.
-  float read[kTokens / 8][2][4] = {};  // of both sides, tokens 8 i + 2 part and the one after; even and odd spans apart
-#pragma unroll
-  for (int span = 0; span < kSpans; ++span) {
-    Term<kVec> terms[2][kStateTerms];
-    split(rows[span][0], terms[0]);
-    split(rows[span][1], terms[1]);
 #pragma unroll
     for (int i = 0; i < kTokens / 8; ++i) {
-      const auto& c = raw_C[i][span];
+      const float(&sum)[2][4] = sums[i / 2];
+      const int at = i % 2 * 2;
+      products_staged[(warp * (kTokens / 8) + i) * 32 + lane] = Pair{{sum[0][at] + sum[1][at], sum[0][at + 1] + sum[1][at + 1]}};
+    }
+    if (of_history) {
 #pragma unroll
-      for (int w = 0; w < kVec / 2; w += 2) {
-        mma_bf16(read[i][span % 2], terms[0][0].word[w], terms[1][0].word[w], terms[0][0].word[w + 1], terms[1][0].word[w + 1], c.word[w], c.word[w + 1]);
+      for (int span = 0; span < kSpans; ++span) {
+        Vector key;
+#pragma unroll
+        for (int w = 0; w < kVec / 2; ++w) key.word[w] = transpose_matrix(raw_B[span].word[w]);
+        keys_staged[(warp * kSpans + span) * 32 + lane] = key;
       }
     }
   }
+  __syncthreads();
 
-  const float old_step = raw_old_dt, old_sum = raw_old_dA_cumsum;
-  const float total = valid ? __shfl_sync(0xffffffffu, old_sum, valid - 1) : 0.f;  // of the history
-  const float old_log = lane < valid ? total - old_sum : 0.f;  // of what is left of entry k when the history ends
-#pragma unroll
-  for (int i = 0; i < kWindow / 8; ++i) {
-    const u32 first = i * 8;
-    float sums[(kTokens + 15) / 16][2][4] = {};  // two, of even and odd spans, so that neither waits for the other
-    products(raw_old_B[i], sums);
-    float log[2], size[2];
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      log[e] = __shfl_sync(0xffffffffu, old_log, first + 2 * part + e);
-      size[e] = __shfl_sync(0xffffffffu, old_step, first + 2 * part + e);
-    }
+  // mix[t, j] = C_t B_j dt_j, decayed from entry or token j to token t: in the lane that brings it to the products with x.
+  for (u32 i = warp; i < kGroupHeads * kUnits; i += kThreads / 32) {
+    const u32 h = i / kUnits, unit = i % kUnits, first = unit * 8 + 2 * part;
+    const Pair log = pair_at(logs, h * kEntries + first), size = pair_at(steps, h * kEntries + first);
 #pragma unroll
     for (int t8 = 0; t8 < kTokens; t8 += 8) {
       const u32 t = t8 + quad;
-      const float past = __shfl_sync(0xffffffffu, new_sum, t);
+      const float before = past[h * kTokens + t];
+      const Pair sum = products_staged[(unit * (kTokens / 8) + t8 / 8) * 32 + lane];
       Pair mixed;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const u32 j = first + 2 * part + e;
-        const float(&sum)[2][4] = sums[t8 / 16];
-        const int at = t8 / 8 % 2 * 2 + e;
-        mixed.f[e] = t < tokens && j < valid ? (sum[0][at] + sum[1][at]) * (exp2_approx((past + log[e]) * kLog2E) * size[e]) : 0.f;
+        const u32 j = first + e;
+        const bool counts = j < kWindow ? j < valid : j - kWindow <= t;
+        mixed.f[e] = t < tokens && counts ? sum.f[e] * (exp2_approx((before + log.f[e]) * kLog2E) * size.f[e]) : 0.f;
       }
-      split(mixed.f, mix[t8 / 8][i]);
+      Term<2> terms[kTerms];
+      split(mixed.f, terms);
+      Factors factors;
+#pragma unroll
+      for (int a = 0; a < kTerms; ++a) factors.word[a] = terms[a].word[0];
+      mix_staged[(i * (kTokens / 8) + t8 / 8) * 32 + lane] = factors;
     }
   }
-
+  __syncthreads();
   const bool empties = valid > 0;
   const u64 seed = u64(load(rand_seed + slot * rand_seed_slot));
-  const float kept = exp2_approx(total * kLog2E), left = exp2_approx(old_log * kLog2E) * old_step;
-  u32 keys[kSpans][kWindow / 8][1][kVec / 2];  // B of two entries, side by side, for column quad of each product
-  float factor[kWindow / 8][2], decay[kTokens / 8][2];
-#pragma unroll
-  for (int i = 0; i < kWindow / 8; ++i) {
-    if (empties)
-#pragma unroll
-      for (int span = 0; span < kSpans; ++span) {
-#pragma unroll
-        for (int w = 0; w < kVec / 2; ++w) keys[span][i][0][w] = transpose_matrix(raw_old_B[i][span].word[w]);
-      }
-#pragma unroll
-    for (int e = 0; e < 2; ++e) factor[i][e] = __shfl_sync(0xffffffffu, left, i * 8 + 2 * part + e);
-  }
-#pragma unroll
-  for (int i = 0; i < kTokens / 8; ++i) {
-#pragma unroll
-    for (int e = 0; e < 2; ++e) decay[i][e] = exp2_approx((total + __shfl_sync(0xffffffffu, new_sum, i * 8 + 2 * part + e)) * kLog2E);
-  }
-
-  State* const src[2] = {from, from + 2 * kDState};
-  const u32 share[2] = {first_share, first_share + 2 * kDState};
-  u32 value[kEntries / 8][1][2];  // x of history and step
-#pragma unroll
-  for (int side = 0; side < 2; ++side) {
-#pragma unroll
-    for (int i = 0; i < kWindow / 8; ++i) value[i][0][side] = transpose_matrix(raw_old_x[i].word[side]);
-#pragma unroll
-    for (int i = 0; i < kTokens / 8; ++i) value[kWindow / 8 + i][0][side] = transpose_matrix(raw_x[i].word[side]);
-  }
-  // The history gets x when it has been read.
-#pragma unroll
-  for (int i = 0; i < kTokens / 8; ++i) {
-    const u32 t = i * 8 + quad;
-    if (t < tokens) store_vector(old_x_here + new_entry(t) * old_x_token + x_at, raw_x[i]);
-  }
-  const auto both = [&](int i, int side, float (&f)[2]) { unpack(Pack<X, 2>{value[i][0][side]}, f); };
-  u32 write[kWindow / 8][kWriteTerms][2];  // dt x of the history as it is at its end
-#pragma unroll
-  for (int i = 0; i < kWindow / 8; ++i) {
-#pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      float f[2];
-      both(i, side, f);
-#pragma unroll
-      for (int e = 0; e < 2; ++e) f[e] = f[e] * factor[i][e];
-      Term<2> terms[kWriteTerms];
-      split(f, terms);
-#pragma unroll
-      for (int a = 0; a < kWriteTerms; ++a) write[i][a][side] = terms[a].word[0];
-    }
-  }
-
-  if (empties) {
+  u64 first_index = u64(slot) * (kHeads * kHeadDim * kDState) + first_share;
+#pragma unroll 1
+  for (u32 h_done = 0; h_done < kGroupHeads; ++h_done) {
+    const bool more = h_done + 1 < kGroupHeads;
+    ask(h_done + 2);
+    float read[kTokens / 8][2][4] = {};  // of both sides, tokens 8 i + 2 part and the one after; even and odd spans apart
 #pragma unroll
     for (int span = 0; span < kSpans; ++span) {
-      float h[2][kVec];
+      Term<kVec> terms[2][kStateTerms];
+      split(rows[span][0], terms[0]);
+      split(rows[span][1], terms[1]);
 #pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        unpack(rows[span][side], h[side]);
+      for (int i = 0; i < kTokens / 8; ++i) {
+        const Vector c = C_staged[(i * kSpans + span) * 32 + lane];
 #pragma unroll
-        for (int j = 0; j < kVec; ++j) h[side][j] = h[side][j] * kept;
-      }
-#pragma unroll
-      for (int w = 0; w < kVec / 2; ++w) {
-        float sum[4] = {h[0][2 * w], h[0][2 * w + 1], h[1][2 * w], h[1][2 * w + 1]};
-        mma_bf16(sum, write[0][0][0], write[0][0][1], write[0][1][0], write[0][1][1], keys[span][0][0][w], keys[span][0][0][w]);
-        h[0][2 * w] = sum[0], h[0][2 * w + 1] = sum[1], h[1][2 * w] = sum[2], h[1][2 * w + 1] = sum[3];
-      }
-      Pack<State, kVec> caught_up[2];
-      const u64 first = u64(slot) * (kHeads * kHeadDim * kDState) + span * 4 * kVec, index[2] = {first + share[0], first + share[1]};
-      pack_stochastic(h, caught_up, seed, index);
-#pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        store_vector(src[side] + span * 4 * kVec, caught_up[side]);
+        for (int w = 0; w < kVec / 2; w += 2) {
+          mma_bf16(read[i][span % 2], terms[0][0].word[w], terms[1][0].word[w], terms[0][0].word[w + 1], terms[1][0].word[w + 1], c.word[w], c.word[w + 1]);
+        }
       }
     }
-  }
+    float result[kTokens / 8][4];  // the same at the token's time, and then with what x gives
 #pragma unroll
-  for (int i = 0; i < kTokens / 8; ++i) {
-    float result[4];
+    for (int i = 0; i < kTokens / 8; ++i) {
+      const Pair decay = pair_at(decays, h_done * kTokens + i * 8 + 2 * part);
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
+      for (int e = 0; e < 2; ++e) {
 #pragma unroll
-      for (int side = 0; side < 2; ++side) result[2 * side + e] = (read[i][0][2 * side + e] + read[i][1][2 * side + e]) * decay[i][e];
+        for (int side = 0; side < 2; ++side) result[i][2 * side + e] = (read[i][0][2 * side + e] + read[i][1][2 * side + e]) * decay.f[e];
+      }
     }
-    mma_bf16(result, value[0][0][0], value[0][0][1], value[1][0][0], value[1][0][1], mix[i][0][0].word[0], mix[i][1][0].word[0]);
-    mma_bf16(result, value[0][0][0], value[0][0][1], value[1][0][0], value[1][0][1], mix[i][0][1].word[0], mix[i][1][1].word[0]);
-    mma_bf16(result, value[0][0][0], value[0][0][1], value[1][0][0], value[1][0][1], mix[i][0][2].word[0], mix[i][1][2].word[0]);
-    Pack<bf16, 4> outputs;
+    u32 value[kUnits][1][2];  // x of history and step
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
-      float f[2] = {result[2 * side], result[2 * side + 1]};
-      float own[2];
-      both(kWindow / 8 + i, side, own);
 #pragma unroll
-      for (int e = 0; e < 2; ++e) f[e] = fmaf(skip[side], own[e], f[e]);
-      Pack<bf16, 2> packed;
-      pack(f, packed);
-      outputs.word[side] = transpose_matrix(packed.word[0]);
+      for (int i = 0; i < kWindow / 8; ++i) value[i][0][side] = transpose_matrix(raw_old_x[i].word[side]);
+#pragma unroll
+      for (int i = 0; i < kTokens / 8; ++i) value[kWindow / 8 + i][0][side] = transpose_matrix(raw_x[i].word[side]);
     }
-    const u32 t = i * 8 + quad;
-    if (t < tokens) store_vector(out + t * out_token + x_at, outputs);
-  }
-
-  if (warp % (kHeadsPerGroup * kParts) == 0) {  // read once more: few warps do this, and all others have their registers
+    // The history gets x when it has been read.
 #pragma unroll
     for (int i = 0; i < kTokens / 8; ++i) {
       const u32 t = i * 8 + quad;
-#pragma unroll
-      for (int span = 0; span < kSpans; ++span)
-        if (t < tokens) store_vector(old_B_here + (read_buffer ^ 1) * old_B_buffer + new_entry(t) * old_B_token + bc_at(span), load_vector<X, kVec>(B + t * B_token + bc_at(span)));
+      if (t < tokens) store_vector(old_x_here + new_entry(t) * old_x_token + x_at, raw_x[i]);
     }
+    old_x_here += old_x_head;
+    const float own_skip[2] = {to_float(skip[0]), to_float(skip[1])};
+    if (more) {
+      load_head();
+      load_history_of_head();
+    }
+    const auto both = [&](int i, int side, float (&f)[2]) { unpack(Pack<X, 2>{value[i][0][side]}, f); };
+    State* const src[2] = {from, from + 2 * kDState};
+    from += kHeadDim * kDState;
+    const auto load_span = [&](int span) {
+#pragma unroll
+      for (int side = 0; side < 2; ++side) rows[span][side] = load_vector<State, kVec>(from + 2 * side * kDState + span * 4 * kVec);
+    };
+    if (empties) {
+      u32 write[kWindow / 8][kWriteTerms][2];  // dt x of the history as it is at its end
+#pragma unroll
+      for (int i = 0; i < kWindow / 8; ++i) {
+        const Pair factor = pair_at(left, h_done * kWindow + i * 8 + 2 * part);
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+          float f[2];
+          both(i, side, f);
+#pragma unroll
+          for (int e = 0; e < 2; ++e) f[e] = f[e] * factor.f[e];
+          Term<2> terms[kWriteTerms];
+          split(f, terms);
+#pragma unroll
+          for (int a = 0; a < kWriteTerms; ++a) write[i][a][side] = terms[a].word[0];
+        }
+      }
+      const float kept = keeps[h_done];
+#pragma unroll
+      for (int span = 0; span < kSpans; ++span) {
+        u32 key[kWindow / 8][1][kVec / 2];
+#pragma unroll
+        for (int i = 0; i < kWindow / 8; ++i) {
+          const Vector staged = keys_staged[(i * kSpans + span) * 32 + lane];
+#pragma unroll
+          for (int w = 0; w < kVec / 2; ++w) key[i][0][w] = staged.word[w];
+        }
+        float h[2][kVec];
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+          unpack(rows[span][side], h[side]);
+#pragma unroll
+          for (int j = 0; j < kVec; ++j) h[side][j] = h[side][j] * kept;
+        }
+#pragma unroll
+        for (int w = 0; w < kVec / 2; ++w) {
+          float sum[4] = {h[0][2 * w], h[0][2 * w + 1], h[1][2 * w], h[1][2 * w + 1]};
+          mma_bf16(sum, write[0][0][0], write[0][0][1], write[0][1][0], write[0][1][1], key[0][0][w], key[0][0][w]);
+          h[0][2 * w] = sum[0], h[0][2 * w + 1] = sum[1], h[1][2 * w] = sum[2], h[1][2 * w + 1] = sum[3];
+        }
+        Pack<State, kVec> caught_up[2];
+        const u64 index[2] = {first_index + span * 4 * kVec, first_index + span * 4 * kVec + 2 * kDState};
+        pack_stochastic(h, caught_up, seed, index);
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+          store_vector(src[side] + span * 4 * kVec, caught_up[side]);
+        }
+        if (more) load_span(span);
+        __syncwarp();  // one after the other: ptxas would begin all spans at once, in 148 registers of a ring where 128 do
+      }
+    } else if (more) {
+#pragma unroll
+      for (int span = 0; span < kSpans; ++span) load_span(span);
+    }
+    first_index += kHeadDim * kDState;
+
+#pragma unroll
+    for (int i = 0; i < kTokens / 8; ++i) {
+      Factors mix[kUnits];
+#pragma unroll
+      for (int unit = 0; unit < kUnits; ++unit) mix[unit] = mix_staged[((h_done * kUnits + unit) * (kTokens / 8) + i) * 32 + lane];
+      mma_bf16(result[i], value[0][0][0], value[0][0][1], value[1][0][0], value[1][0][1], mix[0].word[0], mix[1].word[0]);
+      mma_bf16(result[i], value[0][0][0], value[0][0][1], value[1][0][0], value[1][0][1], mix[0].word[1], mix[1].word[1]);
+      mma_bf16(result[i], value[0][0][0], value[0][0][1], value[1][0][0], value[1][0][1], mix[0].word[2], mix[1].word[2]);
+      Pack<bf16, 4> outputs;
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        float f[2] = {result[i][2 * side], result[i][2 * side + 1]};
+        float own[2];
+        both(kWindow / 8 + i, side, own);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) f[e] = fmaf(own_skip[side], own[e], f[e]);
+        Pack<bf16, 2> packed;
+        pack(f, packed);
+        outputs.word[side] = transpose_matrix(packed.word[0]);
+      }
+      const u32 t = i * 8 + quad;
+      if (t < tokens) store_vector(out + t * out_token + x_at, outputs);
+    }
+    out += out_head;
   }
 }
