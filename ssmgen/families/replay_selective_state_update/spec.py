@@ -101,9 +101,7 @@ class ReplaySpec(ReplayArguments):
                 shape,
                 f"{self.history.value}{self.window}",
                 kind,
-                f"w{self.warps}"
-                + (f"h{self.helpers}" if self.helpers else "")
-                + (f"by{self.group_heads}" if self.by_group else ""),
+                f"w{self.warps}" + (f"h{self.helpers}" if self.helpers else "") + (f"by{self.group_heads}" if self.by_group else ""),
                 *extras,
                 *pdl,
             ]
@@ -151,7 +149,8 @@ class ReplaySpec(ReplayArguments):
             ),
             *must((self.part is Part.FUSED) != self.two_kernels, f"{self.part.value} is of {'two kernels' if self.two_kernels else 'one'}"),
             *must(
-                self.group_heads == 1 or ((self.by_group or self.part is Part.PRECOMPUTE) and self.nheads // self.ngroups % self.group_heads == 0),
+                self.group_heads == 1
+                or ((self.by_group or self.part is Part.PRECOMPUTE) and self.nheads // self.ngroups % self.group_heads == 0),
                 f"group_heads {self.group_heads} is for precompute and by_group, and divides the heads of a group",
             ),
             *must(
@@ -318,8 +317,8 @@ LATENCY, MIDDLE, BANDWIDTH = 64, 256, 768  # heads
 LARGEST = 4096  # whose inputs are asked for ahead, too: 4 % less time, and 5 % more with 1024; nothing between was measured
 
 
-# (state, history, rounded stochastically): (heads of all sequences, at least; heads of a block that goes from one to the next), as measured.
-# Four such blocks fit an SM, 528 in all: as many heads of a block as leave about so many blocks.
+# (state, history, rounded stochastically): (heads of all sequences, at least; heads of a block that goes from one to the next), as
+# measured. Four such blocks fit an SM, 528 in all: as many heads of a block as leave about so many blocks.
 BY_GROUP: dict[tuple[Any, History, bool], tuple[tuple[int, int], ...]] = {
     (DType.BF16, History.RING, False): ((2048, 4), (1024, 2), (256, 1)),
     (DType.BF16, History.RING, True): ((4096, 2),),
