@@ -7,13 +7,14 @@ convolved at once, straight into the shared memory that tokens are staged in, an
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
 from ...engine.layer import with_registers
 from ...engine.rows import RowSpec, Rule
-from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, PoolMode, Update, must
+from ...engine.window import StateLayout
+from ...spec import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, PoolMode, Update, must
 from ..gated_rms_norm.layer_spec import NormedLayer
 from ..gated_rms_norm.spec import FEW
 from ..selective_state_update.problem import SsuProblem
@@ -71,6 +72,7 @@ class Mamba2LayerSpec(RowSpec, Mamba2LayerProblem):
     family: ClassVar[str] = OPERATOR
 
     norm_threads: int = 32  # of a block of the norm, about
+    windows_ahead: bool = field(default=False, metadata=LATER)  # asks L2 for the windows of the block that it asks the tile of, too
 
     @property
     def template(self) -> str:
@@ -83,7 +85,8 @@ class Mamba2LayerSpec(RowSpec, Mamba2LayerProblem):
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, streaming=self.intermediates)
+        needs = super().needs
+        return replace(needs, streaming=self.intermediates, lines=needs.lines or self.windows_ahead)
 
     @property
     def kernels(self) -> tuple[KernelSpec, ...]:
@@ -92,7 +95,11 @@ class Mamba2LayerSpec(RowSpec, Mamba2LayerProblem):
     def violations(self, arch: Arch) -> list[str]:
         if found := RowSpec.violations(self, arch) or self.conv_violations(self.tile):
             return found
-        return [*staged_violations(self), *(problem for kernel in self.kernels[1:] for problem in kernel.violations(arch))]
+        ahead = must(
+            not self.windows_ahead or (self.prefetch > 0 and not self.several and self.conv.layout is StateLayout.RUNS),
+            "windows are asked for ahead as runs, of one token, beside tiles",
+        )
+        return [*ahead, *staged_violations(self), *(problem for kernel in self.kernels[1:] for problem in kernel.violations(arch))]
 
     @property
     def shared_bytes(self) -> int:
