@@ -78,11 +78,30 @@ def test_variants_are_bit_equal(case):
         assert not differing(call, chain), spec
 
 
+@needs_emulator
+def test_windows_asked_for_ahead_change_no_bit():
+    chain = emulated_chain(MAMBA)
+    problem = make(MAMBA).built().problem()[0]
+    found = [s for s in kernels.space(problem, SM90) if s.prefetch]
+    for spec in random.Random(1).sample(found, 4):
+        call, ahead = make(MAMBA), replace(spec, prefetch=5, windows_ahead=True)
+        assert not ahead.violations(SM90)
+        emulate(call.built(), ahead)
+        call.assert_unharmed()
+        assert not differing(call, chain), spec
+
+
+def test_windows_are_asked_for_ahead_beside_tiles():
+    spec = replace(spec_of("ahead"), prefetch=0)
+    assert "windows are asked for ahead as runs, of one token, beside tiles" in spec.violations(SM90)
+
+
 # The emulator's check, on operands made from a spec.
 
 BASE = "d_state=32,headdim=16,nheads=4,ngroups=2,D=f32,dt_bias=f32,index=i32,norm=bf16,norm_size=64"
 HOW = {
     "two": "state=bf16,lanes=4,vec=8,ilp=2,tile=16,threads=32,pdl=trigger_loaded",
+    "ahead": "state=bf16,lanes=4,vec=8,ilp=1,tile=8,threads=32,prefetch=3,windows_ahead=yes,pdl=trigger_loaded",
     "tail": "state=f32,lanes=8,vec=4,ilp=4,tile=32,threads=64,pdl=trigger_top,norm_size=32,norm_grouped=yes",
     "tiles": "state=f32,lanes=8,vec=4,ilp=1,tile=4,threads=32,conv_layout=channels,conv_len=4,conv_bias=f32",
     "any": "state=f32,lanes=8,vec=4,ilp=4,tile=16,threads=32,conv_layout=any,conv_loads=element,conv_taps=element",
