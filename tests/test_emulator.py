@@ -334,7 +334,7 @@ def test_a_kernel_is_unloaded_and_found_again(monkeypatch):
 
 # What it catches in the real kernel, broken by one edit each.
 
-SPLIT_TAIL = Case("split-tail", heads=2, headdim=70, state=BF16, index=torch.int32, split=True, conv_slices=True)
+SPLIT_TAIL = Case("split-tail", heads=2, headdim=134, state=BF16, index=torch.int32, split=True, conv_slices=True)
 POOL = Case("pool", heads=4, groups=2, state=BF16, index=torch.int32)
 CHANNELS = Case("channels", headdim=256, d_state=16, tied=False, z=BF16, index=torch.int64)
 
