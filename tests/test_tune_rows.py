@@ -17,6 +17,7 @@ from ssmgen.catalog import OPERATOR_OF, OPERATORS
 from ssmgen.cli import main
 from ssmgen.spec import Arch
 from ssmgen.tune import search
+from ssmgen.tune.losses import loss
 
 __all__ = ["home"]  # a fixture of all tests here
 
@@ -41,8 +42,8 @@ def test_rows_of_an_operators_other_spec_classes_are_believed(operator):
 
 def test_rules_that_choose_the_runner_up_by_now_lose_what_it_does():
     second = row(us=2.0, rule_us=2.5, runner_up_us=2.02)  # the runner-up is what the rules choose
-    assert table.loss(second) == pytest.approx(0.01)
-    assert table.loss(replace(second, runner_up="tile=no")) == table.loss(replace(second, runner_up="")) == pytest.approx(0.25)
+    assert loss(second) == pytest.approx(0.01)
+    assert loss(replace(second, runner_up="tile=no")) == loss(replace(second, runner_up="")) == pytest.approx(0.25)
 
 
 # Two splits of 1 us, of which no variant is good on both cards: docs/performance.md.
@@ -53,7 +54,7 @@ KNOWN = {"NVIDIA_H100_80GB_HBM3": {"combine, dense (16, 2) d_v 512 bf16"}, "NVID
 def test_rules_lose_no_more_than_3_percent_to_the_packages_tables(gpu):
     """Rows that are no longer believed say nothing."""
     rows = table.read(Path(table.__file__).parent / f"{gpu}.json").values()
-    assert rows and {row.label for row in rows if table.loss(row) > 0.03 and not table.staleness(row)} <= KNOWN[gpu]
+    assert rows and {row.label for row in rows if loss(row) > 0.03 and not table.staleness(row)} <= KNOWN[gpu]
 
 
 def test_what_is_timed_again():

@@ -23,6 +23,7 @@ from ..crew import LEASE, LEASE_HELP, Crew, seat
 from ..errors import SsmgenError
 from ..family import records
 from ..spec import flat, text_of
+from .losses import loss, ruled
 
 if TYPE_CHECKING:
     from .search import Bench, Outcome
@@ -164,7 +165,7 @@ def tuned(gpu, lost, as_json) -> None:
     With --lost, a row whose variant the rules choose by now counts as one on which they lose nothing, and stale rows are left out.
     """
     found = [(name, row, table.staleness(row)) for name in ([gpu] if gpu else table.gpus()) for row in table.rows_of(name).values()]
-    losses = {row: table.loss(row) for _, row, stale in found if not stale}
+    losses = {row: loss(row) for _, row, stale in found if not stale}
     kept = found if lost is None else [(name, row, stale) for name, row, stale in found if losses.get(row, 0.0) > lost / 100]
     if as_json:
         click.echo(
@@ -193,6 +194,6 @@ def _lost(rows: list[table.Row], losses: dict[table.Row, float]) -> str:
 
 def _otherwise(row: table.Row) -> str:
     """What the variant of a row has otherwise than the rules' one."""
-    ruled = {name: text_of(value) for name, value in flat(table.ruled(row)).items()}
+    chosen = {name: text_of(value) for name, value in flat(ruled(row)).items()}
     mine = {name: text_of(value) for name, value in flat(parse(row.spec)).items()}
-    return ", ".join(f"{name}={v} (rules {ruled.get(name, '-')})" for name, v in mine.items() if v != ruled.get(name))
+    return ", ".join(f"{name}={v} (rules {chosen.get(name, '-')})" for name, v in mine.items() if v != chosen.get(name))

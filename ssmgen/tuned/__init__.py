@@ -100,10 +100,11 @@ def _renewed(row: Row) -> Row:
         spec = parse(row.spec)
     except SpecError:
         return replace(row, operator=operator)
-    return replace(row, operator=operator, problem=bucket(spec, _problem_of(operator)), spec=str(spec))
+    return replace(row, operator=operator, problem=bucket(spec, problem_of(operator)), spec=str(spec))
 
 
-def _problem_of(operator: str) -> type[Problem]:
+def problem_of(operator: str) -> type[Problem]:
+    """The Problem that an operator's calls pose."""
     return next(kind for kind, name in OPERATOR_OF.items() if name == operator)
 
 
@@ -186,7 +187,7 @@ def _illegal(row: dict[str, Any], schema: int) -> str:
         spec.check(Arch.parse(row["arch"]))
     except SpecError as e:
         return f"its variant is not legal: {plain(reprlib.repr(e.problems[0]))}"
-    same = schema != SCHEMA or row["problem"] == bucket(spec, _problem_of(name_of(row["operator"])))
+    same = schema != SCHEMA or row["problem"] == bucket(spec, problem_of(name_of(row["operator"])))
     return "" if same else "its variant is of another problem"
 
 
@@ -296,34 +297,6 @@ def staleness(row: Row, arch: Arch | None = None) -> str:
     except SpecError as e:
         return f"its variant is no more: {e.problems[0]}"
     return "" if code == row.code else f"the variant's code has changed since {row.date}"
-
-
-def ruled(row: Row) -> KernelSpec:
-    """What the rules choose today, where a row that is believed was measured."""
-    from .. import registry  # which asks for rows
-
-    spec, kind = parse(row.spec), _problem_of(row.operator)
-    problem = kind(**{f.name: getattr(spec, f.name) for f in fields(kind)})
-    return registry.select(row.operator, problem, row.size, Arch.parse(row.arch), row.pdl)
-
-
-def loss(row: Row) -> float:
-    """What the rules lose to a row that is believed, as a part of its time: nothing where they choose its variant by now, what the
-    runner-up does where they choose that, else what they lost when it was measured."""
-    now = str(ruled(row))
-    if now == row.spec:
-        return 0.0
-    return (row.runner_up_us if now == _runner_up(row) else row.rule_us) / row.us - 1
-
-
-def _runner_up(row: Row) -> str:
-    """The text of the second best variant; empty if it is no more, or of another class."""
-    family, _, said = row.spec.partition(":")
-    values = dict(field.split("=", 1) for text in (said, row.runner_up) for field in text.split(",") if "=" in field)
-    try:
-        return str(parse(f"{family}:{','.join(f'{name}={value}' for name, value in values.items())}"))
-    except SpecError:
-        return ""
 
 
 def alike(spec: KernelSpec) -> list[KernelSpec]:

@@ -1,0 +1,37 @@
+"""The time that the rules lose to a measured row. `ssmgen tuned` prints it, and a test bounds it for the rows that are shipped."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from .. import registry
+from ..catalog import parse
+from ..errors import SpecError
+from ..spec import Arch, KernelSpec
+from ..tuned import Row, problem_of
+
+
+def ruled(row: Row) -> KernelSpec:
+    """The variant that the rules choose today for the row's problem and size."""
+    spec, kind = parse(row.spec), problem_of(row.operator)
+    problem = kind(**{f.name: getattr(spec, f.name) for f in fields(kind)})
+    return registry.select(row.operator, problem, row.size, Arch.parse(row.arch), row.pdl)
+
+
+def loss(row: Row) -> float:
+    """The share of a valid row's time that the rules lose: zero if they choose its variant by now, the runner-up's loss if they choose
+    that one, else the loss that was measured."""
+    now = str(ruled(row))
+    if now == row.spec:
+        return 0.0
+    return (row.runner_up_us if now == _runner_up(row) else row.rule_us) / row.us - 1
+
+
+def _runner_up(row: Row) -> str:
+    """The text of the second best variant; empty if it is no more, or of another class."""
+    family, _, said = row.spec.partition(":")
+    values = dict(field.split("=", 1) for text in (said, row.runner_up) for field in text.split(",") if "=" in field)
+    try:
+        return str(parse(f"{family}:{','.join(f'{name}={value}' for name, value in values.items())}"))
+    except SpecError:
+        return ""
