@@ -1,10 +1,11 @@
-"""generated/: the default variants as text, and ssmgen.lock, so that a review shows how the CUDA and its resources changed."""
+"""generated/: variants for every path through the templates as text, and ssmgen.lock with the digest and the resources of all default
+variants. A review of them shows how the CUDA and its resources changed."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,12 @@ from .errors import DriftError, SpillError, SsmgenError, bullets
 from .files import FileError, plain
 from .lock import LOCK, Lock, Locked, major_of
 from .nvrtc import Resources
+from .paths import cover, lines_of
 from .render import render
 from .spec import Arch, KernelSpec
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120")  # in the lock
-TEXT_ARCHS = ("sm_80", "sm_90a")  # whose text is committed: without and with programmatic dependent launch
+TEXT_ARCHS = ("sm_80", "sm_90a")  # of the texts that are committed: without and with programmatic dependent launch
 
 
 class ForeignFilesError(SsmgenError):
@@ -64,9 +66,18 @@ def _sources() -> list[_Source]:
     return sorted((_Source(spec, arch, render(spec, arch)) for spec, arch in default_variants()), key=lambda source: source.path)
 
 
-def _texts(sources: Sequence[_Source]) -> dict[str, bytes]:
-    """The files beside the lock, by path."""
-    return {source.path: source.text.encode() for source in sources if str(source.arch) in TEXT_ARCHS}
+def _texts(sources: Sequence[_Source], shown: Collection[str]) -> dict[str, bytes]:
+    """The files beside the lock, by path. shown: theirs."""
+    return {source.path: source.text.encode() for source in sources if source.path in shown}
+
+
+def _shown(sources: Sequence[_Source], old: Lock) -> frozenset[str]:
+    """Paths of the variants whose text is committed: every template line that a default variant renders is in one of them. A text that
+    was committed stays as long as it has a line that the others lack."""
+    of_texts = [source for source in sources if str(source.arch) in TEXT_ARCHS]
+    lines = {source.path: lines_of(source.spec, source.arch) for source in of_texts}
+    lengths = {source.path: len(source.text) for source in of_texts}
+    return frozenset(cover(lines, lengths, [name for name, row in old.variants.items() if row.shown]))
 
 
 def _resources(source: _Source, cache: Cache) -> Resources:
@@ -76,7 +87,7 @@ def _resources(source: _Source, cache: Cache) -> Resources:
     return resources
 
 
-def _fresh(sources: Sequence[_Source], old: Lock) -> Lock:
+def _fresh(sources: Sequence[_Source], old: Lock, shown: Collection[str]) -> Lock:
     """The lock of these sources: under the compiler at hand as it compiles them, now or when they came into the cache; under others as
     the old one has the same sources.
 
@@ -91,7 +102,7 @@ def _fresh(sources: Sequence[_Source], old: Lock) -> Lock:
     for source, resources in zip(sources, compiled, strict=True):
         known = old.variants.get(source.path)
         others = known.resources if known and known.source_sha256 == source.digest else {}
-        variants[source.path] = Locked(str(source.spec), str(source.arch), source.digest, {**others, major: resources})
+        variants[source.path] = Locked(str(source.spec), str(source.arch), source.digest, {**others, major: resources}, source.path in shown)
     return Lock({**old.compilers, major: build}, variants)
 
 
@@ -132,15 +143,16 @@ def write(root: Path) -> tuple[int, str]:
     Raises SpillError; LockError; ForeignFilesError and FileError, before which nothing was removed.
     """
     sources = _sources()
-    texts = _texts(sources)
     with _folder(root):
         try:
             old = Lock.read(root / LOCK)
         except FileNotFoundError:
             old = Lock({}, {})
+        shown = _shown(sources, old)
+        texts = _texts(sources, shown)
         if foreign := _foreign(root, texts, old):
             raise ForeignFilesError(root, foreign)
-    lock = _fresh(sources, old)
+    lock = _fresh(sources, old, shown)
     with _folder(root):
         for name in _files(root):
             if name.endswith(".cu") and name not in texts:
@@ -169,9 +181,9 @@ def check(root: Path, any_compiler: bool = False) -> tuple[int, str]:
         old = Lock.read(root / LOCK)
     except FileNotFoundError as e:
         raise DriftError([f"{root / LOCK} is missing"]) from e
-    sources = _sources()
-    texts = _texts(sources)
-    new = _fresh(sources, old)
+    sources, shown = _sources(), {name for name, row in old.variants.items() if row.shown}
+    texts = _texts(sources, shown)
+    new = _fresh(sources, old, shown)
     with _folder(root):
         problems = _changed_files(root, texts) + _changed_rows(old, new)
         if not problems and (root / LOCK).read_text() != str(old):

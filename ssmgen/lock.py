@@ -37,12 +37,13 @@ class LockError(SsmgenError):
 
 @dataclass(frozen=True, slots=True)
 class Locked:
-    """One variant. resources: by the compiler's major version."""
+    """One variant. resources: by the compiler's major version. shown: whether its text is committed."""
 
     spec: str
     arch: str
     source_sha256: str
     resources: Mapping[str, Resources]
+    shown: bool = False
 
     @property
     def header(self) -> str:
@@ -92,7 +93,7 @@ def major_of(build: str) -> str:
 
 def _locked(row: Mapping[str, Any]) -> Locked:
     resources = {major: Resources(**found) for major, found in row["resources"].items()}
-    return Locked(row["spec"], row["arch"], row["source_sha256"], resources)
+    return Locked(row["spec"], row["arch"], row["source_sha256"], resources, row["shown"])
 
 
 def _faults(value: Any) -> list[str]:
@@ -111,7 +112,7 @@ def _faults(value: Any) -> list[str]:
 def _faults_of_variant(name: str, row: Any, compilers: Mapping[str, Any]) -> list[str]:
     if not PATH.fullmatch(name):
         return [f"variants: {name!r} is no path such as 'sm_90a/name.cu'"]
-    if wrong := _unlike(row, {"spec": str, "arch": str, "source_sha256": str, "resources": dict}, name):
+    if wrong := _unlike(row, {"spec": str, "arch": str, "source_sha256": str, "resources": dict, "shown": bool}, name):
         return wrong
     for major, found in row["resources"].items():
         where = f"{name}: resources: {major!r}"

@@ -24,7 +24,7 @@ def templates_dir() -> Path:
 
 
 @functools.cache
-def _environment() -> jinja2.Environment:
+def environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(templates_dir()),
         undefined=jinja2.StrictUndefined,
@@ -44,7 +44,7 @@ def render(spec: KernelSpec, arch: Arch) -> str:
     spec.check(arch)
     needs = spec.needs
     text = (
-        _environment()
+        environment()
         .get_template(spec.template)
         .render(
             s=spec,
