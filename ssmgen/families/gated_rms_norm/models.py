@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...models import Ask, Model, Role, Wanted
+from ...models import Ask, Client, Model, Role, Wanted
 from .spec import OPERATOR, Activation, NormProblem
 
 
@@ -17,6 +17,9 @@ class NormAsk(Ask):
 
     def used_by(self, model: Model) -> bool:
         return model.norm_shape is not None
+
+    def called_by(self, model: Model, caller: Client) -> bool:
+        return caller is not Client.MAMBA_SSM or model.kind == "mamba2"
 
     def absent(self, model: Model, asked: str) -> str:
         return f"{model.name} has no gated norm that a rank could compute by itself"
