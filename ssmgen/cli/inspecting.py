@@ -109,6 +109,8 @@ def check(specs: tuple[str, ...], batch: int, archs: list[Arch]) -> None:
         click.echo(
             f"{word} {spec.name}: {outcome.blocks} blocks, state error {outcome.state_error:.1e}, output error {outcome.out_error:.1e}"
         )
+        for words in outcome.wrong:
+            click.echo(f"       {words}")
     sys.exit(EXIT_FAILURE if failed else 0)
 
 
