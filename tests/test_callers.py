@@ -1,4 +1,4 @@
-"""Builds by caller: each caller's own path asks for no kernel outside of what is built for it, and little is built that it does not ask for."""
+"""Builds by caller: each caller's own path asks for no kernel outside of what is built for it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,6 @@ OF_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next-80b-a3b": ("qwen3_next", HEADS | LAYERS),
     "kimi-linear-48b-a3b": ("kimi_linear", {"linear_num_heads": 32, "linear_head_dim": 128} | LAYERS),
     "mamba-130m": ("mamba", {"hidden_size": 768, "state_size": 16, "num_hidden_layers": 1}),
-    "mamba2-130m": (
-        "mamba2",
-        {"hidden_size": 768, "num_heads": 24, "head_dim": 64, "state_size": 128, "n_groups": 1, "num_hidden_layers": 1},
-    ),
 }
 
 
@@ -70,7 +66,7 @@ def test_transformers_asks_for_nothing_else(name, posed):
     model = in_bf16(built(kind, **changes))
     for fuse in (True, False):
         with hf.patch(model, fuse=fuse), torch.no_grad():
-            for batch, tokens in ((1, 8), (2, 9), (8, 16)):
+            for batch, tokens in ((1, 8), (2, 9)):
                 ids = torch.full((batch, tokens), 5)
                 model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, min_new_tokens=2, do_sample=False)
     problems = {problem for problem, function in posed.items() if function != "rms_norm"}
@@ -126,7 +122,7 @@ def test_engines_ask_for_nothing_else(posed):
     vllm.causal_conv1d_fn(bf16(tokens, channels).t(), weight, bias, conv_states=windows, **more)
     vllm.causal_conv1d_update(bf16(2, channels), windows, weight, bias, "silu", conv_state_indices=slots)
     pool = torch.zeros(4, H, P, N)
-    for states in (None, pool[:2]):
+    for states in (None, pool[:2].clone()):
         vllm.mamba_chunk_scan_combined_varlen(
             bf16(tokens, H, P), bf16(tokens, H), A, bf16(tokens, G, N), bf16(tokens, G, N), chunk_size=256, cu_seqlens=starts, D=D,
             dt_bias=dt_bias, dt_softplus=True, state_dtype=F32, cu_chunk_seqlens=starts, last_chunk_indices=slots, seq_idx=slots,
