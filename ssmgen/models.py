@@ -43,12 +43,12 @@ class Client(Enum):
 
     @property
     def layout(self) -> Layout:
-        """Of the states of linear attention."""
+        """The layout of linear attention's states."""
         return Layout.KV if self is Client.TRANSFORMERS else Layout.VK
 
     @property
     def left(self) -> str:
-        """What `build` leaves to the first request, in words."""
+        """The kernels that `build` leaves to the first request, in words."""
         return _LEFT[self]
 
 
@@ -75,14 +75,14 @@ class Wanted:
     layers: bool = False  # a commit of several layers
     replay: int | None = None  # tokens of a step that is replayed
     window: int | None = None  # of a ring for such steps
-    caller: Client | None = None  # None: calls of this package's own functions, in all their usual forms
+    caller: Client | None = None  # None: this package's own functions, in all their usual forms
 
     def of(self, caller: Client) -> Wanted:
         """The same, of a caller: with its slots and its layout."""
         return replace(self, caller=caller, indices=(caller.index,), layout=caller.layout)
 
     def by(self, *callers: Client) -> bool:
-        """Whether one of these makes the calls, or nobody in particular."""
+        """Whether one of these makes the calls, or no caller was named."""
         return self.caller is None or self.caller in callers
 
     @property
@@ -305,7 +305,7 @@ def models() -> dict[str, Model]:
     return {name: (kind := kinds[row["kind"]])(name=name, **kind.read(row)) for name, row in table.items()}
 
 
-# What the names of checkpoints have around a model's: makers ahead of it, forms of the same layers behind it.
+# Checkpoints add a maker before a model's name, and after it words that leave the layers' shapes as they are.
 _AHEAD = r"(?:nvidia-|ai21-|ibm-)?"
 _BEHIND = r"(?:-(?:base|pt|hf|it|chat|instruct|reasoning|thinking|preview|world|fp8|nvfp4|bf16|int4|int8|gptq|awq|\d+k|v\d[\d.]*|\d{4}))*"
 

@@ -130,7 +130,7 @@ def load(spec: KernelSpec, device: int, operator: str) -> Kernel:
     if kernel is None:
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError(str(spec), str(arch), operator)
-        from .build import entry_of  # it imports all families' models, which nobody else needs for a call
+        from .build import entry_of  # only here: it imports all families' models
 
         entry = entry_of(spec, arch, shared_cache())
         with _load_lock:

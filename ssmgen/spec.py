@@ -362,7 +362,7 @@ def _value(kind: Any, text: str) -> Any:
 
 
 def _choices(kind: Any) -> str:
-    """What `_value` reads, in words."""
+    """The values that `_value` reads, in words."""
     plain = {bool: "yes, no", int: "the whole numbers", type(None): "none"}
     return ", ".join(plain.get(one) or ", ".join(str(member.value) for member in one) for one in get_args(kind) or (kind,))
 

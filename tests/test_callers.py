@@ -1,4 +1,4 @@
-"""Builds by caller: each caller's own path asks for no kernel outside of what is built for it."""
+"""Builds by caller: each caller's own path asks for no kernel outside of the built set."""
 
 from __future__ import annotations
 

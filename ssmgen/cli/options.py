@@ -22,7 +22,7 @@ EXIT_FAILURE, EXIT_DRIFT = 1, 3  # click itself exits with 2 for a wrong command
 EXIT_INTERRUPTED = 130  # as shells have it for Ctrl-C
 
 
-# Compute capabilities of cards, by what people call them.
+# Compute capabilities of cards, by their common names.
 CARDS: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("a100", "a800", "a30"), (8, 0)),
     **dict.fromkeys(("a2", "a10", "a10g", "a16", "a40", "a6000", "rtx3090"), (8, 6)),
@@ -172,9 +172,9 @@ def _by_callers(wanted: Wanted, given: set[str], callers: Sequence[Client | None
 
 
 def problems_of(name: str, operator: str | None, tp: int, callers: Sequence[Client | None] = (None,), **options: Any) -> list[Problem]:
-    """What a model asks of an operator, or of all that it uses, under the options of `with_model`.
+    """A model's problems for one operator, or for all that it uses, under the options of `with_model`.
 
-    callers: whose calls these are; None among them: those of this package's own functions.
+    callers: who calls; None among them stands for this package's own functions.
     """
     model = find_model(name).divided(tp)
     wanted, given = wanted_of(**options)

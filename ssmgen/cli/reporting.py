@@ -1,4 +1,4 @@
-"""What `ssmgen build` says: which kernels are for what, how far it is, how long compiling took by kind, and what is left."""
+"""Messages of `ssmgen build`: the purpose of each group of kernels, progress, times by operator, and the kernels that it leaves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..spec import Arch, KernelSpec, Problem
 from .options import EXIT_FAILURE
 
 Work = Mapping[tuple[KernelSpec, Arch], str]  # the operator that each variant is for
-EVERY = 5.0  # seconds between two lines about progress, where there is no terminal
+EVERY = 5.0  # seconds between two lines of progress without a terminal
 
 
 def by_operator(problems: Sequence[Problem]) -> dict[str, list[Problem]]:
@@ -31,7 +31,7 @@ def by_operator(problems: Sequence[Problem]) -> dict[str, list[Problem]]:
 
 
 def describe(work: Work, found: Mapping[tuple[KernelSpec, Arch], bool], callers: Sequence[Client | None]) -> str:
-    """A line for each operator: its variants, what they are for, and how many the cache has; then what a first request still compiles."""
+    """A line for each operator with its variants, their purpose and the number found; then the kernels that a first request compiles."""
     roles = {name: ask.role.value for name, ask in asks().items() if ask.role}
     lines = []
     for operator in dict.fromkeys(work.values()):
@@ -44,7 +44,7 @@ def describe(work: Work, found: Mapping[tuple[KernelSpec, Arch], bool], callers:
 
 @contextmanager
 def progress(count: int, hidden: bool) -> Iterator[Callable[[], None]]:
-    """What is called behind each variant: a bar in a terminal, elsewhere a line every few seconds and one at the end."""
+    """Yields a function to call after each variant. It draws a bar in a terminal; elsewhere it prints a line every few seconds."""
     if sys.stderr.isatty() or hidden:
         with click.progressbar(length=count, label="building", file=sys.stderr, hidden=hidden) as bar:
             yield lambda: bar.update(1)
@@ -63,7 +63,7 @@ def progress(count: int, hidden: bool) -> Iterator[Callable[[], None]]:
 
 
 def told(results: list[Built], work: Work, seconds: float, as_json: bool) -> int:
-    """Prints what became of variants; the exit code. work: those that were asked for."""
+    """Prints the outcomes; returns the exit code. work: the variants asked for."""
     failed = [b for b in results if b.error]
     if as_json:
         rows = [

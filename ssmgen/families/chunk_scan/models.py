@@ -61,7 +61,7 @@ class ScanAsk(Ask):
         elif isinstance(model, LinearAttention):
             same |= WITHOUT_DT | {"headdim": model.dim_v, "d_state": model.dim_k, "gate": Gate.SLOPE, "g": DType.F32}
             batches, packed = NEW, (OWN_POOL,)
-            if wanted.caller is Client.ENGINES:  # SGLang's are gathered ahead of the call
+            if wanted.caller is Client.ENGINES:  # SGLang gathers the states first
                 packed = ({"initial": True, "final": True},)
         kinds = [kind for index in wanted.indices for kind in (batches if index is Index.NONE else _by_slots(packed, index))]
         found = list(dict.fromkeys(ScanProblem(**same, **kind, state=s) for s in wanted.states or (model.state,) for kind in kinds))
