@@ -73,7 +73,7 @@ class DeltaAsk(Ask):
 
 
 def _raw(model: LinearAttention, wanted: Wanted) -> list[dict[str, Any]]:
-    """Gates as the projections give them, with weights of the activations' dtype. transformers' whole layers pass them; OLMo-Hybrid has no such layer."""
+    """Gates as the projections give them, weights in the activations' dtype. Layers of transformers pass them, except OLMo-Hybrid's."""
     io = wanted.io
     raw = {"g": io, "gate": Gate.RAW, "A_log": io, "dt_bias": io, "beta": io, "beta_form": Beta.SIGMOID}
     return [] if model.allow_neg_eigval else [raw]

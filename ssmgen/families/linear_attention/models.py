@@ -117,12 +117,12 @@ class LinearAttentionAsk(StateAsk):
     def called_by(self, model: Model, caller: Client) -> bool:
         return caller is not Client.MAMBA_SSM and model.kind != "rwkv7"
 
-    def problems(self, model: Model, wanted: Wanted) -> list[LinearAttentionProblem]:
+    def problems(self, model: Model, wanted: Wanted) -> list[Any]:
         if model.kind == "lightning_attn" and wanted.caller is Client.TRANSFORMERS:  # whose cache has states of the activations' dtype
             wanted = replace(wanted, states=wanted.states or (wanted.io,))
         if model.kind == "lightning_attn" and wanted.caller is Client.ENGINES:
             wanted = replace(wanted, layout=Layout.KV)
-        found: list[LinearAttentionProblem] = super().problems(model, wanted)
+        found: list[Any] = super().problems(model, wanted)
         return list(map(_finished, found)) if wanted.caller is Client.TRANSFORMERS else found
 
 
