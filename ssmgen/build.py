@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import threading
 import time
@@ -15,9 +17,9 @@ from .cache.entry import Entry
 from .cache.store import Cache
 from .catalog import OPERATOR_OF, OPERATORS
 from .crew import Crew, CrewError
-from .errors import SpillError, SsmgenError
-from .models import Wanted, models
-from .spec import SM90, Arch, DType, KernelSpec, Problem
+from .errors import ModelError, NotBuiltError, SpillError, SsmgenError
+from .models import Client, Model, Wanted, models
+from .spec import SM90, Arch, DType, KernelSpec, Narrow, Pdl, Problem, flat
 
 PATIENCE = 0.25  # seconds for the compilations at hand to end after Ctrl-C: most take 0.2
 
@@ -192,6 +194,38 @@ def problems_by_models(states: tuple[DType, ...] = ()) -> dict[Problem, list[str
         for problem in model.asked(Wanted(states=states, replay=6)):
             found.setdefault(problem, []).append(model.name)
     return found
+
+
+def entry_of(spec: KernelSpec, arch: Arch, cache: Cache) -> Entry:
+    """A call's kernel. Raises what `Cache.get` does; NotBuiltError names a model that has it, if one of the table does."""
+    try:
+        return cache.get(spec, arch)[0]
+    except NotBuiltError:
+        raise NotBuiltError(str(spec), str(arch), options_for(spec, arch)) from None
+
+
+@functools.lru_cache(maxsize=256)  # engines that do without a kernel ask at every call
+def options_for(spec: KernelSpec, arch: Arch) -> str:
+    """Options of `ssmgen build` that build a variant among all that a known model calls; empty if no model of the table calls it."""
+    said = flat(spec)
+    own: dict[str, Any] = {"states": (said["state"],)} if isinstance(said.get("state"), (DType, Narrow)) else {}
+    own |= {"io": said["x"]} if isinstance(said.get("x"), DType) else {}
+    for tp in (1, 2, 4, 8):
+        for model in models().values():
+            with contextlib.suppress(ModelError):
+                rank = model.divided(tp)
+                for wanted in (Wanted(**own), *(Wanted(**own).of(caller) for caller in Client)):
+                    alike = (p for p in rank.asked(wanted) if all(said.get(name, value) == value for name, value in flat(p).items()))
+                    if any(spec in specs_for([p], arch, (said["pdl"] is not Pdl.OFF,)) for p in alike):
+                        return _options(rank, wanted, tp, arch, said["pdl"] is not Pdl.OFF)
+    return ""
+
+
+def _options(model: Model, wanted: Wanted, tp: int, arch: Arch, pdl: bool) -> str:
+    parts = [f"--model {model.name}", f"--tp {tp}" * (tp > 1), *(f"--state {s.value}" for s in wanted.states if s is not model.state)]
+    parts += [f"--io {wanted.io.value}" * (wanted.io is not DType.BF16), f"--arch {arch}", "--no-pdl" * (not pdl and arch >= SM90)]
+    parts.append(f"--caller {wanted.caller.value}" if wanted.caller else "")
+    return " ".join(filter(None, parts))
 
 
 def default_problems() -> list[tuple[str, Problem]]:

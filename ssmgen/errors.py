@@ -34,6 +34,10 @@ class ArgumentError(SsmgenError, ValueError):
         self.problems = list(problems)
 
 
+class TrialError(SsmgenError):
+    """A family's trial of a variant cannot run as it is written."""
+
+
 class SpecError(SsmgenError, ValueError):
     """A kernel spec is not legal for an architecture, or its text cannot be read."""
 
@@ -90,10 +94,12 @@ class SpillError(SsmgenError):
 class NotBuiltError(SsmgenError):
     """The kernel is not in any cache layer and SSMGEN_COMPILE=deny forbids compiling it."""
 
-    def __init__(self, spec: str, arch: str):
+    def __init__(self, spec: str, arch: str, model: str = ""):
+        """model: the options of `ssmgen build` by which a known model of this shape gets all its kernels."""
+        whole = f"\nBuild all that a model of this shape calls with: ssmgen build {model}" if model else ""
         super().__init__(
             f"{spec} is not built for {arch}, and SSMGEN_COMPILE=deny forbids compiling.\n"
-            f"Build it with: ssmgen build --spec '{spec}' --arch {arch}"
+            f"Build it with: ssmgen build --spec '{spec}' --arch {arch}{whole}"
         )
 
 

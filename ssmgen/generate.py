@@ -35,6 +35,24 @@ class ForeignFilesError(SsmgenError):
         self.problems = list(problems)
 
 
+class OtherCheckoutError(SsmgenError):
+    """A checkout's folder would be compared with the templates of an ssmgen that is not the checkout's."""
+
+    def __init__(self, root: Path, checkout: Path, package: Path):
+        super().__init__(
+            f"{plain(str(root))} belongs to the checkout {plain(str(checkout))}; this ssmgen runs from {plain(str(package))}. "
+            "Its templates are others. Nothing was compared or written.\n"
+            f"Run: cd {plain(str(checkout))} && PYTHONPATH=. python -m ssmgen generate"
+        )
+
+
+def _own(root: Path) -> None:
+    """Raises OtherCheckoutError unless the folder's checkout, if it is in one, is this package's."""
+    checkout, package = root.resolve().parent, Path(__file__).resolve().parent
+    if (checkout / "ssmgen" / "__init__.py").is_file() and checkout / "ssmgen" != package:
+        raise OtherCheckoutError(root, checkout, package)
+
+
 def default_variants(archs: Sequence[Arch] = tuple(map(Arch.parse, ARCHS))) -> list[tuple[KernelSpec, Arch]]:
     """The variants in the lock, or the like for other architectures."""
     return list(dict.fromkeys((spec, arch) for arch in archs for _, _, default in named() for spec in default.specs(arch)))
@@ -140,8 +158,9 @@ def _foreign(root: Path, texts: Mapping[str, bytes], old: Lock) -> list[str]:
 def write(root: Path) -> tuple[int, str]:
     """Renders, compiles and writes everything: (variants, note). Removes what it wrote before and no longer writes, and nothing else.
 
-    Raises SpillError; LockError; ForeignFilesError and FileError, before which nothing was removed.
+    Raises SpillError; LockError; OtherCheckoutError, ForeignFilesError and FileError, before which nothing was removed.
     """
+    _own(root)
     sources = _sources()
     with _folder(root):
         try:
@@ -175,8 +194,9 @@ def check(root: Path, any_compiler: bool = False) -> tuple[int, str]:
     FileError; SpillError for a variant that spills.
 
     any_compiler: where the lock has no resources under the compiler at hand, or of some variants none under the other, that is a note and
-    no drift.
+    no drift. Raises OtherCheckoutError.
     """
+    _own(root)
     try:
         old = Lock.read(root / LOCK)
     except FileNotFoundError as e:

@@ -7,7 +7,9 @@ a family: a further one joins by its record alone.
 
 from __future__ import annotations
 
+import difflib
 import functools
+import re
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +29,36 @@ else:
 SLOTS = (Index.NONE, Index.I32)
 
 
+class Client(Enum):
+    """Code that calls ssmgen on a model's behalf. Each family's `models.py` says which problems its calls pose."""
+
+    TRANSFORMERS = "transformers"  # ssmgen.compat.hf
+    ENGINES = "engines"  # the plugins of vLLM and SGLang, and TensorRT-LLM's functions
+    MAMBA_SSM = "mamba-ssm"  # functions of mamba-ssm and causal-conv1d, called as mamba-ssm's modules do
+
+    @property
+    def index(self) -> Index:
+        """How it names slots."""
+        return Index.I32 if self is Client.ENGINES else Index.NONE
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of linear attention's states."""
+        return Layout.KV if self is Client.TRANSFORMERS else Layout.VK
+
+    @property
+    def left(self) -> str:
+        """The kernels that `build` leaves to the first request, in words."""
+        return _LEFT[self]
+
+
+_LEFT = {
+    Client.TRANSFORMERS: "norms between layers (of the hidden size), batches with padding, Mamba-1 prompts of one token or behind a cache",
+    Client.ENGINES: "norms between layers (of the hidden size), drafts (--tokens, --replay), caches of prefixes (--intermediates)",
+    Client.MAMBA_SSM: "norms between layers (of the hidden size), packed sequences (seq_idx), prompts that go on from a state",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     """The calls that kernels are wanted for, as the options of `ssmgen build` say. Each operator heeds what it takes (`Ask.takes`)."""
@@ -43,6 +75,15 @@ class Wanted:
     layers: bool = False  # a commit of several layers
     replay: int | None = None  # tokens of a step that is replayed
     window: int | None = None  # of a ring for such steps
+    caller: Client | None = None  # None: this package's own functions, in all their usual forms
+
+    def of(self, caller: Client) -> Wanted:
+        """The same, of a caller: with its slots and its layout."""
+        return replace(self, caller=caller, indices=(caller.index,), layout=caller.layout)
+
+    def by(self, *callers: Client) -> bool:
+        """Whether one of these makes the calls, or no caller was named."""
+        return self.caller is None or self.caller in callers
 
     @property
     def count(self) -> int:
@@ -82,8 +123,12 @@ class Ask:
         raise NotImplementedError
 
     def problems(self, model: Model, wanted: Wanted) -> Sequence[Problem]:
-        """What a model that uses it asks for; nothing without slot indices where they are needed."""
+        """What a model that uses it asks for; nothing without slots where they are needed, or where the caller makes no such call."""
         raise NotImplementedError
+
+    def called_by(self, model: Model, caller: Client) -> bool:
+        """Whether a caller uses it for such a model at all."""
+        return True
 
     def heeded(self, model: Model, wanted: Wanted) -> Wanted | None:
         """What it can do of that, beside other operators: without states in fewer bits, if it takes none. None if nothing is left.
@@ -227,6 +272,7 @@ class Model:
     def asked(self, wanted: Wanted, *of: Role) -> list[Problem]:
         """What the model asks of all the operators that it uses, or of those that do these parts."""
         found = [ask for ask in asks().values() if ask.used_by(self) and (ask.role in of if of else ask.serves(wanted))]
+        found = [ask for ask in found if wanted.caller is None or ask.called_by(self, wanted.caller)]
         heeded = [(ask, ask.heeded(self, wanted)) for ask in found]
         return [problem for ask, own in heeded if own is not None for problem in ask.problems(self, own)]
 
@@ -259,9 +305,17 @@ def models() -> dict[str, Model]:
     return {name: (kind := kinds[row["kind"]])(name=name, **kind.read(row)) for name, row in table.items()}
 
 
+# Checkpoints add a maker before a model's name, and after it words that leave the layers' shapes as they are.
+_AHEAD = r"(?:nvidia-|ai21-|ibm-)?"
+_BEHIND = r"(?:-(?:base|pt|hf|it|chat|instruct|reasoning|thinking|preview|world|fp8|nvfp4|bf16|int4|int8|gptq|awq|\d+k|v\d[\d.]*|\d{4}))*"
+
+
 def find_model(name: str) -> Model:
-    """Raises ModelError that names the models there are."""
-    if name not in models():
-        close = [m for m in models() if name in m or m in name]
-        raise ModelError(f"no model {name!r} in models.toml; known: {', '.join(close or models())}")
-    return models()[name]
+    """The model of a name, in any case; or of a checkpoint, such as nvidia/Nemotron-H-8B-Base-8K. Raises ModelError with names near it."""
+    wanted = name.strip().rpartition("/")[2].lower().replace("_", "-")
+    for known, model in sorted(models().items(), key=lambda row: -len(row[0])):
+        if re.fullmatch(_AHEAD + re.escape(known) + _BEHIND, wanted):
+            return model
+    close = difflib.get_close_matches(wanted, models(), n=3, cutoff=0.5)
+    close += [m for m in models() if wanted and wanted in m and m not in close][:3]
+    raise ModelError(f"no model {name!r}. " + (f"Did you mean {' or '.join(close)}? " if close else "") + "`ssmgen models` lists them.")

@@ -130,7 +130,9 @@ def load(spec: KernelSpec, device: int, operator: str) -> Kernel:
     if kernel is None:
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError(str(spec), str(arch), operator)
-        entry, _ = shared_cache().get(spec, arch)
+        from .build import entry_of  # only here: it imports all families' models
+
+        entry = entry_of(spec, arch, shared_cache())
         with _load_lock:
             kernel = _kernels.get((spec, arch))
             if kernel is None:

@@ -324,8 +324,8 @@ class KernelSpec:
 
     def said(self) -> Iterator[str]:
         """The fields of its text."""
-        values = ((name, entry.field, entry.of(self)) for name, entry in entries(type(self)).items())
-        return (f"{name}={text_of(value)}" for name, f, value in values if value != f.default or "later" not in f.metadata)
+        told = ((name, entry.field, entry.of(self)) for name, entry in entries(type(self)).items())
+        return (f"{name}={text_of(value)}" for name, f, value in told if value != f.default or "later" not in f.metadata)
 
     def __str__(self) -> str:
         return f"{self.family}:" + ",".join(self.said())
@@ -361,6 +361,12 @@ def _value(kind: Any, text: str) -> Any:
     return found[0]
 
 
+def _choices(kind: Any) -> str:
+    """The values that `_value` reads, in words."""
+    plain = {bool: "yes, no", int: "the whole numbers", type(None): "none"}
+    return ", ".join(plain.get(one) or ", ".join(str(member.value) for member in one) for one in get_args(kind) or (kind,))
+
+
 _hints = _by_class(get_type_hints)  # 0.4 ms, which a table of some hundred rows would take for each
 
 
@@ -374,11 +380,8 @@ def parse_spec(text: str, families: dict[str, type[KernelSpec]]) -> KernelSpec:
     family, _, rest = text.partition(":")
     if family not in families:
         raise SpecError(text, [f"unknown family {family!r}; known: {', '.join(sorted(families))}"])
-    cls = families[family]
-    known = entries(cls)
-    values: dict[str, Any] = {}
+    known, values, named = entries(cls := families[family]), dict[str, Any](), set()
     problems = []
-    named = set()
     for item in filter(None, rest.split(",")):
         key, _, value = item.partition("=")
         named.add(key)
@@ -388,7 +391,7 @@ def parse_spec(text: str, families: dict[str, type[KernelSpec]]) -> KernelSpec:
         try:
             values[key] = _value(kind := _kind(cls, known[key]), value)
         except ValueError:
-            problems.append(f"{key}={value!r} is not a {getattr(kind, '__name__', kind)}")
+            problems.append(f"{key}={value!r} is none of {_choices(kind)}")
     missing = [name for name, entry in known.items() if name not in named and entry.field.default is MISSING]
     problems += must(not missing, f"missing: {', '.join(missing)}")
     if problems:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import click
 import pytest
@@ -10,11 +11,11 @@ from click.testing import CliRunner
 
 import ssmgen
 from ssmgen.cli import main
-from ssmgen.cli.options import problems_of
-from ssmgen.errors import ModelError
+from ssmgen.cli.options import CARDS, ArchType, problems_of
+from ssmgen.errors import CompilerMissingError, ModelError, NotBuiltError
 from ssmgen.families.linear_attention.problem import Layout
-from ssmgen.models import Ask, Wanted, ask_for, find_model
-from ssmgen.spec import DType
+from ssmgen.models import Ask, Client, Wanted, ask_for, find_model
+from ssmgen.spec import Arch, DType
 
 
 def ran(*args: str, code: int = 0) -> str:
@@ -113,3 +114,123 @@ def test_explain_of_convolutions():
     for more, kib in ([], 20 * 2048), (["--tokens", "100", "--batch", "2"], 20 * 200), (["--tp", "8", "--io", "f32"], 5 * 2048):
         assert f"causal_conv1d, KiB of x {kib}, sm_90a" in ran("explain", "causal_conv1d", "--model", "nemotron-h-8b", *more)
     assert "rwkv7-0.1b has no short convolution" in ran("explain", "causal_conv1d", "--model", "rwkv7-0.1b", code=1)
+
+
+SMALL = ("--model", "kimi-linear-48b-a3b", "--op", "gated_rms_norm")
+
+
+def foretold(*args: str) -> list[dict]:
+    return json.loads(ran("build", *args, "--dry-run", "--json"))["variants"]
+
+
+def test_a_build_has_what_calls_take_and_what_one_caller_takes(own_cache):
+    model = ("--model", "nemotron-h-8b")
+    every, both = foretold(*model), foretold(*model, "--pdl", "both")
+    assert not any(",pdl=off" in v["spec"] for v in every) and len(both) > 1.9 * len(every)
+    assert foretold(*model, "--pdl") == every and {v["spec"] for v in foretold(*model, "--no-pdl")} <= {v["spec"] for v in both}
+    parts = {caller: foretold(*model, "--caller", caller.value) for caller in Client}
+    assert all(0 < 2 * len(part) < len(every) for part in parts.values())
+    assert all(v in every for part in parts.values() for v in part), "without --caller it is what any of them calls"
+    assert "says which slots" in ran("build", *model, "--caller", "engines", "--index", "i32", code=2)
+    assert "makes no call" in ran("build", "--model", "rwkv7-0.1b", "--caller", "transformers", code=1)
+    text = ran("build", *model, "--caller", "transformers", "--dry-run")
+    assert "chunk_scan: its recurrence over prompts" in text and Client.TRANSFORMERS.left in text and "Nothing was compiled." in text
+    assert not own_cache.exists() or not list(own_cache.rglob("*.cubin*")), "a dry run keeps nothing"
+
+
+def test_a_dry_run_says_what_the_cache_has(own_cache):
+    count = len(foretold(*SMALL))
+    text = ran("build", *SMALL)
+    assert f"building: {count} of {count} variants" in text, "progress without a terminal"
+    assert f"{count} compiled, 0 found, 0 failed" in text and "gated_rms_norm: " in text and " s each" in text
+    assert all(v["hit"] for v in foretold(*SMALL))
+    assert f"{count} found, 0 would be compiled" in ran("build", *SMALL, "--dry-run")
+
+
+@pytest.mark.parametrize(
+    ("given", "arch"), [("sm_90", "sm_90a"), ("H100", "sm_90a"), ("b200", "sm_100a"), ("L40S", "sm_89"), ("RTX 4090", "sm_89")]
+)
+def test_kernels_are_built_for_what_devices_look_up(given, arch):
+    assert ArchType(looked_up=True).convert(given, None, None) == [Arch.parse(arch)]
+    assert ArchType(looked_up=True).convert(f"{given},{arch}", None, None) == [Arch.parse(arch)], "once"
+
+
+def test_architectures_that_are_none_are_refused():
+    assert "sm_90 becomes sm_90a" in ran("build", *SMALL, "--arch", "sm_90", "--dry-run")
+    text = ran("build", *SMALL, "--arch", "h1000", code=2)
+    assert "'h1000' is no architecture" in text and "h100, " in text
+    assert ArchType().convert("sm_90", None, None) == [Arch(90)], "a variant may be shown for any"
+    assert all(Arch.of_capability(*capability).number >= 80 for capability in CARDS.values())
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("Nemotron-H-8B", "nemotron-h-8b"), ("nvidia/Nemotron-H-8B-Base-8K", "nemotron-h-8b"), ("state-spaces/mamba-130m-hf", "mamba-130m"),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", "qwen3-next-80b-a3b"), ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", "nemotron-nano-9b-v2"),
+        ("ai21labs/AI21-Jamba-1.5-Mini", "jamba-1.5-mini"), ("moonshotai/Kimi-Linear-48B-A3B-Instruct", "kimi-linear-48b-a3b"),
+    ],
+)  # fmt: skip
+def test_checkpoints_name_their_models(given, name):
+    assert find_model(given).name == name
+
+
+def test_other_names_are_refused_with_near_ones():
+    with pytest.raises(ModelError, match=r"no model 'nemotron-h-9b'. Did you mean nemotron-h-8b"):
+        find_model("nemotron-h-9b")
+    with pytest.raises(ModelError, match=r"no model 'tiiuae/Falcon-H1-1.5B-Deep-Base'. Did you mean .*falcon-h1-1.5b"):
+        find_model("tiiuae/Falcon-H1-1.5B-Deep-Base")  # a model of other shapes
+    with pytest.raises(ModelError, match=r"no model 'zzz'\. `ssmgen models` lists them"):
+        find_model("zzz")
+
+
+def test_a_missing_compiler_is_one_error(own_cache, monkeypatch):
+    def missing():
+        raise CompilerMissingError("no library")
+
+    monkeypatch.setattr("ssmgen.cache.store.nvrtc.build_id", missing)
+    text = ran("build", *SMALL, code=1)
+    assert text.count("NVRTC could not be loaded") == 1 and "variants" not in text
+
+
+def test_a_cache_that_takes_nothing_is_one_error(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SSMGEN_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.warns(UserWarning, match="in memory only"):
+        text = ran("build", *SMALL, code=1)
+    assert (
+        text.count("the cache takes no kernels") == 1
+        and "Nothing was compiled." in text
+        and "variants in" not in text
+        and "-" not in text[:1]
+    )
+
+
+def test_generate_refuses_a_checkout_of_others(tmp_path):
+    package = Path(ssmgen.__file__).parents[1]
+    (tmp_path / "ssmgen").mkdir()
+    (tmp_path / "ssmgen" / "__init__.py").touch()
+    (tmp_path / "generated").mkdir()
+    for more in (["--check"], []):
+        text = ran("generate", *more, "--dir", str(tmp_path / "generated"), code=1)
+        assert "OtherCheckoutError" in text and "Nothing was compared or written." in text and str(package) in text.replace("\n", "")
+    assert not list((tmp_path / "generated").iterdir())
+
+
+def test_a_kernel_that_is_not_built_names_the_models_line(own_cache, monkeypatch):
+    from ssmgen.build import entry_of, options_for, specs_for
+    from ssmgen.cache.store import Cache
+
+    arch = Arch.parse("sm_90a")
+    spec = specs_for(find_model("qwen3.5-397b-a17b").divided(4).problems(), arch, (True,))[0]
+    monkeypatch.setenv("SSMGEN_COMPILE", "deny")
+    with pytest.raises(NotBuiltError, match=r"ssmgen build --model qwen3\.5-397b-a17b --tp 4 --arch sm_90a") as error:
+        entry_of(spec, arch, Cache(own_cache))
+    line = str(error.value).rpartition("ssmgen build ")[2]
+    assert str(spec) in {v["spec"] for v in foretold(*line.split())}
+    assert options_for(ssmgen.catalog.parse("slot_copy:slot_bytes=4096"), arch) == ""
+
+
+def test_commands_say_what_they_read():
+    assert "these files cannot be read:\n  - nofile.json: No such file or directory" in ran("bench", "render", "nofile.json", code=1)
+    assert "state='fp16' is none of f32, f16, bf16, i16, i8, e4m3" in ran("check", "selective_state_update:state=fp16", code=1)

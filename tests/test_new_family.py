@@ -101,3 +101,12 @@ def test_what_is_wrong_is_named_and_nothing_is_written(tmp_path):
 def test_names_that_are_none_are_refused(tmp_path, name):
     with pytest.raises(ScaffoldError, match="its name is no Python name"):
         write(tmp_path, name)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("kda", "ssmgen.kda is a public function"), ("errors", "ssmgen has a module errors")])
+def test_names_that_are_taken_are_refused(tmp_path, name, reason):
+    root = fresh(tmp_path)
+    before = texts(root)
+    with pytest.raises(ScaffoldError, match=reason):
+        write(root, name)
+    assert texts(root) == before

@@ -32,12 +32,16 @@ class CasesFailedError(SsmgenError):
 def load(paths: Sequence[Path]) -> Suite:
     """What `--json` wrote, of one operator or of several, plain or gzipped. Its texts are without control characters, so that they may go
     to a terminal. Raises BenchFileError that names every wrong file, and what is wrong in it."""
-    found, wrong = [], []
+    found, wrong, unreadable = [], [], []
     for path in paths:
         try:
             found.append(_read(path))
-        except (OSError, ValueError) as e:
-            wrong.append(plain(f"{path}: {getattr(e, 'strerror', None) or e}"))
+        except OSError as e:
+            unreadable.append(plain(f"{path}: {e.strerror or e}"))
+        except ValueError as e:
+            wrong.append(plain(f"{path}: {e}"))
+    if unreadable:
+        raise BenchFileError(f"these files cannot be read:\n{bullets(unreadable + wrong)}")
     if wrong:
         raise BenchFileError(f"not what `ssmgen bench … --json` writes:\n{bullets(wrong)}")
     return stitched(found)

@@ -29,6 +29,7 @@ class Cache:
     def __init__(self, writable: Path | None, read_only: Iterable[Path] = (), remote: SharedStore | None = None):
         self._memory: dict[str, Entry] = {}
         self._warned: set[Path | None] = set()  # roots; one warning each
+        self.unusable = ""  # why nothing can be written
         self._compiler_build: str | None = None
         self.remote = remote
         self._renew_locks()
@@ -69,6 +70,8 @@ class Cache:
         if root in self._warned:
             return
         self._warned.add(root)
+        if layer in (None, self.writable):
+            self.unusable = str(reason)
         what = "keeps compiled kernels in memory only" if layer in (None, self.writable) else f"ignores the cache layer {root}"
         warnings.warn(f"ssmgen {what}: {reason}", stacklevel=2)
 
@@ -96,6 +99,11 @@ class Cache:
                 entry, fetched = self._fetched_or_compiled(key, source, spec, arch)
                 self._keep(entry)
             return entry, fetched
+
+    def has(self, spec: KernelSpec, arch: Arch) -> bool:
+        """Whether a variant is in memory or a directory. Raises what `get` does of a spec, and CompilerMissingError."""
+        key, source = self._key(spec, arch)
+        return self._look_up(key, source, spec.name, arch) is not None
 
     def _fetched_or_compiled(self, key: str, source: str, spec: KernelSpec, arch: Arch) -> tuple[Entry, bool]:
         if self.remote is None:

@@ -15,6 +15,7 @@ from ..arguments import Value
 from ..errors import ArgumentError, SsmgenError
 from ..spec import SM90, KernelSpec
 from . import checks, fakes
+from .naming import spoken
 
 Views = Mapping[str, Tensor]
 
@@ -37,12 +38,12 @@ class Family(NamedTuple):
     in_place: tuple[tuple[str, ...], ...] = ()
 
 
-def check_overlap(family: Family, name: str, layout: Views, where: Mapping[str, int]) -> None:
-    """Raises ArgumentError when something that is written shares memory with anything else."""
-    overlap_check(family, name, layout)(where)
+def check_overlap(family: Family, name: str, layout: Views, where: Mapping[str, int], words: Mapping[str, str] = {}) -> None:
+    """Raises ArgumentError when something that is written shares memory with anything else. words: as of Caller."""
+    overlap_check(family, name, layout, words)(where)
 
 
-def overlap_check(family: Family, name: str, layout: Views) -> Callable[[Mapping[str, int]], None]:
+def overlap_check(family: Family, name: str, layout: Views, words: Mapping[str, str] = {}) -> Callable[[Mapping[str, int]], None]:
     """The check of operands so laid out, of where they lie: it raises ArgumentError as check_overlap does."""
     extents = {n: checks.extent(t) for n, t in layout.items()}
     allowed = [(a, b) for a, b, *unless in family.in_place if not any(name in layout for name in unless)]
@@ -58,7 +59,7 @@ def overlap_check(family: Family, name: str, layout: Views) -> Callable[[Mapping
         problems: list[str] = []
         checks.check_overlap(written, read, problems)
         if problems:
-            raise ArgumentError(name, problems)
+            raise ArgumentError(name, spoken(problems, words))
 
     return check
 
@@ -93,17 +94,17 @@ def launch_of(
 
 def new_pattern(
     family: Family, name: str, views: Views, names: Sequence[str], options: Any, pdl: bool | None, given: Sequence[Any],
-    positions: Sequence[int],
+    positions: Sequence[int], words: Mapping[str, str] = {},
 ) -> runtime.Pattern:  # fmt: skip
     """The pattern of a call of the public function `name`, whose tensors are `given` at these positions. Plans take the pointers of those
-    and of what comes behind them in `names`."""
+    and of what comes behind them in `names`. words: as of Caller."""
     device = next(iter(views.values())).device.index
     arch = runtime.device_arch(device)
     wanted = arch >= SM90 if pdl is None else pdl
     size = family.size_of(views)
     layout = {n: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for n, t in views.items()}
     launches: dict[Any, runtime.Launch | runtime.Chain] = {}  # alignment is part of the problem
-    check = overlap_check(family, name, layout)
+    check = overlap_check(family, name, layout, words)
 
     def resolve(pointers: tuple[int, ...]) -> runtime.Launch | runtime.Chain | None:
         where = dict(zip(names, pointers, strict=True))
@@ -135,6 +136,7 @@ class Caller(NamedTuple):
     reference: Callable[..., None]  # of views, options and, if not torch.float32, the dtype that it computes in
     dispatch: Callable[[Sequence[Any], Any, bool | None], None]  # the call through torch's dispatcher, which comes back with plain tensors
     patterns: runtime.Patterns
+    words: Mapping[str, str] = {}  # operand -> the function's parameter, where they differ
     # In these, `given` are the operands by `names`, and `objections` what is wrong with arguments that are no tensors.
 
     def plan(self, given: tuple[Any, ...], options: Any, pdl: bool | None, objections: Sequence[str] = ()) -> Callable[[], None]:
@@ -155,10 +157,10 @@ class Caller(NamedTuple):
         if device.type == "meta":  # of no memory, and nothing to write
             return _nothing
         if device.type != "cuda":
-            check_overlap(self.family, self.name, views, {n: t.data_ptr() for n, t in named.items()})
+            check_overlap(self.family, self.name, views, {n: t.data_ptr() for n, t in named.items()}, self.words)
             return partial(self._refer, views, options)
         positions = [i for i, t in enumerate(given) if t is not None]
-        pattern = new_pattern(self.family, self.name, views, tuple(named), options, pdl, given, positions)
+        pattern = new_pattern(self.family, self.name, views, tuple(named), options, pdl, given, positions, self.words)
         plan = pattern.plan(tuple(named.values()))
         if key is not None:
             self.patterns.add(key, pattern)
@@ -170,7 +172,7 @@ class Caller(NamedTuple):
     ) -> runtime.Pattern:  # fmt: skip
         """The pattern of a call on the device, whose first operands are `given` at these positions. Raises ArgumentError."""
         views = self.checked(named, options, pdl, objections)
-        return new_pattern(self.family, self.name, views, tuple(named), options, pdl, given, positions)
+        return new_pattern(self.family, self.name, views, tuple(named), options, pdl, given, positions, self.words)
 
     def _hand_over(self, given: tuple[Any, ...], options: Any, pdl: bool | None, objections: Sequence[str]) -> None:
         """Makes the call through torch's dispatcher. Raises ArgumentError also for what does not fit the operator's schema."""
@@ -210,7 +212,7 @@ class Caller(NamedTuple):
         views = self.views_of(named, options, problems)
         checks.check_pdl(pdl, views, problems)
         if problems:
-            raise ArgumentError(self.name, problems)
+            raise ArgumentError(self.name, spoken(problems, self.words))
         return views
 
     def problem_of(
@@ -223,5 +225,5 @@ class Caller(NamedTuple):
         placed = device.type != "meta" and all(is_memory(type(t)) for t in named.values())
         where = {n: t.data_ptr() if placed else 0 for n, t in named.items()}
         if placed:
-            check_overlap(self.family, self.name, views, where)
+            check_overlap(self.family, self.name, views, where, self.words)
         return self.family.problem_of(views, where, options), self.family.size_of(views), device, pdl

@@ -18,6 +18,7 @@ CONTROL = (
     "cu_seqlens", "initial_states", "final_states", "state", "state_indices", "has_initial_state", "checkpoint_positions", "checkpoints",
     "workspace", "out",
 )  # fmt: skip
+WRITTEN_WORDS = {"final_states": "final_states_out", "checkpoints": "checkpoints_out"}  # operand -> parameter (see planning.Caller)
 _FINAL, _CHECKPOINTS = CONTROL.index("final_states"), CONTROL.index("checkpoints")
 
 

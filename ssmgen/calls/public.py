@@ -15,6 +15,7 @@ from ..spec import KernelSpec
 from . import checks, sharded
 from .checks import in_memory
 from .memory import Memory
+from .naming import spoken
 from .planning import Caller, grid_of, launch_of
 from .scalars import Scalar, Scalars
 
@@ -59,7 +60,7 @@ class Call(NamedTuple):
         """Runs the call through torch's dispatcher, which comes back to `plan` with plain tensors, or traces it."""
         problems = list(self.objections)
         if not checks.check_tensors(self.operands, problems) or problems:
-            torch.ops.ssmgen.refuse(self.caller.name, problems)
+            torch.ops.ssmgen.refuse(self.caller.name, spoken(problems, self.caller.words))
         if self.before is not None:
             self.before()
         self.caller.dispatch(self.given, self.options, self.pdl)

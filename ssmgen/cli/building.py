@@ -23,8 +23,20 @@ from ..cache.trust import distrust
 from ..crew import LEASE, LEASE_HELP, Crew, Seat
 from ..errors import ModelError
 from ..files import FileError
+from ..models import Client
 from ..spec import Arch, KernelSpec
-from .options import BUILT, EXIT_FAILURE, EXIT_INTERRUPTED, Folder, arch_option, json_option, problems_of, refuse_others, with_model
+from . import reporting
+from .options import (
+    BUILT,
+    EXIT_INTERRUPTED,
+    Folder,
+    device_arch_option,
+    json_option,
+    pdl_choices,
+    problems_of,
+    refuse_others,
+    with_model,
+)  # fmt: skip
 
 
 @click.command()
@@ -32,16 +44,19 @@ from .options import BUILT, EXIT_FAILURE, EXIT_INTERRUPTED, Folder, arch_option,
 @click.option("--all", "everything", is_flag=True, help="Every model of `ssmgen models`, undivided.")
 @click.option("--op", type=click.Choice(BUILT), help="Only this operator's variants. Default: all that the model uses.")
 @click.option("--spec", "specs", multiple=True, help="A variant by its text or name; may repeat.")
-@arch_option
+@device_arch_option
+@click.option("--caller", type=click.Choice([c.value for c in Client]), help="Only what this one calls. Default: what any of them calls.")
 @click.option("--max-batch", type=click.IntRange(1), default=1024, show_default=True, help="Build what batches up to this use.")
 @click.option("--max-spill", type=click.IntRange(0), default=0, show_default=True, help="Spilled bytes to accept per variant.")
 @click.option("--jobs", type=click.IntRange(1), help="Parallel compilations. Default: one per processor.")
 @click.option("--out", type=Folder(), help="Write a cache layer here instead of to the user's cache.")
+@click.option("--dry-run", is_flag=True, help="Say what would be built; compile nothing.")
 @click.option("--lease", type=click.FloatRange(1), default=LEASE, show_default=True, help=LEASE_HELP)
 @json_option
 def build(
-    model: str | None, pdl: bool | None, everything: bool, op: str | None, specs: tuple[str, ...], archs: list[Arch], max_batch: int,
-    max_spill: int, jobs: int | None, out: Path | None, lease: float, as_json: bool, **call: Any,
+    model: str | None, pdl: str, no_pdl: bool, everything: bool, op: str | None, specs: tuple[str, ...], archs: list[Arch],
+    caller: str | None, max_batch: int, max_spill: int, jobs: int | None, out: Path | None, dry_run: bool, lease: float, as_json: bool,
+    **call: Any,
 ) -> None:  # fmt: skip
     """Compile kernels ahead of time. Needs no GPU.
 
@@ -54,49 +69,57 @@ def build(
 
     if sum(map(bool, (model, everything, specs))) != 1:
         raise click.UsageError("give one of --model, --all and --spec")
-    if op and specs:
-        raise click.UsageError("--op goes with --model and --all")
+    if (op or caller) and specs:
+        raise click.UsageError(f"--{'op' if op else 'caller'} goes with --model and --all")
     if model:
         refuse_others(model, call)
-    cache = Cache(prepared(out)) if out else shared_cache()
-    work: dict[tuple[KernelSpec, Arch], None] = {}
+    cache = Cache(prepared(out)) if out and not dry_run else shared_cache() if not out else Cache(out)
+    cache.compiler_build()  # without NVRTC one error, not one for each variant
+    callers: tuple[Client | None, ...] = (Client(caller),) if caller else (None, *Client)
+    work: dict[tuple[KernelSpec, Arch], str] = {}
     finished: list[Built] = []
     here = crew.seat()
     try:
-        work |= dict.fromkeys((resolve(text, cache), arch) for text in specs for arch in archs)
+        work |= dict.fromkeys(((resolve(text, cache), arch) for text in specs for arch in archs), "")
         for name in list(models()) if everything else [model] if model else []:
-            problems = problems_of(name, op, **call)
-            for arch in archs:
-                wanted = (True, False) if pdl is None else (pdl,)
-                found = specs_for(problems, arch, wanted, max_batch, (None, *table.gpus(arch)))
-                work |= dict.fromkeys((spec, arch) for spec in found)
+            for operator, problems in reporting.by_operator(problems_of(name, op, callers=callers, **call)).items():
+                for arch in archs:
+                    for spec in specs_for(problems, arch, pdl_choices(pdl, no_pdl), max_batch, (None, *table.gpus(arch))):
+                        work.setdefault((spec, arch), operator)
         if not work:
-            raise ModelError(f"{model} does not use {op}")
+            raise ModelError(f"{caller or model} does not use {op}" if op else f"{caller} makes no call for {model}: leave out --caller")
 
+        found = {pair: cache.has(*pair) for pair in work}
+        words = reporting.describe(work, found, callers if model or everything else ())
+        if dry_run:
+            return reporting.foretold(work, found, words, as_json)
+        if not out and not all(found.values()):
+            refuse_unwritable(cache)
         if here:
-            code = _built_by_crew(here, list(work), cache, jobs, max_spill, lease, as_json)
+            code = _built_by_crew(here, work, cache, jobs, max_spill, lease, as_json)
         else:
+            if not as_json:
+                click.echo(words, err=True)
             start = time.perf_counter()
-            with click.progressbar(length=len(work), label="building", file=sys.stderr, hidden=as_json) as bar:
+            with reporting.progress(len(work), as_json) as another:
 
                 def done(built: Built) -> None:
                     finished.append(built)
-                    bar.update(1)
+                    another()
 
                 results = run(list(work), cache, jobs, max_spill, done, keep=True)
-            code = _told(results, len(work), time.perf_counter() - start, as_json)
+            code = reporting.told(results, work, time.perf_counter() - start, as_json)
     except KeyboardInterrupt:
         _interrupted(None if here else sum(built.error is None for built in finished), len(work), cache)
     if code:
         sys.exit(code)
 
 
-def _built_by_crew(
-    seat: Seat, work: list[tuple[KernelSpec, Arch]], cache: Cache, jobs: int | None, max_spill: int, lease: float, as_json: bool
-) -> int:
+def _built_by_crew(seat: Seat, asked: reporting.Work, cache: Cache, jobs: int | None, max_spill: int, lease: float, as_json: bool) -> int:
     """This process's share of a build, and, if it is the one that publishes, what the command prints; the exit code of all."""
     from ..build import build_share, built_by_all
 
+    work = list(asked)
     names = "\n".join(f"{spec} {arch}" for spec, arch in work)
     digest = hashlib.sha256(names.encode()).hexdigest()[:16]
     task = f"ssmgen {__version__} build of {len(work)} variants, digest {digest}, max spill {max_spill}, NVRTC {cache.compiler_build()}"
@@ -109,36 +132,22 @@ def _built_by_crew(
             seconds = time.perf_counter() - start
             results = built_by_all(told, work, cache=cache, jobs=jobs, max_spill=max_spill, keep=True)
             click.echo(ours.account(told, seconds, "variants"), err=True)
-            return _told(results, len(work), time.perf_counter() - start, as_json)
+            return reporting.told(results, asked, time.perf_counter() - start, as_json)
 
         return ours.finish(publish)
 
 
-def _told(results: list[Built], count: int, seconds: float, as_json: bool) -> int:
-    """Prints what became of variants; the exit code. count: of those that were asked for."""
-    failed = [b for b in results if b.error]
-    if as_json:
-        rows = [
-            {"spec": str(b.spec), "name": b.spec.name, "arch": str(b.arch), "hit": b.hit, "error": b.error and str(b.error)}
-            | ({"resources": asdict(b.entry.resources), "seconds": b.entry.seconds, "key": b.entry.key} if b.entry else {})
-            for b in results
-        ]
-        click.echo(json.dumps({"seconds": seconds, "variants": rows}, indent=1))
+def refuse_unwritable(cache: Cache) -> None:
+    """Raises FileError if the user's cache takes no kernels: before minutes of compiling."""
+    if cache.writable is None:
+        reason = cache.unusable or "there is none"
     else:
-        for b in failed:
-            click.echo(f"{type(b.error).__name__}: {b.error}\n", err=True)
-        built = [b.entry for b in results if b.entry]
-        fresh = [b.entry.seconds for b in results if b.entry and not b.hit]
-        click.echo(
-            f"{len(results)} variants in {seconds:.2f} s: {len(fresh)} compiled"
-            + (f" ({sum(fresh) / len(fresh):.3f} s each, {max(fresh):.3f} at most)" if fresh else "")
-            + f", {len(results) - len(fresh) - len(failed)} found, {len(failed)} failed"
-            + (f", {count - len(results)} not begun" if count > len(results) else "")
-        )
-        if built:
-            click.echo(f"registers {min(e.resources.registers for e in built)} … {max(e.resources.registers for e in built)}, "
-                       f"spilled bytes at most {max(e.resources.spills for e in built)}")  # fmt: skip
-    return EXIT_FAILURE if failed else 0
+        try:
+            prepared(cache.writable.root)
+            return
+        except FileError as e:
+            reason = str(e)
+    raise FileError(f"the cache takes no kernels: {reason}. Nothing was compiled. Set SSMGEN_CACHE_DIR, or give --out.")
 
 
 def prepared(out: Path) -> Path:

@@ -14,7 +14,7 @@ from ..bench import benchmarks
 from ..cache.store import shared_cache
 from ..catalog import OPERATOR_OF
 from ..spec import Arch
-from .options import EXIT_FAILURE, arch_option, json_option, problems_of, wanted_of, with_model
+from .options import EXIT_FAILURE, arch_option, device_arch_option, json_option, pdl_choices, problems_of, wanted_of, with_model
 
 
 @click.command("list")
@@ -109,6 +109,8 @@ def check(specs: tuple[str, ...], batch: int, archs: list[Arch]) -> None:
         click.echo(
             f"{word} {spec.name}: {outcome.blocks} blocks, state error {outcome.state_error:.1e}, output error {outcome.out_error:.1e}"
         )
+        for words in outcome.wrong:
+            click.echo(f"       {words}")
     sys.exit(EXIT_FAILURE if failed else 0)
 
 
@@ -117,10 +119,10 @@ def check(specs: tuple[str, ...], batch: int, archs: list[Arch]) -> None:
 @with_model
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--gpu", help="Whose measured choices to look at, such as 'NVIDIA H200'. Default: this machine's, if it is of --arch.")
-@arch_option
+@device_arch_option
 @json_option
 def explain(
-    op: str, model: str, tp: int, pdl: bool | None, batch: int, gpu: str | None, archs: list[Arch], as_json: bool, **call: Any
+    op: str, model: str, tp: int, pdl: str, no_pdl: bool, batch: int, gpu: str | None, archs: list[Arch], as_json: bool, **call: Any
 ) -> None:
     """Say which variant serves a model at a batch size, by which rule, and why the others do not.
 
@@ -136,7 +138,8 @@ def explain(
     size = ask.size(known, wanted_of(**call)[0], batch)
     problems = problems_of(model, ask.operator, tp, **call)
     here = dict.fromkeys(archs, gpu) if gpu else {arch: runtime.name_of_gpu(arch) for arch in archs}
-    found = [registry.explain(OPERATOR_OF[type(p)], p, size, arch, pdl is not False, here[arch]) for arch in archs for p in problems]
+    asked = [(arch, overlaps, p) for arch in archs for overlaps in pdl_choices(pdl, no_pdl) for p in problems]
+    found = [registry.explain(OPERATOR_OF[type(p)], p, size, arch, overlaps, here[arch]) for arch, overlaps, p in asked]
     if as_json:
         click.echo(json.dumps([e.as_dict() for e in found], indent=1))
     else:

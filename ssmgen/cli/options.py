@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import click
 from ..catalog import OPERATORS
 from ..errors import SsmgenError
 from ..family import public_names
-from ..models import OPTIONS, Ask, Wanted, asks, find_model
+from ..models import OPTIONS, Ask, Client, Wanted, asks, find_model
 from ..spec import Arch, DType, Index, Layout, Narrow, PoolMode, Problem, Ring, stored_type
 
 BUILT = [*asks(), *(name for name in OPERATORS if name in public_names() and name not in asks())]
@@ -21,14 +22,44 @@ EXIT_FAILURE, EXIT_DRIFT = 1, 3  # click itself exits with 2 for a wrong command
 EXIT_INTERRUPTED = 130  # as shells have it for Ctrl-C
 
 
+# Compute capabilities of cards, by their common names.
+CARDS: dict[str, tuple[int, int]] = {
+    **dict.fromkeys(("a100", "a800", "a30"), (8, 0)),
+    **dict.fromkeys(("a2", "a10", "a10g", "a16", "a40", "a6000", "rtx3090"), (8, 6)),
+    **dict.fromkeys(("l4", "l20", "l40", "l40s", "rtx4090"), (8, 9)),
+    **dict.fromkeys(("h20", "h100", "h200", "h800", "gh200"), (9, 0)),
+    **dict.fromkeys(("b100", "b200", "gb200"), (10, 0)),
+    **dict.fromkeys(("b300", "gb300"), (10, 3)),
+    "rtx5090": (12, 0),
+}
+
+
 class ArchType(click.ParamType):
+    """Architectures, by their own names or by those of cards, separated by commas.
+
+    looked_up: they are those of a device's kernels, of which each capability has one: sm_90 becomes sm_90a, with a note.
+    """
+
     name = "arch"
 
+    def __init__(self, looked_up: bool = False):
+        self.looked_up = looked_up
+
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        return list(dict.fromkeys(map(self._one, value.split(",")))) if isinstance(value, str) else value
+
+    def _one(self, text: str) -> Arch:
+        if capability := CARDS.get(re.sub(r"[\s_-]|nvidia|geforce", "", text.lower())):
+            return Arch.of_capability(*capability)
         try:
-            return [Arch.parse(text) for text in value.split(",")] if isinstance(value, str) else value
-        except SsmgenError as e:
-            self.fail(str(e), param, ctx)
+            arch = Arch.parse(text.strip())
+        except SsmgenError:
+            self.fail(f"{text!r} is no architecture (sm_80, sm_90a, sm_100a, sm_120, …) and no card of {', '.join(CARDS)}")
+        there = Arch.of_capability(*divmod(arch.number, 10))
+        if self.looked_up and arch != there:
+            click.echo(f"{arch} becomes {there}: GPUs of compute capability {arch.number / 10} look for kernels of {there}.", err=True)
+            return there
+        return arch
 
 
 class Folder(click.Path):
@@ -50,16 +81,27 @@ def _names(*enums: type[Enum]) -> click.Choice:
     return click.Choice([member.value for enum in enums for member in enum])
 
 
-arch_option = click.option("--arch", "archs", type=ArchType(), default="sm_90a", show_default=True, help="Targets, separated by commas.")
+_ARCHS = "Architectures or cards (h100, b200, l40s, …), separated by commas."
+arch_option = click.option("--arch", "archs", type=ArchType(), default="sm_90a", show_default=True, help=_ARCHS)
+device_arch_option = click.option("--arch", "archs", type=ArchType(looked_up=True), default="sm_90a", show_default=True, help=_ARCHS)
 json_option = click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
 model_options = [
-    click.option("--model", help="A model of `ssmgen models`."),
+    click.option("--model", help="A model of `ssmgen models`, or a checkpoint of it on Hugging Face (org/Name)."),
     click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks."),
     click.option("--state", "states", type=_names(DType, Narrow), multiple=True, help="State dtype; may repeat. Default: the model's."),
     click.option("--io", type=_names(DType), default="bf16", show_default=True, help="Dtype of activations: not of state and f32 weights."),
     click.option("--index", "indices", type=_names(Index), multiple=True, help="Slot index type; may repeat. Default: none and i32."),
     click.option("--pool", "pools", type=_names(PoolMode), multiple=True, help="May repeat. Default: single."),
-    click.option("--pdl/--no-pdl", default=None, help="Programmatic dependent launch. Default: both."),
+    click.option(
+        "--pdl",
+        type=click.Choice(("on", "off", "both")),
+        is_flag=False,
+        flag_value="on",
+        default="on",
+        show_default=True,
+        help="Programmatic dependent launch, where the card has it.",
+    ),
+    click.option("--no-pdl", is_flag=True, help="The same as --pdl off."),
     click.option("--tokens", type=click.IntRange(1), help="Per sequence and call; not of Mamba-1. Default: 1."),
     click.option("--intermediates", is_flag=True, help="Keep the state after each token."),
     click.option("--no-update", is_flag=True, help="Leave the pool's state as it is."),
@@ -82,7 +124,7 @@ def with_model(command: Any) -> Any:
 
 
 # Fields of `Wanted` whose options read otherwise.
-_FLAGS = {"update_state": "no-update", "pools": "pool"}
+_FLAGS = {"update_state": "no-update", "pools": "pool", "indices": "index"}
 
 
 def refuse_others(name: str, given: Mapping[str, Any]) -> None:
@@ -104,8 +146,36 @@ def wanted_of(states: Any, io: str, indices: Any, pools: Any, no_update: bool, *
     return wanted, given - ({"pools"} if set(wanted.pools) == {PoolMode.SINGLE} else set())
 
 
-def problems_of(name: str, operator: str | None, tp: int, **options: Any) -> list[Problem]:
-    """What a model asks of an operator, or of all that it uses, under the options of `with_model`."""
+def pdl_choices(pdl: str, no_pdl: bool) -> tuple[bool, ...]:
+    """What --pdl and --no-pdl say of calls: whether they overlap the kernel ahead of them."""
+    return {"on": (True,), "off": (False,), "both": (True, False)}["off" if no_pdl else pdl]
+
+
+_ORDINARY = {"states", "indices", "layout"}  # fields that a caller's usual calls may have
+
+
+def _by_callers(wanted: Wanted, given: set[str], callers: Sequence[Client | None]) -> list[Wanted]:
+    """What callers want; None: this package's own functions. With one caller, its slots and layout are its own to say.
+
+    Among all of them, a caller has no part in what it does not do: other slots, another layout, several tokens.
+    """
+    if len(callers) == 1 and (only := callers[0]) is not None:
+        if refused := sorted(given & {"indices", "layout"}):
+            flags = " and ".join(f"--{_FLAGS.get(option, option)}" for option in refused)
+            raise click.UsageError(f"--caller {only.value} says which slots and which layout there are: leave out {flags}")
+        return [wanted.of(only)]
+    found = [wanted] if None in callers else []
+    for caller in filter(None, callers):
+        if given <= _ORDINARY and caller.index in wanted.indices and ("layout" not in given or caller.layout is wanted.layout):
+            found.append(wanted.of(caller))
+    return found
+
+
+def problems_of(name: str, operator: str | None, tp: int, callers: Sequence[Client | None] = (None,), **options: Any) -> list[Problem]:
+    """A model's problems for one operator, or for all that it uses, under the options of `with_model`.
+
+    callers: who calls; None among them stands for this package's own functions.
+    """
     model = find_model(name).divided(tp)
     wanted, given = wanted_of(**options)
     ask = asks().get(operator or model.operator)
@@ -118,4 +188,10 @@ def problems_of(name: str, operator: str | None, tp: int, **options: Any) -> lis
         raise click.UsageError(f"{operator or model.function} of {name} does not take {', '.join(f'--{flag}' for flag in flags)}")
     if operator and not ask.narrow and any(isinstance(state, Narrow) for state in wanted.states):
         raise click.UsageError(f"{operator} has no states in fewer bits; --state takes {', '.join(t.value for t in DType)} of it")
-    return ask.problems(model, wanted) if operator else model.asked(wanted)
+    found: dict[Problem, None] = {}
+    for one in _by_callers(wanted, given, callers):
+        if not operator:
+            found |= dict.fromkeys(model.asked(one))
+        elif one.caller is None or ask.called_by(model, one.caller):
+            found |= dict.fromkeys(ask.problems(model, one))
+    return list(found)

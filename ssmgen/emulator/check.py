@@ -13,7 +13,7 @@ from ..arguments import Arguments
 from ..calls.checks import STATES
 from ..engine.narrow_reference import widened
 from ..engine.trial import TOLERANCE, Trial
-from ..errors import SsmgenError
+from ..errors import SsmgenError, TrialError
 from ..family import parts, records
 from ..spec import Arch, DType, KernelSpec
 from . import run
@@ -26,7 +26,11 @@ class Outcome:
     state_error: float  # of intermediate states and of a ring too
     out_error: float
     blocks: int
-    passed: bool
+    wrong: tuple[str, ...]  # operands that differ by more than they may, in words
+
+    @property
+    def passed(self) -> bool:
+        return not self.wrong
 
 
 def check(spec: KernelSpec, arch: Arch, batch: int = 3, seed: int = 0) -> Outcome:
@@ -43,14 +47,26 @@ def check(spec: KernelSpec, arch: Arch, batch: int = 3, seed: int = 0) -> Outcom
     trial.reference(plain | _numbers(trial, trial.scales) | expected)
     for part in spec.kernels:
         values, grid = trial.launch_of(part)
+        if missing := ", ".join(name for name in part.operands() if name not in trial.named):
+            raise TrialError(f"the trial of {part.family} makes no {missing}, which is an operand of {part}. Make it in trial.py.")
         named = {name: trial.named[name] for name in part.operands()}
         packed = Arguments(part, values).at([t.data_ptr() for t in named.values()])
         run(part, arch, grid, packed, named, trial.written)
     results = _numbers(trial, trial.written)
     errors = {name: _error(results[name], before[name], expected[name]) for name in results if name not in trial.between}
-    passed = all(error <= _limit(trial, name) for name, error in errors.items())
+    wrong = [_words(trial, name, results[name], expected[name], e) for name, e in errors.items() if not e <= _limit(trial, name)]
     blocks = trial.launch_of(spec)[1]
-    return Outcome(max((e for name, e in errors.items() if name != "out"), default=0.0), errors.get("out", 0.0), blocks, passed)
+    return Outcome(max((e for name, e in errors.items() if name != "out"), default=0.0), errors.get("out", 0.0), blocks, tuple(wrong))
+
+
+def _words(trial: Trial, name: str, result: Tensor, expected: Tensor, error: float) -> str:
+    """By how much an operand differs, and by how much it may."""
+    found, wanted = result.double(), expected.double()
+    count = int(((found != wanted) & ~(found.isnan() & wanted.isnan())).sum())
+    limit = _limit(trial, name)
+    allowed = f"at most {limit:.1e} is allowed" if limit else "this trial requires exact equality"
+    elsewhere = "" if error < float("inf") else ", and something was written that must not be"
+    return f"{name} differs from the reference in {count} of {result.numel()} elements (norm error {error:.1e}){elsewhere}; {allowed}"
 
 
 def _numbers(trial: Trial, names: Iterable[str]) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..models import SEVERAL, Ask, Model, Role, Wanted
+from ..models import SEVERAL, Ask, Client, Model, Role, Wanted
 from ..spec import PoolMode, Problem, flat, made
 from .layer import Layer
 from .short_conv import MAX_TOKENS
@@ -30,6 +30,9 @@ class LayerAsk(Ask):
     def used_by(self, model: Model) -> bool:
         return model.kind == self.kind
 
+    def called_by(self, model: Model, caller: Client) -> bool:
+        return caller is Client.TRANSFORMERS
+
     def absent(self, model: Model, asked: str) -> str:
         return f"{model.name} has no layers that {asked} is for"
 
@@ -46,6 +49,8 @@ class LayerAsk(Ask):
         """What calls with one token ask for."""
         width, io = model.conv_width, wanted.io
         windows = [(StateLayout.RUNS, width - 1), (StateLayout.RUNS, width), (StateLayout.CHANNELS, width - 1)]
+        if wanted.caller is Client.TRANSFORMERS:
+            windows = windows[1:2]
         same: dict[str, Any] = {"conv_width": width, "conv_weight": io, "conv_bias": io if model.conv_bias else None}
         norms: list[Any] = model.norms(io)  # one at most
         for norm in norms:

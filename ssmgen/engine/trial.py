@@ -16,6 +16,7 @@ from torch import Generator, Tensor
 from ..arguments import Value
 from ..calls.checks import NARROW, STORED_DTYPES, TORCH_DTYPES
 from ..calls.planning import Caller
+from ..errors import TrialError
 from ..spec import DType, Index, KernelSpec, Narrow
 
 INTEGERS = {Index.I32: torch.int32, Index.I64: torch.int64}
@@ -67,8 +68,11 @@ def trial(
 
 
 def ordered(spec: Any, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What the kernel takes of it, in the kernel's order."""
-    return {name: made[name] for name in spec.operands()}
+    """What the kernel takes of it, in the kernel's order. Raises TrialError for an operand that was not made."""
+    operands = spec.operands()
+    if missing := [name for name in operands if name not in made]:
+        raise TrialError(f"the trial of {spec.family} makes no {', '.join(missing)}, which is an operand of {spec}. Make it in trial.py.")
+    return {name: made[name] for name in operands}
 
 
 def cycled(values: Sequence[int], count: int) -> list[int]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import keyword
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
+
+import ssmgen
 
 FILES = Path(__file__).parent / "files"
 NAME, CLASS = "token_shift", "TokenShift"  # the family's name in those files, and as their classes have it
@@ -51,7 +54,9 @@ def write(root: Path, name: str) -> tuple[list[str], list[str]]:
         _named(str(path.relative_to(FILES)), name): _named(path.read_text(), name) for path in sorted(FILES.rglob("*.*")) if path.is_file()
     }
     extended = {lines.path: _with(root, lines, name) for lines in EXTENDED}
-    problems = [f"{path} is there" for path in written if (root / path).exists()]
+    problems = [f"ssmgen.{name} is a public function"] if name in ssmgen.__all__ else []
+    problems += [f"ssmgen has a module {name}"] if find_spec(f"ssmgen.{name}") else []
+    problems += [f"{path} is there" for path in written if (root / path).exists()]
     problems += [f"{lines.path} has no line that matches {lines.ahead_of!r}" for lines in EXTENDED if extended[lines.path] is None]
     if problems:
         raise ScaffoldError(name, problems)

@@ -13,6 +13,7 @@ from ...arguments import divisor
 from ...calls import checks
 from ...calls.checks import DTYPES, INDEX
 from ...calls.planning import Caller, Family
+from ...calls.prompts import WRITTEN_WORDS
 from ...calls.public import Call, operator
 from ...calls.scalars import one_of
 from ...spec import Loads
@@ -344,5 +345,5 @@ def _fake(*args: Any) -> None:
 
 
 CALLER = Caller(
-    FAMILY, OPERATOR, NAMES, frozenset(("x", "weight", "out")), views_of, run_reference, _dispatch, runtime.Patterns()
+    FAMILY, OPERATOR, NAMES, frozenset(("x", "weight", "out")), views_of, run_reference, _dispatch, runtime.Patterns(), WRITTEN_WORDS
 )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...models import Ask, Model, Role, Wanted
+from ...models import Ask, Client, Model, Role, Wanted
 from ...spec import Index
 from .spec import OPERATOR, ConvLayout, ConvProblem
 
@@ -19,6 +19,9 @@ class ConvolutionAsk(Ask):
 
     def used_by(self, model: Model) -> bool:
         return model.conv_channels > 0
+
+    def called_by(self, model: Model, caller: Client) -> bool:
+        return caller is not Client.MAMBA_SSM or model.kind in ("mamba1", "mamba2")
 
     def absent(self, model: Model, asked: str) -> str:
         return f"{model.name} has no short convolution"
@@ -40,8 +43,12 @@ class PromptsAsk(ConvolutionAsk):
         last: dict[str, Any] = {"layout": ConvLayout.LAST}
         unaligned = first | {"shifted": True}  # rows begin anywhere
         pool: dict[str, Any] = {"query_start_loc": Index.I32, "pool": True, "started": True}
-        prompts = [ConvProblem(**same, **layout) for layout in (first, unaligned, last)]
-        return prompts + [ConvProblem(**same, **layout, **pool, index=index) for layout in (unaligned, last) for index in wanted.indices]
+        # A prompt of one token lies as rows that begin anywhere.
+        called = wanted.by(Client.MAMBA_SSM, Client.TRANSFORMERS)
+        rows = [(first, wanted.by(Client.MAMBA_SSM)), (unaligned, called), (last, called)]
+        packed = [(unaligned, wanted.by()), (last, wanted.by(Client.ENGINES))]
+        found = [ConvProblem(**same, **layout) for layout, there in rows if there]
+        return found + [ConvProblem(**same, **layout, **pool, index=i) for layout, there in packed if there for i in wanted.indices]
 
     def size(self, model: Model, wanted: Wanted, batch: int) -> int:
         return -(-batch * (wanted.tokens or PROMPT) * model.conv_channels * wanted.io.size // 1024)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...models import Model, Role, Wanted
+from ...models import Client, Model, Role, Wanted
 from ...spec import Index
 from ..causal_conv1d.models import ConvolutionAsk
 from .spec import OPERATOR, Advance, StateLayout, UpdateProblem
@@ -23,8 +23,10 @@ class StepAsk(ConvolutionAsk):
         step |= {"advance": Advance.ROLL, "position": Index.I32} if tokens > 1 else {}
         # A window that shifts may hold the input that has left the convolution, as transformers' does; one that rolls does not.
         lengths = [width + tokens - 2, *([width] if tokens == 1 else [])]
+        if wanted.caller is not None:
+            lengths = lengths[:1] if wanted.caller is Client.ENGINES else lengths[-1:]
         layouts: list[dict[str, Any]] = [{"layout": StateLayout.RUNS, "state_len": length} for length in lengths]
-        layouts += [{"layout": StateLayout.CHANNELS}]
+        layouts += [{"layout": StateLayout.CHANNELS}] if wanted.by(Client.ENGINES) else []
         return [UpdateProblem(**step, **layout, index=index) for layout in layouts for index in wanted.indices]
 
 

@@ -6,9 +6,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...models import Ask, Model, Role, Wanted
+from ...models import Ask, Client, Model, Role, Wanted
 from ...spec import DType, Index, Layout
 from ..linear_attention.models import LinearAttention
+from ..linear_attention.problem import Beta
 from .problem import OPERATOR, DeltaProblem, Gate
 from .segments import LEAST, by_rule
 
@@ -36,6 +37,9 @@ class DeltaAsk(Ask):
     def used_by(self, model: Model) -> bool:
         return model.kind == "gated_delta_rule"
 
+    def called_by(self, model: Model, caller: Client) -> bool:
+        return caller is not Client.MAMBA_SSM
+
     def absent(self, model: Model, asked: str) -> str:
         return f"{model.name} is no gated delta rule, and {asked} is for those"
 
@@ -51,10 +55,11 @@ class DeltaAsk(Ask):
             same = shape | {"beta": wanted.io, "l2norm": True, "layout": wanted.layout, "state": state}
             for index in wanted.indices:
                 if index is Index.NONE:
-                    found += [DeltaProblem(**same | kind) for kind in BATCHES]
+                    gates = [{}, *_raw(model, wanted)] if wanted.caller is Client.TRANSFORMERS else [{}]
+                    found += [DeltaProblem(**same | gate | kind) for gate in gates for kind in BATCHES]
                 else:
                     packed = same | {"cu_seqlens": Index.I32}
-                    found += [DeltaProblem(**packed | kind, index=index) for kind in (OWN, SGLANG)]
+                    found += [DeltaProblem(**packed | kind, index=index) for kind in ((OWN, SGLANG) if wanted.by() else (SGLANG,))]
                     found += [DeltaProblem(**packed | VLLM | {"l2norm": norm}) for norm in (False, True)]
                     if wanted.intermediates and wanted.update_state:
                         found.append(DeltaProblem(**packed | SGLANG, index=index, checkpoints=Index.I32))
@@ -65,6 +70,13 @@ class DeltaAsk(Ask):
 
     def size(self, model: Model, wanted: Wanted, batch: int) -> int:
         return model.nheads * batch
+
+
+def _raw(model: LinearAttention, wanted: Wanted) -> list[dict[str, Any]]:
+    """Gates as the projections give them, weights in the activations' dtype. Layers of transformers pass them, except OLMo-Hybrid's."""
+    io = wanted.io
+    raw = {"g": io, "gate": Gate.RAW, "A_log": io, "dt_bias": io, "beta": io, "beta_form": Beta.SIGMOID}
+    return [] if model.allow_neg_eigval else [raw]
 
 
 ASKS = {OPERATOR: DeltaAsk()}

@@ -14,7 +14,7 @@ from ...arguments import Value
 from ...calls import checks, prompts
 from ...calls.checks import DTYPES, INDEX
 from ...calls.planning import Caller, Family
-from ...calls.prompts import STATES
+from ...calls.prompts import STATES, WRITTEN_WORDS
 from ...engine.tiles import maps
 from ...spec import Layout, Loads
 from ..linear_attention.problem import Beta
@@ -210,6 +210,6 @@ def _fake(name: str, *args: Any) -> None:
 _REQUIRED = frozenset(("q", "k", "v", "beta", "workspace", "out"))
 _patterns = runtime.Patterns()
 CALLERS = {
-    name: Caller(FAMILY, name, NAMES, required, views_of, run_reference, partial(_dispatch, name), _patterns)
+    name: Caller(FAMILY, name, NAMES, required, views_of, run_reference, partial(_dispatch, name), _patterns, WRITTEN_WORDS)
     for name, required in (("chunk_gated_delta_rule", _REQUIRED | {"g"}), ("chunk_delta_rule", _REQUIRED))
 }

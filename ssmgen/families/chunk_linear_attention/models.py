@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...models import Ask, Model, Role, Wanted
+from ...models import Ask, Client, Model, Role, Wanted
 from ...spec import DType, Index
 from ..chunk_delta_rule.segments import LEAST, by_rule
 from ..linear_attention.models import LinearAttention
@@ -36,6 +36,9 @@ class LinearAsk(Ask):
     def used_by(self, model: Model) -> bool:
         return model.kind in ("kda", "rwkv7")
 
+    def called_by(self, model: Model, caller: Client) -> bool:
+        return caller is not Client.MAMBA_SSM and model.kind == "kda"
+
     def absent(self, model: Model, asked: str) -> str:
         return f"the state of {model.name} does not decay per key channel, and {asked} is for those that do"
 
@@ -47,7 +50,7 @@ class LinearAsk(Ask):
             return []
         found: list[LinearPromptProblem] = []
         for state in wanted.states or (model.state,):
-            for recurrence in _recurrences(model, wanted.io):
+            for recurrence in _recurrences(model, wanted):
                 same = recurrence | {"head_k": model.dim_k, "head_v": model.dim_v, "x": wanted.io, "layout": wanted.layout, "state": state}
                 for index in wanted.indices:
                     if index is Index.NONE:
@@ -65,14 +68,16 @@ class LinearAsk(Ask):
         return model.nheads
 
 
-def _recurrences(model: LinearAttention, io: DType) -> Iterator[dict[str, Any]]:
-    """What there is beside q, k and v, in the forms that it comes in."""
+def _recurrences(model: LinearAttention, wanted: Wanted) -> Iterator[dict[str, Any]]:
+    """What there is beside q, k and v, in the forms that it comes in. transformers' modules hold A_log in the dtype of activations."""
+    io = wanted.io
+    A_log = io if wanted.caller is Client.TRANSFORMERS else DType.F32
     if model.kind == "rwkv7":
         yield {"rule": Rule.LOW_RANK, "gk": io, "read": True, "alpha": io}
         return
     yield {"gk": DType.F32, "beta": io, "l2norm": True}
     form = Beta.TWICE_SIGMOID if model.allow_neg_eigval else Beta.SIGMOID
-    yield {"gk": io, "dt_bias": DType.F32, "gate": model.gate, "A_log": DType.F32, "beta": io, "beta_form": form, "l2norm": True}
+    yield {"gk": io, "dt_bias": DType.F32, "gate": model.gate, "A_log": A_log, "beta": io, "beta_form": form, "l2norm": True}
 
 
 ASKS = {OPERATOR: LinearAsk()}

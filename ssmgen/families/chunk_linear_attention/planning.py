@@ -15,7 +15,7 @@ from ...arguments import Value
 from ...calls import checks, prompts
 from ...calls.checks import DTYPES, INDEX
 from ...calls.planning import Caller, Family
-from ...calls.prompts import STATES
+from ...calls.prompts import STATES, WRITTEN_WORDS
 from ...engine.tiles import maps
 from ...spec import Layout, Loads
 from ..chunk_delta_rule.chunk_calls import WRITTEN, axes_of, check_alignment, check_workspace, v_sizes, writes
@@ -247,7 +247,17 @@ _patterns = runtime.Patterns()
 def _caller(name: str) -> Caller:
     required, words = FUNCTIONS[name]
     views = partial(views_of, words)
-    return Caller(FAMILY, name, NAMES, _REQUIRED.union(required), views, run_reference, partial(_dispatch, name), _patterns)
+    return Caller(
+        FAMILY,
+        name,
+        NAMES,
+        _REQUIRED.union(required),
+        views,
+        run_reference,
+        partial(_dispatch, name),
+        _patterns,
+        {**WRITTEN_WORDS, **words},
+    )
 
 
 CALLERS = {name: _caller(name) for name in FUNCTIONS}

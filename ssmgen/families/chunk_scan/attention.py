@@ -13,6 +13,7 @@ from torch import Tensor
 from ... import runtime
 from ...arguments import Value
 from ...calls.planning import Caller, Family
+from ...calls.prompts import WRITTEN_WORDS
 from ...calls.public import Call, operator
 from . import call as scan
 from .call import SEGMENTS, Options
@@ -191,7 +192,17 @@ def _caller(name: str) -> Caller:
     roles = ("x", "g", "B", "C", "cu_seqlens", "initial_states", "final_states", "state", "state_indices", "has_initial_state", "out")
     names = tuple(words.get(role, role) for role in roles)
     required = frozenset(("v", "k", "q", "out", *(("slope",) if "slope" in names else ())))
-    return Caller(FAMILY, name, names, required, partial(views_of, words), run_reference, partial(_dispatch, name), runtime.Patterns())
+    return Caller(
+        FAMILY,
+        name,
+        names,
+        required,
+        partial(views_of, words),
+        run_reference,
+        partial(_dispatch, name),
+        runtime.Patterns(),
+        {**WRITTEN_WORDS, **words},
+    )
 
 
 CALLERS = {name: _caller(name) for name in _WORDS}

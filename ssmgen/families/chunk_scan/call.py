@@ -14,7 +14,7 @@ from ...arguments import Value
 from ...calls import checks, prompts
 from ...calls.checks import DTYPES, INDEX
 from ...calls.planning import Caller, Family
-from ...calls.prompts import STATES
+from ...calls.prompts import STATES, WRITTEN_WORDS
 from ...calls.public import Call, operator
 from ...calls.scalars import integer
 from ...engine.tiles import maps
@@ -343,4 +343,4 @@ def _fake(*args: Any) -> None:
 
 
 _required = frozenset(("x", "dt", "A", "B", "C", "out"))
-CALLER = Caller(FAMILY, OPERATOR, NAMES, _required, views_of, run_reference, _dispatch, runtime.Patterns())
+CALLER = Caller(FAMILY, OPERATOR, NAMES, _required, views_of, run_reference, _dispatch, runtime.Patterns(), WRITTEN_WORDS)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...models import Ask, Model, Role, Wanted
+from ...models import Ask, Client, Model, Role, Wanted
 from ...spec import DType, Index
 from ..linear_attention.models import LinearAttention
 from ..selective_state_update.models import Mamba
@@ -15,6 +15,7 @@ from .warpgroups import may_stay
 
 # Which states a call has. Batches leave theirs, behind a cache that has tokens also begin with it; packed sequences are those of `PACKED`.
 BATCHES: tuple[dict[str, Any], ...] = ({"final": True}, {"initial": True, "final": True})
+NEW = BATCHES[:1]
 OWN_POOL: dict[str, Any] = {"pool": True, "started": True}
 PACKED: tuple[dict[str, Any], ...] = (OWN_POOL, {"pool": True}, {"pool": True, "initial": True}, *BATCHES)
 MARKED: tuple[dict[str, Any], ...] = ({"checkpoints": Index.I32}, {"checkpoints": Index.I32, "initial": True})
@@ -38,6 +39,9 @@ class ScanAsk(Ask):
     def used_by(self, model: Model) -> bool:
         return model.kind in ("mamba2", "lightning_attn")
 
+    def called_by(self, model: Model, caller: Client) -> bool:
+        return caller is not Client.MAMBA_SSM or model.kind == "mamba2"
+
     def absent(self, model: Model, asked: str) -> str:
         return f"{model.name} is neither a Mamba-2 nor Lightning attention, and {asked} is for those"
 
@@ -51,11 +55,14 @@ class ScanAsk(Ask):
         batches, packed = BATCHES, PACKED
         if isinstance(model, Mamba):
             same |= {"headdim": model.headdim, "d_state": model.d_state, "dt": wanted.io, "D": wanted.io, "dt_bias": wanted.io}
-            batches = tuple(kind | {"dt_limit": model.dt_limit} for kind in BATCHES)
+            batches = tuple(kind | {"dt_limit": model.dt_limit} for kind in BATCHES if wanted.caller is not Client.MAMBA_SSM or kind in NEW)
+            packed = packed if wanted.by() else packed[1:]
             packed += MARKED if wanted.intermediates and wanted.update_state and model.d_state <= 128 else ()
         elif isinstance(model, LinearAttention):
             same |= WITHOUT_DT | {"headdim": model.dim_v, "d_state": model.dim_k, "gate": Gate.SLOPE, "g": DType.F32}
-            batches, packed = BATCHES[:1], (OWN_POOL,)
+            batches, packed = NEW, (OWN_POOL,)
+            if wanted.caller is Client.ENGINES:  # SGLang gathers the states first
+                packed = ({"initial": True, "final": True},)
         kinds = [kind for index in wanted.indices for kind in (batches if index is Index.NONE else _by_slots(packed, index))]
         found = list(dict.fromkeys(ScanProblem(**same, **kind, state=s) for s in wanted.states or (model.state,) for kind in kinds))
         return found + [replace(problem, short=True) for problem in found if may_stay(problem, model.nheads)]

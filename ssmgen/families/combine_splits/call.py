@@ -303,5 +303,6 @@ def _fake(*args: Any) -> None:
 
 
 CALLER = Caller(
-    FAMILY, OPERATOR, NAMES, frozenset(("o", "lse", "out")), views_of, run_reference, _dispatch, runtime.Patterns()
+    FAMILY, OPERATOR, NAMES, frozenset(("o", "lse", "out")), views_of, run_reference, _dispatch, runtime.Patterns(),
+    {"o_other": "o[1]", "lse_other": "lse[1]"},
 )  # fmt: skip

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from ...engine.layer_models import LayerAsk
-from ...models import SEVERAL
+from ...models import SEVERAL, Client, Model, Wanted
 from .problem import DeltaLayerProblem
 
 OPTIONS = SEVERAL | {"layout"}
 
+
+class DeltaLayerAsk(LayerAsk):
+    """A decode step; transformers' modules hold A_log in the dtype of activations. OLMo-Hybrid's layers are not replaced there."""
+
+    def called_by(self, model: Model, caller: Client) -> bool:
+        return super().called_by(model, caller) and not getattr(model, "allow_neg_eigval", False)
+
+    def one_token(self, model: Model, wanted: Wanted) -> list[Any]:
+        found = super().one_token(model, wanted)
+        return [replace(p, A_log=wanted.io) for p in found] if wanted.caller is Client.TRANSFORMERS else found
+
+
 ASKS = {
-    "gdn_layer": LayerAsk("gdn_layer", "gated_delta_rule", DeltaLayerProblem, OPTIONS),
-    "kda_layer": LayerAsk("kda_layer", "kda", DeltaLayerProblem, OPTIONS),
+    "gdn_layer": DeltaLayerAsk("gdn_layer", "gated_delta_rule", DeltaLayerProblem, OPTIONS),
+    "kda_layer": DeltaLayerAsk("kda_layer", "kda", DeltaLayerProblem, OPTIONS),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...models import Ask, Model, Role, Wanted
+from ...models import Ask, Client, Model, Role, Wanted
 from .spec import OPERATOR, Activation, NormProblem
 
 
@@ -18,6 +18,9 @@ class NormAsk(Ask):
     def used_by(self, model: Model) -> bool:
         return model.norm_shape is not None
 
+    def called_by(self, model: Model, caller: Client) -> bool:
+        return caller is not Client.MAMBA_SSM or model.kind == "mamba2"
+
     def absent(self, model: Model, asked: str) -> str:
         return f"{model.name} has no gated norm that a rank could compute by itself"
 
@@ -25,7 +28,9 @@ class NormAsk(Ask):
         (groups, size), io = _shape(model), wanted.io
         activation = Activation.SIGMOID if model.kind == "kda" else Activation.SILU
         same: dict[str, Any] = {**dict.fromkeys(("x", "gate", "weight", "out"), io), "norm_first": model.kind != "mamba2"}
-        return [NormProblem(size=size, grouped=groups > 1, activation=activation, **same)]
+        # mamba-ssm's prompts have two axes of rows, as norms of several groups do; its steps have one.
+        forms = {groups > 1, True} if wanted.caller is Client.MAMBA_SSM else {groups > 1}
+        return [NormProblem(size=size, grouped=grouped, activation=activation, **same) for grouped in sorted(forms)]
 
     def size(self, model: Model, wanted: Wanted, batch: int) -> int:
         groups, _ = _shape(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from ...models import OPTIONS, Model, StateAsk
+from ...models import OPTIONS, Client, Model, StateAsk, Wanted
 from ...spec import DType, Index, Layout, PoolMode, Ring, Update
 from .problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
 from .spec import OPERATOR
@@ -113,6 +113,25 @@ class LinearAttentionAsk(StateAsk):
     operator = OPERATOR
     options = OPTIONS
     narrow = True
+
+    def called_by(self, model: Model, caller: Client) -> bool:
+        return caller is not Client.MAMBA_SSM and model.kind != "rwkv7"
+
+    def problems(self, model: Model, wanted: Wanted) -> list[Any]:
+        if model.kind == "lightning_attn" and wanted.caller is Client.TRANSFORMERS:  # whose cache has states of the activations' dtype
+            wanted = replace(wanted, states=wanted.states or (wanted.io,))
+        if model.kind == "lightning_attn" and wanted.caller is Client.ENGINES:
+            wanted = replace(wanted, layout=Layout.KV)
+        found: list[Any] = super().problems(model, wanted)
+        return list(map(_finished, found)) if wanted.caller is Client.TRANSFORMERS else found
+
+
+def _finished(problem: LinearAttentionProblem) -> LinearAttentionProblem:
+    """The same with log decays in f32 and plain betas, as transformers' layers make them."""
+    if problem.delta is Delta.NONE:
+        return problem
+    own: dict[str, Any] = {"gate": Gate.LOG, "A_log": None, "dt_bias": None, "beta_form": Beta.PLAIN}
+    return replace(problem, **own, g=problem.g and DType.F32, gk=problem.gk and DType.F32)
 
 
 KINDS = dict.fromkeys(("gated_delta_rule", "kda", "lightning_attn", "rwkv7"), LinearAttention)

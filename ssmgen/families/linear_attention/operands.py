@@ -61,6 +61,14 @@ class Function(NamedTuple):
     commit: bool = False  # it replays a ring, and has no q and no output
 
     @property
+    def words(self) -> dict[str, str]:
+        """Operand -> parameter, where they have different names."""
+        own = {operand: parameter for parameter, operand in self.roles.items()}
+        if not self.commit:
+            return own | {"ring_gk": "ring.g"} | {f"ring_{name}": f"ring.{name}" for name in ("k", "v", "g", "beta")}
+        return {"gk": "ring.g"} | {name: f"ring.{name}" for name in ("k", "v", "g", "beta")}
+
+    @property
     def tensors(self) -> tuple[str, ...]:
         """All that it cannot do without."""
         return ("state", *self.required, "num_accepted_tokens" if self.commit else "out")

@@ -199,6 +199,8 @@ _patterns = runtime.Patterns()
 
 
 CALLERS = {
-    name: Caller(FAMILY, name, NAMES, frozenset(function.tensors), views_of, run_reference, partial(_dispatch, name), _patterns)
+    name: Caller(
+        FAMILY, name, NAMES, frozenset(function.tensors), views_of, run_reference, partial(_dispatch, name), _patterns, function.words
+    )
     for name, function in FUNCTIONS.items()
 }

@@ -158,11 +158,11 @@ def _ring_shapes(views: Mapping[str, Tensor], lead: Sequence[int], ragged: bool,
         tokens = ring.shape[1] if ring.dim() > 1 and ring.shape[1] >= T else T
         shapes[f"ring_{name}"] = {"[slots, tokens or more, …]": (views["state"].shape[0], tokens, *views[name].shape[len(lead) :])}
         if ring.dtype != views[name].dtype:
-            problems.append(f"ring.{name} is {ring.dtype}, and {name} is {views[name].dtype}")
+            problems.append(f"ring_{name} is {ring.dtype}, and {name} is {views[name].dtype}")
         if ring.dim() > 3 and ring.stride(-1) != 1:
-            problems.append(f"ring.{name} has strides {list(ring.stride())}; its last axis must be dense")
+            problems.append(f"ring_{name} has strides {list(ring.stride())}; its last axis must be dense")
         if checks.overlaps_itself(ring):
-            problems.append(f"ring.{name} has strides {list(ring.stride())}: two of its elements share memory")
+            problems.append(f"ring_{name} has strides {list(ring.stride())}: two of its elements share memory")
     problems += [
         f"the ring keeps {n}, which the call does not have" for n in ("g", "gk", "beta") if f"ring_{n}" in views and n not in views
     ]

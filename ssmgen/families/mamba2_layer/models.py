@@ -6,17 +6,20 @@ from dataclasses import replace
 from typing import Any
 
 from ...engine.layer_models import LayerAsk
+from ...engine.window import StateLayout
 from ...models import Model, Wanted
 from ...spec import Index
 from .spec import OPERATOR, Mamba2LayerProblem
 
 
 class Mamba2LayerAsk(LayerAsk):
-    """A decode step; without slots, also with the logarithm of A in the dtype of activations, as transformers' modules hold it."""
+    """A decode step; without slots, also as transformers' modules have it: with the logarithm of A in the dtype of activations, and a
+    window that holds the input that has left the convolution."""
 
     def one_token(self, model: Model, wanted: Wanted) -> list[Any]:
         found = super().one_token(model, wanted)
-        return found + [replace(p, A=wanted.io, A_is_log=True) for p in found if p.index is Index.NONE]
+        theirs = [p for p in found if p.index is Index.NONE and (p.conv.layout, p.conv.len) == (StateLayout.RUNS, model.conv_width)]
+        return (found if wanted.by() else []) + [replace(p, A=wanted.io, A_is_log=True) for p in theirs]
 
 
 ASKS = {OPERATOR: Mamba2LayerAsk(OPERATOR, "mamba2", Mamba2LayerProblem)}

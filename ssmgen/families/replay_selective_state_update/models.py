@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...models import Ask, Model, Role, Wanted
+from ...models import Ask, Client, Model, Role, Wanted
 from ...spec import DType
 from ..selective_state_update.models import Mamba
 from .problem import MAX_TOKENS, History, ReplayProblem
@@ -22,6 +22,9 @@ class ReplayAsk(Ask):
 
     def used_by(self, model: Model) -> bool:
         return model.kind == "mamba2"
+
+    def called_by(self, model: Model, caller: Client) -> bool:
+        return caller is Client.ENGINES
 
     def absent(self, model: Model, asked: str) -> str:
         return f"{model.name} is no Mamba-2, and {asked} is for that"

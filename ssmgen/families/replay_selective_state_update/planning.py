@@ -80,7 +80,8 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     problems += [f"{name} is needed" for name in needed if named.get(name) is None]
     if not checks.check_tensors(named, problems) or not all(name in named for name in needed):
         return {}
-    checks.check_common(named, "state", problems, narrow={"state": "state_scale"})
+    given = {name: t for name, t in named.items() if name not in ("mix", "sums")}  # these are the call's own memory
+    checks.check_common(given, "state", problems, narrow={"state": "state_scale"})
     state, old_x, old_B = named["state"], named["old_x"], named["old_B"]
     step, ragged, materialize = "cache_buf_idx" in named, "cu_seqlens" in named, options.materialize
     if state.dim() != 4:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...models import Ask, Model, Role, Wanted
+from ...models import Ask, Client, Model, Role, Wanted
 from ...spec import DType, Index
 from ..selective_state_update.models import Mamba
 from .problem import OPERATOR, Order, SelectiveProblem, asked
@@ -40,8 +40,13 @@ class SelectiveAsk(Ask):
         if not isinstance(model, Mamba) or not self.used_by(model):
             return []
         same: dict[str, Any] = {"d_state": model.d_state, "x": wanted.io, "D": DType.F32, "z": True, "delta_bias": DType.F32}
-        kinds = [kind for index in wanted.indices for kind in (BATCHES if index is Index.NONE else [POOL | {"index": index}])]
-        found = [SelectiveProblem(**same, **kind, state=s) for s in wanted.states or (model.state,) for kind in kinds]
+        batches = BATCHES
+        if wanted.caller is Client.MAMBA_SSM:
+            batches = BATCHES[:1]
+        elif wanted.caller is Client.TRANSFORMERS:  # its functions pass weights in f32, whole layers in the dtype of activations
+            batches = tuple(BATCHES[-1] | {"D": dtype, "delta_bias": dtype} for dtype in (DType.F32, wanted.io))
+        kinds = [kind for index in wanted.indices for kind in (batches if index is Index.NONE else [POOL | {"index": index}])]
+        found = [SelectiveProblem(**same | kind, state=s) for s in wanted.states or (model.state,) for kind in kinds]
         few: dict[str, Any] = asked(None, model.headdim, model.d_state, sys.maxsize)
         return list(dict.fromkeys(found + [replace(problem, **few) for problem in found if few]))  # and of prompts that are cut
 

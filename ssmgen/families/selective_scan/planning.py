@@ -13,6 +13,7 @@ from ...arguments import Value
 from ...calls import checks, prompts
 from ...calls.checks import DTYPES, INDEX
 from ...calls.planning import Caller, Family
+from ...calls.prompts import WRITTEN_WORDS
 from ...spec import Loads
 from .problem import OPERATOR, Order, SelectiveProblem, asked
 from .reference import selective_scan as reference
@@ -258,4 +259,4 @@ def _fake(*args: Any) -> None:
 
 
 _required = frozenset(("u", "delta", "A", "B", "C", "out"))
-CALLER = Caller(FAMILY, OPERATOR, NAMES, _required, views_of, run_reference, _dispatch, runtime.Patterns())
+CALLER = Caller(FAMILY, OPERATOR, NAMES, _required, views_of, run_reference, _dispatch, runtime.Patterns(), WRITTEN_WORDS)
