@@ -8,21 +8,16 @@ import sys
 import pytest
 import torch
 
-pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
+pytest.importorskip("transformers", minversion="5.15", reason="needs transformers 5.15: pip install 'ssmgen[hf]'")
 
 from hf_cases import built, minimax
+from hf_cases import nothing_stays_patched as nothing_stays_patched
 
 import ssmgen
 from ssmgen.compat import hf, hf_generate
 from ssmgen.errors import ArgumentError, PatchError
 
 IDS = torch.arange(3, 13).view(2, 5)
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_patched():
-    yield
-    assert not hf._active
 
 
 def of_transformers(model, ids, count, **how):

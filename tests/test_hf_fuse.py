@@ -10,9 +10,10 @@ from collections import Counter
 import pytest
 import torch
 
-pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
+pytest.importorskip("transformers", minversion="5.15", reason="needs transformers 5.15: pip install 'ssmgen[hf]'")
 
 from hf_cases import (
+    LAYERS,
     DecodeStep,
     assert_close,
     assert_same_generation,
@@ -29,13 +30,15 @@ from hf_cases import (
     norms_of_a_pass,
     of_prompts,
     replaced,
+    takes_cache,
+    undo_leaks,
     unserved,
 )
+from hf_cases import nothing_stays_patched as nothing_stays_patched
 
 import ssmgen
 from ssmgen.compat import hf
 from ssmgen.compat.hf_functions import recording
-from ssmgen.compat.hf_layers import LAYERS
 
 TOKENS = 6
 every_kind = pytest.mark.parametrize("name", LAYERS)
@@ -63,10 +66,10 @@ VARIANTS = {
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays_patched():
+def the_originals_are_back(nothing_stays_patched):
     before = replaced()
     yield
-    assert not hf._active
+    assert not undo_leaks()
     assert all(now is before[label] for label, now in replaced().items()), "the identical objects"
 
 
@@ -192,11 +195,11 @@ def test_a_mask_at_a_step_is_the_originals(name):
         step = DecodeStep(model)
         layer = mixers(model)[0]
         x, mask = torch.randn(2, 1, 32), torch.tensor([[1], [0]])
-        want = layer(x, cache_params=copy.deepcopy(step.cache), attention_mask=mask)
+        want = layer(x, **takes_cache(layer, copy.deepcopy(step.cache)), attention_mask=mask)
         with hf.patch(model, fuse=True) as patch:
-            got = layer(x, cache_params=copy.deepcopy(step.cache), attention_mask=mask)
+            got = layer(x, **takes_cache(layer, copy.deepcopy(step.cache)), attention_mask=mask)
             assert fused_label(name) not in patch.calls()
-            layer(x, cache_params=copy.deepcopy(step.cache))
+            layer(x, **takes_cache(layer, copy.deepcopy(step.cache)))
             layer(x, copy.deepcopy(step.cache), None)
             assert patch.calls()[fused_label(name)] == hf.Calls(2, 0)
     assert_close(got, want)
@@ -236,7 +239,7 @@ def test_a_mixer_that_is_refused_is_not_asked_again(name, monkeypatch):
     layers = len(mixers(model))
     assert len(asked) == layers and patch.calls()[fused_label(name)] == hf.Calls(0, layers * (TOKENS - 1))
     messages = [str(w.message) for w in said if fused_label(name) in str(w.message)]
-    assert len(messages) == 1 and "float64" in messages[0] and f"{LAYERS[name].name} of layer 0" in messages[0], messages
+    assert len(messages) == 1 and "float64" in messages[0] and f"{LAYERS[name]} of layer 0" in messages[0], messages
 
 
 @one_of_each

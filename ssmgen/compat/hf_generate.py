@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError, PatchError
 from . import hf
+from . import hf_roles as roles
 
 ROOM = 256  # tokens of a cache, at least: a longer one means another capture
 CHECKED = 16  # tokens between two looks at whether all sequences have ended: a look waits for the device
@@ -126,7 +127,7 @@ def _replaced(model: torch.nn.Module, patch: hf.Patch) -> tuple[list[str], list[
 def _without_steps(model: Any) -> str:
     """Why a model has no steps on a cache that stays where it lies, in words, or nothing. Tries a prompt of two tokens and a step."""
     if _cache_name(model) is None:
-        return "its forward takes neither past_key_values nor cache_params"
+        return f"its forward takes no cache, which goes by {', '.join(roles.names_of('cache'))}"
     try:
         steps = Steps(model, 1, 8)
         if any(getattr(steps.cache, "is_sliding", ())):
@@ -150,8 +151,7 @@ def _cache(model: Any, room: int) -> Any:
 
 
 def _cache_name(model: Any) -> str | None:
-    parameters = inspect.signature(model.forward).parameters
-    return next((name for name in ("cache_params", "past_key_values") if name in parameters), None)
+    return roles.name_in("cache", inspect.signature(model.forward).parameters)
 
 
 def _device(model: torch.nn.Module) -> str:
