@@ -168,8 +168,15 @@ def test_auto_fuses_all_kinds():
         assert not {fused_label(name) for name in LAYERS} & set(patch.replaced)
 
 
-def test_which_models_are_fusible():
+def test_which_models_are_fusible(monkeypatch):
+    """Those that have a layer with a decode step, which will be fused here."""
     assert all(hf.fusible(built(name)) == (name in LAYERS) for name in ("mamba", "lfm2", "mamba2", "qwen3_5", "olmo_hybrid"))
+    assert not hf.fusible(built("mamba2", hidden_act="gelu")) and not hf.fusible(built("mamba2").double())
+    assert not hf.fusible(torch.nn.Linear(2, 2))
+    offloaded = built("mamba2")
+    for mixer in mixers(offloaded):
+        mixer.conv1d._hf_hook = Hook(offload=True)
+    assert not hf.fusible(offloaded)
 
 
 # What stays with the original.
