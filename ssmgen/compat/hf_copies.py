@@ -19,6 +19,7 @@ import torch
 from . import hf_found as found
 from .hf_functions import FUNCTIONS
 from .hf_layers import TABLE, Layer
+from .hf_roles import plain
 
 
 @cache
@@ -50,14 +51,9 @@ def _own(modeling: ModuleType) -> dict[str, Any]:
     return {name: c for name, c in held.items() if issubclass(c, torch.nn.Module) and "forward" in vars(c)}
 
 
-def _plain(function: Any) -> Any:
-    """A function without what decorators and patches have put around it."""
-    return inspect.unwrap(function)
-
-
 def _names(function: Any) -> frozenset[str]:
     """Names that a function looks up: of globals and attributes."""
-    code = getattr(_plain(function), "__code__", None)
+    code = getattr(plain(function), "__code__", None)
     return frozenset(() if code is None else code.co_names)
 
 
@@ -67,7 +63,7 @@ def same(one: Any, other: Any) -> bool:
     if methods is None or methods != others:
         return False
     for name in _names(one.forward) - FUNCTIONS.keys():
-        mine, theirs = (_plain(vars(inspect.getmodule(c)).get(name)) for c in (one, other))
+        mine, theirs = (vars(inspect.getmodule(c)).get(name) for c in (one, other))
         if inspect.isfunction(mine) and (not inspect.isfunction(theirs) or _text(mine) != _text(theirs)):
             return False
     mine, theirs = _parts(one), _parts(other)
@@ -76,7 +72,7 @@ def same(one: Any, other: Any) -> bool:
 
 def _methods(owner: Any) -> dict[str, str] | None:
     """The text of a class's methods by name, but for those that make it; None where there is no source."""
-    methods = {n: _plain(f) for n, f in vars(owner).items() if inspect.isfunction(f) and not n.startswith(("__init__", "init_"))}
+    methods = {n: f for n, f in vars(owner).items() if inspect.isfunction(f) and not n.startswith(("__init__", "init_"))}
     texts = {name: _text(method) for name, method in methods.items()}
     return None if None in texts.values() else {name: str(text) for name, text in texts.items()}
 
@@ -85,7 +81,7 @@ def _methods(owner: Any) -> dict[str, str] | None:
 def _text(function: Callable[..., Any]) -> str | None:
     """A function's source without annotations, decorators and documentation; None where there is none."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(plain(function))))
     except (OSError, TypeError):
         return None
     for node in ast.walk(tree):
@@ -101,7 +97,7 @@ def _text(function: Callable[..., Any]) -> str | None:
 def _parts(owner: Any) -> dict[str, Any]:
     """{attribute: its class} of what a class makes of other classes of transformers, but for gated norms."""
     held = vars(inspect.getmodule(owner))
-    source = ast.parse(textwrap.dedent(inspect.getsource(_plain(owner.__init__))))
+    source = ast.parse(textwrap.dedent(inspect.getsource(plain(owner.__init__))))
     made = {}
     for node in ast.walk(source):
         match node:

@@ -155,9 +155,8 @@ def _wrong(model: Any, sizes: list[Any] | None, batches: Any, prompt_length: Any
         problems.append(f"model is {model!r}; expected a model. Load it: transformers.AutoModelForCausalLM.from_pretrained({model!r})"
                         if isinstance(model, str) else f"model is {type(model).__name__}; expected a torch.nn.Module")  # fmt: skip
     if not sizes or not all(_is_count(size) for size in sizes):
-        problems.append(
-            f"batches is {(batches if sizes is None else sizes)!r}; expected sizes of 1 or more, such as batches=[{batches if _is_count(batches) else 1}]"
-        )
+        given, example = batches if sizes is None else sizes, batches if _is_count(batches) else 1
+        problems.append(f"batches is {given!r}; expected sizes of 1 or more, such as batches=[{example}]")
     if not _is_count(prompt_length):
         problems.append(f"prompt_length is {prompt_length!r}; expected 1 token or more")
     return problems

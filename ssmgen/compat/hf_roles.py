@@ -20,6 +20,16 @@ def name_in(role: str, names: Mapping[str, Any]) -> str | None:
     return next((name for name in names_of(role) if name in names), None)
 
 
+def plain(forward: Any) -> Any:
+    """A function without what decorators and patches have put around it. Those of transformers 5.15 do not say what they wrap."""
+    forward = inspect.unwrap(forward)
+    kinds = [p.kind for p in inspect.signature(forward).parameters.values()]
+    if inspect.isfunction(forward) and kinds[1:] == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]:
+        inner = [cell.cell_contents for cell in forward.__closure__ or () if inspect.isfunction(cell.cell_contents)]
+        return plain(inner[0]) if len(inner) == 1 else forward
+    return forward
+
+
 class Roles:
     """Finds the arguments of a forward by role, given by position or by keyword.
 
@@ -27,7 +37,7 @@ class Roles:
     """
 
     def __init__(self, forward: Callable[..., Any], *roles: str):
-        parameters = inspect.signature(forward).parameters
+        parameters = inspect.signature(plain(forward)).parameters
         self._named = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]  # no self
         self._names = [names_of(role) for role in roles]
         known = {name for names in self._names for name in names}
@@ -54,7 +64,7 @@ def objection(owner: Any, *roles: str, more: bool = True) -> str:
 
     more: it may have other parameters, with defaults, which are None or what transformers passes along to all layers
     """
-    parameters = inspect.signature(owner.forward).parameters
+    parameters = inspect.signature(plain(owner.forward)).parameters
     found = list(parameters)
     missing = [role for role in roles if name_in(role, parameters) is None]
     known = {"self", *(name for role in roles for name in names_of(role))}
