@@ -136,3 +136,32 @@ def test_looking_for_models_imports_no_modeling_file_that_has_nothing():
     program += f"assert sum('.modeling_' in name for name in sys.modules) < {2 * len(TINY)}\n"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+RECURRENT = re.compile(
+    r"recurrent_state|update_conv_state|update_recurrent_state|set_linear_cache|rwkv_linear_attention|mLSTM|CausalConv|causal_conv|"
+    r"nn\.(?:LSTM|GRU)\("
+)
+"""Words of a modeling file with a recurrent layer or a causal convolution."""
+
+
+def test_the_page_lists_every_folder_and_what_is_replaced_there():
+    import transformers
+
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < hf_found.TESTED:
+        pytest.skip(f"the page lists the folders of transformers 5.24, and this is {transformers.__version__}")
+    files = [f for f in hf_found.folder().glob("*/modeling_*.py") if f.stem == f"modeling_{f.parent.name}" and f.parent.name != "auto"]
+    folders = {f.parent.name for f in files if RECURRENT.search(f.read_text())}
+    page = (Path(__file__).parent.parent / "docs/migrate/transformers.md").read_text()
+    section = page.partition("### Every model folder")[2].partition("\n## ")[0]
+    table = {name: (functions, layers) for name, functions, layers in re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \|$", section, re.M)}
+    assert table.keys() == hf.models().keys()
+    nothing = section.partition("Nothing is replaced")[2].partition(".")[0]
+    assert folders == table.keys() | set(re.findall(r"`(\w+)`", nothing))
+    words = {"causal_conv1d_fn": "convolution", "mamba_selective_scan": "Mamba", "mamba2_chunk_scan": "Mamba-2"}
+    words |= {"torch_chunk_gated_delta_rule": "gated delta rule", "chunk_kimi_delta_attention": "Kimi delta attention"}
+    words |= {"MiniMaxLightningAttention": "Lightning attention"}
+    for name, functions in hf.models().items():
+        steps = {layer.step is not None for layer in hf_copies.mixers(modeling(name)).values()}
+        fused = "steps and prompts" if True in steps else "prompts" if False in steps else "its forward" if name == "minimax" else "no"
+        assert table[name] == (", ".join(words[f] for f in functions if f in words), fused), name
