@@ -29,7 +29,7 @@ def mixers(modeling: ModuleType) -> dict[str, Layer]:
     return layers
 
 
-def layer_of(mixer: type) -> Layer | None:
+def layer_of(mixer: Any) -> Layer | None:
     """How mixers of a class are computed; None for a class that is none of them."""
     if mixer.__name__ in TABLE:
         return TABLE[mixer.__name__][1]

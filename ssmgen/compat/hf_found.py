@@ -34,7 +34,7 @@ def version() -> str:
         import transformers
     except ImportError as e:
         raise PatchError("transformers is not installed: pip install 'ssmgen[hf]'") from e
-    found = transformers.__version__
+    found = str(transformers.__version__)
     release = tuple(int(n) for n in re.findall(r"\d+", found)[:2])
     if release < OLDEST:
         raise PatchError(

@@ -194,7 +194,8 @@ def _without_steps(model: Any) -> str:
 def _generation_config() -> type:
     from transformers import GenerationConfig
 
-    return GenerationConfig
+    kind: type = GenerationConfig
+    return kind
 
 
 def _first_line(e: Exception) -> str:
