@@ -112,7 +112,7 @@ def test_a_fused_prompt_in_two_pieces(name, sizes):
             if "position_ids" in inspect.signature(model.forward).parameters:
                 how["position_ids"] = torch.arange(first, end, device="cuda").expand(2, -1)
             ours = Prompt.run(model, 165, tokens=slice(first, end), **how)
-            how[ours.cache_name] = ours.cache
+            how |= takes_cache(model, ours.cache)
     assert patch.calls() == doubled(fused_prompt_calls(name, model))
     for whole in (exact, theirs):
         whole.logits = whole.logits[:, 65:]
