@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.util
+import inspect
 from typing import Any
 
 import pytest
@@ -14,8 +15,52 @@ from hf_models import tiny as tiny
 
 from ssmgen.compat import hf, hf_between, hf_layers
 from ssmgen.compat.hf_functions import delta_faults, kda_faults
-from ssmgen.compat.hf_layers import CLASSES
-from ssmgen.compat.hf_norms import NORMS
+from ssmgen.compat.hf_roles import name_in, plain
+
+# What is replaced in each model folder, as it ought to be found.
+CONV = ("causal_conv1d_update", "causal_conv1d_fn")
+_SCANS = {
+    ("mamba_selective_state_update", "mamba_selective_scan"): ("mamba", "falcon_mamba", "jamba", "zamba"),
+    ("mamba2_selective_state_update", "mamba2_chunk_scan"): ("mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"),
+    ("torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"): (
+        "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "lara_mini", "olmo_hybrid",
+    ),
+    ("recurrent_kimi_delta_attention", "chunk_kimi_delta_attention"): ("kimi_linear", "glm5_next", "bailing_hybrid"),
+}  # fmt: skip
+MODELS = {m: (*CONV, *scans) for scans, models in _SCANS.items() for m in models}
+MODELS |= dict.fromkeys(("lfm2", "lfm2_moe", "lfm3", "inkling", "inkling2", "inkling2_loop"), CONV)
+# Mixers that `fuse` replaces, by folder: those with a decode step of one call, and Mamba's, of which only prompts are.
+LAYERS = {
+    "mamba2": "Mamba2Mixer", "bamba": "BambaMixer", "falcon_h1": "FalconH1Mixer", "granitemoehybrid": "GraniteMoeHybridMambaLayer",
+    "nemotron_h": "NemotronHMamba2Mixer", "zamba2": "Zamba2MambaMixer", "qwen3_next": "Qwen3NextGatedDeltaNet",
+    "qwen3_5": "Qwen3_5GatedDeltaNet", "qwen3_5_moe": "Qwen3_5MoeGatedDeltaNet", "qwen4_exp": "Qwen4ExpTextGatedDeltaNet",
+    "lara_mini": "LaraMiniGatedDeltaNet", "kimi_linear": "KimiLinearDeltaAttention", "glm5_next": "Glm5NextTextLinearAttention",
+    "bailing_hybrid": "BailingHybridDeltaAttention",
+}  # fmt: skip
+CLASSES = {"mamba": "MambaMixer", "falcon_mamba": "FalconMambaMixer", "jamba": "JambaMambaMixer"} | LAYERS
+NORMS = {
+    "mamba2": "MambaRMSNormGated", "bamba": "BambaRMSNormGated", "falcon_h1": "FalconH1RMSNormGated",
+    "granitemoehybrid": "GraniteMoeHybridRMSNormGated", "nemotron_h": "NemotronHRMSNormGated", "zamba2": "Zamba2RMSNormGated",
+    "qwen3_next": "Qwen3NextRMSNormGated", "qwen3_5": "Qwen3_5RMSNormGated", "qwen3_5_moe": "Qwen3_5MoeRMSNormGated",
+    "qwen4_exp": "Qwen4ExpTextRMSNormGated", "lara_mini": "LaraMiniRMSNormGated", "olmo_hybrid": "OlmoHybridRMSNormGated",
+    "kimi_linear": "KimiLinearRMSNormGated", "glm5_next": "Glm5NextTextRMSNormGated", "bailing_hybrid": "BailingHybridRMSNormGated",
+}  # fmt: skip
+
+
+def undo_leaks() -> list[str]:
+    """Undoes every patch that is still in place. Returns what these had replaced."""
+    leaked = sorted({r.label for r in hf._active.values()})
+    for patch in {owner for r in list(hf._active.values()) for owner in r.owners}:
+        patch.undo()
+    hf._active.clear()
+    return leaked
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_patched() -> Any:
+    """The test that leaves a patch in place fails, and no other: it is undone."""
+    yield
+    assert not undo_leaks()
 
 
 def known(name: str) -> bool:
@@ -28,6 +73,15 @@ def built(name: str, **changes: Any) -> torch.nn.Module:
     if not known(name):
         pytest.skip(f"this transformers has no {name}")
     return tiny(name, **changes)
+
+
+def in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """The model as `from_pretrained` loads it in this dtype: with those weights in f32 that its code names."""
+    kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    for name, parameter in model.named_parameters():
+        if not any(part in name for part in kept):
+            parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def modeling(name: str) -> Any:
@@ -47,8 +101,14 @@ def assert_same(now: dict[str, dict[str, Any]], before: dict[str, dict[str, Any]
 
 
 def convolutions(model: torch.nn.Module) -> int:
-    """Layers of the model with a short convolution."""
-    return sum(isinstance(layer, torch.nn.Conv1d) for layer in model.modules())
+    """Calls of short convolutions in a pass of the model: one of each, and of layers that are looped, one in each pass of the loop."""
+    again = getattr(model.config, "loop_num_passes", 1) - 1
+    looped = model.model.layers[model.config.loop_layer_index_start : model.config.loop_layer_index_end] if again else []
+    return _convolutions(model) + again * sum(map(_convolutions, looped))
+
+
+def _convolutions(module: torch.nn.Module) -> int:
+    return sum(isinstance(layer, torch.nn.Conv1d) for layer in module.modules())
 
 
 def generate(model: torch.nn.Module, tokens: int, **changes: Any) -> Any:
@@ -61,7 +121,17 @@ def generate(model: torch.nn.Module, tokens: int, **changes: Any) -> Any:
 
 def states_of(generated: Any) -> list[torch.Tensor]:
     """The states of all layers that have one, as they are in the cache."""
-    return states_of_cache(generated.past_key_values)
+    return states_of_cache(cache_of(generated))
+
+
+def cache_of(output: Any) -> Any:
+    """The cache that a model or `generate` returned, under its name in this transformers; None for none."""
+    return output.get(name_in("cache", output) or "cache")
+
+
+def takes_cache(model: torch.nn.Module, cache: Any) -> dict[str, Any]:
+    """The keyword that gives a model, or a layer, its cache."""
+    return {name_in("cache", inspect.signature(plain(model.forward)).parameters): cache}
 
 
 def states_of_cache(cache: Any, kinds: tuple[str, ...] = ("conv_states", "recurrent_states")) -> list[torch.Tensor]:
@@ -79,11 +149,10 @@ class DecodeStep:
     def __init__(self, model: torch.nn.Module):
         ids = torch.arange(3, 13, device=next(model.parameters()).device).view(2, 5)
         out = model(input_ids=ids, use_cache=True)
-        self.name = "past_key_values" if out.get("past_key_values") is not None else "cache_params"
-        self.model, self.cache, self.token = model, out[self.name], torch.tensor([[7], [9]], device=ids.device)
+        self.model, self.cache, self.token = model, cache_of(out), torch.tensor([[7], [9]], device=ids.device)
 
     def __call__(self, cache: Any) -> torch.Tensor:
-        return self.model(input_ids=self.token, use_cache=True, **{self.name: cache}).logits
+        return self.model(input_ids=self.token, use_cache=True, **takes_cache(self.model, cache)).logits
 
 
 def forget(cache: Any, tokens: int = 5) -> None:
@@ -109,7 +178,7 @@ _FAULTS = {OF_PROMPTS[DELTA_RULE]: delta_faults, OF_PROMPTS[KDA]: kda_faults}
 
 def of_prompts(name: str) -> dict[str, str]:
     """{function that a layer calls over a prompt: ssmgen's}, in their order."""
-    return {function: ours for function, ours in OF_PROMPTS.items() if function in hf.MODELS[name]}
+    return {function: ours for function, ours in OF_PROMPTS.items() if function in MODELS[name]}
 
 
 def unserved(function: str, dtype: torch.dtype) -> list[str]:
@@ -163,8 +232,7 @@ class Prompt:
 
     def __init__(self, out: Any):
         self.logits = out.logits
-        self.cache_name = "past_key_values" if "past_key_values" in out else "cache_params"
-        self.cache = out.get(self.cache_name)
+        self.cache = cache_of(out)
         self.states = [] if self.cache is None else [state.clone() for state in states_of_cache(self.cache)]
         self.recurrent = [] if self.cache is None else [state.clone() for state in states_of_cache(self.cache, ("recurrent_states",))]
 
@@ -177,7 +245,7 @@ class Prompt:
 
     def go_on(self, model: torch.nn.Module, length: int) -> Prompt:
         """Another prompt behind this one, on a copy of its cache."""
-        return self.run(model, length, **{self.cache_name: copy.deepcopy(self.cache)})
+        return self.run(model, length, **takes_cache(model, copy.deepcopy(self.cache)))
 
 
 def norm_of_error(got: Prompt, exact: Prompt) -> float:
@@ -206,9 +274,9 @@ def fused_label(name: str) -> str:
 
 def fused_operator(name: str) -> tuple[Any, str]:
     """(module, name) of the operator that computes the layer, where the layer looks it up."""
-    if name.startswith("qwen"):
+    if DELTA_RULE in MODELS[name]:
         return hf_layers.native_gdn, "gdn_layer"
-    return (hf_layers.native_gdn, "kda_layer") if KDA in hf.MODELS[name] else (hf_layers.native_mamba2, "mamba2_layer")
+    return (hf_layers.native_gdn, "kda_layer") if KDA in MODELS[name] else (hf_layers.native_mamba2, "mamba2_layer")
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -226,11 +294,24 @@ def assert_same_generation(got: Any, want: Any) -> None:
         assert_close(a, b)
 
 
+INDEXED = ("qwen4_exp",)  # whose indexer calls a norm for every block that a token sees
+
+
+class Some:
+    """Equal to any number of calls that are all ssmgen's."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, hf.Calls) and other.ssmgen > 0 and other.original == 0
+
+
+SOME: Any = Some()
+
+
 def fused_calls(name: str, model: torch.nn.Module, steps: int) -> dict[str, hf.Calls]:
     """The calls of a fused generation with so many decode steps."""
     calls = fused_prompt_calls(name, model)
     prompts = calls.get(fused_label(name), hf.Calls(0, 0)).ssmgen
-    norms = {label: hf.Calls(count * (steps + 1), 0) for label, count in norms_of_a_pass(model).items()}
+    norms = {label: SOME if name in INDEXED else hf.Calls(count * (steps + 1), 0) for label, count in norms_of_a_pass(model).items()}
     return {**calls, fused_label(name): hf.Calls(prompts + convolutions(model) * steps, 0), **norms}
 
 
@@ -283,7 +364,7 @@ def fused_prompt_calls(name: str, model: torch.nn.Module, mask: torch.Tensor | N
 def replaced() -> dict[str, Any]:
     """What patches replace: functions of modeling files and forwards of layers."""
     here = [name for name in TINY if known(name)]
-    functions = {f"{name}.{f}": getattr(modeling(name), f) for name in here for f in hf.MODELS[name] if hasattr(modeling(name), f)}
+    functions = {f"{name}.{f}": getattr(modeling(name), f) for name in here for f in MODELS[name] if hasattr(modeling(name), f)}
     functions |= {fused_label(name): vars(mixer_class(name))["forward"] for name in CLASSES if known(name)}
     norms = {name: getattr(modeling(name), NORMS[name], None) for name in here if name in NORMS}
     return functions | {f"{name}.{NORMS[name]}": vars(norm)["forward"] for name, norm in norms.items() if norm is not None}

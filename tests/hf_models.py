@@ -23,11 +23,19 @@ _LATENT = {
     "qk_nope_head_dim": 8, "v_head_dim": 8, "moe_intermediate_size": 16,
 }  # fmt: skip
 
+_INKLING = {
+    "head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "sliding_window_size": 64, "d_rel": 4,
+    "rel_extent": 16, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "num_hidden_layers": 2, "layer_types": ["hybrid_sliding", "hybrid"], "unpadded_vocab_size": 64,
+}  # fmt: skip
+
 _IMAGES = {
     "glm5_next": {
         "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32, "projection_intermediate_size": 16,
     },
 }  # fmt: skip
+
+_SEE = ("qwen3_5", "qwen3_5_moe", "qwen4_exp", "inkling", "inkling2", "inkling2_loop")
 
 # What the configuration of a model is told, by its folder's name
 TINY: dict[str, dict[str, Any]] = {
@@ -100,6 +108,14 @@ TINY: dict[str, dict[str, Any]] = {
         "hc_count": 2,
         "hc_lowrank": 8,
     },
+    "lara_mini": {
+        **_ATTENTION,
+        **_EXPERTS,
+        **_GDN,
+        "layer_types": ["linear_attention", "sliding_attention", "full_attention", "linear_attention"],
+        "num_hidden_layers": 4,
+        "sliding_window": 64,
+    },
     "olmo_hybrid": {**_ATTENTION, **_GDN, "linear_value_head_dim": 32, "linear_num_key_heads": 4},
     "kimi_linear": {
         **_ATTENTION,
@@ -138,6 +154,19 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "lfm2": {**_ATTENTION, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3},
     "lfm2_moe": {**_ATTENTION, **_EXPERTS, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3},
+    "inkling": {**_ATTENTION, **_INKLING, "intermediate_size": 48, "mlp_layer_types": ["dense", "sparse"]},
+    "inkling2": {**_ATTENTION, **_INKLING},
+    "inkling2_loop": {
+        **_ATTENTION,
+        **_INKLING,
+        "num_hidden_layers": 3,
+        "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 2,
+        "loop_num_passes": 2,
+        "loop_gate_rank": 4,
+    },
     "lfm3": {**_ATTENTION, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
 }
 
@@ -153,7 +182,7 @@ def tiny(name: str, **changes: Any) -> torch.nn.Module:
         }
         config, maker = AutoConfig.for_model(name, text_config=text, vision_config=_IMAGES[name], **tokens), AutoModelForImageTextToText
     else:
-        kind = f"{name}_text" if name in ("qwen3_5", "qwen3_5_moe", "qwen4_exp") else name  # their folders also hold models that see
+        kind = f"{name}_text" if name in _SEE else name  # their folders also hold models that see
         config, maker = AutoConfig.for_model(kind, **text), AutoModelForCausalLM
     torch.manual_seed(0)
     return maker.from_config(config).eval()

@@ -8,21 +8,16 @@ import sys
 import pytest
 import torch
 
-pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
+pytest.importorskip("transformers", minversion="5.15", reason="needs transformers 5.15: pip install 'ssmgen[hf]'")
 
 from hf_cases import built, minimax
+from hf_cases import nothing_stays_patched as nothing_stays_patched
 
 import ssmgen
 from ssmgen.compat import hf, hf_generate
 from ssmgen.errors import ArgumentError, PatchError
 
 IDS = torch.arange(3, 13).view(2, 5)
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_patched():
-    yield
-    assert not hf._active
 
 
 def of_transformers(model, ids, count, **how):
@@ -133,6 +128,81 @@ def test_nothing_stays_replaced_where_it_fails(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         ssmgen.accelerate(built("mamba2"))
     assert not hf._active
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"model": "mamba2"}, "model is 'mamba2'; expected a model. Load it: transformers.AutoModelForCausalLM.from_pretrained('mamba2')"),
+        ({"model": 3}, "model is int; expected a torch.nn.Module"),
+        ({"batches": 2}, "batches is 2; expected sizes of 1 or more, such as batches=[2]"),
+        ({"batches": [0, 2]}, "batches is [0, 2]; expected sizes of 1 or more"),
+        ({"batches": []}, "batches is []; expected sizes of 1 or more"),
+        ({"prompt_length": 0}, "prompt_length is 0; expected 1 token or more"),
+    ],
+    ids=["name", "number", "one-size", "no-sequence", "no-size", "no-prompt"],
+)
+def test_a_wrong_argument_is_a_clear_error(wrong, words):
+    with pytest.raises(ArgumentError) as e:
+        ssmgen.accelerate(**{"model": built("mamba2")} | wrong)
+    assert words in str(e.value)
+
+
+def test_generate_takes_what_the_models_does():
+    """A streamer, beams, a configuration and tokens that end; a model that samples by default is greedy unless told."""
+    from transformers import GenerationConfig
+
+    model = built("mamba2")
+    model.generation_config.do_sample = True
+    mask, greedy = torch.ones_like(IDS), of_transformers(model, IDS, 6)
+    end = int(greedy[0, 7])
+    beams = model.generate(IDS, attention_mask=mask, max_new_tokens=4, num_beams=3, do_sample=False)
+    ended = model.generate(IDS, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=end, pad_token_id=9)
+    with ssmgen.accelerate(model) as fast:
+        assert torch.equal(fast.generate(IDS, max_new_tokens=6, do_sample=False, num_beams=1), greedy)
+        assert torch.equal(fast.generate(input_ids=IDS, attention_mask=mask, max_new_tokens=6), greedy)
+        assert torch.equal(fast.generate(inputs=IDS, max_length=5 + 6, attention_mask=mask), greedy)
+        assert torch.equal(fast.generate(IDS, GenerationConfig(max_new_tokens=6, do_sample=False), attention_mask=mask), greedy)
+        assert torch.equal(fast.generate(IDS, 4, num_beams=3, attention_mask=mask), beams)
+        assert torch.equal(fast.generate(IDS, 6, eos_token_id=end, pad_token_id=9), ended)
+        full = fast.generate(IDS, 6, attention_mask=mask, return_dict_in_generate=True, output_logits=True)
+        assert torch.equal(full.sequences, greedy) and len(full.logits) == 6
+        assert fast.patch.calls() and not any(c.original for c in fast.patch.calls().values())
+
+
+def test_it_is_called_as_the_model_is():
+    model = built("mamba2")
+    with torch.no_grad():
+        want = model(input_ids=IDS).logits
+        with ssmgen.accelerate(model) as fast:
+            got = fast(input_ids=IDS).logits
+            assert fast.patch.calls()["mamba2.Mamba2Mixer"].ssmgen > 0
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def a_forward_of_tomorrow(self, hidden_states, memory, attention_mask=None, **kwargs):
+    raise AssertionError
+
+
+def test_a_layer_that_cannot_be_replaced_is_said_first_and_is_an_error_where_asked(monkeypatch):
+    """The next transformers may give a forward a parameter that nothing here knows."""
+    model = built("mamba2")
+    monkeypatch.setattr(type(model.backbone.layers[0].mixer), "forward", a_forward_of_tomorrow)
+    assert not hf.fusible(model)
+    words = "its forward takes self, hidden_states, memory, attention_mask, kwargs, not self, hidden_states, cache, attention_mask"
+    with pytest.warns(RuntimeWarning, match="not replaced:\n  - mamba2.Mamba2Mixer: its forward takes"), ssmgen.accelerate(model) as fast:
+        text = str(fast)
+        assert str(fast.patch).startswith(f"not replaced: mamba2.Mamba2Mixer: {words}\n")
+    assert text.splitlines()[0].endswith("; 1 that ssmgen knows are not replaced: mamba2.Mamba2Mixer")
+    assert f"mamba2.Mamba2Mixer is not replaced: {words}" in fast.left and fast.patch.lost == {"mamba2.Mamba2Mixer": words}
+    with pytest.warns(RuntimeWarning), pytest.raises(PatchError, match=r"strict=True\) cannot replace.*\n  - mamba2.Mamba2Mixer"):
+        ssmgen.accelerate(model, strict=True)
+    assert not hf._active
+
+
+def test_strict_is_content_where_nothing_is_lost():
+    with ssmgen.accelerate(built("mamba2"), strict=True) as fast:
+        assert fast.patch.lost == {} and str(fast).splitlines()[0] == "Mamba2ForCausalLM on cpu, float32"
 
 
 def test_naming_it_imports_no_transformers():

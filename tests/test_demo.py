@@ -9,16 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
+pytest.importorskip("transformers", minversion="5.15", reason="needs transformers 5.15: pip install 'ssmgen[hf]'")
 
 from demo_cases import FEW, narrow, narrow_delta_rule
 from demo_cases import on_cpu as on_cpu
-from hf_cases import modeling, tiny
+from hf_cases import MODELS, modeling, tiny
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from ssmgen.bench.progress import Watch
-from ssmgen.compat import hf
+from ssmgen.compat import hf, hf_found
 from tools.demo import DemoError, measure, prompts, run
 from tools.demo.decode import PROMPT, Greedy, prompt
 from tools.demo.measure import ACCELERATED, FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Launches, Options, Way
@@ -46,11 +46,11 @@ def test_a_preset_makes_a_model_with_every_kind_of_layer_it_names(name):
         convolutions = sum(isinstance(layer, torch.nn.Conv1d) for layer in model.modules())
         assert convolutions == served > 0 and (total > served) == any(kind in OTHERS for kind in preset.pattern)
         assert model.config.vocab_size == SHARED["vocab_size"] and model.get_output_embeddings().weight.shape[0] == SHARED["vocab_size"]
-        assert name in hf._kinds(model)
+        assert name in hf_found.kinds(model)
 
 
 def test_presets_are_of_families_that_can_be_patched():
-    assert presets().keys() <= hf.MODELS.keys() and len(HERE) >= 15
+    assert presets().keys() <= MODELS.keys() and len(HERE) >= 15
     assert all(preset.source and preset.like for preset in presets().values())
 
 

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
+pytest.importorskip("transformers", minversion="5.15", reason="needs transformers 5.15: pip install 'ssmgen[hf]'")
 
 from demo_cases import narrow
 from demo_cases import on_cpu as on_cpu

@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
-pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
+pytest.importorskip("transformers", minversion="5.15", reason="needs transformers 5.15: pip install 'ssmgen[hf]'")
 
 from tools.demo import DemoError, run
 from tools.demo.__main__ import demo

@@ -10,9 +10,10 @@ from functools import partial
 import pytest
 import torch
 
-pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
+pytest.importorskip("transformers", minversion="5.15", reason="needs transformers 5.15: pip install 'ssmgen[hf]'")
 
-from hf_cases import DecodeStep, built, generate, known, modeling, norm_label, norms_of_a_pass
+from hf_cases import MODELS, DecodeStep, built, generate, known, modeling, norm_label, norms_of_a_pass, takes_cache
+from hf_cases import nothing_stays_patched as nothing_stays_patched
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ssmgen.compat import hf, hf_between, hf_layers
@@ -20,18 +21,12 @@ from ssmgen.compat.hf_functions import recording
 
 # (sums that a step computes with the norm behind them, norms by themselves) of the tiny models
 STEPS = {"mamba": (3, 1), "mamba2": (3, 1), "qwen3_next": (6, 3), "bamba": (6, 1), "lfm2": (6, 3)}
-every_kind = pytest.mark.parametrize("name", hf.KNOWN)
+every_kind = pytest.mark.parametrize("name", [*MODELS, "minimax"])
 
 
 def plain_norms(name: str) -> list[type]:
     found = [getattr(modeling(name), c) for c in hf_between.classes(modeling(name))]
     return [c for c in found if hf_between.style_of(c) is not None]
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_patched():
-    yield
-    assert not hf._active
 
 
 @every_kind
@@ -92,8 +87,8 @@ def test_a_residual_in_f32_and_one_of_the_models_dtype(f32, dtype):
         caches = [copy.deepcopy(step.cache) for _ in range(3)]
         with hf.patch(model, fuse=True):
             step(caches[0])
-            got = model(step.token, cache_params=caches[1], use_cache=True, output_hidden_states=True).hidden_states
-        want = model(step.token, cache_params=caches[2], use_cache=True, output_hidden_states=True).hidden_states
+            got = model(step.token, **takes_cache(model, caches[1]), use_cache=True, output_hidden_states=True).hidden_states
+        want = model(step.token, **takes_cache(model, caches[2]), use_cache=True, output_hidden_states=True).hidden_states
     assert [h.dtype for h in got] == [h.dtype for h in want] and got[1].dtype == (torch.float32 if f32 else dtype)
     for a, b in zip(got, want, strict=True):
         assert (a.float() - b.float()).norm() <= (1e-5 if dtype is torch.float32 else 2e-2) * b.float().norm()

@@ -10,9 +10,11 @@ from collections import Counter
 import pytest
 import torch
 
-pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
+pytest.importorskip("transformers", minversion="5.15", reason="needs transformers 5.15: pip install 'ssmgen[hf]'")
 
 from hf_cases import (
+    LAYERS,
+    MODELS,
     TINY,
     DecodeStep,
     assert_close,
@@ -33,13 +35,14 @@ from hf_cases import (
     of_prompts,
     prompt_calls,
     replaced,
+    undo_leaks,
 )
+from hf_cases import nothing_stays_patched as nothing_stays_patched
 from selection import kept
 from transformers import CompileConfig
 
 from ssmgen import api
 from ssmgen.compat import hf, hf_layers
-from ssmgen.compat.hf_layers import LAYERS
 from ssmgen.errors import CaptureError, CompileError
 
 TOKENS = 6
@@ -48,10 +51,10 @@ one_of_each = pytest.mark.parametrize("name", ["mamba2", "qwen3_5"])
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays_patched():
+def the_originals_are_back(nothing_stays_patched):
     before = replaced()
     yield
-    assert not hf._active
+    assert not undo_leaks()
     assert all(now is before[label] for label, now in replaced().items()), "the identical objects"
 
 
@@ -276,7 +279,7 @@ def test_an_error_names_the_layer(name, error, monkeypatch):
         return ours(*args, **kwargs)
 
     monkeypatch.setattr(module, operator, fails_the_second_time)
-    words = rf"^{fused_label(name)}, in {LAYERS[name].name} of layer [1-9]: "
+    words = rf"^{fused_label(name)}, in {LAYERS[name]} of layer [1-9]: "
     with hf.patch(model, fuse=True) as patch, pytest.raises(type(error), match=words):
         generate(model, 2)
     assert patch.calls()[fused_label(name)] == hf.Calls(convolutions(model) + 1, 0), "the original does not mend it"
@@ -326,4 +329,4 @@ def test_warm_asks_for_the_kernels_of_every_call_at_every_batch_size(name, monke
 
 
 def test_every_kind_is_known_to_patch_and_has_a_tiny_model():
-    assert set(LAYERS) <= set(hf.MODELS) & set(TINY)
+    assert set(LAYERS) <= set(MODELS) & set(TINY)

@@ -9,9 +9,10 @@ from collections import Counter
 import pytest
 import torch
 
-pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
+pytest.importorskip("transformers", minversion="5.15", reason="needs transformers 5.15: pip install 'ssmgen[hf]'")
 
 from hf_cases import (
+    CLASSES,
     Prompt,
     assert_close,
     fused_label,
@@ -23,12 +24,13 @@ from hf_cases import (
     prompt_calls,
     prompted,
     states_of_cache,
+    takes_cache,
 )
+from hf_cases import nothing_stays_patched as nothing_stays_patched
 from selection import kept
 
 from ssmgen.compat import hf, hf_prompts
 from ssmgen.compat.hf_functions import recording
-from ssmgen.compat.hf_layers import CLASSES
 from ssmgen.errors import UnsupportedError
 
 PADDED = ("111111111 001111111 010110111 000000011 000000000", "11111 01011 00011 00000 00111")  # rows of a prompt and of one behind it
@@ -43,12 +45,6 @@ MIXERS = {name: (name, {}) for name in CLASSES} | {
     "falcon_h1-gated": ("falcon_h1", {"mamba_rms_norm": False}),
     "qwen3_5-wide-values": ("qwen3_5", {"linear_value_head_dim": 32}),
 }
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_patched():
-    yield
-    assert not hf._active
 
 
 class Layer:
@@ -70,7 +66,7 @@ class Layer:
 
     def __call__(self, hidden, cache, mask=None):
         with torch.no_grad():
-            return self.mixer(hidden, cache_params=cache, attention_mask=mask)
+            return self.mixer(hidden, **takes_cache(self.mixer, cache), attention_mask=mask)
 
 
 # A row is what it is by itself.
@@ -112,7 +108,7 @@ def test_a_prompt_in_pieces_is_the_whole_prompt(name):
         for first, end in ((0, 7), (7, 10), (10, 16)):
             how |= {"position_ids": torch.arange(first, end).expand(2, -1)} if counts else {}
             got = Prompt.run(model, 16, tokens=slice(first, end), **how)
-            how[want.cache_name] = got.cache
+            how |= takes_cache(model, got.cache)
             logits.append(got.logits)
     assert_close(torch.cat(logits, dim=1), want.logits)
     for ours, theirs in zip(got.states, want.states, strict=True):

@@ -7,10 +7,11 @@ import copy
 import pytest
 import torch
 
-pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
+pytest.importorskip("transformers", minversion="5.15", reason="needs transformers 5.15: pip install 'ssmgen[hf]'")
 
-from hf_cases import assert_close, generate, modeling
+from hf_cases import assert_close, cache_of, generate, modeling, takes_cache, undo_leaks
 from hf_cases import minimax as tiny
+from hf_cases import nothing_stays_patched as nothing_stays_patched
 
 import ssmgen
 from ssmgen import api
@@ -22,10 +23,10 @@ LABEL, LAYERS, TOKENS = "minimax.MiniMaxLightningAttention", 2, 6
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays_patched():
+def the_original_is_back(nothing_stays_patched):
     before = vars(modeling("minimax").MiniMaxLightningAttention)["forward"]
     yield
-    assert not hf._active and vars(modeling("minimax").MiniMaxLightningAttention)["forward"] is before
+    assert not undo_leaks() and vars(modeling("minimax").MiniMaxLightningAttention)["forward"] is before
 
 
 def states_of(cache):
@@ -35,12 +36,12 @@ def states_of(cache):
 def run(model, length, cache=None, **how):
     ids = torch.randint(3, 64, (2, length), generator=torch.Generator().manual_seed(length))
     with torch.no_grad():
-        return model(input_ids=ids, past_key_values=cache, use_cache=True, **how)
+        return model(input_ids=ids, **takes_cache(model, cache), use_cache=True, **how)
 
 
 def assert_same(got, want):
     assert_close(got.logits, want.logits)
-    ours, theirs = states_of(got.past_key_values), states_of(want.past_key_values)
+    ours, theirs = states_of(cache_of(got)), states_of(cache_of(want))
     assert len(ours) == len(theirs) == LAYERS
     for a, b in zip(ours, theirs, strict=True):
         assert_close(a, b)
@@ -54,7 +55,7 @@ def test_greedy_generation_is_unchanged(padded, recwarn):
     with hf.patch() as patch, recording() as calls:
         got = generate(model, TOKENS, attention_mask=mask)
     assert torch.equal(got.sequences, want.sequences)
-    for a, b in zip((*got.logits, *states_of(got.past_key_values)), (*want.logits, *states_of(want.past_key_values)), strict=True):
+    for a, b in zip((*got.logits, *states_of(cache_of(got))), (*want.logits, *states_of(cache_of(want))), strict=True):
         assert_close(a, b)
     assert patch.calls() == {LABEL: hf.Calls(LAYERS * TOKENS, 0)}
     assert [c.function.__name__ for c in calls] == ["chunk_lightning_attn"] * LAYERS + ["lightning_attn"] * LAYERS * (TOKENS - 1)
@@ -66,16 +67,16 @@ def test_a_prompt_and_one_behind_it(length):
     """With a cache that is new and one that has tokens; a step then updates the state in place."""
     model = tiny()
     want = run(model, length)
-    after = run(model, 7, copy.deepcopy(want.past_key_values))
+    after = run(model, 7, copy.deepcopy(cache_of(want)))
     with hf.patch(model):
         got = run(model, length)
         assert_same(got, want)
-        again = run(model, 7, copy.deepcopy(got.past_key_values))
+        again = run(model, 7, copy.deepcopy(cache_of(got)))
         assert_same(again, after)
-        held = states_of(again.past_key_values)
-        step = run(model, 1, again.past_key_values)
-    assert all(a is b for a, b in zip(states_of(step.past_key_values), held, strict=True))
-    assert_same(step, run(model, 1, after.past_key_values))
+        held = states_of(cache_of(again))
+        step = run(model, 1, cache_of(again))
+    assert all(a is b for a, b in zip(states_of(cache_of(step)), held, strict=True))
+    assert_same(step, run(model, 1, cache_of(after)))
 
 
 def test_a_prompt_without_a_cache():
@@ -94,13 +95,13 @@ def test_16_bit_prompts_and_kernels_that_serve_them(dtype):
     exact, theirs = run(copy.deepcopy(model).float(), 65), run(model, 65)
     with hf.patch(model), recording() as calls:
         ours = run(model, 65)
-        run(model, 1, copy.deepcopy(ours.past_key_values))
+        run(model, 1, copy.deepcopy(cache_of(ours)))
 
     def error(found):
         return (found.logits.double() - exact.logits.double()).norm()
 
     assert error(ours) <= max(2 * error(theirs), 1e-4)
-    assert [s.dtype for s in states_of(ours.past_key_values)] == [s.dtype for s in states_of(theirs.past_key_values)] == [dtype] * LAYERS
+    assert [s.dtype for s in states_of(cache_of(ours))] == [s.dtype for s in states_of(cache_of(theirs))] == [dtype] * LAYERS
     with torch.no_grad():
         assert all(ssmgen.supported(c.function, *c.args, arch="sm_90a", **c.kwargs) == (True, []) for c in calls)
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
+pytest.importorskip("transformers", minversion="5.15", reason="needs transformers 5.15: pip install 'ssmgen[hf]'")
 
-from hf_cases import assert_same, built, generate, modeling, replaced, snapshot
+from hf_cases import MODELS, assert_same, built, generate, modeling, replaced, snapshot
+from hf_cases import nothing_stays_patched as nothing_stays_patched
 
 from ssmgen.compat import hf
 from ssmgen.compat.hf_functions import FUNCTIONS, unknown_parameters
@@ -23,17 +24,11 @@ from ssmgen.errors import PatchError
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(autouse=True)
-def nothing_stays_patched():
-    yield
-    assert not hf._active
-
-
 def test_auto_replaces_all_that_is_known_and_undo_restores_every_attribute():
     before = snapshot()
     patch = hf.patch()
-    functions = {f"{name}.{f}" for name in before for f in hf.MODELS[name]}
-    assert set(patch.replaced) == functions | {f"{name}.{c}" for name, c in CLASSES.items()}
+    functions = {f"{name}.{f}" for name in before for f in MODELS[name]}
+    assert set(patch.replaced) == functions | {f"minimax.{c}" for c in CLASSES}
     after = snapshot()
     assert {f"{name}.{a}" for name in before for a in before[name] if after[name][a] is not before[name][a]} == functions
     patch.undo()
@@ -112,17 +107,8 @@ def test_what_is_not_known_is_refused_in_one_message():
     before = snapshot()
     with pytest.raises(PatchError) as refused:
         hf.patch(["mamba2", "llama", torch.nn.Linear(2, 2), "mamba3"])
-    assert all(words in str(refused.value) for words in ("'llama'", "Linear", "'mamba3'", "Known are: mamba,"))
+    assert all(words in str(refused.value) for words in ("'llama' has no function", "Linear", "'mamba3' is not in", "Known are: "))
     assert_same(snapshot(), before)
-
-
-def test_a_name_that_this_transformers_lacks(monkeypatch):
-    monkeypatch.setitem(hf.MODELS, "mamba9", ("causal_conv1d_fn",))
-    monkeypatch.setattr(hf, "KNOWN", (*hf.KNOWN, "mamba9"))
-    with pytest.raises(PatchError, match="mamba9 is not in transformers"):
-        hf.patch("mamba9")
-    with hf.patch() as patch:
-        assert not any("mamba9" in label for label in patch.replaced)
 
 
 def test_a_function_with_other_parameters_is_left_alone(monkeypatch):
@@ -161,10 +147,10 @@ def test_patching_warns_of_nothing_where_all_is_as_expected():
 PROGRAM = """
 import sys, torch
 sys.path.insert(0, {tests!r})
-from hf_cases import generate, tiny
+from hf_cases import generate, known, tiny
 from ssmgen.compat import hf
 
-for name in ("mamba2", "mamba", "qwen3_5", "kimi_linear"):
+for name in filter(known, ("mamba2", "mamba", "qwen3_5", "kimi_linear")):
     model = tiny(name)
     try:
         generate(model, 3)

@@ -7,11 +7,13 @@ import copy
 import pytest
 import torch
 
-pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
+pytest.importorskip("transformers", minversion="5.15", reason="needs transformers 5.15: pip install 'ssmgen[hf]'")
 
 from hf_cases import (
     DELTA_RULE,
     KDA,
+    LAYERS,
+    NORMS,
     PROMPTED,
     Prompt,
     assert_close,
@@ -28,14 +30,13 @@ from hf_cases import (
     prompted,
     scans_of_a_layer,
 )
+from hf_cases import nothing_stays_patched as nothing_stays_patched
 from selection import kept
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ssmgen
 from ssmgen.compat import hf
 from ssmgen.compat import hf_functions as functions
-from ssmgen.compat.hf_layers import LAYERS
-from ssmgen.compat.hf_norms import NORMS
 from ssmgen.errors import ArgumentError
 from ssmgen.spec import Pdl
 
@@ -54,12 +55,6 @@ def of_kinds(argument, always, others):
             for value in (*always, *others)
         ],
     )
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_patched():
-    yield
-    assert not hf._active
 
 
 def assert_same(got: Prompt, want: Prompt) -> None:

@@ -9,7 +9,9 @@ from types import ModuleType
 import pytest
 import torch
 
-pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
+pytest.importorskip("transformers", minversion="5.15", reason="needs transformers 5.15: pip install 'ssmgen[hf]'")
+
+from hf_cases import nothing_stays_patched as nothing_stays_patched
 
 from ssmgen.compat import hf, hf_remote, mamba_ssm
 from ssmgen.errors import PatchError
@@ -85,7 +87,6 @@ def model(tmp_path, monkeypatch):
     (folder / "config.json").write_text(json.dumps({"model_type": "tiny_remote", "auto_map": names}))
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
     yield transformers.AutoModel.from_config(config, trust_remote_code=True)
-    assert not hf._active
     for name in [n for n in sys.modules if n.partition(".")[0] == "transformers_modules"]:
         monkeypatch.delitem(sys.modules, name)
 

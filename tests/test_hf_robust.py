@@ -8,20 +8,15 @@ import threading
 import pytest
 import torch
 
-pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
+pytest.importorskip("transformers", minversion="5.15", reason="needs transformers 5.15: pip install 'ssmgen[hf]'")
 
 from hf_cases import DecodeStep, assert_same, built, generate, last_logits, snapshot, states_of
+from hf_cases import nothing_stays_patched as nothing_stays_patched
 
 from ssmgen.compat import hf
 from ssmgen.errors import CaptureError, CompileError, LaunchError, LoadError, NotBuiltError
 
 ONE_OF_EACH = ("mamba", "mamba2", "qwen3_5", "kimi_linear", "lfm2")
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_patched():
-    yield
-    assert not hf._active
 
 
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_5"])

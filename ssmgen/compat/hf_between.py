@@ -26,7 +26,7 @@ from torch.compiler import is_compiling
 from ..errors import ArgumentError, UnsupportedError
 from ..families.gated_rms_norm import plain as native
 from ..families.gated_rms_norm.spec import MAX_GROUP
-from .hf_functions import Replacement, attempt, call
+from .hf_functions import OURS, Replacement, attempt, call
 
 # Recognising norms.
 
@@ -261,10 +261,14 @@ class Forward:
 
 
 def _cell(owner: Any) -> Any:
-    """Where what is around a forward holds it; None where there is nothing around it."""
-    inner = getattr(owner.forward, "__wrapped__", None)
-    cells = (owner.forward.__closure__ or ()) if inspect.isfunction(owner.forward) else ()
-    return next((cell for cell in cells if inner is not None and cell.cell_contents is inner), None)
+    """Where the innermost of the wrappers around a forward holds it; None where there is none. transformers 5.24 has up to two."""
+    outer, cell = owner.forward, None
+    while inspect.isfunction(outer) and not hasattr(outer, OURS) and (inner := getattr(outer, "__wrapped__", None)) is not None:
+        found = next((c for c in outer.__closure__ or () if c.cell_contents is inner), None)
+        if found is None:
+            break
+        outer, cell = inner, found
+    return cell
 
 
 def run(replacement: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:

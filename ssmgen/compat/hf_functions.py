@@ -11,7 +11,7 @@ import math
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -233,6 +233,22 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "chunk_kimi_delta_attention": chunk_kimi_delta_attention,
     "recurrent_kimi_delta_attention": recurrent_kimi_delta_attention,
 }
+PAIRS = (
+    ("causal_conv1d_update", "causal_conv1d_fn"),
+    ("mamba_selective_state_update", "mamba_selective_scan"),
+    ("mamba2_selective_state_update", "mamba2_chunk_scan"),
+    ("torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"),
+    ("recurrent_kimi_delta_attention", "chunk_kimi_delta_attention"),
+)
+"""(function of a decode step, function of a prompt): a modeling file with one of a pair has the other."""
+
+
+def expected(held: Mapping[str, Any], more: Iterable[str] = ()) -> list[str]:
+    """Functions that a modeling file has or ought to have, in the order of PAIRS. more: other functions that its layers call."""
+    wanted = {name for name in (*held, *more) if name in FUNCTIONS}
+    return [name for pair in PAIRS if wanted & set(pair) for name in pair]
+
+
 _FAULTS = {torch_chunk_gated_delta_rule: delta_faults, chunk_kimi_delta_attention: kda_faults}  # of what begins with query, key and value
 
 
@@ -250,11 +266,7 @@ def unknown_parameters(ours: Callable[..., Any], theirs: Callable[..., Any]) -> 
 _KEYWORDS = ("seq_idx", "cu_seqlens")  # which models only pass by name
 
 
-def other_forward(owner: Any, *expected: str, more: bool = True) -> str:
-    """What keeps a forward from being replaced by one of these parameters, or nothing; more: it may have others behind them."""
-    found = list(inspect.signature(owner.forward).parameters)
-    same = (found[: len(expected)] if more else found) == list(expected)
-    return "" if same else f"its forward takes {', '.join(found)}, not {', '.join(expected)}"
+OURS = "_ssmgen"  # an attribute of what stands in the place of something
 
 
 class Replacement:
@@ -269,6 +281,7 @@ class Replacement:
         self.owners: set[object] = set()
         self.run = run_of(self, self.original)
         self.run.__name__, self.run.__doc__, self.run.__wrapped__ = name, self.run.__doc__ or self.original.__doc__, self.original
+        setattr(self.run, OURS, True)
         setattr(module, name, self.run)
         self.reasons: dict[str, str] = {}  # why the original computed calls: in which layer first
 

@@ -10,10 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, PatchError
+from ..errors import ArgumentError, PatchError, bullets
 from . import hf
+from . import hf_roles as roles
 
 ROOM = 256  # tokens of a cache, at least: a longer one means another capture
+GREEDY = {"do_sample": False, "num_beams": 1, "use_cache": True, "num_return_sequences": 1, "return_dict_in_generate": False}
+"""Arguments of model.generate that greedy decoding honours, with these values."""
+ENDS = ("eos_token_id", "pad_token_id")
 CHECKED = 16  # tokens between two looks at whether all sequences have ended: a look waits for the device
 
 
@@ -30,27 +34,48 @@ class Accelerated:
         self._steps: dict[int, Steps] = {}  # by batch size
         self._undone = False
 
-    def generate(self, input_ids: Tensor, max_new_tokens: int = 20, *, attention_mask: Tensor | None = None) -> Tensor:
+    def generate(
+        self, input_ids: Tensor | None = None, max_new_tokens: Any = None, *, attention_mask: Tensor | None = None, **others: Any
+    ) -> Any:
         """[batch, length + tokens]: the prompts, and behind them the likeliest tokens, at most so many.
 
         input_ids: [batch, length], on the model's device   attention_mask: [batch, length], 0 where a prompt is padded, on its left
+        max_new_tokens: 20 where nothing says how many; as in model.generate, a GenerationConfig may stand here
+        others: what model.generate takes. Sampling, beams, streamers and all else that is not greedy decoding goes to model.generate, which
+            is patched and fused; eos_token_id and pad_token_id do not
         A sequence that has ended goes on with the padding token; once all have, nothing is added. What ends a sequence, and what pads it,
-        the model's generation_config says; nothing else of that counts. The first call of a batch size, and a call that needs a longer
-        cache than those before, captures a step. A step that cannot be captured runs as it is, with a warning, and `left` says why.
-        Padded prompts of models with attention go to model.generate, whose steps see the mask.
+        the model's generation_config says. The first call of a batch size, and a call that needs a longer cache than those before, captures
+        a step. A step that cannot be captured runs as it is, with a warning, and `left` says why. Padded prompts of models with attention
+        go to model.generate, whose steps see the mask.
         Raises ArgumentError listing all that is wrong, and what the model's forward raises; PatchError behind undo().
         """
         if self._undone:
             raise PatchError("this acceleration has been undone: call ssmgen.accelerate(model) again, or model.generate")
-        if problems := _problems(self.model, input_ids, max_new_tokens, attention_mask):
+        if isinstance(max_new_tokens, _generation_config()):
+            others["generation_config"], max_new_tokens = max_new_tokens, None
+        if input_ids is None:
+            input_ids = others.pop("inputs", None)
+        ends = {name: others.pop(name) for name in ENDS if isinstance(others.get(name), (int, list))}
+        others = {name: value for name, value in others.items() if name not in GREEDY or value not in (None, GREEDY[name])}
+        if others:
+            given = {"input_ids": input_ids, "attention_mask": attention_mask, "max_new_tokens": max_new_tokens} | ends
+            given["do_sample"] = None if {"do_sample", "generation_config"} & others.keys() else False
+            return self.model.generate(**{name: value for name, value in given.items() if value is not None}, **others)
+        count = 20 if max_new_tokens is None else max_new_tokens
+        if problems := _problems(self.model, input_ids, count, attention_mask):
             raise ArgumentError("generate", problems)
+        assert input_ids is not None
         padded = attention_mask is not None and not bool(attention_mask.all())
-        batch, room = input_ids.shape[0], input_ids.shape[1] + max_new_tokens
+        batch, room = input_ids.shape[0], input_ids.shape[1] + count
         steps = self._steps_of(batch, room) if self._steps_are_known else None
         if steps is None or (padded and steps.attends):
-            return self._by_transformers(input_ids, max_new_tokens, attention_mask)
+            return self._by_transformers(input_ids, count, attention_mask, ends)
         with torch.no_grad():
-            return steps.generate(input_ids, max_new_tokens, attention_mask if padded else None, self.left)
+            return steps.generate(input_ids, count, attention_mask if padded else None, self.left, **ends)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, patched and fused."""
+        return self.model(*args, **kwargs)
 
     def _steps_of(self, batch: int, room: int) -> Steps:
         """The steps of a batch size, with a longer cache if need be."""
@@ -60,10 +85,10 @@ class Accelerated:
             steps = self._steps[batch] = Steps(self.model, batch, max(ROOM, 1 << (room - 1).bit_length()))
         return steps
 
-    def _by_transformers(self, input_ids: Tensor, max_new_tokens: int, attention_mask: Tensor | None) -> Tensor:
+    def _by_transformers(self, input_ids: Tensor, max_new_tokens: int, attention_mask: Tensor | None, ends: dict[str, Any]) -> Tensor:
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         found: Tensor = self.model.generate(
-            input_ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, num_beams=1, use_cache=True
+            input_ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, num_beams=1, use_cache=True, **ends
         )
         return found
 
@@ -80,21 +105,29 @@ class Accelerated:
         self.undo()
 
     def __str__(self) -> str:
+        lost = f"; {len(self.patch.lost)} that ssmgen knows are not replaced: {', '.join(self.patch.lost)}" if self.patch.lost else ""
         lines = [*(f"  + {words}" for words in self.done), *(f"  - {words}" for words in self.left)]
-        return "\n".join([f"{type(self.model).__name__} on {_device(self.model)}, {_dtype(self.model)}", *lines])
+        return "\n".join([f"{type(self.model).__name__} on {_device(self.model)}, {_dtype(self.model)}{lost}", *lines])
 
 
-def accelerate(model: torch.nn.Module, batches: Iterable[int] = (1,), *, prompt_length: int = 8) -> Accelerated:
+def accelerate(model: torch.nn.Module, batches: Iterable[int] = (1,), *, prompt_length: int = 8, strict: bool = False) -> Accelerated:
     """Patches and fuses a model of transformers, loads its kernels, and gives it a `generate` that replays a CUDA graph per token.
 
     batches: sizes whose kernels are loaded now; others are when they come first   prompt_length: tokens of the prompt that this takes
+    strict: raises PatchError where a function or a layer that ssmgen knows cannot be replaced, such as one that transformers has changed
     Returns what it did and what it could not do, which str() tells, and which undoes it. On a CPU nothing is loaded and nothing captured:
     ssmgen's reference implementation computes.
-    Raises PatchError for a model that is not known, and what hf.patch and hf.warm do; then nothing stays replaced.
+    Raises ArgumentError for an argument of another kind, PatchError for a model that is not known, and what hf.patch and hf.warm do; then
+    nothing stays replaced.
     """
-    batches = tuple(batches)
+    sizes = list(batches) if isinstance(batches, Iterable) and not isinstance(batches, str) else None
+    if problems := _wrong(model, sizes, batches, prompt_length):
+        raise ArgumentError("accelerate", problems)
     patch = hf.patch(model, fuse=True)
     try:
+        if strict and patch.lost:
+            lines = bullets([f"{label}: {words}" for label, words in patch.lost.items()])
+            raise PatchError(f"accelerate(strict=True) cannot replace all that ssmgen knows of {type(model).__name__}:\n{lines}")
         done, left = _replaced(model, patch)
         device = _device(model)
         if device == "several devices":
@@ -102,8 +135,8 @@ def accelerate(model: torch.nn.Module, batches: Iterable[int] = (1,), *, prompt_
         elif not device.startswith("cuda"):
             left.append(f"kernels are not loaded, and steps are not captured: the model is on {device}, where the reference computes")
         else:
-            count = hf.warm(model, batches, prompt_length, fuse=True)
-            done.append(f"{count} kernels were compiled or loaded, for batches of {', '.join(map(str, batches))}")
+            count = hf.warm(model, sizes or (), prompt_length, fuse=True)
+            done.append(f"{count} kernels were compiled or loaded, for batches of {', '.join(map(str, sizes or ()))}")
         why = _without_steps(model)
         if why:
             left.append(f"generate is model.generate: {why}")
@@ -115,18 +148,37 @@ def accelerate(model: torch.nn.Module, batches: Iterable[int] = (1,), *, prompt_
     return Accelerated(model, patch, done, left, steps=not why)
 
 
+def _wrong(model: Any, sizes: list[Any] | None, batches: Any, prompt_length: Any) -> list[str]:
+    """What is wrong with the arguments of accelerate; sizes: those in batches, or None."""
+    problems = []
+    if not isinstance(model, torch.nn.Module):
+        problems.append(f"model is {model!r}; expected a model. Load it: transformers.AutoModelForCausalLM.from_pretrained({model!r})"
+                        if isinstance(model, str) else f"model is {type(model).__name__}; expected a torch.nn.Module")  # fmt: skip
+    if not sizes or not all(_is_count(size) for size in sizes):
+        given, example = batches if sizes is None else sizes, batches if _is_count(batches) else 1
+        problems.append(f"batches is {given!r}; expected sizes of 1 or more, such as batches=[{example}]")
+    if not _is_count(prompt_length):
+        problems.append(f"prompt_length is {prompt_length!r}; expected 1 token or more")
+    return problems
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def _replaced(model: torch.nn.Module, patch: hf.Patch) -> tuple[list[str], list[str]]:
     classes = [name for name in patch.replaced if name.partition(".")[2][:1].isupper()]
     functions = [name for name in patch.replaced if name not in classes]
     done = [f"{len(functions)} functions and the forwards of {len(classes)} classes are ssmgen's: {', '.join(patch.replaced)}"]
-    left = [] if hf.fusible(model) else ["no layer of this kind is fused: a decode step of one is several calls"]
+    left = [f"{label} is not replaced: {words}" for label, words in patch.lost.items()]
+    left += [] if hf.fusible(model) else ["no layer of this kind is fused: a decode step of one is several calls"]
     return done, left
 
 
 def _without_steps(model: Any) -> str:
     """Why a model has no steps on a cache that stays where it lies, in words, or nothing. Tries a prompt of two tokens and a step."""
     if _cache_name(model) is None:
-        return "its forward takes neither past_key_values nor cache_params"
+        return f"its forward takes no cache, which goes by {', '.join(roles.names_of('cache'))}"
     try:
         steps = Steps(model, 1, 8)
         if any(getattr(steps.cache, "is_sliding", ())):
@@ -137,6 +189,13 @@ def _without_steps(model: Any) -> str:
     except Exception as e:  # whatever a configuration lacks, or a layer of a cache like this
         return f"it does not run on transformers' StaticCache: {_first_line(e)}"
     return ""
+
+
+def _generation_config() -> type:
+    from transformers import GenerationConfig
+
+    kind: type = GenerationConfig
+    return kind
 
 
 def _first_line(e: Exception) -> str:
@@ -150,8 +209,7 @@ def _cache(model: Any, room: int) -> Any:
 
 
 def _cache_name(model: Any) -> str | None:
-    parameters = inspect.signature(model.forward).parameters
-    return next((name for name in ("cache_params", "past_key_values") if name in parameters), None)
+    return roles.name_in("cache", inspect.signature(model.forward).parameters)
 
 
 def _device(model: torch.nn.Module) -> str:
@@ -197,10 +255,10 @@ class Steps:
         self.captured: dict[Any, Any] = {}  # what the cache held then
         self.captures = device.type == "cuda"
 
-    def generate(self, ids: Tensor, count: int, mask: Tensor | None, left: list[str]) -> Tensor:
-        """Does what Accelerated.generate says; mask: None for none. A reason why no step can be captured goes to `left`."""
+    def generate(self, ids: Tensor, count: int, mask: Tensor | None, left: list[str], **told: Any) -> Tensor:
+        """Does what Accelerated.generate says; mask: None for none; told: of ENDS. A reason why no step can be captured goes to `left`."""
         found = ids.new_empty(ids.shape[0], count)
-        ends, pad = _ends(self.model)
+        ends, pad = _ends(self.model, **told)
         for i in range(count):
             if ends and i and i % CHECKED == 0 and _length(found[:, :i], ends) is not None:
                 found = found[:, :i]
@@ -285,12 +343,11 @@ def _moved(before: dict[Any, Any], now: dict[Any, Any]) -> list[str]:
     return sorted({at[1] for at, value in before.items() if at not in now or now[at] != value})
 
 
-def _ends(model: Any) -> tuple[list[int], int]:
-    """(tokens that end a sequence, the one behind them)"""
-    told = model.generation_config
-    ends = told.eos_token_id
+def _ends(model: Any, **told: Any) -> tuple[list[int], int]:
+    """(tokens that end a sequence, the one behind them): as told, else by the model's generation_config."""
+    ends, pad = (told.get(name, getattr(model.generation_config, name)) for name in ENDS)
     ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-    pad = told.pad_token_id if told.pad_token_id is not None else ends[0] if ends else 0
+    pad = pad if pad is not None else ends[0] if ends else 0
     return ends, int(pad)
 
 

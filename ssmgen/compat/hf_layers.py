@@ -20,7 +20,8 @@ from ..families.delta_layer import call as native_gdn
 from ..families.mamba2_layer import call as native_mamba2
 from . import hf_projections as projections
 from . import hf_prompts as prompts
-from .hf_functions import Replacement, attempt, call, other_forward
+from .hf_functions import Replacement, attempt, call
+from .hf_roles import Roles
 
 _ATTRIBUTE = "_ssmgen_arrivals"  # of a layer of transformers' cache, beside the states that it belongs to
 
@@ -44,21 +45,21 @@ def arrivals(layer: Any, groups: int, state: Tensor) -> Tensor:
     return found
 
 
-def is_step(mixer: Any, hidden_states: Tensor, cache_params: Any, attention_mask: Tensor | None) -> bool:
+def is_step(mixer: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None) -> bool:
     """Whether a forward is a decode step that may be fused."""
-    if cache_params is None or attention_mask is not None or hidden_states.shape[1] != 1 or torch.is_grad_enabled():
+    if cache is None or attention_mask is not None or hidden_states.shape[1] != 1 or torch.is_grad_enabled():
         return False
     if mixer.activation not in ("silu", "swish") or projections.is_elsewhere(mixer.conv1d):
         return False
     if is_compiling() and hidden_states.dtype not in DTYPES:
         return False
-    layer = cache_params.layers[mixer.layer_idx]
-    return cache_params.has_previous_state(mixer.layer_idx, state_idx=0) and not getattr(layer, "record_past", False)
+    layer = cache.layers[mixer.layer_idx]
+    return cache.has_previous_state(mixer.layer_idx, state_idx=0) and not getattr(layer, "record_past", False)
 
 
-def mamba2(project: Callable[[Any, Tensor], Tensor], mixer: Any, hidden_states: Tensor, cache_params: Any) -> Tensor:
+def mamba2(project: Callable[[Any, Tensor], Tensor], mixer: Any, hidden_states: Tensor, cache: Any) -> Tensor:
     """hidden_states [batch, 1, hidden] of Mamba2Mixer and its kin; project: the in-projection."""
-    layer = cache_params.layers[mixer.layer_idx]
+    layer = cache.layers[mixer.layer_idx]
     window, state = layer.conv_states[0], layer.recurrent_states[0]
     heads, inner, conv = mixer.num_heads, mixer.num_heads * mixer.head_dim, mixer.conv1d
     z, xBC, dt = project(mixer, hidden_states).squeeze(1).split([inner, window.shape[1], heads], dim=1)
@@ -83,25 +84,25 @@ def _norm(mixer: Any, channels: int) -> dict[str, Any]:
     }
 
 
-def gated_delta_net(project: Callable[[Any, Tensor], tuple[Tensor, ...]], mixer: Any, hidden_states: Tensor, cache_params: Any) -> Tensor:
+def gated_delta_net(project: Callable[[Any, Tensor], tuple[Tensor, ...]], mixer: Any, hidden_states: Tensor, cache: Any) -> Tensor:
     """hidden_states [batch, 1, hidden] of Qwen3NextGatedDeltaNet and its kin; project: the in-projections."""
-    layer = cache_params.layers[mixer.layer_idx]
+    layer = cache.layers[mixer.layer_idx]
     window, state = layer.conv_states[0], layer.recurrent_states[0]
     mixed, z, b, a = (t.squeeze(1) for t in project(mixer, hidden_states))
     conv, norm = mixer.conv1d, mixer.norm
     y = call(
         native_gdn.gdn_layer, mixed, a, b, z, window, state, arrivals(layer, mixer.num_k_heads, state), conv.weight.squeeze(1), conv.bias,
-        mixer.A_log, mixer.dt_bias, norm.weight, norm_eps=norm.variance_epsilon, state_layout="kv",
+        mixer.A_log, mixer.dt_bias, norm.weight, norm_eps=norm.variance_epsilon, norm_activation=norm.activation, state_layout="kv",
     )  # fmt: skip
     return mixer.out_proj(y.unsqueeze(1))
 
 
 def kimi_delta_attention(
     project: Callable[[Any, Tensor], tuple[Tensor, Tensor]], bound_of: Callable[[Any], float | None], mixer: Any, hidden_states: Tensor,
-    cache_params: Any,
+    cache: Any,
 ) -> Tensor:  # fmt: skip
     """hidden_states [batch, 1, hidden] of KimiLinearDeltaAttention and its kin; project: what makes gates; bound_of: their lower bound."""
-    layer = cache_params.layers[mixer.layer_idx]
+    layer = cache.layers[mixer.layer_idx]
     window, state = layer.conv_states[0], layer.recurrent_states[0]
     mixed = projections.qkv(mixer, hidden_states)
     gate, z = project(mixer, hidden_states)
@@ -114,66 +115,85 @@ def kimi_delta_attention(
     return mixer.o_proj(y.unsqueeze(1))
 
 
-class Fused(NamedTuple):
-    """A class of a modeling file, and its decode step."""
+class Layer(NamedTuple):
+    """How ssmgen computes a kind of mixer."""
 
-    name: str
-    step: Callable[[Any, Tensor, Any], Tensor]
+    functions: tuple[str, str]  # that the mixer's own forward calls, at a decode step and over a prompt
+    prompt: prompts.Layer
+    step: Callable[[Any, Tensor, Any], Tensor] | None = None  # None: steps stay several calls
     masked: bool = False  # a step without padding has a mask too, [batch, 1]
 
 
-LAYERS: dict[str, Fused] = {
-    "mamba2": Fused("Mamba2Mixer", partial(mamba2, projections.in_proj)),
-    "bamba": Fused("BambaMixer", partial(mamba2, projections.in_proj)),
-    "falcon_h1": Fused("FalconH1Mixer", partial(mamba2, projections.falcon_h1)),
-    "granitemoehybrid": Fused("GraniteMoeHybridMambaLayer", partial(mamba2, projections.in_proj)),
-    "nemotron_h": Fused("NemotronHMamba2Mixer", partial(mamba2, projections.in_proj)),
-    "zamba2": Fused("Zamba2MambaMixer", partial(mamba2, projections.in_proj)),
-    "qwen3_next": Fused("Qwen3NextGatedDeltaNet", partial(gated_delta_net, projections.qwen3_next)),
-    "qwen3_5": Fused("Qwen3_5GatedDeltaNet", partial(gated_delta_net, projections.qwen3_5)),
-    "qwen3_5_moe": Fused("Qwen3_5MoeGatedDeltaNet", partial(gated_delta_net, projections.qwen3_5)),
-    "kimi_linear": Fused("KimiLinearDeltaAttention", partial(kimi_delta_attention, projections.kimi, projections.no_bound)),
-    "glm5_next": Fused("Glm5NextTextLinearAttention", partial(kimi_delta_attention, projections.kimi, projections.glm_bound), masked=True),
-    "bailing_hybrid": Fused("BailingHybridDeltaAttention", partial(kimi_delta_attention, projections.bailing, projections.bailing_bound)),
+_MAMBA = Layer(("mamba_selective_state_update", "mamba_selective_scan"), prompts.mamba)
+
+
+def _mamba2(project: Any) -> Layer:
+    functions = ("mamba2_selective_state_update", "mamba2_chunk_scan")
+    return Layer(functions, partial(prompts.mamba2, project), partial(mamba2, project))
+
+
+def _delta_net(project: Any) -> Layer:
+    functions = ("torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule")
+    return Layer(functions, partial(prompts.gated_delta_net, project), partial(gated_delta_net, project))
+
+
+def _kimi(project: Any, bound_of: Any, masked: bool = False) -> Layer:
+    functions = ("recurrent_kimi_delta_attention", "chunk_kimi_delta_attention")
+    prompt, step = (partial(f, project, bound_of) for f in (prompts.kimi_delta_attention, kimi_delta_attention))
+    return Layer(functions, prompt, step, masked)
+
+
+TABLE: dict[str, tuple[str, Layer]] = {
+    "MambaMixer": ("mamba", _MAMBA),
+    "FalconMambaMixer": ("falcon_mamba", _MAMBA),
+    "JambaMambaMixer": ("jamba", _MAMBA),
+    "Mamba2Mixer": ("mamba2", _mamba2(projections.in_proj)),
+    "BambaMixer": ("bamba", _mamba2(projections.in_proj)),
+    "FalconH1Mixer": ("falcon_h1", _mamba2(projections.falcon_h1)),
+    "GraniteMoeHybridMambaLayer": ("granitemoehybrid", _mamba2(projections.in_proj)),
+    "NemotronHMamba2Mixer": ("nemotron_h", _mamba2(projections.in_proj)),
+    "Zamba2MambaMixer": ("zamba2", _mamba2(projections.in_proj)),
+    "Qwen3NextGatedDeltaNet": ("qwen3_next", _delta_net(projections.qwen3_next)),
+    "Qwen3_5GatedDeltaNet": ("qwen3_5", _delta_net(projections.qwen3_5)),
+    "Qwen3_5MoeGatedDeltaNet": ("qwen3_5_moe", _delta_net(projections.qwen3_5)),
+    "KimiLinearDeltaAttention": ("kimi_linear", _kimi(projections.kimi, projections.no_bound)),
+    "Glm5NextTextLinearAttention": ("glm5_next", _kimi(projections.kimi, projections.glm_bound, masked=True)),
+    "BailingHybridDeltaAttention": ("bailing_hybrid", _kimi(projections.bailing, projections.bailing_bound)),
 }
-"""Mixers with decode steps, by the name of transformers' model folder."""
-CLASSES = {"mamba": "MambaMixer", "falcon_mamba": "FalconMambaMixer", "jamba": "JambaMambaMixer"}
-CLASSES |= {name: fused.name for name, fused in LAYERS.items()}
-"""Mixers whose forward is replaced; of Mamba's only prompts are."""
+"""{class of a mixer: (its model, how it is computed)}. A mixer's products, gates and multipliers are written out in its forward and behind
+no name that could be looked for: these forwards have been read. `hf_copies` finds classes with the same ones. All have a row, copies of
+each other too, so that a row whose class has changed can be reported."""
 
 
-def objection(mixer: type) -> str:
-    """What keeps a mixer's forward from being replaced, or nothing."""
-    return other_forward(mixer, "self", "hidden_states", "cache_params", "attention_mask")
-
-
-def run(replacement: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
+def run(layer: Layer, replacement: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
     """What stands for a mixer's forward.
 
     What a prompt's calls refuse goes on to the original forward, whose functions are replaced as well and say why.
     """
-    name = replacement.module.__name__
-    fused, layer = next((fused for fused in LAYERS.values() if fused.name == name), None), prompts.PROMPTS[name]
+    roles = Roles(original, "hidden_states", "cache", "attention_mask")
     refused: WeakSet[torch.nn.Module] = WeakSet()  # mixers that are not asked again: their projections would be computed twice
     unread: WeakSet[torch.nn.Module] = WeakSet()  # the same, of prompts
 
-    def run(self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        masks = fused is not None and fused.masked and attention_mask is not None and attention_mask.shape == hidden_states.shape[:2]
-        if fused is not None and is_step(self, hidden_states, cache_params, None if masks else attention_mask):
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hidden_states, cache, mask, others = roles(args, kwargs)
+        if roles.unknown(others):
+            return original(self, *args, **kwargs)
+        masks = layer.masked and mask is not None and mask.shape == hidden_states.shape[:2]
+        if layer.step is not None and is_step(self, hidden_states, cache, None if masks else mask):
             if not is_compiling() and self in refused:
                 replacement.kept += 1
             else:
-                given = (hidden_states * attention_mask[:, :, None]).to(hidden_states.dtype) if masks else hidden_states
-                result, reason = attempt(replacement, fused.step, self, given, cache_params)
+                given = (hidden_states * mask[:, :, None]).to(hidden_states.dtype) if masks else hidden_states
+                result, reason = attempt(replacement, layer.step, self, given, cache)
                 if reason is None:
                     return result
                 refused.add(self)
                 replacement.keep(reason)
-        elif prompts.is_prompt(self, hidden_states, cache_params, attention_mask, kwargs) and self not in unread:
-            result, reason = attempt(replacement, prompts.run, layer, self, hidden_states, cache_params, attention_mask)
+        elif prompts.is_prompt(self, hidden_states, cache, mask, others) and self not in unread:
+            result, reason = attempt(replacement, prompts.run, layer.prompt, self, hidden_states, cache, mask)
             if reason is None:
                 return result
             unread.add(self)
-        return original(self, hidden_states, cache_params, attention_mask, **kwargs)
+        return original(self, *args, **kwargs)
 
     return run

@@ -14,15 +14,12 @@ from torch.compiler import is_compiling
 
 from ..families.chunk_scan import attention
 from ..families.linear_attention import call as linear_attention
-from .hf_functions import Replacement, attempt, call, other_forward
+from .hf_functions import Replacement, attempt, call
+from .hf_roles import Roles
 
-CLASSES = {"minimax": "MiniMaxLightningAttention"}
-"""Classes whose forward is replaced, by the name of transformers' model folder."""
-
-
-def objection(mixer: Any) -> str:
-    """What keeps a mixer's forward from being replaced, or nothing."""
-    return other_forward(mixer, "self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values")
+CLASSES = ("MiniMaxLightningAttention",)
+"""Classes whose forward is replaced. Their modeling file has no functions to look for."""
+ROLES = ("hidden_states", "position_embeddings", "attention_mask", "cache")
 
 
 def lightning(mixer: Any, hidden_states: Tensor, attention_mask: Tensor | None, cache: Any) -> tuple[Tensor, Tensor]:
@@ -49,19 +46,18 @@ def lightning(mixer: Any, hidden_states: Tensor, attention_mask: Tensor | None, 
 
 def run(replacement: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
     """What stands for a mixer's forward."""
+    roles = Roles(original, *ROLES)
 
-    def run(
-        self: Any, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Tensor | None = None,
-        past_key_values: Any = None, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        if not is_compiling():
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hidden_states, _, attention_mask, cache, others = roles(args, kwargs)
+        if not is_compiling() and not roles.unknown(others):
             if torch.is_grad_enabled() and any(t.requires_grad for t in (hidden_states, *self.parameters())):
                 reason: str | None = "  - an operand requires grad, and ssmgen's functions have no backward"
             else:
-                result, reason = attempt(replacement, lightning, self, hidden_states, attention_mask, past_key_values)
+                result, reason = attempt(replacement, lightning, self, hidden_states, attention_mask, cache)
             if reason is None:
                 return result
             replacement.keep(reason)
-        return original(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        return original(self, *args, **kwargs)
 
     return run

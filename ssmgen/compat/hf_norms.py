@@ -5,7 +5,10 @@ Whole decode layers have the norm in their own kernels. Over a prompt it is a do
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,36 +16,43 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..calls.checks import DTYPES
+from ..errors import ArgumentError
 from ..families.gated_rms_norm import call as native
-from .hf_functions import Replacement, attempt, call, other_forward
+from . import hf_roles as roles
+from .hf_functions import Replacement, attempt, call
 
-NORMS = {
-    "mamba2": "MambaRMSNormGated",
-    "bamba": "BambaRMSNormGated",
-    "falcon_h1": "FalconH1RMSNormGated",
-    "granitemoehybrid": "GraniteMoeHybridRMSNormGated",
-    "nemotron_h": "NemotronHRMSNormGated",
-    "zamba2": "Zamba2RMSNormGated",
-    "qwen3_next": "Qwen3NextRMSNormGated",
-    "qwen3_5": "Qwen3_5RMSNormGated",
-    "qwen3_5_moe": "Qwen3_5MoeRMSNormGated",
-    "qwen4_exp": "Qwen4ExpTextRMSNormGated",
-    "olmo_hybrid": "OlmoHybridRMSNormGated",
-    "kimi_linear": "KimiLinearRMSNormGated",
-    "glm5_next": "Glm5NextTextRMSNormGated",
-    "bailing_hybrid": "BailingHybridRMSNormGated",
-}
-"""Classes of modeling files, by the name of transformers' model folder."""
+SUFFIX = "RMSNormGated"
 
 
-def has(modeling: Any, model: str) -> bool:
-    """Whether the modeling file has the norm: in transformers 5.17, Nemotron-H's layers have Zamba2's, which is that model's to replace."""
-    return model in NORMS and hasattr(modeling, NORMS[model])
+def classes(modeling: ModuleType) -> tuple[str, ...]:
+    """Names of a modeling file's own gated norms. In transformers 5.17 Nemotron-H's layers have Zamba2's, which counts as Zamba2's."""
+    own = {name: c for name, c in vars(modeling).items() if isinstance(c, type) and c.__module__ == modeling.__name__}
+    return tuple(name for name, c in own.items() if name.endswith(SUFFIX) and issubclass(c, torch.nn.Module))
 
 
 def objection(norm: Any) -> str:
     """What keeps a norm's forward from being replaced, or nothing."""
-    return other_forward(norm, "self", "hidden_states", "gate", more=False)
+    return roles.objection(norm, "hidden_states", "gate", more=False) or _difference(norm, norm.forward)
+
+
+@cache
+def _difference(norm: Any, _: Any) -> str:
+    """What a class of norms does that ssmgen's does not, tried on f32 numbers with every order of norm and gate that it can be told."""
+    g = torch.Generator("cpu").manual_seed(0)
+    x, gate, weight = (torch.randn(shape, generator=g, device="cpu") for shape in ((2, 4, 64), (2, 4, 64), (64,)))
+    told, parameters = {"group_size": 16, "n_groups": 4, "eps": 0.125}, inspect.signature(norm.__init__).parameters
+    for more in ({"norm_before_gate": True}, {"norm_before_gate": False}):
+        given = {name: value for name, value in (told | more).items() if name in parameters}
+        try:
+            with torch.device("cpu"), torch.no_grad():
+                made = norm(64, **given).float()
+                made.weight.copy_(weight)
+                want, got = made(x, gate), gated_rms_norm(made, x, gate)
+        except (AttributeError, RuntimeError, TypeError, ArgumentError) as e:
+            return f"it cannot be tried: {type(e).__name__}: {e}"
+        if got.shape != want.shape or not torch.allclose(got, want, rtol=1e-5, atol=1e-5):
+            return "it gives other numbers than a gated RMSNorm"
+    return ""
 
 
 def gated_rms_norm(norm: Any, hidden_states: Tensor, gate: Tensor | None) -> Tensor:

@@ -11,7 +11,6 @@ that asks the host: all shapes are those of the batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -186,23 +185,6 @@ def kimi_delta_attention(
     y, state = prompt.of(scanned)
     y = gated_rms_norm(norm, y, z.unflatten(-1, (mixer.num_heads, -1))).flatten(-2)
     return mixer.o_proj(prompt.without_padding(y)), mixed, state
-
-
-PROMPTS: dict[str, Layer] = dict.fromkeys(("MambaMixer", "FalconMambaMixer", "JambaMambaMixer"), mamba)
-PROMPTS |= dict.fromkeys(
-    ("Mamba2Mixer", "BambaMixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer", "Zamba2MambaMixer"),
-    partial(mamba2, projections.in_proj),
-)
-PROMPTS |= {
-    "FalconH1Mixer": partial(mamba2, projections.falcon_h1),
-    "Qwen3NextGatedDeltaNet": partial(gated_delta_net, projections.qwen3_next),
-    "Qwen3_5GatedDeltaNet": partial(gated_delta_net, projections.qwen3_5),
-    "Qwen3_5MoeGatedDeltaNet": partial(gated_delta_net, projections.qwen3_5),
-    "KimiLinearDeltaAttention": partial(kimi_delta_attention, projections.kimi, projections.no_bound),
-    "Glm5NextTextLinearAttention": partial(kimi_delta_attention, projections.kimi, projections.glm_bound),
-    "BailingHybridDeltaAttention": partial(kimi_delta_attention, projections.bailing, projections.bailing_bound),
-}
-"""By the mixer's class."""
 
 
 def is_prompt(mixer: Any, hidden_states: Tensor, cache: Any, mask: Tensor | None, others: dict[str, Any]) -> bool:

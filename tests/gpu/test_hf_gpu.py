@@ -7,12 +7,15 @@ import copy
 import pytest
 import torch
 
-pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
+pytest.importorskip("transformers", minversion="5.15", reason="needs transformers 5.15: pip install 'ssmgen[hf]'")
 
 from hf_cases import (
+    LAYERS,
+    MODELS,
     TINY,
     DecodeStep,
     built,
+    cache_of,
     change_rates,
     convolutions,
     fused_calls,
@@ -25,7 +28,6 @@ from hf_cases import (
 
 from ssmgen import runtime
 from ssmgen.compat import hf
-from ssmgen.compat.hf_layers import LAYERS
 
 pytestmark = pytest.mark.gpu
 
@@ -50,7 +52,7 @@ REAL_FUSED = {
 }  # fmt: skip
 FUSED = [(name, {}) for name in LAYERS] + list(REAL_FUSED.items())
 CASES = [(name, {}) for name in TINY] + list(REAL.items())
-SCANS = {name: any("conv" not in f for f in functions) for name, functions in hf.MODELS.items()}
+SCANS = {name: any("conv" not in f for f in functions) for name, functions in MODELS.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +100,7 @@ def test_greedy_generation_is_unchanged(name, sizes, launched):
     for a, b in zip(got.logits, want.logits, strict=True):
         close(a, b)
     calls = patch.calls()
-    assert len(calls) == len(hf.MODELS[name]) and calls.items() >= prompt_calls(name, model).items()
+    assert len(calls) == len(MODELS[name]) and calls.items() >= prompt_calls(name, model).items()
     assert not any(c.original for label, c in calls.items() if label not in prompt_calls(name, model))
     assert len(launched) >= sum(c.ssmgen for c in calls.values())
 
@@ -110,7 +112,7 @@ def test_no_call_of_a_bf16_model_is_left_to_the_original(name):
         got = generate(model, TOKENS)
     assert all(torch.isfinite(logits).all() for logits in got.logits)
     calls = patch.calls()
-    assert len(calls) == len(hf.MODELS[name]) and not any(c.original for c in calls.values())
+    assert len(calls) == len(MODELS[name]) and not any(c.original for c in calls.values())
 
 
 @pytest.mark.parametrize("head_dim", [16, 128])
@@ -121,7 +123,7 @@ def test_minimax_generates_the_same_tokens(head_dim, launched):
     with hf.patch(model) as patch:
         got = generate(model, TOKENS)
     assert torch.equal(got.sequences, want.sequences)
-    ours, theirs = ((*found.logits, *found.past_key_values.linear_cache[::2]) for found in (got, want))
+    ours, theirs = ((*found.logits, *cache_of(found).linear_cache[::2]) for found in (got, want))
     for a, b in zip(ours, theirs, strict=True):
         close(a, b)
     assert patch.calls() == {"minimax.MiniMaxLightningAttention": hf.Calls(2 * TOKENS, 0)} and len(launched) >= 2 * TOKENS

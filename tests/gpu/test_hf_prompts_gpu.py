@@ -8,14 +8,25 @@ import inspect
 import pytest
 import torch
 
-pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17: pip install 'ssmgen[hf]'")
+pytest.importorskip("transformers", minversion="5.15", reason="needs transformers 5.15: pip install 'ssmgen[hf]'")
 
-from hf_cases import PROMPTED, Prompt, fused_label, fused_prompt_calls, generate, mixers, norm_of_error, prompt_calls, prompted
+from hf_cases import (
+    CLASSES,
+    PROMPTED,
+    Prompt,
+    fused_label,
+    fused_prompt_calls,
+    generate,
+    mixers,
+    norm_of_error,
+    prompt_calls,
+    prompted,
+    takes_cache,
+)
 
 import ssmgen
 from ssmgen import runtime
 from ssmgen.compat import hf
-from ssmgen.compat.hf_layers import CLASSES
 
 pytestmark = pytest.mark.gpu
 
@@ -101,7 +112,7 @@ def test_a_fused_prompt_in_two_pieces(name, sizes):
             if "position_ids" in inspect.signature(model.forward).parameters:
                 how["position_ids"] = torch.arange(first, end, device="cuda").expand(2, -1)
             ours = Prompt.run(model, 165, tokens=slice(first, end), **how)
-            how[ours.cache_name] = ours.cache
+            how |= takes_cache(model, ours.cache)
     assert patch.calls() == doubled(fused_prompt_calls(name, model))
     for whole in (exact, theirs):
         whole.logits = whole.logits[:, 65:]
@@ -123,7 +134,7 @@ def test_padding_asks_the_host_nothing(name):
                 mask[1, :2] = 0
                 torch.cuda.set_sync_debug_mode(mode)
                 try:
-                    layer(hidden[:, :length], cache_params=cache, attention_mask=mask)
+                    layer(hidden[:, :length], **takes_cache(layer, cache), attention_mask=mask)
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
     assert patch.calls() == {fused_label(name): hf.Calls(4, 0)}

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ssmgen.compat.hf_roles import name_in
+
 PROMPT = 8  # tokens
 
 
@@ -27,7 +29,7 @@ class Greedy:
     def __init__(self, model: torch.nn.Module, ids: Tensor, steps: int | None = None):
         self.model = model
         parameters = inspect.signature(model.forward).parameters
-        self.takes = "cache_params" if "cache_params" in parameters else "past_key_values"
+        self.takes = str(name_in("cache", parameters))
         cache = None if steps is None else _static(model, ids.shape[1] + steps)
         last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}  # as generate() asks for them
         with torch.no_grad():
