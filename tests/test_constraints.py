@@ -1,4 +1,4 @@
-"""The versions in constraints/, the README's install lines, and what they do beside a torch that is there."""
+"""The versions in constraints/, the README's install lines, and the packages that these lines install or replace."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILES = sorted(constraints.FOLDER.glob("*.txt"))
 
 
 def environment(path: Path) -> dict[str, str]:
-    """What markers see under the Python of a constraints file."""
+    """The environment of markers under the Python of a constraints file."""
     return {"python_version": path.stem.removeprefix("python"), "extra": ""}
 
 
@@ -34,9 +34,9 @@ def test_there_is_a_file_for_each_python():
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_file_has_public_versions_that_the_project_allows(path):
     lines = path.read_text().removeprefix(constraints.HEAD).splitlines()
-    assert lines == sorted(lines) and all(re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", line) for line in lines)
+    assert all(re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", line) for line in lines)
     pinned = constraints.pinned(path)
-    assert not [name for name in pinned if constraints.OF_TORCH.match(name)]
+    assert [*pinned] == sorted(pinned) and not [name for name in pinned if constraints.OF_TORCH.match(name)]
     asked = [r for r in constraints.named() if r.marker is None or r.marker.evaluate(environment(path))]
     wrong = [str(r) for r in asked if pinned.get(canonicalize_name(r.name), "0") not in r.specifier]
     assert len(asked) > 20 and not wrong
@@ -113,7 +113,7 @@ def test_nothing_is_tried_where_nothing_is_newer(monkeypatch):
     assert "no route to host" in releases.newest()
 
 
-# What pip does beside an installed torch, with wheels that have metadata and nothing else: no network.
+# pip with an installed torch. The wheels have metadata only, and pip finds them in a folder: no network.
 
 
 def wheel(folder: Path, name: str, version: str, *requires: str) -> Path:
@@ -129,7 +129,7 @@ def wheel(folder: Path, name: str, version: str, *requires: str) -> Path:
 
 @pytest.fixture(scope="module")
 def beside(tmp_path_factory):
-    """resolved(torch, extra): {name: version} that pip would install with ssmgen[extra], where this torch and what it requires are."""
+    """resolved(torch, extra): {name: version} that pip would install with ssmgen[extra], if this torch is installed."""
     folder = tmp_path_factory.mktemp("wheels")
     for major, package in ("12.9.1", "nvidia-cuda-nvrtc-cu12"), ("13.0.3", "nvidia-cuda-nvrtc"), ("13.5.0", "nvidia-cuda-nvrtc"):
         wheel(folder, "cuda-bindings", major)
@@ -179,5 +179,5 @@ def test_no_extra_is_needed_where_torch_brings_nvrtc(beside):
 
 
 def test_the_wrong_extra_replaces_torch(beside):
-    """What the documentation warns of, and the reason of the install line."""
+    """The documentation warns of it: the reason for the install line."""
     assert "torch" in beside("2.14.1", "[cu12]")

@@ -106,17 +106,17 @@ def engine() -> None:
 
 
 def newest() -> None:
-    """Tests of what depends on other packages, with their newest releases; torch stays. Fails nothing: it says what has failed."""
+    """Tests that depend on other packages, with the newest releases; torch stays. Reports failures and always passes."""
     _report("newest")
 
 
 def newest_torch() -> None:
-    """The same with everything in its newest release, torch too (gigabytes where that is a CUDA build). Fails nothing."""
+    """The same tests with the newest release of everything, torch too (gigabytes for a CUDA build). Always passes."""
     _report("newest_torch")
 
 
 def oldest() -> None:
-    """The same tests with the oldest releases that pyproject.toml promises (gigabytes: torch's CUDA build). Fails nothing."""
+    """The same tests with the oldest releases that pyproject.toml promises (gigabytes for a CUDA build). Always passes."""
     _report("oldest")
 
 

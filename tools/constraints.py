@@ -1,7 +1,7 @@
 """`python -m tools.constraints`: writes this environment's versions into the constraints file of its Python.
 
-Run it where the tests passed. `pip install -c` then installs the same versions. The file has what ssmgen and its extras `test` and `docs`
-need, directly or not. It has no package of CUDA and no Triton: each build of torch requires its own.
+Run it after the tests passed. `pip install -c` then installs the same versions. The file names all direct and indirect requirements of
+ssmgen and its extras `test` and `docs`, except CUDA packages and Triton: each build of torch pins these.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ConstraintsError(Exception):
 
 
 def path_of(python: tuple[int, int]) -> Path:
-    """The name is that of the folder in `.venv/lib`, so that a shell finds it without starting Python."""
+    """Named like the folder in `.venv/lib`, so that a shell finds it without starting Python."""
     return FOLDER / f"python{python[0]}.{python[1]}.txt"
 
 
@@ -52,7 +52,7 @@ def pinned(path: Path) -> dict[str, str]:
 
 
 def needed(name: str = "ssmgen", extras: tuple[str, ...] = EXTRAS) -> dict[str, str]:
-    """{canonical name: public version} of what an installed distribution requires here, through all levels, without OF_TORCH.
+    """{canonical name: public version} of an installed distribution and its requirements at all levels, without OF_TORCH.
 
     Raises PackageNotFoundError if something is missing.
     """
@@ -82,7 +82,7 @@ def project() -> dict[str, Any]:
 
 
 def named(extras: tuple[str, ...] = EXTRAS) -> list[Requirement]:
-    """What pyproject.toml itself names for this Python, of ssmgen and of these extras, without OF_TORCH."""
+    """The requirements of ssmgen and of these extras in pyproject.toml, for this Python, without OF_TORCH."""
     found = project()
     lines = [*found["dependencies"], *(line for extra in extras for line in found["optional-dependencies"][extra])]
     requirements = map(Requirement, lines)

@@ -1,4 +1,4 @@
-"""`python -m tools.extra`: the extra whose CUDA is that of the installed torch, cu12 or cu13. The README's install lines use it."""
+"""`python -m tools.extra`: the extra that fits the CUDA of the installed torch, cu12 or cu13. The README's install lines use it."""
 
 from __future__ import annotations
 

@@ -19,14 +19,14 @@ from . import constraints
 from .extra import extra_of
 
 ROOT = Path(__file__).parents[1]
-# What releases of others have broken: all that calls transformers, and the package's own tests.
+# Releases of other packages broke these: all tests that call transformers, and the package's own.
 TESTS = ("hf*", "accelerate*", "demo*", "docs*", "package", "ops", "tools", "nvrtc", "wheel")
 VERSIONS = "import importlib.metadata as m, json; print(json.dumps({d.metadata['Name']: d.version for d in m.distributions()}))"
 Pip = Callable[..., None]
 
 
 def newest() -> str:
-    """Tries the newest release of each package that pyproject.toml names, and of what these need; torch stays. What it found, in words."""
+    """Tries the newest releases of the packages in pyproject.toml and of their requirements; torch stays. Returns a summary."""
     try:
         newer = constraints.newer()
     except constraints.ConstraintsError as e:
@@ -43,7 +43,7 @@ def newest() -> str:
 
 
 def newest_torch() -> str:
-    """Tries the newest release of everything, torch included, in an environment without anything else. What it found, in words."""
+    """Tries the newest release of everything, torch included, in an empty environment. Returns a summary."""
 
     def install(pip: Pip) -> None:
         pip("torch")
@@ -53,7 +53,7 @@ def newest_torch() -> str:
 
 
 def oldest() -> str:
-    """Tries the oldest release that pyproject.toml promises of each package that users need. What it found, in words."""
+    """Tries the oldest releases that pyproject.toml promises of the packages that users need. Returns a summary."""
 
     def install(pip: Pip) -> None:
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
@@ -65,7 +65,7 @@ def oldest() -> str:
 
 
 def lowest() -> list[str]:
-    """Constraints that hold what ssmgen itself and its extra `hf` need at the lower bounds; what only tests need is free."""
+    """Constraints that pin the requirements of ssmgen and its extra `hf` to their lower bounds. Packages for tests stay free."""
     found = []
     for requirement in constraints.named(extras=("hf",)):
         (least,) = (clause.version for clause in requirement.specifier if clause.operator == ">=")
@@ -74,7 +74,7 @@ def lowest() -> list[str]:
 
 
 def _tried(install: Callable[[Pip], None], layered: bool = False) -> str:
-    """Makes an environment, and runs TESTS in it. layered: above the packages of this one, which are found where it has none."""
+    """Makes an environment and runs TESTS in it. layered: packages that it lacks are found in this environment."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         venv.create(root / "venv", with_pip=True, symlinks=True)
@@ -99,7 +99,7 @@ def _tried(install: Callable[[Pip], None], layered: bool = False) -> str:
 
 
 def _told(installed: Mapping[str, str], report: Path) -> str:
-    """A summary: what is not as the constraints have it, and the tests that failed. report: pytest's file, if it came to write one."""
+    """A summary: packages that differ from the constraints, and failed tests. report: pytest's file; missing if pytest could not run."""
     pinned = constraints.pinned(constraints.here())
     found = {canonicalize_name(name): Version(version).public for name, version in installed.items()}
     others = [
