@@ -119,8 +119,9 @@ def test_nothing_is_tried_where_nothing_is_newer(monkeypatch):
 def wheel(folder: Path, name: str, version: str, *requires: str) -> Path:
     stem = f"{name.replace('-', '_')}-{version}"
     path = folder / f"{stem}-py3-none-any.whl"
+    extras = [f"Provides-Extra: {extra}" for extra in ("cu12", "cu13") if name == "ssmgen"]
     with zipfile.ZipFile(path, "w") as archive:
-        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {r}" for r in requires)]
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *extras, *(f"Requires-Dist: {r}" for r in requires)]
         archive.writestr(f"{stem}.dist-info/METADATA", "\n".join(lines) + "\n")
         archive.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{stem}.dist-info/RECORD", "")
@@ -175,9 +176,9 @@ def test_the_install_line_keeps_the_torch_that_is_there(beside, torch, cuda):
 
 def test_no_extra_is_needed_where_torch_brings_nvrtc(beside):
     found = beside("2.14.1", "")
-    assert "torch" not in found and found["cuda-python"] == "13.0.3" and not [name for name in found if "nvrtc" in name]
+    assert "torch" not in found and found["cuda-python"].startswith("13.") and not [name for name in found if "nvrtc" in name]
 
 
 def test_the_wrong_extra_replaces_torch(beside):
     """The documentation warns of it: the reason for the install line."""
-    assert "torch" in beside("2.14.1", "[cu12]")
+    assert beside("2.14.1", "[cu12]")["torch"] == "2.13.0+cpu"
