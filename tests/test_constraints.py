@@ -28,7 +28,7 @@ def environment(path: Path) -> dict[str, str]:
 
 
 def test_there_is_a_file_for_each_python():
-    assert [path.name for path in FILES] == [f"python3.{minor}.txt" for minor in (10, 11, 12, 13)]
+    assert [path.name for path in FILES] == [f"python3.{minor}.txt" for minor in (11, 12, 13)]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -48,6 +48,8 @@ def test_all_files_have_one_torch_and_one_transformers():
 
 def test_the_file_of_this_environment_names_all_that_is_needed():
     """By walking through what is installed; only where that is of the versions of the file, since other releases may need others."""
+    if not constraints.here().is_file():
+        pytest.skip("no constraints for this Python")
     pinned, needed = constraints.pinned(constraints.here()), constraints.needed(extras=("test",))
     others = {name for name, version in needed.items() if pinned.get(name, version) != version}
     if others:
@@ -84,12 +86,13 @@ def test_lowest_versions_are_those_of_the_project():
     assert all(re.fullmatch(r"[\w-]+==[\d.]+", line) for line in lines)
 
 
-def test_a_report_names_packages_and_tests(tmp_path):
+def test_a_report_names_packages_and_tests(tmp_path, monkeypatch):
     report = tmp_path / "tests.xml"
     report.write_text(
         '<testsuites><testsuite tests="3" skipped="1"><testcase classname="tests.test_hf" name="test_a"><failure/></testcase>'
         '<testcase classname="tests.test_hf" name="test_b"><skipped/></testcase><testcase classname="c" name="d"/></testsuite></testsuites>'
     )
+    monkeypatch.setattr(constraints, "here", lambda: constraints.path_of((3, 11)))
     pinned = constraints.pinned(constraints.here())
     told = releases._told({**pinned, "torch": f"{pinned['torch']}+cpu", "Transformers": "99.1"}, report)
     assert told.splitlines() == [
