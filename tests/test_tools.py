@@ -27,11 +27,12 @@ def test_steps_are_named_in_order_and_unknown_ones_refused(monkeypatch, capsys):
     assert ran == ["docs", "lint"]
     monkeypatch.setattr(sys, "argv", ["ci"])
     ci.main()
-    assert ran[2:] == [*ci.STEPS]
+    usual = [name for name in ci.STEPS if name not in ci.ON_REQUEST]
+    assert ran[2:] == usual and len(usual) == len(ci.STEPS) - len(ci.ON_REQUEST)
     monkeypatch.setattr(sys, "argv", ["ci", "lint", "paint"])
     with pytest.raises(SystemExit) as refused:
         ci.main()
-    assert refused.value.code == 2 and "no step is called paint" in capsys.readouterr().err and len(ran) == 2 + len(ci.STEPS)
+    assert refused.value.code == 2 and "no step is called paint" in capsys.readouterr().err and len(ran) == 2 + len(usual)
 
 
 def test_a_step_fails_with_its_command():

@@ -1,4 +1,4 @@
-"""CI's steps: `python -m tools.ci [STEP …]`, or all of them in their order. `.ci/run` makes an environment and runs all.
+"""CI's steps: `python -m tools.ci [STEP …]`, or all but ON_REQUEST in their order. `.ci/run` makes an environment and runs all.
 
 A step is a function of STEPS; its docstring is what holds when it passes. It runs in the checkout with this Python's packages, which are
 `.[cu12,test,docs]`, and needs no GPU. `tests`, `matrix` and `build` are the README's own commands and use `.venv`, as these say.
@@ -105,7 +105,29 @@ def engine() -> None:
     _python("tools.live")
 
 
-STEPS = {step.__name__: step for step in (tests, matrix, lint, types, generated, docs, family, build, engine)}
+def newest() -> None:
+    """Tests that depend on other packages, with the newest releases; torch stays. Reports failures and always passes."""
+    _report("newest")
+
+
+def newest_torch() -> None:
+    """The same tests with the newest release of everything, torch too (gigabytes for a CUDA build). Always passes."""
+    _report("newest_torch")
+
+
+def oldest() -> None:
+    """The same tests with the oldest releases that pyproject.toml promises (gigabytes for a CUDA build). Always passes."""
+    _report("oldest")
+
+
+STEPS = {step.__name__: step for step in (tests, matrix, lint, types, generated, docs, family, build, engine, newest, newest_torch, oldest)}
+ON_REQUEST = ("newest_torch", "oldest")  # too much to download for each change: run them when a release is made, or by a schedule
+
+
+def _report(step: str) -> None:
+    from . import releases
+
+    print(getattr(releases, step)(), flush=True)
 
 
 def _of_readme(pattern: str) -> str:
@@ -141,12 +163,12 @@ def _run(command: list[str], cwd: Path = ROOT, env: Mapping[str, str] = {}) -> N
 
 
 def main() -> None:
-    told = "\n".join(f"  {name:10} {step.__doc__}" for name, step in STEPS.items())
+    told = "\n".join(f"  {name:12} {step.__doc__}" for name, step in STEPS.items())
     parser = argparse.ArgumentParser(
         prog="python -m tools.ci", description=__doc__, epilog=f"steps:\n{told}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("steps", nargs="*", metavar="STEP", help="Default: all, in this order.")
-    steps = parser.parse_args().steps or [*STEPS]
+    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"Default: all but {' and '.join(ON_REQUEST)}, in this order.")
+    steps = parser.parse_args().steps or [name for name in STEPS if name not in ON_REQUEST]
     if unknown := [name for name in steps if name not in STEPS]:
         parser.error(f"no step is called {' or '.join(unknown)}; there are {', '.join(STEPS)}")
     with tempfile.TemporaryDirectory() as cache:

@@ -40,8 +40,8 @@ def integer(words: str, least: int = -I64, most: int = I64 - 1) -> Scalar:
     """An integer, also of another type that is one and says so, such as numpy's. Not a tensor, which may lie on a device, nor a bool."""
 
     def holds(value: Any) -> bool:
-        if isinstance(value, (bool, torch.Tensor)):
-            return False
+        if isinstance(value, (bool, torch.Tensor)) or getattr(getattr(value, "dtype", None), "kind", "") == "b":
+            return False  # "b": numpy's bool, which numpy before 2.3 takes as an index
         try:
             return least <= index(value) <= most
         except TypeError:

@@ -19,6 +19,16 @@ from public_calls import BY_NAME, bits_of, call_of, scalars_of
 import ssmgen
 from ssmgen.errors import ArgumentError
 
+
+class OldBool:
+    """np.True_ as numpy before 2.3 has it: an index, with a warning."""
+
+    dtype = np.dtype(bool)
+
+    def __index__(self) -> int:
+        return 1
+
+
 VALUES: dict[str, Any] = {
     "none": None, "true": True, "false": False, "0": 0, "1": 1, "-1": -1, "7": 7, "32": 32, "33": 33, "2^31": 2**31, "2^63": 2**63,
     "2^64": 2**64, "-2^64": -(2**64), "10^30": 10**30, "10^5000": 10**5000, "0.0": 0.0, "0.5": 0.5, "1.0": 1.0, "-2.5": -2.5,
@@ -28,7 +38,7 @@ VALUES: dict[str, Any] = {
     "nan limits": (0.0, nan), "wide": (0.0, 1e39), "three": (0.0, 1.0, 2.0), "words": ("a", "b"), "dict": {}, "set": set(),
     "object": object(), "type": int, "0-d": torch.tensor(1), "tensor": torch.ones(3), "bool tensor": torch.ones(2, dtype=torch.bool),
     "array": np.ones(3), "int8": np.int8(1), "int64": np.int64(-1), "float32": np.float32(0.5), "float64": np.float64(0.5),
-    "bool_": np.True_, "fraction": Fraction(1, 2),
+    "bool_": np.True_, "old bool": OldBool(), "fraction": Fraction(1, 2),
 }  # fmt: skip
 
 SWITCH = {"true", "false"}

@@ -1,0 +1,118 @@
+"""CI's steps that try other releases than the constraints have: `newest`, `newest_torch`, `oldest`. They report, and fail nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from xml.etree import ElementTree
+
+import torch
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from . import constraints
+from .extra import extra_of
+
+ROOT = Path(__file__).parents[1]
+# Releases of other packages broke these: all tests that call transformers, and the package's own.
+TESTS = ("hf*", "accelerate*", "demo*", "docs*", "package", "ops", "tools", "nvrtc", "wheel")
+VERSIONS = "import importlib.metadata as m, json; print(json.dumps({d.metadata['Name']: d.version for d in m.distributions()}))"
+Pip = Callable[..., None]
+
+
+def newest() -> str:
+    """Tries the newest releases of the packages in pyproject.toml and of their requirements; torch stays. Returns a summary."""
+    try:
+        newer = constraints.newer()
+    except constraints.ConstraintsError as e:
+        return f"pip could not say what is newer, so nothing was tried:\n{e}"
+    if not newer:
+        return "every package that pyproject.toml names is installed in its newest release; nothing to try"
+    torch_here = f"torch=={Version(torch.__version__).public}"
+    wanted = [f"{name}=={version}" for name, version in newer.items()]
+
+    def install(pip: Pip) -> None:
+        pip("--upgrade", "--upgrade-strategy", "eager", torch_here, *wanted)
+
+    return _tried(install, layered=True)
+
+
+def newest_torch() -> str:
+    """Tries the newest release of everything, torch included, in an empty environment. Returns a summary."""
+
+    def install(pip: Pip) -> None:
+        pip("torch")
+        pip("-e", f"{ROOT}[cu13,{','.join(constraints.EXTRAS)}]")  # the CUDA of torch's newest builds
+
+    return _tried(install)
+
+
+def oldest() -> str:
+    """Tries the oldest releases that pyproject.toml promises of the packages that users need. Returns a summary."""
+
+    def install(pip: Pip) -> None:
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+            file.write("\n".join(lowest()))
+            file.flush()
+            pip("-c", file.name, "-e", f"{ROOT}[{extra_of(torch.version.cuda)},hf,test]")
+
+    return _tried(install)
+
+
+def lowest() -> list[str]:
+    """Constraints that pin the requirements of ssmgen and its extra `hf` to their lower bounds. Packages for tests stay free."""
+    found = []
+    for requirement in constraints.named(extras=("hf",)):
+        (least,) = (clause.version for clause in requirement.specifier if clause.operator == ">=")
+        found.append(f"{requirement.name}=={least}")
+    return found
+
+
+def _tried(install: Callable[[Pip], None], layered: bool = False) -> str:
+    """Makes an environment and runs TESTS in it. layered: packages that it lacks are found in this environment."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        venv.create(root / "venv", with_pip=True, symlinks=True)
+        python = root / "venv" / "bin" / "python"
+        if layered:
+            (site,) = (root / "venv" / "lib").glob("python*/site-packages")
+            below = [path for path in sys.path if path.endswith("site-packages")]
+            (site / "below.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in below))
+
+        def pip(*words: str) -> None:
+            subprocess.run([python, "-m", "pip", "install", "-q", *words], cwd=ROOT, check=True)
+
+        try:
+            install(pip)
+        except subprocess.CalledProcessError as e:
+            return f"pip could not install these releases, so nothing was tried: exit code {e.returncode}"
+        files = sorted(str(path.relative_to(ROOT)) for name in TESTS for path in (ROOT / "tests").glob(f"test_{name}.py"))
+        report = root / "tests.xml"
+        subprocess.run([python, "-m", "pytest", "-q", "-n", "2", "-m", "not matrix", f"--junitxml={report}", *files], cwd=ROOT)
+        said = subprocess.run([python, "-c", VERSIONS], capture_output=True, text=True, check=True).stdout
+        return _told(json.loads(said), report)
+
+
+def _told(installed: Mapping[str, str], report: Path) -> str:
+    """A summary: packages that differ from the constraints, and failed tests. report: pytest's file; missing if pytest could not run."""
+    pinned = constraints.pinned(constraints.here())
+    found = {canonicalize_name(name): Version(version).public for name, version in installed.items()}
+    others = [
+        f"  {name} {found[name]}, the constraints have {pinned[name]}" for name in pinned if found.get(name, pinned[name]) != pinned[name]
+    ]
+    if not report.is_file():
+        return "\n".join(["pytest itself failed with these releases:", *others])
+    suite = ElementTree.parse(report).getroot().find("testsuite")
+    assert suite is not None  # pytest writes one
+    failed = [f"  {case.get('classname')}::{case.get('name')}" for case in suite.iter("testcase") if case.find("failure") is not None]
+    broken = [f"  {case.get('classname')}::{case.get('name')}" for case in suite.iter("testcase") if case.find("error") is not None]
+    ran = int(suite.attrib["tests"]) - int(suite.attrib["skipped"])
+    lines = ["installed in other releases than the constraints have:", *(others or ["  none"])]
+    return "\n".join(
+        [*lines, f"{len(failed)} of {ran} tests failed, {len(broken)} had errors" + ":" * bool(failed or broken), *failed, *broken]
+    )
