@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from click.testing import CliRunner
 from family_cases import cases
 
-from ssmgen import runtime
+from ssmgen import cli, runtime
 from ssmgen.bench import bench_of, benchmarks, case, engine, report, timing
 from ssmgen.bench.progress import Watch
 from ssmgen.families.linear_attention import TIMED
@@ -46,11 +49,79 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 assert SMALL.keys() == benchmarks().keys(), "each benchmark has a small run: here, or in BENCH of tests/cases/<family>.py"
 
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 HEAD = {"device": "a GPU", "torch": "2", "compiler": "CL-1", "ceilings_tbs": {"in_place": 4.0, "out_of_place": 4.5}, "method": "Patience."}
 
 
 def small_run(op: str, watch: Watch = SILENT, **options: Any) -> dict[str, Any]:
     return bench_of(op).run(**SMALL[op] | options, watch=watch, device="cpu")
+
+
+def small_case(op: str, most: int = 2**17, **fields: Any) -> case.Case:
+    """A case on the CPU, whose inputs take up to `most` bytes where they are not more by themselves."""
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(case, "MOST", most)
+        return bench_of(op).case("cpu", **fields)
+
+
+def broken(one: case.Case, change: Callable[[dict[str, Any]], object], given: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> None:
+    """Makes the function of a case do something else to its arguments, ahead of the call or after it."""
+    right: Any = one.function
+
+    def wrong(**call: Any) -> None:
+        right(**given(call))
+        change(call)
+
+    wrong.build = right.build  # type: ignore[attr-defined]  # as an Operator has it
+    one.function = wrong
+
+
+def usage_error(op: str, args: list[str]) -> str:
+    """What the command says of options that do not apply."""
+    result = CliRunner().invoke(cli.main, ["bench", op, *args])
+    assert result.exit_code == 2, result.output
+    return " ".join(result.output.split())
+
+
+def options_of(op: str, *args: str) -> dict[str, Any]:
+    """What the command gives `run`, beside what every one gets."""
+    seen: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(bench_of(op), "run", lambda **options: seen.update(options) or {"rows": [], "failed": []})
+        result = CliRunner().invoke(cli.main, ["bench", op, *args, "--json", "--no-peers", "--rounds", "3"])
+    assert result.exit_code == 0, result.output
+    assert seen.pop("watch") and (seen.pop("peers"), seen.pop("rounds")) == (False, 3)
+    return seen
+
+
+def recorded(monkeypatch) -> dict[str, dict[str, Any]]:
+    """What peers' functions are called with, by module and name."""
+    calls: dict[str, dict[str, Any]] = {}
+    monkeypatch.setattr(
+        report, "imported", lambda module, name: lambda *args, **call: calls.update({f"{module}.{name}": call}) or torch.zeros(3)
+    )
+    return calls
+
+
+def on_the_cpu(monkeypatch, peer_us: float = 8.0) -> None:
+    """Everything but the device and the clock: ours take 2 us, a copy 3, a multiplication 4. Contenders make their first and last call."""
+    monkeypatch.setattr(report, "begin", lambda method="": HEAD | {"rows": [], "failed": []})
+    monkeypatch.setattr("ssmgen.families.slot_copy.bench.copy", lambda state, slots, pdl: lambda i: slots[i])
+    monkeypatch.setattr(report, "usable", lambda peers: {name: call for name, call in peers.items() if call})
+    monkeypatch.setattr(runtime, "device_arch", lambda index: Arch.parse("sm_90a"))
+    monkeypatch.setattr(case, "MOST", 2**17)
+    known = {"copy": 3.0, "copy_pdl": 3.0, "mul": 4.0, "sum": 1.0}
+
+    def device_us(contenders, sets, rounds):
+        for launch in contenders.values():
+            launch(0)
+            launch(sets - 1)
+        return {name: 2.0 if "ssmgen" in name else known.get(name, peer_us) for name in contenders}
+
+    monkeypatch.setattr(timing, "device_us", device_us)
+    monkeypatch.setattr(timing, "host_us", lambda call: call() is not call and 1.0)
+    monkeypatch.setattr(timing, "sm_mhz", lambda: 1980)
 
 
 def without_a_gpu(monkeypatch) -> None:

@@ -1,8 +1,8 @@
 """Measurement: what `ssmgen bench` runs. A number comes with its peers and its ceiling, taken in the same run, or not at all.
 
-A family's `bench.py` declares its benchmarks, each a `Bench` of `engine.py`: what varies (`axes.py`), the inputs of a case and the part of it
-that is held against float64 (`case.py`), peers, and words. The engine runs them; `rows.py` makes one kind of row of all reports, which
-`table.py`, `html.py` and `formats.py` show.
+A family's `bench.py` declares its benchmarks, each a `Bench` of `engine.py`. It names what varies (`axes.py`), the inputs of a case and
+the part of a call that is held against float64 (`case.py`), the peers, and the words for a case. The engine runs it. `rows.py` makes rows
+of one kind from all reports, which `table.py`, `html.py` and `formats.py` show.
 """
 
 from __future__ import annotations

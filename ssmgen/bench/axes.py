@@ -97,21 +97,21 @@ def _members(kind: Any) -> Mapping[str, Enum] | None:
     return kind.members if isinstance(kind, Choice) else None
 
 
-def several(flag: str, argument: str, kind: Any, default: Any, help: str, name: str = "", **how: Any) -> Axis:  # noqa: A002
+def several(flag: str, argument: str, kind: Any, default: Any, help: str, name: str = "", **how: Any) -> Axis:
     """An axis whose option may repeat. name: that of the flag, if not given."""
     option = click.option(flag, argument, type=kind, multiple=True, help=help)
     default = default if isfunction(default) else tuple(default)
     return Axis(name or flag[2:].replace("-", "_"), argument, option, _kind(kind), default, many=True, members=_members(kind), **how)
 
 
-def one(flag: str, kind: Any, default: Any = None, help: str = "", of: Any = None, **how: Any) -> Axis:  # noqa: A002
+def one(flag: str, kind: Any, default: Any = None, help: str = "", of: Any = None, **how: Any) -> Axis:
     """A choice for all cases. of: the values where it is None, if there is no default."""
     option = click.option(flag, type=kind, default=default, show_default=default is not None, help=help or None)
     name, values = flag[2:].replace("-", "_"), (default,) if of is None else of
     return Axis(name, name, option, _kind(kind), values, members=_members(kind), **how)
 
 
-def switch(flag: str, name: str, default: Any, help: str, **how: Any) -> Axis:  # noqa: A002
+def switch(flag: str, name: str, default: Any, help: str, **how: Any) -> Axis:
     """A flag; or two, `--a/--b`, of which neither need be given."""
     option = click.option(flag, name, default=None, help=help) if "/" in flag else click.option(flag, name, is_flag=True, help=help)
     return Axis(name, name, option, FLAG, default, **how)
@@ -122,7 +122,7 @@ def batches(*default: int) -> Axis:
     return several("--batch", "batches", click.IntRange(1), default, f"May repeat. Default: {words}.")
 
 
-def tokens(help: str = "Per sequence; may repeat. Default: 1.") -> Axis:  # noqa: A002
+def tokens(help: str = "Per sequence; may repeat. Default: 1.") -> Axis:
     return several("--tokens", "tokens", click.IntRange(1), (1,), help)
 
 
@@ -139,5 +139,7 @@ def intermediates(default: Any) -> Axis:
 
 
 HOT = switch("--hot/--cold", "hot", (True, False), "Whether what is read is in the L2 cache. Default: both, where it fits.")
-TREE = switch("--tree", "tree", (False,), "A draft tree, in which each token has two children, beside the same without it.", head=True, later=True)
+TREE = switch(
+    "--tree", "tree", (False,), "A draft tree, in which each token has two children, beside the same without it.", head=True, later=True
+)
 TP = one("--tp", click.IntRange(1), 1, "Tensor-parallel ranks.", hidden=True)

@@ -84,7 +84,9 @@ def some_of(count: int, most: int, device: torch.device) -> Tensor:
 
 def taken(t: Tensor, rows: Tensor) -> Tensor:
     """A copy of these rows, in which axes of stride 0 have stride 0."""
-    bare = t[(slice(None), *(slice(None) if stride else slice(1) for stride in t.stride()[1:]))]
+    bare = t
+    for axis in range(1, t.dim()):
+        bare = bare if t.stride(axis) else bare.narrow(axis, 0, min(1, t.shape[axis]))
     return bare[rows].expand(len(rows), *t.shape[1:])
 
 
@@ -92,7 +94,7 @@ def some_rows(
     call: Call, rows: Tensor, by_row: Sequence[str], pools: Sequence[str] = ("state",), indices: Sequence[str] = ("state_indices",),
     scales: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The call of these rows of the batch, on copies of their slots. scales: {operand of fewer bits: its scales}; both become f32 numbers."""
+    """The call of these rows of the batch, on copies of their slots. scales: {operand of fewer bits: its scales}, which becomes f32."""
     scales = scales or {}
     given = [name for name in indices if name in call]
     touched = torch.cat([call[name][rows].flatten() for name in given]).long()
@@ -129,7 +131,7 @@ class Case:
     function: Callable[..., Any]
     sets: int
     bytes: float  # moved by a call
-    rotating: Mapping[str, Sequence[Any]]
+    rotating: Mapping[str, Tensor | Sequence[Any]]
     shared: Mapping[str, Any] = field(default_factory=dict)
     part: Callable[[Call], Call] = dict
     limits: Mapping[str, float] = field(default_factory=dict)
@@ -225,8 +227,9 @@ class Case:
         """Of an operand's norm error."""
         if name in self.limits:
             return self.limits[name]
-        operand = self.arguments(0).get(name, self.arguments(0).get(f"{name}_out"))
-        return GATE[operand.dtype] + self.slack if operand.dtype in GATE else EXACT
+        call = self.arguments(0)
+        dtype = (call[name] if name in call else call[f"{name}_out"]).dtype
+        return GATE[dtype] + self.slack if dtype in GATE else EXACT
 
     def check(self, errors: Mapping[str, float], limits: Mapping[str, float], objection: str = "") -> None:
         """Raises SsmgenError where an error is more than its limit, or for another objection."""

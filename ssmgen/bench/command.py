@@ -88,7 +88,9 @@ def _command(name: str) -> click.Command:
         check(suite)
 
     rounds = click.option("--rounds", type=click.IntRange(1), default=7, show_default=True)
-    return click.command(name, help=f"Time {name}.")(with_options(command, *(axis.option for axis in benchmark.axes), rounds, NO_PEERS, *OUTPUTS))
+    return click.command(name, help=f"Time {name}.")(
+        with_options(command, *(axis.option for axis in benchmark.axes), rounds, NO_PEERS, *OUTPUTS)
+    )
 
 
 @bench.command("all")

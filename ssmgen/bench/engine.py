@@ -36,13 +36,19 @@ def no_model(model: Model, tp: int, quick: bool) -> None:
 class Bench:
     """The benchmark of an operator.
 
-    method: what is measured, in words. axes: what varies, outermost first. inputs: makes the case that lies `at` these values.
-    words, size: how a row is called, and its place on a curve; from the fields of the row and of the report's head, also of earlier reports.
-    settle: the cases that there are of a combination of values; their missing fields are added. copied: the slot copy bounds it; otherwise
-    a multiplication, the contender "mul" of the case. ceiling: which of the report's it is held against. fields, measured_fields: of rows beside the axes, which name a case, or say more of what was
-    measured.
-    quick: options of a quick run. of_model: options for a model, divided by tp; None for one that does not use the operator.
-    mistakes: what options of a command do not go together, in words. parts: rows name each kernel of a variant.
+    method: how it is measured, in words.
+    axes: what varies, the outermost loop first.
+    inputs: makes the case that lies at these values.
+    words, size: the name of a row, and its place on a curve; from the fields of the row and of the report's head, in old reports too.
+    peers: other packages by name.
+    quick: options of a quick run.
+    of_model: options for a model, already divided by tp; None where the model does not use the operator.
+    mistakes: options of a command that do not go together, in words.
+    settle: the cases of a combination of values, with their missing fields; none where there is no such case.
+    ceiling: the ceiling of the report that bounds it.
+    copied: a slot copy is timed beside it; otherwise the case has a contender "mul".
+    fields, measured_fields: fields of rows beside the axes, ahead of the measurement and after it.
+    parts: rows name each kernel of a variant.
     """
 
     op: str

@@ -19,11 +19,11 @@ from .engine import Bench, Peer
 from .layer_case import Layer
 from .schema import COUNT, TEXT
 
-METHOD = """Slots are drawn at random from a pool of 640 MB of states, or of four batches if that is more. Every input set has slots,
-inputs, outputs and weights of its own: in a model they are another layer's. Windows hold width - 1 inputs per channel, contiguous. TB/s
-counts states and windows, read and written; of several tokens whose states and windows are kept one by one, read once and written as often.
-So are states that have a slot per token, which begin after a random number of the last call's tokens; their windows roll. The ceiling is the
-slot copy in place of as many bytes (up to whole 2 KiB), of one piece per sequence; there is none of states that are kept.
+METHOD = """Slots are drawn at random from a pool of 640 MB of states, or of four batches if that is more. Every input set has its own
+slots, inputs, outputs and weights: in a model they are another layer's. Windows hold width - 1 inputs per channel, contiguous. TB/s counts
+states and windows, read and written. With several tokens whose states and windows are kept, they are read once and written once per token.
+So are states that have a slot per token, which begin after a random number of the last call's tokens; their windows roll. The ceiling is
+the slot copy in place of as many bytes (up to whole 2 KiB), of one piece per sequence; states that are kept have none.
 
 chain: the convolution's step, then the recurrence's, then the norm, as operators of ssmgen; its results must have the same bits. Peers are
 such chains too. Host times are eager calls, arguments at hand; of chains, three of them, and where one package's output is the next one's

@@ -20,6 +20,7 @@ from . import timing
 from .progress import Watch
 from .rows import point_of
 
+
 def need_device() -> None:
     """Raises SsmgenError without a GPU."""
     if not torch.cuda.is_available():
@@ -114,7 +115,7 @@ def _forget_error() -> None:
 
 def host_us(function: Callable[..., Any], call: Mapping[str, Any], peers: Mapping[str, timing.Launch]) -> dict[str, float]:
     """{name: microseconds of the host's time for an eager call, every argument at hand}: our function, the same bound, and the peers."""
-    ours = {"ssmgen": functools.partial(function, **call), "ssmgen_bound": api.bind(function, **call)}
+    ours: dict[str, Callable[[], object]] = {"ssmgen": functools.partial(function, **call), "ssmgen_bound": api.bind(function, **call)}
     calls = ours | {name: functools.partial(peer, 0) for name, peer in peers.items()}
     return {name: timing.host_us(call) for name, call in calls.items()}
 

@@ -147,15 +147,15 @@ def _of_report(where: str, report: Any) -> Iterator[str]:
         yield f"{dot}op is {reprlib.repr(op)}, which is none of {', '.join(benchmarks())}"
         return
     form = bench_of(op).form
-    of_fields = object_of(form.case | ROW | form.row | {"us": by_name(TIME, *form.times)})
+    of_fields = object_of({**form.case, **ROW, **form.row, "us": by_name(TIME, *form.times)})
 
     def row(where: str, value: Any) -> Iterator[str]:
         """Its fields; then, if they are right, what they say of each other."""
         wrong = list(of_fields.faults(where, value))
         yield from wrong or _between(where, value, form)
 
-    rows, failed = list_of(Kind(row)), list_of(object_of(form.case | {"error": TEXT}))
-    yield from object_of(HEAD | form.head | {"rows": rows, "failed?": failed}).faults(where, report)
+    rows, failed = list_of(Kind(row)), list_of(object_of({**form.case, "error": TEXT}))
+    yield from object_of({**HEAD, **form.head, "rows": rows, "failed?": failed}).faults(where, report)
 
 
 def _between(where: str, row: Mapping[str, Any], form: Report) -> Iterator[str]:

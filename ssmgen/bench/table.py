@@ -86,8 +86,8 @@ def columns(rows: Sequence[Row]) -> Iterator[Column]:
         yield Column(name, [number(row.others.get(name)) for row in rows])
     for peer in peers:
         found = [row.peers.get(peer) for row in rows]
-        yield Column(f"{peer} us", [number(p and p.us) for p in found], 7, False)
-        yield Column("ratio", [ratio(p and p.ratio) for p in found])
+        yield Column(f"{peer} us", [number(p.us if p else None) for p in found], 7, False)
+        yield Column("ratio", [ratio(p.ratio if p else None) for p in found])
     yield Column("host us", [number(row.host_us) for row in rows], whole=False)
     yield Column("bound", [number(row.host_bound_us) for row in rows], whole=False)
     for peer in peers:

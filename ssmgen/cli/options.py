@@ -118,4 +118,4 @@ def problems_of(name: str, operator: str | None, tp: int, **options: Any) -> lis
         raise click.UsageError(f"{operator or model.function} of {name} does not take {', '.join(f'--{flag}' for flag in flags)}")
     if operator and not ask.narrow and any(isinstance(state, Narrow) for state in wanted.states):
         raise click.UsageError(f"{operator} has no states in fewer bits; --state takes {', '.join(t.value for t in DType)} of it")
-    return ask.problems(model, wanted) if operator else model.asked(wanted)
+    return list(ask.problems(model, wanted)) if operator else model.asked(wanted)

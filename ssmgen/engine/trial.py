@@ -66,9 +66,9 @@ def trial(
 # Parts of operands. Each draws from the generator as often as it says how much it makes, so that a seed says all of a trial.
 
 
-def ordered(spec: Any, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def ordered(spec: Any, made: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """What the kernel takes of it, in the kernel's order."""
-    return {name: made[name] for name in spec.operands()}
+    return {name: t for name in spec.operands() if (t := made[name]) is not None}
 
 
 def cycled(values: Sequence[int], count: int) -> list[int]:

@@ -10,7 +10,10 @@ from ..bench import bench_of
 from ..models import Model
 from .cases import Case, case_of, states_of, users
 
-_FORMS: dict[str, dict[str, Any]] = {"kept": {"intermediates": True}, "by slot": {"by_slot": True}}  # of several tokens: what is asked of layers that verify drafts
+_FORMS: dict[str, dict[str, Any]] = {
+    "kept": {"intermediates": True},
+    "by slot": {"by_slot": True},
+}  # of several tokens: what is asked of layers that verify drafts
 
 
 def cases(operator: str, given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:

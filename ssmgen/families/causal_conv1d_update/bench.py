@@ -24,7 +24,20 @@ import ssmgen
 from ...bench import axes
 from ...bench import report as reports
 from ...bench.axes import At
-from ...bench.case import EXACT, HOST_BATCH, Case, Launch, binary_tree, drawn, keeping, normal_pool, slots_of, some_of, some_rows, without_tree
+from ...bench.case import (
+    EXACT,
+    HOST_BATCH,
+    Case,
+    Launch,
+    binary_tree,
+    drawn,
+    keeping,
+    normal_pool,
+    slots_of,
+    some_of,
+    some_rows,
+    without_tree,
+)
 from ...bench.engine import Bench
 from ...calls.checks import TORCH_DTYPES
 from ...models import Model

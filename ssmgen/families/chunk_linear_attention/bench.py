@@ -90,7 +90,7 @@ def inputs(at: At, device: torch.device) -> Case:
     if "use_qk_l2norm" not in shared:
         rotating["k"] /= K**0.5
     size = workspace_for(count * length, count, HV, K, V, RULES.get(form, Rule.DELTA), None, length)
-    groups = max(1, HEADS * HK // HV)
+    groups = min(HK, max(1, HEADS * HK // HV))
     by_group = ("q", "k", "r", "kk", "a")
     return Case(
         function=getattr(ssmgen, f"chunk_{form.stem}"),

@@ -98,8 +98,8 @@ def fla(case: Case) -> Launch | None:
     function = reports.imported("fla.ops.simple_gla", "chunk_simple_gla")
     if function is None or case.at.form not in (Form.SIMPLE_GLA, Form.LIGHTNING) or case.at.shape[0] != case.at.shape[1]:
         return None
-    how = {"output_final_state": True} | ({"g_gamma": -case.shared["slope"]} if case.at.form is Form.LIGHTNING else {})
-    return keeping(function, [{n: call[n] for n in ("q", "k", "v", "g") if n in call} | how for call in case.calls])
+    how: dict[str, Any] = {"output_final_state": True} | ({"g_gamma": -case.shared["slope"]} if case.at.form is Form.LIGHTNING else {})
+    return keeping(function, [{**how, **{n: call[n] for n in ("q", "k", "v", "g") if n in call}} for call in case.calls])
 
 
 def of_model(model: Model, tp: int, quick: bool) -> Mapping[str, Any] | None:

@@ -98,7 +98,7 @@ def flashinfer(case: Any) -> Launch | None:
 
 
 def fla(case: Any) -> Launch | None:
-    """Triton's recurrence and norm. The first set begins with its states, [batch, heads, K, V] f32; others anywhere in the pool's memory."""
+    """Triton's recurrence and norm. The first set begins with its states, [batch, heads, K, V] f32, the others anywhere in the pool."""
     served = case.tokens == 1 and case.at.layout == "vk"
     update = reports.imported("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule") if served else None
     norm = reports.imported("fla.modules.fused_norm_gate", "rms_norm_gated") if served else None

@@ -70,8 +70,7 @@ def inputs(at: At, device: torch.device) -> Case:
         sets=sets,
         bytes=moved,
         rotating={"x": x, "gate": gate, "out": out},
-        shared={"weight": weight, "eps": EPS, "norm_before_gate": not inner}
-        | {"activation": "sigmoid" if at.form is Form.KDA else "silu"},
+        shared={"weight": weight, "eps": EPS, "norm_before_gate": not inner} | {"activation": "sigmoid" if at.form is Form.KDA else "silu"},
         part=part,
         beside={"mul": lambda i: torch.mul(x[i], gate[i], out=out[i])},
         ratios=("mul",),

@@ -26,7 +26,19 @@ import ssmgen
 from ...bench import axes
 from ...bench.axes import At
 from ...bench.case import (
-    GATE, HOST_BATCH, MAX_SETS, Case, Launch, binary_tree, drawn, normal_pool, scales_of, slots_of, some_of, some_rows, without_tree,
+    GATE,
+    HOST_BATCH,
+    MAX_SETS,
+    Case,
+    Launch,
+    binary_tree,
+    drawn,
+    normal_pool,
+    scales_of,
+    slots_of,
+    some_of,
+    some_rows,
+    without_tree,
 )  # fmt: skip
 from ...bench.engine import Bench
 from ...bench.schema import TEXT
@@ -166,9 +178,7 @@ def declared(op: str) -> Bench:
             axes.switch("--ring", "ring", (False,), "Keep the tokens' inputs instead, and time the commit of all of them too."),
             axes.TREE,
             axes.one("--heads", click.IntRange(1), of=(recurrence.heads,), help=f"Default: {recurrence.heads}.", head=True),
-            axes.one(
-                "--key-heads", click.IntRange(1), help=f"Default: {recurrence.key_heads or 'as many as heads'}.", head=True
-            ),
+            axes.one("--key-heads", click.IntRange(1), help=f"Default: {recurrence.key_heads or 'as many as heads'}.", head=True),
             axes.one("--dim", click.IntRange(4, 1024), of=(128,), help="Key channels per head. Default: 128.", head=True),
             axes.one("--value-dim", click.IntRange(1, 1024), help="Value channels per head. Default: as many.", head=True, later=True),
         ),

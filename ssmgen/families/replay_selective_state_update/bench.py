@@ -151,7 +151,9 @@ def inputs(at: At, device: torch.device) -> Case:
 def convolution(at: At, x: Tensor, slots: Tensor) -> Case:
     """The update of the convolution of x, B and C, which goes ahead. x: [sets, batch, tokens, channels]"""
     device, channels, out = x.device, x.shape[-1], torch.zeros_like(x)
-    state, bias = (torch.randn(*sizes, device=device).bfloat16() for sizes in ((slots.numel(), channels, WIDTH - 2 + at.tokens), (channels,)))
+    state, bias = (
+        torch.randn(*sizes, device=device).bfloat16() for sizes in ((slots.numel(), channels, WIDTH - 2 + at.tokens), (channels,))
+    )
     weight = torch.randn(channels, WIDTH, device=device).bfloat16() / 2
     accepted = torch.full((at.batch,), max(1, at.accepted), device=device, dtype=torch.int32)
     return Case(
@@ -233,7 +235,12 @@ BENCH = Bench(
         axes.states((DType.BF16,), "bf16", Narrow),
         axes.several("--window", "windows", UP_TO_MAX, WINDOWS, "Of a ring; 0: one step's history. May repeat. Default: 0, 16."),
         axes.several(
-            "--writing", "writing", click.FloatRange(0, 1), (0.0,), "Share of steps on a ring that write; may repeat. Default: 0.", later=True
+            "--writing",
+            "writing",
+            click.FloatRange(0, 1),
+            (0.0,),
+            "Share of steps on a ring that write; may repeat. Default: 0.",
+            later=True,
         ),
         axes.several("--tokens", "tokens", click.IntRange(1, MAX_TOKENS), (TOKENS,), "Per sequence; may repeat. Default: 6."),
         axes.several("--accepted", "accepted", UP_TO_MAX, (ACCEPTED,), "Tokens of the history that count; may repeat. Default: 3."),
@@ -246,7 +253,11 @@ BENCH = Bench(
         ),
         axes.switch("--two-kernels/--one-kernel", "two_kernels", (None,), "Default: both.", hidden=True),
         axes.switch(
-            "--external-pdl/--no-external-pdl", "external_pdl", (None,), "Of the first kernel, and the convolution. Default: both.", hidden=True
+            "--external-pdl/--no-external-pdl",
+            "external_pdl",
+            (None,),
+            "Of the first kernel, and the convolution. Default: both.",
+            hidden=True,
         ),
         axes.switch(
             "--internal-pdl/--no-internal-pdl", "internal_pdl", (None,), "Of the second of two kernels. Default: both.", hidden=True

@@ -66,7 +66,12 @@ def inputs(at: At, device: torch.device) -> Case:
     def rand(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.randn(*shape, device=device, dtype=dtype)
 
-    rotating = {"x": rand(sets, *lead, *row), "out": rand(sets, *lead, *row), "B": rand(sets, *lead, *group), "C": rand(sets, *lead, *group)}
+    rotating = {
+        "x": rand(sets, *lead, *row),
+        "out": rand(sets, *lead, *row),
+        "B": rand(sets, *lead, *group),
+        "C": rand(sets, *lead, *group),
+    }
     rotating |= {"state_indices": drawn(slots, sets, B, device)} | ({"z": rand(sets, *lead, *row)} if model.gate else {})
     shared: dict[str, Any] = {"state": state, "dt_softplus": True} | ({} if scale is None else {"state_scale": scale})
     if mamba1:
@@ -154,9 +159,7 @@ BENCH = Bench(
     op="selective_state_update",
     method=__doc__,
     axes=(
-        axes.several(
-            "--model", "names", str, tuple(map(Unnamed, DEFAULTS)), "May repeat. Default: those of docs/performance.md."
-        ),
+        axes.several("--model", "names", str, tuple(map(Unnamed, DEFAULTS)), "May repeat. Default: those of docs/performance.md."),
         axes.states(states_of, "the model's or operator's", Narrow),
         axes.tokens(),
         axes.batches(1, 2, 4, 8, 16, 32, 64, 128, 256),
