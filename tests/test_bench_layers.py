@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench_cases import HEAD
-from click.testing import CliRunner
+from bench_cases import BF16, F32, HEAD, SILENT, broken, on_the_cpu, options_of, small_case, usage_error
 
 import ssmgen
-from ssmgen import cli, runtime
-from ssmgen.bench import bench_of, report, timing
-from ssmgen.bench import layers as bench
-from ssmgen.bench.layer_case import COPIED, Case, copied_bytes
+from ssmgen.bench import bench_of, engine, report, rows
+from ssmgen.bench.case import GATE
+from ssmgen.bench.layer_case import COPIED, Layer
 from ssmgen.bench.progress import Watch
 from ssmgen.catalog import parse
 from ssmgen.errors import SsmgenError
@@ -20,7 +18,6 @@ from ssmgen.family import public_names
 from ssmgen.models import find_model
 from ssmgen.spec import Arch, DType
 
-F32, BF16 = torch.float32, torch.bfloat16
 BATCH = 3
 CASES = {
     "normed": ("mamba2_layer", "nemotron-h-8b", 8),
@@ -32,19 +29,14 @@ CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def small_pools(monkeypatch):
-    monkeypatch.setattr(bench, "POOL_BYTES", 1)
-    torch.manual_seed(0)
-
-
-def case_of(name: str, dtype: torch.dtype = BF16, batch: int = BATCH) -> Case:
+def case_of(name: str, dtype: torch.dtype = BF16, batch: int = BATCH, **how) -> Layer:
     op, model, tp = CASES[name]
-    model = find_model(model).divided(tp)
-    rows, elements, _ = model.shape
-    state_bytes = model.nheads * rows * elements * dtype.itemsize
-    slots = bench.pool_slots(copied_bytes(model, state_bytes), state_bytes, batch)
-    return bench.case_of(op, model, report.normal_pool(slots, (model.nheads, rows, elements), dtype, "cpu"), batch)
+    state = DType.F32 if dtype is F32 else DType.BF16
+    return small_case(op, 1, model=find_model(model).divided(tp), state=state, batch=batch, **how)
+
+
+def peers_of(case: Layer) -> dict:
+    return engine.peers_of(case, bench_of(case.op).peers)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
@@ -52,8 +44,8 @@ def case_of(name: str, dtype: torch.dtype = BF16, batch: int = BATCH) -> Case:
 def test_cases_are_legal_and_pass_the_gate(name, dtype):
     case = case_of(name, dtype)
     before = case.state.clone(), case.conv_state.clone()
-    state_error, out_error = case.gate()
-    assert state_error < report.GATE[dtype] and out_error < report.GATE[BF16] and case.sets >= 4
+    errors = case.gate()
+    assert errors["state"] < GATE[dtype] and errors["out"] < GATE[BF16] and case.sets >= 4
     assert torch.equal(case.state, before[0]) and torch.equal(case.conv_state, before[1]), "timed calls begin with the same"
     problem = ssmgen.explain(case.function, **case.arguments(case.sets - 1), arch="sm_90a").problem
     (expected,) = [p for p in case.model.layers((problem.state,), (problem.index,)) if p == problem]
@@ -70,26 +62,25 @@ def test_cases_are_legal_and_pass_the_gate(name, dtype):
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("name", ["normed", "gated", "gdn", "kda", "bounded"])
 def test_cases_of_several_tokens_are_legal_and_pass_the_gate(name, dtype, intermediates):
-    one = case_of(name, dtype)
-    case = bench.case_of(one.op, one.model, one.state, BATCH, 3, intermediates)
+    case = case_of(name, dtype, tokens=3, intermediates=intermediates)
     before = case.state.clone(), case.conv_state.clone()
-    state_error, out_error = case.gate()
-    assert state_error < report.GATE[dtype] + 3e-3 and out_error < 2 * report.GATE[BF16]
+    errors = case.gate()
+    assert errors.pop("out") < 2 * GATE[BF16] and max(errors.values()) < GATE[dtype] + 3e-3
     assert torch.equal(case.state, before[0]) and torch.equal(case.conv_state, before[1]), "timed calls begin with the same"
     problem = ssmgen.explain(case.function, **case.arguments(case.sets - 1), arch="sm_90a").problem
     how = {"intermediates": intermediates, "update_state": not intermediates}
     assert problem in case.model.layers((problem.state,), (problem.index,), tokens=3, **how)
-    assert case.bytes_moved == (4 if intermediates else 2) * BATCH * case.piece_bytes
+    assert case.bytes == (4 if intermediates else 2) * BATCH * case.piece_bytes
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("normed", BF16), ("gdn", F32), ("bounded", BF16)], ids=["normed", "gdn", "bounded"])
 def test_cases_of_a_slot_per_token_are_legal_and_pass_the_gate(name, dtype):
     """Each token's state goes to a slot of its own; nobody else's slot is touched."""
-    one, T = case_of(name, dtype, 3 * BATCH), 3
-    case = bench.case_of(one.op, one.model, one.state, BATCH, T, by_slot=True)
+    T = 3
+    case = case_of(name, dtype, tokens=T, by_slot=True)
     before = case.state.clone(), case.conv_state.clone()
-    state_error, out_error = case.gate()
-    assert state_error < report.GATE[dtype] + 3e-3 and out_error < 2 * report.GATE[BF16] and case.sets >= 4
+    errors = case.gate()
+    assert errors["state"] < GATE[dtype] + 3e-3 and errors["out"] < 2 * GATE[BF16] and case.sets >= 4
     assert torch.equal(case.state, before[0]) and torch.equal(case.conv_state, before[1]), "timed calls begin with the same"
     assert case.slots.shape == (case.sets, BATCH, T) and case.slots.unique().numel() == case.slots.numel()
     call = case.arguments(case.sets - 1)
@@ -97,7 +88,7 @@ def test_cases_of_a_slot_per_token_are_legal_and_pass_the_gate(name, dtype):
     assert problem in case.model.layers((problem.state,), (problem.index,), tokens=T)
     assert (problem.update.value, problem.conv.len) == ("each", 5)
     window = case.model.layer_channels * 5 * 2
-    assert case.bytes_moved == BATCH * (4 * case.state[0].nbytes + 2 * window)
+    assert case.bytes == BATCH * (4 * case.state[0].nbytes + 2 * window)
     case.function(**call)
     used = call["state_indices"].flatten().long()
     others = [slot for slot in range(len(case.state)) if slot not in used]
@@ -107,39 +98,34 @@ def test_cases_of_a_slot_per_token_are_legal_and_pass_the_gate(name, dtype):
 
 @pytest.mark.parametrize("name", ["gdn", "kda"])
 def test_cases_of_keys_first_are_legal_and_pass_the_gate(name):
-    one = case_of(name)
-    case = bench.case_of(one.op, one.model, one.state, BATCH, layout="kv")
+    case = case_of(name, layout="kv")
     case.gate()
     assert ssmgen.explain(case.function, **case.arguments(0), arch="sm_90a").problem.interleaved
-    assert case.chain(0)[1].arguments["state_layout"] == "kv" and bench.peers_of(case) == {}
+    assert case.chain(0)[1].arguments["state_layout"] == "kv" and peers_of(case) == {}
 
 
 @pytest.mark.parametrize("wrong", ["intermediate_states", "intermediate_conv_window", "out"])
-def test_the_gate_stops_what_is_wrong_with_several_tokens(wrong, monkeypatch):
-    def function(**call):
-        ssmgen.mamba2_layer(**call)
-        call[wrong].mul_(1.1)
-
-    function.build = ssmgen.mamba2_layer.build
-    monkeypatch.setattr(Case, "function", property(lambda _: function))
-    one = case_of("normed")
-    with pytest.raises(SsmgenError, match=r"the chain has other bits; not timed"):
-        bench.case_of(one.op, one.model, one.state, BATCH, 3, True).gate()
+def test_the_gate_stops_what_is_wrong_with_several_tokens(wrong):
+    case = case_of("normed", tokens=3)
+    broken(case, lambda call: call[wrong].mul_(1.1))
+    with pytest.raises(SsmgenError, match=rf"{wrong} error [1-9].*the chain has other bits; not timed"):
+        case.gate()
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ("out", r"out error .*e-0[12]; not timed|out error .*e-0[12], the chain has other bits"),
+        ("out", r"out error .*e-0[12].*, the chain has other bits"),
         ("state", r"state error .*e-0[12].*the chain has other bits"),
-        ("conv_state", "windows or arrivals are wrong"),
-        ("arrivals", "windows or arrivals are wrong"),
+        ("conv_state", r"conv_state error .*e-0[12].*the chain has other bits"),
+        ("arrivals", r"arrivals error [1-9].*; not timed"),
     ],
 )
 @pytest.mark.parametrize("name", ["normed", "gdn", "kda"])
-def test_the_gate_stops_what_is_wrong(name, wrong, words, monkeypatch):
-    def function(**call):
-        getattr(ssmgen, CASES[name][0])(**call)
+def test_the_gate_stops_what_is_wrong(name, wrong, words):
+    case = case_of(name)
+
+    def change(call):
         if wrong == "arrivals":
             call[wrong].add_(1)
         elif wrong == "out":
@@ -148,39 +134,32 @@ def test_the_gate_stops_what_is_wrong(name, wrong, words, monkeypatch):
             slots = call["state_indices"].long()
             call[wrong][slots] = call[wrong][slots] * 1.1
 
-    function.build = getattr(ssmgen, CASES[name][0]).build
-    monkeypatch.setattr(Case, "function", property(lambda _: function))
+    broken(case, change)
     with pytest.raises(SsmgenError, match=words):
-        case_of(name).gate()
+        case.gate()
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_chain_of_other_bits_is_said(name, monkeypatch):
-    chain = Case.chain
+    chain = Layer.chain
 
     def another(case, i):
         (function, call), *others = chain(case, i)
         return [(function, call | {"bias": torch.ones(call["x"].shape[1], dtype=BF16)}), *others]
 
-    monkeypatch.setattr(Case, "chain", another)
+    monkeypatch.setattr(Layer, "chain", another)
     with pytest.raises(SsmgenError, match="the chain has other bits; not timed"):
         case_of(name).gate()
 
 
-def test_bytes(monkeypatch):
+def test_bytes():
     case = case_of("normed", F32)
     state, window = 16 * 64 * 128 * 4, (16 * 64 + 2 * 128) * 3 * 2
-    assert case.piece_bytes == state + window and case.bytes_moved == 2 * BATCH * (state + window)
-    seen = {}
-    monkeypatch.setattr(report, "slot_copies", lambda pieces, slots, pdls: seen.update(pieces=pieces, slots=slots) or {})
-    case.copies((True, False))
-    assert 0 <= seen["pieces"][0].nbytes - case.piece_bytes < COPIED and seen["pieces"][0].nbytes % COPIED == 0
-    assert (
-        not SlotCopySpec(slot_bytes=seen["pieces"][0].nbytes).violations(Arch.parse("sm_90a"))
-        and seen["pieces"].data_ptr() == case.state.data_ptr()
-    )
-    assert seen["slots"].shape == (case.sets, BATCH) and seen["slots"].flatten().unique().numel() == case.sets * BATCH
-    assert seen["slots"].max() < len(seen["pieces"])
+    assert case.piece_bytes == state + window and case.bytes == 2 * BATCH * (state + window)
+    pieces, slots = case.copied
+    assert 0 <= pieces[0].nbytes - case.piece_bytes < COPIED and pieces[0].nbytes % COPIED == 0
+    assert not SlotCopySpec(slot_bytes=pieces[0].nbytes).violations(Arch.parse("sm_90a")) and pieces.data_ptr() == case.state.data_ptr()
+    assert slots.shape == (case.sets, BATCH) and slots.flatten().unique().numel() == case.sets * BATCH and slots.max() < len(pieces)
 
 
 @pytest.fixture
@@ -236,7 +215,7 @@ def packages(monkeypatch):
         return called if path not in state.get("missing", ()) else None
 
     monkeypatch.setattr(report, "imported", imported)
-    monkeypatch.setattr(report, "usable", dict)
+    monkeypatch.setattr(report, "usable", lambda peers: {name: call for name, call in peers.items() if call})
     return state
 
 
@@ -251,28 +230,28 @@ def test_the_peers_are_called_right(packages, name, own_convolution):
     packages["missing"] = ["causal_conv1d.causal_conv1d_update"] if own_convolution else []
     case = case_of(name)
     before = case.state.clone(), case.conv_state.clone()
-    peers = bench.peers_of(case)
+    peers = peers_of(case)
     assert peers.keys() == PEERS[name] and torch.equal(case.state, before[0]) and torch.equal(case.conv_state, before[1])
     assert ("causal_conv1d.causal_conv1d_update" in packages["calls"]) != own_convolution
     for call in peers.values():
-        assert call(1) is None
+        call(1)
     assert not torch.equal(case.conv_state, before[1])
 
 
 @pytest.mark.parametrize("name", ["normed", "gdn"])
 def test_a_wrong_peer_is_left_out(packages, name):
     packages["factor"] = -1.0
-    with pytest.warns(UserWarning, match="is not timed: checked, it raised SsmgenError: output error"):
-        assert bench.peers_of(case_of(name)) == {}
+    with pytest.warns(UserWarning, match="is not timed: checked, it raised SsmgenError: out error"):
+        assert peers_of(case_of(name)) == {}
 
 
 @pytest.mark.parametrize("name", ["kda", "bounded"])
 def test_kimi_delta_attention_has_no_peers(packages, name):
-    assert bench.peers_of(case_of(name)) == {} and not packages["calls"]
+    assert peers_of(case_of(name)) == {} and not packages["calls"]
 
 
 def test_peers_that_do_not_serve_a_state(packages):
-    assert bench.peers_of(case_of("gdn", F32)).keys() == {"fla"}, "FlashInfer has a bf16 state"
+    assert peers_of(case_of("gdn", F32)).keys() == {"fla"}, "FlashInfer has a bf16 state"
 
 
 # Options and reports.
@@ -292,87 +271,53 @@ def test_peers_that_do_not_serve_a_state(packages):
     ],
 )
 def test_options_that_do_not_apply_are_usage_errors(op, args, message):
-    result = CliRunner().invoke(cli.main, ["bench", op, *args])
-    assert result.exit_code == 2 and message in " ".join(result.output.split())
+    assert message in usage_error(op, args)
 
 
-def test_options_reach_the_benchmark(monkeypatch):
-    seen = {}
-    monkeypatch.setattr(bench_of("mamba2_layer"), "run", lambda **options: seen.update(options) or {"rows": [], "failed": []})
-    args = ["--model", "nemotron-h-8b", "--state", "f16", "--batch", "7", "--tp", "2", "--json", "--no-peers", "--tokens", "4"]
-    result = CliRunner().invoke(cli.main, ["bench", "mamba2_layer", *args])
-    assert result.exit_code == 0, result.output
-    wanted = {"op": "mamba2_layer", "names": ("nemotron-h-8b",), "states": (DType.F16,), "batches": (7,), "tp": 2, "tokens": (4,)}
-    assert seen.pop("watch") and seen == wanted | {"peers": False, "rounds": 7, "intermediates": None, "by_slot": False}
+def test_options_reach_the_benchmark():
+    args = ["--model", "nemotron-h-8b", "--state", "f16", "--batch", "7", "--tp", "2", "--tokens", "4"]
+    wanted = {"names": ("nemotron-h-8b",), "states": (DType.F16,), "batches": (7,), "tp": 2, "tokens": (4,)}
+    assert options_of("mamba2_layer", *args) == wanted | {"intermediates": None, "by_slot": False}
+
+
+def run(op: str, model: str, **how) -> dict:
+    found = bench_of(op).run(**{"names": [model], "states": [DType.BF16], "batches": [1], "device": "cpu", "watch": SILENT} | how)
+    assert not found["failed"]
+    return found
 
 
 @pytest.mark.parametrize("name", ["normed", "gdn", "kda"])
 def test_run(packages, name, monkeypatch):
     op, model, tp = CASES[name]
-    monkeypatch.setattr(report, "begin", lambda method="": HEAD | {"rows": [], "failed": []})
-    monkeypatch.setattr(report, "slot_copies", lambda state, slots, pdls: {"copy_pdl": lambda i: slots[i], "copy": lambda i: slots[i]})
-    monkeypatch.setattr(runtime, "device_arch", lambda index: Arch.parse("sm_90a"))
-    monkeypatch.setattr(timing, "host_us", lambda call: call() is not call and 1.0)
-
-    def device_us(contenders, sets, rounds):
-        for launch in contenders.values():
-            launch(sets - 1)
-        return {n: 2.0 if n.startswith("ssmgen") else 1.0 if n.startswith("copy") else 8.0 for n in contenders}
-
-    monkeypatch.setattr(timing, "device_us", device_us)
+    on_the_cpu(monkeypatch)
     said = []
-    options = {"states": [DType.BF16], "batches": [1, 9], "tp": tp, "device": "cpu"}
-    found = bench.run(op, [model], **options, watch=Watch(said.append))
-    rows = found["rows"]
-    assert len(said) == len(rows) == 2 and not found["failed"]
-    for row in rows:
-        assert (row["served_us"], row["copy_ratio"]) == (2.0, 2.0) and row["peer_ratio"].keys() == PEERS[name] | {"chain"}
+    found = run(op, model, batches=[1, 9], tp=tp, watch=Watch(said.append))["rows"]
+    assert len(said) == len(found) == 2
+    for row in found:
+        assert (row["served_us"], row["copy_ratio"]) == (2.0, 2 / 3) and row["peer_ratio"].keys() == PEERS[name] | {"chain"}
         assert set(row["peer_ratio"].values()) == {0.25} and row["host_us"].keys() == (
             {"ssmgen", "ssmgen_bound", "chain"} | PEERS[name] if row["batch"] == 1 else set()
         )
         assert row["specs"][0].startswith(f"{public_names()[op][0].name}:") and row["compile_seconds"] > 0
-    lines = bench.table(found).splitlines()
-    assert len(lines) == 4 + len(rows) and lines[4].startswith(model)
-    assert lines[3].index("  rule") == lines[4].index(f"  {rows[0]['rule']}")
 
 
 def test_run_of_several_tokens(monkeypatch):
-    monkeypatch.setattr(report, "begin", lambda method="": HEAD | {"rows": [], "failed": []})
-    monkeypatch.setattr(report, "slot_copies", lambda state, slots, pdls: {"copy": lambda i: slots[i]})
-    monkeypatch.setattr(runtime, "device_arch", lambda index: Arch.parse("sm_90a"))
-    monkeypatch.setattr(timing, "host_us", lambda call: call() is not call and 1.0)
-
-    def device_us(contenders, sets, rounds):
-        for launch in contenders.values():
-            launch(sets - 1)
-        return dict.fromkeys(contenders, 2.0)
-
-    monkeypatch.setattr(timing, "device_us", device_us)
-    options = {"states": [DType.BF16], "batches": [1], "tp": 8, "device": "cpu", "tokens": [1, 2], "watch": Watch(lambda line: None)}
-    found = bench.run("mamba2_layer", ["nemotron-h-8b"], **options)
-    assert not found["failed"] and [(row["tokens"], row["intermediates"]) for row in found["rows"]] == [(1, False), (2, True)]
+    on_the_cpu(monkeypatch)
+    ours = {"op": "mamba2_layer", "model": "nemotron-h-8b", "tp": 8}
+    found = run(**ours, tokens=[1, 2])
+    assert [(row["tokens"], row["intermediates"]) for row in found["rows"]] == [(1, False), (2, True)]
     assert found["rows"][1]["copy_ratio"] is None and found["rows"][1]["specs"][0].startswith("mamba2_layer:")
-    final = bench.run("mamba2_layer", ["nemotron-h-8b"], **options | {"tokens": [2]}, intermediates=False)["rows"][0]
-    assert final["copy_ratio"] == 1.0 and parse(final["specs"][0]).update.value == "final"
-    monkeypatch.setattr(bench, "_compile_seconds", lambda text, arch, spec: 0.1)
-    by_slot = bench.run("mamba2_layer", ["nemotron-h-8b"], **options | {"tokens": [2]}, by_slot=True)
-    assert not by_slot["failed"] and parse(by_slot["rows"][0]["specs"][0]).update.value == "each"
-    assert "  2s" in bench.table(by_slot) and by_slot["rows"][0]["copy_ratio"] is None
-    turned = bench.run("gdn_layer", ["qwen3.5-35b-a3b"], **options | {"tokens": [1]}, layouts=["vk", "kv"], peers=False)
-    assert not turned["failed"] and [bench.point(turned, row).case for row in turned["rows"]] == [
-        f"qwen3.5-35b-a3b, 4 heads, bf16{layout} state" for layout in ("", " kv")
-    ]
-    assert "  2+" in bench.table(found) and bench.point(found, found["rows"][1]).case.endswith("bf16 state, 2+ tokens")
+    final = run(**ours, tokens=[2], intermediates=False)["rows"][0]
+    assert final["copy_ratio"] == 2 / 3 and parse(final["specs"][0]).update.value == "final"
+    by_slot = run(**ours, tokens=[2], by_slot=True)
+    assert parse(by_slot["rows"][0]["specs"][0]).update.value == "each" and by_slot["rows"][0]["copy_ratio"] is None
+    turned = run("gdn_layer", "qwen3.5-35b-a3b", tp=8, layouts=["vk", "kv"], peers=False)
+    assert [row.case for row in rows.rows_of(turned)] == [f"qwen3.5-35b-a3b, 4 heads, bf16{layout} state" for layout in ("", " kv")]
+    cases = [rows.rows_of(report)[-1].case for report in (found, by_slot)]
+    assert [case.partition("bf16 state, ")[2] for case in cases] == ["2+ tokens", "2s tokens"]
 
 
 def test_models_without_such_layers(monkeypatch):
     monkeypatch.setattr(report, "begin", lambda method="": HEAD | {"rows": [], "failed": []})
-    with pytest.raises(SsmgenError, match="mamba-130m, kimi-k3: without layers that gdn_layer is for"):
-        bench.run("gdn_layer", ["mamba-130m", "kimi-k3"], device="cpu")
-
-
-@pytest.mark.skipif("__import__('torch').cuda.is_available()")
-@pytest.mark.parametrize("op", ("mamba2_layer", "gdn_layer", "kda_layer"))
-def test_run_without_a_gpu_says_so(op):
-    with pytest.raises(SsmgenError, match="bench needs a CUDA device"):
-        bench.run(op)
+    with pytest.raises(SsmgenError, match="mamba-130m: without layers that gdn_layer is for"):
+        bench_of("gdn_layer").run(names=["mamba-130m", "kimi-k3"], device="cpu")

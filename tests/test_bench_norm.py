@@ -4,57 +4,46 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench_cases import HEAD
-from click.testing import CliRunner
+from bench_cases import BF16, F32, broken, on_the_cpu, options_of, small_case, usage_error
 
 import ssmgen
-from ssmgen import cli, runtime
-from ssmgen.bench import report, timing
+from ssmgen.bench import bench_of, case, engine, report
 from ssmgen.bench.progress import Watch
 from ssmgen.errors import SsmgenError
 from ssmgen.families.gated_rms_norm import bench
-from ssmgen.families.gated_rms_norm.bench import Case, Form
-from ssmgen.spec import Arch, DType
-
-F32, BF16 = torch.float32, torch.bfloat16
+from ssmgen.families.gated_rms_norm.bench import BENCH, Form
+from ssmgen.spec import DType
 
 
-@pytest.fixture(autouse=True)
-def few_sets(monkeypatch):
-    monkeypatch.setattr(bench, "SET_BYTES", 30e3)
-    torch.manual_seed(0)
-
-
-def case_of(form: Form = Form.GDN, dtype: torch.dtype = BF16, hot: bool = False) -> Case:
-    return Case(3, (2, 64), form, dtype, hot, "cpu")
+def case_of(form: Form = Form.GDN, dtype: torch.dtype = BF16, hot: bool = False) -> case.Case:
+    stored = DType.F32 if dtype is F32 else DType.BF16
+    return small_case("gated_rms_norm", 30_000, rows=3, shape=(2, 64), form=form, dtype=stored, hot=hot)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("form", Form)
 def test_cases_are_legal_and_pass_the_gate(form, dtype):
-    case = case_of(form, dtype)
-    assert case.gate() < report.GATE[dtype] and case.sets >= 4 and case_of(form, dtype, hot=True).sets == 1
-    problem = ssmgen.explain(ssmgen.gated_rms_norm, **case.arguments(case.sets - 1), arch="sm_90a").problem
+    one = case_of(form, dtype)
+    assert one.gate()["out"] < case.GATE[dtype] and one.sets >= 4 and case_of(form, dtype, hot=True).sets == 1
+    problem = ssmgen.explain(ssmgen.gated_rms_norm, **one.arguments(one.sets - 1), arch="sm_90a").problem
     assert (problem.size, problem.norm_first, problem.loads.value) == (64, form is not Form.MAMBA2, "vector")
     assert (problem.activation.value == "sigmoid") == (form is Form.KDA)
-    assert case.error(case.chain(0)) < 2 * report.GATE[dtype]
+    assert one.peer_errors("torch.chain", bench.chain(one))["out"] < 2 * case.GATE[dtype]
 
 
 @pytest.mark.parametrize("form", Form)
-def test_the_gate_stops_what_is_wrong(form, monkeypatch):
-    def wrong(**call):
-        ssmgen.gated_rms_norm(**call).mul_(1.1)
-
-    monkeypatch.setattr(Case, "function", property(lambda _: wrong))
-    with pytest.raises(SsmgenError, match=r"output error .*e-0[12]; not timed"):
-        case_of(form).gate()
+def test_the_gate_stops_what_is_wrong(form):
+    one = case_of(form)
+    broken(one, lambda call: call["out"].mul_(1.1))
+    with pytest.raises(SsmgenError, match=r"out error .*e-0[12]; not timed"):
+        one.gate()
 
 
 def test_bytes():
-    case = case_of(dtype=F32)
-    assert case.bytes_moved == 3 * 3 * 2 * 64 * 4
-    product = case.ceiling(1)
-    assert 3 * product.numel() * 4 == case.bytes_moved and torch.equal(product, case.x[1] * case.z[1])
+    one = case_of(dtype=F32)
+    assert one.bytes == 3 * 3 * 2 * 64 * 4
+    product, call = one.beside["mul"](1), one.arguments(1)
+    assert 3 * product.numel() * 4 == one.bytes and torch.equal(product, call["x"] * call["gate"])
 
 
 @pytest.fixture
@@ -76,7 +65,7 @@ def packages(monkeypatch):
         ]
 
     monkeypatch.setattr(report, "imported", imported)
-    monkeypatch.setattr(report, "usable", dict)
+    monkeypatch.setattr(report, "usable", lambda peers: {name: call for name, call in peers.items() if call})
     return state
 
 
@@ -85,17 +74,17 @@ PEERS = {Form.MAMBA2: {"rmsnorm_fn"}, Form.GDN: {"rms_norm_gated", "rmsnorm_fn"}
 
 @pytest.mark.parametrize("form", Form)
 def test_the_peers_get_the_same(packages, form):
-    case = case_of(form)
-    peers = bench.peers_of(case)
+    one = case_of(form)
+    peers, ours = engine.peers_of(one, BENCH.peers), one.arguments(1)
     assert {name.partition(".")[2] for name in peers} == PEERS[form] | {"chain"}
     for call in peers.values():
-        assert call(1) is None
+        call(1)
     assert packages["calls"].keys() == PEERS[form]
     for x, gate, bias in packages["calls"].values():
-        assert (x.data_ptr(), gate.data_ptr(), bias) == (case.x[1].data_ptr(), case.z[1].data_ptr(), None)
+        assert (x.data_ptr(), gate.data_ptr(), bias) == (ours["x"].data_ptr(), ours["gate"].data_ptr(), None)
     packages["factor"] = 1.1
-    with pytest.warns(UserWarning, match="is not timed: checked, it raised SsmgenError: output error"):
-        assert list(bench.peers_of(case)) == ["torch.chain"]
+    with pytest.warns(UserWarning, match="is not timed: checked, it raised SsmgenError: out error"):
+        assert list(engine.peers_of(one, BENCH.peers)) == ["torch.chain"]
 
 
 # Options and reports.
@@ -111,46 +100,23 @@ def test_the_peers_get_the_same(packages, form):
     ],
 )
 def test_options_that_do_not_apply_are_usage_errors(args, message):
-    result = CliRunner().invoke(cli.main, ["bench", "gated_rms_norm", *args])
-    assert result.exit_code == 2 and message in " ".join(result.output.split())
+    assert message in usage_error("gated_rms_norm", args)
 
 
-def test_options_reach_the_benchmark(monkeypatch):
-    seen = {}
-    monkeypatch.setattr(bench, "run", lambda **options: seen.update(options) or {"rows": [], "failed": []})
-    args = ["--shape", "1,64", "--form", "kda", "--dtype", "f16", "--rows", "7", "--hot", "--json", "--no-peers"]
-    result = CliRunner().invoke(cli.main, ["bench", "gated_rms_norm", *args])
-    assert result.exit_code == 0, result.output
-    wanted = {"shapes": ((1, 64),), "forms": ("kda",), "dtypes": (DType.F16,), "rows": (7,), "hot": True, "peers": False, "rounds": 7}
-    assert seen.pop("watch") and seen == wanted
+def test_options_reach_the_benchmark():
+    args = ["--shape", "1,64", "--form", "kda", "--dtype", "f16", "--rows", "7", "--hot"]
+    assert options_of("gated_rms_norm", *args) == {
+        "shapes": ((1, 64),), "forms": (Form.KDA,), "dtypes": (DType.F16,), "rows": (7,), "hot": True}  # fmt: skip
 
 
 def test_run(packages, monkeypatch):
-    monkeypatch.setattr(report, "begin", lambda method="": HEAD | {"rows": [], "failed": []})
-    monkeypatch.setattr(runtime, "device_arch", lambda index: Arch.parse("sm_90a"))
-    monkeypatch.setattr(timing, "host_us", lambda call: call() is None or 1.0)
-
-    def device_us(contenders, sets, rounds):
-        for launch in contenders.values():
-            launch(sets - 1)
-        return {name: 2.0 if name.startswith("ssmgen") else 4.0 if name == "mul" else 8.0 for name in contenders}
-
-    monkeypatch.setattr(timing, "device_us", device_us)
-    monkeypatch.setattr(bench, "HOT_BYTES", 10e3)
+    on_the_cpu(monkeypatch)
+    monkeypatch.setattr(bench, "HOT", 10e3)
     said = []
-    found = bench.run(shapes=[(2, 64)], rows=[3, 30], device="cpu", watch=Watch(said.append))
+    found = bench_of("gated_rms_norm").run(shapes=[(2, 64)], rows=[3, 30], device="cpu", watch=Watch(said.append))
     rows = found["rows"]
     assert len(said) == len(rows) == 3 * 3 and not found["failed"] and {r["form"] for r in rows} == {f.value for f in Form}
     assert {(r["hot"], r["rows"]) for r in rows} == {(True, 3), (False, 3), (False, 30)}
     for row in rows:
         assert (row["served_us"], row["mul_ratio"]) == (2.0, 0.5) and row["spec"].startswith("gated_rms_norm:")
         assert set(row["peer_ratio"].values()) == {0.25} and bool(row["host_us"]) == (row["rows"] == 3)
-    lines = bench.table(found).splitlines()
-    assert len(lines) == 4 + len(rows) and lines[4].startswith("mamba2 3 x 2 x 64 bf16 hot")
-    assert lines[3].index("  rule") == lines[4].index(f"  {rows[0]['rule']}")
-
-
-@pytest.mark.skipif("__import__('torch').cuda.is_available()")
-def test_run_without_a_gpu_says_so():
-    with pytest.raises(SsmgenError, match="bench needs a CUDA device"):
-        bench.run()

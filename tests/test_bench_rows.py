@@ -14,8 +14,9 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from ssmgen import cli
-from ssmgen.bench import bench_of, benchmarks, rows, suite, timing, told
+from ssmgen.bench import bench_of, benchmarks, case, rows, suite, table, timing
 from ssmgen.bench.formats import load
+from ssmgen.bench.layer_case import Layer
 from ssmgen.bench.progress import Display, Watch
 from ssmgen.catalog import parse
 from ssmgen.errors import ModelError, SsmgenError
@@ -68,20 +69,23 @@ def test_every_operators_report_is_rows_of_one_schema(op, bench):
             assert row.host_us == row.host_bound_us == 1.0 and all(p.host_us == 1.0 for p in row.peers.values())
     assert any(row.host_us for row in found)
     assert json.loads(json.dumps(report)) == report, "nothing is lost where it is saved"
-    says_at_what_clock_a_row_was_timed(op, report)
-
-
-def says_at_what_clock_a_row_was_timed(op, report):
-    """Every operator's table."""
-    table = bench_of(op).table(report).splitlines()
-    (heading,) = [line for line in table if line.endswith("   MHz  rule")]
-    at = heading.index("MHz") - 1, heading.index("MHz") + 3
-    assert [line[slice(*at)] for line in table[table.index(heading) + 1 :]] == ["1980"] * len(report["rows"])
+    assert clocks(report) == ["1980"] * len(report["rows"])
     for row in report["rows"]:
         row["sm_mhz"] = None
-    assert rows.rows_of(report)[0].sm_mhz is None
-    again = bench_of(op).table(report).splitlines()
-    assert [line[slice(*at)] for line in again[table.index(heading) + 1 :]] == ["   -"] * len(report["rows"])
+    assert rows.rows_of(report)[0].sm_mhz is None and clocks(report) == ["-"] * len(report["rows"])
+
+
+def clocks(report) -> list[str]:
+    """What a table has below MHz, beside the rule that chose the variant."""
+    found, at = [], 0
+    for line in table.as_text(suite.Suite([report])).splitlines():
+        if line.endswith("MHz  rule"):
+            at = line.index("MHz")
+        elif at and line.startswith(" "):
+            found.append(line[at - 1 : at + 3].strip())
+        else:
+            at = 0
+    return found
 
 
 def test_the_clock_is_of_the_card_in_use(monkeypatch):
@@ -144,39 +148,24 @@ def test_flat_rows_have_the_same_keys():
 # Cases that fail.
 
 
-@pytest.mark.parametrize(
-    "op",
-    [
-        "selective_state_update",
-        "kda",
-        "replay_selective_state_update",
-        "causal_conv1d",
-        "causal_conv1d_update",
-        "combine_splits",
-        "gated_rms_norm",
-        "mamba2_layer",
-        "gdn_layer",
-        "kda_layer",
-    ],
-)
+@pytest.mark.parametrize("op", benchmarks())
 def test_a_case_that_is_wrong_is_not_timed_and_the_others_are(op, bench):
-    module, calls = bench_of(op), []
-    gate = module.Case.gate
+    kind = Layer if op.endswith("_layer") else case.Case
+    gate = kind.gate
 
-    def wrong_at_first(case, *variant):
-        calls.append(variant)
-        if case is first_of(case):
+    def wrong_at_first(one, **variant):
+        if one is first_of(one):
             raise SsmgenError(f"{variant}: output error 0.5; not timed")
-        return gate(case, *variant)
+        return gate(one, **variant)
 
     firsts: list = []
 
-    def first_of(case):
-        firsts.append(case)
+    def first_of(one):
+        firsts.append(one)
         return firsts[0]
 
     expected = len(small_run(op)["rows"])
-    bench.setattr(module.Case, "gate", wrong_at_first)
+    bench.setattr(kind, "gate", wrong_at_first)
     watch = Recording()
     report = small_run(op, watch)
     assert len(report["rows"]) == expected - 1 and len(report["failed"]) == 1
@@ -187,35 +176,35 @@ def test_a_case_that_is_wrong_is_not_timed_and_the_others_are(op, bench):
     assert watch.heard[0] == ("begins", op, expected) and heard == ["begins", "case", "ends"] + ["case", "timing", "ends"] * (expected - 1)
     assert watch.heard[2][1].startswith(watch.heard[1][1]) and "FAILED" in watch.heard[2][1]
     assert failure.words == f"{op} {watch.heard[1][1]}"
-    module.table(report)
+    assert table.as_text(suite.Suite([HEAD | report])).count("not timed: ") == 1
 
 
 def test_too_little_memory_fails_the_case(bench):
-    def full(case):
+    def full(at, device):
         raise torch.OutOfMemoryError("no room")
 
-    bench.setattr(bench_of("kda").Case, "__post_init__", full)
+    bench.setattr(bench_of("kda"), "inputs", full)
     report = small_run("kda")
     assert not report["rows"] and [f["error"] for f in report["failed"]] == ["no room"] * 2
-    assert bench_of("kda").table(report | HEAD)
+    assert "not timed: kda 4 heads" in table.as_text(suite.Suite([HEAD | report]))
 
 
 def test_other_errors_are_not_hidden(bench):
-    def broken(case, pdl):
+    def broken(one, pdl):
         raise ZeroDivisionError
 
-    bench.setattr(bench_of("kda").Case, "gate", broken)
+    bench.setattr(case.Case, "gate", broken)
     with pytest.raises(ZeroDivisionError):
         small_run("kda")
 
 
 def test_the_command_names_what_failed_and_exits_with_1(bench):
-    def wrong(case, pdl):
+    def wrong(one, pdl):
         raise SsmgenError("output error 0.5")
 
-    bench.setattr(bench_of("kda").Case, "gate", wrong)
+    bench.setattr(case.Case, "gate", wrong)
     run = bench_of("kda").run
-    bench.setattr(bench_of("kda"), "run", lambda **options: run(**options | SMALL["kda"]))
+    bench.setattr(bench_of("kda"), "run", lambda **options: run(**options | SMALL["kda"], device="cpu"))
     result = CliRunner().invoke(cli.main, ["bench", "kda"])
     assert result.exit_code == 1 and "2 not timed:" in result.stderr
     assert (
@@ -229,7 +218,7 @@ def test_the_command_names_what_failed_and_exits_with_1(bench):
 
 
 def test_tasks():
-    assert suite.tasks() == {op: {} for op in benchmarks()} and suite.tasks(quick=True) == {op: bench_of(op).QUICK for op in benchmarks()}
+    assert suite.tasks() == {op: {} for op in benchmarks()} and suite.tasks(quick=True) == {op: bench_of(op).quick for op in benchmarks()}
     mamba1, mamba2 = suite.tasks(model="mamba-130m"), suite.tasks(model="nemotron-h-8b", tp=8, quick=True)
     conv = ["causal_conv1d", "causal_conv1d_update"]
     assert list(mamba1) == [*conv, "selective_scan", "selective_state_update"] and mamba1["causal_conv1d_update"]["dim"] == 1536
@@ -250,24 +239,21 @@ def test_tasks():
     "work", [suite.tasks(quick=True), *(suite.tasks(model=m) for m in ("nemotron-h-8b", "olmo-hybrid-7b", "rwkv7-0.1b"))]
 )
 def test_tasks_are_what_benchmarks_take(work):
-    import inspect
-
     for op, options in work.items():
-        inspect.signature(bench_of(op).run).bind(**told(op), **options, rounds=3, peers=True, watch=SILENT)
+        assert bench_of(op).points(**options)
 
 
 def test_value_channels_of_their_own(bench):
     report = small_run("gated_delta_rule", value_dim=32, batches=(2,))
     (row,) = rows.rows_of(report)
     assert ",dim_k=16,dim_v=32," in row.spec.replace(":", ",") and row.case == "4 heads of 32 x 16, 2 key heads, bf16 state"
-    assert "gated_delta_rule: 4 heads, 2 key heads, K = 16, V = 32" in bench_of("kda").table(report)
 
 
 def test_all_goes_on_where_one_fails(bench):
     def broken(**options):
         raise RuntimeError("it fell over")
 
-    work = {op: SMALL[op] for op in ("selective_state_update", "kda", "causal_conv1d")}
+    work = {op: SMALL[op] | {"device": "cpu"} for op in ("selective_state_update", "kda", "causal_conv1d")}
     bench.setattr(bench_of("kda"), "run", broken)
     watch = Recording()
     found = suite.run(work, watch=watch)
@@ -281,7 +267,7 @@ def test_a_display_hears_of_operators_that_fail_before_their_first_case(bench):
     display = Display(Console(file=out, force_terminal=True, width=120))
     bench.setattr(bench_of("kda"), "run", lambda **options: {}["nothing"])
     with display.progress:
-        found = suite.run({"kda": {}, "causal_conv1d": SMALL["causal_conv1d"]}, watch=display)
+        found = suite.run({"kda": {}, "causal_conv1d": SMALL["causal_conv1d"] | {"device": "cpu"}}, watch=display)
     assert len(found.reports) == len(found.failed) == 1 and "kda: FAILED: KeyError: 'nothing'" in out.getvalue()
 
 
@@ -290,7 +276,7 @@ def test_all_keeps_what_there_is_when_interrupted(bench):
         raise KeyboardInterrupt
 
     bench.setattr(bench_of("kda"), "run", interrupted)
-    found = suite.run({op: SMALL[op] for op in ("selective_state_update", "kda", "causal_conv1d")}, watch=SILENT)
+    found = suite.run({op: SMALL[op] | {"device": "cpu"} for op in ("selective_state_update", "kda", "causal_conv1d")}, watch=SILENT)
     assert [r["op"] for r in found.reports] == ["selective_state_update"]
     assert found.failed == [{"op": op, "error": "interrupted"} for op in ("kda", "causal_conv1d")]
 
@@ -299,18 +285,21 @@ def test_the_command_for_all(bench, tmp_path):
     def broken(**options):
         raise RuntimeError("it fell over")
 
-    bench.setattr(suite, "tasks", lambda quick, model, tp: {op: SMALL[op] for op in ("causal_conv1d", "kda")})
+    bench.setattr(suite, "tasks", lambda quick, model, tp: {op: SMALL[op] | {"device": "cpu"} for op in ("causal_conv1d", "kda")})
     saved = CliRunner().invoke(cli.main, ["bench", "all", "--quick", "--json"])
     assert saved.exit_code == 0 and [r["op"] for r in json.loads(saved.stdout)["reports"]] == ["causal_conv1d", "kda"]
     bench.setattr(bench_of("kda"), "run", broken)
     result = CliRunner().invoke(cli.main, ["bench", "all"])
     assert result.exit_code == 1 and "1 not timed:\n  - kda: RuntimeError: it fell over" in result.stderr
-    assert "not timed: kda: RuntimeError" in result.stdout and "causal_conv1d: width 4" in result.stdout
+    assert "not timed: kda: RuntimeError" in result.stdout and "causal_conv1d\n\nchannel first, plain, width 4" in result.stdout
 
 
 @pytest.mark.skipif("__import__('torch').cuda.is_available()")
 def test_all_without_a_gpu_says_so():
     result = CliRunner().invoke(cli.main, ["bench", "all", "--quick"])
     assert result.exit_code == 1 and result.stderr == "SsmgenError: bench needs a CUDA device, and torch sees none\n"
+    for op in benchmarks():
+        with pytest.raises(SsmgenError, match="bench needs a CUDA device"):
+            bench_of(op).run()
     result = CliRunner().invoke(cli.main, ["bench", "all", "--tp", "2"])
     assert result.exit_code == 2 and "--tp goes with --model" in result.output

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench_cases import small_run, without_a_gpu
-from click.testing import CliRunner
+from bench_cases import broken, small_run, usage_error, without_a_gpu
 from test_bench import case_of
+from test_bench_conv import update_case
 
 import ssmgen
-from ssmgen import cli
-from ssmgen.bench import bench_of, report, rows
+from ssmgen.bench import case, rows, table
+from ssmgen.bench.suite import Suite
 from ssmgen.errors import SsmgenError
-from ssmgen.families.causal_conv1d_update import bench as update
-from ssmgen.families.linear_attention import bench
-
-
-def update_case(tokens: int, tree: bool = True) -> update.Case:
-    torch.manual_seed(0)
-    return update.Case(torch.randn(24, 16, 2 + tokens), update.Innermost.WINDOW, 5, tokens, tree=tree)
+from ssmgen.families.linear_attention import bench_peers
 
 
 def test_every_token_has_two_children():
-    assert report.binary_tree(2, 8, "cpu").tolist() == [[-1, 0, 0, 1, 1, 2, 2, 3]] * 2
+    assert case.binary_tree(2, 8, "cpu").tolist() == [[-1, 0, 0, 1, 1, 2, 2, 3]] * 2
 
 
-TREES = {"delta": lambda: case_of(tokens=6, intermediates=True, tree=True), "conv": lambda: update_case(6)}
+TREES = {"delta": lambda: case_of(tokens=6, tree=True), "conv": lambda: update_case(tokens=6, tree=True, dtype=torch.float32)}
 
 
 @pytest.mark.parametrize("make", TREES.values(), ids=TREES)
@@ -34,24 +28,20 @@ def test_trees_pass_the_gate_and_are_no_chains(make):
     case.gate()
     tree, call = case.arguments(1), case.arguments(1)
     assert ssmgen.supported(case.function, **tree, arch="sm_90a") == (True, [])
-    before = case.state.clone()
+    state = call["state" if "state" in call else "conv_state"]
+    before = state.clone()
     found = case.function(**tree).clone()
     del call["parents"]
-    case.state.copy_(before)
+    state.copy_(before)
     chain = case.function(**call)
     tokens = 1 if case.function.__name__ == "gated_delta_rule" else 2
     same = [torch.equal(a, b) for a, b in zip(found.unbind(tokens), chain.unbind(tokens), strict=True)]
     assert same == [True, True, *[False] * 4], "the first token's first child is the next one"
 
 
-def test_the_gate_sees_a_tree_that_is_not_followed(monkeypatch):
-    case = case_of(tokens=6, intermediates=True, tree=True)
-
-    def wrong(parents, **call):
-        ssmgen.gated_delta_rule(**call)
-
-    wrong.build = ssmgen.gated_delta_rule.build
-    monkeypatch.setattr(bench.Case, "function", property(lambda _: wrong))
+def test_the_gate_sees_a_tree_that_is_not_followed():
+    case = case_of(tokens=6, tree=True)
+    broken(case, lambda call: None, lambda call: {n: t for n, t in call.items() if n != "parents"})
     with pytest.raises(SsmgenError, match="not timed"):
         case.gate()
 
@@ -64,14 +54,13 @@ def test_a_tree_is_timed_beside_its_chain(op, tokens, monkeypatch):
     for row in found["rows"]:
         assert row["us"]["chain"] == 4.0 and row["peer_ratio"]["chain"] == 0.5
     assert all("a draft tree" in row.case for row in rows.rows_of(found))
-    (heading,) = [line for line in bench_of(op).table(found).splitlines() if line.endswith("rule")]
-    assert "chain" in heading and "chain" not in bench_of(op).table(small_run(op))
+    assert "chain us" in table.as_text(Suite([found])) and "chain us" not in table.as_text(Suite([small_run(op, peers=False)]))
 
 
 def test_nothing_else_is_timed_beside_a_tree():
-    case = case_of(tokens=3, intermediates=True, tree=True)
-    assert bench.flashinfer(case) is bench.fla(case) is None and bench.chain(case_of(tokens=3)) is None
-    assert update.chain(update_case(3, tree=False)) is None
+    tree, plain = case_of(tokens=3, tree=True), case_of(tokens=3)
+    assert bench_peers.flashinfer(tree) is bench_peers.fla(tree) is None and case.without_tree(plain) is None
+    assert case.without_tree(update_case(tokens=3)) is None and case.without_tree(tree) is not None
 
 
 @pytest.mark.parametrize(
@@ -85,5 +74,4 @@ def test_nothing_else_is_timed_beside_a_tree():
     ],
 )
 def test_options_that_do_not_go_together_are_usage_errors(args, message):
-    result = CliRunner().invoke(cli.main, ["bench", *args])
-    assert result.exit_code == 2 and message in result.output
+    assert message in usage_error(*args[:1], args[1:])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import sys
 
 import pytest
 
-from ssmgen import bench, registry
+from ssmgen import registry
 from ssmgen import tuned as table
-from ssmgen.bench import layers
+from ssmgen.bench import case as bench_case
 from ssmgen.catalog import OPERATOR_OF, OPERATORS
 from ssmgen.errors import SsmgenError
 from ssmgen.models import find_model
@@ -51,17 +50,12 @@ def test_the_nearest_of_what_may_win_are_tried():
 
 @pytest.mark.parametrize("operator", TUNED)
 def test_cases_pose_what_the_operator_tunes(operator, monkeypatch):
-    for module in (layers, *(sys.modules[bench.bench_of(op).Case.__module__] for op in bench.benchmarks())):
-        for name in {"POOL_BYTES", "SET_BYTES", "STATE_BYTES"} & vars(module).keys():
-            monkeypatch.setattr(module, name, 1)
-    for name, module in [*sys.modules.items()]:
-        if name.startswith("ssmgen.families.") and name.endswith(".tuning") and hasattr(module, "PROMPT"):
-            monkeypatch.setattr(module, "PROMPT", 64)  # of 2048 tokens, two models' prompts hold 230 MiB
-    monkeypatch.setattr(bench.bench_of("causal_conv1d"), "SHAPES", [(1, 64, 32)])
-    monkeypatch.setattr(bench.bench_of("combine_splits"), "SHAPES", [(16, 2)])
-    monkeypatch.setattr(bench.bench_of("chunk_scan"), "SHAPES", [(2, 1, 1, 64)])
-    monkeypatch.setattr(bench.bench_of("chunk_delta_rule"), "SHAPES", [(1, 2, 1, 64)])
-    monkeypatch.setattr(bench.bench_of("selective_scan"), "SHAPES", [(16, 1, 64)])
+    monkeypatch.setattr(bench_case, "MOST", 1)
+    shapes = {"causal_conv1d": (1, 64, 32), "combine_splits": (16, 2), "chunk_scan": (2, 1, 1, 64), "chunk_delta_rule": (1, 2, 1, 64)}
+    for family, shape in (shapes | {"selective_scan": (16, 1, 64)}).items():
+        monkeypatch.setattr(f"ssmgen.families.{family}.tuning.SHAPES", [shape])
+    for family in ("causal_conv1d", "chunk_scan", "chunk_delta_rule", "chunk_linear_attention", "selective_scan"):
+        monkeypatch.setattr(f"ssmgen.families.{family}.tuning.PROMPT", 64)  # of 2048 tokens, two models' prompts hold 230 MiB
     names = [m for m in ("mamba-130m", "rwkv7-1.5b") if cases.used(operator, [m])][:1]
     found = []
     for case in itertools.islice(cases.cases(operator, names, batches=(2,), device="cpu"), 3):

@@ -10,7 +10,7 @@ from test_tune import GPU, home, row, ship
 
 from ssmgen import registry
 from ssmgen import tuned as table
-from ssmgen.bench import layers
+from ssmgen.bench import case as bench_case
 from ssmgen.catalog import OPERATOR_OF, OPERATORS
 from ssmgen.models import find_model
 from ssmgen.spec import SM90, DType, Index, changed
@@ -39,7 +39,7 @@ def test_rows_of_layers_are_served(model, several):
 
 @pytest.mark.parametrize("operator", ["mamba2_layer", "gdn_layer"])
 def test_layers_of_several_tokens_have_two_forms(operator, monkeypatch):
-    monkeypatch.setattr(layers, "POOL_BYTES", 1)
+    monkeypatch.setattr(bench_case, "MOST", 1)
     model = {"mamba2_layer": "mamba2-130m", "gdn_layer": "qwen3.5-35b-a3b"}[operator]
     kept, by_slot = itertools.islice(cases.cases(operator, [model], batches=(2,), tokens=(3,), tp=8, device="cpu"), 2)
     assert kept.label.endswith("T 3 kept batch 2") and by_slot.label.endswith("T 3 by slot batch 2")

@@ -1,34 +1,30 @@
 """Measurement: what `ssmgen bench` runs. A number comes with its peers and its ceiling, taken in the same run, or not at all.
 
-A benchmark is a module of its family. It has `run`, which makes a report; `REPORT`, what that holds; `table`, the report as text; `point`,
-which says in words what a row of the report is about; `OPTIONS` of its command, which are arguments of `run`; `QUICK`, what is left of them
-with --quick; `of_model`, what they are for a model, or None for one that does not use the operator; and, where options may contradict each
-other, `mistakes`. In a module that times several operators, `run` and `of_model` take the operator's name, `op`.
+A family's `bench.py` declares its benchmarks, each a `Bench` of `engine.py`. It names what varies (`axes.py`), the inputs of a case and
+the part of a call that is held against float64 (`case.py`), the peers, and the words for a case. The engine runs it. `rows.py` makes rows
+of one kind from all reports, which `table.py`, `html.py` and `formats.py` show.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..family import Family, records
+
+if TYPE_CHECKING:
+    from .engine import Bench
 
 
 @functools.cache
 def benchmarks() -> dict[str, tuple[Family, str]]:
-    """{operator that has a benchmark: (its family, place of the module)}"""
+    """{operator that has a benchmark: (its family, place of its Bench, or of several by operator)}"""
     return {op: (family, place) for family in records() for op, place in family.bench.items()}
 
 
-def bench_of(op: str) -> ModuleType:
-    """The module that times an operator. Raises KeyError."""
+def bench_of(op: str) -> Bench:
+    """The benchmark of an operator. Raises KeyError."""
     family, place = benchmarks()[op]
-    module: ModuleType = family.part(place)
-    return module
-
-
-def told(op: str) -> dict[str, Any]:
-    """The argument that tells a module which operator to time, where it times several."""
-    return {"op": op} if "op" in inspect.signature(bench_of(op).of_model).parameters else {}
+    found = family.part(place)
+    bench: Bench = found[op] if isinstance(found, dict) else found
+    return bench

@@ -100,7 +100,9 @@ def curves(title: str, labels: Sequence[str], lines: Sequence[Curve], axis: Axis
         points = [(x, y(v), label, v) for x, v, label in zip(xs, line.values, labels, strict=True) if v is not None]
         path = " ".join(f"{x:.1f},{height:.1f}" for x, height, *_ in points)
         parts.append(f'<polyline class="line {line.style}" points="{path}"/>')
-        for x, height, label, value in points if line.mark else ():
+        for x, height, label, value in points:
+            if line.mark is None:
+                break
             tip = escape(f"{line.name}, {label}: {said(value)}{'' if percent else ' us'}")
             shape = f'<path class="mark {line.style}" d="{MARKS[line.mark]}" transform="translate({x:.1f},{height:.1f})">'
             parts.append(f"{shape}<title>{tip}</title></path>")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
-from . import bench_of, benchmarks, told
-from .options import together
+from . import bench_of, benchmarks
+
+Command = TypeVar("Command", bound=Callable[..., object])
 
 
 class Benches(click.Group):
@@ -45,8 +47,15 @@ OUTPUTS = (
 )
 
 
-def with_outputs(command: Any) -> Any:
-    return together(command, *OUTPUTS)
+def with_options(command: Command, *options: Callable[[Command], Command]) -> Command:
+    """The command with these options, shown in this order."""
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def with_outputs(command: Command) -> Command:
+    return with_options(command, *OUTPUTS)
 
 
 def _form(as_json: bool, as_csv: bool, page: Path | None) -> str:
@@ -63,22 +72,25 @@ def _form(as_json: bool, as_csv: bool, page: Path | None) -> str:
 def _command(name: str) -> click.Command:
     """The command that calls `run` of a benchmark with what the options say, and prints its results."""
 
+    benchmark = bench_of(name)
+
     def command(rounds: int, no_peers: bool, as_json: bool, as_csv: bool, page: Path | None, **chosen: Any) -> None:
         from .formats import check, show
         from .progress import watching
         from .suite import Suite
 
-        module, form = bench_of(name), _form(as_json, as_csv, page)
-        chosen |= told(name)
-        if wrong := getattr(module, "mistakes", lambda **_: [])(**chosen):
+        form = _form(as_json, as_csv, page)
+        if wrong := benchmark.mistakes(**chosen):
             raise click.UsageError("; ".join(wrong))
         with watching() as watch:
-            suite = Suite([module.run(**chosen, rounds=rounds, peers=not no_peers, watch=watch)])
+            suite = Suite([benchmark.run(**chosen, rounds=rounds, peers=not no_peers, watch=watch)])
         show(suite, form, alone=True, page=page)
         check(suite)
 
     rounds = click.option("--rounds", type=click.IntRange(1), default=7, show_default=True)
-    return click.command(name, help=f"Time {name}.")(together(command, *bench_of(name).OPTIONS, rounds, NO_PEERS, with_outputs))
+    return click.command(name, help=f"Time {name}.")(
+        with_options(command, *(axis.option for axis in benchmark.axes), rounds, NO_PEERS, *OUTPUTS)
+    )
 
 
 @bench.command("all")
@@ -88,7 +100,9 @@ def _command(name: str) -> click.Command:
 @click.option("--rounds", type=click.IntRange(1), help="Default: 7, or 3 with --quick.")
 @NO_PEERS
 @with_outputs
-def every(quick, model, tp, rounds, no_peers, as_json, as_csv, page) -> None:
+def every(
+    quick: bool, model: str | None, tp: int, rounds: int | None, no_peers: bool, as_json: bool, as_csv: bool, page: Path | None
+) -> None:
     """Time every operator, in its benchmark's default cases.
 
     An operator whose benchmark fails does not stop the others. It is named at the end, and the exit code is 1.
@@ -110,7 +124,7 @@ def every(quick, model, tp, rounds, no_peers, as_json, as_csv, page) -> None:
 @bench.command("render")
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 @with_outputs
-def render(files, as_json, as_csv, page) -> None:
+def render(files: tuple[Path, ...], as_json: bool, as_csv: bool, page: Path | None) -> None:
     """Show results that --json printed into FILES, plain or .json.gz: as a table, or as the options say. Needs no GPU."""
     from .formats import load, show
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from ..errors import SsmgenError, bullets
 from ..files import FileError, plain, plain_values, read_json
-from . import bench_of
-from .rows import flat, op_of
+from .rows import flat
 from .schema import faults_of, is_suite
 from .suite import Suite, rows_and_failures, stitched
 
@@ -78,16 +77,6 @@ def as_csv(suite: Suite) -> str:
     return text.getvalue().rstrip("\n")
 
 
-def as_text(suite: Suite) -> str:
-    """Each operator's own table, and what failed."""
-    return "\n\n".join([bench_of(op_of(report)).table(report) for report in suite.reports] + _failed_lines(suite))
-
-
-def _failed_lines(suite: Suite) -> list[str]:
-    failures = rows_and_failures(suite)[1]
-    return ["\n".join(f"not timed: {failure.words}: {failure.error}" for failure in failures)] if failures else []
-
-
 def as_json(suite: Suite, alone: bool) -> str:
     """alone: the one report by itself, as a benchmark of one operator prints it."""
     value: Mapping[str, Any] = suite.reports[0] if alone else suite.as_dict()
@@ -106,8 +95,12 @@ def show(suite: Suite, form: str, alone: bool = False, page: Path | None = None)
         except OSError as e:
             raise FileError(f"{page} cannot be written: {e.strerror or e}") from e
     elif form == "table" and sys.stdout.isatty():
-        from .terminal import print_tables
+        from .table import print_tables
 
         print_tables(suite)
+    elif form == "table":
+        from .table import as_text
+
+        print(as_text(suite))
     else:
-        print({"table": as_text, "csv": as_csv, "json": lambda s: as_json(s, alone)}[form](suite))
+        print(as_csv(suite) if form == "csv" else as_json(suite, alone))

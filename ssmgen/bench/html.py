@@ -106,7 +106,8 @@ def _sections(suite: Suite, marks: Mapping[str, tuple[str, str]]) -> list[Sectio
     """A section for each report, in their order; then one for each operator that made none."""
     groups = [(op_of(group[0]), group) for group in _groups(suite.reports)]
     groups += [(op, []) for op in dict.fromkeys(entry["op"] for entry in suite.failed) if op not in dict(groups)]
-    ops, machines, count = [op for op, _ in groups], set(map(_machine, suite.reports)), Counter()
+    ops, machines = [op for op, _ in groups], set(map(_machine, suite.reports))
+    count: Counter[str] = Counter()
     sections = []
     for op, group in groups:
         count[op] += 1
@@ -166,12 +167,14 @@ def _share(row: Row, peer: str) -> float | None:
 def _overview(rows: Sequence[Row], marks: Mapping[str, tuple[str, str]]) -> list[Panel]:
     """What a call costs the host, and what compiling costs."""
     panels = []
+    times = [(row.host_us, row.host_bound_us) for row in rows if row.host_us is not None and row.host_bound_us is not None]
     timed = [row for row in rows if row.host_us is not None and row.host_bound_us is not None]
     if timed:
-        calls = {"ssmgen": [row.host_us for row in timed], "ssmgen, bound": [row.host_bound_us for row in timed]}
+        calls = {"ssmgen": [eager for eager, _ in times], "ssmgen, bound": [bound for _, bound in times]}
         styles = {"ssmgen": "ours", "ssmgen, bound": "ours"}
         for peer in peers_of(timed):
-            if values := [row.peers[peer].host_us for row in timed if peer in row.peers and row.peers[peer].host_us is not None]:
+            theirs = [row.peers[peer].host_us for row in timed if peer in row.peers]
+            if values := [us for us in theirs if us is not None]:
                 calls[peer], styles[peer] = values, marks[peer][0]
         caption = "host us per eager call: median and range of the cases"
         panels.append(Panel(caption, charts.bars(caption, list(calls), list(styles.values()), list(calls.values()))))

@@ -56,6 +56,7 @@ class Row:
     device: str
     date: str | None = None
     peers: Mapping[str, Peer] = field(default_factory=dict)  # by package
+    others: Mapping[str, float] = field(default_factory=dict)  # microseconds of our further contenders: without PDL, in two kernels, …
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +76,13 @@ class Failure:
 
 def op_of(report: Mapping[str, Any]) -> str:
     """The operator that was timed. Reports of release 0.1 may leave it out, of the one whose benchmark says so."""
-    op: str = report["op"] if "op" in report else next(op for op in benchmarks() if bench_of(op).REPORT.nameless)
+    op: str = report["op"] if "op" in report else next(op for op in benchmarks() if bench_of(op).nameless)
     return op
 
 
 def point_of(report: Mapping[str, Any], row: Mapping[str, Any]) -> Point:
-    point: Point = bench_of(op_of(report)).point(report, row)
-    return point
+    bench, at = bench_of(op_of(report)), {**report, **row}
+    return Point(bench.words(at), bench.size_of, bench.size(at), None if row.get("hot") else bench.ceiling)
 
 
 def rows_of(report: Mapping[str, Any]) -> list[Row]:
@@ -121,8 +122,16 @@ def _row(report: Mapping[str, Any], row: Mapping[str, Any]) -> Row:
         rule=row["rule"],
         device=report["device"],
         date=report.get("date"),
+        others=_others(row),
         peers={name.partition(".")[0]: Peer(us[name], ratio, host.get(name)) for name, ratio in row["peer_ratio"].items()},
     )
+
+
+def _others(row: Mapping[str, Any]) -> dict[str, float]:
+    """The times that no other field has."""
+    first = row.get("served", "ssmgen_pdl" if "ssmgen_pdl" in row["us"] else "ssmgen")
+    known = {first, "copy", "copy_pdl", "mul", *row["peer_ratio"]}
+    return {"no PDL" if name == "ssmgen" else name: us for name, us in row["us"].items() if name not in known}
 
 
 def by_case(rows: Iterable[Row]) -> dict[str, list[Row]]:
@@ -142,7 +151,7 @@ def flat(rows: Iterable[Row], failures: Iterable[Failure] = ()) -> Iterator[dict
     """Rows as dictionaries of plain values with the same keys each: those of Row, three of every peer, and why a case failed."""
     rows, failures = list(rows), list(failures)
     last = ("spec", "rule", "device", "date")
-    own = [f.name for f in fields(Row) if f.name not in (*last, "peers")]
+    own = [f.name for f in fields(Row) if f.name not in (*last, "peers", "others")]
     theirs = [f"{peer}_{name}" for peer in peers_of(rows) for name in ("us", "ratio", "host_us")]
     empty: dict[str, Any] = dict.fromkeys([*own, *theirs, *last, "failed"])
     for row in rows:

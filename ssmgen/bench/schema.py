@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from . import bench_of, benchmarks
@@ -93,22 +93,19 @@ ERROR = maybe(PART)
 
 @dataclass(frozen=True)
 class Report:
-    """What an operator's report holds; a benchmark's module has it as `REPORT`.
+    """What an operator's report holds: case, what names a case of it; head, of the report; row, what else its timed ones have.
 
-    head: of the report, case: what names a case of it, row: what else its timed ones have.
+    copied: the slot copy bounds it; otherwise a multiplication.
     """
 
     case: Fields
-    head: Fields = field(default_factory=dict)
-    row: Fields = field(default_factory=dict)
-    times: tuple[str, ...] = ("ssmgen",)  # contenders that the table names
-    nameless: bool = False  # reports of release 0.1 do not say which operator they are of
-    copied: bool = True  # a copy of the same slots is the bound; otherwise a multiplication
+    head: Fields
+    row: Fields
+    copied: bool
+    times: tuple[str, ...]  # contenders that every row has
 
 
-SIZED: dict[str, Kind] = {"dtype": TEXT, "shape": list_of(COUNT, 2), "form": TEXT, "hot": FLAG}
-COPY: dict[str, Kind] = {"copy_ratio": maybe(RATIO), "ceiling_fraction": maybe(PART)}
-MULTIPLIED: dict[str, Any] = {"times": ("ssmgen", "mul"), "copied": False}
+COPY: dict[str, Kind] = {"copy_ratio": maybe(RATIO), "ceiling_fraction?": maybe(PART), "copy_us?": maybe(TIME)}
 MUL: dict[str, Kind] = {"mul_ratio": RATIO}
 
 FAILED = {"op": TEXT, "error": TEXT}
@@ -149,16 +146,16 @@ def _of_report(where: str, report: Any) -> Iterator[str]:
     if not isinstance(op, str) or op not in benchmarks():
         yield f"{dot}op is {reprlib.repr(op)}, which is none of {', '.join(benchmarks())}"
         return
-    form = bench_of(op).REPORT
-    of_fields = object_of(form.case | ROW | form.row | {"us": by_name(TIME, *form.times)})
+    form = bench_of(op).form
+    of_fields = object_of({**form.case, **ROW, **form.row, "us": by_name(TIME, *form.times)})
 
     def row(where: str, value: Any) -> Iterator[str]:
         """Its fields; then, if they are right, what they say of each other."""
         wrong = list(of_fields.faults(where, value))
         yield from wrong or _between(where, value, form)
 
-    rows, failed = list_of(Kind(row)), list_of(object_of(form.case | {"error": TEXT}))
-    yield from object_of(HEAD | form.head | {"rows": rows, "failed?": failed}).faults(where, report)
+    rows, failed = list_of(Kind(row)), list_of(object_of({**form.case, "error": TEXT}))
+    yield from object_of({**HEAD, **form.head, "rows": rows, "failed?": failed}).faults(where, report)
 
 
 def _between(where: str, row: Mapping[str, Any], form: Report) -> Iterator[str]:

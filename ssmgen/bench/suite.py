@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..models import find_model
-from . import bench_of, benchmarks, told
+from . import bench_of, benchmarks
 from . import report as reports
 from .progress import PRINTING, Watch
 from .rows import Failure, Row, failures_of, rows_of
@@ -30,12 +30,12 @@ class Suite:
 
 def tasks(quick: bool = False, model: str | None = None, tp: int = 1) -> dict[str, dict[str, Any]]:
     """operator -> options of its `run`. Raises ModelError for a model that is not known or cannot be divided."""
-    options = {op: dict(bench_of(op).QUICK) if quick else {} for op in benchmarks()}
+    options = {op: dict(bench_of(op).quick) if quick else {} for op in benchmarks()}
     if model is None:
         return options
     divided = find_model(model).divided(tp)
-    named = {op: bench_of(op).of_model(divided, tp, quick, **told(op)) for op in options}
-    return {op: options[op] | own for op, own in named.items() if own is not None}
+    named = {op: bench_of(op).of_model(divided, tp, quick) for op in options}
+    return {op: {**options[op], **own} for op, own in named.items() if own is not None}
 
 
 def run(work: Mapping[str, Mapping[str, Any]], rounds: int = 7, peers: bool = True, watch: Watch = PRINTING) -> Suite:
@@ -48,7 +48,7 @@ def run(work: Mapping[str, Mapping[str, Any]], rounds: int = 7, peers: bool = Tr
     suite, ops = Suite(), list(work)
     for i, op in enumerate(ops):
         try:
-            suite.reports.append(bench_of(op).run(**told(op), **work[op], rounds=rounds, peers=peers, watch=watch))
+            suite.reports.append(bench_of(op).run(**work[op], rounds=rounds, peers=peers, watch=watch))
         except KeyboardInterrupt:
             suite.failed += [{"op": left, "error": "interrupted"} for left in ops[i:]]
             break

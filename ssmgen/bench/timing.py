@@ -16,9 +16,11 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 
+Key = TypeVar("Key")
 Launch = Callable[[int], object]  # of the i-th input set
 
 
@@ -40,13 +42,13 @@ def capture(launch: Launch, sets: int, least: int = 24) -> tuple[torch.cuda.CUDA
     return graph, repeats * sets
 
 
-def device_us(contenders: Mapping[str, Launch], sets: int, rounds: int = 7, captures: int = 2, least: int = 24) -> dict[str, float]:
+def device_us(contenders: Mapping[Key, Launch], sets: int, rounds: int = 7, captures: int = 2, least: int = 24) -> dict[Key, float]:
     """Microseconds per launch of each contender: the least, over `captures` graphs of at least so many launches, of the median of `rounds`
     replays."""
-    best: dict[str, float] = {}
+    best: dict[Key, float] = {}
     for _ in range(captures):
         graphs = {name: capture(launch, sets, least) for name, launch in contenders.items()}
-        times: dict[str, list[float]] = {name: [] for name in graphs}
+        times: dict[Key, list[float]] = {name: [] for name in graphs}
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for _ in range(rounds):
             for name, (graph, launches) in graphs.items():

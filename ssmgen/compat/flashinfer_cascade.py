@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..families.combine_splits.call import combine_splits
 from .operands import takes as _takes
+from .operands import two as _two
 
 
 def _f32(s: Tensor) -> Tensor:
@@ -23,7 +24,7 @@ def _f32(s: Tensor) -> Tensor:
 @_takes(v_a="[n, heads, head_dim]", s_a="[n, heads]", s_b="[n, heads]")
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
     """v_a, v_b: [n, heads, head_dim]; s_a, s_b: [n, heads]. Returns (v, s)."""
-    return combine_splits((v_a, v_b), (_f32(s_a), _f32(s_b)), lse_base=2, return_lse=True)
+    return _two(combine_splits((v_a, v_b), (_f32(s_a), _f32(s_b)), lse_base=2, return_lse=True))
 
 
 @_takes(s_other="[n, heads]", mask="[n]")
@@ -37,10 +38,10 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
 @_takes(v="[n, states, heads, head_dim]", s="[n, states, heads]")
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """v: [n, states, heads, head_dim]; s: [n, states, heads]. Returns ([n, heads, head_dim], [n, heads])."""
-    return combine_splits(v.transpose(0, 1), _f32(s).transpose(0, 1), lse_base=2, return_lse=True)
+    return _two(combine_splits(v.transpose(0, 1), _f32(s).transpose(0, 1), lse_base=2, return_lse=True))
 
 
 @_takes(s="[states, heads]")
 def variable_length_merge_states(v: Tensor, s: Tensor, indptr: Tensor) -> tuple[Tensor, Tensor]:
     """v: [states of all, heads, head_dim]; s: [states of all, heads]; indptr: [n + 1]. Returns ([n, heads, head_dim], [n, heads])."""
-    return combine_splits(v, _f32(s), indptr, lse_base=2, return_lse=True)
+    return _two(combine_splits(v, _f32(s), indptr, lse_base=2, return_lse=True))

@@ -78,7 +78,7 @@ def checkpointing_ssu(
         problems.append(f"algorithm is {algorithm!r}, not 'auto', 'monolith' or 'two-kernel'")
     if (cu_seqlens is None) != (max_seqlen is None):
         problems.append("cu_seqlens and max_seqlen go together")
-    given = (x, dt, B, C, z, out)
+    given, result = (x, dt, B, C, z, out), out
     if cu_seqlens is not None:
         for name, t in zip(("x", "dt", "B", "C", "z", "out"), given, strict=True):
             if isinstance(t, Tensor) and (t.dim() != 4 or t.shape[0] != 1):
@@ -86,8 +86,9 @@ def checkpointing_ssu(
     if problems:
         raise ArgumentError(NAME, problems)
     if cu_seqlens is not None:
-        given = tuple(t.squeeze(0) if isinstance(t, Tensor) else t for t in given)
-    x, dt, B, C, z, result = given
+        x, dt, B, C = (t.squeeze(0) if isinstance(t, Tensor) else t for t in (x, dt, B, C))
+        z = z.squeeze(0) if isinstance(z, Tensor) else z
+        result = result.squeeze(0) if isinstance(result, Tensor) else result
     seed = rand_seed.reshape(1) if isinstance(rand_seed, Tensor) and rand_seed.numel() == 1 else rand_seed
     _native(
         state, _tokens_first(x_cache), _tokens_first(B_cache), dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, D, z,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -12,11 +14,19 @@ from ..errors import ArgumentError, UnsupportedError
 from ..families.linear_attention.call import gated_delta_rule, kda
 
 
+@overload
+def first(t: Tensor, n: int) -> Tensor: ...
+@overload
+def first(t: Tensor | None, n: int) -> Tensor | None: ...
 def first(t: Tensor | None, n: int) -> Tensor | None:
     """The first n rows: engines pass buffers that are made for more sequences than there are."""
     return t if t is None or t.shape[0] == n else t[:n]
 
 
+@overload
+def first_column(t: Tensor, n: int) -> Tensor: ...
+@overload
+def first_column(t: Tensor | None, n: int) -> Tensor | None: ...
 def first_column(t: Tensor | None, n: int) -> Tensor | None:
     """The first n rows of an index, and of one with columns the first of these; what has none stays as it is, for the checks to name."""
     return first(t, n) if t is None or t.dim() == 1 or not t.shape[1] else t[:n, 0]
@@ -97,11 +107,11 @@ def from_logits(
     lead = tuple(v.shape[:3])
     if state.dim() == 2 and state.shape[1] >= (size := math.prod((*v.shape[2:], K))):
         state = state[:, :size].unflatten(1, (*v.shape[2:], K))
-    function, how = (kda, {"lower_bound": lower_bound}) if is_kda else (gated_delta_rule, {})
+    function: Callable[..., Tensor] = partial(kda, lower_bound=lower_bound) if is_kda else gated_delta_rule
     gate = shaped(a, (*lead, K) if is_kda else lead)
     out = function(
         state, q, k, v, gate, shaped(b, lead), shaped(A_log, (A_log.numel(),)), shaped(dt_bias, (dt_bias.numel(),)), beta_sigmoid=True,
-        out=new_output(q, v), **how, **options,
+        out=new_output(q, v), **options,
     )  # fmt: skip
     return shaped(out, shape)
 
@@ -116,7 +126,7 @@ def on_a_pool(
         reasons.append("inplace_final_state=False: ssmgen updates the pool")
     if indices is not None and indices.dim() == 1 and accepted is not None:
         reasons.append("num_accepted_tokens with ssm_state_indices of one axis: no column per token to start from")
-    if reasons:
+    if reasons or indices is None:
         raise UnsupportedError(name, reasons)
     sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     read, write = first(indices, sequences), None

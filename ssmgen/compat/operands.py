@@ -15,11 +15,24 @@ from torch import Tensor
 from ..calls.checks import oddity
 from ..errors import ArgumentError
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")  # apart from R: type checkers read no assignment of both
+R = TypeVar("R")
 # Of an annotation's words, the type that it lets through, and how a message calls it. Of what has another word, or is named by a string,
 # the function knows which there are.
 _KINDS: Mapping[str, type] = {"Tensor": Tensor, "bool": bool, "int": Integral, "float": Real, "None": type(None)}
 _CALLED = {"Tensor": "a tensor", "bool": "True or False", "int": "an integer", "float": "a number", "None": "None"}
+
+
+def one(result: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """The result of a call that asks for no more than the output."""
+    assert isinstance(result, Tensor)
+    return result
+
+
+def two(result: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The results of a call that asks for something beside the output."""
+    assert isinstance(result, tuple)
+    return result
 
 
 def takes(flags: str = "", **shapes: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -28,6 +28,7 @@ from .draft_trees import steps_of as _steps_of
 from .gated_delta import first as _first
 from .lightning import lightning_attention as lightning_attention
 from .lightning import linear_decode_forward_triton as linear_decode_forward_triton
+from .operands import one as _one
 from .operands import takes as _takes
 from .sglang_delta import chunk_gated_delta_rule as chunk_gated_delta_rule
 from .sglang_delta import chunk_kda as chunk_kda
@@ -158,19 +159,17 @@ def causal_conv1d_update_triton(
     if cache_seqlens is not None:
         reason = "cache_seqlens: a ring, in the function that is named for it"
         raise UnsupportedError("sglang's causal_conv1d_update", [reason])
-    batch, tree = x.shape[0], {}
-    if retrieve_next_token is not None:
-        tree = {
-            "first_children": _first(retrieve_next_token, batch), "next_siblings": _first(retrieve_next_sibling, batch),
-            "parents_out": _first(retrieve_parent_token, batch),
-        }  # fmt: skip
+    batch, tree = x.shape[0], retrieve_next_token is not None
     if num_accept_tokens is None:
         conv_state = conv_state[..., : weight.shape[1] - 1]
     rows = None if intermediate_conv_window is None else _first(intermediate_state_indices, batch)
     return _conv_update(
         x, conv_state, weight, bias, activation, conv_state_indices=_first(conv_state_indices, batch),
         num_accepted_tokens=_first(num_accept_tokens, batch), intermediate_conv_window=intermediate_conv_window,
-        intermediate_state_indices=rows, pad_slot_id=pad_slot_id, **tree,
+        intermediate_state_indices=rows, pad_slot_id=pad_slot_id,
+        first_children=_first(retrieve_next_token, batch) if tree else None,
+        next_siblings=_first(retrieve_next_sibling, batch) if tree else None,
+        parents_out=_first(retrieve_parent_token, batch) if tree else None,
     )  # fmt: skip
 
 
@@ -204,11 +203,18 @@ def causal_conv1d_fn(
     if conv_states is not None:
         conv_states = conv_states[..., : weight.shape[1] - 1]
     sequences = x.shape[0] if query_start_loc is None else query_start_loc.shape[0] - 1
-    return _conv(
-        x, weight, bias, activation=activation, query_start_loc=query_start_loc, conv_states=conv_states,
-        conv_state_indices=_first(cache_indices, sequences), has_initial_state=_first(has_initial_state, sequences),
+    found = _conv(
+        x,
+        weight,
+        bias,
+        activation=activation,
+        query_start_loc=query_start_loc,
+        conv_states=conv_states,
+        conv_state_indices=_first(cache_indices, sequences),
+        has_initial_state=_first(has_initial_state, sequences),
         pad_slot_id=pad_slot_id,
-    )  # fmt: skip
+    )
+    return _one(found)  # fmt: skip
 
 
 @_takes(**gated_delta.PACKED)

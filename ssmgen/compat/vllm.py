@@ -27,6 +27,7 @@ from . import vllm_steps as _steps
 from .gated_delta import first as _first
 from .lightning import lightning_attention as lightning_attention
 from .lightning import linear_decode_forward_triton as linear_decode_forward_triton
+from .operands import one as _one
 from .operands import takes as _takes
 from .vllm_delta import chunk_gated_delta_rule as chunk_gated_delta_rule
 from .vllm_delta import chunk_kda as chunk_kda
@@ -48,6 +49,11 @@ from .vllm_steps import fused_recurrent_kda_with_fused_gate as fused_recurrent_k
 from .vllm_steps import fused_recurrent_kda_with_safe_gate as fused_recurrent_kda_with_safe_gate
 
 _BY_TOKEN = "[N] or [N, T]"
+
+
+def _columns(index: Tensor) -> Tensor:
+    """An index with a column per token."""
+    return index if index.dim() == 2 else index[:, None]
 
 
 @_takes(
@@ -93,9 +99,8 @@ def selective_state_update(
     read, write = state_batch_indices, None if dst_state_batch_indices is state_batch_indices else dst_state_batch_indices
     seed = None
     if num_accepted_tokens is not None and read is not None:
-        read, write = _first(read, sequences), _first(write, sequences)
-        read, write = (t if t is None or t.dim() == 2 else t[:, None] for t in (read, write))
-        write = read if write is None else write
+        read = _columns(_first(read, sequences))
+        write = read if write is None else _columns(_first(write, sequences))
         write = write[:, :1] if cu_seqlens is None else write
         num_accepted_tokens = _first(num_accepted_tokens, sequences).clamp(min=1)
     else:
@@ -177,11 +182,12 @@ def causal_conv1d_fn(
     pad_slot_id and metadata divide vLLM's work among programs, and validate_data checks: ignored
     """
     sequences = query_start_loc.shape[0] - 1
-    return _conv(
+    found = _conv(
         x, weight, bias, activation=activation, query_start_loc=query_start_loc, conv_states=conv_states[..., : weight.shape[1] - 1],
         conv_state_indices=_first(cache_indices, sequences), has_initial_state=_first(has_initial_state, sequences),
         pad_slot_id=_pad(null_block_id),
     )  # fmt: skip
+    return _one(found)
 
 
 @_takes(**gated_delta.PACKED)
@@ -233,6 +239,7 @@ def fused_recurrent_gated_delta_rule(
     """
     name = "vllm's fused_recurrent_gated_delta_rule"
     options = gated_delta.on_a_pool(name, v, initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, num_accepted_tokens)
+    assert initial_state is not None, "on_a_pool raises without one"
     beta = v.new_ones(()).expand(v.shape[:-1]) if beta is None else beta
     out = _gated_delta_rule(
         initial_state, q, k, v, g, beta, use_qk_l2norm=use_qk_l2norm_in_kernel, scale=scale, out=gated_delta.new_output(q, v), **options
@@ -269,6 +276,7 @@ def fused_sigmoid_gating_delta_rule_update(
     if (beta, threshold) != (1.0, 20.0):
         raise UnsupportedError(name, [f"the softplus of the gate has beta {beta} and threshold {threshold}, not 1 and 20"])
     options = gated_delta.on_a_pool(name, v, initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, num_accepted_tokens)
+    assert initial_state is not None, "on_a_pool raises without one"
     out = gated_delta.from_logits(
         initial_state, q, k, v, a, b, A_log, dt_bias, is_kda, use_qk_l2norm=use_qk_l2norm_in_kernel, scale=scale, **options
     )

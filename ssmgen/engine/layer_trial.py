@@ -31,7 +31,8 @@ class Maker:
     def state(self, dtype: DType | Narrow, slots: int, shape: tuple[int, ...], odd: bool) -> Tensor:
         size = torch.Size(shape).numel()
         pool = torch.randn(slots, size + (1 if odd else 16), generator=self.generator).to(STORED_DTYPES[dtype])
-        return pool[:, :size].unflatten(1, shape)
+        found: Tensor = pool[:, :size].unflatten(1, shape)
+        return found
 
     def convolution(self, spec: Layer, slots: int, batch: int, channels: int) -> dict[str, Tensor | None]:
         """What the short convolution reads and moves on."""
@@ -59,13 +60,15 @@ class Maker:
         length, gap = spec.conv.width - 1, 0 if lies["saved_runs"] else 1
         row = channels * (length + gap) + -channels * (length + gap) % 8
         wide = torch.full((rows, spec.conv.tokens + 1, row), 7.0, dtype=TORCH_DTYPES[spec.conv_dtype])
-        return wide[..., : channels * (length + gap)].unflatten(-1, (channels, length + gap))[..., :length]
+        found: Tensor = wide[..., : channels * (length + gap)].unflatten(-1, (channels, length + gap))[..., :length]
+        return found
 
     def states(self, dtype: DType | Narrow, rows: int, tokens: int, shape: tuple[int, ...], odd: bool) -> Tensor:
         """A buffer for the states after each token, with one column too many."""
         size = torch.Size(shape).numel()
         wide = torch.full((rows, tokens + 1, size + (1 if odd else 16)), 7.0, dtype=STORED_DTYPES[dtype])
-        return wide[..., :size].unflatten(-1, shape)
+        found: Tensor = wide[..., :size].unflatten(-1, shape)
+        return found
 
     def rows(self, index: Index, rows: int, batch: int) -> Tensor | None:
         """The rows of those buffers that sequences have; the third sequence's is none of them."""

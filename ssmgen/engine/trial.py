@@ -67,12 +67,12 @@ def trial(
 # Parts of operands. Each draws from the generator as often as it says how much it makes, so that a seed says all of a trial.
 
 
-def ordered(spec: Any, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What the kernel takes of it, in the kernel's order. Raises TrialError for an operand that was not made."""
+def ordered(spec: Any, made: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """The operands that the kernel takes, in the kernel's order. Raises TrialError for an operand that was not made."""
     operands = spec.operands()
     if missing := [name for name in operands if name not in made]:
         raise TrialError(f"the trial of {spec.family} makes no {', '.join(missing)}, which is an operand of {spec}. Make it in trial.py.")
-    return {name: made[name] for name in operands}
+    return {name: t for name in operands if (t := made[name]) is not None}
 
 
 def cycled(values: Sequence[int], count: int) -> list[int]:

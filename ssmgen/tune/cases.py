@@ -5,13 +5,11 @@ A family's `tuning.py` makes them, `{operator: cases(given, batches, tokens, dev
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ..bench import bench_of, told
-from ..bench import report as reports
-from ..calls.checks import TORCH_DTYPES
+from ..bench import bench_of
+from ..bench.case import Case as BenchCase
 from ..calls.public import Call, call_of
 from ..errors import SsmgenError
 from ..family import parts
@@ -55,7 +53,7 @@ def used(operator: str, names: Sequence[str]) -> bool:
 
 
 def _uses(operator: str, model: Model) -> bool:
-    return bench_of(operator).of_model(model, 1, True, **told(operator)) is not None
+    return bench_of(operator).of_model(model, 1, True) is not None
 
 
 def users(operator: str) -> list[Model]:
@@ -68,17 +66,6 @@ def states_of(model: Model) -> list[DType]:
     return list(dict.fromkeys((model.state, DType.BF16)))
 
 
-def part_of(pool: Any, least_bytes: float, batch: int) -> Any:
-    """A part of a pool, of as many slots as keep the inputs of a batch cold."""
-    return pool[: max(math.ceil(least_bytes / pool[0].nbytes), reports.MIN_SETS * batch)]
-
-
-def pool_of(shape: Sequence[int], state: DType, batches: Sequence[int], least_bytes: float, device: str) -> Any:
-    """Slots enough for cold inputs of every batch."""
-    slot = math.prod(shape) * state.size
-    return reports.normal_pool(max(math.ceil(least_bytes / slot), reports.MIN_SETS * max(batches)), shape, TORCH_DTYPES[state], device)
-
-
-def case_of(label: str, bench: Any, gate: Callable[[], Any] | None = None) -> Case:
+def case_of(label: str, bench: BenchCase) -> Case:
     """A benchmark's case as a case to tune."""
-    return Case(label, bench.sets, lambda i: call_of(bench.function, **bench.arguments(i), pdl=True), gate or bench.gate)
+    return Case(label, bench.sets, lambda i: call_of(bench.function, **bench.arguments(i), pdl=True), bench.gate)

@@ -55,7 +55,10 @@ class Duration(click.ParamType):
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The table to write. Default: yours of this GPU.")
 @click.option("--lease", type=click.FloatRange(1), default=LEASE, show_default=True, help=LEASE_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
-def tune(op, models, batches, tokens, tp, budget, again, out, lease, as_json) -> None:
+def tune(
+    op: str, models: tuple[str, ...], batches: tuple[int, ...], tokens: tuple[int, ...], tp: int, budget: float, again: bool,
+    out: Path | None, lease: float, as_json: bool,
+) -> None:  # fmt: skip
     """Measure which variant is the fastest on this GPU, and serve it from now on.
 
     Every legal variant of a call is considered; those that may win are compiled, checked bit for bit against the one that the rules would
@@ -159,7 +162,7 @@ def gain(rows: list[table.Row]) -> str:
     help="Only rows on which today's rules lose more than so many percent; exits with 1 if there are any.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
-def tuned(gpu, lost, as_json) -> None:
+def tuned(gpu: str | None, lost: float | None, as_json: bool) -> None:
     """List the measured choices, what the rules lose to each, and which are no longer believed.
 
     With --lost, a row whose variant the rules choose by now counts as one on which they lose nothing, and stale rows are left out.

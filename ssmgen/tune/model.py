@@ -56,8 +56,8 @@ class Candidate:
 def promising(candidates: Sequence[Candidate], card: Card, most: int, near: KernelSpec) -> list[Candidate]:
     """The candidates that may win, at most so many, those first that differ least from a known good variant; all where the model has no
     opinion. The model is too coarse to rank what it lets through."""
-    expected = {c: c.expected_us(card) for c in candidates}
-    if None in expected.values():
+    expected = {c: us for c in candidates if (us := c.expected_us(card)) is not None}
+    if len(expected) < len({*candidates}):
         return list(candidates)
     limit = SLACK * min(expected.values(), default=0.0)
     return sorted((c for c in candidates if expected[c] <= limit), key=lambda c: (_apart(c.spec, near), expected[c], str(c.spec)))[:most]

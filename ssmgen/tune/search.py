@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,7 +146,7 @@ def _promising(call: Call, rule: KernelSpec, bench: Bench, pdl: bool) -> list[Ke
     grid = {spec: call.caller.family.grid_of(spec, views) for spec in legal}
     likely = model.promising([model.Candidate(spec, grid[spec]) for spec in legal], bench.card, COMPILED, rule)
     built = build([(part, arch) for c in likely for part in c.spec.kernels], shared_cache())
-    used = {b.spec: b.entry.resources for b in built if b.error is None}
+    used = {b.spec: b.entry.resources for b in built if b.entry is not None and b.error is None}
     compiled = [
         model.Candidate(c.spec, c.grid, used[c.spec].registers, used[c.spec].shared)
         for c in likely
@@ -187,10 +187,14 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
+def _in_turn(plans: Sequence[Callable[[], object]]) -> timing.Launch:
+    return lambda i: plans[i]()
+
+
 def _times(calls: list[Call], sets: int, specs: list[KernelSpec], rounds: int, captures: int) -> dict[KernelSpec, float]:
     launches, pointers = {spec: calls[0].launch_with(spec) for spec in specs}, [call.pointers for call in calls]
     plans = {spec: [launch.at(at) for at in pointers] for spec, launch in launches.items()}
-    contenders: dict[Any, timing.Launch] = {spec: lambda i, plan=plan: plan[i]() for spec, plan in plans.items()}
+    contenders = {spec: _in_turn(plan) for spec, plan in plans.items()}
     (once,) = timing.device_us({specs[0]: contenders[specs[0]]}, sets, rounds=1, captures=1, least=1).values()
     return timing.device_us(contenders, sets, rounds, captures, least=min(24, math.ceil(GRAPH_US / once)))
 

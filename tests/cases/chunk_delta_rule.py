@@ -32,6 +32,5 @@ BENCH = {  # options of a benchmark's `run`: two cases or more
         "forms": ("batch", "pool", "delta_rule"),
         "head_k": 16,
         "head_v": 16,
-        "device": "cpu",
     }
 }

@@ -43,6 +43,5 @@ BENCH = {  # options of a benchmark's `run`: two cases or more
         "forms": ("kda", "kda_slow", "gla", "rwkv7"),
         "head_k": 16,
         "head_v": 16,
-        "device": "cpu",
     }
 }

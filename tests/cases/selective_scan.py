@@ -22,4 +22,4 @@ def call(device: str = "cpu") -> dict[str, Any]:
 
 
 CALLS = {"selective_scan": call}  # of each public function
-BENCH = {"selective_scan": {"shapes": ((16, 1, 40),), "device": "cpu"}}  # options of a benchmark's `run`: two cases or more
+BENCH = {"selective_scan": {"shapes": ((16, 1, 40),)}}  # options of a benchmark's `run`: two cases or more

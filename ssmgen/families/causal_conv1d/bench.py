@@ -1,4 +1,4 @@
-"""Cases and contenders for causal_conv1d, with a bias and SiLU.
+"""The benchmark of causal_conv1d, with a bias and SiLU.
 
 x and out rotate over as many sets as exceed 640 MB; weight and bias do not rotate. TB/s counts x, read once, and out, written once. The
 ceiling is torch's multiplication of dense tensors of as many elements, out of place, on the memory of the same sets.
@@ -13,10 +13,8 @@ tensor; that is kept until the set's next turn, so that its outputs rotate too. 
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -26,58 +24,23 @@ from torch import Tensor
 
 import ssmgen
 
-from ...accuracy import norm_error
-from ...bench import options as cli
+from ...bench import axes
 from ...bench import report as reports
-from ...bench import schema
-from ...bench.multiplied import PROMPT, keeping, measure
-from ...bench.progress import PRINTING, Watch
-from ...bench.report import GATE, cell
-from ...bench.rows import Point
-from ...bench.schema import COUNT, TEXT
+from ...bench.axes import At
+from ...bench.case import EXACT, Call, Case, Launch, cuts_of, keeping
+from ...bench.engine import Bench
+from ...bench.prompts import PROMPT, prompt_sets
 from ...calls.checks import TORCH_DTYPES
-from ...errors import SsmgenError
 from ...models import Model
 from ...spec import DType
-from .reference import causal_conv1d as reference
 from .spec import MAX_WIDTH, ConvLayout
 
 SHAPES = [(1, 1536, 2048), (16, 1536, 2048), (4, 4096, 4096), (1, 8192, 8192), (1, 2048, 131072), (2, 12288, 16384)]
-SET_BYTES, MIN_SETS = 640e6, 2
 HOST_BYTES = 2**25  # host times are of cases up to this
 SEQUENCES = 8
 CHECKED = 16  # channels that the gate looks at
-
-
-WIDTH = click.option("--width", type=click.IntRange(2, MAX_WIDTH), default=4, show_default=True)
-DTYPE = click.option("--dtype", type=cli.Choice(DType), default=DType.BF16.value, show_default=True, help="Of x, and of all else.")
-OPTIONS = (
-    cli.several(
-        "--shape",
-        "shapes",
-        cli.Shape("B,D,L", "1,1536,2048"),
-        help="Batch, channels, tokens; may repeat. Default: six, 6 to 800 MB of x.",
-    ),
-    cli.several("--layout", "layouts", cli.Choice(ConvLayout), help="Which axis of x is contiguous; may repeat. Default: both."),
-    cli.several("--form", "forms", click.Choice(["plain", "odd", "varlen", "seq_idx", "states"]), help="May repeat. Default: plain."),
-    WIDTH,
-    DTYPE,
-)
-REPORT = schema.Report(
-    {"layout": TEXT, "form": TEXT, "width": COUNT, "dtype": TEXT, "shape": schema.list_of(COUNT, 3)},
-    {"width": COUNT, "dtype": TEXT},
-    schema.MUL,
-    **schema.MULTIPLIED,
-)
-QUICK: dict[str, Any] = {"shapes": ((1, 1536, 2048), (4, 4096, 4096))}
-
-
-def of_model(model: Model, tp: int, quick: bool) -> dict[str, Any] | None:
-    """Options of `run` for a model that has a short convolution; tp: already divided by."""
-    if not model.conv_channels:
-        return None
-    sizes = (1, 4) if quick else (1, 4, 16, 64)
-    return {"shapes": tuple((n, model.conv_channels, PROMPT) for n in sizes), "width": model.conv_width}
+WIDTH = axes.one("--width", click.IntRange(2, MAX_WIDTH), 4, head=True)
+DTYPE = axes.one("--dtype", axes.Choice(DType), DType.BF16, "Of x, and of all else.", head=True)
 
 
 class Form(Enum):
@@ -88,179 +51,101 @@ class Form(Enum):
     STATES = "states"
 
 
-@dataclass
-class Case:
-    """Rotating inputs of one shape, (batch, dim, length)."""
+def inputs(at: At, device: torch.device) -> Case:
+    (B, D, L), dtype, form = at.shape, TORCH_DTYPES[at.dtype], at.form
+    first, margin, packed = at.layout is ConvLayout.FIRST, int(form is Form.ODD), form is Form.VARLEN
+    B, L = (1, B * L) if packed else (B, (L - 1) | 1 if form is Form.ODD else L)
+    numel = B * D * L
+    sets = prompt_sets(2 * numel * dtype.itemsize)
 
-    shape: tuple[int, int, int]
-    layout: ConvLayout = ConvLayout.FIRST
-    form: Form = Form.PLAIN
-    width: int = 4
-    dtype: torch.dtype = torch.bfloat16
-    device: torch.device | str = "cuda"
-    sets: int = field(init=False)
+    def made(*shape: int, margin: int = 0, fill: Callable[..., Tensor] = torch.randn) -> tuple[Tensor, Tensor]:
+        """(what is convolved, the memory that it is of)"""
+        memory = fill(*shape[:-1], shape[-1] + 2 * margin, device=device, dtype=dtype)
+        inner = memory[..., margin : shape[-1] + margin]
+        return (inner if first else inner.transpose(1, 2)), memory.flatten()
 
-    def __post_init__(self) -> None:
-        B, D, L = self.shape
-        odd, packed = self.form is Form.ODD, self.form is Form.VARLEN
-        B, L = (1, B * L) if packed else (B, (L - 1) | 1 if odd else L)
-        first = self.layout is ConvLayout.FIRST
-        rows = (B, D, L) if first else (B, L, D)
-        self.numel = B * D * L
-        self.sets = min(reports.MAX_SETS, max(MIN_SETS, math.ceil(SET_BYTES / self.bytes_moved)))
+    def states(count: int) -> Tensor:
+        return made(count, *((D, at.width - 1) if first else (at.width - 1, D)))[0]
 
-        def made(*shape: int, margin: int = 0, fill: Callable[..., Tensor] = torch.randn) -> tuple[Tensor, Tensor]:
-            """(what is convolved, the memory that it is of)"""
-            memory = fill(*shape[:-1], shape[-1] + 2 * margin, device=self.device, dtype=self.dtype)
-            inner = memory[..., margin : shape[-1] + margin]
-            return (inner if first else inner.transpose(1, 2)), memory.flatten()
+    rows = (B, D, L) if first else (B, L, D)
+    x, sources = zip(*[made(*rows, margin=margin) for _ in range(sets)], strict=True)
+    out, targets = zip(*[made(*rows, margin=0, fill=torch.empty) for _ in range(sets)], strict=True)
+    weight, bias = torch.randn(D, at.width, device=device, dtype=dtype) / at.width**0.5, torch.randn(D, device=device, dtype=dtype)
+    shared: dict[str, Any] = {"weight": weight, "bias": bias, "activation": "silu"}
+    starts = cuts_of(L, SEQUENCES, device)
+    count = len(starts) - 1  # SEQUENCES, or as many as there are tokens
+    if packed:
+        shared |= {"query_start_loc": starts, "conv_states": states(2 * count)}
+        shared |= {"conv_state_indices": torch.randperm(2 * count, device=device)[:count].int()}
+        shared |= {"has_initial_state": torch.arange(count, device=device) % 2 == 0}
+    elif form is Form.SEQ_IDX:
+        ids = torch.arange(count, device=device, dtype=torch.int32).repeat_interleave(starts.diff())
+        shared |= {"seq_idx": ids.expand(B, L).contiguous()}
+    elif form is Form.STATES:
+        shared |= {"initial_states": states(B), "return_final_states": True, "final_states_out": states(B)}
+    some = torch.linspace(0, D - 1, min(D, CHECKED), device=device).long()
 
-        def states(count: int) -> Tensor:
-            return made(count, *((D, self.width - 1) if first else (self.width - 1, D)))[0]
+    def part(call: Call) -> Call:
+        chosen = {n: call[n][:, some] for n in ("x", "out", "initial_states", "conv_states", "final_states_out") if n in call}
+        chosen |= {"weight": weight[some], "bias": bias[some]}
+        if form is not Form.SEQ_IDX:
+            return {**call, **chosen}
+        # The same as packed sequences, of which the reference is faster.
+        chosen |= {n: chosen[n].transpose(0, 1).flatten(1)[None] for n in ("x", "out")}
+        cuts = torch.cat([starts[:-1] + row * L for row in range(B)] + [starts[-1:] + (B - 1) * L])
+        return {n: t for n, t in call.items() if n != "seq_idx"} | chosen | {"query_start_loc": cuts}
 
-        self.x, self.inputs = zip(*[made(*rows, margin=int(odd)) for _ in range(self.sets)], strict=True)
-        self.out, self.outputs = zip(*[made(*rows, fill=torch.empty) for _ in range(self.sets)], strict=True)
-        self.weight = torch.randn(D, self.width, device=self.device, dtype=self.dtype) / self.width**0.5
-        self.bias = torch.randn(D, device=self.device, dtype=self.dtype)
-        self.more: dict[str, Any] = {}
-        cuts = torch.randperm(L - 1)[: SEQUENCES - 1].sort().values + 1
-        self.starts = torch.tensor([0, *cuts.tolist(), L], dtype=torch.int32, device=self.device)
-        count = len(self.starts) - 1  # SEQUENCES, or as many as there are tokens
-        if packed:
-            self.more = {
-                "query_start_loc": self.starts,
-                "conv_states": states(2 * count),
-                "conv_state_indices": torch.randperm(2 * count, device=self.device)[:count].int(),
-                "has_initial_state": torch.arange(count, device=self.device) % 2 == 0,
-            }
-        elif self.form is Form.SEQ_IDX:
-            ids = torch.arange(count, device=self.device, dtype=torch.int32).repeat_interleave(self.starts.diff())
-            self.more = {"seq_idx": ids.expand(B, L).contiguous()}
-        elif self.form is Form.STATES:
-            self.more = {"initial_states": states(B), "return_final_states": True, "final_states_out": states(B)}
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        return ssmgen.causal_conv1d
-
-    @property
-    def bytes_moved(self) -> int:
-        return 2 * self.numel * self.dtype.itemsize
-
-    def arguments(self, i: int) -> dict[str, Any]:
-        """Keywords of the i-th call."""
-        call = {"x": self.x[i], "weight": self.weight, "bias": self.bias, "activation": "silu"}
-        return call | self.more | {"out": self.out[i]}
-
-    def ceiling(self, i: int) -> Tensor:
-        return torch.mul(self.inputs[i][: self.numel], 1.0, out=self.outputs[i])
-
-    def gate(self, pdl: bool | None = None) -> float:
-        """Norm error of one call's output, against float64, in some channels. Raises SsmgenError when it is more than its rounding, or
-        when a state is not the exact copy of inputs that it should be."""
-        call = self.arguments(0)
-        D = self.shape[1]
-        some = torch.linspace(0, D - 1, min(D, CHECKED), device=self.device).long()
-        state = next((n for n in ("conv_states", "final_states_out") if n in call), None)
-        expected = {n: call[n][:, some].clone() for n in ("x", "out", "initial_states", "conv_states", "final_states_out") if n in call}
-        expected["out"] = expected["out"].double()
-        views = {n.removesuffix("_out"): t for n, t in expected.items()} | {"weight": self.weight[some], "bias": self.bias[some]}
-        views |= {n: t for n, t in self.more.items() if n in ("query_start_loc", "conv_state_indices", "has_initial_state")}
-        options: dict[str, Any] = {"silu": True, "dtype": torch.float64}
-        if self.form is Form.SEQ_IDX:  # the same as packed sequences, of which the reference is faster
-            for row in range(len(expected["x"])):
-                one = {n: expected[n][row : row + 1] for n in ("x", "out")}
-                reference(**views | one, query_start_loc=self.starts, **options)
-        else:
-            reference(**views, **options)
-        call["out"].fill_(float("nan"))
-        self.function(**call, pdl=pdl)
-        return checked(
-            f"causal_conv1d {self.shape} {self.layout.value} {self.form.value}", call["out"][:, some], expected["out"],
-            state is None or torch.equal(call[state][:, some], expected[state]),
-        )  # fmt: skip
+    return Case(
+        function=ssmgen.causal_conv1d,
+        sets=sets,
+        bytes=2 * numel * dtype.itemsize,
+        rotating={"x": x, "out": out},
+        shared=shared,
+        part=part,
+        limits=dict.fromkeys(("conv_states", "final_states"), EXACT),
+        outputs=("out", "final_states_out"),
+        beside={"mul": lambda i: torch.mul(sources[i][:numel], 1.0, out=targets[i])},
+        ratios=("mul",),
+        host=2 * math.prod(at.shape) * dtype.itemsize <= HOST_BYTES,
+    )
 
 
-def checked(what: str, out: Tensor, expected: Tensor, states_equal: bool) -> float:
-    """The output's norm error. Raises SsmgenError when that is more than its rounding, or states are wrong."""
-    error = norm_error(out, expected)
-    if not (error < GATE[out.dtype] and states_equal):
-        raise SsmgenError(f"{what}: output error {error:.1e}, states {'as they should be' if states_equal else 'wrong'}; not timed")
-    return error
-
-
-def dao(case: Case) -> reports.Peer | None:
+def dao(case: Case) -> Launch | None:
     """Dao-AILab's kernels."""
     function = reports.imported("causal_conv1d", "causal_conv1d_fn")
-    stateful = case.form in (Form.SEQ_IDX, Form.STATES)
-    if function is None or case.form is Form.VARLEN or (stateful and case.layout is ConvLayout.FIRST):
+    stateful = case.at.form in (Form.SEQ_IDX, Form.STATES)
+    if function is None or case.at.form is Form.VARLEN or (stateful and case.at.layout is ConvLayout.FIRST):
         return None
-    return keeping(function, [{n: t for n, t in case.arguments(i).items() if n != "out"} for i in range(case.sets)])
+    return keeping(function, [{n: t for n, t in call.items() if n != "out"} for call in case.calls])
 
 
-PEERS = {"causal_conv1d": dao}
+def of_model(model: Model, tp: int, quick: bool) -> Mapping[str, Any] | None:
+    if not model.conv_channels:
+        return None
+    sizes = (1, 4) if quick else (1, 4, 16, 64)
+    return {"shapes": tuple((n, model.conv_channels, PROMPT) for n in sizes), "width": model.conv_width}
 
 
-@torch.no_grad()
-def run(
-    shapes: Sequence[tuple[int, int, int]] = (),
-    layouts: Sequence[ConvLayout] = (),
-    forms: Sequence[Form | str] = (),
-    width: int = 4,
-    dtype: DType = DType.BF16,
-    rounds: int = 7,
-    peers: bool = True,
-    watch: Watch = PRINTING,
-    device: torch.device | str = "cuda",
-) -> dict[str, Any]:
-    """The whole report, as JSON would hold it. Raises SsmgenError without a GPU."""
-    report = reports.begin(__doc__)
-    report |= {"op": "causal_conv1d", "width": width, "dtype": dtype.value}
-    points = list(itertools.product(map(Form, forms or [Form.PLAIN]), layouts or list(ConvLayout), shapes or SHAPES))
-    watch.begins(report["op"], len(points))
-    for form, layout, shape in points:
-        named = {"shape": list(shape), "layout": layout.value, "form": form.value, "width": width, "dtype": dtype.value}
-        with reports.case(report, named, watch, _line) as row:
-            host = 2 * math.prod(shape) * dtype.size <= HOST_BYTES
-            row |= measure(Case(shape, layout, form, width, TORCH_DTYPES[dtype], device), PEERS if peers else {}, rounds, host, watch)
-    return report
-
-
-def point(report: Mapping[str, Any], row: Mapping[str, Any]) -> Point:
-    what = f"{row['layout'].replace('_', ' ')}, {row['form']}, width {row['width']}, {row['dtype']}"
-    return Point(what, "batch x channels x tokens", " x ".join(map(str, row["shape"])), "out_of_place")
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    return f"{_what(row)}: {row['served_us']:.2f} us, {row['tbs']:.2f} TB/s, {row['mul_ratio']:.3f} x mul"
-
-
-def _what(row: Mapping[str, Any]) -> str:
-    return f"{row['layout']} {row['form']} {tuple(row['shape'])}"
-
-
-HEADING = (
-    f"{'us':>9}{'TB/s':>7}{'no pdl':>9}{'mul':>9}{'x mul':>8}{'causal_conv1d':>15}{'ratio':>7}"
-    f"{'host us':>9}{'bound':>7}{'peer':>7}{'compile s':>11}{reports.LAST}"
-)
-
-
-def columns(row: Mapping[str, Any]) -> str:
-    """A row under HEADING."""
-    us, host = row["us"], row["host_us"]
-    return (
-        cell(row["served_us"], 9) + cell(row["tbs"], 7) + cell(us["ssmgen"], 9) + cell(us["mul"], 9) + cell(row["mul_ratio"], 8, 3)
-        + cell(us.get("causal_conv1d"), 15) + cell(row["peer_ratio"].get("causal_conv1d"), 7) + cell(host.get("ssmgen"), 9)
-        + cell(host.get("ssmgen_bound"), 7) + cell(host.get("causal_conv1d"), 7, 1) + cell(row["compile_seconds"], 11, 3)
-        + reports.last(row)
-    )  # fmt: skip
-
-
-def table(report: Mapping[str, Any]) -> str:
-    """The report for a terminal. `ratio`: of our time to the peer's."""
-    lines = [
-        *reports.head(report),
-        f"causal_conv1d: width {report['width']}, {report['dtype']}, bias, SiLU; (batch, dim, length)",
-        f"{'case':44}{HEADING}",
-    ]
-    return "\n".join(lines + [f"{_what(row):44}{columns(row)}" for row in report["rows"]])
+BENCH = Bench(
+    op="causal_conv1d",
+    method=__doc__,
+    axes=(
+        axes.forms(Form, (Form.PLAIN,), "plain"),
+        axes.several(
+            "--layout", "layouts", axes.Choice(ConvLayout), ConvLayout, "Which axis of x is contiguous; may repeat. Default: both."
+        ),
+        axes.several(
+            "--shape", "shapes", axes.Shape("B,D,L", "1,1536,2048"), SHAPES,
+            "Batch, channels, tokens; may repeat. Default: six, 6 to 800 MB of x.",
+        ),
+        WIDTH,
+        DTYPE,
+    ),
+    inputs=inputs,
+    words=lambda row: f"{row['layout'].replace('_', ' ')}, {row['form']}, width {row['width']}, {row['dtype']}",
+    size_of="batch x channels x tokens",
+    size=lambda row: " x ".join(map(str, row["shape"])),
+    peers={"causal_conv1d": dao},
+    quick={"shapes": ((1, 1536, 2048), (4, 4096, 4096))},
+    of_model=of_model,
+)  # fmt: skip

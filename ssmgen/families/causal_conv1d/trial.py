@@ -17,10 +17,14 @@ from .spec import ConvLayout, ConvSpec
 class Taps(Protocol):
     """What specs of convolutions say of their weights."""
 
-    width: int
-    weight: DType
-    bias: DType | None
-    taps: Loads
+    @property
+    def width(self) -> int: ...
+    @property
+    def weight(self) -> DType: ...
+    @property
+    def bias(self) -> DType | None: ...
+    @property
+    def taps(self) -> Loads: ...
 
 
 def taps(spec: Taps, dim: int, g: Generator) -> dict[str, Tensor]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 
+from ...bench.prompts import PROMPT
 from ...models import Model
 from ...tune.cases import Case, case_of
-from . import bench
+from .bench import BENCH, SHAPES
 from .spec import ConvLayout
 
 
 def cases(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
-    shapes = [(batch, m.conv_channels, bench.PROMPT) for m in given for batch in batches] or bench.SHAPES
+    shapes = [(batch, m.conv_channels, PROMPT) for m in given for batch in batches] or SHAPES
     for layout, shape in product(ConvLayout, shapes):
-        yield case_of(f"convolution, {layout.value} {shape}", bench.Case(shape, layout, device=device))
+        yield case_of(f"convolution, {layout.value} {shape}", BENCH.case(device, layout=layout, shape=shape))
 
 
 TUNING = {"causal_conv1d": cases}

@@ -20,7 +20,7 @@ FAMILY = Family(
     ),
     functions={"chunk_gated_delta_rule": "call:chunk_gated_delta_rule", "chunk_delta_rule": "call:chunk_delta_rule"},
     helpers={"chunk_delta_rule_workspace": "call:chunk_delta_rule_workspace"},
-    bench={"chunk_delta_rule": "bench"},
+    bench={"chunk_delta_rule": "bench:BENCH"},
     tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     sharding="sharding:RULES",

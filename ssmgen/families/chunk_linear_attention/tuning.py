@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from ...bench.multiplied import PROMPT
+from ...bench.prompts import PROMPT
 from ...models import Model
 from ...tune.cases import Case, case_of
-from . import bench
+from .bench import BENCH, CASES, Form
 
 
 def cases(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
-    asked = [(bench.form_of(m), (m.shape[2], m.nheads, batch, PROMPT), m.shape[1], m.shape[0]) for m in given for batch in batches]
-    for form, shape, head_k, head_v in asked or bench.ROWS:
-        yield case_of(f"{form.value} {shape} of {head_k} x {head_v}", bench.Case(shape, form, head_k, head_v, device))
+    asked: list[dict[str, Any]] = [
+        {"form": Form(m.kind), "shape": (m.shape[2], m.nheads, batch, PROMPT), "head_k": m.shape[1], "head_v": m.shape[0]}
+        for m in given
+        for batch in batches
+    ]
+    for at in asked or [{"form": form, "shape": shape} for form, shape in CASES]:
+        case = BENCH.case(device, **at)
+        form, shape = case.at.form, case.at.shape
+        yield case_of(f"{form.value} {shape} of {case.at.head_k} x {case.at.head_v}", case)
 
 
 TUNING = {"chunk_linear_attention": cases}

@@ -14,7 +14,7 @@ FAMILY = Family(
         "chunk_simple_gla": "attention:chunk_simple_gla",
         "chunk_lightning_attn": "attention:chunk_lightning_attn",
     },
-    bench={"chunk_scan": "bench"},
+    bench={"chunk_scan": "bench:BENCH"},
     tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     sharding="sharding:RULES",

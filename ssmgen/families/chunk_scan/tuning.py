@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ...bench.multiplied import PROMPT
+from ...bench.prompts import PROMPT
 from ...models import Model
 from ...tune.cases import Case, case_of
-from . import bench
+from .bench import BENCH, FORMS, SHAPES, Form
 
 
 def cases(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
-    asked = [((m.nheads, m.shape[2], batch, PROMPT), m.shape[:2], bench.FORMS[m.kind]) for m in given for batch in batches]
-    for shape, (headdim, d_state), form in asked or [(shape, (64, 128), bench.Form.BATCH) for shape in bench.SHAPES]:
-        yield case_of(f"scan {shape} of {headdim} x {d_state}", bench.Case(shape, form, headdim, d_state, device))
+    asked = [((m.nheads, m.shape[2], batch, PROMPT), m.shape[:2], FORMS[m.kind]) for m in given for batch in batches]
+    for shape, (headdim, d_state), form in asked or [(shape, (64, 128), Form.BATCH) for shape in SHAPES]:
+        case = BENCH.case(device, form=form, shape=shape, headdim=headdim, d_state=d_state)
+        yield case_of(f"scan {shape} of {headdim} x {d_state}", case)
 
 
 TUNING = {"chunk_scan": cases}

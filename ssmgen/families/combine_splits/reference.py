@@ -43,7 +43,7 @@ def combine_splits(
     [batch + 1], out is [batch, *rows, d_v], lse_out [batch, *rows]; attn_sink and mask have its shape. Computes in `dtype`; writes out and
     lse_out, each rounded once.
     """
-    if o_other is not None:
+    if o_other is not None and lse_other is not None:
         o, lse = torch.stack([o, o_other]), torch.stack([lse, lse_other])
     unit, unit_out = (1.0 if n else math.log(2) for n in (natural, natural_out))
     for some, where in _entries(o, lse, out, num_splits):

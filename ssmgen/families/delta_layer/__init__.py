@@ -12,7 +12,7 @@ FAMILY = Family(
         ),
     ),
     functions={"gdn_layer": "call:gdn_layer", "kda_layer": "call:kda_layer"},
-    bench={"gdn_layer": "bench", "kda_layer": "bench"},
+    bench={"gdn_layer": "bench:BENCHES", "kda_layer": "bench:BENCHES"},
     asks="models:ASKS",
     tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",

@@ -8,33 +8,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import click
 import torch
 from torch import Tensor
 
 import ssmgen
 
-from ...bench import layer_case, layers
-from ...bench import options as cli
 from ...bench import report as reports
-from ...bench.layer_case import EPS, Step
-from ...bench.layers import QUICK, REPORT, Launch, Peer, between_ours, convolution, mistakes, of_model, point, run, table
+from ...bench.case import Launch, kept
+from ...bench.layer_case import EPS, Layer, Step, between_ours, convolution
+from ...bench.layers import LAYOUT, layer_bench
 from ..causal_conv1d_update.bench import dao_step
 from ..linear_attention.bench_recurrences import OPS
 from ..linear_attention.models import LinearAttention
 from ..linear_attention.problem import Gate
 
-__all__ = ["CASES", "MODELS", "OPTIONS", "PEERS", "QUICK", "REPORT", "Case", "mistakes", "of_model", "point", "run", "table"]
-
-OPTIONS = (
-    *layers.OPTIONS,
-    cli.several("--state-layout", "layouts", click.Choice(["vk", "kv"]), help="kv: keys first; may repeat. Default: vk."),
-)
-MODELS = {"gdn_layer": ("qwen3.5-35b-a3b", "qwen3.5-397b-a17b"), "kda_layer": ("kimi-linear-48b-a3b", "kimi-k3")}
 LOWER_BOUND = -5.0  # Kimi-K3's
 
 
-class Case(layer_case.Case):
+class DeltaLayer(Layer):
     """A layer of a delta rule."""
 
     inputs: ClassVar[str] = "mixed_qkv"
@@ -45,7 +36,7 @@ class Case(layer_case.Case):
 
     @property
     def options(self) -> dict[str, Any]:
-        return {} if self.layout == "vk" else {"state_layout": self.layout}
+        return {} if self.at.layout == "vk" else {"state_layout": self.at.layout}
 
     def update(self, i: int, convolved: Tensor, out: Tensor) -> Step:
         H, (P, N, G) = self.model.nheads, self.model.shape
@@ -61,7 +52,7 @@ class Case(layer_case.Case):
         return Step(type(self).rule, call)
 
 
-class GdnCase(Case):
+class GdnLayer(DeltaLayer):
     """A layer of a gated delta rule."""
 
     gates = ("a", "b")
@@ -73,7 +64,7 @@ class GdnCase(Case):
         return made | {"A_log": rand(H).float()}
 
 
-class KdaCase(Case):
+class KdaLayer(DeltaLayer):
     """A layer of Kimi delta attention."""
 
     norm_how: ClassVar[dict[str, Any]] = {"activation": "sigmoid"}
@@ -90,9 +81,10 @@ class KdaCase(Case):
         return super().options | ({"lower_bound": LOWER_BOUND} if self.model.gate is Gate.BOUNDED else {})
 
 
-def flashinfer(case: Case) -> Launch | None:
+def flashinfer(case: Any) -> Launch | None:
     """FlashInfer's state update between our convolution and our norm."""
-    served = isinstance(case, GdnCase) and case.layout == "vk" and case.state.dtype == torch.bfloat16 and case.state.shape[2:] == (128, 128)
+    state, plain = case.state, case.tokens == 1 and case.at.layout == "vk"
+    served = plain and state.dtype == torch.bfloat16 and state.shape[2:] == (128, 128)
     function = reports.imported("flashinfer.gdn_kernels.gdn_decode_bf16_state", "gated_delta_rule") if served else None
     if function is None:
         return None
@@ -105,9 +97,9 @@ def flashinfer(case: Case) -> Launch | None:
     return between_ours(case, lambda i: function(**calls[i]))
 
 
-def fla(case: Case, state: Tensor | None = None) -> Launch | None:
-    """Triton's recurrence and norm. state: [batch, heads, K, V] f32, to begin every set with; else out of the pool's memory."""
-    served = isinstance(case, GdnCase) and case.layout == "vk"
+def fla(case: Any) -> Launch | None:
+    """Triton's recurrence and norm. The first set begins with its states, [batch, heads, K, V] f32, the others anywhere in the pool."""
+    served = case.tokens == 1 and case.at.layout == "vk"
     update = reports.imported("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule") if served else None
     norm = reports.imported("fla.modules.fused_norm_gate", "rms_norm_gated") if served else None
     if update is None or norm is None:
@@ -116,7 +108,8 @@ def fla(case: Case, state: Tensor | None = None) -> Launch | None:
     convolve, weights = convolution(case, dao_step()), case.norm_weight
     _, H, V, K = case.state.shape
     parts = case.state.flatten().view(torch.float32).split(case.batch * H * K * V)
-    states = [part.view(case.batch, H, K, V) for part in parts if len(part) == len(parts[0])] if state is None else [state]
+    states = [part.view(case.batch, H, K, V) for part in parts if len(part) == len(parts[0])]
+    states[0] = case.state[case.slots[0].long()].float().transpose(2, 3).contiguous()
     biases = case.by_head["dt_bias"].float()
     fixed = {**OPS["gated_delta_rule"].fla_options, "output_final_state": True}
 
@@ -128,13 +121,12 @@ def fla(case: Case, state: Tensor | None = None) -> Launch | None:
         gate = case.z[i].view(case.batch, 1, H, V)
         return norm(y, gate, weights[i], None, activation="swish", eps=EPS).view(case.batch, H * V)
 
-    return run
+    return kept(run)
 
 
-def _fla_of_the_pool(case: Case) -> Launch | None:
-    """fla, from the states that the first set's calls begin with."""
-    return fla(case, case.state[case.slots[0].long()].float().transpose(2, 3).contiguous())
-
-
-CASES = {"gdn_layer": GdnCase, "kda_layer": KdaCase}
-PEERS = {"flashinfer": Peer(flashinfer), "fla": Peer(fla, _fla_of_the_pool)}
+BENCHES = {
+    "gdn_layer": layer_bench(
+        "gdn_layer", str(__doc__), ("qwen3.5-35b-a3b", "qwen3.5-397b-a17b"), GdnLayer, {"flashinfer": flashinfer, "fla": fla}, LAYOUT
+    ),
+    "kda_layer": layer_bench("kda_layer", str(__doc__), ("kimi-linear-48b-a3b", "kimi-k3"), KdaLayer, {}, LAYOUT),
+}

@@ -101,7 +101,7 @@ class DeltaLayerSpec(LinearAttentionSpec, DeltaLayerProblem):
     def shared_bytes(self) -> int:
         """Staged tokens, perhaps with a slot each, and who is the last block of a group."""
         slots = 8 * self.chunk if self.update is Update.EACH else 0
-        return LinearAttentionSpec.shared_bytes.fget(self) + slots + 16 if self.several else 0
+        return super().shared_bytes + slots + 16 if self.several else 0
 
     @property
     def stem(self) -> str:
@@ -174,7 +174,7 @@ def _given(problem: DeltaLayerProblem) -> dict[str, Any]:
 def space(problem: DeltaLayerProblem, arch: Arch) -> Iterator[DeltaLayerSpec]:
     """Every legal variant of a problem within the axes worth trying."""
     given = _given(problem)
-    norms = ({}, {"norm_inside": True}, {"norm_inside": True, "clustered": True})[: 1 if problem.several else 3]
+    norms: tuple[dict[str, Any], ...] = ({}, {"norm_inside": True}, {"norm_inside": True, "clustered": True})[: 1 if problem.several else 3]
     specs = (
         DeltaLayerSpec(**given, **how, **norm) for how in row_engine.axes(ahead=132, interleaved=problem.interleaved) for norm in norms
     )
@@ -225,7 +225,7 @@ def candidates(problem: DeltaLayerProblem, batch: int, arch: Arch, pdl: bool) ->
         yield from _candidates_of_tokens(problem, batch, arch, pdl)
         return
     heads = batch * problem.nheads
-    norm = {"norm_threads": 32 if batch * problem.norm_groups <= FEW else 128}
+    norm: dict[str, Any] = {"norm_threads": 32 if batch * problem.norm_groups <= FEW else 128}
     launch = {"pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
     yield _clustered_heads(problem, heads, arch, launch)
     yield _whole_heads(problem, heads, arch, pdl)
@@ -298,7 +298,7 @@ def _heads_in_long_pieces(problem: DeltaLayerProblem, heads: int, arch: Arch, mo
 def whole_heads(problem: DeltaLayerProblem, threads: int, arch: Arch, pdl: bool, wider: int = 1, most_vec: int = 0) -> DeltaLayerSpec:
     """A variant with a head to a block of at most so many threads, and its norm in it; wider: 2 for twice the lanes to a row, if it is that
     long; most_vec: elements of a lane and pass, if the row engine takes more."""
-    how = row_engine.layout(problem)
+    how: dict[str, Any] = {**row_engine.layout(problem)}
     how["vec"] = min(how["vec"], most_vec or how["vec"])
     passes = problem.row_elements // (how["lanes"] * how["vec"])
     how["lanes"] *= wider if passes % wider == 0 and how["lanes"] * wider <= 32 else 1
@@ -327,7 +327,7 @@ SEVERAL_INTERLEAVED = [  # of which a thread holds more
 
 
 def _candidates_of_tokens(problem: DeltaLayerProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[Choice]:
-    norm = {"norm_threads": 32 if batch * problem.conv.tokens * problem.norm_groups <= FEW else 128}
+    norm: dict[str, Any] = {"norm_threads": 32 if batch * problem.conv.tokens * problem.norm_groups <= FEW else 128}
     rules = SEVERAL_INTERLEAVED if problem.interleaved else SEVERAL_TOKENS[problem.state.size]
     for rule, how, reason in row_engine.choices(problem, rules, batch, arch, pdl):
         if how is not None and problem.accepted is not Index.NONE:

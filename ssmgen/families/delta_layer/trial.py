@@ -24,10 +24,12 @@ def operands(spec: DeltaLayerSpec, batch: int, seed: int) -> dict[str, Tensor]:
     slots, lead, channels = batch if spec.index is Index.NONE else 3 * batch, lead_of(spec, batch), 2 * HK * K + HV * V
     odd = spec.norm.loads is Loads.ELEMENT
     held = (HV, V, K) if spec.layout is Layout.VK else (HV, K, V)
+    assert spec.beta is not None, "a delta rule has one"
     apart = spec.operand_loads is Loads.ELEMENT
-    if spec.gk:
+    if spec.gk is not None:
         gates = {"g": make.randn(spec.gk, *lead, HV, K, odd=apart), "beta": make.randn(spec.beta, *lead, HV)}
     else:
+        assert spec.g is not None, "without a decay per channel it has one per head"
         gates = {"a": make.randn(spec.g, *lead, HV), "b": make.randn(spec.beta, *lead, HV)}
     several: dict[str, Any] = {}
     if spec.several:

@@ -1,4 +1,4 @@
-"""Cases and contenders for gated_rms_norm: x, gate, weight and output of one dtype.
+"""The benchmark of gated_rms_norm: x, gate, weight and output of one dtype.
 
 Forms are those of layers. mamba2: the gate's SiLU multiplies x, then each group is normalised; every group has a weight of its own. gdn and
 kda: heads are normalised with one weight for all, then multiplied by the gate's SiLU or sigmoid. A shape is groups in a row x their size.
@@ -14,36 +14,25 @@ calls, arguments at hand.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
 import click
 import torch
-from torch import Tensor
 
 import ssmgen
 
-from ... import runtime
-from ...accuracy import norm_error
-from ...bench import options as cli
+from ...bench import axes
 from ...bench import report as reports
-from ...bench import schema, timing
-from ...bench.progress import PRINTING, Watch
-from ...bench.report import GATE, cell
-from ...bench.rows import Point
-from ...bench.schema import COUNT
+from ...bench.axes import At
+from ...bench.case import GATE, HOT, Call, Case, Launch, keeping, sets_of
+from ...bench.engine import Bench
 from ...calls.checks import TORCH_DTYPES
-from ...errors import SsmgenError
 from ...models import Model
-from ...spec import SM90, DType
-from .reference import gated_rms_norm as reference
+from ...spec import DType
 
-ROWS = (1, 8, 32, 128, 512, 4096)
-SET_BYTES, HOT_BYTES = 640e6, 30e6
 HOST_ROWS = 8  # host times are of cases up to this
 CHECKED = 64  # rows that the gate looks at
 EPS = 1e-5
@@ -59,215 +48,97 @@ FORMS = {"mamba2": Form.MAMBA2, "gated_delta_rule": Form.GDN, "kda": Form.KDA}  
 SHAPES = {Form.MAMBA2: [(1, 5120), (8, 1024)], Form.GDN: [(32, 128)], Form.KDA: [(32, 128)]}
 
 
-OPTIONS = (
-    cli.several("--form", "forms", click.Choice(["mamba2", "gdn", "kda"]), help="Of which layer; may repeat. Default: all."),
-    cli.several(
-        "--shape",
-        "shapes",
-        cli.Shape("G,N", "32,128"),
-        help="Groups in a row, their size; may repeat. Default: one or two of a form.",
-    ),
-    cli.several("--rows", "rows", click.IntRange(1), help="May repeat. Default: 1 … 4096."),
-    cli.several("--dtype", "dtypes", cli.Choice(DType), help="May repeat. Default: bf16."),
-    cli.hot,
-)
-REPORT = schema.Report(schema.SIZED | {"rows": COUNT}, row=schema.MUL, **schema.MULTIPLIED)
-QUICK: dict[str, Any] = {"rows": (1, 128), "hot": False}
+def settle(at: At) -> Iterator[At]:
+    """The case, unless it is hot and the cache has no room for it."""
+    if not (at.hot and 3 * at.rows * math.prod(at.shape) * at.dtype.size > HOT):
+        yield at
 
 
-def of_model(model: Model, tp: int, quick: bool) -> dict[str, Any] | None:
-    """Options of `run` for a model with such a norm; tp: already divided by."""
+def inputs(at: At, device: torch.device) -> Case:
+    (groups, size), dtype, inner = at.shape, TORCH_DTYPES[at.dtype], at.form is Form.MAMBA2
+    moved = 3 * at.rows * groups * size * dtype.itemsize
+    sets = 1 if at.hot else sets_of(moved)
+    x, gate = (torch.randn(sets, at.rows, groups, size, device=device, dtype=dtype) for _ in range(2))
+    out, weight = torch.empty_like(x), torch.randn(groups * size if inner else size, device=device, dtype=dtype)
+    some = slice(min(CHECKED, at.rows))
+
+    def part(call: Call) -> Call:
+        return {**call, **{name: call[name][some] for name in ("x", "gate", "out")}}
+
+    return Case(
+        function=ssmgen.gated_rms_norm,
+        sets=sets,
+        bytes=moved,
+        rotating={"x": x, "gate": gate, "out": out},
+        shared={"weight": weight, "eps": EPS, "norm_before_gate": not inner} | {"activation": "sigmoid" if at.form is Form.KDA else "silu"},
+        part=part,
+        beside={"mul": lambda i: torch.mul(x[i], gate[i], out=out[i])},
+        ratios=("mul",),
+        peer_limits={"out": 2 * GATE[dtype]},
+        host=at.rows <= HOST_ROWS,
+    )
+
+
+def fla(case: Case) -> Launch | None:
+    function = reports.imported("fla.modules.fused_norm_gate", "rms_norm_gated")
+    if function is None or case.at.form is Form.MAMBA2:
+        return None
+    how = {"bias": None, "activation": "sigmoid" if case.at.form is Form.KDA else "swish", "eps": EPS}
+    return keeping(function, [{"x": call["x"], "g": call["gate"], "weight": call["weight"], **how} for call in case.calls])
+
+
+def mamba_ssm(case: Case) -> Launch | None:
+    function = reports.imported("mamba_ssm.ops.triton.layernorm_gated", "rmsnorm_fn")
+    if function is None or case.at.form is Form.KDA:
+        return None
+    inner = case.at.form is Form.MAMBA2  # groups in one axis
+    how = {"bias": None, "eps": EPS, "group_size": case.at.shape[1] if inner else None, "norm_before_gate": not inner}
+    rows = [{n: call[n].flatten(-2) if inner else call[n] for n in ("x", "gate")} for call in case.calls]
+    return keeping(function, [{"x": row["x"], "z": row["gate"], "weight": case.shared["weight"], **how} for row in rows])
+
+
+def chain(case: Case) -> Launch:
+    """What transformers' modules compute, kernel by kernel."""
+    first = case.at.form is Form.MAMBA2  # the gate
+    activation = torch.sigmoid if case.at.form is Form.KDA else torch.nn.functional.silu
+
+    def norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, **how: Any) -> torch.Tensor:
+        y, factor = x.float(), activation(gate.float())
+        y = y * factor if first else y
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + EPS)
+        y = weight.view(-1, x.shape[-1]) * y.to(x.dtype)
+        return y if first else (y * factor).to(x.dtype)
+
+    return keeping(norm, case.calls)
+
+
+def of_model(model: Model, tp: int, quick: bool) -> Mapping[str, Any] | None:
     return {"forms": (FORMS[model.kind],), "shapes": (model.norm_shape,)} if model.norm_shape else None
 
 
-@dataclass
-class Case:
-    """Rotating inputs of one shape, (groups, size)."""
-
-    rows: int
-    shape: tuple[int, int] = (32, 128)
-    form: Form = Form.GDN
-    dtype: torch.dtype = torch.bfloat16
-    hot: bool = False
-    device: torch.device | str = "cuda"
-    sets: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        groups, size = self.shape
-        self.sets = 1 if self.hot else min(reports.MAX_SETS, max(reports.MIN_SETS, math.ceil(SET_BYTES / self.bytes_moved)))
-        shape = (self.sets, self.rows, groups, size)
-        self.x, self.z = (torch.randn(shape, device=self.device, dtype=self.dtype) for _ in range(2))
-        self.out = torch.empty(shape, device=self.device, dtype=self.dtype)
-        self.weight = torch.randn(groups * size if self.form is Form.MAMBA2 else size, device=self.device, dtype=self.dtype)
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        return ssmgen.gated_rms_norm
-
-    @property
-    def bytes_moved(self) -> int:
-        return 3 * self.rows * math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def how(self) -> dict[str, Any]:
-        return {"norm_before_gate": self.form is not Form.MAMBA2, "activation": "sigmoid" if self.form is Form.KDA else "silu", "eps": EPS}
-
-    def arguments(self, i: int) -> dict[str, Any]:
-        """Keywords of the i-th call."""
-        return {"x": self.x[i], "gate": self.z[i], "weight": self.weight, "out": self.out[i], **self.how}
-
-    def ceiling(self, i: int) -> Tensor:
-        return torch.mul(self.x[i], self.z[i], out=self.out[i])
-
-    def error(self, out: Tensor) -> float:
-        """Norm error of a result of the first set against float64, as far as the gate looks."""
-        some = slice(min(CHECKED, self.rows))
-        right = torch.empty(self.x[0][some].shape, dtype=torch.float64, device=self.device)
-        weight = self.weight.view(-1, self.shape[1])
-        reference(self.x[0][some], gate=self.z[0][some], weight=weight, out=right, dtype=torch.float64, **self.how)
-        return norm_error(out.view(self.x[0].shape)[some], right)
-
-    def gate(self, pdl: bool | None = None) -> float:
-        """Norm error of one call. Raises SsmgenError when it is more than its rounding."""
-        call = self.arguments(0)
-        call["out"].fill_(float("nan"))
-        self.function(**call, pdl=pdl)
-        error = self.error(call["out"])
-        if not error < GATE[self.dtype]:
-            raise SsmgenError(f"gated_rms_norm {self.form.value} {self.rows} x {self.shape}: output error {error:.1e}; not timed")
-        return error
-
-    def chain(self, i: int) -> Tensor:
-        """What transformers' modules compute, kernel by kernel."""
-        x, factor = self.x[i].float(), self.z[i].float()
-        factor = torch.sigmoid(factor) if self.form is Form.KDA else torch.nn.functional.silu(factor)
-        x = x * factor if self.form is Form.MAMBA2 else x
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
-        x = self.weight.view(-1, self.shape[1]) * x.to(self.dtype)
-        return x if self.form is Form.MAMBA2 else (x * factor).to(self.dtype)
+def words(row: Mapping[str, Any]) -> str:
+    return f"{row['form']}, {' x '.join(map(str, row['shape']))}, {row['dtype']}, {'hot: in the L2 cache' if row['hot'] else 'cold'}"
 
 
-def _fla(case: Case) -> reports.Peer | None:
-    function = reports.imported("fla.modules.fused_norm_gate", "rms_norm_gated")
-    if function is None or case.form is Form.MAMBA2:
-        return None
-    activation = "sigmoid" if case.form is Form.KDA else "swish"
-    return lambda i: function(case.x[i], case.z[i], case.weight, None, activation=activation, eps=EPS)
-
-
-def _mamba_ssm(case: Case) -> reports.Peer | None:
-    function = reports.imported("mamba_ssm.ops.triton.layernorm_gated", "rmsnorm_fn")
-    if function is None or case.form is Form.KDA:
-        return None
-    inner = case.form is Form.MAMBA2  # groups in one axis
-    x, z = (t.flatten(-2) if inner else t for t in (case.x, case.z))
-    group_size = case.shape[1] if inner else None
-    return lambda i: function(x[i], case.weight, None, z=z[i], eps=EPS, group_size=group_size, norm_before_gate=not inner)
-
-
-def peers_of(case: Case) -> dict[str, reports.Peer]:
-    """The peers that run, and pass the gate."""
-    kept: dict[int, Any] = {}
-
-    def keeping(call: reports.Peer) -> reports.Peer:
-        def run(i: int) -> None:
-            kept[i] = call(i)
-
-        return run
-
-    made = {"fla.rms_norm_gated": _fla(case), "mamba_ssm.rmsnorm_fn": _mamba_ssm(case), "torch.chain": case.chain}
-    calls = {name: call for name, call in made.items() if call is not None}
-    usable = reports.usable({name: keeping(call) for name, call in calls.items()})
-    for name in list(usable):
-        error = case.error(calls[name](0))
-        if not error < 2 * GATE[case.dtype]:
-            reports.left_out(name, "checked,", SsmgenError(f"output error {error:.1e}"))
-            del usable[name]
-    return usable
-
-
-def measure(case: Case, peers: bool, rounds: int, watch: Watch) -> dict[str, Any]:
-    """What a row says beside its case."""
-    arch = runtime.device_arch(case.out.device.index)
-    pdls = (True, False) if arch >= SM90 else (False,)
-    error = max(reports.gates(case.gate, pdls))
-    others = peers_of(case) if peers else {}
-    contenders = {"ssmgen_pdl" if pdl else "ssmgen": reports.bound(case, pdl) for pdl in pdls} | {"mul": case.ceiling} | others
-    watch.timing(len(contenders))
-    us = timing.device_us(contenders, case.sets, rounds)
-    served = us.get("ssmgen_pdl", us["ssmgen"])  # pdl=None is pdl=True where the device can
-    return {
-        "us": us,
-        "sm_mhz": timing.sm_mhz(),
-        "served_us": served,
-        "bytes": case.bytes_moved,
-        "tbs": case.bytes_moved / served / 1e6,
-        "mul_ratio": served / us["mul"],
-        "peer_ratio": {name: served / us[name] for name in others},
-        "host_us": reports.host_us(case.function, (), case.arguments(0), others) if case.rows <= HOST_ROWS else {},
-        "out_error": error,
-        **reports.served(case.function, (), case.arguments(0), arch),
-    }
-
-
-@torch.no_grad()
-def run(
-    forms: Sequence[Form | str] = (),
-    shapes: Sequence[tuple[int, int]] = (),
-    rows: Sequence[int] = (),
-    dtypes: Sequence[DType] = (),
-    hot: bool | None = None,
-    rounds: int = 7,
-    peers: bool = True,
-    watch: Watch = PRINTING,
-    device: torch.device | str = "cuda",
-) -> dict[str, Any]:
-    """The whole report, as JSON would hold it. shapes: (groups, size), of every form; hot: None for both, where the cache holds a set.
-
-    Raises SsmgenError without a GPU.
-    """
-    report = reports.begin(__doc__) | {"op": "gated_rms_norm"}
-    wheres = (True, False) if hot is None else (hot,)
-    kinds = [(form, shape) for form in map(Form, forms or Form) for shape in shapes or SHAPES[form]]
-    points = [
-        (form, shape, dtype, warm, n)
-        for (form, shape), dtype, warm, n in itertools.product(kinds, dtypes or (DType.BF16,), wheres, rows or ROWS)
-        if not (warm and 3 * n * math.prod(shape) * dtype.size > HOT_BYTES)
-    ]
-    watch.begins(report["op"], len(points))
-    for form, shape, dtype, warm, n in points:
-        named = {"form": form.value, "shape": list(shape), "dtype": dtype.value, "hot": warm, "rows": n}
-        with reports.case(report, named, watch, _line) as row:
-            row |= measure(Case(n, shape, form, TORCH_DTYPES[dtype], warm, device), peers, rounds, watch)
-    return report
-
-
-def point(report: Mapping[str, Any], row: Mapping[str, Any]) -> Point:
-    what = f"{row['form']}, {' x '.join(map(str, row['shape']))}, {row['dtype']}, {'hot: in the L2 cache' if row['hot'] else 'cold'}"
-    return Point(what, "rows", str(row["rows"]), None if row["hot"] else "out_of_place")
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    return f"{_what(row)}: {row['served_us']:.2f} us, {row['tbs']:.2f} TB/s, {row['mul_ratio']:.3f} x mul"
-
-
-def _what(row: Mapping[str, Any]) -> str:
-    groups, size = row["shape"]
-    return f"{row['form']} {row['rows']} x {groups} x {size} {row['dtype']} {'hot' if row['hot'] else 'cold'}"
-
-
-def table(report: Mapping[str, Any]) -> str:
-    """The report for a terminal. Behind each peer's time, the ratio of ours to it."""
-    peers = list(dict.fromkeys(name for row in report["rows"] for name in row["peer_ratio"]))
-    names = "".join(f"{name.partition('.')[0]:>11}{'ratio':>7}" for name in peers)
-    heading = f"{'us':>9}{'TB/s':>7}{'no pdl':>9}{'mul':>9}{'x mul':>8}{names}{'host us':>9}{'bound':>7}{'compile s':>11}{reports.LAST}"
-    lines = [*reports.head(report), "gated_rms_norm: rows x groups x size", f"{'case':36}{heading}"]
-    for row in report["rows"]:
-        us, host = row["us"], row["host_us"]
-        others = "".join(cell(us.get(name), 11) + cell(row["peer_ratio"].get(name), 7) for name in peers)
-        lines.append(
-            f"{_what(row):36}" + cell(row["served_us"], 9) + cell(row["tbs"], 7) + cell(us["ssmgen"], 9) + cell(us["mul"], 9)
-            + cell(row["mul_ratio"], 8, 3) + others + cell(host.get("ssmgen"), 9) + cell(host.get("ssmgen_bound"), 7)
-            + cell(row["compile_seconds"], 11, 3) + reports.last(row)
-        )  # fmt: skip
-    return "\n".join(lines)
+BENCH = Bench(
+    op="gated_rms_norm",
+    method=__doc__,
+    axes=(
+        axes.several("--form", "forms", axes.Choice(Form), Form, "Of which layer; may repeat. Default: all."),
+        axes.several(
+            "--shape", "shapes", axes.Shape("G,N", "32,128"), lambda at: SHAPES[at.form],
+            "Groups in a row, their size; may repeat. Default: one or two of a form.",
+        ),
+        axes.several("--dtype", "dtypes", axes.Choice(DType), (DType.BF16,), "May repeat. Default: bf16."),
+        axes.HOT,
+        axes.several("--rows", "rows", click.IntRange(1), (1, 8, 32, 128, 512, 4096), "May repeat. Default: 1 … 4096."),
+    ),
+    inputs=inputs,
+    words=words,
+    size_of="rows",
+    size=lambda row: str(row["rows"]),
+    peers={"fla.rms_norm_gated": fla, "mamba_ssm.rmsnorm_fn": mamba_ssm, "torch.chain": chain},
+    quick={"rows": (1, 128), "hot": False},
+    of_model=of_model,
+    settle=settle,
+)  # fmt: skip

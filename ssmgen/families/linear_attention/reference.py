@@ -26,6 +26,7 @@ def log_decay(g: Tensor, form: Any, A_log: Tensor | None, dt_bias: Tensor | None
     biased = g if dt_bias is None else g + dt_bias
     rate = None if A_log is None else torch.exp(A_log).clamp(max=3e38)  # finite, so that rate * 0 is 0
     if form.gate == "softplus":
+        assert rate is not None, "this form has an A_log"
         return -rate * softplus(biased)
     return lower_bound * torch.sigmoid(biased if rate is None else rate * biased)
 
@@ -106,8 +107,8 @@ def linear_attention(
         if starts is not None and not (0 <= starts[b] < starts[b + 1] <= out.shape[1]):
             continue
         slot, row_kept = start_slot(views, b), int(views["intermediate_state_indices"][b]) if "intermediate_state_indices" in views else b
-        keeps = kept is not None and 0 <= row_kept < kept.shape[0]
-        if not valid(slot) or (parents is not None and not keeps):
+        rows = kept if kept is not None and 0 <= row_kept < kept.shape[0] else None
+        if not valid(slot) or (parents is not None and rows is None):
             if zero_padding:
                 out[row, span.start : span.stop] = 0
             continue
@@ -115,8 +116,8 @@ def linear_attention(
         results = []
         for i, t in enumerate(span):
             parent = int(parents[b, i]) if parents is not None and i < parents.shape[1] else -1
-            if 0 <= parent < min(i, kept.shape[1] if keeps else 0):
-                S = kept[row_kept, parent].to(dtype)
+            if rows is not None and 0 <= parent < min(i, rows.shape[1]):
+                S = rows[row_kept, parent].to(dtype)
             x = {n: views[n][row, t].to(dtype) for n in tokenwise}
             x |= {n: x[n].repeat_interleave(heads // x[n].shape[0], 0) for n in OF_KEY_HEADS if n in x}
             S, y = one_token(S, x | weights, form, scale, lower_bound)
@@ -124,8 +125,8 @@ def linear_attention(
             for n in RINGED:
                 if f"ring_{n}" in views:
                     views[f"ring_{n}"][slot, i] = views[n][row, t]
-            if keeps and i < kept.shape[1]:
-                kept[row_kept, i] = S.to(state.dtype)
+            if rows is not None and i < rows.shape[1]:
+                rows[row_kept, i] = S.to(state.dtype)
             if update_state and "dst_state_indices" in views and views["dst_state_indices"].dim() == 2:
                 columns = views["dst_state_indices"].shape[1]
                 target = int(views["dst_state_indices"][b, i]) if i < columns else -1

@@ -32,9 +32,12 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
     """A problem, and how one variant computes it."""
 
     family: ClassVar[str] = OPERATOR
-    template: ClassVar[str] = "linear_attention/linear_attention.cu.j2"
 
     chunk: int = 8  # tokens staged at a time, where a call has several; fewer where so many have no room
+
+    @property
+    def template(self) -> str:
+        return "linear_attention/linear_attention.cu.j2"
 
     def violations(self, arch: Arch) -> list[str]:
         found = RowSpec.violations(self, arch)

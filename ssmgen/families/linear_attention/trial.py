@@ -87,7 +87,8 @@ def _values(spec: LinearAttentionSpec, name: str, shape: tuple[int, ...], g: Gen
     """Keys are shorter than 1, so that no delta rule diverges; log decays are negative."""
     normal, uniform = torch.randn(shape, generator=g), torch.rand(shape, generator=g)
     if name in ("k", "read", "write"):
-        return 0.8 * spec.dim_k**-0.5 * normal
+        length: float = 0.8 * spec.dim_k**-0.5
+        return length * normal
     if name == "gv" or (name in ("g", "gk") and spec.gate is Gate.LOG):
         return -uniform
     factor = name in ("alpha", "erase", "w") or (name == "beta" and spec.beta_form is Beta.PLAIN)

@@ -7,22 +7,23 @@ from functools import partial
 from itertools import product
 
 from ...models import Model
-from ...tune.cases import Case, case_of, part_of, pool_of, states_of, users
-from . import TIMED, bench
-from .bench_recurrences import OPS
+from ...tune.cases import Case, case_of, states_of, users
+from . import TIMED
+from .bench import BENCHES
+from .models import LinearAttention
 
 
 def cases(operator: str, given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
-    shapes = [(m.name, m.nheads, m.key_heads, m.dim_v, m.dim_k, states_of(m)) for m in given or users(operator)]
-    if not shapes:
-        heads, key_heads, dim = bench.shape(operator, None, None, None)
-        shapes = [(f"{heads} x {dim} x {dim}", heads, key_heads, dim, dim, [OPS[operator].state])]
-    for name, heads, key_heads, V, K, states in shapes:
-        for state in states:
-            pool = pool_of((heads, V, K), state, batches, bench.POOL_BYTES, device)
-            for T, batch in product(tokens, batches):
-                case = bench.Case(operator, part_of(pool, bench.POOL_BYTES, batch), key_heads, batch, T, T > 1)
-                yield case_of(f"{operator} {name} {state.value} T {T} batch {batch}", case)
+    bench = BENCHES[operator]
+    models = [model for model in given or users(operator) if isinstance(model, LinearAttention)]
+    for model, T, batch in product(models, tokens, batches):
+        sizes = {"heads": model.nheads, "key_heads": model.key_heads, "dim": model.dim_k, "value_dim": model.dim_v}
+        for state in states_of(model):
+            case = bench.case(device, state=state, tokens=T, batch=batch, **sizes)
+            yield case_of(f"{operator} {model.name} {state.value} T {T} batch {batch}", case)
+    for T, batch in () if models else product(tokens, batches):
+        case = bench.case(device, tokens=T, batch=batch)
+        yield case_of(f"{operator} {case.at.heads} x {case.at.dim} x {case.at.dim} {case.at.state.value} T {T} batch {batch}", case)
 
 
 TUNING = {operator: partial(cases, operator) for operator in TIMED}

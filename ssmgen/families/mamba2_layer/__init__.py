@@ -6,7 +6,7 @@ FAMILY = Family(
     name="mamba2_layer",
     kernels=(Kernels("spec:Mamba2LayerSpec", "spec:Mamba2LayerProblem", old_names={"mamba2_layer_tokens": "several=yes"}),),
     functions={"mamba2_layer": "call:mamba2_layer"},
-    bench={"mamba2_layer": "bench"},
+    bench={"mamba2_layer": "bench:BENCH"},
     asks="models:ASKS",
     tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",

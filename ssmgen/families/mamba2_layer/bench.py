@@ -11,19 +11,15 @@ from torch import Tensor
 
 import ssmgen
 
-from ...bench import layer_case
 from ...bench import report as reports
-from ...bench.layer_case import EPS, Step
-from ...bench.layers import OPTIONS, QUICK, REPORT, Launch, Peer, between_ours, convolution, mistakes, of_model, point, run, table
+from ...bench.case import Launch, kept
+from ...bench.layer_case import EPS, Layer, Step, between_ours, convolution
+from ...bench.layers import layer_bench
 from ..causal_conv1d_update.bench import dao_step
 from ..selective_state_update.models import Mamba
 
-__all__ = ["CASES", "MODELS", "OPTIONS", "PEERS", "QUICK", "REPORT", "Case", "mistakes", "of_model", "point", "run", "table"]
 
-MODELS = {"mamba2_layer": ("nemotron-h-8b", "mamba2-2.7b")}
-
-
-class Case(layer_case.Case):
+class Mamba2Layer(Layer):
     """A layer of Mamba-2."""
 
     inputs: ClassVar[str] = "xBC"
@@ -57,9 +53,9 @@ class Case(layer_case.Case):
         return Step(ssmgen.selective_state_update, call | self.places(i) | {"out": out})
 
 
-def flashinfer(case: Case) -> Launch | None:
+def flashinfer(case: Any) -> Launch | None:
     """FlashInfer's state update between our convolution and our norm."""
-    function = reports.imported("flashinfer.mamba", "selective_state_update")
+    function = reports.imported("flashinfer.mamba", "selective_state_update") if case.tokens == 1 else None
     if function is None:
         return None
     calls = []
@@ -70,11 +66,11 @@ def flashinfer(case: Case) -> Launch | None:
     return between_ours(case, lambda i: function(**calls[i]))
 
 
-def mamba_ssm(case: Case) -> Launch | None:
+def mamba_ssm(case: Any) -> Launch | None:
     """Triton's state update and norm."""
     update = reports.imported("mamba_ssm.ops.triton.selective_state_update", "selective_state_update")
     norm = reports.imported("mamba_ssm.ops.triton.layernorm_gated", "rmsnorm_fn")
-    if update is None or norm is None:
+    if update is None or norm is None or case.tokens > 1:
         return None
     convolve = convolution(case, dao_step())
     names = ("state", "x", "dt", "A", "B", "C", "D")
@@ -88,8 +84,8 @@ def mamba_ssm(case: Case) -> Launch | None:
         size = case.options["norm_group_size"]
         return norm(y, case.norm_weight[i], None, z=case.z[i], eps=EPS, group_size=size, norm_before_gate=False)
 
-    return run
+    return kept(run)
 
 
-CASES = {"mamba2_layer": Case}
-PEERS = {"flashinfer": Peer(flashinfer), "mamba_ssm": Peer(mamba_ssm)}
+PEERS = {"flashinfer": flashinfer, "mamba_ssm": mamba_ssm}
+BENCH = layer_bench("mamba2_layer", __doc__, ("nemotron-h-8b", "mamba2-2.7b"), Mamba2Layer, PEERS)

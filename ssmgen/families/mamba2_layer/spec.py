@@ -18,7 +18,7 @@ from ...spec import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, P
 from ..gated_rms_norm.layer_spec import NormedLayer
 from ..gated_rms_norm.spec import FEW
 from ..selective_state_update.problem import SsuProblem
-from ..selective_state_update.spec import SsuSpec, staged_violations
+from ..selective_state_update.spec import SsuVariant, staged_violations
 
 OPERATOR = "mamba2_layer"
 
@@ -66,7 +66,7 @@ class Mamba2LayerProblem(NormedLayer, SsuProblem):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mamba2LayerSpec(RowSpec, Mamba2LayerProblem):
+class Mamba2LayerSpec(SsuVariant, Mamba2LayerProblem):
     """A problem, and how one variant computes it."""
 
     family: ClassVar[str] = OPERATOR
@@ -113,8 +113,6 @@ class Mamba2LayerSpec(RowSpec, Mamba2LayerProblem):
         update = f"{self.update.value}_" if self.several else ""
         return f"mamba2_layer_{tokens}{shape}_{self.state.value}_{update}{self.how()}"
 
-    row_scalars = SsuSpec.row_scalars
-
     def operands(self) -> list[str]:
         """Tensor arguments in order."""
         there = {
@@ -148,7 +146,7 @@ class Mamba2LayerSpec(RowSpec, Mamba2LayerProblem):
         return [*self.layer_parameters(self.operands(), element, self.strides()), *limit]
 
     def constants(self) -> dict[str, Any]:
-        return SsuSpec.constants(self) | self.conv_constants() | {"convolved": ("x", "B", "C"), "A_is_log": self.A_is_log}
+        return super().constants() | self.conv_constants() | {"convolved": ("x", "B", "C"), "A_is_log": self.A_is_log}
 
 
 def _spec(problem: Mamba2LayerProblem, how: dict[str, Any], **norm: Any) -> Mamba2LayerSpec:

@@ -10,7 +10,7 @@ FAMILY = Family(
         "checkpoint_selective_state_update": "call:checkpoint_selective_state_update",
         "materialize_selective_state": "call:materialize_selective_state",
     },
-    bench={"replay_selective_state_update": "bench"},
+    bench={"replay_selective_state_update": "bench:BENCH"},
     asks="models:ASKS",
     tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",

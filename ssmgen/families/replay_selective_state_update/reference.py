@@ -66,7 +66,7 @@ def replay_selective_state_update(
         counted = int(prev_num_accepted_tokens[slot])
         valid = counted if 0 < counted <= window else 0
         first = 0 if ring_start is None else int(ring_start[slot])
-        buffer = () if cache_buf_idx is None else (int(cache_buf_idx[slot]) & 1,)
+        buffer: tuple[int, ...] = () if cache_buf_idx is None else (int(cache_buf_idx[slot]) & 1,)
         places = [(first + k) % old_x.shape[1] for k in range(valid)]
 
         def of_heads(t: Tensor) -> Tensor:
@@ -77,6 +77,7 @@ def replay_selective_state_update(
         for k in places:
             step = old_dt[slot][buffer][:, k].to(dtype)
             if old_dA_cumsum is None:
+                assert A is not None, "a ring holds steps alone"
                 log = A.to(dtype) * step
             else:
                 log, past = old_dA_cumsum[slot][buffer][:, k].to(dtype) - past, old_dA_cumsum[slot][buffer][:, k].to(dtype)
@@ -85,6 +86,7 @@ def replay_selective_state_update(
         if x is None:
             out[i] = S
             continue
+        assert dt is not None and A is not None and B is not None and C is not None, "they come with x"
         T = end - begin
         if valid if history is History.STEP else valid + T > window:
             noise = _seed_of(rand_seed, slot), philox_rounds, slot

@@ -48,15 +48,18 @@ def operands(spec: ReplaySpec, batch: int, seed: int) -> dict[str, Tensor]:
         "A": rate,
         "B": like_x(*lead, G, N),
         "C": like_x(*lead, G, N),
-        "D": spec.D and torch.randn(H, P, generator=g).to(TORCH_DTYPES[spec.D]),
-        "z": spec.z and randn(spec.z, *lead, H, P, odd=odd, g=g),
-        "dt_bias": spec.dt_bias and torch.randn(H, generator=g).to(TORCH_DTYPES[spec.dt_bias]),
         "out": torch.full((*lead, H, P), float("nan"), dtype=TORCH_DTYPES[spec.out]),
         "arrivals": torch.zeros(slots, dtype=torch.int32),
         "rand_seed": torch.randint(0, 2**62, (slots,), generator=g),
         "mix": torch.full((batch, H, spec.tokens, spec.entries), float("nan")),
         "sums": torch.full((batch, H, spec.tokens), float("nan")),
     }
+    if spec.D:
+        made["D"] = torch.randn(H, P, generator=g).to(TORCH_DTYPES[spec.D])
+    if spec.z:
+        made["z"] = randn(spec.z, *lead, H, P, odd=odd, g=g)
+    if spec.dt_bias:
+        made["dt_bias"] = torch.randn(H, generator=g).to(TORCH_DTYPES[spec.dt_bias])
     if spec.materialize:
         made["out"] = torch.full((batch, H, P, N), float("nan"), dtype=TORCH_DTYPES[spec.out] if spec.scaled else state.dtype)
     if spec.scaled:
@@ -78,7 +81,7 @@ def _poison(made: dict[str, Tensor], slot: int, step: bool) -> None:
     first = 0 if step else int(made["ring_start"][slot])
     dead = [(first + k) % room for k in range(valid, room)]
     made["old_x"][slot, dead] = float("nan")
-    buffer = (int(made["cache_buf_idx"][slot]),) if step else ()
+    buffer: tuple[int, ...] = (int(made["cache_buf_idx"][slot]),) if step else ()
     made["old_B"][slot][buffer][dead] = float("nan")
     for name in ("old_dt", "old_dA_cumsum"):
         made[name][slot][buffer][:, dead] = float("nan")
@@ -98,7 +101,7 @@ def replay(spec: ReplaySpec, batch: int, seed: int) -> Trial:
         spec.dt_softplus, -1, spec.philox_rounds, precision, spec.after_conv, room, spec.two_kernels, materialize=spec.materialize,
         zero_padding=spec.zero_padding,
     )  # fmt: skip
-    written = tuple(dict.fromkeys(name for part in spec.kernels for name in part.written()))
+    written = tuple(dict.fromkeys(name for part in spec.kernels if isinstance(part, ReplaySpec) for name in part.written()))
     exact = tuple(n for n in written if n not in ("state", "state_scale", "out", "old_dt", "old_dA_cumsum", *BETWEEN))
     tokens = spec.window + spec.tokens
     scaled = {"state": "state_scale"} if spec.scaled else {}

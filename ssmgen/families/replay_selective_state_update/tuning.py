@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import product
 
-from ...calls.checks import TORCH_DTYPES
 from ...models import Model
 from ...spec import DType
 from ...tune.cases import Case, case_of
-from . import bench
-from .bench_case import PLAIN, SHAPE
-from .bench_case import Case as Step
+from ..selective_state_update.models import Mamba
+from .bench import BENCH, SHAPE, WINDOWS
 
 
 def cases(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
-    shapes = [(m.nheads, m.headdim, m.d_state, m.ngroups) for m in given] or [SHAPE]
-    for shape, state, window, batch in product(shapes, (DType.BF16, DType.F32), bench.WINDOWS, batches):
-        case = Step(batch, window=window, shape=shape, dtype=TORCH_DTYPES[state], device=device)
+    shapes = [(m.nheads, m.headdim, m.d_state, m.ngroups) for m in given if isinstance(m, Mamba)] or [SHAPE]
+    for shape, state, window, batch in product(shapes, (DType.BF16, DType.F32), WINDOWS, batches):
         label = f"replay {' x '.join(map(str, shape))} {state.value} window {window} batch {batch}"
-        yield case_of(label, case, partial(case.gate, PLAIN))
+        yield case_of(label, BENCH.case(device, state=state, window=window, batch=batch, shape=shape))
 
 
 TUNING = {"replay_selective_state_update": cases}

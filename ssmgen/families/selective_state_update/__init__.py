@@ -6,7 +6,7 @@ FAMILY = Family(
     name="selective_state_update",
     kernels=(Kernels("spec:SsuSpec", "problem:SsuProblem", old_names={"selective_state_update_tokens": "several=yes"}),),
     functions={"selective_state_update": "call:selective_state_update"},
-    bench={"selective_state_update": "bench"},
+    bench={"selective_state_update": "bench:BENCH"},
     asks="models:ASKS",
     models="models:KINDS",
     tuning="tuning:TUNING",

@@ -73,7 +73,7 @@ def selective_state_update(
     kept, parents = views.get("intermediate_states"), views.get("parents")
     scales, kept_scales = views.get("state_scale"), views.get("intermediate_state_scales")
     starts = views["cu_seqlens"].tolist() if "cu_seqlens" in views else None
-    weights = {n: views[n].to(dtype) for n in ("A", "D", "dt_bias") if n in views}
+    weights: dict[str, Tensor] = {n: views[n].to(dtype) for n in ("A", "D", "dt_bias") if n in views}
 
     def valid(slot: int) -> bool:
         return 0 <= slot < state.shape[0] and ("state_indices" not in views or slot != pad_slot_id)
@@ -91,8 +91,8 @@ def selective_state_update(
         if starts is not None and not (0 <= starts[b] < starts[b + 1] <= out.shape[1]):
             continue
         slot, row_kept = start_slot(views, b), int(views["intermediate_state_indices"][b]) if "intermediate_state_indices" in views else b
-        keeps = kept is not None and 0 <= row_kept < kept.shape[0]
-        if not valid(slot) or (parents is not None and not keeps):
+        rows = kept if kept is not None and 0 <= row_kept < kept.shape[0] else None
+        if not valid(slot) or (parents is not None and rows is None):
             if zero_padding:
                 out[row, span.start : span.stop] = 0
             continue
@@ -100,13 +100,13 @@ def selective_state_update(
         results = []
         for i, t in enumerate(span):
             parent = int(parents[b, i]) if parents is not None and i < parents.shape[1] else -1
-            if 0 <= parent < min(i, kept.shape[1] if keeps else 0):
-                h = widened(kept[row_kept, parent], None if kept_scales is None else kept_scales[row_kept, parent], dtype)
-            token = {n: views[n][row, t].to(dtype) for n in ("x", "dt", "z", "B", "C") if n in views}
+            if rows is not None and 0 <= parent < min(i, rows.shape[1]):
+                h = widened(rows[row_kept, parent], None if kept_scales is None else kept_scales[row_kept, parent], dtype)
+            token: dict[str, Tensor] = {n: views[n][row, t].to(dtype) for n in ("x", "dt", "z", "B", "C") if n in views}
             h, y = one_token(h, token, weights, dt_softplus, dt_limit)
             results.append(y)
-            if keeps and i < kept.shape[1]:
-                keep(kept, (row_kept, i), h, kept_scales, slot, 1 + i)
+            if rows is not None and i < rows.shape[1]:
+                keep(rows, (row_kept, i), h, kept_scales, slot, 1 + i)
             if update_state and target is not None and target.dim() == 2 and i < target.shape[1] and valid(int(target[b, i])):
                 keep(state, int(target[b, i]), h, scales, int(target[b, i]))
         last = slot if target is None else int(target[b]) if target.dim() == 1 else -1

@@ -22,8 +22,37 @@ OPERATOR = "selective_state_update"
 SHARED_BYTES = 48 * 1024
 
 
+class SsuVariant(RowSpec, SsuProblem):
+    """What the recurrence by itself and that of a layer have in common."""
+
+    def row_scalars(self) -> list[str]:
+        """Operands with an element per row and token."""
+        return ["x", *(["z"] if self.z else [])]
+
+    def constants(self) -> dict[str, Any]:
+        return {
+            "pooled": self.index is not Index.NONE,
+            "split": self.pool is PoolMode.SPLIT,
+            "final_state": self.update is Update.FINAL,
+            "each": self.update is Update.EACH,
+            "convolved": (),  # operands that the kernel makes itself
+            "conv_rolls": False,
+            "A_is_log": False,
+            "ragged": self.ragged,
+            "accepted": self.accepted is not Index.NONE,
+            "tree": self.parents is not Index.NONE,
+            "rows_by_index": self.intermediate_indices is not Index.NONE,
+            "rounded": self.rounded,
+            "kept_scaled": isinstance(self.intermediate_states, Narrow),
+            "narrow_noise": self.rounded & {t.value for t in self.narrow},
+            "tail": self.headdim % self.tile != 0,
+            "vector_state": self.state_loads is Loads.VECTOR,
+            "vector_operands": self.operand_loads is Loads.VECTOR,
+        }
+
+
 @dataclass(frozen=True, kw_only=True)
-class SsuSpec(RowSpec, SsuProblem):
+class SsuSpec(SsuVariant):
     """A problem, and how one variant computes it."""
 
     family: ClassVar[str] = OPERATOR
@@ -57,10 +86,6 @@ class SsuSpec(RowSpec, SsuProblem):
     def stem(self) -> str:
         kind = "ssu_ragged" if self.ragged else "ssu_tokens" if self.several else "ssu"
         return f"{kind}_h{self.nheads}p{self.headdim}n{self.d_state}g{self.ngroups}_{self.state.value}_{self.how()}"
-
-    def row_scalars(self) -> list[str]:
-        """Operands with an element per row and token."""
-        return ["x", *(["z"] if self.z else [])]
 
     def operands(self) -> list[str]:
         """Tensor arguments in order."""
@@ -136,27 +161,6 @@ class SsuSpec(RowSpec, SsuProblem):
             *(Param.u32(name) for name, there in counts.items() if there),
             *([Param.f32("dt_min"), Param.f32("dt_max")] if self.dt_limit else []),
         ]
-
-    def constants(self) -> dict[str, Any]:
-        return {
-            "pooled": self.index is not Index.NONE,
-            "split": self.pool is PoolMode.SPLIT,
-            "final_state": self.update is Update.FINAL,
-            "each": self.update is Update.EACH,
-            "convolved": (),  # operands that the kernel makes itself
-            "conv_rolls": False,
-            "A_is_log": False,
-            "ragged": self.ragged,
-            "accepted": self.accepted is not Index.NONE,
-            "tree": self.parents is not Index.NONE,
-            "rows_by_index": self.intermediate_indices is not Index.NONE,
-            "rounded": self.rounded,
-            "kept_scaled": isinstance(self.intermediate_states, Narrow),
-            "narrow_noise": self.rounded & {t.value for t in self.narrow},
-            "tail": self.headdim % self.tile != 0,
-            "vector_state": self.state_loads is Loads.VECTOR,
-            "vector_operands": self.operand_loads is Loads.VECTOR,
-        }
 
 
 def staged_violations(spec: Any) -> list[str]:

@@ -31,7 +31,7 @@ def one_operands(spec: SsuSpec, batch: int, seed: int) -> dict[str, Tensor]:
 
     odd = spec.operand_loads is Loads.ELEMENT
     state = states(spec.state, (slots,), (H, P, N), 1 if spec.state_loads is Loads.ELEMENT else 0)
-    fill(state, g) if spec.scaled else state.copy_(randn(spec.state, slots, H, P, N))
+    fill(state, g) if spec.scaled else state.copy_(torch.randn(slots, H, P, N, generator=g))
 
     decay = -(torch.rand(H, 1 if spec.tied else P, 1 if spec.tied else N, generator=g) + 0.1).to(TORCH_DTYPES[spec.A])
     if odd and not spec.tied:

@@ -15,4 +15,4 @@ def call(device: str = "cpu") -> dict[str, Any]:
 
 
 CALLS = {"token_shift": call}  # of each public function
-BENCH = {"token_shift": {"dims": (64,), "batches": (1, 9), "device": "cpu"}}  # options of a benchmark's `run`: two cases or more
+BENCH = {"token_shift": {"dims": (64,), "batches": (1, 9)}}  # options of a benchmark's `run`: two cases or more

@@ -7,12 +7,12 @@ from itertools import product
 
 from ...models import Model
 from ...tune.cases import Case, case_of
-from . import bench
+from .bench import BENCH, DIMS
 
 
 def cases(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
-    for dim, batch in product(bench.DIMS, batches):
-        yield case_of(f"token_shift, dim {dim} batch {batch}", bench.Case(batch, dim, device=device))
+    for dim, batch in product(DIMS, batches):
+        yield case_of(f"token_shift, dim {dim} batch {batch}", BENCH.case(device, dim=dim, batch=batch))
 
 
 TUNING = {"token_shift": cases}

@@ -1,0 +1,53 @@
+"""What the benchmarks of prompts share: packed sequences or a batch, states into new tensors or a pool, a multiplication as the ceiling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .case import Call, Launch, cuts_of, sets_of
+
+PROMPT = 2048  # tokens of a model's prompts
+HOST_TOKENS = 2048  # host times are of cases up to this
+HEADS = 4  # that are held against float64
+
+
+def sequences_of(quick: bool) -> tuple[int, ...]:
+    """How many prompts of a model are timed at once."""
+    return (1,) if quick else (1, 4, 16)
+
+
+def prompt_sets(set_bytes: float) -> int:
+    return sets_of(set_bytes, least=2)
+
+
+def moving(set_bytes: float, sets: int, device: torch.device) -> Launch:
+    """torch's multiplication of dense tensors, out of place, that moves as many bytes."""
+    source, target = (torch.empty(sets, int(set_bytes) // 8, device=device) for _ in range(2))
+    return lambda i: torch.mul(source[i], 1.0, out=target[i])
+
+
+def ends(states: Tensor, packed: int) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
+    """(rotating, shared, only written) arguments of where states go: into new ones; or, with so many packed tokens, through a pool, whose
+    every sequence goes on from its slot. states: [sets, sequences, …]."""
+    count, device = states.shape[1], states.device
+    if not packed:
+        return {"final_states_out": states}, {"return_final_states": True}, ("out", "final_states_out")
+    slots, started = torch.randperm(count, device=device).int(), torch.ones(count, dtype=torch.bool, device=device)
+    shared = {"cu_seqlens": cuts_of(packed, count, device), "state_indices": slots, "has_initial_state": started}
+    return {"state": states.normal_()}, shared, ("out",)
+
+
+def some_heads(call: Call, heads: int, groups: int, by_head: Sequence[str], by_group: Sequence[str], packed: bool) -> dict[str, Any]:
+    """The call of the first heads, and the groups that these are of. Names of the head's own vectors are in by_head, too."""
+    axis = 1 if packed else 2
+
+    def first(name: str, t: Tensor) -> Tensor:
+        count = groups if name in by_group else heads
+        return t[:count] if t.dim() == 1 else t[:, :count] if "state" in name else t.narrow(axis, 0, count)
+
+    states = ("state", "final_states_out")
+    return {n: first(n, t) if n in (*by_head, *by_group, *states) else t for n, t in call.items()}
