@@ -18,6 +18,8 @@ from ssmgen.families.linear_attention import TIMED, bench
 from ssmgen.families.selective_state_update import bench as selective_state_update
 from ssmgen.spec import Arch, DType, PoolMode
 
+pytestmark = pytest.mark.usefixtures("one_compile")
+
 HEADS, DIM, SLOTS = 4, 8, 40
 CASES = {
     "one": {},

@@ -16,6 +16,8 @@ from ssmgen.families.combine_splits.bench import Case, Form
 from ssmgen.families.combine_splits.reference import combine_splits as reference
 from ssmgen.spec import Arch, DType
 
+pytestmark = pytest.mark.usefixtures("one_compile")
+
 F32, BF16 = torch.float32, torch.bfloat16
 
 

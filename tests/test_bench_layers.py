@@ -20,6 +20,8 @@ from ssmgen.family import public_names
 from ssmgen.models import find_model
 from ssmgen.spec import Arch, DType
 
+pytestmark = pytest.mark.usefixtures("one_compile")
+
 F32, BF16 = torch.float32, torch.bfloat16
 BATCH = 3
 CASES = {

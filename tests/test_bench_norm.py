@@ -16,6 +16,8 @@ from ssmgen.families.gated_rms_norm import bench
 from ssmgen.families.gated_rms_norm.bench import Case, Form
 from ssmgen.spec import Arch, DType
 
+pytestmark = pytest.mark.usefixtures("one_compile")
+
 F32, BF16 = torch.float32, torch.bfloat16
 
 

@@ -15,6 +15,8 @@ from ssmgen.errors import SsmgenError
 from ssmgen.families.causal_conv1d_update import bench as update
 from ssmgen.families.linear_attention import bench
 
+pytestmark = pytest.mark.usefixtures("one_compile")
+
 
 def update_case(tokens: int, tree: bool = True) -> update.Case:
     torch.manual_seed(0)
