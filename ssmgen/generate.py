@@ -120,7 +120,9 @@ def _fresh(sources: Sequence[_Source], old: Lock, shown: Collection[str]) -> Loc
     for source, resources in zip(sources, compiled, strict=True):
         known = old.variants.get(source.path)
         others = known.resources if known and known.source_sha256 == source.digest else {}
-        variants[source.path] = Locked(str(source.spec), str(source.arch), source.digest, {**others, major: resources}, source.path in shown)
+        variants[source.path] = Locked(
+            str(source.spec), str(source.arch), source.digest, {**others, major: resources}, source.path in shown
+        )
     return Lock({**old.compilers, major: build}, variants)
 
 

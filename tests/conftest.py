@@ -24,6 +24,30 @@ for variable in [name for name in os.environ if name.startswith(("SSMGEN_CACHE_P
 torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
 
 
+class Unread(pytest.Item):
+    """Stands for a file of tests/gpu where torch sees no card: reading all takes each worker 7 s."""
+
+    def runtest(self) -> None:
+        pytest.skip("needs a CUDA device, and torch sees none: this file is not read")
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        return self.path, 0, self.name
+
+
+class UnreadFile(pytest.File):
+    def collect(self) -> Iterator[pytest.Item]:
+        item = Unread.from_parent(self, name="tests")
+        item.add_marker("gpu")
+        yield item
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Without a card, files of tests/gpu are not read."""
+    if module_path.parent.name == "gpu" and not torch.cuda.is_available():
+        return UnreadFile.from_parent(parent, path=module_path)
+    return None
+
+
 @pytest.hookimpl(trylast=True)  # of those that are selected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without a card one test of each file stands for those that need one, thousands that would be reported one by one."""
@@ -31,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not isinstance(item, Unread):
             files.setdefault(item.path, []).append(item)
     for alike in files.values():
         alike[0].add_marker(pytest.mark.skip(reason=f"needs a CUDA device, and torch sees none: {len(alike)} tests of this file"))
@@ -54,6 +78,21 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_compile(monkeypatch):
+    """For reports, which state how long compilers took: a test's first is real, and stands for the others."""
+    from ssmgen import nvrtc
+
+    real, done = nvrtc.compile_cubin, []
+
+    def compile_cubin(*words):
+        if not done:
+            done.append(real(*words))
+        return done[0]
+
+    monkeypatch.setattr(nvrtc, "compile_cubin", compile_cubin)
 
 
 @pytest.fixture

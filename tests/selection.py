@@ -13,9 +13,13 @@ def kept(values: Iterable[Any], keep: Callable[[Any], bool]) -> list[Any]:
     return [value if keep(value) else _of_matrix(value) for value in values]
 
 
-def every_other(values: Iterable[Any]) -> list[Any]:
-    """Parameters of which every second runs always: in lists of cases, neighbours differ least."""
-    return [_of_matrix(value) if i % 2 else value for i, value in enumerate(values)]
+def few(values: Iterable[Any], most: int = 3) -> list[Any]:
+    """Parameters: up to `most` run always, and at most half; the others with `-m matrix`. Chosen at even distances from the first one on,
+    as in lists of cases neighbours differ least."""
+    values = list(values)
+    count = min(most, -(-len(values) // 2))
+    always = {i * len(values) // count for i in range(count)}
+    return [value if i in always else _of_matrix(value) for i, value in enumerate(values)]
 
 
 def _of_matrix(value: Any) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import multiprocessing
 import os
 import socket
 import traceback
@@ -353,7 +354,11 @@ def failures(ranks: int, device_type: str, directory: Path, all_cases: Cases, le
     """What went wrong on so many processes, by case and rank, as text. All cases share the processes, which take seconds to start.
     least: cases that there are at least."""
     arguments = (ranks, free_port(), device_type, str(directory), all_cases)
-    torch.multiprocessing.spawn(rank_main, arguments, ranks)
+    # On the CPU ranks are forked from one process that has loaded torch: each would take 4 s for that. CUDA forbids it.
+    how = "forkserver" if device_type == "cpu" and "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    if how == "forkserver":
+        multiprocessing.get_context(how).set_forkserver_preload(["sharded_cases", "context_cases", "torch.distributed.tensor"])
+    torch.multiprocessing.start_processes(rank_main, arguments, ranks, start_method=how)
     found = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(ranks)]
     assert all(len(of_rank) >= least for of_rank in found)
     return "\n".join(f"{case}, rank {rank}:\n{of_rank[case]}" for rank, of_rank in enumerate(found) for case in of_rank if of_rank[case])

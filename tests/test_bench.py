@@ -17,6 +17,9 @@ from ssmgen.spec import DType, PoolMode
 HEADS, DIM, BATCH = 4, 8, 5
 SLOT = HEADS * DIM * DIM * 4
 SPLIT = {"pool": PoolMode.SPLIT}
+
+pytestmark = pytest.mark.usefixtures("one_compile")
+
 CASES = {
     "one": {},
     "split": SPLIT,

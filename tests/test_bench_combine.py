@@ -15,6 +15,8 @@ from ssmgen.families.combine_splits.bench import BENCH, Form
 from ssmgen.families.combine_splits.reference import combine_splits as reference
 from ssmgen.spec import DType
 
+pytestmark = pytest.mark.usefixtures("one_compile")
+
 
 @pytest.fixture(autouse=True)
 def few_heads(monkeypatch):

@@ -22,6 +22,8 @@ from ssmgen.families.causal_conv1d_update import bench as update
 from ssmgen.families.causal_conv1d_update.bench import Innermost
 from ssmgen.spec import DType, Loads
 
+pytestmark = pytest.mark.usefixtures("one_compile")
+
 FIRST, LAST = ConvLayout
 SHAPE = (2, 24, 40)
 DIM, SLOTS = 16, 30

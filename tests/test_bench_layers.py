@@ -18,6 +18,8 @@ from ssmgen.family import public_names
 from ssmgen.models import find_model
 from ssmgen.spec import Arch, DType
 
+pytestmark = pytest.mark.usefixtures("one_compile")
+
 BATCH = 3
 CASES = {
     "normed": ("mamba2_layer", "nemotron-h-8b", 8),

@@ -14,6 +14,8 @@ from ssmgen.families.gated_rms_norm import bench
 from ssmgen.families.gated_rms_norm.bench import BENCH, Form
 from ssmgen.spec import DType
 
+pytestmark = pytest.mark.usefixtures("one_compile")
+
 
 def case_of(form: Form = Form.GDN, dtype: torch.dtype = BF16, hot: bool = False) -> case.Case:
     stored = DType.F32 if dtype is F32 else DType.BF16

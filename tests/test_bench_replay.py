@@ -14,6 +14,8 @@ from ssmgen.families.replay_selective_state_update import bench
 from ssmgen.families.replay_selective_state_update.spec import History
 from ssmgen.spec import Arch, DType, Loads
 
+pytestmark = pytest.mark.usefixtures("one_compile")
+
 SHAPE = (4, 16, 32, 2)
 SM90, SM80 = Arch.parse("sm_90a"), Arch.parse("sm_80")
 STATES = {F32: DType.F32, F16: DType.F16, BF16: DType.BF16}

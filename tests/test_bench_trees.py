@@ -14,6 +14,8 @@ from ssmgen.bench.suite import Suite
 from ssmgen.errors import SsmgenError
 from ssmgen.families.linear_attention import bench_peers
 
+pytestmark = pytest.mark.usefixtures("one_compile")
+
 
 def test_every_token_has_two_children():
     assert case.binary_tree(2, 8, "cpu").tolist() == [[-1, 0, 0, 1, 1, 2, 2, 3]] * 2

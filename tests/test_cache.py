@@ -195,6 +195,7 @@ def test_directory_in_the_place_of_an_entry(tmp_path, sound):
 # Processes.
 
 
+@pytest.mark.processes
 def test_eight_processes_race_on_an_empty_cache(tmp_path, sound):
     processes = [run(GET, tmp_path, wait=False) for _ in range(8)]
     outputs = [p.communicate(timeout=120) for p in processes]
@@ -216,6 +217,7 @@ while True:
 """
 
 
+@pytest.mark.processes
 def test_killed_at_any_instant(tmp_path):
     """Processes that do nothing but fill the cache are killed at random; what remains is whole, and goes on working."""
     rng = random.Random(1)

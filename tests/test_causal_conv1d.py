@@ -13,7 +13,7 @@ import torch
 from conv_cases import FIRST, I32, I64, LAST, POOL, RING, ROLL, SHORT, STATEFUL, Call, Case, UpdateCase, make, make_call, make_update
 from conv_laws import LAST_AXIS, SM90, Draw, assert_matches, emulate, emulated, equal, expected, needs_emulator
 from conv_matrices import matrix, update_matrix
-from selection import every_other
+from selection import few
 from ssu_cases import BF16, F16, F32
 from varying import named
 
@@ -99,7 +99,7 @@ def emulate_and_check(case: Any, spec: KernelSpec | None = None, arch: Arch = SM
 
 
 @needs_emulator
-@named(*every_other([*covering(matrix()), *covering(update_matrix())]))
+@named(*few([*covering(matrix()), *covering(update_matrix())]))
 def test_kernels_are_within_rounding_of_float64(case):
     emulate_and_check(case)
 

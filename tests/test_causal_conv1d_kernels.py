@@ -9,9 +9,10 @@ from dataclasses import replace
 from itertools import cycle, product
 
 import pytest
+from compiled import compiled
 from conv_cases import FIRST, I32, LAST, POOL, RING, ROLL, SHORT, STATEFUL, UpdateCase, make
 from conv_laws import SM90, assert_matches, emulate, expected, needs_emulator
-from selection import kept
+from selection import few, kept
 
 from ssmgen import registry
 from ssmgen.emulator import EmulatorError
@@ -19,7 +20,6 @@ from ssmgen.families.causal_conv1d import spec as conv
 from ssmgen.families.causal_conv1d.spec import ConvLayout, ConvProblem, ConvSpec
 from ssmgen.families.causal_conv1d_update import spec as step
 from ssmgen.families.causal_conv1d_update.spec import Advance, Saved, StateLayout, Tokens, UpdateProblem, UpdateSpec
-from ssmgen.nvrtc import compile_cubin
 from ssmgen.render import render, uses_pdl
 from ssmgen.spec import Arch, DType, Index, KernelSpec, Loads, Pdl
 
@@ -255,7 +255,7 @@ def sampled_updates(advance: Advance, widths: range) -> list[KernelSpec]:
 
 def spilled(specs: list[KernelSpec]) -> list[str]:
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # NVRTC releases the GIL
-        done = pool.map(lambda s: compile_cubin(render(s, SM90), SM90, str(s)).resources, specs)
+        done = pool.map(lambda s: compiled(s, SM90).resources, specs)
         return [f"{spec}: {resources}" for spec, resources in zip(specs, done, strict=True) if resources.spills]
 
 
@@ -265,12 +265,12 @@ def widths(every: range):
 
 
 @widths(range(1, 9))
-@pytest.mark.parametrize("kind", LOADS)
+@pytest.mark.parametrize("kind", few(LOADS, 1))
 def test_nothing_spills_over_whole_sequences(kind, widths):
     assert not spilled(sampled(kind, widths))
 
 
 @widths(range(2, 7))
-@pytest.mark.parametrize("advance", Advance, ids=lambda a: a.value)
+@pytest.mark.parametrize("advance", few(Advance, 1), ids=lambda a: a.value)
 def test_nothing_spills_in_updates(advance, widths):
     assert not spilled(sampled_updates(advance, widths))

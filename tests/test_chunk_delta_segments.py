@@ -10,8 +10,9 @@ from typing import Any
 import delta_cases as laws
 import pytest
 import torch
+from compiled import compiled
 from delta_cases import ADVERSARIAL, BF16, F16, F32, SM90, Sizes, emulated, exact, make, problem_of, same, starts_of
-from selection import every_other
+from selection import few
 
 import ssmgen
 from ssmgen import emulator
@@ -24,7 +25,6 @@ from ssmgen.families.chunk_delta_rule.segments import LEAST, MOST, JoinSpec, by_
 from ssmgen.families.chunk_delta_rule.spec import of_problem
 from ssmgen.families.chunk_delta_rule.warpgroups import WarpgroupChainSpec
 from ssmgen.models import Role, Wanted, find_model
-from ssmgen.nvrtc import compile_cubin
 from ssmgen.registry import select
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index, Layout, Pdl
@@ -51,14 +51,14 @@ def served(form: Any, segments: int) -> Any:
 
 @needs_emulator
 @pytest.mark.parametrize(("sizes", "form"), FORMS, ids=["warps", "warpgroups"])
-@pytest.mark.parametrize("kind", every_other([{}, *ADVERSARIAL.values()]), ids=["random", *ADVERSARIAL])
+@pytest.mark.parametrize("kind", few([{}, *ADVERSARIAL.values()]), ids=["random", *ADVERSARIAL])
 def test_errors_are_those_of_one_segment(sizes, form, kind):
     laws.segments_are_as_accurate(served(form, 1), served(form, 4), replace(sizes, heads=1), 7 * CHUNK, **kind)
 
 
 @needs_emulator
 @pytest.mark.parametrize(("sizes", "form"), FORMS, ids=["warps", "warpgroups"])
-@pytest.mark.parametrize("segments", every_other([3, 2, 5]))
+@pytest.mark.parametrize("segments", few([3, 2, 5]))
 def test_lengths_are_accurate(sizes, form, segments):
     laws.lengths_are_accurate(served(form, segments), sizes, RAGGED)
 
@@ -76,7 +76,7 @@ def test_neighbours_do_not_matter():
 
 
 @needs_emulator
-@pytest.mark.parametrize("arch", every_other([Arch(80), SM90]))
+@pytest.mark.parametrize("arch", few([Arch(80), SM90]))
 @pytest.mark.parametrize("sizes", [Sizes(heads=3, key_heads=3, head_k=48, head_v=16, x=F16), Sizes(heads=1, head_k=160, head_v=64)])
 def test_sizes_of_all_kinds(arch, sizes):
     """Rows of M in blocks of their own size; more than one batch of them to join."""
@@ -253,10 +253,11 @@ SPECS = [
 ]
 
 
+@pytest.mark.matrix  # of the default variants, `ssmgen generate --check` says so
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
 def test_no_variant_spills(spec):
     for part in spec.kernels[1:]:
-        resources = compile_cubin(render(part, SM90), SM90, str(part)).resources
+        resources = compiled(part, SM90).resources
         assert not resources.spills and not resources.stack, part.name
 
 
@@ -314,7 +315,7 @@ EDITS = {
 
 
 @needs_emulator
-@pytest.mark.parametrize("edit", every_other(EDITS))
+@pytest.mark.parametrize("edit", few(EDITS))
 def test_broken_kernels_are_found(edit):
     which, old, new, words = EDITS[edit]
 

@@ -10,14 +10,14 @@ import delta_cases
 import pytest
 import torch
 from chain_cases import BF16, BOUND, F16, F32, SM90, Prompt, images, poisoned, prompt, recurrence, walked
+from compiled import compiled
 from scan_cases import error, same
-from selection import every_other, kept
+from selection import few
 
 from ssmgen import emulator
 from ssmgen.emulator import EmulatorError
 from ssmgen.families.chunk_delta_rule.problem import DeltaProblem
 from ssmgen.families.chunk_delta_rule.warpgroups import WarpgroupChainSpec, warpgroup_space
-from ssmgen.nvrtc import compile_cubin
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index, Layout, Loads, Pdl
 
@@ -50,7 +50,7 @@ CASES: dict[str, Any] = {
 
 
 @needs_emulator
-@pytest.mark.parametrize("case", every_other(CASES))
+@pytest.mark.parametrize("case", few(CASES))
 def test_results_are_those_of_float64(case):
     shape, lengths, how = CASES[case]
     p = prompt(*lengths, **shape)
@@ -60,7 +60,7 @@ def test_results_are_those_of_float64(case):
 
 
 @needs_emulator
-@pytest.mark.parametrize("kind", every_other(delta_cases.ADVERSARIAL))
+@pytest.mark.parametrize("kind", few(delta_cases.ADVERSARIAL))
 def test_hard_data(kind):
     """Behind images as float64 makes them."""
 
@@ -96,7 +96,7 @@ def test_a_batch_is_sequences_of_one_length():
 
 
 @needs_emulator
-@pytest.mark.parametrize("cut", every_other([64, 128]))
+@pytest.mark.parametrize("cut", few([64, 128]))
 def test_a_cut_changes_no_bit(cut):
     p = prompt(200, **SMALL)
     whole, first = chain(p), chain(p.span(0, cut))
@@ -120,8 +120,8 @@ def test_neighbours_do_not_matter():
 
 
 @needs_emulator
-@pytest.mark.parametrize("state", every_other([BF16, F32, F16]))
-@pytest.mark.parametrize("layout", every_other([Layout.KV, Layout.VK]))
+@pytest.mark.parametrize("state", few([BF16, F32, F16]))
+@pytest.mark.parametrize("layout", few([Layout.KV, Layout.VK]))
 def test_states_of_other_types_and_layouts(state, layout):
     """They are what f32 states are, rounded once, and lie as they are said to."""
     p = prompt(70, 64, **SMALL)
@@ -168,7 +168,7 @@ def test_a_pool_is_touched_where_it_should_be(own):
 
 
 @needs_emulator
-@pytest.mark.parametrize("layout", every_other([Layout.VK, Layout.KV]))
+@pytest.mark.parametrize("layout", few([Layout.VK, Layout.KV]))
 def test_states_at_positions(layout):
     """Those of chunks' ends and of a sequence's end are what a shorter prompt ends in; other positions leave their rows alone."""
     p = prompt(200, 64, 0, 70, **SMALL)
@@ -204,9 +204,10 @@ SPECS = [
 ]
 
 
-@pytest.mark.parametrize("spec", kept(SPECS, lambda s: s.tile == 128 or s.marked), ids=lambda s: s.stem)  # those with least room
+@pytest.mark.matrix  # of the default variants, `ssmgen generate --check` says so
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
 def test_no_variant_spills(spec):
-    resources = compile_cubin(render(spec, SM90), SM90, str(spec)).resources
+    resources = compiled(spec, SM90).resources
     assert not resources.spills and not resources.stack
 
 
@@ -263,7 +264,7 @@ EDITS = {
 
 
 @needs_emulator
-@pytest.mark.parametrize("edit", every_other(EDITS))
+@pytest.mark.parametrize("edit", few(EDITS))
 def test_broken_kernels_are_found(edit):
     old, new, words = EDITS[edit]
 

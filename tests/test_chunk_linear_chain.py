@@ -10,9 +10,10 @@ from typing import Any
 import linear_chain_cases as cases
 import pytest
 import torch
+from compiled import compiled
 from linear_chain_cases import BF16, F16, F32, SM80, SM90, Prompt, hard, poisoned, prompt, recurrence, walked
 from scan_cases import error, same
-from selection import every_other, kept
+from selection import few, kept
 from ssu_cases import Memory
 
 from ssmgen import emulator
@@ -21,7 +22,6 @@ from ssmgen.families.chunk_linear_attention.chain import TILES, ChainSpec
 from ssmgen.families.chunk_linear_attention.problem import LinearPromptProblem, Rule
 from ssmgen.families.chunk_linear_attention.spec import of_problem
 from ssmgen.families.chunk_linear_attention.warpgroups import WarpgroupChainSpec
-from ssmgen.nvrtc import compile_cubin
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index, Layout, Loads, Pdl
 
@@ -52,7 +52,7 @@ ALL = [f"{rule.value}: {case}" for case in CASES for rule in Rule]
 
 
 @needs_emulator
-@pytest.mark.parametrize("arch", every_other([SM90, SM80]))
+@pytest.mark.parametrize("arch", few([SM90, SM80]))
 @pytest.mark.parametrize("case", kept(ALL, lambda case: ALL.index(case) % 5 == 0))
 def test_results_are_those_of_float64(case, arch):
     rule, shape = case.split(": ")
@@ -66,7 +66,7 @@ def test_results_are_those_of_float64(case, arch):
 
 
 @needs_emulator
-@pytest.mark.parametrize("kind", every_other(cases.HARD))
+@pytest.mark.parametrize("kind", few(cases.HARD))
 @pytest.mark.parametrize("rule", kept(Rule, lambda rule: rule is Rule.DELTA), ids=lambda rule: rule.value)
 def test_hard_data(rule, kind):
     """Behind images as float64 makes them."""
@@ -120,8 +120,8 @@ def test_choices_change_no_bit(rule):
 
 
 @needs_emulator
-@pytest.mark.parametrize("state", every_other([BF16, F32, F16]))
-@pytest.mark.parametrize("layout", every_other([Layout.KV, Layout.VK]))
+@pytest.mark.parametrize("state", few([BF16, F32, F16]))
+@pytest.mark.parametrize("layout", few([Layout.KV, Layout.VK]))
 def test_a_pool_is_touched_where_it_should_be(state, layout):
     """Slots that nobody has hold NaN, and so do those of sequences that start from nothing, and those of none."""
     p, memory = prompt(65, 7, 0, 16, 64, HV=2, V=16), Memory("cpu")
@@ -158,7 +158,7 @@ def test_a_pool_may_begin_elsewhere(pad):
 
 
 @needs_emulator
-@pytest.mark.parametrize("loads", every_other(reversed(Loads)))
+@pytest.mark.parametrize("loads", few(reversed(Loads)))
 @pytest.mark.parametrize("state", [F32, BF16])
 def test_layouts_of_states_hold_the_same(state, loads):
     p = prompt(70, 0, V=48)
@@ -225,11 +225,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 SPILLING = [f"{shape}, {arch}" for shape in SHAPES for arch in ("sm_80", "sm_90a", "sm_120")]
 
 
-@pytest.mark.parametrize("where", kept(SPILLING, lambda where: SPILLING.index(where) % 4 == 0))
+@pytest.mark.parametrize("where", few(SPILLING, 1))
 def test_no_variant_spills(where):
     shape, arch = where.split(", ")
     spec, arch = replace(SPEC, **SHAPES[shape]), Arch.parse(arch)
-    resources = compile_cubin(render(spec, arch), arch, str(spec)).resources
+    resources = compiled(spec, arch).resources
     assert not resources.spills and not resources.stack, f"{spec}: {resources}"
 
 
@@ -302,8 +302,8 @@ EDITS = {
 
 
 @needs_emulator
-@pytest.mark.parametrize("rule", every_other([Rule.DELTA, Rule.LOW_RANK]), ids=lambda rule: rule.value)
-@pytest.mark.parametrize("edit", every_other(EDITS))
+@pytest.mark.parametrize("rule", few([Rule.DELTA, Rule.LOW_RANK]), ids=lambda rule: rule.value)
+@pytest.mark.parametrize("edit", few(EDITS))
 def test_broken_kernels_are_found(edit, rule):
     old, new, words = EDITS[edit]
 

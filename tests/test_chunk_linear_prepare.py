@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled import compiled
 from linear_images import Images, images_are_right, images_of, unpack
 from scan_cases import NAN, SM90, starts_of
 from ssu_cases import BF16, F16, F32
@@ -21,7 +22,6 @@ from ssmgen.families.chunk_linear_attention.prepare import PrepareSpec
 from ssmgen.families.chunk_linear_attention.problem import ImageProblem, Rule, chunks_of, workspace_bytes
 from ssmgen.families.chunk_linear_attention.spec import Counts, of_problem
 from ssmgen.families.linear_attention.problem import Beta, Gate
-from ssmgen.nvrtc import compile_cubin
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index, Loads, Pdl
 
@@ -261,10 +261,11 @@ VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.matrix  # of the default variants, `ssmgen generate --check` says so
 @pytest.mark.parametrize(("fields", "arch"), VARIANTS.values(), ids=VARIANTS)
 def test_no_variant_spills(fields, arch):
     spec, arch = replace(SPEC, **fields), Arch.parse(arch)
-    resources = compile_cubin(render(spec, arch), arch, str(spec)).resources
+    resources = compiled(spec, arch).resources
     assert not resources.spills and not resources.stack, f"{spec}: {resources}"
 
 

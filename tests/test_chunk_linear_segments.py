@@ -9,8 +9,9 @@ from typing import Any
 import linear_laws as laws
 import pytest
 import torch
+from compiled import compiled
 from linear_cases import ADVERSARIAL, BF16, BOUNDS, F16, F32, SM90, Case, emulated, error, exact, make, problem_of, same, starts_of
-from selection import every_other
+from selection import few
 
 import ssmgen
 from ssmgen import emulator
@@ -23,7 +24,6 @@ from ssmgen.families.chunk_linear_attention.problem import OPERATOR, LinearPromp
 from ssmgen.families.chunk_linear_attention.spec import of_problem
 from ssmgen.families.chunk_linear_attention.warpgroups import WarpgroupChainSpec
 from ssmgen.models import Role, Wanted, find_model
-from ssmgen.nvrtc import compile_cubin
 from ssmgen.registry import select
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index, Layout, Pdl
@@ -48,7 +48,7 @@ def served(form: Any, segments: int) -> Any:
 
 @needs_emulator
 @FORMS
-@pytest.mark.parametrize("kind", every_other(["random", "near keys, steps of 1", "slow"]))
+@pytest.mark.parametrize("kind", few(["random", "near keys, steps of 1", "slow"]))
 def test_errors_are_those_of_one_segment(case, form, kind):
     """To a twentieth, from a state that is still there at the end where decays are slow."""
     case = replace(case, heads=1)
@@ -66,7 +66,7 @@ def test_other_rules(function):
 
 
 @needs_emulator
-@pytest.mark.parametrize("arch", every_other([Arch(80), SM90]))
+@pytest.mark.parametrize("arch", few([Arch(80), SM90]))
 @pytest.mark.parametrize("case", [Case(heads=3, key_heads=3, head_k=48, head_v=16, x=F16), Case(heads=1, head_k=160, head_v=64)])
 def test_sizes_of_all_kinds(arch, case):
     """Rows of M in blocks of their own size; more than one batch of them to join."""
@@ -208,10 +208,11 @@ SPECS = [
 ]
 
 
+@pytest.mark.matrix  # of the default variants, `ssmgen generate --check` says so
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
 def test_no_variant_spills(spec):
     for part in spec.kernels[1:]:
-        resources = compile_cubin(render(part, SM90), SM90, str(part)).resources
+        resources = compiled(part, SM90).resources
         assert not resources.spills and not resources.stack, part.name
 
 
@@ -231,7 +232,7 @@ EDITS = {
 
 
 @needs_emulator
-@pytest.mark.parametrize("edit", every_other(EDITS))
+@pytest.mark.parametrize("edit", few(EDITS))
 def test_broken_kernels_are_found(edit):
     which, old, new, words = EDITS[edit]
 

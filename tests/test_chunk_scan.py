@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import scan_cases as laws
 import torch
+from compiled import compiled
 from scan_cases import BF16, F16, F32, SM90, Sizes, emulated, make, problem_of, same
 
 import ssmgen
@@ -15,7 +16,6 @@ from ssmgen.cache.store import shared_cache
 from ssmgen.emulator.check import check
 from ssmgen.errors import ArgumentError, UnsupportedError
 from ssmgen.families.chunk_scan.spec import OPERATOR, ScanProblem, ScanSpec, candidates, space
-from ssmgen.nvrtc import compile_cubin
 from ssmgen.occupancy import LIMITS
 from ssmgen.registry import select
 from ssmgen.render import render
@@ -350,5 +350,5 @@ def test_no_variant_spills(arch, turn):
     )
     for problem in problems[turn::2]:
         spec = select(OPERATOR, problem, 1, where, where >= Arch(90))
-        resources = compile_cubin(render(spec, where), where, str(spec)).resources
+        resources = compiled(spec, where).resources
         assert not resources.spills and not resources.stack, f"{spec}: {resources}"

@@ -11,8 +11,9 @@ import attention_cases
 import pytest
 import scan_cases as laws
 import torch
+from compiled import compiled
 from scan_cases import BF16, BOUNDS, F32, SM90, Sizes, emulated, error, exact, make, same
-from selection import every_other
+from selection import few
 from test_chunk_scan_warpgroups import SMALL, SPECS, variant
 
 import ssmgen
@@ -20,8 +21,6 @@ from ssmgen import emulator
 from ssmgen.emulator.check import check
 from ssmgen.families.chunk_scan.spec import ScanProblem, ScanSpec
 from ssmgen.families.chunk_scan.warpgroups import LEAD, LEAST
-from ssmgen.nvrtc import compile_cubin
-from ssmgen.render import render
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 
@@ -57,7 +56,7 @@ def test_results_are_those_of_float64(sizes, parts, stages, tokens, decay, more)
     laws.is_accurate(by(parts, stages), sizes, tokens, decay, **more)
 
 
-@pytest.mark.parametrize("chunks", every_other([WHOLE // 64, 1]))
+@pytest.mark.parametrize("chunks", few([WHOLE // 64, 1]))
 def test_short_sequences_have_the_bits_of_whole_ones(chunks):
     call = make(SMALL, 2, 64 * chunks - 3) | {"initial_states": -torch.rand(2, 1, 64, 64), "return_final_states": True}
     call["initial_states"][0] = -0.0
@@ -68,7 +67,7 @@ def test_packing_changes_no_bit():
     laws.packing_changes_no_bit(by(2, 4), SMALL, (65, 0, WHOLE + 70, 64 * 20))
 
 
-@pytest.mark.parametrize("state", every_other([F32, BF16]))
+@pytest.mark.parametrize("state", few([F32, BF16]))
 def test_a_pool_is_touched_where_it_should_be(state):
     laws.a_pool_is_touched_where_it_should_be(by(2), SMALL, state)
 
@@ -103,7 +102,7 @@ def test_stages_change_no_bit():
     assert all(same(a, b) for a, b in zip(by(2, 2)(**call), by(2, 4)(**call), strict=True))
 
 
-@pytest.mark.parametrize("parts", every_other([3, 2]))
+@pytest.mark.parametrize("parts", few([3, 2]))
 def test_ids_and_checkpoints(parts):
     tokens = WHOLE + 200
     call = make(SMALL, 1, tokens, decay=0.02) | {"initial_states": torch.randn(1, 1, 64, 64)}
@@ -119,16 +118,16 @@ def test_ids_and_checkpoints(parts):
     assert all(same(a, b) for a, b in zip(found, plain, strict=False)) and same(found[2][-1], found[1][0])
 
 
-@pytest.mark.parametrize("form", every_other(["log", "slope"]))
+@pytest.mark.parametrize("form", few(["log", "slope"]))
 def test_linear_attention(form):
     name, call = attention_cases.make(form, SMALL, 1, WHOLE + 70)
     attention_cases.is_accurate(by(2, function=getattr(ssmgen, name)), call)
 
 
-@pytest.mark.parametrize("spec", every_other([replace(s, ends=True) for s in SPECS if s.parts > 1]), ids=lambda s: s.stem)
+@pytest.mark.parametrize("spec", few([replace(s, ends=True) for s in SPECS if s.parts > 1]), ids=lambda s: s.stem)
 def test_variants(spec):
     assert check(spec, SM90, 4).passed
-    resources = compile_cubin(render(spec, SM90), SM90, str(spec)).resources
+    resources = compiled(spec, SM90).resources
     assert not resources.spills and not resources.stack
 
 
@@ -161,7 +160,7 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("edit", every_other(EDITS))
+@pytest.mark.parametrize("edit", few(EDITS))
 def test_broken_kernels_are_found(edit):
     old, new, words = EDITS[edit]
     with laws.found(words):

@@ -12,16 +12,15 @@ import attention_cases
 import pytest
 import scan_cases as laws
 import torch
+from compiled import compiled
 from scan_cases import BF16, F32, SM90, Sizes, emulated, make, same, starts_of
-from selection import every_other
+from selection import few
 from test_chunk_scan_warpgroups import SMALL, SPECS, variant
 
 import ssmgen
 from ssmgen import emulator, runtime
 from ssmgen.emulator.check import check
 from ssmgen.families.chunk_scan.spec import ScanProblem, ScanSpec
-from ssmgen.nvrtc import compile_cubin
-from ssmgen.render import render
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 
@@ -62,7 +61,7 @@ def test_packed_sequences(lengths):
     has_the_bits_of_others(call | {"return_final_states": True})
 
 
-@pytest.mark.parametrize("state", every_other([BF16, F32]))
+@pytest.mark.parametrize("state", few([BF16, F32]))
 def test_a_pool_is_touched_where_it_should_be(state):
     laws.a_pool_is_touched_where_it_should_be(by(), HEADS, state)
 
@@ -96,16 +95,16 @@ def test_checkpoints(ids):
     has_the_bits_of_others(call | more | {"return_final_states": True})
 
 
-@pytest.mark.parametrize("form", every_other(attention_cases.FORMS))
+@pytest.mark.parametrize("form", few(attention_cases.FORMS))
 def test_linear_attention(form):
     name, call = attention_cases.make(form, HEADS, 3, 70)
     has_the_bits_of_others(call | {"return_final_states": True}, function=getattr(ssmgen, name))
 
 
-@pytest.mark.parametrize("spec", every_other([replace(s, stays=True) for s in SPECS if s.parts == 1]), ids=lambda s: s.stem)
+@pytest.mark.parametrize("spec", few([replace(s, stays=True) for s in SPECS if s.parts == 1]), ids=lambda s: s.stem)
 def test_variants(spec):
     assert check(spec, SM90, 4).passed
-    resources = compile_cubin(render(spec, SM90), SM90, str(spec)).resources
+    resources = compiled(spec, SM90).resources
     assert not resources.spills and not resources.stack
 
 
@@ -158,7 +157,7 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("edit", every_other(EDITS))
+@pytest.mark.parametrize("edit", few(EDITS))
 def test_broken_kernels_are_found(edit):
     old, new, words = EDITS[edit]
     lengths = (65, 3, 70, 64, 1) + (1, 2) * 12  # more than are known at once

@@ -11,15 +11,15 @@ import attention_cases
 import pytest
 import scan_cases as laws
 import torch
+from compiled import compiled
 from scan_cases import BF16, BOUNDS, F16, F32, SM90, Sizes, emulated, error, exact, make, same
-from selection import every_other
+from selection import few
 
 import ssmgen
 from ssmgen import emulator
 from ssmgen.emulator.check import check
 from ssmgen.families.chunk_scan.spec import OPERATOR, WITHOUT_DT, Gate, ScanProblem, ScanSpec, space
 from ssmgen.families.chunk_scan.warpgroups import LEAST, WarpgroupScanSpec, warpgroup_space
-from ssmgen.nvrtc import compile_cubin
 from ssmgen.registry import explain, select
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index, Loads, Pdl
@@ -52,7 +52,7 @@ in_parts = pytest.mark.parametrize("parts", [1, 2])
 
 
 @needs_emulator
-@pytest.mark.parametrize("stages", every_other([4, 2]))
+@pytest.mark.parametrize("stages", few([4, 2]))
 @pytest.mark.parametrize(
     ("sizes", "parts", "tokens", "decay", "more"),
     [
@@ -261,9 +261,10 @@ def test_the_wait_precedes_every_access(spec):
     assert "__restrict__" not in body and "allow_dependents();" in body
 
 
+@pytest.mark.matrix  # of the default variants, `ssmgen generate --check` says so
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
 def test_no_variant_spills(spec):
-    resources = compile_cubin(render(spec, SM90), SM90, str(spec)).resources
+    resources = compiled(spec, SM90).resources
     assert not resources.spills and not resources.stack
 
 

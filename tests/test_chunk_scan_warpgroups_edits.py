@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import scan_cases as laws
-from selection import every_other
+from selection import few
 from test_chunk_scan_warpgroups import PART, SMALL, by, needs_emulator
 
 # Mistakes. (parts, what stands in the text, what stands there instead, words of what is found; off: a result is)
@@ -85,7 +85,7 @@ EDITS = {
 
 
 @needs_emulator
-@pytest.mark.parametrize("edit", every_other(EDITS))
+@pytest.mark.parametrize("edit", few(EDITS))
 def test_broken_kernels_are_found(edit):
     parts, old, new, words = EDITS[edit]
     with laws.found(words):
@@ -128,7 +128,7 @@ POSITION_EDITS = {
 
 
 @needs_emulator
-@pytest.mark.parametrize("edit", every_other(ID_EDITS))
+@pytest.mark.parametrize("edit", few(ID_EDITS))
 def test_broken_kernels_of_rows_with_ids_are_found(edit):
     old, new, words = ID_EDITS[edit]
     with laws.found(words):

@@ -10,6 +10,7 @@ from itertools import cycle, product
 
 import pytest
 from combine_cases import DENSE, F32, INF, PREFIX, SM90, assert_matches, emulate, expected, make, needs_emulator
+from compiled import compiled
 from selection import kept
 from test_check import edited
 
@@ -210,7 +211,7 @@ def every_rule() -> list[tuple[CombineSpec, Arch]]:
 def test_no_variant_spills_or_uses_local_memory(share):
     def resources(pair: tuple[CombineSpec, Arch]):
         spec, arch = pair
-        return pair, compile_cubin(render(spec, arch), arch, str(spec)).resources
+        return pair, compiled(spec, arch).resources
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # NVRTC releases the GIL
         done = list(pool.map(resources, every_rule()[::share]))

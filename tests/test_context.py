@@ -31,6 +31,7 @@ from ssmgen.spec import Arch, Pdl
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 
 
+@pytest.mark.processes
 def test_four_ranks_agree_with_one(tmp_path):
     wrong = failures(4, "cpu", tmp_path, cases, least=35)
     assert not wrong, wrong

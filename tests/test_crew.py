@@ -321,6 +321,7 @@ def tuning(path: Path) -> list[str]:
     return [SCRIPT, "tune", crew_cases.OP, "--out", str(path), "--lease", "2"]
 
 
+@pytest.mark.processes
 def test_torchrun_tunes_one_table_though_a_process_is_killed(alone, tmp_path):
     path = tmp_path / "table.json"
     code, out, err = ended(torchrun(*tuning(path), folder=tmp_path, processes=2, restarts=1, CREW_KILL="1:1"))

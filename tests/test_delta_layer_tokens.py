@@ -12,7 +12,7 @@ import pytest
 import torch
 from layer_calls import SM90, differing, emulate, emulated_chain, make, needs_emulator
 from layer_cases import BF16, F32, GDN, GDN_TOKENS, I32, I64, KDA, KDA_TOKENS, named
-from selection import every_other
+from selection import few
 from test_check import edited
 
 import ssmgen
@@ -43,7 +43,7 @@ def test_a_call_on_cpu_equals_the_separate_operators(case):
 
 
 @needs_emulator
-@named(every_other(CASES))
+@named(few(CASES))
 def test_kernels_equal_those_of_the_separate_operators(case):
     chain, call = emulated_chain(case), make(case)
     emulate(call.built())

@@ -11,7 +11,7 @@ import pytest
 import torch
 from layer_calls import SM90, differing, emulate, emulated_chain, make, needs_emulator
 from layer_cases import BF16, F32, GDN, GDN_HEADS, GDN_MATRIX, I32, I64, Gdn, named, vary
-from selection import every_other
+from selection import few
 from test_check import edited
 
 import ssmgen
@@ -52,7 +52,7 @@ def test_a_new_output_is_like_the_input():
 
 
 @needs_emulator
-@named(every_other([*GDN_MATRIX, *GDN_HEADS]))
+@named(few([*GDN_MATRIX, *GDN_HEADS]))
 def test_kernels_equal_those_of_the_separate_operators(case):
     """One kernel, and two; both as the rules choose them, but for who norms."""
     chain = emulated_chain(case)

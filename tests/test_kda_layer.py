@@ -13,7 +13,7 @@ import pytest
 import torch
 from layer_calls import SM90, differing, emulate, emulated_chain, make, needs_emulator
 from layer_cases import BF16, F32, I32, KDA, KDA_MATRIX, named, vary
-from selection import every_other
+from selection import few
 from test_check import edited
 
 import ssmgen
@@ -49,7 +49,7 @@ def test_a_new_output_is_like_the_input():
 
 
 @needs_emulator
-@named(every_other(KDA_MATRIX))
+@named(few(KDA_MATRIX))
 def test_kernels_equal_those_of_the_separate_operators(case):
     """One kernel, and two; both as the rules choose them, but for who norms."""
     chain = emulated_chain(case)

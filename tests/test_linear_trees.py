@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from compiled import compiled
 from la_cases import GDN, I32, assert_matches, expected, make_call
 from la_trees import DRAWS, LAWS, Draw, cases
-from selection import every_other
+from selection import few
 from test_linear_attention import PROBLEM, SM80, SM90, bad, emulate, emulated, equal, select
 from varying import named
 
@@ -21,7 +22,6 @@ from ssmgen.emulator import EmulatorError, run_source
 from ssmgen.families.linear_attention import planning as op
 from ssmgen.families.linear_attention.problem import Tokens
 from ssmgen.families.linear_attention.spec import space
-from ssmgen.nvrtc import compile_cubin
 from ssmgen.render import render
 from ssmgen.spec import DType, Index
 
@@ -38,7 +38,7 @@ def test_reference_is_within_rounding_of_float64(case):
 
 
 @emulated
-@named(*every_other(cases()))
+@named(*few(cases()))
 def test_kernels_are_within_rounding_of_float64(case):
     call = make_call(case, "cpu")
     want = expected(call)
@@ -127,7 +127,7 @@ def test_what_is_switched_off_is_not_in_the_text():
 @pytest.mark.parametrize("name", ["gdn-bf16", "kda-bf16", "ragged-few-kv"])
 def test_nothing_spills(name):
     spec = select(make_call(BY_NAME[name], "cpu"))
-    assert not compile_cubin(render(spec, SM90), SM90, str(spec)).resources.spills
+    assert not compiled(spec, SM90).resources.spills
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

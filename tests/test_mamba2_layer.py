@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 from layer_calls import SM90, differing, emulate, emulated_chain, make, needs_emulator
 from layer_cases import BF16, F32, I32, I64, MAMBA, MAMBA_MATRIX, named, vary
-from selection import every_other
+from selection import few
 from test_check import edited
 
 import ssmgen
@@ -20,6 +20,7 @@ from ssmgen.catalog import SPECS
 from ssmgen.emulator import EmulatorError
 from ssmgen.emulator.check import check
 from ssmgen.engine.norm import LayerNorm
+from ssmgen.engine.rows import axes
 from ssmgen.errors import ArgumentError
 from ssmgen.families.gated_rms_norm.layer_spec import LayerGatedNormSpec
 from ssmgen.families.mamba2_layer import spec as kernels
@@ -48,7 +49,7 @@ def test_a_new_output_is_like_the_input():
 
 
 @needs_emulator
-@named(every_other(MAMBA_MATRIX))
+@named(few(MAMBA_MATRIX))
 def test_kernels_equal_those_of_the_separate_operators(case):
     chain, call = emulated_chain(case), make(case)
     emulate(call.built())
@@ -76,6 +77,16 @@ def test_variants_are_bit_equal(case):
         emulate(call.built(), spec)
         call.assert_unharmed()
         assert not differing(call, chain), spec
+
+
+def test_no_legal_variant_is_left_out():
+    """Walks over rows are checked before their launch options: the list is that of checks one by one."""
+    problem = make(MAMBA).built().problem()[0]
+    more = {"prefetch": 264, "windows_ahead": True}
+    every = [how | wider for how in axes(ahead=132) for wider in ([{}, more] if how["prefetch"] else [{}])]
+    given = {f.name: getattr(problem, f.name) for f in fields(Mamba2LayerProblem)}
+    legal = [spec for spec in (Mamba2LayerSpec(**given, **how) for how in every) if not spec.violations(SM90)]
+    assert list(kernels.space(problem, SM90)) == legal and len(legal) > 100
 
 
 @needs_emulator

@@ -12,7 +12,7 @@ import pytest
 import torch
 from layer_calls import SM90, differing, emulate, emulated_chain, make, needs_emulator
 from layer_cases import BF16, F32, I32, I64, MAMBA, MAMBA_TOKENS, named
-from selection import every_other
+from selection import few
 from test_check import edited
 
 import ssmgen
@@ -46,7 +46,7 @@ def test_a_call_on_cpu_equals_the_separate_operators(case):
 
 
 @needs_emulator
-@named(every_other(MAMBA_TOKENS))
+@named(few(MAMBA_TOKENS))
 def test_kernels_equal_those_of_the_separate_operators(case):
     chain, call = emulated_chain(case), make(case)
     emulate(call.built())

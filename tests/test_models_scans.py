@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 import torch
+from compiled import compiled
 
 import ssmgen
 from ssmgen.build import specs_for
@@ -16,9 +17,7 @@ from ssmgen.compat.hf_functions import mamba2_chunk_scan, recording
 from ssmgen.families.chunk_scan.warpgroups import may_stay
 from ssmgen.families.selective_state_update.models import Mamba
 from ssmgen.models import Role, Wanted, asks, find_model, models
-from ssmgen.nvrtc import compile_cubin
 from ssmgen.registry import select
-from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -103,4 +102,4 @@ def test_scans_of_packed_sequences_compile(tp):
     assert len(problems) == (4 if tp == 1 else 2)  # of many short sequences, too, where nothing divides those
     for problem in problems:
         spec = select("chunk_scan", problem, model.nheads, SM90, True)
-        assert not compile_cubin(render(spec, SM90), SM90, str(spec)).resources.spills
+        assert not compiled(spec, SM90).resources.spills

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import cycle, product
 
 import pytest
+from compiled import compiled
 from norm_cases import F32, GDN, MAMBA, SM90, assert_matches, emulate, expected, make, needs_emulator
 from selection import kept
 from test_check import edited
@@ -205,7 +206,7 @@ def every_rule() -> list[tuple[NormSpec, Arch]]:
 def test_no_variant_spills_or_uses_local_memory(share):
     def resources(pair: tuple[NormSpec, Arch]):
         spec, arch = pair
-        return pair, compile_cubin(render(spec, arch), arch, str(spec)).resources
+        return pair, compiled(spec, arch).resources
 
     every = every_rule()
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # NVRTC releases the GIL

@@ -6,13 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from compiled import compiled
 from test_replay_kernels import BF, F32, NOISE, RUNG, SM80, SM90
 
 from ssmgen import registry
 from ssmgen.families.replay_selective_state_update import planning as op
 from ssmgen.families.replay_selective_state_update.spec import ReplayProblem, ReplaySpec
-from ssmgen.nvrtc import compile_cubin
-from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index
 
 # Machine code of what the rules choose, at the shapes of models: (heads, headdim, d_state, groups).
@@ -93,7 +92,7 @@ def test_chosen_kernels_compile_without_spills(target):
     arch = Arch.parse(target)
     specs = [part for which in CHOSEN[target] for part in chosen(*which, arch)]
     with ThreadPoolExecutor(2) as pool:  # NVRTC releases the GIL
-        built = list(pool.map(lambda s: compile_cubin(render(s, arch), arch, str(s)), specs))
+        built = list(pool.map(lambda s: compiled(s, arch), specs))
     for spec, cubin in zip(specs, built, strict=True):
         print(f"{target} {spec.stem}: {cubin.seconds:.2f} s, {cubin.resources}")
     assert not [f"{spec}: {c.resources}" for spec, c in zip(specs, built, strict=True) if c.resources.spills]

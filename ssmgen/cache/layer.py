@@ -72,17 +72,17 @@ class Layer:
             except OSError as e:
                 raise CacheError(path, f"cannot be read: {sentence(e)}") from e
 
-    def write(self, entry: Entry) -> None:
+    def write(self, entry: Entry, durable: bool = True) -> None:
         """Publishes an entry. Raises CacheError, which names the file or directory and the reason; then nothing is visible."""
-        self.publish(self.path(entry.key, entry.arch), entry.to_bytes())
+        self.publish(self.path(entry.key, entry.arch), entry.to_bytes(), durable)
 
-    def publish(self, path: Path, data: bytes) -> None:
-        """Writes one of this layer's files at once. Raises CacheError as `write` does."""
+    def publish(self, path: Path, data: bytes, durable: bool = True) -> None:
+        """Writes one of this layer's files at once. Raises CacheError as `write` does. durable: as in `trust.publish`."""
         if len(data) > MAX_BYTES:
             raise CacheError(path, f"cannot be written: it would have {len(data)} bytes, and {MAX_BYTES} at most are read")
         with self.opened(path.parent, make=True) as directory:
             try:
-                publish(path.name, directory, data, TEMPORARY)
+                publish(path.name, directory, data, TEMPORARY, durable)
             except OSError as e:
                 raise CacheError(path, f"cannot be written: {sentence(e)}") from e
             _sweep(directory, STALE_SECONDS)

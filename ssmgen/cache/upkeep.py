@@ -8,6 +8,13 @@ from pathlib import Path
 from ..errors import CacheError, bullets
 from .layer import STALE_SECONDS, Layer
 
+OBJECTS = "emulator"  # directory of the emulator's compiled kernels; the layer of cubins never looks into it
+
+
+def objects(root: Path) -> Layer:
+    """The emulator's compiled kernels in a cache's directory."""
+    return Layer(root / OBJECTS)
+
 
 def verify(layer: Layer) -> list[tuple[Path, str]]:
     """(file or directory, what is wrong) for everything in the place of an entry or of its directories that cannot be used."""

@@ -17,7 +17,7 @@ from ..cache.process_lock import sweep
 from ..cache.remote import SharedStore
 from ..cache.signing import Signer
 from ..cache.store import shared_cache
-from ..cache.upkeep import collect_garbage, verify
+from ..cache.upkeep import collect_garbage, objects, verify
 from ..errors import CacheError
 from ..spec import Arch
 from .building import prepared
@@ -134,7 +134,8 @@ def _number(context: click.Context, parameter: click.Parameter, value: float) ->
     "--max-mib", type=click.FloatRange(0), callback=_number, default=256, show_default=True, help="Keep at most this much; inf for all."
 )
 def cache_gc(max_mib: float) -> None:
-    """Remove damaged entries, leftovers of dead processes, and the oldest entries beyond --max-mib."""
+    """Remove damaged entries, leftovers of dead processes, and the oldest entries beyond --max-mib, of cubins and of the emulator's
+    kernels each."""
     _remove(max_mib * 2**20, STALE_SECONDS)
 
 
@@ -149,7 +150,8 @@ def _remove(max_bytes: float, stale_seconds: float) -> None:
     if layer is None:
         raise CacheError("the cache", "has no directory that this user may write; nothing was removed")
     locks = sweep()
-    removed, freed = collect_garbage(layer, max_bytes, stale_seconds)
+    kernels, emulated = (collect_garbage(place, max_bytes, stale_seconds) for place in (layer, objects(layer.root)))
+    removed, freed = kernels[0] + emulated[0], kernels[1] + emulated[1]
     click.echo(f"removed {removed} files, {freed / 2**20:.1f} MiB" + (f", and {locks} locks of dead processes" if locks else ""))
 
 

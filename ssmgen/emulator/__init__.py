@@ -13,8 +13,9 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -23,6 +24,7 @@ from ..arguments import Packed
 from ..errors import SsmgenError
 from ..render import render, uses_pdl
 from ..spec import Arch, KernelSpec
+from . import objects
 
 HERE = Path(__file__).parent
 WORDS = ("emulator.hpp", "machine.hpp")
@@ -76,7 +78,7 @@ def _private() -> tempfile.TemporaryDirectory:
 
 @functools.cache
 def _workplace() -> Path:
-    """Where kernels are compiled, with the words, compiled ahead: reading them was half of a kernel's time.
+    """Where kernels are compiled, with the words, compiled ahead: reading them is half of a kernel's time.
 
     Where g++ cannot do that, it reads the text beside, with the same result.
     """
@@ -89,20 +91,47 @@ def _workplace() -> Path:
 
 
 def _compile(what: str, library: Path, *arguments: str) -> None:
-    done = subprocess.run(["g++", *arguments, "-shared", "-o", str(library)], capture_output=True, text=True, check=False)
+    done = subprocess.run(["g++", *arguments, "-shared", "-s", "-o", str(library)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise EmulatorError(f"{what} does not compile for the emulator:\n{done.stderr[:4000]}")
+
+
+def _library(name: str, text: str, symbol: str, flags: tuple[str, ...], compile_to: Callable[[Path], None]) -> Path:
+    """A library in this process's directory: kept by an earlier process, or made by `compile_to`."""
+    library = Path(_private().name) / name
+    if kept := objects.read(text, symbol, flags):
+        library.write_bytes(kept)
+    else:
+        start = time.perf_counter()
+        compile_to(library)
+        objects.keep(text, symbol, flags, library.read_bytes(), time.perf_counter() - start)
+    return library
+
+
+@functools.cache
+def _text() -> str:
+    """The machine and the words that kernels include."""
+    return "".join(path.read_text() for path in sorted(HERE.glob("*.[ch]pp")))
+
+
+@functools.cache
+def _soname() -> str:
+    """The name by which a kernel finds the loaded machine, with the digest of all text but the kernel's own."""
+    return f"ssmgen-machine-{hashlib.sha256(_text().encode()).hexdigest()[:24]}.so"
 
 
 @functools.cache
 def _machine() -> ctypes.CDLL:
     """What runs kernels, loaded."""
-    library = _workplace() / "machine.so"
-    unit = library.with_suffix(".cpp")  # one text, as reading the standard library's headers takes longest: 4 s and not 7
-    unit.write_text("".join(f'#include "{HERE / name}"\n' for name in MACHINE))
     # A fortified longjmp would take another fiber's stack for a broken one.
-    _compile("the machine", library, *COMMON, "-O2", "-U_FORTIFY_SOURCE", str(unit))
-    return ctypes.CDLL(str(library))
+    flags = (*COMMON, "-O2", "-U_FORTIFY_SOURCE", f"-Wl,-soname,{_soname()}")
+
+    def compile_to(library: Path) -> None:
+        unit = library.with_suffix(".cpp")  # one text, as reading the standard library's headers takes longest: 4 s and not 7
+        unit.write_text("".join(f'#include "{HERE / name}"\n' for name in MACHINE))
+        _compile("the machine", library, *flags, str(unit))
+
+    return ctypes.CDLL(str(_library("machine.so", _text(), "machine", flags, compile_to)))
 
 
 class Kernel:
@@ -119,15 +148,20 @@ def compile_source(source: str, symbol: str) -> Kernel:
     """The kernel as a loaded library. Raises EmulatorMissingError; EmulatorError with g++'s words."""
     if not available():
         raise EmulatorMissingError
-    stem = _workplace() / hashlib.sha256(f"{symbol}\n{source}".encode()).hexdigest()[:24]
-    kernel, unit, library = stem.with_suffix(".cu"), stem.with_suffix(".cpp"), stem.with_suffix(".so")
-    if not library.exists():
+    machine = _machine()._name  # loaded first: a kernel finds it by its name
+    entry = f'extern "C" void emulated(void** arguments) {{ emulator::call({symbol}, arguments); }}'
+    text = f"{source}\n{entry}\n"
+    stem = hashlib.sha256(text.encode()).hexdigest()[:24]
+
+    def compile_to(library: Path) -> None:
+        kernel, unit = _workplace() / f"{stem}.cu", _workplace() / f"{stem}.cpp"
         kernel.write_text(source)
-        entry = f'extern "C" void emulated(void** arguments) {{ emulator::call({symbol}, arguments); }}'
         unit.write_text(f'#include "{WORDS[0]}"\n#include "{kernel.name}"\n{entry}\n')
         # Without the standard libraries, which the machine has: g++ searches them in a sixth of a kernel's time.
-        _compile(symbol, library, *FLAGS, "-nostdlib", str(unit), _machine()._name, "-lm")
-    return Kernel(library)
+        _compile(symbol, library, *FLAGS, "-nostdlib", str(unit), machine, "-lm")
+
+    library = Path(_private().name) / f"{stem}.so"
+    return Kernel(library if library.exists() else _library(library.name, text, symbol, (*FLAGS, _soname()), compile_to))
 
 
 def products_of(source: str) -> int:

@@ -7,7 +7,7 @@ narrow ones a warp holds many. The traffic is twice the state, all else a few pe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, TypeVar
@@ -72,6 +72,8 @@ class RowProblem(Problem):
 
 
 P = TypeVar("P", bound=RowProblem)
+S = TypeVar("S", bound=KernelSpec)
+AROUND = ("prefetch", "windows_ahead", "pdl")  # choices that leave the walk over the rows as it is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +221,21 @@ def axes(most_vec: int = 8, ahead: int = 264, interleaved: bool = False) -> Iter
         how = dict(zip(tried, values, strict=True))
         if how["ilp"] <= how["lanes"] and how["tile"] % (how["threads"] // how["lanes"] * how["ilp"]) == 0:  # half of them
             yield how
+
+
+def legal(make: Callable[[dict[str, Any]], S], choices: Iterable[dict[str, Any]], arch: Arch) -> Iterator[S]:
+    """The legal specs among make(choice), in order. Choices of AROUND only add constraints: a walk that is illegal without them is not
+    tried with them, which saves seven eighths of the checks."""
+    illegal = set()
+    for how in choices:
+        walk = tuple((name, value) for name, value in how.items() if name not in AROUND)
+        if walk in illegal:
+            continue
+        spec = make(how)
+        if not spec.violations(arch):
+            yield spec
+        elif not how["prefetch"] and how["pdl"] is Pdl.OFF:
+            illegal.add(walk)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------

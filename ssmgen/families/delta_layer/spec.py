@@ -175,10 +175,8 @@ def space(problem: DeltaLayerProblem, arch: Arch) -> Iterator[DeltaLayerSpec]:
     """Every legal variant of a problem within the axes worth trying."""
     given = _given(problem)
     norms: tuple[dict[str, Any], ...] = ({}, {"norm_inside": True}, {"norm_inside": True, "clustered": True})[: 1 if problem.several else 3]
-    specs = (
-        DeltaLayerSpec(**given, **how, **norm) for how in row_engine.axes(ahead=132, interleaved=problem.interleaved) for norm in norms
-    )
-    return (spec for spec in specs if not spec.violations(arch))
+    hows = (how | norm for how in row_engine.axes(ahead=132, interleaved=problem.interleaved) for norm in norms)
+    return row_engine.legal(lambda how: DeltaLayerSpec(**given, **how), hows, arch)
 
 
 # How heads lie on blocks. Measured on an H200 (132 SMs); docs/performance.md holds what was tried.

@@ -262,8 +262,7 @@ def space(problem: LinearAttentionProblem, arch: Arch) -> Iterator[LinearAttenti
     """Every legal variant of a problem within the axes worth trying."""
     given = {f.name: getattr(problem, f.name) for f in fields(LinearAttentionProblem)}
     axes = row_engine.axes(16 if problem.scaled else 8, interleaved=problem.interleaved)
-    specs = (LinearAttentionSpec(**given, **how) for how in axes)
-    return (spec for spec in specs if not spec.violations(arch))
+    return row_engine.legal(lambda how: LinearAttentionSpec(**given, **how), axes, arch)
 
 
 ONE_TOKEN = [

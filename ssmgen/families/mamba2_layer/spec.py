@@ -157,8 +157,7 @@ def space(problem: Mamba2LayerProblem, arch: Arch) -> Iterator[Mamba2LayerSpec]:
     """Every legal variant of a problem within the axes worth trying."""
     further: dict[str, Any] = {"prefetch": 264, "windows_ahead": True}
     hows = (how | more for how in row_engine.axes(ahead=132) for more in ([{}, further] if how["prefetch"] else [{}]))
-    specs = (_spec(problem, how) for how in hows)
-    return (spec for spec in specs if not spec.violations(arch))
+    return row_engine.legal(lambda how: _spec(problem, how), hows, arch)
 
 
 TWO_BYTES = [  # measured on an H100 and an H200

@@ -185,8 +185,7 @@ def _spec(problem: SsuProblem, how: dict[str, Any]) -> SsuSpec:
 
 def space(problem: SsuProblem, arch: Arch) -> Iterator[SsuSpec]:
     """Every legal variant of a problem within the axes worth trying."""
-    specs = (_spec(problem, how) for how in row_engine.axes(16 if problem.narrow else 8))
-    return (spec for spec in specs if not spec.violations(arch))
+    return row_engine.legal(lambda how: _spec(problem, how), row_engine.axes(16 if problem.narrow else 8), arch)
 
 
 WIDE = [  # d_state above 32
