@@ -6,6 +6,7 @@ Every case is a function of a mesh of all ranks and runs on each of them; which 
 from __future__ import annotations
 
 import copy
+import datetime
 import json
 import os
 import socket
@@ -315,6 +316,8 @@ def cases_on_cards(device: str) -> dict[str, Callable[[Any], None]]:
 
 # Processes.
 
+PATIENCE = datetime.timedelta(seconds=100)  # for another rank, which may have failed
+
 
 def free_port() -> int:
     with socket.socket() as s:
@@ -334,7 +337,7 @@ def rank_main(rank: int, ranks: int, port: int, device_type: str, directory: str
     if device_type == "cuda":
         torch.cuda.set_device(rank)
     how = {"backend": "nccl", "device_id": torch.device(device)} if device_type == "cuda" else {"backend": "gloo"}
-    dist.init_process_group(**how, rank=rank, world_size=ranks)
+    dist.init_process_group(**how, rank=rank, world_size=ranks, timeout=PATIENCE)
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh, outcomes = init_device_mesh("cpu" if device_type == "shared" else device_type, (ranks,)), {}
