@@ -94,10 +94,14 @@ def test_of_a_rank_only_tokens_that_are_seen_behind_it_are_gone_over(rate, seen)
 def test_what_may_have_grown_is_seen():
     """By as much as all tokens may have made of it, if one has a decay above 1; and so is what nobody can tell."""
     sums = torch.tensor([[-100.0, -100.0, torch.nan], [-100.0, -100.0, 0.0], [-300.0, -300.0, 0.0]]).double()
-    assert scan.seen_from(sums, torch.tensor([[0.0, 100.0, 0.0]]).double()).tolist() == [2, 1, 0]
+    assert scan.seen_from(scan.to_end(sums), torch.tensor([[0.0, 100.0, 0.0]]).double()).tolist() == [2, 1, 0]
     call = {"x": torch.zeros(1, 70, 1, 16), "dt": torch.tensor([-3.0] * 2 + [1.0] * 68).view(1, 70, 1), "A": torch.tensor([-2.0])}
     sums, growth = scan.sums_of(call, "x")
     assert sums.flatten().tolist() == [12.0 - 124.0, -12.0] and growth.flatten().tolist() == [70 * 6.0]
+    for A, most in ((-2.0, 0.0), (2.0, 2.0 * (2 * 3 + 68))):  # steps of one sign grow by their sum, at most
+        steps = {"dt": call["dt"].abs() - 1, "dt_bias": torch.ones(1), "dt_limit": (0.0, 9.0), "A": torch.tensor([A])}
+        sums, growth = scan.sums_of(call | steps, "x")
+        assert growth.flatten().tolist() == [most]
 
 
 # Kernels, in the emulator.
@@ -178,9 +182,10 @@ def test_a_kernel_makes_what_tokens_add_to_a_state(name, begin, monkeypatch):
         x[:, :begin] = torch.nan
     parts = type("Parts", (scan_parts.Parts,), {"launcher": Emulated})(function, call | more, operand)
     sums, growth = scan.sums_of(call | more, operand)
-    first = scan.seen_from(sums[0], growth[0])
+    remaining = scan.to_end(sums[0])
+    first = scan.seen_from(remaining, growth[0])
     assert parts.count == 3 and first.tolist() == [0, 4]
-    found = parts.added(parts.served(), sums[0], first)
+    found = parts.added(parts.served(), remaining, first)
     assert error(found[:, 0], N[:, 0]) <= BOUNDS[BF16] and error(found[:, 1], N[:, 1]) <= BOUNDS[BF16]
 
 
