@@ -20,6 +20,7 @@ import torch.distributed as dist
 from sharded_calls import BATCH, BF16, STEPS, H, N, P, Tensors, calls, linear, mamba, normal, pool
 
 import ssmgen
+from ssmgen.calls.sharding import Axis
 from ssmgen.calls.sharding_rules import RULES
 
 
@@ -32,7 +33,7 @@ def distribute(mesh: Any, function: str, call: Tensors, over: str | None, placed
     anchor = next(n for n in rule.anchors if n in dims)
 
     def placement(name: str) -> Any:
-        words = rule.axes_of(name, dims, dims[name])
+        words = [Axis.of(word).word for word in rule.axes_of(name, dims, dims[name])]
         ours = placed == "sharded" or name in rule.written or name == anchor
         word = "group" if over == "head" and "group" in words and call[name].shape[words.index("group")] % mesh.size() == 0 else over
         return Shard(words.index(word)) if ours and word in words else Replicate()
@@ -43,6 +44,30 @@ def distribute(mesh: Any, function: str, call: Tensors, over: str | None, placed
         return distribute_tensor(t.clone(), mesh, [placement(name)])
 
     return {name: one(name, t) for name, t in call.items()}
+
+
+def piece(t: torch.Tensor, mesh: Any, placements: Any) -> torch.Tensor:
+    """This rank's part."""
+    from torch.distributed.tensor import Shard
+
+    for axis, p in enumerate(placements):
+        if isinstance(p, Shard):
+            pieces = t.chunk(mesh.size(axis), p.dim)
+            mine = mesh.get_coordinate()[axis]
+            t = pieces[mine] if mine < len(pieces) else t.narrow(p.dim, 0, 0)
+    return t.clone()
+
+
+def on(mesh: Any, t: torch.Tensor, *placements: Any) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(piece(t, mesh, placements), mesh, placements, run_check=False, shape=t.shape, stride=t.stride())
+
+
+def everywhere(mesh: Any, call: Tensors) -> Tensors:
+    from torch.distributed.tensor import Replicate
+
+    return {n: on(mesh, t, *[Replicate()] * mesh.ndim) if isinstance(t, torch.Tensor) else t for n, t in call.items()}
 
 
 def whole(t: torch.Tensor) -> torch.Tensor:
