@@ -118,8 +118,8 @@ OPTIONS: Tensors = {"scale": 0.5, "beta_sigmoid": True, "allow_neg_eigval": True
 
 
 def forms_agree(mesh: Any, function: str, call: Tensors, bounds: tuple[float, float]) -> None:
-    """A call returns and writes what the function on one device does: without final states, with memory of its own for what is written,
-    with arguments by position, and with all options that the function has."""
+    """A call returns and writes the same as on one device: without final states, with `out` and `final_states_out`, with arguments by
+    position, and with all options of the function."""
     group, rank, pieces = mesh.get_group(), mesh.get_local_rank(), PIECES[mesh.size()]
     run, known = getattr(distributed, function), getattr(ssmgen, function).names
     call = call | {name: value for name, value in OPTIONS.items() if name in known}

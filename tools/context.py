@@ -2,8 +2,8 @@
 
 Every process has the whole prompt and times it on its own GPU. Then the group has the prompt, a piece on each GPU. Each time is the median
 over rounds, and the time of a round is the longest of all ranks; `graph` is the same call, captured and replayed. Inputs of short prompts
-rotate, so that they come from memory and not from the cache. Outputs and final states of the pieces are compared with those of one GPU
-first: an error above the bound ends the program. With one process, only the times of one GPU are measured.
+rotate, so that they come from memory and not from the cache. Outputs and final states of the pieces are first compared
+with one GPU's: an error above the bound ends the program. One process measures the times of one GPU only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Prompt(NamedTuple):
     function: str
     call: dict[str, Any]
     axes: dict[str, int]  # of the operands that have tokens, which axis these are
-    bound: float  # relative L2 error of outputs and states against those of one GPU: two roundings to bf16, or none
+    bound: float  # relative L2 error against one GPU, of outputs and states: two roundings to bf16, or none
 
     def piece(self, rank: int, ranks: int) -> dict[str, Any]:
         """A rank's arguments. The number of tokens is a multiple of ranks."""
@@ -47,12 +47,12 @@ class Prompt(NamedTuple):
 
     @property
     def tokens_axis(self) -> int:
-        """Of the output."""
+        """The axis of tokens in the output."""
         return self.axes["x" if "x" in self.axes else "v"]
 
 
 class Errors(NamedTuple):
-    """Of all ranks, the largest relative L2 error against one GPU."""
+    """The largest relative L2 error of all ranks, against one GPU."""
 
     outputs: float
     states: float
