@@ -8,7 +8,8 @@ import torch
 if not torch.distributed.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 
-from sharded_cases import everywhere, on, piece
+import layer_tool_cases
+from sharded_cases import everywhere, failures, on, piece
 from sharded_layer_cases import CALLS, KEYS, OF_CHANNELS, ROWS, WRITTEN, B, H, heads_on, mamba2, own
 from test_sharded import rank_of
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -83,3 +84,9 @@ def test_kernels_serve_a_ranks_heads():
         with rank_of(1, 2) as mesh:
             theirs = heads_on(mesh, function, call, "sharded")
             assert ssmgen.supported(getattr(ssmgen, function), **theirs, arch="sm_90a") == (True, [])
+
+
+def test_a_layer_with_its_projections_is_divided_by_heads(tmp_path):
+    """As `tools.parallel` measures it on cards: a step and a prompt."""
+    wrong = failures(2, "cpu", tmp_path, layer_tool_cases.cases, least=2)
+    assert not wrong, wrong
