@@ -114,6 +114,36 @@ def agrees(mesh: Any, function: str, call: Tensors, begin: torch.Tensor | None, 
     assert torch.equal(again[1], ends)
 
 
+OPTIONS: Tensors = {"scale": 0.5, "beta_sigmoid": True, "allow_neg_eigval": True, "dt_limit": (0.0, 4.0), "segments": 2, "pdl": False}
+
+
+def forms_agree(mesh: Any, function: str, call: Tensors, bounds: tuple[float, float]) -> None:
+    """A call returns and writes the same as on one device: without final states, with `out` and `final_states_out`, with arguments by
+    position, and with all options of the function."""
+    group, rank, pieces = mesh.get_group(), mesh.get_local_rank(), PIECES[mesh.size()]
+    run, known = getattr(distributed, function), getattr(ssmgen, function).names
+    call = call | {name: value for name, value in OPTIONS.items() if name in known}
+    begin = states(function, call, BF16)
+    call = call | {"initial_states": begin}
+    out, final = exact(function, call | {"return_final_states": True})
+    mine = divided(function, call, pieces, rank)
+    want = divided(function, {next(n for n in RULES[function].returns): out}, pieces, rank)["out"]
+
+    def agrees(got: Any) -> None:
+        assert isinstance(got, torch.Tensor)
+        close(got, want, bounds[0]) if want.numel() else None
+
+    agrees(run(**mine, group=group))
+    agrees(run(*(mine.pop(name) for name in known if name in ("x", "q", "r")), **mine, group=group))
+    mine = divided(function, call, pieces, rank)
+    given = {"out": torch.full_like(want, torch.nan, device=begin.device), "final_states_out": torch.full_like(begin, torch.nan)}
+    assert run(**mine, **given, group=group) is given["out"]
+    agrees(given["out"])
+    close(given["final_states_out"], final, 2.0**-8)
+    again = run(**mine, **given, return_final_states=True, group=group)
+    assert all(a is b for a, b in zip(again, given.values(), strict=True))
+
+
 def dtensors_agree(mesh: Any, function: str, call: Tensors, bounds: tuple[float, float], over_heads: bool = False) -> None:
     """Tensors sharded over their tokens, and on another axis of the mesh over heads: outputs lie as they do, final states everywhere."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -200,6 +230,7 @@ def cases(device: str) -> dict[str, Callable[[Any], None]]:
             if how in forms:
                 begin = states(function, forms[how]) if how != "one" else None
                 found[f"{function}-{how}"] = partial(agrees, function=function, call=forms[how], begin=begin, bounds=bounds)
+        found[f"{function}-forms"] = partial(forms_agree, function=function, call=call, bounds=bounds)
         if function in THOROUGH:
             found[f"{function}-dtensors"] = partial(dtensors_agree, function=function, call=call, bounds=bounds)
         if function in ("chunk_scan", "chunk_kda"):

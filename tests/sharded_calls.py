@@ -123,6 +123,44 @@ def channels_first(device: str) -> Tensors:
     return rows | keys | states | {"channels_first": True, "delta_softplus": True}
 
 
+def checkpointed(device: str) -> Tensors:
+    """A step whose history is a ring, of which some entries count."""
+    ring = 8
+    return mamba(device, 2, (2,)) | {
+        "old_x": normal(device, BATCH, ring, H, P, dtype=BF16),
+        "old_B": normal(device, BATCH, ring, 2, N, dtype=BF16),
+        "old_dt": normal(device, BATCH, H, ring, positive=True),
+        "ring_start": torch.tensor([0, 3, 7, 5], device=device).int(),
+        "prev_num_accepted_tokens": torch.tensor([0, 2, 6, 4], device=device).int(),
+    }
+
+
+def materialized(device: str) -> Tensors:
+    """The states that such histories stand for."""
+    call = checkpointed(device)
+    kept = ("state", "old_x", "old_B", "old_dt", "ring_start", "prev_num_accepted_tokens", "A")
+    return {name: call[name] for name in kept} | {"max_tokens": 2}
+
+
+def splits(device: str) -> Tensors:
+    o, lse = normal(device, 3, BATCH, H, P, dtype=BF16), normal(device, 3, BATCH, H)
+    return {"o": o, "lse": lse, "attn_sink": normal(device, H), "return_lse": True}
+
+
+def norm(device: str, *shape: int, **more: Any) -> Tensors:
+    return {"x": normal(device, *shape, dtype=BF16), "gate": normal(device, *shape, dtype=BF16)} | more
+
+
+def norms(device: str) -> dict[str, tuple[str, Tensors]]:
+    each, every, rows = normal(device, P), normal(device, H * P), normal(device, BATCH, 2, H, P, dtype=BF16)
+    return {
+        "norm-heads": ("gated_rms_norm", norm(device, BATCH, 2, H, P, weight=each)),
+        "norm-channels": ("gated_rms_norm", norm(device, BATCH, H * P, weight=every, group_size=2 * P)),
+        "layer-norm": ("gated_layer_norm", norm(device, BATCH, H, P, weight=every, bias=normal(device, H, P))),
+        "plain-norm": ("rms_norm", {"x": rows, "weight": each, "residual": normal(device, BATCH, 2, H, P)}),
+    }
+
+
 def calls(device: str) -> dict[str, tuple[str, Tensors]]:
     """(function, its arguments by name) of each case; a rank's own tensors are drawn the same on all."""
     torch.manual_seed(0)
@@ -146,10 +184,13 @@ def calls(device: str) -> dict[str, tuple[str, Tensors]]:
         "scan-checkpoints": ("chunk_scan", scan_checkpoints(device)),
         "selective-scan-channels-first": ("selective_scan", channels_first(device)),
         "replay": ("replay_selective_state_update", replay(device)),
+        "replay-ring": ("checkpoint_selective_state_update", checkpointed(device)),
+        "materialize": ("materialize_selective_state", materialized(device)),
+        "combine": ("combine_splits", splits(device)),
         "gdn-shared-keys": ("gated_delta_rule", linear(device, "gated_delta_rule", 1)),
         "gdn-tokens": ("gated_delta_rule", linear(device, "gated_delta_rule", 2, (3,))),
         "kda-pool": ("kda", pool(device, linear(device, "kda"), "state", "state_indices")),
     }
     forms = [n for n in RULES if "state" in RULES[n].axes and "ring.k" in RULES[n].axes and not n.endswith("commit")]
     own = {name: (name, call(device)) for name, call in cases("CALLS").items() if name in RULES}
-    return found | {name: (name, linear(device, name)) for name in forms} | own
+    return found | norms(device) | {name: (name, linear(device, name)) for name in forms} | own

@@ -6,6 +6,7 @@ Every case is a function of a mesh of all ranks and runs on each of them; which 
 from __future__ import annotations
 
 import copy
+import datetime
 import json
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from sharded_calls import BATCH, BF16, STEPS, H, N, P, Tensors, calls, linear, mamba, normal, pool
 
 import ssmgen
+from ssmgen.calls.sharding import Axis
 from ssmgen.calls.sharding_rules import RULES
 
 
@@ -32,7 +34,7 @@ def distribute(mesh: Any, function: str, call: Tensors, over: str | None, placed
     anchor = next(n for n in rule.anchors if n in dims)
 
     def placement(name: str) -> Any:
-        words = rule.axes_of(name, dims, dims[name])
+        words = [Axis.of(word).word for word in rule.axes_of(name, dims, dims[name])]
         ours = placed == "sharded" or name in rule.written or name == anchor
         word = "group" if over == "head" and "group" in words and call[name].shape[words.index("group")] % mesh.size() == 0 else over
         return Shard(words.index(word)) if ours and word in words else Replicate()
@@ -43,6 +45,30 @@ def distribute(mesh: Any, function: str, call: Tensors, over: str | None, placed
         return distribute_tensor(t.clone(), mesh, [placement(name)])
 
     return {name: one(name, t) for name, t in call.items()}
+
+
+def piece(t: torch.Tensor, mesh: Any, placements: Any) -> torch.Tensor:
+    """This rank's part."""
+    from torch.distributed.tensor import Shard
+
+    for axis, p in enumerate(placements):
+        if isinstance(p, Shard):
+            pieces = t.chunk(mesh.size(axis), p.dim)
+            mine = mesh.get_coordinate()[axis]
+            t = pieces[mine] if mine < len(pieces) else t.narrow(p.dim, 0, 0)
+    return t.clone()
+
+
+def on(mesh: Any, t: torch.Tensor, *placements: Any) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(piece(t, mesh, placements), mesh, placements, run_check=False, shape=t.shape, stride=t.stride())
+
+
+def everywhere(mesh: Any, call: Tensors) -> Tensors:
+    from torch.distributed.tensor import Replicate
+
+    return {n: on(mesh, t, *[Replicate()] * mesh.ndim) if isinstance(t, torch.Tensor) else t for n, t in call.items()}
 
 
 def whole(t: torch.Tensor) -> torch.Tensor:
@@ -316,6 +342,8 @@ def cases_on_cards(device: str) -> dict[str, Callable[[Any], None]]:
 
 # Processes.
 
+PATIENCE = datetime.timedelta(seconds=100)  # for another rank, which may have failed
+
 
 def free_port() -> int:
     with socket.socket() as s:
@@ -335,7 +363,7 @@ def rank_main(rank: int, ranks: int, port: int, device_type: str, directory: str
     if device_type == "cuda":
         torch.cuda.set_device(rank)
     how = {"backend": "nccl", "device_id": torch.device(device)} if device_type == "cuda" else {"backend": "gloo"}
-    dist.init_process_group(**how, rank=rank, world_size=ranks)
+    dist.init_process_group(**how, rank=rank, world_size=ranks, timeout=PATIENCE)
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh, outcomes = init_device_mesh("cpu" if device_type == "shared" else device_type, (ranks,)), {}

@@ -13,6 +13,7 @@ if not torch.distributed.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 
 from context_cases import cases, inputs
+from context_tool_cases import cases as tool_cases
 from delta_cases import BOUNDS, error, launch_emulated
 from sharded_calls import BF16, F32
 from sharded_cases import failures
@@ -27,14 +28,41 @@ from ssmgen.families.chunk_delta_rule.parts import Parts, parts_of
 from ssmgen.families.chunk_scan import context as scan
 from ssmgen.families.chunk_scan import parts as scan_parts
 from ssmgen.spec import Arch, Pdl
+from tools import context as context_tool
 
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 
 
 @pytest.mark.processes
 def test_four_ranks_agree_with_one(tmp_path):
-    wrong = failures(4, "cpu", tmp_path, cases, least=35)
+    wrong = failures(4, "cpu", tmp_path, cases, least=47)
     assert not wrong, wrong
+
+
+def test_two_ranks_run_what_the_tool_measures(tmp_path):
+    wrong = failures(2, "cpu", tmp_path, tool_cases, least=7)
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not set. Run `torchrun --nproc-per-node N -m tools.context`"),
+        (["mamba"], "mamba is not a case; expected mamba2, mamba2-slow, "),
+    ],
+)
+def test_the_tool_says_what_it_needs(words, said, monkeypatch, capsys):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("sys.argv", ["context", *words])
+    with pytest.raises(SystemExit) as ended:
+        context_tool.main()
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_two_cards_win_from_the_length_on_behind_which_they_lose_no_more():
+    rows = [{"tokens": n, "one_ms": 1.0, "ranks_ms": ms} for n, ms in ((1, 0.5), (2, 1.0), (4, 0.9), (8, 0.6))]
+    assert context_tool.wins_from(rows, "") == 4 and context_tool.wins_from(rows[:2], "") is None
 
 
 def test_without_processes_it_says_what_to_do():
@@ -67,10 +95,14 @@ def test_of_a_rank_only_tokens_that_are_seen_behind_it_are_gone_over(rate, seen)
 def test_what_may_have_grown_is_seen():
     """By as much as all tokens may have made of it, if one has a decay above 1; and so is what nobody can tell."""
     sums = torch.tensor([[-100.0, -100.0, torch.nan], [-100.0, -100.0, 0.0], [-300.0, -300.0, 0.0]]).double()
-    assert scan.seen_from(sums, torch.tensor([[0.0, 100.0, 0.0]]).double()).tolist() == [2, 1, 0]
+    assert scan.seen_from(scan.to_end(sums), torch.tensor([[0.0, 100.0, 0.0]]).double()).tolist() == [2, 1, 0]
     call = {"x": torch.zeros(1, 70, 1, 16), "dt": torch.tensor([-3.0] * 2 + [1.0] * 68).view(1, 70, 1), "A": torch.tensor([-2.0])}
     sums, growth = scan.sums_of(call, "x")
     assert sums.flatten().tolist() == [12.0 - 124.0, -12.0] and growth.flatten().tolist() == [70 * 6.0]
+    for A, most in ((-2.0, 0.0), (2.0, 2.0 * (2 * 3 + 68))):  # steps of one sign grow by their sum, at most
+        steps = {"dt": call["dt"].abs() - 1, "dt_bias": torch.ones(1), "dt_limit": (0.0, 9.0), "A": torch.tensor([A])}
+        sums, growth = scan.sums_of(call | steps, "x")
+        assert growth.flatten().tolist() == [most]
 
 
 # Kernels, in the emulator.
@@ -151,9 +183,10 @@ def test_a_kernel_makes_what_tokens_add_to_a_state(name, begin, monkeypatch):
         x[:, :begin] = torch.nan
     parts = type("Parts", (scan_parts.Parts,), {"launcher": Emulated})(function, call | more, operand)
     sums, growth = scan.sums_of(call | more, operand)
-    first = scan.seen_from(sums[0], growth[0])
+    remaining = scan.to_end(sums[0])
+    first = scan.seen_from(remaining, growth[0])
     assert parts.count == 3 and first.tolist() == [0, 4]
-    found = parts.added(parts.served(), sums[0], first)
+    found = parts.added(parts.served(), remaining, first)
     assert error(found[:, 0], N[:, 0]) <= BOUNDS[BF16] and error(found[:, 1], N[:, 1]) <= BOUNDS[BF16]
 
 

@@ -15,7 +15,7 @@ if not torch.distributed.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 
 from sharded_calls import BATCH, N, P, calls, linear, mamba, normal
-from sharded_cases import cases, distribute, failures
+from sharded_cases import cases, distribute, everywhere, failures, on, piece
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -46,24 +46,6 @@ def rank_of(rank: int, *shape: int):
         yield init_device_mesh("cpu", shape)
     finally:
         torch.distributed.destroy_process_group()
-
-
-def piece(t: torch.Tensor, mesh, placements) -> torch.Tensor:
-    """What lies on this rank."""
-    for axis, p in enumerate(placements):
-        if isinstance(p, Shard):
-            pieces = t.chunk(mesh.size(axis), p.dim)
-            mine = mesh.get_coordinate()[axis]
-            t = pieces[mine] if mine < len(pieces) else t.narrow(p.dim, 0, 0)
-    return t.clone()
-
-
-def on(mesh, t: torch.Tensor, *placements) -> DTensor:
-    return DTensor.from_local(piece(t, mesh, placements), mesh, placements, run_check=False, shape=t.shape, stride=t.stride())
-
-
-def everywhere(mesh, call):
-    return {n: on(mesh, t, *[Replicate()] * mesh.ndim) if isinstance(t, torch.Tensor) else t for n, t in call.items()}
 
 
 def widened(call, groups=None):
@@ -212,7 +194,8 @@ def test_a_history_whose_groups_are_shared_is_refused():
     ]
 
 
-def test_functions_without_a_rule_and_bind_are_refused():
+def test_functions_without_a_rule_and_bind_are_refused(monkeypatch):
+    monkeypatch.delitem(RULES, "combine_splits")
     with rank_of(0, 2) as mesh:
         o, lse = (on(mesh, torch.zeros(shape), Replicate()) for shape in ((4, 2, 16), (4, 2)))
         with pytest.raises(ArgumentError, match=r"it takes no DTensors: give it this rank's tensors, DTensor\.to_local\(\)"):

@@ -63,11 +63,13 @@ def run(function: Callable[..., Any], rule: Context, given: dict[str, Any], grou
     if ranks.count == 1 or (starts is not None and starts.numel() == 1):
         return function(**given)
     asked = {name: given.pop(name, None) for name in (*STATES, rule.starts)}
-    initial, wanted, final_out, _ = asked.values()
+    initial, final_out = asked["initial_states"], asked["final_states_out"]
+    returned = bool(asked["return_final_states"])
+    wanted = returned or final_out is not None  # which is written, returned or not
     given["out"] = out  # which every pass over tokens may write
     place = Rows(rule, given, ranks, initial) if starts is None else Packed(rule, given, ranks, initial, starts)
     if not place.blank[0].numel():  # no state, or no sequence: nothing goes on
-        return function(**given, **asked | {"return_final_states": bool(wanted)} | place.all)
+        return function(**given, **asked | {"return_final_states": returned} | place.all)
     first, last = ranks.rank == 0, ranks.rank + 1 == ranks.count
 
     def whole(states: Tensor | None, final: bool) -> Tensor | None:
@@ -93,7 +95,8 @@ def run(function: Callable[..., Any], rule: Context, given: dict[str, Any], grou
     if not wanted or final is None:
         return out
     states = ranks.summed(place.own(final)).to(place.returned if final_out is None else final_out.dtype)
-    return out, states if final_out is None else final_out.copy_(states)
+    states = states if final_out is None else final_out.copy_(states)
+    return (out, states) if returned else out
 
 
 def _checked(function: Any, rule: Context, given: Arguments) -> Tensor:

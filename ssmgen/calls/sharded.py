@@ -70,6 +70,7 @@ def _by_name(rule: Rule, names: Sequence[str], args: Sequence[Any], kwargs: Mapp
 
 
 _known: dict[Any, Sharding] = {}
+_EVERY = tuple(Kind)  # torch.compile of torch 2.11 cannot iterate over an enumeration
 _UPDATED = (Kind.HEAD, Kind.BATCH)  # over which what is updated in place may be sharded
 
 
@@ -204,7 +205,7 @@ class Sharding:
 
         words, groups = self.axes[name], self._size(name, "group")
         shared = groups % self.heads != 0
-        along: dict[Kind, str] = {kind: kind for kind in Kind}
+        along: dict[Kind, str] = {kind: kind for kind in _EVERY}
         along[Kind.HEAD] = next((word for word in (Kind.HEAD, KINDS, "" if shared else "group") if word in words), "")
         placements = [Shard(words.index(along[kind])) if kind and along[kind] in words else Replicate() for kind in self.kinds]
         if KINDS in words and Kind.HEAD in self.kinds:
@@ -294,7 +295,7 @@ class Sharding:
 
         if given is not None:
             return given
-        words = self.rule.axes_of(name, self.dims, local.dim())
+        words = [Axis.of(word).word for word in self.rule.axes_of(name, self.dims, local.dim())]
         placements = [Shard(words.index(kind)) if kind in words else Replicate() for kind in self.kinds]
         shape, stride = list(local.shape), list(local.stride())
         sizes = {
@@ -302,7 +303,7 @@ class Sharding:
             Kind.BATCH: self._size(self.anchor, Kind.BATCH),
             Kind.TOKEN: self._size(self.of_tokens, Kind.TOKEN),
         }
-        for kind in Kind:  # sequences and tokens may be in unequal parts
+        for kind in _EVERY:  # sequences and tokens may be in unequal parts
             if kind in words and kind in self.kinds:
                 axis = words.index(kind)
                 for i, s in enumerate(stride):

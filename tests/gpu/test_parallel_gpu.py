@@ -8,6 +8,8 @@ import torch
 if not torch.distributed.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 
+import layer_tool_cases
+import sharded_layer_cases
 from sharded_cases import cases_on_cards, failures
 
 RANKS = 2
@@ -19,4 +21,14 @@ pytestmark = [
 
 def test_two_gpus_agree_with_one(tmp_path):
     wrong = failures(RANKS, "cuda", tmp_path, cases_on_cards)
+    assert not wrong, wrong
+
+
+def test_decode_layers_over_two_gpus_agree_with_one(tmp_path):
+    wrong = failures(RANKS, "cuda", tmp_path, sharded_layer_cases.cases, least=18)
+    assert not wrong, wrong
+
+
+def test_a_layer_with_its_projections_over_two_gpus_agrees_with_one(tmp_path):
+    wrong = failures(RANKS, "cuda", tmp_path, layer_tool_cases.cases, least=2)
     assert not wrong, wrong

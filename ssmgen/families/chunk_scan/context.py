@@ -43,18 +43,33 @@ def sums_of(given: Arguments, name: str) -> tuple[Tensor, Tensor]:
     if given.get("cu_seqlens") is not None:
         there = torch.arange(tokens, device=steps.device) >= given["cu_seqlens"][0]
         steps = torch.where(there[:, None], steps, 0)
-    least, most = steps.aminmax(dim=1, keepdim=True)
-    growth = torch.maximum(least * rate, most * rate).clamp(min=0).double() * tokens
-    steps = pad(steps, (0, 0, 0, -tokens % CHUNK)) if tokens % CHUNK else steps
-    return steps.unflatten(1, (-1, CHUNK)).sum(2).double() * rate.double(), growth
+    steps = pad(steps, (0, 0, 0, -tokens % CHUNK)) if tokens % CHUNK else steps  # with zeros, which grow nothing
+    chunks = steps.unflatten(1, (-1, CHUNK))
+    sums = chunks.sum(2).double() * rate.double()
+    if _never_negative(given):  # all of a head's have one sign; extremes would take two more passes, 0.1 ms for 131072 tokens
+        return sums, sums.sum(1, keepdim=True).clamp(min=0)
+    least, most = (t.double() for t in (chunks.amin(2).amin(1, keepdim=True), chunks.amax(2).amax(1, keepdim=True)))
+    return sums, torch.maximum(least * rate, most * rate).clamp(min=0) * tokens
 
 
-def seen_from(sums: Tensor, growth: Tensor) -> Tensor:
-    """[H], the first chunk of which something is left behind the last, as far as anybody can tell. sums: [chunks, H]; growth: [1, H]."""
-    # What chunk i adds decays by what is behind it, at least, and by itself.
-    behind = pad(sums.flip(0).cumsum(0).flip(0)[1:], (0, 0, 0, 1))
-    numbers = torch.arange(len(sums), device=sums.device)[:, None]
-    return torch.where(behind + growth <= NOTHING, len(sums), numbers).amin(0)
+def _never_negative(given: Arguments) -> bool:
+    """Whether steps cannot be below zero, whatever they are."""
+    limit = given.get("dt_limit")
+    return "dt" in given and (bool(given.get("dt_softplus")) if limit is None else limit[0] >= 0)
+
+
+def to_end(sums: Tensor) -> Tensor:
+    """[chunks + 1, H], log decays from each chunk's first token to the last chunk's end. sums: [chunks, H]
+
+    Along rows: torch adds columns one row after the other, 0.5 ms for 2048 chunks."""
+    return pad(sums.mT.contiguous().flip(1).cumsum(1).flip(1), (0, 1)).mT
+
+
+def seen_from(remaining: Tensor, growth: Tensor) -> Tensor:
+    """[H], the first chunk that still counts after the last one, as far as anybody can tell. remaining: from `to_end`; growth: [1, H]."""
+    behind = remaining[1:]  # a chunk's addition decays at least by the decays of all later chunks
+    numbers = torch.arange(len(behind), device=behind.device)[:, None]
+    return torch.where(behind + growth <= NOTHING, len(behind), numbers).amin(0)
 
 
 def ends(function: Any, given: dict[str, Any], start: Tensor | None, asked: Asked) -> Ends:
@@ -63,15 +78,18 @@ def ends(function: Any, given: dict[str, Any], start: Tensor | None, asked: Aske
         return Ends(None)
     name = "x" if "x" in given else "v"
     sums, growth = sums_of(given, name)
-    M = sums.sum(1).exp()
+    M = sums.sum(1).exp() if asked.M or start is not None else None
     if len(sums) > 1:
         _, N = function(**given, initial_states=start, return_final_states=True)
-        return Ends(N, M.float())
-    first, parts = seen_from(sums[0], growth[0]), Parts(function, given, name)
+        return Ends(N, None if M is None else M.float())
+    remaining = to_end(sums[0])
+    first, parts = seen_from(remaining, growth[0]), Parts(function, given, name)
     spec = parts.served() if given[name].is_cuda else None
     if spec is None:
-        return Ends(last_tokens(function, given, name, first.min(), start), M.float())
-    N = parts.added(spec, sums[0], first)
+        return Ends(last_tokens(function, given, name, first.min(), start), None if M is None else M.float())
+    N = parts.added(spec, remaining, first)
+    if M is None:
+        return Ends(N.float())
     return Ends((N if start is None else passed(start, N, M, given)).float(), M.float())
 
 

@@ -9,6 +9,7 @@ FAMILY = Family(
     bench={"combine_splits": "bench:BENCH"},
     tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
+    sharding="sharding:RULES",
     trials="trial:TRIALS",
     page="operators/combine_splits.md",
 )

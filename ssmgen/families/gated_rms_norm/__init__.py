@@ -14,6 +14,7 @@ FAMILY = Family(
     asks="models:ASKS",
     tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
+    sharding="sharding:RULES",
     trials="trial:TRIALS",
     page="operators/gated_rms_norm.md",
 )

@@ -1,0 +1,35 @@
+"""The axes of the norms' tensors. Groups of channels are the heads of other functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from ...calls.sharding import Rule
+
+_LIKE_X = ("x", "gate", "out", "residual", "residual_out")
+
+
+def _groups(given: Mapping[str, Any]) -> dict[str, str]:
+    """Groups are the last axis but one, or with group_size neighbours in the last axis."""
+    x, size = given["x"], given.get("group_size")
+    if not hasattr(x, "dim"):
+        return {}
+    inner = [f"head/{size}"] if size else ["head", "n"] if x.dim() > 2 else ["n"]
+    ahead = ["batch", *["row"] * x.dim()][: max(x.dim() - len(inner), 0)]
+    found = dict.fromkeys(_LIKE_X, " ".join([*ahead, *inner]))
+    for name in ("weight", "bias"):
+        t: Any = given.get(name)
+        if hasattr(t, "dim") and t.dim():
+            shared = t.shape[0] == (size or x.shape[-1])
+            found[name] = "head n" if t.dim() == 2 else "n" if shared else inner[0]
+    return found
+
+
+_rule = partial(Rule, {**dict.fromkeys(_LIKE_X, "batch n"), **dict.fromkeys(("weight", "bias"), "n")}, anchors=("x",), variant=_groups)
+RULES = {
+    "gated_rms_norm": _rule(("out",)),
+    "gated_layer_norm": _rule(("out",)),
+    "rms_norm": _rule(("out", "residual_out"), returns=("out", "residual_out")),
+}
