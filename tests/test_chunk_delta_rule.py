@@ -16,10 +16,11 @@ from torch import Tensor
 import ssmgen
 from ssmgen import emulator
 from ssmgen.emulator.check import check
+from ssmgen.engine.chunks.problem import CHUNK
 from ssmgen.errors import ArgumentError, UnsupportedError
 from ssmgen.families.chunk_delta_rule.chain import ChainSpec, candidates
 from ssmgen.families.chunk_delta_rule.prepare import PrepareSpec
-from ssmgen.families.chunk_delta_rule.problem import CHUNK, OPERATOR, DeltaProblem, Gate
+from ssmgen.families.chunk_delta_rule.problem import OPERATOR, DeltaProblem, Gate
 from ssmgen.families.chunk_delta_rule.warpgroups import WarpgroupChainSpec
 from ssmgen.models import Role, Wanted, models
 from ssmgen.occupancy import LIMITS

@@ -17,11 +17,13 @@ import ssmgen
 from ssmgen import emulator
 from ssmgen.emulator import EmulatorError
 from ssmgen.emulator.check import check
+from ssmgen.engine.chunks.kernels import of_problem
+from ssmgen.engine.chunks.problem import CHUNK
+from ssmgen.engine.chunks.segments import LEAST, MOST, by_rule
 from ssmgen.errors import ArgumentError
 from ssmgen.families.chunk_delta_rule.chain import ChainSpec, candidates
-from ssmgen.families.chunk_delta_rule.problem import CHUNK, DeltaProblem
-from ssmgen.families.chunk_delta_rule.segments import LEAST, MOST, JoinSpec, by_rule
-from ssmgen.families.chunk_delta_rule.spec import of_problem
+from ssmgen.families.chunk_delta_rule.problem import DeltaProblem
+from ssmgen.families.chunk_delta_rule.segments import JoinSpec
 from ssmgen.families.chunk_delta_rule.warpgroups import WarpgroupChainSpec
 from ssmgen.models import Role, Wanted, find_model
 from ssmgen.nvrtc import compile_cubin

@@ -17,9 +17,9 @@ from ssu_cases import Memory
 
 from ssmgen import emulator
 from ssmgen.emulator import EmulatorError
-from ssmgen.families.chunk_linear_attention.chain import TILES, ChainSpec
+from ssmgen.engine.chunks.kernels import TILES, of_problem
+from ssmgen.families.chunk_linear_attention.chain import ChainSpec
 from ssmgen.families.chunk_linear_attention.problem import LinearPromptProblem, Rule
-from ssmgen.families.chunk_linear_attention.spec import of_problem
 from ssmgen.families.chunk_linear_attention.warpgroups import WarpgroupChainSpec
 from ssmgen.nvrtc import compile_cubin
 from ssmgen.render import render

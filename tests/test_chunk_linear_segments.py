@@ -16,11 +16,11 @@ import ssmgen
 from ssmgen import emulator
 from ssmgen.emulator import EmulatorError
 from ssmgen.emulator.check import check
+from ssmgen.engine.chunks.kernels import of_problem
+from ssmgen.engine.chunks.segments import LEAST
 from ssmgen.errors import ArgumentError
-from ssmgen.families.chunk_delta_rule.segments import LEAST
 from ssmgen.families.chunk_linear_attention.chain import ChainSpec, candidates
 from ssmgen.families.chunk_linear_attention.problem import OPERATOR, LinearPromptProblem, Rule, workspace_bytes
-from ssmgen.families.chunk_linear_attention.spec import of_problem
 from ssmgen.families.chunk_linear_attention.warpgroups import WarpgroupChainSpec
 from ssmgen.models import Role, Wanted, find_model
 from ssmgen.nvrtc import compile_cubin

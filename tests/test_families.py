@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from docs_pages import DOCS, ROOT
@@ -115,7 +117,8 @@ ALLOWED = ("families", "compat")
 
 
 def test_nothing_else_names_a_family():
-    names = {*SPECS, *(family.name for family in records()), *(name for family in records() for name in family.functions)}
+    kernels = {name for name, spec in SPECS.items() if not spec.__module__.startswith("ssmgen.engine.")}  # of the engine's own: no family's
+    names = {*kernels, *(family.name for family in records()), *(name for family in records() for name in family.functions)}
     words, package = re.compile(rf"\b(?:{'|'.join(sorted(names))})\b"), ROOT / "ssmgen"
     found = {}
     for path in sorted(package.rglob("*.py")):
@@ -123,6 +126,27 @@ def test_nothing_else_names_a_family():
         if module.parts[0] not in ALLOWED and (lines := words.findall(path.read_text())):
             found[module.as_posix()] = len(lines)
     assert not found, "these name families, so often: let them ask the records (ssmgen/family.py)"
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Modules that a file of the package imports, at its top or in a function, by their full names; and names in `from … import`."""
+    package = list(path.relative_to(ROOT).parts[:-1])
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *filter(None, [node.module])])
+            yield from (f"{module}.{name.name}" for name in node.names)
+
+
+def test_no_family_imports_another():
+    """What several need stands in ssmgen/engine/, which imports no family."""
+    found = []
+    for path in sorted((ROOT / "ssmgen").glob("families/*/*.py")) + sorted((ROOT / "ssmgen" / "engine").rglob("*.py")):
+        others = [name for name in imported(path) if name.startswith(f"{PACKAGE}.") and name.split(".")[2] != path.parent.name]
+        found += [f"{path.relative_to(ROOT)} imports {name}" for name in others]
+    assert not found
 
 
 LINES = 400

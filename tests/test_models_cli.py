@@ -11,8 +11,8 @@ from click.testing import CliRunner
 import ssmgen
 from ssmgen.cli import main
 from ssmgen.cli.options import problems_of
+from ssmgen.engine.recurrences.attention.problem import Layout
 from ssmgen.errors import ModelError
-from ssmgen.families.linear_attention.problem import Layout
 from ssmgen.models import Ask, Wanted, ask_for, find_model
 from ssmgen.spec import DType
 

@@ -26,21 +26,19 @@ from torch import Tensor
 
 import ssmgen
 
-from ...accuracy import norm_error
 from ...bench import options as cli
 from ...bench import report as reports
 from ...bench import schema
+from ...bench.convolutions import DTYPE, WIDTH, checked, columns, heading
 from ...bench.multiplied import PROMPT, keeping, measure
 from ...bench.progress import PRINTING, Watch
-from ...bench.report import GATE, cell
 from ...bench.rows import Point
 from ...bench.schema import COUNT, TEXT
 from ...calls.checks import TORCH_DTYPES
-from ...errors import SsmgenError
 from ...models import Model
 from ...spec import DType
 from .reference import causal_conv1d as reference
-from .spec import MAX_WIDTH, ConvLayout
+from .spec import ConvLayout
 
 SHAPES = [(1, 1536, 2048), (16, 1536, 2048), (4, 4096, 4096), (1, 8192, 8192), (1, 2048, 131072), (2, 12288, 16384)]
 SET_BYTES, MIN_SETS = 640e6, 2
@@ -49,8 +47,6 @@ SEQUENCES = 8
 CHECKED = 16  # channels that the gate looks at
 
 
-WIDTH = click.option("--width", type=click.IntRange(2, MAX_WIDTH), default=4, show_default=True)
-DTYPE = click.option("--dtype", type=cli.Choice(DType), default=DType.BF16.value, show_default=True, help="Of x, and of all else.")
 OPTIONS = (
     cli.several(
         "--shape",
@@ -181,24 +177,17 @@ class Case:
         )  # fmt: skip
 
 
-def checked(what: str, out: Tensor, expected: Tensor, states_equal: bool) -> float:
-    """The output's norm error. Raises SsmgenError when that is more than its rounding, or states are wrong."""
-    error = norm_error(out, expected)
-    if not (error < GATE[out.dtype] and states_equal):
-        raise SsmgenError(f"{what}: output error {error:.1e}, states {'as they should be' if states_equal else 'wrong'}; not timed")
-    return error
-
-
 def dao(case: Case) -> reports.Peer | None:
     """Dao-AILab's kernels."""
-    function = reports.imported("causal_conv1d", "causal_conv1d_fn")
+    function = reports.imported(PEER, "causal_conv1d_fn")
     stateful = case.form in (Form.SEQ_IDX, Form.STATES)
     if function is None or case.form is Form.VARLEN or (stateful and case.layout is ConvLayout.FIRST):
         return None
     return keeping(function, [{n: t for n, t in case.arguments(i).items() if n != "out"} for i in range(case.sets)])
 
 
-PEERS = {"causal_conv1d": dao}
+PEER = "causal_conv1d"
+PEERS = {PEER: dao}
 
 
 @torch.no_grad()
@@ -239,28 +228,11 @@ def _what(row: Mapping[str, Any]) -> str:
     return f"{row['layout']} {row['form']} {tuple(row['shape'])}"
 
 
-HEADING = (
-    f"{'us':>9}{'TB/s':>7}{'no pdl':>9}{'mul':>9}{'x mul':>8}{'causal_conv1d':>15}{'ratio':>7}"
-    f"{'host us':>9}{'bound':>7}{'peer':>7}{'compile s':>11}{reports.LAST}"
-)
-
-
-def columns(row: Mapping[str, Any]) -> str:
-    """A row under HEADING."""
-    us, host = row["us"], row["host_us"]
-    return (
-        cell(row["served_us"], 9) + cell(row["tbs"], 7) + cell(us["ssmgen"], 9) + cell(us["mul"], 9) + cell(row["mul_ratio"], 8, 3)
-        + cell(us.get("causal_conv1d"), 15) + cell(row["peer_ratio"].get("causal_conv1d"), 7) + cell(host.get("ssmgen"), 9)
-        + cell(host.get("ssmgen_bound"), 7) + cell(host.get("causal_conv1d"), 7, 1) + cell(row["compile_seconds"], 11, 3)
-        + reports.last(row)
-    )  # fmt: skip
-
-
 def table(report: Mapping[str, Any]) -> str:
     """The report for a terminal. `ratio`: of our time to the peer's."""
     lines = [
         *reports.head(report),
         f"causal_conv1d: width {report['width']}, {report['dtype']}, bias, SiLU; (batch, dim, length)",
-        f"{'case':44}{HEADING}",
+        f"{'case':44}{heading(PEER)}",
     ]
-    return "\n".join(lines + [f"{_what(row):44}{columns(row)}" for row in report["rows"]])
+    return "\n".join(lines + [f"{_what(row):44}{columns(row, PEER)}" for row in report["rows"]])

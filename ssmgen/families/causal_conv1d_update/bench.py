@@ -28,6 +28,7 @@ import ssmgen
 from ...bench import options as cli
 from ...bench import report as reports
 from ...bench import schema
+from ...bench.convolutions import DTYPE, WIDTH, checked, columns, heading
 from ...bench.multiplied import keeping, measure
 from ...bench.progress import PRINTING, Watch
 from ...bench.report import HOST_BATCH, MIN_SETS, cell
@@ -36,7 +37,6 @@ from ...bench.schema import COUNT, FLAG, TEXT
 from ...calls.checks import TORCH_DTYPES
 from ...models import Model
 from ...spec import DType, must
-from ..causal_conv1d.bench import DTYPE, HEADING, WIDTH, checked, columns
 from .reference import causal_conv1d_update as reference
 
 BATCHES = (1, 4, 8, 16, 32, 64, 128, 256)
@@ -146,14 +146,9 @@ class Case:
         return checked(what, call["out"][rows].view_as(out), out, torch.equal(self.state[touched], windows))
 
 
-def dao_step() -> Callable[..., Any] | None:
-    """Dao-AILab's function; None where it is not installed."""
-    return reports.imported("causal_conv1d", "causal_conv1d_update")
-
-
 def dao(case: Case) -> reports.Peer | None:
     """Dao-AILab's kernel."""
-    function = dao_step() if case.tokens == 1 else None
+    function = reports.imported(PEER, "causal_conv1d_update") if case.tokens == 1 else None
     if function is None:
         return None
     return keeping(function, [{n: t for n, t in case.arguments(i).items() if n != "out"} for i in range(case.sets)])
@@ -168,7 +163,8 @@ def chain(case: Case) -> reports.Peer | None:
     return lambda i: bound[i]()
 
 
-PEERS = {"chain": chain, "causal_conv1d": dao}
+PEER = "causal_conv1d"
+PEERS = {"chain": chain, PEER: dao}
 
 
 @torch.no_grad()
@@ -232,6 +228,7 @@ def table(report: Mapping[str, Any]) -> str:
     lines = [
         *reports.head(report),
         f"causal_conv1d_update: dim {report['dim']}, width {report['width']}, {report['dtype']}, bias, SiLU; innermost in the state:",
-        f"{'innermost':10}{'T':>3}{'batch':>6}" + (f"{'chain':>9}{'ratio':>7}" if tree else "") + HEADING,
+        f"{'innermost':10}{'T':>3}{'batch':>6}" + (f"{'chain':>9}{'ratio':>7}" if tree else "") + heading(PEER),
     ]
-    return "\n".join(lines + [f"{row['layout']:10}{row['tokens']:3}{row['batch']:6}{chain(row)}{columns(row)}" for row in report["rows"]])
+    rows = [f"{row['layout']:10}{row['tokens']:3}{row['batch']:6}{chain(row)}{columns(row, PEER)}" for row in report["rows"]]
+    return "\n".join(lines + rows)

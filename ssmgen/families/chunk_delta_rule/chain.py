@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+from ...engine.chunks.kernels import TILES, Chain, Counts, by_warps, edge_of, of_lead, of_problem
+from ...engine.chunks.problem import CHUNK
 from ...spec import SM90, Arch, KernelSpec, Pdl
-from .chunked import TILES, Chain, by_warps, edge_of, of_lead
 from .prepare import PrepareSpec
-from .problem import CHUNK, COEFFICIENTS, COEFFICIENTS_AT, MAX_SIZE, OPERATOR, SIZE, ChunkProblem, DeltaProblem
-from .spec import Counts, DeltaSpec, of_problem
+from .problem import COEFFICIENTS, COEFFICIENTS_AT, MAX_SIZE, OPERATOR, SIZE, ChunkProblem, DeltaProblem
+from .spec import DeltaSpec
 
 __all__ = ["MAX_SIZE", "OPERATOR", "SIZE", "ChainSpec", "candidates", "space"]
 
@@ -62,7 +63,8 @@ class ChainSpec(Chain, DeltaSpec, DeltaProblem):
 
     def ending(self, transitions: bool) -> ChainSpec:
         """The kernel that makes N of whole sequences, with `transitions` M too, from the images of this one."""
-        from .segments import EndsSpec, of_ends, of_sums
+        from ...engine.chunks.segments import of_ends
+        from .segments import EndsSpec, of_sums
 
         tile = max(t for t in TILES if t <= self.tile and self.head_k % t == 0)
         how: dict[str, Any] = {"tile": tile, "stages": self.stages, "fetchers": self.fetchers, "min_blocks": self.min_blocks}
@@ -111,7 +113,7 @@ def space(problem: DeltaProblem, arch: Arch) -> Iterator[ChainSpec]:
 
 def candidates(problem: DeltaProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
-    from .segments import why_not
+    from ...engine.chunks.segments import why_not
 
     if problem.divided:  # as many parts of a sequence are walked at once
         rules = _rules(problem, size * problem.segments, arch, pdl)

@@ -6,11 +6,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ...engine.chunks.segments import LEAST, by_rule
+from ...engine.recurrences.attention.model import AttentionModel
 from ...models import Ask, Model, Role, Wanted
 from ...spec import DType, Index, Layout
-from ..linear_attention.models import LinearAttention
 from .problem import OPERATOR, DeltaProblem, Gate
-from .segments import LEAST, by_rule
 
 # What calls have beside shapes and dtypes, by who makes them. Batches leave their states, and behind a cache that has tokens begin with
 # some.
@@ -43,7 +43,7 @@ class DeltaAsk(Ask):
         return self.options
 
     def problems(self, model: Model, wanted: Wanted) -> Sequence[DeltaProblem]:
-        if not isinstance(model, LinearAttention):
+        if not isinstance(model, AttentionModel):
             return []
         shape: dict[str, Any] = {"head_k": model.dim_k, "head_v": model.dim_v, "x": wanted.io, "gate": Gate.LOG, "g": DType.F32}
         found: list[DeltaProblem] = []

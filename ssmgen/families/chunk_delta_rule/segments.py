@@ -1,46 +1,20 @@
-"""Segments of chunk_delta_rule: where heads are few and a prompt is long, its parts are walked side by side.
-
-Over a segment of whole chunks the state goes from S to S M + N, V x K, rows first: N is what zeros become, M [K, K] what rows of the
-identity do, with v = 0. One kernel walks the first segment, with outputs; beside it another makes N and M of all others but the last; a
-third one joins them, S <- S M + N in f32, one segment after the other; then the chain walks all but the first at once, each from its own
-state, and writes outputs.
-
-The two that run beside each other are launches one after the other, of which the first lets the second start as soon as there are images.
-That one reads and writes nothing that the first one writes, and waits for it when it is done: so who waits for the second has both.
-"""
+"""Segments of chunk_delta_rule: the kernels that walk a prompt's parts side by side (engine/chunks/segments.py)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from ...spec import LATER, Arch, DType, Index, KernelSpec, Layout, Loads, Needs, Pdl, must
-from ..linear_attention.problem import Beta
-from .by_warpgroups import ROWS, SMS
+from ...engine.chunks.kernels import of_problem
+from ...engine.chunks.problem import CHUNK
+from ...engine.chunks.segments import SUMMING, Ends, Join, Lead, Sums, asked, joining, stateless
+from ...engine.chunks.warpgroups import ROWS
+from ...engine.recurrences.attention.problem import Beta
+from ...spec import LATER, DType, Needs
 from .chain import ChainSpec
-from .chunked import Chain, ChunkKernel, released
-from .problem import CHUNK, COEFFICIENTS, PANEL_BYTES, PANELS, DeltaProblem, Divided, Gate, cut_from, image_bytes
-from .spec import Counts, DeltaSpec, of_problem
+from .problem import COEFFICIENTS, PANEL_BYTES, PANELS, DeltaProblem, Gate, image_bytes
+from .spec import DeltaSpec
 from .warpgroups import WarpgroupChainSpec
-
-MOST = 1024  # that a call may ask for
-SUMMING = (40, 0, 232)  # registers of threads that fetch, and that hold the state; nobody writes
-LEAST = 16  # chunks of a segment, as the rule has it: below, starts of blocks and the join take what the segments save
-FEWEST = 2  # segments behind the first, as the rule has it
-
-
-def by_rule(heads: int, head_v: int, fewest: int = FEWEST) -> int:
-    """Segments of a sequence behind its first one at most, by the heads of v and their sizes: as many as fill the card, if that is
-    `fewest`."""
-    most = SMS // (heads * -(-head_v // ROWS)) if heads and head_v else 1
-    return most if most >= fewest else 1
-
-
-def asked(segments: int | None, heads: int, head_v: int, longest: int, fewest: int = FEWEST) -> dict[str, Any]:
-    """The fields of a problem that say it: of what a call asks for (None: the rule), where no sequence has more tokens than `longest`."""
-    most, least = (by_rule(heads, head_v, fewest), LEAST) if segments is None else (segments, 1)
-    cut = most > 1 and longest > (cut_from(least) - 1) * CHUNK
-    return {"segments": most, "segment_chunks": least} if cut else {}
 
 
 def workspace_for(tokens: int, sequences: int, heads: int, head_k: int, head_v: int, segments: int | None, longest: int) -> int:
@@ -51,42 +25,10 @@ def workspace_for(tokens: int, sequences: int, heads: int, head_k: int, head_v: 
     return image_bytes(tokens, sequences, heads) + kept * heads * cut.room * 4
 
 
-def why_not(head_v: int, heads: int, fewest: int = FEWEST) -> str:
-    """Why a call's sequences are not cut."""
-    if by_rule(heads, head_v, fewest) == 1:
-        return f"{heads} heads of {head_v} rows fill {SMS} SMs with less than {fewest} segments: sequences are not cut"
-    return f"not asked for, or no sequence has {cut_from(LEAST)} chunks of {CHUNK} tokens: none is cut"
-
-
 def of_sums(spec: ChainSpec) -> dict[str, Any]:
     """The fields of the kernel that makes a call's N and M: those that it hangs on, and of others the default."""
     kept = of_problem(spec, DeltaProblem) | {"g": None, "gate": Gate.NONE, "A_log": None, "dt_bias": None, "l2norm": False}
     return kept | {"beta": DType.BF16, "beta_form": Beta.PLAIN} | stateless(spec)
-
-
-def stateless(spec: Any) -> dict[str, Any]:
-    """The fields of a kernel that reads and writes no operand's states; a pool's slots say which sequences are padded."""
-    nothing = {"initial": False, "final": False, "started": False, "pool": spec.index is not Index.NONE, "checkpoints": Index.NONE}
-    return nothing | {"state": DType.F32, "layout": Layout.VK, "state_loads": Loads.VECTOR, "pdl": released(spec.pdl)}
-
-
-class Lead(Chain, Divided):
-    """What kernels that walk first segments have in common, and whole sequences that are not cut: a chain that also leaves states."""
-
-    __slots__ = ()
-    written: ClassVar[tuple[str, ...]] = (*Chain.written, "images")
-    leads: ClassVar[bool] = True
-
-    @property
-    def ahead(self) -> tuple[KernelSpec, ...]:
-        return ()
-
-    @property
-    def stem(self) -> str:
-        return super().stem.replace("_chain_", "_lead_", 1)
-
-    def violations(self, arch: Arch) -> list[str]:
-        return super().violations(arch) or must(self.divided, "a sequence of one segment has no first one")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,41 +43,6 @@ class WarpgroupLeadSpec(Lead, WarpgroupChainSpec):
     """First segments, by warpgroups."""
 
     family: ClassVar[str] = "chunk_delta_rule_warpgroup_lead"
-
-
-class Sums(Chain, Divided):
-    """What kernels that make N and M of segments have in common: a block walks `tile` rows of N, or of M, over one segment, as a chain
-    would, and writes no outputs."""
-
-    __slots__ = ()
-    written: ClassVar[tuple[str, ...]] = ("images",)
-    sums: ClassVar[bool] = True
-    beside: ClassVar[bool] = True
-    transitions: bool = True  # M too
-
-    @property
-    def ahead(self) -> tuple[KernelSpec, ...]:
-        return ()
-
-    @property
-    def tiles(self) -> int:
-        return (self.head_v + self.head_k) // self.tile
-
-    def blocks(self, counts: Counts) -> int:
-        return self.candidates(counts.tokens, counts.sequences) * (self.segments - 1) * counts.heads * self.tiles
-
-    @property
-    def stem(self) -> str:
-        return super().stem.replace("_chain_", "_sums_", 1)
-
-    def constants(self) -> dict[str, Any]:
-        return super().constants() | {"past": "", "kept": ""}
-
-    def violations(self, arch: Arch) -> list[str]:
-        return super().violations(arch) or [
-            *must(self.divided or self.ends, "a sequence of one segment has no sums"),
-            *must(self.head_k % self.tile == 0, f"tile {self.tile} does not divide K {self.head_k}"),
-        ]
 
 
 _HERE = ("images", "k", "v", "cu_seqlens", "state_indices")
@@ -185,38 +92,6 @@ class WarpgroupSumsSpec(Sums, WarpgroupChainSpec):
         return super().constants() | {"registers": SUMMING}
 
 
-class Ends(Sums):
-    """What kernels that make N and M of whole sequences have in common, from zeros: what these begin in need not be there yet.
-
-    ends: [sequences, HV, V + K, K] f32, N and below it M, which without `transitions` is left alone
-    """
-
-    __slots__ = ()
-    here: ClassVar[tuple[str, ...]] = ("images", "k", "v", "cu_seqlens", "ends")
-    written: ClassVar[tuple[str, ...]] = ("ends",)
-    ends: ClassVar[bool] = True
-    beside: ClassVar[bool] = False
-
-    @property
-    def tiles(self) -> int:
-        return (self.head_v + self.head_k * self.transitions) // self.tile
-
-    def blocks(self, counts: Counts) -> int:
-        return counts.sequences * counts.heads * self.tiles
-
-    def elements(self) -> dict[str, str]:
-        return super().elements() | {"ends": "f32"}
-
-    @property
-    def stem(self) -> str:
-        return super().stem.replace("_sums_", "_ends_" if self.transitions else "_ends_n_", 1)
-
-
-def of_ends(fields: dict[str, Any], transitions: bool) -> dict[str, Any]:
-    """The fields of a kernel that makes ends, of those of a kernel that makes sums."""
-    return fields | {"pool": False, "index": Index.NONE, "segments": 1, "segment_chunks": 1, "transitions": transitions}
-
-
 @dataclass(frozen=True, kw_only=True)
 class EndsSpec(Ends, SumsSpec):
     """N and M of sequences, by each warp's products."""
@@ -235,62 +110,6 @@ class WarpgroupEndsSpec(Ends, WarpgroupSumsSpec):
     here: ClassVar[tuple[str, ...]] = Ends.here
 
     transitions: bool = True
-
-
-class Join(ChunkKernel, Divided):
-    """States between segments, S <- S M + N in f32. A block has some rows of one head's state, and walks the segments."""
-
-    __slots__ = ()
-    template: ClassVar[str] = "chunk_delta_rule/join.cu.j2"
-    here: ClassVar[tuple[str, ...]] = ("images", "cu_seqlens")
-    written: ClassVar[tuple[str, ...]] = ("images",)
-    rows: ClassVar[int] = 8
-    min_blocks: ClassVar[int] = 1
-    marked: ClassVar[bool] = False
-    leads: ClassVar[bool] = False
-
-    pdl: Pdl
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(bytes=True)
-
-    @property
-    def parts(self) -> int:
-        return 4 if self.head_k <= 128 else 2
-
-    @property
-    def batch(self) -> int:
-        own = self.head_k // self.parts
-        return max(n for n in range(1, 33) if own % n == 0)
-
-    @property
-    def threads_per_block(self) -> int:
-        return self.head_k * self.parts
-
-    @property
-    def stem(self) -> str:
-        kind = self.family.removeprefix("chunk_").split("_")[0]
-        return f"{kind}_join_k{self.head_k}v{self.head_v}_n{self.segments}{'' if self.pdl is Pdl.OFF else '_pdl'}"
-
-    def blocks(self, counts: Counts) -> int:
-        return self.candidates(counts.tokens, counts.sequences) * counts.heads * (self.head_v // self.rows)
-
-    @property
-    def shared_bytes(self) -> int:
-        return 4 * self.rows * self.head_k * (1 + self.parts)
-
-    def violations(self, arch: Arch) -> list[str]:
-        return self.faults() or [
-            *must(self.head_v % self.rows == 0, f"V {self.head_v} is not a multiple of {self.rows}"),
-            *must(self.divided, "a sequence of one segment has nothing to join"),
-            *self.common_violations(arch, self.shared_bytes),
-        ]
-
-
-def joining(spec: Any) -> dict[str, Any]:
-    """The fields of the kernel that joins a call's segments, which its last kernel has too."""
-    return {name: getattr(spec, name) for name in ("head_k", "head_v", "cu_seqlens", "segments", "segment_chunks", "pdl")}
 
 
 @dataclass(frozen=True, kw_only=True)

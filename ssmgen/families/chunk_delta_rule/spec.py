@@ -19,11 +19,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ...engine.chunks.kernels import ChunkKernel
+from ...engine.chunks.problem import CHUNK
 from ...spec import Pdl
-from .chunked import ChunkKernel, Counts, of_problem
-from .problem import CHUNK, COEFFICIENTS, COEFFICIENTS_AT, IMAGE, P_AT, PANEL_BYTES, PANELS, T_AT, ChunkProblem, Gate
-
-__all__ = ["Counts", "DeltaSpec", "of_problem"]
+from .problem import COEFFICIENTS, COEFFICIENTS_AT, IMAGE, P_AT, PANEL_BYTES, PANELS, T_AT, ChunkProblem, Gate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,13 @@ import torch
 from torch import Generator, Tensor
 
 from ...calls.checks import TORCH_DTYPES
+from ...engine.chunks.problem import CHUNK, cut_from
+from ...engine.chunks.views import WRITTEN
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, slot_indices, trial
 from ...spec import DType, Index, Layout, Loads
 from .chain import ChainSpec
-from .chunk_calls import WRITTEN
 from .planning import CALLERS, NAMES, Options
-from .problem import CHUNK, OPERATOR, Gate, cut_from
+from .problem import OPERATOR, Gate
 from .segments import workspace_for
 from .warpgroups import WarpgroupChainSpec
 

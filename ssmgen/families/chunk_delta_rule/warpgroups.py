@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+from ...engine.chunks.kernels import of_lead, of_problem
+from ...engine.chunks.problem import CHUNK
+from ...engine.chunks.warpgroups import ROWS, TILES, ByWarpgroups, rules, variants
 from ...spec import Arch, Loads, Needs
-from .by_warpgroups import ROWS, TILES, ByWarpgroups, rules, variants
 from .chain import ChainSpec
-from .chunked import of_lead
-from .problem import CHUNK, COEFFICIENTS, PANEL_BYTES, PANELS, DeltaProblem
-from .spec import of_problem
+from .problem import COEFFICIENTS, PANEL_BYTES, PANELS, DeltaProblem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,8 @@ class WarpgroupChainSpec(ByWarpgroups, ChainSpec):
         return WarpgroupSumsSpec(**of_sums(self), tile=tile, stages=self.stages)
 
     def ending(self, transitions: bool) -> ChainSpec:
-        from .segments import WarpgroupEndsSpec, of_ends, of_sums
+        from ...engine.chunks.segments import of_ends
+        from .segments import WarpgroupEndsSpec, of_sums
 
         wide = self.head_k % TILES[-1] == 0 and self.head_v % TILES[-1] == 0 and transitions
         return WarpgroupEndsSpec(**of_ends(of_sums(self), transitions), tile=TILES[-1] if wide else ROWS, stages=self.stages)

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
+from ...engine.chunks.kernels import TILES, Chain, Counts, by_warps, edge_of, of_lead, of_problem
 from ...spec import SM90, Arch, KernelSpec, Pdl
-from ..chunk_delta_rule.chunked import TILES, Chain, by_warps, edge_of, of_lead
 from .prepare import PrepareSpec
 from .problem import MAX_SIZE, OPERATOR, SIZE, ImageProblem, LinearPromptProblem
-from .spec import Counts, LinearSpec, of_problem
+from .spec import LinearSpec
 
-__all__ = ["MAX_SIZE", "OPERATOR", "SIZE", "TILES", "ChainSpec", "candidates", "space"]
+__all__ = ["MAX_SIZE", "OPERATOR", "SIZE", "ChainSpec", "candidates", "space"]
 
 
 class Stage(NamedTuple):
@@ -75,7 +75,7 @@ class ChainSpec(Chain, LinearSpec, LinearPromptProblem):
 
     def ending(self, transitions: bool) -> ChainSpec:
         """The kernel that makes N of whole sequences, with `transitions` M too, from the images of this one."""
-        from ..chunk_delta_rule.segments import of_ends
+        from ...engine.chunks.segments import of_ends
         from .segments import EndsSpec, of_sums
 
         tile = max(t for t in TILES if t <= self.tile and self.head_k % t == 0)
@@ -138,7 +138,7 @@ def space(problem: LinearPromptProblem, arch: Arch) -> Iterator[ChainSpec]:
 
 def candidates(problem: LinearPromptProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
-    from ..chunk_delta_rule.segments import why_not
+    from ...engine.chunks.segments import why_not
     from .segments import FEWEST
 
     if problem.divided:  # as many parts of a sequence are walked at once

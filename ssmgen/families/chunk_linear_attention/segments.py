@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from ...engine.chunks.kernels import of_problem
+from ...engine.chunks.segments import SUMMING, Ends, Join, Lead, Sums, asked, joining, stateless
+from ...engine.chunks.warpgroups import ROWS
+from ...engine.recurrences.attention.problem import Beta, Gate
 from ...spec import LATER, Needs
-from ..chunk_delta_rule.by_warpgroups import ROWS
-from ..chunk_delta_rule.segments import SUMMING, Ends, Join, Lead, Sums, asked, joining, stateless
-from ..linear_attention.problem import Beta, Gate
 from .chain import ChainSpec, Stage
 from .problem import LinearPromptProblem, Rule, workspace_bytes
-from .spec import LinearSpec, of_problem
+from .spec import LinearSpec
 from .warpgroups import WarpgroupChainSpec, half_words, joined, panels
 
 FEWEST = 3  # segments behind the first, as the rule has it: with two, KDA's 8192 tokens of 32 heads took 325 us, and 316 as one

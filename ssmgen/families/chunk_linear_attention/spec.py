@@ -22,11 +22,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ...engine.chunks.kernels import ChunkKernel
 from ...spec import Pdl
-from ..chunk_delta_rule.chunked import ChunkKernel, Counts, of_problem
 from .problem import BLOCK, BLOCK_BYTES, PANELS, ROWS, ImageProblem, Rule
-
-__all__ = ["Counts", "LinearSpec", "of_problem"]
 
 
 @dataclass(frozen=True, kw_only=True)

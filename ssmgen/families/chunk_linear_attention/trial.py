@@ -6,11 +6,11 @@ import torch
 from torch import Generator, Tensor
 
 from ...calls.checks import TORCH_DTYPES
+from ...engine.chunks.problem import cut_from
+from ...engine.chunks.views import WRITTEN
+from ...engine.recurrences.attention.problem import Gate
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, randn, slot_indices, trial
 from ...spec import DType, Index, Layout, Loads
-from ..chunk_delta_rule.chunk_calls import WRITTEN
-from ..chunk_delta_rule.problem import cut_from
-from ..linear_attention.problem import Gate
 from .chain import ChainSpec
 from .operands import ALIKE
 from .planning import CALLERS, NAMES, Options

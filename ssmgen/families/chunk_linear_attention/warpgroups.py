@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+from ...engine.chunks.kernels import of_lead, of_problem
+from ...engine.chunks.warpgroups import ROWS, TILES, ByWarpgroups, rules, variants
 from ...spec import Arch, Loads, Needs, must
-from ..chunk_delta_rule.by_warpgroups import ROWS, TILES, ByWarpgroups, rules, variants
-from ..chunk_delta_rule.chunked import of_lead
 from .chain import ChainSpec, Stage
 from .problem import PANEL, PANELS, LinearPromptProblem, Rule
 from .problem import ROWS as ROWS_OF_CHUNK
-from .spec import of_problem
 
 HALF = 32  # rows of T in one product's sums: those of a whole chunk would be a quarter more products, and need more room for zeros
 
@@ -82,7 +81,7 @@ class WarpgroupChainSpec(ByWarpgroups, ChainSpec):
         return WarpgroupSumsSpec(**of_sums(self), tile=tile, stages=self.stages)
 
     def ending(self, transitions: bool) -> ChainSpec:
-        from ..chunk_delta_rule.segments import of_ends
+        from ...engine.chunks.segments import of_ends
         from .segments import WarpgroupEndsSpec, of_sums
 
         wide = self.head_k % TILES[-1] == 0 and self.head_v % TILES[-1] == 0 and transitions

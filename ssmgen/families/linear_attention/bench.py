@@ -38,14 +38,14 @@ from ...bench.rows import Point
 from ...bench.schema import COUNT, FLAG, TEXT
 from ...calls.checks import STORED_DTYPES
 from ...calls.public import call_of
+from ...engine.recurrences.attention.operands import NAMES
+from ...engine.recurrences.attention.reference import reference as reference
 from ...errors import SsmgenError
 from ...models import Model
 from ...spec import SM90, DType, Narrow, PoolMode, must
 from .bench_peers import chain, fla, flashinfer
 from .bench_recurrences import OPS, VALUES, Operand, operands
 from .models import LinearAttention
-from .operands import NAMES
-from .reference import linear_attention as reference
 from .views import token_views
 
 POOL_BYTES = 4 * 2**30  # of the state; and at most, of the buffers of intermediate states, if that is more than one

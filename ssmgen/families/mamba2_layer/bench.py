@@ -15,8 +15,7 @@ from ...bench import layer_case
 from ...bench import report as reports
 from ...bench.layer_case import EPS, Step
 from ...bench.layers import OPTIONS, QUICK, REPORT, Launch, Peer, between_ours, convolution, mistakes, of_model, point, run, table
-from ..causal_conv1d_update.bench import dao_step
-from ..selective_state_update.models import Mamba
+from ...engine.recurrences.mamba.model import MambaModel
 
 __all__ = ["CASES", "MODELS", "OPTIONS", "PEERS", "QUICK", "REPORT", "Case", "mistakes", "of_model", "point", "run", "table"]
 
@@ -27,7 +26,7 @@ class Case(layer_case.Case):
     """A layer of Mamba-2."""
 
     inputs: ClassVar[str] = "xBC"
-    model: Mamba
+    model: MambaModel
 
     def made_by_head(self, rand: Callable[..., Tensor]) -> dict[str, Tensor]:
         H = self.model.nheads
@@ -76,7 +75,7 @@ def mamba_ssm(case: Case) -> Launch | None:
     norm = reports.imported("mamba_ssm.ops.triton.layernorm_gated", "rmsnorm_fn")
     if update is None or norm is None:
         return None
-    convolve = convolution(case, dao_step())
+    convolve = convolution(case, reports.imported("causal_conv1d", "causal_conv1d_update"))
     names = ("state", "x", "dt", "A", "B", "C", "D")
 
     def run(i: int) -> Any:

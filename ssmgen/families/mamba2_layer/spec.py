@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
 from ...engine.layer import with_registers
+from ...engine.layer_norm import NormedLayer
+from ...engine.norm_kernel import FEW
+from ...engine.recurrences.mamba.kernel import MambaKernel, staged_violations
+from ...engine.recurrences.mamba.problem import SsuProblem
 from ...engine.rows import RowSpec, Rule
 from ...engine.window import StateLayout
 from ...spec import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, PoolMode, Update, must
-from ..gated_rms_norm.layer_spec import NormedLayer
-from ..gated_rms_norm.spec import FEW
-from ..selective_state_update.problem import SsuProblem
-from ..selective_state_update.spec import SsuSpec, staged_violations
 
 OPERATOR = "mamba2_layer"
 
@@ -113,7 +113,7 @@ class Mamba2LayerSpec(RowSpec, Mamba2LayerProblem):
         update = f"{self.update.value}_" if self.several else ""
         return f"mamba2_layer_{tokens}{shape}_{self.state.value}_{update}{self.how()}"
 
-    row_scalars = SsuSpec.row_scalars
+    row_scalars = MambaKernel.row_scalars
 
     def operands(self) -> list[str]:
         """Tensor arguments in order."""
@@ -148,7 +148,7 @@ class Mamba2LayerSpec(RowSpec, Mamba2LayerProblem):
         return [*self.layer_parameters(self.operands(), element, self.strides()), *limit]
 
     def constants(self) -> dict[str, Any]:
-        return SsuSpec.constants(self) | self.conv_constants() | {"convolved": ("x", "B", "C"), "A_is_log": self.A_is_log}
+        return MambaKernel.constants(self) | self.conv_constants() | {"convolved": ("x", "B", "C"), "A_is_log": self.A_is_log}
 
 
 def _spec(problem: Mamba2LayerProblem, how: dict[str, Any], **norm: Any) -> Mamba2LayerSpec:

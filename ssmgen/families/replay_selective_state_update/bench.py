@@ -30,10 +30,10 @@ from ...bench.report import HOST_BATCH, cell
 from ...bench.rows import Point
 from ...bench.schema import COUNT, FLAG, PART, TEXT
 from ...calls.checks import STORED_DTYPES
+from ...engine.recurrences.mamba.model import MambaModel
 from ...models import Model
 from ...render import render
 from ...spec import Arch, DType, KernelSpec, Narrow
-from ..selective_state_update.models import Mamba
 from .bench_case import ACCEPTED, SHAPE, TOKENS, Case, Form, forms
 from .problem import MAX_TOKENS
 
@@ -67,7 +67,7 @@ QUICK: dict[str, Any] = {"batches": (1, 64)}
 
 def of_model(model: Model, tp: int, quick: bool) -> dict[str, Any] | None:
     """Options of `run` for a Mamba-2 model; tp: already divided by."""
-    if not isinstance(model, Mamba) or model.kind != "mamba2":
+    if not isinstance(model, MambaModel) or model.kind != "mamba2":
         return None
     return {"shape": (model.nheads, model.headdim, model.d_state, model.ngroups), "states": (model.state,)}
 

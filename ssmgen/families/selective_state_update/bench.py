@@ -28,11 +28,11 @@ from ...bench.rows import Point
 from ...bench.schema import COUNT, FLAG, TEXT
 from ...calls.checks import NARROW, STORED_DTYPES
 from ...engine.narrow_reference import widened
+from ...engine.recurrences.mamba.reference import reference as reference
 from ...errors import SsmgenError
 from ...models import Model, find_model
 from ...spec import SM90, DType, Narrow, must
 from .models import Mamba
-from .reference import selective_state_update as reference
 from .views import SCALES, views_of
 
 DEFAULT_CASES = [

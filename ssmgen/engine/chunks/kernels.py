@@ -1,4 +1,4 @@
-"""What problems and kernels over chunks of prompts have in common: chunk_delta_rule's and chunk_linear_attention's.
+"""What kernels over chunks of prompts have in common.
 
 A first kernel leaves an image of each chunk and head in the workspace; the chain, behind it, walks a sequence's chunks with the state.
 """
@@ -10,9 +10,9 @@ from dataclasses import fields
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from ...occupancy import LIMITS, SHARED_RESERVED
-from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, must
+from ...spec import SM90, Arch, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, must
+from .problem import Chunked, Stated
 
-INTEGERS = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
 WORDS = {"images": "workspace"}  # what calls say for what kernels name by its contents
 _PER_TOKEN = ("q", "k", "v", "out", "g", "gk", "beta", "read", "write", "erase", "alpha")
 # Rows of a state in a block of the chain: powers of two, by which rows of v are turned in shared memory. With 128, ptxas
@@ -32,62 +32,6 @@ class Counts(NamedTuple):
     heads: int  # of v
     group_heads: int  # heads of v that share one of q and k
     tokens: int = 0  # of all sequences, where these may be cut into segments
-
-
-class Chunked:
-    """What a problem whose sequences go chunk by chunk can be asked."""
-
-    __slots__ = ()
-    cu_seqlens: Index
-
-    @property
-    def ragged(self) -> bool:
-        return self.cu_seqlens is not Index.NONE
-
-    def elements(self) -> dict[str, str]:
-        """{role: type of its elements} of the operands that there are."""
-        raise NotImplementedError
-
-    def faults(self) -> list[str]:
-        """What no variant could serve."""
-        raise NotImplementedError
-
-
-class Stated:
-    """What a problem with states can be asked of them."""
-
-    __slots__ = ()
-    head_v: int
-    x: DType
-    state: DType
-    initial: bool
-    final: bool
-    pool: bool
-    started: bool
-    index: Index
-    checkpoints: Index
-
-    @property
-    def marked(self) -> bool:
-        """Whether states are asked for at positions."""
-        return self.checkpoints is not Index.NONE
-
-    def state_elements(self) -> dict[str, str]:
-        """{role: type of its elements} of v, out, and what belongs to states."""
-        there = {"initial_states": self.initial, "final_states": self.final, "state": self.pool, "checkpoints": self.marked}
-        found = {"v": self.x.value, "out": self.x.value} | {name: self.state.value for name, given in there.items() if given}
-        found |= {"state_indices": INTEGERS[self.index], "checkpoint_positions": INTEGERS[self.checkpoints]}
-        found |= {"has_initial_state": "u8" if self.started else ""}
-        return {name: element for name, element in found.items() if element}
-
-    def state_faults(self) -> list[str]:
-        """What no variant could serve of v and of states."""
-        return [
-            *must(self.head_v % 16 == 0 and 16 <= self.head_v <= 256, f"V {self.head_v} is not 16 … 256 in steps of 16"),
-            *must(not (self.pool and self.final), "a pool takes the place of final_states"),
-            *must(not (self.started and self.initial), "initial_states and has_initial_state both say what a sequence starts from"),
-            *must(self.pool or (self.index is Index.NONE and not self.started), "slots and has_initial_state are of a pool"),
-        ]
 
 
 class ChunkKernel(KernelSpec, Chunked):

@@ -1,4 +1,4 @@
-"""What chains by warpgroups have in common: chunk_delta_rule's and chunk_linear_attention's, on the tensor cores of sm_90a.
+"""What chains by warpgroups have in common, on the tensor cores of sm_90a.
 
 A warpgroup fetches, one writes o, and each of the others holds 64 rows of the state in f32, in the registers in which products are summed.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from ...spec import Arch, Pdl, must
-from .chunked import Chain
+from .kernels import Chain
 
 ROWS = 64  # of a state, that a warpgroup holds
 SMS = 132  # of an H100 or H200
