@@ -191,7 +191,7 @@ def test_the_last_kernel_reads_nothing_early():
             launched.append(kernel)
 
     parts(ssmgen.chunk_kda, tokens_of("chunk_kda", 130), Listed).ends(None, Asked(True, True)).finish(None, False)
-    assert [kernel.family.rpartition("_")[2] for kernel in launched] == ["prepare", "ends", "warpgroups"]
+    assert [kernel.kind.rpartition("_")[2] for kernel in launched] == ["prepare", "ends", "warpgroups"]
     assert launched[-1].pdl is Pdl.OFF and not launched[-1].early_operands()
 
 

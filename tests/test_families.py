@@ -69,15 +69,32 @@ def test_kernels_have_a_trial_or_the_record_says_why_not(family):
 
 
 def test_what_cannot_be_checked_says_why():
-    said = {family.part(kernels.spec): kernels.unchecked for family in records() for kernels in family.kernels if kernels.unchecked}
-
     class NobodysSpec(KernelSpec):
         family = "nobodys"
 
-    for kind, why in {**said, NobodysSpec: "no family's record has a trial of NobodysSpec"}.items():
+    said = [(NobodysSpec, "nobodys", "no family has a trial of NobodysSpec")]
+    for family in records():
+        for kernels in family.kernels:
+            spec = family.part(kernels.spec)
+            said += [(spec, kind, why) for kind, why in kernels.parts.items()]
+            said += [(spec, spec.family, kernels.unchecked)] if kernels.unchecked else []
+    for spec, kind, why in said:
+        made = object.__new__(spec)
+        for name, value in spec.kinds()[kind].items():
+            object.__setattr__(made, name, value)
         with pytest.raises(SsmgenError) as refused:
-            trial_of(object.__new__(kind), 1, 0)
-        assert str(refused.value) == f"{kind.family} cannot be checked: {why}"
+            trial_of(made, 1, 0)
+        assert str(refused.value) == f"{kind} cannot be checked: {why}"
+
+
+def depth(spec: type) -> int:
+    """How many classes there are from KernelSpec's first heir down to this one, on the longest way."""
+    return 1 + max((depth(base) for base in spec.__bases__ if issubclass(base, KernelSpec) and base is not KernelSpec), default=0)
+
+
+def test_no_spec_has_more_than_three_levels_of_classes():
+    """What variants differ in is a field, and not one more heir."""
+    assert not {spec.__name__: depth(spec) for spec in SPECS.values() if depth(spec) > 3}
 
 
 def test_a_function_has_a_sharding_rule_or_the_guide_says_that_it_takes_no_dtensors():

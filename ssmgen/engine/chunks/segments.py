@@ -14,14 +14,13 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from ...calls.scalars import integer
-from ...spec import Arch, DType, Index, KernelSpec, Layout, Loads, Needs, Pdl, must
-from .kernels import Chain, ChunkKernel, Counts, released
+from ...spec import Arch, Needs, Pdl, must
+from .kernels import ChunkKernel, Counts
 from .problem import CHUNK, Divided, cut_from
 from .warpgroups import ROWS, SMS
 
 MOST = 1024  # that a call may ask for
 SEGMENTS = integer(f"an integer from 1 to {MOST}", 1, MOST)
-SUMMING = (40, 0, 232)  # registers of threads that fetch, and that hold the state; nobody writes
 LEAST = 16  # chunks of a segment, as the rule has it: below, starts of blocks and the join take what the segments save
 FEWEST = 2  # segments behind the first, as the rule has it
 
@@ -45,98 +44,6 @@ def why_not(head_v: int, heads: int, fewest: int = FEWEST) -> str:
     if by_rule(heads, head_v, fewest) == 1:
         return f"{heads} heads of {head_v} rows fill {SMS} SMs with less than {fewest} segments: sequences are not cut"
     return f"not asked for, or no sequence has {cut_from(LEAST)} chunks of {CHUNK} tokens: none is cut"
-
-
-def stateless(spec: Any) -> dict[str, Any]:
-    """The fields of a kernel that reads and writes no operand's states; a pool's slots say which sequences are padded."""
-    nothing = {"initial": False, "final": False, "started": False, "pool": spec.index is not Index.NONE, "checkpoints": Index.NONE}
-    return nothing | {"state": DType.F32, "layout": Layout.VK, "state_loads": Loads.VECTOR, "pdl": released(spec.pdl)}
-
-
-class Lead(Chain, Divided):
-    """What kernels that walk first segments have in common, and whole sequences that are not cut: a chain that also leaves states."""
-
-    __slots__ = ()
-    written: ClassVar[tuple[str, ...]] = (*Chain.written, "images")
-    leads: ClassVar[bool] = True
-
-    @property
-    def ahead(self) -> tuple[KernelSpec, ...]:
-        return ()
-
-    @property
-    def stem(self) -> str:
-        return super().stem.replace("_chain_", "_lead_", 1)
-
-    def violations(self, arch: Arch) -> list[str]:
-        return super().violations(arch) or must(self.divided, "a sequence of one segment has no first one")
-
-
-class Sums(Chain, Divided):
-    """What kernels that make N and M of segments have in common: a block walks `tile` rows of N, or of M, over one segment, as a chain
-    would, and writes no outputs."""
-
-    __slots__ = ()
-    written: ClassVar[tuple[str, ...]] = ("images",)
-    sums: ClassVar[bool] = True
-    beside: ClassVar[bool] = True
-    transitions: bool = True  # M too
-
-    @property
-    def ahead(self) -> tuple[KernelSpec, ...]:
-        return ()
-
-    @property
-    def tiles(self) -> int:
-        return (self.head_v + self.head_k) // self.tile
-
-    def blocks(self, counts: Counts) -> int:
-        return self.candidates(counts.tokens, counts.sequences) * (self.segments - 1) * counts.heads * self.tiles
-
-    @property
-    def stem(self) -> str:
-        return super().stem.replace("_chain_", "_sums_", 1)
-
-    def constants(self) -> dict[str, Any]:
-        return super().constants() | {"past": "", "kept": ""}
-
-    def violations(self, arch: Arch) -> list[str]:
-        return super().violations(arch) or [
-            *must(self.divided or self.ends, "a sequence of one segment has no sums"),
-            *must(self.head_k % self.tile == 0, f"tile {self.tile} does not divide K {self.head_k}"),
-        ]
-
-
-class Ends(Sums):
-    """What kernels that make N and M of whole sequences have in common, from zeros: what these begin in need not be there yet.
-
-    ends: [sequences, HV, V + K, K] f32, N and below it M, which without `transitions` is left alone
-    """
-
-    __slots__ = ()
-    here: ClassVar[tuple[str, ...]] = ("images", "k", "v", "cu_seqlens", "ends")
-    written: ClassVar[tuple[str, ...]] = ("ends",)
-    ends: ClassVar[bool] = True
-    beside: ClassVar[bool] = False
-
-    @property
-    def tiles(self) -> int:
-        return (self.head_v + self.head_k * self.transitions) // self.tile
-
-    def blocks(self, counts: Counts) -> int:
-        return counts.sequences * counts.heads * self.tiles
-
-    def elements(self) -> dict[str, str]:
-        return super().elements() | {"ends": "f32"}
-
-    @property
-    def stem(self) -> str:
-        return super().stem.replace("_sums_", "_ends_" if self.transitions else "_ends_n_", 1)
-
-
-def of_ends(fields: dict[str, Any], transitions: bool) -> dict[str, Any]:
-    """The fields of a kernel that makes ends, of those of a kernel that makes sums."""
-    return fields | {"pool": False, "index": Index.NONE, "segments": 1, "segment_chunks": 1, "transitions": transitions}
 
 
 class Join(ChunkKernel, Divided):
@@ -172,8 +79,7 @@ class Join(ChunkKernel, Divided):
 
     @property
     def stem(self) -> str:
-        kind = self.family.removeprefix("chunk_").split("_")[0]
-        return f"{kind}_join_k{self.head_k}v{self.head_v}_n{self.segments}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+        return f"{self.word}_join_k{self.head_k}v{self.head_v}_n{self.segments}{'' if self.pdl is Pdl.OFF else '_pdl'}"
 
     def blocks(self, counts: Counts) -> int:
         return self.candidates(counts.tokens, counts.sequences) * counts.heads * (self.head_v // self.rows)

@@ -6,59 +6,24 @@ A warpgroup fetches, one writes o, and each of the others holds 64 rows of the s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from ...spec import Arch, Pdl, must
-from .kernels import Chain
+from ...spec import Arch, KernelSpec, Pdl
 
 ROWS = 64  # of a state, that a warpgroup holds
 SMS = 132  # of an H100 or H200
 TILES = (64, 128)
 # {(tile, K): those of threads that fetch, that write, and that hold the state}. A warpgroup of the last has 64 rows.
+SUMMING = (40, 0, 232)
 REGISTERS = {(64, 64): (56, 88, 240), (64, 128): (56, 88, 240), (128, 64): (56, 56, 200), (128, 128): (48, 32, 216)}
 
 
-class ByWarpgroups(Chain):
-    """The last of a call's kernels, by products of warpgroups."""
-
-    __slots__ = ()
-    head_k: int
-    copy: int
-
-    @property
-    def order(self) -> tuple[str | int, ...]:
-        return (self.family,)
-
-    @property
-    def threads_per_block(self) -> int:
-        return 128 * (2 + self.tile // ROWS)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Beside those that a launch asks for, barriers, and what it takes to begin at a multiple of 1024."""
-        return self.dynamic_bytes + 1024
-
-    def violations(self, arch: Arch) -> list[str]:
-        if problems := self.faults():
-            return problems
-        return [
-            *must(str(arch) == "sm_90a", f"products of warpgroups need sm_90a, not {arch}"),
-            *must(self.tile in TILES, f"tile {self.tile} is not 64 or 128"),
-            *must(self.tile not in TILES or self.head_v % self.tile == 0, f"tile {self.tile} does not divide V {self.head_v}"),
-            *must(self.head_k in (64, 128), f"K {self.head_k} is not 64 or 128"),
-            *must(self.tile == ROWS or not self.marked, "states at positions, with 128 rows of a block, leave too few registers"),
-            *must(self.copy == 16, "q, k, v or out do not begin at multiples of 16 bytes"),
-            *must(2 <= self.stages <= 4, f"stages {self.stages} are not 2 … 4"),
-            *must(self.min_blocks == 1, f"min_blocks {self.min_blocks} is not 1: roles of warps have registers of their own"),
-            *must(self.fetchers == 1, f"fetchers {self.fetchers} is not 1: it is a warpgroup that fetches"),
-            *self.common_violations(arch, self.shared_bytes),
-        ]
-
-    def constants(self) -> dict[str, Any]:
-        return super().constants() | {"registers": REGISTERS[self.tile, self.head_k]}
+def registers(tile: int, head_k: int, sums: bool) -> tuple[int, int, int]:
+    """Registers of a thread that fetches, that writes o, and that holds the state; where a kernel sums, nobody writes."""
+    return SUMMING if sums else REGISTERS[tile, head_k]
 
 
-W = TypeVar("W", bound=ByWarpgroups)
+W = TypeVar("W", bound=KernelSpec)
 
 
 def variants(make: Callable[..., W], arch: Arch) -> Iterator[W]:

@@ -14,7 +14,6 @@ from .chain import ChainSpec
 from .planning import CALLERS, NAMES, Options
 from .problem import OPERATOR, Gate
 from .segments import workspace_for
-from .warpgroups import WarpgroupChainSpec
 
 HEADS, KEY_HEADS = 2, 1
 # More than one rounding's norm error: of T, P, states, and what is added to them, each before its product. Without decay they stay.
@@ -84,4 +83,4 @@ def chunk_delta_rule(spec: ChainSpec, batch: int, seed: int, tokens: int = 0) ->
     return trial(CALLERS[name], named, options, slack=dict.fromkeys(WRITTEN, SLACK[spec.x]), between=("workspace",))
 
 
-TRIALS = {ChainSpec: chunk_delta_rule, WarpgroupChainSpec: chunk_delta_rule}
+TRIALS = {ChainSpec: chunk_delta_rule}

@@ -31,9 +31,14 @@ from .problem import BLOCK, BLOCK_BYTES, PANELS, ROWS, ImageProblem, Rule
 class LinearSpec(ChunkKernel, ImageProblem):
     """How one of the two kernels computes its part."""
 
-    sums: ClassVar[bool] = False  # whether it makes N and M of segments, and no outputs
+    word: ClassVar[str] = "linear"
 
     pdl: Pdl = Pdl.OFF
+
+    @property
+    def sums(self) -> bool:
+        """Whether it makes N and M of segments, and no outputs."""
+        return False
 
     def constants(self) -> dict[str, Any]:
         return {

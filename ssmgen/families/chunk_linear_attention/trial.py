@@ -16,7 +16,6 @@ from .operands import ALIKE
 from .planning import CALLERS, NAMES, Options
 from .problem import Rule
 from .segments import workspace_for
-from .warpgroups import WarpgroupChainSpec
 
 HEADS, KEY_HEADS = 2, 1
 LOWER_BOUND = -2.0
@@ -115,4 +114,4 @@ def _function(spec: ChainSpec) -> str:
     return by_rule[spec.rule]
 
 
-TRIALS = {ChainSpec: chunk_linear_attention, WarpgroupChainSpec: chunk_linear_attention}
+TRIALS = {ChainSpec: chunk_linear_attention}
