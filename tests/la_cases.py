@@ -14,8 +14,8 @@ from torch import Tensor
 from varying import vary
 
 import ssmgen
+from ssmgen.engine.recurrences.attention.operands import OF_KEY_HEADS, OPERANDS
 from ssmgen.families.linear_attention import planning as op
-from ssmgen.families.linear_attention.operands import OF_KEY_HEADS, OPERANDS
 
 I32, I64 = torch.int32, torch.int64
 # The operands of each function. What they are decides their shapes and values.

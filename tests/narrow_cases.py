@@ -12,8 +12,8 @@ import ssmgen
 from ssmgen.calls.checks import NARROW
 from ssmgen.calls.public import call_of
 from ssmgen.engine.narrow_reference import narrowed, widened
-from ssmgen.families.selective_state_update.reference import one_token
-from ssmgen.families.selective_state_update.reference import selective_state_update as reference
+from ssmgen.engine.recurrences.mamba.reference import one_token
+from ssmgen.engine.recurrences.mamba.reference import reference as reference
 from ssmgen.families.selective_state_update.views import SCALES, views_of
 
 I8, I16, E4M3 = torch.int8, torch.int16, torch.float8_e4m3fn

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssmgen.families.selective_state_update.reference import selective_state_update as reference
-from ssmgen.families.selective_state_update.reference import softplus
+from ssmgen.engine.recurrences.mamba.reference import reference as reference
+from ssmgen.engine.recurrences.reference import softplus
 from ssmgen.families.selective_state_update.views import views_of
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

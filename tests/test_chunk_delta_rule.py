@@ -16,11 +16,11 @@ from torch import Tensor
 import ssmgen
 from ssmgen import emulator
 from ssmgen.emulator.check import check
+from ssmgen.engine.chunks.problem import CHUNK
 from ssmgen.errors import ArgumentError, UnsupportedError
 from ssmgen.families.chunk_delta_rule.chain import ChainSpec, candidates
 from ssmgen.families.chunk_delta_rule.prepare import PrepareSpec
-from ssmgen.families.chunk_delta_rule.problem import CHUNK, OPERATOR, DeltaProblem, Gate
-from ssmgen.families.chunk_delta_rule.warpgroups import WarpgroupChainSpec
+from ssmgen.families.chunk_delta_rule.problem import OPERATOR, DeltaProblem, Gate
 from ssmgen.models import Role, Wanted, models
 from ssmgen.occupancy import LIMITS
 from ssmgen.registry import select
@@ -108,7 +108,7 @@ def test_images_are_kept_and_read_again():
 
 
 @needs_emulator
-@pytest.mark.parametrize("form", [ChainSpec, WarpgroupChainSpec])
+@pytest.mark.parametrize("form", [ChainSpec, ChainSpec.by_warpgroups])
 def test_steps_of_two_over_many_tokens(form):
     """What nothing decays adds up: roundings of T before all, and whatever shrinks it."""
 
@@ -307,7 +307,7 @@ def test_every_size_is_served_where_there_is_shared_memory_for_it(arch):
             spec = select(OPERATOR, problem, 1, where, False)
             prepare, chain = spec.kernels
             assert isinstance(prepare, PrepareSpec) and chain is spec and not prepare.violations(where)
-            rules = [s for _, s, _ in candidates(problem, 1, where, False) if type(s) is ChainSpec]
+            rules = [s for _, s, _ in candidates(problem, 1, where, False) if not s.grouped]
             assert rules[-1].shared_bytes == min(s.shared_bytes for s in rules) <= LIMITS[where.number].shared
 
 

@@ -17,12 +17,11 @@ import ssmgen
 from ssmgen import emulator
 from ssmgen.emulator import EmulatorError
 from ssmgen.emulator.check import check
+from ssmgen.engine.chunks.kernels import of_problem
+from ssmgen.engine.chunks.segments import LEAST
 from ssmgen.errors import ArgumentError
-from ssmgen.families.chunk_delta_rule.segments import LEAST
 from ssmgen.families.chunk_linear_attention.chain import ChainSpec, candidates
 from ssmgen.families.chunk_linear_attention.problem import OPERATOR, LinearPromptProblem, Rule, workspace_bytes
-from ssmgen.families.chunk_linear_attention.spec import of_problem
-from ssmgen.families.chunk_linear_attention.warpgroups import WarpgroupChainSpec
 from ssmgen.models import Role, Wanted, find_model
 from ssmgen.registry import select
 from ssmgen.render import render
@@ -30,7 +29,7 @@ from ssmgen.spec import Arch, DType, Index, Layout, Pdl
 
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 SMALL, WIDE = Case(), Case(heads=1, head_k=64, head_v=64)
-FORMS = pytest.mark.parametrize(("case", "form"), [(SMALL, ChainSpec), (WIDE, WarpgroupChainSpec)], ids=["warps", "warpgroups"])
+FORMS = pytest.mark.parametrize(("case", "form"), [(SMALL, ChainSpec), (WIDE, ChainSpec.by_warpgroups)], ids=["warps", "warpgroups"])
 RAGGED = (1, 330, 64, 192, 65, 0, 257)  # of 1, 6, 1, 3, 2, no and 5 chunks
 
 
@@ -77,10 +76,10 @@ def test_sizes_of_all_kinds(arch, case):
 def test_two_warpgroups_share_a_block():
     """With 128 rows of N or M each."""
     case = Case(heads=1, head_k=128, head_v=128)
-    spec = variant(WarpgroupChainSpec, problem_of(case, **make(case, 1, 200), segments=4))
+    spec = variant(ChainSpec.by_warpgroups, problem_of(case, **make(case, 1, 200), segments=4))
     _, lead, sums, _ = spec.ahead
     assert (lead.tile, sums.tile, spec.tile) == (64, 128, 64)
-    laws.is_accurate(served(WarpgroupChainSpec, 4), case, 200)
+    laws.is_accurate(served(ChainSpec.by_warpgroups, 4), case, 200)
 
 
 @needs_emulator
@@ -141,7 +140,7 @@ def test_choices_change_no_bit():
         return emulated(WIDE, **call, spec=lambda problem: form(**of_problem(problem, LinearPromptProblem), **how))
 
     warps = [given(ChainSpec, tile=tile, stages=stages, fetchers=f) for tile, stages, f in ((64, 1, 2), (16, 3, 1))]
-    groups = [given(WarpgroupChainSpec, tile=64, stages=stages, pdl=pdl) for stages, pdl in ((2, Pdl.OFF), (4, Pdl.TRIGGER_TOP))]
+    groups = [given(ChainSpec.by_warpgroups, tile=64, stages=stages, pdl=pdl) for stages, pdl in ((2, Pdl.OFF), (4, Pdl.TRIGGER_TOP))]
     assert all(same(x, y) for a, b in (warps, groups) for x, y in zip(a, b, strict=True))
 
 
@@ -203,7 +202,9 @@ def test_models_of_few_heads_build_them():
 
 SHAPE: dict[str, Any] = {"head_k": 128, "head_v": 128, "pdl": Pdl.TRIGGER_LOADED, "segments": 8, "segment_chunks": LEAST}
 SPECS = [
-    WarpgroupChainSpec(**SHAPE, cu_seqlens=Index.I32, pool=True, started=True, index=Index.I64, checkpoints=Index.I64, state=DType.BF16),
+    ChainSpec.by_warpgroups(
+        **SHAPE, cu_seqlens=Index.I32, pool=True, started=True, index=Index.I64, checkpoints=Index.I64, state=DType.BF16
+    ),
     ChainSpec(**SHAPE, cu_seqlens=Index.I64, initial=True, final=True, layout=Layout.KV, tile=32),
 ]
 
@@ -243,7 +244,7 @@ def test_broken_kernels_are_found(edit):
         return source.replace(old, new)
 
     def two_stages(problem: LinearPromptProblem) -> Any:
-        return WarpgroupChainSpec(**of_problem(problem, LinearPromptProblem), tile=64, stages=2, pdl=Pdl.TRIGGER_LOADED)
+        return ChainSpec.by_warpgroups(**of_problem(problem, LinearPromptProblem), tile=64, stages=2, pdl=Pdl.TRIGGER_LOADED)
 
     # Four segments of three chunks, from a state that lives long.
     call = make(WIDE, 760, gate=0.02, step=0.1) | {"cu_seqlens": starts_of((760,), "cpu"), "state": laws.states(WIDE, 1)}

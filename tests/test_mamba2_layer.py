@@ -19,10 +19,10 @@ from ssmgen import registry
 from ssmgen.catalog import SPECS
 from ssmgen.emulator import EmulatorError
 from ssmgen.emulator.check import check
+from ssmgen.engine.layer_norm import LayerGatedNormSpec
 from ssmgen.engine.norm import LayerNorm
 from ssmgen.engine.rows import axes
 from ssmgen.errors import ArgumentError
-from ssmgen.families.gated_rms_norm.layer_spec import LayerGatedNormSpec
 from ssmgen.families.mamba2_layer import spec as kernels
 from ssmgen.families.mamba2_layer.spec import Mamba2LayerProblem, Mamba2LayerSpec
 from ssmgen.render import render, uses_pdl

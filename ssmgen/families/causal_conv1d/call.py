@@ -15,17 +15,17 @@ from ...calls.checks import DTYPES, INDEX
 from ...calls.planning import Caller, Family
 from ...calls.prompts import WRITTEN_WORDS
 from ...calls.public import Call, operator
-from ...calls.scalars import one_of
+from ...engine.convolution_calls import ACTIVATION, ACTIVATIONS, check_convolution, check_strides, taps_are_runs
+from ...engine.new_tensors import new_like
+from ...engine.window import MAX_WIDTH
 from ...spec import Loads
 from .reference import causal_conv1d as reference
-from .spec import MAX_WIDTH, OPERATOR, ConvLayout, ConvProblem, ConvSpec
+from .spec import OPERATOR, ConvLayout, ConvProblem, ConvSpec
 
 NAMES = (
     "x", "weight", "bias", "seq_idx", "query_start_loc", "initial_states", "final_states", "conv_states", "conv_state_indices",
     "has_initial_state", "out",
 )  # fmt: skip
-ACTIVATIONS = {None: False, False: False, True: True, "silu": True, "swish": True}
-ACTIVATION = one_of("None, 'silu' or 'swish'", *ACTIVATIONS)
 
 
 class Options(NamedTuple):
@@ -95,29 +95,6 @@ def causal_conv1d(
     return cast("Tensor | tuple[Tensor, Tensor]", Call(CALLER, given, Options(activation, pad_slot_id), pdl, returns))
 
 
-def new_like(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """An uninitialised tensor of such a shape (x's), dense, whose last two axes are contiguous in the order in which x's are."""
-    shape = tuple(x.shape if shape is None else shape)
-    if len(shape) < 2 or x.stride(-1) == 1 or x.stride(-1) <= x.stride(-2):
-        return x.new_empty(shape)
-    return x.new_empty((*shape[:-2], shape[-1], shape[-2])).transpose(-1, -2)
-
-
-def check_convolution(named: Mapping[str, Any], problems: list[str]) -> bool:
-    """What both convolutions ask of x, weight and bias. False: nothing else can be said."""
-    if not checks.check_tensors(named, problems):
-        return False
-    checks.check_common(named, "x", problems, "the convolution")
-    weight = named["weight"]
-    if weight.dim() != 2:
-        problems.append(f"weight is {list(weight.shape)}, not [dim, width]")
-        return False
-    for name in ("initial_states", "final_states", "conv_states", "conv_state", "intermediate_conv_window", "out"):
-        if name in named and named[name].dtype != named["x"].dtype:
-            problems.append(f"{name} is {named[name].dtype}, x is {named['x'].dtype}".replace("torch.", ""))
-    return True
-
-
 def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
     """The operands with x and out as [batch, dim, length]. Adds to `problems`; what comes back is only usable if that is nothing."""
     if not check_convolution(named, problems):
@@ -175,13 +152,6 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     return views
 
 
-def check_strides(name: str, t: Tensor, problems: list[str]) -> None:
-    """Only the distance between slots, the first axis of states, is 64-bit in the kernels; offsets are."""
-    strides = t.stride()[1:] if "states" in name or name in ("conv_state", "intermediate_conv_window") else t.stride()
-    if any(s >= 2**32 for s in strides):
-        problems.append(f"{name} has strides {list(t.stride())}; kernels take strides below 2^32 elements")
-
-
 def _check_pool(named: Mapping[str, Tensor], sequences: int, dim: int, width: int, problems: list[str]) -> bool:
     states = named["conv_states"]
     if states.dim() != 3 or tuple(states.shape[1:]) != (dim, width - 1):
@@ -233,16 +203,6 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         unit=unit,
         taps=Loads.VECTOR if run and taps_are_runs(views, pointers, run) else Loads.ELEMENT,
     )
-
-
-def taps_are_runs(views: Mapping[str, Tensor], pointers: Mapping[str, int], channels: int) -> bool:
-    """Whether so many channels' taps, and their biases, can be loaded as aligned vectors."""
-    weight, bias = views["weight"], views.get("bias")
-    run = channels * weight.shape[1] * weight.element_size()
-    dense = weight.is_contiguous() and pointers["weight"] % 16 == 0
-    even = run in (4, 8, 16, 32) if channels == 1 else run % 4 == 0
-    beside = bias is None or (bias.is_contiguous() and pointers["bias"] % 16 == 0)
-    return dense and even and beside
 
 
 _AXES = {

@@ -14,9 +14,10 @@ from ...calls import checks
 from ...calls.checks import DTYPES, INDEX
 from ...calls.planning import Caller, Family
 from ...calls.public import Call, operator
+from ...engine.convolution_calls import ACTIVATION, ACTIVATIONS, check_convolution, check_strides, taps_are_runs
+from ...engine.new_tensors import new_like
+from ...engine.window import MAX_WIDTH
 from ...spec import Index, Loads
-from ..causal_conv1d.call import ACTIVATION, ACTIVATIONS, check_convolution, check_strides, new_like, taps_are_runs
-from ..causal_conv1d.spec import MAX_WIDTH
 from .reference import causal_conv1d_update as reference
 from .spec import CHILDREN, MAX_TREE, OPERATOR, Advance, Saved, StateLayout, Tokens, UpdateProblem, UpdateSpec, tokens_of
 

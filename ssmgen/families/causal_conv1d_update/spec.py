@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar
 
-from ...engine.window import Saved, StateLayout
+from ...engine.window import MAX_WIDTH, Saved, StateLayout
 from ...spec import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
-from ..causal_conv1d.spec import MAX_WIDTH
 
 OPERATOR = "causal_conv1d_update"
 

@@ -7,9 +7,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from ...engine.convolution_trial import taps
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, ordered, runs, slot_indices, trial, wide
 from ...spec import Index, Loads
-from ..causal_conv1d.trial import taps
 from .call import CALLER
 from .spec import CHILDREN, MAX_TOKENS, Advance, Saved, StateLayout, Tokens, UpdateSpec
 

@@ -8,12 +8,10 @@ from torch import Tensor
 
 from ...calls.prompts import States
 from ...calls.public import Call, operator
-from ...calls.scalars import integer
-from ..linear_attention.switches import beta_objections, beta_of, gate_objections, scale_of
+from ...engine.chunks.segments import SEGMENTS
+from ...engine.recurrences.attention.switches import beta_objections, beta_of, gate_objections, scale_of
 from .planning import CALLERS, Options
-from .segments import MOST, workspace_for
-
-SEGMENTS = integer(f"an integer from 1 to {MOST}", 1, MOST)
+from .segments import workspace_for
 
 
 @operator(like="v", segments=SEGMENTS)

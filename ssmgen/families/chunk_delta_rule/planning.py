@@ -15,14 +15,17 @@ from ...calls import checks, prompts
 from ...calls.checks import DTYPES, INDEX
 from ...calls.planning import Caller, Family
 from ...calls.prompts import STATES, WRITTEN_WORDS
+from ...engine.chunks.kernels import Counts
+from ...engine.chunks.problem import CHUNK
+from ...engine.chunks.segments import asked
+from ...engine.chunks.views import WRITTEN, axes_of, check_alignment, check_workspace, v_sizes, writes
+from ...engine.recurrences.attention.problem import Beta
 from ...engine.tiles import maps
 from ...spec import Layout, Loads
-from ..linear_attention.problem import Beta
-from .chunk_calls import WRITTEN, axes_of, check_alignment, check_workspace, v_sizes, writes
-from .problem import CHUNK, OPERATOR, DeltaProblem, Gate, chunks_of
+from .problem import OPERATOR, DeltaProblem, Gate, chunks_of
 from .reference import chunk_delta_rule as reference
-from .segments import asked, workspace_for
-from .spec import Counts, DeltaSpec
+from .segments import workspace_for
+from .spec import DeltaSpec
 
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", *prompts.CONTROL)
 ROWS = ("v", "q", "k", "out")  # of one dtype, with channels behind heads

@@ -10,16 +10,13 @@ from torch import Tensor
 from ...calls import checks
 from ...calls.prompts import States
 from ...calls.public import Before, Call, operator
-from ...calls.scalars import integer
+from ...engine.chunks.segments import SEGMENTS
+from ...engine.recurrences.attention.switches import beta_objections, beta_of, gate_objections, gate_of, scale_of
 from ...errors import ArgumentError
-from ..chunk_delta_rule.segments import MOST
-from ..linear_attention.switches import beta_objections, beta_of, gate_objections, gate_of, scale_of
 from .operands import OPERANDS
 from .planning import CALLERS, WHAT, Options
 from .problem import OPERATOR, Rule
 from .segments import workspace_for
-
-SEGMENTS = integer(f"an integer from 1 to {MOST}", 1, MOST)
 
 
 @operator(like="v", segments=SEGMENTS)

@@ -16,15 +16,16 @@ from ...calls import checks, prompts
 from ...calls.checks import DTYPES, INDEX
 from ...calls.planning import Caller, Family
 from ...calls.prompts import STATES, WRITTEN_WORDS
+from ...engine.chunks.kernels import Counts
+from ...engine.chunks.views import WRITTEN, axes_of, check_alignment, check_workspace, v_sizes, writes
+from ...engine.recurrences.attention.problem import Beta, Gate
 from ...engine.tiles import maps
 from ...spec import Layout, Loads
-from ..chunk_delta_rule.chunk_calls import WRITTEN, axes_of, check_alignment, check_workspace, v_sizes, writes
-from ..linear_attention.problem import Beta, Gate
 from .operands import ALIKE, CHANNELS, FUNCTIONS, OF_KEYS, OPERANDS, PER_TOKEN
 from .problem import OPERATOR, LinearPromptProblem, Rule, chunks_of
 from .reference import chunk_linear_attention as reference
 from .segments import cut_by, workspace_for
-from .spec import Counts, LinearSpec
+from .spec import LinearSpec
 
 NAMES = (*OPERANDS, *prompts.CONTROL)
 WHAT = "linear attention over a prompt"

@@ -16,7 +16,7 @@ from ...calls.checks import DTYPES, INDEX
 from ...calls.planning import Caller, Family
 from ...calls.prompts import STATES, WRITTEN_WORDS
 from ...calls.public import Call, operator
-from ...calls.scalars import integer
+from ...engine.chunks.segments import SEGMENTS
 from ...engine.tiles import maps
 from ...spec import Loads
 from .reference import chunk_scan as reference
@@ -40,9 +40,6 @@ class Options(NamedTuple):
     scale: float = 1.0  # of linear attention, and whether a g per head is a slope
     slope: bool = False
     segments: int | None = None
-
-
-SEGMENTS = integer("an integer from 1 to 1024", 1, 1024)  # as of other families, whose sequences have more
 
 
 @operator(like="x", segments=SEGMENTS)

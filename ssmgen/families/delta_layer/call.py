@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...calls.public import Call, operator
 from ...calls.scalars import POSITIVE
-from ..gated_rms_norm.call import ACTIVATION
+from ...engine.norm_calls import ACTIVATION
 from .planning import CALLERS
 from .views import Options
 

@@ -14,9 +14,9 @@ from ...calls import checks
 from ...calls.checks import DTYPES
 from ...calls.planning import Caller, Family
 from ...engine import layer_views
+from ...engine.norm_calls import ACTIVATIONS
+from ...engine.recurrences.attention.problem import Beta, Gate, Tokens
 from ...spec import KernelSpec, Layout, Loads
-from ..gated_rms_norm.call import ACTIVATIONS
-from ..linear_attention.problem import Beta, Gate, Tokens
 from .problem import CALL_NAMES, DeltaLayerProblem
 from .reference import delta_layer as reference
 from .spec import OPERATOR

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...engine.layer_norm import NormedLayer
+from ...engine.recurrences.attention.problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
 from ...spec import LATER, DType, Index, PoolMode, Ring, Update, must
-from ..gated_rms_norm.layer_spec import NormedLayer
-from ..linear_attention.problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
 
 # Of each function, operands that the call names otherwise than the recurrence.
 CALL_NAMES = {"gdn_layer": {"g": "a", "beta": "b"}, "kda_layer": {"gk": "g"}}

@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
 from ...engine.layer import with_registers
+from ...engine.norm_kernel import FEW
+from ...engine.recurrences.attention.kernel import ONE_TOKEN, AttentionKernel
+from ...engine.recurrences.attention.problem import Gate
 from ...engine.rows import Rule
 from ...engine.window import StateLayout
 from ...spec import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Param, Pdl, Update, is_pow2, must
-from ..gated_rms_norm.spec import FEW
-from ..linear_attention.problem import Gate
-from ..linear_attention.spec import ONE_TOKEN, LinearAttentionSpec
 from .problem import DeltaLayerProblem
 
 OPERATOR = "delta_layer"
@@ -30,7 +30,7 @@ MOST_BLOCKS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaLayerSpec(LinearAttentionSpec, DeltaLayerProblem):
+class DeltaLayerSpec(AttentionKernel, DeltaLayerProblem):
     """A problem, and how one variant computes it."""
 
     family: ClassVar[str] = OPERATOR
@@ -62,7 +62,7 @@ class DeltaLayerSpec(LinearAttentionSpec, DeltaLayerProblem):
         return self.tiles if self.clustered else 1
 
     def violations(self, arch: Arch) -> list[str]:
-        if found := LinearAttentionSpec.violations(self, arch) or self.conv_violations(self.tile):
+        if found := AttentionKernel.violations(self, arch) or self.conv_violations(self.tile):
             return found
         found = [
             *must(
@@ -153,7 +153,7 @@ class DeltaLayerSpec(LinearAttentionSpec, DeltaLayerProblem):
     def constants(self) -> dict[str, Any]:
         lanes = -(-self.norm_rows // self.norm_vec)
         return {
-            **LinearAttentionSpec.constants(self),
+            **AttentionKernel.constants(self),
             **self.conv_constants(),
             "convolved": ("q", "k", "v"),
             # k is written with as it is, and q read with, unless the decay is multiplied in

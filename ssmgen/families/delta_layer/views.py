@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...calls import checks
 from ...engine import layer_tokens, layer_views
-from ..linear_attention.views import Form
+from ...engine.recurrences.attention.switches import Form
 
 _TOKENWISE = ("mixed_qkv", "a", "b", "g", "beta", "z", "out")  # operands with a tokens axis, where the call has several
 

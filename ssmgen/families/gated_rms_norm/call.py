@@ -16,14 +16,15 @@ from ...calls import checks
 from ...calls.checks import DTYPES
 from ...calls.planning import Caller, Family
 from ...calls.public import Call, operator
-from ...calls.scalars import NOT_NEGATIVE, integer, one_of
+from ...calls.scalars import NOT_NEGATIVE, integer
+from ...engine.norm import Activation
+from ...engine.norm_calls import ACTIVATION, ACTIVATIONS
+from ...engine.norm_kernel import MAX_GROUP, SHARED, WRITTEN, NormProblem
 from ...spec import Loads
 from .reference import gated_rms_norm as reference
-from .spec import MAX_GROUP, OPERATOR, SHARED, WRITTEN, Activation, NormProblem, NormSpec
+from .spec import OPERATOR, NormSpec
 
 NAMES = ("x", "gate", "weight", "out")
-ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU, "sigmoid": Activation.SIGMOID}
-ACTIVATION = one_of("'silu', 'swish' or 'sigmoid'", *ACTIVATIONS)
 
 
 class Options(NamedTuple):

@@ -13,9 +13,12 @@ from ...calls.checks import DTYPES
 from ...calls.planning import Caller, Family
 from ...calls.public import Call, operator
 from ...calls.scalars import NOT_NEGATIVE, integer
-from .call import ACTIVATION, ACTIVATIONS, Options, grid_of, kernel_values, loaded, size_of, views_of
+from ...engine.norm import Activation
+from ...engine.norm_calls import ACTIVATION, ACTIVATIONS
+from ...engine.norm_kernel import NormProblem
+from .call import Options, grid_of, kernel_values, loaded, size_of, views_of
 from .reference import gated_rms_norm as reference
-from .spec import OPERATOR, Activation, NormProblem
+from .spec import OPERATOR
 
 NAMES = ("x", "gate", "weight", "bias", "out")
 

@@ -13,9 +13,10 @@ from ...calls.checks import DTYPES
 from ...calls.planning import Caller, Family
 from ...calls.public import Call, operator
 from ...calls.scalars import NOT_NEGATIVE, integer
+from ...engine.norm_kernel import WRITTEN, NormProblem
 from .call import grid_of, kernel_values, loaded, size_of, views_of
 from .reference import rms_norm as reference
-from .spec import OPERATOR, WRITTEN, NormProblem
+from .spec import OPERATOR
 
 NAMES = ("x", "residual", "weight", "out", "residual_out")
 

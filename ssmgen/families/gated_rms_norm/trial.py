@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...engine.norm_kernel import SHARED, WRITTEN
 from ...engine.trial import TOLERANCE, Trial, trial, wide
 from ...spec import Loads
 from . import centred, plain
 from .call import CALLER, Options
-from .spec import SHARED, WRITTEN, NormSpec
+from .spec import NormSpec
 
 
 def operands(spec: NormSpec, batch: int, seed: int) -> dict[str, Tensor]:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ...calls import checks
 from ...calls.checks import DTYPES
+from ...engine.recurrences.attention.operands import RINGED
+from ...engine.recurrences.attention.problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
+from ...engine.recurrences.attention.reference import one_token
 from ...engine.rows import loaded
 from ...spec import Index, Layout, Loads, PoolMode, Ring
-from .operands import RINGED
-from .problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
-from .reference import one_token
 
 _INDEX = {torch.int32: Index.I32, torch.int64: Index.I64}
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ...calls.checks import padding_objections
 from ...calls.public import Call
+from ...engine.recurrences.attention.switches import Form
 from .planning import CALLERS
-from .views import Form, Options, ring_objections
+from .views import Options, ring_objections
 from .views import RawInputs as Ring
 
 

@@ -13,14 +13,16 @@ from ... import runtime
 from ...calls import checks
 from ...calls.checks import INDEX, STATES
 from ...calls.planning import Caller, Family
+from ...engine.recurrences.attention.operands import CONTROL, KEPT, KEY_VECTORS, NAMES, OPTIONAL, RINGS
+from ...engine.recurrences.attention.problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
+from ...engine.recurrences.attention.reference import reference as reference
+from ...engine.recurrences.attention.switches import Form
 from ...engine.rows import loaded
 from ...spec import Index, Layout, Loads, PoolMode, Ring, Update
 from . import commit
-from .operands import CONTROL, FUNCTIONS, KEPT, KEY_VECTORS, NAMES, OPTIONAL, RINGS
-from .problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
-from .reference import linear_attention as reference
+from .functions import FUNCTIONS
 from .spec import OPERATOR, LinearAttentionSpec
-from .views import Form, Options, token_views
+from .views import Options, token_views
 
 
 def batch_of(views: Mapping[str, Tensor]) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ...calls.sharding import CONTROL, Rule
-from .operands import FUNCTIONS, OPERANDS
+from ...engine.recurrences.attention.operands import OPERANDS
+from .functions import FUNCTIONS
 
 _RING = ("k", "v", "g", "beta")
 _AXES = {

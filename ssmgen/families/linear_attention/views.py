@@ -8,7 +8,19 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...calls import checks
-from .operands import CONTROL, KEPT, OF_HEADS, OF_KEY_HEADS, OPERANDS, RINGED, RINGS, ROW_SCALARS, SHARED, WEIGHTS
+from ...engine.recurrences.attention.operands import (
+    CONTROL,
+    KEPT,
+    OF_HEADS,
+    OF_KEY_HEADS,
+    OPERANDS,
+    RINGED,
+    RINGS,
+    ROW_SCALARS,
+    SHARED,
+    WEIGHTS,
+)
+from ...engine.recurrences.attention.switches import Form
 
 
 class RawInputs(NamedTuple):
@@ -30,15 +42,6 @@ def ring_objections(ring: object) -> tuple[str, ...]:
         return ()
     count = f" of {len(ring)}" if isinstance(ring, (tuple, list)) else ""
     return (f"ring is a {type(ring).__name__}{count}, not Ring(k, v, g, beta)",)
-
-
-class Form(NamedTuple):
-    """Which recurrence, in the words of spec.py."""
-
-    delta: str = "decayed"
-    gate: str = "log"
-    beta: str = "plain"
-    l2norm: bool = False
 
 
 class Options(NamedTuple):

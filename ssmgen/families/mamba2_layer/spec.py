@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
 from ...engine.layer import with_registers
+from ...engine.layer_norm import NormedLayer
+from ...engine.norm_kernel import FEW
+from ...engine.recurrences.mamba.kernel import MambaVariant, staged_violations
+from ...engine.recurrences.mamba.problem import SsuProblem
 from ...engine.rows import RowSpec, Rule
 from ...engine.window import StateLayout
 from ...spec import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, PoolMode, Update, must
-from ..gated_rms_norm.layer_spec import NormedLayer
-from ..gated_rms_norm.spec import FEW
-from ..selective_state_update.problem import SsuProblem
-from ..selective_state_update.spec import SsuVariant, staged_violations
 
 OPERATOR = "mamba2_layer"
 
@@ -66,7 +66,7 @@ class Mamba2LayerProblem(NormedLayer, SsuProblem):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mamba2LayerSpec(SsuVariant, Mamba2LayerProblem):
+class Mamba2LayerSpec(MambaVariant, Mamba2LayerProblem):
     """A problem, and how one variant computes it."""
 
     family: ClassVar[str] = OPERATOR

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...calls import checks
 from ...engine import layer_tokens, layer_views
-from ..selective_state_update.views import check_seed
+from ...engine.recurrences.mamba.checks import check_seed
 
 NAMES = (
     "xBC", "state", "conv_state", "conv_weight", "conv_bias", "dt", "A", "D", "z", "dt_bias", "norm_weight", "out", "state_indices",

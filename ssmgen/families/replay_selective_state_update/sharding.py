@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...calls.sharding import Rule
-from ..selective_state_update.sharding import AXES
+from ...engine.recurrences.mamba.sharding import AXES
 
 _AXES = AXES | {
     "state": "batch head row n",

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from ...calls.public import Call, operator
-from ...calls.scalars import integer
-from ..causal_conv1d.call import new_like
+from ...engine.chunks.segments import SEGMENTS
+from ...engine.new_tensors import new_like
 from .planning import CALLER, Options
-
-SEGMENTS = integer("an integer from 1 to 1024", 1, 1024)  # as of other families, whose sequences have more
 
 
 @operator(like="u", segments=SEGMENTS)

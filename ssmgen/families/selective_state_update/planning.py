@@ -12,10 +12,10 @@ from ... import runtime
 from ...calls import checks
 from ...calls.checks import INDEX, STATES
 from ...calls.planning import Caller, Family
+from ...engine.recurrences.mamba.problem import SsuProblem
+from ...engine.recurrences.mamba.reference import reference as reference
 from ...engine.rows import loaded
 from ...spec import Index, Loads, PoolMode, Update
-from .problem import SsuProblem
-from .reference import selective_state_update as reference
 from .spec import OPERATOR, SsuSpec
 from .views import CONTROL, NAMES, Options, is_tied, views_of
 

@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-from ...calls.sharding import CONTROL, Rule
-
-AXES = {
-    **dict.fromkeys(("x", "z", "out"), "* head row|* head"),
-    **dict.fromkeys(("D", "dt_bias"), "head row|head"),
-    "dt": "* head row|* head",
-    "A": "head row n|head n|head",
-    **dict.fromkeys(("B", "C"), "* group n|batch n"),
-    **CONTROL,
-    "rand_seed": "batch",
-}
+from ...calls.sharding import Rule
+from ...engine.recurrences.mamba.sharding import AXES
 
 RULES = {
     "selective_state_update": Rule(

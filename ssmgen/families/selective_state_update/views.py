@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...calls import checks
+from ...engine.recurrences.mamba.checks import check_seed
 
 NAMES = (
     "state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "out", "state_indices", "dst_state_indices", "num_accepted_tokens",
@@ -18,8 +18,6 @@ OF_SEVERAL = (*NAMES[12:17], NAMES[19])  # operands of calls of several tokens a
 CONTROL = NAMES[10:15] + NAMES[16:]
 SCALES = {"state": "state_scale", "intermediate_states": "intermediate_state_scales"}  # of states in fewer bits
 _TOKENWISE = ("x", "dt", "z", "out", "B", "C")
-
-_ROUNDED = (torch.float16, torch.bfloat16, *checks.NARROW)
 
 
 class Options(NamedTuple):
@@ -46,13 +44,6 @@ def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str])
         named = {n: t for n, t in named.items() if n != "intermediate_state_scales"}
     several = named["x"].dim() > 3 or not update_state or any(name in named for name in OF_SEVERAL)
     return _token_views(named, update_state, problems) if several else _headed_views(dict(named), problems)
-
-
-def check_seed(named: Mapping[str, Tensor], update_state: bool, problems: list[str]) -> None:
-    """Whether a state is written that noise is for. Adds to `problems` if not."""
-    stored = [named.get("intermediate_states"), *([named["state"]] if update_state else [])]
-    if "rand_seed" in named and not any(isinstance(t, Tensor) and t.dtype in _ROUNDED for t in stored):
-        problems.append("rand_seed is given, and no state is written in float16 or bfloat16, or in fewer bits with scales")
 
 
 def is_tied(views: Mapping[str, Tensor]) -> bool:

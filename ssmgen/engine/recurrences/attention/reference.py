@@ -1,4 +1,4 @@
-"""linear_attention in plain PyTorch: the recurrences as they are written, token by token."""
+"""Linear attention in plain PyTorch: the recurrences as they are written, token by token."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...engine.narrow_reference import narrowed, widened
-from ..selective_state_update.reference import softplus, start_slot
+from ...narrow_reference import narrowed, widened
+from ..reference import softplus, start_slot
 from .operands import OF_KEY_HEADS, OPERANDS, RINGED, WEIGHTS
 
 NORM_EPSILON = 1e-6
@@ -68,7 +68,7 @@ def one_token(S: Tensor, x: Mapping[str, Tensor], form: Any, scale: float, lower
     return S, torch.einsum("hvk,hk->hv", S, q) * scale
 
 
-def linear_attention(
+def reference(
     views: Mapping[str, Tensor],
     form: Any,
     *,

@@ -1,11 +1,11 @@
-"""What a call of selective_state_update can ask for: shapes and dtypes, one token or several, and which states are kept."""
+"""What a decode step of Mamba can ask for: shapes and dtypes, one token or several, and which states are kept."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ...engine.rows import RowProblem
-from ...spec import LATER, DType, Index, Loads, Narrow, PoolMode, Update, must
+from ....spec import LATER, DType, Index, Loads, Narrow, PoolMode, Update, must
+from ...rows import RowProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

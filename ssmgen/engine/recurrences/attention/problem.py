@@ -1,12 +1,12 @@
-"""What a linear-attention call can ask for: the choices of the recurrence in `linear_attention.py`, of tokens, states and layouts."""
+"""What a decode step of linear attention can ask for: choices of its recurrence, of tokens, of states and of layouts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from ...engine.rows import RowProblem
-from ...spec import LATER, DType, Index, Layout, Loads, Narrow, PoolMode, Ring, Update, must
+from ....spec import LATER, DType, Index, Layout, Loads, Narrow, PoolMode, Ring, Update, must
+from ...rows import RowProblem
 
 
 class Delta(Enum):
