@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ssmgen
 from ssmgen.calls.checks import NARROW
-from ssmgen.calls.public import call_of
+from ssmgen.calls.operator import call_of
 from ssmgen.engine.narrow_reference import narrowed, widened
 from ssmgen.families.selective_state_update.reference import one_token
 from ssmgen.families.selective_state_update.reference import selective_state_update as reference

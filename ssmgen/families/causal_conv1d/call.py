@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ... import runtime
 from ...arguments import divisor
 from ...calls import checks
 from ...calls.checks import DTYPES, INDEX
-from ...calls.planning import Caller, Family
-from ...calls.public import Call, operator
+from ...calls.dispatch import callers
+from ...calls.operator import operator, run
+from ...calls.planning import Family
 from ...calls.scalars import one_of
+from ...operands import plain
 from ...spec import Loads
 from .reference import causal_conv1d as reference
 from .spec import MAX_WIDTH, OPERATOR, ConvLayout, ConvProblem, ConvSpec
@@ -30,7 +31,7 @@ ACTIVATION = one_of("None, 'silu' or 'swish'", *ACTIVATIONS)
 class Options(NamedTuple):
     """What a call says beside its tensors."""
 
-    activation: str | bool | None = None
+    silu: bool = False
     pad_slot_id: int = -1
 
 
@@ -91,7 +92,7 @@ def causal_conv1d(
                 final = new_like(x, shape) if x.dim() == 3 or query_start_loc is not None else None
     given = (x, weight, bias, seq_idx, query_start_loc, initial_states, final, conv_states, conv_state_indices, has_initial_state, out)
     returns = ("out", "final_states") if return_final_states and final is not None else ("out",)
-    return cast("Tensor | tuple[Tensor, Tensor]", Call(CALLER, given, Options(activation, pad_slot_id), pdl, returns))
+    return run(CALLER, given, Options(ACTIVATIONS[activation], pad_slot_id), pdl, returns=returns)
 
 
 def new_like(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
@@ -219,7 +220,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         x=DTYPES[x.dtype],
         weight=DTYPES[weight.dtype],
         bias=None if bias is None else DTYPES[bias.dtype],
-        silu=ACTIVATIONS[options.activation],
+        silu=options.silu,
         seq_idx="seq_idx" in views,
         query_start_loc=INDEX[views["query_start_loc"].dtype if ragged else None],
         initial="initial_states" in views,
@@ -309,40 +310,7 @@ FAMILY = Family(
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    reference(**views, silu=ACTIVATIONS[options.activation], pad_slot_id=options.pad_slot_id, dtype=dtype)
+    reference(**views, silu=options.silu, pad_slot_id=options.pad_slot_id, dtype=dtype)
 
 
-# torch.library: what torch.compile and opcheck see.
-_library = torch.library.Library("ssmgen", "FRAGMENT")
-_library.define(
-    "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor? seq_idx, Tensor? query_start_loc, Tensor? initial_states, "
-    "Tensor(a!)? final_states, Tensor(b!)? conv_states, Tensor? conv_state_indices, Tensor? has_initial_state, Tensor(c!) out, "
-    "bool silu, int pad_slot_id, bool? pdl) -> ()",
-    tags=torch.Tag.needs_fixed_stride_order,
-)
-
-
-def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    torch.ops.ssmgen.causal_conv1d(*given, ACTIVATIONS[options.activation], options.pad_slot_id, pdl)
-
-
-def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
-    """(given, options, pdl) of what torch's dispatcher gives."""
-    *given, silu, pad_slot_id, pdl = args
-    return tuple(given), Options(silu, pad_slot_id), pdl
-
-
-@torch.library.impl(_library, "causal_conv1d", "CUDA")
-@torch.library.impl(_library, "causal_conv1d", "CPU")
-def _op(*args: Any) -> None:
-    CALLER.plan(*_received(args))()
-
-
-@torch.library.register_fake("ssmgen::causal_conv1d", lib=_library)
-def _fake(*args: Any) -> None:
-    CALLER.foresee(*_received(args))
-
-
-CALLER = Caller(
-    FAMILY, OPERATOR, NAMES, frozenset(("x", "weight", "out")), views_of, run_reference, _dispatch, runtime.Patterns()
-)  # fmt: skip
+(CALLER,) = callers(FAMILY, {OPERATOR: plain(NAMES, ("x", "weight", "out"), FAMILY.written)}, Options, views_of, run_reference).values()

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ... import runtime
 from ...arguments import divisor
 from ...calls import checks
 from ...calls.checks import DTYPES, INDEX
-from ...calls.planning import Caller, Family
-from ...calls.public import Call, operator
+from ...calls.dispatch import callers
+from ...calls.operator import operator, run
+from ...calls.planning import Family
+from ...operands import plain
 from ...spec import Index, Loads
-from ..causal_conv1d.call import ACTIVATION, ACTIVATIONS, check_convolution, check_strides, new_like, taps_are_runs
+from ..causal_conv1d.call import ACTIVATION, ACTIVATIONS, Options, check_convolution, check_strides, new_like, taps_are_runs
 from ..causal_conv1d.spec import MAX_WIDTH
 from .reference import causal_conv1d_update as reference
 from .spec import CHILDREN, MAX_TREE, OPERATOR, Advance, Saved, StateLayout, Tokens, UpdateProblem, UpdateSpec, tokens_of
@@ -84,10 +85,10 @@ def causal_conv1d_update(
         x, conv_state, weight, bias, cache_seqlens, conv_state_indices, num_accepted_tokens, query_start_loc, parents, first_children,
         next_siblings, parents_out, intermediate_conv_window, intermediate_state_indices, out,
     )  # fmt: skip
-    return cast(Tensor, Call(CALLER, given, (activation, pad_slot_id), pdl))
+    return run(CALLER, given, Options(ACTIVATIONS[activation], pad_slot_id), pdl)
 
 
-def views_of(named: Mapping[str, Any], options: tuple[Any, int], problems: list[str]) -> dict[str, Tensor]:
+def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
     """The operands with x and out as [batch, dim, T] ([1, dim, tokens] of packed sequences). Adds to `problems`."""
     if not check_convolution(named, problems):
         return {}
@@ -183,7 +184,7 @@ def _check_windows(named: Mapping[str, Tensor], batch: int, dim: int, width: int
     return True
 
 
-def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: tuple[Any, int]) -> UpdateProblem:
+def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> UpdateProblem:
     """The problem that checked operands pose, given where they lie."""
     x, state, weight, bias = views["x"], views["conv_state"], views["weight"], views.get("bias")
     _, dim, T = x.shape
@@ -224,7 +225,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         x=DTYPES[x.dtype],
         weight=DTYPES[weight.dtype],
         bias=None if bias is None else DTYPES[bias.dtype],
-        silu=ACTIVATIONS[options[0]],
+        silu=options.silu,
         advance=advance,
         position=index("cache_seqlens" if advance is Advance.RING else "num_accepted_tokens"),
         tokens=tokens,
@@ -264,12 +265,12 @@ def grid_of(spec: UpdateSpec, views: Mapping[str, Tensor]) -> int:
     return _sequences(views) * _channel_blocks(spec, views["x"].shape[1])
 
 
-def kernel_values(spec: UpdateSpec, views: Mapping[str, Tensor], options: tuple[Any, int]) -> dict[str, int | float]:
+def kernel_values(spec: UpdateSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, int | float]:
     """Every kernel argument that is not a pointer."""
     _, dim, length = views["x"].shape
     slots, _, state_len = views["conv_state"].shape
     values = {"dim": dim, "length": length} | divisor("channel_blocks", _channel_blocks(spec, dim))
-    values |= {"slots": slots, "state_len": state_len, "pad_slot_id": options[1]}
+    values |= {"slots": slots, "state_len": state_len, "pad_slot_id": options.pad_slot_id}
     if "intermediate_conv_window" in views:
         values["window_rows"], values["window_tokens"] = views["intermediate_conv_window"].shape[:2]
     if "parents" in views:
@@ -290,43 +291,9 @@ FAMILY = Family(
 )
 
 
-def run_reference(views: Mapping[str, Tensor], options: tuple[Any, int], dtype: torch.dtype = torch.float32) -> None:
-    reference(**views, silu=ACTIVATIONS[options[0]], pad_slot_id=options[1], dtype=dtype)
+def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
+    reference(**views, silu=options.silu, pad_slot_id=options.pad_slot_id, dtype=dtype)
 
 
-# torch.library: what torch.compile and opcheck see.
-_library = torch.library.Library("ssmgen", "FRAGMENT")
-_library.define(
-    "causal_conv1d_update(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, Tensor? cache_seqlens, "
-    "Tensor? conv_state_indices, Tensor? num_accepted_tokens, Tensor? query_start_loc, Tensor? parents, "
-    "Tensor? first_children, Tensor? next_siblings, Tensor(d!)? parents_out, "
-    "Tensor(b!)? intermediate_conv_window, Tensor? intermediate_state_indices, Tensor(c!) out, bool silu, "
-    "int pad_slot_id, bool? pdl) -> ()",
-    tags=torch.Tag.needs_fixed_stride_order,
-)
-
-
-def _dispatch(given: Sequence[Any], options: tuple[Any, int], pdl: bool | None) -> None:
-    torch.ops.ssmgen.causal_conv1d_update(*given, ACTIVATIONS[options[0]], options[1], pdl)
-
-
-def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
-    """(given, options, pdl) of what torch's dispatcher gives."""
-    *given, silu, pad_slot_id, pdl = args
-    return tuple(given), (silu, pad_slot_id), pdl
-
-
-@torch.library.impl(_library, "causal_conv1d_update", "CUDA")
-@torch.library.impl(_library, "causal_conv1d_update", "CPU")
-def _op(*args: Any) -> None:
-    CALLER.plan(*_received(args))()
-
-
-@torch.library.register_fake("ssmgen::causal_conv1d_update", lib=_library)
-def _fake(*args: Any) -> None:
-    CALLER.foresee(*_received(args))
-
-
-CALLER = Caller(
-    FAMILY, OPERATOR, NAMES, frozenset(("x", "conv_state", "weight", "out")), views_of, run_reference, _dispatch, runtime.Patterns()
-)  # fmt: skip
+_REQUIRED = ("x", "conv_state", "weight", "out")
+(CALLER,) = callers(FAMILY, {OPERATOR: plain(NAMES, _REQUIRED, FAMILY.written)}, Options, views_of, run_reference).values()

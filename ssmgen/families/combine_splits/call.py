@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ... import runtime
 from ...arguments import divisor
 from ...calls import checks
 from ...calls.checks import DTYPES, INDEX
-from ...calls.planning import Caller, Family
-from ...calls.public import Call, operator
+from ...calls.dispatch import callers
+from ...calls.operator import operator, run
+from ...calls.planning import Family
 from ...calls.scalars import one_of
+from ...operands import plain
 from ...spec import Loads
 from .reference import combine_splits as reference
 from .spec import AXES, OPERATOR, CombineProblem, CombineSpec, bound_of
@@ -28,8 +29,8 @@ BASE = one_of("2 or 'e'", *NATURAL)
 class Options(NamedTuple):
     """What a call says beside its tensors."""
 
-    lse_base: int | str = "e"
-    lse_base_out: int | str | None = None
+    lse_base: str = "e"
+    lse_base_out: str | None = None
     empty_lse: float = -math.inf
     skip_single: bool = False
 
@@ -98,8 +99,8 @@ def combine_splits(
     if return_lse and lse_out is None and isinstance(out, Tensor):
         lse_out = out.new_empty(out.shape[:-1], dtype=torch.float32)
     given = (o, lse, o_other, lse_other, num_splits, attn_sink, mask, out, lse_out)
-    options = Options(lse_base, lse_base_out, empty_lse, skip_single)
-    return cast("Tensor | tuple[Tensor, Tensor]", Call(CALLER, given, options, pdl, ("out", "lse_out") if return_lse else ("out",)))
+    options = Options(str(lse_base), None if lse_base_out is None else str(lse_base_out), empty_lse, skip_single)
+    return run(CALLER, given, options, pdl, returns=("out", "lse_out") if return_lse else ("out",))
 
 
 def _check_forms(named: Mapping[str, Any], options: Options, problems: list[str]) -> None:
@@ -271,37 +272,4 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
     reference(**{**views, **how}, skip_single=options.skip_single, dtype=dtype)
 
 
-# torch.library: what torch.compile and opcheck see.
-_library = torch.library.Library("ssmgen", "FRAGMENT")
-_library.define(
-    "combine_splits(Tensor o, Tensor lse, Tensor? o_other, Tensor? lse_other, Tensor? num_splits, Tensor? attn_sink, Tensor? mask, "
-    "Tensor(a!) out, Tensor(b!)? lse_out, str lse_base, str? lse_base_out, float empty_lse, bool skip_single, bool? pdl) -> ()",
-    tags=torch.Tag.needs_fixed_stride_order,
-)
-
-
-def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    base_out = options.lse_base_out
-    bases = str(options.lse_base), base_out if base_out is None else str(base_out)
-    torch.ops.ssmgen.combine_splits(*given, *bases, options.empty_lse, options.skip_single, pdl)
-
-
-def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
-    """(given, options, pdl) of what torch's dispatcher gives."""
-    return args[: len(NAMES)], Options(*args[len(NAMES) : -1]), args[-1]
-
-
-@torch.library.impl(_library, "combine_splits", "CUDA")
-@torch.library.impl(_library, "combine_splits", "CPU")
-def _op(*args: Any) -> None:
-    CALLER.plan(*_received(args))()
-
-
-@torch.library.register_fake("ssmgen::combine_splits", lib=_library)
-def _fake(*args: Any) -> None:
-    CALLER.foresee(*_received(args))
-
-
-CALLER = Caller(
-    FAMILY, OPERATOR, NAMES, frozenset(("o", "lse", "out")), views_of, run_reference, _dispatch, runtime.Patterns()
-)  # fmt: skip
+(CALLER,) = callers(FAMILY, {OPERATOR: plain(NAMES, ("o", "lse", "out"), FAMILY.written)}, Options, views_of, run_reference).values()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from torch import Tensor
 
-from ...calls.public import Call, operator
+from ...calls.operator import operator, run
 from ...calls.scalars import POSITIVE
 from ..gated_rms_norm.call import ACTIVATION
 from .planning import CALLERS
@@ -93,7 +91,7 @@ def gdn_layer(
     )  # fmt: skip
     norm = (norm_eps, norm_before_gate, norm_activation)
     options = Options(*norm, allow_neg_eigval, use_qk_l2norm, scale, state_layout, pad_slot_id, update_state)
-    return cast(Tensor, Call(CALLERS["gdn_layer"], given, options, pdl))
+    return run(CALLERS["gdn_layer"], given, options, pdl)
 
 
 @operator(like="mixed_qkv", **SCALARS)
@@ -155,7 +153,7 @@ def kda_layer(
     )  # fmt: skip
     norm = (norm_eps, norm_before_gate, norm_activation)
     options = Options(*norm, allow_neg_eigval, use_qk_l2norm, scale, state_layout, pad_slot_id, update_state, lower_bound)
-    return cast(Tensor, Call(CALLERS["kda_layer"], given, options, pdl))
+    return run(CALLERS["kda_layer"], given, options, pdl)
 
 
 def _result_and_scale(

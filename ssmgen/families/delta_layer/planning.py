@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ... import runtime
 from ...calls import checks
 from ...calls.checks import DTYPES
-from ...calls.planning import Caller, Family
+from ...calls.dispatch import callers
+from ...calls.planning import Family
 from ...engine import layer_views
+from ...operands import plain
 from ...spec import KernelSpec, Layout, Loads
 from ..gated_rms_norm.call import ACTIVATIONS
 from ..linear_attention.problem import Beta, Gate, Tokens
@@ -88,42 +88,6 @@ FAMILY = Family(
 )
 
 
-# torch.library: what torch.compile and opcheck see.
-_library = torch.library.Library("ssmgen", "FRAGMENT")
-_library.define(
-    "delta_layer(str function, Tensor mixed_qkv, Tensor(a!) state, Tensor(b!) conv_state, Tensor conv_weight, Tensor? conv_bias, Tensor g, "
-    "Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? z, Tensor? norm_weight, Tensor(c!) out, Tensor? state_indices, "
-    "Tensor(d!) arrivals, Tensor? dst_state_indices, Tensor? num_accepted_tokens, Tensor(e!)? intermediate_states, "
-    "Tensor(f!)? intermediate_conv_window, Tensor? intermediate_state_indices, float eps, bool norm_before_gate, "
-    "str activation, bool allow_neg_eigval, bool l2norm, float scale, str layout, "
-    "int pad_slot_id, bool update_state, float? lower_bound, bool? pdl) -> ()",
-    tags=torch.Tag.needs_fixed_stride_order,
-)
-
-
-def _dispatch(function: str, given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    torch.ops.ssmgen.delta_layer(function, *given, *options, pdl)
-
-
-def _received(function: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
-    """(given, options, pdl) of what torch's dispatcher gives."""
-    count = len(NAMES[function])
-    return args[:count], Options(*args[count:-1]), args[-1]
-
-
-@torch.library.impl(_library, "delta_layer", "CUDA")
-@torch.library.impl(_library, "delta_layer", "CPU")
-def _op(function: str, *args: Any) -> None:
-    CALLERS[function].plan(*_received(function, args))()
-
-
-@torch.library.register_fake("ssmgen::delta_layer", lib=_library)
-def _fake(function: str, *args: Any) -> None:
-    CALLERS[function].foresee(*_received(function, args))
-
-
-_signatures = runtime.Patterns()
-CALLERS = {
-    name: Caller(FAMILY, name, names, REQUIRED[name], views_of, run_reference, partial(_dispatch, name), _signatures)
-    for name, names in NAMES.items()
-}
+CALLERS = callers(
+    FAMILY, {name: plain(names, REQUIRED[name], FAMILY.written) for name, names in NAMES.items()}, Options, views_of, run_reference
+)  # fmt: skip

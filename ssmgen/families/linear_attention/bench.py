@@ -37,7 +37,7 @@ from ...bench.report import GATE, HOST_BATCH, MAX_SETS, MIN_SETS, cell
 from ...bench.rows import Point
 from ...bench.schema import COUNT, FLAG, TEXT
 from ...calls.checks import STORED_DTYPES
-from ...calls.public import call_of
+from ...calls.operator import call_of
 from ...errors import SsmgenError
 from ...models import Model
 from ...spec import SM90, DType, Narrow, PoolMode, must

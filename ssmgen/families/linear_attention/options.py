@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...calls.checks import padding_objections
-from ...calls.public import Call
+from ...calls.operator import run
 from .planning import CALLERS
 from .views import Form, Options, ring_objections
 from .views import RawInputs as Ring
@@ -70,8 +70,8 @@ def decode(
     dt_bias: Tensor | None = None, read: Tensor | None = None, erase: Tensor | None = None, w: Tensor | None = None,
     write: Tensor | None = None, alpha: Tensor | None = None, bonus: Tensor | None = None, *,
     lower_bound: float | None = None, objections: tuple[str, ...] = (),
-) -> Tensor:  # fmt: skip
-    """The call of a function: of its tensors by their roles in the recurrence (spec.py)."""
+) -> Any:  # fmt: skip
+    """The result of a function, of its tensors by their roles in the recurrence (spec.py)."""
     scale, out = pool.scale, pool.out
     objections += padding_objections(pool.zero_padding, out)
     if out is None:
@@ -84,15 +84,15 @@ def decode(
         *_by_operand(pool.ring, gk is not None), pool.state_scale, pool.parents, pool.intermediate_state_indices,
     )  # fmt: skip
     how = Options(form, scale, lower_bound or 0.0, pool.state_layout, pool.pad_slot_id, pool.update_state, zero_padding=pool.zero_padding)
-    return cast(Tensor, Call(CALLERS[name], given, how, pool.pdl, objections=objections + ring_objections(pool.ring)))
+    return run(CALLERS[name], given, how, pool.pdl, objections=objections + ring_objections(pool.ring))
 
 
 def commit(
     name: str, form: Form, state: Tensor, ring: Ring, num_accepted_tokens: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, *,
     per_channel: bool, lower_bound: float | None = None, state_layout: str, state_indices: Tensor | None, pad_slot_id: int,
     pdl: bool | None, objections: tuple[str, ...],
-) -> Tensor:  # fmt: skip
-    """The call that replays accepted tokens of a ring; per_channel: it keeps a gate per key channel."""
+) -> Any:  # fmt: skip
+    """The result of a call that replays accepted tokens of a ring; per_channel: it keeps a gate per key channel."""
     k, v, g, gk, beta = _by_operand(ring, per_channel)
     none = (None,) * 6  # read … bonus
     given = (
@@ -100,7 +100,7 @@ def commit(
         None, None, None,
     )  # fmt: skip
     how = Options(form, 1.0, lower_bound or 0.0, state_layout, pad_slot_id, True, commit=True)
-    return cast(Tensor, Call(CALLERS[name], given, how, pdl, ("state",), objections + ring_objections(ring)))
+    return run(CALLERS[name], given, how, pdl, returns=("state",), objections=objections + ring_objections(ring))
 
 
 def _by_operand(ring: Ring | None, per_channel: bool) -> tuple[Tensor | None, ...]:

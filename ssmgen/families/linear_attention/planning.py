@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ... import runtime
 from ...calls import checks
 from ...calls.checks import INDEX, STATES
-from ...calls.planning import Caller, Family
+from ...calls.dispatch import callers
+from ...calls.planning import Family
 from ...engine.rows import loaded
+from ...operands import plain
 from ...spec import Index, Layout, Loads, PoolMode, Ring, Update
 from . import commit
-from .operands import CONTROL, FUNCTIONS, KEPT, KEY_VECTORS, NAMES, OPTIONAL, RINGS
+from .operands import CONTROL, FUNCTIONS, KEPT, KEY_VECTORS, NAMES, RINGS
 from .problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
 from .reference import linear_attention as reference
 from .spec import OPERATOR, LinearAttentionSpec
-from .views import Form, Options, token_views
+from .views import Options, token_views
 
 
 def batch_of(views: Mapping[str, Tensor]) -> int:
@@ -159,46 +159,6 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
         reference(views, form, **how, dtype=dtype)
 
 
-# torch.library: what torch.compile and opcheck see.
-_library = torch.library.Library("ssmgen", "FRAGMENT")
-_library.define(
-    f"linear_attention(str name, Tensor(a!) state, Tensor? q, Tensor k, Tensor v, {', '.join(f'Tensor? {n}' for n in OPTIONAL)}, "
-    "Tensor(b!)? out, "
-    "Tensor? state_indices, Tensor? dst_state_indices, Tensor? num_accepted_tokens, Tensor? cu_seqlens, "
-    "Tensor(c!)? intermediate_states, Tensor(d!)? ring_k, Tensor(e!)? ring_v, Tensor(f!)? ring_g, Tensor(g!)? ring_gk, "
-    "Tensor(h!)? ring_beta, Tensor(i!)? state_scale, Tensor? parents, Tensor? intermediate_state_indices, "
-    "str delta, str gate, str beta_form, bool l2norm, float scale, float lower_bound, str layout, "
-    "int pad_slot_id, bool update_state, bool commit, bool zero_padding, bool? pdl) -> ()",
-    tags=torch.Tag.needs_fixed_stride_order,
-)
-
-
-def _dispatch(name: str, given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    form, *rest = options
-    torch.ops.ssmgen.linear_attention(name, *given, *form, *rest, pdl)
-
-
-def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
-    """(given, options, pdl) of what torch's dispatcher gives."""
-    given, form, (*rest, pdl) = args[: len(NAMES)], args[len(NAMES) : len(NAMES) + 4], args[len(NAMES) + 4 :]
-    return tuple(given), Options(Form(*form), *rest), pdl
-
-
-@torch.library.impl(_library, "linear_attention", "CUDA")
-@torch.library.impl(_library, "linear_attention", "CPU")
-def _op(name: str, *args: Any) -> None:
-    CALLERS[name].plan(*_received(args))()
-
-
-@torch.library.register_fake("ssmgen::linear_attention", lib=_library)
-def _fake(name: str, *args: Any) -> None:
-    CALLERS[name].foresee(*_received(args))
-
-
-_patterns = runtime.Patterns()
-
-
-CALLERS = {
-    name: Caller(FAMILY, name, NAMES, frozenset(function.tensors), views_of, run_reference, partial(_dispatch, name), _patterns)
-    for name, function in FUNCTIONS.items()
-}
+CALLERS = callers(
+    FAMILY, {name: plain(NAMES, function.tensors, FAMILY.written) for name, function in FUNCTIONS.items()}, Options, views_of, run_reference
+)  # fmt: skip

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from torch import Tensor
 
-from ...calls.public import Call, operator
+from ...calls.operator import operator, run
 from ...calls.scalars import NOT_NEGATIVE, integer
 from .planning import CALLER
 from .views import Options
@@ -91,4 +89,4 @@ def mamba2_layer(
         dst_state_indices, num_accepted_tokens, intermediate_states, intermediate_conv_window, intermediate_state_indices,
     )  # fmt: skip
     said = (norm_eps, norm_group_size, norm_before_gate, dt_softplus, dt_limit, A_is_log, pad_slot_id, philox_rounds, update_state)
-    return cast(Tensor, Call(CALLER, given, Options(*said), pdl))
+    return run(CALLER, given, Options(*said), pdl)

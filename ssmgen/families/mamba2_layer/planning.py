@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ... import runtime
 from ...calls import checks
 from ...calls.checks import DTYPES
-from ...calls.planning import Caller, Family
+from ...calls.dispatch import callers
+from ...calls.planning import Family
 from ...engine import layer_views
+from ...operands import plain
 from ...spec import KernelSpec, Loads
 from .reference import mamba2_layer as reference
 from .spec import OPERATOR, Mamba2LayerProblem
@@ -75,36 +76,4 @@ FAMILY = Family(
 )
 
 
-# torch.library: what torch.compile and opcheck see.
-_library = torch.library.Library("ssmgen", "FRAGMENT")
-_library.define(
-    "mamba2_layer(Tensor xBC, Tensor(a!) state, Tensor(b!) conv_state, Tensor conv_weight, Tensor? conv_bias, Tensor dt, Tensor A, "
-    "Tensor? D, Tensor? z, Tensor? dt_bias, Tensor? norm_weight, Tensor(c!) out, Tensor? state_indices, Tensor? rand_seed, "
-    "Tensor(d!) arrivals, Tensor? dst_state_indices, Tensor? num_accepted_tokens, Tensor(e!)? intermediate_states, "
-    "Tensor(f!)? intermediate_conv_window, Tensor? intermediate_state_indices, float eps, int? group_size, bool norm_before_gate, "
-    "bool dt_softplus, float[]? dt_limit, bool A_is_log, int pad_slot_id, int philox_rounds, bool update_state, bool? pdl) -> ()",
-    tags=torch.Tag.needs_fixed_stride_order,
-)
-
-
-def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    torch.ops.ssmgen.mamba2_layer(*given, *options.dispatched(), pdl)
-
-
-def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
-    """(given, options, pdl) of what torch's dispatcher gives."""
-    return args[: len(NAMES)], Options.received(args[len(NAMES) : -1]), args[-1]
-
-
-@torch.library.impl(_library, "mamba2_layer", "CUDA")
-@torch.library.impl(_library, "mamba2_layer", "CPU")
-def _op(*args: Any) -> None:
-    CALLER.plan(*_received(args))()
-
-
-@torch.library.register_fake("ssmgen::mamba2_layer", lib=_library)
-def _fake(*args: Any) -> None:
-    CALLER.foresee(*_received(args))
-
-
-CALLER = Caller(FAMILY, OPERATOR, NAMES, REQUIRED, views_of, run_reference, _dispatch, runtime.Patterns())
+(CALLER,) = callers(FAMILY, {OPERATOR: plain(NAMES, REQUIRED, FAMILY.written)}, Options, views_of, run_reference).values()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -31,18 +31,6 @@ class Options(NamedTuple):
     pad_slot_id: int
     philox_rounds: int
     update_state: bool = True
-
-    def dispatched(self) -> tuple[Any, ...]:
-        """As torch's dispatcher takes them, which knows no tuples."""
-        limit: Any = None if self.dt_limit is None else list(self.dt_limit)
-        return self._replace(dt_limit=limit)
-
-    @classmethod
-    def received(cls, given: Sequence[Any]) -> Options:
-        """The options that torch's dispatcher gives."""
-        options = cls(*given)
-        limit: Any = None if options.dt_limit is None else tuple(options.dt_limit)
-        return options._replace(dt_limit=limit)
 
 
 def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:

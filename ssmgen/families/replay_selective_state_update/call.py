@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...calls.public import operator
+from ...calls.operator import operator
 from ...calls.scalars import integer
 from .planning import PRECISION, Options, call
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple, cast
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ... import runtime
 from ...calls import checks
 from ...calls.checks import DTYPES, INDEX, NARROW, STATES
-from ...calls.planning import Caller, Family
-from ...calls.public import Call
+from ...calls.dispatch import callers
+from ...calls.operator import run
+from ...calls.planning import Family
 from ...calls.scalars import one_of
+from ...operands import plain
 from ...spec import Index, Loads
 from .problem import MAX_TOKENS, History, ReplayProblem
 from .reference import replay_selective_state_update as reference
@@ -43,15 +43,15 @@ class Options(NamedTuple):
     zero_padding: bool = True
 
 
-def call(name: str, given: tuple[Any, ...], options: Options, pdl: bool | None) -> Tensor:
-    """The call of the public function `name`; `given` by NAMES without mix and sums. Makes these and an output, where there is none."""
+def call(name: str, given: tuple[Any, ...], options: Options, pdl: bool | None) -> Any:
+    """The result of the public function `name`; `given` by NAMES without mix and sums. Makes these and an output, where there is none."""
     named = dict(zip(NAMES, (*given, None, None), strict=True))
     objections = checks.padding_objections(options.zero_padding, named["out"])
     if named["out"] is None and isinstance(named["x"], Tensor):
         named["out"] = torch.empty_like(named["x"], memory_format=torch.contiguous_format)
     if options.two_kernels:
         named |= _between(named, options)
-    return cast(Tensor, Call(CALLERS[name], tuple(named.values()), options, pdl, objections=objections))
+    return run(CALLERS[name], (*named.values(),), options, pdl, objections=objections)
 
 
 def _between(given: Mapping[str, Any], options: Options) -> dict[str, Tensor]:
@@ -342,43 +342,7 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
     reference(**{**views, **how}, window=window_of(views, options), dtype=dtype)
 
 
-# torch.library: what torch.compile and opcheck see.
-_library = torch.library.Library("ssmgen", "FRAGMENT")
-_library.define(
-    "replay_selective_state_update(str name, Tensor(a!) state, Tensor(b!) old_x, Tensor(c!) old_B, Tensor(d!) old_dt, "
-    "Tensor(e!)? old_dA_cumsum, Tensor(f!)? cache_buf_idx, Tensor(g!)? ring_start, Tensor(h!) prev_num_accepted_tokens, Tensor? x, "
-    "Tensor? dt, Tensor? A, Tensor? B, Tensor? C, Tensor? D, Tensor? z, Tensor? dt_bias, Tensor(i!) out, Tensor? state_indices, "
-    "Tensor? cu_seqlens, Tensor(j!)? rand_seed, Tensor(k!)? arrivals, Tensor(n!)? state_scale, Tensor(l!)? mix, Tensor(m!)? sums, "
-    "bool dt_softplus, int pad_slot_id, int philox_rounds, str precision, bool after_conv, int? max_tokens, bool two_kernels, "
-    "bool internal_pdl, bool materialize, bool zero_padding, bool? pdl) -> ()",
-    tags=torch.Tag.needs_fixed_stride_order,
-)
-
-
-def _dispatch(name: str, given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    torch.ops.ssmgen.replay_selective_state_update(name, *given, *options, pdl)
-
-
-def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
-    """(given, options, pdl) of what torch's dispatcher gives."""
-    given, (*options, pdl) = args[: len(NAMES)], args[len(NAMES) :]
-    return tuple(given), Options(*options), pdl
-
-
-@torch.library.impl(_library, "replay_selective_state_update", "CUDA")
-@torch.library.impl(_library, "replay_selective_state_update", "CPU")
-def _op(name: str, *args: Any) -> None:
-    CALLERS[name].plan(*_received(args))()
-
-
-@torch.library.register_fake("ssmgen::replay_selective_state_update", lib=_library)
-def _fake(name: str, *args: Any) -> None:
-    CALLERS[name].foresee(*_received(args))
-
-
-_REQUIRED = frozenset(("state", "old_x", "old_B", "old_dt", "prev_num_accepted_tokens", "out"))
-_patterns = runtime.Patterns()
-CALLERS = {
-    name: Caller(FAMILY, name, NAMES, _REQUIRED, views_of, run_reference, partial(_dispatch, name), _patterns)
-    for name in (OPERATOR, "checkpoint_selective_state_update", "materialize_selective_state")
-}
+_REQUIRED = ("state", "old_x", "old_B", "old_dt", "prev_num_accepted_tokens", "out")
+_TABLE = plain(NAMES, _REQUIRED, FAMILY.written)
+FUNCTIONS = (OPERATOR, "checkpoint_selective_state_update", "materialize_selective_state")
+CALLERS = callers(FAMILY, dict.fromkeys(FUNCTIONS, _TABLE), Options, views_of, run_reference)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
 from ...calls.checks import padding_objections
-from ...calls.public import Call, operator
+from ...calls.operator import operator, run
 from .planning import CALLER
 from .views import Options
 
@@ -101,4 +99,4 @@ def selective_state_update(
         intermediate_states, intermediate_state_indices, rand_seed, state_scale, intermediate_state_scales,
     )  # fmt: skip
     options = Options(dt_softplus, dt_limit, pad_slot_id, philox_rounds, update_state, zero_padding)
-    return cast(Tensor, Call(CALLER, given, options, pdl, objections=objections))
+    return run(CALLER, given, options, pdl, objections=objections)

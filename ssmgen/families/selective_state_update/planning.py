@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ... import runtime
 from ...calls import checks
 from ...calls.checks import INDEX, STATES
-from ...calls.planning import Caller, Family
+from ...calls.dispatch import callers
+from ...calls.planning import Family
 from ...engine.rows import loaded
+from ...operands import plain
 from ...spec import Index, Loads, PoolMode, Update
 from .problem import SsuProblem
 from .reference import selective_state_update as reference
@@ -63,6 +64,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     return loaded(problem)
 
 
+_REQUIRED = ("state", "x", "dt", "A", "B", "C", "out")
 _AXES: dict[str, dict[str, int]] = {
     "state": {"slot": 0},
     "A": {"head": 0, "row": 1, "n": 2},
@@ -125,40 +127,4 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
     )  # fmt: skip
 
 
-# torch.library: what torch.compile and opcheck see. define + impl costs 2.5 us a call where custom_op costs 33.
-_library = torch.library.Library("ssmgen", "FRAGMENT")
-_library.define(
-    "selective_state_update(Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, "
-    "Tensor? dt_bias, Tensor(b!) out, Tensor? state_indices, Tensor? dst_state_indices, Tensor? num_accepted_tokens, Tensor? cu_seqlens, "
-    "Tensor? parents, Tensor(c!)? intermediate_states, Tensor? intermediate_state_indices, Tensor? rand_seed, "
-    "Tensor(d!)? state_scale, Tensor(e!)? intermediate_state_scales, bool dt_softplus, "
-    "float[]? dt_limit, int pad_slot_id, int philox_rounds, bool update_state, bool zero_padding, bool? pdl) -> ()",
-    tags=torch.Tag.needs_fixed_stride_order,
-)
-
-
-def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    """The call through torch's dispatcher, which comes back below with plain tensors, or traces it."""
-    dt_softplus, dt_limit, *rest = Options(*options)
-    torch.ops.ssmgen.selective_state_update(*given, dt_softplus, None if dt_limit is None else list(dt_limit), *rest, pdl)
-
-
-def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
-    """(given, options, pdl) of what torch's dispatcher gives."""
-    given, (dt_softplus, dt_limit, *rest, pdl) = args[: len(NAMES)], args[len(NAMES) :]
-    return given, Options(dt_softplus, None if dt_limit is None else tuple(dt_limit), *rest), pdl
-
-
-@torch.library.impl(_library, "selective_state_update", "CUDA")
-@torch.library.impl(_library, "selective_state_update", "CPU")
-def _op(*args: Any) -> None:
-    CALLER.plan(*_received(args))()
-
-
-@torch.library.register_fake("ssmgen::selective_state_update", lib=_library)
-def _fake(*args: Any) -> None:
-    CALLER.foresee(*_received(args))
-
-
-_required = frozenset(("state", "x", "dt", "A", "B", "C", "out"))
-CALLER = Caller(FAMILY, OPERATOR, NAMES, _required, views_of, run_reference, _dispatch, runtime.Patterns())
+(CALLER,) = callers(FAMILY, {OPERATOR: plain(NAMES, _REQUIRED, FAMILY.written)}, Options, views_of, run_reference).values()

@@ -11,8 +11,8 @@ from torch import Tensor
 from ... import runtime
 from ...calls import checks
 from ...calls.checks import DTYPES, INDEX
+from ...calls.operator import Call, operator
 from ...calls.planning import Caller, Family
-from ...calls.public import Call, operator
 from ...spec import Loads
 from .reference import token_shift as reference
 from .spec import OPERATOR, TokenShiftProblem, TokenShiftSpec

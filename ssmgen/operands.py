@@ -1,0 +1,253 @@
+"""What the tensors of a family's functions are, said once: a table of operands.
+
+A row names a tensor, its axes, its types, and whether a call may do without it or kernels write it. Everything else that must know of
+tensors is derived from the table: the order and constness of kernel parameters, strides and their widths, checks of shapes, types and
+overlap (`calls/checks.py`), torch's operator schema (`calls/dispatch.py`), rules for DTensors, and the table in the operator's page.
+
+Axes are words. A leading "token" stands for the axes of a call's tokens: [batch], [batch, tokens], or [tokens] of packed sequences.
+`|` separates the forms that a call may give; kernels and the reference see the first one. "slot" and "batch" number sequences, "head"
+numbers heads and "dim" the channels of a state without heads; a mesh of devices may divide all of these. "group" numbers the groups of
+heads that share an operand. "token+" is an axis that may be longer than needed.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from .spec import DType, Index, Narrow, Param
+
+INTEGERS = {Index.I32: "int", Index.I64: "i64"}
+LEAD = "token"  # as the first word of a form
+
+
+class Types(Enum):
+    """The element types that an operand may have, in the words of messages."""
+
+    FLOAT = "float32, float16 or bfloat16"
+    STATE = "float32, float16 or bfloat16, or with scales int16, int8 or float8_e4m3fn"
+    INDEX = "int32 or int64"
+    F32 = "float32"
+    I32 = "int32"
+    I64 = "int64"
+    BOOL = "bool"
+    BYTES = "uint8"
+
+
+# What a kernel calls the elements of an operand whose type no field says.
+_ELEMENT = {Types.F32: "f32", Types.I32: "int", Types.I64: "i64", Types.BOOL: "bool", Types.BYTES: "u8"}
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """One tensor.
+
+    may_be: operands whose memory it may share, element by element, unless an operand of `unless` is given too
+    scales: the operand that holds the scales of its rows, if it has a type of fewer bits
+    field: the spec's field that says its type, and whether it is there; its own name, if not given
+    there: the spec's attribute that says whether it is there, where that is not the field
+    view: the axes as kernels and the reference see them, where they are not those of the first form
+    note: for its row of the operator's page
+    strides: the axes whose strides kernels take. "n?loose" is taken where the spec's attribute `loose` holds, "n?!dense" where `dense` does
+        not, and "slot:64" is 64 bits wide
+    """
+
+    name: str
+    axes: str
+    types: Types = Types.FLOAT
+    optional: bool = False
+    written: bool = False
+    may_be: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
+    scales: str = ""
+    field: str = ""
+    there: str = ""
+    strides: str = ""
+    view: str = ""
+    note: str = ""
+
+    @property
+    def forms(self) -> tuple[tuple[str, ...], ...]:
+        """The words of each form."""
+        return tuple([tuple(form.split()) for form in self.axes.split("|")])
+
+    def is_in(self, spec: Any) -> bool:
+        """Whether a spec's kernels take it."""
+        name = self.there or self.field or self.name
+        if not self.optional and not self.there and not self.field and not hasattr(spec, name):
+            return True
+        return holds(spec, name)
+
+    def element(self, spec: Any) -> str:
+        """The type of its elements in a spec's kernels."""
+        if not self.field and self.types in _ELEMENT:
+            return _ELEMENT[self.types]
+        return element_of(getattr(spec, self.field or self.name))
+
+
+def holds(spec: Any, condition: str) -> bool:
+    """Whether an attribute of a spec holds: it is neither false nor the type of something that is absent. "!name": it does not."""
+    value = getattr(spec, condition.removeprefix("!"))
+    return (value is not Index.NONE and bool(value)) != condition.startswith("!")
+
+
+def element_of(value: Any) -> str:
+    """What kernels call elements of a type."""
+    if isinstance(value, (DType, Narrow)):
+        return value.value
+    return INTEGERS[value] if isinstance(value, Index) else str(value)
+
+
+class Table:
+    """The operands of one torch operator, in the order in which kernels take their pointers."""
+
+    def __init__(self, operands: Iterable[Operand], words: Mapping[str, str] = {}):
+        """words: how messages and pages call the axes; a word that is not there is its own name."""
+        self.rows: dict[str, Operand] = {}
+        for row in operands:
+            like = row.axes.removeprefix("like ")
+            same = {} if like == row.axes else {"axes": self.rows[like].axes, "view": row.view or self.rows[like].view}
+            self.rows[row.name] = replace(row, **same, **({"strides": self.rows[like].strides} if same and not row.strides else {}))
+        self.words = {LEAD: "tokens", "batch": "batch", "slot": "slots", **words}
+        self.names = tuple(self.rows)
+        self.required = frozenset([name for name, row in self.rows.items() if not row.optional])
+        self.written = tuple([name for name, row in self.rows.items() if row.written])
+        self.in_place = tuple([(name, other, *row.unless) for name, row in self.rows.items() for other in row.may_be if other in self.rows])
+        self.scales = {name: row.scales for name, row in self.rows.items() if row.scales}
+        self.Tensors: Any = namedtuple("Tensors", self.names, defaults=(None,) * len(self.rows))  # names known here alone
+
+    def __getitem__(self, name: str) -> Operand:
+        return self.rows[name]
+
+    def __iter__(self) -> Iterator[Operand]:
+        return iter(self.rows.values())
+
+    def only(self, *names: str, required: Iterable[str] = ()) -> Table:
+        """The same table with these operands alone. required: those that are optional for other functions."""
+        needed = frozenset(required)
+        rows = [row for row in self if not names or row.name in names]
+        return Table([replace(row, optional=row.optional and row.name not in needed) for row in rows], self.words)
+
+    def renamed(self, names: Mapping[str, str]) -> Table:
+        """The same table for a function that calls some operands otherwise: {the name here: its name}."""
+        return Table([replace(row, name=names.get(row.name, row.name)) for row in self], self.words)
+
+    # Kernels.
+
+    def of(self, spec: Any) -> list[str]:
+        """The operands whose pointers a spec's kernel takes, in order."""
+        return [row.name for row in self if row.is_in(spec)]
+
+    # In these, `names` are the operands that a kernel takes, where they are not `of` its spec.
+
+    def pointers(self, spec: Any, names: Iterable[str] | None = None) -> list[Param]:
+        """The kernel's parameters for them: what it does not write is const."""
+        taken = self.of(spec) if names is None else names
+        return [Param.pointer(name, self.rows[name].element(spec), const=not self.rows[name].written) for name in taken]
+
+    def strides(self, spec: Any, names: Iterable[str] | None = None) -> list[tuple[str, str, str]]:
+        """(operand, axis, "u32" or "i64") of every stride that the kernel takes, in elements."""
+        found = []
+        for name in self.of(spec) if names is None else names:
+            for said in self.rows[name].strides.split():
+                taken, _, condition = said.partition("?")
+                axis, _, wide = taken.partition(":")
+                if not condition or all(holds(spec, each) for each in condition.split("&")):
+                    found.append((name, axis, "i64" if wide else "u32"))
+        return found
+
+    def stride_params(self, spec: Any) -> list[Param]:
+        """The kernel's parameters for them. Those of 8 bytes come first, so that the buffer has no padding."""
+        params = [(Param.i64 if width == "i64" else Param.u32)(f"{name}_{axis}") for name, axis, width in self.strides(spec)]
+        return sorted(params, key=lambda param: param.code != "q")
+
+    def axis_of(self, name: str, axis: str, dims: int) -> int:
+        """The number of an axis of an operand's view, which has so many axes: the first form, with or without an axis of tokens."""
+        words = tuple(self.rows[name].view.split()) or self.rows[name].forms[0]
+        full = ("batch", *words) if words[0] == LEAD else words
+        full = full if len(full) <= dims else tuple([word for word in full if word != LEAD])
+        return [word.rstrip("+") for word in full].index(axis)
+
+    def stride_values(self, spec: Any, views: Mapping[str, Any]) -> dict[str, int]:
+        """The values of those parameters, for the views of a call."""
+        return {f"{name}_{axis}": views[name].stride(self.axis_of(name, axis, views[name].dim())) for name, axis, _ in self.strides(spec)}
+
+    # Shapes.
+
+    def label(self, words: Iterable[str], lead: str) -> str:
+        """A form as messages show it. lead: the axes of tokens, such as "batch, tokens"."""
+        shown = [lead if i == 0 and word == LEAD else self._shown(word) for i, word in enumerate(words)]
+        return f"[{', '.join(shown)}]"
+
+    def _shown(self, word: str) -> str:
+        plain = self.words.get(word.rstrip("+"), word.rstrip("+"))
+        return f"{plain} or more" if word.endswith("+") else plain
+
+    def shapes(
+        self, name: str, sizes: Mapping[str, int], lead: tuple[str, Sequence[int]], have: tuple[int, ...]
+    ) -> dict[str, tuple[int, ...]]:
+        """{form in words: sizes} of the shapes that an operand may have, whose shape is `have`. sizes: of the words that this call knows;
+        forms with other words are not this call's. lead: the axes of its tokens, in words and sizes."""
+        found: dict[str, tuple[int, ...]] = {}
+        for words in self.rows[name].forms:
+            first = lead[1] if words[0] == LEAD else ()
+            inner = words[1:] if words[0] == LEAD else words
+            if not all(word.rstrip("+") in sizes or word.isdigit() for word in inner):
+                continue
+            wanted = [*first, *[int(word) if word.isdigit() else sizes[word.rstrip("+")] for word in inner]]
+            if len(have) == len(wanted):
+                longer = [word.endswith("+") for word in (*[""] * len(first), *inner)]
+                wanted = [max(h, w) if more else w for h, w, more in zip(have, wanted, longer, strict=True)]
+            found[self.label(words, lead[0])] = tuple(wanted)
+        return found
+
+    # DTensors.
+
+    def axes(self) -> dict[str, str]:
+        """The same axes in the words of `calls/sharding.py`."""
+        known = {"slot": "batch", "dim": "head"}
+        plain = {name: [[word.rstrip("+") for word in form] for form in row.forms] for name, row in self.rows.items()}
+        found = {
+            name: [" ".join(["*" if i == 0 and word == LEAD else known.get(word, word) for i, word in enumerate(form)]) for form in forms]
+            for name, forms in plain.items()
+        }
+        return {name: "|".join(dict.fromkeys(forms)) for name, forms in found.items()}
+
+    # torch.
+
+    def schema(self, optional: Iterable[int] = ()) -> list[str]:
+        """The operands as torch's operator schemas say them. optional: numbers of further ones that a call may do without."""
+        letters, more = iter("abcdefghijklmnopqrstuvwxyz"), frozenset(optional)
+        return [
+            f"Tensor{f'({next(letters)}!)' if row.written else ''}{'?' if row.optional or i in more else ''} {row.name}"
+            for i, row in enumerate(self)
+        ]
+
+    # Pages.
+
+    def page(self) -> str:
+        """The table of an operator's page."""
+        lines = ["| operand | shape | type | |", "|---|---|---|---|"]
+        for row in self:
+            shapes = " or ".join([f"`{self.label(words, '…')}`" for words in row.forms])
+            about = [
+                *(["may be left out"] if row.optional else []),
+                *(["written"] if row.written else []),
+                *([row.note] if row.note else []),
+            ]
+            lines.append(f"| `{row.name}` | {shapes} | {row.types.value} | {'; '.join(about)} |")
+        return "\n".join(lines)
+
+
+def table(*operands: Operand, **words: str) -> Table:
+    """The table of these operands. words: how messages and pages call an axis, where that is not its word."""
+    return Table(operands, words)
+
+
+def plain(names: Iterable[str], required: Iterable[str], written: Iterable[str]) -> Table:
+    """A table that says which operands there are and nothing of their axes."""
+    kept, changed = frozenset(required), frozenset(written)
+    return Table([Operand(name, "", optional=name not in kept, written=name in changed) for name in names])
