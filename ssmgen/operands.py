@@ -13,7 +13,7 @@ heads that share an operand. "token+" is an axis that may be longer than needed.
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -38,7 +38,7 @@ class Types(Enum):
 
 
 # What a kernel calls the elements of an operand whose type no field says.
-_ELEMENT = {Types.F32: "f32", Types.I32: "int", Types.I64: "i64", Types.BOOL: "bool", Types.BYTES: "u8"}
+_ELEMENT = {Types.F32: "f32", Types.I32: "int", Types.I64: "i64", Types.BOOL: "u8", Types.BYTES: "u8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class Operand:
     may_be: operands whose memory it may share, element by element, unless an operand of `unless` is given too
     scales: the operand that holds the scales of its rows, if it has a type of fewer bits
     field: the spec's field that says its type, and whether it is there; its own name, if not given
-    there: the spec's attribute that says whether it is there, where that is not the field
-    view: the axes as kernels and the reference see them, where they are not those of the first form
+    there: the spec's attributes that say whether it is there, where that is not the field: "stores&g"
+    view: the axes as kernels and the reference see them, where they are not those of the first form; of several kinds of calls, `|` between
     note: for its row of the operator's page
     strides: the axes whose strides kernels take. "n?loose" is taken where the spec's attribute `loose` holds, "n?!dense" where `dense` does
         not, and "slot:64" is 64 bits wide
@@ -76,10 +76,8 @@ class Operand:
 
     def is_in(self, spec: Any) -> bool:
         """Whether a spec's kernels take it."""
-        name = self.there or self.field or self.name
-        if not self.optional and not self.there and not self.field and not hasattr(spec, name):
-            return True
-        return holds(spec, name)
+        said = self.there or (self.field or self.name if self.optional else "")
+        return all(holds(spec, each) for each in said.split("&") if each)
 
     def element(self, spec: Any) -> str:
         """The type of its elements in a spec's kernels."""
@@ -114,7 +112,8 @@ class Table:
         self.words = {LEAD: "tokens", "batch": "batch", "slot": "slots", **words}
         self.names = tuple(self.rows)
         self.required = frozenset([name for name, row in self.rows.items() if not row.optional])
-        self.written = tuple([name for name, row in self.rows.items() if row.written])
+        written = [name for name, row in self.rows.items() if row.written]
+        self.written = tuple(sorted(written, key=lambda name: name != "out"))  # messages name the output first
         self.in_place = tuple([(name, other, *row.unless) for name, row in self.rows.items() for other in row.may_be if other in self.rows])
         self.scales = {name: row.scales for name, row in self.rows.items() if row.scales}
         self.Tensors: Any = namedtuple("Tensors", self.names, defaults=(None,) * len(self.rows))  # names known here alone
@@ -143,10 +142,10 @@ class Table:
 
     # In these, `names` are the operands that a kernel takes, where they are not `of` its spec.
 
-    def pointers(self, spec: Any, names: Iterable[str] | None = None) -> list[Param]:
-        """The kernel's parameters for them: what it does not write is const."""
-        taken = self.of(spec) if names is None else names
-        return [Param.pointer(name, self.rows[name].element(spec), const=not self.rows[name].written) for name in taken]
+    def pointers(self, spec: Any, names: Iterable[str] | None = None, written: Collection[str] | None = None) -> list[Param]:
+        """The kernel's parameters for them. What it does not write is const; written: what it writes, if not all that calls may write."""
+        taken, changed = self.of(spec) if names is None else names, self.written if written is None else written
+        return [Param.pointer(name, self.rows[name].element(spec), const=name not in changed) for name in taken]
 
     def strides(self, spec: Any, names: Iterable[str] | None = None) -> list[tuple[str, str, str]]:
         """(operand, axis, "u32" or "i64") of every stride that the kernel takes, in elements."""
@@ -164,16 +163,25 @@ class Table:
         params = [(Param.i64 if width == "i64" else Param.u32)(f"{name}_{axis}") for name, axis, width in self.strides(spec)]
         return sorted(params, key=lambda param: param.code != "q")
 
-    def axis_of(self, name: str, axis: str, dims: int) -> int:
-        """The number of an axis of an operand's view, which has so many axes: the first form, with or without an axis of tokens."""
-        words = tuple(self.rows[name].view.split()) or self.rows[name].forms[0]
-        full = ("batch", *words) if words[0] == LEAD else words
-        full = full if len(full) <= dims else tuple([word for word in full if word != LEAD])
-        return [word.rstrip("+") for word in full].index(axis)
+    def axis_of(self, name: str, axis: str, dims: int, kind: int = 0) -> int:
+        """The number of an axis of an operand's view, which has so many axes. kind: of a call, where views have several."""
+        row = self.rows[name]
+        if row.view:
+            views = row.view.split("|")
+            return views[min(kind, len(views) - 1)].split().index(axis)
+        for form in row.forms:
+            words = [word.rstrip("+") for word in form]
+            full = ["batch", *words] if words[0] == LEAD else words
+            if axis in full:
+                return (full if len(full) <= dims else [word for word in full if word != LEAD]).index(axis)
+        raise LookupError(f"{name} has no axis {axis}")
 
-    def stride_values(self, spec: Any, views: Mapping[str, Any]) -> dict[str, int]:
-        """The values of those parameters, for the views of a call."""
-        return {f"{name}_{axis}": views[name].stride(self.axis_of(name, axis, views[name].dim())) for name, axis, _ in self.strides(spec)}
+    def stride_values(self, spec: Any, views: Mapping[str, Any], kind: int = 0, names: Iterable[str] | None = None) -> dict[str, int]:
+        """The values of those parameters, for the views of a call of this kind."""
+        return {
+            f"{name}_{axis}": views[name].stride(self.axis_of(name, axis, views[name].dim(), kind))
+            for name, axis, _ in self.strides(spec, names)
+        }
 
     # Shapes.
 
@@ -204,11 +212,41 @@ class Table:
             found[self.label(words, lead[0])] = tuple(wanted)
         return found
 
+    def form_of(self, name: str, dims: int, sizes: Mapping[str, int], lead: int) -> tuple[str, ...]:
+        """The words of the form that an operand with so many axes has, in a call with these sizes and so many axes of tokens."""
+        for words in self.rows[name].forms:
+            inner = words[1:] if words[0] == LEAD else words
+            if len(inner) + (lead if words[0] == LEAD else 0) == dims and all(w.rstrip("+") in sizes or w.isdigit() for w in inner):
+                return words
+        raise LookupError(f"{name} has no form with {dims} axes")
+
+    def view(self, name: str, t: Any, sizes: Mapping[str, int], lead: int = 1) -> Any:
+        """A checked operand as its first form has it: expanded, with stride 0, over axes that it does not have; those that the call does
+        not have at all are of size 1. An axis "dim" stands for "row"."""
+        words, target = self.form_of(name, t.dim(), sizes, lead), self.rows[name].forms[0]
+        if words == target:
+            return t
+        if words == ("1",):
+            return t.expand(sizes[target[0]])
+        axis = lead if target[0] == LEAD else 0
+        for word in target[1:] if target[0] == LEAD else target:
+            if word not in words and not (word == "row" and "dim" in words):
+                t = t.unsqueeze(axis)
+                if word in sizes:
+                    t = t.expand(*t.shape[:axis], sizes[word], *t.shape[axis + 1 :])
+            axis += 1
+        return t
+
+    @property
+    def tokenwise(self) -> tuple[str, ...]:
+        """The operands that every token has."""
+        return tuple([name for name, row in self.rows.items() if row.forms[0][0] == LEAD])
+
     # DTensors.
 
     def axes(self) -> dict[str, str]:
         """The same axes in the words of `calls/sharding.py`."""
-        known = {"slot": "batch", "dim": "head"}
+        known = {"slot": "batch", "kept": "batch", "sequences": "batch", "dim": "head"}
         plain = {name: [[word.rstrip("+") for word in form] for form in row.forms] for name, row in self.rows.items()}
         found = {
             name: [" ".join(["*" if i == 0 and word == LEAD else known.get(word, word) for i, word in enumerate(form)]) for form in forms]

@@ -167,7 +167,7 @@ def test_a_plan_run_by_the_emulator(fake, monkeypatch):
     """From checked operands over problem, spec, values and plan to a result, as on a card but for the driver."""
     call = make_call(Case("m2", heads=2, groups=2, state=BF16, index=torch.int32, split=True), "cpu")
     want = expected(call)
-    named = {n: call.named[n] for n in op.NAMES if n in call.named}
+    named = {n: call.named[n] for n in op.OPERANDS.names if n in call.named}
     views = op.views_of(named, call.options, [])
     problem = op.problem_of(views, {n: t.data_ptr() for n, t in named.items()}, call.options)
     spec = select("selective_state_update", problem, 5, SM90, True)

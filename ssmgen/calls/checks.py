@@ -193,14 +193,17 @@ _TYPES: dict[Types, tuple[torch.dtype, ...]] = {
 }
 
 
-def check_types(table: Table, tensors: Mapping[str, Tensor], anchor: str, problems: list[str], what: str = "a decode step") -> None:
-    """Devices, element types and gradients of a table's operands; `what` has none of the latter."""
+def check_types(
+    table: Table, tensors: Mapping[str, Tensor], anchor: str, problems: list[str], what: str = "a decode step", scaled: bool = True
+) -> None:
+    """Devices, element types and gradients of a table's operands; `what` has none of the latter. scaled: whether it takes states with
+    scales."""
     device = tensors[anchor].device
     for name, t in tensors.items():
         row = table[name]
         if t.device != device:
             problems.append(f"{name} is on {t.device}, {anchor} is on {device}")
-        if row.scales and t.dtype in NARROW:
+        if scaled and row.scales and t.dtype in NARROW:
             if row.scales not in tensors:
                 problems.append(f"{name} is {t.dtype} without {row.scales}, a float32 scale for each of its rows".replace("torch.", ""))
         elif t.dtype not in _TYPES[row.types]:

@@ -14,17 +14,12 @@ from ...calls.checks import DTYPES, INDEX
 from ...calls.dispatch import callers
 from ...calls.operator import operator, run
 from ...calls.planning import Family
-from ...operands import plain
 from ...spec import Index, Loads
 from ..causal_conv1d.call import ACTIVATION, ACTIVATIONS, Options, check_convolution, check_strides, new_like, taps_are_runs
 from ..causal_conv1d.spec import MAX_WIDTH
+from .operands import CHILDREN, OPERANDS
 from .reference import causal_conv1d_update as reference
-from .spec import CHILDREN, MAX_TREE, OPERATOR, Advance, Saved, StateLayout, Tokens, UpdateProblem, UpdateSpec, tokens_of
-
-NAMES = (
-    "x", "conv_state", "weight", "bias", "cache_seqlens", "conv_state_indices", "num_accepted_tokens", "query_start_loc",
-    "parents", "first_children", "next_siblings", "parents_out", "intermediate_conv_window", "intermediate_state_indices", "out",
-)  # fmt: skip
+from .spec import MAX_TREE, OPERATOR, Advance, Saved, StateLayout, Tokens, UpdateProblem, UpdateSpec, tokens_of
 
 
 @operator(like="x", activation=ACTIVATION)
@@ -81,16 +76,16 @@ def causal_conv1d_update(
     """
     if out is None and isinstance(x, Tensor):
         out = x.new_empty(x.shape) if x.dim() == 2 else new_like(x)
-    given = (
+    tensors = OPERANDS.Tensors(
         x, conv_state, weight, bias, cache_seqlens, conv_state_indices, num_accepted_tokens, query_start_loc, parents, first_children,
         next_siblings, parents_out, intermediate_conv_window, intermediate_state_indices, out,
     )  # fmt: skip
-    return run(CALLER, given, Options(ACTIVATIONS[activation], pad_slot_id), pdl)
+    return run(CALLER, tensors, Options(ACTIVATIONS[activation], pad_slot_id), pdl)
 
 
 def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
     """The operands with x and out as [batch, dim, T] ([1, dim, tokens] of packed sequences). Adds to `problems`."""
-    if not check_convolution(named, problems):
+    if not check_convolution(OPERANDS, named, problems):
         return {}
     views, x, weight = dict(named), named["x"], named["weight"]
     ragged = "query_start_loc" in named
@@ -111,14 +106,9 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     if not 2 <= width <= MAX_WIDTH:
         problems.append(f"weight is {list(weight.shape)}: width {width} is not 2 … {MAX_WIDTH}")
         return {}
-    per_sequence: checks.Shapes = {"[batch]": (batch,)}
-    allowed: dict[str, checks.Shapes] = {
-        "weight": {"[dim, width]": (dim, width)},
-        "bias": {"[dim]": (dim,)},
-        "query_start_loc": {"[batch + 1]": (batch + 1,)},
-        **dict.fromkeys(("cache_seqlens", "conv_state_indices", "num_accepted_tokens", "intermediate_state_indices"), per_sequence),
-    }
-    fits = [checks.check_shape(name, t, allowed[name], problems) for name, t in named.items() if name in allowed]
+    sizes = {"batch": batch, "starts": batch + 1, "dim": dim, "width": width}
+    simple = {n: t for n, t in named.items() if n not in ("x", "out", "conv_state", "intermediate_conv_window", "parents", *CHILDREN)}
+    fits = [checks.check_shapes(OPERANDS, simple, sizes, problems)]
     fits += [_check_tree(named, batch, None if ragged else T, problems)]
     fits += [_check_state(named, batch, dim, width, None if ragged else T, problems)]
     if "intermediate_conv_window" in named:
@@ -243,16 +233,6 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     )
 
 
-_AXES = {
-    **dict.fromkeys(("x", "out"), {"batch": 0, "dim": 1, "token": 2}),
-    "conv_state": {"slot": 0, "dim": 1, "tap": 2},
-    "weight": {"dim": 0, "tap": 1},
-    "bias": {"dim": 0},
-    **dict.fromkeys(("parents", *CHILDREN), {"sequence": 0, "token": 1}),
-    "intermediate_conv_window": {"slot": 0, "token": 1, "dim": 2, "tap": 3},
-}
-
-
 def _sequences(views: Mapping[str, Tensor]) -> int:
     return views["query_start_loc"].shape[0] - 1 if "query_start_loc" in views else views["x"].shape[0]
 
@@ -275,19 +255,18 @@ def kernel_values(spec: UpdateSpec, views: Mapping[str, Tensor], options: Option
         values["window_rows"], values["window_tokens"] = views["intermediate_conv_window"].shape[:2]
     if "parents" in views:
         values["parent_columns"] = views["parents"].shape[1]
-    for operand, axis in spec.strides():
-        values[f"{operand}_{axis}"] = views[operand].stride(_AXES[operand][axis] if operand in _AXES else 0)
+    values |= OPERANDS.stride_values(spec, views)
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
 
 
 FAMILY = Family(
     OPERATOR,
-    written=("out", "conv_state", "intermediate_conv_window", "parents_out"),
-    problem_of=problem_of,
+    OPERANDS.written,
+    problem_of,
     size_of=lambda views: _sequences(views) if views["x"].numel() else 0,
     grid_of=grid_of,
     values_of=kernel_values,
-    in_place=(("out", "x", "parents", "first_children"),),  # of a tree, inputs are read again when outputs have been written
+    in_place=OPERANDS.in_place,
 )
 
 
@@ -295,5 +274,4 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
     reference(**views, silu=options.silu, pad_slot_id=options.pad_slot_id, dtype=dtype)
 
 
-_REQUIRED = ("x", "conv_state", "weight", "out")
-(CALLER,) = callers(FAMILY, {OPERATOR: plain(NAMES, _REQUIRED, FAMILY.written)}, Options, views_of, run_reference).values()
+(CALLER,) = callers(FAMILY, {OPERATOR: OPERANDS}, Options, views_of, run_reference).values()

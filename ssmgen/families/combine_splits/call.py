@@ -16,12 +16,11 @@ from ...calls.dispatch import callers
 from ...calls.operator import operator, run
 from ...calls.planning import Family
 from ...calls.scalars import one_of
-from ...operands import plain
 from ...spec import Loads
+from .operands import OPERANDS
 from .reference import combine_splits as reference
 from .spec import AXES, OPERATOR, CombineProblem, CombineSpec, bound_of
 
-NAMES = ("o", "lse", "o_other", "lse_other", "num_splits", "attn_sink", "mask", "out", "lse_out")
 NATURAL = {2: False, "2": False, "e": True}
 BASE = one_of("2 or 'e'", *NATURAL)
 
@@ -98,9 +97,9 @@ def combine_splits(
         out = o.new_empty(o.shape if o_other is not None else [*count, *o.shape[1:]])
     if return_lse and lse_out is None and isinstance(out, Tensor):
         lse_out = out.new_empty(out.shape[:-1], dtype=torch.float32)
-    given = (o, lse, o_other, lse_other, num_splits, attn_sink, mask, out, lse_out)
+    tensors = OPERANDS.Tensors(o, lse, o_other, lse_other, num_splits, attn_sink, mask, out, lse_out)
     options = Options(str(lse_base), None if lse_base_out is None else str(lse_base_out), empty_lse, skip_single)
-    return run(CALLER, given, options, pdl, returns=("out", "lse_out") if return_lse else ("out",))
+    return run(CALLER, tensors, options, pdl, returns=("out", "lse_out") if return_lse else ("out",))
 
 
 def _check_forms(named: Mapping[str, Any], options: Options, problems: list[str]) -> None:
@@ -149,7 +148,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     usable if that is nothing."""
     if not checks.check_tensors(named, problems):
         return {}
-    checks.check_common(named, "o", problems, "the merging of splits")
+    checks.check_types(OPERANDS, named, "o", problems, "the merging of splits")
     _check_forms(named, options, problems)
     if not _shapes_fit(named, problems):
         return {}
@@ -158,7 +157,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     for name in ("o", "o_other", "out"):
         if name in named and named[name].stride(-1) != 1:
             problems.append(f"{name} has strides {list(named[name].stride())}; its last axis, d_v, must be contiguous")
-    for name in ("out", "lse_out"):
+    for name in OPERANDS.written:
         if name in named and checks.overlaps_itself(named[name]):
             problems.append(f"{name} has strides {list(named[name].stride())}: two of its elements share memory")
     for name, t in named.items():
@@ -256,15 +255,7 @@ def size_of(views: Mapping[str, Tensor]) -> int:
     return math.prod(views["out"].shape[:-1])
 
 
-FAMILY = Family(
-    OPERATOR,
-    written=("out", "lse_out"),
-    problem_of=problem_of,
-    size_of=size_of,
-    grid_of=grid_of,
-    values_of=kernel_values,
-    in_place=(("out", "o"), ("out", "o_other"), ("lse_out", "lse"), ("lse_out", "lse_other")),
-)
+FAMILY = Family(OPERATOR, OPERANDS.written, problem_of, size_of, grid_of, kernel_values, OPERANDS.in_place)
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
@@ -272,4 +263,4 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
     reference(**{**views, **how}, skip_single=options.skip_single, dtype=dtype)
 
 
-(CALLER,) = callers(FAMILY, {OPERATOR: plain(NAMES, ("o", "lse", "out"), FAMILY.written)}, Options, views_of, run_reference).values()
+(CALLER,) = callers(FAMILY, {OPERATOR: OPERANDS}, Options, views_of, run_reference).values()

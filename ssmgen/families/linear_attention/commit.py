@@ -12,7 +12,7 @@ from ...calls import checks
 from ...calls.checks import DTYPES
 from ...engine.rows import loaded
 from ...spec import Index, Layout, Loads, PoolMode, Ring
-from .operands import RINGED
+from .operands import OPERANDS, RINGED
 from .problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
 from .reference import one_token
 
@@ -25,7 +25,7 @@ def views_of(named: Mapping[str, Tensor], layout: str, problems: list[str]) -> d
     """
     if not checks.check_tensors(named, problems):
         return {}
-    checks.check_common(named, "state", problems)
+    checks.check_types(OPERANDS, named, "state", problems, scaled=False)
     state, k = named["state"], named["k"]
     layered = state.dim() == 5
     if state.dim() not in (4, 5) or k.dim() != state.dim():
@@ -107,19 +107,6 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         operand_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], lane) for n in vectors) else Loads.ELEMENT,
     )
     return loaded(problem)
-
-
-_AXES = {
-    "A_log": {"layer": 0, "head": 1},
-    "dt_bias": {"layer": 0, "head": 1, "n": 2},
-    "state_indices": {"batch": 0},
-    "num_accepted_tokens": {"batch": 0},
-}
-_RING_AXES = {"layer": 0, "slot": 1, "token": 2, "head": 3, "row": 4, "n": 4}
-
-
-def stride(views: Mapping[str, Tensor], operand: str, axis: str) -> int:
-    return views[operand].stride(_AXES.get(operand, _RING_AXES)[axis])
 
 
 def reference(views: Mapping[str, Tensor], form: Any, pad_slot_id: int, lower_bound: float, dtype: torch.dtype = torch.float32) -> None:

@@ -13,10 +13,10 @@ from ...calls.checks import INDEX, STATES
 from ...calls.dispatch import callers
 from ...calls.planning import Family
 from ...engine.rows import loaded
-from ...operands import plain
+from ...operands import Types
 from ...spec import Index, Layout, Loads, PoolMode, Ring, Update
 from . import commit
-from .operands import CONTROL, FUNCTIONS, KEPT, KEY_VECTORS, NAMES, RINGS
+from .operands import FUNCTIONS, KEY_VECTORS, OPERANDS
 from .problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
 from .reference import linear_attention as reference
 from .spec import OPERATOR, LinearAttentionSpec
@@ -51,8 +51,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     states = [("state", state), *([("intermediate_states", kept)] if kept is not None else [])]
     wide = lane if options.layout == "vk" else min(16 // state.element_size(), V & -V)
     vectors = [n for n in (*KEY_VECTORS, "ring_k", "ring_gk") if n in views] + (["dt_bias"] if "gk" in views and "dt_bias" in views else [])
-    others = (*CONTROL, "intermediate_states", *RINGS, "state_scale", *KEPT)
-    present: dict[str, Any] = {n: STATES[t.dtype] for n, t in views.items() if n not in others}
+    own = [row.name for row in OPERANDS if row.types in (Types.FLOAT, Types.STATE) and not row.field]
+    present: dict[str, Any] = {n: STATES[views[n].dtype] for n in own if n in views}
 
     def index(name: str) -> Index:
         return INDEX[views[name].dtype if name in views else None]
@@ -87,21 +87,6 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     return loaded(problem).for_tokens(views["q"].shape[1])
 
 
-_AXES = {
-    "state": {"slot": 0, "head": 1},
-    "A_log": {"head": 0},
-    "dt_bias": {"head": 0, "n": 1},
-    "state_indices": {"batch": 0, "column": 1},
-    "dst_state_indices": {"batch": 0, "token": 1},
-    "num_accepted_tokens": {"batch": 0},
-    "intermediate_states": {"batch": 0, "token": 1},
-    **dict.fromkeys(RINGS, {"slot": 0, "token": 1, "head": 2}),
-    "state_scale": {"slot": 0, "head": 1, "row": 2},
-    "parents": {"batch": 0, "token": 1},
-    "intermediate_state_indices": {"batch": 0},
-}
-
-
 _COLUMNS = {
     "columns": "state_indices",
     "dst_columns": "dst_state_indices",
@@ -120,7 +105,6 @@ def kernel_values(spec: LinearAttentionSpec, views: Mapping[str, Tensor], option
     }
     if options.commit:
         values |= {"most_tokens": views["k"].shape[2], "sequences": batch_of(views)}
-        values |= {f"{operand}_{axis}": commit.stride(views, operand, axis) for operand, axis, _ in spec.strides()}
     else:
         values |= dict.fromkeys(("tokens", "total_tokens"), views["out"].shape[1])
         for name, operand in _COLUMNS.items():
@@ -128,9 +112,7 @@ def kernel_values(spec: LinearAttentionSpec, views: Mapping[str, Tensor], option
                 values[name] = views[operand].shape[1]
         if "intermediate_states" in views:
             values["kept_rows"] = views["intermediate_states"].shape[0]
-        token_axes = {"batch": 0, "token": 1, "head": 2, "row": 3, "n": 3}
-        for operand, axis, _ in spec.strides():
-            values[f"{operand}_{axis}"] = views[operand].stride(_AXES.get(operand, token_axes)[axis])
+    values |= OPERANDS.stride_values(spec, views, int(options.commit))
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
 
 
@@ -141,7 +123,7 @@ def grid_of(spec: LinearAttentionSpec, views: Mapping[str, Tensor]) -> int:
 
 FAMILY = Family(
     OPERATOR,
-    written=("out", "state", "intermediate_states", *RINGS, "state_scale"),
+    written=OPERANDS.written,
     problem_of=problem_of,
     size_of=lambda views: batch_of(views) if views["v"].numel() else 0,
     grid_of=grid_of,
@@ -159,6 +141,5 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
         reference(views, form, **how, dtype=dtype)
 
 
-CALLERS = callers(
-    FAMILY, {name: plain(NAMES, function.tensors, FAMILY.written) for name, function in FUNCTIONS.items()}, Options, views_of, run_reference
-)  # fmt: skip
+_TABLES = {name: OPERANDS.only(required=function.tensors) for name, function in FUNCTIONS.items()}
+CALLERS = callers(FAMILY, _TABLES, Options, views_of, run_reference)

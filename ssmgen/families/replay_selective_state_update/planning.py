@@ -14,16 +14,12 @@ from ...calls.dispatch import callers
 from ...calls.operator import run
 from ...calls.planning import Family
 from ...calls.scalars import one_of
-from ...operands import plain
 from ...spec import Index, Loads
+from .operands import BETWEEN, OPERANDS
 from .problem import MAX_TOKENS, History, ReplayProblem
 from .reference import replay_selective_state_update as reference
 from .spec import OPERATOR, ReplaySpec
 
-NAMES = (
-    "state", "old_x", "old_B", "old_dt", "old_dA_cumsum", "cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "x", "dt", "A", "B",
-    "C", "D", "z", "dt_bias", "out", "state_indices", "cu_seqlens", "rand_seed", "arrivals", "state_scale", "mix", "sums",
-)  # fmt: skip
 PRECISIONS = {"f32": 3, "bf16x2": 2, "bf16": 1}
 PRECISION = one_of(f"one of {', '.join(map(repr, PRECISIONS))}", *PRECISIONS)
 
@@ -43,15 +39,15 @@ class Options(NamedTuple):
     zero_padding: bool = True
 
 
-def call(name: str, given: tuple[Any, ...], options: Options, pdl: bool | None) -> Any:
-    """The result of the public function `name`; `given` by NAMES without mix and sums. Makes these and an output, where there is none."""
-    named = dict(zip(NAMES, (*given, None, None), strict=True))
+def call(name: str, tensors: Any, options: Options, pdl: bool | None) -> Any:
+    """The result of the public function `name`. Makes an output, and what two kernels leave between them, where there is none."""
+    named = tensors._asdict()
     objections = checks.padding_objections(options.zero_padding, named["out"])
     if named["out"] is None and isinstance(named["x"], Tensor):
         named["out"] = torch.empty_like(named["x"], memory_format=torch.contiguous_format)
     if options.two_kernels:
         named |= _between(named, options)
-    return run(CALLERS[name], (*named.values(),), options, pdl, objections=objections)
+    return run(CALLERS[name], OPERANDS.Tensors(**named), options, pdl, objections=objections)
 
 
 def _between(given: Mapping[str, Any], options: Options) -> dict[str, Tensor]:
@@ -80,7 +76,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     problems += [f"{name} is needed" for name in needed if named.get(name) is None]
     if not checks.check_tensors(named, problems) or not all(name in named for name in needed):
         return {}
-    checks.check_common(named, "state", problems, narrow={"state": "state_scale"})
+    checks.check_types(OPERANDS, named, "state", problems)
     state, old_x, old_B = named["state"], named["old_x"], named["old_B"]
     step, ragged, materialize = "cache_buf_idx" in named, "cu_seqlens" in named, options.materialize
     if state.dim() != 4:
@@ -96,7 +92,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     W, G = old_x.shape[1], old_B.shape[-2]
     if G == 0 or H % G:
         problems.append(f"old_B is {list(old_B.shape)} but heads {H} is not a multiple of its groups {G}")
-    views, T, batch = dict(named), 0, slots
+    views, T, batch, lead, words = dict(named), 0, slots, (), ""
     if materialize:
         batch = named["state_indices"].numel() if "state_indices" in named else slots
     else:
@@ -110,7 +106,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
             views |= {n: named[n].unsqueeze(0) for n in ("x", "dt", "B", "C", "z", "out") if n in named}
         else:
             batch, T = named["x"].shape[:2]
-        lead, words = tuple(views["x"].shape[:2]), "[tokens" if ragged else "[batch, T"
+        lead, words = tuple(views["x"].shape[:2]), "tokens" if ragged else "batch, T"
         if "dt" in views and views["dt"].dim() == 4:
             if views["dt"].shape[3] != P or (P > 1 and views["dt"].stride(3) != 0):
                 problems.append(
@@ -126,27 +122,15 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
                 views[name] = views[name][..., 0]
     if "D" in views and views["D"].dim() == 1:
         views["D"] = views["D"].unsqueeze(-1).expand(-1, P)
-    both = (2,) if step else ()
-    allowed: dict[str, tuple[str, tuple[int, ...]]] = {
-        "old_x": ("[slots, W, heads, headdim]", (slots, W, H, P)),
-        "old_B": ("[slots, (2,) W, groups, d_state]", (slots, *both, W, G, N)),
-        **dict.fromkeys(("old_dt", "old_dA_cumsum"), ("[slots, (2,) heads, W]", (slots, *both, H, W))),
-        **dict.fromkeys(("cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "arrivals"), ("[slots]", (slots,))),
-        **dict.fromkeys(("A", "dt_bias"), ("[heads]", (H,))),
-        "D": ("[heads, headdim]", (H, P)),
-        "state_scale": ("[slots, heads, headdim]", (slots, H, P)),
-        "state_indices": ("[batch]", (batch,)),
-        "cu_seqlens": ("[batch + 1]", (batch + 1,)),
-    }
-    if materialize:
-        allowed["out"] = ("[batch, heads, headdim, d_state]", (batch, H, P, N))
-    else:
-        allowed |= dict.fromkeys(("x", "z", "out"), (f"{words}, heads, headdim]", (*lead, H, P)))
-        allowed |= dict.fromkeys(("B", "C"), (f"{words}, groups, d_state]", (*lead, G, N))) | {"dt": (f"{words}, heads]", (*lead, H))}
-    fits = [checks.check_shape(n, t, {allowed[n][0]: allowed[n][1]}, problems) for n, t in views.items() if n in allowed]
+    sizes = {"slot": slots, "head": H, "row": P, "n": N, "group": G, "batch": batch, "starts": batch + 1}
+    sizes |= {"buffer": 2, "entry": W} if step else {"ringed": W}
+    fits = checks.check_shapes(
+        OPERANDS, {n: t for n, t in views.items() if n not in ("state", "rand_seed", *BETWEEN)}, sizes, problems,
+        {"out": {"[batch, heads, headdim, d_state]": (batch, H, P, N)}} if materialize else {}, (words, lead),
+    )  # fmt: skip
     _check_dtypes(named, problems)
     _check_sizes(named, W, T, step, options, problems)
-    if not all(fits):
+    if not fits:
         return {}
     _check_layout(views, batch, problems)
     return views
@@ -157,9 +141,6 @@ def _check_dtypes(named: Mapping[str, Tensor], problems: list[str]) -> None:
     for name in ("B", "C", "old_x", "old_B"):
         if name in named and named[name].dtype != alike:
             problems.append(f"{name} is {named[name].dtype}, {'x' if 'x' in named else 'old_x'} is {alike}")
-    for name in ("old_dt", "old_dA_cumsum"):
-        if name in named and named[name].dtype != torch.float32:
-            problems.append(f"{name} is {named[name].dtype}, not float32")
     if "x" not in named and named["out"].dtype != named["state"].dtype and named["state"].dtype not in NARROW:
         problems.append(f"out is {named['out'].dtype}, state is {named['state'].dtype}")
     if "rand_seed" in named:
@@ -290,32 +271,19 @@ def batch_of(views: Mapping[str, Tensor]) -> int:
     return views["cu_seqlens"].shape[0] - 1 if "cu_seqlens" in views else views["out"].shape[0]
 
 
-_AXES = {
-    "state": {"slot": 0},
-    "old_x": {"slot": 0, "token": 1, "head": 2, "row": 3},
-    **dict.fromkeys(("x", "z", "out", "dt"), {"batch": 0, "token": 1, "head": 2, "row": 3}),
-    **dict.fromkeys(("B", "C"), {"batch": 0, "token": 1, "group": 2, "n": 3}),
-    "D": {"head": 0, "row": 1},
-    "state_scale": {"slot": 0, "head": 1, "row": 2},
-}
-
-
-def _axis(views: Mapping[str, Tensor], operand: str, axis: str) -> int:
-    if operand in ("old_B", "old_dt", "old_dA_cumsum"):
-        inner = ("token", "group", "n") if operand == "old_B" else ("head", "token")
-        buffer = ("buffer",) if "cache_buf_idx" in views else ()
-        return ("slot", *buffer, *inner).index(axis)
-    return _AXES.get(operand, {}).get(axis, 0)
-
-
 def kernel_values(spec: ReplaySpec, views: Mapping[str, Tensor], options: Options) -> dict[str, int | float]:
     """Every kernel argument that is not a pointer."""
-    values = {"slots": views["state"].shape[0], "pad_slot_id": options.pad_slot_id, "window": window_of(views, options)}
+    values: dict[str, int | float] = {
+        "slots": views["state"].shape[0],
+        "pad_slot_id": options.pad_slot_id,
+        "window": window_of(views, options),
+    }
     values |= {"ring": views["old_x"].shape[1], "tokens": views["out"].shape[1], "total_tokens": views["out"].shape[1]}
     if "state_indices" in views:
         values["state_indices_batch"] = views["state_indices"].stride(0)
-    for operand, axis in spec.strides():
-        values[f"{operand}_{axis}"] = views[operand].stride(_axis(views, operand, axis))
+    own = [name for name in spec.operands() if not (options.materialize and name == "out")]
+    values |= OPERANDS.stride_values(spec, views, int("cache_buf_idx" not in views), own)
+    values["out_slot"] = views["out"].stride(0)
     if "rand_seed" in views:
         values["rand_seed_slot"] = int(views["rand_seed"].numel() > 1)
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
@@ -323,26 +291,21 @@ def kernel_values(spec: ReplaySpec, views: Mapping[str, Tensor], options: Option
 
 FAMILY = Family(
     OPERATOR,
-    written=(
-        "out", "state", "old_x", "old_B", "old_dt", "old_dA_cumsum", "cache_buf_idx", "ring_start", "prev_num_accepted_tokens",
-        "rand_seed", "arrivals", "state_scale", "mix", "sums",
-    ),
-    problem_of=problem_of,
+    OPERANDS.written,
+    problem_of,
     size_of=lambda views: batch_of(views) if views["out"].numel() else 0,
     grid_of=lambda spec, views: batch_of(views) * spec.blocks,
     values_of=kernel_values,
-)  # fmt: skip
+)
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
     rounds = options.philox_rounds if "rand_seed" in views else 0
     how: dict[str, Any] = {"dt_softplus": options.dt_softplus, "pad_slot_id": options.pad_slot_id, "philox_rounds": rounds}
-    views = {name: t for name, t in views.items() if name not in ("mix", "sums")}
+    views = {name: t for name, t in views.items() if name not in BETWEEN}
     how["zero_padding"] = options.zero_padding
     reference(**{**views, **how}, window=window_of(views, options), dtype=dtype)
 
 
-_REQUIRED = ("state", "old_x", "old_B", "old_dt", "prev_num_accepted_tokens", "out")
-_TABLE = plain(NAMES, _REQUIRED, FAMILY.written)
 FUNCTIONS = (OPERATOR, "checkpoint_selective_state_update", "materialize_selective_state")
-CALLERS = callers(FAMILY, dict.fromkeys(FUNCTIONS, _TABLE), Options, views_of, run_reference)
+CALLERS = callers(FAMILY, dict.fromkeys(FUNCTIONS, OPERANDS), Options, views_of, run_reference)

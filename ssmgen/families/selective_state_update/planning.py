@@ -13,18 +13,19 @@ from ...calls.checks import INDEX, STATES
 from ...calls.dispatch import callers
 from ...calls.planning import Family
 from ...engine.rows import loaded
-from ...operands import plain
+from ...operands import Types
 from ...spec import Index, Loads, PoolMode, Update
+from .operands import OPERANDS
 from .problem import SsuProblem
 from .reference import selective_state_update as reference
 from .spec import OPERATOR, SsuSpec
-from .views import CONTROL, NAMES, Options, is_tied, views_of
+from .views import Options, is_tied, views_of
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> SsuProblem:
     """The problem that checked operands pose, given where they lie."""
-    dt_softplus, dt_limit, _, philox_rounds, update_state, zero_padding = Options(*options)
-    state, kept, target = views["state"], views.get("intermediate_states"), views.get("dst_state_indices")
+    dt_softplus, dt_limit, _, philox_rounds, update_state, zero_padding = options
+    state, target = views["state"], views.get("dst_state_indices")
     _, H, P, N = state.shape
     tied = is_tied(views)
     vector = min(16 // state.element_size(), N & -N)  # elements that a lane owns
@@ -37,7 +38,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         return Loads.VECTOR if aligned else Loads.ELEMENT
 
     several = views["x"].dim() == 4
-    types: dict[str, Any] = {n: STATES[t.dtype] for n, t in views.items() if n not in (*CONTROL, "intermediate_states")}
+    types: dict[str, Any] = {n: STATES[t.dtype] for n, t in views.items() if OPERANDS[n].types in (Types.FLOAT, Types.STATE)}
     problem = SsuProblem(
         d_state=N,
         headdim=P,
@@ -56,7 +57,6 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         cu_seqlens=index("cu_seqlens"),
         accepted=index("num_accepted_tokens"),
         update=Update.NONE if not update_state else Update.EACH if target is not None and target.dim() == 2 else Update.FINAL,
-        intermediate_states=None if kept is None else STATES[kept.dtype],
         intermediate_indices=index("intermediate_state_indices"),
         parents=index("parents"),
         zero_padding=zero_padding,
@@ -64,22 +64,6 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     return loaded(problem)
 
 
-_REQUIRED = ("state", "x", "dt", "A", "B", "C", "out")
-_AXES: dict[str, dict[str, int]] = {
-    "state": {"slot": 0},
-    "A": {"head": 0, "row": 1, "n": 2},
-    **dict.fromkeys(("D", "dt_bias"), {"head": 0, "row": 1}),
-    "state_indices": {"batch": 0, "column": 1},
-    "dst_state_indices": {"batch": 0, "token": 1},
-    "num_accepted_tokens": {"batch": 0},
-    "parents": {"batch": 0, "token": 1},
-    "intermediate_states": {"row": 0, "token": 1},
-    "intermediate_state_indices": {"batch": 0},
-    "rand_seed": {"slot": 0},
-    "state_scale": {"slot": 0, "head": 1, "row": 2},
-    "intermediate_state_scales": {"kept": 0, "token": 1, "head": 2, "row": 3},
-}
-_TOKENWISE_AXES = {"batch": 0, "token": 1, "head": -2, "group": -2, "row": -1, "n": -1}
 _COLUMNS = {
     "columns": "state_indices",
     "dst_columns": "dst_state_indices",
@@ -100,8 +84,7 @@ def kernel_values(spec: SsuSpec, views: Mapping[str, Tensor], options: Options) 
         values["kept_rows"] = views["intermediate_states"].shape[0]
     if dt_limit is not None:
         values["dt_min"], values["dt_max"] = map(float, dt_limit)
-    for operand, axis, _ in spec.strides():
-        values[f"{operand}_{axis}"] = views[operand].stride(_AXES.get(operand, _TOKENWISE_AXES)[axis])
+    values |= OPERANDS.stride_values(spec, views)
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
 
 
@@ -111,8 +94,8 @@ def sequences(views: Mapping[str, Tensor]) -> int:
 
 FAMILY = Family(
     OPERATOR,
-    written=("out", "state", "intermediate_states", "state_scale", "intermediate_state_scales"),
-    problem_of=problem_of,
+    OPERANDS.written,
+    problem_of,
     size_of=lambda views: sequences(views) if views["x"].numel() else 0,
     grid_of=lambda spec, views: sequences(views) * spec.nheads * spec.tiles,
     values_of=kernel_values,
@@ -120,11 +103,11 @@ FAMILY = Family(
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    dt_softplus, dt_limit, pad_slot_id, philox_rounds, update_state, zero_padding = Options(*options)
+    dt_softplus, dt_limit, pad_slot_id, philox_rounds, update_state, zero_padding = options
     reference(
         **views, dt_softplus=dt_softplus, dt_limit=dt_limit, pad_slot_id=pad_slot_id, philox_rounds=philox_rounds,
         update_state=update_state, zero_padding=zero_padding, dtype=dtype,
     )  # fmt: skip
 
 
-(CALLER,) = callers(FAMILY, {OPERATOR: plain(NAMES, _REQUIRED, FAMILY.written)}, Options, views_of, run_reference).values()
+(CALLER,) = callers(FAMILY, {OPERATOR: OPERANDS}, Options, views_of, run_reference).values()
