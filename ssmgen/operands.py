@@ -16,6 +16,7 @@ from collections import namedtuple
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 from .spec import DType, Index, Narrow, Param
@@ -50,6 +51,7 @@ class Operand:
     field: the spec's field that says its type, and whether it is there; its own name, if not given
     there: the spec's attributes that say whether it is there, where that is not the field: "stores&g"
     view: the axes as kernels and the reference see them, where they are not those of the first form; of several kinds of calls, `|` between
+    role: what kernels call it, if not by its name
     note: for its row of the operator's page
     strides: the axes whose strides kernels take. "n?loose" is taken where the spec's attribute `loose` holds, "n?!dense" where `dense` does
         not, and "slot:64" is 64 bits wide
@@ -67,6 +69,7 @@ class Operand:
     there: str = ""
     strides: str = ""
     view: str = ""
+    role: str = ""
     note: str = ""
 
     @property
@@ -83,12 +86,17 @@ class Operand:
         """The type of its elements in a spec's kernels."""
         if not self.field and self.types in _ELEMENT:
             return _ELEMENT[self.types]
-        return element_of(getattr(spec, self.field or self.name))
+        return element_of(attrgetter(self.field or self.name)(spec))
+
+    @property
+    def parameter(self) -> str:
+        """Its name in kernels."""
+        return self.role or self.name
 
 
 def holds(spec: Any, condition: str) -> bool:
     """Whether an attribute of a spec holds: it is neither false nor the type of something that is absent. "!name": it does not."""
-    value = getattr(spec, condition.removeprefix("!"))
+    value = attrgetter(condition.removeprefix("!"))(spec)
     return (value is not Index.NONE and bool(value)) != condition.startswith("!")
 
 
@@ -145,18 +153,20 @@ class Table:
     def pointers(self, spec: Any, names: Iterable[str] | None = None, written: Collection[str] | None = None) -> list[Param]:
         """The kernel's parameters for them. What it does not write is const; written: what it writes, if not all that calls may write."""
         taken, changed = self.of(spec) if names is None else names, self.written if written is None else written
-        return [Param.pointer(name, self.rows[name].element(spec), const=name not in changed) for name in taken]
+        return [Param.pointer(self.rows[name].parameter, self.rows[name].element(spec), const=name not in changed) for name in taken]
 
-    def strides(self, spec: Any, names: Iterable[str] | None = None) -> list[tuple[str, str, str]]:
-        """(operand, axis, "u32" or "i64") of every stride that the kernel takes, in elements."""
-        found = []
+    def _taken(self, spec: Any, names: Iterable[str] | None) -> Iterator[tuple[Operand, str, str]]:
+        """(operand, axis, "u32" or "i64") of every stride that a kernel takes."""
         for name in self.of(spec) if names is None else names:
             for said in self.rows[name].strides.split():
                 taken, _, condition = said.partition("?")
                 axis, _, wide = taken.partition(":")
                 if not condition or all(holds(spec, each) for each in condition.split("&")):
-                    found.append((name, axis, "i64" if wide else "u32"))
-        return found
+                    yield self.rows[name], axis, "i64" if wide else "u32"
+
+    def strides(self, spec: Any, names: Iterable[str] | None = None) -> list[tuple[str, str, str]]:
+        """(operand as kernels call it, axis, "u32" or "i64") of every stride that the kernel takes, in elements."""
+        return [(row.parameter, axis, width) for row, axis, width in self._taken(spec, names)]
 
     def stride_params(self, spec: Any) -> list[Param]:
         """The kernel's parameters for them. Those of 8 bytes come first, so that the buffer has no padding."""
@@ -166,10 +176,8 @@ class Table:
     def axis_of(self, name: str, axis: str, dims: int, kind: int = 0) -> int:
         """The number of an axis of an operand's view, which has so many axes. kind: of a call, where views have several."""
         row = self.rows[name]
-        if row.view:
-            views = row.view.split("|")
-            return views[min(kind, len(views) - 1)].split().index(axis)
-        for form in row.forms:
+        views = [view.split() for view in row.view.split("|")] if row.view else []
+        for form in views[min(kind, len(views) - 1) :][:1] if views else row.forms:
             words = [word.rstrip("+") for word in form]
             full = ["batch", *words] if words[0] == LEAD else words
             if axis in full:
@@ -179,8 +187,8 @@ class Table:
     def stride_values(self, spec: Any, views: Mapping[str, Any], kind: int = 0, names: Iterable[str] | None = None) -> dict[str, int]:
         """The values of those parameters, for the views of a call of this kind."""
         return {
-            f"{name}_{axis}": views[name].stride(self.axis_of(name, axis, views[name].dim(), kind))
-            for name, axis, _ in self.strides(spec, names)
+            f"{row.parameter}_{axis}": views[row.name].stride(self.axis_of(row.name, axis, views[row.name].dim(), kind))
+            for row, axis, _ in self._taken(spec, names)
         }
 
     # Shapes.
@@ -247,7 +255,7 @@ class Table:
     def axes(self) -> dict[str, str]:
         """The same axes in the words of `calls/sharding.py`."""
         known = {"slot": "batch", "kept": "batch", "sequences": "batch", "dim": "head"}
-        plain = {name: [[word.rstrip("+") for word in form] for form in row.forms] for name, row in self.rows.items()}
+        plain = {name: [[word.rstrip("+").split("*")[0] for word in form] for form in row.forms] for name, row in self.rows.items()}
         found = {
             name: [" ".join(["*" if i == 0 and word == LEAD else known.get(word, word) for i, word in enumerate(form)]) for form in forms]
             for name, forms in plain.items()

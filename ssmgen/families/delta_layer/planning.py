@@ -13,14 +13,14 @@ from ...calls.checks import DTYPES
 from ...calls.dispatch import callers
 from ...calls.planning import Family
 from ...engine import layer_views
-from ...operands import plain
 from ...spec import KernelSpec, Layout, Loads
 from ..gated_rms_norm.call import ACTIVATIONS
 from ..linear_attention.problem import Beta, Gate, Tokens
-from .problem import CALL_NAMES, DeltaLayerProblem
+from .operands import FUNCTIONS
+from .problem import DeltaLayerProblem
 from .reference import delta_layer as reference
 from .spec import OPERATOR
-from .views import NAMES, REQUIRED, Options, views_of
+from .views import Options, views_of
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> DeltaLayerProblem:
@@ -60,17 +60,11 @@ def _activation(options: Options) -> str:
     return ACTIVATIONS[options.activation].value
 
 
-_AXES = {
-    **dict.fromkeys(("g", "beta", "z"), ("batch", "token", "head")), "gk": ("batch", "token", "head", "n"), "A_log": ("head",),
-    "dt_bias": ("head", "n"),
-}  # fmt: skip
-
-
 def kernel_values(spec: KernelSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, int | float]:
     """Every argument of one of the kernels that is not a pointer."""
     given = {"pad_slot_id": options.pad_slot_id, "scale": float(options.scale), "eps": float(options.eps)}
     given |= {"lower_bound": float(options.lower_bound or 0.0)}
-    return layer_views.kernel_values(spec, views, _AXES, given, CALL_NAMES["gdn_layer" if "a" in views else "kda_layer"])
+    return layer_views.kernel_values(spec, views, FUNCTIONS["gdn_layer" if "a" in views else "kda_layer"], given)
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
@@ -80,7 +74,7 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
 
 FAMILY = Family(
     OPERATOR,
-    written=layer_views.WRITTEN,
+    written=FUNCTIONS["gdn_layer"].written,
     problem_of=problem_of,
     size_of=lambda views: views["out"].shape[0],
     grid_of=layer_views.grid_of,
@@ -88,6 +82,4 @@ FAMILY = Family(
 )
 
 
-CALLERS = callers(
-    FAMILY, {name: plain(names, REQUIRED[name], FAMILY.written) for name, names in NAMES.items()}, Options, views_of, run_reference
-)  # fmt: skip
+CALLERS = callers(FAMILY, FUNCTIONS, Options, views_of, run_reference)

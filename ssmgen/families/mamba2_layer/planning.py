@@ -13,11 +13,11 @@ from ...calls.checks import DTYPES
 from ...calls.dispatch import callers
 from ...calls.planning import Family
 from ...engine import layer_views
-from ...operands import plain
 from ...spec import KernelSpec, Loads
+from .operands import OPERANDS
 from .reference import mamba2_layer as reference
 from .spec import OPERATOR, Mamba2LayerProblem
-from .views import NAMES, REQUIRED, Options, size_of, views_of
+from .views import Options, size_of, views_of
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> Mamba2LayerProblem:
@@ -49,17 +49,11 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     )
 
 
-_AXES = {
-    "dt": ("batch", "token", "head"), "z": ("batch", "token", "head", "row"), "rand_seed": ("slot",),
-    **dict.fromkeys(("A", "D", "dt_bias"), ("head", "row")),
-}  # fmt: skip
-
-
 def kernel_values(spec: KernelSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, int | float]:
     """Every argument of one of the kernels that is not a pointer."""
     low, high = (0.0, 0.0) if options.dt_limit is None else options.dt_limit
     given = {"pad_slot_id": options.pad_slot_id, "eps": float(options.eps), "dt_min": float(low), "dt_max": float(high)}
-    return layer_views.kernel_values(spec, views, _AXES, given)
+    return layer_views.kernel_values(spec, views, OPERANDS, given)
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
@@ -68,7 +62,7 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
 
 FAMILY = Family(
     OPERATOR,
-    written=layer_views.WRITTEN,
+    written=OPERANDS.written,
     problem_of=problem_of,
     size_of=lambda views: views["out"].shape[0],
     grid_of=layer_views.grid_of,
@@ -76,4 +70,4 @@ FAMILY = Family(
 )
 
 
-(CALLER,) = callers(FAMILY, {OPERATOR: plain(NAMES, REQUIRED, FAMILY.written)}, Options, views_of, run_reference).values()
+(CALLER,) = callers(FAMILY, {OPERATOR: OPERANDS}, Options, views_of, run_reference).values()
