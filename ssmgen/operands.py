@@ -103,8 +103,13 @@ def holds(spec: Any, condition: str) -> bool:
 def element_of(value: Any) -> str:
     """What kernels call elements of a type."""
     if isinstance(value, (DType, Narrow)):
-        return value.value
+        return str(value.value)
     return INTEGERS[value] if isinstance(value, Index) else str(value)
+
+
+def _tensors(names: tuple[str, ...]) -> Any:
+    """The NamedTuple of operands of these names, each of which may be left out."""
+    return namedtuple("Tensors", names, defaults=(None,) * len(names))
 
 
 class Table:
@@ -115,8 +120,11 @@ class Table:
         self.rows: dict[str, Operand] = {}
         for row in operands:
             like = row.axes.removeprefix("like ")
-            same = {} if like == row.axes else {"axes": self.rows[like].axes, "view": row.view or self.rows[like].view}
-            self.rows[row.name] = replace(row, **same, **({"strides": self.rows[like].strides} if same and not row.strides else {}))
+            if like == row.axes:
+                self.rows[row.name] = row
+            else:
+                same = self.rows[like]
+                self.rows[row.name] = replace(row, axes=same.axes, view=row.view or same.view, strides=row.strides or same.strides)
         self.words = {LEAD: "tokens", "batch": "batch", "slot": "slots", **words}
         self.names = tuple(self.rows)
         self.required = frozenset([name for name, row in self.rows.items() if not row.optional])
@@ -124,7 +132,7 @@ class Table:
         self.written = tuple(sorted(written, key=lambda name: name != "out"))  # messages name the output first
         self.in_place = tuple([(name, other, *row.unless) for name, row in self.rows.items() for other in row.may_be if other in self.rows])
         self.scales = {name: row.scales for name, row in self.rows.items() if row.scales}
-        self.Tensors: Any = namedtuple("Tensors", self.names, defaults=(None,) * len(self.rows))  # names known here alone
+        self.Tensors = _tensors(self.names)
 
     def __getitem__(self, name: str) -> Operand:
         return self.rows[name]

@@ -25,12 +25,14 @@ _KINDS: dict[Any, str] = {bool: "bool", int: "int", float: "float", str: "str", 
 _hints = functools.cache(get_type_hints)
 
 
-def _said(options: Any, names: Sequence[str]) -> list[str]:
-    """These options as the operator's schema says them; a NamedTuple among them field by field."""
+def _said(options: Any, names: Sequence[str], taken: Sequence[str]) -> list[str]:
+    """These options as the operator's schema says them; a NamedTuple among them field by field. taken: names of operands."""
     found: list[str] = []
     for name in names:
         kind = _hints(options)[name]
-        found += _said(kind, kind._fields) if hasattr(kind, "_fields") else [f"{_kind(kind)} {name}"]
+        found += (
+            _said(kind, kind._fields, taken) if hasattr(kind, "_fields") else [f"{_kind(kind)} {name}{'_form' if name in taken else ''}"]
+        )
     return found
 
 
@@ -81,7 +83,7 @@ def callers(
     first, *others = tables.values()
     not_all_need = [i for table in others for i, name in enumerate(table.names) if name not in table.required]
     asked = tuple(of_options) or options._fields
-    rows, said = first.schema(not_all_need), _said(options, asked)
+    rows, said = first.schema(not_all_need), _said(options, asked, first.names)
     named = ["str function"] if others else []
     _library.define(f"{name}({', '.join([*named, *rows, *said, 'bool? pdl'])}) -> ()", tags=torch.Tag.needs_fixed_stride_order)
     op = getattr(torch.ops.ssmgen, name).default

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -139,7 +139,7 @@ def _asking(call: bool, learn: Callable[[Call], Callable[[], None]] | None = Non
 def run(
     caller: Caller, tensors: Sequence[Any], options: Any, pdl: bool | None = None, *, returns: tuple[str, ...] = ("out",),
     objections: tuple[str, ...] = (), before: Before | None = None,
-) -> Any:  # fmt: skip
+) -> R:  # type: ignore[type-var]  # what the public function returns  # fmt: skip
     """Makes a call and returns its result: the tensors that `returns` names. Every public function ends here.
 
     tensors: by `caller.names`; objections: what is wrong with arguments that are no tensors.
@@ -147,8 +147,8 @@ def run(
     """
     call = Call(caller, (*tensors,), options, pdl, returns, objections, before)
     if is_compiling() or _asked.call:
-        return call
-    return launched(call, _asked.learn)
+        return cast(R, call)
+    return cast(R, launched(call, _asked.learn))
 
 
 def launched(call: Call, learn: Callable[[Call], Callable[[], None]] | None) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor
 
@@ -161,7 +161,7 @@ def chunk_delta_rule_workspace(
 
 def _call(
     name: str, operands: tuple[Tensor | None, ...], states: States, options: Options, pdl: bool | None, objections: tuple[str, ...]
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """The result of a function, with tensors made for what it writes and was not given; the checks object to the rest."""
     q, _, v, *_ = operands
     head_k = q.shape[-1] if isinstance(q, Tensor) and isinstance(v, Tensor) and q.dim() == v.dim() else None

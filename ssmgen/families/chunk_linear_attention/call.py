@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -271,7 +271,7 @@ def _call(
     pdl: bool | None,
     objections: tuple[str, ...] = (),
     before: Before | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """The result of a function, of its operands by their roles, with tensors made for what it writes and was not given."""
     q, v = tokens["q"], tokens["v"]
     head_k = q.shape[-1] if isinstance(q, Tensor) and isinstance(v, Tensor) and q.dim() == v.dim() else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ def decode(
     dt_bias: Tensor | None = None, read: Tensor | None = None, erase: Tensor | None = None, w: Tensor | None = None,
     write: Tensor | None = None, alpha: Tensor | None = None, bonus: Tensor | None = None, *,
     lower_bound: float | None = None, objections: tuple[str, ...] = (),
-) -> Any:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """The result of a function, of its tensors by their roles in the recurrence (spec.py)."""
     scale, out = pool.scale, pool.out
     objections += padding_objections(pool.zero_padding, out)
@@ -93,7 +93,7 @@ def commit(
     name: str, form: Form, state: Tensor, ring: Ring, num_accepted_tokens: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, *,
     per_channel: bool, lower_bound: float | None = None, state_layout: str, state_indices: Tensor | None, pad_slot_id: int,
     pdl: bool | None, objections: tuple[str, ...],
-) -> Any:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """The result of a call that replays accepted tokens of a ring; per_channel: it keeps a gate per key channel."""
     k, v, g, gk, beta = _by_operand(ring, per_channel)
     tensors = OPERANDS.Tensors(

@@ -39,7 +39,7 @@ class Options(NamedTuple):
     zero_padding: bool = True
 
 
-def call(name: str, tensors: Any, options: Options, pdl: bool | None) -> Any:
+def call(name: str, tensors: Any, options: Options, pdl: bool | None) -> Tensor:
     """The result of the public function `name`. Makes an output, and what two kernels leave between them, where there is none."""
     named = tensors._asdict()
     objections = checks.padding_objections(options.zero_padding, named["out"])
