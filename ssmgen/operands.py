@@ -13,7 +13,7 @@ heads that share an operand. "token+" is an axis that may be longer than needed.
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from operator import attrgetter
@@ -53,6 +53,7 @@ class Operand:
     view: the axes as kernels and the reference see them, where they are not those of the first form; of several kinds of calls, `|` between
     role: what kernels call it, if not by its name
     note: for its row of the operator's page
+    writes: the spec's attributes that say whether its kernel writes it, where not all of a call's kernels do
     strides: the axes whose strides kernels take. "n?loose" is taken where the spec's attribute `loose` holds, "n?!dense" where `dense` does
         not, and "slot:64" is 64 bits wide
     """
@@ -65,6 +66,7 @@ class Operand:
     may_be: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
     scales: str = ""
+    writes: str = ""
     field: str = ""
     there: str = ""
     strides: str = ""
@@ -150,6 +152,16 @@ class Table:
         """The same table for a function that calls some operands otherwise: {the name here: its name}."""
         return Table([replace(row, name=names.get(row.name, row.name)) for row in self], self.words)
 
+    def fields(self) -> dict[str, str]:
+        """{field of the problem: operand} of the operands whose types are fields of their own."""
+        typed = [row for row in self if row.types in (Types.FLOAT, Types.STATE) and (row.field or row.name) == row.parameter]
+        return {row.parameter: row.name for row in typed}
+
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        """The operands whose elements kernels may have to load one by one."""
+        return tuple([name for name, row in self.rows.items() if "?loose" in row.strides])
+
     # Kernels.
 
     def of(self, spec: Any) -> list[str]:
@@ -158,9 +170,13 @@ class Table:
 
     # In these, `names` are the operands that a kernel takes, where they are not `of` its spec.
 
-    def pointers(self, spec: Any, names: Iterable[str] | None = None, written: Collection[str] | None = None) -> list[Param]:
-        """The kernel's parameters for them. What it does not write is const; written: what it writes, if not all that calls may write."""
-        taken, changed = self.of(spec) if names is None else names, self.written if written is None else written
+    def written_by(self, spec: Any) -> list[str]:
+        """The operands that a spec's kernel may write, in order."""
+        return [row.name for row in self if row.written and row.is_in(spec) and all(holds(spec, c) for c in row.writes.split("&") if c)]
+
+    def pointers(self, spec: Any, names: Iterable[str] | None = None) -> list[Param]:
+        """The kernel's parameters for them: what it does not write is const."""
+        taken, changed = self.of(spec) if names is None else names, self.written_by(spec)
         return [Param.pointer(self.rows[name].parameter, self.rows[name].element(spec), const=name not in changed) for name in taken]
 
     def _taken(self, spec: Any, names: Iterable[str] | None) -> Iterator[tuple[Operand, str, str]]:
@@ -228,18 +244,23 @@ class Table:
             found[self.label(words, lead[0])] = tuple(wanted)
         return found
 
-    def form_of(self, name: str, dims: int, sizes: Mapping[str, int], lead: int) -> tuple[str, ...]:
-        """The words of the form that an operand with so many axes has, in a call with these sizes and so many axes of tokens."""
+    def form_of(self, name: str, shape: Sequence[int], sizes: Mapping[str, int], lead: int) -> tuple[str, ...]:
+        """The words of the form that an operand of this shape has, in a call with these sizes and so many axes of tokens."""
         for words in self.rows[name].forms:
-            inner = words[1:] if words[0] == LEAD else words
-            if len(inner) + (lead if words[0] == LEAD else 0) == dims and all(w.rstrip("+") in sizes or w.isdigit() for w in inner):
+            first, inner = (lead, words[1:]) if words[0] == LEAD else (0, words)
+            wanted = [int(word) if word.isdigit() else sizes.get(word.rstrip("+")) for word in inner]
+            fits = [
+                have == want or (word.endswith("+") and want is not None)
+                for have, want, word in zip(shape[first:], wanted, inner, strict=False)
+            ]
+            if len(shape) == first + len(inner) and all(fits):
                 return words
-        raise LookupError(f"{name} has no form with {dims} axes")
+        raise LookupError(f"{name} has no form {list(shape)}")
 
     def view(self, name: str, t: Any, sizes: Mapping[str, int], lead: int = 1) -> Any:
         """A checked operand as its first form has it: expanded, with stride 0, over axes that it does not have; those that the call does
         not have at all are of size 1. An axis "dim" stands for "row"."""
-        words, target = self.form_of(name, t.dim(), sizes, lead), self.rows[name].forms[0]
+        words, target = self.form_of(name, t.shape, sizes, lead), self.rows[name].forms[0]
         if words == target:
             return t
         if words == ("1",):

@@ -30,9 +30,10 @@ def _said(options: Any, names: Sequence[str], taken: Sequence[str]) -> list[str]
     found: list[str] = []
     for name in names:
         kind = _hints(options)[name]
-        found += (
-            _said(kind, kind._fields, taken) if hasattr(kind, "_fields") else [f"{_kind(kind)} {name}{'_form' if name in taken else ''}"]
-        )
+        if hasattr(kind, "_fields"):
+            found += _said(kind, kind._fields, taken)
+        else:
+            found.append(f"{_kind(kind)} {name}{'_form' if name in taken else ''}")
     return found
 
 

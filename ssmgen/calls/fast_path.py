@@ -156,7 +156,7 @@ class Pattern:
         self._resolve = resolve
         self.plans: dict[tuple[int, ...], Callable[[], None]] = {}
 
-    def add(self, pointers: tuple[int, ...]) -> runtime.Plan:
+    def new_plan(self, pointers: tuple[int, ...]) -> runtime.Plan:
         """The plan for pointers not seen before. Raises what `resolve` raises."""
         ordered = *(pointers[i] for i in self._order), *pointers[len(self.positions) :]
         launch = self._resolve(ordered)
@@ -167,7 +167,7 @@ class Pattern:
 
     def at(self, pointers: tuple[int, ...]) -> runtime.Plan:
         """The plan for pointers. Raises what `resolve` raises."""
-        return self.plans.get(pointers) or self.add(pointers)
+        return self.plans.get(pointers) or self.new_plan(pointers)
 
     def plan(self, tensors: Sequence[Tensor]) -> runtime.Plan:
         """The plan for operands that match. Raises what `resolve` raises."""
@@ -256,7 +256,7 @@ def _row(
     returned: Sequence[int],
 ) -> Row:
     """A row as row_of makes it in Python, of values that are in no tuples or lists."""
-    matches, plans, add, more, result = pattern.matches, pattern.plans, pattern.add, len(names), itemgetter(*returned)
+    matches, plans, new_plan, more, result = pattern.matches, pattern.plans, pattern.new_plan, len(names), itemgetter(*returned)
     at, by = _taking(pattern.positions, count, names)
     plain_at, plain_by = _taking(plain, count, names)
     kept = (*(seen[i] for i in plain),)
@@ -283,7 +283,7 @@ def _row(
         for make in new:
             tensors += (make(),)
         pointers = (*map(_data_ptr, tensors),)
-        (plans.get(pointers) or add(pointers))()
+        (plans.get(pointers) or new_plan(pointers))()
         return result(tensors)
 
     return again
@@ -325,11 +325,11 @@ def _all_of(
 def _flat(values_of: Callable[[Sequence[Any], dict[str, Any]], Any], row: Row) -> Row:
     """A row of a call with tuples or lists among its arguments. row: of these in a row"""
 
-    def again(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def flattened(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         flat = values_of(args, kwargs)
         return None if flat is None else row(flat, {})
 
-    return again
+    return flattened
 
 
 def _behind(
@@ -340,14 +340,14 @@ def _behind(
     function, make, pick = before.function, maker(before.out), picking(aside)
     matches = matching(pick(seen))
 
-    def again(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def preceded(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         flat = values_of(args, kwargs)
         if flat is None or not matches(*(given := pick(flat))):
             return None
         function(*given, out=(made := make()))
         return row((*flat, made), {})
 
-    return again
+    return preceded
 
 
 def _flattening(values: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], list[Any] | None] | None:

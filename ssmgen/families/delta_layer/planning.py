@@ -32,9 +32,9 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     lane = min(16 // state.element_size(), K & -K)  # key channels that a lane has next to each other
     by_channel = [name for name in ("g", "dt_bias") if name in views and "g" in views]
     states = [name for name in ("state", "intermediate_states") if name in views]
-    g = DTYPES[views["g" if by_channel else "a"].dtype]
-    dtypes: dict[str, Any] = {n: DTYPES[views[n].dtype] if n in views else None for n in ("state", "out", "A_log", "dt_bias")}
-    dtypes |= dict.fromkeys(("q", "k", "v"), DTYPES[views["mixed_qkv"].dtype]) | {"gk" if by_channel else "g": g}
+    table = FUNCTIONS["kda_layer" if by_channel else "gdn_layer"]
+    dtypes: dict[str, Any] = {field: DTYPES[views[name].dtype] for field, name in table.fields().items() if name in views}
+    dtypes |= dict.fromkeys(("q", "k", "v"), DTYPES[views["mixed_qkv"].dtype])
     return DeltaLayerProblem(
         dim_k=K,
         dim_v=V,
@@ -43,7 +43,6 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         layout=Layout(options.layout),
         tokens=Tokens.MANY if views["mixed_qkv"].dim() == 3 else Tokens.ONE,
         **dtypes,
-        beta=DTYPES[views["beta" if by_channel else "b"].dtype],
         gate=Gate(options.form.gate),
         beta_form=Beta(options.form.beta),
         l2norm=options.l2norm,

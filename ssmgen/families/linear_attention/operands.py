@@ -99,6 +99,7 @@ def _first(axes: str) -> tuple[str, ...]:
 # Operands with an element per key channel, of one of k's heads or of v's; and per value channel.
 OF_KEY_HEADS, OF_HEADS, ROW_SCALARS = _first(_KEYS), _first(_CHANNELS), _first(_ROWS)
 KEY_VECTORS = OF_KEY_HEADS + OF_HEADS
+RING = ("k", "v", "g", "beta")  # fields of what the functions take as a ring; g holds gk where a call has that
 RINGED = ("k", "v", "g", "gk", "beta")
 RINGS = tuple([f"ring_{name}" for name in RINGED])
 

@@ -13,7 +13,6 @@ from ...calls.checks import INDEX, STATES
 from ...calls.dispatch import callers
 from ...calls.planning import Family
 from ...engine.rows import loaded
-from ...operands import Types
 from ...spec import Index, Layout, Loads, PoolMode, Ring, Update
 from . import commit
 from .operands import FUNCTIONS, KEY_VECTORS, OPERANDS
@@ -51,8 +50,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     states = [("state", state), *([("intermediate_states", kept)] if kept is not None else [])]
     wide = lane if options.layout == "vk" else min(16 // state.element_size(), V & -V)
     vectors = [n for n in (*KEY_VECTORS, "ring_k", "ring_gk") if n in views] + (["dt_bias"] if "gk" in views and "dt_bias" in views else [])
-    own = [row.name for row in OPERANDS if row.types in (Types.FLOAT, Types.STATE) and not row.field]
-    present: dict[str, Any] = {n: STATES[views[n].dtype] for n in own if n in views}
+    present: dict[str, Any] = {field: STATES[views[name].dtype] for field, name in OPERANDS.fields().items() if name in views}
 
     def index(name: str) -> Index:
         return INDEX[views[name].dtype if name in views else None]

@@ -13,7 +13,7 @@ OPERANDS = table(
     Operand("D", "head | head row", optional=True, view="head row", strides="head row"),
     Operand("z", "token head*row", optional=True, view="token head row", strides=f"{TOKEN} head row"),
     Operand("dt_bias", "head", optional=True, view="head row", strides="head"),
-    Operand("norm_weight", "head*row | size", optional=True, there="norm_inside"),
+    Operand("norm_weight", "head*row | size", optional=True, field="norm.weight", there="norm_inside"),
     Operand("out", "like z", written=True),
     *control(
         "intermediate_states", "head row n",

@@ -26,8 +26,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     _, H, P, N = state.shape
     vector = min(16 // state.element_size(), N & -N)  # elements of a state that a lane owns
     aligned = all(checks.aligned(views[n], pointers[n], vector) for n in ("state", "intermediate_states") if n in views)
-    dtypes: dict[str, Any] = {name: DTYPES[views[name].dtype] if name in views else None for name in ("D", "dt_bias")}
-    dtypes |= {name: DTYPES[views[name].dtype] for name in ("state", "dt", "A", "out")}
+    dtypes: dict[str, Any] = {field: DTYPES[views[name].dtype] for field, name in OPERANDS.fields().items() if name in views}
+    dtypes |= {"z": None} if "norm_weight" in views else {}  # the norm's kernel has the gate
     dtypes |= dict.fromkeys(("x", "B", "C"), DTYPES[views["xBC"].dtype])
     return Mamba2LayerProblem(
         d_state=N,
@@ -35,7 +35,6 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         nheads=H,
         ngroups=views["arrivals"].shape[1],
         **dtypes,
-        z=DTYPES[views["z"].dtype] if "z" in views and "norm_weight" not in views else None,
         dt_softplus=options.dt_softplus,
         dt_limit=options.dt_limit is not None,
         A_is_log=options.A_is_log,

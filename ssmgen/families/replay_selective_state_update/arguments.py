@@ -68,15 +68,7 @@ class ReplayArguments(KernelSpec, ReplayProblem):
 
     def written(self) -> list[str]:
         """Operands that the kernel may write."""
-        names = {
-            Part.FUSED: ["state", "state_scale", "old_x", "old_B", "old_dt", "old_dA_cumsum", "out"],
-            Part.PRECOMPUTE: ["old_B", "old_dt", "old_dA_cumsum", "mix", "sums"],
-            Part.MAIN: ["state", "state_scale", "old_x", "out"],
-        }[self.part]
-        if self.materialize:
-            return ["out"]
-        kept = ["cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "rand_seed", "arrivals"]
-        return [name for name in self.operands() if name in names or (name in kept and "arrivals" in self.operands())]
+        return OPERANDS.written_by(self)
 
     def strides(self) -> list[tuple[str, str, str]]:
         """(operand, axis, width) of every stride the kernel takes, in elements. Only the distance between slots is 64-bit."""
@@ -88,6 +80,6 @@ class ReplayArguments(KernelSpec, ReplayProblem):
         narrow = [*(["state_indices_batch"] if pooled else []), "window", *([] if self.steps else ["ring"])]
         narrow += [] if self.materialize else ["total_tokens" if self.ragged else "tokens"]
         return [
-            *OPERANDS.pointers(self, written=self.written()), *wide, *(p for p in strides if p.code == "q"), *map(Param.u32, narrow),
+            *OPERANDS.pointers(self), *wide, *(p for p in strides if p.code == "q"), *map(Param.u32, narrow),
             *(p for p in strides if p.code != "q"),
         ]  # fmt: skip

@@ -13,7 +13,6 @@ from ...calls.checks import INDEX, STATES
 from ...calls.dispatch import callers
 from ...calls.planning import Family
 from ...engine.rows import loaded
-from ...operands import Types
 from ...spec import Index, Loads, PoolMode, Update
 from .operands import OPERANDS
 from .problem import SsuProblem
@@ -38,7 +37,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         return Loads.VECTOR if aligned else Loads.ELEMENT
 
     several = views["x"].dim() == 4
-    types: dict[str, Any] = {n: STATES[t.dtype] for n, t in views.items() if OPERANDS[n].types in (Types.FLOAT, Types.STATE)}
+    types: dict[str, Any] = {field: STATES[views[name].dtype] for field, name in OPERANDS.fields().items() if name in views}
     problem = SsuProblem(
         d_state=N,
         headdim=P,
