@@ -12,8 +12,9 @@ heads that share an operand. "token+" is an axis that may be longer than needed.
 
 from __future__ import annotations
 
+import functools
 from collections import namedtuple
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from operator import attrgetter
@@ -81,8 +82,7 @@ class Operand:
 
     def is_in(self, spec: Any) -> bool:
         """Whether a spec's kernels take it."""
-        said = self.there or (self.field or self.name if self.optional else "")
-        return all(holds(spec, each) for each in said.split("&") if each)
+        return holds(spec, self.there or (self.field or self.name if self.optional else ""))
 
     def element(self, spec: Any) -> str:
         """The type of its elements in a spec's kernels."""
@@ -96,10 +96,26 @@ class Operand:
         return self.role or self.name
 
 
-def holds(spec: Any, condition: str) -> bool:
-    """Whether an attribute of a spec holds: it is neither false nor the type of something that is absent. "!name": it does not."""
-    value = attrgetter(condition.removeprefix("!"))(spec)
-    return (value is not Index.NONE and bool(value)) != condition.startswith("!")
+@functools.cache
+def _conditions(said: str) -> tuple[tuple[Callable[[Any], Any], bool], ...]:
+    """(what gets the attribute, whether it must hold) of each condition."""
+    return tuple([(attrgetter(each.removeprefix("!")), not each.startswith("!")) for each in said.split("&") if each])
+
+
+def holds(spec: Any, said: str) -> bool:
+    """Whether attributes of a spec hold, "stores&g": they are neither false nor the type of something that is absent. "!g": it does not."""
+    for get, wanted in _conditions(said):
+        value = get(spec)
+        if (value is not Index.NONE and bool(value)) is not wanted:
+            return False
+    return True
+
+
+@functools.cache
+def _strides(said: str) -> tuple[tuple[str, str, str], ...]:
+    """(axis, "u32" or "i64", its condition) of each stride."""
+    parts = [each.partition("?") for each in said.split()]
+    return tuple([(taken.partition(":")[0], "i64" if ":" in taken else "u32", condition) for taken, _, condition in parts])
 
 
 def element_of(value: Any) -> str:
@@ -172,7 +188,7 @@ class Table:
 
     def written_by(self, spec: Any) -> list[str]:
         """The operands that a spec's kernel may write, in order."""
-        return [row.name for row in self if row.written and row.is_in(spec) and all(holds(spec, c) for c in row.writes.split("&") if c)]
+        return [row.name for row in self if row.written and row.is_in(spec) and holds(spec, row.writes)]
 
     def pointers(self, spec: Any, names: Iterable[str] | None = None) -> list[Param]:
         """The kernel's parameters for them: what it does not write is const."""
@@ -182,11 +198,10 @@ class Table:
     def _taken(self, spec: Any, names: Iterable[str] | None) -> Iterator[tuple[Operand, str, str]]:
         """(operand, axis, "u32" or "i64") of every stride that a kernel takes."""
         for name in self.of(spec) if names is None else names:
-            for said in self.rows[name].strides.split():
-                taken, _, condition = said.partition("?")
-                axis, _, wide = taken.partition(":")
-                if not condition or all(holds(spec, each) for each in condition.split("&")):
-                    yield self.rows[name], axis, "i64" if wide else "u32"
+            row = self.rows[name]
+            for axis, width, condition in _strides(row.strides):
+                if holds(spec, condition):
+                    yield row, axis, width
 
     def strides(self, spec: Any, names: Iterable[str] | None = None) -> list[tuple[str, str, str]]:
         """(operand as kernels call it, axis, "u32" or "i64") of every stride that the kernel takes, in elements."""
@@ -197,6 +212,7 @@ class Table:
         params = [(Param.i64 if width == "i64" else Param.u32)(f"{name}_{axis}") for name, axis, width in self.strides(spec)]
         return sorted(params, key=lambda param: param.code != "q")
 
+    @functools.cache  # noqa: B019  # tables live as long as the process
     def axis_of(self, name: str, axis: str, dims: int, kind: int = 0) -> int:
         """The number of an axis of an operand's view, which has so many axes. kind: of a call, where views have several."""
         row = self.rows[name]

@@ -15,6 +15,7 @@ from ssmgen.calls import checks
 from ssmgen.family import records
 from ssmgen.operands import Operand, Table, Types, table
 from ssmgen.spec import DType, Index, Narrow
+from tools import guide
 
 FAMILIES = Path(ssmgen.__file__).parent / "families"
 LEAD = "batch?!ragged token?several"
@@ -203,3 +204,25 @@ def test_torch_s_operators_have_the_operands_of_the_table(family):
     for schema in schemas:
         tensors = [word.rpartition(" ")[2] for word in schema.partition("(")[2].split(", ") if word.startswith("Tensor")]
         assert set(tensors) <= names and len(tensors) == len(set(tensors))
+
+
+# Pages.
+
+
+def test_pages_show_the_tables_as_they_are():
+    """If they do not: python -m tools.guide."""
+    shown = set()
+    for page in guide.pages():
+        text = page.read_text()
+        assert guide.with_operands(text) == text, page.name
+        shown |= {m["family"] for m in guide.OPERANDS.finditer(text)}
+    assert shown == DECLARED
+
+
+def test_a_page_s_table_says_shapes_types_and_what_is_written():
+    assert TWO_STATES.page().splitlines()[2:6] == [
+        f"| `state` | `[slots, heads, row, d_state]` | {Types.STATE.value} | written |",
+        "| `second` | `[others, heads, d_state]` | float32, float16 or bfloat16 | written |",
+        "| `x` | `[…, heads, row]` or `[…, heads]` | float32, float16 or bfloat16 |  |",
+        "| `A` | `[heads, row, d_state]` or `[heads]` | float32, float16 or bfloat16 | may be left out |",
+    ]
