@@ -24,7 +24,7 @@ from ssmgen.families.causal_conv1d import spec as conv
 from ssmgen.families.causal_conv1d.spec import ConvProblem
 from ssmgen.families.causal_conv1d_update import call as update_op
 from ssmgen.families.causal_conv1d_update import spec as step
-from ssmgen.families.causal_conv1d_update.spec import CHILDREN
+from ssmgen.families.causal_conv1d_update.operands import CHILDREN
 from ssmgen.spec import Arch, KernelSpec, Pdl
 
 # The reference.

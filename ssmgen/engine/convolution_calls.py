@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ..calls import checks
 from ..calls.scalars import one_of
+from ..operands import Table
 
 ACTIVATIONS = {None: False, False: False, True: True, "silu": True, "swish": True}
 ACTIVATION = one_of("None, 'silu' or 'swish'", *ACTIVATIONS)
 
 
-def check_convolution(named: Mapping[str, Any], problems: list[str]) -> bool:
+class Options(NamedTuple):
+    """What a call says beside its tensors."""
+
+    silu: bool = False
+    pad_slot_id: int = -1
+
+
+def check_convolution(table: Table, named: Mapping[str, Any], problems: list[str]) -> bool:
     """What both convolutions ask of x, weight and bias. False: nothing else can be said."""
     if not checks.check_tensors(named, problems):
         return False
-    checks.check_common(named, "x", problems, "the convolution")
+    checks.check_types(table, named, "x", problems, "the convolution")
     weight = named["weight"]
     if weight.dim() != 2:
         problems.append(f"weight is {list(weight.shape)}, not [dim, width]")

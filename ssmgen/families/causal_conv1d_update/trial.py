@@ -11,7 +11,8 @@ from ...engine.convolution_trial import taps
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, ordered, runs, slot_indices, trial, wide
 from ...spec import Index, Loads
 from .call import CALLER
-from .spec import CHILDREN, MAX_TOKENS, Advance, Saved, StateLayout, Tokens, UpdateSpec
+from .operands import CHILDREN
+from .spec import MAX_TOKENS, Advance, Saved, StateLayout, Tokens, UpdateSpec
 
 
 def operands(spec: UpdateSpec, batch: int, seed: int) -> dict[str, Tensor]:

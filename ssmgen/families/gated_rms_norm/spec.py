@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from ...engine.layer_norm import LayerGatedNormSpec as LayerGatedNormSpec  # of this record, too
+from ...engine.layer_norm import LayerGatedNormSpec as LayerGatedNormSpec
 from ...engine.norm_kernel import FEW, NormKernel, NormProblem, shape
 from ...spec import Arch, Pdl
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...calls.public import operator
+from ...calls.operator import operator
 from ...engine.recurrences.attention.switches import Form, beta_objections, beta_of, gate_objections, gate_of
 from .options import PoolOptions, Ring, commit, decode
 

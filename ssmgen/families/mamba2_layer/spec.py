@@ -19,6 +19,7 @@ from ...engine.recurrences.mamba.problem import SsuProblem
 from ...engine.rows import RowSpec, Rule
 from ...engine.window import StateLayout
 from ...spec import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, PoolMode, Update, must
+from .operands import OPERANDS
 
 OPERATOR = "mamba2_layer"
 
@@ -113,37 +114,19 @@ class Mamba2LayerSpec(MambaVariant, Mamba2LayerProblem):
         update = f"{self.update.value}_" if self.several else ""
         return f"mamba2_layer_{tokens}{shape}_{self.state.value}_{update}{self.how()}"
 
+    norm_inside: ClassVar[bool] = False  # the norm is a kernel of its own
+
     def operands(self) -> list[str]:
         """Tensor arguments in order."""
-        there = {
-            "D": self.D, "z": self.z, "dt_bias": self.dt_bias, "out": True,
-            "state_indices": self.index is not Index.NONE,
-            "dst_state_indices": self.update is Update.EACH,
-            "num_accepted_tokens": self.accepted is not Index.NONE,
-            "intermediate_states": self.intermediates,
-            "intermediate_state_indices": self.rows_index is not Index.NONE,
-            "rand_seed": self.philox_rounds,
-            "arrivals": self.conv_moves,
-        }  # fmt: skip
-        return ["state", *self.conv_operands(), "dt", "A", *(name for name, given in there.items() if given)]
+        return OPERANDS.of(self)
 
     def strides(self) -> list[tuple[str, str, str]]:
         """(operand, axis, width) of every stride the kernel takes, in elements."""
-        token = ["token"] if self.several else []
-        axes = self.layer_strides() | {
-            "dt": ["batch", *token, "head"],
-            "A": ["head"],
-            "D": ["head", "row"],
-            "z": ["batch", *token, "head", "row"],
-            "dt_bias": ["head"],
-            "rand_seed": ["slot"],
-        }
-        return self.wide_strides(self.operands(), axes)
+        return OPERANDS.strides(self)
 
     def parameters(self) -> list[Param]:
-        element = {f.name: value.value for f in fields(self) if isinstance(value := getattr(self, f.name), DType)} | {"rand_seed": "i64"}
         limit = [Param.f32("dt_min"), Param.f32("dt_max")] if self.dt_limit else []
-        return [*self.layer_parameters(self.operands(), element, self.strides()), *limit]
+        return [*self.layer_parameters(OPERANDS), *limit]
 
     def constants(self) -> dict[str, Any]:
         return super().constants() | self.conv_constants() | {"convolved": ("x", "B", "C"), "A_is_log": self.A_is_log}
