@@ -34,7 +34,7 @@ from ...spec import SM90, DType, Narrow, must
 from .models import Mamba
 from .operands import OPERANDS
 from .reference import selective_state_update as reference
-from .views import views_of
+from .views import Options, views_of
 
 DEFAULT_CASES = [
     ("nemotron-h-8b", DType.BF16),
@@ -158,7 +158,7 @@ class Case:
         options = {"dt_softplus": True, "update_state": self.kept is None}
         small |= {} if self.scale is None else {"state_scale": self.scale[touched]}
         small |= {} if self.kept_scales is None else {"intermediate_state_scales": self.kept_scales[0][rows]}
-        views = views_of(small, (True, None, -1, 0, self.kept is None), [])
+        views = views_of(small, Options(True, None, -1, 0, self.kept is None), [])
         written = {
             n: widened(views[n], views.pop(OPERANDS.scales.get(n, ""), None), torch.float64)
             for n in (*OPERANDS.scales, "out")
