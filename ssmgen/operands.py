@@ -221,7 +221,7 @@ class Table:
             words = [word.rstrip("+") for word in form]
             full = ["batch", *words] if words[0] == LEAD else words
             if axis in full:
-                return (full if len(full) <= dims else [word for word in full if word != LEAD]).index(axis)
+                return ([word for word in full if word != LEAD] if words[0] == LEAD and len(full) > dims else full).index(axis)
         raise LookupError(f"{name} has no axis {axis}")
 
     def stride_values(self, spec: Any, views: Mapping[str, Any], kind: int = 0, names: Iterable[str] | None = None) -> dict[str, int]:

@@ -118,7 +118,7 @@ def test_types_are_the_table_s():
     assert problems == [
         "state is int8 without state_scale, a float32 scale for each of its rows",
         "slots is torch.float32, not int32 or int64",
-        "seed is torch.int32, not int64",
+        "seed is int32, not int64",
         "x is torch.float64, not float32, float16 or bfloat16",
     ]
 

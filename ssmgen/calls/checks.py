@@ -207,7 +207,8 @@ def check_types(
             if row.scales not in tensors:
                 problems.append(f"{name} is {t.dtype} without {row.scales}, a float32 scale for each of its rows".replace("torch.", ""))
         elif t.dtype not in _TYPES[row.types]:
-            problems.append(f"{name} is {t.dtype}, not {Types.FLOAT.value if row.types is Types.STATE else row.types.value}")
+            wanted, exact = Types.FLOAT if row.types is Types.STATE else row.types, len(_TYPES[row.types]) == 1
+            problems.append(f"{name} is {str(t.dtype).removeprefix('torch.') if exact else t.dtype}, not {wanted.value}")
         if row.scales and row.scales in tensors and t.dtype not in NARROW:
             problems.append(f"{row.scales} is given, and {name} is {t.dtype}, not int16, int8 or float8_e4m3fn".replace("torch.", ""))
         if t.requires_grad and torch.is_grad_enabled():

@@ -9,7 +9,7 @@ from .functions import FUNCTIONS
 _AXES = OPERANDS.axes()
 _AXES |= {f"ring.{name}": _AXES.pop(f"ring_{name}") for name in RING}
 _AXES["ring.g"] += f"|{_AXES.pop('ring_gk')}"
-_WRITTEN = tuple([name.replace("ring_", "ring.") for name in OPERANDS.written])
+_WRITTEN = tuple([name.replace("ring_", "ring.") for name in OPERANDS.written if name != "ring_gk"])
 _commit = Rule(_AXES, ("state",), returns=("state",), by_sequence=False, layers=True, tuples={"ring": RING})
 
 RULES = {

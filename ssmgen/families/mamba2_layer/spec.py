@@ -14,7 +14,7 @@ from ...engine import rows as row_engine
 from ...engine.layer import with_registers
 from ...engine.layer_norm import NormedLayer
 from ...engine.norm_kernel import FEW
-from ...engine.recurrences.mamba.kernel import MambaVariant, staged_violations
+from ...engine.recurrences.mamba.kernel import constants_of, row_scalars_of, staged_violations
 from ...engine.recurrences.mamba.problem import SsuProblem
 from ...engine.rows import RowSpec, Rule
 from ...engine.window import StateLayout
@@ -67,7 +67,7 @@ class Mamba2LayerProblem(NormedLayer, SsuProblem):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mamba2LayerSpec(MambaVariant, Mamba2LayerProblem):
+class Mamba2LayerSpec(RowSpec, Mamba2LayerProblem):
     """A problem, and how one variant computes it."""
 
     family: ClassVar[str] = OPERATOR
@@ -114,6 +114,9 @@ class Mamba2LayerSpec(MambaVariant, Mamba2LayerProblem):
         update = f"{self.update.value}_" if self.several else ""
         return f"mamba2_layer_{tokens}{shape}_{self.state.value}_{update}{self.how()}"
 
+    def row_scalars(self) -> list[str]:
+        return row_scalars_of(self)
+
     norm_inside: ClassVar[bool] = False  # the norm is a kernel of its own
 
     def operands(self) -> list[str]:
@@ -129,7 +132,7 @@ class Mamba2LayerSpec(MambaVariant, Mamba2LayerProblem):
         return [*self.layer_parameters(OPERANDS), *limit]
 
     def constants(self) -> dict[str, Any]:
-        return super().constants() | self.conv_constants() | {"convolved": ("x", "B", "C"), "A_is_log": self.A_is_log}
+        return constants_of(self) | self.conv_constants() | {"convolved": ("x", "B", "C"), "A_is_log": self.A_is_log}
 
 
 def _spec(problem: Mamba2LayerProblem, how: dict[str, Any], **norm: Any) -> Mamba2LayerSpec:

@@ -20,37 +20,8 @@ from .problem import SsuProblem
 SHARED_BYTES = 48 * 1024
 
 
-class MambaVariant(RowSpec, SsuProblem):
-    """What the recurrence by itself and that of a layer have in common."""
-
-    def row_scalars(self) -> list[str]:
-        """Operands with an element per row and token."""
-        return ["x", *(["z"] if self.z else [])]
-
-    def constants(self) -> dict[str, Any]:
-        return {
-            "pooled": self.index is not Index.NONE,
-            "split": self.split,
-            "final_state": self.update is Update.FINAL,
-            "each": self.each,
-            "convolved": (),  # operands that the kernel makes itself
-            "conv_rolls": False,
-            "A_is_log": False,
-            "ragged": self.ragged,
-            "accepted": self.accepted is not Index.NONE,
-            "tree": self.parents is not Index.NONE,
-            "rows_by_index": self.intermediate_indices is not Index.NONE,
-            "rounded": self.rounded,
-            "kept_scaled": self.kept_scaled,
-            "narrow_noise": self.rounded & {t.value for t in self.narrow},
-            "tail": self.headdim % self.tile != 0,
-            "vector_state": self.state_loads is Loads.VECTOR,
-            "vector_operands": self.operand_loads is Loads.VECTOR,
-        }
-
-
 @dataclass(frozen=True, kw_only=True)
-class MambaKernel(MambaVariant):
+class MambaKernel(RowSpec, SsuProblem):
     """A problem, and how one variant computes it. A family's spec adds its name and its templates."""
 
     chunk: int = field(default=8, metadata=LATER)  # tokens staged at a time, where a call has several
@@ -79,6 +50,9 @@ class MambaKernel(MambaVariant):
         kind = "ssu_ragged" if self.ragged else "ssu_tokens" if self.several else "ssu"
         return f"{kind}_h{self.nheads}p{self.headdim}n{self.d_state}g{self.ngroups}_{self.state.value}_{self.how()}"
 
+    def row_scalars(self) -> list[str]:
+        return row_scalars_of(self)
+
     def operands(self) -> list[str]:
         """Tensor arguments in order."""
         return OPERANDS.of(self)
@@ -105,6 +79,37 @@ class MambaKernel(MambaVariant):
             *(Param.u32(name) for name, there in counts.items() if there),
             *([Param.f32("dt_min"), Param.f32("dt_max")] if self.dt_limit else []),
         ]
+
+    def constants(self) -> dict[str, Any]:
+        return constants_of(self)
+
+
+def row_scalars_of(problem: SsuProblem) -> list[str]:
+    """Operands with an element per row and token."""
+    return ["x", *(["z"] if problem.z else [])]
+
+
+def constants_of(spec: Any) -> dict[str, Any]:
+    """What templates of the recurrence name, by itself or in a layer."""
+    return {
+        "pooled": spec.index is not Index.NONE,
+        "split": spec.split,
+        "final_state": spec.update is Update.FINAL,
+        "each": spec.each,
+        "convolved": (),  # operands that the kernel makes itself
+        "conv_rolls": False,
+        "A_is_log": False,
+        "ragged": spec.ragged,
+        "accepted": spec.accepted is not Index.NONE,
+        "tree": spec.parents is not Index.NONE,
+        "rows_by_index": spec.intermediate_indices is not Index.NONE,
+        "rounded": spec.rounded,
+        "kept_scaled": spec.kept_scaled,
+        "narrow_noise": spec.rounded & {t.value for t in spec.narrow},
+        "tail": spec.headdim % spec.tile != 0,
+        "vector_state": spec.state_loads is Loads.VECTOR,
+        "vector_operands": spec.operand_loads is Loads.VECTOR,
+    }
 
 
 def staged_violations(spec: Any) -> list[str]:
