@@ -16,9 +16,10 @@ from torch import Tensor
 import ssmgen
 from ssmgen import emulator
 from ssmgen.emulator.check import check
+from ssmgen.engine.chunks.chain import Backend
 from ssmgen.engine.chunks.problem import CHUNK
 from ssmgen.errors import ArgumentError, UnsupportedError
-from ssmgen.families.chunk_delta_rule.chain import ChainSpec, candidates
+from ssmgen.families.chunk_delta_rule.chain import candidates
 from ssmgen.families.chunk_delta_rule.prepare import PrepareSpec
 from ssmgen.families.chunk_delta_rule.problem import OPERATOR, DeltaProblem, Gate
 from ssmgen.models import Role, Wanted, models
@@ -108,12 +109,12 @@ def test_images_are_kept_and_read_again():
 
 
 @needs_emulator
-@pytest.mark.parametrize("form", [ChainSpec, ChainSpec.by_warpgroups])
+@pytest.mark.parametrize("form", list(Backend))
 def test_steps_of_two_over_many_tokens(form):
     """What nothing decays adds up: roundings of T before all, and whatever shrinks it."""
 
     def spec(problem: DeltaProblem) -> Any:
-        return next(s for _, s, _ in candidates(problem, 1, SM90, True) if type(s) is form and not s.violations(SM90))
+        return next(s for _, s, _ in candidates(problem, 1, SM90, True) if s and s.backend is form and not s.violations(SM90))
 
     laws.is_accurate(partial(emulated, spec=spec), replace(SMALL, head_k=64, head_v=64), 700, **ADVERSARIAL["beta 2"])
 
@@ -307,7 +308,7 @@ def test_every_size_is_served_where_there_is_shared_memory_for_it(arch):
             spec = select(OPERATOR, problem, 1, where, False)
             prepare, chain = spec.kernels
             assert isinstance(prepare, PrepareSpec) and chain is spec and not prepare.violations(where)
-            rules = [s for _, s, _ in candidates(problem, 1, where, False) if not s.grouped]
+            rules = [s for _, s, _ in candidates(problem, 1, where, False) if s and not s.grouped]
             assert rules[-1].shared_bytes == min(s.shared_bytes for s in rules) <= LIMITS[where.number].shared
 
 

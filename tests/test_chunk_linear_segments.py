@@ -17,6 +17,7 @@ import ssmgen
 from ssmgen import emulator
 from ssmgen.emulator import EmulatorError
 from ssmgen.emulator.check import check
+from ssmgen.engine.chunks.chain import Backend
 from ssmgen.engine.chunks.kernels import of_problem
 from ssmgen.engine.chunks.segments import LEAST
 from ssmgen.errors import ArgumentError
@@ -29,13 +30,13 @@ from ssmgen.spec import Arch, DType, Index, Layout, Pdl
 
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 SMALL, WIDE = Case(), Case(heads=1, head_k=64, head_v=64)
-FORMS = pytest.mark.parametrize(("case", "form"), [(SMALL, ChainSpec), (WIDE, ChainSpec.by_warpgroups)], ids=["warps", "warpgroups"])
+FORMS = pytest.mark.parametrize(("case", "form"), [(SMALL, Backend.WARPS), (WIDE, Backend.WARPGROUPS)], ids=["warps", "warpgroups"])
 RAGGED = (1, 330, 64, 192, 65, 0, 257)  # of 1, 6, 1, 3, 2, no and 5 chunks
 
 
 def variant(form: Any, problem: LinearPromptProblem) -> Any:
     """The first rule of a form that is legal."""
-    return next(s for _, s, _ in candidates(problem, 1, SM90, True) if type(s) is form and not s.violations(SM90))
+    return next(s for _, s, _ in candidates(problem, 1, SM90, True) if s and s.backend is form and not s.violations(SM90))
 
 
 def served(form: Any, segments: int) -> Any:
@@ -76,10 +77,10 @@ def test_sizes_of_all_kinds(arch, case):
 def test_two_warpgroups_share_a_block():
     """With 128 rows of N or M each."""
     case = Case(heads=1, head_k=128, head_v=128)
-    spec = variant(ChainSpec.by_warpgroups, problem_of(case, **make(case, 1, 200), segments=4))
+    spec = variant(Backend.WARPGROUPS, problem_of(case, **make(case, 1, 200), segments=4))
     _, lead, sums, _ = spec.ahead
     assert (lead.tile, sums.tile, spec.tile) == (64, 128, 64)
-    laws.is_accurate(served(ChainSpec.by_warpgroups, 4), case, 200)
+    laws.is_accurate(served(Backend.WARPGROUPS, 4), case, 200)
 
 
 @needs_emulator
@@ -90,13 +91,13 @@ def test_packing_changes_no_bit(case, form):
 
 @needs_emulator
 def test_neighbours_do_not_matter():
-    laws.neighbours_do_not_matter(served(ChainSpec, 3), SMALL, (5, 330, 70))
+    laws.neighbours_do_not_matter(served(Backend.WARPS, 3), SMALL, (5, 330, 70))
 
 
 @needs_emulator
 @FORMS
 def test_a_pool_is_touched_where_it_should_be(case, form):
-    state, layout = (F32, "vk") if form is ChainSpec else (BF16, "kv")
+    state, layout = (F32, "vk") if form is Backend.WARPS else (BF16, "kv")
     laws.a_pool_is_touched_where_it_should_be(served(form, 2), case, state, layout)
 
 

@@ -91,7 +91,7 @@ def depth(spec: type) -> int:
 
 
 def test_no_spec_has_more_than_three_levels_of_classes():
-    """What variants differ in is a field, and not one more heir."""
+    """Variants differ by fields; a class per difference would hide them."""
     assert not {spec.__name__: depth(spec) for spec in SPECS.values() if depth(spec) > 3}
 
 
@@ -150,7 +150,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def test_no_family_imports_another():
-    """What several need stands in ssmgen/engine/, which imports no family."""
+    """Shared parts stand in ssmgen/engine/, which imports no family."""
     found = []
     for path in sorted((ROOT / "ssmgen").glob("families/*/*.py")) + sorted((ROOT / "ssmgen" / "engine").rglob("*.py")):
         others = [name for name in imported(path) if name.startswith(f"{PACKAGE}.") and name.split(".")[2] != path.parent.name]
