@@ -18,7 +18,8 @@ from ssu_cases import Memory
 
 from ssmgen import emulator
 from ssmgen.emulator import EmulatorError
-from ssmgen.engine.chunks.kernels import TILES, of_problem
+from ssmgen.engine.chunks.chain import TILES
+from ssmgen.engine.chunks.kernels import of_problem
 from ssmgen.families.chunk_linear_attention.chain import ChainSpec
 from ssmgen.families.chunk_linear_attention.problem import LinearPromptProblem, Rule
 from ssmgen.render import render
