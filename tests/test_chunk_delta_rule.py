@@ -253,7 +253,7 @@ def operands(**changes: Any) -> dict[str, Any]:
             "state is [2, 2, 16, 32], not [slots, HV, K, V] = [slots, 2, 32, 16]",
         ),
         ({"state_layout": "kvv"}, "state_layout is 'kvv', not 'vk' or 'kv'"),
-        ({"state": torch.zeros(2, 2, 32, 32), "return_final_states": True}, "final_states is given together with state"),
+        ({"state": torch.zeros(2, 2, 32, 32), "return_final_states": True}, "final_states_out is given together with state"),
         ({"out": torch.zeros(1, 5, 2, 32).bfloat16().expand(2, 5, 2, 32)}, "two of its elements share memory"),
         ({"return_checkpoints": True}, "return_checkpoints asks for states after tokens, and checkpoint_positions"),
         ({"workspace": torch.zeros(9)}, "workspace is [9] float32, not dense bytes: [44544 or more] uint8"),
