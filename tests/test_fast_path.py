@@ -31,7 +31,7 @@ def launched(monkeypatch, way) -> Launched:
         def at(self, pointers):
             return lambda: record.append(dict(zip(self.names, pointers, strict=True)))
 
-    def new_pattern(family, name, views, names, options, pdl, given, positions):
+    def new_pattern(family, name, views, names, options, pdl, given, positions, words):
         record.made += 1
         return runtime.Pattern(given, lambda pointers: Fake(names), positions)
 

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from ssmgen import cli
-from ssmgen.bench import formats, terminal
+from ssmgen.bench import formats, table
 from ssmgen.bench.formats import BenchFileError, load
 from ssmgen.bench.html import as_html
 from ssmgen.files import plain
@@ -38,7 +38,7 @@ def rendered(path: Path) -> dict[str, str]:
     """The reports in every form. Raises BenchFileError."""
     suite = load([path])
     out = io.StringIO()
-    terminal.print_tables(suite, Console(file=out, width=200, force_terminal=True, color_system=None))
+    table.print_tables(suite, Console(file=out, width=200, force_terminal=True, color_system=None))
     forms = {"text": formats.as_text(suite), "csv": formats.as_csv(suite), "json": formats.as_json(suite, False), "page": as_html(suite)}
     return forms | {"terminal": out.getvalue()}
 
