@@ -78,7 +78,7 @@ class Bench:
         head = {axis.field: axis.kind for axis in shown if axis.head}
         row = {**(schema.COPY if self.copied else schema.MUL), **self.measured_fields}
         times = () if self.copied else ("mul",)
-        return Report({**case, **self.fields}, head, row, self.copied, times)
+        return Report({**self.fields, **case}, head, row, self.copied, times)
 
     def points(self, **chosen: Any) -> list[At]:
         """The cases for these options, whose missing ones are the defaults. Raises TypeError for an option that is none."""
