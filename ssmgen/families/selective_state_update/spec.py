@@ -23,7 +23,7 @@ SHARED_BYTES = 48 * 1024
 
 
 class SsuVariant(RowSpec, SsuProblem):
-    """What the recurrence by itself and that of a layer have in common."""
+    """Common to the recurrence by itself and to a layer's."""
 
     def row_scalars(self) -> list[str]:
         """Operands with an element per row and token."""
