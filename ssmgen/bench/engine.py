@@ -29,7 +29,7 @@ ROUNDS = 7
 
 
 def no_model(model: Model, tp: int, quick: bool) -> None:
-    """Of an operator that no model in models.toml is known to use."""
+    """No options: no model in models.toml is known to use the operator."""
 
 
 @dataclass(kw_only=True, eq=False)
