@@ -236,9 +236,9 @@ def test_texts_of_files_do_nothing_to_terminals_and_pages(trick, tmp_path):
         place[last] += trick
     for report in content["reports"]:  # names of contenders, too
         for row in report["rows"]:
-            for table in (row["us"], row["host_us"], row["peer_ratio"]):
-                for name in [name for name in table if name.partition(".")[0] in ("flashinfer", "tensorrt_llm")]:
-                    table[name + trick] = table.pop(name)
+            for times in (row["us"], row["host_us"], row["peer_ratio"]):
+                for name in [name for name in times if name.partition(".")[0] in ("flashinfer", "tensorrt_llm")]:
+                    times[name + trick] = times.pop(name)
     forms = rendered(saved(content, tmp_path))
     check_harmless(forms)
     code, said = render(saved(content, tmp_path))
