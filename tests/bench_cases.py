@@ -66,7 +66,7 @@ def small_case(op: str, most: int = 2**17, **fields: Any) -> case.Case:
 
 
 def broken(one: case.Case, change: Callable[[dict[str, Any]], object], given: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> None:
-    """Makes the function of a case do something else to its arguments, ahead of the call or after it."""
+    """Replaces a case's function: `given` changes the arguments before the call, `change` after it."""
     right: Any = one.function
 
     def wrong(**call: Any) -> None:
@@ -78,14 +78,14 @@ def broken(one: case.Case, change: Callable[[dict[str, Any]], object], given: Ca
 
 
 def usage_error(op: str, args: list[str]) -> str:
-    """What the command says of options that do not apply."""
+    """The command's message for options that do not apply."""
     result = CliRunner().invoke(cli.main, ["bench", op, *args])
     assert result.exit_code == 2, result.output
     return " ".join(result.output.split())
 
 
 def options_of(op: str, *args: str) -> dict[str, Any]:
-    """What the command gives `run`, beside what every one gets."""
+    """The options that the command gives `run`."""
     seen: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(bench_of(op), "run", lambda **options: seen.update(options) or {"rows": [], "failed": []})
@@ -96,7 +96,7 @@ def options_of(op: str, *args: str) -> dict[str, Any]:
 
 
 def recorded(monkeypatch) -> dict[str, dict[str, Any]]:
-    """What peers' functions are called with, by module and name."""
+    """The keywords of calls of peers' functions, by module and name."""
     calls: dict[str, dict[str, Any]] = {}
     monkeypatch.setattr(
         report, "imported", lambda module, name: lambda *args, **call: calls.update({f"{module}.{name}": call}) or torch.zeros(3)

@@ -150,9 +150,10 @@ class DecodeStep:
         ids = torch.arange(3, 13, device=next(model.parameters()).device).view(2, 5)
         out = model(input_ids=ids, use_cache=True)
         self.model, self.cache, self.token = model, cache_of(out), torch.tensor([[7], [9]], device=ids.device)
+        (self.takes,) = takes_cache(model, self.cache)  # its name: Dynamo does not trace signatures
 
     def __call__(self, cache: Any) -> torch.Tensor:
-        return self.model(input_ids=self.token, use_cache=True, **takes_cache(self.model, cache)).logits
+        return self.model(input_ids=self.token, use_cache=True, **{self.takes: cache}).logits
 
 
 def forget(cache: Any, tokens: int = 5) -> None:

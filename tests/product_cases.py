@@ -11,7 +11,7 @@ from torch import Tensor
 from ssmgen import emulator
 from ssmgen.arguments import Arguments
 from ssmgen.emulator import run_source
-from ssmgen.render import _environment
+from ssmgen.render import environment
 from ssmgen.spec import KernelSpec, Needs, Param
 
 Run = Callable[..., Tensor]  # as `run`, which emulates
@@ -71,7 +71,7 @@ class Product(KernelSpec):
 def with_library(text: str, numbers: str = "bf16", clusters: bool = False) -> str:
     shared = {"copies": True, "matrices": True, "matrix_turns": True, "places": True, "barriers": True, "meetings": True}
     needs = Needs(mma=numbers, tf32=True, logs=True, warpgroups=(64, 128), panels=True, **shared)
-    return _environment().from_string(LIBRARY + text).render(dtypes={numbers}, needs=needs, clusters=clusters, waits=False, triggers=False)
+    return environment().from_string(LIBRARY + text).render(dtypes={numbers}, needs=needs, clusters=clusters, waits=False, triggers=False)
 
 
 def product_of(columns: int, by_columns: bool) -> str:

@@ -76,7 +76,7 @@ def test_every_operators_report_is_rows_of_one_schema(op, bench):
 
 
 def clocks(report) -> list[str]:
-    """What a table has below MHz, beside the rule that chose the variant."""
+    """The cells below MHz."""
     found, at = [], 0
     for line in table.as_text(suite.Suite([report])).splitlines():
         if line.endswith("MHz  rule"):

@@ -237,7 +237,7 @@ SPECULATIVE = UpdateCase("speculative", ROLL, tokens=4, batch=5)
         (WHOLE, {"seq_idx": torch.zeros(2, 15, dtype=I32)}, "seq_idx is [2, 15], not [batch, length] = [2, 16]"),
         (WHOLE, {"initial_states": torch.zeros(2, 12, 4, dtype=BF16)}, "initial_states is [2, 12, 4], not [sequences, dim, width - 1]"),
         (WHOLE, {"initial_states": torch.zeros(2, 12, 3)}, "initial_states is float32, x is bfloat16"),
-        (WHOLE, {"final_states_out": torch.zeros(1, 12, 3, dtype=BF16)}, "final_states is [1, 12, 3]"),
+        (WHOLE, {"final_states_out": torch.zeros(1, 12, 3, dtype=BF16)}, "final_states_out is [1, 12, 3]"),
         (WHOLE, {"conv_state_indices": torch.zeros(2, dtype=I32)}, "conv_state_indices is given without conv_states"),
         (WHOLE, {"has_initial_state": torch.ones(2, dtype=torch.bool)}, "has_initial_state is given without conv_states"),
         (WHOLE, {"conv_states": torch.zeros(1, 12, 3, dtype=BF16)}, "conv_states has 1 slots for 2 sequences"),

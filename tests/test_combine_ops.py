@@ -72,7 +72,7 @@ def test_what_is_wrong_in_words(change, words):
 def test_pairs_that_do_not_fit():
     o, lse = pair()
     assert any("the splits of a pair are bfloat16 and float16" in p for p in problems(o=(o[0], o[1].half()), lse=lse))
-    assert any("o_other is [4, 2, 64]" in p for p in problems(o=(o[0], torch.zeros(4, 2, 64)), lse=lse))
+    assert any("o[1] is [4, 2, 64]" in p for p in problems(o=(o[0], torch.zeros(4, 2, 64)), lse=lse))
     starts = torch.zeros(3, dtype=I32)
     assert any("num_splits is given together with a pair" in p for p in problems(o=o, lse=lse, num_splits=starts))
 

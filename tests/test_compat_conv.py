@@ -321,7 +321,7 @@ X, (W, BIAS) = randn(2, DIM, 5), taps(4)
         (ArgumentError, lambda: causal_conv1d_fn(X.clone().requires_grad_(), W), "x requires grad"),
         (ArgumentError, lambda: causal_conv1d_fn(X, W.clone().requires_grad_(), BIAS.clone().requires_grad_()), "weight requires grad"),
         (ArgumentError, lambda: causal_conv1d_fn(X, W, initial_states=torch.zeros(2, DIM, 4)), "initial_states is"),
-        (ArgumentError, lambda: causal_conv1d_fn(X, W, None, None, None, True, torch.zeros(1, DIM, 3)), "final_states is"),
+        (ArgumentError, lambda: causal_conv1d_fn(X, W, None, None, None, True, torch.zeros(1, DIM, 3)), "final_states_out is"),
         (ArgumentError, lambda: causal_conv1d_fn(X[0], W), "not .batch, dim, length."),
         (ArgumentError, lambda: causal_conv1d_fn(X, W, seq_idx=torch.zeros(2, 5, dtype=torch.int64)), "seq_idx is int64"),
         (ArgumentError, lambda: causal_conv1d_update(X, torch.zeros(2, DIM, 2), W), "state_len 2 is below width - 1"),

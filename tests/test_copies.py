@@ -12,7 +12,7 @@ from ssmgen import emulator, inspect, nvrtc
 from ssmgen.arguments import Arguments
 from ssmgen.emulator import EmulatorError, run_source
 from ssmgen.engine.tiles import maps
-from ssmgen.render import _environment
+from ssmgen.render import environment
 from ssmgen.spec import Arch, KernelSpec, Needs, Param
 
 emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")
@@ -64,7 +64,7 @@ class Product(KernelSpec):
 def with_library(text: str, barriers: bool = False) -> str:
     nothing = dict.fromkeys(("clusters", "waits", "triggers"), False)
     needs = Needs(mma="bf16", copies=True, matrices=True, barriers=barriers, meetings=True)
-    return _environment().from_string(LIBRARY + text).render(dtypes={"bf16"}, needs=needs, **nothing)
+    return environment().from_string(LIBRARY + text).render(dtypes={"bf16"}, needs=needs, **nothing)
 
 
 def operands(rows: int = 30) -> dict[str, Tensor]:
@@ -350,7 +350,7 @@ def run_boxes(source: str, length: int = 80) -> tuple[Tensor, Tensor]:
     values = {"rows": length, **maps({"a": a}, {"a": 64}, 32)}
     packed = Arguments(Boxes(), values).at([a.data_ptr(), b.data_ptr(), out.data_ptr()])
     nothing = dict.fromkeys(("clusters", "waits", "triggers"), False)
-    text = _environment().from_string(LIBRARY).render(needs=Needs(barriers=True, maps=True), dtypes={"bf16"}, **nothing)
+    text = environment().from_string(LIBRARY).render(needs=Needs(barriers=True, maps=True), dtypes={"bf16"}, **nothing)
     run_source(text + source, "product", 1, 64, packed, {"a": a, "out": out}, ("out",), 4096)
     return out.view(torch.bfloat16).view(96, 64), a[0]
 

@@ -8,9 +8,9 @@ from click.testing import CliRunner
 from test_emulator import launch_on
 
 from ssmgen import emulator
+from ssmgen.cache import objects
 from ssmgen.cache.upkeep import objects as kept_in
 from ssmgen.cli import main
-from ssmgen.emulator import objects
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 

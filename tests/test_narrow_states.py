@@ -21,7 +21,7 @@ from ssmgen.families.selective_state_update import planning as op
 from ssmgen.families.selective_state_update.spec import space
 from ssmgen.models import Wanted, find_model
 from ssmgen.needs import Needs
-from ssmgen.render import _environment, render
+from ssmgen.render import environment, render
 from ssmgen.spec import Arch, KernelSpec, Narrow, Param
 
 SM90 = Arch.parse("sm_90a")
@@ -178,7 +178,7 @@ def converted(values: Tensor, random: Tensor, dtype: torch.dtype) -> tuple[Tenso
 
     kind = NARROW[dtype].value
     nothing = {"needs": Needs(narrow=True), "narrow_noise": True} | dict.fromkeys(("clusters", "waits", "triggers"), False)
-    source = _environment().from_string(TEXT.replace("TYPE", kind)).render(dtypes={kind}, rounded={kind}, **nothing)
+    source = environment().from_string(TEXT.replace("TYPE", kind)).render(dtypes={kind}, rounded={kind}, **nothing)
     named = {"values": values, "words": random.to(torch.int32), "nearest": torch.zeros(len(values), dtype=dtype)}
     named |= {"noisy": torch.zeros(len(values), dtype=dtype), "back": torch.zeros(len(values))}
     packed = Arguments(Converting(), {"n": len(values)}).at([t.data_ptr() for t in named.values()])

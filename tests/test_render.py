@@ -133,7 +133,7 @@ def test_wait_precedes_every_access_and_the_launch_attribute_follows_the_text(pd
 
 def test_an_undefined_name_in_a_template_is_an_error():
     with pytest.raises(jinja2.UndefinedError):
-        rendering._environment().from_string("{{ no_such_name }}").render()
+        rendering.environment().from_string("{{ no_such_name }}").render()
 
 
 def test_illegal_specs_are_not_rendered():

@@ -214,7 +214,7 @@ def test_fields_of_parts_are_said_one_by_one():
     assert (spec.conv.tokens, spec.norm.weight) == (flat(spec)["conv_tokens"], flat(spec)["norm"]) and made(type(spec), flat(spec)) == spec
     other = changed(spec, conv_width=3, norm_first=True, tile=8)
     assert (other.conv.width, other.norm.first, other.tile) == (3, True, 8) and changed(other, **flat(spec)) == spec
-    with pytest.raises(SpecError, match="conv_width='x' is not a int"):
+    with pytest.raises(SpecError, match="conv_width='x' is none of the whole numbers"):
         parse(str(spec).replace("conv_width=4", "conv_width=x"))
     with pytest.raises(TypeError, match="conv_colour"):
         changed(spec, conv_colour=1)

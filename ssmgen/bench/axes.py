@@ -75,7 +75,7 @@ class Axis:
     members: Mapping[str, Enum] | None = None
 
     def values(self, chosen: Any, at: At) -> Iterable[Any]:
-        """Of the next cases, whose earlier axes are `at`."""
+        """Values of this axis for the cases whose earlier axes are `at`."""
         if chosen is None or chosen == ():
             return self.default(at) if callable(self.default) else self.default
         values = chosen if self.many else (chosen,)

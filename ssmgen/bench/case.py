@@ -111,7 +111,7 @@ def some_rows(
 
 
 def by_pdl(arch: Arch) -> Variants:
-    """With PDL, where the device has it, and without."""
+    """Two launches: with PDL where the device has it, and without."""
     return {name_of("ssmgen", pdl): {"pdl": pdl} for pdl in ((True, False) if arch >= SM90 else (False,))}
 
 
@@ -224,7 +224,7 @@ class Case:
         return {operand: errors[operand] for operand in self.peer_limits}
 
     def limit(self, name: str) -> float:
-        """Of an operand's norm error."""
+        """The bound on an operand's norm error."""
         if name in self.limits:
             return self.limits[name]
         call = self.arguments(0)

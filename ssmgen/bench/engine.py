@@ -24,12 +24,12 @@ from .progress import PRINTING, Watch
 from .schema import Fields, Report
 
 Device = torch.device
-Peer = Callable[[Case], timing.Launch | None]  # what calls another package on the i-th set of a case; None where that does not serve it
+Peer = Callable[[Case], timing.Launch | None]  # a launch of another package's function; None where that does not serve the case
 ROUNDS = 7
 
 
 def no_model(model: Model, tp: int, quick: bool) -> None:
-    """Of an operator that no model in models.toml is known to use."""
+    """No options: no model in models.toml is known to use the operator."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -72,13 +72,13 @@ class Bench:
 
     @functools.cached_property
     def form(self) -> Report:
-        """What a report holds."""
+        """The schema of a report."""
         shown = [axis for axis in self.axes if not axis.hidden]
         case = {axis.field: axis.kind for axis in shown if not axis.head}
         head = {axis.field: axis.kind for axis in shown if axis.head}
         row = {**(schema.COPY if self.copied else schema.MUL), **self.measured_fields}
         times = () if self.copied else ("mul",)
-        return Report({**case, **self.fields}, head, row, self.copied, times)
+        return Report({**self.fields, **case}, head, row, self.copied, times)
 
     def points(self, **chosen: Any) -> list[At]:
         """The cases for these options, whose missing ones are the defaults. Raises TypeError for an option that is none."""
@@ -131,7 +131,7 @@ class Bench:
     def measured(
         self, at: At, device: Device, ceilings: Mapping[str, float], rounds: int, peers: bool, watch: Watch
     ) -> dict[str, Any]:  # fmt: skip
-        """What a row says beside its case. Raises SsmgenError where a result is wrong."""
+        """The measured fields of a row. Raises SsmgenError where a result is wrong."""
         case = self.made(at, device)
         arch = runtime.device_arch(case.device.index)
         variants = case.variants(arch)
@@ -166,7 +166,7 @@ class Bench:
         return row
 
     def served(self, case: Case, how: Mapping[str, Any], arch: Arch) -> dict[str, Any]:
-        """The variant that serves a case, by which rule, and what compiling it takes."""
+        """The variant that serves a case, its rule, and the seconds of compiling it."""
         how = {} if case.variants is by_pdl else how
         chosen = api.explain(case.function, **{**case.arguments(0), **how}, arch=str(arch)).chosen
         if chosen is None:

@@ -22,7 +22,7 @@ COPIED = 2048  # bytes that a block of the slot copy moves
 EPS = 1e-6
 BF16 = torch.bfloat16
 BETWEEN = 1e-3  # norm error of a state, of convolved inputs that fall on another side when they are rounded
-PEER_LIMIT = 2e-2  # norm error of a peer's output: what it rounds in between is its own
+PEER_LIMIT = 2e-2  # norm error of a peer's output, which rounds in other places
 STATES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 BY_SEQUENCE = (
     "xBC", "mixed_qkv", "dt", "a", "b", "g", "beta", "z", "out", "num_accepted_tokens", "intermediate_states", "intermediate_conv_window",
@@ -37,7 +37,7 @@ class Step(NamedTuple):
 
 
 class Layer(Case):
-    """The inputs of one model's layers. A family derives from it, and says what its recurrence takes of a call and of a chain."""
+    """The inputs of one model's layers. A family derives from it and adds its recurrence."""
 
     inputs: ClassVar[str]  # the operand that is convolved
     norm_first: ClassVar[bool] = False  # the norm goes ahead of its gate
@@ -50,7 +50,7 @@ class Layer(Case):
         B, width, channels, dtype = self.batch, model.conv_width, model.layer_channels, STATES[at.state.value]
         shape = (model.nheads, *((rows, elements) if at.layout == "vk" else (elements, rows)))
         state_bytes = torch.Size(shape).numel() * dtype.itemsize
-        piece = -(-(state_bytes + self.window_bytes()) // COPIED) * COPIED  # up to what the slot copy can divide among its blocks
+        piece = -(-(state_bytes + self.window_bytes()) // COPIED) * COPIED  # the slot copy divides it among its blocks
         each = self.tokens if self.by_slot else 1  # slots of a sequence
         slots = slots_of(state_bytes, -(-B * each * piece // state_bytes))
         self.state = normal_pool(slots, shape, dtype, device)
@@ -64,7 +64,7 @@ class Layer(Case):
         self.mixed, self.z = rand(*self.lead, channels), rand(*self.lead, self.inner)
         self.out, self.by_head = torch.empty_like(self.z), self.made_by_head(rand)
         self.norm_weight = rand(*self.norm_weights) if model.norm_shape else None
-        self.between = torch.empty_like(self.mixed), torch.empty_like(self.out)  # what passes between the chain's operators
+        self.between = torch.empty_like(self.mixed), torch.empty_like(self.out)  # tensors that pass between the chain's operators
         rotating = {self.inputs: self.mixed, "out": self.out, "conv_weight": rand(channels, width) / width**0.5, **self.by_head}
         rotating |= {"state_indices": self.slots} | ({"conv_bias": rand(channels)} if model.conv_bias else {})
         if self.norm_weight is not None:
@@ -89,7 +89,7 @@ class Layer(Case):
         if self.by_slot:
             moved = (1 + self.tokens) * state_bytes + 2 * self.window_bytes(self.rolled)
         limit = GATE[dtype] + self.tokens * BETWEEN
-        limits = {"state": limit, "intermediate_states": limit, "out": 2 * GATE[BF16]}  # out is rounded ahead of its norm, too
+        limits = {"state": limit, "intermediate_states": limit, "out": 2 * GATE[BF16]}  # out is also rounded before its norm
         exact = dict.fromkeys(("conv_state", "intermediate_conv_window", "arrivals"), EXACT)
         super().__init__(
             function=getattr(ssmgen, op), sets=sets, bytes=B * moved, rotating=rotating | self.kept, shared=shared, part=self.some,
@@ -113,10 +113,10 @@ class Layer(Case):
         return int(self.model.nheads * self.model.shape[0])
 
     def window_bytes(self, more: int = 0) -> int:
-        """Bytes of one sequence's window, which holds so many inputs more than the taps need."""
+        """Bytes of one sequence's window with `more` inputs beyond those that the taps need."""
         return int(self.model.layer_channels * (self.model.conv_width - 1 + more) * BF16.itemsize)
 
-    # What a family says.
+    # A family's part.
 
     def made_by_head(self, rand: Callable[..., Tensor]) -> dict[str, Tensor]:
         """What the recurrence takes by head. rand: of a shape, normally distributed for each set."""
@@ -180,12 +180,12 @@ class Layer(Case):
             function(**call, **how)
 
     def pieces(self, size: int, sets: int) -> tuple[Tensor, Tensor]:
-        """(pieces, those of each set) that the slot copy moves, in the states' memory: of a state and its window each."""
+        """(pieces, pieces of each set) of the slot copy, in the states' memory. A piece holds a state and its window."""
         flat = self.state.view(-1).view(torch.int32)
         found = flat[: flat.numel() // (size // 4) * (size // 4)].view(-1, size // 4)
         return found, drawn(len(found), sets, self.batch, flat.device)
 
-    # What is held against float64.
+    # The check against float64.
 
     @property
     def rows(self) -> Tensor:
@@ -236,7 +236,7 @@ class Layer(Case):
             return {"out": norm_error(result[rows], expected.reshape(len(rows), -1))}
 
 
-# What peers' chains are made of.
+# Parts of peers' chains.
 
 
 def ours_of(case: Layer, step: int) -> Launch:
@@ -262,7 +262,7 @@ def convolution(case: Layer, theirs: Callable[..., Tensor] | None) -> Callable[[
 
 
 def between_ours(case: Layer, call: Launch) -> Launch:
-    """A peer's update of the state, in place of ours between our convolution and our norm."""
+    """A peer's update of the state, instead of ours, between our convolution and our norm."""
     ahead, behind = ours_of(case, 0), ours_of(case, 2) if case.norm_weight is not None else None
 
     def run(i: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the benchmarks of prompts share: packed sequences or a batch, states into new tensors or a pool, a multiplication as the ceiling."""
+"""Shared by the benchmarks of prompts: final states in new tensors or a pool, the checked heads, a multiplication as the ceiling."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def prompt_sets(set_bytes: float) -> int:
 
 
 def moving(set_bytes: float, sets: int, device: torch.device) -> Launch:
-    """torch's multiplication of dense tensors, out of place, that moves as many bytes."""
+    """torch's multiplication of dense tensors, out of place, that moves `set_bytes`."""
     source, target = (torch.empty(sets, int(set_bytes) // 8, device=device) for _ in range(2))
     return lambda i: torch.mul(source[i], 1.0, out=target[i])
 
 
 def ends(states: Tensor, packed: int) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
-    """(rotating, shared, only written) arguments of where states go: into new ones; or, with so many packed tokens, through a pool, whose
-    every sequence goes on from its slot. states: [sets, sequences, …]."""
+    """(rotating, shared, only written) arguments for final states: new tensors or, with a number of packed tokens, slots of a pool, from
+    which the sequences go on. states: [sets, sequences, …]."""
     count, device = states.shape[1], states.device
     if not packed:
         return {"final_states_out": states}, {"return_final_states": True}, ("out", "final_states_out")

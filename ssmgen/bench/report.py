@@ -1,4 +1,4 @@
-"""What a report is made of: its head, its rows and failures, the slot copy, peers that may be missing, host times."""
+"""Parts of a report: its head, its rows and failures, the slot copy, peers that may be missing, host times."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ ERROR = maybe(PART)
 
 @dataclass(frozen=True)
 class Report:
-    """What an operator's report holds: case, what names a case of it; head, of the report; row, what else its timed ones have.
+    """The fields of an operator's report. case: fields that name a case; head: of the report; row: further fields of timed cases.
 
     copied: the slot copy bounds it; otherwise a multiplication.
     """

@@ -74,7 +74,7 @@ def _rich(case: str, rows: Sequence[Row]) -> Table:
 
 
 def columns(rows: Sequence[Row]) -> Iterator[Column]:
-    """What a table says of the rows of one case."""
+    """The columns of a table of the rows of one case."""
     copy, peers = next((row.copy for row in rows if row.copy), None), peers_of(rows)
     yield Column(rows[0].size_of, [Text(row.size) for row in rows], 6)
     yield Column("us", [Text(f"{row.us:.2f}", style="bold") for row in rows], 7)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..calls.checks import oddity
 from ..errors import ArgumentError
 
-P = ParamSpec("P")  # apart from R: type checkers read no assignment of both
+P = ParamSpec("P")  # type checkers read no assignment of both P and R
 R = TypeVar("R")
 # Of an annotation's words, the type that it lets through, and how a message calls it. Of what has another word, or is named by a string,
 # the function knows which there are.
@@ -30,7 +30,7 @@ def one(result: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 def two(result: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The results of a call that asks for something beside the output."""
+    """The results of a call that asks for two."""
     assert isinstance(result, tuple)
     return result
 

@@ -21,10 +21,10 @@ from pathlib import Path
 from torch import Tensor
 
 from ..arguments import Packed
+from ..cache import objects
 from ..errors import SsmgenError
 from ..render import render, uses_pdl
 from ..spec import Arch, KernelSpec
-from . import objects
 
 HERE = Path(__file__).parent
 WORDS = ("emulator.hpp", "machine.hpp")

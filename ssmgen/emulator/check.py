@@ -60,7 +60,7 @@ def check(spec: KernelSpec, arch: Arch, batch: int = 3, seed: int = 0) -> Outcom
 
 
 def _words(trial: Trial, name: str, result: Tensor, expected: Tensor, error: float) -> str:
-    """By how much an operand differs, and by how much it may."""
+    """The difference of an operand, and the difference that is allowed."""
     found, wanted = result.double(), expected.double()
     count = int(((found != wanted) & ~(found.isnan() & wanted.isnan())).sum())
     limit = _limit(trial, name)

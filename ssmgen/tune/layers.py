@@ -13,7 +13,7 @@ from .cases import Case, case_of, states_of, users
 _FORMS: dict[str, dict[str, Any]] = {
     "kept": {"intermediates": True},
     "by slot": {"by_slot": True},
-}  # of several tokens: what is asked of layers that verify drafts
+}  # the calls of layers that verify drafts
 
 
 def cases(operator: str, given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:

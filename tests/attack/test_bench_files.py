@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from ssmgen import cli
-from ssmgen.bench import formats, terminal
+from ssmgen.bench import formats, table
 from ssmgen.bench.formats import BenchFileError, load
 from ssmgen.bench.html import as_html
 from ssmgen.files import plain
@@ -38,7 +38,7 @@ def rendered(path: Path) -> dict[str, str]:
     """The reports in every form. Raises BenchFileError."""
     suite = load([path])
     out = io.StringIO()
-    terminal.print_tables(suite, Console(file=out, width=200, force_terminal=True, color_system=None))
+    table.print_tables(suite, Console(file=out, width=200, force_terminal=True, color_system=None))
     forms = {"text": formats.as_text(suite), "csv": formats.as_csv(suite), "json": formats.as_json(suite, False), "page": as_html(suite)}
     return forms | {"terminal": out.getvalue()}
 
@@ -236,9 +236,9 @@ def test_texts_of_files_do_nothing_to_terminals_and_pages(trick, tmp_path):
         place[last] += trick
     for report in content["reports"]:  # names of contenders, too
         for row in report["rows"]:
-            for table in (row["us"], row["host_us"], row["peer_ratio"]):
-                for name in [name for name in table if name.partition(".")[0] in ("flashinfer", "tensorrt_llm")]:
-                    table[name + trick] = table.pop(name)
+            for times in (row["us"], row["host_us"], row["peer_ratio"]):
+                for name in [name for name in times if name.partition(".")[0] in ("flashinfer", "tensorrt_llm")]:
+                    times[name + trick] = times.pop(name)
     forms = rendered(saved(content, tmp_path))
     check_harmless(forms)
     code, said = render(saved(content, tmp_path))

@@ -13,11 +13,12 @@ import torch
 import ssmgen
 from ssmgen import registry, runtime
 from ssmgen import tuned as table
+from ssmgen.bench import case as bench_case
 from ssmgen.build import build
 from ssmgen.cache.store import Cache
 from ssmgen.catalog import parse
 from ssmgen.errors import SsmgenError
-from ssmgen.families.combine_splits import bench as combine_splits
+from ssmgen.families.combine_splits import tuning
 from ssmgen.spec import Arch
 from ssmgen.tune import cases, search
 
@@ -29,8 +30,8 @@ def work(monkeypatch, tmp_path):
     """The smallest cases of one operator, and no tables yet."""
     monkeypatch.setenv("SSMGEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(table, "SHIPPED", tmp_path / "none")
-    monkeypatch.setattr(combine_splits, "SHAPES", [(16, 2), (1024, 8)])
-    monkeypatch.setattr(combine_splits, "SET_BYTES", 64e6)
+    monkeypatch.setattr(tuning, "SHAPES", [(16, 2), (1024, 8)])
+    monkeypatch.setattr(bench_case, "MOST", 64e6)
     registry.forget()
     yield lambda count: [case for case, _ in zip(cases.cases("combine_splits"), range(count), strict=False)]
     registry.forget()

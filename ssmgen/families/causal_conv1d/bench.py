@@ -70,7 +70,7 @@ def inputs(at: At, device: torch.device) -> Case:
     weight, bias = torch.randn(D, at.width, device=device, dtype=dtype) / at.width**0.5, torch.randn(D, device=device, dtype=dtype)
     shared: dict[str, Any] = {"weight": weight, "bias": bias, "activation": "silu"}
     starts = cuts_of(L, SEQUENCES, device)
-    count = len(starts) - 1  # SEQUENCES, or as many as there are tokens
+    count = len(starts) - 1  # SEQUENCES, or fewer where tokens are fewer
     if packed:
         shared |= {"query_start_loc": starts, "conv_states": states(2 * count)}
         shared |= {"conv_state_indices": torch.randperm(2 * count, device=device)[:count].int()}

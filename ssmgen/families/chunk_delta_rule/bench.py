@@ -1,4 +1,4 @@
-"""The benchmark of chunk_delta_rule: bf16 but for log decays and states, which are f32; q and k are divided by their norms inside.
+"""The benchmark of chunk_delta_rule: bf16 except log decays and states, which are f32; q and k are divided by their norms inside.
 
 Inputs and outputs rotate over as many sets as exceed 640 MB; all of them share one workspace. Bytes: q, k, v, g, beta and the output once,
 and the states that are read and written, but not the workspace. The ceiling is torch's multiplication of dense tensors, out of place, that

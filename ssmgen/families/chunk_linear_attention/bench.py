@@ -1,4 +1,4 @@
-"""The benchmark of chunk_linear_attention: bf16, but for KDA's and GLA's log decays, and states, which are f32; q and k of KDA are
+"""The benchmark of chunk_linear_attention: bf16, except KDA's and GLA's log decays and states, which are f32; q and k of KDA are
 divided by their norms inside.
 
 Inputs and outputs rotate over as many sets as exceed 640 MB; all of them share one workspace. Bytes: operands and the output once, and the
@@ -46,7 +46,7 @@ class Form(Enum):
 
     @property
     def stem(self) -> str:
-        """Of the names of our function and of fla's."""
+        """The names of our function and of fla's end with it."""
         return self.value.removesuffix("_slow")
 
 
@@ -58,7 +58,7 @@ CASES = [  # (form, shape) where neither is given
 
 
 def settle(at: At) -> Iterator[At]:
-    """The defaults of what is not given: key and value channels of a head; and forms and shapes of CASES, if all of it is not."""
+    """Fills in key and value channels of a head. Without any option, yields the forms and shapes of CASES."""
     given = at.form or at.shape or at.head_k or at.head_v
     for form, shape in [(at.form or Form.KDA, at.shape or (32, 32, 1, 8192))] if given else CASES:
         head_k = at.head_k or (64 if form is Form.RWKV7 else 128)

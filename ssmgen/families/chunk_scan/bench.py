@@ -1,4 +1,4 @@
-"""The benchmark of chunk_scan: bf16 but for A, D and states, which are f32; a bias of dt, softplus, D, no gate.
+"""The benchmark of chunk_scan: bf16 except A, D and states, which are f32; a bias of dt, softplus, D, no gate.
 
 Inputs and outputs rotate over as many sets as exceed 640 MB; A, D and dt_bias do not rotate. Bytes: x, B, C, dt and the output once, and
 the states that are read and written. The ceiling is torch's multiplication of dense tensors, out of place, that moves as many bytes.

@@ -45,7 +45,7 @@ class Form(Enum):
 
 
 def settle(at: At) -> Iterator[At]:
-    """The case if there is such a one: a pair is two splits, and what is hot has room in the cache."""
+    """The case if it exists: a pair has two splits, and a hot case has room in the cache."""
     rows, splits = at.shape
     if (at.form is not Form.PAIR or splits == 2) and not (at.hot and rows * splits * at.d_v * at.dtype.size > HOT):
         yield at
@@ -95,7 +95,7 @@ def inputs(at: At, device: torch.device) -> Case:
 
 
 def flashinfer(name: str, module: str, form: Form) -> Any:
-    """What makes calls of FlashInfer's function for this form."""
+    """A peer: FlashInfer's function for this form."""
 
     def make(case: Case) -> Launch | None:
         function = reports.imported(module, name) if case.at.form is form and case.at.dtype is not DType.F32 else None

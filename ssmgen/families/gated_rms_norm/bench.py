@@ -49,7 +49,7 @@ SHAPES = {Form.MAMBA2: [(1, 5120), (8, 1024)], Form.GDN: [(32, 128)], Form.KDA: 
 
 
 def settle(at: At) -> Iterator[At]:
-    """The case, unless it is hot and the cache has no room for it."""
+    """The case if it is cold, or has room in the cache."""
     if not (at.hot and 3 * at.rows * math.prod(at.shape) * at.dtype.size > HOT):
         yield at
 
@@ -98,7 +98,7 @@ def mamba_ssm(case: Case) -> Launch | None:
 
 
 def chain(case: Case) -> Launch:
-    """What transformers' modules compute, kernel by kernel."""
+    """The kernels of transformers' modules, one after the other."""
     first = case.at.form is Form.MAMBA2  # the gate
     activation = torch.sigmoid if case.at.form is Form.KDA else torch.nn.functional.silu
 

@@ -54,7 +54,7 @@ SCALES = {"state": "state_scale"}
 
 
 def settle(at: At, op: str) -> Iterator[At]:
-    """The case with what goes without saying: key heads, value channels, and whether intermediate states are kept."""
+    """Fills in key heads, value channels, and whether intermediate states are kept."""
     several = at.tokens > 1 and not at.ring
     kept = several and (at.pool is PoolMode.SINGLE if at.intermediates is None else at.intermediates)
     key_heads, values = at.key_heads or OPS[op].key_heads or at.heads, at.value_dim or at.dim

@@ -1,4 +1,4 @@
-"""What is timed beside gated_delta_rule and its relatives: other packages' functions."""
+"""Other packages' functions that are timed beside gated_delta_rule and its relatives."""
 
 from __future__ import annotations
 

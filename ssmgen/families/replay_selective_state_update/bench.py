@@ -47,7 +47,7 @@ HISTORY_LIMITS = {"old_x": EXACT, "old_B": EXACT, "old_dt": 1e-5, "old_dA_cumsum
 
 
 def forms(two_kernels: bool | None, external: bool | None, internal: bool | None, arch: Arch) -> Variants:
-    """How a call is launched. What None leaves open is all of it; the first is what a plain call gets, if it is among them."""
+    """The launches of a call; None stands for both values. A plain call's launch comes first, if it is included."""
 
     def flags(chosen: bool | None) -> list[bool]:
         return [f for f in ((True, False) if chosen is None else (chosen,)) if arch >= SM90 or not f] or [False]
@@ -73,7 +73,7 @@ def fits(tokens: int, accepted: int, window: int, writing: float) -> str:
 
 
 def settle(at: At) -> Iterator[At]:
-    """The case, if it can be; a step's history has no share that writes."""
+    """The case, if it is possible. Without a ring, no share of steps writes."""
     writing = at.writing if at.window else 0.0
     if not fits(at.tokens, at.accepted, at.window, writing):
         yield At(**{**vars(at), "writing": writing})
@@ -89,7 +89,7 @@ def counts_of(at: At, slots: Tensor) -> Tensor:
 
 
 def inputs(at: At, device: torch.device) -> Case:
-    """In the layout in which models call: A, dt, D and dt_bias as stride-0 views."""
+    """A, dt, D and dt_bias are stride-0 views, as in models."""
     (H, P, N, G), B, T, dtype = at.shape, at.batch, at.tokens, STORED_DTYPES[at.state]
     one = H * P * N * dtype.itemsize
     sets = sets_of(B * one, most=MAX_SETS, cold=STATE_BYTES)

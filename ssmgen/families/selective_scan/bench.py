@@ -1,4 +1,4 @@
-"""The benchmark of selective_scan: bf16 but for A, D, the bias and states, which are f32; softplus, D, a gate; N 16, one group.
+"""The benchmark of selective_scan: bf16 except A, D, the bias and states, which are f32; softplus, D, a gate; N 16, one group.
 
 Inputs and outputs rotate over as many sets as exceed 640 MB; A, D and delta_bias do not rotate. Bytes: u, delta, z, B, C and the output
 once, and the states that are written. The ceiling is torch's multiplication of dense tensors, out of place, that moves as many bytes.

@@ -32,7 +32,7 @@ SCALES = {"state": "state_scale", "intermediate_states": "intermediate_state_sca
 
 
 class Unnamed(str):
-    """A model that nobody asked for."""
+    """A default model."""
 
 
 def states_of(at: At) -> Sequence[Any]:
@@ -52,7 +52,7 @@ def settle(at: At) -> Iterator[At]:
 
 
 def inputs(at: At, device: torch.device) -> Case:
-    """In the layout in which models call: A, dt, D and dt_bias as stride-0 views."""
+    """A, dt, D and dt_bias are stride-0 views, as in models."""
     model, B, T, dtype = at.share, at.batch, at.tokens, STORED_DTYPES[at.state]
     mamba1, H, P, N, G = model.kind == "mamba1", model.nheads, model.headdim, model.d_state, model.ngroups
     row, group = ((P,), (N,)) if mamba1 else ((H, P), (G, N))

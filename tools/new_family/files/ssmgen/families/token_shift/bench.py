@@ -27,7 +27,7 @@ CHECKED = 8  # rows that are held against float64
 
 
 def inputs(at: At, device: torch.device) -> Case:
-    """The calls of one case, each on inputs and slots of its own."""
+    """The calls of one case. Each has other inputs and slots."""
     B, dim, dtype = at.batch, at.dim, TORCH_DTYPES[at.dtype]
     moved = 4 * B * dim * dtype.itemsize
     sets = sets_of(moved)
@@ -49,7 +49,7 @@ def inputs(at: At, device: torch.device) -> Case:
 
 
 def chain(case: Case) -> Launch:
-    """What PyTorch does, kernel by kernel."""
+    """PyTorch's kernels, one after the other."""
     calls = case.calls
 
     def run(i: int) -> torch.Tensor:

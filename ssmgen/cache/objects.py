@@ -12,12 +12,12 @@ import warnings
 from pathlib import Path
 
 from .. import settings
-from ..cache.entry import Entry, cache_key
-from ..cache.layer import Layer
-from ..cache.upkeep import objects
 from ..errors import CacheError
 from ..nvrtc import Resources
 from ..spec import Arch
+from .entry import Entry, cache_key
+from .layer import Layer
+from .upkeep import objects
 
 _ARCH = Arch(80)  # entries name one; portable bodies serve all
 
