@@ -143,7 +143,7 @@ def convolution(spec: KernelSpec, batch: int) -> tuple[Any, dict[str, torch.Tens
     """(the operator's module, operands, options)"""
     if isinstance(spec, ConvSpec):
         return conv, conv_trial.operands(spec, batch, 0), conv.Options(spec.silu)
-    return update, update_trial.operands(spec, batch, 0), (spec.silu, -1)
+    return update, update_trial.operands(spec, batch, 0), update_trial.Options(spec.silu)
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..bench import bench_of, told
 from ..bench import report as reports
 from ..calls.checks import TORCH_DTYPES
-from ..calls.public import Call, call_of
+from ..calls.operator import Call, call_of
 from ..errors import SsmgenError
 from ..family import parts
 from ..models import Model, find_model, models

@@ -11,7 +11,7 @@ from family_cases import cases
 from torch import Tensor
 
 import ssmgen
-from ssmgen.families.causal_conv1d_update.spec import CHILDREN
+from ssmgen.families.causal_conv1d_update.operands import CHILDREN
 from ssmgen.families.linear_attention.operands import FUNCTIONS
 
 Arguments = dict[str, Any]

@@ -14,7 +14,7 @@ from public_calls import BY_NAME, bits_of, call_of
 from torch import Tensor
 
 import ssmgen
-from ssmgen.calls import public as calls
+from ssmgen.calls import operator as calls
 from ssmgen.families.linear_attention.call import PoolOptions
 from ssmgen.families.linear_attention.operands import FUNCTIONS
 

@@ -24,6 +24,7 @@ from hf_cases import (
 )
 
 from ssmgen import runtime
+from ssmgen.calls import fast_path
 from ssmgen.compat import hf
 from ssmgen.compat.hf_layers import LAYERS
 
@@ -74,7 +75,7 @@ def launched(monkeypatch):
         return counted
 
     def forget():  # plans keep what enqueues them
-        for table in list(runtime._tables):
+        for table in list(fast_path._tables):
             table.clear()
 
     forget()

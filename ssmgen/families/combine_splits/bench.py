@@ -36,7 +36,7 @@ from ...bench.report import GATE, cell
 from ...bench.rows import Point
 from ...bench.schema import COUNT
 from ...calls.checks import TORCH_DTYPES
-from ...calls.public import call_of
+from ...calls.operator import call_of
 from ...errors import SsmgenError
 from ...models import Model
 from ...spec import SM90, DType

@@ -20,6 +20,7 @@ from ...spec import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Param, P
 from ..gated_rms_norm.spec import FEW
 from ..linear_attention.problem import Gate
 from ..linear_attention.spec import ONE_TOKEN, LinearAttentionSpec
+from .operands import FUNCTIONS
 from .problem import DeltaLayerProblem
 
 OPERATOR = "delta_layer"
@@ -111,44 +112,17 @@ class DeltaLayerSpec(LinearAttentionSpec, DeltaLayerProblem):
         norm = [*(["norm"] if self.norm_inside else []), *(["cluster"] if self.clustered else [])]
         return "_".join([self.function, shape, self.how(), *norm])
 
-    def _roles(self) -> list[str]:
-        """Tensor arguments in order, as the template names them."""
-        there = {
-            **{name: getattr(self, name) is not None for name in ("g", "gk", "beta", "A_log", "dt_bias")},
-            **dict.fromkeys(("z", "norm_weight"), self.norm_inside),
-            "out": True,
-            "state_indices": self.index is not Index.NONE,
-            "dst_state_indices": self.update is Update.EACH,
-            "num_accepted_tokens": self.accepted is not Index.NONE,
-            "intermediate_states": self.intermediates,
-            "intermediate_state_indices": self.rows_index is not Index.NONE,
-            "arrivals": self.conv_moves,
-        }
-        return ["state", *self.conv_operands(), *(name for name, given in there.items() if given)]
-
     def operands(self) -> list[str]:
-        """The same as the call names them."""
-        return [self.call_names.get(role, role) for role in self._roles()]
+        """Tensor arguments in order, as the call names them."""
+        return FUNCTIONS[self.function].of(self)
 
     def strides(self) -> list[tuple[str, str, str]]:
         """(role, axis, width) of every stride the kernel takes, in elements."""
-        token = ["token"] if self.several else []
-        element = ["n"] if self.operand_loads is Loads.ELEMENT else []
-        axes = self.layer_strides() | {
-            **dict.fromkeys(("g", "beta", "z"), ["batch", *token, "head"]),
-            "gk": ["batch", *token, "head", *element],
-            "A_log": ["head"],
-            "dt_bias": ["head", *(element if self.gk else [])],
-            "norm_weight": [],
-        }
-        return self.wide_strides(self._roles(), axes)
+        return FUNCTIONS[self.function].strides(self)
 
     def parameters(self) -> list[Param]:
-        element: dict[str, Any] = {f.name: value.value for f in fields(self) if isinstance(value := getattr(self, f.name), DType)}
-        element |= {"z": self.norm.gate.value, "norm_weight": self.norm.weight and self.norm.weight.value}
-        element["intermediate_states"] = self.state.value
         factors = ["scale", *(["lower_bound"] if self.gate is Gate.BOUNDED else []), *(["eps"] if self.norm_inside else [])]
-        return [*self.layer_parameters(self._roles(), element, self.strides()), *map(Param.f32, factors)]
+        return [*self.layer_parameters(FUNCTIONS[self.function]), *map(Param.f32, factors)]
 
     def constants(self) -> dict[str, Any]:
         lanes = -(-self.norm_rows // self.norm_vec)

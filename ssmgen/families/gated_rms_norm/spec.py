@@ -17,12 +17,11 @@ from typing import Any, ClassVar
 
 from ...engine.norm import Activation
 from ...spec import LATER, SM90, Arch, DType, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
+from .operands import OPERANDS
 
 OPERATOR = "gated_rms_norm"
 SIZE, MAX_SIZE = "groups", 2**17  # what the rules look at; beyond, nothing changes
 
-WRITTEN = ("out", "residual_out")
-SHARED = ("weight", "bias")  # by all rows
 MAX_GROUP = 16384
 HELD = 32  # elements of a group that a thread holds, at most
 
@@ -151,17 +150,7 @@ class NormSpec(KernelSpec, NormProblem):
 
     def roles(self) -> list[str]:
         """Tensor arguments in order, as the template names them."""
-        added = self.residual is not None
-        there = {
-            "x": True,
-            "residual": added,
-            "gate": self.gate is not None,
-            "weight": self.weight is not None,
-            "bias": self.bias is not None,
-            "out": True,
-            "residual_out": added,
-        }
-        return [name for name, given in there.items() if given]
+        return OPERANDS.of(self)
 
     def operands(self) -> list[str]:
         """The same as the call names them."""
@@ -169,24 +158,13 @@ class NormSpec(KernelSpec, NormProblem):
 
     def strides(self) -> list[tuple[str, str]]:
         """(role, axis) of every stride the kernel takes, in elements."""
-        axes = ("row", "group") if self.grouped else ("row",)
-        return [(role, axis) for role in self.roles() for axis in axes if not (role in SHARED and axis == "row")]
+        return [(role, axis) for role, axis, _ in OPERANDS.strides(self, self.roles())]
 
     def parameters(self) -> list[Param]:
-        dtypes = {
-            "x": self.x,
-            "residual": self.residual,
-            "gate": self.gate,
-            "weight": self.weight,
-            "bias": self.bias,
-            "out": self.out,
-            "residual_out": self.sum,
-        }
-        element = {role: dtype.value for role, dtype in dtypes.items() if dtype}
-        pointers = [Param.pointer(role, element[role], const=role not in WRITTEN) for role in self.roles()]
         units = [Param.u32("units")] if self.teams > 1 else []
         groups = Param.divisor("groups") if self.grouped else []
-        return [*pointers, *units, *groups, *(Param.u32(f"{role}_{axis}") for role, axis in self.strides()), Param.f32("eps")]
+        strides = [Param.u32(f"{role}_{axis}") for role, axis in self.strides()]
+        return [*OPERANDS.pointers(self, self.roles()), *units, *groups, *strides, Param.f32("eps")]
 
     def _offsets(self) -> dict[str, str]:
         """What is added to the operands to get to a thread's first element."""

@@ -37,14 +37,14 @@ from ...bench.report import GATE, HOST_BATCH, MAX_SETS, MIN_SETS, cell
 from ...bench.rows import Point
 from ...bench.schema import COUNT, FLAG, TEXT
 from ...calls.checks import STORED_DTYPES
-from ...calls.public import call_of
+from ...calls.operator import call_of
 from ...errors import SsmgenError
 from ...models import Model
 from ...spec import SM90, DType, Narrow, PoolMode, must
 from .bench_peers import chain, fla, flashinfer
 from .bench_recurrences import OPS, VALUES, Operand, operands
 from .models import LinearAttention
-from .operands import NAMES
+from .operands import OPERANDS
 from .reference import linear_attention as reference
 from .views import token_views
 
@@ -208,7 +208,7 @@ class Case:
         small["state"] = reports.numbers(self.state, self.scale, touched)
         small |= {n: call[n][rows] for n in (*self.operands, "out", "intermediate_states", "parents") if n in call}
         given, options = call_of(self.function, **small)[1:3]
-        views = token_views({name: t for name, t in zip(NAMES, given, strict=True) if t is not None}, options, [])
+        views = token_views({name: t for name, t in zip(OPERANDS.names, given, strict=True) if t is not None}, options, [])
         views |= {name: views[name].double() for name in ("state", "out", "intermediate_states") if name in views}
         form, scale, lower_bound, *_ = options
         reference(views, form, scale=scale, lower_bound=lower_bound, update_state=options.update_state, dtype=torch.float64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...calls.public import operator
+from ...calls.operator import operator
 from .options import PoolOptions, decode
 from .views import Form
 

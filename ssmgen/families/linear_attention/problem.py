@@ -130,6 +130,36 @@ class LinearAttentionProblem(RowProblem):
         return self.ring is Ring.COMMIT
 
     @property
+    def stores(self) -> bool:
+        """Whether a ring receives the inputs of tokens."""
+        return self.ring is Ring.STORE
+
+    @property
+    def split(self) -> bool:
+        """Whether states go to slots of their own."""
+        return self.pool is PoolMode.SPLIT
+
+    @property
+    def each(self) -> bool:
+        """Whether the state after each token has a slot."""
+        return self.update is Update.EACH
+
+    @property
+    def picks(self) -> bool:
+        """Whether num_accepted_tokens picks the column of state_indices to start from."""
+        return self.accepted is not Index.NONE and not self.commit
+
+    @property
+    def batched(self) -> bool:
+        """Whether operands of tokens have an axis of sequences."""
+        return not self.commit and self.tokens is not Tokens.RAGGED
+
+    @property
+    def loose(self) -> bool:
+        """Whether operands with an element per key channel are loaded element by element, at any stride."""
+        return self.operand_loads is Loads.ELEMENT
+
+    @property
     def low_rank(self) -> bool:
         return self.write is not None or self.alpha is not None
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...engine.narrow_reference import narrowed, widened
 from ..selective_state_update.reference import softplus, start_slot
-from .operands import OF_KEY_HEADS, OPERANDS, RINGED, WEIGHTS
+from .operands import OF_KEY_HEADS, RINGED, ROLES, WEIGHTS
 
 NORM_EPSILON = 1e-6
 
@@ -90,7 +90,7 @@ def linear_attention(
     batch, heads = (out.shape[0] if starts is None else len(starts) - 1), out.shape[2]
     kept, parents = views.get("intermediate_states"), views.get("parents")
     weights = {n: views[n].to(dtype) for n in WEIGHTS if n in views}
-    tokenwise = [n for n in OPERANDS if n in views and n not in WEIGHTS]
+    tokenwise = [n for n in ROLES if n in views and n not in WEIGHTS]
 
     def valid(slot: int) -> bool:
         return 0 <= slot < state.shape[0] and ("state_indices" not in views or slot != pad_slot_id)

@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
 from ...engine.rows import RowSpec, Rule
-from ...spec import FP8, Arch, DType, Index, Loads, Narrow, Needs, Param, Pdl, PoolMode, Ring, Update, must
-from .operands import KEY_VECTORS, OF_KEY_HEADS, OPTIONAL, RINGED, ROW_SCALARS, WEIGHTS
+from ...spec import FP8, Arch, Index, Loads, Narrow, Needs, Param, Pdl, Ring, Update, must
+from .operands import KEY_VECTORS, OF_KEY_HEADS, OPERANDS, RINGED, ROW_SCALARS, WEIGHTS
 from .problem import Delta, Gate, LinearAttentionProblem, Tokens
 
 OPERATOR = "linear_attention"
@@ -148,99 +148,40 @@ class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
 
     def operands(self) -> list[str]:
         """Tensor arguments in order."""
-        control = [
-            *(["state_indices"] if self.index is not Index.NONE else []),
-            *(["dst_state_indices"] if self.pool is PoolMode.SPLIT else []),
-            *(["num_accepted_tokens"] if self.accepted is not Index.NONE else []),
-            *(["cu_seqlens"] if self.cu_seqlens is not Index.NONE else []),
-            *(["intermediate_states"] if self.intermediates else []),
-        ]
-        if self.commit:
-            return ["state", "k", "v", *self._given(OPTIONAL), *control]
-        return [
-            "state",
-            "q",
-            "k",
-            "v",
-            *self._given(OPTIONAL),
-            "out",
-            *control,
-            *(f"ring_{name}" for name in self.ringed()),
-            *(["state_scale"] if self.scaled else []),
-            *(["parents"] if self.parents is not Index.NONE else []),
-            *(["intermediate_state_indices"] if self.kept_index is not Index.NONE else []),
-        ]
+        return OPERANDS.of(self)
 
     def ringed(self) -> list[str]:
         """Operands that the ring keeps."""
-        return self._given(RINGED) if self.ring is Ring.STORE else []
+        return self._given(RINGED) if self.stores else []
 
     def strides(self) -> list[tuple[str, str, str]]:
-        """(operand, axis, width) of every stride the kernel takes, in elements. Those between states are 64-bit."""
-        batch = ["slot"] if self.commit else [] if self.tokens is Tokens.RAGGED else ["batch"]
-        layer = ["layer"] if self.layers else []
-        token = ["token"] if self.several else []
-        element = ["n"] if self.operand_loads is Loads.ELEMENT else []
-        head_only = self.gk is None  # dt_bias
-        axes = {
-            "state": [*layer, "slot", *(["head"] if self.heads_apart else [])],
-            **{name: [*layer, *batch, *token, "head", *element] for name in KEY_VECTORS},
-            **{name: [*layer, *batch, *token, "head", "row"] for name in (*ROW_SCALARS, "out")},
-            "g": [*layer, *batch, *token, "head"],
-            "beta": [*layer, *batch, *token, "head", *(["row"] if self.beta_rows else [])],
-            "A_log": [*layer, "head"],
-            "dt_bias": [*layer, "head", *([] if head_only else element)],
-            **{f"ring_{name}": ["slot", "token", "head"] for name in self.ringed()},
-            "state_indices": ["batch", *(["column"] if self.accepted is not Index.NONE and not self.commit else [])],
-            "dst_state_indices": ["batch", *(["token"] if self.update is Update.EACH else [])],
-            "num_accepted_tokens": ["batch"],
-            "cu_seqlens": [],
-            "intermediate_states": ["batch", "token"],
-            "state_scale": ["slot", "head", "row"],
-            "parents": ["batch", "token"],
-            "intermediate_state_indices": ["batch"],
-        }
-        return [
-            (op, axis, "i64" if op in ("state", "intermediate_states") or axis in ("slot", "layer") else "u32")
-            for op in self.operands()
-            for axis in axes[op]
-        ]
+        """(operand, axis, width) of every stride the kernel takes, in elements."""
+        return OPERANDS.strides(self)
 
     def parameters(self) -> list[Param]:
-        element = {f.name: getattr(self, f.name).value for f in fields(self) if isinstance(getattr(self, f.name), (DType, Narrow))}
-        integer = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
-        element |= dict.fromkeys(("state_indices", "dst_state_indices"), integer[self.index])
-        element |= {"num_accepted_tokens": integer[self.accepted], "cu_seqlens": integer[self.cu_seqlens]}
-        element |= {"intermediate_states": self.state.value, "state_scale": "f32"}
-        element |= {"parents": integer[self.parents], "intermediate_state_indices": integer[self.kept_index]}
-        element |= {f"ring_{name}": element[name] for name in self.ringed()}
-        written = ("state", "out", "intermediate_states", "state_scale", *(f"ring_{name}" for name in self.ringed()))
-        pointers = [Param.pointer(op, element[op], const=op not in written) for op in self.operands()]
-        strides = [(Param.i64 if width == "i64" else Param.u32)(f"{op}_{axis}") for op, axis, width in self.strides()]
-        strides.sort(key=lambda p: p.code != "q")  # 8-byte arguments first: no padding anywhere in the buffer
         slots = [] if self.index is Index.NONE and not self.commit else [Param.i64("slots"), Param.i64("pad_slot_id")]
         slots += [] if self.kept_index is Index.NONE else [Param.i64("kept_rows")]
         counts = [
             *([Param.u32("most_tokens")] if self.commit else [Param.u32("tokens")] if self.tokens is Tokens.MANY else []),
             *([Param.u32("sequences")] if self.layers else []),
             *([Param.u32("total_tokens")] if self.tokens is Tokens.RAGGED else []),
-            *([Param.u32("columns")] if self.accepted is not Index.NONE and not self.commit else []),
+            *([Param.u32("columns")] if self.picks else []),
             *([Param.u32("dst_columns")] if self.update is Update.EACH and self.tokens is Tokens.RAGGED else []),
             *([Param.u32("rows_kept")] if self.intermediates and self.tokens is Tokens.RAGGED else []),
             *([Param.u32("parent_columns")] if self.parents is not Index.NONE and self.tokens is Tokens.RAGGED else []),
         ]
         factors = [*([] if self.commit else [Param.f32("scale")]), *([Param.f32("lower_bound")] if self.gate is Gate.BOUNDED else [])]
-        return [*pointers, *slots, *strides, *counts, *factors]
+        return [*OPERANDS.pointers(self), *slots, *OPERANDS.stride_params(self), *counts, *factors]
 
     def constants(self) -> dict[str, Any]:
         return {
             "pooled": self.index is not Index.NONE,
             "commit": self.commit,
-            "split": self.pool is PoolMode.SPLIT,
+            "split": self.split,
             "final_state": self.update is Update.FINAL,
             "ragged": self.tokens is Tokens.RAGGED,
-            "accepted": self.accepted is not Index.NONE and not self.commit,
-            "each": self.update is Update.EACH,
+            "accepted": self.picks,
+            "each": self.each,
             "conv_rolls": False,
             "of_key_heads": OF_KEY_HEADS,
             "convolved": (),  # operands that the kernel makes itself

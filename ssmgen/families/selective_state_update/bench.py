@@ -32,8 +32,9 @@ from ...errors import SsmgenError
 from ...models import Model, find_model
 from ...spec import SM90, DType, Narrow, must
 from .models import Mamba
+from .operands import OPERANDS
 from .reference import selective_state_update as reference
-from .views import SCALES, views_of
+from .views import Options, views_of
 
 DEFAULT_CASES = [
     ("nemotron-h-8b", DType.BF16),
@@ -157,8 +158,12 @@ class Case:
         options = {"dt_softplus": True, "update_state": self.kept is None}
         small |= {} if self.scale is None else {"state_scale": self.scale[touched]}
         small |= {} if self.kept_scales is None else {"intermediate_state_scales": self.kept_scales[0][rows]}
-        views = views_of(small, (True, None, -1, 0, self.kept is None), [])
-        written = {n: widened(views[n], views.pop(SCALES.get(n, ""), None), torch.float64) for n in (*SCALES, "out") if n in views}
+        views = views_of(small, Options(True, None, -1, 0, self.kept is None), [])
+        written = {
+            n: widened(views[n], views.pop(OPERANDS.scales.get(n, ""), None), torch.float64)
+            for n in (*OPERANDS.scales, "out")
+            if n in views
+        }
         reference(**views | written, **options, dtype=torch.float64)
         self.out.fill_(float("nan"))
         ssmgen.selective_state_update(*args, **kwargs, pdl=pdl)

@@ -77,6 +77,26 @@ class SsuProblem(RowProblem):
         return self.cu_seqlens is not Index.NONE
 
     @property
+    def split(self) -> bool:
+        """Whether states go to slots of their own."""
+        return self.pool is PoolMode.SPLIT
+
+    @property
+    def each(self) -> bool:
+        """Whether the state after each token has a slot."""
+        return self.update is Update.EACH
+
+    @property
+    def kept_scaled(self) -> bool:
+        """Whether the rows of intermediate states have scales."""
+        return isinstance(self.intermediate_states, Narrow)
+
+    @property
+    def loose(self) -> bool:
+        """Whether operands are loaded element by element, at any stride."""
+        return self.operand_loads is Loads.ELEMENT
+
+    @property
     def narrow(self) -> set[Narrow]:
         """Types of the states in fewer bits."""
         return {t for t in (self.state, self.intermediate_states) if isinstance(t, Narrow)}

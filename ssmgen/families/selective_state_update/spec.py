@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
 from ...engine.rows import RowSpec, Rule
-from ...spec import FP8, LATER, Arch, DType, Index, Loads, Narrow, Needs, Param, Pdl, PoolMode, Update, must
+from ...spec import FP8, LATER, Arch, Index, Loads, Narrow, Needs, Param, Pdl, Update, must
+from .operands import OPERANDS
 from .problem import SsuProblem
 
 OPERATOR = "selective_state_update"
@@ -64,75 +65,27 @@ class SsuSpec(RowSpec, SsuProblem):
 
     def operands(self) -> list[str]:
         """Tensor arguments in order."""
-        optional = {
-            "D": self.D, "z": self.z, "dt_bias": self.dt_bias, "out": True,
-            "state_indices": self.index is not Index.NONE,
-            "dst_state_indices": self.pool is PoolMode.SPLIT,
-            "num_accepted_tokens": self.accepted is not Index.NONE,
-            "cu_seqlens": self.ragged,
-            "parents": self.parents is not Index.NONE,
-            "intermediate_states": self.intermediates,
-            "intermediate_state_indices": self.intermediate_indices is not Index.NONE,
-            "rand_seed": self.philox_rounds,
-            "state_scale": self.scaled,
-            "intermediate_state_scales": isinstance(self.intermediate_states, Narrow),
-        }  # fmt: skip
-        return ["state", "x", "dt", "A", "B", "C", *(name for name, there in optional.items() if there)]
+        return OPERANDS.of(self)
 
     def strides(self) -> list[tuple[str, str, str]]:
-        """(operand, axis, width) of every stride the kernel takes, in elements. Those between states are 64-bit."""
-        token = [*([] if self.ragged else ["batch"]), *(["token"] if self.several else [])]
-        rows = [] if self.tied else ["row"]
-        element = ["n"] if self.operand_loads is Loads.ELEMENT else []
-        axes = {
-            "state": ["slot"],
-            **dict.fromkeys(("x", "z", "out"), [*token, "head", "row"]),
-            **dict.fromkeys(("B", "C"), [*token, "group", *element]),
-            "dt": [*token, "head", *rows],
-            "A": ["head", *rows, *([] if self.tied else element)],
-            "D": ["head", "row"],
-            "dt_bias": ["head", *rows],
-            "state_indices": ["batch", *(["column"] if self.accepted is not Index.NONE else [])],
-            "dst_state_indices": ["batch", *(["token"] if self.update is Update.EACH else [])],
-            "num_accepted_tokens": ["batch"],
-            "cu_seqlens": [],
-            "parents": ["batch", "token"],
-            "intermediate_states": ["row", "token"],
-            "intermediate_state_indices": ["batch"],
-            "rand_seed": ["slot"],
-            "state_scale": ["slot", "head", "row"],
-            "intermediate_state_scales": ["kept", "token", "head", "row"],
-        }
-        wide = {("state", "slot"), ("intermediate_states", "row"), ("intermediate_states", "token")}
-        wide |= {("state_scale", "slot"), ("intermediate_state_scales", "kept"), ("intermediate_state_scales", "token")}
-        wide |= set() if self.several else {("rand_seed", "slot")}
-        return [(op, axis, "i64" if (op, axis) in wide else "u32") for op in self.operands() for axis in axes[op]]
+        """(operand, axis, width) of every stride the kernel takes, in elements."""
+        return OPERANDS.strides(self)
 
     def parameters(self) -> list[Param]:
-        element = {f.name: getattr(self, f.name).value for f in fields(self) if isinstance(getattr(self, f.name), (DType, Narrow))}
-        integer = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
-        element |= dict.fromkeys(("state_indices", "dst_state_indices"), integer[self.index])
-        element |= {"num_accepted_tokens": integer[self.accepted], "cu_seqlens": integer[self.cu_seqlens]}
-        element |= {"parents": integer[self.parents], "intermediate_state_indices": integer[self.intermediate_indices], "rand_seed": "i64"}
-        element |= dict.fromkeys(("state_scale", "intermediate_state_scales"), "f32")
-        written = ("state", "out", "intermediate_states", "state_scale", "intermediate_state_scales")
-        pointers = [Param.pointer(op, element[op], const=op not in written) for op in self.operands()]
-        strides = [(Param.i64 if width == "i64" else Param.u32)(f"{op}_{axis}") for op, axis, width in self.strides()]
-        strides.sort(key=lambda p: p.code != "q")  # 8-byte arguments first: no padding anywhere in the buffer
         rows = self.intermediate_indices is not Index.NONE
         counts = {
             "tokens": self.several and not self.ragged,
             "total_tokens": self.ragged,
             "columns": self.accepted is not Index.NONE,
-            "dst_columns": self.update is Update.EACH and self.ragged,
+            "dst_columns": self.each and self.ragged,
             "parent_columns": self.parents is not Index.NONE and self.ragged,
             "kept_columns": self.intermediates and self.ragged,
         }
         return [
-            *pointers,
+            *OPERANDS.pointers(self),
             *([] if self.index is Index.NONE else [Param.i64("slots"), Param.i64("pad_slot_id")]),
             *([Param.i64("kept_rows")] if rows else []),
-            *strides,
+            *OPERANDS.stride_params(self),
             *(Param.u32(name) for name, there in counts.items() if there),
             *([Param.f32("dt_min"), Param.f32("dt_max")] if self.dt_limit else []),
         ]
@@ -140,9 +93,9 @@ class SsuSpec(RowSpec, SsuProblem):
     def constants(self) -> dict[str, Any]:
         return {
             "pooled": self.index is not Index.NONE,
-            "split": self.pool is PoolMode.SPLIT,
+            "split": self.split,
             "final_state": self.update is Update.FINAL,
-            "each": self.update is Update.EACH,
+            "each": self.each,
             "convolved": (),  # operands that the kernel makes itself
             "conv_rolls": False,
             "A_is_log": False,
@@ -151,7 +104,7 @@ class SsuSpec(RowSpec, SsuProblem):
             "tree": self.parents is not Index.NONE,
             "rows_by_index": self.intermediate_indices is not Index.NONE,
             "rounded": self.rounded,
-            "kept_scaled": isinstance(self.intermediate_states, Narrow),
+            "kept_scaled": self.kept_scaled,
             "narrow_noise": self.rounded & {t.value for t in self.narrow},
             "tail": self.headdim % self.tile != 0,
             "vector_state": self.state_loads is Loads.VECTOR,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 
-from ...calls.public import Call, call_of
+from ...calls.operator import Call, call_of
 from ...models import Model
 from ...tune.cases import Case, part_of, pool_of, states_of, users
 from . import bench
