@@ -1,4 +1,4 @@
-"""What the tensors of a family's functions are, said once: a table of operands.
+"""Tables of operands: the tensors of a family's functions, declared once.
 
 A row names a tensor, its axes, its types, and whether a call may do without it or kernels write it. Everything else that must know of
 tensors is derived from the table: the order and constness of kernel parameters, strides and their widths, checks of shapes, types and
@@ -39,7 +39,7 @@ class Types(Enum):
     BYTES = "uint8"
 
 
-# What a kernel calls the elements of an operand whose type no field says.
+# Element types in kernels of operands whose type is not a field of the problem.
 _ELEMENT = {Types.F32: "f32", Types.I32: "int", Types.I64: "i64", Types.BOOL: "u8", Types.BYTES: "u8"}
 
 
@@ -51,8 +51,8 @@ class Operand:
     scales: the operand that holds the scales of its rows, if it has a type of fewer bits
     field: the spec's field that says its type, and whether it is there; its own name, if not given
     there: the spec's attributes that say whether it is there, where that is not the field: "stores&g"
-    view: the axes as kernels and the reference see them, where they are not those of the first form; of several kinds of calls, `|` between
-    role: what kernels call it, if not by its name
+    view: the axes as kernels and the reference see them; empty for the first form. `|` separates the kinds of calls
+    role: its name in kernels, if another one
     note: for its row of the operator's page
     writes: the spec's attributes that say whether its kernel writes it, where not all of a call's kernels do
     strides: the axes whose strides kernels take. "n?loose" is taken where the spec's attribute `loose` holds, "n?!dense" where `dense` does
@@ -119,7 +119,7 @@ def _strides(said: str) -> tuple[tuple[str, str, str], ...]:
 
 
 def element_of(value: Any) -> str:
-    """What kernels call elements of a type."""
+    """The name of an element type in kernels."""
     if isinstance(value, (DType, Narrow)):
         return str(value.value)
     return INTEGERS[value] if isinstance(value, Index) else str(value)
@@ -159,7 +159,7 @@ class Table:
         return iter(self.rows.values())
 
     def only(self, *names: str, required: Iterable[str] = ()) -> Table:
-        """The same table with these operands alone. required: those that are optional for other functions."""
+        """The same table with these operands alone. required: operands that are optional for other functions."""
         needed = frozenset(required)
         rows = [row for row in self if not names or row.name in names]
         return Table([replace(row, optional=row.optional and row.name not in needed) for row in rows], self.words)
@@ -169,7 +169,7 @@ class Table:
         return Table([replace(row, name=names.get(row.name, row.name)) for row in self], self.words)
 
     def fields(self) -> dict[str, str]:
-        """{field of the problem: operand} of the operands whose types are fields of their own."""
+        """{field of the problem: operand} of operands whose type a field of the same name says."""
         typed = [row for row in self if row.types in (Types.FLOAT, Types.STATE) and (row.field or row.name) == row.parameter]
         return {row.parameter: row.name for row in typed}
 
@@ -184,14 +184,14 @@ class Table:
         """The operands whose pointers a spec's kernel takes, in order."""
         return [row.name for row in self if row.is_in(spec)]
 
-    # In these, `names` are the operands that a kernel takes, where they are not `of` its spec.
+    # `names`: the operands that a kernel takes, if not `of(spec)`.
 
     def written_by(self, spec: Any) -> list[str]:
         """The operands that a spec's kernel may write, in order."""
         return [row.name for row in self if row.written and row.is_in(spec) and holds(spec, row.writes)]
 
     def pointers(self, spec: Any, names: Iterable[str] | None = None) -> list[Param]:
-        """The kernel's parameters for them: what it does not write is const."""
+        """The kernel's parameters for them; const, unless it writes them."""
         taken, changed = self.of(spec) if names is None else names, self.written_by(spec)
         return [Param.pointer(self.rows[name].parameter, self.rows[name].element(spec), const=name not in changed) for name in taken]
 
@@ -208,13 +208,13 @@ class Table:
         return [(row.parameter, axis, width) for row, axis, width in self._taken(spec, names)]
 
     def stride_params(self, spec: Any) -> list[Param]:
-        """The kernel's parameters for them. Those of 8 bytes come first, so that the buffer has no padding."""
+        """The kernel's parameters for them. 8-byte parameters come first, so the buffer needs no padding."""
         params = [(Param.i64 if width == "i64" else Param.u32)(f"{name}_{axis}") for name, axis, width in self.strides(spec)]
         return sorted(params, key=lambda param: param.code != "q")
 
     @functools.cache  # noqa: B019  # tables live as long as the process
     def axis_of(self, name: str, axis: str, dims: int, kind: int = 0) -> int:
-        """The number of an axis of an operand's view, which has so many axes. kind: of a call, where views have several."""
+        """The number of an axis of an operand's view with `dims` axes. kind: of the call, where views have several."""
         row = self.rows[name]
         views = [view.split() for view in row.view.split("|")] if row.view else []
         for form in views[min(kind, len(views) - 1) :][:1] if views else row.forms:
@@ -261,7 +261,7 @@ class Table:
         return found
 
     def form_of(self, name: str, shape: Sequence[int], sizes: Mapping[str, int], lead: int) -> tuple[str, ...]:
-        """The words of the form that an operand of this shape has, in a call with these sizes and so many axes of tokens."""
+        """The words of the form that an operand of this shape has, in a call with these sizes. lead: the number of token axes."""
         for words in self.rows[name].forms:
             first, inner = (lead, words[1:]) if words[0] == LEAD else (0, words)
             wanted = [int(word) if word.isdigit() else sizes.get(word.rstrip("+")) for word in inner]
@@ -274,8 +274,9 @@ class Table:
         raise LookupError(f"{name} has no form {list(shape)}")
 
     def view(self, name: str, t: Any, sizes: Mapping[str, int], lead: int = 1) -> Any:
-        """A checked operand as its first form has it: expanded, with stride 0, over axes that it does not have; those that the call does
-        not have at all are of size 1. An axis "dim" stands for "row"."""
+        """A checked operand in its first form. Missing axes are expanded with stride 0; axes that the call lacks have size 1.
+
+        "dim" stands for "row"."""
         words, target = self.form_of(name, t.shape, sizes, lead), self.rows[name].forms[0]
         if words == target:
             return t

@@ -22,9 +22,9 @@ import ssmgen
 from ssmgen import distributed, emulator
 from ssmgen.calls.context import Asked
 from ssmgen.calls.kernels import Kernels
+from ssmgen.engine.chunks import context as delta
 from ssmgen.engine.chunks.parts import Parts, parts_of
 from ssmgen.errors import ArgumentError
-from ssmgen.families.chunk_delta_rule import context as delta
 from ssmgen.families.chunk_scan import context as scan
 from ssmgen.families.chunk_scan import parts as scan_parts
 from ssmgen.spec import Arch, Pdl

@@ -256,7 +256,7 @@ def test_a_product_ahead_of_the_kernels_is_made_each_time(launched, monkeypatch)
 
 
 def test_an_argument_that_is_no_operand_is_compared(launched):
-    """A seed without rounds reaches no kernel. A call with it is found again; one without it, or with another type, is another call."""
+    """A seed without rounds reaches no kernel. A call with it is found again, and is told from calls without it or with another type."""
     x, bc, state, A = torch.zeros(3, 4, 8), torch.zeros(3, 1, 16), torch.zeros(3, 4, 8, 16), -torch.ones(4)
     seeds = [torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), None]
     for seed in (*seeds, *seeds):
@@ -266,7 +266,7 @@ def test_an_argument_that_is_no_operand_is_compared(launched):
 
 
 def test_what_nothing_compares_is_not_taken_on_trust(launched):
-    """An object of a type that is not known: such a call is made anew each time."""
+    """A call with an object of an unknown type is planned each time."""
 
     class Number:
         def __index__(self):

@@ -1,4 +1,4 @@
-"""Tables of operands: what is derived from them, and that families declare their tensors nowhere else."""
+"""Tables of operands: everything derived from them. Families declare their tensors nowhere else."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_kernel_may_call_an_operand_by_its_role():
 
 DECLARED = {"gated_rms_norm", "selective_state_update", "linear_attention", "replay_selective_state_update", "causal_conv1d",
             "causal_conv1d_update", "combine_splits", "mamba2_layer", "delta_layer"}  # fmt: skip
-# Modules that may list tensors: the table, the signatures, what relates tensors to each other, the reference, trials and benchmarks.
+# Modules that may list tensors: the table, signatures, checks that relate tensors to each other, the reference, trials and benchmarks.
 SIGNATURES = ("call", "options", "bonus", "delta", "low_rank", "plain", "centred", "context")
 MAY_LIST = ("operands", *SIGNATURES, "views", "reference", "trial", "tuning", "models")
 

@@ -36,7 +36,7 @@ def body_of(file: str, name: str) -> ast.AST:
 
 
 def names_in(node: ast.AST) -> set[str]:
-    """What a function's body names: calls, attributes, functions inside of it."""
+    """The names in a function's body: calls, attributes, inner functions."""
     inside = [n for n in ast.walk(node) if n is not node]
     return {n.id for n in inside if isinstance(n, ast.Name)} | {n.attr for n in inside if isinstance(n, ast.Attribute)} | {
         n.name for n in inside if isinstance(n, ast.FunctionDef)

@@ -1,4 +1,4 @@
-"""The tensors of the norms, and which of them each function takes."""
+"""The tensors of the norms."""
 
 from __future__ import annotations
 
@@ -18,8 +18,3 @@ OPERANDS = table(
     **{"group*size": "groups * size"},
 )
 SHARED = ("weight", "bias")  # by all rows
-FUNCTIONS = {
-    "gated_rms_norm": OPERANDS.only("x", "gate", "weight", "out"),
-    "gated_layer_norm": OPERANDS.only("x", "gate", "weight", "bias", "out"),
-    "rms_norm": OPERANDS.only("x", "residual", "weight", "out", "residual_out"),
-}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...calls.sharding import Rule
+from .operands import OPERANDS
 
 _PAIR = ("first", "second")
 
@@ -31,7 +32,8 @@ def _rows(given: Mapping[str, Any]) -> dict[str, str]:
     return {name: " ".join(words) for name, words in found.items()}
 
 
-_EVERY = ("o", "lse", *[f"{name}.{which}" for which in _PAIR for name in ("o", "lse")], "num_splits", "attn_sink", "mask", "out", "lse_out")
+_ALONE = [name for name in OPERANDS.names if not name.endswith("_other")]
+_EVERY = (*_ALONE, *[f"{name}.{which}" for which in _PAIR for name in ("o", "lse")])
 RULES = {
     "combine_splits": Rule(
         dict.fromkeys(_EVERY, ""),

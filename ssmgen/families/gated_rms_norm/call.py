@@ -20,8 +20,8 @@ from ...calls.scalars import NOT_NEGATIVE, integer
 from ...engine.norm import Activation
 from ...engine.norm_calls import ACTIVATION, ACTIVATIONS
 from ...engine.norm_kernel import MAX_GROUP, NormProblem
-from ...engine.norm_operands import FUNCTIONS, OPERANDS, SHARED
 from ...spec import Loads
+from .operands import FUNCTIONS, OPERANDS, SHARED
 from .reference import gated_rms_norm as reference
 from .spec import OPERATOR, NormSpec
 

@@ -16,8 +16,8 @@ from ...calls.scalars import NOT_NEGATIVE, integer
 from ...engine.norm import Activation
 from ...engine.norm_calls import ACTIVATION, ACTIVATIONS
 from ...engine.norm_kernel import NormProblem
-from ...engine.norm_operands import FUNCTIONS
 from .call import Options, grid_of, kernel_values, loaded, size_of, views_of
+from .operands import FUNCTIONS
 from .reference import gated_rms_norm as reference
 from .spec import OPERATOR
 

@@ -14,8 +14,8 @@ from ...calls.operator import operator, run
 from ...calls.planning import Family
 from ...calls.scalars import NOT_NEGATIVE, integer
 from ...engine.norm_kernel import NormProblem
-from ...engine.norm_operands import FUNCTIONS
 from .call import grid_of, kernel_values, loaded, size_of, views_of
+from .operands import FUNCTIONS
 from .reference import rms_norm as reference
 from .spec import OPERATOR
 

@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any
 
 from ...calls.sharding import Rule
+from .operands import OPERANDS, SHARED
 
-_LIKE_X = ("x", "gate", "out", "residual", "residual_out")
+_LIKE_X = tuple([name for name in OPERANDS.names if name not in SHARED])
 
 
 def _groups(given: Mapping[str, Any]) -> dict[str, str]:

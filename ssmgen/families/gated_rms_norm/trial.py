@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...engine.norm_operands import OPERANDS, SHARED
 from ...engine.trial import TOLERANCE, Trial, trial, wide
 from ...spec import Loads
 from . import centred, plain
 from .call import CALLER, Options
+from .operands import OPERANDS, SHARED
 from .spec import NormSpec
 
 

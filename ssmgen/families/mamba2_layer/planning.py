@@ -22,7 +22,7 @@ from .views import Options, size_of, views_of
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> Mamba2LayerProblem:
     """The problem that checked operands pose, given where they lie."""
-    state, kept = views["state"], views.get("intermediate_states")
+    state = views["state"]
     _, H, P, N = state.shape
     vector = min(16 // state.element_size(), N & -N)  # elements of a state that a lane owns
     aligned = all(checks.aligned(views[n], pointers[n], vector) for n in ("state", "intermediate_states") if n in views)
@@ -41,7 +41,6 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         state_loads=Loads.VECTOR if aligned else Loads.ELEMENT,
         philox_rounds=options.philox_rounds,
         several=views["xBC"].dim() == 3,
-        intermediate_states=None if kept is None else DTYPES[kept.dtype],
         **layer_views.control_fields(views, options.update_state),
         conv=layer_views.conv_of(views, pointers, "xBC"),
         norm=layer_views.norm_of(views, pointers, size_of(views, options), options.norm_before_gate, "silu"),

@@ -1,7 +1,7 @@
 """The tensors of the replay functions: a pool, the history of each slot, and the new tokens.
 
-`entry` numbers entries of a history of one step, which has two buffers, and `ringed` those of a ring. The views of the history have the
-axis of buffers in calls of the first kind, and not in those of the second.
+`entry` numbers the entries of a history of one step, which has two buffers; `ringed` numbers the entries of a ring. Views of the history
+have an axis of buffers in calls of the first kind only.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ OPERANDS = table(
         there="applies&scaled",
         strides="slot:64 head row",
     ),
-    # What the first of two kernels leaves for the second.
+    # The first of two kernels writes these, the second one reads them.
     Operand("mix", "batch head made entries", Types.F32, optional=True, written=True, writes="makes", there="!fused"),
     Operand("sums", "batch head made", Types.F32, optional=True, written=True, writes="makes", there="!fused"),
     head="heads",

@@ -26,7 +26,7 @@ PRECISION = one_of(f"one of {', '.join(map(repr, PRECISIONS))}", *PRECISIONS)
 
 
 def call(name: str, tensors: Any, options: Options, pdl: bool | None) -> Tensor:
-    """The result of the public function `name`. Makes an output, and what two kernels leave between them, where there is none."""
+    """The result of the public function `name`. Makes an output, and the tensors between two kernels, where they are missing."""
     named = tensors._asdict()
     objections = checks.padding_objections(options.zero_padding, named["out"])
     if named["out"] is None and isinstance(named["x"], Tensor):

@@ -1,4 +1,4 @@
-"""The tensors of selective_state_update. `head` and `row` are heads and headdim, `n` is d_state; without heads (Mamba-1) rows are `dim`."""
+"""The tensors of Mamba's state update. `head` and `row` are heads and headdim, `n` is d_state; without heads (Mamba-1) rows are `dim`."""
 
 from __future__ import annotations
 
