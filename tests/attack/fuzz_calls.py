@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ssmgen
 from ssmgen.families.causal_conv1d_update.operands import CHILDREN
-from ssmgen.families.linear_attention.functions import FUNCTIONS
+from ssmgen.families.linear_attention.operands import FUNCTIONS
 
 Arguments = dict[str, Any]
 F32, F16, BF16, I32, I64 = torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64

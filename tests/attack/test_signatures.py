@@ -16,7 +16,7 @@ from torch import Tensor
 import ssmgen
 from ssmgen.calls import operator as calls
 from ssmgen.families.linear_attention.call import PoolOptions
-from ssmgen.families.linear_attention.functions import FUNCTIONS
+from ssmgen.families.linear_attention.operands import FUNCTIONS
 
 KEYWORDS = {name: list(signature(function).parameters) for name, function in BY_NAME.items()}
 RINGED = ("gated_delta_rule", "delta_rule", "kda")

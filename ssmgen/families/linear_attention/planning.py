@@ -18,7 +18,7 @@ from ...engine.recurrences.attention.reference import reference
 from ...engine.rows import loaded
 from ...spec import Index, Layout, Loads, PoolMode, Ring, Update
 from . import commit
-from .functions import FUNCTIONS
+from .operands import FUNCTIONS
 from .spec import OPERATOR, LinearAttentionSpec
 from .views import Options, token_views
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...calls.sharding import Rule
 from ...engine.recurrences.attention.operands import OPERANDS, RING
-from .functions import FUNCTIONS
+from .operands import FUNCTIONS
 
 _AXES = OPERANDS.axes()
 _AXES |= {f"ring.{name}": _AXES.pop(f"ring_{name}") for name in RING}
