@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import registry, runtime
 from .calls import sharded
-from .calls.public import Call, Operator
+from .calls.operator import Call, Operator
 from .calls.scalars import integer, shown
 from .catalog import OPERATOR_OF
 from .errors import ArgumentError, SpecError

@@ -17,7 +17,7 @@ OLD_NAMES: dict[str, tuple[str, str]] = {}  # of specs and operators: {old name:
 for _family in records():
     for _kernels in _family.kernels:
         _spec = _family.part(_kernels.spec)
-        SPECS[_spec.family] = _spec
+        SPECS |= dict.fromkeys(_spec.kinds(), _spec)
         OLD_NAMES |= {old: (_spec.family, fields) for old, fields in _kernels.old_names.items()}
         if _kernels.problem:
             _problem = _family.part(_kernels.problem)

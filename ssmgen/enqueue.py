@@ -34,9 +34,11 @@ class LaunchConfig(ctypes.Structure):
         """A launch of a grid of one axis. pdl: the kernel may start while the one ahead of it in the stream ends; shared: dynamic bytes."""
         config = cls(blocks, 1, 1, threads, 1, 1, shared, stream)
         if pdl:
-            config.attrs = ctypes.pointer(LaunchAttribute(PROGRAMMATIC_STREAM_SERIALIZATION, b"", 1))  # which the structure keeps
-            config.numAttrs = 1
+            config.attrs, config.numAttrs = _PROGRAMMATIC, 1
         return config
+
+
+_PROGRAMMATIC = ctypes.pointer(LaunchAttribute(PROGRAMMATIC_STREAM_SERIALIZATION, b"", 1))  # of all launches: nobody writes it
 
 
 @functools.cache

@@ -23,12 +23,14 @@ class Kernels:
 
     spec: place of the class. problem: place of the Problem that calls pose; its module is an *operator* of the registry, with
     `space` and `candidates`. Kernels without a problem are parts of others, or tools. unchecked: why they have no trial, in words.
+    parts: {name in texts of those of the class that are parts of others: why they have no trial}
     old_names: that texts of specs, tuned tables and command lines may still have, with the fields of a spec that go without saying there.
     """
 
     spec: str
     problem: str | None = None
     unchecked: str = ""
+    parts: Mapping[str, str] = field(default_factory=dict)
     old_names: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -59,9 +61,9 @@ class Family:
         return getattr(found, name) if name else found
 
     def variants_of(self, problem: type) -> list[str]:
-        """Names of its spec classes that serve a problem's calls: those that derive from it and are no parts of others."""
-        specs = [self.part(kernels.spec) for kernels in self.kernels if not kernels.unchecked]
-        return [spec.family for spec in specs if issubclass(spec, problem)]
+        """Names that texts of specs begin with which serve a problem's calls: of classes that derive from it, and no parts of others."""
+        checked = [(self.part(kernels.spec), kernels.parts) for kernels in self.kernels if not kernels.unchecked]
+        return [kind for spec, parts in checked if issubclass(spec, problem) for kind in spec.kinds() if kind not in parts]
 
 
 @functools.cache

@@ -16,7 +16,7 @@ class Native(Protocol):
 
     Enqueue: Callable[..., Callable[[], int]]  # enqueue.enqueuing
     Plan: Callable[..., Callable[[], None]]  # runtime.plan_of
-    Row: Callable[..., Callable[..., Any]]  # calls.memory.row_of
+    Row: Callable[..., Callable[..., Any]]  # calls.fast_path.row_of
 
 
 @functools.cache

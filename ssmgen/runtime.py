@@ -11,10 +11,8 @@ import ctypes
 import functools
 import os
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -173,14 +171,13 @@ def tensor_map(tiles: Tiles, address: int) -> bytes:
 class Launch:
     """A kernel with everything but its pointers: device, grid and the other arguments."""
 
-    __slots__ = ("arguments", "configs", "device", "grid", "kernel", "watch_device")
+    __slots__ = ("arguments", "device", "grid", "kernel", "watch_device")
 
     def __init__(self, kernel: Kernel, device: int, grid: int, values: Mapping[str, Value]):
         """`values` holds every kernel argument that is not a pointer, by name; `grid` is of blocks that do not stay."""
         self.kernel, self.device = kernel, device
         self.grid = min(grid, device_sms(device)) if kernel.spec.stays else grid
         self.arguments = Arguments(kernel.spec, values, tensor_map)
-        self.configs: dict[int, LaunchConfig] = {}  # by stream: launching changes nothing, so threads share a plan without a lock
         self.watch_device = torch.cuda.device_count() > 1
         if kernel.spec.dynamic_bytes:
             kernel.allow_shared(device)
@@ -188,15 +185,11 @@ class Launch:
     def configure(self, stream: int) -> LaunchConfig:
         """The launch configuration for a stream. The programmatic attribute is set if and only if the kernel waits."""
         spec = self.kernel.spec
-        config = LaunchConfig.of(self.grid, spec.threads_per_block, spec.dynamic_bytes, stream, self.kernel.pdl)
-        if len(self.configs) >= STREAMS:
-            self.configs.clear()
-        self.configs[stream] = config
-        return config
+        return LaunchConfig.of(self.grid, spec.threads_per_block, spec.dynamic_bytes, stream, self.kernel.pdl)
 
     def on(self, stream: int, packed: Packed) -> Callable[[], int]:
         """What enqueues it there with these arguments, and returns the driver's error, 0 if there is none."""
-        enqueue = enqueuing(self.configs.get(stream) or self.configure(stream), self.kernel.handle, packed.address)
+        enqueue = enqueuing(self.configure(stream), self.kernel.handle, packed.address)
         return partial(self._there, enqueue) if stream == 0 and self.watch_device else enqueue
 
     def _there(self, enqueue: Callable[[], int]) -> int:
@@ -240,7 +233,8 @@ Plan = Callable[[], None]  # enqueues launches, in a row, on the current stream 
 def plan_of(parts: Sequence[tuple[Launch, Packed]]) -> Plan:
     """The plan of launches with their arguments. It is a function with what it needs in cells: an object takes 0.1 us more to call."""
     device = parts[0][0].device
-    known: dict[int, list[tuple[Launch, Callable[[], int]]]] = {}  # by stream
+    # By stream. Launching changes nothing, so threads share a plan without a lock.
+    known: dict[int, list[tuple[Launch, Callable[[], int]]]] = {}
 
     def ready(stream: int) -> list[tuple[Launch, Callable[[], int]]]:
         if len(known) >= STREAMS:
@@ -260,141 +254,11 @@ def plan_of(parts: Sequence[tuple[Launch, Packed]]) -> Plan:
     return plan
 
 
-def _nothing() -> None:
-    """The plan of an empty batch."""
-
-
-def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """A predicate: are these tensors, with the types, shapes, strides, dtypes, devices and grad flags of the given ones?
-
-    torch's own guard object compares 11 tensors in 1.3 us; the same in Python takes 3. It answers no when one object comes twice,
-    so such patterns, and releases of torch without it, use the Python form.
-    """
-    if len({id(t) for t in tensors}) == len(tensors):
-        try:
-            from torch._C._dynamo.guards import TensorGuards
-
-            guard = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-            if guard.check(*tensors):
-                return guard.check
-        except (ImportError, TypeError):
-            pass
-
-    def describe(ts: Sequence[torch.Tensor]) -> list[tuple]:
-        return [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in ts]
-
-    types, expected = [*map(type, tensors)], describe(tensors)
-    return lambda *ts: [*map(type, ts)] == types and describe(ts) == expected
-
-
-def matching(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """A predicate: may these tensors stand for the given ones in a call like theirs?"""
-    guard = tensor_guard(tensors)
-    # Weights may require grad where no graph is recorded. Elsewhere such a call is not one like this, and the checks refuse it.
-    needs_grad = any(t.requires_grad for t in tensors)
-    return (lambda *ts: not torch.is_grad_enabled() and guard(*ts)) if needs_grad else guard
-
-
-# What inductor's kernels allocate with: on the current device, past the dispatcher, in half of the time.
-_empty: Callable[..., torch.Tensor] | None = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-
-
-def maker(like: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """What makes tensors of the layout and dtype of one, on its device. Their elements may be anything."""
-    anywhere = partial(torch.empty_strided, like.shape, like.stride(), dtype=like.dtype, device=like.device)
-    if _empty is None or not like.is_cuda:
-        return anywhere
-    index, here = like.device.index, partial(_empty, tuple(like.shape), like.stride(), like.dtype)
-    return here if torch.cuda.device_count() == 1 else lambda: here() if current_device() == index else anywhere()
-
-
-_data_ptr = torch.Tensor.data_ptr
-
-
-def picking(positions: Sequence[int]) -> Callable[[Any], Any]:
-    """An itemgetter that returns several values also where they are one or none."""
-    return itemgetter(*positions) if len(positions) > 1 else itemgetter(slice(*(positions[0], positions[0] + 1) if positions else (0,)))
-
-
-class Pattern:
-    """The calls that differ in nothing but where their tensors lie.
-
-    `given` is all that a call was given; its tensors lie at `positions`, and their pointers go to `resolve` in that order, and behind them
-    those of tensors that were not given. Alignment and overlap are functions of the pointers: `resolve` checks them and makes the plan,
-    once per set of pointers. All else takes tensors and their pointers as they were given, `positions` of the pattern.
-    """
-
-    __slots__ = ("_order", "_resolve", "matches", "pick", "plans", "positions")
-
-    limit = 1024  # pointer sets remembered; caching allocators hand out the same few again and again
-
-    def __init__(self, given: Sequence[Any], resolve: Callable[[tuple[int, ...]], Launch | Chain | None], positions: Sequence[int]):
-        self.positions = sorted({*positions})
-        self._order = [self.positions.index(i) for i in positions]
-        self.pick = picking(self.positions)
-        self.matches = matching([given[i] for i in self.positions])
-        self._resolve = resolve
-        self.plans: dict[tuple[int, ...], Callable[[], None]] = {}
-
-    def add(self, pointers: tuple[int, ...]) -> Plan:
-        """The plan for pointers not seen before. Raises what `resolve` raises."""
-        ordered = *(pointers[i] for i in self._order), *pointers[len(self.positions) :]
-        launch = self._resolve(ordered)
-        if len(self.plans) >= self.limit:
-            self.plans.clear()
-        plan = self.plans[pointers] = _nothing if launch is None else launch.at(ordered)
-        return plan
-
-    def at(self, pointers: tuple[int, ...]) -> Plan:
-        """The plan for pointers. Raises what `resolve` raises."""
-        return self.plans.get(pointers) or self.add(pointers)
-
-    def plan(self, tensors: Sequence[torch.Tensor]) -> Plan:
-        """The plan for operands that match. Raises what `resolve` raises."""
-        return self.at((*map(_data_ptr, tensors),))
-
-
-class Table:
-    """Rows of what is alike in what is cheap to hash. Cleared when a caller with ever new shapes has filled it, and in a child process."""
-
-    limit = 4096
-
-    def __init__(self) -> None:
-        self.rows: dict[Any, tuple[Any, ...]] = {}
-        _tables.add(self)
-
-    def add(self, key: Any, entry: Any) -> None:
-        if len(self.rows) >= self.limit:
-            self.rows.clear()
-        self.rows[key] = (entry, *self.rows.get(key, ()))[:64]
-
-    def clear(self) -> None:
-        self.rows.clear()
-
-
-class Patterns(Table):
-    """An operator's patterns, by what its operands and options are."""
-
-    def find(self, key: Any, given: tuple[torch.Tensor | None, ...]) -> Callable[[], None] | None:
-        """The plan for a call like one seen before, else None."""
-        pattern: Pattern
-        for pattern in self.rows.get(key, ()):
-            tensors = pattern.pick(given)
-            if pattern.matches(*tensors):
-                return pattern.plan(tensors)
-        return None
-
-
-_tables: weakref.WeakSet[Table] = weakref.WeakSet()
-
-
 def _forget_in_child() -> None:
     # CUDA handles do not survive a fork, and nobody lets go of a lock that another thread held.
     global _load_lock
     _load_lock = threading.Lock()
     _kernels.clear()
-    for table in _tables:
-        table.clear()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -19,6 +19,8 @@ from .element_types import Narrow as Narrow
 from .element_types import stored_type as stored_type
 from .errors import SpecError
 from .needs import Needs
+from .parameters import MAP_BYTES as MAP_BYTES
+from .parameters import Param as Param
 
 T = TypeVar("T")
 
@@ -107,41 +109,6 @@ class Arch:
 
 FP8 = Arch(89)  # has conversions of it
 SM90 = Arch(90)
-MAP_BYTES = 128  # of a tensor map
-
-
-class Param(NamedTuple):
-    """One kernel argument: name, C type, and `struct` code. The rendered parameter list and the packed buffer come from it."""
-
-    name: str
-    ctype: str
-    code: str
-
-    @classmethod
-    def pointer(cls, name: str, element: str, const: bool = True) -> Param:
-        return cls(name, f"{'const ' if const else ''}{element}*", "Q")
-
-    @classmethod
-    def i64(cls, name: str) -> Param:
-        return cls(name, "i64", "q")
-
-    @classmethod
-    def u32(cls, name: str) -> Param:
-        return cls(name, "u32", "I")
-
-    @classmethod
-    def divisor(cls, name: str) -> list[Param]:
-        """Something that the kernel divides by (see arguments.divisor)."""
-        return [cls.u32(name), cls.u32(f"{name}_magic"), cls.u32(f"{name}_shift")]
-
-    @classmethod
-    def f32(cls, name: str) -> Param:
-        return cls(name, "float", "f")
-
-    @classmethod
-    def tiles(cls, name: str) -> Param:
-        """A tensor map (see arguments.Tiles)."""
-        return cls(name, "const __grid_constant__ TensorMap", f"{MAP_BYTES}s")
 
 
 def must(holds: bool, otherwise: str) -> list[str]:
@@ -155,6 +122,7 @@ def is_pow2(n: int) -> bool:
 
 # Of a field that its family got later: said only where it is not its default, so that variants without it keep their names and texts.
 LATER = {"later": True}
+NAMED = {"named": True}  # of a field that no item of a text says, but the name that the text begins with (`KernelSpec.kinds`)
 BARE = {"bare": True}  # of a field of a part: texts call it by the part's own name
 
 
@@ -233,6 +201,16 @@ class KernelSpec:
     """Base of every family's spec."""
 
     family: ClassVar[str]
+
+    @property
+    def kind(self) -> str:
+        """The name that its text begins with: the family's, but where fields choose another."""
+        return self.family
+
+    @classmethod
+    def kinds(cls) -> Mapping[str, Mapping[str, Any]]:
+        """{each such name: the fields that go without saying in texts that begin with it}"""
+        return {cls.family: {}}
 
     @property
     def template(self) -> str:
@@ -324,11 +302,11 @@ class KernelSpec:
 
     def said(self) -> Iterator[str]:
         """The fields of its text."""
-        told = ((name, entry.field, entry.of(self)) for name, entry in entries(type(self)).items())
+        told = ((name, entry.field, entry.of(self)) for name, entry in entries(type(self)).items() if "named" not in entry.field.metadata)
         return (f"{name}={text_of(value)}" for name, f, value in told if value != f.default or "later" not in f.metadata)
 
     def __str__(self) -> str:
-        return f"{self.family}:" + ",".join(self.said())
+        return f"{self.kind}:" + ",".join(self.said())
 
     @property
     def name(self) -> str:
@@ -380,7 +358,8 @@ def parse_spec(text: str, families: dict[str, type[KernelSpec]]) -> KernelSpec:
     family, _, rest = text.partition(":")
     if family not in families:
         raise SpecError(text, [f"unknown family {family!r}; known: {', '.join(sorted(families))}"])
-    known, values, named = entries(cls := families[family]), dict[str, Any](), set()
+    known, named = entries(cls := families[family]), set()
+    values: dict[str, Any] = dict(cls.kinds()[family])
     problems = []
     for item in filter(None, rest.split(",")):
         key, _, value = item.partition("=")

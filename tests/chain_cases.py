@@ -15,11 +15,12 @@ from torch import Tensor
 
 from ssmgen.arguments import Arguments, Value
 from ssmgen.emulator import run_source
+from ssmgen.engine.chunks.kernels import Counts
+from ssmgen.engine.chunks.problem import CHUNK
 from ssmgen.engine.tiles import maps
 from ssmgen.families.chunk_delta_rule.chain import ChainSpec
 from ssmgen.families.chunk_delta_rule.planning import Options
-from ssmgen.families.chunk_delta_rule.problem import CHUNK, IMAGE, chunks_of
-from ssmgen.families.chunk_delta_rule.spec import Counts
+from ssmgen.families.chunk_delta_rule.problem import IMAGE, chunks_of
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index, Layout, Pdl
 

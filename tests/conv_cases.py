@@ -15,7 +15,8 @@ from torch import Tensor
 import ssmgen
 from ssmgen.families.causal_conv1d import call as forward_op
 from ssmgen.families.causal_conv1d_update import call as update_op
-from ssmgen.families.causal_conv1d_update.spec import CHILDREN, Advance
+from ssmgen.families.causal_conv1d_update.operands import CHILDREN
+from ssmgen.families.causal_conv1d_update.spec import Advance
 
 I32, I64 = torch.int32, torch.int64
 SHIFT, ROLL, RING = Advance.SHIFT, Advance.ROLL, Advance.RING

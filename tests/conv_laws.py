@@ -18,7 +18,7 @@ import ssmgen
 from ssmgen import emulator, registry
 from ssmgen.arguments import Arguments
 from ssmgen.emulator import run_source
-from ssmgen.families.causal_conv1d.call import ACTIVATIONS
+from ssmgen.engine.convolution_calls import ACTIVATIONS
 from ssmgen.render import render
 from ssmgen.spec import Arch, KernelSpec
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssmgen.families.chunk_delta_rule.problem import CHUNK, COEFFICIENTS_AT, IMAGE, P_AT, PANEL, PANEL_BYTES, PANELS, T_AT, chunks_of
+from ssmgen.engine.chunks.problem import CHUNK
+from ssmgen.families.chunk_delta_rule.problem import COEFFICIENTS_AT, IMAGE, P_AT, PANEL, PANEL_BYTES, PANELS, T_AT, chunks_of
 from ssmgen.families.chunk_delta_rule.reference import beta_of, decays_of
 
 # Relative L2 error of T and P, which are rounded once; their products are not exact.

@@ -14,8 +14,8 @@ from torch import Tensor
 from varying import vary
 
 import ssmgen
+from ssmgen.engine.recurrences.attention.operands import OF_KEY_HEADS, ROLES
 from ssmgen.families.linear_attention import planning as op
-from ssmgen.families.linear_attention.operands import OF_KEY_HEADS, OPERANDS
 
 I32, I64 = torch.int32, torch.int64
 # The operands of each function. What they are decides their shapes and values.
@@ -359,7 +359,7 @@ def expected(call: Call, any_order: bool = False) -> dict[str, dict[Any, Approx]
             at = s.row, s.start + i
             if s.parents[i] >= 0:
                 S, reach = after[s.parents[i]]
-            x = {n: t[at] for n, t in views.items() if n in OPERANDS and n not in weights}
+            x = {n: t[at] for n, t in views.items() if n in ROLES and n not in weights}
             x |= {n: x[n].repeat_interleave(call.case.group, 0) for n in OF_KEY_HEADS if n in x}
             x = {n: exact(t if t.dim() == 2 else t[:, None]) for n, t in (x | weights).items()}
             S, reach, want["out"][at] = step(S, reach, x, options, roundings)

@@ -15,7 +15,7 @@ from torch import Tensor
 import ssmgen
 from ssmgen import emulator, registry
 from ssmgen.arguments import Arguments
-from ssmgen.calls import public as calls
+from ssmgen.calls import operator as calls
 from ssmgen.catalog import OPERATOR_OF
 from ssmgen.spec import Arch, KernelSpec
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ssmgen.arguments import Arguments, Value
 from ssmgen.emulator import run_source
+from ssmgen.engine.chunks.kernels import Counts
 from ssmgen.engine.tiles import maps
 from ssmgen.families.chunk_linear_attention.chain import ChainSpec
 from ssmgen.families.chunk_linear_attention.problem import ImageProblem, Rule, chunks_of
-from ssmgen.families.chunk_linear_attention.spec import Counts
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index, Layout, Pdl
 

@@ -11,6 +11,8 @@ import torch
 from delta_images import ROUNDED
 from torch import Tensor
 
+from ssmgen.engine.recurrences.attention.problem import Beta
+from ssmgen.engine.recurrences.attention.reference import log_decay, normalised
 from ssmgen.families.chunk_linear_attention.problem import (
     BLOCK,
     PANEL,
@@ -20,8 +22,6 @@ from ssmgen.families.chunk_linear_attention.problem import (
     Rule,
     chunks_of,
 )
-from ssmgen.families.linear_attention.problem import Beta
-from ssmgen.families.linear_attention.reference import log_decay, normalised
 
 MATRICES, SQUARES = ("E", "Q", "W"), ("T", "P")
 

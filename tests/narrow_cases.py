@@ -10,11 +10,11 @@ from torch import Tensor
 
 import ssmgen
 from ssmgen.calls.checks import NARROW
-from ssmgen.calls.public import call_of
+from ssmgen.calls.operator import call_of
 from ssmgen.engine.narrow_reference import narrowed, widened
-from ssmgen.families.selective_state_update.reference import one_token
-from ssmgen.families.selective_state_update.reference import selective_state_update as reference
-from ssmgen.families.selective_state_update.views import SCALES, views_of
+from ssmgen.engine.recurrences.mamba.operands import OPERANDS
+from ssmgen.engine.recurrences.mamba.reference import one_token, reference
+from ssmgen.families.selective_state_update.views import Options, views_of
 
 I8, I16, E4M3 = torch.int8, torch.int16, torch.float8_e4m3fn
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -140,8 +140,8 @@ class Call:
         return call_of(ssmgen.selective_state_update, **self.kwargs)
 
     @property
-    def options(self) -> tuple[Any, ...]:
-        return True, None, -1, self.case.noise, self.case.update
+    def options(self) -> Options:
+        return Options(True, None, -1, self.case.noise, self.case.update)
 
     def run(self) -> None:
         ssmgen.selective_state_update(**self.kwargs)
@@ -150,9 +150,11 @@ class Call:
         """What the operands that are written stand for, in float64 on the CPU: numbers where there are scales; and the scales."""
         views = views_of({n: t.cpu() for n, t in self.named.items()}, self.options, [])
         found = {
-            n: widened(views[n], views.get(SCALES.get(n, "")), torch.float64) for n in ("state", "intermediate_states", "out") if n in views
+            n: widened(views[n], views.get(OPERANDS.scales.get(n, "")), torch.float64)
+            for n in ("state", "intermediate_states", "out")
+            if n in views
         }
-        return found | {n: views[n].double() for n in SCALES.values() if n in views}
+        return found | {n: views[n].double() for n in OPERANDS.scales.values() if n in views}
 
 
 def assert_matches(call: Call) -> None:
@@ -163,14 +165,14 @@ def assert_matches(call: Call) -> None:
     views = views_of(fresh.named, fresh.options, problems := [])
     assert not problems, problems
     start = {n: t.clone() for n, t in fresh.numbers().items()}
-    want = {n: t.clone() for n, t in start.items() if n not in SCALES.values()}
-    plain = {n: t for n, t in views.items() if n not in SCALES.values()} | want
+    want = {n: t.clone() for n, t in start.items() if n not in OPERANDS.scales.values()}
+    plain = {n: t for n, t in views.items() if n not in OPERANDS.scales.values()} | want
     got = call.numbers()
     if call.case.tree:
         walk_tree(plain, got["intermediate_states"])
     else:
         reference(**plain, dt_softplus=True, update_state=call.case.update, dtype=torch.float64)
-    for name, scales in SCALES.items():
+    for name, scales in OPERANDS.scales.items():
         if name not in got:
             continue
         dtype, changed = call.named[name].dtype, (want[name] != start[name]).flatten(-2).any(-1)

@@ -54,12 +54,11 @@ def module() -> ModuleType:
 @pytest.fixture(params=["python", "native"])
 def way(request, monkeypatch) -> Iterator[str]:
     """What calls that come again are made by. None is known from before."""
-    from ssmgen import native, runtime
+    from ssmgen import native
+    from ssmgen.calls import fast_path
 
     made = module() if request.param == "native" else None
     monkeypatch.setattr(native, "found", lambda: made)
-    for table in list(runtime._tables):
-        table.clear()
+    fast_path.forget()
     yield request.param
-    for table in list(runtime._tables):
-        table.clear()
+    fast_path.forget()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ssmgen.families.selective_state_update.reference import selective_state_update as reference
-from ssmgen.families.selective_state_update.reference import softplus
-from ssmgen.families.selective_state_update.views import views_of
+from ssmgen.engine.recurrences.mamba.reference import reference
+from ssmgen.engine.recurrences.reference import softplus
+from ssmgen.families.selective_state_update.views import Options, views_of
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 POISON = {F32: 1e30, F16: 6e4, BF16: 1e30}
@@ -154,9 +153,9 @@ class Call:
         return {k: v for k, v in tensors.items() if v is not None}
 
     @property
-    def options(self) -> tuple[Any, ...]:
+    def options(self) -> Options:
         """What it says beside its tensors."""
-        return self.case.softplus, self.case.limit, self.case.pad_slot_id, 0, True
+        return Options(self.case.softplus, self.case.limit, self.case.pad_slot_id, 0, True)
 
 
 def make_call(case: Case, device: str, seed: int = 0) -> Call:

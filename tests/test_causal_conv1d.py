@@ -24,7 +24,7 @@ from ssmgen.families.causal_conv1d import spec as conv
 from ssmgen.families.causal_conv1d.spec import ConvProblem
 from ssmgen.families.causal_conv1d_update import call as update_op
 from ssmgen.families.causal_conv1d_update import spec as step
-from ssmgen.families.causal_conv1d_update.spec import CHILDREN
+from ssmgen.families.causal_conv1d_update.operands import CHILDREN
 from ssmgen.spec import Arch, KernelSpec, Pdl
 
 # The reference.
@@ -235,7 +235,7 @@ SPECULATIVE = UpdateCase("speculative", ROLL, tokens=4, batch=5)
         (WHOLE, {"out": lambda k: k["out"][..., :3]}, "out is [2, 12, 3], not [batch, dim, length]"),
         (WHOLE, {"seq_idx": torch.zeros(2, 16, dtype=I64)}, "seq_idx is int64, not int32"),
         (WHOLE, {"seq_idx": torch.zeros(2, 15, dtype=I32)}, "seq_idx is [2, 15], not [batch, length] = [2, 16]"),
-        (WHOLE, {"initial_states": torch.zeros(2, 12, 4, dtype=BF16)}, "initial_states is [2, 12, 4], not [batch, dim, width - 1]"),
+        (WHOLE, {"initial_states": torch.zeros(2, 12, 4, dtype=BF16)}, "initial_states is [2, 12, 4], not [sequences, dim, width - 1]"),
         (WHOLE, {"initial_states": torch.zeros(2, 12, 3)}, "initial_states is float32, x is bfloat16"),
         (WHOLE, {"final_states_out": torch.zeros(1, 12, 3, dtype=BF16)}, "final_states_out is [1, 12, 3]"),
         (WHOLE, {"conv_state_indices": torch.zeros(2, dtype=I32)}, "conv_state_indices is given without conv_states"),

@@ -14,6 +14,7 @@ from ssmgen import emulator
 from ssmgen.catalog import SPECS
 from ssmgen.cli import main
 from ssmgen.emulator.check import check
+from ssmgen.engine.recurrences.attention.switches import Form
 from ssmgen.families.causal_conv1d import call as conv
 from ssmgen.families.causal_conv1d import trial as conv_trial
 from ssmgen.families.causal_conv1d.spec import ConvSpec
@@ -21,7 +22,7 @@ from ssmgen.families.causal_conv1d_update import call as update
 from ssmgen.families.causal_conv1d_update import trial as update_trial
 from ssmgen.families.linear_attention import planning as linear
 from ssmgen.families.linear_attention import trial as linear_trial
-from ssmgen.families.linear_attention.views import Form, Options
+from ssmgen.families.linear_attention.views import Options
 from ssmgen.families.selective_state_update.spec import SsuSpec
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, KernelSpec, parse_spec
@@ -144,7 +145,7 @@ def convolution(spec: KernelSpec, batch: int) -> tuple[Any, dict[str, torch.Tens
     """(the operator's module, operands, options)"""
     if isinstance(spec, ConvSpec):
         return conv, conv_trial.operands(spec, batch, 0), conv.Options(spec.silu)
-    return update, update_trial.operands(spec, batch, 0), (spec.silu, -1)
+    return update, update_trial.operands(spec, batch, 0), update_trial.Options(spec.silu)
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)

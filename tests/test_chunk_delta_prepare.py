@@ -17,10 +17,11 @@ from torch import Tensor
 import ssmgen
 from ssmgen import emulator
 from ssmgen.emulator import EmulatorError
+from ssmgen.engine.chunks.kernels import of_problem
+from ssmgen.engine.chunks.problem import CHUNK
 from ssmgen.families.chunk_delta_rule.planning import FAMILY, counts_of
 from ssmgen.families.chunk_delta_rule.prepare import PrepareSpec
-from ssmgen.families.chunk_delta_rule.problem import CHUNK, IMAGE, ChunkProblem
-from ssmgen.families.chunk_delta_rule.spec import of_problem
+from ssmgen.families.chunk_delta_rule.problem import IMAGE, ChunkProblem
 from ssmgen.spec import Arch, Pdl
 
 SM80 = Arch.parse("sm_80")

@@ -16,11 +16,12 @@ from torch import Tensor
 import ssmgen
 from ssmgen import emulator
 from ssmgen.emulator.check import check
+from ssmgen.engine.chunks.chain import Backend
+from ssmgen.engine.chunks.problem import CHUNK
 from ssmgen.errors import ArgumentError, UnsupportedError
-from ssmgen.families.chunk_delta_rule.chain import ChainSpec, candidates
+from ssmgen.families.chunk_delta_rule.chain import candidates
 from ssmgen.families.chunk_delta_rule.prepare import PrepareSpec
-from ssmgen.families.chunk_delta_rule.problem import CHUNK, OPERATOR, DeltaProblem, Gate
-from ssmgen.families.chunk_delta_rule.warpgroups import WarpgroupChainSpec
+from ssmgen.families.chunk_delta_rule.problem import OPERATOR, DeltaProblem, Gate
 from ssmgen.models import Role, Wanted, models
 from ssmgen.occupancy import LIMITS
 from ssmgen.registry import select
@@ -108,12 +109,12 @@ def test_images_are_kept_and_read_again():
 
 
 @needs_emulator
-@pytest.mark.parametrize("form", [ChainSpec, WarpgroupChainSpec])
+@pytest.mark.parametrize("form", list(Backend))
 def test_steps_of_two_over_many_tokens(form):
     """What nothing decays adds up: roundings of T before all, and whatever shrinks it."""
 
     def spec(problem: DeltaProblem) -> Any:
-        return next(s for _, s, _ in candidates(problem, 1, SM90, True) if type(s) is form and not s.violations(SM90))
+        return next(s for _, s, _ in candidates(problem, 1, SM90, True) if s and s.backend is form and not s.violations(SM90))
 
     laws.is_accurate(partial(emulated, spec=spec), replace(SMALL, head_k=64, head_v=64), 700, **ADVERSARIAL["beta 2"])
 
@@ -252,7 +253,7 @@ def operands(**changes: Any) -> dict[str, Any]:
             "state is [2, 2, 16, 32], not [slots, HV, K, V] = [slots, 2, 32, 16]",
         ),
         ({"state_layout": "kvv"}, "state_layout is 'kvv', not 'vk' or 'kv'"),
-        ({"state": torch.zeros(2, 2, 32, 32), "return_final_states": True}, "final_states is given together with state"),
+        ({"state": torch.zeros(2, 2, 32, 32), "return_final_states": True}, "final_states_out is given together with state"),
         ({"out": torch.zeros(1, 5, 2, 32).bfloat16().expand(2, 5, 2, 32)}, "two of its elements share memory"),
         ({"return_checkpoints": True}, "return_checkpoints asks for states after tokens, and checkpoint_positions"),
         ({"workspace": torch.zeros(9)}, "workspace is [9] float32, not dense bytes: [44544 or more] uint8"),
@@ -307,7 +308,7 @@ def test_every_size_is_served_where_there_is_shared_memory_for_it(arch):
             spec = select(OPERATOR, problem, 1, where, False)
             prepare, chain = spec.kernels
             assert isinstance(prepare, PrepareSpec) and chain is spec and not prepare.violations(where)
-            rules = [s for _, s, _ in candidates(problem, 1, where, False) if type(s) is ChainSpec]
+            rules = [s for _, s, _ in candidates(problem, 1, where, False) if s and not s.grouped]
             assert rules[-1].shared_bytes == min(s.shared_bytes for s in rules) <= LIMITS[where.number].shared
 
 

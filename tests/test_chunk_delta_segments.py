@@ -18,12 +18,14 @@ import ssmgen
 from ssmgen import emulator
 from ssmgen.emulator import EmulatorError
 from ssmgen.emulator.check import check
+from ssmgen.engine.chunks.chain import Backend
+from ssmgen.engine.chunks.kernels import of_problem
+from ssmgen.engine.chunks.problem import CHUNK
+from ssmgen.engine.chunks.segments import LEAST, MOST, by_rule
 from ssmgen.errors import ArgumentError
 from ssmgen.families.chunk_delta_rule.chain import ChainSpec, candidates
-from ssmgen.families.chunk_delta_rule.problem import CHUNK, DeltaProblem
-from ssmgen.families.chunk_delta_rule.segments import LEAST, MOST, JoinSpec, by_rule
-from ssmgen.families.chunk_delta_rule.spec import of_problem
-from ssmgen.families.chunk_delta_rule.warpgroups import WarpgroupChainSpec
+from ssmgen.families.chunk_delta_rule.problem import DeltaProblem
+from ssmgen.families.chunk_delta_rule.segments import JoinSpec
 from ssmgen.models import Role, Wanted, find_model
 from ssmgen.registry import select
 from ssmgen.render import render
@@ -34,12 +36,12 @@ SMALL, WIDE = Sizes(heads=2, head_k=32, head_v=32), Sizes(heads=1, head_k=64, he
 # Of 1, 6, 1, 3, 2, no and 5 chunks; the second list has fewer sequences that may be cut than it has sequences.
 RAGGED = (1, 330, 64, 192, 65, 0, 257)
 SPARSE = (3,) * 9 + (330, 1, 0, 1, 129)
-FORMS = [(SMALL, ChainSpec), (WIDE, WarpgroupChainSpec)]
+FORMS = [(SMALL, Backend.WARPS), (WIDE, Backend.WARPGROUPS)]
 
 
 def variant(form: Any, problem: DeltaProblem) -> Any:
     """The first rule of a form that is legal."""
-    return next(s for _, s, _ in candidates(problem, 1, SM90, True) if type(s) is form and not s.violations(SM90))
+    return next(s for _, s, _ in candidates(problem, 1, SM90, True) if s and s.backend is form and not s.violations(SM90))
 
 
 def served(form: Any, segments: int) -> Any:
@@ -72,7 +74,7 @@ def test_packing_changes_no_bit(sizes, form, lengths):
 
 @needs_emulator
 def test_neighbours_do_not_matter():
-    laws.neighbours_do_not_matter(served(ChainSpec, 3), SMALL, (5, 330, 70))
+    laws.neighbours_do_not_matter(served(Backend.WARPS, 3), SMALL, (5, 330, 70))
 
 
 @needs_emulator
@@ -87,21 +89,21 @@ def test_sizes_of_all_kinds(arch, sizes):
 def test_two_warpgroups_share_a_block():
     """With 128 rows of N or M each."""
     sizes = Sizes(heads=1, head_k=128, head_v=128)
-    spec = variant(WarpgroupChainSpec, problem_of(**make(sizes, 1, 200), segments=4))
+    spec = variant(Backend.WARPGROUPS, problem_of(**make(sizes, 1, 200), segments=4))
     _, lead, sums, _ = spec.ahead
     assert (lead.tile, sums.tile, spec.tile) == (64, 128, 64)
-    laws.is_accurate(served(WarpgroupChainSpec, 4), sizes, 200)
+    laws.is_accurate(served(Backend.WARPGROUPS, 4), sizes, 200)
 
 
 @needs_emulator
 @pytest.mark.parametrize(("sizes", "form"), FORMS, ids=["warps", "warpgroups"])
 def test_a_pool_is_touched_where_it_should_be(sizes, form):
-    state, layout = (F32, "vk") if form is ChainSpec else (BF16, "kv")
+    state, layout = (F32, "vk") if form is Backend.WARPS else (BF16, "kv")
     laws.a_pool_is_touched_where_it_should_be(served(form, 2), sizes, state, layout)
 
 
 @needs_emulator
-@pytest.mark.parametrize("form", [ChainSpec, WarpgroupChainSpec])
+@pytest.mark.parametrize("form", list(Backend))
 def test_states_may_go_where_they_come_from(form):
     """A first segment reads, or has read, what the last one writes over."""
     run, sizes = served(form, 3), WIDE
@@ -119,7 +121,7 @@ def test_states_may_go_where_they_come_from(form):
 
 
 @needs_emulator
-@pytest.mark.parametrize("form", [ChainSpec, WarpgroupChainSpec])
+@pytest.mark.parametrize("form", list(Backend))
 def test_states_at_positions_are_those_on_the_way(form):
     """At segments' ends and within them. They change no bit of the rest; those where no chunk ends leave their rows alone."""
     run, lengths = served(form, 3), (330, 70)
@@ -143,7 +145,7 @@ def test_choices_change_no_bit():
         return emulated(**call, spec=lambda problem: form(**of_problem(problem, DeltaProblem), **how))
 
     warps = [given(ChainSpec, tile=tile, stages=stages, fetchers=f) for tile, stages, f in ((64, 1, 2), (16, 3, 1))]
-    groups = [given(WarpgroupChainSpec, tile=64, stages=stages, pdl=pdl) for stages, pdl in ((2, Pdl.OFF), (4, Pdl.TRIGGER_TOP))]
+    groups = [given(ChainSpec.by_warpgroups, tile=64, stages=stages, pdl=pdl) for stages, pdl in ((2, Pdl.OFF), (4, Pdl.TRIGGER_TOP))]
     for a, b in (warps, groups):
         assert all(same(x, y) for x, y in zip(a, b, strict=True))
 
@@ -248,7 +250,9 @@ def test_models_of_few_heads_build_them():
 
 SHAPE: dict[str, Any] = {"head_k": 128, "head_v": 128, "pdl": Pdl.TRIGGER_LOADED, "segments": 8, "segment_chunks": LEAST}
 SPECS = [
-    WarpgroupChainSpec(**SHAPE, cu_seqlens=Index.I32, pool=True, started=True, index=Index.I64, checkpoints=Index.I64, state=DType.BF16),
+    ChainSpec.by_warpgroups(
+        **SHAPE, cu_seqlens=Index.I32, pool=True, started=True, index=Index.I64, checkpoints=Index.I64, state=DType.BF16
+    ),
     ChainSpec(**SHAPE, cu_seqlens=Index.I64, initial=True, final=True, layout=Layout.KV, tile=32),
 ]
 
@@ -326,7 +330,7 @@ def test_broken_kernels_are_found(edit):
         return source.replace(old, new)
 
     def two_stages(problem: DeltaProblem) -> Any:
-        return WarpgroupChainSpec(**of_problem(problem, DeltaProblem), tile=64, stages=2, pdl=Pdl.TRIGGER_LOADED)
+        return ChainSpec.by_warpgroups(**of_problem(problem, DeltaProblem), tile=64, stages=2, pdl=Pdl.TRIGGER_LOADED)
 
     # Four segments of three chunks, from a state that lives long.
     call = make(WIDE, 760, gate=0.02, step=0.1) | {"cu_seqlens": starts_of((760,), "cpu"), "state": laws.states(WIDE, 1)}

@@ -16,8 +16,8 @@ from selection import few
 
 from ssmgen import emulator
 from ssmgen.emulator import EmulatorError
+from ssmgen.families.chunk_delta_rule.chain import ChainSpec, warpgroup_space
 from ssmgen.families.chunk_delta_rule.problem import DeltaProblem
-from ssmgen.families.chunk_delta_rule.warpgroups import WarpgroupChainSpec, warpgroup_space
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index, Layout, Loads, Pdl
 
@@ -25,7 +25,7 @@ SMALL = {"K": 64, "V": 64}
 LENGTHS = (65, 0, 64, 1, 130)
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 
-chain = partial(walked, make=WarpgroupChainSpec, tile=64, stages=2, pdl=Pdl.TRIGGER_LOADED)
+chain = partial(walked, make=ChainSpec.by_warpgroups, tile=64, stages=2, pdl=Pdl.TRIGGER_LOADED)
 
 
 def states_of(p: Prompt, seed: int = 1) -> torch.Tensor:
@@ -64,8 +64,8 @@ def test_results_are_those_of_float64(case):
 def test_hard_data(kind):
     """Behind images as float64 makes them."""
 
-    def variant(problem: DeltaProblem) -> WarpgroupChainSpec:
-        return WarpgroupChainSpec(**{f.name: getattr(problem, f.name) for f in fields(DeltaProblem)}, pdl=Pdl.TRIGGER_LOADED)
+    def variant(problem: DeltaProblem) -> ChainSpec:
+        return ChainSpec.by_warpgroups(**{f.name: getattr(problem, f.name) for f in fields(DeltaProblem)}, pdl=Pdl.TRIGGER_LOADED)
 
     sizes = delta_cases.Sizes(heads=1, head_k=64, head_v=64)
     run = partial(delta_cases.emulated, spec=variant, prepared=True)
@@ -197,10 +197,10 @@ def test_operands_may_lie_apart():
 
 SHAPE: dict[str, Any] = {"head_k": 128, "head_v": 128, "pdl": Pdl.TRIGGER_LOADED}
 SPECS = [
-    WarpgroupChainSpec(**SHAPE, initial=True, final=True),
-    WarpgroupChainSpec(**SHAPE, tile=128, cu_seqlens=Index.I32, pool=True, started=True, index=Index.I64, state=DType.BF16),
-    WarpgroupChainSpec(**SHAPE, cu_seqlens=Index.I32, pool=True, started=True, index=Index.I64, checkpoints=Index.I64),
-    WarpgroupChainSpec(**SHAPE | {"head_k": 64}, initial=True, final=True, x=DType.F16, layout=Layout.KV, stages=4),
+    ChainSpec.by_warpgroups(**SHAPE, initial=True, final=True),
+    ChainSpec.by_warpgroups(**SHAPE, tile=128, cu_seqlens=Index.I32, pool=True, started=True, index=Index.I64, state=DType.BF16),
+    ChainSpec.by_warpgroups(**SHAPE, cu_seqlens=Index.I32, pool=True, started=True, index=Index.I64, checkpoints=Index.I64),
+    ChainSpec.by_warpgroups(**SHAPE | {"head_k": 64}, initial=True, final=True, x=DType.F16, layout=Layout.KV, stages=4),
 ]
 
 
@@ -230,7 +230,7 @@ def test_what_is_legal():
     for other in ({"head_k": 96}, {"head_v": 80}, {"copy": 8}):
         assert not list(warpgroup_space(replace(problem, **other), SM90))
     assert not list(warpgroup_space(problem, Arch.parse("sm_100a")))
-    wrong = WarpgroupChainSpec(head_k=128, head_v=128, tile=32, stages=5, min_blocks=2, fetchers=2).violations(SM90)
+    wrong = ChainSpec.by_warpgroups(head_k=128, head_v=128, tile=32, stages=5, min_blocks=2, fetchers=2).violations(SM90)
     found = [next(word for word in ("tile", "stages", "min_blocks", "fetchers", "shared memory") if word in line) for line in wrong]
     assert found == ["tile", "stages", "min_blocks", "fetchers", "shared memory"]
 

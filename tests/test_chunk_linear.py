@@ -14,9 +14,9 @@ from selection import few
 
 from ssmgen import emulator
 from ssmgen.emulator.check import check
-from ssmgen.families.chunk_linear_attention.chain import ChainSpec, candidates
+from ssmgen.engine.chunks.chain import Backend
+from ssmgen.families.chunk_linear_attention.chain import candidates
 from ssmgen.families.chunk_linear_attention.problem import OPERATOR, LinearPromptProblem, Rule
-from ssmgen.families.chunk_linear_attention.warpgroups import WarpgroupChainSpec
 from ssmgen.registry import select
 from ssmgen.spec import DType, Index, Layout
 
@@ -28,11 +28,11 @@ needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++"
 by_both = pytest.mark.parametrize("run", [public, pytest.param(emulated, marks=needs_emulator)], ids=["reference", "emulated"])
 
 
-def served_by(form: type[ChainSpec]) -> Any:
+def served_by(form: Backend) -> Any:
     """What runs a call in the emulator by the first variant of a form."""
 
     def spec(problem: LinearPromptProblem) -> Any:
-        return next(s for _, s, _ in candidates(problem, 1, SM90, True) if type(s) is form and not s.violations(SM90))
+        return next(s for _, s, _ in candidates(problem, 1, SM90, True) if s and s.backend is form and not s.violations(SM90))
 
     return partial(emulated, spec=spec)
 
@@ -105,14 +105,14 @@ def test_sizes_that_are_no_powers_of_two(function, kind):
 
 @needs_emulator
 @pytest.mark.parametrize("function", ["chunk_kda", "chunk_gla", "chunk_rwkv7"])
-@pytest.mark.parametrize("form", [ChainSpec, WarpgroupChainSpec])
+@pytest.mark.parametrize("form", list(Backend))
 def test_many_tokens(function, form):
     """What nothing decays adds up."""
     laws.is_accurate(served_by(form), Case(function, head_k=64, head_v=64, heads=1), 300, **ADVERSARIAL["slow"])
 
 
 @needs_emulator
-@pytest.mark.parametrize("form", [ChainSpec, WarpgroupChainSpec])
+@pytest.mark.parametrize("form", list(Backend))
 @pytest.mark.parametrize("heads", [1, 4])
 def test_keys_that_are_nearly_one_from_zeros(form, heads):
     laws.is_accurate_from_zeros(served_by(form), Case(head_k=64, head_v=64, heads=heads, key_heads=heads), 260)

@@ -18,10 +18,10 @@ from ssu_cases import Memory
 
 from ssmgen import emulator
 from ssmgen.emulator import EmulatorError
-from ssmgen.families.chunk_linear_attention.chain import TILES, ChainSpec
+from ssmgen.engine.chunks.chain import TILES
+from ssmgen.engine.chunks.kernels import of_problem
+from ssmgen.families.chunk_linear_attention.chain import ChainSpec
 from ssmgen.families.chunk_linear_attention.problem import LinearPromptProblem, Rule
-from ssmgen.families.chunk_linear_attention.spec import of_problem
-from ssmgen.families.chunk_linear_attention.warpgroups import WarpgroupChainSpec
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index, Layout, Loads, Pdl
 
@@ -253,8 +253,8 @@ def test_an_image_is_what_is_read(rule):
         (ChainSpec, 64, 64),
         (ChainSpec, 80, 16),
         (ChainSpec, 256, 16),
-        (WarpgroupChainSpec, 64, 128),
-        (WarpgroupChainSpec, 128, 64),
+        (ChainSpec.by_warpgroups, 64, 128),
+        (ChainSpec.by_warpgroups, 128, 64),
     ):
         spec = make(**of_problem(replace(SPEC, head_k=head_k, rule=rule, **more), LinearPromptProblem), tile=tile)
         bytes_of = sorted((begin, begin + count) for begin, count, _ in spec.pieces)

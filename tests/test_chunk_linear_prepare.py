@@ -18,10 +18,10 @@ from ssmgen import emulator
 from ssmgen.arguments import Arguments
 from ssmgen.calls.checks import DTYPES, INDEX
 from ssmgen.emulator import EmulatorError, run_source
+from ssmgen.engine.chunks.kernels import Counts, of_problem
+from ssmgen.engine.recurrences.attention.problem import Beta, Gate
 from ssmgen.families.chunk_linear_attention.prepare import PrepareSpec
 from ssmgen.families.chunk_linear_attention.problem import ImageProblem, Rule, chunks_of, workspace_bytes
-from ssmgen.families.chunk_linear_attention.spec import Counts, of_problem
-from ssmgen.families.linear_attention.problem import Beta, Gate
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index, Loads, Pdl
 

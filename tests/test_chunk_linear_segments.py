@@ -17,12 +17,12 @@ import ssmgen
 from ssmgen import emulator
 from ssmgen.emulator import EmulatorError
 from ssmgen.emulator.check import check
+from ssmgen.engine.chunks.chain import Backend
+from ssmgen.engine.chunks.kernels import of_problem
+from ssmgen.engine.chunks.segments import LEAST
 from ssmgen.errors import ArgumentError
-from ssmgen.families.chunk_delta_rule.segments import LEAST
 from ssmgen.families.chunk_linear_attention.chain import ChainSpec, candidates
 from ssmgen.families.chunk_linear_attention.problem import OPERATOR, LinearPromptProblem, Rule, workspace_bytes
-from ssmgen.families.chunk_linear_attention.spec import of_problem
-from ssmgen.families.chunk_linear_attention.warpgroups import WarpgroupChainSpec
 from ssmgen.models import Role, Wanted, find_model
 from ssmgen.registry import select
 from ssmgen.render import render
@@ -30,13 +30,13 @@ from ssmgen.spec import Arch, DType, Index, Layout, Pdl
 
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 SMALL, WIDE = Case(), Case(heads=1, head_k=64, head_v=64)
-FORMS = pytest.mark.parametrize(("case", "form"), [(SMALL, ChainSpec), (WIDE, WarpgroupChainSpec)], ids=["warps", "warpgroups"])
+FORMS = pytest.mark.parametrize(("case", "form"), [(SMALL, Backend.WARPS), (WIDE, Backend.WARPGROUPS)], ids=["warps", "warpgroups"])
 RAGGED = (1, 330, 64, 192, 65, 0, 257)  # of 1, 6, 1, 3, 2, no and 5 chunks
 
 
 def variant(form: Any, problem: LinearPromptProblem) -> Any:
     """The first rule of a form that is legal."""
-    return next(s for _, s, _ in candidates(problem, 1, SM90, True) if type(s) is form and not s.violations(SM90))
+    return next(s for _, s, _ in candidates(problem, 1, SM90, True) if s and s.backend is form and not s.violations(SM90))
 
 
 def served(form: Any, segments: int) -> Any:
@@ -77,10 +77,10 @@ def test_sizes_of_all_kinds(arch, case):
 def test_two_warpgroups_share_a_block():
     """With 128 rows of N or M each."""
     case = Case(heads=1, head_k=128, head_v=128)
-    spec = variant(WarpgroupChainSpec, problem_of(case, **make(case, 1, 200), segments=4))
+    spec = variant(Backend.WARPGROUPS, problem_of(case, **make(case, 1, 200), segments=4))
     _, lead, sums, _ = spec.ahead
     assert (lead.tile, sums.tile, spec.tile) == (64, 128, 64)
-    laws.is_accurate(served(WarpgroupChainSpec, 4), case, 200)
+    laws.is_accurate(served(Backend.WARPGROUPS, 4), case, 200)
 
 
 @needs_emulator
@@ -91,13 +91,13 @@ def test_packing_changes_no_bit(case, form):
 
 @needs_emulator
 def test_neighbours_do_not_matter():
-    laws.neighbours_do_not_matter(served(ChainSpec, 3), SMALL, (5, 330, 70))
+    laws.neighbours_do_not_matter(served(Backend.WARPS, 3), SMALL, (5, 330, 70))
 
 
 @needs_emulator
 @FORMS
 def test_a_pool_is_touched_where_it_should_be(case, form):
-    state, layout = (F32, "vk") if form is ChainSpec else (BF16, "kv")
+    state, layout = (F32, "vk") if form is Backend.WARPS else (BF16, "kv")
     laws.a_pool_is_touched_where_it_should_be(served(form, 2), case, state, layout)
 
 
@@ -141,7 +141,7 @@ def test_choices_change_no_bit():
         return emulated(WIDE, **call, spec=lambda problem: form(**of_problem(problem, LinearPromptProblem), **how))
 
     warps = [given(ChainSpec, tile=tile, stages=stages, fetchers=f) for tile, stages, f in ((64, 1, 2), (16, 3, 1))]
-    groups = [given(WarpgroupChainSpec, tile=64, stages=stages, pdl=pdl) for stages, pdl in ((2, Pdl.OFF), (4, Pdl.TRIGGER_TOP))]
+    groups = [given(ChainSpec.by_warpgroups, tile=64, stages=stages, pdl=pdl) for stages, pdl in ((2, Pdl.OFF), (4, Pdl.TRIGGER_TOP))]
     assert all(same(x, y) for a, b in (warps, groups) for x, y in zip(a, b, strict=True))
 
 
@@ -203,7 +203,9 @@ def test_models_of_few_heads_build_them():
 
 SHAPE: dict[str, Any] = {"head_k": 128, "head_v": 128, "pdl": Pdl.TRIGGER_LOADED, "segments": 8, "segment_chunks": LEAST}
 SPECS = [
-    WarpgroupChainSpec(**SHAPE, cu_seqlens=Index.I32, pool=True, started=True, index=Index.I64, checkpoints=Index.I64, state=DType.BF16),
+    ChainSpec.by_warpgroups(
+        **SHAPE, cu_seqlens=Index.I32, pool=True, started=True, index=Index.I64, checkpoints=Index.I64, state=DType.BF16
+    ),
     ChainSpec(**SHAPE, cu_seqlens=Index.I64, initial=True, final=True, layout=Layout.KV, tile=32),
 ]
 
@@ -243,7 +245,7 @@ def test_broken_kernels_are_found(edit):
         return source.replace(old, new)
 
     def two_stages(problem: LinearPromptProblem) -> Any:
-        return WarpgroupChainSpec(**of_problem(problem, LinearPromptProblem), tile=64, stages=2, pdl=Pdl.TRIGGER_LOADED)
+        return ChainSpec.by_warpgroups(**of_problem(problem, LinearPromptProblem), tile=64, stages=2, pdl=Pdl.TRIGGER_LOADED)
 
     # Four segments of three chunks, from a state that lives long.
     call = make(WIDE, 760, gate=0.02, step=0.1) | {"cu_seqlens": starts_of((760,), "cpu"), "state": laws.states(WIDE, 1)}

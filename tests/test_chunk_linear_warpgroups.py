@@ -15,9 +15,8 @@ from selection import few, kept
 
 from ssmgen import emulator
 from ssmgen.emulator import EmulatorError
-from ssmgen.families.chunk_linear_attention.chain import ChainSpec, candidates
+from ssmgen.families.chunk_linear_attention.chain import ChainSpec, candidates, warpgroup_space
 from ssmgen.families.chunk_linear_attention.problem import LinearPromptProblem, Rule
-from ssmgen.families.chunk_linear_attention.warpgroups import WarpgroupChainSpec, warpgroup_space
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index, Layout, Loads, Pdl
 
@@ -26,7 +25,7 @@ LENGTHS = (65, 0, 64, 1, 130)
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 rules = pytest.mark.parametrize("rule", kept(Rule, lambda rule: rule is not Rule.OLD), ids=lambda rule: rule.value)  # its text is DELTA's
 
-chain = partial(walked, make=WarpgroupChainSpec, tile=64, stages=2, pdl=Pdl.TRIGGER_LOADED)
+chain = partial(walked, make=ChainSpec.by_warpgroups, tile=64, stages=2, pdl=Pdl.TRIGGER_LOADED)
 
 
 def states_of(p: Prompt, seed: int = 1) -> torch.Tensor:
@@ -204,14 +203,14 @@ SHAPE: dict[str, Any] = {"head_k": 128, "head_v": 128, "pdl": Pdl.TRIGGER_LOADED
 POOL: dict[str, Any] = {"cu_seqlens": Index.I32, "pool": True, "started": True, "index": Index.I64}
 LOW_RANK: dict[str, Any] = {"rule": Rule.LOW_RANK, "read": True, "write": True}
 SPECS = [
-    WarpgroupChainSpec(**SHAPE, initial=True, final=True),
-    WarpgroupChainSpec(**SHAPE | POOL | {"head_k": 64}, tile=128, state=DType.BF16, stages=2),
-    WarpgroupChainSpec(**SHAPE | POOL, checkpoints=Index.I64),
-    WarpgroupChainSpec(**SHAPE | {"head_k": 64}, initial=True, final=True, x=DType.F16, layout=Layout.KV, stages=4),
-    WarpgroupChainSpec(**SHAPE | POOL, rule=Rule.PLAIN, checkpoints=Index.I64),
-    WarpgroupChainSpec(**SHAPE | POOL, rule=Rule.PLAIN, tile=128, layout=Layout.KV),
-    WarpgroupChainSpec(**SHAPE | POOL | LOW_RANK | {"head_k": 64, "head_v": 64}, checkpoints=Index.I64),
-    WarpgroupChainSpec(**SHAPE | POOL | LOW_RANK, tile=128, stages=2),
+    ChainSpec.by_warpgroups(**SHAPE, initial=True, final=True),
+    ChainSpec.by_warpgroups(**SHAPE | POOL | {"head_k": 64}, tile=128, state=DType.BF16, stages=2),
+    ChainSpec.by_warpgroups(**SHAPE | POOL, checkpoints=Index.I64),
+    ChainSpec.by_warpgroups(**SHAPE | {"head_k": 64}, initial=True, final=True, x=DType.F16, layout=Layout.KV, stages=4),
+    ChainSpec.by_warpgroups(**SHAPE | POOL, rule=Rule.PLAIN, checkpoints=Index.I64),
+    ChainSpec.by_warpgroups(**SHAPE | POOL, rule=Rule.PLAIN, tile=128, layout=Layout.KV),
+    ChainSpec.by_warpgroups(**SHAPE | POOL | LOW_RANK | {"head_k": 64, "head_v": 64}, checkpoints=Index.I64),
+    ChainSpec.by_warpgroups(**SHAPE | POOL | LOW_RANK, tile=128, stages=2),
 ]
 
 
@@ -243,7 +242,7 @@ def test_what_is_legal():
     for other in ({"head_k": 96}, {"head_v": 80}, {"copy": 8}):
         assert not list(warpgroup_space(replace(problem, **other), SM90))
     assert not list(warpgroup_space(problem, Arch.parse("sm_100a")))
-    wrong = WarpgroupChainSpec(head_k=128, head_v=128, tile=32, stages=5, min_blocks=2, fetchers=2).violations(SM90)
+    wrong = ChainSpec.by_warpgroups(head_k=128, head_v=128, tile=32, stages=5, min_blocks=2, fetchers=2).violations(SM90)
     found = [next(word for word in ("tile", "stages", "min_blocks", "fetchers", "shared memory") if word in line) for line in wrong]
     assert found == ["tile", "stages", "min_blocks", "fetchers", "shared memory"]
 
@@ -257,12 +256,12 @@ def test_what_is_chosen(rule):
         problem = LinearPromptProblem(**{"head_k": 128, "head_v": 128} | more | shape)
         return next(s for _, s, _ in candidates(problem, heads, arch, arch >= SM90) if s and not s.violations(arch))
 
-    assert [(s.family, s.tile, s.stages) for s in (first(32), first(96))] == [
+    assert [(s.kind, s.tile, s.stages) for s in (first(32), first(96))] == [
         ("chunk_linear_attention_warpgroups", 64, 3),
         ("chunk_linear_attention_warpgroups", 64 if rule in (Rule.DELTA, Rule.OLD) else 128, 3),
     ]
     for spec in (first(32, Arch.parse("sm_80")), first(32, head_k=96), first(32, copy=4)):
-        assert spec.family == "chunk_linear_attention"
+        assert spec.kind == "chunk_linear_attention"
 
 
 # Mistakes: (what stands in the text, what stands there instead, words of what is found; off: a result is)

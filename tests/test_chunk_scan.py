@@ -173,7 +173,7 @@ def operands(**changes: object) -> dict[str, object]:
         ({"state_indices": torch.zeros(2).int()}, "state_indices is given without state"),
         ({"state": torch.zeros(2, 2, 32, 16)}, "state is [2, 2, 32, 16], not [slots, H, P, N] = [slots, 2, 32, 32]"),
         ({"state": torch.zeros(1, 2, 32, 32)}, "state has 1 slots for 2 sequences, and there are no state_indices"),
-        ({"state": torch.zeros(2, 2, 32, 32), "return_final_states": True}, "final_states is given together with state"),
+        ({"state": torch.zeros(2, 2, 32, 32), "return_final_states": True}, "final_states_out is given together with state"),
         (
             dict.fromkeys(("state", "initial_states"), torch.zeros(2, 2, 32, 32)) | {"has_initial_state": torch.ones(2).bool()},
             "initial_states and has_initial_state are both given",
@@ -189,7 +189,7 @@ def operands(**changes: object) -> dict[str, object]:
         ({"checkpoint_positions": torch.ones(3), "return_checkpoints": True}, "checkpoint_positions is torch.float32, not int32 or int64"),
         (
             {"checkpoint_positions": torch.ones(3).int(), "checkpoints_out": torch.zeros(2, 2, 32, 32)},
-            "checkpoints is [2, 2, 32, 32], not [count, H, P, N] = [3, 2, 32, 32]",
+            "checkpoints_out is [2, 2, 32, 32], not [count, H, P, N] = [3, 2, 32, 32]",
         ),
         (
             {"A": torch.zeros(2, requires_grad=True)},

@@ -22,9 +22,9 @@ import ssmgen
 from ssmgen import distributed, emulator
 from ssmgen.calls.context import Asked
 from ssmgen.calls.kernels import Kernels
+from ssmgen.engine.chunks.parts import Parts, parts_of
 from ssmgen.errors import ArgumentError
 from ssmgen.families.chunk_delta_rule import context as delta
-from ssmgen.families.chunk_delta_rule.parts import Parts, parts_of
 from ssmgen.families.chunk_scan import context as scan
 from ssmgen.families.chunk_scan import parts as scan_parts
 from ssmgen.spec import Arch, Pdl
@@ -225,7 +225,7 @@ def test_the_last_kernel_reads_nothing_early():
             launched.append(kernel)
 
     parts(ssmgen.chunk_kda, tokens_of("chunk_kda", 130), Listed).ends(None, Asked(True, True)).finish(None, False)
-    assert [kernel.family.rpartition("_")[2] for kernel in launched] == ["prepare", "ends", "warpgroups"]
+    assert [kernel.kind.rpartition("_")[2] for kernel in launched] == ["prepare", "ends", "warpgroups"]
     assert launched[-1].pdl is Pdl.OFF and not launched[-1].early_operands()
 
 

@@ -19,10 +19,10 @@ import ssmgen
 from ssmgen.catalog import SPECS
 from ssmgen.emulator import EmulatorError
 from ssmgen.emulator.check import check
+from ssmgen.engine.layer_norm import LayerGatedNormSpec
+from ssmgen.engine.recurrences.attention.problem import Tokens, Update
 from ssmgen.errors import ArgumentError
 from ssmgen.families.delta_layer.spec import DeltaLayerSpec, space
-from ssmgen.families.gated_rms_norm.layer_spec import LayerGatedNormSpec
-from ssmgen.families.linear_attention.problem import Tokens, Update
 from ssmgen.render import render, uses_pdl
 from ssmgen.spec import DType, Index, Loads, Pdl, PoolMode, changed, parse_spec
 

@@ -29,7 +29,7 @@ def problem_of(call):
 
 def emulate(call, spec, arch=SM90, change=lambda source: source) -> None:
     """One launch of a variant, through the same argument packing as on a card; `change` edits the text."""
-    named = {n: call.named[n] for n in op.NAMES if n in call.named}
+    named = {n: call.named[n] for n in op.OPERANDS.names if n in call.named}
     values = op.kernel_values(spec, op.views_of(named, call.options, []), call.options)
     packed = Arguments(spec, values).at([t.data_ptr() for t in named.values()])
     grid = call.case.batch * spec.nheads * spec.tiles

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssmgen.calls.public import call_of
+from ssmgen.calls.operator import call_of
 from ssmgen.errors import ArgumentError
 
 sys.path.insert(0, str(Path(__file__).parent / "attack"))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from docs_pages import DOCS, ROOT
@@ -65,15 +67,32 @@ def test_kernels_have_a_trial_or_the_record_says_why_not(family):
 
 
 def test_what_cannot_be_checked_says_why():
-    said = {family.part(kernels.spec): kernels.unchecked for family in records() for kernels in family.kernels if kernels.unchecked}
-
     class NobodysSpec(KernelSpec):
         family = "nobodys"
 
-    for kind, why in {**said, NobodysSpec: "no family's record has a trial of NobodysSpec"}.items():
+    said = [(NobodysSpec, "nobodys", "no family has a trial of NobodysSpec")]
+    for family in records():
+        for kernels in family.kernels:
+            spec = family.part(kernels.spec)
+            said += [(spec, kind, why) for kind, why in kernels.parts.items()]
+            said += [(spec, spec.family, kernels.unchecked)] if kernels.unchecked else []
+    for spec, kind, why in said:
+        made = object.__new__(spec)
+        for name, value in spec.kinds()[kind].items():
+            object.__setattr__(made, name, value)
         with pytest.raises(SsmgenError) as refused:
-            trial_of(object.__new__(kind), 1, 0)
-        assert str(refused.value) == f"{kind.family} cannot be checked: {why}"
+            trial_of(made, 1, 0)
+        assert str(refused.value) == f"{kind} cannot be checked: {why}"
+
+
+def depth(spec: type) -> int:
+    """How many classes there are from KernelSpec's first heir down to this one, on the longest way."""
+    return 1 + max((depth(base) for base in spec.__bases__ if issubclass(base, KernelSpec) and base is not KernelSpec), default=0)
+
+
+def test_no_spec_has_more_than_three_levels_of_classes():
+    """Variants differ by fields; a class per difference would hide them."""
+    assert not {spec.__name__: depth(spec) for spec in SPECS.values() if depth(spec) > 3}
 
 
 def test_every_function_has_a_sharding_rule():
@@ -107,7 +126,8 @@ ALLOWED = ("families", "compat")
 
 
 def test_nothing_else_names_a_family():
-    names = {*SPECS, *(family.name for family in records()), *(name for family in records() for name in family.functions)}
+    kernels = {name for name, spec in SPECS.items() if not spec.__module__.startswith("ssmgen.engine.")}  # of the engine's own: no family's
+    names = {*kernels, *(family.name for family in records()), *(name for family in records() for name in family.functions)}
     words, package = re.compile(rf"\b(?:{'|'.join(sorted(names))})\b"), ROOT / "ssmgen"
     found = {}
     for path in sorted(package.rglob("*.py")):
@@ -115,6 +135,27 @@ def test_nothing_else_names_a_family():
         if module.parts[0] not in ALLOWED and (lines := words.findall(path.read_text())):
             found[module.as_posix()] = len(lines)
     assert not found, "these name families, so often: let them ask the records (ssmgen/family.py)"
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Modules that a file of the package imports, at its top or in a function, by their full names; and names in `from … import`."""
+    package = list(path.relative_to(ROOT).parts[:-1])
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *filter(None, [node.module])])
+            yield from (f"{module}.{name.name}" for name in node.names)
+
+
+def test_no_family_imports_another():
+    """Shared parts stand in ssmgen/engine/, which imports no family."""
+    found = []
+    for path in sorted((ROOT / "ssmgen").glob("families/*/*.py")) + sorted((ROOT / "ssmgen" / "engine").rglob("*.py")):
+        others = [name for name in imported(path) if name.startswith(f"{PACKAGE}.") and name.split(".")[2] != path.parent.name]
+        found += [f"{path.relative_to(ROOT)} imports {name}" for name in others]
+    assert not found
 
 
 LINES = 400

@@ -8,9 +8,8 @@ from test_ops import Loaded
 from test_ring import BF16, Step
 
 import ssmgen
-from ssmgen import runtime
-from ssmgen.calls import planning
-from ssmgen.calls import public as calls
+from ssmgen.calls import fast_path
+from ssmgen.calls import operator as calls
 from ssmgen.errors import ArgumentError
 
 
@@ -31,12 +30,13 @@ def launched(monkeypatch, way) -> Launched:
         def at(self, pointers):
             return lambda: record.append(dict(zip(self.names, pointers, strict=True)))
 
-    def new_pattern(family, name, views, names, options, pdl, given, positions, words):
+    def resolving(caller, named, options, pdl, objections=()):
+        caller.checked(named, options, pdl, objections)
         record.made += 1
-        return runtime.Pattern(given, lambda pointers: Fake(names), positions)
+        return lambda pointers: Fake(named)
 
     monkeypatch.setattr(calls, "on_card", lambda call: True)
-    monkeypatch.setattr(planning, "new_pattern", new_pattern)
+    monkeypatch.setattr(fast_path, "resolving", resolving)
     return record
 
 
@@ -255,14 +255,35 @@ def test_a_product_ahead_of_the_kernels_is_made_each_time(launched, monkeypatch)
     assert len(made) == len(launched) == 8
 
 
-def test_an_argument_that_nothing_compares_is_not_taken_on_trust(launched):
-    """A seed without rounds is no operand: such a call is found by its operands, and not by its arguments."""
+def test_an_argument_that_is_no_operand_is_compared(launched):
+    """A seed without rounds reaches no kernel. A call with it is found again; one without it, or with another type, is another call."""
     x, bc, state, A = torch.zeros(3, 4, 8), torch.zeros(3, 1, 16), torch.zeros(3, 4, 8, 16), -torch.ones(4)
+    seeds = [torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), None]
+    for seed in (*seeds, *seeds):
+        out = ssmgen.selective_state_update(state, x, torch.zeros(3, 4), A, bc, bc.clone(), rand_seed=seed, philox_rounds=0)
+        assert launched[-1]["out"] == out.data_ptr() and "rand_seed" not in launched[-1]
+    assert launched.made == 3
+
+
+def test_what_nothing_compares_is_not_taken_on_trust(launched):
+    """An object of a type that is not known: such a call is made anew each time."""
+
+    class Number:
+        def __index__(self):
+            return 1
+
+    x, window, weight = torch.zeros(3, 24), torch.zeros(3, 24, 3), torch.zeros(24, 4)
     for _ in range(2):
-        out = ssmgen.selective_state_update(
-            state, x, torch.zeros(3, 4), A, bc, bc.clone(), rand_seed=torch.zeros(1, dtype=torch.int64), philox_rounds=0
-        )
-    assert out.shape == x.shape and not launched.made
+        assert ssmgen.causal_conv1d_update(x, window, weight, pad_slot_id=Number()).shape == x.shape
+    assert not launched.made
+
+
+def test_numbers_of_other_libraries_are_compared(launched):
+    numpy = pytest.importorskip("numpy")
+    x, window, weight = torch.zeros(3, 24), torch.zeros(3, 24, 3), torch.zeros(24, 4)
+    for slot in (numpy.int64(7), numpy.int64(7), numpy.int32(7), 7, numpy.int64(8)):
+        ssmgen.causal_conv1d_update(x, window, weight, pad_slot_id=slot)
+    assert launched.made == 4 and len(launched) == 5
 
 
 def test_a_subclass_of_ordinary_memory_is_found_again(launched):
@@ -276,13 +297,13 @@ def test_a_subclass_of_ordinary_memory_is_found_again(launched):
 
 def test_what_is_remembered_is_bounded(launched, monkeypatch):
     """Ever new shapes, ever new options: neither fills the memory of a process that runs for months."""
-    monkeypatch.setattr(runtime.Table, "limit", 8)
+    monkeypatch.setattr(fast_path.Table, "limit", 8)
     window, weight = torch.zeros(40, 24, 3), torch.zeros(24, 4)
     for batch in range(1, 40):
         ssmgen.causal_conv1d_update(torch.zeros(batch, 24), window, weight)
     for pad_slot_id in range(-200, -1):
         ssmgen.causal_conv1d_update(torch.zeros(3, 24), window, weight, pad_slot_id=pad_slot_id)
     assert len(launched) == 39 + 199
-    tables = [table.rows for table in runtime._tables if table.rows]
+    tables = [table.rows for table in fast_path._tables if table.rows]
     assert tables and all(len(rows) <= 8 for rows in tables)
     assert max(len(entries) for rows in tables for entries in rows.values()) == 64

@@ -19,14 +19,14 @@ from ssmgen import registry
 from ssmgen.catalog import SPECS
 from ssmgen.emulator import EmulatorError
 from ssmgen.emulator.check import check
+from ssmgen.engine.layer_norm import LayerGatedNormSpec
 from ssmgen.engine.norm import LayerNorm
+from ssmgen.engine.recurrences.attention.problem import Beta, Delta, Gate, Layout, Tokens
 from ssmgen.engine.rows import axes
 from ssmgen.errors import ArgumentError
 from ssmgen.families.delta_layer import spec as kernels
 from ssmgen.families.delta_layer.problem import DeltaLayerProblem
 from ssmgen.families.delta_layer.spec import DeltaLayerSpec
-from ssmgen.families.gated_rms_norm.layer_spec import LayerGatedNormSpec
-from ssmgen.families.linear_attention.problem import Beta, Delta, Gate, Layout, Tokens
 from ssmgen.render import render, uses_pdl
 from ssmgen.spec import Arch, DType, Index, Loads, Pdl, PoolMode, changed, parse_spec
 

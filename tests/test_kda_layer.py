@@ -20,11 +20,11 @@ import ssmgen
 from ssmgen import registry
 from ssmgen.catalog import SPECS
 from ssmgen.emulator.check import check
+from ssmgen.engine.layer_norm import LayerGatedNormSpec
+from ssmgen.engine.recurrences.attention.problem import Gate, Layout
 from ssmgen.errors import ArgumentError
 from ssmgen.families.delta_layer import spec as kernels
 from ssmgen.families.delta_layer.spec import DeltaLayerSpec
-from ssmgen.families.gated_rms_norm.layer_spec import LayerGatedNormSpec
-from ssmgen.families.linear_attention.problem import Gate, Layout
 from ssmgen.models import find_model
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Loads, changed, parse_spec

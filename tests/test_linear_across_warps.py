@@ -11,8 +11,8 @@ from norm_cases import needs_emulator
 from test_linear_attention import SM80, SM90, emulate, equal
 
 from ssmgen.emulator import EmulatorError
+from ssmgen.engine.recurrences.attention.problem import LinearAttentionProblem
 from ssmgen.engine.rows import across_warps
-from ssmgen.families.linear_attention.problem import LinearAttentionProblem
 from ssmgen.families.linear_attention.spec import LinearAttentionSpec, candidates, space
 from ssmgen.render import render
 from ssmgen.spec import DType, Index, Layout, Loads

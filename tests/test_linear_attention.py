@@ -16,10 +16,10 @@ import ssmgen
 from ssmgen import emulator, registry
 from ssmgen.arguments import Arguments
 from ssmgen.emulator import EmulatorError, run_source
+from ssmgen.engine.recurrences.attention.problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens, Update
+from ssmgen.engine.recurrences.attention.reference import reference as reference
 from ssmgen.errors import ArgumentError, UnsupportedError
 from ssmgen.families.linear_attention import planning as op
-from ssmgen.families.linear_attention.problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens, Update
-from ssmgen.families.linear_attention.reference import linear_attention as reference
 from ssmgen.families.linear_attention.spec import space
 from ssmgen.render import render
 from ssmgen.spec import Arch, DType, Index, PoolMode

@@ -19,8 +19,8 @@ import ssmgen
 from ssmgen import registry
 from ssmgen.arguments import Arguments
 from ssmgen.emulator import EmulatorError, run_source
+from ssmgen.engine.recurrences.attention.problem import Tokens
 from ssmgen.families.linear_attention import planning as op
-from ssmgen.families.linear_attention.problem import Tokens
 from ssmgen.families.linear_attention.spec import space
 from ssmgen.render import render
 from ssmgen.spec import DType, Index

@@ -11,11 +11,11 @@ import torch
 import ssmgen
 from ssmgen.calls.checks import DTYPES
 from ssmgen.catalog import OPERATOR_OF
+from ssmgen.engine.recurrences.attention.problem import Gate, Layout, Ring
 from ssmgen.errors import ModelError
 from ssmgen.families.causal_conv1d.spec import ConvLayout, ConvProblem
 from ssmgen.families.causal_conv1d_update.spec import StateLayout
 from ssmgen.families.linear_attention.models import LinearAttention
-from ssmgen.families.linear_attention.problem import Gate, Layout, Ring
 from ssmgen.families.selective_state_update.models import Mamba
 from ssmgen.models import find_model, models
 from ssmgen.spec import DType, Index, PoolMode

@@ -13,9 +13,8 @@ import ssmgen
 from ssmgen.cli import main
 from ssmgen.cli.options import CARDS, ArchType, problems_of
 from ssmgen.errors import CompilerMissingError, ModelError, NotBuiltError
-from ssmgen.families.linear_attention.problem import Layout
 from ssmgen.models import Ask, Client, Wanted, ask_for, find_model
-from ssmgen.spec import Arch, DType
+from ssmgen.spec import Arch, DType, Layout
 
 
 def ran(*args: str, code: int = 0) -> str:

@@ -15,8 +15,8 @@ from ssmgen.calls.checks import NARROW
 from ssmgen.emulator import run
 from ssmgen.emulator.check import check, trial_of
 from ssmgen.engine.narrow_reference import narrowed, widened
+from ssmgen.engine.recurrences.attention.problem import Delta, Gate, LinearAttentionProblem, Tokens
 from ssmgen.errors import ArgumentError
-from ssmgen.families.linear_attention.problem import Delta, Gate, LinearAttentionProblem, Tokens
 from ssmgen.families.linear_attention.spec import space
 from ssmgen.spec import Arch, DType, Index, Layout, Loads, Narrow, PoolMode, Update
 

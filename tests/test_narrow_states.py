@@ -40,7 +40,7 @@ def test_reference_is_within_a_step_of_float64(case):
 def emulate(call: Call, spec=None) -> None:
     """One launch of a variant, through the same argument packing as on a card."""
     made = call.public
-    named = {n: t for n, t in zip(op.NAMES, made.given, strict=True) if t is not None}
+    named = {n: t for n, t in zip(op.OPERANDS.names, made.given, strict=True) if t is not None}
     problem, size, *_ = made.problem()
     views = op.views_of(named, made.options, [])
     spec = spec or registry.select("selective_state_update", problem, size, SM90, True)

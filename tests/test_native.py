@@ -18,8 +18,8 @@ from test_ops import Loaded
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ssmgen
-from ssmgen import bug_report, native, runtime
-from ssmgen.calls import memory
+from ssmgen import bug_report, native
+from ssmgen.calls import fast_path
 from ssmgen.errors import ArgumentError, ConfigError
 
 
@@ -33,9 +33,9 @@ class Calls:
         flat = [item for v in values for item in (v if isinstance(v, (tuple, list)) else [v])]
         positions = [i for i, v in enumerate(flat) if isinstance(v, torch.Tensor)]
         resolve = resolve or (lambda pointers: SimpleNamespace(at=lambda ordered: lambda: self.ran.append(ordered)))
-        self.pattern = runtime.Pattern(flat, resolve, positions)
+        self.pattern = fast_path.Pattern(flat, resolve, positions)
         plain = [i for i in range(len(flat)) if i not in positions]
-        self.row = memory.row_of(len(values) - len(names), names, values, plain, self.pattern, new, returned)
+        self.row = fast_path.row_of(len(values) - len(names), names, values, plain, self.pattern, new, returned)
 
     def call(self, *args, **kwargs):
         return self.row(args, kwargs)
@@ -189,7 +189,7 @@ def test_what_is_made_comes_behind_and_several_come_back(way):
 
 
 def test_plans_are_resolved_once_and_bounded(way, monkeypatch):
-    monkeypatch.setattr(runtime.Pattern, "limit", 3)
+    monkeypatch.setattr(fast_path.Pattern, "limit", 3)
     asked = []
 
     def resolve(pointers):
@@ -264,7 +264,7 @@ def test_items_of_a_list_live_as_long_as_the_call(way):
 
 
 def test_threads_share_rows_and_plans(way, monkeypatch):
-    monkeypatch.setattr(runtime.Pattern, "limit", 5)
+    monkeypatch.setattr(fast_path.Pattern, "limit", 5)
     seen, wrong = Calls(), []
 
     def many(seed):

@@ -18,9 +18,11 @@ from ssmgen import registry
 from ssmgen.catalog import SPECS
 from ssmgen.emulator import EmulatorError
 from ssmgen.emulator.check import check
+from ssmgen.engine.norm import Activation
+from ssmgen.engine.norm_kernel import NormProblem
 from ssmgen.errors import SsmgenError
 from ssmgen.families.gated_rms_norm import spec as kernels
-from ssmgen.families.gated_rms_norm.spec import MAX_SIZE, Activation, NormProblem, NormSpec
+from ssmgen.families.gated_rms_norm.spec import MAX_SIZE, NormSpec
 from ssmgen.inspect import sass
 from ssmgen.nvrtc import compile_cubin
 from ssmgen.render import render, uses_pdl

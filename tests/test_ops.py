@@ -41,7 +41,7 @@ def test_reference_against_the_textbook_formula():
 
 
 def test_softplus_neither_overflows_nor_loses_small_steps():
-    from ssmgen.families.selective_state_update.reference import softplus
+    from ssmgen.engine.recurrences.reference import softplus
 
     v = torch.tensor([-80.0, -30.0, -1.0, 0.0, 20.0, 100.0, 1e4], dtype=torch.float32)
     exact = torch.nn.functional.softplus(v.double(), threshold=1e9)

@@ -11,8 +11,8 @@ from ssmgen import registry
 from ssmgen.bench import benchmarks
 from ssmgen.build import default_problems, specs_for
 from ssmgen.catalog import OPERATOR_OF
+from ssmgen.engine.recurrences.attention.problem import Layout, Ring
 from ssmgen.errors import UnsupportedError
-from ssmgen.families.linear_attention.problem import Layout, Ring
 from ssmgen.families.selective_state_update.spec import OPERATOR, SsuProblem
 from ssmgen.models import find_model, models
 from ssmgen.spec import Arch, DType, Index, Loads, Pdl, PoolMode

@@ -95,7 +95,7 @@ def emulate(call: dict[str, Any], spec: kernels.NormSpec | None = None) -> None:
     views = op.CALLER.checked(named, built.options, None)
     packed = Arguments(spec, op.kernel_values(spec, views, built.options)).at([t.data_ptr() for t in named.values()])
     assert spec.operands() == list(named)
-    run_source(render(spec, SM90), spec.name, op.grid_of(spec, views), spec.threads, packed, named, kernels.WRITTEN)
+    run_source(render(spec, SM90), spec.name, op.grid_of(spec, views), spec.threads, packed, named, op.TABLE.written)
 
 
 @needs_emulator
@@ -171,5 +171,5 @@ def test_torch_compile_and_opcheck():
     call = [operands("mamba2")[n] for n in ("x", "residual", "weight")]
     got, want = torch.compile(layer, fullgraph=True, backend="aot_eager")(*call), layer(*call)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
-    tensors = [operands("mamba2")[n] for n in op.NAMES]
+    tensors = [operands("mamba2")[n] for n in op.TABLE.names]
     torch.library.opcheck(torch.ops.ssmgen.rms_norm.default, (*tensors, 1e-6, None, False, True, None))

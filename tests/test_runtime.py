@@ -14,6 +14,7 @@ from ssu_cases import BF16, Case, assert_matches, expected, make_call
 
 from ssmgen import emulator, enqueue, runtime
 from ssmgen.arguments import Arguments
+from ssmgen.calls import fast_path, planning
 from ssmgen.enqueue import LaunchConfig
 from ssmgen.errors import LaunchError
 from ssmgen.families.selective_state_update import planning as op
@@ -166,7 +167,7 @@ def test_a_plan_run_by_the_emulator(fake, monkeypatch):
     """From checked operands over problem, spec, values and plan to a result, as on a card but for the driver."""
     call = make_call(Case("m2", heads=2, groups=2, state=BF16, index=torch.int32, split=True), "cpu")
     want = expected(call)
-    named = {n: call.named[n] for n in op.NAMES if n in call.named}
+    named = {n: call.named[n] for n in op.OPERANDS.names if n in call.named}
     views = op.views_of(named, call.options, [])
     problem = op.problem_of(views, {n: t.data_ptr() for n, t in named.items()}, call.options)
     spec = select("selective_state_update", problem, 5, SM90, True)
@@ -185,13 +186,13 @@ def test_a_plan_run_by_the_emulator(fake, monkeypatch):
 # Patterns: a call is matched to one before its plan is looked up.
 
 
-def pattern_of(given, resolve=lambda pointers: None) -> runtime.Pattern:
-    return runtime.Pattern(given, resolve, [i for i, t in enumerate(given) if t is not None])
+def pattern_of(given, resolve=lambda pointers: None) -> fast_path.Pattern:
+    return fast_path.Pattern(given, resolve, [i for i, t in enumerate(given) if t is not None])
 
 
 def test_guard_sees_every_property():
     base = torch.zeros(4, 6)
-    guard = runtime.tensor_guard([base, torch.zeros(3)])
+    guard = fast_path.tensor_guard([base, torch.zeros(3)])
     assert guard(torch.ones(4, 6), torch.ones(3))
     for other in (torch.zeros(4, 5), torch.zeros(6, 4).t(), torch.zeros(4, 6, dtype=torch.bfloat16), torch.zeros(4, 6, device="meta")):
         assert not guard(other, torch.zeros(3))
@@ -200,13 +201,13 @@ def test_guard_sees_every_property():
 
 def test_guard_of_one_tensor_given_twice():
     t = torch.zeros(4)
-    guard = runtime.tensor_guard([t, t])
+    guard = fast_path.tensor_guard([t, t])
     assert guard(t, t) and guard(torch.ones(4), torch.ones(4)) and not guard(t, torch.zeros(5))
 
 
 def test_resize_of_the_same_object_is_noticed():
     t, other = torch.zeros(4, 4), torch.zeros(2)
-    guard = runtime.tensor_guard([t, other])
+    guard = fast_path.tensor_guard([t, other])
     t.resize_(2, 4)
     assert not guard(t, other)
 
@@ -215,17 +216,24 @@ def test_pointers_are_resolved_once_and_the_table_is_bounded(monkeypatch):
     seen = []
     fixed = torch.zeros(1)
     pattern = pattern_of((torch.zeros(2), fixed, None), seen.append)
-    table = runtime.Patterns()
-    table.add("key", pattern)
     a, b = torch.zeros(2), torch.zeros(2)
     for t in (a, b, a, b):
-        assert table.find("key", (t, fixed, None)) is runtime._nothing
-    assert len(seen) == 2 and table.find("other", (a, fixed, None)) is None and table.find("key", (torch.zeros(3), fixed, None)) is None
-    monkeypatch.setattr(runtime.Pattern, "limit", 3)
+        assert pattern.plan((t, fixed)) is planning.nothing
+    assert len(seen) == 2
+    monkeypatch.setattr(fast_path.Pattern, "limit", 3)
     kept = [torch.zeros(2) for _ in range(20)]
     for t in kept:
-        table.find("key", (t, fixed, None))
+        pattern.plan((t, fixed))
     assert len(pattern.plans) <= 3
+
+
+def test_a_tensor_that_is_no_operand_is_compared_and_passed_to_nothing():
+    seen = []
+    given = (torch.zeros(2), torch.zeros(3, dtype=torch.int64), torch.zeros(4))
+    pattern = fast_path.Pattern(given, seen.append, [2, 0], unused=[1])
+    pattern.plan(pattern.pick(given))
+    assert seen == [(given[2].data_ptr(), given[0].data_ptr())]
+    assert pattern.matches(*given) and not pattern.matches(given[0], given[1].int(), given[2])
 
 
 def test_weights_that_require_grad_match_only_without_grad_mode():

@@ -233,7 +233,7 @@ def operands(**changes: Any) -> dict[str, Any]:
         ({"z": torch.zeros(2, 5, 24)}, "z is float32, u is bfloat16"),
         ({"D": torch.zeros(2)}, "D is [2], not [dim] = [24]"),
         ({"state": torch.zeros(2, 24, 8)}, "state is [2, 24, 8], not [slots, dim, N] = [slots, 24, 16]"),
-        ({"state": torch.zeros(2, 24, 16), "return_final_states": True}, "final_states is given together with state"),
+        ({"state": torch.zeros(2, 24, 16), "return_final_states": True}, "final_states_out is given together with state"),
         ({"initial_states": torch.zeros(2, 24, 32)[..., ::2]}, "the states of a channel must be contiguous"),
         ({"state_indices": torch.zeros(2).int()}, "state_indices is given without state"),
         ({"out": torch.zeros(1, 5, 24).bfloat16().expand(2, 5, 24)}, "two of its elements share memory"),

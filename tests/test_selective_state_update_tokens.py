@@ -254,7 +254,7 @@ WRONG = [
     ({"out": lambda n: n["x"]}, "out overlaps x in memory"), ({"dt_limit": (1.0, 0.0)}, "dt_limit is (1.0, 0.0)"),
     ({"rand_seed": torch.zeros(1, dtype=I32)}, "rand_seed is int32, not int64"),
     ({"rand_seed": torch.zeros(1, dtype=I64)}, "rand_seed is given, and no state is written in float16 or bfloat16"),
-    ({"rand_seed": torch.zeros(2, dtype=I64), "intermediate_states": KEPT.half()}, "rand_seed is [2], not [1] = [1] or [slots] = ["),
+    ({"rand_seed": torch.zeros(2, dtype=I64), "intermediate_states": KEPT.half()}, "rand_seed is [2], not [slots] = ["),
     ({"rand_seed": torch.zeros(1, dtype=I64), "philox_rounds": -1}, "philox_rounds is -1, not 0 … 32"),
 ]  # fmt: skip
 

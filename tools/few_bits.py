@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ssmgen.accuracy import norm_error
 from ssmgen.calls.checks import NARROW
-from ssmgen.families.selective_state_update.reference import selective_state_update as reference
+from ssmgen.engine.recurrences.mamba.reference import reference as reference
 
 DECAYS = (0.9, 0.99, 0.999, 0.9999)  # per token, of a head each
 P, N, LAST = 8, 64, 100  # rows, elements of a row, and steps at the end over which outputs are compared

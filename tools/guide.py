@@ -1,17 +1,22 @@
-"""Puts the scaffold's files into docs/guides/new_family.md, where the guide shows them: `python -m tools.guide`.
+"""Puts into docs/ what is shown there and said elsewhere: `python -m tools.guide`. Tests hold them equal.
 
-Each block of code with a file's name as its title is that file of tools/new_family/files/. A test holds them equal.
+Each block of code of docs/guides/new_family.md with a file's name as its title is that file of tools/new_family/files/. Each table between
+`<!-- operands of FAMILY -->`, or `<!-- operands of FAMILY, FUNCTION -->`, and `<!-- end -->` is made from the family's table of operands.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
+from ssmgen.operands import Table
 from tools.new_family.scaffold import FILES
 
-PAGE = Path(__file__).parents[1] / "docs" / "guides" / "new_family.md"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "guides" / "new_family.md"
 BLOCK = re.compile(r'^(```\w+ title="([^"]+)"\n).*?^```$', re.MULTILINE | re.DOTALL)
+OPERANDS = re.compile(r"^(<!-- operands of (?P<family>\w+)(?:, (?P<function>\w+))? -->\n).*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
 
 
 def filled(text: str) -> str:
@@ -19,5 +24,23 @@ def filled(text: str) -> str:
     return BLOCK.sub(lambda found: f"{found[1]}{(FILES / found[2]).read_text()}```", text)
 
 
+def table_of(family: str, function: str | None) -> Table:
+    """A family's table of operands, or one of its functions'."""
+    module = importlib.import_module(f"ssmgen.families.{family}.operands")
+    found: Table = module.FUNCTIONS[function] if function else module.OPERANDS
+    return found
+
+
+def with_operands(text: str) -> str:
+    """A page with its tables of operands as families have them."""
+    return OPERANDS.sub(lambda m: f"{m[1]}\n{table_of(m['family'], m['function']).page()}\n\n<!-- end -->", text)
+
+
+def pages() -> list[Path]:
+    return sorted((DOCS / "operators").glob("*.md"))
+
+
 if __name__ == "__main__":
     PAGE.write_text(filled(PAGE.read_text()))
+    for page in pages():
+        page.write_text(with_operands(page.read_text()))

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import api
 from ..accuracy import norm_error
 from ..calls.checks import NARROW
-from ..calls.public import call_of
+from ..calls.operator import call_of
 from ..engine.narrow_reference import widened
 from ..errors import SsmgenError
 from ..spec import SM90, Arch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from inspect import signature
 from typing import Any
@@ -13,6 +13,7 @@ from torch.compiler import is_compiling
 
 from .. import runtime
 from ..errors import ArgumentError
+from ..operands import Table, Types
 from ..spec import SM90, DType, Index, Narrow
 
 DTYPES = {torch.float32: DType.F32, torch.float16: DType.F16, torch.bfloat16: DType.BF16}
@@ -176,3 +177,53 @@ def check_strides_fit(name: str, t: Tensor, first: int, problems: list[str]) -> 
     reach = sum((n - 1) * s for n, s in zip(t.shape[first:], t.stride()[first:], strict=True))
     if reach >= 2**31 or any(s >= 2**31 for s in t.stride()):
         problems.append(f"{name} has strides {list(t.stride())}; kernels take strides, and offsets within a row, below 2^31 elements")
+
+
+# Of tables of operands.
+
+_TYPES: dict[Types, tuple[torch.dtype, ...]] = {
+    Types.FLOAT: (*DTYPES,),
+    Types.STATE: (*DTYPES,),
+    Types.INDEX: (torch.int32, torch.int64),
+    Types.F32: (torch.float32,),
+    Types.I32: (torch.int32,),
+    Types.I64: (torch.int64,),
+    Types.BOOL: (torch.bool,),
+    Types.BYTES: (torch.uint8,),
+}
+
+
+def check_types(
+    table: Table, tensors: Mapping[str, Tensor], anchor: str, problems: list[str], what: str = "a decode step", scaled: bool = True
+) -> None:
+    """Devices, element types and gradients of a table's operands; `what` has none of the latter. scaled: whether it takes states with
+    scales."""
+    device = tensors[anchor].device
+    for name, t in tensors.items():
+        row = table[name]
+        if t.device != device:
+            problems.append(f"{name} is on {t.device}, {anchor} is on {device}")
+        if scaled and row.scales and t.dtype in NARROW:
+            if row.scales not in tensors:
+                problems.append(f"{name} is {t.dtype} without {row.scales}, a float32 scale for each of its rows".replace("torch.", ""))
+        elif t.dtype not in _TYPES[row.types]:
+            wanted, exact = Types.FLOAT if row.types is Types.STATE else row.types, len(_TYPES[row.types]) == 1
+            problems.append(f"{name} is {str(t.dtype).removeprefix('torch.') if exact else t.dtype}, not {wanted.value}")
+        if row.scales and row.scales in tensors and t.dtype not in NARROW:
+            problems.append(f"{row.scales} is given, and {name} is {t.dtype}, not int16, int8 or float8_e4m3fn".replace("torch.", ""))
+        if t.requires_grad and torch.is_grad_enabled():
+            problems.append(f"{name} requires grad, and {what} has no backward: call it under torch.no_grad()")
+
+
+def check_shapes(
+    table: Table, tensors: Mapping[str, Tensor], sizes: Mapping[str, int], problems: list[str], own: Mapping[str, Shapes] = {},
+    lead: tuple[str, Sequence[int]] = ("batch", ()),
+) -> bool:  # fmt: skip
+    """Whether operands have a shape that the table gives them, in a call with these sizes of its words. own: shapes that only this call
+    has; lead: the axes of tokens, in words and sizes. An operand without any shape is not looked at."""
+    fits = []
+    for name, t in tensors.items():
+        allowed = own[name] if name in own else table.shapes(name, sizes, lead, tuple(t.shape))
+        if allowed:
+            fits.append(check_shape(name, t, allowed, problems))
+    return all(fits)

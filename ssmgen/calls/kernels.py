@@ -10,10 +10,11 @@ from torch import Tensor
 
 from .. import registry, runtime
 from ..spec import SM90, Arch
+from .fast_path import Table
+from .operator import Call
 from .planning import grid_of
-from .public import Call
 
-_chosen, _launches = runtime.Table(), runtime.Table()
+_chosen, _launches = Table(), Table()
 
 
 class Kernels:

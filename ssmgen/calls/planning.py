@@ -1,4 +1,4 @@
-"""From checked operands to a launch: what all operators do alike."""
+"""From the operands of a call to its launch: the check, the problem, the choice, the launch. `fast_path.py` asks once a form of call."""
 
 from __future__ import annotations
 
@@ -92,19 +92,27 @@ def launch_of(
     return launches[0] if takes == [[*range(len(names))]] else runtime.Chain(launches, takes)
 
 
-def new_pattern(
-    family: Family, name: str, views: Views, names: Sequence[str], options: Any, pdl: bool | None, given: Sequence[Any],
-    positions: Sequence[int], words: Mapping[str, str] = {},
-) -> runtime.Pattern:  # fmt: skip
-    """The pattern of a call of the public function `name`, whose tensors are `given` at these positions. Plans take the pointers of those
-    and of what comes behind them in `names`. words: as of Caller."""
+def nothing() -> None:
+    """The plan of a call that has nothing to launch."""
+
+
+Resolve = Callable[[tuple[int, ...]], "runtime.Launch | runtime.Chain | None"]
+
+
+def resolving(caller: Caller, named: Views, options: Any, pdl: bool | None, objections: Sequence[str] = ()) -> Resolve:
+    """Checks a call on the device, and returns what makes the launch for the pointers of its operands, in the order of `named`.
+
+    Overlap and alignment depend on pointers: it checks the one and chooses a variant by the other. Raises ArgumentError.
+    """
+    views = caller.checked(named, options, pdl, objections)
+    family, name, names = caller.family, caller.name, tuple(named)
     device = next(iter(views.values())).device.index
     arch = runtime.device_arch(device)
     wanted = arch >= SM90 if pdl is None else pdl
     size = family.size_of(views)
     layout = {n: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for n, t in views.items()}
     launches: dict[Any, runtime.Launch | runtime.Chain] = {}  # alignment is part of the problem
-    check = overlap_check(family, name, layout, words)
+    check = overlap_check(family, name, layout, caller.words)
 
     def resolve(pointers: tuple[int, ...]) -> runtime.Launch | runtime.Chain | None:
         where = dict(zip(names, pointers, strict=True))
@@ -118,11 +126,7 @@ def new_pattern(
             registry.count_plan(spec)
         return launches[problem]
 
-    return runtime.Pattern(given, resolve, positions)
-
-
-def _nothing() -> None:
-    """The plan of a call on tensors without memory."""
+    return resolve
 
 
 class Caller(NamedTuple):
@@ -135,44 +139,25 @@ class Caller(NamedTuple):
     views_of: Callable[[Views, Any, list[str]], dict[str, Tensor]]  # of operands by name and options; adds to the problems
     reference: Callable[..., None]  # of views, options and, if not torch.float32, the dtype that it computes in
     dispatch: Callable[[Sequence[Any], Any, bool | None], None]  # the call through torch's dispatcher, which comes back with plain tensors
-    patterns: runtime.Patterns
     words: Mapping[str, str] = {}  # operand -> the function's parameter, where they differ
     # In these, `given` are the operands by `names`, and `objections` what is wrong with arguments that are no tensors.
 
     def plan(self, given: tuple[Any, ...], options: Any, pdl: bool | None, objections: Sequence[str] = ()) -> Callable[[], None]:
         """What runs a call. Raises ArgumentError and what making a plan raises."""
-        out = given[self.names.index("out")]
-        key: tuple[Any, ...] | None = (self.name, options, pdl, tuple([t is None for t in given]), getattr(out, "shape", None))
-        try:
-            found = None if objections else self.patterns.find(key, given)
-        except (AttributeError, TypeError):  # not tensors, or options that cannot be hashed: the checks say which
-            found = key = None
-        if found is not None:
-            return found
         if any(isinstance(t, Tensor) and not is_memory(type(t)) for t in given):  # fake, wrapped: theirs to say
             return partial(self._hand_over, given, options, pdl, objections)
         named = self.named(given)
+        device = next((t.device for t in given if isinstance(t, Tensor)), None)
+        if device is not None and device.type == "cuda":
+            resolve = resolving(self, named, options, pdl, objections)
+            pointers = (*[t.data_ptr() for t in named.values()],)
+            launch = resolve(pointers)
+            return nothing if launch is None else launch.at(pointers)
         views = self.checked(named, options, pdl, objections)
-        device = next(iter(views.values())).device
-        if device.type == "meta":  # of no memory, and nothing to write
-            return _nothing
-        if device.type != "cuda":
-            check_overlap(self.family, self.name, views, {n: t.data_ptr() for n, t in named.items()}, self.words)
-            return partial(self._refer, views, options)
-        positions = [i for i, t in enumerate(given) if t is not None]
-        pattern = new_pattern(self.family, self.name, views, tuple(named), options, pdl, given, positions, self.words)
-        plan = pattern.plan(tuple(named.values()))
-        if key is not None:
-            self.patterns.add(key, pattern)
-        return plan
-
-    def pattern(
-        self, named: Mapping[str, Tensor], options: Any, pdl: bool | None, objections: Sequence[str], given: Sequence[Any],
-        positions: Sequence[int],
-    ) -> runtime.Pattern:  # fmt: skip
-        """The pattern of a call on the device, whose first operands are `given` at these positions. Raises ArgumentError."""
-        views = self.checked(named, options, pdl, objections)
-        return new_pattern(self.family, self.name, views, tuple(named), options, pdl, given, positions, self.words)
+        if next(iter(views.values())).device.type == "meta":  # of no memory, and nothing to write
+            return nothing
+        check_overlap(self.family, self.name, views, {n: t.data_ptr() for n, t in named.items()}, self.words)
+        return partial(self._refer, views, options)
 
     def _hand_over(self, given: tuple[Any, ...], options: Any, pdl: bool | None, objections: Sequence[str]) -> None:
         """Makes the call through torch's dispatcher. Raises ArgumentError also for what does not fit the operator's schema."""

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from ..engine.norm_kernel import MAX_GROUP
 from ..errors import ArgumentError, UnsupportedError
 from ..families.gated_rms_norm import plain as native
-from ..families.gated_rms_norm.spec import MAX_GROUP
 from .hf_functions import OURS, Replacement, attempt, call
 
 # Recognising norms.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calls.public import call_of
+from ..calls.operator import call_of
 from ..errors import ArgumentError
 from ..families.gated_rms_norm.call import gated_rms_norm
 from ..families.linear_attention.call import gated_delta_rule as _gated_delta_rule

@@ -82,16 +82,17 @@ def trial_of(spec: KernelSpec, batch: int, seed: int, tokens: int | None = None)
     Raises SsmgenError where there is no trial of such specs.
     """
     make = parts("trials").get(type(spec))
-    if make is None:
-        raise SsmgenError(f"{spec.family} cannot be checked: {_unchecked(type(spec))}")
+    why = _unchecked(spec)
+    if make is None or why:
+        raise SsmgenError(f"{spec.kind} cannot be checked: {why or f'no family has a trial of {type(spec).__name__}'}")
     trial: Trial = make(spec, batch, seed) if tokens is None else make(spec, batch, seed, tokens)
     return trial
 
 
-def _unchecked(kind: type[KernelSpec]) -> str:
-    """Why, in the words of the record."""
-    words = [kernels.unchecked for family in records() for kernels in family.kernels if family.part(kernels.spec) is kind]
-    return next(filter(None, words), f"no family's record has a trial of {kind.__name__}")
+def _unchecked(spec: KernelSpec) -> str:
+    """Why it cannot be, in the words of the record; empty where that has nothing against it."""
+    own = [kernels for family in records() for kernels in family.kernels if family.part(kernels.spec) is type(spec)]
+    return next(filter(None, (kernels.unchecked or kernels.parts.get(spec.kind) for kernels in own)), "")
 
 
 def _limit(trial: Trial, name: str) -> float:

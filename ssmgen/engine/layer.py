@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..operands import Table
 from ..spec import SM90, Arch, DType, Index, KernelSpec, Loads, Param, Pdl, PoolMode, Update, changed, must
 from .norm import LayerNorm
 from .short_conv import CHANNELS, ShortConv
@@ -95,50 +95,8 @@ class Layer:
         """tile: rows of a block."""
         return must(tile % CHANNELS == 0, f"tile {tile} is not a multiple of the {CHANNELS} channels that a thread convolves")
 
-    def conv_operands(self) -> list[str]:
-        optional = {"conv_bias": self.conv.bias, "intermediate_conv_window": self.conv.saves}
-        return ["conv_state", self.conv_input, "conv_weight", *(name for name, given in optional.items() if given)]
-
-    def layer_strides(self) -> dict[str, list[str]]:
-        """Axes of the strides that the kernel takes, by operand: of those that all layers have."""
-        layout = {StateLayout.RUNS: [], StateLayout.CHANNELS: ["tap"], StateLayout.ANY: ["dim", "tap"]}[self.conv.layout]
-        taps = self.conv.taps is Loads.ELEMENT
-        token = ["token"] if self.several else []
-        return {
-            "state": ["slot"],
-            "conv_state": ["slot", *layout],
-            self.conv_input: ["batch", *token, *(["dim"] if self.conv.loads is Loads.ELEMENT else [])],
-            "conv_weight": ["dim", "tap"] if taps else [],
-            "conv_bias": ["dim"] if taps else [],
-            "out": ["batch", *token, "head", "row"],
-            "state_indices": ["batch", *(["column"] if self.conv_rolls else [])],
-            "dst_state_indices": ["batch", "token"],
-            **dict.fromkeys(("num_accepted_tokens", "intermediate_state_indices"), ["batch"]),
-            "intermediate_states": ["row", "token"],
-            "intermediate_conv_window": ["slot", "token", *(["dim", "tap"] if self.conv.windows is Saved.ANY else [])],
-            "arrivals": ["slot"],
-        }
-
-    def wide_strides(self, names: list[str], axes: Mapping[str, list[str]]) -> list[tuple[str, str, str]]:
-        """(operand, axis, width) of these operands' strides, in elements. Those between slots and between kept states are 64-bit."""
-        wide = {("intermediate_states", "row"), ("intermediate_states", "token")}
-        return [(name, axis, "i64" if axis == "slot" or (name, axis) in wide else "u32") for name in names for axis in axes[name]]
-
-    def layer_parameters(self, names: list[str], elements: Mapping[str, Any], strides: list[tuple[str, str, str]]) -> list[Param]:
-        """Kernel arguments but for what the recurrence adds at their end. elements: types of operands that not all layers have."""
-        integer = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
-        kept = ("conv_state", self.conv_input, "intermediate_conv_window")
-        element: dict[str, Any] = {
-            **elements,
-            **dict.fromkeys(kept, self.conv_dtype.value),
-            "conv_weight": self.conv.weight.value,
-            "conv_bias": self.conv.bias and self.conv.bias.value,
-            "arrivals": "int",
-            **dict.fromkeys(("state_indices", "dst_state_indices"), integer[self.index]),
-            "num_accepted_tokens": integer[self.accepted],
-            "intermediate_state_indices": integer[self.rows_index],
-        }
-        written = ("state", "conv_state", "out", "arrivals", "intermediate_states", "intermediate_conv_window")
+    def layer_parameters(self, operands: Table) -> list[Param]:
+        """Kernel arguments but for what the recurrence adds at their end."""
         pooled = self.index is not Index.NONE
         counts = {
             "slots": pooled,
@@ -146,12 +104,10 @@ class Layer:
             "kept_rows": self.intermediate_indices is not Index.NONE,
             "window_rows": self.conv.rows is not Index.NONE,
         }
-        found = [(Param.i64 if width == "i64" else Param.u32)(f"{name}_{axis}") for name, axis, width in strides]
-        found.sort(key=lambda p: p.code != "q")  # 8-byte arguments first: no padding anywhere in the buffer
         return [
-            *(Param.pointer(name, element[name], const=name not in written) for name in names),
+            *operands.pointers(self),
             *(Param.i64(name) for name, there in counts.items() if there),
-            *found,
+            *operands.stride_params(self),
             *([Param.u32("columns")] if self.conv_rolls else []),
         ]
 
@@ -159,7 +115,7 @@ class Layer:
         return {
             "conv_input": self.conv_input,
             "conv_dtype": self.conv_dtype.value,
-            "runs": self.conv.layout is StateLayout.RUNS,
+            "runs": self.conv.runs,
             "by_channels": self.conv.layout is StateLayout.CHANNELS,
             "vector_inputs": self.conv.loads is Loads.VECTOR,
             "vector_taps": self.conv.taps is Loads.VECTOR,

@@ -5,36 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..calls.sharding import CONTROL, Rule
-
-_ROWS = "* head|* head row"
-AXES = {
-    **CONTROL,
-    **dict.fromkeys(("z", "out"), _ROWS),
-    "state": "batch head row n",
-    "intermediate_states": "batch token head row n",
-    "arrivals": "batch group",
-}
-# Arrivals are zeros ahead of a call and behind it: each rank counts in its own.
-WRITTEN = ("state", "conv_state", "out", "intermediate_states", "intermediate_conv_window")
+from ..calls.sharding import Rule
+from ..operands import Table
 
 
-def rule_of(inputs: str, axes: Mapping[str, str], kinds: Callable[[Mapping[str, Any]], Mapping[str, str]]) -> Rule:
+def rule_of(operands: Table, inputs: str, kinds: Callable[[Mapping[str, Any]], Mapping[str, str]]) -> Rule:
     """The rule of a layer whose operand `inputs` is convolved. kinds: what a call's arguments say of its channels, and of other axes."""
+    axes = operands.axes()
 
     def variant(given: Mapping[str, Any]) -> Mapping[str, str]:
         named = kinds(given)
         channels = named.get("channels", "channels")
-        of_channels = {
-            inputs: f"* {channels}",
-            "conv_state": f"batch {channels} tap",
-            "conv_weight": f"{channels} tap",
-            "conv_bias": channels,
-            "intermediate_conv_window": f"batch token {channels} tap",
-        }
+        of_channels = {name: words.replace("channels", channels) for name, words in axes.items() if "channels" in words.split()}
         return of_channels | {name: axis for name, axis in named.items() if name != "channels"}
 
-    return Rule({**AXES, **axes, **variant({})}, WRITTEN, inputs, inner=1, variant=variant)
+    # Arrivals are zeros before a call and after it: each rank counts in its own.
+    written = tuple([name for name in operands.written if name != "arrivals"])
+    return Rule({**axes, **variant({})}, written, inputs, inner=1, variant=variant)
 
 
 def sizes(given: Mapping[str, Any]) -> tuple[int, int, int, int] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,12 +12,11 @@ from torch import Tensor
 from ..arguments import divisor
 from ..calls import checks
 from ..calls.checks import DTYPES, INDEX
+from ..operands import Table
 from ..spec import Index, KernelSpec, Loads, PoolMode, Update
 from .norm import Activation, LayerNorm, LayerNormSpec
 from .short_conv import CHANNELS, ShortConv
 from .window import MAX_WIDTH, Saved, StateLayout
-
-WRITTEN = ("out", "state", "conv_state", "arrivals", "intermediate_states", "intermediate_conv_window")
 
 
 def check_channels(named: Mapping[str, Tensor], inputs: str, groups: int, problems: list[str]) -> bool:
@@ -145,40 +143,12 @@ def groups_of(t: Tensor, size: int) -> Tensor:
 
 
 def kernel_values(
-    spec: KernelSpec, views: Mapping[str, Tensor], axes: Mapping[str, tuple[str, ...]], given: Mapping[str, int | float],
-    call_name: Mapping[str, str] = MappingProxyType({}),
-) -> dict[str, int | float]:  # fmt: skip
-    """Every argument of one of a layer's kernels that is not a pointer.
-
-    axes: of the recurrence's operands, by their names in the kernel, with a token's where calls of several have one; given: eps,
-    pad_slot_id and what else is no stride; call_name: of operands that the call names otherwise than the kernel.
-    """
+    spec: KernelSpec, views: Mapping[str, Tensor], operands: Table, given: Mapping[str, int | float]
+) -> dict[str, int | float]:
+    """Every argument of one of a layer's kernels that is not a pointer. given: eps, pad_slot_id and what else is no stride."""
     values = {"slots": views["state"].shape[0], **_counts(views), **given}
-    values |= _norm_values(spec, views) if isinstance(spec, LayerNormSpec) else _strides(spec, views, {**_AXES, **axes}, call_name)
+    values |= _norm_values(spec, views) if isinstance(spec, LayerNormSpec) else operands.stride_values(spec, views)
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
-
-
-_AXES = {
-    **dict.fromkeys(("xBC", "mixed_qkv"), ("batch", "token", "dim")),
-    "state": ("slot",),
-    "conv_state": ("slot", "dim", "tap"),
-    "conv_weight": ("dim", "tap"),
-    "conv_bias": ("dim",),
-    "out": ("batch", "token", "head", "row"),
-    "state_indices": ("batch", "column"),
-    "dst_state_indices": ("batch", "token"),
-    **dict.fromkeys(("num_accepted_tokens", "intermediate_state_indices"), ("batch",)),
-    "intermediate_states": ("row", "token"),
-    "intermediate_conv_window": ("slot", "token", "dim", "tap"),
-    "arrivals": ("slot",),
-}
-
-
-def _strides(spec: Any, views: Mapping[str, Tensor], axes: Mapping[str, tuple[str, ...]], call_name: Mapping[str, str]) -> dict[str, int]:
-    def number(role: str, axis: str) -> int:
-        return [name for name in axes[role] if spec.several or name != "token"].index(axis)
-
-    return {f"{role}_{axis}": views[call_name.get(role, role)].stride(number(role, axis)) for role, axis, _ in spec.strides()}
 
 
 def _counts(views: Mapping[str, Tensor]) -> dict[str, int]:

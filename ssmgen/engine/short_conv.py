@@ -36,6 +36,30 @@ class ShortConv(Part):
         """Whether the window after each token is kept."""
         return self.windows is not Saved.NO
 
+    @property
+    def saves_any(self) -> bool:
+        """Whether those windows have any distances."""
+        return self.windows is Saved.ANY
+
+    @property
+    def runs(self) -> bool:
+        """Whether windows lie as one run."""
+        return self.layout is StateLayout.RUNS
+
+    @property
+    def any_place(self) -> bool:
+        """Whether channels and inputs of a window have any distances."""
+        return self.layout is StateLayout.ANY
+
+    @property
+    def loose(self) -> bool:
+        """Whether the inputs are loaded element by element."""
+        return self.loads is Loads.ELEMENT
+
+    @property
+    def loose_taps(self) -> bool:
+        return self.taps is Loads.ELEMENT
+
     def faults(self, rolls: bool) -> list[str]:
         """What no variant could serve. rolls: the window's history begins where the accepted tokens of the last call end."""
         return [

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..bench import bench_of
 from ..bench.case import Case as BenchCase
-from ..calls.public import Call, call_of
+from ..calls.operator import Call, call_of
 from ..errors import SsmgenError
 from ..family import parts
 from ..models import Model, find_model, models

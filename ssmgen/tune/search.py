@@ -18,7 +18,7 @@ from .. import tuned as table
 from ..bench import timing
 from ..build import build
 from ..cache.store import shared_cache
-from ..calls.public import Call
+from ..calls.operator import Call
 from ..catalog import OPERATOR_OF, OPERATORS
 from ..errors import SsmgenError
 from ..render import code_digest

@@ -11,8 +11,8 @@ from family_cases import cases
 from torch import Tensor
 
 import ssmgen
-from ssmgen.families.causal_conv1d_update.spec import CHILDREN
-from ssmgen.families.linear_attention.operands import FUNCTIONS
+from ssmgen.families.causal_conv1d_update.operands import CHILDREN
+from ssmgen.families.linear_attention.functions import FUNCTIONS
 
 Arguments = dict[str, Any]
 F32, F16, BF16, I32, I64 = torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64

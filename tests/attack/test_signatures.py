@@ -14,9 +14,9 @@ from public_calls import BY_NAME, bits_of, call_of
 from torch import Tensor
 
 import ssmgen
-from ssmgen.calls import public as calls
+from ssmgen.calls import operator as calls
 from ssmgen.families.linear_attention.call import PoolOptions
-from ssmgen.families.linear_attention.operands import FUNCTIONS
+from ssmgen.families.linear_attention.functions import FUNCTIONS
 
 KEYWORDS = {name: list(signature(function).parameters) for name, function in BY_NAME.items()}
 RINGED = ("gated_delta_rule", "delta_rule", "kda")

@@ -32,7 +32,7 @@ def by_warps(problem: DeltaProblem) -> ChainSpec:
     """The variant for this card whose products are each warp's own: wherever warpgroups would come first, this one's bits are others."""
     arch = runtime.device_arch(torch.cuda.current_device())
     rules = candidates(problem, 1, arch, arch >= Arch(90))
-    return next(spec for _, spec, _ in rules if type(spec) is ChainSpec and not spec.violations(arch))
+    return next(spec for _, spec, _ in rules if spec and not spec.grouped and not spec.violations(arch))
 
 
 SERVED = ssmgen.chunk_gated_delta_rule

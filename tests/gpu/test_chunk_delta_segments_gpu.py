@@ -29,7 +29,7 @@ SPARSE = (3,) * 40 + (1500, 1, 0, 1, 700)
 def by_warps(problem: DeltaProblem) -> ChainSpec:
     arch = runtime.device_arch(torch.cuda.current_device())
     rules = candidates(problem, 1, arch, arch >= Arch(90))
-    return next(spec for _, spec, _ in rules if type(spec) is ChainSpec and not spec.violations(arch))
+    return next(spec for _, spec, _ in rules if spec and not spec.grouped and not spec.violations(arch))
 
 
 def served(segments: int | None = None, **more: Any) -> laws.Run:

@@ -15,8 +15,8 @@ from scan_cases import SM90, bits, same
 from ssu_cases import BF16, F16, F32
 
 import ssmgen
+from ssmgen.families.chunk_delta_rule.chain import ChainSpec, warpgroup_space
 from ssmgen.families.chunk_delta_rule.problem import OPERATOR, DeltaProblem
-from ssmgen.families.chunk_delta_rule.warpgroups import WarpgroupChainSpec, warpgroup_space
 from ssmgen.registry import select
 from ssmgen.spec import Pdl
 
@@ -30,10 +30,10 @@ LENGTHS = (0, 1, 15, 63, 64, 65, 127, 129, 300, 511, 512, 513, 700, 1025)
 of_rows = pytest.mark.parametrize("rows", [64, 128])
 
 
-def variant(rows: int, problem: DeltaProblem) -> WarpgroupChainSpec:
+def variant(rows: int, problem: DeltaProblem) -> ChainSpec:
     given = {f.name: getattr(problem, f.name) for f in fields(DeltaProblem)}
     tile = 64 if problem.marked or problem.head_v % rows else rows
-    return WarpgroupChainSpec(**given, tile=tile, stages=3, pdl=Pdl.TRIGGER_LOADED, ahead_pdl=Pdl.TRIGGER_LOADED)
+    return ChainSpec.by_warpgroups(**given, tile=tile, stages=3, pdl=Pdl.TRIGGER_LOADED, ahead_pdl=Pdl.TRIGGER_LOADED)
 
 
 def by(rows: int, **more: Any) -> laws.Run:
@@ -143,5 +143,5 @@ def test_place_in_the_batch_changes_no_bit(rows):
 def test_what_is_chosen():
     problem = laws.problem_of(**make(SIZES, 1, 64))
     chosen = {heads: select(OPERATOR, problem, heads, SM90, True) for heads in (4, 64, 128)}
-    assert all(isinstance(spec, WarpgroupChainSpec) for spec in chosen.values())
+    assert all(spec.grouped for spec in chosen.values())
     assert [spec.tile for spec in chosen.values()] == [64, 64, 128]

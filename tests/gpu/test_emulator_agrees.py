@@ -31,7 +31,7 @@ def both(case: Case, decay: float | None):
             (A[:, 0, 0] if A.stride(-1) == 0 else A).fill_(decay)
     ssmgen.selective_state_update(*card.args, **card.kwargs)
     spec = ssmgen.explain(ssmgen.selective_state_update, *card.args, **card.kwargs).chosen.spec
-    named = {n: host.named[n] for n in op.NAMES if n in host.named}
+    named = {n: host.named[n] for n in op.OPERANDS.names if n in host.named}
     views = op.views_of(named, host.options, [])
     packed = Arguments(spec, op.kernel_values(spec, views, host.options)).at([t.data_ptr() for t in named.values()])
     arch = runtime.device_arch(torch.cuda.current_device())

@@ -27,6 +27,7 @@ from hf_cases import (
 )
 
 from ssmgen import runtime
+from ssmgen.calls import fast_path
 from ssmgen.compat import hf
 
 pytestmark = pytest.mark.gpu
@@ -76,7 +77,7 @@ def launched(monkeypatch):
         return counted
 
     def forget():  # plans keep what enqueues them
-        for table in list(runtime._tables):
+        for table in list(fast_path._tables):
             table.clear()
 
     forget()

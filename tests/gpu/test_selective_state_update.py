@@ -47,7 +47,7 @@ def test_out_is_allocated_like_x():
 
 def launch(spec, call) -> None:
     """Runs one variant, whatever the registry would choose."""
-    named = {n: call.named[n] for n in op.NAMES if n in call.named}
+    named = {n: call.named[n] for n in op.OPERANDS.names if n in call.named}
     views = op.views_of(named, call.options, problems := [])
     assert not problems
     device = views["state"].device.index
@@ -257,7 +257,7 @@ def test_the_producer_test_notices_a_missing_wait():
     call = make_call(replace(M2, conv_slices=True, index=None), "cuda")
     kept = call.args[0].clone()
     right = after_a_producer(call, kept, lambda: ssmgen.selective_state_update(*call.args, **call.kwargs, pdl=False))
-    named = {n: call.named[n] for n in op.NAMES if n in call.named}
+    named = {n: call.named[n] for n in op.OPERANDS.names if n in call.named}
     views, arch = op.views_of(named, call.options, []), runtime.device_arch(torch.cuda.current_device())
     spec = registry.select("selective_state_update", problem_of(call), call.case.batch, arch, True)
     source = render(spec, arch)

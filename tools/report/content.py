@@ -102,7 +102,7 @@ class Variant:
 
     def neighbours(self, others: Sequence[Variant]) -> list[Variant]:
         """The variants of the same family and architecture that differ from this one in the fewest fields."""
-        like = [o for o in others if o.spec.family == self.spec.family and o.arch == self.arch and o is not self]
+        like = [o for o in others if o.spec.kind == self.spec.kind and o.arch == self.arch and o is not self]
         return sorted(like, key=lambda o: (len(self.changes(o)), o.spec.name))[:NEIGHBOURS]
 
 
@@ -139,7 +139,7 @@ def gather(
         return _variant(b.spec, b.arch, b.entry, told)
 
     with ThreadPoolExecutor(jobs) as pool:
-        return sorted(pool.map(one, built), key=lambda v: (v.spec.family, v.arch, v.spec.name))
+        return sorted(pool.map(one, built), key=lambda v: (v.spec.kind, v.arch, v.spec.name))
 
 
 def _timed(timings: Mapping[str, Sequence[Timing]], archs: Sequence[Arch]) -> list[tuple[KernelSpec, Arch]]:
@@ -218,7 +218,7 @@ def families(variants: Sequence[Variant], archs: Sequence[Arch]) -> list[Family]
         text = sys.modules[cls.__module__].__doc__ or name
         found[name] = Family(name, paragraphs(text), [call for told in by_arch for call in told.get(name, ())])
     for variant in variants:
-        found[variant.spec.family].variants.append(variant)
+        found[variant.spec.kind].variants.append(variant)
     return [family for family in found.values() if family.variants]
 
 

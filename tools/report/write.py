@@ -91,7 +91,7 @@ def _environment() -> jinja2.Environment:
 
 def _searched(v: Variant) -> dict[str, Any]:
     words = [*sorted({choice.rule for choice in v.choices}), *["spills"] * bool(v.entry.resources.spills), *["timed"] * bool(v.timings)]
-    return {"name": v.spec.name, "arch": str(v.arch), "family": v.spec.family, "spec": str(v.spec), "models": v.models, "words": words}
+    return {"name": v.spec.name, "arch": str(v.arch), "family": v.spec.kind, "spec": str(v.spec), "models": v.models, "words": words}
 
 
 def _texts(family: Family, form: str) -> dict[str, str]:

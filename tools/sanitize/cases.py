@@ -76,7 +76,7 @@ def every(arch: Arch) -> list[Case]:
     ahead = {part for _, spec in found for part in spec.ahead}  # which run with theirs
     for call, spec in found:
         if type(spec) in known and not spec.violations(arch) and spec not in {*cases, *ahead}:
-            tokens = TOKENS if spec.family.startswith(PROMPTS) else None
+            tokens = TOKENS if spec.kind.startswith(PROMPTS) else None
             cases[spec] = [Case(spec, arch, call, 5 if spec.stays else 3, tokens)]
             if getattr(spec, "ends", False):
                 cases[spec].append(Case(spec, arch, call, 1, LONG))
@@ -84,7 +84,7 @@ def every(arch: Arch) -> list[Case]:
 
 
 def _turn(case: Case) -> tuple[bool, bool, bool]:
-    wanted = any(word in case.spec.family for word in ("warpgroups", "roles"))
+    wanted = any(word in case.spec.kind for word in ("warpgroups", "roles"))
     return case.tokens == LONG, case.tokens is None, not wanted
 
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
-import click
 import torch
 from torch import Tensor
 
@@ -28,19 +27,17 @@ from ...bench import axes
 from ...bench import report as reports
 from ...bench.axes import At
 from ...bench.case import EXACT, Call, Case, Launch, cuts_of, keeping
+from ...bench.convolutions import DTYPE, WIDTH
 from ...bench.engine import Bench
 from ...bench.prompts import PROMPT, prompt_sets
 from ...calls.checks import TORCH_DTYPES
 from ...models import Model
-from ...spec import DType
-from .spec import MAX_WIDTH, ConvLayout
+from .spec import ConvLayout
 
 SHAPES = [(1, 1536, 2048), (16, 1536, 2048), (4, 4096, 4096), (1, 8192, 8192), (1, 2048, 131072), (2, 12288, 16384)]
 HOST_BYTES = 2**25  # host times are of cases up to this
 SEQUENCES = 8
 CHECKED = 16  # channels that the gate looks at
-WIDTH = axes.one("--width", click.IntRange(2, MAX_WIDTH), 4, head=True)
-DTYPE = axes.one("--dtype", axes.Choice(DType), DType.BF16, "Of x, and of all else.", head=True)
 
 
 class Form(Enum):

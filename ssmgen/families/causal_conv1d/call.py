@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ... import runtime
 from ...arguments import divisor
 from ...calls import checks
 from ...calls.checks import DTYPES, INDEX
-from ...calls.planning import Caller, Family
+from ...calls.dispatch import callers
+from ...calls.operator import operator, run
+from ...calls.planning import Family
 from ...calls.prompts import WRITTEN_WORDS
-from ...calls.public import Call, operator
-from ...calls.scalars import one_of
+from ...engine.convolution_calls import ACTIVATION, ACTIVATIONS, Options, check_convolution, check_strides, taps_are_runs
+from ...engine.new_tensors import new_like
+from ...engine.window import MAX_WIDTH
 from ...spec import Loads
+from .operands import OPERANDS
 from .reference import causal_conv1d as reference
-from .spec import MAX_WIDTH, OPERATOR, ConvLayout, ConvProblem, ConvSpec
-
-NAMES = (
-    "x", "weight", "bias", "seq_idx", "query_start_loc", "initial_states", "final_states", "conv_states", "conv_state_indices",
-    "has_initial_state", "out",
-)  # fmt: skip
-ACTIVATIONS = {None: False, False: False, True: True, "silu": True, "swish": True}
-ACTIVATION = one_of("None, 'silu' or 'swish'", *ACTIVATIONS)
-
-
-class Options(NamedTuple):
-    """What a call says beside its tensors."""
-
-    activation: str | bool | None = None
-    pad_slot_id: int = -1
+from .spec import OPERATOR, ConvLayout, ConvProblem, ConvSpec
 
 
 @operator(like="x", activation=ACTIVATION)
@@ -90,37 +79,16 @@ def causal_conv1d(
                 count = x.shape[0] if query_start_loc is None else max(query_start_loc.numel() - 1, 0)
                 shape = (count, x.shape[-2], weight.shape[1] - 1)
                 final = new_like(x, shape) if x.dim() == 3 or query_start_loc is not None else None
-    given = (x, weight, bias, seq_idx, query_start_loc, initial_states, final, conv_states, conv_state_indices, has_initial_state, out)
+    tensors = OPERANDS.Tensors(
+        x, weight, bias, seq_idx, query_start_loc, initial_states, final, conv_states, conv_state_indices, has_initial_state, out
+    )
     returns = ("out", "final_states") if return_final_states and final is not None else ("out",)
-    return cast("Tensor | tuple[Tensor, Tensor]", Call(CALLER, given, Options(activation, pad_slot_id), pdl, returns))
-
-
-def new_like(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """An uninitialised tensor of such a shape (x's), dense, whose last two axes are contiguous in the order in which x's are."""
-    shape = tuple(x.shape if shape is None else shape)
-    if len(shape) < 2 or x.stride(-1) == 1 or x.stride(-1) <= x.stride(-2):
-        return x.new_empty(shape)
-    return x.new_empty((*shape[:-2], shape[-1], shape[-2])).transpose(-1, -2)
-
-
-def check_convolution(named: Mapping[str, Any], problems: list[str]) -> bool:
-    """What both convolutions ask of x, weight and bias. False: nothing else can be said."""
-    if not checks.check_tensors(named, problems):
-        return False
-    checks.check_common(named, "x", problems, "the convolution")
-    weight = named["weight"]
-    if weight.dim() != 2:
-        problems.append(f"weight is {list(weight.shape)}, not [dim, width]")
-        return False
-    for name in ("initial_states", "final_states", "conv_states", "conv_state", "intermediate_conv_window", "out"):
-        if name in named and named[name].dtype != named["x"].dtype:
-            problems.append(f"{name} is {named[name].dtype}, x is {named['x'].dtype}".replace("torch.", ""))
-    return True
+    return run(CALLER, tensors, Options(ACTIVATIONS[activation], pad_slot_id), pdl, returns=returns)
 
 
 def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
     """The operands with x and out as [batch, dim, length]. Adds to `problems`; what comes back is only usable if that is nothing."""
-    if not check_convolution(named, problems):
+    if not check_convolution(OPERANDS, named, problems):
         return {}
     views, x, weight, ragged = dict(named), named["x"], named["weight"], "query_start_loc" in named
     if x.dim() not in ((2, 3) if ragged else (3,)) or (ragged and x.dim() == 3 and x.shape[0] != 1):
@@ -142,21 +110,9 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     if width == 1:
         stateful = [n for n in ("initial_states", "final_states", "conv_states") if n in named]
         problems += [f"{n} is given, but a convolution of width 1 has no state" for n in stateful]
-    of_each = "sequences" if ragged else "batch"
-    states: checks.Shapes = {f"[{of_each}, dim, width - 1]": (sequences, dim, width - 1)}
-    per_sequence: checks.Shapes = {f"[{of_each}]": (sequences,)}
-    allowed: dict[str, checks.Shapes] = {
-        "weight": {"[dim, width]": (dim, width)},
-        "bias": {"[dim]": (dim,)},
-        "seq_idx": {"[batch, length]": (batch, length)},
-        "query_start_loc": {"[sequences + 1]": (sequences + 1,)},
-        "initial_states": states,
-        "final_states": states,
-        "conv_state_indices": per_sequence,
-        "has_initial_state": per_sequence,
-        "out": {"[batch, dim, length]": (batch, dim, length)},
-    }
-    fits = [checks.check_shape(name, views[name], allowed[name], problems) for name in views if name in allowed]
+    sizes = {"batch": batch, "dim": dim, "token": length, "width": width, "tap": width - 1}
+    sizes |= {"sequences": sequences, "starts": sequences + 1}
+    fits = [checks.check_shapes(OPERANDS, {n: t for n, t in views.items() if n not in ("x", "conv_states")}, sizes, problems)]
     if "conv_states" in named:
         fits.append(_check_pool(named, sequences, dim, width, problems))
     else:
@@ -173,13 +129,6 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     if max(x.shape) >= 2**31:
         problems.append(f"x is {list(x.shape)}; kernels take axes below 2^31")
     return views
-
-
-def check_strides(name: str, t: Tensor, problems: list[str]) -> None:
-    """Only the distance between slots, the first axis of states, is 64-bit in the kernels; offsets are."""
-    strides = t.stride()[1:] if "states" in name or name in ("conv_state", "intermediate_conv_window") else t.stride()
-    if any(s >= 2**32 for s in strides):
-        problems.append(f"{name} has strides {list(t.stride())}; kernels take strides below 2^32 elements")
 
 
 def _check_pool(named: Mapping[str, Tensor], sequences: int, dim: int, width: int, problems: list[str]) -> bool:
@@ -220,7 +169,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         x=DTYPES[x.dtype],
         weight=DTYPES[weight.dtype],
         bias=None if bias is None else DTYPES[bias.dtype],
-        silu=ACTIVATIONS[options.activation],
+        silu=options.silu,
         seq_idx="seq_idx" in views,
         query_start_loc=INDEX[views["query_start_loc"].dtype if ragged else None],
         initial="initial_states" in views,
@@ -233,25 +182,6 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         unit=unit,
         taps=Loads.VECTOR if run and taps_are_runs(views, pointers, run) else Loads.ELEMENT,
     )
-
-
-def taps_are_runs(views: Mapping[str, Tensor], pointers: Mapping[str, int], channels: int) -> bool:
-    """Whether so many channels' taps, and their biases, can be loaded as aligned vectors."""
-    weight, bias = views["weight"], views.get("bias")
-    run = channels * weight.shape[1] * weight.element_size()
-    dense = weight.is_contiguous() and pointers["weight"] % 16 == 0
-    even = run in (4, 8, 16, 32) if channels == 1 else run % 4 == 0
-    beside = bias is None or (bias.is_contiguous() and pointers["bias"] % 16 == 0)
-    return dense and even and beside
-
-
-_AXES = {
-    **dict.fromkeys(("x", "out", "seq_idx"), {"batch": 0, "dim": 1, "length": -1}),
-    "weight": {"dim": 0, "tap": 1},
-    "bias": {"dim": 0},
-    **dict.fromkeys(("initial_states", "final_states", "conv_states"), {"slot": 0, "dim": 1, "tap": 2}),
-    **dict.fromkeys(("query_start_loc", "conv_state_indices", "has_initial_state"), {"sequence": 0}),
-}
 
 
 def _sequences(views: Mapping[str, Tensor]) -> int:
@@ -283,10 +213,10 @@ def _channel_blocks(spec: ConvSpec, dim: int) -> int:
 def kernel_values(spec: ConvSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, int | float]:
     """Every kernel argument that is not a pointer."""
     _, dim, length = views["x"].shape
-    values = {"length": length, "sequences": _sequences(views), "pad_slot_id": options.pad_slot_id}
+    values: dict[str, int | float] = {"length": length, "sequences": _sequences(views), "pad_slot_id": options.pad_slot_id}
     values |= divisor("dim", dim) | divisor("pieces", _pieces(spec, views)) | divisor("channel_blocks", _channel_blocks(spec, dim))
     values |= {"slots": views["conv_states"].shape[0]} if "conv_states" in views else {}
-    values |= {f"{operand}_{axis}": views[operand].stride(_AXES[operand][axis]) for operand, axis in spec.strides()}
+    values |= OPERANDS.stride_values(spec, views)
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
 
 
@@ -298,52 +228,11 @@ def size_of(views: Mapping[str, Tensor]) -> int:
     return max(1, x.numel() * x.element_size() // 1024)
 
 
-FAMILY = Family(
-    OPERATOR,
-    written=("out", "final_states", "conv_states"),
-    problem_of=problem_of,
-    size_of=size_of,
-    grid_of=grid_of,
-    values_of=kernel_values,
-    in_place=(("final_states", "initial_states"),),
-)
+FAMILY = Family(OPERATOR, OPERANDS.written, problem_of, size_of, grid_of, kernel_values, OPERANDS.in_place)
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    reference(**views, silu=ACTIVATIONS[options.activation], pad_slot_id=options.pad_slot_id, dtype=dtype)
+    reference(**views, silu=options.silu, pad_slot_id=options.pad_slot_id, dtype=dtype)
 
 
-# torch.library: what torch.compile and opcheck see.
-_library = torch.library.Library("ssmgen", "FRAGMENT")
-_library.define(
-    "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor? seq_idx, Tensor? query_start_loc, Tensor? initial_states, "
-    "Tensor(a!)? final_states, Tensor(b!)? conv_states, Tensor? conv_state_indices, Tensor? has_initial_state, Tensor(c!) out, "
-    "bool silu, int pad_slot_id, bool? pdl) -> ()",
-    tags=torch.Tag.needs_fixed_stride_order,
-)
-
-
-def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    torch.ops.ssmgen.causal_conv1d(*given, ACTIVATIONS[options.activation], options.pad_slot_id, pdl)
-
-
-def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
-    """(given, options, pdl) of what torch's dispatcher gives."""
-    *given, silu, pad_slot_id, pdl = args
-    return tuple(given), Options(silu, pad_slot_id), pdl
-
-
-@torch.library.impl(_library, "causal_conv1d", "CUDA")
-@torch.library.impl(_library, "causal_conv1d", "CPU")
-def _op(*args: Any) -> None:
-    CALLER.plan(*_received(args))()
-
-
-@torch.library.register_fake("ssmgen::causal_conv1d", lib=_library)
-def _fake(*args: Any) -> None:
-    CALLER.foresee(*_received(args))
-
-
-CALLER = Caller(
-    FAMILY, OPERATOR, NAMES, frozenset(("x", "weight", "out")), views_of, run_reference, _dispatch, runtime.Patterns(), WRITTEN_WORDS
-)  # fmt: skip
+(CALLER,) = callers(FAMILY, {OPERATOR: OPERANDS}, Options, views_of, run_reference, words={OPERATOR: WRITTEN_WORDS}).values()

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from ...calls.sharding import Rule
+from .operands import OPERANDS
 
+_AXES = OPERANDS.axes()
+_AXES["final_states_out"] = _AXES.pop("final_states")  # as the function calls it
 RULES = {
     "causal_conv1d": Rule(
-        {
-            **dict.fromkeys(("x", "out"), "batch head token|head token"),
-            "weight": "head tap",
-            "bias": "head",
-            **dict.fromkeys(("initial_states", "final_states_out", "conv_states"), "batch head tap"),
-            "seq_idx": "batch token",
-            **dict.fromkeys(("conv_state_indices", "has_initial_state"), "batch"),
-        },
+        _AXES,
         ("final_states_out", "conv_states", "out"),
         anchors=("conv_states", "final_states_out", "out", "x"),
         returns=("out", "final_states_out"),

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from ...engine.window import MAX_WIDTH
 from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
+from .operands import OPERANDS
 
 OPERATOR = "causal_conv1d"
 SIZE, MAX_SIZE = "KiB of x", 2**22  # what the rules look at
@@ -58,6 +59,20 @@ class ConvProblem(Problem):
     def words(self) -> bool:
         """Whether lanes have channels two by two, which lie in a word or in two: channel-last elements of unit stride, of 16 bits."""
         return self.unit and self.x.size == 2
+
+    @property
+    def along(self) -> bool:
+        """Whether kernels take the distance between neighbours along the length."""
+        return self.layout is ConvLayout.LAST or self.loads is Loads.ELEMENT
+
+    @property
+    def across(self) -> bool:
+        """Whether kernels take the distance between channels."""
+        return self.layout is ConvLayout.FIRST or (self.loads is Loads.ELEMENT and not self.unit)
+
+    @property
+    def loose_taps(self) -> bool:
+        return self.taps is Loads.ELEMENT
 
     def faults(self) -> list[str]:
         """What no variant could serve."""
@@ -147,53 +162,20 @@ class ConvSpec(KernelSpec, ConvProblem):
 
     def operands(self) -> list[str]:
         """Tensor arguments in order."""
-        there = {
-            "x": True,
-            "weight": True,
-            "bias": self.bias is not None,
-            "seq_idx": self.seq_idx,
-            "query_start_loc": self.ragged,
-            "initial_states": self.initial,
-            "final_states": self.final,
-            "conv_states": self.pool,
-            "conv_state_indices": self.index is not Index.NONE,
-            "has_initial_state": self.started,
-            "out": True,
-        }
-        return [name for name, given in there.items() if given]
+        return OPERANDS.of(self)
 
-    def strides(self) -> list[tuple[str, str]]:
-        """(operand, axis) of every stride the kernel takes, in elements."""
-        along = ["length"] if self.layout is ConvLayout.LAST or self.loads is Loads.ELEMENT else []
-        across = ["dim"] if self.layout is ConvLayout.FIRST or (self.loads is Loads.ELEMENT and not self.unit) else []
-        tokens = [*([] if self.ragged else ["batch"]), *across, *along]
-        axes = {
-            "x": tokens,
-            "weight": ["dim", "tap"] if self.taps is Loads.ELEMENT else [],
-            "bias": ["dim"] if self.taps is Loads.ELEMENT else [],
-            "seq_idx": ["batch", "length"],
-            "query_start_loc": ["sequence"],
-            **dict.fromkeys(("initial_states", "final_states", "conv_states"), ["slot", "dim", "tap"]),
-            "conv_state_indices": ["sequence"],
-            "has_initial_state": ["sequence"],
-            "out": tokens,
-        }
-        return [(operand, axis) for operand in self.operands() for axis in axes[operand]]
+    def strides(self) -> list[tuple[str, str, str]]:
+        """(operand, axis, width) of every stride the kernel takes, in elements."""
+        return OPERANDS.strides(self)
 
     def parameters(self) -> list[Param]:
-        ints = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
-        element = dict.fromkeys(("x", "out", "initial_states", "final_states", "conv_states"), self.x.value)
-        element |= {"weight": self.weight.value, "seq_idx": "int", "has_initial_state": "u8"}
-        element |= {"bias": self.bias.value} if self.bias else {}
-        element |= {"query_start_loc": ints[self.query_start_loc], "conv_state_indices": ints[self.index]}
-        written = ("out", "final_states", "conv_states")
-        pointers = [Param.pointer(op, element[op], const=op not in written) for op in self.operands()]
+        strides = OPERANDS.stride_params(self)
         wide = [Param.i64("slots"), Param.i64("pad_slot_id")] if self.index is not Index.NONE else []
-        wide += [Param.i64(f"{op}_{axis}") for op, axis in self.strides() if axis == "slot"]
+        wide += [p for p in strides if p.code == "q"]
         first = self.layout is ConvLayout.FIRST
         divisors = [*Param.divisor("pieces"), *(Param.divisor("dim") if first else [Param.u32("dim"), *Param.divisor("channel_blocks")])]
-        narrow = [Param.u32(f"{op}_{axis}") for op, axis in self.strides() if axis != "slot"]
-        return [*pointers, *wide, *divisors, Param.u32("length"), Param.u32("sequences"), *narrow]
+        narrow = [p for p in strides if p.code != "q"]
+        return [*OPERANDS.pointers(self), *wide, *divisors, Param.u32("length"), Param.u32("sequences"), *narrow]
 
     def constants(self) -> dict[str, Any]:
         return {

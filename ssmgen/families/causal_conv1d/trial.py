@@ -2,39 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
-from ...calls.checks import TORCH_DTYPES
+from ...engine.convolution_trial import taps
 from ...engine.trial import Trial, boundaries, cycled, ordered, slot_indices, trial, wide
-from ...spec import DType, Index, Loads
+from ...spec import Index, Loads
 from .call import CALLER, Options
 from .spec import ConvLayout, ConvSpec
-
-
-class Taps(Protocol):
-    """What specs of convolutions say of their weights."""
-
-    @property
-    def width(self) -> int: ...
-    @property
-    def weight(self) -> DType: ...
-    @property
-    def bias(self) -> DType | None: ...
-    @property
-    def taps(self) -> Loads: ...
-
-
-def taps(spec: Taps, dim: int, g: Generator) -> dict[str, Tensor]:
-    """Weight and bias, of either convolution."""
-    weight, bias = torch.randn(dim, spec.width, generator=g), torch.randn(dim, generator=g)
-    if spec.taps is Loads.VECTOR:
-        made = {"weight": weight.to(TORCH_DTYPES[spec.weight]), "bias": spec.bias and bias.to(TORCH_DTYPES[spec.bias])}
-    else:
-        made = {"weight": wide(weight, spec.weight, True), "bias": spec.bias and wide(bias, spec.bias, True, 2)}
-    return {name: t for name, t in made.items() if t is not None}
 
 
 def operands(spec: ConvSpec, batch: int, seed: int) -> dict[str, Tensor]:

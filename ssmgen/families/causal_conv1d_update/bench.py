@@ -38,11 +38,11 @@ from ...bench.case import (
     some_rows,
     without_tree,
 )
+from ...bench.convolutions import DTYPE, WIDTH
 from ...bench.engine import Bench
 from ...calls.checks import TORCH_DTYPES
 from ...models import Model
 from ...spec import must
-from ..causal_conv1d.bench import DTYPE, WIDTH
 
 MAX_SETS = 2048  # slots are small: fewer would stay in the cache
 CHECKED = 8  # rows that the gate looks at

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ... import runtime
 from ...arguments import divisor
 from ...calls import checks
 from ...calls.checks import DTYPES, INDEX
-from ...calls.planning import Caller, Family
-from ...calls.public import Call, operator
+from ...calls.dispatch import callers
+from ...calls.operator import operator, run
+from ...calls.planning import Family
+from ...engine.convolution_calls import ACTIVATION, ACTIVATIONS, Options, check_convolution, check_strides, taps_are_runs
+from ...engine.new_tensors import new_like
+from ...engine.window import MAX_WIDTH
 from ...spec import Index, Loads
-from ..causal_conv1d.call import ACTIVATION, ACTIVATIONS, check_convolution, check_strides, new_like, taps_are_runs
-from ..causal_conv1d.spec import MAX_WIDTH
+from .operands import CHILDREN, OPERANDS
 from .reference import causal_conv1d_update as reference
-from .spec import CHILDREN, MAX_TREE, OPERATOR, Advance, Saved, StateLayout, Tokens, UpdateProblem, UpdateSpec, tokens_of
-
-NAMES = (
-    "x", "conv_state", "weight", "bias", "cache_seqlens", "conv_state_indices", "num_accepted_tokens", "query_start_loc",
-    "parents", "first_children", "next_siblings", "parents_out", "intermediate_conv_window", "intermediate_state_indices", "out",
-)  # fmt: skip
+from .spec import MAX_TREE, OPERATOR, Advance, Saved, StateLayout, Tokens, UpdateProblem, UpdateSpec, tokens_of
 
 
 @operator(like="x", activation=ACTIVATION)
@@ -80,16 +77,16 @@ def causal_conv1d_update(
     """
     if out is None and isinstance(x, Tensor):
         out = x.new_empty(x.shape) if x.dim() == 2 else new_like(x)
-    given = (
+    tensors = OPERANDS.Tensors(
         x, conv_state, weight, bias, cache_seqlens, conv_state_indices, num_accepted_tokens, query_start_loc, parents, first_children,
         next_siblings, parents_out, intermediate_conv_window, intermediate_state_indices, out,
     )  # fmt: skip
-    return cast(Tensor, Call(CALLER, given, (activation, pad_slot_id), pdl))
+    return run(CALLER, tensors, Options(ACTIVATIONS[activation], pad_slot_id), pdl)
 
 
-def views_of(named: Mapping[str, Any], options: tuple[Any, int], problems: list[str]) -> dict[str, Tensor]:
+def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
     """The operands with x and out as [batch, dim, T] ([1, dim, tokens] of packed sequences). Adds to `problems`."""
-    if not check_convolution(named, problems):
+    if not check_convolution(OPERANDS, named, problems):
         return {}
     views, x, weight = dict(named), named["x"], named["weight"]
     ragged = "query_start_loc" in named
@@ -110,14 +107,9 @@ def views_of(named: Mapping[str, Any], options: tuple[Any, int], problems: list[
     if not 2 <= width <= MAX_WIDTH:
         problems.append(f"weight is {list(weight.shape)}: width {width} is not 2 … {MAX_WIDTH}")
         return {}
-    per_sequence: checks.Shapes = {"[batch]": (batch,)}
-    allowed: dict[str, checks.Shapes] = {
-        "weight": {"[dim, width]": (dim, width)},
-        "bias": {"[dim]": (dim,)},
-        "query_start_loc": {"[batch + 1]": (batch + 1,)},
-        **dict.fromkeys(("cache_seqlens", "conv_state_indices", "num_accepted_tokens", "intermediate_state_indices"), per_sequence),
-    }
-    fits = [checks.check_shape(name, t, allowed[name], problems) for name, t in named.items() if name in allowed]
+    sizes = {"batch": batch, "starts": batch + 1, "dim": dim, "width": width}
+    simple = {n: t for n, t in named.items() if n not in ("x", "out", "conv_state", "intermediate_conv_window", "parents", *CHILDREN)}
+    fits = [checks.check_shapes(OPERANDS, simple, sizes, problems)]
     fits += [_check_tree(named, batch, None if ragged else T, problems)]
     fits += [_check_state(named, batch, dim, width, None if ragged else T, problems)]
     if "intermediate_conv_window" in named:
@@ -183,7 +175,7 @@ def _check_windows(named: Mapping[str, Tensor], batch: int, dim: int, width: int
     return True
 
 
-def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: tuple[Any, int]) -> UpdateProblem:
+def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> UpdateProblem:
     """The problem that checked operands pose, given where they lie."""
     x, state, weight, bias = views["x"], views["conv_state"], views["weight"], views.get("bias")
     _, dim, T = x.shape
@@ -224,7 +216,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         x=DTYPES[x.dtype],
         weight=DTYPES[weight.dtype],
         bias=None if bias is None else DTYPES[bias.dtype],
-        silu=ACTIVATIONS[options[0]],
+        silu=options.silu,
         advance=advance,
         position=index("cache_seqlens" if advance is Advance.RING else "num_accepted_tokens"),
         tokens=tokens,
@@ -242,16 +234,6 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     )
 
 
-_AXES = {
-    **dict.fromkeys(("x", "out"), {"batch": 0, "dim": 1, "token": 2}),
-    "conv_state": {"slot": 0, "dim": 1, "tap": 2},
-    "weight": {"dim": 0, "tap": 1},
-    "bias": {"dim": 0},
-    **dict.fromkeys(("parents", *CHILDREN), {"sequence": 0, "token": 1}),
-    "intermediate_conv_window": {"slot": 0, "token": 1, "dim": 2, "tap": 3},
-}
-
-
 def _sequences(views: Mapping[str, Tensor]) -> int:
     return views["query_start_loc"].shape[0] - 1 if "query_start_loc" in views else views["x"].shape[0]
 
@@ -264,69 +246,33 @@ def grid_of(spec: UpdateSpec, views: Mapping[str, Tensor]) -> int:
     return _sequences(views) * _channel_blocks(spec, views["x"].shape[1])
 
 
-def kernel_values(spec: UpdateSpec, views: Mapping[str, Tensor], options: tuple[Any, int]) -> dict[str, int | float]:
+def kernel_values(spec: UpdateSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, int | float]:
     """Every kernel argument that is not a pointer."""
     _, dim, length = views["x"].shape
     slots, _, state_len = views["conv_state"].shape
     values = {"dim": dim, "length": length} | divisor("channel_blocks", _channel_blocks(spec, dim))
-    values |= {"slots": slots, "state_len": state_len, "pad_slot_id": options[1]}
+    values |= {"slots": slots, "state_len": state_len, "pad_slot_id": options.pad_slot_id}
     if "intermediate_conv_window" in views:
         values["window_rows"], values["window_tokens"] = views["intermediate_conv_window"].shape[:2]
     if "parents" in views:
         values["parent_columns"] = views["parents"].shape[1]
-    for operand, axis in spec.strides():
-        values[f"{operand}_{axis}"] = views[operand].stride(_AXES[operand][axis] if operand in _AXES else 0)
+    values |= OPERANDS.stride_values(spec, views)
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
 
 
 FAMILY = Family(
     OPERATOR,
-    written=("out", "conv_state", "intermediate_conv_window", "parents_out"),
-    problem_of=problem_of,
+    OPERANDS.written,
+    problem_of,
     size_of=lambda views: _sequences(views) if views["x"].numel() else 0,
     grid_of=grid_of,
     values_of=kernel_values,
-    in_place=(("out", "x", "parents", "first_children"),),  # of a tree, inputs are read again when outputs have been written
+    in_place=OPERANDS.in_place,
 )
 
 
-def run_reference(views: Mapping[str, Tensor], options: tuple[Any, int], dtype: torch.dtype = torch.float32) -> None:
-    reference(**views, silu=ACTIVATIONS[options[0]], pad_slot_id=options[1], dtype=dtype)
+def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
+    reference(**views, silu=options.silu, pad_slot_id=options.pad_slot_id, dtype=dtype)
 
 
-# torch.library: what torch.compile and opcheck see.
-_library = torch.library.Library("ssmgen", "FRAGMENT")
-_library.define(
-    "causal_conv1d_update(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, Tensor? cache_seqlens, "
-    "Tensor? conv_state_indices, Tensor? num_accepted_tokens, Tensor? query_start_loc, Tensor? parents, "
-    "Tensor? first_children, Tensor? next_siblings, Tensor(d!)? parents_out, "
-    "Tensor(b!)? intermediate_conv_window, Tensor? intermediate_state_indices, Tensor(c!) out, bool silu, "
-    "int pad_slot_id, bool? pdl) -> ()",
-    tags=torch.Tag.needs_fixed_stride_order,
-)
-
-
-def _dispatch(given: Sequence[Any], options: tuple[Any, int], pdl: bool | None) -> None:
-    torch.ops.ssmgen.causal_conv1d_update(*given, ACTIVATIONS[options[0]], options[1], pdl)
-
-
-def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
-    """(given, options, pdl) of what torch's dispatcher gives."""
-    *given, silu, pad_slot_id, pdl = args
-    return tuple(given), (silu, pad_slot_id), pdl
-
-
-@torch.library.impl(_library, "causal_conv1d_update", "CUDA")
-@torch.library.impl(_library, "causal_conv1d_update", "CPU")
-def _op(*args: Any) -> None:
-    CALLER.plan(*_received(args))()
-
-
-@torch.library.register_fake("ssmgen::causal_conv1d_update", lib=_library)
-def _fake(*args: Any) -> None:
-    CALLER.foresee(*_received(args))
-
-
-CALLER = Caller(
-    FAMILY, OPERATOR, NAMES, frozenset(("x", "conv_state", "weight", "out")), views_of, run_reference, _dispatch, runtime.Patterns()
-)  # fmt: skip
+(CALLER,) = callers(FAMILY, {OPERATOR: OPERANDS}, Options, views_of, run_reference).values()

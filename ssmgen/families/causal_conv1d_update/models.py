@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ...engine.convolution_models import ConvolutionAsk
 from ...models import Client, Model, Role, Wanted
 from ...spec import Index
-from ..causal_conv1d.models import ConvolutionAsk
 from .spec import OPERATOR, Advance, StateLayout, UpdateProblem
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar
 
-from ...engine.window import Saved, StateLayout
+from ...engine.window import MAX_WIDTH, Saved, StateLayout
 from ...spec import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
-from ..causal_conv1d.spec import MAX_WIDTH
+from .operands import OPERANDS
 
 OPERATOR = "causal_conv1d_update"
 
@@ -21,7 +21,6 @@ MAX_TOKENS = 16  # that a kernel is made for; of longer calls, and of packed seq
 
 
 MAX_TREE = 128  # tokens of a sequence whose tree is given by children: parents are made in shared memory
-CHILDREN = ("first_children", "next_siblings", "parents_out")
 
 
 class Advance(Enum):
@@ -72,6 +71,47 @@ class UpdateProblem(Problem):
     def several(self) -> bool:
         """Whether x and out have a token axis that the kernel steps along."""
         return self.count is not Tokens.FIXED or self.tokens > 1
+
+    @property
+    def ragged(self) -> bool:
+        return self.count is Tokens.RAGGED
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether entries of the state are a ring."""
+        return self.advance is Advance.RING
+
+    @property
+    def rolls(self) -> bool:
+        """Whether the history begins where the accepted tokens end."""
+        return self.advance is Advance.ROLL
+
+    @property
+    def runs(self) -> bool:
+        return self.layout is StateLayout.RUNS
+
+    @property
+    def any_place(self) -> bool:
+        """Whether channels and entries of the state have any distances."""
+        return self.layout is StateLayout.ANY
+
+    @property
+    def saves(self) -> bool:
+        """Whether the window after each token is kept."""
+        return self.saved is not Saved.NO
+
+    @property
+    def saves_any(self) -> bool:
+        return self.saved is Saved.ANY
+
+    @property
+    def loose(self) -> bool:
+        """Whether x and out are loaded and stored element by element."""
+        return self.loads is Loads.ELEMENT
+
+    @property
+    def loose_taps(self) -> bool:
+        return self.taps is Loads.ELEMENT
 
     @property
     def tree(self) -> Index:
@@ -149,64 +189,29 @@ class UpdateSpec(KernelSpec, UpdateProblem):
 
     def operands(self) -> list[str]:
         """Tensor arguments in order."""
-        there = {
-            "x": True,
-            "conv_state": True,
-            "weight": True,
-            "bias": self.bias is not None,
-            "cache_seqlens": self.advance is Advance.RING,
-            "conv_state_indices": self.index is not Index.NONE,
-            "num_accepted_tokens": self.advance is Advance.ROLL,
-            "query_start_loc": self.count is Tokens.RAGGED,
-            "parents": self.parents is not Index.NONE,
-            **dict.fromkeys(CHILDREN, self.children is not Index.NONE),
-            "intermediate_conv_window": self.saved is not Saved.NO,
-            "intermediate_state_indices": self.saved_index is not Index.NONE,
-            "out": True,
-        }
-        return [name for name, given in there.items() if given]
+        return OPERANDS.of(self)
 
-    def strides(self) -> list[tuple[str, str]]:
-        """(operand, axis) of every stride the kernel takes, in elements."""
-        several = ["token"] if self.several else []
-        tokens = [*([] if self.count is Tokens.RAGGED else ["batch"]), *(["dim"] if self.loads is Loads.ELEMENT else []), *several]
-        ours = {StateLayout.RUNS: [], StateLayout.CHANNELS: ["tap"], StateLayout.ANY: ["dim", "tap"]}[self.layout]
-        axes = {
-            "x": tokens,
-            "conv_state": ["slot", *ours],
-            "weight": ["dim", "tap"] if self.taps is Loads.ELEMENT else [],
-            "bias": ["dim"] if self.taps is Loads.ELEMENT else [],
-            **dict.fromkeys(("parents", *CHILDREN), ["sequence", "token"]),
-            "intermediate_conv_window": ["slot", "token", *(["dim", "tap"] if self.saved is Saved.ANY else [])],
-            "out": tokens,
-        }
-        return [(operand, axis) for operand in self.operands() for axis in axes.get(operand, ["sequence"])]
+    def strides(self) -> list[tuple[str, str, str]]:
+        """(operand, axis, width) of every stride the kernel takes, in elements."""
+        return OPERANDS.strides(self)
 
     def parameters(self) -> list[Param]:
-        ints = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
-        element = dict.fromkeys(("x", "conv_state", "intermediate_conv_window", "out"), self.x.value)
-        element |= {"weight": self.weight.value} | ({"bias": self.bias.value} if self.bias else {})
-        element |= dict.fromkeys(("cache_seqlens", "num_accepted_tokens"), ints[self.position])
-        element |= {"conv_state_indices": ints[self.index], "query_start_loc": ints[self.query_start_loc]}
-        element |= {"intermediate_state_indices": ints[self.saved_index], "parents": ints[self.parents]}
-        element |= dict.fromkeys(CHILDREN, ints[self.children])
-        written = ("out", "conv_state", "intermediate_conv_window", "parents_out")
-        pointers = [Param.pointer(op, element[op], const=op not in written) for op in self.operands()]
+        strides = OPERANDS.stride_params(self)
         wide = [Param.i64("slots"), Param.i64("pad_slot_id")] if self.index is not Index.NONE else []
-        wide += [Param.i64("window_rows")] if self.saved is not Saved.NO else []
-        wide += [Param.i64(f"{op}_{axis}") for op, axis in self.strides() if axis == "slot"]
+        wide += [Param.i64("window_rows")] if self.saves else []
+        wide += [p for p in strides if p.code == "q"]
         sizes = ["dim"]
         sizes += [] if self.count is Tokens.FIXED else ["length"]  # COUNTED: tokens per sequence; RAGGED: tokens in all
-        sizes += [] if self.layout is StateLayout.RUNS else ["state_len"]
-        sizes += [] if self.saved is Saved.NO else ["window_tokens"]
-        sizes += ["parent_columns"] if self.parents is not Index.NONE and self.count is Tokens.RAGGED else []
-        narrow = [Param.u32(f"{op}_{axis}") for op, axis in self.strides() if axis != "slot"]
-        return [*pointers, *wide, *Param.divisor("channel_blocks"), *map(Param.u32, sizes), *narrow]
+        sizes += [] if self.runs else ["state_len"]
+        sizes += ["window_tokens"] if self.saves else []
+        sizes += ["parent_columns"] if self.parents is not Index.NONE and self.ragged else []
+        narrow = [p for p in strides if p.code != "q"]
+        return [*OPERANDS.pointers(self), *wide, *Param.divisor("channel_blocks"), *map(Param.u32, sizes), *narrow]
 
     def constants(self) -> dict[str, Any]:
         return {
             "pooled": self.index is not Index.NONE,
-            "ragged": self.count is Tokens.RAGGED,
+            "ragged": self.ragged,
             "fixed": self.count is Tokens.FIXED,
             "several": self.several,
             "tree": self.tree is not Index.NONE,
@@ -216,11 +221,11 @@ class UpdateSpec(KernelSpec, UpdateProblem):
             "vector_taps": self.taps is Loads.VECTOR,
             # Whether lanes have all of their channels, or none: vectors are used for numbers of channels that they divide.
             "whole": Loads.VECTOR in (self.loads, self.taps) or self.layout is not StateLayout.ANY or self.saved is Saved.RUNS,
-            "runs": self.layout is StateLayout.RUNS,
+            "runs": self.runs,
             # Entries of a run ahead of the history.
             "ahead": max(0, self.state_len - self.width + 1) if self.advance is Advance.SHIFT else 0,
             "advance": self.advance.value,
-            "saves": self.saved is not Saved.NO,
+            "saves": self.saves,
         }
 
 

@@ -7,11 +7,13 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from ...engine.convolution_calls import Options
+from ...engine.convolution_trial import taps
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, ordered, runs, slot_indices, trial, wide
 from ...spec import Index, Loads
-from ..causal_conv1d.trial import taps
 from .call import CALLER
-from .spec import CHILDREN, MAX_TOKENS, Advance, Saved, StateLayout, Tokens, UpdateSpec
+from .operands import CHILDREN
+from .spec import MAX_TOKENS, Advance, Saved, StateLayout, Tokens, UpdateSpec
 
 
 def operands(spec: UpdateSpec, batch: int, seed: int) -> dict[str, Tensor]:
@@ -73,7 +75,7 @@ def operands(spec: UpdateSpec, batch: int, seed: int) -> dict[str, Tensor]:
 
 
 def causal_conv1d_update(spec: UpdateSpec, batch: int, seed: int) -> Trial:
-    return trial(CALLER, operands(spec, batch, seed), (spec.silu, -1), exact=("conv_state", "intermediate_conv_window", "parents_out"))
+    return trial(CALLER, operands(spec, batch, seed), Options(spec.silu), exact=("conv_state", "intermediate_conv_window", "parents_out"))
 
 
 TRIALS = {UpdateSpec: causal_conv1d_update}

@@ -3,20 +3,14 @@
 from ...family import Family, Kernels
 
 PART = "it is one of a call's kernels, and is checked with the last of them: give that one's spec"
+PARTS = [f"chunk_delta_rule_{kind}{role}" for role in ("lead", "sums", "ends") for kind in ("", "warpgroup_")]
 
 FAMILY = Family(
     name="chunk_delta_rule",
     kernels=(
-        Kernels("chain:ChainSpec", "problem:DeltaProblem"),
-        Kernels("warpgroups:WarpgroupChainSpec"),
+        Kernels("chain:ChainSpec", "problem:DeltaProblem", parts=dict.fromkeys(PARTS, PART)),
         Kernels("prepare:PrepareSpec", unchecked=PART),
-        Kernels("segments:LeadSpec", unchecked=PART),
-        Kernels("segments:WarpgroupLeadSpec", unchecked=PART),
-        Kernels("segments:SumsSpec", unchecked=PART),
-        Kernels("segments:WarpgroupSumsSpec", unchecked=PART),
         Kernels("segments:JoinSpec", unchecked=PART),
-        Kernels("segments:EndsSpec", unchecked=PART),
-        Kernels("segments:WarpgroupEndsSpec", unchecked=PART),
     ),
     functions={"chunk_gated_delta_rule": "call:chunk_gated_delta_rule", "chunk_delta_rule": "call:chunk_delta_rule"},
     helpers={"chunk_delta_rule_workspace": "call:chunk_delta_rule_workspace"},

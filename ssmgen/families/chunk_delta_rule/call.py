@@ -6,14 +6,12 @@ from typing import cast
 
 from torch import Tensor
 
+from ...calls.operator import operator, run
 from ...calls.prompts import States
-from ...calls.public import Call, operator
-from ...calls.scalars import integer
-from ..linear_attention.switches import beta_objections, beta_of, gate_objections, scale_of
+from ...engine.chunks.segments import SEGMENTS
+from ...engine.recurrences.attention.switches import beta_objections, beta_of, gate_objections, scale_of
 from .planning import CALLERS, Options
-from .segments import MOST, workspace_for
-
-SEGMENTS = integer(f"an integer from 1 to {MOST}", 1, MOST)
+from .segments import workspace_for
 
 
 @operator(like="v", segments=SEGMENTS)
@@ -104,7 +102,7 @@ def chunk_gated_delta_rule(
     )  # fmt: skip
     how = Options(gate, beta_of(beta_sigmoid, allow_neg_eigval), use_qk_l2norm, scale_of(scale, q), state_layout, pad_slot_id, segments)
     objections += beta_objections(beta_sigmoid, allow_neg_eigval)
-    return cast(Tensor, _call("chunk_gated_delta_rule", (q, k, v, g, beta, A_log, dt_bias), states, how, pdl, objections))
+    return _call("chunk_gated_delta_rule", (q, k, v, g, beta, A_log, dt_bias), states, how, pdl, objections)
 
 
 @operator(like="v", segments=SEGMENTS)
@@ -146,7 +144,7 @@ def chunk_delta_rule(
     )  # fmt: skip
     how = Options("none", beta_of(beta_sigmoid, allow_neg_eigval), use_qk_l2norm, scale_of(scale, q), state_layout, pad_slot_id, segments)
     objections = beta_objections(beta_sigmoid, allow_neg_eigval)
-    return cast(Tensor, _call("chunk_delta_rule", (q, k, v, None, beta, None, None), states, how, pdl, objections))
+    return _call("chunk_delta_rule", (q, k, v, None, beta, None, None), states, how, pdl, objections)
 
 
 def chunk_delta_rule_workspace(
@@ -161,8 +159,8 @@ def chunk_delta_rule_workspace(
 
 def _call(
     name: str, operands: tuple[Tensor | None, ...], states: States, options: Options, pdl: bool | None, objections: tuple[str, ...]
-) -> Call:
-    """The call of a function, with tensors made for what it writes and was not given; the checks object to the rest."""
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+    """The result of a function, with tensors made for what it writes and was not given; the checks object to the rest."""
     q, _, v, *_ = operands
     head_k = q.shape[-1] if isinstance(q, Tensor) and isinstance(v, Tensor) and q.dim() == v.dim() else None
 
@@ -171,4 +169,5 @@ def _call(
         return workspace_for(tokens, sequences, heads, cast(int, head_k), head_v, options.segments, longest)
 
     behind = states.operands(v, head_k, options.state_layout, bytes_of)
-    return Call(CALLERS[name], (*operands, *behind), options, pdl, states.returns(behind), objections + states.objections)
+    returns = states.returns(behind)
+    return run(CALLERS[name], (*operands, *behind), options, pdl, returns=returns, objections=objections + states.objections)

@@ -1,83 +1,88 @@
-"""The second kernel of chunk_delta_rule: a sequence's chunks one after the other, from their images, by each warp's own products.
+"""The second kernel of chunk_delta_rule: a sequence's chunks one after the other, from their images.
 
-A block walks a sequence for `tile` rows of one head's state. Some of its warps, the walkers, hold 16 of these rows each in f32, in the
-registers in which products are summed, from the first chunk to the last; the others fetch what later chunks need. All products are made
-transposed: rounded, the state is the first operand of those with k and q, and so are X^T and u^T of theirs. Nothing passes between
-warps, and shared memory holds second operands only.
+A block walks a sequence for `tile` rows of one head's state. By each warp's own products, some of its warps, the walkers, hold 16 of these
+rows each in f32, in the registers in which products are summed, from the first chunk to the last; the others fetch what later chunks need.
+All products are made transposed: rounded, the state is the first operand of those with k and q, and so are X^T and u^T of theirs. Nothing
+passes between warps, and shared memory holds second operands only.
+
+By warpgroups, the tensor cores of sm_90a read operands from shared memory by themselves. A block has a warpgroup that fetches, one that
+writes o, and one for every 64 rows of the state. Everything is made transposed: the state, X and u, rounded, are there as first operands,
+and nothing passes between the warps that make them. What the state does not wait for, S q^T and P u, is asked for where it would wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
-from ...spec import SM90, Arch, KernelSpec, Pdl
-from .chunked import TILES, Chain, by_warps, edge_of, of_lead
+from ...engine.chunks import warpgroups
+from ...engine.chunks.chain import TILES, Backend, Chain, Role, by_warps
+from ...engine.chunks.kernels import edge_of, of_problem
+from ...engine.chunks.problem import CHUNK
+from ...engine.chunks.segments import why_not
+from ...engine.recurrences.attention.problem import Beta
+from ...spec import NAMED, SM90, Arch, DType, KernelSpec, Loads, Needs, Pdl
 from .prepare import PrepareSpec
-from .problem import CHUNK, COEFFICIENTS, COEFFICIENTS_AT, MAX_SIZE, OPERATOR, SIZE, ChunkProblem, DeltaProblem
-from .spec import Counts, DeltaSpec, of_problem
+from .problem import COEFFICIENTS, MAX_SIZE, OPERATOR, PANEL_BYTES, PANELS, SIZE, ChunkProblem, DeltaProblem, Gate
+from .segments import JoinSpec
+from .spec import DeltaSpec
 
 __all__ = ["MAX_SIZE", "OPERATOR", "SIZE", "ChainSpec", "candidates", "space"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChainSpec(Chain, DeltaSpec, DeltaProblem):
-    """A problem, and how it is computed: by this kernel behind the one that prepares. No choice here changes a bit of the result."""
+    """A problem, and how it is computed: by this kernel behind the one that prepares. Of both backends, no choice here changes a bit of the
+    result."""
 
     family: ClassVar[str] = OPERATOR
-    template: ClassVar[str] = "chunk_delta_rule/chain.cu.j2"
-    here: ClassVar[tuple[str, ...]] = (
-        "images", "q", "k", "v", "cu_seqlens", "initial_states", "final_states", "state", "state_indices", "has_initial_state",
-        "checkpoint_positions", "checkpoints", "out",
-    )  # fmt: skip
-    sums: ClassVar[bool] = False  # whether it makes N and M of segments, and no outputs
 
+    role: Role = field(default=Role.CHAIN, metadata=NAMED)
+    backend: Backend = field(default=Backend.WARPS, metadata=NAMED)
     tile: int = 64  # rows of the state (value channels) per block, 16 per walker
     stages: int = 2  # chunks in shared memory: that which is computed, and those on their way
     fetchers: int = 1  # warps
     min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
     ahead_pdl: Pdl = Pdl.OFF  # of the kernel that prepares
+    transitions: bool = field(default=True, metadata=NAMED)  # of ends: M too
 
     @property
-    def ahead(self) -> tuple[KernelSpec, ...]:
-        from .segments import JoinSpec
+    def here(self) -> tuple[str, ...]:
+        if self.ends:
+            return ("images", "k", "v", "cu_seqlens", "ends")
+        if self.sums:
+            return ("images", "k", "v", "cu_seqlens", "state_indices")
+        return (
+            "images", "q", "k", "v", "cu_seqlens", "initial_states", "final_states", "state", "state_indices", "has_initial_state",
+            "checkpoint_positions", "checkpoints", "out",
+        )  # fmt: skip
 
-        prepare = PrepareSpec(**of_problem(self, ChunkProblem), pdl=self.ahead_pdl)
-        return (prepare, self.leading(), self.summing(), JoinSpec.of(self)) if self.divided else (prepare,)
+    def prepared(self) -> tuple[KernelSpec, KernelSpec]:
+        return PrepareSpec(**of_problem(self, ChunkProblem), pdl=self.ahead_pdl), JoinSpec.of(self)
 
-    def leading(self) -> ChainSpec:
-        """The kernel that walks first segments, and sequences that are not cut."""
-        from .segments import LeadSpec
+    def unread(self) -> dict[str, Any]:
+        gates = {"g": None, "gate": Gate.NONE, "A_log": None, "dt_bias": None, "l2norm": False}
+        return gates | {"beta": DType.BF16, "beta_form": Beta.PLAIN}
 
-        return LeadSpec(**of_lead(self, DeltaProblem))
-
-    def summing(self) -> ChainSpec:
-        """The kernel that makes N and M of segments."""
-        from .segments import SumsSpec, of_sums
-
-        tile = max(t for t in TILES if t <= self.tile and self.head_k % t == 0)
-        return SumsSpec(**of_sums(self), tile=tile, stages=self.stages, fetchers=self.fetchers, min_blocks=self.min_blocks)
-
-    def ending(self, transitions: bool) -> ChainSpec:
-        """The kernel that makes N of whole sequences, with `transitions` M too, from the images of this one."""
-        from .segments import EndsSpec, of_ends, of_sums
-
-        tile = max(t for t in TILES if t <= self.tile and self.head_k % t == 0)
-        how: dict[str, Any] = {"tile": tile, "stages": self.stages, "fetchers": self.fetchers, "min_blocks": self.min_blocks}
-        return EndsSpec(**of_ends(of_sums(self), transitions), **how)
-
-    def blocks(self, counts: Counts) -> int:
-        walked = self.candidates(counts.tokens, counts.sequences) * self.segments if self.behind else counts.sequences
-        return walked * counts.heads * self.tiles
+    def shape(self) -> list[str]:
+        return [f"k{self.head_k}v{self.head_v}", self.state.value, self.x.value, self.layout.value]
 
     @property
-    def stem(self) -> str:
-        blocks = f"b{self.min_blocks}" if self.min_blocks > 1 else ""
-        shape = f"k{self.head_k}v{self.head_v}_{self.state.value}_{self.x.value}_{self.layout.value}"
-        segments = f"n{self.segments}" if self.divided else ""
-        return f"delta_chain_{shape}_t{self.tile}s{self.stages}f{self.fetchers}{blocks}{segments}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+    def needs(self) -> Needs:
+        if not self.grouped:
+            return super().needs
+        return Needs(  # chunks of segments but the last are whole
+            matrices=True, copies=self.ragged and not self.sums, barriers=True, maps=True, elements=self.state_loads is Loads.ELEMENT,
+            bytes=True, shared_pairs=True, warpgroups=tuple(sorted({CHUNK, self.head_k})), panels=True, mma=self.x.value,
+        )  # fmt: skip
+
+    @property
+    def mapped(self) -> dict[str, int]:
+        if not self.grouped:
+            return {}
+        return {"k": self.head_k, "v": self.tile} if self.sums else {"k": self.head_k, "q": self.head_k, "v": self.tile}
 
     @property
     def row_words(self) -> int:
@@ -85,19 +90,39 @@ class ChainSpec(Chain, DeltaSpec, DeltaProblem):
         return self.head_k // 2 + 4
 
     @property
+    def stage_bytes(self) -> int:
+        """k, q, v, T, P and coefficients of a chunk; sums take no q and no P. Of warpgroups each begins at a multiple of 1024, and panels
+        have room for all rows."""
+        matrices = 1 if self.sums else 2
+        if self.grouped:
+            rows = CHUNK * 2 * (matrices * self.head_k + self.tile)
+            return rows + matrices * PANELS * PANEL_BYTES[0] + -(-4 * COEFFICIENTS // 1024) * 1024
+        return 4 * CHUNK * (matrices * self.row_words + self.v_words) + matrices * sum(PANEL_BYTES) + 4 * COEFFICIENTS
+
+    @property
     def dynamic_bytes(self) -> int:
-        """k, q, v and the image of each stage's chunk."""
-        return self.stages * (4 * CHUNK * (2 * self.row_words + self.v_words) + COEFFICIENTS_AT + 4 * COEFFICIENTS)
+        """Stages, and o of warpgroups."""
+        return self.stages * self.stage_bytes + (CHUNK * 2 * self.tile if self.grouped and not self.sums else 0)
+
+    def constants(self) -> dict[str, Any]:
+        return super().constants() | ({"stage_words": self.stage_bytes // 4} if self.grouped else {})
 
 
 def _spec(problem: DeltaProblem, **how: Any) -> ChainSpec:
     return ChainSpec(**of_problem(problem, DeltaProblem), **how)
 
 
+def _by_warpgroups(problem: DeltaProblem, **how: Any) -> ChainSpec:
+    return ChainSpec.by_warpgroups(**of_problem(problem, DeltaProblem), **how)
+
+
+def warpgroup_space(problem: DeltaProblem, arch: Arch) -> Iterator[ChainSpec]:
+    """Every legal variant by warpgroups within the axes worth trying."""
+    return warpgroups.variants(partial(_by_warpgroups, problem), arch)
+
+
 def space(problem: DeltaProblem, arch: Arch) -> Iterator[ChainSpec]:
     """Every legal variant of a problem within the axes worth trying."""
-    from .warpgroups import warpgroup_space
-
     yield from warpgroup_space(problem, arch)
     inner = Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF
     for tile in TILES:
@@ -111,8 +136,6 @@ def space(problem: DeltaProblem, arch: Arch) -> Iterator[ChainSpec]:
 
 def candidates(problem: DeltaProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
-    from .segments import why_not
-
     if problem.divided:  # as many parts of a sequence are walked at once
         rules = _rules(problem, size * problem.segments, arch, pdl)
         yield from ((f"up to {problem.segments} segments, {rule}", spec, why) for rule, spec, why in rules)
@@ -122,9 +145,7 @@ def candidates(problem: DeltaProblem, size: int, arch: Arch, pdl: bool) -> Itera
 
 
 def _rules(problem: DeltaProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
-    from .warpgroups import by_warpgroups
-
     edge = edge_of(arch, pdl)
-    yield from by_warpgroups(problem, size, edge)
+    yield from warpgroups.rules(partial(_by_warpgroups, problem, **edge), problem.head_v, size, wide=(2, 3))
     fetchers = {16: 1, 8: 2}.get(problem.copy, 4)  # the narrower copies are, the more there are
     yield from by_warps(partial(_spec, problem, **edge, fetchers=fetchers), problem.head_v, size)

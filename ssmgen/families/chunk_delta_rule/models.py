@@ -6,12 +6,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ...engine.chunks.segments import LEAST, by_rule
+from ...engine.recurrences.attention.model import AttentionModel
+from ...engine.recurrences.attention.problem import Beta
 from ...models import Ask, Client, Model, Role, Wanted
 from ...spec import DType, Index, Layout
-from ..linear_attention.models import LinearAttention
-from ..linear_attention.problem import Beta
 from .problem import OPERATOR, DeltaProblem, Gate
-from .segments import LEAST, by_rule
 
 # What calls have beside shapes and dtypes, by who makes them. Batches leave their states, and behind a cache that has tokens begin with
 # some.
@@ -47,7 +47,7 @@ class DeltaAsk(Ask):
         return self.options
 
     def problems(self, model: Model, wanted: Wanted) -> Sequence[DeltaProblem]:
-        if not isinstance(model, LinearAttention):
+        if not isinstance(model, AttentionModel):
             return []
         shape: dict[str, Any] = {"head_k": model.dim_k, "head_v": model.dim_v, "x": wanted.io, "gate": Gate.LOG, "g": DType.F32}
         found: list[DeltaProblem] = []
@@ -72,7 +72,7 @@ class DeltaAsk(Ask):
         return model.nheads * batch
 
 
-def _raw(model: LinearAttention, wanted: Wanted) -> list[dict[str, Any]]:
+def _raw(model: AttentionModel, wanted: Wanted) -> list[dict[str, Any]]:
     """Gates as the projections give them, weights in the activations' dtype. Layers of transformers pass them, except OLMo-Hybrid's."""
     io = wanted.io
     raw = {"g": io, "gate": Gate.RAW, "A_log": io, "dt_bias": io, "beta": io, "beta_form": Beta.SIGMOID}

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ... import runtime
 from ...arguments import Value
 from ...calls import checks, prompts
 from ...calls.checks import DTYPES, INDEX
-from ...calls.planning import Caller, Family
+from ...calls.dispatch import callers
+from ...calls.planning import Family
 from ...calls.prompts import STATES, WRITTEN_WORDS
+from ...engine.chunks.kernels import Counts
+from ...engine.chunks.problem import CHUNK
+from ...engine.chunks.segments import asked
+from ...engine.chunks.views import WRITTEN, axes_of, check_alignment, check_workspace, v_sizes, writes
+from ...engine.recurrences.attention.problem import Beta
 from ...engine.tiles import maps
+from ...operands import plain
 from ...spec import Layout, Loads
-from ..linear_attention.problem import Beta
-from .chunk_calls import WRITTEN, axes_of, check_alignment, check_workspace, v_sizes, writes
-from .problem import CHUNK, OPERATOR, DeltaProblem, Gate, chunks_of
+from .problem import OPERATOR, DeltaProblem, Gate, chunks_of
 from .reference import chunk_delta_rule as reference
-from .segments import asked, workspace_for
-from .spec import Counts, DeltaSpec
+from .segments import workspace_for
+from .spec import DeltaSpec
 
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", *prompts.CONTROL)
 ROWS = ("v", "q", "k", "out")  # of one dtype, with channels behind heads
@@ -175,41 +178,9 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
     reference(**named, beta_form=how.pop("beta"), **how, dtype=dtype)
 
 
-# torch.library: what torch.compile and opcheck see.
-_library = torch.library.Library("ssmgen", "FRAGMENT")
-_library.define(
-    "chunk_delta_rule(str name, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? cu_seqlens, "
-    "Tensor? initial_states, Tensor(a!)? final_states, Tensor(b!)? state, Tensor? state_indices, Tensor? has_initial_state, "
-    "Tensor? checkpoint_positions, Tensor(c!)? checkpoints, Tensor(d!) workspace, Tensor(e!) out, str gate, str beta_form, bool l2norm, "
-    "float scale, str state_layout, int pad_slot_id, int? segments, bool? pdl) -> ()",
-    tags=torch.Tag.needs_fixed_stride_order,
-)
-
-
-def _dispatch(name: str, given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    torch.ops.ssmgen.chunk_delta_rule(name, *given, *options, pdl)
-
-
-def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
-    """(given, options, pdl) of what torch's dispatcher gives."""
-    given, (*options, pdl) = args[: len(NAMES)], args[len(NAMES) :]
-    return tuple(given), Options(*options), pdl
-
-
-@torch.library.impl(_library, "chunk_delta_rule", "CUDA")
-@torch.library.impl(_library, "chunk_delta_rule", "CPU")
-def _op(name: str, *args: Any) -> None:
-    CALLERS[name].plan(*_received(args))()
-
-
-@torch.library.register_fake("ssmgen::chunk_delta_rule", lib=_library)
-def _fake(name: str, *args: Any) -> None:
-    CALLERS[name].foresee(*_received(args))
-
-
-_REQUIRED = frozenset(("q", "k", "v", "beta", "workspace", "out"))
-_patterns = runtime.Patterns()
-CALLERS = {
-    name: Caller(FAMILY, name, NAMES, required, views_of, run_reference, partial(_dispatch, name), _patterns, WRITTEN_WORDS)
-    for name, required in (("chunk_gated_delta_rule", _REQUIRED | {"g"}), ("chunk_delta_rule", _REQUIRED))
+_REQUIRED = ("q", "k", "v", "beta", "workspace", "out")
+_TABLES = {
+    "chunk_gated_delta_rule": plain(NAMES, (*_REQUIRED, "g"), WRITTEN),
+    "chunk_delta_rule": plain(NAMES, _REQUIRED, WRITTEN),
 }
+CALLERS = callers(FAMILY, _TABLES, Options, views_of, run_reference, words=dict.fromkeys(_TABLES, WRITTEN_WORDS))

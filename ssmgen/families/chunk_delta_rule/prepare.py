@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...arguments import divisor
+from ...engine.chunks.kernels import Counts
+from ...engine.chunks.problem import CHUNK
+from ...engine.recurrences.attention.problem import Beta
 from ...spec import Arch, Needs, Param, Pdl, must
-from ..linear_attention.problem import Beta
-from .problem import CHUNK, Gate
-from .spec import Counts, DeltaSpec
+from .problem import Gate
+from .spec import DeltaSpec
 
 WARPS = 4  # of a block, and so many heads of v at most
 BANDS = CHUNK // 16

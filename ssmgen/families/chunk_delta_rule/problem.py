@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from ...engine.chunks.problem import CHUNK, INTEGERS, Chunked, Divided, Stated
+from ...engine.recurrences.attention.problem import Beta
 from ...spec import LATER, DType, Index, Layout, Loads, Problem, must
-from ..linear_attention.problem import Beta
-from .chunked import INTEGERS, Chunked, Stated
 
 OPERATOR = "chunk_delta_rule"
 SIZE, MAX_SIZE = "heads", 2**31 - 1  # what the rules look at: sequences are not among it, so that bits do not depend on how many there are
 
-CHUNK = 64  # tokens; part of the result's bits
 NUMBER = 2  # bytes of a number of T and P
 PANEL = 16  # columns of T or P that lie together
 PANELS = CHUNK // PANEL
@@ -67,61 +66,6 @@ class ChunkProblem(Problem, Chunked):
             *must((self.A_log is None) == (self.gate is not Gate.RAW), "A_log makes a raw gate a decay"),
             *must(self.dt_bias is None or self.gate is Gate.RAW, "dt_bias is of a raw gate"),
         ]
-
-
-# The first segment of a sequence, which is walked while others are summed, has so many chunks for so many of each of these: to sum a chunk
-# takes longer than to walk it.
-LEAD = (9, 8)
-
-
-def cut_from(least: int) -> int:
-    """Chunks from which on a sequence is cut into segments of at least so many: three of them, or of single chunks two."""
-    return 3 * least if least > 1 else 2
-
-
-class Divided:
-    """How sequences are cut into segments: by their own lengths, and by fields of a problem or of a kernel's spec."""
-
-    __slots__ = ()
-    head_k: int
-    head_v: int
-    segments: int
-    segment_chunks: int
-
-    @property
-    def divided(self) -> bool:
-        """Whether sequences may be cut."""
-        return self.segments > 1
-
-    @property
-    def span(self) -> int:
-        """Tokens of the shortest sequence that is cut."""
-        return (cut_from(self.segment_chunks) - 1) * CHUNK + 1
-
-    @property
-    def lead(self) -> tuple[int, int]:
-        """Chunks of a first segment, for so many of each other."""
-        return LEAD
-
-    def cut(self, chunks: int) -> tuple[int, int, int]:
-        """(segments, chunks of the first, of each other but the last) of a sequence of so many chunks."""
-        if not self.divided or chunks < cut_from(self.segment_chunks):
-            return 1, chunks, 0
-        ahead, behind = self.lead
-        count = min(self.segments, chunks // self.segment_chunks - 1)
-        each = -(-chunks * behind // (ahead + count * behind))
-        first = each * ahead // behind
-        return 1 - (first - chunks) // each, first, each
-
-    def candidates(self, tokens: int, sequences: int) -> int:
-        """Sequences that may be cut, of so many of so many tokens in all. Where fewer than all may be, a sequence that is cut is the one
-        with the candidate's number ceil(begin / span), where begin is its first token: no two have the same."""
-        return min(sequences, -(-tokens // self.span)) if self.divided else 0
-
-    @property
-    def room(self) -> int:
-        """f32 numbers of a segment and head in the workspace: N, then M; of a first segment, the state that it leaves."""
-        return (self.head_v + self.head_k) * self.head_k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

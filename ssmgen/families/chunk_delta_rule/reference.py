@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ...calls import prompts
-from ..linear_attention.reference import normalised
-from ..selective_state_update.reference import softplus
-from .problem import CHUNK
+from ...engine.chunks.problem import CHUNK
+from ...engine.recurrences.attention.reference import normalised
+from ...engine.recurrences.reference import softplus
 
 
 def decays_of(g: Tensor | None, gate: str, A_log: Tensor | None, dt_bias: Tensor | None, beta: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,18 +17,19 @@ Bytes per token and head: 4 V of v and out, 2 x 174 of images, 4 K / (heads of a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+from ...engine.chunks.kernels import ChunkKernel
+from ...engine.chunks.problem import CHUNK
 from ...spec import Pdl
-from .chunked import ChunkKernel, Counts, of_problem
-from .problem import CHUNK, COEFFICIENTS, COEFFICIENTS_AT, IMAGE, P_AT, PANEL_BYTES, PANELS, T_AT, ChunkProblem, Gate
-
-__all__ = ["Counts", "DeltaSpec", "of_problem"]
+from .problem import COEFFICIENTS, COEFFICIENTS_AT, IMAGE, P_AT, PANEL_BYTES, PANELS, T_AT, ChunkProblem, Gate
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaSpec(ChunkKernel, ChunkProblem):
     """How one of a call's kernels computes its part."""
+
+    word: ClassVar[str] = "delta"
 
     pdl: Pdl = Pdl.OFF
 

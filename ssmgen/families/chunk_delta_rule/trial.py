@@ -6,14 +6,14 @@ import torch
 from torch import Generator, Tensor
 
 from ...calls.checks import TORCH_DTYPES
+from ...engine.chunks.problem import CHUNK, cut_from
+from ...engine.chunks.views import WRITTEN
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, slot_indices, trial
 from ...spec import DType, Index, Layout, Loads
 from .chain import ChainSpec
-from .chunk_calls import WRITTEN
 from .planning import CALLERS, NAMES, Options
-from .problem import CHUNK, OPERATOR, Gate, cut_from
+from .problem import OPERATOR, Gate
 from .segments import workspace_for
-from .warpgroups import WarpgroupChainSpec
 
 HEADS, KEY_HEADS = 2, 1
 # More than one rounding's norm error: of T, P, states, and what is added to them, each before its product. Without decay they stay.
@@ -83,4 +83,4 @@ def chunk_delta_rule(spec: ChainSpec, batch: int, seed: int, tokens: int = 0) ->
     return trial(CALLERS[name], named, options, slack=dict.fromkeys(WRITTEN, SLACK[spec.x]), between=("workspace",))
 
 
-TRIALS = {ChainSpec: chunk_delta_rule, WarpgroupChainSpec: chunk_delta_rule}
+TRIALS = {ChainSpec: chunk_delta_rule}

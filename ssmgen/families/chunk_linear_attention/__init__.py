@@ -5,20 +5,14 @@ from ...family import Family, Kernels
 _FUNCTIONS = ("chunk_kda", "chunk_gla", "chunk_gdn2", "chunk_comba", "chunk_rwkv7", "chunk_dplr_delta_rule")
 
 PART = "it is one of a call's kernels, and is checked with the last of them: give that one's spec"
+PARTS = [f"chunk_linear_attention_{kind}{role}" for role in ("lead", "sums", "ends") for kind in ("", "warpgroup_")]
 
 FAMILY = Family(
     name="chunk_linear_attention",
     kernels=(
-        Kernels("chain:ChainSpec", "problem:LinearPromptProblem"),
-        Kernels("warpgroups:WarpgroupChainSpec"),
+        Kernels("chain:ChainSpec", "problem:LinearPromptProblem", parts=dict.fromkeys(PARTS, PART)),
         Kernels("prepare:PrepareSpec", unchecked=PART),
-        Kernels("segments:LeadSpec", unchecked=PART),
-        Kernels("segments:WarpgroupLeadSpec", unchecked=PART),
-        Kernels("segments:SumsSpec", unchecked=PART),
-        Kernels("segments:WarpgroupSumsSpec", unchecked=PART),
         Kernels("segments:JoinSpec", unchecked=PART),
-        Kernels("segments:EndsSpec", unchecked=PART),
-        Kernels("segments:WarpgroupEndsSpec", unchecked=PART),
     ),
     functions={name: f"call:{name}" for name in _FUNCTIONS},
     helpers={"chunk_linear_attention_workspace": "call:chunk_linear_attention_workspace"},

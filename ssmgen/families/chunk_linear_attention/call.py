@@ -8,18 +8,15 @@ import torch
 from torch import Tensor
 
 from ...calls import checks
+from ...calls.operator import Before, operator, run
 from ...calls.prompts import States
-from ...calls.public import Before, Call, operator
-from ...calls.scalars import integer
+from ...engine.chunks.segments import SEGMENTS
+from ...engine.recurrences.attention.switches import beta_objections, beta_of, gate_objections, gate_of, scale_of
 from ...errors import ArgumentError
-from ..chunk_delta_rule.segments import MOST
-from ..linear_attention.switches import beta_objections, beta_of, gate_objections, gate_of, scale_of
 from .operands import OPERANDS
 from .planning import CALLERS, WHAT, Options
 from .problem import OPERATOR, Rule
 from .segments import workspace_for
-
-SEGMENTS = integer(f"an integer from 1 to {MOST}", 1, MOST)
 
 
 @operator(like="v", segments=SEGMENTS)
@@ -87,7 +84,7 @@ def chunk_kda(
     how = Options("delta", gate, beta_form, use_qk_l2norm, scale_of(scale, q), lower_bound or 0.0, state_layout, pad_slot_id, segments)
     objections = gate_objections(A_log, dt_bias, lower_bound) + beta_objections(beta_sigmoid, allow_neg_eigval)
     tokens = {"q": q, "k": k, "v": v, "gk": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
-    return cast(Tensor, _call("chunk_kda", tokens, states, how, pdl, objections))
+    return _call("chunk_kda", tokens, states, how, pdl, objections)
 
 
 @operator(like="v")
@@ -113,7 +110,7 @@ def chunk_gla(
     )  # fmt: skip
     objections = () if gv is None else (_GV,)
     how = Options("plain", scale=scale_of(scale, q), state_layout=state_layout, pad_slot_id=pad_slot_id)
-    return cast(Tensor, _call("chunk_gla", {"q": q, "k": k, "v": v, "gk": gk}, states, how, pdl, objections))
+    return _call("chunk_gla", {"q": q, "k": k, "v": v, "gk": gk}, states, how, pdl, objections)
 
 
 @operator(like="v", segments=SEGMENTS)
@@ -143,8 +140,8 @@ def chunk_gdn2(
     how = Options("delta", gate, "plain", use_qk_l2norm, scale_of(scale, q), lower_bound or 0.0, state_layout, pad_slot_id, segments)
     product, wrong = _product(v, w)
     tokens = {"q": q, "k": k, "v": product, "gk": g, "erase": b, "A_log": A_log, "dt_bias": dt_bias}
-    call = _call("chunk_gdn2", tokens, states, how, pdl, wrong + gate_objections(A_log, dt_bias, lower_bound))
-    return cast(Tensor, call if wrong else call._replace(before=Before(torch.mul, (v, w), product)))
+    before = None if wrong else Before(torch.mul, (v, w), product)
+    return _call("chunk_gdn2", tokens, states, how, pdl, wrong + gate_objections(A_log, dt_bias, lower_bound), before)
 
 
 @operator(like="v", segments=SEGMENTS)
@@ -174,7 +171,7 @@ def chunk_comba(
         "old", gate_of(A_log, None), beta_of(beta_sigmoid), use_qk_l2norm, scale_of(scale, q), 0.0, state_layout, pad_slot_id, segments
     )
     tokens = {"q": q, "k": k, "v": v, "read": p, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
-    return cast(Tensor, _call("chunk_comba", tokens, states, how, pdl, gate_objections(A_log, dt_bias)))
+    return _call("chunk_comba", tokens, states, how, pdl, gate_objections(A_log, dt_bias))
 
 
 @operator(like="v")
@@ -198,7 +195,7 @@ def chunk_rwkv7(
         checkpoints_out, return_checkpoints, workspace, out,
     )  # fmt: skip
     how = Options("low_rank", scale=scale_of(scale, r), state_layout=state_layout, pad_slot_id=pad_slot_id)
-    return cast(Tensor, _call("chunk_rwkv7", {"q": r, "gk": w, "k": k, "v": v, "read": kk, "alpha": a}, states, how, pdl))
+    return _call("chunk_rwkv7", {"q": r, "gk": w, "k": k, "v": v, "read": kk, "alpha": a}, states, how, pdl)
 
 
 @operator(like="v")
@@ -223,7 +220,7 @@ def chunk_dplr_delta_rule(
     )  # fmt: skip
     how = Options("low_rank", scale=scale_of(scale, q), state_layout=state_layout, pad_slot_id=pad_slot_id)
     tokens = {"q": q, "k": k, "v": v, "read": a, "write": b, "gk": gk}
-    return cast(Tensor, _call("chunk_dplr_delta_rule", tokens, states, how, pdl))
+    return _call("chunk_dplr_delta_rule", tokens, states, how, pdl)
 
 
 def chunk_linear_attention_workspace(
@@ -264,9 +261,15 @@ _DENSE = torch.contiguous_format
 
 
 def _call(
-    name: str, tokens: dict[str, Tensor | None], states: States, options: Options, pdl: bool | None, objections: tuple[str, ...] = ()
-) -> Call:
-    """The call of a function, of its operands by their roles, with tensors made for what it writes and was not given."""
+    name: str,
+    tokens: dict[str, Tensor | None],
+    states: States,
+    options: Options,
+    pdl: bool | None,
+    objections: tuple[str, ...] = (),
+    before: Before | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+    """The result of a function, of its operands by their roles, with tensors made for what it writes and was not given."""
     q, v = tokens["q"], tokens["v"]
     head_k = q.shape[-1] if isinstance(q, Tensor) and isinstance(v, Tensor) and q.dim() == v.dim() else None
 
@@ -276,4 +279,5 @@ def _call(
 
     behind = states.operands(v, head_k, options.state_layout, bytes_of)
     given = (*(tokens.get(role) for role in OPERANDS), *behind)
-    return Call(CALLERS[name], given, options, pdl, states.returns(behind), objections + states.objections)
+    objections += states.objections
+    return run(CALLERS[name], given, options, pdl, returns=states.returns(behind), objections=objections, before=before)

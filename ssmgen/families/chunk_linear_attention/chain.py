@@ -1,130 +1,156 @@
-"""The second kernel of chunk_linear_attention: a sequence's chunks one after the other, from their images, by each warp's own products.
+"""The second kernel of chunk_linear_attention: a sequence's chunks one after the other, from their images.
 
-A block walks a sequence for `tile` rows of one head's state. Some of its warps, the walkers, hold 16 of these rows each in f32, in the
-registers in which products are summed, from the first chunk to the last; the others fetch what later chunks need. All products are made
-transposed: rounded, the state is the first operand of those with E and Q, and so are X^T and u^T of theirs. Nothing passes between
-warps, and shared memory holds second operands only, as they lie in images.
+A block walks a sequence for `tile` rows of one head's state. By each warp's own products, some of its warps, the walkers, hold 16 of these
+rows each in f32, in the registers in which products are summed, from the first chunk to the last; the others fetch what later chunks need.
+All products are made transposed: rounded, the state is the first operand of those with E and Q, and so are X^T and u^T of theirs. Nothing
+passes between warps, and shared memory holds second operands only, as they lie in images.
 
 Of the low-rank form, rows of the first half of a chunk read nothing and make no output: u of them is v.
+
+By warpgroups, the tensor cores of sm_90a read operands from shared memory by themselves. A block has a warpgroup that fetches, one that
+writes o, and one for every 64 rows of the state. Everything is made transposed: the state, X and u, rounded, are there as first operands,
+and nothing passes between the warps that make them. Where something reads the state, what the next state does not wait for, S Q^T and P u,
+is asked for where it would wait; otherwise chunks hang together by the state alone, which is summed up while o is laid down.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-from ...spec import SM90, Arch, KernelSpec, Pdl
-from ..chunk_delta_rule.chunked import TILES, Chain, by_warps, edge_of, of_lead
+from ...engine.chunks import warpgroups
+from ...engine.chunks.chain import TILES, Backend, Chain, Role, by_warps
+from ...engine.chunks.kernels import edge_of, of_problem
+from ...engine.chunks.segments import why_not
+from ...engine.chunks.warpgroups import ROWS
+from ...engine.recurrences.attention.problem import Beta, Gate
+from ...spec import NAMED, SM90, Arch, KernelSpec, Loads, Needs, Pdl, must
 from .prepare import PrepareSpec
-from .problem import MAX_SIZE, OPERATOR, SIZE, ImageProblem, LinearPromptProblem
-from .spec import Counts, LinearSpec, of_problem
+from .problem import MAX_SIZE, OPERATOR, PANELS, SIZE, ImageProblem, LinearPromptProblem, Rule
+from .segments import FEWEST, JoinSpec
+from .spec import LinearSpec
+from .stages import HALF, Piece, Stage, half_words, of_warpgroups, of_warps
 
-__all__ = ["MAX_SIZE", "OPERATOR", "SIZE", "TILES", "ChainSpec", "candidates", "space"]
-
-
-class Stage(NamedTuple):
-    """Where the parts of a chunk begin in shared memory, in words, behind E; and how many it takes. Decays lie behind all chunks."""
-
-    q: int
-    w: int
-    t: int
-    rest: int
-    p: int
-    v: int
-    words: int
+__all__ = ["MAX_SIZE", "OPERATOR", "SIZE", "ChainSpec", "candidates", "space"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChainSpec(Chain, LinearSpec, LinearPromptProblem):
-    """A problem, and how it is computed: by this kernel behind the one that prepares. No choice here changes a bit of the result."""
+    """A problem, and how it is computed: by this kernel behind the one that prepares. Of both backends, no choice here changes a bit of the
+    result."""
 
     family: ClassVar[str] = OPERATOR
-    template: ClassVar[str] = "chunk_linear_attention/chain.cu.j2"
-    here: ClassVar[tuple[str, ...]] = (
-        "images", "v", "cu_seqlens", "initial_states", "final_states", "state", "state_indices", "has_initial_state",
-        "checkpoint_positions", "checkpoints", "out",
-    )  # fmt: skip
 
+    role: Role = field(default=Role.CHAIN, metadata=NAMED)
+    backend: Backend = field(default=Backend.WARPS, metadata=NAMED)
     tile: int = 64  # rows of the state (value channels) per block, 16 per walker
     stages: int = 2  # chunks in shared memory: that which is computed, and those on their way
     fetchers: int = 2  # warps
     min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
     ahead_pdl: Pdl = Pdl.OFF  # of the kernel that prepares
+    transitions: bool = field(default=True, metadata=NAMED)  # of ends: M too
 
     @property
-    def ahead(self) -> tuple[KernelSpec, ...]:
-        from .segments import JoinSpec
+    def here(self) -> tuple[str, ...]:
+        if self.ends:
+            return ("images", "v", "cu_seqlens", "ends")
+        if self.sums:
+            return ("images", "v", "cu_seqlens", "state_indices")
+        return (
+            "images", "v", "cu_seqlens", "initial_states", "final_states", "state", "state_indices", "has_initial_state",
+            "checkpoint_positions", "checkpoints", "out",
+        )  # fmt: skip
 
-        prepare = PrepareSpec(**of_problem(self, ImageProblem), pdl=self.ahead_pdl)
-        return (prepare, self.leading(), self.summing(), JoinSpec.of(self)) if self.divided else (prepare,)
+    def prepared(self) -> tuple[KernelSpec, KernelSpec]:
+        return PrepareSpec(**of_problem(self, ImageProblem), pdl=self.ahead_pdl), JoinSpec.of(self)
 
-    def leading(self) -> ChainSpec:
-        """The kernel that walks first segments, and sequences that are not cut."""
-        from .segments import LeadSpec
+    def unread(self) -> dict[str, Any]:
+        none: dict[str, Any] = dict.fromkeys(("g", "gk", "A_log", "dt_bias", "beta", "erase"))
+        return none | {"gate": Gate.LOG, "beta_form": Beta.PLAIN, "rule": Rule.DELTA, "read": False, "l2norm": False}
 
-        return LeadSpec(**of_lead(self, LinearPromptProblem))
-
-    def summing(self) -> ChainSpec:
-        """The kernel that makes N and M of segments."""
-        from .segments import SumsSpec, of_sums
-
-        tile = max(t for t in TILES if t <= self.tile and self.head_k % t == 0)
-        return SumsSpec(**of_sums(self), tile=tile, stages=self.stages, fetchers=self.fetchers, min_blocks=self.min_blocks)
-
-    def ending(self, transitions: bool) -> ChainSpec:
-        """The kernel that makes N of whole sequences, with `transitions` M too, from the images of this one."""
-        from ..chunk_delta_rule.segments import of_ends
-        from .segments import EndsSpec, of_sums
-
-        tile = max(t for t in TILES if t <= self.tile and self.head_k % t == 0)
-        how: dict[str, Any] = {"tile": tile, "stages": self.stages, "fetchers": self.fetchers, "min_blocks": self.min_blocks}
-        return EndsSpec(**of_ends(of_sums(self), transitions), **how)
-
-    def blocks(self, counts: Counts) -> int:
-        walked = self.candidates(counts.tokens, counts.sequences) * self.segments if self.behind else counts.sequences
-        return walked * counts.heads * self.tiles
+    def shape(self) -> list[str]:
+        return [self.rule.value, f"k{self.head_k}v{self.head_v}", self.state.value, self.x.value, self.layout.value]
 
     @property
-    def stem(self) -> str:
-        blocks = f"b{self.min_blocks}" if self.min_blocks > 1 else ""
-        shape = f"{self.rule.value}_k{self.head_k}v{self.head_v}_{self.state.value}_{self.x.value}_{self.layout.value}"
-        segments = f"n{self.segments}" if self.divided else ""
-        return f"linear_chain_{shape}_t{self.tile}s{self.stages}f{self.fetchers}{blocks}{segments}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+    def needs(self) -> Needs:
+        if not self.grouped:
+            return super().needs
+        columns = tuple(sorted({self.rule.tokens, self.head_k} | ({HALF} if self.rule.reads else set())))
+        return Needs(  # chunks of segments but the last are whole
+            matrices=True, copies=self.ragged and not self.sums, barriers=True, maps=True, elements=self.state_loads is Loads.ELEMENT,
+            bytes=True, shared_pairs=True, places=True, placed_stores=True, warpgroups=columns, panels=True, mma=self.x.value,
+        )  # fmt: skip
+
+    @property
+    def mapped(self) -> dict[str, int]:
+        return {"v": self.tile} if self.grouped else {}
+
+    @property
+    def _laid(self) -> tuple[Stage, list[Piece]]:
+        v_words = self.rule.tokens * self.v_words
+        return of_warpgroups(self.image, self.rule, v_words, self.sums) if self.grouped else of_warps(self.image, v_words, self.sums)
 
     @property
     def stage(self) -> Stage:
-        image = self.image
-        v = image.decay // 4
-        return Stage(image.q // 4, image.w // 4, image.t // 4, image.rest // 4, image.p // 4, v, v + self.rule.tokens * self.v_words)
+        return self._laid[0]
 
     @property
-    def pieces(self) -> list[tuple[int, int, int]]:
-        """(first byte in an image, bytes, first word in shared memory) of everything but decays, as it lies together in both."""
-        return [(0, self.image.decay, 0)]
+    def pieces(self) -> list[Piece]:
+        """Everything of an image but decays, as it lies together in both."""
+        return self._laid[1]
 
     @property
     def dynamic_bytes(self) -> int:
-        """v and the image of each stage's chunk."""
-        return self.stages * 4 * (self.stage.words + self.head_k)
+        """v and the image of each stage's chunk, and o of warpgroups."""
+        out = self.rule.tokens * 2 * self.tile if self.grouped and not self.sums else 0
+        return self.stages * 4 * (self.stage.words + self.head_k) + out
+
+    def violations_of_shape(self, arch: Arch) -> list[str]:
+        found = super().violations_of_shape(arch)
+        if not self.grouped:
+            return found
+        return found + must(
+            self.tile != 2 * ROWS or self.head_k == 64 or not self.rule.weighs or self.sums,
+            "64 rows of a chunk that read 128 columns, with 128 rows of a block, leave too few registers",
+        )
 
     def constants(self) -> dict[str, Any]:
-        return super().constants() | {
+        found = super().constants() | {
             "at": self.stage,
             "pieces": self.pieces,
             "places": min(4, self.head_k // 16),  # from which a lane reads 16 of the 64 columns of a block
         }
+        if not self.grouped:
+            return found
+        if self.rule.weighs and self.marked and self.tile == ROWS:
+            found["registers"] = WEIGHING
+        words = half_words(self.rule)
+        found |= {"tile_rows": self.rule.tokens, "half": HALF, "half_panels": [sum(words[:c]) for c in range(PANELS)]}
+        return found | ({"filled_by": 2} if self.sums else {})
+
+
+# Of a thread that fetches, that writes o, and that holds the state, where u has a second term and states at positions are wanted: with 240
+# of the last some variants spill.
+WEIGHING = (56, 88, 248)
 
 
 def _spec(problem: LinearPromptProblem, **how: Any) -> ChainSpec:
     return ChainSpec(**of_problem(problem, LinearPromptProblem), **how)
 
 
+def _by_warpgroups(problem: LinearPromptProblem, **how: Any) -> ChainSpec:
+    return ChainSpec.by_warpgroups(**of_problem(problem, LinearPromptProblem), **how)
+
+
+def warpgroup_space(problem: LinearPromptProblem, arch: Arch) -> Iterator[ChainSpec]:
+    """Every legal variant by warpgroups within the axes worth trying."""
+    return warpgroups.variants(partial(_by_warpgroups, problem), arch)
+
+
 def space(problem: LinearPromptProblem, arch: Arch) -> Iterator[ChainSpec]:
     """Every legal variant of a problem within the axes worth trying."""
-    from .warpgroups import warpgroup_space
-
     yield from warpgroup_space(problem, arch)
     inner = Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF
     for tile in TILES:
@@ -138,9 +164,6 @@ def space(problem: LinearPromptProblem, arch: Arch) -> Iterator[ChainSpec]:
 
 def candidates(problem: LinearPromptProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
-    from ..chunk_delta_rule.segments import why_not
-    from .segments import FEWEST
-
     if problem.divided:  # as many parts of a sequence are walked at once
         rules = _rules(problem, size * problem.segments, arch, pdl)
         yield from ((f"up to {problem.segments} segments, {rule}", spec, why) for rule, spec, why in rules)
@@ -151,9 +174,7 @@ def candidates(problem: LinearPromptProblem, size: int, arch: Arch, pdl: bool) -
 
 
 def _rules(problem: LinearPromptProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
-    from .warpgroups import by_warpgroups
-
     edge = edge_of(arch, pdl)
-    yield from by_warpgroups(problem, size, edge)
+    yield from warpgroups.rules(partial(_by_warpgroups, problem, **edge), problem.head_v, size)
     make = partial(_spec, problem, **edge, fetchers=4 if problem.copy < 16 else 2)
     yield from by_warps(make, problem.head_v, size)

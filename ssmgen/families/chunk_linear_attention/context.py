@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..chunk_delta_rule.context import rule
+from ...engine.chunks.context import rule
 from .operands import FUNCTIONS
 
 _PARTS = ("chunk_kda", "chunk_gdn2", "chunk_comba")  # whose sequences are cut into segments too

@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ...engine.chunks.segments import LEAST, by_rule
+from ...engine.recurrences.attention.model import AttentionModel
+from ...engine.recurrences.attention.problem import Beta
 from ...models import Ask, Client, Model, Role, Wanted
 from ...spec import DType, Index
-from ..chunk_delta_rule.segments import LEAST, by_rule
-from ..linear_attention.models import LinearAttention
-from ..linear_attention.problem import Beta
 from .problem import OPERATOR, LinearPromptProblem, Rule
 from .segments import FEWEST
 
@@ -46,7 +46,7 @@ class LinearAsk(Ask):
         return self.options
 
     def problems(self, model: Model, wanted: Wanted) -> Sequence[LinearPromptProblem]:
-        if not isinstance(model, LinearAttention):
+        if not isinstance(model, AttentionModel):
             return []
         found: list[LinearPromptProblem] = []
         for state in wanted.states or (model.state,):
@@ -68,7 +68,7 @@ class LinearAsk(Ask):
         return model.nheads
 
 
-def _recurrences(model: LinearAttention, wanted: Wanted) -> Iterator[dict[str, Any]]:
+def _recurrences(model: AttentionModel, wanted: Wanted) -> Iterator[dict[str, Any]]:
     """What there is beside q, k and v, in the forms that it comes in. transformers' modules hold A_log in the dtype of activations."""
     io = wanted.io
     A_log = io if wanted.caller is Client.TRANSFORMERS else DType.F32

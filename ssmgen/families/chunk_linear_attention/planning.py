@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ... import runtime
 from ...arguments import Value
 from ...calls import checks, prompts
 from ...calls.checks import DTYPES, INDEX
-from ...calls.planning import Caller, Family
+from ...calls.dispatch import callers
+from ...calls.planning import Family
 from ...calls.prompts import STATES, WRITTEN_WORDS
+from ...engine.chunks.kernels import Counts
+from ...engine.chunks.views import WRITTEN, axes_of, check_alignment, check_workspace, v_sizes, writes
+from ...engine.recurrences.attention.problem import Beta, Gate
 from ...engine.tiles import maps
+from ...operands import plain
 from ...spec import Layout, Loads
-from ..chunk_delta_rule.chunk_calls import WRITTEN, axes_of, check_alignment, check_workspace, v_sizes, writes
-from ..linear_attention.problem import Beta, Gate
 from .operands import ALIKE, CHANNELS, FUNCTIONS, OF_KEYS, OPERANDS, PER_TOKEN
 from .problem import OPERATOR, LinearPromptProblem, Rule, chunks_of
 from .reference import chunk_linear_attention as reference
 from .segments import cut_by, workspace_for
-from .spec import Counts, LinearSpec
+from .spec import LinearSpec
 
 NAMES = (*OPERANDS, *prompts.CONTROL)
 WHAT = "linear attention over a prompt"
@@ -207,57 +209,9 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
     reference(**named, beta_form=how.pop("beta"), **how, dtype=dtype)
 
 
-# torch.library: what torch.compile and opcheck see.
-_library = torch.library.Library("ssmgen", "FRAGMENT")
-_library.define(
-    f"{OPERATOR}(str name, Tensor q, Tensor k, Tensor v, {', '.join(f'Tensor? {n}' for n in OPERANDS[3:])}, Tensor? cu_seqlens, "
-    "Tensor? initial_states, Tensor(a!)? final_states, Tensor(b!)? state, Tensor? state_indices, Tensor? has_initial_state, "
-    "Tensor? checkpoint_positions, Tensor(c!)? checkpoints, Tensor(d!) workspace, Tensor(e!) out, str rule, str gate, str beta_form, "
-    "bool l2norm, float scale, float lower_bound, str state_layout, int pad_slot_id, "
-    "int? segments, bool? pdl) -> ()",
-    tags=torch.Tag.needs_fixed_stride_order,
-)
-
-
-def _dispatch(name: str, given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    torch.ops.ssmgen.chunk_linear_attention(name, *given, *options, pdl)
-
-
-def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
-    """(given, options, pdl) of what torch's dispatcher gives."""
-    given, (*options, pdl) = args[: len(NAMES)], args[len(NAMES) :]
-    return tuple(given), Options(*options), pdl
-
-
-@torch.library.impl(_library, OPERATOR, "CUDA")
-@torch.library.impl(_library, OPERATOR, "CPU")
-def _op(name: str, *args: Any) -> None:
-    CALLERS[name].plan(*_received(args))()
-
-
-@torch.library.register_fake(f"ssmgen::{OPERATOR}", lib=_library)
-def _fake(name: str, *args: Any) -> None:
-    CALLERS[name].foresee(*_received(args))
-
-
-_REQUIRED = frozenset(("q", "k", "v", "workspace", "out"))
-_patterns = runtime.Patterns()
-
-
-def _caller(name: str) -> Caller:
-    required, words = FUNCTIONS[name]
-    views = partial(views_of, words)
-    return Caller(
-        FAMILY,
-        name,
-        NAMES,
-        _REQUIRED.union(required),
-        views,
-        run_reference,
-        partial(_dispatch, name),
-        _patterns,
-        {**WRITTEN_WORDS, **words},
-    )
-
-
-CALLERS = {name: _caller(name) for name in FUNCTIONS}
+_REQUIRED = ("q", "k", "v", "workspace", "out")
+CALLERS = callers(
+    FAMILY, {name: plain(NAMES, (*_REQUIRED, *required), FAMILY.written) for name, (required, _) in FUNCTIONS.items()}, Options,
+    {name: partial(views_of, words) for name, (_, words) in FUNCTIONS.items()}, run_reference,
+    words={name: {**WRITTEN_WORDS, **words} for name, (_, words) in FUNCTIONS.items()},
+)  # fmt: skip

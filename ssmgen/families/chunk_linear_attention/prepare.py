@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from ...arguments import divisor
+from ...engine.chunks.kernels import Counts
+from ...engine.recurrences.attention.problem import Beta, Gate
 from ...spec import Arch, Loads, Needs, Param, Pdl
-from ..linear_attention.problem import Beta, Gate
 from .problem import ROWS, Rule
-from .spec import Counts, LinearSpec
+from .spec import LinearSpec
 
 WARPS = 4  # of a block; a band of 16 rows each
 WIDEST = 128  # channels that are in shared memory at once

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from ...engine.chunks.problem import INTEGERS, Chunked, Divided, Stated
+from ...engine.recurrences.attention.problem import Beta, Gate
 from ...spec import LATER, DType, Index, Layout, Loads, Problem, must
-from ..chunk_delta_rule.chunked import INTEGERS, Chunked, Stated
-from ..chunk_delta_rule.problem import Divided
-from ..linear_attention.problem import Beta, Gate
 
 OPERATOR = "chunk_linear_attention"
 SIZE, MAX_SIZE = "heads", 2**31 - 1  # what the rules look at: sequences are not among it, so that bits do not depend on how many there are

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ...calls import prompts
-from ..linear_attention.reference import one_token
-from ..linear_attention.views import Form
+from ...engine.recurrences.attention.reference import one_token
+from ...engine.recurrences.attention.switches import Form
 from .operands import OF_KEYS, PER_TOKEN
 from .problem import Rule
 

@@ -1,22 +1,16 @@
-"""Segments of chunk_linear_attention, of its rules that read the state by one key per token: as those of chunk_delta_rule, which see."""
+"""Segments of chunk_linear_attention, of its rules that read the state by one key per token (engine/chunks/segments.py)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from ...spec import LATER, Needs
-from ..chunk_delta_rule.by_warpgroups import ROWS
-from ..chunk_delta_rule.segments import SUMMING, Ends, Join, Lead, Sums, asked, joining, stateless
-from ..linear_attention.problem import Beta, Gate
-from .chain import ChainSpec, Stage
+from ...engine.chunks.segments import Join, asked, joining
+from ...spec import LATER
 from .problem import LinearPromptProblem, Rule, workspace_bytes
-from .spec import LinearSpec, of_problem
-from .warpgroups import WarpgroupChainSpec, half_words, joined, panels
+from .spec import LinearSpec
 
 FEWEST = 3  # segments behind the first, as the rule has it: with two, KDA's 8192 tokens of 32 heads took 325 us, and 316 as one
-_HERE = ("images", "v", "cu_seqlens", "state_indices")
-_ENDS = ("images", "v", "cu_seqlens", "ends")
 
 
 def cut_by(rule: Rule, segments: int | None, heads: int, head_v: int, longest: int) -> dict[str, Any]:
@@ -32,109 +26,6 @@ def workspace_for(tokens: int, sequences: int, heads: int, head_k: int, head_v: 
     return workspace_bytes(tokens, sequences, heads, head_k, rule) + kept * heads * cut.room * 4
 
 
-def of_sums(spec: ChainSpec) -> dict[str, Any]:
-    """The fields of the kernel that makes a call's N and M: those that it hangs on, and of others the default."""
-    kept = of_problem(spec, LinearPromptProblem)
-    kept |= dict.fromkeys(("g", "gk", "A_log", "dt_bias", "beta", "erase")) | {
-        "gate": Gate.LOG,
-        "beta_form": Beta.PLAIN,
-        "rule": Rule.DELTA,
-    }
-    return kept | {"read": False, "l2norm": False} | stateless(spec)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LeadSpec(Lead, ChainSpec):
-    """First segments, by each warp's products."""
-
-    family: ClassVar[str] = "chunk_linear_attention_lead"
-
-
-@dataclass(frozen=True, kw_only=True)
-class WarpgroupLeadSpec(Lead, WarpgroupChainSpec):
-    """First segments, by warpgroups."""
-
-    family: ClassVar[str] = "chunk_linear_attention_warpgroup_lead"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SumsSpec(Sums, ChainSpec):
-    """N and M of segments, by each warp's products."""
-
-    family: ClassVar[str] = "chunk_linear_attention_sums"
-    here: ClassVar[tuple[str, ...]] = _HERE
-
-    @property
-    def stage(self) -> Stage:
-        image = self.image
-        w, without_q = image.q // 4, (image.w - image.q) // 4
-        v = image.p // 4 - without_q
-        return Stage(0, w, image.t // 4 - without_q, image.rest // 4 - without_q, 0, v, v + self.rule.tokens * self.v_words)
-
-    @property
-    def pieces(self) -> list[tuple[int, int, int]]:
-        image = self.image
-        return [(0, image.q, 0), (image.w, image.p - image.w, self.stage.w)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class WarpgroupSumsSpec(Sums, WarpgroupChainSpec):
-    """N and M of segments, by warpgroups: one fetches, the others walk."""
-
-    family: ClassVar[str] = "chunk_linear_attention_warpgroup_sums"
-    here: ClassVar[tuple[str, ...]] = _HERE
-
-    @property
-    def needs(self) -> Needs:
-        return replace(super().needs, copies=False)  # chunks of segments but the last are whole
-
-    @property
-    def threads_per_block(self) -> int:
-        return 128 * (1 + self.tile // ROWS)
-
-    @property
-    def stage(self) -> Stage:
-        image, rows = self.image, self.rule.tokens
-        w = image.q // 4
-        v = w + (image.t - image.w) // 4
-        t = v + rows * self.v_words
-        rest = t + sum(half_words(self.rule))
-        return Stage(0, w, t, rest, 0, v, rest + (image.p - image.rest) // 4)
-
-    @property
-    def pieces(self) -> list[tuple[int, int, int]]:
-        image, stage = self.image, self.stage
-        found = [(0, image.q, 0), (image.w, image.t - image.w, stage.w), (image.rest, image.p - image.rest, stage.rest)]
-        return joined([*found, *panels(image.t, stage.t, self.rule, half_words(self.rule))])
-
-    @property
-    def dynamic_bytes(self) -> int:
-        return self.stages * 4 * (self.stage.words + self.head_k)
-
-    def constants(self) -> dict[str, Any]:
-        return super().constants() | {"registers": SUMMING, "filled_by": 2}
-
-
-@dataclass(frozen=True, kw_only=True)
-class EndsSpec(Ends, SumsSpec):
-    """N and M of sequences, by each warp's products."""
-
-    family: ClassVar[str] = "chunk_linear_attention_ends"
-    here: ClassVar[tuple[str, ...]] = _ENDS
-
-    transitions: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class WarpgroupEndsSpec(Ends, WarpgroupSumsSpec):
-    """N and M of sequences, by warpgroups."""
-
-    family: ClassVar[str] = "chunk_linear_attention_warpgroup_ends"
-    here: ClassVar[tuple[str, ...]] = _ENDS
-
-    transitions: bool = True
-
-
 @dataclass(frozen=True, kw_only=True)
 class JoinSpec(Join, LinearSpec):
     """States between segments of these attentions."""
@@ -146,7 +37,7 @@ class JoinSpec(Join, LinearSpec):
     segment_chunks: int = field(default=1, metadata=LATER)
 
     @classmethod
-    def of(cls, spec: ChainSpec) -> JoinSpec:
+    def of(cls, spec: Any) -> JoinSpec:
         return cls(**joining(spec), rule=Rule.DELTA)
 
     def constants(self) -> dict[str, Any]:

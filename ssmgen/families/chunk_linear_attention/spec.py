@@ -22,20 +22,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ...engine.chunks.kernels import ChunkKernel
 from ...spec import Pdl
-from ..chunk_delta_rule.chunked import ChunkKernel, Counts, of_problem
 from .problem import BLOCK, BLOCK_BYTES, PANELS, ROWS, ImageProblem, Rule
-
-__all__ = ["Counts", "LinearSpec", "of_problem"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSpec(ChunkKernel, ImageProblem):
     """How one of the two kernels computes its part."""
 
-    sums: ClassVar[bool] = False  # whether it makes N and M of segments, and no outputs
+    word: ClassVar[str] = "linear"
 
     pdl: Pdl = Pdl.OFF
+
+    @property
+    def sums(self) -> bool:
+        """Whether it makes N and M of segments, and no outputs."""
+        return False
 
     def constants(self) -> dict[str, Any]:
         return {

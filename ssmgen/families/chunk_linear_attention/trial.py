@@ -6,17 +6,16 @@ import torch
 from torch import Generator, Tensor
 
 from ...calls.checks import TORCH_DTYPES
+from ...engine.chunks.problem import cut_from
+from ...engine.chunks.views import WRITTEN
+from ...engine.recurrences.attention.problem import Gate
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, randn, slot_indices, trial
 from ...spec import DType, Index, Layout, Loads
-from ..chunk_delta_rule.chunk_calls import WRITTEN
-from ..chunk_delta_rule.problem import cut_from
-from ..linear_attention.problem import Gate
 from .chain import ChainSpec
 from .operands import ALIKE
 from .planning import CALLERS, NAMES, Options
 from .problem import Rule
 from .segments import workspace_for
-from .warpgroups import WarpgroupChainSpec
 
 HEADS, KEY_HEADS = 2, 1
 LOWER_BOUND = -2.0
@@ -115,4 +114,4 @@ def _function(spec: ChainSpec) -> str:
     return by_rule[spec.rule]
 
 
-TRIALS = {ChainSpec: chunk_linear_attention, WarpgroupChainSpec: chunk_linear_attention}
+TRIALS = {ChainSpec: chunk_linear_attention}

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ... import runtime
 from ...arguments import Value
-from ...calls.planning import Caller, Family
+from ...calls.dispatch import callers
+from ...calls.operator import operator, run
+from ...calls.planning import Family
 from ...calls.prompts import WRITTEN_WORDS
-from ...calls.public import Call, operator
+from ...operands import Table, plain
 from . import call as scan
 from .call import SEGMENTS, Options
 from .spec import ATTENTION, OPERATOR, ScanProblem, ScanSpec
@@ -115,7 +116,7 @@ def _call(
     given = (v, g, k, q, cu_seqlens, initial_states, final, state, state_indices, has_initial_state, out)
     returns = ("out", "final_states") if return_final_states and final is not None else ("out",)
     options = Options(pad_slot_id=pad_slot_id, scale=scale, slope=name == "chunk_lightning_attn", segments=segments)
-    return cast(Tensor, Call(CALLERS[name], given, options, pdl, returns))
+    return run(CALLERS[name], given, options, pdl, returns=returns)
 
 
 def by_role(named: Mapping[str, _T]) -> dict[str, _T]:
@@ -156,53 +157,16 @@ FAMILY = Family(
     in_place=scan.FAMILY.in_place,
 )
 
-# torch.library: what torch.compile and opcheck see.
-_library = torch.library.Library("ssmgen", "FRAGMENT")
-_library.define(
-    "chunk_attention(str name, Tensor v, Tensor? g, Tensor k, Tensor q, Tensor? cu_seqlens, Tensor? initial_states, "
-    "Tensor(a!)? final_states, Tensor(b!)? state, Tensor? state_indices, Tensor? has_initial_state, Tensor(c!) out, int pad_slot_id, "
-    "float scale, bool slope, int? segments, bool? pdl) -> ()",
-    tags=torch.Tag.needs_fixed_stride_order,
-)
 
-
-def _dispatch(name: str, given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    torch.ops.ssmgen.chunk_attention(name, *given, options.pad_slot_id, options.scale, options.slope, options.segments, pdl)
-
-
-def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
-    """(given, options, pdl) of what torch's dispatcher gives."""
-    *given, pad_slot_id, scale, slope, segments, pdl = args
-    return tuple(given), Options(pad_slot_id=pad_slot_id, scale=scale, slope=slope, segments=segments), pdl
-
-
-@torch.library.impl(_library, "chunk_attention", "CUDA")
-@torch.library.impl(_library, "chunk_attention", "CPU")
-def _op(name: str, *args: Any) -> None:
-    CALLERS[name].plan(*_received(args))()
-
-
-@torch.library.register_fake("ssmgen::chunk_attention", lib=_library)
-def _fake(name: str, *args: Any) -> None:
-    CALLERS[name].foresee(*_received(args))
-
-
-def _caller(name: str) -> Caller:
+def _table(name: str) -> Table:
     words = _WORDS[name]
     roles = ("x", "g", "B", "C", "cu_seqlens", "initial_states", "final_states", "state", "state_indices", "has_initial_state", "out")
-    names = tuple(words.get(role, role) for role in roles)
-    required = frozenset(("v", "k", "q", "out", *(("slope",) if "slope" in names else ())))
-    return Caller(
-        FAMILY,
-        name,
-        names,
-        required,
-        partial(views_of, words),
-        run_reference,
-        partial(_dispatch, name),
-        runtime.Patterns(),
-        {**WRITTEN_WORDS, **words},
-    )
+    names = [words.get(role, role) for role in roles]
+    return plain(names, ("v", "k", "q", "out", *(("slope",) if "slope" in names else ())), FAMILY.written)
 
 
-CALLERS = {name: _caller(name) for name in _WORDS}
+CALLERS = callers(
+    FAMILY, {name: _table(name) for name in _WORDS}, Options, {name: partial(views_of, words) for name, words in _WORDS.items()},
+    run_reference, "chunk_attention", ("pad_slot_id", "scale", "slope", "segments"),
+    {name: {**WRITTEN_WORDS, **words} for name, words in _WORDS.items()},
+)  # fmt: skip

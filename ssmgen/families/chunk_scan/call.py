@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ... import runtime
 from ...arguments import Value
 from ...calls import checks, prompts
 from ...calls.checks import DTYPES, INDEX
-from ...calls.planning import Caller, Family
+from ...calls.dispatch import callers
+from ...calls.operator import operator, run
+from ...calls.planning import Family
 from ...calls.prompts import STATES, WRITTEN_WORDS
-from ...calls.public import Call, operator
-from ...calls.scalars import integer
+from ...engine.chunks.segments import SEGMENTS
 from ...engine.tiles import maps
+from ...operands import plain
 from ...spec import Loads
 from .reference import chunk_scan as reference
 from .spec import CHUNK, OPERATOR, Gate, ScanProblem, ScanSpec
@@ -40,9 +41,6 @@ class Options(NamedTuple):
     scale: float = 1.0  # of linear attention, and whether a g per head is a slope
     slope: bool = False
     segments: int | None = None
-
-
-SEGMENTS = integer("an integer from 1 to 1024", 1, 1024)  # as of other families, whose sequences have more
 
 
 @operator(like="x", segments=SEGMENTS)
@@ -135,7 +133,8 @@ def chunk_scan(
     )  # fmt: skip
     asked = {"final_states": return_final_states and final is not None, "checkpoints": return_checkpoints and checkpoints is not None}
     returns = ("out", *(name for name, wanted in asked.items() if wanted))
-    return cast(Tensor, Call(CALLER, given, Options(dt_softplus, dt_limit, pad_slot_id, segments=segments), pdl, returns, objections))
+    options = Options(dt_softplus, dt_limit, pad_slot_id, segments=segments)
+    return run(CALLER, given, options, pdl, returns=returns, objections=objections)
 
 
 def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
@@ -310,37 +309,9 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
     reference(**named, **how, dtype=dtype)
 
 
-# torch.library: what torch.compile and opcheck see.
-_library = torch.library.Library("ssmgen", "FRAGMENT")
-_library.define(
-    "chunk_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, Tensor? cu_seqlens, "
-    "Tensor? seq_idx, Tensor? initial_states, Tensor(a!)? final_states, Tensor(b!)? state, Tensor? state_indices, "
-    "Tensor? has_initial_state, Tensor? checkpoint_positions, Tensor(c!)? checkpoints, Tensor(d!) out, "
-    "bool dt_softplus, float[]? dt_limit, int pad_slot_id, int? segments, bool? pdl) -> ()",
-    tags=torch.Tag.needs_fixed_stride_order,
-)
-
-
-def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    torch.ops.ssmgen.chunk_scan(*given, options.dt_softplus, options.dt_limit, options.pad_slot_id, options.segments, pdl)
-
-
-def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
-    """(given, options, pdl) of what torch's dispatcher gives."""
-    *given, dt_softplus, dt_limit, pad_slot_id, segments, pdl = args
-    return tuple(given), Options(dt_softplus, None if dt_limit is None else tuple(dt_limit), pad_slot_id, segments=segments), pdl
-
-
-@torch.library.impl(_library, "chunk_scan", "CUDA")
-@torch.library.impl(_library, "chunk_scan", "CPU")
-def _op(*args: Any) -> None:
-    CALLER.plan(*_received(args))()
-
-
-@torch.library.register_fake("ssmgen::chunk_scan", lib=_library)
-def _fake(*args: Any) -> None:
-    CALLER.foresee(*_received(args))
-
-
-_required = frozenset(("x", "dt", "A", "B", "C", "out"))
-CALLER = Caller(FAMILY, OPERATOR, NAMES, _required, views_of, run_reference, _dispatch, runtime.Patterns(), WRITTEN_WORDS)
+_REQUIRED = ("x", "dt", "A", "B", "C", "out")
+_OF_OPTIONS = ("dt_softplus", "dt_limit", "pad_slot_id", "segments")
+(CALLER,) = callers(
+    FAMILY, {OPERATOR: plain(NAMES, _REQUIRED, WRITTEN)}, Options, views_of, run_reference, of_options=_OF_OPTIONS,
+    words={OPERATOR: WRITTEN_WORDS},
+).values()  # fmt: skip

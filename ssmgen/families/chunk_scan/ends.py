@@ -20,6 +20,7 @@ class EndsSpec(WarpgroupScanSpec):
 
     family: ClassVar[str] = "chunk_scan_warpgroup_ends"
     template: ClassVar[str] = "chunk_scan/warpgroups/ends.cu.j2"
+    word: ClassVar[str] = "scan_ends"
     states_alone: ClassVar[bool] = True
     written: ClassVar[tuple[str, ...]] = ("ends",)
 
@@ -43,10 +44,6 @@ class EndsSpec(WarpgroupScanSpec):
     def dynamic_bytes(self) -> int:
         """Stages of B and x, and two of x with its weights."""
         return 2 * CHUNK * (self.stages * (self.d_state + self.tile) + 2 * self.tile)
-
-    @property
-    def stem(self) -> str:
-        return super().stem.replace("scan_wg_", "scan_ends_", 1)
 
     def violations(self, arch: Arch) -> list[str]:
         return super().violations(arch) + must(self.ragged, "sequences are packed: a rank's tokens are several")

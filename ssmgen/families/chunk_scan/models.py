@@ -6,10 +6,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ...engine.recurrences.attention.model import AttentionModel
+from ...engine.recurrences.mamba.model import MambaModel
 from ...models import Ask, Client, Model, Role, Wanted
 from ...spec import DType, Index
-from ..linear_attention.models import LinearAttention
-from ..selective_state_update.models import Mamba
 from .spec import OPERATOR, WITHOUT_DT, Gate, ScanProblem
 from .warpgroups import may_stay
 
@@ -46,19 +46,19 @@ class ScanAsk(Ask):
         return f"{model.name} is neither a Mamba-2 nor Lightning attention, and {asked} is for those"
 
     def takes(self, model: Model) -> Collection[str]:
-        return self.options if isinstance(model, Mamba) else self.options - {"intermediates"}
+        return self.options if isinstance(model, MambaModel) else self.options - {"intermediates"}
 
     def problems(self, model: Model, wanted: Wanted) -> Sequence[ScanProblem]:
         if not self.used_by(model):
             return []
         same: dict[str, Any] = {"x": wanted.io}
         batches, packed = BATCHES, PACKED
-        if isinstance(model, Mamba):
+        if isinstance(model, MambaModel):
             same |= {"headdim": model.headdim, "d_state": model.d_state, "dt": wanted.io, "D": wanted.io, "dt_bias": wanted.io}
             batches = tuple(kind | {"dt_limit": model.dt_limit} for kind in BATCHES if wanted.caller is not Client.MAMBA_SSM or kind in NEW)
             packed = packed if wanted.by() else packed[1:]
             packed += MARKED if wanted.intermediates and wanted.update_state and model.d_state <= 128 else ()
-        elif isinstance(model, LinearAttention):
+        elif isinstance(model, AttentionModel):
             same |= WITHOUT_DT | {"headdim": model.dim_v, "d_state": model.dim_k, "gate": Gate.SLOPE, "g": DType.F32}
             batches, packed = NEW, (OWN_POOL,)
             if wanted.caller is Client.ENGINES:  # SGLang gathers the states first

@@ -23,6 +23,7 @@ from enum import Enum
 from itertools import product
 from typing import Any, ClassVar
 
+from ...engine.chunks.problem import INTEGERS
 from ...occupancy import LIMITS, SHARED_RESERVED
 from ...spec import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, must
 
@@ -38,8 +39,6 @@ SUMS = 3  # chunks whose decays are kept: that of the walkers, that of the mixer
 # What linear attention calls the same operands, and what its problems do not have.
 ATTENTION = {"x": "v", "B": "k", "C": "q"}
 WITHOUT_DT: dict[str, Any] = {"dt": None, "A": None, "dt_softplus": False}
-
-_INTEGER = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
 
 
 class Gate(Enum):
@@ -136,6 +135,7 @@ class ScanSpec(KernelSpec, ScanProblem):
 
     family: ClassVar[str] = OPERATOR
     template: ClassVar[str] = "chunk_scan/chunk_scan.cu.j2"
+    word: ClassVar[str] = "scan"  # in names of kernels
     states_alone: ClassVar[bool] = False  # whether it makes what tokens add to a state of zeros, and no outputs
 
     tile: int  # rows of headdim per block, 16 per walker
@@ -195,13 +195,16 @@ class ScanSpec(KernelSpec, ScanProblem):
     @property
     def stem(self) -> str:
         shape = f"p{self.headdim}n{self.d_state}_{self.state.value}_{self.x.value}" + (f"_{self.gate.value}" if self.attention else "")
-        how = f"t{self.tile}" + (f"k{self.parts}" if self.parts > 1 else "")
-        how += (f"c{self.copiers}" if self.copiers else "") + f"s{self.stages}" + (f"b{self.min_blocks}" if self.min_blocks > 1 else "")
-        return f"scan_{shape}_{how}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+        numbers = {"k": self.parts > 1 and self.parts, "c": self.copiers, "s": self.stages, "b": self.min_blocks > 1 and self.min_blocks}
+        how = self.divided_by + "".join(f"{letter}{n}" for letter, n in numbers.items() if n)
+        return f"{self.word}_{shape}_{how}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+
+    @property
+    def divided_by(self) -> str:  # in its name
+        return f"t{self.tile}"
 
     # Rows of 16-bit numbers in shared memory are 16 bytes apart, modulo 128: eight of them meet all banks when they are read as matrices.
     # Those of f32 are read in pairs, four rows at a time, or singly where tokens are summed over.
-
     @property
     def row_words(self) -> int:
         """32-bit words from one token's B or C to the next one's."""
@@ -316,8 +319,8 @@ class ScanSpec(KernelSpec, ScanProblem):
         states = ("initial_states", "final_states", "state", "checkpoints")
         element: dict[str, Any] = dict.fromkeys(("x", "B", "C", "z", "out"), self.x.value) | dict.fromkeys(states, self.state.value)
         element |= {name: getattr(self, name).value for name in ("dt", "A", "g", "D", "dt_bias") if name in self.roles()}
-        element |= {"cu_seqlens": _INTEGER[self.cu_seqlens], "state_indices": _INTEGER[self.index], "has_initial_state": "u8"}
-        element |= {"seq_idx": "int", "checkpoint_positions": _INTEGER[self.checkpoints], "since": "int", "ends": "f32"}
+        element |= {"cu_seqlens": INTEGERS[self.cu_seqlens], "state_indices": INTEGERS[self.index], "has_initial_state": "u8"}
+        element |= {"seq_idx": "int", "checkpoint_positions": INTEGERS[self.checkpoints], "since": "int", "ends": "f32"}
         written = ("out", "final_states", "state", "checkpoints", "ends")
         pointers = [Param.pointer(op, element[op], const=op not in written) for op in self.roles()]
         wide = [Param.i64("slots"), Param.i64("pad_slot_id")] if self.index is not Index.NONE else []

@@ -46,6 +46,7 @@ class WarpgroupScanSpec(ScanSpec):
 
     family: ClassVar[str] = "chunk_scan_warpgroups"
     template: ClassVar[str] = "chunk_scan/warpgroups/scan.cu.j2"
+    word: ClassVar[str] = "scan_wg"
 
     tile: int = ROWS
     stages: int = 4
@@ -74,9 +75,8 @@ class WarpgroupScanSpec(ScanSpec):
         return self.parts
 
     @property
-    def stem(self) -> str:
-        parts = "stay" if self.stays else "k1" if self.parts == 1 else ""
-        return super().stem.replace("scan_", "scan_wg_", 1).replace(f"t{self.tile}", parts, 1)
+    def divided_by(self) -> str:
+        return "stay" if self.stays else "k1" if self.parts == 1 else ""
 
     # Rows of shared memory are 128 bytes.
 

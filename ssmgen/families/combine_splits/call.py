@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ... import runtime
 from ...arguments import divisor
 from ...calls import checks
 from ...calls.checks import DTYPES, INDEX
-from ...calls.planning import Caller, Family
-from ...calls.public import Call, operator
+from ...calls.dispatch import callers
+from ...calls.operator import operator, run
+from ...calls.planning import Family
 from ...calls.scalars import one_of
 from ...spec import Loads
+from .operands import OPERANDS
 from .reference import combine_splits as reference
 from .spec import AXES, OPERATOR, CombineProblem, CombineSpec, bound_of
 
-NAMES = ("o", "lse", "o_other", "lse_other", "num_splits", "attn_sink", "mask", "out", "lse_out")
 NATURAL = {2: False, "2": False, "e": True}
 BASE = one_of("2 or 'e'", *NATURAL)
 
@@ -28,8 +28,8 @@ BASE = one_of("2 or 'e'", *NATURAL)
 class Options(NamedTuple):
     """What a call says beside its tensors."""
 
-    lse_base: int | str = "e"
-    lse_base_out: int | str | None = None
+    lse_base: str = "e"
+    lse_base_out: str | None = None
     empty_lse: float = -math.inf
     skip_single: bool = False
 
@@ -97,9 +97,9 @@ def combine_splits(
         out = o.new_empty(o.shape if o_other is not None else [*count, *o.shape[1:]])
     if return_lse and lse_out is None and isinstance(out, Tensor):
         lse_out = out.new_empty(out.shape[:-1], dtype=torch.float32)
-    given = (o, lse, o_other, lse_other, num_splits, attn_sink, mask, out, lse_out)
-    options = Options(lse_base, lse_base_out, empty_lse, skip_single)
-    return cast("Tensor | tuple[Tensor, Tensor]", Call(CALLER, given, options, pdl, ("out", "lse_out") if return_lse else ("out",)))
+    tensors = OPERANDS.Tensors(o, lse, o_other, lse_other, num_splits, attn_sink, mask, out, lse_out)
+    options = Options(str(lse_base), None if lse_base_out is None else str(lse_base_out), empty_lse, skip_single)
+    return run(CALLER, tensors, options, pdl, returns=("out", "lse_out") if return_lse else ("out",))
 
 
 def _check_forms(named: Mapping[str, Any], options: Options, problems: list[str]) -> None:
@@ -148,7 +148,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     usable if that is nothing."""
     if not checks.check_tensors(named, problems):
         return {}
-    checks.check_common(named, "o", problems, "the merging of splits")
+    checks.check_types(OPERANDS, named, "o", problems, "the merging of splits")
     _check_forms(named, options, problems)
     if not _shapes_fit(named, problems):
         return {}
@@ -157,7 +157,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     for name in ("o", "o_other", "out"):
         if name in named and named[name].stride(-1) != 1:
             problems.append(f"{name} has strides {list(named[name].stride())}; its last axis, d_v, must be contiguous")
-    for name in ("out", "lse_out"):
+    for name in OPERANDS.written:
         if name in named and checks.overlaps_itself(named[name]):
             problems.append(f"{name} has strides {list(named[name].stride())}: two of its elements share memory")
     for name, t in named.items():
@@ -255,15 +255,7 @@ def size_of(views: Mapping[str, Tensor]) -> int:
     return math.prod(views["out"].shape[:-1])
 
 
-FAMILY = Family(
-    OPERATOR,
-    written=("out", "lse_out"),
-    problem_of=problem_of,
-    size_of=size_of,
-    grid_of=grid_of,
-    values_of=kernel_values,
-    in_place=(("out", "o"), ("out", "o_other"), ("lse_out", "lse"), ("lse_out", "lse_other")),
-)
+FAMILY = Family(OPERATOR, OPERANDS.written, problem_of, size_of, grid_of, kernel_values, OPERANDS.in_place)
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
@@ -271,38 +263,5 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
     reference(**{**views, **how}, skip_single=options.skip_single, dtype=dtype)
 
 
-# torch.library: what torch.compile and opcheck see.
-_library = torch.library.Library("ssmgen", "FRAGMENT")
-_library.define(
-    "combine_splits(Tensor o, Tensor lse, Tensor? o_other, Tensor? lse_other, Tensor? num_splits, Tensor? attn_sink, Tensor? mask, "
-    "Tensor(a!) out, Tensor(b!)? lse_out, str lse_base, str? lse_base_out, float empty_lse, bool skip_single, bool? pdl) -> ()",
-    tags=torch.Tag.needs_fixed_stride_order,
-)
-
-
-def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    base_out = options.lse_base_out
-    bases = str(options.lse_base), base_out if base_out is None else str(base_out)
-    torch.ops.ssmgen.combine_splits(*given, *bases, options.empty_lse, options.skip_single, pdl)
-
-
-def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
-    """(given, options, pdl) of what torch's dispatcher gives."""
-    return args[: len(NAMES)], Options(*args[len(NAMES) : -1]), args[-1]
-
-
-@torch.library.impl(_library, "combine_splits", "CUDA")
-@torch.library.impl(_library, "combine_splits", "CPU")
-def _op(*args: Any) -> None:
-    CALLER.plan(*_received(args))()
-
-
-@torch.library.register_fake("ssmgen::combine_splits", lib=_library)
-def _fake(*args: Any) -> None:
-    CALLER.foresee(*_received(args))
-
-
-CALLER = Caller(
-    FAMILY, OPERATOR, NAMES, frozenset(("o", "lse", "out")), views_of, run_reference, _dispatch, runtime.Patterns(),
-    {"o_other": "o[1]", "lse_other": "lse[1]"},
-)  # fmt: skip
+WORDS = {"o_other": "o[1]", "lse_other": "lse[1]"}
+(CALLER,) = callers(FAMILY, {OPERATOR: OPERANDS}, Options, views_of, run_reference, words={OPERATOR: WORDS}).values()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
+from .operands import OPERANDS
 
 OPERATOR = "combine_splits"
 SIZE, MAX_SIZE = "rows", 2**17  # what the rules look at; beyond, nothing changes
@@ -52,6 +53,15 @@ class CombineProblem(Problem):
     def partial(self) -> bool:
         """Whether the last of a row's vectors is not whole: o and out are then loaded and stored by elements, as many as there are."""
         return self.d_v % 4 != 0
+
+    @property
+    def apart(self) -> bool:
+        """Whether rows have several axes."""
+        return self.axes > 1
+
+    @property
+    def three(self) -> bool:
+        return self.axes == len(AXES)
 
     @property
     def indexed(self) -> bool:
@@ -144,40 +154,21 @@ class CombineSpec(KernelSpec, CombineProblem):
 
     def operands(self) -> list[str]:
         """Tensor arguments in order."""
-        there = {
-            "o": True,
-            "lse": True,
-            "o_other": self.pair,
-            "lse_other": self.pair,
-            "num_splits": self.indexed,
-            "attn_sink": self.sink is not None,
-            "mask": self.mask,
-            "out": True,
-            "lse_out": self.lse_out,
-        }
-        return [name for name, given in there.items() if given]
+        return OPERANDS.of(self)
 
     def row_axes(self) -> tuple[str, ...]:
         return {1: AXES[:1], 2: AXES[::2], 3: AXES}[self.axes]
 
     def strides(self) -> list[tuple[str, str]]:
         """(operand, axis) of every stride the kernel takes, in elements."""
-        rows = self.row_axes()
-        partial = [*([] if self.pair else ["split"]), *(rows[1:] if self.indexed else rows)]
-        axes = dict.fromkeys(("o", "lse", "o_other", "lse_other"), partial) | {"num_splits": rows[:1]}
-        return [(operand, axis) for operand in self.operands() for axis in axes.get(operand, rows)]
+        return [(operand, axis) for operand, axis, _ in OPERANDS.strides(self)]
 
     def parameters(self) -> list[Param]:
-        element = {"o": self.o.value, "o_other": self.o.value, "mask": "u8", "out": self.out.value}
-        element["num_splits"] = "i64" if self.num_splits is Index.I64 else "int"
-        element |= {"attn_sink": self.sink.value} if self.sink else {}
-        pointers = [Param.pointer(op, element.get(op, "f32"), const=op not in ("out", "lse_out")) for op in self.operands()]
         divisors = [p for axis in self.row_axes()[1:] for p in Param.divisor(f"{axis}_size")]
         counts = ["rows", *([] if self.pair else ["splits"])]
         numbers = ["to_log2", *(["sink_to_base"] if self.sink else [])]
         numbers += ["max_to_out", "log2_to_out", "empty_lse"] if self.lse_out else []
-        strides = [Param.u32(f"{op}_{axis}") for op, axis in self.strides()]
-        return [*pointers, *divisors, *map(Param.u32, counts), *strides, *map(Param.f32, numbers)]
+        return [*OPERANDS.pointers(self), *divisors, *map(Param.u32, counts), *OPERANDS.stride_params(self), *map(Param.f32, numbers)]
 
     def _offsets(self) -> dict[str, str]:
         """What is added to the operands to get to a row, and in it to a lane's columns."""

@@ -50,7 +50,7 @@ def operands(spec: CombineSpec, batch: int, seed: int) -> dict[str, Tensor]:
 
 
 def combine_splits(spec: CombineSpec, batch: int, seed: int) -> Trial:
-    return trial(CALLER, operands(spec, batch, seed), Options(2, "e", skip_single=spec.skip_single))
+    return trial(CALLER, operands(spec, batch, seed), Options("2", "e", skip_single=spec.skip_single))
 
 
 TRIALS = {CombineSpec: combine_splits}

@@ -17,11 +17,11 @@ from ...bench import report as reports
 from ...bench.case import Launch, kept
 from ...bench.layer_case import EPS, Layer, Step, between_ours, convolution
 from ...bench.layers import LAYOUT, layer_bench
-from ..causal_conv1d_update.bench import dao_step
-from ..linear_attention.bench_recurrences import OPS
-from ..linear_attention.models import LinearAttention
-from ..linear_attention.problem import Gate
+from ...engine.recurrences.attention.model import AttentionModel
+from ...engine.recurrences.attention.problem import Gate
 
+# Of flash-linear-attention's step: what it does in its kernel, as ours does, and that it gives the state.
+FLA_OPTIONS = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "output_final_state")
 LOWER_BOUND = -5.0  # Kimi-K3's
 
 
@@ -29,7 +29,7 @@ class DeltaLayer(Layer):
     """A layer of a delta rule."""
 
     inputs: ClassVar[str] = "mixed_qkv"
-    model: LinearAttention
+    model: AttentionModel
     norm_first: ClassVar[bool] = True
     gates: ClassVar[tuple[str, str]]  # the operands that the recurrence by itself calls g and beta
     rule: ClassVar[Callable[..., Any]]
@@ -105,13 +105,13 @@ def fla(case: Any) -> Launch | None:
     if update is None or norm is None:
         return None
     assert case.norm_weight is not None, "every model with such a layer norms by heads"
-    convolve, weights = convolution(case, dao_step()), case.norm_weight
+    convolve, weights = convolution(case, reports.imported("causal_conv1d", "causal_conv1d_update")), case.norm_weight
     _, H, V, K = case.state.shape
     parts = case.state.flatten().view(torch.float32).split(case.batch * H * K * V)
     states = [part.view(case.batch, H, K, V) for part in parts if len(part) == len(parts[0])]
     states[0] = case.state[case.slots[0].long()].float().transpose(2, 3).contiguous()
     biases = case.by_head["dt_bias"].float()
-    fixed = {**OPS["gated_delta_rule"].fla_options, "output_final_state": True}
+    fixed = dict.fromkeys(FLA_OPTIONS, True)
 
     def run(i: int) -> Any:
         rows = case.out[i].view(case.batch, H, V)

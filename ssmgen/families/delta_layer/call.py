@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from torch import Tensor
 
-from ...calls.public import Call, operator
+from ...calls.operator import operator, run
 from ...calls.scalars import POSITIVE
-from ..gated_rms_norm.call import ACTIVATION
+from ...engine.norm_calls import ACTIVATION
+from .operands import FUNCTIONS
 from .planning import CALLERS
 from .views import Options
 
@@ -87,13 +86,15 @@ def gdn_layer(
     Source: Yang et al. 2024 (arXiv 2412.06464).
     """
     out, scale = _result_and_scale(out, scale, mixed_qkv, state, state_layout)
-    given = (
-        mixed_qkv, state, conv_state, conv_weight, conv_bias, a, b, A_log, dt_bias, z, norm_weight, out, state_indices, arrivals,
-        dst_state_indices, num_accepted_tokens, intermediate_states, intermediate_conv_window, intermediate_state_indices,
+    tensors = FUNCTIONS["gdn_layer"].Tensors(
+        state=state, conv_state=conv_state, mixed_qkv=mixed_qkv, conv_weight=conv_weight, conv_bias=conv_bias,
+        intermediate_conv_window=intermediate_conv_window, a=a, b=b, A_log=A_log, dt_bias=dt_bias, z=z, norm_weight=norm_weight,
+        out=out, state_indices=state_indices, dst_state_indices=dst_state_indices, num_accepted_tokens=num_accepted_tokens,
+        intermediate_states=intermediate_states, intermediate_state_indices=intermediate_state_indices, arrivals=arrivals,
     )  # fmt: skip
     norm = (norm_eps, norm_before_gate, norm_activation)
     options = Options(*norm, allow_neg_eigval, use_qk_l2norm, scale, state_layout, pad_slot_id, update_state)
-    return cast(Tensor, Call(CALLERS["gdn_layer"], given, options, pdl))
+    return run(CALLERS["gdn_layer"], tensors, options, pdl)
 
 
 @operator(like="mixed_qkv", **SCALARS)
@@ -149,13 +150,15 @@ def kda_layer(
     Source: Kimi Team 2025 (arXiv 2510.26692).
     """
     out, scale = _result_and_scale(out, scale, mixed_qkv, state, state_layout)
-    given = (
-        mixed_qkv, state, conv_state, conv_weight, conv_bias, g, beta, A_log, dt_bias, z, norm_weight, out, state_indices, arrivals,
-        dst_state_indices, num_accepted_tokens, intermediate_states, intermediate_conv_window, intermediate_state_indices,
+    tensors = FUNCTIONS["kda_layer"].Tensors(
+        state=state, conv_state=conv_state, mixed_qkv=mixed_qkv, conv_weight=conv_weight, conv_bias=conv_bias,
+        intermediate_conv_window=intermediate_conv_window, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, z=z, norm_weight=norm_weight,
+        out=out, state_indices=state_indices, dst_state_indices=dst_state_indices, num_accepted_tokens=num_accepted_tokens,
+        intermediate_states=intermediate_states, intermediate_state_indices=intermediate_state_indices, arrivals=arrivals,
     )  # fmt: skip
     norm = (norm_eps, norm_before_gate, norm_activation)
     options = Options(*norm, allow_neg_eigval, use_qk_l2norm, scale, state_layout, pad_slot_id, update_state, lower_bound)
-    return cast(Tensor, Call(CALLERS["kda_layer"], given, options, pdl))
+    return run(CALLERS["kda_layer"], tensors, options, pdl)
 
 
 def _result_and_scale(

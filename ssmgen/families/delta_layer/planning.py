@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ... import runtime
 from ...calls import checks
 from ...calls.checks import DTYPES
-from ...calls.planning import Caller, Family
+from ...calls.dispatch import callers
+from ...calls.planning import Family
 from ...engine import layer_views
+from ...engine.norm_calls import ACTIVATIONS
+from ...engine.recurrences.attention.problem import Beta, Gate, Tokens
 from ...spec import KernelSpec, Layout, Loads
-from ..gated_rms_norm.call import ACTIVATIONS
-from ..linear_attention.problem import Beta, Gate, Tokens
-from .problem import CALL_NAMES, DeltaLayerProblem
+from .operands import FUNCTIONS
+from .problem import DeltaLayerProblem
 from .reference import delta_layer as reference
 from .spec import OPERATOR
-from .views import NAMES, REQUIRED, Options, views_of
+from .views import Options, views_of
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> DeltaLayerProblem:
@@ -32,9 +32,9 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     lane = min(16 // state.element_size(), K & -K)  # key channels that a lane has next to each other
     by_channel = [name for name in ("g", "dt_bias") if name in views and "g" in views]
     states = [name for name in ("state", "intermediate_states") if name in views]
-    g = DTYPES[views["g" if by_channel else "a"].dtype]
-    dtypes: dict[str, Any] = {n: DTYPES[views[n].dtype] if n in views else None for n in ("state", "out", "A_log", "dt_bias")}
-    dtypes |= dict.fromkeys(("q", "k", "v"), DTYPES[views["mixed_qkv"].dtype]) | {"gk" if by_channel else "g": g}
+    table = FUNCTIONS["kda_layer" if by_channel else "gdn_layer"]
+    dtypes: dict[str, Any] = {field: DTYPES[views[name].dtype] for field, name in table.fields().items() if name in views}
+    dtypes |= dict.fromkeys(("q", "k", "v"), DTYPES[views["mixed_qkv"].dtype])
     return DeltaLayerProblem(
         dim_k=K,
         dim_v=V,
@@ -43,7 +43,6 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         layout=Layout(options.layout),
         tokens=Tokens.MANY if views["mixed_qkv"].dim() == 3 else Tokens.ONE,
         **dtypes,
-        beta=DTYPES[views["beta" if by_channel else "b"].dtype],
         gate=Gate(options.form.gate),
         beta_form=Beta(options.form.beta),
         l2norm=options.l2norm,
@@ -60,17 +59,11 @@ def _activation(options: Options) -> str:
     return ACTIVATIONS[options.activation].value
 
 
-_AXES = {
-    **dict.fromkeys(("g", "beta", "z"), ("batch", "token", "head")), "gk": ("batch", "token", "head", "n"), "A_log": ("head",),
-    "dt_bias": ("head", "n"),
-}  # fmt: skip
-
-
 def kernel_values(spec: KernelSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, int | float]:
     """Every argument of one of the kernels that is not a pointer."""
     given = {"pad_slot_id": options.pad_slot_id, "scale": float(options.scale), "eps": float(options.eps)}
     given |= {"lower_bound": float(options.lower_bound or 0.0)}
-    return layer_views.kernel_values(spec, views, _AXES, given, CALL_NAMES["gdn_layer" if "a" in views else "kda_layer"])
+    return layer_views.kernel_values(spec, views, FUNCTIONS["gdn_layer" if "a" in views else "kda_layer"], given)
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
@@ -80,7 +73,7 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
 
 FAMILY = Family(
     OPERATOR,
-    written=layer_views.WRITTEN,
+    written=FUNCTIONS["gdn_layer"].written,
     problem_of=problem_of,
     size_of=lambda views: views["out"].shape[0],
     grid_of=layer_views.grid_of,
@@ -88,42 +81,4 @@ FAMILY = Family(
 )
 
 
-# torch.library: what torch.compile and opcheck see.
-_library = torch.library.Library("ssmgen", "FRAGMENT")
-_library.define(
-    "delta_layer(str function, Tensor mixed_qkv, Tensor(a!) state, Tensor(b!) conv_state, Tensor conv_weight, Tensor? conv_bias, Tensor g, "
-    "Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? z, Tensor? norm_weight, Tensor(c!) out, Tensor? state_indices, "
-    "Tensor(d!) arrivals, Tensor? dst_state_indices, Tensor? num_accepted_tokens, Tensor(e!)? intermediate_states, "
-    "Tensor(f!)? intermediate_conv_window, Tensor? intermediate_state_indices, float eps, bool norm_before_gate, "
-    "str activation, bool allow_neg_eigval, bool l2norm, float scale, str layout, "
-    "int pad_slot_id, bool update_state, float? lower_bound, bool? pdl) -> ()",
-    tags=torch.Tag.needs_fixed_stride_order,
-)
-
-
-def _dispatch(function: str, given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    torch.ops.ssmgen.delta_layer(function, *given, *options, pdl)
-
-
-def _received(function: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
-    """(given, options, pdl) of what torch's dispatcher gives."""
-    count = len(NAMES[function])
-    return args[:count], Options(*args[count:-1]), args[-1]
-
-
-@torch.library.impl(_library, "delta_layer", "CUDA")
-@torch.library.impl(_library, "delta_layer", "CPU")
-def _op(function: str, *args: Any) -> None:
-    CALLERS[function].plan(*_received(function, args))()
-
-
-@torch.library.register_fake("ssmgen::delta_layer", lib=_library)
-def _fake(function: str, *args: Any) -> None:
-    CALLERS[function].foresee(*_received(function, args))
-
-
-_signatures = runtime.Patterns()
-CALLERS = {
-    name: Caller(FAMILY, name, names, REQUIRED[name], views_of, run_reference, partial(_dispatch, name), _signatures)
-    for name, names in NAMES.items()
-}
+CALLERS = callers(FAMILY, FUNCTIONS, Options, views_of, run_reference)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...engine.layer_norm import NormedLayer
+from ...engine.recurrences.attention.problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
 from ...spec import LATER, DType, Index, PoolMode, Ring, Update, must
-from ..gated_rms_norm.layer_spec import NormedLayer
-from ..linear_attention.problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
-
-# Of each function, operands that the call names otherwise than the recurrence.
-CALL_NAMES = {"gdn_layer": {"g": "a", "beta": "b"}, "kda_layer": {"gk": "g"}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +23,6 @@ class DeltaLayerProblem(NormedLayer, LinearAttentionProblem):
     def function(self) -> str:
         """The public function whose calls ask for this."""
         return "kda_layer" if self.gk else "gdn_layer"
-
-    @property
-    def call_names(self) -> Mapping[str, str]:
-        return CALL_NAMES[self.function]
 
     @property
     def conv_dtype(self) -> DType:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...engine.layer_reference import convolved, normed, slots_of, valid_slots
-from ..linear_attention.reference import linear_attention
+from ...engine.recurrences.attention.reference import reference as recurrence
 
 
 def delta_layer(
@@ -25,7 +25,7 @@ def delta_layer(
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """mixed_qkv [batch, channels]; z, out [batch, HV, V]; conv_state [slots, channels, len]; conv_weight [channels, width]; state [slots,
-    HV, V, K]; A_log [HV]; norm_weight [HV, V], where there is a norm. `form` is linear_attention's. gdn_layer: a, b [batch, HV], dt_bias
+    HV, V, K]; A_log [HV]; norm_weight [HV, V], where there is a norm. `form` is the recurrence's. gdn_layer: a, b [batch, HV], dt_bias
     [HV]; kda_layer: g [batch, HV, K], beta [batch, HV], dt_bias [HV, K]. Several tokens: mixed_qkv, z, out, a, b, g and beta have an axis
     of them behind the batch's.
 
@@ -48,7 +48,7 @@ def delta_layer(
     kept = views.get("intermediate_states")
     if kept is not None:
         rule["intermediate_states"] = kept.new_empty(len(slots), qkv.shape[1], HV, V, K)
-    linear_attention(rule, form, scale=scale, lower_bound=lower_bound, update_state=update_state, dtype=dtype)
+    recurrence(rule, form, scale=scale, lower_bound=lower_bound, update_state=update_state, dtype=dtype)
     if kept is not None:
         rows = views["intermediate_state_indices"].tolist() if "intermediate_state_indices" in views else range(len(slots))
         for b, row in enumerate(rows):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...engine.layer_sharding import rule_of, sizes
+from .operands import FUNCTIONS
 
 
 def _kinds(given: Mapping[str, Any]) -> dict[str, str]:
@@ -16,8 +17,4 @@ def _kinds(given: Mapping[str, Any]) -> dict[str, str]:
     return {"channels": f"group:{groups}x{keys}+group:{groups}x{keys}+head:{heads}x{values}"}
 
 
-_SHARED = {"A_log": "head", "norm_weight": "row"}
-RULES = {
-    "gdn_layer": rule_of("mixed_qkv", _SHARED | {"a": "* head", "b": "* head", "dt_bias": "head"}, _kinds),
-    "kda_layer": rule_of("mixed_qkv", _SHARED | {"g": "* head|* head key", "beta": "* head", "dt_bias": "head|head key"}, _kinds),
-}
+RULES = {name: rule_of(operands, "mixed_qkv", _kinds) for name, operands in FUNCTIONS.items()}

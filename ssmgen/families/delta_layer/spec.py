@@ -14,12 +14,13 @@ from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
 from ...engine.layer import with_registers
+from ...engine.norm_kernel import FEW
+from ...engine.recurrences.attention.kernel import ONE_TOKEN, AttentionKernel
+from ...engine.recurrences.attention.problem import Gate
 from ...engine.rows import Rule
 from ...engine.window import StateLayout
 from ...spec import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Param, Pdl, Update, is_pow2, must
-from ..gated_rms_norm.spec import FEW
-from ..linear_attention.problem import Gate
-from ..linear_attention.spec import ONE_TOKEN, LinearAttentionSpec
+from .operands import FUNCTIONS
 from .problem import DeltaLayerProblem
 
 OPERATOR = "delta_layer"
@@ -30,7 +31,7 @@ MOST_BLOCKS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaLayerSpec(LinearAttentionSpec, DeltaLayerProblem):
+class DeltaLayerSpec(AttentionKernel, DeltaLayerProblem):
     """A problem, and how one variant computes it."""
 
     family: ClassVar[str] = OPERATOR
@@ -62,7 +63,7 @@ class DeltaLayerSpec(LinearAttentionSpec, DeltaLayerProblem):
         return self.tiles if self.clustered else 1
 
     def violations(self, arch: Arch) -> list[str]:
-        if found := LinearAttentionSpec.violations(self, arch) or self.conv_violations(self.tile):
+        if found := AttentionKernel.violations(self, arch) or self.conv_violations(self.tile):
             return found
         found = [
             *must(
@@ -111,49 +112,22 @@ class DeltaLayerSpec(LinearAttentionSpec, DeltaLayerProblem):
         norm = [*(["norm"] if self.norm_inside else []), *(["cluster"] if self.clustered else [])]
         return "_".join([self.function, shape, self.how(), *norm])
 
-    def _roles(self) -> list[str]:
-        """Tensor arguments in order, as the template names them."""
-        there = {
-            **{name: getattr(self, name) is not None for name in ("g", "gk", "beta", "A_log", "dt_bias")},
-            **dict.fromkeys(("z", "norm_weight"), self.norm_inside),
-            "out": True,
-            "state_indices": self.index is not Index.NONE,
-            "dst_state_indices": self.update is Update.EACH,
-            "num_accepted_tokens": self.accepted is not Index.NONE,
-            "intermediate_states": self.intermediates,
-            "intermediate_state_indices": self.rows_index is not Index.NONE,
-            "arrivals": self.conv_moves,
-        }
-        return ["state", *self.conv_operands(), *(name for name, given in there.items() if given)]
-
     def operands(self) -> list[str]:
-        """The same as the call names them."""
-        return [self.call_names.get(role, role) for role in self._roles()]
+        """Tensor arguments in order, as the call names them."""
+        return FUNCTIONS[self.function].of(self)
 
     def strides(self) -> list[tuple[str, str, str]]:
         """(role, axis, width) of every stride the kernel takes, in elements."""
-        token = ["token"] if self.several else []
-        element = ["n"] if self.operand_loads is Loads.ELEMENT else []
-        axes = self.layer_strides() | {
-            **dict.fromkeys(("g", "beta", "z"), ["batch", *token, "head"]),
-            "gk": ["batch", *token, "head", *element],
-            "A_log": ["head"],
-            "dt_bias": ["head", *(element if self.gk else [])],
-            "norm_weight": [],
-        }
-        return self.wide_strides(self._roles(), axes)
+        return FUNCTIONS[self.function].strides(self)
 
     def parameters(self) -> list[Param]:
-        element: dict[str, Any] = {f.name: value.value for f in fields(self) if isinstance(value := getattr(self, f.name), DType)}
-        element |= {"z": self.norm.gate.value, "norm_weight": self.norm.weight and self.norm.weight.value}
-        element["intermediate_states"] = self.state.value
         factors = ["scale", *(["lower_bound"] if self.gate is Gate.BOUNDED else []), *(["eps"] if self.norm_inside else [])]
-        return [*self.layer_parameters(self._roles(), element, self.strides()), *map(Param.f32, factors)]
+        return [*self.layer_parameters(FUNCTIONS[self.function]), *map(Param.f32, factors)]
 
     def constants(self) -> dict[str, Any]:
         lanes = -(-self.norm_rows // self.norm_vec)
         return {
-            **LinearAttentionSpec.constants(self),
+            **AttentionKernel.constants(self),
             **self.conv_constants(),
             "convolved": ("q", "k", "v"),
             # k is written with as it is, and q read with, unless the decay is multiplied in

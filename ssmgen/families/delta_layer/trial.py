@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from ...engine.layer_trial import Maker, layer_trial, lead_of
+from ...engine.recurrences.attention.problem import Beta, Gate
 from ...engine.trial import Trial
 from ...spec import Index, Layout, Loads, Update
-from ..linear_attention.problem import Beta, Gate
-from ..linear_attention.trial import LOWER_BOUND
 from .planning import CALLERS
 from .spec import DeltaLayerSpec
 from .views import Options
+
+LOWER_BOUND = -5.0  # of bounded log decays
 
 
 def operands(spec: DeltaLayerSpec, batch: int, seed: int) -> dict[str, Tensor]:

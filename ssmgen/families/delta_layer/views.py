@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor
 
 from ...calls import checks
 from ...engine import layer_tokens, layer_views
-from ..linear_attention.views import Form
-
-_TOKENWISE = ("mixed_qkv", "a", "b", "g", "beta", "z", "out")  # operands with a tokens axis, where the call has several
-
-
-def _names(gate: str, beta: str) -> tuple[str, ...]:
-    return (
-        "mixed_qkv", "state", "conv_state", "conv_weight", "conv_bias", gate, beta, "A_log", "dt_bias", "z", "norm_weight", "out",
-        "state_indices", "arrivals", *layer_tokens.OPTIONAL,
-    )  # fmt: skip
-
-
-# By public function: operands, and those that it cannot do without.
-NAMES = {"gdn_layer": _names("a", "b"), "kda_layer": _names("g", "beta")}
-_BOTH = ("mixed_qkv", "state", "conv_state", "conv_weight", "out", "arrivals")
-REQUIRED = {"gdn_layer": frozenset((*_BOTH, "a", "b", "A_log")), "kda_layer": frozenset((*_BOTH, "g", "beta"))}
+from ...engine.recurrences.attention.switches import Form
+from ...operands import Table
+from .operands import FUNCTIONS
 
 
 class Options(NamedTuple):
@@ -64,7 +51,7 @@ def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str])
     if several:
         _check_tokens(named, options, problems)
     elif named["mixed_qkv"].dim() == 3:  # a tokens axis of one
-        named = dict(named) | {n: named[n].squeeze(1) for n in _TOKENWISE if n in named}
+        named = dict(named) | {n: named[n].squeeze(1) for n in _table(named).tokenwise if n in named}
     return {} if problems else _with_heads(named, options)
 
 
@@ -78,7 +65,7 @@ def _check_tokens(named: Mapping[str, Tensor], options: Options, problems: list[
 
 def _check_operands(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> bool:
     """Whether shapes fit: mixed_qkv is [batch, channels], or [batch, tokens, channels]. Adds to `problems` all that is wrong."""
-    checks.check_common(named, "state", problems)
+    checks.check_types(_table(named), named, "state", problems)
     state, qkv, window = named["state"], named["mixed_qkv"], named["conv_state"]
     if state.dim() != 4 or qkv.dim() not in (2, 3):
         wanted = f"[slots, heads, {'K, V' if options.layout == 'kv' else 'V, K'}] and [batch, channels] or [batch, tokens, channels]"
@@ -92,9 +79,11 @@ def _check_operands(named: Mapping[str, Tensor], options: Options, problems: lis
         return False
     if window.dtype != qkv.dtype:
         problems.append(f"conv_state is {window.dtype} and mixed_qkv {qkv.dtype}: the window holds what comes in")
-    allowed = _shapes(qkv.shape[:-1], HV, V, K, "g" in named)
-    fits = [checks.check_shape(n, named[n], shapes, problems) for n, shapes in allowed.items() if n in named]
-    if not all([*fits, layer_views.check_channels(named, "mixed_qkv", key_heads, problems)]):
+    sizes = {"head": HV, "value": V, "key": K, "head*value": HV * V, "head*key": HV * K}
+    own = {n: t for n, t in named.items() if n in ("z", "out", "a", "b", "beta", "g", "A_log", "dt_bias", "norm_weight")}
+    lead = ("batch, tokens" if qkv.dim() == 3 else "batch", qkv.shape[:-1])
+    fits = checks.check_shapes(_table(named), own, sizes, problems, lead=lead)
+    if not (layer_views.check_channels(named, "mixed_qkv", key_heads, problems) and fits):
         return False
     if ("norm_weight" in named) != ("z" in named):
         given, absent = ("z", "norm_weight") if "z" in named else ("norm_weight", "z")
@@ -106,17 +95,9 @@ def _check_operands(named: Mapping[str, Tensor], options: Options, problems: lis
     return True
 
 
-def _shapes(rows: Sequence[int], HV: int, V: int, K: int, by_channel: bool) -> dict[str, dict[str, tuple[int, ...]]]:
-    """{operand: {shape in words: sizes}}, the shapes that are allowed. rows: [batch], or [batch, tokens]; by_channel: kda_layer's."""
-    words = "[batch, tokens" if len(rows) == 2 else "[batch"
-    return {
-        **dict.fromkeys(("z", "out"), {f"{words}, heads * V]": (*rows, HV * V), f"{words}, heads, V]": (*rows, HV, V)}),
-        **dict.fromkeys(("a", "b", "beta"), {f"{words}, heads]": (*rows, HV)}),
-        "g": {f"{words}, heads * K]": (*rows, HV * K), f"{words}, heads, K]": (*rows, HV, K)},
-        "A_log": {"[heads]": (HV,)},
-        "dt_bias": {"[heads * K]": (HV * K,), "[heads, K]": (HV, K)} if by_channel else {"[heads]": (HV,)},
-        "norm_weight": {"[V]": (V,)},
-    }
+def _table(named: Mapping[str, Tensor]) -> Table:
+    """The operands of the function that is called with these."""
+    return FUNCTIONS["kda_layer" if "g" in named else "gdn_layer"]
 
 
 def _turned(state: Tensor, options: Options) -> Tensor:

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ... import runtime
 from ...arguments import divisor
 from ...calls import checks
 from ...calls.checks import DTYPES
-from ...calls.planning import Caller, Family
-from ...calls.public import Call, operator
-from ...calls.scalars import NOT_NEGATIVE, integer, one_of
+from ...calls.dispatch import callers
+from ...calls.operator import operator, run
+from ...calls.planning import Family
+from ...calls.scalars import NOT_NEGATIVE, integer
+from ...engine.norm import Activation
+from ...engine.norm_calls import ACTIVATION, ACTIVATIONS
+from ...engine.norm_kernel import MAX_GROUP, NormProblem
+from ...engine.norm_operands import FUNCTIONS, OPERANDS, SHARED
 from ...spec import Loads
 from .reference import gated_rms_norm as reference
-from .spec import MAX_GROUP, OPERATOR, SHARED, WRITTEN, Activation, NormProblem, NormSpec
+from .spec import OPERATOR, NormSpec
 
-NAMES = ("x", "gate", "weight", "out")
-ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU, "sigmoid": Activation.SIGMOID}
-ACTIVATION = one_of("'silu', 'swish' or 'sigmoid'", *ACTIVATIONS)
+TABLE = FUNCTIONS[OPERATOR]
 
 
 class Options(NamedTuple):
@@ -70,7 +72,8 @@ def gated_rms_norm(
     """
     if out is None and isinstance(x, Tensor):
         out = x.new_empty(x.shape)
-    return cast(Tensor, Call(CALLER, (x, gate, weight, out), Options(eps, norm_before_gate, activation, group_size), pdl))
+    tensors = TABLE.Tensors(x=x, gate=gate, weight=weight, out=out)
+    return run(CALLER, tensors, Options(eps, norm_before_gate, activation, group_size), pdl)
 
 
 def _groups_of(x: Tensor, group_size: int | None, problems: list[str]) -> tuple[int, int] | None:
@@ -108,24 +111,23 @@ def views_of(named: Mapping[str, Any], options: Any, problems: list[str], what: 
     back is only usable if that is nothing."""
     if not checks.check_tensors(named, problems):
         return {}
-    checks.check_common(named, "x", problems, what)
+    checks.check_types(OPERANDS, named, "x", problems, what)
     x = named["x"]
     found = _groups_of(x, options.group_size, problems)
-    like_x = {"that of x": tuple(x.shape)}
-    fits = [checks.check_shape(name, t, like_x, problems) for name, t in named.items() if name != "x" and name not in SHARED]
-    if found is None or not all(fits):
+    like_x: checks.Shapes = {"that of x": tuple(x.shape)}
+    others = {name: t for name, t in named.items() if name not in ("x", *SHARED)}
+    if not checks.check_shapes(OPERANDS, others, {}, problems, dict.fromkeys(others, like_x)) or found is None:
         return {}
     groups, size = found
-    weights = {"[size]": (size,), "[groups * size]": (groups * size,), "[groups, size]": (groups, size)}
-    fits = [checks.check_shape(name, named[name], weights, problems) for name in SHARED if name in named]
-    if not all(fits):
+    weights = {name: named[name] for name in SHARED if name in named}
+    if not checks.check_shapes(OPERANDS, weights, {"size": size, "group": groups, "group*size": groups * size}, problems):
         return {}
     for name, t in named.items():
         if t.stride(-1) != 1:
             problems.append(f"{name} has strides {list(t.stride())}; its last axis must be contiguous")
         if any(s >= 2**32 for s in t.stride()):
             problems.append(f"{name} has strides {list(t.stride())}; kernels take strides below 2^32 elements")
-    for name in WRITTEN:
+    for name in OPERANDS.written:
         if name in named and checks.overlaps_itself(named[name]):
             problems.append(f"{name} has strides {list(named[name].stride())}: two of its elements share memory")
     if x.numel() // size >= 2**31:
@@ -141,7 +143,7 @@ def views_of(named: Mapping[str, Any], options: Any, problems: list[str], what: 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> NormProblem:
     """The problem that checked operands pose, given where they lie."""
-    dtypes = {name: DTYPES[views[name].dtype] if name in views else None for name in NAMES}
+    dtypes = {name: DTYPES[views[name].dtype] if name in views else None for name in TABLE.names}
     gated = "gate" in views
     problem: dict[str, Any] = {
         "size": views["x"].shape[-1],
@@ -167,9 +169,7 @@ def grid_of(spec: NormSpec, views: Mapping[str, Tensor]) -> int:
 def kernel_values(spec: NormSpec, views: Mapping[str, Tensor], options: Any) -> dict[str, int | float]:
     """Every kernel argument that is not a pointer."""
     values: dict[str, int | float] = {"units": size_of(views), "eps": options.eps} | divisor("groups", views["out"].shape[1])
-    for role, name in zip(spec.roles(), spec.operands(), strict=True):
-        axes = ("group",) if role in SHARED else ("row", "group")
-        values |= {f"{role}_{axis}": views[name].stride(i) for i, axis in enumerate(axes)}
+    values |= OPERANDS.stride_values(spec, views)
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
 
 
@@ -178,15 +178,7 @@ def size_of(views: Mapping[str, Tensor]) -> int:
     return views["out"].shape[0] * views["out"].shape[1]
 
 
-FAMILY = Family(
-    OPERATOR,
-    written=("out",),
-    problem_of=problem_of,
-    size_of=size_of,
-    grid_of=grid_of,
-    values_of=kernel_values,
-    in_place=(("out", "x"), ("out", "gate")),
-)
+FAMILY = Family(OPERATOR, TABLE.written, problem_of, size_of, grid_of, kernel_values, TABLE.in_place)
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
@@ -195,33 +187,4 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
     reference(**{**views, **how}, dtype=dtype)
 
 
-# torch.library: what torch.compile and opcheck see.
-_library = torch.library.Library("ssmgen", "FRAGMENT")
-_library.define(
-    "gated_rms_norm(Tensor x, Tensor? gate, Tensor? weight, Tensor(a!) out, float eps, bool norm_before_gate, str activation, "
-    "SymInt? group_size, bool? pdl) -> ()",
-    tags=torch.Tag.needs_fixed_stride_order,
-)
-
-
-def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    torch.ops.ssmgen.gated_rms_norm(*given, *options, pdl)
-
-
-def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
-    """(given, options, pdl) of what torch's dispatcher gives."""
-    return args[: len(NAMES)], Options(*args[len(NAMES) : -1]), args[-1]
-
-
-@torch.library.impl(_library, "gated_rms_norm", "CUDA")
-@torch.library.impl(_library, "gated_rms_norm", "CPU")
-def _op(*args: Any) -> None:
-    CALLER.plan(*_received(args))()
-
-
-@torch.library.register_fake("ssmgen::gated_rms_norm", lib=_library)
-def _fake(*args: Any) -> None:
-    CALLER.foresee(*_received(args))
-
-
-CALLER = Caller(FAMILY, OPERATOR, NAMES, frozenset(("x", "out")), views_of, run_reference, _dispatch, runtime.Patterns())
+(CALLER,) = callers(FAMILY, {OPERATOR: TABLE}, Options, views_of, run_reference).values()

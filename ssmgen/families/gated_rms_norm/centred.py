@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ... import runtime
 from ...calls.checks import DTYPES
-from ...calls.planning import Caller, Family
-from ...calls.public import Call, operator
+from ...calls.dispatch import callers
+from ...calls.operator import operator, run
+from ...calls.planning import Family
 from ...calls.scalars import NOT_NEGATIVE, integer
-from .call import ACTIVATION, ACTIVATIONS, Options, grid_of, kernel_values, loaded, size_of, views_of
+from ...engine.norm import Activation
+from ...engine.norm_calls import ACTIVATION, ACTIVATIONS
+from ...engine.norm_kernel import NormProblem
+from ...engine.norm_operands import FUNCTIONS
+from .call import Options, grid_of, kernel_values, loaded, size_of, views_of
 from .reference import gated_rms_norm as reference
-from .spec import OPERATOR, Activation, NormProblem
+from .spec import OPERATOR
 
-NAMES = ("x", "gate", "weight", "bias", "out")
+TABLE = FUNCTIONS["gated_layer_norm"]
 
 
 @operator(like="x", eps=NOT_NEGATIVE, activation=ACTIVATION, group_size=integer("an integer"))
@@ -45,7 +49,8 @@ def gated_layer_norm(
     """
     if out is None and isinstance(x, Tensor):
         out = x.new_empty(x.shape)
-    return cast(Tensor, Call(CALLER, (x, gate, weight, bias, out), Options(eps, norm_before_gate, activation, group_size), pdl))
+    tensors = TABLE.Tensors(x=x, gate=gate, weight=weight, bias=bias, out=out)
+    return run(CALLER, tensors, Options(eps, norm_before_gate, activation, group_size), pdl)
 
 
 def layer_views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
@@ -57,7 +62,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     gated = "gate" in views
     problem: dict[str, Any] = {
         "size": views["x"].shape[-1],
-        **{name: DTYPES[views[name].dtype] if name in views else None for name in NAMES},
+        **{name: DTYPES[views[name].dtype] if name in views else None for name in TABLE.names},
         "centred": True,
         "norm_first": gated and options.norm_before_gate,
         "activation": ACTIVATIONS[options.activation] if gated else Activation.SILU,
@@ -66,15 +71,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     return loaded(problem, views, pointers)
 
 
-FAMILY = Family(
-    OPERATOR,
-    written=("out",),
-    problem_of=problem_of,
-    size_of=size_of,
-    grid_of=grid_of,
-    values_of=kernel_values,
-    in_place=(("out", "x"), ("out", "gate")),
-)
+FAMILY = Family(OPERATOR, TABLE.written, problem_of, size_of, grid_of, kernel_values, TABLE.in_place)
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
@@ -83,33 +80,4 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
     reference(**{**views, **how}, dtype=dtype)
 
 
-# torch.library: what torch.compile and opcheck see.
-_library = torch.library.Library("ssmgen", "FRAGMENT")
-_library.define(
-    "gated_layer_norm(Tensor x, Tensor? gate, Tensor? weight, Tensor? bias, Tensor(a!) out, float eps, bool norm_before_gate, "
-    "str activation, SymInt? group_size, bool? pdl) -> ()",
-    tags=torch.Tag.needs_fixed_stride_order,
-)
-
-
-def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    torch.ops.ssmgen.gated_layer_norm(*given, *options, pdl)
-
-
-def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
-    """(given, options, pdl) of what torch's dispatcher gives."""
-    return args[: len(NAMES)], Options(*args[len(NAMES) : -1]), args[-1]
-
-
-@torch.library.impl(_library, "gated_layer_norm", "CUDA")
-@torch.library.impl(_library, "gated_layer_norm", "CPU")
-def _op(*args: Any) -> None:
-    CALLER.plan(*_received(args))()
-
-
-@torch.library.register_fake("ssmgen::gated_layer_norm", lib=_library)
-def _fake(*args: Any) -> None:
-    CALLER.foresee(*_received(args))
-
-
-CALLER = Caller(FAMILY, "gated_layer_norm", NAMES, frozenset(("x", "out")), layer_views_of, run_reference, _dispatch, runtime.Patterns())
+(CALLER,) = callers(FAMILY, {"gated_layer_norm": TABLE}, Options, layer_views_of, run_reference, "gated_layer_norm").values()

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ...engine.norm import Activation
+from ...engine.norm_kernel import NormProblem
 from ...models import Ask, Client, Model, Role, Wanted
-from .spec import OPERATOR, Activation, NormProblem
+from .spec import OPERATOR
 
 
 class NormAsk(Ask):

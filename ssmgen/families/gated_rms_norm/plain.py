@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ... import runtime
 from ...calls.checks import DTYPES
-from ...calls.planning import Caller, Family
-from ...calls.public import Call, operator
+from ...calls.dispatch import callers
+from ...calls.operator import operator, run
+from ...calls.planning import Family
 from ...calls.scalars import NOT_NEGATIVE, integer
+from ...engine.norm_kernel import NormProblem
+from ...engine.norm_operands import FUNCTIONS
 from .call import grid_of, kernel_values, loaded, size_of, views_of
 from .reference import rms_norm as reference
-from .spec import OPERATOR, WRITTEN, NormProblem
+from .spec import OPERATOR
 
-NAMES = ("x", "residual", "weight", "out", "residual_out")
+TABLE = FUNCTIONS["rms_norm"]
 
 
 class Options(NamedTuple):
@@ -70,7 +72,8 @@ def rms_norm(
             residual_out = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
     options = Options(eps, group_size, unit_offset, round_before_weight)
     returns = ("out",) if residual_out is None else ("out", "residual_out")
-    return cast("Tensor | tuple[Tensor, Tensor]", Call(CALLER, (x, residual, weight, out, residual_out), options, pdl, returns))
+    tensors = TABLE.Tensors(x=x, residual=residual, weight=weight, out=out, residual_out=residual_out)
+    return run(CALLER, tensors, options, pdl, returns=returns)
 
 
 def plain_views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
@@ -84,7 +87,7 @@ def plain_views_of(named: Mapping[str, Any], options: Options, problems: list[st
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> NormProblem:
     """The problem that checked operands pose, given where they lie."""
-    dtypes = {name: DTYPES[views[name].dtype] if name in views else None for name in NAMES}
+    dtypes = {name: DTYPES[views[name].dtype] if name in views else None for name in TABLE.names}
     problem = {
         "size": views["x"].shape[-1],
         **{name: dtypes[name] for name in ("x", "residual", "weight", "out")},
@@ -97,15 +100,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     return loaded(problem, views, pointers)
 
 
-FAMILY = Family(
-    OPERATOR,
-    written=WRITTEN,
-    problem_of=problem_of,
-    size_of=size_of,
-    grid_of=grid_of,
-    values_of=kernel_values,
-    in_place=(("out", "x"), ("out", "residual"), ("residual_out", "residual"), ("residual_out", "x")),
-)
+FAMILY = Family(OPERATOR, TABLE.written, problem_of, size_of, grid_of, kernel_values, TABLE.in_place)
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
@@ -113,33 +108,4 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
     reference(**{**views, **how}, dtype=dtype)
 
 
-# torch.library: what torch.compile and opcheck see.
-_library = torch.library.Library("ssmgen", "FRAGMENT")
-_library.define(
-    "rms_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor(a!) out, Tensor(b!)? residual_out, float eps, SymInt? group_size, "
-    "bool unit_offset, bool round_before_weight, bool? pdl) -> ()",
-    tags=torch.Tag.needs_fixed_stride_order,
-)
-
-
-def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    torch.ops.ssmgen.rms_norm(*given, *options, pdl)
-
-
-def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
-    """(given, options, pdl) of what torch's dispatcher gives."""
-    return args[: len(NAMES)], Options(*args[len(NAMES) : -1]), args[-1]
-
-
-@torch.library.impl(_library, "rms_norm", "CUDA")
-@torch.library.impl(_library, "rms_norm", "CPU")
-def _op(*args: Any) -> None:
-    CALLER.plan(*_received(args))()
-
-
-@torch.library.register_fake("ssmgen::rms_norm", lib=_library)
-def _fake(*args: Any) -> None:
-    CALLER.foresee(*_received(args))
-
-
-CALLER = Caller(FAMILY, "rms_norm", NAMES, frozenset(("x", "out")), plain_views_of, run_reference, _dispatch, runtime.Patterns())
+(CALLER,) = callers(FAMILY, {"rms_norm": TABLE}, Options, plain_views_of, run_reference, "rms_norm").values()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...engine.norm_operands import OPERANDS, SHARED
 from ...engine.trial import TOLERANCE, Trial, trial, wide
 from ...spec import Loads
 from . import centred, plain
 from .call import CALLER, Options
-from .spec import SHARED, WRITTEN, NormSpec
+from .spec import NormSpec
 
 
 def operands(spec: NormSpec, batch: int, seed: int) -> dict[str, Tensor]:
@@ -21,7 +22,7 @@ def operands(spec: NormSpec, batch: int, seed: int) -> dict[str, Tensor]:
     for role in spec.roles():
         values = torch.randn(shape.get(role, (batch, groups, spec.size)), generator=g)
         made[role] = wide(values, getattr(spec, "sum" if role == "residual_out" else role), odd)
-    for role in WRITTEN:
+    for role in OPERANDS.written:
         if role in made:
             made[role].fill_(float("nan"))
     return made

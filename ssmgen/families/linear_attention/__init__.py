@@ -10,7 +10,7 @@ TIMED = ("gated_delta_rule", "kda", "gla", "simple_gla", "lightning_attn", "delt
 
 FAMILY = Family(
     name="linear_attention",
-    kernels=(Kernels("spec:LinearAttentionSpec", "problem:LinearAttentionProblem"),),
+    kernels=(Kernels("spec:LinearAttentionSpec", "spec:LinearAttentionProblem"),),
     functions={name: f"call:{name}" for name in FUNCTIONS},
     types={"Ring": "views:RawInputs"},
     bench=dict.fromkeys(TIMED, "bench:BENCHES"),

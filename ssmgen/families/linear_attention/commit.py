@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ...calls import checks
 from ...calls.checks import DTYPES
+from ...engine.recurrences.attention.operands import OPERANDS, RINGED
+from ...engine.recurrences.attention.problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
+from ...engine.recurrences.attention.reference import one_token
 from ...engine.rows import loaded
 from ...spec import Index, Layout, Loads, PoolMode, Ring
-from .operands import RINGED
-from .problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
-from .reference import one_token
 
 _INDEX = {torch.int32: Index.I32, torch.int64: Index.I64}
 
@@ -25,7 +25,7 @@ def views_of(named: Mapping[str, Tensor], layout: str, problems: list[str]) -> d
     """
     if not checks.check_tensors(named, problems):
         return {}
-    checks.check_common(named, "state", problems)
+    checks.check_types(OPERANDS, named, "state", problems, scaled=False)
     state, k = named["state"], named["k"]
     layered = state.dim() == 5
     if state.dim() not in (4, 5) or k.dim() != state.dim():
@@ -44,22 +44,14 @@ def views_of(named: Mapping[str, Tensor], layout: str, problems: list[str]) -> d
         problems.append(f"state is {list(state.shape)} in layout {layout!r}, whose K is {state_k}; ring.k has K = {K}")
     if H == 0 or HV % H:
         problems.append(f"state has {HV} heads, not a multiple of the {H} of ring.k")
-    lead, words = (L, slots, T), "[layers, slots, tokens"
-    allowed: dict[str, dict[str, tuple[int, ...]]] = {
-        "k": {f"{words}, key heads, K]": (*lead, H, K)},
-        "v": {f"{words}, heads, V]": (*lead, HV, V)},
-        "g": {f"{words}, heads]": (*lead, HV)},
-        "gk": {f"{words}, heads, K]": (*lead, HV, K)},
-        "beta": {f"{words}, heads]": (*lead, HV), f"{words}, heads, V]": (*lead, HV, V)},
-        "A_log": {"[layers, heads]": (L, HV)},
-        "dt_bias": {"[layers, heads, K]": (L, HV, K), "[layers, heads * K]": (L, HV * K)}
-        if "gk" in named
-        else {"[layers, heads]": (L, HV)},
-        "state_indices": {"[batch]": (batch,)},
-        "num_accepted_tokens": {"[batch]": (batch,)},
-    }
-    fits = [checks.check_shape(n, t, allowed[n], problems) for n, t in views.items() if n != "state"]
-    if problems or not all(fits):
+    sizes = {"head": HV, "group": H, "key": K, "value": V, "batch": batch}
+    bias = {"[layers, heads, K]": (L, HV, K), "[layers, heads * K]": (L, HV * K)} if "gk" in named else {"[layers, heads]": (L, HV)}
+    own: dict[str, checks.Shapes] = {
+        "g": {"[layers, slots, tokens, heads]": (L, slots, T, HV)}, "A_log": {"[layers, heads]": (L, HV)}, "dt_bias": bias,
+    }  # fmt: skip
+    ring = {n: t for n, t in views.items() if n != "state"}
+    fits = checks.check_shapes(OPERANDS, ring, sizes, problems, own, ("layers, slots, tokens", (L, slots, T)))
+    if problems or not fits:
         return {}
     if "gk" in views and "dt_bias" in views and views["dt_bias"].dim() == 2:
         views["dt_bias"] = views["dt_bias"].unflatten(1, (HV, K))
@@ -84,7 +76,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
 
     along, wide = (-1, lane) if options.layout == "vk" else (-2, min(16 // state.element_size(), V & -V))
     vectors = [n for n in ("k", "gk") if n in views] + (["dt_bias"] if "gk" in views and "dt_bias" in views else [])
-    present: dict[str, Any] = {n: DTYPES[t.dtype] for n, t in views.items() if n not in ("state_indices", "num_accepted_tokens")}
+    present: dict[str, Any] = {field: DTYPES[views[name].dtype] for field, name in OPERANDS.fields().items() if name in views}
     problem = LinearAttentionProblem(
         dim_k=K,
         dim_v=V,
@@ -107,19 +99,6 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         operand_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], lane) for n in vectors) else Loads.ELEMENT,
     )
     return loaded(problem)
-
-
-_AXES = {
-    "A_log": {"layer": 0, "head": 1},
-    "dt_bias": {"layer": 0, "head": 1, "n": 2},
-    "state_indices": {"batch": 0},
-    "num_accepted_tokens": {"batch": 0},
-}
-_RING_AXES = {"layer": 0, "slot": 1, "token": 2, "head": 3, "row": 4, "n": 4}
-
-
-def stride(views: Mapping[str, Tensor], operand: str, axis: str) -> int:
-    return views[operand].stride(_AXES.get(operand, _RING_AXES)[axis])
 
 
 def reference(views: Mapping[str, Tensor], form: Any, pad_slot_id: int, lower_bound: float, dtype: torch.dtype = torch.float32) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...calls.public import operator
+from ...calls.operator import operator
+from ...engine.recurrences.attention.switches import Form, beta_objections, beta_of, gate_objections, gate_of
 from .options import PoolOptions, Ring, commit, decode
-from .switches import beta_objections, beta_of, gate_objections, gate_of
-from .views import Form
 
 
 @operator(like="v")

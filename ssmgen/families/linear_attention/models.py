@@ -1,40 +1,27 @@
-"""Models of gated delta rules and their relatives: their shapes, and what decoding them asks for."""
+"""Models of gated delta rules and their relatives, and what decoding them asks for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from ...engine.recurrences.attention.model import AttentionModel
+from ...engine.recurrences.attention.problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
 from ...models import OPTIONS, Client, Model, StateAsk, Wanted
 from ...spec import DType, Index, Layout, PoolMode, Ring, Update
-from .problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
 from .spec import OPERATOR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinearAttention(Model):
+class LinearAttention(AttentionModel):
     """kind: the public function of `call.py` that decodes it."""
 
     operator: ClassVar[str] = OPERATOR
     conv_bias: ClassVar[bool] = False
 
-    key_heads: int
-    dim_k: int
-    dim_v: int
-    gate: Gate = Gate.SOFTPLUS  # of gated_delta_rule and kda
-    allow_neg_eigval: bool = False  # beta is twice a sigmoid
-
-    @staticmethod
-    def read(row: dict[str, Any]) -> dict[str, Any]:
-        return Model.read(row) | ({"gate": Gate(row["gate"])} if "gate" in row else {})
-
     @property
     def function(self) -> str:
         return self.kind
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.dim_v, self.dim_k, self.key_heads
 
     @property
     def conv_channels(self) -> int:
@@ -52,10 +39,6 @@ class LinearAttention(Model):
     def norm_shape(self) -> tuple[int, int] | None:
         """(groups, elements of each) of the gated norm of gated_delta_rule and kda, whose groups are the heads of v; else None."""
         return (self.nheads, self.dim_v) if self.kind in ("gated_delta_rule", "kda") else None
-
-    def divided(self, tp: int) -> LinearAttention:
-        heads, key_heads = self._share(self.nheads, "heads", tp), self._share(self.key_heads, "key heads", tp)
-        return replace(self, nheads=heads, key_heads=key_heads)
 
     def problem(
         self,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...calls.checks import padding_objections
-from ...calls.public import Call
+from ...calls.operator import run
+from ...engine.recurrences.attention.operands import OPERANDS
+from ...engine.recurrences.attention.switches import Form
 from .planning import CALLERS
-from .views import Form, Options, ring_objections
+from .views import Options, ring_objections
 from .views import RawInputs as Ring
 
 
@@ -71,20 +73,21 @@ def decode(
     write: Tensor | None = None, alpha: Tensor | None = None, bonus: Tensor | None = None, *,
     lower_bound: float | None = None, objections: tuple[str, ...] = (),
 ) -> Tensor:  # fmt: skip
-    """The call of a function: of its tensors by their roles in the recurrence (spec.py)."""
+    """The result of a function, of its tensors by their roles in the recurrence (spec.py)."""
     scale, out = pool.scale, pool.out
     objections += padding_objections(pool.zero_padding, out)
     if out is None:
         out = torch.empty_like(v, memory_format=_CONTIGUOUS) if isinstance(v, Tensor) else v  # the checks object to v
     if scale is None:
         scale = q.shape[-1] ** -0.5 if isinstance(q, Tensor) and q.dim() and q.shape[-1] else 1.0
-    given = (
+    ring_k, ring_v, ring_g, ring_gk, ring_beta = _by_operand(pool.ring, gk is not None)
+    tensors = OPERANDS.Tensors(
         state, q, k, v, g, gk, gv, beta, A_log, dt_bias, read, erase, w, write, alpha, bonus, out, pool.state_indices,
-        pool.dst_state_indices, pool.num_accepted_tokens, pool.cu_seqlens, pool.intermediate_states,
-        *_by_operand(pool.ring, gk is not None), pool.state_scale, pool.parents, pool.intermediate_state_indices,
+        pool.dst_state_indices, pool.num_accepted_tokens, pool.cu_seqlens, pool.intermediate_states, ring_k, ring_v, ring_g, ring_gk,
+        ring_beta, pool.state_scale, pool.parents, pool.intermediate_state_indices,
     )  # fmt: skip
     how = Options(form, scale, lower_bound or 0.0, pool.state_layout, pool.pad_slot_id, pool.update_state, zero_padding=pool.zero_padding)
-    return cast(Tensor, Call(CALLERS[name], given, how, pool.pdl, objections=objections + ring_objections(pool.ring)))
+    return run(CALLERS[name], tensors, how, pool.pdl, objections=objections + ring_objections(pool.ring))
 
 
 def commit(
@@ -92,22 +95,18 @@ def commit(
     per_channel: bool, lower_bound: float | None = None, state_layout: str, state_indices: Tensor | None, pad_slot_id: int,
     pdl: bool | None, objections: tuple[str, ...],
 ) -> Tensor:  # fmt: skip
-    """The call that replays accepted tokens of a ring; per_channel: it keeps a gate per key channel."""
+    """The result of a call that replays accepted tokens of a ring; per_channel: it keeps a gate per key channel."""
     k, v, g, gk, beta = _by_operand(ring, per_channel)
-    none = (None,) * 6  # read … bonus
-    given = (
-        state, None, k, v, g, gk, None, beta, A_log, dt_bias, *none, None, state_indices, None, num_accepted_tokens, None, None, *_NO_RING,
-        None, None, None,
+    tensors = OPERANDS.Tensors(
+        state=state, k=k, v=v, g=g, gk=gk, beta=beta, A_log=A_log, dt_bias=dt_bias, state_indices=state_indices,
+        num_accepted_tokens=num_accepted_tokens,
     )  # fmt: skip
     how = Options(form, 1.0, lower_bound or 0.0, state_layout, pad_slot_id, True, commit=True)
-    return cast(Tensor, Call(CALLERS[name], given, how, pdl, ("state",), objections + ring_objections(ring)))
+    return run(CALLERS[name], tensors, how, pdl, returns=("state",), objections=objections + ring_objections(ring))
 
 
 def _by_operand(ring: Ring | None, per_channel: bool) -> tuple[Tensor | None, ...]:
     if ring is None or ring_objections(ring):
-        return _NO_RING
+        return (None,) * 5
     k, v, g, beta = ring
     return (k, v, None, g, beta) if per_channel else (k, v, g, None, beta)
-
-
-_NO_RING = (None,) * 5

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...calls.public import operator
+from ...calls.operator import operator
+from ...engine.recurrences.attention.switches import Form
 from .options import PoolOptions, decode
-from .views import Form
 
 _PLAIN, _SLOPE = Form("none"), Form("none", "slope")
 

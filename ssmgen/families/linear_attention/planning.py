@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ... import runtime
 from ...calls import checks
 from ...calls.checks import INDEX, STATES
-from ...calls.planning import Caller, Family
+from ...calls.dispatch import callers
+from ...calls.planning import Family
+from ...engine.recurrences.attention.operands import KEY_VECTORS, OPERANDS
+from ...engine.recurrences.attention.problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
+from ...engine.recurrences.attention.reference import reference
 from ...engine.rows import loaded
 from ...spec import Index, Layout, Loads, PoolMode, Ring, Update
 from . import commit
-from .operands import CONTROL, FUNCTIONS, KEPT, KEY_VECTORS, NAMES, OPTIONAL, RINGS
-from .problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
-from .reference import linear_attention as reference
+from .functions import FUNCTIONS
 from .spec import OPERATOR, LinearAttentionSpec
-from .views import Form, Options, token_views
+from .views import Options, token_views
 
 
 def batch_of(views: Mapping[str, Tensor]) -> int:
@@ -51,8 +51,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     states = [("state", state), *([("intermediate_states", kept)] if kept is not None else [])]
     wide = lane if options.layout == "vk" else min(16 // state.element_size(), V & -V)
     vectors = [n for n in (*KEY_VECTORS, "ring_k", "ring_gk") if n in views] + (["dt_bias"] if "gk" in views and "dt_bias" in views else [])
-    others = (*CONTROL, "intermediate_states", *RINGS, "state_scale", *KEPT)
-    present: dict[str, Any] = {n: STATES[t.dtype] for n, t in views.items() if n not in others}
+    present: dict[str, Any] = {field: STATES[views[name].dtype] for field, name in OPERANDS.fields().items() if name in views}
 
     def index(name: str) -> Index:
         return INDEX[views[name].dtype if name in views else None]
@@ -87,21 +86,6 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     return loaded(problem).for_tokens(views["q"].shape[1])
 
 
-_AXES = {
-    "state": {"slot": 0, "head": 1},
-    "A_log": {"head": 0},
-    "dt_bias": {"head": 0, "n": 1},
-    "state_indices": {"batch": 0, "column": 1},
-    "dst_state_indices": {"batch": 0, "token": 1},
-    "num_accepted_tokens": {"batch": 0},
-    "intermediate_states": {"batch": 0, "token": 1},
-    **dict.fromkeys(RINGS, {"slot": 0, "token": 1, "head": 2}),
-    "state_scale": {"slot": 0, "head": 1, "row": 2},
-    "parents": {"batch": 0, "token": 1},
-    "intermediate_state_indices": {"batch": 0},
-}
-
-
 _COLUMNS = {
     "columns": "state_indices",
     "dst_columns": "dst_state_indices",
@@ -120,7 +104,6 @@ def kernel_values(spec: LinearAttentionSpec, views: Mapping[str, Tensor], option
     }
     if options.commit:
         values |= {"most_tokens": views["k"].shape[2], "sequences": batch_of(views)}
-        values |= {f"{operand}_{axis}": commit.stride(views, operand, axis) for operand, axis, _ in spec.strides()}
     else:
         values |= dict.fromkeys(("tokens", "total_tokens"), views["out"].shape[1])
         for name, operand in _COLUMNS.items():
@@ -128,9 +111,7 @@ def kernel_values(spec: LinearAttentionSpec, views: Mapping[str, Tensor], option
                 values[name] = views[operand].shape[1]
         if "intermediate_states" in views:
             values["kept_rows"] = views["intermediate_states"].shape[0]
-        token_axes = {"batch": 0, "token": 1, "head": 2, "row": 3, "n": 3}
-        for operand, axis, _ in spec.strides():
-            values[f"{operand}_{axis}"] = views[operand].stride(_AXES.get(operand, token_axes)[axis])
+    values |= OPERANDS.stride_values(spec, views, int(options.commit))
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
 
 
@@ -141,7 +122,7 @@ def grid_of(spec: LinearAttentionSpec, views: Mapping[str, Tensor]) -> int:
 
 FAMILY = Family(
     OPERATOR,
-    written=("out", "state", "intermediate_states", *RINGS, "state_scale"),
+    written=OPERANDS.written,
     problem_of=problem_of,
     size_of=lambda views: batch_of(views) if views["v"].numel() else 0,
     grid_of=grid_of,
@@ -159,48 +140,6 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
         reference(views, form, **how, dtype=dtype)
 
 
-# torch.library: what torch.compile and opcheck see.
-_library = torch.library.Library("ssmgen", "FRAGMENT")
-_library.define(
-    f"linear_attention(str name, Tensor(a!) state, Tensor? q, Tensor k, Tensor v, {', '.join(f'Tensor? {n}' for n in OPTIONAL)}, "
-    "Tensor(b!)? out, "
-    "Tensor? state_indices, Tensor? dst_state_indices, Tensor? num_accepted_tokens, Tensor? cu_seqlens, "
-    "Tensor(c!)? intermediate_states, Tensor(d!)? ring_k, Tensor(e!)? ring_v, Tensor(f!)? ring_g, Tensor(g!)? ring_gk, "
-    "Tensor(h!)? ring_beta, Tensor(i!)? state_scale, Tensor? parents, Tensor? intermediate_state_indices, "
-    "str delta, str gate, str beta_form, bool l2norm, float scale, float lower_bound, str layout, "
-    "int pad_slot_id, bool update_state, bool commit, bool zero_padding, bool? pdl) -> ()",
-    tags=torch.Tag.needs_fixed_stride_order,
-)
-
-
-def _dispatch(name: str, given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    form, *rest = options
-    torch.ops.ssmgen.linear_attention(name, *given, *form, *rest, pdl)
-
-
-def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
-    """(given, options, pdl) of what torch's dispatcher gives."""
-    given, form, (*rest, pdl) = args[: len(NAMES)], args[len(NAMES) : len(NAMES) + 4], args[len(NAMES) + 4 :]
-    return tuple(given), Options(Form(*form), *rest), pdl
-
-
-@torch.library.impl(_library, "linear_attention", "CUDA")
-@torch.library.impl(_library, "linear_attention", "CPU")
-def _op(name: str, *args: Any) -> None:
-    CALLERS[name].plan(*_received(args))()
-
-
-@torch.library.register_fake("ssmgen::linear_attention", lib=_library)
-def _fake(name: str, *args: Any) -> None:
-    CALLERS[name].foresee(*_received(args))
-
-
-_patterns = runtime.Patterns()
-
-
-CALLERS = {
-    name: Caller(
-        FAMILY, name, NAMES, frozenset(function.tensors), views_of, run_reference, partial(_dispatch, name), _patterns, function.words
-    )
-    for name, function in FUNCTIONS.items()
-}
+_TABLES = {name: OPERANDS.only(required=function.tensors) for name, function in FUNCTIONS.items()}
+_WORDS = {name: function.words for name, function in FUNCTIONS.items()}
+CALLERS = callers(FAMILY, _TABLES, Options, views_of, run_reference, words=_WORDS)

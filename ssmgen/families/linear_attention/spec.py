@@ -13,249 +13,28 @@ simpler forms have no read; Comba reads before the decay with a key of its own; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ...engine import rows as row_engine
-from ...engine.rows import RowSpec, Rule
-from ...spec import FP8, Arch, DType, Index, Loads, Narrow, Needs, Param, Pdl, PoolMode, Ring, Update, must
-from .operands import KEY_VECTORS, OF_KEY_HEADS, OPTIONAL, RINGED, ROW_SCALARS, WEIGHTS
-from .problem import Delta, Gate, LinearAttentionProblem, Tokens
+from ...engine.recurrences.attention.kernel import MAX_SHARED, ONE_TOKEN, AttentionKernel
+from ...engine.recurrences.attention.problem import Delta, LinearAttentionProblem
+from ...engine.rows import Rule
+from ...spec import Arch, Index, Pdl
 
 OPERATOR = "linear_attention"
-MAX_SHARED = 48 * 1024  # bytes, of static arrays
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearAttentionSpec(RowSpec, LinearAttentionProblem):
+class LinearAttentionSpec(AttentionKernel):
     """A problem, and how one variant computes it."""
 
     family: ClassVar[str] = OPERATOR
 
-    chunk: int = 8  # tokens staged at a time, where a call has several; fewer where so many have no room
-
     @property
     def template(self) -> str:
         return "linear_attention/linear_attention.cu.j2"
-
-    def violations(self, arch: Arch) -> list[str]:
-        found = RowSpec.violations(self, arch)
-        if found:
-            return found
-        return [
-            *must(not self.several or self.tile == self.rows_per_step, "several tokens need all rows of a tile in flight at once"),
-            *must(arch >= FP8 or self.state is not Narrow.E4M3, f"fp8 states need sm_89, not {arch}"),
-            *must(self.shared_bytes <= MAX_SHARED, f"{self.shared_bytes} bytes of shared memory exceed 48 KiB"),
-            *must(not self.prefetch or self.accepted is Index.NONE, "the bulk L2 prefetch does not know the column that is started from"),
-            *must(not self.prefetch or not self.heads_apart, "the bulk L2 prefetch takes heads that lie behind each other"),
-            *must(not self.frozen or (self.lanes, self.vec) == (4, 8), "tensor cores take 4 lanes of 8 elements to a row"),
-            *must(not self.frozen or self.ilp in (2, 4), f"tensor cores take 2 or 4 rows to a team, not {self.ilp}"),
-        ]
-
-    @property
-    def shared_bytes(self) -> int:
-        """Staged tokens, and the sums of rows that lie in several warps."""
-        tree = 1 if self.parents is not Index.NONE else 0
-        token = len(self.token_vectors()) * self.row_room + 8 + len(self.row_scalars()) * self.tile + tree
-        return (4 * self.chunk * token if self.staged else 0) + self._bytes_across_warps
-
-    @property
-    def _bytes_across_warps(self) -> int:
-        parts = self.row_warps * self.passes  # of a sum
-        teams = self.threads // self.lanes
-        return 4 * ((len(self.row_sums()) * parts + len(self.row_values())) * self.rows_per_step + 4 * parts * teams) if parts else 0
-
-    @property
-    def needs(self) -> Needs:
-        mma = self.state.value if self.frozen else ""
-        by_byte = self.scaled and self.state.size == 1 and self.state_loads is Loads.ELEMENT
-        raw, streaming = self.ring is Ring.STORE, self.intermediates and self.parents is Index.NONE
-        needs = replace(super().needs, mma=mma, raw=raw, streaming=streaming, narrow=self.scaled, bytes=by_byte)
-        return replace(needs, shared_quads=self.row_warps > 0, guarded=self.guarded)
-
-    @property
-    def stem(self) -> str:
-        tokens_kept = {Ring.NONE: [], Ring.STORE: ["ring"], Ring.COMMIT: ["commit"]}[self.ring]
-        kind = "bonus" if self.bonus else "la"
-        kind = {Delta.NONE: kind, Delta.DECAYED: "delta", Delta.OLD: "lowrank" if self.low_rank else "olddelta"}[self.delta]
-        decay = "".join(name for name in ("g", "gk", "gv") if getattr(self, name))
-        tokens = [] if self.tokens is Tokens.ONE else ["frozen" if self.frozen else self.tokens.value]
-        shape = f"h{self.nheads}v{self.dim_v}k{self.dim_k}g{self.key_heads}_{self.state.value}{'_apart' if self.heads_apart else ''}"
-        return "_".join([kind, *([decay] if decay else []), shape, *tokens, *tokens_kept, self.how()])
-
-    def _given(self, names: Sequence[str]) -> list[str]:
-        """Names of the operands, among these, that the problem has."""
-        return [name for name in names if getattr(self, name) is not None]
-
-    def key_vectors(self) -> list[str]:
-        """Operands with an element per key channel and token."""
-        return [name for name in self._given(KEY_VECTORS) if not (self.commit and name == "q")]
-
-    def row_scalars(self) -> list[str]:
-        """Operands with an element per value channel and token."""
-        return [*self._given(ROW_SCALARS), *(["beta"] if self.beta_rows else [])]
-
-    def head_scalars(self) -> list[str]:
-        """Operands with an element per head and token."""
-        return [*(["g"] if self.g else []), *(["beta"] if self.beta and not self.beta_rows else [])]
-
-    def weights(self) -> list[str]:
-        return self._given(WEIGHTS)
-
-    def token_vectors(self) -> list[str]:
-        """What of a token the rows need, in f32, with an element per key channel. `write` is read with too where `reads_key`."""
-        if self.delta is Delta.NONE:
-            names = ["query", "write"]
-        elif self.low_rank:
-            names = ["query", "read", "write", "key"]
-        elif self.reads_key:
-            names = ["query", "write"]
-        else:
-            names = ["query", "read", "write"]
-        return names[self.commit :] + (["decay"] if self.gk else [])
-
-    def token_scalars(self) -> list[str]:
-        """The factors of a token that all rows of a head share."""
-        read = self.delta is not Delta.NONE
-        decayed = self.g is not None and self.gk is None
-        return [
-            *(["forget"] if decayed else []),
-            *(["read_scale"] if read and (self.l2norm or (decayed and self.delta is Delta.DECAYED)) else []),
-            *(["query_scale"] if not self.commit else []),
-            *(["write_scale"] if self.l2norm else []),
-            *(["mix"] if read and not self.commit else []),
-            *(["mix_key"] if self.low_rank or self.bonus else []),
-            *(["step"] if self.beta is not None and not self.beta_rows else []),
-        ]
-
-    def row_sums(self) -> list[str]:
-        """Sums over a row that a token takes."""
-        return [*(["p_sum"] if self.delta is not Delta.NONE else []), *(["y_sum"] if not self.commit else [])]
-
-    def row_values(self) -> list[str]:
-        """What all lanes of a row need of those that its owner knows."""
-        return ["added", *(["value"] if self.low_rank else []), *(["row_decay"] if self.gv else [])]
-
-    @property
-    def recurrence(self) -> str:
-        """The partial that has this recurrence."""
-        added = "bonus" if self.bonus else "plain"
-        return f"recurrences/{'low_rank' if self.low_rank else added if self.delta is Delta.NONE else 'delta'}.cuh.j2"
-
-    @property
-    def reads_key(self) -> bool:
-        """Whether what is read with is k itself, up to a factor."""
-        own = self.read is not None or self.erase is not None
-        return self.delta is not Delta.NONE and not own and not (self.gk is not None and self.delta is Delta.DECAYED)
-
-    def operands(self) -> list[str]:
-        """Tensor arguments in order."""
-        control = [
-            *(["state_indices"] if self.index is not Index.NONE else []),
-            *(["dst_state_indices"] if self.pool is PoolMode.SPLIT else []),
-            *(["num_accepted_tokens"] if self.accepted is not Index.NONE else []),
-            *(["cu_seqlens"] if self.cu_seqlens is not Index.NONE else []),
-            *(["intermediate_states"] if self.intermediates else []),
-        ]
-        if self.commit:
-            return ["state", "k", "v", *self._given(OPTIONAL), *control]
-        return [
-            "state",
-            "q",
-            "k",
-            "v",
-            *self._given(OPTIONAL),
-            "out",
-            *control,
-            *(f"ring_{name}" for name in self.ringed()),
-            *(["state_scale"] if self.scaled else []),
-            *(["parents"] if self.parents is not Index.NONE else []),
-            *(["intermediate_state_indices"] if self.kept_index is not Index.NONE else []),
-        ]
-
-    def ringed(self) -> list[str]:
-        """Operands that the ring keeps."""
-        return self._given(RINGED) if self.ring is Ring.STORE else []
-
-    def strides(self) -> list[tuple[str, str, str]]:
-        """(operand, axis, width) of every stride the kernel takes, in elements. Those between states are 64-bit."""
-        batch = ["slot"] if self.commit else [] if self.tokens is Tokens.RAGGED else ["batch"]
-        layer = ["layer"] if self.layers else []
-        token = ["token"] if self.several else []
-        element = ["n"] if self.operand_loads is Loads.ELEMENT else []
-        head_only = self.gk is None  # dt_bias
-        axes = {
-            "state": [*layer, "slot", *(["head"] if self.heads_apart else [])],
-            **{name: [*layer, *batch, *token, "head", *element] for name in KEY_VECTORS},
-            **{name: [*layer, *batch, *token, "head", "row"] for name in (*ROW_SCALARS, "out")},
-            "g": [*layer, *batch, *token, "head"],
-            "beta": [*layer, *batch, *token, "head", *(["row"] if self.beta_rows else [])],
-            "A_log": [*layer, "head"],
-            "dt_bias": [*layer, "head", *([] if head_only else element)],
-            **{f"ring_{name}": ["slot", "token", "head"] for name in self.ringed()},
-            "state_indices": ["batch", *(["column"] if self.accepted is not Index.NONE and not self.commit else [])],
-            "dst_state_indices": ["batch", *(["token"] if self.update is Update.EACH else [])],
-            "num_accepted_tokens": ["batch"],
-            "cu_seqlens": [],
-            "intermediate_states": ["batch", "token"],
-            "state_scale": ["slot", "head", "row"],
-            "parents": ["batch", "token"],
-            "intermediate_state_indices": ["batch"],
-        }
-        return [
-            (op, axis, "i64" if op in ("state", "intermediate_states") or axis in ("slot", "layer") else "u32")
-            for op in self.operands()
-            for axis in axes[op]
-        ]
-
-    def parameters(self) -> list[Param]:
-        element = {f.name: getattr(self, f.name).value for f in fields(self) if isinstance(getattr(self, f.name), (DType, Narrow))}
-        integer = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
-        element |= dict.fromkeys(("state_indices", "dst_state_indices"), integer[self.index])
-        element |= {"num_accepted_tokens": integer[self.accepted], "cu_seqlens": integer[self.cu_seqlens]}
-        element |= {"intermediate_states": self.state.value, "state_scale": "f32"}
-        element |= {"parents": integer[self.parents], "intermediate_state_indices": integer[self.kept_index]}
-        element |= {f"ring_{name}": element[name] for name in self.ringed()}
-        written = ("state", "out", "intermediate_states", "state_scale", *(f"ring_{name}" for name in self.ringed()))
-        pointers = [Param.pointer(op, element[op], const=op not in written) for op in self.operands()]
-        strides = [(Param.i64 if width == "i64" else Param.u32)(f"{op}_{axis}") for op, axis, width in self.strides()]
-        strides.sort(key=lambda p: p.code != "q")  # 8-byte arguments first: no padding anywhere in the buffer
-        slots = [] if self.index is Index.NONE and not self.commit else [Param.i64("slots"), Param.i64("pad_slot_id")]
-        slots += [] if self.kept_index is Index.NONE else [Param.i64("kept_rows")]
-        counts = [
-            *([Param.u32("most_tokens")] if self.commit else [Param.u32("tokens")] if self.tokens is Tokens.MANY else []),
-            *([Param.u32("sequences")] if self.layers else []),
-            *([Param.u32("total_tokens")] if self.tokens is Tokens.RAGGED else []),
-            *([Param.u32("columns")] if self.accepted is not Index.NONE and not self.commit else []),
-            *([Param.u32("dst_columns")] if self.update is Update.EACH and self.tokens is Tokens.RAGGED else []),
-            *([Param.u32("rows_kept")] if self.intermediates and self.tokens is Tokens.RAGGED else []),
-            *([Param.u32("parent_columns")] if self.parents is not Index.NONE and self.tokens is Tokens.RAGGED else []),
-        ]
-        factors = [*([] if self.commit else [Param.f32("scale")]), *([Param.f32("lower_bound")] if self.gate is Gate.BOUNDED else [])]
-        return [*pointers, *slots, *strides, *counts, *factors]
-
-    def constants(self) -> dict[str, Any]:
-        return {
-            "pooled": self.index is not Index.NONE,
-            "commit": self.commit,
-            "split": self.pool is PoolMode.SPLIT,
-            "final_state": self.update is Update.FINAL,
-            "ragged": self.tokens is Tokens.RAGGED,
-            "accepted": self.accepted is not Index.NONE and not self.commit,
-            "each": self.update is Update.EACH,
-            "conv_rolls": False,
-            "of_key_heads": OF_KEY_HEADS,
-            "convolved": (),  # operands that the kernel makes itself
-            "in_place": (),  # vectors of a token that are staged as they come, ahead of their preparation
-            "rows_by_index": self.kept_index is not Index.NONE,  # of intermediate states
-            "tree": self.parents is not Index.NONE,
-            "scalars": self.token_scalars(),
-            "narrow_noise": False,
-            "tail": self.dim_v % self.tile != 0,
-            "vector_state": self.state_loads is Loads.VECTOR,
-            "vector_operands": self.operand_loads is Loads.VECTOR,
-        }
 
 
 def space(problem: LinearAttentionProblem, arch: Arch) -> Iterator[LinearAttentionSpec]:
@@ -265,11 +44,6 @@ def space(problem: LinearAttentionProblem, arch: Arch) -> Iterator[LinearAttenti
     return row_engine.legal(lambda how: LinearAttentionSpec(**given, **how), axes, arch)
 
 
-ONE_TOKEN = [
-    Rule("smallest", 8, tile_kib=8, ilp=2),
-    Rule("latency", 48, tile_kib=16),
-    Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),
-]
 # Of states of two bytes; measured on an H100 and an H200. 32 heads of 128 rows are 128 blocks of 32, one for an SM, and dependents may
 # start at once; of fewer or more, smaller blocks are faster.
 FEWEST = Rule("fewest", 4, tile_kib=2, ilp=2)

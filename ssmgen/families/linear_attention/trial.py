@@ -6,13 +6,14 @@ import torch
 from torch import Generator, Tensor
 
 from ...calls.checks import TORCH_DTYPES
+from ...engine.recurrences.attention.operands import KEY_VECTORS, OF_KEY_HEADS
+from ...engine.recurrences.attention.problem import FROZEN_TOKENS, Beta, Gate, Tokens
+from ...engine.recurrences.attention.switches import Form
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, fill, ordered, scales, slot_indices, slots_of, states, trial
 from ...spec import Index, Loads, PoolMode, Update
-from .operands import KEY_VECTORS, OF_KEY_HEADS
 from .planning import CALLERS
-from .problem import FROZEN_TOKENS, Beta, Gate, Tokens
 from .spec import LinearAttentionSpec
-from .views import Form, Options
+from .views import Options
 
 LOWER_BOUND = -5.0  # of bounded log decays
 

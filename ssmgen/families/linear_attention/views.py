@@ -8,7 +8,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...calls import checks
-from .operands import CONTROL, KEPT, OF_HEADS, OF_KEY_HEADS, OPERANDS, RINGED, RINGS, ROW_SCALARS, SHARED, WEIGHTS
+from ...engine.recurrences.attention.operands import OPERANDS, RINGED, RINGS, SHARED
+from ...engine.recurrences.attention.switches import Form
 
 
 class RawInputs(NamedTuple):
@@ -32,15 +33,6 @@ def ring_objections(ring: object) -> tuple[str, ...]:
     return (f"ring is a {type(ring).__name__}{count}, not Ring(k, v, g, beta)",)
 
 
-class Form(NamedTuple):
-    """Which recurrence, in the words of spec.py."""
-
-    delta: str = "decayed"
-    gate: str = "log"
-    beta: str = "plain"
-    l2norm: bool = False
-
-
 class Options(NamedTuple):
     """What a call says beside its tensors."""
 
@@ -58,7 +50,7 @@ def token_views(named: Mapping[str, Tensor], options: Options, problems: list[st
     """Views of the operands in token form. Adds to `problems`; what comes back is only usable if that is nothing."""
     if not checks.check_tensors(named, problems):
         return {}
-    checks.check_common(named, "state", problems, narrow={"state": "state_scale"})
+    checks.check_types(OPERANDS, named, "state", problems)
     before = len(problems)
     state, q, v = named["state"], named["q"], named["v"]
     ragged = "cu_seqlens" in named
@@ -83,18 +75,21 @@ def token_views(named: Mapping[str, Tensor], options: Options, problems: list[st
         problems.append(f"state is {list(named['state'].shape)} in layout {options.layout!r}, whose K is {state_k}; q has K = {K}")
     if H == 0 or HV % H:
         problems.append(f"state has {HV} heads, not a multiple of the {H} of q and k")
-    allowed = _shapes(views, lead, batch, ragged)
-    allowed["state_scale"] = {"[slots, heads, V]": tuple(state.shape[:3])}
+    T = 1 if len(lead) == 1 else lead[1]
+    sizes = {"slot": state.shape[0], "head": HV, "value": state.shape[2], "key": K, "group": H}
+    sizes |= {"batch": batch, "starts": batch + 1, "token": T}
+    words = {(1, False): "batch", (2, False): "batch, tokens", (1, True): "tokens", (2, True): "1, tokens"}[len(lead), ragged]
+    own = _own_shapes(views, sizes, ragged)
     if any(n in views for n in RINGS):
-        allowed |= _ring_shapes(views, lead, ragged, problems)
-    fits = [checks.check_shape(n, t, allowed[n], problems) for n, t in views.items() if n in allowed]
+        own |= _ring_shapes(views, lead, ragged, problems)
+    fits = [checks.check_shapes(OPERANDS, {n: t for n, t in views.items() if n != "state"}, sizes, problems, own, (words, lead))]
     if len(problems) > before or not all(fits):
         return {}
     if "dt_bias" in views and "gk" in views and views["dt_bias"].dim() == 1:
         views["dt_bias"] = views["dt_bias"].unflatten(0, (HV, K))
     views |= {n: views[n].expand(*lead, *views[n].shape) for n, axes in SHARED.items() if n in views and views[n].dim() == len(axes)}
     if len(lead) == 1:
-        views |= {n: views[n].unsqueeze(0 if ragged else 1) for n in (*OPERANDS, "out") if n in views and n not in WEIGHTS}
+        views |= {n: views[n].unsqueeze(0 if ragged else 1) for n in OPERANDS.tokenwise if n in views}
     _check_layout(views, options, batch, problems)
     return views
 
@@ -102,28 +97,14 @@ def token_views(named: Mapping[str, Tensor], options: Options, problems: list[st
 Shapes = dict[str, dict[str, tuple[int, ...]]]  # of each operand, those that are allowed, by a name in words
 
 
-def _shapes(views: Mapping[str, Tensor], lead: Sequence[int], batch: int, ragged: bool) -> Shapes:
-    """What operands must be, whose first axes are `lead`; all but those of a ring."""
-    (H, K), (HV, V) = views["q"].shape[-2:], views["state"].shape[1:3]
-    words = {(1, False): "[batch", (2, False): "[batch, tokens", (1, True): "[tokens", (2, True): "[1, tokens"}[len(lead), ragged]
-    T = 1 if len(lead) == 1 else lead[1]
+def _own_shapes(views: Mapping[str, Tensor], sizes: Mapping[str, int], ragged: bool) -> Shapes:
+    """What operands must be whose shapes depend on others."""
+    batch, T, HV, K = sizes["batch"], sizes["token"], sizes["head"], sizes["key"]
     allowed: Shapes = {
-        **{n: {f"{words}, key heads, K]": (*lead, H, K)} for n in OF_KEY_HEADS},
-        **{n: {f"{words}, heads, K]": (*lead, HV, K)} for n in OF_HEADS},
-        **{n: {f"{words}, heads, V]": (*lead, HV, V)} for n in (*ROW_SCALARS, "out")},
-        "g": {f"{words}, heads]": (*lead, HV)},
-        "beta": {f"{words}, heads]": (*lead, HV), f"{words}, heads, V]": (*lead, HV, V)},
-        "A_log": {"[heads]": (HV,)},
         "dt_bias": {"[heads, K]": (HV, K), "[heads * K]": (HV * K,)} if "gk" in views else {"[heads]": (HV,)},
-        "num_accepted_tokens": {"[batch]": (batch,)},
         "state_indices": {"[batch]": (batch,)},
-        "intermediate_state_indices": {"[batch]": (batch,)},
         "dst_state_indices": {"[batch]": (batch,)},
-        "cu_seqlens": {"[batch + 1]": (batch + 1,)},
     }
-    sizes = {"head": ("heads", HV), "key": ("K", K)}
-    for name, axes in SHARED.items():
-        allowed[name] |= {f"[{', '.join(sizes[axis][0] for axis in axes)}]": tuple(sizes[axis][1] for axis in axes)}
     if "num_accepted_tokens" in views:
         columns = views["state_indices"].shape[-1] if "state_indices" in views and views["state_indices"].dim() else 0
         allowed["state_indices"] = {"[batch, columns], of which num_accepted_tokens picks one,": (batch, columns)}
@@ -134,7 +115,7 @@ def _shapes(views: Mapping[str, Tensor], lead: Sequence[int], batch: int, ragged
         at_least = kept.shape[1] if kept.dim() == 5 and (ragged or kept.shape[1] >= T) else T
         by_index = "intermediate_state_indices" in views and kept.dim() == 5
         words = "[rows, tokens or more, heads, V, K]" if by_index else "[batch, tokens or more, heads, V, K]"
-        allowed["intermediate_states"] = {words: (kept.shape[0] if by_index else batch, at_least, HV, V, K)}
+        allowed["intermediate_states"] = {words: (kept.shape[0] if by_index else batch, at_least, HV, sizes["value"], K)}
     if "parents" in views:
         allowed["parents"] = {"[batch, tokens]": (batch, views["parents"].shape[-1] if ragged and views["parents"].dim() == 2 else T)}
     return allowed
@@ -187,7 +168,7 @@ def _check_layout(views: Mapping[str, Tensor], options: Options, batch: int, pro
         if checks.overlaps_itself(kept):
             problems.append(f"intermediate_states has strides {list(kept.stride())}: two of its states share memory")
     else:
-        problems += [f"{n} is given without intermediate_states" for n in KEPT if n in views]
+        problems += [f"{n} is given without intermediate_states" for n in ("parents", "intermediate_state_indices") if n in views]
     for name, t in (("out", out), ("state_scale", views.get("state_scale"))):
         if t is not None and checks.overlaps_itself(t):
             problems.append(f"{name} has strides {list(t.stride())}: two of its elements share memory")
@@ -209,5 +190,5 @@ def _check_layout(views: Mapping[str, Tensor], options: Options, batch: int, pro
     for name, t in views.items():
         if name not in ("state", "intermediate_states", "cu_seqlens", *RINGS):
             # Offsets over batch and token are 64-bit products of 32-bit strides.
-            first = 0 if name in (*WEIGHTS, *CONTROL, *KEPT) else 1 if name == "state_scale" else 2
+            first = 2 if name in OPERANDS.tokenwise else 1 if name == "state_scale" else 0
             checks.check_strides_fit(name, t, first, problems)

@@ -15,15 +15,14 @@ from ...bench import report as reports
 from ...bench.case import Launch, kept
 from ...bench.layer_case import EPS, Layer, Step, between_ours, convolution
 from ...bench.layers import layer_bench
-from ..causal_conv1d_update.bench import dao_step
-from ..selective_state_update.models import Mamba
+from ...engine.recurrences.mamba.model import MambaModel
 
 
 class Mamba2Layer(Layer):
     """A layer of Mamba-2."""
 
     inputs: ClassVar[str] = "xBC"
-    model: Mamba
+    model: MambaModel
 
     def made_by_head(self, rand: Callable[..., Tensor]) -> dict[str, Tensor]:
         H = self.model.nheads
@@ -72,7 +71,7 @@ def mamba_ssm(case: Any) -> Launch | None:
     norm = reports.imported("mamba_ssm.ops.triton.layernorm_gated", "rmsnorm_fn")
     if update is None or norm is None or case.tokens > 1:
         return None
-    convolve = convolution(case, dao_step())
+    convolve = convolution(case, reports.imported("causal_conv1d", "causal_conv1d_update"))
     names = ("state", "x", "dt", "A", "B", "C", "D")
 
     def run(i: int) -> Any:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from torch import Tensor
 
-from ...calls.public import Call, operator
+from ...calls.operator import operator, run
 from ...calls.scalars import NOT_NEGATIVE, integer
+from .operands import OPERANDS
 from .planning import CALLER
 from .views import Options
 
@@ -86,9 +85,12 @@ def mamba2_layer(
         out = xBC.new_empty((*xBC.shape[:-1], *([state.shape[1] * state.shape[2]] if state.dim() == 4 else [])))
     if rand_seed is None or philox_rounds == 0:
         rand_seed, philox_rounds = None, 0
-    given = (
-        xBC, state, conv_state, conv_weight, conv_bias, dt, A, D, z, dt_bias, norm_weight, out, state_indices, rand_seed, arrivals,
-        dst_state_indices, num_accepted_tokens, intermediate_states, intermediate_conv_window, intermediate_state_indices,
+    tensors = OPERANDS.Tensors(
+        state=state, conv_state=conv_state, xBC=xBC, conv_weight=conv_weight, conv_bias=conv_bias,
+        intermediate_conv_window=intermediate_conv_window, dt=dt, A=A, D=D, z=z, dt_bias=dt_bias, norm_weight=norm_weight, out=out,
+        state_indices=state_indices, dst_state_indices=dst_state_indices, num_accepted_tokens=num_accepted_tokens,
+        intermediate_states=intermediate_states, intermediate_state_indices=intermediate_state_indices, rand_seed=rand_seed,
+        arrivals=arrivals,
     )  # fmt: skip
     said = (norm_eps, norm_group_size, norm_before_gate, dt_softplus, dt_limit, A_is_log, pad_slot_id, philox_rounds, update_state)
-    return cast(Tensor, Call(CALLER, given, Options(*said), pdl))
+    return run(CALLER, tensors, Options(*said), pdl)

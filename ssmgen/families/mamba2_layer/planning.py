@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ... import runtime
 from ...calls import checks
 from ...calls.checks import DTYPES
-from ...calls.planning import Caller, Family
+from ...calls.dispatch import callers
+from ...calls.planning import Family
 from ...engine import layer_views
 from ...spec import KernelSpec, Loads
+from .operands import OPERANDS
 from .reference import mamba2_layer as reference
 from .spec import OPERATOR, Mamba2LayerProblem
-from .views import NAMES, REQUIRED, Options, size_of, views_of
+from .views import Options, size_of, views_of
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> Mamba2LayerProblem:
@@ -25,8 +26,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     _, H, P, N = state.shape
     vector = min(16 // state.element_size(), N & -N)  # elements of a state that a lane owns
     aligned = all(checks.aligned(views[n], pointers[n], vector) for n in ("state", "intermediate_states") if n in views)
-    dtypes: dict[str, Any] = {name: DTYPES[views[name].dtype] if name in views else None for name in ("D", "dt_bias")}
-    dtypes |= {name: DTYPES[views[name].dtype] for name in ("state", "dt", "A", "out")}
+    dtypes: dict[str, Any] = {field: DTYPES[views[name].dtype] for field, name in OPERANDS.fields().items() if name in views}
+    dtypes |= {"z": None} if "norm_weight" in views else {}  # the norm's kernel has the gate
     dtypes |= dict.fromkeys(("x", "B", "C"), DTYPES[views["xBC"].dtype])
     return Mamba2LayerProblem(
         d_state=N,
@@ -34,7 +35,6 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         nheads=H,
         ngroups=views["arrivals"].shape[1],
         **dtypes,
-        z=DTYPES[views["z"].dtype] if "z" in views and "norm_weight" not in views else None,
         dt_softplus=options.dt_softplus,
         dt_limit=options.dt_limit is not None,
         A_is_log=options.A_is_log,
@@ -48,17 +48,11 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     )
 
 
-_AXES = {
-    "dt": ("batch", "token", "head"), "z": ("batch", "token", "head", "row"), "rand_seed": ("slot",),
-    **dict.fromkeys(("A", "D", "dt_bias"), ("head", "row")),
-}  # fmt: skip
-
-
 def kernel_values(spec: KernelSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, int | float]:
     """Every argument of one of the kernels that is not a pointer."""
     low, high = (0.0, 0.0) if options.dt_limit is None else options.dt_limit
     given = {"pad_slot_id": options.pad_slot_id, "eps": float(options.eps), "dt_min": float(low), "dt_max": float(high)}
-    return layer_views.kernel_values(spec, views, _AXES, given)
+    return layer_views.kernel_values(spec, views, OPERANDS, given)
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
@@ -67,7 +61,7 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
 
 FAMILY = Family(
     OPERATOR,
-    written=layer_views.WRITTEN,
+    written=OPERANDS.written,
     problem_of=problem_of,
     size_of=lambda views: views["out"].shape[0],
     grid_of=layer_views.grid_of,
@@ -75,36 +69,4 @@ FAMILY = Family(
 )
 
 
-# torch.library: what torch.compile and opcheck see.
-_library = torch.library.Library("ssmgen", "FRAGMENT")
-_library.define(
-    "mamba2_layer(Tensor xBC, Tensor(a!) state, Tensor(b!) conv_state, Tensor conv_weight, Tensor? conv_bias, Tensor dt, Tensor A, "
-    "Tensor? D, Tensor? z, Tensor? dt_bias, Tensor? norm_weight, Tensor(c!) out, Tensor? state_indices, Tensor? rand_seed, "
-    "Tensor(d!) arrivals, Tensor? dst_state_indices, Tensor? num_accepted_tokens, Tensor(e!)? intermediate_states, "
-    "Tensor(f!)? intermediate_conv_window, Tensor? intermediate_state_indices, float eps, int? group_size, bool norm_before_gate, "
-    "bool dt_softplus, float[]? dt_limit, bool A_is_log, int pad_slot_id, int philox_rounds, bool update_state, bool? pdl) -> ()",
-    tags=torch.Tag.needs_fixed_stride_order,
-)
-
-
-def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    torch.ops.ssmgen.mamba2_layer(*given, *options.dispatched(), pdl)
-
-
-def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
-    """(given, options, pdl) of what torch's dispatcher gives."""
-    return args[: len(NAMES)], Options.received(args[len(NAMES) : -1]), args[-1]
-
-
-@torch.library.impl(_library, "mamba2_layer", "CUDA")
-@torch.library.impl(_library, "mamba2_layer", "CPU")
-def _op(*args: Any) -> None:
-    CALLER.plan(*_received(args))()
-
-
-@torch.library.register_fake("ssmgen::mamba2_layer", lib=_library)
-def _fake(*args: Any) -> None:
-    CALLER.foresee(*_received(args))
-
-
-CALLER = Caller(FAMILY, OPERATOR, NAMES, REQUIRED, views_of, run_reference, _dispatch, runtime.Patterns())
+(CALLER,) = callers(FAMILY, {OPERATOR: OPERANDS}, Options, views_of, run_reference).values()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...engine.layer_reference import convolved, normed, slots_of, valid_slots
-from ..selective_state_update.reference import selective_state_update
+from ...engine.recurrences.mamba.reference import reference as recurrence
 
 
 def mamba2_layer(
@@ -52,6 +52,6 @@ def mamba2_layer(
     rate = -torch.exp(views["A"].to(dtype)).clamp(max=3e38) if A_is_log else views["A"]  # finite, so that rate * 0 is 0
     update["A"] = rate[:, :, None].expand(H, P, N)
     how: dict[str, Any] = {"dt_softplus": dt_softplus, "dt_limit": dt_limit, "philox_rounds": philox_rounds, "dtype": dtype}
-    selective_state_update(out=out, update_state=update_state, **update, **how)
+    recurrence(out=out, update_state=update_state, **update, **how)
     if gated:
         normed(views, slots, eps=eps, norm_before_gate=norm_before_gate, dtype=dtype)

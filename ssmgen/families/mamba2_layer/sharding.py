@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...engine.layer_sharding import rule_of, sizes
-
-_AXES = {**dict.fromkeys(("A", "dt_bias"), "head"), "dt": "* head", "D": "head row|head", "norm_weight": "row", "rand_seed": "batch"}
+from .operands import OPERANDS
 
 
 def _kinds(given: Mapping[str, Any]) -> dict[str, str]:
@@ -22,4 +21,4 @@ def _kinds(given: Mapping[str, Any]) -> dict[str, str]:
     return axes
 
 
-RULES = {"mamba2_layer": rule_of("xBC", _AXES, _kinds)}
+RULES = {"mamba2_layer": rule_of(OPERANDS, "xBC", _kinds)}

@@ -12,13 +12,14 @@ from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
 from ...engine.layer import with_registers
+from ...engine.layer_norm import NormedLayer
+from ...engine.norm_kernel import FEW
+from ...engine.recurrences.mamba.kernel import constants_of, row_scalars_of, staged_violations
+from ...engine.recurrences.mamba.problem import SsuProblem
 from ...engine.rows import RowSpec, Rule
 from ...engine.window import StateLayout
 from ...spec import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, PoolMode, Update, must
-from ..gated_rms_norm.layer_spec import NormedLayer
-from ..gated_rms_norm.spec import FEW
-from ..selective_state_update.problem import SsuProblem
-from ..selective_state_update.spec import SsuVariant, staged_violations
+from .operands import OPERANDS
 
 OPERATOR = "mamba2_layer"
 
@@ -66,7 +67,7 @@ class Mamba2LayerProblem(NormedLayer, SsuProblem):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mamba2LayerSpec(SsuVariant, Mamba2LayerProblem):
+class Mamba2LayerSpec(RowSpec, Mamba2LayerProblem):
     """A problem, and how one variant computes it."""
 
     family: ClassVar[str] = OPERATOR
@@ -113,40 +114,25 @@ class Mamba2LayerSpec(SsuVariant, Mamba2LayerProblem):
         update = f"{self.update.value}_" if self.several else ""
         return f"mamba2_layer_{tokens}{shape}_{self.state.value}_{update}{self.how()}"
 
+    def row_scalars(self) -> list[str]:
+        return row_scalars_of(self)
+
+    norm_inside: ClassVar[bool] = False  # the norm is a kernel of its own
+
     def operands(self) -> list[str]:
         """Tensor arguments in order."""
-        there = {
-            "D": self.D, "z": self.z, "dt_bias": self.dt_bias, "out": True,
-            "state_indices": self.index is not Index.NONE,
-            "dst_state_indices": self.update is Update.EACH,
-            "num_accepted_tokens": self.accepted is not Index.NONE,
-            "intermediate_states": self.intermediates,
-            "intermediate_state_indices": self.rows_index is not Index.NONE,
-            "rand_seed": self.philox_rounds,
-            "arrivals": self.conv_moves,
-        }  # fmt: skip
-        return ["state", *self.conv_operands(), "dt", "A", *(name for name, given in there.items() if given)]
+        return OPERANDS.of(self)
 
     def strides(self) -> list[tuple[str, str, str]]:
         """(operand, axis, width) of every stride the kernel takes, in elements."""
-        token = ["token"] if self.several else []
-        axes = self.layer_strides() | {
-            "dt": ["batch", *token, "head"],
-            "A": ["head"],
-            "D": ["head", "row"],
-            "z": ["batch", *token, "head", "row"],
-            "dt_bias": ["head"],
-            "rand_seed": ["slot"],
-        }
-        return self.wide_strides(self.operands(), axes)
+        return OPERANDS.strides(self)
 
     def parameters(self) -> list[Param]:
-        element = {f.name: value.value for f in fields(self) if isinstance(value := getattr(self, f.name), DType)} | {"rand_seed": "i64"}
         limit = [Param.f32("dt_min"), Param.f32("dt_max")] if self.dt_limit else []
-        return [*self.layer_parameters(self.operands(), element, self.strides()), *limit]
+        return [*self.layer_parameters(OPERANDS), *limit]
 
     def constants(self) -> dict[str, Any]:
-        return super().constants() | self.conv_constants() | {"convolved": ("x", "B", "C"), "A_is_log": self.A_is_log}
+        return constants_of(self) | self.conv_constants() | {"convolved": ("x", "B", "C"), "A_is_log": self.A_is_log}
 
 
 def _spec(problem: Mamba2LayerProblem, how: dict[str, Any], **norm: Any) -> Mamba2LayerSpec:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from torch import Tensor
 
 from ...calls import checks
 from ...engine import layer_tokens, layer_views
-from ..selective_state_update.views import check_seed
-
-NAMES = (
-    "xBC", "state", "conv_state", "conv_weight", "conv_bias", "dt", "A", "D", "z", "dt_bias", "norm_weight", "out", "state_indices",
-    "rand_seed", "arrivals", *layer_tokens.OPTIONAL,
-)  # fmt: skip
-REQUIRED = frozenset(("xBC", "state", "conv_state", "conv_weight", "dt", "A", "out", "arrivals"))
-_TOKENWISE = ("xBC", "dt", "z", "out")
+from ...engine.recurrences.mamba.checks import check_seed
+from .operands import OPERANDS
 
 
 class Options(NamedTuple):
@@ -31,18 +25,6 @@ class Options(NamedTuple):
     pad_slot_id: int
     philox_rounds: int
     update_state: bool = True
-
-    def dispatched(self) -> tuple[Any, ...]:
-        """As torch's dispatcher takes them, which knows no tuples."""
-        limit: Any = None if self.dt_limit is None else list(self.dt_limit)
-        return self._replace(dt_limit=limit)
-
-    @classmethod
-    def received(cls, given: Sequence[Any]) -> Options:
-        """The options that torch's dispatcher gives."""
-        options = cls(*given)
-        limit: Any = None if options.dt_limit is None else tuple(options.dt_limit)
-        return options._replace(dt_limit=limit)
 
 
 def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
@@ -60,13 +42,13 @@ def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str])
     if several:
         layer_tokens.check_tokens(named, "xBC", "selective_state_update", options.update_state, problems)
     elif named["xBC"].dim() == 3:  # a tokens axis of one
-        named = dict(named) | {n: named[n].squeeze(1) for n in _TOKENWISE if n in named}
+        named = dict(named) | {n: named[n].squeeze(1) for n in OPERANDS.tokenwise if n in named}
     return {} if problems else _with_heads(named, options)
 
 
 def _check_operands(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> bool:
     """Whether shapes fit: xBC is [batch, channels], or [batch, tokens, channels]. Adds to `problems` all that is wrong."""
-    checks.check_common(named, "state", problems)
+    checks.check_types(OPERANDS, named, "state", problems)
     state, xBC, window = named["state"], named["xBC"], named["conv_state"]
     if state.dim() != 4 or xBC.dim() not in (2, 3):
         wanted = "[slots, heads, headdim, d_state] and [batch, channels] or [batch, tokens, channels]"
@@ -96,16 +78,10 @@ def _check_shapes(named: Mapping[str, Tensor], options: Options, problems: list[
     if inner % size:
         problems.append(f"norm_group_size is {size}, which does not divide {inner} channels")
         return False
-    words = "[batch, tokens" if len(rows) == 2 else "[batch"
-    allowed: dict[str, dict[str, tuple[int, ...]]] = {
-        **dict.fromkeys(("z", "out"), {f"{words}, heads * headdim]": (*rows, inner)}),
-        "dt": {f"{words}, heads]": (*rows, H)},
-        **dict.fromkeys(("A", "dt_bias"), {"[heads]": (H,)}),
-        "D": {"[heads]": (H,), "[heads, headdim]": (H, P)},
-        "norm_weight": {"[heads * headdim]": (inner,), "[norm_group_size]": (size,)},
-    }
-    fits = [checks.check_shape(n, named[n], shapes, problems) for n, shapes in allowed.items() if n in named]
-    return all([*fits, layer_views.check_channels(named, "xBC", groups, problems)])
+    sizes = {"head": H, "row": P, "head*row": inner, "size": size}
+    own = {n: t for n, t in named.items() if n in ("z", "out", "dt", "A", "dt_bias", "D", "norm_weight")}
+    fits = checks.check_shapes(OPERANDS, own, sizes, problems, lead=("batch, tokens" if len(rows) == 2 else "batch", rows))
+    return layer_views.check_channels(named, "xBC", groups, problems) and fits
 
 
 def _with_heads(named: Mapping[str, Tensor], options: Options) -> dict[str, Tensor]:

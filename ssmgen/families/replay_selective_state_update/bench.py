@@ -30,9 +30,9 @@ from ...bench.case import EXACT, GATE, HOST_BATCH, Call, Case, Launch, Variants,
 from ...bench.engine import Bench
 from ...bench.schema import PART, TIME, maybe
 from ...calls.checks import STORED_DTYPES
+from ...engine.recurrences.mamba.model import MambaModel
 from ...models import Model
 from ...spec import SM90, Arch, DType, Narrow
-from ..selective_state_update.models import Mamba
 from .problem import MAX_TOKENS
 
 WINDOWS = (0, 16)
@@ -198,7 +198,7 @@ def tensorrt_llm(case: Case) -> Launch | None:
 
 
 def of_model(model: Model, tp: int, quick: bool) -> Mapping[str, Any] | None:
-    if not isinstance(model, Mamba) or model.kind != "mamba2":
+    if not isinstance(model, MambaModel) or model.kind != "mamba2":
         return None
     return {"shape": (model.nheads, model.headdim, model.d_state, model.ngroups), "states": (model.state,)}
 

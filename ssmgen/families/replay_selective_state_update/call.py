@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...calls.public import operator
+from ...calls.operator import operator
 from ...calls.scalars import integer
-from .planning import PRECISION, Options, call
+from .operands import OPERANDS
+from .planning import PRECISION, call
+from .views import Options
 
 _OF_STEPS = {"precision": PRECISION, "philox_rounds": integer("0 … 10", 0, 10)}
 
@@ -82,14 +84,14 @@ def replay_selective_state_update(
     kernel would have to be built during a CUDA graph capture; NotBuiltError, CompileError, LoadError, LaunchError.
     Source: NVIDIA/TensorRT-LLM#13453; Dao & Gu 2024 (arXiv 2405.21060).
     """
-    given = (
+    tensors = OPERANDS.Tensors(
         state, old_x, old_B, old_dt, old_dA_cumsum, cache_buf_idx, None, prev_num_accepted_tokens, x, dt, A, B, C, D, z, dt_bias, out,
         state_indices, cu_seqlens, rand_seed, arrivals, state_scale,
     )  # fmt: skip
     options = Options(
         dt_softplus, pad_slot_id, philox_rounds, precision, after_conv, None, two_kernels, internal_pdl, zero_padding=zero_padding
     )
-    return call("replay_selective_state_update", given, options, pdl)
+    return call("replay_selective_state_update", tensors, options, pdl)
 
 
 @operator(like="x", **_OF_STEPS, max_tokens=integer("a positive integer", 1))
@@ -139,14 +141,14 @@ def checkpoint_selective_state_update(
     All else, and what is raised, as in replay_selective_state_update.
     Source: NVIDIA/TensorRT-LLM#14203, flashinfer-ai/flashinfer#3975.
     """
-    given = (
+    tensors = OPERANDS.Tensors(
         state, old_x, old_B, old_dt, None, None, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, D, z, dt_bias, out,
         state_indices, cu_seqlens, rand_seed, arrivals, state_scale,
     )  # fmt: skip
     options = Options(
         dt_softplus, pad_slot_id, philox_rounds, precision, after_conv, max_tokens, two_kernels, internal_pdl, zero_padding=zero_padding
     )
-    return call("checkpoint_selective_state_update", given, options, pdl)
+    return call("checkpoint_selective_state_update", tensors, options, pdl)
 
 
 @operator(like="state", precision=PRECISION, max_tokens=integer("an integer from 0 on", 0))
@@ -183,12 +185,13 @@ def materialize_selective_state(
         slots = state_indices.numel() if isinstance(state_indices, Tensor) else len(state) if state.dim() else 0
         out = torch.empty((slots, *state.shape[1:]), dtype=state.dtype if state_scale is None else torch.float32, device=state.device)
     rate = A if cache_buf_idx is None else None
-    given = (
-        state, old_x, old_B, old_dt, old_dA_cumsum, cache_buf_idx, ring_start, prev_num_accepted_tokens, None, None, rate, None,
-        None, None, None, None, out, state_indices, None, None, None, state_scale,
+    tensors = OPERANDS.Tensors(
+        state=state, old_x=old_x, old_B=old_B, old_dt=old_dt, old_dA_cumsum=old_dA_cumsum, cache_buf_idx=cache_buf_idx,
+        ring_start=ring_start, prev_num_accepted_tokens=prev_num_accepted_tokens, A=rate, out=out, state_indices=state_indices,
+        state_scale=state_scale,
     )  # fmt: skip
     options = Options(False, pad_slot_id, 0, precision, False, max_tokens, materialize=True)
-    return call("materialize_selective_state", given, options, pdl)
+    return call("materialize_selective_state", tensors, options, pdl)
 
 
 FUNCTIONS = (replay_selective_state_update, checkpoint_selective_state_update, materialize_selective_state)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ...engine.recurrences.mamba.model import MambaModel
 from ...models import Ask, Client, Model, Role, Wanted
 from ...spec import DType
-from ..selective_state_update.models import Mamba
 from .problem import MAX_TOKENS, History, ReplayProblem
 from .spec import OPERATOR
 
@@ -31,7 +31,7 @@ class ReplayAsk(Ask):
 
     def problems(self, model: Model, wanted: Wanted) -> Sequence[ReplayProblem]:
         io, tokens, window = wanted.io, wanted.replay, wanted.window
-        assert isinstance(model, Mamba) and tokens is not None, "nothing is asked where `used_by` or `serves` says no"
+        assert isinstance(model, MambaModel) and tokens is not None, "nothing is asked where `used_by` or `serves` says no"
         first = ReplayProblem(
             d_state=model.d_state,
             headdim=model.headdim,

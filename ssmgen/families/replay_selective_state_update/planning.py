@@ -2,56 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple, cast
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ... import runtime
 from ...calls import checks
-from ...calls.checks import DTYPES, INDEX, NARROW, STATES
-from ...calls.planning import Caller, Family
-from ...calls.public import Call
+from ...calls.checks import DTYPES, INDEX, STATES
+from ...calls.dispatch import callers
+from ...calls.operator import run
+from ...calls.planning import Family
 from ...calls.scalars import one_of
 from ...spec import Index, Loads
-from .problem import MAX_TOKENS, History, ReplayProblem
+from .operands import BETWEEN, OPERANDS
+from .problem import History, ReplayProblem
 from .reference import replay_selective_state_update as reference
 from .spec import OPERATOR, ReplaySpec
+from .views import Options, room_of, views_of, window_of
 
-NAMES = (
-    "state", "old_x", "old_B", "old_dt", "old_dA_cumsum", "cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "x", "dt", "A", "B",
-    "C", "D", "z", "dt_bias", "out", "state_indices", "cu_seqlens", "rand_seed", "arrivals", "state_scale", "mix", "sums",
-)  # fmt: skip
 PRECISIONS = {"f32": 3, "bf16x2": 2, "bf16": 1}
 PRECISION = one_of(f"one of {', '.join(map(repr, PRECISIONS))}", *PRECISIONS)
 
 
-class Options(NamedTuple):
-    """What a call says beside its tensors."""
-
-    dt_softplus: bool = False
-    pad_slot_id: int = -1
-    philox_rounds: int = 10
-    precision: str = "f32"
-    after_conv: bool = False
-    max_tokens: int | None = None
-    two_kernels: bool = False
-    internal_pdl: bool = True
-    materialize: bool = False
-    zero_padding: bool = True
-
-
-def call(name: str, given: tuple[Any, ...], options: Options, pdl: bool | None) -> Tensor:
-    """The call of the public function `name`; `given` by NAMES without mix and sums. Makes these and an output, where there is none."""
-    named = dict(zip(NAMES, (*given, None, None), strict=True))
+def call(name: str, tensors: Any, options: Options, pdl: bool | None) -> Tensor:
+    """The result of the public function `name`. Makes an output, and what two kernels leave between them, where there is none."""
+    named = tensors._asdict()
     objections = checks.padding_objections(options.zero_padding, named["out"])
     if named["out"] is None and isinstance(named["x"], Tensor):
         named["out"] = torch.empty_like(named["x"], memory_format=torch.contiguous_format)
     if options.two_kernels:
         named |= _between(named, options)
-    return cast(Tensor, Call(CALLERS[name], tuple(named.values()), options, pdl, objections=objections))
+    return run(CALLERS[name], OPERANDS.Tensors(**named), options, pdl, objections=objections)
 
 
 def _between(given: Mapping[str, Any], options: Options) -> dict[str, Tensor]:
@@ -69,205 +51,28 @@ def _between(given: Mapping[str, Any], options: Options) -> dict[str, Tensor]:
     return {"mix": mix, "sums": mix.new_empty(mix.shape[:3])}
 
 
-# --- checks
-
-
-def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
-    """The operands as the reference takes them. Adds to `problems` all that is wrong."""
-    if options.philox_rounds == 0 and "rand_seed" in named:
-        problems.append("philox_rounds is 0, and rand_seed is given: noise takes 1 … 10 of them")
-    needed = ("A",) if options.materialize and "cache_buf_idx" not in named else () if options.materialize else ("x", "dt", "A", "B", "C")
-    problems += [f"{name} is needed" for name in needed if named.get(name) is None]
-    if not checks.check_tensors(named, problems) or not all(name in named for name in needed):
-        return {}
-    given = {name: t for name, t in named.items() if name not in ("mix", "sums")}  # these are the call's own memory
-    checks.check_common(given, "state", problems, narrow={"state": "state_scale"})
-    state, old_x, old_B = named["state"], named["old_x"], named["old_B"]
-    step, ragged, materialize = "cache_buf_idx" in named, "cu_seqlens" in named, options.materialize
-    if state.dim() != 4:
-        problems.append(f"state is {list(state.shape)}, not [slots, heads, headdim, d_state]")
-        return {}
-    if old_x.dim() != 4 or old_B.dim() != (5 if step else 4):
-        problems.append(
-            f"old_x is {list(old_x.shape)} and old_B is {list(old_B.shape)}, not [slots, W, heads, headdim] and "
-            + ("[slots, 2, W, groups, d_state]" if step else "[slots, R, groups, d_state]")
-        )
-        return {}
-    slots, H, P, N = state.shape
-    W, G = old_x.shape[1], old_B.shape[-2]
-    if G == 0 or H % G:
-        problems.append(f"old_B is {list(old_B.shape)} but heads {H} is not a multiple of its groups {G}")
-    views, T, batch = dict(named), 0, slots
-    if materialize:
-        batch = named["state_indices"].numel() if "state_indices" in named else slots
-    else:
-        if named["x"].dim() != (3 if ragged else 4):
-            problems.append(
-                f"x is {list(named['x'].shape)}, not " + ("[tokens, heads, headdim]" if ragged else "[batch, T, heads, headdim]")
-            )
-            return {}
-        if ragged:
-            batch = max(0, named["cu_seqlens"].numel() - 1)
-            views |= {n: named[n].unsqueeze(0) for n in ("x", "dt", "B", "C", "z", "out") if n in named}
-        else:
-            batch, T = named["x"].shape[:2]
-        lead, words = tuple(views["x"].shape[:2]), "[tokens" if ragged else "[batch, T"
-        if "dt" in views and views["dt"].dim() == 4:
-            if views["dt"].shape[3] != P or (P > 1 and views["dt"].stride(3) != 0):
-                problems.append(
-                    f"dt is {list(named['dt'].shape)} with strides {list(named['dt'].stride())}: its last axis must be expanded"
-                )
-            views["dt"] = views["dt"][..., 0] if views["dt"].shape[3] else views["dt"]
-    for name in ("A", "dt_bias"):
-        if name in views and views[name].dim() > 1:
-            t = views[name]
-            if any(n > 1 and s != 0 for n, s in zip(t.shape[1:], t.stride()[1:], strict=True)):
-                problems.append(f"{name} is {list(t.shape)} with strides {list(t.stride())}: it must be one value per head, expanded")
-            while views[name].dim() > 1 and views[name].shape[-1]:
-                views[name] = views[name][..., 0]
-    if "D" in views and views["D"].dim() == 1:
-        views["D"] = views["D"].unsqueeze(-1).expand(-1, P)
-    both = (2,) if step else ()
-    allowed: dict[str, tuple[str, tuple[int, ...]]] = {
-        "old_x": ("[slots, W, heads, headdim]", (slots, W, H, P)),
-        "old_B": ("[slots, (2,) W, groups, d_state]", (slots, *both, W, G, N)),
-        **dict.fromkeys(("old_dt", "old_dA_cumsum"), ("[slots, (2,) heads, W]", (slots, *both, H, W))),
-        **dict.fromkeys(("cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "arrivals"), ("[slots]", (slots,))),
-        **dict.fromkeys(("A", "dt_bias"), ("[heads]", (H,))),
-        "D": ("[heads, headdim]", (H, P)),
-        "state_scale": ("[slots, heads, headdim]", (slots, H, P)),
-        "state_indices": ("[batch]", (batch,)),
-        "cu_seqlens": ("[batch + 1]", (batch + 1,)),
-    }
-    if materialize:
-        allowed["out"] = ("[batch, heads, headdim, d_state]", (batch, H, P, N))
-    else:
-        allowed |= dict.fromkeys(("x", "z", "out"), (f"{words}, heads, headdim]", (*lead, H, P)))
-        allowed |= dict.fromkeys(("B", "C"), (f"{words}, groups, d_state]", (*lead, G, N))) | {"dt": (f"{words}, heads]", (*lead, H))}
-    fits = [checks.check_shape(n, t, {allowed[n][0]: allowed[n][1]}, problems) for n, t in views.items() if n in allowed]
-    _check_dtypes(named, problems)
-    _check_sizes(named, W, T, step, options, problems)
-    if not all(fits):
-        return {}
-    _check_layout(views, batch, problems)
-    return views
-
-
-def _check_dtypes(named: Mapping[str, Tensor], problems: list[str]) -> None:
-    alike = named.get("x", named["old_x"]).dtype
-    for name in ("B", "C", "old_x", "old_B"):
-        if name in named and named[name].dtype != alike:
-            problems.append(f"{name} is {named[name].dtype}, {'x' if 'x' in named else 'old_x'} is {alike}")
-    for name in ("old_dt", "old_dA_cumsum"):
-        if name in named and named[name].dtype != torch.float32:
-            problems.append(f"{name} is {named[name].dtype}, not float32")
-    if "x" not in named and named["out"].dtype != named["state"].dtype and named["state"].dtype not in NARROW:
-        problems.append(f"out is {named['out'].dtype}, state is {named['state'].dtype}")
-    if "rand_seed" in named:
-        seeds, slots = named["rand_seed"], named["state"].shape[0]
-        if tuple(seeds.shape) not in ((1,), (slots,)):
-            problems.append(f"rand_seed is {list(seeds.shape)}, not [1] or [slots] = [{slots}]")
-        if named["state"].dtype == torch.float32:
-            problems.append("rand_seed is given, and a float32 state is not rounded")
-
-
-def _check_sizes(named: Mapping[str, Tensor], W: int, T: int, step: bool, options: Options, problems: list[str]) -> None:
-    if step:
-        if "old_dA_cumsum" not in named:
-            problems.append("old_dA_cumsum is needed beside cache_buf_idx")
-        if T > W:
-            problems.append(f"x has {T} tokens, and the history has room for W = {W}")
-        window = W
-    else:
-        if "ring_start" not in named:
-            problems.append("neither cache_buf_idx nor ring_start is given")
-        if options.max_tokens is None and "cu_seqlens" in named:
-            problems.append("max_tokens is needed with cu_seqlens: the window is R - max_tokens")
-        most = T if options.max_tokens is None else options.max_tokens
-        if most < T:
-            problems.append(f"x has {T} tokens, more than max_tokens {most}")
-        window = W - most
-        if window < 1:
-            problems.append(f"a ring of {W} leaves no window for steps of {most} tokens")
-    if window > MAX_TOKENS:
-        problems.append(f"the window is {window} entries, more than {MAX_TOKENS}")
-    if T > MAX_TOKENS:
-        problems.append(f"x has {T} tokens, more than {MAX_TOKENS}")
-
-
-def _check_layout(views: Mapping[str, Tensor], batch: int, problems: list[str]) -> None:
-    state = views["state"]
-    slots, H, P, N = state.shape
-    for name in ("state", "out") if "x" not in views else ("state",):
-        t = views[name]
-        if any(n > 1 and have != want for n, have, want in zip((H, P, N), t.stride()[1:], (P * N, N, 1), strict=True)):
-            problems.append(f"{name} has strides {list(t.stride())}; its last three axes must be dense, {[P * N, N, 1]}")
-        elif t.shape[0] > 1 and t.stride(0) < H * P * N:
-            problems.append(f"{name} has slots {t.stride(0)} elements apart, which overlap")
-    for name in ("out", "old_x", "old_B", "old_dt", "old_dA_cumsum", "state_scale"):
-        if name in views and checks.overlaps_itself(views[name]):
-            problems.append(f"{name} has strides {list(views[name].stride())}: two of its elements share memory")
-    for name in ("cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "arrivals", "rand_seed", "cu_seqlens"):
-        if name in views and views[name].numel() > 1 and views[name].stride(0) != 1:
-            problems.append(f"{name} has stride {views[name].stride(0)}, not 1")
-    if "state_indices" not in views and slots < batch:
-        problems.append(f"state has {slots} slots for a batch of {batch}, and there are no state_indices")
-    for name, t in views.items():
-        if name != "state" and not (name == "out" and "x" not in views):
-            checks.check_strides_fit(name, t, 0 if name in ("A", "D", "dt_bias") else 1, problems)
-
-
-# --- the problem and its launch
-
-
-def eights(n: int) -> int:
-    return max(8, -(-n // 8) * 8)
-
-
-def window_of(views: Mapping[str, Tensor], options: Options) -> int:
-    """Entries that the history can hold between steps."""
-    W = views["old_x"].shape[1]
-    if "cache_buf_idx" in views:
-        return W
-    return W - (views["x"].shape[1] if options.max_tokens is None else options.max_tokens)
-
-
-def room_of(views: Mapping[str, Tensor], options: Options) -> tuple[int, int]:
-    """(tokens, entries of the history) that a kernel makes room for."""
-    window = window_of(views, options)
-    if options.materialize:
-        return eights(1), eights(window)
-    if "cu_seqlens" not in views:
-        return eights(views["x"].shape[1]), eights(window)
-    return eights(window if options.max_tokens is None else options.max_tokens), eights(window)
-
-
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> ReplayProblem:
     """The problem that checked operands pose, given where they lie."""
     state = views["state"]
     _, H, P, N = state.shape
     materialize = options.materialize
     tokens, window = room_of(views, options)
-    vectors = [n for n in ("x", "B", "C", "z", "out", "old_x", "old_B") if n in views and not (materialize and n == "out")]
+    vectors = [n for n in OPERANDS.gathered if n in views and not (materialize and n == "out")]
     states = ["state", *(["out"] if materialize else [])]
-
-    def dtype(name: str) -> Any:
-        return DTYPES[views[name].dtype] if name in views and (not materialize or (name == "out" and "state_scale" in views)) else None
 
     def index(name: str) -> Index:
         return INDEX[views[name].dtype if name in views else None]
 
-    given = {name: dtype(name) for name in ("dt", "A", "D", "z", "dt_bias", "out") if dtype(name)}
-    if "A" in views:
-        given["A"] = DTYPES[views["A"].dtype]
+    types: dict[str, Any] = {field: STATES[views[name].dtype] for field, name in OPERANDS.fields().items() if name in views}
+    types["x"] = DTYPES[views["old_x"].dtype]
+    if not materialize or "state_scale" in views:
+        types["out"] = DTYPES[views["out"].dtype]
     return ReplayProblem(
         d_state=N,
         headdim=P,
         nheads=H,
         ngroups=views["old_B"].shape[-2],
-        state=STATES[state.dtype],
-        x=DTYPES[views["old_x"].dtype],
-        **given,
+        **types,
         dt_softplus=options.dt_softplus,
         history=History.STEP if "cache_buf_idx" in views else History.RING,
         tokens=tokens,
@@ -291,32 +96,19 @@ def batch_of(views: Mapping[str, Tensor]) -> int:
     return views["cu_seqlens"].shape[0] - 1 if "cu_seqlens" in views else views["out"].shape[0]
 
 
-_AXES = {
-    "state": {"slot": 0},
-    "old_x": {"slot": 0, "token": 1, "head": 2, "row": 3},
-    **dict.fromkeys(("x", "z", "out", "dt"), {"batch": 0, "token": 1, "head": 2, "row": 3}),
-    **dict.fromkeys(("B", "C"), {"batch": 0, "token": 1, "group": 2, "n": 3}),
-    "D": {"head": 0, "row": 1},
-    "state_scale": {"slot": 0, "head": 1, "row": 2},
-}
-
-
-def _axis(views: Mapping[str, Tensor], operand: str, axis: str) -> int:
-    if operand in ("old_B", "old_dt", "old_dA_cumsum"):
-        inner = ("token", "group", "n") if operand == "old_B" else ("head", "token")
-        buffer = ("buffer",) if "cache_buf_idx" in views else ()
-        return ("slot", *buffer, *inner).index(axis)
-    return _AXES.get(operand, {}).get(axis, 0)
-
-
 def kernel_values(spec: ReplaySpec, views: Mapping[str, Tensor], options: Options) -> dict[str, int | float]:
     """Every kernel argument that is not a pointer."""
-    values = {"slots": views["state"].shape[0], "pad_slot_id": options.pad_slot_id, "window": window_of(views, options)}
+    values: dict[str, int | float] = {
+        "slots": views["state"].shape[0],
+        "pad_slot_id": options.pad_slot_id,
+        "window": window_of(views, options),
+    }
     values |= {"ring": views["old_x"].shape[1], "tokens": views["out"].shape[1], "total_tokens": views["out"].shape[1]}
     if "state_indices" in views:
         values["state_indices_batch"] = views["state_indices"].stride(0)
-    for operand, axis in spec.strides():
-        values[f"{operand}_{axis}"] = views[operand].stride(_axis(views, operand, axis))
+    own = [name for name in spec.operands() if not (options.materialize and name == "out")]
+    values |= OPERANDS.stride_values(spec, views, int("cache_buf_idx" not in views), own)
+    values["out_slot"] = views["out"].stride(0)
     if "rand_seed" in views:
         values["rand_seed_slot"] = int(views["rand_seed"].numel() > 1)
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
@@ -324,62 +116,21 @@ def kernel_values(spec: ReplaySpec, views: Mapping[str, Tensor], options: Option
 
 FAMILY = Family(
     OPERATOR,
-    written=(
-        "out", "state", "old_x", "old_B", "old_dt", "old_dA_cumsum", "cache_buf_idx", "ring_start", "prev_num_accepted_tokens",
-        "rand_seed", "arrivals", "state_scale", "mix", "sums",
-    ),
-    problem_of=problem_of,
+    OPERANDS.written,
+    problem_of,
     size_of=lambda views: batch_of(views) if views["out"].numel() else 0,
     grid_of=lambda spec, views: batch_of(views) * spec.blocks,
     values_of=kernel_values,
-)  # fmt: skip
+)
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
     rounds = options.philox_rounds if "rand_seed" in views else 0
     how: dict[str, Any] = {"dt_softplus": options.dt_softplus, "pad_slot_id": options.pad_slot_id, "philox_rounds": rounds}
-    views = {name: t for name, t in views.items() if name not in ("mix", "sums")}
+    views = {name: t for name, t in views.items() if name not in BETWEEN}
     how["zero_padding"] = options.zero_padding
     reference(**{**views, **how}, window=window_of(views, options), dtype=dtype)
 
 
-# torch.library: what torch.compile and opcheck see.
-_library = torch.library.Library("ssmgen", "FRAGMENT")
-_library.define(
-    "replay_selective_state_update(str name, Tensor(a!) state, Tensor(b!) old_x, Tensor(c!) old_B, Tensor(d!) old_dt, "
-    "Tensor(e!)? old_dA_cumsum, Tensor(f!)? cache_buf_idx, Tensor(g!)? ring_start, Tensor(h!) prev_num_accepted_tokens, Tensor? x, "
-    "Tensor? dt, Tensor? A, Tensor? B, Tensor? C, Tensor? D, Tensor? z, Tensor? dt_bias, Tensor(i!) out, Tensor? state_indices, "
-    "Tensor? cu_seqlens, Tensor(j!)? rand_seed, Tensor(k!)? arrivals, Tensor(n!)? state_scale, Tensor(l!)? mix, Tensor(m!)? sums, "
-    "bool dt_softplus, int pad_slot_id, int philox_rounds, str precision, bool after_conv, int? max_tokens, bool two_kernels, "
-    "bool internal_pdl, bool materialize, bool zero_padding, bool? pdl) -> ()",
-    tags=torch.Tag.needs_fixed_stride_order,
-)
-
-
-def _dispatch(name: str, given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    torch.ops.ssmgen.replay_selective_state_update(name, *given, *options, pdl)
-
-
-def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
-    """(given, options, pdl) of what torch's dispatcher gives."""
-    given, (*options, pdl) = args[: len(NAMES)], args[len(NAMES) :]
-    return tuple(given), Options(*options), pdl
-
-
-@torch.library.impl(_library, "replay_selective_state_update", "CUDA")
-@torch.library.impl(_library, "replay_selective_state_update", "CPU")
-def _op(name: str, *args: Any) -> None:
-    CALLERS[name].plan(*_received(args))()
-
-
-@torch.library.register_fake("ssmgen::replay_selective_state_update", lib=_library)
-def _fake(name: str, *args: Any) -> None:
-    CALLERS[name].foresee(*_received(args))
-
-
-_REQUIRED = frozenset(("state", "old_x", "old_B", "old_dt", "prev_num_accepted_tokens", "out"))
-_patterns = runtime.Patterns()
-CALLERS = {
-    name: Caller(FAMILY, name, NAMES, _REQUIRED, views_of, run_reference, partial(_dispatch, name), _patterns)
-    for name in (OPERATOR, "checkpoint_selective_state_update", "materialize_selective_state")
-}
+FUNCTIONS = (OPERATOR, "checkpoint_selective_state_update", "materialize_selective_state")
+CALLERS = callers(FAMILY, dict.fromkeys(FUNCTIONS, OPERANDS), Options, views_of, run_reference)

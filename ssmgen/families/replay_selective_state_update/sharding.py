@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 from ...calls.sharding import Rule
-from ..selective_state_update.sharding import AXES
+from .operands import BETWEEN, OPERANDS
 
-_AXES = AXES | {
-    "state": "batch head row n",
-    "state_scale": "batch head row",
-    "old_x": "batch token head row",
-    "old_B": "batch buffer token group n|batch token group n",
-    **dict.fromkeys(("old_dt", "old_dA_cumsum"), "batch buffer head token|batch head token"),
-    **dict.fromkeys(("cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "arrivals"), "batch"),
-}
-_WRITTEN = (
-    "state", "old_x", "old_B", "old_dt", "old_dA_cumsum", "cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "arrivals", "out",
-    "state_scale",
-)  # fmt: skip
-_step = Rule(_AXES, _WRITTEN, "x")
+_AXES = OPERANDS.axes()
+# Noise goes by an element's place in the pool, so that a call with seeds is not divided.
+_step = Rule(_AXES, tuple([name for name in OPERANDS.written if name not in ("rand_seed", *BETWEEN)]), "x")
 
 RULES = {
     "replay_selective_state_update": _step,

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 from ...spec import FP8, LATER, SM90, Arch, DType, Index, Loads, Narrow, Needs, Pdl, must
 from .arguments import Part as Part
 from .arguments import ReplayArguments
+from .operands import LATE
 from .problem import History, ReplayProblem
 
 OPERATOR = "replay_selective_state_update"
@@ -127,8 +128,7 @@ class ReplaySpec(ReplayArguments):
         )
 
     def early_operands(self) -> list[str]:
-        late = ("B", "C", "x", "out", "mix", "sums")
-        return [name for name in self.operands() if self.early and name not in late]
+        return [name for name in self.operands() if self.early and name not in LATE]
 
     @property
     def early(self) -> bool:

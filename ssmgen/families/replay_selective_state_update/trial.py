@@ -9,8 +9,9 @@ from ...calls.checks import TORCH_DTYPES
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, fill, randn, scales, states, trial
 from ...errors import SsmgenError
 from ...spec import Index, Loads
-from .planning import CALLERS, PRECISIONS, Options
+from .planning import CALLERS, PRECISIONS
 from .spec import OPERATOR, History, Part, ReplaySpec
+from .views import Options
 
 BETWEEN = ("mix", "sums")  # what the first of two kernels leaves for the second
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 
+from ...engine.recurrences.mamba.model import MambaModel
 from ...models import Model
 from ...spec import DType
 from ...tune.cases import Case, case_of
-from ..selective_state_update.models import Mamba
 from .bench import BENCH, SHAPE, WINDOWS
 
 
 def cases(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
-    shapes = [(m.nheads, m.headdim, m.d_state, m.ngroups) for m in given if isinstance(m, Mamba)] or [SHAPE]
+    shapes = [(m.nheads, m.headdim, m.d_state, m.ngroups) for m in given if isinstance(m, MambaModel)] or [SHAPE]
     for shape, state, window, batch in product(shapes, (DType.BF16, DType.F32), WINDOWS, batches):
         label = f"replay {' x '.join(map(str, shape))} {state.value} window {window} batch {batch}"
         yield case_of(label, BENCH.case(device, state=state, window=window, batch=batch, shape=shape))

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
-from ...calls.public import Call, operator
-from ...calls.scalars import integer
-from ..causal_conv1d.call import new_like
+from ...calls.operator import operator, run
+from ...engine.chunks.segments import SEGMENTS
+from ...engine.new_tensors import new_like
 from .planning import CALLER, Options
-
-SEGMENTS = integer("an integer from 1 to 1024", 1, 1024)  # as of other families, whose sequences have more
 
 
 @operator(like="u", segments=SEGMENTS)
@@ -85,4 +81,4 @@ def selective_scan(
         u, delta, A, B, C, D, z, delta_bias, cu_seqlens, initial_states, final, state, state_indices, has_initial_state, out,
     )  # fmt: skip
     returns = ("out", "final_states") if return_final_states and final is not None else ("out",)
-    return cast(Tensor, Call(CALLER, given, Options(delta_softplus, channels_first, pad_slot_id, segments), pdl, returns))
+    return run(CALLER, given, Options(delta_softplus, channels_first, pad_slot_id, segments), pdl, returns=returns)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ...engine.recurrences.mamba.model import MambaModel
 from ...models import Ask, Client, Model, Role, Wanted
 from ...spec import DType, Index
-from ..selective_state_update.models import Mamba
 from .problem import OPERATOR, Order, SelectiveProblem, asked
 
 # What lies contiguous: mamba-ssm has tokens, of B and C too, transformers states of those; serving engines have views whose channels are.
@@ -37,7 +37,7 @@ class SelectiveAsk(Ask):
         return f"{model.name} is no Mamba-1, and {asked} is for those"
 
     def problems(self, model: Model, wanted: Wanted) -> Sequence[SelectiveProblem]:
-        if not isinstance(model, Mamba) or not self.used_by(model):
+        if not isinstance(model, MambaModel) or not self.used_by(model):
             return []
         same: dict[str, Any] = {"d_state": model.d_state, "x": wanted.io, "D": DType.F32, "z": True, "delta_bias": DType.F32}
         batches = BATCHES
@@ -51,7 +51,7 @@ class SelectiveAsk(Ask):
         return list(dict.fromkeys(found + [replace(problem, **few) for problem in found if few]))  # and of prompts that are cut
 
     def size(self, model: Model, wanted: Wanted, batch: int) -> int:
-        return batch * (model.headdim if isinstance(model, Mamba) else 0)
+        return batch * (model.headdim if isinstance(model, MambaModel) else 0)
 
 
 ASKS = {OPERATOR: SelectiveAsk()}

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import runtime
 from ...arguments import Value
 from ...calls import checks, prompts
 from ...calls.checks import DTYPES, INDEX
-from ...calls.planning import Caller, Family
+from ...calls.dispatch import callers
+from ...calls.planning import Family
 from ...calls.prompts import WRITTEN_WORDS
+from ...operands import plain
 from ...spec import Loads
 from .problem import OPERATOR, Order, SelectiveProblem, asked
 from .reference import selective_scan as reference
@@ -227,36 +228,7 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
     reference(**named, delta_softplus=options.delta_softplus, pad_slot_id=options.pad_slot_id, dtype=dtype)
 
 
-# torch.library: what torch.compile and opcheck see.
-_library = torch.library.Library("ssmgen", "FRAGMENT")
-_library.define(
-    "selective_scan(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, Tensor? cu_seqlens, "
-    "Tensor? initial_states, Tensor(a!)? final_states, Tensor(b!)? state, Tensor? state_indices, Tensor? has_initial_state, "
-    "Tensor(c!) out, bool delta_softplus, bool channels_first, int pad_slot_id, int? segments, bool? pdl) -> ()",
-    tags=torch.Tag.needs_fixed_stride_order,
-)
-
-
-def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    torch.ops.ssmgen.selective_scan(*given, *options, pdl)
-
-
-def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
-    """(given, options, pdl) of what torch's dispatcher gives."""
-    given, (*options, pdl) = args[: len(NAMES)], args[len(NAMES) :]
-    return tuple(given), Options(*options), pdl
-
-
-@torch.library.impl(_library, "selective_scan", "CUDA")
-@torch.library.impl(_library, "selective_scan", "CPU")
-def _op(*args: Any) -> None:
-    CALLER.plan(*_received(args))()
-
-
-@torch.library.register_fake("ssmgen::selective_scan", lib=_library)
-def _fake(*args: Any) -> None:
-    CALLER.foresee(*_received(args))
-
-
-_required = frozenset(("u", "delta", "A", "B", "C", "out"))
-CALLER = Caller(FAMILY, OPERATOR, NAMES, _required, views_of, run_reference, _dispatch, runtime.Patterns(), WRITTEN_WORDS)
+_REQUIRED = ("u", "delta", "A", "B", "C", "out")
+(CALLER,) = callers(
+    FAMILY, {OPERATOR: plain(NAMES, _REQUIRED, FAMILY.written)}, Options, views_of, run_reference, words={OPERATOR: WRITTEN_WORDS}
+).values()  # fmt: skip

@@ -74,9 +74,8 @@ class RolesSpec(SelectiveSpec):
         return 5 if self.tile >= 32 else 6
 
     @property
-    def stem(self) -> str:
-        how = f"r{self.aides}{'s' * self.apart}c{self.abreast}e{self.lead}"
-        return super().stem.replace(f"p{self.polynomial}", f"p{self.polynomial}{how}", 1)
+    def shared_by(self) -> str:
+        return f"r{self.aides}{'s' * self.apart}c{self.abreast}e{self.lead}"
 
     # Shared memory, in 32-bit words: the stages, d and d u of three tiles, sums of two; B and C of two as f32.
 

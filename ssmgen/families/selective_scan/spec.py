@@ -91,9 +91,16 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
     @property
     def stem(self) -> str:
         where = self.layout.value + ("" if self.copy else "_any")
-        how = f"l{self.lanes}w{self.warps}t{self.tile}p{self.polynomial}" + (f"b{self.min_blocks}" if self.min_blocks > 1 else "")
+        how = f"l{self.lanes}w{self.warps}t{self.tile}p{self.polynomial}{self.shared_by}" + (
+            f"b{self.min_blocks}" if self.min_blocks > 1 else ""
+        )
         how += f"k{self.parts}" if self.parts > 1 else ""
         return f"selective_scan_n{self.d_state}_{where}_{self.state.value}_{self.x.value}_{how}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+
+    @property
+    def shared_by(self) -> str:
+        """What its name says of warps with parts of their own."""
+        return ""
 
     # Shared memory, in 32-bit words: two stages of u, delta, z, B and C as they are, with rows of the contiguous axis.
 

@@ -4,7 +4,7 @@ from ...family import Family, Kernels
 
 FAMILY = Family(
     name="selective_state_update",
-    kernels=(Kernels("spec:SsuSpec", "problem:SsuProblem", old_names={"selective_state_update_tokens": "several=yes"}),),
+    kernels=(Kernels("spec:SsuSpec", "spec:SsuProblem", old_names={"selective_state_update_tokens": "several=yes"}),),
     functions={"selective_state_update": "call:selective_state_update"},
     bench={"selective_state_update": "bench:BENCH"},
     asks="models:ASKS",

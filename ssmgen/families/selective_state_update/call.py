@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
 from ...calls.checks import padding_objections
-from ...calls.public import Call, operator
+from ...calls.operator import operator, run
+from ...engine.recurrences.mamba.operands import OPERANDS
 from .planning import CALLER
 from .views import Options
 
@@ -96,9 +95,9 @@ def selective_state_update(
         out = torch.empty_like(x, memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x  # the checks object to x
     if rand_seed is None or philox_rounds == 0:
         rand_seed, philox_rounds = None, 0
-    given = (
+    tensors = OPERANDS.Tensors(
         state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices, num_accepted_tokens, cu_seqlens, parents,
         intermediate_states, intermediate_state_indices, rand_seed, state_scale, intermediate_state_scales,
     )  # fmt: skip
     options = Options(dt_softplus, dt_limit, pad_slot_id, philox_rounds, update_state, zero_padding)
-    return cast(Tensor, Call(CALLER, given, options, pdl, objections=objections))
+    return run(CALLER, tensors, options, pdl, objections=objections)

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ... import runtime
 from ...calls import checks
 from ...calls.checks import INDEX, STATES
-from ...calls.planning import Caller, Family
+from ...calls.dispatch import callers
+from ...calls.planning import Family
+from ...engine.recurrences.mamba.operands import OPERANDS
+from ...engine.recurrences.mamba.problem import SsuProblem
+from ...engine.recurrences.mamba.reference import reference
 from ...engine.rows import loaded
 from ...spec import Index, Loads, PoolMode, Update
-from .problem import SsuProblem
-from .reference import selective_state_update as reference
 from .spec import OPERATOR, SsuSpec
-from .views import CONTROL, NAMES, Options, is_tied, views_of
+from .views import Options, is_tied, views_of
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> SsuProblem:
     """The problem that checked operands pose, given where they lie."""
-    dt_softplus, dt_limit, _, philox_rounds, update_state, zero_padding = Options(*options)
-    state, kept, target = views["state"], views.get("intermediate_states"), views.get("dst_state_indices")
+    dt_softplus, dt_limit, _, philox_rounds, update_state, zero_padding = options
+    state, target = views["state"], views.get("dst_state_indices")
     _, H, P, N = state.shape
     tied = is_tied(views)
     vector = min(16 // state.element_size(), N & -N)  # elements that a lane owns
@@ -36,7 +37,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         return Loads.VECTOR if aligned else Loads.ELEMENT
 
     several = views["x"].dim() == 4
-    types: dict[str, Any] = {n: STATES[t.dtype] for n, t in views.items() if n not in (*CONTROL, "intermediate_states")}
+    types: dict[str, Any] = {field: STATES[views[name].dtype] for field, name in OPERANDS.fields().items() if name in views}
     problem = SsuProblem(
         d_state=N,
         headdim=P,
@@ -55,7 +56,6 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         cu_seqlens=index("cu_seqlens"),
         accepted=index("num_accepted_tokens"),
         update=Update.NONE if not update_state else Update.EACH if target is not None and target.dim() == 2 else Update.FINAL,
-        intermediate_states=None if kept is None else STATES[kept.dtype],
         intermediate_indices=index("intermediate_state_indices"),
         parents=index("parents"),
         zero_padding=zero_padding,
@@ -63,21 +63,6 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     return loaded(problem)
 
 
-_AXES: dict[str, dict[str, int]] = {
-    "state": {"slot": 0},
-    "A": {"head": 0, "row": 1, "n": 2},
-    **dict.fromkeys(("D", "dt_bias"), {"head": 0, "row": 1}),
-    "state_indices": {"batch": 0, "column": 1},
-    "dst_state_indices": {"batch": 0, "token": 1},
-    "num_accepted_tokens": {"batch": 0},
-    "parents": {"batch": 0, "token": 1},
-    "intermediate_states": {"row": 0, "token": 1},
-    "intermediate_state_indices": {"batch": 0},
-    "rand_seed": {"slot": 0},
-    "state_scale": {"slot": 0, "head": 1, "row": 2},
-    "intermediate_state_scales": {"kept": 0, "token": 1, "head": 2, "row": 3},
-}
-_TOKENWISE_AXES = {"batch": 0, "token": 1, "head": -2, "group": -2, "row": -1, "n": -1}
 _COLUMNS = {
     "columns": "state_indices",
     "dst_columns": "dst_state_indices",
@@ -98,8 +83,7 @@ def kernel_values(spec: SsuSpec, views: Mapping[str, Tensor], options: Options) 
         values["kept_rows"] = views["intermediate_states"].shape[0]
     if dt_limit is not None:
         values["dt_min"], values["dt_max"] = map(float, dt_limit)
-    for operand, axis, _ in spec.strides():
-        values[f"{operand}_{axis}"] = views[operand].stride(_AXES.get(operand, _TOKENWISE_AXES)[axis])
+    values |= OPERANDS.stride_values(spec, views)
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
 
 
@@ -109,8 +93,8 @@ def sequences(views: Mapping[str, Tensor]) -> int:
 
 FAMILY = Family(
     OPERATOR,
-    written=("out", "state", "intermediate_states", "state_scale", "intermediate_state_scales"),
-    problem_of=problem_of,
+    OPERANDS.written,
+    problem_of,
     size_of=lambda views: sequences(views) if views["x"].numel() else 0,
     grid_of=lambda spec, views: sequences(views) * spec.nheads * spec.tiles,
     values_of=kernel_values,
@@ -118,47 +102,11 @@ FAMILY = Family(
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    dt_softplus, dt_limit, pad_slot_id, philox_rounds, update_state, zero_padding = Options(*options)
+    dt_softplus, dt_limit, pad_slot_id, philox_rounds, update_state, zero_padding = options
     reference(
         **views, dt_softplus=dt_softplus, dt_limit=dt_limit, pad_slot_id=pad_slot_id, philox_rounds=philox_rounds,
         update_state=update_state, zero_padding=zero_padding, dtype=dtype,
     )  # fmt: skip
 
 
-# torch.library: what torch.compile and opcheck see. define + impl costs 2.5 us a call where custom_op costs 33.
-_library = torch.library.Library("ssmgen", "FRAGMENT")
-_library.define(
-    "selective_state_update(Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, "
-    "Tensor? dt_bias, Tensor(b!) out, Tensor? state_indices, Tensor? dst_state_indices, Tensor? num_accepted_tokens, Tensor? cu_seqlens, "
-    "Tensor? parents, Tensor(c!)? intermediate_states, Tensor? intermediate_state_indices, Tensor? rand_seed, "
-    "Tensor(d!)? state_scale, Tensor(e!)? intermediate_state_scales, bool dt_softplus, "
-    "float[]? dt_limit, int pad_slot_id, int philox_rounds, bool update_state, bool zero_padding, bool? pdl) -> ()",
-    tags=torch.Tag.needs_fixed_stride_order,
-)
-
-
-def _dispatch(given: Sequence[Any], options: Options, pdl: bool | None) -> None:
-    """The call through torch's dispatcher, which comes back below with plain tensors, or traces it."""
-    dt_softplus, dt_limit, *rest = Options(*options)
-    torch.ops.ssmgen.selective_state_update(*given, dt_softplus, None if dt_limit is None else list(dt_limit), *rest, pdl)
-
-
-def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
-    """(given, options, pdl) of what torch's dispatcher gives."""
-    given, (dt_softplus, dt_limit, *rest, pdl) = args[: len(NAMES)], args[len(NAMES) :]
-    return given, Options(dt_softplus, None if dt_limit is None else tuple(dt_limit), *rest), pdl
-
-
-@torch.library.impl(_library, "selective_state_update", "CUDA")
-@torch.library.impl(_library, "selective_state_update", "CPU")
-def _op(*args: Any) -> None:
-    CALLER.plan(*_received(args))()
-
-
-@torch.library.register_fake("ssmgen::selective_state_update", lib=_library)
-def _fake(*args: Any) -> None:
-    CALLER.foresee(*_received(args))
-
-
-_required = frozenset(("state", "x", "dt", "A", "B", "C", "out"))
-CALLER = Caller(FAMILY, OPERATOR, NAMES, _required, views_of, run_reference, _dispatch, runtime.Patterns())
+(CALLER,) = callers(FAMILY, {OPERATOR: OPERANDS}, Options, views_of, run_reference).values()

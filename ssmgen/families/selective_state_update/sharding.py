@@ -2,24 +2,7 @@
 
 from __future__ import annotations
 
-from ...calls.sharding import CONTROL, Rule
+from ...calls.sharding import Rule
+from ...engine.recurrences.mamba.operands import OPERANDS
 
-AXES = {
-    **dict.fromkeys(("x", "z", "out"), "* head row|* head"),
-    **dict.fromkeys(("D", "dt_bias"), "head row|head"),
-    "dt": "* head row|* head",
-    "A": "head row n|head n|head",
-    **dict.fromkeys(("B", "C"), "* group n|batch n"),
-    **CONTROL,
-    "rand_seed": "batch",
-}
-
-RULES = {
-    "selective_state_update": Rule(
-        AXES
-        | {"state": "batch head row n|batch head n", "intermediate_states": "batch token head row n"}
-        | {"state_scale": "batch head row|batch head", "intermediate_state_scales": "batch token head row"},
-        ("state", "out", "intermediate_states", "state_scale", "intermediate_state_scales"),
-        "x",
-    )
-}
+RULES = {"selective_state_update": Rule(OPERANDS.axes(), OPERANDS.written, "x")}

@@ -10,168 +10,27 @@ and written as often as the call asks for. Token by token the arithmetic is that
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
-from ...engine.rows import RowSpec, Rule
-from ...spec import FP8, LATER, Arch, DType, Index, Loads, Narrow, Needs, Param, Pdl, PoolMode, Update, must
-from .problem import SsuProblem
+from ...engine.recurrences.mamba.kernel import SHARED_BYTES, MambaKernel
+from ...engine.recurrences.mamba.problem import SsuProblem
+from ...engine.rows import Rule
+from ...spec import Arch, Index, Narrow, Pdl
 
 OPERATOR = "selective_state_update"
-SHARED_BYTES = 48 * 1024
-
-
-class SsuVariant(RowSpec, SsuProblem):
-    """Common to the recurrence by itself and to a layer's."""
-
-    def row_scalars(self) -> list[str]:
-        """Operands with an element per row and token."""
-        return ["x", *(["z"] if self.z else [])]
-
-    def constants(self) -> dict[str, Any]:
-        return {
-            "pooled": self.index is not Index.NONE,
-            "split": self.pool is PoolMode.SPLIT,
-            "final_state": self.update is Update.FINAL,
-            "each": self.update is Update.EACH,
-            "convolved": (),  # operands that the kernel makes itself
-            "conv_rolls": False,
-            "A_is_log": False,
-            "ragged": self.ragged,
-            "accepted": self.accepted is not Index.NONE,
-            "tree": self.parents is not Index.NONE,
-            "rows_by_index": self.intermediate_indices is not Index.NONE,
-            "rounded": self.rounded,
-            "kept_scaled": isinstance(self.intermediate_states, Narrow),
-            "narrow_noise": self.rounded & {t.value for t in self.narrow},
-            "tail": self.headdim % self.tile != 0,
-            "vector_state": self.state_loads is Loads.VECTOR,
-            "vector_operands": self.operand_loads is Loads.VECTOR,
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
-class SsuSpec(SsuVariant):
+class SsuSpec(MambaKernel):
     """A problem, and how one variant computes it."""
 
     family: ClassVar[str] = OPERATOR
 
-    chunk: int = field(default=8, metadata=LATER)  # tokens staged at a time, where a call has several
-
     @property
     def template(self) -> str:
         return f"selective_state_update/{'several_tokens' if self.several else 'one_token'}.cu.j2"
-
-    def violations(self, arch: Arch) -> list[str]:
-        modern = must(arch >= FP8 or Narrow.E4M3 not in self.narrow, f"fp8 states need sm_89, not {arch}")
-        return RowSpec.violations(self, arch) or staged_violations(self) or modern
-
-    @property
-    def needs(self) -> Needs:
-        by_byte = any(t.size == 1 for t in self.narrow) and self.state_loads is Loads.ELEMENT
-        return replace(super().needs, streaming=self.intermediates, narrow=bool(self.narrow), bytes=by_byte, guarded=self.guarded)
-
-    @property
-    def owned_once(self) -> bool:
-        steps, whole = self.tile // self.rows_per_step, self.rows % self.tile == 0
-        return self.scaled and self.tied and not self.several and whole and 1 < self.ilp < self.lanes == steps * self.ilp
-
-    @property
-    def shared_bytes(self) -> int:
-        """Staged tokens: B and C, x and z of the tile's rows, dt, its decay and a parent."""
-        return 4 * self.chunk * (2 * self.row_room + len(self.row_scalars()) * self.tile + 3) if self.several else 0
-
-    @property
-    def stem(self) -> str:
-        kind = "ssu_ragged" if self.ragged else "ssu_tokens" if self.several else "ssu"
-        return f"{kind}_h{self.nheads}p{self.headdim}n{self.d_state}g{self.ngroups}_{self.state.value}_{self.how()}"
-
-    def operands(self) -> list[str]:
-        """Tensor arguments in order."""
-        optional = {
-            "D": self.D, "z": self.z, "dt_bias": self.dt_bias, "out": True,
-            "state_indices": self.index is not Index.NONE,
-            "dst_state_indices": self.pool is PoolMode.SPLIT,
-            "num_accepted_tokens": self.accepted is not Index.NONE,
-            "cu_seqlens": self.ragged,
-            "parents": self.parents is not Index.NONE,
-            "intermediate_states": self.intermediates,
-            "intermediate_state_indices": self.intermediate_indices is not Index.NONE,
-            "rand_seed": self.philox_rounds,
-            "state_scale": self.scaled,
-            "intermediate_state_scales": isinstance(self.intermediate_states, Narrow),
-        }  # fmt: skip
-        return ["state", "x", "dt", "A", "B", "C", *(name for name, there in optional.items() if there)]
-
-    def strides(self) -> list[tuple[str, str, str]]:
-        """(operand, axis, width) of every stride the kernel takes, in elements. Those between states are 64-bit."""
-        token = [*([] if self.ragged else ["batch"]), *(["token"] if self.several else [])]
-        rows = [] if self.tied else ["row"]
-        element = ["n"] if self.operand_loads is Loads.ELEMENT else []
-        axes = {
-            "state": ["slot"],
-            **dict.fromkeys(("x", "z", "out"), [*token, "head", "row"]),
-            **dict.fromkeys(("B", "C"), [*token, "group", *element]),
-            "dt": [*token, "head", *rows],
-            "A": ["head", *rows, *([] if self.tied else element)],
-            "D": ["head", "row"],
-            "dt_bias": ["head", *rows],
-            "state_indices": ["batch", *(["column"] if self.accepted is not Index.NONE else [])],
-            "dst_state_indices": ["batch", *(["token"] if self.update is Update.EACH else [])],
-            "num_accepted_tokens": ["batch"],
-            "cu_seqlens": [],
-            "parents": ["batch", "token"],
-            "intermediate_states": ["row", "token"],
-            "intermediate_state_indices": ["batch"],
-            "rand_seed": ["slot"],
-            "state_scale": ["slot", "head", "row"],
-            "intermediate_state_scales": ["kept", "token", "head", "row"],
-        }
-        wide = {("state", "slot"), ("intermediate_states", "row"), ("intermediate_states", "token")}
-        wide |= {("state_scale", "slot"), ("intermediate_state_scales", "kept"), ("intermediate_state_scales", "token")}
-        wide |= set() if self.several else {("rand_seed", "slot")}
-        return [(op, axis, "i64" if (op, axis) in wide else "u32") for op in self.operands() for axis in axes[op]]
-
-    def parameters(self) -> list[Param]:
-        element = {f.name: getattr(self, f.name).value for f in fields(self) if isinstance(getattr(self, f.name), (DType, Narrow))}
-        integer = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
-        element |= dict.fromkeys(("state_indices", "dst_state_indices"), integer[self.index])
-        element |= {"num_accepted_tokens": integer[self.accepted], "cu_seqlens": integer[self.cu_seqlens]}
-        element |= {"parents": integer[self.parents], "intermediate_state_indices": integer[self.intermediate_indices], "rand_seed": "i64"}
-        element |= dict.fromkeys(("state_scale", "intermediate_state_scales"), "f32")
-        written = ("state", "out", "intermediate_states", "state_scale", "intermediate_state_scales")
-        pointers = [Param.pointer(op, element[op], const=op not in written) for op in self.operands()]
-        strides = [(Param.i64 if width == "i64" else Param.u32)(f"{op}_{axis}") for op, axis, width in self.strides()]
-        strides.sort(key=lambda p: p.code != "q")  # 8-byte arguments first: no padding anywhere in the buffer
-        rows = self.intermediate_indices is not Index.NONE
-        counts = {
-            "tokens": self.several and not self.ragged,
-            "total_tokens": self.ragged,
-            "columns": self.accepted is not Index.NONE,
-            "dst_columns": self.update is Update.EACH and self.ragged,
-            "parent_columns": self.parents is not Index.NONE and self.ragged,
-            "kept_columns": self.intermediates and self.ragged,
-        }
-        return [
-            *pointers,
-            *([] if self.index is Index.NONE else [Param.i64("slots"), Param.i64("pad_slot_id")]),
-            *([Param.i64("kept_rows")] if rows else []),
-            *strides,
-            *(Param.u32(name) for name, there in counts.items() if there),
-            *([Param.f32("dt_min"), Param.f32("dt_max")] if self.dt_limit else []),
-        ]
-
-
-def staged_violations(spec: Any) -> list[str]:
-    """What stages several tokens cannot do, if it does."""
-    if not spec.several:
-        return []
-    return [
-        *must(spec.tile == spec.rows_per_step, "several tokens need all rows of a tile in flight at once"),
-        *must(spec.shared_bytes <= SHARED_BYTES, f"{spec.shared_bytes} bytes of shared memory exceed 48 KiB"),
-        *must(not spec.prefetch or spec.accepted is Index.NONE, "the bulk L2 prefetch does not know the column that is started from"),
-    ]
 
 
 def _spec(problem: SsuProblem, how: dict[str, Any]) -> SsuSpec:

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from ...calls.checks import TORCH_DTYPES
+from ...engine.recurrences.mamba.operands import OPERANDS
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, fill, ordered, scales, slot_indices, slots_of, states, trial, wide
 from ...spec import DType, Index, Loads, PoolMode, Update
 from .planning import CALLER
 from .spec import SsuSpec
-from .views import SCALES
+from .views import Options
 
 LIMIT = (0.01, 0.1)  # of dt: in the midst of what softplus gives
 
@@ -95,17 +96,17 @@ def tokens_operands(spec: SsuSpec, batch: int, seed: int) -> dict[str, Tensor]:
         made["parents"] = torch.randint(-1, most, (batch, most), generator=g).to(INTEGERS[spec.parents])
     if spec.philox_rounds:
         made["rand_seed"] = torch.randint(-(2**62), 2**62, (slots,), generator=g)
-    made |= {name: scales(made[of], g) for of, name in SCALES.items() if name in spec.operands()}
+    made |= {name: scales(made[of], g) for of, name in OPERANDS.scales.items() if name in spec.operands()}
     return ordered(spec, made)
 
 
 def selective_state_update(spec: SsuSpec, batch: int, seed: int) -> Trial:
     update = spec.update is not Update.NONE
     how = (spec.dt_softplus, LIMIT if spec.dt_limit else None, -1)
-    options = (*how, spec.philox_rounds, update, spec.zero_padding)
-    scaled = {of: name for of, name in SCALES.items() if name in spec.operands()}
+    options = Options(*how, spec.philox_rounds, update, spec.zero_padding)
+    scaled = {of: name for of, name in OPERANDS.scales.items() if name in spec.operands()}
     if not spec.several:
-        return trial(CALLER, one_operands(spec, batch, seed), options, without_noise=(*how, 0, update, spec.zero_padding), scales=scaled)
+        return trial(CALLER, one_operands(spec, batch, seed), options, without_noise=options._replace(philox_rounds=0), scales=scaled)
     kept = () if update else ("state", "state_scale")
     return trial(CALLER, tokens_operands(spec, batch, seed), options, kept=kept, tokens=spec.chunk + 1, scales=scaled)
 

@@ -30,7 +30,7 @@ def operands(dtype: torch.dtype, dim: int, offset: int = 0) -> dict[str, torch.T
 
 
 def emulate(spec, named) -> None:
-    values = op.kernel_values(spec, named, (-1,))
+    values = op.kernel_values(spec, named, op.Options())
     packed = Arguments(spec, values).at([named[n].data_ptr() for n in spec.operands()])
     emulator.run(spec, SM90, 3 * spec.blocks, packed, named)
 
@@ -39,7 +39,7 @@ def emulate(spec, named) -> None:
 @pytest.mark.parametrize(("dtype", "dim", "offset"), [(torch.bfloat16, 640, 0), (torch.float32, 96, 0), (torch.float16, 90, 1)])
 def test_variants_are_bit_equal_and_within_rounding_of_float64(dtype, dim, offset):
     named = operands(dtype, dim, offset)
-    problem = op.problem_of(named, {n: t.data_ptr() for n, t in named.items()}, (-1,))
+    problem = op.problem_of(named, {n: t.data_ptr() for n, t in named.items()}, op.Options())
     exact = named | {n: named[n].double() for n in ("state", "out")}
     reference(**exact, dtype=torch.float64)
     results = []

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ... import runtime
 from ...calls import checks
 from ...calls.checks import DTYPES, INDEX
-from ...calls.planning import Caller, Family
-from ...calls.public import Call, operator
+from ...calls.dispatch import callers
+from ...calls.operator import operator, run
+from ...calls.planning import Family
 from ...spec import Loads
 from .reference import token_shift as reference
-from .spec import OPERATOR, TokenShiftProblem, TokenShiftSpec
+from .spec import OPERANDS, OPERATOR, TokenShiftProblem, TokenShiftSpec
 
-NAMES = ("state", "x", "mix", "state_indices", "out")
+
+class Options(NamedTuple):
+    """What a call says beside its tensors."""
+
+    pad_slot_id: int = -1
 
 
 @operator(like="x")
@@ -39,32 +43,30 @@ def token_shift(
     """
     if out is None and isinstance(x, Tensor):
         out = x.new_empty(x.shape)
-    return Call(CALLER, (state, x, mix, state_indices, out), (pad_slot_id,), pdl)
+    return run(CALLER, OPERANDS.Tensors(state, x, mix, state_indices, out), Options(pad_slot_id), pdl)
 
 
-def views_of(named: Mapping[str, Tensor], options: tuple[Any, ...], problems: list[str]) -> dict[str, Tensor]:
+def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
     if not checks.check_tensors(named, problems):
         return {}
-    checks.check_common(named, "state", problems)
+    checks.check_types(OPERANDS, named, "state", problems)
     state, x = named["state"], named["x"]
     if state.dim() != 2 or x.dim() != 2:
         problems.append(f"state is {list(state.shape)} and x is {list(x.shape)}, not [slots, dim] and [batch, dim]")
         return {}
     (slots, dim), batch = state.shape, x.shape[0]
-    row = {"[batch, dim]": (batch, dim)}
-    allowed = {"x": row, "out": row, "mix": {"[dim]": (dim,)}, "state_indices": {"[batch]": (batch,)}}
-    fits = [checks.check_shape(name, t, allowed[name], problems) for name, t in named.items() if name != "state"]
+    fits = checks.check_shapes(OPERANDS, named, {"slot": slots, "batch": batch, "dim": dim}, problems)
     for name in ("state", "x", "out", "mix"):
         if named[name].dim() and named[name].stride(-1) != 1 and dim > 1:
             problems.append(f"{name} has strides {list(named[name].stride())}; its channels must be contiguous")
     problems += [f"{n} is {named[n].dtype}, x is {x.dtype}".replace("torch.", "") for n in ("state", "out") if named[n].dtype != x.dtype]
-    problems += [f"{n} has rows that share memory" for n in ("state", "out") if checks.overlaps_itself(named[n])]
+    problems += [f"{n} has rows that share memory" for n in OPERANDS.written if checks.overlaps_itself(named[n])]
     if "state_indices" not in named and slots < batch:
         problems.append(f"state has {slots} slots for a batch of {batch}, and there are no state_indices")
-    return dict(named) if all(fits) else {}
+    return dict(named) if fits else {}
 
 
-def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: tuple[Any, ...]) -> TokenShiftProblem:
+def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> TokenShiftProblem:
     x, dim = views["x"], views["x"].shape[1]
     vector = min(16 // x.element_size(), dim & -dim)
     aligned = [checks.aligned(views[n], pointers[n], vector) for n in ("state", "x", "mix", "out")]
@@ -77,57 +79,22 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     )
 
 
-def kernel_values(spec: TokenShiftSpec, views: Mapping[str, Tensor], options: tuple[Any, ...]) -> dict[str, int | float]:
+def kernel_values(spec: TokenShiftSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, int | float]:
     """Every kernel argument that is not a pointer."""
-    values = {"slots": views["state"].shape[0], "pad_slot_id": options[0], "state_slot": views["state"].stride(0)}
-    values |= {f"{name}_batch": views[name].stride(0) for name in ("x", "out")}
-    if "state_indices" in views:
-        values["indices_batch"] = views["state_indices"].stride(0)
+    values = {"slots": views["state"].shape[0], "pad_slot_id": options.pad_slot_id} | OPERANDS.stride_values(spec, views)
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
 
 
-def run_reference(views: Mapping[str, Tensor], options: tuple[Any, ...], dtype: torch.dtype = torch.float32) -> None:
-    reference(**views, pad_slot_id=options[0], dtype=dtype)
+def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
+    reference(**views, pad_slot_id=options.pad_slot_id, dtype=dtype)
 
 
 FAMILY = Family(
     OPERATOR,
-    written=("out", "state"),
-    problem_of=problem_of,
+    OPERANDS.written,
+    problem_of,
     size_of=lambda views: views["x"].shape[0],
     grid_of=lambda spec, views: views["x"].shape[0] * spec.blocks,
     values_of=kernel_values,
 )
-
-
-# torch.library: what torch.compile and opcheck see.
-_library = torch.library.Library("ssmgen", "FRAGMENT")
-_library.define(
-    "token_shift(Tensor(a!) state, Tensor x, Tensor mix, Tensor? state_indices, Tensor(b!) out, int pad_slot_id, bool? pdl) -> ()",
-    tags=torch.Tag.needs_fixed_stride_order,
-)
-
-
-def _dispatch(given: Sequence[Any], options: tuple[Any, ...], pdl: bool | None) -> None:
-    torch.ops.ssmgen.token_shift(*given, *options, pdl)
-
-
-def _received(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, bool | None]:
-    """(given, options, pdl) of what torch's dispatcher gives."""
-    *given, pad_slot_id, pdl = args
-    return tuple(given), (pad_slot_id,), pdl
-
-
-@torch.library.impl(_library, "token_shift", "CUDA")
-@torch.library.impl(_library, "token_shift", "CPU")
-def _op(*args: Any) -> None:
-    CALLER.plan(*_received(args))()
-
-
-@torch.library.register_fake("ssmgen::token_shift", lib=_library)
-def _fake(*args: Any) -> None:
-    CALLER.foresee(*_received(args))
-
-
-_required = frozenset(("state", "x", "mix", "out"))
-CALLER = Caller(FAMILY, OPERATOR, NAMES, _required, views_of, run_reference, _dispatch, runtime.Patterns())
+(CALLER,) = callers(FAMILY, {OPERATOR: OPERANDS}, Options, views_of, run_reference).values()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ...calls.sharding import Rule
+from .spec import OPERANDS
 
-ROW = dict.fromkeys(("state", "x", "out"), "batch head")
-
-RULES = {"token_shift": Rule({**ROW, "mix": "head", "state_indices": "batch"}, written=("state", "out"))}
+RULES = {"token_shift": Rule(OPERANDS.axes(), OPERANDS.written)}

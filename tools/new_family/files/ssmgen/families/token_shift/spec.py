@@ -9,9 +9,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+from ...operands import Operand, Types, table
 from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, must
 
 OPERATOR = "token_shift"
+# The order of kernel parameters, strides, checks, rules for DTensors and torch's schema come from here.
+OPERANDS = table(
+    Operand("state", "slot dim", written=True, field="x", strides="slot:64"),
+    Operand("x", "batch dim", strides="batch:64"),
+    Operand("mix", "dim"),
+    Operand("state_indices", "batch", Types.INDEX, optional=True, field="index", strides="batch:64"),
+    Operand("out", "like x", written=True, field="x"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +81,12 @@ class TokenShiftSpec(KernelSpec, TokenShiftProblem):
 
     def operands(self) -> list[str]:
         """Tensor arguments in order."""
-        return ["state", "x", "mix", *(["state_indices"] if self.index is not Index.NONE else []), "out"]
+        return OPERANDS.of(self)
 
     def parameters(self) -> list[Param]:
         """Pointers come first."""
-        element = {"mix": self.mix.value, "state_indices": "int" if self.index is Index.I32 else "i64"}
-        pointers = [Param.pointer(op, element.get(op, self.x.value), const=op not in ("state", "out")) for op in self.operands()]
-        slots = ["slots", "pad_slot_id", "indices_batch"] if self.index is not Index.NONE else []
-        return [*pointers, *map(Param.i64, (*slots, "state_slot", "x_batch", "out_batch"))]
+        slots = [Param.i64("slots"), Param.i64("pad_slot_id")] if self.index is not Index.NONE else []
+        return [*OPERANDS.pointers(self), *slots, *OPERANDS.stride_params(self)]
 
     def constants(self) -> dict[str, Any]:
         return {"vector": self.loads is Loads.VECTOR, "pooled": self.index is not Index.NONE}

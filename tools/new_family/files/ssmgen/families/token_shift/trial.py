@@ -6,7 +6,7 @@ import torch
 
 from ...engine.trial import Trial, ordered, slot_indices, trial, wide
 from ...spec import Index, Loads
-from .call import CALLER
+from .call import CALLER, Options
 from .spec import TokenShiftSpec
 
 
@@ -20,7 +20,7 @@ def token_shift(spec: TokenShiftSpec, batch: int, seed: int) -> Trial:
     made["mix"] = wide(torch.rand(spec.dim, generator=g), spec.mix, odd)
     if spec.index is not Index.NONE:
         made["state_indices"] = slot_indices(spec.index, batch, slots, g)
-    return trial(CALLER, ordered(spec, made), (-1,), exact=("state",))
+    return trial(CALLER, ordered(spec, made), Options(), exact=("state",))
 
 
 TRIALS = {TokenShiftSpec: token_shift}

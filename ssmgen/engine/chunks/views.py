@@ -1,4 +1,4 @@
-"""What calls have in common whose first kernel leaves images for the second: chunk_delta_rule's and chunk_linear_attention's."""
+"""What calls have in common whose first kernel leaves images for the second."""
 
 from __future__ import annotations
 

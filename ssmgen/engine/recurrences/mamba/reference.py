@@ -1,4 +1,4 @@
-"""selective_state_update in plain PyTorch, in the order in which the kernels compute."""
+"""Decode steps of Mamba in plain PyTorch, in the order in which the kernels compute."""
 
 from __future__ import annotations
 
@@ -8,13 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...engine.narrow_reference import narrowed, widened
-from ...engine.stochastic_reference import stored
-
-
-def softplus(v: Tensor) -> Tensor:
-    """log(1 + e^v), accurate where v is very negative and without overflow where it is large."""
-    return v.clamp(min=0) + torch.log1p(torch.exp(-v.abs()))
+from ...narrow_reference import narrowed, widened
+from ...stochastic_reference import stored
+from ..reference import softplus, start_slot
 
 
 def one_token(
@@ -38,18 +34,7 @@ def one_token(
     return new, y
 
 
-def start_slot(views: Mapping[str, Tensor], b: int) -> int:
-    """Where sequence b starts from; -1 if its count of accepted tokens is out of range."""
-    if "state_indices" not in views:
-        return b
-    indices = views["state_indices"][b]
-    if "num_accepted_tokens" not in views:
-        return int(indices)
-    accepted = int(views["num_accepted_tokens"][b])
-    return int(indices[accepted - 1]) if 1 <= accepted <= indices.shape[0] else -1
-
-
-def selective_state_update(
+def reference(
     *,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] | None = None,

@@ -1,10 +1,15 @@
-"""Public functions and their calls: one like one seen before reaches neither what sorts its arguments nor the checks."""
+"""Public functions, and `run`, which makes their calls.
+
+A public function ends in `return run(…)`. Before its body, `operator` asks the fast path (`fast_path.py`) for a call like this one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +19,7 @@ from .. import runtime
 from ..spec import KernelSpec
 from . import checks, sharded
 from .checks import in_memory
-from .memory import Memory
+from .fast_path import FastPath
 from .naming import spoken
 from .planning import Caller, grid_of, launch_of
 from .scalars import Scalar, Scalars
@@ -112,6 +117,48 @@ class Operator(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
+class _Asked(threading.local):
+    """What a thread wants of the next `run`: the call itself, or its result; then `learn` gives the plan."""
+
+    call = False
+    learn: Callable[[Call], Callable[[], None]] | None = None
+
+
+_asked = _Asked()
+
+
+@contextmanager
+def _asking(call: bool, learn: Callable[[Call], Callable[[], None]] | None = None) -> Iterator[None]:
+    before = _asked.call, _asked.learn
+    _asked.call, _asked.learn = call, learn
+    try:
+        yield
+    finally:
+        _asked.call, _asked.learn = before
+
+
+def run(
+    caller: Caller, tensors: Sequence[Any], options: Any, pdl: bool | None = None, *, returns: tuple[str, ...] = ("out",),
+    objections: tuple[str, ...] = (), before: Before | None = None,
+) -> R:  # type: ignore[type-var]  # what the public function returns  # fmt: skip
+    """Makes a call and returns its result: the tensors that `returns` names. Every public function ends here.
+
+    tensors: by `caller.names`; objections: what is wrong with arguments that are no tensors.
+    Those who ask about a call (`bind`, `warm`, `explain`), and tracers, get the call.
+    """
+    call = Call(caller, (*tensors,), options, pdl, returns, objections, before)
+    if is_compiling() or _asked.call:
+        return cast(R, call)
+    return cast(R, launched(call, _asked.learn))
+
+
+def launched(call: Call, learn: Callable[[Call], Callable[[], None]] | None) -> Any:
+    """The result of a call that the fast path does not know. learn: `FastPath.learn`, which remembers it."""
+    plan = learn(call) if learn is not None and on_card(call) else call.plan()
+    plan()
+    return call.result
+
+
 def call_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
     """What a public function makes of these arguments. Raises ArgumentError for what is no tensor."""
     known: Any = function
@@ -120,54 +167,57 @@ def call_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
 
 
 def operator(like: str, **own: Scalar) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """The public function of a builder: makes the builder's call and returns its result.
+    """The public function of a body that ends in `run`: a call like one before does not reach the body.
 
-    Its signature is the builder's. So a builder declares what the function takes and returns, which editors and `help` show, and returns
-    the Call that will give it, cast to that.
-
-    like: a parameter, a tensor (or several) with whose shape all other sizes change; own: see Scalars. `build` of the function is the
-    builder, behind the check of what is no tensor.
+    like: a parameter, a tensor (or several) with whose shape all other sizes change; own: see Scalars. `build` of the function gives the
+    call of its arguments, and launches nothing.
     """
 
-    def public(builder: Callable[P, R]) -> Callable[P, R]:
-        scalars = Scalars(builder, own)
+    def public(body: Callable[P, R]) -> Callable[P, R]:
+        scalars = Scalars(body, own)
         names = scalars.names
-        made = in_memory(builder)
+        made: Callable[..., Any] = in_memory(body)
         position = names.index(like)
-        recall = Memory()
+        known = FastPath()
 
-        @wraps(builder)
+        @wraps(body)
         def build(*args: Any, **kwargs: Any) -> Call:
             positional, named, objections = scalars.sound(args, kwargs)
-            call: Call = made(*positional, **named)
+            if is_compiling():
+                call: Call = made(*positional, **named)
+            else:
+                with _asking(call=True):
+                    call = made(*positional, **named)
             return call._replace(objections=(*objections, *call.objections)) if objections else call
 
-        @wraps(builder)
-        def run(*args: Any, **kwargs: Any) -> Any:
+        @wraps(body)
+        def function(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():
                 if sharded.is_sharded((*args, *kwargs.values())):
                     return on_shards(args, kwargs)
                 call = build(*args, **kwargs)
                 call.dispatch()
                 return call.result
-            found = recall.latest(args, kwargs)
+            found = known.latest(args, kwargs)
             if found is not None:
                 return found
             size = args[position] if len(args) > position else kwargs.get(like)
-            key, found = recall.repeated(size, args, kwargs)
+            key, found = known.repeated(size, args, kwargs)
             if found is not None:
                 return found
             if sharded.is_sharded((*args, *kwargs.values())):
                 return on_shards(args, kwargs)
-            call = build(*args, **kwargs)
-            (recall.learn(key, call, build, args, kwargs) if on_card(call) else call.plan())()
-            return call.result
+            positional, named, objections = scalars.sound(args, kwargs)
+            if objections:
+                build(*args, **kwargs).plan()  # raises, with all else that is wrong
+            with _asking(call=False, learn=partial(known.learn, key, build, args, kwargs)):
+                return made(*positional, **named)
 
         def on_shards(args: Any, kwargs: Any) -> Any:
-            return sharded.run(run, names, *scalars.checked(args, kwargs))
+            return sharded.run(function, names, *scalars.checked(args, kwargs))
 
-        vars(run).update(build=build, names=names, scalars=scalars)  # see Operator
-        return run
+        vars(function).update(build=build, names=names, scalars=scalars)  # see Operator
+        return function
 
     return public
 

@@ -1,12 +1,12 @@
-"""What a linear-attention call can ask for: the choices of the recurrence in `linear_attention.py`, of tokens, states and layouts."""
+"""What a decode step of linear attention can ask for: choices of its recurrence, of tokens, of states and of layouts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from ...engine.rows import RowProblem
-from ...spec import LATER, DType, Index, Layout, Loads, Narrow, PoolMode, Ring, Update, must
+from ....spec import LATER, DType, Index, Layout, Loads, Narrow, PoolMode, Ring, Update, must
+from ...rows import RowProblem
 
 
 class Delta(Enum):
@@ -128,6 +128,36 @@ class LinearAttentionProblem(RowProblem):
     @property
     def commit(self) -> bool:
         return self.ring is Ring.COMMIT
+
+    @property
+    def stores(self) -> bool:
+        """Whether a ring receives the inputs of tokens."""
+        return self.ring is Ring.STORE
+
+    @property
+    def split(self) -> bool:
+        """Whether states go to slots of their own."""
+        return self.pool is PoolMode.SPLIT
+
+    @property
+    def each(self) -> bool:
+        """Whether the state after each token has a slot."""
+        return self.update is Update.EACH
+
+    @property
+    def picks(self) -> bool:
+        """Whether num_accepted_tokens picks the column of state_indices to start from."""
+        return self.accepted is not Index.NONE and not self.commit
+
+    @property
+    def batched(self) -> bool:
+        """Whether operands of tokens have an axis of sequences."""
+        return not self.commit and self.tokens is not Tokens.RAGGED
+
+    @property
+    def loose(self) -> bool:
+        """Whether operands with an element per key channel are loaded element by element, at any stride."""
+        return self.operand_loads is Loads.ELEMENT
 
     @property
     def low_rank(self) -> bool:

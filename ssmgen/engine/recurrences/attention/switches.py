@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
+
+
+class Form(NamedTuple):
+    """Which recurrence, in the words of problem.py."""
+
+    delta: str = "decayed"
+    gate: str = "log"
+    beta: str = "plain"
+    l2norm: bool = False
 
 
 def gate_of(A_log: Tensor | None, lower_bound: float | None) -> str:

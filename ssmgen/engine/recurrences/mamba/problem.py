@@ -1,11 +1,11 @@
-"""What a call of selective_state_update can ask for: shapes and dtypes, one token or several, and which states are kept."""
+"""What a decode step of Mamba can ask for: shapes and dtypes, one token or several, and which states are kept."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ...engine.rows import RowProblem
-from ...spec import LATER, DType, Index, Loads, Narrow, PoolMode, Update, must
+from ....spec import LATER, DType, Index, Loads, Narrow, PoolMode, Update, must
+from ...rows import RowProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +75,26 @@ class SsuProblem(RowProblem):
     @property
     def ragged(self) -> bool:
         return self.cu_seqlens is not Index.NONE
+
+    @property
+    def split(self) -> bool:
+        """Whether states go to slots of their own."""
+        return self.pool is PoolMode.SPLIT
+
+    @property
+    def each(self) -> bool:
+        """Whether the state after each token has a slot."""
+        return self.update is Update.EACH
+
+    @property
+    def kept_scaled(self) -> bool:
+        """Whether the rows of intermediate states have scales."""
+        return isinstance(self.intermediate_states, Narrow)
+
+    @property
+    def loose(self) -> bool:
+        """Whether operands are loaded element by element, at any stride."""
+        return self.operand_loads is Loads.ELEMENT
 
     @property
     def narrow(self) -> set[Narrow]:

@@ -1,4 +1,4 @@
-"""linear_attention in plain PyTorch: the recurrences as they are written, token by token."""
+"""Linear attention in plain PyTorch: the recurrences as they are written, token by token."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...engine.narrow_reference import narrowed, widened
-from ..selective_state_update.reference import softplus, start_slot
-from .operands import OF_KEY_HEADS, OPERANDS, RINGED, WEIGHTS
+from ...narrow_reference import narrowed, widened
+from ..reference import softplus, start_slot
+from .operands import OF_KEY_HEADS, RINGED, ROLES, WEIGHTS
 
 NORM_EPSILON = 1e-6
 
@@ -68,7 +68,7 @@ def one_token(S: Tensor, x: Mapping[str, Tensor], form: Any, scale: float, lower
     return S, torch.einsum("hvk,hk->hv", S, q) * scale
 
 
-def linear_attention(
+def reference(
     views: Mapping[str, Tensor],
     form: Any,
     *,
@@ -91,7 +91,7 @@ def linear_attention(
     batch, heads = (out.shape[0] if starts is None else len(starts) - 1), out.shape[2]
     kept, parents = views.get("intermediate_states"), views.get("parents")
     weights = {n: views[n].to(dtype) for n in WEIGHTS if n in views}
-    tokenwise = [n for n in OPERANDS if n in views and n not in WEIGHTS]
+    tokenwise = [n for n in ROLES if n in views and n not in WEIGHTS]
 
     def valid(slot: int) -> bool:
         return 0 <= slot < state.shape[0] and ("state_indices" not in views or slot != pad_slot_id)

@@ -5,21 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from ...engine.layer import Layer
-from ...engine.norm import LayerNormSpec
-from ...spec import LATER, Index, KernelSpec, Param, Pdl, must
-from . import spec as gated_rms_norm
-from .spec import NormProblem, NormSpec
+from ..spec import LATER, Index, KernelSpec, Param, Pdl, must
+from .layer import Layer
+from .norm import LayerNormSpec
+from .norm_kernel import NormKernel, NormProblem, shape
 
 _NAMES = {"gate": "z", "weight": "norm_weight", "out": "out"}  # of the norm's operands in a layer
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerGatedNormSpec(NormSpec, LayerNormSpec):
-    """gated_rms_norm in place, of what the kernel ahead leaves in `out`. Rows without a slot, which are zero, stay so."""
+class LayerGatedNormSpec(NormKernel, LayerNormSpec):
+    """The gated norm in place, of what the kernel ahead leaves in `out`. Rows without a slot, which are zero, stay so."""
 
     family: ClassVar[str] = "layer_gated_norm"
-    template: ClassVar[str] = "gated_rms_norm/layer_gated_norm.cu.j2"
+    template: ClassVar[str] = "engine/layer_gated_norm.cu.j2"
 
     index: Index = Index.NONE
     tokens: int = field(default=1, metadata=LATER)  # of a sequence: rows are those of all sequences
@@ -72,7 +71,7 @@ class LayerGatedNormSpec(NormSpec, LayerNormSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class NormedLayer(Layer):
-    """Base of a layer's problem whose norm, where it has one, is this family's."""
+    """Base of a layer's problem whose norm, where it has one, is the gated norm."""
 
     def norm_problem(self) -> NormProblem:
         norm, out = self.norm, self.out
@@ -96,6 +95,6 @@ class NormedLayer(Layer):
         if self.norm.weight is None:
             return ()
         problem, pdl = self.norm_problem(), Pdl.OFF if self.pdl is Pdl.OFF else Pdl.TRIGGER_LOADED
-        chosen = gated_rms_norm.shape(problem, problem.widest, threads, pdl=pdl)
-        more: dict[str, Any] = {"index": self.index, "tokens": self.conv.tokens or 1, "accepted": self.accepted}
-        return (LayerGatedNormSpec(**{f.name: getattr(chosen, f.name) for f in fields(NormSpec)}, **more),)
+        given: dict[str, Any] = {f.name: getattr(problem, f.name) for f in fields(NormProblem)}
+        given |= {"index": self.index, "tokens": self.conv.tokens or 1, "accepted": self.accepted}
+        return (LayerGatedNormSpec(**given, **shape(problem, problem.widest, threads), pdl=pdl),)

@@ -16,9 +16,9 @@ from torch import Tensor
 from ...calls.context import Asked, Ends
 from ...calls.kernels import Kernels
 from ...spec import Pdl
-from .by_warpgroups import ROWS, SMS
 from .problem import CHUNK
 from .segments import LEAST
+from .warpgroups import ROWS, SMS
 
 
 def parts_of(tokens: int, heads: int, head_v: int, asked: int | None) -> int:

@@ -1,0 +1,1 @@
+"""Prompts in chunks of tokens: what families share whose kernels walk a sequence chunk by chunk."""

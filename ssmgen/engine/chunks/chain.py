@@ -1,0 +1,308 @@
+"""The kernels of a call that walk chunks with the state, by their role in the call and by what computes their products.
+
+A family derives its spec, and adds what its images are made of: operands, shared memory, needs of the library. No choice here changes a bit
+of the result, but the backend, whose products sum in another order.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from typing import Any, ClassVar, TypeVar
+
+from ...spec import SM90, Arch, DType, Index, KernelSpec, Layout, Loads, Needs, Pdl, changed, made, must, text_of
+from . import warpgroups
+from .kernels import ChunkKernel, Counts, released
+from .problem import Divided, Stated
+from .warpgroups import ROWS
+
+# Rows of a state in a block of the chain: powers of two, by which rows of v are turned in shared memory. With 128, ptxas
+# leaves a thread 168 registers of the 217 that it wants.
+TILES = (16, 32, 64)
+# Blocks of 32 rows of one sequence: up to so many have an SM each, whose shared memory then serves two warps. Four would wait for it.
+FEW = 128
+# What texts of chains by warpgroups need not say, and those by warps must, where it is not their default.
+ON_WARPGROUPS = {"stages": 3, "fetchers": 1}
+C = TypeVar("C", bound="Chain")
+
+
+class Role(Enum):
+    """What a kernel that walks chunks does of a call."""
+
+    CHAIN = "chain"  # outputs and states: of whole sequences, or where they are cut of all segments but the first
+    LEAD = "lead"  # those of first segments, and of sequences that are not cut; it also leaves states for the others
+    SUMS = "sums"  # N and M of segments: over one, the state goes from S to S M + N
+    ENDS = "ends"  # N and M of whole sequences, into [sequences, HV, V + K, K] f32, M below N
+
+
+class Backend(Enum):
+    """What computes products."""
+
+    WARPS = "warps"  # each warp its own: some hold 16 rows of the state each, the others fetch
+    WARPGROUPS = "warpgroups"  # the tensor cores of sm_90a: one fetches, one writes o, each of the others holds 64 rows
+
+
+class Chain(ChunkKernel, Stated, Divided):
+    """A kernel that walks chunks with the state, in f32 in registers. What is declared here, the family's spec has as fields."""
+
+    __slots__ = ()
+    terms: ClassVar[int] = 1  # 16-bit terms of an operand of a product
+
+    role: Role
+    backend: Backend
+    head_k: int
+    copy: int
+    state_loads: Loads
+    tile: int  # rows of the state in a block
+    stages: int
+    fetchers: int
+    min_blocks: int
+    ahead_pdl: Pdl
+    transitions: bool  # of ends: M too
+
+    @classmethod
+    def kinds(cls) -> Mapping[str, Mapping[str, Any]]:
+        return {
+            _kind(cls.family, role, backend): {"role": role, "backend": backend} | (ON_WARPGROUPS if backend is Backend.WARPGROUPS else {})
+            for role in Role
+            for backend in Backend
+        }
+
+    @classmethod
+    def by_warpgroups(cls: type[C], **given: Any) -> C:
+        return made(cls, ON_WARPGROUPS | given | {"backend": Backend.WARPGROUPS})
+
+    @property
+    def kind(self) -> str:
+        return _kind(self.family, self.role, self.backend)
+
+    def said(self) -> Iterator[str]:
+        yield from super().said()
+        if self.ends:
+            yield f"transitions={text_of(self.transitions)}"
+
+    @property
+    def template(self) -> str:
+        return f"{self.family}/{'warpgroups/' if self.grouped else ''}chain.cu.j2"
+
+    @property
+    def grouped(self) -> bool:
+        """Whether warpgroups compute products."""
+        return self.backend is Backend.WARPGROUPS
+
+    @property
+    def leads(self) -> bool:
+        return self.role is Role.LEAD
+
+    @property
+    def ends(self) -> bool:
+        return self.role is Role.ENDS
+
+    @property
+    def sums(self) -> bool:
+        """Whether it makes N and M, and no outputs."""
+        return self.role in (Role.SUMS, Role.ENDS)
+
+    @property
+    def beside(self) -> bool:
+        """Whether it runs beside the kernel ahead of it, and waits for that when it is done itself."""
+        return self.role is Role.SUMS
+
+    @property
+    def behind(self) -> bool:
+        """Whether a block has a segment that is not a sequence's first one, and whose state comes from the workspace."""
+        return self.divided and not self.leads
+
+    # The kernels of a call
+
+    @abstractmethod
+    def prepared(self) -> tuple[KernelSpec, KernelSpec]:
+        """The kernel that makes images, and the one that joins segments."""
+
+    @abstractmethod
+    def unread(self) -> dict[str, Any]:
+        """The fields of what N and M do not hang on, as they are where there is nothing of it."""
+
+    @property
+    def ahead(self) -> tuple[KernelSpec, ...]:
+        if self.role is not Role.CHAIN:
+            return ()
+        prepare, join = self.prepared()
+        return (prepare, self.leading(), self.summing(), join) if self.divided else (prepare,)
+
+    def leading(self: C) -> C:
+        """The kernel that walks first segments: the one behind it need not wait for it."""
+        return changed(self, role=Role.LEAD, pdl=released(self.pdl), ahead_pdl=Pdl.OFF)
+
+    def summing(self: C) -> C:
+        """The kernel that makes N and M of segments."""
+        return changed(self, role=Role.SUMS, tile=self._tile_of_sums(True), **self._stateless())
+
+    def ending(self: C, transitions: bool) -> C:
+        """The kernel that makes N of whole sequences, with `transitions` M too, from the images of this one."""
+        whole = {"pool": False, "index": Index.NONE, "segments": 1, "segment_chunks": 1, "transitions": transitions}
+        return changed(self, role=Role.ENDS, tile=self._tile_of_sums(transitions), **self._stateless() | whole)
+
+    def _tile_of_sums(self, transitions: bool) -> int:
+        if self.grouped:
+            wide = transitions and self.head_k % (2 * ROWS) == 0 and self.head_v % (2 * ROWS) == 0
+            return 2 * ROWS if wide else ROWS
+        return max(t for t in TILES if t <= self.tile and self.head_k % t == 0)
+
+    def _stateless(self) -> dict[str, Any]:
+        """The fields of a kernel that reads and writes no operand's states; a pool's slots say which sequences are padded."""
+        nothing = {"initial": False, "final": False, "started": False, "pool": self.index is not Index.NONE, "checkpoints": Index.NONE}
+        plain = {"state": DType.F32, "layout": Layout.VK, "state_loads": Loads.VECTOR, "pdl": released(self.pdl), "ahead_pdl": Pdl.OFF}
+        return self.unread() | nothing | plain
+
+    # A launch
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        outputs = ("out", "final_states", "state", "checkpoints")
+        return {Role.CHAIN: outputs, Role.LEAD: (*outputs, "images"), Role.SUMS: ("images",), Role.ENDS: ("ends",)}[self.role]
+
+    def roles(self) -> list[str]:
+        starts = ("initial_states", "has_initial_state") if self.behind else ()
+        return [role for role in super().roles() if role not in starts]
+
+    def elements(self) -> dict[str, str]:
+        return super().elements() | ({"ends": "f32"} if self.ends else {})
+
+    @property
+    def tiles(self) -> int:
+        """Blocks per head, or per head of a segment: `tile` rows of the state, or of N or M."""
+        rows = {Role.SUMS: self.head_k, Role.ENDS: self.head_k * self.transitions}.get(self.role, 0)
+        return (self.head_v + rows) // self.tile
+
+    def blocks(self, counts: Counts) -> int:
+        walked = counts.sequences
+        if self.behind:
+            walked = self.candidates(counts.tokens, counts.sequences) * (self.segments - self.sums)
+        return walked * counts.heads * self.tiles
+
+    @property
+    def threads_per_block(self) -> int:
+        if self.grouped:
+            return 128 * ((1 if self.sums else 2) + self.tile // ROWS)
+        return 32 * (self.tile // 16 + self.fetchers)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes that a launch asks for; of warpgroups also barriers, and what it takes to begin at a multiple of 1024."""
+        return self.dynamic_bytes + (1024 if self.grouped else 0)
+
+    @property
+    def order(self) -> tuple[str | int, ...]:
+        return (self.kind,) if self.grouped else ()
+
+    @property
+    def early(self) -> bool:
+        """Whether what the kernel ahead does not write is read before the wait for it."""
+        return self.pdl not in (Pdl.OFF, Pdl.TRIGGER_TOP)
+
+    def early_operands(self) -> list[str]:
+        late = ("out", "final_states", "checkpoints") if self.beside else ("workspace", "out", "final_states", "checkpoints")
+        return [name for name in self.operands() if self.early and name not in late]
+
+    # A text
+
+    @property
+    def stem(self) -> str:
+        role = {Role.ENDS: "ends" if self.transitions else "ends_n"}.get(self.role, self.role.value)
+        how = [f"t{self.tile}s{self.stages}f{self.fetchers}", f"b{self.min_blocks}" if self.min_blocks > 1 else ""]
+        how += [f"n{self.segments}" if self.divided else "", "" if self.pdl is Pdl.OFF else "_pdl"]
+        return "_".join([self.word, role, *(["wg"] if self.grouped else []), *self.shape(), "".join(how)])
+
+    @abstractmethod
+    def shape(self) -> list[str]:
+        """What of the problem is in its name."""
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(
+            matrices=True, matrix_turns=True, matrix_stores=True, shared_pairs=True, shared_quads=True, places=True, copies=True,
+            meetings=True, bytes=True, elements=self.state_loads is Loads.ELEMENT, mma=self.x.value,
+        )  # fmt: skip
+
+    @property
+    def v_words(self) -> int:
+        """32-bit words from one token's v to the next one's."""
+        return self.tile // 2
+
+    def constants(self) -> dict[str, Any]:
+        past = "" if self.behind or self.sums else "state" if self.started else "initial_states" if self.initial else ""
+        return super().constants() | {
+            "vector_state": self.state_loads is Loads.VECTOR,
+            "pooled": self.index is not Index.NONE,
+            "past": past,  # what holds the state before the first token
+            "past_slot": "sequence" if self.pool and self.initial else "slot",
+            "kept": "" if self.sums else "state" if self.pool else "final_states" if self.final else "",  # what receives the last one
+            **({"registers": warpgroups.registers(self.tile, self.head_k, self.sums)} if self.grouped else {}),
+        }
+
+    # What is legal
+
+    def violations(self, arch: Arch) -> list[str]:
+        return self.faults() or self.violations_of_shape(arch) or self._violations_of_role()
+
+    def violations_of_shape(self, arch: Arch) -> list[str]:
+        """Broken constraints of tiles, stages and threads, whatever the role."""
+        return self._of_warpgroups(arch) if self.grouped else self._of_warps(arch)
+
+    def _of_warps(self, arch: Arch) -> list[str]:
+        if wrong := must(self.tile in TILES, f"tile {self.tile} is not {', '.join(map(str, TILES))}"):
+            return wrong
+        return [
+            *must(self.head_v % self.tile == 0, f"tile {self.tile} does not divide V {self.head_v}"),
+            *must(1 <= self.stages <= 4, f"stages {self.stages} are not 1 … 4"),
+            *must(self.min_blocks >= 1, f"min_blocks {self.min_blocks} is not positive"),
+            *must(self.fetchers in (1, 2, 4), f"fetchers {self.fetchers} are not 1, 2 or 4"),
+            *must(self.min_blocks == 1 or self.tile <= 32, f"{self.min_blocks} blocks of {self.tile} rows leave too few registers"),
+            *must(arch >= SM90 or self.ahead_pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
+            *self.common_violations(arch, self.shared_bytes),
+        ]
+
+    def _of_warpgroups(self, arch: Arch) -> list[str]:
+        tiles = warpgroups.TILES
+        return [
+            *must(str(arch) == "sm_90a", f"products of warpgroups need sm_90a, not {arch}"),
+            *must(self.tile in tiles, f"tile {self.tile} is not 64 or 128"),
+            *must(self.tile not in tiles or self.head_v % self.tile == 0, f"tile {self.tile} does not divide V {self.head_v}"),
+            *must(self.head_k in (64, 128), f"K {self.head_k} is not 64 or 128"),
+            *must(self.tile == ROWS or not self.marked, "states at positions, with 128 rows of a block, leave too few registers"),
+            *must(self.copy == 16, "q, k, v or out do not begin at multiples of 16 bytes"),
+            *must(2 <= self.stages <= 4, f"stages {self.stages} are not 2 … 4"),
+            *must(self.min_blocks == 1, f"min_blocks {self.min_blocks} is not 1: roles of warps have registers of their own"),
+            *must(self.fetchers == 1, f"fetchers {self.fetchers} is not 1: it is a warpgroup that fetches"),
+            *self.common_violations(arch, self.shared_bytes),
+        ]
+
+    def _violations_of_role(self) -> list[str]:
+        if self.leads:
+            return must(self.divided, "a sequence of one segment has no first one")
+        return [
+            *must(self.divided or self.role is not Role.SUMS, "a sequence of one segment has no sums"),
+            *must(not self.sums or self.head_k % self.tile == 0, f"tile {self.tile} does not divide K {self.head_k}"),
+        ]
+
+
+def _kind(family: str, role: Role, backend: Backend) -> str:
+    if role is Role.CHAIN:
+        return family if backend is Backend.WARPS else f"{family}_warpgroups"
+    return f"{family}_{role.value}" if backend is Backend.WARPS else f"{family}_warpgroup_{role.value}"
+
+
+def by_warps(make: Callable[..., C], head_v: int, heads: int) -> Iterator[tuple[str, C | None, str]]:
+    """(rule, spec, ""), best first, of chains by each warp's own products. make: (tile=, stages=) -> spec. The last one needs the least
+    shared memory."""
+    tiles = [t for t in TILES if head_v % t == 0]
+    few = [t for t in tiles if t <= 32]
+    tile = few[-1] if heads * head_v // 32 <= FEW else tiles[-1]
+    # With three stages a chunk has the time of two to come, with two that of one; with one, nothing overlaps.
+    yield "three stages", make(tile=tile, stages=3), ""
+    yield "two stages", make(tile=tile, stages=2), ""
+    yield "narrow", make(tile=few[-1], stages=2), ""
+    yield "one stage", make(tile=tile, stages=1), ""
+    yield "generic", make(tile=16, stages=1), ""

@@ -1,0 +1,118 @@
+"""What kernels over chunks of prompts have in common.
+
+A first kernel leaves an image of each chunk and head in the workspace; the chain, behind it, walks a sequence's chunks with the state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, ClassVar, NamedTuple
+
+from ...occupancy import LIMITS, SHARED_RESERVED
+from ...spec import SM90, Arch, KernelSpec, Param, Pdl, Problem, must
+from .problem import Chunked
+
+WORDS = {"images": "workspace"}  # what calls say for what kernels name by its contents
+_PER_TOKEN = ("q", "k", "v", "out", "g", "gk", "beta", "read", "write", "erase", "alpha")
+_STATES = ("initial_states", "final_states", "state", "checkpoints")
+
+
+class Counts(NamedTuple):
+    """What a launch's blocks are counted by."""
+
+    chunks: int  # numbers of chunks: see problem.chunks_of
+    sequences: int
+    heads: int  # of v
+    group_heads: int  # heads of v that share one of q and k
+    tokens: int = 0  # of all sequences, where these may be cut into segments
+
+
+class ChunkKernel(KernelSpec, Chunked):
+    """One of a call's kernels. A class has its roles, its template and its choices."""
+
+    __slots__ = ()
+    word: ClassVar[str]  # for the family, in names of kernels
+
+    @property
+    def here(self) -> tuple[str, ...]:
+        """Roles of the operands that the kernel takes, where the problem has them."""
+        raise NotImplementedError
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Roles of those that it writes."""
+        raise NotImplementedError
+
+    def blocks(self, counts: Counts) -> int:
+        """Blocks of a launch."""
+        raise NotImplementedError
+
+    def counted(self, counts: Counts) -> dict[str, int]:
+        """Arguments that say which part of a launch is a block's, where a kernel has such beside those that all have."""
+        return {}
+
+    def roles(self) -> list[str]:
+        """Tensor arguments in order, as kernels name them."""
+        there = self.elements()
+        return [role for role in self.here if role in there]
+
+    def operands(self) -> list[str]:
+        """The same, as calls name them."""
+        return [WORDS.get(role, role) for role in self.roles()]
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """f32 arguments."""
+        return ()
+
+    @property
+    def mapped(self) -> dict[str, int]:
+        """Operands whose tiles are copied by tensor maps, and how many columns at once."""
+        return {}
+
+    def strides(self) -> list[tuple[str, str]]:
+        """(role, axis) of every stride the kernel takes, in elements. Those of batches and slots are 64-bit."""
+        batch = [] if self.ragged else ["batch"]
+        axes = {
+            **dict.fromkeys(_PER_TOKEN, [*batch, "token", "head"]),
+            **dict.fromkeys(("A_log", "dt_bias"), ["head"]),
+            **dict.fromkeys(_STATES, ["slot", "head"]),
+            "checkpoint_positions": ["position"],
+            **dict.fromkeys(("cu_seqlens", "state_indices", "has_initial_state"), ["sequence"]),
+        }
+        return [(role, axis) for role in self.roles() for axis in axes.get(role, [])]
+
+    def parameters(self) -> list[Param]:
+        """Pointers come first."""
+        roles, element = self.roles(), self.elements()
+        pointers = [Param.pointer(role, element[role], const=role not in self.written) for role in roles]
+        wide = [Param.i64("slots"), Param.i64("pad_slot_id")] if "state_indices" in roles else []
+        wide += [Param.i64(f"{op}_{axis}") for op, axis in self.strides() if axis in ("batch", "slot")]
+        narrow = [Param.u32(f"{op}_{axis}") for op, axis in self.strides() if axis not in ("batch", "slot")]
+        counts = ["tokens", "sequences", "heads", "group_heads", *(["positions"] if "checkpoints" in roles else [])]
+        maps = [Param.tiles(f"{operand}_tiles") for operand in self.mapped]
+        return [*pointers, *maps, *wide, *map(Param.u32, counts), *narrow, *map(Param.f32, self.numbers)]
+
+    def common_violations(self, arch: Arch, shared_bytes: int) -> list[str]:
+        """What every kernel asks for, of a legal problem."""
+        most = LIMITS[arch.number].shared - SHARED_RESERVED if arch.number in LIMITS else 48 << 10
+        return [
+            *must(shared_bytes <= most, f"{shared_bytes} bytes of shared memory exceed the {most} of {arch}"),
+            *must(arch >= Arch(80), f"asynchronous copies and bf16 need sm_80, not {arch}"),
+            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
+        ]
+
+
+def of_problem(problem: Problem, kind: type[Problem]) -> dict[str, Any]:
+    """The fields of a spec that are those of a kind of problem."""
+    return {f.name: getattr(problem, f.name) for f in fields(kind)}
+
+
+def released(pdl: Pdl) -> Pdl:
+    """How a kernel waits, that lets the one behind it start, or that starts, as soon as there is what both take."""
+    return pdl if pdl is Pdl.OFF else Pdl.TRIGGER_LOADED
+
+
+def edge_of(arch: Arch, pdl: bool) -> dict[str, Any]:
+    """How the kernels of a call wait for the one ahead of them."""
+    return {"pdl": Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF, "ahead_pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}

@@ -1,0 +1,44 @@
+"""What chains by warpgroups have in common, on the tensor cores of sm_90a.
+
+A warpgroup fetches, one writes o, and each of the others holds 64 rows of the state in f32, in the registers in which products are summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from ...spec import Arch, KernelSpec, Pdl
+
+ROWS = 64  # of a state, that a warpgroup holds
+SMS = 132  # of an H100 or H200
+TILES = (64, 128)
+# {(tile, K): those of threads that fetch, that write, and that hold the state}. A warpgroup of the last has 64 rows.
+SUMMING = (40, 0, 232)
+REGISTERS = {(64, 64): (56, 88, 240), (64, 128): (56, 88, 240), (128, 64): (56, 56, 200), (128, 128): (48, 32, 216)}
+
+
+def registers(tile: int, head_k: int, sums: bool) -> tuple[int, int, int]:
+    """Registers of a thread that fetches, that writes o, and that holds the state; where a kernel sums, nobody writes."""
+    return SUMMING if sums else REGISTERS[tile, head_k]
+
+
+W = TypeVar("W", bound=KernelSpec)
+
+
+def variants(make: Callable[..., W], arch: Arch) -> Iterator[W]:
+    """Every legal variant within the axes worth trying. make: (its choices) -> spec."""
+    for tile in TILES:
+        for stages in (2, 3, 4):
+            for ahead in Pdl:
+                spec = make(tile=tile, stages=stages, pdl=Pdl.TRIGGER_LOADED, ahead_pdl=ahead)
+                if not spec.violations(arch):
+                    yield spec
+
+
+def rules(make: Callable[..., W], head_v: int, heads: int, wide: tuple[int, ...] = (3, 2)) -> Iterator[tuple[str, W | None, str]]:
+    """(rule, spec, ""), best first: 128 rows of a block, with `wide` stages, where 64 make more blocks than there are SMs."""
+    tiles = (128, 64) if heads * head_v > SMS * ROWS else (64,)
+    for tile in tiles:
+        for stages in (3, 2) if tile == ROWS else wide:
+            yield f"warpgroups, {tile} rows, {stages} stages", make(tile=tile, stages=stages), ""

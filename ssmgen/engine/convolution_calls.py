@@ -1,0 +1,54 @@
+"""What calls of short convolutions have in common, over prompts and in decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..calls import checks
+from ..calls.scalars import one_of
+from ..operands import Table
+
+ACTIVATIONS = {None: False, False: False, True: True, "silu": True, "swish": True}
+ACTIVATION = one_of("None, 'silu' or 'swish'", *ACTIVATIONS)
+
+
+class Options(NamedTuple):
+    """What a call says beside its tensors."""
+
+    silu: bool = False
+    pad_slot_id: int = -1
+
+
+def check_convolution(table: Table, named: Mapping[str, Any], problems: list[str]) -> bool:
+    """What both convolutions ask of x, weight and bias. False: nothing else can be said."""
+    if not checks.check_tensors(named, problems):
+        return False
+    checks.check_types(table, named, "x", problems, "the convolution")
+    weight = named["weight"]
+    if weight.dim() != 2:
+        problems.append(f"weight is {list(weight.shape)}, not [dim, width]")
+        return False
+    for name in ("initial_states", "final_states", "conv_states", "conv_state", "intermediate_conv_window", "out"):
+        if name in named and named[name].dtype != named["x"].dtype:
+            problems.append(f"{name} is {named[name].dtype}, x is {named['x'].dtype}".replace("torch.", ""))
+    return True
+
+
+def check_strides(name: str, t: Tensor, problems: list[str]) -> None:
+    """Only the distance between slots, the first axis of states, is 64-bit in the kernels; offsets are."""
+    strides = t.stride()[1:] if "states" in name or name in ("conv_state", "intermediate_conv_window") else t.stride()
+    if any(s >= 2**32 for s in strides):
+        problems.append(f"{name} has strides {list(t.stride())}; kernels take strides below 2^32 elements")
+
+
+def taps_are_runs(views: Mapping[str, Tensor], pointers: Mapping[str, int], channels: int) -> bool:
+    """Whether so many channels' taps, and their biases, can be loaded as aligned vectors."""
+    weight, bias = views["weight"], views.get("bias")
+    run = channels * weight.shape[1] * weight.element_size()
+    dense = weight.is_contiguous() and pointers["weight"] % 16 == 0
+    even = run in (4, 8, 16, 32) if channels == 1 else run % 4 == 0
+    beside = bias is None or (bias.is_contiguous() and pointers["bias"] % 16 == 0)
+    return dense and even and beside

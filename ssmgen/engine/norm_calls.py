@@ -1,0 +1,9 @@
+"""What calls say of the activation of a norm's gate."""
+
+from __future__ import annotations
+
+from ..calls.scalars import one_of
+from .norm import Activation
+
+ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU, "sigmoid": Activation.SIGMOID}
+ACTIVATION = one_of("'silu', 'swish' or 'sigmoid'", *ACTIVATIONS)

@@ -1,0 +1,206 @@
+"""A gated norm: its problem, and how a kernel computes it, by itself or at the end of a layer.
+
+A team of threads owns one group: `vec` neighbouring elements per thread and pass, all of them in registers, so that x and the gate are
+read once. Teams are a part of a warp, a warp, or a block. Bytes per group: size * (sizeof(x) + sizeof(gate) + sizeof(out)); the weight
+stays in L2.
+
+The sum of squares has one order, whatever the variant: a chain over 4 neighbours, then pairs of neighbours, pairs of those, and so on up to
+the whole group; where a neighbour is missing, nothing is added. So has the sum that a mean is of, which is subtracted ahead of that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..spec import LATER, SM90, Arch, DType, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
+from .norm import Activation
+from .norm_operands import OPERANDS
+
+MAX_GROUP = 16384
+HELD = 32  # elements of a group that a thread holds, at most
+
+
+# Groups, for which small blocks reach more SMs: two of one warp for each of the H200's 132 SMs and its schedulers.
+FEW = 1056
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormProblem(Problem):
+    """What a call fixes. The numbers of rows and of groups in a row are not among it."""
+
+    size: int  # elements of a group
+    x: DType = DType.BF16
+    gate: DType | None = DType.BF16
+    weight: DType | None = DType.BF16
+    out: DType = DType.BF16
+    norm_first: bool = False  # the gate multiplies what is normalised, and not what is to be
+    activation: Activation = Activation.SILU
+    grouped: bool = False  # rows have several groups
+    loads: Loads = Loads.VECTOR  # of all operands: aligned to the widest vector
+    # Of norms without a gate
+    residual: DType | None = field(default=None, metadata=LATER)  # added to x
+    sum: DType | None = field(default=None, metadata=LATER)  # that of what the sum is written to
+    unit_offset: bool = field(default=False, metadata=LATER)  # 1 + weight multiplies
+    rounded: bool = field(default=False, metadata=LATER)  # to out's dtype, ahead of the weight
+    # Of layer norms
+    centred: bool = field(default=False, metadata=LATER)  # the mean is subtracted
+    bias: DType | None = field(default=None, metadata=LATER)  # added behind the weight
+
+    @property
+    def widest(self) -> int:
+        """Elements per access, at most."""
+        return 8 if self.size % 8 == 0 and self.x is not DType.F32 else 4
+
+    @property
+    def partial(self) -> bool:
+        """Whether the last of a group's vectors is not whole: operands are then loaded and stored by elements, as many as there are."""
+        return self.size % 4 != 0
+
+    def faults(self) -> list[str]:
+        """What no variant could serve."""
+        return [
+            *must(1 <= self.size <= MAX_GROUP, f"size {self.size} is not 1 … {MAX_GROUP}"),
+            *must(not self.partial or self.loads is Loads.ELEMENT, f"size {self.size} needs loads by elements"),
+            *must(self.gate is not None or not self.norm_first, "norm_first is of a gate, and there is none"),
+            *must(self.gate is not None or self.activation is Activation.SILU, "the activation is of a gate, and there is none"),
+            *must(
+                self.gate is None or not (self.residual or self.unit_offset or self.rounded), "a gate goes with no residual and no rounding"
+            ),
+            *must((self.residual is None) == (self.sum is None), "a residual and what receives its sum go together"),
+            *must(
+                self.weight is not None or not (self.unit_offset or self.rounded),
+                "unit_offset and rounded are of a weight, and there is none",
+            ),
+            *must(self.centred or self.bias is None, "a bias is of a norm that subtracts the mean"),
+            *must(
+                not self.centred or not (self.residual or self.unit_offset or self.rounded),
+                "a norm that subtracts the mean goes with no residual and no rounding",
+            ),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormKernel(KernelSpec, NormProblem):
+    """A problem, and how one variant computes it. No choice here changes a bit of the result.
+
+    A family's spec adds its name and its template, which may extend that of the norm by itself: `roles` are the operands as the template
+    names them, `operands` the same as the call does.
+    """
+
+    vec: int  # elements per thread and pass
+    team: int  # threads that own a group
+    threads: int = 128
+    min_blocks: int = 0  # blocks per SM that ptxas must leave registers for; 0 = its own choice
+    pdl: Pdl = Pdl.OFF
+
+    @property
+    def passes(self) -> int:
+        return -(-self.size // (self.team * self.vec))
+
+    @property
+    def teams(self) -> int:
+        """Groups of a block."""
+        return self.threads // self.team
+
+    @property
+    def threads_per_block(self) -> int:
+        return self.threads
+
+    @property
+    def stem(self) -> str:
+        how = f"v{self.vec}t{self.team}x{self.threads}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+        gate = f"_{self.gate.value}{'_first' if self.norm_first else ''}_{self.activation.value}" if self.gate else ""
+        added = f"_add_{self.residual.value}_{self.sum.value}" if self.residual and self.sum else ""
+        weighed = ("_rounded" if self.rounded else "") + ("_plus1" if self.unit_offset else "")
+        weighed += ("_centred" if self.centred else "") + (f"_bias_{self.bias.value}" if self.bias else "")
+        return f"norm{self.size}{'s' if self.grouped else ''}_{self.x.value}_{self.out.value}{gate}{added}{weighed}_{how}"
+
+    def violations(self, arch: Arch) -> list[str]:
+        warps = self.team % 32 == 0
+        if shape := [
+            *must(self.vec in (4, 8), f"vec {self.vec} is not 4 or 8"),
+            *must(
+                1 <= self.team <= 1024 and (warps or (self.team < 32 and is_pow2(self.team))),
+                f"team {self.team} is no power of two below a warp, and not 1 … 32 warps",
+            ),
+        ]:
+            return [*self.faults(), *shape]
+        held, most = self.passes * self.vec, HELD if self.threads <= 512 else HELD // 2
+        return [
+            *self.faults(),
+            *must(self.partial or self.size % self.vec == 0, f"size {self.size} is not a multiple of vec {self.vec}"),
+            *must(not self.partial or self.vec == 4, f"vec {self.vec} is not 4, which size {self.size} needs"),
+            *must(self.passes == 1 or is_pow2(self.team), f"team {self.team} is no power of two, and has {self.passes} passes to sum"),
+            *must(self.threads % 32 == 0 and 32 <= self.threads <= 1024, f"threads {self.threads} is not 32 … 1024 in steps of 32"),
+            *must(self.threads % self.team == 0, f"threads {self.threads} is not a multiple of team {self.team}"),
+            *must(self.team <= 32 or self.threads == self.team, f"a barrier of {self.team} threads needs blocks of as many"),
+            *must(held <= most, f"a thread of {self.threads} would hold {held} elements of its group, above {most}"),
+            *must(arch >= Arch(80), f"bf16 arithmetic needs sm_80, not {arch}"),
+            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
+        ]
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, guarded=self.partial)
+
+    def roles(self) -> list[str]:
+        """Tensor arguments in order, as the template names them."""
+        return OPERANDS.of(self)
+
+    def operands(self) -> list[str]:
+        """The same as the call names them."""
+        return self.roles()
+
+    def strides(self) -> list[tuple[str, str]]:
+        """(role, axis) of every stride the kernel takes, in elements."""
+        return [(role, axis) for role, axis, _ in OPERANDS.strides(self, self.roles())]
+
+    def parameters(self) -> list[Param]:
+        units = [Param.u32("units")] if self.teams > 1 else []
+        groups = Param.divisor("groups") if self.grouped else []
+        strides = [Param.u32(f"{role}_{axis}") for role, axis in self.strides()]
+        return [*OPERANDS.pointers(self, self.roles()), *units, *groups, *strides, Param.f32("eps")]
+
+    def _offsets(self) -> dict[str, str]:
+        """What is added to the operands to get to a thread's first element."""
+        terms: dict[str, list[str]] = {role: [] for role in self.roles()}
+        for role, axis in self.strides():
+            terms[role].append(f"u64({axis}) * {role}_{axis}")
+        return {role: " + ".join([*sums, "column"]) for role, sums in terms.items()}
+
+    def constants(self) -> dict[str, Any]:
+        return {
+            "vector": self.loads is Loads.VECTOR,
+            "whole": self.passes * self.team * self.vec == self.size,
+            "warps": max(1, self.team // 32),
+            "warp_sums": _pow2(max(1, self.team // 32)),
+            "offsets": self._offsets(),
+            "rounds_sum": self.residual is not None and self.out not in (self.sum, DType.F32),
+            "rounds_normed": self.rounded and self.out is not DType.F32,
+            "pooled": False,  # rows have slots, and those without one are not written
+            # Of many elements, those of the weight and the bias wait until the gate's, or what x came in, need no registers any more.
+            "late_weight": (self.weight is not None or self.bias is not None) and self.passes * self.vec > 8,
+        }
+
+
+def _pow2(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+def team_of(problem: NormProblem, vec: int, held: int) -> int:
+    """The fewest threads that hold a group with so many elements each, or 1024: a power of two, or warps that need a single pass."""
+    vectors = -(-problem.size // vec)
+    if vectors <= 32:
+        return _pow2(-(-vectors * vec // max(held, vec)))
+    if held <= vec and vectors <= 1024:
+        return -(-vectors // 32) * 32
+    return min(1024, _pow2(-(-problem.size // held)))
+
+
+def shape(problem: NormProblem, held: int, threads: int, vec: int = 0) -> dict[str, Any]:
+    """The fields of the variant whose threads hold about so many elements each, in blocks of about so many threads."""
+    vec = vec or problem.widest
+    team = team_of(problem, vec, held)
+    return {"vec": vec, "team": team, "threads": team if team > 32 else threads}

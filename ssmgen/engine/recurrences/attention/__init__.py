@@ -1,0 +1,1 @@
+"""Linear attention, with a delta rule or without: S <- D∘S + e write."""

@@ -1,0 +1,199 @@
+"""How a kernel walks the rows of linear attention, one or several tokens per call.
+
+A row of the engine is one value channel v of a head: the K elements S[v, :] of the state. Per token, row by row,
+
+    p = <S or D∘S, read>          what the state holds for this key; of the state before or after its decay
+    e = beta (w v - p)            its error
+    S = D∘S + e write             (low rank: S = D∘S + p write + v k)
+    o = <S, q> scale
+
+and every model is a choice of what is there: DeltaNet has no decay D, gated DeltaNet one per head, KDA one per key channel; GLA and its
+simpler forms have no read; Comba reads before the decay with a key of its own; RWKV-7 is the low-rank form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ....spec import FP8, Arch, Index, Loads, Narrow, Needs, Param, Ring, Update, must
+from ...rows import RowSpec, Rule
+from .operands import KEY_VECTORS, OF_KEY_HEADS, OPERANDS, RINGED, ROW_SCALARS, WEIGHTS
+from .problem import Delta, Gate, LinearAttentionProblem, Tokens
+
+MAX_SHARED = 48 * 1024  # bytes, of static arrays
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionKernel(RowSpec, LinearAttentionProblem):
+    """A problem, and how one variant computes it. A family's spec adds its name and its template."""
+
+    chunk: int = 8  # tokens staged at a time, where a call has several; fewer where so many have no room
+
+    def violations(self, arch: Arch) -> list[str]:
+        found = RowSpec.violations(self, arch)
+        if found:
+            return found
+        return [
+            *must(not self.several or self.tile == self.rows_per_step, "several tokens need all rows of a tile in flight at once"),
+            *must(arch >= FP8 or self.state is not Narrow.E4M3, f"fp8 states need sm_89, not {arch}"),
+            *must(self.shared_bytes <= MAX_SHARED, f"{self.shared_bytes} bytes of shared memory exceed 48 KiB"),
+            *must(not self.prefetch or self.accepted is Index.NONE, "the bulk L2 prefetch does not know the column that is started from"),
+            *must(not self.prefetch or not self.heads_apart, "the bulk L2 prefetch takes heads that lie behind each other"),
+            *must(not self.frozen or (self.lanes, self.vec) == (4, 8), "tensor cores take 4 lanes of 8 elements to a row"),
+            *must(not self.frozen or self.ilp in (2, 4), f"tensor cores take 2 or 4 rows to a team, not {self.ilp}"),
+        ]
+
+    @property
+    def shared_bytes(self) -> int:
+        """Staged tokens, and the sums of rows that lie in several warps."""
+        tree = 1 if self.parents is not Index.NONE else 0
+        token = len(self.token_vectors()) * self.row_room + 8 + len(self.row_scalars()) * self.tile + tree
+        return (4 * self.chunk * token if self.staged else 0) + self._bytes_across_warps
+
+    @property
+    def _bytes_across_warps(self) -> int:
+        parts = self.row_warps * self.passes  # of a sum
+        teams = self.threads // self.lanes
+        return 4 * ((len(self.row_sums()) * parts + len(self.row_values())) * self.rows_per_step + 4 * parts * teams) if parts else 0
+
+    @property
+    def needs(self) -> Needs:
+        mma = self.state.value if self.frozen else ""
+        by_byte = self.scaled and self.state.size == 1 and self.state_loads is Loads.ELEMENT
+        raw, streaming = self.ring is Ring.STORE, self.intermediates and self.parents is Index.NONE
+        needs = replace(super().needs, mma=mma, raw=raw, streaming=streaming, narrow=self.scaled, bytes=by_byte)
+        return replace(needs, shared_quads=self.row_warps > 0, guarded=self.guarded)
+
+    @property
+    def stem(self) -> str:
+        tokens_kept = {Ring.NONE: [], Ring.STORE: ["ring"], Ring.COMMIT: ["commit"]}[self.ring]
+        kind = "bonus" if self.bonus else "la"
+        kind = {Delta.NONE: kind, Delta.DECAYED: "delta", Delta.OLD: "lowrank" if self.low_rank else "olddelta"}[self.delta]
+        decay = "".join(name for name in ("g", "gk", "gv") if getattr(self, name))
+        tokens = [] if self.tokens is Tokens.ONE else ["frozen" if self.frozen else self.tokens.value]
+        shape = f"h{self.nheads}v{self.dim_v}k{self.dim_k}g{self.key_heads}_{self.state.value}{'_apart' if self.heads_apart else ''}"
+        return "_".join([kind, *([decay] if decay else []), shape, *tokens, *tokens_kept, self.how()])
+
+    def _given(self, names: Sequence[str]) -> list[str]:
+        """Names of the operands, among these, that the problem has."""
+        return [name for name in names if getattr(self, name) is not None]
+
+    def key_vectors(self) -> list[str]:
+        """Operands with an element per key channel and token."""
+        return [name for name in self._given(KEY_VECTORS) if not (self.commit and name == "q")]
+
+    def row_scalars(self) -> list[str]:
+        """Operands with an element per value channel and token."""
+        return [*self._given(ROW_SCALARS), *(["beta"] if self.beta_rows else [])]
+
+    def head_scalars(self) -> list[str]:
+        """Operands with an element per head and token."""
+        return [*(["g"] if self.g else []), *(["beta"] if self.beta and not self.beta_rows else [])]
+
+    def weights(self) -> list[str]:
+        return self._given(WEIGHTS)
+
+    def token_vectors(self) -> list[str]:
+        """What of a token the rows need, in f32, with an element per key channel. `write` is read with too where `reads_key`."""
+        if self.delta is Delta.NONE:
+            names = ["query", "write"]
+        elif self.low_rank:
+            names = ["query", "read", "write", "key"]
+        elif self.reads_key:
+            names = ["query", "write"]
+        else:
+            names = ["query", "read", "write"]
+        return names[self.commit :] + (["decay"] if self.gk else [])
+
+    def token_scalars(self) -> list[str]:
+        """The factors of a token that all rows of a head share."""
+        read = self.delta is not Delta.NONE
+        decayed = self.g is not None and self.gk is None
+        return [
+            *(["forget"] if decayed else []),
+            *(["read_scale"] if read and (self.l2norm or (decayed and self.delta is Delta.DECAYED)) else []),
+            *(["query_scale"] if not self.commit else []),
+            *(["write_scale"] if self.l2norm else []),
+            *(["mix"] if read and not self.commit else []),
+            *(["mix_key"] if self.low_rank or self.bonus else []),
+            *(["step"] if self.beta is not None and not self.beta_rows else []),
+        ]
+
+    def row_sums(self) -> list[str]:
+        """Sums over a row that a token takes."""
+        return [*(["p_sum"] if self.delta is not Delta.NONE else []), *(["y_sum"] if not self.commit else [])]
+
+    def row_values(self) -> list[str]:
+        """What all lanes of a row need of those that its owner knows."""
+        return ["added", *(["value"] if self.low_rank else []), *(["row_decay"] if self.gv else [])]
+
+    @property
+    def recurrence(self) -> str:
+        """The partial that has this recurrence."""
+        added = "bonus" if self.bonus else "plain"
+        return f"recurrences/{'low_rank' if self.low_rank else added if self.delta is Delta.NONE else 'delta'}.cuh.j2"
+
+    @property
+    def reads_key(self) -> bool:
+        """Whether what is read with is k itself, up to a factor."""
+        own = self.read is not None or self.erase is not None
+        return self.delta is not Delta.NONE and not own and not (self.gk is not None and self.delta is Delta.DECAYED)
+
+    def operands(self) -> list[str]:
+        """Tensor arguments in order."""
+        return OPERANDS.of(self)
+
+    def ringed(self) -> list[str]:
+        """Operands that the ring keeps."""
+        return self._given(RINGED) if self.stores else []
+
+    def strides(self) -> list[tuple[str, str, str]]:
+        """(operand, axis, width) of every stride the kernel takes, in elements."""
+        return OPERANDS.strides(self)
+
+    def parameters(self) -> list[Param]:
+        slots = [] if self.index is Index.NONE and not self.commit else [Param.i64("slots"), Param.i64("pad_slot_id")]
+        slots += [] if self.kept_index is Index.NONE else [Param.i64("kept_rows")]
+        counts = [
+            *([Param.u32("most_tokens")] if self.commit else [Param.u32("tokens")] if self.tokens is Tokens.MANY else []),
+            *([Param.u32("sequences")] if self.layers else []),
+            *([Param.u32("total_tokens")] if self.tokens is Tokens.RAGGED else []),
+            *([Param.u32("columns")] if self.picks else []),
+            *([Param.u32("dst_columns")] if self.update is Update.EACH and self.tokens is Tokens.RAGGED else []),
+            *([Param.u32("rows_kept")] if self.intermediates and self.tokens is Tokens.RAGGED else []),
+            *([Param.u32("parent_columns")] if self.parents is not Index.NONE and self.tokens is Tokens.RAGGED else []),
+        ]
+        factors = [*([] if self.commit else [Param.f32("scale")]), *([Param.f32("lower_bound")] if self.gate is Gate.BOUNDED else [])]
+        return [*OPERANDS.pointers(self), *slots, *OPERANDS.stride_params(self), *counts, *factors]
+
+    def constants(self) -> dict[str, Any]:
+        return {
+            "pooled": self.index is not Index.NONE,
+            "commit": self.commit,
+            "split": self.split,
+            "final_state": self.update is Update.FINAL,
+            "ragged": self.tokens is Tokens.RAGGED,
+            "accepted": self.picks,
+            "each": self.each,
+            "conv_rolls": False,
+            "of_key_heads": OF_KEY_HEADS,
+            "convolved": (),  # operands that the kernel makes itself
+            "in_place": (),  # vectors of a token that are staged as they come, ahead of their preparation
+            "rows_by_index": self.kept_index is not Index.NONE,  # of intermediate states
+            "tree": self.parents is not Index.NONE,
+            "scalars": self.token_scalars(),
+            "narrow_noise": False,
+            "tail": self.dim_v % self.tile != 0,
+            "vector_state": self.state_loads is Loads.VECTOR,
+            "vector_operands": self.operand_loads is Loads.VECTOR,
+        }
+
+
+# How a step of one token goes over its rows, where nothing else was measured.
+ONE_TOKEN = [
+    Rule("smallest", 8, tile_kib=8, ilp=2),
+    Rule("latency", 48, tile_kib=16),
+    Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),
+]

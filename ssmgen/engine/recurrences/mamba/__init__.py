@@ -1,0 +1,1 @@
+"""State space models: h <- exp(dt A) h + dt x B."""

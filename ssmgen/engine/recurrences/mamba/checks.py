@@ -1,0 +1,19 @@
+"""What calls that step a state of Mamba's check alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ....calls import checks
+
+_ROUNDED = (torch.float16, torch.bfloat16, *checks.NARROW)
+
+
+def check_seed(named: Mapping[str, Tensor], update_state: bool, problems: list[str]) -> None:
+    """Whether a state is written that noise is for. Adds to `problems` if not."""
+    stored = [named.get("intermediate_states"), *([named["state"]] if update_state else [])]
+    if "rand_seed" in named and not any(isinstance(t, Tensor) and t.dtype in _ROUNDED for t in stored):
+        problems.append("rand_seed is given, and no state is written in float16 or bfloat16, or in fewer bits with scales")

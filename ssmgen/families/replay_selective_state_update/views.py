@@ -1,0 +1,181 @@
+"""The operands of the replay functions, checked, as views that kernels and the reference share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...calls import checks
+from ...calls.checks import NARROW
+from .operands import BETWEEN, OPERANDS
+from .problem import MAX_TOKENS
+
+
+class Options(NamedTuple):
+    """What a call says beside its tensors."""
+
+    dt_softplus: bool = False
+    pad_slot_id: int = -1
+    philox_rounds: int = 10
+    precision: str = "f32"
+    after_conv: bool = False
+    max_tokens: int | None = None
+    two_kernels: bool = False
+    internal_pdl: bool = True
+    materialize: bool = False
+    zero_padding: bool = True
+
+
+def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
+    """The operands as the reference takes them. Adds to `problems` all that is wrong."""
+    if options.philox_rounds == 0 and "rand_seed" in named:
+        problems.append("philox_rounds is 0, and rand_seed is given: noise takes 1 … 10 of them")
+    needed = ("A",) if options.materialize and "cache_buf_idx" not in named else () if options.materialize else ("x", "dt", "A", "B", "C")
+    problems += [f"{name} is needed" for name in needed if named.get(name) is None]
+    if not checks.check_tensors(named, problems) or not all(name in named for name in needed):
+        return {}
+    given = {name: t for name, t in named.items() if name not in ("mix", "sums")}  # these are the call's own memory
+    checks.check_types(OPERANDS, given, "state", problems)
+    state, old_x, old_B = named["state"], named["old_x"], named["old_B"]
+    step, ragged, materialize = "cache_buf_idx" in named, "cu_seqlens" in named, options.materialize
+    if state.dim() != 4:
+        problems.append(f"state is {list(state.shape)}, not [slots, heads, headdim, d_state]")
+        return {}
+    if old_x.dim() != 4 or old_B.dim() != (5 if step else 4):
+        problems.append(
+            f"old_x is {list(old_x.shape)} and old_B is {list(old_B.shape)}, not [slots, W, heads, headdim] and "
+            + ("[slots, 2, W, groups, d_state]" if step else "[slots, R, groups, d_state]")
+        )
+        return {}
+    slots, H, P, N = state.shape
+    W, G = old_x.shape[1], old_B.shape[-2]
+    if G == 0 or H % G:
+        problems.append(f"old_B is {list(old_B.shape)} but heads {H} is not a multiple of its groups {G}")
+    views, T, batch, lead, words = dict(named), 0, slots, (), ""
+    if materialize:
+        batch = named["state_indices"].numel() if "state_indices" in named else slots
+    else:
+        if named["x"].dim() != (3 if ragged else 4):
+            problems.append(
+                f"x is {list(named['x'].shape)}, not " + ("[tokens, heads, headdim]" if ragged else "[batch, T, heads, headdim]")
+            )
+            return {}
+        if ragged:
+            batch = max(0, named["cu_seqlens"].numel() - 1)
+            views |= {n: named[n].unsqueeze(0) for n in ("x", "dt", "B", "C", "z", "out") if n in named}
+        else:
+            batch, T = named["x"].shape[:2]
+        lead, words = tuple(views["x"].shape[:2]), "tokens" if ragged else "batch, T"
+        if "dt" in views and views["dt"].dim() == 4:
+            if views["dt"].shape[3] != P or (P > 1 and views["dt"].stride(3) != 0):
+                problems.append(
+                    f"dt is {list(named['dt'].shape)} with strides {list(named['dt'].stride())}: its last axis must be expanded"
+                )
+            views["dt"] = views["dt"][..., 0] if views["dt"].shape[3] else views["dt"]
+    for name in ("A", "dt_bias"):
+        if name in views and views[name].dim() > 1:
+            t = views[name]
+            if any(n > 1 and s != 0 for n, s in zip(t.shape[1:], t.stride()[1:], strict=True)):
+                problems.append(f"{name} is {list(t.shape)} with strides {list(t.stride())}: it must be one value per head, expanded")
+            while views[name].dim() > 1 and views[name].shape[-1]:
+                views[name] = views[name][..., 0]
+    if "D" in views and views["D"].dim() == 1:
+        views["D"] = views["D"].unsqueeze(-1).expand(-1, P)
+    sizes = {"slot": slots, "head": H, "row": P, "n": N, "group": G, "batch": batch, "starts": batch + 1}
+    sizes |= {"buffer": 2, "entry": W} if step else {"ringed": W}
+    fits = checks.check_shapes(
+        OPERANDS, {n: t for n, t in views.items() if n not in ("state", "rand_seed", *BETWEEN)}, sizes, problems,
+        {"out": {"[batch, heads, headdim, d_state]": (batch, H, P, N)}} if materialize else {}, (words, lead),
+    )  # fmt: skip
+    _check_dtypes(named, problems)
+    _check_sizes(named, W, T, step, options, problems)
+    if not fits:
+        return {}
+    _check_layout(views, batch, problems)
+    return views
+
+
+def _check_dtypes(named: Mapping[str, Tensor], problems: list[str]) -> None:
+    alike = named.get("x", named["old_x"]).dtype
+    for name in ("B", "C", "old_x", "old_B"):
+        if name in named and named[name].dtype != alike:
+            problems.append(f"{name} is {named[name].dtype}, {'x' if 'x' in named else 'old_x'} is {alike}")
+    if "x" not in named and named["out"].dtype != named["state"].dtype and named["state"].dtype not in NARROW:
+        problems.append(f"out is {named['out'].dtype}, state is {named['state'].dtype}")
+    if "rand_seed" in named:
+        seeds, slots = named["rand_seed"], named["state"].shape[0]
+        if tuple(seeds.shape) not in ((1,), (slots,)):
+            problems.append(f"rand_seed is {list(seeds.shape)}, not [1] or [slots] = [{slots}]")
+        if named["state"].dtype == torch.float32:
+            problems.append("rand_seed is given, and a float32 state is not rounded")
+
+
+def _check_sizes(named: Mapping[str, Tensor], W: int, T: int, step: bool, options: Options, problems: list[str]) -> None:
+    if step:
+        if "old_dA_cumsum" not in named:
+            problems.append("old_dA_cumsum is needed beside cache_buf_idx")
+        if T > W:
+            problems.append(f"x has {T} tokens, and the history has room for W = {W}")
+        window = W
+    else:
+        if "ring_start" not in named:
+            problems.append("neither cache_buf_idx nor ring_start is given")
+        if options.max_tokens is None and "cu_seqlens" in named:
+            problems.append("max_tokens is needed with cu_seqlens: the window is R - max_tokens")
+        most = T if options.max_tokens is None else options.max_tokens
+        if most < T:
+            problems.append(f"x has {T} tokens, more than max_tokens {most}")
+        window = W - most
+        if window < 1:
+            problems.append(f"a ring of {W} leaves no window for steps of {most} tokens")
+    if window > MAX_TOKENS:
+        problems.append(f"the window is {window} entries, more than {MAX_TOKENS}")
+    if T > MAX_TOKENS:
+        problems.append(f"x has {T} tokens, more than {MAX_TOKENS}")
+
+
+def _check_layout(views: Mapping[str, Tensor], batch: int, problems: list[str]) -> None:
+    state = views["state"]
+    slots, H, P, N = state.shape
+    for name in ("state", "out") if "x" not in views else ("state",):
+        t = views[name]
+        if any(n > 1 and have != want for n, have, want in zip((H, P, N), t.stride()[1:], (P * N, N, 1), strict=True)):
+            problems.append(f"{name} has strides {list(t.stride())}; its last three axes must be dense, {[P * N, N, 1]}")
+        elif t.shape[0] > 1 and t.stride(0) < H * P * N:
+            problems.append(f"{name} has slots {t.stride(0)} elements apart, which overlap")
+    for name in ("out", "old_x", "old_B", "old_dt", "old_dA_cumsum", "state_scale"):
+        if name in views and checks.overlaps_itself(views[name]):
+            problems.append(f"{name} has strides {list(views[name].stride())}: two of its elements share memory")
+    for name in ("cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "arrivals", "rand_seed", "cu_seqlens"):
+        if name in views and views[name].numel() > 1 and views[name].stride(0) != 1:
+            problems.append(f"{name} has stride {views[name].stride(0)}, not 1")
+    if "state_indices" not in views and slots < batch:
+        problems.append(f"state has {slots} slots for a batch of {batch}, and there are no state_indices")
+    for name, t in views.items():
+        if name != "state" and not (name == "out" and "x" not in views):
+            checks.check_strides_fit(name, t, 0 if name in ("A", "D", "dt_bias") else 1, problems)
+
+
+def eights(n: int) -> int:
+    return max(8, -(-n // 8) * 8)
+
+
+def window_of(views: Mapping[str, Tensor], options: Options) -> int:
+    """Entries that the history can hold between steps."""
+    W = views["old_x"].shape[1]
+    if "cache_buf_idx" in views:
+        return W
+    return W - (views["x"].shape[1] if options.max_tokens is None else options.max_tokens)
+
+
+def room_of(views: Mapping[str, Tensor], options: Options) -> tuple[int, int]:
+    """(tokens, entries of the history) that a kernel makes room for."""
+    window = window_of(views, options)
+    if options.materialize:
+        return eights(1), eights(window)
+    if "cu_seqlens" not in views:
+        return eights(views["x"].shape[1]), eights(window)
+    return eights(window if options.max_tokens is None else options.max_tokens), eights(window)
