@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("transformers", minversion="5.15", reason="needs transformers 5.15: pip install 'ssmgen[hf]'")
 
 from hf_cases import (
+    INDEXED,
     LAYERS,
     MODELS,
     TINY,
@@ -321,7 +322,10 @@ def test_warm_asks_for_the_kernels_of_every_call_at_every_batch_size(name, monke
     of_prompt, step = of_prompts(name).values(), fused_operator(name)[1]
     between = 2 * sum(norms_of_a_pass(model).values())  # of a prompt and of a step
     calls = dict.fromkeys([*of_prompt, step], len(mixers(model))) | {"gated_rms_norm": len(gated_norms(model)), "rms_norm": between}
-    assert Counter(function for function, _, _ in asked) == {function: 2 * count for function, count in calls.items() if count}
+    found, expected = Counter(function for function, _, _ in asked), {function: 2 * count for function, count in calls.items() if count}
+    if name in INDEXED:
+        assert found.pop("rms_norm") > expected.pop("rms_norm")  # the indexer's, too, which see more blocks as a prompt grows
+    assert found == expected
     for function, groups, sizes in asked:
         assert len(sizes) in (2, 3) and min(sizes) > 0 and sizes == sorted(set(sizes)), function
         if function not in of_prompt:  # whose sizes are those of the layer's sequences, and of the norms' groups

@@ -39,7 +39,7 @@ def rendered(path: Path) -> dict[str, str]:
     suite = load([path])
     out = io.StringIO()
     table.print_tables(suite, Console(file=out, width=200, force_terminal=True, color_system=None))
-    forms = {"text": formats.as_text(suite), "csv": formats.as_csv(suite), "json": formats.as_json(suite, False), "page": as_html(suite)}
+    forms = {"text": table.as_text(suite), "csv": formats.as_csv(suite), "json": formats.as_json(suite, False), "page": as_html(suite)}
     return forms | {"terminal": out.getvalue()}
 
 

@@ -47,7 +47,7 @@ REAL = {
     "granitemoehybrid": {**_HYBRID, "num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "mamba_chunk_size": 64},
     "nemotron_h": {**_WIDE, "mamba_num_heads": 8, "mamba_head_dim": 64, "n_groups": 2, "ssm_state_size": 128, "chunk_size": 64},
     "zamba2": {**_WIDE, "n_mamba_heads": 8, "mamba_d_state": 64, "mamba_ngroups": 1, "chunk_size": 64},
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp"), _DELTA),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "lara_mini"), _DELTA),
     "olmo_hybrid": {**_WIDE, "linear_key_head_dim": 96, "linear_value_head_dim": 192},
     **dict.fromkeys(("kimi_linear", "glm5_next", "bailing_hybrid"), {**_WIDE, "linear_head_dim": 128}),
 }  # fmt: skip
