@@ -22,7 +22,7 @@ from ssmgen.errors import ArgumentError, UnsupportedError
 from ssmgen.families.gated_rms_norm import centred as op
 from ssmgen.families.gated_rms_norm import spec as kernels
 from ssmgen.render import render
-from ssmgen.spec import Pdl
+from ssmgen.spec import DType, Pdl
 
 # dtypes; rows, groups, size; options. `mean`: of x, whose spread is 1. A bias is like the weight
 CASES: dict[str, dict[str, Any]] = {
@@ -187,7 +187,7 @@ def test_everything_wrong_is_said_at_once():
 
 
 def test_what_a_spec_without_the_mean_has_not():
-    problem = kernels.NormProblem(size=64, bias=kernels.DType.BF16)
+    problem = kernels.NormProblem(size=64, bias=DType.BF16)
     assert problem.faults() == ["a bias is of a norm that subtracts the mean"]
     plain = replace(problem, centred=True, gate=None)
     assert not plain.faults()

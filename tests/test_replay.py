@@ -234,7 +234,7 @@ POOLED = ("state", *HISTORY, "cache_buf_idx", "prev_num_accepted_tokens")
         (SMALL, {"old_x": lambda k: k["old_x"].float()}, "old_x is torch.float32, x is torch.bfloat16"),
         (SMALL, {"old_x": lambda k: k["old_x"][:1].expand(9, -1, -1, -1)}, "two of its elements share memory"),
         (SMALL, {"old_B": lambda k: k["old_B"][:, :1]}, "old_B is [9, 1, 8, 2, 32]"),
-        (SMALL, {"old_dt": lambda k: k["old_dt"].half()}, "old_dt is torch.float16, not float32"),
+        (SMALL, {"old_dt": lambda k: k["old_dt"].half()}, "old_dt is float16, not float32"),
         (SMALL, {"old_dA_cumsum": None}, "old_dA_cumsum is needed beside cache_buf_idx"),
         (SMALL, {"cache_buf_idx": lambda k: k["cache_buf_idx"].long()}, "cache_buf_idx is int64, not int32"),
         (SMALL, {"cache_buf_idx": lambda k: k["cache_buf_idx"][::2]}, "cache_buf_idx is [5]"),

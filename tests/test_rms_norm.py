@@ -17,7 +17,7 @@ from ssmgen.errors import ArgumentError
 from ssmgen.families.gated_rms_norm import plain as op
 from ssmgen.families.gated_rms_norm import spec as kernels
 from ssmgen.render import render
-from ssmgen.spec import Pdl
+from ssmgen.spec import DType, Pdl
 
 # x, residual, residual_out, weight and out; rows, size; options
 CASES: dict[str, dict[str, Any]] = {
@@ -156,7 +156,7 @@ def test_everything_wrong_is_said_at_once():
 
 
 def test_what_a_spec_with_a_gate_has_not():
-    spec = kernels.NormProblem(size=64, residual=kernels.DType.BF16)
+    spec = kernels.NormProblem(size=64, residual=DType.BF16)
     assert spec.faults() == ["a gate goes with no residual and no rounding", "a residual and what receives its sum go together"]
     assert replace(spec, gate=None, residual=None, weight=None, rounded=True).faults() == [
         "unit_offset and rounded are of a weight, and there is none"

@@ -11,7 +11,7 @@ from ssmgen import emulator
 from ssmgen.arguments import Arguments
 from ssmgen.emulator import run_source
 from ssmgen.engine.stochastic_reference import philox, rounded
-from ssmgen.render import _environment
+from ssmgen.render import environment
 from ssmgen.spec import KernelSpec, Needs, Param
 
 emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")
@@ -150,7 +150,7 @@ def run_kernel(values: Tensor, random: Tensor, seeds: Tensor, counters: Tensor, 
     """(f16 bits, bf16 bits, noise) as int64"""
     n, names = len(values), ("f16", "bf16")
     nothing = {"needs": Needs()} | dict.fromkeys(("clusters", "waits", "triggers"), False)
-    source = _environment().from_string(TEXT).render(dtypes=names, rounded=names, rounds=rounds, **nothing)
+    source = environment().from_string(TEXT).render(dtypes=names, rounded=names, rounds=rounds, **nothing)
     operands = {"values": values, "words": random.to(torch.int32), "seeds": seeds, "counters": counters}
     operands |= {name: torch.zeros(n, *more, dtype=torch.int32) for name, more in (("half", ()), ("brain", ()), ("noise", (4,)))}
     packed = Arguments(Rounding(), {"n": n, "stream": stream}).at([t.data_ptr() for t in operands.values()])

@@ -50,7 +50,7 @@ def _flat(options: Any, names: Sequence[str]) -> list[Any]:
     found: list[Any] = []
     for name in names:
         value = getattr(options, name)
-        if hasattr(value, "_fields"):
+        if isinstance(value, tuple) and hasattr(value, "_fields"):  # Dynamo asks no symbolic number for attributes
             found += _flat(value, value._fields)
         else:
             found.append(list(value) if isinstance(value, tuple) else value)

@@ -210,8 +210,10 @@ def operator(like: str, **own: Scalar) -> Callable[[Callable[P, R]], Callable[P,
             positional, named, objections = scalars.sound(args, kwargs)
             if objections:
                 build(*args, **kwargs).plan()  # raises, with all else that is wrong
-            with _asking(call=False, learn=partial(known.learn, key, build, args, kwargs)):
-                return made(*positional, **named)
+            learn = partial(known.learn, key, build, args, kwargs)
+            with _asking(call=False, learn=learn):
+                result = made(*positional, **named)
+            return launched(result, learn) if isinstance(result, Call) else result  # Dynamo may trace the body alone, after a graph break
 
         def on_shards(args: Any, kwargs: Any) -> Any:
             return sharded.run(function, names, *scalars.checked(args, kwargs))

@@ -75,7 +75,7 @@ def test_odd_tensors_in_rings_and_pairs_are_named():
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (0.5, r"ring is a float, not Ring\(k, v, g, beta\)"),
+        (0.5, "ring is a float, not Ring"),
         ("x", "ring is a str, not Ring"),
         ([], "ring is a list of 0, not Ring"),
         (ring()[:3], "ring is a tuple of 3, not Ring"),
@@ -127,7 +127,7 @@ def test_a_layers_window_holds_its_history(layer, form):
         ("vllm.causal_conv1d_fn", {"query_start_loc": None}, "query_start_loc is None, not a tensor"),
         ("vllm.selective_state_update-step", {"dt_softplus": "no", "out": None}, "dt_softplus is a str, not True or False"),
         ("sglang.selective_state_update-step", {"disable_state_update": "no"}, "disable_state_update is a str, not True or False"),
-        ("sglang.fused_sigmoid_gating_delta_rule_update-kda", {"a": rand(7)}, r"gk is \[7\]"),
+        ("sglang.fused_sigmoid_gating_delta_rule_update-kda", {"a": rand(7)}, r"- g is \[7\]"),
         ("causal_conv1d.causal_conv1d_varlen_states", {"state_len": -1}, "state_len is -1"),
         ("causal_conv1d.causal_conv1d_varlen_states", {"cu_seqlens": torch.tensor([0.0, 2.0])}, "cu_seqlens is float32 on cpu"),
     ],

@@ -30,7 +30,7 @@ def ring_objections(ring: object) -> tuple[str, ...]:
     if ring is None or (isinstance(ring, (tuple, list)) and len(ring) == 4):
         return ()
     count = f" of {len(ring)}" if isinstance(ring, (tuple, list)) else ""
-    return (f"ring is a {type(ring).__name__}{count}, not Ring(k, v, g, beta)",)
+    return (f"ring is a {type(ring).__name__}{count}, not Ring",)
 
 
 class Options(NamedTuple):
