@@ -37,7 +37,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     problems += [f"{name} is needed" for name in needed if named.get(name) is None]
     if not checks.check_tensors(named, problems) or not all(name in named for name in needed):
         return {}
-    given = {name: t for name, t in named.items() if name not in ("mix", "sums")}  # these are the call's own memory
+    given = {name: t for name, t in named.items() if name not in BETWEEN}  # these are the call's own memory
     checks.check_types(OPERANDS, given, "state", problems)
     state, old_x, old_B = named["state"], named["old_x"], named["old_B"]
     step, ragged, materialize = "cache_buf_idx" in named, "cu_seqlens" in named, options.materialize
