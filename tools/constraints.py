@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "constraints"
 EXTRAS = ("test", "docs")
 OF_TORCH = re.compile(r"cuda-|nvidia-(?!cuda-nvdisasm$)|triton$")  # no build of torch requires nvdisasm
-HEAD = "# Versions that the tests passed with; `python -m tools.constraints` writes this file.\n"
+HEAD = "# Pinned versions of all packages that the tests need; `python -m tools.constraints` writes this file.\n"
 
 
 class ConstraintsError(Exception):

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
 
 def extra_of(cuda: str | None) -> str:
     """cuda: torch.version.cuda. A torch without CUDA takes either extra: cu12, under whose compiler CI compares registers."""
@@ -9,9 +14,11 @@ def extra_of(cuda: str | None) -> str:
 
 
 def main() -> None:
-    import torch
-
-    print(extra_of(torch.version.cuda))
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        sys.exit("torch is not installed. Install the torch that you want first: pip install torch")
+    version = Path(spec.origin).with_name("version.py")  # read alone: importing torch takes seconds, and warns where numpy is missing
+    print(extra_of(runpy.run_path(str(version))["cuda"]))
 
 
 if __name__ == "__main__":
