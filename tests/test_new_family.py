@@ -75,14 +75,14 @@ def test_the_guide_shows_the_files_as_they_are():
 
 def test_a_family_has_its_name_everywhere(tmp_path):
     root, before = fresh(tmp_path), texts(fresh(tmp_path))
-    written, extended = write(root, "channel_mix")
+    written, extended = write(root, "column_mix")
     after = texts(root)
     assert after.keys() == before.keys() | set(written) and set(extended) == before.keys()
     for path in written:
-        assert "channel_mix" in path and not re.search("token_?shift", after[path], re.IGNORECASE)
+        assert "column_mix" in path and not re.search("token_?shift", after[path], re.IGNORECASE)
     for path in extended:
         changes = [line for line in difflib.ndiff(before[path].splitlines(), after[path].splitlines()) if line[0] in "+-"]
-        assert any("channel_mix" in line for line in changes) and not any(line.startswith("-") for line in changes)
+        assert any("column_mix" in line for line in changes) and not any(line.startswith("-") for line in changes)
 
 
 def test_what_is_wrong_is_named_and_nothing_is_written(tmp_path):
