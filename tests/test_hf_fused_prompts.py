@@ -159,7 +159,8 @@ def test_16_bit_prompts_are_no_farther_from_the_same_weights_in_f32(name):
     exact, theirs = Prompt.run(copy.deepcopy(model).float(), 65), Prompt.run(model, 65)
     with hf.patch(model, fuse=True) as patch:
         ours = Prompt.run(model, 65)
-    assert patch.calls() == fused_prompt_calls(name, model)
+    expected = fused_prompt_calls(name, model)
+    assert patch.calls() == expected | (dict.fromkeys(norms_of_a_pass(model), SOME) if name in INDEXED else {})
     assert norm_of_error(ours, exact) <= 2 * norm_of_error(theirs, exact)
     assert [state.dtype for state in ours.states] == [state.dtype for state in theirs.states]
 
